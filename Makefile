@@ -201,7 +201,7 @@ mutants: deps venv
 
 # The threads that read ahead and that write checkpoints, and those of the server, under ThreadSanitizer: their tests, and
 # train_llama for test/run.py. libgomp is not built for it: everything runs with one OpenMP thread.
-THREAD_TESTS := checkpoint communicator data_loader engine ranks_start serve_http serve_server train_loop write_behind
+THREAD_TESTS := checkpoint communicator data_loader engine joint_save ranks_start serve_http serve_server train_loop write_behind
 tsan:
 	@$(MAKE) --no-print-directory MODE=tsan NVCC= thread_tests
 thread_tests: $B/thread_tests $B/train_llama

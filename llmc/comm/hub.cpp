@@ -19,10 +19,10 @@ namespace weft {
 
 namespace {
 
-constexpr double kStrangerSeconds = 10;     // in which a connection has to say who it is
-constexpr std::size_t kMostStrangers = 64;  // connections at once that have not yet said who they are
-constexpr double kRefusalSeconds = 5;       // that a run which cannot start waits for ranks, to tell them why
-constexpr double kLastWords = 1;            // seconds in which a rank has to take the news of an error
+constexpr double kMostStrangerSeconds = 10;  // in which a connection has to say who it is; less with a short time limit
+constexpr std::size_t kMostStrangers = 64;   // connections at once that have not yet said who they are
+constexpr double kRefusalSeconds = 5;        // that a run which cannot start waits for ranks, to tell them why
+constexpr double kLastWords = 1;             // seconds in which a rank has to take the news of an error
 constexpr double kLinger =
     0.5;  // seconds that rank 0 stays for the others at the end: they may not have read everything
 
@@ -109,7 +109,9 @@ class Hub::Thread {
       std::vector<pollfd> waiting = peers_to_poll();
       if (strangers_.size() < kMostStrangers) waiting.push_back({listener_.fd(), POLLIN, 0});
       for (const Stranger& stranger : strangers_) waiting.push_back({stranger.socket.fd(), POLLIN, 0});
-      wait_for_any(waiting, std::min({deadline_, next_sign, now + std::chrono::seconds(1)}));
+      Deadline wake = std::min(deadline_, next_sign);
+      for (const Stranger& stranger : strangers_) wake = std::min(wake, stranger.deadline);
+      wait_for_any(waiting, wake);
       read_peers();
       accept_strangers();
       hear_strangers();
@@ -126,7 +128,7 @@ class Hub::Thread {
       Stranger stranger;
       stranger.socket = accept_from(listener_, stranger.from);
       if (!stranger.socket.open()) return;
-      stranger.deadline = deadline_in(kStrangerSeconds);
+      stranger.deadline = deadline_in(std::min(kMostStrangerSeconds, time_limit_s_ / 4));
       strangers_.push_back(std::move(stranger));
     }
   }

@@ -69,9 +69,16 @@ bool is_real_directory(const std::string& path) {
   return fs::symlink_status(path, error).type() == fs::file_type::directory;
 }
 
+constexpr const char* kFilesOfASave[] = {"model.bin", "state.bin", "manifest.json"};
+
+// Whether an error of open() or stat() says something of what has the name (ENXIO: a socket), and not of the system.
+bool is_of_the_name(int error) {
+  return error == ENOENT || error == ENOTDIR || error == ELOOP || error == ENAMETOOLONG || error == ENXIO;
+}
+
 // A file of a checkpoint, or the temporary name under which AtomicFile writes it.
 bool is_name_of_a_save(const std::string& name) {
-  for (const std::string file : {"model.bin", "state.bin", "manifest.json"}) {
+  for (const std::string file : kFilesOfASave) {
     if (name == file) return true;
     const std::string temporary = file + kTemporarySuffix + ".";
     if (name.starts_with(temporary) && all_digits(name.substr(temporary.size()))) return true;
@@ -205,6 +212,7 @@ std::vector<RunDirectory::Entry> RunDirectory::checkpoints() const {
     if (entry.step < 0) {
       entry.problem = "not the name of a checkpoint";
     } else if (!fs::is_directory(found.path(), error)) {  // follows links: a loop is an error
+      if (error && !is_of_the_name(error.value())) fail_at(Exit::environment, found.path(), "read", error.value());
       entry.problem = error ? error.message() : "not a directory";
     }
     entries.push_back(std::move(entry));
@@ -212,6 +220,19 @@ std::vector<RunDirectory::Entry> RunDirectory::checkpoints() const {
   std::sort(entries.begin(), entries.end(),
             [](const Entry& a, const Entry& b) { return a.step != b.step ? a.step > b.step : a.name < b.name; });
   return entries;
+}
+
+void RunDirectory::require_access(const Entry& entry) const {
+  for (const char* name : kFilesOfASave) {
+    const std::string path = file(entry.name) + "/" + name;
+    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    const int error = errno;
+    if (fd >= 0) {
+      ::close(fd);
+    } else if (!is_of_the_name(error)) {
+      fail_at(Exit::environment, path, "open", error);
+    }
+  }
 }
 
 std::string RunDirectory::checkpoint_path(std::int64_t step) const {

@@ -45,6 +45,9 @@ class RunDirectory {
     std::string problem;
   };
   std::vector<Entry> checkpoints() const;
+  // Exit::environment if the system does not open a file of this checkpoint for a reason that is not the file's: rights, a
+  // device that does not answer, no more open files. Such a checkpoint may be whole. One that lacks files is accepted.
+  void require_access(const Entry& entry) const;
 
   // A save calls begin_checkpoint(), which creates an empty step_N.tmp and returns its path; when the files in it are
   // synced, commit_checkpoint() renames it to step_N, replacing a damaged checkpoint of that step. On failure

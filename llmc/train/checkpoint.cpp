@@ -427,6 +427,7 @@ std::optional<Checkpoint> CheckpointKeeper::newest_intact(ResumeMode mode) const
     const std::string path = directory_.file(entry.name);
     try {
       if (!entry.problem.empty()) fail(Exit::bad_file, "%s: %s", escaped(path).c_str(), entry.problem.c_str());
+      directory_.require_access(entry);
       return Checkpoint::open(path, entry.step);
     } catch (const Error& error) {
       if (error.code() != Exit::bad_file) throw;
@@ -445,6 +446,20 @@ std::optional<Checkpoint> CheckpointKeeper::newest_intact(ResumeMode mode) const
   return std::nullopt;
 }
 
+// The newest checkpoint that was the best one when it was saved. The state of a run may name a later one, whose save has failed.
+std::optional<std::int64_t> CheckpointKeeper::newest_best(std::int64_t up_to) const {
+  for (const RunDirectory::Entry& entry : directory_.checkpoints()) {
+    if (entry.step < 0 || entry.step > up_to || !entry.problem.empty()) continue;
+    try {
+      const std::optional<TrainState::Best> best =
+          Checkpoint::open(directory_.file(entry.name), entry.step, Checkpoint::Values::checked).state().best;
+      if (best && best->step == entry.step) return entry.step;
+    } catch (const Error&) {  // damaged: nothing to be kept
+    }
+  }
+  return std::nullopt;
+}
+
 std::optional<TrainState> CheckpointKeeper::resume(ResumeMode mode, TrainModel& model) {
   if (mode == ResumeMode::never && !directory_.was_empty()) {
     fail(Exit::usage, "--resume never: %s is not empty. Choose another --out", escaped(directory_.path()).c_str());
@@ -455,7 +470,7 @@ std::optional<TrainState> CheckpointKeeper::resume(ResumeMode mode, TrainModel& 
   if (!checkpoint) return std::nullopt;
   checkpoint->load(model);
   intact_.insert(checkpoint->state().step);
-  if (checkpoint->state().best) best_ = checkpoint->state().best->step;
+  best_ = checkpoint->state().best ? newest_best(checkpoint->state().step) : std::nullopt;
   return checkpoint->state();
 }
 

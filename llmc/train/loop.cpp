@@ -500,9 +500,10 @@ Exit TrainLoop::finish() {
     log_info("stopped by %s after step %lld: the same command goes on from there",
              signal == 0 ? "--max-minutes" : ::strsignal(signal), wide(state_.step));
   }
-  if (state_.best && !parts_.checkpoints->best_path().empty()) {
-    log_info("lowest loss on --val: %.4f after step %lld, kept in %s", state_.best->val_loss, wide(state_.best->step),
-             escaped(parts_.checkpoints->best_path(), 4096).c_str());
+  if (const std::string best = parts_.checkpoints->best_path(); state_.best && !best.empty()) {
+    const bool saved = parts_.checkpoints->best_saved() == state_.best->step;
+    log_info("lowest loss on --val: %.4f after step %lld, %s %s", state_.best->val_loss, wide(state_.best->step),
+             saved ? "kept in" : "which could not be saved; the best before is", escaped(best, 4096).c_str());
   }
   const auto loss_text = [](const std::optional<double>& loss) { return loss ? format("%.4f", *loss) : "none"; };
   // The last validation may be some steps back if a signal or the time limit ended the run.

@@ -22,6 +22,7 @@
 #include <thread>
 
 #include "llmc/base/cgroup.h"
+#include "llmc/base/error_from.h"
 #include "llmc/base/log.h"
 #include "llmc/train/background_save.h"
 #include "llmc/train/fault_injection.h"
@@ -258,6 +259,43 @@ TEST_F(CheckpointTest, MustInsistsOnTheNewest) {
   fs::resize_file(step_path(6) + "/state.bin", 5000);
   expect_contains(error_of(Exit::bad_file, [&] { resumed_step(ResumeMode::must); }), "step_00000006");
   EXPECT_EQ(resumed_step(ResumeMode::automatic), 3);
+}
+
+// A file that the system does not give out may be whole: the run ends with a line, and no older checkpoint takes its place. One
+// that is not there, or is a loop of links, is damage.
+TEST_F(CheckpointTest, WhatMayNotBeReadIsNotSkipped) {
+  save(3);
+  save(6);
+  const uid_t self = ::geteuid();
+  if (self == 0) {  // may read everything: as somebody else for a moment
+    fs::permissions(temporary_.file(""), fs::perms::all);
+    fs::permissions(run_path(), fs::perms::all);
+    fs::permissions(run_path() + "/lock", fs::perms::all);
+  }
+  for (const std::string name : {"/manifest.json", "/model.bin", "/state.bin", ""}) {
+    const std::string path = step_path(6) + name;
+    const fs::perms before = fs::status(path).permissions();
+    fs::permissions(path, fs::perms::none);
+    ASSERT_EQ(::seteuid(self == 0 ? 65534 : self), 0);
+    const std::optional<Error> error = error_from([&] { resumed_step(); });
+    ASSERT_EQ(::seteuid(self), 0);
+    fs::permissions(path, before);
+    ASSERT_TRUE(error.has_value()) << name;
+    EXPECT_EQ(error->code(), Exit::environment) << error->what();
+    expect_contains(error->what(), path + (name.empty() ? "/" : "'"));
+    expect_contains(error->what(), "cannot open: Permission denied");
+    EXPECT_EQ(resumed_step(), 6);
+  }
+  for (const char* name : {"/manifest.json", "/model.bin", "/state.bin"}) {
+    const std::string path = step_path(6) + name, whole = read_bytes(path);
+    fs::remove(path);
+    EXPECT_EQ(resumed_step(), 3) << name;
+    fs::create_symlink(path, path);
+    EXPECT_EQ(resumed_step(), 3) << name;
+    fs::remove(path);
+    write_bytes(path, whole);
+  }
+  EXPECT_EQ(resumed_step(), 6);
 }
 
 TEST_F(CheckpointTest, AllDamagedIsNeverAFreshStart) {
@@ -962,27 +1000,40 @@ TEST_F(BackgroundSaveTest, WritesTheStateOfItsBeginningWhateverComesAfter) {
   const RunDirectory run(run_path());
   CheckpointKeeper keeper(run, identity(), 2);
   BackgroundSave saves(keeper, model_->make_state_copy());
-  EXPECT_FALSE(saves.poll().has_value());
-  EXPECT_FALSE(saves.wait().has_value());
-  const TrainState state = make_state(3);
-  const std::vector<float> expected = whole_state(*model_);
-  writer_may_go = false;
-  set_write_fault(wait_at_write);
-  saves.start(state, *model_);
-  make_state(9);  // training goes on
-  EXPECT_FALSE(saves.poll().has_value());
-  error_of(Exit::internal, [&] { saves.start(state, *model_); });
-  writer_may_go = true;
-  const std::optional<BackgroundSave::Result> result = saves.wait();
-  ASSERT_TRUE(result.has_value());
-  EXPECT_FALSE(result->error.has_value());
-  EXPECT_EQ(result->step, 3);
-  EXPECT_EQ(result->path, step_path(3));
-  EXPECT_GE(result->seconds, result->stalled_seconds);
-  EXPECT_FALSE(saves.wait().has_value()) << "a result is given once";
-  EXPECT_EQ(keeper.last_saved(), 3);
-  EXPECT_TRUE(*keeper.resume(ResumeMode::must, *model_) == state);
-  EXPECT_EQ(whole_state(*model_), expected);
+  for (const std::int64_t step : {3, 5, 7}) {  // the later ones as the first
+    EXPECT_FALSE(saves.in_progress());
+    EXPECT_FALSE(saves.poll().has_value());
+    EXPECT_FALSE(saves.wait().has_value());
+    const TrainState state = make_state(step);
+    const std::vector<float> expected = whole_state(*model_);
+    writer_may_go = false;
+    set_write_fault(wait_at_write);
+    saves.start(state, *model_);
+    make_state(9);          // training goes on
+    std::thread limit([] {  // a call that waits for the writer would wait for ever
+      for (int i = 0; i < 10000 && !writer_may_go; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      writer_may_go = true;
+    });
+    EXPECT_FALSE(saves.poll().has_value());
+    EXPECT_FALSE(saves.wait_at_most(std::chrono::milliseconds(2)).has_value());
+    EXPECT_TRUE(saves.in_progress());
+    error_of(Exit::internal, [&] { saves.start(state, *model_); });
+    EXPECT_FALSE(writer_may_go) << "nothing has waited for the writer";
+    writer_may_go = true;
+    limit.join();
+    const std::optional<BackgroundSave::Result> result = saves.wait();
+    ASSERT_TRUE(result.has_value());
+    EXPECT_FALSE(result->error.has_value());
+    EXPECT_EQ(result->step, step);
+    EXPECT_EQ(result->path, step_path(step));
+    EXPECT_GE(result->seconds, result->stalled_seconds);
+    EXPECT_FALSE(saves.wait().has_value()) << "a result is given once";
+    EXPECT_EQ(keeper.last_saved(), step);
+    set_write_fault(nullptr);
+    CheckpointKeeper later(run, identity(), 2);
+    EXPECT_TRUE(*later.resume(ResumeMode::must, *model_) == state);
+    EXPECT_EQ(whole_state(*model_), expected);
+  }
 }
 
 // A save asks for a tensor in pieces of a quarter of a million values, more than these tensors have. Here the pieces are small.

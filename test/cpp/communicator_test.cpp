@@ -6,6 +6,8 @@
 #include <atomic>
 #include <chrono>
 #include <numeric>
+#include <optional>
+#include <random>
 #include <thread>
 
 #include "llmc/comm/thread_ranks.h"
@@ -150,6 +152,71 @@ TEST(Communicator, SharesCoverEverythingOnce) {
   EXPECT_EQ(shares(7, 3), (std::vector<Range>{{0, 3}, {3, 5}, {5, 7}}));
   EXPECT_EQ(shares(2, 4), (std::vector<Range>{{0, 1}, {1, 2}, {2, 2}, {2, 2}}));
   EXPECT_EQ(shares(0, 2), (std::vector<Range>{{0, 0}, {0, 0}}));
+}
+
+// A long series of calls of all kinds and sizes, in an order that all ranks draw alike: nothing of one call is in the next.
+TEST_P(CommunicatorTest, AnySeriesOfCalls) {
+  for (const int size : {2, 3}) {
+    run(size, kLimit, [&](Communicator& ranks) {
+      std::mt19937 random(static_cast<unsigned>(size));
+      const int me = ranks.rank();
+      for (int round = 0; round < 150; ++round) {
+        std::vector<Range> parts;
+        for (int r = 0, begin = 0; r < size; ++r) {
+          parts.push_back({begin, begin + static_cast<int>(random() % 4 == 0 ? 0 : random() % 300)});
+          begin = static_cast<int>(parts.back().end + random() % 2);
+        }
+        const Range mine = parts[static_cast<std::size_t>(me)];
+        std::vector<float> values = values_of(me + round, parts.back().end);
+        const int root = static_cast<int>(random() % static_cast<unsigned>(size));
+        switch (random() % 6) {
+          case 0: {
+            std::vector<float> received(static_cast<std::size_t>(size * mine.size()) + 1, -1.0f);
+            ranks.exchange(values.data(), parts, received.data());
+            for (int from = 0; from < size; ++from) {
+              for (std::int64_t i = 0; i < mine.size(); ++i) {
+                ASSERT_EQ(received[static_cast<std::size_t>(from * mine.size() + i)],
+                          value(from + round, mine.begin + i));
+              }
+            }
+            ASSERT_EQ(received.back(), -1.0f) << "nothing behind it";
+            break;
+          }
+          case 1:
+            ranks.gather(values.data(), parts);
+            for (int r = 0; r < size; ++r) {
+              const Range part = parts[static_cast<std::size_t>(r)];
+              for (std::int64_t i = part.begin; i < part.end; ++i) {
+                ASSERT_EQ(values[static_cast<std::size_t>(i)], value(r + round, i));
+              }
+            }
+            break;
+          case 2:
+            ranks.broadcast_bytes(reinterpret_cast<std::byte*>(values.data()),
+                                  static_cast<std::int64_t>(values.size() * sizeof(float)), root);
+            ASSERT_EQ(values, values_of(root + round, std::ssize(values)));
+            break;
+          case 3:
+            ASSERT_EQ(ranks.broadcast_text(std::string(static_cast<std::size_t>(round % 7 * (me == root)), 'x'), root),
+                      std::string(static_cast<std::size_t>(round % 7), 'x'));
+            break;
+          case 4:
+            ranks.barrier();
+            ranks.check();
+            ranks.give_sign();
+            break;
+          default: {
+            // An error that all are told of ends nothing.
+            std::optional<Error> error;
+            if (me == root) error = Error(Exit::numeric, format("round %d", round));
+            const std::string told = error_of(Exit::numeric, [&] { fail_together(ranks, error); });
+            ASSERT_EQ(told, (me == root ? "" : format("rank %d: ", root)) + format("round %d", round));
+            ASSERT_EQ(largest(ranks, me == root ? round : -1), round);
+          }
+        }
+      }
+    });
+  }
 }
 
 // ---- errors ----

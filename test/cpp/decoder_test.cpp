@@ -2,6 +2,9 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <functional>
+#include <memory>
+#include <random>
 #include <set>
 
 #include "golden_cases.h"
@@ -61,6 +64,101 @@ TEST(CpuDecoder, LlamaPromptOfSeveralChunks) {
   const auto model = cpu::make_llama(file.config(), options);
   load_parameters(file, *model);
   expect_chunks_agree_with_single_tokens(*model->decoder(kTokens));
+}
+
+// A long series of calls of all kinds on one decoder: each gives the bits of a new decoder that gets the calls since the last
+// reset alone. `change_weights` may be empty.
+void expect_a_series_of_calls_is_that_of_new_decoders(const std::function<std::unique_ptr<DecodeModel>()>& make,
+                                                      const std::function<void(int)>& change_weights) {
+  constexpr std::int64_t kCapacity = 40;
+  const std::unique_ptr<DecodeModel> used = make();
+  std::mt19937 random(5);
+  const auto draw = [&](std::int64_t below) {
+    return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(below));
+  };
+  const auto some_ids = [&](std::int64_t count) {
+    std::vector<std::int32_t> ids;
+    for (std::int64_t i = 0; i < count; ++i) {
+      ids.push_back(static_cast<std::int32_t>(draw(used->config().tokenizer_vocab)));
+    }
+    return ids;
+  };
+  std::vector<std::vector<std::int32_t>> calls;  // since the last reset; of one id: decode()
+  bool keeps = false;
+  const auto play = [](DecodeModel& model, const std::vector<std::int32_t>& ids) {
+    const std::span<const float> logits = ids.size() == 1 ? model.decode(ids[0]) : model.prefill(ids);
+    return Floats(logits.begin(), logits.end());
+  };
+  const auto reset = [&] {
+    used->reset();
+    calls.clear();
+    EXPECT_EQ(used->length(), 0);
+  };
+  for (int round = 0; round < 120; ++round) {
+    const std::int64_t before = used->length();
+    switch (draw(9)) {
+      case 0:
+        reset();
+        break;
+      case 1: {  // a score, whole or not, begins anew
+        const std::vector<std::int32_t> ids = some_ids(2 + draw(kCapacity - 2));
+        used->interrupt_score([] { return true; });
+        EXPECT_LT(used->score(ids).size(), ids.size() - 1);
+        used->interrupt_score({});
+        const std::vector<double> scores = used->score(ids);
+        EXPECT_EQ(scores, make()->score(ids)) << "round " << round;
+        EXPECT_EQ(scores.size(), ids.size() - 1);
+        reset();
+        break;
+      }
+      case 2:
+        error_of(Exit::internal, [&] { used->prefill(some_ids(kCapacity - before + 1)); });
+        EXPECT_EQ(used->length(), before);
+        break;
+      case 3:
+        keeps = !keeps;
+        used->keep_activations(keeps);
+        break;
+      case 4:
+        if (change_weights) change_weights(round);
+        reset();
+        break;
+      default: {
+        if (before == kCapacity) continue;
+        calls.push_back(some_ids(1 + draw(2) * draw(std::min<std::int64_t>(9, kCapacity - before))));
+        const Floats got = play(*used, calls.back());
+        const std::unique_ptr<DecodeModel> fresh = make();
+        fresh->keep_activations(keeps);
+        Floats expected;
+        for (const std::vector<std::int32_t>& call : calls) expected = play(*fresh, call);
+        ASSERT_EQ(got, expected) << "round " << round;
+        EXPECT_EQ(used->length(), fresh->length());
+        if (keeps && calls.back().size() > 1) {
+          EXPECT_EQ(used->activation("logits"), fresh->activation("logits")) << "round " << round;
+        }
+      }
+    }
+  }
+}
+
+TEST(CpuDecoder, ASeriesOfCallsIsThatOfNewDecoders) {
+  const ModelFile neox = ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin", Family::gpt_neox);
+  expect_a_series_of_calls_is_that_of_new_decoders([&] { return cpu::load_decoder(neox, 40); }, {});
+  const ModelFile file = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin", Family::llama);
+  TrainOptions options;
+  options.seq_len = 1;
+  const auto model = cpu::make_llama(file.config(), options);
+  load_parameters(file, *model);
+  expect_a_series_of_calls_is_that_of_new_decoders(
+      [&] { return model->decoder(40); },
+      [&](int round) {
+        const TensorSpec& spec =
+            model->table().specs()[static_cast<std::size_t>(round) % model->table().specs().size()];
+        Floats values(static_cast<std::size_t>(spec.elements));
+        model->read_tensor(TensorRole::parameter, spec, values.data());
+        for (float& value : values) value *= 1.0f + 0.01f * static_cast<float>(round % 3);
+        model->write_tensor(TensorRole::parameter, spec, values.data());
+      });
 }
 
 // A token reads every weight once, but of an embedding that is not the head as well one row, and the K/V cache.

@@ -14,6 +14,7 @@
 #include <fstream>
 #include <limits>
 #include <mutex>
+#include <span>
 
 #include "llmc/base/error_from.h"
 #include "llmc/comm/thread_ranks.h"
@@ -279,6 +280,63 @@ TEST_F(JointSaveTest, AValueThatIsNotFiniteIsNamedAsByOneRank) {
   EXPECT_EQ(codes_, (std::vector<Exit>{Exit::numeric, Exit::ok, Exit::ok}))
       << "the other ranks hear it from the first one's loop";
   EXPECT_FALSE(fs::exists(step_path("run", 3) + ".tmp"));
+}
+
+// One JointSave on each rank for a whole run: values that differ from save to save, a rank that cannot write, a value that is
+// not finite. Each save behind the others has the files of one rank that has saved nothing before.
+TEST_F(JointSaveTest, ALaterSaveIsThatOfFreshObjects) {
+  const auto change = [&](std::int64_t step) {
+    for (std::size_t a = 0; a < 3; ++a) {
+      for (std::size_t i = 0; i < arenas_[a].size(); ++i) {
+        arenas_[a][i] = std::sin(static_cast<float>(step * 1000 + static_cast<std::int64_t>(i + 7 * a)));
+      }
+    }
+  };
+  constexpr std::int64_t kCannotWrite[] = {4, 7}, kNotFinite[] = {5, 9}, kLast = 11;
+  const auto is_one_of = [](std::span<const std::int64_t> steps, std::int64_t step) {
+    return std::find(steps.begin(), steps.end(), step) != steps.end();
+  };
+  for (std::int64_t step = 3; step <= kLast; ++step) {
+    change(step);
+    if (!is_one_of(kCannotWrite, step) && !is_one_of(kNotFinite, step)) save_alone("alone", step);
+  }
+  const RunDirectory directory(temporary_.file("run"));
+  CheckpointKeeper keeper(directory, identity(), 100);
+  const Ranges ranges = in_turns(3, 100);
+  run_ranks(Ranks::sockets, 3, 20, [&](Communicator& ranks) {
+    const auto rank = static_cast<std::size_t>(ranks.rank());
+    std::int64_t now = 0;
+    PartCopy copy(arenas_, ranges[rank]);
+    copy.before_read = [&](TensorRole role, const TensorSpec&) {
+      if (rank == 1 && role == TensorRole::moment2 && is_one_of(kCannotWrite, now)) {
+        fail(Exit::resources, "no space left");
+      }
+    };
+    JointSave save(ranks, rank == 0 ? &keeper : nullptr, *table_, ranges[rank]);
+    for (now = 3; now <= kLast; ++now) {
+      ranks.barrier();
+      if (rank == 0) {
+        change(now);
+        if (is_one_of(kNotFinite, now)) arenas_[1][200] = std::numeric_limits<float>::infinity();
+      }
+      ranks.barrier();
+      const std::optional<Error> error = error_from([&] { save.save(state_of(now), copy); });
+      const bool bad = is_one_of(kNotFinite, now) && rank == 0;  // the others hear it from the first one's loop
+      EXPECT_EQ(error ? error->code() : Exit::ok, is_one_of(kCannotWrite, now) ? Exit::resources
+                                                  : bad                        ? Exit::numeric
+                                                                               : Exit::ok)
+          << now;
+      EXPECT_FALSE(save.ended());
+    }
+  });
+  for (std::int64_t step = 3; step <= kLast; ++step) {
+    if (is_one_of(kCannotWrite, step) || is_one_of(kNotFinite, step)) {
+      EXPECT_FALSE(fs::exists(step_path("run", step))) << step;
+    } else {
+      expect_same_files("run", "alone", step);
+    }
+  }
+  EXPECT_EQ(keeper.last_saved(), kLast);
 }
 
 // A rank that dies: the others' saves end, now and from then on, and say so.

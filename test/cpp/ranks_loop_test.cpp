@@ -8,6 +8,8 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <limits>
+#include <memory>
 #include <sstream>
 #include <thread>
 
@@ -286,6 +288,52 @@ TEST_F(RanksLoop, AResumeMayGoFromRanksToOneProcessAndBack) {
       }
     }
     EXPECT_EQ(read_bytes(checkpoint(way, 9) + "/model.bin"), read_bytes(checkpoint("whole", 9) + "/model.bin"));
+  }
+}
+
+// One or two steps in each start, against a process alone that goes through: what a rank carries from step to step, its part of
+// a save, its share of a measurement and its place in the data, it also finds again. The third step is skipped.
+TEST_F(RanksLoop, EachStepInAStartOfItsOwnIsTheSameRun) {
+  step_of(2, 2);
+  settings_.steps = 6;
+  settings_.save_every = 2;
+  settings_.on_nan = "skip";
+  const auto accumulation = static_cast<std::uint64_t>(settings_.accumulation());
+  const auto hook_of = [&](int most_steps) {
+    return [=](int, HookedModel& model, TrainSettings& settings) {
+      const auto now = std::make_shared<std::uint64_t>(0);
+      const auto end = std::make_shared<std::uint64_t>(0);
+      model.before_forward = [=, &settings](std::uint64_t micro_step) {
+        *now = micro_step / accumulation + 1;
+        if (*end == 0) *end = *now + static_cast<std::uint64_t>(most_steps) - 1;
+        if (*now == *end) settings.max_minutes = 1e-9;  // over at the end of this step
+      };
+      model.after_statistics = [=](StepStatistics& statistics) {
+        if (*now == 3) statistics.gradient_norm = std::numeric_limits<double>::infinity();
+      };
+    };
+  };
+  const auto without_saves = [&](const std::string& name) {
+    std::vector<Json> all = records(name);
+    std::erase_if(all, [](const Json& record) { return record["type"] == "save"; });
+    return all;
+  };
+  const Outcome whole = run_alone("whole", hook_of(100));
+  ASSERT_EQ(whole.state.step, 6) << whole.error;
+  EXPECT_EQ(whole.state.skipped, 1);
+  for (const Shard shard : kShards) {
+    for (const int most_steps : {1, 2}) {
+      const std::string name = format("run_%d_%d", static_cast<int>(shard), most_steps);
+      std::vector<Outcome> ranks;
+      for (int starts = 0; starts < 6 / most_steps; ++starts) ranks = run_ranks(name, shard, hook_of(most_steps));
+      for (const Outcome& rank : ranks) {
+        EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
+        EXPECT_TRUE(rank.state == whole.state) << name << " " << rank.state.to_json();
+        EXPECT_EQ(rank.tensors, whole.tensors) << name;
+      }
+      EXPECT_EQ(without_saves(name), without_saves("whole")) << name;
+      expect_same_files(name, "whole", 6);
+    }
   }
 }
 

@@ -291,6 +291,31 @@ TEST(Hub, RandomBytesAtThePortDoNoHarm) {
   second.join();
 }
 
+// Connections that say nothing, or begin to and stop, more than may wait at once: each loses its place in time, and the ranks
+// that stand behind them in the queue meet.
+TEST(Hub, SilentStrangersDoNotKeepTheRanksOut) {
+  Door door;
+  std::vector<Socket> silent;
+  const Hello hello;
+  for (std::size_t i = 0; i < 70; ++i) silent.push_back(door.knock(const_bytes_of(hello).first(i % 2 * (i % 127))));
+  const MeetingPoint point{"127.0.0.1", door.port, door.listener.release()};
+  testing::internal::CaptureStderr();
+  const double seconds = processor_seconds([&] {
+    std::thread second([&] {
+      const auto ranks = meet_ranks({1, 2, 42, "test"}, point, 4);
+      EXPECT_EQ(ranks->gather(ranks->rank()), (std::vector<int>{0, 1}));
+    });
+    const auto ranks = meet_ranks({0, 2, 42, "test"}, point, 4);
+    EXPECT_EQ(ranks->gather(ranks->rank()), (std::vector<int>{0, 1}));
+    second.join();
+  });
+  const std::string said = testing::internal::GetCapturedStderr();
+  EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), 1) << said;
+  expect_contains(said, "is of no rank of this run, and was closed");
+  EXPECT_LT(seconds, test::kSanitized ? 0.6 : 0.12) << "of a second that was a wait";
+  for (const Socket& each : silent) EXPECT_EQ(answer(each), "closed");
+}
+
 // A rank that is let in and then sends what no rank sends ends the run, not the process, whatever the bytes are.
 TEST(Hub, ARankThatSendsNonsenseEndsTheRun) {
   std::mt19937 random(11);

@@ -103,6 +103,19 @@ TEST_P(SentencePiece, DecodesEveryListOfIdsAsTheOriginal) {
   }
 }
 
+// Behind finish() a stream is at the beginning of another text, whatever the one before has left held back.
+TEST_P(SentencePiece, AStreamThatHasEndedBeginsAnew) {
+  const Tokenizer tokenizer = parse(document(GetParam()));
+  StreamingDecoder stream(tokenizer);
+  for (const Decoded& one : decoded_vectors(GetParam())) {
+    if (one.skip_special) continue;
+    std::string text;
+    for (const std::int32_t id : one.ids) text += stream.push(id);
+    ASSERT_EQ(text + stream.finish(), one.text) << testing::PrintToString(one.ids);
+    ASSERT_EQ(stream.finish(), "");
+  }
+}
+
 // What a stream gives after every prefix of the ids is the beginning of what it gives in the end.
 TEST_P(SentencePiece, StreamsNeverTakeTextBack) {
   const Tokenizer tokenizer = parse(document(GetParam()));

@@ -23,9 +23,11 @@ class Breakable : public PagedFake {
   explicit Breakable(const PagedFakeSizes& sizes) : PagedFake(sizes) {}
   void submit(std::span<const Span> work) override {
     if (broken) fail(Exit::internal, "the device is lost");
+    if (slow) std::this_thread::sleep_for(std::chrono::milliseconds(2));
     PagedFake::submit(work);
   }
   std::atomic<bool> broken{false};
+  std::atomic<bool> slow{false};  // thousands of ids last longer than any wait of a test
 };
 
 class Nobody : public RequestListener {
@@ -170,13 +172,78 @@ TEST_F(CompletionsServerTest, UsageCountsEveryChoice) {
   EXPECT_NE(streamed.find(expected), std::string::npos) << streamed;
 }
 
+// Status line and body of each answer in what a connection has brought; chunks are put together, and what differs from answer
+// to answer, its id and time, is taken out.
+std::vector<std::string> answers_of(std::string text) {
+  std::vector<std::string> answers;
+  while (!text.empty()) {
+    const std::size_t head = text.find("\r\n\r\n");
+    if (head == std::string::npos) break;
+    std::string answer = text.substr(0, text.find("\r\n")) + "\n";
+    const std::string fields = text.substr(0, head);
+    text.erase(0, head + 4);
+    const std::size_t length = fields.find("Content-Length: ");
+    if (length != std::string::npos) {
+      const std::size_t bytes = std::stoul(fields.substr(length + 16));
+      answer += text.substr(0, bytes);
+      text.erase(0, bytes);
+    }
+    for (std::size_t bytes = 1; length == std::string::npos && bytes > 0;) {
+      bytes = std::stoul(text, nullptr, 16);
+      answer += text.substr(text.find("\r\n") + 2, bytes);
+      text.erase(0, text.find("\r\n") + 4 + bytes);
+    }
+    for (const char* field : {"\"id\":", "\"created\":"}) {
+      for (std::size_t at = answer.find(field); at != std::string::npos; at = answer.find(field, at + 1)) {
+        answer.erase(at + 5, answer.find_first_of(",}", at) - at - 5);
+      }
+    }
+    answers.push_back(answer);
+  }
+  return answers;
+}
+
+// Requests of every kind, one behind the other on one connection and in another order: each has the answer that it has on a
+// connection of its own, to a server that has answered nothing but a question for its health.
+TEST_F(CompletionsServerTest, LaterRequestsOfAConnectionAreAnsweredAsIfTheyWereAlone) {
+  run();
+  const std::vector<std::string> bodies = {
+      R"({"prompt": [5, 6, 7], "n": 2, "max_tokens": 9, "ignore_eos": true, "seed": 3})",
+      R"({"prompt": [8], "max_tokens": 5, "stream": true, "logprobs": 0, "seed": 4})",
+      R"({"prompt": "text"})",
+      R"({"prompt": [5, 1], "max_tokens": 9})",
+      R"({"prompt": [[5], [6, 7]], "max_tokens": 4, "echo": true, "logprobs": 0, "seed": 5})",
+      R"({"prompt": [5, 6], "max_tokens": 0, "echo": true, "logprobs": 0})",
+      R"({"prompt": [9, 9], "max_tokens": 3, "stream": true, "stream_options": {"include_usage": true}, "seed": 6})",
+      R"({"prompt": [9, 9], "max_tokens": 3, "temperature": 0})"};
+  std::vector<std::string> alone;
+  for (const std::string& body : bodies) {
+    const std::vector<std::string> answers = answers_of(complete(body));
+    ASSERT_EQ(answers.size(), 1u) << body;
+    alone.push_back(answers.front());
+  }
+  const Client client(port_);
+  std::string all;
+  for (std::size_t i = 0; i < 2 * bodies.size(); ++i) {
+    std::string one = request("POST /v1/completions", bodies[i * 3 % bodies.size()]);
+    if (i + 1 < 2 * bodies.size()) one.erase(one.find("Connection: close\r\n"), 19);
+    all += one;
+  }
+  client.send(all);
+  const std::vector<std::string> answers = answers_of(client.receive());
+  ASSERT_EQ(answers.size(), 2 * bodies.size());
+  for (std::size_t i = 0; i < answers.size(); ++i) EXPECT_EQ(answers[i], alone[i * 3 % bodies.size()]) << i;
+}
+
 TEST_F(CompletionsServerTest, AModelThatFailsEndsAllRequestsWithAnError) {
   run();
+  model_.slow = true;
   const Client waiting(port_), streaming(port_);
   waiting.send(request("POST /v1/completions", R"({"prompt": [5], "max_tokens": 7000})"));
   streaming.send(
       request("POST /v1/completions", R"({"prompt": [6], "max_tokens": 7000, "stream": true, "logprobs": 0})"));
   streaming.receive("data: ");
+  ASSERT_TRUE(eventually([&] { return engine_.statistics().running == 2; }));
   model_.broken = true;  // under the requests that run
   thread_.join();
   EXPECT_EQ(failure_, "the device is lost");

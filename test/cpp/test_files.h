@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <filesystem>
@@ -15,11 +16,17 @@
 
 namespace weft {
 
+// A file system in memory where there is one: for tests that sync files hundreds of times, and that a disk would only slow down.
+inline std::filesystem::path memory_files() {
+  const std::filesystem::path shared = "/dev/shm";
+  return ::access(shared.c_str(), W_OK) == 0 ? shared : std::filesystem::temp_directory_path();
+}
+
 // A directory of its own for a test, removed with everything in it.
 class TemporaryDirectory {
  public:
-  TemporaryDirectory() {
-    std::string name = (std::filesystem::temp_directory_path() / "weft_test_XXXXXX").string();
+  explicit TemporaryDirectory(const std::filesystem::path& parent = std::filesystem::temp_directory_path()) {
+    std::string name = (parent / "weft_test_XXXXXX").string();
     if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("cannot create a temporary directory");
     path_ = name;
   }

@@ -173,15 +173,19 @@ TEST_P(TokenizerVectors, DecodingGivesTheNormalizedTextBack) {
 }
 
 TEST_P(TokenizerVectors, StreamingGivesTheSameTextAsDecodingAtOnce) {
+  StreamingDecoder used(tokenizer_);  // for one text after the other
   for (const Vector& vector : vectors_.strings) {
     StreamingDecoder stream(tokenizer_);
-    std::string text;
+    std::string text, text_of_used;
     for (const std::int32_t id : vector.ids) {
       const std::string part = stream.push(id);
       ASSERT_EQ(utf8_replace_invalid(part), part) << "a part that is not UTF-8";
       text += part;
+      text_of_used += used.push(id);
     }
-    ASSERT_EQ(text + stream.finish(), utf8_replace_invalid(tokenizer_.decode(vector.ids)));
+    const std::string expected = utf8_replace_invalid(tokenizer_.decode(vector.ids));
+    ASSERT_EQ(text + stream.finish(), expected);
+    ASSERT_EQ(text_of_used + used.finish(), expected);
   }
 }
 

@@ -447,10 +447,22 @@ TEST_F(TrainLoopTest, ABestCheckpointThatCannotBeSavedDoesNotPushTheOneBeforeOut
           [](const char*, const std::string& path) { return path.find("step_00000004") == std::string::npos; });
     };
   };
+  testing::internal::CaptureStderr();
   const Result result = run("run", script);
+  const std::string said = testing::internal::GetCapturedStderr();
   EXPECT_EQ(result.exit, Exit::ok) << result.error;
   EXPECT_TRUE(has_checkpoint("run", 2));
   EXPECT_FALSE(has_checkpoint("run", 4));
+  expect_contains(said, "lowest loss on --val: 4.0000 after step 4, which could not be saved; the best before is ");
+  expect_contains(said, "step_00000002'\n");
+  // Nor does it in a later start, whose state names the one that is not there.
+  settings_.steps = 16;
+  const auto high = [](HookedModel& model) {
+    model.after_evaluate = [](double& loss_sum, std::int64_t labels) { loss_sum = 10 * static_cast<double>(labels); };
+  };
+  EXPECT_EQ(run("run", high).exit, Exit::ok);
+  EXPECT_TRUE(has_checkpoint("run", 2));
+  EXPECT_FALSE(has_checkpoint("run", 10));
 }
 
 // Clipping multiplies the gradient by limit / norm where the norm is larger; 0 turns it off, whatever the norm.
@@ -1063,6 +1075,25 @@ TEST_F(TrainSignalTest, TwoSignalsAtOnceAreOneRequest) {
 
 TEST_F(TrainSignalTest, User1SavesAndGoesOn) {
   EXPECT_EXIT(leave_after([] { ::raise(SIGUSR1); }, {4, 10}), testing::ExitedWithCode(0), "step 10/10");
+}
+
+TEST_F(TrainSignalTest, EachUser1IsACheckpoint) {
+  settings_.keep = 10;
+  const auto leave = [&] {
+    install_signal_handlers();
+    run("run", [](HookedModel& model) {
+      model.before_update = [](const AdamWStep& update) {
+        if (std::set<std::int64_t>{3, 4, 8}.contains(update.step)) ::raise(SIGUSR1);
+      };
+    });
+    std::set<std::int64_t> found;
+    for (std::int64_t step = 0; step <= 10; ++step) {
+      if (has_checkpoint("run", step)) found.insert(step);
+    }
+    fs::remove_all(temporary_.file(""));
+    ::_exit(found == std::set<std::int64_t>{3, 4, 8, 10} ? 0 : 1);
+  };
+  EXPECT_EXIT(leave(), testing::ExitedWithCode(0), "step 10/10");
 }
 
 // One request is one checkpoint, also where a save is due anyway: it does not stay for the next step.
