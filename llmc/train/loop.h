@@ -69,7 +69,8 @@ class TrainLoop {
   };
 
   struct Wishes {
-    bool stop, save, failed;  // a signal or the time limit; SIGUSR1; a save that has to end the run
+    bool stop, save, failed;               // a signal or the time limit; SIGUSR1; a save that has to end the run
+    std::optional<TrainState::Best> best;  // that of the first rank counts, which knows what could be saved
   };
 
   Wishes wishes_of_all(bool failed);
@@ -108,6 +109,7 @@ class TrainLoop {
   std::chrono::steady_clock::time_point last_line_;
   bool ending_ = false;                         // an error is ending the run: a save that fails too is only a warning
   std::int64_t saved_step_;                     // of the newest checkpoint that is known to be complete; 0: none
+  std::optional<TrainState::Best> saved_best_;  // whose checkpoint is known to be complete, of those with --keep-best
   std::int64_t begun_save_ = -1;                // the step of the save that was begun last; -1: none
   std::int64_t saturated_step_ = 0;             // of the last warning that fp8 saturates; 0: none
   double mean_step_seconds_ = 0;                // exponentially weighted mean, for the time left

@@ -281,6 +281,21 @@ TEST_F(JointSaveTest, AValueThatIsNotFiniteIsNamedAsByOneRank) {
   EXPECT_FALSE(fs::exists(step_path("run", 3) + ".tmp"));
 }
 
+TEST_F(JointSaveTest, AValueThatIsNotFiniteIsFoundInTheFirstAndTheLastPlaceOfATensor) {
+  const TensorSpec& spec = table_->specs()[3];
+  for (std::size_t a = 0; a < 3; ++a) {
+    for (const std::int64_t place : {std::int64_t{0}, spec.elements - 1}) {
+      float& value = arenas_[a][static_cast<std::size_t>(spec.offset + place)];
+      const float before = std::exchange(value, std::numeric_limits<float>::infinity());
+      const std::vector<std::string> errors = save_together("run", 3, in_turns(2, 100));
+      value = before;
+      expect_contains(errors[0], format("%s: element %lld is inf", state_tensor_name(kStateRoles[a], spec).c_str(),
+                                        static_cast<long long>(place)));
+      EXPECT_FALSE(fs::exists(step_path("run", 3)));
+    }
+  }
+}
+
 // A rank that dies: the others' saves end, now and from then on, and say so.
 TEST_F(JointSaveTest, WithoutARankNoLaterSaveCanSucceed) {
   const RunDirectory directory(temporary_.file("run"));
@@ -373,6 +388,7 @@ TEST(SaveWriters, TheFirstRankWritesWhereTheOthersDoNotSeeItsFiles) {
   set_call_fault(nullptr);
   EXPECT_FALSE(lost.all);
   expect_contains(lost.reason, "without what rank 0 has written");
+  EXPECT_TRUE(fs::is_empty(parent_directory(probe))) << "the file that tells them is removed";
 }
 
 }  // namespace

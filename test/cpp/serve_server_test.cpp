@@ -170,6 +170,42 @@ TEST_F(CompletionsServerTest, UsageCountsEveryChoice) {
   EXPECT_NE(streamed.find(expected), std::string::npos) << streamed;
 }
 
+// A seed gives the choices of each prompt, whichever prompts stand before it.
+TEST_F(CompletionsServerTest, WithASeedAPromptHasItsChoicesWhereverItStands) {
+  run();
+  const auto ids_of = [&](const std::string& prompts) {
+    const std::string text =
+        complete(R"({"prompt": )" + prompts + R"(, "n": 2, "seed": 7, "logprobs": 0, "max_tokens": 6})");
+    Json tokens = Json::array();
+    const Json body = Json::parse(text.substr(text.find("\r\n\r\n") + 4));
+    for (const Json& choice : body.at("choices")) tokens.push_back(choice.at("logprobs").at("tokens"));
+    return tokens;
+  };
+  const Json alone = ids_of("[[5]]"), three = ids_of("[[6], [5], [5]]");
+  ASSERT_EQ(alone.size(), 2u);
+  ASSERT_EQ(three.size(), 6u);
+  EXPECT_NE(alone[0], alone[1]);
+  for (std::size_t i = 0; i < 4; ++i) EXPECT_EQ(three[2 + i], alone[i % 2]) << i;
+}
+
+// Names of this machine in all their spellings, and nobody else's.
+TEST_F(CompletionsServerTest, TheHostOfARequestIsThisMachine) {
+  const auto status = [&](const std::string& host) {
+    const Client client(port_);
+    client.send("GET /version HTTP/1.1\r\nConnection: close\r\nHost: " + host + "\r\n\r\n");
+    return client.receive().substr(9, 3);
+  };
+  for (const char* host : {"", "localhost", "127.0.0.1", "[::1]"}) {
+    EXPECT_EQ(status(host), "200") << host;
+    if (*host != '\0') {
+      EXPECT_EQ(status(std::string(host) + ":8000"), "200") << host;
+    }
+  }
+  for (const char* host : {"evil.example", "[::2]", "[::", "127.0.0.1.evil.example:80", "localhost.evil.example"}) {
+    EXPECT_EQ(status(host), "403") << host;
+  }
+}
+
 TEST_F(CompletionsServerTest, AModelThatFailsEndsAllRequestsWithAnError) {
   run();
   const Client waiting(port_), streaming(port_);
