@@ -599,13 +599,15 @@ TEST_F(RanksLoop, ABestCheckpointThatCannotBeSavedIsNoneOnAnyRank) {
     const std::string name = format("run%d", static_cast<int>(shard));
     const std::vector<Outcome> outcomes = run_ranks(name, shard, [&](int rank, HookedModel& model, TrainSettings&) {
       const auto step = std::make_shared<std::int64_t>(0);
-      model.before_update = [step](const AdamWStep& update) { *step = update.step; };
+      model.before_update = [rank, step](const AdamWStep& update) {
+        *step = update.step;
+        if (rank != 0) return;
+        set_call_fault(
+            [](const char*, const std::string& path) { return path.find("step_00000004") == std::string::npos; });
+      };
       model.after_evaluate = [&losses, step](double& loss_sum, std::int64_t labels) {
         loss_sum = losses.at(*step) * static_cast<double>(labels);
       };
-      if (rank != 0) return;
-      set_call_fault(
-          [](const char*, const std::string& path) { return path.find("step_00000004") == std::string::npos; });
     });
     set_call_fault(nullptr);
     for (const Outcome& rank : outcomes) {

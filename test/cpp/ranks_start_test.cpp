@@ -219,6 +219,22 @@ TEST(TrainDevice, WhatEachRankHasAllOfIsPlannedAsThat) {
                   needs(all));
 }
 
+// By its ranks, however many there are on others.
+TEST(RankTeam, TheCoresOfAMachineAreDividedByItsRanks) {
+  ThreadLimits limits;
+  limits.cores = 12;
+  const auto threads = [&](std::int64_t option, std::int64_t ranks, std::int64_t of_machine) {
+    TrainSettings settings;
+    settings.ranks = ranks;
+    return RankTeam(settings, LaunchedRank{"test", 0, ranks, 0, of_machine, "", 0, "", false}).threads(option, limits);
+  };
+  EXPECT_EQ(threads(0, 2, 2), 6);
+  EXPECT_EQ(threads(0, 8, 2), 6);
+  EXPECT_EQ(threads(0, 16, 16), 1);
+  EXPECT_EQ(threads(0, 8, 1), 0) << "all";
+  EXPECT_EQ(threads(5, 8, 2), 5);
+}
+
 // ---- who comes to the port ----
 
 struct Door {
@@ -320,7 +336,7 @@ TEST(Hub, ConnectionsThatSayNothingMakeRoom) {
   std::string errors[2];
   const auto rank = [&](int number) {
     try {
-      EXPECT_EQ(meet_ranks({number, 2, 42, "test"}, point, 3)->gather(number), (std::vector<int>{0, 1}));
+      EXPECT_EQ(meet_ranks({number, 2, 42, "test"}, point, 4)->gather(number), (std::vector<int>{0, 1}));
     } catch (const Error& error) {
       errors[number] = error.what();
     }
