@@ -1145,6 +1145,20 @@ TEST_F(BackgroundSaveTest, ErrorsAreResultsAndTheNextSaveWorks) {
   EXPECT_EQ(keeper.last_saved(), 3);
 }
 
+TEST_F(BackgroundSaveTest, EachSaveIsTimedFromItsOwnBeginning) {
+  const RunDirectory run(run_path());
+  CheckpointKeeper keeper(run, identity(), 2);
+  BackgroundSave saves(keeper, model_->make_state_copy());
+  for (const std::int64_t step : {3, 4, 5}) {
+    const auto begin = std::chrono::steady_clock::now();
+    saves.start(make_state(step), *model_);
+    const std::optional<BackgroundSave::Result> result = saves.wait();
+    ASSERT_TRUE(result && !result->error);
+    EXPECT_LE(result->seconds, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+}
+
 TEST_F(BackgroundSaveTest, TheEndWaitsForTheWriter) {
   const RunDirectory run(run_path());
   CheckpointKeeper keeper(run, identity(), 2);

@@ -13,7 +13,9 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <memory>
 #include <mutex>
+#include <thread>
 
 #include "llmc/base/error_from.h"
 #include "llmc/comm/thread_ranks.h"
@@ -95,12 +97,13 @@ class JointSaveTest : public testing::Test {
   using Prepare = std::function<void(int rank, PartCopy&)>;
   // The error of each rank; empty: none. The first rank's path has to be that of the checkpoint.
   std::vector<std::string> save_together(const std::string& run, std::int64_t step, const Ranges& ranges,
-                                         const Prepare& prepare = {}, Ranks kind = Ranks::threads) {
+                                         const Prepare& prepare = {}, Ranks kind = Ranks::threads,
+                                         double time_limit_s = 20) {
     std::vector<std::string> errors(ranges.size());
     codes_.assign(ranges.size(), Exit::ok);
     const RunDirectory directory(temporary_.file(run));
     CheckpointKeeper keeper(directory, identity(), 10);
-    run_ranks(kind, static_cast<int>(ranges.size()), 20, [&](Communicator& ranks) {
+    run_ranks(kind, static_cast<int>(ranges.size()), time_limit_s, [&](Communicator& ranks) {
       const auto rank = static_cast<std::size_t>(ranks.rank());
       const bool first = rank == 0;
       PartCopy copy(arenas_, ranges[rank]);
@@ -294,6 +297,20 @@ TEST_F(JointSaveTest, AValueThatIsNotFiniteIsFoundInTheFirstAndTheLastPlaceOfATe
       EXPECT_FALSE(fs::exists(step_path("run", 3)));
     }
   }
+}
+
+// A disk may take longer than ranks wait for each other.
+TEST_F(JointSaveTest, TheOthersWaitForARankWhoseDiskIsSlow) {
+  const auto slow = [](int rank, PartCopy& copy) {
+    if (rank != 1) return;
+    copy.before_read = [first = std::make_shared<std::atomic<bool>>(true)](TensorRole, const TensorSpec&) {
+      if (first->exchange(false)) std::this_thread::sleep_for(std::chrono::milliseconds(1700));
+    };
+  };
+  for (const std::string& error : save_together("run", 3, in_turns(3, 100), slow, Ranks::sockets, 1)) {
+    EXPECT_EQ(error, "");
+  }
+  EXPECT_TRUE(fs::exists(step_path("run", 3)));
 }
 
 // A rank that dies: the others' saves end, now and from then on, and say so.

@@ -1191,6 +1191,19 @@ TEST_F(TrainLoopTest, TheBenchCountsTheOperationsOfItsOwnModel) {
   EXPECT_LE(result.median_ms, result.slowest_ms);
 }
 
+TEST_F(TrainLoopTest, TheBenchSaysTheLossOfItsFirstAndOfItsLastStep) {
+  SingleRank alone;
+  const std::unique_ptr<TrainModel> inner = micro_model(settings_);
+  HookedModel model(*inner);
+  int step = 0;
+  model.after_statistics = [&](StepStatistics& statistics) {
+    statistics.loss_sum = ++step * static_cast<double>(statistics.label_count);
+  };
+  const TrainBenchResult result = bench_training(model, settings_, "", alone);
+  EXPECT_EQ(result.first_loss, 1);
+  EXPECT_EQ(result.last_loss, step);
+}
+
 // ---- initial parameters ----
 
 // Against the published definition, number by number: four normal numbers from each four words (Box and Muller), scaled by
