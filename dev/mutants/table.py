@@ -1317,6 +1317,8 @@ CPU = [
            "  if (begin_ == Clock::time_point{}) begin_ = Clock::now();\n  try {", unit("BackgroundSaveTest.EachSave*")),
     Mutant("a slow joint save gives no sign", "llmc/train/joint_save.cpp", "    at_work.emplace(ranks_);\n", "",
            unit("JointSaveTest.TheOthersWait*")),
+    Mutant("a batch of sequences that just fits is refused", "llmc/infer/batch_bench.cpp", "if (pages * most <= model.num_pages()) return;",
+           "if (pages * most < model.num_pages()) return;", unit("BatchBench.RefusesWhat*")),
     Mutant("each rank has a best checkpoint of its own", "llmc/train/loop.cpp", "  state_.best = all[0].best;\n", "",
            unit("RanksLoop.ABestCheckpoint*")),
     Mutant("fewer shards are the same data", "llmc/train/checkpoint.cpp", "saved.size() != now.size()", "saved.size() < now.size()",
