@@ -1,6 +1,5 @@
 // train_llama: trains Llama models. This file is an overview of training, from the options through the data and the
 // model to the training loop; --compare, --bench and --eval branch off on the way.
-#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <optional>
@@ -208,12 +207,6 @@ Exit train(TrainDevice& device, const TrainSettings& settings, const TrainInputs
   }
 }
 
-// The threads of this process: the ranks of a machine share its cores.
-std::int64_t threads_of(const TrainSettings& settings, const RankTeam& team) {
-  if (settings.threads > 0 || team.local_size() == 1) return settings.threads;
-  return std::max<std::int64_t>(1, choose_threads(0, thread_limits()) / team.local_size());
-}
-
 // Everything after the options, for one rank.
 Exit run_rank(TrainSettings& settings, RankTeam& team) {
   Communicator& ranks = team.communicator();
@@ -273,7 +266,7 @@ Exit run(int argc, char** argv) {
     return start_ranks(argv, settings.start_ranks, settings.comm_timeout);
   }
   RankTeam team(settings, launched);
-  settings.set_threads(set_threads(threads_of(settings, team)));
+  settings.set_threads(set_threads(team.threads(settings.threads, thread_limits())));
   on_stop(OnStop::leave);  // until the first step: before it there is nothing to save
   install_signal_handlers();
   if (settings.dry_run || settings.print_config) return run_rank(settings, team);

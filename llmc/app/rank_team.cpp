@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <new>
 
 #include "llmc/base/hash.h"
@@ -15,6 +16,11 @@ namespace weft {
 RankTeam::RankTeam(const TrainSettings& settings, const std::optional<LaunchedRank>& launched)
     : launched_(launched.value_or(LaunchedRank())), size_(settings.ranks) {
   if (!first()) log_as_rank(rank());
+}
+
+std::int64_t RankTeam::threads(std::int64_t option, const ThreadLimits& limits) const {
+  if (option > 0 || launched_.local_size == 1) return option;
+  return std::max<std::int64_t>(1, choose_threads(0, limits) / launched_.local_size);
 }
 
 void RankTeam::meet(const TrainSettings& settings, const std::string& version) {

@@ -1,12 +1,14 @@
 // This process as one of the ranks of a run: which one it is, and its connection to the others.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 
 #include "llmc/base/error.h"
+#include "llmc/base/threads.h"
 #include "llmc/comm/communicator.h"
 #include "llmc/comm/launcher.h"
 #include "llmc/train/options.h"
@@ -25,6 +27,10 @@ class RankTeam {
   // This rank's number, and the number of ranks, on this machine.
   int local_rank() const { return static_cast<int>(launched_.local_rank); }
   int local_size() const { return static_cast<int>(launched_.local_size); }
+
+  // The option --threads of this rank, where the ranks of a machine share its cores: `option`, or with 0 and others on this
+  // machine a part of what `limits` allow.
+  std::int64_t threads(std::int64_t option, const ThreadLimits& limits) const;
 
   // Meets the other ranks, which have to be of the same `version`.
   void meet(const TrainSettings& settings, const std::string& version);

@@ -21,8 +21,9 @@ namespace {
 
 constexpr double kMostStrangerSeconds = 10;  // in which a connection has to say who it is; less with a short time limit
 constexpr std::size_t kMostStrangers = 64;   // connections at once that have not yet said who they are
-constexpr double kRefusalSeconds = 5;        // that a run which cannot start waits for ranks, to tell them why
-constexpr double kLastWords = 1;             // seconds in which a rank has to take the news of an error
+constexpr double kRefusalSeconds =
+    5;  // that a run which cannot start waits for ranks, to tell them why; half the time limit at most
+constexpr double kLastWords = 1;  // seconds in which a rank has to take the news of an error
 constexpr double kLinger =
     0.5;  // seconds that rank 0 stays for the others at the end: they may not have read everything
 
@@ -188,7 +189,7 @@ class Hub::Thread {
     news.begin(error);
     news.write_all(stranger.socket, deadline_in(kLastWords));
     stranger.socket.close();
-    if (!refusal_) deadline_ = std::min(deadline_, deadline_in(kRefusalSeconds));
+    if (!refusal_) deadline_ = std::min(deadline_, deadline_in(std::min(kRefusalSeconds, time_limit_s_ / 2)));
     refusal_ = refusal_.value_or(error);
   }
 

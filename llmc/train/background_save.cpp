@@ -52,6 +52,7 @@ BackgroundSave::~BackgroundSave() {
 void BackgroundSave::write(const TrainState& state, const TensorTable& table, const TensorSource& source,
                            Result& result) const {
   result.step = state.step;
+  result.best = state.best;
   result.error = error_from(
       [&] { result.path = joint_ != nullptr ? joint_->save(state, *copy_) : keeper_->save(state, table, source); });
   result.was_last = joint_ != nullptr && joint_->ended();

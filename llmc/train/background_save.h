@@ -36,11 +36,12 @@ class BackgroundSave {
  public:
   struct Result {
     std::int64_t step = 0;
-    std::string path;            // of the checkpoint; empty if it failed
-    std::optional<Error> error;  // why
-    bool was_last = false;       // the ranks' communicator has failed: no later save can succeed
-    double seconds = 0;          // from start() to the end, reading back included
-    double stalled_seconds = 0;  // the part of `seconds` during which training waited
+    std::string path;                      // of the checkpoint; empty if it failed
+    std::optional<Error> error;            // why
+    std::optional<TrainState::Best> best;  // of the state that was to be saved
+    bool was_last = false;                 // the ranks' communicator has failed: no later save can succeed
+    double seconds = 0;                    // from start() to the end, reading back included
+    double stalled_seconds = 0;            // the part of `seconds` during which training waited
   };
 
   // `copy` null: start() writes the checkpoint before it returns.

@@ -446,7 +446,8 @@ std::optional<Checkpoint> CheckpointKeeper::newest_intact(ResumeMode mode) const
   return std::nullopt;
 }
 
-// The newest checkpoint that was the best one when it was saved. The state of a run may name a later one, whose save has failed.
+// The newest checkpoint that was the best one when it was saved. A state may name another one, which has been deleted since or
+// was never complete.
 std::optional<std::int64_t> CheckpointKeeper::newest_best(std::int64_t up_to) const {
   for (const RunDirectory::Entry& entry : directory_.checkpoints()) {
     if (entry.step < 0 || entry.step > up_to || !entry.problem.empty()) continue;

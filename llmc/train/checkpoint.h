@@ -137,10 +137,7 @@ class CheckpointKeeper {
 
   std::int64_t last_saved() const { return intact_.empty() ? -1 : *intact_.rbegin(); }  // step of the newest; -1: none
   std::string last_path() const;                                                        // empty if there is none
-  // Of the checkpoint with the lowest loss on --val of those that could be saved, with --keep-best: its path, empty if there is
-  // none, and its step, -1.
-  std::string best_path() const;
-  std::int64_t best_saved() const { return best_.value_or(-1); }
+  std::string best_path() const;  // of the checkpoint with the lowest loss on --val, with --keep-best; else empty
 
  private:
   std::optional<Checkpoint> newest_intact(ResumeMode mode) const;

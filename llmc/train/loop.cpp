@@ -113,7 +113,8 @@ TrainLoop::TrainLoop(Parts parts, TrainState start)
       faults_(parse_faults(parts_.settings.debug_inject)),
       start_time_(Clock::now()),
       first_step_(state_.step + 1),
-      saved_step_(state_.step) {
+      saved_step_(state_.step),
+      saved_best_(state_.best) {
   const bool saves = first_rank() || parts_.joint_save != nullptr;
   if (ranks_.size() > 1 && (parts_.settings.virtual_ranks % ranks_.size() != 0 ||
                             first_rank() != (parts_.checkpoints != nullptr) || saves != (parts_.copy != nullptr))) {
@@ -169,8 +170,10 @@ Exit TrainLoop::run() {
 // All that the ranks tell each other between two steps, in one call: meanwhile a GPU may be idle.
 TrainLoop::Wishes TrainLoop::wishes_of_all(bool failed) {
   // A save requested before the first step waits until that step is done: before it there is nothing new to save.
-  Wishes any{stop_requested(), state_.step >= first_step_ && take_save_request(), failed};
-  for (const Wishes& of_rank : ranks_.gather(any)) {
+  Wishes any{stop_requested(), state_.step >= first_step_ && take_save_request(), failed, state_.best};
+  const std::vector<Wishes> all = ranks_.gather(any);
+  state_.best = all[0].best;
+  for (const Wishes& of_rank : all) {
     any.stop |= of_rank.stop;
     any.save |= of_rank.save;
     any.failed |= of_rank.failed;
@@ -472,6 +475,8 @@ void TrainLoop::settle_save() {
 std::optional<Error> TrainLoop::report_save(const std::optional<BackgroundSave::Result>& result) {
   if (!result || !first_rank()) return std::nullopt;
   if (result->error) {
+    // One that is not on the disk is no best checkpoint: the next validation is compared with the one before.
+    if (state_.best && state_.best->step == result->step) state_.best = saved_best_;
     // Training on from moments that are not finite would only move the parameters away from the last good checkpoint, and
     // without a rank to save with there would be no other one.
     if ((result->error->code() == Exit::numeric || result->was_last) && !ending_) return result->error;
@@ -480,6 +485,7 @@ std::optional<Error> TrainLoop::report_save(const std::optional<BackgroundSave::
     return std::nullopt;
   }
   saved_step_ = result->step;
+  if (result->best && result->best->step == result->step) saved_best_ = result->best;
   log_info("saved %s (%.1f s)", escaped(result->path).c_str(), result->seconds);
   parts_.log.write({{"type", "save"},
                     {"step", result->step},
@@ -501,9 +507,8 @@ Exit TrainLoop::finish() {
              signal == 0 ? "--max-minutes" : ::strsignal(signal), wide(state_.step));
   }
   if (const std::string best = parts_.checkpoints->best_path(); state_.best && !best.empty()) {
-    const bool saved = parts_.checkpoints->best_saved() == state_.best->step;
-    log_info("lowest loss on --val: %.4f after step %lld, %s %s", state_.best->val_loss, wide(state_.best->step),
-             saved ? "kept in" : "which could not be saved; the best before is", escaped(best, 4096).c_str());
+    log_info("lowest loss on --val: %.4f after step %lld, kept in %s", state_.best->val_loss, wide(state_.best->step),
+             escaped(best, 4096).c_str());
   }
   const auto loss_text = [](const std::optional<double>& loss) { return loss ? format("%.4f", *loss) : "none"; };
   // The last validation may be some steps back if a signal or the time limit ended the run.

@@ -73,6 +73,7 @@ class TrainLoop {
   struct Wishes {
     // stop: a signal or the time limit; save: SIGUSR1; failed: a save's error has to end the run
     bool stop, save, failed;
+    std::optional<TrainState::Best> best;  // the first rank's counts: it knows what could be saved
   };
 
   Wishes wishes_of_all(bool failed);
@@ -111,6 +112,7 @@ class TrainLoop {
   std::chrono::steady_clock::time_point last_line_;
   bool ending_ = false;                         // an error is ending the run: a save that fails too is only a warning
   std::int64_t saved_step_;                     // of the newest checkpoint that is known to be complete; 0: none
+  std::optional<TrainState::Best> saved_best_;  // whose checkpoint is known to be complete, of those with --keep-best
   std::int64_t begun_save_ = -1;                // the step of the save that was begun last; -1: none
   std::int64_t saturated_step_ = 0;             // of the last warning that fp8 saturates; 0: none
   double mean_step_seconds_ = 0;                // exponentially weighted mean, for the time left

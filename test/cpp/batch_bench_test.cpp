@@ -118,6 +118,8 @@ TEST(BatchBench, RefusesWhatCannotBeMeasured) {
                 .find("8 sequences need 400 pages of keys and values, and there are 256: "
                       "enough for 5"),
             std::string::npos);
+  EXPECT_EQ(refusal(Exit::resources, {8}, 100, 29), "accepted") << "32 pages each: all";
+  EXPECT_NE(refusal(Exit::resources, {8}, 100, 30).find("need 264 pages"), std::string::npos);
 }
 
 TEST(BatchBench, LogitsThatAreNotFiniteAreAnError) {

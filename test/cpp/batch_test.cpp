@@ -269,6 +269,23 @@ TEST_F(BatchTest, RunningAgainGoesOnWithWhatIsMissing) {
   }
 }
 
+// Of several answers with an error, with others before, between and behind them, none stays.
+TEST_F(BatchTest, EveryErrorIsRemovedAndTriedAgain) {
+  for (const std::string pattern : {"e", "ee", "aea", "eaea", "aeaaeea"}) {
+    write_bytes(out_, "");
+    std::string bad, good;
+    for (std::size_t i = 0; i < pattern.size(); ++i) {
+      const std::string id = "{\"id\": " + std::to_string(i) + ", \"prompt\": ";
+      good += id + "\"a\"}\n";
+      bad += id + (pattern[i] == 'e' ? "5}\n" : "\"a\"}\n");
+    }
+    EXPECT_EQ(run(bad), Exit::ok);
+    EXPECT_EQ(run(good), Exit::ok);
+    EXPECT_EQ(answers().size(), pattern.size()) << pattern;
+    for (std::size_t i = 0; i < pattern.size(); ++i) EXPECT_EQ(answer(i)["prompt_ids"], ids_of("a")) << pattern;
+  }
+}
+
 TEST_F(BatchTest, AnotherRequestUnderAnIdThatWasAnsweredIsRefused) {
   EXPECT_EQ(run("{\"id\": \"a\", \"prompt\": \"x\"}\n"), Exit::ok);
   const Json before = answer("a");

@@ -404,6 +404,21 @@ TEST_F(CheckpointTest, StrangeNamesAreSkippedAndCounted) {
   EXPECT_TRUE(fs::exists(run_path() + "/step_00000005")) << "what weft did not write it does not remove";
 }
 
+// By their steps, of however many digits, and strange names last: those hide no checkpoint.
+TEST_F(CheckpointTest, CheckpointsComeByTheirStepsAndStrangeNamesLast) {
+  save(3);
+  fs::create_directory(run_path() + "/step_mine");
+  EXPECT_EQ(resumed_step(ResumeMode::must), 3);
+  const RunDirectory run(run_path());
+  for (const char* name : {"step_99999999", "step_100000000", "step_00000100", "step_7"}) {
+    fs::create_directory(run.file(name));
+  }
+  std::vector<std::string> names;
+  for (const RunDirectory::Entry& entry : run.checkpoints()) names.push_back(entry.name);
+  EXPECT_EQ(names, (std::vector<std::string>{"step_100000000", "step_99999999", "step_00000100", "step_00000003",
+                                             "step_7", "step_mine"}));
+}
+
 TEST_F(CheckpointTest, StaleTemporariesGoAtTheNextStart) {
   fs::create_directories(step_path(9) + ".tmp");
   write_bytes(step_path(9) + ".tmp/model.bin", "half");
@@ -864,6 +879,14 @@ TEST_F(CheckpointTest, OtherDataIsRefused) {
   expect_contains(error_of(Exit::bad_file, [&] { resumed_step(); }), "--train: shard 1 is");
 }
 
+TEST_F(CheckpointTest, FewerShardsAreOtherData) {
+  write_shard(temporary_.file("train2.bin"), patterned_tokens(200, 300));
+  data_.emplace(temporary_.file("train*.bin"), 8);
+  save(3);
+  data_.emplace(temporary_.file("train.bin"), 8);
+  expect_contains(error_of(Exit::bad_file, [&] { resumed_step(); }), "--train: 1 shards, but ");
+}
+
 TEST_F(CheckpointTest, OtherModelIsRefused) {
   save(3);
   const RunDirectory run(run_path());
@@ -1173,6 +1196,20 @@ TEST_F(BackgroundSaveTest, ErrorsAreResultsAndTheNextSaveWorks) {
   EXPECT_EQ(keeper.last_saved(), 3);
 }
 
+TEST_F(BackgroundSaveTest, EachSaveIsTimedFromItsOwnBeginning) {
+  const RunDirectory run(run_path());
+  CheckpointKeeper keeper(run, identity(), 2);
+  BackgroundSave saves(keeper, model_->make_state_copy());
+  for (const std::int64_t step : {3, 4, 5}) {
+    const auto begin = std::chrono::steady_clock::now();
+    saves.start(make_state(step), *model_);
+    const std::optional<BackgroundSave::Result> result = saves.wait();
+    ASSERT_TRUE(result && !result->error);
+    EXPECT_LE(result->seconds, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+}
+
 TEST_F(BackgroundSaveTest, TheEndWaitsForTheWriter) {
   const RunDirectory run(run_path());
   CheckpointKeeper keeper(run, identity(), 2);
@@ -1265,7 +1302,9 @@ TEST(RunDirectoryTest, OneRunAtATime) {
     const std::string message = error_of(Exit::environment, [&] { RunDirectory second(path); });
     expect_contains(message, format("pid %d", static_cast<int>(::getpid())));
   }
+  testing::internal::CaptureStderr();
   const RunDirectory third(path);  // released
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "") << "the run before has cleaned up";
 }
 
 TEST(RunDirectoryTest, LockOfADeadRunIsTakenOver) {

@@ -183,6 +183,19 @@ TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
   expect_contains(error_of(Exit::bad_file, [&] { parsed(Json::array()); }), "object");
 }
 
+// As many positions as the model has, and no more.
+TEST(Inputs, ASequenceMayHaveAllPositionsOfTheModel) {
+  const TemporaryDirectory directory;
+  TrainSettings settings = micro_settings();
+  settings.config = "tiny";
+  settings.seq_len = preset_config("tiny").max_positions;
+  write_shard(directory.file("x.bin"), patterned_tokens(static_cast<std::size_t>(settings.seq_len) + 2), 32);
+  settings.train = directory.file("x.bin");
+  EXPECT_EQ(open_inputs(settings).train->windows(), 1u);
+  ++settings.seq_len;
+  expect_contains(error_of(Exit::usage, [&] { open_inputs(settings); }), "--seq-len: got ");
+}
+
 // The vocabulary of a new model is that of its data, in steps of 128; what is given explicitly is taken as it is.
 TEST(Inputs, TheVocabularyOfANewModelIsThatOfItsShards) {
   const TemporaryDirectory directory;

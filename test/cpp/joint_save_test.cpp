@@ -13,8 +13,10 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <span>
+#include <thread>
 
 #include "llmc/base/error_from.h"
 #include "llmc/comm/thread_ranks.h"
@@ -96,12 +98,13 @@ class JointSaveTest : public testing::Test {
   using Prepare = std::function<void(int rank, PartCopy&)>;
   // The error of each rank; empty: none. The first rank's path has to be that of the checkpoint.
   std::vector<std::string> save_together(const std::string& run, std::int64_t step, const Ranges& ranges,
-                                         const Prepare& prepare = {}, Ranks kind = Ranks::threads) {
+                                         const Prepare& prepare = {}, Ranks kind = Ranks::threads,
+                                         double time_limit_s = 20) {
     std::vector<std::string> errors(ranges.size());
     codes_.assign(ranges.size(), Exit::ok);
     const RunDirectory directory(temporary_.file(run));
     CheckpointKeeper keeper(directory, identity(), 10);
-    run_ranks(kind, static_cast<int>(ranges.size()), 20, [&](Communicator& ranks) {
+    run_ranks(kind, static_cast<int>(ranges.size()), time_limit_s, [&](Communicator& ranks) {
       const auto rank = static_cast<std::size_t>(ranks.rank());
       const bool first = rank == 0;
       PartCopy copy(arenas_, ranges[rank]);
@@ -339,6 +342,35 @@ TEST_F(JointSaveTest, ALaterSaveIsThatOfFreshObjects) {
   EXPECT_EQ(keeper.last_saved(), kLast);
 }
 
+TEST_F(JointSaveTest, AValueThatIsNotFiniteIsFoundInTheFirstAndTheLastPlaceOfATensor) {
+  const TensorSpec& spec = table_->specs()[3];
+  for (std::size_t a = 0; a < 3; ++a) {
+    for (const std::int64_t place : {std::int64_t{0}, spec.elements - 1}) {
+      float& value = arenas_[a][static_cast<std::size_t>(spec.offset + place)];
+      const float before = std::exchange(value, std::numeric_limits<float>::infinity());
+      const std::vector<std::string> errors = save_together("run", 3, in_turns(2, 100));
+      value = before;
+      expect_contains(errors[0], format("%s: element %lld is inf", state_tensor_name(kStateRoles[a], spec).c_str(),
+                                        static_cast<long long>(place)));
+      EXPECT_FALSE(fs::exists(step_path("run", 3)));
+    }
+  }
+}
+
+// A disk may take longer than ranks wait for each other.
+TEST_F(JointSaveTest, TheOthersWaitForARankWhoseDiskIsSlow) {
+  const auto slow = [](int rank, PartCopy& copy) {
+    if (rank != 1) return;
+    copy.before_read = [first = std::make_shared<std::atomic<bool>>(true)](TensorRole, const TensorSpec&) {
+      if (first->exchange(false)) std::this_thread::sleep_for(std::chrono::milliseconds(1700));
+    };
+  };
+  for (const std::string& error : save_together("run", 3, in_turns(3, 100), slow, Ranks::sockets, 1)) {
+    EXPECT_EQ(error, "");
+  }
+  EXPECT_TRUE(fs::exists(step_path("run", 3)));
+}
+
 // A rank that dies: the others' saves end, now and from then on, and say so.
 TEST_F(JointSaveTest, WithoutARankNoLaterSaveCanSucceed) {
   const RunDirectory directory(temporary_.file("run"));
@@ -431,6 +463,7 @@ TEST(SaveWriters, TheFirstRankWritesWhereTheOthersDoNotSeeItsFiles) {
   set_call_fault(nullptr);
   EXPECT_FALSE(lost.all);
   expect_contains(lost.reason, "without what rank 0 has written");
+  EXPECT_TRUE(fs::is_empty(parent_directory(probe))) << "the file that tells them is removed";
 }
 
 }  // namespace

@@ -260,6 +260,31 @@ TEST(QuantizedModel, RefusesValuesThatNoSchemeGives) {
   EXPECT_NO_THROW(cpu::load_inference(ModelFile::open(path), pool(1)));
 }
 
+// One bit of any tensor of the file, where the value that it becomes is as valid as the one before.
+TEST(QuantizedModel, DamageIsFoundInEveryTensor) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("a.bin");
+  for (const WeightScheme scheme : {WeightScheme::int8, WeightScheme::int4, WeightScheme::fp8}) {
+    test::write_quantized_pair(ModelFile::open("test/fixtures/golden/neox-hs64-sequential.model.bin"),
+                               scheme_of(scheme), path, directory.file("b.bin"));
+    const std::string whole = read_bytes(path);
+    const TensorFile file = TensorFile::open(path, FileKind::model);
+    for (const TensorInfo& tensor : file.tensors()) {
+      if (tensor.name == kTokenizerTensor) continue;
+      const auto harmless = [](char byte) { return byte >= 0 && byte < 0x60; };
+      const auto begin = whole.begin() + static_cast<std::ptrdiff_t>(tensor.offset);
+      const auto at = std::find_if(begin, begin + static_cast<std::ptrdiff_t>(tensor.bytes), harmless);
+      std::string damaged = whole;
+      damaged[static_cast<std::size_t>(at - whole.begin())] ^= 1;
+      write_bytes(path, damaged);
+      const std::string message =
+          error_of(Exit::bad_file, [&] { cpu::load_inference(ModelFile::open(path), pool(1)); });
+      expect_contains(message, tensor.name);
+      expect_contains(message, "XXH3-64: got ");
+    }
+  }
+}
+
 TEST(QuantizedModel, RefusesAConfigurationThatItDoesNotKnow) {
   const Json good = quantization_to_json(scheme_of(WeightScheme::int4, WeightScheme::int8));
   EXPECT_EQ(quantization_from_json(good, "file"), scheme_of(WeightScheme::int4, WeightScheme::int8));

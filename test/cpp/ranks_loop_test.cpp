@@ -9,10 +9,12 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <map>
 #include <memory>
 #include <sstream>
 #include <thread>
 
+#include "llmc/base/file.h"
 #include "llmc/comm/thread_ranks.h"
 #include "llmc/train/loop.h"
 #include "test/cpp/train_tools.h"
@@ -633,6 +635,37 @@ TEST_F(RanksLoop, AFullDiskCostsACheckpointNotTheRun) {
   }
   EXPECT_TRUE(fs::exists(checkpoint("run", 5)));
   EXPECT_FALSE(fs::exists(checkpoint("run", 2)));
+}
+
+// The first rank knows which save has failed, and all save at the same steps.
+TEST_F(RanksLoop, ABestCheckpointThatCannotBeSavedIsNoneOnAnyRank) {
+  const std::map<std::int64_t, double> losses = {{2, 5.0}, {4, 4.0}, {6, 10.0}, {8, 4.5}, {10, 6.0}};
+  settings_.steps = 10;
+  settings_.keep_best = true;
+  settings_.save_every = 2;  // the save of step 6 waits for that of step 4
+  for (const Shard shard : {Shard::none, Shard::optimizer}) {
+    const std::string name = format("run%d", static_cast<int>(shard));
+    const std::vector<Outcome> outcomes = run_ranks(name, shard, [&](int rank, HookedModel& model, TrainSettings&) {
+      const auto step = std::make_shared<std::int64_t>(0);
+      model.before_update = [rank, step](const AdamWStep& update) {
+        *step = update.step;
+        if (rank != 0) return;
+        set_call_fault(
+            [](const char*, const std::string& path) { return path.find("step_00000004") == std::string::npos; });
+      };
+      model.after_evaluate = [&losses, step](double& loss_sum, std::int64_t labels) {
+        loss_sum = losses.at(*step) * static_cast<double>(labels);
+      };
+    });
+    set_call_fault(nullptr);
+    for (const Outcome& rank : outcomes) {
+      EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
+      EXPECT_EQ(rank.state.best, (TrainState::Best{8, 4.5}));
+    }
+    for (const std::int64_t step : {2, 4, 8, 10}) {
+      EXPECT_EQ(fs::exists(checkpoint(name, step)), step >= 8) << name << " " << step;
+    }
+  }
 }
 
 TEST_F(RanksLoop, AFailedLastSaveEndsAllRanks) {

@@ -1,6 +1,12 @@
 // What ranks over TCP do before the first step: who is let in, what all must have in common, and work that takes long.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <map>
 #include <random>
 #include <thread>
 
@@ -10,6 +16,7 @@
 #include "llmc/comm/agreement.h"
 #include "llmc/comm/at_work.h"
 #include "llmc/comm/frame_io.h"
+#include "llmc/comm/start_ranks.h"
 #include "llmc/cpu/llama.h"
 #include "test/cpp/processor_time.h"
 #include "test/cpp/rank_tools.h"
@@ -18,6 +25,33 @@
 
 namespace weft {
 namespace {
+
+// What this program does where a test has started it as a rank: start_ranks() starts its own program, whatever that is.
+constexpr const char* kPart = "WEFT_TEST_PART";
+
+[[noreturn]] void play(const std::string& part) {
+  const std::string rank = std::getenv("RANK");
+  if (part == "environment") {  // each variable once, and as the supervisor says
+    std::map<std::string, int> seen;
+    for (char** each = environ; *each != nullptr; ++each)
+      ++seen[std::string(*each).substr(0, std::strcspn(*each, "="))];
+    const bool once = std::all_of(seen.begin(), seen.end(), [](const auto& one) { return one.second == 1; });
+    const std::string address = std::getenv("MASTER_ADDR"), port = std::getenv("MASTER_PORT");
+    ::_exit(once && address == "127.0.0.1" && port != "1" && std::string(std::getenv("WORLD_SIZE")) == "3" ? 0 : 1);
+  }
+  if (part == "killed" && rank == "1") ::_exit(1);
+  if (part == "killed" && rank == "2") {  // after rank 1 has ended
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    ::raise(SIGKILL);
+  }
+  ::_exit(0);
+}
+
+struct StartedAsRank {
+  StartedAsRank() {
+    if (const char* part = std::getenv(kPart)) play(part);
+  }
+} const started_as_rank;
 
 using Fields = std::vector<RankField>;
 
@@ -185,6 +219,22 @@ TEST(TrainDevice, WhatEachRankHasAllOfIsPlannedAsThat) {
                   needs(all));
 }
 
+// By its ranks, however many there are on others.
+TEST(RankTeam, TheCoresOfAMachineAreDividedByItsRanks) {
+  ThreadLimits limits;
+  limits.cores = 12;
+  const auto threads = [&](std::int64_t option, std::int64_t ranks, std::int64_t of_machine) {
+    TrainSettings settings;
+    settings.ranks = ranks;
+    return RankTeam(settings, LaunchedRank{"test", 0, ranks, 0, of_machine, "", 0, "", false}).threads(option, limits);
+  };
+  EXPECT_EQ(threads(0, 2, 2), 6);
+  EXPECT_EQ(threads(0, 8, 2), 6);
+  EXPECT_EQ(threads(0, 16, 16), 1);
+  EXPECT_EQ(threads(0, 8, 1), 0) << "all";
+  EXPECT_EQ(threads(5, 8, 2), 5);
+}
+
 // ---- who comes to the port ----
 
 struct Door {
@@ -264,6 +314,37 @@ TEST(Hub, ARefusalIsToldToAllRanks) {
   Socket third = door.knock(const_bytes_of(hello_of(2, 3)));
   EXPECT_EQ(answer(first), reason);
   EXPECT_EQ(answer(third), reason);
+}
+
+// It tells its ranks for a part of the time limit, not until they all have come.
+TEST(Hub, ARunThatCannotStartEndsBeforeTheTimeLimit) {
+  Door door;
+  const Socket newer = door.knock(const_bytes_of(hello_of(1, 3, "newer")));
+  Hub hub(std::move(door.listener), {0, 3, 42, "test"}, 4);
+  const Socket first = hub.take_first_connection();
+  const auto begin = SocketClock::now();
+  expect_contains(answer(first), "rank 1: version: got 'newer'");
+  EXPECT_LT(SocketClock::now() - begin, std::chrono::milliseconds(3500));
+}
+
+// As many as have a place: they lose it in time for the ranks of the run.
+TEST(Hub, ConnectionsThatSayNothingMakeRoom) {
+  Door door;
+  std::vector<Socket> silent;
+  for (int i = 0; i < 64; ++i) silent.push_back(door.knock({}));
+  const MeetingPoint point{"127.0.0.1", door.port, door.listener.release()};
+  std::string errors[2];
+  const auto rank = [&](int number) {
+    try {
+      EXPECT_EQ(meet_ranks({number, 2, 42, "test"}, point, 4)->gather(number), (std::vector<int>{0, 1}));
+    } catch (const Error& error) {
+      errors[number] = error.what();
+    }
+  };
+  std::thread second([&] { rank(1); });
+  rank(0);
+  second.join();
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
 
 // Random bytes, in the place of a hello and behind one: the connection ends, and the ranks of the run meet all the same.
@@ -394,6 +475,38 @@ TEST(Hub, APortThatIsTakenIsNamed) {
       format("port %lld of '127.0.0.1': cannot listen for the ranks: Address already in use. Set MASTER_PORT to a free "
              "port",
              static_cast<long long>(door.port)));
+}
+
+// ---- ranks that this process starts ----
+
+struct Started {
+  Exit code;
+  std::string log;
+};
+Started start_three(const char* part) {
+  ::setenv(kPart, part, 1);
+  char program[] = "unit_tests";
+  char* const argv[] = {program, nullptr};
+  testing::internal::CaptureStderr();
+  const Exit code = start_ranks(argv, 3, 20);
+  ::unsetenv(kPart);
+  return {code, testing::internal::GetCapturedStderr()};
+}
+
+// The one that a signal has killed can tell nobody, so others may end before it is seen: it is the reason all the same.
+TEST(StartRanks, ARankThatIsKilledIsTheReasonWhoeverEndsFirst) {
+  const auto [code, log] = start_three("killed");
+  EXPECT_EQ(code, Exit::environment);
+  expect_contains(log, "rank 2 was killed by signal 9 (Killed)");
+}
+
+// What the user's environment says of a meeting point is that of other runs.
+TEST(StartRanks, RanksHaveTheMeetingPointOfTheirOwnRun) {
+  for (const char* name : {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_RANK", "WEFT_RUN_ID"})
+    ::setenv(name, "1", 1);
+  const auto [code, log] = start_three("environment");
+  for (const char* name : {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_RANK", "WEFT_RUN_ID"}) ::unsetenv(name);
+  EXPECT_EQ(code, Exit::ok) << log;
 }
 
 TEST(SocketRanks, NobodyAtTheMeetingPoint) {

@@ -143,7 +143,7 @@ TEST(Sampler, PaddingIsNeverSampled) {
 }
 
 TEST(Sampler, ExtremeLogits) {
-  for (const double temperature : {1e-300, 0.5, 1.0, 1e300}) {
+  for (const double temperature : {5e-324, 1e-310, 1e-300, 0.5, 1.0, 1e300}) {
     const SamplerOptions options{.temperature = temperature, .seed = 3};
     EXPECT_EQ(sample_once(options, {-1e30f, 1e30f, 0}), temperature == 1e300 ? sample_once(options, {0, 0, 0}) : 1);
     EXPECT_EQ(sample_once(options, {-kInfinity, 1e38f, -kInfinity}), 1);

@@ -297,6 +297,17 @@ TEST(Http, BodiesOfAllConnectionsTogetherAreLimited) {
   EXPECT_TRUE(eventually([&] { return running.ask(second).starts_with("HTTP/1.1 200"); }));
 }
 
+// However often they come: a body that turns out to be empty gives back what was reserved for it.
+TEST(Http, EmptyBodiesTakeNothingOfTheLimit) {
+  Running running(echo);
+  for (int i = 0; i < 4; ++i) {
+    const std::string chunked = running.ask(
+        "POST /x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n");
+    EXPECT_TRUE(chunked.ends_with("POST /x []")) << i << "\n" << chunked;
+    EXPECT_TRUE(running.ask(post("", "Connection: close\r\n")).ends_with("POST /x []")) << i;
+  }
+}
+
 TEST(Http, ConnectionsAreLimited) {
   HttpLimits limits = quick_limits();
   limits.connections = 2;

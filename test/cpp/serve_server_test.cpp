@@ -235,6 +235,24 @@ TEST_F(CompletionsServerTest, LaterRequestsOfAConnectionAreAnsweredAsIfTheyWereA
   for (std::size_t i = 0; i < answers.size(); ++i) EXPECT_EQ(answers[i], alone[i * 3 % bodies.size()]) << i;
 }
 
+// A seed gives the choices of each prompt, whichever prompts stand before it.
+TEST_F(CompletionsServerTest, WithASeedAPromptHasItsChoicesWhereverItStands) {
+  run();
+  const auto ids_of = [&](const std::string& prompts) {
+    const std::string text =
+        complete(R"({"prompt": )" + prompts + R"(, "n": 2, "seed": 7, "logprobs": 0, "max_tokens": 6})");
+    Json tokens = Json::array();
+    const Json body = Json::parse(text.substr(text.find("\r\n\r\n") + 4));
+    for (const Json& choice : body.at("choices")) tokens.push_back(choice.at("logprobs").at("tokens"));
+    return tokens;
+  };
+  const Json alone = ids_of("[[5]]"), three = ids_of("[[6], [5], [5]]");
+  ASSERT_EQ(alone.size(), 2u);
+  ASSERT_EQ(three.size(), 6u);
+  EXPECT_NE(alone[0], alone[1]);
+  for (std::size_t i = 0; i < 4; ++i) EXPECT_EQ(three[2 + i], alone[i % 2]) << i;
+}
+
 TEST_F(CompletionsServerTest, AModelThatFailsEndsAllRequestsWithAnError) {
   run();
   model_.slow = true;

@@ -34,6 +34,27 @@ Ids found(const Ids& ids, std::int64_t count) {
   return {result.begin(), result.end()};
 }
 
+// Both for as many positions, and together no more than was given.
+TEST(DecodeDevice, AModelAndItsDraftShareTheMemoryOfKeysAndValues) {
+  InferSettings settings;
+  settings.device = "cpu";
+  const ModelFile small = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin"),
+                  large = ModelFile::open("test/fixtures/golden/llama-hs256-mqa.model.bin");
+  for (const auto& [file, other] : {std::pair(&small, &large), std::pair(&large, &small)}) {
+    DecodeDevice device(settings);
+    device.expect_draft(other->config());
+    device.choose(file->config(), DType::f32);
+    const auto bytes = [](const ModelConfig& config, std::int64_t positions) {
+      return kv_bytes(config, positions, sizeof(float));
+    };
+    const std::uint64_t given = bytes(file->config(), 640) + bytes(other->config(), 640);
+    const std::unique_ptr<InferenceModel> model = device.load_inference(*file, given, 100);
+    EXPECT_EQ(model->num_pages() * model->page_size(), 640);
+    const std::unique_ptr<InferenceModel> draft = device.load_draft(*other, *model);
+    EXPECT_EQ(draft->num_pages() * draft->page_size(), 640);
+  }
+}
+
 TEST(Lookup, TheLongestMatchAndOfThoseTheLatest) {
   EXPECT_EQ(found({}, 3), Ids{});
   EXPECT_EQ(found({1}, 3), Ids{});

@@ -236,6 +236,22 @@ TEST_F(TrainLoopTest, LearnsAndReports) {
   expect_contains(result_line_, "step_00000060");
 }
 
+// About sixty lines, whatever the length of the run; the log has every step.
+TEST_F(TrainLoopTest, ALongRunPrintsFewOfItsSteps) {
+  settings_.steps = 1200;
+  testing::internal::CaptureStderr();
+  run("run", at_forward(45, [] { throw Crash{}; }));
+  const std::string text = testing::internal::GetCapturedStderr();
+  std::vector<int> printed;
+  for (std::size_t at = text.find("step "); at != std::string::npos; at = text.find("step ", at + 1)) {
+    if (text.compare(at, 5, "step ") == 0 && text.find("/1200", at) < text.find('\n', at)) {
+      printed.push_back(std::atoi(text.c_str() + at + 5));
+    }
+  }
+  EXPECT_EQ(printed, (std::vector<int>{1, 20, 40}));
+  EXPECT_EQ(steps("run").size(), 44u);
+}
+
 TEST_F(TrainLoopTest, AccumulationEqualsOneBigBatch) {
   settings_.micro_batch = 4;
   settings_.batch_tokens = 32;
@@ -428,41 +444,45 @@ TEST_F(TrainLoopTest, TheCheckpointWithTheLowestValidationLossIsKept) {
   EXPECT_EQ(resumed.state.best, best.state.best);
 }
 
-// While the new best one is not on the disk the one before stays.
+// While the new best one is not on the disk the one before stays, also when the run goes on, and what comes is compared with it.
 TEST_F(TrainLoopTest, ABestCheckpointThatCannotBeSavedDoesNotPushTheOneBeforeOut) {
   with_validation_ = true;
   settings_.val_every = 2;
   settings_.keep_best = true;
   settings_.save_every = 2;
-  double loss = 10;
+  std::map<std::int64_t, double> losses = {{2, 5.0}, {4, 4.0}};  // of other steps 10
   const auto script = [&](HookedModel& model) {
-    model.after_evaluate = [&](double& loss_sum, std::int64_t labels) {
-      loss_sum = loss * static_cast<double>(labels);
+    const auto step = std::make_shared<std::int64_t>(0);
+    model.after_evaluate = [&, step](double& loss_sum, std::int64_t labels) {
+      loss_sum = (losses.contains(*step) ? losses.at(*step) : 10.0) * static_cast<double>(labels);
     };
-    model.before_update = [&, step = 0](const AdamWStep&) mutable {
-      ++step;
-      loss = step == 2 ? 5 : step == 4 ? 4 : 10;
-      if (step < 4) return;
+    model.before_update = [step](const AdamWStep& update) {
+      *step = update.step;
+      if (*step < 4) return;
       set_call_fault(
           [](const char*, const std::string& path) { return path.find("step_00000004") == std::string::npos; });
     };
   };
   testing::internal::CaptureStderr();
+  settings_.steps = 10;
   const Result result = run("run", script);
   const std::string said = testing::internal::GetCapturedStderr();
   EXPECT_EQ(result.exit, Exit::ok) << result.error;
   EXPECT_TRUE(has_checkpoint("run", 2));
   EXPECT_FALSE(has_checkpoint("run", 4));
-  expect_contains(said, "lowest loss on --val: 4.0000 after step 4, which could not be saved; the best before is ");
+  expect_contains(said, "lowest loss on --val: 5.0000 after step 2, kept in ");
   expect_contains(said, "step_00000002'\n");
-  // Nor does it in a later start, whose state names the one that is not there.
-  settings_.steps = 16;
-  const auto high = [](HookedModel& model) {
-    model.after_evaluate = [](double& loss_sum, std::int64_t labels) { loss_sum = 10 * static_cast<double>(labels); };
-  };
-  EXPECT_EQ(run("run", high).exit, Exit::ok);
+  EXPECT_EQ(result.state.best, (TrainState::Best{2, 5.0}));
+  settings_.steps = 14;
+  EXPECT_EQ(run("run", script).state.best, (TrainState::Best{2, 5.0}));
   EXPECT_TRUE(has_checkpoint("run", 2));
   EXPECT_FALSE(has_checkpoint("run", 10));
+
+  losses[6] = 4.5;
+  in_background_ = false;  // so that the failure is known before step 6
+  EXPECT_EQ(run("better", script).state.best, (TrainState::Best{6, 4.5}));
+  EXPECT_TRUE(has_checkpoint("better", 6));
+  EXPECT_FALSE(has_checkpoint("better", 2));
 }
 
 // Clipping multiplies the gradient by limit / norm where the norm is larger; 0 turns it off, whatever the norm.
@@ -657,6 +677,7 @@ TEST_F(TrainLoopTest, SkipLeavesEverythingAloneAndGoesOn) {
   const auto records = steps("run");
   EXPECT_EQ(records.at(5)["skipped"], true);
   EXPECT_EQ(records.at(4)["skipped"], false);
+  for (const auto& [step, record] : records) EXPECT_EQ(record["tokens"], step * settings_.batch_tokens);
   settings_.steps = 10;
   const Result after = run("run");
   EXPECT_EQ(after.state.updates, 9);
@@ -1191,6 +1212,19 @@ TEST_F(TrainLoopTest, TheBenchCountsTheOperationsOfItsOwnModel) {
   EXPECT_GT(result.last_loss, 0);
   EXPECT_LE(result.fastest_ms, result.median_ms);
   EXPECT_LE(result.median_ms, result.slowest_ms);
+}
+
+TEST_F(TrainLoopTest, TheBenchSaysTheLossOfItsFirstAndOfItsLastStep) {
+  SingleRank alone;
+  const std::unique_ptr<TrainModel> inner = micro_model(settings_);
+  HookedModel model(*inner);
+  int step = 0;
+  model.after_statistics = [&](StepStatistics& statistics) {
+    statistics.loss_sum = ++step * static_cast<double>(statistics.label_count);
+  };
+  const TrainBenchResult result = bench_training(model, settings_, "", alone);
+  EXPECT_EQ(result.first_loss, 1);
+  EXPECT_EQ(result.last_loss, step);
 }
 
 // ---- initial parameters ----

@@ -139,6 +139,17 @@ def test_two_launches_with_node_ranks_are_one_run(data, tmp_path):
     assert_same_run(out, whole)
 
 
+def test_ranks_of_a_machine_share_its_cores(data, tmp_path):
+    """As many threads as one process has there, divided by the ranks of this machine and not by those of all."""
+    def threads(*options, **keys):
+        return re.search(r"  threads +(\d+)", run_ranks(data, tmp_path / "no", 2, "--dry-run", *options, **keys)[0].stdout)[1]
+
+    alone = re.search(r"  threads +(\d+)", train(data, tmp_path / "no", "--dry-run").stdout)[1]
+    assert threads(nodes=2) == alone
+    assert threads() == str(max(1, int(alone) // 2))
+    assert threads("--threads", 3) == "3"
+
+
 def test_what_several_ranks_do_besides_training(data, tmp_path):
     ends = run_ranks(data, tmp_path / "no", 2, "--bench", "--json")
     assert [end.returncode for end in ends] == [0, 0] and ends[1].stdout == ""
@@ -267,6 +278,9 @@ def test_a_rank_with_other_data(data, tmp_path):
     write_shard(other / "train_1.bin", 170, 1001)
     ends = run_ranks(data, tmp_path / "run", 2, own={1: ["--train", other / "train_*.bin"]})
     assert_ended(ends, 4, "rank 1: --train, shard 2: got ", "train_1.bin")
+    write_shard(other / "val_0.bin", 150, 2001)
+    ends = run_ranks(data, tmp_path / "run", 2, own={1: ["--val", other / "val_*.bin"]})
+    assert_ended(ends, 4, "rank 1: --val, shard 1: got ", "val_0.bin")
     (other / "train_2.bin").unlink()
     ends = run_ranks(data, tmp_path / "run", 2, own={1: ["--train", other / "train_*.bin"]})
     assert_ended(ends, 4, "rank 1: --train, number of shards: got '2', expected '3'")
