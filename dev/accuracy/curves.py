@@ -108,7 +108,7 @@ def train(run: Run, options: Any) -> dict[str, Any]:
           options.micro_batch * options.seq_len, "--steps", options.steps, "--save-every", every, "--keep", MEASURED + 1, "--val-every", 0,
           "--sample-every", 0, "--out", folder])
     steps = records(folder / "log.jsonl", "step")
-    after = [words for words in zip(options.rest, options.rest[1:]) if words[0] in ("--val", "--device")]
+    after = [words for words in zip(options.rest, options.rest[1:]) if words[0] in ("--val", "--val-batches", "--device")]
     chosen = [word for words in after for word in words]
     measured = []
     for checkpoint in sorted(folder.glob("step_*")) if "--val" in chosen else []:

@@ -8,7 +8,8 @@
 
 Operands of the linear layers are rounded exactly as llmc/cpu/fp8.cpp rounds them, but with scales, formats, products, layers
 and roundings that can be chosen (SCHEMES); GEMMs are in fp32. Runs of one seed have the same initial weights and windows. A run
-that results.jsonl has already is not made again. What is printed at the end, for each scheme against fp32 of the same seed:
+that results.jsonl has already is not made again. What is printed at the end, for each scheme against the mean of the other runs in
+fp32 of the same seed, initial weights as they are and perturbed: one run is no reference, it may be a lucky one.
 
     lag       by how many steps the smoothed curve is behind
     gap       the same in percent of the loss
@@ -102,7 +103,8 @@ class Scheme:
     scale: str = "delayed"
     block: tuple[str, ...] = KINDS
     history: int = 16
-    margin: int = 1
+    margin: int = 1  # octaves of headroom
+    gradient_margin: int = 6  # of delayed scales of gradients
     exact: bool = False  # scales that use the range to its end instead of powers of two
     products: tuple[str, ...] = PRODUCTS
     layers: tuple[int, ...] = ()  # all of them where it is empty
@@ -133,15 +135,17 @@ SCHEMES = {
     "only-input": Scheme("e4m3", "", ""), "only-weight": Scheme("", "e4m3", ""), "only-gradient": Scheme("", "", "e5m2"),
     "only-forward": but(FP8, products=("forward",)), "only-input-grad": but(FP8, products=("input_grad",)),
     "only-weight-grad": but(FP8, products=("weight_grad",)), "no-weight-grad": but(FP8, products=("forward", "input_grad")),
-    "gradient-e4m3": but(FP8, gradient="e4m3"), "gradient-e4m3-block": but(FP8, gradient="e4m3", scale="block", block=("gradient",)),
+    "gradient-e4m3": but(FP8, gradient="e4m3", gradient_margin=1), "gradient-e4m3-block": but(FP8, gradient="e4m3", scale="block", block=("gradient",)),
     "gradient-stochastic": but(FP8, stochastic=True),
-    "current": but(FP8, scale="current", margin=0), "history-1": but(FP8, history=1), "history-1024": but(FP8, history=1024),
-    "margin-0": but(FP8, margin=0), "margin-3": but(FP8, margin=3), "exact": but(FP8, scale="current", margin=0, exact=True),
+    "current": but(FP8, scale="current", margin=0), "history-1": but(FP8, history=1, gradient_margin=1), "history-1024": but(FP8, history=1024),
+    "margin-0": but(FP8, margin=0, gradient_margin=0), "margin-1": but(FP8, gradient_margin=1),
+    "margin-3": but(FP8, margin=3, gradient_margin=3), "exact": but(FP8, scale="current", margin=0, exact=True),
     "block": but(FP8, scale="block"), "block-e4m3": but(FP8, scale="block", gradient="e4m3"),
     "block-exact": but(FP8, scale="block", gradient="e4m3", exact=True, margin=0),
     "first-layer": but(FP8, layers=(0,)), "last-layer": but(FP8, layers=(-1,)), "from-50": but(FP8, from_step=50),
     "rate-1.02": but(FP8, rate=1.02), "rate-1.04": but(FP8, rate=1.04), "fp32-rate-0.98": but(FP32, rate=0.98),
 }
+REFERENCES = ("fp32", "fp32-1e-3", "fp32-1e-2")
 
 
 class Rounding:
@@ -201,7 +205,7 @@ class Rounding:
             if scheme.exact:
                 return LARGEST[form] / 2.0**scheme.margin / amax if amax else 1.0
             return 2.0 ** self.current.setdefault(slot, exponent_of(amax, form, scheme.margin if past else 1))
-        return 2.0 ** exponent_of(max(past), form, scheme.margin)
+        return 2.0 ** exponent_of(max(past), form, scheme.gradient_margin if kind == "gradient" else scheme.margin)
 
     def block_scale(self, kind: str, x: Tensor, form: str, axis: int) -> Tensor:
         amax = x.abs()
@@ -386,24 +390,29 @@ def train(name: str, seed: int, shape: Shape, data: Data, options: argparse.Name
 
 
 def setting(options: argparse.Namespace) -> str:
-    return (f"{options.layers}x{options.hidden}, {options.micro_batch}x{options.accumulate}x{options.length} tokens, "
+    return (f"{options.layers}x{options.hidden}, ffn {options.ffn}, {options.micro_batch}x{options.accumulate}x{options.length} tokens, "
             f"{options.steps} steps, lr {options.lr}")
 
 
 # ---- reports --------------------------------------------------------------------------------------------------------
 
+def mean_run(runs: list[dict[str, Any]]) -> dict[str, Any] | None:
+    if not runs:
+        return None
+    return {"losses": np.mean([run["losses"] for run in runs], axis=0), "val": np.mean([run["val"] for run in runs], axis=0)}
+
+
 def report(rows: list[dict[str, Any]], width: int) -> None:
-    reference = {row["seed"]: row for row in rows if row["scheme"] == "fp32"}
     print("| scheme | runs | lag, steep, steps | gap, steep, % | largest gap, % | lag, late | gap, late, % | learnt, steep / end, % | forward, steep / end, % |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name in SCHEMES:
         columns: list[list[float]] = [[] for _ in range(9)]
         for row in rows:
-            base = reference.get(row["seed"])
-            if row["scheme"] != name or base is None or row is base:
+            base = mean_run([other for other in rows if other["seed"] == row["seed"] and other["scheme"] in REFERENCES and other is not row])
+            if row["scheme"] != name or base is None:
                 continue
             if len(row["losses"]) < len(base["losses"]):
-                print(f"| {name} | diverged in step {len(row['losses'])} |")
+                print(f"| {name} | not finite in step {len(row['losses'])} |")
                 continue
             steep, late = (behind(row["losses"], base["losses"], width, part) for part in (STEEP, LATE))
             middle = [i for i, (step, *_) in enumerate(row["val"]) if STEEP[0] <= step / len(row["losses"]) <= STEEP[1]]
@@ -478,8 +487,8 @@ def policies(seen: list[dict[tuple[str, str], np.ndarray]]) -> None:
     for kind, form in (("input", "e4m3"), ("weight", "e4m3"), ("gradient", "e5m2"), ("gradient", "e4m3")):
         slots = [slot for slot in seen[0] if slot[0] == kind]
         top, bottom = (8, -10) if form == "e4m3" else (15, -17)
-        for history in (0, 1, 4, 16, 1024):
-            for margin in (0, 1, 2, 3):
+        for history in (0, 1, 16, 64, 1024):
+            for margin in (0, 1, 2, 4, 6):
                 parts: list[list[Any]] = [[0, 0, 0.0, 0, 0], [0, 0, 0.0, 0, 0]]
                 for step in range(1, len(seen)):
                     part = parts[step >= 60]

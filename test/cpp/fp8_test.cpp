@@ -156,7 +156,8 @@ TEST(Fp8Scales, FollowTheLargestOfTheLastSteps) {
     scales.push(tallies);
     return scales.exponent(slot);
   };
-  const auto of = [](float amax) { return fp8_exponent(std::bit_cast<std::uint32_t>(amax), Fp8Format::e5m2); };
+  // Gradients have 2^5 of headroom beyond the factor of two.
+  const auto of = [](float amax) { return fp8_exponent(std::bit_cast<std::uint32_t>(amax), Fp8Format::e5m2) - 5; };
   EXPECT_FALSE(scales.known());
   EXPECT_EQ(push(8), of(8));
   EXPECT_TRUE(scales.known());
@@ -177,6 +178,31 @@ TEST(Fp8Scales, FollowTheLargestOfTheLastSteps) {
   EXPECT_FALSE(again.known());
   EXPECT_EQ(error_of(Exit::internal, [&] { again.set_state(std::vector<float>(3)); }),
             "fp8: a history of 3 values for 384");
+}
+
+// Of x and W what doubles is still in range, of gradients what grows sixty-fourfold: in single steps they do, in all layers.
+TEST(Fp8Scales, LeaveEachKindItsHeadroom) {
+  Fp8Scales scales(1);
+  std::vector<Fp8Tally> tallies(12);
+  for (const float amax : {3e-9f, 0.7f, 1.0f, 1.76f, 400.0f}) {
+    for (Fp8Tally& tally : tallies) tally.amax_bits = std::bit_cast<std::uint32_t>(amax);
+    for (std::int64_t step = 0; step < kFp8History; ++step) scales.push(tallies);
+    for (const Fp8Kind kind : kFp8Kinds) {
+      SCOPED_TRACE(scales.slots().name(scales.slots().first(kind)));
+      const int e = scales.exponent(scales.slots().first(kind));
+      const double largest = static_cast<double>(fp8_largest(fp8_format(kind)));
+      const double scaled = std::ldexp(static_cast<double>(amax), e) * (kind == Fp8Kind::gradient ? 64 : 2);
+      EXPECT_LE(scaled, largest);
+      EXPECT_GT(2 * scaled, largest) << "no more than that: the range below is for small values";
+    }
+  }
+  for (const float amax : {0.0f, std::numeric_limits<float>::max()}) {
+    for (Fp8Tally& tally : tallies) tally.amax_bits = std::bit_cast<std::uint32_t>(amax);
+    for (std::int64_t step = 0; step < kFp8History; ++step) scales.push(tallies);
+    const int e = scales.exponent(scales.slots().first(Fp8Kind::gradient));
+    EXPECT_EQ(e, amax == 0 ? 0 : -119);
+    EXPECT_TRUE(std::isfinite(std::ldexp(1.0f, -e)));
+  }
 }
 
 // ---- the model ------------------------------------------------------------------------------------------------------
