@@ -397,6 +397,8 @@ def setting(options: argparse.Namespace) -> str:
 # ---- reports --------------------------------------------------------------------------------------------------------
 
 def mean_run(runs: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Of those that were finite to the end."""
+    runs = [run for run in runs if math.isfinite(run["losses"][-1])]
     if not runs:
         return None
     return {"losses": np.mean([run["losses"] for run in runs], axis=0), "val": np.mean([run["val"] for run in runs], axis=0)}
@@ -408,8 +410,10 @@ def report(rows: list[dict[str, Any]], width: int) -> None:
     for name in SCHEMES:
         columns: list[list[float]] = [[] for _ in range(9)]
         for row in rows:
+            if row["scheme"] != name:
+                continue
             base = mean_run([other for other in rows if other["seed"] == row["seed"] and other["scheme"] in REFERENCES and other is not row])
-            if row["scheme"] != name or base is None:
+            if base is None:
                 continue
             if len(row["losses"]) < len(base["losses"]):
                 print(f"| {name} | not finite in step {len(row['losses'])} |")

@@ -464,6 +464,49 @@ TEST(Fp8Model, LearnsAsInFp32) {
   EXPECT_NEAR(rounded, exact, 0.1);
 }
 
+// Learning rates at which a run in fp32 jumps, and then learns or stays where it is: rounding makes it no worse, and what saturates
+// on the way wraps nothing.
+TEST(Fp8Model, HighLearningRatesDivergeNoSoonerThanInFp32) {
+  struct Curve {
+    double highest = 0, last = 0;
+    std::uint64_t saturated = 0;
+  };
+  const auto train = [](Precision precision, float learning_rate) {
+    const auto model = small_model(small_options(precision));
+    scale_matrices(*model, 0.3f);
+    const std::vector<std::uint16_t> text = patterned_tokens(33);
+    const std::vector<std::int32_t> tokens(text.begin(), text.end() - 1), labels(text.begin() + 1, text.end());
+    Curve curve;
+    for (std::int64_t step = 1; step <= 50; ++step) {
+      model->zero_gradients();
+      model->forward({tokens, labels}, 0, 1.0f / 32);
+      model->backward();
+      const StepStatistics statistics = model->statistics();
+      const double loss = statistics.loss_sum / 32;
+      EXPECT_TRUE(std::isfinite(loss) && std::isfinite(statistics.gradient_norm)) << step;
+      curve.highest = std::max(curve.highest, loss);
+      if (step > 40) curve.last += loss / 10;
+      if (statistics.fp8) {
+        for (const Fp8Statistics::Kind& kind : statistics.fp8->kinds) curve.saturated += kind.saturated;
+      }
+      AdamWStep update;
+      update.step = step;
+      update.learning_rate = learning_rate;
+      model->update(update);
+    }
+    return curve;
+  };
+  for (const float learning_rate :
+       {1e-2f, 1e-1f, 3e-1f}) {  // learns; learns with jumps; jumps to twice the loss it began with
+    SCOPED_TRACE(learning_rate);
+    const Curve exact = train(Precision::fp32, learning_rate), rounded = train(Precision::fp8, learning_rate);
+    EXPECT_LT(rounded.highest, 2 * exact.highest);
+    EXPECT_LT(rounded.last, learning_rate < 0.05f ? 0.1 : exact.last + 1);
+    if (learning_rate < 0.05f) EXPECT_LT(exact.last, 0.1);
+    if (learning_rate > 0.2f) EXPECT_GT(rounded.saturated, 0u);
+  }
+}
+
 TEST(Fp8Model, OtherSizesAreRefusedByName) {
   const auto refused = [](const std::function<void(ModelConfig&, TrainOptions&)>& change) {
     ModelConfig config = small_config();
