@@ -502,8 +502,12 @@ TEST(Fp8Model, HighLearningRatesDivergeNoSoonerThanInFp32) {
     const Curve exact = train(Precision::fp32, learning_rate), rounded = train(Precision::fp8, learning_rate);
     EXPECT_LT(rounded.highest, 2 * exact.highest);
     EXPECT_LT(rounded.last, learning_rate < 0.05f ? 0.1 : exact.last + 1);
-    if (learning_rate < 0.05f) EXPECT_LT(exact.last, 0.1);
-    if (learning_rate > 0.2f) EXPECT_GT(rounded.saturated, 0u);
+    if (learning_rate < 0.05f) {
+      EXPECT_LT(exact.last, 0.1);
+    }
+    if (learning_rate > 0.2f) {
+      EXPECT_GT(rounded.saturated, 0u);
+    }
   }
 }
 
