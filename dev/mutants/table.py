@@ -1112,6 +1112,8 @@ CPU = [
     Mutant("fp8: scales know nothing of the last step", "llmc/model/fp8.cpp",
            "for (std::int64_t step = 0; step < kFp8History; ++step)", "for (std::int64_t step = 1; step < kFp8History; ++step)",
            unit("Fp8Scales.*")),
+    Mutant("fp8: gradients have no more headroom than weights", "llmc/model/fp8.cpp",
+           "  return exponent - kGradientHeadroom;", "  return exponent;", unit("Fp8Scales.LeaveEachKind*")),
     Mutant("fp8: what is computed again is counted again", "llmc/cpu/llama.cpp",
            "recomputing_ ? Pass::again : Pass::training", "Pass::training", unit("Fp8Model.Recomputation*")),
     Mutant("fp8: much saturation is not said", "llmc/train/loop.cpp",

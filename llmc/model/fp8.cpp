@@ -8,6 +8,20 @@
 
 namespace weft {
 
+namespace {
+
+// Octaves beyond the factor of two of fp8_exponent(). Gradients of all layers grow together in single steps, sixty-fourfold
+// within a history was met, and e5m2 has the range to spare: dev/performance/fp8.md, Scales.
+constexpr int kGradientHeadroom = 5;
+
+int delayed_exponent(float largest, Fp8Kind kind) {
+  const int exponent = fp8_exponent(std::bit_cast<std::uint32_t>(largest), fp8_format(kind));
+  if (kind != Fp8Kind::gradient || largest == 0) return exponent;
+  return exponent - kGradientHeadroom;  // at least -119, so that 2^-exponent is finite
+}
+
+}  // namespace
+
 LinearSize linear_size(const ModelConfig& config, BlockLinear linear) {
   const std::int64_t C = config.hidden_size, q = config.q_size(), F = config.ffn_size;
   switch (linear) {
@@ -67,8 +81,7 @@ void Fp8Scales::find_exponents() {
       largest = std::max(largest, amax_[static_cast<std::size_t>(step * slots_.count() + slot)]);
     }
     known_ |= largest > 0;
-    exponents_[static_cast<std::size_t>(slot)] =
-        fp8_exponent(std::bit_cast<std::uint32_t>(largest), fp8_format(slots_.kind(slot)));
+    exponents_[static_cast<std::size_t>(slot)] = delayed_exponent(largest, slots_.kind(slot));
   }
 }
 

@@ -156,7 +156,8 @@ TEST(Fp8Scales, FollowTheLargestOfTheLastSteps) {
     scales.push(tallies);
     return scales.exponent(slot);
   };
-  const auto of = [](float amax) { return fp8_exponent(std::bit_cast<std::uint32_t>(amax), Fp8Format::e5m2); };
+  // Gradients have 2^5 of headroom beyond the factor of two.
+  const auto of = [](float amax) { return fp8_exponent(std::bit_cast<std::uint32_t>(amax), Fp8Format::e5m2) - 5; };
   EXPECT_FALSE(scales.known());
   EXPECT_EQ(push(8), of(8));
   EXPECT_TRUE(scales.known());
@@ -177,6 +178,31 @@ TEST(Fp8Scales, FollowTheLargestOfTheLastSteps) {
   EXPECT_FALSE(again.known());
   EXPECT_EQ(error_of(Exit::internal, [&] { again.set_state(std::vector<float>(3)); }),
             "fp8: a history of 3 values for 384");
+}
+
+// Of x and W what doubles is still in range, of gradients what grows sixty-fourfold: in single steps they do, in all layers.
+TEST(Fp8Scales, LeaveEachKindItsHeadroom) {
+  Fp8Scales scales(1);
+  std::vector<Fp8Tally> tallies(12);
+  for (const float amax : {3e-9f, 0.7f, 1.0f, 1.76f, 400.0f}) {
+    for (Fp8Tally& tally : tallies) tally.amax_bits = std::bit_cast<std::uint32_t>(amax);
+    for (std::int64_t step = 0; step < kFp8History; ++step) scales.push(tallies);
+    for (const Fp8Kind kind : kFp8Kinds) {
+      SCOPED_TRACE(scales.slots().name(scales.slots().first(kind)));
+      const int e = scales.exponent(scales.slots().first(kind));
+      const double largest = static_cast<double>(fp8_largest(fp8_format(kind)));
+      const double scaled = std::ldexp(static_cast<double>(amax), e) * (kind == Fp8Kind::gradient ? 64 : 2);
+      EXPECT_LE(scaled, largest);
+      EXPECT_GT(2 * scaled, largest) << "no more than that: the range below is for small values";
+    }
+  }
+  for (const float amax : {0.0f, std::numeric_limits<float>::max()}) {
+    for (Fp8Tally& tally : tallies) tally.amax_bits = std::bit_cast<std::uint32_t>(amax);
+    for (std::int64_t step = 0; step < kFp8History; ++step) scales.push(tallies);
+    const int e = scales.exponent(scales.slots().first(Fp8Kind::gradient));
+    EXPECT_EQ(e, amax == 0 ? 0 : -119);
+    EXPECT_TRUE(std::isfinite(std::ldexp(1.0f, -e)));
+  }
 }
 
 // ---- the model ------------------------------------------------------------------------------------------------------
@@ -436,6 +462,53 @@ TEST(Fp8Model, LearnsAsInFp32) {
   const double exact = last_loss(Precision::fp32), rounded = last_loss(Precision::fp8);
   EXPECT_LT(exact, 1.0);
   EXPECT_NEAR(rounded, exact, 0.1);
+}
+
+// Learning rates at which a run in fp32 jumps, and then learns or stays where it is: rounding makes it no worse, and what saturates
+// on the way wraps nothing.
+TEST(Fp8Model, HighLearningRatesDivergeNoSoonerThanInFp32) {
+  struct Curve {
+    double highest = 0, last = 0;
+    std::uint64_t saturated = 0;
+  };
+  const auto train = [](Precision precision, float learning_rate) {
+    const auto model = small_model(small_options(precision));
+    scale_matrices(*model, 0.3f);
+    const std::vector<std::uint16_t> text = patterned_tokens(33);
+    const std::vector<std::int32_t> tokens(text.begin(), text.end() - 1), labels(text.begin() + 1, text.end());
+    Curve curve;
+    for (std::int64_t step = 1; step <= 50; ++step) {
+      model->zero_gradients();
+      model->forward({tokens, labels}, 0, 1.0f / 32);
+      model->backward();
+      const StepStatistics statistics = model->statistics();
+      const double loss = statistics.loss_sum / 32;
+      EXPECT_TRUE(std::isfinite(loss) && std::isfinite(statistics.gradient_norm)) << step;
+      curve.highest = std::max(curve.highest, loss);
+      if (step > 40) curve.last += loss / 10;
+      if (statistics.fp8) {
+        for (const Fp8Statistics::Kind& kind : statistics.fp8->kinds) curve.saturated += kind.saturated;
+      }
+      AdamWStep update;
+      update.step = step;
+      update.learning_rate = learning_rate;
+      model->update(update);
+    }
+    return curve;
+  };
+  for (const float learning_rate :
+       {1e-2f, 1e-1f, 3e-1f}) {  // learns; learns with jumps; jumps to twice the loss it began with
+    SCOPED_TRACE(learning_rate);
+    const Curve exact = train(Precision::fp32, learning_rate), rounded = train(Precision::fp8, learning_rate);
+    EXPECT_LT(rounded.highest, 2 * exact.highest);
+    EXPECT_LT(rounded.last, learning_rate < 0.05f ? 0.1 : exact.last + 1);
+    if (learning_rate < 0.05f) {
+      EXPECT_LT(exact.last, 0.1);
+    }
+    if (learning_rate > 0.2f) {
+      EXPECT_GT(rounded.saturated, 0u);
+    }
+  }
 }
 
 TEST(Fp8Model, OtherSizesAreRefusedByName) {

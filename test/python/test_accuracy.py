@@ -1,4 +1,4 @@
-"""The corpus of dev/data/make_almanac.py, and the driver of dev/accuracy."""
+"""The corpus of dev/data/make_almanac.py, the driver of dev/accuracy, and how it compares learning curves."""
 
 import hashlib
 import importlib.util
@@ -109,3 +109,43 @@ def test_what_is_measured_already_is_not_measured_again(driver, tmp_path, monkey
     run.evaluate("llama")
     assert len(done) == len(driver.VARIANTS) - 1 and "int8" not in done
     assert json.loads(run.results.read_text()) == {"model": "llama", "key": "int8"}
+
+
+# ---- learning curves -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def curves():
+    pytest.importorskip("numpy")
+    spec = importlib.util.spec_from_file_location("accuracy_curves", ROOT / "dev/accuracy/curves.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_curve_that_is_three_steps_late_lags_by_three_steps(curves):
+    reference = [8 * 0.99**step for step in range(300)]
+    late = [8 * 0.99**(step - 3) for step in range(300)]
+    for part in (curves.STEEP, curves.LATE):
+        lag, gap = curves.behind(late, reference, 25, part)
+        assert lag == pytest.approx(3, abs=0.01) and gap == pytest.approx(100 * (0.99**-3 - 1))
+        lag, gap = curves.behind(reference[2:] + reference[-2:], reference, 25, curves.STEEP)
+        assert lag == pytest.approx(-2, abs=0.01) and gap == pytest.approx(100 * (0.99**2 - 1))
+    worse = list(reference)
+    worse[100:130] = [1.1 * loss for loss in worse[100:130]]
+    assert curves.largest_gap(worse, reference, 25) == pytest.approx(10, abs=0.01)
+    assert curves.largest_gap(reference, worse, 25) < -9
+
+
+def test_curves_are_compared_with_those_of_the_same_seed(curves):
+    def row(by):
+        losses = [by * 4 * 0.99**step for step in range(200)]
+        return {"losses": losses, "val": [[100, losses[99]], [200, losses[199]]], "fp8": {}, "saturated_steps": 0}
+
+    rows = {curves.Run("bf16", 1, 0): row(1.0), curves.Run("bf16", 1, 1): row(1.01), curves.Run("fp8", 1, 0): row(1.02),
+            curves.Run("bf16", 2, 0): row(2.0), curves.Run("bf16", 2, 1): row(2.02), curves.Run("fp8", 2, 0): row(2.0)}
+    order, seeds, fp8 = (line.split(" | ") for line in curves.table(rows, "bf16", "fp8", 25).splitlines()[2:])
+    assert (order[0], order[1], order[3]) == ("| bf16, sums in another order", "2", "+1.00 ± 0.00")
+    assert (seeds[0], seeds[1], seeds[3]) == ("| bf16, other seeds", "1", "+100.00")
+    assert (fp8[0], fp8[1], fp8[3], fp8[-1]) == ("| fp8 against bf16", "2", "+1.00 ± 1.00", "+1.00 ± 1.00 / +1.00 ± 1.00 |")
