@@ -16,6 +16,7 @@ namespace weft {
 namespace {
 
 constexpr auto kBetweenAttempts = std::chrono::milliseconds(50);
+constexpr auto kBetweenPeeks = std::chrono::milliseconds(1);
 constexpr double kAbortSeconds = 1;  // in which an abort has to be on its way
 
 std::uint64_t hash_of(std::span<const Range> parts) {
@@ -271,19 +272,22 @@ Socket knock(const RankIdentity& self, const MeetingPoint& point, Deadline deadl
   return socket;
 }
 
-// Waits for the first sign of the hub; false, with the reason in `problem`, if something else comes, or the end of the
-// connection: the port belongs to somebody who does not know this run.
+// Waits for the first sign of the hub, a whole header; false, with the reason in `problem`, if something else comes, or the
+// end of the connection: the port belongs to somebody who does not know this run.
 bool is_answered(const Socket& socket, Deadline deadline, std::string& problem) {
   problem = "no answer";
   while (SocketClock::now() < deadline) {
-    pollfd waiting{socket.fd(), POLLIN, 0};
+    pollfd waiting{socket.fd(), POLLIN | POLLRDHUP, 0};
     wait_for_any({&waiting, 1}, deadline);
-    FrameHeader header;
+    FrameHeader header;  // what has not come yet is as in a frame
     const std::ptrdiff_t count = peek_some(socket, bytes_of(header));
     if (count == sizeof header && is_frame(header)) return true;
-    if (count == 0) continue;
-    problem = "who listens there is not rank 0 of this run";
-    return false;
+    const bool ended = count < 0 || (waiting.revents & POLLRDHUP) != 0;
+    if (ended || !is_frame(header)) {
+      problem = "who listens there is not rank 0 of this run";
+      return false;
+    }
+    if (count > 0) std::this_thread::sleep_for(kBetweenPeeks);  // poll(2) does not wait while there are bytes to read
   }
   return false;
 }
