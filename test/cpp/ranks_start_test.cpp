@@ -1,5 +1,8 @@
 // What ranks over TCP do before the first step: who is let in, what all must have in common, and work that takes long.
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
 
 #include <atomic>
 #include <random>
@@ -447,6 +450,42 @@ TEST(SocketRanks, WhoAnswersWithSomethingElseIsNotRank0) {
     other.join();
     EXPECT_GT(knocks, 1);
   }
+}
+
+// A hub that reads nothing for a while cuts a sign in the middle.
+TEST(SocketRanks, TheRestOfASignComesBeforeTheNextCall) {
+  const Door door;
+  // Segments of another size than a sign: the buffer is full in the middle of one.
+  const int few_bytes = 4096, segment = 1001;
+  ASSERT_EQ(::setsockopt(door.listener.fd(), SOL_SOCKET, SO_RCVBUF, &few_bytes, sizeof few_bytes), 0);
+  ASSERT_EQ(::setsockopt(door.listener.fd(), IPPROTO_TCP, TCP_MAXSEG, &segment, sizeof segment), 0);
+  std::atomic<bool> reads{false};
+  std::thread hub([&] {
+    const Socket rank = rank_at(door, deadline_in(5));
+    const FrameHeader reply = header_of(FrameKind::reply, 0);
+    write_some(rank, const_bytes_of(reply));
+    while (!reads) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    FrameReader reader;
+    for (const Deadline end = deadline_in(10); SocketClock::now() < end;) {
+      const FrameReader::Got got = reader.read(rank);
+      if (got == FrameReader::Got::closed) return;
+      if (got == FrameReader::Got::frame && reader.header().kind == FrameKind::call) {
+        write_some(rank, const_bytes_of(reply));
+      }
+      pollfd waiting{rank.fd(), POLLIN, 0};
+      if (got == FrameReader::Got::nothing) wait_for_any({&waiting, 1}, end);
+    }
+  });
+  auto ranks = meet_ranks({1, 2, 42, "test"}, {"127.0.0.1", door.port, -1}, 5);
+  Deadline begin;
+  do {
+    begin = SocketClock::now();
+    ranks->give_sign();
+  } while (SocketClock::now() < begin + std::chrono::milliseconds(900));  // until one has waited in vain
+  reads = true;
+  EXPECT_NO_THROW(ranks->barrier());
+  ranks.reset();
+  hub.join();
 }
 
 }  // namespace
