@@ -150,15 +150,8 @@ std::optional<std::string> AnswerFile::answered(const Json& id) const {
 void AnswerFile::write(const nlohmann::ordered_json& answer) {
   const std::string line = answer.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
   if (path_ == "-") return write_stdout(line);
-  const off_t before = ::lseek(fd_, 0, SEEK_END);
-  // One write for the whole line, so that a reader sees all of it. A short one means that nothing more fits.
-  ssize_t written = ::write(fd_, line.data(), line.size());
-  while (written < 0 && errno == EINTR) written = ::write(fd_, line.data(), line.size());
-  if (written != static_cast<ssize_t>(line.size())) {
-    const int error = written < 0 ? errno : ENOSPC;
-    if (written > 0 && ::ftruncate(fd_, before) != 0) log_warning("%s ends in half a line", escaped(path_).c_str());
-    const bool full = error == ENOSPC || error == EDQUOT || error == EFBIG;
-    fail(full ? Exit::resources : Exit::environment, "%s: cannot write: %s. Run again to go on from here",
+  if (const int error = append_line(fd_, path_, line); error != 0) {
+    fail(is_full(error) ? Exit::resources : Exit::environment, "%s: cannot write: %s. Run again to go on from here",
          escaped(path_).c_str(), std::strerror(error));
   }
 }
