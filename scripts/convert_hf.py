@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import needs  # noqa: F401, before the packages
 
@@ -258,11 +258,19 @@ class Target:
         return [(name, "f32", source.entry.shape)] if self.only else quantization.stored_tensors(scheme, name, source.entry.shape)
 
 
+def finite_rows(name: str, source: Source, first: int, last: int) -> np.ndarray:
+    """Rows of a matrix in float32. FileError BAD_FILE unless all are finite."""
+    rows = source.rows(first, last)
+    if not np.isfinite(rows).all():
+        bad_file(source.file.path, name, "holds NaN or infinity, which cannot be quantised")
+    return rows
+
+
 class QuantizedConversion:
     """Quantises matrices piece by piece and adds up the squared error. With a `calibration` int4 is chosen by GPTQ."""
 
-    def __init__(self, conversion: Conversion, calibration: Calibration | None):
-        self.conversion, self.calibration = conversion, calibration
+    def __init__(self, conversion: Conversion, calibration: Calibration | None, tensors: dict[str, Source]):
+        self.conversion, self.calibration, self.tensors = conversion, calibration, tensors
         self.matrices, self.error, self.square = 0, 0.0, 0.0
 
     def write(self, writer: Writer, name: str, source: Source, scheme: str) -> None:
@@ -292,27 +300,25 @@ class QuantizedConversion:
                 self.error, square = self.error + piece.error, square + piece.square
                 self.conversion.progress.advance(len(piece.q) * source.entry.shape[1])
                 yield piece
-        except np.linalg.LinAlgError:
-            bad_file(path, name, "the calibration text gives it inputs that are not finite")
-        except OverflowError:
-            bad_file(path, name, f"got weights too large for {scheme} and its scales", "Use --quantize int8 or fp8")
+        except gptq.MatrixError as error:  # of the same layer, and not always this one
+            self._refuse(error.name, scheme, error.__cause__)
+        except OverflowError as error:
+            self._refuse(name, scheme, error)
         if not square:
             self.conversion.warnings.add(f"{escaped(str(path))}: {name}: every value is zero")
         self.matrices, self.square = self.matrices + 1, self.square + square
 
+    def _refuse(self, name: str, scheme: str, error: BaseException | None) -> NoReturn:
+        path = self.tensors[name].file.path
+        if isinstance(error, np.linalg.LinAlgError):
+            bad_file(path, name, "the calibration text gives it inputs that are not finite")
+        bad_file(path, name, f"got weights too large for {scheme} and its scales", "Use --quantize int8 or fp8")
+
     def _pieces(self, name: str, source: Source, scheme: str) -> Iterator[quantization.Quantized]:
         if self.calibration is None or scheme != "int4":
-            return quantization.quantize_matrix(lambda first, last: self._finite_rows(name, source, first, last),
+            return quantization.quantize_matrix(lambda first, last: finite_rows(name, source, first, last),
                                                 source.entry.shape, scheme)
-        self._finite_rows(name, source, 0, source.entry.shape[0])
         return iter([self.calibration.take(int(name.split(".layers.")[1].split(".")[0]), name)])
-
-    @staticmethod
-    def _finite_rows(name: str, source: Source, first: int, last: int) -> np.ndarray:
-        rows = source.rows(first, last)
-        if not np.isfinite(rows).all():
-            bad_file(source.file.path, name, "holds NaN or infinity, which cannot be quantised")
-        return rows
 
     def summary(self, target: Target) -> str:
         share = math.sqrt(self.error / self.square) if self.square > 0 else 0.0
@@ -353,8 +359,16 @@ def calibration_of(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source
     ids = np.array(encode(checkpoint.tokenizer, text, directory, "--gptq", "Leave --gptq out"), dtype=np.int32)
     if len(ids) and ids.max() >= model.vocab_size:
         bad_file(path, "", f"got id {ids.max()}, expected ids below vocab_size = {model.vocab_size}")
-    return Calibration(model, lambda name: tensors[name].rows(0, tensors[name].entry.shape[0]), gptq.windows(ids, model, path),
-                       lambda name: target.scheme_of(name, tensors[name].entry.shape, model) == "int4")
+
+    def chosen(name: str) -> bool:
+        return target.scheme_of(name, tensors[name].entry.shape, model) == "int4"
+
+    def read(name: str) -> np.ndarray:
+        source = tensors[name]
+        rows = source.entry.shape[0]
+        return finite_rows(name, source, 0, rows) if chosen(name) else source.rows(0, rows)
+
+    return Calibration(model, read, gptq.windows(ids, model, path), chosen)
 
 
 def write_model(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], target: Target, strict: bool,
@@ -363,7 +377,7 @@ def write_model(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], 
     config, model = file_configuration(checkpoint, Path("config.json"), target), checkpoint.model
     progress = cli.Progress("converting", parameter_count(checkpoint.model))
     conversion = Conversion(warnings, progress)
-    quantized = QuantizedConversion(conversion, calibration)
+    quantized = QuantizedConversion(conversion, calibration, tensors)
     already = warnings.count
     with Writer(path, "model", config) as writer:
         for name, source in tensors.items():

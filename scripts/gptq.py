@@ -159,7 +159,7 @@ class Layers:
 
 
 def inverse_factor(x: np.ndarray, threads: ThreadPoolExecutor) -> np.ndarray:
-    """The upper Cholesky factor of H^-1 in float64 [K, K], where H is X^T X with damping."""
+    """The upper Cholesky factor of H^-1 in float64 [K, K], where H is X^T X with damping. LinAlgError if X is not finite."""
     columns = x.shape[1]
     hessian = np.zeros((columns, columns))
 
@@ -172,6 +172,8 @@ def inverse_factor(x: np.ndarray, threads: ThreadPoolExecutor) -> np.ndarray:
     list(threads.map(add_up, range(0, columns, BLOCK)))
     hessian = np.triu(hessian) + np.triu(hessian, 1).T
     diagonal = np.einsum("ii->i", hessian)
+    if not np.isfinite(diagonal).all():  # not every LAPACK refuses to factorise it
+        raise np.linalg.LinAlgError("not finite")
     diagonal[diagonal == 0] = 1  # an input that is always 0: its weight may be anything
     diagonal += DAMPING * diagonal.mean()
     # H = R R^T with R upper triangular, by Cholesky's factor from the last row up; then H^-1 = (R^-1)^T R^-1.
@@ -218,8 +220,16 @@ def quantize(weights: np.ndarray, factor: np.ndarray) -> Quantized:
     return Quantized(pairs, scales, zeros, error, float((source ** 2).sum()))
 
 
+class MatrixError(Exception):
+    """The matrix `name` cannot be quantised: the cause is OverflowError (quantize()) or LinAlgError (inverse_factor())."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.name = name
+
+
 class Calibration:
-    """The quantised matrices of a model. chosen(name) says which matrices are quantised."""
+    """The quantised matrices of a model. chosen(name) says which matrices are quantised; these are finite."""
 
     def __init__(self, model: Model, read: Read, ids: np.ndarray, chosen: Callable[[str], bool]):
         self.threads = ThreadPoolExecutor(max_workers=quantization.workers())
@@ -228,7 +238,8 @@ class Calibration:
         self.found: dict[str, Quantized] = {}
 
     def take(self, layer: int, name: str) -> Quantized:
-        """The quantised matrix `name` of `layer`. Layers have to be asked for in order, each matrix once."""
+        """The quantised matrix `name` of `layer`. Layers have to be asked for in order, each matrix once. MatrixError for the first
+        matrix of the layer that cannot be quantised, whichever was asked for."""
         while self.next <= layer:
             self.layers.run(self.next, self._quantise)
             self.next += 1
@@ -238,11 +249,15 @@ class Calibration:
         weights = [self.read(name) for name in names]
         if not any(map(self.chosen, names)):
             return weights
-        factor = inverse_factor(x, self.threads)
-        for i, name in enumerate(names):
-            if self.chosen(name):
-                self.found[name] = self._rounded(weights[i], factor)
-                weights[i] = quantization.int4_again(self.found[name], weights[i].shape[1])
+        asked = next(filter(self.chosen, names))
+        try:
+            factor = inverse_factor(x, self.threads)
+            for i, asked in enumerate(names):
+                if self.chosen(asked):
+                    self.found[asked] = self._rounded(weights[i], factor)
+                    weights[i] = quantization.int4_again(self.found[asked], weights[i].shape[1])
+        except (OverflowError, np.linalg.LinAlgError) as error:
+            raise MatrixError(asked) from error
         return weights
 
     def _rounded(self, weights: np.ndarray, factor: np.ndarray) -> Quantized:

@@ -896,7 +896,7 @@ CPU = [
            "  exchange_.reset();\n",
            ("unit:Http.Nothing*",)),
     Mutant("the limit of a write goes on after it", "llmc/serve/http.cpp",
-           "  write_timer_.cancel();\n  take_written(bytes);\n",
+           "  lift_limit(write_timer_);\n  take_written(bytes);\n",
            "  take_written(bytes);\n",
            ("unit:Http.TheLimitOfAWrite*",)),
     Mutant("cached pages count as used", "llmc/serve/metrics.cpp",

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "llmc/base/error.h"
+#include "llmc/base/log.h"
 
 namespace weft {
 
@@ -25,8 +26,7 @@ std::atomic<CallFault> call_fault{nullptr};
 
 [[noreturn]] void fail_writing(const std::string& path, const char* action) {
   const int error = errno;
-  const bool full = error == ENOSPC || error == EDQUOT || error == EFBIG;
-  fail(full ? Exit::resources : Exit::environment, "%s: cannot %s: %s", escaped(path).c_str(), action,
+  fail(is_full(error) ? Exit::resources : Exit::environment, "%s: cannot %s: %s", escaped(path).c_str(), action,
        std::strerror(error));
 }
 
@@ -116,7 +116,10 @@ AtomicFile::AtomicFile(const std::string& path, std::uint64_t expected_bytes)
   if (expected_bytes > 0) {
     // Reserving the blocks reports a full disk now and not after minutes of writing. Some file systems do not support
     // it.
-    const int error = ::posix_fallocate(fd_, 0, static_cast<off_t>(expected_bytes));
+    int error = 0;
+    do {
+      error = ::posix_fallocate(fd_, 0, static_cast<off_t>(expected_bytes));
+    } while (error == EINTR);
     if (error != 0 && error != EOPNOTSUPP && error != EINVAL) {
       ::close(fd_);
       ::unlink(temporary_.c_str());
@@ -207,6 +210,20 @@ int open_own_file(const std::string& path, int flags, std::string& problem) {
   }
   ::close(fd);
   return -1;
+}
+
+bool is_full(int error) {
+  return error == ENOSPC || error == EDQUOT || error == EFBIG;
+}
+
+int append_line(int fd, const std::string& path, std::string_view line) {
+  const off_t before = ::lseek(fd, 0, SEEK_END);
+  ssize_t written = ::write(fd, line.data(), line.size());
+  while (written < 0 && errno == EINTR) written = ::write(fd, line.data(), line.size());
+  if (written == static_cast<ssize_t>(line.size())) return 0;
+  const int error = written < 0 ? errno : ENOSPC;  // a short write to a file means that nothing more fits
+  if (written > 0 && ::ftruncate(fd, before) != 0) log_warning("%s ends in half a line", escaped(path).c_str());
+  return error;
 }
 
 std::string read_text_file(const std::string& path, std::uint64_t max_bytes) {

@@ -102,6 +102,13 @@ class SharedFile {
 // to do.
 int open_own_file(const std::string& path, int flags, std::string& problem);
 
+// Whether an error of a write (errno) means that nothing more fits: a full disk, a quota, a limit of the file's size.
+bool is_full(int error);
+
+// Appends `line`, with its end, to a file that is open with O_APPEND, in one write: a reader sees all of it or nothing.
+// Returns 0, or errno; what was written of the line is removed again then. `path` is for the warning where that fails.
+int append_line(int fd, const std::string& path, std::string_view line);
+
 // The whole text file; larger than `max_bytes` is Exit::bad_file.
 std::string read_text_file(const std::string& path, std::uint64_t max_bytes);
 
@@ -126,7 +133,7 @@ using WriteFault = std::size_t (*)(const std::string& path, std::uint64_t offset
 void set_write_fault(WriteFault fault);
 // True if a write fault is set. It counts the bytes of a save, so the save writes its files one after the other then.
 bool write_fault_armed();
-// Called before each sync, rename and removal of a save. Returns false to make the call fail with EIO. May not return.
+// Called before each sync, rename and removal of a save, and before an answer file is locked. Returns false to make the call fail with EIO. May not return.
 using CallFault = bool (*)(const char* call, const std::string& path);
 void set_call_fault(CallFault fault);
 // Asks the call hook, if one is set: false, with errno = EIO, if the call has to fail.

@@ -15,6 +15,7 @@
 #include <new>
 #include <optional>
 
+#include "llmc/base/file.h"
 #include "llmc/base/json.h"
 #include "llmc/base/log.h"
 #include "llmc/base/signals.h"
@@ -105,7 +106,7 @@ std::string wrapped(const std::string& text) {
 }
 
 Exit write_failure_code(int error) {
-  return error == ENOSPC || error == EDQUOT || error == EFBIG ? Exit::resources : Exit::environment;
+  return is_full(error) ? Exit::resources : Exit::environment;
 }
 
 }  // namespace

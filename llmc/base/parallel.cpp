@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -41,7 +40,7 @@ void in_parallel(std::size_t count, unsigned threads, const std::function<void(s
   try {
     const SignalsElsewhere signals;
     for (std::size_t i = 1; i < std::min<std::size_t>(threads, count); ++i) others.emplace_back(run);
-  } catch (const std::system_error&) {  // no more threads for this user: go on with those that started
+  } catch (const std::exception&) {  // no memory, or no more threads for this user: go on with those that started
   }
   run();
   for (std::thread& other : others) other.join();

@@ -39,9 +39,11 @@ void FrameWriter::begin(const FrameHeader& header, std::span<const std::byte> bo
   FrameHeader with_size = header;
   with_size.bytes = body.size();
   const auto head = const_bytes_of(with_size);
-  bytes_.assign(head.begin(), head.end());
-  bytes_.insert(bytes_.end(), body.begin(), body.end());
+  bytes_.clear();
   sent_ = 0;
+  bytes_.reserve(head.size() + body.size());  // without memory for all of it nothing is sent
+  bytes_.insert(bytes_.end(), head.begin(), head.end());
+  bytes_.insert(bytes_.end(), body.begin(), body.end());
 }
 
 void FrameWriter::begin(FrameKind kind, std::span<const std::byte> body) {

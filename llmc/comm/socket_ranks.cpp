@@ -16,6 +16,7 @@ namespace weft {
 namespace {
 
 constexpr auto kBetweenAttempts = std::chrono::milliseconds(50);
+constexpr auto kBetweenPeeks = std::chrono::milliseconds(1);
 constexpr double kAbortSeconds = 1;  // in which an abort has to be on its way
 
 std::uint64_t hash_of(std::span<const Range> parts) {
@@ -34,9 +35,9 @@ class SocketRanks final : public Communicator {
   }
   ~SocketRanks() override {
     const std::lock_guard<std::mutex> lock(sending_);
-    if (!ended()) {
+    if (!ended() && finish_frame()) {
       writer_.begin(FrameKind::leave);
-      writer_.write_all(socket_, deadline_in(kAbortSeconds));
+      finish_frame();
     }
     socket_.close();
   }
@@ -102,10 +103,9 @@ class SocketRanks final : public Communicator {
     try {
       std::unique_lock<std::mutex> lock(sending_, std::try_to_lock);
       if (!lock.owns_lock() || ended()) return;  // a call that is being sent is a sign
-      FrameWriter sign;
-      sign.begin(FrameKind::alive);
-      sign.write_all(socket_, deadline_in(kAbortSeconds));
-    } catch (...) {  // the next one will do
+      if (writer_.done()) writer_.begin(FrameKind::alive);
+      finish_frame();  // or a later sign does, or the next call
+    } catch (...) {    // the next one will do
     }
   }
 
@@ -119,9 +119,9 @@ class SocketRanks final : public Communicator {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
         [[maybe_unused]] const bool taken = lock.try_lock();
       }
-      if (!lock.owns_lock()) return;
+      if (!lock.owns_lock() || !finish_frame()) return;
       writer_.begin(reason);
-      writer_.write_all(socket_, deadline_in(kAbortSeconds));
+      finish_frame();
     } catch (...) {  // no memory for the reason: the end of the connection ends the others without it
     }
   }
@@ -168,20 +168,28 @@ class SocketRanks final : public Communicator {
     {
       const std::lock_guard<std::mutex> lock(sending_);
       heard_ = SocketClock::now();
+      send_frame(name);  // the rest of a sign
       writer_.begin(header, brought);
-      while (!writer_.done()) {
-        const bool open = writer_.write(socket_);
-        if (writer_.done()) break;
-        // A hub that has ended the run does not read any more, but has sent the reason.
-        if (!open) lose(name);
-        pollfd both{socket_.fd(), POLLIN | POLLOUT, 0};
-        wait_for_any({&both, 1}, patience());
-        take_frames(name);
-        require_sign(name);
-      }
+      send_frame(name);
     }
     return wait_for_reply(name);
   }
+
+  void send_frame(const char* name) {
+    while (!writer_.done()) {
+      const bool open = writer_.write(socket_);
+      if (writer_.done()) break;
+      // A hub that has ended the run does not read any more, but has sent the reason.
+      if (!open) lose(name);
+      pollfd both{socket_.fd(), POLLIN | POLLOUT, 0};
+      wait_for_any({&both, 1}, patience());
+      take_frames(name);
+      require_sign(name);
+    }
+  }
+
+  // Sends what is left of the last frame; false if the hub does not take it in time. No other frame may begin before.
+  bool finish_frame() { return writer_.write_all(socket_, deadline_in(kAbortSeconds)); }
 
   std::span<const std::byte> wait_for_reply(const char* name) {
     heard_ = SocketClock::now();
@@ -246,8 +254,8 @@ class SocketRanks final : public Communicator {
   const double time_limit_s_;
   std::unique_ptr<Hub> hub_;  // on rank 0; ends after the connection
   std::mutex sending_;
-  Socket socket_;  // written under sending_, read by the thread that makes the calls
-  FrameWriter writer_;
+  Socket socket_;       // written under sending_, read by the thread that makes the calls
+  FrameWriter writer_;  // used under sending_
   FrameReader reader_;
   Deadline heard_{};  // the last sign of the hub
   mutable std::mutex ending_;
@@ -271,19 +279,22 @@ Socket knock(const RankIdentity& self, const MeetingPoint& point, Deadline deadl
   return socket;
 }
 
-// Waits for the first sign of the hub; false, with the reason in `problem`, if something else comes, or the end of the
-// connection: the port belongs to somebody who does not know this run.
+// Waits for the first sign of the hub, a whole header; false, with the reason in `problem`, if something else comes, or the
+// end of the connection: the port belongs to somebody who does not know this run.
 bool is_answered(const Socket& socket, Deadline deadline, std::string& problem) {
   problem = "no answer";
   while (SocketClock::now() < deadline) {
-    pollfd waiting{socket.fd(), POLLIN, 0};
+    pollfd waiting{socket.fd(), POLLIN | POLLRDHUP, 0};
     wait_for_any({&waiting, 1}, deadline);
-    FrameHeader header;
+    FrameHeader header;  // what has not come yet is as in a frame
     const std::ptrdiff_t count = peek_some(socket, bytes_of(header));
     if (count == sizeof header && is_frame(header)) return true;
-    if (count == 0) continue;
-    problem = "who listens there is not rank 0 of this run";
-    return false;
+    const bool ended = count < 0 || (waiting.revents & POLLRDHUP) != 0;
+    if (ended || !is_frame(header)) {
+      problem = "who listens there is not rank 0 of this run";
+      return false;
+    }
+    if (count > 0) std::this_thread::sleep_for(kBetweenPeeks);  // poll(2) does not wait while there are bytes to read
   }
   return false;
 }

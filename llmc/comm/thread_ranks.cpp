@@ -217,12 +217,22 @@ void run_thread_ranks(int ranks, double time_limit_s,
     meeting.leave(rank);
     meeting_beside.leave(rank);
   };
-  std::vector<std::thread> threads;
-  {
+  std::vector<std::jthread> threads;  // their destructors join: no exception leaves them running
+  try {
     const SignalsElsewhere signals;
+    threads.reserve(static_cast<std::size_t>(ranks));
     for (int rank = 0; rank < ranks; ++rank) threads.emplace_back(run, rank);
+  } catch (const std::exception& problem) {  // no memory, or no more threads for this user
+    const Error error(Exit::environment,
+                      format("rank %td: its thread cannot start: %s", std::ssize(threads), problem.what()));
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (!first) first = std::make_exception_ptr(error);
+    }
+    meeting.abort(error);
+    meeting_beside.abort(error);
   }
-  for (std::thread& thread : threads) thread.join();
+  for (std::jthread& thread : threads) thread.join();
   if (first) std::rethrow_exception(first);
 }
 

@@ -53,8 +53,8 @@ bool is_name_of_a_leftover(std::string name) {
 }
 
 [[noreturn]] void fail_at(Exit code, const std::string& path, const char* action, int error) {
-  const bool full = error == ENOSPC || error == EDQUOT;
-  fail(full ? Exit::resources : code, "%s: cannot %s: %s", escaped(path).c_str(), action, std::strerror(error));
+  fail(is_full(error) ? Exit::resources : code, "%s: cannot %s: %s", escaped(path).c_str(), action,
+       std::strerror(error));
 }
 
 void rename_or_fail(const std::string& from, const std::string& to) {

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -39,7 +40,9 @@ bool is_torn_answer(std::string_view line) {
 AnswerFile::AnswerFile(const std::string& path) : path_(path) {
   if (path == "-") return;
   try {
-    open();
+    do {
+      replace_descriptor(open_locked(path_));
+    } while (!is_at_path());  // another run has put a new file in the place of the one that is locked now
     read();
   } catch (...) {
     if (fd_ >= 0) ::close(fd_);
@@ -51,19 +54,46 @@ AnswerFile::~AnswerFile() {
   if (fd_ >= 0) ::close(fd_);
 }
 
-void AnswerFile::open() {
+int AnswerFile::open_locked(const std::string& path) const {
   std::string problem;
-  const int fd = open_own_file(path_, O_RDWR | O_CREAT | O_APPEND, problem);
+  const int fd = open_own_file(path, O_RDWR | O_CREAT | O_APPEND, problem);
   const std::string name = escaped(path_);
   if (fd < 0) fail(Exit::environment, "--output: %s %s", name.c_str(), problem.c_str());
-  if (fd_ >= 0) ::close(fd_);
-  fd_ = fd;
-  if (::flock(fd_, LOCK_EX | LOCK_NB) == 0) return;
-  if (errno == EWOULDBLOCK) {
+  if (call_allowed("lock", path) && ::flock(fd, LOCK_EX | LOCK_NB) == 0) return fd;
+  const int error = errno;
+  if (error == EWOULDBLOCK) {
+    ::close(fd);
     fail(Exit::environment, "--output: another run writes %s. Stop it or choose another name", name.c_str());
   }
   log_warning("%s: cannot lock: %s. A second run that writes it would go unnoticed", name.c_str(),
-              std::strerror(errno));
+              std::strerror(error));
+  return fd;
+}
+
+void AnswerFile::replace_descriptor(int fd) {
+  if (fd_ >= 0) ::close(fd_);
+  fd_ = fd;
+}
+
+bool AnswerFile::is_at_path() const {
+  struct stat ours {
+  }, there{};
+  return ::fstat(fd_, &ours) == 0 && ::stat(path_.c_str(), &there) == 0 && ours.st_dev == there.st_dev &&
+         ours.st_ino == there.st_ino;
+}
+
+// The new file is locked before it takes the name, and the old one until then: no other run comes in between.
+void AnswerFile::write_anew(std::string_view content) {
+  AtomicFile file(path_, content.size());
+  file.write(content);
+  const int fd = open_locked(file.temporary());
+  try {
+    file.publish();
+  } catch (...) {
+    ::close(fd);
+    throw;
+  }
+  replace_descriptor(fd);
 }
 
 void AnswerFile::read() {
@@ -98,8 +128,7 @@ void AnswerFile::read() {
   if (errors > 0) {
     log_info("%s: %lld answers with an error are removed and tried again", escaped(path_).c_str(),
              static_cast<long long>(errors));
-    write_file_atomically(path_, kept);
-    open();
+    write_anew(kept);
   } else if (torn && ::ftruncate(fd_, static_cast<off_t>(file.size() - rest.size())) != 0) {
     fail(Exit::environment, "%s: cannot truncate: %s", escaped(path_).c_str(), std::strerror(errno));
   }
@@ -121,15 +150,8 @@ std::optional<std::string> AnswerFile::answered(const Json& id) const {
 void AnswerFile::write(const nlohmann::ordered_json& answer) {
   const std::string line = answer.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
   if (path_ == "-") return write_stdout(line);
-  const off_t before = ::lseek(fd_, 0, SEEK_END);
-  // One write for the whole line, so that a reader sees all of it. A short one means that nothing more fits.
-  ssize_t written = ::write(fd_, line.data(), line.size());
-  while (written < 0 && errno == EINTR) written = ::write(fd_, line.data(), line.size());
-  if (written != static_cast<ssize_t>(line.size())) {
-    const int error = written < 0 ? errno : ENOSPC;
-    if (written > 0 && ::ftruncate(fd_, before) != 0) log_warning("%s ends in half a line", escaped(path_).c_str());
-    const bool full = error == ENOSPC || error == EDQUOT || error == EFBIG;
-    fail(full ? Exit::resources : Exit::environment, "%s: cannot write: %s. Run again to go on from here",
+  if (const int error = append_line(fd_, path_, line); error != 0) {
+    fail(is_full(error) ? Exit::resources : Exit::environment, "%s: cannot write: %s. Run again to go on from here",
          escaped(path_).c_str(), std::strerror(error));
   }
 }

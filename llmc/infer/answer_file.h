@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 
 #include "llmc/base/hash.h"
@@ -31,8 +32,12 @@ class AnswerFile {
   void sync();
 
  private:
-  void open();
+  // Opens `path`, which is path_ or the file that is to take its place, and locks it.
+  int open_locked(const std::string& path) const;
+  void replace_descriptor(int fd);
+  bool is_at_path() const;
   void read();
+  void write_anew(std::string_view content);
   void remember(const Json& answer, const std::string& where);
 
   const std::string path_;

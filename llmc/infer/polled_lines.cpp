@@ -25,16 +25,22 @@ PolledLines::PolledLines(const std::string& path, std::size_t limit) : path_(pat
   const std::string name = path == "-" ? "standard input" : escaped(path);
   struct stat info {};
   if (fd_ < 0 || ::fstat(fd_, &info) != 0) {
-    fail(Exit::bad_file, "%s: cannot open: %s", name.c_str(), std::strerror(errno));
+    const int error = errno;
+    close();
+    fail(Exit::bad_file, "%s: cannot open: %s", name.c_str(), std::strerror(error));
   }
   if (S_ISDIR(info.st_mode)) {
-    if (fd_ != STDIN_FILENO) ::close(fd_);
+    close();
     fail(Exit::bad_file, "%s: this is a directory, expected a file", name.c_str());
   }
   if (S_ISREG(info.st_mode)) size_ = static_cast<std::uint64_t>(info.st_size);
 }
 
 PolledLines::~PolledLines() {
+  close();
+}
+
+void PolledLines::close() const {
   if (fd_ >= 0 && fd_ != STDIN_FILENO) ::close(fd_);
 }
 

@@ -23,6 +23,7 @@ class PolledLines {
   std::string progress() const;
 
  private:
+  void close() const;
   Result give(std::string& line);
 
   const std::string path_;

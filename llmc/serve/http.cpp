@@ -172,6 +172,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void take_written(std::size_t bytes);
   void on_written(std::size_t bytes);
   void on_flushed();
+  void limit(asio::steady_timer& timer, double seconds);
+  static void lift_limit(asio::steady_timer& timer);
   void limit_reading(double seconds);
 
   HttpServerState& server_;
@@ -254,11 +256,21 @@ class Exchange final : public HttpExchange, public std::enable_shared_from_this<
 
 // ---- reading ----
 
-void Connection::limit_reading(double seconds) {
-  read_timer_.expires_after(duration(seconds));
-  read_timer_.async_wait([self = shared_from_this()](const error_code& error) {
-    if (!error) self->close();
+// Closes the connection when the time is over, unless limit() or lift_limit() comes before. The handler of a timer that
+// has run out may wait in the queue behind the one that sets it anew: so what counts is what the timer is set to now.
+void Connection::limit(asio::steady_timer& timer, double seconds) {
+  timer.expires_after(duration(seconds));
+  timer.async_wait([self = shared_from_this(), &timer](const error_code& cancelled) {
+    if (!cancelled && timer.expiry() <= asio::steady_timer::clock_type::now()) self->close();
   });
+}
+
+void Connection::lift_limit(asio::steady_timer& timer) {
+  timer.expires_at(asio::steady_timer::time_point::max());
+}
+
+void Connection::limit_reading(double seconds) {
+  limit(read_timer_, seconds);
 }
 
 void Connection::next_request() {
@@ -362,7 +374,7 @@ void Connection::refuse(int status, const std::string& message) {
 
 void Connection::hand_over() {
   if (server_.stopping) return close();
-  read_timer_.cancel();
+  lift_limit(read_timer_);
   phase_ = Phase::answering;
   auto& message = parser_->get();
   const auto field = [&](http::field name) { return std::string(message[name]); };
@@ -447,7 +459,7 @@ void Connection::finish_answer() {
   exchange_.reset();
   head_only_ = false;
   parser_.reset();
-  read_timer_.cancel();
+  lift_limit(read_timer_);
   phase_ = Phase::flushing;
   if (queue_.empty()) on_flushed();
 }
@@ -477,10 +489,7 @@ void Connection::write() {
   if (error && error != asio::error::would_block) return close();
   if (queue_.empty()) return;
   writes_ = true;
-  write_timer_.expires_after(duration(server_.limits.write_seconds));
-  write_timer_.async_wait([self = shared_from_this()](const error_code& cancelled) {
-    if (!cancelled) self->close();
-  });
+  limit(write_timer_, server_.limits.write_seconds);
   socket_.async_write_some(next_buffers(), [self = shared_from_this()](const error_code& failure, std::size_t bytes) {
     self->writes_ = false;
     if (self->closed_) return;
@@ -499,7 +508,7 @@ void Connection::take_written(std::size_t bytes) {
 }
 
 void Connection::on_written(std::size_t bytes) {
-  write_timer_.cancel();
+  lift_limit(write_timer_);
   take_written(bytes);
   if (!queue_.empty()) write();
   if (queue_.empty() && !closed_ && phase_ == Phase::flushing) on_flushed();

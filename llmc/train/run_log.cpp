@@ -25,7 +25,7 @@ RunLog::RunLog(const std::string& path) : path_(path) {
   const off_t size = ::lseek(fd_, 0, SEEK_END);
   char last = '\n';
   const bool unfinished = size > 0 && ::pread(fd_, &last, 1, size - 1) == 1 && last != '\n';
-  if (unfinished && ::write(fd_, "\n", 1) != 1) give_up(std::string("cannot write: ") + std::strerror(errno));
+  if (unfinished) end_after(append_line(fd_, path_, "\n"));
 }
 
 RunLog::~RunLog() {
@@ -42,12 +42,11 @@ void RunLog::write(Json record) {
   if (fd_ < 0) return;
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   record["time"] = std::chrono::duration_cast<std::chrono::milliseconds>(now).count() / 1000.0;
-  const std::string line = json_text(record) + "\n";
-  // One write for the whole line: a reader never sees half of it, and a killed run loses at most the last.
-  const ssize_t written = log_record_allowed() ? ::write(fd_, line.data(), line.size()) : 0;
-  if (written == static_cast<ssize_t>(line.size())) return;
-  const int error = written < 0 ? errno : ENOSPC;  // a short write to a file means that nothing more fits
-  give_up(std::string("cannot write: ") + std::strerror(error));
+  end_after(log_record_allowed() ? append_line(fd_, path_, json_text(record) + "\n") : ENOSPC);
+}
+
+void RunLog::end_after(int error) {
+  if (error != 0) give_up(std::string("cannot write: ") + std::strerror(error));
 }
 
 }  // namespace weft

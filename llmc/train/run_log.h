@@ -33,6 +33,7 @@ class RunLog {
 
  private:
   void give_up(const std::string& problem);
+  void end_after(int error);  // of append_line()
 
   std::string path_;
   int fd_ = -1;

@@ -1,7 +1,9 @@
 // The base room: UTF-8, messages, JSON limits, dtypes, Philox, files that appear when they are complete,
 // memory plans.
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <omp.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -10,6 +12,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
@@ -41,6 +44,19 @@
 #include "llmc/base/utf8.h"
 #include "processor_time.h"
 #include "test_files.h"
+
+// Some file systems give up reserving space when a signal comes; here as often as a test asks for it. In the place of the
+// C library's function.
+namespace {
+std::atomic<int> interruptions{0};
+}
+extern "C" int posix_fallocate(int fd, off_t offset, off_t length) {
+  if (interruptions > 0) {
+    --interruptions;
+    return EINTR;
+  }
+  return ::fallocate(fd, 0, offset, length) == 0 ? 0 : errno;
+}
 
 namespace weft {
 namespace {
@@ -469,6 +485,14 @@ TEST(AtomicFile, AFullDiskIsFoundWhenReservingAndWhenWriting) {
   EXPECT_EQ(directory.entries(), 1u);
 }
 
+TEST(AtomicFile, ASignalWhileItReservesIsNoError) {
+  const TemporaryDirectory directory;
+  interruptions = 2;
+  write_file_atomically(directory.file("x"), "new");
+  EXPECT_EQ(interruptions, 0);
+  EXPECT_EQ(read_bytes(directory.file("x")), "new");
+}
+
 TEST(AtomicFile, AnAbsentDirectoryIsAnEnvironmentError) {
   const TemporaryDirectory directory;
   expect_contains(error_of(Exit::environment, [&] { AtomicFile(directory.file("none/x")); }), "cannot create");
@@ -839,6 +863,51 @@ TEST(MappedFile, KnowsThatTheFileWasReplaced) {
   EXPECT_FALSE(second.unchanged());
   std::filesystem::remove(path);
   EXPECT_FALSE(file.unchanged());
+}
+
+TEST(Files, WhatMeansThatNothingMoreFits) {
+  for (const int error : {ENOSPC, EDQUOT, EFBIG}) EXPECT_TRUE(is_full(error));
+  for (const int error : {0, EIO, EACCES}) EXPECT_FALSE(is_full(error));
+}
+
+// A pipe that is full stands for a file whose write a signal interrupts.
+TEST(Files, ASignalDoesNotKeepALineFromBeingAppended) {
+  int ends[2];
+  ASSERT_EQ(::pipe2(ends, O_CLOEXEC | O_NONBLOCK), 0);
+  const std::string page(4096, 'x');
+  while (::write(ends[1], page.data(), page.size()) > 0) continue;
+  ASSERT_EQ(::fcntl(ends[1], F_SETFL, 0), 0);  // from here on a write waits
+  struct sigaction quiet {
+  }, before{};
+  quiet.sa_handler = [](int) {};  // without SA_RESTART
+  ASSERT_EQ(::sigaction(SIGUSR2, &quiet, &before), 0);
+  std::atomic<bool> done{false};
+  int error = -1;
+  std::thread writer([&] {
+    error = append_line(ends[1], "pipe", "line\n");
+    done = true;
+  });
+  for (int i = 0; i < 5; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    if (!done) ::pthread_kill(writer.native_handle(), SIGUSR2);
+  }
+  EXPECT_FALSE(done);
+  std::string text(1 << 20, ' ');
+  std::size_t size = 0;
+  const auto read_more = [&] {
+    const ssize_t got = ::read(ends[0], text.data() + size, text.size() - size);
+    size += got > 0 ? static_cast<std::size_t>(got) : 0;
+    return got > 0;
+  };
+  while (!done) read_more();
+  writer.join();
+  while (read_more()) continue;
+  EXPECT_EQ(error, 0);
+  text.resize(size);
+  EXPECT_TRUE(text.ends_with("xline\n"));
+  ::sigaction(SIGUSR2, &before, nullptr);
+  ::close(ends[0]);
+  ::close(ends[1]);
 }
 
 TEST(Files, TextLimitsGlobsAndParents) {

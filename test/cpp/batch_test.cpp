@@ -8,12 +8,14 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <cstring>
 #include <map>
 #include <sstream>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "llmc/base/file.h"
 #include "llmc/base/utf8.h"
 #include "test/cpp/byte_tokenizer.h"
 #include "test/cpp/paged_fake.h"
@@ -338,6 +340,42 @@ TEST_F(BatchTest, TheLockOutlivesTheRemovalOfErrors) {
   AnswerFile mine(out_);
   EXPECT_EQ(read_bytes(out_), "");
   error_of(Exit::environment, [&] { AnswerFile file(out_); });
+  mine.write({{"id", 1}, {"finish_reason", "stop"}});
+  EXPECT_EQ(read_bytes(out_), "{\"id\":1,\"finish_reason\":\"stop\"}\n");
+}
+
+// While the file is written anew, the file without the errors is locked before it takes the name.
+TEST_F(BatchTest, NobodyComesInWhileErrorsAreRemoved) {
+  static std::string path;
+  static int refused;
+  path = out_;
+  refused = 0;
+  write_bytes(out_, "{\"id\":1,\"finish_reason\":\"error\"}\n");
+  set_call_fault([](const char* call, const std::string& of) {
+    if (std::strcmp(call, "lock") == 0 || of == path) return true;
+    const std::string message = error_of(Exit::environment, [] { AnswerFile second(path); });
+    refused += message.find("another run") != std::string::npos;
+    return true;
+  });
+  const AnswerFile mine(out_);
+  set_call_fault(nullptr);
+  EXPECT_EQ(refused, 2) << "before the new file takes the name, and after it";
+}
+
+// Between opening and locking the file another run ends, which has put a new file in the place of this one.
+TEST_F(BatchTest, AFileThatWasReplacedBeforeItWasLockedIsNotWritten) {
+  static std::string path;
+  static int locks;
+  path = out_;
+  locks = 0;
+  write_bytes(out_, "");
+  set_call_fault([](const char* call, const std::string& of) {
+    if (std::strcmp(call, "lock") == 0 && of == path && locks++ == 0) write_file_atomically(path, "");
+    return true;
+  });
+  AnswerFile mine(out_);
+  set_call_fault(nullptr);
+  EXPECT_EQ(locks, 2);
   mine.write({{"id", 1}, {"finish_reason", "stop"}});
   EXPECT_EQ(read_bytes(out_), "{\"id\":1,\"finish_reason\":\"stop\"}\n");
 }

@@ -5,13 +5,17 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <numeric>
 #include <optional>
 #include <random>
 #include <thread>
 
 #include "llmc/comm/thread_ranks.h"
+#include "test/cpp/address_space.h"
 #include "test/cpp/rank_tools.h"
+#include "test/cpp/sanitized.h"
 #include "test/cpp/test_files.h"
 
 namespace weft {
@@ -399,6 +403,22 @@ TEST_P(CommunicatorTest, AllFailTogetherOrNobodyDoes) {
   EXPECT_EQ(ends.text[1].size(), 2013u) << "its own, whole";
   EXPECT_EQ(ends.text[3], "another");
   EXPECT_EQ(ends.code, (std::vector<Exit>{Exit::bad_file, Exit::bad_file, Exit::bad_file, Exit::numeric}));
+}
+
+// The ranks that have started wait for one that never will.
+TEST(ThreadRanksDeathTest, ARankWhoseThreadCannotStartEndsTheOthers) {
+  if (test::kSanitized) GTEST_SKIP() << "a sanitizer needs the address space";
+  const auto run = [] {
+    test::limit_address_space(4 * test::stack_bytes());
+    try {
+      run_thread_ranks(64, 60, [](Communicator& ranks) { ranks.barrier(); });
+    } catch (const Error& error) {
+      std::fputs(error.what(), stderr);
+      std::_Exit(error.code() == Exit::environment ? 0 : 1);
+    }
+    std::_Exit(2);
+  };
+  EXPECT_EXIT(run(), testing::ExitedWithCode(0), "rank [0-9]+: its thread cannot start: ");
 }
 
 }  // namespace

@@ -1,8 +1,12 @@
 // What ranks over TCP do before the first step: who is let in, what all must have in common, and work that takes long.
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
@@ -522,6 +526,104 @@ TEST(SocketRanks, NobodyAtTheMeetingPoint) {
                              meet_ranks({1, 2, 42, "test"}, {"no-such-host.invalid", door.port, -1}, 0.3);
                            }),
                   "'no-such-host.invalid': ");
+}
+
+// The connection of a rank that comes to this door, with its hello read; not open if none comes before the deadline.
+Socket rank_at(const Door& door, Deadline end) {
+  Socket rank;
+  std::string from;
+  Hello hello;
+  for (std::size_t got = 0; got < sizeof hello && SocketClock::now() < end;) {
+    pollfd waiting{rank.open() ? rank.fd() : door.listener.fd(), POLLIN, 0};
+    wait_for_any({&waiting, 1}, end);
+    if (!rank.open()) {
+      rank = accept_from(door.listener, from);
+    } else if (const std::ptrdiff_t count = read_some(rank, bytes_of(hello).subspan(got)); count > 0) {
+      got += static_cast<std::size_t>(count);
+    }
+  }
+  return rank;
+}
+
+// TCP may cut the first header anywhere.
+TEST(SocketRanks, TheFirstAnswerMayComeInPieces) {
+  const Door door;
+  std::thread hub([&] {
+    const Socket rank = rank_at(door, deadline_in(5));
+    const FrameHeader reply = header_of(FrameKind::reply, 0);
+    const auto bytes = const_bytes_of(reply);
+    for (const auto piece : {bytes.first(1), bytes.subspan(1, 12), bytes.subspan(13)}) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      write_some(rank, piece);
+    }
+    EXPECT_EQ(answer(rank), "closed");
+    EXPECT_FALSE(rank_at(door, deadline_in(0)).open()) << "a second connection";
+  });
+  EXPECT_NO_THROW(meet_ranks({1, 2, 42, "test"}, {"127.0.0.1", door.port, -1}, 1));
+  hub.join();
+}
+
+TEST(SocketRanks, WhoAnswersWithSomethingElseIsNotRank0) {
+  const FrameHeader reply = header_of(FrameKind::reply, 0);
+  const std::string half(reinterpret_cast<const char*>(&reply), sizeof reply / 2);
+  for (const std::string& words : {std::string("220 ready\r\n"), half}) {
+    const Door door;
+    std::atomic<int> knocks{0};
+    std::thread other([&] {
+      std::vector<Socket> visitors;
+      const Deadline end = deadline_in(0.4);
+      while (SocketClock::now() < end) {
+        Socket visitor = rank_at(door, end);
+        if (!visitor.open()) continue;
+        ++knocks;
+        write_some(visitor, std::as_bytes(std::span(words)));
+        if (words != half) visitors.push_back(std::move(visitor));  // the other connection ends
+      }
+    });
+    expect_contains(error_of(Exit::environment,
+                             [&] {
+                               meet_ranks({1, 2, 42, "test"}, {"127.0.0.1", door.port, -1}, 0.3);
+                             }),
+                    "who listens there is not rank 0 of this run");
+    other.join();
+    EXPECT_GT(knocks, 1);
+  }
+}
+
+// A hub that reads nothing for a while cuts a sign in the middle.
+TEST(SocketRanks, TheRestOfASignComesBeforeTheNextCall) {
+  const Door door;
+  // Segments of another size than a sign: the buffer is full in the middle of one.
+  const int few_bytes = 4096, segment = 1001;
+  ASSERT_EQ(::setsockopt(door.listener.fd(), SOL_SOCKET, SO_RCVBUF, &few_bytes, sizeof few_bytes), 0);
+  ASSERT_EQ(::setsockopt(door.listener.fd(), IPPROTO_TCP, TCP_MAXSEG, &segment, sizeof segment), 0);
+  std::atomic<bool> reads{false};
+  std::thread hub([&] {
+    const Socket rank = rank_at(door, deadline_in(5));
+    const FrameHeader reply = header_of(FrameKind::reply, 0);
+    write_some(rank, const_bytes_of(reply));
+    while (!reads) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    FrameReader reader;
+    for (const Deadline end = deadline_in(10); SocketClock::now() < end;) {
+      const FrameReader::Got got = reader.read(rank);
+      if (got == FrameReader::Got::closed) return;
+      if (got == FrameReader::Got::frame && reader.header().kind == FrameKind::call) {
+        write_some(rank, const_bytes_of(reply));
+      }
+      pollfd waiting{rank.fd(), POLLIN, 0};
+      if (got == FrameReader::Got::nothing) wait_for_any({&waiting, 1}, end);
+    }
+  });
+  auto ranks = meet_ranks({1, 2, 42, "test"}, {"127.0.0.1", door.port, -1}, 5);
+  Deadline begin;
+  do {
+    begin = SocketClock::now();
+    ranks->give_sign();
+  } while (SocketClock::now() < begin + std::chrono::milliseconds(900));  // until one has waited in vain
+  reads = true;
+  EXPECT_NO_THROW(ranks->barrier());
+  ranks.reset();
+  hub.join();
 }
 
 }  // namespace

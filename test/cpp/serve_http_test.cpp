@@ -341,6 +341,45 @@ TEST(Http, SlowRequestsAndIdleConnectionsAreClosed) {
   EXPECT_GT(seconds_to_close(kGet), 0.25);
 }
 
+// The thread of the connections is busy when a limit runs out, and finds with it the bytes that came in time.
+TEST(Http, ALimitThatIsReplacedAsItRunsOutClosesNothing) {
+  HttpLimits limits = quick_limits();
+  limits.idle_seconds = 0.05;
+  std::atomic<bool> sent{false};
+  Running running(
+      [&](const std::shared_ptr<HttpExchange>& exchange) {
+        echo(exchange);
+        if (exchange->request().path == "/last") return;
+        EXPECT_TRUE(eventually([&] { return sent.load(); }));
+        std::this_thread::sleep_for(milliseconds(80));
+      },
+      limits);
+  const Client client(running.server.port());
+  client.send(kGet);
+  EXPECT_NE(client.receive("[]").find("GET /hello []"), std::string::npos);
+  client.send(kLastGet);
+  sent = true;
+  EXPECT_NE(client.receive().find("GET /last []"), std::string::npos);
+}
+
+TEST(Http, ALimitThatIsLiftedAsItRunsOutClosesNothing) {
+  HttpLimits limits = quick_limits();
+  limits.read_seconds = 0.5;
+  Running running(echo, limits);
+  const Client client(running.server.port());
+  const std::string text = post("body");
+  client.send(text.substr(0, text.size() - 1));
+  const Clock::time_point begin = Clock::now();
+  std::atomic<bool> busy{false};
+  running.server.post([&] {
+    busy = true;
+    std::this_thread::sleep_until(begin + milliseconds(600));
+  });
+  EXPECT_TRUE(eventually([&] { return busy.load(); }));
+  client.send(text.substr(text.size() - 1));
+  EXPECT_NE(client.receive("[body]").find("POST /x [body]"), std::string::npos);
+}
+
 // A client that goes away while its request is being answered.
 TEST(Http, AClientThatLeavesIsNoticed) {
   std::atomic<int> gone{0};

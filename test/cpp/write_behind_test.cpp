@@ -5,12 +5,15 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <thread>
 #include <vector>
 
 #include "llmc/base/parallel.h"
 #include "llmc/file/tensor_file.h"
+#include "test/cpp/address_space.h"
+#include "test/cpp/sanitized.h"
 #include "test_files.h"
 
 namespace weft {
@@ -199,6 +202,23 @@ TEST(InParallel, TheErrorIsThatOfTheFirstPiece) {
               "piece 10");
     EXPECT_LT(begun, 1000);
   }
+}
+
+// The calling thread does alone what no other thread can be started for.
+TEST(InParallelDeathTest, WithoutMemoryForThreadsTheCallerDoesTheWork) {
+  if (test::kSanitized) GTEST_SKIP() << "a sanitizer needs the address space";
+  const auto run = [] {
+    int done = 0;
+    const std::function<void(std::size_t)> work = [&](std::size_t) { ++done; };
+    test::use_up_memory();
+    try {
+      in_parallel(100, 64, work);
+    } catch (...) {
+      std::_Exit(1);
+    }
+    std::_Exit(done == 100 ? 0 : 2);
+  };
+  EXPECT_EXIT(run(), testing::ExitedWithCode(0), "");
 }
 
 }  // namespace

@@ -10,6 +10,7 @@ np = pytest.importorskip("numpy")
 pytest.importorskip("xxhash")
 
 import checkpoints as ck  # noqa: E402
+import convert_hf  # noqa: E402
 import dump_reference  # noqa: E402
 import gptq  # noqa: E402
 import hf_config  # noqa: E402
@@ -360,6 +361,22 @@ def test_gptq_rounds_the_chosen_matrices_alone_and_rows_in_pieces(monkeypatch):
     first = found(lambda name: "layers.0.self_attn.q_proj" in name)
     assert list(first) == ["model.layers.0.self_attn.q_proj.weight"]
     assert np.mean(first["model.layers.0.self_attn.q_proj.weight"].q != everything["model.layers.0.self_attn.q_proj.weight"].q) < 0.01
+
+
+@pytest.mark.parametrize("poisoned, value, named, words", [
+    ("mlp.down_proj", 2e6, "mlp.down_proj", "got weights too large for int4 and its scales. Use --quantize int8 or fp8"),
+    ("mlp.up_proj", np.nan, "mlp.up_proj", "holds NaN or infinity, which cannot be quantised"),
+    ("post_attention_layernorm", np.nan, "mlp.gate_proj", "the calibration text gives it inputs that are not finite")])
+def test_gptq_names_the_matrix_that_it_cannot_quantise(tmp_path, monkeypatch, recwarn, poisoned, value, named, words):
+    """A layer is computed as a whole, when the first of its matrices is written."""
+    monkeypatch.setattr(convert_hf, "encode", lambda *_: list(range(40)))
+    weights = ck.weights_of(LLAMA)
+    weights[f"model.layers.1.{poisoned}.weight"].flat[3] = value
+    source = ck.write_checkpoint(tmp_path / "hf", LLAMA, weights)
+    (tmp_path / "text.txt").write_text("some text")
+    done = ck.run_script("convert_hf.py", source, "-o", tmp_path / "a.bin", "--quantize", "int4", "--gptq", tmp_path / "text.txt")
+    assert done.returncode == 3 and f"hf/model.safetensors': model.layers.1.{named}.weight: {words}" in done.stderr
+    assert not recwarn.list and not (tmp_path / "a.bin").exists()
 
 
 def test_gptq_is_for_int4_and_needs_a_tokenizer(tmp_path):
