@@ -8,8 +8,8 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -471,8 +471,16 @@ def on_this_machine(ranks, limit=LIMIT):
 
 
 def children_of(process):
-    done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
-    return [int(pid) for pid in done.stdout.split()]
+    """Process ids, from /proc: a small system has no ps."""
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = stat.read_text().rpartition(")")[2].split()[1]  # behind the name, which may hold anything: state, parent
+        except OSError:  # ended meanwhile
+            continue
+        if int(parent) == process.pid:
+            children.append(int(stat.parent.name))
+    return sorted(children)
 
 
 def rank_of(pid):
