@@ -133,7 +133,8 @@ using WriteFault = std::size_t (*)(const std::string& path, std::uint64_t offset
 void set_write_fault(WriteFault fault);
 // True if a write fault is set. It counts the bytes of a save, so the save writes its files one after the other then.
 bool write_fault_armed();
-// Called before each sync, rename and removal of a save, and before an answer file is locked. Returns false to make the call fail with EIO. May not return.
+// Called before each sync, rename and removal of a save, and before an answer file is locked. Returns false to make the
+// call fail with EIO. May not return.
 using CallFault = bool (*)(const char* call, const std::string& path);
 void set_call_fault(CallFault fault);
 // Asks the call hook, if one is set: false, with errno = EIO, if the call has to fail.

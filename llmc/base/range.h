@@ -9,10 +9,6 @@
 
 namespace weft {
 
-constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
-
 // The numbers from `begin` to `end` - 1.
 struct Range {
   std::int64_t begin = 0, end = 0;

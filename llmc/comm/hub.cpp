@@ -21,8 +21,8 @@ namespace {
 
 constexpr double kMostStrangerSeconds = 10;  // in which a connection has to say who it is; less with a short time limit
 constexpr std::size_t kMostStrangers = 64;   // connections at once that have not yet said who they are
-constexpr double kRefusalSeconds =
-    5;  // that a run which cannot start waits for ranks, to tell them why; half the time limit at most
+// That a run which cannot start waits for ranks, to tell them why; half the time limit at most.
+constexpr double kRefusalSeconds = 5;
 constexpr double kLastWords = 1;  // seconds in which a rank has to take the news of an error
 constexpr double kLinger =
     0.5;  // seconds that rank 0 stays for the others at the end: they may not have read everything

@@ -10,6 +10,8 @@
 #include <cmath>
 #include <vector>
 
+#include "llmc/base/ceil_div.h"
+
 namespace weft::cpu {
 
 void adamw(float* parameters, const float* gradients, float* moment1, float* moment2, std::int64_t count, bool decay,
@@ -38,7 +40,7 @@ void adamw(float* parameters, const float* gradients, float* moment1, float* mom
 }
 
 void block_squares(double* sums, const float* values, std::int64_t count) {
-  const std::int64_t blocks = (count + kAdamWBlock - 1) / kAdamWBlock;
+  const std::int64_t blocks = ceil_div(count, kAdamWBlock);
 #pragma omp parallel for schedule(static)
   for (std::int64_t block = 0; block < blocks; ++block) {
     const std::int64_t first = block * kAdamWBlock, last = std::min(first + kAdamWBlock, count);
@@ -50,7 +52,7 @@ void block_squares(double* sums, const float* values, std::int64_t count) {
 }
 
 double sum_of_squares(const float* values, std::int64_t count) {
-  std::vector<double> block_sums(static_cast<std::size_t>((count + kAdamWBlock - 1) / kAdamWBlock));
+  std::vector<double> block_sums(static_cast<std::size_t>(ceil_div(count, kAdamWBlock)));
   block_squares(block_sums.data(), values, count);
   double total = 0;
   for (const double sum : block_sums) total += sum;

@@ -1,8 +1,8 @@
 // p = softmax(logits) with the row's maximum subtracted;  loss = -log p[label];  d loss / d logits = p -
 // onehot(label).
 //
-// A row is read three times (maximum, sum, gradient). The sum runs in fp32 within blocks of kSumBlock logits and in double over
-// the blocks, so that V = 128,256 loses no more digits than V = 1,000.
+// A row is read three times (maximum, sum, gradient). The sum runs in fp32 within blocks of kSumBlock logits and in
+// double over the blocks, so that V = 128,256 loses no more digits than V = 1,000.
 
 #include "llmc/cpu/classifier.h"
 

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "llmc/base/ceil_div.h"
 #include "llmc/base/checked.h"
 #include "llmc/base/error.h"
 #include "llmc/cpu/adamw.h"
@@ -593,7 +594,7 @@ StepStatistics Llama::statistics() {
 
 // The same as sum_of_squares() over all tensors, from the blocks of all ranks.
 double Llama::sum_of_block_squares() const {
-  const auto blocks_of = [](std::int64_t elements) { return (elements + kAdamWBlock - 1) / kAdamWBlock; };
+  const auto blocks_of = [](std::int64_t elements) { return ceil_div(elements, kAdamWBlock); };
   std::vector<Range> blocks_of_rank(parts_.size());
   std::int64_t blocks = 0;
   for (const TensorSpec& spec : table_.specs()) blocks += blocks_of(spec.elements);

@@ -13,7 +13,7 @@
 
 #include <algorithm>
 
-#include "llmc/base/range.h"
+#include "llmc/base/ceil_div.h"
 
 namespace weft::cpu {
 
@@ -51,11 +51,11 @@ void gemm(float* c, const Matrix& a, const Matrix& b, std::int64_t M, std::int64
   if (M == 0 || N == 0) return;
   one_blas_thread();
   std::int64_t rows = std::min(M, kMostRows), columns = std::min(N, kMostColumns);
-  while (ceil_divide(M, rows) * ceil_divide(N, columns) < kEnoughBlocks && std::max(rows, columns) > kLeastSide) {
+  while (ceil_div(M, rows) * ceil_div(N, columns) < kEnoughBlocks && std::max(rows, columns) > kLeastSide) {
     std::int64_t& longer = rows >= columns ? rows : columns;
-    longer = ceil_divide(longer, 2);
+    longer = ceil_div(longer, 2);
   }
-  const std::int64_t block_rows = ceil_divide(M, rows), block_columns = ceil_divide(N, columns);
+  const std::int64_t block_rows = ceil_div(M, rows), block_columns = ceil_div(N, columns);
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (std::int64_t i = 0; i < block_rows; ++i) {
     for (std::int64_t j = 0; j < block_columns; ++j) {

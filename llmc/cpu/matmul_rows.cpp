@@ -6,7 +6,7 @@
 #include <cmath>
 #include <memory>
 
-#include "llmc/base/range.h"
+#include "llmc/base/ceil_div.h"
 #include "llmc/cpu/dequantize.h"
 #include "llmc/cpu/dot_products.h"
 
@@ -64,9 +64,9 @@ void matmul_rows_forward(float* out, const float* x, const RowsWeight& weight, c
                          std::int64_t C, std::int64_t OC, Accumulate accumulate) {
   const Linear linear = {out, x, bias, weight.quants.row_scales, C, OC, accumulate == Accumulate::yes};
   const std::int64_t of_cache = kPanelFloats / std::max<std::int64_t>(C, 1),
-                     of_thread = ceil_divide(OC, omp_get_max_threads());
+                     of_thread = ceil_div(OC, omp_get_max_threads());
   const std::int64_t panel =
-      ceil_divide(std::max<std::int64_t>(std::min(of_cache, of_thread), 1), kLeastPanel) * kLeastPanel;
+      ceil_div(std::max<std::int64_t>(std::min(of_cache, of_thread), 1), kLeastPanel) * kLeastPanel;
   // A panel of a quantised weight for each thread. Allocated here: no exception can leave the loop.
   const std::size_t panel_floats = weight.quants ? static_cast<std::size_t>(panel * C) : 0;
   const auto panels =

@@ -1,5 +1,5 @@
-// Pages that several neighbouring rows see in full are read once for up to kGroupRows of them; the pages at the rows' own positions
-// are taken row by row. Every row does the same operations in the same order either way.
+// Pages that several neighbouring rows see in full are read once for up to kGroupRows of them; the pages at the rows' own
+// positions are taken row by row. Every row does the same operations in the same order either way.
 #include "llmc/cpu/paged_attention.h"
 
 #include <algorithm>

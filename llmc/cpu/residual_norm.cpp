@@ -17,6 +17,7 @@
 #include <cmath>
 #include <vector>
 
+#include "llmc/base/ceil_div.h"
 #include "llmc/base/philox.h"
 
 namespace weft::cpu {
@@ -201,7 +202,7 @@ void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormFor
 }
 
 void residual_norm_backward(const ResidualNormShape& shape, const ResidualNormBackward& io) {
-  const std::int64_t C = shape.C, blocks = (shape.rows + kBlockRows - 1) / kBlockRows;
+  const std::int64_t C = shape.C, blocks = ceil_div(shape.rows, kBlockRows);
   float* const targets[kColumnSums] = {io.dweight, io.dbias, io.dweight2, io.dbias2, io.dcolscale};
   std::vector<float> partial(static_cast<std::size_t>(blocks * kColumnSums * C));
   RowBuffers buffers(3, C);

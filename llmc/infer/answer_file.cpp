@@ -76,8 +76,8 @@ void AnswerFile::replace_descriptor(int fd) {
 }
 
 bool AnswerFile::is_at_path() const {
-  struct stat ours {
-  }, there{};
+  struct stat ours {};
+  struct stat there {};
   return ::fstat(fd_, &ours) == 0 && ::stat(path_.c_str(), &there) == 0 && ours.st_dev == there.st_dev &&
          ours.st_ino == there.st_ino;
 }

@@ -6,11 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#if defined(__CUDACC__)
-#define WEFT_VIEW_FUNCTION __host__ __device__
-#else
-#define WEFT_VIEW_FUNCTION
-#endif
+#include "llmc/base/host_device.h"
 
 namespace weft {
 
@@ -19,12 +15,12 @@ struct HeadViewOf {
   T* data = nullptr;
   std::int64_t batch_stride = 0, token_stride = 0, head_stride = 0;  // in elements
 
-  WEFT_VIEW_FUNCTION T* at(std::int64_t b, std::int64_t t, std::int64_t h) const {
+  WEFT_HOST_DEVICE T* at(std::int64_t b, std::int64_t t, std::int64_t h) const {
     return data + b * batch_stride + t * token_stride + h * head_stride;
   }
   // A view to write through is a view to read through.
   template <typename U>
-  requires(std::is_same_v<U, const T> && !std::is_const_v<T>) WEFT_VIEW_FUNCTION operator HeadViewOf<U>() const {
+  requires(std::is_same_v<U, const T> && !std::is_const_v<T>) WEFT_HOST_DEVICE operator HeadViewOf<U>() const {
     return {data, batch_stride, token_stride, head_stride};
   }
 };

@@ -16,6 +16,7 @@
 #include <span>
 #include <string>
 
+#include "llmc/base/ceil_div.h"
 #include "llmc/base/dtype.h"
 #include "llmc/base/json_fwd.h"
 
@@ -26,7 +27,7 @@ const char* weight_scheme_name(WeightScheme scheme);  // "none", "int8", "int4",
 
 inline constexpr std::int64_t kQuantGroup = 128;  // of int4: columns that share a scale and a zero
 inline std::int64_t quant_groups(std::int64_t columns) {
-  return (columns + kQuantGroup - 1) / kQuantGroup;
+  return ceil_div(columns, kQuantGroup);
 }
 
 struct Quantization {

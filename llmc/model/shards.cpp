@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "llmc/base/ceil_div.h"
 #include "llmc/model/tensor_names.h"
 
 namespace weft {
@@ -13,7 +14,7 @@ namespace {
 std::int64_t next_block(const TensorTable& table, std::int64_t element, std::int64_t block) {
   for (const TensorSpec& spec : table.specs()) {
     if (element <= spec.offset) return spec.offset;
-    const std::int64_t begin = spec.offset + (element - spec.offset + block - 1) / block * block;
+    const std::int64_t begin = spec.offset + ceil_div(element - spec.offset, block) * block;
     if (begin < spec.offset + spec.elements) return begin;
   }
   return table.arena_elements();
@@ -72,7 +73,7 @@ void SectionPlaces::forget() {
 }
 
 std::vector<Bucket> cut_buckets(std::span<const Range> sections, int ranks, std::int64_t block, std::int64_t elements) {
-  const auto at_block = [block](std::int64_t element) { return (element + block - 1) / block * block; };
+  const auto at_block = [block](std::int64_t element) { return ceil_div(element, block) * block; };
   std::vector<Bucket> buckets;
   const auto add = [&](std::size_t section, const Range& range) {
     Bucket bucket{section, range, {}};

@@ -25,6 +25,7 @@
 #include <thread>
 #include <unordered_set>
 
+#include "llmc/base/clock.h"
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
 #include "llmc/base/signals.h"
@@ -44,10 +45,6 @@ constexpr std::size_t kBufferBytes = 128 << 10;    // of a connection: also the 
 constexpr std::size_t kBuffersAtOnce = 64;         // pieces of the queue in one write
 constexpr double kLingerSeconds = 2;               // for a client to read an error before the connection is closed
 constexpr auto kAcceptPause = std::chrono::milliseconds(100);  // after a failed accept, such as no free descriptor
-
-std::chrono::nanoseconds duration(double seconds) {
-  return std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9));
-}
 
 const char* reason(int status) {
   switch (status) {
@@ -259,7 +256,7 @@ class Exchange final : public HttpExchange, public std::enable_shared_from_this<
 // Closes the connection when the time is over, unless limit() or lift_limit() comes before. The handler of a timer that
 // has run out may wait in the queue behind the one that sets it anew: so what counts is what the timer is set to now.
 void Connection::limit(asio::steady_timer& timer, double seconds) {
-  timer.expires_after(duration(seconds));
+  timer.expires_after(duration_of(seconds));
   timer.async_wait([self = shared_from_this(), &timer](const error_code& cancelled) {
     if (!cancelled && timer.expiry() <= asio::steady_timer::clock_type::now()) self->close();
   });
@@ -616,7 +613,7 @@ void HttpServer::start() {
 
 void HttpServer::stop(double seconds) {
   if (!state_->thread.joinable()) return;
-  const auto until = std::chrono::steady_clock::now() + duration(seconds);
+  const auto until = std::chrono::steady_clock::now() + duration_of(seconds);
   asio::post(state_->io, [state = state_.get()] {
     state->stopping = true;
     state->acceptor.close();

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 
+#include "llmc/base/clock.h"
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
 #include "llmc/base/percentile.h"
@@ -129,8 +130,8 @@ TrainBenchResult bench_training(TrainModel& model, const TrainSettings& settings
     ranks.barrier();
     const auto begin = std::chrono::steady_clock::now();
     result.last_loss = steps.run();
-    const std::chrono::duration<double, std::milli> passed = std::chrono::steady_clock::now() - begin;
-    if (step > kWarmupSteps) milliseconds.push_back(passed.count());
+    const double passed = in_milliseconds(std::chrono::steady_clock::now() - begin);
+    if (step > kWarmupSteps) milliseconds.push_back(passed);
     if (step == 1) result.first_loss = result.last_loss;
   }
   result.median_ms = percentile(milliseconds, 50);

@@ -446,8 +446,8 @@ std::optional<Checkpoint> CheckpointKeeper::newest_intact(ResumeMode mode) const
   return std::nullopt;
 }
 
-// The newest checkpoint that was the best one when it was saved. A state may name another one, which has been deleted since or
-// was never complete.
+// The newest checkpoint up to a step that was the best one when it was saved. The one that a state names may have been deleted
+// since, or was never complete.
 std::optional<std::int64_t> CheckpointKeeper::newest_best(std::int64_t up_to) const {
   for (const RunDirectory::Entry& entry : directory_.checkpoints()) {
     if (entry.step < 0 || entry.step > up_to || !entry.problem.empty()) continue;
@@ -471,7 +471,7 @@ std::optional<TrainState> CheckpointKeeper::resume(ResumeMode mode, TrainModel& 
   if (!checkpoint) return std::nullopt;
   checkpoint->load(model);
   intact_.insert(checkpoint->state().step);
-  best_ = checkpoint->state().best ? newest_best(checkpoint->state().step) : std::nullopt;
+  best_ = checkpoint->state().best ? newest_best(checkpoint->state().best->step) : std::nullopt;
   return checkpoint->state();
 }
 

@@ -6,14 +6,12 @@
 
 #include <cstdint>
 
+#include "llmc/base/ceil_div.h"
+
 namespace weft::cuda {
 
 using bf16 = __nv_bfloat16;
 using fp16 = __half;
-
-__host__ __device__ constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
 
 __device__ inline float to_float(float value) {
   return value;

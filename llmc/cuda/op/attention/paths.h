@@ -6,14 +6,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "llmc/base/ceil_div.h"
+#include "llmc/base/host_device.h"
 #include "llmc/cuda/op/rope.h"
 #include "llmc/model/head_view.h"
-
-#if defined(__CUDACC__)
-#define WEFT_HOST_DEVICE_FUNCTION __host__ __device__
-#else
-#define WEFT_HOST_DEVICE_FUNCTION
-#endif
 
 namespace weft::cuda {
 
@@ -43,13 +39,13 @@ struct BackwardArguments {
 
 // The statistics are padded to full query blocks, so that the tensor core kernels copy them without remainders.
 constexpr std::int64_t kStatisticsBlock = 128;
-WEFT_HOST_DEVICE_FUNCTION inline std::int64_t padded_queries(std::int64_t TQ) {
-  return (TQ + kStatisticsBlock - 1) / kStatisticsBlock * kStatisticsBlock;
+WEFT_HOST_DEVICE inline std::int64_t padded_queries(std::int64_t TQ) {
+  return ceil_div(TQ, kStatisticsBlock) * kStatisticsBlock;
 }
 
 // Number of keys that query t sees; t may be past the last query (padding of a block). Token counts are 32-bit
 // (kMaxTokens bounds them), which saves registers; everything that is multiplied by a stride is 64-bit.
-WEFT_HOST_DEVICE_FUNCTION inline int visible_keys(const AttentionShape& shape, int t) {
+WEFT_HOST_DEVICE inline int visible_keys(const AttentionShape& shape, int t) {
   const int TK = static_cast<int>(shape.TK), seen = TK - static_cast<int>(shape.TQ) + t + 1;
   return shape.causal && seen < TK ? seen : TK;
 }
