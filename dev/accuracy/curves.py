@@ -34,6 +34,7 @@ import needs  # noqa: E402, F401, before the packages
 import numpy as np  # noqa: E402
 
 import cli  # noqa: E402
+from run_log import read_run  # noqa: E402
 
 STEEP, LATE = (0.2, 0.6), (0.8, 1.0)  # shares of a run over which lags and gaps are averaged
 MEASURED = 4  # times a run's weights are measured
@@ -83,12 +84,6 @@ class Run:
         return f"{self.precision}-seed{self.seed}-order{self.shuffled}"
 
 
-def records(log: Path, kind: str) -> list[dict[str, Any]]:
-    """Of the log of one start."""
-    every = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    return [record for record in every if record["type"] == kind]
-
-
 def call(command: Sequence[object]) -> str:
     done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -107,7 +102,7 @@ def train(run: Run, options: Any) -> dict[str, Any]:
     call([options.program, *options.rest, "--precision", run.precision, "--seed", run.seed, *cut, "--batch-tokens",
           options.micro_batch * options.seq_len, "--steps", options.steps, "--save-every", every, "--keep", MEASURED + 1, "--val-every", 0,
           "--sample-every", 0, "--out", folder])
-    steps = records(folder / "log.jsonl", "step")
+    steps = [record for _, record in sorted(read_run(folder).steps.items())]
     after = [words for words in zip(options.rest, options.rest[1:]) if words[0] in ("--val", "--val-batches", "--device")]
     chosen = [word for words in after for word in words]
     measured = []

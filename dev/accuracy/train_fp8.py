@@ -43,7 +43,7 @@ from torch.nn import functional  # noqa: E402
 
 import cli  # noqa: E402
 from curves import LATE, STEEP, behind, largest_gap, mean_cell  # noqa: E402
-from token_shard import TokenShard  # noqa: E402
+from train_neox import tokens_of  # noqa: E402
 
 THETA, NORM_EPS, INIT_DEVIATION = 10000.0, 1e-5, 0.02
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
@@ -312,18 +312,14 @@ class Data:
     def __init__(self, directory: Path, length: int, micro_batch: int):
         self.splits = {}
         for split in ("train", "val"):
-            shards = [TokenShard(path) for path in sorted(directory.glob(f"{split}_*.bin"))]
-            if not shards:
-                cli.bad_file(directory, f"{split}_*.bin", "no shards", "Make them with dev/prepare_data.py")
-            self.splits[split] = torch.from_numpy(np.concatenate([shard.tokens for shard in shards]).astype(np.int64))
-            self.vocabulary = shards[0].vocab_size
+            self.splits[split], self.vocabulary, _ = tokens_of(directory, split, "cpu")
         self.length, self.micro_batch = length, micro_batch
 
     def windows(self, split: str, seed: int) -> Iterator[Tensor]:
         tokens, generator = self.splits[split], torch.Generator().manual_seed(seed)
         while True:
             starts = torch.randint(len(tokens) - self.length, (self.micro_batch,), generator=generator)
-            yield tokens[starts[:, None] + torch.arange(self.length + 1)]
+            yield tokens[starts[:, None] + torch.arange(self.length + 1)].long()
 
 
 class Trainer:

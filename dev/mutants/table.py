@@ -1341,7 +1341,7 @@ CPU = [
     Mutant("the checkpoint that a run goes on from does not count as whole", "llmc/train/checkpoint.cpp",
            "  intact_.insert(checkpoint->state().step);\n", "", unit("StateTest.AnyOrder*")),
     Mutant("behind a best one that is not there no best one is kept", "llmc/train/checkpoint.cpp",
-           "checkpoint->state().best ? newest_best(checkpoint->state().step) : std::nullopt;",
+           "checkpoint->state().best ? newest_best(checkpoint->state().best->step) : std::nullopt;",
            "checkpoint->state().best ? std::optional(checkpoint->state().best->step) : std::nullopt;",
            unit("StateTest.AnyOrder*")),
     Mutant("a checkpoint that may not be read is taken for damaged", "llmc/train/checkpoint.cpp",

@@ -951,18 +951,7 @@ TEST_F(CheckpointTest, AMissingTokenizerIsBlamedAndNotTheModel) {
 
 // A field that is not read back is as if the run had begun there: each of them has a value that is not its default.
 TEST(TrainStateTest, EveryFieldComesBack) {
-  TrainState state;
-  state.step = 90;
-  state.updates = 80;
-  state.windows = 70;
-  state.micro_steps = 60;
-  state.skipped = 10;
-  state.transient = 5;
-  state.loss = 1.0 / 3;
-  state.val_loss = 2.0 / 3;
-  for (int i = 0; i < 40; ++i)
-    state.spikes.observe(std::sqrt(i + 2.0), i == 39 ? 1e6 : 1.0);  // the last one is a spike
-  state.best = TrainState::Best{40, 0.7};
+  const TrainState state = some_state();
   const Json json = state.to_json(), untouched = TrainState{}.to_json();
   for (const auto& [key, value] : json.items()) EXPECT_NE(value, untouched.value(key, Json())) << key;
   const TrainState back = TrainState::from_json(json, "state");

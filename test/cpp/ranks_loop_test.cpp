@@ -151,13 +151,10 @@ class RanksLoop : public testing::Test {
 
   // The log without what is a matter of time.
   std::vector<Json> records(const std::string& name) const {
-    std::vector<Json> all;
-    std::ifstream file(temporary_.file(name) + "/log.jsonl");
-    for (std::string line; std::getline(file, line);) {
-      Json record = Json::parse(line);
+    std::vector<Json> all = json_lines(temporary_.file(name) + "/log.jsonl");
+    for (Json& record : all) {
       for (const char* key : {"time", "seconds", "stalled_seconds", "tokens_per_s", "tokens_per_s_rank", "dt_ms"})
         record.erase(key);
-      all.push_back(record);
     }
     return all;
   }

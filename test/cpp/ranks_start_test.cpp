@@ -331,16 +331,12 @@ TEST(Hub, ARunThatCannotStartEndsBeforeTheTimeLimit) {
   EXPECT_LT(SocketClock::now() - begin, std::chrono::milliseconds(3500));
 }
 
-// As many as have a place: they lose it in time for the ranks of the run.
-TEST(Hub, ConnectionsThatSayNothingMakeRoom) {
-  Door door;
-  std::vector<Socket> silent;
-  for (int i = 0; i < 64; ++i) silent.push_back(door.knock({}));
-  const MeetingPoint point{"127.0.0.1", door.port, door.listener.release()};
+// The two ranks of a run find each other at `point` within the time limit, in seconds.
+void expect_two_ranks_meet(const MeetingPoint& point, double time_limit_s) {
   std::string errors[2];
   const auto rank = [&](int number) {
     try {
-      EXPECT_EQ(meet_ranks({number, 2, 42, "test"}, point, 4)->gather(number), (std::vector<int>{0, 1}));
+      EXPECT_EQ(meet_ranks({number, 2, 42, "test"}, point, time_limit_s)->gather(number), (std::vector<int>{0, 1}));
     } catch (const Error& error) {
       errors[number] = error.what();
     }
@@ -349,6 +345,15 @@ TEST(Hub, ConnectionsThatSayNothingMakeRoom) {
   rank(0);
   second.join();
   for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+// As many as have a place: they lose it in time for the ranks of the run.
+TEST(Hub, ConnectionsThatSayNothingMakeRoom) {
+  Door door;
+  std::vector<Socket> silent;
+  for (int i = 0; i < 64; ++i) silent.push_back(door.knock({}));
+  const MeetingPoint point{"127.0.0.1", door.port, door.listener.release()};
+  expect_two_ranks_meet(point, 4);
 }
 
 // Random bytes, in the place of a hello and behind one: the connection ends, and the ranks of the run meet all the same.
@@ -367,13 +372,7 @@ TEST(Hub, RandomBytesAtThePortDoNoHarm) {
     visitors.push_back(door.knock(words));
   }
   MeetingPoint point{"127.0.0.1", door.port, door.listener.release()};
-  std::thread second([&] {
-    const auto ranks = meet_ranks({1, 2, 42, "test"}, point, 20);
-    EXPECT_EQ(ranks->gather(ranks->rank()), (std::vector<int>{0, 1}));
-  });
-  const auto ranks = meet_ranks({0, 2, 42, "test"}, point, 20);
-  EXPECT_EQ(ranks->gather(ranks->rank()), (std::vector<int>{0, 1}));
-  second.join();
+  expect_two_ranks_meet(point, 20);
 }
 
 // Connections that say nothing, or begin to and stop, more than may wait at once: each loses its place in time, and the ranks
@@ -385,15 +384,7 @@ TEST(Hub, SilentStrangersDoNotKeepTheRanksOut) {
   for (std::size_t i = 0; i < 70; ++i) silent.push_back(door.knock(const_bytes_of(hello).first(i % 2 * (i % 127))));
   const MeetingPoint point{"127.0.0.1", door.port, door.listener.release()};
   testing::internal::CaptureStderr();
-  const double seconds = processor_seconds([&] {
-    std::thread second([&] {
-      const auto ranks = meet_ranks({1, 2, 42, "test"}, point, 4);
-      EXPECT_EQ(ranks->gather(ranks->rank()), (std::vector<int>{0, 1}));
-    });
-    const auto ranks = meet_ranks({0, 2, 42, "test"}, point, 4);
-    EXPECT_EQ(ranks->gather(ranks->rank()), (std::vector<int>{0, 1}));
-    second.join();
-  });
+  const double seconds = processor_seconds([&] { expect_two_ranks_meet(point, 4); });
   const std::string said = testing::internal::GetCapturedStderr();
   EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), 1) << said;
   expect_contains(said, "is of no rank of this run, and was closed");

@@ -10,6 +10,7 @@
 #include <fstream>
 #include <iterator>
 #include <string>
+#include <vector>
 
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
@@ -57,6 +58,14 @@ inline void write_bytes(const std::string& path, const std::string& bytes) {
   file << bytes;
   file.close();
   EXPECT_TRUE(file.good()) << path;
+}
+
+// The values of a file with one JSON value a line, such as a run's log; none if there is no file.
+inline std::vector<Json> json_lines(const std::string& path) {
+  std::vector<Json> all;
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) all.push_back(Json::parse(line));
+  return all;
 }
 
 // The message of the weft::Error that `work` throws, which must have this exit code; "" and a failed test if

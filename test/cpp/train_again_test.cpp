@@ -179,9 +179,7 @@ class TrainAgainTest : public testing::Test {
   // The records of a log as a reader has to take them: what follows a start replaces earlier records of later steps.
   std::vector<Json> records(const std::string& name) const {
     std::vector<Json> all;
-    std::ifstream file(temporary_.file(name) + "/log.jsonl");
-    for (std::string line; std::getline(file, line);) {
-      Json record = Json::parse(line);
+    for (Json& record : json_lines(temporary_.file(name) + "/log.jsonl")) {
       if (record["type"] == "resume") {
         std::erase_if(all, [&](const Json& earlier) { return earlier["step"] > record["step"]; });
         continue;
@@ -323,24 +321,22 @@ TEST_F(TrainAgainTest, EachFieldOfEachRecordIsThatOfItsStep) {
   }
   EXPECT_EQ(spikes, (std::vector<Json>{14, 33})) << "the one between them is within 16 updates of the first";
 
-  std::ifstream file(temporary_.file("run") + "/log.jsonl");
   std::vector<std::int64_t> saves;
   double before = seconds(began);
-  for (std::string line; std::getline(file, line);) {
-    const Json record = Json::parse(line);
-    EXPECT_GE(record["time"].get<double>(), before) << line;
-    EXPECT_LE(record["time"].get<double>(), seconds(ended)) << line;
+  for (const Json& record : json_lines(temporary_.file("run") + "/log.jsonl")) {
+    EXPECT_GE(record["time"].get<double>(), before) << record;
+    EXPECT_LE(record["time"].get<double>(), seconds(ended)) << record;
     before = record["time"].get<double>();
     if (record["type"] == "save") {
-      EXPECT_EQ(record.size(), 5u) << line;
+      EXPECT_EQ(record.size(), 5u) << record;
       saves.push_back(record["step"].get<std::int64_t>());
-      EXPECT_GT(record["seconds"].get<double>(), 0) << line;
-      EXPECT_GE(record["stalled_seconds"].get<double>(), 0) << line;
-      EXPECT_LE(record["stalled_seconds"].get<double>(), record["seconds"].get<double>()) << line;
+      EXPECT_GT(record["seconds"].get<double>(), 0) << record;
+      EXPECT_GE(record["stalled_seconds"].get<double>(), 0) << record;
+      EXPECT_LE(record["stalled_seconds"].get<double>(), record["seconds"].get<double>()) << record;
     }
     if (record["type"] == "step") {
-      EXPECT_GT(record["dt_ms"].get<double>(), 0) << line;
-      EXPECT_NEAR(record["tokens_per_s"].get<double>() * record["dt_ms"].get<double>() / 1000, 32, 1e-6) << line;
+      EXPECT_GT(record["dt_ms"].get<double>(), 0) << record;
+      EXPECT_NEAR(record["tokens_per_s"].get<double>() * record["dt_ms"].get<double>() / 1000, 32, 1e-6) << record;
     }
   }
   // Every second step, where the loss on the validation data is the lowest, and the last one of each start: each once.
@@ -408,9 +404,7 @@ TEST_F(TrainAgainTest, SavesThatFailAgainCostTheirCheckpointsAlone) {
     }
     EXPECT_EQ(failures, (std::vector<std::string>{"2", "4", "10", "14"})) << name;
     std::vector<std::int64_t> saves;
-    std::ifstream file(temporary_.file(name) + "/log.jsonl");
-    for (std::string line; std::getline(file, line);) {
-      const Json record = Json::parse(line);
+    for (const Json& record : json_lines(temporary_.file(name) + "/log.jsonl")) {
       if (record["type"] == "save") saves.push_back(record["step"].get<std::int64_t>());
     }
     EXPECT_EQ(saves, (std::vector<std::int64_t>{6, 8, 12, 16})) << name;

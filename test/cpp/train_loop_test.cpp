@@ -88,9 +88,7 @@ class TrainLoopTest : public testing::Test {
   // The step records of a run's log; of a step that was logged twice, the later one.
   std::map<std::int64_t, Json> steps(const std::string& name) const {
     std::map<std::int64_t, Json> records;
-    std::ifstream file(temporary_.file(name) + "/log.jsonl");
-    for (std::string line; std::getline(file, line);) {
-      const Json record = Json::parse(line);
+    for (const Json& record : json_lines(temporary_.file(name) + "/log.jsonl")) {
       if (record["type"] == "step") records[record["step"].get<std::int64_t>()] = record;
     }
     return records;
@@ -868,11 +866,9 @@ TEST_F(TrainLoopTest, ASpikeIsSaidInOneLineAndLogged) {
   ASSERT_EQ(unclipped.size(), 1u);
   expect_contains(unclipped.front(), "The update was not clipped. If spikes recur: lower --lr, and set --grad-clip 1");
 
-  std::ifstream file(temporary_.file("clipped") + "/log.jsonl");
   int logged_spikes = 0;
   double steps = 0, losses = 0, log_norms = 0;  // of the steps before: so few weigh alike in the running levels
-  for (std::string line; std::getline(file, line);) {
-    const Json record = Json::parse(line);
+  for (const Json& record : json_lines(temporary_.file("clipped") + "/log.jsonl")) {
     if (record["type"] == "step" && record["step"] < 12) {
       ++steps;
       losses += record["loss"].get<double>();

@@ -35,23 +35,6 @@ double random_number(std::uint64_t a, std::uint64_t b) {
 
 // ---- each member ----
 
-// A state in which nothing has its default.
-TrainState some_state(std::int64_t step = 90) {
-  TrainState state;
-  state.step = step;
-  state.updates = step - 10;
-  state.windows = 70;
-  state.micro_steps = 60;
-  state.skipped = 10;
-  state.transient = 5;
-  state.loss = 1.0 / 3;
-  state.val_loss = 2.0 / 3;
-  for (int i = 0; i < 40; ++i)
-    state.spikes.observe(std::sqrt(i + 2.0), i == 37 ? 1e6 : 1.0);  // quiet for 13 more steps
-  state.best = TrainState::Best{step - 50, 0.7};
-  return state;
-}
-
 struct Change {
   const char* name;  // of the member in the JSON object
   std::function<void(TrainState&)> change;

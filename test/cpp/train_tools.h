@@ -2,6 +2,7 @@
 // wrapper that lets a test interfere with any model.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -115,6 +116,23 @@ inline RunIdentity micro_identity(const TrainSettings& settings, const TokenData
           "test",
           "{\"tokenizer\":1}",
           ""};
+}
+
+// A state no member of which has its default: one that is not saved or not read back is missed.
+inline TrainState some_state(std::int64_t step = 90) {
+  TrainState state;
+  state.step = step;
+  state.updates = step - 10;
+  state.windows = 70;
+  state.micro_steps = 60;
+  state.skipped = 10;
+  state.transient = 5;
+  state.loss = 1.0 / 3;
+  state.val_loss = 2.0 / 3;
+  for (int i = 0; i < 40; ++i)
+    state.spikes.observe(std::sqrt(i + 2.0), i == 37 ? 1e6 : 1.0);  // quiet for 14 more steps
+  state.best = TrainState::Best{step - 50, 0.7};
+  return state;
 }
 
 // A copy of which each read waits for `before_read`.
