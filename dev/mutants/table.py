@@ -1513,6 +1513,8 @@ GPU = [
            "    add_bias(output.bias2);\n", "", ("gpu:RowsMatmul*TwoInputs*",)),
     Mutant("GPU: rows_matmul leaves out the second input where it takes two launches", "llmc/cuda/op/rows_matmul.cu",
            "if (io.K2 == 0) return;", "if (io.K2 >= 0) return;", ("gpu:RowsMatmul*TwoInputs*",)),
+    Mutant("GPU: rows_matmul takes more outputs than SwiGLU's grid can have", "llmc/cuda/op/rows_matmul.cu",
+           "kMostOutputs = 65535 * 64 / 2;", "kMostOutputs = 1 << 21;", ("gpu:RowsMatmul*TheMostOutputs",)),
     Mutant("GPU: rows_matmul's results of large tiles have neighbouring rows of the weight exchanged",
            "llmc/cuda/op/rows_matmul_tile.cu", "chunk = 2 * warp + lane / 8 % 2;",
            "chunk = 2 * warp + (lane / 8 + 1) % 2;", ("gpu:RowsMatmul*",)),

@@ -293,6 +293,14 @@ TYPED_TEST(RowsMatmulTest, OddVocabulary) {
     this->check_values(rows, 64, 50257 / (rows > 100 ? 8 : 1), RowsEpilogue::store_fp32, false);
 }
 
+// The largest grid of the portable path: one more group of 8 outputs would not launch with SwiGLU.
+TYPED_TEST(RowsMatmulTest, TheMostOutputs) {
+  constexpr std::int64_t kMost = 2'097'120;
+  EXPECT_EQ(rows_matmul_refusal(8, kMost, DType::bf16), "");
+  EXPECT_NE(rows_matmul_refusal(8, kMost + 1, DType::bf16), "");
+  this->check_values(1, 8, kMost, RowsEpilogue::swiglu, false);
+}
+
 // The ring of stages more than twice around and a ragged end, with one split (OC > 128 tiles) and with several; and more tiles
 // than blocks that stay.
 TYPED_TEST(RowsMatmulTest, EveryPieceMoreThanTwice) {
@@ -436,7 +444,7 @@ TEST(RowsMatmul, RefusesSizesThatItCannotCompute) {
   EXPECT_EQ(rows_matmul_refusal(6, 8, DType::f32), "linear layer: got 6 inputs of type f32, expected a multiple of 4");
   EXPECT_EQ(rows_matmul_refusal(0, 8, DType::bf16),
             "linear layer: got 0 inputs of type bf16, expected a multiple of 8");
-  EXPECT_EQ(rows_matmul_refusal(8, 0, DType::bf16), "linear layer: got 0 outputs, expected 1 to 2097152");
+  EXPECT_EQ(rows_matmul_refusal(8, 0, DType::bf16), "linear layer: got 0 outputs, expected 1 to 2097120");
   EXPECT_EQ(rows_matmul_refusal(8, 8, DType::u16), "linear layer: got weights of type u16, expected f32, f16 or bf16");
 }
 

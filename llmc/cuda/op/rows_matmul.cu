@@ -51,7 +51,9 @@ std::string rows_matmul_refusal(std::int64_t K, std::int64_t OC, DType dtype) {
     return "linear layer: got " + std::to_string(K) + " inputs of type " + dtype_name(dtype) +
            ", expected a multiple of " + std::to_string(multiple);
   }
-  constexpr std::int64_t kMostOutputs = 1 << 21;  // limited by the size of a grid
+  // The second dimension of the portable kernels' grids: tiles of 64 rows of the weight, which with SwiGLU has two rows
+  // an output.
+  constexpr std::int64_t kMostOutputs = 65535 * 64 / 2;
   if (OC <= 0 || OC > kMostOutputs) {
     return "linear layer: got " + std::to_string(OC) + " outputs, expected 1 to " + std::to_string(kMostOutputs);
   }
