@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "llmc/base/error.h"
+#include "llmc/base/error_from.h"
 #include "llmc/base/range.h"
 
 namespace weft {
@@ -99,6 +100,12 @@ std::int64_t largest(Communicator& ranks, std::int64_t mine);
 // its reason. Of several errors the others throw that of the lowest rank. So no rank waits for one that has given up,
 // and afterwards all ranks are at the same place between two calls.
 void fail_together(Communicator& ranks, const std::optional<Error>& mine);
+
+// Each rank calls work(), which makes no call between ranks. If it throws on any rank, all fail together.
+template <typename Work>
+void do_together(Communicator& ranks, const Work& work) {
+  fail_together(ranks, error_from(work));
+}
 
 // `count` pieces of work over the ranks: rank r does those of range r. Their sizes differ by one at most.
 std::vector<Range> shares(std::int64_t count, int ranks);

@@ -509,22 +509,13 @@ void take_part_in_copy(TrainModel& model) {
 std::optional<TrainState> resume_on_all(Communicator& ranks, CheckpointKeeper* keeper, ResumeMode mode,
                                         TrainModel& model) {
   std::optional<TrainState> state;
-  std::optional<Error> error;
-  const auto attempt = [&](const auto& work) {
-    try {
-      work();
-    } catch (const Error& caught) {
-      error = caught;
-    }
-    fail_together(ranks, error);
-  };
-  attempt([&] {
+  do_together(ranks, [&] {
     if (keeper != nullptr) state = keeper->resume(mode, model);
   });
   const std::string path = ranks.broadcast_text(state ? keeper->last_path() : std::string());
   const std::int64_t step = ranks.broadcast(state ? state->step : 0);
   if (path.empty()) return std::nullopt;
-  attempt([&] {
+  do_together(ranks, [&] {
     if (keeper != nullptr) return;
     const Checkpoint checkpoint = Checkpoint::open(path, step);
     checkpoint.load(model);

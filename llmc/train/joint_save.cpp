@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <functional>
 #include <optional>
 #include <system_error>
 
@@ -90,10 +89,6 @@ bool JointSave::ended() const {
   return error_from([&] { ranks_.check(); }).has_value();
 }
 
-void JointSave::together(const std::function<void()>& work) {
-  fail_together(ranks_, error_from(work));
-}
-
 std::string JointSave::save(const TrainState& state, const StateCopy& copy) {
   std::optional<AtWork> at_work;  // a slow disk may take longer than the other ranks' time limit
   try {
@@ -102,13 +97,13 @@ std::string JointSave::save(const TrainState& state, const StateCopy& copy) {
   }
   std::optional<SharedCheckpoint> made;
   try {
-    together([&] {
+    do_together(ranks_, [&] {
       if (keeper_ != nullptr) made.emplace(keeper_->begin_shared(state, table_));
     });
     const Files files = tell_files(made ? &*made : nullptr);
-    together([&] { write_parts(files, copy); });
+    do_together(ranks_, [&] { write_parts(files, copy); });
     ranks_.gather(hashes_.data(), parts_of_rank_);
-    together([&] { read_tensors(files); });
+    do_together(ranks_, [&] { read_tensors(files); });
     ranks_.gather(tensors_.data(), read_by_);
     return keeper_ != nullptr ? keeper_->commit_shared(*made, state, table_, tensors_) : std::string();
   } catch (...) {

@@ -14,7 +14,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <span>
 #include <string>
 #include <vector>
@@ -61,7 +60,6 @@ class JointSave {
     std::vector<std::uint64_t> offsets;  // of each tensor in its file
   };
 
-  void together(const std::function<void()>& work);
   Files tell_files(const SharedCheckpoint* made);
   void write_parts(const Files& files, const StateCopy& copy);
   void read_tensors(const Files& files);

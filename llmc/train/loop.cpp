@@ -209,13 +209,9 @@ TrainLoop::Step TrainLoop::train_step() {
 
 std::vector<MicroBatch> TrainLoop::read_batches() {
   std::vector<MicroBatch> batches;
-  std::optional<Error> error;
-  try {
+  do_together(ranks_, [&] {
     for (std::int64_t i = 0; i < micro_batches(); ++i) batches.push_back(parts_.data.next());
-  } catch (const Error& caught) {
-    error = caught;
-  }
-  fail_together(ranks_, error);
+  });
   return batches;
 }
 

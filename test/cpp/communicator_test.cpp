@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <new>
 #include <numeric>
 #include <optional>
 #include <random>
@@ -403,6 +404,29 @@ TEST_P(CommunicatorTest, AllFailTogetherOrNobodyDoes) {
   EXPECT_EQ(ends.text[1].size(), 2013u) << "its own, whole";
   EXPECT_EQ(ends.text[3], "another");
   EXPECT_EQ(ends.code, (std::vector<Exit>{Exit::bad_file, Exit::bad_file, Exit::bad_file, Exit::numeric}));
+}
+
+// Work that fails on some ranks in any of the ways in which it can, and afterwards on none.
+TEST_P(CommunicatorTest, WorkIsDoneOnAllRanksOrFailsOnAll) {
+  const Ends ends = ends_of(4, kLimit, [](Communicator& ranks) {
+    std::optional<Error> told;
+    try {
+      do_together(ranks, [&] {
+        if (ranks.rank() == 1) throw std::bad_alloc();
+        if (ranks.rank() == 2) fail(Exit::environment, "no GPU");
+      });
+      ADD_FAILURE() << "rank " << ranks.rank() << " goes on";
+    } catch (const Error& error) {
+      told = error;
+    }
+    bool done = false;
+    do_together(ranks, [&] { done = true; });  // they are together still
+    EXPECT_TRUE(done);
+    if (told) throw *told;
+  });
+  EXPECT_EQ(ends.text,
+            (std::vector<std::string>{"rank 1: out of memory", "out of memory", "no GPU", "rank 1: out of memory"}));
+  EXPECT_EQ(ends.code, (std::vector<Exit>{Exit::resources, Exit::resources, Exit::environment, Exit::resources}));
 }
 
 // The ranks that have started wait for one that never will.

@@ -56,8 +56,9 @@ std::string nccl_version();
 // (no NVLink multicast) unless the user has set it.
 std::unique_ptr<DeviceRanks> make_device_ranks(Communicator& ranks, double time_limit_s);
 
-// The implementations. If ranks are threads of one process, no rank may free GPU memory while another one is in a call
-// of make_peer_ranks()'s object: freeing waits for all GPUs of the process, and so for that call.
+// The implementations. If one rank cannot set up what it needs of its own, all throw. If ranks are threads of one
+// process, no rank may free GPU memory while another one is in a call of make_peer_ranks()'s object: freeing waits for
+// all GPUs of the process, and so for that call.
 std::unique_ptr<DeviceRanks> make_peer_ranks(Communicator& ranks, double time_limit_s);
 std::unique_ptr<DeviceRanks> make_nccl_ranks(Communicator& ranks, double time_limit_s);
 // Values pass through page-locked host memory, and the host waits in each call: for tests on one GPU, and for ranks

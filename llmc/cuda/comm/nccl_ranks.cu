@@ -97,27 +97,11 @@ using Clock = std::chrono::steady_clock;
 
 class NcclRanks final : public DeviceRanks {
  public:
+  // What this rank needs of its own; no call between ranks.
   NcclRanks(Communicator& ranks, double time_limit_s) : ranks_(ranks), waiter_(ranks, time_limit_s) {
-    std::optional<Error> error;
-    ncclUniqueId id{};
-    if (rank() == 0) {
-      const ncclResult_t result = nccl().get_unique_id(&id);
-      if (result != ncclSuccess) error.emplace(Exit::environment, std::string("NCCL: ") + nccl().error_string(result));
-    }
-    fail_together(ranks_, error);
-    ranks_.broadcast_bytes(reinterpret_cast<std::byte*>(id.internal), sizeof id.internal, 0);
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.blocking = 0;
-    finish(nccl().init(&communicator_, size(), id, rank(), &config), "joining the ranks");
-    // NCCL connects two GPUs at their first transfer. A first transfer here reports problems before the first step.
-    void* probe = nullptr;
-    check(cudaMalloc(&probe, static_cast<std::size_t>(size())), "NCCL");
-    std::vector<Range> parts;
-    for (int r = 0; r < size(); ++r) parts.push_back({r, r + 1});
-    const Stream stream;
-    gather(static_cast<std::byte*>(probe), parts, stream);
-    wait(stream, nullptr, "the first exchange between the ranks");
-    check(cudaFree(probe), "NCCL");
+    if (rank() != 0) return;
+    const ncclResult_t result = nccl().get_unique_id(&id_);
+    if (result != ncclSuccess) fail(Exit::environment, "NCCL: %s", nccl().error_string(result));
   }
   // After a failure of any rank the communicator is not destroyed, because NCCL may wait forever for the others.
   ~NcclRanks() override {
@@ -129,6 +113,30 @@ class NcclRanks final : public DeviceRanks {
       if (nccl().get_async_error(communicator_, &result) != ncclSuccess) return;
     }
     if (result == ncclSuccess) nccl().destroy(communicator_);
+  }
+
+  // The rest of the setup. A collective call.
+  void connect() {
+    ranks_.broadcast_bytes(reinterpret_cast<std::byte*>(id_.internal), sizeof id_.internal, 0);
+    // For a first transfer below. After a failure the memory is not freed: that would wait for NCCL's kernels, which
+    // wait for other ranks.
+    void* probe = nullptr;
+    std::optional<Stream> stream;
+    do_together(ranks_, [&] {
+      check(cudaMalloc(&probe, static_cast<std::size_t>(size())), "NCCL");
+      stream.emplace();
+    });
+    // From here on the others wait for NCCL, so a rank that fails cannot tell them in a call: they notice when its
+    // error ends the communication (Communicator::abort()).
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    finish(nccl().init(&communicator_, size(), id_, rank(), &config), "joining the ranks");
+    // NCCL connects two GPUs at their first transfer. A first transfer here reports problems before the first step.
+    std::vector<Range> parts;
+    for (int r = 0; r < size(); ++r) parts.push_back({r, r + 1});
+    gather(static_cast<std::byte*>(probe), parts, *stream);
+    wait(*stream, nullptr, "the first exchange between the ranks");
+    check(cudaFree(probe), "NCCL");
   }
 
   int rank() const override { return ranks_.rank(); }
@@ -233,6 +241,7 @@ class NcclRanks final : public DeviceRanks {
   static constexpr const char* kName = "exchange between ranks";
   Communicator& ranks_;
   Waiter waiter_;
+  ncclUniqueId id_{};  // of rank 0, for connect()
   ncclComm_t communicator_ = nullptr;
   bool given_up_ = false;
 };
@@ -244,10 +253,13 @@ std::string nccl_version() {
 }
 
 std::unique_ptr<DeviceRanks> make_nccl_ranks(Communicator& ranks, double time_limit_s) {
-  std::optional<Error> missing;
-  if (!nccl().problem.empty()) missing.emplace(Exit::environment, nccl().problem);
-  fail_together(ranks, missing);
-  return std::make_unique<NcclRanks>(ranks, time_limit_s);
+  std::unique_ptr<NcclRanks> made;
+  do_together(ranks, [&] {
+    if (!nccl().problem.empty()) fail(Exit::environment, "%s", nccl().problem.c_str());
+    made = std::make_unique<NcclRanks>(ranks, time_limit_s);
+  });
+  made->connect();
+  return made;
 }
 
 #else

@@ -54,15 +54,20 @@ struct Counters {
 
 class PeerRanks final : public DeviceRanks {
  public:
+  // What this rank needs of its own; no call between ranks.
   PeerRanks(Communicator& ranks, double time_limit_s)
       : ranks_(ranks), waiter_(ranks, time_limit_s), counters_(counter_plan(ranks.size())) {
     counters_.clear(release_stream_);
     release_stream_.synchronize(kName);
+  }
+  ~PeerRanks() override { close(); }
+
+  // The rest of the setup. A collective call.
+  void connect() {
     const std::vector<std::byte*> theirs = open(counters_.at<std::byte>(0), counters_.bytes());
     for (std::byte* base : theirs) counters_of_.push_back(counters_at(base));
     probe();
   }
-  ~PeerRanks() override { close(); }
 
   int rank() const override { return ranks_.rank(); }
   int size() const override { return ranks_.size(); }
@@ -121,23 +126,16 @@ class PeerRanks final : public DeviceRanks {
     Exported mine;
     mine.address = memory;
     mine.bytes = bytes;
-    mine.process = this_process();
-    std::optional<Error> error;
-    try {
+    do_together(ranks_, [&] {
+      mine.process = this_process();
       check(cudaGetDevice(&mine.device), kName);
       check(cudaIpcGetMemHandle(&mine.handle, memory), kName);
-    } catch (const Error& problem) {
-      error = problem;
-    }
-    fail_together(ranks_, error);
+    });
     const std::vector<Exported> all = ranks_.gather(mine);
     std::vector<std::byte*> addresses;
-    try {
+    do_together(ranks_, [&] {
       for (const Exported& each : all) addresses.push_back(reach(each));
-    } catch (const Error& problem) {
-      error = problem;
-    }
-    fail_together(ranks_, error);
+    });
     return addresses;
   }
 
@@ -224,26 +222,31 @@ class PeerRanks final : public DeviceRanks {
     const auto bytes = static_cast<std::uint64_t>(size());
     MemoryPlan plan("probe of the ranks");
     plan.add(bytes);
-    DeviceArena memory(plan);
-    const std::size_t opened = opened_.size();
-    share(memory.at<std::byte>(0), bytes);
-    const Stream stream;
     const auto value = [](std::size_t r) { return static_cast<unsigned char>(r * 7 + 3); };
-    check(cudaMemsetAsync(memory.at<std::byte>(me()), value(me()), 1, stream), kName);
+    std::optional<DeviceArena> memory;
+    std::optional<Stream> stream;
+    do_together(ranks_, [&] {
+      memory.emplace(plan);
+      stream.emplace();
+      check(cudaMemsetAsync(memory->at<std::byte>(me()), value(me()), 1, *stream), kName);
+    });
+    const std::size_t opened = opened_.size();
+    share(memory->at<std::byte>(0), bytes);
     std::vector<Range> parts;
     for (int r = 0; r < size(); ++r) parts.push_back({r, r + 1});
-    std::optional<Error> error;
-    try {
-      gather(memory.at<std::byte>(0), parts, stream);
-      wait(stream, nullptr, "the first exchange between the ranks");
-      std::vector<unsigned char> got(bytes);
-      check(cudaMemcpy(got.data(), memory.at<std::byte>(0), bytes, cudaMemcpyDeviceToHost), kName);
-      for (std::size_t r = 0; r < got.size(); ++r) {
-        if (got[r] != value(r)) fail(Exit::environment, "rank %zu's memory cannot be read", r);
-      }
-    } catch (const Error& problem) {
-      error = problem;
-    }
+    const std::optional<Error> error = error_from([&] {
+      // A rank that cannot queue its part must say so before the others wait for it.
+      do_together(ranks_, [&] { gather(memory->at<std::byte>(0), parts, *stream); });
+      do_together(ranks_, [&] {
+        wait(*stream, nullptr, "the first exchange between the ranks");
+        std::vector<unsigned char> got(bytes);
+        check(cudaMemcpy(got.data(), memory->at<std::byte>(0), bytes, cudaMemcpyDeviceToHost), kName);
+        for (std::size_t r = 0; r < got.size(); ++r) {
+          if (got[r] != value(r)) fail(Exit::environment, "rank %zu's memory cannot be read", r);
+        }
+      });
+    });
+    if (error) release();
     // Close before the owner frees the memory: a later allocation at the same address could otherwise not be opened.
     close(opened);
     shared_.clear();
@@ -266,7 +269,10 @@ class PeerRanks final : public DeviceRanks {
 }  // namespace
 
 std::unique_ptr<DeviceRanks> make_peer_ranks(Communicator& ranks, double time_limit_s) {
-  return std::make_unique<PeerRanks>(ranks, time_limit_s);
+  std::unique_ptr<PeerRanks> made;
+  do_together(ranks, [&] { made = std::make_unique<PeerRanks>(ranks, time_limit_s); });
+  made->connect();
+  return made;
 }
 
 }  // namespace weft::cuda

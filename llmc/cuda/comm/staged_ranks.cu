@@ -93,7 +93,9 @@ class StagedRanks final : public DeviceRanks {
 }  // namespace
 
 std::unique_ptr<DeviceRanks> make_staged_ranks(Communicator& ranks) {
-  return std::make_unique<StagedRanks>(ranks);
+  std::unique_ptr<DeviceRanks> made;
+  do_together(ranks, [&] { made = std::make_unique<StagedRanks>(ranks); });
+  return made;
 }
 
 }  // namespace weft::cuda
