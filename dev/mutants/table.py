@@ -1464,8 +1464,8 @@ GPU = [
            "piece.state < 0 ? unwanted : low_arena_.at<std::int16_t>(0) + piece.state + begin;",
            "low_arena_.at<std::int16_t>(0) + std::max<std::int64_t>(piece.state, 0) + begin;",
            ("gpu:CudaRanks.StateMoves*", "gpu:CudaRanks.GiveTheBits*")),
-    Mutant("GPU: RoPE turns the wrong way", "llmc/cuda/op/rope.cu", "rotated_low[j] = a * c - z * s;",
-           "rotated_low[j] = a * c + z * s;", ("gpu:*Rope*",)),
+    Mutant("GPU: RoPE turns the wrong way", "llmc/cuda/op/rope.cu", "direction * sine.get(j));",
+           "-direction * sine.get(j));", ("gpu:*Rope*",)),
     Mutant("GPU: SwiGLU with its branches swapped", "llmc/cuda/op/swiglu.cu", """\
   gate.load(gate_up + row * 2 * F + column);
   up.load(gate_up + row * 2 * F + F + column);
@@ -1549,7 +1549,7 @@ GPU = [
            "constexpr int kTileSteps = Tile::kTileColumns / 16;", "constexpr int kTileSteps = 4;",
            ("gpu:AttentionHopper/*",)),
     Mutant("GPU: gradients rotated on by RoPE, not back", "llmc/cuda/op/attention/hopper_backward.cu",
-           "const float unrotated = low * cosine + high * sine;", "const float unrotated = low * cosine - high * sine;",
+           "rotate_pair(low, high, cosine, -sine);", "rotate_pair(low, high, cosine, sine);",
            ("gpu:AttentionHopperBackward/*Rope*",)),
     Mutant("GPU: blocks of keys add to dQ as they come", "llmc/cuda/op/attention/hopper_backward.cu",
            "while (load_acquire(added) != block)", "while (load_acquire(added) == 0)", ("gpu:AttentionHopperBackward/*",)),

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "llmc/cuda/fused/consumer.cuh"
+#include "llmc/cuda/op/rotate_pair.cuh"
 
 namespace weft::cuda::fused {
 
@@ -54,11 +55,7 @@ __device__ __forceinline__ void Consumer<K>::fetch_heads(int head, bool newest) 
   const float *cosine = reinterpret_cast<const float*>(shared + at.rope), *sine = cosine + half;
   for (int e = thread; e < wanted; e += threads) {
     const int d = e % HS;
-    float value = raw[e];
-    if (e < queries + HS && d < 2 * half) {
-      value = d < half ? value * cosine[d] - raw[e + half] * sine[d]
-                       : value * cosine[d - half] + raw[e - half] * sine[d - half];
-    }
+    const float value = e < queries + HS ? rotated_element(raw + e - d, d, cosine, sine, half) : raw[e];
     if (e < queries) {
       query[e] = value * p.scale;
     } else {

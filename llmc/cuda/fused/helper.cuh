@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "llmc/cuda/fused/block.cuh"
+#include "llmc/cuda/op/rotate_pair.cuh"
 
 namespace weft::cuda::fused {
 
@@ -76,17 +77,13 @@ struct Helper {
     }
     __syncwarp();
     const float *cosine = reinterpret_cast<const float*>(shared + at.rope), *sine = cosine + half;
-    const auto rotated = [&](const float* of, int d) {
-      if (d >= 2 * half) return of[d];
-      return d < half ? of[d] * cosine[d] - of[d + half] * sine[d]
-                      : of[d] * cosine[d - half] + of[d - half] * sine[d - half];
-    };
     const std::int64_t page = static_cast<std::int64_t>(position / p.page_size) * p.NH + head;
     const std::int64_t row = (p.capacity * p.NH * layer + page * p.page_size + position % p.page_size) * HS;
     for (int d = lane; d < HS; d += kWarpSize) {
-      query[d] = rotated(raw, d) * p.scale;
+      query[d] = rotated_element(raw, d, cosine, sine, half) * p.scale;
       if (newest) {
-        const KV key = from_float<KV>(rotated(raw + HS, d)), value = from_float<KV>(raw[2 * HS + d]);
+        const KV key = from_float<KV>(rotated_element(raw + HS, d, cosine, sine, half)),
+                 value = from_float<KV>(raw[2 * HS + d]);
         added[d] = key;
         added[HS + d] = value;
       }

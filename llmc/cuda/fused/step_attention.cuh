@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "llmc/cuda/fused/step_consumer.cuh"
+#include "llmc/cuda/op/rotate_pair.cuh"
 
 namespace weft::cuda::fused {
 
@@ -199,16 +200,16 @@ struct StepHelper {
       }
     }
     __syncwarp();
-    const auto rotated = [&](const float* of, int d, int position) {
+    const auto rotated_at = [&](int position, const float* of, int d) {
       if (d >= 2 * half) return of[d];
       const std::int64_t angle = static_cast<std::int64_t>(position) * half + (d < half ? d : d - half);
       const float cosine = __ldg(p.rope_cos + angle), sine = __ldg(p.rope_sin + angle);
-      return d < half ? of[d] * cosine - of[d + half] * sine : of[d] * cosine + of[d - half] * sine;
+      return d < half ? rotated(of[d], of[d + half], cosine, -sine) : rotated(of[d], of[d - half], cosine, sine);
     };
-    for (int d = lane; d < HS; d += kWarpSize) query[d] = rotated(raw, d, row.position) * p.scale;
+    for (int d = lane; d < HS; d += kWarpSize) query[d] = rotated_at(row.position, raw, d) * p.scale;
     for (int e = lane; e < key_rows * HS; e += kWarpSize) {
       const int key = e / HS, position = row.position - (key_rows - 1 - key);
-      wanted_keys[e] = from_float<S>(rotated(raw + (1 + key) * HS, e % HS, position));
+      wanted_keys[e] = from_float<S>(rotated_at(position, raw + (1 + key) * HS, e % HS));
     }
     __syncwarp();
     if (newest) {

@@ -49,10 +49,10 @@ __device__ void rotate(S* to, const S* from, int half, const Angles<kWide>& angl
   Piece low = *reinterpret_cast<const Piece*>(from), high = *reinterpret_cast<const Piece*>(from + half);
 #pragma unroll
   for (int i = 0; i < kWide; ++i) {
-    const float a = to_float(low.value[i]), z = to_float(high.value[i]), c = angles.cosine.value[i],
-                s = angles.sine.value[i];
-    low.value[i] = from_float<S>(rotated(a, z, c, -s));
-    high.value[i] = from_float<S>(rotated(z, a, c, s));
+    float a = to_float(low.value[i]), z = to_float(high.value[i]);
+    rotate_pair(a, z, angles.cosine.value[i], angles.sine.value[i]);
+    low.value[i] = from_float<S>(a);
+    high.value[i] = from_float<S>(z);
   }
   *reinterpret_cast<Piece*>(to) = low;
   *reinterpret_cast<Piece*>(to + half) = high;

@@ -14,6 +14,7 @@
 #include "llmc/cuda/hw/elements.cuh"
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/op/attention/attention.h"
+#include "llmc/cuda/op/rotate_pair.cuh"
 
 namespace weft::cuda {
 
@@ -41,7 +42,7 @@ struct Layout {
 // RoPE of one dimension of a head. The angles are loaded before the head itself has arrived.
 struct Rotation {
   int partner = -1;  // none: the dimension is not rotated
-  float cosine = 1, sine = 0;
+  float cosine = 1, signed_sine = 0;
 
   __device__ Rotation(int d, const DeviceRopeTable& rope, std::int64_t position) {
     const int half = static_cast<int>(rope.half);
@@ -49,9 +50,11 @@ struct Rotation {
     const int i = d < half ? d : d - half;
     partner = d < half ? d + half : d - half;
     cosine = rope.cos[position * half + i];
-    sine = rope.sin[position * half + i] * (d < half ? -1.0f : 1.0f);
+    signed_sine = rope.sin[position * half + i] * (d < half ? -1.0f : 1.0f);
   }
-  __device__ float of(const float* x, int d) const { return partner < 0 ? x[d] : x[d] * cosine + x[partner] * sine; }
+  __device__ float of(const float* x, int d) const {
+    return partner < 0 ? x[d] : rotated(x[d], x[partner], cosine, signed_sine);
+  }
 };
 
 // Online softmax over the positions of a group of lanes: m the largest score, o = sum of 2^(score - m) v, l = sum of
@@ -334,9 +337,10 @@ __global__ void __launch_bounds__(kAppendThreads)
                 sine = *reinterpret_cast<const Angle*>(rope.sin + position * half + d);
 #pragma unroll
     for (int e = 0; e < kWide; ++e) {
-      const float a = to_float(low.value[e]), b = to_float(high.value[e]);
-      low.value[e] = from_float<A>(a * cosine.value[e] - b * sine.value[e]);
-      high.value[e] = from_float<A>(b * cosine.value[e] + a * sine.value[e]);
+      float a = to_float(low.value[e]), b = to_float(high.value[e]);
+      rotate_pair(a, b, cosine.value[e], sine.value[e]);
+      low.value[e] = from_float<A>(a);
+      high.value[e] = from_float<A>(b);
     }
     if (key == 1) x = keys + cached(head, d);
     *reinterpret_cast<Pair*>(x) = low;

@@ -13,6 +13,7 @@
 #include <algorithm>
 
 #include "llmc/cuda/hw/elements.cuh"
+#include "llmc/cuda/op/rotate_pair.cuh"
 
 namespace weft::cuda {
 
@@ -47,9 +48,8 @@ __global__ void __launch_bounds__(kMaxThreads)
     float rotated_low[kCount], rotated_high[kCount];
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      const float a = low.get(j), z = high.get(j), c = cosine.get(j), s = direction * sine.get(j);
-      rotated_low[j] = a * c - z * s;
-      rotated_high[j] = z * c + a * s;
+      rotated_low[j] = low.get(j), rotated_high[j] = high.get(j);
+      rotate_pair(rotated_low[j], rotated_high[j], cosine.get(j), direction * sine.get(j));
     }
     low.set(rotated_low);
     high.set(rotated_high);

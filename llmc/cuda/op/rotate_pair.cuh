@@ -1,4 +1,4 @@
-// RoPE of queries and keys in an inference step: one order of operations for all kernels that rotate.
+// The arithmetic of RoPE: one order of operations for all kernels that rotate, and so the same bits.
 #pragma once
 
 #include "llmc/cuda/hw/common.cuh"
@@ -13,13 +13,19 @@ __device__ inline float rotated(float x, float partner, float cosine, float sign
   return __fmaf_rn(x, cosine, __fmul_rn(partner, signed_sine));
 }
 
+// Rotates both elements of a pair by an angle; by the opposite angle with the negative sine.
+__device__ inline void rotate_pair(float& low, float& high, float cosine, float sine) {
+  const float new_low = rotated(low, high, cosine, -sine);
+  high = rotated(high, low, cosine, sine);
+  low = new_low;
+}
+
 // Element d of a head, rotated by cos and sin [half] of a position; elements from 2 half on are unchanged.
 template <typename S>
 __device__ float rotated_element(const S* head, int d, const float* cos, const float* sin, int half) {
-  const float x = to_float(head[d]);
-  if (d >= 2 * half) return x;
-  if (d < half) return rotated(x, to_float(head[d + half]), cos[d], -sin[d]);
-  return rotated(x, to_float(head[d - half]), cos[d - half], sin[d - half]);
+  if (d >= 2 * half) return to_float(head[d]);
+  if (d < half) return rotated(to_float(head[d]), to_float(head[d + half]), cos[d], -sin[d]);
+  return rotated(to_float(head[d]), to_float(head[d - half]), cos[d - half], sin[d - half]);
 }
 
 // A warp's rotation of heads of 16-bit elements at one position. A lane has words lane, lane + 32, ... of a head; word

@@ -54,6 +54,7 @@
 #include "llmc/cuda/hw/tile.cuh"
 #include "llmc/cuda/op/attention/launch.cuh"
 #include "llmc/cuda/op/attention/paths.h"
+#include "llmc/cuda/op/rotate_pair.cuh"
 
 namespace weft::cuda {
 
@@ -286,9 +287,7 @@ __device__ void add_sums(const Arguments<T>& a, const Work& work, const SharedMe
 
 // Undoes RoPE's rotation of two dimensions by an angle.
 __device__ inline void unrotate(float& low, float& high, float cosine, float sine) {
-  const float unrotated = low * cosine + high * sine;
-  high = high * cosine - low * sine;
-  low = unrotated;
+  rotate_pair(low, high, cosine, -sine);
 }
 
 // Rotates a warpgroup's dK back. Dimensions i and i + HS / 2 of a key are R / 2 accumulators apart. `first_key`: the
