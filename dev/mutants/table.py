@@ -1661,7 +1661,7 @@ GPU = [
     Mutant("GPU: fused decoding fills stages that are still read", "llmc/cuda/fused/producer.cuh",
            "if (next.stage == 0) wrapped = true;", "if (next.stage < 0) wrapped = true;",
            ("gpu:FusedDecode.ManyTokensInOneLaunch",)),
-    Mutant("GPU: fused decoding merges splits of a head that are not ready", "llmc/cuda/fused/helper.cuh",
+    Mutant("GPU: fused decoding merges splits of a head that are not ready", "llmc/cuda/fused/merge.cuh",
            "return static_cast<unsigned>(word >> 32) == step;", "return static_cast<unsigned>(word >> 32) <= step;",
            ("gpu:FusedDecode.EveryContextUpToTheLimit",)),
     Mutant("GPU: fused decoding adds the residual of another row", "llmc/cuda/fused/layer.cuh",

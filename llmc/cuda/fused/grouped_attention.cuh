@@ -3,6 +3,7 @@
 #pragma once
 
 #include "llmc/cuda/fused/consumer.cuh"
+#include "llmc/cuda/fused/merge.cuh"
 #include "llmc/cuda/op/rotate_pair.cuh"
 
 namespace weft::cuda::fused {
@@ -189,7 +190,6 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, int spli
 // the last one merges all of them in order.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::merge_group(int head, int split, int splits) {
-  constexpr int kAhead = 8;
   const Parameters& p = c.p;
   const int HS = p.HS, pairs = HS / 2, warps = threads / kWarpSize, kept = min(p.group, kWarpQueries);
   const int sets = (p.group + kWarpQueries - 1) / kWarpQueries;
@@ -218,59 +218,20 @@ __device__ __forceinline__ void Consumer<K>::merge_group(int head, int split, in
     std::uint64_t* stored = p.splits + static_cast<std::int64_t>(query_head) * p.max_splits * (HS + 2);
     if (split < splits - 1) {
       std::uint64_t* to = stored + split * (HS + 2);
-      const auto store = [&](std::uint64_t* word, float value) {
-        store_relaxed(word, static_cast<std::uint64_t>(step + 1) << 32 | __float_as_uint(value));
-      };
-      store(to + 2 + d, out[0]);
-      store(to + 3 + d, out[1]);
-      if (d == 0) store(to, largest), store(to + 1, sum);
+      store_pair(to + 2 + d, out[0], out[1], step + 1);
+      if (d == 0) store_pair(to, largest, sum, step + 1);
       continue;
     }
-    float merged[2] = {}, total = 0, most = -INFINITY;
-    const auto raise = [&](float to) {  // rescales the sums to a new largest score
-      const float zero = to == -INFINITY ? 0.0f : to, keep = exp2f(most - zero);
-      most = to, total *= keep, merged[0] *= keep, merged[1] *= keep;
-      return zero;
-    };
-    const auto add = [&](float weight, float sum_of_split, float x, float y) {
-      total = fmaf(sum_of_split, weight, total);
-      merged[0] = fmaf(x, weight, merged[0]);
-      merged[1] = fmaf(y, weight, merged[1]);
-    };
-    const int others = splits - 1;
-    for (int begin = 0; begin < others; begin += kAhead) {
-      ulonglong2 state[kAhead], output[kAhead];
-      c.wait_for([&] {
-        bool good = true;
-#pragma unroll
-        for (int s = 0; s < kAhead; ++s) {
-          const std::uint64_t* from = stored + min(begin + s, others - 1) * (HS + 2);
-          state[s] = load_relaxed_x2(from);
-          output[s] = load_relaxed_x2(from + 2 + d);
-        }
-        const auto is_here = [&](std::uint64_t word) { return static_cast<unsigned>(word >> 32) == step + 1; };
-#pragma unroll
-        for (int s = 0; s < kAhead; ++s) {
-          good = good && is_here(state[s].x) && is_here(state[s].y) && is_here(output[s].x) && is_here(output[s].y);
-        }
-        return good;
-      });
-      const auto value = [](std::uint64_t word) { return __uint_as_float(static_cast<unsigned>(word)); };
-      float next = most;
-#pragma unroll
-      for (int s = 0; s < kAhead; ++s) next = fmaxf(next, value(state[s].x));
-      const float zero = raise(next);
-#pragma unroll
-      for (int s = 0; s < kAhead; ++s) {
-        const float weight = begin + s < others ? exp2f(value(state[s].x) - zero) : 0.0f;
-        add(weight, value(state[s].y), value(output[s].x), value(output[s].y));
-      }
-    }
-    const float zero = raise(fmaxf(most, largest));
-    add(exp2f(largest - zero), sum, out[0], out[1]);
+    SplitSum merged;
+    merged.add_stored(stored, splits - 1, HS, d, step + 1, [&](const auto& try_once) {
+      c.wait_for(try_once);
+      return true;
+    });
+    merged.add(largest, sum, out[0], out[1]);
+    const float2 result = merged.result();
     TaggedValue* to = p.attention + query_head * HS + d;
-    store_relaxed(to, tagged(merged[0] / total, step + 1));
-    store_relaxed(to + 1, tagged(merged[1] / total, step + 1));
+    store_relaxed(to, tagged(result.x, step + 1));
+    store_relaxed(to + 1, tagged(result.y, step + 1));
   }
 }
 

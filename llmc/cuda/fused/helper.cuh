@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "llmc/cuda/fused/block.cuh"
+#include "llmc/cuda/fused/merge.cuh"
 #include "llmc/cuda/op/rotate_pair.cuh"
 
 namespace weft::cuda::fused {
@@ -101,94 +102,19 @@ struct Helper {
     return true;
   }
 
-  // Stores two values of a split, each tagged with the step, for the block that merges the splits.
-  __device__ void store_pair(std::uint64_t* to, float first, float second, unsigned step) const {
-    const std::uint64_t number = static_cast<std::uint64_t>(step) << 32;
-    store_relaxed(to, number | __float_as_uint(first));
-    store_relaxed(to + 1, number | __float_as_uint(second));
-  }
-
-  // Merges the softmax states of the consumer warps. Where a head has several splits, the block with the last one
-  // merges all of them in order.
+  // Merges the softmax states of the consumer warps and, in the block with the last split of a head, all splits.
   __device__ bool collect(int head, int split, int splits, unsigned step) {
-    constexpr int kAhead = 8;
     const Parameters& p = c.p;
-    const int HS = p.HS;
     if (!wait([&] { return hopper::mbarrier_try(c.item_done, phase); })) return false;
     phase ^= 1;
-    const float* states = reinterpret_cast<const float*>(shared + at.states);
-    std::uint64_t* stored = p.splits + static_cast<std::int64_t>(head) * p.max_splits * (HS + 2);
-    // Lane w holds the factor by which the state of warp w is rescaled.
-    const float own = lane < warps ? states[lane * (HS + 2)] : -INFINITY, largest = warp_max(own);
-    const float own_weight = exp2f(own - (largest == -INFINITY ? 0.0f : largest));
-    const float sum = warp_sum(lane < warps ? states[lane * (HS + 2) + 1] * own_weight : 0.0f);
-    for (int first = 0; first < HS; first += kWarpSize * 2) {
-      const bool inside = first + lane * 2 < HS;
-      const int d = inside ? first + lane * 2 : HS - 2;
-      float out[2] = {};
-#pragma unroll
-      for (int w = 0; w < kMaxWarps; ++w) {
-        const float weight = __shfl_sync(~0u, own_weight, w);
-        if (w >= warps) continue;
-        const float2 state = *reinterpret_cast<const float2*>(states + w * (HS + 2) + 2 + d);
-        out[0] = fmaf(state.x, weight, out[0]);
-        out[1] = fmaf(state.y, weight, out[1]);
-      }
-      if (split < splits - 1) {
-        std::uint64_t* to = stored + split * (HS + 2);
-        if (inside) store_pair(to + 2 + d, out[0], out[1], step);
-        if (first == 0 && lane == 0) store_pair(to, largest, sum, step);
-        continue;
-      }
-      float merged[2] = {}, total = 0, most = -INFINITY;
-      const auto raise = [&](float to) {  // rescales the sums to a new largest score
-        const float zero = to == -INFINITY ? 0.0f : to, keep = exp2f(most - zero);
-        most = to, total *= keep, merged[0] *= keep, merged[1] *= keep;
-        return zero;
-      };
-      const auto add = [&](float weight, float sum_of_split, float x, float y) {
-        total = fmaf(sum_of_split, weight, total);
-        merged[0] = fmaf(x, weight, merged[0]);
-        merged[1] = fmaf(y, weight, merged[1]);
-      };
-      const int others = splits - 1;
-      for (int begin = 0; begin < others; begin += kAhead) {
-        ulonglong2 state[kAhead], output[kAhead];
-        const bool came = wait([&] {
-          bool good = true;
-#pragma unroll
-          for (int u = 0; u < kAhead; ++u) {
-            const std::uint64_t* from = stored + min(begin + u, others - 1) * (HS + 2);
-            state[u] = load_relaxed_x2(from);
-            output[u] = load_relaxed_x2(from + 2 + d);
-          }
-          const auto is_here = [&](std::uint64_t word) { return static_cast<unsigned>(word >> 32) == step; };
-#pragma unroll
-          for (int u = 0; u < kAhead; ++u) {
-            good = good && is_here(state[u].x) && is_here(state[u].y) && is_here(output[u].x) && is_here(output[u].y);
-          }
-          return good;
+    return merge_item(
+        reinterpret_cast<const float*>(shared + at.states), lane, warps, p.HS,
+        p.splits + static_cast<std::int64_t>(head) * p.max_splits * (p.HS + 2), split, splits, step,
+        [&](const auto& try_once) { return wait(try_once); },
+        [&](int d, float2 values) {
+          store_relaxed(p.attention + head * p.HS + d, tagged(values.x, step));
+          store_relaxed(p.attention + head * p.HS + d + 1, tagged(values.y, step));
         });
-        if (!came) return false;
-        const auto value = [](std::uint64_t word) { return __uint_as_float(static_cast<unsigned>(word)); };
-        float next = most;
-#pragma unroll
-        for (int u = 0; u < kAhead; ++u) next = fmaxf(next, value(state[u].x));
-        const float zero = raise(next);
-#pragma unroll
-        for (int u = 0; u < kAhead; ++u) {
-          const float weight = begin + u < others ? exp2f(value(state[u].x) - zero) : 0.0f;
-          add(weight, value(state[u].y), value(output[u].x), value(output[u].y));
-        }
-      }
-      const float zero = raise(fmaxf(most, largest));
-      add(exp2f(largest - zero), sum, out[0], out[1]);
-      if (inside) {
-        store_relaxed(p.attention + head * HS + d, tagged(merged[0] / total, step));
-        store_relaxed(p.attention + head * HS + d + 1, tagged(merged[1] / total, step));
-      }
-    }
-    return true;
   }
 
   // ---- sequential_helper.cuh
