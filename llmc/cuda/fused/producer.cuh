@@ -158,11 +158,10 @@ struct Producer {
         more = more && (c.layer_only() || rows(layers[p.L].qkv, own.head, p.C));
       }
     }
-    // A block must not end while copies into its shared memory are in flight. This wait needs no time limit: copies
-    // complete whether or not the launch was aborted.
+    // A block must not end while copies into its shared memory are in flight. They complete whether or not the launch
+    // was aborted, so wait_for() would return too early.
     for (; in_flight > 0; --in_flight) {
-      while (!hopper::mbarrier_try(c.full + 8 * oldest.stage, oldest.phase)) {
-      }
+      hopper::mbarrier_wait(c.full + 8 * oldest.stage, oldest.phase);
       oldest.advance(p.stages);
     }
   }
