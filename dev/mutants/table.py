@@ -1746,16 +1746,16 @@ GPU = [
     Mutant("GPU: norm asks for more shared memory than a block has", "llmc/cuda/op/residual_norm_backward.cu",
            "if (sum_bytes > shared_limit) return full_backward", "if (sum_bytes < 0) return full_backward",
            ("gpu:ResidualNorm.SmallSharedMemory",)),
-    Mutant("GPU: top-p goes on where the share is reached exactly", "llmc/cuda/op/sampler.cuh",
+    Mutant("GPU: top-p goes on where the share is reached exactly", "llmc/cuda/op/sampler_bound.cuh",
            "before + own.measure >= need) scratch.answer", "before + own.measure > need) scratch.answer",
            ("gpu:GpuSampler*",)),
-    Mutant("GPU: sampling forgets the logits that wait to fill a warp", "llmc/cuda/op/sampler.cuh",
-           "      use_rest(found, look_at);\n", "", ("gpu:GpuSampler*",)),
-    Mutant("GPU: sampling without the sums of a cluster's last block", "llmc/cuda/op/sampler.cuh", """\
-        for (int b = 0; b < kBlocks; ++b) {
-          const std::uint64_t one""", """\
-        for (int b = 0; b < kBlocks - 1; ++b) {
-          const std::uint64_t one""", ("gpu:GpuSampler*",)),
+    Mutant("GPU: sampling forgets the logits that wait to fill a warp", "llmc/cuda/op/sampler_bound.cuh",
+           "    use_rest(found, look_at);\n", "", ("gpu:GpuSampler*",)),
+    Mutant("GPU: sampling without the sums of a cluster's last block", "llmc/cuda/op/sampler_bound.cuh", """\
+      for (int b = 0; b < kBlocks; ++b) {
+        const std::uint64_t one""", """\
+      for (int b = 0; b < kBlocks - 1; ++b) {
+        const std::uint64_t one""", ("gpu:GpuSampler*",)),
     Mutant("GPU: sampling takes more ids than its sums hold", "llmc/cuda/op/sampler.cu", "if (io.V > kMaxSampledVocab) {",
            "if (io.V > 2 * kMaxSampledVocab) {", ("gpu:GpuSampler*",)),
     Mutant("GPU: the classifier's maximum ignores two columns of eight", "llmc/cuda/op/classifier.cu",
