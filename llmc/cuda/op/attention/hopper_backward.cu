@@ -376,18 +376,86 @@ __device__ void convert_sums(const Arguments<T>& a, const Work& work, int thread
   }
 }
 
+// Arrives for the warp, when all of its lanes are done.
+__device__ __forceinline__ void warp_arrive(unsigned barrier) {
+  __syncwarp();
+  if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(barrier);
+}
+
+// Starts d = a b, for S^T, dP^T and dQ.
+template <typename A, typename B, int R>
+__device__ __forceinline__ void start_gemm(float (&d)[R], const A& a, const B& b) {
+  forget(d);
+  gemm_async(d, a, b);
+  wgmma_commit();
+}
+// Starts d += a b with a in registers, for dV and dK.
+template <typename B, int W, int R>
+__device__ __forceinline__ void start_gemm_add(float (&d)[R], const unsigned (&a)[W], const B& b) {
+  gemm_add_async(d, a, b);
+  wgmma_commit();
+}
+
+// P^T = 2^(S^T c - lse2), in the place of S^T: a warp's 16 keys by 2 R queries. `lse2` points to the thread's first two
+// queries. `ahead`: the warp's first key minus the first query.
+template <int R>
+__device__ __forceinline__ void exponentials(float (&S)[R], const float* lse2, float c, int ahead) {
+#pragma unroll
+  for (int j = 0; j < R / 4; ++j) {
+    const float2 pair = *reinterpret_cast<const float2*>(lse2 + j * 8);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) S[4 * j + i] = exp2_approximate(fmaf(S[4 * j + i], c, i % 2 ? -pair.y : -pair.x));
+  }
+  if (ahead + 15 > 0) {  // causal mask: keys after a query are hidden from it
+    const int lane = threadIdx.x % kWarpSize, hidden = ahead + lane / 4 - lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < R / 4; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (hidden > j * 8 + i % 2 - i / 2 * 8) S[4 * j + i] = 0;
+  }
+}
+// dS^T = P^T (dP^T - D), in the place of dP^T. `D` points to the thread's first two queries.
+template <int R>
+__device__ __forceinline__ void score_gradients(float (&dP)[R], const float (&P)[R], const float* D) {
+#pragma unroll
+  for (int j = 0; j < R / 4; ++j) {
+    const float2 pair = *reinterpret_cast<const float2*>(D + j * 8);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) dP[4 * j + i] = P[4 * j + i] * (dP[4 * j + i] - (i % 2 ? pair.y : pair.x));
+  }
+}
+
+// Hands a warpgroup's share of a step's dQ to add_sums().
+template <typename Tiling>
+__device__ __forceinline__ void store_sums(const SharedMemory<Tiling>& shared, int consumer, const float (&dQ)[32],
+                                           int step) {
+  const RingPosition at = RingPosition::at(step, kStages);
+  const RingBarriers ring = shared.sum_ring();
+  ring.wait_empty(at);
+  float4* sums = reinterpret_cast<float4*>(__cvta_shared_to_generic(shared.sums(0))) +
+                 (at.stage * Tiling::kConsumers + consumer) * (kSumBytes / 16) + threadIdx.x % kWarpgroupSize;
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    sums[i * kWarpgroupSize] = make_float4(dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
+  fence_async_proxy_shared();
+  warp_arrive(ring.full(at.stage));
+}
+
+template <typename Tiling, typename T, int R>
+__device__ __forceinline__ void store_gradients(const Arguments<T>& a, const Work& work,
+                                                const SharedMemory<Tiling>& shared, int consumer, float (&dK)[R],
+                                                float (&dV)[R]);
+
 // A consumer warpgroup, which has 64 of the block's keys.
 template <typename Tiling, typename T>
 __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMemory<Tiling>& shared, int consumer) {
   constexpr int HS = Tiling::HS, kQueries = Tiling::kQueries, kR = kQueries / 2;
   using Storage = typename Tiling::Storage;
-  using QueryTile = typename Tiling::QueryTile;
-  const int thread = threadIdx.x % kWarpgroupSize, lane = threadIdx.x % kWarpSize, warp = thread / kWarpSize;
-  const int g = lane / 4, t = lane % 4;
-  const int warp_row = consumer * kGroupKeys + warp * 16;  // the first of the warp's keys
+  // the first of the warp's keys
+  const int warp_row = consumer * kGroupKeys + threadIdx.x % kWarpgroupSize / kWarpSize * 16;
   const unsigned lane_offset = Tiling::KeyTile::lane_offset(warp_row);
   const RingBarriers score_ring = shared.score_ring(), q_ring = shared.q_ring(), dout_ring = shared.dout_ring();
-  const RingBarriers sum_ring = shared.sum_ring();
   const auto k_rows = shared.k().template rows<kGroupKeys>(consumer * kGroupKeys).k_major();
   const auto v_rows = k_rows.moved(offsetof(Storage, v) - offsetof(Storage, k));
   // dQ: at head dimension 64 a warpgroup computes 64 of the queries, at 128 it computes 64 of the columns.
@@ -400,43 +468,6 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
   pin(dK);
   pin(dV);
 
-  // d = rows queries^T, for S^T and dP^T.
-  const auto start_by_queries = [&](float(&d)[kR], const decltype(k_rows)& rows, const QueryTile& queries) {
-    const auto columns = queries.k_major();
-    forget(d);
-    gemm_async(d, rows, columns);
-    wgmma_commit();
-  };
-  // d += words queries, for dV and dK.
-  const auto start_gradient = [&](float(&d)[HS / 2], const unsigned(&words)[kR / 2], const QueryTile& queries) {
-    const auto columns = queries.mn_major();
-    gemm_add_async(d, words, columns);
-    wgmma_commit();
-  };
-  // dQ = dS K of one stage.
-  const auto start_dq = [&](float(&d)[32], int stage) {
-    const auto rows = dq_scores.moved(stage * Tiling::ScoreTile::kBytes);
-    forget(d);
-    gemm_async(d, rows, dq_keys);
-    wgmma_commit();
-  };
-  const auto arrive = [&](unsigned barrier) {
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(barrier);
-  };
-
-  const auto store_sums = [&](const float(&dQ)[32], int step) {
-    const RingPosition at = RingPosition::at(step, kStages);
-    sum_ring.wait_empty(at);
-    float4* sums = reinterpret_cast<float4*>(__cvta_shared_to_generic(shared.sums(0))) +
-                   (at.stage * Tiling::kConsumers + consumer) * (kSumBytes / 16) + thread;
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      sums[i * kWarpgroupSize] = make_float4(dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
-    fence_async_proxy_shared();
-    arrive(sum_ring.full(at.stage));
-  };
-
   const int group = a.heads / a.kv_heads, steps = (a.tiles - work.first_tile) * group;
   const float c = a.scale * kLog2E;
   int head = 0;
@@ -447,11 +478,11 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
   mbarrier_wait(shared.k_full(), 0);
   q_ring.wait_full({0, 0});
   wgmma_fence();
-  start_by_queries(S, k_rows, shared.q(0));
+  start_gemm(S, k_rows, shared.q(0).k_major());
   mbarrier_wait(shared.v_full(), 0);
   dout_ring.wait_full({0, 0});
   wgmma_fence();
-  start_by_queries(dP, v_rows, shared.dout(0));
+  start_gemm(dP, v_rows, shared.dout(0).k_major());
   wgmma_wait<1>();
   pin(S);
 #pragma unroll 1
@@ -459,23 +490,10 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
     // S is complete; dP is still running.
     const RingPosition now = RingPosition::at(step, kStages), next = RingPosition::at(step + 1, kStages);
     const float* lse2 = reinterpret_cast<const float*>(__cvta_shared_to_generic(shared.statistics(0))) +
-                        now.stage * kQueries * 2 + t * 2;
+                        now.stage * kQueries * 2 + threadIdx.x % 4 * 2;
     named_barrier_wait(kExpSlot + consumer, Tiling::kConsumers * kWarpgroupSize);
     unsigned P[kR / 2];
-#pragma unroll
-    for (int j = 0; j < kQueries / 8; ++j) {
-      const float2 pair = *reinterpret_cast<const float2*>(lse2 + j * 8);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) S[4 * j + i] = exp2_approximate(fmaf(S[4 * j + i], c, i % 2 ? -pair.y : -pair.x));
-    }
-    if (ahead + 15 > 0) {  // causal mask: keys after a query are hidden from it
-      const int hidden = ahead + g - t * 2;
-#pragma unroll
-      for (int j = 0; j < kQueries / 8; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (hidden > j * 8 + i % 2 - i / 2 * 8) S[4 * j + i] = 0;
-    }
+    exponentials(S, lse2, c, ahead);
     round_to_operand<T>(P, S);
     pin(P);  // keeps the exponentials before the wait
     if (consumer == 0 || step + 1 < steps)
@@ -483,20 +501,14 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
     wgmma_wait<0>();
     pin(dP);
     wgmma_fence();
-    start_gradient(dV, P, shared.dout(now.stage));
-    const float* D = lse2 + kQueries;
-#pragma unroll
-    for (int j = 0; j < kQueries / 8; ++j) {
-      const float2 pair = *reinterpret_cast<const float2*>(D + j * 8);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) dP[4 * j + i] = S[4 * j + i] * (dP[4 * j + i] - (i % 2 ? pair.y : pair.x));
-    }
+    start_gemm_add(dV, P, shared.dout(now.stage).mn_major());
+    score_gradients(dP, S, lse2 + kQueries);
     unsigned dS[kR / 2];
     round_to_operand<T>(dS, dP);
     score_ring.wait_empty(now);
     shared.scores(now.stage).store(lane_offset, dS);
     fence_async_proxy_shared();
-    arrive(score_ring.full(now.stage));
+    warp_arrive(score_ring.full(now.stage));
 
     // dQ of the previous step, whose stage is also the next step's, since there are two. By now the other warpgroup has
     // had time to store its dS. Step 0 multiplies stale shared memory and discards the result: a branch around wgmma
@@ -504,27 +516,27 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
     if (step > 0) score_ring.wait_full({next.stage, RingPosition::at(step - 1, kStages).phase});
     float dQ[32];
     wgmma_fence();
-    start_dq(dQ, next.stage);
-    start_gradient(dK, dS, shared.q(now.stage));
+    start_gemm(dQ, dq_scores.moved(next.stage * Tiling::ScoreTile::kBytes), dq_keys);
+    start_gemm_add(dK, dS, shared.q(now.stage).mn_major());
     wgmma_wait<2>();  // dV is done: the registers of its operand are free for S
     pin(dV);
-    arrive(dout_ring.empty(now.stage));
+    warp_arrive(dout_ring.empty(now.stage));
     if (step + 1 < steps) q_ring.wait_full(next);
     wgmma_fence();
     // in the last step this multiplies stale shared memory and is discarded
-    start_by_queries(S, k_rows, shared.q(next.stage));
+    start_gemm(S, k_rows, shared.q(next.stage).k_major());
     wgmma_wait<2>();  // dQ
     pin(dQ);
     if (step > 0) {
-      arrive(score_ring.empty(next.stage));
-      store_sums(dQ, step - 1);
+      warp_arrive(score_ring.empty(next.stage));
+      store_sums(shared, consumer, dQ, step - 1);
     }
     wgmma_wait<1>();  // dK
     pin(dK);
-    arrive(q_ring.empty(now.stage));
+    warp_arrive(q_ring.empty(now.stage));
     if (step + 1 < steps) dout_ring.wait_full(next);
     wgmma_fence();
-    start_by_queries(dP, v_rows, shared.dout(next.stage));
+    start_gemm(dP, v_rows, shared.dout(next.stage).k_major());
     wgmma_wait<1>();
     pin(S);
 
@@ -538,12 +550,25 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
   const RingPosition last = RingPosition::at(steps - 1, kStages);
   score_ring.wait_full(last);
   wgmma_fence();
-  start_dq(dQ, last.stage);
+  start_gemm(dQ, dq_scores.moved(last.stage * Tiling::ScoreTile::kBytes), dq_keys);
   wgmma_wait<0>();
   pin(dK);
   pin(dV);
   pin(dQ);
-  store_sums(dQ, steps - 1);
+  store_sums(shared, consumer, dQ, steps - 1);
+  store_gradients(a, work, shared, consumer, dK, dV);
+}
+
+// Rounds and stores a warpgroup's dK and dV, when all consumers are done, and then dQ of the tiles that no later block
+// adds to.
+template <typename Tiling, typename T, int R>
+__device__ __forceinline__ void store_gradients(const Arguments<T>& a, const Work& work,
+                                                const SharedMemory<Tiling>& shared, int consumer, float (&dK)[R],
+                                                float (&dV)[R]) {
+  constexpr int HS = Tiling::HS;
+  const int thread = threadIdx.x % kWarpgroupSize, warp_row = consumer * kGroupKeys + thread / kWarpSize * 16;
+  const int g = threadIdx.x % kWarpSize / 4;
+  const unsigned lane_offset = Tiling::KeyTile::lane_offset(warp_row);
 #pragma unroll
   for (int i = 0; i < HS / 2; ++i) dK[i] *= a.scale;
   if (a.cos != nullptr) unrotate_keys(a, work.block * kKeys + warp_row + g, dK);
