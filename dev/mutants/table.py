@@ -87,6 +87,8 @@ CPU = [
            unit("Golden.NeoxDecoding*")),
     Mutant("parallel residual loses attention", "llmc/cpu/neox_inference.cpp",
            "c.parallel_residual ? Accumulate::yes : Accumulate::no", "Accumulate::no", unit("Golden.NeoxDecoding*")),
+    Mutant("a reference that does not round its cache", "llmc/cpu/inference.cpp", "  model->round_cache_to(cache);\n", "",
+           unit("FusedTolerance.NoiseOfSumsLiesBelow")),
     Mutant("cached keys turned from position 0", "llmc/cpu/inference.cpp", "span.rows, NKV, span.first_position);",
            "span.rows, NKV, 0);", unit("Golden.*Decoding*", "CpuInference.*")),
     Mutant("a GEMM of inference that depends on the number of rows", "llmc/cpu/neox_inference.cpp",
