@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <random>
 #include <set>
 
 #include "llmc/base/error.h"
@@ -26,9 +25,12 @@ using test::generated;
 using test::quantized;
 using Ids = std::vector<std::int32_t>;
 
-constexpr WeightScheme kSchemes[] = {WeightScheme::int8, WeightScheme::int4};
+constexpr WeightScheme kSchemes[] = {WeightScheme::int8, WeightScheme::int4, WeightScheme::fp8};
 
-constexpr DType kBeside = DType::f16;  // what the kernel wants beside quantised weights
+// What the kernel wants beside quantised weights.
+DType storage_of(const ModelConfig& config) {
+  return config.family == Family::gpt_neox && config.parallel_residual ? DType::f16 : DType::bf16;
+}
 
 class QuantizedModel {
  public:
@@ -36,15 +38,15 @@ class QuantizedModel {
     test::write_random_quantized_model(path(), config, factor);
   }
   std::unique_ptr<DecodeModel> fused(std::int64_t capacity) const {
-    return fused_sequence(ModelFile::open(path()), kBeside, capacity);
+    return fused_sequence(ModelFile::open(path()), storage_of(config_), capacity);
   }
   std::unique_ptr<DecodeModel> graph(std::int64_t capacity) const {
     cuda::GpuInferenceOptions options;
-    options.dtype = kBeside;
+    options.dtype = storage_of(config_);
     return single_sequence(cuda::load_inference(ModelFile::open(path()), one_sequence(capacity), options), capacity);
   }
   std::unique_ptr<DecodeModel> on_cpu(std::int64_t capacity) const {
-    return cpu::load_decoder(ModelFile::open(path()), capacity, kBeside);
+    return cpu::load_decoder(ModelFile::open(path()), capacity, storage_of(config_));
   }
 
  private:
@@ -53,9 +55,11 @@ class QuantizedModel {
   TemporaryDirectory directory_;
 };
 
-void expect_logits(std::span<const float> got, std::span<const float> want, const std::string& what) {
-  const double share = test::logits_error(got, want) / test::cached_logits_tolerance(kBeside);
-  test::record_worst("logits_f16", share);
+void expect_logits(const ModelConfig& config, std::span<const float> got, std::span<const float> want,
+                   const std::string& what) {
+  const DType cache = storage_of(config);
+  const double share = test::logits_error(got, want) / test::cached_logits_tolerance(cache);
+  test::record_worst(std::string("logits_") + dtype_name(cache), share);
   EXPECT_LE(share, 1.0) << what << ": error as a share of what is allowed";
 }
 
@@ -66,13 +70,13 @@ void check_steps(const ModelConfig& config, int steps, int first = 0) {
   for (int i = 0; i < steps; ++i) {
     const std::int32_t id = test::id_at(i, config);
     const std::span<const float> got = fused->decode(id), want = cpu->decode(id);
-    if (i >= first) expect_logits(got, want, "step " + std::to_string(i));
+    if (i >= first) expect_logits(config, got, want, "step " + std::to_string(i));
     if (testing::Test::HasFailure()) return;
   }
 }
 
 std::string refusal_of(const ModelConfig& config) {
-  return cuda::fused_refusal(config, kBeside);
+  return cuda::fused_refusal(config, storage_of(config));
 }
 
 ModelConfig parallel_config(std::int64_t heads, std::int64_t head_dim, std::int64_t layers, std::int64_t vocab) {
@@ -139,7 +143,7 @@ void expect_ids(const ModelConfig& config) {
       const std::span<const float> known = logits.first(static_cast<std::size_t>(config.tokenizer_vocab));
       const auto best = std::max_element(known.begin(), known.end());
       const float largest = std::max(1.0f, std::abs(*best)), behind = *best - known[static_cast<std::size_t>(id)];
-      EXPECT_LT(behind, 2 * static_cast<float>(test::tolerance_of(kBeside)) * largest);
+      EXPECT_LT(behind, 2 * static_cast<float>(test::tolerance_of(storage_of(config))) * largest);
       equal += behind == 0 ? 1 : 0;
       logits = graph->decode(id);
     }
@@ -147,24 +151,47 @@ void expect_ids(const ModelConfig& config) {
   }
 }
 
-TEST(FusedQuantized, ManyTokensInOneLaunchAreThoseOfOneAtATimeAndOfTheGraph) {
+// Every kind of attention, a hidden size that is not that of the heads, parts of gate and up that end within a group, an MLP
+// of a single part, and rows that take two loads of a lane.
+TEST(FusedQuantized, MatchesTheCpuWithTheSequentialResidual) {
+  std::vector<test::NamedConfig> models;
+  for (const test::LlamaShape& shape : test::small_llamas()) models.push_back({shape.name, test::llama_config(shape)});
+  for (const test::NeoxShape& shape : test::small_shapes()) {
+    if (!shape.parallel) models.push_back({shape.name, test::neox_config(shape)});
+  }
+  models.push_back({"one part", test::llama_config({"", 4, 2, 32, 2, 136, 200, false, false, 1003})});
+  models.push_back({"wide", test::llama_config({"", 4, 2, 64, 1, 2696, 1000})});
   for (const WeightScheme scheme : kSchemes) {
-    SCOPED_TRACE(weight_scheme_name(scheme));
-    const ModelConfig config = quantized(parallel_config(11, 64, 3, 1003), scheme, true);
-    if (!refusal_of(config).empty()) GTEST_SKIP() << refusal_of(config);
-    expect_ids(config);
+    for (std::size_t i = 0; i < models.size(); ++i) {
+      SCOPED_TRACE(std::string(weight_scheme_name(scheme)) + ", " + models[i].name);
+      const ModelConfig config = quantized(models[i].config, scheme, i % 2 == 0);
+      if (!refusal_of(config).empty()) GTEST_SKIP() << refusal_of(config);
+      check_steps(config, 5);
+      if (HasFailure()) return;
+    }
+    check_steps(quantized(test::llama_config(test::small_llamas()[2]), scheme, true), 140, 60);
   }
 }
 
-TEST(FusedQuantized, OtherModelsAreRefused) {
+TEST(FusedQuantized, ManyTokensInOneLaunchAreThoseOfOneAtATimeAndOfTheGraph) {
+  for (const WeightScheme scheme : kSchemes) {
+    SCOPED_TRACE(weight_scheme_name(scheme));
+    const ModelConfig parallel = quantized(parallel_config(11, 64, 3, 1003), scheme, scheme != WeightScheme::fp8),
+                      sequential = quantized(test::llama_config(test::small_llamas()[1]), scheme, false);
+    if (!refusal_of(parallel).empty()) GTEST_SKIP() << refusal_of(parallel);
+    expect_ids(parallel);
+    expect_ids(sequential);
+  }
+}
+
+TEST(FusedQuantized, OtherTypesBesideTheWeightsAreRefused) {
   const ModelConfig parallel = quantized(parallel_config(4, 32, 2, 307), WeightScheme::int8, false),
                     llama = quantized(test::llama_config(test::small_llamas()[0]), WeightScheme::int4, false);
   EXPECT_EQ(cuda::fused_refusal(parallel, DType::bf16),
-            "the fused kernel reads quantised weights beside fp16, not bf16");
-  EXPECT_EQ(cuda::fused_refusal(llama, DType::bf16),
-            "the fused kernel reads quantised weights of models with the parallel residual alone");
-  EXPECT_EQ(cuda::fused_refusal(quantized(parallel_config(4, 32, 2, 307), WeightScheme::fp8, false), DType::f16),
-            "the fused kernel reads quantised weights in int8 and int4, not fp8");
+            "the fused kernel reads quantised weights of models with the parallel residual beside fp16, not bf16");
+  EXPECT_EQ(cuda::fused_refusal(llama, DType::f16),
+            "the fused kernel reads quantised weights of Llamas and models without the parallel residual beside bf16, "
+            "not fp16");
   ModelConfig head = parallel;
   head.quantization = {WeightScheme::none, WeightScheme::int8};
   EXPECT_EQ(cuda::fused_refusal(head, DType::f16),
@@ -172,10 +199,14 @@ TEST(FusedQuantized, OtherModelsAreRefused) {
 }
 
 TEST(FusedQuantized, WithoutBeingAskedForUpToAWidth) {
-  const ModelConfig parallel = parallel_config(32, 80, 1, 307);
+  const ModelConfig parallel = parallel_config(32, 80, 1, 307), llama = test::llama_config(test::small_llamas()[0]);
   EXPECT_TRUE(cuda::fused_by_default(parallel));
+  EXPECT_TRUE(cuda::fused_by_default(llama));
   EXPECT_TRUE(cuda::fused_by_default(quantized(parallel, WeightScheme::int8, true)));
+  EXPECT_TRUE(cuda::fused_by_default(quantized(parallel, WeightScheme::int4, false)));
+  EXPECT_TRUE(cuda::fused_by_default(quantized(parallel, WeightScheme::fp8, true)));
   EXPECT_FALSE(cuda::fused_by_default(quantized(parallel_config(32, 128, 1, 307), WeightScheme::int8, true)));
+  EXPECT_TRUE(cuda::fused_by_default(quantized(llama, WeightScheme::int4, true)));
 }
 
 // Digits are integers or numbers near 1: that an activation was infinite must not get lost.
