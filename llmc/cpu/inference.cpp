@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "llmc/base/dtype.h"
 #include "llmc/base/error.h"
 #include "llmc/cpu/classifier.h"
 #include "llmc/cpu/llama_inference.h"
@@ -20,6 +21,17 @@ constexpr std::int64_t kLogitRows = 64;  // rows of logits that exist at the sam
 
 std::int64_t kv_elements(const ModelConfig& config, const InferenceOptions& options) {
   return config.num_layers * config.kv_size() * options.num_pages * options.page_size;
+}
+
+void append_rounded(const float* from, std::int64_t count, DType type, float* to) {
+  const auto elements = static_cast<std::size_t>(count);
+  if (type == DType::f32) {
+    std::copy_n(from, elements, to);
+    return;
+  }
+  std::vector<std::uint16_t> rounded(elements);
+  convert_from_f32(from, type, rounded.data(), elements);
+  convert_to_f32(rounded.data(), type, to, elements);
 }
 
 }  // namespace
@@ -101,8 +113,8 @@ void Inference::attend(std::int64_t l, HeadView q, HeadView k, HeadView v, float
       const std::int64_t position = span.first_position + t;
       for (std::int64_t h = 0; h < NKV; ++h) {
         const std::int64_t at = kv.offset(span.pages[position / P], h) + position % P * HS;
-        std::copy_n(k.at(0, span.first_row + t, h), HS, kv.keys + at);
-        std::copy_n(v.at(0, span.first_row + t, h), HS, kv.values + at);
+        append_rounded(k.at(0, span.first_row + t, h), HS, cache_type_, kv.keys + at);
+        append_rounded(v.at(0, span.first_row + t, h), HS, cache_type_, kv.values + at);
       }
     }
   }
@@ -269,13 +281,15 @@ std::vector<float> Inference::activation(const std::string& name) {
 
 // ---- loading --------------------------------------------------------------------------------------------------------
 
-std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& options) {
-  return file.config().family == Family::llama ? load_llama_inference(file, options)
-                                               : load_neox_inference(file, options);
+std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& options, DType cache) {
+  std::unique_ptr<Inference> model =
+      file.config().family == Family::llama ? load_llama_inference(file, options) : load_neox_inference(file, options);
+  model->round_cache_to(cache);
+  return model;
 }
 
-std::unique_ptr<DecodeModel> load_decoder(const ModelFile& file, std::int64_t capacity) {
-  return single_sequence(load_inference(file, one_sequence(capacity)), capacity);
+std::unique_ptr<DecodeModel> load_decoder(const ModelFile& file, std::int64_t capacity, DType cache) {
+  return single_sequence(load_inference(file, one_sequence(capacity), cache), capacity);
 }
 
 }  // namespace weft::cpu

@@ -26,9 +26,12 @@ namespace weft::cpu {
 
 // Either family from its file: reads and verifies every parameter, fp16, bf16 or fp32 into fp32 memory and quantised
 // matrices as they are. Exit::bad_file for damaged tensors, Exit::resources if the memory cannot be had.
-std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& options);
+// `cache`: the type (f32, f16 or bf16) that keys and values are rounded to on their way into the pages, which are fp32:
+// the reference for a device that caches 16 bits.
+std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& options,
+                                               DType cache = DType::f32);
 // The same for one sequence of at most `capacity` positions, 1 .. max_positions.
-std::unique_ptr<DecodeModel> load_decoder(const ModelFile& file, std::int64_t capacity);
+std::unique_ptr<DecodeModel> load_decoder(const ModelFile& file, std::int64_t capacity, DType cache = DType::f32);
 
 class Inference : public InferenceModel {
  public:
@@ -46,6 +49,9 @@ class Inference : public InferenceModel {
   std::span<const SpanResult> collect() final;
   void keep_activations(bool keep) final;
   std::vector<float> activation(const std::string& name) final;
+
+  // From the next step on; load_inference() says what it does.
+  void round_cache_to(DType type) { cache_type_ = type; }
 
  protected:
   // Runs the step's rows, which have these ids, and leaves the output of the final norm in final_norm() [rows, C].
@@ -103,6 +109,7 @@ class Inference : public InferenceModel {
   std::vector<std::vector<float>> kept_logits_;     // by span
   std::vector<std::vector<VerifiedRow>> verified_;  // by span, then by row
   bool uncollected_ = false;
+  DType cache_type_ = DType::f32;
   StepThreads threads_;  // for steps of one row
 
   bool keep_ = false;

@@ -108,7 +108,7 @@ class LlamaInference final : public Inference {
 
 }  // namespace
 
-std::unique_ptr<InferenceModel> load_llama_inference(const ModelFile& file, const InferenceOptions& options) {
+std::unique_ptr<Inference> load_llama_inference(const ModelFile& file, const InferenceOptions& options) {
   return std::make_unique<LlamaInference>(file, options);
 }
 

@@ -9,7 +9,9 @@
 
 namespace weft::cpu {
 
-std::unique_ptr<InferenceModel> load_llama_inference(const ModelFile& file, const InferenceOptions& options);
+class Inference;
+
+std::unique_ptr<Inference> load_llama_inference(const ModelFile& file, const InferenceOptions& options);
 
 // From parameters that live elsewhere. `weights` must stay valid as long as the model. Later changes to them take
 // effect, but keys and values that are in the pages already stay as they are.

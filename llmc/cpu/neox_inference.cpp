@@ -105,7 +105,7 @@ void NeoxInference::run_layer(std::int64_t l, std::int64_t rows) {
 
 }  // namespace
 
-std::unique_ptr<InferenceModel> load_neox_inference(const ModelFile& file, const InferenceOptions& options) {
+std::unique_ptr<Inference> load_neox_inference(const ModelFile& file, const InferenceOptions& options) {
   return std::make_unique<NeoxInference>(file.config(), file.table(), options,
                                          [&](const TensorSpec& spec, std::byte* out) { file.read_tensor(spec, out); });
 }

@@ -10,7 +10,9 @@
 
 namespace weft::cpu {
 
-std::unique_ptr<InferenceModel> load_neox_inference(const ModelFile& file, const InferenceOptions& options);
+class Inference;
+
+std::unique_ptr<Inference> load_neox_inference(const ModelFile& file, const InferenceOptions& options);
 // The same without a file, for a model that is not quantised: `fill` writes the elements of each tensor.
 std::unique_ptr<InferenceModel> make_neox_inference(const ModelConfig& config, const InferenceOptions& options,
                                                     const std::function<void(const TensorSpec&, float*)>& fill);

@@ -1,21 +1,17 @@
 // The fused decode kernel with quantised weights, through the pages of an inference model: against the CPU, which computes with
-// the same weights in fp32, against the host's sampler, and against itself.
-//
-// Tolerance. The kernel multiplies fp32 activations with the weights themselves, and what it rounds are keys and values, as with
-// weights in 16 bits: fused_tools.h derives 2 u of the largest logit. The first activation of a band that is 2^-30 of the largest
-// one loses bits; that is far below.
+// the same weights in fp32 and rounds keys and values as the kernel does (what may be left is derived in quantized_models.h),
+// against the host's sampler, and against itself.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
-#include <random>
 #include <set>
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/cuda/transformer/neox.h"
 #include "test/cpp/inference_tools.h"
-#include "test/cpp/quantized_files.h"
+#include "test/cpp/quantized_models.h"
 #include "test/gpu/decode_tools.h"
 #include "test/gpu/fused_sequences.h"
 #include "test/gpu/fused_tools.h"
@@ -26,73 +22,31 @@ namespace {
 
 using test::fused_sequence;
 using test::generated;
+using test::quantized;
 using Ids = std::vector<std::int32_t>;
 
-constexpr WeightScheme kSchemes[] = {WeightScheme::int8, WeightScheme::int4};
+constexpr WeightScheme kSchemes[] = {WeightScheme::int8, WeightScheme::int4, WeightScheme::fp8};
 
-constexpr DType kBeside = DType::f16;  // what the kernel wants beside quantised weights
-
-ModelConfig quantized(ModelConfig config, WeightScheme weights, bool head) {
-  config.quantization = {weights, head && !config.tied_embeddings ? WeightScheme::int8 : WeightScheme::none};
-  return config;
-}
-
-// Float tensors exact in fp16 and bf16, and random quantised matrices whose row scales are multiplied by `factor`.
-void write_model(const std::string& path, const ModelConfig& config, float factor = 1) {
-  const TensorTable table(config, DType::f32);
-  Json json = Json{{"model", config_to_json(config)}};
-  json["quantization"] = quantization_to_json(config.quantization);
-  TensorFileWriter writer(path, FileKind::model, json);
-  for (const TensorSpec& spec : table.specs()) writer.declare(spec.name, spec.dtype, spec.shape);
-  const auto matrix_of = [&](const std::string& name) {
-    const TensorSpec& spec = table.at(name);
-    return test::RandomMatrix(spec.dtype, spec.shape[0], spec.shape[1],
-                              static_cast<std::uint32_t>(table.index_of(name)));
-  };
-  const auto owner = [](const std::string& name) { return name.substr(0, name.rfind('.')); };
-  std::mt19937 random(7);
-  for (const TensorSpec& spec : table.specs()) {
-    if (spec.kind == ValueKind::floats) {
-      const float width = spec.shape.size() == 2 ? 1.0f : 0.1f, middle = spec.init == Init::ones ? 1.0f : 0.0f;
-      std::vector<float> values(static_cast<std::size_t>(spec.elements));
-      for (float& value : values)
-        value = middle + width * static_cast<float>(static_cast<int>(random() % 127) - 63) / 64;
-      for (float& value : values) value = bf16_to_f32(f32_to_bf16(value));
-      writer.write_f32(values.data(), values.size());
-    } else if (spec.kind == ValueKind::quants) {
-      const test::RandomMatrix matrix = matrix_of(spec.name);
-      writer.write(matrix.q.data(), matrix.q.size());
-    } else if (spec.kind == ValueKind::zeros) {
-      const test::RandomMatrix matrix = matrix_of(owner(spec.name));
-      writer.write(matrix.zeros.data(), matrix.zeros.size());
-    } else {
-      test::RandomMatrix matrix = matrix_of(owner(spec.name));
-      for (float& scale : matrix.row_scales) scale *= factor;
-      if (matrix.dtype == DType::u4) {
-        writer.write(matrix.group_scales.data(), matrix.group_scales.size() * sizeof(std::uint16_t));
-      } else {
-        writer.write_f32(matrix.row_scales.data(), matrix.row_scales.size());
-      }
-    }
-  }
-  writer.publish();
+// What the kernel wants beside quantised weights.
+DType storage_of(const ModelConfig& config) {
+  return config.family == Family::gpt_neox && config.parallel_residual ? DType::f16 : DType::bf16;
 }
 
 class QuantizedModel {
  public:
   explicit QuantizedModel(const ModelConfig& config, float factor = 1) : config_(config) {
-    write_model(path(), config, factor);
+    test::write_random_quantized_model(path(), config, factor);
   }
   std::unique_ptr<DecodeModel> fused(std::int64_t capacity) const {
-    return fused_sequence(ModelFile::open(path()), kBeside, capacity);
+    return fused_sequence(ModelFile::open(path()), storage_of(config_), capacity);
   }
   std::unique_ptr<DecodeModel> graph(std::int64_t capacity) const {
     cuda::GpuInferenceOptions options;
-    options.dtype = kBeside;
+    options.dtype = storage_of(config_);
     return single_sequence(cuda::load_inference(ModelFile::open(path()), one_sequence(capacity), options), capacity);
   }
   std::unique_ptr<DecodeModel> on_cpu(std::int64_t capacity) const {
-    return cpu::load_decoder(ModelFile::open(path()), capacity);
+    return cpu::load_decoder(ModelFile::open(path()), capacity, storage_of(config_));
   }
 
  private:
@@ -101,8 +55,12 @@ class QuantizedModel {
   TemporaryDirectory directory_;
 };
 
-void expect_logits(std::span<const float> got, std::span<const float> want, const std::string& what) {
-  test::expect_logits<test::fp16>(test::Floats(got.begin(), got.end()), want, what);
+void expect_logits(const ModelConfig& config, std::span<const float> got, std::span<const float> want,
+                   const std::string& what) {
+  const DType cache = storage_of(config);
+  const double share = test::logits_error(got, want) / test::cached_logits_tolerance(cache);
+  test::record_worst(std::string("logits_") + dtype_name(cache), share);
+  EXPECT_LE(share, 1.0) << what << ": error as a share of what is allowed";
 }
 
 // Feeds `steps` ids to both, each from an empty sequence, and compares the logits from step `first` on.
@@ -112,13 +70,13 @@ void check_steps(const ModelConfig& config, int steps, int first = 0) {
   for (int i = 0; i < steps; ++i) {
     const std::int32_t id = test::id_at(i, config);
     const std::span<const float> got = fused->decode(id), want = cpu->decode(id);
-    if (i >= first) expect_logits(got, want, "step " + std::to_string(i));
+    if (i >= first) expect_logits(config, got, want, "step " + std::to_string(i));
     if (testing::Test::HasFailure()) return;
   }
 }
 
 std::string refusal_of(const ModelConfig& config) {
-  return cuda::fused_refusal(config, kBeside);
+  return cuda::fused_refusal(config, storage_of(config));
 }
 
 ModelConfig parallel_config(std::int64_t heads, std::int64_t head_dim, std::int64_t layers, std::int64_t vocab) {
@@ -185,7 +143,7 @@ void expect_ids(const ModelConfig& config) {
       const std::span<const float> known = logits.first(static_cast<std::size_t>(config.tokenizer_vocab));
       const auto best = std::max_element(known.begin(), known.end());
       const float largest = std::max(1.0f, std::abs(*best)), behind = *best - known[static_cast<std::size_t>(id)];
-      EXPECT_LT(behind, 2 * static_cast<float>(test::tolerance_of(kBeside)) * largest);
+      EXPECT_LT(behind, 2 * static_cast<float>(test::tolerance_of(storage_of(config))) * largest);
       equal += behind == 0 ? 1 : 0;
       logits = graph->decode(id);
     }
@@ -193,24 +151,47 @@ void expect_ids(const ModelConfig& config) {
   }
 }
 
-TEST(FusedQuantized, ManyTokensInOneLaunchAreThoseOfOneAtATimeAndOfTheGraph) {
+// Every kind of attention, a hidden size that is not that of the heads, parts of gate and up that end within a group, an MLP
+// of a single part, and rows that take two loads of a lane.
+TEST(FusedQuantized, MatchesTheCpuWithTheSequentialResidual) {
+  std::vector<test::NamedConfig> models;
+  for (const test::LlamaShape& shape : test::small_llamas()) models.push_back({shape.name, test::llama_config(shape)});
+  for (const test::NeoxShape& shape : test::small_shapes()) {
+    if (!shape.parallel) models.push_back({shape.name, test::neox_config(shape)});
+  }
+  models.push_back({"one part", test::llama_config({"", 4, 2, 32, 2, 136, 200, false, false, 1003})});
+  models.push_back({"wide", test::llama_config({"", 4, 2, 64, 1, 2696, 1000})});
   for (const WeightScheme scheme : kSchemes) {
-    SCOPED_TRACE(weight_scheme_name(scheme));
-    const ModelConfig config = quantized(parallel_config(11, 64, 3, 1003), scheme, true);
-    if (!refusal_of(config).empty()) GTEST_SKIP() << refusal_of(config);
-    expect_ids(config);
+    for (std::size_t i = 0; i < models.size(); ++i) {
+      SCOPED_TRACE(std::string(weight_scheme_name(scheme)) + ", " + models[i].name);
+      const ModelConfig config = quantized(models[i].config, scheme, i % 2 == 0);
+      if (!refusal_of(config).empty()) GTEST_SKIP() << refusal_of(config);
+      check_steps(config, 5);
+      if (HasFailure()) return;
+    }
+    check_steps(quantized(test::llama_config(test::small_llamas()[2]), scheme, true), 140, 60);
   }
 }
 
-TEST(FusedQuantized, OtherModelsAreRefused) {
+TEST(FusedQuantized, ManyTokensInOneLaunchAreThoseOfOneAtATimeAndOfTheGraph) {
+  for (const WeightScheme scheme : kSchemes) {
+    SCOPED_TRACE(weight_scheme_name(scheme));
+    const ModelConfig parallel = quantized(parallel_config(11, 64, 3, 1003), scheme, scheme != WeightScheme::fp8),
+                      sequential = quantized(test::llama_config(test::small_llamas()[1]), scheme, false);
+    if (!refusal_of(parallel).empty()) GTEST_SKIP() << refusal_of(parallel);
+    expect_ids(parallel);
+    expect_ids(sequential);
+  }
+}
+
+TEST(FusedQuantized, OtherTypesBesideTheWeightsAreRefused) {
   const ModelConfig parallel = quantized(parallel_config(4, 32, 2, 307), WeightScheme::int8, false),
                     llama = quantized(test::llama_config(test::small_llamas()[0]), WeightScheme::int4, false);
   EXPECT_EQ(cuda::fused_refusal(parallel, DType::bf16),
-            "the fused kernel reads quantised weights beside fp16, not bf16");
-  EXPECT_EQ(cuda::fused_refusal(llama, DType::bf16),
-            "the fused kernel reads quantised weights of models with the parallel residual alone");
-  EXPECT_EQ(cuda::fused_refusal(quantized(parallel_config(4, 32, 2, 307), WeightScheme::fp8, false), DType::f16),
-            "the fused kernel reads quantised weights in int8 and int4, not fp8");
+            "the fused kernel reads quantised weights of models with the parallel residual beside fp16, not bf16");
+  EXPECT_EQ(cuda::fused_refusal(llama, DType::f16),
+            "the fused kernel reads quantised weights of Llamas and models without the parallel residual beside bf16, "
+            "not fp16");
   ModelConfig head = parallel;
   head.quantization = {WeightScheme::none, WeightScheme::int8};
   EXPECT_EQ(cuda::fused_refusal(head, DType::f16),
@@ -218,10 +199,14 @@ TEST(FusedQuantized, OtherModelsAreRefused) {
 }
 
 TEST(FusedQuantized, WithoutBeingAskedForUpToAWidth) {
-  const ModelConfig parallel = parallel_config(32, 80, 1, 307);
+  const ModelConfig parallel = parallel_config(32, 80, 1, 307), llama = test::llama_config(test::small_llamas()[0]);
   EXPECT_TRUE(cuda::fused_by_default(parallel));
+  EXPECT_TRUE(cuda::fused_by_default(llama));
   EXPECT_TRUE(cuda::fused_by_default(quantized(parallel, WeightScheme::int8, true)));
+  EXPECT_TRUE(cuda::fused_by_default(quantized(parallel, WeightScheme::int4, false)));
+  EXPECT_TRUE(cuda::fused_by_default(quantized(parallel, WeightScheme::fp8, true)));
   EXPECT_FALSE(cuda::fused_by_default(quantized(parallel_config(32, 128, 1, 307), WeightScheme::int8, true)));
+  EXPECT_TRUE(cuda::fused_by_default(quantized(llama, WeightScheme::int4, true)));
 }
 
 // Digits are integers or numbers near 1: that an activation was infinite must not get lost.

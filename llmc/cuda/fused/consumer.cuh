@@ -94,6 +94,7 @@ struct Consumer {
   template <DType Q, int kLoads>
   __device__ __forceinline__ void multiply_stream(int rows, int size, float (&input)[kLoads * kLaneElements],
                                                   bool accumulate);
+  __device__ __forceinline__ static void e4m3_pairs(unsigned word, unsigned& low, unsigned& high);
 
   // ---- norm.cuh
   struct NormWeight {
@@ -128,12 +129,15 @@ struct Consumer {
   template <int kLoads, int kEach>
   __device__ __forceinline__ void multiply_chunks(int rows, int chunk_rows, int width,
                                                   const float (&input)[kLoads * kLaneElements], bool accumulate);
+  template <int kLoads, int kEach>
+  __device__ __forceinline__ void multiply_part(int rows, int matrices, int width,
+                                                float (&input)[kLoads * kLaneElements], bool accumulate);
   __device__ __forceinline__ float partial_sum(int target) const;
   template <typename Finish>
   __device__ __forceinline__ void finish_sums(int count, const Finish& finish);
-  __device__ __forceinline__ void sequential_qkv_rows(int l, const float (&input)[kInputs]);
+  __device__ __forceinline__ void sequential_qkv_rows(int l, float (&input)[kInputs]);
   __device__ __forceinline__ void middle_rows(int l, float (&input)[kInputs]);
-  __device__ __forceinline__ void hidden_rows(int l, int token, const float (&input)[kInputs]);
+  __device__ __forceinline__ void hidden_rows(int l, int token, float (&input)[kInputs]);
   __device__ __forceinline__ void down_rows(int l);
 
   // ---- grouped_attention.cuh

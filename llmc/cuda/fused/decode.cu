@@ -115,6 +115,8 @@ template <typename S, DType Q>
 const void* quantized_kernel(const Plan& plan, bool instrumented) {
   if constexpr (std::is_same_v<S, fp16>) {
     if (!plan.sequential) return fused_kernel<Quantized<Q>, S, S>(plan.shape.row_loads, instrumented);
+  } else {
+    if (plan.sequential) return fused_sequential_kernel<Quantized<Q>, S, S>(plan.shape.row_loads, instrumented);
   }
   fail(Exit::internal, "fused decoding: weights in %s are not compiled for this model", dtype_name(Q));
 }
@@ -168,6 +170,8 @@ struct FusedDecode<W, A, KV>::State {
         return quantized_kernel<W, DType::i8>(plan, instrumented());
       case DType::u4:
         return quantized_kernel<W, DType::u4>(plan, instrumented());
+      case DType::e4m3:
+        return quantized_kernel<W, DType::e4m3>(plan, instrumented());
       default:
         return plan.sequential ? fused_sequential_kernel<W, A, KV>(plan.shape.row_loads, instrumented())
                                : fused_kernel<W, A, KV>(plan.shape.row_loads, instrumented());
@@ -247,6 +251,7 @@ void FusedDecode<W, A, KV>::State::upload_layers(const NeoxWeights<W, A>& weight
 template <typename W, typename A, typename KV>
 void FusedDecode<W, A, KV>::State::upload_quantized_layers(const NeoxWeights<W, A>& weights) {
   const Sizes& sizes = plan.sizes;
+  const SequentialSizes* const sequential = plan.sequential ? &plan.sequential_sizes : nullptr;
   streams = std::make_unique<DeviceArena>(plan_streams(config, plan));
   std::byte* const begin = streams->at<std::byte>(0);
   const std::int64_t layer_bytes = blocks * sizes.stream_bytes;
@@ -255,7 +260,7 @@ void FusedDecode<W, A, KV>::State::upload_quantized_layers(const NeoxWeights<W, 
     const NeoxLayerWeights<W, A>& w = weights.layers[l];
     const QuantizedMatrices::Layer& m = weights.quantized.layers[l];
     std::byte* const to = begin + static_cast<std::int64_t>(l) * layer_bytes;
-    pack_layer(to, m, sizes, plan.shape.row_loads, parameters.rows, blocks, stream);
+    pack_layer(to, m, sizes, sequential, plan.shape.row_loads, parameters.rows, blocks, stream);
     layers.push_back({to, nullptr, m.qkv.row_scales, m.up.row_scales, m.down.row_scales, m.dense.row_scales, w.qkv.bias,
                       w.up.bias, w.down.bias, w.dense.bias, w.input_norm.weight, w.input_norm.bias, w.post_norm.weight,
                       w.post_norm.bias});

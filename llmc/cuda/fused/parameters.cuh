@@ -34,7 +34,7 @@ struct Layer {
 // sizeof(Layer<W, A>) for all types: the host lays out shared memory without knowing them.
 constexpr int kLayerBytes = 12 * static_cast<int>(sizeof(void*));
 
-// In the place of a weight type: matrices of the layers in i8 or u4, in the order of weight_stream.cuh.
+// In the place of a weight type: matrices of the layers in i8, e4m3 or u4, in the order of weight_stream.cuh.
 template <DType Q>
 struct Quantized {
   static constexpr DType kType = Q;

@@ -148,6 +148,7 @@ DType weight_type(const ModelConfig& config) {
     case WeightScheme::int4:
       return DType::u4;
     case WeightScheme::fp8:
+      return DType::e4m3;
     case WeightScheme::none:
       break;
   }
@@ -176,8 +177,9 @@ void set_quantized(Plan& plan, const ModelConfig& config, int most_rows) {
   const auto aligned = [](std::int64_t bytes) { return ceil_div(bytes, 128) * 128; };
   for (int b = 0; b < plan.blocks; ++b) {
     const BlockRows& own = plan.rows[static_cast<std::size_t>(b)];
+    const LayerParts parts = layer_parts(p, plan.sequential ? &plan.sequential_sizes : nullptr, own, b, plan.blocks);
     std::int64_t bytes = 0;
-    for (const LayerParts::Part& part : layer_parts(p, own).part) bytes += part_bytes(q, shape, part);
+    for (int i = 0; i < parts.count; ++i) bytes += part_bytes(q, shape, parts.part[i]);
     p.stream_bytes = std::max(p.stream_bytes, aligned(bytes));
     if (config.quantization.head == WeightScheme::none) continue;
     const StreamPart head = {own.head.end - own.head.begin, groups_of(config.hidden_size)};
@@ -294,6 +296,7 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
   p.first_part = static_cast<int>(first_part);
   p.gated = gated;
   p.rms = config.norm == NormKind::rmsnorm;
+  set_quantized(plan, config, most_rows);
   set_ring(plan, device, tuning, group);
   return plan;
 }

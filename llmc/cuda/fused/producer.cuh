@@ -133,7 +133,11 @@ struct Producer {
     const Parameters& p = c.p;
     bool more = true;
     [[maybe_unused]] LayerParts parts;
-    if constexpr (K::kQuantized) parts = layer_parts(p, own);
+    if constexpr (K::kQuantized) {
+      const SequentialSizes* sequential = nullptr;
+      if constexpr (K::kSequential) sequential = &p;
+      parts = layer_parts(p, sequential, own, c.block, c.blocks);
+    }
     for (int token = 0; more && token < p.count; ++token) {
       for (int l = 0; more && l < p.L; ++l) {
         if constexpr (K::kQuantized) {

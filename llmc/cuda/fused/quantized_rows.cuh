@@ -1,16 +1,22 @@
-// GEMV over the chunks of the ring with int8 or int4 weights, by integer mma.m16n8k32 (PTX ISA, "Matrix Fragments for
-// mma.m16n8k32"). The weights are operand A, as stored (int8) or after one mask for 8 of them (int4). Operand B holds
-// the activations in fixed point: each warp scales its fp32 activations by a power of two, so that the largest becomes
-// a 31-bit integer, and splits each integer into four signed 8-bit digits. A column of B is one digit of the
-// activations. Sums of digits times weights are exact in int32; they are scaled and added in fp32. So the result is as
-// exact as fp32 activations times the weights would be, without unpacking weights to floats.
+// GEMV over the chunks of the ring with weights in int8, int4 or fp8, on tensor cores (PTX ISA, "Matrix Fragments for
+// mma.m16n8k32"). int8 and int4 go through the integer mma.m16n8k32. The weights are operand A, as stored (int8) or
+// after one mask for 8 of them (int4). Operand B holds the activations in fixed point: each warp scales its fp32
+// activations by a power of two, so that the largest becomes a 31-bit integer, and splits each integer into four signed
+// 8-bit digits. A column of B is one digit of the activations. Sums of digits times weights are exact in int32; they are
+// scaled and added in fp32. So the result is as exact as fp32 activations times the weights would be, without unpacking
+// weights to floats.
 //
-// Four digits fill half of the 8 columns; the other half serves a second half of K. Of the four words w0 w1 w2 w3 that
-// a lane loads from weight row g, the mma takes w0 and w2 as row g of A, w1 and w3 as row g + 8. Columns 0 to 3 of B
-// hold the digits that belong to w0 and w2, columns 4 to 7 those that belong to w1 and w3. Wanted are the sums of row g
-// with columns 0 to 3 and of row g + 8 with columns 4 to 7; the others are discarded. A tile therefore has 8 rows of
-// weights, not 16.
+// fp8 goes through mma.m16n8k16: two instructions make four weights fp16, exactly, and the activations are three fp16
+// digits of 11 bits relative to the largest. Products are exact, sums are fp32.
+//
+// Four digits (of fp8 three and zeros) fill half of the 8 columns; the other half serves a second half of K. Of the
+// four words w0 w1 w2 w3 that a lane loads from weight row g, the mma takes w0 and w2 as row g of A, w1 and w3 as row
+// g + 8. Columns 0 to 3 of B hold the digits that belong to w0 and w2, columns 4 to 7 those that belong to w1 and w3.
+// Wanted are the sums of row g with columns 0 to 3 and of row g + 8 with columns 4 to 7; the others are discarded. A
+// tile therefore has 8 rows of weights, not 16.
 #pragma once
+
+#include <type_traits>
 
 #include "llmc/cuda/fused/consumer.cuh"
 #include "llmc/cuda/fused/producer.cuh"
@@ -35,6 +41,13 @@ __device__ __forceinline__ void multiply_add(int (&c)[4], const unsigned (&a)[4]
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   }
 }
+// c [16, 8] += a [16, 16] b [16, 8] in fp16.
+__device__ __forceinline__ void multiply_add(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
 
 __device__ __forceinline__ unsigned load_shared_word(unsigned address) {
   unsigned value;
@@ -48,12 +61,16 @@ __device__ __forceinline__ void store_shared(unsigned address, unsigned x, unsig
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-constexpr int kSteps = 2;  // mma for one tile and one group of 128; each takes two words of B a lane
+template <DType Q>
+constexpr bool kIntegers = Q != DType::e4m3;
+// mma for one tile and one group of 128; each takes two words of B a lane.
+template <DType Q>
+constexpr int kSteps = kIntegers<Q> ? 2 : 4;
 // The digits of one band of activations (weight_stream.cuh), as this lane's B fragments.
 template <typename K>
 template <DType Q>
 struct Consumer<K>::Digits {
-  unsigned b[kRowLoads][kWarpGroups][kSteps][2];
+  unsigned b[kRowLoads][kWarpGroups][kSteps<Q>][2];
   int sums[kRowLoads][kWarpGroups]
           [2];  // int4: sums over a group of the digits in columns 2 t and 2 t + 1, which multiply the zero point
   float scale;  // factor from the sum over this lane's two digits to activations
@@ -64,7 +81,8 @@ struct Consumer<K>::Digits {
 template <typename K>
 template <DType Q>
 __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const float* x) const {
-  constexpr unsigned kUp = 283;  // |x| < 2^(exponent - 126) for the largest biased exponent, which is scaled to 2^30
+  // |x| < 2^(exponent - 126) for the largest biased exponent, which is scaled to 2^30, for fp8 to 2^9.
+  constexpr unsigned kUp = kIntegers<Q> ? 283 : 262;
   unsigned most = 0;
 #pragma unroll
   for (int j = 0; j < kInputs; ++j) most = max(most, __float_as_uint(x[j]) & 0x7fffffffu);
@@ -72,39 +90,77 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const flo
   const float up = __uint_as_float((kUp - exponent) << 23);
   const int column = lane / 4, t = lane % 4;
   d.scale = exponent == 255 ? __uint_as_float(0x7fffffffu) : __uint_as_float((exponent + 254 - kUp) << 23);
-  if (t % 2 == 1) d.scale *= 65536.0f;
-  if (Q == DType::u4 && t >= 2) d.scale *= 0.0625f;
+  if constexpr (kIntegers<Q>) {
+    if (t % 2 == 1) d.scale *= 65536.0f;
+    if (Q == DType::u4 && t >= 2) d.scale *= 0.0625f;
+  } else if (t % 2 == 1) {
+    d.scale *= 0x1p-22f;
+  }
   const unsigned planes = shared_address(shared) + at.digits + warp * kDigitBytes;
   const unsigned from = planes + column % 4 * kDigitPlane;
 #pragma unroll
   for (int i = 0; i < kRowLoads; ++i) {
     const float* const own = x + i * kLaneElements;
-    unsigned plane[4][2];
+    if constexpr (kIntegers<Q>) {
+      unsigned plane[4][2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      unsigned v[4];  // four signed digits in the bytes of a word, the least significant in the lowest byte
+      for (int half = 0; half < 2; ++half) {
+        unsigned v[4];  // four signed digits in the bytes of a word, the least significant in the lowest byte
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        v[j] = (static_cast<unsigned>(__float2int_rn(own[4 * half + j] * up)) + 0x80808080u) ^ 0x80808080u;
+        for (int j = 0; j < 4; ++j) {
+          v[j] = (static_cast<unsigned>(__float2int_rn(own[4 * half + j] * up)) + 0x80808080u) ^ 0x80808080u;
+        }
+        const unsigned low01 = __byte_perm(v[0], v[1], 0x5140), high01 = __byte_perm(v[0], v[1], 0x7362),
+                       low23 = __byte_perm(v[2], v[3], 0x5140), high23 = __byte_perm(v[2], v[3], 0x7362);
+        plane[0][half] = __byte_perm(low01, low23, 0x5410);
+        plane[1][half] = __byte_perm(low01, low23, 0x7632);
+        plane[2][half] = __byte_perm(high01, high23, 0x5410);
+        plane[3][half] = __byte_perm(high01, high23, 0x7632);
       }
-      const unsigned low01 = __byte_perm(v[0], v[1], 0x5140), high01 = __byte_perm(v[0], v[1], 0x7362),
-                     low23 = __byte_perm(v[2], v[3], 0x5140), high23 = __byte_perm(v[2], v[3], 0x7362);
-      plane[0][half] = __byte_perm(low01, low23, 0x5410);
-      plane[1][half] = __byte_perm(low01, low23, 0x7632);
-      plane[2][half] = __byte_perm(high01, high23, 0x5410);
-      plane[3][half] = __byte_perm(high01, high23, 0x7632);
-    }
-    __syncwarp();  // the digits of the previous load have been read
+      __syncwarp();  // the digits of the previous load have been read
 #pragma unroll
-    for (int n = 0; n < 4; ++n) store_shared(planes + n * kDigitPlane + 8 * lane, plane[n][0], plane[n][1]);
-    __syncwarp();
+      for (int n = 0; n < 4; ++n) store_shared(planes + n * kDigitPlane + 8 * lane, plane[n][0], plane[n][1]);
+      __syncwarp();
 #pragma unroll
-    for (int group = 0; group < kWarpGroups; ++group) {
+      for (int group = 0; group < kWarpGroups; ++group) {
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        const unsigned word = from + group * 128 + 32 * t + 16 * s + (column >= 4 ? 4 : 0);
-        d.b[i][group][s][0] = load_shared_word(word);
-        d.b[i][group][s][1] = load_shared_word(word + 8);
+        for (int s = 0; s < kSteps<Q>; ++s) {
+          const unsigned word = from + group * 128 + 32 * t + 16 * s + (column >= 4 ? 4 : 0);
+          d.b[i][group][s][0] = load_shared_word(word);
+          d.b[i][group][s][1] = load_shared_word(word + 8);
+        }
+      }
+    } else {
+      unsigned plane[3][4];
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        float rest[2] = {own[2 * pair] * up, own[2 * pair + 1] * up};
+#pragma unroll
+        for (int n = 0; n < 3; ++n) {
+          const __half2 digit = __floats2half2_rn(rest[0], rest[1]);
+          plane[n][pair] = *reinterpret_cast<const unsigned*>(&digit);
+          rest[0] = (rest[0] - __low2float(digit)) * 2048.0f;
+          rest[1] = (rest[1] - __high2float(digit)) * 2048.0f;
+        }
+      }
+#pragma unroll
+      for (int group = 0; group < kWarpGroups; ++group) {
+        __syncwarp();
+        if (lane / 16 == group) {
+          const unsigned to = planes + lane % 16 * 16;
+#pragma unroll
+          for (int n = 0; n < 3; ++n) {
+            store_shared(to + n * kDigitPlane, plane[n][0], plane[n][1], plane[n][2], plane[n][3]);
+          }
+          store_shared(to + 3 * kDigitPlane, 0, 0, 0, 0);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int s = 0; s < kSteps<Q>; ++s) {
+          const unsigned word = from + 64 * t + 16 * s + (column >= 4 ? 4 : 0);
+          d.b[i][group][s][0] = load_shared_word(word);
+          d.b[i][group][s][1] = load_shared_word(word + 8);
+        }
       }
     }
     if constexpr (Q == DType::u4) {
@@ -113,7 +169,7 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const flo
       for (int group = 0; group < kWarpGroups; ++group) {
         int sums[4] = {};
 #pragma unroll
-        for (int s = 0; s < kSteps; ++s) multiply_add<Q>(sums, kOnes, d.b[i][group][s]);
+        for (int s = 0; s < kSteps<Q>; ++s) multiply_add<Q>(sums, kOnes, d.b[i][group][s]);
         d.sums[i][group][0] = t >= 2 ? 16 * sums[0] : sums[0];  // columns 4 to 7 meet weights from high nibbles, 16 q
         d.sums[i][group][1] = t >= 2 ? 16 * sums[1] : sums[1];
       }
@@ -133,7 +189,8 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
       reinterpret_cast<float*>(shared + at.partials) + (partial_buffer * p.warps_k + warp_k) * p.partial_rows;
   for (int first = 0; first < rows; first += stage_rows) {
     const int begin = first + warp_r * kSetRows, own_rows = max(0, min(kSetRows, rows - begin));
-    int sums[kWarpGroups][4] = {};  // independent accumulators, so that the mma overlap
+    // independent accumulators, so that the mma overlap
+    std::conditional_t<kIntegers<Q>, int, float> sums[kWarpGroups][4] = {};
     float scaled[kTiles] = {};
 #pragma unroll
     for (int i = 0; i < kRowLoads; ++i) {
@@ -178,6 +235,18 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
               const uint4 v = w[tile][group][half];
               multiply_add<Q>(sums[group], {v.x, v.y, v.z, v.w}, b[half]);
             }
+          } else if constexpr (Q == DType::e4m3) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const uint4 v = w[tile][group][half];
+              unsigned a[8];
+              e4m3_pairs(v.x, a[0], a[1]);
+              e4m3_pairs(v.y, a[2], a[3]);
+              e4m3_pairs(v.z, a[4], a[5]);
+              e4m3_pairs(v.w, a[6], a[7]);
+              multiply_add(sums[group], {a[0], a[1], a[2], a[3]}, b[2 * half]);
+              multiply_add(sums[group], {a[4], a[5], a[6], a[7]}, b[2 * half + 1]);
+            }
           } else {
             constexpr unsigned kLow = 0x0f0f0f0fu, kHigh = 0xf0f0f0f0u;  // the high nibble stays in place: 16 q
             const uint4 v = w[tile][group][0];
@@ -199,7 +268,8 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
       if constexpr (Q != DType::u4) {
         const auto low = t < 2 ? sums[0][0] + sums[1][0] : sums[0][2] + sums[1][2];
         const auto high = t < 2 ? sums[0][1] + sums[1][1] : sums[0][3] + sums[1][3];
-        sum = fmaf(static_cast<float>(high), 256.0f, static_cast<float>(low));
+        constexpr float kDigit = kIntegers<Q> ? 256.0f : 0x1p-11f;
+        sum = fmaf(static_cast<float>(high), kDigit, static_cast<float>(low));
       }
       sum *= x.scale;
       sum += __shfl_xor_sync(~0u, sum, 1);
@@ -211,6 +281,14 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
       }
     }
   }
+}
+
+// Four numbers in e4m3 as fp16.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::e4m3_pairs(unsigned word, unsigned& low, unsigned& high) {
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(word));
 }
 
 // Partial sums of `rows` rows of `size` elements over this thread's part of `input`, band by band. With several bands,
@@ -235,7 +313,7 @@ __device__ __forceinline__ void Consumer<K>::multiply_stream(int rows, int size,
   }
 }
 
-// ---- the producer ---------------------------------------------------------------------------------------------------------
+// ---- the producer ---------------------------------------------------------------------------------------------------
 
 // Copies one part of the stream from `source`, which is advanced past it.
 template <typename K>
@@ -258,10 +336,19 @@ __device__ bool Producer<K>::stream_part(const std::byte*& source, int rows, int
 template <typename K>
 __device__ bool Producer<K>::quantized_layer(const LayerParts& parts, int token, int l) {
   const Parameters& p = c.p;
+  const int before_cache = K::kSequential ? 1 : 2;
   const std::byte* source = layers[l].stream + c.block * p.stream_bytes;
 #pragma unroll 1
-  for (int i = 0; i < kParts; ++i) {
-    if (i == 2 && !cache(token, l, p.position + token)) return false;
+  for (int i = 0; i < parts.count; ++i) {
+    if (i == before_cache) {
+      bool good;
+      if constexpr (K::kSequential) {
+        good = pages(token, l, p.position + token);
+      } else {
+        good = cache(token, l, p.position + token);
+      }
+      if (!good) return false;
+    }
     if (!stream_part<K::W::kType>(source, parts.part[i].rows, parts.part[i].groups)) return false;
   }
   return true;

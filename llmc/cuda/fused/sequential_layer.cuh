@@ -126,6 +126,19 @@ __device__ __forceinline__ void Consumer<K>::multiply_chunks(int rows, int chunk
   }
 }
 
+// Partial sums of `rows` rows of `width` elements of each of `matrices` matrices (2: gate and up) times `input`, which
+// is overwritten where it has several bands (quantized_rows.cuh).
+template <typename K>
+template <int kLoads, int kEach>
+__device__ __forceinline__ void Consumer<K>::multiply_part(int rows, int matrices, int width,
+                                                           float (&input)[kLoads * kLaneElements], bool accumulate) {
+  if constexpr (K::kQuantized) {
+    multiply_stream<K::W::kType, kLoads>(matrices * rows, width, input, accumulate);
+  } else {
+    multiply_chunks<kLoads, kEach>(rows, kEach * c.p.warps_r / matrices, width, input, accumulate);
+  }
+}
+
 // Adds the partial sums of a row in the order of the warps.
 template <typename K>
 __device__ __forceinline__ float Consumer<K>::partial_sum(int target) const {
@@ -150,10 +163,10 @@ __device__ __forceinline__ void Consumer<K>::finish_sums(int count, const Finish
 }
 
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::sequential_qkv_rows(int l, const float (&input)[kInputs]) {
-  const RowTerms terms = load_terms(layers[l].qkv_bias, nullptr, own.qkv);
+__device__ __forceinline__ void Consumer<K>::sequential_qkv_rows(int l, float (&input)[kInputs]) {
+  const RowTerms terms = load_terms(layers[l].qkv_bias, layers[l].qkv_scales, own.qkv);
   const int rows = own.qkv.end - own.qkv.begin;
-  multiply_chunks<kRowLoads, kRows>(rows, kRows * c.p.warps_r, c.p.C, input, false);
+  multiply_part<kRowLoads, kRows>(rows, 1, c.p.C, input, false);
   finish_sums(
       rows, [&](int row, float sum) { store_relaxed(c.p.qkv + own.qkv.begin + row, tagged(terms.of(sum), step + 1)); });
   stamp(l, FusedPhase::qkv_done);
@@ -165,10 +178,10 @@ __device__ __forceinline__ void Consumer<K>::middle_rows(int l, float (&input)[k
   const Parameters& p = c.p;
   const int rows = own.out.end - own.out.begin;
   if (rows <= 0) return;
-  const RowTerms terms = load_terms(layers[l].dense_bias, nullptr, own.out);
+  const RowTerms terms = load_terms(layers[l].dense_bias, layers[l].dense_scales, own.out);
   load_vector<kRowLoads>(p.attention, p.q_size, step + 1, input);
   stamp(l, FusedPhase::attention_here);
-  multiply_chunks<kRowLoads, kRows>(rows, kRows * p.warps_r, p.q_size, input, false);
+  multiply_part<kRowLoads, kRows>(rows, 1, p.q_size, input, false);
   finish_sums(rows, [&](int row, float sum) {
     x_own += terms.of(sum);
     store_relaxed(p.x_mid + own.out.begin + row, tagged(x_own, step + 1));
@@ -178,20 +191,29 @@ __device__ __forceinline__ void Consumer<K>::middle_rows(int l, float (&input)[k
 
 // MLP-up with GELU, or gate and up with SwiGLU, in two parts.
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::hidden_rows(int l, int token, const float (&input)[kInputs]) {
+__device__ __forceinline__ void Consumer<K>::hidden_rows(int l, int token, float (&input)[kInputs]) {
   const Parameters& p = c.p;
 #pragma unroll 1
   for (int part = 0; part < 2; ++part) {
     const RowRange own_rows = hidden_part(p, p.first_part, part, c.block, c.blocks);
-    const RowTerms terms = load_terms(layers[l].up_bias, nullptr, own_rows);
-    const int rows = own_rows.end - own_rows.begin, chunk_rows = kRows * p.warps_r;
-    multiply_chunks<kRowLoads, kRows>(rows, p.gated ? chunk_rows / 2 : chunk_rows, p.C, input, false);
+    RowTerms terms = load_terms(layers[l].up_bias, p.gated ? nullptr : layers[l].up_scales, own_rows);
+    const int rows = own_rows.end - own_rows.begin;
+    [[maybe_unused]] float up_row_scale = 1;  // where `terms` has that of gate
+    if constexpr (K::kQuantized) {
+      if (p.gated && layers[l].up_scales != nullptr && thread < rows) {
+        terms.scale = load_scale(layers[l].up_scales + gate_scale(own_rows.begin + thread));
+        up_row_scale = load_scale(layers[l].up_scales + up_scale(own_rows.begin + thread));
+      }
+    }
+    multiply_part<kRowLoads, kRows>(rows, p.gated ? 2 : 1, p.C, input, false);
     bool write = true;
     if constexpr (K::kInstrumented) {  // the last token never completes
       write = !(p.instruments.lose_an_arrival && c.block == 0 && token == p.count - 1);
     }
     finish_sums(rows, [&](int row, float sum) {
-      const float value = p.gated ? swiglu<float>(sum, partial_sum(rows + row)) : gelu_exact(terms.of(sum));
+      const auto up = [&] { return partial_sum(rows + row) * (K::kQuantized ? up_row_scale : 1.0f); };
+      const float value =
+          p.gated ? swiglu<float>(K::kQuantized ? terms.of(sum) : sum, up()) : gelu_exact(terms.of(sum));
       if (write) store_relaxed(p.h + own_rows.begin + row, tagged(value, step + 1));
     });
   }
@@ -204,7 +226,7 @@ __device__ __forceinline__ void Consumer<K>::down_rows(int l) {
   const Parameters& p = c.p;
   const int rows = own.out.end - own.out.begin;
   if (rows <= 0) return;
-  const RowTerms terms = load_terms(layers[l].down_bias, nullptr, own.out);
+  const RowTerms terms = load_terms(layers[l].down_bias, layers[l].down_scales, own.out);
 #pragma unroll 1
   for (int part = 0; part < 2; ++part) {
     const int begin = part == 0 ? 0 : p.first_part, width = part == 0 ? p.first_part : p.F - p.first_part;
@@ -212,7 +234,7 @@ __device__ __forceinline__ void Consumer<K>::down_rows(int l) {
     float hidden[kPartLoads * kLaneElements];
     load_vector<kPartLoads>(p.h + begin, width, step + 1, hidden);
     stamp(l, FusedPhase::mlp_up_here);
-    multiply_chunks<kPartLoads, kPartRows>(rows, kPartRows * p.warps_r, width, hidden, part > 0);
+    multiply_part<kPartLoads, kPartRows>(rows, 1, width, hidden, part > 0);
   }
   finish_sums(rows, [&](int row, float sum) {
     x_own += terms.of(sum);

@@ -15,7 +15,18 @@ constexpr int kPackThreads = 256, kPackSlices = 8;  // thread blocks that divide
 struct Source {
   const std::byte* blocks;
   std::int64_t K;
+  int first_group;
   RowRange rows;
+  bool gated;  // rows of gate, then those of up
+
+  // The row of the packed matrix that is row `row` of the part.
+  __device__ std::int64_t packed_row(int row) const {
+    if (!gated) return rows.begin + row;
+    const int count = rows.end - rows.begin;
+    const bool up = row >= count;
+    const auto part = up ? PackedPlace::Part::up : PackedPlace::Part::gate;
+    return quantized::packed_row({rows.begin, part}, up ? row - count : row);
+  }
 };
 
 // The 16 bytes at `offset` of the stage that begins at row `first_row` and group `first_group` of the part.
@@ -25,13 +36,14 @@ __device__ uint4 stage_piece(const Source& from, int offset, int first_row, int 
   const int own_rows = min(set_rows(Q), rows - set * set_rows(Q));
   offset -= set * set_stride;
   first_row += set * set_rows(Q);
+  first_group += from.first_group;
   unsigned words[4] = {};
   constexpr int kRowBytes = 64;  // consecutive bytes of one row
   constexpr int kHalves = Q == DType::u4 ? 1 : 2;
   const int weights = groups * kHalves * own_rows * kRowBytes;
   if (offset < weights) {
     const int piece = offset / (own_rows * kRowBytes), t = offset % kRowBytes / 16;
-    const std::int64_t row = from.rows.begin + first_row + offset / kRowBytes % own_rows;
+    const std::int64_t row = from.packed_row(first_row + offset / kRowBytes % own_rows);
     const std::int64_t k =
         static_cast<std::int64_t>(first_group + piece / kHalves) * kQuantGroup + 32 * t + piece % kHalves * 16;
     const auto value = [&](std::int64_t at) {
@@ -52,7 +64,7 @@ __device__ uint4 stage_piece(const Source& from, int offset, int first_row, int 
     for (int n = 0; n < 4; ++n) {
       const int index = (offset - weights) / 4 + n;
       if (index >= groups * own_rows) break;
-      words[n] = quantized::packed_group(from.blocks, from.K, from.rows.begin + first_row + index % own_rows,
+      words[n] = quantized::packed_group(from.blocks, from.K, from.packed_row(first_row + index % own_rows),
                                          first_group + index / own_rows);
     }
   }
@@ -82,10 +94,16 @@ struct LayerSources {
 
 template <DType Q>
 __global__ void __launch_bounds__(kPackThreads)
-    pack_layer_kernel(std::byte* to, LayerSources from, Sizes sizes, StreamShape shape, const BlockRows* rows) {
-  to += blockIdx.x * sizes.stream_bytes;
-  for (const LayerParts::Part& part : layer_parts(sizes, rows[blockIdx.x]).part) {
-    pack_part<Q>(to, {from.blocks[part.matrix], from.K[part.matrix], part.rows_of}, shape, part);
+    pack_layer_kernel(std::byte* to, LayerSources from, Sizes sizes, SequentialSizes sequential, bool is_sequential,
+                      StreamShape shape, const BlockRows* rows) {
+  const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+  const LayerParts parts = layer_parts(sizes, is_sequential ? &sequential : nullptr, rows[block], block, blocks);
+  to += block * sizes.stream_bytes;
+  for (int i = 0; i < parts.count; ++i) {
+    const LayerParts::Part& part = parts.part[i];
+    const bool gated = is_sequential && sequential.gated && part.matrix == LayerParts::up;
+    pack_part<Q>(to, {from.blocks[part.matrix], from.K[part.matrix], part.first_group, part.rows_of, gated}, shape,
+                 part);
     to += part_bytes(Q, shape, part);
   }
 }
@@ -93,20 +111,24 @@ __global__ void __launch_bounds__(kPackThreads)
 __global__ void __launch_bounds__(kPackThreads)
     pack_head_kernel(std::byte* to, const std::byte* from, Sizes sizes, StreamShape shape, const BlockRows* rows) {
   const RowRange own = rows[blockIdx.x].head;
-  pack_part<DType::i8>(to + blockIdx.x * sizes.head_stream_bytes, {from, sizes.C, own}, shape,
+  pack_part<DType::i8>(to + blockIdx.x * sizes.head_stream_bytes, {from, sizes.C, 0, own, false}, shape,
                        {own.end - own.begin, groups_of(sizes.C)});
 }
 
 }  // namespace
 
-void pack_layer(std::byte* to, const QuantizedMatrices::Layer& from, const Sizes& sizes, int row_loads,
-                const BlockRows* rows, int blocks, cudaStream_t stream) {
+void pack_layer(std::byte* to, const QuantizedMatrices::Layer& from, const Sizes& sizes,
+                const SequentialSizes* sequential, int row_loads, const BlockRows* rows, int blocks,
+                cudaStream_t stream) {
+  const std::int64_t attention = sequential == nullptr ? sizes.C : sequential->q_size;
   const LayerSources sources = {{from.qkv.blocks, from.up.blocks, from.down.blocks, from.dense.blocks},
-                                {sizes.C, sizes.C, sizes.F, sizes.C}};
+                                {sizes.C, sizes.C, sizes.F, attention}};
   const StreamShape shape(sizes, row_loads);
   const auto launch = [&](auto kernel) {
     const dim3 grid(static_cast<unsigned>(blocks), kPackSlices);
-    kernel<<<grid, kPackThreads, 0, stream>>>(to, sources, sizes, shape, rows);
+    kernel<<<grid, kPackThreads, 0, stream>>>(to, sources, sizes,
+                                              sequential == nullptr ? SequentialSizes{} : *sequential,
+                                              sequential != nullptr, shape, rows);
     check_launch("fused decoding: weights");
   };
   switch (from.qkv.dtype) {
@@ -114,6 +136,8 @@ void pack_layer(std::byte* to, const QuantizedMatrices::Layer& from, const Sizes
       return launch(pack_layer_kernel<DType::i8>);
     case DType::u4:
       return launch(pack_layer_kernel<DType::u4>);
+    case DType::e4m3:
+      return launch(pack_layer_kernel<DType::e4m3>);
     default:
       fail(Exit::internal, "fused decoding: a stream of weights in %s", dtype_name(from.qkv.dtype));
   }

@@ -41,7 +41,8 @@ __host__ __device__ inline int groups_of(std::int64_t K) {
   return static_cast<int>((K + kQuantGroup - 1) / kQuantGroup);
 }
 
-// A warp's staging buffer for the digits of 256 activations (quantized_rows.cuh): four planes, one for each digit.
+// A warp's staging buffer for the digits of its activations (quantized_rows.cuh): four planes, one for each digit, of
+// 256 integers or 128 fp16 numbers.
 constexpr int kDigitPlane = 256 + 16;  // bytes; 16 bytes of padding put the planes into different banks
 constexpr int kDigitBytes = 4 * kDigitPlane;
 
@@ -85,22 +86,50 @@ __host__ __device__ inline std::int64_t part_bytes(DType q, const StreamShape& s
 }
 
 // The parts of a block's stream, in the order in which they are read. Keys and values are copied between MLP-up and
-// MLP-down.
-constexpr int kParts = 4;
+// MLP-down with the parallel residual, after QKV with the sequential one. A part of gate and up has the rows of gate
+// first.
+constexpr int kMostParts = 6;
 struct LayerParts {
   enum Matrix { qkv, up, down, dense };
   struct Part : StreamPart {
     Matrix matrix;
+    int first_group;  // of the matrix
     RowRange rows_of;
   };
-  Part part[kParts];
+  Part part[kMostParts];
+  int count;
 };
-__host__ __device__ inline LayerParts layer_parts(const Sizes& p, const BlockRows& own) {
-  const auto part = [](LayerParts::Matrix matrix, const RowRange& rows, int K) {
-    return LayerParts::Part{{rows.end - rows.begin, groups_of(K)}, matrix, rows};
+__host__ __device__ inline LayerParts layer_parts(const Sizes& p, const SequentialSizes* s, const BlockRows& own,
+                                                  int block, int blocks) {
+  LayerParts parts{};
+  const auto add = [&](LayerParts::Matrix matrix, const RowRange& rows, int first_group, int groups, int matrices = 1) {
+    LayerParts::Part& part = parts.part[parts.count++];
+    part.rows = matrices * (rows.end - rows.begin), part.groups = groups;
+    part.matrix = matrix, part.first_group = first_group, part.rows_of = rows;
   };
-  return {{part(LayerParts::qkv, own.qkv, p.C), part(LayerParts::up, own.up, p.C), part(LayerParts::down, own.out, p.F),
-           part(LayerParts::dense, own.out, p.C)}};
+  add(LayerParts::qkv, own.qkv, 0, groups_of(p.C));
+  if (s == nullptr) {
+    add(LayerParts::up, own.up, 0, groups_of(p.C));
+    add(LayerParts::down, own.out, 0, groups_of(p.F));
+    add(LayerParts::dense, own.out, 0, groups_of(p.C));
+    return parts;
+  }
+  add(LayerParts::dense, own.out, 0, groups_of(s->q_size));
+  for (int i = 0; i < 2; ++i) {
+    add(LayerParts::up, hidden_part(p, s->first_part, i, block, blocks), 0, groups_of(p.C), s->gated ? 2 : 1);
+  }
+  const int first = groups_of(s->first_part);  // whole loads of a warp, or all of F
+  add(LayerParts::down, own.out, 0, first);
+  add(LayerParts::down, own.out, first, groups_of(p.F) - first);
+  return parts;
+}
+
+// Of a row of QuantizedLayer::up_scales: gate and up lie by turns, 8 rows each (packed_row()).
+__device__ inline int gate_scale(int unit) {
+  return unit / 8 * 16 + unit % 8;
+}
+__device__ inline int up_scale(int unit) {
+  return gate_scale(unit) + 8;
 }
 
 }  // namespace weft::cuda::fused

@@ -10,13 +10,15 @@
 namespace weft::cuda::fused {
 
 struct BlockRows;
+struct SequentialSizes;
 struct Sizes;
 
 // Writes one layer's streams (weight_stream.cuh) for all blocks to `to`: blocks * sizes.stream_bytes bytes of device
-// memory. `from`: int8 or int4 in the layout of quantized_matmul.cuh, on the device; `rows`: [blocks] on the device.
-// Queued in `stream`. Exit::internal for another type.
-void pack_layer(std::byte* to, const QuantizedMatrices::Layer& from, const Sizes& sizes, int row_loads,
-                const BlockRows* rows, int blocks, cudaStream_t stream);
+// memory. `from`: int8, int4 or fp8 in the layout of quantized_matmul.cuh, on the device; `rows`: [blocks] on the
+// device; `sequential`: null with the parallel residual. Queued in `stream`. Exit::internal for another type.
+void pack_layer(std::byte* to, const QuantizedMatrices::Layer& from, const Sizes& sizes,
+                const SequentialSizes* sequential, int row_loads, const BlockRows* rows, int blocks,
+                cudaStream_t stream);
 // The same for the head, which must be int8: blocks * sizes.head_stream_bytes bytes.
 void pack_head(std::byte* to, const PackedMatrix& from, const Sizes& sizes, int row_loads, const BlockRows* rows,
                int blocks, cudaStream_t stream);

@@ -132,15 +132,15 @@ std::string neox_refusal(const ModelConfig& c, DType dtype) {
 std::string fused_refusal(const ModelConfig& config, DType dtype) {
   if (dtype == DType::f32) return "the fused kernel computes with fp16 or bf16 weights, not fp32";
   if (config.quantization.any()) {
-    const WeightScheme scheme = config.quantization.weights;
-    if (scheme == WeightScheme::none) {
+    const bool parallel = config.family == Family::gpt_neox && config.parallel_residual;
+    if (config.quantization.weights == WeightScheme::none) {
       return "the fused kernel reads quantised heads beside quantised layers, not beside layers in 16 bits";
     }
-    if (scheme == WeightScheme::fp8) return "the fused kernel reads quantised weights in int8 and int4, not fp8";
-    if (config.family != Family::gpt_neox || !config.parallel_residual) {
-      return "the fused kernel reads quantised weights of models with the parallel residual alone";
+    if (dtype != (parallel ? DType::f16 : DType::bf16)) {
+      return format("the fused kernel reads quantised weights of %s beside %s, not %s",
+                    parallel ? "models with the parallel residual" : "Llamas and models without the parallel residual",
+                    parallel ? "fp16" : "bf16", parallel ? "bf16" : "fp16");
     }
-    if (dtype != DType::f16) return "the fused kernel reads quantised weights beside fp16, not bf16";
   }
   return fused_decode_refusal(config, probe_device());
 }
@@ -153,7 +153,8 @@ bool graph_is_faster(const ModelConfig& config) {
 
 bool fused_by_default(const ModelConfig& config) {
   constexpr std::int64_t kWidest = 2560;  // one 16-byte load a lane covers a row
-  return !config.quantization.any() || config.hidden_size <= kWidest;
+  const bool parallel = config.family == Family::gpt_neox && config.parallel_residual;
+  return !config.quantization.any() || !parallel || config.hidden_size <= kWidest;
 }
 
 std::vector<MemoryLine> plan_neox(const ModelConfig& config, const NeoxOptions& options) {

@@ -42,8 +42,8 @@ std::string fused_refusal(const ModelConfig& config, DType dtype);
 // exchanges a layer cost more than overlapping launches, unless rows of the weights fill the loads of the warps
 // (measured: dev/performance/fused.md).
 bool graph_is_faster(const ModelConfig& config);
-// Whether the fused kernel is the default for these weights. Of quantised weights: int8 and int4 with the parallel
-// residual up to a hidden_size of 2,560, whose results have been compared with the CPU's on a GPU.
+// Whether the fused kernel is the default for these weights, if the graph is not faster: not for quantised weights with
+// the parallel residual and a hidden_size above 2,560, which have not been measured beside the graph.
 bool fused_by_default(const ModelConfig& config);
 
 // Memory that the model will allocate on the current GPU, as memory() reports it afterwards.

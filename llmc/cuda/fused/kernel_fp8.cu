@@ -1,0 +1,9 @@
+// The fused decode kernel for models with matrices in fp8 and everything else in fp16.
+#include "llmc/cuda/fused/kernel.cuh"
+#include "llmc/cuda/fused/quantized_rows.cuh"
+
+namespace weft::cuda::fused {
+
+WEFT_QUANTIZED_FUSED_KERNELS(fused_kernel, Variant, Quantized<DType::e4m3>, fp16, fp16)
+
+}  // namespace weft::cuda::fused

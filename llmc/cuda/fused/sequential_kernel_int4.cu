@@ -1,0 +1,9 @@
+// The fused decode kernel for models with matrices in int4, everything else in bf16, and the sequential residual.
+#include "llmc/cuda/fused/kernel.cuh"
+#include "llmc/cuda/fused/quantized_rows.cuh"
+
+namespace weft::cuda::fused {
+
+WEFT_QUANTIZED_FUSED_KERNELS(fused_sequential_kernel, SequentialVariant, Quantized<DType::u4>, bf16, bf16)
+
+}  // namespace weft::cuda::fused
