@@ -12,6 +12,7 @@
 #include "llmc/cpu/swiglu.h"
 #include "llmc/cuda/llama/llama.h"
 #include "llmc/cuda/op/matmul.h"
+#include "llmc/cuda/op/residual_norm.h"
 #include "llmc/cuda/op/swiglu.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/compare.h"
@@ -117,6 +118,136 @@ TEST(CudaFp8, WhatIsNotFiniteStaysSo) {
       EXPECT_EQ(std::isnan(fp8_to_f32(codes[i], format)), !std::isfinite(x[i])) << i;
     }
     EXPECT_GT(to.tally.download()[0].amax_bits, 0x7F800000u) << "a NaN is the largest";
+  }
+}
+
+TEST(CudaFp8, TransposedCodesAreTheCodes) {
+  const Stream stream;
+  for (const auto& [N, C] : kSizes) {
+    Codes codes(static_cast<std::size_t>(N * C));
+    std::mt19937 generator(11);
+    for (std::uint8_t& code : codes) code = static_cast<std::uint8_t>(generator());
+    const DeviceBuffer<std::uint8_t> source(codes), turned(codes.size() + 1);
+    transpose_fp8(turned.data(), source.data(), N, C, stream);
+    stream.synchronize("test");
+    Codes want = transposed(codes, N, C);
+    want.push_back(0xFF);  // nothing behind the matrix is written
+    EXPECT_EQ(turned.download(), want) << N << " x " << C;
+  }
+}
+
+// ---- norms that write codes -----------------------------------------------------------------------------------------
+
+struct NormCase {
+  NormKind kind;
+  std::int64_t rows, C;
+  bool branch = true;  // x is added to the stream, which is stored
+  float dropout = 0;
+  int shared_limit = norm_shared_memory();
+  bool finite = true;
+};
+
+// The norm that writes codes against the norm in bf16 with quantize_fp8() behind it: codes, tallies, and what else the norm
+// stores, bit for bit. One column of weights saturates, one is flushed.
+void expect_the_codes_of_the_pass(const NormCase& c) {
+  SCOPED_TRACE(std::string(c.kind == NormKind::layernorm ? "layernorm " : "rmsnorm ") + std::to_string(c.rows) + " x " +
+               std::to_string(c.C) + (c.branch ? ", branch" : "") + ", dropout " + std::to_string(c.dropout) + ", " +
+               std::to_string(c.shared_limit) + " bytes of shared memory" + (c.finite ? "" : ", not finite"));
+  const std::int64_t n = c.rows * c.C;
+  ResidualNormShape shape;
+  shape.rows = c.rows;
+  shape.C = c.C;
+  shape.kind = c.kind;
+  shape.eps = 1e-3f;
+  shape.dropout = c.dropout;
+  shape.seed = 42;
+  Floats weights = random_stored<bf16>(c.C, 5, 0.3f, 1.0f), biases = random_stored<bf16>(c.C, 6);
+  weights[static_cast<std::size_t>(c.C) - 1] = 1e6f;
+  weights[static_cast<std::size_t>(c.C) / 2] = 1e-6f;
+  biases[static_cast<std::size_t>(c.C) / 2] = 0.0f;
+  Floats stream_in = random_stored<bf16>(n, 2, 2.0f, 0.5f);
+  if (!c.finite) {
+    weights[1] = INFINITY;
+    stream_in[static_cast<std::size_t>(n) - 3] = NAN;
+  }
+  const DeviceBuffer<bf16> x = on_device<bf16>(random_stored<bf16>(n, 1)), residual = on_device<bf16>(stream_in);
+  const DeviceBuffer<bf16> weight = on_device<bf16>(weights), bias = on_device<bf16>(biases);
+  struct Result {
+    DeviceBuffer<bf16> h;
+    DeviceBuffer<float> mean, rstd;
+  };
+  const auto operands = [&](const Result& to) {
+    ResidualNormForward<bf16, bf16> io;
+    io.x = c.branch ? x.data() : nullptr;
+    io.residual = residual.data();
+    io.weight = weight.data();
+    io.bias = c.kind == NormKind::layernorm ? bias.data() : nullptr;
+    io.residual_out = c.branch ? to.h.data() : nullptr;
+    io.mean = c.kind == NormKind::layernorm ? to.mean.data() : nullptr;
+    io.rstd = to.rstd.data();
+    return io;
+  };
+  const auto result = [&] {
+    return Result{DeviceBuffer<bf16>(n), DeviceBuffer<float>(c.rows), DeviceBuffer<float>(c.rows)};
+  };
+  constexpr int kExponent = 4;
+  const Fp8Tally before{7, 9, std::bit_cast<std::uint32_t>(0.001f), 0};  // tallies are added to
+  const Stream stream;
+  const Result of_pass = result(), of_norm = result(), of_look = result();
+  const DeviceBuffer<bf16> out(n);
+  Written want(n, kExponent), got(n, kExponent), looked(n, kExponent), again(n, kExponent);
+  for (Written* each : {&want, &got, &looked}) each->tally.upload({before});
+  ResidualNormForward<bf16, bf16> io = operands(of_pass);
+  io.out = out.data();
+  residual_norm_forward(shape, io, stream, c.shared_limit);
+  quantize_fp8(Fp8Format::e4m3, {want.codes.data(), nullptr, want.scale.data(), want.tally.data()}, out.data(), c.rows,
+               c.C, stream);
+  io = operands(of_norm);
+  io.codes = {got.codes.data(), nullptr, got.scale.data(), got.tally.data()};
+  residual_norm_forward(shape, io, stream, c.shared_limit);
+  io = operands(of_look);
+  io.codes = {nullptr, nullptr, nullptr, looked.tally.data()};  // as in the first step
+  residual_norm_forward(shape, io, stream, c.shared_limit);
+  io.codes = {again.codes.data(), nullptr, again.scale.data(), nullptr};  // as in recomputation
+  residual_norm_forward(shape, io, stream, c.shared_limit);
+  stream.synchronize("test");
+
+  EXPECT_EQ(got.codes.download(), want.codes.download());
+  EXPECT_EQ(again.codes.download(), want.codes.download());
+  const Fp8Tally tally = want.tally.download()[0];
+  EXPECT_EQ(got.tally.download()[0], tally);
+  EXPECT_EQ(looked.tally.download()[0], (Fp8Tally{before.saturated, before.flushed, tally.amax_bits, 0}));
+  if (c.finite) {
+    EXPECT_GT(tally.saturated, before.saturated);
+    EXPECT_GT(tally.flushed, before.flushed);
+  } else {
+    EXPECT_GE(tally.amax_bits, 0x7F800000u);
+  }
+  for (const Result* each : {&of_norm, &of_look}) {
+    expect_same_bits(each->h, of_pass.h, "h");
+    expect_same_bits(each->mean, of_pass.mean, "mean");
+    expect_same_bits(each->rstd, of_pass.rstd, "rstd");
+  }
+}
+
+// Every spread of a row over threads: exact widths, widths with bounds, rows that are not copied ahead; one row, several
+// rows a block, more rows than blocks.
+TEST(CudaFp8, NormsWriteTheCodesOfThePass) {
+  for (const NormKind kind : {NormKind::rmsnorm, NormKind::layernorm}) {
+    for (const std::int64_t C :
+         {16, 240, 256, 272, 512, 528, 768, 1024, 1040, 2048, 2064, 2560, 2576, 3072, 4096, 4112, 8192, 8208, 16'384}) {
+      for (const bool branch : {true, false}) {
+        for (const std::int64_t rows : {1, 9}) expect_the_codes_of_the_pass({kind, rows, C, branch});
+        for (const int limit : {20'000, 0}) expect_the_codes_of_the_pass({kind, 9, C, branch, 0, limit});
+      }
+      expect_the_codes_of_the_pass({kind, 9, C, true, 0.3f});
+    }
+    for (const bool branch : {true, false}) {
+      for (const std::int64_t C : {272, 768, 2048, 4096}) expect_the_codes_of_the_pass({kind, 5001, C, branch});
+      expect_the_codes_of_the_pass({kind, 9, 2048, branch, 0, norm_shared_memory(), false});
+      expect_the_codes_of_the_pass({kind, 9, 144, branch, 0, norm_shared_memory(), false});
+    }
+    expect_the_codes_of_the_pass({kind, 5001, 1040, true, 0.1f});
   }
 }
 

@@ -25,6 +25,14 @@ Fp8Memory::Fp8Memory(const ModelConfig& config, const TrainOptions& options) {
   regions.want(&scales, slots);
   regions.want(&inverses, kScaleStride * slots);
   regions.want(&tallies, slots + 1);
+  norms.resize(static_cast<std::size_t>(2 * config.num_layers));  // sized once: `regions` keeps addresses
+  for (std::size_t i = 0; i < norms.size(); ++i) {
+    if (i >= 2 && options.recompute != Recompute::none) {
+      regions.share(&norms[i], &norms[i % 2]);
+    } else {
+      regions.want(&norms[i], N * config.hidden_size);
+    }
+  }
   regions.want(&input, N * widest_input);
   regions.want(&gradient, N * widest_gradient);
   regions.want(&gradient_transposed, N * widest_gradient);
@@ -94,6 +102,13 @@ void Fp8Linears::use_weights(const LlamaParameters<bf16>& weights) {
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
+void Fp8Linears::write_input(BlockLinear linear, std::int64_t layer, double bytes, Pass pass,
+                             const std::function<void(const Fp8Target&)>& norm) {
+  const std::int64_t slot = scales_.slots().at(Fp8Kind::input, layer, linear);
+  find_scale(slot, pass, norm);
+  clock_.run("norm, quantise", 0, bytes, [&] { norm(target(slot, input_codes(linear, layer), nullptr, pass)); });
+}
+
 void Fp8Linears::forward(BlockLinear linear, std::int64_t layer, bf16* out, const bf16* x, const bf16* addend,
                          const char* name, Pass pass) {
   const LinearSize size = linear_size(config_, linear);
@@ -108,8 +123,8 @@ void Fp8Linears::forward(BlockLinear linear, std::int64_t layer, bf16* out, cons
   }
   const std::int64_t weight_slot = scales_.slots().at(Fp8Kind::weight, layer, linear);
   clock_.run(name, 2 * n * C * OC, n * C + C * OC + (addend != nullptr ? 4 : 2) * n * OC, [&] {
-    matmul_.forward_fp8(out, matrix(slot, memory_.input), matrix(weight_slot, weight(linear, layer).codes), rows_,
-                        size.C, size.OC, addend);
+    matmul_.forward_fp8(out, matrix(slot, input_codes(linear, layer)), matrix(weight_slot, weight(linear, layer).codes),
+                        rows_, size.C, size.OC, addend);
   });
 }
 
@@ -158,6 +173,9 @@ void Fp8Linears::weight_grad(BlockLinear linear, std::int64_t layer, float* dwei
       quantize_fp8(fp8_format(Fp8Kind::input), target(slot, nullptr, memory_.input, Pass::again), x, rows_, size.C,
                    stream_);
     });
+  } else if (linear != BlockLinear::down) {
+    clock_.run("transpose input", 0, 2 * n * C,
+               [&] { transpose_fp8(memory_.input, input_codes(linear, layer), rows_, size.C, stream_); });
   }
   const bool of_gate_up = linear == BlockLinear::gate_up;
   const std::uint8_t* const codes = of_gate_up ? memory_.d_gate_up_transposed : memory_.gradient_transposed;

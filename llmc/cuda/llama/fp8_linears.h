@@ -1,9 +1,10 @@
 // The linear layers of the transformer blocks in training with --precision fp8: their fp8 weights, the fp8 operands of
 // the GEMMs, and the scales (llmc/model/fp8.h). llmc/cpu/fp8_linears.h is the same on the CPU.
 //
-// The codes of an input are made twice, each time from the bf16 activation that the layer keeps or recomputes: as rows
-// for the forward GEMM, transposed for the gradient of the weight. Scales lie on the device and change only between
-// steps, so captured graphs stay valid.
+// The inputs of qkv and of gate and up are written as codes by the norms before them, and the layer keeps, or recomputes,
+// these in the place of bf16; the gradient of the weight transposes them. The codes of the output projection's input are
+// made twice, each time from the bf16 activation: as rows for the forward GEMM, transposed for the gradient of the
+// weight. Scales lie on the device and change only between steps, so captured graphs stay valid.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +39,9 @@ struct Fp8Memory {
   std::vector<Weight> weights;                   // [4 layer + linear]
   float *scales = nullptr, *inverses = nullptr;  // [slots]: 2^e; [slots, kScaleStride]: 2^-e
   Fp8Tally* tallies = nullptr;                   // [slots], and one for current scaling
-  std::uint8_t* input = nullptr;                 // [N, C] of the widest input
+  // The outputs of the two norms of each layer [2 layer + norm], [N, C]; with recomputation all layers share one pair.
+  std::vector<std::uint8_t*> norms;
+  std::uint8_t* input = nullptr;  // [N, C] of the widest input: of any, transposed
   // [N, OC] of the widest output gradient except that of gate and up
   std::uint8_t *gradient = nullptr, *gradient_transposed = nullptr;
   std::uint8_t *d_gate_up = nullptr, *d_gate_up_transposed = nullptr;  // [N, 2F]
@@ -61,8 +64,12 @@ class Fp8Linears {
   // Call before a pass: rounds the weights if they have been replaced.
   void use_weights(const LlamaParameters<__nv_bfloat16>& weights);
 
-  // out [N, OC] = x [N, C] W^T, plus addend [N, OC] unless it is null. For the down projection x is null: its input is
-  // what swiglu() has made.
+  // The input of qkv, or of gate and up, for forward() and weight_grad(): calls norm() with where its codes go, in the
+  // first step once before that to find its scale. `bytes`: what norm() moves.
+  void write_input(BlockLinear linear, std::int64_t layer, double bytes, Pass pass,
+                   const std::function<void(const Fp8Target&)>& norm);
+  // out [N, OC] = x [N, C] W^T, plus addend [N, OC] unless it is null. x is null but for the output projection: the
+  // input is what write_input() or, for the down projection, swiglu() has made.
   void forward(BlockLinear linear, std::int64_t layer, __nv_bfloat16* out, const __nv_bfloat16* x,
                const __nv_bfloat16* addend, const char* name, Pass pass);
   // Makes the down projection's fp8 input from gate_up [N, 2F].
@@ -73,8 +80,8 @@ class Fp8Linears {
   void take_gradient(BlockLinear linear, std::int64_t layer, const __nv_bfloat16* dout);
   // dx [N, C] = dout W.
   void input_grad(BlockLinear linear, std::int64_t layer, __nv_bfloat16* dx, const char* name);
-  // dweight [OC, C] (+)= dout^T x [N, C]. For the down projection x is null: its input is what swiglu_backward() has
-  // made.
+  // dweight [OC, C] (+)= dout^T x [N, C]. x is null but for the output projection: the input is what write_input() or,
+  // for the down projection, swiglu_backward() has made.
   void weight_grad(BlockLinear linear, std::int64_t layer, float* dweight, const __nv_bfloat16* x,
                    Accumulate accumulate, const char* name);
   // From the gradient of SwiGLU's result [N, F] and gate_up [N, 2F]: the fp8 gradient of gate_up, and SwiGLU's result
@@ -100,6 +107,11 @@ class Fp8Linears {
   }
   // An operand of cuBLASLt.
   Fp8Matrix matrix(std::int64_t slot, const std::uint8_t* codes) const { return {codes, memory_.inverse(slot)}; }
+  // The codes of an input, as rows, for the forward GEMM.
+  std::uint8_t* input_codes(BlockLinear linear, std::int64_t layer) const {
+    if (linear != BlockLinear::qkv && linear != BlockLinear::gate_up) return memory_.input;
+    return memory_.norms[static_cast<std::size_t>(2 * layer) + (linear == BlockLinear::gate_up ? 1 : 0)];
+  }
   const Fp8Memory::Weight& weight(BlockLinear linear, std::int64_t layer) const {
     return memory_.weights[static_cast<std::size_t>(4 * layer) + static_cast<std::size_t>(linear)];
   }

@@ -118,8 +118,9 @@ class Llama final : public TrainModel {
   // The norm that reads the residual stream after branch `branch`: 2 l is the attention of layer l, 2 l + 1 its MLP, -1
   // the embedding. So layer l has norm_after(2 l - 1) and norm_after(2 l); the final norm is norm_after(2 L - 1).
   struct NormSite {
-    std::int64_t branch;
-    S* residual;  // [N, C], the norm's input
+    std::int64_t branch, layer;
+    std::optional<BlockLinear> reader;  // of its output; empty: the head
+    S* residual;                        // [N, C], the norm's input
     NormParameters<S> weights;
     NormParameters<float> d_weights;
     S* out;
@@ -129,7 +130,7 @@ class Llama final : public TrainModel {
   ResidualNormShape norm_shape(std::int64_t branch) const;
   // The norm of site.residual alone.
   ResidualNormForward<S, S> norm_operands(const NormSite& site) const;
-  void launch_norm(std::int64_t branch, const ResidualNormForward<S, S>& norm);
+  void launch_norm(const NormSite& site, const ResidualNormForward<S, S>& norm);
 
   void embed();
   void normalize(const NormSite& site);
@@ -150,7 +151,8 @@ class Llama final : public TrainModel {
   void weight_grad(const LinearLayer& layer, std::int64_t l, float* dweight, const S* dout, const S* x, std::int64_t N,
                    Accumulate accumulate);
   // Whether a linear layer computes in fp8. If so, weight_grad() rounds dout, and the following input_grad() reads the
-  // result; the input of the down projection, and the gradient of gate and up, exist in fp8 only.
+  // result. The outputs of norms and of SwiGLU, and the gradient of gate and up, exist in fp8 only: the arguments that
+  // stand for them are null.
   bool in_fp8(const LinearLayer& layer) const { return fp8_ && layer.block; }
   Fp8Linears::Pass fp8_pass() const {
     return !training_     ? Fp8Linears::Pass::evaluation
