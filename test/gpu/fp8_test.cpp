@@ -6,11 +6,13 @@
 #include <cmath>
 #include <random>
 
+#include "llmc/cpu/adamw.h"
 #include "llmc/cpu/fp8.h"
 #include "llmc/cpu/llama.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/swiglu.h"
 #include "llmc/cuda/llama/llama.h"
+#include "llmc/cuda/op/adamw.h"
 #include "llmc/cuda/op/matmul.h"
 #include "llmc/cuda/op/residual_norm.h"
 #include "llmc/cuda/op/swiglu.h"
@@ -248,6 +250,100 @@ TEST(CudaFp8, NormsWriteTheCodesOfThePass) {
       expect_the_codes_of_the_pass({kind, 9, 144, branch, 0, norm_shared_memory(), false});
     }
     expect_the_codes_of_the_pass({kind, 5001, 1040, true, 0.1f});
+  }
+}
+
+// ---- AdamW that writes codes ----------------------------------------------------------------------------------------
+
+// Matrices of an arena, with gaps between them, by adamw() and quantize_fp8() and by adamw_fp8(): the same bits of
+// everything that is stored, codes, tallies and the gaps included.
+template <typename M>
+void expect_the_codes_of_the_update(std::int64_t number) {
+  SCOPED_TRACE(type_name<M>() + " moments, step " + std::to_string(number));
+  constexpr std::pair<std::int64_t, std::int64_t> kMatrices[] = {{16, 16},    {144, 80}, {128, 64}, {272, 1040},
+                                                                 {1040, 272}, {16, 208}, {400, 16}};
+  constexpr std::int64_t kGap = 128;
+  constexpr int kExponent = 6;
+  constexpr std::uint64_t kSeed = 5;
+  std::vector<AdamWMatrix> list;
+  std::vector<AdamWRange> ranges;
+  std::vector<Written> want, got;
+  std::int64_t elements = kGap, tiles = 0;
+  for (const auto& [rows, columns] : kMatrices) {
+    want.emplace_back(rows * columns, kExponent);
+    got.emplace_back(rows * columns, kExponent);
+    const bool decay = list.size() % 3 != 1;
+    list.push_back({elements, rows, columns, tiles, decay ? 1 : 0, got.back().target()});
+    ranges.push_back({elements, elements + rows * columns, decay});
+    tiles += adamw_tiles(rows, columns);
+    elements += rows * columns + kGap;
+  }
+  Floats masters = random_floats(elements, 1), gradients = random_floats(elements, 2), v = random_floats(elements, 4);
+  for (float& value : v) value *= value;
+  for (const AdamWMatrix& matrix : list) {  // each matrix saturates, loses values to zero, and has what is not finite
+    const auto at = static_cast<std::size_t>(matrix.begin);
+    masters[at + 1] = 100.0f;
+    masters[at + 2] = 1e-7f;
+    gradients[at + 2] = v[at + 2] = 0.0f;
+    masters[at + 3] = INFINITY;
+    gradients[at + 4] = NAN;
+  }
+  struct State {
+    DeviceBuffer<bf16> parameters;
+    DeviceBuffer<std::int16_t> low;
+    DeviceBuffer<M> moment1, moment2;
+  };
+  const DeviceBuffer<float> whole(masters), gradient(gradients);
+  const auto state = [&] {
+    State s{DeviceBuffer<bf16>(masters.size()), DeviceBuffer<std::int16_t>(masters.size()),
+            on_device<M>(random_stored<M>(elements, 3, 1e-12f)), on_device<M>(v)};
+    split_masters(s.parameters.data(), s.low.data(), whole.data(), elements, nullptr);
+    check(cudaDeviceSynchronize(), "test");
+    return s;
+  };
+  const State by_pass = state(), fused = state();
+  const DeviceBuffer<AdamWBlock> blocks(adamw_blocks(ranges));
+  const DeviceBuffer<AdamWMatrix> matrices(list);
+  const auto block_count = static_cast<std::int64_t>(blocks.size()), count = static_cast<std::int64_t>(list.size());
+  AdamWStep step;
+  step.step = number;
+  step.learning_rate = 3e-3f;
+  step.weight_decay = 0.1f;
+  step.gradient_scale = 0.7f;
+  if constexpr (std::is_same_v<M, float>) {
+    adamw(by_pass.parameters.data(), by_pass.low.data(), gradient.data(), by_pass.moment1.data(),
+          by_pass.moment2.data(), blocks.data(), block_count, step, nullptr, nullptr);
+    adamw_fp8(fused.parameters.data(), fused.low.data(), gradient.data(), fused.moment1.data(), fused.moment2.data(),
+              matrices.data(), count, tiles, step, nullptr);
+  } else {
+    adamw(by_pass.parameters.data(), by_pass.low.data(), gradient.data(), by_pass.moment1.data(),
+          by_pass.moment2.data(), blocks.data(), block_count, step, nullptr, kSeed, nullptr);
+    adamw_fp8(fused.parameters.data(), fused.low.data(), gradient.data(), fused.moment1.data(), fused.moment2.data(),
+              matrices.data(), count, tiles, step, kSeed, nullptr);
+  }
+  expect_same_bits(fused.parameters, by_pass.parameters, "parameters");
+  expect_same_bits(fused.low, by_pass.low, "low halves");
+  expect_same_bits(fused.moment1, by_pass.moment1, "moment1");
+  expect_same_bits(fused.moment2, by_pass.moment2, "moment2");
+  for (std::size_t m = 0; m < list.size(); ++m) {
+    SCOPED_TRACE(std::to_string(list[m].rows) + " x " + std::to_string(list[m].columns));
+    quantize_fp8(Fp8Format::e4m3, want[m].target(), by_pass.parameters.data() + list[m].begin, list[m].rows,
+                 list[m].columns, nullptr);
+    check(cudaDeviceSynchronize(), "test");
+    EXPECT_EQ(got[m].codes.download(), want[m].codes.download());
+    EXPECT_EQ(got[m].turned.download(), want[m].turned.download());
+    const Fp8Tally tally = want[m].tally.download()[0];
+    EXPECT_EQ(got[m].tally.download()[0], tally);
+    EXPECT_GT(tally.saturated, 0u);
+    EXPECT_GT(tally.flushed, 0u);
+    EXPECT_GE(tally.amax_bits, 0x7F800000u);
+  }
+}
+
+TEST(CudaFp8, AdamWWritesTheCodesOfThePass) {
+  for (const std::int64_t step : {1, 7}) {
+    expect_the_codes_of_the_update<float>(step);
+    expect_the_codes_of_the_update<bf16>(step);
   }
 }
 
@@ -585,6 +681,60 @@ TEST_F(CudaFp8Model, UpdatedWeightsAreRoundedInBothLayouts) {
     EXPECT_EQ(read_values(*model, TensorRole::gradient, spec), read_values(*fresh, TensorRole::gradient, spec))
         << spec.name;
   }
+}
+
+// Linear layers and everything else, each once: parameters and moments are those of the CPU's AdamW on the model's own
+// gradients, in the first step and in one behind it.
+TEST_F(CudaFp8Model, TheUpdateIsThatOfAdamW) {
+  const auto model = make_llama(small_config(), small_options());
+  randomize_parameters(*model);
+  for (std::int64_t number = 1; number <= 2; ++number) {
+    SCOPED_TRACE(number);
+    model->zero_gradients();
+    model->forward(random_tokens(model->config(), 80, static_cast<unsigned>(number)).batch(), 0, 0.01f);
+    model->backward();
+    model->statistics();
+    AdamWStep step;
+    step.step = number;
+    step.learning_rate = 1e-2f;
+    step.weight_decay = 0.5f;
+    std::vector<std::array<Floats, 3>> want;
+    for (const TensorSpec& spec : model->table().specs()) {
+      want.push_back({read_values(*model, TensorRole::parameter, spec), read_values(*model, TensorRole::moment1, spec),
+                      read_values(*model, TensorRole::moment2, spec)});
+      auto& [p, m, v] = want.back();
+      cpu::adamw(p.data(), read_values(*model, TensorRole::gradient, spec).data(), m.data(), v.data(), spec.elements,
+                 spec.decay, step);
+    }
+    model->update(step);
+    for (std::size_t i = 0; i < want.size(); ++i) {
+      const TensorSpec& spec = model->table().specs()[i];
+      expect_near<float>(read_values(*model, TensorRole::parameter, spec), want[i][0], spec.name);
+      expect_near<float>(read_values(*model, TensorRole::moment1, spec), want[i][1], spec.name + " moment1");
+      expect_near<float>(read_values(*model, TensorRole::moment2, spec), want[i][2], spec.name + " moment2");
+    }
+  }
+}
+
+// No pass over the weights but where no update has written them: in the first step and behind a load.
+TEST_F(CudaFp8Model, AdamWRoundsTheWeightsOfTheNextStep) {
+  const auto model = make_llama(small_config(), small_options());
+  randomize_parameters(*model);
+  std::int64_t number = 0;
+  const auto passes = [&] {
+    ++number;
+    const OperatorTable table = model->time_operators([&] { take_steps(*model, number, number); });
+    return std::count_if(table.operators.begin(), table.operators.end(),
+                         [](const OperatorTime& time) { return time.name == std::string("quantise weights"); });
+  };
+  EXPECT_GT(passes(), 0);
+  EXPECT_EQ(passes(), 0);
+  const TensorSpec& some = model->table().specs().back();
+  model->write_tensor(TensorRole::parameter, some, read_values(*model, TensorRole::parameter, some).data());
+  EXPECT_GT(passes(), 0);
+  EXPECT_EQ(passes(), 0);
+  model->set_fp8_state(model->fp8_state());
+  EXPECT_GT(passes(), 0);
 }
 
 }  // namespace

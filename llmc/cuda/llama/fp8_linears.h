@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "llmc/base/regions.h"
+#include "llmc/cuda/op/adamw.h"
 #include "llmc/cuda/op/fp8.h"
 #include "llmc/cuda/op/matmul.h"
 #include "llmc/cuda/runtime/arena.h"
@@ -24,7 +25,9 @@ namespace weft::cuda {
 
 // Device memory of Fp8Linears.
 struct Fp8Memory {
-  Fp8Memory(const ModelConfig& config, const TrainOptions& options);
+  // `blocks`: AdamW's, of all tensors of the table.
+  Fp8Memory(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
+            std::span<const AdamWBlock> blocks);
   Fp8Memory(const Fp8Memory&) = delete;  // `regions` holds the addresses of the pointers below
   Fp8Memory& operator=(const Fp8Memory&) = delete;
 
@@ -36,7 +39,11 @@ struct Fp8Memory {
   struct Weight {
     std::uint8_t *codes = nullptr, *transposed = nullptr;  // [OC, C], [C, OC]
   };
-  std::vector<Weight> weights;                   // [4 layer + linear]
+  std::vector<Weight> weights;           // [4 layer + linear]
+  std::vector<AdamWMatrix> matrix_list;  // [4 layer + linear]
+  std::vector<AdamWBlock> other_list;    // the blocks of everything else
+  AdamWMatrix* matrices = nullptr;       // the two lists on the device
+  AdamWBlock* others = nullptr;
   float *scales = nullptr, *inverses = nullptr;  // [slots]: 2^e; [slots, kScaleStride]: 2^-e
   Fp8Tally* tallies = nullptr;                   // [slots], and one for current scaling
   // The outputs of the two norms of each layer [2 layer + norm], [N, C]; with recomputation all layers share one pair.
@@ -51,8 +58,8 @@ struct Fp8Memory {
 class Fp8Linears {
  public:
   // `matmul`, `clock` and the stream belong to the model.
-  Fp8Linears(const ModelConfig& config, const TrainOptions& options, Matmul& matmul, OperatorClock& clock,
-             cudaStream_t stream);
+  Fp8Linears(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
+             std::span<const AdamWBlock> blocks, Matmul& matmul, OperatorClock& clock, cudaStream_t stream);
 
   // Which pass a call belongs to. Only `training`, the first computation of a training step, adds to the tallies from
   // which later scales follow; `again` recomputes with the scales of the first time.
@@ -61,7 +68,7 @@ class Fp8Linears {
   // False until the first step has ended. Until then each tensor is read twice, to find its scale before rounding it;
   // the passes are not captured in graphs.
   bool scales_known() const { return scales_.known(); }
-  // Call before a pass: rounds the weights if they have been replaced.
+  // Call before a pass: rounds the weights if no update has written their codes.
   void use_weights(const LlamaParameters<__nv_bfloat16>& weights);
 
   // The input of qkv, or of gate and up, for forward() and weight_grad(): calls norm() with where its codes go, in the
@@ -92,7 +99,16 @@ class Fp8Linears {
   void end_micro_batch() { ++micro_batches_; }
   void download_tallies();  // queued in the stream; synchronise before statistics() and end_step(), which read them
   Fp8Statistics statistics() const;
-  void end_step(const LlamaParameters<__nv_bfloat16>& weights);  // `weights`: after the update
+  void end_step();  // before the update: the scales of the next step
+  // The work of the update behind end_step(), if scales are known: for adamw_fp8() the matrices with their codes, whose
+  // tallies it clears, and for adamw() the blocks of everything else.
+  struct Update {
+    const AdamWMatrix* matrices;
+    std::int64_t count, tiles, elements;
+    const AdamWBlock* others;
+    std::int64_t other_count, other_elements;
+  };
+  Update begin_update();
   void weights_replaced();  // weights were loaded from elsewhere: the history of their magnitudes is void
   std::vector<float> state() const { return scales_.state(); }
   void set_state(std::span<const float> state);
@@ -100,6 +116,7 @@ class Fp8Linears {
  private:
   Fp8Target target(std::int64_t slot, std::uint8_t* codes, std::uint8_t* transposed, Pass pass) const;
   void find_scale(std::int64_t slot, Pass pass, const std::function<void(const Fp8Target&)>& look);
+  void clear_weight_tallies();
   void round_weights(const LlamaParameters<__nv_bfloat16>& weights);
   void upload_scales();
   std::span<const Fp8Tally> tallies() const {

@@ -188,6 +188,12 @@ class Llama final : public TrainModel {
   bool is_last_micro_batch() const { return rank_micro_batches_ + 1 == options_.rank_micro_batches; }
   void finish_rank();
   void update_blocks(const Range& range, const AdamWStep& step);
+  void update_listed(const AdamWBlock* blocks, std::int64_t count, std::int64_t elements, const AdamWStep& step);
+  void update_and_round(const AdamWStep& step);
+  template <typename Update>
+  void with_moments(const Update& update) const;
+  // Bytes that AdamW moves for an element: the gradient, the master read and written, and the moments likewise.
+  double update_bytes() const { return 3 * sizeof(float) + 4.0 * static_cast<double>(moment_bytes(options_)); }
   // The gradients of the step, or of the virtual ranks that have been computed.
   float* gradients() const {
     const DeviceArena& arena = division_.gradients_divided ? part_sum_arena_

@@ -61,4 +61,46 @@ __device__ inline void add_tally(const Fp8Target& to, const ThreadTally& tally, 
   if (scratch[2] != 0) atomicAdd(reinterpret_cast<Count*>(&to.tally->flushed), static_cast<Count>(scratch[2]));
 }
 
+// ---- the transposed layout ------------------------------------------------------------------------------------------
+// A block of 256 threads computes tiles of 128 rows and 64 columns, whose codes go through shared memory: a thread reads
+// four columns by eight rows, transposes them by byte permutations in registers and stores 8 rows of each column, so
+// that 16 threads fill a cache_line of 128 bytes.
+namespace fp8_tile {
+
+constexpr int kThreads = 256, kTileRows = 128, kTileColumns = 64;
+// words of a row in shared memory; one is padding against bank conflicts
+constexpr int kTileStride = kTileColumns / 4 + 1;
+constexpr int kTileWords = kTileRows * kTileStride;
+
+// Stores a tile's codes transposed: column `column` of the tile is row first_row + column of `transposed`.
+__device__ inline void store_transposed(std::uint8_t* transposed, const unsigned* tile, std::int64_t row,
+                                        std::int64_t column, std::int64_t rows, std::int64_t columns,
+                                        std::int64_t first_row) {
+  const int group = threadIdx.x % 16, square = threadIdx.x / 16;
+  row += 8 * group;
+  column += 4 * square;
+  if (row >= rows || column >= columns) return;
+  unsigned word[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) word[i] = tile[(8 * group + i) * kTileStride + square];
+  unsigned out[4][2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const unsigned* w = word + 4 * half;
+    const unsigned low01 = __byte_perm(w[0], w[1], 0x5140), low23 = __byte_perm(w[2], w[3], 0x5140);
+    const unsigned high01 = __byte_perm(w[0], w[1], 0x7362), high23 = __byte_perm(w[2], w[3], 0x7362);
+    out[0][half] = __byte_perm(low01, low23, 0x5410);
+    out[1][half] = __byte_perm(low01, low23, 0x7632);
+    out[2][half] = __byte_perm(high01, high23, 0x5410);
+    out[3][half] = __byte_perm(high01, high23, 0x7632);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    std::uint8_t* to = transposed + (first_row + column + i) * rows + row;
+    *reinterpret_cast<uint2*>(to) = make_uint2(out[i][0], out[i][1]);
+  }
+}
+
+}  // namespace fp8_tile
+
 }  // namespace weft::cuda
