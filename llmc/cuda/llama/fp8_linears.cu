@@ -206,6 +206,14 @@ void Fp8Linears::swiglu(std::int64_t layer, const bf16* gate_up, Pass pass) {
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
+void Fp8Linears::write_gradient(BlockLinear linear, std::int64_t layer,
+                                const std::function<void(const Fp8Target&)>& attention) {
+  const std::int64_t OC = linear_size(config_, linear).OC;
+  attention(target(scales_.slots().at(Fp8Kind::gradient, layer, linear), memory_.gradient, nullptr, Pass::training));
+  clock_.run("transpose gradient", 0, 2.0 * static_cast<double>(rows_ * OC),
+             [&] { transpose_fp8(memory_.gradient_transposed, memory_.gradient, rows_, OC, stream_); });
+}
+
 void Fp8Linears::take_gradient(BlockLinear linear, std::int64_t layer, const bf16* dout) {
   if (linear == BlockLinear::gate_up) fail(Exit::internal, "fp8: the gradient of gate and up is made with SwiGLU's");
   const std::int64_t OC = linear_size(config_, linear).OC;

@@ -82,6 +82,9 @@ class Fp8Linears {
   // Makes the down projection's fp8 input from gate_up [N, 2F].
   void swiglu(std::int64_t layer, const __nv_bfloat16* gate_up, Pass pass);
 
+  // The gradient of qkv, for input_grad() and weight_grad(), where attention's backward pass writes its codes: calls
+  // attention() with where they go. Scales are known.
+  void write_gradient(BlockLinear linear, std::int64_t layer, const std::function<void(const Fp8Target&)>& attention);
   // Rounds dout [N, OC] for input_grad() and weight_grad(). Not for gate and up, whose gradient swiglu_backward()
   // makes: Exit::internal.
   void take_gradient(BlockLinear linear, std::int64_t layer, const __nv_bfloat16* dout);

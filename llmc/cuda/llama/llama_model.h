@@ -33,6 +33,7 @@
 #include "llmc/cuda/llama/fp8_linears.h"
 #include "llmc/cuda/llama/plan.h"
 #include "llmc/cuda/llama/token_upload.h"
+#include "llmc/cuda/op/attention/attention.h"
 #include "llmc/cuda/op/matmul.h"
 #include "llmc/cuda/op/residual_norm.h"
 #include "llmc/cuda/op/rope.h"
@@ -92,11 +93,23 @@ class Llama final : public TrainModel {
   std::int64_t rows() const { return options_.micro_batch * options_.seq_len; }
   std::int64_t qkv_size() const { return config_.q_size() + 2 * config_.kv_size(); }
 
-  // Views of a packed [N, q + 2 kv] tensor: q heads, then k heads, then v heads.
-  HeadViewOf<S> q_heads(S* qkv) const { return heads(qkv, qkv_size()); }
-  HeadViewOf<S> k_heads(S* qkv) const { return heads(qkv + config_.q_size(), qkv_size()); }
-  HeadViewOf<S> v_heads(S* qkv) const { return heads(qkv + config_.q_size() + config_.kv_size(), qkv_size()); }
-  HeadViewOf<S> heads(S* data, std::int64_t row) const { return {data, options_.seq_len * row, row, config_.head_dim}; }
+  // Views of a packed [N, q + 2 kv] tensor: q heads, then k heads, then v heads. T is S, or fp8's codes.
+  template <typename T>
+  HeadViewOf<T> q_heads(T* qkv) const {
+    return heads(qkv, qkv_size());
+  }
+  template <typename T>
+  HeadViewOf<T> k_heads(T* qkv) const {
+    return heads(qkv + config_.q_size(), qkv_size());
+  }
+  template <typename T>
+  HeadViewOf<T> v_heads(T* qkv) const {
+    return heads(qkv + config_.q_size() + config_.kv_size(), qkv_size());
+  }
+  template <typename T>
+  HeadViewOf<T> heads(T* data, std::int64_t row) const {
+    return {data, options_.seq_len * row, row, config_.head_dim};
+  }
 
   // ---- llama.cu: the two lists
   void forward_layers();
@@ -159,7 +172,12 @@ class Llama final : public TrainModel {
            : recomputing_ ? Fp8Linears::Pass::again
                           : Fp8Linears::Pass::training;
   }
-  void attend_backward(const LayerActivations<S>& a);
+  // Whether attention's backward pass writes the gradient of qkv in fp8, so that acts_.d_qkv is not used: on Hopper, from
+  // the second step on.
+  bool attention_rounds() const {
+    return fp8_ && fp8_->scales_known() && attention_backward_rounds(attention_shape(config_, options_), rope_);
+  }
+  void attend_backward(std::int64_t l, const LayerActivations<S>& a);
   void down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out);
 
   // Without dropout the GEMM of a branch adds the residual in its epilogue, and the branch and the residual have the

@@ -45,7 +45,8 @@ void Llama<S>::weight_grad(const LinearLayer& layer, std::int64_t l, float* dwei
                            std::int64_t N, Accumulate accumulate) {
   if constexpr (std::is_same_v<S, bf16>) {
     if (in_fp8(layer)) {
-      const bool taken = layer.block == BlockLinear::down || layer.block == BlockLinear::gate_up;
+      const bool taken = layer.block == BlockLinear::down || layer.block == BlockLinear::gate_up ||
+                         (layer.block == BlockLinear::qkv && attention_rounds());
       if (!taken) fp8_->take_gradient(*layer.block, l, dout);
       return fp8_->weight_grad(*layer.block, l, dweight, x, accumulate, layer.weight_grad);
     }
@@ -216,8 +217,21 @@ void Llama<S>::attend(const LayerActivations<S>& a) {
 
 // d_attention -> d_qkv, the gradient of q and k before RoPE. Five GEMMs where the forward pass has two.
 template <typename S>
-void Llama<S>::attend_backward(const LayerActivations<S>& a) {
+void Llama<S>::attend_backward(std::int64_t l, const LayerActivations<S>& a) {
   const std::int64_t q = config_.q_size();
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (attention_rounds()) {
+      const double bytes = row_bytes(2 * q + qkv_size()) + static_cast<double>(rows() * qkv_size());
+      return fp8_->write_gradient(BlockLinear::qkv, l, [&](const Fp8Target& to) {
+        const AttentionCodes codes{q_heads(to.codes), k_heads(to.codes), v_heads(to.codes), to.scale, to.tally};
+        clock_.run("attention backward, quantise", 2.5 * attention_flops(), bytes, [&] {
+          attention_backward_fp8(attention_shape(config_, options_), codes, heads(acts_.d_attention, q),
+                                 heads(a.attention, q), a.lse, q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv),
+                                 work_.scratch, stream_, rope_);
+        });
+      });
+    }
+  }
   clock_.run("attention backward", 2.5 * attention_flops(), row_bytes(2 * (q + qkv_size())), [&] {
     attention_backward<S>(attention_shape(config_, options_), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv),
                           v_heads(acts_.d_qkv), heads(acts_.d_attention, q), heads(a.attention, q), a.lse,
@@ -313,7 +327,7 @@ void Llama<S>::sum_losses(LossTotal* total) {
   template void Llama<S>::normalize_backward(const NormSite&, const S*, bool);                                        \
   template void Llama<S>::rope(S*);                                                                                   \
   template void Llama<S>::attend(const LayerActivations<S>&);                                                         \
-  template void Llama<S>::attend_backward(const LayerActivations<S>&);                                                \
+  template void Llama<S>::attend_backward(std::int64_t, const LayerActivations<S>&);                                  \
   template void Llama<S>::gate_up_and_swiglu(std::int64_t, S*);                                                       \
   template void Llama<S>::down_input_grad_and_swiglu(std::int64_t, S*);                                               \
   template void Llama<S>::softmax_and_loss(float*, const std::int32_t*, std::int64_t, float);                         \

@@ -61,6 +61,17 @@ __device__ inline void add_tally(const Fp8Target& to, const ThreadTally& tally, 
   if (scratch[2] != 0) atomicAdd(reinterpret_cast<Count*>(&to.tally->flushed), static_cast<Count>(scratch[2]));
 }
 
+// The same for one warp, whose lanes all call it: where a block's warps have different work.
+__device__ inline void add_warp_tally(Fp8Tally* to, const ThreadTally& tally) {
+  const unsigned amax = __reduce_max_sync(~0u, tally.amax);
+  const unsigned saturated = __reduce_add_sync(~0u, tally.saturated), flushed = __reduce_add_sync(~0u, tally.flushed);
+  if (threadIdx.x % kWarpSize != 0) return;
+  if (amax > *reinterpret_cast<volatile std::uint32_t*>(&to->amax_bits)) atomicMax(&to->amax_bits, amax);
+  using Count = unsigned long long;
+  if (saturated != 0) atomicAdd(reinterpret_cast<Count*>(&to->saturated), static_cast<Count>(saturated));
+  if (flushed != 0) atomicAdd(reinterpret_cast<Count*>(&to->flushed), static_cast<Count>(flushed));
+}
+
 // ---- the transposed layout ------------------------------------------------------------------------------------------
 // A block of 256 threads computes tiles of 128 rows and 64 columns, whose codes go through shared memory: a thread reads
 // four columns by eight rows, transposes them by byte permutations in registers and stores 8 rows of each column, so
