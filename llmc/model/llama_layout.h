@@ -128,7 +128,7 @@ LlamaActivations<T>::LlamaActivations(const ModelConfig& config, const TrainOpti
   const std::int64_t N = options.micro_batch * options.seq_len;
   const std::int64_t q = config.q_size(), qkv = q + 2 * config.kv_size();
   const bool share_norms = options.recompute != Recompute::none;  // norms and SwiGLU's output
-  // With --precision fp8 a GPU stores SwiGLU's output in fp8 alone, in memory of its own.
+  // With --precision fp8 a GPU stores the norms' and SwiGLU's outputs in fp8 alone, in memory of its own.
   const bool only_in_fp8 = options.precision == Precision::fp8 && !std::is_same_v<T, float>;
   const bool share_block = options.recompute == Recompute::block;  // everything but the layer's input
 
@@ -145,9 +145,11 @@ LlamaActivations<T>::LlamaActivations(const ModelConfig& config, const TrainOpti
       }
     };
     using Layer = LayerActivations<T>;
-    want(&Layer::input_norm, N * C, share_norms);
-    want(&Layer::post_norm, N * C, share_norms);
-    if (!only_in_fp8) want(&Layer::swiglu_out, N * F, share_norms);
+    if (!only_in_fp8) {
+      want(&Layer::input_norm, N * C, share_norms);
+      want(&Layer::post_norm, N * C, share_norms);
+      want(&Layer::swiglu_out, N * F, share_norms);
+    }
     want(&Layer::mean1, N, share_block);
     want(&Layer::rstd1, N, share_block);
     want(&Layer::qkv, N * qkv, share_block);

@@ -20,6 +20,7 @@
 #include "llmc/base/error.h"
 #include "llmc/cuda/op/attention/attention.h"
 #include "llmc/cuda/op/attention/paths.h"
+#include "llmc/cuda/op/fp8.h"
 #include "llmc/cuda/runtime/error.h"
 #include "llmc/model/config.h"
 #include "test/gpu/attention_tools.h"
@@ -415,6 +416,82 @@ TYPED_TEST(AttentionHopperBackward, LongSequencesAgreeWithThePlainKernel) {
       SCOPED_TRACE("portable");
       this->check_close(device.values(device.run(portable<T>)), want);
     }
+}
+
+// attention_backward_fp8() against attention_backward() with quantize_fp8() behind it.
+class AttentionHopperCodes : public AttentionHopperBackward<bf16> {
+ protected:
+  void compare_codes(const Case& c, bool finite = true) {
+    const AttentionShape& s = c.shape;
+    SCOPED_TRACE(name(c) + ", rotary " + std::to_string(c.rotary) + (finite ? "" : ", not finite"));
+    Tensors x = large(c);
+    if (!finite) x.dout[x.dout.size() / 2] = NAN;
+    OnDevice<bf16> device(c, x);
+    const BackwardArguments<bf16> a = device.arguments();
+    const RopeTable table = angles(c);
+    const DeviceBuffer<float> cosines(table.cos), sines(table.sin);
+    const DeviceRopeTable rope =
+        c.rotary > 0 ? DeviceRopeTable{cosines.data(), sines.data(), table.positions, table.half} : DeviceRopeTable{};
+    ASSERT_TRUE(attention_backward_rounds(s, rope));
+
+    const std::int64_t q = s.NH * s.HS, kv = s.NKV * s.HS, row = q + 2 * kv, N = s.B * s.TQ;
+    const auto view = [&](auto* data, std::int64_t first) {
+      return HeadViewOf<std::remove_pointer_t<decltype(data)>>{data + first, s.TQ * row, row, s.HS};
+    };
+    const DeviceBuffer<bf16> gradients(static_cast<std::size_t>(N * row));
+    device.poison();
+    attention_backward<bf16>(s, view(gradients.data(), 0), view(gradients.data(), q), view(gradients.data(), q + kv),
+                             a.dout, a.out, a.lse, a.q, a.k, a.v, a.statistics, nullptr, rope);
+    for (const int exponent : {-8, 18}) {  // flushes values; saturates
+      SCOPED_TRACE(exponent);
+      const DeviceBuffer<float> scale(std::vector<float>{std::ldexp(1.0f, exponent)});
+      const Fp8Tally before{3, 5, 1, 0};  // tallies are added to
+      const DeviceBuffer<Fp8Tally> tallies(std::vector<Fp8Tally>{before, before});
+      const DeviceBuffer<std::uint8_t> want(gradients.size() + 16), got(gradients.size() + 16);
+      quantize_fp8(Fp8Format::e5m2, {want.data(), nullptr, scale.data(), tallies.data()}, gradients.data(), N, row,
+                   nullptr);
+      device.poison();
+      attention_backward_fp8(
+          s, {view(got.data(), 0), view(got.data(), q), view(got.data(), q + kv), scale.data(), tallies.data() + 1},
+          a.dout, a.out, a.lse, a.q, a.k, a.v, a.statistics, nullptr, rope);
+      check(cudaDeviceSynchronize(), "test: kernels");
+      EXPECT_EQ(got.download(), want.download());
+      const std::vector<Fp8Tally> both = tallies.download();
+      EXPECT_EQ(both[1], both[0]);
+      if (!finite) {
+        EXPECT_GT(both[1].amax_bits, 0x7F800000u);
+      } else if (N * row > 10'000) {
+        EXPECT_GT(exponent < 0 ? both[1].flushed - before.flushed : both[1].saturated - before.saturated, 0u);
+      }
+    }
+  }
+};
+
+TEST_F(AttentionHopperCodes, AreThoseOfThePass) {
+  for (const std::int64_t HS : kHeadDims)
+    for (const std::int64_t rotary : {std::int64_t{0}, HS}) {
+      const auto compare = [&](Case c, bool finite = true) {
+        c.rotary = rotary;
+        compare_codes(c, finite);
+      };
+      for (const std::int64_t T : {1, 7, 63, 64, 65, 127, 128, 129, 191, 193, 257, 384})
+        compare(square(2, T, 2, 1, HS));
+      for (const std::int64_t group : {1, 3, 4, 5, 8}) compare(square(2, 150, 2 * group, 2, HS));
+      compare(square(2, 1111, 24, 8, HS));
+      compare(square(2, 150, 4, 2, HS), false);
+    }
+}
+
+TEST_F(AttentionHopperCodes, AreRefusedWhereNoKernelWritesThem) {
+  Case c = square(1, 64, 2, 1, 64);
+  c.rotary = 32;  // a part of a head: RoPE's own kernel would have to follow
+  const RopeTable table = angles(c);
+  const DeviceBuffer<float> cosines(table.cos), sines(table.sin);
+  EXPECT_FALSE(attention_backward_rounds(c.shape, {cosines.data(), sines.data(), table.positions, table.half}));
+  EXPECT_TRUE(attention_backward_rounds(c.shape, {}));
+  c.shape.HS = 80;
+  EXPECT_FALSE(attention_backward_rounds(c.shape, {}));
+  EXPECT_THROW(attention_backward_fp8(c.shape, {}, {}, {}, nullptr, {}, {}, {}, nullptr, nullptr, {}), Error);
 }
 
 // The reference itself: its gradients are the slopes of its forward pass, along random directions.

@@ -5,13 +5,18 @@
 #include <bit>
 #include <cmath>
 #include <random>
+#include <set>
+#include <string>
 
+#include "llmc/cpu/adamw.h"
 #include "llmc/cpu/fp8.h"
 #include "llmc/cpu/llama.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/swiglu.h"
 #include "llmc/cuda/llama/llama.h"
+#include "llmc/cuda/op/adamw.h"
 #include "llmc/cuda/op/matmul.h"
+#include "llmc/cuda/op/residual_norm.h"
 #include "llmc/cuda/op/swiglu.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/compare.h"
@@ -117,6 +122,230 @@ TEST(CudaFp8, WhatIsNotFiniteStaysSo) {
       EXPECT_EQ(std::isnan(fp8_to_f32(codes[i], format)), !std::isfinite(x[i])) << i;
     }
     EXPECT_GT(to.tally.download()[0].amax_bits, 0x7F800000u) << "a NaN is the largest";
+  }
+}
+
+TEST(CudaFp8, TransposedCodesAreTheCodes) {
+  const Stream stream;
+  for (const auto& [N, C] : kSizes) {
+    Codes codes(static_cast<std::size_t>(N * C));
+    std::mt19937 generator(11);
+    for (std::uint8_t& code : codes) code = static_cast<std::uint8_t>(generator());
+    const DeviceBuffer<std::uint8_t> source(codes), turned(codes.size() + 1);
+    transpose_fp8(turned.data(), source.data(), N, C, stream);
+    stream.synchronize("test");
+    Codes want = transposed(codes, N, C);
+    want.push_back(0xFF);  // nothing behind the matrix is written
+    EXPECT_EQ(turned.download(), want) << N << " x " << C;
+  }
+}
+
+// ---- norms that write codes -----------------------------------------------------------------------------------------
+
+struct NormCase {
+  NormKind kind;
+  std::int64_t rows, C;
+  bool branch = true;  // x is added to the stream, which is stored
+  float dropout = 0;
+  int shared_limit = norm_shared_memory();
+  bool finite = true;
+};
+
+// The norm that writes codes against the norm in bf16 with quantize_fp8() behind it: codes, tallies, and what else the norm
+// stores, bit for bit. One column of weights saturates, one is flushed.
+void expect_the_codes_of_the_pass(const NormCase& c) {
+  SCOPED_TRACE(std::string(c.kind == NormKind::layernorm ? "layernorm " : "rmsnorm ") + std::to_string(c.rows) + " x " +
+               std::to_string(c.C) + (c.branch ? ", branch" : "") + ", dropout " + std::to_string(c.dropout) + ", " +
+               std::to_string(c.shared_limit) + " bytes of shared memory" + (c.finite ? "" : ", not finite"));
+  const std::int64_t n = c.rows * c.C;
+  ResidualNormShape shape;
+  shape.rows = c.rows;
+  shape.C = c.C;
+  shape.kind = c.kind;
+  shape.eps = 1e-3f;
+  shape.dropout = c.dropout;
+  shape.seed = 42;
+  Floats weights = random_stored<bf16>(c.C, 5, 0.3f, 1.0f), biases = random_stored<bf16>(c.C, 6);
+  weights[static_cast<std::size_t>(c.C) - 1] = 1e6f;
+  weights[static_cast<std::size_t>(c.C) / 2] = 1e-6f;
+  biases[static_cast<std::size_t>(c.C) / 2] = 0.0f;
+  Floats stream_in = random_stored<bf16>(n, 2, 2.0f, 0.5f);
+  if (!c.finite) {
+    weights[1] = INFINITY;
+    stream_in[static_cast<std::size_t>(n) - 3] = NAN;
+  }
+  const DeviceBuffer<bf16> x = on_device<bf16>(random_stored<bf16>(n, 1)), residual = on_device<bf16>(stream_in);
+  const DeviceBuffer<bf16> weight = on_device<bf16>(weights), bias = on_device<bf16>(biases);
+  struct Result {
+    DeviceBuffer<bf16> h;
+    DeviceBuffer<float> mean, rstd;
+  };
+  const auto operands = [&](const Result& to) {
+    ResidualNormForward<bf16, bf16> io;
+    io.x = c.branch ? x.data() : nullptr;
+    io.residual = residual.data();
+    io.weight = weight.data();
+    io.bias = c.kind == NormKind::layernorm ? bias.data() : nullptr;
+    io.residual_out = c.branch ? to.h.data() : nullptr;
+    io.mean = c.kind == NormKind::layernorm ? to.mean.data() : nullptr;
+    io.rstd = to.rstd.data();
+    return io;
+  };
+  const auto result = [&] {
+    return Result{DeviceBuffer<bf16>(n), DeviceBuffer<float>(c.rows), DeviceBuffer<float>(c.rows)};
+  };
+  constexpr int kExponent = 4;
+  const Fp8Tally before{7, 9, std::bit_cast<std::uint32_t>(0.001f), 0};  // tallies are added to
+  const Stream stream;
+  const Result of_pass = result(), of_norm = result(), of_look = result();
+  const DeviceBuffer<bf16> out(n);
+  Written want(n, kExponent), got(n, kExponent), looked(n, kExponent), again(n, kExponent);
+  for (Written* each : {&want, &got, &looked}) each->tally.upload({before});
+  ResidualNormForward<bf16, bf16> io = operands(of_pass);
+  io.out = out.data();
+  residual_norm_forward(shape, io, stream, c.shared_limit);
+  quantize_fp8(Fp8Format::e4m3, {want.codes.data(), nullptr, want.scale.data(), want.tally.data()}, out.data(), c.rows,
+               c.C, stream);
+  io = operands(of_norm);
+  io.codes = {got.codes.data(), nullptr, got.scale.data(), got.tally.data()};
+  residual_norm_forward(shape, io, stream, c.shared_limit);
+  io = operands(of_look);
+  io.codes = {nullptr, nullptr, nullptr, looked.tally.data()};  // as in the first step
+  residual_norm_forward(shape, io, stream, c.shared_limit);
+  io.codes = {again.codes.data(), nullptr, again.scale.data(), nullptr};  // as in recomputation
+  residual_norm_forward(shape, io, stream, c.shared_limit);
+  stream.synchronize("test");
+
+  EXPECT_EQ(got.codes.download(), want.codes.download());
+  EXPECT_EQ(again.codes.download(), want.codes.download());
+  const Fp8Tally tally = want.tally.download()[0];
+  EXPECT_EQ(got.tally.download()[0], tally);
+  EXPECT_EQ(looked.tally.download()[0], (Fp8Tally{before.saturated, before.flushed, tally.amax_bits, 0}));
+  if (c.finite) {
+    EXPECT_GT(tally.saturated, before.saturated);
+    EXPECT_GT(tally.flushed, before.flushed);
+  } else {
+    EXPECT_GE(tally.amax_bits, 0x7F800000u);
+  }
+  for (const Result* each : {&of_norm, &of_look}) {
+    expect_same_bits(each->h, of_pass.h, "h");
+    expect_same_bits(each->mean, of_pass.mean, "mean");
+    expect_same_bits(each->rstd, of_pass.rstd, "rstd");
+  }
+}
+
+// Every spread of a row over threads: exact widths, widths with bounds, rows that are not copied ahead; one row, several
+// rows a block, more rows than blocks.
+TEST(CudaFp8, NormsWriteTheCodesOfThePass) {
+  for (const NormKind kind : {NormKind::rmsnorm, NormKind::layernorm}) {
+    for (const std::int64_t C :
+         {16, 240, 256, 272, 512, 528, 768, 1024, 1040, 2048, 2064, 2560, 2576, 3072, 4096, 4112, 8192, 8208, 16'384}) {
+      for (const bool branch : {true, false}) {
+        for (const std::int64_t rows : {1, 9}) expect_the_codes_of_the_pass({kind, rows, C, branch});
+        for (const int limit : {20'000, 0}) expect_the_codes_of_the_pass({kind, 9, C, branch, 0, limit});
+      }
+      expect_the_codes_of_the_pass({kind, 9, C, true, 0.3f});
+    }
+    for (const bool branch : {true, false}) {
+      for (const std::int64_t C : {272, 768, 2048, 4096}) expect_the_codes_of_the_pass({kind, 5001, C, branch});
+      expect_the_codes_of_the_pass({kind, 9, 2048, branch, 0, norm_shared_memory(), false});
+      expect_the_codes_of_the_pass({kind, 9, 144, branch, 0, norm_shared_memory(), false});
+    }
+    expect_the_codes_of_the_pass({kind, 5001, 1040, true, 0.1f});
+  }
+}
+
+// ---- AdamW that writes codes ----------------------------------------------------------------------------------------
+
+// Matrices of an arena, with gaps between them, by adamw() and quantize_fp8() and by adamw_fp8(): the same bits of
+// everything that is stored, codes, tallies and the gaps included.
+template <typename M>
+void expect_the_codes_of_the_update(std::int64_t number) {
+  SCOPED_TRACE(type_name<M>() + " moments, step " + std::to_string(number));
+  constexpr std::pair<std::int64_t, std::int64_t> kMatrices[] = {{16, 16},    {144, 80}, {128, 64}, {272, 1040},
+                                                                 {1040, 272}, {16, 208}, {400, 16}};
+  constexpr std::int64_t kGap = 128;
+  constexpr int kExponent = 6;
+  constexpr std::uint64_t kSeed = 5;
+  std::vector<AdamWMatrix> list;
+  std::vector<AdamWRange> ranges;
+  std::vector<Written> want, got;
+  std::int64_t elements = kGap, tiles = 0;
+  for (const auto& [rows, columns] : kMatrices) {
+    want.emplace_back(rows * columns, kExponent);
+    got.emplace_back(rows * columns, kExponent);
+    const bool decay = list.size() % 3 != 1;
+    list.push_back({elements, rows, columns, tiles, decay ? 1 : 0, got.back().target()});
+    ranges.push_back({elements, elements + rows * columns, decay});
+    tiles += adamw_tiles(rows, columns);
+    elements += rows * columns + kGap;
+  }
+  Floats masters = random_floats(elements, 1), gradients = random_floats(elements, 2), v = random_floats(elements, 4);
+  for (float& value : v) value *= value;
+  for (const AdamWMatrix& matrix : list) {  // each matrix saturates, loses values to zero, and has what is not finite
+    const auto at = static_cast<std::size_t>(matrix.begin);
+    masters[at + 1] = 100.0f;
+    masters[at + 2] = 1e-7f;
+    gradients[at + 2] = v[at + 2] = 0.0f;
+    masters[at + 3] = INFINITY;
+    gradients[at + 4] = NAN;
+  }
+  struct State {
+    DeviceBuffer<bf16> parameters;
+    DeviceBuffer<std::int16_t> low;
+    DeviceBuffer<M> moment1, moment2;
+  };
+  const DeviceBuffer<float> whole(masters), gradient(gradients);
+  const auto state = [&] {
+    State s{DeviceBuffer<bf16>(masters.size()), DeviceBuffer<std::int16_t>(masters.size()),
+            on_device<M>(random_stored<M>(elements, 3, 1e-12f)), on_device<M>(v)};
+    split_masters(s.parameters.data(), s.low.data(), whole.data(), elements, nullptr);
+    check(cudaDeviceSynchronize(), "test");
+    return s;
+  };
+  const State by_pass = state(), fused = state();
+  const DeviceBuffer<AdamWBlock> blocks(adamw_blocks(ranges));
+  const DeviceBuffer<AdamWMatrix> matrices(list);
+  const auto block_count = static_cast<std::int64_t>(blocks.size()), count = static_cast<std::int64_t>(list.size());
+  AdamWStep step;
+  step.step = number;
+  step.learning_rate = 3e-3f;
+  step.weight_decay = 0.1f;
+  step.gradient_scale = 0.7f;
+  if constexpr (std::is_same_v<M, float>) {
+    adamw(by_pass.parameters.data(), by_pass.low.data(), gradient.data(), by_pass.moment1.data(),
+          by_pass.moment2.data(), blocks.data(), block_count, step, nullptr, nullptr);
+    adamw_fp8(fused.parameters.data(), fused.low.data(), gradient.data(), fused.moment1.data(), fused.moment2.data(),
+              matrices.data(), count, tiles, step, nullptr);
+  } else {
+    adamw(by_pass.parameters.data(), by_pass.low.data(), gradient.data(), by_pass.moment1.data(),
+          by_pass.moment2.data(), blocks.data(), block_count, step, nullptr, kSeed, nullptr);
+    adamw_fp8(fused.parameters.data(), fused.low.data(), gradient.data(), fused.moment1.data(), fused.moment2.data(),
+              matrices.data(), count, tiles, step, kSeed, nullptr);
+  }
+  expect_same_bits(fused.parameters, by_pass.parameters, "parameters");
+  expect_same_bits(fused.low, by_pass.low, "low halves");
+  expect_same_bits(fused.moment1, by_pass.moment1, "moment1");
+  expect_same_bits(fused.moment2, by_pass.moment2, "moment2");
+  for (std::size_t m = 0; m < list.size(); ++m) {
+    SCOPED_TRACE(std::to_string(list[m].rows) + " x " + std::to_string(list[m].columns));
+    quantize_fp8(Fp8Format::e4m3, want[m].target(), by_pass.parameters.data() + list[m].begin, list[m].rows,
+                 list[m].columns, nullptr);
+    check(cudaDeviceSynchronize(), "test");
+    EXPECT_EQ(got[m].codes.download(), want[m].codes.download());
+    EXPECT_EQ(got[m].turned.download(), want[m].turned.download());
+    const Fp8Tally tally = want[m].tally.download()[0];
+    EXPECT_EQ(got[m].tally.download()[0], tally);
+    EXPECT_GT(tally.saturated, 0u);
+    EXPECT_GT(tally.flushed, 0u);
+    EXPECT_GE(tally.amax_bits, 0x7F800000u);
+  }
+}
+
+TEST(CudaFp8, AdamWWritesTheCodesOfThePass) {
+  for (const std::int64_t step : {1, 7}) {
+    expect_the_codes_of_the_update<float>(step);
+    expect_the_codes_of_the_update<bf16>(step);
   }
 }
 
@@ -267,14 +496,17 @@ TEST(CudaFp8, GemmsAreThoseOfTheCpuOnTheSameCodes) {
 
 // ---- the model ------------------------------------------------------------------------------------------------------
 
-ModelConfig small_config() {
+// Head dimension 64 has attention that writes codes, on Hopper; 32 never has.
+constexpr std::int64_t kModelHeadDims[] = {32, 64};
+
+ModelConfig small_config(std::int64_t head_dim = 32) {
   ModelConfig config = preset_config("tiny");
   config.num_layers = 3;
   config.vocab_size = config.tokenizer_vocab = 1003;
   config.hidden_size = 144;
   config.num_heads = 4;
   config.num_kv_heads = 2;
-  config.head_dim = config.rope.rotary_dim = 32;
+  config.head_dim = config.rope.rotary_dim = head_dim;
   config.ffn_size = 208;
   return config;
 }
@@ -334,10 +566,10 @@ class CudaFp8Model : public testing::Test {
 // some layers the two have rounded independently of each other. So a gradient may be as far from the reference as two
 // such roundings are, sqrt(2) times what the reference itself is from fp32. An operand of another tensor, or with another scale, is
 // tens of percent away. In the first step scales are current, in the others delayed.
-TEST_F(CudaFp8Model, StepsAreThoseOfTheCpuThatRoundsInTheSamePlaces) {
-  const auto exact = cpu::make_llama(small_config(), small_options(Precision::fp32));
-  const auto reference = cpu::make_llama(small_config(), small_options());
-  const auto model = make_llama(small_config(), small_options());
+void expect_the_steps_of_the_cpu(const ModelConfig& config) {
+  const auto exact = cpu::make_llama(config, small_options(Precision::fp32));
+  const auto reference = cpu::make_llama(config, small_options());
+  const auto model = make_llama(config, small_options());
   for (TrainModel* each : {exact.get(), reference.get(), model.get()}) {
     randomize_parameters(*each);
     for (const TensorSpec& spec : each->table().specs()) {  // as small as training has them
@@ -349,7 +581,7 @@ TEST_F(CudaFp8Model, StepsAreThoseOfTheCpuThatRoundsInTheSamePlaces) {
   }
   for (int step = 1; step <= 3; ++step) {
     SCOPED_TRACE(step);
-    const TokenBatch text = random_tokens(small_config(), 80, static_cast<unsigned>(step));
+    const TokenBatch text = random_tokens(config, 80, static_cast<unsigned>(step));
     for (TrainModel* each : {exact.get(), reference.get(), model.get()}) {
       each->zero_gradients();
       each->forward(text.batch(), 0, 0.01f);
@@ -388,14 +620,23 @@ TEST_F(CudaFp8Model, StepsAreThoseOfTheCpuThatRoundsInTheSamePlaces) {
   }
 }
 
+TEST_F(CudaFp8Model, StepsAreThoseOfTheCpuThatRoundsInTheSamePlaces) {
+  for (const std::int64_t head_dim : kModelHeadDims) {
+    SCOPED_TRACE("head dimension " + std::to_string(head_dim));
+    expect_the_steps_of_the_cpu(small_config(head_dim));
+  }
+}
+
 TEST_F(CudaFp8Model, RecomputationRerunAndGraphsGiveTheSameBits) {
-  for (const float dropout : {0.0f, 0.1f}) {
+  for (const auto& [dropout, head_dim] : {std::pair{0.0f, 32}, {0.1f, 32}, {0.0f, 64}, {0.1f, 64}}) {
+    SCOPED_TRACE("head dimension " + std::to_string(head_dim));
+    const ModelConfig config = small_config(head_dim);
     TrainOptions options = small_options();
     options.dropout = dropout;
     const auto run = [&](Recompute recompute, bool graph) {
       options.recompute = recompute;
       options.graph = graph;
-      const auto model = make_llama(small_config(), options);
+      const auto model = make_llama(config, options);
       randomize_parameters(*model);
       std::vector<double> shown = take_steps(*model, 1, 4);
       const std::vector<float> all = all_of(*model);
@@ -410,15 +651,15 @@ TEST_F(CudaFp8Model, RecomputationRerunAndGraphsGiveTheSameBits) {
   }
 }
 
-TEST_F(CudaFp8Model, GoesOnBitForBitAndValidationChangesNothing) {
-  const auto whole = make_llama(small_config(), small_options()), half = make_llama(small_config(), small_options());
+void expect_to_go_on_bit_for_bit(const ModelConfig& config) {
+  const auto whole = make_llama(config, small_options()), half = make_llama(config, small_options());
   for (TrainModel* each : {whole.get(), half.get()}) randomize_parameters(*each);
-  const TokenBatch text = random_tokens(small_config(), 80, 99);
+  const TokenBatch text = random_tokens(config, 80, 99);
   std::int64_t labels = 0;
   half->evaluate(text.batch(), &labels);  // before the first step, with current scales
   EXPECT_EQ(take_steps(*half, 1, 3), take_steps(*whole, 1, 3));
   const double evaluated = half->evaluate(text.batch(), &labels);
-  const auto resumed = make_llama(small_config(), small_options());
+  const auto resumed = make_llama(config, small_options());
   randomize_parameters(*resumed);
   take_steps(*resumed, 8, 9);  // another history, which must go
   for (const TensorRole role : kStateRoles) {
@@ -430,6 +671,13 @@ TEST_F(CudaFp8Model, GoesOnBitForBitAndValidationChangesNothing) {
   EXPECT_EQ(resumed->evaluate(text.batch(), &labels), evaluated);
   EXPECT_EQ(take_steps(*resumed, 4, 6), take_steps(*whole, 4, 6));
   EXPECT_EQ(all_of(*resumed), all_of(*whole));
+}
+
+TEST_F(CudaFp8Model, GoesOnBitForBitAndValidationChangesNothing) {
+  for (const std::int64_t head_dim : kModelHeadDims) {
+    SCOPED_TRACE("head dimension " + std::to_string(head_dim));
+    expect_to_go_on_bit_for_bit(small_config(head_dim));
+  }
 }
 
 // The weights of a step are those after the update before it, in both layouts: without a learning rate the same tokens give
@@ -454,6 +702,75 @@ TEST_F(CudaFp8Model, UpdatedWeightsAreRoundedInBothLayouts) {
     EXPECT_EQ(read_values(*model, TensorRole::gradient, spec), read_values(*fresh, TensorRole::gradient, spec))
         << spec.name;
   }
+}
+
+// Linear layers and everything else, each once: parameters and moments are those of the CPU's AdamW on the model's own
+// gradients, in the first step and in one behind it.
+TEST_F(CudaFp8Model, TheUpdateIsThatOfAdamW) {
+  const auto model = make_llama(small_config(), small_options());
+  randomize_parameters(*model);
+  for (std::int64_t number = 1; number <= 2; ++number) {
+    SCOPED_TRACE(number);
+    model->zero_gradients();
+    model->forward(random_tokens(model->config(), 80, static_cast<unsigned>(number)).batch(), 0, 0.01f);
+    model->backward();
+    model->statistics();
+    AdamWStep step;
+    step.step = number;
+    step.learning_rate = 1e-2f;
+    step.weight_decay = 0.5f;
+    std::vector<std::array<Floats, 3>> want;
+    for (const TensorSpec& spec : model->table().specs()) {
+      want.push_back({read_values(*model, TensorRole::parameter, spec), read_values(*model, TensorRole::moment1, spec),
+                      read_values(*model, TensorRole::moment2, spec)});
+      auto& [p, m, v] = want.back();
+      cpu::adamw(p.data(), read_values(*model, TensorRole::gradient, spec).data(), m.data(), v.data(), spec.elements,
+                 spec.decay, step);
+    }
+    model->update(step);
+    for (std::size_t i = 0; i < want.size(); ++i) {
+      const TensorSpec& spec = model->table().specs()[i];
+      expect_near<float>(read_values(*model, TensorRole::parameter, spec), want[i][0], spec.name);
+      expect_near<float>(read_values(*model, TensorRole::moment1, spec), want[i][1], spec.name + " moment1");
+      expect_near<float>(read_values(*model, TensorRole::moment2, spec), want[i][2], spec.name + " moment2");
+    }
+  }
+}
+
+// The names of the operators of one step.
+std::set<std::string> names_of_a_step(TrainModel& model, std::int64_t number) {
+  std::set<std::string> names;
+  for (const OperatorTime& time : model.time_operators([&] { take_steps(model, number, number); }).operators) {
+    names.insert(time.name);
+  }
+  return names;
+}
+
+// On Hopper, from the second step on, attention writes the gradient of qkv in fp8; where it cannot, a pass does.
+TEST_F(CudaFp8Model, AttentionRoundsWhereItHasTheKernel) {
+  for (const std::int64_t head_dim : kModelHeadDims) {
+    const auto model = make_llama(small_config(head_dim), small_options());
+    randomize_parameters(*model);
+    EXPECT_EQ(names_of_a_step(*model, 1).count("attention backward, quantise"), 0u);
+    EXPECT_EQ(names_of_a_step(*model, 2).count("attention backward, quantise"),
+              head_dim == 64 && hopper_multiprocessors() > 0 ? 1u : 0u);
+  }
+}
+
+// No pass over the weights but where no update has written them: in the first step and behind a load.
+TEST_F(CudaFp8Model, AdamWRoundsTheWeightsOfTheNextStep) {
+  const auto model = make_llama(small_config(), small_options());
+  randomize_parameters(*model);
+  std::int64_t number = 0;
+  const auto passes = [&] { return names_of_a_step(*model, ++number).count("quantise weights"); };
+  EXPECT_EQ(passes(), 1u);
+  EXPECT_EQ(passes(), 0u);
+  const TensorSpec& some = model->table().specs().back();
+  model->write_tensor(TensorRole::parameter, some, read_values(*model, TensorRole::parameter, some).data());
+  EXPECT_EQ(passes(), 1u);
+  EXPECT_EQ(passes(), 0u);
+  model->set_fp8_state(model->fp8_state());
+  EXPECT_EQ(passes(), 1u);
 }
 
 }  // namespace

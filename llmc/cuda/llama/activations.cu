@@ -51,13 +51,14 @@ std::vector<float> Llama<S>::activation(const std::string& name) {
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
   const std::int64_t q = config_.q_size(), kv = config_.kv_size(), F = config_.ffn_size;
   const std::string which = part;
+  const bool only_in_fp8 = which == "input_norm" || which == "post_attention_norm" || which == "mlp_product";
+  if (fp8_ && only_in_fp8) return {};
   if (which == "input_norm") return download(a.input_norm, N, C, C);
   if (which == "q") return download(a.qkv, N, q, qkv_size());
   if (which == "k") return download(a.qkv + q, N, kv, qkv_size());
   if (which == "v") return download(a.qkv + q + kv, N, kv, qkv_size());
   if (which == "attention") return download(a.attention, N, q, q);
   if (which == "post_attention_norm") return download(a.post_norm, N, C, C);
-  if (which == "mlp_product" && fp8_) return {};
   if (which == "mlp_product") return download(a.swiglu_out, N, F, F);
   if (which == "residual") return download(acts_.residual[static_cast<std::size_t>(l) + 1], N, C, C);
   return {};

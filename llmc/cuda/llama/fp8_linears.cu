@@ -8,7 +8,57 @@
 
 namespace weft::cuda {
 
-Fp8Memory::Fp8Memory(const ModelConfig& config, const TrainOptions& options) {
+namespace {
+
+// The linear layers in the order of Fp8Memory::weights; their codes have no addresses yet.
+std::vector<AdamWMatrix> matrices_of(const ModelConfig& config, const TensorTable& table) {
+  std::vector<AdamWMatrix> list;
+  std::int64_t tiles = 0;
+  for (std::int64_t l = 0; l < config.num_layers; ++l) {
+    const LlamaNames::Layer names(l);
+    for (const BlockLinear linear : kBlockLinears) {
+      const std::string& first = linear == BlockLinear::qkv       ? names.q
+                                 : linear == BlockLinear::output  ? names.output
+                                 : linear == BlockLinear::gate_up ? names.gate
+                                                                  : names.down;
+      const TensorSpec& spec = table.at(weight_of(first));
+      const LinearSize size = linear_size(config, linear);
+      list.push_back({spec.offset, size.OC, size.C, tiles, spec.decay ? 1 : 0, {}});
+      tiles += adamw_tiles(size.OC, size.C);
+    }
+  }
+  return list;
+}
+
+// The blocks of which no element belongs to a matrix. Neighbouring matrices share blocks with each other, never with
+// other tensors, because those do not decay or lie in other sections.
+std::vector<AdamWBlock> blocks_outside(const std::vector<AdamWMatrix>& matrices, std::span<const AdamWBlock> blocks) {
+  std::vector<std::pair<std::int64_t, std::int64_t>> ranges;
+  for (const AdamWMatrix& matrix : matrices) {
+    ranges.emplace_back(matrix.begin, matrix.begin + matrix.rows * matrix.columns);
+  }
+  std::sort(ranges.begin(), ranges.end());
+  const auto inside = [&](std::int64_t element) {
+    const auto behind =
+        std::partition_point(ranges.begin(), ranges.end(), [&](const auto& range) { return range.first <= element; });
+    return behind != ranges.begin() && element < std::prev(behind)->second;
+  };
+  std::vector<AdamWBlock> list;
+  for (const AdamWBlock& block : blocks) {
+    const bool begins_inside = inside(block.begin);
+    if (begins_inside != inside(block.begin + block.count - 1)) {
+      fail(Exit::internal, "fp8: a block of AdamW has a part of a linear layer");
+    }
+    if (!begins_inside) list.push_back(block);
+  }
+  return list;
+}
+
+}  // namespace
+
+Fp8Memory::Fp8Memory(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
+                     std::span<const AdamWBlock> blocks)
+    : matrix_list(matrices_of(config, table)), other_list(blocks_outside(matrix_list, blocks)) {
   const std::int64_t N = options.micro_batch * options.seq_len, slots = Fp8Slots{config.num_layers}.count();
   std::int64_t widest_input = 0, widest_gradient = 0;
   weights.resize(static_cast<std::size_t>(4 * config.num_layers));
@@ -22,9 +72,19 @@ Fp8Memory::Fp8Memory(const ModelConfig& config, const TrainOptions& options) {
       regions.want(&weight.transposed, size.C * size.OC);
     }
   }
+  regions.want(&matrices, static_cast<std::int64_t>(matrix_list.size()));
+  regions.want(&others, static_cast<std::int64_t>(other_list.size()));
   regions.want(&scales, slots);
   regions.want(&inverses, kScaleStride * slots);
   regions.want(&tallies, slots + 1);
+  norms.resize(static_cast<std::size_t>(2 * config.num_layers));  // sized once: `regions` keeps addresses
+  for (std::size_t i = 0; i < norms.size(); ++i) {
+    if (i >= 2 && options.recompute != Recompute::none) {
+      regions.share(&norms[i], &norms[i % 2]);
+    } else {
+      regions.want(&norms[i], N * config.hidden_size);
+    }
+  }
   regions.want(&input, N * widest_input);
   regions.want(&gradient, N * widest_gradient);
   regions.want(&gradient_transposed, N * widest_gradient);
@@ -32,21 +92,33 @@ Fp8Memory::Fp8Memory(const ModelConfig& config, const TrainOptions& options) {
   regions.want(&d_gate_up_transposed, N * 2 * config.ffn_size);
 }
 
-Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, Matmul& matmul, OperatorClock& clock,
-                       cudaStream_t stream)
+Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
+                       std::span<const AdamWBlock> blocks, Matmul& matmul, OperatorClock& clock, cudaStream_t stream)
     : config_(config),
       rows_(options.micro_batch * options.seq_len),
       matmul_(matmul),
       clock_(clock),
       stream_(stream),
       scales_(config.num_layers),
-      memory_(config, options),
+      memory_(config, options, table, blocks),
       arena_(memory_.regions.plan()),
       results_(static_cast<std::uint64_t>(scales_.slots().count()) * sizeof(Fp8Tally)),
       upload_((1 + Fp8Memory::kScaleStride) * static_cast<std::uint64_t>(scales_.slots().count()) * sizeof(float)) {
   memory_.regions.bind(arena_);
   arena_.clear(stream_);
   std::fill_n(results_.at<Fp8Tally>(0), scales_.slots().count(), Fp8Tally{});
+  for (std::int64_t l = 0; l < config.num_layers; ++l) {
+    for (const BlockLinear linear : kBlockLinears) {
+      const Fp8Memory::Weight& codes = weight(linear, l);
+      memory_.matrix_list[static_cast<std::size_t>(4 * l) + static_cast<std::size_t>(linear)].codes =
+          target(scales_.slots().at(Fp8Kind::weight, l, linear), codes.codes, codes.transposed, Pass::training);
+    }
+  }
+  const auto upload = [&](auto* to, const auto& list) {
+    check(cudaMemcpyAsync(to, list.data(), list.size() * sizeof(list[0]), cudaMemcpyHostToDevice, stream_), "fp8");
+  };
+  upload(memory_.matrices, memory_.matrix_list);
+  upload(memory_.others, memory_.other_list);
 }
 
 // ---- rounding -------------------------------------------------------------------------------------------------------
@@ -66,12 +138,16 @@ void Fp8Linears::find_scale(std::int64_t slot, Pass pass, const std::function<vo
                     stream_);
 }
 
+void Fp8Linears::clear_weight_tallies() {
+  const Fp8Slots& slots = scales_.slots();
+  check(cudaMemsetAsync(memory_.tallies + slots.first(Fp8Kind::weight), 0,
+                        static_cast<std::size_t>(slots.of_a_kind()) * sizeof(Fp8Tally), stream_),
+        "fp8 weights");
+}
+
 void Fp8Linears::round_weights(const LlamaParameters<bf16>& weights) {
   const Fp8Slots& slots = scales_.slots();
-  const std::int64_t first = slots.first(Fp8Kind::weight);
-  check(cudaMemsetAsync(memory_.tallies + first, 0, static_cast<std::size_t>(slots.of_a_kind()) * sizeof(Fp8Tally),
-                        stream_),
-        "fp8 weights");
+  clear_weight_tallies();
   for (std::int64_t l = 0; l < config_.num_layers; ++l) {
     for (const BlockLinear linear : kBlockLinears) {
       const LinearSize size = linear_size(config_, linear);
@@ -94,6 +170,13 @@ void Fp8Linears::use_weights(const LlamaParameters<bf16>& weights) {
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
+void Fp8Linears::write_input(BlockLinear linear, std::int64_t layer, double bytes, Pass pass,
+                             const std::function<void(const Fp8Target&)>& norm) {
+  const std::int64_t slot = scales_.slots().at(Fp8Kind::input, layer, linear);
+  find_scale(slot, pass, norm);
+  clock_.run("norm, quantise", 0, bytes, [&] { norm(target(slot, input_codes(linear, layer), nullptr, pass)); });
+}
+
 void Fp8Linears::forward(BlockLinear linear, std::int64_t layer, bf16* out, const bf16* x, const bf16* addend,
                          const char* name, Pass pass) {
   const LinearSize size = linear_size(config_, linear);
@@ -108,8 +191,8 @@ void Fp8Linears::forward(BlockLinear linear, std::int64_t layer, bf16* out, cons
   }
   const std::int64_t weight_slot = scales_.slots().at(Fp8Kind::weight, layer, linear);
   clock_.run(name, 2 * n * C * OC, n * C + C * OC + (addend != nullptr ? 4 : 2) * n * OC, [&] {
-    matmul_.forward_fp8(out, matrix(slot, memory_.input), matrix(weight_slot, weight(linear, layer).codes), rows_,
-                        size.C, size.OC, addend);
+    matmul_.forward_fp8(out, matrix(slot, input_codes(linear, layer)), matrix(weight_slot, weight(linear, layer).codes),
+                        rows_, size.C, size.OC, addend);
   });
 }
 
@@ -122,6 +205,14 @@ void Fp8Linears::swiglu(std::int64_t layer, const bf16* gate_up, Pass pass) {
 }
 
 // ---- backward -------------------------------------------------------------------------------------------------------
+
+void Fp8Linears::write_gradient(BlockLinear linear, std::int64_t layer,
+                                const std::function<void(const Fp8Target&)>& attention) {
+  const std::int64_t OC = linear_size(config_, linear).OC;
+  attention(target(scales_.slots().at(Fp8Kind::gradient, layer, linear), memory_.gradient, nullptr, Pass::training));
+  clock_.run("transpose gradient", 0, 2.0 * static_cast<double>(rows_ * OC),
+             [&] { transpose_fp8(memory_.gradient_transposed, memory_.gradient, rows_, OC, stream_); });
+}
 
 void Fp8Linears::take_gradient(BlockLinear linear, std::int64_t layer, const bf16* dout) {
   if (linear == BlockLinear::gate_up) fail(Exit::internal, "fp8: the gradient of gate and up is made with SwiGLU's");
@@ -158,6 +249,9 @@ void Fp8Linears::weight_grad(BlockLinear linear, std::int64_t layer, float* dwei
       quantize_fp8(fp8_format(Fp8Kind::input), target(slot, nullptr, memory_.input, Pass::again), x, rows_, size.C,
                    stream_);
     });
+  } else if (linear != BlockLinear::down) {
+    clock_.run("transpose input", 0, 2 * n * C,
+               [&] { transpose_fp8(memory_.input, input_codes(linear, layer), rows_, size.C, stream_); });
   }
   const bool of_gate_up = linear == BlockLinear::gate_up;
   const std::uint8_t* const codes = of_gate_up ? memory_.d_gate_up_transposed : memory_.gradient_transposed;
@@ -202,10 +296,26 @@ Fp8Statistics Fp8Linears::statistics() const {
   return fp8_statistics(config_, tallies(), rows_, micro_batches_);
 }
 
-void Fp8Linears::end_step(const LlamaParameters<bf16>& weights) {
+void Fp8Linears::end_step() {
   scales_.push(tallies());
   upload_scales();
-  round_weights(weights);
+  weights_stale_ = true;
+}
+
+Fp8Linears::Update Fp8Linears::begin_update() {
+  clear_weight_tallies();
+  weights_stale_ = false;
+  const AdamWMatrix& last = memory_.matrix_list.back();
+  std::int64_t elements = 0, other_elements = 0;
+  for (const AdamWBlock& block : memory_.other_list) other_elements += block.count;
+  for (const AdamWMatrix& matrix : memory_.matrix_list) elements += matrix.rows * matrix.columns;
+  return {memory_.matrices,
+          static_cast<std::int64_t>(memory_.matrix_list.size()),
+          last.first_tile + adamw_tiles(last.rows, last.columns),
+          elements,
+          memory_.others,
+          static_cast<std::int64_t>(memory_.other_list.size()),
+          other_elements};
 }
 
 // The page-locked buffer may be overwritten: statistics() has synchronised the stream since the last upload, and so has

@@ -1,9 +1,10 @@
 // The linear layers of the transformer blocks in training with --precision fp8: their fp8 weights, the fp8 operands of
 // the GEMMs, and the scales (llmc/model/fp8.h). llmc/cpu/fp8_linears.h is the same on the CPU.
 //
-// The codes of an input are made twice, each time from the bf16 activation that the layer keeps or recomputes: as rows
-// for the forward GEMM, transposed for the gradient of the weight. Scales lie on the device and change only between
-// steps, so captured graphs stay valid.
+// The inputs of qkv and of gate and up are written as codes by the norms before them, and the layer keeps, or recomputes,
+// these in the place of bf16; the gradient of the weight transposes them. The codes of the output projection's input are
+// made twice, each time from the bf16 activation: as rows for the forward GEMM, transposed for the gradient of the
+// weight. Scales lie on the device and change only between steps, so captured graphs stay valid.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "llmc/base/regions.h"
+#include "llmc/cuda/op/adamw.h"
 #include "llmc/cuda/op/fp8.h"
 #include "llmc/cuda/op/matmul.h"
 #include "llmc/cuda/runtime/arena.h"
@@ -23,7 +25,9 @@ namespace weft::cuda {
 
 // Device memory of Fp8Linears.
 struct Fp8Memory {
-  Fp8Memory(const ModelConfig& config, const TrainOptions& options);
+  // `blocks`: AdamW's, of all tensors of the table.
+  Fp8Memory(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
+            std::span<const AdamWBlock> blocks);
   Fp8Memory(const Fp8Memory&) = delete;  // `regions` holds the addresses of the pointers below
   Fp8Memory& operator=(const Fp8Memory&) = delete;
 
@@ -35,10 +39,16 @@ struct Fp8Memory {
   struct Weight {
     std::uint8_t *codes = nullptr, *transposed = nullptr;  // [OC, C], [C, OC]
   };
-  std::vector<Weight> weights;                   // [4 layer + linear]
+  std::vector<Weight> weights;           // [4 layer + linear]
+  std::vector<AdamWMatrix> matrix_list;  // [4 layer + linear]
+  std::vector<AdamWBlock> other_list;    // the blocks of everything else
+  AdamWMatrix* matrices = nullptr;       // the two lists on the device
+  AdamWBlock* others = nullptr;
   float *scales = nullptr, *inverses = nullptr;  // [slots]: 2^e; [slots, kScaleStride]: 2^-e
   Fp8Tally* tallies = nullptr;                   // [slots], and one for current scaling
-  std::uint8_t* input = nullptr;                 // [N, C] of the widest input
+  // The outputs of the two norms of each layer [2 layer + norm], [N, C]; with recomputation all layers share one pair.
+  std::vector<std::uint8_t*> norms;
+  std::uint8_t* input = nullptr;  // [N, C] of the widest input: of any, transposed
   // [N, OC] of the widest output gradient except that of gate and up
   std::uint8_t *gradient = nullptr, *gradient_transposed = nullptr;
   std::uint8_t *d_gate_up = nullptr, *d_gate_up_transposed = nullptr;  // [N, 2F]
@@ -48,8 +58,8 @@ struct Fp8Memory {
 class Fp8Linears {
  public:
   // `matmul`, `clock` and the stream belong to the model.
-  Fp8Linears(const ModelConfig& config, const TrainOptions& options, Matmul& matmul, OperatorClock& clock,
-             cudaStream_t stream);
+  Fp8Linears(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
+             std::span<const AdamWBlock> blocks, Matmul& matmul, OperatorClock& clock, cudaStream_t stream);
 
   // Which pass a call belongs to. Only `training`, the first computation of a training step, adds to the tallies from
   // which later scales follow; `again` recomputes with the scales of the first time.
@@ -58,23 +68,30 @@ class Fp8Linears {
   // False until the first step has ended. Until then each tensor is read twice, to find its scale before rounding it;
   // the passes are not captured in graphs.
   bool scales_known() const { return scales_.known(); }
-  // Call before a pass: rounds the weights if they have been replaced.
+  // Call before a pass: rounds the weights if no update has written their codes.
   void use_weights(const LlamaParameters<__nv_bfloat16>& weights);
 
-  // out [N, OC] = x [N, C] W^T, plus addend [N, OC] unless it is null. For the down projection x is null: its input is
-  // what swiglu() has made.
+  // The input of qkv, or of gate and up, for forward() and weight_grad(): calls norm() with where its codes go, in the
+  // first step once before that to find its scale. `bytes`: what norm() moves.
+  void write_input(BlockLinear linear, std::int64_t layer, double bytes, Pass pass,
+                   const std::function<void(const Fp8Target&)>& norm);
+  // out [N, OC] = x [N, C] W^T, plus addend [N, OC] unless it is null. x is null but for the output projection: the
+  // input is what write_input() or, for the down projection, swiglu() has made.
   void forward(BlockLinear linear, std::int64_t layer, __nv_bfloat16* out, const __nv_bfloat16* x,
                const __nv_bfloat16* addend, const char* name, Pass pass);
   // Makes the down projection's fp8 input from gate_up [N, 2F].
   void swiglu(std::int64_t layer, const __nv_bfloat16* gate_up, Pass pass);
 
+  // The gradient of qkv, for input_grad() and weight_grad(), where attention's backward pass writes its codes: calls
+  // attention() with where they go. Scales are known.
+  void write_gradient(BlockLinear linear, std::int64_t layer, const std::function<void(const Fp8Target&)>& attention);
   // Rounds dout [N, OC] for input_grad() and weight_grad(). Not for gate and up, whose gradient swiglu_backward()
   // makes: Exit::internal.
   void take_gradient(BlockLinear linear, std::int64_t layer, const __nv_bfloat16* dout);
   // dx [N, C] = dout W.
   void input_grad(BlockLinear linear, std::int64_t layer, __nv_bfloat16* dx, const char* name);
-  // dweight [OC, C] (+)= dout^T x [N, C]. For the down projection x is null: its input is what swiglu_backward() has
-  // made.
+  // dweight [OC, C] (+)= dout^T x [N, C]. x is null but for the output projection: the input is what write_input() or,
+  // for the down projection, swiglu_backward() has made.
   void weight_grad(BlockLinear linear, std::int64_t layer, float* dweight, const __nv_bfloat16* x,
                    Accumulate accumulate, const char* name);
   // From the gradient of SwiGLU's result [N, F] and gate_up [N, 2F]: the fp8 gradient of gate_up, and SwiGLU's result
@@ -85,7 +102,16 @@ class Fp8Linears {
   void end_micro_batch() { ++micro_batches_; }
   void download_tallies();  // queued in the stream; synchronise before statistics() and end_step(), which read them
   Fp8Statistics statistics() const;
-  void end_step(const LlamaParameters<__nv_bfloat16>& weights);  // `weights`: after the update
+  void end_step();  // before the update: the scales of the next step
+  // The work of the update behind end_step(), if scales are known: for adamw_fp8() the matrices with their codes, whose
+  // tallies it clears, and for adamw() the blocks of everything else.
+  struct Update {
+    const AdamWMatrix* matrices;
+    std::int64_t count, tiles, elements;
+    const AdamWBlock* others;
+    std::int64_t other_count, other_elements;
+  };
+  Update begin_update();
   void weights_replaced();  // weights were loaded from elsewhere: the history of their magnitudes is void
   std::vector<float> state() const { return scales_.state(); }
   void set_state(std::span<const float> state);
@@ -93,6 +119,7 @@ class Fp8Linears {
  private:
   Fp8Target target(std::int64_t slot, std::uint8_t* codes, std::uint8_t* transposed, Pass pass) const;
   void find_scale(std::int64_t slot, Pass pass, const std::function<void(const Fp8Target&)>& look);
+  void clear_weight_tallies();
   void round_weights(const LlamaParameters<__nv_bfloat16>& weights);
   void upload_scales();
   std::span<const Fp8Tally> tallies() const {
@@ -100,6 +127,11 @@ class Fp8Linears {
   }
   // An operand of cuBLASLt.
   Fp8Matrix matrix(std::int64_t slot, const std::uint8_t* codes) const { return {codes, memory_.inverse(slot)}; }
+  // The codes of an input, as rows, for the forward GEMM.
+  std::uint8_t* input_codes(BlockLinear linear, std::int64_t layer) const {
+    if (linear != BlockLinear::qkv && linear != BlockLinear::gate_up) return memory_.input;
+    return memory_.norms[static_cast<std::size_t>(2 * layer) + (linear == BlockLinear::gate_up ? 1 : 0)];
+  }
   const Fp8Memory::Weight& weight(BlockLinear linear, std::int64_t layer) const {
     return memory_.weights[static_cast<std::size_t>(4 * layer) + static_cast<std::size_t>(linear)];
   }

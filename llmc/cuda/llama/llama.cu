@@ -126,7 +126,7 @@ void Llama<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
 
   weight_grad(output_, l, dw.output, branch_gradient(), a.attention, N, accumulate);
   input_grad(output_, l, acts_.d_attention, branch_gradient(), w.output, N);
-  attend_backward(a);  // and RoPE's
+  attend_backward(l, a);  // and RoPE's
   weight_grad(qkv_, l, dw.qkv, acts_.d_qkv, a.input_norm, N, accumulate);
   input_grad(qkv_, l, acts_.d_norm, acts_.d_qkv, w.qkv, N);
   normalize_backward(norm_after(2 * l - 1), acts_.d_norm, true);

@@ -33,6 +33,7 @@
 #include "llmc/cuda/llama/fp8_linears.h"
 #include "llmc/cuda/llama/plan.h"
 #include "llmc/cuda/llama/token_upload.h"
+#include "llmc/cuda/op/attention/attention.h"
 #include "llmc/cuda/op/matmul.h"
 #include "llmc/cuda/op/residual_norm.h"
 #include "llmc/cuda/op/rope.h"
@@ -92,11 +93,23 @@ class Llama final : public TrainModel {
   std::int64_t rows() const { return options_.micro_batch * options_.seq_len; }
   std::int64_t qkv_size() const { return config_.q_size() + 2 * config_.kv_size(); }
 
-  // Views of a packed [N, q + 2 kv] tensor: q heads, then k heads, then v heads.
-  HeadViewOf<S> q_heads(S* qkv) const { return heads(qkv, qkv_size()); }
-  HeadViewOf<S> k_heads(S* qkv) const { return heads(qkv + config_.q_size(), qkv_size()); }
-  HeadViewOf<S> v_heads(S* qkv) const { return heads(qkv + config_.q_size() + config_.kv_size(), qkv_size()); }
-  HeadViewOf<S> heads(S* data, std::int64_t row) const { return {data, options_.seq_len * row, row, config_.head_dim}; }
+  // Views of a packed [N, q + 2 kv] tensor: q heads, then k heads, then v heads. T is S, or fp8's codes.
+  template <typename T>
+  HeadViewOf<T> q_heads(T* qkv) const {
+    return heads(qkv, qkv_size());
+  }
+  template <typename T>
+  HeadViewOf<T> k_heads(T* qkv) const {
+    return heads(qkv + config_.q_size(), qkv_size());
+  }
+  template <typename T>
+  HeadViewOf<T> v_heads(T* qkv) const {
+    return heads(qkv + config_.q_size() + config_.kv_size(), qkv_size());
+  }
+  template <typename T>
+  HeadViewOf<T> heads(T* data, std::int64_t row) const {
+    return {data, options_.seq_len * row, row, config_.head_dim};
+  }
 
   // ---- llama.cu: the two lists
   void forward_layers();
@@ -118,8 +131,9 @@ class Llama final : public TrainModel {
   // The norm that reads the residual stream after branch `branch`: 2 l is the attention of layer l, 2 l + 1 its MLP, -1
   // the embedding. So layer l has norm_after(2 l - 1) and norm_after(2 l); the final norm is norm_after(2 L - 1).
   struct NormSite {
-    std::int64_t branch;
-    S* residual;  // [N, C], the norm's input
+    std::int64_t branch, layer;
+    std::optional<BlockLinear> reader;  // of its output; empty: the head
+    S* residual;                        // [N, C], the norm's input
     NormParameters<S> weights;
     NormParameters<float> d_weights;
     S* out;
@@ -129,7 +143,7 @@ class Llama final : public TrainModel {
   ResidualNormShape norm_shape(std::int64_t branch) const;
   // The norm of site.residual alone.
   ResidualNormForward<S, S> norm_operands(const NormSite& site) const;
-  void launch_norm(std::int64_t branch, const ResidualNormForward<S, S>& norm);
+  void launch_norm(const NormSite& site, const ResidualNormForward<S, S>& norm);
 
   void embed();
   void normalize(const NormSite& site);
@@ -150,14 +164,20 @@ class Llama final : public TrainModel {
   void weight_grad(const LinearLayer& layer, std::int64_t l, float* dweight, const S* dout, const S* x, std::int64_t N,
                    Accumulate accumulate);
   // Whether a linear layer computes in fp8. If so, weight_grad() rounds dout, and the following input_grad() reads the
-  // result; the input of the down projection, and the gradient of gate and up, exist in fp8 only.
+  // result. The outputs of norms and of SwiGLU, and the gradient of gate and up, exist in fp8 only: the arguments that
+  // stand for them are null.
   bool in_fp8(const LinearLayer& layer) const { return fp8_ && layer.block; }
   Fp8Linears::Pass fp8_pass() const {
     return !training_     ? Fp8Linears::Pass::evaluation
            : recomputing_ ? Fp8Linears::Pass::again
                           : Fp8Linears::Pass::training;
   }
-  void attend_backward(const LayerActivations<S>& a);
+  // Whether attention's backward pass writes the gradient of qkv in fp8, so that acts_.d_qkv is not used: on Hopper, from
+  // the second step on.
+  bool attention_rounds() const {
+    return fp8_ && fp8_->scales_known() && attention_backward_rounds(attention_shape(config_, options_), rope_);
+  }
+  void attend_backward(std::int64_t l, const LayerActivations<S>& a);
   void down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out);
 
   // Without dropout the GEMM of a branch adds the residual in its epilogue, and the branch and the residual have the
@@ -186,6 +206,12 @@ class Llama final : public TrainModel {
   bool is_last_micro_batch() const { return rank_micro_batches_ + 1 == options_.rank_micro_batches; }
   void finish_rank();
   void update_blocks(const Range& range, const AdamWStep& step);
+  void update_listed(const AdamWBlock* blocks, std::int64_t count, std::int64_t elements, const AdamWStep& step);
+  void update_and_round(const AdamWStep& step);
+  template <typename Update>
+  void with_moments(const Update& update) const;
+  // Bytes that AdamW moves for an element: the gradient, the master read and written, and the moments likewise.
+  double update_bytes() const { return 3 * sizeof(float) + 4.0 * static_cast<double>(moment_bytes(options_)); }
   // The gradients of the step, or of the virtual ranks that have been computed.
   float* gradients() const {
     const DeviceArena& arena = division_.gradients_divided ? part_sum_arena_

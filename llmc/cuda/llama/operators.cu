@@ -20,10 +20,7 @@ template <typename S>
 void Llama<S>::linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const S* weight, std::int64_t N,
                       const S* addend) {
   if constexpr (std::is_same_v<S, bf16>) {
-    if (in_fp8(layer)) {
-      const bool of_swiglu = layer.block == BlockLinear::down;
-      return fp8_->forward(*layer.block, l, out, of_swiglu ? nullptr : x, addend, layer.forward, fp8_pass());
-    }
+    if (in_fp8(layer)) return fp8_->forward(*layer.block, l, out, x, addend, layer.forward, fp8_pass());
   }
   const double n = static_cast<double>(N), C = static_cast<double>(layer.C), OC = static_cast<double>(layer.OC);
   clock_.run(layer.forward, 2 * n * C * OC, (n * C + C * OC + (addend != nullptr ? 2 : 1) * n * OC) * sizeof(S),
@@ -48,9 +45,10 @@ void Llama<S>::weight_grad(const LinearLayer& layer, std::int64_t l, float* dwei
                            std::int64_t N, Accumulate accumulate) {
   if constexpr (std::is_same_v<S, bf16>) {
     if (in_fp8(layer)) {
-      const bool of_swiglu = layer.block == BlockLinear::down, taken = of_swiglu || layer.block == BlockLinear::gate_up;
+      const bool taken = layer.block == BlockLinear::down || layer.block == BlockLinear::gate_up ||
+                         (layer.block == BlockLinear::qkv && attention_rounds());
       if (!taken) fp8_->take_gradient(*layer.block, l, dout);
-      return fp8_->weight_grad(*layer.block, l, dweight, of_swiglu ? nullptr : x, accumulate, layer.weight_grad);
+      return fp8_->weight_grad(*layer.block, l, dweight, x, accumulate, layer.weight_grad);
     }
   }
   const double n = static_cast<double>(N), C = static_cast<double>(layer.C), OC = static_cast<double>(layer.OC);
@@ -90,17 +88,21 @@ void Llama<S>::embed_backward() {
 
 template <typename S>
 typename Llama<S>::NormSite Llama<S>::norm_after(std::int64_t branch) const {
-  const auto l = static_cast<std::size_t>((branch + 1) / 2);
+  const std::int64_t layer = (branch + 1) / 2;
+  const auto l = static_cast<std::size_t>(layer);
   S* residual = acts_.residual[l];
   if (branch == 2 * config_.num_layers - 1) {
-    return {branch,           residual,         weights_.final_norm, d_weights_.final_norm,
+    return {branch,           kNoLayer,         std::nullopt,    residual, weights_.final_norm, d_weights_.final_norm,
             acts_.final_norm, acts_.final_mean, acts_.final_rstd};
   }
   const LayerParameters<S>& w = weights_.layers[l];
   const LayerParameters<float>& dw = d_weights_.layers[l];
   const LayerActivations<S>& a = acts_.layers[l];
-  if (branch % 2 == 0) return {branch, a.residual_mid, w.post_norm, dw.post_norm, a.post_norm, a.mean2, a.rstd2};
-  return {branch, residual, w.input_norm, dw.input_norm, a.input_norm, a.mean1, a.rstd1};
+  if (branch % 2 == 0) {
+    return {branch,  layer,  BlockLinear::gate_up, a.residual_mid, w.post_norm, dw.post_norm, a.post_norm,
+            a.mean2, a.rstd2};
+  }
+  return {branch, layer, BlockLinear::qkv, residual, w.input_norm, dw.input_norm, a.input_norm, a.mean1, a.rstd1};
 }
 
 // No dropout is applied to the embedding.
@@ -130,17 +132,28 @@ ResidualNormForward<S, S> Llama<S>::norm_operands(const NormSite& site) const {
 }
 
 template <typename S>
-void Llama<S>::launch_norm(std::int64_t branch, const ResidualNormForward<S, S>& norm) {
-  const int passes = 1 + (norm.x != nullptr) + (norm.residual != nullptr) + (norm.residual_out != nullptr);
-  clock_.run("norm", 0, passes * row_bytes(config_.hidden_size),
-             [&] { residual_norm_forward(norm_shape(branch), norm, stream_); });
+void Llama<S>::launch_norm(const NormSite& site, const ResidualNormForward<S, S>& norm) {
+  const ResidualNormShape shape = norm_shape(norm.x != nullptr ? site.branch : -1);  // dropout is that of a branch
+  const int passes = (norm.x != nullptr) + (norm.residual != nullptr) + (norm.residual_out != nullptr);
+  const double bytes = passes * row_bytes(config_.hidden_size);
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (fp8_ && site.reader) {
+      const double codes = static_cast<double>(rows() * config_.hidden_size);
+      return fp8_->write_input(*site.reader, site.layer, bytes + codes, fp8_pass(), [&](const Fp8Target& to) {
+        ResidualNormForward<S, S> rounding = norm;
+        rounding.codes = to;
+        residual_norm_forward(shape, rounding, stream_);
+      });
+    }
+  }
+  clock_.run("norm", 0, bytes + row_bytes(config_.hidden_size), [&] { residual_norm_forward(shape, norm, stream_); });
 }
 
 // out = norm(residual): the first norm, and norms that are recomputed. residual_norm.h promises the bits of the call
 // that stored the stream, so no dropout is needed here.
 template <typename S>
 void Llama<S>::normalize(const NormSite& site) {
-  launch_norm(-1, norm_operands(site));
+  launch_norm(site, norm_operands(site));
 }
 
 // residual = skip + dropout(x W^T), out = norm(residual). Without dropout the GEMM adds skip in its epilogue; with it
@@ -157,7 +170,7 @@ void Llama<S>::linear_and_normalize(const LinearLayer& layer, std::int64_t l, co
     norm.residual = skip;
     norm.residual_out = site.residual;
   }
-  launch_norm(site.branch, norm);
+  launch_norm(site, norm);
 }
 
 // Backward of a norm. `d_out`: the gradient of its output; with a skip connection acts_.d_residual holds the gradient
@@ -204,8 +217,21 @@ void Llama<S>::attend(const LayerActivations<S>& a) {
 
 // d_attention -> d_qkv, the gradient of q and k before RoPE. Five GEMMs where the forward pass has two.
 template <typename S>
-void Llama<S>::attend_backward(const LayerActivations<S>& a) {
+void Llama<S>::attend_backward(std::int64_t l, const LayerActivations<S>& a) {
   const std::int64_t q = config_.q_size();
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (attention_rounds()) {
+      const double bytes = row_bytes(2 * q + qkv_size()) + static_cast<double>(rows() * qkv_size());
+      return fp8_->write_gradient(BlockLinear::qkv, l, [&](const Fp8Target& to) {
+        const AttentionCodes codes{q_heads(to.codes), k_heads(to.codes), v_heads(to.codes), to.scale, to.tally};
+        clock_.run("attention backward, quantise", 2.5 * attention_flops(), bytes, [&] {
+          attention_backward_fp8(attention_shape(config_, options_), codes, heads(acts_.d_attention, q),
+                                 heads(a.attention, q), a.lse, q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv),
+                                 work_.scratch, stream_, rope_);
+        });
+      });
+    }
+  }
   clock_.run("attention backward", 2.5 * attention_flops(), row_bytes(2 * (q + qkv_size())), [&] {
     attention_backward<S>(attention_shape(config_, options_), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv),
                           v_heads(acts_.d_qkv), heads(acts_.d_attention, q), heads(a.attention, q), a.lse,
@@ -301,7 +327,7 @@ void Llama<S>::sum_losses(LossTotal* total) {
   template void Llama<S>::normalize_backward(const NormSite&, const S*, bool);                                        \
   template void Llama<S>::rope(S*);                                                                                   \
   template void Llama<S>::attend(const LayerActivations<S>&);                                                         \
-  template void Llama<S>::attend_backward(const LayerActivations<S>&);                                                \
+  template void Llama<S>::attend_backward(std::int64_t, const LayerActivations<S>&);                                  \
   template void Llama<S>::gate_up_and_swiglu(std::int64_t, S*);                                                       \
   template void Llama<S>::down_input_grad_and_swiglu(std::int64_t, S*);                                               \
   template void Llama<S>::softmax_and_loss(float*, const std::int32_t*, std::int64_t, float);                         \

@@ -209,7 +209,8 @@ std::vector<MemoryLine> llama_memory(const ModelConfig& config, const TrainOptio
                    2 * state_bytes(moment_bytes(options))});
   lines.push_back({kSplitMaster<S> ? "activations (bf16)" : "activations (fp32)", activations.plan().bytes()});
   if (options.precision == Precision::fp8) {
-    lines.push_back({"weights and operands (fp8)", Fp8Memory(config, options).regions.plan().bytes()});
+    lines.push_back(
+        {"weights and operands (fp8)", Fp8Memory(config, options, table, division.blocks).regions.plan().bytes()});
   }
   lines.push_back({"workspace", workspace.regions.plan().bytes() + Matmul::kWorkspaceBytes});
   return lines;

@@ -41,7 +41,9 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Pe
                (1 + static_cast<std::uint64_t>(peers.share.ranks * peers.share.rounds)) * sizeof(LossTotal)),
       places_(division_.places),
       sent_(division_.buckets.size()) {
-  if (options.precision == Precision::fp8) fp8_.emplace(config, options, matmul_, clock_, stream_);
+  if (options.precision == Precision::fp8) {
+    fp8_.emplace(config, options, table_, division_.blocks, matmul_, clock_, stream_);
+  }
   acts_.bind(activation_arena_);
   work_.regions.bind(workspace_arena_);
   place_sections();

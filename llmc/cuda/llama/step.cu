@@ -241,13 +241,9 @@ void Llama<S>::update(const AdamWStep& step) {
   zero_stale_gradients();
   delay_point(stream_, DelayPoint::step);
   check(cudaStreamWaitEvent(stream_, state_copied_), "update");  // no wait if the event was never recorded
-  if (!division_.divided) {
-    update_blocks({0, static_cast<std::int64_t>(division_.blocks.size())}, step);
-    if constexpr (std::is_same_v<S, bf16>) {
-      if (fp8_) fp8_->end_step(weights_);
-    }
-    return;
-  }
+  if (fp8_) fp8_->end_step();
+  if (fp8_ && fp8_->scales_known()) return update_and_round(step);
+  if (!division_.divided) return update_blocks({0, static_cast<std::int64_t>(division_.blocks.size())}, step);
   // Parameters that other ranks are still reading must not change.
   for (const std::unique_ptr<Event>& event : parameters_ready_) check(cudaStreamWaitEvent(stream_, *event), "update");
   places_.forget();
@@ -268,27 +264,54 @@ void Llama<S>::update(const AdamWStep& step) {
 // Updates a range of division_.blocks.
 template <typename S>
 void Llama<S>::update_blocks(const Range& range, const AdamWStep& step) {
-  const AdamWBlock* blocks = work_.adamw_blocks + range.begin;
-  const std::int64_t count = range.size();
-  float *moment1 = moment1_arena_.at<float>(0), *moment2 = moment2_arena_.at<float>(0);
-  double elements = 0;
+  std::int64_t elements = 0;
   for (std::int64_t i = range.begin; i < range.end; ++i)
     elements += division_.blocks[static_cast<std::size_t>(i)].count;
-  clock_.run("adamw", 0, elements * (3 * sizeof(float) + 4.0 * moment_bytes(options_)), [&] {
-    if constexpr (kSplitMaster<S>) {
-      bf16* parameters = own_parameters().template at<bf16>(0);
-      std::int16_t* low = low_arena_.at<std::int16_t>(0);
-      if (options_.moments == Precision::bf16) {
-        adamw(parameters, low, gradients(), moment1_arena_.at<bf16>(0), moment2_arena_.at<bf16>(0), blocks, count, step,
-              nullptr, options_.seed, stream_);
-        return;
+  update_listed(work_.adamw_blocks + range.begin, range.size(), elements, step);
+}
+
+// `blocks` [count], on the device, of `elements` in all.
+template <typename S>
+void Llama<S>::update_listed(const AdamWBlock* blocks, std::int64_t count, std::int64_t elements,
+                             const AdamWStep& step) {
+  clock_.run("adamw", 0, static_cast<double>(elements) * update_bytes(), [&] {
+    with_moments([&](auto* moment1, auto* moment2, auto... seed) {
+      if constexpr (kSplitMaster<S>) {
+        adamw(own_parameters().template at<bf16>(0), low_arena_.at<std::int16_t>(0), gradients(), moment1, moment2,
+              blocks, count, step, nullptr, seed..., stream_);
+      } else {
+        adamw(own_parameters().template at<float>(0), gradients(), moment1, moment2, blocks, count, step, nullptr,
+              stream_);
       }
-      adamw(parameters, low, gradients(), moment1, moment2, blocks, count, step, nullptr, stream_);
-    } else {
-      adamw(own_parameters().template at<float>(0), gradients(), moment1, moment2, blocks, count, step, nullptr,
-            stream_);
-    }
+    });
   });
+}
+
+// Updates everything, and writes the codes of the linear layers for the next step.
+template <typename S>
+void Llama<S>::update_and_round(const AdamWStep& step) {
+  if constexpr (kSplitMaster<S>) {
+    const Fp8Linears::Update work = fp8_->begin_update();
+    clock_.run("adamw, quantise", 0, static_cast<double>(work.elements) * (update_bytes() + 2), [&] {
+      with_moments([&](auto* moment1, auto* moment2, auto... seed) {
+        adamw_fp8(own_parameters().template at<bf16>(0), low_arena_.at<std::int16_t>(0), gradients(), moment1, moment2,
+                  work.matrices, work.count, work.tiles, step, seed..., stream_);
+      });
+    });
+    update_listed(work.others, work.other_count, work.other_elements, step);
+  }
+}
+
+// Calls update() with the moments as they are stored and, for those that are rounded at random, the seed.
+template <typename S>
+template <typename Update>
+void Llama<S>::with_moments(const Update& update) const {
+  if constexpr (kSplitMaster<S>) {
+    if (options_.moments == Precision::bf16) {
+      return update(moment1_arena_.at<bf16>(0), moment2_arena_.at<bf16>(0), options_.seed);
+    }
+  }
+  update(moment1_arena_.at<float>(0), moment2_arena_.at<float>(0));
 }
 
 template <typename S>

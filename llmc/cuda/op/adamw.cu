@@ -10,6 +10,9 @@
 // A launch runs over a list of ranges of up to kAdamWBlockElements elements, each of which decays or does not as a
 // whole, so a thread block finds its elements by its index, however many tensors there are. Every element is used once
 // a step, so it is read and written with evict-first.
+//
+// Where codes in fp8 are wanted, the blocks are tiles of the matrices: 2 bytes more an element, and no pass that reads the
+// parameters again.
 
 #include "llmc/cuda/op/adamw.h"
 
@@ -17,6 +20,7 @@
 #include <cmath>
 
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/fp8.cuh"
 
 namespace weft::cuda {
 
@@ -160,9 +164,10 @@ struct RoundedMoments {
   }
 };
 
+// Returns the updated masters.
 template <typename Masters, typename Moments>
-__device__ void update_quad(const Masters& masters, const float* gradients, const Moments& moments, std::int64_t i,
-                            std::int64_t j, const Scalars& s) {
+__device__ float4 update_quad(const Masters& masters, const float* gradients, const Moments& moments, std::int64_t i,
+                              std::int64_t j, const Scalars& s) {
   const float4 g = __ldcs(reinterpret_cast<const float4*>(gradients + i));
   float4 m, v;
   moments.get_quad(j, m, v);
@@ -173,6 +178,7 @@ __device__ void update_quad(const Masters& masters, const float* gradients, cons
   p.w = updated(p.w, g.w, m.w, v.w, s);
   masters.set_quad(i, j, p);
   moments.set_quad(i, j, m, v);
+  return p;
 }
 
 template <typename Masters, typename Moments>
@@ -219,8 +225,71 @@ void launch(const Masters& masters, const float* gradients, const Moments& momen
   check_launch("adamw");
 }
 
+// The matrix of tile `tile`: the last one that begins at it or before.
+__device__ const AdamWMatrix& matrix_of(const AdamWMatrix* matrices, std::int64_t count, std::int64_t tile) {
+  std::int64_t first = 0;
+  while (count > 1) {
+    const std::int64_t half = count / 2;
+    if (matrices[first + half].first_tile <= tile) first += half;
+    count -= half;
+  }
+  return matrices[first];
+}
+
+// The value of a master's bf16 parameter.
+__device__ float stored_parameter(float master) {
+  return __uint_as_float(static_cast<unsigned>(split_master(__float_as_uint(master)).high) << 16);
+}
+
+template <typename Moments>
+__global__ void __launch_bounds__(fp8_tile::kThreads)
+    adamw_fp8_kernel(SplitMasters masters, const float* gradients, Moments moments, const AdamWMatrix* matrices,
+                     std::int64_t count, Scalars scalars) {
+  using namespace fp8_tile;
+  constexpr int kRowThreads = kTileColumns / kQuad, kRowsAtOnce = fp8_tile::kThreads / kRowThreads;
+  __shared__ unsigned tile[kTileWords], scratch[3];
+  const AdamWMatrix matrix = matrix_of(matrices, count, blockIdx.x);
+  if (matrix.decay == 0) scalars.keep = 1.0f;
+  const float scale = *matrix.codes.scale;
+  const std::int64_t number = blockIdx.x - matrix.first_tile, across = ceil_div(matrix.columns, kTileColumns);
+  const std::int64_t first_row = number / across * kTileRows, first_column = number % across * kTileColumns;
+  const int word = threadIdx.x % kRowThreads, first = threadIdx.x / kRowThreads;
+  const std::int64_t column = first_column + word * kQuad;
+  ThreadTally tally;
+  if (column < matrix.columns) {
+    const int rows = static_cast<int>(min(matrix.rows - first_row, static_cast<std::int64_t>(kTileRows)));
+#pragma unroll 2
+    for (int row = first; row < rows; row += kRowsAtOnce) {
+      const std::int64_t at = (first_row + row) * matrix.columns + column, i = matrix.begin + at;
+      const float4 p = update_quad(masters, gradients, moments, i, i, scalars);
+      const float values[kQuad] = {stored_parameter(p.x), stored_parameter(p.y), stored_parameter(p.z),
+                                   stored_parameter(p.w)};
+      const unsigned codes = round_four<Fp8Format::e4m3>(values, scale, tally);
+      *reinterpret_cast<unsigned*>(matrix.codes.codes + at) = codes;
+      tile[row * kTileStride + word] = codes;
+    }
+  }
+  __syncthreads();
+  store_transposed(matrix.codes.transposed, tile, first_row, first_column, matrix.rows, matrix.columns, 0);
+  add_tally(matrix.codes, tally, scratch);
+}
+
+template <typename Moments>
+void launch_fp8(const SplitMasters& masters, const float* gradients, const Moments& moments,
+                const AdamWMatrix* matrices, std::int64_t count, std::int64_t tiles, const AdamWStep& step,
+                cudaStream_t stream) {
+  if (tiles == 0) return;
+  adamw_fp8_kernel<<<static_cast<unsigned>(tiles), fp8_tile::kThreads, 0, stream>>>(masters, gradients, moments,
+                                                                                    matrices, count, scalars_of(step));
+  check_launch("adamw_fp8");
+}
+
 SplitMasters split_arrays(const bf16* parameters, const std::int16_t* low) {
   return {reinterpret_cast<std::uint16_t*>(const_cast<bf16*>(parameters)), const_cast<std::int16_t*>(low)};
+}
+
+RoundedMoments rounded_moments(bf16* moment1, bf16* moment2, std::uint64_t seed, std::int64_t step) {
+  return {reinterpret_cast<std::uint16_t*>(moment1), reinterpret_cast<std::uint16_t*>(moment2), seed, step};
 }
 
 template <typename From, typename To>
@@ -337,12 +406,29 @@ void adamw(bf16* parameters, std::int16_t* low, const float* gradients, float* m
          stream);
 }
 
+std::int64_t adamw_tiles(std::int64_t rows, std::int64_t columns) {
+  return ceil_div(rows, fp8_tile::kTileRows) * ceil_div(columns, fp8_tile::kTileColumns);
+}
+
+void adamw_fp8(bf16* parameters, std::int16_t* low, const float* gradients, float* moment1, float* moment2,
+               const AdamWMatrix* matrices, std::int64_t count, std::int64_t tiles, const AdamWStep& step,
+               cudaStream_t stream) {
+  launch_fp8(split_arrays(parameters, low), gradients, Fp32Moments{moment1, moment2}, matrices, count, tiles, step,
+             stream);
+}
+
+void adamw_fp8(bf16* parameters, std::int16_t* low, const float* gradients, bf16* moment1, bf16* moment2,
+               const AdamWMatrix* matrices, std::int64_t count, std::int64_t tiles, const AdamWStep& step,
+               std::uint64_t seed, cudaStream_t stream) {
+  launch_fp8(split_arrays(parameters, low), gradients, rounded_moments(moment1, moment2, seed, step.step), matrices,
+             count, tiles, step, stream);
+}
+
 void adamw(bf16* parameters, std::int16_t* low, const float* gradients, bf16* moment1, bf16* moment2,
            const AdamWBlock* blocks, std::int64_t block_count, const AdamWStep& step, const GradientNorm* norm,
            std::uint64_t seed, cudaStream_t stream) {
-  const RoundedMoments moments{reinterpret_cast<std::uint16_t*>(moment1), reinterpret_cast<std::uint16_t*>(moment2),
-                               seed, step.step};
-  launch(split_arrays(parameters, low), gradients, moments, blocks, block_count, step, norm, stream);
+  launch(split_arrays(parameters, low), gradients, rounded_moments(moment1, moment2, seed, step.step), blocks,
+         block_count, step, norm, stream);
 }
 
 void split_masters(bf16* parameters, std::int16_t* low, const float* masters, std::int64_t count, cudaStream_t stream) {

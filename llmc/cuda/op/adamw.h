@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "llmc/base/philox.h"
+#include "llmc/cuda/op/fp8.h"
 #include "llmc/model/train_model.h"
 
 namespace weft::cuda {
@@ -78,6 +79,27 @@ void adamw(__nv_bfloat16* parameters, std::int16_t* low, const float* gradients,
 void adamw(__nv_bfloat16* parameters, std::int16_t* low, const float* gradients, __nv_bfloat16* moment1,
            __nv_bfloat16* moment2, const AdamWBlock* blocks, std::int64_t block_count, const AdamWStep& step,
            const GradientNorm* norm, std::uint64_t seed, cudaStream_t stream);
+
+// A matrix [rows, columns] of the arenas, multiples of 16, whose update writes its codes in e4m3 as well.
+struct AdamWMatrix {
+  std::int64_t begin = 0;  // its first element, a multiple of 16
+  std::int64_t rows = 0, columns = 0;
+  std::int64_t first_tile = 0;  // number of tiles of the matrices before it
+  std::int32_t decay = 0;
+  // Both layouts, with the scale of the next step: what quantize_fp8() makes of the updated parameters, bit for bit.
+  Fp8Target codes;
+};
+// The number of thread blocks for a matrix. `first_tile` of a list follows from it.
+std::int64_t adamw_tiles(std::int64_t rows, std::int64_t columns);
+// Updates matrices [count] in the order of their tiles, `tiles` in all, with the bits of adamw() on split masters. The list
+// is on the device; all arenas have one layout. Parameters in bf16 with moments in fp32, or in bf16 as above.
+void adamw_fp8(__nv_bfloat16* parameters, std::int16_t* low, const float* gradients, float* moment1, float* moment2,
+               const AdamWMatrix* matrices, std::int64_t count, std::int64_t tiles, const AdamWStep& step,
+               cudaStream_t stream);
+void adamw_fp8(__nv_bfloat16* parameters, std::int16_t* low, const float* gradients, __nv_bfloat16* moment1,
+               __nv_bfloat16* moment2, const AdamWMatrix* matrices, std::int64_t count, std::int64_t tiles,
+               const AdamWStep& step, std::uint64_t seed, cudaStream_t stream);
+
 // Stochastic rounding of an fp32 number's bits to bf16's, with 16 random bits. Infinities and NaN are truncated.
 WEFT_HOST_DEVICE inline std::uint16_t round_at_random(std::uint32_t bits, std::uint32_t random16) {
   const bool finite = (bits & 0x7F800000u) != 0x7F800000u;

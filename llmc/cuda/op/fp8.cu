@@ -1,107 +1,23 @@
-// Tiles of 128 rows and 64 columns. A thread reads 16 consecutive elements of a row, rounds them, and stores 16 codes.
-// For the transposed layout the tile's codes go through shared memory: a thread reads four columns by eight rows,
-// transposes them by byte permutations in registers and stores 8 rows of each column, so that 16 threads fill a
-// cache_line of 128 bytes.
+// A thread reads 16 consecutive elements of a row, rounds them, and stores 16 codes; for the transposed layout they go
+// through a tile of llmc/cuda/op/fp8.cuh.
 //
-// Bytes moved for an element: 2 read, 1 written for each layout; SwiGLU forward 4 read and 1 for each layout of its
+// Bytes moved for an element: 2 read, 1 written for each layout; transposing codes 1 and 1; SwiGLU forward 4 read and 1 for each layout of its
 // result; backward 6 read, 2 for each layout of the gradients and 1 for each of the result.
 #include "llmc/cuda/op/fp8.h"
 
-#include <cuda_fp8.h>
-
 #include "llmc/cuda/hw/elements.cuh"
+#include "llmc/cuda/op/fp8.cuh"
 #include "llmc/cuda/op/swiglu.cuh"
 
 namespace weft::cuda {
 
 namespace {
 
-constexpr int kThreads = 256, kTileRows = 128, kTileColumns = 64;
+using namespace fp8_tile;
+
 constexpr int kNeighbours = 16;                              // consecutive elements of a row that a thread reads
 constexpr int kRowThreads = kTileColumns / kNeighbours;      // threads that share a row of a tile
 constexpr int kRounds = kTileRows * kRowThreads / kThreads;  // iterations in which a block reads a tile
-// words of a row in shared memory; one is padding against bank conflicts
-constexpr int kTileStride = kTileColumns / 4 + 1;
-constexpr int kTileWords = kTileRows * kTileStride;
-
-// One thread's part of a tensor's tally.
-struct ThreadTally {
-  unsigned amax = 0, saturated = 0, flushed = 0;
-};
-
-// Rounds four values to four codes, the first in the lowest byte, and counts them in `tally`.
-template <Fp8Format kFormat>
-__device__ unsigned round_four(const float* values, float scale, ThreadTally& tally) {
-  constexpr __nv_fp8_interpretation_t kType = kFormat == Fp8Format::e4m3 ? __NV_E4M3 : __NV_E5M2;
-  float scaled[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const unsigned bits = __float_as_uint(values[i]) & 0x7FFFFFFFu;
-    tally.amax = max(tally.amax, bits);
-    scaled[i] = values[i] * scale;
-    const float magnitude = fabsf(scaled[i]);
-    tally.saturated += magnitude > fp8_largest(kFormat);
-    tally.flushed += bits != 0 && magnitude <= fp8_flushed(kFormat);
-    // infinity becomes NaN: only finite values saturate
-    if (bits == 0x7F800000u) scaled[i] = __uint_as_float(0x7FC00000u);
-  }
-  const unsigned low = __nv_cvt_float2_to_fp8x2(make_float2(scaled[0], scaled[1]), __NV_SATFINITE, kType);
-  const unsigned high = __nv_cvt_float2_to_fp8x2(make_float2(scaled[2], scaled[3]), __NV_SATFINITE, kType);
-  return low | high << 16;
-}
-
-// Adds a block's tallies to the tensor's. All are integers, so the order of the atomics does not matter.
-__device__ void add_tally(const Fp8Target& to, const ThreadTally& tally, unsigned* scratch) {
-  if (to.tally == nullptr) return;
-  const unsigned amax = __reduce_max_sync(~0u, tally.amax);
-  const unsigned saturated = __reduce_add_sync(~0u, tally.saturated), flushed = __reduce_add_sync(~0u, tally.flushed);
-  __syncthreads();
-  if (threadIdx.x < 3) scratch[threadIdx.x] = 0;
-  __syncthreads();
-  if (threadIdx.x % kWarpSize == 0) {
-    atomicMax(&scratch[0], amax);
-    atomicAdd(&scratch[1], saturated);
-    atomicAdd(&scratch[2], flushed);
-  }
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  // Most blocks find a larger amax already stored and skip the atomic.
-  if (scratch[0] > *reinterpret_cast<volatile std::uint32_t*>(&to.tally->amax_bits)) {
-    atomicMax(&to.tally->amax_bits, scratch[0]);
-  }
-  if (!to.writes()) return;
-  using Count = unsigned long long;
-  if (scratch[1] != 0) atomicAdd(reinterpret_cast<Count*>(&to.tally->saturated), static_cast<Count>(scratch[1]));
-  if (scratch[2] != 0) atomicAdd(reinterpret_cast<Count*>(&to.tally->flushed), static_cast<Count>(scratch[2]));
-}
-
-// Stores a tile's codes transposed: column `column` of the tile is row first_row + column of `transposed`.
-__device__ void store_transposed(std::uint8_t* transposed, const unsigned* tile, std::int64_t row, std::int64_t column,
-                                 std::int64_t rows, std::int64_t columns, std::int64_t first_row) {
-  const int group = threadIdx.x % 16, square = threadIdx.x / 16;
-  row += 8 * group;
-  column += 4 * square;
-  if (row >= rows || column >= columns) return;
-  unsigned word[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) word[i] = tile[(8 * group + i) * kTileStride + square];
-  unsigned out[4][2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const unsigned* w = word + 4 * half;
-    const unsigned low01 = __byte_perm(w[0], w[1], 0x5140), low23 = __byte_perm(w[2], w[3], 0x5140);
-    const unsigned high01 = __byte_perm(w[0], w[1], 0x7362), high23 = __byte_perm(w[2], w[3], 0x7362);
-    out[0][half] = __byte_perm(low01, low23, 0x5410);
-    out[1][half] = __byte_perm(low01, low23, 0x7632);
-    out[2][half] = __byte_perm(high01, high23, 0x5410);
-    out[3][half] = __byte_perm(high01, high23, 0x7632);
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    std::uint8_t* to = transposed + (first_row + column + i) * rows + row;
-    *reinterpret_cast<uint2*>(to) = make_uint2(out[i][0], out[i][1]);
-  }
-}
 
 // Sources of quantize_kernel: load 16 consecutive elements of a row as fp32.
 struct Plain {
@@ -224,6 +140,29 @@ __global__ void __launch_bounds__(kThreads)
   add_tally(out, out_tally, scratch);
 }
 
+__global__ void __launch_bounds__(kThreads)
+    transpose_kernel(std::uint8_t* transposed, const std::uint8_t* codes, std::int64_t N, std::int64_t C) {
+  __shared__ unsigned tile[kTileWords];
+  const std::int64_t first_row = static_cast<std::int64_t>(blockIdx.y) * kTileRows;
+  const std::int64_t first_column = static_cast<std::int64_t>(blockIdx.x) * kTileColumns;
+  const int group = threadIdx.x % kRowThreads;
+  const std::int64_t column = first_column + group * kNeighbours;
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int tile_row = round * (kThreads / kRowThreads) + threadIdx.x / kRowThreads;
+    const std::int64_t row = first_row + tile_row;
+    if (row >= N || column >= C) continue;
+    const uint4 words = *reinterpret_cast<const uint4*>(codes + row * C + column);
+    unsigned* const place = tile + tile_row * kTileStride + group * (kNeighbours / 4);
+    place[0] = words.x;
+    place[1] = words.y;
+    place[2] = words.z;
+    place[3] = words.w;
+  }
+  __syncthreads();
+  store_transposed(transposed, tile, first_row, first_column, N, C, 0);
+}
+
 __global__ void current_scale_kernel(float* scale, float* inverse, const Fp8Tally* tally, Fp8Format format) {
   const std::uint32_t amax = tally->amax_bits;
   const int exponent = amax < 0x7F800000u ? fp8_exponent(amax, format) : 0;
@@ -246,6 +185,13 @@ void quantize_fp8(Fp8Format format, const Fp8Target& to, const bf16* x, std::int
     quantize_kernel<Fp8Format::e5m2><<<tiles_of(N, C), kThreads, 0, stream>>>(to, Plain{x, C}, N, C);
   }
   check_launch("quantize_fp8");
+}
+
+void transpose_fp8(std::uint8_t* transposed, const std::uint8_t* codes, std::int64_t N, std::int64_t C,
+                   cudaStream_t stream) {
+  if (N == 0) return;
+  transpose_kernel<<<tiles_of(N, C), kThreads, 0, stream>>>(transposed, codes, N, C);
+  check_launch("transpose_fp8");
 }
 
 void swiglu_forward_fp8(const Fp8Target& out, const bf16* gate_up, std::int64_t N, std::int64_t F,

@@ -29,6 +29,10 @@ struct Fp8Target {
 void quantize_fp8(Fp8Format format, const Fp8Target& to, const __nv_bfloat16* x, std::int64_t N, std::int64_t C,
                   cudaStream_t stream);
 
+// transposed [C, N] from the codes [N, C] of either format.
+void transpose_fp8(std::uint8_t* transposed, const std::uint8_t* codes, std::int64_t N, std::int64_t C,
+                   cudaStream_t stream);
+
 // out [N, F] = silu(gate) up of gate_up [N, 2F] (llmc/cuda/op/swiglu.h), rounded from fp32 to e4m3 at once.
 void swiglu_forward_fp8(const Fp8Target& out, const __nv_bfloat16* gate_up, std::int64_t N, std::int64_t F,
                         cudaStream_t stream);

@@ -19,6 +19,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "llmc/cuda/op/fp8.h"
 #include "llmc/model/norm_shape.h"
 
 namespace weft::cuda {
@@ -40,10 +41,13 @@ struct ResidualNormForward {
   const T* weight2 = nullptr;       // [C]; null: one output only
   const T* bias2 = nullptr;
   R* residual_out = nullptr;  // [rows, C]; may be `residual` itself; null: not stored
-  T* out = nullptr;           // [rows, C]
+  T* out = nullptr;           // [rows, C]; null with `codes`
   T* out2 = nullptr;          // [rows, C] iff weight2
   float* mean = nullptr;      // [rows], LayerNorm only; null: not stored
   float* rstd = nullptr;      // [rows]; null: not stored
+  // For T and R bf16, one output, C a multiple of 16: in the place of `out` its codes in e4m3, bit for bit those that
+  // quantize_fp8() makes of it; not transposed.
+  Fp8Target codes = {};
 };
 // `overlapping`: launched as part of a chain (hw/launch.cuh); only on a GPU that supports it.
 template <typename T, typename R>

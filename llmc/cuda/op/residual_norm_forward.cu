@@ -3,11 +3,12 @@
 //   h = dropout(x rowscale) colscale + residual        z = xhat w + b,   xhat = (h - mean) rstd
 //
 // Bytes moved a row in the form that Llama uses, T and R of E bytes: x and residual are read, residual_out and out
-// written, 4 C E. The layout of rows: llmc/cuda/op/residual_norm.cuh.
+// written, 4 C E; codes in the place of out take C. The layout of rows: llmc/cuda/op/residual_norm.cuh.
 
 #include <type_traits>
 
 #include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/op/fp8.cuh"
 #include "llmc/cuda/op/residual_norm.cuh"
 
 namespace weft::cuda {
@@ -68,20 +69,48 @@ __device__ auto early_weights(const T* weight, const T* bias, std::int64_t C) {
   }
 }
 
+// One group of columns of the output.
+template <typename T, typename S, typename Weights>
+__device__ Group<T, S> normalized(const float (&h)[S::kGroup], float mean, float rstd, const Weights& weights, int g) {
+  Group<T, S> w, b;
+  weights.get(g, w, b);
+  float z[S::kGroup];
+#pragma unroll
+  for (int i = 0; i < S::kGroup; ++i) z[i] = (h[i] - mean) * rstd * w.get(i) + b.get(i);
+  w.set(z);
+  return w;
+}
+
 template <typename T, typename S, typename Weights>
 __device__ void write_output(T* out, const float (&h)[S::kGroups][S::kGroup], float mean, float rstd,
                              const Weights& weights, std::int64_t C) {
 #pragma unroll
   for (int g = 0; g < S::kGroups; ++g) {
-    const int column = S::column(g);
-    if (S::outside(g, C)) continue;
-    Group<T, S> w, b;
-    weights.get(g, w, b);
-    float z[S::kGroup];
+    if (!S::outside(g, C)) normalized<T, S>(h[g], mean, rstd, weights, g).store(out + S::column(g));
+  }
+}
+
+// What an output in fp8 needs beside Fp8Target.
+struct Rounding {
+  float scale = 1.0f;
+  ThreadTally tally;
+};
+
+// codes [C] of one row; null: only the tally.
+template <typename T, typename S, typename Weights>
+__device__ void write_codes(std::uint8_t* codes, Rounding& rounding, const float (&h)[S::kGroups][S::kGroup],
+                            float mean, float rstd, const Weights& weights, std::int64_t C) {
+  static_assert(S::kGroup == 8);
 #pragma unroll
-    for (int i = 0; i < S::kGroup; ++i) z[i] = (h[g][i] - mean) * rstd * w.get(i) + b.get(i);
-    w.set(z);
-    w.store(out + column);
+  for (int g = 0; g < S::kGroups; ++g) {
+    if (S::outside(g, C)) continue;
+    const Group<T, S> z = normalized<T, S>(h[g], mean, rstd, weights, g);
+    float stored[S::kGroup];  // as the norm in bf16 would have stored it
+#pragma unroll
+    for (int i = 0; i < S::kGroup; ++i) stored[i] = z.get(i);
+    const unsigned low = round_four<Fp8Format::e4m3>(stored, rounding.scale, rounding.tally);
+    const unsigned high = round_four<Fp8Format::e4m3>(stored + 4, rounding.scale, rounding.tally);
+    if (codes != nullptr) *reinterpret_cast<uint2*>(codes + S::column(g)) = make_uint2(low, high);
   }
 }
 
@@ -129,7 +158,7 @@ struct ForwardStage {
   }
 };
 
-template <typename T, typename R, typename S, Form kForm>
+template <typename T, typename R, typename S, Form kForm, bool kCodes>
 __global__ void __launch_bounds__(S::kThreads)
     forward_kernel(ResidualNormShape shape, ResidualNormForward<T, R> io, bool staged) {
   extern __shared__ char4 dynamic_memory[];
@@ -146,6 +175,10 @@ __global__ void __launch_bounds__(S::kThreads)
   const auto weights2 = early_weights<T, S, kEarly2>(kForm != Form::norm_only ? io.weight2 : nullptr,
                                                      kForm != Form::norm_only ? io.bias2 : nullptr, C);
   wait_for_predecessors();
+  Rounding rounding;
+  if constexpr (kCodes) {
+    if (io.codes.writes()) rounding.scale = *io.codes.scale;
+  }
   stage.fetch(shape, io, row);
   for (; row < shape.rows; row += step) {
     if (stage.used()) __pipeline_wait_prior(0);
@@ -177,14 +210,22 @@ __global__ void __launch_bounds__(S::kThreads)
     }
     stage.fetch(shape, io, row + step);
     const float2 statistics = row_statistics<S>(h, shape, row_sum);
-    write_output<T, S>(io.out + row * C, h, statistics.x, statistics.y, weights, C);
-    if constexpr (kForm != Form::norm_only) {
+    if constexpr (kCodes) {
+      write_codes<T, S>(at_row(io.codes.codes, row, C), rounding, h, statistics.x, statistics.y, weights, C);
+    } else {
+      write_output<T, S>(io.out + row * C, h, statistics.x, statistics.y, weights, C);
+    }
+    if constexpr (kForm != Form::norm_only && !kCodes) {
       if (io.weight2 != nullptr) write_output<T, S>(io.out2 + row * C, h, statistics.x, statistics.y, weights2, C);
     }
     if (S::lane() == 0) {
       if (io.mean != nullptr) io.mean[row] = statistics.x;
       if (io.rstd != nullptr) io.rstd[row] = statistics.y;
     }
+  }
+  if constexpr (kCodes) {
+    __shared__ unsigned tally_scratch[3];
+    add_tally(io.codes, rounding.tally, tally_scratch);
   }
 }
 
@@ -195,18 +236,18 @@ struct NormLaunch {
   bool overlapping;
 };
 
-template <typename T, typename R, typename S, Form kForm>
+template <typename T, typename R, typename S, Form kForm, bool kCodes>
 void launch_forward(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, const NormLaunch& launch) {
   const int stage_bytes = S::kRows * ForwardStage<T, R, S, kForm>::kBytes;
   const bool staged = kForm != Form::full && kForm != Form::few && stage_bytes <= launch.shared_limit;
   if constexpr (S::kExact) {
     if (!staged) {
       using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;
-      return launch_forward<T, R, Bounded, Form::plain>(shape, io, launch);
+      return launch_forward<T, R, Bounded, Form::plain, kCodes>(shape, io, launch);
     }
   }
   const int shared_bytes = staged ? stage_bytes : 0;
-  const auto kernel = forward_kernel<T, R, S, kForm>;
+  const auto kernel = forward_kernel<T, R, S, kForm, kCodes>;
   const unsigned blocks =
       blocks_for(kernel, S::kThreads, shared_bytes, ceil_div(shape.rows, S::kRows), launch.shared_limit);
   launch_chained(kernel, dim3(blocks), dim3(S::kThreads), static_cast<std::size_t>(shared_bytes), launch.stream,
@@ -215,23 +256,30 @@ void launch_forward(const ResidualNormShape& shape, const ResidualNormForward<T,
 
 // All forms spread a row of C columns over the same threads, so that they add in the same order: recomputation takes
 // the norm of a stored stream (norm_only, plain) where the forward pass may have added a branch with dropout (full).
-template <typename T, typename R, typename S>
+template <typename T, typename R, typename S, bool kCodes>
 void launch_form(Form form, const ResidualNormShape& shape, const ResidualNormForward<T, R>& io,
                  const NormLaunch& launch) {
   if (form == Form::full) {
     using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;  // full is never staged
-    return launch_forward<T, R, Bounded, Form::full>(shape, io, launch);
+    return launch_forward<T, R, Bounded, Form::full, kCodes>(shape, io, launch);
   }
   if constexpr (std::is_same_v<R, float>) {  // the residual stream of inference
     if (shape.rows <= device_attribute(cudaDevAttrMultiProcessorCount)) {
       using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;
-      return launch_forward<T, R, Bounded, Form::few>(shape, io, launch);
+      return launch_forward<T, R, Bounded, Form::few, kCodes>(shape, io, launch);
     }
   }
   if constexpr (S::kExact) {
-    if (form == Form::norm_only) return launch_forward<T, R, S, Form::norm_only>(shape, io, launch);
+    if (form == Form::norm_only) return launch_forward<T, R, S, Form::norm_only, kCodes>(shape, io, launch);
   }
-  launch_forward<T, R, S, Form::plain>(shape, io, launch);
+  launch_forward<T, R, S, Form::plain, kCodes>(shape, io, launch);
+}
+
+template <typename T, typename R>
+void check_codes(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io) {
+  const bool possible = std::is_same_v<T, bf16> && std::is_same_v<R, bf16> && io.out == nullptr &&
+                        io.weight2 == nullptr && io.codes.transposed == nullptr && shape.C % 16 == 0;
+  if (!possible) fail(Exit::internal, "residual_norm: codes are of one output in bf16, in rows of multiples of 16");
 }
 
 }  // namespace
@@ -245,14 +293,21 @@ void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormFor
                            int shared_limit, bool overlapping) {
   check_shape(shape);
   if (shape.rows == 0) return;
+  const bool in_codes = io.codes.writes() || io.codes.tally != nullptr;
+  if (in_codes) check_codes(shape, io);
   Form form = Form::plain;
   if (shape.dropout != 0 || io.rowscale != nullptr || io.colscale != nullptr) {
     form = Form::full;
   } else if (io.x == nullptr && io.residual != nullptr && io.residual_out == nullptr && io.weight2 == nullptr) {
     form = Form::norm_only;
   }
+  const NormLaunch launch{stream, shared_limit, overlapping};
   for_plain_spread<R, kMayBeExact<T, R>>(shape.C, [&](auto spread) {
-    launch_form<T, R, decltype(spread)>(form, shape, io, {stream, shared_limit, overlapping});
+    using S = decltype(spread);
+    if constexpr (std::is_same_v<T, bf16> && std::is_same_v<R, bf16>) {
+      if (in_codes) return launch_form<T, R, S, true>(form, shape, io, launch);
+    }
+    launch_form<T, R, S, false>(form, shape, io, launch);
   });
 }
 

@@ -72,15 +72,41 @@ std::size_t attention_backward_workspace(const AttentionShape& shape) {
   return static_cast<std::size_t>(shape.B * shape.NH * padded_queries(shape.TQ)) * sizeof(RowStatistics);
 }
 
+namespace {
+
+void check_table(const AttentionShape& shape, const DeviceRopeTable& rope) {
+  if (rope.half > 0 && (rope.positions < shape.TQ || shape.TQ != shape.TK))
+    fail(Exit::internal, "attention: a RoPE table of %lld positions for %lld queries and %lld keys",
+         static_cast<long long>(rope.positions), static_cast<long long>(shape.TQ), static_cast<long long>(shape.TK));
+}
+
+}  // namespace
+
+bool attention_backward_rounds(const AttentionShape& shape, const DeviceRopeTable& rope) {
+  return hopper_backward_computes(shape) && hopper_multiprocessors() > 0 &&
+         (rope.half == 0 || hopper_backward_unrotates(shape, rope));
+}
+
+void attention_backward_fp8(const AttentionShape& shape, const AttentionCodes& codes, HeadViewOf<const bf16> dout,
+                            HeadViewOf<const bf16> out, const float* lse, HeadViewOf<const bf16> q,
+                            HeadViewOf<const bf16> k, HeadViewOf<const bf16> v, void* workspace, cudaStream_t stream,
+                            const DeviceRopeTable& rope) {
+  check_shape(shape);
+  check_table(shape, rope);
+  const bool possible = attention_backward_rounds(shape, rope) && aligned(dout) && aligned(out) && aligned(q) &&
+                        aligned(k) && aligned(v) && aligned(codes.dq) && aligned(codes.dk) && aligned(codes.dv);
+  if (!possible) fail(Exit::internal, "attention: no kernel rounds these gradients");
+  hopper_backward<bf16>(
+      {shape, {}, {}, {}, dout, out, lse, q, k, v, static_cast<RowStatistics*>(workspace), rope, codes}, stream);
+}
+
 template <typename T>
 void attention_backward(const AttentionShape& shape, HeadViewOf<T> dq, HeadViewOf<T> dk, HeadViewOf<T> dv,
                         HeadViewOf<const T> dout, HeadViewOf<const T> out, const float* lse, HeadViewOf<const T> q,
                         HeadViewOf<const T> k, HeadViewOf<const T> v, void* workspace, cudaStream_t stream,
                         const DeviceRopeTable& rope) {
   check_shape(shape);
-  if (rope.half > 0 && (rope.positions < shape.TQ || shape.TQ != shape.TK))
-    fail(Exit::internal, "attention: a RoPE table of %lld positions for %lld queries and %lld keys",
-         static_cast<long long>(rope.positions), static_cast<long long>(shape.TQ), static_cast<long long>(shape.TK));
+  check_table(shape, rope);
   BackwardArguments<T> arguments = {shape, dq, dk, dv, dout, out, lse, q, k, v, static_cast<RowStatistics*>(workspace)};
   bool tensor_cores = false, unrotated = rope.half == 0;
   if constexpr (!std::is_same_v<T, float>) {

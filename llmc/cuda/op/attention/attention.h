@@ -11,11 +11,13 @@
 // Results have the same bits in every run: no sum depends on which block runs first.
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
 #include <string>
 
+#include "llmc/cuda/op/fp8.h"
 #include "llmc/cuda/op/rope.h"
 #include "llmc/model/head_view.h"
 
@@ -45,5 +47,21 @@ void attention_backward(const AttentionShape& shape, HeadViewOf<T> dq, HeadViewO
                         HeadViewOf<const T> dout, HeadViewOf<const T> out, const float* lse, HeadViewOf<const T> q,
                         HeadViewOf<const T> k, HeadViewOf<const T> v, void* workspace, cudaStream_t stream,
                         const DeviceRopeTable& rope = {});
+
+// Codes of dq, dk and dv as parts of one tensor, with one scale and one tally; views as those of the gradients.
+struct AttentionCodes {
+  HeadViewOf<std::uint8_t> dq, dk, dv;
+  const float* scale = nullptr;
+  Fp8Tally* tally = nullptr;
+};
+// Whether this GPU has attention_backward_fp8() for the shape and the table.
+bool attention_backward_rounds(const AttentionShape& shape, const DeviceRopeTable& rope);
+// attention_backward() that writes codes in e5m2 in the place of the gradients: those that quantize_fp8() makes of them,
+// bit for bit, and counts alike. All views are aligned to 16 bytes.
+void attention_backward_fp8(const AttentionShape& shape, const AttentionCodes& codes,
+                            HeadViewOf<const __nv_bfloat16> dout, HeadViewOf<const __nv_bfloat16> out, const float* lse,
+                            HeadViewOf<const __nv_bfloat16> q, HeadViewOf<const __nv_bfloat16> k,
+                            HeadViewOf<const __nv_bfloat16> v, void* workspace, cudaStream_t stream,
+                            const DeviceRopeTable& rope);
 
 }  // namespace weft::cuda

@@ -37,6 +37,9 @@
 // Where RoPE has rotated q and k, dQ and dK are rotated back in fp32 before they are stored: dK in the accumulators,
 // whose threads hold both halves of a head, dQ by the block that rounds it.
 //
+// With codes (Tiling::kCodes) dQ, dK and dV are rounded to bf16 and then to e5m2, and only that is stored: dQ from the
+// registers of the block that rounds it, dK and dV from shared memory, which gives a thread 16 columns of a row.
+//
 // The dQ sums have the layout of the accumulators: [B, NH, tiles of queries, 2 warpgroups, 8, 128 threads, 4].
 
 #include <algorithm>
@@ -54,6 +57,7 @@
 #include "llmc/cuda/hw/tile.cuh"
 #include "llmc/cuda/op/attention/launch.cuh"
 #include "llmc/cuda/op/attention/paths.h"
+#include "llmc/cuda/op/fp8.cuh"
 #include "llmc/cuda/op/rotate_pair.cuh"
 
 namespace weft::cuda {
@@ -66,9 +70,10 @@ constexpr int kKeys = 128, kGroupKeys = 64;  // keys of a block, of a warpgroup
 constexpr int kStages = 2;                   // stages of every ring
 constexpr int kSumBytes = 64 * 64 * 4;       // a warpgroup's share of dQ in one step: 64 x 64 in fp32
 
-template <typename T, int HeadDim>
+template <typename T, int HeadDim, bool Codes = false>
 struct Tiling {
   using Element = T;
+  static constexpr bool kCodes = Codes;
   static constexpr int HS = HeadDim, kQueries = HeadDim == 64 ? 128 : 64;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroupSize;
   using KeyTile = SwizzledTile<T, kKeys, HS>;          // K or V of a block
@@ -106,6 +111,7 @@ struct Arguments {
   int heads, kv_heads, batch_kv_heads;
   int key_blocks, section;
   float scale;
+  AttentionCodes codes;  // with Tiling::kCodes, in the place of dq, dk and dv
 };
 
 // ---- statistics -----------------------------------------------------------------------------------------------------
@@ -310,11 +316,54 @@ __device__ void unrotate_keys(const Arguments<T>& a, int first_key, float (&d)[R
   }
 }
 
-// Rounds dQ to T for the tiles that no later block adds to. `thread`: over all consumers' threads. A thread has two
+// What rounding to fp8 needs in a thread.
+struct Rounding {
+  float scale = 1.0f;
+  ThreadTally tally;
+
+  // The codes of eight values of T.
+  template <typename T>
+  __device__ uint2 codes(const unsigned (&words)[4]) {
+    float values[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = unpack<T>(words[i]);
+      values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
+    }
+    const unsigned low = round_four<Fp8Format::e5m2>(values, scale, tally);
+    return make_uint2(low, round_four<Fp8Format::e5m2>(values + 4, scale, tally));
+  }
+};
+
+// Stores the codes of a warpgroup's 64 keys, whose gradients lie in `tile` of shared memory.
+template <typename Tiling>
+__device__ void store_key_codes(const HeadViewOf<std::uint8_t>& to, const typename Tiling::KeyTile& tile,
+                                const Work& work, int consumer, int tokens, Rounding& rounding) {
+  using T = typename Tiling::Element;
+  constexpr int kRowThreads = Tiling::HS / 16, kRowsAtOnce = kWarpgroupSize / kRowThreads;
+  const int thread = threadIdx.x % kWarpgroupSize, chunk = thread % kRowThreads * 2;
+#pragma unroll 1
+  for (int row = consumer * kGroupKeys + thread / kRowThreads; row < (consumer + 1) * kGroupKeys; row += kRowsAtOnce) {
+    const int key = work.block * kKeys + row;
+    if (key >= tokens) break;
+    uint2 codes[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 from =
+          *static_cast<const uint4*>(__cvta_shared_to_generic(tile.address + Tiling::KeyTile::offset(row, chunk + i)));
+      const unsigned words[4] = {from.x, from.y, from.z, from.w};
+      codes[i] = rounding.codes<T>(words);
+    }
+    *reinterpret_cast<uint4*>(to.at(work.b, key, work.kv) + chunk * 8) =
+        make_uint4(codes[0].x, codes[0].y, codes[1].x, codes[1].y);
+  }
+}
+
+// Rounds dQ to T, or to codes, for the tiles that no later block adds to. `thread`: over all consumers' threads. A thread has two
 // rows and 8 columns of each half of a head, which RoPE rotates together. Four heads are loaded at a time, so that one
 // wait for L2 serves all of them.
 template <typename Tiling, typename T>
-__device__ void convert_sums(const Arguments<T>& a, const Work& work, int thread) {
+__device__ void convert_sums(const Arguments<T>& a, const Work& work, int thread, Rounding& rounding) {
   constexpr int HS = Tiling::HS, kBatch = 4, kPiece = kSumBytes / 16;
   static_assert(Tiling::kConsumers * kWarpgroupSize == 256);
   // At head dimension 64 a warpgroup's sums are 64 queries by both halves of a head, at 128 they are 64 queries by one
@@ -365,11 +414,18 @@ __device__ void convert_sums(const Arguments<T>& a, const Work& work, int thread
             words[1][t] = pack<T>(y.x * a.scale, y.y * a.scale);
           }
           if (first_row + row * 8 >= a.tokens) continue;
-          T* to = a.dq.at(work.b, first_row + row * 8, work.kv * group + first + i) + column * 8;
+          const int token = first_row + row * 8, head = work.kv * group + first + i;
 #pragma unroll
-          for (int half = 0; half < 2; ++half)
-            *reinterpret_cast<uint4*>(to + half * (HS / 2)) = {words[half][0], words[half][1], words[half][2],
-                                                               words[half][3]};
+          for (int half = 0; half < 2; ++half) {
+            const int first_column = column * 8 + half * (HS / 2);
+            if constexpr (Tiling::kCodes) {
+              *reinterpret_cast<uint2*>(a.codes.dq.at(work.b, token, head) + first_column) =
+                  rounding.codes<T>(words[half]);
+            } else {
+              *reinterpret_cast<uint4*>(a.dq.at(work.b, token, head) + first_column) = {words[half][0], words[half][1],
+                                                                                        words[half][2], words[half][3]};
+            }
+          }
         }
       }
     }
@@ -578,6 +634,18 @@ __device__ __forceinline__ void store_gradients(const Arguments<T>& a, const Wor
   shared.v().store(lane_offset, words);
   round_to_operand<T>(words, dK);
   shared.k().store(lane_offset, words);
+  Rounding rounding;
+  if constexpr (Tiling::kCodes) {
+    rounding.scale = *a.codes.scale;
+    named_barrier_wait(kOneConsumer + consumer, kWarpgroupSize);
+    store_key_codes<Tiling>(a.codes.dv, shared.v(), work, consumer, a.tokens, rounding);
+    store_key_codes<Tiling>(a.codes.dk, shared.k(), work, consumer, a.tokens, rounding);
+    mbarrier_wait(shared.sums_added(), 0);
+    convert_sums<Tiling>(a, work, consumer * kWarpgroupSize + thread, rounding);
+    __syncwarp();
+    add_warp_tally(a.codes.tally, rounding.tally);
+    return;
+  }
   fence_async_proxy_shared();
   named_barrier_wait(kOneConsumer + consumer, kWarpgroupSize);
   if (thread == 0) {
@@ -587,7 +655,7 @@ __device__ __forceinline__ void store_gradients(const Arguments<T>& a, const Wor
     bulk_commit();
   }
   mbarrier_wait(shared.sums_added(), 0);
-  convert_sums<Tiling>(a, work, consumer * kWarpgroupSize + thread);
+  convert_sums<Tiling>(a, work, consumer * kWarpgroupSize + thread, rounding);
   if (thread == 0) bulk_wait_read();
 }
 
@@ -644,8 +712,12 @@ void launch(const BackwardArguments<T>& arguments, int section, cudaStream_t str
   a.dout = encode_head_map(arguments.dout, shape.B, shape.TQ, shape.NH, shape.HS, kQueries);
   a.k = encode_head_map(arguments.k, shape.B, shape.TK, shape.NKV, shape.HS, kKeys);
   a.v = encode_head_map(arguments.v, shape.B, shape.TK, shape.NKV, shape.HS, kKeys);
-  a.dk = encode_head_map(arguments.dk, shape.B, shape.TK, shape.NKV, shape.HS, kGroupKeys);
-  a.dv = encode_head_map(arguments.dv, shape.B, shape.TK, shape.NKV, shape.HS, kGroupKeys);
+  if constexpr (Tiling::kCodes) {
+    a.codes = arguments.codes;
+  } else {
+    a.dk = encode_head_map(arguments.dk, shape.B, shape.TK, shape.NKV, shape.HS, kGroupKeys);
+    a.dv = encode_head_map(arguments.dv, shape.B, shape.TK, shape.NKV, shape.HS, kGroupKeys);
+  }
   a.statistics = workspace.statistics, a.sums = workspace.sums, a.order = workspace.order, a.ticket = workspace.ticket;
   a.tokens = static_cast<int>(shape.TQ), a.tiles = static_cast<int>(ceil_div(shape.TQ, kQueries));
   a.stored_tiles = static_cast<int>(padded_queries(shape.TQ) / kQueries);
@@ -694,8 +766,14 @@ void hopper_backward(const BackwardArguments<T>& arguments, cudaStream_t stream)
   // K/V heads in a section, measured at T 1024 to 16384. At head dimension 128: as many as give about 256 blocks, two
   // for every multiprocessor. At 64: 8 to 16 heads.
   const int key_blocks = static_cast<int>(ceil_div(shape.TK, kKeys));
-  if (shape.HS == 64) return launch<Tiling<T, 64>>(arguments, key_blocks > 32 ? 8 : 16, stream);
-  if (shape.HS == 128) return launch<Tiling<T, 128>>(arguments, std::clamp(256 / key_blocks, 2, 16), stream);
+  const int of_64 = key_blocks > 32 ? 8 : 16, of_128 = std::clamp(256 / key_blocks, 2, 16);
+  if constexpr (std::is_same_v<T, bf16>) {
+    const bool codes = arguments.codes.dq.data != nullptr;
+    if (codes && shape.HS == 64) return launch<Tiling<T, 64, true>>(arguments, of_64, stream);
+    if (codes && shape.HS == 128) return launch<Tiling<T, 128, true>>(arguments, of_128, stream);
+  }
+  if (shape.HS == 64) return launch<Tiling<T, 64>>(arguments, of_64, stream);
+  if (shape.HS == 128) return launch<Tiling<T, 128>>(arguments, of_128, stream);
   fail(Exit::internal, "attention backward: no Hopper kernel for head dimension %d", static_cast<int>(shape.HS));
 }
 

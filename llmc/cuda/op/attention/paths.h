@@ -8,6 +8,7 @@
 
 #include "llmc/base/ceil_div.h"
 #include "llmc/base/host_device.h"
+#include "llmc/cuda/op/attention/attention.h"
 #include "llmc/cuda/op/rope.h"
 #include "llmc/model/head_view.h"
 
@@ -35,6 +36,7 @@ struct BackwardArguments {
   HeadViewOf<const T> q, k, v;
   RowStatistics* statistics;  // workspace [B, NH, padded_queries(TQ)]
   DeviceRopeTable rope = {};  // used by hopper_backward() only; its table covers a whole head, or is empty
+  AttentionCodes codes = {};  // of hopper_backward() with T bf16: written in the place of dq, dk and dv; no data: none
 };
 
 // The statistics are padded to full query blocks, so that the tensor core kernels copy them without remainders.
