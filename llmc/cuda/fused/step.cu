@@ -4,8 +4,7 @@
 // Consumers multiply on tensor cores (step_consumer.cuh): 4 rows of a matrix by 8 rows of activations at a time. The
 // tile has 8 columns whether or not the step has 8 rows, so more rows cost no time there. A chunk of the ring has, for
 // each group of warps, 4 rows of at most hidden_size elements. MLP-down is multiplied hidden_size columns at a time, so
-// that the activations of one such range fit in registers. Activations are 16-bit, as Inference stores them. The norms'
-// weights come through the ring, too.
+// that the activations of one such range fit in registers. Activations are 16-bit, as Inference stores them.
 //
 // Blocks exchange the residual stream and q, k, v as tagged values (parameters.cuh). In that form the MLP's hidden rows
 // and attention's output would be, for 8 rows, about four times as many bytes as an exchange can hide. They are
@@ -99,10 +98,9 @@ StepPlan step_plan(const ModelConfig& config, const Device& device, const FusedT
 template <typename S>
 Regions plan_workspace(const ModelConfig& config, int blocks, StepParameters<S>& p) {
   Regions regions("fused steps: workspace");
-  p.x_stride = static_cast<int>(ceil_div(config.hidden_size, kWarpSize) * kWarpSize);
   p.qkv_stride = static_cast<int>(config.q_size() + 2 * config.kv_size());
   regions.want(&p.control, 1);
-  regions.want(&p.x, std::int64_t{kStepRows} * p.x_stride);
+  regions.want(&p.x, kStepRows * ceil_div(config.hidden_size, kWarpElements) * kWarpElements);
   regions.want(&p.qkv, std::int64_t{kStepRows} * p.qkv_stride);
   regions.want(&p.splits, kStepRows * config.num_heads * max_splits_of(config, blocks) * (config.head_dim + 2));
   regions.want(&p.hidden, kStepRows * config.ffn_size);

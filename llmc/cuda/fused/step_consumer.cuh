@@ -20,12 +20,23 @@
 #include "llmc/cuda/fused/step_parameters.cuh"
 #include "llmc/cuda/fused/timeline.h"
 #include "llmc/cuda/hw/ring.cuh"
+#include "llmc/cuda/hw/warp_fold.cuh"
 #include "llmc/cuda/op/attention/mma.cuh"
 #include "llmc/cuda/op/gelu.cuh"
 
 namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
+
+// Whether all four values carry the tag of `step`; without branches, because it is the body of a loop that polls.
+__device__ inline bool all_tagged(const uint4& v, unsigned step) {
+  return (((v.x ^ step) | (v.y ^ step) | (v.z ^ step) | (v.w ^ step)) & 1) == 0;
+}
+__device__ inline void store_shared(unsigned address, const uint4& value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
 
 template <typename S>
 struct StepConsumer {
@@ -35,7 +46,9 @@ struct StepConsumer {
   struct Operand {
     uint4 at[kWarpTiles][2];
   };
-  static constexpr int kInputs = kWarpTiles * 2 * kLaneElements;
+  // Of every row of the step 8 neighbouring elements, those of piece column(): the lanes of a warp then divide the
+  // arithmetic of the norms whatever the number of rows, and a lane needs 8 elements of the norms' weights.
+  using Columns = float[kStepRows][kLaneElements];
 
   const Block<Variant>& c;
   const StepParameters<S>& p;
@@ -206,88 +219,112 @@ struct StepConsumer {
       }
     }
   }
-  __device__ __forceinline__ std::int32_t id_of_row() const {
-    const std::int32_t id = p.row[act].id;
-    return id < 0 ? p.last_ids[-1 - id] : id;
+  // ---- the residual stream
+  __device__ __forceinline__ int column() const { return warp_k * kWarpSize + lane; }
+  __device__ __forceinline__ bool has_column() const { return column() * kLaneElements < p.C; }
+  __device__ __forceinline__ const S* embedding_of(int row) const {
+    const std::int32_t id = p.row[row].id;
+    return p.embedding + static_cast<std::int64_t>(id < 0 ? p.last_ids[-1 - id] : id) * p.C;
   }
-  // This lane's elements of the residual stream entering layer l; for layer 0 they are the embedding.
-  __device__ __forceinline__ void load_residual(int l, float (&x)[kInputs]) {
+  // This lane's elements of the residual stream entering layer l; for layer 0 they are the embedding. Rows that the step
+  // does not have stay as they are.
+  __device__ __forceinline__ void load_residual(int l, Columns& x) {
     if (l > 0) {
       load_tagged(x);
     } else {
-      const S* embedding = p.embedding + static_cast<std::int64_t>(id_of_row()) * p.C;
 #pragma unroll
-      for (int k = 0; k < 2 * kWarpTiles; ++k) {
-        const int first = piece(k / 2, k % 2) * kLaneElements;
+      for (int r = 0; r < kStepRows; ++r) {
         uint4 packed = make_uint4(0, 0, 0, 0);
-        if (act < p.step_rows && first < p.C) packed = __ldg(reinterpret_cast<const uint4*>(embedding + first));
-        widen<S>(packed, x + k * kLaneElements);
+        if (r < p.step_rows && has_column()) {
+          packed = __ldg(reinterpret_cast<const uint4*>(embedding_of(r) + column() * kLaneElements));
+        }
+        widen<S>(packed, x[r]);
       }
       const int row = own.out.begin + kStepTileRows * warp + slice;
-      if (row < own.out.end) x_own = to_float(embedding[row]);
+      if (row < own.out.end) x_own = to_float(embedding_of(act)[row]);
     }
     stamp(l, FusedPhase::x_here);
   }
-  // The same from p.x: polls until all values have the tag of `step`, and repeats only the loads of those that do not.
-  __device__ __forceinline__ void load_tagged(float (&x)[kInputs]) const {
-    constexpr int kLoads = 4 * kWarpTiles;
-    uint4 values[kLoads] = {};
-    unsigned missing = 0;
-    if (act < p.step_rows) {
-#pragma unroll
-      for (int k = 0; k < kLoads; ++k) missing |= piece(k / 4, k / 2 % 2) * kLaneElements < p.C ? 1u << k : 0;
-    }
-    const TaggedValue* from = p.x + act * p.x_stride + warp_k * kWarpElements + slice * 4;
+  // The same from p.x. A block writes an element of all rows with one store of a warp. So only row 0 is polled, and when
+  // it is here the others are usually here, too: while nothing comes 10 KB a block are asked for, not 80. The addresses
+  // are hidden from the compiler, which would compute each of them again in every round: 16 dependent loads of
+  // parameters, 0.6 us.
+  __device__ __forceinline__ void load_tagged(Columns& x) const {
+    uint4 values[kStepRows][2] = {};
+    const TaggedValue* from = p.x + exchange_place(0, warp_k * kWarpElements) + lane * 4;
+    asm volatile("" : "+l"(from));
+    const auto load = [&](int r, int half) {
+      values[r][half] = load_relaxed_x4(from + r * kWarpElements + half * (kWarpElements / 2));
+    };
+    unsigned missing = has_column() ? 3 : 0;
     c.wait_for([&] {
-#pragma unroll
-      for (int k = 0; k < kLoads; ++k) {
-        if ((missing >> k & 1) != 0) values[k] = load_relaxed_x4(from + 16 * k);
-      }
-#pragma unroll
-      for (int k = 0; k < kLoads; ++k) {
-        const uint4 v = values[k];
-        if (has_tag(v.x, step) && has_tag(v.y, step) && has_tag(v.z, step) && has_tag(v.w, step)) missing &= ~(1u << k);
-      }
+      if ((missing & 1) != 0) load(0, 0);
+      if ((missing & 2) != 0) load(0, 1);
+      missing &= (all_tagged(values[0][0], step) ? 0u : 1u) | (all_tagged(values[0][1], step) ? 0u : 2u);
       return missing == 0;
     });
+    if (p.step_rows > 1) {
+      missing = has_column() ? (1u << 2 * p.step_rows) - 4 : 0;
+      c.wait_for([&] {
 #pragma unroll
-    for (int k = 0; k < kLoads; ++k) {
-      x[4 * k] = untagged(values[k].x);
-      x[4 * k + 1] = untagged(values[k].y);
-      x[4 * k + 2] = untagged(values[k].z);
-      x[4 * k + 3] = untagged(values[k].w);
+        for (int k = 2; k < 2 * kStepRows; ++k) {
+          if ((missing >> k & 1) != 0) load(k / 2, k % 2);
+        }
+        unsigned incomplete = 0;
+#pragma unroll
+        for (int k = 2; k < 2 * kStepRows; ++k) incomplete |= all_tagged(values[k / 2][k % 2], step) ? 0 : 1u << k;
+        return (missing &= incomplete) == 0;
+      });
+    }
+#pragma unroll
+    for (int k = 0; k < 2 * kStepRows; ++k) {
+      const uint4 v = values[k / 2][k % 2];
+      float* to = x[k / 2] + k % 2 * 4;
+      to[0] = untagged(v.x);
+      to[1] = untagged(v.y);
+      to[2] = untagged(v.z);
+      to[3] = untagged(v.w);
     }
   }
 
   // ---- norms
-  struct Moments {
-    float mean, rstd;
+  // This lane's elements of the weight and bias of a norm, loaded early, so that they arrive during the wait for x.
+  struct NormWeight {
+    uint4 weight, bias;
   };
-  // Mean and 1 / sqrt(variance + eps) of row `act`: each warp computes the moments of its own elements, and those of
-  // all warps are combined as in moments_of() of norm.cuh.
-  __device__ __forceinline__ Moments moments_of(const float (&x)[kInputs]) {
+  __device__ __forceinline__ NormWeight load_norm(const S* weight, const S* bias) const {
+    if (!has_column()) return {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
+    return {load_early(reinterpret_cast<const uint4*>(weight) + column()),
+            load_early(reinterpret_cast<const uint4*>(bias) + column())};
+  }
+  // Every row becomes (x - mean) / sqrt(variance + eps): each warp computes the moments of its own elements, and those of
+  // all warps are combined as in moments_of() of norm.cuh. Lanes 4 r to 4 r + 3 do that for row r.
+  __device__ __forceinline__ void standardize(Columns& x) {
     const auto elements_of = [&](int k) {
       return static_cast<float>(max(0, min(kWarpElements, p.C - k * kWarpElements)));
     };
-    const auto over_slices = [](float value) {
-      value += __shfl_xor_sync(~0u, value, 1);
-      return value + __shfl_xor_sync(~0u, value, 2);
-    };
     const float count = elements_of(warp_k), C = static_cast<float>(p.C);
-    float sum = 0, squares = 0;
+    float sums[kStepRows];
 #pragma unroll
-    for (int j = 0; j < kInputs; ++j) sum += x[j];  // elements past the end are 0
-    const float own_mean = count > 0 ? over_slices(sum) / count : 0.0f;
+    for (int r = 0; r < kStepRows; ++r) {
+      sums[r] = 0;
+      if (r >= p.step_rows) continue;
 #pragma unroll
-    for (int k = 0; k < 2 * kWarpTiles; ++k) {
-      if (piece(k / 2, k % 2) * kLaneElements >= p.C) continue;
+      for (int j = 0; j < kLaneElements; ++j) sums[r] += x[r][j];  // elements past the end are 0
+    }
+    const float sum = warp_fold(sums, lane), own_mean = count > 0 ? sum / count : 0.0f;
+#pragma unroll
+    for (int r = 0; r < kStepRows; ++r) {
+      sums[r] = 0;
+      if (r >= p.step_rows) continue;
+      const float mean = __shfl_sync(~0u, own_mean, 4 * r);
 #pragma unroll
       for (int j = 0; j < kLaneElements; ++j) {
-        const float d = x[k * kLaneElements + j] - own_mean;
-        squares = fmaf(d, d, squares);
+        const float d = has_column() ? x[r][j] - mean : 0.0f;
+        sums[r] = fmaf(d, d, sums[r]);
       }
     }
-    squares = over_slices(squares);
+    const float squares = warp_fold(sums, lane);
     float2* of_warps = reinterpret_cast<float2*>(shared + at.moments) + moment_buffer * warps * kStepRows;
     moment_buffer ^= 1;
     if (slice == 0) of_warps[warp * kStepRows + act] = make_float2(own_mean, squares);
@@ -305,37 +342,68 @@ struct StepConsumer {
       const float off = moments[k].x - mean;
       if (k < p.warps_k) total += fmaf(off * off, elements_of(k), moments[k].y);
     }
-    return {mean, rsqrtf(total / C + p.eps)};
+    const float rstd = rsqrtf(total / C + p.eps);
+#pragma unroll
+    for (int r = 0; r < kStepRows; ++r) {
+      if (r >= p.step_rows) continue;
+      const float of_row = __shfl_sync(~0u, mean, 4 * r), factor = __shfl_sync(~0u, rstd, 4 * r);
+#pragma unroll
+      for (int j = 0; j < kLaneElements; ++j) x[r][j] = (x[r][j] - of_row) * factor;
+    }
   }
-  // first = norm1(x), second = norm2(x), rounded to S. The next chunk of the ring holds their weights and biases one
-  // after another.
+  // Standardized rows times weight plus bias, rounded to S.
+  __device__ __forceinline__ void apply_norm(const NormWeight& n, const Columns& x, uint4 (&out)[kStepRows]) const {
+    float w[kLaneElements], b[kLaneElements];
+    widen<S>(n.weight, w);
+    widen<S>(n.bias, b);
+#pragma unroll
+    for (int r = 0; r < kStepRows; ++r) {
+      out[r] = make_uint4(0, 0, 0, 0);
+      if (r >= p.step_rows) continue;
+      float y[kLaneElements];
+#pragma unroll
+      for (int j = 0; j < kLaneElements; ++j) y[j] = fmaf(x[r][j], w[j], b[j]);
+      out[r] = make_uint4(pack<S>(y[0], y[1]), pack<S>(y[2], y[3]), pack<S>(y[4], y[5]), pack<S>(y[6], y[7]));
+    }
+  }
+  // first = norm1(x), second = norm2(x) as A fragments. Lanes exchange their pieces through the shared memory of the
+  // partial sums, two rows of both norms at a time.
   template <bool kBoth>
-  __device__ __forceinline__ void normalize(const float (&x)[kInputs], Operand& first, Operand& second) {
-    const auto [mean, rstd] = moments_of(x);
-    const unsigned chunk = begin_chunk();
+  __device__ __forceinline__ void normalize(const NormWeight& norm1, const NormWeight& norm2, Columns& x,
+                                            Operand& first, Operand& second) {
+    standardize(x);
+    uint4 rows[2][kStepRows];
+    apply_norm(norm1, x, rows[0]);
+    if constexpr (kBoth) apply_norm(norm2, x, rows[1]);
+    const unsigned scratch = c.ring + at.partials + warp * kTransposeBytes;
 #pragma unroll
-    for (int k = 0; k < 2 * kWarpTiles; ++k) {
-      const int of_row = piece(k / 2, k % 2);
-      uint4 out[2] = {};
-      if (of_row * kLaneElements < p.C) {
-        float centred[kLaneElements];
+    for (int i = 0; i < 2 * kWarpTiles; ++i) {
+      first.at[i / 2][i % 2] = make_uint4(0, 0, 0, 0);
+      if constexpr (kBoth) second.at[i / 2][i % 2] = make_uint4(0, 0, 0, 0);
+    }
 #pragma unroll
-        for (int j = 0; j < kLaneElements; ++j) centred[j] = (x[k * kLaneElements + j] - mean) * rstd;
+    for (int begin = 0; begin < kStepRows; begin += 2) {
+      if (begin >= p.step_rows) continue;
 #pragma unroll
-        for (int n = 0; n < (kBoth ? 2 : 1); ++n) {
-          float w[kLaneElements], b[kLaneElements];
-          widen<S>(load_shared(chunk + (2 * n * p.C + of_row * kLaneElements) * 2), w);
-          widen<S>(load_shared(chunk + ((2 * n + 1) * p.C + of_row * kLaneElements) * 2), b);
-          float y[kLaneElements];
+      for (int n = 0; n < (kBoth ? 2 : 1); ++n) {
 #pragma unroll
-          for (int j = 0; j < kLaneElements; ++j) y[j] = fmaf(centred[j], w[j], b[j]);
-          out[n] = make_uint4(pack<S>(y[0], y[1]), pack<S>(y[2], y[3]), pack<S>(y[4], y[5]), pack<S>(y[6], y[7]));
+        for (int r = 0; r < 2; ++r) {
+          store_shared(scratch + (2 * n + r) * kTransposedRow + lane * 16, rows[n][begin + r]);
         }
       }
-      first.at[k / 2][k % 2] = out[0];
-      if constexpr (kBoth) second.at[k / 2][k % 2] = out[1];
+      __syncwarp();
+      if (act / 2 * 2 == begin) {
+        const unsigned from = scratch + act % 2 * kTransposedRow + slice * 16;
+#pragma unroll
+        for (int i = 0; i < 2 * kWarpTiles; ++i) {
+          // 0 for rows that the step does not have, and past the end of a row
+          first.at[i / 2][i % 2] = load_shared(from + 64 * i);
+          if constexpr (kBoth) second.at[i / 2][i % 2] = load_shared(from + 2 * kTransposedRow + 64 * i);
+        }
+      }
+      __syncwarp();
     }
-    end_chunk();
+    sync();  // before partial sums are written there
   }
 
   // ---- step_attention.cuh
@@ -355,9 +423,13 @@ struct StepConsumer {
     Operand input;
     {
       Operand mlp_input;
-      float x[kInputs];
-      load_residual(l, x);
-      normalize<true>(x, input, mlp_input);
+      {
+        const NormWeight norm1 = load_norm(w.norm1_weight, w.norm1_bias),
+                         norm2 = load_norm(w.norm2_weight, w.norm2_bias);
+        Columns x;
+        load_residual(l, x);
+        normalize<true>(norm1, norm2, x, input, mlp_input);
+      }
       stamp(l, FusedPhase::norms_done);
       // Rows that the step does not have are written, too: then all values of a layer carry its tag, however many rows
       // the next launch has.
@@ -405,15 +477,18 @@ struct StepConsumer {
     multiply(rows, p.q_size, input, true);
     finish_rows(rows, [&](int row, float sum) {
       x_own += sum + (bias_value(down_bias) + bias_value(dense_bias));
-      store_relaxed(p.x + act * p.x_stride + exchange_place(own.out.begin + row), tagged(x_own, step + 1));
+      store_relaxed(p.x + exchange_place(act, own.out.begin + row), tagged(x_own, step + 1));
     });
     stamp(l, FusedPhase::x_written);
   }
   __device__ __forceinline__ void run_head() {
-    float x[kInputs];
-    load_residual(p.L, x);
     Operand input;
-    normalize<false>(x, input, input);
+    {
+      const NormWeight norm = load_norm(layers[p.L].norm1_weight, layers[p.L].norm1_bias);
+      Columns x;
+      load_residual(p.L, x);
+      normalize<false>(norm, norm, x, input, input);
+    }
     stamp(p.L, FusedPhase::norms_done);
     const int logits_row = p.row[act].logits;
     float* logits = p.logits + static_cast<std::int64_t>(logits_row) * p.V;

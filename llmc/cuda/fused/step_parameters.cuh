@@ -14,6 +14,9 @@ constexpr int kStepRows = static_cast<int>(kFusedStepRows);
 constexpr int kStepTileRows = 4;   // rows of a matrix that a warp multiplies from a chunk
 constexpr int kTileElements = 64;  // columns of a tile: 4 rows x 64 16-bit elements are one 16-byte load a lane
 constexpr int kWarpTiles = kWarpElements / kTileElements;  // tiles that a warp multiplies of a row
+// A row of a warp's elements in 16 bits, padded by 64 bytes, so that two rows lie in different banks for lanes that load
+// them together; and of each warp two rows of both norms.
+constexpr int kTransposedRow = 2 * kWarpElements + 64, kTransposeBytes = 4 * kTransposedRow;
 constexpr int kItemSlots = 2;                              // one item is computed while the helper prepares the next
 constexpr int kMinStepSplit = 128;  // positions of a split, at least; the last split may have fewer
 
@@ -28,17 +31,19 @@ struct StepParameters : SequentialParameters<S, S, S> {
   int step_rows;
   FusedStepRow row[kStepRows];  // rows from step_rows on: id 0, no logits
   const std::int32_t *pages, *last_ids;
-  int x_stride, qkv_stride;   // elements from one row of x, and of qkv, to the next
+  int qkv_stride;             // elements from one row of qkv to the next
   S *hidden, *attended;       // [kStepRows, F] after GELU; [kStepRows, q_size], attention's output rounded to S
   unsigned first_step;        // layers computed by all earlier launches
   unsigned attention_before;  // heads announced by all earlier launches
 };
 
-// Index of an element of the residual stream in a row of `x`. A lane needs 8 consecutive elements, as two 16-byte
-// loads. Within 32 elements this order puts the first halves of four lanes next to each other, so each load of four
-// neighbouring lanes covers 64 consecutive bytes.
-__host__ __device__ inline int exchange_place(int element) {
-  return (element & ~31) | (element >> 2 & 1) << 4 | (element >> 3 & 3) << 2 | (element & 3);
+// Index of an element of row `row` of the residual stream in `x`. The 256 elements of a warp lie together, row after row.
+// A lane needs 8 neighbouring elements, as two 16-byte loads: first the first halves of all lanes' elements, then the
+// second halves, so that each load of a warp covers 512 consecutive bytes.
+__host__ __device__ inline int exchange_place(int row, int element) {
+  const int of_warp = element % kWarpElements;
+  return (element - of_warp) * kStepRows + row * kWarpElements + (of_warp >> 2 & 1) * (kWarpElements / 2) +
+         (of_warp >> 3) * 4 + (of_warp & 3);
 }
 
 // Number of splits of positions 0 to `position`. It depends on the position alone, so that a row's bits do not depend
@@ -96,8 +101,9 @@ __host__ __device__ inline StepLayout step_layout(const Sizes& p) {
     return start;
   };
   at.layers = take((p.L + 1) * kLayerBytes);
-  // two alternating buffers: [warps_k][tiles of a batch][lane]
-  at.partials = take(2 * p.warps_k * warps * kWarpSize * 4);
+  // two alternating buffers: [warps_k][tiles of a batch][lane]; before that, normalized rows
+  const int partials = 2 * p.warps_k * warps * kWarpSize * 4, normalized = warps * kTransposeBytes;
+  at.partials = take(partials > normalized ? partials : normalized);
   at.moments = take(2 * warps * kStepRows * 8);
   at.raw = take((1 + kStepRows) * p.HS * 4);
   at.query = take(kItemSlots * p.HS * 4);
