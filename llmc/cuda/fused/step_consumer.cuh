@@ -38,7 +38,8 @@ __device__ inline void store_shared(unsigned address, const uint4& value) {
                : "memory");
 }
 
-template <typename S>
+// kRows: 1, or kStepRows for any number of rows. The operations on a row are the same in both, and so are its bits.
+template <typename S, int kRows>
 struct StepConsumer {
   using Variant = StepVariant<S>;
   using Layer = typename Block<Variant>::Layer;
@@ -48,7 +49,18 @@ struct StepConsumer {
   };
   // Of every row of the step 8 neighbouring elements, those of piece column(): the lanes of a warp then divide the
   // arithmetic of the norms whatever the number of rows, and a lane needs 8 elements of the norms' weights.
-  using Columns = float[kStepRows][kLaneElements];
+  using Columns = float[kRows][kLaneElements];
+
+  static constexpr int kTileSums = kStepTileRows * kRows;  // of lanes 0 to kTileSums - 1: see Tiles
+  // Chunks of QKV that are loaded to registers before the wait for x. Their stages are then filled again meanwhile.
+#ifndef WEFT_STEP_AHEAD
+#define WEFT_STEP_AHEAD 2
+#endif
+#ifndef WEFT_STEP_AHEAD_MANY
+#define WEFT_STEP_AHEAD_MANY 0
+#endif
+  static constexpr int kAhead = kRows == 1 ? WEFT_STEP_AHEAD : WEFT_STEP_AHEAD_MANY;
+  using Chunks = uint4[2][kWarpTiles];
 
   const Block<Variant>& c;
   const StepParameters<S>& p;
@@ -81,6 +93,8 @@ struct StepConsumer {
         act(lane / 4),
         slice(lane % 4),
         step(p.first_step) {}
+
+  __device__ __forceinline__ int step_rows() const { return kRows == 1 ? 1 : p.step_rows; }
 
   // ---- synchronisation of the block's consumers
   __device__ __forceinline__ void sync() const { named_barrier_wait(1, warps * kWarpSize); }
@@ -137,43 +151,60 @@ struct StepConsumer {
   }
   __device__ __forceinline__ float* partials(int of_warp_k) const {
     return reinterpret_cast<float*>(shared + at.partials) +
-           (partial_buffer * p.warps_k + of_warp_k) * warps * kWarpSize;
+           (partial_buffer * p.warps_k + of_warp_k) * warps * kTileSums;
+  }
+  __device__ __forceinline__ int chunks_of(int rows) const {
+    const int chunk_rows = kStepTileRows * p.warps_r;
+    return (rows + chunk_rows - 1) / chunk_rows;
+  }
+  // Where this lane's part of a chunk begins.
+  __device__ __forceinline__ unsigned own_part(int width) const {
+    return (warp_r * kStepTileRows + lane / 8) * 2 * width + weight_piece() * 16;
+  }
+  // Loads the first chunks of a matrix of `rows` rows to registers, at most kAhead, and returns how many.
+  __device__ __forceinline__ int load_ahead(Chunks& w, int rows, int width) {
+    const int chunks = min(kAhead, chunks_of(min(rows, kStepTileRows * warps)));
+    if (kAhead > 0 && chunks > 0) load_tiles(w[0], own_part(width), width);
+    if (kAhead > 1 && chunks > 1) load_tiles(w[1], own_part(width), width);
+    return chunks;
   }
   // Partial sums of this warp for `rows` rows of `width` elements, at most a batch, that is 4 rows a warp. A chunk has
   // 4 rows for each group of warps. Elements past the end of a row are 0. Rows past the last one are stale shared
-  // memory; their sums are not used.
-  __device__ __forceinline__ void multiply(int rows, int width, const Operand& a, bool accumulate) {
-    const int chunk_rows = kStepTileRows * p.warps_r, chunks = (rows + chunk_rows - 1) / chunk_rows;
-    const unsigned own_bytes = (warp_r * kStepTileRows + lane / 8) * 2 * width + weight_piece() * 16;
-    float* sums = partials(warp_k) + warp_r * kWarpSize + lane;
-    const int chunk_sums = p.warps_r * kWarpSize;
+  // memory; their sums are not used. The first `held` chunks are in `w` already.
+  __device__ __forceinline__ void multiply(int rows, int width, const Operand& a, bool accumulate, Chunks& w,
+                                           int held = 0) {
+    const int chunks = chunks_of(rows);
+    const unsigned from = own_part(width);
+    float* sums = partials(warp_k) + warp_r * kTileSums + lane;
+    const int chunk_sums = p.warps_r * kTileSums;
     const auto keep = [&](int chunk, float sum) {
+      if (lane >= kTileSums) return;
       float& place = sums[chunk * chunk_sums];
       place = accumulate ? place + sum : sum;
     };
     // A chunk is loaded to registers and its stage released before the arithmetic on the previous chunk, so that loads
     // and mma overlap.
-    uint4 w[2][kWarpTiles] = {};
-    if (chunks > 0) load_tiles(w[0], own_bytes, width);
+    if (held < 1 && chunks > 0) load_tiles(w[0], from, width);
     for (int chunk = 0; chunk < chunks; chunk += 2) {
-      if (chunk + 1 < chunks) load_tiles(w[1], own_bytes, width);
+      if (chunk + 1 >= held && chunk + 1 < chunks) load_tiles(w[1], from, width);
       keep(chunk, multiply_tiles(a, w[0]));
       if (chunk + 1 >= chunks) break;
-      if (chunk + 2 < chunks) load_tiles(w[0], own_bytes, width);
+      if (chunk + 2 < chunks) load_tiles(w[0], from, width);
       keep(chunk + 1, multiply_tiles(a, w[1]));
     }
   }
   // Adds the partial sums in the order of the warps and calls finish(row, sum) in one thread for each row of the batch
-  // and each activation row `act`, also for those that the step does not have. One barrier is enough: the next partial
-  // sums go to the other buffer.
+  // and each activation row `act`, with kStepRows of them also for those that the step does not have. One barrier is
+  // enough: the next partial sums go to the other buffer.
   template <typename Finish>
   __device__ __forceinline__ void finish_rows(int rows, const Finish& finish) {
     sync();
     const int row = kStepTileRows * warp + slice;
-    if (row < rows) {
+    if (row < rows && act < kRows) {
       float of_warp[kMaxWarps];  // all loads before the first addition
 #pragma unroll
-      for (int k = 0; k < kMaxWarps; ++k) of_warp[k] = k < p.warps_k ? partials(k)[thread] : 0.0f;
+      for (int k = 0; k < kMaxWarps; ++k)
+        of_warp[k] = k < p.warps_k ? partials(k)[warp * kTileSums + lane] : 0.0f;
       float sum = of_warp[0];
 #pragma unroll
       for (int k = 1; k < kMaxWarps; ++k) sum += of_warp[k];
@@ -182,14 +213,16 @@ struct StepConsumer {
     partial_buffer ^= 1;
   }
   // GEMM of all of this block's rows of a matrix with `width` columns, a batch at a time; calls store(row, sum + bias).
+  // The first `held` chunks are in `w` already.
   template <typename Store>
-  __device__ __forceinline__ void all_rows(RowRange rows, int width, const S* bias, const Operand& a,
-                                           const Store& store) {
+  __device__ __forceinline__ void all_rows(RowRange rows, int width, const S* bias, const Operand& a, Chunks& w,
+                                           int held, const Store& store) {
     const int batch = kStepTileRows * warps;
     for (int first = rows.begin; first < rows.end; first += batch) {
       const int count = min(batch, rows.end - first);
       const unsigned short bits = load_bias(bias, first, count);
-      multiply(count, width, a, false);
+      multiply(count, width, a, false, w, held);
+      held = 0;
       finish_rows(count, [&](int row, float sum) { store(first + row, sum + bias_value(bits)); });
     }
   }
@@ -213,7 +246,7 @@ struct StepConsumer {
       for (int half = 0; half < 2; ++half) {
         const int first = piece(i, half) * kLaneElements;
         a.at[i][half] = make_uint4(0, 0, 0, 0);
-        if (act >= p.step_rows || first >= width) continue;
+        if (act >= step_rows() || first >= width) continue;
         const S* from = vectors + static_cast<std::int64_t>(act) * stride + first;
         a.at[i][half] = load_relaxed_x4(reinterpret_cast<const unsigned*>(from));
       }
@@ -233,15 +266,15 @@ struct StepConsumer {
       load_tagged(x);
     } else {
 #pragma unroll
-      for (int r = 0; r < kStepRows; ++r) {
+      for (int r = 0; r < kRows; ++r) {
         uint4 packed = make_uint4(0, 0, 0, 0);
-        if (r < p.step_rows && has_column()) {
+        if (r < step_rows() && has_column()) {
           packed = __ldg(reinterpret_cast<const uint4*>(embedding_of(r) + column() * kLaneElements));
         }
         widen<S>(packed, x[r]);
       }
       const int row = own.out.begin + kStepTileRows * warp + slice;
-      if (row < own.out.end) x_own = to_float(embedding_of(act)[row]);
+      if (row < own.out.end && act < kRows) x_own = to_float(embedding_of(act)[row]);
     }
     stamp(l, FusedPhase::x_here);
   }
@@ -250,7 +283,7 @@ struct StepConsumer {
   // are hidden from the compiler, which would compute each of them again in every round: 16 dependent loads of
   // parameters, 0.6 us.
   __device__ __forceinline__ void load_tagged(Columns& x) const {
-    uint4 values[kStepRows][2] = {};
+    uint4 values[kRows][2] = {};
     const TaggedValue* from = p.x + exchange_place(0, warp_k * kWarpElements) + lane * 4;
     asm volatile("" : "+l"(from));
     const auto load = [&](int r, int half) {
@@ -263,21 +296,21 @@ struct StepConsumer {
       missing &= (all_tagged(values[0][0], step) ? 0u : 1u) | (all_tagged(values[0][1], step) ? 0u : 2u);
       return missing == 0;
     });
-    if (p.step_rows > 1) {
-      missing = has_column() ? (1u << 2 * p.step_rows) - 4 : 0;
+    if (step_rows() > 1) {
+      missing = has_column() ? (1u << 2 * step_rows()) - 4 : 0;
       c.wait_for([&] {
 #pragma unroll
-        for (int k = 2; k < 2 * kStepRows; ++k) {
+        for (int k = 2; k < 2 * kRows; ++k) {
           if ((missing >> k & 1) != 0) load(k / 2, k % 2);
         }
         unsigned incomplete = 0;
 #pragma unroll
-        for (int k = 2; k < 2 * kStepRows; ++k) incomplete |= all_tagged(values[k / 2][k % 2], step) ? 0 : 1u << k;
+        for (int k = 2; k < 2 * kRows; ++k) incomplete |= all_tagged(values[k / 2][k % 2], step) ? 0 : 1u << k;
         return (missing &= incomplete) == 0;
       });
     }
 #pragma unroll
-    for (int k = 0; k < 2 * kStepRows; ++k) {
+    for (int k = 0; k < 2 * kRows; ++k) {
       const uint4 v = values[k / 2][k % 2];
       float* to = x[k / 2] + k % 2 * 4;
       to[0] = untagged(v.x);
@@ -298,25 +331,26 @@ struct StepConsumer {
             load_early(reinterpret_cast<const uint4*>(bias) + column())};
   }
   // Every row becomes (x - mean) / sqrt(variance + eps): each warp computes the moments of its own elements, and those of
-  // all warps are combined as in moments_of() of norm.cuh. Lanes 4 r to 4 r + 3 do that for row r.
+  // all warps are combined as in moments_of() of norm.cuh. Lanes 4 r to 4 r + 3 do that
+  // for row r, all lanes for a single row.
   __device__ __forceinline__ void standardize(Columns& x) {
     const auto elements_of = [&](int k) {
       return static_cast<float>(max(0, min(kWarpElements, p.C - k * kWarpElements)));
     };
     const float count = elements_of(warp_k), C = static_cast<float>(p.C);
-    float sums[kStepRows];
+    float sums[kRows];
 #pragma unroll
-    for (int r = 0; r < kStepRows; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       sums[r] = 0;
-      if (r >= p.step_rows) continue;
+      if (r >= step_rows()) continue;
 #pragma unroll
       for (int j = 0; j < kLaneElements; ++j) sums[r] += x[r][j];  // elements past the end are 0
     }
     const float sum = warp_fold(sums, lane), own_mean = count > 0 ? sum / count : 0.0f;
 #pragma unroll
-    for (int r = 0; r < kStepRows; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       sums[r] = 0;
-      if (r >= p.step_rows) continue;
+      if (r >= step_rows()) continue;
       const float mean = __shfl_sync(~0u, own_mean, 4 * r);
 #pragma unroll
       for (int j = 0; j < kLaneElements; ++j) {
@@ -325,15 +359,16 @@ struct StepConsumer {
       }
     }
     const float squares = warp_fold(sums, lane);
-    float2* of_warps = reinterpret_cast<float2*>(shared + at.moments) + moment_buffer * warps * kStepRows;
+    float2* of_warps = reinterpret_cast<float2*>(shared + at.moments) + moment_buffer * warps * kRows;
     moment_buffer ^= 1;
-    if (slice == 0) of_warps[warp * kStepRows + act] = make_float2(own_mean, squares);
+    const int row = kRows == 1 ? 0 : act;
+    if (lane == 4 * row) of_warps[warp * kRows + row] = make_float2(own_mean, squares);
     sync();
     float2 moments[kMaxWarps];
     float mean = 0, total = 0;
 #pragma unroll
     for (int k = 0; k < kMaxWarps; ++k) {
-      moments[k] = k < p.warps_k ? of_warps[(warp_r * p.warps_k + k) * kStepRows + act] : make_float2(0, 0);
+      moments[k] = k < p.warps_k ? of_warps[(warp_r * p.warps_k + k) * kRows + row] : make_float2(0, 0);
       mean = fmaf(moments[k].x, k < p.warps_k ? elements_of(k) : 0.0f, mean);
     }
     mean /= C;
@@ -344,22 +379,22 @@ struct StepConsumer {
     }
     const float rstd = rsqrtf(total / C + p.eps);
 #pragma unroll
-    for (int r = 0; r < kStepRows; ++r) {
-      if (r >= p.step_rows) continue;
+    for (int r = 0; r < kRows; ++r) {
+      if (r >= step_rows()) continue;
       const float of_row = __shfl_sync(~0u, mean, 4 * r), factor = __shfl_sync(~0u, rstd, 4 * r);
 #pragma unroll
       for (int j = 0; j < kLaneElements; ++j) x[r][j] = (x[r][j] - of_row) * factor;
     }
   }
   // Standardized rows times weight plus bias, rounded to S.
-  __device__ __forceinline__ void apply_norm(const NormWeight& n, const Columns& x, uint4 (&out)[kStepRows]) const {
+  __device__ __forceinline__ void apply_norm(const NormWeight& n, const Columns& x, uint4 (&out)[kRows]) const {
     float w[kLaneElements], b[kLaneElements];
     widen<S>(n.weight, w);
     widen<S>(n.bias, b);
 #pragma unroll
-    for (int r = 0; r < kStepRows; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       out[r] = make_uint4(0, 0, 0, 0);
-      if (r >= p.step_rows) continue;
+      if (r >= step_rows()) continue;
       float y[kLaneElements];
 #pragma unroll
       for (int j = 0; j < kLaneElements; ++j) y[j] = fmaf(x[r][j], w[j], b[j]);
@@ -372,33 +407,34 @@ struct StepConsumer {
   __device__ __forceinline__ void normalize(const NormWeight& norm1, const NormWeight& norm2, Columns& x,
                                             Operand& first, Operand& second) {
     standardize(x);
-    uint4 rows[2][kStepRows];
+    uint4 rows[2][kRows];
     apply_norm(norm1, x, rows[0]);
     if constexpr (kBoth) apply_norm(norm2, x, rows[1]);
-    const unsigned scratch = c.ring + at.partials + warp * kTransposeBytes;
+    constexpr int kTogether = kRows < 2 ? kRows : 2;
+    const unsigned scratch = c.ring + at.partials + warp * transpose_bytes(kRows);
 #pragma unroll
     for (int i = 0; i < 2 * kWarpTiles; ++i) {
       first.at[i / 2][i % 2] = make_uint4(0, 0, 0, 0);
       if constexpr (kBoth) second.at[i / 2][i % 2] = make_uint4(0, 0, 0, 0);
     }
 #pragma unroll
-    for (int begin = 0; begin < kStepRows; begin += 2) {
-      if (begin >= p.step_rows) continue;
+    for (int begin = 0; begin < kRows; begin += kTogether) {
+      if (begin >= step_rows()) continue;
 #pragma unroll
       for (int n = 0; n < (kBoth ? 2 : 1); ++n) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          store_shared(scratch + (2 * n + r) * kTransposedRow + lane * 16, rows[n][begin + r]);
+        for (int r = 0; r < kTogether; ++r) {
+          store_shared(scratch + (kTogether * n + r) * kTransposedRow + lane * 16, rows[n][begin + r]);
         }
       }
       __syncwarp();
-      if (act / 2 * 2 == begin) {
-        const unsigned from = scratch + act % 2 * kTransposedRow + slice * 16;
+      if (act / kTogether * kTogether == begin) {
+        const unsigned from = scratch + act % kTogether * kTransposedRow + slice * 16;
 #pragma unroll
         for (int i = 0; i < 2 * kWarpTiles; ++i) {
           // 0 for rows that the step does not have, and past the end of a row
           first.at[i / 2][i % 2] = load_shared(from + 64 * i);
-          if constexpr (kBoth) second.at[i / 2][i % 2] = load_shared(from + 2 * kTransposedRow + 64 * i);
+          if constexpr (kBoth) second.at[i / 2][i % 2] = load_shared(from + kTogether * kTransposedRow + 64 * i);
         }
       }
       __syncwarp();
@@ -423,6 +459,8 @@ struct StepConsumer {
     Operand input;
     {
       Operand mlp_input;
+      Chunks w_rows = {};
+      const int held = load_ahead(w_rows, own.qkv.end - own.qkv.begin, p.C);
       {
         const NormWeight norm1 = load_norm(w.norm1_weight, w.norm1_bias),
                          norm2 = load_norm(w.norm2_weight, w.norm2_bias);
@@ -433,11 +471,11 @@ struct StepConsumer {
       stamp(l, FusedPhase::norms_done);
       // Rows that the step does not have are written, too: then all values of a layer carry its tag, however many rows
       // the next launch has.
-      all_rows(own.qkv, p.C, w.qkv_bias, input,
+      all_rows(own.qkv, p.C, w.qkv_bias, input, w_rows, held,
                [&](int row, float sum) { store_relaxed(p.qkv + act * p.qkv_stride + row, tagged(sum, step + 1)); });
       stamp(l, FusedPhase::qkv_done);
-      all_rows(own.up, p.C, w.up_bias, mlp_input, [&](int row, float sum) {
-        if (act < p.step_rows) p.hidden[static_cast<std::int64_t>(act) * p.F + row] = from_float<S>(gelu_exact(sum));
+      all_rows(own.up, p.C, w.up_bias, mlp_input, w_rows, 0, [&](int row, float sum) {
+        if (act < step_rows()) p.hidden[static_cast<std::int64_t>(act) * p.F + row] = from_float<S>(gelu_exact(sum));
       });
       if (!(p.instruments.lose_an_arrival && c.block == 0 && l + 1 == p.L)) announce(p.control->head);
       stamp(l, FusedPhase::up_done);
@@ -452,6 +490,7 @@ struct StepConsumer {
     const Layer& w = layers[l];
     const int rows = own.out.end - own.out.begin;
     if (rows <= 0) return;
+    Chunks w_rows = {};
     const unsigned short down_bias = load_bias(w.down_bias, own.out.begin, rows),
                          dense_bias = load_bias(w.dense_bias, own.out.begin, rows);
     await(p.control->head, static_cast<unsigned>(c.blocks) * (step + 1));
@@ -465,16 +504,16 @@ struct StepConsumer {
       if (begin + p.C < p.F) {
         load_operand(next, p.hidden + begin + p.C, p.F, p.C);
       } else {
-        const auto heads = static_cast<unsigned>(p.step_rows * p.NH);
+        const auto heads = static_cast<unsigned>(step_rows() * p.NH);
         await(p.control->attention, p.attention_before + heads * static_cast<unsigned>(l + 1));
         load_operand(next, p.attended, p.q_size, p.q_size);
         stamp(l, FusedPhase::attention_here);
       }
-      multiply(rows, p.C, input, begin > 0);
+      multiply(rows, p.C, input, begin > 0, w_rows);
       input = next;
     }
     stamp(l, FusedPhase::down_done);
-    multiply(rows, p.q_size, input, true);
+    multiply(rows, p.q_size, input, true, w_rows);
     finish_rows(rows, [&](int row, float sum) {
       x_own += sum + (bias_value(down_bias) + bias_value(dense_bias));
       store_relaxed(p.x + exchange_place(act, own.out.begin + row), tagged(x_own, step + 1));
@@ -492,7 +531,8 @@ struct StepConsumer {
     stamp(p.L, FusedPhase::norms_done);
     const int logits_row = p.row[act].logits;
     float* logits = p.logits + static_cast<std::int64_t>(logits_row) * p.V;
-    all_rows(own.head, p.C, nullptr, input, [&](int row, float sum) {
+    Chunks w_rows = {};
+    all_rows(own.head, p.C, nullptr, input, w_rows, 0, [&](int row, float sum) {
       if (logits_row >= 0) logits[row] = sum;
     });
     stamp(p.L, FusedPhase::qkv_done);

@@ -15,8 +15,12 @@ constexpr int kStepTileRows = 4;   // rows of a matrix that a warp multiplies fr
 constexpr int kTileElements = 64;  // columns of a tile: 4 rows x 64 16-bit elements are one 16-byte load a lane
 constexpr int kWarpTiles = kWarpElements / kTileElements;  // tiles that a warp multiplies of a row
 // A row of a warp's elements in 16 bits, padded by 64 bytes, so that two rows lie in different banks for lanes that load
-// them together; and of each warp two rows of both norms.
-constexpr int kTransposedRow = 2 * kWarpElements + 64, kTransposeBytes = 4 * kTransposedRow;
+// them together.
+constexpr int kTransposedRow = 2 * kWarpElements + 64;
+// Of each warp one row of both norms, or two.
+__host__ __device__ constexpr int transpose_bytes(int rows) {
+  return 2 * kTransposedRow * (rows < 2 ? rows : 2);
+}
 constexpr int kItemSlots = 2;                              // one item is computed while the helper prepares the next
 constexpr int kMinStepSplit = 128;  // positions of a split, at least; the last split may have fewer
 
@@ -87,11 +91,11 @@ __device__ inline ItemPositions positions_of_item(const StepParameters<S>& p, co
 }
 #endif
 
-// Byte offsets in dynamic shared memory; the ring comes first.
+// Byte offsets in dynamic shared memory of the kernel for 1 or for kStepRows rows; the ring comes first.
 struct StepLayout {
   int layers, partials, moments, raw, query, added, states, barriers, bytes;
 };
-__host__ __device__ inline StepLayout step_layout(const Sizes& p) {
+__host__ __device__ inline StepLayout step_layout(const Sizes& p, int rows) {
   const int warps = p.warps_k * p.warps_r;
   StepLayout at{};
   int end = p.stages * p.stage_bytes;
@@ -101,14 +105,14 @@ __host__ __device__ inline StepLayout step_layout(const Sizes& p) {
     return start;
   };
   at.layers = take((p.L + 1) * kLayerBytes);
-  // two alternating buffers: [warps_k][tiles of a batch][lane]; before that, normalized rows
-  const int partials = 2 * p.warps_k * warps * kWarpSize * 4, normalized = warps * kTransposeBytes;
+  // two alternating buffers: [warps_k][tiles of a batch][sums of a tile]; before that, normalized rows
+  const int partials = 2 * p.warps_k * warps * kStepTileRows * rows * 4, normalized = warps * transpose_bytes(rows);
   at.partials = take(partials > normalized ? partials : normalized);
-  at.moments = take(2 * warps * kStepRows * 8);
-  at.raw = take((1 + kStepRows) * p.HS * 4);
+  at.moments = take(2 * warps * rows * 8);
+  at.raw = take((1 + rows) * p.HS * 4);
   at.query = take(kItemSlots * p.HS * 4);
   // Of each slot: keys, then values, of the rows of this step that belong to the item's sequence.
-  at.added = take(kItemSlots * 2 * kStepRows * p.HS * 2);
+  at.added = take(kItemSlots * 2 * rows * p.HS * 2);
   at.states = take(kItemSlots * warps * (p.HS + 2) * 4);
   at.barriers = take((2 * p.stages + 2 * kItemSlots) * 8);
   at.bytes = end;
