@@ -43,9 +43,14 @@ template <typename S, int kRows>
 struct StepConsumer {
   using Variant = StepVariant<S>;
   using Layer = typename Block<Variant>::Layer;
-  // This lane's part of the activations as A fragments: [tile][half], 8 consecutive elements each of row `act`.
+  // This lane's part of the activations as A fragments. Pieces of 8 elements of row `act` from both halves of a tile
+  // make two fragments. They are kept as fragments, because mma takes four consecutive registers: made of pieces
+  // at each mma, they would cost four moves each.
   struct Operand {
-    uint4 at[kWarpTiles][2];
+    Fragment at[kWarpTiles][2];
+  };
+  struct Pieces {
+    uint4 at[kWarpTiles][2];  // [tile][half]
   };
   // Of every row of the step 8 neighbouring elements, those of piece column(): the lanes of a warp then divide the
   // arithmetic of the norms whatever the number of rows, and a lane needs 8 elements of the norms' weights.
@@ -142,9 +147,8 @@ struct StepConsumer {
     float sums[4][4] = {};  // independent accumulators, so that the mma overlap
 #pragma unroll
     for (int i = 0; i < kWarpTiles; ++i) {
-      const uint4 &first = a.at[i][0], &second = a.at[i][1];
-      multiply_add<S>(sums[i % 2 * 2], Fragment{{first.x, second.x, first.y, second.y}}, w[i].x, w[i].y);
-      multiply_add<S>(sums[i % 2 * 2 + 1], Fragment{{first.z, second.z, first.w, second.w}}, w[i].z, w[i].w);
+      multiply_add<S>(sums[i % 2 * 2], a.at[i][0], w[i].x, w[i].y);
+      multiply_add<S>(sums[i % 2 * 2 + 1], a.at[i][1], w[i].z, w[i].w);
     }
     return ((sums[0][0] + sums[0][3]) + (sums[1][0] + sums[1][3])) +
            ((sums[2][0] + sums[2][3]) + (sums[3][0] + sums[3][3]));
@@ -237,9 +241,9 @@ struct StepConsumer {
     return low;
   }
 
-  // Loads A fragments from 16-bit activation rows that a counter has announced: `width` elements from `vectors` on,
-  // rows `stride` elements apart.
-  __device__ __forceinline__ void load_operand(Operand& a, const S* vectors, int stride, int width) const {
+  // Loads 16-bit activation rows that a counter has announced: `width` elements from `vectors` on, rows `stride`
+  // elements apart. make_operand() waits for the loads.
+  __device__ __forceinline__ void load_pieces(Pieces& a, const S* vectors, int stride, int width) const {
 #pragma unroll
     for (int i = 0; i < kWarpTiles; ++i) {
 #pragma unroll
@@ -252,6 +256,19 @@ struct StepConsumer {
       }
     }
   }
+  __device__ __forceinline__ static void make_operand(Operand& out, const Pieces& a) {
+#pragma unroll
+    for (int i = 0; i < kWarpTiles; ++i) {
+      const uint4 &first = a.at[i][0], &second = a.at[i][1];
+      out.at[i][0] = Fragment{{first.x, second.x, first.y, second.y}};
+      out.at[i][1] = Fragment{{first.z, second.z, first.w, second.w}};
+#pragma unroll
+      for (Fragment& f : out.at[i]) {  // here, not in the loop over the chunks
+        asm volatile("" : "+r"(f.word[0]), "+r"(f.word[1]), "+r"(f.word[2]), "+r"(f.word[3]));
+      }
+    }
+  }
+
   // ---- the residual stream
   __device__ __forceinline__ int column() const { return warp_k * kWarpSize + lane; }
   __device__ __forceinline__ bool has_column() const { return column() * kLaneElements < p.C; }
@@ -401,8 +418,32 @@ struct StepConsumer {
       out[r] = make_uint4(pack<S>(y[0], y[1]), pack<S>(y[2], y[3]), pack<S>(y[4], y[5]), pack<S>(y[6], y[7]));
     }
   }
-  // first = norm1(x), second = norm2(x) as A fragments. Lanes exchange their pieces through the shared memory of the
-  // partial sums, two rows of both norms at a time.
+  // The words of a piece and of its counterpart in the other half of the tile, 4 lanes away, as the two fragments that
+  // they make: the lane of the first half returns the first one.
+  __device__ __forceinline__ uint4 fragment_of(const uint4& piece) const {
+    const bool second = (lane & 4) != 0;
+    const unsigned x = __shfl_xor_sync(~0u, second ? piece.x : piece.z, 4),
+                   y = __shfl_xor_sync(~0u, second ? piece.y : piece.w, 4);
+    return second ? make_uint4(x, piece.z, y, piece.w) : make_uint4(piece.x, x, piece.y, y);
+  }
+  // Of each warp, rows of fragments that its lanes exchange: for a single row one of each norm, otherwise two.
+  static constexpr int kTogether = kRows < 2 ? 1 : 2;
+  __device__ __forceinline__ unsigned normalized(int norm) const {
+    return c.ring + at.normalized + warp * transpose_bytes(kRows) + norm * kTogether * kTransposedRow;
+  }
+  __device__ __forceinline__ void load_normalized(Operand& out, int norm) const {
+    const unsigned from = normalized(norm) + act % kTogether * kTransposedRow + slice * 16;
+#pragma unroll
+    for (int i = 0; i < 2 * kWarpTiles; ++i) {
+      const uint4 words = load_shared(from + 64 * i);
+      out.at[i / 2][i % 2] = Fragment{{words.x, words.y, words.z, words.w}};
+    }
+  }
+  __device__ __forceinline__ static void clear(Operand& out) {
+#pragma unroll
+    for (int i = 0; i < 2 * kWarpTiles; ++i) out.at[i / 2][i % 2] = Fragment{};
+  }
+  // first = norm1(x), second = norm2(x). For a single row, norm2(x) stays in shared memory: load_second().
   template <bool kBoth>
   __device__ __forceinline__ void normalize(const NormWeight& norm1, const NormWeight& norm2, Columns& x,
                                             Operand& first, Operand& second) {
@@ -410,13 +451,8 @@ struct StepConsumer {
     uint4 rows[2][kRows];
     apply_norm(norm1, x, rows[0]);
     if constexpr (kBoth) apply_norm(norm2, x, rows[1]);
-    constexpr int kTogether = kRows < 2 ? kRows : 2;
-    const unsigned scratch = c.ring + at.partials + warp * transpose_bytes(kRows);
-#pragma unroll
-    for (int i = 0; i < 2 * kWarpTiles; ++i) {
-      first.at[i / 2][i % 2] = make_uint4(0, 0, 0, 0);
-      if constexpr (kBoth) second.at[i / 2][i % 2] = make_uint4(0, 0, 0, 0);
-    }
+    clear(first);
+    if constexpr (kBoth && kRows > 1) clear(second);
 #pragma unroll
     for (int begin = 0; begin < kRows; begin += kTogether) {
       if (begin >= step_rows()) continue;
@@ -424,22 +460,23 @@ struct StepConsumer {
       for (int n = 0; n < (kBoth ? 2 : 1); ++n) {
 #pragma unroll
         for (int r = 0; r < kTogether; ++r) {
-          store_shared(scratch + (kTogether * n + r) * kTransposedRow + lane * 16, rows[n][begin + r]);
+          store_shared(normalized(n) + r * kTransposedRow + lane * 16, fragment_of(rows[n][begin + r]));
         }
       }
       __syncwarp();
-      if (act / kTogether * kTogether == begin) {
-        const unsigned from = scratch + act % kTogether * kTransposedRow + slice * 16;
-#pragma unroll
-        for (int i = 0; i < 2 * kWarpTiles; ++i) {
-          // 0 for rows that the step does not have, and past the end of a row
-          first.at[i / 2][i % 2] = load_shared(from + 64 * i);
-          if constexpr (kBoth) second.at[i / 2][i % 2] = load_shared(from + kTogether * kTransposedRow + 64 * i);
-        }
+      if (act / kTogether * kTogether == begin) {  // 0 for rows that the step does not have, and past the end of a row
+        load_normalized(first, 0);
+        if constexpr (kBoth && kRows > 1) load_normalized(second, 1);
       }
       __syncwarp();
     }
-    sync();  // before partial sums are written there
+    if constexpr (kRows > 1) sync();  // before partial sums are written there
+  }
+  __device__ __forceinline__ void load_second(Operand& second) const {
+    if constexpr (kRows == 1) {
+      clear(second);
+      if (act == 0) load_normalized(second, 1);
+    }
   }
 
   // ---- step_attention.cuh
@@ -474,6 +511,7 @@ struct StepConsumer {
       all_rows(own.qkv, p.C, w.qkv_bias, input, w_rows, held,
                [&](int row, float sum) { store_relaxed(p.qkv + act * p.qkv_stride + row, tagged(sum, step + 1)); });
       stamp(l, FusedPhase::qkv_done);
+      load_second(mlp_input);
       all_rows(own.up, p.C, w.up_bias, mlp_input, w_rows, 0, [&](int row, float sum) {
         if (act < step_rows()) p.hidden[static_cast<std::int64_t>(act) * p.F + row] = from_float<S>(gelu_exact(sum));
       });
@@ -494,23 +532,24 @@ struct StepConsumer {
     const unsigned short down_bias = load_bias(w.down_bias, own.out.begin, rows),
                          dense_bias = load_bias(w.dense_bias, own.out.begin, rows);
     await(p.control->head, static_cast<unsigned>(c.blocks) * (step + 1));
-    load_operand(input, p.hidden, p.F, p.C);
+    Pieces next;
+    load_pieces(next, p.hidden, p.F, p.C);
+    make_operand(input, next);
     stamp(l, FusedPhase::mlp_up_here);
     // Software pipeline: while one range of C columns is multiplied, the next one is loaded; the last load is
     // attention's output.
 #pragma unroll 1
     for (int begin = 0; begin < p.F; begin += p.C) {
-      Operand next;
       if (begin + p.C < p.F) {
-        load_operand(next, p.hidden + begin + p.C, p.F, p.C);
+        load_pieces(next, p.hidden + begin + p.C, p.F, p.C);
       } else {
         const auto heads = static_cast<unsigned>(step_rows() * p.NH);
         await(p.control->attention, p.attention_before + heads * static_cast<unsigned>(l + 1));
-        load_operand(next, p.attended, p.q_size, p.q_size);
+        load_pieces(next, p.attended, p.q_size, p.q_size);
         stamp(l, FusedPhase::attention_here);
       }
       multiply(rows, p.C, input, begin > 0, w_rows);
-      input = next;
+      make_operand(input, next);
     }
     stamp(l, FusedPhase::down_done);
     multiply(rows, p.q_size, input, true, w_rows);

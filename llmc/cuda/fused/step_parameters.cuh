@@ -93,7 +93,7 @@ __device__ inline ItemPositions positions_of_item(const StepParameters<S>& p, co
 
 // Byte offsets in dynamic shared memory of the kernel for 1 or for kStepRows rows; the ring comes first.
 struct StepLayout {
-  int layers, partials, moments, raw, query, added, states, barriers, bytes;
+  int layers, partials, normalized, moments, raw, query, added, states, barriers, bytes;
 };
 __host__ __device__ inline StepLayout step_layout(const Sizes& p, int rows) {
   const int warps = p.warps_k * p.warps_r;
@@ -105,9 +105,11 @@ __host__ __device__ inline StepLayout step_layout(const Sizes& p, int rows) {
     return start;
   };
   at.layers = take((p.L + 1) * kLayerBytes);
-  // two alternating buffers: [warps_k][tiles of a batch][sums of a tile]; before that, normalized rows
+  // two alternating buffers: [warps_k][tiles of a batch][sums of a tile]
   const int partials = 2 * p.warps_k * warps * kStepTileRows * rows * 4, normalized = warps * transpose_bytes(rows);
-  at.partials = take(partials > normalized ? partials : normalized);
+  // normalized rows: in the same place, or for a single row apart, since the second norm's is needed after QKV
+  at.partials = take(rows == 1 || partials > normalized ? partials : normalized);
+  at.normalized = rows == 1 ? take(normalized) : at.partials;
   at.moments = take(2 * warps * rows * 8);
   at.raw = take((1 + rows) * p.HS * 4);
   at.query = take(kItemSlots * p.HS * 4);
