@@ -473,10 +473,8 @@ struct StepConsumer {
     if constexpr (kRows > 1) sync();  // before partial sums are written there
   }
   __device__ __forceinline__ void load_second(Operand& second) const {
-    if constexpr (kRows == 1) {
-      clear(second);
-      if (act == 0) load_normalized(second, 1);
-    }
+    clear(second);
+    if (act == 0) load_normalized(second, 1);
   }
 
   // ---- step_attention.cuh
@@ -506,21 +504,38 @@ struct StepConsumer {
         normalize<true>(norm1, norm2, x, input, mlp_input);
       }
       stamp(l, FusedPhase::norms_done);
-      // Rows that the step does not have are written, too: then all values of a layer carry its tag, however many rows
-      // the next launch has.
-      all_rows(own.qkv, p.C, w.qkv_bias, input, w_rows, held,
-               [&](int row, float sum) { store_relaxed(p.qkv + act * p.qkv_stride + row, tagged(sum, step + 1)); });
-      stamp(l, FusedPhase::qkv_done);
-      load_second(mlp_input);
-      all_rows(own.up, p.C, w.up_bias, mlp_input, w_rows, 0, [&](int row, float sum) {
-        if (act < step_rows()) p.hidden[static_cast<std::int64_t>(act) * p.F + row] = from_float<S>(gelu_exact(sum));
-      });
-      if (!(p.instruments.lose_an_arrival && c.block == 0 && l + 1 == p.L)) announce(p.control->head);
-      stamp(l, FusedPhase::up_done);
+      input_rows(l, input, mlp_input, w_rows, held);
     }
     attend(l);
     output_rows(l, input);
     ++step;
+  }
+  // QKV, then MLP-up and GELU, in a loop that is not unrolled: a layer's code exceeds the instruction cache. `input` is
+  // the input of QKV and is overwritten. The kernel of many rows also writes q, k, v and x of rows that the step does
+  // not have: then all their values carry a layer's tag, however many rows the next launch has.
+  __device__ __forceinline__ void input_rows(int l, Operand& input, const Operand& mlp_input, Chunks& w_rows,
+                                             int held) {
+    const Layer& w = layers[l];
+#pragma unroll 1
+    for (int matrix = 0; matrix < 2; ++matrix) {
+      const bool up = matrix == 1;
+      all_rows(up ? own.up : own.qkv, p.C, up ? w.up_bias : w.qkv_bias, input, w_rows, held, [&](int row, float sum) {
+        if (!up) {
+          store_relaxed(p.qkv + act * p.qkv_stride + row, tagged(sum, step + 1));
+        } else if (act < step_rows()) {
+          p.hidden[static_cast<std::int64_t>(act) * p.F + row] = from_float<S>(gelu_exact(sum));
+        }
+      });
+      held = 0;
+      if (up) {
+        if (!(p.instruments.lose_an_arrival && c.block == 0 && l + 1 == p.L)) announce(p.control->head);
+      } else if constexpr (kRows == 1) {
+        load_second(input);
+      } else {
+        input = mlp_input;
+      }
+      stamp(l, up ? FusedPhase::up_done : FusedPhase::qkv_done);
+    }
   }
   // MLP-down, C columns at a time, and the output projection, for the same rows; both are added to the residual.
   // `input` is passed as scratch registers.
@@ -536,23 +551,24 @@ struct StepConsumer {
     load_pieces(next, p.hidden, p.F, p.C);
     make_operand(input, next);
     stamp(l, FusedPhase::mlp_up_here);
-    // Software pipeline: while one range of C columns is multiplied, the next one is loaded; the last load is
-    // attention's output.
+    // Software pipeline: while one range of C columns is multiplied, the next one is loaded. The last range is
+    // attention's output. One loop for all, because code of its own for the projection would be fetched each time.
 #pragma unroll 1
-    for (int begin = 0; begin < p.F; begin += p.C) {
-      if (begin + p.C < p.F) {
-        load_pieces(next, p.hidden + begin + p.C, p.F, p.C);
-      } else {
+    for (int begin = 0; begin <= p.F; begin += p.C) {
+      const int after = begin + p.C;
+      if (after < p.F) {
+        load_pieces(next, p.hidden + after, p.F, p.C);
+      } else if (after == p.F) {
         const auto heads = static_cast<unsigned>(step_rows() * p.NH);
         await(p.control->attention, p.attention_before + heads * static_cast<unsigned>(l + 1));
         load_pieces(next, p.attended, p.q_size, p.q_size);
         stamp(l, FusedPhase::attention_here);
+      } else {
+        stamp(l, FusedPhase::down_done);
       }
-      multiply(rows, p.C, input, begin > 0, w_rows);
+      multiply(rows, begin < p.F ? p.C : p.q_size, input, begin > 0, w_rows);
       make_operand(input, next);
     }
-    stamp(l, FusedPhase::down_done);
-    multiply(rows, p.q_size, input, true, w_rows);
     finish_rows(rows, [&](int row, float sum) {
       x_own += sum + (bias_value(down_bias) + bias_value(dense_bias));
       store_relaxed(p.x + exchange_place(act, own.out.begin + row), tagged(x_own, step + 1));
