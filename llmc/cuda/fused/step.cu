@@ -54,7 +54,8 @@ struct StepPlan {
 
 // The largest ring up to `stages` stages. Too large for a GPU only if it has the fewest stages.
 StepRing step_ring(Sizes sizes, int rows, int stages, int window_bytes, int most_shared) {
-  for (sizes.stages = std::clamp(stages, kMinStepStages, kMaxStepStages); sizes.stages > kMinStepStages; --sizes.stages) {
+  for (sizes.stages = std::clamp(stages, kMinStepStages, kMaxStepStages); sizes.stages > kMinStepStages;
+       --sizes.stages) {
     if (step_layout(sizes, rows).bytes <= most_shared) break;
   }
   const int window = (window_bytes + sizes.stage_bytes / 2) / sizes.stage_bytes;

@@ -48,7 +48,7 @@ __device__ __forceinline__ void StepConsumer<S, kRows>::attend_item(const StepIt
   for (int j = 0; j < kLaneElements; ++j) q[j] = active ? query[j] : 0.0f;
 
   SoftmaxState r;
-  const unsigned added = c.ring + at.added + slot * 2 * kRows * position_bytes + lane_bytes;
+  const unsigned added = base() + at.added + slot * 2 * kRows * position_bytes + lane_bytes;
   for (int begin = positions.begin; begin < positions.end; begin += p.chunk_positions) {
     const int count = min(p.chunk_positions, positions.end - begin), cached = positions.cached - begin;
     const unsigned keys = cached > 0 ? begin_chunk() + lane_bytes : 0,

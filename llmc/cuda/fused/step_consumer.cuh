@@ -70,9 +70,9 @@ struct StepConsumer {
   const Block<Variant>& c;
   const StepParameters<S>& p;
   char* shared;
-  StepLayout at;
+  const StepLayout& at;  // in shared memory, as `own`: 20 registers less
   const Layer* layers;
-  BlockRows own;
+  const BlockRows& own;
   int thread, warp, lane, warps, warp_k, warp_r;
   int act, slice;  // lane / 4: activation row. lane % 4: this thread finishes row 4 warp + slice of a batch of sums
   RingPosition ring;
@@ -82,13 +82,13 @@ struct StepConsumer {
   float x_own = 0;     // residual stream: element own.out.begin + 4 warp + slice of step row `act`
 
   __device__ __forceinline__ StepConsumer(const Block<Variant>& block, const StepParameters<S>& parameters,
-                                          char* shared_memory, const StepLayout& layout)
+                                          char* shared_memory, const StepLayout& layout, const BlockRows& own_rows)
       : c(block),
         p(parameters),
         shared(shared_memory),
         at(layout),
         layers(reinterpret_cast<const Layer*>(shared + layout.layers)),
-        own(p.rows[c.block]),
+        own(own_rows),
         thread(static_cast<int>(threadIdx.x)),
         warp(thread / kWarpSize),
         lane(thread % kWarpSize),
@@ -99,10 +99,14 @@ struct StepConsumer {
         slice(lane % 4),
         step(p.first_step) {}
 
-  __device__ __forceinline__ int step_rows() const { return kRows == 1 ? 1 : p.step_rows; }
+  __device__ __forceinline__ int step_rows() const {
+    return kRows == 1 ? 1 : p.step_rows;
+  }
 
   // ---- synchronisation of the block's consumers
-  __device__ __forceinline__ void sync() const { named_barrier_wait(1, warps * kWarpSize); }
+  __device__ __forceinline__ void sync() const {
+    named_barrier_wait(1, warps * kWarpSize);
+  }
   __device__ __forceinline__ void stamp(int layer, FusedPhase phase) const {
     if (p.instruments.timeline == nullptr || thread != 0) return;
     p.instruments.timeline[(layer * kFusedPhases + static_cast<int>(phase)) * c.blocks + c.block] = global_time();
@@ -114,6 +118,11 @@ struct StepConsumer {
   __device__ __forceinline__ void await(const Counter& counter, unsigned target) const {
     if (thread == 0) c.wait_counter(counter, target);
     sync();
+  }
+
+  // Shared-memory address at which the offsets of the layout begin.
+  __device__ __forceinline__ unsigned base() const {
+    return c.ring - kStepConstantBytes;
   }
 
   // ---- the ring
@@ -132,7 +141,9 @@ struct StepConsumer {
     return warp_k * kWarpSize + tile * 8 + half * 4 + slice;
   }
   // Index of this lane's 8 elements of a matrix row in tile 0; each further tile adds 8.
-  __device__ __forceinline__ int weight_piece() const { return warp_k * kWarpSize + lane % 8; }
+  __device__ __forceinline__ int weight_piece() const {
+    return warp_k * kWarpSize + lane % 8;
+  }
 
   __device__ __forceinline__ void load_tiles(uint4 (&w)[kWarpTiles], unsigned own_bytes, int width) {
     const unsigned from = begin_chunk() + own_bytes;
@@ -207,8 +218,7 @@ struct StepConsumer {
     if (row < rows && act < kRows) {
       float of_warp[kMaxWarps];  // all loads before the first addition
 #pragma unroll
-      for (int k = 0; k < kMaxWarps; ++k)
-        of_warp[k] = k < p.warps_k ? partials(k)[warp * kTileSums + lane] : 0.0f;
+      for (int k = 0; k < kMaxWarps; ++k) of_warp[k] = k < p.warps_k ? partials(k)[warp * kTileSums + lane] : 0.0f;
       float sum = of_warp[0];
 #pragma unroll
       for (int k = 1; k < kMaxWarps; ++k) sum += of_warp[k];
@@ -270,8 +280,12 @@ struct StepConsumer {
   }
 
   // ---- the residual stream
-  __device__ __forceinline__ int column() const { return warp_k * kWarpSize + lane; }
-  __device__ __forceinline__ bool has_column() const { return column() * kLaneElements < p.C; }
+  __device__ __forceinline__ int column() const {
+    return warp_k * kWarpSize + lane;
+  }
+  __device__ __forceinline__ bool has_column() const {
+    return column() * kLaneElements < p.C;
+  }
   __device__ __forceinline__ const S* embedding_of(int row) const {
     const std::int32_t id = p.row[row].id;
     return p.embedding + static_cast<std::int64_t>(id < 0 ? p.last_ids[-1 - id] : id) * p.C;
@@ -429,7 +443,7 @@ struct StepConsumer {
   // Of each warp, rows of fragments that its lanes exchange: for a single row one of each norm, otherwise two.
   static constexpr int kTogether = kRows < 2 ? 1 : 2;
   __device__ __forceinline__ unsigned normalized(int norm) const {
-    return c.ring + at.normalized + warp * transpose_bytes(kRows) + norm * kTogether * kTransposedRow;
+    return base() + at.normalized + warp * transpose_bytes(kRows) + norm * kTogether * kTransposedRow;
   }
   __device__ __forceinline__ void load_normalized(Operand& out, int norm) const {
     const unsigned from = normalized(norm) + act % kTogether * kTransposedRow + slice * 16;

@@ -21,7 +21,7 @@ constexpr int kTransposedRow = 2 * kWarpElements + 64;
 __host__ __device__ constexpr int transpose_bytes(int rows) {
   return 2 * kTransposedRow * (rows < 2 ? rows : 2);
 }
-constexpr int kItemSlots = 2;                              // one item is computed while the helper prepares the next
+constexpr int kItemSlots = 2;       // one item is computed while the helper prepares the next
 constexpr int kMinStepSplit = 128;  // positions of a split, at least; the last split may have fewer
 
 template <typename S>
@@ -91,14 +91,21 @@ __device__ inline ItemPositions positions_of_item(const StepParameters<S>& p, co
 }
 #endif
 
-// Byte offsets in dynamic shared memory of the kernel for 1 or for kStepRows rows; the ring comes first.
+// Byte offsets in dynamic shared memory of the kernel for 1 or for kStepRows rows. The constants come
+// first, then the ring.
 struct StepLayout {
   int layers, partials, normalized, moments, raw, query, added, states, barriers, bytes;
 };
+struct StepConstants {
+  StepLayout at;
+  BlockRows own;
+};
+constexpr int kStepConstantBytes = 128;  // of which the ring's stages are multiples
+static_assert(sizeof(StepConstants) <= kStepConstantBytes);
 __host__ __device__ inline StepLayout step_layout(const Sizes& p, int rows) {
   const int warps = p.warps_k * p.warps_r;
   StepLayout at{};
-  int end = p.stages * p.stage_bytes;
+  int end = kStepConstantBytes + p.stages * p.stage_bytes;
   const auto take = [&](int bytes) {
     const int start = end;
     end += (bytes + 15) / 16 * 16;
