@@ -320,23 +320,32 @@ struct StepConsumer {
     const auto load = [&](int r, int half) {
       values[r][half] = load_relaxed_x4(from + r * kWarpElements + half * (kWarpElements / 2));
     };
-    unsigned missing = has_column() ? 3 : 0;
-    c.wait_for([&] {
-      if ((missing & 1) != 0) load(0, 0);
-      if ((missing & 2) != 0) load(0, 1);
-      missing &= (all_tagged(values[0][0], step) ? 0u : 1u) | (all_tagged(values[0][1], step) ? 0u : 2u);
-      return missing == 0;
-    });
-    if (step_rows() > 1) {
-      missing = has_column() ? (1u << 2 * step_rows()) - 4 : 0;
+    // WEFT_STEP_POLL_ALL: to be measured with 2 to 8 rows; polls all of them at once
+#ifdef WEFT_STEP_POLL_ALL
+    constexpr bool kOneFirst = kRows == 1;
+#else
+    constexpr bool kOneFirst = true;
+#endif
+    if constexpr (kOneFirst) {
+      unsigned missing = has_column() ? 3 : 0;
+      c.wait_for([&] {
+        if ((missing & 1) != 0) load(0, 0);
+        if ((missing & 2) != 0) load(0, 1);
+        missing &= (all_tagged(values[0][0], step) ? 0u : 1u) | (all_tagged(values[0][1], step) ? 0u : 2u);
+        return missing == 0;
+      });
+    }
+    if (step_rows() > (kOneFirst ? 1 : 0)) {
+      constexpr int kBegin = kOneFirst ? 2 : 0;
+      unsigned missing = has_column() ? (1u << 2 * step_rows()) - (1u << kBegin) : 0;
       c.wait_for([&] {
 #pragma unroll
-        for (int k = 2; k < 2 * kRows; ++k) {
+        for (int k = kBegin; k < 2 * kRows; ++k) {
           if ((missing >> k & 1) != 0) load(k / 2, k % 2);
         }
         unsigned incomplete = 0;
 #pragma unroll
-        for (int k = 2; k < 2 * kRows; ++k) incomplete |= all_tagged(values[k / 2][k % 2], step) ? 0 : 1u << k;
+        for (int k = kBegin; k < 2 * kRows; ++k) incomplete |= all_tagged(values[k / 2][k % 2], step) ? 0 : 1u << k;
         return (missing &= incomplete) == 0;
       });
     }
