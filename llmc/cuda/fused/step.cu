@@ -6,6 +6,10 @@
 // each group of warps, 4 rows of at most hidden_size elements. MLP-down is multiplied hidden_size columns at a time, so
 // that the activations of one such range fit in registers. Activations are 16-bit, as Inference stores them.
 //
+// A step of one row has a kernel of its own. It computes the same, but its ring is larger, because partial sums take
+// less shared memory, and its consumers hold two chunks of QKV in registers while they wait for the residual stream:
+// that is what memory can bring during the only wait that nothing hides.
+//
 // Blocks exchange the residual stream and q, k, v as tagged values (parameters.cuh). In that form the MLP's hidden rows
 // and attention's output would be, for 8 rows, about four times as many bytes as an exchange can hide. They are
 // exchanged as 16-bit values, which have no bit to spare for a tag; a counter announces them. The wait for the first is
