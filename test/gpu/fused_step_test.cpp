@@ -199,11 +199,13 @@ TEST(FusedStep, TheWatchdogEndsAHang) {
   cuda::FusedTuning tuning;
   tuning.timeout_seconds = 0.2;
   const auto sound = model.model.fused_step(tuning);
-  const std::vector<float> expected = model.run(*sound, 3);
   tuning.lose_an_arrival = true;
   const auto broken = model.model.fused_step(tuning);
-  EXPECT_NE(error_of(Exit::environment, [&] { model.run(*broken, 3); }).find("no progress"), std::string::npos);
-  EXPECT_EQ(model.run(*sound, 3), expected);
+  for (const std::int64_t rows : {1, 3}) {  // both kernels
+    const std::vector<float> expected = model.run(*sound, rows);
+    EXPECT_NE(error_of(Exit::environment, [&] { model.run(*broken, rows); }).find("no progress"), std::string::npos);
+    EXPECT_EQ(model.run(*sound, rows), expected);
+  }
 }
 
 TEST(FusedStep, FewBlocksAndTheSmallestRing) {
@@ -213,8 +215,10 @@ TEST(FusedStep, FewBlocksAndTheSmallestRing) {
   tuning.blocks = 13;
   tuning.ring_bytes = tuning.window_bytes = 1;
   const auto small = model.model.fused_step(tuning);
-  const std::vector<float> a = model.run(*usual, 8), b = model.run(*small, 8);
-  expect_close("13 blocks", b, a, DType::f16);
+  for (const std::int64_t rows : {1, 8}) {
+    const std::vector<float> a = model.run(*usual, rows), b = model.run(*small, rows);
+    expect_close("13 blocks, " + std::to_string(rows) + " rows", b, a, DType::f16);
+  }
 }
 
 TEST(FusedStep, Refusals) {

@@ -4,8 +4,11 @@
 // Consumers multiply on tensor cores (step_consumer.cuh): 4 rows of a matrix by 8 rows of activations at a time. The
 // tile has 8 columns whether or not the step has 8 rows, so more rows cost no time there. A chunk of the ring has, for
 // each group of warps, 4 rows of at most hidden_size elements. MLP-down is multiplied hidden_size columns at a time, so
-// that the activations of one such range fit in registers. Activations are 16-bit, as Inference stores them. The norms'
-// weights come through the ring, too.
+// that the activations of one such range fit in registers. Activations are 16-bit, as Inference stores them.
+//
+// A step of one row has a kernel of its own. It computes the same, but its ring is larger, because partial sums take
+// less shared memory, and its consumers hold two chunks of QKV in registers while they wait for the residual stream:
+// that is what memory can bring during the only wait that nothing hides.
 //
 // Blocks exchange the residual stream and q, k, v as tagged values (parameters.cuh). In that form the MLP's hidden rows
 // and attention's output would be, for 8 rows, about four times as many bytes as an exchange can hide. They are
@@ -43,14 +46,28 @@ using namespace fused;
 constexpr int kMaxStepStages = 64, kMinStepStages = 3;
 constexpr int kStepWindow = 48 << 10;
 
+// The ring of a kernel: Sizes::stages and Sizes::window, and the dynamic shared memory of a block.
+struct StepRing {
+  int stages = 0, window = 0, shared_bytes = 0;
+};
 struct StepPlan {
-  Plan plan;  // as FusedDecode's, with the sizes and the refusal of the step kernel
-  StepLayout layout{};
-  int most_shared = 0;  // dynamic shared memory that a block may have, in bytes
+  Plan plan;               // as FusedDecode's, with the sizes and the refusal of the step kernel
+  StepRing one_row, many;  // of the two kernels; with less else in shared memory, that of one row has a larger ring
+  int most_shared = 0;     // dynamic shared memory that a block may have, in bytes
 };
 
+// The largest ring up to `stages` stages. Too large for a GPU only if it has the fewest stages.
+StepRing step_ring(Sizes sizes, int rows, int stages, int window_bytes, int most_shared) {
+  for (sizes.stages = std::clamp(stages, kMinStepStages, kMaxStepStages); sizes.stages > kMinStepStages;
+       --sizes.stages) {
+    if (step_layout(sizes, rows).bytes <= most_shared) break;
+  }
+  const int window = (window_bytes + sizes.stage_bytes / 2) / sizes.stage_bytes;
+  return {sizes.stages, std::clamp(window, 1, sizes.stages), step_layout(sizes, rows).bytes};
+}
+
 StepPlan step_plan(const ModelConfig& config, const Device& device, const FusedTuning& tuning) {
-  StepPlan step{plan_of(config, device, tuning), {}, 0};
+  StepPlan step{plan_of(config, device, tuning), {}, {}, 0};
   Plan& plan = step.plan;
   const auto refuse = [&](std::string why) {
     plan.refusal = std::move(why);
@@ -72,18 +89,15 @@ StepPlan step_plan(const ModelConfig& config, const Device& device, const FusedT
     return refuse(
         format("fused decoding: %d multiprocessors are too few for steps of several rows of this model", plan.blocks));
   }
-  const int most = step.most_shared = device.shared_bytes - static_cast<int>(ceil_div(sizeof(Flags), 128) * 128);
+  step.most_shared = device.shared_bytes - static_cast<int>(ceil_div(sizeof(Flags), 128) * 128);
   const int stages = tuning.ring_bytes > 0 ? tuning.ring_bytes / p.stage_bytes : kMaxStepStages;
-  for (p.stages = std::clamp(stages, kMinStepStages, kMaxStepStages); p.stages > kMinStepStages; --p.stages) {
-    if (step_layout(p).bytes <= most) break;
-  }
-  step.layout = step_layout(p);
-  if (step.layout.bytes > most) {
-    return refuse(
-        format("fused decoding: needs %d bytes of shared memory a block, this GPU has %d", step.layout.bytes, most));
-  }
   const int window = tuning.window_bytes > 0 ? tuning.window_bytes : kStepWindow;
-  p.window = std::clamp((window + p.stage_bytes / 2) / p.stage_bytes, 1, p.stages);
+  step.one_row = step_ring(p, 1, stages, window, step.most_shared);
+  step.many = step_ring(p, kStepRows, stages, window, step.most_shared);
+  if (step.many.shared_bytes > step.most_shared) {
+    return refuse(format("fused decoding: needs %d bytes of shared memory a block, this GPU has %d",
+                         step.many.shared_bytes, step.most_shared));
+  }
 
   SequentialSizes& s = plan.sequential_sizes;
   s.NKV = p.NH;
@@ -99,10 +113,9 @@ StepPlan step_plan(const ModelConfig& config, const Device& device, const FusedT
 template <typename S>
 Regions plan_workspace(const ModelConfig& config, int blocks, StepParameters<S>& p) {
   Regions regions("fused steps: workspace");
-  p.x_stride = static_cast<int>(ceil_div(config.hidden_size, kWarpSize) * kWarpSize);
   p.qkv_stride = static_cast<int>(config.q_size() + 2 * config.kv_size());
   regions.want(&p.control, 1);
-  regions.want(&p.x, std::int64_t{kStepRows} * p.x_stride);
+  regions.want(&p.x, kStepRows * ceil_div(config.hidden_size, kWarpElements) * kWarpElements);
   regions.want(&p.qkv, std::int64_t{kStepRows} * p.qkv_stride);
   regions.want(&p.splits, kStepRows * config.num_heads * max_splits_of(config, blocks) * (config.head_dim + 2));
   regions.want(&p.hidden, kStepRows * config.ffn_size);
@@ -123,7 +136,9 @@ struct FusedStep<S>::State {
   ModelConfig config;
   FusedTuning tuning;
   cudaStream_t stream;
-  int blocks, threads, shared_bytes;
+  int blocks, threads;
+  StepRing one_row, many;
+  bool one_row_was_last = false;  // the other rows of x, q, k and v may have tags of earlier launches
   StepParameters<S> parameters{};
   Regions regions;
   DeviceArena workspace;
@@ -136,7 +151,8 @@ struct FusedStep<S>::State {
         stream(in_stream),
         blocks(step.plan.blocks),
         threads((step.plan.shape.warps_k * step.plan.shape.warps_r + 2) * kWarpSize),
-        shared_bytes(step.layout.bytes),
+        one_row(step.one_row),
+        many(step.many),
         regions(plan_workspace(model, blocks, parameters)),
         workspace(regions.plan()),
         host_memory(sizeof(HostWords)),
@@ -154,6 +170,13 @@ struct FusedStep<S>::State {
     const auto bytes = static_cast<std::size_t>(reinterpret_cast<char*>(p.rows) - reinterpret_cast<char*>(p.control));
     cuda::check(cudaMemsetAsync(p.control, 0, bytes, stream), "fused steps");
     p.first_step = p.attention_before = 0;
+  }
+  // The kernel of one row leaves the tags of the other rows as they are. Those then have the tag of the last layer that
+  // wrote them, which an odd number of layers can make equal to that of the next layer: gives all values the other tag.
+  void renew_tags() {
+    StepParameters<S>& p = parameters;
+    const auto bytes = static_cast<std::size_t>(reinterpret_cast<char*>(p.splits) - reinterpret_cast<char*>(p.x));
+    cuda::check(cudaMemsetAsync(p.x, static_cast<int>(p.first_step & 1), bytes, stream), "fused steps");
   }
   void upload(void* to, const void* from, std::size_t bytes) const {
     cuda::check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream), "fused steps");
@@ -186,10 +209,12 @@ FusedStep<S>::FusedStep(const ModelConfig& config, const NeoxWeights<S, S>& weig
   p.host = &state_->host();
   p.timeout_ns = static_cast<std::uint64_t>(tuning.timeout_seconds * 1e9);
   p.instruments = {false, tuning.lose_an_arrival, nullptr};
-  // The maximum, not shared_bytes: the attribute belongs to the kernel, which models of other sizes share.
-  cuda::check(
-      cudaFuncSetAttribute(fused_step_kernel_of<S>(), cudaFuncAttributeMaxDynamicSharedMemorySize, step.most_shared),
-      "fused steps");
+  // The maximum: the attribute belongs to the kernel, which models of other sizes share.
+  for (const int rows : {1, kStepRows}) {
+    cuda::check(cudaFuncSetAttribute(fused_step_kernel_of<S>(rows), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     step.most_shared),
+                "fused steps");
+  }
 
   const std::vector<Layer<S, S>> layers = layer_table(weights);
   state_->upload(p.layers, layers.data(), layers.size() * sizeof(Layer<S, S>));
@@ -226,7 +251,14 @@ void FusedStep<S>::launch(std::span<const FusedStepRow> rows, const std::int32_t
   p.logits = any ? logits : nullptr;
   ++p.sequence;
   p.instruments.timeline = s.timeline.begin(s.stream);
-  launch_cooperative(fused_step_kernel_of<S>(), s.blocks, s.threads, s.shared_bytes, s.stream, "fused steps", p);
+  const bool one_row = p.step_rows == 1;
+  if (s.one_row_was_last && !one_row && p.L % 2 != 0) s.renew_tags();
+  s.one_row_was_last = one_row;
+  const StepRing& ring = one_row ? s.one_row : s.many;
+  p.stages = ring.stages;
+  p.window = ring.window;
+  launch_cooperative(fused_step_kernel_of<S>(p.step_rows), s.blocks, s.threads, ring.shared_bytes, s.stream,
+                     "fused steps", p);
   p.first_step += static_cast<unsigned>(p.L);
   p.attention_before += static_cast<unsigned>(p.step_rows * p.NH * p.L);
 }

@@ -16,8 +16,8 @@ namespace weft::cuda::fused {
 // ---- the consumers --------------------------------------------------------------------------------------------------
 
 // Online softmax, as Consumer::SoftmaxState.
-template <typename S>
-struct StepConsumer<S>::SoftmaxState {
+template <typename S, int kRows>
+struct StepConsumer<S, kRows>::SoftmaxState {
   float largest = -INFINITY, sum = 0, out[kLaneElements] = {};
 
   // Adds two positions; a score of -INFINITY leaves one out.
@@ -37,9 +37,9 @@ struct StepConsumer<S>::SoftmaxState {
 
 // Computes one softmax state for each warp from the query that the helper left in shared memory; the helper merges the
 // states. kLanes lanes share a position.
-template <typename S>
+template <typename S, int kRows>
 template <int kLanes>
-__device__ __forceinline__ void StepConsumer<S>::attend_item(const StepItem& item, int slot) {
+__device__ __forceinline__ void StepConsumer<S, kRows>::attend_item(const StepItem& item, int slot) {
   constexpr int kGroups = kWarpSize / kLanes;
   const int HS = p.HS, position_bytes = 2 * HS, group = lane / kLanes, lane_bytes = lane % kLanes * 16;
   const bool active = lane % kLanes * kLaneElements < HS;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void StepConsumer<S>::attend_item(const StepItem& ite
   for (int j = 0; j < kLaneElements; ++j) q[j] = active ? query[j] : 0.0f;
 
   SoftmaxState r;
-  const unsigned added = c.ring + at.added + slot * 2 * kStepRows * position_bytes + lane_bytes;
+  const unsigned added = base() + at.added + slot * 2 * kRows * position_bytes + lane_bytes;
   for (int begin = positions.begin; begin < positions.end; begin += p.chunk_positions) {
     const int count = min(p.chunk_positions, positions.end - begin), cached = positions.cached - begin;
     const unsigned keys = cached > 0 ? begin_chunk() + lane_bytes : 0,
@@ -67,7 +67,7 @@ __device__ __forceinline__ void StepConsumer<S>::attend_item(const StepItem& ite
           const int in_step = at_position[u] - cached;  // below 0: the position is in the chunk, from the pages
           k = load_shared(in_step < 0 ? keys + at_position[u] * position_bytes : added + in_step * position_bytes);
           v[u] = load_shared(in_step < 0 ? values + at_position[u] * position_bytes
-                                         : added + (kStepRows + in_step) * position_bytes);
+                                         : added + (kRows + in_step) * position_bytes);
         }
         dot<S>(score[u], k, q);
       }
@@ -104,8 +104,8 @@ __device__ __forceinline__ void StepConsumer<S>::attend_item(const StepItem& ite
   if (lane == 0) state[0] = r.largest, state[1] = r.sum;
 }
 
-template <typename S>
-__device__ __forceinline__ void StepConsumer<S>::attend(int layer) {
+template <typename S, int kRows>
+__device__ __forceinline__ void StepConsumer<S, kRows>::attend(int layer) {
   StepItem item;
   for (int round = 0; item_at(p, c.block, c.blocks, round, item); ++round, ++items) {
     const int slot = static_cast<int>(items % kItemSlots);
@@ -129,7 +129,7 @@ __device__ __forceinline__ void StepConsumer<S>::attend(int layer) {
 // ---- the helper warp: attention's accesses to global memory, while the consumers multiply
 // ---------------------------------
 
-template <typename S>
+template <typename S, int kRows>
 struct StepHelper {
   const Block<StepVariant<S>>& c;
   const StepParameters<S>& p;
@@ -156,8 +156,8 @@ struct StepHelper {
     float* raw = reinterpret_cast<float*>(shared + at.raw);  // the query, then keys
     float* query = reinterpret_cast<float*>(shared + at.query) + slot * HS;
     // [rows of the sequence in this step][HS], from its first row on.
-    S* keys = reinterpret_cast<S*>(shared + at.added) + slot * 2 * kStepRows * HS;
-    S* values = keys + kStepRows * HS;
+    S* keys = reinterpret_cast<S*>(shared + at.added) + slot * 2 * kRows * HS;
+    S* values = keys + kRows * HS;
     S *const wanted_keys = keys + (first_key - row.first) * HS, *const wanted_values =
                                                                     values + (first_key - row.first) * HS;
 

@@ -20,6 +20,7 @@
 #include "llmc/cuda/fused/step_parameters.cuh"
 #include "llmc/cuda/fused/timeline.h"
 #include "llmc/cuda/hw/ring.cuh"
+#include "llmc/cuda/hw/warp_fold.cuh"
 #include "llmc/cuda/op/attention/mma.cuh"
 #include "llmc/cuda/op/gelu.cuh"
 
@@ -27,22 +28,51 @@ namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-template <typename S>
+// Whether all four values carry the tag of `step`; without branches, because it is the body of a loop that polls.
+__device__ inline bool all_tagged(const uint4& v, unsigned step) {
+  return (((v.x ^ step) | (v.y ^ step) | (v.z ^ step) | (v.w ^ step)) & 1) == 0;
+}
+__device__ inline void store_shared(unsigned address, const uint4& value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+
+// kRows: 1, or kStepRows for any number of rows. The operations on a row are the same in both, and so are its bits.
+template <typename S, int kRows>
 struct StepConsumer {
   using Variant = StepVariant<S>;
   using Layer = typename Block<Variant>::Layer;
-  // This lane's part of the activations as A fragments: [tile][half], 8 consecutive elements each of row `act`.
+  // This lane's part of the activations as A fragments. Pieces of 8 elements of row `act` from both halves of a tile
+  // make two fragments. They are kept as fragments, because mma takes four consecutive registers: made of pieces
+  // at each mma, they would cost four moves each.
   struct Operand {
-    uint4 at[kWarpTiles][2];
+    Fragment at[kWarpTiles][2];
   };
-  static constexpr int kInputs = kWarpTiles * 2 * kLaneElements;
+  struct Pieces {
+    uint4 at[kWarpTiles][2];  // [tile][half]
+  };
+  // Of every row of the step 8 neighbouring elements, those of piece column(): the lanes of a warp then divide the
+  // arithmetic of the norms whatever the number of rows, and a lane needs 8 elements of the norms' weights.
+  using Columns = float[kRows][kLaneElements];
+
+  static constexpr int kTileSums = kStepTileRows * kRows;  // of lanes 0 to kTileSums - 1: see Tiles
+  // Chunks of QKV that are loaded to registers before the wait for x. Their stages are then filled again meanwhile.
+#ifndef WEFT_STEP_AHEAD
+#define WEFT_STEP_AHEAD 2
+#endif
+#ifndef WEFT_STEP_AHEAD_MANY
+#define WEFT_STEP_AHEAD_MANY 0
+#endif
+  static constexpr int kAhead = kRows == 1 ? WEFT_STEP_AHEAD : WEFT_STEP_AHEAD_MANY;
+  using Chunks = uint4[2][kWarpTiles];
 
   const Block<Variant>& c;
   const StepParameters<S>& p;
   char* shared;
-  StepLayout at;
+  const StepLayout& at;  // in shared memory, as `own`: 20 registers less
   const Layer* layers;
-  BlockRows own;
+  const BlockRows& own;
   int thread, warp, lane, warps, warp_k, warp_r;
   int act, slice;  // lane / 4: activation row. lane % 4: this thread finishes row 4 warp + slice of a batch of sums
   RingPosition ring;
@@ -52,13 +82,13 @@ struct StepConsumer {
   float x_own = 0;     // residual stream: element own.out.begin + 4 warp + slice of step row `act`
 
   __device__ __forceinline__ StepConsumer(const Block<Variant>& block, const StepParameters<S>& parameters,
-                                          char* shared_memory, const StepLayout& layout)
+                                          char* shared_memory, const StepLayout& layout, const BlockRows& own_rows)
       : c(block),
         p(parameters),
         shared(shared_memory),
         at(layout),
         layers(reinterpret_cast<const Layer*>(shared + layout.layers)),
-        own(p.rows[c.block]),
+        own(own_rows),
         thread(static_cast<int>(threadIdx.x)),
         warp(thread / kWarpSize),
         lane(thread % kWarpSize),
@@ -69,8 +99,14 @@ struct StepConsumer {
         slice(lane % 4),
         step(p.first_step) {}
 
+  __device__ __forceinline__ int step_rows() const {
+    return kRows == 1 ? 1 : p.step_rows;
+  }
+
   // ---- synchronisation of the block's consumers
-  __device__ __forceinline__ void sync() const { named_barrier_wait(1, warps * kWarpSize); }
+  __device__ __forceinline__ void sync() const {
+    named_barrier_wait(1, warps * kWarpSize);
+  }
   __device__ __forceinline__ void stamp(int layer, FusedPhase phase) const {
     if (p.instruments.timeline == nullptr || thread != 0) return;
     p.instruments.timeline[(layer * kFusedPhases + static_cast<int>(phase)) * c.blocks + c.block] = global_time();
@@ -82,6 +118,11 @@ struct StepConsumer {
   __device__ __forceinline__ void await(const Counter& counter, unsigned target) const {
     if (thread == 0) c.wait_counter(counter, target);
     sync();
+  }
+
+  // Shared-memory address at which the offsets of the layout begin.
+  __device__ __forceinline__ unsigned base() const {
+    return c.ring - kStepConstantBytes;
   }
 
   // ---- the ring
@@ -100,7 +141,9 @@ struct StepConsumer {
     return warp_k * kWarpSize + tile * 8 + half * 4 + slice;
   }
   // Index of this lane's 8 elements of a matrix row in tile 0; each further tile adds 8.
-  __device__ __forceinline__ int weight_piece() const { return warp_k * kWarpSize + lane % 8; }
+  __device__ __forceinline__ int weight_piece() const {
+    return warp_k * kWarpSize + lane % 8;
+  }
 
   __device__ __forceinline__ void load_tiles(uint4 (&w)[kWarpTiles], unsigned own_bytes, int width) {
     const unsigned from = begin_chunk() + own_bytes;
@@ -115,52 +158,67 @@ struct StepConsumer {
     float sums[4][4] = {};  // independent accumulators, so that the mma overlap
 #pragma unroll
     for (int i = 0; i < kWarpTiles; ++i) {
-      const uint4 &first = a.at[i][0], &second = a.at[i][1];
-      multiply_add<S>(sums[i % 2 * 2], Fragment{{first.x, second.x, first.y, second.y}}, w[i].x, w[i].y);
-      multiply_add<S>(sums[i % 2 * 2 + 1], Fragment{{first.z, second.z, first.w, second.w}}, w[i].z, w[i].w);
+      multiply_add<S>(sums[i % 2 * 2], a.at[i][0], w[i].x, w[i].y);
+      multiply_add<S>(sums[i % 2 * 2 + 1], a.at[i][1], w[i].z, w[i].w);
     }
     return ((sums[0][0] + sums[0][3]) + (sums[1][0] + sums[1][3])) +
            ((sums[2][0] + sums[2][3]) + (sums[3][0] + sums[3][3]));
   }
   __device__ __forceinline__ float* partials(int of_warp_k) const {
     return reinterpret_cast<float*>(shared + at.partials) +
-           (partial_buffer * p.warps_k + of_warp_k) * warps * kWarpSize;
+           (partial_buffer * p.warps_k + of_warp_k) * warps * kTileSums;
+  }
+  __device__ __forceinline__ int chunks_of(int rows) const {
+    const int chunk_rows = kStepTileRows * p.warps_r;
+    return (rows + chunk_rows - 1) / chunk_rows;
+  }
+  // Where this lane's part of a chunk begins.
+  __device__ __forceinline__ unsigned own_part(int width) const {
+    return (warp_r * kStepTileRows + lane / 8) * 2 * width + weight_piece() * 16;
+  }
+  // Loads the first chunks of a matrix of `rows` rows to registers, at most kAhead, and returns how many.
+  __device__ __forceinline__ int load_ahead(Chunks& w, int rows, int width) {
+    const int chunks = min(kAhead, chunks_of(min(rows, kStepTileRows * warps)));
+    if (kAhead > 0 && chunks > 0) load_tiles(w[0], own_part(width), width);
+    if (kAhead > 1 && chunks > 1) load_tiles(w[1], own_part(width), width);
+    return chunks;
   }
   // Partial sums of this warp for `rows` rows of `width` elements, at most a batch, that is 4 rows a warp. A chunk has
   // 4 rows for each group of warps. Elements past the end of a row are 0. Rows past the last one are stale shared
-  // memory; their sums are not used.
-  __device__ __forceinline__ void multiply(int rows, int width, const Operand& a, bool accumulate) {
-    const int chunk_rows = kStepTileRows * p.warps_r, chunks = (rows + chunk_rows - 1) / chunk_rows;
-    const unsigned own_bytes = (warp_r * kStepTileRows + lane / 8) * 2 * width + weight_piece() * 16;
-    float* sums = partials(warp_k) + warp_r * kWarpSize + lane;
-    const int chunk_sums = p.warps_r * kWarpSize;
+  // memory; their sums are not used. The first `held` chunks are in `w` already.
+  __device__ __forceinline__ void multiply(int rows, int width, const Operand& a, bool accumulate, Chunks& w,
+                                           int held = 0) {
+    const int chunks = chunks_of(rows);
+    const unsigned from = own_part(width);
+    float* sums = partials(warp_k) + warp_r * kTileSums + lane;
+    const int chunk_sums = p.warps_r * kTileSums;
     const auto keep = [&](int chunk, float sum) {
+      if (lane >= kTileSums) return;
       float& place = sums[chunk * chunk_sums];
       place = accumulate ? place + sum : sum;
     };
     // A chunk is loaded to registers and its stage released before the arithmetic on the previous chunk, so that loads
     // and mma overlap.
-    uint4 w[2][kWarpTiles] = {};
-    if (chunks > 0) load_tiles(w[0], own_bytes, width);
+    if (held < 1 && chunks > 0) load_tiles(w[0], from, width);
     for (int chunk = 0; chunk < chunks; chunk += 2) {
-      if (chunk + 1 < chunks) load_tiles(w[1], own_bytes, width);
+      if (chunk + 1 >= held && chunk + 1 < chunks) load_tiles(w[1], from, width);
       keep(chunk, multiply_tiles(a, w[0]));
       if (chunk + 1 >= chunks) break;
-      if (chunk + 2 < chunks) load_tiles(w[0], own_bytes, width);
+      if (chunk + 2 < chunks) load_tiles(w[0], from, width);
       keep(chunk + 1, multiply_tiles(a, w[1]));
     }
   }
   // Adds the partial sums in the order of the warps and calls finish(row, sum) in one thread for each row of the batch
-  // and each activation row `act`, also for those that the step does not have. One barrier is enough: the next partial
-  // sums go to the other buffer.
+  // and each activation row `act`, with kStepRows of them also for those that the step does not have. One barrier is
+  // enough: the next partial sums go to the other buffer.
   template <typename Finish>
   __device__ __forceinline__ void finish_rows(int rows, const Finish& finish) {
     sync();
     const int row = kStepTileRows * warp + slice;
-    if (row < rows) {
+    if (row < rows && act < kRows) {
       float of_warp[kMaxWarps];  // all loads before the first addition
 #pragma unroll
-      for (int k = 0; k < kMaxWarps; ++k) of_warp[k] = k < p.warps_k ? partials(k)[thread] : 0.0f;
+      for (int k = 0; k < kMaxWarps; ++k) of_warp[k] = k < p.warps_k ? partials(k)[warp * kTileSums + lane] : 0.0f;
       float sum = of_warp[0];
 #pragma unroll
       for (int k = 1; k < kMaxWarps; ++k) sum += of_warp[k];
@@ -169,14 +227,16 @@ struct StepConsumer {
     partial_buffer ^= 1;
   }
   // GEMM of all of this block's rows of a matrix with `width` columns, a batch at a time; calls store(row, sum + bias).
+  // The first `held` chunks are in `w` already.
   template <typename Store>
-  __device__ __forceinline__ void all_rows(RowRange rows, int width, const S* bias, const Operand& a,
-                                           const Store& store) {
+  __device__ __forceinline__ void all_rows(RowRange rows, int width, const S* bias, const Operand& a, Chunks& w,
+                                           int held, const Store& store) {
     const int batch = kStepTileRows * warps;
     for (int first = rows.begin; first < rows.end; first += batch) {
       const int count = min(batch, rows.end - first);
       const unsigned short bits = load_bias(bias, first, count);
-      multiply(count, width, a, false);
+      multiply(count, width, a, false, w, held);
+      held = 0;
       finish_rows(count, [&](int row, float sum) { store(first + row, sum + bias_value(bits)); });
     }
   }
@@ -191,112 +251,164 @@ struct StepConsumer {
     return low;
   }
 
-  // Loads A fragments from 16-bit activation rows that a counter has announced: `width` elements from `vectors` on,
-  // rows `stride` elements apart.
-  __device__ __forceinline__ void load_operand(Operand& a, const S* vectors, int stride, int width) const {
+  // Loads 16-bit activation rows that a counter has announced: `width` elements from `vectors` on, rows `stride`
+  // elements apart. make_operand() waits for the loads.
+  __device__ __forceinline__ void load_pieces(Pieces& a, const S* vectors, int stride, int width) const {
 #pragma unroll
     for (int i = 0; i < kWarpTiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int first = piece(i, half) * kLaneElements;
         a.at[i][half] = make_uint4(0, 0, 0, 0);
-        if (act >= p.step_rows || first >= width) continue;
+        if (act >= step_rows() || first >= width) continue;
         const S* from = vectors + static_cast<std::int64_t>(act) * stride + first;
         a.at[i][half] = load_relaxed_x4(reinterpret_cast<const unsigned*>(from));
       }
     }
   }
-  __device__ __forceinline__ std::int32_t id_of_row() const {
-    const std::int32_t id = p.row[act].id;
-    return id < 0 ? p.last_ids[-1 - id] : id;
+  __device__ __forceinline__ static void make_operand(Operand& out, const Pieces& a) {
+#pragma unroll
+    for (int i = 0; i < kWarpTiles; ++i) {
+      const uint4 &first = a.at[i][0], &second = a.at[i][1];
+      out.at[i][0] = Fragment{{first.x, second.x, first.y, second.y}};
+      out.at[i][1] = Fragment{{first.z, second.z, first.w, second.w}};
+#pragma unroll
+      for (Fragment& f : out.at[i]) {  // here, not in the loop over the chunks
+        asm volatile("" : "+r"(f.word[0]), "+r"(f.word[1]), "+r"(f.word[2]), "+r"(f.word[3]));
+      }
+    }
   }
-  // This lane's elements of the residual stream entering layer l; for layer 0 they are the embedding.
-  __device__ __forceinline__ void load_residual(int l, float (&x)[kInputs]) {
+
+  // ---- the residual stream
+  __device__ __forceinline__ int column() const {
+    return warp_k * kWarpSize + lane;
+  }
+  __device__ __forceinline__ bool has_column() const {
+    return column() * kLaneElements < p.C;
+  }
+  __device__ __forceinline__ const S* embedding_of(int row) const {
+    const std::int32_t id = p.row[row].id;
+    return p.embedding + static_cast<std::int64_t>(id < 0 ? p.last_ids[-1 - id] : id) * p.C;
+  }
+  // This lane's elements of the residual stream entering layer l; for layer 0 they are the embedding. Rows that the step
+  // does not have stay as they are.
+  __device__ __forceinline__ void load_residual(int l, Columns& x) {
     if (l > 0) {
       load_tagged(x);
     } else {
-      const S* embedding = p.embedding + static_cast<std::int64_t>(id_of_row()) * p.C;
 #pragma unroll
-      for (int k = 0; k < 2 * kWarpTiles; ++k) {
-        const int first = piece(k / 2, k % 2) * kLaneElements;
+      for (int r = 0; r < kRows; ++r) {
         uint4 packed = make_uint4(0, 0, 0, 0);
-        if (act < p.step_rows && first < p.C) packed = __ldg(reinterpret_cast<const uint4*>(embedding + first));
-        widen<S>(packed, x + k * kLaneElements);
+        if (r < step_rows() && has_column()) {
+          packed = __ldg(reinterpret_cast<const uint4*>(embedding_of(r) + column() * kLaneElements));
+        }
+        widen<S>(packed, x[r]);
       }
       const int row = own.out.begin + kStepTileRows * warp + slice;
-      if (row < own.out.end) x_own = to_float(embedding[row]);
+      if (row < own.out.end && act < kRows) x_own = to_float(embedding_of(act)[row]);
     }
     stamp(l, FusedPhase::x_here);
   }
-  // The same from p.x: polls until all values have the tag of `step`, and repeats only the loads of those that do not.
-  __device__ __forceinline__ void load_tagged(float (&x)[kInputs]) const {
-    constexpr int kLoads = 4 * kWarpTiles;
-    uint4 values[kLoads] = {};
-    unsigned missing = 0;
-    if (act < p.step_rows) {
-#pragma unroll
-      for (int k = 0; k < kLoads; ++k) missing |= piece(k / 4, k / 2 % 2) * kLaneElements < p.C ? 1u << k : 0;
+  // The same from p.x. A block writes an element of all rows with one store of a warp. So only row 0 is polled, and when
+  // it is here the others are usually here, too: while nothing comes 10 KB a block are asked for, not 80. The addresses
+  // are hidden from the compiler, which would compute each of them again in every round: 16 dependent loads of
+  // parameters, 0.6 us.
+  __device__ __forceinline__ void load_tagged(Columns& x) const {
+    uint4 values[kRows][2] = {};
+    const TaggedValue* from = p.x + exchange_place(0, warp_k * kWarpElements) + lane * 4;
+    asm volatile("" : "+l"(from));
+    const auto load = [&](int r, int half) {
+      values[r][half] = load_relaxed_x4(from + r * kWarpElements + half * (kWarpElements / 2));
+    };
+    // WEFT_STEP_POLL_ALL: to be measured with 2 to 8 rows; polls all of them at once
+#ifdef WEFT_STEP_POLL_ALL
+    constexpr bool kOneFirst = kRows == 1;
+#else
+    constexpr bool kOneFirst = true;
+#endif
+    if constexpr (kOneFirst) {
+      unsigned missing = has_column() ? 3 : 0;
+      c.wait_for([&] {
+        if ((missing & 1) != 0) load(0, 0);
+        if ((missing & 2) != 0) load(0, 1);
+        missing &= (all_tagged(values[0][0], step) ? 0u : 1u) | (all_tagged(values[0][1], step) ? 0u : 2u);
+        return missing == 0;
+      });
     }
-    const TaggedValue* from = p.x + act * p.x_stride + warp_k * kWarpElements + slice * 4;
-    c.wait_for([&] {
+    if (step_rows() > (kOneFirst ? 1 : 0)) {
+      constexpr int kBegin = kOneFirst ? 2 : 0;
+      unsigned missing = has_column() ? (1u << 2 * step_rows()) - (1u << kBegin) : 0;
+      c.wait_for([&] {
 #pragma unroll
-      for (int k = 0; k < kLoads; ++k) {
-        if ((missing >> k & 1) != 0) values[k] = load_relaxed_x4(from + 16 * k);
-      }
+        for (int k = kBegin; k < 2 * kRows; ++k) {
+          if ((missing >> k & 1) != 0) load(k / 2, k % 2);
+        }
+        unsigned incomplete = 0;
 #pragma unroll
-      for (int k = 0; k < kLoads; ++k) {
-        const uint4 v = values[k];
-        if (has_tag(v.x, step) && has_tag(v.y, step) && has_tag(v.z, step) && has_tag(v.w, step)) missing &= ~(1u << k);
-      }
-      return missing == 0;
-    });
+        for (int k = kBegin; k < 2 * kRows; ++k) incomplete |= all_tagged(values[k / 2][k % 2], step) ? 0 : 1u << k;
+        return (missing &= incomplete) == 0;
+      });
+    }
 #pragma unroll
-    for (int k = 0; k < kLoads; ++k) {
-      x[4 * k] = untagged(values[k].x);
-      x[4 * k + 1] = untagged(values[k].y);
-      x[4 * k + 2] = untagged(values[k].z);
-      x[4 * k + 3] = untagged(values[k].w);
+    for (int k = 0; k < 2 * kRows; ++k) {
+      const uint4 v = values[k / 2][k % 2];
+      float* to = x[k / 2] + k % 2 * 4;
+      to[0] = untagged(v.x);
+      to[1] = untagged(v.y);
+      to[2] = untagged(v.z);
+      to[3] = untagged(v.w);
     }
   }
 
   // ---- norms
-  struct Moments {
-    float mean, rstd;
+  // This lane's elements of the weight and bias of a norm, loaded early, so that they arrive during the wait for x.
+  struct NormWeight {
+    uint4 weight, bias;
   };
-  // Mean and 1 / sqrt(variance + eps) of row `act`: each warp computes the moments of its own elements, and those of
-  // all warps are combined as in moments_of() of norm.cuh.
-  __device__ __forceinline__ Moments moments_of(const float (&x)[kInputs]) {
+  __device__ __forceinline__ NormWeight load_norm(const S* weight, const S* bias) const {
+    if (!has_column()) return {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
+    return {load_early(reinterpret_cast<const uint4*>(weight) + column()),
+            load_early(reinterpret_cast<const uint4*>(bias) + column())};
+  }
+  // Every row becomes (x - mean) / sqrt(variance + eps): each warp computes the moments of its own elements, and those of
+  // all warps are combined as in moments_of() of norm.cuh. Lanes 4 r to 4 r + 3 do that
+  // for row r, all lanes for a single row.
+  __device__ __forceinline__ void standardize(Columns& x) {
     const auto elements_of = [&](int k) {
       return static_cast<float>(max(0, min(kWarpElements, p.C - k * kWarpElements)));
     };
-    const auto over_slices = [](float value) {
-      value += __shfl_xor_sync(~0u, value, 1);
-      return value + __shfl_xor_sync(~0u, value, 2);
-    };
     const float count = elements_of(warp_k), C = static_cast<float>(p.C);
-    float sum = 0, squares = 0;
+    float sums[kRows];
 #pragma unroll
-    for (int j = 0; j < kInputs; ++j) sum += x[j];  // elements past the end are 0
-    const float own_mean = count > 0 ? over_slices(sum) / count : 0.0f;
+    for (int r = 0; r < kRows; ++r) {
+      sums[r] = 0;
+      if (r >= step_rows()) continue;
 #pragma unroll
-    for (int k = 0; k < 2 * kWarpTiles; ++k) {
-      if (piece(k / 2, k % 2) * kLaneElements >= p.C) continue;
+      for (int j = 0; j < kLaneElements; ++j) sums[r] += x[r][j];  // elements past the end are 0
+    }
+    const float sum = warp_fold(sums, lane), own_mean = count > 0 ? sum / count : 0.0f;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      sums[r] = 0;
+      if (r >= step_rows()) continue;
+      const float mean = __shfl_sync(~0u, own_mean, 4 * r);
 #pragma unroll
       for (int j = 0; j < kLaneElements; ++j) {
-        const float d = x[k * kLaneElements + j] - own_mean;
-        squares = fmaf(d, d, squares);
+        const float d = has_column() ? x[r][j] - mean : 0.0f;
+        sums[r] = fmaf(d, d, sums[r]);
       }
     }
-    squares = over_slices(squares);
-    float2* of_warps = reinterpret_cast<float2*>(shared + at.moments) + moment_buffer * warps * kStepRows;
+    const float squares = warp_fold(sums, lane);
+    float2* of_warps = reinterpret_cast<float2*>(shared + at.moments) + moment_buffer * warps * kRows;
     moment_buffer ^= 1;
-    if (slice == 0) of_warps[warp * kStepRows + act] = make_float2(own_mean, squares);
+    const int row = kRows == 1 ? 0 : act;
+    if (lane == 4 * row) of_warps[warp * kRows + row] = make_float2(own_mean, squares);
     sync();
     float2 moments[kMaxWarps];
     float mean = 0, total = 0;
 #pragma unroll
     for (int k = 0; k < kMaxWarps; ++k) {
-      moments[k] = k < p.warps_k ? of_warps[(warp_r * p.warps_k + k) * kStepRows + act] : make_float2(0, 0);
+      moments[k] = k < p.warps_k ? of_warps[(warp_r * p.warps_k + k) * kRows + row] : make_float2(0, 0);
       mean = fmaf(moments[k].x, k < p.warps_k ? elements_of(k) : 0.0f, mean);
     }
     mean /= C;
@@ -305,37 +417,87 @@ struct StepConsumer {
       const float off = moments[k].x - mean;
       if (k < p.warps_k) total += fmaf(off * off, elements_of(k), moments[k].y);
     }
-    return {mean, rsqrtf(total / C + p.eps)};
+    const float rstd = rsqrtf(total / C + p.eps);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (r >= step_rows()) continue;
+      const float of_row = __shfl_sync(~0u, mean, 4 * r), factor = __shfl_sync(~0u, rstd, 4 * r);
+#pragma unroll
+      for (int j = 0; j < kLaneElements; ++j) x[r][j] = (x[r][j] - of_row) * factor;
+    }
   }
-  // first = norm1(x), second = norm2(x), rounded to S. The next chunk of the ring holds their weights and biases one
-  // after another.
+  // Standardized rows times weight plus bias, rounded to S.
+  __device__ __forceinline__ void apply_norm(const NormWeight& n, const Columns& x, uint4 (&out)[kRows]) const {
+    float w[kLaneElements], b[kLaneElements];
+    widen<S>(n.weight, w);
+    widen<S>(n.bias, b);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      out[r] = make_uint4(0, 0, 0, 0);
+      if (r >= step_rows()) continue;
+      float y[kLaneElements];
+#pragma unroll
+      for (int j = 0; j < kLaneElements; ++j) y[j] = fmaf(x[r][j], w[j], b[j]);
+      out[r] = make_uint4(pack<S>(y[0], y[1]), pack<S>(y[2], y[3]), pack<S>(y[4], y[5]), pack<S>(y[6], y[7]));
+    }
+  }
+  // The words of a piece and of its counterpart in the other half of the tile, 4 lanes away, as the two fragments that
+  // they make: the lane of the first half returns the first one.
+  __device__ __forceinline__ uint4 fragment_of(const uint4& piece) const {
+    const bool second = (lane & 4) != 0;
+    const unsigned x = __shfl_xor_sync(~0u, second ? piece.x : piece.z, 4),
+                   y = __shfl_xor_sync(~0u, second ? piece.y : piece.w, 4);
+    return second ? make_uint4(x, piece.z, y, piece.w) : make_uint4(piece.x, x, piece.y, y);
+  }
+  // Of each warp, rows of fragments that its lanes exchange: for a single row one of each norm, otherwise two.
+  static constexpr int kTogether = kRows < 2 ? 1 : 2;
+  __device__ __forceinline__ unsigned normalized(int norm) const {
+    return base() + at.normalized + warp * transpose_bytes(kRows) + norm * kTogether * kTransposedRow;
+  }
+  __device__ __forceinline__ void load_normalized(Operand& out, int norm) const {
+    const unsigned from = normalized(norm) + act % kTogether * kTransposedRow + slice * 16;
+#pragma unroll
+    for (int i = 0; i < 2 * kWarpTiles; ++i) {
+      const uint4 words = load_shared(from + 64 * i);
+      out.at[i / 2][i % 2] = Fragment{{words.x, words.y, words.z, words.w}};
+    }
+  }
+  __device__ __forceinline__ static void clear(Operand& out) {
+#pragma unroll
+    for (int i = 0; i < 2 * kWarpTiles; ++i) out.at[i / 2][i % 2] = Fragment{};
+  }
+  // first = norm1(x), second = norm2(x). For a single row, norm2(x) stays in shared memory: load_second().
   template <bool kBoth>
-  __device__ __forceinline__ void normalize(const float (&x)[kInputs], Operand& first, Operand& second) {
-    const auto [mean, rstd] = moments_of(x);
-    const unsigned chunk = begin_chunk();
+  __device__ __forceinline__ void normalize(const NormWeight& norm1, const NormWeight& norm2, Columns& x,
+                                            Operand& first, Operand& second) {
+    standardize(x);
+    uint4 rows[2][kRows];
+    apply_norm(norm1, x, rows[0]);
+    if constexpr (kBoth) apply_norm(norm2, x, rows[1]);
+    clear(first);
+    if constexpr (kBoth && kRows > 1) clear(second);
 #pragma unroll
-    for (int k = 0; k < 2 * kWarpTiles; ++k) {
-      const int of_row = piece(k / 2, k % 2);
-      uint4 out[2] = {};
-      if (of_row * kLaneElements < p.C) {
-        float centred[kLaneElements];
+    for (int begin = 0; begin < kRows; begin += kTogether) {
+      if (begin >= step_rows()) continue;
 #pragma unroll
-        for (int j = 0; j < kLaneElements; ++j) centred[j] = (x[k * kLaneElements + j] - mean) * rstd;
+      for (int n = 0; n < (kBoth ? 2 : 1); ++n) {
 #pragma unroll
-        for (int n = 0; n < (kBoth ? 2 : 1); ++n) {
-          float w[kLaneElements], b[kLaneElements];
-          widen<S>(load_shared(chunk + (2 * n * p.C + of_row * kLaneElements) * 2), w);
-          widen<S>(load_shared(chunk + ((2 * n + 1) * p.C + of_row * kLaneElements) * 2), b);
-          float y[kLaneElements];
-#pragma unroll
-          for (int j = 0; j < kLaneElements; ++j) y[j] = fmaf(centred[j], w[j], b[j]);
-          out[n] = make_uint4(pack<S>(y[0], y[1]), pack<S>(y[2], y[3]), pack<S>(y[4], y[5]), pack<S>(y[6], y[7]));
+        for (int r = 0; r < kTogether; ++r) {
+          store_shared(normalized(n) + r * kTransposedRow + lane * 16, fragment_of(rows[n][begin + r]));
         }
       }
-      first.at[k / 2][k % 2] = out[0];
-      if constexpr (kBoth) second.at[k / 2][k % 2] = out[1];
+      __syncwarp();
+      if (act / kTogether * kTogether == begin) {  // 0 for rows that the step does not have, and past the end of a row
+        load_normalized(first, 0);
+        if constexpr (kBoth && kRows > 1) load_normalized(second, 1);
+      }
+      __syncwarp();
     }
-    end_chunk();
+    if constexpr (kRows > 1) sync();  // before partial sums are written there
+  }
+  __device__ __forceinline__ void load_second(Operand& second) const {
+    clear(second);
+    if (act == 0) load_normalized(second, 1);
   }
 
   // ---- step_attention.cuh
@@ -355,24 +517,48 @@ struct StepConsumer {
     Operand input;
     {
       Operand mlp_input;
-      float x[kInputs];
-      load_residual(l, x);
-      normalize<true>(x, input, mlp_input);
+      Chunks w_rows = {};
+      const int held = load_ahead(w_rows, own.qkv.end - own.qkv.begin, p.C);
+      {
+        const NormWeight norm1 = load_norm(w.norm1_weight, w.norm1_bias),
+                         norm2 = load_norm(w.norm2_weight, w.norm2_bias);
+        Columns x;
+        load_residual(l, x);
+        normalize<true>(norm1, norm2, x, input, mlp_input);
+      }
       stamp(l, FusedPhase::norms_done);
-      // Rows that the step does not have are written, too: then all values of a layer carry its tag, however many rows
-      // the next launch has.
-      all_rows(own.qkv, p.C, w.qkv_bias, input,
-               [&](int row, float sum) { store_relaxed(p.qkv + act * p.qkv_stride + row, tagged(sum, step + 1)); });
-      stamp(l, FusedPhase::qkv_done);
-      all_rows(own.up, p.C, w.up_bias, mlp_input, [&](int row, float sum) {
-        if (act < p.step_rows) p.hidden[static_cast<std::int64_t>(act) * p.F + row] = from_float<S>(gelu_exact(sum));
-      });
-      if (!(p.instruments.lose_an_arrival && c.block == 0 && l + 1 == p.L)) announce(p.control->head);
-      stamp(l, FusedPhase::up_done);
+      input_rows(l, input, mlp_input, w_rows, held);
     }
     attend(l);
     output_rows(l, input);
     ++step;
+  }
+  // QKV, then MLP-up and GELU, in a loop that is not unrolled: a layer's code exceeds the instruction cache. `input` is
+  // the input of QKV and is overwritten. The kernel of many rows also writes q, k, v and x of rows that the step does
+  // not have: then all their values carry a layer's tag, however many rows the next launch has.
+  __device__ __forceinline__ void input_rows(int l, Operand& input, const Operand& mlp_input, Chunks& w_rows,
+                                             int held) {
+    const Layer& w = layers[l];
+#pragma unroll 1
+    for (int matrix = 0; matrix < 2; ++matrix) {
+      const bool up = matrix == 1;
+      all_rows(up ? own.up : own.qkv, p.C, up ? w.up_bias : w.qkv_bias, input, w_rows, held, [&](int row, float sum) {
+        if (!up) {
+          store_relaxed(p.qkv + act * p.qkv_stride + row, tagged(sum, step + 1));
+        } else if (act < step_rows()) {
+          p.hidden[static_cast<std::int64_t>(act) * p.F + row] = from_float<S>(gelu_exact(sum));
+        }
+      });
+      held = 0;
+      if (up) {
+        if (!(p.instruments.lose_an_arrival && c.block == 0 && l + 1 == p.L)) announce(p.control->head);
+      } else if constexpr (kRows == 1) {
+        load_second(input);
+      } else {
+        input = mlp_input;
+      }
+      stamp(l, up ? FusedPhase::up_done : FusedPhase::qkv_done);
+    }
   }
   // MLP-down, C columns at a time, and the output projection, for the same rows; both are added to the residual.
   // `input` is passed as scratch registers.
@@ -380,44 +566,51 @@ struct StepConsumer {
     const Layer& w = layers[l];
     const int rows = own.out.end - own.out.begin;
     if (rows <= 0) return;
+    Chunks w_rows = {};
     const unsigned short down_bias = load_bias(w.down_bias, own.out.begin, rows),
                          dense_bias = load_bias(w.dense_bias, own.out.begin, rows);
     await(p.control->head, static_cast<unsigned>(c.blocks) * (step + 1));
-    load_operand(input, p.hidden, p.F, p.C);
+    Pieces next;
+    load_pieces(next, p.hidden, p.F, p.C);
+    make_operand(input, next);
     stamp(l, FusedPhase::mlp_up_here);
-    // Software pipeline: while one range of C columns is multiplied, the next one is loaded; the last load is
-    // attention's output.
+    // Software pipeline: while one range of C columns is multiplied, the next one is loaded. The last range is
+    // attention's output. One loop for all, because code of its own for the projection would be fetched each time.
 #pragma unroll 1
-    for (int begin = 0; begin < p.F; begin += p.C) {
-      Operand next;
-      if (begin + p.C < p.F) {
-        load_operand(next, p.hidden + begin + p.C, p.F, p.C);
-      } else {
-        const auto heads = static_cast<unsigned>(p.step_rows * p.NH);
+    for (int begin = 0; begin <= p.F; begin += p.C) {
+      const int after = begin + p.C;
+      if (after < p.F) {
+        load_pieces(next, p.hidden + after, p.F, p.C);
+      } else if (after == p.F) {
+        const auto heads = static_cast<unsigned>(step_rows() * p.NH);
         await(p.control->attention, p.attention_before + heads * static_cast<unsigned>(l + 1));
-        load_operand(next, p.attended, p.q_size, p.q_size);
+        load_pieces(next, p.attended, p.q_size, p.q_size);
         stamp(l, FusedPhase::attention_here);
+      } else {
+        stamp(l, FusedPhase::down_done);
       }
-      multiply(rows, p.C, input, begin > 0);
-      input = next;
+      multiply(rows, begin < p.F ? p.C : p.q_size, input, begin > 0, w_rows);
+      make_operand(input, next);
     }
-    stamp(l, FusedPhase::down_done);
-    multiply(rows, p.q_size, input, true);
     finish_rows(rows, [&](int row, float sum) {
       x_own += sum + (bias_value(down_bias) + bias_value(dense_bias));
-      store_relaxed(p.x + act * p.x_stride + exchange_place(own.out.begin + row), tagged(x_own, step + 1));
+      store_relaxed(p.x + exchange_place(act, own.out.begin + row), tagged(x_own, step + 1));
     });
     stamp(l, FusedPhase::x_written);
   }
   __device__ __forceinline__ void run_head() {
-    float x[kInputs];
-    load_residual(p.L, x);
     Operand input;
-    normalize<false>(x, input, input);
+    {
+      const NormWeight norm = load_norm(layers[p.L].norm1_weight, layers[p.L].norm1_bias);
+      Columns x;
+      load_residual(p.L, x);
+      normalize<false>(norm, norm, x, input, input);
+    }
     stamp(p.L, FusedPhase::norms_done);
     const int logits_row = p.row[act].logits;
     float* logits = p.logits + static_cast<std::int64_t>(logits_row) * p.V;
-    all_rows(own.head, p.C, nullptr, input, [&](int row, float sum) {
+    Chunks w_rows = {};
+    all_rows(own.head, p.C, nullptr, input, w_rows, 0, [&](int row, float sum) {
       if (logits_row >= 0) logits[row] = sum;
     });
     stamp(p.L, FusedPhase::qkv_done);

@@ -8,19 +8,20 @@
 
 namespace weft::cuda::fused {
 
-template <typename S>
+template <typename S, int kRows>
 __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
     fused_step_kernel(const __grid_constant__ StepParameters<S> p) {
 #if WEFT_BULK_COPY
   using Layer = typename Block<StepVariant<S>>::Layer;
   extern __shared__ __align__(128) char shared[];
   __shared__ Flags flags;
-  const StepLayout at = step_layout(p);
+  auto& constants = *reinterpret_cast<StepConstants*>(shared);
+  const StepLayout at = step_layout(p, kRows);
   const int consumers = p.warps_k * p.warps_r * kWarpSize;
   const unsigned base = shared_address(shared);
   const Block<StepVariant<S>> block{p,
                                     flags,
-                                    base,
+                                    base + kStepConstantBytes,
                                     base + at.barriers,
                                     base + at.barriers + 8 * p.stages,
                                     base + at.barriers + 16 * p.stages,
@@ -34,6 +35,7 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
     table[i] = reinterpret_cast<const std::uint64_t*>(p.layers)[i];
   }
   if (threadIdx.x == 0) {
+    constants = {at, p.rows[blockIdx.x]};
     flags.abort = 0;
     flags.stop = 0;
     const auto warps = static_cast<unsigned>(consumers / kWarpSize);
@@ -49,7 +51,7 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
   }
   __syncthreads();
   if (static_cast<int>(threadIdx.x) >= consumers + kWarpSize) {
-    StepHelper<S> helper{block, p, shared, at, static_cast<int>(threadIdx.x) % kWarpSize, consumers / kWarpSize};
+    StepHelper<S, kRows> helper{block, p, shared, at, static_cast<int>(threadIdx.x) % kWarpSize, consumers / kWarpSize};
     helper.run();
     return;
   }
@@ -61,7 +63,7 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
     }
     return;
   }
-  StepConsumer<S> consumer(block, p, shared, at);
+  StepConsumer<S, kRows> consumer(block, p, shared, constants.at, constants.own);
   consumer.run();
 #else
   __trap();  // fused_step_refusal() keeps such GPUs away
@@ -69,10 +71,11 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
 }
 
 // Defines fused_step_kernel_of() for this storage type.
-#define WEFT_FUSED_STEP_KERNEL(S)                               \
-  template <>                                                   \
-  const void* fused_step_kernel_of<S>() {                       \
-    return reinterpret_cast<const void*>(fused_step_kernel<S>); \
+#define WEFT_FUSED_STEP_KERNEL(S)                                                      \
+  template <>                                                                          \
+  const void* fused_step_kernel_of<S>(int rows) {                                      \
+    return rows == 1 ? reinterpret_cast<const void*>(fused_step_kernel<S, 1>)          \
+                     : reinterpret_cast<const void*>(fused_step_kernel<S, kStepRows>); \
   }
 
 }  // namespace weft::cuda::fused

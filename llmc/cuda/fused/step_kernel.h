@@ -3,8 +3,9 @@
 
 namespace weft::cuda::fused {
 
-// The kernel function, for a launch; its one parameter is StepParameters<S>.
+// The kernel function, for a launch; its one parameter is StepParameters<S>. There is one for a single row, and one for
+// up to kStepRows rows.
 template <typename S>
-const void* fused_step_kernel_of();
+const void* fused_step_kernel_of(int rows);
 
 }  // namespace weft::cuda::fused

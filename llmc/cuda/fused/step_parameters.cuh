@@ -14,7 +14,14 @@ constexpr int kStepRows = static_cast<int>(kFusedStepRows);
 constexpr int kStepTileRows = 4;   // rows of a matrix that a warp multiplies from a chunk
 constexpr int kTileElements = 64;  // columns of a tile: 4 rows x 64 16-bit elements are one 16-byte load a lane
 constexpr int kWarpTiles = kWarpElements / kTileElements;  // tiles that a warp multiplies of a row
-constexpr int kItemSlots = 2;                              // one item is computed while the helper prepares the next
+// A row of a warp's elements in 16 bits, padded by 64 bytes, so that two rows lie in different banks for lanes that load
+// them together.
+constexpr int kTransposedRow = 2 * kWarpElements + 64;
+// Of each warp one row of both norms, or two.
+__host__ __device__ constexpr int transpose_bytes(int rows) {
+  return 2 * kTransposedRow * (rows < 2 ? rows : 2);
+}
+constexpr int kItemSlots = 2;       // one item is computed while the helper prepares the next
 constexpr int kMinStepSplit = 128;  // positions of a split, at least; the last split may have fewer
 
 template <typename S>
@@ -28,17 +35,19 @@ struct StepParameters : SequentialParameters<S, S, S> {
   int step_rows;
   FusedStepRow row[kStepRows];  // rows from step_rows on: id 0, no logits
   const std::int32_t *pages, *last_ids;
-  int x_stride, qkv_stride;   // elements from one row of x, and of qkv, to the next
+  int qkv_stride;             // elements from one row of qkv to the next
   S *hidden, *attended;       // [kStepRows, F] after GELU; [kStepRows, q_size], attention's output rounded to S
   unsigned first_step;        // layers computed by all earlier launches
   unsigned attention_before;  // heads announced by all earlier launches
 };
 
-// Index of an element of the residual stream in a row of `x`. A lane needs 8 consecutive elements, as two 16-byte
-// loads. Within 32 elements this order puts the first halves of four lanes next to each other, so each load of four
-// neighbouring lanes covers 64 consecutive bytes.
-__host__ __device__ inline int exchange_place(int element) {
-  return (element & ~31) | (element >> 2 & 1) << 4 | (element >> 3 & 3) << 2 | (element & 3);
+// Index of an element of row `row` of the residual stream in `x`. The 256 elements of a warp lie together, row after row.
+// A lane needs 8 neighbouring elements, as two 16-byte loads: first the first halves of all lanes' elements, then the
+// second halves, so that each load of a warp covers 512 consecutive bytes.
+__host__ __device__ inline int exchange_place(int row, int element) {
+  const int of_warp = element % kWarpElements;
+  return (element - of_warp) * kStepRows + row * kWarpElements + (of_warp >> 2 & 1) * (kWarpElements / 2) +
+         (of_warp >> 3) * 4 + (of_warp & 3);
 }
 
 // Number of splits of positions 0 to `position`. It depends on the position alone, so that a row's bits do not depend
@@ -82,27 +91,37 @@ __device__ inline ItemPositions positions_of_item(const StepParameters<S>& p, co
 }
 #endif
 
-// Byte offsets in dynamic shared memory; the ring comes first.
+// Byte offsets in dynamic shared memory of the kernel for 1 or for kStepRows rows. The constants come
+// first, then the ring.
 struct StepLayout {
-  int layers, partials, moments, raw, query, added, states, barriers, bytes;
+  int layers, partials, normalized, moments, raw, query, added, states, barriers, bytes;
 };
-__host__ __device__ inline StepLayout step_layout(const Sizes& p) {
+struct StepConstants {
+  StepLayout at;
+  BlockRows own;
+};
+constexpr int kStepConstantBytes = 128;  // of which the ring's stages are multiples
+static_assert(sizeof(StepConstants) <= kStepConstantBytes);
+__host__ __device__ inline StepLayout step_layout(const Sizes& p, int rows) {
   const int warps = p.warps_k * p.warps_r;
   StepLayout at{};
-  int end = p.stages * p.stage_bytes;
+  int end = kStepConstantBytes + p.stages * p.stage_bytes;
   const auto take = [&](int bytes) {
     const int start = end;
     end += (bytes + 15) / 16 * 16;
     return start;
   };
   at.layers = take((p.L + 1) * kLayerBytes);
-  // two alternating buffers: [warps_k][tiles of a batch][lane]
-  at.partials = take(2 * p.warps_k * warps * kWarpSize * 4);
-  at.moments = take(2 * warps * kStepRows * 8);
-  at.raw = take((1 + kStepRows) * p.HS * 4);
+  // two alternating buffers: [warps_k][tiles of a batch][sums of a tile]
+  const int partials = 2 * p.warps_k * warps * kStepTileRows * rows * 4, normalized = warps * transpose_bytes(rows);
+  // normalized rows: in the same place, or for a single row apart, since the second norm's is needed after QKV
+  at.partials = take(rows == 1 || partials > normalized ? partials : normalized);
+  at.normalized = rows == 1 ? take(normalized) : at.partials;
+  at.moments = take(2 * warps * rows * 8);
+  at.raw = take((1 + rows) * p.HS * 4);
   at.query = take(kItemSlots * p.HS * 4);
   // Of each slot: keys, then values, of the rows of this step that belong to the item's sequence.
-  at.added = take(kItemSlots * 2 * kStepRows * p.HS * 2);
+  at.added = take(kItemSlots * 2 * rows * p.HS * 2);
   at.states = take(kItemSlots * warps * (p.HS + 2) * 4);
   at.barriers = take((2 * p.stages + 2 * kItemSlots) * 8);
   at.bytes = end;
