@@ -7,31 +7,10 @@ namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-// Online softmax of a group of lanes that share positions: the largest score, the sum of 2^(score - largest), and the
-// sum of these weights times the values, in this lane's dimensions.
-template <typename K>
-struct Consumer<K>::SoftmaxState {
-  float largest = -INFINITY, sum = 0, out[kLaneElements] = {};
-
-  // Adds two positions; a score of -INFINITY leaves one out.
-  __device__ __forceinline__ void add(float score0, float score1, const uint4& v0, const uint4& v1) {
-    const float most = fmaxf(largest, fmaxf(score0, score1));
-    const float base = most == -INFINITY ? 0.0f : most;
-    const float keep = exp2f(largest - base), p0 = exp2f(score0 - base), p1 = exp2f(score1 - base);
-    float a[kLaneElements], b[kLaneElements];
-    widen<KV>(v0, a);
-    widen<KV>(v1, b);
-    largest = most;
-    sum = fmaf(sum, keep, p0 + p1);
-#pragma unroll
-    for (int j = 0; j < kLaneElements; ++j) out[j] = fmaf(out[j], keep, fmaf(p0, a[j], p1 * b[j]));
-  }
-};
-
 // Adds the cached keys and values of one item, chunk by chunk, divided among all warps; kLanes lanes share a position.
 template <typename K>
 template <int kLanes>
-__device__ __forceinline__ void Consumer<K>::attend_cached(SoftmaxState& r, const float (&q)[kLaneElements],
+__device__ __forceinline__ void Consumer<K>::attend_cached(SoftmaxState<KV>& r, const float (&q)[kLaneElements],
                                                            Positions cached) {
   const Parameters& p = c.p;
   constexpr int kGroups = kWarpSize / kLanes;
@@ -87,7 +66,7 @@ __device__ __forceinline__ void Consumer<K>::attend_item(int layer, int position
 #pragma unroll
   for (int j = 0; j < kLaneElements; ++j) q[j] = active ? query[slice * kLaneElements + j] : 0.0f;
 
-  SoftmaxState r;
+  SoftmaxState<KV> r;
   attend_cached<kLanes>(r, q, cached);
   if (split == splits - 1 && warp == 0) {  // the new token itself
     uint4 k = make_uint4(0, 0, 0, 0), v = k;
@@ -101,26 +80,7 @@ __device__ __forceinline__ void Consumer<K>::attend_item(int layer, int position
     for (int offset = kLanes / 2; offset > 0; offset /= 2) score += __shfl_xor_sync(~0u, score, offset);
     r.add(lane < kLanes ? score : -INFINITY, -INFINITY, v, make_uint4(0, 0, 0, 0));
   }
-  // Merges the softmax states of the groups of lanes.
-#pragma unroll
-  for (int offset = kLanes; offset < kWarpSize; offset *= 2) {
-    const float other = __shfl_xor_sync(~0u, r.largest, offset), largest = fmaxf(r.largest, other);
-    const float base = largest == -INFINITY ? 0.0f : largest, keep = exp2f(r.largest - base);
-    r.sum *= keep;
-    r.sum += __shfl_xor_sync(~0u, r.sum, offset);
-#pragma unroll
-    for (int j = 0; j < kLaneElements; ++j) {
-      r.out[j] *= keep;
-      r.out[j] += __shfl_xor_sync(~0u, r.out[j], offset);
-    }
-    r.largest = largest;
-  }
-  float* state = reinterpret_cast<float*>(shared + at.states) + warp * (HS + 2);
-  if (lane < kLanes && active) {
-#pragma unroll
-    for (int j = 0; j < kLaneElements; ++j) state[2 + slice * kLaneElements + j] = r.out[j];
-  }
-  if (lane == 0) state[0] = r.largest, state[1] = r.sum;
+  r.template store<kLanes>(reinterpret_cast<float*>(shared + at.states) + warp * (HS + 2), lane, HS);
   __syncwarp();
   if (lane == 0) hopper::mbarrier_arrive(c.item_done);
 }

@@ -16,6 +16,7 @@
 
 #include "llmc/cuda/fused/block.cuh"
 #include "llmc/cuda/fused/packed.cuh"
+#include "llmc/cuda/fused/softmax_state.cuh"
 #include "llmc/cuda/fused/timeline.h"
 #include "llmc/cuda/hw/ring.cuh"
 
@@ -113,12 +114,11 @@ struct Consumer {
   __device__ __forceinline__ void normalize(const NormWeights& n, float (&x)[kInputs], float (&other)[kInputs]);
 
   // ---- attention.cuh
-  struct SoftmaxState;
   __device__ __forceinline__ void attend(int layer, int position, int splits);
   template <int kLanes>
   __device__ __forceinline__ void attend_item(int layer, int position, int item, int splits);
   template <int kLanes>
-  __device__ __forceinline__ void attend_cached(SoftmaxState& r, const float (&q)[kLaneElements], Positions cached);
+  __device__ __forceinline__ void attend_cached(SoftmaxState<KV>& r, const float (&q)[kLaneElements], Positions cached);
 
   // ---- sequential_layer.cuh
   static constexpr int kPartLoads = 2 * kRowLoads;  // 16-byte loads a thread from one part of a row of F elements

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "llmc/cuda/fused/merge.cuh"
+#include "llmc/cuda/fused/softmax_state.cuh"
 #include "llmc/cuda/fused/step_consumer.cuh"
 #include "llmc/cuda/op/rotate_pair.cuh"
 
@@ -14,26 +15,6 @@ namespace weft::cuda::fused {
 #if WEFT_BULK_COPY
 
 // ---- the consumers --------------------------------------------------------------------------------------------------
-
-// Online softmax, as Consumer::SoftmaxState.
-template <typename S, int kRows>
-struct StepConsumer<S, kRows>::SoftmaxState {
-  float largest = -INFINITY, sum = 0, out[kLaneElements] = {};
-
-  // Adds two positions; a score of -INFINITY leaves one out.
-  __device__ __forceinline__ void add(float score0, float score1, const uint4& v0, const uint4& v1) {
-    const float most = fmaxf(largest, fmaxf(score0, score1));
-    const float base = most == -INFINITY ? 0.0f : most;
-    const float keep = exp2f(largest - base), p0 = exp2f(score0 - base), p1 = exp2f(score1 - base);
-    float a[kLaneElements], b[kLaneElements];
-    widen<S>(v0, a);
-    widen<S>(v1, b);
-    largest = most;
-    sum = fmaf(sum, keep, p0 + p1);
-#pragma unroll
-    for (int j = 0; j < kLaneElements; ++j) out[j] = fmaf(out[j], keep, fmaf(p0, a[j], p1 * b[j]));
-  }
-};
 
 // Computes one softmax state for each warp from the query that the helper left in shared memory; the helper merges the
 // states. kLanes lanes share a position.
@@ -49,7 +30,7 @@ __device__ __forceinline__ void StepConsumer<S, kRows>::attend_item(const StepIt
 #pragma unroll
   for (int j = 0; j < kLaneElements; ++j) q[j] = active ? query[j] : 0.0f;
 
-  SoftmaxState r;
+  SoftmaxState<S> r;
   const unsigned added = base() + at.added + slot * 2 * kRows * position_bytes + lane_bytes;
   for (int begin = positions.begin; begin < positions.end; begin += p.chunk_positions) {
     const int count = min(p.chunk_positions, positions.end - begin), cached = positions.cached - begin;
@@ -82,26 +63,7 @@ __device__ __forceinline__ void StepConsumer<S, kRows>::attend_item(const StepIt
     }
     if (cached > 0) end_chunk();
   }
-  // Merges the softmax states of the groups of lanes.
-#pragma unroll
-  for (int offset = kLanes; offset < kWarpSize; offset *= 2) {
-    const float other = __shfl_xor_sync(~0u, r.largest, offset), largest = fmaxf(r.largest, other);
-    const float base = largest == -INFINITY ? 0.0f : largest, keep = exp2f(r.largest - base);
-    r.sum *= keep;
-    r.sum += __shfl_xor_sync(~0u, r.sum, offset);
-#pragma unroll
-    for (int j = 0; j < kLaneElements; ++j) {
-      r.out[j] *= keep;
-      r.out[j] += __shfl_xor_sync(~0u, r.out[j], offset);
-    }
-    r.largest = largest;
-  }
-  float* state = reinterpret_cast<float*>(shared + at.states) + (slot * warps + warp) * (HS + 2);
-  if (lane < kLanes && active) {
-#pragma unroll
-    for (int j = 0; j < kLaneElements; ++j) state[2 + lane * kLaneElements + j] = r.out[j];
-  }
-  if (lane == 0) state[0] = r.largest, state[1] = r.sum;
+  r.template store<kLanes>(reinterpret_cast<float*>(shared + at.states) + (slot * warps + warp) * (HS + 2), lane, HS);
 }
 
 template <typename S, int kRows>

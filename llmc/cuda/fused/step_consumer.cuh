@@ -501,7 +501,6 @@ struct StepConsumer {
   }
 
   // ---- step_attention.cuh
-  struct SoftmaxState;
   __device__ __forceinline__ void attend(int layer);
   template <int kLanes>
   __device__ __forceinline__ void attend_item(const StepItem& item, int slot);
