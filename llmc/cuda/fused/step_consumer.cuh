@@ -311,8 +311,8 @@ struct StepConsumer {
   }
   // The same from p.x. A block writes an element of all rows with one store of a warp. So only row 0 is polled, and when
   // it is here the others are usually here, too: while nothing comes 10 KB a block are asked for, not 80. The addresses
-  // are hidden from the compiler, which would compute each of them again in every round: 16 dependent loads of
-  // parameters, 0.6 us.
+  // are hidden from the compiler, which would compute each of them again in every round, by loads of parameters that
+  // wait for each other (dev/performance/fused.md, "Counted again").
   __device__ __forceinline__ void load_tagged(Columns& x) const {
     uint4 values[kRows][2] = {};
     const TaggedValue* from = p.x + exchange_place(0, warp_k * kWarpElements) + lane * 4;
@@ -371,8 +371,8 @@ struct StepConsumer {
             load_early(reinterpret_cast<const uint4*>(bias) + column())};
   }
   // Every row becomes (x - mean) / sqrt(variance + eps): each warp computes the moments of its own elements, and those of
-  // all warps are combined as in moments_of() of norm.cuh. Lanes 4 r to 4 r + 3 do that
-  // for row r, all lanes for a single row.
+  // all warps are combined as in moments_of() of norm.cuh. Lanes 4 r to 4 r + 3 do that for row r; for a single row all
+  // lanes do.
   __device__ __forceinline__ void standardize(Columns& x) {
     const auto elements_of = [&](int k) {
       return static_cast<float>(max(0, min(kWarpElements, p.C - k * kWarpElements)));
