@@ -38,9 +38,9 @@ __device__ __forceinline__ void Consumer<K>::run_head(int token) {
     in_int8 = layers[p.L].stream != nullptr;
     if (in_int8) make_digits<DType::i8>(digits, input);
   }
-  // Rows whose partial sums fit, rounded down to whole stages.
+  // Rows whose partial sums fit and that have a thread each, rounded down to whole stages.
   const int chunk_rows = (K::kQuantized ? set_rows(DType::i8) : kRows) * p.warps_r,
-            batch = p.partial_rows / chunk_rows * chunk_rows;
+            batch = (K::kQuantized ? min(p.partial_rows, threads) : p.partial_rows) / chunk_rows * chunk_rows;
   const std::int64_t limit = p.sampling.vocab_limit > 0 ? p.sampling.vocab_limit : p.V;
   for (int first = own.head.begin; first < own.head.end; first += batch) {
     const int rows = min(batch, own.head.end - first);

@@ -232,7 +232,8 @@ void set_ring(Plan& plan, const Device& device, const FusedTuning& tuning, int g
     return;
   }
   const int window_bytes = tuning.window_bytes > 0 ? tuning.window_bytes : kDefaultWindow;
-  p.window = std::clamp((window_bytes + p.stage_bytes / 2) / p.stage_bytes, 1, p.stages);
+  const int least = p.stream_bytes > 0 ? 2 : 1;  // stages of quantised weights can be nearly as large as the window
+  p.window = std::clamp((window_bytes + p.stage_bytes / 2) / p.stage_bytes, least, p.stages);
 }
 
 // The rows of every matrix are divided evenly, because an exchange follows each of them.

@@ -61,6 +61,27 @@ __device__ __forceinline__ void store_shared(unsigned address, unsigned x, unsig
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
+// The sums of up to four tiles over the four lanes that share a row: lane t gets that of tile t.
+template <int kTiles>
+__device__ __forceinline__ float sum_of_tile(const float (&v)[kTiles], int t) {
+  static_assert(kTiles >= 1 && kTiles <= 4);
+  const auto sum_of_pair = [](float even, float odd, bool takes_odd, int offset) {
+    return (takes_odd ? odd : even) + __shfl_xor_sync(~0u, takes_odd ? even : odd, offset);
+  };
+  if constexpr (kTiles == 1) {
+    const float sum = v[0] + __shfl_xor_sync(~0u, v[0], 1);
+    return sum + __shfl_xor_sync(~0u, sum, 2);
+  } else {
+    const float first = sum_of_pair(v[0], v[1], t % 2 == 1, 1);
+    if constexpr (kTiles == 2) return first + __shfl_xor_sync(~0u, first, 2);
+    if constexpr (kTiles > 2) {
+      float last = 0;
+      if constexpr (kTiles > 3) last = v[3];
+      return sum_of_pair(first, sum_of_pair(v[2], last, t % 2 == 1, 1), t >= 2, 2);
+    }
+  }
+}
+
 template <DType Q>
 constexpr bool kIntegers = Q != DType::e4m3;
 // mma for one tile and one group of 128; each takes two words of B a lane.
@@ -71,9 +92,9 @@ template <typename K>
 template <DType Q>
 struct Consumer<K>::Digits {
   unsigned b[kRowLoads][kWarpGroups][kSteps<Q>][2];
-  int sums[kRowLoads][kWarpGroups]
-          [2];  // int4: sums over a group of the digits in columns 2 t and 2 t + 1, which multiply the zero point
-  float scale;  // factor from the sum over this lane's two digits to activations
+  int sums[kRowLoads]
+          [kWarpGroups];  // int4: the group's activations in this lane's two digits, as the weights weigh them
+  float scale;            // factor from the sum over this lane's two digits to activations
 };
 
 // Splits this warp's activations into digits and distributes them to its lanes as B fragments, through shared memory.
@@ -170,8 +191,8 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const flo
         int sums[4] = {};
 #pragma unroll
         for (int s = 0; s < kSteps<Q>; ++s) multiply_add<Q>(sums, kOnes, d.b[i][group][s]);
-        d.sums[i][group][0] = t >= 2 ? 16 * sums[0] : sums[0];  // columns 4 to 7 meet weights from high nibbles, 16 q
-        d.sums[i][group][1] = t >= 2 ? 16 * sums[1] : sums[1];
+        const int sum = sums[0] + 256 * sums[1];
+        d.sums[i][group] = t >= 2 ? 16 * sum : sum;  // columns 4 to 7 meet weights from high nibbles, 16 q
       }
     }
   }
@@ -190,29 +211,29 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
   for (int first = 0; first < rows; first += stage_rows) {
     const int begin = first + warp_r * kSetRows, own_rows = max(0, min(kSetRows, rows - begin));
     // independent accumulators, so that the mma overlap
-    std::conditional_t<kIntegers<Q>, int, float> sums[kWarpGroups][4] = {};
+    std::conditional_t<kIntegers<Q>, int, float> sums[kTiles][kWarpGroups][4] = {};
     float scaled[kTiles] = {};
 #pragma unroll
     for (int i = 0; i < kRowLoads; ++i) {
       const int here = min(groups - i * load_groups, load_groups);  // groups of K in this stage
       if (here <= 0) continue;
       const unsigned set = begin_chunk() + warp_r * (kSetRows * group_bytes(Q)) * here;
-      uint4 w[kTiles][kWarpGroups][2 / kTiles];
+      // Rows and groups of K that the stage does not have are stale numbers, but finite ones: sums of such rows are
+      // discarded, and the digits of such groups are 0. Where the numbers are floats they might be NaN: a scale is that
+      // of the last group, and weights in fp8 are not loaded.
+      uint4 w[kTiles][kWarpGroups][Q == DType::u4 ? 1 : 2];
       unsigned words[kTiles][kWarpGroups];
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
         for (int group = 0; group < kWarpGroups; ++group) {
           const int row = tile * kTileRows + g, of_stage = warp_k * kWarpGroups + group;
-          const bool mine = row < own_rows && of_stage < here;
-          words[tile][group] = 0;
           if constexpr (Q == DType::u4) {
-            w[tile][group][0] = make_uint4(0, 0, 0, 0);
-            if (mine) {
-              w[tile][group][0] = load_shared(set + (of_stage * own_rows + row) * 64 + t * 16);
-              words[tile][group] = load_shared_word(set + here * own_rows * 64 + (of_stage * own_rows + row) * 4);
-            }
+            w[tile][group][0] = load_shared(set + (of_stage * own_rows + row) * 64 + t * 16);
+            const int word = min(of_stage, here - 1) * own_rows + row;
+            words[tile][group] = load_shared_word(set + here * own_rows * 64 + word * 4);
           } else {
+            const bool mine = Q == DType::i8 || (row < own_rows && of_stage < here);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               w[tile][group][half] = make_uint4(0, 0, 0, 0);
@@ -233,7 +254,7 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               const uint4 v = w[tile][group][half];
-              multiply_add<Q>(sums[group], {v.x, v.y, v.z, v.w}, b[half]);
+              multiply_add<Q>(sums[tile][group], {v.x, v.y, v.z, v.w}, b[half]);
             }
           } else if constexpr (Q == DType::e4m3) {
 #pragma unroll
@@ -244,41 +265,42 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
               e4m3_pairs(v.y, a[2], a[3]);
               e4m3_pairs(v.z, a[4], a[5]);
               e4m3_pairs(v.w, a[6], a[7]);
-              multiply_add(sums[group], {a[0], a[1], a[2], a[3]}, b[2 * half]);
-              multiply_add(sums[group], {a[4], a[5], a[6], a[7]}, b[2 * half + 1]);
+              multiply_add(sums[tile][group], {a[0], a[1], a[2], a[3]}, b[2 * half]);
+              multiply_add(sums[tile][group], {a[4], a[5], a[6], a[7]}, b[2 * half + 1]);
             }
           } else {
             constexpr unsigned kLow = 0x0f0f0f0fu, kHigh = 0xf0f0f0f0u;  // the high nibble stays in place: 16 q
             const uint4 v = w[tile][group][0];
             const int zero = static_cast<int>(words[tile][group] >> 16);
-            const int of_zero[2] = {-zero * x.sums[i][group][0], -zero * x.sums[i][group][1]};
-            int each[4] = {of_zero[0], of_zero[1], of_zero[0], of_zero[1]};
+            int each[4] = {};
             multiply_add<Q>(each, {v.x & kLow, v.x & kHigh, v.y & kLow, v.y & kHigh}, b[0]);
             multiply_add<Q>(each, {v.z & kLow, v.z & kHigh, v.w & kLow, v.w & kHigh}, b[1]);
             const int low = t < 2 ? each[0] : each[2], high = t < 2 ? each[1] : each[3];
             const float scale = __half2float(__ushort_as_half(static_cast<unsigned short>(words[tile][group])));
-            scaled[tile] = fmaf(static_cast<float>(low + 256 * high), scale, scaled[tile]);
+            const int sum = low + 256 * high - zero * x.sums[i][group];
+            scaled[tile] = fmaf(static_cast<float>(sum), scale, scaled[tile]);
           }
         }
       }
     }
+    float of_tile[kTiles];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       float sum = scaled[tile];
       if constexpr (Q != DType::u4) {
-        const auto low = t < 2 ? sums[0][0] + sums[1][0] : sums[0][2] + sums[1][2];
-        const auto high = t < 2 ? sums[0][1] + sums[1][1] : sums[0][3] + sums[1][3];
+        const auto& s = sums[tile];
+        const auto low = t < 2 ? s[0][0] + s[1][0] : s[0][2] + s[1][2];
+        const auto high = t < 2 ? s[0][1] + s[1][1] : s[0][3] + s[1][3];
         constexpr float kDigit = kIntegers<Q> ? 256.0f : 0x1p-11f;
         sum = fmaf(static_cast<float>(high), kDigit, static_cast<float>(low));
       }
-      sum *= x.scale;
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      const int row = tile * kTileRows + g;
-      if (t == 0 && row < own_rows) {
-        float& place = partial[begin + row];
-        place = accumulate ? place + sum : sum;
-      }
+      of_tile[tile] = sum * x.scale;
+    }
+    const int tile = kTiles == 1 ? 0 : kTiles == 2 ? t % 2 : t, row = tile * kTileRows + g;
+    const float sum = sum_of_tile(of_tile, t);
+    if (t < kTiles && row < own_rows) {
+      float& place = partial[begin + row];
+      place = accumulate ? place + sum : sum;
     }
   }
 }

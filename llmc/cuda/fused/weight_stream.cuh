@@ -24,13 +24,21 @@ constexpr int kTileRows = 8;  // rows of weights in an mma
 // groups that a warp covers with kWarpElements elements
 constexpr int kWarpGroups = kWarpElements / static_cast<int>(kQuantGroup);
 
-// Tiles of a warp in a stage. int4 has two, so that stages of both types have about the same size.
+// Tiles of a warp in a stage: three of int4 hold the 20 rows of MLP-down and of the output projection that a block of
+// Pythia-2.8B has; two of 8 bits make stages of about the same size.
+#ifndef WEFT_FUSED_INT4_TILES
+#define WEFT_FUSED_INT4_TILES 3
+#endif
+#ifndef WEFT_FUSED_INT8_TILES
+#define WEFT_FUSED_INT8_TILES 2
+#endif
 __host__ __device__ constexpr int warp_tiles(DType q) {
-  return q == DType::u4 ? 2 : 1;
+  return q == DType::u4 ? WEFT_FUSED_INT4_TILES : WEFT_FUSED_INT8_TILES;
 }
 __host__ __device__ constexpr int set_rows(DType q) {
   return warp_tiles(q) * kTileRows;
 }
+static_assert(set_rows(DType::u4) >= set_rows(DType::i8));  // partial_rows holds a stage of a head in int8, too
 __host__ __device__ constexpr int group_bytes(DType q) {
   return q == DType::u4 ? 68 : 128;
 }
