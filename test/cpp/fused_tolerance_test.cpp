@@ -3,6 +3,7 @@
 // weights is a model whose file has these weights.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -23,26 +24,27 @@ DType cache_of(const ModelConfig& config) {
   return config.family == Family::gpt_neox && config.parallel_residual ? DType::f16 : DType::bf16;
 }
 
+// `wrong`: a position that has another id.
 std::vector<std::vector<float>> logits_of(const ModelConfig& config, DType cache,
-                                          const test::QuantizedEdits& edits = {}) {
+                                          const test::QuantizedEdits& edits = {}, int steps = kSteps, int wrong = -1) {
   const TemporaryDirectory directory(memory_files());
   const std::string path = directory.file("model.bin");
   test::write_random_quantized_model(path, config, 1, edits);
-  const auto model = cpu::load_decoder(ModelFile::open(path), kSteps, cache);
+  const auto model = cpu::load_decoder(ModelFile::open(path), steps, cache);
   std::vector<std::vector<float>> logits;
-  for (int i = 0; i < kSteps; ++i) {
-    const std::span<const float> row = model->decode(static_cast<std::int32_t>((i * 7919 + 13) % config.vocab_size));
+  for (int i = 0; i < steps; ++i) {
+    const int id = (i == wrong ? steps : i) * 7919 + 13;
+    const std::span<const float> row = model->decode(static_cast<std::int32_t>(id % config.vocab_size));
     logits.emplace_back(row.begin(), row.end());
   }
   return logits;
 }
 
-// As a share of what is allowed, in the worst step.
-double share(const std::vector<std::vector<float>>& got, const std::vector<std::vector<float>>& want, DType cache) {
+// As a share of what is allowed, in the worst step from `first` on.
+double share(const std::vector<std::vector<float>>& got, const std::vector<std::vector<float>>& want, DType cache,
+             std::size_t first = 0) {
   double worst = 0;
-  for (int i = 0; i < kSteps; ++i) {
-    worst = std::max(worst, test::logits_error(got[static_cast<std::size_t>(i)], want[static_cast<std::size_t>(i)]));
-  }
+  for (std::size_t i = first; i < want.size(); ++i) worst = std::max(worst, test::logits_error(got[i], want[i]));
   return worst / test::cached_logits_tolerance(cache);
 }
 
@@ -57,8 +59,8 @@ std::vector<test::NamedConfig> models() {
 
 // Every norm and the embedding a little off, each element by another amount: what all matrices read differs as after sums in
 // another order.
-test::QuantizedEdits noise() {
-  auto random = std::make_shared<std::mt19937>(3);
+test::QuantizedEdits noise(unsigned seed = 3) {
+  auto random = std::make_shared<std::mt19937>(seed);
   return {nullptr, [random](std::vector<float>& values) {
             for (float& value : values) value *= 1 + 0x1p-19f * (static_cast<float>((*random)()) * 0x1p-31f - 1);
           }};
@@ -135,6 +137,25 @@ TEST(FusedTolerance, NoiseOfSumsLiesBelow) {
       const double off = share(logits_of(config, cache, noise()), want, cache);
       EXPECT_LT(off, 1);
       EXPECT_GT(share(logits_of(config, DType::f32), want, cache), 2 * off) << "keys and values are not rounded";
+    }
+  }
+}
+
+// FusedQuantized.MatchesTheCpuOverPagesAndSplits on the CPU: other noise, and keys and values of one position that are wrong.
+TEST(FusedTolerance, OneWrongPositionOfManyLiesAbove) {
+  constexpr int kMany = 210, kFirst = 60;
+  for (const WeightScheme scheme : kSchemes) {
+    SCOPED_TRACE(weight_scheme_name(scheme));
+    const ModelConfig config = test::quantized(test::neox_config({"", 2, 80, 2, 640, true, true, 307}), scheme, false);
+    const DType cache = cache_of(config);
+    const auto want = logits_of(config, cache, {}, kMany);
+    for (const unsigned seed : {1u, 2u, 4u}) {
+      EXPECT_LT(share(logits_of(config, cache, noise(seed), kMany), want, cache, kFirst), test::kManyPositions);
+    }
+    for (const int wrong : {3, 63, 64, 100, 128, 150}) {
+      const auto first = static_cast<std::size_t>(std::max(kFirst, wrong + 1));
+      EXPECT_GT(share(logits_of(config, cache, {}, kMany, wrong), want, cache, first), 4 * test::kManyPositions)
+          << "position " << wrong;
     }
   }
 }
