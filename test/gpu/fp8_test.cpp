@@ -15,6 +15,7 @@
 #include "llmc/cuda/op/swiglu.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/compare.h"
+#include "test/cpp/golden_cases.h"
 #include "test/cpp/whole_model_checks.h"
 #include "test/gpu/operator_tools.h"
 
@@ -385,6 +386,23 @@ TEST_F(CudaFp8Model, StepsAreThoseOfTheCpuThatRoundsInTheSamePlaces) {
       const auto i = static_cast<std::size_t>(slot);
       EXPECT_NEAR(history[i], of_reference[i], 0.1f * of_reference[i]) << Fp8Slots{3}.name(slot);
     }
+  }
+}
+
+// Within the tolerances that the dump brings: what bf16 makes of each tensor in PyTorch's own emulation of fp8.
+TEST_F(CudaFp8Model, TrainingMatchesPyTorch) {
+  const ModelFile file = ModelFile::open(kFp8Golden.model, Family::llama);
+  const TensorFile dump = TensorFile::open(kFp8Golden.dump, FileKind::reference_dump);
+  const auto load = [&](const TrainOptions& options) {
+    auto model = make_llama(file.config(), options);
+    load_parameters(file, *model);
+    return model;
+  };
+  const Comparison result = compare_training(dump, Precision::fp8, 1e-4, load, DType::bf16);
+  EXPECT_GT(result.rows.size(), 35u);
+  for (const TensorDistance& row : result.rows) {
+    record_worst(row.name.substr(0, row.name.find('.')), row.relative / row.tolerance);
+    EXPECT_TRUE(row.pass) << row.name << ": " << row.relative << " of at most " << row.tolerance;
   }
 }
 
