@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 FORMATS = {"input": "e4m3", "weight": "e4m3", "gradient": "e5m2"}
 KINDS = tuple(FORMATS)
@@ -142,7 +142,7 @@ class JoinedLinears:
     """Linear modules of one input, such as q, k and v, as the one linear layer that they are in weft: their weights have one
     scale, and so have the gradients of their outputs."""
 
-    def __init__(self, modules: list[nn.Module], rounding: Rounding, name: str):
+    def __init__(self, modules: list[Any], rounding: Rounding, name: str):
         self.modules, self.rounding, self.name = modules, rounding, name
         self.x: Tensor | None = None
         self.outputs: tuple[Tensor, ...] = ()
@@ -164,7 +164,7 @@ class JoinedLinears:
         return forward
 
 
-def round_llama(model: nn.Module, rounding: Rounding) -> None:
+def round_llama(model: Any, rounding: Rounding) -> None:
     """Rounds the operands of all linear layers in the blocks of a LlamaForCausalLM."""
     for number, layer in enumerate(model.model.layers):
         attention, mlp = layer.self_attn, layer.mlp

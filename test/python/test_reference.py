@@ -179,11 +179,11 @@ class Fp8Model(NumpyModel):
         return nearest_e4m3(values * scale) / scale
 
     def linear(self, name, values):
-        prefix, number, module = name.rsplit(".", 3)[0], *name.split(".")[2:3], ".".join(name.split(".")[-2:])
+        layer, module = ".".join(name.split(".")[:3]), ".".join(name.split(".")[3:])
         joined = next(names for names in self.JOINED if module in names)
-        slot = f"{number} {joined}"
+        slot = layer, joined
         self.seen[slot] = max(self.seen.get(slot, 0), np.abs(values).max())
-        weights = max(np.abs(self.weight(f"{prefix}.{each}.weight")).max() for each in joined)
+        weights = max(np.abs(self.weight(f"{layer}.{each}.weight")).max() for each in joined)
         return self.rounded(values, self.largest.get(slot, self.seen[slot])) @ self.rounded(
             self.weight(f"{name}.weight"), weights).T
 
@@ -226,8 +226,7 @@ def test_the_golden_in_fp8_matches_numpy():
     """The forward pass. A scale needs the largest of all texts: computed again until it stays."""
     name = make_goldens.FP8_CASE.name
     file, dump = tensor_file.read(GOLDEN / f"{name}.model.bin", expected="model"), dump_of(name)
-    largest, texts = None, []
-    seen = {}
+    largest, seen, texts = None, {}, []
     while largest != seen:
         largest, seen, texts = seen, {}, []
         for row in dump.array("input_ids"):
@@ -495,7 +494,7 @@ def test_exported_tokenizer_loads(torch, tmp_path):
     assert json.loads((tmp_path / "exported" / "generation_config.json").read_text())["eos_token_id"] is None
 
 
-@pytest.mark.parametrize("name", ["llama-hs256-mqa", "neox-hs32-padded"])
+@pytest.mark.parametrize("name", ["llama-hs256-mqa", "neox-hs32-padded", "llama-fp8"])
 def test_goldens_can_be_made_again(torch, tmp_path, name):
     """A case from its seed: the same ids and, but for the last bits of another torch, the same numbers."""
     pytest.importorskip("transformers", minversion="5")
