@@ -612,7 +612,8 @@ def check_fp8(options: argparse.Namespace, model: Model, rows: int) -> None:
     """FileError USAGE for what is not in fp8, or has other sizes."""
     if model.family != LLAMA:
         raise FileError(USAGE, f"--precision: got fp8 for a model of the family {model.family}, expected a Llama")
-    for option, given in (("--dtype", options.dtype != "fp32"), ("--half-run", options.half_run), ("--greedy", options.greedy)):
+    for option, given in (("--dtype", options.dtype != "fp32"), ("--half-run", options.half_run), ("--greedy", options.greedy),
+                          ("--weights", options.weights)):
         if given:
             raise FileError(USAGE, f"{option}: not with --precision fp8, which trains and has a 16-bit run of its own")
     kv = model.num_kv_heads * model.head_dim
@@ -660,7 +661,8 @@ def main() -> int:
     write_dump(options.output, options.directory, checkpoint, request, selection(options.tensors, options.act_layers))
     print(f"dump        {escaped(str(options.output))}, {options.output.stat().st_size:,} bytes")
     program = "train_llama" if checkpoint.model.family == LLAMA and options.weights is None else "infer_pythia"
-    print(f"next        ./{program} --model FILE --compare {cli.pasteable(options.output)}")
+    precision = " --precision fp8" if request.fp8 else ""
+    print(f"next        ./{program} --model FILE{precision} --compare {cli.pasteable(options.output)}")
     return cli.OK
 
 

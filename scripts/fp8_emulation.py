@@ -75,7 +75,6 @@ class Rounding:
         self.past: dict[tuple[str, str], list[float]] = {}
         self.now: dict[tuple[str, str], float] = {}
         self.current: dict[tuple[str, str], int] = {}  # exponents, in the first step
-        self.saturated = 0  # values beyond the range, of all steps
 
     def end_step(self) -> None:
         """The parameters have been updated."""
@@ -107,9 +106,7 @@ class Rounding:
     def __call__(self, kind: str, name: str, x: Tensor, product: str, axis: int) -> Tensor:
         """x as an operand of the product ("forward", "input_grad", "weight_grad"), which adds along `axis`: the same in all."""
         scale, form = 2.0 ** self.exponent(kind, name, x), FORMATS[kind]
-        scaled = x.float() * scale
-        self.saturated += int((scaled.abs() > LARGEST[form]).sum())
-        return (round_to(scaled, form) / scale).to(x.dtype)
+        return (round_to(x.float() * scale, form) / scale).to(x.dtype)
 
 
 class RoundedLinear(torch.autograd.Function):

@@ -42,7 +42,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import cli  # noqa: E402
-from fp8_emulation import KINDS, LARGEST, RoundedLinear, Rounding, check_rounding, exponent_of, round_to  # noqa: E402
+from fp8_emulation import FORMATS, HISTORY, KINDS, LARGEST, MARGINS, RoundedLinear, Rounding, check_rounding, exponent_of, round_to  # noqa: E402
 from curves import LATE, STEEP, behind, largest_gap, mean_cell  # noqa: E402
 from train_neox import tokens_of  # noqa: E402
 
@@ -58,16 +58,16 @@ BLOCK = 128
 class Scheme:
     """What is rounded, and how. An empty format: not in fp8."""
 
-    input: str = "e4m3"
-    weight: str = "e4m3"
-    gradient: str = "e5m2"
+    input: str = FORMATS["input"]
+    weight: str = FORMATS["weight"]
+    gradient: str = FORMATS["gradient"]
     # delayed: by the last `history` steps; current: by the tensor itself; block: by BLOCK neighbours along the sum, of
     # weights by squares of BLOCK; for which `block` names kinds of tensors, the others stay delayed
     scale: str = "delayed"
     block: tuple[str, ...] = KINDS
-    history: int = 16
-    margin: int = 1  # octaves of headroom
-    gradient_margin: int = 6  # of delayed scales of gradients
+    history: int = HISTORY
+    margin: int = MARGINS["input"]  # octaves of headroom
+    gradient_margin: int = MARGINS["gradient"]  # of delayed scales of gradients
     exact: bool = False  # scales that use the range to its end instead of powers of two
     products: tuple[str, ...] = PRODUCTS
     layers: tuple[int, ...] = ()  # all of them where it is empty

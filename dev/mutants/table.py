@@ -1121,7 +1121,7 @@ CPU = [
            unit("TrainLoopTest.Saturation*")),
     Mutant("fp8: a resumed run looks through its tensors first", "llmc/train/checkpoint.cpp",
            "  model.set_fp8_state(values);\n", "", unit("Fp8Model.HalfAndHalf*")),
-    # What the comparison with PyTorch's emulation finds alone.
+    # Each is seen by the comparison with PyTorch's emulation.
     Mutant("fp8, against PyTorch: values are rounded without their scale", "llmc/cpu/fp8.cpp",
            "const float finite = std::clamp(value * scale,", "const float finite = std::clamp(value + 0.0f * scale,",
            unit("Golden.Fp8Training*")),
