@@ -13,8 +13,8 @@ namespace weft {
 
 namespace {
 
-constexpr std::string_view kActivation = "act.", kGradient = "grad.", kStepped = "adamw.param.",
-                           kLosses = "adamw.losses";
+constexpr std::string_view kActivation = "act.", kGradient = "grad.", kStepped = "adamw.param.";
+constexpr const char* kLosses = "adamw.losses";
 
 std::vector<std::int32_t> read_ids(const TensorFile& dump, const std::string& name) {
   const TensorInfo& tensor = dump.at(name);
@@ -194,7 +194,7 @@ void compare_steps(const TensorFile& dump, TrainModel& model, const Batch& batch
                    Checker& checker) {
   const std::string source = escaped(dump.path()) + ": dump.adamw";
   const Json& settings = adamw_settings(dump);
-  const std::uint64_t losses_given = dump.at(std::string(kLosses)).elements();
+  const std::uint64_t losses_given = dump.at(kLosses).elements();
   const std::int64_t steps = json_int(settings, "steps", 1, 100'000, source);
   if (static_cast<std::uint64_t>(steps) != losses_given) {
     fail(Exit::bad_file, "%s: steps: got %lld, expected one for each of the %llu adamw.losses", source.c_str(),
@@ -217,7 +217,7 @@ void compare_steps(const TensorFile& dump, TrainModel& model, const Batch& batch
     step.gradient_scale = clip_factor(statistics.gradient_norm, clip);
     model.update(step);
   }
-  checker.check(std::string(kLosses), losses);
+  checker.check(kLosses, losses);
   checker.check_all(
       kStepped, [&](const std::string& name) { return model_values(model, TensorRole::parameter, name); }, Norm::l2);
 }
@@ -355,7 +355,7 @@ Comparison compare_training(const TensorFile& dump, Precision precision, double 
   if (dump.find("loss") != nullptr && precision == Precision::fp32) checker.check("loss", {&loss, 1});
   checker.check_all(kGradient,
                     [&](const std::string& name) { return model_values(*model, TensorRole::gradient, name); });
-  if (dump.find(std::string(kLosses)) != nullptr) {
+  if (dump.find(kLosses) != nullptr) {
     compare_steps(dump, *model, inputs_and_labels, batch.label_count, checker);
   }
   return checker.finish();
