@@ -39,8 +39,8 @@ LEAST_LEAD = 2e-3
 # largest difference between fp32 and fp64, relative to each tensor's largest value.
 LARGEST_DRIFT = 2e-6
 GREEDY_IDS = 20
-# Of the golden in fp8: with steps so large that inputs grow beyond the range of their scales, and gradients beyond twice theirs.
-FP8_OPTIMIZER = AdamW(steps=3, learning_rate=0.05, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip=1.0)
+# Of the golden in fp8: steps so large that inputs grow beyond the range that their scales have.
+FP8_OPTIMIZER = AdamW(steps=3, learning_rate=0.2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip=1.0)
 # No value of it is so near to the middle between two codes that noise decides which one it gets: otherwise another seed is
 # tried. Then noise is not much more behind the model than before it; one code that is another makes 1e-3 of it.
 LARGEST_NOISE = 5e-5
@@ -194,7 +194,7 @@ def make_case(case: Case, output: Path) -> None:
 
 
 # The seed is the first that is taken.
-FP8_CASE = llama("fp8", 32, 2, 1, 32, 48, 48, False, 10000.0, 8, dtype="bfloat16", seed=15,
+FP8_CASE = llama("fp8", 32, 2, 1, 32, 48, 48, False, 10000.0, 8, dtype="bfloat16", seed=19,
                  groups=["act", "grad", "losses", "adamw"])
 
 

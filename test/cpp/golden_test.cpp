@@ -77,11 +77,15 @@ TEST(Golden, Fp8WithOtherScalesIsNotPyTorch) {
   const ModelFile file = ModelFile::open(kFp8Golden.model, Family::llama);
   const TensorFile dump = TensorFile::open(kFp8Golden.dump, FileKind::reference_dump);
   using Change = std::function<void(std::vector<float> & history)>;
+  std::uint64_t saturated = 0;
   const auto worst = [&](Precision precision, const Change& change) {
     const auto load = [&](TrainOptions options) {
       options.precision = precision;
       auto model = std::make_unique<Changed>(load_llama(file, options));
       TrainModel& inner = *model->owned;
+      model->after_statistics = [&saturated](StepStatistics& statistics) {
+        if (statistics.fp8) saturated += statistics.fp8->kinds[static_cast<std::size_t>(Fp8Kind::input)].saturated;
+      };
       model->before_forward = [&inner, change](std::uint64_t) {
         std::vector<float> history = inner.fp8_state();
         if (!change) return;
@@ -97,6 +101,7 @@ TEST(Golden, Fp8WithOtherScalesIsNotPyTorch) {
     return most;
   };
   EXPECT_LE(worst(Precision::fp8, [](std::vector<float>&) {}), 1) << "as it is";
+  EXPECT_GT(saturated, 0u) << "nothing shows what becomes of values beyond the range";
   const auto forgotten = [](std::vector<float>& history) { std::fill(history.begin(), history.end(), 0.0f); };
   const auto late = [](std::vector<float>& history) {
     const auto slots = static_cast<std::ptrdiff_t>(history.size()) / kFp8History;
