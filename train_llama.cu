@@ -53,7 +53,8 @@ Exit compare(const TrainDevice& device, const TrainSettings& settings, const Tra
     load_parameters(inputs, options.seed, *model);
     return model;
   };
-  const Comparison comparison = compare_training(dump, precision, device.compare_tolerance(), make);
+  const Comparison comparison =
+      compare_training(dump, precision, device.compare_tolerance(), make, device.gpu() ? DType::bf16 : DType::f32);
   for (const std::string& line : comparison.table()) write_stdout(line + "\n");
   return comparison.passed() ? Exit::ok : Exit::internal;
 }

@@ -3,11 +3,13 @@
 
     python3 scripts/dump_reference.py models/pythia-160m -o pythia.dump.bin --prompt "Once upon a time" --greedy 32
     python3 scripts/dump_reference.py models/tiny-llama -o llama.dump.bin --random 2,48 --backward --adamw-steps 10
+    python3 scripts/dump_reference.py models/tiny-llama -o fp8.dump.bin --random 2,48 --backward --adamw-steps 10 --precision fp8
 
 The tensors are those of doc/tensor_file.md, "Reference dumps". Eager attention, fp32 on the CPU, deterministic, unless
 asked otherwise. Queries and keys after RoPE and the attention are computed a second time from their definition, and no
 dump is written if the two differ. --greedy stops after an end-of-text id, which is the last one written, and never
-takes an id that the tokenizer does not have. Needs torch and transformers (4.40 or newer). Exit codes: 2 usage, 3 bad
+takes an id that the tokenizer does not have. --precision fp8 rounds the operands of the linear layers as weft's training does,
+and measures how far from such a dump another computation of the same may be. Needs torch and transformers (4.40 or newer). Exit codes: 2 usage, 3 bad
 input, 4 torch or transformers missing, 5 disk or memory full.
 """
 
@@ -21,7 +23,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +47,11 @@ DTYPES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 TORCH_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 GROUPS = {"act": ("act.", "act16."), "grad": ("grad.",), "grad16": ("grad16.",),
           "losses": ("adamw.losses", "adamw16.losses"), "adamw": ("adamw.", "adamw16."), "greedy": ("greedy.",)}
+# --precision fp8: a value within rounding noise of the middle between two codes may get either, and one code that is another one
+# moves all that follows from it. How far that leads is measured: NOISE_RUNS times with normal noise on all that is rounded, of
+# NOISE relative to each row, several times what another order of sums in fp32 makes of it.
+NOISE, NOISE_RUNS = 2.0**-20, 3
+FP8_MULTIPLE = 16  # of all widths, and of the ids of a batch
 # How much a value may differ from its recomputation, relative to the largest value of the tensor.
 RECOMPUTE_TOLERANCE = {"f32": 2e-5, "bf16": 4 * 2.0**-7, "f16": 4 * 2.0**-10}
 
@@ -63,6 +70,14 @@ class AdamW:
 
 
 @dataclass(frozen=True)
+class Fp8:
+    """Linear layers with operands in fp8."""
+
+    noise: float = 0  # see fp8_emulation.Rounding
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class Request:
     """What to compute. ids and labels are [B, T]; if greedy_prompt is None, the first row of ids is continued."""
 
@@ -76,6 +91,7 @@ class Request:
     greedy_prompt: np.ndarray | None = None
     device: str = "cpu"
     weights: Path | None = None  # a model file whose weights replace those of the directory
+    fp8: Fp8 | None = None
 
 
 # ---- the model under the hooks ---------------------------------------------------------------------------------------
@@ -119,6 +135,12 @@ def load_model(directory: Path, description: Model, request: Request, dtype: str
         with torch.no_grad():
             for name, values in replaced_weights(request.weights, description):
                 parameters[name].copy_(torch.from_numpy(values))
+    if request.fp8:
+        import fp8_emulation  # needs torch
+
+        fp8_emulation.check_rounding()
+        model.fp8_rounding = fp8_emulation.Rounding(request.fp8.noise, request.fp8.seed)
+        fp8_emulation.round_llama(model, model.fp8_rounding)
     return model.to(request.device).eval()
 
 
@@ -352,6 +374,8 @@ def optimizer_steps(directory: Path, description: Model, request: Request,
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters.values(), settings.grad_clip, foreach=False)
         optimizer.step()
+        if request.fp8:
+            model.fp8_rounding.end_step()
         losses.append(float(loss.detach()))
     return losses, {name: value.detach() for name, value in parameters.items()}
 
@@ -390,7 +414,7 @@ def compute(directory: Path, description: Model, request: Request) -> dict[str, 
     if request.backward:
         tensors |= {f"grad.{name}": value for name, value in gradients(directory, description, request, request.dtype).items()}
     if request.adamw:
-        losses, parameters = optimizer_steps(directory, description, request)
+        losses, parameters = optimizer_steps(directory, description, request, request.dtype)
         tensors["adamw.losses"] = np.array(losses, dtype=np.float32)
         tensors |= {f"adamw.param.{name}": value for name, value in parameters.items()}
     if request.greedy:
@@ -402,6 +426,40 @@ def compute(directory: Path, description: Model, request: Request) -> dict[str, 
         tensors |= half_training(directory, description, request, request.half_dtype, values["logits"])
     return {name: value if isinstance(value, np.ndarray) else value.detach().cpu().float().numpy()
             for name, value in tensors.items()}
+
+
+def relative_distances(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> dict[str, float]:
+    """In the 2-norm, of each tensor that an fp8 dump is compared by."""
+    result = {}
+    for name in want:
+        if name.startswith(("act.", "grad.", "adamw.")):
+            a, b = got[name].astype(np.float64), want[name].astype(np.float64)
+            size = float(np.linalg.norm(b))
+            result[name] = float(np.linalg.norm(a - b)) / size if size else 0.0
+    return result
+
+
+def fp8_noise(directory: Path, description: Model, request: Request,
+              tensors: dict[str, np.ndarray]) -> Iterator[dict[str, float]]:
+    """What noise on all that is rounded makes of each tensor, NOISE_RUNS times."""
+    for seed in range(NOISE_RUNS):
+        yield relative_distances(compute(directory, description, replace(request, fp8=Fp8(NOISE, seed))), tensors)
+
+
+def fp8_distances(directory: Path, description: Model, request: Request,
+                  tensors: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
+    """What a tolerance for each of the `tensors` follows from: doc/tensor_file.md, "Reference dumps"."""
+    def run(fp8: Fp8 | None, dtype: str) -> dict[str, np.ndarray]:
+        return compute(directory, description, replace(request, fp8=fp8, dtype=dtype))
+
+    exact, noisy = run(None, "f32"), list(fp8_noise(directory, description, request, tensors))
+    distances = {"noise": {name: max(each[name] for each in noisy) for name in noisy[0]},
+                 "rounding": relative_distances(tensors, exact),
+                 "bf16": relative_distances(run(request.fp8, "bf16"), tensors),
+                 "plain_bf16": relative_distances(run(None, "bf16"), exact)}
+    for key in ("bf16", "plain_bf16"):  # torch's optimizer has no fp32 master of a parameter in bf16
+        distances[key] = {name: value for name, value in distances[key].items() if not name.startswith("adamw.param.")}
+    return distances
 
 
 def half_training(directory: Path, description: Model, request: Request, half_dtype: str,
@@ -441,13 +499,17 @@ def write_dump(path: Path, directory: Path, checkpoint: Checkpoint, request: Req
                keep: Callable[[str], bool]) -> None:
     """Computes and writes the dump; `keep` says which tensors, beside ids, labels and loss, are written."""
     torch, transformers = libraries()
-    tensors = {name: value for name, value in compute(directory, checkpoint.model, request).items() if keep(name)}
+    every = compute(directory, checkpoint.model, request)
+    tensors = {name: value for name, value in every.items() if keep(name)}
     dump = {"torch": torch.__version__, "transformers": transformers.__version__, "dtype": request.dtype,
             "model_sha256": model_sha256(directory)}
     if request.adamw:
         dump["adamw"] = vars(request.adamw)
     if request.half_dtype:
         dump["act16_dtype"] = request.half_dtype
+    if request.fp8:
+        distances = fp8_distances(directory, checkpoint.model, request, every)
+        dump["fp8"] = {key: {name: value for name, value in values.items() if keep(name)} for key, values in distances.items()}
     with Writer(path, "reference dump", {"model": checkpoint.model.to_json(), "dump": dump}) as writer:
         for name, value in tensors.items():
             writer.declare(name, "i32" if value.dtype == np.int32 else "f32", value.shape)
@@ -522,6 +584,8 @@ def arguments() -> argparse.Namespace:
     text.add_argument("--random", type=integers(1, 2), metavar="B,T", default=[2, 16], help="random ids (default 2,16)")
     parser.add_argument("--seed", type=cli.number_in(0, 2**63 - 1, int), default=0, help="of --random (default 0)")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="what PyTorch computes in (default fp32)")
+    parser.add_argument("--precision", choices=("fp32", "fp8"), default="fp32", help="fp8: of a Llama, the operands of the "
+                        "blocks' linear layers rounded as train_llama --precision fp8 rounds them (default fp32)")
     parser.add_argument("--half-run", choices=("bf16", "fp16"), nargs="?", const="bf16",
                         help="also write the activations of a 16-bit run (act16.*; default bf16)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -544,6 +608,23 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def check_fp8(options: argparse.Namespace, model: Model, rows: int) -> None:
+    """FileError USAGE for what is not in fp8, or has other sizes."""
+    if model.family != LLAMA:
+        raise FileError(USAGE, f"--precision: got fp8 for a model of the family {model.family}, expected a Llama")
+    for option, given in (("--dtype", options.dtype != "fp32"), ("--half-run", options.half_run), ("--greedy", options.greedy),
+                          ("--weights", options.weights)):
+        if given:
+            raise FileError(USAGE, f"{option}: not with --precision fp8, which trains and has a 16-bit run of its own")
+    kv = model.num_kv_heads * model.head_dim
+    q = model.num_heads * model.head_dim
+    for name, value in (("hidden_size", model.hidden_size), ("num_heads x head_dim", q),
+                        ("(num_heads + 2 num_kv_heads) x head_dim", q + 2 * kv), ("ffn_size", model.ffn_size),
+                        ("the number of ids", rows)):
+        if value % FP8_MULTIPLE:
+            raise FileError(USAGE, f"{name}: got {value}, --precision fp8 needs a multiple of {FP8_MULTIPLE}")
+
+
 def request_of(options: argparse.Namespace, checkpoint: Checkpoint) -> Request:
     model = checkpoint.model
     if options.prompt is not None or options.ids:
@@ -564,10 +645,13 @@ def request_of(options: argparse.Namespace, checkpoint: Checkpoint) -> Request:
         raise FileError(USAGE, f"--dtype: got {options.dtype}, expected fp32 with --backward and --adamw-steps")
     if (options.adamw_steps or options.backward) and not (labels != IGNORED_LABEL).any():
         raise FileError(USAGE, "--backward: the text has one id and so no label, expected at least two ids")
+    if options.precision == "fp8":
+        check_fp8(options, model, ids.size)
     adamw = AdamW(options.adamw_steps, options.lr, options.beta1, options.beta2, options.eps, options.weight_decay,
                   options.grad_clip) if options.adamw_steps else None
     return Request(ids, labels, DTYPES[options.dtype], DTYPES.get(options.half_run), options.backward, adamw,
-                   options.greedy, device=options.device, weights=options.weights)
+                   options.greedy, device=options.device, weights=options.weights,
+                   fp8=Fp8() if options.precision == "fp8" else None)
 
 
 def main() -> int:
@@ -577,7 +661,8 @@ def main() -> int:
     write_dump(options.output, options.directory, checkpoint, request, selection(options.tensors, options.act_layers))
     print(f"dump        {escaped(str(options.output))}, {options.output.stat().st_size:,} bytes")
     program = "train_llama" if checkpoint.model.family == LLAMA and options.weights is None else "infer_pythia"
-    print(f"next        ./{program} --model FILE --compare {cli.pasteable(options.output)}")
+    precision = " --precision fp8" if request.fp8 else ""
+    print(f"next        ./{program} --model FILE{precision} --compare {cli.pasteable(options.output)}")
     return cli.OK
 
 

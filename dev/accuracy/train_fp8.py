@@ -42,51 +42,14 @@ from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import cli  # noqa: E402
+from fp8_emulation import FORMATS, HISTORY, KINDS, LARGEST, MARGINS, RoundedLinear, Rounding, check_rounding, exponent_of, round_to  # noqa: E402
 from curves import LATE, STEEP, behind, largest_gap, mean_cell  # noqa: E402
 from train_neox import tokens_of  # noqa: E402
 
 THETA, NORM_EPS, INIT_DEVIATION = 10000.0, 1e-5, 0.02
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
-KINDS = ("input", "weight", "gradient")
 PRODUCTS = ("forward", "input_grad", "weight_grad")
-LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
-MANTISSA, SMALLEST_NORMAL = {"e4m3": 3, "e5m2": 2}, {"e4m3": 2.0**-6, "e5m2": 2.0**-14}
 BLOCK = 128
-
-
-# ---- rounding -------------------------------------------------------------------------------------------------------
-
-def round_to(x: Tensor, form: str, stochastic: bool = False) -> Tensor:
-    """The nearest numbers of the format, ties to even, saturating; finite numbers only. `stochastic`: up or down, in the mean x."""
-    limit = LARGEST[form]
-    x = x.clamp(-limit, limit)
-    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=SMALLEST_NORMAL[form])
-    if stochastic:
-        spacing = power.mul_(2.0 ** -MANTISSA[form])
-        return torch.floor(x / spacing + torch.rand_like(x)).mul_(spacing).clamp_(-limit, limit)
-    # Beside `steps` fp32 has the spacing that the format has at x: the addition rounds.
-    steps = power.mul_(1.5 * 2.0 ** (23 - MANTISSA[form]))
-    return (x + steps).sub_(steps)
-
-
-def check_rounding() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1 << 16, generator=generator) * torch.exp2(torch.randint(-20, 18, (1 << 16,), generator=generator))
-    for form, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
-        every = torch.arange(256, dtype=torch.uint8).view(dtype).float()
-        every = every[every.isfinite()].unique()
-        values = torch.cat([x, every, (every[1:] + every[:-1]) / 2])
-        want = values.clamp(-LARGEST[form], LARGEST[form]).to(dtype).float()
-        if not torch.equal(round_to(values, form), want):
-            raise AssertionError(f"{form} is not torch's")
-
-
-def exponent_of(amax: float, form: str, margin: int) -> int:
-    """fp8_exponent() of llmc/base/fp8.h; its margin is 1."""
-    if amax == 0:
-        return 0
-    mantissa, exponent = math.frexp(amax)
-    return (8 if form == "e4m3" else 15) - margin - (exponent - 1) - (1 if mantissa > 0.875 else 0)
 
 
 # ---- schemes --------------------------------------------------------------------------------------------------------
@@ -95,16 +58,16 @@ def exponent_of(amax: float, form: str, margin: int) -> int:
 class Scheme:
     """What is rounded, and how. An empty format: not in fp8."""
 
-    input: str = "e4m3"
-    weight: str = "e4m3"
-    gradient: str = "e5m2"
+    input: str = FORMATS["input"]
+    weight: str = FORMATS["weight"]
+    gradient: str = FORMATS["gradient"]
     # delayed: by the last `history` steps; current: by the tensor itself; block: by BLOCK neighbours along the sum, of
     # weights by squares of BLOCK; for which `block` names kinds of tensors, the others stay delayed
     scale: str = "delayed"
     block: tuple[str, ...] = KINDS
-    history: int = 16
-    margin: int = 1  # octaves of headroom
-    gradient_margin: int = 6  # of delayed scales of gradients
+    history: int = HISTORY
+    margin: int = MARGINS["input"]  # octaves of headroom
+    gradient_margin: int = MARGINS["gradient"]  # of delayed scales of gradients
     exact: bool = False  # scales that use the range to its end instead of powers of two
     products: tuple[str, ...] = PRODUCTS
     layers: tuple[int, ...] = ()  # all of them where it is empty
@@ -148,26 +111,16 @@ SCHEMES = {
 REFERENCES = ("fp32", "fp32-1e-3", "fp32-1e-2")
 
 
-class Rounding:
-    """A scheme at work: the amax of every tensor of the last steps, and the rounded weights of this one."""
+class SchemeRounding(Rounding):
+    """A scheme at work."""
 
     def __init__(self, scheme: Scheme, layers: int):
-        self.scheme, self.layers = scheme, layers
-        self.step, self.counting = 0, True
-        self.past: dict[tuple[str, str], list[float]] = {}
-        self.now: dict[tuple[str, str], float] = {}
-        self.current: dict[tuple[str, str], int] = {}  # exponents, in the first step
+        super().__init__()
+        self.scheme, self.layers, self.step = scheme, layers, 0
         self.histograms: dict[tuple[str, str], np.ndarray] | None = None
-        self.cut = {"saturated": 0, "flushed": 0, "values": 0}
 
     def begin_step(self, step: int) -> None:
         self.step = step
-
-    def end_step(self) -> None:
-        for slot, amax in self.now.items():
-            self.past.setdefault(slot, []).append(amax)
-        self.now.clear()
-        self.current.clear()
 
     def at_work(self, name: str, product: str) -> bool:
         scheme = self.scheme
@@ -177,11 +130,9 @@ class Rounding:
 
     def see(self, kind: str, name: str, x: Tensor) -> None:
         """Counts amax, and the histogram where one is wanted."""
-        if not self.counting:
-            return
-        slot = kind, name
-        self.now[slot] = max(self.now.get(slot, 0.0), float(x.abs().max()))
-        if self.histograms is not None:
+        super().see(kind, name, x)
+        if self.counting and self.histograms is not None:
+            slot = kind, name
             bits = x.detach().contiguous().view(torch.int32).numpy().ravel()
             self.histograms[slot] = self.histograms.get(slot, 0) + np.bincount((bits >> 21) & 1023, minlength=1024)
 
@@ -214,25 +165,6 @@ class Rounding:
             amax = torch.cat([piece.amax(side, keepdim=True).expand_as(piece) for piece in pieces], side)
         target = LARGEST[form] / 2.0**self.scheme.margin / amax.clamp_min(2.0**-120)
         return target if self.scheme.exact else torch.exp2(torch.floor(torch.log2(target)))
-
-
-class RoundedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rounding: Rounding, name: str) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.rounding, ctx.name = rounding, name
-        rounding.see("input", name, x)
-        rounding.see("weight", name, weight)
-        return rounding("input", name, x, "forward", 1) @ rounding("weight", name, weight, "forward", 1).T
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, weight = ctx.saved_tensors
-        rounding, name, dy = ctx.rounding, ctx.name, gradients[0]
-        rounding.see("gradient", name, dy)
-        dx = rounding("gradient", name, dy, "input_grad", 1) @ rounding("weight", name, weight, "input_grad", 0)
-        dweight = rounding("gradient", name, dy, "weight_grad", 0).T @ rounding("input", name, x, "weight_grad", 0)
-        return dx, dweight, None, None
 
 
 class ThroughBf16(torch.autograd.Function):
@@ -279,7 +211,7 @@ class Llama(nn.Module):
         first, second = x.chunk(2, dim=-1)
         return torch.cat([first * self.cos - second * self.sin, second * self.cos + first * self.sin], dim=-1)
 
-    def forward(self, ids: Tensor, rounding: Rounding) -> Tensor:
+    def forward(self, ids: Tensor, rounding: SchemeRounding) -> Tensor:
         shape, D = self.shape, self.head_dim
         B, T = ids.shape
         narrow = ThroughBf16.apply if rounding.scheme.bf16 else (lambda x: x)
@@ -302,7 +234,7 @@ class Llama(nn.Module):
             x = narrow(x + linear(narrow(functional.silu(gate) * up), layer, "down"))
         return norm(x, 2 * shape.layers) @ narrow(self.embedding).T
 
-    def loss(self, windows: Tensor, rounding: Rounding) -> Tensor:
+    def loss(self, windows: Tensor, rounding: SchemeRounding) -> Tensor:
         return functional.cross_entropy(self(windows[:, :-1], rounding), windows[:, 1:].flatten())
 
 
@@ -332,14 +264,14 @@ class Trainer:
             generator = torch.Generator().manual_seed(scheme.perturbed)
             for parameter in self.model.parameters():
                 parameter.data *= 1 + scheme.perturbation * torch.randn(parameter.shape, generator=generator)
-        self.rounding = Rounding(scheme, shape.layers)
+        self.rounding = SchemeRounding(scheme, shape.layers)
         self.windows = data.windows("train", seed)
         groups = [{"params": [p for p in self.model.parameters() if p.ndim == 2], "weight_decay": WEIGHT_DECAY},
                   {"params": [p for p in self.model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=BETAS, fused=True)
         self.step_index = 0
 
-    def gradients(self, batches: list[Tensor], rounding: Rounding) -> float:
+    def gradients(self, batches: list[Tensor], rounding: SchemeRounding) -> float:
         self.optimizer.zero_grad()
         total = 0.0
         for batch in batches:
@@ -363,7 +295,7 @@ class Trainer:
         return loss
 
     @torch.no_grad()
-    def measure(self, data: Data, rounding: Rounding) -> float:
+    def measure(self, data: Data, rounding: SchemeRounding) -> float:
         windows, counting = data.windows("val", 0), rounding.counting
         rounding.counting = False
         loss = sum(float(self.model.loss(next(windows), rounding)) for _ in range(self.options.val_batches))
@@ -373,7 +305,7 @@ class Trainer:
 
 def train(name: str, seed: int, shape: Shape, data: Data, options: argparse.Namespace) -> dict[str, Any]:
     trainer, begin = Trainer(SCHEMES[name], shape, data, seed, options), time.process_time()
-    plain, losses, val = Rounding(FP32, shape.layers), [], []
+    plain, losses, val = SchemeRounding(FP32, shape.layers), [], []
     for step in range(1, options.steps + 1):
         losses.append(trainer.step())
         if not math.isfinite(losses[-1]):
@@ -446,9 +378,9 @@ def probe(shape: Shape, data: Data, options: argparse.Namespace) -> None:
         trainer.rounding.histograms = None
         source = data.windows("train", 77)
         batches = [next(source) for _ in range(options.probe_batches)]
-        exact = gradients_of(trainer, batches, Rounding(FP32, shape.layers))
+        exact = gradients_of(trainer, batches, SchemeRounding(FP32, shape.layers))
         for name in names:
-            rounding = Rounding(SCHEMES[name], shape.layers)
+            rounding = SchemeRounding(SCHEMES[name], shape.layers)
             rounding.step, rounding.counting, rounding.past = 10**9, False, trainer.rounding.past
             got = gradients_of(trainer, batches, rounding)
             whole = [sum(gradients) / len(batches) for gradients in zip(*got)]
@@ -464,7 +396,7 @@ def probe(shape: Shape, data: Data, options: argparse.Namespace) -> None:
     policies(seen)
 
 
-def gradients_of(trainer: Trainer, batches: list[Tensor], rounding: Rounding) -> list[list[Tensor]]:
+def gradients_of(trainer: Trainer, batches: list[Tensor], rounding: SchemeRounding) -> list[list[Tensor]]:
     """Of each micro-batch, of the linear layers' weights."""
     every = []
     for batch in batches:

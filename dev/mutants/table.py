@@ -1125,6 +1125,33 @@ CPU = [
            unit("TrainLoopTest.Saturation*")),
     Mutant("fp8: a resumed run looks through its tensors first", "llmc/train/checkpoint.cpp",
            "  model.set_fp8_state(values);\n", "", unit("Fp8Model.HalfAndHalf*")),
+    # Each is seen by the comparison with PyTorch's emulation.
+    Mutant("fp8, against PyTorch: values are rounded without their scale", "llmc/cpu/fp8.cpp",
+           "const float finite = std::clamp(value * scale,", "const float finite = std::clamp(value + 0.0f * scale,",
+           unit("Golden.Fp8Training*")),
+    Mutant("fp8, against PyTorch: weights in e5m2", "llmc/model/fp8.h", "return kind == Fp8Kind::gradient ?",
+           "return kind != Fp8Kind::input ?", unit("Golden.Fp8Training*")),
+    Mutant("fp8, against PyTorch: gradients in e4m3", "llmc/model/fp8.h", "? Fp8Format::e5m2 : Fp8Format::e4m3;",
+           "? Fp8Format::e4m3 : Fp8Format::e4m3;", unit("Golden.Fp8Training*")),
+    Mutant("fp8, against PyTorch: scales follow from the step before the last", "llmc/cpu/fp8_linears.cpp",
+           "  scales_.push(tallies_);\n",
+           "  static std::vector<Fp8Tally> late = tallies_;\n  scales_.push(late);\n  late = tallies_;\n", unit("Golden.Fp8Training*")),
+    Mutant("fp8, against PyTorch: gradients of inputs by the weights of the first step", "llmc/cpu/llama.cpp",
+           "    dout = fp8_->gradient(which, l, dout);\n    weight = fp8_->weight(which, l);\n",
+           "    dout = fp8_->gradient(which, l, dout);\n    weight = fp8_->weight(which, l);\n"
+           "    static std::vector<std::pair<const float*, std::vector<float>>> first;\n"
+           "    std::size_t known = 0;\n"
+           "    while (known < first.size() && first[known].first != weight) ++known;\n"
+           "    if (known == first.size()) first.push_back({weight, std::vector<float>(weight, weight + size.C * size.OC)});\n"
+           "    weight = first[known].second.data();\n", unit("Golden.Fp8Training*")),
+    Mutant("fp8, against PyTorch: what is beyond the range wraps", "llmc/cpu/fp8.cpp",
+           "std::clamp(value * scale, -fp8_largest(format), fp8_largest(format));",
+           "std::fmod(value * scale, fp8_largest(format));", unit("Golden.Fp8Training*")),
+    Mutant("a dump in fp8 compares with any model", "llmc/model/compare.cpp",
+           "if (fp8 == (precision == Precision::fp8)) return;", "if (precision != Precision::fp8 || fp8) return;",
+           unit("CompareDump.InFp8IsFor*")),
+    Mutant("a dump in fp8 allows what rounding makes of a tensor, not what noise does", "llmc/model/compare.cpp",
+           "  return std::min(kNoise * *noise,", "  return std::max(kNoise * *noise,", unit("CompareDump.InFp8TheDump*")),
     Mutant("heads of one dimension", "llmc/train/hf_config.cpp",
            "if (size < 2 || size > kMaxHeadDim) {",
            "if (size < 1 || size > kMaxHeadDim) {",

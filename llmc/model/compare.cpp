@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <optional>
 
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
@@ -13,6 +14,7 @@ namespace weft {
 namespace {
 
 constexpr std::string_view kActivation = "act.", kGradient = "grad.", kStepped = "adamw.param.";
+constexpr const char* kLosses = "adamw.losses";
 
 std::vector<std::int32_t> read_ids(const TensorFile& dump, const std::string& name) {
   const TensorInfo& tensor = dump.at(name);
@@ -89,16 +91,61 @@ std::string yardstick_name(const std::string& name) {
   return dot == std::string::npos ? name + "16" : name.substr(0, dot) + "16" + name.substr(dot);
 }
 
+// Of a dump in fp8: what the tolerances of its tensors follow from, doc/tensor_file.md, "Reference dumps".
+const Json* fp8_distances(const TensorFile& dump) {
+  const Json::json_pointer key("/dump/fp8");
+  return dump.config().contains(key) ? &dump.config().at(key) : nullptr;
+}
+
+// A dump in fp8 is for models in fp8, and no other dump is.
+void check_precision(const TensorFile& dump, Precision precision) {
+  const bool fp8 = fp8_distances(dump) != nullptr;
+  if (fp8 == (precision == Precision::fp8)) return;
+  fail(Exit::bad_file, "%s: dump.fp8: %s", escaped(dump.path()).c_str(),
+       fp8 ? "this dump is in fp8, expected one in fp32. Use train_llama --precision fp8"
+           : "missing, expected a dump in fp8. Make one with scripts/dump_reference.py --precision fp8");
+}
+
+// How far the tensor of the dump is, in the 2-norm, from what another computation made of it; nullopt: nothing was measured.
+std::optional<double> fp8_distance(const TensorFile& dump, const std::string& computation, const std::string& name) {
+  const std::string source = escaped(dump.path()) + ": dump.fp8";
+  const Json& all = *fp8_distances(dump);
+  if (!all.is_object() || !all.contains(computation) || !all.at(computation).is_object()) {
+    fail(Exit::bad_file, "%s.%s: missing, expected an object", source.c_str(), computation.c_str());
+  }
+  const Json& of_tensors = all.at(computation);
+  if (!of_tensors.contains(name)) return std::nullopt;
+  return json_number(of_tensors, name, source + "." + computation);
+}
+
+// The tolerance of a tensor in a comparison of models in fp8: compare.h. Three is the factor of 16 bits; two is sqrt(2), and room
+// for how much that distance differs between tensors. Losses are a few numbers, which rounding may leave alone by luck.
+std::optional<double> fp8_tolerance(const TensorFile& dump, DType activations, const std::string& name) {
+  constexpr double kNoise = 3, kRounding = 2;
+  const bool bf16 = activations == DType::bf16;
+  const std::optional<double> noise = fp8_distance(dump, bf16 ? "bf16" : "noise", name);
+  const std::optional<double> rounding = fp8_distance(dump, "rounding", name);
+  const std::optional<double> plain = bf16 ? fp8_distance(dump, "plain_bf16", name) : 0;
+  if (!noise || !rounding || !plain) return std::nullopt;
+  if (name == kLosses) return kNoise * *noise;
+  return std::min(kNoise * *noise, kRounding * *rounding + kNoise * *plain);
+}
+
 class Checker {
  public:
-  Checker(const TensorFile& dump, double tolerance, Precision precision = Precision::fp32)
-      : dump_(dump), precision_(precision) {
+  Checker(const TensorFile& dump, double tolerance, Precision precision = Precision::fp32,
+          DType activations = DType::f32)
+      : dump_(dump), precision_(precision), activations_(activations), tolerance_(tolerance) {
     result_.tolerance = precision == Precision::fp32 ? tolerance : 0;
   }
 
   void check(const std::string& name, std::span<const float> got, Norm norm = Norm::max) {
     const std::vector<float> want = read_values(dump_, dump_.at(name));
-    if (precision_ == Precision::fp32) {
+    if (precision_ == Precision::fp8) {
+      if (got.empty() && activations_ == DType::bf16 && begins_with(name, kActivation)) return;
+      const std::optional<double> allowed = fp8_tolerance(dump_, activations_, name);
+      if (allowed) result_.rows.push_back(distance(name, got, want, std::max(tolerance_, *allowed), Norm::l2));
+    } else if (precision_ == Precision::fp32) {
       result_.rows.push_back(distance(name, got, want, result_.tolerance, norm));
     } else if (const TensorInfo* yardstick = dump_.find(yardstick_name(name))) {
       const TensorDistance own = distance(name, read_values(dump_, *yardstick), want, 0, Norm::l2);
@@ -123,6 +170,8 @@ class Checker {
   static constexpr double kSixteenBitFactor = 3;
   const TensorFile& dump_;
   Precision precision_;
+  DType activations_;
+  double tolerance_;
   Comparison result_;
 };
 
@@ -145,7 +194,7 @@ void compare_steps(const TensorFile& dump, TrainModel& model, const Batch& batch
                    Checker& checker) {
   const std::string source = escaped(dump.path()) + ": dump.adamw";
   const Json& settings = adamw_settings(dump);
-  const std::uint64_t losses_given = dump.at("adamw.losses").elements();
+  const std::uint64_t losses_given = dump.at(kLosses).elements();
   const std::int64_t steps = json_int(settings, "steps", 1, 100'000, source);
   if (static_cast<std::uint64_t>(steps) != losses_given) {
     fail(Exit::bad_file, "%s: steps: got %lld, expected one for each of the %llu adamw.losses", source.c_str(),
@@ -168,7 +217,7 @@ void compare_steps(const TensorFile& dump, TrainModel& model, const Batch& batch
     step.gradient_scale = clip_factor(statistics.gradient_norm, clip);
     model.update(step);
   }
-  checker.check("adamw.losses", losses);
+  checker.check(kLosses, losses);
   checker.check_all(
       kStepped, [&](const std::string& name) { return model_values(model, TensorRole::parameter, name); }, Norm::l2);
 }
@@ -218,6 +267,7 @@ TensorDistance distance(const std::string& name, std::span<const float> got, std
                         double tolerance, Norm norm) {
   TensorDistance row;
   row.name = name;
+  row.tolerance = tolerance;
   if (got.size() != want.size()) {
     row.max_abs = row.relative = std::numeric_limits<double>::infinity();
     return row;
@@ -252,21 +302,24 @@ std::vector<std::string> Comparison::table() const {
   std::size_t width = 6, failures = 0;
   for (const TensorDistance& row : rows) width = std::max(width, row.name.size());
   const int w = static_cast<int>(width);
-  std::vector<std::string> lines = {
-      format("%-*s  %10s  %10s  %10s  %12s", w, "tensor", "max abs", "max rel", "rel / eps", "cosine")};
+  std::vector<std::string> lines = {format("%-*s  %10s  %10s  %10s  %10s  %12s", w, "tensor", "max abs", "relative",
+                                           "allowed", "rel / eps", "cosine")};
   for (const TensorDistance& row : rows) {
-    lines.push_back(format("%-*s  %10.3g  %10.3g  %10.1f  %12.9f  %s", w, row.name.c_str(), row.max_abs, row.relative,
-                           row.relative / std::numeric_limits<float>::epsilon(), row.cosine, row.pass ? "ok" : "FAIL"));
+    lines.push_back(format("%-*s  %10.3g  %10.3g  %10.3g  %10.1f  %12.9f  %s", w, row.name.c_str(), row.max_abs,
+                           row.relative, row.tolerance, row.relative / std::numeric_limits<float>::epsilon(),
+                           row.cosine, row.pass ? "ok" : "FAIL"));
     failures += row.pass ? 0 : 1;
   }
-  lines.push_back(format("%zu tensors, %zu failed (tolerance %g relative to each tensor's largest value)", rows.size(),
-                         failures, tolerance));
+  lines.push_back(
+      format("%zu tensors, %zu failed (%s)", rows.size(), failures,
+             tolerance > 0 ? "relative to each tensor's largest value" : "in the 2-norm, relative to each tensor's"));
   return lines;
 }
 
 namespace {
 
 TrainOptions batch_options(const TensorFile& dump, Precision precision) {
+  check_precision(dump, precision);
   const TensorInfo& inputs = batch_inputs(dump);
   TrainOptions options;
   options.micro_batch = inputs.shape[0];
@@ -284,13 +337,14 @@ TrainOptions training_options(const TensorFile& dump, Precision precision, const
 }
 
 Comparison compare_training(const TensorFile& dump, Precision precision, double tolerance,
-                            const std::function<std::unique_ptr<TrainModel>(const TrainOptions&)>& make) {
+                            const std::function<std::unique_ptr<TrainModel>(const TrainOptions&)>& make,
+                            DType activations) {
   const TrainOptions options = batch_options(dump, precision);
   const std::unique_ptr<TrainModel> model = make(options);
   check_positions(dump, options.seq_len, model->config().max_positions);
   const DumpBatch batch = read_batch(dump, model->config().vocab_size);
 
-  Checker checker(dump, tolerance, precision);
+  Checker checker(dump, tolerance, precision, activations);
   const Batch inputs_and_labels{batch.ids, batch.labels};
   model->zero_gradients();
   model->forward(inputs_and_labels, 0, 1.0f / static_cast<float>(batch.label_count));
@@ -301,7 +355,7 @@ Comparison compare_training(const TensorFile& dump, Precision precision, double 
   if (dump.find("loss") != nullptr && precision == Precision::fp32) checker.check("loss", {&loss, 1});
   checker.check_all(kGradient,
                     [&](const std::string& name) { return model_values(*model, TensorRole::gradient, name); });
-  if (dump.find("adamw.losses") != nullptr) {
+  if (dump.find(kLosses) != nullptr) {
     compare_steps(dump, *model, inputs_and_labels, batch.label_count, checker);
   }
   return checker.finish();
@@ -318,6 +372,7 @@ std::int64_t decoding_positions(const TensorFile& dump, const ModelConfig& confi
 }
 
 Comparison compare_decoding(const TensorFile& dump, double tolerance, DecodeModel& model) {
+  check_precision(dump, Precision::fp32);
   const DumpBatch batch = read_batch(dump, model.config().vocab_size);
   check_positions(dump, batch.T, model.capacity());
   model.keep_activations(true);

@@ -25,6 +25,7 @@ struct TensorDistance {
   std::string name;
   double max_abs = 0, relative = 0, cosine = 1;
   bool pass = false;
+  double tolerance = 0;  // of `relative`
 };
 // Different sizes and non-finite values never pass: they are infinitely far away.
 TensorDistance distance(const std::string& name, std::span<const float> got, std::span<const float> want,
@@ -32,7 +33,7 @@ TensorDistance distance(const std::string& name, std::span<const float> got, std
 
 struct Comparison {
   std::vector<TensorDistance> rows;
-  double tolerance = 0;
+  double tolerance = 0;  // in Norm::max; 0: those of the rows, in the 2-norm
 
   bool passed() const;                     // every row, and at least one
   std::vector<std::string> table() const;  // a header, one line a row, a verdict
@@ -42,12 +43,19 @@ struct Comparison {
 // Exit::bad_file, before anything is allocated for them.
 TrainOptions training_options(const TensorFile& dump, Precision precision, const ModelConfig& config);
 // Activations, loss, every gradient, and the losses and parameters of the dump's AdamW steps, whichever the
-// dump holds. `make` builds the model, with its parameters loaded, for the dump's batch.
+// dump holds. `make` builds the model, with its parameters loaded, for the dump's batch. Exit::bad_file for a dump in fp8 with
+// another precision, and for another dump with fp8.
 // With bf16 a tensor may err, in the 2-norm, three times what PyTorch's own bf16 run errs on it against its fp32 run (the
 // dump's act16.*, loss16, grad16.*, adamw16.losses); tensors without that yardstick are left out, and `tolerance` is not
 // used.
+// With fp8 a value within rounding noise of the middle between two codes may get either, and by that one step of fp8 differ from its
+// reference, as does what follows from it. A tensor may err, in the 2-norm, three times what noise on all that is rounded makes of
+// it in PyTorch (`activations` f32: noise of fp32, bf16: a model in bf16), and, if that is less, twice what rounding to fp8 makes of
+// it: two computations whose codes have nothing in common are sqrt(2) times that apart. `tolerance` is the least. What a model
+// in bf16 does not keep is left out, and so are single numbers.
 Comparison compare_training(const TensorFile& dump, Precision precision, double tolerance,
-                            const std::function<std::unique_ptr<TrainModel>(const TrainOptions&)>& make);
+                            const std::function<std::unique_ptr<TrainModel>(const TrainOptions&)>& make,
+                            DType activations = DType::f32);
 
 // Positions of the K/V cache that compare_decoding() needs for the dump. More than the model has: Exit::bad_file, before
 // anything is allocated for them.

@@ -221,7 +221,6 @@ void check_fp8(const TrainSettings& s) {
          "or leave --gpus, --virtual-ranks and the launcher out",
          static_cast<long long>(std::max(s.ranks, s.virtual_ranks)));
   }
-  if (!s.compare.empty()) fail(Exit::usage, "--compare: needs --precision fp32 or bf16, got fp8");
 }
 
 void check_purpose(TrainSettings& s) {

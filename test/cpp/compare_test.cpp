@@ -71,7 +71,7 @@ class CompareDump : public testing::Test {
  protected:
   // A dump of one sequence of 8 tokens whose activation is that of the model, or what a test puts into its place.
   void write(const std::vector<float>& activation, const std::vector<float>* sixteen_bit) {
-    TensorFileWriter writer(path_, FileKind::reference_dump, Json::object());
+    TensorFileWriter writer(path_, FileKind::reference_dump, config_);
     const auto count = static_cast<std::int64_t>(activation.size());
     writer.declare("input_ids", DType::i32, {1, 8});
     writer.declare("labels", DType::i32, {1, 8});
@@ -85,14 +85,14 @@ class CompareDump : public testing::Test {
     if (sixteen_bit != nullptr) writer.write_f32(sixteen_bit->data(), sixteen_bit->size());
     writer.publish();
   }
-  Comparison compare(Precision precision) {
+  Comparison compare(Precision precision, DType activations = DType::f32) {
     const auto make = [](TrainOptions options) {
-      options.precision = Precision::fp32;  // what the CPU has: as far from PyTorch's fp32 as any 16-bit run may be
+      options.precision = Precision::fp32;  // as far from PyTorch's fp32 as any run with fewer bits may be
       std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), options);
       initialize_parameters(*model, 1);
       return model;
     };
-    return compare_training(TensorFile::open(path_, FileKind::reference_dump), precision, 1e-5, make);
+    return compare_training(TensorFile::open(path_, FileKind::reference_dump), precision, 1e-5, make, activations);
   }
   std::vector<float> embedding() {
     TrainOptions options;
@@ -107,6 +107,7 @@ class CompareDump : public testing::Test {
   const std::string path_ = directory_.file("dump.bin");
   const std::vector<std::int32_t> ids_ = {1, 2, 3, 4, 5, 6, 7, 8};
   std::vector<std::int32_t> labels_ = ids_;
+  Json config_ = Json::object();
 };
 
 // A mean over no labels is no number; one label is enough. Every other id has to be of the vocabulary.
@@ -229,6 +230,56 @@ TEST_F(CompareDump, AYardstickThatIsNoneIsRefused) {
   near.pop_back();
   write(std::vector<float>(reference.size(), 5.0f), &near);
   expect_contains(error_of(Exit::bad_file, [&] { compare(Precision::bf16); }), "act16.embedding");
+}
+
+// Three times what noise makes of a tensor, or twice what rounding makes of it; in bf16 with what bf16 makes of it without fp8.
+TEST_F(CompareDump, InFp8TheDumpBringsTheToleranceOfEachTensor) {
+  std::vector<float> values = embedding();
+  const auto measured = [&](double noise, double rounding, double bf16, double plain) {
+    Json fp8 = Json::object();
+    const std::pair<const char*, double> all[] = {
+        {"noise", noise}, {"rounding", rounding}, {"bf16", bf16}, {"plain_bf16", plain}};
+    for (const auto& [key, value] : all) fp8[key] = {{"act.embedding", value}};
+    return fp8;
+  };
+  const auto compared = [&](const Json& fp8, DType activations = DType::f32) {
+    config_ = {{"dump", {{"fp8", fp8}}}};
+    write(values, nullptr);
+    return compare(Precision::fp8, activations);
+  };
+  EXPECT_TRUE(compared(measured(0, 0, 0, 0)).passed()) << "1e-5 is the least";
+  for (float& value : values) value *= 1.01f;  // 0.0099 apart
+  EXPECT_TRUE(compared(measured(0.004, 1, 0, 0)).passed());
+  EXPECT_FALSE(compared(measured(0.003, 1, 1, 1)).passed());
+  EXPECT_TRUE(compared(measured(1, 0.0055, 0, 0)).passed());
+  EXPECT_FALSE(compared(measured(1, 0.0045, 1, 1)).passed());
+  EXPECT_TRUE(compared(measured(0, 1, 0.004, 0), DType::bf16).passed());
+  EXPECT_FALSE(compared(measured(1, 1, 0.003, 0), DType::bf16).passed());
+  EXPECT_FALSE(compared(measured(1, 0.0045, 1, 0), DType::bf16).passed());
+  EXPECT_TRUE(compared(measured(0, 0.0045, 1, 0.001), DType::bf16).passed());
+
+  Json damaged = measured(1, 1, 1, 1);
+  damaged["noise"] = Json::object();
+  EXPECT_TRUE(compared(damaged).rows.empty()) << "nothing was measured of it";
+  for (const char* key : {"noise", "rounding"}) {
+    damaged = measured(1, 1, 1, 1);
+    damaged[key]["act.embedding"] = "1";
+    expect_contains(error_of(Exit::bad_file, [&] { compared(damaged); }),
+                    "dump.fp8." + std::string(key) + ": act.embedding");
+    damaged.erase(key);
+    expect_contains(error_of(Exit::bad_file, [&] { compared(damaged); }), "dump.fp8." + std::string(key) + ": missing");
+  }
+  expect_contains(error_of(Exit::bad_file, [&] { compared(1); }), "dump.fp8.noise: missing");
+}
+
+TEST_F(CompareDump, InFp8IsForModelsInFp8) {
+  write(embedding(), nullptr);
+  expect_contains(error_of(Exit::bad_file, [&] { compare(Precision::fp8); }), "dump.fp8: missing");
+  config_ = {{"dump", {{"fp8", Json::object()}}}};
+  write(embedding(), nullptr);
+  for (const Precision precision : {Precision::fp32, Precision::bf16}) {
+    expect_contains(error_of(Exit::bad_file, [&] { compare(precision); }), "dump.fp8: this dump is in fp8");
+  }
 }
 
 }  // namespace

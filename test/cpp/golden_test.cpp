@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <iostream>
 #include <set>
 
@@ -11,6 +12,8 @@
 #include "llmc/cpu/inference.h"
 #include "llmc/cpu/llama.h"
 #include "llmc/model/compare.h"
+#include "llmc/model/fp8.h"
+#include "train_tools.h"
 
 namespace weft {
 namespace {
@@ -51,6 +54,63 @@ TEST(Golden, LlamaTrainingMatchesPyTorch) {
     const auto load = [&](const TrainOptions& options) { return load_llama(file, options); };
     expect_passed(compare_training(dump, Precision::fp32, kTolerance, load), dump, {"act.", "grad.", "adamw.", "loss"});
   }
+}
+
+// With operands rounded to fp8, over steps in which scales change and values grow beyond them. No value of the dump is so near to the
+// middle between two codes that another order of sums moves it, so the tolerances that it brings are hardly above those of fp32.
+TEST(Golden, Fp8TrainingMatchesPyTorch) {
+  const ModelFile file = ModelFile::open(kFp8Golden.model, Family::llama);
+  const TensorFile dump = TensorFile::open(kFp8Golden.dump, FileKind::reference_dump);
+  const auto load = [&](const TrainOptions& options) { return load_llama(file, options); };
+  const Comparison result = compare_training(dump, Precision::fp8, kTolerance, load);
+  expect_passed(result, dump, {"act.", "grad.", "adamw."});
+  for (const TensorDistance& row : result.rows) EXPECT_LE(row.tolerance, 20 * kTolerance) << row.name;
+}
+
+// The scales of each step are part of what is compared: without their history, or with one that is a step late, or without any
+// rounding, the model is another one, by a hundred times what is allowed.
+TEST(Golden, Fp8WithOtherScalesIsNotPyTorch) {
+  struct Changed : HookedModel {
+    explicit Changed(std::unique_ptr<TrainModel> model) : HookedModel(*model), owned(std::move(model)) {}
+    std::unique_ptr<TrainModel> owned;
+  };
+  const ModelFile file = ModelFile::open(kFp8Golden.model, Family::llama);
+  const TensorFile dump = TensorFile::open(kFp8Golden.dump, FileKind::reference_dump);
+  using Change = std::function<void(std::vector<float> & history)>;
+  std::uint64_t saturated = 0;
+  const auto worst = [&](Precision precision, const Change& change) {
+    const auto load = [&](TrainOptions options) {
+      options.precision = precision;
+      auto model = std::make_unique<Changed>(load_llama(file, options));
+      TrainModel& inner = *model->owned;
+      model->after_statistics = [&saturated](StepStatistics& statistics) {
+        if (statistics.fp8) saturated += statistics.fp8->kinds[static_cast<std::size_t>(Fp8Kind::input)].saturated;
+      };
+      model->before_forward = [&inner, change](std::uint64_t) {
+        std::vector<float> history = inner.fp8_state();
+        if (!change) return;
+        change(history);
+        inner.set_fp8_state(history);
+      };
+      return model;
+    };
+    double most = 0;
+    for (const TensorDistance& row : compare_training(dump, Precision::fp8, kTolerance, load).rows) {
+      most = std::max(most, row.relative / row.tolerance);
+    }
+    return most;
+  };
+  EXPECT_LE(worst(Precision::fp8, [](std::vector<float>&) {}), 1) << "as it is";
+  EXPECT_GT(saturated, 0u) << "nothing shows what becomes of values beyond the range";
+  const auto forgotten = [](std::vector<float>& history) { std::fill(history.begin(), history.end(), 0.0f); };
+  const auto late = [](std::vector<float>& history) {
+    const auto slots = static_cast<std::ptrdiff_t>(history.size()) / kFp8History;
+    std::rotate(history.begin(), history.begin() + slots, history.end());
+    std::fill(history.end() - slots, history.end(), 0.0f);
+  };
+  EXPECT_GT(worst(Precision::fp8, forgotten), 100);
+  EXPECT_GT(worst(Precision::fp8, late), 100);
+  EXPECT_GT(worst(Precision::fp32, nullptr), 100);
 }
 
 TEST(Golden, NeoxDecodingMatchesPyTorch) {

@@ -20,6 +20,7 @@
 #include "llmc/cuda/op/swiglu.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/compare.h"
+#include "test/cpp/golden_cases.h"
 #include "test/cpp/whole_model_checks.h"
 #include "test/gpu/operator_tools.h"
 
@@ -626,6 +627,23 @@ TEST_F(CudaFp8Model, StepsAreThoseOfTheCpuThatRoundsInTheSamePlaces) {
   for (const auto& [head_dim, of_largest] : {std::pair{32, 0.1f}, {64, 0.3f}}) {
     SCOPED_TRACE("head dimension " + std::to_string(head_dim));
     expect_the_steps_of_the_cpu(small_config(head_dim), of_largest);
+  }
+}
+
+// Within the tolerances that the dump brings: what bf16 makes of each tensor in PyTorch's own emulation of fp8.
+TEST_F(CudaFp8Model, TrainingMatchesPyTorch) {
+  const ModelFile file = ModelFile::open(kFp8Golden.model, Family::llama);
+  const TensorFile dump = TensorFile::open(kFp8Golden.dump, FileKind::reference_dump);
+  const auto load = [&](const TrainOptions& options) {
+    auto model = make_llama(file.config(), options);
+    load_parameters(file, *model);
+    return model;
+  };
+  const Comparison result = compare_training(dump, Precision::fp8, 1e-4, load, DType::bf16);
+  EXPECT_GT(result.rows.size(), 35u);
+  for (const TensorDistance& row : result.rows) {
+    record_worst(row.name.substr(0, row.name.find('.')), row.relative / row.tolerance);
+    EXPECT_TRUE(row.pass) << row.name << ": " << row.relative << " of at most " << row.tolerance;
   }
 }
 

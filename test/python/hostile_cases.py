@@ -753,6 +753,7 @@ DUMPS = [
              lambda _, t: t.update({"act.layers.99.q": np.zeros(4, "<f4")}), "1 failed", family=family, code=INTERNAL),
     ]
 ] + [
+    dump("llama dump that says that it is in fp8", lambda config, _: config["dump"].update(fp8=[]), "dump.fp8", "--precision fp8"),
     dump("llama dump of an unknown gradient", lambda _, t: t.update({"grad.nothing": np.zeros(4, "<f4")}), "1 failed",
          code=INTERNAL),
     dump("llama dump of a parameter that is none", lambda _, t: t.update({"adamw.param.x": np.zeros(4, "<f4")}),

@@ -158,6 +158,36 @@ def loss_of(logits, labels):
     return -np.log(probabilities[np.arange(counted.sum()), labels[counted]]).mean()
 
 
+def nearest_e4m3(values):
+    step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(values), 2.0**-6))) - 3)
+    return np.clip(np.round(values / step) * step, -448, 448)  # np.round: ties to even
+
+
+class Fp8Model(NumpyModel):
+    """With both operands of the blocks' linear layers in e4m3, by the definition of doc/precision.md in the first step."""
+
+    JOINED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",),
+              ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))  # each one tensor with one scale
+
+    def __init__(self, file, largest):
+        super().__init__(file)
+        self.largest, self.seen = largest, {}  # of each input, over all texts
+
+    @staticmethod
+    def rounded(values, largest):
+        scale = 2.0 ** math.floor(math.log2(448 / 2 / largest))
+        return nearest_e4m3(values * scale) / scale
+
+    def linear(self, name, values):
+        layer, module = ".".join(name.split(".")[:3]), ".".join(name.split(".")[3:])
+        joined = next(names for names in self.JOINED if module in names)
+        slot = layer, joined
+        self.seen[slot] = max(self.seen.get(slot, 0), np.abs(values).max())
+        weights = max(np.abs(self.weight(f"{layer}.{each}.weight")).max() for each in joined)
+        return self.rounded(values, self.largest.get(slot, self.seen[slot])) @ self.rounded(
+            self.weight(f"{name}.weight"), weights).T
+
+
 # ---- the committed goldens -------------------------------------------------------------------------------------------
 
 
@@ -190,6 +220,40 @@ def test_golden_forward_matches_numpy(name, tmp_path):
         assert dump.at(f"act.{activation}").shape == expected.shape
         assert_close(activation, dump.f32(f"act.{activation}"), expected)
     assert_close("loss", dump.f32("loss"), loss_of(np.stack([values["logits"] for values in texts]), labels))
+
+
+def test_the_golden_in_fp8_matches_numpy():
+    """The forward pass. A scale needs the largest of all texts: computed again until it stays."""
+    name = make_goldens.FP8_CASE.name
+    file, dump = tensor_file.read(GOLDEN / f"{name}.model.bin", expected="model"), dump_of(name)
+    largest, seen, texts = None, {}, []
+    while largest != seen:
+        largest, seen, texts = seen, {}, []
+        for row in dump.array("input_ids"):
+            model = Fp8Model(file, largest)
+            texts.append(dict(model.forward(row)))
+            seen = {slot: max(value, seen.get(slot, 0)) for slot, value in model.seen.items()}
+    for activation in dump_reference.activation_names(hf_config.model_from_json(file.config["model"], name)):
+        assert_close(activation, dump.f32(f"act.{activation}"), np.stack([values[activation] for values in texts]))
+    plain = np.stack([NumpyModel(file).forward(row)["logits"] for row in dump.array("input_ids")])
+    assert np.abs(dump.f32("act.logits") - plain).max() > 1e-2 * np.abs(plain).max()
+
+
+def test_the_golden_in_fp8_is_complete():
+    dump = dump_of(make_goldens.FP8_CASE.name)
+    dump.verify()
+    model = hf_config.model_from_json(dump.config["model"], "dump")
+    measured = {f"act.{name}" for name in dump_reference.activation_names(model)} | {"adamw.losses"}
+    measured |= {prefix + name for prefix in ("grad.", "adamw.param.") for name in hf_config.expected_tensors(model)}
+    assert set(dump.tensors) == measured | {"input_ids", "labels", "loss"}
+    distances = dump.config["dump"]["fp8"]
+    assert set(distances["noise"]) == set(distances["rounding"]) == measured
+    in_bf16 = {name for name in measured if not name.startswith("adamw.param.")}
+    assert set(distances["bf16"]) == set(distances["plain_bf16"]) == in_bf16
+    assert max(distances["noise"].values()) < make_goldens.LARGEST_NOISE
+    # What rounding makes of the linear layers' outputs is some percent, and all that follows has its part of it.
+    assert all(0.01 < distances["rounding"][name] < 0.6 for name in in_bf16 - {"act.embedding", "act.layers.0.input_norm"})
+    assert dump.config["dump"]["adamw"] == vars(make_goldens.FP8_OPTIMIZER)
 
 
 @pytest.mark.parametrize("name", CASES + TRAINED)
@@ -293,6 +357,9 @@ def test_options_are_checked_before_torch_is_loaded(tmp_path):
                            (["--dtype", "fp8"], "fp8"),
                            (["--ids", "1,2", "--greedy", "70"], "64 positions"), (["--lr", "-1"], "--lr"),
                            (["--beta1", "1"], "--beta1"), (["--dtype", "bf16", "--backward"], "fp32"),
+                           (["--precision", "fp8"], "ffn_size: got 24"),
+                           (["--precision", "fp8", "--greedy", "2"], "--greedy: not with"),
+                           (["--precision", "fp8", "--half-run"], "--half-run"), (["--precision", "bf16"], "invalid choice"),
                            (["--ids", "3", "--backward"], "two ids"), (["--ids", "1", "--prompt", "x"], "--prompt")):
         done = ck.run_script("dump_reference.py", directory, "-o", tmp_path / "d.bin", *options)
         ck.assert_refused(done, 2, words, output=tmp_path / "d.bin")
@@ -427,7 +494,7 @@ def test_exported_tokenizer_loads(torch, tmp_path):
     assert json.loads((tmp_path / "exported" / "generation_config.json").read_text())["eos_token_id"] is None
 
 
-@pytest.mark.parametrize("name", ["llama-hs256-mqa", "neox-hs32-padded"])
+@pytest.mark.parametrize("name", ["llama-hs256-mqa", "neox-hs32-padded", "llama-fp8"])
 def test_goldens_can_be_made_again(torch, tmp_path, name):
     """A case from its seed: the same ids and, but for the last bits of another torch, the same numbers."""
     pytest.importorskip("transformers", minversion="5")

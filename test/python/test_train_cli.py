@@ -245,6 +245,20 @@ def test_compare_with_a_reference_dump():
     assert run_program("--model", MODEL, "--compare", other).returncode not in (0, -signal.SIGSEGV)
 
 
+def test_compare_with_a_reference_dump_in_fp8():
+    """A dump in fp8 is for --precision fp8, and no other dump is."""
+    model = MODEL.with_name("llama-fp8.model.bin")
+    dump, plain = (path.with_name(path.name.replace(".model.", ".dump.")) for path in (model, MODEL))
+    done = run_program("--device", "cpu", "--model", model, "--precision", "fp8", "--compare", dump)
+    assert done.returncode == 0 and " 0 failed (in the 2-norm" in done.stdout, done.stdout + done.stderr
+    rows = {words[0]: words[1:] for words in map(str.split, done.stdout.splitlines()[1:-1])}
+    assert {"act.layers.1.mlp_product", "grad.lm_head.weight", "adamw.losses", "adamw.param.lm_head.weight"} <= set(rows)
+    assert all(float(relative) <= float(allowed) <= 2e-4 for _, relative, allowed, *_ in rows.values())
+    assert_refused(run_program("--device", "cpu", "--model", model, "--compare", dump), 3, "dump.fp8", "--precision fp8")
+    done = run_program("--device", "cpu", "--model", model, "--precision", "fp8", "--compare", plain)
+    assert_refused(done, 3, "dump.fp8: missing", "dump_reference.py --precision fp8")
+
+
 # ---- a run -----------------------------------------------------------------------------------------------------------
 
 
