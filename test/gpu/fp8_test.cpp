@@ -640,7 +640,7 @@ TEST_F(CudaFp8Model, TrainingMatchesPyTorch) {
     return model;
   };
   const Comparison result = compare_training(dump, Precision::fp8, 1e-4, load, DType::bf16);
-  EXPECT_GT(result.rows.size(), 35u);
+  EXPECT_GE(result.rows.size(), 35u);
   for (const TensorDistance& row : result.rows) {
     record_worst(row.name.substr(0, row.name.find('.')), row.relative / row.tolerance);
     EXPECT_TRUE(row.pass) << row.name << ": " << row.relative << " of at most " << row.tolerance;
