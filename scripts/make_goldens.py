@@ -170,6 +170,13 @@ def drift(directory: Path, checkpoint: Checkpoint, request: Request) -> float:
     return max(float((single[name].double() - double[name]).abs().max() / double[name].abs().max()) for name in double)
 
 
+def write_case(case: Case, output: Path, directory: Path, checkpoint: Checkpoint, request: Request) -> None:
+    model, dump = output / f"{case.name}.model.bin", output / f"{case.name}.dump.bin"
+    convert(directory, checkpoint, model)
+    write_dump(dump, directory, checkpoint, request, selection(case.groups, None))
+    report(model, dump)
+
+
 def make_case(case: Case, output: Path) -> None:
     """Writes model and dump of one case, with the first seed whose results do not depend on rounding."""
     for seed in range(case.seed, case.seed + 1000):
@@ -186,9 +193,7 @@ def make_case(case: Case, output: Path) -> None:
                 continue
             if "adamw" in case.groups and trains and drift(directory, checkpoint, request) > LARGEST_DRIFT:
                 continue
-            convert(directory, checkpoint, output / f"{case.name}.model.bin")
-            write_dump(output / f"{case.name}.dump.bin", directory, checkpoint, request, selection(case.groups, None))
-            report(output / f"{case.name}.model.bin", output / f"{case.name}.dump.bin")
+            write_case(case, output, directory, checkpoint, request)
             return
     raise FileError(INTERNAL, f"{case.name}: no seed gives clear results")
 
@@ -210,9 +215,7 @@ def make_fp8(output: Path) -> None:
             noisy = fp8_noise(directory, checkpoint.model, request, tensors)
             if any(max(distances.values()) > LARGEST_NOISE for distances in noisy):
                 continue
-            convert(directory, checkpoint, output / f"{case.name}.model.bin")
-            write_dump(output / f"{case.name}.dump.bin", directory, checkpoint, request, selection(case.groups, None))
-            report(output / f"{case.name}.model.bin", output / f"{case.name}.dump.bin")
+            write_case(case, output, directory, checkpoint, request)
             return
     raise FileError(INTERNAL, f"{FP8_CASE.name}: no seed keeps clear of the middles between codes")
 

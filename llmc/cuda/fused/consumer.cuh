@@ -65,7 +65,6 @@ struct Consumer {
   // ---- layer.cuh
   __device__ __forceinline__ void run();
   __device__ __forceinline__ void run_layer(int l, int token, std::int32_t id);
-  __device__ __forceinline__ void run_layer_of_one_code(int l, int token, std::int32_t id);
   __device__ __forceinline__ void load_residual(int l, int token, std::int32_t id, float (&x)[kInputs]);
   __device__ __forceinline__ void load_embedding(std::int32_t id, float (&x)[kInputs]) const;
   __device__ __forceinline__ void input_rows(int l, int token, float (&input)[kInputs],

@@ -9,10 +9,6 @@
 #include "llmc/cuda/fused/sampling.cuh"
 #include "llmc/cuda/op/gelu.cuh"
 
-#ifndef WEFT_FUSED_ONE_CODE
-#define WEFT_FUSED_ONE_CODE 0
-#endif
-
 namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
@@ -24,13 +20,7 @@ __device__ __forceinline__ void Consumer<K>::run() {
   std::int32_t id = p.first_id;
   for (int token = 0; token < p.count && id >= 0; ++token) {
     if constexpr (K::kInstrumented) stamping = p.instruments.timeline != nullptr && token == p.count - 1;
-    for (int l = 0; l < p.L; ++l) {
-      if constexpr (K::kQuantized && WEFT_FUSED_ONE_CODE) {
-        run_layer_of_one_code(l, token, id);
-      } else {
-        run_layer(l, token, id);
-      }
-    }
+    for (int l = 0; l < p.L; ++l) run_layer(l, token, id);
     if (c.layer_only()) {  // no head: every id is 0
       const FusedEnd end = token + 1 == p.count ? FusedEnd::length : FusedEnd::running;
       id = 0;
@@ -62,70 +52,6 @@ __device__ __forceinline__ void Consumer<K>::run_layer(int l, int token, std::in
   input_rows(l, token, attention_input, mlp_input);
   attend(l, position, splits_at(position, c.p.max_splits));
   output_rows(l, attention_input);
-  ++step;
-}
-
-// The same with the four matrices in one loop, so that the instruction cache holds the code of their products, digits and
-// sums once: of quantised weights it is most of a layer's.
-template <typename K>
-__device__ __forceinline__ void Consumer<K>::run_layer_of_one_code(int l, int token, std::int32_t id) {
-  const Parameters& p = c.p;
-  const int position = p.position + token;
-  float input[kHidden] = {}, mlp_input[kInputs];
-  const auto set_input = [&](const float(&from)[kInputs]) {
-#pragma unroll
-    for (int j = 0; j < kInputs; ++j) input[j] = from[j];
-  };
-  {
-    float attention_input[kInputs];
-    const NormWeights norms = load_norms(layers[l], true);  // loaded early, so that they arrive during the wait for x
-    load_residual(l, token, id, attention_input);
-    normalize(norms, attention_input, mlp_input);
-    set_input(attention_input);
-  }
-  stamp(l, FusedPhase::norms_done);
-  enum { qkv, up, down, dense };
-  const A* const* const biases = &layers[l].qkv_bias;  // the four follow each other, as do the scales
-  const float* const* const scales = &layers[l].qkv_scales;
-  float mlp = 0;  // MLP-down's result for this thread's row
-#pragma unroll 1
-  for (int matrix = qkv; matrix <= dense; ++matrix) {
-    if (matrix == down) attend(l, position, splits_at(position, p.max_splits));
-    const RowRange range = matrix == qkv ? own.qkv : matrix == up ? own.up : own.out;
-    const int rows = range.end - range.begin;
-    if (rows <= 0) continue;
-    const RowTerms terms = load_terms(biases[matrix], scales[matrix], range);
-    if (matrix == down) {
-      load_vector<4 * kRowLoads>(p.h, p.F, step + 1, input);
-      stamp(l, FusedPhase::mlp_up_here);
-    } else if (matrix == dense) {
-      float attention[kInputs];
-      load_vector<kRowLoads>(p.attention, p.C, step + 1, attention);
-      set_input(attention);
-      stamp(l, FusedPhase::attention_here);
-    }
-    multiply_rows<4 * kRowLoads>(rows, matrix == down ? p.F : p.C, input);
-    finish_rows(rows, [&](int row, float sum) {
-      if constexpr (K::kInstrumented) {  // the last token never completes
-        if (matrix == up && p.instruments.lose_an_arrival && c.block == 0 && token == p.count - 1) return;
-      }
-      const float value = terms.of(sum);
-      if (matrix == down) {
-        mlp = value;
-      } else if (matrix == dense) {
-        x_own += value + mlp;
-        store_relaxed(p.x + range.begin + row, tagged(x_own, step + 1));
-      } else {
-        store_relaxed((matrix == up ? p.h : p.qkv) + range.begin + row,
-                      tagged(matrix == up ? gelu_exact(value) : value, step + 1));
-      }
-    });
-    stamp(l, matrix == qkv    ? FusedPhase::qkv_done
-             : matrix == up   ? FusedPhase::up_done
-             : matrix == down ? FusedPhase::down_done
-                              : FusedPhase::x_written);
-    set_input(mlp_input);
-  }
   ++step;
 }
 
