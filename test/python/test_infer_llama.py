@@ -15,11 +15,11 @@ import pytest
 pytest.importorskip("numpy")
 pytest.importorskip("xxhash")
 pytest.importorskip("safetensors")
+from goldens import GOLDENS, inference_goldens  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(os.environ.get("WEFT_BIN_DIR", ROOT))
 PROGRAM, TRAIN = BIN / "infer_pythia", BIN / "train_llama"
-GOLDENS = ROOT / "test" / "fixtures" / "golden"
 pytestmark = pytest.mark.skipif(not PROGRAM.exists() or not TRAIN.exists(), reason="the programs are not built")
 
 OK, USAGE, BAD_FILE = 0, 2, 3
@@ -51,12 +51,17 @@ def checkpoint(tmp_path_factory) -> tuple[Path, str]:
     return home / "run" / "step_00000030" / "model.bin", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", sorted(path.name.removesuffix(".dump.bin") for path in GOLDENS.glob("*.dump.bin")
-                                        if (GOLDENS / path.name.replace(".dump.", ".model.")).exists()))
+@pytest.mark.parametrize("name", inference_goldens())
 def test_every_shape_matches_pytorch(name):
     done = run(PROGRAM, "--device", "cpu", "--model", GOLDENS / f"{name}.model.bin", "--compare",
                GOLDENS / f"{name}.dump.bin")
     assert re.search(r"[1-9]\d* tensors, 0 failed", done.stdout), done.stdout
+
+
+def test_a_dump_in_fp8_is_for_training():
+    done = run(PROGRAM, "--device", "cpu", "--model", GOLDENS / "llama-fp8.model.bin", "--compare",
+               GOLDENS / "llama-fp8.dump.bin", code=BAD_FILE)
+    assert "dump.fp8: this dump is in fp8" in done.stderr and "train_llama --precision fp8" in done.stderr
 
 
 def test_the_llama_that_comes_with_weft_matches_pytorch(tiny_llama):

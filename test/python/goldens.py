@@ -1,0 +1,13 @@
+"""The dumps of PyTorch under test/fixtures/golden and the models beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+GOLDENS = Path(__file__).resolve().parents[1] / "fixtures" / "golden"
+
+
+def inference_goldens(family: str = "") -> list[str]:
+    """Names of the goldens of a family that have a model and are for infer_pythia: those in fp8 are for training only."""
+    names = (path.name.removesuffix(".dump.bin") for path in GOLDENS.glob(f"{family}*.dump.bin"))
+    return sorted(name for name in names if (GOLDENS / f"{name}.model.bin").exists() and not name.endswith("-fp8"))
