@@ -61,10 +61,10 @@ __device__ __forceinline__ void store_shared(unsigned address, unsigned x, unsig
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-// The sums of up to four tiles over the four lanes that share a row: lane t gets that of tile t.
+// The sums of one tile or three over the four lanes that share a row: lane t gets that of tile t.
 template <int kTiles>
 __device__ __forceinline__ float sum_of_tile(const float (&v)[kTiles], int t) {
-  static_assert(kTiles >= 1 && kTiles <= 4);
+  static_assert(kTiles == 1 || kTiles == 3);
   const auto sum_of_pair = [](float even, float odd, bool takes_odd, int offset) {
     return (takes_odd ? odd : even) + __shfl_xor_sync(~0u, takes_odd ? even : odd, offset);
   };
@@ -72,13 +72,8 @@ __device__ __forceinline__ float sum_of_tile(const float (&v)[kTiles], int t) {
     const float sum = v[0] + __shfl_xor_sync(~0u, v[0], 1);
     return sum + __shfl_xor_sync(~0u, sum, 2);
   } else {
-    const float first = sum_of_pair(v[0], v[1], t % 2 == 1, 1);
-    if constexpr (kTiles == 2) return first + __shfl_xor_sync(~0u, first, 2);
-    if constexpr (kTiles > 2) {
-      float last = 0;
-      if constexpr (kTiles > 3) last = v[3];
-      return sum_of_pair(first, sum_of_pair(v[2], last, t % 2 == 1, 1), t >= 2, 2);
-    }
+    const bool odd = t % 2 == 1;
+    return sum_of_pair(sum_of_pair(v[0], v[1], odd, 1), sum_of_pair(v[2], 0.0f, odd, 1), t >= 2, 2);
   }
 }
 
@@ -296,7 +291,7 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
       }
       of_tile[tile] = sum * x.scale;
     }
-    const int tile = kTiles == 1 ? 0 : kTiles == 2 ? t % 2 : t, row = tile * kTileRows + g;
+    const int tile = kTiles == 1 ? 0 : t, row = tile * kTileRows + g;
     const float sum = sum_of_tile(of_tile, t);
     if (t < kTiles && row < own_rows) {
       float& place = partial[begin + row];

@@ -25,15 +25,9 @@ constexpr int kTileRows = 8;  // rows of weights in an mma
 constexpr int kWarpGroups = kWarpElements / static_cast<int>(kQuantGroup);
 
 // Tiles of a warp in a stage: three of int4 hold the 20 rows of MLP-down and of the output projection that a block of
-// Pythia-2.8B has; two of 8 bits make stages of about the same size.
-#ifndef WEFT_FUSED_INT4_TILES
-#define WEFT_FUSED_INT4_TILES 3
-#endif
-#ifndef WEFT_FUSED_INT8_TILES
-#define WEFT_FUSED_INT8_TILES 2
-#endif
+// Pythia-2.8B has. With 8 bits two were slower than one (dev/performance/fused.md, "Quantised weights").
 __host__ __device__ constexpr int warp_tiles(DType q) {
-  return q == DType::u4 ? WEFT_FUSED_INT4_TILES : WEFT_FUSED_INT8_TILES;
+  return q == DType::u4 ? 3 : 1;
 }
 __host__ __device__ constexpr int set_rows(DType q) {
   return warp_tiles(q) * kTileRows;
