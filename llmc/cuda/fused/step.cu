@@ -251,11 +251,7 @@ void FusedStep<S>::launch(std::span<const FusedStepRow> rows, const std::int32_t
   p.logits = any ? logits : nullptr;
   ++p.sequence;
   p.instruments.timeline = s.timeline.begin(s.stream);
-#ifdef WEFT_STEP_ONE_KERNEL  // to be measured: one row in the kernel of many
-  const bool one_row = false;
-#else
   const bool one_row = p.step_rows == 1;
-#endif
   if (s.one_row_was_last && !one_row && p.L % 2 != 0) s.renew_tags();
   s.one_row_was_last = one_row;
   const StepRing& ring = one_row ? s.one_row : s.many;

@@ -1,5 +1,5 @@
-// The consumer warps of the step kernel: GEMMs of up to 8 rows of activations on tensor cores, norms, and the order of
-// a layer. Attention is in step_attention.cuh.
+// The consumer warps of the step kernel: GEMMs of up to 8 rows of activations on tensor cores, and the order of a layer.
+// Norms are in step_norm.cuh, attention in step_attention.cuh.
 //
 // Tiles. A warp multiplies 4 rows of a matrix, 64 elements of each at a time, by up to 8 rows of activations with
 // mma.m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16"). The weights are operand B. One 16-byte load a lane takes
@@ -20,7 +20,6 @@
 #include "llmc/cuda/fused/step_parameters.cuh"
 #include "llmc/cuda/fused/timeline.h"
 #include "llmc/cuda/hw/ring.cuh"
-#include "llmc/cuda/hw/warp_fold.cuh"
 #include "llmc/cuda/op/attention/mma.cuh"
 #include "llmc/cuda/op/gelu.cuh"
 
@@ -32,10 +31,11 @@ namespace weft::cuda::fused {
 __device__ inline bool all_tagged(const uint4& v, unsigned step) {
   return (((v.x ^ step) | (v.y ^ step) | (v.z ^ step) | (v.w ^ step)) & 1) == 0;
 }
-__device__ inline void store_shared(unsigned address, const uint4& value) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
-               "r"(value.w)
-               : "memory");
+__device__ inline void untag(const uint4& v, float* to) {
+  to[0] = untagged(v.x);
+  to[1] = untagged(v.y);
+  to[2] = untagged(v.z);
+  to[3] = untagged(v.w);
 }
 
 // kRows: 1, or kStepRows for any number of rows. The operations on a row are the same in both, and so are its bits.
@@ -52,19 +52,11 @@ struct StepConsumer {
   struct Pieces {
     uint4 at[kWarpTiles][2];  // [tile][half]
   };
-  // Of every row of the step 8 neighbouring elements, those of piece column(): the lanes of a warp then divide the
-  // arithmetic of the norms whatever the number of rows, and a lane needs 8 elements of the norms' weights.
-  using Columns = float[kRows][kLaneElements];
 
   static constexpr int kTileSums = kStepTileRows * kRows;  // of lanes 0 to kTileSums - 1: see Tiles
-  // Chunks of QKV that are loaded to registers before the wait for x. Their stages are then filled again meanwhile.
-#ifndef WEFT_STEP_AHEAD
-#define WEFT_STEP_AHEAD 2
-#endif
-#ifndef WEFT_STEP_AHEAD_MANY
-#define WEFT_STEP_AHEAD_MANY 0
-#endif
-  static constexpr int kAhead = kRows == 1 ? WEFT_STEP_AHEAD : WEFT_STEP_AHEAD_MANY;
+  // Chunks of QKV that a step of one row loads to registers before the wait for x. Their stages are then filled again
+  // meanwhile.
+  static constexpr int kAhead = kRows == 1 ? 2 : 0;
   using Chunks = uint4[2][kWarpTiles];
 
   const Block<Variant>& c;
@@ -99,14 +91,10 @@ struct StepConsumer {
         slice(lane % 4),
         step(p.first_step) {}
 
-  __device__ __forceinline__ int step_rows() const {
-    return kRows == 1 ? 1 : p.step_rows;
-  }
+  __device__ __forceinline__ int step_rows() const { return kRows == 1 ? 1 : p.step_rows; }
 
   // ---- synchronisation of the block's consumers
-  __device__ __forceinline__ void sync() const {
-    named_barrier_wait(1, warps * kWarpSize);
-  }
+  __device__ __forceinline__ void sync() const { named_barrier_wait(1, warps * kWarpSize); }
   __device__ __forceinline__ void stamp(int layer, FusedPhase phase) const {
     if (p.instruments.timeline == nullptr || thread != 0) return;
     p.instruments.timeline[(layer * kFusedPhases + static_cast<int>(phase)) * c.blocks + c.block] = global_time();
@@ -121,9 +109,7 @@ struct StepConsumer {
   }
 
   // Shared-memory address at which the offsets of the layout begin.
-  __device__ __forceinline__ unsigned base() const {
-    return c.ring - kStepConstantBytes;
-  }
+  __device__ __forceinline__ unsigned base() const { return c.ring - kStepConstantBytes; }
 
   // ---- the ring
   __device__ __forceinline__ unsigned begin_chunk() {
@@ -141,9 +127,7 @@ struct StepConsumer {
     return warp_k * kWarpSize + tile * 8 + half * 4 + slice;
   }
   // Index of this lane's 8 elements of a matrix row in tile 0; each further tile adds 8.
-  __device__ __forceinline__ int weight_piece() const {
-    return warp_k * kWarpSize + lane % 8;
-  }
+  __device__ __forceinline__ int weight_piece() const { return warp_k * kWarpSize + lane % 8; }
 
   __device__ __forceinline__ void load_tiles(uint4 (&w)[kWarpTiles], unsigned own_bytes, int width) {
     const unsigned from = begin_chunk() + own_bytes;
@@ -268,141 +252,39 @@ struct StepConsumer {
   }
   __device__ __forceinline__ static void make_operand(Operand& out, const Pieces& a) {
 #pragma unroll
-    for (int i = 0; i < kWarpTiles; ++i) {
-      const uint4 &first = a.at[i][0], &second = a.at[i][1];
-      out.at[i][0] = Fragment{{first.x, second.x, first.y, second.y}};
-      out.at[i][1] = Fragment{{first.z, second.z, first.w, second.w}};
+    for (int i = 0; i < kWarpTiles; ++i) make_fragments(out.at[i], a.at[i][0], a.at[i][1]);
+  }
+  // The fragments of a tile from the pieces in its two halves.
+  __device__ __forceinline__ static void make_fragments(Fragment (&out)[2], const uint4& first, const uint4& second) {
+    out[0] = Fragment{{first.x, second.x, first.y, second.y}};
+    out[1] = Fragment{{first.z, second.z, first.w, second.w}};
 #pragma unroll
-      for (Fragment& f : out.at[i]) {  // here, not in the loop over the chunks
-        asm volatile("" : "+r"(f.word[0]), "+r"(f.word[1]), "+r"(f.word[2]), "+r"(f.word[3]));
-      }
+    for (Fragment& f : out) {  // here, not in the loop over the chunks
+      asm volatile("" : "+r"(f.word[0]), "+r"(f.word[1]), "+r"(f.word[2]), "+r"(f.word[3]));
     }
   }
 
-  // ---- the residual stream
-  __device__ __forceinline__ int column() const {
-    return warp_k * kWarpSize + lane;
-  }
-  __device__ __forceinline__ bool has_column() const {
-    return column() * kLaneElements < p.C;
-  }
+  // ---- step_norm.cuh
   __device__ __forceinline__ const S* embedding_of(int row) const {
     const std::int32_t id = p.row[row].id;
     return p.embedding + static_cast<std::int64_t>(id < 0 ? p.last_ids[-1 - id] : id) * p.C;
   }
-  // This lane's elements of the residual stream entering layer l; for layer 0 they are the embedding. Rows that the step
-  // does not have stay as they are.
-  __device__ __forceinline__ void load_residual(int l, Columns& x) {
-    if (l > 0) {
-      load_tagged(x);
-    } else {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        uint4 packed = make_uint4(0, 0, 0, 0);
-        if (r < step_rows() && has_column()) {
-          packed = __ldg(reinterpret_cast<const uint4*>(embedding_of(r) + column() * kLaneElements));
-        }
-        widen<S>(packed, x[r]);
-      }
-      const int row = own.out.begin + kStepTileRows * warp + slice;
-      if (row < own.out.end && act < kRows) x_own = to_float(embedding_of(act)[row]);
-    }
-    stamp(l, FusedPhase::x_here);
+  __device__ __forceinline__ float elements_of(int of_warp_k) const {
+    return static_cast<float>(max(0, min(kWarpElements, p.C - of_warp_k * kWarpElements)));
   }
-  // The same from p.x. A block writes an element of all rows with one store of a warp. So only row 0 is polled, and when
-  // it is here the others are usually here, too: while nothing comes 10 KB a block are asked for, not 80. The addresses
-  // are hidden from the compiler, which would compute each of them again in every round, by loads of parameters that
-  // wait for each other (dev/performance/fused.md, "Counted again").
-  __device__ __forceinline__ void load_tagged(Columns& x) const {
-    uint4 values[kRows][2] = {};
-    const TaggedValue* from = p.x + exchange_place(0, warp_k * kWarpElements) + lane * 4;
-    asm volatile("" : "+l"(from));
-    const auto load = [&](int r, int half) {
-      values[r][half] = load_relaxed_x4(from + r * kWarpElements + half * (kWarpElements / 2));
-    };
-    // WEFT_STEP_POLL_ALL: to be measured with 2 to 8 rows; polls all of them at once
-#ifdef WEFT_STEP_POLL_ALL
-    constexpr bool kOneFirst = kRows == 1;
-#else
-    constexpr bool kOneFirst = true;
-#endif
-    if constexpr (kOneFirst) {
-      unsigned missing = has_column() ? 3 : 0;
-      c.wait_for([&] {
-        if ((missing & 1) != 0) load(0, 0);
-        if ((missing & 2) != 0) load(0, 1);
-        missing &= (all_tagged(values[0][0], step) ? 0u : 1u) | (all_tagged(values[0][1], step) ? 0u : 2u);
-        return missing == 0;
-      });
-    }
-    if (step_rows() > (kOneFirst ? 1 : 0)) {
-      constexpr int kBegin = kOneFirst ? 2 : 0;
-      unsigned missing = has_column() ? (1u << 2 * step_rows()) - (1u << kBegin) : 0;
-      c.wait_for([&] {
-#pragma unroll
-        for (int k = kBegin; k < 2 * kRows; ++k) {
-          if ((missing >> k & 1) != 0) load(k / 2, k % 2);
-        }
-        unsigned incomplete = 0;
-#pragma unroll
-        for (int k = kBegin; k < 2 * kRows; ++k) incomplete |= all_tagged(values[k / 2][k % 2], step) ? 0 : 1u << k;
-        return (missing &= incomplete) == 0;
-      });
-    }
-#pragma unroll
-    for (int k = 0; k < 2 * kRows; ++k) {
-      const uint4 v = values[k / 2][k % 2];
-      float* to = x[k / 2] + k % 2 * 4;
-      to[0] = untagged(v.x);
-      to[1] = untagged(v.y);
-      to[2] = untagged(v.z);
-      to[3] = untagged(v.w);
-    }
+  __device__ __forceinline__ float mean_of_warp(float sum) const {
+    const float count = elements_of(warp_k);
+    return count > 0 ? sum / count : 0.0f;
   }
-
-  // ---- norms
-  // This lane's elements of the weight and bias of a norm, loaded early, so that they arrive during the wait for x.
-  struct NormWeight {
-    uint4 weight, bias;
+  // Mean and 1 / sqrt(variance + eps) of `row` from mean and squares of the parts that its warps have, combined as in
+  // moments_of() of norm.cuh. One lane of a warp, the `writer`, gives the warp's own.
+  struct Moments {
+    float mean, rstd;
   };
-  __device__ __forceinline__ NormWeight load_norm(const S* weight, const S* bias) const {
-    if (!has_column()) return {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
-    return {load_early(reinterpret_cast<const uint4*>(weight) + column()),
-            load_early(reinterpret_cast<const uint4*>(bias) + column())};
-  }
-  // Every row becomes (x - mean) / sqrt(variance + eps): each warp computes the moments of its own elements, and those of
-  // all warps are combined as in moments_of() of norm.cuh. Lanes 4 r to 4 r + 3 do that for row r; for a single row all
-  // lanes do.
-  __device__ __forceinline__ void standardize(Columns& x) {
-    const auto elements_of = [&](int k) {
-      return static_cast<float>(max(0, min(kWarpElements, p.C - k * kWarpElements)));
-    };
-    const float count = elements_of(warp_k), C = static_cast<float>(p.C);
-    float sums[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      sums[r] = 0;
-      if (r >= step_rows()) continue;
-#pragma unroll
-      for (int j = 0; j < kLaneElements; ++j) sums[r] += x[r][j];  // elements past the end are 0
-    }
-    const float sum = warp_fold(sums, lane), own_mean = count > 0 ? sum / count : 0.0f;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      sums[r] = 0;
-      if (r >= step_rows()) continue;
-      const float mean = __shfl_sync(~0u, own_mean, 4 * r);
-#pragma unroll
-      for (int j = 0; j < kLaneElements; ++j) {
-        const float d = has_column() ? x[r][j] - mean : 0.0f;
-        sums[r] = fmaf(d, d, sums[r]);
-      }
-    }
-    const float squares = warp_fold(sums, lane);
+  __device__ __forceinline__ Moments combine_moments(float own_mean, float squares, int row, bool writer) {
     float2* of_warps = reinterpret_cast<float2*>(shared + at.moments) + moment_buffer * warps * kRows;
     moment_buffer ^= 1;
-    const int row = kRows == 1 ? 0 : act;
-    if (lane == 4 * row) of_warps[warp * kRows + row] = make_float2(own_mean, squares);
+    if (writer) of_warps[warp * kRows + row] = make_float2(own_mean, squares);
     sync();
     float2 moments[kMaxWarps];
     float mean = 0, total = 0;
@@ -411,94 +293,28 @@ struct StepConsumer {
       moments[k] = k < p.warps_k ? of_warps[(warp_r * p.warps_k + k) * kRows + row] : make_float2(0, 0);
       mean = fmaf(moments[k].x, k < p.warps_k ? elements_of(k) : 0.0f, mean);
     }
+    const float C = static_cast<float>(p.C);
     mean /= C;
 #pragma unroll
     for (int k = 0; k < kMaxWarps; ++k) {
       const float off = moments[k].x - mean;
       if (k < p.warps_k) total += fmaf(off * off, elements_of(k), moments[k].y);
     }
-    const float rstd = rsqrtf(total / C + p.eps);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (r >= step_rows()) continue;
-      const float of_row = __shfl_sync(~0u, mean, 4 * r), factor = __shfl_sync(~0u, rstd, 4 * r);
-#pragma unroll
-      for (int j = 0; j < kLaneElements; ++j) x[r][j] = (x[r][j] - of_row) * factor;
-    }
+    return {mean, rsqrtf(total / C + p.eps)};
   }
-  // Standardized rows times weight plus bias, rounded to S.
-  __device__ __forceinline__ void apply_norm(const NormWeight& n, const Columns& x, uint4 (&out)[kRows]) const {
-    float w[kLaneElements], b[kLaneElements];
-    widen<S>(n.weight, w);
-    widen<S>(n.bias, b);
+  // 8 standardized elements times a norm's weight plus its bias, rounded to S.
+  __device__ __forceinline__ static uint4 scale_and_shift(const float (&standard)[kLaneElements], const uint4& weight,
+                                                          const uint4& bias) {
+    float w[kLaneElements], b[kLaneElements], y[kLaneElements];
+    widen<S>(weight, w);
+    widen<S>(bias, b);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      out[r] = make_uint4(0, 0, 0, 0);
-      if (r >= step_rows()) continue;
-      float y[kLaneElements];
-#pragma unroll
-      for (int j = 0; j < kLaneElements; ++j) y[j] = fmaf(x[r][j], w[j], b[j]);
-      out[r] = make_uint4(pack<S>(y[0], y[1]), pack<S>(y[2], y[3]), pack<S>(y[4], y[5]), pack<S>(y[6], y[7]));
-    }
+    for (int j = 0; j < kLaneElements; ++j) y[j] = fmaf(standard[j], w[j], b[j]);
+    return make_uint4(pack<S>(y[0], y[1]), pack<S>(y[2], y[3]), pack<S>(y[4], y[5]), pack<S>(y[6], y[7]));
   }
-  // The words of a piece and of its counterpart in the other half of the tile, 4 lanes away, as the two fragments that
-  // they make: the lane of the first half returns the first one.
-  __device__ __forceinline__ uint4 fragment_of(const uint4& piece) const {
-    const bool second = (lane & 4) != 0;
-    const unsigned x = __shfl_xor_sync(~0u, second ? piece.x : piece.z, 4),
-                   y = __shfl_xor_sync(~0u, second ? piece.y : piece.w, 4);
-    return second ? make_uint4(x, piece.z, y, piece.w) : make_uint4(piece.x, x, piece.y, y);
-  }
-  // Of each warp, rows of fragments that its lanes exchange: for a single row one of each norm, otherwise two.
-  static constexpr int kTogether = kRows < 2 ? 1 : 2;
-  __device__ __forceinline__ unsigned normalized(int norm) const {
-    return base() + at.normalized + warp * transpose_bytes(kRows) + norm * kTogether * kTransposedRow;
-  }
-  __device__ __forceinline__ void load_normalized(Operand& out, int norm) const {
-    const unsigned from = normalized(norm) + act % kTogether * kTransposedRow + slice * 16;
-#pragma unroll
-    for (int i = 0; i < 2 * kWarpTiles; ++i) {
-      const uint4 words = load_shared(from + 64 * i);
-      out.at[i / 2][i % 2] = Fragment{{words.x, words.y, words.z, words.w}};
-    }
-  }
-  __device__ __forceinline__ static void clear(Operand& out) {
-#pragma unroll
-    for (int i = 0; i < 2 * kWarpTiles; ++i) out.at[i / 2][i % 2] = Fragment{};
-  }
-  // first = norm1(x), second = norm2(x). For a single row, norm2(x) stays in shared memory: load_second().
   template <bool kBoth>
-  __device__ __forceinline__ void normalize(const NormWeight& norm1, const NormWeight& norm2, Columns& x,
-                                            Operand& first, Operand& second) {
-    standardize(x);
-    uint4 rows[2][kRows];
-    apply_norm(norm1, x, rows[0]);
-    if constexpr (kBoth) apply_norm(norm2, x, rows[1]);
-    clear(first);
-    if constexpr (kBoth && kRows > 1) clear(second);
-#pragma unroll
-    for (int begin = 0; begin < kRows; begin += kTogether) {
-      if (begin >= step_rows()) continue;
-#pragma unroll
-      for (int n = 0; n < (kBoth ? 2 : 1); ++n) {
-#pragma unroll
-        for (int r = 0; r < kTogether; ++r) {
-          store_shared(normalized(n) + r * kTransposedRow + lane * 16, fragment_of(rows[n][begin + r]));
-        }
-      }
-      __syncwarp();
-      if (act / kTogether * kTogether == begin) {  // 0 for rows that the step does not have, and past the end of a row
-        load_normalized(first, 0);
-        if constexpr (kBoth && kRows > 1) load_normalized(second, 1);
-      }
-      __syncwarp();
-    }
-    if constexpr (kRows > 1) sync();  // before partial sums are written there
-  }
-  __device__ __forceinline__ void load_second(Operand& second) const {
-    clear(second);
-    if (act == 0) load_normalized(second, 1);
-  }
+  __device__ __forceinline__ void load_input(int l, Operand& first, Operand& second);
+  __device__ __forceinline__ void load_second_input(Operand& input, const Operand& second);
 
   // ---- step_attention.cuh
   __device__ __forceinline__ void attend(int layer);
@@ -512,20 +328,12 @@ struct StepConsumer {
   }
   // h' = h + attention(norm1(h)) + mlp(norm2(h)): the parallel residual.
   __device__ __forceinline__ void run_layer(int l) {
-    const Layer& w = layers[l];
     Operand input;
     {
       Operand mlp_input;
       Chunks w_rows = {};
       const int held = load_ahead(w_rows, own.qkv.end - own.qkv.begin, p.C);
-      {
-        const NormWeight norm1 = load_norm(w.norm1_weight, w.norm1_bias),
-                         norm2 = load_norm(w.norm2_weight, w.norm2_bias);
-        Columns x;
-        load_residual(l, x);
-        normalize<true>(norm1, norm2, x, input, mlp_input);
-      }
-      stamp(l, FusedPhase::norms_done);
+      load_input<true>(l, input, mlp_input);
       input_rows(l, input, mlp_input, w_rows, held);
     }
     attend(l);
@@ -551,10 +359,8 @@ struct StepConsumer {
       held = 0;
       if (up) {
         if (!(p.instruments.lose_an_arrival && c.block == 0 && l + 1 == p.L)) announce(p.control->head);
-      } else if constexpr (kRows == 1) {
-        load_second(input);
       } else {
-        input = mlp_input;
+        load_second_input(input, mlp_input);
       }
       stamp(l, up ? FusedPhase::up_done : FusedPhase::qkv_done);
     }
@@ -599,13 +405,7 @@ struct StepConsumer {
   }
   __device__ __forceinline__ void run_head() {
     Operand input;
-    {
-      const NormWeight norm = load_norm(layers[p.L].norm1_weight, layers[p.L].norm1_bias);
-      Columns x;
-      load_residual(p.L, x);
-      normalize<false>(norm, norm, x, input, input);
-    }
-    stamp(p.L, FusedPhase::norms_done);
+    load_input<false>(p.L, input, input);
     const int logits_row = p.row[act].logits;
     float* logits = p.logits + static_cast<std::int64_t>(logits_row) * p.V;
     Chunks w_rows = {};

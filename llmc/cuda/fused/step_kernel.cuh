@@ -4,6 +4,7 @@
 
 #include "llmc/cuda/fused/step_attention.cuh"
 #include "llmc/cuda/fused/step_kernel.h"
+#include "llmc/cuda/fused/step_norm.cuh"
 #include "llmc/cuda/fused/step_producer.cuh"
 
 namespace weft::cuda::fused {
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
   if (static_cast<int>(threadIdx.x) >= consumers) {
     if (static_cast<int>(threadIdx.x) == consumers) {
       Producer<StepVariant<S>> ring{block, reinterpret_cast<const Layer*>(shared + at.layers), {}, {}, 0, false};
-      StepProducer<S> producer{ring, p};
+      StepProducer<S, kRows> producer{ring, p};
       producer.run(p.rows[blockIdx.x]);
     }
     return;

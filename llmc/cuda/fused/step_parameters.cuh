@@ -14,14 +14,8 @@ constexpr int kStepRows = static_cast<int>(kFusedStepRows);
 constexpr int kStepTileRows = 4;   // rows of a matrix that a warp multiplies from a chunk
 constexpr int kTileElements = 64;  // columns of a tile: 4 rows x 64 16-bit elements are one 16-byte load a lane
 constexpr int kWarpTiles = kWarpElements / kTileElements;  // tiles that a warp multiplies of a row
-// A row of a warp's elements in 16 bits, padded by 64 bytes, so that two rows lie in different banks for lanes that load
-// them together.
-constexpr int kTransposedRow = 2 * kWarpElements + 64;
-// Of each warp one row of both norms, or two.
-__host__ __device__ constexpr int transpose_bytes(int rows) {
-  return 2 * kTransposedRow * (rows < 2 ? rows : 2);
-}
-constexpr int kItemSlots = 2;       // one item is computed while the helper prepares the next
+constexpr int kNormalizedRow = 2 * kWarpElements;          // bytes of a warp's elements of a row in 16 bits
+constexpr int kItemSlots = 2;                              // one item is computed while the helper prepares the next
 constexpr int kMinStepSplit = 128;  // positions of a split, at least; the last split may have fewer
 
 template <typename S>
@@ -113,10 +107,8 @@ __host__ __device__ inline StepLayout step_layout(const Sizes& p, int rows) {
   };
   at.layers = take((p.L + 1) * kLayerBytes);
   // two alternating buffers: [warps_k][tiles of a batch][sums of a tile]
-  const int partials = 2 * p.warps_k * warps * kStepTileRows * rows * 4, normalized = warps * transpose_bytes(rows);
-  // normalized rows: in the same place, or for a single row apart, since the second norm's is needed after QKV
-  at.partials = take(rows == 1 || partials > normalized ? partials : normalized);
-  at.normalized = rows == 1 ? take(normalized) : at.partials;
+  at.partials = take(2 * p.warps_k * warps * kStepTileRows * rows * 4);
+  at.normalized = take(rows == 1 ? warps * 2 * kNormalizedRow : 0);  // of each warp and norm, step_norm.cuh
   at.moments = take(2 * warps * rows * 8);
   at.raw = take((1 + rows) * p.HS * 4);
   at.query = take(kItemSlots * p.HS * 4);

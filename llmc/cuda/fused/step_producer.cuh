@@ -10,7 +10,7 @@ namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-template <typename S>
+template <typename S, int kRows>
 struct StepProducer {
   using Layer = typename Block<StepVariant<S>>::Layer;
 
@@ -19,6 +19,21 @@ struct StepProducer {
 
   __device__ unsigned stage() const { return ring.c.ring + ring.next.stage * p.stage_bytes; }
   __device__ unsigned full() const { return ring.c.full + 8 * ring.next.stage; }
+
+  // One chunk with weight and bias of norm1, then, if `both`, of norm2. For a single row the consumers load their own.
+  __device__ bool norms(const Layer& w, bool both) {
+    if (kRows == 1) return true;
+    if (!ring.acquire()) return false;
+    const unsigned bytes = static_cast<unsigned>(p.C) * sizeof(S);
+    const S* const vectors[] = {w.norm1_weight, w.norm1_bias, w.norm2_weight, w.norm2_bias};
+    const int count = both ? 4 : 2;
+    hopper::mbarrier_arrive_expect(full(), static_cast<unsigned>(count) * bytes);
+    for (int i = 0; i < count; ++i) {
+      hopper::bulk_load(stage() + static_cast<unsigned>(i) * bytes, vectors[i], bytes, full());
+    }
+    ring.issued();
+    return true;
+  }
 
   // Keys and values of this block's items, as far as they are in pages: chunk_positions positions a stage, keys first.
   // A chunk may span pages.
@@ -59,7 +74,7 @@ struct StepProducer {
     const auto all = [&](const S* matrix, RowRange rows, int width) {
       return ring.part_rows(matrix, rows, width, 0, width, chunk_rows);
     };
-    if (!all(w.qkv, own.qkv, p.C) || !all(w.up, own.up, p.C) || !pages(l)) return false;
+    if (!norms(w, true) || !all(w.qkv, own.qkv, p.C) || !all(w.up, own.up, p.C) || !pages(l)) return false;
     for (int begin = 0; begin < p.F; begin += p.C) {
       if (!ring.part_rows(w.down, own.out, p.F, begin, p.C, chunk_rows)) return false;
     }
@@ -69,7 +84,7 @@ struct StepProducer {
   __device__ void run(const BlockRows& own) {
     bool more = true;
     for (int l = 0; more && l < p.L; ++l) more = layer(own, l);
-    if (more && p.logits != nullptr) {
+    if (more && p.logits != nullptr && norms(ring.layers[p.L], false)) {
       ring.part_rows(ring.layers[p.L].qkv, own.head, p.C, 0, p.C, kStepTileRows * p.warps_r);
     }
     // A block must not end while copies into its shared memory are in flight. They complete whether or not the launch
