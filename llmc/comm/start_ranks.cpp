@@ -26,7 +26,6 @@ namespace weft {
 namespace {
 
 constexpr const char* kListener = "WEFT_RANKS_LISTENER";
-constexpr double kGraceSeconds = 10;  // beyond the time limit, for a rank to end: it may be saving
 constexpr int kPassedOn[] = {SIGINT, SIGTERM, SIGHUP, SIGUSR1};
 
 struct Child {
@@ -108,7 +107,8 @@ pid_t start_rank(const std::string& path, char* const* argv, const RankEnvironme
 
 class Supervisor {
  public:
-  Supervisor(std::vector<Child>& children, double time_limit_s) : children_(children), time_limit_s_(time_limit_s) {}
+  // `patience_s`: how long ranks may go on after another one has failed.
+  Supervisor(std::vector<Child>& children, double patience_s) : children_(children), patience_s_(patience_s) {}
 
   Exit run(const sigset_t& set) {
     while (std::any_of(children_.begin(), children_.end(), [](const Child& child) { return !child.ended; })) {
@@ -140,7 +140,7 @@ class Supervisor {
       // before it.
       const bool killed = WIFSIGNALED(child.status) && !killed_rest_;
       if (!first_ || (killed && !WIFSIGNALED(children_[*first_].status))) first_ = r;
-      if (!kill_at_) kill_at_ = deadline_in(time_limit_s_ + kGraceSeconds);
+      if (!kill_at_) kill_at_ = deadline_in(patience_s_);
     }
   }
 
@@ -169,7 +169,7 @@ class Supervisor {
   }
 
   std::vector<Child>& children_;
-  const double time_limit_s_;
+  const double patience_s_;
   std::optional<std::size_t> first_;  // rank that failed
   std::optional<Deadline> kill_at_;   // when the ranks that are left are killed
   bool killed_rest_ = false;
@@ -177,7 +177,7 @@ class Supervisor {
 
 }  // namespace
 
-Exit start_ranks(char* const* argv, std::int64_t count, double time_limit_s) {
+Exit start_ranks(char* const* argv, std::int64_t count, double time_limit_s, double grace_s) {
   const std::string path = own_path(), run = new_run_id(), local = "127.0.0.1";
   Socket listener = listen_at(local, 0);
   const std::string port = std::to_string(port_of(listener)), size = std::to_string(count);
@@ -203,7 +203,7 @@ Exit start_ranks(char* const* argv, std::int64_t count, double time_limit_s) {
     fail(Exit::environment, "--gpus: cannot start rank %zu: %s", r, std::strerror(error));
   }
   listener.close();
-  return Supervisor(children, time_limit_s).run(signals.set);
+  return Supervisor(children, time_limit_s + grace_s).run(signals.set);
 }
 
 int inherited_listener() {

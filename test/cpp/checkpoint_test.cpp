@@ -1020,9 +1020,10 @@ TEST_F(BackgroundSaveTest, WritesTheStateOfItsBeginningWhateverComesAfter) {
     const std::vector<float> expected = whole_state(*model_);
     writer_may_go = false;
     set_write_fault(wait_at_write);
-    saves.start(state, *model_);
-    make_state(9);          // training goes on
-    std::thread limit([] {  // a call that waits for the writer would wait for ever
+    TrainState current = state;
+    saves.start(current, *model_);
+    current = make_state(9);  // training goes on
+    std::thread limit([] {    // a call that waits for the writer would wait for ever
       for (int i = 0; i < 10000 && !writer_may_go; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       writer_may_go = true;
     });

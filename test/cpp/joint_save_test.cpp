@@ -250,26 +250,49 @@ TEST_F(JointSaveTest, NothingIsNamedBeforeAllRanksHaveSynced) {
   EXPECT_EQ(std::count(calls.begin(), named, "sync model.bin"), 1) << "and with its header, by the first rank";
 }
 
-// What a rank has written is changed by somebody else, before it is read back.
+// What a rank has written is changed by somebody else, before it is read back: the first or the last value of each rank that
+// has any.
 TEST_F(JointSaveTest, WhatDoesNotComeBackIsAnErrorThatNamesItsWriter) {
   static std::string damaged;
-  damaged = step_path("run", 3) + ".tmp/state.bin.tmp." + std::to_string(::getpid());
-  set_call_fault([](const char* call, const std::string& path) {
-    if (std::string(call) != "sync" || path != damaged) return true;
-    static std::atomic<int> synced;
-    if (++synced % 3 != 0) return true;  // the last one of the ranks
-    std::fstream file(damaged, std::ios::in | std::ios::out | std::ios::binary);
-    file.seekp(-3, std::ios::end);
-    file.put('\x55');
-    return true;
-  });
-  const Ranges ranges = {{{0, 100}}, {{100, 1000}}, {{1000, table_->arena_elements()}}};
-  for (const std::string& error : save_together("run", 3, ranges)) {
-    expect_contains(error, "what rank 2 has written did not come back");
-    expect_contains(error, "moment2." + table_->specs().back().name);
+  static std::uint64_t place;
+  static std::atomic<int> synced;
+  save_alone("alone", 3);
+  const TensorFile model = TensorFile::open(step_path("alone", 3) + "/model.bin", FileKind::model);
+  const TensorFile training = TensorFile::open(step_path("alone", 3) + "/state.bin", FileKind::training_state);
+  const TensorSpec &first = table_->specs().front(), &last = table_->specs().back();
+  const TensorSpec &before_cut = table_->specs()[3], &behind_cut = table_->specs()[4];
+  const Ranges ranges = {{{0, 100}}, {}, {{100, behind_cut.offset}}, {{behind_cut.offset, table_->arena_elements()}}};
+  struct Case {
+    int rank;
+    TensorRole role;
+    const TensorSpec& spec;
+    std::int64_t element;
+  };
+  for (const Case& one :
+       {Case{0, TensorRole::parameter, first, 0}, Case{0, TensorRole::moment2, first, 99},
+        Case{2, TensorRole::parameter, first, 100}, Case{2, TensorRole::moment2, before_cut, before_cut.elements - 1},
+        Case{3, TensorRole::parameter, behind_cut, 0}, Case{3, TensorRole::moment2, last, last.elements - 1}}) {
+    const std::string name = state_tensor_name(one.role, one.spec);
+    const TensorFile& file = one.role == TensorRole::parameter ? model : training;
+    damaged = step_path("run", 3) + ".tmp/" + fs::path(file.path()).filename().string() + ".tmp." +
+              std::to_string(::getpid());
+    place = file.at(name).offset + static_cast<std::uint64_t>(one.element) * sizeof(float);
+    synced = 0;
+    set_call_fault([](const char* call, const std::string& path) {
+      if (std::string(call) != "sync" || path != damaged || ++synced != 4) return true;  // the last one of the ranks
+      std::fstream bytes(damaged, std::ios::in | std::ios::out | std::ios::binary);
+      bytes.seekg(static_cast<std::streamoff>(place));
+      const int byte = bytes.get();
+      bytes.seekp(static_cast<std::streamoff>(place));
+      bytes.put(static_cast<char>(byte ^ 1));
+      return true;
+    });
+    for (const std::string& error : save_together("run", 3, ranges)) {
+      expect_contains(error, format(": %s: what rank %d has written did not come back", name.c_str(), one.rank));
+    }
+    for (const Exit code : codes_) EXPECT_EQ(code, Exit::bad_file);
+    EXPECT_FALSE(fs::exists(step_path("run", 3)));
   }
-  for (const Exit code : codes_) EXPECT_EQ(code, Exit::bad_file);
-  EXPECT_FALSE(fs::exists(step_path("run", 3)));
 }
 
 // The first one in the order of the file, in the words of a rank that saves alone, whoever has read it.

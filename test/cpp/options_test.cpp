@@ -392,16 +392,21 @@ TEST(InferOptionParser, LimitsAndDefaultsOfEachOption) {
   EXPECT_EQ(told_limits(InferOptionParser("1")), expected);
 }
 
+// What train_llama makes of options that are separated by spaces, started by itself or as one of `launched` ranks.
+TrainSettings train_settings(const std::string& options, std::int64_t launched = 1) {
+  std::istringstream text("train_llama " + options);
+  std::vector<std::string> words;
+  for (std::string word; text >> word;) words.push_back(word);
+  std::vector<const char*> arguments;
+  for (const std::string& word : words) arguments.push_back(word.c_str());
+  return parse_train_options(static_cast<int>(arguments.size()), arguments.data(), "1", launched).value();
+}
+
 // Warm-up and decay fit into the run, to the step, where one of them is given; the default warm-up may be longer than a short run.
 TEST(TrainOptionParser, TheScheduleFitsIntoTheRun) {
   const auto refusal = [](const std::string& options) -> std::string {
-    std::istringstream text("train_llama --config tiny --print-config " + options);
-    std::vector<std::string> words;
-    for (std::string word; text >> word;) words.push_back(word);
-    std::vector<const char*> arguments;
-    for (const std::string& word : words) arguments.push_back(word.c_str());
     try {
-      parse_train_options(static_cast<int>(arguments.size()), arguments.data(), "1");
+      train_settings("--config tiny --print-config " + options);
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), Exit::usage);
       return std::string(error.what());
@@ -425,6 +430,67 @@ TEST(TrainOptionParser, TheScheduleFitsIntoTheRun) {
     const std::string message = refusal(options);
     EXPECT_EQ(message.empty(), *words == '\0') << options << ": " << message;
     expect_contains(message, words);
+  }
+}
+
+// Defaults that follow other options, and that the user's own value replaces, also where it is the usual default.
+TEST(TrainOptionParser, DefaultsThatFollowOtherOptionsYieldToWhatIsGiven) {
+  const std::string eval = "--eval --model m --val v", train = "--config tiny --train t --out o";
+  const struct {
+    std::string options;
+    std::int64_t launched;
+    std::string name, value;
+  } cases[] = {
+      {eval, 1, "val-batches", "0"},
+      {eval + " --val-batches 3", 1, "val-batches", "3"},
+      {eval + " --val-batches 8", 1, "val-batches", "8"},
+      {eval + " --val-batches 0", 1, "val-batches", "0"},
+      {eval + " --val-batches 3", 2, "val-batches", "3"},
+      {train, 1, "val-batches", "8"},
+      {train + " --val-batches 3", 1, "val-batches", "3"},
+      {train + " --micro-batch 2 --seq-len 16", 1, "batch-tokens", "32"},
+      {train + " --micro-batch 2 --seq-len 16", 3, "batch-tokens", "96"},
+      {train + " --micro-batch 2 --seq-len 16 --virtual-ranks 4", 2, "batch-tokens", "128"},
+      {train + " --micro-batch 2 --seq-len 16 --batch-tokens 192", 3, "batch-tokens", "192"},
+      {train, 1, "virtual-ranks", "1"},
+      {train, 3, "virtual-ranks", "3"},
+      {train + " --gpus 3", 1, "virtual-ranks", "3"},
+      {train + " --virtual-ranks 6", 3, "virtual-ranks", "6"},
+      {train + " --virtual-ranks 6", 1, "virtual-ranks", "6"},
+      {train, 2, "sample-every", "100"},
+      {train + " --shard parameters", 1, "sample-every", "100"},
+      {train + " --shard parameters", 2, "sample-every", "0"},
+      {train + " --shard parameters --sample-every 7", 1, "sample-every", "7"},
+      {train + " --shard gradients --sample-every 7", 2, "sample-every", "7"},
+      {train + " --shard parameters --sample-every 0", 2, "sample-every", "0"},
+      {train, 1, "device", "auto"},
+      {train + " --gpus 1", 1, "device", "cuda"},
+  };
+  for (const auto& [options, launched, name, value] : cases) {
+    const auto effective = train_settings(options, launched).effective;
+    const std::pair<std::string, std::string> expected{name, value};
+    EXPECT_EQ(std::count(effective.begin(), effective.end(), expected), 1) << name << " of " << options;
+  }
+}
+
+// Those that share the work, and those of them that this process starts.
+TEST(TrainOptionParser, WhoStartsTheRanks) {
+  const std::string train = "--config tiny --train t --out o ";
+  const struct {
+    const char* options;
+    std::int64_t launched, ranks, starts;
+  } cases[] = {{"", 1, 1, 0},
+               {"", 3, 3, 0},
+               {"--gpus 1", 1, 1, 0},
+               {"--gpus 3", 1, 3, 3},
+               {"--gpus 3", 3, 3, 0},
+               {"--gpus 3 --dry-run", 1, 3, 0},
+               {"--gpus 3 --print-config", 1, 3, 0},
+               {"--debug-inject ranks@cpu=2", 1, 2, 2}};
+  for (const auto& [options, launched, ranks, starts] : cases) {
+    const TrainSettings settings = train_settings(train + options, launched);
+    EXPECT_EQ(settings.ranks, ranks) << options << " on " << launched;
+    EXPECT_EQ(settings.start_ranks, starts) << options << " on " << launched;
   }
 }
 

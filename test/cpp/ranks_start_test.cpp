@@ -48,6 +48,12 @@ constexpr const char* kPart = "WEFT_TEST_PART";
     std::this_thread::sleep_for(std::chrono::milliseconds(500));
     ::raise(SIGKILL);
   }
+  if (part == "left" && rank == "0") std::this_thread::sleep_for(std::chrono::minutes(1));  // until it is killed
+  if (part == "left" && rank == "1") ::_exit(static_cast<int>(Exit::bad_file));
+  if (part == "left") {  // later, and late enough that the supervisor then kills who is left
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    ::_exit(static_cast<int>(Exit::resources));
+  }
   ::_exit(0);
 }
 
@@ -195,32 +201,34 @@ TEST(FrameReader, AFrameThatClaimsMoreThanItsKindBringsIsNone) {
 
 // ---- the memory that a rank needs ----
 
-// With --eval each rank has all of a model, and the ranks of a machine share its memory.
+// With --eval each rank has all of a model, and the ranks of a machine share its memory, however many there are on others.
 TEST(TrainDevice, WhatEachRankHasAllOfIsPlannedAsThat) {
   TrainSettings settings;
   settings.device = "cpu";
   settings.precision = "fp32";
   settings.ranks = settings.virtual_ranks = 4;
   settings.shard = "parameters";
-  const RankTeam team(settings, LaunchedRank{"test", 0, 4, 0, 4, "127.0.0.1", 1, "", false});
-  const TrainDevice device(settings, team);
   ModelConfig config = preset_config("llama3.1-8b");
   config.num_layers = 500;  // fits nowhere
-  TrainOptions options;
-  options.seq_len = 16;
+  TrainOptions options, of_ranks;
+  options.seq_len = of_ranks.seq_len = 16;
+  of_ranks.virtual_ranks = 4;
   const std::uint64_t all = total_bytes(cpu::plan_llama(config, options));
-  EXPECT_EQ(total_bytes(device.plan(config, options, 0, Holds::all)), all);
-  options.virtual_ranks = 4;
-  const std::uint64_t part = total_bytes(cpu::plan_llama(config, options, 0, 4, Shard::parameters));
-  EXPECT_EQ(total_bytes(device.plan(config, options, 0)), part);
+  const std::uint64_t part = total_bytes(cpu::plan_llama(config, of_ranks, 0, 4, Shard::parameters));
   EXPECT_LT(part, all / 2);
-  const auto needs = [](std::uint64_t bytes) {
-    return "the plan needs " + human_bytes(4 * static_cast<double>(bytes)) + " of memory";
-  };
-  expect_contains(error_of(Exit::resources, [&] { device.check_memory(config, options, 1, 0); }), needs(part));
-  options.virtual_ranks = 1;
-  expect_contains(error_of(Exit::resources, [&] { device.check_memory(config, options, 1, 0, Holds::all); }),
-                  needs(all));
+  for (const std::int64_t of_machine : {4, 2, 1}) {
+    const RankTeam team(settings, LaunchedRank{"test", 0, 4, 0, of_machine, "127.0.0.1", 1, "", false});
+    const TrainDevice device(settings, team);
+    EXPECT_EQ(total_bytes(device.plan(config, options, 0, Holds::all)), all);
+    EXPECT_EQ(total_bytes(device.plan(config, of_ranks, 0)), part);
+    const auto needs = [&](std::uint64_t bytes) {
+      return "the plan needs " + human_bytes(static_cast<double>(of_machine) * static_cast<double>(bytes)) +
+             " of memory";
+    };
+    expect_contains(error_of(Exit::resources, [&] { device.check_memory(config, of_ranks, 1, 0); }), needs(part));
+    expect_contains(error_of(Exit::resources, [&] { device.check_memory(config, options, 1, 0, Holds::all); }),
+                    needs(all));
+  }
 }
 
 // By its ranks, however many there are on others.
@@ -478,12 +486,12 @@ struct Started {
   Exit code;
   std::string log;
 };
-Started start_three(const char* part) {
+Started start_three(const char* part, double time_limit_s = 20, double grace_s = kGraceSeconds) {
   ::setenv(kPart, part, 1);
   char program[] = "unit_tests";
   char* const argv[] = {program, nullptr};
   testing::internal::CaptureStderr();
-  const Exit code = start_ranks(argv, 3, 20);
+  const Exit code = start_ranks(argv, 3, time_limit_s, grace_s);
   ::unsetenv(kPart);
   return {code, testing::internal::GetCapturedStderr()};
 }
@@ -493,6 +501,14 @@ TEST(StartRanks, ARankThatIsKilledIsTheReasonWhoeverEndsFirst) {
   const auto [code, log] = start_three("killed");
   EXPECT_EQ(code, Exit::environment);
   expect_contains(log, "rank 2 was killed by signal 9 (Killed)");
+}
+
+// Who is left is killed by this process: the reason is still the rank that failed first, and not one that failed later.
+TEST(StartRanks, ARankThatIsKilledBecauseItIsLeftIsNotTheReason) {
+  const auto [code, log] = start_three("left", 0.02, 0.03);
+  EXPECT_EQ(code, Exit::bad_file) << log;
+  expect_contains(log, "rank 0 does not end: it is killed");
+  expect_contains(log, "rank 1 ended first, with exit code 3");
 }
 
 // What the user's environment says of a meeting point is that of other runs.

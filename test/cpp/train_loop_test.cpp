@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <csignal>
@@ -20,8 +21,10 @@
 #include "llmc/base/log.h"
 #include "llmc/base/philox.h"
 #include "llmc/base/signals.h"
+#include "llmc/comm/thread_ranks.h"
 #include "llmc/model/compare.h"
 #include "llmc/train/bench.h"
+#include "llmc/train/evaluate.h"
 #include "llmc/train/sample.h"
 #include "test/cpp/train_tools.h"
 
@@ -398,6 +401,46 @@ TEST_F(TrainLoopTest, RowsOfAMeasurementAreSpreadOverWindowsOfAnyNumber) {
 }
 
 // With --keep-best each new lowest loss is saved, and the newest of these stays beside the newest checkpoints.
+// The tokens that --eval claims are those that it has measured, however many it was asked for and however many ranks measure.
+TEST_F(TrainLoopTest, EvalCountsTheTokensThatItMeasures) {
+  TrainInputs inputs;
+  inputs.config = micro_config();
+  inputs.val.emplace(temporary_.file("train_*.bin"), settings_.seq_len);
+  const auto windows = static_cast<std::int64_t>(inputs.val->windows());
+  const auto evaluated = [&](int ranks) {
+    std::atomic<std::int64_t> measured{0};
+    testing::internal::CaptureStdout();
+    run_thread_ranks(ranks, 20, [&](Communicator& all) {
+      const std::unique_ptr<TrainModel> inner = micro_model(settings_);
+      HookedModel model(*inner);
+      model.after_evaluate = [&](double&, std::int64_t count) { measured += count; };
+      EXPECT_EQ(evaluate(model, settings_, inputs, all), Exit::ok);
+    });
+    return std::pair(testing::internal::GetCapturedStdout(), measured.load());
+  };
+  settings_.json = true;
+  for (const std::int64_t micro_batch : {5, 4}) {  // a last micro-batch with one row, and a full one
+    settings_.micro_batch = micro_batch;
+    const std::int64_t batches = (windows + micro_batch - 1) / micro_batch;
+    EXPECT_EQ(windows - (batches - 1) * micro_batch, micro_batch == 5 ? 1 : 4);
+    std::string all;
+    for (const std::int64_t asked : {std::int64_t{0}, std::int64_t{1}, batches - 1, batches, batches + 1, kMaxSteps}) {
+      settings_.val_batches = asked;
+      const std::int64_t expected = asked == 0 ? windows : std::min(asked * micro_batch, windows);
+      const auto [text, measured] = evaluated(1);
+      EXPECT_EQ(measured, expected * settings_.seq_len) << asked;
+      EXPECT_EQ(Json::parse(text)["tokens"].get<std::int64_t>(), measured) << asked;
+      if (asked == 0) all = text;
+      if (expected == windows) {
+        EXPECT_EQ(text, all) << asked;
+      }
+      EXPECT_EQ(evaluated(3), std::pair(text, measured)) << asked;
+    }
+  }
+  settings_.json = false;
+  expect_contains(evaluated(1).first, format("  %lld tokens in windows of 8\n", static_cast<long long>(windows * 8)));
+}
+
 TEST_F(TrainLoopTest, TheCheckpointWithTheLowestValidationLossIsKept) {
   const std::map<std::int64_t, double> losses = {{2, 5.0}, {4, 3.0}, {6, 4.0}, {8, 4.5}, {10, 3.5}};
   with_validation_ = true;

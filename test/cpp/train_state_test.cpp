@@ -6,11 +6,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <filesystem>
 #include <functional>
 #include <map>
 #include <set>
+#include <thread>
 
 #include "llmc/base/error_from.h"
 #include "llmc/base/philox.h"
@@ -169,18 +171,24 @@ TEST_F(StateTest, EachMemberComesBackFromACheckpoint) {
   }
 }
 
+struct Fp8Model final : HookedModel {
+  using HookedModel::HookedModel;
+  std::vector<float> history;
+  std::vector<float> fp8_state() const override {
+    HookedModel::fp8_state();
+    return history;
+  }
+  void set_fp8_state(std::span<const float> state) override { history.assign(state.begin(), state.end()); }
+};
+std::vector<float> history_of(std::int64_t step) {
+  const std::int64_t count = kFp8History * Fp8Slots{micro_config().num_layers}.count();
+  return std::vector<float>(static_cast<std::size_t>(count), static_cast<float>(step));
+}
+
 // What scales of fp8 depend on is of the moment of each save, and comes back with the rest.
 TEST_F(StateTest, TheHistoryOfScalesIsThatOfItsSave) {
-  struct Fp8Model final : HookedModel {
-    using HookedModel::HookedModel;
-    std::vector<float> history;
-    std::vector<float> fp8_state() const override { return history; }
-    void set_fp8_state(std::span<const float> state) override { history.assign(state.begin(), state.end()); }
-  };
   settings_.precision = "fp8";
   Fp8Model model(*model_);
-  const auto count = static_cast<std::size_t>(kFp8History * Fp8Slots{micro_config().num_layers}.count());
-  const auto history_of = [&](std::int64_t step) { return std::vector<float>(count, static_cast<float>(step)); };
   const RunDirectory directory(temporary_.file("run"));
   CheckpointKeeper keeper(directory, identity(), 100);
   BackgroundSave background(keeper, model.make_state_copy()), waiting(keeper, nullptr);
@@ -378,6 +386,29 @@ TEST_P(SavingTest, BehindAValueThatIsNotFiniteASaveIsThatOfFreshObjects) {
     save(some_state(step + 1));
     EXPECT_EQ(files("run", step + 1), fresh(step + 1));
   }
+}
+
+// Training goes on meanwhile: whatever a save needs of the model it has copied before.
+TEST_P(SavingTest, OnlyTheTrainingThreadUsesTheModel) {
+  const std::unique_ptr<TrainModel> inner = std::move(model_);
+  auto model = std::make_unique<Fp8Model>(*inner);
+  if (GetParam() != std::string("Joint")) {  // ranks have no fp8
+    settings_.precision = "fp8";
+    model->history = history_of(1);
+  }
+  std::atomic<int> elsewhere{0};
+  model->before_call = [&, training = std::this_thread::get_id()] {
+    if (std::this_thread::get_id() != training) ++elsewhere;
+  };
+  model_ = std::move(model);
+  const RunDirectory directory(temporary_.file("run"));
+  CheckpointKeeper keeper(directory, identity(), 2);
+  const auto save = saver(keeper);
+  for (const std::int64_t step : {80, 81}) {
+    fill(step);
+    EXPECT_EQ(save(some_state(step)), step_path("run", step));
+  }
+  EXPECT_EQ(elsewhere, 0);
 }
 
 // ---- what is kept ----

@@ -156,6 +156,7 @@ class HookedCopy final : public StateCopy {
 class HookedModel : public TrainModel {
  public:
   explicit HookedModel(TrainModel& inner) : inner_(inner) {}
+  std::function<void()> before_call;  // of each function, on the thread that calls it
   std::function<void(std::uint64_t micro_step)> before_forward;
   std::function<void(StepStatistics&)> after_statistics;
   std::function<void(const AdamWStep&)> before_update;
@@ -164,45 +165,51 @@ class HookedModel : public TrainModel {
   std::function<void()>
       before_copy_read;  // of a copy that make_own_copy() makes from then on; by the thread that saves
 
-  const ModelConfig& config() const override { return inner_.config(); }
-  const TensorTable& table() const override { return inner_.table(); }
-  std::vector<MemoryLine> memory() const override { return inner_.memory(); }
+  const ModelConfig& config() const override { return inner().config(); }
+  const TensorTable& table() const override { return inner().table(); }
+  std::vector<MemoryLine> memory() const override { return inner().memory(); }
   void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) override {
     if (before_forward) before_forward(micro_step);
-    inner_.forward(batch, micro_step, loss_scale);
+    inner().forward(batch, micro_step, loss_scale);
   }
-  void backward() override { inner_.backward(); }
-  void zero_gradients() override { inner_.zero_gradients(); }
+  void backward() override { inner().backward(); }
+  void zero_gradients() override { inner().zero_gradients(); }
   StepStatistics statistics() override {
-    StepStatistics statistics = inner_.statistics();
+    StepStatistics statistics = inner().statistics();
     if (after_statistics) after_statistics(statistics);
     return statistics;
   }
   void update(const AdamWStep& step) override {
     if (before_update) before_update(step);
-    inner_.update(step);
+    inner().update(step);
   }
   double evaluate(const Batch& batch, std::int64_t* label_count) override {
     if (before_evaluate) before_evaluate(batch);
-    double loss_sum = inner_.evaluate(batch, label_count);
+    double loss_sum = inner().evaluate(batch, label_count);
     if (after_evaluate) after_evaluate(loss_sum, *label_count);
     return loss_sum;
   }
-  bool evaluates_together() const override { return inner_.evaluates_together(); }
+  bool evaluates_together() const override { return inner().evaluates_together(); }
   void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override {
-    inner_.read_tensor(role, spec, values);
+    inner().read_tensor(role, spec, values);
   }
   void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override {
-    inner_.write_tensor(role, spec, values);
+    inner().write_tensor(role, spec, values);
   }
-  std::vector<float> activation(const std::string& name) override { return inner_.activation(name); }
-  std::vector<float> fp8_state() const override { return inner_.fp8_state(); }
-  void set_fp8_state(std::span<const float> state) override { inner_.set_fp8_state(state); }
-  std::vector<Range> own_elements() const override { return inner_.own_elements(); }
+  std::vector<float> activation(const std::string& name) override { return inner().activation(name); }
+  std::vector<float> fp8_state() const override { return inner().fp8_state(); }
+  void set_fp8_state(std::span<const float> state) override { inner().set_fp8_state(state); }
+  std::vector<Range> own_elements() const override { return inner().own_elements(); }
   std::unique_ptr<StateCopy> make_own_copy() override {
-    return std::make_unique<HookedCopy>(inner_.make_own_copy(), before_copy_read);
+    return std::make_unique<HookedCopy>(inner().make_own_copy(), before_copy_read);
   }
-  std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override { return inner_.decoder(capacity); }
+  std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override { return inner().decoder(capacity); }
+
+ protected:
+  TrainModel& inner() const {
+    if (before_call) before_call();
+    return inner_;
+  }
 
  private:
   TrainModel& inner_;

@@ -4,7 +4,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
@@ -202,6 +204,24 @@ TEST(InParallel, TheErrorIsThatOfTheFirstPiece) {
               "piece 10");
     EXPECT_LT(begun, 1000);
   }
+}
+
+// Three pieces at work at once fail one after the other, in each order: the error is never that of whichever came last.
+TEST(InParallel, TheErrorIsThatOfTheFirstPieceWhateverFailsLast) {
+  std::size_t order[] = {0, 1, 2};  // when each piece fails
+  do {
+    std::atomic<std::size_t> there{0}, failing{0};
+    const auto work = [&](std::size_t i) {
+      ++there;
+      while (there < 3 || failing != order[i]) std::this_thread::yield();
+      // The error of the piece before has been caught by the end of this.
+      if (order[i] > 0) std::this_thread::sleep_for(std::chrono::milliseconds(3));
+      ++failing;
+      fail(Exit::bad_file, "piece %zu", i);
+    };
+    EXPECT_EQ(error_of(Exit::bad_file, [&] { in_parallel(3, 3, work); }), "piece 0")
+        << order[0] << order[1] << order[2];
+  } while (std::next_permutation(std::begin(order), std::end(order)));
 }
 
 // The calling thread does alone what no other thread can be started for.
