@@ -2,17 +2,20 @@
 // they are. Without its wait each of these reads too early: the update that must not overtake the background copy of the
 // state, a sample that must not overtake the update, the sort of the tokens and the embedding's gradient, uploads of tokens that reuse a page-locked slot, MLP-up beside
 // attention in a prompt, the pieces of a model file on their way to the GPU, and the description of an inference step, whose
-// page-locked memory the step after the next uses again.
+// page-locked memory the step after the next uses again. And a tensor that is written while the copy engine is busy.
 #include <gtest/gtest.h>
 
 #include <cstring>
 
 #include "llmc/cuda/llama/llama.h"
+#include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/fork.h"
+#include "llmc/cuda/runtime/stream.h"
 #include "llmc/cuda/transformer/inference.h"
 #include "llmc/cuda/transformer/neox.h"
 #include "llmc/model/single_sequence.h"
 #include "test/cpp/whole_model_checks.h"
+#include "test/gpu/device_buffer.h"
 #include "test/gpu/neox_models.h"
 
 namespace weft {
@@ -97,6 +100,43 @@ TEST(StreamOrder, TrainingWithDelays) {
       EXPECT_TRUE(same_bits(train(graph, precision), expected)) << "the second stream late";
     }
   }
+}
+
+// While other copies keep the copy engine busy, the values of a tensor arrive late: the next pass has to wait for them.
+TEST(StreamOrder, APassWaitsForTheTensorThatWasWrittenBefore) {
+  TrainOptions options;
+  options.micro_batch = 2;
+  options.seq_len = 37;
+  options.precision = Precision::fp32;
+  ModelConfig config = test::small_llama();
+  config.vocab_size = config.tokenizer_vocab = 20'003;
+  const auto model = cuda::make_llama(config, options);
+  test::randomize_parameters(*model);
+  const test::TokenBatch text = test::random_tokens(config, 2 * 37, 1);
+  const TensorSpec& head = model->table().at("lm_head.weight");
+  const test::Floats values[] = {test::random_floats(head.elements, 1, 0.1f),
+                                 test::random_floats(head.elements, 2, 0.1f)};
+  const auto loss_with = [&](const test::Floats& of_head, bool wait) {
+    model->write_tensor(TensorRole::parameter, head, of_head.data());
+    if (wait) cuda::check(cudaDeviceSynchronize(), "test");
+    std::int64_t labels = 0;
+    return model->evaluate(text.batch(), &labels);
+  };
+  const double expected[] = {loss_with(values[0], true), loss_with(values[1], true)};
+  EXPECT_NE(expected[0], expected[1]);
+
+  constexpr std::size_t kBytes = 256 << 20;
+  const cuda::PinnedBuffer source(kBytes);
+  const test::DeviceBuffer<std::byte> target(kBytes);
+  const cuda::Stream busy;
+  for (int i = 0; i < 20; ++i) {
+    for (int k = 0; k < 2; ++k) {
+      cuda::check(cudaMemcpyAsync(target.data(), source.at<std::byte>(0), kBytes, cudaMemcpyHostToDevice, busy),
+                  "test");
+    }
+    EXPECT_EQ(loss_with(values[i % 2], false), expected[i % 2]) << i;
+  }
+  busy.synchronize("test");
 }
 
 test::Floats prompt_logits(const std::string& path, std::int64_t ids) {

@@ -275,6 +275,7 @@ class Llama final : public TrainModel {
   }
   void read_piece(TensorRole role, const Piece& piece, float* values);
   void write_piece(TensorRole role, const Piece& piece, const float* values);
+  void write_values(std::byte* to, const void* values, std::size_t bytes);
   std::byte* address_of(TensorRole role, const Piece& piece) const;
 
   const ModelConfig config_;

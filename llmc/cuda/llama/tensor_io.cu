@@ -96,6 +96,14 @@ void Llama<S>::write_tensor(TensorRole role, const TensorSpec& named, const floa
   }
 }
 
+// In the model's own stream: cudaMemcpy from pageable memory returns when the values have left `values`, and the next
+// step would not wait for their arrival (CUDA Runtime API, "API synchronization behavior").
+template <typename S>
+void Llama<S>::write_values(std::byte* to, const void* values, std::size_t bytes) {
+  check(cudaMemcpyAsync(to, values, bytes, cudaMemcpyHostToDevice, stream_), "writing a tensor");
+  stream_.synchronize("writing a tensor");
+}
+
 // piece.state is negative for a parameter whose low half another rank has.
 template <typename S>
 void Llama<S>::write_piece(TensorRole role, const Piece& piece, const float* values) {
@@ -103,14 +111,10 @@ void Llama<S>::write_piece(TensorRole role, const Piece& piece, const float* val
   if (is_moment(role) && options_.moments == Precision::bf16) {  // exact for values from read_tensor()
     std::vector<std::uint16_t> stored(count);
     convert_from_f32(values, DType::bf16, stored.data(), count);
-    check(cudaMemcpy(address_of(role, piece), stored.data(), count * sizeof(std::uint16_t), cudaMemcpyHostToDevice),
-          "writing a tensor");
-    return;
+    return write_values(address_of(role, piece), stored.data(), count * sizeof(std::uint16_t));
   }
   if (role != TensorRole::parameter || !kSplitMaster<S>) {
-    check(cudaMemcpy(address_of(role, piece), values, count * sizeof(float), cudaMemcpyHostToDevice),
-          "writing a tensor");
-    return;
+    return write_values(address_of(role, piece), values, count * sizeof(float));
   }
   // Masters are split into halves on the GPU, kMasters at a time.
   constexpr std::int64_t kMasters = 4 << 20;
