@@ -119,6 +119,17 @@ Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, c
   };
   upload(memory_.matrices, memory_.matrix_list);
   upload(memory_.others, memory_.other_list);
+
+  const AdamWMatrix& last = memory_.matrix_list.back();
+  update_ = {memory_.matrices,
+             static_cast<std::int64_t>(memory_.matrix_list.size()),
+             last.first_tile + adamw_tiles(last.rows, last.columns),
+             0,
+             memory_.others,
+             static_cast<std::int64_t>(memory_.other_list.size()),
+             0};
+  for (const AdamWMatrix& matrix : memory_.matrix_list) update_.elements += matrix.rows * matrix.columns;
+  for (const AdamWBlock& block : memory_.other_list) update_.other_elements += block.count;
 }
 
 // ---- rounding -------------------------------------------------------------------------------------------------------
@@ -302,20 +313,10 @@ void Fp8Linears::end_step() {
   weights_stale_ = true;
 }
 
-Fp8Linears::Update Fp8Linears::begin_update() {
+const Fp8Linears::Update& Fp8Linears::begin_update() {
   clear_weight_tallies();
   weights_stale_ = false;
-  const AdamWMatrix& last = memory_.matrix_list.back();
-  std::int64_t elements = 0, other_elements = 0;
-  for (const AdamWBlock& block : memory_.other_list) other_elements += block.count;
-  for (const AdamWMatrix& matrix : memory_.matrix_list) elements += matrix.rows * matrix.columns;
-  return {memory_.matrices,
-          static_cast<std::int64_t>(memory_.matrix_list.size()),
-          last.first_tile + adamw_tiles(last.rows, last.columns),
-          elements,
-          memory_.others,
-          static_cast<std::int64_t>(memory_.other_list.size()),
-          other_elements};
+  return update_;
 }
 
 // The page-locked buffer may be overwritten: statistics() has synchronised the stream since the last upload, and so has

@@ -111,7 +111,7 @@ class Fp8Linears {
     const AdamWBlock* others;
     std::int64_t other_count, other_elements;
   };
-  Update begin_update();
+  const Update& begin_update();
   void weights_replaced();  // weights were loaded from elsewhere: the history of their magnitudes is void
   std::vector<float> state() const { return scales_.state(); }
   void set_state(std::span<const float> state);
@@ -145,6 +145,7 @@ class Fp8Linears {
   Fp8Memory memory_;
   DeviceArena arena_;
   PinnedBuffer results_, upload_;  // tallies; scales and their inverses
+  Update update_{};
   std::int64_t micro_batches_ = 0;
   bool weights_stale_ = true;
 };

@@ -291,7 +291,7 @@ void Llama<S>::update_listed(const AdamWBlock* blocks, std::int64_t count, std::
 template <typename S>
 void Llama<S>::update_and_round(const AdamWStep& step) {
   if constexpr (kSplitMaster<S>) {
-    const Fp8Linears::Update work = fp8_->begin_update();
+    const Fp8Linears::Update& work = fp8_->begin_update();
     clock_.run("adamw, quantise", 0, static_cast<double>(work.elements) * (update_bytes() + 2), [&] {
       with_moments([&](auto* moment1, auto* moment2, auto... seed) {
         adamw_fp8(own_parameters().template at<bf16>(0), low_arena_.at<std::int16_t>(0), gradients(), moment1, moment2,
