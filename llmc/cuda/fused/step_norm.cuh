@@ -32,8 +32,7 @@ template <typename S, int kRows>
 struct StepNorm {
   using Consumer = StepConsumer<S, kRows>;
   using Operand = typename Consumer::Operand;
-  static constexpr int kPieces = 2 * kWarpTiles;  // piece i is in tile i / 2, half i % 2
-  static constexpr int kWatched = 1;              // 16-byte values of row 0 that a lane watches, at most 2
+  static constexpr int kPieces = 2 * kWarpTiles;  // piece k is in tile k / 2, half k % 2
 
   Consumer& k;
   float x[kPieces * kLaneElements];
@@ -52,20 +51,8 @@ struct StepNorm {
       widen<S>(packed, x + i * kLaneElements);
     }
   }
-  // From p.x. A block writes an element of all rows with one store of a warp. So parts of row 0 are watched first, and when
-  // they are here, the others usually are, too: readers that poll stand in the way of writers. Then polls until all
-  // values have the tag of the layer before, and repeats only the loads of those that do not.
+  // From p.x: polls until all values have the tag of the layer before, and repeats only the loads of those that do not.
   __device__ __forceinline__ void load_tagged() {
-    const TaggedValue* watched = opaque(k.p.x + exchange_place(0, k.warp_k * kWarpElements) + k.lane * 4);
-    const bool watches = (k.warp_k * kWarpSize + k.lane) * kLaneElements < k.p.C;
-    k.c.wait_for([&] {
-      bool here = true;
-#pragma unroll
-      for (int i = 0; i < kWatched; ++i) {
-        here &= !watches || all_tagged(load_relaxed_x4(watched + i * (kWarpElements / 2)), k.step);
-      }
-      return here;
-    });
     constexpr int kLoads = 2 * kPieces;
     uint4 values[kLoads] = {};
     unsigned missing = 0;
