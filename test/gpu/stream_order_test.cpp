@@ -109,6 +109,7 @@ TEST(StreamOrder, APassWaitsForTheTensorThatWasWrittenBefore) {
   options.seq_len = 37;
   options.precision = Precision::fp32;
   ModelConfig config = test::small_llama();
+  config.tied_embeddings = false;
   config.vocab_size = config.tokenizer_vocab = 20'003;
   const auto model = cuda::make_llama(config, options);
   test::randomize_parameters(*model);
