@@ -8,6 +8,8 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "test/cpp/http_client.h"
 #include "test/cpp/test_files.h"
@@ -378,6 +380,46 @@ TEST(Http, ALimitThatIsLiftedAsItRunsOutClosesNothing) {
   EXPECT_TRUE(eventually([&] { return busy.load(); }));
   client.send(text.substr(text.size() - 1));
   EXPECT_NE(client.receive("[body]").find("POST /x [body]"), std::string::npos);
+}
+
+// A handler may take longer than its client has for the request, whether the request has a body, whether the answer is a
+// stream, and again on the same connection.
+TEST(Http, TheLimitOfARequestEndsWithTheRequest) {
+  HttpLimits limits = quick_limits();
+  limits.read_seconds = 0.05;
+  std::mutex mutex;
+  std::vector<std::shared_ptr<HttpExchange>> asked;  // guarded by mutex
+  Running running(
+      [&](const std::shared_ptr<HttpExchange>& exchange) {
+        if (exchange->request().path == "/stream") exchange->begin_stream("text/plain");
+        const std::lock_guard lock(mutex);
+        asked.push_back(exchange);
+      },
+      limits);
+  const std::string requests[] = {kGet, post("body"), "GET /stream HTTP/1.1\r\nHost: a\r\n\r\n"};
+  const Client clients[3] = {Client(running.server.port()), Client(running.server.port()),
+                             Client(running.server.port())};
+  for (int round = 0; round < 2; ++round) {
+    for (int i = 0; i < 3; ++i) clients[i].send(requests[i]);
+    ASSERT_TRUE(eventually([&] {
+      const std::lock_guard lock(mutex);
+      return asked.size() == 3;
+    }));
+    std::this_thread::sleep_for(milliseconds(120));
+    for (const std::shared_ptr<HttpExchange>& exchange : asked) {
+      if (exchange->request().path != "/stream") {
+        echo(exchange);
+        continue;
+      }
+      exchange->send("[streamed]");
+      exchange->end_stream();
+    }
+    asked.clear();
+    for (const auto& [client, end] :
+         {std::pair(0, "/hello []"), std::pair(1, "/x [body]"), std::pair(2, "0\r\n\r\n")}) {
+      EXPECT_TRUE(clients[client].receive(end).ends_with(end)) << round << " " << requests[client];
+    }
+  }
 }
 
 // A client that goes away while its request is being answered.
