@@ -751,6 +751,26 @@ CPU = [
     Mutant("a client that leaves goes on using its pages", "llmc/serve/server.cpp",
            "    answer->exchange->on_gone([this, answer] { cancel(*answer); });\n", "",
            ("py:test_serve.py::test_a_client_that_leaves_frees_its_pages",)),
+    Mutant("--write-seconds is not that of the server", "infer_pythia.cu",
+           "  options.http.write_seconds = s.write_seconds;\n", "",
+           ("py:test_serve.py::test_a_client_that_takes_nothing_is_closed_in_time",)),
+    Mutant("one body may be longer than all together", "infer_pythia.cu",
+           "  options.http.all_body_bytes = std::max(options.http.all_body_bytes, 4 * options.http.body_bytes);\n", "",
+           ("py:test_serve.py::test_the_body_is_limited_as_asked_for",)),
+    Mutant("the server has memory for sequences that were not asked for", "infer_pythia.cu", """\
+  const std::unique_ptr<InferenceModel> model = s.load_inference(settings.kv_bytes, settings.max_running);
+  const std::unique_ptr<InferenceModel> draft = s.load_draft(*model);
+  const EngineOptions options =""", """\
+  const std::unique_ptr<InferenceModel> model = s.load_inference(settings.kv_bytes, kMostRunning);
+  const std::unique_ptr<InferenceModel> draft = s.load_draft(*model);
+  const EngineOptions options =""", ("py:test_serve.py::test_what_the_engine_was_asked_for_reaches_it",)),
+    Mutant("the server drafts nothing", "infer_pythia.cu",
+           "engine_options(settings, *model, s.draft_options(draft.get()));\n  Engine engine(",
+           "engine_options(settings, *model);\n  Engine engine(",
+           ("py:test_serve.py::test_what_the_engine_was_asked_for_reaches_it",)),
+    Mutant("names of special tokens are text to the server", "infer_pythia.cu",
+           "s.config(), s.tokenizer(), s.special());", "s.config(), s.tokenizer(), Tokenizer::Special::text);",
+           ("py:test_serve.py::test_what_the_engine_was_asked_for_reaches_it",)),
     Mutant("a stream without a limit of what waits for its client", "llmc/serve/http.cpp",
            "  if (queued_bytes_ > server_.limits.backlog_bytes) {", "  if (queued_bytes_ > 1'000'000'000) {",
            unit("Http.ASlowReader*")),
