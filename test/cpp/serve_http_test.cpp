@@ -582,15 +582,35 @@ TEST(Http, AClientThatTakesNothingIsClosedInTime) {
   HttpLimits limits = quick_limits();
   limits.write_seconds = 0.2;
   limits.socket_buffer_bytes = 10'000;
-  std::atomic<bool> gone{false};
+  std::atomic<int> asked{0}, gone{0};
   Running running(
       [&](const std::shared_ptr<HttpExchange>& exchange) {
-        exchange->respond({200, "text/plain", std::string(50'000'000, 'x'), {}});
+        ++asked;
+        const std::string text(50'000'000, 'x');
+        if (exchange->request().path != "/stream") return exchange->respond({200, "text/plain", text, {}});
+        exchange->on_gone([&] { ++gone; });
+        exchange->begin_stream("text/plain");
+        exchange->send(text);  // and no end
       },
       limits);
-  const Client slow(running.server.port(), 5000);
-  slow.send(kGet);
-  ASSERT_TRUE(eventually([&] { return running.server.counters().connections == 1; }));
+  const Client whole(running.server.port(), 5000), stream(running.server.port(), 5000);
+  whole.send(kGet);
+  stream.send("GET /stream HTTP/1.1\r\nHost: a\r\n\r\n");
+  ASSERT_TRUE(eventually([&] { return asked == 2; }));
+  EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 0; }));
+  EXPECT_EQ(gone, 1);
+}
+
+// The last answer of a connection is written, and the server waits for the client to close it: not for ever.
+TEST(Http, AClientThatDoesNotCloseIsClosedInTime) {
+  HttpLimits limits = quick_limits();
+  limits.linger_seconds = 0.1;
+  Running running(echo, limits);
+  const Client last(running.server.port()), refused(running.server.port());
+  last.send(kLastGet);
+  EXPECT_TRUE(last.receive().ends_with("GET /last []"));
+  refused.send("no HTTP\r\n\r\n");
+  EXPECT_NE(refused.receive().find("HTTP/1.1 400 "), std::string::npos);
   EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 0; }));
 }
 
