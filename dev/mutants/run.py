@@ -218,29 +218,38 @@ def check() -> int:
     return 2 if problems else 0
 
 
+def object_of(file: str) -> Path | None:
+    """What is compiled from a source file; None for others, such as a header, which is in many objects."""
+    if not file.endswith((".cpp", ".cu")):
+        return None
+    return OUT / Path(file).with_suffix(".main.o" if Path(file).stem in PROGRAMS else ".o")
+
+
 class Planted:
     """A bug in the copy, with its object file, for the time of a `with`."""
 
     def __init__(self, mutant: Mutant):
         self.source = TREE / mutant.file
-        self.object = OUT / Path(mutant.file).with_suffix(".o")
+        self.object = object_of(mutant.file)
+        self.kept = self.object.with_suffix(".kept") if self.object is not None and self.object.exists() else None
         self.mutant = mutant
 
     def __enter__(self) -> None:
         self.text = self.source.read_text()
         self.time = self.source.stat().st_mtime
-        if self.object.exists():
-            self.object.rename(self.object.with_suffix(".kept"))
+        if self.object is not None and self.kept is not None:
+            self.object.rename(self.kept)
         self.source.write_text(self.text.replace(self.mutant.old, self.mutant.new))
 
     def __exit__(self, *_: object) -> None:
-        """As it was: the object with its time, and nothing linked from the one with the bug."""
+        """As it was: the object with its time, and nothing linked from the one with the bug. A header keeps the time of now,
+        so that the objects that were made from the one with the bug are made again."""
         self.source.write_text(self.text)
-        os.utime(self.source, (self.time, self.time))
-        kept = self.object.with_suffix(".kept")
-        if not kept.exists():
+        if self.kept is not None or self.source.suffix == ".py":  # Python's cache goes by time and size
+            os.utime(self.source, (self.time, self.time))
+        if self.object is None or self.kept is None:
             return
-        kept.replace(self.object)
+        self.kept.replace(self.object)
         for name in LINKED:
             (OUT / name).unlink(missing_ok=True)
 

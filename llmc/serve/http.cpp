@@ -43,7 +43,6 @@ constexpr std::size_t kReadBytes = 16 << 10;       // asked of the socket at onc
 constexpr std::size_t kPipelinedBytes = 64 << 10;  // of later requests, read while one is being answered
 constexpr std::size_t kBufferBytes = 128 << 10;    // of a connection: also the longest line between two chunks
 constexpr std::size_t kBuffersAtOnce = 64;         // pieces of the queue in one write
-constexpr double kLingerSeconds = 2;               // for a client to read an error before the connection is closed
 constexpr auto kAcceptPause = std::chrono::milliseconds(100);  // after a failed accept, such as no free descriptor
 
 const char* reason(int status) {
@@ -518,7 +517,7 @@ void Connection::on_flushed() {
   error_code ignored;
   socket_.shutdown(tcp::socket::shutdown_send, ignored);
   phase_ = Phase::lingering;
-  limit_reading(kLingerSeconds);
+  limit_reading(server_.limits.linger_seconds);
   buffer_.consume(reads_ ? 0 : buffer_.size());
   read_some();
 }

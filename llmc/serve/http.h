@@ -31,6 +31,7 @@ struct HttpLimits {
   double read_seconds = 30;                     // from the first byte of a request to its last
   double idle_seconds = 60;                     // between requests
   double write_seconds = 30;                    // without the client taking any byte
+  double linger_seconds = 2;                    // for a client to read the last answer and close the connection
   int workers = 2;
 };
 

@@ -10,8 +10,12 @@
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
+#include <memory>
+#include <new>
 #include <random>
+#include <stdexcept>
 #include <thread>
 
 #include "llmc/app/train_device.h"
@@ -245,6 +249,57 @@ TEST(RankTeam, TheCoresOfAMachineAreDividedByItsRanks) {
   EXPECT_EQ(threads(0, 16, 16), 1);
   EXPECT_EQ(threads(0, 8, 1), 0) << "all";
   EXPECT_EQ(threads(5, 8, 2), 5);
+}
+
+// ---- what ends the work of all ----
+
+// Rank 1 waits on both of its connections, as its loop does on one and a save in the background on the other: whatever
+// ends the work of rank 0 ends both waits, with the reason.
+TEST(RankTeam, AnErrorEndsTheCallsOfTheLoopAndOfTheSave) {
+  constexpr double kLimit = 10;  // seconds: as good as for ever
+  struct Case {
+    std::function<void()> work;
+    Exit code;
+    const char* reason;
+  };
+  for (const Case& c : {Case{[] { throw Error(Exit::numeric, "the loss is nan"); }, Exit::numeric, "the loss is nan"},
+                        Case{[] { throw std::bad_alloc(); }, Exit::resources, "out of memory"},
+                        Case{[] { throw std::logic_error("no Error"); }, Exit::internal, "ended by an exception"}}) {
+    Socket listener = listen_at("127.0.0.1", 0);
+    TrainSettings settings;
+    settings.ranks = 2;
+    settings.comm_timeout = kLimit;
+    const LaunchedRank launched{"test", 0, 2, 0, 2, "127.0.0.1", port_of(listener), "run", false};
+    std::string heard[2];
+    std::thread other([&] {
+      const auto meet = [&](std::uint64_t token) {
+        return meet_ranks({1, 2, token, "test"}, {launched.address, launched.port}, kLimit);
+      };
+      const std::uint64_t token = xxh3_64(launched.run);
+      const std::unique_ptr<Communicator> of_loop = meet(token), of_save = meet(token + 1);
+      of_loop->barrier();
+      of_save->barrier();
+      std::thread save([&] { heard[1] = error_of(c.code, [&] { of_save->barrier(); }); });
+      heard[0] = error_of(c.code, [&] { of_loop->barrier(); });
+      save.join();
+    });
+    ::setenv("WEFT_RANKS_LISTENER", std::to_string(listener.release()).c_str(), 1);
+    {
+      RankTeam team(settings, launched);
+      team.meet(settings, "test");
+      team.together([&] {
+        team.communicator().barrier();
+        team.save_communicator().barrier();
+        return Exit::ok;
+      });
+      EXPECT_ANY_THROW(team.together([&] {
+        c.work();
+        return Exit::ok;
+      }));
+      other.join();  // before the team ends: that its connections are closed is an end, too
+    }
+    for (const std::string& error : heard) EXPECT_EQ(error, std::string("rank 0: ") + c.reason);
+  }
 }
 
 // ---- who comes to the port ----

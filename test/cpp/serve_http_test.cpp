@@ -8,6 +8,8 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "test/cpp/http_client.h"
 #include "test/cpp/test_files.h"
@@ -380,6 +382,46 @@ TEST(Http, ALimitThatIsLiftedAsItRunsOutClosesNothing) {
   EXPECT_NE(client.receive("[body]").find("POST /x [body]"), std::string::npos);
 }
 
+// A handler may take longer than its client has for the request, whether the request has a body, whether the answer is a
+// stream, and again on the same connection.
+TEST(Http, TheLimitOfARequestEndsWithTheRequest) {
+  HttpLimits limits = quick_limits();
+  limits.read_seconds = 0.05;
+  std::mutex mutex;
+  std::vector<std::shared_ptr<HttpExchange>> asked;  // guarded by mutex
+  Running running(
+      [&](const std::shared_ptr<HttpExchange>& exchange) {
+        if (exchange->request().path == "/stream") exchange->begin_stream("text/plain");
+        const std::lock_guard lock(mutex);
+        asked.push_back(exchange);
+      },
+      limits);
+  const std::string requests[] = {kGet, post("body"), "GET /stream HTTP/1.1\r\nHost: a\r\n\r\n"};
+  const Client clients[3] = {Client(running.server.port()), Client(running.server.port()),
+                             Client(running.server.port())};
+  for (int round = 0; round < 2; ++round) {
+    for (int i = 0; i < 3; ++i) clients[i].send(requests[i]);
+    ASSERT_TRUE(eventually([&] {
+      const std::lock_guard lock(mutex);
+      return asked.size() == 3;
+    }));
+    std::this_thread::sleep_for(milliseconds(120));
+    for (const std::shared_ptr<HttpExchange>& exchange : asked) {
+      if (exchange->request().path != "/stream") {
+        echo(exchange);
+        continue;
+      }
+      exchange->send("[streamed]");
+      exchange->end_stream();
+    }
+    asked.clear();
+    for (const auto& [client, end] :
+         {std::pair(0, "/hello []"), std::pair(1, "/x [body]"), std::pair(2, "0\r\n\r\n")}) {
+      EXPECT_TRUE(clients[client].receive(end).ends_with(end)) << round << " " << requests[client];
+    }
+  }
+}
+
 // A client that goes away while its request is being answered.
 TEST(Http, AClientThatLeavesIsNoticed) {
   std::atomic<int> gone{0};
@@ -540,15 +582,35 @@ TEST(Http, AClientThatTakesNothingIsClosedInTime) {
   HttpLimits limits = quick_limits();
   limits.write_seconds = 0.2;
   limits.socket_buffer_bytes = 10'000;
-  std::atomic<bool> gone{false};
+  std::atomic<int> asked{0}, gone{0};
   Running running(
       [&](const std::shared_ptr<HttpExchange>& exchange) {
-        exchange->respond({200, "text/plain", std::string(50'000'000, 'x'), {}});
+        ++asked;
+        const std::string text(50'000'000, 'x');
+        if (exchange->request().path != "/stream") return exchange->respond({200, "text/plain", text, {}});
+        exchange->on_gone([&] { ++gone; });
+        exchange->begin_stream("text/plain");
+        exchange->send(text);  // and no end
       },
       limits);
-  const Client slow(running.server.port(), 5000);
-  slow.send(kGet);
-  ASSERT_TRUE(eventually([&] { return running.server.counters().connections == 1; }));
+  const Client whole(running.server.port(), 5000), stream(running.server.port(), 5000);
+  whole.send(kGet);
+  stream.send("GET /stream HTTP/1.1\r\nHost: a\r\n\r\n");
+  ASSERT_TRUE(eventually([&] { return asked == 2; }));
+  EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 0; }));
+  EXPECT_EQ(gone, 1);
+}
+
+// The last answer of a connection is written, and the server waits for the client to close it: not for ever.
+TEST(Http, AClientThatDoesNotCloseIsClosedInTime) {
+  HttpLimits limits = quick_limits();
+  limits.linger_seconds = 0.1;
+  Running running(echo, limits);
+  const Client last(running.server.port()), refused(running.server.port());
+  last.send(kLastGet);
+  EXPECT_TRUE(last.receive().ends_with("GET /last []"));
+  refused.send("no HTTP\r\n\r\n");
+  EXPECT_NE(refused.receive().find("HTTP/1.1 400 "), std::string::npos);
   EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 0; }));
 }
 

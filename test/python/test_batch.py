@@ -17,6 +17,8 @@ pytest.importorskip("numpy")
 pytest.importorskip("xxhash")
 pytest.importorskip("safetensors")
 
+from test_infer_cli import tokenizer_json, write_model  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "infer_pythia"
 pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="infer_pythia is not built")
@@ -85,6 +87,31 @@ def test_options_of_the_command_line_are_the_defaults(model, tmp_path):
     got = answers(tmp_path / "out")
     assert (len(got["a"]["ids"]), len(got["b"]["ids"])) == (7, 3)
     assert got["b"]["ids"] == got["a"]["ids"][:3]
+
+
+def test_each_option_is_the_default_of_a_request_as_of_a_prompt(tmp_path):
+    """Each changes the answer, to that of --prompt."""
+    model = write_model(tmp_path / "model.bin", tokenizer_json(), eos_ids=list(range(40)))  # a text ends soon, unless...
+    prompt = "<|endoftext|>Once"
+    requests = write_requests(tmp_path / "in", [{"id": "a", "prompt": prompt}])
+
+    def answer(*options):
+        (tmp_path / "out").unlink(missing_ok=True)
+        run(model, "--batch", requests, "--output", tmp_path / "out", "--max-tokens", 60, *options)
+        alone = json.loads(run(model, "--prompt", prompt, "--json", "--max-tokens", 60, *options).stdout)
+        fields = ["prompt_ids", "ids", "text", "finish_reason"]
+        got = answers(tmp_path / "out")["a"]
+        assert [got[field] for field in fields] == [alone[field] for field in fields], options
+        return alone
+
+    sampled = ["--temperature", 2, "--seed", 3]
+    text = answer(*sampled, "--ignore-eos")["text"]
+    cases = [[], ["--special"], ["--temperature", 2], sampled, [*sampled, "--ignore-eos"], [*sampled, "--ignore-eos", "--stop", text[9:11]],
+             *([*sampled, "--ignore-eos", *one] for one in (["--top-k", 2], ["--top-p", 0.3], ["--min-p", 0.3]))]
+    given = [answer(*case) for case in cases]
+    for i, case in enumerate(cases):
+        assert all(given[i]["prompt_ids"] + given[i]["ids"] != other["prompt_ids"] + other["ids"] for other in given[:i]), case
+    assert given[5]["finish_reason"] == "stop"
 
 
 def test_stdin_and_stdout(model):

@@ -5,6 +5,7 @@ doc/robustness.md). On the CPU, where a launcher's environment starts them; --gp
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -13,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from train_runs import (MODEL, SECONDS, assert_refused, assert_same_run, checkpoints, has_checkpoint, records, run_program, start, train,
-                        wait_for, write_shard)
+from train_runs import (MODEL, SECONDS, assert_refused, assert_same_run, checkpoints, has_checkpoint, np, records, run_program,
+                        start, train, wait_for, write_shard)
 from train_runs import data_fixture, end_started  # noqa: F401, pytest finds them here
+
+import tensor_file
 
 LIMIT = 3  # seconds, of --comm-timeout
 
@@ -174,6 +177,43 @@ def test_what_several_ranks_do_besides_training(data, tmp_path):
         words = ["--bench", "--operators"] if option == "--operators" else ["--compare", MODEL]
         for end in run_ranks(data, tmp_path / "no", 2, *words):
             assert end.returncode == 2 and f"{option}: needs one rank" in end.last
+
+
+def write_large_model(path, rows):
+    """MODEL with a vocabulary of `rows`, all zero: most of what training it takes is the state."""
+    small = tensor_file.read(MODEL)
+    with tensor_file.Writer(path, "model", {"model": small.config["model"] | {"vocab_size": rows}}) as writer:
+        shapes = {name: info.shape for name, info in small.tensors.items()}
+        shapes |= {name: (rows, shapes[name][1]) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+        for name, shape in shapes.items():
+            writer.declare(name, "f16", shape)
+        for name, shape in shapes.items():
+            writer.write(name, np.zeros(shape, np.float16))
+    return path
+
+
+def test_the_memory_that_must_fit_is_what_a_rank_will_hold(data, tmp_path):
+    """On machines of their own, so that the figure is that of one rank: its part of the state, and with --eval all of it."""
+    def small():
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+
+    batch = 25_000  # of which the activations alone do not fit
+    options = ["--model", write_large_model(tmp_path / "large.bin", 100_000), "--micro-batch", batch]
+
+    def needed(ranks, *more):
+        ends = run_ranks(data, tmp_path / "no", ranks, *options, "--batch-tokens", ranks * batch * 16, *more, nodes=ranks, preexec_fn=small)
+        assert_ended(ends, 5, "the plan needs ", "CPU has 1.07 GB available")
+        [text] = {re.search(r"the plan needs (\S+ \S+) of memory", end.last)[1] for end in ends}
+        return text, re.search(r"  total +(\S+ \S+)$", ends[0].stdout, re.M)
+
+    whole, shown = needed(1, "--dry-run")
+    assert whole == shown[1]
+    for shard in ("optimizer", "parameters"):
+        part, shown = needed(2, "--shard", shard, "--dry-run")
+        assert part == shown[1] and part != whole
+        assert needed(2, "--shard", shard)[0] == needed(2, "--shard", shard, "--bench")[0] == part
+        assert needed(2, "--shard", shard, "--eval")[0] == whole
+    assert not (tmp_path / "no").exists()
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------

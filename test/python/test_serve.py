@@ -27,7 +27,7 @@ import pytest
 pytest.importorskip("numpy")
 pytest.importorskip("xxhash")
 
-from test_infer_cli import tokenizer_json, write_model  # noqa: E402
+from test_infer_cli import LAYERS, C, tokenizer_json, write_model  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "infer_pythia"
@@ -489,6 +489,10 @@ def test_the_body_is_limited_as_asked_for(model):
     with Server(model, "--max-body", "200", "--served-name", "a name") as server:
         assert server.complete(model="a name", prompt="a", max_tokens=1)["model"] == "a name"
         assert "200 bytes" in server.refuse(413, {"prompt": "a" * 200})["message"]
+    with Server(model, "--max-body", "300000000") as server:  # there is memory for such bodies
+        with socket.create_connection((server.host, server.port), timeout=30) as client:
+            client.sendall(POST + b"Expect: 100-continue\r\nContent-Length: 300000000\r\n\r\n")
+            assert receive(client, b"\r\n\r\n").startswith(b"HTTP/1.1 100 ")
 
 
 @pytest.mark.parametrize("how", ["file", "environment"])
@@ -604,6 +608,21 @@ def test_prompt_rows_beside_others_are_limited(model):
         assert server.metric("vllm:num_requests_running") == 1  # the stream is still there
         assert server.metric("weft:steps_total") - before >= 100
         busy.close()
+
+
+def test_what_the_engine_was_asked_for_reaches_it(model, server):
+    """The options that --serve has in common with --batch, on a path of its own in the program."""
+    with Server(model, "--kv-memory", "1MB", "--max-running", 3, "--lookup", 4, "--special") as other:
+        assert other.metric("weft:kv_pages") == 1_000_000 // (2 * 32 * LAYERS * C * 4)  # keys and values of 32 positions
+        with other.open({**LONG, "n": 100}):
+            until(lambda: other.metric("vllm:num_requests_running") == 3 and other.metric("vllm:num_requests_waiting") > 64)
+        until(lambda: other.metric("vllm:num_requests_running") + other.metric("vllm:num_requests_waiting") == 0)
+        assert other.metric("vllm:spec_decode_num_draft_tokens_total") > server.metric("vllm:spec_decode_num_draft_tokens_total") == 0
+        prompt = {"prompt": "<|endoftext|>a", "max_tokens": 1}
+        assert other.complete(**prompt)["usage"]["prompt_tokens"] == 2
+        assert server.complete(**prompt)["usage"]["prompt_tokens"] == len(prompt["prompt"])
+    with Server(model, "--max-running", 3) as other:
+        assert other.metric("weft:kv_pages") == 3 * CONTEXT // 32
 
 
 # ---- a mixture -------------------------------------------------------------------------------------------------------

@@ -91,10 +91,10 @@ def train(data, out, *more, env=None, **keys):
 _started = []
 
 
-def start(data, out, *more, env=None, cwd=None, **keys):
+def start(data, out, *more, env=None, cwd=None, preexec_fn=None, **keys):
     """A run beside the test; `end_started` ends it with the test."""
     process = subprocess.Popen(arguments(data, out, *more, **keys), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env=environment(**(env or {})), cwd=cwd)
+                               env=environment(**(env or {})), cwd=cwd, preexec_fn=preexec_fn)
     _started.append(process)
     return process
 
