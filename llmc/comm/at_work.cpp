@@ -1,23 +1,15 @@
 #include "llmc/comm/at_work.h"
 
-#include <chrono>
-
 #include "llmc/base/signals.h"
 
 namespace weft {
 
-namespace {
-
-constexpr std::chrono::minutes kLongest(30);
-
-}  // namespace
-
-AtWork::AtWork(Communicator& ranks) {
+AtWork::AtWork(Communicator& ranks, std::chrono::duration<double> longest) {
   const double interval = ranks.sign_interval_s();
   if (interval <= 0) return;
   const SignalsElsewhere signals;
-  thread_ = std::thread([this, &ranks, interval] {
-    const auto end = std::chrono::steady_clock::now() + kLongest;
+  thread_ = std::thread([this, &ranks, interval, longest] {
+    const auto end = std::chrono::steady_clock::now() + longest;
     std::unique_lock<std::mutex> lock(mutex_);
     while (!changed_.wait_for(lock, std::chrono::duration<double>(interval), [this] { return done_; })) {
       if (std::chrono::steady_clock::now() >= end) return;

@@ -2,6 +2,7 @@
 // trying GEMM plans.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -11,10 +12,12 @@
 namespace weft {
 
 // While one exists, a thread tells the others that this process is at work, so that they go on waiting. A process that
-// is stopped or dies gives no sign; one that hangs gives signs for half an hour at most.
+// is stopped or dies gives no sign; one that hangs gives signs for `longest` at most.
 class AtWork {
  public:
-  explicit AtWork(Communicator& ranks);
+  static constexpr std::chrono::minutes kLongest{30};
+
+  explicit AtWork(Communicator& ranks, std::chrono::duration<double> longest = kLongest);
   ~AtWork();
   AtWork(const AtWork&) = delete;
   AtWork& operator=(const AtWork&) = delete;

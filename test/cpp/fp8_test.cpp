@@ -205,6 +205,42 @@ TEST(Fp8Scales, LeaveEachKindItsHeadroom) {
   }
 }
 
+// Sizes by hand: of a layer's inputs 24 + 40 + 24 + 56 columns, of its gradients 60 + 24 + 112 + 24, and 6,432 weights.
+TEST(Fp8Statistics, SharesAreThoseOfAllMicroBatchesButWeightsCountOnce) {
+  ModelConfig config = micro_config();
+  config.num_layers = 2;
+  config.hidden_size = 24;
+  config.num_heads = 4;
+  config.num_kv_heads = 1;
+  config.head_dim = 10;
+  config.ffn_size = 56;
+  const Fp8Slots slots{config.num_layers};
+  for (const std::uint64_t micro_batches : {1, 3}) {
+    std::vector<Fp8Tally> tallies(static_cast<std::size_t>(slots.count()));
+    const auto tally = [&](Fp8Kind kind, std::int64_t layer, BlockLinear linear) -> Fp8Tally& {
+      return tallies[static_cast<std::size_t>(slots.at(kind, layer, linear))];
+    };
+    const std::uint64_t rows = 10 * micro_batches;
+    tally(Fp8Kind::input, 1, BlockLinear::down).saturated = rows / 10;       // of 56 rows: 1 of 560
+    tally(Fp8Kind::weight, 0, BlockLinear::output).saturated = 2;            // 1 of 480, the most
+    tally(Fp8Kind::gradient, 1, BlockLinear::gate_up).saturated = rows / 5;  // of 112 rows: 1 of 560
+    tally(Fp8Kind::gradient, 0, BlockLinear::qkv).flushed = 5;
+    tally(Fp8Kind::gradient, 1, BlockLinear::down).flushed = 7;
+    const Fp8Statistics got = fp8_statistics(config, tallies, 10, static_cast<std::int64_t>(micro_batches));
+    const auto expect = [&](Fp8Kind kind, std::uint64_t values, std::uint64_t saturated, std::uint64_t flushed) {
+      const Fp8Statistics::Kind& sum = got.kinds[static_cast<std::size_t>(kind)];
+      EXPECT_EQ(sum.values, values);
+      EXPECT_EQ(sum.saturated, saturated);
+      EXPECT_EQ(sum.flushed, flushed);
+    };
+    expect(Fp8Kind::input, 2 * 144 * rows, rows / 10, 0);
+    expect(Fp8Kind::weight, 2 * 6432, 2, 0);
+    expect(Fp8Kind::gradient, 2 * 220 * rows, rows / 5, 12);
+    EXPECT_EQ(got.worst, "layers.0 output weight");
+    EXPECT_DOUBLE_EQ(got.worst_share, 2.0 / 960);
+  }
+}
+
 // ---- the model ------------------------------------------------------------------------------------------------------
 
 ModelConfig small_config() {

@@ -147,6 +147,22 @@ TEST(AtWorkTest, TheOthersWaitForWhoGivesSigns) {
             "rank 1 did not come to barrier() within 1 s");
 }
 
+// Longer than any checkpoint takes to be read, and not for ever.
+TEST(AtWorkTest, SignsOfARankThatHangsEnd) {
+  EXPECT_EQ(AtWork::kLongest, std::chrono::minutes(30));
+  EXPECT_EQ(error_of(Exit::environment,
+                     [] {
+                       run_socket_ranks(2, 1, [](Communicator& ranks) {
+                         if (ranks.rank() == 1) {
+                           const AtWork patience(ranks, std::chrono::duration<double>(0.3));
+                           std::this_thread::sleep_for(std::chrono::milliseconds(1800));
+                         }
+                         ranks.barrier();
+                       });
+                     }),
+            "rank 1 did not come to barrier() within 1 s");
+}
+
 TEST(AtWorkTest, OneRankNeedsNoSigns) {
   SingleRank alone;
   const AtWork patience(alone);
