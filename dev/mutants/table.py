@@ -759,6 +759,8 @@ CPU = [
     Mutant("a client that leaves goes on using its pages", "llmc/serve/server.cpp",
            "    answer->exchange->on_gone([this, answer] { cancel(*answer); });\n", "",
            ("py:test_serve.py::test_a_client_that_leaves_frees_its_pages",)),
+    Mutant("--prompt-rows is ignored", "infer_pythia.cu", "options.prompt_rows = settings.prompt_rows;", "",
+           ("py:test_serve.py::test_prompt_rows_beside_others_are_limited",)),
     Mutant("requests of a file are greedy whatever was asked for", "infer_pythia.cu",
            "                                      .sampler = generate.sampler,\n", "",
            ("py:test_batch.py::test_each_option_is_the_default_of_a_request_as_of_a_prompt",)),
