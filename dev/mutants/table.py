@@ -48,6 +48,8 @@ CPU = [
 """, unit("Rope.*")),
     Mutant("RoPE backward turns the same way", "llmc/cpu/rope.cpp", "first_position, -1.0f);", "first_position, 1.0f);",
            unit("Rope.*")),
+    Mutant("of equal logits the higher id is the first alternative", "llmc/cpu/inference.cpp",
+           "rank(a) > rank(b) : a < b; });", "rank(a) > rank(b) : a > b; });", unit("ChangedLlama.*")),
     Mutant("attention of decoding without 1/sqrt(d)", "llmc/cpu/inference.cpp",
            "scale = 1.0f / std::sqrt(static_cast<float>(HS));", "scale = 1.0f;", unit("Golden.*Decoding*")),
     Mutant("attention of training without 1/sqrt(d)", "llmc/cpu/llama.cpp",

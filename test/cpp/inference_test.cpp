@@ -263,18 +263,49 @@ TEST(InferencePool, HoldsWhatTheMemoryHoldsAndNoMoreThanTheSequencesFill) {
             std::string::npos);
 }
 
-// A span whose logits are not finite says so, and the others get what they would get without it.
-TEST(CpuInference, ASpanThatCannotBeSampledFailsAlone) {
-  const ModelFile file = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin", Family::llama);
-  ASSERT_FALSE(file.config().tied_embeddings);
-  const TensorTable table(file.config());
-  Floats arena(static_cast<std::size_t>(table.arena_elements()));
-  for (const TensorSpec& spec : table.specs()) file.read_parameter(spec, arena.data() + spec.offset);
-  const LlamaParameters<float> weights(file.config(), table, arena.data(), Offsets::elements);
-  constexpr std::int32_t kDamaged = 5;
-  weights.embedding[kDamaged * file.config().hidden_size] = std::nanf("");
+// A Llama whose parameters a test may change.
+class ChangedLlama : public testing::Test {
+ protected:
+  const ModelFile file_ = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin", Family::llama);
+  const ModelConfig& config_ = file_.config();
+  const TensorTable table_{config_};
+  Floats arena_ = Floats(static_cast<std::size_t>(table_.arena_elements()));
+  const LlamaParameters<float> weights_{config_, table_, arena_.data(), Offsets::elements};
 
-  const auto model = cpu::make_llama_inference(file.config(), weights, pool(4));
+  void SetUp() override {
+    ASSERT_FALSE(config_.tied_embeddings);
+    for (const TensorSpec& spec : table_.specs()) file_.read_parameter(spec, arena_.data() + spec.offset);
+  }
+};
+
+// Of equal logits the lowest id is sampled, and the alternatives are in that order, too.
+TEST_F(ChangedLlama, EqualLogitsAreInTheOrderOfTheIds) {
+  std::fill_n(weights_.head, config_.vocab_size * config_.hidden_size, 0.0f);
+  const auto model = cpu::make_llama_inference(config_, weights_, pool(4));
+  const SamplingPlan greedy;
+  const std::vector<std::int32_t> pages = {0}, ids = {1, 2};
+  Span span;
+  span.pages = pages;
+  span.ids = ids;
+  span.targets = std::span(ids).subspan(1);
+  span.alternatives = 5;
+  span.sampling = &greedy;
+  model->submit({&span, 1});
+  const SpanResult result = model->collect()[0];
+  ASSERT_TRUE(result.sampled);
+  EXPECT_EQ(result.sampled->id, 0);
+  for (const ScoredId& scored : {*result.sampled, result.targets.at(0)}) {
+    ASSERT_EQ(scored.alternatives.size(), 5u);
+    for (std::size_t i = 0; i < 5; ++i) EXPECT_EQ(scored.alternatives[i].id, static_cast<std::int32_t>(i));
+  }
+}
+
+// A span whose logits are not finite says so, and the others get what they would get without it.
+TEST_F(ChangedLlama, ASpanThatCannotBeSampledFailsAlone) {
+  constexpr std::int32_t kDamaged = 5;
+  weights_.embedding[kDamaged * config_.hidden_size] = std::nanf("");
+
+  const auto model = cpu::make_llama_inference(config_, weights_, pool(4));
   const SamplingPlan greedy;
   const std::vector<std::vector<std::int32_t>> pages = {{0}, {1}, {2}}, ids = {{1, 2}, {1, kDamaged}, {3}};
   std::vector<Span> work(3);
