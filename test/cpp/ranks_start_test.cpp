@@ -542,6 +542,48 @@ TEST(Hub, WaitingCostsNoProcessorTime) {
   EXPECT_LT(seconds, test::kSanitized ? 0.6 : 0.12) << "of 1.2 s that were waits";
 }
 
+// Two ranks that take nothing of a long reply are late. Each has a part of the reply by then, so news behind it would be
+// read as its rest: the connection ends instead.
+TEST(Hub, NothingFollowsHalfAReply) {
+  Door door;
+  const Hello hello = hello_of(1, 2);
+  Socket second = door.knock(const_bytes_of(hello));
+  Hub hub(std::move(door.listener), {0, 2, 42, "test"}, 0.5);
+  Socket first = hub.take_first_connection();
+  EXPECT_EQ(answer(second), "welcome");
+  FrameHeader call;
+  call.call = CallName::broadcast;
+  const std::vector<std::byte> body(2 * kPieceBytes, std::byte{0xab});
+  for (const bool root : {true, false}) {
+    FrameWriter writer;
+    writer.begin(call, root ? std::span<const std::byte>(body) : std::span<const std::byte>());
+    ASSERT_TRUE(writer.write_all(root ? first : second, deadline_in(5)));
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(700));
+  const auto left_to_read = [](const Socket& socket) {
+    std::vector<std::byte> all, some(1 << 16);
+    for (const Deadline end = deadline_in(5); SocketClock::now() < end;) {
+      const std::ptrdiff_t count = read_some(socket, some);
+      if (count < 0) break;
+      all.insert(all.end(), some.begin(), some.begin() + count);
+      pollfd waiting{socket.fd(), POLLIN, 0};
+      if (count == 0) wait_for_any({&waiting, 1}, end);
+    }
+    return all;
+  };
+  for (Socket* socket : {&first, &second}) {
+    const std::vector<std::byte> got = left_to_read(*socket);
+    ASSERT_GE(got.size(), sizeof(FrameHeader));
+    EXPECT_LT(got.size(), sizeof(FrameHeader) + body.size()) << "the reply fits in what the system keeps";
+    FrameHeader header;
+    std::memcpy(&header, got.data() + (socket == &first ? sizeof header : 0), sizeof header);
+    const auto of_body = std::span(got).subspan(sizeof header * (socket == &first ? 2 : 1));
+    EXPECT_EQ(header.kind, FrameKind::reply);
+    EXPECT_TRUE(std::ranges::all_of(of_body, [](std::byte byte) { return byte == std::byte{0xab}; }));
+    socket->close();
+  }
+}
+
 TEST(Hub, APortThatIsTakenIsNamed) {
   const Door door;
   EXPECT_EQ(
