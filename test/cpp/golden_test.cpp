@@ -137,6 +137,35 @@ TEST(Golden, LlamaDecodingMatchesPyTorch) {
   }
 }
 
+// The batch of a dump may be exactly as long as the context, of the model or of what was loaded, and not longer.
+TEST(Golden, ADumpMayFillTheContext) {
+  for (const Family family : {Family::llama, Family::gpt_neox}) {
+    const GoldenCase golden = golden_cases(family)[0];
+    const ModelFile file = ModelFile::open(golden.model, family);
+    const TensorFile dump = TensorFile::open(golden.dump, FileKind::reference_dump);
+    const std::int64_t T = dump.at("input_ids").shape[1];
+    ModelConfig config = file.config();
+    config.max_positions = T;
+    EXPECT_EQ(training_options(dump, Precision::fp32, config).seq_len, T);
+    EXPECT_GE(decoding_positions(dump, config), T);
+    const auto refused = [&](const std::function<void()>& call) {
+      const std::string wanted = format("%lld positions do not fit in a context of %lld", static_cast<long long>(T),
+                                        static_cast<long long>(T - 1));
+      EXPECT_NE(error_of(Exit::bad_file, call).find(wanted), std::string::npos);
+    };
+    config.max_positions = T - 1;
+    refused([&] { training_options(dump, Precision::fp32, config); });
+    refused([&] { decoding_positions(dump, config); });
+    refused([&] { compare_decoding(dump, kTolerance, *cpu::load_decoder(file, T - 1)); });
+    const auto decoder = cpu::load_decoder(file, T);
+    try {
+      EXPECT_TRUE(compare_decoding(dump, kTolerance, *decoder).passed());
+    } catch (const Error& error) {  // the prompt and what follows it may be longer than the batch
+      EXPECT_EQ(std::string(error.what()).find("input_ids"), std::string::npos) << error.what();
+    }
+  }
+}
+
 // --recompute trades time for memory, never bits.
 TEST(Golden, RecomputationGivesTheSameBits) {
   for (const GoldenCase& golden : golden_cases(Family::llama)) {

@@ -20,6 +20,7 @@ import checkpoints as ck  # noqa: E402
 import cli  # noqa: E402
 import convert_hf  # noqa: E402
 import hf_config  # noqa: E402
+import safetensors_reader  # noqa: E402
 import tensor_file  # noqa: E402
 from hostile_weights import HOSTILE_FILES  # noqa: E402
 
@@ -107,6 +108,20 @@ def test_float64_and_int8_weights_are_refused(tmp_path):  # B24
         weights["model.norm.weight"] = (dtype, weights["model.norm.weight"])
         ck.write_safetensors(directory / "model.safetensors", weights)
         refuse(directory, "model.norm.weight", dtype, "F32, F16, BF16")
+
+
+def test_empty_tensors_take_no_place(tmp_path):
+    """A tensor without elements ends where it begins: before and behind another one, in any order of the header."""
+    one, none = np.ones((2,), np.float32), np.zeros((0, 3), np.float32)
+    for names in (("empty", "full", "last"), ("full", "empty", "last"), ("full", "last", "empty")):
+        path = tmp_path / "x.safetensors"
+        ck.write_safetensors(path, {name: none if name == "empty" else one for name in names})
+        size = int.from_bytes(path.read_bytes()[:8], "little")
+        header, data = json.loads(path.read_bytes()[8:8 + size]), path.read_bytes()[8 + size:]
+        for order in (list(names), list(reversed(names))):
+            path.write_bytes(ck.safetensors_bytes({name: header[name] for name in order}, data))
+            entries = safetensors_reader.SafetensorsFile(path).tensors
+            assert {name: entries[name].end - entries[name].begin for name in names} == {"empty": 0, "full": 8, "last": 8}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
