@@ -442,6 +442,20 @@ TEST(Fp8Model, ValidationChangesNothing) {
   EXPECT_EQ(everything(*watched), everything(*plain));
 }
 
+// Right after an update as after the forward pass of the next step, which rounds the new weights in any case.
+TEST(Fp8Model, ValidationHasTheWeightsOfTheLastUpdate) {
+  const auto model = small_model(small_options());
+  const test::TokenBatch text = test::random_tokens(small_config(), 32, 9);
+  std::int64_t labels = 0;
+  for (int step = 1; step <= 3; ++step) {
+    take_steps(*model, step, step);
+    const double at_once = model->evaluate(text.batch(), &labels);
+    model->zero_gradients();
+    model->forward(text.batch(), 0, 0.02f);
+    EXPECT_EQ(model->evaluate(text.batch(), &labels), at_once) << step;
+  }
+}
+
 // The scales of a step are those of the steps before: what has grown a thousand times saturates, is counted and named, and
 // nothing wraps; later steps know.
 TEST(Fp8Model, WhatGrowsSaturatesAndIsCounted) {

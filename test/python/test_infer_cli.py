@@ -380,6 +380,12 @@ def check_speed(point):
     assert point["gb_per_s"] == pytest.approx(point["bytes_per_step"] * point["decode_tokens_per_s"] / point["sequences"] / 1e9)
 
 
+def test_more_sequences_than_rows_of_a_prompt_run_at_once(model):
+    """130 on the CPU, where a step has 128 rows if fewer sequences do not ask for more."""
+    point = object_of("--model", model, "--bench-batch", "130", "--bench-prompt", 1, "--max-tokens", 2)["points"][0]
+    assert point["sequences"] == 130 and point["steps"] == 1, point
+
+
 def test_bench_batch(model):
     words = ["--model", model, "--bench-batch", "1,4,2", "--bench-prompt", 20, "--max-tokens", 12]
     result = object_of(*words)
