@@ -193,6 +193,13 @@ TEST(Completion, AStopTextEndsItAndNeverShows) {
   const auto begun = feed(options, ids_of("see EN"), RequestEnd::max_ids);
   EXPECT_EQ(begun->text, "see EN");
   EXPECT_EQ(begun->end->reason, FinishedBy::length);
+  // Half a character becomes U+FFFD when no more can come, and that may complete a stop text.
+  options.stop = {"e\xef\xbf\xbd"};
+  for (const RequestEnd end : {RequestEnd::max_ids, RequestEnd::full}) {
+    const auto late = feed(options, ids_of("see\xc3"), end);
+    EXPECT_EQ(late->text, "se");
+    EXPECT_EQ(late->end->reason, FinishedBy::stop);
+  }
 }
 
 TEST(Completion, AStopIdHasNoText) {

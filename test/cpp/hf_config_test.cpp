@@ -90,6 +90,30 @@ TEST(HfConfig, WithoutKeyValueHeadsEveryHeadHasItsOwn) {
   EXPECT_FALSE(parsed(config).tied_embeddings);
 }
 
+// null is what transformers writes for a value that a model does not have: each key alone, also of the inner object.
+TEST(HfConfig, NullIsAbsent) {
+  const auto outcome = [](const Json& config) -> std::string {
+    try {
+      return config_to_json(parsed(config)).dump();
+    } catch (const Error&) {
+      return "refused";  // the words differ: missing, or null where a number belongs
+    }
+  };
+  const Json whole = llama_1b();
+  for (const auto& [key, value] : whole.items()) {
+    Json absent = whole, null = whole;
+    absent.erase(key);
+    null[key] = nullptr;
+    EXPECT_EQ(outcome(null), outcome(absent)) << key;
+  }
+  for (const auto& [key, value] : whole["rope_scaling"].items()) {
+    Json absent = whole, null = whole;
+    absent["rope_scaling"].erase(key);
+    null["rope_scaling"][key] = nullptr;
+    EXPECT_EQ(outcome(null), outcome(absent)) << key;
+  }
+}
+
 // Each key alone: absent where nothing may be assumed, out of range, of another type, or a model that weft has not.
 TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
   for (const char* key :
