@@ -270,6 +270,9 @@ CPU = [
            "static_cast<std::uint64_t>((shard.count() - 1) / seq_len)", "static_cast<std::uint64_t>(shard.count() / seq_len)",
            unit("Loader.*")),
     # ---- checkpoints and files ---------------------------------------------------------------------------------------
+    Mutant("a checkpoint that was never the best becomes it", "llmc/train/checkpoint.cpp",
+           "if (best && best->step == entry.step) return entry.step;", "if (best) return entry.step;",
+           unit("StateTest.TheBestOne*")),
     Mutant("resumed with the first dropout mask", "llmc/train/checkpoint.cpp",
            'state.micro_steps = static_cast<std::uint64_t>(json_int(object, "micro_steps", 0, kMaxCounter, source));',
            'state.micro_steps = 0 * static_cast<std::uint64_t>(json_int(object, "micro_steps", 0, kMaxCounter, source));',

@@ -171,6 +171,32 @@ TEST_F(StateTest, EachMemberComesBackFromACheckpoint) {
   }
 }
 
+// Of a run whose best checkpoints were deleted by hand no other one becomes the best, and the one before the last does if it
+// is there.
+TEST_F(StateTest, TheBestOneIsTheLastThatWasTheBestAndIsThere) {
+  fill(1);
+  for (const bool first_is_there : {true, false}) {
+    const std::string name = format("run_%d", first_is_there);
+    TrainState state = some_state();
+    {
+      const RunDirectory directory(temporary_.file(name));
+      CheckpointKeeper keeper(directory, identity(), 10);
+      state.best.reset();
+      for (const std::int64_t step : {110, 120, 130, 140}) {
+        state.step = step;
+        if (step == 110 || step == 130) state.best = TrainState::Best{step, 1.0};
+        keeper.save(state, *model_);
+      }
+    }
+    if (!first_is_there) fs::remove_all(step_path(name, 110));
+    fs::remove_all(step_path(name, 130));
+    const RunDirectory directory(temporary_.file(name));
+    CheckpointKeeper keeper(directory, identity(), 10);
+    ASSERT_TRUE(keeper.resume(ResumeMode::must, *model_).has_value());
+    EXPECT_EQ(keeper.best_path(), first_is_there ? step_path(name, 110) : "");
+  }
+}
+
 struct Fp8Model final : HookedModel {
   using HookedModel::HookedModel;
   std::vector<float> history;
