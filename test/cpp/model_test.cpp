@@ -329,6 +329,40 @@ TEST(ModelConfig, HostileValuesAreRefusedByName) {
   }
 }
 
+// Ids of the configuration are ids of the model: the last one of its vocabulary is, the next one is not.
+TEST(ModelConfig, LimitsOfItsIds) {
+  const ModelConfig tiny = preset_config("tiny");
+  const auto config_with = [&](const std::string& key, const Json& value) {
+    Json config = config_to_json(tiny);
+    config[key] = value;
+    return config_from_json(config, "file.bin");
+  };
+  const std::int64_t last = tiny.vocab_size - 1;
+  EXPECT_EQ(config_with("eos_ids", {0, last}).eos_ids, (std::vector<std::int32_t>{0, static_cast<std::int32_t>(last)}));
+  EXPECT_EQ(config_with("bos_id", last).bos_id, last);
+  EXPECT_EQ(config_with("bos_id", 0).bos_id, 0);
+  for (const std::int64_t id : {last + 1, std::int64_t{-1}}) {
+    EXPECT_THROW(config_with("eos_ids", Json::array({0, id})), Error) << id;
+    EXPECT_THROW(config_with("bos_id", id), Error) << id;
+  }
+}
+
+TEST(ModelConfig, LimitsOfItsSizes) {
+  for (const auto& [key, limit] : std::vector<std::pair<std::string, std::int64_t>>{{"vocab_size", 1'000'000},
+                                                                                    {"hidden_size", 1 << 20},
+                                                                                    {"num_layers", 1024},
+                                                                                    {"ffn_size", 1 << 20},
+                                                                                    {"max_positions", 1 << 24}}) {
+    Json config = config_to_json(preset_config("tiny"));
+    config[key] = limit;
+    EXPECT_NO_THROW(config_from_json(config, "file.bin")) << key;
+    for (const std::int64_t value : {limit + 1, std::int64_t{0}}) {
+      config[key] = value;
+      EXPECT_THROW(config_from_json(config, "file.bin"), Error) << key << " " << value;
+    }
+  }
+}
+
 // What the scaling divides by is not zero: the limits themselves are refused, their neighbours are not.
 TEST(ModelConfig, LimitsOfTheLlama3Scaling) {
   const Json good = config_to_json(preset_config("llama3.2-1b"));

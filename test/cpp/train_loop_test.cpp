@@ -1213,6 +1213,17 @@ TEST(BenchFlops, OfThePresetsByHand) {
   EXPECT_EQ(causal_flops_per_token(preset_config("tiny"), 256), 6.0 * (4 * 393'216 + 393'216) + 6.0 * 4 * 192 * 256);
   // llama3.1-8b: 2 x 4096 x 4096, 2 x 1024 x 4096, 3 x 14336 x 4096; the head is a matrix of its own.
   EXPECT_EQ(causal_flops_per_token(preset_config("llama3.1-8b"), 8192), 51'470'401'536.0);
+  // Heads that are together wider than the model: a layer has 2 x 60 x 24, 2 x 20 x 24 and 3 x 56 x 24, the head 100 x 24.
+  ModelConfig wide = preset_config("tiny");
+  wide.num_layers = 2;
+  wide.hidden_size = 24;
+  wide.num_heads = 3;
+  wide.num_kv_heads = 1;
+  wide.head_dim = 20;
+  wide.ffn_size = 56;
+  wide.vocab_size = 100;
+  wide.tied_embeddings = false;
+  EXPECT_EQ(causal_flops_per_token(wide, 16), 6.0 * (2 * (2 * 1440 + 2 * 480 + 3 * 1344) + 2400) + 6.0 * 2 * 60 * 16);
 }
 
 TEST(BenchFlops, TheShareOfThePeakByHand) {

@@ -363,6 +363,25 @@ def test_gptq_rounds_the_chosen_matrices_alone_and_rows_in_pieces(monkeypatch):
     assert np.mean(first["model.layers.0.self_attn.q_proj.weight"].q != everything["model.layers.0.self_attn.q_proj.weight"].q) < 0.01
 
 
+def test_gptq_calibrates_on_what_the_quantised_layers_give():
+    path = ck.ROOT / "test" / "fixtures" / "golden" / "llama-hs64-gqa3-tied.model.bin"
+    file = tensor_file.read(path)
+    model, ids = hf_config.model_from_json(file.config["model"], path), np.arange(64, dtype=np.int32).reshape(2, 32)
+    calibration = gptq.Calibration(model, file.f32, ids, lambda name: "v_proj" not in name)
+    layers = gptq.Layers(model, file.f32, ids, ThreadPoolExecutor(2))
+    plain = gptq.Layers(model, file.f32, ids, ThreadPoolExecutor(2))
+
+    def rounded(names, _):
+        return [file.f32(name) if "v_proj" in name else
+                quantization.int4_again(calibration.take(layer, name), file.at(name).shape[1]) for name in names]
+
+    for layer in range(model.num_layers):
+        layers.run(layer, rounded)
+        plain.run(layer, lambda names, _: [file.f32(each) for each in names])
+        np.testing.assert_array_equal(calibration.layers.x, layers.x)
+        assert np.abs(plain.x - layers.x).max() > 1e-3 * np.abs(layers.x).max()
+
+
 @pytest.mark.parametrize("poisoned, value, named, words", [
     ("mlp.down_proj", 2e6, "mlp.down_proj", "got weights too large for int4 and its scales. Use --quantize int8 or fp8"),
     ("mlp.up_proj", np.nan, "mlp.up_proj", "holds NaN or infinity, which cannot be quantised"),
