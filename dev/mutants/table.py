@@ -293,6 +293,8 @@ CPU = [
            "if (tensors->empty() && (*tensors)[i] != expected) {", unit("CheckpointTest.ManifestWords*", "CheckpointTest.FilesOfTwo*")),
     Mutant("one checkpoint fewer kept", "llmc/train/checkpoint.cpp", "entry.step >= oldest_kept",
            "entry.step > oldest_kept", unit("CheckpointTest.KeepsTheNewestOnes")),
+    Mutant("who has just taken a run directory is not waited for", "llmc/file/run_dir.cpp",
+           "owner.empty() && i < 50", "owner.empty() && i < 0", unit("RunDirectoryTest.WhoHasJust*")),
     Mutant("a lock that two can hold", "llmc/file/run_dir.cpp", "::flock(lock_, LOCK_EX | LOCK_NB)",
            "::flock(lock_, LOCK_SH | LOCK_NB)", unit("RunDirectoryTest.*")),
     Mutant("a link in a run directory is followed", "llmc/base/file.cpp", "flags | O_NOFOLLOW | O_NONBLOCK",

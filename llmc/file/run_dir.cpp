@@ -8,9 +8,11 @@
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <system_error>
+#include <thread>
 
 #include "llmc/base/error.h"
 #include "llmc/base/file.h"
@@ -146,6 +148,16 @@ std::string lock_owner(int fd) {
   return owner;
 }
 
+// The owner of a lock that another process has. Who has just taken it may not have written its name yet.
+std::string owner_of_taken_lock(int fd) {
+  std::string owner = lock_owner(fd);
+  for (int i = 0; owner.empty() && i < 50; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    owner = lock_owner(fd);
+  }
+  return owner.empty() ? "a process without a name" : owner;
+}
+
 }  // namespace
 
 RunDirectory::RunDirectory(const std::string& path) : path_(path) {
@@ -173,8 +185,8 @@ void RunDirectory::take_lock() {
   if (lock_ < 0) fail(Exit::usage, "--out: %s: %s", escaped(name, 4096).c_str(), problem.c_str());
   const bool taken = ::flock(lock_, LOCK_EX | LOCK_NB) == 0;
   const int error = errno;
-  const std::string owner = lock_owner(lock_);
   if (!taken && error == EWOULDBLOCK) {
+    const std::string owner = owner_of_taken_lock(lock_);
     ::close(lock_);
     fail(Exit::environment, "%s: another run works here: %s. Stop it or choose another --out", escaped(path_).c_str(),
          escaped(owner).c_str());
@@ -182,6 +194,7 @@ void RunDirectory::take_lock() {
   if (!taken)
     log_warning("%s: cannot lock: %s. A second run here would go unnoticed", escaped(path_).c_str(),
                 std::strerror(error));
+  const std::string owner = lock_owner(lock_);
   if (taken && !owner.empty()) {
     log_info("%s: the run of %s ended without cleaning up, its lock is taken over", escaped(path_).c_str(),
              escaped(owner).c_str());

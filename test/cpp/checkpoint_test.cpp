@@ -1297,6 +1297,23 @@ TEST(RunDirectoryTest, OneRunAtATime) {
   EXPECT_EQ(testing::internal::GetCapturedStderr(), "") << "the run before has cleaned up";
 }
 
+// Between taking the lock and writing its name a run is nobody.
+TEST(RunDirectoryTest, WhoHasJustTakenTheLockIsNamed) {
+  const TemporaryDirectory temporary;
+  const std::string path = temporary.file("run"), lock = path + "/lock";
+  const RunDirectory first(path);
+  const auto refusal = [&] { return error_of(Exit::environment, [&] { RunDirectory second(path); }); };
+  std::filesystem::resize_file(lock, 0);
+  std::thread name([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    std::ofstream(lock) << "pid 7 on x\n";
+  });
+  expect_contains(refusal(), "another run works here: 'pid 7 on x'. Stop it");
+  name.join();
+  std::filesystem::resize_file(lock, 0);
+  expect_contains(refusal(), "another run works here: 'a process without a name'. Stop it");
+}
+
 TEST(RunDirectoryTest, LockOfADeadRunIsTakenOver) {
   const TemporaryDirectory temporary;
   const std::string path = temporary.file("run");
