@@ -3,7 +3,7 @@
 //
 // A step of one row divides the row among all lanes, 8 neighbouring elements each, and exchanges what comes out, so that
 // it lies as operands of mma. In a step of several rows lanes 4 r to 4 r + 3 have row r in the pieces of its operand, and
-// nothing is exchanged: with 8 rows divided as one row is, their norms took 8.2 us a layer rather than 4.9
+// nothing is exchanged: with 8 rows divided as one row is, their norms took 8.2 us a layer rather than 4.0
 // (dev/performance/fused.md, "Counted again"). Sums are added in the same order in both, that of warp_fold(): so a row
 // has the same bits.
 #pragma once
