@@ -134,7 +134,8 @@ void run_steps(const std::string& name, const ModelConfig& config, const NeoxWei
   std::vector<std::int32_t> tables(static_cast<std::size_t>(kFusedStepRows * kPages));
   for (std::size_t i = 0; i < tables.size(); ++i) tables[i] = static_cast<std::int32_t>(i * 7919 % tables.size());
   const DeviceArena pages = allocate(tables.size() * sizeof(std::int32_t));
-  check(cudaMemcpy(pages.at<std::int32_t>(0), tables.data(), pages.bytes(), cudaMemcpyHostToDevice), "pages");
+  check(cudaMemcpyAsync(pages.at<std::int32_t>(0), tables.data(), pages.bytes(), cudaMemcpyHostToDevice, stream),
+        "pages");
   const KvCache<S> cache{cache_memory.at<S>(0), cache_memory.at<S>(0) + cached, positions, kPageSize};
   FusedStep<S> fused(config, weights, cache, rope, stream, options.tuning);
   const double parameters =
@@ -194,9 +195,10 @@ void run(const std::string& name, const Options& options, double ceiling) {
   }
   const RopeTable rope = rope_table(config.rope, kCapacity);
   const DeviceArena rope_memory = allocate(2 * rope.cos.size() * sizeof(float));
-  check(cudaMemcpy(rope_memory.at<float>(0), rope.cos.data(), rope.cos.size() * 4, cudaMemcpyHostToDevice), "rope");
-  check(cudaMemcpy(rope_memory.at<float>(0) + rope.cos.size(), rope.sin.data(), rope.sin.size() * 4,
-                   cudaMemcpyHostToDevice),
+  check(cudaMemcpyAsync(rope_memory.at<float>(0), rope.cos.data(), rope.cos.size() * 4, cudaMemcpyHostToDevice, stream),
+        "rope");
+  check(cudaMemcpyAsync(rope_memory.at<float>(0) + rope.cos.size(), rope.sin.data(), rope.sin.size() * 4,
+                        cudaMemcpyHostToDevice, stream),
         "rope");
   const bool llama = config.family == Family::llama;
   const NeoxWeights<S, S> w =
