@@ -172,7 +172,7 @@ CPU = [
            "static constexpr std::chrono::minutes kLongest{30};", "static constexpr std::chrono::seconds kLongest{30};",
            unit("AtWorkTest.*")),
     Mutant("a rank that hangs gives signs for ever", "llmc/comm/at_work.cpp",
-           "if (std::chrono::steady_clock::now() >= end) return;", "if (std::chrono::steady_clock::now() >= end) continue;",
+           "if (std::chrono::steady_clock::now() >= end) return;", "static_cast<void>(end);",
            unit("AtWorkTest.*")),
     Mutant("every rank gets the part of the first", "llmc/comm/thread_ranks.cpp",
            "const Range mine = parts[static_cast<std::size_t>(rank_)];", "const Range mine = parts.front();",
