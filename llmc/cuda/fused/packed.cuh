@@ -35,6 +35,11 @@ __device__ inline uint4 load_shared(unsigned address) {
                : "r"(address));
   return value;
 }
+__device__ inline void store_shared(unsigned address, const uint4& value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
 
 template <typename T>
 __device__ inline void widen(unsigned pair, float& low, float& high) {

@@ -57,9 +57,6 @@ __device__ __forceinline__ unsigned load_shared_word(unsigned address) {
 __device__ __forceinline__ void store_shared(unsigned address, unsigned x, unsigned y) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
 }
-__device__ __forceinline__ void store_shared(unsigned address, unsigned x, unsigned y, unsigned z, unsigned w) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
 
 // The sums of one tile or three over the four lanes that share a row: lane t gets that of tile t.
 template <int kTiles>
@@ -166,9 +163,9 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const flo
           const unsigned to = planes + lane % 16 * 16;
 #pragma unroll
           for (int n = 0; n < 3; ++n) {
-            store_shared(to + n * kDigitPlane, plane[n][0], plane[n][1], plane[n][2], plane[n][3]);
+            store_shared(to + n * kDigitPlane, make_uint4(plane[n][0], plane[n][1], plane[n][2], plane[n][3]));
           }
-          store_shared(to + 3 * kDigitPlane, 0, 0, 0, 0);
+          store_shared(to + 3 * kDigitPlane, make_uint4(0, 0, 0, 0));
         }
         __syncwarp();
 #pragma unroll

@@ -4,12 +4,12 @@
 // A step of one row divides the row among all lanes, 8 neighbouring elements each, and exchanges what comes out, so that
 // it lies as operands of mma. In a step of several rows lanes 4 r to 4 r + 3 have row r in the pieces of its operand, and
 // nothing is exchanged: with 8 rows divided as one row is, their norms took 8.2 us a layer rather than 4.0
-// (dev/performance/fused.md, "Counted again"). Sums are added in the same order in both, that of warp_fold(): so a row
+// (dev/performance/fused.md, "Counted again"). Sums are added in the same order in both, that of warp_sum(): so a row
 // has the same bits.
 #pragma once
 
 #include "llmc/cuda/fused/step_consumer.cuh"
-#include "llmc/cuda/hw/warp_fold.cuh"
+#include "llmc/cuda/hw/block.cuh"
 
 namespace weft::cuda::fused {
 
@@ -20,11 +20,6 @@ namespace weft::cuda::fused {
 __device__ __forceinline__ const TaggedValue* opaque(const TaggedValue* from) {
   asm volatile("" : "+l"(from));
   return from;
-}
-__device__ __forceinline__ void store_shared(unsigned address, const uint4& value) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
-               "r"(value.w)
-               : "memory");
 }
 
 // Of several rows: lane 4 r + t has the pieces of row r that are its own in the tiles (StepConsumer::piece()).
@@ -179,22 +174,18 @@ struct StepNorm<S, 1> {
     untag(values[1], x + 4);
   }
 
-  __device__ __forceinline__ float sum_of_warp(float of_lane) const {
-    float sums[1] = {of_lane};
-    return warp_fold(sums, k.lane);
-  }
   // x becomes (x - mean) / sqrt(variance + eps).
   __device__ __forceinline__ void standardize() {
     float sum = 0, squares = 0;  // elements past the end are 0
 #pragma unroll
     for (float value : x) sum += value;
-    const float own_mean = k.mean_of_warp(sum_of_warp(sum));
+    const float own_mean = k.mean_of_warp(warp_sum(sum));
 #pragma unroll
     for (float value : x) {
       const float d = has_column() ? value - own_mean : 0.0f;
       squares = fmaf(d, d, squares);
     }
-    const auto [mean, rstd] = k.combine_moments(own_mean, sum_of_warp(squares), 0, k.lane == 0);
+    const auto [mean, rstd] = k.combine_moments(own_mean, warp_sum(squares), 0, k.lane == 0);
 #pragma unroll
     for (float& value : x) value = (value - mean) * rstd;
   }
