@@ -230,26 +230,26 @@ class Planted:
 
     def __init__(self, mutant: Mutant):
         self.source = TREE / mutant.file
-        self.object = object_of(mutant.file)
-        self.kept = self.object.with_suffix(".kept") if self.object is not None and self.object.exists() else None
+        built = object_of(mutant.file)
+        self.object = built if built is not None and built.exists() else None
         self.mutant = mutant
 
     def __enter__(self) -> None:
         self.text = self.source.read_text()
         self.time = self.source.stat().st_mtime
-        if self.object is not None and self.kept is not None:
-            self.object.rename(self.kept)
+        if self.object is not None:
+            self.object.rename(self.object.with_suffix(".kept"))
         self.source.write_text(self.text.replace(self.mutant.old, self.mutant.new))
 
     def __exit__(self, *_: object) -> None:
         """As it was: the object with its time, and nothing linked from the one with the bug. A header keeps the time of now,
         so that the objects that were made from the one with the bug are made again."""
         self.source.write_text(self.text)
-        if self.kept is not None or self.source.suffix == ".py":  # Python's cache goes by time and size
+        if self.object is not None or self.source.suffix == ".py":  # Python's cache goes by time and size
             os.utime(self.source, (self.time, self.time))
-        if self.object is None or self.kept is None:
+        if self.object is None:
             return
-        self.kept.replace(self.object)
+        self.object.with_suffix(".kept").replace(self.object)
         for name in LINKED:
             (OUT / name).unlink(missing_ok=True)
 
