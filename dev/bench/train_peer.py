@@ -4,12 +4,14 @@
     python3 dev/bench/train_peer.py                                  all configurations, one JSON line each
     python3 dev/bench/train_peer.py --config llama3.2-1b --precision bf16 --attention cudnn
     python3 dev/bench/train_peer.py --config smoke --device cpu --no-compile
+    python3 dev/bench/train_peer.py --config llama3.2-1b --precision master --float8
     torchrun --nproc-per-node 2 dev/bench/train_peer.py --config llama3.2-1b --precision master
 
 A step is forward, backward, clipping to norm 1 and AdamW on one micro-batch of random tokens: torch.compile, scaled dot
 product attention on grouped heads, fused AdamW, q, k, v and gate, up as one product each. Two precisions: "master"
 keeps weights and moments in fp32 and computes in bf16 by autocast, "bf16" keeps all of them in bf16. The residual
-stream is bf16 in both, the loss fp32. ms is the median over --steps, after --warmup steps that compile and settle the
+stream is bf16 in both, the loss fp32. --float8 adds torchao: linear layers of the blocks in fp8, one scale a tensor, from
+its largest value at that time; the head stays as it is. ms is the median over --steps, after --warmup steps that compile and settle the
 clock.
 
 Under torchrun each process has a GPU and a micro-batch, and FSDP2 shards fp32 weights, moments and gradients: compiled
@@ -183,6 +185,14 @@ def shard(model: Llama, compiled: bool) -> None:
     fully_shard(model, mp_policy=policy, reshard_after_forward=False)
 
 
+def to_float8(model: Llama) -> None:
+    """Linear layers of the blocks in fp8 by torchao, in place."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("tensorwise"),
+                               module_filter_fn=lambda _, name: name.startswith("layers."))
+
+
 def processes() -> int:
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
@@ -199,6 +209,8 @@ def make_step(shape: Shape, precision: str, options: argparse.Namespace) -> tupl
         ids = torch.randint(0, shape.vocab, (shape.micro_batch, shape.seq_len + 1))
     if precision == "bf16":
         model.to(torch.bfloat16)
+    if options.float8:
+        to_float8(model)
     several = processes() > 1
     if several:
         shard(model, not options.no_compile)
@@ -254,7 +266,7 @@ def measure(name: str, shape: Shape, precision: str, options: argparse.Namespace
     median = statistics.median(times)
     tokens_per_s = processes() * shape.micro_batch * shape.seq_len / median * 1000
     tflops = tokens_per_s / processes() * shape.flops_per_token / 1e12
-    return {"program": "PyTorch", "config": name, "precision": precision, "gpus": processes(),
+    return {"program": "PyTorch", "config": name, "precision": precision, "float8": options.float8, "gpus": processes(),
             "micro_batch": shape.micro_batch, "seq_len": shape.seq_len, "parameters": parameters,
             "tokens_per_s": round(tokens_per_s, 1), "ms": round(median, 3),
             "ms_min": round(min(times), 3), "ms_max": round(max(times), 3),
@@ -281,6 +293,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--config", nargs="+", choices=list(SHAPES), metavar="NAME",
                         help=f"of {', '.join(SHAPES)}; default: all but smoke")
     parser.add_argument("--precision", choices=("master", "bf16"), help="default: those that fit on one H200")
+    parser.add_argument("--float8", action="store_true", help="linear layers of the blocks in fp8; needs torchao and one process")
     parser.add_argument("--micro-batch", type=positive, metavar="B", help="sequences (default: the configuration's)")
     parser.add_argument("--seq-len", type=positive, metavar="T", help="tokens of a sequence")
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="steps that are timed (default: 20)")
@@ -311,8 +324,8 @@ def main() -> int:
         if options.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         distributed.init_process_group("nccl" if options.device == "cuda" else "gloo")
-        if options.precision != "master":
-            print("error: several processes: only --precision master is measured", file=sys.stderr)
+        if options.precision != "master" or options.float8:
+            print("error: several processes: only --precision master without --float8 is measured", file=sys.stderr)
             return 2
     failed = False
     for name in options.config or [name for name in SHAPES if name != "smoke"]:

@@ -3,6 +3,7 @@
     make bench                                  everything below; or: python3 dev/bench/training.py
     python3 dev/bench/training.py --only d12    one configuration
     python3 dev/bench/training.py --no-peer     weft alone
+    python3 dev/bench/training.py --fp8         --precision fp8 beside bf16, and beside torch.compile with torchao's float8
 
 Both sides train on random tokens with AdamW and clipping; both report the median of a step. The peer is torch.compile with the
 faster of its attention kernels' choice (dev/bench/train_peer.py); it is left out, and said to be, where torch is missing.
@@ -50,23 +51,34 @@ RUNS = [
     Run("llama3.2-3b", 2048, 8, 8, "bf16"),
     Run("llama3.1-8b", 4096, 4, 1, "bf16", recompute="norm", moments="bf16"),
 ]
+PRECISIONS = {"master": "fp32 master", "bf16": "pure bf16"}
+
+FP8_RUNS = [
+    Run("llama3.2-1b", 2048, 8, 8, "master"),
+    Run("llama3.2-3b", 2048, 8, 8, "bf16"),
+    Run("llama3.1-8b", 4096, 2, 1, "bf16", recompute="norm", moments="bf16"),
+]
 
 
-def weft(run: Run) -> dict[str, Any] | str:
+def weft(run: Run, precision: str = "bf16") -> dict[str, Any] | str:
     command = [str(ROOT / "train_llama"), "--device", "cuda", "--bench", "--json", "--config", run.config, "--seq-len",
-               str(run.seq_len), "--micro-batch", str(run.micro_batch), "--recompute", run.recompute, "--moments", run.moments]
+               str(run.seq_len), "--micro-batch", str(run.micro_batch), "--recompute", run.recompute, "--moments", run.moments,
+               "--precision", precision]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     return json.loads(result.stdout) if result.returncode == 0 else result.stderr.strip().splitlines()[-1]
 
 
-def peer(run: Run) -> dict[str, Any] | str:
-    if importlib.util.find_spec("torch") is None:
-        return "torch is not installed"
+def peer(run: Run, *more: str) -> dict[str, Any] | str:
+    for package in ("torch", "torchao") if "--float8" in more else ("torch",):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
     command = [sys.executable, str(ROOT / "dev/bench/train_peer.py"), "--config", run.config, "--precision",
-               run.peer_precision, "--seq-len", str(run.seq_len), "--micro-batch", str(run.peer_micro_batch)]
+               run.peer_precision, "--seq-len", str(run.seq_len), "--micro-batch", str(run.peer_micro_batch), *more]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
     if result.returncode or not lines:
+        if lines:
+            return str(json.loads(lines[-1]).get("error"))
         return (result.stderr.strip().splitlines() or ["no output"])[-1]
     return json.loads(lines[-1])
 
@@ -75,11 +87,34 @@ def cell(result: dict[str, Any] | str) -> str:
     return result if isinstance(result, str) else f"{result['tokens_per_s']:,.0f}"
 
 
+def ratio(ours: dict[str, Any] | str, theirs: dict[str, Any] | str) -> str:
+    return "-" if isinstance(ours, str) or isinstance(theirs, str) else f"{ours['tokens_per_s'] / theirs['tokens_per_s']:.2f}"
+
+
+def fp8(only: list[str] | None, with_peer: bool) -> int:
+    """Prints the table of fp8; 0 if every run of weft gave a figure."""
+    print("| configuration | bf16, tokens/s | fp8, tokens/s | ratio | torchao float8, tokens/s | its weights, batch | ratio |")
+    print("|---|---|---|---|---|---|---|")
+    failed = False
+    for run in FP8_RUNS:
+        if only and run.config not in only:
+            continue
+        plain, ours = weft(run), weft(run, "fp8")
+        theirs = peer(run, "--float8") if with_peer else "not run"
+        failed = failed or isinstance(plain, str) or isinstance(ours, str)
+        print(f"| {run.name} | {cell(plain)} | {cell(ours)} | {ratio(ours, plain)} | {cell(theirs)} | {PRECISIONS[run.peer_precision]}, "
+              f"B {run.peer_micro_batch} | {ratio(ours, theirs)} |", flush=True)
+    return int(failed)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=sorted({run.config for run in RUNS}), metavar="NAME")
     parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--fp8", action="store_true", help="the table of fp8 instead")
     options = parser.parse_args()
+    if options.fp8:
+        return fp8(options.only, not options.no_peer)
     rows: list[dict[str, Any]] = []
     for run in RUNS:
         if options.only and run.config not in options.only:
@@ -94,11 +129,9 @@ def main() -> int:
     print("|---|---|---|---|---|---|")
     for row in rows:
         ours, theirs = row["weft"], row["peer"]
-        ratio = "-" if isinstance(ours, str) or isinstance(theirs, str) else f"{ours['tokens_per_s'] / theirs['tokens_per_s']:.2f}"
         mfu = "-" if isinstance(ours, str) or ours["mfu"] is None else f"{100 * ours['mfu']:.1f} %"
-        precision = {"master": "fp32 master", "bf16": "pure bf16"}[row["peer_precision"]]
-        precision += f", B {row['peer_micro_batch']}"
-        print(f"| {row['run']} | {cell(ours)} | {mfu} | {cell(theirs)} | {precision} | {ratio} |")
+        precision = f"{PRECISIONS[row['peer_precision']]}, B {row['peer_micro_batch']}"
+        print(f"| {row['run']} | {cell(ours)} | {mfu} | {cell(theirs)} | {precision} | {ratio(ours, theirs)} |")
     output = ROOT / "build" / "bench_training.json"
     output.parent.mkdir(exist_ok=True)
     output.write_text(json.dumps(rows, indent=1) + "\n")
