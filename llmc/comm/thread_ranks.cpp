@@ -74,6 +74,12 @@ class Meeting {
     const std::lock_guard<std::mutex> lock(mutex_);
     end(error);
   }
+  // Both at once: who hears of it in one of them cannot end the other one for a reason that follows from it.
+  static void abort(Meeting& one, Meeting& other, const Error& error) {
+    const std::scoped_lock lock(one.mutex_, other.mutex_);
+    one.end(error);
+    other.end(error);
+  }
   void require_going_on() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (ended_) throw *ended_;
@@ -133,6 +139,10 @@ class Meeting {
   int left_ = kNobody;  // the lowest rank whose thread has ended
 };
 
+Error error_of_rank(int rank, const Error& error) {
+  return Error(error.code(), format("rank %d: %s", rank, error.what()));
+}
+
 class ThreadRank final : public Communicator {
  public:
   ThreadRank(Meeting& meeting, int rank) : meeting_(meeting), rank_(rank) {}
@@ -174,7 +184,7 @@ class ThreadRank final : public Communicator {
 
   void abort(const Error& error) noexcept override {
     try {
-      meeting_.abort(Error(error.code(), format("rank %d: %s", rank_, error.what())));
+      meeting_.abort(error_of_rank(rank_, error));
     } catch (...) {  // no memory for the reason: leave() ends the others without it
     }
   }
@@ -197,9 +207,11 @@ void run_thread_ranks(int ranks, double time_limit_s,
   std::exception_ptr first;
   const auto run = [&](int rank) {
     ThreadRank communicator(meeting, rank), beside(meeting_beside, rank);
-    const auto abort = [&](const Error& error) {
-      communicator.abort(error);
-      beside.abort(error);
+    const auto abort = [&](const Error& error) noexcept {
+      try {
+        Meeting::abort(meeting, meeting_beside, error_of_rank(rank, error));
+      } catch (...) {  // no memory for the reason: leave() ends the others without it
+      }
     };
     const auto keep = [&] {
       const std::lock_guard<std::mutex> lock(mutex);
@@ -229,8 +241,7 @@ void run_thread_ranks(int ranks, double time_limit_s,
       const std::lock_guard<std::mutex> lock(mutex);
       if (!first) first = std::make_exception_ptr(error);
     }
-    meeting.abort(error);
-    meeting_beside.abort(error);
+    Meeting::abort(meeting, meeting_beside, error);
   }
   for (std::jthread& thread : threads) thread.join();
   if (first) std::rethrow_exception(first);

@@ -7,10 +7,12 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 #include <numeric>
 #include <optional>
 #include <random>
+#include <stdexcept>
 #include <thread>
 
 #include "llmc/comm/thread_ranks.h"
@@ -429,13 +431,52 @@ TEST_P(CommunicatorTest, WorkIsDoneOnAllRanksOrFailsOnAll) {
   EXPECT_EQ(ends.code, (std::vector<Exit>{Exit::resources, Exit::resources, Exit::environment, Exit::resources}));
 }
 
+// Those that wait on the second communicator hear it as those on the first do.
+TEST(ThreadRanks, AnErrorEndsTheCallsOfBothCommunicators) {
+  for (const bool unknown : {false, true}) {
+    const Exit code = unknown ? Exit::internal : Exit::numeric;
+    std::string heard[3];
+    const auto wait = [&](Communicator& mine) {
+      std::string& told = heard[static_cast<std::size_t>(mine.rank())];
+      told = error_of(code, [&] { mine.barrier(); });
+      EXPECT_EQ(error_of(code, [&] { mine.check(); }), told);
+    };
+    EXPECT_ANY_THROW(run_thread_ranks(3, kLimit, [&](Communicator& ranks, Communicator& beside) {
+      if (ranks.rank() != 1) return wait(ranks.rank() == 0 ? beside : ranks);
+      if (unknown) throw std::logic_error("no Error");
+      fail(code, "the loss is nan");
+    }));
+    for (const std::size_t r : {0u, 2u}) {
+      EXPECT_EQ(heard[r], unknown ? "rank 1: ended by an exception" : "rank 1: the loss is nan");
+    }
+  }
+}
+
+// The calls of the two do not meet: the ranks may come to them in any order.
+TEST(ThreadRanks, TheSecondCommunicatorIsOneOfItsOwn) {
+  run_thread_ranks(2, kLimit, [&](Communicator& ranks, Communicator& beside) {
+    ASSERT_EQ(beside.rank(), ranks.rank());
+    ASSERT_EQ(beside.size(), 2);
+    std::thread other([&] { EXPECT_EQ(beside.gather(10 + beside.rank()), (std::vector<int>{10, 11})); });
+    EXPECT_EQ(ranks.gather(ranks.rank()), (std::vector<int>{0, 1}));
+    ranks.barrier();
+    other.join();
+  });
+}
+
 // The ranks that have started wait for one that never will.
 TEST(ThreadRanksDeathTest, ARankWhoseThreadCannotStartEndsTheOthers) {
   if (test::kSanitized) GTEST_SKIP() << "a sanitizer needs the address space";
   const auto run = [] {
     test::limit_address_space(4 * test::stack_bytes());
     try {
-      run_thread_ranks(64, 60, [](Communicator& ranks) { ranks.barrier(); });
+      run_thread_ranks(64, 60, [](Communicator& ranks, Communicator& beside) {
+        try {
+          (ranks.rank() % 2 == 0 ? ranks : beside).barrier();
+        } catch (const Error& error) {
+          if (std::strstr(error.what(), "its thread cannot start") == nullptr) std::_Exit(3);
+        }
+      });
     } catch (const Error& error) {
       std::fputs(error.what(), stderr);
       std::_Exit(error.code() == Exit::environment ? 0 : 1);
