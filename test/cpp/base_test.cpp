@@ -5,6 +5,7 @@
 #include <omp.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -28,6 +29,7 @@
 #include <thread>
 #include <vector>
 
+#include "address_space.h"
 #include "colliding_names.h"
 #include "llmc/base/arena.h"
 #include "llmc/base/cgroup.h"
@@ -43,6 +45,7 @@
 #include "llmc/base/threads.h"
 #include "llmc/base/utf8.h"
 #include "processor_time.h"
+#include "sanitized.h"
 #include "test_files.h"
 
 // Some file systems give up reserving space when a signal comes; here as often as a test asks for it. In the place of the
@@ -462,16 +465,21 @@ TEST(AtomicFile, AbandonedItLeavesTheOldFile) {
 
 // Runs `work` with files limited to `bytes`: the way to a full disk that needs no privileges.
 template <typename Work>
-std::string error_with_file_limit(rlim_t bytes, Work work) {
+auto with_file_limit(rlim_t bytes, Work work) {
   const auto handler = ::signal(SIGXFSZ, SIG_IGN);
   rlimit before{};
   ::getrlimit(RLIMIT_FSIZE, &before);
   const rlimit small{bytes, before.rlim_max};
   ::setrlimit(RLIMIT_FSIZE, &small);
-  const std::string message = error_of(Exit::resources, work);
+  const auto result = work();
   ::setrlimit(RLIMIT_FSIZE, &before);
   ::signal(SIGXFSZ, handler);
-  return message;
+  return result;
+}
+
+template <typename Work>
+std::string error_with_file_limit(rlim_t bytes, Work work) {
+  return with_file_limit(bytes, [&] { return error_of(Exit::resources, work); });
 }
 
 TEST(AtomicFile, AFullDiskIsFoundWhenReservingAndWhenWriting) {
@@ -673,6 +681,28 @@ TEST(Threads, TheQuotaOfAControlGroupIsTheSmallestOnTheWay) {
   EXPECT_EQ(cpu_quota("damaged", root), std::nullopt);
 }
 
+// Names of controllers contain each other, and a line may have several in any order.
+TEST(Cgroup, TheDirectoriesAreThoseOfTheController) {
+  using Paths = std::vector<std::string>;
+  const auto of_cpu = [](const char* membership) { return cgroup_directories(membership, "cpu", "/r"); };
+  const Paths of_x = {"/r/cpu/x", "/r/cpu"};
+  for (const char* others : {"cpuset", "cpuacct", "cpuset,cpuacct", "xcpu", "xcpu,cpus", "name=cpu", "cp", ","}) {
+    const std::string line = std::string("3:") + others + ":/other\n";
+    EXPECT_EQ(of_cpu(line.c_str()), Paths()) << others;
+    EXPECT_EQ(of_cpu((line + "2:cpu:/x\n").c_str()), of_x) << others;
+    EXPECT_EQ(of_cpu(("2:cpu:/x\n" + line).c_str()), of_x) << others;
+    EXPECT_EQ(of_cpu((std::string("2:cpu,") + others + ":/x\n").c_str()), of_x) << others;
+    EXPECT_EQ(of_cpu((std::string("2:") + others + ",cpu:/x\n").c_str()), of_x) << others;
+    EXPECT_EQ(of_cpu((std::string("2:a,cpu,") + others + ":/x\n").c_str()), of_x) << others;
+  }
+  EXPECT_EQ(of_cpu("0::/a/b\n"), (Paths{"/r/a/b", "/r/a", "/r"}));
+  EXPECT_EQ(of_cpu("0::/a\n4:cpu:/x"), (Paths{"/r/a", "/r", "/r/cpu/x", "/r/cpu"})) << "both versions";
+  EXPECT_EQ(of_cpu("2:cpu:/a:cpuset:b\n"), (Paths{"/r/cpu/a:cpuset:b", "/r/cpu"}));
+  EXPECT_EQ(of_cpu("2:cpu:/\n"), (Paths{"/r/cpu/", "/r/cpu"}));
+  for (const char* none : {"", "\n", "cpu", "2:cpu\n", "2:cpuset:/cpu\n", "cpu:2:/x\n"})
+    EXPECT_EQ(of_cpu(none), Paths());
+}
+
 TEST(Memory, TheMembershipIsTheKernelsText) {
   std::ifstream file("/proc/self/cgroup");
   const std::string text{std::istreambuf_iterator<char>(file), {}};
@@ -865,6 +895,32 @@ TEST(MappedFile, KnowsThatTheFileWasReplaced) {
   EXPECT_FALSE(file.unchanged());
 }
 
+// All members go along; what the other one had goes with it.
+TEST(MappedFile, AMoveTakesAllOfAFile) {
+  const TemporaryDirectory directory;
+  const std::string one = directory.file("one"), another = directory.file("another");
+  write_bytes(one, "content");
+  write_bytes(another, "other content");
+  std::optional<MappedFile> from(one), over(another);
+  MappedFile file = std::move(*from);
+  from.reset();
+  EXPECT_EQ(file.path(), one);
+  EXPECT_EQ(file.text(), "content");
+  EXPECT_TRUE(file.unchanged());
+  void* const before = const_cast<std::byte*>(file.data());
+  file = std::move(*over);
+  over.reset();
+  unsigned char present = 0;
+  EXPECT_EQ(::mincore(before, 1, &present), -1) << "what it had before is still mapped";
+  EXPECT_EQ(file.path(), another);
+  EXPECT_EQ(file.text(), "other content");
+  EXPECT_TRUE(file.unchanged());
+  write_file_atomically(one, "content");
+  EXPECT_TRUE(file.unchanged());
+  write_file_atomically(another, "other content");
+  EXPECT_FALSE(file.unchanged());
+}
+
 TEST(Files, WhatMeansThatNothingMoreFits) {
   for (const int error : {ENOSPC, EDQUOT, EFBIG}) EXPECT_TRUE(is_full(error));
   for (const int error : {0, EIO, EACCES}) EXPECT_FALSE(is_full(error));
@@ -906,6 +962,47 @@ TEST(Files, ASignalDoesNotKeepALineFromBeingAppended) {
   text.resize(size);
   EXPECT_TRUE(text.ends_with("xline\n"));
   ::sigaction(SIGUSR2, &before, nullptr);
+  ::close(ends[0]);
+  ::close(ends[1]);
+}
+
+// Where a part of a line fits the file ends as it did before, in one that was just opened, too.
+TEST(Files, ALineThatDoesNotFitLeavesTheFileAsItWas) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("log"), line = "the second line\n";
+  std::string expected = "the first line\n";
+  write_bytes(path, expected);
+  testing::internal::CaptureStderr();
+  for (const bool opened_now : {true, false}) {
+    const int fd = ::open(path.c_str(), O_RDWR | O_APPEND | O_CLOEXEC);
+    ASSERT_GE(fd, 0);
+    if (!opened_now) {
+      EXPECT_EQ(append_line(fd, path, line), 0);
+      expected += line;
+    }
+    for (const std::size_t room : {line.size() - 1, std::size_t{1}, std::size_t{0}}) {
+      const int error = with_file_limit(expected.size() + room, [&] { return append_line(fd, path, line); });
+      EXPECT_EQ(error, room > 0 ? ENOSPC : EFBIG);
+      EXPECT_EQ(read_bytes(path), expected) << "with room for " << room;
+    }
+    EXPECT_EQ(with_file_limit(expected.size() + line.size(), [&] { return append_line(fd, path, line); }), 0);
+    expected += line;
+    EXPECT_EQ(read_bytes(path), expected);
+    ::close(fd);
+  }
+  const int reading = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  EXPECT_EQ(append_line(reading, path, line), EBADF);
+  ::close(reading);
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+}
+
+// A pipe takes a part of a long line and does not give it back.
+TEST(Files, HalfALineThatStaysIsSaid) {
+  int ends[2];
+  ASSERT_EQ(::pipe2(ends, O_CLOEXEC | O_NONBLOCK), 0);
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(append_line(ends[1], "a\tpipe", std::string(1 << 20, 'x')), ENOSPC);
+  expect_contains(testing::internal::GetCapturedStderr(), "warning: 'a\\x09pipe' ends in half a line\n");
   ::close(ends[0]);
   ::close(ends[1]);
 }
@@ -968,6 +1065,42 @@ TEST(Memory, AnArenaThatCannotFitIsAResourceError) {
   const std::string message = error_of(Exit::resources, [&] { HostArena arena(plan); });
   expect_contains(message, "optimizer state");
   EXPECT_GT(available_host_memory(), 1u << 20);
+}
+
+// What ulimit -v leaves must hold the buffers of the math library, too, one for each thread and one more: without them the
+// first GEMM hangs.
+TEST(MemoryDeathTest, AnArenaLeavesAddressSpaceForTheMathLibrary) {
+  if (test::kSanitized) GTEST_SKIP() << "a sanitizer needs the address space";
+  constexpr std::uint64_t kMegabyte = 1 << 20, kBuffer = 128 * kMegabyte;
+  const auto try_arena = [&](int threads, std::uint64_t megabytes) {
+    omp_set_num_threads(threads);
+    const std::uint64_t buffers = static_cast<std::uint64_t>(threads + 1) * kBuffer;
+    test::limit_address_space(buffers + 64 * kMegabyte);
+    rlimit limit{};
+    ::getrlimit(RLIMIT_AS, &limit);
+    const std::uint64_t free = free_host_memory();
+    if (available_host_memory() > limit.rlim_cur || free > buffers + 64 * kMegabyte) std::_Exit(2);
+    MemoryPlan plan("state");
+    plan.add(megabytes * kMegabyte);
+    try {
+      const HostArena arena(plan);
+      std::fputs("fits", stderr);
+    } catch (const Error& error) {
+      if (error.code() != Exit::resources) std::_Exit(3);
+      std::fputs(error.what(), stderr);
+    }
+    std::_Exit(0);
+  };
+  for (const auto& [threads, needs] : {std::pair{1, "268 MB"}, {3, "537 MB"}}) {
+    EXPECT_EXIT(try_arena(threads, 48), testing::ExitedWithCode(0), "^fits$") << threads;
+    for (const std::uint64_t megabytes : {72u, 128u * static_cast<unsigned>(threads + 1) + 16u}) {
+      EXPECT_EXIT(
+          try_arena(threads, megabytes), testing::ExitedWithCode(0),
+          std::string("^state: cannot allocate .* of host memory: ulimit -v leaves .*, and the math library needs ") +
+              needs + "$")
+          << threads << ", " << megabytes;
+    }
+  }
 }
 
 TEST(Memory, TheTableEndsWithItsTotal) {

@@ -1,4 +1,5 @@
 // What ranks over TCP do before the first step: who is let in, what all must have in common, and work that takes long.
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -36,6 +37,8 @@ namespace {
 
 // What this program does where a test has started it as a rank: start_ranks() starts its own program, whatever that is.
 constexpr const char* kPart = "WEFT_TEST_PART";
+constexpr const char* kSignal = "WEFT_TEST_SIGNAL";
+constexpr int kReadyRead = 60, kReadyWrite = 61;  // ends of a pipe on which ranks say that they wait
 
 [[noreturn]] void play(const std::string& part) {
   const std::string rank = std::getenv("RANK");
@@ -57,6 +60,21 @@ constexpr const char* kPart = "WEFT_TEST_PART";
   if (part == "left") {  // later, and late enough that the supervisor then kills who is left
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
     ::_exit(static_cast<int>(Exit::resources));
+  }
+  if (part == "signalled") {  // rank 0 sends a signal to who has started it when all wait for it: it comes to each
+    sigset_t set, before;
+    sigfillset(&set);
+    ::sigprocmask(SIG_BLOCK, &set, &before);
+    const int expected = std::atoi(std::getenv(kSignal));
+    if (sigismember(&before, expected) == 1) ::_exit(1);
+    char all[3];
+    [[maybe_unused]] const ssize_t said = ::write(kReadyWrite, "x", 1);
+    for (std::size_t got = 0; rank == "0" && got < sizeof all;) {
+      got += static_cast<std::size_t>(std::max<ssize_t>(0, ::read(kReadyRead, all, sizeof all)));
+    }
+    if (rank == "0") ::kill(::getppid(), expected);
+    const timespec limit{10, 0};
+    ::_exit(::sigtimedwait(&set, nullptr, &limit) == expected ? 0 : 1);
   }
   ::_exit(0);
 }
@@ -584,6 +602,69 @@ TEST(Hub, NothingFollowsHalfAReply) {
   }
 }
 
+// Once the start is over, well or not, the hub has no connection but those of its ranks, and takes no new one.
+TEST(Hub, AfterTheStartNobodyElseIsConnected) {
+  for (const bool well : {true, false}) {
+    Door door;
+    const int size = well ? 3 : 4;  // one never comes
+    const Hello hello = hello_of(1, size);
+    const Socket silent = door.knock({}), begun = door.knock(const_bytes_of(hello).first(20));
+    Socket second = door.knock(const_bytes_of(hello));
+    Socket third = door.knock(const_bytes_of(hello_of(2, size, well ? "test" : "newer")));
+    Hub hub(std::move(door.listener), {0, size, 42, "test"}, 20);
+    const Socket first = hub.take_first_connection();
+    if (well) {
+      for (const Socket* rank : {&second, &third}) EXPECT_EQ(answer(*rank), "welcome");
+    } else {
+      expect_contains(answer(third), "rank 2: version: got 'newer'");
+      FrameWriter news;
+      news.begin(Error(Exit::numeric, "over"));
+      EXPECT_TRUE(news.write_all(first, deadline_in(5)));
+      EXPECT_EQ(answer(second), "over");
+    }
+    for (const Socket* stranger : {&silent, &begun}) EXPECT_EQ(answer(*stranger), "closed") << well;
+    std::string problem;
+    const Socket late = connect_to("127.0.0.1", door.port, deadline_in(5), problem);
+    EXPECT_TRUE(!late.open() || answer(late) == "closed") << well;
+    second.close();
+    third.close();
+  }
+}
+
+// A run that has just ended has closed its connections first: for a minute the system remembers them with this port.
+TEST(Sockets, APortIsFreeAgainWhenItsRunHasEnded) {
+  Door door;
+  Socket visitor = door.knock({});
+  std::string from;
+  Socket accepted = accept_from(door.listener, from);
+  ASSERT_TRUE(accepted.open());
+  EXPECT_EQ(from, "127.0.0.1");
+  accepted.close();
+  EXPECT_EQ(answer(visitor), "closed");
+  visitor.close();
+  door.listener.close();
+  EXPECT_EQ(port_of(listen_at("127.0.0.1", door.port)), door.port);
+}
+
+// None waits, none is left to another program, and small messages leave at once.
+TEST(Sockets, HaveTheFlagsOfConnectionsBetweenRanks) {
+  const Door door;
+  const Socket visitor = door.knock({});
+  std::string from;
+  const Socket accepted = accept_from(door.listener, from), duplicate = duplicate_of(visitor);
+  const auto [ours, theirs] = connected_pair();
+  for (const Socket* socket : {&door.listener, &visitor, &accepted, &duplicate, &ours, &theirs}) {
+    EXPECT_EQ(::fcntl(socket->fd(), F_GETFD) & FD_CLOEXEC, FD_CLOEXEC);
+    EXPECT_EQ(::fcntl(socket->fd(), F_GETFL) & O_NONBLOCK, O_NONBLOCK);
+  }
+  for (const Socket* socket : {&visitor, &accepted, &duplicate}) {
+    int on = 0;
+    socklen_t size = sizeof on;
+    ASSERT_EQ(::getsockopt(socket->fd(), IPPROTO_TCP, TCP_NODELAY, &on, &size), 0);
+    EXPECT_EQ(on, 1);
+  }
+}
+
 TEST(Hub, APortThatIsTakenIsNamed) {
   const Door door;
   EXPECT_EQ(
@@ -631,6 +712,25 @@ TEST(StartRanks, RanksHaveTheMeetingPointOfTheirOwnRun) {
   const auto [code, log] = start_three("environment");
   for (const char* name : {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_RANK", "WEFT_RUN_ID"}) ::unsetenv(name);
   EXPECT_EQ(code, Exit::ok) << log;
+}
+
+// In a process of its own, which a signal that is not waited for would end.
+TEST(StartRanksDeathTest, EachSignalThatAsksForTheEndComesToEachRank) {
+  for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) {
+    const auto start = [&] {
+      ::signal(number, SIG_DFL);   // the tests may run under nohup
+      ::signal(SIGCHLD, SIG_IGN);  // as some parents leave it
+      ::alarm(20);
+      int ends[2];
+      if (::pipe(ends) != 0 || ::dup2(ends[0], kReadyRead) < 0 || ::dup2(ends[1], kReadyWrite) < 0) std::_Exit(99);
+      ::setenv(kPart, "signalled", 1);
+      ::setenv(kSignal, std::to_string(number).c_str(), 1);
+      char program[] = "unit_tests";
+      char* const argv[] = {program, nullptr};
+      std::_Exit(static_cast<int>(start_ranks(argv, 3, 10, 1)));
+    };
+    EXPECT_EXIT(start(), testing::ExitedWithCode(0), "") << ::strsignal(number);
+  }
 }
 
 TEST(SocketRanks, NobodyAtTheMeetingPoint) {

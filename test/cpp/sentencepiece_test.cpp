@@ -13,6 +13,7 @@
 #include "llmc/base/file.h"
 #include "llmc/base/json.h"
 #include "llmc/base/utf8.h"
+#include "llmc/text/normalizer.h"
 #include "llmc/text/tokenizer.h"
 #include "processor_time.h"
 
@@ -172,6 +173,68 @@ TEST(SentencePieceDecoder, GoesOnWhereAPromptEnds) {
   EXPECT_EQ(streamed(parse(metaspace), {}, Ids{2, 4}), "b");
 }
 
+Json step(const char* type, const Json& more = Json::object()) {
+  Json made = {{"type", type}};
+  made.update(more);
+  return made;
+}
+
+Json replace(const std::string& from, const std::string& to) {
+  return step("Replace", {{"pattern", {{"String", from}}}, {"content", to}});
+}
+
+// Each step works on what the one before has made. The texts are those of the original.
+TEST(SentencePieceDecoder, StepsFollowEachOther) {
+  const auto metaspace = [](const Json& scheme, const char* replacement = "\u2581") {
+    return step("Metaspace", {{"replacement", replacement}, {"prepend_scheme", scheme}});
+  };
+  const auto strip = [](const char* what, int count) {
+    return step("Strip", {{"content", what}, {"start", count}, {"stop", 0}});
+  };
+  const Json bytes = step("ByteFallback"), fuse = step("Fuse");
+  Json json = small();
+  json["model"]["vocab"].update({{"\u2581a", 8}, {"<0xE2>", 9}, {"<0x96>", 10}, {"<0x81>", 11}});
+  const std::pair<Json::array_t, std::vector<std::string>> cases[] = {
+      {{metaspace("always")}, {"a  a", " ab", "b b"}},
+      {{metaspace(nullptr)}, {"a  a", " ab", "b b"}},
+      {{metaspace("first")}, {"a  a", " ab", "b b"}},
+      {{metaspace("never")}, {" a  a", "  ab", "b b"}},
+      {{metaspace("always"), replace("a", "b")}, {"b  b", " bb", "b b"}},
+      {{metaspace("always"), replace("a", "\u2581")}, {"\u2581  \u2581", " \u2581b", "b b"}},
+      {{metaspace("always"), replace(" ", "a")}, {"aaaa", "aab", "bab"}},
+      {{replace("b", "\u2581"), metaspace("always")}, {"a  a", " a ", "  "}},
+      {{metaspace("never"), replace("a", "b")}, {" b  b", "  bb", "b b"}},
+      {{bytes, metaspace("always"), replace("b", "a")}, {"a  a", " aa", "a a", "a ", "é a", "\uFFFD\uFFFD a"}},
+      {{bytes, replace("b", "\u2581"), metaspace("first")}, {"a  a", " a ", "  ", "a ", "é a", "\uFFFD\uFFFD a"}},
+      {{bytes, metaspace("never")}, {" a  a", "  ab", "b b", " a ", "é a", "\uFFFD\uFFFD a"}},
+      {{replace("\u2581", "<"), bytes}, {"<a<<a", "<<ab", "b<b", "\u2581a\u2581", "é<a", "\uFFFD\uFFFD<a"}},
+      {{bytes, replace("é", "\u2581"), metaspace("always")}, {"a  a", " ab", "b b", "a ", " a", "\uFFFD\uFFFD a"}},
+      {{replace("a", "\u2581"), bytes, metaspace("always")}, {"   ", "  b", "b b", "  ", "é  ", "\uFFFD\uFFFD  "}},
+      {{replace("a", "\u2581"), bytes, metaspace("never"), replace("b", "a")},
+       {"     ", "   a", "a a", "   ", "é  ", "\uFFFD\uFFFD  "}},
+      {{bytes, metaspace("always", "\uFFFD")},
+       {"\u2581a\u2581\u2581a", "\u2581\u2581ab", "b\u2581b", "\u2581a\u2581", "é\u2581a", " \u2581a"}},
+      {{bytes, replace("\uFFFD", "a"), metaspace("always")}, {"a  a", " ab", "b b", "a ", "é a", "aa a"}},
+      {{metaspace("always"), fuse, replace("a", " "), strip(" ", 2)}, {"  ", "b", "b b"}},
+      {{metaspace("first"), fuse, strip("b", 1)}, {"a  a", " ab", " b"}},
+      {{fuse, strip("\u2581", 0)}, {"\u2581a\u2581\u2581a", "\u2581\u2581ab", "b\u2581b"}},
+      {{fuse, strip("\u2581", 2)}, {"a\u2581\u2581a", "ab", "b\u2581b"}}};
+  const Ids ids[] = {{8, 2, 8}, {2, 2, 3, 4}, {4, 2, 4}, {9, 10, 11, 3, 9, 10, 11}, {5, 6, 8}, {9, 10, 2, 3}};
+  for (const auto& [steps, texts] : cases) {
+    for (const bool nested : {false, true}) {
+      json["decoder"] = step("Sequence", {{"decoders", steps}});
+      if (nested)
+        json["decoder"] =
+            step("Sequence", {{"decoders", {json["decoder"], step("Sequence", {{"decoders", Json::array()}})}}});
+      const Tokenizer tokenizer = parse(json);
+      for (std::size_t i = 0; i < texts.size(); ++i) {
+        EXPECT_EQ(tokenizer.decode(ids[i]), texts[i]) << json["decoder"];
+        EXPECT_EQ(streamed(tokenizer, {}, ids[i]), texts[i]) << json["decoder"];
+      }
+    }
+  }
+}
+
 // ---- encoding: what the vectors show among much else ----------------------------------------------------------------
 
 TEST(SentencePieceEncoder, UnknownTokensWaitBehindByteTokens) {
@@ -183,6 +246,49 @@ TEST(SentencePieceEncoder, UnknownTokensWaitBehindByteTokens) {
   EXPECT_EQ(parse(json).encode("жéaж", false), (Ids{0, 3, 0}));
   json["model"]["unk_token"] = nullptr;
   EXPECT_EQ(parse(json).encode("жéaж", false), (Ids{3}));
+}
+
+// In every order of two kinds, twice the same, and through the file.
+TEST(Normalizer, EachStepWorksOnWhatTheOneBeforeHasMade) {
+  using Kind = NormalizerStep::Kind;
+  const NormalizerStep compose{Kind::nfc, "", ""}, letter{Kind::prepend, "", "e"}, again{Kind::prepend, "", "x"};
+  const NormalizerStep accent{Kind::replace, "x", "\u0301"}, back{Kind::replace, "é", "y"},
+      space{Kind::replace, "y", "zz"};
+  struct Case {
+    std::vector<NormalizerStep> steps;
+    const char *text, *expected;
+  };
+  for (const auto& [steps, text, expected] : {Case{{}, "e\u0301", "e\u0301"},
+                                              Case{{compose}, "e\u0301", "é"},
+                                              Case{{compose}, "", ""},
+                                              Case{{letter}, "a", "ea"},
+                                              Case{{letter}, "", ""},
+                                              Case{{accent}, "xex", "\u0301e\u0301"},
+                                              Case{{letter, compose}, "\u0301b", "éb"},
+                                              Case{{compose, letter}, "\u0301b", "e\u0301b"},
+                                              Case{{accent, compose}, "ex", "é"},
+                                              Case{{compose, accent}, "ex", "e\u0301"},
+                                              Case{{compose, back}, "e\u0301a", "ya"},
+                                              Case{{back, compose}, "e\u0301a", "éa"},
+                                              Case{{again, accent}, "ex", "\u0301e\u0301"},
+                                              Case{{accent, again}, "ex", "xe\u0301"},
+                                              Case{{letter, again}, "a", "xea"},
+                                              Case{{letter, letter}, "a", "eea"},
+                                              Case{{back, space}, "éy", "zzzz"},
+                                              Case{{space, back}, "éy", "yzz"},
+                                              Case{{compose, compose}, "e\u0301", "é"},
+                                              Case{{letter, accent, compose, back, space}, "xe", "zze"}}) {
+    EXPECT_EQ(Normalizer(steps).apply(text), expected);
+    EXPECT_EQ(Normalizer(steps).changes_nothing(), steps.empty());
+  }
+  Json json = small();
+  const Json nfc = step("NFC"), from_a = replace("a", "\u0301"), prepend = step("Prepend", {{"prepend", "e"}});
+  const auto ids = [&](const Json::array_t& steps, const char* text) {
+    json["normalizer"] = step("Sequence", {{"normalizers", steps}});
+    return parse(json).encode(text, false);
+  };
+  EXPECT_EQ(ids({prepend, step("Sequence", {{"normalizers", {from_a, nfc}}})}, "ab"), (Ids{5, 6, 4}));
+  EXPECT_EQ(ids({step("Sequence", {{"normalizers", {nfc, prepend}}}), from_a}, "ab"), (Ids{0, 0, 4}));
 }
 
 TEST(SentencePieceEncoder, MetaspaceInAllItsForms) {
@@ -226,16 +332,6 @@ void expect_refusal(const std::function<void(Json&)>& change, std::vector<std::s
   for (const std::string& word : words)
     EXPECT_NE(message.find(word), std::string::npos) << message << "\nlacks " << word;
   EXPECT_EQ(message.find('\n'), std::string::npos) << message;
-}
-
-Json step(const char* type, const Json& more = Json::object()) {
-  Json made = {{"type", type}};
-  made.update(more);
-  return made;
-}
-
-Json replace(const std::string& from, const std::string& to) {
-  return step("Replace", {{"pattern", {{"String", from}}}, {"content", to}});
 }
 
 TEST(SentencePieceFile, RefusesModelsThatItDoesNotKnow) {

@@ -146,13 +146,38 @@ ADDED = [added("<sp>", special=True, lstrip=True), added("<both>", lstrip=True, 
          added("ba he", normalized=True), added(" x", normalized=True, special=True), added("▁", normalized=True)]
 
 
+def any_replacement(rng):
+    letters = "▁ ae\u0301é<\ufffd"
+    return vectors.replace_step(rng.choice(letters), rng.choice(letters))
+
+
+def any_normalizer(rng):
+    """Steps of each kind in any order, some of them in a Sequence of their own."""
+    steps = [rng.choice([{"type": "NFC"}, {"type": "Prepend", "prepend": rng.choice(["▁", "e", " a"])}, any_replacement(rng)])
+             for _ in range(rng.randrange(1, 5))]
+    cut = rng.randrange(len(steps) + 1)
+    return sequence("normalizers", *steps[:cut], sequence("normalizers", *steps[cut:]))
+
+
+def any_decoder(rng):
+    """Steps in the order that weft accepts, each with or without replacements in front of it."""
+    metaspace = STEP(rng.choice(["always", "first", "never"]), True) | {"replacement": rng.choice("▁▁a\ufffd")}
+    strip = vectors.STRIP_SPACE | {"content": rng.choice(" ▁a"), "start": rng.randrange(4)}
+    steps = []
+    for step in (BYTES, metaspace, FUSE):
+        steps += [any_replacement(rng) for _ in range(rng.choice([0, 0, 1, 2]))] + [step] * rng.randrange(2)
+    return sequence("decoders", *steps[-7:], *([strip] if FUSE in steps and rng.random() < 0.5 else []))
+
+
 def configured(rng):
     """One of the vocabularies with every stage and option drawn at random."""
     document = fixture(rng.choice(STYLES))
     model = document["model"]
     model.update(unk_token=rng.choice(["<unk>", "<unk>", None]), fuse_unk=rng.random() < 0.5, byte_fallback=rng.random() < 0.7,
                  ignore_merges=rng.random() < 0.3)
-    document.update(normalizer=rng.choice(NORMALIZERS), pre_tokenizer=rng.choice(PRE_TOKENIZERS), decoder=rng.choice(DECODERS))
+    document.update(normalizer=rng.choice([*NORMALIZERS, *(any_normalizer(rng) for _ in NORMALIZERS)]),
+                    pre_tokenizer=rng.choice(PRE_TOKENIZERS),
+                    decoder=rng.choice([*DECODERS, *(any_decoder(rng) for _ in DECODERS)]))
     document["added_tokens"] = [token for token in document["added_tokens"] if token["id"] < 3]
     for token in rng.sample(ADDED, rng.choice([0, 0, 2, 4])):
         known = model["vocab"].get(token["content"])
