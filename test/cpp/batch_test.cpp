@@ -8,7 +8,9 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <cstdint>
 #include <cstring>
+#include <filesystem>
 #include <map>
 #include <sstream>
 #include <string>
@@ -16,7 +18,9 @@
 #include <vector>
 
 #include "llmc/base/file.h"
+#include "llmc/base/signals.h"
 #include "llmc/base/utf8.h"
+#include "llmc/infer/line_input.h"
 #include "test/cpp/byte_tokenizer.h"
 #include "test/cpp/paged_fake.h"
 #include "test/cpp/test_files.h"
@@ -45,7 +49,7 @@ class BatchTest : public testing::Test {
   Exit run(const std::string& lines, const CompletionOptions& defaults = {.max_tokens = 12}) {
     write_bytes(in_, lines);
     PagedFake model(sizes());
-    model.change_config() = config();
+    model.change_config() = config_;
     PolledLines input(in_, kMaxRequestBytes);
     AnswerFile output(out_);
     return run_batch(model, &byte_tokenizer(), {defaults, Tokenizer::Special::text, {4, 32, true}}, input, output);
@@ -60,7 +64,7 @@ class BatchTest : public testing::Test {
   Json answer(const Json& id) const {
     Json found;
     for (const Json& one : answers()) {
-      if (one["id"] != id) continue;
+      if (one["id"].dump() != id.dump()) continue;  // as Json, -1 equals 2^64 - 1
       EXPECT_TRUE(found.is_null()) << "two answers to " << id;
       found = one;
     }
@@ -81,6 +85,7 @@ class BatchTest : public testing::Test {
     return message;
   }
 
+  ModelConfig config_ = config();
   TemporaryDirectory directory_;
   const std::string in_ = directory_.file("in"), out_ = directory_.file("out");
 };
@@ -97,7 +102,7 @@ TEST_F(BatchTest, EveryRequestIsAnsweredAsIfItWereAlone) {
     const std::string prompt = "request " + std::to_string(i % 7) + std::string(static_cast<std::size_t>(i), 'x');
     lines +=
         Json({{"id", i}, {"prompt", prompt}, {"max_tokens", 1 + i % 30}, {"seed", i}, {"ignore_eos", true}}).dump();
-    lines += i % 5 == 0 ? "\n\n" : "\r\n";
+    lines += i % 5 == 0 ? "\n\n" : i % 5 == 1 ? "\n \t\r\n" : "\r\n";
   }
   lines += R"({"id": "by ids", "prompt_ids": [5, 6, 7], "seed": 3})";  // without a newline
   EXPECT_EQ(run(lines), Exit::ok);
@@ -116,30 +121,55 @@ TEST_F(BatchTest, EveryRequestIsAnsweredAsIfItWereAlone) {
   EXPECT_EQ(read_bytes(out_).substr(0, 6), "{\"id\":");
 }
 
-// The members of each kind of answer, no more and no fewer: readers go by them.
+// Ids that are alike in all but one thing, in one run and in a later one, which finds them in the file.
 TEST_F(BatchTest, ANumberAndATextAreTwoIds) {
-  EXPECT_EQ(run("{\"id\": 1, \"prompt\": \"a\"}\n{\"id\": \"1\", \"prompt\": \"b\"}\n"), Exit::ok);
-  EXPECT_EQ(answer(1)["prompt_ids"], ids_of("a"));
-  EXPECT_EQ(answer("1")["prompt_ids"], ids_of("b"));
-  EXPECT_EQ(answers().size(), 2u);
+  const std::vector<Json> ids = {1,  "1",    "\"1\"",   -1,         "-1",       10,        "1 ",
+                                 "", "null", INT64_MIN, UINT64_MAX, "\xc3\xa9", "\\u00e9", std::string(1024, '1')};
+  std::string lines, backwards;
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const std::string line = Json({{"id", ids[i]}, {"prompt", std::string(i + 1, 'x')}}).dump() + "\n";
+    lines += line;
+    backwards.insert(0, line);
+  }
+  EXPECT_EQ(run(lines), Exit::ok);
+  const std::string file = read_bytes(out_);
+  for (const std::string& again : {lines, backwards}) {
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      EXPECT_EQ(answer(ids[i])["prompt_ids"], ids_of(std::string(i + 1, 'x'))) << ids[i];
+    }
+    EXPECT_EQ(answers().size(), ids.size());
+    EXPECT_EQ(run(again), Exit::ok);
+    EXPECT_EQ(read_bytes(out_), file) << "nothing is missing";
+  }
+  // An answer to the one is none to the other.
+  for (std::size_t i = 0; i + 1 < ids.size(); ++i) {
+    write_bytes(out_, "");
+    const auto line = [](const Json& id) { return Json({{"id", id}, {"prompt", "a"}}).dump() + "\n"; };
+    EXPECT_EQ(run(line(ids[i])), Exit::ok);
+    EXPECT_EQ(run(line(ids[i + 1])), Exit::ok);
+    EXPECT_EQ(answers().size(), 2u) << ids[i];
+  }
 }
 
+// The members of each kind of answer, no more and no fewer: readers go by them.
 TEST_F(BatchTest, EachKindOfAnswerHasItsMembers) {
   const std::string asked =
       "{\"id\": 1, \"prompt\": \"a\"}\n{\"id\": 2, \"prompt\": \"ab\", \"logprobs\": 0}\n"
-      "{\"id\": 3, \"prompt\": \"abcd\", \"logprobs\": 1, \"echo\": true}\nno JSON\n{\"id\": 5, \"prompt\": 7}\n";
+      "{\"id\": 3, \"prompt\": \"abcd\", \"logprobs\": 1, \"echo\": true}\nno JSON\n{\"id\": 5, \"prompt\": 7}\n"
+      "{\"id\": 7, \"prompt_ids\": [3, 1, 3]}\n";
   const auto told = [&](const std::string& lines) {
     testing::internal::CaptureStderr();
     run(lines);
     return testing::internal::GetCapturedStderr();
   };
-  expect_contains(told(asked), "answered 3 requests, 2 with an error; 36 tokens in ");
+  expect_contains(told(asked), "answered 3 requests, 3 with an error; 36 tokens in ");
   const std::map<Json, std::string> expected = {
       {1, "id prompt_ids ids text finish_reason request"},
       {2, "id prompt_ids ids text logprobs finish_reason request"},
       {3, "id prompt_ids ids text logprobs prompt_logprobs finish_reason request"},
       {nullptr, "id line finish_reason error"},
-      {5, "id line finish_reason error"}};
+      {5, "id line finish_reason error"},
+      {7, "id line prompt_ids ids text finish_reason error request"}};
   std::istringstream lines(read_bytes(out_));
   std::size_t count = 0;
   for (std::string line; std::getline(lines, line); ++count) {
@@ -149,9 +179,13 @@ TEST_F(BatchTest, EachKindOfAnswerHasItsMembers) {
     EXPECT_EQ(members, expected.at(Json::parse(one["id"].dump()))) << line;
   }
   EXPECT_EQ(count, expected.size());
-  expect_contains(told(asked), "answered 0 requests, 2 with an error, 3 had an answer; 0 tokens in ");
-  expect_contains(told("{\"id\": 1, \"prompt\": \"z\"}\n{\"id\": 6, \"prompt\": \"y\"}\n"),
-                  "answered 1 request, 1 differ from what was answered under their id; 12 tokens in ");
+  const std::string again = told(asked);
+  expect_contains(again, ": 3 answers with an error are removed and tried again\n");
+  expect_contains(again, " has 3 answers\n");
+  expect_contains(again, "answered 0 requests, 3 with an error, 3 had an answer; 0 tokens in ");
+  const std::string changed = told("\n{\"id\": 1, \"prompt\": \"z\"}\n{\"id\": 6, \"prompt\": \"y\"}\n");
+  expect_contains(changed, "answered 1 request, 1 differ from what was answered under their id; 12 tokens in ");
+  expect_contains(changed, "line 2: id '1': the output has an answer to another request");
 }
 
 TEST_F(BatchTest, LogprobsAndEcho) {
@@ -181,6 +215,7 @@ TEST_F(BatchTest, ABadLineIsAnAnswerWithAnErrorThatNamesTheField) {
       {R"({"prompt": "x"})", "id: got none"},
       {R"({"id": 1.5, "prompt": "x"})", "id: got '1.5'"},
       {R"({"id": null, "prompt": "x"})", "id: got 'null'"},
+      {R"({"id": ")" + std::string(1025, '1') + R"(", "prompt": "x"})", "a text of at most 1024 bytes or an integer"},
       {R"({"id": 1})", "prompt: got none"},
       {R"({"id": 1, "prompt": "x", "prompt_ids": [4]})", "prompt: got both"},
       {R"({"id": 1, "prompt": 5})", "prompt: got '5', expected a text"},
@@ -192,7 +227,8 @@ TEST_F(BatchTest, ABadLineIsAnAnswerWithAnErrorThatNamesTheField) {
       {R"({"id": 1, "prompt": "x", "max_tokens": 0})", "max_tokens: got 0"},
       {R"({"id": 1, "prompt": "x", "stop": [""]})", "stop: got"},
       {R"({"id": 1, "id": 2, "prompt": "x"})", "'id' occurs twice"},
-      {R"({"id": 1, "prompt": "x", "stop": [[[[[[[[[]]]]]]]]]})", "nested deeper"},
+      {R"({"id": 1, "prompt": "x", "stop": [[[[[[[]]]]]]]})", "stop: got"},
+      {R"({"id": 1, "prompt": "x", "stop": [[[[[[[[]]]]]]]]})", "nested deeper"},
       {R"({"id": 1, "prompt": ")" + std::string(200, 'x') + "\"}", "the prompt has 200 ids"},
   };
   for (const auto& [line, message] : cases) {
@@ -215,6 +251,29 @@ TEST_F(BatchTest, ABadLineIsAnAnswerWithAnErrorThatNamesTheField) {
   EXPECT_NE(errors[1]["error"].get<std::string>().find("id: got '1' a second time"), std::string::npos);
   EXPECT_EQ(answers().size(), 4u);
   EXPECT_EQ(answer(2)["ids"].size(), 12u);
+}
+
+// The line is that of the request, and not the one that was read last when its error was found.
+TEST_F(BatchTest, ErrorsThatComeLaterNameTheLineOfTheirRequest) {
+  std::string lines;
+  std::map<int, int> expected;  // line, by id
+  for (int i = 0, line = 0; i < 20; ++i) {
+    if (i % 3 == 0) {
+      lines += "\n";
+      ++line;
+    }
+    const bool bad = i % 4 == 1;
+    lines += Json({{"id", i}, {"prompt_ids", {3, bad ? PagedFake::kPoison : 4, 5 + i}}}).dump() + "\n";
+    ++line;
+    if (bad) expected[i] = line;
+  }
+  EXPECT_EQ(run(lines), Exit::ok);
+  for (int i = 0; i < 20; ++i) {
+    const Json got = answer(i);
+    EXPECT_EQ(got["finish_reason"] == "error", expected.contains(i)) << i;
+    EXPECT_EQ(got.value("line", 0), expected.contains(i) ? expected[i] : 0) << i;
+    EXPECT_EQ(got["prompt_ids"][2], 5 + i);
+  }
 }
 
 // Blank lines and lines that are too long count as well.
@@ -307,13 +366,19 @@ TEST_F(BatchTest, AnotherRequestUnderAnIdThatWasAnsweredIsRefused) {
     EXPECT_FALSE(answer("b").is_null());
   }
   EXPECT_EQ(run(R"({"id": "a", "prompt_ids": [122], "max_tokens": 12})"), Exit::ok);  // the same in other words
+  config_.norm_eps = 1e-3;
+  EXPECT_EQ(run(R"({"id": "a", "prompt": "x", "max_tokens": 12})"), Exit::bad_file) << "another model";
 }
 
 TEST_F(BatchTest, FilesThatAreNoAnswersStayAsTheyAre) {
   for (const std::string& content :
        {std::string("my notes\n"), std::string("my notes"), std::string("{\"id\": 1, \"prompt\": \"x\"}\n"),
         std::string("[]\n"), std::string("{\"id\":1,\"finish_reason\":\"stop\"}\n"),
-        std::string("{\"id\":1,\"finish_reason\":\"error\"}\nnotes\n")}) {
+        std::string("{\"id\":1,\"finish_reason\":\"error\"}\nnotes\n"),
+        std::string("{\"finish_reason\":\"stop\",\"request\":\"x\"}\n"), std::string("{\"id\":1,\"request\":\"x\"}\n"),
+        std::string("{\"id\":1,\"finish_reason\":\"stop\",\"request\":\"x\"}\n"
+                    "{\"id\":1,\"finish_reason\":\"stop\",\"request\":\"x\"}\n"),
+        std::string("\n"), std::string("{\"id\":1,\"finish_reason\":\"stop\",\"request\":\"x\"}\n\n")}) {
     write_bytes(out_, content);
     const std::string message = error_of(Exit::bad_file, [&] { run("{\"id\": 1, \"prompt\": \"x\"}\n"); });
     EXPECT_NE(message.find("line "), std::string::npos) << message;
@@ -332,6 +397,47 @@ TEST_F(BatchTest, NothingIsWrittenThroughALinkOrBesideAnotherRun) {
   AnswerFile mine(out_);
   EXPECT_NE(error_of(Exit::environment, [&] { AnswerFile file(out_); }).find("another run"), std::string::npos);
   error_of(Exit::environment, [&] { AnswerFile file(directory_.file("no/such/place")); });
+}
+
+// Raises a signal in its tenth step.
+class Stopped : public PagedFake {
+ public:
+  using PagedFake::PagedFake;
+  void submit(std::span<const Span> work) override {
+    if (++steps_ == 10) ::raise(SIGINT);
+    PagedFake::submit(work);
+  }
+
+ private:
+  int steps_ = 0;
+};
+
+// Two of eight are answered when the signal comes, the others are under way or wait. In a process of its own, because a stop
+// cannot be taken back.
+TEST_F(BatchTest, WhatASignalCutsOffHasNoAnswer) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto leave = [this] {
+    install_signal_handlers();
+    std::string lines;
+    for (int i = 0; i < 8; ++i) {
+      lines += Json({{"id", i}, {"prompt", "ab"}, {"max_tokens", i < 2 ? 3 : 50}, {"ignore_eos", true}}).dump() + "\n";
+    }
+    write_bytes(in_, lines);
+    Exit code = Exit::ok;
+    {
+      Stopped model(sizes());
+      model.change_config() = config();
+      PolledLines input(in_, kMaxRequestBytes);
+      AnswerFile output(out_);
+      code = run_batch(model, &byte_tokenizer(), {{}, Tokenizer::Special::text, {4, 32, true}}, input, output);
+    }
+    const std::vector<Json> all = answers();
+    bool whole = all.size() == 2;
+    for (const Json& one : all) whole = whole && one["ids"].size() == 3 && one["finish_reason"] == "length";
+    std::filesystem::remove_all(directory_.file(""));
+    ::_exit(whole ? static_cast<int>(code) : 1);
+  };
+  EXPECT_EXIT(leave(), testing::ExitedWithCode(130), "answered 2 requests; ");
 }
 
 // The lock is of the file that has the name now, also after it was written anew without its errors.
@@ -446,6 +552,83 @@ TEST(PolledLines, LinesComeInPiecesOfAnySize) {
   ::close(ends[0]);
 }
 
+// The lines of a text, one that is too long as "too long".
+std::vector<std::string> lines_of(const std::string& text, std::size_t limit) {
+  std::vector<std::string> lines;
+  std::istringstream input(text);
+  for (std::string line; std::getline(input, line);) lines.push_back(line.size() > limit ? "too long" : line);
+  return lines;
+}
+
+// Appends what comes until there is no more for now; true at the end.
+bool take_lines(PolledLines& input, std::vector<std::string>& lines) {
+  using Result = PolledLines::Result;
+  std::string line;
+  Result result = input.next(line, 0);
+  for (; result == Result::line || result == Result::too_long; result = input.next(line, 0)) {
+    lines.push_back(result == Result::line ? line : "too long" + line);
+  }
+  return result == Result::end;
+}
+
+// Every text of up to six characters: with and without a newline at its end, with lines that are empty, of just the limit and
+// longer. From a pipe in two pieces, from a file, and from a stream by the reader of --interactive.
+TEST(PolledLines, EveryTextIsCutIntoItsLines) {
+  constexpr std::size_t kLimit = 2;
+  const TemporaryDirectory directory(memory_files());
+  for (std::size_t length = 0; length <= 6; ++length) {
+    for (std::size_t bits = 0; bits < std::size_t{1} << length; ++bits) {
+      std::string text;
+      for (std::size_t i = 0; i < length; ++i) text += (bits >> i & 1) != 0 ? '\n' : static_cast<char>('a' + i);
+      const std::vector<std::string> expected = lines_of(text, kLimit);
+      for (std::size_t cut = 0; cut <= length; ++cut) {
+        int ends[2];
+        ASSERT_EQ(::pipe(ends), 0);
+        PolledLines input(format("/dev/fd/%d", ends[0]), kLimit);
+        ::close(ends[0]);
+        std::vector<std::string> lines;
+        ASSERT_EQ(::write(ends[1], text.data(), cut), static_cast<ssize_t>(cut));
+        EXPECT_FALSE(take_lines(input, lines));
+        ASSERT_EQ(::write(ends[1], text.data() + cut, length - cut), static_cast<ssize_t>(length - cut));
+        ::close(ends[1]);
+        EXPECT_TRUE(take_lines(input, lines));
+        EXPECT_EQ(lines, expected) << escaped(text) << " " << cut;
+        EXPECT_TRUE(take_lines(input, lines)) << "and it stays the end";
+        EXPECT_EQ(lines.size(), expected.size());
+      }
+      std::vector<std::string> of_file, of_stream;
+      write_bytes(directory.file("lines"), text);
+      PolledLines input(directory.file("lines"), kLimit);
+      EXPECT_TRUE(take_lines(input, of_file));
+      EXPECT_EQ(of_file, expected) << escaped(text);
+      std::istringstream stream(text);
+      using Result = LineInput::Result;
+      std::string line;
+      for (Result r = read_line(stream, line, kLimit); r != Result::end; r = read_line(stream, line, kLimit)) {
+        of_stream.push_back(r == Result::line ? line : "too long" + line);
+      }
+      EXPECT_EQ(of_stream, expected) << escaped(text);
+    }
+  }
+}
+
+TEST(PolledLines, ProgressIsTheShareOfTheFileThatWasRead) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("lines");
+  constexpr std::size_t kPiece = 1 << 16;  // read at once
+  write_bytes(path,
+              std::string(kPiece - 1, 'a') + "\n" + std::string(kPiece, 'b') + "\n" + std::string(2 * kPiece - 1, 'c'));
+  PolledLines lines(path, 1 << 20);
+  std::string line;
+  for (const char* expected : {", 0 % of the input read", ", 25 % of the input read", ", 75 % of the input read",
+                               ", 100 % of the input read"}) {
+    EXPECT_EQ(lines.progress(), expected);
+    lines.next(line, 0);
+  }
+  write_bytes(path, "");
+  EXPECT_EQ(PolledLines(path, 8).progress(), "");
+}
+
 TEST(PolledLines, LinesGoAcrossTheEndsOfPieces) {
   const TemporaryDirectory directory;
   std::string all;
@@ -470,6 +653,10 @@ TEST(PolledLines, FilesThatCannotBeRead) {
   error_of(Exit::bad_file, [&] { PolledLines(directory.file("none"), 8); });
   EXPECT_NE(error_of(Exit::bad_file, [&] { PolledLines(directory.file("."), 8); }).find("directory"),
             std::string::npos);
+  // Opens, and fails at the first read.
+  PolledLines memory("/proc/self/mem", 8);
+  std::string none;
+  expect_contains(error_of(Exit::bad_file, [&] { memory.next(none, 0); }), "'/proc/self/mem': cannot read: ");
   write_bytes(directory.file("some"), "a\nb");
   PolledLines lines(directory.file("some"), 8);
   std::string line;

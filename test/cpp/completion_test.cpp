@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -93,6 +96,36 @@ TEST(Completion, OptionsAreRead) {
   EXPECT_EQ(o.stop, most);
 }
 
+// The least and the largest values, each other than what the options had before.
+TEST(Completion, TheLimitsOfEachOptionAreValues) {
+  const Json least = {{"max_tokens", 0}, {"temperature", 0}, {"top_k", 0},          {"top_p", 0},    {"min_p", 0},
+                      {"seed", 0},       {"stop", "x"},      {"ignore_eos", false}, {"logprobs", 0}, {"echo", false}};
+  const Json largest = {{"max_tokens", INT64_MAX},
+                        {"temperature", std::numeric_limits<double>::max()},
+                        {"top_k", INT64_MAX},
+                        {"top_p", 1},
+                        {"min_p", 1},
+                        {"seed", INT64_MAX},
+                        {"stop", Json::array()},
+                        {"ignore_eos", true},
+                        {"logprobs", kMaxLogprobs},
+                        {"echo", true}};
+  CompletionOptions o;
+  for (const Json& values : {largest, least, largest}) {
+    for (const auto& [name, value] : values.items()) EXPECT_TRUE(read_completion_option(name, value, o)) << name;
+    EXPECT_EQ(o.max_tokens, values["max_tokens"]);
+    EXPECT_EQ(o.sampler.temperature, values["temperature"]);
+    EXPECT_EQ(o.sampler.top_k, values["top_k"]);
+    EXPECT_EQ(o.sampler.top_p, values["top_p"]);
+    EXPECT_EQ(o.sampler.min_p, values["min_p"]);
+    EXPECT_EQ(o.sampler.seed, values["seed"]);
+    EXPECT_EQ(o.stop.size(), values["stop"].is_string() ? 1u : 0u);
+    EXPECT_EQ(o.ignore_eos, values["ignore_eos"]);
+    EXPECT_EQ(o.logprobs, values["logprobs"]);
+    EXPECT_EQ(o.echo, values["echo"]);
+  }
+}
+
 TEST(Completion, ValuesThatCannotBeAreRefusedByName) {
   const std::string long_stop(kMaxStopTextBytes + 1, 'x');
   const Json many(std::vector<std::string>(kMaxStopTexts + 1, "x"));
@@ -141,11 +174,13 @@ TEST(Completion, ARequestHasWhatTheOptionsSay) {
   options.max_tokens = 9;
   options.sampler = {.temperature = 0.5, .top_k = 4, .seed = 3};
   options.logprobs = 2;
+  options.deadline = std::chrono::steady_clock::time_point(std::chrono::seconds(5));
   auto made =
       make_completion({{1, 2}, ""}, options, &byte_tokenizer(), byte_config(), std::make_shared<Pieces>()).request;
   EXPECT_EQ(made.prompt, (Ids{1, 2}));
   EXPECT_EQ(made.max_ids, 9);
   EXPECT_EQ(made.alternatives, 2);
+  EXPECT_EQ(made.deadline, options.deadline);
   EXPECT_FALSE(made.score_prompt);
   EXPECT_EQ(made.stop_ids, Ids{kEndOfText});
   EXPECT_EQ(made.sampling.seed, 3u);
@@ -260,6 +295,10 @@ TEST(Completion, PromptsOfBothKinds) {
   const CompletionPrompt ids = prompt_from_ids(Json(Ids{byte_id('h'), 299, byte_id('i')}), tokenizer, config, "prompt");
   EXPECT_EQ(ids.ids, (Ids{byte_id('h'), 299, byte_id('i')}));
   EXPECT_EQ(ids.text, "hi");  // a padding row has no text
+  // The last id with a text, and the first and the last padding row.
+  const CompletionPrompt edge = prompt_from_ids(Json(Ids{kEndOfText, kAb, 259, 299}), tokenizer, config, "prompt");
+  EXPECT_EQ(edge.ids, (Ids{kEndOfText, kAb, 259, 299}));
+  EXPECT_EQ(edge.text, "<|endoftext|>ab");
   EXPECT_EQ(prompt_from_ids(Json(Ids{299}), nullptr, config, "prompt").text, "");
   for (const Json& bad : {Json::array(), Json::array({300}), Json::array({-1}), Json::array({1.5}), Json::array({"a"}),
                           Json::array({18446744073709551615u}), Json("text"), Json(nullptr), Json::array({{1}})}) {

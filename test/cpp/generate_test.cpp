@@ -1,12 +1,18 @@
 #include "llmc/infer/generate.h"
 #include "llmc/base/json.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <stdlib.h>
+#include <termios.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
+#include <functional>
 #include <limits>
 #include <map>
 #include <memory>
@@ -15,6 +21,7 @@
 #include <sstream>
 
 #include "llmc/base/error.h"
+#include "llmc/base/options.h"
 #include "llmc/infer/bench.h"
 #include "llmc/infer/fault_injection.h"
 #include "llmc/infer/line_input.h"
@@ -309,6 +316,60 @@ TEST(StopText, EndsWithTheFirstByteThatCompletesOne) {
   }
 }
 
+TEST(StopText, AnEmptyOneIsRefusedWhereverItStands) {
+  for (const std::vector<std::string>& stops :
+       {std::vector<std::string>{""}, {"", "a"}, {"a", ""}, {"a", "", "b"}, {"a", "b", ""}}) {
+    expect_contains(error_of(Exit::usage, [&] { StopTextFilter{stops}; }), "--stop: got ''");
+  }
+  EXPECT_EQ(StopTextFilter({}).push("a"), "a");
+}
+
+// All words of two letters.
+std::vector<std::string> words(std::size_t shortest, std::size_t longest) {
+  std::vector<std::string> all;
+  for (std::size_t length = shortest; length <= longest; ++length) {
+    for (std::size_t bits = 0; bits < std::size_t{1} << length; ++bits) {
+      std::string& word = all.emplace_back();
+      for (std::size_t i = 0; i < length; ++i) word += (bits >> i & 1) != 0 ? 'b' : 'a';
+    }
+  }
+  return all;
+}
+
+// Every two stop texts in every text: byte by byte, what is shown is what cannot belong to a stop text any more.
+TEST(StopText, WhatIsHeldBackIsTheLongestBeginningOfAStopText) {
+  for (const std::string& one : words(1, 3)) {
+    for (const std::string& other : words(1, 3)) {
+      for (const std::string& text : words(6, 6)) {
+        StopTextFilter filter({one, other});
+        std::string shown;
+        for (std::size_t end = 1; end <= text.size() && !filter.stopped(); ++end) {
+          shown += filter.push(text.substr(end - 1, 1));
+          const std::string seen = text.substr(0, end);
+          std::size_t complete = 0, begun = 0;
+          for (const std::string& stop : {one, other}) {
+            if (seen.ends_with(stop)) complete = std::max(complete, stop.size());
+            for (std::size_t n = 1; n < stop.size(); ++n) {
+              if (seen.ends_with(stop.substr(0, n))) begun = std::max(begun, n);
+            }
+          }
+          ASSERT_EQ(filter.stopped(), complete > 0) << one << " " << other << " " << seen;
+          ASSERT_EQ(shown, seen.substr(0, end - (complete > 0 ? complete : begun)))
+              << one << " " << other << " " << seen;
+        }
+        const bool stopped = filter.stopped();
+        shown += filter.finish();
+        StopTextFilter at_once({one, other});
+        std::string whole = at_once.push(text);
+        whole += at_once.finish();
+        ASSERT_EQ(whole, shown);
+        ASSERT_EQ(at_once.stopped(), stopped);
+        ASSERT_EQ(stopped ? text : shown, text);
+      }
+    }
+  }
+}
+
 TEST(Prompt, AnEmptyOneStartsADocument) {
   ModelConfig config = fake_config();
   EXPECT_EQ(start_ids({}, config), (std::vector<std::int32_t>{kEndOfText}));
@@ -341,6 +402,64 @@ TEST(TextOutput, NothingThatSteersATerminalPasses) {
   // The last controls of both ranges, and the first characters after them: a space and a no-break space.
   EXPECT_EQ(terminal_safe("\x1f \x7e"), "\\x1f \x7e");
   EXPECT_EQ(terminal_safe("\xc2\x80\xc2\x9f\xc2\xa0\xc2\xbf"), "\\xc2\\x80\\xc2\\x9f\xc2\xa0\xc2\xbf");
+}
+
+// What stdout gets from `write`, as a terminal or as a pipe.
+std::string stdout_of(bool terminal, const std::function<void(TextOutput&)>& write) {
+  int ends[2] = {-1, -1};
+  if (terminal) {
+    ends[0] = ::posix_openpt(O_RDWR | O_NOCTTY);
+    EXPECT_TRUE(::grantpt(ends[0]) == 0 && ::unlockpt(ends[0]) == 0);
+    ends[1] = ::open(::ptsname(ends[0]), O_RDWR | O_NOCTTY);
+    termios raw{};  // a newline stays one
+    EXPECT_EQ(::tcgetattr(ends[1], &raw), 0);
+    ::cfmakeraw(&raw);
+    EXPECT_EQ(::tcsetattr(ends[1], TCSANOW, &raw), 0);
+  } else {
+    EXPECT_EQ(::pipe(ends), 0);
+  }
+  std::fflush(stdout);
+  const int before = ::dup(STDOUT_FILENO);
+  ::dup2(ends[1], STDOUT_FILENO);
+  TextOutput output;
+  write(output);
+  write_stdout(".");
+  ::dup2(before, STDOUT_FILENO);
+  ::close(before);
+  std::string text;
+  for (char byte = 0; ::read(ends[0], &byte, 1) == 1 && byte != '.';) text += byte;
+  for (const int end : ends) ::close(end);
+  return text;
+}
+
+// "|" stands for end_line().
+TEST(TextOutput, ALineIsEndedOnATerminalIfItIsOpen) {
+  struct Case {
+    std::vector<std::string> pieces;
+    std::string on_terminal;
+  };
+  for (const Case& c : std::vector<Case>{{{"|"}, ""},
+                                         {{"a", "|"}, "a\n"},
+                                         {{"a\n", "|"}, "a\n"},
+                                         {{"a", "b\n", "|"}, "ab\n"},
+                                         {{"a", "\n", "|"}, "a\n"},
+                                         {{"a\n", "b", "|"}, "a\nb\n"},
+                                         {{"a\nb", "|"}, "a\nb\n"},
+                                         {{"a", "", "|"}, "a\n"},
+                                         {{"a\n", "", "|"}, "a\n"},
+                                         {{"a", "|", "|"}, "a\n"},
+                                         {{"a", "|", "b", "|"}, "a\nb\n"},
+                                         {{"a\n", "|", "b\n", "|"}, "a\nb\n"},
+                                         {{"\033", "|"}, "\\x1b\n"}}) {
+    std::string plain;
+    for (const std::string& piece : c.pieces) plain += piece == "|" ? "" : piece;
+    for (const bool terminal : {true, false}) {
+      const std::string got = stdout_of(terminal, [&](TextOutput& output) {
+        for (const std::string& piece : c.pieces) piece == "|" ? output.end_line() : output.write(piece);
+      });
+      EXPECT_EQ(got, terminal ? c.on_terminal : plain) << escaped(plain);
+    }
+  }
 }
 
 TEST(Report, TheObjectHasEveryFieldAndNullForTheUnknown) {

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <iterator>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -214,6 +215,95 @@ TEST(Http, TheInterimAnswerComesBeforeTheBody) {
   EXPECT_EQ(client.receive("\r\n\r\n"), "HTTP/1.1 100 Continue\r\n\r\n");
   client.send("abc");
   EXPECT_NE(client.receive("[abc]").find("200 OK"), std::string::npos);
+  // None to a client that does not know it, or that has nothing to send.
+  for (const auto& [head, body] :
+       {std::pair("POST /x HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n", "abc"),
+        {"POST /x HTTP/1.1\r\nConnection: close\r\nExpect: 100-continue\r\nContent-Length: 0\r\n\r\n", ""},
+        {"POST /x HTTP/1.1\r\nConnection: close\r\nContent-Length: 3\r\n\r\n", "abc"}}) {
+    const std::string text = running.ask(std::string(head) + body);
+    EXPECT_TRUE(text.starts_with("HTTP/1.1 200 OK\r\n")) << text;
+    EXPECT_TRUE(text.ends_with(std::string("[") + body + "]")) << text;
+  }
+}
+
+TEST(Http, EachFieldReachesTheHandler) {
+  Running running([](const std::shared_ptr<HttpExchange>& exchange) {
+    const HttpRequest& r = exchange->request();
+    exchange->respond(
+        {200,
+         "text/plain",
+         "<" + r.host + "|" + r.origin + "|" + r.authorization + "|" + r.content_type + "|" + r.content_encoding + ">",
+         {}});
+  });
+  const std::pair<const char*, const char*> fields[] = {{"Host", "a"},
+                                                        {"Origin", "http://b"},
+                                                        {"Authorization", "Bearer c"},
+                                                        {"Content-Type", "d/e"},
+                                                        {"Content-Encoding", "f"}};
+  for (std::size_t without = 0; without <= std::size(fields); ++without) {
+    std::string head = "GET / HTTP/1.0\r\n", expected;
+    for (std::size_t i = 0; i < std::size(fields); ++i) {
+      expected += i == 0 ? "<" : "|";
+      if (i == without) continue;
+      head += format("%s: %s\r\n", fields[i].first, fields[i].second);
+      expected += fields[i].second;
+    }
+    const std::string text = running.ask(head + "\r\n");
+    EXPECT_TRUE(text.ends_with("\r\n\r\n" + expected + ">")) << text;
+  }
+}
+
+TEST(Http, EachStatusHasItsReasonAndEachAnswerItsFields) {
+  int status = 0;
+  Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
+    exchange->respond({status, "a/b", "body", {{"First", "1"}, {"Second", "2"}}});
+  });
+  for (const auto& [code, reason] : {std::pair(200, "OK"),
+                                     {400, "Bad Request"},
+                                     {401, "Unauthorized"},
+                                     {403, "Forbidden"},
+                                     {404, "Not Found"},
+                                     {405, "Method Not Allowed"},
+                                     {413, "Payload Too Large"},
+                                     {415, "Unsupported Media Type"},
+                                     {429, "Too Many Requests"},
+                                     {431, "Request Header Fields Too Large"},
+                                     {500, "Internal Server Error"},
+                                     {503, "Service Unavailable"}}) {
+    status = code;
+    EXPECT_EQ(running.ask(kLastGet),
+              format("HTTP/1.1 %d %s\r\n", code, reason) +
+                  "Content-Type: a/b\r\nCache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
+                  "Connection: close\r\nFirst: 1\r\nSecond: 2\r\nContent-Length: 4\r\n\r\nbody");
+  }
+}
+
+// Further requests that the server reads while it answers one.
+TEST(Http, RequestsThatComeDuringAnAnswerAreAnsweredAfterIt) {
+  std::shared_ptr<HttpExchange> kept;
+  std::atomic<bool> ready{false};
+  Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
+    if (exchange->request().path != "/hello") return echo(exchange);
+    kept = exchange;
+    ready = true;
+  });
+  const Client client(running.server.port());
+  client.send(kGet);
+  ASSERT_TRUE(eventually([&] { return ready.load(); }));
+  client.send(post("one") + post("two") + kLastGet);
+  for (int i = 0; i < 3; ++i) {  // until the thread of the connections has read them
+    std::atomic<bool> ran{false};
+    running.server.post([&] { ran = true; });
+    ASSERT_TRUE(eventually([&] { return ran.load(); }));
+  }
+  EXPECT_FALSE(kept->gone());
+  echo(kept);
+  const std::string text = client.receive();
+  std::size_t at = 0;
+  for (const char* part : {"GET /hello []", "[one]", "[two]", "GET /last []"}) {
+    at = text.find(part, at);
+    ASSERT_NE(at, std::string::npos) << part << "\n" << text;
+  }
 }
 
 TEST(Http, WhatIsNoRequestIsRefusedAndTheConnectionClosed) {
@@ -491,9 +581,21 @@ TEST(Http, AnOldClientGetsAStreamWithoutChunks) {
     exchange->send("data: 1\n\n");
     exchange->end_stream();
   });
-  const std::string text = running.ask("GET / HTTP/1.0\r\n\r\n");
-  EXPECT_EQ(text.find("chunked"), std::string::npos);
-  EXPECT_TRUE(text.ends_with("\r\n\r\ndata: 1\n\n"));
+  // Whatever the client asks for, the end of the connection is the end of the stream, and the server says so.
+  for (const char* field : {"", "Connection: close\r\n", "Connection: keep-alive\r\n"}) {
+    const std::string text = running.ask(std::string("GET / HTTP/1.0\r\n") + field + "\r\n");
+    EXPECT_EQ(text.find("chunked"), std::string::npos) << text;
+    EXPECT_NE(text.find("\r\nConnection: close\r\n"), std::string::npos) << text;
+    EXPECT_TRUE(text.ends_with("\r\n\r\ndata: 1\n\n")) << field << text;
+  }
+  for (const char* field : {"", "Connection: close\r\n", "Connection: keep-alive\r\n"}) {
+    const Client client(running.server.port());
+    client.send(std::string("GET / HTTP/1.1\r\nHost: a\r\n") + field + "\r\n");
+    const std::string text = client.receive("0\r\n\r\n");
+    EXPECT_EQ(text.find("Connection: close") != std::string::npos,
+              std::string(field).find("close") != std::string::npos);
+    EXPECT_TRUE(text.ends_with("\r\n\r\n9\r\ndata: 1\n\n\r\n0\r\n\r\n")) << text;
+  }
 }
 
 // The handler writes without end; the client does not read. Nobody waits for it, and it is cut off.

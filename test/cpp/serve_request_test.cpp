@@ -100,6 +100,21 @@ TEST(CompletionsRequest, NullIsTheDefaultAndUnknownFieldsAreIgnored) {
   EXPECT_FALSE(request.seeded);
 }
 
+TEST(CompletionsRequest, ZeroAndFalseAreValuesAndNotTheDefault) {
+  const CompletionsRequest request = parse(R"({"prompt": "a", "max_tokens": 0, "temperature": 0, "top_p": 0, "top_k": 0,
+      "min_p": 0, "seed": 0, "logprobs": 0, "echo": true, "ignore_eos": false, "stream": false, "stop": []})");
+  EXPECT_EQ(request.options.max_tokens, 0);
+  EXPECT_EQ(request.options.sampler.temperature, 0);
+  EXPECT_EQ(request.options.sampler.top_p, 0);
+  EXPECT_EQ(request.options.sampler.seed, 0u);
+  EXPECT_TRUE(request.seeded);
+  EXPECT_EQ(request.options.logprobs, 0);
+  EXPECT_FALSE(request.stream || request.include_usage || request.options.ignore_eos);
+  EXPECT_TRUE(parse(R"({"prompt": "a", "seed": 9223372036854775807})").seeded);
+  EXPECT_FALSE(parse(R"({"prompt": "a", "echo": false})").options.echo);
+  EXPECT_FALSE(parse(R"({"prompt": "a", "stream": true, "stream_options": {"include_usage": false}})").include_usage);
+}
+
 TEST(CompletionsRequest, WhatWouldChangeTheTextIsRefusedUnlessNeutral) {
   parse(R"({"prompt": "a", "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "suffix": "",
       "repetition_penalty": 1.0, "use_beam_search": false, "response_format": {"type": "text"}})");
@@ -167,7 +182,11 @@ TEST(CompletionsRequest, EveryRefusalNamesItsField) {
            {R"({"prompt": []})", "prompt", "at least one"},
            {R"({"prompt": [[]]})", "prompt", "prompt[0]"},
            {R"({"prompt": ["a", 1]})", "prompt[1]", "of one kind"},
+           {R"({"prompt": ["a", [1]]})", "prompt[1]", "of one kind"},
+           {R"({"prompt": [[1], "a"]})", "prompt[1]", "of one kind"},
+           {R"({"prompt": [[1], 1]})", "prompt[1]", "of one kind"},
            {R"({"prompt": [1, "a"]})", "prompt", "id 2"},
+           {R"({"prompt": [1, [1]]})", "prompt", "id 2"},
            {R"({"prompt": [1.5]})", "prompt", "id 1"},
            {R"({"prompt": [-1]})", "prompt", "id 1"},
            {R"({"prompt": [5, 4294967296]})", "prompt", "id 2: got '4294967296'"},
@@ -250,10 +269,21 @@ TEST(CompletionsRequest, EchoAloneMayGenerateNothing) {
 }
 
 TEST(CompletionsRequest, TooManyPromptsAreRefusedBeforeTheyAreRead) {
-  std::string body = R"({"prompt": ["a")";
-  for (std::size_t i = 0; i < kMaxPrompts; ++i) body += ",\"a\"";
-  const Refusal got = refusal(body + "]}");
-  EXPECT_NE(got.message.find("at most"), std::string::npos) << got.message;
+  static const ModelConfig c = config();
+  const auto asked = [](std::size_t prompts) {
+    std::string body = R"({"prompt": ["a")";
+    for (std::size_t i = 1; i < prompts; ++i) body += ",\"a\"";
+    return parse_completions(body + "]}", {"tiny", &tokenizer(), Tokenizer::Special::text, &c, 1'000'000});
+  };
+  EXPECT_EQ(asked(kMaxPrompts).prompts.size(), kMaxPrompts);
+  try {
+    asked(kMaxPrompts + 1);
+    ADD_FAILURE() << "accepted";
+  } catch (const RequestError& error) {
+    EXPECT_EQ(error.param(), "prompt");
+    expect_contains(error.what(),
+                    format("prompt: got %zu prompts, expected at most %zu", kMaxPrompts + 1, kMaxPrompts));
+  }
 }
 
 // Texts and lists of ids alike; what is refused are the completions, the prompts times n.

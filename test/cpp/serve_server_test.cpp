@@ -94,8 +94,9 @@ class CompletionsServerTest : public testing::Test {
     return client.receive();
   }
   std::string complete(const std::string& body) const { return ask("POST /v1/completions", body); }
-  static std::string request(const std::string& line, const std::string& body) {
-    return line + " HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n" +
+  static std::string request(const std::string& line, const std::string& body,
+                             const std::string& fields = "Content-Type: application/json\r\n") {
+    return line + " HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + fields +
            "Content-Length: " + std::to_string(body.size()) + "\r\n\r\n" + body;
   }
 
@@ -116,7 +117,11 @@ TEST_F(CompletionsServerTest, AnswersBeforeTheModelIsThere) {
   EXPECT_NE(refused.find("Retry-After"), std::string::npos);
   EXPECT_NE(ask("GET /v1/models").find("\"fake\""), std::string::npos);
   EXPECT_NE(ask("GET /metrics").find("weft:connections"), std::string::npos);
-  EXPECT_NE(ask("GET /").find("</html>"), std::string::npos);
+  const std::string page = ask("GET /");
+  for (const char* part : {"\r\nContent-Security-Policy: ", "\r\nX-Frame-Options: DENY\r\n",
+                           "\r\nReferrer-Policy: no-referrer\r\n", "</html>"}) {
+    EXPECT_NE(page.find(part), std::string::npos) << part;
+  }
 }
 
 TEST_F(CompletionsServerTest, LogitsThatAreNotFiniteFailTheirRequestAlone) {
@@ -162,6 +167,33 @@ TEST_F(CompletionsServerTest, MetricsAddUpToWhatWasAnswered) {
   }
 }
 
+TEST_F(CompletionsServerTest, ABodyIsJsonAndNotEncoded) {
+  run();
+  struct Case {
+    const char *fields, *refused;  // the field that is refused
+  };
+  for (const Case& c : {Case{"", ""},
+                        {"Content-Type: application/json\r\n", ""},
+                        {"Content-Type: application/json; charset=utf-8\r\n", ""},
+                        {"Content-Type: application/json ;charset=utf-8\r\n", ""},
+                        {"Content-Type:\r\nContent-Encoding:\r\n", ""},
+                        {"Content-Encoding: identity\r\n", ""},
+                        {"Content-Type: application/json\r\nContent-Encoding: identity\r\n", ""},
+                        {"Content-Type: text/plain\r\n", "Content-Type"},
+                        {"Content-Type: text/plain; application/json\r\n", "Content-Type"},
+                        {"Content-Type: application/jsonl\r\n", "Content-Type"},
+                        {"Content-Type: text/plain\r\nContent-Encoding: identity\r\n", "Content-Type"},
+                        {"Content-Encoding: gzip\r\n", "Content-Encoding"},
+                        {"Content-Encoding: identity, gzip\r\n", "Content-Encoding"},
+                        {"Content-Encoding: identit\r\n", "Content-Encoding"}}) {
+    const Client client(port_);
+    client.send(request("POST /v1/completions", R"({"prompt": [5], "max_tokens": 1})", c.fields));
+    const std::string text = client.receive(), refused = c.refused;
+    EXPECT_TRUE(text.starts_with(refused.empty() ? "HTTP/1.1 200" : "HTTP/1.1 415")) << c.fields << text;
+    EXPECT_NE(text.find(refused.empty() ? "\"choices\"" : "\"" + refused + ": got"), std::string::npos) << text;
+  }
+}
+
 // A prompt counts once, its completions each; in the last event of a stream as in a whole answer.
 TEST_F(CompletionsServerTest, UsageCountsEveryChoice) {
   run();
@@ -170,6 +202,16 @@ TEST_F(CompletionsServerTest, UsageCountsEveryChoice) {
   EXPECT_NE(complete(body + "}").find(expected), std::string::npos);
   const std::string streamed = complete(body + R"(, "stream": true, "stream_options": {"include_usage": true}})");
   EXPECT_NE(streamed.find(expected), std::string::npos) << streamed;
+  // All events before that one say that it comes; and nothing does where it does not.
+  const auto count = [](const std::string& text, const std::string& part) {
+    int found = 0;
+    for (std::size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
+    return found;
+  };
+  EXPECT_EQ(count(streamed, "\"usage\":null"), count(streamed, "data: {") - 1);
+  for (const char* rest : {R"(, "stream": true})", R"(, "stream": true, "stream_options": {}})"}) {
+    EXPECT_EQ(complete(body + rest).find("usage"), std::string::npos);
+  }
 }
 
 // Status line and body of each answer in what a connection has brought; chunks are put together, and what differs from answer
@@ -251,6 +293,21 @@ TEST_F(CompletionsServerTest, WithASeedAPromptHasItsChoicesWhereverItStands) {
   ASSERT_EQ(three.size(), 6u);
   EXPECT_NE(alone[0], alone[1]);
   for (std::size_t i = 0; i < 4; ++i) EXPECT_EQ(three[2 + i], alone[i % 2]) << i;
+}
+
+TEST_F(CompletionsServerTest, TheSeedDecidesAndZeroIsOne) {
+  run();
+  const auto tokens = [&](const std::string& seed) {
+    const std::string text =
+        complete(R"({"prompt": [5], "logprobs": 0, "ignore_eos": true, "max_tokens": 16)" + seed + "}");
+    return Json::parse(text.substr(text.find("\r\n\r\n") + 4)).at("choices")[0].at("logprobs").at("tokens").dump();
+  };
+  for (const std::string seed : {R"(, "seed": 0)", R"(, "seed": 1)", R"(, "seed": 9223372036854775807)"}) {
+    EXPECT_EQ(tokens(seed), tokens(seed)) << seed;
+  }
+  EXPECT_NE(tokens(R"(, "seed": 0)"), tokens(R"(, "seed": 1)"));
+  EXPECT_NE(tokens(""), tokens(""));
+  EXPECT_NE(tokens(R"(, "seed": null)"), tokens(R"(, "seed": 0)"));
 }
 
 TEST_F(CompletionsServerTest, AModelThatFailsEndsAllRequestsWithAnError) {

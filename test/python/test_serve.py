@@ -561,6 +561,8 @@ def test_a_stop_signal_lets_requests_finish(model, number, code):
         refused = receive(waiting)
         assert refused.startswith(b"HTTP/1.1 503 ") and b"Retry-After" in refused
         waiting.close()
+        health, _, text = server.get("/health")
+        assert health == 503 and json.loads(text) == {"status": "draining"}
         answer = receive(client)
         client.close()
         assert answer.startswith(b"HTTP/1.1 200 ")
