@@ -881,7 +881,7 @@ CPU = [
            "if (buffer_.size() > kPipelinedBytes) return close();", "if (buffer_.size() > 0) return close();",
            unit("Http.RequestsThatComeDuring*")),
     Mutant("an encoding that is none is refused", "llmc/serve/server.cpp",
-           ' && http_request.content_encoding != "identity") {', ") {",
+           ' && lower_case(http_request.content_encoding) != "identity") {', ") {",
            unit("CompletionsServerTest.ABodyIsJson*")),
     Mutant("the seed 0 is none", "llmc/serve/completions_request.cpp", "request.seeded = true;",
            "request.seeded = options.sampler.seed != 0;", unit("CompletionsRequest.Zero*", "CompletionsServerTest.TheSeed*")),

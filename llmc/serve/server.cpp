@@ -64,6 +64,12 @@ std::string_view trimmed(std::string_view text) {
   return text.substr(begin, text.find_last_not_of(kSpace) + 1 - begin);
 }
 
+// Names of hosts, media types and encodings are the same in capital letters.
+std::string lower_case(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
+  return text;
+}
+
 // One request for completions that the engine works on.
 struct Answer {
   std::shared_ptr<HttpExchange> exchange;
@@ -262,9 +268,10 @@ void CompletionsServer::State::route(const std::shared_ptr<HttpExchange>& exchan
 void CompletionsServer::State::check_access(const HttpRequest& request) const {
   // A page of another site can make a browser of this machine connect here: by a name of its own that leads to
   // 127.0.0.1 (DNS rebinding; Host tells), or openly (Origin tells).
-  const std::string_view host = host_of(request.host);
-  const bool known = host.empty() || host == "localhost" || host == "[::1]" || host == "127.0.0.1" ||
-                     host == options.address.host || host == "[" + options.address.host + "]";
+  const std::string field = lower_case(request.host), address = lower_case(options.address.host);
+  const std::string_view host = host_of(field);
+  const bool known = host.empty() || host == "localhost" || host == "[::1]" || host == "127.0.0.1" || host == address ||
+                     host == "[" + address + "]";
   if (http.loopback() && !known) {
     throw RequestError(403, format("Host: got %s, expected localhost: this server is for its own machine",
                                    escaped(request.host).c_str()));
@@ -276,9 +283,7 @@ void CompletionsServer::State::check_access(const HttpRequest& request) const {
   }
   if (options.api_key.empty() || request.path == "/" || request.path == "/health") return;
   constexpr std::string_view kScheme = "bearer ";
-  std::string scheme = request.authorization.substr(0, kScheme.size());
-  std::transform(scheme.begin(), scheme.end(), scheme.begin(), [](unsigned char c) { return std::tolower(c); });
-  const bool bearer = scheme == kScheme;
+  const bool bearer = lower_case(request.authorization.substr(0, kScheme.size())) == kScheme;
   const std::string given(bearer ? trimmed(std::string_view(request.authorization).substr(kScheme.size()))
                                  : std::string_view());
   if (!same_key(given, options.api_key)) {
@@ -327,11 +332,11 @@ void CompletionsServer::State::complete(const std::shared_ptr<HttpExchange>& exc
   answer->arrival = Clock::now();
   check_ready();
   const HttpRequest& http_request = exchange->request();
-  if (!http_request.content_encoding.empty() && http_request.content_encoding != "identity") {
+  if (!http_request.content_encoding.empty() && lower_case(http_request.content_encoding) != "identity") {
     throw RequestError(415, format("Content-Encoding: got %s, expected none: bodies are not decompressed",
                                    escaped(http_request.content_encoding).c_str()));
   }
-  const std::string type(trimmed(http_request.content_type.substr(0, http_request.content_type.find(';'))));
+  const std::string type(trimmed(lower_case(http_request.content_type.substr(0, http_request.content_type.find(';')))));
   if (!type.empty() && type != "application/json") {
     throw RequestError(415, format("Content-Type: got %s, expected application/json", escaped(type).c_str()));
   }

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
@@ -124,6 +125,22 @@ TEST_F(CompletionsServerTest, AnswersBeforeTheModelIsThere) {
   }
 }
 
+// By its name in any letters, and by no other.
+TEST_F(CompletionsServerTest, TheHostIsThisMachine) {
+  for (const auto& [host, status] : {std::pair("localhost", "404"),
+                                     {"LocalHost", "404"},
+                                     {"LOCALHOST:8000", "404"},
+                                     {"127.0.0.1:8000", "404"},
+                                     {"[::1]:8000", "404"},
+                                     {"localhos", "403"},
+                                     {"localhost.example", "403"},
+                                     {"example:8000", "403"}}) {
+    const Client client(port_);
+    client.send(std::string("GET /nothing HTTP/1.0\r\nHost: ") + host + "\r\n\r\n");
+    EXPECT_TRUE(client.receive().starts_with(std::string("HTTP/1.1 ") + status)) << host;
+  }
+}
+
 TEST_F(CompletionsServerTest, LogitsThatAreNotFiniteFailTheirRequestAlone) {
   run();
   const std::string good = complete(R"({"prompt": [5], "max_tokens": 9, "logprobs": 0})");
@@ -177,6 +194,7 @@ TEST_F(CompletionsServerTest, ABodyIsJsonAndNotEncoded) {
                         {"Content-Type: application/json; charset=utf-8\r\n", ""},
                         {"Content-Type: application/json ;charset=utf-8\r\n", ""},
                         {"Content-Type:\r\nContent-Encoding:\r\n", ""},
+                        {"Content-Type: Application/JSON\r\nContent-Encoding: Identity\r\n", ""},
                         {"Content-Encoding: identity\r\n", ""},
                         {"Content-Type: application/json\r\nContent-Encoding: identity\r\n", ""},
                         {"Content-Type: text/plain\r\n", "Content-Type"},
