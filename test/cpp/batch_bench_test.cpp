@@ -2,12 +2,15 @@
 
 #include <gtest/gtest.h>
 
+#include <set>
 #include <thread>
+#include <tuple>
 
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
 #include "llmc/infer/bench.h"
 #include "test/cpp/paged_fake.h"
+#include "test/cpp/test_files.h"
 
 namespace weft {
 namespace {
@@ -118,6 +121,14 @@ TEST(BatchBench, RefusesWhatCannotBeMeasured) {
                 .find("8 sequences need 400 pages of keys and values, and there are 256: "
                       "enough for 5"),
             std::string::npos);
+  Measured few_pages(sizes(1));  // of a model with a longer context than they hold: the message is about the model
+  few_pages.change_config().max_positions = 1000;
+  BatchBenchOptions options;
+  options.sequences = {1};
+  options.prompt = 900;
+  options.tokens = 101;
+  expect_contains(error_of(Exit::usage, [&] { run_batch_bench(few_pages, engine_options(), options); }),
+                  "do not fit in the context of 1000");
   EXPECT_EQ(refusal(Exit::resources, {8}, 100, 29), "accepted") << "32 pages each: all";
   EXPECT_NE(refusal(Exit::resources, {8}, 100, 30).find("need 264 pages"), std::string::npos);
 }
@@ -146,6 +157,102 @@ TEST(BatchBench, LogitsThatAreNotFiniteAreAnError) {
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), Exit::numeric);
   }
+}
+
+// One sequence of three, in any step of any run: the warm-up, the prompts and what is timed.
+TEST(BatchBench, LogitsOfAnySequenceThatAreNotFiniteAreAnError) {
+  class PoisonedOnce : public Measured {
+   public:
+    PoisonedOnce(std::int64_t step, std::size_t sequence) : Measured(sizes(1)), step_(step), sequence_(sequence) {}
+    std::span<const SpanResult> collect() override {
+      const std::span<const SpanResult> good = PagedFake::collect();
+      results_.assign(good.begin(), good.end());
+      if (++steps == step_) {
+        results_.at(sequence_).sampled.reset();
+        results_.at(sequence_).error = SampleError::not_a_number;
+      }
+      return results_;
+    }
+    std::int64_t steps = 0;
+
+   private:
+    const std::int64_t step_;
+    const std::size_t sequence_;
+    std::vector<SpanResult> results_;
+  };
+  BatchBenchOptions options;
+  options.sequences = {3};
+  options.prompt = options.tokens = 4;
+  PoisonedOnce good(0, 0);
+  run_batch_bench(good, engine_options(), options);
+  ASSERT_EQ(good.steps, 4 + 3 + 4);
+  for (std::int64_t step = 1; step <= good.steps; ++step) {
+    for (const std::size_t sequence : {0, 1, 2}) {
+      SCOPED_TRACE(format("sequence %zu in step %lld", sequence, static_cast<long long>(step)));
+      PoisonedOnce model(step, sequence);
+      expect_contains(error_of(Exit::numeric, [&] { run_batch_bench(model, engine_options(), options); }),
+                      "--bench-batch: the logits are not finite");
+    }
+  }
+}
+
+// Each sequence has a prompt of its own, of the seed, in every run, and is sampled as the options say.
+TEST(BatchBench, PromptsAndSamplingAreThoseOfTheOptions) {
+  using Plan = std::tuple<bool, double, std::uint64_t, std::uint64_t>;
+  class Recorded : public PagedFake {
+   public:
+    using PagedFake::PagedFake;
+    void submit(std::span<const Span> work) override {
+      for (const Span& span : work) {
+        if (span.ids.size() > 1) prompts.emplace_back(span.ids.begin(), span.ids.end());
+        if (span.sampling == nullptr) continue;
+        plans.emplace(span.sampling->greedy, span.sampling->scale, span.sampling->top_k, span.sampling->seed);
+      }
+      PagedFake::submit(work);
+    }
+    std::vector<std::vector<std::int32_t>> prompts;
+    std::set<Plan> plans;
+  };
+  Recorded model(sizes(1));
+  BatchBenchOptions options;
+  options.sequences = {3};
+  options.prompt = 9;
+  options.tokens = 2;
+  options.sampler.seed = 70;
+  options.sampler.temperature = 0.5;
+  options.sampler.top_k = 3;
+  run_batch_bench(model, engine_options(), options);
+  ASSERT_EQ(model.prompts.size(), 3u * 5) << "a warm-up, three of prompts and what is timed";
+  for (std::size_t i = 0; i < model.prompts.size(); ++i) {
+    EXPECT_EQ(model.prompts[i], random_ids(9, model.config().vocab_size, 71 + i % 3)) << i;
+  }
+  // Equal prompts are computed as often as others: what is timed is their whole work.
+  PagedFakeSizes of_one_id = sizes(1);
+  of_one_id.vocab_size = 1;
+  Recorded equal(of_one_id);
+  run_batch_bench(equal, engine_options(), options);
+  EXPECT_EQ(equal.prompts, std::vector<std::vector<std::int32_t>>(3 * 5, std::vector<std::int32_t>(9, 0)));
+  const SamplingPlan plan = sampling_plan(options.sampler);
+  EXPECT_EQ(model.plans, (std::set<Plan>{{false, plan.scale, 3, 70}}));
+}
+
+TEST(BatchBench, TheTableAndTheRecordByHand) {
+  BatchBenchPoint point;
+  point.sequences = 4;
+  point.prompt_seconds = 0.5;
+  point.step_ms = {1, 2, 3, 4};  // 1,600 tokens in a second
+  point.bytes_per_step = 5'000'000;
+  const BatchBenchResult result{100, 5, {point}, 8};
+  EXPECT_EQ(batch_bench_text(result),
+            "prompts of 100 ids, 5 generated\n"
+            "sequences prompt tokens/s decode tokens/s median ms    p99 ms      a step     GB/s  of read\n"
+            "        4             800          1600.0     2.000     4.000     5.00 MB      2.0   25.0 %\n"
+            "a plain read reaches 8 GB/s here\n");
+  const Json json = batch_bench_json(result, {"a GPU", "graph"});
+  EXPECT_EQ(json, Json::parse(R"({"prompt_tokens": 100, "tokens": 5, "device": "a GPU", "decode": "graph",
+    "read_ceiling_gb_per_s": 8.0, "points": [{"sequences": 4, "prefill_tokens_per_s": 800.0, "decode_tokens_per_s": 1600.0,
+    "steps": 4, "step_ms_p50": 2.0, "step_ms_p99": 4.0, "bytes_per_step": 5000000, "gb_per_s": 2.0,
+    "share_of_read_ceiling": 0.25}]})"));
 }
 
 TEST(BatchBench, ListsOfIntegersAreReadWhole) {

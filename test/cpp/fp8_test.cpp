@@ -1,6 +1,7 @@
 // --precision fp8 on the CPU: rounding to the formats, scales, and a model whose linear layers compute with rounded operands.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -144,6 +145,31 @@ TEST(CpuFp8, RoundsThroughTheScaleAndCounts) {
   });
 }
 
+// A tally of several calls is that of one call with all their values, whichever comes first.
+TEST(CpuFp8, ATallyAddsUpOverCalls) {
+  for (const Fp8Format format : kFormats) {
+    test::Floats x = test::random_floats(300, 1, 1.0f);
+    for (const std::size_t i : {7u, 120u, 121u}) x[i] = 1e-9f;
+    for (const std::size_t i : {10u, 130u, 299u}) x[i] = -2 * fp8_largest(format) * static_cast<float>(1 + i);
+    const auto tally_of = [&](const std::vector<std::pair<std::int64_t, std::int64_t>>& parts) {
+      Fp8Tally tally;
+      test::Floats out(x.size());
+      for (const auto& [begin, end] : parts) {
+        cpu::round_fp8(out.data(), x.data() + begin, end - begin, format, 0, &tally);
+      }
+      return tally;
+    };
+    const Fp8Tally whole = tally_of({{0, 300}});
+    EXPECT_EQ(whole.saturated, 3u);
+    EXPECT_EQ(whole.flushed, 3u);
+    for (const auto& parts : {std::vector<std::pair<std::int64_t, std::int64_t>>{{0, 100}, {100, 300}},
+                              {{100, 300}, {0, 100}},
+                              {{299, 300}, {0, 0}, {0, 50}, {50, 299}}}) {
+      EXPECT_TRUE(tally_of(parts) == whole);
+    }
+  }
+}
+
 TEST(Fp8Scales, FollowTheLargestOfTheLastSteps) {
   Fp8Scales scales(2);
   const Fp8Slots slots = scales.slots();
@@ -178,6 +204,45 @@ TEST(Fp8Scales, FollowTheLargestOfTheLastSteps) {
   EXPECT_FALSE(again.known());
   EXPECT_EQ(error_of(Exit::internal, [&] { again.set_state(std::vector<float>(3)); }),
             "fp8: a history of 3 values for 384");
+}
+
+// A tensor that is not finite has its newest value once more, and the others of that step have theirs.
+TEST(Fp8Scales, WhatIsNotFiniteRepeatsTheNewestValue) {
+  for (const std::uint32_t bad : {0x7F800000u, 0x7F800001u, 0x7FC00000u, 0x7FFFFFFFu}) {
+    Fp8Scales scales(1);
+    const auto slots = static_cast<std::size_t>(scales.slots().count());
+    std::vector<Fp8Tally> tallies(slots);
+    const auto push = [&](float factor, std::size_t not_finite) {
+      for (std::size_t slot = 0; slot < slots; ++slot) {
+        tallies[slot].amax_bits = std::bit_cast<std::uint32_t>(factor * static_cast<float>(slot + 1));
+      }
+      if (not_finite < slots) tallies[not_finite].amax_bits = bad;
+      scales.push(tallies);
+      return scales.state();
+    };
+    push(8, slots);
+    push(1, slots);
+    const std::size_t middle = slots / 2;
+    const std::vector<float> state = push(4, middle);
+    for (std::size_t slot = 0; slot < slots; ++slot) {
+      const auto value = static_cast<float>(slot + 1);
+      EXPECT_EQ(state[slot], slot == middle ? value : 4 * value) << slot;
+      EXPECT_EQ(state[slots + slot], value) << slot;
+      EXPECT_EQ(state[2 * slots + slot], 8 * value) << slot;
+    }
+    for (Fp8Tally& tally : tallies) tally.amax_bits = bad;
+    Fp8Scales nothing_known(1);
+    nothing_known.push(tallies);
+    EXPECT_FALSE(nothing_known.known());
+    EXPECT_EQ(nothing_known.exponent(0), 0);
+    tallies[3].amax_bits = std::bit_cast<std::uint32_t>(1.0f);
+    nothing_known.push(tallies);
+    tallies[3].amax_bits = bad;
+    nothing_known.push(tallies);
+    EXPECT_TRUE(nothing_known.known()) << "one tensor is";
+  }
+  Fp8Scales scales(1);
+  EXPECT_EQ(error_of(Exit::internal, [&] { scales.push(std::vector<Fp8Tally>(11)); }), "fp8: 11 tallies for 12 slots");
 }
 
 // Of x and W what doubles is still in range, of gradients what grows sixty-fourfold: in single steps they do, in all layers.
@@ -239,6 +304,22 @@ TEST(Fp8Statistics, SharesAreThoseOfAllMicroBatchesButWeightsCountOnce) {
     EXPECT_EQ(got.worst, "layers.0 output weight");
     EXPECT_DOUBLE_EQ(got.worst_share, 2.0 / 960);
   }
+}
+
+// The worst tensor is the first of those with the largest share; without anything saturated there is none.
+TEST(Fp8Statistics, TheWorstTensorIsOneThatSaturates) {
+  const ModelConfig config = micro_config();
+  const Fp8Slots slots{config.num_layers};
+  std::vector<Fp8Tally> tallies(static_cast<std::size_t>(slots.count()));
+  for (Fp8Tally& tally : tallies) tally.flushed = 3;
+  const Fp8Statistics none = fp8_statistics(config, tallies, 16, 1);
+  EXPECT_EQ(none.worst, "");
+  EXPECT_EQ(none.worst_share, 0);
+  for (const BlockLinear linear : {BlockLinear::output, BlockLinear::down}) {
+    const std::int64_t slot = slots.at(Fp8Kind::gradient, 0, linear);  // of equal sizes
+    tallies[static_cast<std::size_t>(slot)].saturated = 8;
+  }
+  EXPECT_EQ(fp8_statistics(config, tallies, 16, 1).worst, "layers.0 output gradient");
 }
 
 // ---- the model ------------------------------------------------------------------------------------------------------
@@ -385,6 +466,34 @@ TEST(Fp8Model, RecomputationAndRerunGiveTheSameBits) {
   for (const Recompute recompute : {Recompute::none, Recompute::norm, Recompute::block}) {
     EXPECT_EQ(run(recompute), expected) << static_cast<int>(recompute);
   }
+}
+
+// What a step adds to the history is the largest of all its micro-batches, and of no step before it.
+TEST(Fp8Model, TheHistoryHasTheLargestOfAllMicroBatchesOfAStep) {
+  const auto model = small_model(small_options());
+  const std::vector<float> nothing(model->fp8_state().size(), 0.0f);
+  // Without a history each micro-batch has scales of its own, and a learning rate of 0 leaves the weights.
+  const auto newest_of = [&](const std::vector<std::pair<unsigned, float>>& micro_batches) {
+    model->set_fp8_state(nothing);
+    model->zero_gradients();
+    for (const auto& [seed, loss_scale] : micro_batches) {
+      model->forward(test::random_tokens(model->config(), 32, seed).batch(), 0, loss_scale);
+      model->backward();
+    }
+    model->statistics();
+    model->update({});
+    std::vector<float> newest = model->fp8_state();
+    newest.resize(newest.size() / kFp8History);
+    return newest;
+  };
+  const std::vector<float> first = newest_of({{1, 0.02f}}), second = newest_of({{2, 0.04f}});
+  std::vector<float> largest(first.size());
+  std::ranges::transform(first, second, largest.begin(), [](float a, float b) { return std::max(a, b); });
+  ASSERT_NE(largest, first);
+  ASSERT_NE(largest, second);
+  EXPECT_EQ(newest_of({{1, 0.02f}, {2, 0.04f}}), largest);
+  EXPECT_EQ(newest_of({{2, 0.04f}, {1, 0.02f}}), largest);
+  EXPECT_EQ(newest_of({{1, 0.02f}}), first) << "not those of the step before";
 }
 
 // Through a checkpoint: parameters, moments and the history of the scales.
@@ -572,6 +681,11 @@ TEST(Fp8Model, OtherSizesAreRefusedByName) {
                   "hidden_size: got 40, --precision fp8 needs a multiple of 16");
   expect_contains(refused([](ModelConfig& c, TrainOptions&) { c.ffn_size = 56; }), "ffn_size: got 56");
   expect_contains(refused([](ModelConfig& c, TrainOptions&) { c.num_heads = 1; }), "num_heads x head_dim: got 8");
+  const auto narrow_heads = [](ModelConfig& c, TrainOptions&) {
+    c.num_heads = 4;
+    c.head_dim = c.rope.rotary_dim = 4;
+  };
+  expect_contains(refused(narrow_heads), "(num_heads + 2 num_kv_heads) x head_dim: got 24");
   expect_contains(refused([](ModelConfig&, TrainOptions& o) { o.seq_len = 9; }), "--micro-batch x --seq-len: got 18");
 }
 

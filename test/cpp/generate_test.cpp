@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <functional>
@@ -23,6 +24,7 @@
 #include "llmc/base/error.h"
 #include "llmc/base/options.h"
 #include "llmc/infer/bench.h"
+#include "llmc/infer/divergence.h"
 #include "llmc/infer/fault_injection.h"
 #include "llmc/infer/line_input.h"
 #include "llmc/infer/perplexity.h"
@@ -31,6 +33,7 @@
 #include "llmc/infer/stop_text.h"
 #include "llmc/infer/text_output.h"
 #include "test/cpp/byte_tokenizer.h"
+#include "test/cpp/paged_fake.h"
 #include "test/cpp/test_files.h"
 
 namespace weft {
@@ -155,6 +158,53 @@ TEST(Generate, StopsAtAStopId) {
   EXPECT_EQ(r.pieces.size(), 2u) << "text comes token by token";
 }
 
+TEST(Generate, StopsAtEachOfItsStopIds) {
+  const std::vector<std::int32_t> ends = {kEndOfText, byte_id('k'), byte_id('l')};
+  for (const std::int32_t end : ends) {
+    const Generated r = run({byte_id('o'), end, byte_id('x')}, {.stop_ids = ends});
+    EXPECT_EQ(r.result.text, "o") << end;
+    EXPECT_EQ(r.result.ids, (std::vector<std::int32_t>{byte_id('o'), end}));
+    EXPECT_EQ(r.result.finish_reason, FinishReason::end_of_text);
+  }
+  EXPECT_EQ(run(ids_of("oxy"), {.max_tokens = 3, .stop_ids = {byte_id('k')}}).result.text, "oxy");
+}
+
+// A model that samples itself is asked for what the options say, and what it gives ends in the same ways.
+TEST(Generate, AModelThatSamplesIsAskedForTheSame) {
+  struct Sampling : ScriptedModel {
+    using ScriptedModel::ScriptedModel;
+    bool samples() const override { return true; }
+    void generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& asked,
+                      const std::function<bool(std::int32_t)>& on_id) override {
+      request = asked;
+      prefill(prompt);
+      for (const std::int32_t id : ids_of("abcdefgh")) {
+        if (!on_id(id)) return;
+        prefill({&id, 1});
+      }
+    }
+    std::optional<DraftCounts> draft_counts() const override { return DraftCounts{.spans = 5}; }
+    GenerationRequest request;
+  };
+  const auto generated = [](GenerateOptions options, std::int64_t max_ids) {
+    options.sampler = {.temperature = 0.5, .top_k = 9, .seed = 3, .vocab_limit = 259};
+    Sampling model({}, 20);
+    const GenerateResult result = generate(model, &byte_tokenizer(), ids_of("Hi"), options, {});
+    EXPECT_EQ(model.request.stop_ids, options.stop_ids);
+    EXPECT_EQ(model.request.max_ids, max_ids);
+    EXPECT_EQ(model.request.sampling.seed, 3u);
+    EXPECT_EQ(model.request.sampling.top_k, 9u);
+    EXPECT_FALSE(model.request.sampling.greedy);
+    EXPECT_EQ(result.drafts->spans, 5);
+    EXPECT_EQ(result.context, std::ssize(result.ids) + 1);
+    return result.text + ": " + finish_reason_text(result.finish_reason);
+  };
+  EXPECT_EQ(generated({.max_tokens = 3}, 3), "abc: --max-tokens");
+  EXPECT_EQ(generated({.max_tokens = 100, .stop_ids = {kEndOfText, byte_id('c')}}, 18), "ab: the end of the text");
+  EXPECT_EQ(generated({.max_tokens = 18, .stop_ids = {byte_id('z')}, .stop_texts = {"x", "de"}}, 18),
+            "abc: a stop text");
+}
+
 TEST(Generate, StopsAtMaxTokens) {
   const Generated r = run(ids_of("abcdef"), {.max_tokens = 3});
   EXPECT_EQ(r.result.text, "abc");
@@ -229,6 +279,13 @@ TEST(Generate, CharactersAreWholeOrReplaced) {
   EXPECT_EQ(r.pieces, (std::vector<std::string>{"\xc3\xa9", "\xf0\x9f\x98\x80"}));
   // Cut inside a character: U+FFFD at the end, not half a character.
   EXPECT_EQ(run(ids_of("a\xf0\x9f\x98"), {.max_tokens = 4}).result.text, "a\xef\xbf\xbd");
+}
+
+// What the end of the text makes of half a character can be a stop text, too.
+TEST(Generate, TheEndMayCompleteAStopText) {
+  const Generated r = run(ids_of("a\xe2"), {.max_tokens = 2, .stop_texts = {"\xef\xbf\xbd"}});
+  EXPECT_EQ(r.result.text, "a");
+  EXPECT_EQ(r.result.finish_reason, FinishReason::stop_text);
 }
 
 TEST(Generate, ASignalEndsItAfterTheToken) {
@@ -530,6 +587,122 @@ TEST(Perplexity, AgreesWithTheClosedForm) {
 }
 
 // Each time is from one token to the next: together they are no more than the whole took.
+// Its logits depend on the id alone, and the rows of padding, of which it has `padding`, are far ahead of the others.
+class RowsModel : public ScriptedModel {
+ public:
+  static constexpr std::int64_t kIds = 7;
+
+  RowsModel(std::int64_t padding, double temperature) : ScriptedModel({}, 400), temperature_(temperature) {
+    rows_config_.vocab_size = kIds + padding;
+    rows_config_.tokenizer_vocab = kIds;
+  }
+  const ModelConfig& config() const override { return rows_config_; }
+  std::span<const float> prefill(std::span<const std::int32_t> ids) override {
+    EXPECT_LE(ids.size(), 128u) << "more logits than are kept at a time";
+    kept_.clear();
+    for (const std::int32_t id : ids) {
+      for (std::int32_t i = 0; keeps && i < rows_config_.vocab_size; ++i) kept_.push_back(logit(id, i));
+    }
+    return ScriptedModel::prefill(ids);
+  }
+  void keep_logits(bool keep) override { keeps = keep; }
+  std::vector<float> activation(const std::string&) override { return kept_; }
+  float logit(std::int32_t id, std::int32_t i) const {
+    if (id == poison) return std::numeric_limits<float>::quiet_NaN();
+    return i < kIds ? static_cast<float>(std::sin(5.0 * id + 3.0 * i) / temperature_) : 90.0f;
+  }
+  // -log of the share of id i after `id`, among the ids of the tokenizer.
+  double loss(std::int32_t id, std::int32_t i) const {
+    double sum = 0;
+    for (std::int32_t j = 0; j < kIds; ++j) sum += std::exp(static_cast<double>(logit(id, j)));
+    return std::log(sum) - logit(id, i);
+  }
+
+  bool keeps = false;
+  std::int32_t poison = -1;
+
+ private:
+  ModelConfig rows_config_ = fake_config();
+  double temperature_;
+  std::vector<float> kept_;
+};
+
+// Every figure from its definition, with padding of different sizes, over windows of several pieces or of less than one.
+TEST(Divergence, EveryFigureByItsDefinition) {
+  RowsModel q(3, 1), p(9, -0.7);
+  std::vector<std::int32_t> ids;
+  for (std::int32_t i = 0; i < 300; ++i) ids.push_back(i * i % RowsModel::kIds);
+  std::vector<double> divergences, losses_q, losses_p, differences;
+  double same = 0;
+  for (std::size_t i = 0; i + 1 < ids.size(); ++i) {
+    double sum = 0;
+    std::int32_t top_p = 0, top_q = 0;
+    for (std::int32_t j = 0; j < RowsModel::kIds; ++j) {
+      sum += std::exp(-p.loss(ids[i], j)) * (q.loss(ids[i], j) - p.loss(ids[i], j));
+      if (p.loss(ids[i], j) < p.loss(ids[i], top_p)) top_p = j;
+      if (q.loss(ids[i], j) < q.loss(ids[i], top_q)) top_q = j;
+    }
+    divergences.push_back(sum);
+    losses_q.push_back(q.loss(ids[i], ids[i + 1]));
+    losses_p.push_back(p.loss(ids[i], ids[i + 1]));
+    differences.push_back(losses_q.back() - losses_p.back());
+    same += top_p == top_q ? 1 : 0;
+  }
+  const auto mean = [](const std::vector<double>& values) {
+    return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
+  };
+  const auto error_of_mean = [&](const std::vector<double>& values) {
+    double squares = 0;
+    for (const double value : values) squares += (value - mean(values)) * (value - mean(values));
+    const auto n = static_cast<double>(values.size());
+    return std::sqrt(squares / (n - 1) / n);
+  };
+  for (const auto& [window, stride] : {std::pair(300, 299), std::pair(300, 1), std::pair(200, 77), std::pair(20, 7)}) {
+    SCOPED_TRACE(format("windows of %d, %d apart", window, stride));
+    std::int64_t windows = 0, all = 0;
+    double last = 0;
+    DivergenceHooks hooks;
+    hooks.on_window = [&](std::int64_t done, std::int64_t count, double so_far) {
+      EXPECT_EQ(done, ++windows);
+      all = count;
+      last = so_far;
+    };
+    const DivergenceResult result = divergence(q, p, ids, window, stride, hooks);
+    EXPECT_EQ(windows, all);
+    EXPECT_EQ(last, result.mean);
+    EXPECT_EQ(result.tokens, 299);
+    EXPECT_NEAR(result.mean, mean(divergences), 1e-9);
+    EXPECT_NEAR(result.standard_error, error_of_mean(divergences), 1e-9);
+    EXPECT_NEAR(result.largest, std::ranges::max(divergences), 1e-9);
+    EXPECT_NEAR(result.same_top, same / 299, 1e-12);
+    EXPECT_NEAR(result.nll, mean(losses_q), 1e-9);
+    EXPECT_NEAR(result.nll_against, mean(losses_p), 1e-9);
+    EXPECT_NEAR(result.nll_difference_error, error_of_mean(differences), 1e-9);
+    EXPECT_FALSE(result.interrupted || q.keeps || p.keeps);
+  }
+  // Before the second piece of 128.
+  int polls = 0;
+  DivergenceHooks hooks;
+  hooks.interrupted = [&polls] { return ++polls == 2; };
+  hooks.on_window = [](std::int64_t, std::int64_t, double) { ADD_FAILURE() << "no window is done"; };
+  const DivergenceResult cut = divergence(q, p, ids, 300, 1, hooks);
+  EXPECT_TRUE(cut.interrupted);
+  EXPECT_EQ(cut.tokens, 128);
+  EXPECT_NEAR(cut.nll, mean({losses_q.begin(), losses_q.begin() + 128}), 1e-9);
+
+  const std::span<const std::int32_t> two = std::span(ids).first(2);
+  EXPECT_EQ(divergence(q, p, two, 300, 1).tokens, 1);
+  EXPECT_TRUE(std::isnan(divergence(q, p, two, 300, 1).standard_error));
+  EXPECT_TRUE(std::isnan(divergence(q, p, two, 300, 1).nll_difference_error));
+  EXPECT_EQ(divergence(q, p, std::vector<std::int32_t>{1, RowsModel::kIds + 1}, 300, 1).nll, 0)
+      << "an id beyond those of the tokenizer has no loss";
+  for (RowsModel* const each : {&q, &p}) {
+    each->poison = 2;  // the fourth id, 9 % 7
+    expect_contains(error_of(Exit::numeric, [&] { divergence(q, p, ids, 300, 1); }), "at token 4 is not finite");
+    each->poison = -1;
+  }
+}
+
 TEST(Generate, TimesDoNotOverlap) {
   GenerateOptions options;
   options.max_tokens = 800;
@@ -626,6 +799,41 @@ TEST(Faults, MalformedSpecsOfDecodingAreRefused) {
   EXPECT_EQ(parse_decode_faults({"accept=0.7"}).acceptance, 0.7);
 }
 
+volatile std::sig_atomic_t terminations = 0;
+
+// Each fault at a token alone, for one sequence, for many and for losses; the others are no reason to look at tokens.
+TEST(Faults, EachFaultAtATokenAloneIsOne) {
+  const auto wrapped = [](const char* spec) {
+    const DecodeFaults faults = parse_decode_faults({spec});
+    auto one = std::make_unique<ScriptedModel>(std::vector<std::int32_t>{}, 8);
+    auto many = std::make_unique<PagedFake>(PagedFakeSizes{});
+    const DecodeModel* const plain_one = one.get();
+    const InferenceModel* const plain_many = many.get();
+    const bool of_one = with_faults(std::move(one), faults).get() != plain_one;
+    EXPECT_EQ(with_faults(std::move(many), faults).get() != plain_many, of_one) << spec;
+    EXPECT_EQ(static_cast<bool>(loss_faults(faults)), of_one) << spec;
+    return of_one;
+  };
+  for (const char* spec : {"nan@token=2", "kill@token=2", "term@token=2", "hang@token=2"}) EXPECT_TRUE(wrapped(spec));
+  for (const char* spec : {"accept=0.5", "io-error@load"}) EXPECT_FALSE(wrapped(spec));
+
+  terminations = 0;
+  const auto before = std::signal(SIGTERM, [](int) { terminations = terminations + 1; });
+  const DecodeFaults faults = parse_decode_faults({"term@token=2"});
+  const std::function<double(double)> loss = loss_faults(faults);
+  const std::unique_ptr<DecodeModel> model =
+      with_faults(std::make_unique<ScriptedModel>(std::vector<std::int32_t>{}, 8), faults);
+  const std::function<void()> tokens[] = {[&] { EXPECT_EQ(loss(1.5), 1.5); }, [&] { model->decode(3); }};
+  for (const auto& token : tokens) {
+    const int so_far = terminations;
+    for (const int expected : {0, 1, 1}) {
+      token();
+      EXPECT_EQ(terminations - so_far, expected);
+    }
+  }
+  std::signal(SIGTERM, before);
+}
+
 TEST(Faults, TheFaultyModelPassesEverythingOn) {
   struct Timed : ScriptedModel {
     Timed() : ScriptedModel({5, 6}, 8) {}
@@ -654,6 +862,98 @@ TEST(Faults, TheFaultyModelPassesEverythingOn) {
   EXPECT_EQ(model->score(ids).size(), 2u);
   model->interrupt_score([] { return true; });
   EXPECT_EQ(model->score(ids).size(), 0u);
+}
+
+// Of many sequences ids are counted as the steps report them, right drafts included; only the sequence of the bad one fails.
+TEST(Faults, OfManySequencesOneFails) {
+  class Scripted : public PagedFake {
+   public:
+    Scripted() : PagedFake(PagedFakeSizes{.slots = 5, .depth = 3}) {}
+    std::span<const SpanResult> collect() override {
+      results_.assign(4, {});
+      for (std::int32_t id = 0; id < 3; ++id) results_[0].accepted.push_back({id, 0, {}});
+      results_[0].sampled = ScoredId{3, 0, {}};
+      results_[1].error = SampleError::not_a_number;
+      results_[2].targets.resize(2);  // a prompt that is not complete
+      results_[3].sampled = ScoredId{4, 0, {}};
+      return results_;
+    }
+
+   private:
+    std::vector<SpanResult> results_;
+  };
+  for (int token = 1; token <= 11; ++token) {
+    SCOPED_TRACE(token);
+    const std::unique_ptr<InferenceModel> model =
+        with_faults(std::make_unique<Scripted>(), parse_decode_faults({"nan@token=" + std::to_string(token)}));
+    const Scripted plain;
+    EXPECT_EQ(model->slots(), plain.slots());
+    EXPECT_EQ(model->depth(), plain.depth());
+    EXPECT_EQ(model->page_size(), plain.page_size());
+    EXPECT_EQ(model->num_pages(), plain.num_pages());
+    EXPECT_EQ(model->max_rows(), plain.max_rows());
+    EXPECT_EQ(model->max_positions(), plain.max_positions());
+    EXPECT_EQ(model->config(), plain.config());
+    // An id that is dropped because of a bad one before it is no token: after a bad draft the count goes on with the next span.
+    int counted = 0;
+    for (int step = 0; step < 2; ++step) {
+      std::size_t accepted = 0;
+      bool bad = false;
+      for (; accepted < 3 && !bad; accepted += bad ? 0 : 1) bad = ++counted == token;
+      const bool first = !bad && ++counted != token, last = ++counted != token;
+      const std::span<const SpanResult> results = model->collect();
+      ASSERT_EQ(results.size(), 4u);
+      EXPECT_EQ(results[0].accepted.size(), accepted);
+      EXPECT_EQ(results[0].sampled.has_value(), first);
+      EXPECT_EQ(results[0].error, first ? SampleError::none : SampleError::not_a_number);
+      EXPECT_EQ(results[1].error, SampleError::not_a_number);
+      EXPECT_EQ(results[2].error, SampleError::none);
+      EXPECT_EQ(results[2].targets.size(), 2u);
+      EXPECT_EQ(results[3].sampled.has_value(), last);
+      EXPECT_EQ(results[3].error, last ? SampleError::none : SampleError::not_a_number);
+    }
+  }
+}
+
+// Of one sequence: the logits of the token have one NaN, the others none, and then the host has to sample.
+TEST(Faults, OfOneSequenceTheLogitsOfTheTokenAreDamaged) {
+  struct Sampling : ScriptedModel {
+    Sampling() : ScriptedModel({}, 8) {}
+    bool samples() const override { return true; }
+    std::optional<DraftCounts> draft_counts() const override { return DraftCounts{.spans = 3}; }
+  };
+  const auto made = [](const char* spec) {
+    return with_faults(std::make_unique<Sampling>(), parse_decode_faults({spec}));
+  };
+  const std::unique_ptr<DecodeModel> model = made("nan@token=2");
+  for (const std::ptrdiff_t expected : {0, 1, 0}) {
+    const std::span<const float> logits = model->decode(3);
+    EXPECT_EQ(std::ranges::count_if(logits, [](float logit) { return std::isnan(logit); }), expected);
+    EXPECT_EQ(std::isnan(logits[kVocab / 2]), expected > 0) << "among the ids that can be sampled";
+  }
+  EXPECT_FALSE(model->samples());
+  EXPECT_TRUE(made("kill@token=9")->samples());
+  EXPECT_EQ(made("kill@token=9")->draft_counts()->spans, 3);
+  EXPECT_EQ(model->capacity(), 8);
+  EXPECT_EQ(model->length(), 3);
+  model->reset();
+  EXPECT_EQ(model->length(), 0);
+  EXPECT_EQ(model->bytes_per_token(5), 1005u);
+}
+
+TEST(Faults, EachSpecIsReadIntoItsField) {
+  const DecodeFaults all =
+      parse_decode_faults({"nan@token=1", "kill@token=2", "term@token=3", "hang@token=4", "accept=1", "io-error@load"});
+  EXPECT_EQ(all.nan_token, 1);
+  EXPECT_EQ(all.kill_token, 2);
+  EXPECT_EQ(all.term_token, 3);
+  EXPECT_EQ(all.hang_token, 4);
+  EXPECT_EQ(all.acceptance, 1.0);
+  EXPECT_TRUE(all.io_error_at_load);
+  EXPECT_EQ(parse_decode_faults({"accept=0"}).acceptance, 0.0);
+  const DecodeFaults none = parse_decode_faults({});
+  EXPECT_FALSE(none.nan_token || none.kill_token || none.term_token || none.hang_token || none.acceptance ||
+               none.io_error_at_load);
 }
 
 // The numbers for people, by hand: half of the decode steps lie behind a context of 100.
@@ -722,6 +1022,91 @@ TEST(Bench, FitsTheContextOrSaysSo) {
   BenchOptions options{10};
   options.read_ceiling = 7;
   EXPECT_EQ(run_bench(model, options).read_ceiling, 7);
+}
+
+// The cache has room for the longest of what is measured, in any order, and for no more than the limit.
+TEST(Bench, TheCacheIsThatOfTheLongestNeed) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+  const auto capacity = [](std::int64_t tokens, std::vector<std::int64_t> contexts, std::int64_t limit = 5000) {
+    BenchOptions options{tokens};
+    options.contexts = std::move(contexts);
+    return bench_capacity(options, limit);
+  };
+  EXPECT_EQ(capacity(1, {}), 65) << "of --bench-layer";
+  EXPECT_EQ(capacity(32, {}), 65);
+  EXPECT_EQ(capacity(33, {}), 66);
+  EXPECT_EQ(capacity(200, {}), 233);
+  EXPECT_EQ(capacity(200, {168}), 233);
+  EXPECT_EQ(capacity(200, {169}), 234);
+  for (const std::vector<std::int64_t>& contexts :
+       {std::vector<std::int64_t>{1000, 64}, {64, 1000}, {1, 1000, 2}, {1000}}) {
+    EXPECT_EQ(capacity(200, contexts), 1065);
+    EXPECT_EQ(capacity(2000, contexts), 2033);
+    EXPECT_EQ(capacity(200, contexts, 1065), 1065);
+    EXPECT_EQ(capacity(200, contexts, 1064), 1064);
+  }
+  EXPECT_EQ(capacity(kMost, {1000}, 100), 100);
+  EXPECT_EQ(capacity(1, {}, 10), 10);
+}
+
+// At each context 64 tokens, or as many as fit: one position is that of the id after them.
+TEST(Bench, EachContextIsMeasuredAsFarAsItFits) {
+  BenchOptions options{10};
+  options.contexts = {1, 35, 36, 98};
+  ScriptedModel model({}, 100);
+  const BenchResult result = run_bench(model, options);
+  EXPECT_EQ(result.main.prompt, 32);
+  ASSERT_EQ(result.contexts.size(), 4u);
+  const std::int64_t expected[] = {64, 64, 63, 1};
+  for (std::size_t i = 0; i < 4; ++i) {
+    const BenchPoint& point = result.contexts[i];
+    EXPECT_EQ(point.prompt, options.contexts[i]);
+    EXPECT_EQ(point.tokens, expected[i]);
+    EXPECT_EQ(std::ssize(point.decode.inter_token_ms), expected[i]);
+    EXPECT_EQ(point.traffic.bytes_per_token, static_cast<std::uint64_t>(1000 + point.prompt + point.tokens / 2));
+  }
+  options.contexts = {98, 99};
+  EXPECT_EQ(run_bench(model, options).contexts.size(), 1u);
+}
+
+// A warm-up of four steps, the prompt alone three times, and what is timed: each from an empty cache, after the whole prompt.
+TEST(Bench, EachRunBeginsWithTheWholePrompt) {
+  struct Recorded : ScriptedModel {
+    using ScriptedModel::ScriptedModel;
+    void reset() override {
+      lengths.push_back(length());
+      ScriptedModel::reset();
+    }
+    std::span<const float> prefill(std::span<const std::int32_t> ids) override {
+      if (ids.size() > 1) prompts.push_back(std::ssize(ids));
+      return ScriptedModel::prefill(ids);
+    }
+    std::vector<std::int64_t> lengths, prompts;
+  };
+  Recorded model({}, 200);
+  BenchOptions options{10};
+  options.contexts = {50};
+  run_bench(model, options);
+  model.reset();
+  EXPECT_EQ(model.prompts, (std::vector<std::int64_t>{32, 32, 32, 32, 32, 50, 50, 50, 50, 50}));
+  EXPECT_EQ(model.lengths, (std::vector<std::int64_t>{0, 36, 32, 32, 32, 42, 54, 50, 50, 50, 114}));
+}
+
+TEST(Bench, TheLayerOfATokenByHand) {
+  const LayerBenchResult result{3, 0.25};
+  EXPECT_EQ(layer_bench_text(result, {"a GPU", "fused"}),
+            "attention, MLP-up and GELU of one layer of 3 in turn, context 64, decode fused: 0.2500 ms\n");
+  EXPECT_EQ(layer_bench_json(result, {"a GPU", "fused"}),
+            Json::parse(R"({"layers": 3, "context": 64, "layer_ms": 0.25, "device": "a GPU", "decode": "fused"})"));
+  struct Deep : ScriptedModel {
+    Deep() : ScriptedModel({}, 200) { deep.num_layers = 1'000'000'000; }
+    const ModelConfig& config() const override { return deep; }
+    ModelConfig deep = fake_config();
+  };
+  Deep model;
+  EXPECT_EQ(run_layer_bench(model, 0).layers, 1'000'000'000);
+  EXPECT_LT(run_layer_bench(model, 0).layer_ms, 1e-6) << "the time of a token, divided by the layers";
+  EXPECT_EQ(model.length(), 96) << "64 is the middle of what was decoded";
 }
 
 TEST(LineInput, KeepsNoMoreThanTheLimit) {

@@ -415,12 +415,45 @@ TEST(ModelConfig, UnknownRandomModelListsTheKnownOnes) {
   }
 }
 
+// Sizes, heads and rows of the published models.
+TEST(ModelConfig, RandomPythiasAreThePublishedOnes) {
+  const auto expect = [](const char* name, ModelConfig expected, std::int64_t parameters) {
+    expected.eos_ids = {0};
+    const ModelConfig got = random_model_config(name);
+    EXPECT_EQ(got, expected) << name;
+    EXPECT_EQ(TensorTable(got).parameters(), parameters) << name;
+  };
+  expect("pythia-14m", pythia(6, 128, 4, 50304), 14'067'712);
+  expect("pythia-31m", pythia(6, 256, 8, 50304), 30'494'720);
+  expect("pythia-70m", pythia(6, 512, 8, 50304), 70'426'624);
+  expect("pythia-160m", pythia(12, 768, 12, 50304), 162'322'944);
+  expect("pythia-410m", pythia(24, 1024, 16, 50304), 405'334'016);
+  expect("pythia-1b", pythia(16, 2048, 8, 50304), 1'011'781'632);
+  expect("pythia-1.4b", pythia(24, 2048, 16, 50304), 1'414'647'808);
+  expect("pythia-2.8b", pythia(32, 2560, 32, 50304), 2'775'208'960);
+  expect("pythia-6.9b", pythia(32, 4096, 32, 50432), 6'857'302'016);
+  expect("pythia-12b", pythia(36, 5120, 40, 50688), 11'846'072'320);
+}
+
 TEST(ModelConfig, RandomModelsAreQuantisedByName) {
   const auto quantization_of = [](const char* name) { return random_model_config(name).quantization; };
   EXPECT_EQ(quantization_of("pythia-14m"), Quantization{});
   EXPECT_EQ(quantization_of("pythia-14m:fp8"), (Quantization{WeightScheme::fp8, WeightScheme::none}));
   EXPECT_EQ(quantization_of("pythia-14m:int4+head"), (Quantization{WeightScheme::int4, WeightScheme::int8}));
   EXPECT_EQ(quantization_of("tiny:int8"), (Quantization{WeightScheme::int8, WeightScheme::none}));
+  // The head of a model whose embedding is the head stays as it is.
+  for (const std::string& name : random_model_names()) {
+    const ModelConfig plain = random_model_config(name);
+    for (const WeightScheme scheme : {WeightScheme::int8, WeightScheme::int4, WeightScheme::fp8}) {
+      for (const bool head : {false, true}) {
+        const std::string text = name + ":" + weight_scheme_name(scheme) + (head ? "+head" : "");
+        ModelConfig expected = plain;
+        expected.quantization.weights = scheme;
+        if (head && !plain.tied_embeddings) expected.quantization.head = WeightScheme::int8;
+        EXPECT_EQ(random_model_config(text), expected) << text;
+      }
+    }
+  }
   for (const char* name : {"pythia-14m:", "pythia-14m:none", "pythia-14m:int8+tail", "pythia-14m:+head"}) {
     try {
       random_model_config(name);

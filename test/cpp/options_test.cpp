@@ -9,6 +9,7 @@
 #include <limits>
 #include <map>
 #include <new>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 
@@ -604,6 +605,108 @@ TEST(InferOptionParser, ChecksEachOptionOfABenchmark) {
   EXPECT_FALSE(accepted({"-mx", "--bench-batch=1", "--bench-layer"}));
   EXPECT_FALSE(accepted({"-mx", "--bench", "--bench-prompt=7"}));
   EXPECT_FALSE(accepted({"-mx", "--bench", "--kv-memory=1GB"}));
+}
+
+// Each option that is for some tasks only, with every task: alone it is accepted by these and refused by name by the others.
+TEST(InferOptionParser, EachOptionIsForItsTasks) {
+  const std::map<std::string, std::vector<std::string>> tasks = {{"prompt", {"--prompt=y"}},
+                                                                 {"prompt-file", {"--prompt-file=y"}},
+                                                                 {"prompt-ids", {"--prompt-ids=1"}},
+                                                                 {"interactive", {"--interactive"}},
+                                                                 {"batch", {"--batch=y", "--output=z"}},
+                                                                 {"serve", {"--serve=a:1"}},
+                                                                 {"perplexity", {"--perplexity=y"}},
+                                                                 {"bench", {"--bench"}},
+                                                                 {"bench-batch", {"--bench-batch=1"}},
+                                                                 {"compare", {"--compare=y"}}};
+  InferOptionParser parser("1");
+  const auto outcome = [&](std::vector<std::string> words) -> std::string {
+    words.insert(words.begin(), {"infer_pythia", "-mx"});
+    std::vector<const char*> arguments;
+    for (const std::string& word : words) arguments.push_back(word.c_str());
+    try {
+      parser.parse(static_cast<int>(arguments.size()), arguments.data());
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::usage);
+      return error.what();
+    }
+    return "accepted";
+  };
+  const auto all_but = [&](const std::set<std::string>& excluded) {
+    std::set<std::string> names;
+    for (const auto& [name, words] : tasks) {
+      if (!excluded.contains(name)) names.insert(name);
+    }
+    return names;
+  };
+  std::vector<std::pair<std::string, std::set<std::string>>> rules = {
+      {"--max-running=3", {"batch", "serve"}},
+      {"--kv-memory=1GB", {"batch", "serve", "bench-batch"}},
+      {"--prompt-rows=3", {"batch", "serve", "bench-batch"}},
+      {"--context=3", all_but({"batch", "serve", "bench-batch"})},
+      {"--json", all_but({"interactive", "batch", "serve", "compare"})},
+      {"--dtype=fp16", all_but({"compare"})},
+      {"--dtype=bf16", all_but({"compare"})},
+      {"--dtype=fp32", all_but({})},
+      {"--dtype=auto", all_but({})},
+      {"--special", all_but({})},
+      {"--stride=3", {"perplexity"}},
+      {"--against=w", {"perplexity"}},
+      {"--stats", {"interactive"}},
+      {"--bench-contexts=3", {"bench"}},
+      {"--bench-layer", {"bench"}},
+      {"--bench-timeline", {"bench"}},
+      {"--bench-prompt=3", {"bench-batch"}},
+      {"--lookup=3", all_but({"perplexity", "compare", "bench-batch"})},
+      {"--draft=w", all_but({"perplexity", "compare", "bench-batch"})}};
+  for (const char* option :
+       {"--served-name=w", "--api-key-file=w", "--max-queue=3", "--max-connections=3", "--max-body=3",
+        "--request-seconds=3", "--read-seconds=3", "--idle-seconds=3", "--write-seconds=3", "--drain-seconds=3"}) {
+    rules.push_back({option, {"serve"}});
+  }
+  for (const char* option : {"--max-tokens=3", "--temperature=1", "--top-k=3", "--top-p=0.5", "--min-p=0.5", "--seed=3",
+                             "--stop=w", "--ignore-eos"}) {
+    rules.push_back({option, all_but({"serve"})});
+  }
+  for (const auto& [option, wanted] : rules) {
+    for (const auto& [task, words] : tasks) {
+      std::vector<std::string> with = words;
+      with.push_back(option);
+      const std::string got = outcome(with);
+      EXPECT_EQ(got == "accepted", wanted.contains(task)) << option << " with --" << task << ": " << got;
+      if (got != "accepted") expect_contains(got, option.substr(0, option.find('=')));
+    }
+  }
+  for (const auto& [task, words] : tasks) {
+    for (const auto& [other, more] : tasks) {
+      if (task == other) continue;
+      std::vector<std::string> both = words;
+      both.insert(both.end(), more.begin(), more.end());
+      expect_contains(outcome(both), "only one of them at a time");
+    }
+    if (task == "batch") continue;
+    std::vector<std::string> with = words;
+    with.push_back("--output=z");
+    expect_contains(outcome(with), "--output: only for --batch");
+  }
+  expect_contains(outcome({"--batch=y"}), "--output: missing");
+  const std::vector<std::string> empty[] = {{"--prompt-file="},
+                                            {"--prompt-ids="},
+                                            {"--batch=", "--output=z"},
+                                            {"--batch=y", "--output="},
+                                            {"--perplexity="},
+                                            {"--bench-batch="},
+                                            {"--compare="},
+                                            {"--against=", "--perplexity=y"},
+                                            {"--serve="},
+                                            {"--served-name=", "--serve=a:1"},
+                                            {"--api-key-file=", "--serve=a:1"},
+                                            {"--draft=", "--prompt=y"}};
+  for (const std::vector<std::string>& words : empty) {
+    const std::string& option = words[0].ends_with('=') ? words[0] : words[1];
+    expect_contains(outcome(words), option.substr(0, option.size() - 1) + ": got ''");
+  }
+  EXPECT_EQ(outcome({"--prompt="}), "accepted") << "an empty text is one";
 }
 
 // Runs in a process of its own: the descriptors are those of the whole process.

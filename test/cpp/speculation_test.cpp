@@ -139,6 +139,44 @@ TEST(DraftLength, EndsWhenNothingIsRightAndBeginsAgain) {
   EXPECT_EQ(length.next(7, 1, costs), 7);
 }
 
+// Those behind the first wrong one were never compared. About the last ten verifications count.
+TEST(DraftLength, TheAcceptanceIsOfWhatWasCompared) {
+  DraftLength length;
+  double right = 1.4, compared = 2;
+  EXPECT_DOUBLE_EQ(length.acceptance(), 0.7);
+  const std::pair<std::int64_t, std::int64_t> verified[] = {{7, 1}, {7, 7}, {7, 0}, {7, 6}, {1, 0}, {1, 1}, {3, 2}};
+  for (const auto& [drafted, accepted] : verified) {
+    length.verified(drafted, accepted);
+    right = 0.9 * right + static_cast<double>(accepted);
+    compared = 0.9 * compared + static_cast<double>(std::min(drafted, accepted + 1));
+    EXPECT_DOUBLE_EQ(length.acceptance(), right / compared) << accepted << " of " << drafted;
+  }
+  const double before = length.acceptance();
+  length.generated_plainly();
+  EXPECT_EQ(length.acceptance(), before);
+}
+
+// Pauses double up to 256 ids; a trial that is right makes the next one short again.
+TEST(DraftLength, PausesAreOfSixteenTo256Ids) {
+  const DraftCosts costs{0.01, 0.5};  // a guess pays from an acceptance of 0.51 on
+  DraftLength length;
+  while (length.next(7, 1, costs) > 0) length.verified(7, 0);
+  const auto pause = [&](std::int64_t most) {
+    int ids = 0;
+    for (; length.next(most, 1, costs) == 0 && ids < 1000; ++ids) length.generated_plainly();
+    EXPECT_EQ(length.next(most, 1, costs), 1);
+    return ids;
+  };
+  for (const int expected : {16, 32, 64, 128, 256, 256, 256}) {
+    EXPECT_EQ(pause(7), expected);
+    length.verified(1, 0);
+  }
+  EXPECT_EQ(pause(1), 256);
+  EXPECT_EQ(length.next(0, 1, costs), 0) << "where there is no room for a draft";
+  length.verified(1, 1);
+  EXPECT_EQ(pause(7), 16);
+}
+
 TEST(RecentTimes, TheMedianWithoutTheFirst) {
   RecentTimes times;
   for (std::int64_t i = 0; i < RecentTimes::kFirst; ++i) times.add(100);

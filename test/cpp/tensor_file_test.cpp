@@ -18,6 +18,7 @@
 #include "llmc/base/hash.h"
 #include "llmc/model/model_file.h"
 #include "processor_time.h"
+#include "quantized_files.h"
 #include "test_files.h"
 
 namespace weft {
@@ -517,6 +518,109 @@ TEST(TensorFile, ATokenizerBeyondTheLimitIsRefusedWhenAModelIsOpened) {
   expect_contains(error_of(Exit::bad_file, [&] { ModelFile::open(path, Family::llama); }), "vector of u8");
   write(DType::u8, {4, 4});
   expect_contains(error_of(Exit::bad_file, [&] { ModelFile::open(path, Family::llama); }), "vector of u8");
+}
+
+// Each tensor in each other form that it could have: other shapes of the same elements, each type, missing, and one more.
+TEST(ModelFile, EachTensorIsAsTheConfigurationSays) {
+  const TemporaryDirectory directory(memory_files());
+  const std::string path = directory.file("model.bin"), packed = directory.file("packed.bin"),
+                    plain = directory.file("plain.bin");
+  const std::string goldens[] = {"test/fixtures/golden/llama-hs32-mha.model.bin",
+                                 "test/fixtures/golden/neox-hs64-sequential.model.bin"};
+  const auto check = [&](const std::string& source, bool quantized) {
+    const TensorFile original = TensorFile::open(source, FileKind::model);
+    const TensorTable table(ModelFile::open(source).config());
+    const auto opens_with = [&](const std::vector<TensorInfo>& tensors) -> std::string {
+      TensorFileWriter writer(path, FileKind::model, original.config());
+      for (const TensorInfo& tensor : tensors) writer.declare(tensor.name, tensor.dtype, tensor.shape);
+      for (const TensorInfo& tensor : tensors) {
+        put(writer, std::vector<char>(tensor.elements() * dtype_bits(tensor.dtype) / 8));
+      }
+      writer.publish();
+      try {
+        ModelFile::open(path);
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), Exit::bad_file);
+        return error.what();
+      }
+      return "opened";
+    };
+    const std::vector<TensorInfo> all(original.tensors().begin(), original.tensors().end());
+    EXPECT_EQ(opens_with(all), "opened");
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      const TensorInfo& good = all[i];
+      const TensorSpec* spec = table.find(good.name);
+      if (spec == nullptr || good.name.find("layers.1.") != std::string::npos) continue;
+      if (quantized && spec->kind == ValueKind::floats) continue;  // the same as in the file of floats
+      SCOPED_TRACE(good.name);
+      std::vector<TensorInfo> changed = all;
+      const std::vector<std::int64_t> flat = {static_cast<std::int64_t>(good.elements())},
+                                      turned(good.shape.rbegin(), good.shape.rend());
+      std::vector<std::int64_t> deeper = good.shape;
+      deeper.insert(deeper.begin(), 1);
+      for (const std::vector<std::int64_t>& shape : {flat, turned, deeper}) {
+        if (shape == good.shape) continue;
+        changed[i].shape = shape;
+        expect_contains(opens_with(changed), good.name + ": got shape " + shape_text(shape) + ", expected " +
+                                                 shape_text(good.shape) + " by the configuration");
+      }
+      changed = all;
+      for (std::uint32_t number = 0; number < kNumDTypes; ++number) {
+        const auto dtype = static_cast<DType>(number);
+        if (dtype == DType::u4 && good.shape.back() % 2 != 0) continue;
+        changed[i].dtype = dtype;
+        const bool right = spec->kind == ValueKind::floats ? number <= 2 : dtype == good.dtype;
+        const std::string message = opens_with(changed);
+        EXPECT_EQ(message == "opened", right) << dtype_name(dtype) << ": " << message;
+        if (!right) expect_contains(message, good.name + ": got dtype " + dtype_name(dtype) + ", expected ");
+        if (right && i == 0) {
+          EXPECT_EQ(ModelFile::open(path).dtype(), dtype);
+        }
+      }
+      changed = all;
+      changed.erase(changed.begin() + static_cast<std::ptrdiff_t>(i));
+      expect_contains(opens_with(changed), "tensor " + good.name + " is missing");
+      changed = all;
+      changed.push_back(good);
+      changed.back().name += ".more";
+      expect_contains(opens_with(changed), good.name + ".more' does not belong");
+    }
+  };
+  for (const std::string& golden : goldens) check(golden, false);
+  for (const WeightScheme scheme : {WeightScheme::int8, WeightScheme::int4, WeightScheme::fp8}) {
+    test::write_quantized_pair(ModelFile::open(goldens[1]), {scheme, WeightScheme::int8}, packed, plain);
+    check(packed, true);
+  }
+}
+
+// The words of the configuration and of the caller that are not about one tensor.
+TEST(ModelFile, FamilyTiedHeadAndTokenizerAreChecked) {
+  const TemporaryDirectory directory(memory_files());
+  const std::string neox = "test/fixtures/golden/neox-hs64-sequential.model.bin",
+                    tied = "test/fixtures/golden/llama-hs64-gqa3-tied.model.bin", path = directory.file("model.bin");
+  EXPECT_EQ(ModelFile::open(neox, Family::gpt_neox).config().family, Family::gpt_neox);
+  expect_contains(error_of(Exit::bad_file, [&] { ModelFile::open(neox, Family::llama); }), "expected llama");
+
+  const auto copy = [&](const std::string& source, const Json& config, const std::string& tokenizer) {
+    const TensorFile original = TensorFile::open(source, FileKind::model);
+    TensorFileWriter writer(path, FileKind::model, config);
+    for (const TensorInfo& tensor : original.tensors()) writer.declare(tensor.name, tensor.dtype, tensor.shape);
+    writer.declare(kTokenizerTensor, DType::u8, {std::ssize(tokenizer)});
+    for (const TensorInfo& tensor : original.tensors()) writer.write(original.bytes(tensor).data(), tensor.bytes);
+    writer.write(tokenizer.data(), tokenizer.size());
+    writer.publish();
+  };
+  Json config = TensorFile::open(tied, FileKind::model).config();
+  config["quantization"] = quantization_to_json({WeightScheme::int8, WeightScheme::int8});
+  copy(tied, config, "{}");
+  expect_contains(error_of(Exit::bad_file, [&] { ModelFile::open(path); }), "head: got int8, but it is the embedding");
+
+  copy(neox, TensorFile::open(neox, FileKind::model).config(), "{\"a\": \"tokenizer\"}");
+  EXPECT_EQ(ModelFile::open(path).tokenizer_json(), "{\"a\": \"tokenizer\"}");
+  std::string bytes = read_bytes(path);
+  bytes[bytes.find("tokenizer\"}")] ^= 1;
+  write_bytes(path, bytes);
+  expect_contains(error_of(Exit::bad_file, [&] { ModelFile::open(path).tokenizer_json(); }), "XXH3-64");
 }
 
 }  // namespace

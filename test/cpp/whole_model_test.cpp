@@ -1,6 +1,7 @@
 // The checks of whole_model_checks.h on the CPU.
 #include "test/cpp/whole_model_checks.h"
 
+#include <map>
 #include <set>
 
 #include "llmc/cpu/llama.h"
@@ -32,6 +33,86 @@ TEST(WholeModel, GradientsWithDropout) {
 // The classifier takes 512 rows at once: 1,100 are two pieces and a rest.
 TEST(WholeModel, PiecesOfAMicroBatchAddUp) {
   test::expect_pieces_add_up(make_cpu, 11, 100, test::kTolerance);
+}
+
+// An activation is there under its name where each layer keeps its own, and nowhere else: never that of another layer.
+TEST(WholeModel, ActivationsAreThoseOfTheirLayerOrNone) {
+  ModelConfig config = test::small_llama();
+  config.head_dim = config.rope.rotary_dim = 24;
+  TrainOptions options;
+  options.micro_batch = 2;
+  options.seq_len = 7;
+  const test::TokenBatch text = test::random_tokens(config, 14, 1);
+  std::map<std::string, test::Floats> kept;
+  for (const Recompute recompute : {Recompute::none, Recompute::norm, Recompute::block}) {
+    options.recompute = recompute;
+    const auto model = make_cpu(config, options);
+    test::randomize_parameters(*model);
+    model->zero_gradients();
+    model->forward(text.batch(), 0, 1.0f);
+    const auto expect = [&](const std::string& name, std::int64_t columns, bool always) {
+      SCOPED_TRACE(name + ", recompute " + std::to_string(static_cast<int>(recompute)));
+      const test::Floats values = model->activation(name);
+      if (recompute == Recompute::none) {
+        ASSERT_EQ(std::ssize(values), 14 * columns);
+        for (const auto& [other, before] : kept) EXPECT_NE(values, before) << "also under the name " << other;
+        kept[name] = values;
+      } else {
+        EXPECT_EQ(values, always ? kept.at(name) : test::Floats());
+      }
+    };
+    expect("embedding", config.hidden_size, true);
+    for (const std::string layer : {"layers.0.", "layers.1.", "layers.2."}) {
+      for (const char* name : {"input_norm", "post_attention_norm", "residual"}) {
+        expect(layer + name, config.hidden_size, false);
+      }
+      for (const char* name : {"q", "attention"}) expect(layer + name, config.q_size(), false);
+      for (const char* name : {"k", "v"}) expect(layer + name, config.kv_size(), false);
+      expect(layer + "mlp_product", config.ffn_size, false);
+    }
+    expect("final_norm", config.hidden_size, true);
+    expect("logits", config.vocab_size, true);
+    for (const char* unknown : {"", "layers.3.residual", "layers.-1.residual", "layers.0.", "layers.0", "layers.0.Q",
+                                "layers.x.q", "residual", "layers.0.residual_mid"}) {
+      EXPECT_TRUE(model->activation(unknown).empty()) << unknown;
+    }
+  }
+}
+
+// The decoder of a model in training computes what the model computes, in every variant of a Llama.
+TEST(WholeModel, ItsDecoderComputesWhatItComputes) {
+  for (const NormKind norm : {NormKind::rmsnorm, NormKind::layernorm}) {
+    for (const bool tied : {false, true}) {
+      for (const std::int64_t rotary_dim : {24, 10}) {
+        SCOPED_TRACE(std::string(norm_kind_name(norm)) + (tied ? ", tied, " : ", ") + std::to_string(rotary_dim));
+        ModelConfig config = test::small_llama();
+        config.norm = norm;
+        config.tied_embeddings = tied;
+        config.head_dim = 24;
+        config.rope.rotary_dim = rotary_dim;
+        TrainOptions options;
+        options.seq_len = 9;
+        const auto model = make_cpu(config, options);
+        test::randomize_parameters(*model);
+        const test::TokenBatch text = test::random_tokens(config, 9, 1);
+        model->zero_gradients();
+        model->forward(text.batch(), 0, 1.0f);
+        const auto decoder = model->decoder(9);
+        decoder->keep_activations(true);
+        decoder->prefill(text.tokens);
+        std::vector<std::string> names = {"embedding", "final_norm", "logits"};
+        for (const std::string layer : {"layers.0.", "layers.1.", "layers.2."}) {
+          for (const char* name :
+               {"input_norm", "q", "k", "v", "attention", "post_attention_norm", "mlp_product", "residual"}) {
+            names.push_back(layer + name);
+          }
+        }
+        for (const std::string& name : names) {
+          test::expect_close(decoder->activation(name), model->activation(name), name);
+        }
+      }
+    }
+  }
 }
 
 // The ranges of counters of all (micro-step, branch) of a run are different.

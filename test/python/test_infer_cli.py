@@ -702,6 +702,20 @@ def test_interactive_keeps_one_text(model):
     assert done.stdout.decode() == first["text"] + "\n" + second["text"] + "\n"
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_interactive_reads_special_tokens_in_every_line_or_in_none(model, special):
+    options = ["--max-tokens", 4, "--ignore-eos", *(["--special"] if special else [])]
+    done = run("--model", model, "--interactive", *options, stdin=b"<|padding|>a\n<|padding|>b\n<|padding|>c\n")
+    assert done.returncode == OK, done.stderr
+    ids, texts = [], []
+    for start, end in ((b"", b"a"), (b"\n", b"b"), (b"\n", b"c")):
+        name = [1] if special else [byte + 2 for byte in b"<|padding|>"]
+        ids += [byte + 2 for byte in start] + name + [byte + 2 for byte in end]
+        answer = object_of("--model", model, "--prompt-ids", ",".join(map(str, ids)), *options)
+        ids, texts = ids + answer["ids"], [*texts, answer["text"]]
+    assert done.stdout.decode() == "".join(text + "\n" for text in texts)
+
+
 def test_interactive_begins_anew_when_the_context_is_full(model):
     done = run("--model", model, "--interactive", "--context", 12, "--max-tokens", 4, "--ignore-eos",
                stdin=b"Hello\nHello\n" + b"x" * 40 + b"\n")
