@@ -949,6 +949,45 @@ TEST_F(CheckpointTest, AMissingTokenizerIsBlamedAndNotTheModel) {
   expect_contains(message("{}", "", 2), "--config or --model: ");
 }
 
+// Whichever of the ids the new tokenizer has changed. The same text with other ids is no other tokenizer.
+TEST_F(CheckpointTest, AnotherTokenizerIsBlamedForEachIdThatComesFromIt) {
+  using Ids = std::vector<std::int32_t>;
+  const auto message = [&](std::optional<std::int32_t> bos, const Ids& eos, const std::string& tokenizer,
+                           std::int64_t layers = 1) {
+    const RunDirectory run(run_path());
+    RunIdentity other = identity();
+    other.tokenizer = tokenizer;
+    other.model.bos_id = bos;
+    other.model.eos_ids = eos;
+    other.model.num_layers = layers;
+    CheckpointKeeper keeper(run, other, 2);
+    return error_of(Exit::usage, [&] { keeper.resume(ResumeMode::automatic, *model_); });
+  };
+  {
+    const RunDirectory run(run_path());
+    RunIdentity now = identity();
+    now.model.bos_id = 1;
+    now.model.eos_ids = {2, 3};
+    CheckpointKeeper(run, now, 2).save(make_state(3), *model_);
+  }
+  const std::string same = identity().tokenizer;
+  for (const auto& [bos, eos, key] : {std::tuple(std::optional<std::int32_t>(4), Ids{2, 3}, "bos_id"),
+                                      {std::nullopt, Ids{2, 3}, "bos_id"},
+                                      {1, Ids{2}, "eos_ids"},
+                                      {1, Ids{}, "eos_ids"},
+                                      {1, Ids{3, 2}, "eos_ids"},
+                                      {4, Ids{5}, "bos_id"}}) {
+    const std::string another = message(bos, eos, "{}");
+    EXPECT_TRUE(another.starts_with("--tokenizer: ")) << another;
+    expect_contains(another, "was made with a tokenizer, this start has another one");
+    expect_contains(message(bos, eos, ""), "was made with a tokenizer, this start has none");
+    const std::string ids = message(bos, eos, same);
+    EXPECT_TRUE(ids.starts_with(format("--config or --model: %s is ", key))) << ids;
+    const std::string more = message(bos, eos, "{}", 2);
+    EXPECT_TRUE(more.starts_with("--config or --model: ")) << more;
+  }
+}
+
 // A field that is not read back is as if the run had begun there: each of them has a value that is not its default.
 TEST(TrainStateTest, EveryFieldComesBack) {
   const TrainState state = some_state();

@@ -170,6 +170,24 @@ TEST_F(Loader, IdOutsideTheVocabularySurfacesInTheConsumer) {
   error_of(Exit::bad_file, [&] { data.verify(); });
 }
 
+// Also in tokens that no window has.
+TEST_F(Loader, EachTokenOfEachShardIsVerified) {
+  TokenDataset(pattern(), 8).verify();
+  for (int shard = 0; shard < 3; ++shard) {
+    const std::string whole = read_bytes(shard_path(shard));
+    for (const std::size_t place : {std::size_t{256}, whole.size() - 2}) {
+      std::string flipped = whole;
+      flipped[place] = static_cast<char>(flipped[place] ^ 1);
+      write_bytes(shard_path(shard), flipped);
+      const TokenDataset data(pattern(), 8);
+      const std::string message = error_of(Exit::bad_file, [&] { data.verify(); });
+      expect_contains(message, format("train_%d.bin': data_hash: ", shard));
+    }
+    write_bytes(shard_path(shard), whole);
+  }
+  TokenDataset(pattern(), 8).verify();
+}
+
 // Everything before the bad window comes, also where the thread that reads ahead has met it long before.
 TEST_F(Loader, AnErrorComesInItsPlace) {
   constexpr std::uint64_t kWindows = 5, kSeed = 1;  // as many as are read ahead, and one

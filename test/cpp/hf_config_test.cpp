@@ -6,10 +6,14 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
+#include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "llmc/train/inputs.h"
+#include "llmc/train/rank_fields.h"
 #include "llmc/train/report.h"
 #include "test/cpp/train_tools.h"
 
@@ -207,6 +211,45 @@ TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
   expect_contains(error_of(Exit::bad_file, [&] { parsed(Json::array()); }), "object");
 }
 
+// What may stand in several places must be the same in all that have it, whichever two they are.
+TEST(HfConfig, AllPlacesOfAValueHaveToAgree) {
+  Json everywhere = llama_1b();
+  everywhere["partial_rotary_factor"] = 1.0;
+  for (const char* key : {"rope_theta", "partial_rotary_factor"}) everywhere["rope_scaling"][key] = everywhere[key];
+  everywhere["rope_scaling"]["type"] = "llama3";
+  everywhere["rope_parameters"] = everywhere["rope_scaling"];
+  everywhere["original_max_position_embeddings"] = 8192;
+  EXPECT_TRUE(parsed(everywhere) == preset_config("llama3.2-1b"));
+  const std::vector<std::pair<std::vector<std::string>, Json>> others = {
+      {{"/rope_theta", "/rope_parameters/rope_theta", "/rope_scaling/rope_theta"}, 10000.0},
+      {{"/partial_rotary_factor", "/rope_parameters/partial_rotary_factor", "/rope_scaling/partial_rotary_factor"},
+       0.5},
+      {{"/original_max_position_embeddings", "/rope_parameters/original_max_position_embeddings",
+        "/rope_scaling/original_max_position_embeddings"},
+       4096},
+      {{"/rope_parameters/factor", "/rope_scaling/factor"}, 8.0},
+      {{"/rope_parameters/low_freq_factor", "/rope_scaling/low_freq_factor"}, 2.0},
+      {{"/rope_parameters/high_freq_factor", "/rope_scaling/high_freq_factor"}, 8.0},
+      {{"/rope_parameters/rope_type", "/rope_parameters/type", "/rope_scaling/rope_type", "/rope_scaling/type"},
+       "default"}};
+  for (const auto& [places, other] : others) {
+    for (const std::string& one : places) {
+      Json config = everywhere;
+      config[Json::json_pointer(one)] = other;
+      expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), ": disagrees with ");
+      for (const std::string& two : places) {
+        if (one == two || other.is_string()) continue;  // an object without its type is refused
+        for (const std::string& place : places) config[Json::json_pointer(place)] = nullptr;
+        config[Json::json_pointer(one)] = other;
+        config[Json::json_pointer(two)] = everywhere[Json::json_pointer(two)];
+        expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), ": disagrees with ");
+        config[Json::json_pointer(one)] = nullptr;
+        EXPECT_TRUE(parsed(config) == preset_config("llama3.2-1b")) << "in " << two << " alone";
+      }
+    }
+  }
+}
+
 // As many positions as the model has, and no more.
 TEST(Inputs, ASequenceMayHaveAllPositionsOfTheModel) {
   const TemporaryDirectory directory;
@@ -305,6 +348,195 @@ TEST(Inputs, TheReportCountsTheSettingsThatItLeavesOut) {
   expect_contains(some, "  steps                7\n");
   EXPECT_EQ(some.find("  warmup-steps "), std::string::npos);
   expect_contains(all, "  warmup-steps ");
+}
+
+// The micro-batches of each rank, of the run and of its data, by hand.
+TEST(Inputs, TheReportSaysWhatEachRankComputes) {
+  const TemporaryDirectory directory;
+  write_shard(directory.file("train_0.bin"), patterned_tokens(32'081), 32);  // 4,010 windows
+  write_shard(directory.file("train_1.bin"), patterned_tokens(8'096), 32);   // 1,011 windows
+  write_shard(directory.file("val.bin"), patterned_tokens(10'001), 32);      // 1,250 windows
+  TrainSettings settings = micro_settings();
+  settings.steps = 5'021;
+  settings.batch_tokens = 2 * 8 * 12;
+  settings.shard = "optimizer";
+  TrainInputs inputs;
+  inputs.config = preset_config("tinyllama-1.1b");
+  const auto report = [&](std::int64_t virtual_ranks, std::int64_t ranks) {
+    settings.virtual_ranks = virtual_ranks;
+    settings.ranks = ranks;
+    std::string text;
+    for (const std::string& line : start_report(settings, inputs, {{"weights", 1 << 20}})) text += line + "\n";
+    return text;
+  };
+  inputs.train.emplace(directory.file("train_*.bin"), 8);
+  const std::string model =
+      "model: 22 layers of 2048, 32 heads on 4, vocabulary 32000 for 32 ids (padded to a multiple of 128; "
+      "--vocab-size), "
+      "1100.05 M parameters\ndata\n";
+  for (const auto& [virtual_ranks, ranks, share] : {std::tuple(1, 1, "12 times"),
+                                                    {2, 1, "6 times on each of 2 virtual ranks"},
+                                                    {2, 2, "6 times on each of 2 ranks"},
+                                                    {12, 3, "1 times on each of 12 virtual ranks"},
+                                                    {12, 12, "1 times on each of 12 ranks"}}) {
+    const std::string text = report(virtual_ranks, ranks);
+    expect_contains(text, model + format("  a step: 192 tokens = 2 x 8, accumulated %s; the run: 0.96 M tokens\n"
+                                         "  train: 2 shards, 0.04 M tokens, 5021 windows of 8, 24.00 epochs\n"
+                                         "  no validation data (--val)\n",
+                                         share));
+    expect_contains(text, ranks == 1 ? std::string("\nmemory on cpu\n")
+                                     : format("\nmemory on cpu, of each of the %d ranks (--shard optimizer)\n", ranks));
+    expect_contains(text, "  weights    1.05 MB\n  total      1.05 MB\n");
+  }
+  inputs.val.emplace(directory.file("val.bin"), 8);
+  expect_contains(report(1, 1), "epochs\n  val: 1 shard, 0.01 M tokens, 1250 windows of 8\nmemory");
+  settings.vocab_size = 32'000;
+  expect_contains(report(1, 1), "vocabulary 32000 for 32 ids (--vocab-size), ");
+  inputs.val.reset();
+  inputs.train.reset();
+  EXPECT_EQ(report(1, 1).find("train: "), std::string::npos);
+  EXPECT_EQ(report(1, 1).find("no validation data"), std::string::npos);
+}
+
+TEST(Inputs, TheHeaderOfALogSaysWhatRunsAndOnWhat) {
+  const TemporaryDirectory directory;
+  write_shard(directory.file("train.bin"), patterned_tokens(100), 32);
+  write_shard(directory.file("val.bin"), patterned_tokens(60), 32);
+  TrainSettings settings = micro_settings();
+  settings.batch_tokens = 48;
+  settings.effective = {{"steps", "10"}, {"lr", "0.01"}};
+  TrainInputs inputs;
+  inputs.config = preset_config("tinyllama-1.1b");
+  const auto header = [&] {
+    Json record = header_record(settings, inputs, {{"weights", 1000}, {"moments", 24}}, "1.2");
+    EXPECT_GT(record["host"]["memory_bytes"], 0);
+    EXPECT_GE(record["host"]["cpus"], 1);
+    for (const char* key : {"name", "system", "machine"}) EXPECT_FALSE(record["host"][key].get<std::string>().empty());
+    record.erase("host");
+    return record;
+  };
+  Json expected = {{"type", "header"},
+                   {"version", "1.2"},
+                   {"device", "cpu"},
+                   {"parameters", 1'100'048'384},
+                   {"tokens_per_step", 48},
+                   {"memory_bytes", 1024},
+                   {"settings", {{"steps", "10"}, {"lr", "0.01"}}},
+                   {"model", config_to_json(inputs.config)}};
+  EXPECT_EQ(header(), expected);
+  settings.virtual_ranks = 3;
+  EXPECT_EQ(header(), expected) << "virtual ranks are in the settings";
+  settings.ranks = 3;
+  expected["ranks"] = 3;
+  inputs.train.emplace(directory.file("train.bin"), 8);
+  expected["train"] = inputs.train->fingerprint();
+  EXPECT_EQ(header(), expected);
+  inputs.val.emplace(directory.file("val.bin"), 8);
+  expected["val"] = inputs.val->fingerprint();
+  EXPECT_EQ(header(), expected);
+}
+
+// Data that is damaged, also that of --val, and in whichever of its shards.
+TEST(Inputs, DamagedShardsAreRefusedBeforeAnythingElse) {
+  const TemporaryDirectory directory;
+  TrainSettings settings = micro_settings();
+  settings.config = "tiny";
+  settings.train = directory.file("train_*.bin");
+  settings.val = directory.file("val_*.bin");
+  const std::vector<std::string> names = {"train_0.bin", "train_1.bin", "val_0.bin", "val_1.bin"};
+  for (const std::string& name : names) write_shard(directory.file(name), patterned_tokens(50), 32);
+  for (const bool dry_run : {false, true}) {
+    settings.dry_run = dry_run;
+    EXPECT_EQ(open_inputs(settings).val->shards().size(), 2u);
+    for (const std::string& name : names) {
+      std::string bytes = read_bytes(directory.file(name));
+      bytes.back() ^= 1;  // another token or one that is no token
+      write_bytes(directory.file(name), bytes);
+      expect_contains(error_of(Exit::bad_file, [&] { open_inputs(settings); }), name);
+      bytes.back() ^= 1;
+      write_bytes(directory.file(name), bytes);
+    }
+  }
+}
+
+// What ranks may not have different: all options but these, the model, the tokenizer and the data, whatever the names of the
+// files.
+TEST(RankFields, AreAllThatDecidesNumbersOrCalls) {
+  const TemporaryDirectory directory;
+  const auto fields_of = [](const TrainSettings& settings, const TrainInputs& inputs) {
+    std::map<std::string, std::string> fields;
+    for (const RankField& field : rank_fields(settings, inputs)) {
+      EXPECT_TRUE(fields.emplace(field.name, field.value).second) << field.name << " twice";
+    }
+    return fields;
+  };
+  const char* words[] = {"train_llama", "--config", "tiny", "--print-config"};
+  TrainSettings settings = *parse_train_options(static_cast<int>(std::size(words)), words, "test");
+  const auto make_inputs = [] {
+    TrainInputs inputs;
+    inputs.config = micro_config();
+    inputs.config.bos_id = 1;
+    inputs.tokenizer = "{}";
+    inputs.began_from = "0123456789abcdef";
+    return inputs;
+  };
+  const TrainInputs inputs = make_inputs();
+  const auto before = fields_of(settings, inputs);
+  const std::set<std::string> own = {"config", "model",       "train",        "val",    "tokenizer",
+                                     "out",    "gpus",        "threads",      "color",  "debug-inject",
+                                     "json",   "max-minutes", "comm-timeout", "verbose"};
+  std::size_t options = 0, of_own = 0;
+  for (std::size_t i = 0; i < settings.effective.size(); ++i) {
+    TrainSettings other = settings;
+    auto& [name, value] = other.effective[i];
+    auto expected = before;
+    if (own.contains(name)) {
+      ++of_own;
+    } else {
+      ++options;
+      EXPECT_EQ(expected.at("--" + name), value);
+      expected["--" + name] = value + "x";
+    }
+    value += "x";
+    EXPECT_EQ(fields_of(other, inputs), expected) << name;
+  }
+  EXPECT_EQ(of_own, own.size());
+  const Json model = config_to_json(inputs.config);
+  EXPECT_EQ(before.size(), options + model.size() + 4) << "and the model file, the tokenizer, two counts of shards";
+  for (const auto& [key, value] : model.items()) EXPECT_EQ(before.at("model, " + key), value.dump());
+  EXPECT_EQ(before.at("--model, header hash"), inputs.began_from);
+  EXPECT_EQ(before.at("--train, number of shards"), "0");
+  EXPECT_EQ(before.at("--val, number of shards"), "0");
+
+  const auto differing = [&](const std::function<void(TrainInputs&)>& change) {
+    TrainInputs other = make_inputs();
+    change(other);
+    std::vector<std::string> names;
+    for (const auto& [name, value] : fields_of(settings, other)) {
+      if (!before.contains(name) || before.at(name) != value) names.push_back(name);
+    }
+    return names;
+  };
+  using Names = std::vector<std::string>;
+  EXPECT_EQ(differing([](TrainInputs& other) { other.tokenizer = "[]"; }), Names{"tokenizer, hash"});
+  EXPECT_EQ(differing([](TrainInputs& other) { other.began_from = ""; }), Names{"--model, header hash"});
+  EXPECT_EQ(differing([](TrainInputs& other) { other.config.eos_ids = {3}; }), Names{"model, eos_ids"});
+  EXPECT_EQ(differing([](TrainInputs& other) { other.config.norm_eps *= 2; }), Names{"model, norm_eps"});
+  write_shard(directory.file("x_0.bin"), patterned_tokens(50), 32);
+  write_shard(directory.file("x_1.bin"), patterned_tokens(60), 32);
+  const auto of = [&](const char* pattern) { return TokenDataset(directory.file(pattern), 8); };
+  EXPECT_EQ(differing([&](TrainInputs& other) { other.train.emplace(of("x_*.bin")); }),
+            (Names{"--train, number of shards", "--train, shard 1", "--train, shard 2"}));
+  EXPECT_EQ(differing([&](TrainInputs& other) { other.val.emplace(of("x_1.bin")); }),
+            (Names{"--val, number of shards", "--val, shard 1"}));
+  TrainInputs with_data = make_inputs();
+  with_data.train.emplace(of("x_*.bin"));
+  const auto shards = fields_of(settings, with_data);
+  write_shard(directory.file("x_1.bin"), patterned_tokens(60, 1), 32);
+  with_data.train.emplace(of("x_*.bin"));
+  const auto other_shards = fields_of(settings, with_data);
+  EXPECT_EQ(shards.at("--train, shard 1"), other_shards.at("--train, shard 1"));
+  EXPECT_NE(shards.at("--train, shard 2"), other_shards.at("--train, shard 2")) << "other tokens, the same number";
 }
 
 // The ends of a document under all the names that tokenizers of these families have for it, and under no other.

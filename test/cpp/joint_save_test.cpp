@@ -442,7 +442,11 @@ TEST(SaveWriters, AllWriteADividedStateIntoADirectoryOfAll) {
     EXPECT_TRUE(writers_of(directory, shard).all);
     EXPECT_TRUE(writers_of(directory, shard, false).all);
   }
-  EXPECT_FALSE(writers_of(directory, Shard::none).all);
+  SingleRank alone;
+  const SaveWriters one = choose_save_writers(alone, directory, Shard::optimizer, true);
+  const SaveWriters whole = writers_of(directory, Shard::none);
+  EXPECT_TRUE(!one.all && one.reason.empty());
+  EXPECT_TRUE(!whole.all && whole.reason.empty()) << "there is nothing to divide";
   EXPECT_TRUE(fs::is_empty(directory)) << "the file that tells them is removed";
 }
 
@@ -471,10 +475,32 @@ TEST(SaveWriters, TheFirstRankWritesWhereTheOthersDoNotSeeItsFiles) {
     if (std::string(call) == "sync" && path == parent_directory(probe)) fs::remove(probe);
     return true;
   });
-  const SaveWriters hidden = writers_of(parent_directory(probe), Shard::optimizer);
-  EXPECT_FALSE(hidden.all);
-  expect_contains(hidden.reason, "rank 1: ");
-  expect_contains(hidden.reason, "No such file");
+  for (const char* wanted : {"", "ranks"}) {  // who asks for it does not make them see the files
+    ::setenv("WEFT_SAVE", wanted, 1);
+    for (const bool one_machine : {true, false}) {
+      const SaveWriters hidden = writers_of(parent_directory(probe), Shard::optimizer, one_machine);
+      EXPECT_FALSE(hidden.all);
+      expect_contains(hidden.reason, "the ranks do not write one --out: rank 1: ");
+      expect_contains(hidden.reason, "No such file");
+    }
+    const SaveWriters nowhere = writers_of(temporary.file("missing"), Shard::optimizer);
+    EXPECT_FALSE(nowhere.all);
+    expect_contains(nowhere.reason, "rank 0: ");
+  }
+  ::unsetenv("WEFT_SAVE");
+  // A file of the same name that another run has left, of as many ranks or of fewer.
+  static std::size_t left_bytes;
+  set_call_fault([](const char* call, const std::string& path) {
+    if (std::string(call) == "sync" && path == parent_directory(probe)) write_bytes(probe, std::string(left_bytes, 2));
+    return true;
+  });
+  for (const std::size_t bytes : {24u, 16u}) {
+    left_bytes = bytes;
+    const SaveWriters other = writers_of(parent_directory(probe), Shard::optimizer);
+    EXPECT_FALSE(other.all);
+    expect_contains(other.reason, "rank 1: ");
+    expect_contains(other.reason, "not what rank 0 has written");
+  }
   static std::atomic<int> synced;
   synced = 0;
   set_call_fault([](const char* call, const std::string& path) {

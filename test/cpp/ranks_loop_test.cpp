@@ -361,6 +361,33 @@ TEST_F(RanksLoop, ProcessesShareTheRanksOfAStep) {
   }
 }
 
+// The speed of a rank is that of a process, however many ranks of the step it computes.
+TEST_F(RanksLoop, TheSpeedOfTheRunIsThatOfEachProcessTimesTheirNumber) {
+  settings_.micro_batch = 1;
+  step_of(6, 2);
+  const auto expect_speeds = [&](const std::string& name, std::int64_t processes) {
+    std::int64_t steps = 0;
+    for (const Json& record : json_lines(temporary_.file(name) + "/log.jsonl")) {
+      if (record["type"] != "step") continue;
+      EXPECT_EQ(record["step"], ++steps) << "the first rank's alone";
+      const double speed = record["tokens_per_s"], milliseconds = record["dt_ms"];
+      EXPECT_NEAR(speed * milliseconds / 1000, settings_.batch_tokens, 1e-6) << name;
+      ASSERT_EQ(record.contains("tokens_per_s_rank"), processes > 1) << name;
+      if (processes == 1) continue;
+      EXPECT_DOUBLE_EQ(record["tokens_per_s_rank"], speed / static_cast<double>(processes)) << name;
+    }
+    EXPECT_EQ(steps, settings_.steps);
+  };
+  run_alone("alone");
+  expect_speeds("alone", 1);
+  for (const std::int64_t processes : {2, 3, 6}) {
+    processes_ = processes;
+    const std::string name = format("run%lld", static_cast<long long>(processes));
+    run_ranks(name, Shard::none);
+    expect_speeds(name, processes);
+  }
+}
+
 // One, two, three or four processes go on from what one, two, three or four have saved.
 TEST_F(RanksLoop, AnyNumberOfProcessesResumesAnyOther) {
   settings_.micro_batch = 1;

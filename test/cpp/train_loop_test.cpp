@@ -344,6 +344,35 @@ TEST_F(TrainLoopTest, ValidationAndSamplesChangeNothing) {
   EXPECT_EQ(samples, 10);
 }
 
+// On the terminal in the letters of the model, without what would steer the terminal; in the log as it is. One that fails is
+// a warning.
+TEST_F(TrainLoopTest, ASampleIsShownAsTextAndLoggedAsItIs) {
+  const std::string letters = " aZ~\n\u00fc\u00df\u20ac\u732b\U0001F600";
+  std::string controls;
+  for (char c = 1; c < 0x20; ++c) {
+    if (c != '\n') controls += c;
+  }
+  controls += '\0';
+  controls += '\x7F';
+  settings_.steps = 3;
+  settings_.sample_every = 1;
+  sample_ = [&](std::int64_t step) -> std::string {
+    if (step == 2) fail(Exit::numeric, "an unlucky sample");
+    return step == 1 ? letters : "<" + controls + ">";
+  };
+  testing::internal::CaptureStderr();
+  run("run");
+  const std::string messages = testing::internal::GetCapturedStderr();
+  expect_contains(messages, "sample: " + letters + "\n");
+  expect_contains(messages, "warning: no sample: an unlucky sample\n");
+  expect_contains(messages, "sample: <" + std::string(controls.size(), '?') + ">\n");
+  std::map<std::int64_t, std::string> logged;
+  for (const Json& record : json_lines(temporary_.file("run") + "/log.jsonl")) {
+    if (record["type"] == "sample") logged[record["step"]] = record["text"];
+  }
+  EXPECT_EQ(logged, (std::map<std::int64_t, std::string>{{1, letters}, {3, "<" + controls + ">"}}));
+}
+
 TEST_F(TrainLoopTest, ValidationIsTheSameEveryTime) {
   const TokenDataset data(temporary_.file("train_0.bin"), 8);  // 25 windows
   const std::unique_ptr<TrainModel> model = micro_model(settings_);
@@ -697,6 +726,50 @@ TEST_F(TrainLoopTest, InfiniteLossAloneStopsToo) {
   EXPECT_EQ(result.error_code, Exit::numeric);
   expect_contains(result.error, "loss inf");
   EXPECT_EQ(result.state.step, 2);
+}
+
+// Gradients as the others have them, but for single elements.
+class BadGradients final : public HookedModel {
+ public:
+  using HookedModel::HookedModel;
+  std::map<std::pair<std::string, std::int64_t>, float> bad;  // by tensor and element
+  TensorRole role = TensorRole::gradient;                     // what they are in
+  void read_tensor(TensorRole of, const TensorSpec& spec, float* values) override {
+    HookedModel::read_tensor(of, spec, values);
+    for (const auto& [place, value] : bad) {
+      if (of == role && place.first == spec.name) values[place.second] = value;
+    }
+  }
+};
+
+TEST_F(TrainLoopTest, TheFirstGradientThatIsNotFiniteIsNamed) {
+  const std::unique_ptr<TrainModel> inner = micro_model(settings_);
+  BadGradients model(*inner);
+  EXPECT_EQ(first_bad_gradient(model), "");
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const auto specs = model.table().specs();
+  const auto name_of = [](const TensorSpec& spec, std::int64_t element) {
+    return format("%s[%lld]", spec.name.c_str(), static_cast<long long>(element));
+  };
+  for (const float value : {kInfinity, -kInfinity, std::numeric_limits<float>::quiet_NaN()}) {
+    for (const TensorSpec& spec : specs) {
+      for (const std::int64_t element : {std::int64_t{0}, spec.elements / 2, spec.elements - 1}) {
+        model.bad = {{{spec.name, element}, value}};
+        EXPECT_EQ(first_bad_gradient(model), name_of(spec, element)) << value;
+      }
+      // Later ones of the same tensor and of others, of another kind, do not count.
+      model.bad = {{{spec.name, 1}, value}, {{spec.name, 2}, std::isnan(value) ? kInfinity : std::nanf("")}};
+      model.bad[{specs.back().name, specs.back().elements - 1}] = std::isnan(value) ? kInfinity : std::nanf("");
+      EXPECT_EQ(first_bad_gradient(model), name_of(spec, 1)) << value;
+    }
+  }
+  model.bad = {{{specs.front().name, 0}, std::numeric_limits<float>::max()}};
+  EXPECT_EQ(first_bad_gradient(model), "") << "large is finite";
+  model.bad = {{{specs.front().name, 0}, kInfinity}};
+  for (const TensorRole other : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+    model.role = other;
+    EXPECT_EQ(first_bad_gradient(model), "");
+  }
 }
 
 TEST_F(TrainLoopTest, SkipLeavesEverythingAloneAndGoesOn) {
@@ -1248,6 +1321,53 @@ TEST(BenchFlops, TheShareOfThePeakByHand) {
   EXPECT_EQ(train_bench_text(result, "X")[2], "MFU n/a: the peak of this device is not known");
 }
 
+TEST(BenchFlops, TheJsonSaysTheSameAndTheShareOfARank) {
+  TrainSettings settings = micro_settings();
+  settings.config = "tiny";
+  settings.shard = "parameters";
+  TrainBenchResult result;
+  result.tokens = 1000;
+  result.median_ms = 10;
+  result.flops_per_token = 1e9;
+  result.first_loss = 3.5;
+  result.last_loss = 2.25;
+  Json expected = {{"device", "X"},       {"config", "tiny"},       {"precision", "fp32"},
+                   {"recompute", "none"}, {"micro_batch", 2},       {"seq_len", 8},
+                   {"tokens", 1000},      {"median_ms", 10.0},      {"tokens_per_s", 100'000.0},
+                   {"mfu", nullptr},      {"flops_per_token", 1e9}, {"first_loss", 3.5},
+                   {"last_loss", 2.25}};
+  EXPECT_EQ(train_bench_json(result, settings, "X"), expected);
+  result.peak_flops = 400e12;
+  result.ranks = 4;
+  expected.update({{"mfu", 0.25}, {"ranks", 4}, {"shard", "parameters"}, {"tokens_per_s_rank", 25'000.0}});
+  EXPECT_EQ(train_bench_json(result, settings, "X"), expected);
+  const std::vector<std::string> lines = train_bench_text(result, "X");
+  ASSERT_EQ(lines.size(), 5u);
+  EXPECT_EQ(lines[2], "4 ranks: 25000 tokens/s each");
+  EXPECT_EQ(lines[3], "MFU 25.0 % of the 400.0 TF/s of dense bf16");
+}
+
+TEST_F(TrainLoopTest, RanksDivideAStepOfTheBench) {
+  settings_.batch_tokens = 6 * 16;
+  settings_.virtual_ranks = 3;
+  int forwards[3] = {};
+  run_thread_ranks(3, 60, [&](Communicator& ranks) {
+    omp_set_num_threads(1);
+    const std::unique_ptr<TrainModel> inner =
+        cpu::make_llama(micro_config(), settings_.model_options(), ranks, Shard::optimizer);
+    HookedModel model(*inner);
+    int& count = forwards[ranks.rank()];
+    model.before_forward = [&](std::uint64_t) { ++count; };
+    bench_parameters(model);
+    const TrainBenchResult result = bench_training(model, settings_, "NVIDIA H200", ranks);
+    EXPECT_EQ(result.ranks, 3);
+    EXPECT_EQ(result.tokens, 96);
+    EXPECT_EQ(result.peak_flops, 3 * 989.4e12);
+    EXPECT_NEAR(result.first_loss, std::log(32.0), 0.2) << "the mean over the tokens of all";
+  });
+  for (const int count : forwards) EXPECT_EQ(count, (4 + 15) * 2);
+}
+
 TEST_F(TrainLoopTest, TheBenchCountsTheOperationsOfItsOwnModel) {
   SingleRank alone;
   const std::unique_ptr<TrainModel> model = micro_model(settings_);
@@ -1262,6 +1382,87 @@ TEST_F(TrainLoopTest, TheBenchCountsTheOperationsOfItsOwnModel) {
   EXPECT_GT(result.last_loss, 0);
   EXPECT_LE(result.fastest_ms, result.median_ms);
   EXPECT_LE(result.median_ms, result.slowest_ms);
+}
+
+// One operator that memory limits, one that arithmetic limits, and one at both limits.
+OperatorTable three_operators() {
+  OperatorTable table;
+  table.bytes_per_s = 1e12;
+  table.flops_per_s = 1e14;
+  table.milliseconds = 20;
+  table.operators = {{"norm", 4, 2, 1e9, 1.5e9}, {"gemm", 2, 8, 6e11, 1e9}, {"both", 1, 5, 1e11, 1e9}};
+  return table;
+}
+
+TEST(BenchOperators, TheFloorOfAStepIsTheSumOfTheFloorsOfItsOperators) {
+  EXPECT_EQ(operator_table_text(three_operators(), "X"),
+            (std::vector<std::string>{
+                "X: a step's operators, each between two events, median of five steps",
+                "floor: the longer of bytes / 1000 GB/s (a copy) and flops / 100 TF/s (a GEMM of 8192 x 8192)",
+                "operator              calls   us each  % step     GB/s     TF/s  % floor",
+                "norm                      4     500.0   10.00      750        0     75.0",
+                "gemm                      2    4000.0   40.00      125       75     75.0",
+                "both                      1    5000.0   25.00      200       20     20.0",
+                "sum 15.00 ms of a step of 20.00 ms, floor 8.50 ms (56.7 % of the sum)"}));
+}
+
+TEST(BenchOperators, TheJsonHasWhatTheTextIsMadeOf) {
+  TrainSettings settings = micro_settings();
+  settings.config = "tiny";
+  settings.recompute = "block";
+  const Json json = operator_table_json(three_operators(), settings, "X");
+  EXPECT_EQ(
+      json,
+      Json({{"device", "X"},
+            {"config", "tiny"},
+            {"precision", "fp32"},
+            {"recompute", "block"},
+            {"micro_batch", 2},
+            {"seq_len", 8},
+            {"step_ms", 20.0},
+            {"copy_bytes_per_s", 1e12},
+            {"square_flops_per_s", 1e14},
+            {"operators",
+             {{{"name", "norm"}, {"calls", 4}, {"ms", 2.0}, {"flops", 1e9}, {"bytes", 1.5e9}, {"floor_ms", 1.5}},
+              {{"name", "gemm"}, {"calls", 2}, {"ms", 8.0}, {"flops", 6e11}, {"bytes", 1e9}, {"floor_ms", 6.0}},
+              {{"name", "both"}, {"calls", 1}, {"ms", 5.0}, {"flops", 1e11}, {"bytes", 1e9}, {"floor_ms", 1.0}}}}}));
+  settings.config.clear();
+  settings.model = "model.bin";
+  EXPECT_EQ(operator_table_json(three_operators(), settings, "X")["config"], "model.bin");
+}
+
+// A model with a clock that says other times in each step.
+class TimedOperators final : public HookedModel {
+ public:
+  using HookedModel::HookedModel;
+  int times = 0;
+  OperatorTable time_operators(const std::function<void()>& step) override {
+    step();
+    OperatorTable table = three_operators();
+    constexpr double kOfStep[][2] = {{9, 1}, {1, 5}, {7, 4}, {3, 3}, {4, 90}};
+    const auto& [norm, gemm] = kOfStep[times++];
+    table.operators[0].milliseconds = norm;
+    table.operators[1].milliseconds = gemm;
+    table.milliseconds = 100 + norm;
+    return table;
+  }
+};
+
+TEST_F(TrainLoopTest, EachTimeOfTheOperatorsIsTheMedianOfFiveSteps) {
+  const std::unique_ptr<TrainModel> inner = micro_model(settings_);
+  TimedOperators model(*inner);
+  int updates = 0;
+  model.before_update = [&](const AdamWStep& update) { EXPECT_EQ(update.step, ++updates); };
+  const OperatorTable table = bench_operators(model, settings_);
+  EXPECT_EQ(model.times, 5);
+  EXPECT_EQ(updates, 4 + 5) << "the first four are not measured";
+  EXPECT_EQ(table.milliseconds, 104);
+  ASSERT_EQ(table.operators.size(), 3u);
+  EXPECT_EQ(table.operators[0].milliseconds, 4);
+  EXPECT_EQ(table.operators[1].milliseconds, 4);
+  EXPECT_EQ(table.operators[2].milliseconds, 5);
+  HookedModel untimed(*inner);
+  expect_contains(error_of(Exit::usage, [&] { bench_operators(untimed, settings_); }), "--operators: ");
 }
 
 TEST_F(TrainLoopTest, TheBenchSaysTheLossOfItsFirstAndOfItsLastStep) {
@@ -1342,26 +1543,73 @@ TEST(Initialize, IsAFunctionOfSeedTensorAndElement) {
   EXPECT_LT(same, 5);
 }
 
-// A sample depends on parameters, seed and step alone, and begins with the prompt each time.
-TEST(SampleWriterTest, ASampleDoesNotGoOnWhereTheLastOneEnded) {
+// A token for each of the letters a to t.
+std::string letter_tokenizer() {
   Json vocab = Json::object();
   for (int id = 0; id < 20; ++id) vocab[std::string(1, static_cast<char>('a' + id))] = id;
-  const Json tokenizer = {{"version", "1.0"},
-                          {"added_tokens", Json::array()},
-                          {"decoder", {{"type", "Fuse"}}},
-                          {"model", {{"type", "BPE"}, {"vocab", vocab}, {"merges", Json::array()}}}};
+  return Json{{"version", "1.0"},
+              {"added_tokens", Json::array()},
+              {"decoder", {{"type", "Fuse"}}},
+              {"model", {{"type", "BPE"}, {"vocab", vocab}, {"merges", Json::array()}}}}
+      .dump();
+}
+
+// A sample depends on parameters, seed and step alone, and begins with the prompt each time.
+TEST(SampleWriterTest, ASampleDoesNotGoOnWhereTheLastOneEnded) {
   TrainSettings settings = micro_settings();
   settings.sample_prompt = "abc";
   settings.sample_tokens = 9;
   settings.temperature = 1;
   const std::unique_ptr<TrainModel> model = micro_model(settings);
-  SampleWriter writer(settings, tokenizer.dump(), micro_config());
+  SampleWriter writer(settings, letter_tokenizer(), micro_config());
   writer.attach(*model);
   const std::string fifth = writer.write(5), sixth = writer.write(6);
   EXPECT_EQ(fifth.size(), 12u) << fifth;
   EXPECT_TRUE(fifth.starts_with("abc")) << fifth;
   EXPECT_NE(fifth, sixth) << "other random numbers";
   EXPECT_EQ(writer.write(5), fifth);
+}
+
+// Of the ids that the model has and the tokenizer has not none is drawn; an end token ends the sample.
+TEST(SampleWriterTest, ASampleIsMadeOfTokensAndEndsAtAnEndToken) {
+  TrainSettings settings = micro_settings();
+  settings.sample_prompt = "abc";
+  settings.sample_tokens = 29;
+  settings.temperature = 100;
+  ModelConfig config = micro_config();
+  const auto sample = [&] {
+    const std::unique_ptr<TrainModel> model = cpu::make_llama(config, settings.model_options());
+    initialize_parameters(*model, 1);
+    SampleWriter writer(settings, letter_tokenizer(), config);
+    writer.attach(*model);
+    return writer.write(1);
+  };
+  const std::string whole = sample();
+  EXPECT_EQ(whole.size(), 32u) << whole;
+  config.eos_ids = {whole[9] - 'a'};
+  EXPECT_EQ(sample(), whole.substr(0, whole.find(whole[9], 3)));
+}
+
+// Of micro_config()'s 32 positions the prompt may take all but one.
+TEST(SampleWriterTest, APromptLeavesRoomForOneTokenAtLeast) {
+  TrainSettings settings = micro_settings();
+  const std::unique_ptr<TrainModel> model = micro_model(settings);
+  // Tokens of the prompt and of the sample, and the positions for both.
+  for (const auto& [prompt, tokens, positions] :
+       {std::tuple(1, 1, 2), {3, 9, 12}, {3, 29, 32}, {3, 30, 32}, {31, 1, 32}, {31, 64, 32}}) {
+    settings.sample_prompt = std::string(static_cast<std::size_t>(prompt), 'c');
+    settings.sample_tokens = tokens;
+    SampleWriter writer(settings, letter_tokenizer(), micro_config());
+    EXPECT_EQ(writer.positions(), positions) << prompt;
+    writer.attach(*model);
+    EXPECT_EQ(std::ssize(writer.write(1)), positions) << prompt;
+  }
+  for (const std::size_t prompt : {32u, 33u}) {
+    settings.sample_prompt = std::string(prompt, 'c');
+    const std::string message =
+        error_of(Exit::usage, [&] { SampleWriter(settings, letter_tokenizer(), micro_config()); });
+    expect_contains(message, format("--sample-prompt: %zu tokens leave no place in the model's 32 positions", prompt));
+  }
 }
 
 }  // namespace

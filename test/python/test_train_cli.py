@@ -579,6 +579,10 @@ def test_not_finite_numbers_skipped_or_run_again(data, tmp_path, whole):
     assert done.returncode == 0 and "skipped" in done.stderr
     skipped = [r["step"] for r in records(tmp_path / "skip") if r["type"] == "step" and r["skipped"]]
     assert skipped == [7]
+    done = train(data, tmp_path / "skip", "--on-nan", "skip", steps=14)
+    assert done.returncode == 0 and "resuming after step 12 of 14" in done.stderr
+    starts = [(r["step"], r["tokens"]) for r in records(tmp_path / "skip") if r["type"] == "resume"]
+    assert starts == [(0, 0), (12, 12 * 64)], "the tokens of a step that was skipped have been read too"
 
 
 def test_a_learning_rate_that_blows_up_is_found(data, tmp_path):
