@@ -9,6 +9,7 @@
 #include "llmc/base/json.h"
 #include "llmc/base/options.h"
 #include "llmc/base/signals.h"
+#include "llmc/infer/text_output.h"
 #include "llmc/model/compare.h"
 
 namespace weft {
@@ -23,13 +24,6 @@ constexpr std::chrono::milliseconds kSaveHeartbeat(100);
 // For printf's %lld.
 long long wide(std::int64_t value) {
   return static_cast<long long>(value);
-}
-
-// Generated text for the terminal: keeps line breaks and replaces other control characters, which the terminal would obey.
-std::string printable(std::string text) {
-  std::replace_if(
-      text.begin(), text.end(), [](unsigned char c) { return (c < 0x20 && c != '\n') || c == 0x7F; }, '?');
-  return text;
 }
 
 }  // namespace
@@ -396,7 +390,7 @@ void TrainLoop::write_sample() {
   try {
     inject_term(faults_.term_sample, state_.step);
     const std::string text = parts_.sample(state_.step);
-    log_info("sample: %s", printable(text).c_str());
+    log_info("sample: %s", terminal_safe(text).c_str());
     parts_.log.write({{"type", "sample"}, {"step", state_.step}, {"text", text}});
   } catch (const Error& error) {  // a sample that fails must not end the training
     log_warning("no sample: %s", error.what());
