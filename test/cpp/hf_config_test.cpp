@@ -323,6 +323,239 @@ TEST(Inputs, AModelKeepsItsVocabularyAndItsTokens) {
             format("%016llx", static_cast<unsigned long long>(inputs.weights->file().header_hash())));
 }
 
+// micro_config() as a model file, with this tokenizer; "": without one.
+void write_micro_model(const std::string& path, const std::string& tokenizer) {
+  const ModelConfig config = micro_config();
+  TensorFileWriter writer(path, FileKind::model, {{"model", config_to_json(config)}});
+  const TensorTable table(config);
+  for (const TensorSpec& spec : table.specs()) writer.declare(spec.name, DType::f32, spec.shape);
+  if (!tokenizer.empty()) writer.declare(kTokenizerTensor, DType::u8, {std::ssize(tokenizer)});
+  for (const TensorSpec& spec : table.specs()) {
+    const std::vector<float> values(static_cast<std::size_t>(spec.elements), 0.5f);
+    writer.write_f32(values.data(), values.size());
+  }
+  writer.write(tokenizer.data(), tokenizer.size());
+  writer.publish();
+}
+
+// A tokenizer of so many tokens, each of which begins with `name`.
+std::string tokenizer_text(const std::string& name, std::int64_t tokens) {
+  Json document = {{"model", {{"type", "BPE"}, {"merges", Json::array()}, {"vocab", Json::object()}}},
+                   {"added_tokens", Json::array()},
+                   {"decoder", {{"type", "Fuse"}}}};
+  for (std::int64_t id = 0; id < tokens; ++id) document["model"]["vocab"][name + std::to_string(id)] = id;
+  return document.dump();
+}
+
+// Shards, a model and tokenizers in directories of their own.
+struct InputFiles {
+  InputFiles() {
+    for (const char* name : {"data", "val", "models", "other"}) std::filesystem::create_directory(file(name));
+    write_shard(file("data/x.bin"), patterned_tokens(100), 32, xxh3_64(text));
+    write_shard(file("val/v.bin"), patterned_tokens(100), 32, xxh3_64(text));
+    write_bytes(file("other/tokenizer.json"), text);
+    write_micro_model(file("models/plain.bin"), "");
+    write_micro_model(file("models/own.bin"), text);
+    write_micro_model(file("models/another.bin"), another);
+  }
+  std::string file(const std::string& name) const { return directory.file(name); }
+  // Settings to train a new model, or to go on from `model`.
+  TrainSettings settings(const std::string& model = "") const {
+    TrainSettings result = micro_settings();
+    result.config = model.empty() ? "tiny" : "";
+    if (!model.empty()) result.model = file("models/" + model);
+    result.train = file("data/x.bin");
+    return result;
+  }
+
+  const std::string text = tokenizer_text("a", 32), another = tokenizer_text("b", 32);
+  const TemporaryDirectory directory;
+};
+
+// The option comes before the model's own, and that before the file beside the shards.
+TEST(Inputs, TheTokenizerIsTheFirstThatThereIs) {
+  const InputFiles files;
+  const std::string given = files.file("other/tokenizer.json"), beside = files.file("data/tokenizer.json"),
+                    beside_val = files.file("val/tokenizer.json");
+  const auto expect_source = [&](const TrainSettings& settings, const std::string& source) {
+    const TrainInputs inputs = open_inputs(settings);
+    EXPECT_EQ(inputs.tokenizer_source, source);
+    EXPECT_EQ(inputs.tokenizer, source.empty() ? "" : files.text);
+  };
+  const auto with = [&](TrainSettings settings) {
+    settings.tokenizer = given;
+    return settings;
+  };
+  for (const bool is_beside : {false, true}) {
+    if (is_beside) write_bytes(beside, files.text);
+    for (const char* model : {"", "plain.bin"}) {
+      expect_source(files.settings(model), is_beside ? beside : "");
+      expect_source(with(files.settings(model)), given);
+    }
+    expect_source(files.settings("own.bin"), files.file("models/own.bin"));
+    expect_source(with(files.settings("own.bin")), given);
+    expect_source(with(files.settings("another.bin")), given);
+    EXPECT_EQ(error_of(Exit::bad_file, [&] { open_inputs(files.settings("another.bin")); }),
+              "--train: " + escaped(files.file("data/x.bin")) + " was made with another tokenizer than that of " +
+                  escaped(files.file("models/another.bin")));
+  }
+  TrainSettings missing = files.settings("own.bin");
+  missing.tokenizer = files.file("none.json");
+  expect_contains(error_of(Exit::bad_file, [&] { open_inputs(missing); }), "none.json");
+
+  // Beside the shards of --train; those of --val count where they are all there is. Without shards there is no place.
+  write_bytes(beside_val, files.another);
+  TrainSettings both = files.settings();
+  both.val = files.file("val/v.bin");
+  expect_source(both, beside);
+  write_bytes(beside_val, files.text);
+  TrainSettings eval = files.settings("plain.bin");
+  eval.eval = true;
+  eval.train.clear();
+  eval.val = files.file("val/v.bin");
+  expect_source(eval, beside_val);
+  eval.model = files.file("models/own.bin");
+  expect_source(eval, eval.model);
+  TrainSettings no_shards = files.settings();
+  no_shards.train.clear();
+  expect_source(no_shards, "");
+  std::filesystem::remove(beside);  // a link to nothing is there, and cannot be read
+  std::filesystem::create_symlink(files.file("nowhere"), beside);
+  error_of(Exit::bad_file, [&] { open_inputs(files.settings()); });
+}
+
+// Shards of both options: their vocabulary and their tokenizer.
+TEST(Inputs, ShardsFitTheModelAndOneAnother) {
+  const InputFiles files;
+  const std::string train = files.file("data/x.bin"), val = files.file("val/v.bin");
+  const auto outcome = [&](const TrainSettings& settings) -> std::pair<Exit, std::string> {
+    try {
+      open_inputs(settings);
+    } catch (const Error& error) {
+      return {error.code(), error.what()};
+    }
+    return {Exit::ok, ""};
+  };
+  const auto expect_outcome = [&](const TrainSettings& settings, Exit code, const std::string& words) {
+    const auto [got, message] = outcome(settings);
+    EXPECT_EQ(got, code) << message;
+    expect_contains(message, words);
+  };
+  TrainSettings settings = files.settings("plain.bin"), eval = settings, from_scratch = files.settings();
+  for (TrainSettings* each : {&settings, &eval, &from_scratch}) each->val = val;
+  eval.eval = true;
+  eval.train.clear();
+  const std::uint64_t hash = xxh3_64(files.text), other_hash = xxh3_64(files.another);
+  const auto write = [&](const std::string& path, std::uint64_t vocabulary, std::uint64_t tokenizer) {
+    write_shard(path, patterned_tokens(100), vocabulary, tokenizer);
+  };
+  const auto name = [](const char* option, const std::string& path) { return option + escaped(path); };
+  for (const TrainSettings& each : {settings, eval, from_scratch}) expect_outcome(each, Exit::ok, "");
+
+  const std::string wide = " has a vocabulary of 33, the model one of 32. Choose another model or tokenizer";
+  write(val, 33, hash);
+  for (const TrainSettings& each : {settings, eval}) expect_outcome(each, Exit::usage, name("--val: ", val) + wide);
+  expect_outcome(from_scratch, Exit::ok, "");  // its vocabulary is padded
+  from_scratch.vocab_size = 32;
+  expect_outcome(from_scratch, Exit::usage, "the model one of 32. Choose another --vocab-size or tokenizer");
+  write(val, 32, hash);
+  write(train, 33, hash);
+  expect_outcome(settings, Exit::usage, name("--train: ", train) + wide);
+  expect_outcome(eval, Exit::ok, "");
+
+  write(train, 32, hash);
+  write(val, 32, other_hash);
+  expect_outcome(settings, Exit::bad_file,
+                 name("--val: ", val) + " was made with another tokenizer than the shards of --train");
+  expect_outcome(eval, Exit::ok, "");
+  eval.tokenizer = files.file("other/tokenizer.json");
+  expect_outcome(eval, Exit::bad_file,
+                 name("--val: ", val) + " was made with another tokenizer than that of " + escaped(eval.tokenizer));
+  settings.val.clear();
+  settings.tokenizer = files.file("other/tokenizer.json");
+  expect_outcome(settings, Exit::ok, "");
+  write(train, 32, other_hash);
+  expect_outcome(settings, Exit::bad_file,
+                 name("--train: ", train) + " was made with another tokenizer than that of " + escaped(eval.tokenizer));
+
+  // --val is opened only by who measures on it: training and --eval.
+  settings.tokenizer.clear();
+  settings.val = files.file("val/none.bin");
+  expect_outcome(settings, Exit::bad_file, "none.bin");
+  settings.train.clear();
+  expect_outcome(settings, Exit::ok, "");
+  settings.eval = true;
+  expect_outcome(settings, Exit::bad_file, "none.bin");
+}
+
+TEST(Inputs, ATokenizerFitsTheModel) {
+  const InputFiles files;
+  const std::string path = files.file("other/tokenizer.json");
+  TrainSettings settings = files.settings("plain.bin"), from_scratch = files.settings();
+  settings.train.clear();
+  settings.tokenizer = from_scratch.tokenizer = path;
+  open_inputs(settings);
+  const std::string large = tokenizer_text("c", 33);
+  write_bytes(path, large);
+  EXPECT_EQ(error_of(Exit::usage, [&] { open_inputs(settings); }),
+            "--tokenizer: " + escaped(path) + " has 33 tokens, the model 32");
+  write_shard(files.file("data/x.bin"), patterned_tokens(100), 32, xxh3_64(large));
+  EXPECT_EQ(open_inputs(from_scratch).config.vocab_size, 128);
+  from_scratch.vocab_size = 32;
+  expect_contains(error_of(Exit::usage, [&] { open_inputs(from_scratch); }), "has 33 tokens, the model 32");
+}
+
+TEST(Inputs, ARunHasADirectoryOfItsOwn) {
+  const InputFiles files;
+  TrainSettings settings = files.settings("plain.bin");
+  settings.val = files.file("val/v.bin");
+  for (const char* read_from : {"data", "val", "models", "other/../data"}) {
+    settings.out = files.file(read_from);
+    EXPECT_EQ(error_of(Exit::usage, [&] { open_inputs(settings); }),
+              "--out: " + escaped(settings.out) + " holds the input files. Choose a directory of its own for the run");
+  }
+  settings.out = files.file("data/x.bin");
+  EXPECT_EQ(error_of(Exit::usage, [&] { open_inputs(settings); }),
+            "--out: " + escaped(settings.out) + " is not a directory");
+  for (const char* free : {"other", "none", "data/run"}) {
+    settings.out = files.file(free);
+    EXPECT_NO_THROW(open_inputs(settings)) << free;
+  }
+}
+
+// The norms of a model that exists are its own; a given kind has to be the same. --compare leaves the length to the dump.
+TEST(Inputs, WhatIsGivenBesideAModelIsWhatTheModelHas) {
+  const InputFiles files;
+  TrainSettings settings = files.settings("plain.bin");
+  settings.norm = "layernorm";
+  settings.norm_given = true;
+  EXPECT_EQ(error_of(Exit::usage, [&] { open_inputs(settings); }),
+            "--norm: got layernorm, but " + escaped(settings.model) + " has rmsnorm");
+  settings.norm_given = false;
+  EXPECT_EQ(open_inputs(settings).config.norm, NormKind::rmsnorm);
+  settings.norm = "rmsnorm";
+  settings.norm_given = true;
+  EXPECT_EQ(open_inputs(settings).config.norm, NormKind::rmsnorm);
+
+  settings.train.clear();
+  settings.seq_len = 32;
+  EXPECT_NO_THROW(open_inputs(settings));
+  settings.seq_len = 33;
+  EXPECT_EQ(error_of(Exit::usage, [&] { open_inputs(settings); }),
+            "--seq-len: got 33, expected at most the 32 positions of the model");
+  settings.compare = "a dump";
+  EXPECT_NO_THROW(open_inputs(settings));
+
+  TrainSettings from_scratch = files.settings();
+  for (const auto& [name, kind] : {std::pair("layernorm", NormKind::layernorm), {"rmsnorm", NormKind::rmsnorm}}) {
+    from_scratch.norm = name;
+    EXPECT_EQ(open_inputs(from_scratch).config.norm, kind);
+  }
+  write_bytes(files.file("shape.json"), llama_1b().dump());
+  from_scratch.config = files.file("shape.json");
+  EXPECT_EQ(open_inputs(from_scratch).config.num_layers, 16);
+}
+
 // The settings at the start: what was given and what always matters; how many more there are is counted.
 TEST(Inputs, TheReportCountsTheSettingsThatItLeavesOut) {
   const auto report = [](std::vector<const char*> words) {

@@ -495,6 +495,130 @@ TEST(TrainOptionParser, WhoStartsTheRanks) {
   }
 }
 
+// The message of the usage error that these options of train_llama must give; "" if they are accepted.
+std::string train_refusal(const std::string& options, std::int64_t launched) {
+  try {
+    train_settings(options, launched);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Exit::usage) << options;
+    return error.what();
+  }
+  return "";
+}
+
+// Each check of options that involve one another, from both sides of where it begins. No words: accepted.
+TEST(TrainOptionParser, EachCheckRefusesWhatItSaysAndNothingElse) {
+  const std::string train = "--config tiny --train t --out o ", model = "--model m --train t --out o ";
+  const std::string small = train + "--micro-batch 2 --seq-len 16 ", one = train + "--micro-batch 1 --seq-len 1 ";
+  const struct {
+    std::string options;
+    std::int64_t launched;
+    const char* words;
+  } cases[] = {
+      // The model.
+      {"--train t --out o", 1, "--config or --model: one of the two is needed"},
+      {train + "--model m", 1, "--config and --model: only one of the two"},
+      {train, 1, ""},
+      {model, 1, ""},
+      {"--config huge --print-config", 1, "'huge'"},
+      {"--config config.json --print-config", 1, ""},
+      {"--config json --print-config", 1, "'json'"},
+      {"--config x.jsonl --print-config", 1, "'x.jsonl'"},
+      {"--config ./huge --print-config", 1, ""},
+      {"--config huge/shape --print-config", 1, ""},
+      {train + "--vocab-size 99", 1, ""},
+      {model + "--vocab-size 99", 1, "--vocab-size: only with --config"},
+      {model + "--vocab-size 0", 1, ""},
+      // Ranks.
+      {train + "--gpus 2", 1, ""},
+      {train + "--gpus 2 --device cuda", 1, ""},
+      {train + "--gpus 1 --device cpu", 1, "--gpus: got 1, but --device cpu uses no GPU"},
+      {train + "--gpus 0 --device cpu", 1, ""},
+      {train + "--gpus 2", 2, ""},
+      {train + "--gpus 2", 3, "--gpus: got 2, but a launcher has started 3 ranks"},
+      {train + "--gpus 1", 2, "--gpus: got 1, but a launcher has started 2 ranks"},
+      {train + "--gpus 4", 2, "--gpus: got 4, but a launcher has started 2 ranks"},
+      {train + "--virtual-ranks 3", 1, ""},
+      {train + "--virtual-ranks 3", 3, ""},
+      {train + "--virtual-ranks 6", 3, ""},
+      {train + "--virtual-ranks 4", 3, "--virtual-ranks: got 4, expected a multiple of the 3 ranks"},
+      {train + "--virtual-ranks 2", 4, "--virtual-ranks: got 2, expected a multiple of the 4 ranks"},
+      {train + "--virtual-ranks 3 --gpus 2", 1, "--virtual-ranks: got 3, expected a multiple of the 2 ranks"},
+      {"--model m --compare c", 1, ""},
+      {"--model m --compare c", 2, "--compare: needs one rank"},
+      {"--config tiny --bench --operators", 1, ""},
+      {"--config tiny --bench --operators", 2, "--operators: needs one rank"},
+      {"--config tiny --bench", 2, ""},
+      {train + "--shard parameters --sample-every 5", 1, ""},
+      {train + "--shard parameters --sample-every 5", 2, "--sample-every: got 5, but with --shard parameters"},
+      {train + "--shard parameters --sample-every 0", 2, ""},
+      {train + "--shard parameters", 2, ""},
+      {train + "--shard gradients --sample-every 5", 2, ""},
+      // The batch.
+      {small + "--batch-tokens 96", 1, ""},
+      {small + "--batch-tokens 95", 1, "--batch-tokens: got 95, expected a multiple of --micro-batch x --seq-len = 32"},
+      {small + "--batch-tokens 16", 1, "--batch-tokens: got 16, expected a multiple of --micro-batch x --seq-len = 32"},
+      {small + "--batch-tokens 96", 3, ""},
+      {small + "--batch-tokens 96", 2, "--micro-batch x --seq-len = 32, for each of the 2 ranks"},
+      {small + "--batch-tokens 96 --virtual-ranks 3", 1, ""},
+      {small + "--batch-tokens 96 --virtual-ranks 2", 1, "--virtual-ranks: got 2, expected a divisor of the 3 micro"},
+      {small + "--batch-tokens 192 --virtual-ranks 4", 2, "--virtual-ranks: got 4, expected a divisor of the 6 micro"},
+      {one + "--steps 1000000000000 --batch-tokens 1000000", 1, ""},
+      {one + "--steps 1000000000000 --batch-tokens 1000001", 1, "are more than 1000000000000000000 tokens"},
+      // fp8: whoever computes them, the ranks of a step are one.
+      {train + "--precision fp8", 1, ""},
+      {train + "--precision fp8 --gpus 1", 1, ""},
+      {train + "--precision fp8 --virtual-ranks 2", 1, "--precision: got fp8 with 2 ranks, expected one"},
+      {train + "--precision fp8", 2, "--precision: got fp8 with 2 ranks, expected one"},
+      {train + "--precision fp8 --virtual-ranks 6", 2, "--precision: got fp8 with 6 ranks, expected one"},
+      {train + "--precision fp8 --gpus 2", 1, "--precision: got fp8 with 2 ranks, expected one"},
+      {train + "--precision bf16 --virtual-ranks 2", 2, ""},
+      {train + "--precision fp32 --virtual-ranks 2", 1, ""},
+      // What the program is to do, and what that needs.
+      {"--config tiny --compare c", 1, "--compare: needs --model"},
+      {"--config tiny --eval --val v", 1, "--eval: needs --model"},
+      {"--model m --eval", 1, "--eval: needs --val"},
+      {"--model m --eval --val v", 1, ""},
+      {"--config tiny --bench --json", 1, ""},
+      {"--model m --eval --val v --json", 1, ""},
+      {train + "--json", 1, "--json: only for --bench and --eval"},
+      {train + "--dry-run --json", 1, "--json: only for"},
+      {"--model m --compare c --json", 1, "--json: only for"},
+      {"--config tiny --print-config --json", 1, "--json: only for"},
+      {train + "--operators", 1, "--operators: only for --bench"},
+      {"--model m --eval --val v --operators", 1, "--operators: only for --bench"},
+      {train + "--keep-best", 1, "--keep-best: needs --val"},
+      {train + "--keep-best --val v", 1, ""},
+      {train + "--gpu-memory 80GB", 1, "--gpu-memory: only with --dry-run"},
+      {"--config tiny --print-config --gpu-memory 80GB", 1, "--gpu-memory: only with --dry-run"},
+      {train + "--dry-run --gpu-memory 80GB", 1, ""},
+      {train + "--dry-run --gpu-memory 80GB --device cuda", 1, ""},
+      {train + "--dry-run --gpu-memory 80GB --device cpu", 1, "--gpu-memory: not with --device cpu"},
+      {train + "--dry-run --gpu-memory 80", 1, "--gpu-memory: got '80'"},
+      {"--config tiny --out o", 1, "--train: needed"},
+      {"--config tiny --dry-run", 1, "--train: needed"},
+      {"--config tiny --train t", 1, "--out: needed"},
+      {"--config tiny --train t --dry-run", 1, ""},
+      {"--config tiny --print-config", 1, ""},
+      {"--config tiny --bench", 1, ""},
+  };
+  for (const auto& [options, launched, words] : cases) {
+    const std::string message = train_refusal(options, launched);
+    EXPECT_EQ(message.empty(), *words == '\0') << options << " on " << launched << ": " << message;
+    expect_contains(message, words);
+  }
+  const std::vector<std::string> purposes = {"--bench", "--compare c", "--eval", "--dry-run", "--print-config"};
+  for (const std::string& purpose : purposes) {
+    EXPECT_EQ(train_refusal(model + "--val v " + purpose, 1), "");
+    for (const std::string& other : purposes) {
+      if (other == purpose) continue;
+      expect_contains(train_refusal(model + "--val v " + purpose + " " + other, 1), "only one of them at a time");
+    }
+  }
+  EXPECT_EQ(train_settings(train + "--dry-run --gpu-memory 3GiB").gpu_memory_bytes, std::uint64_t{3} << 30);
+  EXPECT_EQ(train_settings(train + "--dry-run").gpu_memory_bytes, 0u);
+}
+
 TEST(TrainOptionParser, EachParseStartsFromTheDefaults) {
   TrainOptionParser parser("a version");
   const auto parse = [&](std::vector<const char*> words) {
@@ -571,6 +695,75 @@ TEST(InferOptionParser, ChecksWhatNoSingleValueShows) {
             std::string::npos);
   EXPECT_NE(refusal({"-mx", "-py", "--debug-inject=accept=0.5"}).find("needs --lookup or --draft"), std::string::npos);
   EXPECT_NE(refusal({"-mx", "-py", "--debug-inject=boom"}).find("nan@token=N"), std::string::npos);
+}
+
+// What is missing, or given with nothing in it, or does not go with drafts and random models.
+TEST(InferOptionParser, ChecksWhatIsMissingEmptyOrDrafted) {
+  using Words = std::vector<std::string>;
+  const auto refusal = [](const Words& words) -> std::string {
+    std::vector<const char*> arguments = {"infer_pythia"};
+    for (const std::string& word : words) arguments.push_back(word.c_str());
+    try {
+      parse_infer_options(static_cast<int>(arguments.size()), arguments.data(), "1.2.3");
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::usage);
+      return error.what();
+    }
+    return "";
+  };
+  const auto joined = [](Words words, const Words& more) {
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  };
+  const Words tasks[] = {{"--bench"},         {"--bench-batch=1"}, {"--prompt=y"},
+                         {"--prompt-file=y"}, {"--prompt-ids=1"},  {"--batch=y", "--output=-"},
+                         {"--interactive"},   {"--serve=a:1"},     {"--perplexity=y"},
+                         {"--compare=y"}};
+  for (const Words& task : tasks) {
+    EXPECT_EQ(refusal(joined({"-mx"}, task)), "");
+    expect_contains(refusal(task), "--model: missing");
+    EXPECT_EQ(refusal(joined({"--random-model=tiny"}, task)).empty(), task[0].starts_with("--bench")) << task[0];
+    expect_contains(refusal(joined({"--random-model=tiny", "-mx"}, task)), "--random-model: only for");
+    if (task.size() > 1) continue;
+    expect_contains(refusal(joined({"-mx", "--output=y"}, task)), "--output: only for --batch");
+  }
+  expect_contains(refusal({"-mx", "--batch=y"}), "--output: missing");
+
+  // What is empty names nothing; an empty prompt is one.
+  EXPECT_EQ(refusal({"-mx", "--prompt="}), "");
+  const std::pair<const char*, Words> named[] = {{"model", {"-py"}},
+                                                 {"prompt-file", {"-mx"}},
+                                                 {"prompt-ids", {"-mx"}},
+                                                 {"perplexity", {"-mx"}},
+                                                 {"compare", {"-mx"}},
+                                                 {"bench-batch", {"-mx"}},
+                                                 {"serve", {"-mx"}},
+                                                 {"batch", {"-mx", "--output=y"}},
+                                                 {"output", {"-mx", "--batch=y"}},
+                                                 {"against", {"-mx", "--perplexity=y"}},
+                                                 {"draft", {"-mx", "-py"}},
+                                                 {"served-name", {"-mx", "--serve=a:1"}},
+                                                 {"api-key-file", {"-mx", "--serve=a:1"}}};
+  for (const auto& [name, words] : named) {
+    const std::string option = std::string("--") + name;
+    EXPECT_EQ(refusal(joined(words, {option + "=y"})), "");
+    expect_contains(refusal(joined(words, {option + "="})), option + ": got '', expected a value");
+  }
+
+  // Drafts: two sources, what they do not speed up, and a fault that needs one.
+  EXPECT_EQ(refusal({"-mx", "-py", "--draft=x", "--lookup=0"}), "");
+  for (const char* layer : {"--bench-layer", "--bench-timeline"}) {
+    for (const char* source : {"--lookup=1", "--draft=x"}) {
+      expect_contains(refusal({"-mx", "--bench", layer, source}),
+                      "does not go with --bench-layer and --bench-timeline");
+    }
+  }
+  for (const char* source : {"--lookup=1", "--draft=x"}) {
+    EXPECT_EQ(refusal({"-mx", "-py", source, "--debug-inject=accept=0.5"}), "");
+  }
+  expect_contains(refusal({"-mx", "-py", "--lookup=0", "--debug-inject=accept=0.5"}), "needs --lookup or --draft");
+  EXPECT_EQ(refusal({"--random-model=tiny", "--bench", "--draft=pythia-14m"}), "");
+  expect_contains(refusal({"--random-model=tiny", "--bench", "--draft=x"}), "--draft: got 'x', expected one of");
 }
 
 // Each condition of an option that does not go with others, alone: what it needs, and each that it excludes.

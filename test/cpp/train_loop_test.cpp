@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cmath>
 #include <csignal>
+#include <cstring>
 #include <limits>
 #include <map>
 #include <set>
@@ -465,6 +466,64 @@ TEST_F(TrainLoopTest, EvalCountsTheTokensThatItMeasures) {
   }
   settings_.json = false;
   expect_contains(evaluated(1).first, format("  %lld tokens in windows of 8\n", static_cast<long long>(windows * 8)));
+}
+
+// One of two ranks, alone in its process: the other one says `answers`, one in each call.
+class ToldRank final : public Communicator {
+ public:
+  ToldRank(int rank, std::vector<std::int64_t> answers) : rank_(rank), answers_(std::move(answers)) {}
+  int rank() const override { return rank_; }
+  int size() const override { return 2; }
+  void barrier() override {}
+  void exchange(const float*, std::span<const Range>, float*) override { ADD_FAILURE(); }
+  void gather_bytes(std::byte* values, std::span<const Range> parts) override {
+    const Range other = parts[static_cast<std::size_t>(1 - rank_)];
+    ASSERT_LT(call_, answers_.size());
+    ASSERT_EQ(static_cast<std::size_t>(other.size()), sizeof answers_[call_]);
+    std::memcpy(values + other.begin, &answers_[call_++], sizeof answers_[call_]);
+  }
+  void broadcast_bytes(std::byte*, std::int64_t, int) override { ADD_FAILURE(); }
+  void abort(const Error&) noexcept override {}
+  void check() override {}
+
+ private:
+  const int rank_;
+  const std::vector<std::int64_t> answers_;
+  std::size_t call_ = 0;
+};
+
+// Ranks that --eval stops end as the one that got the signal, and none of them has a result.
+TEST_F(TrainLoopTest, EvalThatASignalStopsAnywhereEndsEverywhereWithItsCode) {
+  TrainInputs inputs;
+  inputs.config = micro_config();
+  inputs.val.emplace(temporary_.file("train_*.bin"), settings_.seq_len);
+  const std::unique_ptr<TrainModel> model = micro_model(settings_);
+  for (const auto& [signal, code] : {std::pair(SIGTERM, Exit::terminated), {SIGINT, Exit::interrupted}}) {
+    for (const int rank : {0, 1}) {
+      ToldRank ranks(rank, {0, 1, signal});  // no error; it has stopped; why
+      testing::internal::CaptureStdout();
+      EXPECT_EQ(evaluate(*model, settings_, inputs, ranks), code) << rank;
+      EXPECT_EQ(testing::internal::GetCapturedStdout(), "");
+    }
+  }
+}
+
+TEST_F(TrainLoopTest, EvalOfALossThatIsNoNumberIsAnError) {
+  TrainInputs inputs;
+  inputs.config = micro_config();
+  inputs.val.emplace(temporary_.file("train_*.bin"), settings_.seq_len);
+  const std::unique_ptr<TrainModel> inner = micro_model(settings_);
+  HookedModel model(*inner);
+  settings_.model = "m.bin";
+  settings_.val = "v.bin";
+  SingleRank alone;
+  for (const double loss : {std::nan(""), HUGE_VAL}) {
+    model.after_evaluate = [&](double& sum, std::int64_t) { sum = loss; };
+    testing::internal::CaptureStdout();
+    expect_contains(error_of(Exit::numeric, [&] { evaluate(model, settings_, inputs, alone); }),
+                    "'m.bin': the loss on 'v.bin' is ");
+    EXPECT_EQ(testing::internal::GetCapturedStdout(), "");
+  }
 }
 
 TEST_F(TrainLoopTest, TheCheckpointWithTheLowestValidationLossIsKept) {

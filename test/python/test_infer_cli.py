@@ -327,13 +327,22 @@ def test_divergence_from_another_model(model, tmp_path):
     assert "--against: got ''" in refused(2, "--model", model, *arguments, "--against", "")
     fewer = write_model(tmp_path / "fewer.bin", tokenizer_json(), tokenizer_vocab=TOKENS - 1)
     assert "only models of one tokenizer" in refused(3, "--model", model, *arguments, "--against", fewer)
+    needed = apart["tokens"] + 1  # in one window
+    for positions in (needed, needed - 1):
+        short = write_model(tmp_path / "short.bin", tokenizer_json(), max_positions=positions)
+        words = ("--model", model, "--perplexity", text, "--against", short)
+        if positions == needed:
+            assert object_of(*words)["tokens"] == apart["tokens"]
+        else:
+            assert f"--context: got {needed}, expected at most the {positions} positions of --against" in refused(USAGE, *words)
 
 
 def test_perplexity_depends_on_the_stride_only_by_context(model, tmp_path):
     (tmp_path / "text.txt").write_bytes(b"The quick brown fox. " * 12)
     def score(stride: int) -> dict:
         return object_of("--model", model, "--perplexity", tmp_path / "text.txt", "--stride", stride)
-    fine, coarse = score(8), score(95)
+    fine, coarse, finest = score(8), score(95), score(1)
+    assert finest["stride"] == 1 and finest["tokens"] == 252 and finest["windows"] == 252 + 1 - CONTEXT + 1
     assert fine["tokens"] == coarse["tokens"] == 252 and fine["windows"] > coarse["windows"] == 3
     text = run_ok("--model", model, "--perplexity", tmp_path / "text.txt", "--stride", 8).decode()
     assert f"{fine['perplexity']:.4f}" in text and "252 of 252 bytes" in text
@@ -348,13 +357,21 @@ def test_perplexity_refuses(model, tmp_path):
     assert "--stride" in refused(USAGE, "--model", model, "--prompt", "x", "--stride", 5)
 
 
-def test_compare_with_a_reference_dump():
+def test_compare_with_a_reference_dump(tmp_path):
     golden = ROOT / "test" / "fixtures" / "golden"
     words = ["--device", "cpu", "--model", golden / "neox-hs32-padded.model.bin", "--compare"]
     done = run(*words, golden / "neox-hs32-padded.dump.bin")
     assert done.returncode == OK and b" 0 failed" in done.stdout, done.stderr
     others = [path for path in golden.glob("neox-*.dump.bin") if "padded" not in path.name]
     assert others and all(run(*words, other).returncode in (INTERNAL, BAD_FILE) for other in others)
+    original = tensor_file.read(words[3])
+    with tensor_file.Writer(tmp_path / "changed.bin", "model", original.config) as writer:
+        for name, info in original.tensors.items():
+            writer.declare(name, info.dtype, info.shape)
+        for name in original.tensors:
+            writer.write(name, original.array(name)[::-1 if name == "gpt_neox.final_layer_norm.weight" else 1])
+    done = run(*words[:3], tmp_path / "changed.bin", "--compare", golden / "neox-hs32-padded.dump.bin")
+    assert done.returncode == INTERNAL and b" 0 failed" not in done.stdout and b" failed" in done.stdout, done.stderr
 
 
 def test_bench(model):
@@ -402,7 +419,9 @@ def test_bench_batch(model):
     assert len(table) == 5 and "prompts of 20 ids, 12 generated" in table[0] and "of read" in table[1]
     for wrong in ("0", "4097", "1,,2", "x", "5,", ""):
         assert "--bench-batch" in refused(USAGE, "--model", model, "--bench-batch", wrong)
-    assert "do not fit in the context of 96" in refused(USAGE, "--model", model, "--bench-batch", "2")
+    for most in ("2", "4096"):
+        few = ("--bench-batch", most, "--kv-memory", "0.07MB")
+        assert "do not fit in the context of 96" in refused(USAGE, "--model", model, *few)
     assert "enough for 2" in refused(RESOURCES, *words, "--kv-memory", "0.07MB")
     assert "not finite" in refused(NUMERIC, *words, "--debug-inject", "nan@token=30")
     assert "--bench-prompt: only for --bench-batch" in refused(USAGE, "--model", model, "--bench", "--bench-prompt", 9)
@@ -785,6 +804,17 @@ def test_interactive_terminates_while_waiting(model):
     process.communicate()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_termination_cuts_the_answer_and_is_the_end(slow_model, number):
+    process = start("--model", slow_model, "--interactive", "--max-tokens", 8000, stdin=subprocess.PIPE)
+    process.stdin.write(b"Hello\nagain\n")
+    first = process.stdout.read(1)
+    process.send_signal(number)
+    rest, stderr = process.communicate(timeout=60)
+    assert process.returncode == 143, stderr
+    assert re.fullmatch(b"a{1,7999}\n", first + rest), "a line that is whole, and no further answer"
+
+
 def test_interactive_outlives_its_terminal_under_nohup(model):
     process = subprocess.Popen([PROGRAM, "--model", model, "--interactive", "--max-tokens", "3"], stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), bufsize=0,
@@ -877,6 +907,19 @@ def test_a_signal_cuts_a_window_short(slow_model, tmp_path):
     tokens = int(re.search(rb"tokens +(\d+) of 31000 bytes", output)[1])
     assert b"windows        1 of 16000 tokens" in output and 15999 <= tokens < 31000 - 512, output
     assert time.monotonic() - begin < 2, "a piece of 256 tokens, not a window"
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_cuts_a_divergence_short(slow_model, tmp_path, number, code):
+    """The result covers the windows compared so far, and the exit code says that there were more."""
+    (tmp_path / "long.txt").write_bytes(b"a" * 60000)
+    terminal = Terminal("--model", slow_model, "--perplexity", tmp_path / "long.txt", "--against", slow_model, "--context", 400,
+                        "--stride", 50, "--threads", 1, TERM="xterm")
+    terminal.read_until(lambda output: b"window 1 of " in output)
+    os.kill(terminal.process.pid, number)
+    ended, output = terminal.finish()
+    assert ended == code and b"stopping: the result covers the tokens compared so far" in output, output
+    assert b"KL divergence  " in output, output
 
 
 @pytest.mark.parametrize("token", [1, 60, 96, 97, 130])

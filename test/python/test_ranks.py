@@ -173,6 +173,10 @@ def test_what_several_ranks_do_besides_training(data, tmp_path):
     moments = [line for line in ends[0].stdout.splitlines() if "AdamW moments" in line]
     whole = run_ranks(data, tmp_path / "no", 2, "--dry-run", "--shard", "none")[0].stdout
     assert moments and moments[0] not in whole, "a part of the moments"
+    [end] = ends_of([start_rank(data, tmp_path / "no", 0, 2, free_port(), "--print-config")])
+    assert end.returncode == 0 and json.loads(end.stdout)["settings"]["virtual-ranks"] == "2", "it waits for nobody"
+    [end] = ends_of([start_rank(data, tmp_path / "no", 1, 2, free_port(), "--print-config")])
+    assert end.returncode == 0 and end.stdout == ""
     for option in ("--operators", "--compare"):
         words = ["--bench", "--operators"] if option == "--operators" else ["--compare", MODEL]
         for end in run_ranks(data, tmp_path / "no", 2, *words):

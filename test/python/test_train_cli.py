@@ -16,6 +16,8 @@ from train_runs import (MODEL, NEOX, ROOT, SECONDS, arguments, assert_refused, a
                         write_shard, xxhash)
 from train_runs import data_fixture, end_started, whole_fixture  # noqa: F401, pytest finds them here
 
+import tensor_file
+
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
@@ -237,12 +239,20 @@ def test_output_directories_that_cannot_be_one(data, tmp_path):
     assert_refused(train(data, "x" * 5000), 2, "--out")
 
 
-def test_compare_with_a_reference_dump():
+def test_compare_with_a_reference_dump(tmp_path):
     dump = MODEL.with_name(MODEL.name.replace(".model.", ".dump."))
     done = run_program("--model", MODEL, "--compare", dump)
     assert done.returncode == 0 and " 0 failed" in done.stdout, done.stdout
     other = MODEL.with_name("llama-hs32-gqa2.dump.bin")
     assert run_program("--model", MODEL, "--compare", other).returncode not in (0, -signal.SIGSEGV)
+    original = tensor_file.read(MODEL)
+    with tensor_file.Writer(tmp_path / "changed.bin", "model", original.config) as writer:
+        for name, info in original.tensors.items():
+            writer.declare(name, info.dtype, info.shape)
+        for name in original.tensors:
+            writer.write(name, original.array(name)[::-1 if name == "model.norm.weight" else 1])
+    done = run_program("--device", "cpu", "--model", tmp_path / "changed.bin", "--compare", dump)
+    assert done.returncode == 1 and " 0 failed" not in done.stdout and " failed" in done.stdout, done.stderr
 
 
 def test_compare_with_a_reference_dump_in_fp8():
@@ -618,6 +628,13 @@ def test_memory_that_runs_out_in_a_step_is_exit_5(data, tmp_path, whole):
     assert checkpoints(out) == ["step_00000004"]
     assert train(data, out).returncode == 0
     assert_same_run(out, whole)
+
+
+def test_a_configuration_that_cannot_be_written_is_a_warning(data, tmp_path):
+    (tmp_path / "run" / "config.json").mkdir(parents=True)
+    done = train(data, tmp_path / "run", steps=2)
+    assert done.returncode == 0 and checkpoints(tmp_path / "run") == ["step_00000002"], done.stderr
+    assert len(re.findall(r"^warning: .*config\.json", done.stderr, re.M)) == 1, done.stderr
 
 
 def test_a_log_that_cannot_be_written_is_one_warning(data, tmp_path):
