@@ -38,6 +38,7 @@ def smoothed(values: list[float], window: int) -> list[float]:
 
 def human(value: float) -> str:
     """12345678 as 12.3M."""
+    value = float(f"{value:.3g}")  # first: 999.6 is 1K
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= limit:
             return f"{value / limit:.3g}{unit}"

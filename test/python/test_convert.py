@@ -20,6 +20,7 @@ import checkpoints as ck  # noqa: E402
 import cli  # noqa: E402
 import convert_hf  # noqa: E402
 import hf_config  # noqa: E402
+import needs  # noqa: E402
 import safetensors_reader  # noqa: E402
 import tensor_file  # noqa: E402
 from hostile_weights import HOSTILE_FILES  # noqa: E402
@@ -91,6 +92,21 @@ def test_half_of_a_surrogate_pair_anywhere_in_the_config_is_refused(llama):
     refuse(llama, "config.json", "surrogate pair")
 
 
+@pytest.mark.parametrize("spell", [str.lower, str.upper, lambda digits: digits[0].upper() + digits[1:], lambda digits: digits[0] + digits[1:].upper()])
+def test_every_half_of_a_surrogate_pair_is_refused_however_it_is_spelled(spell):
+    def parse(form, *codes):
+        return cli.parse_json(form % "".join("\\u" + spell(f"{code:04x}") for code in codes).encode(), "x.json")
+
+    for form in (b'"%s"', b'{"a": [1, "b%sc"]}', b'{"%s": 1}'):
+        for halves in (*((code,) for code in range(0xD800, 0xE000, 0x40)), (0xDBFF,), (0xDFFF,), (0xDE00, 0xD83D), (0xD83D, 0xD83D), (0xDE00, 0xDE00)):
+            with pytest.raises(tensor_file.FileError, match="half of a surrogate pair"):
+                parse(form, *halves)
+    for code in (0xD7FF, 0xE000, 0xFDFD):
+        assert parse(b'"%s"', code) == chr(code)
+    for high, low in ((0xD800, 0xDC00), (0xDBFF, 0xDFFF), (0xD83D, 0xDE00)):
+        assert parse(b'"%s"', high, low) == chr(0x10000 + (high - 0xD800 << 10) + low - 0xDC00)
+
+
 def test_what_turns_the_direction_of_text_is_escaped(llama):
     """Found by fuzz_convert.py, as an unknown value that a message quotes."""
     path = llama / "config.json"
@@ -108,6 +124,11 @@ def test_float64_and_int8_weights_are_refused(tmp_path):  # B24
         weights["model.norm.weight"] = (dtype, weights["model.norm.weight"])
         ck.write_safetensors(directory / "model.safetensors", weights)
         refuse(directory, "model.norm.weight", dtype, "F32, F16, BF16")
+
+
+def test_the_largest_rank_is_read(tmp_path):
+    (tmp_path / "a").write_bytes(ck.safetensors_bytes({"a": {"dtype": "U8", "shape": [1] * 7 + [3], "data_offsets": [0, 3]}}, bytes(3)))
+    assert safetensors_reader.SafetensorsFile(tmp_path / "a").tensors["a"].shape == (1, 1, 1, 1, 1, 1, 1, 3)
 
 
 def test_empty_tensors_take_no_place(tmp_path):
@@ -250,6 +271,21 @@ def test_non_finite_weights(tmp_path, value):  # B34
     assert "model.layers.1.mlp.down_proj.weight" in done.stderr
 
 
+@pytest.mark.parametrize("options", [[], ["--quantize", "int8"]])
+def test_strict_counts_the_tensors_alone(tmp_path, options):
+    """Not the warnings that came before: of a tokenizer that is absent, and of a tensor that is no part of the model."""
+    weights = ck.weights_of(ck.LLAMA)
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, weights | {"extra.weight": np.ones(3, np.float32)})
+    done = ck.run_script("convert_hf.py", directory, "-o", tmp_path / "strict.bin", "--strict", *options)
+    assert done.returncode == 0 and len(done.stderr.splitlines()) == 2, done.stderr
+    ck.convert(directory, tmp_path / "loose.bin", *options)
+    assert (tmp_path / "strict.bin").read_bytes() == (tmp_path / "loose.bin").read_bytes()
+    for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.v_proj.weight"):
+        weights[name][:] = 0
+    ck.write_checkpoint(directory, ck.LLAMA, weights | {"extra.weight": np.ones(3, np.float32)})
+    refuse(directory, "2 tensors hold", "--strict", options=["--strict", *options])
+
+
 @pytest.mark.parametrize("row", [0, 20, -1])
 def test_each_piece_of_a_tensor_is_watched(tmp_path, monkeypatch, capsys, row):
     """A tensor goes through in pieces: what is wrong in the first, a middle or the last one is found."""
@@ -319,6 +355,22 @@ def test_many_warnings_are_counted(tmp_path):
     assert done.returncode == 0 and len(done.stderr.splitlines()) == cli.MAX_WARNINGS + 1
     # One for each tensor, and one for the tokenizer that is not there.
     assert done.stderr.splitlines()[-1] == f"warning: ... and {len(weights) + 1 - cli.MAX_WARNINGS} more"
+
+
+def test_a_missing_package_is_one_line_and_any_other_failure_to_import_a_traceback(capsys, monkeypatch):
+    monkeypatch.setattr(needs.sys, "argv", ["scripts/x.py"])
+    for name, todo in (("numpy", "Run make venv, then .venv/bin/python scripts/x.py"), ("torch", f"Run {needs.sys.executable} -m pip install torch"),
+                       ("num", f"Run {needs.sys.executable} -m pip install num")):
+        error = ModuleNotFoundError(f"No module named '{name}'", name=name)
+        with pytest.raises(SystemExit) as stopped:
+            needs.in_one_line(type(error), error, None)
+        assert stopped.value.code == 4 and capsys.readouterr().err == f"error: {name}: not installed. {todo}\n"
+    with pytest.raises(SystemExit) as stopped:
+        needs.in_one_line(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert stopped.value.code == 130 and capsys.readouterr().err == "error: interrupted\n"
+    for error in (ImportError("cannot import name 'x' from 'numpy'", name="numpy"), OSError("libtorch.so"), ValueError("numpy"), SystemError()):
+        needs.in_one_line(type(error), error, None)
+        assert capsys.readouterr().err.splitlines()[-1] == f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 @pytest.mark.parametrize("error, code", [(errno.ENOSPC, cli.RESOURCES), (errno.EDQUOT, cli.RESOURCES),

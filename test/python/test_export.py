@@ -1,6 +1,7 @@
 """export_hf.py: convert, export, convert is the identity; nothing is destroyed; what cannot be exported is refused."""
 
 import json
+import os
 
 import pytest
 
@@ -181,6 +182,21 @@ def test_damaged_file_leaves_no_export(tmp_path):
         pass
     done = ck.run_script("export_hf.py", tmp_path / "dump.bin", "-o", tmp_path / "exported")
     ck.assert_refused(done, 3, "reference dump", output=tmp_path / "exported")
+
+
+@pytest.mark.parametrize("options", [[], ["--max-shard-bytes", "4000"]])
+def test_damage_of_any_tensor_is_found(tmp_path, options):
+    """In one file or in shards: each tensor is verified, and so is the tokenizer."""
+    first = ck.convert(ck.write_checkpoint(tmp_path / "model", ck.LLAMA, tokenizer=ck.tokenizer_of(9)), tmp_path / "first.bin")
+    with open(tmp_path / "first.bin", "r+b", buffering=0) as file:
+        for name, tensor in list(first.tensors.items())[::5 if options else 1]:
+            at = tensor.offset + tensor.bytes - 1
+            whole = os.pread(file.fileno(), 1, at)
+            os.pwrite(file.fileno(), bytes([whole[0] ^ 1]), at)
+            done = ck.run_script("export_hf.py", tmp_path / "first.bin", "-o", tmp_path / "exported", *options)
+            ck.assert_refused(done, 3, name, "damaged", output=tmp_path / "exported")
+            os.pwrite(file.fileno(), whole, at)
+    export(tmp_path / "first.bin", tmp_path / "exported", *options)
 
 
 def test_shard_plan():

@@ -97,6 +97,15 @@ def test_the_checksum_is_castagnoli():
     assert export_log.crc32c(b"123456789") == 0xE3069283 == bitwise_crc32c(b"123456789")
 
 
+@pytest.mark.parametrize("value", [0, 1, *(2**bits + by for bits in range(7, 64, 7) for by in (-1, 0, 1))])
+def test_a_number_takes_a_byte_for_each_seven_bits(value):
+    """Each number ends, and what comes after it is read as what it is: steps, and the lengths of fields."""
+    data = export_log._varint(value)
+    assert read_varint(data + b"\xff", 0) == (value, max(1, -(-value.bit_length() // 7)))
+    if value < 1 << 15:
+        assert list(fields(export_log._field(5, bytes(value)))) == [(5, bytes(value))]
+
+
 def test_a_table(tmp_path):
     run = write_log(tmp_path / "run", [HEADER, step(1), step(2, val_loss=3.25), step(3, loss=None, grad_norm="x"),
                                        {"type": "resume", "step": 2}, step(3, loss=0.1)])

@@ -1,5 +1,6 @@
 """hf_config.py: configs of transformers 4 and 5, the published sizes, what is refused (B35 to B51, B74 to B82)."""
 
+import itertools
 import json
 import pathlib
 
@@ -245,6 +246,40 @@ def test_old_and_new_keys_that_disagree():  # B46
     refused(ck.LLAMA | {"rope_scaling": scaling_of(8), "original_max_position_embeddings": 4096}, "8192", "4096")
 
 
+def places_of(key, value, *names):
+    """The places of a value in a config: under each name at the top, and in rope_parameters and rope_scaling."""
+    yield from ((name, value) for name in names)
+    yield from ((outer, {key: value, "rope_type": "default"}) for outer in ("rope_parameters", "rope_scaling"))
+
+
+@pytest.mark.parametrize("key, names, same, other", [
+    ("rope_theta", ("rope_theta", "rotary_emb_base"), 10000.0, 20000.0),
+    ("partial_rotary_factor", ("rotary_pct", "partial_rotary_factor"), 0.5, 0.25)])
+def test_a_value_in_several_places_is_one_value(key, names, same, other):
+    """Any number of places may agree, and any one of them may be the one that does not."""
+    base = without(ck.GPT_NEOX, *names)
+    agreeing, differing = (dict(places_of(key, value, *names)) for value in (same, other))
+    want = parse(base | {names[0]: same})
+    for count in range(2, len(agreeing) + 1):
+        for chosen in itertools.combinations(agreeing, count):
+            whole = base | {place: agreeing[place] for place in chosen}
+            assert parse(whole) == want
+            for place in chosen:
+                refused(whole | {place: differing[place]}, f"{same:g}"[:4], f"{other:g}"[:4], "disagree")
+
+
+@pytest.mark.parametrize("key", ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "rope_type", "type"])
+def test_scaling_in_two_places_is_one_scaling(key):
+    both = {"rope_scaling": scaling_of(8) | {"type": "llama3"}, "rope_parameters": scaling_of(8) | {"type": "llama3"},
+            "original_max_position_embeddings": 8192}
+    assert parse(ck.LLAMA | both) == parse(ck.LLAMA | {"rope_scaling": scaling_of(8)})
+    for place in ("rope_scaling", "rope_parameters"):
+        value = "default" if key.endswith("type") else 2 * both[place][key]
+        refused(ck.LLAMA | both | {place: both[place] | {key: value}}, key, "disagree")
+    if key == "original_max_position_embeddings":
+        refused(ck.LLAMA | both | {key: 4096}, key, "disagree")
+
+
 def test_rotary_dimensions():  # B47: heads of 8
     for fraction, rotary in ((0.25, 2), (0.5, 4), (1.0, 8), (1, 8), (0.3, 2)):
         assert parse(ck.GPT_NEOX | {"rotary_pct": fraction}).rope.rotary_dim == rotary
@@ -306,6 +341,21 @@ def test_tokenizer_vocabulary():  # B74 to B78
     for bad in ({"model": model, "added_tokens": [5]}, {"model": model, "added_tokens": {"a": 1}}, {"model": 3}, {}):
         with pytest.raises(tensor_file.FileError, match="tokenizer.json"):
             vocabulary(bad)
+
+
+@pytest.mark.parametrize("normalizer", [None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []}])
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_metaspace_in_front_of_the_first_piece_beside_added_tokens(normalizer, scheme):
+    """Refused where there is a normalizer and any of the added tokens is normalized, whichever it is."""
+    plain, normalized = ({"normalized": False}, {"special": True}), ({"normalized": True, "special": True}, {})
+    document = ck.tokenizer_of(4) | {"normalizer": normalizer, "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme}}
+    for flags in itertools.product([*plain, *normalized], repeat=3):
+        document["added_tokens"] = [{"id": 4 + i, "content": f"<{i}>", **each} for i, each in enumerate(flags)]
+        if normalizer == {"type": "NFC"} and scheme == "first" and any(each in normalized for each in flags):
+            with pytest.raises(tensor_file.FileError, match="prepend_scheme.*beside a normalizer and added tokens that are normalized"):
+                vocabulary(document)
+        else:
+            assert vocabulary(document) == 7
 
 
 # ---- sizes that nobody tried -----------------------------------------------------------------------------------------

@@ -67,6 +67,47 @@ def test_a_cell_is_what_the_planner_says(planner, preset, recompute, gpu):
     assert cell == planner.cell(row, gpu), "run dev/memory_table.py --write"
 
 
+@pytest.mark.parametrize("sizes", [{"training": 1, "pythia": 1}, {"training": 9, "pythia": 2}, {"training": 2, "pythia": 9}, {"pythia": 5, "training": 1}])
+def test_tables_of_other_lengths_leave_the_text_around_them(sizes, tmp_path, monkeypatch, capsys):
+    def page(**rows):
+        table = {name: "".join(f"| {name} {row} |\n" for row in range(rows[name])) for name in ("training", "pythia")}
+        return "".join(f"Text.\n\n{mt.BEGIN.format(name)}\n{table[name]}{mt.END}\n\n" for name in table) + "The end: \u2013.\n"
+
+    (tmp_path / "doc").mkdir()
+    monkeypatch.setattr(mt, "ROOT", tmp_path)
+    monkeypatch.setattr(mt, "tables", lambda planner: {name: [f"| {name} {row} |" for row in range(rows)] for name, rows in sizes.items()})
+    (tmp_path / "doc" / "memory.md").write_text(page(training=3, pythia=4), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["memory_table.py", "--write"])
+    for _ in range(2):
+        assert mt.main() == 0 and (tmp_path / "doc" / "memory.md").read_text(encoding="utf-8") == page(**sizes)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(sys, "argv", ["memory_table.py"])
+    assert mt.main() == 0 and (tmp_path / "doc" / "memory.md").read_text(encoding="utf-8") == page(**sizes)
+    assert capsys.readouterr().out == "\n".join("".join(f"| {name} {row} |\n" for row in range(rows)) for name, rows in sizes.items())
+
+
+class Answers(mt.Planner):
+    """A planner whose answers are those of `fits`: GPU and moments to sequences."""
+
+    def __init__(self, fits):
+        self.fits, self.asked = fits, []
+
+    def run(self, row, gpu, *more):
+        self.asked.append((gpu, *more))
+        most = self.fits[gpu, "bf16" in more]
+        error = f"--micro-batch {most} would fit" if 0 < most < mt.MOST else ""
+        return subprocess.CompletedProcess([], 0 if most >= mt.MOST else 5, "", error)
+
+
+def test_a_cell_says_how_many_fit_and_with_which_moments():
+    row = mt.Row("d12", 50304, "norm")
+    planner = Answers({("24GB", False): 0, ("24GB", True): 0, ("40GB", False): 0, ("40GB", True): 4, ("48GB", False): 16,
+                       ("80GB", False): mt.MOST // 2, ("141GB", False): mt.MOST})
+    assert planner.line(row) == "| d12 | 1024 | norm | \u2013 | 4 (m) | 16 | 512 | 1024+ |"
+    assert [asked[0] for asked in planner.asked] == ["24GB", "24GB", "40GB", "40GB", "48GB", "80GB", "141GB"]
+    assert all(asked[1:3] == ("--micro-batch", str(mt.MOST)) for asked in planner.asked)
+
+
 def test_the_sizes_of_pythia():
     assert table("pythia") == mt.pythia_table(), "run dev/memory_table.py --write"
     assert "| pythia-2.8b | 2,775 M | 5.55 GB | 0.67 GB | 6.22 GB |" in table("pythia")

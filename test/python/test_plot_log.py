@@ -67,6 +67,36 @@ def test_broken_lines_are_left_out(tmp_path):
     assert sorted(run.steps) == [1, 2] and run.broken == 3
 
 
+def test_steps_that_train_llama_can_have_are_taken_and_no_others(tmp_path):
+    """The header is that of the last start, and a number that is beyond all floats is none, whatever its sign."""
+    huge = 10**400
+    wrong = [-1, 10**12 + 1, True, 1.0, "1", None, huge, -huge]
+    log = write_log(tmp_path / "log.jsonl", [HEADER, *(step(0) | {"step": number} for number in wrong), step(0), step(10**12), step(7, loss=-huge, lr=huge),
+                                             *({"type": "resume", "step": number} for number in wrong), HEADER | {"version": "y"}])
+    run = plot_log.read_run(log)
+    assert sorted(run.steps) == [0, 7, 10**12] and run.header["version"] == "y" and run.broken == 0
+    assert run.steps[7]["loss"] is None and run.steps[7]["lr"] is None and run.curve("loss")[0] == [0, 10**12]
+
+
+@pytest.mark.parametrize("size", [15, 50, 200, 1000])
+def test_a_log_that_grows_by_pieces_of_lines_is_read_as_the_whole(tmp_path, size):
+    records = [HEADER, step(1), step(2, loss=9.0), {"type": "resume", "step": 1}, step(2), step(3, val_loss=3.0), step(4)]
+    whole = write_log(tmp_path / "whole" / "log.jsonl", records, tail="[1]\n")
+    data, log = whole.read_bytes(), write_log(tmp_path / "log.jsonl", [])
+    run = plot_log.new_run(log)
+    assert not run.read_more()
+    with log.open("ab", buffering=0) as file:
+        for begin in range(0, len(data), size):
+            file.write(data[begin:begin + size])
+            assert run.read_more() == (b"\n" in data[begin:begin + size])
+            assert not run.read_more(), "nothing was added"
+            assert (run.records, run.broken) == (data[:begin + size].count(b"\n"), data[:begin + size].count(b"[1]\n"))
+    want = plot_log.read_run(whole)
+    assert (run.steps, run.header, run.broken, run.records) == (want.steps, want.header, 1, len(records) + 1)
+    run.read_all()
+    assert run.broken == 1, "nothing is left of the last line"
+
+
 def test_broken_lines_are_counted_where_there_are_several(tmp_path, monkeypatch, capsys):
     """One is what a killed run leaves."""
     monkeypatch.setattr(plot_log, "draw", lambda runs, output: None)
@@ -96,6 +126,8 @@ def test_smoothing_is_a_running_median():
 def test_units_for_people():
     assert [plot_log.human(x) for x in (0.5, 12, 999, 1000, 12345678, 3.2e9, 1e13)] == [
         "0.5", "12", "999", "1K", "12.3M", "3.2B", "10T"]
+    assert [plot_log.human(sign * x) for sign in (1, -1) for x in (1e3, 1e6, 1e9, 1e12)] == ["1K", "1M", "1B", "1T", "-1K", "-1M", "-1B", "-1T"]
+    assert [plot_log.human(x) for x in (999.4, 999.6, 999499, 999500, 999_999_999, -999.6, 0)] == ["999", "1K", "999K", "1M", "1B", "-1K", "0"]
 
 
 def figure_of(monkeypatch, runs, output):

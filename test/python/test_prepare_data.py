@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -354,6 +355,23 @@ def test_hostile_tokenizers_are_refused_in_one_line(change, words, prepare, toke
                    tokenizer=write(tmp_path / "hostile.json", json.dumps(tokenizer)))
     assert done.returncode == 3 and done.stderr.count("\n") == 1, done.stderr
     assert words in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_shards_of_an_earlier_run_go_and_nothing_else_does(tmp_path):
+    """A shard's name is a split, five digits or more, and .bin: neither more nor less is one."""
+    old = ["train_00000.bin", "train_00007.bin", "train_123456.bin", "val_00001.bin", "val_00002.bin"]
+    kept = ["train_00000.bin.bak", "train_00001.bin~", "val_00000.bin.gz", "train_0001.bin", "a_train_00001.bin", "Train_00001.bin",
+            "test_00001.bin", "train_00001_bin", "train_00001.binary", "train-00001.bin", "train_0000x.bin", "train_00009.bin\n", "notes.txt"]
+    output, staging = tmp_path / "out", tmp_path / "staging"
+    for folder, names in ((output, old + kept), (staging, ["train_00000.bin", "val_00001.bin"])):
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_text(folder.name)
+    splits = [SimpleNamespace(shards=[name]) for name in ("train_00000.bin", "val_00001.bin")]
+    assert prepare_data.publish(output, staging, SimpleNamespace(text=b"{}"), splits) == 3
+    found = {path.name: path.read_text() for path in output.iterdir()}
+    assert found == {name: "out" for name in kept} | {"train_00000.bin": "staging", "val_00001.bin": "staging", "tokenizer.json": "{}"}
+    assert not list(staging.iterdir())
 
 
 def test_what_killed_runs_left_goes_away(prepare, tmp_path):

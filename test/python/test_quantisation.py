@@ -1,6 +1,7 @@
 """convert_hf.py --quantize: the grids and their search, the files, and what infer_pythia computes from them."""
 
 import json
+import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
@@ -213,6 +214,41 @@ def test_reference_dumps_take_the_weights_that_a_file_means(tmp_path, scheme):
     other = hf_config.parse_config(LLAMA | {"rope_theta": 500.0}, "config")
     with pytest.raises(tensor_file.FileError, match="differs from the configuration of DIR"):
         next(dump_reference.replaced_weights(tmp_path / f"llama-{scheme}.bin", other))
+
+
+@pytest.mark.parametrize("scheme", quantization.SCHEMES)
+def test_damage_of_any_part_of_a_quantised_matrix_is_found(tmp_path, scheme):
+    packed, _ = converted(tmp_path, "llama", scheme)
+    name = "model.layers.1.mlp.down_proj.weight"
+    parts = [part for part in packed.tensors if part.startswith(name)]
+    assert len(parts) == (3 if scheme == "int4" else 2)
+    with open(packed.path, "r+b", buffering=0) as file:
+        for part in parts:
+            at = packed.at(part).offset + packed.at(part).bytes - 1
+            whole = os.pread(file.fileno(), 1, at)
+            os.pwrite(file.fileno(), bytes([whole[0] ^ 1]), at)
+            with pytest.raises(tensor_file.FileError, match=f"tensor '{part}': XXH3-64"):
+                quantization.dequantized(tensor_file.read(packed.path), name)
+            os.pwrite(file.fileno(), whole, at)
+    np.testing.assert_array_equal(quantization.dequantized(tensor_file.read(packed.path), name), weights_of(packed, name))
+
+
+@pytest.mark.parametrize("scheme, part, dtype, shape", [
+    ("int8", "scales", "f16", (4,)), ("int8", "scales", "f32", (5,)), ("fp8", "scales", "f32", (4, 1)), ("int4", "scales", "f32", (4, 2)),
+    ("int4", "scales", "f16", (4, 1)), ("int4", "zeros", "i8", (4, 2)), ("int4", "zeros", "u8", (2, 4))])
+def test_scales_and_zeros_of_another_kind_are_refused(tmp_path, scheme, part, dtype, shape):
+    """Of a matrix of 4 rows and 256 columns, which is two groups."""
+    stored = {name: (name, kind, sizes) for name, kind, sizes in quantization.stored_tensors(scheme, "w", (4, 256))}
+    assert stored[f"w.{part}"][1:] != (dtype, shape)
+    stored[f"w.{part}"] = (f"w.{part}", dtype, shape)
+    with tensor_file.Writer(tmp_path / "a.bin", "model", {}) as writer:
+        for each in stored.values():
+            writer.declare(*each)
+        for name, kind, sizes in stored.values():
+            writer.write(name, bytes(tensor_file.payload_bytes(kind, sizes)))
+    with pytest.raises(tensor_file.FileError, match=f"w.{part}: got {dtype} ") as caught:
+        quantization.dequantized(tensor_file.read(tmp_path / "a.bin"), "w")
+    assert caught.value.code == 3
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------

@@ -386,6 +386,25 @@ def test_shifted_labels():
         assert set(values.flatten().tolist()) == {0, 1, 2}
 
 
+def test_every_tensor_is_of_its_group_and_of_its_layer():
+    """--tensors and --act-layers. The layers are those of both runs' activations, and of nothing else."""
+    layers = [f"{kind}.layers.{layer}.{name}" for kind in ("act", "act16") for layer in (0, 1, 10) for name in ("residual", "attention.q")]
+    losses, weight = ["adamw.losses", "adamw16.losses"], "model.layers.1.mlp.up_proj.weight"
+    others = {"act": ["act.embedding", "act.logits", "act16.logits"], "greedy": ["greedy.ids"], "grad": [f"grad.{weight}"], "grad16": [f"grad16.{weight}"],
+              "losses": losses, "adamw": [*losses, f"adamw.param.{weight}", f"adamw16.param.{weight}"]}
+    of_no_group = ["input_ids", "labels", "loss"]
+    names = [*layers, *{name for group in others.values() for name in group}, *of_no_group]
+    assert set(others) == set(dump_reference.GROUPS)
+    for group, members in others.items():
+        kept = set(filter(dump_reference.selection([group], None), names))
+        assert kept == {*members, *(layers if group == "act" else []), *of_no_group}
+    assert list(filter(dump_reference.selection(None, None), names)) == names
+    assert list(filter(dump_reference.selection([], None), names)) == of_no_group
+    for chosen in ([0], [1], [10], [1, 10], []):
+        dropped = set(names) - set(filter(dump_reference.selection(None, chosen), names))
+        assert dropped == {name for name in layers if int(name.split(".")[2]) not in chosen}
+
+
 @pytest.fixture
 def torch():
     pytest.importorskip("transformers")

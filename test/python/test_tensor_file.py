@@ -150,10 +150,26 @@ def test_writes_in_pieces(tmp_path):
 def test_misuse_leaves_the_old_file(misuse, tmp_path):
     path = tmp_path / "x.bin"
     path.write_bytes(b"old")
-    with pytest.raises(ValueError), Writer(path, "model", {}) as writer:
+    with pytest.raises(KeyboardInterrupt), Writer(path, "model", {}) as writer:
         writer.declare("x", "f32", (2,))
-        misuse(writer)
+        with pytest.raises(ValueError):
+            misuse(writer)
+        raise KeyboardInterrupt  # the end of the block would complain of what is not written
     assert path.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("dtype", tensor_file.NUMPY_DTYPES)
+def test_bytes_of_every_dtype_up_to_the_limit(dtype):
+    """The sizes that are not zero count for the limit, also beside one that is: as the C++ reader has it."""
+    size = np.dtype(tensor_file.NUMPY_DTYPES[dtype]).itemsize
+    assert tensor_file.payload_bytes(dtype, (6, 4)) == (12 if dtype == "u4" else 24 * size)
+    for zeros in ((), (0,), (0, 0)):
+        for most in (2**63 // size,), (2**31 // size, 2**32), (2**40, 2**40):
+            for shape in ((*zeros, *most), (*most, *zeros), (most[0], *zeros, *most[1:])):
+                assert tensor_file.payload_bytes(dtype, shape) is None
+        below = 2**63 // size - 2
+        assert tensor_file.payload_bytes(dtype, (*zeros, below)) == (0 if zeros else below // 2 if dtype == "u4" else below * size)
+        assert tensor_file.payload_bytes(dtype, zeros) == (0 if zeros else tensor_file.payload_bytes(dtype, (1,)))
 
 
 def test_a_configuration_that_is_not_json_is_refused(tmp_path):
@@ -237,6 +253,35 @@ def test_interrupted_while_it_syncs_it_leaves_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("code, exit_code", [(errno.EIO, tensor_file.ENVIRONMENT), (errno.ENOSPC, tensor_file.RESOURCES),
+                                             (errno.EDQUOT, tensor_file.RESOURCES)])
+@pytest.mark.parametrize("call, action", [("ftruncate", "truncate"), ("fsync", "sync"), ("close", "close"),
+                                          ("rename", "rename the finished file")])
+def test_a_failure_to_finish_leaves_the_old_file_alone(call, action, code, exit_code, tmp_path, monkeypatch):
+    def fails(*arguments):
+        if call == "close":
+            close(*arguments)
+        raise OSError(code, "it failed")
+
+    path, close = tmp_path / "x.bin", os.close
+    path.write_bytes(b"old")
+    file = tensor_file.AtomicFile(path)
+    file.write(b"new")
+    with monkeypatch.context() as patch, pytest.raises(FileError, match=f"x.bin': cannot {action}: it failed") as caught:
+        patch.setattr(os, call, fails)
+        file.publish()
+    assert caught.value.code == exit_code
+    file.discard()  # what is over is over
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_name_that_is_a_directory_leaves_nothing(tmp_path):
+    (tmp_path / "x.bin").mkdir()
+    with pytest.raises(FileError, match="rename the finished file"), Writer(tmp_path / "x.bin", "model", {}):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["x.bin"]
+
+
 def test_a_file_system_that_cannot_sync_directories_will_do(tmp_path, monkeypatch):
     fsync = os.fsync
 
@@ -298,6 +343,21 @@ def test_shards_refuse_damage(case, tmp_path):
     with pytest.raises(FileError) as caught:
         token_shard.TokenShard(path).verify()
     assert str(caught.value) == f"{escaped(str(path))}: {case['message']}"
+
+
+@pytest.mark.parametrize("name, size", [("u16.bin", 65536), ("u32.bin", 128256)])
+def test_the_end_of_a_document_is_an_id_of_the_vocabulary_or_none(name, size, tmp_path):
+    path = tmp_path / "x.bin"
+    for end in (-2, -1, 0, size - 1, size, size + 1, 2**63 - 1, -(2**63)):
+        path.write_bytes(shard_vectors.apply({"base": name, "edits": [[40, end.to_bytes(8, "little", signed=True).hex()]], "rehash": True}))
+        if -1 <= end < size:
+            assert token_shard.TokenShard(path).end_of_document_id == end
+            continue
+        with pytest.raises(FileError, match=f"end_of_document_id: got {end}, expected -1 to {size - 1}"):
+            token_shard.TokenShard(path)
+        with pytest.raises(ValueError, match=f"vocabulary of {size}, end of document {end}"):
+            token_shard.ShardWriter(tmp_path / "y.bin", size, 0, end)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_shard_writer_refuses_ids_outside_the_vocabulary(tmp_path):

@@ -7,9 +7,11 @@ directory), whole runs with train_llama (WEFT_BIN_DIR). Training in PyTorch need
 import importlib.util
 import io
 import json
+import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,32 @@ def test_schedule_equals_that_of_weft(tmp_path, options):
     settings = train_reference.read_description(directory).settings
     logged = [record["lr"] for record in train_reference.read_losses(directory, 13)]
     assert [train_reference.learning_rate(settings, step) for step in range(1, 14)] == pytest.approx(logged, rel=1e-12)
+
+
+SETTINGS = train_reference.Settings(
+    model_file="", train="", steps=12, micro_batch=1, seq_len=1, batch_tokens=1, lr=0.4, min_lr_ratio=0.1, warmup_steps=0, schedule="wsd",
+    wsd_decay_fraction=0.2, weight_decay=0, beta1=0, beta2=0, eps=1, grad_clip=0, seed=1)
+
+
+@pytest.mark.parametrize("steps, fraction, decay", [
+    (10, 0.2, 2), (10, 0.24, 2), (10, 0.25, 3), (10, 0.26, 3), (13, 0.35, 5), (13, 0.5, 7), (14, 0.25, 4), (10, 0.04, 0), (10, 0.05, 1),
+    (10, 0, 0), (10, 1, 8), (10, 0.75, 8), (10, 0.9, 8), (1000, 0.2005, 201), (1000, 0.2004, 200)])
+def test_wsd_decays_over_the_nearest_number_of_steps(steps, fraction, decay):
+    """As llmc/train/schedule.h has it: half a step counts as one, and the warm-up is never cut."""
+    settings = replace(SETTINGS, steps=steps, schedule="wsd", warmup_steps=2, wsd_decay_fraction=fraction)
+    rates = [train_reference.learning_rate(settings, step) for step in range(1, steps + 1)]
+    shape = [0.04 + 0.36 * (1 - math.sqrt(done / decay)) for done in range(decay)]
+    assert rates == pytest.approx([0.2, 0.4, *[0.4] * (steps - decay - 2), *shape], rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule, shape", [
+    ("cosine", lambda done: 0.5 * (1 + math.cos(math.pi * done))), ("linear", lambda done: 1 - done), ("constant", lambda done: 1)])
+@pytest.mark.parametrize("warm_up", [0, 1, 4, 12])
+def test_a_schedule_begins_after_the_warm_up(schedule, shape, warm_up):
+    settings = replace(SETTINGS, schedule=schedule, warmup_steps=warm_up)
+    rates = [train_reference.learning_rate(settings, step) for step in range(1, 13)]
+    after = [0.04 + 0.36 * shape((step - warm_up) / (12 - warm_up)) for step in range(warm_up, 12)]
+    assert rates == pytest.approx([0.4 * (step + 1) / warm_up for step in range(warm_up)] + after, rel=1e-12)
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------

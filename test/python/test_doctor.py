@@ -1,0 +1,105 @@
+"""make doctor: each row of its report, and whether what is missing counts, on machines that are made of stubs."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("bash", "awk", "dirname", "head", "sed", "sort")
+GPU = "NVIDIA H100, {}, 570.1, 81559 MiB"
+# What is piped into a compiler is read: writing to one that has ended fails.
+COMPILES, FAILS = "read -r program", "read -r program; exit 1"
+SOUND = {"g++": f'case "$1" in -dump*) echo 13.2.0;; *) {COMPILES};; esac', "clang++": COMPILES, "python3": "echo 3.12", "ls": "exit 2",
+         "df": "printf 'Filesystem\\n/dev/x 1 1 50000000 1 /\\n'", "deps": "exit 0"}
+
+
+@pytest.fixture
+def doctor(tmp_path):
+    """Runs the script where nothing but these commands is there: name -> what it does, or None where it is absent."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "bin").mkdir()
+    shutil.copy(ROOT / "scripts" / "doctor.sh", tmp_path / "scripts")
+    for tool in TOOLS:
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
+
+    outside = {name: value for name, value in os.environ.items() if name not in ("CXX", "FUZZ_CXX", "NVCC", "PYTHON")}
+
+    def run(commands, **variables):
+        for name, text in (SOUND | commands).items():
+            path = tmp_path / "scripts" / "deps.sh" if name == "deps" else tmp_path / "bin" / name
+            path.unlink(missing_ok=True)
+            if text is not None:
+                path.write_text(f"#!{shutil.which('bash')}\n{text}\n")
+                path.chmod(0o755)
+        done = subprocess.run([tmp_path / "scripts" / "doctor.sh"], capture_output=True, text=True, timeout=60,
+                              env={**outside, "PATH": str(tmp_path / "bin"), **variables})
+        *rows, verdict = done.stdout.splitlines()
+        assert not done.stderr and verdict == ("doctor: ready" if done.returncode == 0 else
+                                               f"doctor: {sum(' BAD ' in row for row in rows)} problem(s)"), done
+        assert (done.returncode == 0) == (" BAD " not in done.stdout) and done.returncode in (0, 4)
+        return rows
+
+    return run
+
+
+def nvcc(version):
+    return {"nvcc": f"echo 'Cuda compilation tools, release {version}, V{version}.131'"}
+
+
+def gpus(*capabilities):
+    return {"nvidia-smi": "\n".join(f"echo '{GPU.format(capability)}'" for capability in capabilities)}
+
+
+@pytest.mark.parametrize("commands, row, verdict, words", [
+    ({}, "compiler", "ok", "g++ 13.2.0"),
+    ({"g++": None}, "compiler", "BAD", "g++ not found. Install g++ 12"),
+    ({"g++": f'case "$1" in -dump*) echo 8.1.0;; *) {FAILS};; esac'}, "compiler", "BAD", "g++ 8.1.0 cannot compile C++20 with OpenMP"),
+    ({}, "libraries", "ok", "nlohmann-json"),
+    ({"deps": "echo 'deps: xxHash is missing'; exit 4"}, "libraries", "BAD", "xxHash is missing"),
+    ({}, "fuzzing", "ok", "clang++ with libFuzzer"),
+    ({"clang++": FAILS}, "fuzzing", "-", "no clang with libFuzzer"),
+    ({"clang++": None}, "fuzzing", "-", "no clang with libFuzzer"),
+    ({}, "nvcc", "-", "not found: the programs are built for the CPU"),
+    *((nvcc(version), "nvcc", "ok", f"CUDA {version}") for version in ("12.4", "12.5", "12.10", "13.0")),
+    *((nvcc(version), "nvcc", "BAD", f"is CUDA {version}, weft needs 12.4") for version in ("12.3", "11.8", "9.2")),
+    ({}, "driver", "-", "no nvidia-smi"),
+    ({"nvidia-smi": "echo 'NVIDIA-SMI has failed'; exit 9"}, "driver", "-", "finds no GPU"),
+    ({"nvidia-smi": "exit 0"}, "driver", "-", "finds no GPU"),
+    *((gpus(capability), "GPU", "ok", f"NVIDIA H100, compute capability {capability}, 81559 MiB, driver 570.1")
+      for capability in ("8.0", "8.6", "9.0", "10.0", "12.1")),
+    *((gpus(capability), "GPU", "BAD", f"NVIDIA H100 has compute capability {capability}, weft needs 8.0") for capability in ("7.0", "7.5", "3.7")),
+    *(({"python3": f"echo {version}"}, "python", "ok", f"python3 {version}") for version in ("3.11", "3.12", "3.13")),
+    *(({"python3": f"echo {version}"}, "python", "BAD", f"python3 is {version}") for version in ("3.9", "3.10", "3.14", "2.7")),
+    ({"python3": None}, "python", "BAD", "python3 not found"),
+    ({}, "packages", "-", ".venv is not made yet"),
+    ({"df": "printf 'Filesystem\\n/dev/x 1 1 2000000 1 /\\n'"}, "disk", "ok", "2 GB free"),
+    ({"df": "printf 'Filesystem\\n/dev/x 1 1 1999999 1 /\\n'"}, "disk", "BAD", "1999 MB free"),
+])
+def test_each_row_and_whether_it_counts(doctor, commands, row, verdict, words):
+    rows = doctor(commands)
+    chosen = [line for line in rows if line.split()[0] == row]
+    assert len(chosen) == 1 and chosen[0].split()[1] == verdict and words in chosen[0], rows
+    assert [line for line in rows if " BAD " in line] == (chosen if verdict == "BAD" else []), "nothing else is wrong"
+    assert [line.split()[0] for line in rows if not line.startswith("packages")] == [
+        "compiler", "libraries", "fuzzing", "nvcc", "GPU" if row == "GPU" else "driver", "python", "disk"]
+
+
+def test_every_gpu_has_a_row_and_every_problem_counts(doctor):
+    rows = doctor(gpus("7.5", "9.0", "6.1"))
+    assert [line.split()[1] for line in rows if line.startswith("GPU")] == ["BAD", "ok", "BAD"]
+    rows = doctor({"g++": None, "deps": "exit 4", "python3": None, "df": "printf 'Filesystem\\n/dev/x 1 1 1 1 /\\n'", **nvcc("11.0"), **gpus("5.0")})
+    assert [line.split()[0] for line in rows if " BAD " in line] == ["compiler", "libraries", "nvcc", "GPU", "python", "disk"]
+
+
+def test_commands_under_other_names(doctor, tmp_path):
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "ready").touch()
+    others = {"g++": None, "clang++": None, "python3": None, "clang-19": COMPILES, "python3.11": "echo 3.11",
+              "ccache": f'[ "$1" = g++-14 ] || exit 1; case "$2" in -dump*) echo 14.1;; *) {COMPILES};; esac', "other-nvcc": nvcc("12.8")["nvcc"]}
+    rows = doctor(others, CXX="ccache g++-14", FUZZ_CXX="clang-19", PYTHON="python3.11", NVCC=str(tmp_path / "bin" / "other-nvcc"))
+    for row, words in (("compiler", "ccache g++-14 14.1"), ("fuzzing", "clang-19 with"), ("nvcc", "other-nvcc, CUDA 12.8"),
+                       ("python", "python3.11 3.11"), ("packages", ".venv is made")):
+        assert any(line.startswith(row) and " ok " in line and words in line for line in rows), rows
