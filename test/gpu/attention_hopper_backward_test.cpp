@@ -364,6 +364,11 @@ TYPED_TEST(AttentionHopperBackward, GroupsOfQueryHeads) {
     for (const std::int64_t HS : kHeadDims) this->compare(square(2, 150, 2 * group, 2, HS));
 }
 
+// Work is ordered by sections of 16 K/V heads at this length: two of them, and one of 8.
+TYPED_TEST(AttentionHopperBackward, HeadsOfSeveralSections) {
+  for (const std::int64_t HS : kHeadDims) this->compare(square(5, 130, 16, 8, HS));
+}
+
 TYPED_TEST(AttentionHopperBackward, Layouts) {
   for (const std::int64_t HS : kHeadDims)
     for (const Packing packing : {Packing::separate, Packing::llama_rows, Packing::neox_rows, Packing::cache})

@@ -69,7 +69,7 @@ struct Layout {
   }
 };
 
-enum class Packing { separate, llama_rows, neox_rows, cache, odd };
+enum class Packing { separate, llama_rows, neox_rows, cache, odd, odd_q, odd_k, odd_v, odd_out };
 
 struct Case {
   AttentionShape shape;
@@ -103,8 +103,14 @@ Layouts layouts(const Case& c) {
     case Packing::odd:  // no 16-byte alignment anywhere
       return {rows(s.TQ, q + 3, 1, s.HS), rows(s.TK, kv + 5, 3, s.HS), rows(s.TK, kv + 1, 0, s.HS),
               rows(s.TQ, q + 1, 1, s.HS)};
-    default:
-      return {out, rows(s.TK, kv, 0, s.HS), rows(s.TK, kv, 0, s.HS), out};
+    default: {  // of odd_q and the like one tensor alone is not aligned: by its beginning, or by its rows
+      Layouts at = {out, rows(s.TK, kv, 0, s.HS), rows(s.TK, kv, 0, s.HS), out};
+      if (c.packing == Packing::odd_q) at.q = rows(s.TQ, q + 8, 1, s.HS);
+      if (c.packing == Packing::odd_k) at.k = rows(s.TK, kv + 4, 0, s.HS);
+      if (c.packing == Packing::odd_v) at.v = rows(s.TK, kv + 8, 3, s.HS);
+      if (c.packing == Packing::odd_out) at.out = rows(s.TQ, q + 4, 0, s.HS);
+      return at;
+    }
   }
 }
 
@@ -346,6 +352,8 @@ TYPED_TEST(Attention, Layouts) {
     this->run({shape(2, 200, 200, 3, 3, HS), Packing::neox_rows});
     this->run({shape(2, 70, 200, 4, 2, HS), Packing::cache});
     this->run({shape(2, 70, 100, 4, 2, HS), Packing::odd});
+    for (const Packing packing : {Packing::odd_q, Packing::odd_k, Packing::odd_v, Packing::odd_out})
+      this->run({shape(2, 70, 70, 4, 2, HS), packing});
   }
 }
 
@@ -413,6 +421,11 @@ TEST(AttentionShapes, WhatNoKernelComputesIsRefused) {
   EXPECT_NE(refusal(shape(1, 8, 8, 2, 2, 48)).find("got 48, expected 32, 64, 80, 96, 128 or 256"), std::string::npos);
   EXPECT_NE(refusal(shape(1, 8, 8, 3, 2, 64)).find("3 query heads, 2 K/V heads"), std::string::npos);
   EXPECT_NE(refusal(shape(1, 9, 8, 2, 2, 64)).find("TQ 9, TK 8"), std::string::npos);
+  EXPECT_NE(refusal(shape(1, 8, 524'281, 2, 2, 64)).find("TK 524281"), std::string::npos);
+  EXPECT_NE(refusal(shape(134'217'728, 8, 8, 2, 2, 64)).find("B 134217728"), std::string::npos);
+  AttentionShape no_scale = shape(1, 8, 8, 2, 2, 64);
+  no_scale.scale = 0;
+  EXPECT_NE(refusal(no_scale).find("scale: got 0"), std::string::npos);
 }
 
 }  // namespace

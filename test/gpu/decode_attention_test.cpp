@@ -113,7 +113,8 @@ TYPED_TEST(CudaDecodeAttention, PromptsAreRotatedAndGoToTheCache) {
   }
 }
 
-// One token over a context, with launches that overlap and without, twice: the second run finds the tickets of the first.
+// One token over a context, with launches that overlap and without, on all multiprocessors and on few, which leaves few splits
+// that are long; each twice: the second run finds the tickets of the first.
 template <typename T>
 void check_token(std::int64_t NH, std::int64_t HS, std::int64_t rotary, std::int64_t context) {
   SCOPED_TRACE(testing::Message() << "HS " << HS << " rotary " << rotary << " NH " << NH << " context " << context);
@@ -146,8 +147,10 @@ void check_token(std::int64_t NH, std::int64_t HS, std::int64_t rotary, std::int
   const cuda::LaunchDevice this_gpu = cuda::launch_device();
   const DeviceBuffer<T> qkv = on_device<T>(input);
   const DeviceBuffer<std::int64_t> position(std::vector<std::int64_t>{context});
-  for (const bool overlapping : {false, this_gpu.overlapping}) {
-    const cuda::LaunchDevice device{this_gpu.multiprocessors, overlapping};
+  for (const cuda::LaunchDevice& device :
+       {cuda::LaunchDevice{this_gpu.multiprocessors, false}, this_gpu, cuda::LaunchDevice{1, this_gpu.overlapping},
+        cuda::LaunchDevice{4, this_gpu.overlapping}}) {
+    SCOPED_TRACE(testing::Message() << device.multiprocessors << " multiprocessors");
     const DeviceBuffer<T> gpu_keys = on_device<T>(old_keys), gpu_values = on_device<T>(old_values);
     DeviceBuffer<char> partials(cuda::decode_attention_workspace({NH, HS}, device));
     partials.fill_bytes(0);
@@ -175,7 +178,7 @@ void check_token(std::int64_t NH, std::int64_t HS, std::int64_t rotary, std::int
 
 TYPED_TEST(CudaDecodeAttention, TokensMatchTheCpu) {
   for (const std::int64_t HS : kHeadDims) {
-    for (const std::int64_t context : {0, 1, 127, 128, 129, 500}) check_token<TypeParam>(3, HS, HS / 4, context);
+    for (const std::int64_t context : {0, 1, 127, 128, 129, 500, 1000}) check_token<TypeParam>(3, HS, HS / 4, context);
     check_token<TypeParam>(1, HS, HS, 300);
     check_token<TypeParam>(5, HS, 0, 64);
   }

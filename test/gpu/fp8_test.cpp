@@ -757,6 +757,51 @@ TEST_F(CudaFp8Model, TheUpdateIsThatOfAdamW) {
   }
 }
 
+// The same micro-batch twice gives each gradient twice, and counts twice of what it rounds: with current scales, and with those of
+// a history.
+TEST_F(CudaFp8Model, MicroBatchesAddUp) {
+  for (const std::int64_t head_dim : kModelHeadDims) {
+    const auto model = make_llama(small_config(head_dim), small_options());
+    randomize_parameters(*model);
+    const TokenBatch text = random_tokens(model->config(), 80, 5);
+    const auto gradients = [&](int times, StepStatistics& statistics) {
+      model->zero_gradients();
+      for (int i = 0; i < times; ++i) {
+        model->forward(text.batch(), 0, 0.01f);
+        model->backward();
+      }
+      statistics = model->statistics();
+      std::vector<Floats> all;
+      for (const TensorSpec& spec : model->table().specs())
+        all.push_back(read_values(*model, TensorRole::gradient, spec));
+      return all;
+    };
+    for (const bool known : {false, true}) {
+      SCOPED_TRACE("head dimension " + std::to_string(head_dim) + (known ? ", a history" : ""));
+      StepStatistics of_one, of_two;
+      const std::vector<Floats> once = gradients(1, of_one), twice = gradients(2, of_two);
+      EXPECT_NEAR(of_two.loss_sum, 2 * of_one.loss_sum, 1e-6 * of_two.loss_sum);
+      for (const Fp8Kind kind : {Fp8Kind::input, Fp8Kind::gradient}) {
+        const Fp8Statistics::Kind &one = of_one.fp8->kinds[static_cast<std::size_t>(kind)],
+                                  &two = of_two.fp8->kinds[static_cast<std::size_t>(kind)];
+        EXPECT_EQ(two.values, 2 * one.values);
+        EXPECT_EQ(two.saturated, 2 * one.saturated);
+        EXPECT_EQ(two.flushed, 2 * one.flushed);
+      }
+      for (std::size_t t = 0; t < once.size(); ++t) {
+        Floats doubled = once[t];
+        for (float& value : doubled) value *= 2;
+        const TensorSpec& spec = model->table().specs()[t];
+        // A GEMM that adds may be another one than that which stores, and tensor cores add fp8 in sums of 14 bits.
+        EXPECT_TRUE(distance(spec.name, twice[t], doubled, 1e-2, Norm::l2).pass) << spec.name;
+      }
+      AdamWStep none;  // the same parameters, with a history of scales
+      none.learning_rate = 0;
+      model->update(none);
+    }
+  }
+}
+
 // The names of the operators of one step.
 std::set<std::string> names_of_a_step(TrainModel& model, std::int64_t number) {
   std::set<std::string> names;

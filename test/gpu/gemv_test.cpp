@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "llmc/base/error.h"
 #include "test/gpu/operator_tools.h"
 
 namespace weft::test {
@@ -21,10 +22,11 @@ class CudaGemv : public testing::Test {};
 using Types = testing::Types<float, bf16, fp16>;
 TYPED_TEST_SUITE(CudaGemv, Types);
 
-// This GPU, with and without launches that overlap their predecessor: older GPUs know only the latter.
+// This GPU, with and without launches that overlap their predecessor: older GPUs know only the latter. And one multiprocessor,
+// whose blocks get so many rows that they take them in several batches.
 std::vector<cuda::LaunchDevice> launch_devices() {
   const cuda::LaunchDevice device = cuda::launch_device();
-  std::vector<cuda::LaunchDevice> devices = {{device.multiprocessors, false}};
+  std::vector<cuda::LaunchDevice> devices = {{device.multiprocessors, false}, {1, device.overlapping}};
   if (device.overlapping) devices.push_back(device);
   return devices;
 }
@@ -61,8 +63,9 @@ TYPED_TEST(CudaGemv, NormGemvMatchesDouble) {
   struct Case {
     std::int64_t K, first, second;
   };
-  for (const Case& c : {Case{8, 1, 0}, Case{128, 384, 512}, Case{768, 5, 3}, Case{2560, 333, 1111}, Case{4096, 40, 7},
-                        Case{5120, 9, 2000}, Case{8192, 50, 0}, Case{16384, 21, 10}}) {
+  for (const Case& c :
+       {Case{8, 1, 0}, Case{128, 384, 512}, Case{768, 5, 3}, Case{2560, 333, 1111}, Case{4096, 40, 7},
+        Case{5120, 9, 2000}, Case{8040, 30, 5}, Case{8192, 50, 0}, Case{15000, 9, 4}, Case{16384, 21, 10}}) {
     SCOPED_TRACE(testing::Message() << "K " << c.K << " rows " << c.first << " + " << c.second);
     const float deviation = 1.0f / std::sqrt(static_cast<float>(c.K));
     const Floats residual = random_floats(c.K, 1, 3.0f, 2.0f);
@@ -81,7 +84,8 @@ TYPED_TEST(CudaGemv, NormGemvMatchesDouble) {
     const Floats want1 = narrowed(want),
                  want2 = narrowed(gemv(weight2, layer_norm(residual, norm2, shift2, 1e-5), c.second));
     for (const cuda::LaunchDevice& device : launch_devices()) {
-      SCOPED_TRACE(testing::Message() << "overlapping " << device.overlapping);
+      SCOPED_TRACE(testing::Message() << device.multiprocessors << " multiprocessors, overlapping "
+                                      << device.overlapping);
       DeviceBuffer<T> out1(static_cast<std::size_t>(c.first)), out2(static_cast<std::size_t>(c.second));
       DeviceBuffer<float> wide(static_cast<std::size_t>(c.first));
       NormGemv<T, T> io;
@@ -111,7 +115,9 @@ TYPED_TEST(CudaGemv, ResidualGemvMatchesDouble) {
     std::int64_t first, second, rows;
   };
   for (const Case& c : {Case{8, 0, 1}, Case{128, 512, 128}, Case{96, 264, 7}, Case{0, 3072, 300}, Case{768, 3072, 768},
-                        Case{2560, 10240, 277}, Case{4096, 16384, 133}, Case{5120, 20480, 50}}) {
+                        Case{1000, 7208, 61}, Case{2560, 10240, 277}, Case{3000, 13008, 33}, Case{4096, 16384, 133},
+                        Case{4000, 20008, 21}, Case{5120, 20480, 50}, Case{10'000, 41'200, 10}}) {
+    if ((c.first + c.second) * static_cast<std::int64_t>(sizeof(T)) > cuda::kMaxResidualGemvBytes) continue;
     SCOPED_TRACE(testing::Message() << "K " << c.first << " + " << c.second << " rows " << c.rows);
     const float deviation = 1.0f / std::sqrt(static_cast<float>(c.first + c.second));
     const Floats x1 = random_stored<T>(c.first, 1), x2 = random_stored<T>(c.second, 2);
@@ -129,7 +135,8 @@ TYPED_TEST(CudaGemv, ResidualGemvMatchesDouble) {
       if (c.second > 0 && c.rows % 2 != 0) want[r] += bias2[r];
     }
     for (const cuda::LaunchDevice& device : launch_devices()) {
-      SCOPED_TRACE(testing::Message() << "overlapping " << device.overlapping);
+      SCOPED_TRACE(testing::Message() << device.multiprocessors << " multiprocessors, overlapping "
+                                      << device.overlapping);
       const DeviceBuffer<float> d_residual(residual);
       ResidualGemv<T, T> io;
       io.inputs[0] = {d_x1.data(), {d_weight1.data(), d_bias1.data()}, c.first};
@@ -139,6 +146,37 @@ TYPED_TEST(CudaGemv, ResidualGemvMatchesDouble) {
       cuda::residual_gemv(io, device, nullptr);
       expect_near<float>(d_residual.download(), narrowed(want), "residual", kSumTolerance);
     }
+  }
+}
+
+TYPED_TEST(CudaGemv, RefusesSizesItCannotHold) {
+  using T = TypeParam;
+  constexpr std::int64_t kPack = 16 / static_cast<std::int64_t>(sizeof(T)),
+                         kMost = cuda::kMaxResidualGemvBytes / static_cast<std::int64_t>(sizeof(T));
+  const cuda::LaunchDevice device = cuda::launch_device();
+  const auto code_of = [](const auto& launch) {
+    try {
+      launch();
+    } catch (const Error& error) {
+      return error.code();
+    }
+    return Exit::ok;
+  };
+  for (const std::int64_t K : {kPack - 2, cuda::kMaxNormGemvWidth + kPack}) {
+    NormGemv<T, T> io;
+    io.K = K;
+    io.outputs[0].rows = 1;
+    EXPECT_EQ(code_of([&] { cuda::norm_gemv(io, device, nullptr); }), Exit::usage) << K;
+  }
+  struct Case {
+    std::int64_t first, second;
+  };
+  for (const Case& c : {Case{kPack - 2, 0}, Case{kPack - 2, 2}, Case{kMost + kPack, 0}, Case{kMost, kPack}}) {
+    ResidualGemv<T, T> io;
+    io.inputs[0].K = c.first;
+    io.inputs[1].K = c.second;
+    io.rows = 1;
+    EXPECT_EQ(code_of([&] { cuda::residual_gemv(io, device, nullptr); }), Exit::usage) << c.first << " + " << c.second;
   }
 }
 

@@ -105,6 +105,22 @@ TEST(CudaInference, LogitsAloneAreThoseBesideAllActivations) {
   }
 }
 
+// More rows of a step than have their logits at once, twice and a rest.
+TEST(CudaInference, LogitsOfManyRowsMatchTheCpu) {
+  const Fixture fixture(test::neox_config(test::small_shapes()[0]), DType::f32);
+  const Ids ids = test::random_tokens(600, fixture.config().tokenizer_vocab, 7);
+  InferenceOptions pool = one_sequence(640);
+  pool.max_rows = 640;
+  const auto reference = single_sequence(fixture.on_cpu(pool), 640), model = single_sequence(fixture.on_gpu(pool), 640);
+  for (DecodeModel* each : {reference.get(), model.get()}) {
+    each->keep_logits(true);
+    each->prefill(ids);
+  }
+  const Floats want = reference->activation("logits");
+  EXPECT_EQ(want.size(), ids.size() * static_cast<std::size_t>(fixture.config().vocab_size));
+  expect_close("logits", model->activation("logits"), want, DType::f32);
+}
+
 // A prompt with everything that can be asked for: logits against the CPU's, everything else against these logits.
 void compare_prompt(const Fixture& fixture, DType dtype, std::int64_t size) {
   SCOPED_TRACE("prompt of " + std::to_string(size));

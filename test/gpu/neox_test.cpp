@@ -105,6 +105,20 @@ TEST(CudaNeox, LogitsAloneAreThoseBesideAllActivations) {
   EXPECT_TRUE(model->activation("final_norm").empty() && model->activation("layers.0.residual").empty());
 }
 
+// More rows than have their logits at once, twice and a rest.
+TEST(CudaNeox, LogitsOfManyRowsMatchTheCpu) {
+  const Fixture fixture(test::small_shapes()[0], DType::f32);
+  const std::vector<std::int32_t> ids = test::random_tokens(600, fixture.config().vocab_size, 15);
+  const auto reference = fixture.on_cpu(600), model = fixture.on_gpu(DecodeMode::graph, 600);
+  for (DecodeModel* each : {reference.get(), model.get()}) {
+    each->keep_logits(true);
+    each->prefill(ids);
+  }
+  const std::vector<float> want = reference->activation("logits");
+  EXPECT_EQ(want.size(), ids.size() * static_cast<std::size_t>(fixture.config().vocab_size));
+  expect_close("logits", model->activation("logits"), want, DType::f32);
+}
+
 // One token after contexts of every awkward length, in every storage type and mode, and the prompt that led there.
 void compare_contexts(const NeoxShape& shape, DType dtype) {
   SCOPED_TRACE(shape.name);
@@ -401,6 +415,18 @@ TEST(CudaNeox, ScoresMatchTheCpu) {
     }
     EXPECT_NEAR(mean_got, mean_want, dtype == DType::bf16 ? 1e-2 : 1e-3) << dtype_name(dtype);
   }
+}
+
+// More ids than are computed at once, twice and a rest: each is scored as what follows it.
+TEST(CudaNeox, ScoresOfSeveralChunksMatchTheCpu) {
+  NeoxShape shape{"long", 2, 32, 1, 264};
+  shape.positions = 5000;
+  const Fixture fixture(shape, DType::f32);
+  const std::vector<std::int32_t> ids = test::random_tokens(4300, fixture.config().vocab_size, 14);
+  const std::vector<double> want = fixture.on_cpu(4300)->score(ids);
+  const std::vector<double> got = fixture.on_gpu(DecodeMode::graph, 4300)->score(ids);
+  ASSERT_EQ(got.size(), want.size());
+  for (std::size_t i = 0; i < got.size(); ++i) ASSERT_NEAR(got[i], want[i], 1e-3) << i;
 }
 
 // ---- loading ----------------------------------------------------------------------------------------------------------

@@ -96,7 +96,8 @@ constexpr std::int64_t kPadding = 3;
 // step has of it are NaN, as is everything else in the pool. Runs twice, overlapping: the second finds the counters of the first.
 template <typename T>
 std::vector<T> attend(const Sequences<T>& sequences, const std::vector<Piece>& pieces, std::int64_t page_size,
-                      unsigned seed, cuda::PagedPath path = cuda::PagedPath::automatic) {
+                      unsigned seed, cuda::PagedPath path = cuda::PagedPath::automatic,
+                      const cuda::LaunchDevice& device = cuda::launch_device()) {
   const Heads& heads = sequences.heads;
   const Tables tables(sequences.lengths, page_size, seed);
   const auto pool = static_cast<std::size_t>(tables.num_pages * heads.NKV * page_size * heads.HS);
@@ -164,7 +165,6 @@ std::vector<T> attend(const Sequences<T>& sequences, const std::vector<Piece>& p
   io.rows = {gpu_positions.data(), gpu_tables.data(), gpu_pages.data(), all_rows};
   io.work = gpu_work.data();
   io.workspace = workspace.data();
-  const cuda::LaunchDevice device = cuda::launch_device();
   for (const DeviceBuffer<T>* out : {&first, &second}) {
     io.out = out->data();
     cuda::paged_attention(io, device, nullptr, path);
@@ -249,8 +249,9 @@ class Invariance {
   }
 
   void expect_same(const std::vector<Piece>& pieces, std::int64_t page_size, unsigned seed, const char* what,
-                   cuda::PagedPath path = cuda::PagedPath::automatic) const {
-    const std::vector<T> got = attend(sequences_, pieces, page_size, seed, path);
+                   cuda::PagedPath path = cuda::PagedPath::automatic,
+                   const cuda::LaunchDevice& device = cuda::launch_device()) const {
+    const std::vector<T> got = attend(sequences_, pieces, page_size, seed, path, device);
     std::size_t at = 0;
     std::int64_t different = 0, first_different = -1;
     for (const Piece& piece : pieces) {
@@ -315,6 +316,36 @@ TYPED_TEST(CudaPagedAttention, ARowsBitsAreItsOwn) {
       same.expect_same(same.random_pieces(random), page_size, 6, "chunks among others");
       same.expect_same(same.random_pieces(random), page_size, 10, "on mma.sync", cuda::PagedPath::portable);
     }
+  }
+}
+
+// With few multiprocessors a block computes one tile after another, and a warp many items, more than it has lanes.
+TYPED_TEST(CudaPagedAttention, BlocksThatComputeManyTilesChangeNoBit) {
+  const Heads kinds[] = {{2, 1, 64}, {2, 1, 80}, {1, 4, 128}, {1, 2, 256}};
+  const cuda::LaunchDevice few{2, cuda::launch_device().overlapping};
+  std::mt19937 random(5);
+  for (const Heads& heads : kinds) {
+    SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " NKV " << heads.NKV << " G " << heads.G);
+    const Invariance<TypeParam> same(heads, 1300);
+    std::vector<Piece> rows;
+    for (std::int64_t position = 0; position < same.length(); ++position) rows.push_back({0, position, 1});
+    std::shuffle(rows.begin(), rows.end(), random);
+    const auto automatic = cuda::PagedPath::automatic;
+    same.expect_same({{0, 0, same.length()}}, 32, 11, "a prompt", automatic, few);
+    same.expect_same(rows, 16, 12, "row by row", automatic, few);
+    same.expect_same(same.random_pieces(random), 64, 13, "chunks among others", automatic, few);
+    same.expect_same(same.random_pieces(random), 32, 14, "on mma.sync", cuda::PagedPath::portable, few);
+  }
+}
+
+// More splits than are merged at a time, twice and a rest.
+TYPED_TEST(CudaPagedAttention, ManySplitsAreMergedInOrder) {
+  const Heads kinds[] = {{1, 4, 64}, {2, 1, 80}, {1, 2, 256}};
+  for (const Heads& heads : kinds) {
+    SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " NKV " << heads.NKV << " G " << heads.G);
+    const Invariance<TypeParam> same(heads, 4400);  // 18 splits
+    for (const std::int64_t position : {2047, 2048, 2303, 2304, 4095, 4096, 4399})
+      same.expect_same({{0, position, 1}, {2, 599, 1}, {0, position - 2, 2}}, 32, 15, "decoded rows");
   }
 }
 
@@ -560,7 +591,8 @@ class PagedSteps {
   }
 
   // A step's outputs, [rows, NH, HS]. Attention runs twice, overlapping, and must give the same bits.
-  std::vector<T> run(const std::vector<Piece>& pieces, Appends appends) {
+  std::vector<T> run(const std::vector<Piece>& pieces, Appends appends,
+                     const cuda::LaunchDevice& device = cuda::launch_device()) {
     std::vector<T> packed;
     std::vector<std::int32_t> positions, row_tables, block_tables;
     std::vector<cuda::PagedSpan> spans;
@@ -610,7 +642,6 @@ class PagedSteps {
     io.rows = append.rows;
     io.work = gpu_work.data();
     io.workspace = workspace_->data();
-    const cuda::LaunchDevice device = cuda::launch_device();
     if (appends == Appends::before) {
       cuda::append_to_pages(append, device, nullptr);
     } else {
@@ -660,7 +691,8 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
-// A row of each sequence, then the next one: beside the ends of key blocks, of pages and of splits.
+// A row of each sequence, then the next one: beside the ends of key blocks, of pages and of splits. Once on so few multiprocessors
+// that all warps of a block compute, several items each.
 template <typename T>
 void check_decoding(const Heads& heads, std::int64_t rotary, std::int64_t page_size) {
   SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " NKV " << heads.NKV << " G " << heads.G << " rotary "
@@ -676,8 +708,10 @@ void check_decoding(const Heads& heads, std::int64_t rotary, std::int64_t page_s
   PagedSteps<T> want(heads, rotary, page_size, lengths), got(heads, rotary, page_size, lengths);
   want.run(before, Appends::before);
   got.run(before, Appends::before);
+  const cuda::LaunchDevice all = cuda::launch_device(), few{2, all.overlapping};
   for (int i = 0; i < 3; ++i) {
-    EXPECT_TRUE(same_bits(got.run(step, Appends::attention), want.run(step, Appends::before))) << "step " << i;
+    EXPECT_TRUE(same_bits(got.run(step, Appends::attention, i == 1 ? few : all), want.run(step, Appends::before)))
+        << "step " << i;
     expect_same_bits(got.keys(), want.keys(), "keys in pages");
     expect_same_bits(got.values(), want.values(), "values in pages");
     for (Piece& piece : step) ++piece.first;
@@ -728,6 +762,9 @@ TYPED_TEST(CudaPagedAttention, RefusesOtherPagesAndViews) {
   io.kv = {memory.data(), memory.data(), 48, 1, 64};
   EXPECT_THROW(cuda::paged_attention(io, cuda::launch_device(), nullptr), Error);
   io.kv.page_size = 16;
+  io.rows.rows = 65'536;
+  EXPECT_THROW(cuda::paged_attention(io, cuda::launch_device(), nullptr), Error) << "more rows than a list can name";
+  io.rows.rows = 0;
   io.q = {memory.data() + 1, 0, 64, 64};
   EXPECT_THROW(cuda::paged_attention(io, cuda::launch_device(), nullptr), Error);
   io.q = {memory.data(), 0, 64, 64};

@@ -59,6 +59,42 @@ void check_swiglu_shapes() {
   check_swiglu<T>(1000, 264);
   check_swiglu<T>(70'000, 9);  // more rows than a second grid dimension holds
 }
+// Each operand in turn at an address that no 16-byte access may touch: the values are those of aligned ones.
+template <typename T>
+void check_unaligned_swiglu() {
+  const std::int64_t N = 3, F = 264, n = N * F;
+  const Floats gate_up = random_stored<T>(2 * n, 1, 3), dout = random_stored<T>(n, 2);
+  struct Places {
+    std::int64_t gate_up = 0, dout = 0, out = 0, dgate_up = 0;
+  };
+  const auto run = [&](const Places& at) {
+    const auto behind = [](const Floats& values, std::int64_t skipped) {
+      Floats all(static_cast<std::size_t>(skipped), 0.0f);
+      all.insert(all.end(), values.begin(), values.end());
+      return on_device<T>(all);
+    };
+    const DeviceBuffer<T> x = behind(gate_up, at.gate_up), d = behind(dout, at.dout), out(n + at.out),
+                          again(n + at.out), dx(2 * n + at.dgate_up);
+    swiglu_forward(out.data() + at.out, x.data() + at.gate_up, N, F, nullptr);
+    swiglu_backward(dx.data() + at.dgate_up, d.data() + at.dout, x.data() + at.gate_up, N, F, again.data() + at.out,
+                    nullptr);
+    Floats all;
+    for (const auto& [buffer, skipped] : {std::pair{&out, at.out}, {&again, at.out}, {&dx, at.dgate_up}}) {
+      const Floats values = on_host(*buffer);
+      all.insert(all.end(), values.begin() + skipped, values.end());
+    }
+    return all;
+  };
+  const Floats want = run({});
+  for (const Places& at : {Places{.gate_up = 1}, Places{.dout = 1}, Places{.out = 1}, Places{.dgate_up = 1}})
+    EXPECT_EQ(run(at), want) << type_name<T>() << " " << at.gate_up << at.dout << at.out << at.dgate_up;
+}
+TEST(SwiGlu, OperandsMayBeginAnywhere) {
+  check_unaligned_swiglu<float>();
+  check_unaligned_swiglu<bf16>();
+  check_unaligned_swiglu<fp16>();
+}
+
 TEST(SwiGlu, Fp32) {
   check_swiglu_shapes<float>();
 }
@@ -89,16 +125,36 @@ void check_gelu(std::int64_t count) {
   expect_same_bits(gpu_dout, gpu_dx, "dx in place");
 }
 
-// An address that no 16-byte access may touch.
+// Addresses that no 16-byte access may touch: of all operands, and of each one alone.
 template <typename T>
 void check_unaligned_gelu() {
   const std::int64_t count = 1000;
-  const Floats x = random_stored<T>(count + 1, 3);
-  const DeviceBuffer<T> gpu_x = on_device<T>(x), apart(x.size()), aligned(x.size());
-  gelu_forward(apart.data() + 1, gpu_x.data() + 1, count, nullptr);
-  gelu_forward(aligned.data(), gpu_x.data(), count + 1, nullptr);
-  const Floats got = on_host(apart), want = on_host(aligned);
-  EXPECT_EQ(Floats(got.begin() + 1, got.end()), Floats(want.begin() + 1, want.end()));
+  const Floats x = random_stored<T>(count + 1, 3), dout = random_stored<T>(count + 1, 4);
+  const DeviceBuffer<T> gpu_x = on_device<T>(x), gpu_dout = on_device<T>(dout), out(x.size()), dx(x.size());
+  gelu_forward(out.data(), gpu_x.data(), count + 1, nullptr);
+  gelu_backward(dx.data(), gpu_dout.data(), gpu_x.data(), count + 1, nullptr);
+  const Floats want_out = on_host(out), want_dx = on_host(dx);
+  struct Places {
+    std::int64_t x, dout, result;
+  };
+  for (const Places& at : {Places{1, 1, 1}, Places{1, 0, 0}, Places{0, 1, 0}, Places{0, 0, 1}}) {
+    const auto shifted = [](const Floats& values, std::int64_t from, std::int64_t to) {
+      Floats all(static_cast<std::size_t>(to), 0.0f);
+      all.insert(all.end(), values.begin() + from, values.end());
+      return on_device<T>(all);
+    };
+    // Elements 1 to `count` of the tensors above, wherever they lie.
+    const DeviceBuffer<T> own_x = shifted(x, 1, at.x), own_dout = shifted(dout, 1, at.dout), own_out(x.size()),
+                          own_dx(x.size());
+    gelu_forward(own_out.data() + at.result, own_x.data() + at.x, count, nullptr);
+    gelu_backward(own_dx.data() + at.result, own_dout.data() + at.dout, own_x.data() + at.x, count, nullptr);
+    const auto values_of = [&](const DeviceBuffer<T>& buffer) {
+      const Floats all = on_host(buffer);
+      return Floats(all.begin() + at.result, all.begin() + at.result + count);
+    };
+    EXPECT_EQ(values_of(own_out), Floats(want_out.begin() + 1, want_out.end())) << at.x << at.dout << at.result;
+    EXPECT_EQ(values_of(own_dx), Floats(want_dx.begin() + 1, want_dx.end())) << at.x << at.dout << at.result;
+  }
 }
 
 template <typename T>
@@ -181,6 +237,7 @@ void check_rope_shapes() {
   check_rope<T>({3, 100, 40, 8, 32, 16, 11});
   check_rope<T>({1, 3, 66, 7, 128, 128, 0});  // more heads than a block takes at once, twice and a rest
   check_rope<T>({1, 2, 40, 13, 20, 20, 0});
+  check_rope<T>({2, 3, 2, 1, 20, 16, 1});  // pairs fill 16 bytes, but not every head begins at a multiple of them
 }
 TEST(Rope, Fp32) {
   check_rope_shapes<float>();

@@ -48,8 +48,12 @@ class Layer {
   Floats bias2() const { return on_host(bias2_); }
 
   Floats quantized(const Floats& x, const Floats& x2, std::int64_t rows, RowsPath path, const Floats& before) const {
+    return quantized(x, x2, rows, path, before, device_);
+  }
+  Floats quantized(const Floats& x, const Floats& x2, std::int64_t rows, RowsPath path, const Floats& before,
+                   const LaunchDevice& device) const {
     return run(x, x2, rows, before, [&](const RowsMatmul<T>& io) {
-      quantized_matmul(io, packed_.matrix(), packed2_.matrix(), device_, stream_, path);
+      quantized_matmul(io, packed_.matrix(), packed2_.matrix(), device, stream_, path);
     });
   }
   Floats dense(const Floats& x, const Floats& x2, std::int64_t rows, RowsPath path, const Floats& before) const {
@@ -127,6 +131,10 @@ class QuantizedMatmulTest : public ::testing::Test {
     for (const RowsPath path : kPaths) {
       SCOPED_TRACE(description(format, rows, K, K2, OC, epilogue, path));
       const Floats got = layer.quantized(x, x2, rows, path, before);
+      if (rows <= 16) {  // on so few multiprocessors that three blocks share one
+        const LaunchDevice few{1, launch_device().overlapping};
+        EXPECT_EQ(layer.quantized(x, x2, rows, path, before, few), got) << "on one multiprocessor";
+      }
       const Floats want =
           exact ? reference(layer, x, x2, rows, K, K2, OC, epilogue, before) : layer.dense(x, x2, rows, path, before);
       if (exact && (epilogue == RowsEpilogue::gelu || epilogue == RowsEpilogue::swiglu)) {

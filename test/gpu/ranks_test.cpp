@@ -64,6 +64,11 @@ TEST(CudaRankSum, IsTheCpusForAnySizeAndAlignment) {
   }
 }
 
+TEST(CudaRankSum, RefusesMoreRanksThanItHasRoomFor) {
+  const std::vector<const float*> pieces(449, nullptr);
+  EXPECT_THROW(cuda::add_ranks(nullptr, pieces, 4, nullptr), Error);
+}
+
 // ---- what moves between ranks ----
 
 // Rank r has r + 0.001 i at element i.

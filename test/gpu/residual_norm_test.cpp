@@ -584,6 +584,10 @@ TEST(ResidualNorm, ManyRows) {
                                   {11'001, 520}}) {
       check_form<bf16, bf16>({kind, rows, C, true, kind == NormKind::layernorm});
     }
+    // With everything else that a row may have, and with two outputs and nothing else.
+    const bool bias = kind == NormKind::layernorm;
+    check_form<bf16, bf16>({kind, 2603, 1032, true, bias, true, true, true, true, 0.3f});
+    check_form<bf16, float>({kind, 2603, 1032, true, bias, false, false, true});
   }
 }
 

@@ -319,6 +319,59 @@ TYPED_TEST(RowsMatmulTest, EveryPieceMoreThanTwice) {
   this->check_values(700, 264, 3208, RowsEpilogue::swiglu, false);
 }
 
+// Large tiles of every width leave by tensor copies: of 192 and 160 rows of x with several splits, of 128 and 256 with one.
+TYPED_TEST(RowsMatmulTest, TilesOfEveryWidthAreCopiedOut) {
+  this->check_values(1100, 520, 2560, RowsEpilogue::gelu, true);
+  this->check_values(900, 520, 2560, RowsEpilogue::store, true);
+  this->check_values(193, 72, 8200, RowsEpilogue::store, true);
+  this->check_values(385, 72, 8200, RowsEpilogue::gelu, true);
+}
+
+// Results and biases at addresses that are no multiple of 16 bytes have the bits of those that are.
+TYPED_TEST(RowsMatmulTest, ResultsAndBiasesMayBeginAnywhere) {
+  using S = TypeParam;
+  constexpr std::int64_t K = 136, OC = 328;
+  const DeviceBuffer<S> weight = on_device<S>(random_stored<S>(2 * OC * K, 19, 0.1f));
+  const Floats bias = random_stored<S>(OC, 20), shifted_bias = [&] {
+    Floats all = {0.0f};
+    all.insert(all.end(), bias.begin(), bias.end());
+    return all;
+  }();
+  const DeviceBuffer<S> aligned_bias = on_device<S>(bias), odd_bias = on_device<S>(shifted_bias);
+  const Stream stream;
+  for (const RowsEpilogue epilogue : kEpilogues) {
+    for (const std::int64_t rows : {3, 40, 100}) {
+      const DeviceBuffer<S> x = on_device<S>(random_stored<S>(rows * K, 21));
+      for (const RowsPath path : kPaths) {
+        SCOPED_TRACE(std::to_string(rows) + " rows, " + name_of(epilogue) + ", " + name_of(path));
+        const auto run = [&](std::int64_t result_at, bool shifted) {
+          const auto count = static_cast<std::size_t>(rows * OC), behind = static_cast<std::size_t>(result_at);
+          DeviceBuffer<S> out(count + 8);
+          DeviceBuffer<float> wide(count + 8);
+          wide.fill_bytes(0);
+          RowsMatmul<S> io;
+          io.x = x.data(), io.weight = weight.data();
+          io.rows = rows, io.K = K, io.OC = OC, io.epilogue = epilogue;
+          if (epilogue != RowsEpilogue::swiglu) io.bias = shifted ? odd_bias.data() + 1 : aligned_bias.data();
+          if (is_fp32(epilogue)) {
+            io.out_fp32 = wide.data() + behind;
+          } else {
+            io.out = out.data() + behind;
+          }
+          rows_matmul(io, launch_device(), stream, path);
+          stream.synchronize("test");
+          const Floats all = is_fp32(epilogue) ? wide.download() : on_host(out);
+          const auto first = all.begin() + static_cast<std::ptrdiff_t>(behind);
+          return Floats(first, first + static_cast<std::ptrdiff_t>(count));
+        };
+        const Floats want = run(0, false);
+        EXPECT_EQ(run(1, false), want) << "the result";
+        EXPECT_EQ(run(0, true), want) << "the bias";
+      }
+    }
+  }
+}
+
 // The sizes of the weight have 5, 8 uneven, 1, 3, 2 uneven, 1 and 1 splits; the last two have more tiles of 64 rows than
 // multiprocessors, and take others of 224 and of 80.
 TYPED_TEST(RowsMatmulTest, ARowsBitsAreItsOwn) {
