@@ -52,7 +52,8 @@ TEST(AppPaths, ADirectoryInThePlaceOfAFileSaysWhatToGive) {
     return directory.file(name);
   };
   const std::pair<std::string, std::string> models[] = {
-      {make("hf", {"config.json", "model.bin"}), "Convert it first: python3 scripts/convert_hf.py "},
+      {make("hf a", {"config.json", "model.bin"}),
+       "Convert it first: python3 scripts/convert_hf.py " + escaped(directory.file("hf a")) + " -o model.bin"},
       {make("run", {"model.bin"}), "Give its model file: --model " + escaped(directory.file("run/model.bin"))},
       {make("other", {"model.txt"}), "Give a model file"}};
   for (const auto& [path, advice] : models) {

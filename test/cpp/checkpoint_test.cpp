@@ -406,8 +406,9 @@ TEST_F(CheckpointTest, StrangeNamesAreSkippedAndCounted) {
 
 // By their steps, of however many digits, and strange names last: those hide no checkpoint.
 TEST_F(CheckpointTest, CheckpointsComeByTheirStepsAndStrangeNamesLast) {
+  fs::create_directories(run_path() + "/step_mine");
+  expect_contains(error_of(Exit::bad_file, [&] { resumed_step(ResumeMode::must); }), "none of its 1 checkpoints");
   save(3);
-  fs::create_directory(run_path() + "/step_mine");
   EXPECT_EQ(resumed_step(ResumeMode::must), 3);
   const RunDirectory run(run_path());
   for (const char* name : {"step_99999999", "step_100000000", "step_00000100", "step_7"}) {
@@ -896,6 +897,22 @@ TEST_F(CheckpointTest, OtherModelIsRefused) {
   expect_contains(error_of(Exit::usage, [&] { keeper.resume(ResumeMode::automatic, *model_); }), "num_layers");
 }
 
+// Another vocabulary can be asked for where a run begins with new parameters; a model file has its own.
+TEST_F(CheckpointTest, AnotherVocabularyCanBeAskedForOfANewModelAlone) {
+  save(3);
+  for (const char* began_from : {"", "0123456789abcdef"}) {
+    const RunDirectory run(run_path());
+    RunIdentity other = identity();
+    other.model.vocab_size = 64;
+    other.began_from = began_from;
+    CheckpointKeeper keeper(run, other, 2);
+    const std::string message = error_of(Exit::usage, [&] { keeper.resume(ResumeMode::automatic, *model_); });
+    expect_contains(message, "--config or --model: vocab_size is '64', but ");
+    EXPECT_EQ(message.ends_with(". With --config, --vocab-size '32' is the same model"), *began_from == '\0')
+        << message;
+  }
+}
+
 // The run remembers the model file that it began from: another one would be read, and then not used.
 TEST_F(CheckpointTest, AnotherBeginningIsRefused) {
   const auto resume_from = [&](const std::string& began_from) {
@@ -1020,6 +1037,20 @@ TEST(TrainStateTest, CountersNearTheEndOfTheirTypeAreRefused) {
   Json large = good;
   for (const char* key : {"step", "updates"}) large[key] = std::int64_t{1'000'000'000'000};
   EXPECT_EQ(TrainState::from_json(large, "state").step, 1'000'000'000'000);
+}
+
+// What a run counts of its steps is at most all of them.
+TEST(TrainStateTest, NoCountOfStepsIsBeyondTheStep) {
+  TrainState state = some_state(90);
+  state.updates = state.skipped = state.transient = state.best->step = 90;
+  const Json good = state.to_json();
+  EXPECT_TRUE(TrainState::from_json(good, "state") == state);
+  for (const char* key : {"/updates", "/skipped", "/transient", "/best/step"}) {
+    Json bad = good;
+    bad[Json::json_pointer(key)] = 91;
+    expect_contains(error_of(Exit::bad_file, [&] { TrainState::from_json(bad, "state"); }),
+                    std::string(key).substr(std::string(key).rfind('/') + 1) + ": got '91'");
+  }
 }
 
 // ---- saving in the background ----

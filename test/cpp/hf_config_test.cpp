@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <map>
 #include <set>
@@ -133,6 +134,7 @@ TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
       {"architectures", "LlamaForCausalLM"},
       {"hidden_act", "gelu"},
       {"attention_bias", true},
+      {"attention_bias", 1},
       {"mlp_bias", true},
       {"mlp_bias", "no"},
       {"quantization_config", Json::object()},
@@ -158,10 +160,20 @@ TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
       {"rope_scaling", "llama3"},
       {"rope_scaling", {{"rope_type", "yarn"}, {"factor", 2}}},
   };
-  for (const auto& [key, value] : bad) {
-    Json config = llama_1b();
-    config[key] = value;
-    expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), key);
+  // Whatever stands beside it, also where the file has nothing that it need not have, or null in its place.
+  Json shortest = llama_1b(), nulls = llama_1b();
+  for (const char* key : {"architectures", "attention_bias", "mlp_bias", "head_dim", "num_key_value_heads",
+                          "tie_word_embeddings", "bos_token_id", "eos_token_id", "rope_scaling"}) {
+    shortest.erase(key);
+    nulls[key] = nullptr;
+  }
+  EXPECT_TRUE(parsed(shortest) == parsed(nulls));
+  for (const Json& beside : {llama_1b(), shortest, nulls}) {
+    for (const auto& [key, value] : bad) {
+      Json config = beside;
+      config[key] = value;
+      expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), key);
+    }
   }
   for (const char* key :
        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "rope_type"}) {
@@ -209,6 +221,46 @@ TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
   uneven["hidden_size"] = 2047;
   expect_contains(error_of(Exit::bad_file, [&] { parsed(uneven); }), "hidden_size");
   expect_contains(error_of(Exit::bad_file, [&] { parsed(Json::array()); }), "object");
+}
+
+// What need not be there, and what says no more than its absence.
+TEST(HfConfig, WordsThatChangeNothingAreAccepted) {
+  Json plain = llama_1b();
+  plain.erase("rope_scaling");
+  const ModelConfig expected = parsed(plain);
+  EXPECT_EQ(expected.rope.type, RopeType::standard);
+  const std::vector<std::pair<std::string, Json>> words = {
+      {"architectures", Json::array()},
+      {"rope_scaling", Json::object()},
+      {"rope_scaling", {{"rope_type", "default"}}},
+      {"rope_scaling", {{"type", "default"}}},
+      {"rope_parameters", {{"rope_theta", 500000.0}}},
+      {"rope_parameters", {{"partial_rotary_factor", 1}}},
+      {"rope_parameters", {{"rope_theta", 500000.0}, {"partial_rotary_factor", 1.0}}},
+      {"rope_parameters", {{"rope_type", "default"}, {"rope_theta", 500000.0}}},
+      {"partial_rotary_factor", 1},
+      {"quantization_config", nullptr},
+      {"torch_dtype", "bfloat16"}};
+  for (const auto& [key, value] : words) {
+    Json config = plain;
+    config[key] = value;
+    EXPECT_TRUE(parsed(config) == expected) << key << ": " << value;
+  }
+}
+
+// The frequencies of llama3's scaling are two, to the bit.
+TEST(HfConfig, TheHighFrequencyIsAboveTheLowOne) {
+  Json config = llama_1b();
+  for (const auto& [low, high, accepted] :
+       {std::tuple(4.0, 4.0, false), {4.0, std::nextafter(4.0, 5.0), true}, {4.0, 3.0, false}}) {
+    config["rope_scaling"]["low_freq_factor"] = low;
+    config["rope_scaling"]["high_freq_factor"] = high;
+    if (accepted) {
+      EXPECT_EQ(parsed(config).rope.high_freq_factor, high);
+    } else {
+      expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), "rope_scaling: high_freq_factor: got ");
+    }
+  }
 }
 
 // What may stand in several places must be the same in all that have it, whichever two they are.
@@ -282,6 +334,9 @@ TEST(Inputs, TheVocabularyOfANewModelIsThatOfItsShards) {
   EXPECT_EQ(vocabulary(2048, 0), preset_config("tiny").vocab_size) << "that of the tokenizer of README's demo";
   EXPECT_EQ(vocabulary(50'254, 0), preset_config("d12").vocab_size) << "NeoX's";
   EXPECT_EQ(vocabulary(65'536, 0), 65'536);
+  EXPECT_EQ(vocabulary(999'936, 0), 999'936);
+  EXPECT_EQ(vocabulary(999'937, 0), 1'000'000) << "no more than a model may have";
+  EXPECT_EQ(vocabulary(1'000'000, 0), 1'000'000);
   EXPECT_EQ(vocabulary(32, 33), 33);
   EXPECT_EQ(vocabulary(32, 2048), 2048);
   expect_contains(error_of(Exit::usage, [&] { vocabulary(32, 31); }), "--vocab-size");
@@ -770,6 +825,34 @@ TEST(RankFields, AreAllThatDecidesNumbersOrCalls) {
   const auto other_shards = fields_of(settings, with_data);
   EXPECT_EQ(shards.at("--train, shard 1"), other_shards.at("--train, shard 1"));
   EXPECT_NE(shards.at("--train, shard 2"), other_shards.at("--train, shard 2")) << "other tokens, the same number";
+}
+
+// What the tokenizer puts in front of a text is the first token of a new model; a model that is there keeps its own.
+TEST(Inputs, ANewModelBeginsWithTheTokenOfItsTokenizer) {
+  const TemporaryDirectory directory;
+  for (const bool begins : {true, false}) {
+    Json document = {{"model", {{"type", "BPE"}, {"merges", Json::array()}, {"vocab", {{"a", 0}, {"b", 1}}}}},
+                     {"added_tokens", {{{"id", 2}, {"content", "<s>"}, {"special", true}}}},
+                     {"decoder", {{"type", "Fuse"}}}};
+    if (begins) {
+      document["post_processor"] = {
+          {"type", "TemplateProcessing"},
+          {"single",
+           {{{"SpecialToken", {{"id", "<s>"}, {"type_id", 0}}}}, {{"Sequence", {{"id", "A"}, {"type_id", 0}}}}}},
+          {"special_tokens", {{"<s>", {{"id", "<s>"}, {"ids", {2}}, {"tokens", {"<s>"}}}}}}};
+    }
+    const std::string text = document.dump();
+    write_bytes(directory.file("tokenizer.json"), text);
+    write_shard(directory.file("x.bin"), patterned_tokens(100), 32, xxh3_64(text));
+    TrainSettings settings = micro_settings();
+    settings.config = "tiny";
+    settings.train = directory.file("x.bin");
+    EXPECT_EQ(open_inputs(settings).config.bos_id, begins ? std::optional<std::int32_t>(2) : std::nullopt);
+    settings.config.clear();
+    settings.model = directory.file("model");
+    write_micro_model(settings.model, "");
+    EXPECT_EQ(open_inputs(settings).config.bos_id, micro_config().bos_id);
+  }
 }
 
 // The ends of a document under all the names that tokenizers of these families have for it, and under no other.

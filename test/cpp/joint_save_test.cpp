@@ -206,6 +206,26 @@ TEST_F(JointSaveTest, AnErrorOfOneRankIsOneOfAll) {
   Checkpoint::open(step_path("run", 3), 3);
 }
 
+// A save that nobody has asked for its outcome is waited for at the end; that it has failed is said once, and not by each rank.
+TEST_F(JointSaveTest, AFailureAtTheEndIsSaidByTheFirstRank) {
+  const RunDirectory directory(temporary_.file("run"));
+  CheckpointKeeper keeper(directory, identity(), 10);
+  const std::unique_ptr<TrainModel> model = cpu::make_llama(config_, micro_settings().model_options());
+  const Ranges ranges = in_turns(3, 100);
+  testing::internal::CaptureStderr();
+  run_thread_ranks(3, 20, [&](Communicator& ranks) {
+    const auto rank = static_cast<std::size_t>(ranks.rank());
+    auto copy = std::make_unique<PartCopy>(arenas_, ranges[rank]);
+    copy->before_read = [rank](TensorRole, const TensorSpec&) {
+      if (rank == 1) fail(Exit::resources, "no space left");
+    };
+    BackgroundSave saves(std::make_unique<JointSave>(ranks, rank == 0 ? &keeper : nullptr, *table_, ranges[rank]),
+                         std::move(copy));
+    saves.start(state_of(3), *model);
+  });
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "warning: no checkpoint of step 3: rank 1: no space left\n");
+}
+
 // Every call of every rank's part of a save that can fail: the checkpoint before stays, and the new one is whole or not there.
 TEST_F(JointSaveTest, AFailingCallLeavesTheCheckpointBefore) {
   static std::atomic<int> calls, failing;

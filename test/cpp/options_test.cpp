@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <functional>
 #include <limits>
 #include <map>
 #include <new>
@@ -487,11 +488,56 @@ TEST(TrainOptionParser, WhoStartsTheRanks) {
                {"--gpus 3", 3, 3, 0},
                {"--gpus 3 --dry-run", 1, 3, 0},
                {"--gpus 3 --print-config", 1, 3, 0},
+               {"--gpus 3 --bench", 1, 3, 3},
                {"--debug-inject ranks@cpu=2", 1, 2, 2}};
   for (const auto& [options, launched, ranks, starts] : cases) {
     const TrainSettings settings = train_settings(train + options, launched);
     EXPECT_EQ(settings.ranks, ranks) << options << " on " << launched;
     EXPECT_EQ(settings.start_ranks, starts) << options << " on " << launched;
+  }
+}
+
+// Each option of a step reaches its field of the model's options, and no other.
+TEST(TrainOptionParser, WhatWasAskedForReachesTheModel) {
+  const std::string train = "--config tiny --train t --out o --micro-batch 2 --seq-len 16 ";
+  const auto fields = [](const TrainOptions& o) {
+    return format("%d %d %d %d %g %d %d %d %d %d %d", static_cast<int>(o.micro_batch), static_cast<int>(o.seq_len),
+                  static_cast<int>(o.precision), static_cast<int>(o.recompute), static_cast<double>(o.dropout),
+                  static_cast<int>(o.seed), static_cast<int>(o.moments), static_cast<int>(o.virtual_ranks),
+                  static_cast<int>(o.rank_micro_batches), o.accumulates, o.graph);
+  };
+  TrainOptions plain;
+  plain.micro_batch = 2;
+  plain.seq_len = 16;
+  plain.seed = 1;
+  plain.accumulates = false;
+  const struct {
+    const char* options;
+    std::function<void(TrainOptions&)> change;
+  } cases[] = {
+      {"", [](TrainOptions&) {}},
+      {"--precision fp32", [](TrainOptions&) {}},
+      {"--precision bf16", [](TrainOptions& o) { o.precision = Precision::bf16; }},
+      {"--precision fp8", [](TrainOptions& o) { o.precision = Precision::fp8; }},
+      {"--recompute none", [](TrainOptions&) {}},
+      {"--recompute norm", [](TrainOptions& o) { o.recompute = Recompute::norm; }},
+      {"--recompute block", [](TrainOptions& o) { o.recompute = Recompute::block; }},
+      {"--dropout 0.25", [](TrainOptions& o) { o.dropout = 0.25f; }},
+      {"--seed 7", [](TrainOptions& o) { o.seed = 7; }},
+      {"--moments fp32", [](TrainOptions&) {}},
+      {"--moments bf16", [](TrainOptions& o) { o.moments = Precision::bf16; }},
+      {"--no-graph", [](TrainOptions& o) { o.graph = false; }},
+      {"--batch-tokens 32", [](TrainOptions&) {}},
+      {"--batch-tokens 64", [](TrainOptions& o) { o.accumulates = true, o.rank_micro_batches = 2; }},
+      {"--batch-tokens 96", [](TrainOptions& o) { o.accumulates = true, o.rank_micro_batches = 3; }},
+      {"--virtual-ranks 2", [](TrainOptions& o) { o.accumulates = true, o.virtual_ranks = 2; }},
+      {"--virtual-ranks 2 --batch-tokens 192",
+       [](TrainOptions& o) { o.accumulates = true, o.virtual_ranks = 2, o.rank_micro_batches = 3; }},
+  };
+  for (const auto& [options, change] : cases) {
+    TrainOptions expected = plain;
+    change(expected);
+    EXPECT_EQ(fields(train_settings(train + options).model_options()), fields(expected)) << options;
   }
 }
 

@@ -559,12 +559,16 @@ TEST(CheckSameTokens, EveryPairOfTokenizers) {
                   fewer = model_with(letters(7, 'a'), 7), other_configuration = model_with(letters(8, 'a'), 20);
   EXPECT_EQ(refusal(none, none), "");
   EXPECT_EQ(refusal(none, none_of_fewer), "it was made for 19 tokens, not 20");
+  EXPECT_EQ(refusal(none_of_fewer, none), "it was made for 20 tokens, not 19");
   EXPECT_EQ(refusal(none, own), "it has a tokenizer, and the model has none to compare it with");
   EXPECT_EQ(refusal(own, none), "it has no tokenizer");
   EXPECT_EQ(refusal(own, own), "");
   EXPECT_EQ(refusal(own, again), "") << "the same tokens";
   EXPECT_EQ(refusal(own, other_configuration), "");
   EXPECT_EQ(refusal(own, others), "its token 0 is 'z', not 'a'");
+  std::string last = letters(8, 'a');
+  last.replace(last.find("\"h\""), 3, "\"y\"");
+  EXPECT_EQ(refusal(own, model_with(last, 8)), "its token 7 is 'y', not 'h'");
   EXPECT_EQ(refusal(own, fewer), "its tokenizer has 7 tokens, not 8");
   EXPECT_EQ(refusal(fewer, own), "its tokenizer has 8 tokens, not 7");
 }
@@ -587,6 +591,12 @@ TEST(DraftModelPool, HasThePositionsOfTheModel) {
   EXPECT_EQ(draft->slots(), 3);
   EXPECT_EQ(draft->max_rows(), 11);
   EXPECT_GE(draft->num_pages() * draft->page_size(), 35);
+  // One that was made for fewer positions has its own.
+  for (const std::int64_t more : {-1, 0, 1, 500}) {
+    const PagedFake long_model({.max_positions = file.config().max_positions + more});
+    EXPECT_EQ(device.load_draft(file, long_model)->max_positions(),
+              file.config().max_positions + std::min<std::int64_t>(more, 0));
+  }
 }
 
 // ---- the CPU's models -----------------------------------------------------------------------------------------------

@@ -255,6 +255,32 @@ TEST_F(TrainLoopTest, ALongRunPrintsFewOfItsSteps) {
   EXPECT_EQ(steps("run").size(), 44u);
 }
 
+// Each step with something to say has a line of its own, however long the run.
+TEST_F(TrainLoopTest, ALongRunPrintsItsValidationsAndTheStepsThatItSkips) {
+  settings_.steps = 1200;
+  settings_.on_nan = "skip";
+  settings_.debug_inject = {"nan@step=7"};
+  with_validation_ = true;
+  settings_.val_every = 9;
+  testing::internal::CaptureStderr();
+  run("run", at_forward(40, [] { throw Crash{}; }));
+  std::istringstream text(testing::internal::GetCapturedStderr());
+  std::vector<std::int64_t> printed;
+  const auto records = steps("run");
+  for (std::string line; std::getline(text, line);) {
+    if (!line.starts_with("step ") || line.find("/1200") == std::string::npos) continue;
+    const std::int64_t step = std::atoi(line.c_str() + 5);
+    printed.push_back(step);
+    EXPECT_EQ(line.ends_with(" left  skipped"), step == 7) << line;
+    const Json& record = records.at(step);
+    EXPECT_EQ(record.contains("val_loss"), step % 9 == 0);
+    const std::string end =
+        step % 9 == 0 ? format(" left  val %.4f", record["val_loss"].get<double>()) : std::string(" left");
+    EXPECT_TRUE(step == 7 || line.ends_with(end)) << line;
+  }
+  EXPECT_EQ(printed, (std::vector<std::int64_t>{1, 7, 9, 18, 20, 27, 36}));
+}
+
 TEST_F(TrainLoopTest, AccumulationEqualsOneBigBatch) {
   settings_.micro_batch = 4;
   settings_.batch_tokens = 32;
@@ -468,6 +494,29 @@ TEST_F(TrainLoopTest, EvalCountsTheTokensThatItMeasures) {
   expect_contains(evaluated(1).first, format("  %lld tokens in windows of 8\n", static_cast<long long>(windows * 8)));
 }
 
+TEST_F(TrainLoopTest, EvalSaysWhatItHasMeasuredAndOnWhat) {
+  TrainInputs inputs;
+  inputs.config = micro_config();
+  inputs.val.emplace(temporary_.file("train_0.bin"), settings_.seq_len);
+  const std::unique_ptr<TrainModel> inner = micro_model(settings_);
+  HookedModel model(*inner);
+  model.after_evaluate = [](double& sum, std::int64_t count) { sum = 2 * static_cast<double>(count); };
+  settings_.model = "m.bin";
+  settings_.val = "v_*.bin";
+  settings_.val_batches = 3;
+  SingleRank alone;
+  const auto said = [&] {
+    testing::internal::CaptureStdout();
+    EXPECT_EQ(evaluate(model, settings_, inputs, alone), Exit::ok);
+    return testing::internal::GetCapturedStdout();
+  };
+  EXPECT_EQ(said(), "val loss 2.0000  perplexity 7.3891  48 tokens in windows of 8\n");
+  settings_.json = true;
+  EXPECT_EQ(
+      Json::parse(said()),
+      Json({{"model", "m.bin"}, {"val", "v_*.bin"}, {"val_loss", 2.0}, {"perplexity", std::exp(2.0)}, {"tokens", 48}}));
+}
+
 // One of two ranks, alone in its process: the other one says `answers`, one in each call.
 class ToldRank final : public Communicator {
  public:
@@ -611,6 +660,75 @@ TEST_F(TrainLoopTest, ABestCheckpointThatCannotBeSavedDoesNotPushTheOneBeforeOut
   EXPECT_FALSE(has_checkpoint("better", 2));
 }
 
+// A loss that was there before is no new lowest one, and no save is made for it; the least step below it is one.
+TEST_F(TrainLoopTest, ALossThatComesAgainIsNoNewBest) {
+  const std::map<std::int64_t, double> losses = {
+      {2, 5.0}, {4, 3.0}, {5, 6.0}, {6, 3.0}, {8, std::nextafter(3.0, 0.0)}, {10, std::nextafter(3.0, 0.0)}};
+  with_validation_ = true;
+  settings_.val_every = 2;
+  settings_.val_batches = 1;
+  settings_.keep_best = true;
+  settings_.keep = 10;
+  const auto script = [&](HookedModel& model) {
+    const auto step = std::make_shared<std::int64_t>(0);
+    model.before_update = [step](const AdamWStep& update) { *step = update.step; };
+    model.after_evaluate = [&losses, step](double& loss_sum, std::int64_t labels) {
+      loss_sum = losses.at(*step) * static_cast<double>(labels);
+    };
+  };
+  for (const std::vector<std::int64_t>& ends : {std::vector<std::int64_t>{10}, {5, 10}}) {
+    const std::string name = format("run_%zu", ends.size());
+    Result result;
+    for (const std::int64_t end : ends) {
+      settings_.steps = end;
+      settings_.val_every = end == 5 ? 4 : 2;  // the equal loss comes behind the resume
+      result = run(name, script);
+    }
+    std::set<std::int64_t> saved;
+    for (std::int64_t step = 0; step <= 10; ++step) {
+      if (has_checkpoint(name, step)) saved.insert(step);
+    }
+    EXPECT_EQ(saved, ends.size() == 1 ? (std::set<std::int64_t>{2, 4, 8, 10}) : (std::set<std::int64_t>{4, 5, 8, 10}));
+    EXPECT_EQ(result.state.best, (TrainState::Best{8, losses.at(8)}));
+  }
+}
+
+// The best one of an earlier start is what a new one that cannot be saved gives way to.
+TEST_F(TrainLoopTest, ABestCheckpointThatCannotBeSavedGivesWayToThatOfAnEarlierStart) {
+  std::map<std::int64_t, double> losses = {{2, 5.0}, {4, 9.0}, {6, 4.0}, {8, 4.5}, {10, 9.0}};
+  with_validation_ = true;
+  settings_.val_every = 2;
+  settings_.keep_best = true;
+  in_background_ = false;  // so that the failure is known before the next validation
+  const auto script = [&](HookedModel& model) {
+    const auto step = std::make_shared<std::int64_t>(0);
+    model.before_update = [step](const AdamWStep& update) { *step = update.step; };
+    model.after_evaluate = [&losses, step](double& loss_sum, std::int64_t labels) {
+      loss_sum = losses.at(*step) * static_cast<double>(labels);
+    };
+  };
+  for (const double eighth : {9.0, 4.5}) {
+    const std::string name = eighth == 9 ? "worse" : "better";
+    losses[8] = eighth;
+    settings_.steps = 4;
+    run(name, script);
+    settings_.steps = 10;
+    const Result result = run(name, [&](HookedModel& model) {
+      script(model);
+      model.before_update = [note_step = model.before_update](const AdamWStep& update) {
+        note_step(update);
+        set_call_fault(
+            [](const char*, const std::string& path) { return path.find("step_00000006") == std::string::npos; });
+      };
+    });
+    set_call_fault(nullptr);
+    EXPECT_EQ(result.exit, Exit::ok) << result.error;
+    EXPECT_EQ(result.state.best, eighth == 9 ? (TrainState::Best{2, 5.0}) : (TrainState::Best{8, 4.5}));
+    EXPECT_FALSE(has_checkpoint(name, 6));
+    EXPECT_EQ(has_checkpoint(name, 2), eighth == 9);
+  }
+}
+
 // Clipping multiplies the gradient by limit / norm where the norm is larger; 0 turns it off, whatever the norm.
 TEST_F(TrainLoopTest, GradientsAreClippedToTheLimitAndNotAtAllWithout) {
   EXPECT_EQ(clip_factor(1e30, 0), 1.0f);
@@ -726,6 +844,8 @@ TEST_F(TrainLoopTest, AnInfiniteMomentEndsTheRunAtTheNextSave) {
     const Result result = run(name);
     EXPECT_EQ(result.error_code, Exit::numeric) << result.error;
     expect_contains(result.error, "step 8: moment2.");
+    expect_contains(result.error,
+                    "The newest checkpoint is " + escaped(temporary_.file(name) + "/step_00000004") + ". ");
     expect_contains(result.error, "is inf");
     EXPECT_TRUE(has_checkpoint(name, 4));
     for (const char* left : {"/step_00000008", "/step_00000008.tmp", "/step_00000010"}) {
@@ -739,6 +859,7 @@ TEST_F(TrainLoopTest, AnInfiniteMomentInTheLastSaveIsNotALackOfSpace) {
   const Result result = run("run");
   EXPECT_EQ(result.error_code, Exit::numeric) << result.error;
   expect_contains(result.error, "step 10: moment2.");
+  expect_contains(result.error, ". There is no older checkpoint. ");
   EXPECT_FALSE(fs::exists(temporary_.file("run") + "/step_00000010"));
 }
 
@@ -761,6 +882,12 @@ TEST_F(TrainLoopTest, AbortStopsBeforeTheUpdate) {
   EXPECT_EQ(result.error_code, Exit::numeric);
   expect_contains(result.error, "step 5: loss ");
   expect_contains(result.error, "model.embed_tokens.weight[511]");  // the last element of 32 x 16
+  expect_contains(result.error, "The parameters are those of step 4. ");
+  std::vector<Json> named;
+  for (const Json& record : json_lines(temporary_.file("run") + "/log.jsonl")) {
+    if (record["type"] == "non_finite") named.push_back(record["tensor"]);
+  }
+  EXPECT_EQ(named, std::vector<Json>{"model.embed_tokens.weight[511]"});
   EXPECT_EQ(result.tensors, before.tensors) << "parameters and moments are those of step 4";
   EXPECT_TRUE(has_checkpoint("run", 4)) << "and they are saved";
 
@@ -1001,6 +1128,19 @@ TEST(Guard, TheStateOfAnOlderVersionBeginsAnew) {
     bad[key] = -1;
     expect_contains(error_of(Exit::bad_file, [&] { SpikeDetector::from_json(bad, "state"); }), key);
   }
+  for (const auto& [key, limit] : {std::pair("loss_mean", 1e100),
+                                   {"log_norm_mean", 1e100},
+                                   {"loss_variance", 1e200},
+                                   {"log_norm_variance", 1e200}}) {
+    for (const double sign : {1.0, -1.0}) {
+      Json level = now;
+      level[key] = sign * std::nextafter(limit, HUGE_VAL);
+      expect_contains(error_of(Exit::bad_file, [&] { SpikeDetector::from_json(level, "state"); }), key);
+    }
+    Json level = now;
+    level[key] = limit;
+    EXPECT_EQ(SpikeDetector::from_json(level, "state").to_json(), level);
+  }
 }
 
 TEST_F(TrainLoopTest, ASpikeIsSaidInOneLineAndLogged) {
@@ -1055,6 +1195,43 @@ TEST_F(TrainLoopTest, ASpikeIsSaidInOneLineAndLogged) {
     EXPECT_NEAR(record["grad_norm_level"].get<double>(), std::exp(log_norms / steps), 1e-9);
   }
   EXPECT_EQ(logged_spikes, 1);
+}
+
+// What the warning says was far above its level, what became of the update, and what may help; to the step and to the norm.
+TEST_F(TrainLoopTest, TheWarningOfASpikeFollowsWhatWasHighAndWhatWasClipped) {
+  const struct {
+    std::int64_t warmup;
+    double clip, loss, norm;  // in step 12; of the others 3 and 0.5
+    const char *of, *advice;
+  } cases[] = {
+      {6, 1, 3, 100, "gradient norm",
+       "The update was clipped to norm 1. If spikes recur: lower --lr or raise --warmup-steps"},
+      {5, 1, 3, 100, "gradient norm", "The update was clipped to norm 1. If spikes recur: lower --lr"},
+      {6, 1, 30, 0.5, "loss", "The update was not clipped. If spikes recur: lower --lr or raise --warmup-steps"},
+      {5, 1, 30, 1, "loss", "The update was not clipped. If spikes recur: lower --lr"},
+      {5, 1, 30, 1.25, "loss", "The update was clipped to norm 1. If spikes recur: lower --lr"},
+      {5, 0, 30, 100, "loss and the gradient norm",
+       "The update was not clipped. If spikes recur: lower --lr, and set --grad-clip 1"},
+  };
+  settings_.steps = 12;
+  for (const auto& [warmup, clip, loss, norm, of, advice] : cases) {
+    settings_.warmup_steps = warmup;
+    settings_.grad_clip = clip;
+    const std::string name = format("run_%td", &warmup - &cases[0].warmup);
+    testing::internal::CaptureStderr();
+    run(name, [loss = loss, norm = norm](HookedModel& model) {
+      auto count = std::make_shared<int>(0);
+      model.after_statistics = [=](StepStatistics& statistics) {
+        const bool last = ++*count == 12;
+        statistics.loss_sum = (last ? loss : 3) * static_cast<double>(statistics.label_count);
+        statistics.gradient_norm = last ? norm : 0.5;
+      };
+    });
+    expect_contains(testing::internal::GetCapturedStderr(),
+                    format("warning: step 12: spike of the %s: gradient norm %.3g (running 0.5), loss %.3f (running "
+                           "3.000). %s\n",
+                           of, norm, loss, advice));
+  }
 }
 
 // The first 16 steps count alike: mean and variance are those of all of them.
@@ -1250,7 +1427,15 @@ TEST_F(TrainSignalTest, ASecondInterruptDoesNotWait) {
     fs::remove_all(temporary_.file(""));  // nothing runs after the second one
     ::raise(SIGINT);
   };
-  EXPECT_EXIT(leave_after(twice, {4}), testing::ExitedWithCode(130), "step 3/10");
+  EXPECT_EXIT(leave_after(twice, {4}), testing::ExitedWithCode(130),
+              "step 3/10(.|\n)*steps after the newest checkpoint \\(if any\\) are lost");
+  const auto resumed = [&] {
+    settings_.steps = 3;
+    run("run");
+    settings_.steps = 10;
+    leave_after(twice, {4});
+  };
+  EXPECT_EXIT(resumed(), testing::ExitedWithCode(130), "newest checkpoint \\(step 3 or later\\) are lost");
 }
 
 // timeout(1) signals its child, then the group that the child is in, too.
@@ -1272,7 +1457,7 @@ TEST_F(TrainSignalTest, EachUser1IsACheckpoint) {
     install_signal_handlers();
     run("run", [](HookedModel& model) {
       model.before_update = [](const AdamWStep& update) {
-        if (std::set<std::int64_t>{3, 4, 8}.contains(update.step)) ::raise(SIGUSR1);
+        if (std::set<std::int64_t>{1, 3, 4, 8}.contains(update.step)) ::raise(SIGUSR1);
       };
     });
     std::set<std::int64_t> found;
@@ -1280,9 +1465,46 @@ TEST_F(TrainSignalTest, EachUser1IsACheckpoint) {
       if (has_checkpoint("run", step)) found.insert(step);
     }
     fs::remove_all(temporary_.file(""));
-    ::_exit(found == std::set<std::int64_t>{3, 4, 8, 10} ? 0 : 1);
+    ::_exit(found == std::set<std::int64_t>{1, 3, 4, 8, 10} ? 0 : 1);
   };
   EXPECT_EXIT(leave(), testing::ExitedWithCode(0), "step 10/10");
+}
+
+// Before the first step there is nothing new to save: the request waits for it, also when a run goes on.
+TEST_F(TrainSignalTest, User1BeforeTheFirstStepSavesAfterIt) {
+  settings_.keep = 10;
+  const auto leave = [&] {
+    install_signal_handlers();
+    std::set<std::int64_t> found;
+    for (const std::int64_t end : {4, 10}) {
+      settings_.steps = end;
+      ::raise(SIGUSR1);
+      run("run");
+    }
+    for (std::int64_t step = 0; step <= 10; ++step) {
+      if (has_checkpoint("run", step)) found.insert(step);
+    }
+    fs::remove_all(temporary_.file(""));
+    ::_exit(found == std::set<std::int64_t>{1, 4, 5, 10} ? 0 : 1);
+  };
+  EXPECT_EXIT(leave(), testing::ExitedWithCode(0), "step 10/10");
+}
+
+// Who wants the end does not wait for a sample.
+TEST_F(TrainSignalTest, NoSampleIsWrittenBehindATermination) {
+  settings_.sample_every = 2;
+  const auto leave = [&] {
+    install_signal_handlers();
+    std::vector<std::int64_t> samples;
+    sample_ = [&](std::int64_t step) {
+      samples.push_back(step);
+      return std::string("text");
+    };
+    run("run", at_forward(4, [] { ::raise(SIGTERM); }));
+    fs::remove_all(temporary_.file(""));
+    ::_exit(samples == std::vector<std::int64_t>{2} ? 0 : 1);
+  };
+  EXPECT_EXIT(leave(), testing::ExitedWithCode(0), "after step 4");
 }
 
 // One request is one checkpoint, also where a save is due anyway: it does not stay for the next step.
@@ -1422,6 +1644,49 @@ TEST_F(TrainLoopTest, RanksDivideAStepOfTheBench) {
     EXPECT_NEAR(result.first_loss, std::log(32.0), 0.2) << "the mean over the tokens of all";
   });
   for (const int count : forwards) EXPECT_EQ(count, (4 + 15) * 2);
+}
+
+// Random weights of the bench have the sizes of a new model's, so that a GPU draws the power that training draws.
+TEST_F(TrainLoopTest, TheBenchHasParametersLikeThoseOfANewModel) {
+  const std::unique_ptr<TrainModel> model = cpu::make_llama(preset_config("tiny"), settings_.model_options());
+  bench_parameters(*model);
+  for (const TensorSpec& spec : model->table().specs()) {
+    std::vector<float> values(static_cast<std::size_t>(spec.elements));
+    model->read_tensor(TensorRole::parameter, spec, values.data());
+    if (spec.init == Init::ones) {
+      EXPECT_EQ(std::count(values.begin(), values.end(), 1.0f), spec.elements) << spec.name;
+      continue;
+    }
+    double sum = 0, squares = 0;
+    for (const float value : values) {
+      sum += value;
+      squares += static_cast<double>(value) * value;
+    }
+    const auto n = static_cast<double>(spec.elements);
+    EXPECT_LT(std::abs(sum / n), 5 * 0.02 / std::sqrt(n)) << spec.name;
+    EXPECT_NEAR(squares / n, 0.02 * 0.02, 5 * 0.02 * 0.02 * std::sqrt(2 / n)) << spec.name;
+  }
+}
+
+// The update of a step of the bench is that of training: of the mean gradient of all its micro-batches, clipped.
+TEST_F(TrainLoopTest, AStepOfTheBenchIsClippedByTheMeanOfItsGradients) {
+  SingleRank alone;
+  std::vector<double> first_norms;
+  for (const std::int64_t micro_batches : {1, 3}) {
+    settings_.batch_tokens = 16 * micro_batches;
+    settings_.grad_clip = 1e-3;
+    const std::unique_ptr<TrainModel> inner = micro_model(settings_);
+    HookedModel model(*inner);
+    std::vector<double> norms;
+    model.after_statistics = [&](StepStatistics& statistics) { norms.push_back(statistics.gradient_norm); };
+    model.before_update = [&](const AdamWStep& update) {
+      EXPECT_EQ(update.gradient_scale, clip_factor(norms.back(), 1e-3));
+      EXPECT_LT(update.gradient_scale, 1);
+    };
+    bench_training(model, settings_, "", alone);
+    first_norms.push_back(norms.at(0));
+  }
+  EXPECT_NEAR(first_norms[1], first_norms[0], 1e-5 * first_norms[0]);
 }
 
 TEST_F(TrainLoopTest, TheBenchCountsTheOperationsOfItsOwnModel) {
@@ -1624,6 +1889,43 @@ TEST(SampleWriterTest, ASampleDoesNotGoOnWhereTheLastOneEnded) {
   EXPECT_TRUE(fifth.starts_with("abc")) << fifth;
   EXPECT_NE(fifth, sixth) << "other random numbers";
   EXPECT_EQ(writer.write(5), fifth);
+}
+
+TEST(SampleWriterTest, AnotherSeedIsAnotherSample) {
+  TrainSettings settings = micro_settings();
+  settings.sample_prompt = "abc";
+  settings.sample_tokens = 20;
+  settings.temperature = 1;
+  const std::unique_ptr<TrainModel> model = micro_model(settings);
+  const auto sample = [&](std::int64_t seed) {
+    settings.seed = seed;
+    SampleWriter writer(settings, letter_tokenizer(), micro_config());
+    writer.attach(*model);
+    return writer.write(1);
+  };
+  EXPECT_EQ(sample(1), sample(1));
+  EXPECT_NE(sample(1), sample(2));
+  EXPECT_NE(sample(1), sample(std::int64_t{1} << 40 | 1));
+}
+
+// Runs in a process of its own: a stop cannot be taken back.
+TEST(SampleWriterDeathTest, ASampleEndsAtASignal) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto leave = [] {
+    TrainSettings settings = micro_settings();
+    settings.sample_prompt = "abc";
+    settings.sample_tokens = 20;
+    const std::unique_ptr<TrainModel> model = micro_model(settings);
+    SampleWriter writer(settings, letter_tokenizer(), micro_config());
+    writer.attach(*model);
+    const std::size_t whole = writer.write(1).size();
+    install_signal_handlers();
+    on_stop(OnStop::finish);
+    ::raise(SIGTERM);
+    const std::string cut = writer.write(1);
+    ::_exit(whole == 23 && cut.starts_with("abc") && cut.size() <= 4 ? 0 : 1);
+  };
+  EXPECT_EXIT(leave(), testing::ExitedWithCode(0), "");
 }
 
 // Of the ids that the model has and the tokenizer has not none is drawn; an end token ends the sample.

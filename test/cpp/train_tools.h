@@ -24,13 +24,15 @@ void append(std::string& bytes, T value) {
   bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
-// A token shard (layout in llmc/file/token_shard.h) of u16 tokens.
+// A token shard (layout in llmc/file/token_shard.h) of u16 tokens, or u32 for a vocabulary that needs them.
 inline void write_shard(const std::string& path, const std::vector<std::uint16_t>& tokens, std::uint64_t vocab = 32,
                         std::uint64_t tokenizer_hash = 7) {
-  const std::string data(reinterpret_cast<const char*>(tokens.data()), tokens.size() * 2);
+  const bool wide = vocab > 65'536;
+  std::string data;
+  for (const std::uint16_t token : tokens) wide ? append<std::uint32_t>(data, token) : append(data, token);
   std::string bytes("\x89WTOK\r\n\x1a", 8);
   append<std::uint32_t>(bytes, 1);
-  append<std::uint32_t>(bytes, static_cast<std::uint32_t>(DType::u16));
+  append<std::uint32_t>(bytes, static_cast<std::uint32_t>(wide ? DType::u32 : DType::u16));
   append<std::uint64_t>(bytes, tokens.size());
   append<std::uint64_t>(bytes, vocab);
   append<std::uint64_t>(bytes, tokenizer_hash);

@@ -418,6 +418,17 @@ def test_terminated(data, tmp_path, whole12, to):
     assert_goes_on(data, out, whole12)
 
 
+@pytest.mark.parametrize("to", [0, 1])
+def test_a_save_may_be_asked_for_at_any_rank(data, tmp_path, to):
+    out = tmp_path / "run"
+    processes = start_ranks(data, out, 2, "--batch-tokens", 64, "--save-every", 0, steps=1_000_000)
+    wait_for(lambda: (out / "log.jsonl").exists() and any(r["type"] == "step" for r in records(out)))
+    processes[to].send_signal(signal.SIGUSR1)
+    wait_for(lambda: has_checkpoint(out))
+    processes[0].send_signal(signal.SIGTERM)
+    assert [end.returncode for end in ends_of(processes)] == [143, 143]
+
+
 def test_terminated_from_outside(data, tmp_path):
     out = tmp_path / "run"
     processes = start_ranks(data, out, 3, *twelve(), steps=1_000_000)

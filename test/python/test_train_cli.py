@@ -278,6 +278,7 @@ def test_a_run_and_what_it_leaves(data, tmp_path):
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"step 12  train loss \d\.\d{4}  val loss \d\.\d{4}  checkpoint '.*step_00000012'\n", done.stdout)
     assert "\033" not in done.stderr and "\r" not in done.stderr, "no terminal, no escapes"
+    assert f" holds no checkpoint: starting from step 1 with '{MODEL}'\n" in done.stderr
     assert checkpoints(out) == ["step_00000008", "step_00000012"]
     log = records(out)
     assert [r["type"] for r in log[:2]] == ["header", "resume"]
@@ -334,6 +335,7 @@ def test_from_scratch_with_a_sample(tmp_path):
                  "--sample-tokens", 5, "--sample-prompt", "Once", steps=3)
     assert done.returncode == 0, done.stderr
     assert "sample: Once" in done.stderr and "  train: 1 shard, " in done.stderr
+    assert "holds no checkpoint: starting from step 1 with new parameters\n" in done.stderr
     assert done.stderr.count("no validation data") == 1
     assert re.fullmatch(r"step 3  train loss \d\.\d{4}  checkpoint '.*step_00000003'\n", done.stdout), done.stdout
     log = records(tmp_path / "run")

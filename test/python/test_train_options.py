@@ -307,6 +307,15 @@ def test_a_benchmark_measures_the_step_that_was_asked_for(tmp_path):
     assert (result["tokens"], result["seq_len"], result["micro_batch"], result["precision"]) == (64, 16, 2, "fp32")
     assert result["median_ms"] > 0 and result["tokens_per_s"] == pytest.approx(64e3 / result["median_ms"], rel=1e-6)
     assert result["last_loss"] < result["first_loss"], "it trains on the same tokens"
+    uniform = tensor_file.read(MODEL)
+    with tensor_file.Writer(tmp_path / "uniform.bin", "model", uniform.config) as writer:
+        for name, info in uniform.tensors.items():
+            writer.declare(name, info.dtype, info.shape)
+        for name in uniform.tensors:
+            writer.write(name, 0 * uniform.array(name))
+    zeros = ok(run_program("--model", tmp_path / "uniform.bin", *words[2:], "--batch-tokens", 64, "--json"))
+    assert json.loads(zeros.stdout)["first_loss"] == pytest.approx(np.log(64), rel=1e-6), "of the model's own weights"
+    (tmp_path / "uniform.bin").unlink()
     text = ok(run_program(*words, cwd=tmp_path)).stdout
     assert re.match(r"CPU: \d+ tokens/s; a step of 32 tokens in \d+\.\d\d ms ", text) and "on the same random tokens" in text
     assert list(tmp_path.iterdir()) == [], "nothing is saved"
