@@ -336,7 +336,9 @@ void TrainLoop::after_step(Step& step) {
       validated_step_ = state_.step;
     }
   }
-  const bool new_best = settings.keep_best && step.val_loss && (!state_.best || *step.val_loss < state_.best->val_loss);
+  // One that is not finite would stay the lowest, and no checkpoint that has it can be read.
+  const bool new_best = settings.keep_best && step.val_loss && std::isfinite(*step.val_loss) &&
+                        (!state_.best || *step.val_loss < state_.best->val_loss);
   if (new_best) state_.best = TrainState::Best{state_.step, *step.val_loss};
   report(step);
   if (parts_.sample && settings.sample_every > 0 && due(settings.sample_every) && stop_signal() == 0) write_sample();

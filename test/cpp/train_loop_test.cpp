@@ -693,6 +693,29 @@ TEST_F(TrainLoopTest, ALossThatComesAgainIsNoNewBest) {
   }
 }
 
+// A loss that is no number is not the lowest one: nothing that comes would be lower, and no checkpoint with it can be read.
+TEST_F(TrainLoopTest, ALossThatIsNoNumberIsNotTheLowest) {
+  with_validation_ = true;
+  settings_.keep_best = true;
+  for (const double bad : {std::nan(""), HUGE_VAL}) {
+    for (const bool for_good : {false, true}) {
+      settings_.val_every = for_good ? 0 : 2;
+      const std::string name = format("run_%g_%d", bad, for_good);
+      const Result result = run(name, [&](HookedModel& model) {
+        const auto step = std::make_shared<std::int64_t>(0);
+        model.before_update = [step](const AdamWStep& update) { *step = update.step; };
+        model.after_evaluate = [=](double& loss_sum, std::int64_t labels) {
+          loss_sum = (for_good || *step <= 4 ? bad : 3.0) * static_cast<double>(labels);
+        };
+      });
+      EXPECT_EQ(result.exit, Exit::ok) << result.error;
+      EXPECT_EQ(result.state.best, for_good ? std::nullopt : std::optional(TrainState::Best{6, 3.0}));
+      EXPECT_TRUE(has_checkpoint(name, 10));
+      EXPECT_EQ(has_checkpoint(name, 6), !for_good);
+    }
+  }
+}
+
 // The best one of an earlier start is what a new one that cannot be saved gives way to.
 TEST_F(TrainLoopTest, ABestCheckpointThatCannotBeSavedGivesWayToThatOfAnEarlierStart) {
   std::map<std::int64_t, double> losses = {{2, 5.0}, {4, 9.0}, {6, 4.0}, {8, 4.5}, {10, 9.0}};
