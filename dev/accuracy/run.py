@@ -216,7 +216,7 @@ class Run:
         self.base(model)
         texts = {False: self.text("held.txt", "held.txt", self.size.held), True: self.text("part.txt", "held.txt", self.size.part_held)}
         calibrations = {False: self.calibration(), True: self.text("calibration-part.txt", "train.txt", self.size.part_calibration)}
-        left = [each for each in VARIANTS if not self.has(model=model, key=each.key)]
+        left = [each for each in VARIANTS if not self.has(model=model, key=each.key, text=texts[bool(each.part)].name)]
         with ThreadPoolExecutor(self.options.jobs) as pool:
             for done in [pool.submit(self.measure, model, each, calibrations[bool(each.part)], texts[bool(each.part)], self.options.device)
                          for each in left]:

@@ -60,12 +60,16 @@ FP8_RUNS = [
 ]
 
 
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no output"])[-1]
+
+
 def weft(run: Run, precision: str = "bf16") -> dict[str, Any] | str:
     command = [str(ROOT / "train_llama"), "--device", "cuda", "--bench", "--json", "--config", run.config, "--seq-len",
                str(run.seq_len), "--micro-batch", str(run.micro_batch), "--recompute", run.recompute, "--moments", run.moments,
                "--precision", precision]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    return json.loads(result.stdout) if result.returncode == 0 else result.stderr.strip().splitlines()[-1]
+    return json.loads(result.stdout) if result.returncode == 0 else last_line(result.stderr)
 
 
 def peer(run: Run, *more: str) -> dict[str, Any] | str:
@@ -79,7 +83,7 @@ def peer(run: Run, *more: str) -> dict[str, Any] | str:
     if result.returncode or not lines:
         if lines:
             return str(json.loads(lines[-1]).get("error"))
-        return (result.stderr.strip().splitlines() or ["no output"])[-1]
+        return last_line(result.stderr)
     return json.loads(lines[-1])
 
 

@@ -99,20 +99,229 @@ def test_tables(driver):
     assert "| int8 | +0.00 ± 0.10 %, 0.012346 |" in text and "perplexity 2.7183" in text
 
 
+def test_a_report_has_every_row_in_its_table(driver, tmp_path, capsys):
+    """Of each model: schemes in their order, those with an int8 head after; both devices; parts alone; what drafts wrote."""
+    def row(model, scheme, text, nll, part="", head=False):
+        return {"model": model, "key": scheme, "scheme": scheme, "part": part, "head": head, "text": text, "tokens": 1234, "device": "a CPU",
+                "mean_nll": nll, "mean_nll_against": 1.5, "nll_difference_standard_error": 0.01, "kl_mean": 0.002, "same_top": 0.5,
+                "bytes": 2_000_000, "convert_seconds": 61}
+
+    rows = [row("neox", "int4 GPTQ", "held.txt", 1.5), row("neox", "int8", "held.txt", 1.6, head=True), row("neox", "fp8", "held.txt", 1.4),
+            row("neox", "int8", "held.txt", 1.5), row("llama", "int4", "both.txt", 1.5), row("neox", "int4", "both.txt", 1.5),
+            *(row("neox", "int4", "part.txt", 1.5, part) for part in ("head", "down", "qkv")), row("neox", "fp8", "part.txt", 1.6, "up"),
+            *({"model": "neox", "key": key, "prompts": 3, "report": f"answered {key}", "ids": ids}
+              for key, ids in (("plain", [[1], [2], [3]]), ("draft", [[1], [9], [3]]), ("lookup", [[1], [2], [3]]))),
+            {"model": "llama", "key": "draft", "prompts": 1, "report": "answered", "ids": [[1]]}]
+    run = driver.Run(driver.argparse.Namespace(work=tmp_path, size="dry"))
+    for each in rows:
+        run.add(each)
+    capsys.readouterr()
+    run.report()
+    text = (tmp_path / "report.md").read_text()
+    assert capsys.readouterr().out == text + "\n"
+    both = "1234 tokens, perplexity 4.48169, of 16 bits 4.48169, divergence 0.002000"
+    assert text.splitlines() == [
+        f"llama, int4, a CPU: {both}", "llama, draft: 0 of 1 texts as without; answered",
+        "### neox: 1,234 tokens, a CPU, 16 bits: perplexity 4.4817", "",
+        "| | perplexity | change | divergence | same top token | file, MB | converted in |", "|---|---|---|---|---|---|---|",
+        *(f"| {name} | {perplexity} | {change} % | 0.002000 | 50.00 % | 2.0 | 61 s |" for name, perplexity, change in (
+            ("int8", "4.4817", "+0.00 ± 1.00"), ("int8, head int8", "4.9530", "+10.52 ± 1.11"), ("fp8", "4.0552", "-9.52 ± 0.90"),
+            ("int4 GPTQ", "4.4817", "+0.00 ± 1.00"))), "", f"neox, int4, a CPU: {both}",
+        "### neox: a part alone, change of the perplexity and divergence", "", "| | qkv | output | up | down | head |", "|---|---|---|---|---|---|",
+        "| int8 |  |  |  |  |  |", "| fp8 |  |  | +10.52 ± 1.11 %, 0.002000 |  |  |",
+        "| int4 | +0.00 ± 1.00 %, 0.002000 |  |  | +0.00 ± 1.00 %, 0.002000 | +0.00 ± 1.00 %, 0.002000 |", "| int4 GPTQ |  |  |  |  |  |", "",
+        "neox, plain: 3 of 3 texts as without; answered plain", "neox, draft: 2 of 3 texts as without; answered draft",
+        "neox, lookup: 3 of 3 texts as without; answered lookup"]
+
+
 def test_what_is_measured_already_is_not_measured_again(driver, tmp_path, monkeypatch):
     options = driver.argparse.Namespace(work=tmp_path, size="dry", jobs=2, device="cpu", train_seconds=1)
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "held.txt").write_text(driver.SEPARATOR.join(["one", "two", "three", ""]))
     run = driver.Run(options)
     assert run.text("a.txt", "held.txt", 2).read_text() == "one<|end_of_text|><|begin_of_text|>two"
-    run.add({"model": "llama", "key": "int8"})
-    (tmp_path / "corpus" / "train.txt").write_text("text")
+    rows = [{"model": "llama", "key": "int8", "text": "held.txt"}, {"model": "llama", "key": "fp8-up", "text": "part.txt"},
+            {"model": "neox", "key": "int4", "text": "held.txt"},
+            *({"model": "llama", "key": key, "text": "both.txt"} for key in ("fp8", "int4", "int4-GPTQ"))]  # of the stage cpu
+    for row in rows:
+        run.add(row)
+    (tmp_path / "corpus" / "train.txt").write_text(driver.SEPARATOR.join("abcdefghijklmnopqrstuvwxyz"))
     done = []
     monkeypatch.setattr(run, "base", lambda model: tmp_path)
-    monkeypatch.setattr(run, "measure", lambda model, variant, *rest: done.append(variant.key))
+    monkeypatch.setattr(run, "measure", lambda model, variant, calibration, text, device: done.append(
+        (model, variant.key, len(calibration.read_text().split(driver.BETWEEN)), text.name, device)))
     run.evaluate("llama")
-    assert len(done) == len(driver.VARIANTS) - 1 and "int8" not in done
-    assert json.loads(run.results.read_text()) == {"model": "llama", "key": "int8"}
+    assert sorted(done) == sorted(("llama", each.key, 10 if each.part else 20, "part.txt" if each.part else "held.txt", "cpu")
+                                  for each in driver.VARIANTS if each.key not in ("int8", "fp8-up"))
+    assert run.measured() == rows
+
+
+def test_an_error_of_any_measurement_ends_the_stage(driver, tmp_path, monkeypatch):
+    run = driver.Run(driver.argparse.Namespace(work=tmp_path, size="dry", jobs=2, device=""))
+    (tmp_path / "corpus").mkdir()
+    for name in ("held.txt", "train.txt"):
+        (tmp_path / "corpus" / name).write_text("text")
+
+    def measure(model, variant, *rest):
+        if variant == driver.VARIANTS[-1]:
+            raise driver.cli.FileError(1, "the last one")
+
+    monkeypatch.setattr(run, "base", lambda model: tmp_path)
+    monkeypatch.setattr(run, "measure", measure)
+    with pytest.raises(driver.cli.FileError, match="the last one"):
+        run.evaluate("neox")
+
+
+def arguments(driver, monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, words)])
+    return driver.arguments()
+
+
+@pytest.mark.parametrize("words", [["nosuch"], ["report", "nosuch"], ["nosuch", "report"], ["corpus", "cpu", "llama-", "report"], ["evaluate"],
+                                   ["corpus", "--jobs", 0], ["--jobs", 65], ["--train-seconds", 0.5], ["--size", "small"], ["--device", "gpu"]])
+def test_every_word_is_known_before_the_first_stage_begins(driver, tmp_path, monkeypatch, capsys, words):
+    with pytest.raises(SystemExit) as end:
+        arguments(driver, monkeypatch, tmp_path / "new", *words)
+    assert end.value.code == 2 and not (tmp_path / "new").exists()
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_stages_run_in_the_order_of_the_command_line_or_all_of_them(driver, tmp_path, monkeypatch):
+    """Each by its own function, for the model that its name says."""
+    monkeypatch.chdir(tmp_path)
+    done = []
+    for name in ("corpus", "evaluate", "train_llama", "train_neox", "cpu", "drafts", "report"):
+        monkeypatch.setattr(driver.Run, name, lambda run, *model, name=name: done.append((run.work, name, *model)))
+    everything = [("corpus",), ("train_llama", "llama"), ("evaluate", "llama"), ("train_neox", "neox"), ("evaluate", "neox"), ("cpu",),
+                  ("train_llama", "llama-small"), ("train_neox", "neox-small"), ("drafts",), ("report",)]
+    for words, expected in ([], everything), (["report", "cpu", "evaluate-neox"], [("report",), ("cpu",), ("evaluate", "neox")]):
+        monkeypatch.setattr(sys, "argv", ["run.py", "work", *words])
+        assert driver.main() == 0
+        assert done == [(tmp_path / "work", *one) for one in expected]
+        done.clear()
+    options = arguments(driver, monkeypatch, "work")
+    assert (options.size, options.train_seconds, options.device) == ("full", 300, "") and options.jobs == max(1, driver.CORES // 3)
+    options = arguments(driver, monkeypatch, "work", "--size", "dry", "--jobs", 64, "--train-seconds", 1, "--device", "cuda")
+    assert (options.size, options.jobs, options.train_seconds, options.device) == ("dry", 64, 1, "cuda")
+
+
+def test_a_command_runs_from_the_root_and_is_logged(driver, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "99")
+    run = driver.Run(driver.argparse.Namespace(work=tmp_path / "work", size="dry"))
+    show = 'echo "$PWD ${OMP_NUM_THREADS:-unset} $OPENBLAS_NUM_THREADS"; echo "said $1" >&2'
+    assert run.call(["sh", "-c", show, "sh", 7], "log", threads=3) == f"{ROOT} 3 3\n"
+    assert run.call(["sh", "-c", show, "sh", Path("x")], "log") == f"{ROOT} unset 99\n"
+    assert [line for line in (tmp_path / "work" / "log.log").read_text().splitlines()] == [
+        f"$ sh -c {show} sh 7", "said 7", f"{ROOT} 3 3", f"$ sh -c {show} sh x", "said x", f"{ROOT} unset 99"]
+    with pytest.raises(driver.cli.FileError, match="(?s)^other: exit code 5:.*in vain") as failed:
+        run.call(["sh", "-c", "echo in vain; exit 5"], "other")
+    assert failed.value.code == 1
+    monkeypatch.setattr(run, "call", lambda *words: words)
+    assert run.script("a/b.py", 1, "x", log="name", threads=2) == ([sys.executable, ROOT / "a/b.py", 1, "x"], "name", 2)
+
+
+class Commands(list):
+    """What a run calls, each as its words; what it asks to be written is."""
+
+    def __init__(self, driver, work, monkeypatch, device="cuda"):
+        self.run = driver.Run(driver.argparse.Namespace(work=work, size="dry", device=device, train_seconds=90, jobs=1))
+        monkeypatch.setattr(self.run, "call", self.call)
+
+    def call(self, command, log, threads=0):
+        self.append([str(word) for word in command if word != sys.executable])
+        self.run.work.joinpath(f"{log}.log").write_text("the end\n")
+        if "--out" in command:
+            folder = command[command.index("--out") + 1]
+            for step in (8, 12):
+                (folder / f"step_{step:08d}").mkdir(parents=True)
+                (folder / f"step_{step:08d}" / "model.bin").touch()
+            (folder / "log.jsonl").write_text("the end\n")
+        elif "-o" in command:
+            folder = command[command.index("-o") + 1]
+            if folder.suffix:
+                folder.write_text("made")
+            else:
+                folder.mkdir(exist_ok=True)
+                if "--documents" in command:
+                    (folder / "train.txt").write_text("abcdefghij" * 60_000)
+                elif str(command[1]).endswith("prepare_data.py"):
+                    (folder / "train_00000.bin").touch()
+        return "first line\nsecond line\n"
+
+
+def test_a_corpus_is_made_once(driver, tmp_path, monkeypatch, capsys):
+    commands, corpus, sample = Commands(driver, tmp_path, monkeypatch), tmp_path / "corpus", tmp_path / "tokenizer.txt"
+    monkeypatch.setitem(driver.SIZES, "dry", driver.SIZES["dry"])
+    commands.run.stage("corpus")
+    assert list(commands) == [
+        [f"{ROOT}/dev/data/make_almanac.py", "-o", f"{corpus}", "--documents", "300", "--held", "4", "--val", "20"],
+        [f"{ROOT}/dev/train_tokenizer.py", f"{sample}", "--vocab-size", "1024", "-o", f"{tmp_path}/tokenizer.json"],
+        [f"{ROOT}/dev/prepare_data.py", f"{corpus}/train.txt", "--val", f"{corpus}/val.txt", "--tokenizer", f"{tmp_path}/tokenizer.json",
+         "-o", f"{corpus}"]]
+    assert sample.stat().st_size == 300_000
+    assert capsys.readouterr().out.splitlines()[0] == "first line"
+    commands.run.stage("corpus")
+    assert len(commands) == 3
+    commands.run.size = driver.SIZES["full"]
+    (corpus / "train_00000.bin").unlink()
+    commands.run.stage("corpus")
+    assert commands[3][3:] == ["--documents", "320000", "--held", "380", "--val", "640"] and sample.stat().st_size == 600_000
+
+
+@pytest.mark.parametrize("device", ["", "cpu"])
+def test_a_model_is_trained_once_by_the_numbers_of_its_shape(driver, tmp_path, monkeypatch, device):
+    commands, more = Commands(driver, tmp_path, monkeypatch, device), ["--device", device] if device else []
+    for _ in range(2):
+        commands.run.stage("llama-small")
+        commands.run.stage("neox")
+    run, corpus = tmp_path / "llama-small-run", tmp_path / "corpus"
+    assert list(commands) == [
+        ["./train_llama", "--config", f"{tmp_path}/llama-small.json", "--train", f"{corpus}/train_*.bin", "--val", f"{corpus}/val_*.bin", "--out",
+         f"{run}", "--steps", "8", "--micro-batch", "4", "--seq-len", "128", "--lr", "1e-3", "--warmup-steps", "2", "--save-every", "0",
+         "--sample-every", "0", "--val-every", "0", "--max-minutes", "1.5", *more],
+        [f"{ROOT}/scripts/export_hf.py", f"{run}/step_00000012/model.bin", "-o", f"{tmp_path}/llama-small"],
+        [f"{ROOT}/dev/accuracy/train_neox.py", "--data", f"{corpus}", "-o", f"{tmp_path}/neox", "--layers", "2", "--hidden", "128", "--seq-len", "128",
+         "--micro-batch", "4", "--steps", "12", "--seconds", "90", *more]]
+    config = json.loads((tmp_path / "llama-small.json").read_text())
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+             "max_position_embeddings", "tie_word_embeddings")
+    assert [config[name] for name in names] == [1024, 64, 128, 1, 1, 1, 64, 128, False]
+    commands.run.size = driver.SIZES["full"]
+    commands.run.stage("llama")
+    assert commands[3][commands[3].index("--warmup-steps") + 1] == "100"
+    config = json.loads((tmp_path / "llama.json").read_text())
+    assert [config[name] for name in names] == [8192, 768, 2048, 16, 12, 4, 64, 1024, False]
+
+
+def test_documents_of_a_text_are_whole_and_it_is_made_once(driver, tmp_path):
+    """They are read only as far as so many documents can reach."""
+    (tmp_path / "corpus").mkdir()
+    documents = [f"{number}" * (4000 - len(driver.SEPARATOR)) for number in range(6)]
+    (tmp_path / "corpus" / "held.txt").write_text(driver.SEPARATOR.join(documents))
+    run = driver.Run(driver.argparse.Namespace(work=tmp_path, size="dry"))
+    for count in (1, 3, 6):
+        assert run.text(f"{count}.txt", "held.txt", count).read_text() == driver.BETWEEN.join(documents[:count])
+    assert run.text("3.txt", "held.txt", 5).read_text() == driver.BETWEEN.join(documents[:3])
+
+
+@pytest.mark.parametrize("jobs, cores, text, threads", [(1, 8, "held.txt", 10), (4, 8, "part.txt", 2), (3, 16, "held.txt", 6), (8, 2, "held.txt", 1),
+                                                        (4, 8, "both.txt", 8)])
+def test_measurements_at_the_same_time_share_the_cores(driver, tmp_path, monkeypatch, jobs, cores, text, threads):
+    run, used = driver.Run(driver.argparse.Namespace(work=tmp_path, size="dry", jobs=jobs)), []
+
+    def call(command, log, threads=0):
+        if "-o" in command:
+            command[command.index("-o") + 1].touch()
+        used.append(threads)
+        return "{}"
+
+    monkeypatch.setattr(driver, "CORES", cores)
+    monkeypatch.setattr(run, "call", call)
+    run.base("llama")
+    run.measure("llama", driver.Variant("int8"), Path("c.txt"), tmp_path / text, "")
+    assert used == [0, threads, threads]
 
 
 def test_every_device_is_measured_once(driver, tmp_path, monkeypatch):
@@ -281,6 +490,55 @@ def test_curves_are_compared_with_those_of_the_same_seed(curves):
     assert (fp8[0], fp8[1], fp8[3], fp8[-1]) == ("| fp8 against bf16", "2", "+1.00 ± 1.00", "+1.00 ± 1.00 / +1.00 ± 1.00 |")
 
 
+def test_each_column_is_of_its_part_of_the_run(curves):
+    """A run that is late by 2 steps at first and by 4 in the last fifth, and in one bump worse by far, with another sign in the second pair."""
+    reference = [8 * 0.99**step for step in range(1000)]
+    late = [8 * 0.99**(step - (2 if step < 700 else 4)) for step in range(1000)]
+    late[0:1] = [50 * late[0]]
+    pairs = [({"losses": losses, "val": [[1, by], [2, 2 * by]]}, {"losses": reference, "val": [[1, 1.0], [2, 2.0]]})
+             for losses, by in ((late, 1.1), ([0.5 * loss for loss in reference], 0.9))]
+    text = curves.line("name", pairs[:1], 1)
+    early, end = 100 * (0.99**-2 - 1), 100 * (0.99**-4 - 1)
+    assert text == f"| name | 1 | +2.00 | {early:+.2f} | +4.00 | {end:+.2f} | {100 * (50 * 0.99**-2 - 1):.2f} | +10.00 / +10.00 |"
+    assert curves.line("name", [*pairs, pairs[1]], 1).split(" | ")[1] == "3"
+    assert curves.line("name", [pairs[1]], 1).split(" | ")[5:] == ["-50.00", "50.00", "-10.00 / -10.00 |"]
+    assert curves.mean_cell([1.0]) == "+1.00" and curves.mean_cell([1.0, 3.0, 5.0]) == f"+3.00 ± {2 / math.sqrt(3):.2f}"
+    assert math.isnan(curves.behind([9.0] * 50, [1.0] * 50, 5, curves.STEEP)[0]), "as low as the reference ever was: no lag"
+
+
+def test_every_seed_order_and_precision_is_run(curves, tmp_path, monkeypatch, capsys):
+    made = []
+
+    def train(run, options):
+        made.append((run.name, options.rest, options.output, options.steps, options.smooth))
+        lost = {"input": {"values": 1000, "saturated": 1, "flushed": 20}, "weight": {"values": 10, "saturated": 0, "flushed": 0}}
+        return {"losses": [9.0] * 40, "val": [], "fp8": lost if run.precision == "fp8" else {}, "saturated_steps": run.seed}
+
+    monkeypatch.setattr(curves, "train", train)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["curves.py", "-o", "out/put", "--seeds", "3,5", "--shuffled", "2", "--", "--config", "d12", "--steps", "--"])
+    assert curves.main() == 0
+    rest = ["--config", "d12", "--steps", "--"]
+    assert made == [(f"{precision}-seed{seed}-order{order}", rest, tmp_path / "out" / "put", 400, 25) for seed in (3, 5) for order in range(3)
+                    for precision in ("bf16", "fp8")] and (tmp_path / "out" / "put").is_dir()
+    printed = capsys.readouterr().out.splitlines()
+    table, said = printed[:6], printed[6:]
+    assert [line.split(" | ")[:2] for line in table[2:]] == [
+        ["| bf16, sums in another order", "4"], ["| fp8, sums in another order", "4"], ["| bf16, other seeds", "1"], ["| fp8 against bf16", "6"]]
+    assert said == [f"fp8-seed{seed}-order{order}: steps with saturation {seed}; input 1.0e-03 saturated, 2.000 % flushed, weight 0.0e+00 saturated, "
+                    "0.000 % flushed" for seed in (3, 5) for order in range(3)]
+    made.clear()
+    monkeypatch.setattr(sys, "argv", ["curves.py", "-o", "x", "--seeds", "1", "--shuffled", "0", "--reference", "fp32", "--precision", "bf16"])
+    assert curves.main() == 0 and [(name, rest) for name, rest, *_ in made] == [("fp32-seed1-order0", []), ("bf16-seed1-order0", [])]
+
+
+def test_a_command_that_fails_is_named(curves):
+    assert curves.call(["sh", "-c", "pwd; exit 0"]) == f"{ROOT}\n"
+    with pytest.raises(curves.cli.FileError, match="(?s)sh -c echo why >&2; exit 3: exit code 3:\nwhy") as failed:
+        curves.call(["sh", "-c", "echo why >&2; exit 3"])
+    assert failed.value.code == 1
+
+
 # ---- scripts that need torch, without it: what is no arithmetic ------------------------------------------------------
 
 
@@ -392,3 +650,112 @@ def test_all_shards_of_a_split_are_its_tokens_in_order(train_fp8, tmp_path):
     with pytest.raises(train_fp8.cli.FileError, match="no shards") as missing:
         train_fp8.tokens_of(tmp_path, "test", "cpu")
     assert missing.value.code == 3
+
+
+def test_a_scheme_scales_by_its_history_margin_and_range(train_fp8):
+    """Delayed scales by the last `history` steps, current ones by the tensor itself: powers of two, or to the end of the range."""
+    but, fp8, exponent = train_fp8.but, train_fp8.FP8, train_fp8.exponent_of
+
+    def scale(scheme, kind, form, past, x=(-3, 1)):
+        rounding = train_fp8.SchemeRounding(scheme, 2)
+        rounding.past = {(kind, "0.qkv"): list(past), (kind, "1.qkv"): [1e30]}
+        return rounding.scale(kind, "0.qkv", tensor(*x), form)
+
+    for kind, form in (("input", "e4m3"), ("weight", "e4m3"), ("gradient", "e5m2")):
+        margin = fp8.gradient_margin if kind == "gradient" else fp8.margin
+        other = but(fp8, margin=2, gradient_margin=4)
+        assert scale(fp8, kind, form, ()) == 2.0**exponent(3, form, 1)
+        assert scale(but(fp8, history=2), kind, form, (100, 7, 5)) == 2.0**exponent(7, form, margin)
+        assert scale(other, kind, form, (7,)) == 2.0**exponent(7, form, 4 if kind == "gradient" else 2)
+        assert scale(but(fp8, scale="current", margin=3), kind, form, (700,)) == 2.0**exponent(3, form, 3)
+        largest = train_fp8.LARGEST[form]
+        assert scale(but(fp8, scale="current", exact=True, margin=1), kind, form, (700,)) == pytest.approx(largest / 2 / 3)
+        assert scale(but(fp8, scale="current", exact=True), kind, form, (), (0, 0)) == 1.0
+
+
+@pytest.fixture
+def fp8_options(tmp_path):
+    return SimpleNamespace(layers=2, hidden=64, ffn=96, length=8, micro_batch=3, accumulate=2, steps=6, lr=0.25, val_every=2, val_batches=1, warm_up=2)
+
+
+class FakeTrainer:
+    """Losses in turn; weights are measured as that, with the scheme a little worse."""
+
+    losses = [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+
+    def __init__(self, scheme, shape, data, seed, options):
+        self.scheme, self.left, self.rounding = scheme, list(self.losses), "its own"
+
+    def step(self):
+        self.last = self.left.pop(0)
+        return self.last
+
+    def measure(self, data, rounding):
+        return self.last + (0.5 if rounding == "its own" else 0.0)
+
+
+def test_weights_are_measured_with_their_scheme_and_without(train_fp8, fp8_options, monkeypatch):
+    monkeypatch.setattr(train_fp8, "Trainer", FakeTrainer)
+    shape = SimpleNamespace(layers=2)
+    row = train_fp8.train("fp8", 3, shape, None, fp8_options)
+    assert row | {"seconds": 0} == {"scheme": "fp8", "seed": 3, "losses": FakeTrainer.losses, "seconds": 0,
+                                    "val": [[2, 5.0, 5.5], [4, 3.0, 3.5], [6, 1.0, 1.5]],
+                                    "setting": "2x64, ffn 96, 3x2x8 tokens, 6 steps, lr 0.25"}
+    assert train_fp8.train("bf16", 3, shape, None, fp8_options)["val"] == [[2, 5.0, 5.0], [4, 3.0, 3.0], [6, 1.0, 1.0]]
+    for bad in (math.nan, math.inf):
+        monkeypatch.setattr(FakeTrainer, "losses", [2.0, 1.0, bad, 0.0])
+        row = train_fp8.train("fp8", 1, shape, None, fp8_options)
+        assert str(row["losses"]) == str([2.0, 1.0, bad]) and row["val"] == [[2, 1.0, 1.5]], "it ends where it is not finite"
+
+
+def test_runs_of_other_settings_are_left_and_those_that_are_there_are_not_made_again(train_fp8, tmp_path, monkeypatch, capsys):
+    made, reported = [], []
+
+    def train(name, seed, shape, data, options):
+        made.append((name, seed, vars(shape)))
+        return {"scheme": name, "seed": seed, "setting": train_fp8.setting(options), "losses": [1.0], "val": [], "seconds": 1}
+
+    monkeypatch.setattr(train_fp8, "train", train)
+    monkeypatch.setattr(train_fp8, "report", lambda rows, width: reported.append(([(row["scheme"], row["seed"]) for row in rows], width)))
+    monkeypatch.setattr(train_fp8, "check_rounding", lambda: None)
+    monkeypatch.setattr(train_fp8, "Data", lambda *words: SimpleNamespace(vocabulary=77))
+
+    def run(*words):
+        made.clear()
+        monkeypatch.setattr(sys, "argv", ["train_fp8.py", "--data", "d", "-o", str(tmp_path / "out"), *words])
+        assert train_fp8.main() == 0
+        return [one[:2] for one in made]
+
+    two = ["--schemes", "fp32,fp8", "--seeds", "1,4"]
+    every = [("fp32", 1), ("fp8", 1), ("fp32", 4), ("fp8", 4)]
+    assert run(*two, "--report") == [] and reported.pop() == ([], 15)
+    assert run("--schemes", "fp8", "--seeds", "4", "--smooth", "7") == [("fp8", 4)] and reported.pop() == ([("fp8", 4)], 7)
+    assert run(*two) == every[:3] and made[0][2] == {
+        "layers": 4, "hidden": 128, "ffn": 384, "heads": 4, "kv_heads": 2, "vocabulary": 77, "length": 128}
+    assert sorted(reported.pop()[0]) == sorted(every)
+    assert run(*two) == [] and run(*two, "--lr", "1e-3") == every and run(*two, "--report", "--steps", "9") == []
+    assert [len(rows) for rows, _ in reported] == [4, 4, 0]
+    assert run("--schemes", "fp8", "--hidden", "32") == [("fp8", 1)] and (made[0][2]["heads"], made[0][2]["kv_heads"]) == (1, 1)
+    with pytest.raises(SystemExit) as end:
+        run("--schemes", "fp32,fp9")
+    assert end.value.code == 2 and "'fp9'" in capsys.readouterr().err
+    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 9
+
+
+def test_what_other_histories_and_margins_would_have_lost(train_fp8, capsys):
+    """One tensor with values of 1 and 2^-20, and 16 in the steps 2 and 11."""
+    np = stub_torch.np
+    slot, small = ("input", "0.qkv"), np.zeros(1024, int)
+    small[4 * 127], small[4 * 107], small[0] = 30, 10, 60  # 1.0, 2^-20 and zeros
+    large = np.zeros(1024, int)
+    large[4 * 131], large[0] = 40, 60
+    train_fp8.policies([{slot: large if step in (1, 10) else small} for step in range(64)])
+    lines = {tuple(line.strip("| ").split(" | ")[:2]): line.strip("| ").split(" | ")[2:] for line in capsys.readouterr().out.splitlines()[3:]}
+    assert len(lines) == 4 * 5 * 5
+    # Steps 2 to 60: 59 of them, with 40 values that are not zero in each, of which ten are small in all but two steps.
+    small_share = 100 * 10 * 57 / (40 * 59)
+    assert lines["input, e4m3", "current, 0"] == ["0.00", "0.00", "0.000", "0.000", f"{small_share:.3f}", "25.000"]
+    assert lines["input, e4m3", "1, 0"][0] == f"{200 / 59:.2f}" and lines["input, e4m3", "1, 0"][2] == "40.000"
+    assert lines["input, e4m3", "1, 4"][0] == "0.00" and lines["input, e4m3", "1, 2"][0] == f"{200 / 59:.2f}"
+    assert [lines["input, e4m3", f"{history}, 0"][:2] for history in (16, 64)] == [[f"{100 / 59:.2f}", "0.00"]] * 2, "it is known already"
+    assert lines["gradient, e5m2", "1, 0"] == ["0.00", "0.00", "0.000", "0.000", "0.000", "0.000"]

@@ -11,9 +11,11 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("bash", "awk", "dirname", "head", "sed", "sort")
 GPU = "NVIDIA H100, {}, 570.1, 81559 MiB"
 # What is piped into a compiler is read: writing to one that has ended fails.
-COMPILES, FAILS = "read -r program", "read -r program; exit 1"
-SOUND = {"g++": f'case "$1" in -dump*) echo 13.2.0;; *) {COMPILES};; esac', "clang++": COMPILES, "python3": "echo 3.12", "ls": "exit 2",
-         "df": "printf 'Filesystem\\n/dev/x 1 1 50000000 1 /\\n'", "deps": "exit 0"}
+FAILS = "read -r program; exit 1"
+COMPILES = f'case "$*" in "{{}} -o /dev/null") read -r program;; *) {FAILS};; esac'
+CXX, FUZZ_CXX = COMPILES.format("-std=c++20 -fopenmp -x c++ -"), COMPILES.format("-fsanitize=fuzzer,address,undefined -x c++ -")
+SOUND = {"g++": f'case "$1" in -dump*) echo 13.2.0;; *) {CXX};; esac', "clang++": FUZZ_CXX, "python3": "echo 3.12", "ls": "exit 2",
+         "df": "[ \"$*\" = '-Pk .' ] && printf 'Filesystem\\n/dev/x 1 1 50000000 1 /\\n'", "deps": '[ "$*" = --check ]'}
 
 
 @pytest.fixture
@@ -58,7 +60,9 @@ def gpus(*capabilities):
     ({"g++": None}, "compiler", "BAD", "g++ not found. Install g++ 12"),
     ({"g++": f'case "$1" in -dump*) echo 8.1.0;; *) {FAILS};; esac'}, "compiler", "BAD", "g++ 8.1.0 cannot compile C++20 with OpenMP"),
     ({}, "libraries", "ok", "nlohmann-json"),
-    ({"deps": "echo 'deps: xxHash is missing'; exit 4"}, "libraries", "BAD", "xxHash is missing"),
+    ({"deps": "echo 'deps: xxHash is missing' >&2; exit 4"}, "libraries", "BAD", "BAD  xxHash is missing"),
+    ({"deps": "echo 'deps: xxHash is missing'; exit 1"}, "libraries", "BAD", "BAD  xxHash is missing"),
+    ({"g++": f'case "$1" in -dumpversion) echo 12;; -dump*) exit 1;; *) {CXX};; esac'}, "compiler", "ok", "g++ 12, C++20"),
     ({}, "fuzzing", "ok", "clang++ with libFuzzer"),
     ({"clang++": FAILS}, "fuzzing", "-", "no clang with libFuzzer"),
     ({"clang++": None}, "fuzzing", "-", "no clang with libFuzzer"),
@@ -97,9 +101,27 @@ def test_every_gpu_has_a_row_and_every_problem_counts(doctor):
 def test_commands_under_other_names(doctor, tmp_path):
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "ready").touch()
-    others = {"g++": None, "clang++": None, "python3": None, "clang-19": COMPILES, "python3.11": "echo 3.11",
-              "ccache": f'[ "$1" = g++-14 ] || exit 1; case "$2" in -dump*) echo 14.1;; *) {COMPILES};; esac', "other-nvcc": nvcc("12.8")["nvcc"]}
+    others = {"g++": None, "clang++": None, "python3": None, "clang-19": FUZZ_CXX, "python3.11": "echo 3.11",
+              "ccache": f'[ "$1" = g++-14 ] || exit 1; shift; case "$1" in -dump*) echo 14.1;; *) {CXX};; esac', "other-nvcc": nvcc("12.8")["nvcc"]}
     rows = doctor(others, CXX="ccache g++-14", FUZZ_CXX="clang-19", PYTHON="python3.11", NVCC=str(tmp_path / "bin" / "other-nvcc"))
     for row, words in (("compiler", "ccache g++-14 14.1"), ("fuzzing", "clang-19 with"), ("nvcc", "other-nvcc, CUDA 12.8"),
                        ("python", "python3.11 3.11"), ("packages", ".venv is made")):
         assert any(line.startswith(row) and " ok " in line and words in line for line in rows), rows
+
+
+def test_a_toolkit_that_is_not_in_path_is_found(doctor, tmp_path):
+    """Where it is installed by default; one in PATH goes before it, and one that is named before both."""
+    default = tmp_path / "bin" / "default-nvcc"
+    more = {"ls": f"[ \"$*\" = /usr/local/cuda/bin/nvcc ] && echo '{default}'", "default-nvcc": nvcc("12.6")["nvcc"], "other-nvcc": nvcc("12.8")["nvcc"]}
+
+    def row(commands, **variables):
+        return next(line for line in doctor(more | commands, **variables) if line.startswith("nvcc"))
+
+    assert f"{default}, CUDA 12.6" in row({})
+    assert "bin/nvcc, CUDA 12.4" in row(nvcc("12.4")) and "other-nvcc, CUDA 12.8" in row(nvcc("12.4"), NVCC=str(tmp_path / "bin" / "other-nvcc"))
+
+
+def test_what_the_driver_is_asked(doctor):
+    asked = "--query-gpu=name,compute_cap,driver_version,memory.total --format=csv,noheader"
+    rows = doctor({"nvidia-smi": f"[ \"$*\" = '{asked}' ] || exit 9\necho '{GPU.format('9.0')}'"})
+    assert [line.split()[0] for line in rows].count("GPU") == 1

@@ -1023,3 +1023,196 @@ def test_colour_on_a_terminal_only(box):
     assert "\x1b[31merror:\x1b[0m" in on_terminal(box, "nonsense")
     assert "\x1b" not in on_terminal(box, "nonsense", NO_COLOR="1")
     assert "\x1b" not in on_terminal(box, "nonsense", TERM="dumb")
+
+
+# ---- its functions, alone --------------------------------------------------------------------------------------------
+
+
+def function(box: Box, commands: str, *words: str, **environment: str) -> subprocess.CompletedProcess:
+    """Commands after the script's definitions, with a scratch directory, and without its main()."""
+    text = SCRIPT.read_text()
+    assert text.endswith('\nmain "$@"\n')
+    (box.directory / "scratch").mkdir(exist_ok=True)
+    script = f"{text.removesuffix(chr(10) + 'main ' + chr(34) + '$@' + chr(34) + chr(10))}\nscratch=scratch repo= dir=.\n{commands}\n"
+    return subprocess.run(["bash", "-s", "--", *words], input=script, cwd=box.directory, env={**box.environment, **environment}, capture_output=True,
+                          text=True, timeout=LINE_S)
+
+
+def test_each_answer_has_its_verdict(box):
+    table = {"ok": ["0:200", "0:206"], "moved": ["0:301", "0:302", "0:307", "0:399"], "missing": ["22:404", "22:410"], "denied": ["22:401", "22:403"],
+             "range": ["22:416", "0:416", "33:416"], "norange": ["33:200"], "disk": ["23:200", "23:000"],
+             "again": ["22:408", "22:429", "22:500", "22:502", "22:503", "22:504", "22:599", *(f"{code}:000" for code in (5, 6, 7, 28, 35)),
+                       *(f"{code}:200" for code in (16, 18, 52, 55, 56, 92))],
+             "other": ["22:400", "22:402", "22:405", "22:411", "22:418", "60:000", "47:302", "3:000", "77:000", "0:100", "0:000"]}
+    answers = [(answer, word) for word, group in table.items() for answer in group]
+    done = function(box, 'for one; do curl_status=${one%:*} http_status=${one#*:}; verdict; done', *(answer for answer, _ in answers))
+    assert done.stdout.split() == [word for _, word in answers], done.stderr
+
+
+def test_each_cause_has_its_words(box):
+    table = {"0": "HTTP 503", "22": "HTTP 503", "5": "a host name that does not resolve", "6": "a host name that does not resolve", "7": "no connection",
+             **dict.fromkeys(("18", "52", "55", "56", "92"), "a cut connection"), "28": "no answer for 17 s",
+             **dict.fromkeys(("35", "51", "53", "58", "60", "77"), "a failed TLS handshake or certificate check"), "47": "too many redirects", "3": "curl error 3"}
+    done = function(box, "http_status=503 timeout_s=17; for curl_status; do cause; done", *table)
+    assert done.stdout.splitlines() == list(table.values())
+
+
+@pytest.mark.parametrize("tries, backoff, asked, seconds", [
+    (1, 1000, "", "1.0"), (2, 1000, "", "2.0"), (3, 1000, "", "4.0"), (5, 1000, "", "16.0"), (6, 1000, "", "30.0"), (90, 1000, "", "30.0"), (3, 10, "", "0.0"),
+    (4, 50, "", "0.4"), (1, 1000, "1", "1.0"), (1, 1000, "2", "2.0"), (4, 1000, "5", "8.0"), (1, 0, "008", "8.0"), (1, 0, "120", "120.0"), (1, 0, "0120", "120.0"),
+    (1, 1000, "soon", "1.0"), (1, 1000, "Wed, 21 Oct 2026 07:28:00 GMT", "1.0"), (1, 1000, "-5", "1.0")])
+def test_how_long_it_waits_before_the_next_attempt(box, tries, backoff, asked, seconds):
+    """Twice as long each time, up to half a minute; longer where the server asks for it."""
+    done = function(box, 'sleep() { echo "$1"; }; headers=([retry-after]="$3"); backoff_ms=$2 max_tries=100 curl_status=22 http_status=503 subject=file; '
+                    'back_off "$1"', str(tries), str(backoff), asked)
+    assert done.returncode == 0 and f"{float(done.stdout):.3f}"[:-2] == seconds, done
+    assert done.stderr == f"warning: file: got HTTP 503. Attempt {tries + 1} of 100 follows in {seconds} s.\n"
+
+
+@pytest.mark.parametrize("tries, asked, words", [(3, "", "HTTP 503 (3 attempts)"), (4, "1", "(4 attempts)"), (1, "121", "to wait 121 s"), (1, "00121", "to wait 00121 s")])
+def test_when_it_gives_up(box, tries, asked, words):
+    done = function(box, 'sleep() { :; }; headers=([retry-after]="$2"); backoff_ms=0 max_tries=3 curl_status=22 http_status=503 subject=file; back_off "$1"',
+                    str(tries), asked)
+    assert done.returncode == ENVIRONMENT and words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_whole_numbers_and_their_limits(box):
+    for value, good in (("1", True), ("3600", True), ("0", False), ("3601", False), ("01", False), ("", True), ("1 ", False), ("1000000000", False)):
+        done = function(box, "whole_number HF_HUB_DOWNLOAD_TIMEOUT 10 1 3600", HF_HUB_DOWNLOAD_TIMEOUT=value)
+        assert (done.returncode, done.stdout) == ((0, f"{value or 10}\n") if good else (USAGE, "")), value
+    settings = "read_settings; echo $timeout_s $max_tries $backoff_ms $offline"
+    done = function(box, settings, WEFT_DOWNLOAD_TRIES="", WEFT_DOWNLOAD_BACKOFF_MS="", HF_HUB_OFFLINE="off")
+    assert done.stdout == "10 5 1000 no\n"
+    for name, most in (("WEFT_DOWNLOAD_TRIES", 100), ("WEFT_DOWNLOAD_BACKOFF_MS", 30000)):
+        assert function(box, settings, **{name: str(most)}).returncode == 0
+        done = function(box, settings, **{name: str(most + 1)})
+        assert done.returncode == USAGE and f"{name}: got '{most + 1}'" in done.stderr
+
+
+@pytest.mark.parametrize("url, same", [
+    ("https://HUB.example/a", True), ("https://hub.example", True), ("https://hub.example?a", True), ("https://hub.example:443/a", False),
+    ("http://hub.example/a", False), ("https://hub.example.evil/a", False), ("https://evil/https://hub.example", False), ("https://hub.example#@evil", True),
+    ("https://hub.example@evil/a", False), ("https://evil?https://hub.example/", False)])
+def test_only_the_same_scheme_host_and_port_is_the_endpoint(box, url, same):
+    done = function(box, 'read_settings; if at_endpoint "$1"; then echo yes; fi; token=word; curl_config "$1"', url, HF_ENDPOINT="https://hub.example/mirror/")
+    assert done.returncode == 0 and done.stdout.startswith("yes\n") == same == ('header = "Authorization: Bearer word"' in done.stdout), done
+
+
+@pytest.mark.parametrize("endpoint, token, warned", [
+    ("http://hub.example", "word", True), ("http://hub.example", "", False), ("https://hub.example", "word", False), ("http://localhost:80", "word", False),
+    ("http://127.0.0.1", "word", False), ("http://[::1]:8", "word", False), ("http://10.0.0.1", "word", True)])
+def test_a_token_over_plain_http_is_warned_of(box, endpoint, token, warned):
+    done = function(box, 'read_settings; echo "$endpoint $text_endpoint $token"', HF_ENDPOINT=endpoint + "/", HF_TOKEN=token, WEFT_TEXT_ENDPOINT="https://text/")
+    assert done.stdout == f"{endpoint} https://text {token}\n" and ("travels unencrypted" in done.stderr) == warned
+
+
+@pytest.mark.parametrize("words, expected", [
+    ((), "models data main no tinyshakespeare pythia-160m"), (("a", "b"), "models data main no a b"), (("-o", "x", "--data=y", "--revision", "v1/a", "--dry-run"),
+     "x y v1/a yes tinyshakespeare pythia-160m"), (("--out=a=b", "n"), "a=b data main no n"), (("n", "--", "-o", "--list"), "models data main no n -o --list"),
+    (("--data", "d", "a", "--out", "o", "b"), "o d main no a b")])
+def test_options_in_any_order_and_form(box, words, expected):
+    done = function(box, 'parse_options "$@"; echo $out_dir $data_dir $revision $dry_run "${names[@]}"', *words)
+    assert done.stdout == expected + "\n", done.stderr
+
+
+@pytest.mark.parametrize("name, repo, folder", [
+    ("pythia-1b", "EleutherAI/pythia-1b", "pythia-1b"), ("PYTHIA-12B-Deduped", "EleutherAI/pythia-12b-deduped", "pythia-12b-deduped"),
+    ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M", "smollm2-135m"), ("llama-3.1-8b", "meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+    ("tinyllama-1.1b", "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", "tinyllama-1.1b"), ("Org/Model.x_y-1", "Org/Model.x_y-1", "Model.x_y-1"),
+    ("smollm2-135m-deduped", None, ""), ("org/a..b", None, ""), (".org/a", None, ""), ("org/.a", None, ""), ("/a", None, ""), ("pythia", None, "")])
+def test_names_of_models(box, name, repo, folder):
+    for revision, suffix in (("main", ""), ("refs/pr/5", "-refs-pr-5")):
+        done = function(box, f'revision={revision} out_dir="my models"; resolve_name "$1"; echo "$repo|$dir"', name)
+        if repo is None:
+            assert done.returncode == USAGE and "got an unknown name" in done.stderr
+        else:
+            assert done.stdout == f"{repo}|my models/{folder}{suffix}\n"
+
+
+@pytest.mark.parametrize("content, size, hashed, words", [
+    (b"text", "", "", ""), (b"text", "4", "", ""), (b"text", "5", "", "got 4 bytes, expected 5"), (b"", "", "", "got 0 bytes, expected some"),
+    (b"", "7", "", "got 0 bytes, expected 7"), (b"text", "4", f"sha256:{sha256(b'text')}", ""), (b"text", "", f"git-sha1:{git_sha1(b'text')}", ""),
+    (b"text", "", f"sha256:{sha256(b'x')}", f"got sha256 {sha256(b'text')}, expected {sha256(b'x')}"),
+    (b"text", "", f"git-sha1:{git_sha1(b'x')}", f"got git-sha1 {git_sha1(b'text')}, expected"),
+    (b" \n\t<HTML>x", "9", "", "web page"), (b"<!doctype HTML><p>", "", "", "web page"), (b"<html", "", "", "web page"), (b"<xml>", "", "", ""),
+    (b"\0\0<html>", "", "", "web page"), (b"Version https://git-lfs", "3", "", "git-lfs pointer"), (b"a<html>", "", "", ""), (b" " * 600 + b"<html>", "", "", "")])
+def test_what_is_wrong_with_a_file(box, content, size, hashed, words):
+    (box.directory / "-file").write_bytes(content)
+    done = function(box, 'remote_size=$1 remote_hash=$2; inspect -file; echo "${problem:-well}"', size, hashed)
+    assert done.returncode == 0 and done.stderr == "" and (words in done.stdout if words else done.stdout == "well\n"), done
+
+
+def test_the_last_block_of_headers_counts(box):
+    (box.directory / "scratch").mkdir()
+    (box.directory / "scratch" / "headers").write_bytes(
+        b"HTTP/1.1 302 Found\r\nX-Linked-Size: 5\r\nETag: \"a\"\r\n\r\nHTTP/2 200\r\nETAG:  W/\"b c\" \r\nX-Empty:\r\nnot a header\r\n\r\n")
+    done = function(box, 'read_headers; for name in "${!headers[@]}"; do echo "$name=${headers[$name]}"; done | sort')
+    assert done.stdout == 'etag=W/"b c"\n', done
+
+
+def test_commands_for_every_model_and_the_text(box):
+    for name, kind in (("one", '"gpt_neox"'), ("two b", ' "llama"')):
+        (box.directory / name).mkdir()
+        (box.directory / name / "config.json").write_text(f'{{"model_type" :{kind}}}')
+    commands = 'model_dirs=("$@") text_file=data/a.txt; print_next_steps'
+    assert function(box, commands, "two b", "./one").stdout.splitlines() == [
+        r".venv/bin/python scripts/convert_hf.py two\ b -o two\ b.bin",
+        '.venv/bin/python scripts/convert_hf.py ./one -o one.bin && ./infer_pythia --model one.bin --prompt "Hello"',
+        r".venv/bin/python dev/prepare_data.py data/a.txt --tokenizer two\ b/tokenizer.json -o data/a"]
+    assert function(box, commands).stdout == ".venv/bin/python dev/prepare_data.py data/a.txt --tokenizer models/tiny-llama/tokenizer.json -o data/a\n"
+
+
+@pytest.mark.parametrize("free, needed, code", [(100, 102400, 0), (100, 102401, NO_SPACE), (0, 0, 0), (3000000000, 3 * 10**12, 0)])
+def test_the_space_that_is_needed_is_looked_for_where_the_directory_will_be(box, free, needed, code):
+    done = function(box, f'df() {{ echo "$*" >&2; echo header; echo "disk 0 0 {free} 0% /"; }}; subject=file; require_space "{box.directory}/a/b" {needed}')
+    assert done.returncode == code and done.stderr.startswith(f"-Pk -- {box.directory}\n"), done
+
+
+def test_a_cache_is_that_of_the_revision(box):
+    """Of a branch by its ref, of a commit by its own name; what is not there in the cache is none."""
+    box.fill_cache(box.directory / "cache")
+    commands = 'hub_cache=cache repo=EleutherAI/pythia-160m commit=; revision=$1; find_snapshot; echo "$snapshot|$commit"'
+    base = "cache/models--EleutherAI--pythia-160m/snapshots"
+    for revision, found in (("main", True), (COMMIT, True), ("step3", False), (COMMIT[::-1], False), (COMMIT[:7], False)):
+        assert function(box, commands, revision).stdout == (f"{base}/{COMMIT}|{COMMIT}\n" if found else "|\n"), revision
+
+
+# ---- optional files, several models, dry runs ------------------------------------------------------------------------
+
+
+def test_files_that_a_model_may_have_are_received(box):
+    for name in ("generation_config.json", "special_tokens_map.json"):
+        box.hub.add(REPO, name, name.encode())
+    box.succeeds()
+    for name in ("generation_config.json", "special_tokens_map.json"):
+        assert box.path(name).read_bytes() == name.encode()
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_an_error_of_an_optional_file_is_an_error(box, name):
+    """Only one that is not there may be left out."""
+    box.hub.fault(name, "status", status=403)
+    box.fails(ENVIRONMENT, name, "403")
+
+
+def test_the_second_model_begins_anew(box):
+    """With its own commit, its own cache, its own files; the commands for both come at the end."""
+    box.add_model("org/second", config=b'{"model_type": "llama"}', weights=b"other weights", revision="main")
+    box.fill_cache(box.directory / "cache")
+    result = box.succeeds("pythia-160m", "org/second", HF_HUB_CACHE=str(box.directory / "cache"))
+    assert box.path("model.safetensors", model="second").read_bytes() == b"other weights"
+    assert box.hub.requests[0].path == "/org/second/resolve/main/config.json"
+    assert len(result.stdout.splitlines()) == 2 and "second.bin" in result.stdout.splitlines()[1]
+
+
+def test_a_dry_run_counts_what_is_not_here(box):
+    box.succeeds()
+    box.path("tokenizer.json").write_bytes(TOKENIZER + b" ")
+    box.add_model("org/second")
+    lines = box.succeeds("pythia-160m", "org/second", "--dry-run").stdout.splitlines()
+    here = [line.split()[1] for line in lines if line.split()[0] == "here"]
+    assert here == [f"models/pythia-160m/{name}" for name in ("config.json", "tokenizer_config.json", "model.safetensors")]
+    assert lines[1].split()[0] == f"{len(TOKENIZER)}.0B" and lines[1].endswith("/tokenizer.json")
+    total = len(TOKENIZER) + len(CONFIG) + len(TOKENIZER) + 2 + len(WEIGHTS)
+    assert lines[-1].split() == [f"{total / 1000:.1f}KB", "in", "all"] and len(lines) == 9
+    assert not box.path(model="second").exists()

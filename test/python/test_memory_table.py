@@ -111,3 +111,55 @@ def test_a_cell_says_how_many_fit_and_with_which_moments():
 def test_the_sizes_of_pythia():
     assert table("pythia") == mt.pythia_table(), "run dev/memory_table.py --write"
     assert "| pythia-2.8b | 2,775 M | 5.55 GB | 0.67 GB | 6.22 GB |" in table("pythia")
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """A train_llama that notes its words, says on stderr what the file `says` holds and ends with the code in `code`."""
+    stub = tmp_path / "bin" / "train_llama"
+    stub.parent.mkdir()
+    stub.write_text('#!/bin/sh\nd=${0%/bin/*}; echo "$@" >>"$d/words"; cat "$d/says" >&2; exit "$(cat "$d/code")"\n')
+    stub.chmod(0o755)
+    monkeypatch.setenv("WEFT_BIN_DIR", str(stub.parent))
+
+    def answers(code, says=""):
+        (tmp_path / "code").write_text(str(code))
+        (tmp_path / "says").write_text(says)
+        return mt.Planner(tmp_path)
+
+    return answers
+
+
+@pytest.mark.parametrize("code, says, most", [(0, "", mt.MOST), (0, "--micro-batch 8 would fit", mt.MOST), (5, "error: --micro-batch 96 would fit\n", 96),
+                                              (5, "error: nothing would fit", 0), (5, "", 0)])
+def test_the_planner_is_asked_for_the_row(program, tmp_path, code, says, most):
+    planner, row = program(code, says), mt.Row("tinyllama-1.1b", 32000, "block")
+    assert planner.most(row, "48GB") == most == planner.most(mt.Row("tiny", 2048, "none"), "141GB", "--moments", "bf16")
+    assert (tmp_path / "words").read_text().splitlines() == [
+        f"--config {preset} --vocab-size {vocabulary} --seq-len {context} --recompute {mode} --train {tmp_path}/train_00000.bin --dry-run "
+        f"--gpu-memory {gpu} --micro-batch 1024{more}" for preset, vocabulary, context, mode, gpu, more in (
+            ("tinyllama-1.1b", 32000, 2048, "block", "48GB", ""), ("tiny", 2048, 512, "none", "141GB", " --moments bf16"))]
+    shard = mt.token_shard.TokenShard(tmp_path / "train_00000.bin")
+    shard.verify()
+    assert shard.count == 4096 and shard.count > max(row.context for row in mt.rows())
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 4, 6])
+def test_a_planner_that_cannot_answer_ends_the_table(program, tmp_path, code):
+    planner = program(code, "error: no GPU code\n")
+    with pytest.raises(mt.FileError, match="^train_llama: error: no GPU code$") as refused:
+        planner.cell(mt.rows()[0], "24GB")
+    assert refused.value.code == 4
+    (tmp_path / "bin" / "train_llama").unlink()
+    with pytest.raises(mt.FileError, match="not there. Build it first: make") as refused:
+        planner.cell(mt.rows()[0], "24GB")
+    assert refused.value.code == 4
+
+
+def test_the_training_table_has_a_line_a_row_and_a_column_a_gpu():
+    planner = Answers({(gpu, moments): 2 << i for i, gpu in enumerate(mt.GPUS) for moments in (False, True)})
+    head, rule, *lines = mt.training_table(planner)
+    assert head == "| model | context | `--recompute` | 24 GB | 40 GB | 48 GB | 80 GB | 141 GB |" == table("training")[0]
+    assert rule == "|---|---|---|---|---|---|---|---|" == table("training")[1]
+    assert lines == [f"| {row.preset} | {row.context} | {row.recompute} | 2 | 4 | 8 | 16 | 32 |" for row in mt.rows()]
+    assert list(mt.tables(planner)) == ["training", "pythia"]

@@ -402,3 +402,324 @@ def test_a_terminated_run_leaves_nothing(tokenizer_path, tmp_path):
     assert process.returncode in (143, 0), errors  # 0: it was done before
     assert process.returncode == 0 or not (tmp_path / "out").exists()
     assert not list(tmp_path.glob("out/.incomplete-*"))
+
+
+# ---- the parts, without a process ------------------------------------------------------------------------------------
+
+
+def source(path: Path, **changes) -> prepare_data.Source:
+    return prepare_data.Source(**{"path": path, "jsonl": False, "json_field": "text", "separator": END, "cut": prepare_data.CUT} | changes)
+
+
+def texts_of(of: prepare_data.Source) -> list[str]:
+    return ["".join(pieces) for pieces in of.documents()]
+
+
+def options(**changes) -> SimpleNamespace:
+    return SimpleNamespace(**{"format": "auto", "jsonl_field": "text", "document_separator": END, "seed": 0, "val_fraction": 0.05} | changes)
+
+
+@pytest.mark.parametrize("full, empty, fraction, whole", [
+    (9, 0, 1.0, False), (10, 0, 1.0, True), (9, 400, 1.0, False), (10, 400, 1.0, True), (19, 400, 0.5, False), (20, 400, 0.5, True), (21, 0, 0.5, True)])
+def test_documents_are_chosen_whole_where_ten_that_hold_text_can_be_expected(full, empty, fraction, whole, tmp_path):
+    """In all files together; empty documents before, between and behind do not count, but have their length in the list."""
+    texts = ["", *(f"text {number}" for number in range(full))]
+    texts[5:5] = [""] * empty
+    first, second = (write(tmp_path / name, "".join(f"{text}\n{END}\n" for text in part)) for name, part in (("a", texts[:-4]), ("b", texts[-4:])))
+    found = prepare_data.lengths_if_few([source(first), source(second)], fraction)
+    assert found == (None if whole else [len(text) for text in texts])
+
+
+@pytest.mark.parametrize("fraction", [0, 0.25])
+def test_each_document_goes_to_one_split_by_its_own_number(fraction, tmp_path):
+    """Numbers go on from file to file; without a share for validation nothing is chosen, and nothing is cut."""
+    texts = [f"story {number}" for number in range(100)]
+    files = [write(tmp_path / name, f"\n{END}\n".join(part)) for name, part in (("a", texts[:30]), ("b", texts[30:]))]
+    got = []
+    pipeline = SimpleNamespace(add_document=lambda split, pieces: got.append((split, "".join(pieces))))
+    prepare_data.add_with_split([source(file) for file in files], pipeline, "train", "val", options(val_fraction=fraction, seed=7), None)
+    assert got == [("val" if prepare_data.is_for_validation(number, 7, fraction) else "train", text) for number, text in enumerate(texts)]
+    assert ("val" in dict(got)) == (fraction > 0)
+
+
+@pytest.mark.parametrize("position, before, after", [
+    (0, "one", "two\n\nthree"), (1, "one", "two\n\nthree"), (3, "one", "two\n\nthree"), (4, "one\ntwo", "three"), (7, "one\ntwo", "three"),
+    (8, "one\ntwo\n", "three"), (9, "one\ntwo\n\n", "three"), (10, "one\ntwo\n\nt", "hree"), (14, "one\ntwo\n\nthree", "")])
+@pytest.mark.parametrize("pieces", [["one\ntwo\n\nthree"], ["one\ntwo\n\n", "three"]])
+def test_a_document_is_cut_at_the_line_end_from_there_on(position, before, after, pieces):
+    first, last = prepare_data.cut_at(iter(pieces), position, prepare_data.CUT)
+    assert ("".join(first), "".join(last)) == (before, after)
+
+
+def test_an_encoded_document_begins_and_ends_once():
+    """However many pieces it has and batches are made of them; what is empty is none; texts of several splits keep apart."""
+    batches = []
+
+    class Split:
+        def __init__(self):
+            self.documents, self.text_bytes, self.ids = 0, 0, []
+
+        def write(self, ids):
+            self.ids += ids.tolist()
+
+    def encode(texts, begins):
+        batches.append(list(zip(texts, begins)))
+        return [np.array([len(text)], dtype=np.uint32) for text in texts]
+
+    encoder = SimpleNamespace(encode=encode, prefix=np.array([1_000_001, 1_000_002], dtype=np.uint32), end_of_text=1_000_003)
+    pipeline, train, val = prepare_data.Pipeline(encoder), Split(), Split()
+    half = "x" * (prepare_data.BATCH_CHARACTERS // 2)
+    for split, pieces in ((train, ["ab", "c", half]), (val, []), (val, ["\u4e2d"]), (train, [half, "d"]), (val, ["ef", "ghi"])):
+        pipeline.add_document(split, iter(pieces))
+    pipeline.flush()
+    begin, end = [1_000_001, 1_000_002], [1_000_003]
+    assert train.ids == [*begin, 2, 1, len(half), *end, *begin, len(half), 1, *end] and train.documents == 2
+    assert val.ids == [*begin, 1, *end, *begin, 2, 3, *end] and val.documents == 2
+    assert train.text_bytes == 4 + 2 * len(half) and val.text_bytes == 8
+    assert [begins for batch in batches for _, begins in batch] == [True, False, False, True, True, False, True, False]
+    assert len(batches) == 2 and [text[:1] for text, _ in batches[0]] == ["a", "c", "x", "\u4e2d", "x"]
+
+
+def test_a_piece_that_cannot_be_cut_leaves_the_next_ones_small():
+    """The search for a cut reaches further only as long as none is found."""
+    long = "a" * (3 * prepare_data.PIECE_CHARACTERS)
+    pieces = list(prepare_data.pieces_of([long, *[" word"] * 100_000]))
+    assert "".join(pieces) == long + " word" * 100_000
+    assert len(pieces[0]) >= len(long) and all(len(piece) <= prepare_data.PIECE_CHARACTERS for piece in pieces[1:]) and len(pieces) > 7
+    assert list(prepare_data.pieces_of([long, *[" word"] * 100_000], None)) == [long + " word" * 100_000]
+
+
+@pytest.mark.parametrize("name, form, jsonl", [
+    ("a.txt", "auto", False), ("a.jsonl", "auto", True), ("a.ndjson", "auto", True), ("a.jsonl.gz", "auto", True), ("a.json", "auto", False),
+    ("a.jsonl.txt", "auto", False), ("jsonl", "auto", False), ("a.gz", "auto", False), ("a.jsonl", "text", False), ("a.ndjson.gz", "text", False),
+    ("a.txt", "jsonl", True), ("a", "jsonl", True)])
+def test_the_format_is_that_of_the_option_or_of_the_name(name, form, jsonl, tmp_path):
+    path = write(tmp_path / name, '{"body": "one"}\n---\n' if not jsonl else '{"body": "one"}\n')
+    chosen = options(format=form, jsonl_field="body", document_separator="---")
+    (made,) = prepare_data.open_sources([path], chosen, prepare_data.CUT_AT_SPACE)
+    assert made == source(path, jsonl=jsonl, json_field="body", separator="---", cut=prepare_data.CUT_AT_SPACE)
+    assert texts_of(made) == ["one" if jsonl else '{"body": "one"}']
+
+
+def test_every_text_is_a_file(tmp_path):
+    good, fifo = write(tmp_path / "good", "text"), tmp_path / "fifo"
+    os.mkfifo(fifo)
+    (tmp_path / "link").symlink_to(good)
+    assert len(prepare_data.open_sources([good, tmp_path / "link"], options(), None)) == 2
+    for bad, words in ((fifo, "not a file"), (tmp_path, "not a file"), (tmp_path / "none", "no such file")):
+        with pytest.raises(prepare_data.FileError, match=f"{bad.name}.*{words}") as refused:
+            prepare_data.open_sources([good, bad], options(), None)
+        assert refused.value.code == 3
+
+
+@pytest.mark.parametrize("content, documents", [
+    (b"a\r\nb\r\n", ["a\nb"]), (b"\xef\xbb\xbfa\n\xef\xbb\xbfb\n", ["a\n\ufeffb"]), (b"a\rb\x0bc\x85", None), (b"a\rb\x0bc\xc2\x85d", ["a\rb\x0bc\x85d"]),
+    (b"\n \n\na\n\n", [" \n\na"]), (f"{END}\n{END}\r\n\n{END}\nb".encode(), ["", "", "", "b"]), (b"", []), (b"\n", [""]), (b"a\r\n\r\n", ["a"])])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, lambda content: gzip.compress(content[:3]) + gzip.compress(content[3:])],
+                         ids=["plain", "gzip", "gzip in two parts"])
+def test_lines_and_documents_of_a_text(content, documents, pack, tmp_path):
+    """Whether it is compressed says its beginning and not its name."""
+    for name in ("a.txt", "a.gz"):
+        made = source(write(tmp_path / name, pack(content)))
+        if documents is not None:
+            assert texts_of(made) == documents
+        else:
+            with pytest.raises(prepare_data.FileError, match="line 1: got byte 6 of it wrong"):
+                texts_of(made)
+
+
+@pytest.mark.parametrize("lines, expected", [
+    (['{"text": "a\\r\\nb\\rc"}', "", "  ", '{"text": "\\n\\nd\\n"}'], ["a\nb\rc", "d"]),
+    (['{"text": "\\ud83d\\ude00", "more": 1}'], ["\U0001f600"]), (['{"text": ""}', '{"text": "a"}'], ["", "a"]),
+    (['{"text": "\\ud7ff\\ue000"}'], ["\ud7ff\ue000"]),
+    (['{"text": "a"}', "", '{"text": "\\udfff"}'], "line 3: not valid JSON: got half of a surrogate pair"), (['{"text": "\\ude00\\ud83d"}'], "line 1: not valid JSON: got half"),
+    (['{"text": "\\udbff"}'], "line 1: not valid JSON: got half"), (['{"text": null}'], "line 1: 'text': got a JSON null"),
+    (['{"text": "a"}', "", "\t", '{"Text": "a"}'], "line 4: 'text': got nothing, expected the text. --jsonl-field"),
+    (['{"text": ["a"]}'], "got a JSON array"), (['"text"'], "got a JSON string, expected an object")])
+def test_documents_of_json_lines(lines, expected, tmp_path):
+    made = source(write(tmp_path / "a.jsonl", "\n".join(lines) + "\n"), jsonl=True)
+    if isinstance(expected, list):
+        assert texts_of(made) == expected
+    else:
+        with pytest.raises(prepare_data.FileError, match=re.escape(expected)):
+            texts_of(made)
+
+
+def test_damage_is_said_of_its_line(tmp_path):
+    damaged = gzip.compress(b"".join(os.urandom(40).hex().encode() + b"\n" for _ in range(9000)))
+    with pytest.raises(prepare_data.FileError, match=r"line [1-9]\d{2,}: the gzip data is damaged.*Get the file again"):
+        texts_of(source(write(tmp_path / "a.gz", damaged[:len(damaged) // 2])))
+    with pytest.raises(prepare_data.FileError, match=r"line 3: got byte 2 of it wrong, expected UTF-8"):
+        texts_of(source(write(tmp_path / "b.txt", b"one\n\nt\xffo\n")))
+
+
+# ---- what is read from a tokenizer -----------------------------------------------------------------------------------
+
+
+def changed(tokenizer_path: Path, tmp_path: Path, *tokens: str, single: str = "", **members) -> Path:
+    """The tokenizer with further tokens, and a post-processor with this template."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_path))
+    tokenizer.add_special_tokens(list(tokens))
+    if single:
+        special = [(word, tokenizer.token_to_id(word)) for word in single.split() if not word.startswith("$")]
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single=single, special_tokens=special)
+    return write(tmp_path / "changed.json", json.dumps(json.loads(tokenizer.to_str()) | members))
+
+
+@pytest.mark.parametrize("tokens, wanted, found", [
+    ((), None, END), (("</s>", "<|end_of_text|>"), None, END), (("</s>", "<|end_of_text|>"), "</s>", "</s>"), ((), "<pad>", "<pad>"), ((), "a", "a"),
+    ((), "", None), ((), "</s>", None)])
+def test_the_end_of_text_is_the_one_named_or_the_first_known(tokens, wanted, found, tokenizer_path, tmp_path):
+    path = changed(tokenizer_path, tmp_path, *tokens)
+    if found is None:
+        with pytest.raises(prepare_data.FileError, match="--eos: got") as refused:
+            prepare_data.Encoder(path, wanted)
+        assert refused.value.code == 2
+    else:
+        assert prepare_data.Encoder(path, wanted).end_of_text == tokenizers.Tokenizer.from_file(str(path)).token_to_id(found)
+
+
+@pytest.mark.parametrize("names, found", [(("</s>", "<|end_of_text|>"), "<|end_of_text|>"), (("</s>",), "</s>"), ((), None)])
+def test_ends_of_text_are_known_by_these_names_in_this_order(names, found, tokenizer_path, tmp_path):
+    path = changed(tokenizer_path, tmp_path, *names)
+    write(path, path.read_text().replace(END, "<other>"))
+    if found is None:
+        with pytest.raises(prepare_data.FileError, match="has none of .*Name the end-of-text token by --eos"):
+            prepare_data.Encoder(path, None)
+    else:
+        assert prepare_data.Encoder(path, None).end_of_text == tokenizers.Tokenizer.from_file(str(path)).token_to_id(found)
+
+
+@pytest.mark.parametrize("single, prefix", [("$A", []), ("<pad> $A", ["<pad>"]), (f"{END} $A", [END])])
+def test_only_what_the_tokenizer_puts_before_a_text_is_its_prefix(single, prefix, tokenizer_path, tmp_path):
+    encoder = prepare_data.Encoder(changed(tokenizer_path, tmp_path, single=single), None)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_path))
+    assert encoder.prefix.tolist() == [tokenizer.token_to_id(token) for token in prefix]
+
+
+LIMIT, MOST = prepare_data.MAX_REPLACEMENT, prepare_data.MAX_VOCABULARY
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"model": {"vocab": {"a": MOST - 1, "b": 0}}}, None), ({"model": {"vocab": {"a": 0, "b": MOST}}}, f"got the id {MOST}"),
+    ({"model": {"vocab": {"a": -1}}}, "got the id -1"), ({"model": {"vocab": [["a", -1.5]]}}, None),
+    ({"added_tokens": [{"id": 0}, {"id": MOST - 1}]}, None), ({"added_tokens": [{"id": 0}, {"id": MOST}]}, f"got the id {MOST}"),
+    ({"added_tokens": None}, None), ({"added_tokens": [5, {"content": "x"}]}, None),
+    *(({stage: {"type": "T", key: "x" * LIMIT}}, None) for stage in ("normalizer", "pre_tokenizer") for key in ("content", "prepend", "replacement")),
+    *(({stage: {"type": "T", key: "x" * (LIMIT + 1)}}, f"'T' {key}: got {LIMIT + 1} characters")
+      for stage in ("normalizer", "pre_tokenizer") for key in ("content", "prepend", "replacement")),
+    ({"normalizer": {"type": "T", "content": "\u4e2d" * (LIMIT // 3)}}, None), ({"normalizer": {"type": "T", "content": "\u4e2d" * (LIMIT // 3 + 1)}}, "T"),
+    ({"normalizer": {"type": "S", "normalizers": [{"type": "A"}, {"type": "S", "normalizers": [{"type": "B", "content": "x" * 99}]}]}}, "'B' content"),
+    ({"pre_tokenizer": {"type": "S", "pretokenizers": [{"type": "A"}, {"type": "B", "replacement": "x" * 99}]}}, "'B' replacement"),
+    ({"decoder": {"type": "T", "content": "x" * 99}, "normalizer": {"type": "T", "other": "x" * 99}}, None)])
+def test_limits_of_what_a_tokenizer_may_hold(change, words):
+    tokenizer = {"model": {"vocab": {"a": 0}}} | change
+    if words is None:
+        return prepare_data.check_tokenizer(tokenizer, Path("t.json"))
+    with pytest.raises(prepare_data.FileError, match=re.escape(words)) as refused:
+        prepare_data.check_tokenizer(tokenizer, Path("t.json"))
+    assert refused.value.code == 3
+
+
+BYTES, NFC = {"type": "ByteLevel", "add_prefix_space": False}, {"type": "NFC"}
+
+
+def sequence(kind: str, *steps: dict) -> dict:
+    return {"type": "Sequence", kind: list(steps)}
+
+
+@pytest.mark.parametrize("normalizer, pre_tokenizer, cut", [
+    (None, BYTES, prepare_data.CUT), (NFC, BYTES, prepare_data.CUT), (sequence("normalizers", NFC, NFC), BYTES, prepare_data.CUT),
+    ({"type": "NFKC"}, BYTES, None), (sequence("normalizers", NFC, {"type": "Prepend", "prepend": "x"}), BYTES, None),
+    (None, BYTES | {"add_prefix_space": True}, prepare_data.CUT_AT_SPACE), (None, {"type": "ByteLevel"}, prepare_data.CUT_AT_SPACE),
+    (None, BYTES | {"use_regex": True}, prepare_data.CUT), (None, BYTES | {"use_regex": False}, None),
+    (None, sequence("pretokenizers", {"type": "Split"}, BYTES | {"use_regex": False}), prepare_data.CUT),
+    (None, sequence("pretokenizers", {"type": "Digits"}, BYTES | {"use_regex": False}), None),
+    (None, sequence("pretokenizers", {"type": "Digits"}, sequence("pretokenizers", {"type": "Split"}, BYTES | {"use_regex": False})), prepare_data.CUT)])
+def test_where_a_text_of_a_byte_level_tokenizer_may_be_cut(normalizer, pre_tokenizer, cut):
+    model = {"vocab": {}, "merges": []}
+    assert prepare_data.safe_cut({"model": model, "normalizer": normalizer, "pre_tokenizer": pre_tokenizer}) is cut
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+PREPEND = {"type": "Prepend", "prepend": "\u2581"}
+METASPACE = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+PLAIN = {"id": 3, "content": "<x>", "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+
+
+@pytest.mark.parametrize("change, cut", [
+    ({}, True), ({"normalizer": REPLACE}, True), ({"normalizer": None}, False), ({"normalizer": None, "pre_tokenizer": METASPACE}, True),
+    ({"normalizer": None, "pre_tokenizer": METASPACE | {"replacement": "_"}}, False), ({"normalizer": REPLACE | {"content": "w"}}, False),
+    ({"normalizer": REPLACE | {"content": "."}}, False), ({"normalizer": sequence("normalizers", REPLACE, {**REPLACE, "pattern": {"String": "x"}})}, False),
+    ({"normalizer": sequence("normalizers", REPLACE, {**REPLACE, "pattern": {"String": "x"}, "content": "y"})}, True),
+    ({"pre_tokenizer": {"type": "Split"}}, False), ({"merges": ["a b", "\u2581 ab"]}, True), ({"merges": ["a b", "a \u2581"]}, False),
+    ({"merges": [["a", "b"], ["\u2581", "\u2581"], ["\u2581\u2581", "a"]]}, True), ({"merges": [["\u2581a", "\u2581b"]]}, False),
+    ({"ignore_merges": True}, False), ({"ignore_merges": True, "normalizer": None, "pre_tokenizer": METASPACE}, False),
+    ({"ignore_merges": True, "normalizer": None, "pre_tokenizer": METASPACE | {"split": True}}, True),
+    ({"added_tokens": [PLAIN]}, True), ({"added_tokens": [PLAIN, PLAIN | {"content": "<x y>"}]}, False),
+    ({"added_tokens": [PLAIN | {"content": "<\u2581>"}]}, False), ({"added_tokens": [PLAIN | {"lstrip": True}]}, False),
+    ({"added_tokens": [PLAIN | {"rstrip": True}]}, False), ({"added_tokens": [PLAIN | {"normalized": True}]}, False),
+    ({"normalizer": REPLACE, "added_tokens": [PLAIN | {"normalized": True}]}, True), ({"added_tokens": None}, True),
+    ({"added_tokens": [{"content": "<x>", "special": True}]}, True), ({"added_tokens": [{"content": "<x>", "special": False}]}, False)])
+def test_where_a_text_of_a_sentencepiece_tokenizer_may_be_cut(change, cut):
+    model = {"vocab": {"\u2581": 0, "a": 1, "w": 2}, "merges": ["a b"]} | {key: change[key] for key in change if key in ("merges", "ignore_merges")}
+    tokenizer = {"model": model, "normalizer": sequence("normalizers", PREPEND, REPLACE), "pre_tokenizer": None, "added_tokens": []}
+    assert (prepare_data.safe_cut(tokenizer | change) is prepare_data.CUT_AT_SPACE) == cut
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+def parsed(monkeypatch, *words: object):
+    monkeypatch.setattr(sys, "argv", ["prepare_data.py", *map(str, words), "--tokenizer", "t.json", "-o", "out"])
+    return prepare_data.parse_arguments()
+
+
+def test_defaults_and_limits_of_the_options(monkeypatch, capsys):
+    plain = parsed(monkeypatch, "a", "b")
+    assert (plain.text, plain.val, plain.val_fraction, plain.seed, plain.shard_tokens) == ([Path("a"), Path("b")], None, 0.05, 0, 100_000_000)
+    assert (plain.format, plain.jsonl_field, plain.document_separator, plain.eos) == ("auto", "text", END, None)
+    assert parsed(monkeypatch, "a", "--val", "b", "c").val_fraction == 0.0 and parsed(monkeypatch, "a", "--val", "b", "c").val == [Path("b"), Path("c")]
+    for name, good, bad in (("--val-fraction", (0, 0.5), (-0.001, 0.501, "nan")), ("--seed", (0, 2**64 - 1), (-1, 2**64, 0.5)),
+                            ("--shard-tokens", (1, 2**40), (0, 2**40 + 1))):
+        for value in good:
+            assert getattr(parsed(monkeypatch, "a", name, value), name[2:].replace("-", "_")) == value
+        for value in bad:
+            with pytest.raises(SystemExit) as end:
+                parsed(monkeypatch, "a", f"{name}={value}")
+            assert end.value.code == 2
+    capsys.readouterr()
+
+
+def test_what_was_there_before_a_run_that_fails_is_there_after_it(prepare, tmp_path):
+    """An empty directory as well; one that the run made goes away."""
+    empty = write(tmp_path / "empty.txt", f"\n{END}\n\n")
+    text = write(tmp_path / "a.txt", "text")
+    for existed in (False, True):
+        if existed:
+            (tmp_path / "out").mkdir()
+        for words, what in ((("--val", empty), "empty.txt': no text for val, expected at least one document. Give more text"),
+                            ((), "a.txt': no text for val, expected at least one document. Give more text, or --val-fraction 0")):
+            done = prepare(text, *words)
+            assert done.returncode == 3 and done.stderr.endswith(f"{what}\n") and done.stderr.count("\n") == 1, done.stderr
+        assert (tmp_path / "out").exists() == existed
+
+
+def test_two_texts_and_their_settings_make_the_shards_and_the_report(prepare, tokenizer_path, tmp_path):
+    """A separator, an end of text and a member of one's own; the first split says which preset fits."""
+    texts = write(tmp_path / "a.txt", "one\n<END>\n" + END + "\n<END>\nthree")
+    more = write(tmp_path / "b.txt", "four")
+    done = prepare(texts, more, "--val", write(tmp_path / "v.txt", "five"), write(tmp_path / "w.txt", "six\n<END>\n"), "--document-separator", "<END>",
+                   "--eos", "<pad>", "--shard-tokens", 9)
+    assert done.returncode == 0, done.stderr
+    for split, expected in (("train", ["one", END, "three", "four"]), ("val", ["five", "six"])):
+        assert documents_in(tmp_path / "out", split, tokenizer_path) == expected
+    shards = [TokenShard(path) for path in sorted((tmp_path / "out").glob("*.bin"))]
+    assert {(shard.end_of_document_id, shard.vocab_size) for shard in shards} == {(1, prepare_data.Encoder(tokenizer_path, None).vocab_size)}
+    train, val, vocabulary, _, _, command = done.stdout.splitlines()
+    assert re.match(r"train +4 documents .* [2-9] shards$", train) and re.match(r"val +2 documents .* 1 shard$", val), done.stdout
+    assert vocabulary == f"vocabulary {shards[0].vocab_size:,}, end of text 1"
+    out = tmp_path / "out"
+    assert command.split() == ["./train_llama", "--config", "tiny", "--train", f"'{out}/train_*.bin'", "--val", f"'{out}/val_*.bin'", "--out", "runs/first"]
+    again = prepare(more, "--val-fraction", 0)
+    assert f"removed {len(shards) - 1} shards of an earlier run" in again.stderr and "--val" not in again.stdout

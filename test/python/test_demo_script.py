@@ -1,0 +1,78 @@
+"""scripts/run_demo.sh: which commands it runs, where there are only stubs. What they do for real is in test_demo.py."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STORIES = ".venv/bin/python dev/data/make_stories.py -o data/stories"
+SHARDS = ("python dev/prepare_data.py data/stories/train.txt --val data/stories/val.txt --tokenizer models/tiny-llama/tokenizer.json "
+          "-o data/stories")
+PLOT = "python scripts/plot_log.py runs/demo -o runs/demo/loss.png"
+
+
+@pytest.fixture
+def demo(tmp_path):
+    """Runs it from another directory; its result and what was started. The command that `fails` names fails."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "run_demo.sh", tmp_path / "scripts")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for name in (".venv/bin/python", "train_llama", "infer_pythia"):
+        (tmp_path / name).write_text('#!/bin/sh\necho "${0##*/} $*" >>started\nfor word in $FAILS; do case "$*" in *"$word"*) exit 9;; esac; done\n')
+        (tmp_path / name).chmod(0o755)
+
+    def run(*words, **variables):
+        (tmp_path / "started").write_text("")
+        outside = {name: value for name, value in os.environ.items() if not name.startswith("DEMO_")}
+        done = subprocess.run([tmp_path / "scripts" / "run_demo.sh", *words], cwd="/", capture_output=True, text=True, env={**outside, **variables})
+        return done, (tmp_path / "started").read_text().splitlines()
+
+    return run
+
+
+def training(minutes="3", *more):
+    return " ".join(["train_llama --config tiny --train data/stories/train_*.bin --val data/stories/val_*.bin --out runs/demo --max-minutes", minutes, *more])
+
+
+def test_a_corpus_that_is_there_is_not_made_again_and_the_run_before_goes(demo, tmp_path):
+    done, started = demo("train")
+    assert done.returncode == 0 and started == [STORIES.removeprefix(".venv/bin/"), SHARDS, training(), PLOT], done
+    (tmp_path / "data" / "stories").mkdir(parents=True)
+    (tmp_path / "data" / "stories" / "train.txt").touch()
+    assert demo("train")[1][:2] == [STORIES.removeprefix(".venv/bin/"), SHARDS], "the text alone is no corpus"
+    (tmp_path / "data" / "stories" / "train_00000.bin").touch()
+    (tmp_path / "runs" / "demo" / "step_00000400").mkdir(parents=True)
+    (tmp_path / "runs" / "other").mkdir()
+    done, started = demo("train", DEMO_MINUTES="7", DEMO_TRAIN_OPTIONS="--steps 3  --lr 1")
+    assert done.returncode == 0 and started == [training("7", "--steps 3 --lr 1"), PLOT]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["other"]
+
+
+@pytest.mark.parametrize("part, fails, left", [("train", "make_stories", 1), ("train", "prepare_data", 2), ("train", "--config", 3), ("train", "plot_log", 4),
+                                               ("infer", "convert_hf", 1), ("infer", "--prompt", 2)])
+def test_a_command_that_fails_ends_it(demo, part, fails, left):
+    done, started = demo(part, FAILS=fails)
+    assert done.returncode == 9 and len(started) == left and fails in started[-1]
+
+
+def test_the_newest_checkpoint_is_the_one_to_serve(demo, tmp_path):
+    for name in ("step_00000200", "step_00000999", "step_00001000", "step_00000400", "step_1", "step_99999999x", "loss.png"):
+        (tmp_path / "runs" / "demo" / name).mkdir(parents=True)
+    done, started = demo("infer")
+    assert started == ["python scripts/convert_hf.py models/tiny-pythia -o runs/demo/tiny-pythia.bin",
+                       "infer_pythia --model runs/demo/tiny-pythia.bin --prompt Once upon a time --max-tokens 160 --temperature 0.7 --seed 1"]
+    assert done.returncode == 0 and "  ./infer_pythia --model runs/demo/step_00001000/model.bin --served-name demo --serve 127.0.0.1:8000\n" in done.stdout
+    assert ("  ./train_llama --config tiny --train 'data/stories/train_*.bin' --val 'data/stories/val_*.bin' --out runs/demo --steps 800\n"
+            in done.stdout)
+
+
+@pytest.mark.parametrize("words", [(), ("",), ("all",), ("say",), ("training",)])
+def test_another_part_is_a_usage_error(demo, words):
+    done, started = demo(*words)
+    assert done.returncode == 2 and not started and not done.stdout
+    assert done.stderr == f"run_demo: got '{''.join(words)}', expected train or infer. Run: make demo\n"
