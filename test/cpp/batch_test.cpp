@@ -52,7 +52,7 @@ class BatchTest : public testing::Test {
     model.change_config() = config_;
     PolledLines input(in_, kMaxRequestBytes);
     AnswerFile output(out_);
-    return run_batch(model, &byte_tokenizer(), {defaults, Tokenizer::Special::text, {4, 32, true}}, input, output);
+    return run_batch(model, &byte_tokenizer(), {defaults, special_, {4, 32, true}}, input, output);
   }
 
   std::vector<Json> answers() const {
@@ -86,6 +86,7 @@ class BatchTest : public testing::Test {
   }
 
   ModelConfig config_ = config();
+  Tokenizer::Special special_ = Tokenizer::Special::text;
   TemporaryDirectory directory_;
   const std::string in_ = directory_.file("in"), out_ = directory_.file("out");
 };
@@ -186,6 +187,20 @@ TEST_F(BatchTest, EachKindOfAnswerHasItsMembers) {
   const std::string changed = told("\n{\"id\": 1, \"prompt\": \"z\"}\n{\"id\": 6, \"prompt\": \"y\"}\n");
   expect_contains(changed, "answered 1 request, 1 differ from what was answered under their id; 12 tokens in ");
   expect_contains(changed, "line 2: id '1': the output has an answer to another request");
+}
+
+TEST_F(BatchTest, NamesOfSpecialTokensAreReadAsAsked) {
+  const std::string lines = R"({"id": 1, "prompt": "<|padding|>"})"
+                            "\n"
+                            R"({"id": 2, "prompt": "<|endoftext|>a"})";
+  EXPECT_EQ(run(lines), Exit::ok);
+  EXPECT_EQ(answer(1)["prompt_ids"], ids_of("<|padding|>"));
+  EXPECT_EQ(answer(2)["prompt_ids"], ids_of("<|endoftext|>a"));
+  write_bytes(out_, "");
+  special_ = Tokenizer::Special::allow;
+  EXPECT_EQ(run(lines), Exit::ok);
+  EXPECT_EQ(answer(1)["prompt_ids"], Ids{1});
+  EXPECT_EQ(answer(2)["prompt_ids"], (Ids{kEndOfText, byte_id('a')}));
 }
 
 TEST_F(BatchTest, LogprobsAndEcho) {

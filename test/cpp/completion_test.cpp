@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "llmc/base/utf8.h"
@@ -191,6 +192,19 @@ TEST(Completion, ARequestHasWhatTheOptionsSay) {
   EXPECT_TRUE(made.stop_ids.empty());
   EXPECT_TRUE(made.score_prompt);
   EXPECT_EQ(made.sampling.vocab_limit, 259);
+  // The prompt is scored where its log-probabilities are asked for, and where there is nothing else to do.
+  for (const auto& [echo, logprobs, max_tokens, scored] : {std::tuple(false, 2, 9, false),
+                                                           {true, -1, 9, false},
+                                                           {true, 0, 9, true},
+                                                           {true, -1, 0, true},
+                                                           {true, 0, 0, true}}) {
+    CompletionOptions asked;
+    asked.echo = echo;
+    asked.logprobs = logprobs;
+    asked.max_tokens = max_tokens;
+    made = make_completion({{1, 2}, ""}, asked, nullptr, byte_config(), std::make_shared<Pieces>()).request;
+    EXPECT_EQ(made.score_prompt, scored) << echo << logprobs << max_tokens;
+  }
   options.stop = {"x"};
   error_of(Exit::usage, [&] {
     make_completion({{1}, ""}, options, nullptr, byte_config(), std::make_shared<Pieces>());
@@ -272,9 +286,11 @@ TEST(Completion, EveryOtherEndSaysWhy) {
   const auto gone = feed({}, ids_of("hello"), RequestEnd::max_ids, &byte_tokenizer(), 2);
   EXPECT_EQ(gone->ids, ids_of("he"));
   EXPECT_EQ(gone->end->reason, FinishedBy::cancelled);
+  EXPECT_EQ(gone->end->message, "the receiver has gone");
   const auto cancelled = feed({}, ids_of("x\xc3"), RequestEnd::cancelled);
   EXPECT_EQ(cancelled->text, "x");  // nothing comes after a cancellation
   EXPECT_EQ(cancelled->end->reason, FinishedBy::cancelled);
+  EXPECT_EQ(cancelled->end->message, "cancelled");
   const auto late = feed({}, {}, RequestEnd::deadline);
   EXPECT_EQ(late->end->reason, FinishedBy::cancelled);
   EXPECT_NE(late->end->message.find("time limit"), std::string::npos);
@@ -292,6 +308,7 @@ TEST(Completion, PromptsOfBothKinds) {
   EXPECT_EQ(text.ids, ids_of("hi"));
   EXPECT_EQ(text.text, "hi");
   EXPECT_EQ(prompt_from_text("", tokenizer, Tokenizer::Special::text, config, "prompt").ids, Ids{kEndOfText});
+  EXPECT_EQ(prompt_from_text("a\xff", tokenizer, Tokenizer::Special::text, config, "prompt").text, "a\xef\xbf\xbd");
   const CompletionPrompt ids = prompt_from_ids(Json(Ids{byte_id('h'), 299, byte_id('i')}), tokenizer, config, "prompt");
   EXPECT_EQ(ids.ids, (Ids{byte_id('h'), 299, byte_id('i')}));
   EXPECT_EQ(ids.text, "hi");  // a padding row has no text
@@ -309,6 +326,19 @@ TEST(Completion, PromptsOfBothKinds) {
   EXPECT_EQ(error_of(Exit::usage, [&] { prompt_from_text("x", nullptr, Tokenizer::Special::text, config, "prompt"); })
                 .find("prompt: "),
             0u);
+}
+
+// The name of a special token is that token where it is asked for, and otherwise its letters; echo shows it either way.
+TEST(Completion, NamesOfSpecialTokensAreReadAsAsked) {
+  const std::string text = "<|padding|>x<|endoftext|>";
+  const auto read = [&](Tokenizer::Special special) {
+    return prompt_from_text(text, &byte_tokenizer(), special, byte_config(), "prompt");
+  };
+  EXPECT_EQ(read(Tokenizer::Special::text).ids, ids_of(text));
+  EXPECT_EQ(read(Tokenizer::Special::allow).ids, (Ids{1, byte_id('x'), kEndOfText}));
+  for (const Tokenizer::Special special : {Tokenizer::Special::text, Tokenizer::Special::allow}) {
+    EXPECT_EQ(read(special).text, text);
+  }
 }
 
 TEST(Completion, ThroughTheEngine) {

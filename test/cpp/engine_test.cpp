@@ -232,6 +232,10 @@ TEST(Engine, RequestsThatCanNeverRunAreRefusedWithTheNumberThatCould) {
 
   PagedFake roomy({.num_pages = 100, .max_positions = 100});  // max_ids is cut to what the model can hold
   EXPECT_EQ(Engine(roomy, {.max_running = 4, .rows_per_step = 8}).refusal(50, INT64_MAX), "");
+  // A prompt that is only scored may fill the model; one that is continued leaves a position.
+  EXPECT_EQ(Engine(roomy, {.max_running = 4, .rows_per_step = 8}).refusal(100, 0), "");
+  EXPECT_NE(Engine(roomy, {.max_running = 4, .rows_per_step = 8}).refusal(100, 1), "");
+  EXPECT_NE(Engine(roomy, {.max_running = 4, .rows_per_step = 8}).refusal(101, 0), "");
 }
 
 TEST(Engine, OptionsOutOfRange) {
@@ -632,6 +636,14 @@ TEST(Engine, AListenerMaySubmitAndCancel) {
   EXPECT_EQ(first->end, RequestEnd::cancelled);
   EXPECT_LE(first->ids.size(), 4u);
   EXPECT_EQ(next->ids, alone(request_of({2, 3}, 4), model).ids);
+  // Also with its last id: there is more to do, although no request is left.
+  auto last = std::make_shared<Recorder>(), after = std::make_shared<Recorder>();
+  last->during = [&] { engine.submit(request_of({2, 3}, 4), after); };
+  engine.submit(request_of({7}, 1), last);
+  while (engine.step()) {
+  }
+  EXPECT_EQ(last->ids.size(), 1u);
+  EXPECT_EQ(after->ids, next->ids);
 }
 
 // Pages that a prefix would find and nobody uses are among those that are free: a sequence that is admitted takes them away.

@@ -546,6 +546,7 @@ TEST(Fp8Model, ValidationChangesNothing) {
   for (int step = 1; step <= 4; ++step) {
     losses.push_back(watched->evaluate(text.batch(), &labels));
     EXPECT_EQ(watched->evaluate(text.batch(), &labels), losses.back());
+    expect_contains(error_of(Exit::internal, [&] { watched->backward(); }), "without a forward()");
     EXPECT_EQ(take_steps(*watched, step, step), take_steps(*plain, step, step)) << step;
   }
   EXPECT_EQ(everything(*watched), everything(*plain));
@@ -687,6 +688,10 @@ TEST(Fp8Model, OtherSizesAreRefusedByName) {
   };
   expect_contains(refused(narrow_heads), "(num_heads + 2 num_kv_heads) x head_dim: got 24");
   expect_contains(refused([](ModelConfig&, TrainOptions& o) { o.seq_len = 9; }), "--micro-batch x --seq-len: got 18");
+  TrainOptions ranks = small_options();
+  ranks.virtual_ranks = 2;
+  expect_contains(error_of(Exit::internal, [&] { cpu::make_llama(small_config(), ranks); }),
+                  "several ranks with --precision fp8");
 }
 
 }  // namespace

@@ -696,6 +696,8 @@ TEST(Divergence, EveryFigureByItsDefinition) {
   EXPECT_TRUE(std::isnan(divergence(q, p, two, 300, 1).nll_difference_error));
   EXPECT_EQ(divergence(q, p, std::vector<std::int32_t>{1, RowsModel::kIds + 1}, 300, 1).nll, 0)
       << "an id beyond those of the tokenizer has no loss";
+  EXPECT_NEAR(divergence(q, p, std::vector<std::int32_t>{1, RowsModel::kIds - 1}, 300, 1).nll,
+              q.loss(1, RowsModel::kIds - 1), 1e-9);
   for (RowsModel* const each : {&q, &p}) {
     each->poison = 2;  // the fourth id, 9 % 7
     expect_contains(error_of(Exit::numeric, [&] { divergence(q, p, ids, 300, 1); }), "at token 4 is not finite");
@@ -711,6 +713,17 @@ TEST(Generate, TimesDoNotOverlap) {
   const double whole_ms = 1e3 * std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   ASSERT_EQ(times.inter_token_ms.size(), 799u);
   EXPECT_LE(std::accumulate(times.inter_token_ms.begin(), times.inter_token_ms.end(), times.first_token_ms), whole_ms);
+}
+
+// A tenth of the bytes, and no more, need not be UTF-8.
+TEST(Perplexity, ATextMayHaveATenthOfOtherBytes) {
+  for (const std::string& text : {std::string("a"), "\xff" + std::string(9, 'a'), "\xff\xff" + std::string(18, 'a')}) {
+    EXPECT_NO_THROW(check_text(text, "file")) << escaped(text);
+  }
+  for (const std::string& text : {std::string(), std::string("a\0b", 3), std::string("\xff"),
+                                  "\xff" + std::string(8, 'a'), "\xff\xff" + std::string(17, 'a')}) {
+    EXPECT_EQ(code_of([&] { check_text(text, "file"); }), Exit::bad_file) << escaped(text);
+  }
 }
 
 TEST(Perplexity, EdgesAndFailures) {
@@ -973,6 +986,74 @@ TEST(Report, TheLineAtTheEndByHand) {
   result.times.inter_token_ms = {};
   result.finish_reason = FinishReason::stop_text;
   EXPECT_EQ(statistics_line(model, result), "first token 12.3 ms; ended by a stop text");
+}
+
+TEST(Report, WhatDraftsBroughtByHand) {
+  const DraftCounts counts = {.spans = 8, .ids = 20, .verifications = 5, .drafted = 16, .accepted = 12};
+  EXPECT_EQ(drafts_text(counts), "2.50 tokens a step, 75 % of 16 drafted accepted");
+  EXPECT_EQ(drafts_json(counts),
+            Json::parse(R"({"steps": 8, "tokens_per_step": 2.5, "verifications": 5, "drafted": 16, "accepted": 12})"));
+  EXPECT_EQ(drafts_text({}), "0.00 tokens a step, 0 % of 0 drafted accepted");
+  GenerateResult result;
+  result.drafts = counts;
+  expect_contains(statistics_line(ScriptedModel({}, 200), result),
+                  "; 2.50 tokens a step, 75 % of 16 drafted accepted; ");
+  EXPECT_EQ(generation_json(ScriptedModel({}, 200), {}, result, {}).at("drafts"), drafts_json(counts));
+}
+
+// Every figure has a value of its own; those of a text that was cut short, or has one token, are left out or null.
+TEST(Report, ThePerplexityOfATextByHand) {
+  PerplexityResult result = {
+      .tokens = 40, .bytes = 80, .windows = 3, .mean_nll = std::numbers::ln2, .standard_error = 0.125};
+  EXPECT_EQ(perplexity_text(result, 16, 5),
+            "perplexity     2.0000\nmean nll       0.69315 +- 0.12500 nats a token\nbits per byte  0.5000\n"
+            "tokens         40 of 80 bytes\nwindows        3 of 16 tokens, stride 5\n");
+  Json expected =
+      Json::parse(R"({"standard_error": 0.125, "tokens": 40, "bytes": 80, "windows": 3, "window": 16, "stride": 5,
+      "interrupted": false, "device": "a GPU", "decode": "graph"})");
+  expected["perplexity"] = result.perplexity();
+  expected["mean_nll"] = result.mean_nll;
+  expected["bits_per_byte"] = result.bits_per_byte();
+  EXPECT_EQ(perplexity_json(result, 16, 5, {"a GPU", "graph"}), expected);
+  result.interrupted = true;
+  result.standard_error = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_EQ(perplexity_text(result, 16, 5),
+            "perplexity     2.0000\nmean nll       0.69315 nats a token\ntokens         40 of 80 bytes\n"
+            "windows        3 of 16 tokens, stride 5, interrupted\n");
+  expected["interrupted"] = true;
+  expected["standard_error"] = expected["bits_per_byte"] = nullptr;
+  EXPECT_EQ(perplexity_json(result, 16, 5, {"a GPU", "graph"}), expected);
+}
+
+TEST(Report, TheDivergenceFromAnotherModelByHand) {
+  DivergenceResult result = {.tokens = 40,
+                             .mean = 0.25,
+                             .standard_error = 0.0625,
+                             .largest = 1.5,
+                             .same_top = 0.875,
+                             .nll = std::log(3.0),
+                             .nll_against = std::numbers::ln2,
+                             .nll_difference_error = 0.03125};
+  EXPECT_EQ(divergence_text(result, 16, 5),
+            "KL divergence  0.250000 +- 0.062500 nats a token, at most 1.5000\nsame top id    87.50 %\n"
+            "perplexity     3.0000, of the other 2.0000: +50.00 %\ntokens         40 in windows of 16, stride 5\n");
+  Json expected = Json::parse(R"({"kl_mean": 0.25, "kl_standard_error": 0.0625, "kl_largest": 1.5, "same_top": 0.875,
+      "nll_difference_standard_error": 0.03125, "tokens": 40, "window": 16, "stride": 5, "interrupted": false,
+      "device": "cpu", "decode": "reference"})");
+  expected["mean_nll"] = result.nll;
+  expected["mean_nll_against"] = result.nll_against;
+  EXPECT_EQ(divergence_json(result, 16, 5, {"cpu", "reference"}), expected);
+  std::swap(result.nll, result.nll_against);
+  result.interrupted = true;
+  result.standard_error = result.nll_difference_error = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_EQ(divergence_text(result, 16, 5),
+            "KL divergence  0.250000 nats a token, at most 1.5000\nsame top id    87.50 %\n"
+            "perplexity     2.0000, of the other 3.0000: -33.33 %\n"
+            "tokens         40 in windows of 16, stride 5, interrupted\n");
+  const Json cut = divergence_json(result, 16, 5, {});
+  for (const char* key : {"kl_standard_error", "nll_difference_standard_error"})
+    EXPECT_TRUE(cut.at(key).is_null()) << key;
+  EXPECT_EQ(cut.at("interrupted"), true);
 }
 
 TEST(Bench, TheTableAndTheRecordByHand) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <numeric>
 #include <random>
 
@@ -245,6 +246,23 @@ TEST(CpuInference, LogprobsFollowTheLogits) {
 TEST(CpuInference, RefusesWhatWouldTouchMemoryOfOthers) {
   const auto model = cpu::load_inference(ModelFile::open("test/fixtures/golden/neox-hs128.model.bin"), pool(8));
   const Span good = test::expect_refuses_memory_of_others(*model);
+  // Drafts stand behind an id that is known, and a span that verifies does nothing else.
+  const SamplingPlan greedy;
+  const std::vector<std::int32_t> target = {1};
+  const std::pair<const char*, std::function<void(Span&)>> damages[] = {
+      {"3 drafts in a span of 3 rows", [](Span& s) { s.drafts = 3; }},
+      {"-1 drafts in a span", [](Span& s) { s.drafts = -1; }},
+      {"rows that samples nothing", [](Span& s) { s.sampling = nullptr; }},
+      {"2 drafts in a span", [&](Span& s) { s.targets = target; }},
+      {"2 drafts in a span", [](Span& s) { s.keep_logits = true; }},
+      {"0 drafts on the device, expected 1 to", [](Span& s) { s.drafts = 0, s.drafts_on_device = true; }}};
+  for (const auto& [message, damage] : damages) {
+    Span span = good;
+    span.sampling = &greedy;
+    span.drafts = 2;
+    damage(span);
+    expect_contains(error_of(Exit::internal, [&] { model->submit({&span, 1}); }), message);
+  }
   model->submit({&good, 1});
   EXPECT_NE(error_of(Exit::internal, [&] { model->submit({&good, 1}); }).find("not collected"), std::string::npos);
 }
@@ -261,6 +279,22 @@ TEST(InferencePool, HoldsWhatTheMemoryHoldsAndNoMoreThanTheSequencesFill) {
   EXPECT_EQ(pool_options(config, 2 * page, 5, 2).num_pages, 2);
   EXPECT_NE(error_of(Exit::resources, [&] { pool_options(config, 2 * page - 1, 5, 2); }).find("2 pages of 32"),
             std::string::npos);
+}
+
+// Of an embedding only the rows of the ids are read, unless it is the head as well.
+TEST(InferencePool, AStepReadsTheHeadAndNotTheEmbedding) {
+  ModelConfig config = preset_config("tiny");
+  for (const bool tied : {true, false}) {
+    config.tied_embeddings = tied;
+    for (const std::uint64_t bytes : {2, 4}) {
+      const auto parameters = static_cast<std::uint64_t>(TensorTable(config).parameters()),
+                 embedding = static_cast<std::uint64_t>(config.vocab_size * config.hidden_size);
+      const auto of_sequence =
+          static_cast<std::uint64_t>(config.hidden_size + 2 * config.num_layers * config.kv_size() * 7);
+      EXPECT_EQ(read_bytes_of_step(config, 3, 7, bytes),
+                (parameters - (tied ? 0 : embedding) + 3 * of_sequence) * bytes);
+    }
+  }
 }
 
 // A Llama whose parameters a test may change.
@@ -298,6 +332,9 @@ TEST_F(ChangedLlama, EqualLogitsAreInTheOrderOfTheIds) {
     ASSERT_EQ(scored.alternatives.size(), 5u);
     for (std::size_t i = 0; i < 5; ++i) EXPECT_EQ(scored.alternatives[i].id, static_cast<std::int32_t>(i));
   }
+  span.alternatives = static_cast<std::int32_t>(config_.vocab_size) + 1;  // more than there are: all
+  model->submit({&span, 1});
+  EXPECT_EQ(std::ssize(model->collect()[0].targets.at(0).alternatives), config_.tokenizer_vocab);
 }
 
 // A span whose logits are not finite says so, and the others get what they would get without it.

@@ -41,6 +41,8 @@ TEST(TensorTable, PublishedParameterCounts) {
   EXPECT_EQ(TensorTable(preset_config("llama3.1-8b")).parameters(), 8'030'261'248);
   EXPECT_EQ(TensorTable(preset_config("tinyllama-1.1b")).parameters(), 1'100'048'384);
   EXPECT_EQ(TensorTable(preset_config("smollm2-135m")).parameters(), 134'515'008);
+  EXPECT_EQ(TensorTable(preset_config("tiny")).parameters(), 1'967'808);  // weft's own, as d12
+  EXPECT_EQ(TensorTable(preset_config("d12")).parameters(), 114'150'144);
   EXPECT_EQ(TensorTable(pythia(6, 128, 4, 50304)).parameters(), 14'067'712);
   EXPECT_EQ(TensorTable(pythia(12, 768, 12, 50304)).parameters(), 162'322'944);
   EXPECT_EQ(TensorTable(pythia(16, 2048, 8, 50304)).parameters(), 1'011'781'632);
@@ -56,7 +58,9 @@ TEST(ModelConfig, PresetsAreThePublishedModels) {
     double theta, factor;
     bool tied;
   };
-  for (const Published& p : {Published{"smollm2-135m", 9, 3, 64, 8192, 100000, 0, true},
+  for (const Published& p : {Published{"tiny", 6, 2, 32, 512, 10000, 0, true},  // weft's own, as d12
+                             {"d12", 12, 4, 64, 8192, 500000, 0, true},
+                             {"smollm2-135m", 9, 3, 64, 8192, 100000, 0, true},
                              {"tinyllama-1.1b", 32, 4, 64, 2048, 10000, 0, false},
                              {"llama3.2-1b", 32, 8, 64, 131072, 500000, 32, true},
                              {"llama3.2-3b", 24, 8, 128, 131072, 500000, 32, true},
@@ -345,6 +349,12 @@ TEST(ModelConfig, LimitsOfItsIds) {
     EXPECT_THROW(config_with("eos_ids", Json::array({0, id})), Error) << id;
     EXPECT_THROW(config_with("bos_id", id), Error) << id;
   }
+  EXPECT_EQ(config_with("eos_ids", std::vector<int>(64, 7)).eos_ids.size(), 64u);
+  EXPECT_THROW(config_with("eos_ids", std::vector<int>(65, 7)), Error);
+  EXPECT_TRUE(config_with("eos_ids", Json::array()).eos_ids.empty());
+  EXPECT_EQ(config_with("tokenizer_vocab", last + 1).tokenizer_vocab, last + 1);
+  EXPECT_EQ(config_with("tokenizer_vocab", 1).tokenizer_vocab, 1);
+  for (const std::int64_t size : {std::int64_t{0}, last + 2}) EXPECT_THROW(config_with("tokenizer_vocab", size), Error);
 }
 
 TEST(ModelConfig, LimitsOfItsSizes) {
@@ -383,7 +393,45 @@ TEST(ModelConfig, LimitsOfTheLlama3Scaling) {
   EXPECT_FALSE(accepted("original_max_positions", 0));
   EXPECT_TRUE(accepted("original_max_positions", 1));
   EXPECT_FALSE(accepted("low_freq_factor", 4));
-  EXPECT_FALSE(accepted("factor", 0));
+  for (const char* key : {"factor", "theta", "low_freq_factor", "high_freq_factor"}) {
+    EXPECT_FALSE(accepted(key, 0)) << key;
+    EXPECT_FALSE(accepted(key, -0.5)) << key;
+  }
+}
+
+// Each key by itself is enough to make a model of another family, or of none.
+TEST(ModelConfig, EachKeyThatTheFamilyDoesNotHaveIsRefusedAlone) {
+  const Json llama = config_to_json(preset_config("tiny")), neox = config_to_json(pythia(2, 64, 2, 100));
+  struct Case {
+    const char* key;
+    Json value;
+    bool in_llama, in_neox;
+  };
+  for (const Case& c : {Case{"parallel_residual", true, false, true},
+                        {"parallel_residual", false, true, true},
+                        {"attention_bias", true, false, true},
+                        {"attention_bias", false, true, true},
+                        {"tied_embeddings", true, true, false},
+                        {"norm", "rmsnorm", true, false},
+                        {"norm", "layernorm", true, true},
+                        {"num_kv_heads", 1, true, false},
+                        {"head_dim", 32, true, true},
+                        {"head_dim", 34, true, false},
+                        {"head_dim", 30, false, false}}) {
+    for (const auto& [good, accepted] : {std::pair(&llama, c.in_llama), {&neox, c.in_neox}}) {
+      Json config = *good;
+      config["tokenizer_vocab"] = 100;
+      config[c.key] = c.value;
+      const std::string what = (*good)["family"].get<std::string>() + ": " + c.key + " " + c.value.dump();
+      try {
+        config_from_json(config, "file.bin");
+        EXPECT_TRUE(accepted) << what;
+      } catch (const Error& error) {
+        EXPECT_FALSE(accepted) << what << ": " << error.what();
+        EXPECT_EQ(error.code(), Exit::bad_file) << what;
+      }
+    }
+  }
 }
 
 TEST(ModelConfig, UnknownPresetListsTheKnownOnes) {

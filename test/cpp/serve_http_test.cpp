@@ -206,6 +206,12 @@ TEST(Http, ChunkedBodiesAreRead) {
   Running running(echo);
   const std::string head = "POST /x HTTP/1.1\r\nHost: a\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n";
   EXPECT_NE(running.ask(head + "3\r\nabc\r\n2;extension=1\r\nde\r\n0\r\n\r\n").find("[abcde]"), std::string::npos);
+  for (const char* name : {"Chunked", "CHUNKED"}) {
+    const std::string text =
+        running.ask(std::string("POST /x HTTP/1.1\r\nHost: a\r\nConnection: close\r\nTransfer-Encoding: ") + name +
+                    "\r\n\r\n3\r\nabc\r\n0\r\n\r\n");
+    EXPECT_TRUE(text.ends_with("[abc]")) << text;
+  }
 }
 
 TEST(Http, TheInterimAnswerComesBeforeTheBody) {

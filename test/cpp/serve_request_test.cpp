@@ -257,6 +257,23 @@ TEST(CompletionsRequest, WithoutATokenizerTextIsRefusedByItsField) {
   EXPECT_EQ(asked(R"({"prompt": [5], "stop": null})").prompts[0].ids, std::vector<std::int32_t>{5});
 }
 
+// In a single text and in each of several.
+TEST(CompletionsRequest, NamesOfSpecialTokensAreReadAsTheServerSays) {
+  static const ModelConfig c = config();
+  const std::string name = "<|endoftext|>";
+  const std::int32_t id = tokenizer().id_of(name).value();
+  for (const auto special : {Tokenizer::Special::text, Tokenizer::Special::allow}) {
+    const CompletionsContext context{"tiny", &tokenizer(), special, &c, 256};
+    for (const std::string& body :
+         {R"({"prompt": ")" + name + "\"}", R"({"prompt": [")" + name + R"(", ")" + name + "\"]}"}) {
+      for (const CompletionPrompt& prompt : parse_completions(body, context).prompts) {
+        EXPECT_EQ(prompt.ids == std::vector<std::int32_t>{id}, special == Tokenizer::Special::allow) << body;
+        EXPECT_EQ(prompt.ids, tokenizer().encode(name, true, special)) << body;
+      }
+    }
+  }
+}
+
 TEST(CompletionsRequest, AnotherModelIsNotFound) {
   const Refusal got = refusal(R"({"prompt": "a", "model": "gpt-5"})");
   EXPECT_EQ(got.status, 404);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <ctime>
 #include <limits>
 #include <map>
 #include <string>
@@ -219,6 +220,22 @@ TEST(CompletionsResponse, Objects) {
   EXPECT_NE(completions_head("a").id, completions_head("a").id);
 }
 
+// The time in seconds, as the API has it, and an id of 128 random bits.
+TEST(CompletionsResponse, AHeadIsOfNow) {
+  const std::int64_t before = std::time(nullptr);
+  const CompletionsHead head = completions_head("tiny");
+  EXPECT_GE(head.created, before);
+  EXPECT_LE(head.created, std::time(nullptr));
+  EXPECT_EQ(head.model, "tiny");
+  EXPECT_FALSE(head.usage_follows);
+  EXPECT_TRUE(head.id.starts_with("cmpl-"));
+  for (const std::string& word : {head.id.substr(5), random_word()}) {
+    EXPECT_EQ(word.size(), 32u);
+    EXPECT_EQ(word.find_first_not_of("0123456789abcdef"), std::string::npos) << word;
+    EXPECT_NE(word.substr(0, 8), word.substr(8, 8));
+  }
+}
+
 TEST(CompletionsResponse, Events) {
   CompletionsHead head{"cmpl-1", 5, "m", false};
   std::string event = completions_event(head, R"({"text":"a\nb"})");
@@ -237,9 +254,21 @@ TEST(CompletionsResponse, ErrorsHaveTheFormOfTheApi) {
   EXPECT_EQ(Json::parse(error_body(400, "n: got 0", "n")),
             Json::parse(
                 R"({"error": {"message": "n: got 0", "type": "invalid_request_error", "param": "n", "code": null}})"));
-  EXPECT_EQ(Json::parse(error_body(429, "full", "", "queue_full"))["error"]["type"], "rate_limit_error");
-  EXPECT_EQ(Json::parse(error_body(503, "x"))["error"]["type"], "server_error");
+  EXPECT_EQ(Json::parse(error_body(429, "full", "", "queue_full"))["error"]["code"], "queue_full");
   EXPECT_EQ(Json::parse(error_body(400, "\xff\xfe"))["error"]["message"], "\xEF\xBF\xBD\xEF\xBF\xBD");
+}
+
+// Clients choose by the type whether to try again: what is their fault, and what the server's.
+TEST(CompletionsResponse, EachStatusHasItsTypeOfError) {
+  const std::pair<int, const char*> types[] = {
+      {400, "invalid_request_error"}, {401, "authentication_error"},  {403, "permission_error"},
+      {404, "not_found_error"},       {405, "invalid_request_error"}, {413, "invalid_request_error"},
+      {415, "invalid_request_error"}, {429, "rate_limit_error"},      {431, "invalid_request_error"},
+      {499, "invalid_request_error"}, {500, "server_error"},          {503, "server_error"}};
+  for (const auto& [status, type] : types) {
+    EXPECT_EQ(Json::parse(error_body(status, "x"))["error"]["type"], type) << status;
+    EXPECT_EQ(Json::parse(error_event(status, "x").substr(6))["error"]["type"], type) << status;
+  }
 }
 
 // ---- metrics ----------------------------------------------------------------------------------------------------------
@@ -311,6 +340,30 @@ TEST(ServerMetrics, NamesAreThoseOfVllm) {
   expect_contains(metrics.text("a\nb\\", nullptr, {}), "weft:connections{model_name=\"a\\nb\\\\\"} 0\n");
 }
 
+// Each reason and each status has a count of its own, and each request its time.
+TEST(ServerMetrics, EndsAreCountedByTheirReason) {
+  ServerMetrics metrics;
+  const std::pair<FinishedBy, const char*> reasons[] = {{FinishedBy::stop, "stop"},
+                                                        {FinishedBy::length, "length"},
+                                                        {FinishedBy::cancelled, "abort"},
+                                                        {FinishedBy::error, "error"}};
+  int count = 0;
+  for (const auto& [reason, name] : reasons) {
+    ++count;
+    for (int i = 0; i < count; ++i) metrics.ended(reason, 0.25);
+    for (int i = 0; i < count; ++i) metrics.answered(400 + count);
+  }
+  const std::string text = metrics.text("m", nullptr, {});
+  for (int i = 1; i <= count; ++i) {
+    expect_contains(text, format("\nvllm:request_success_total{model_name=\"m\",finished_reason=\"%s\"} %d\n",
+                                 reasons[i - 1].second, i));
+    expect_contains(text, format("\nweft:http_responses_total{model_name=\"m\",code=\"%d\"} %d\n", 400 + i, i));
+  }
+  expect_contains(text, "\nvllm:e2e_request_latency_seconds_count{model_name=\"m\"} 10\n");
+  expect_contains(text, "\nvllm:e2e_request_latency_seconds_sum{model_name=\"m\"} 2.5\n");
+  expect_contains(text, "\nvllm:time_to_first_token_seconds_count{model_name=\"m\"} 0\n");
+}
+
 // ---- keys and the page ------------------------------------------------------------------------------------------------
 
 TEST(ServerKey, IsComparedWhole) {
@@ -331,6 +384,28 @@ TEST(ServerKey, ComesFromAFileOrTheEnvironment) {
               std::string::npos);
   }
   error_of(Exit::bad_file, [&] { read_api_key(folder.file("absent")); });
+  // Any printable character; and no longer than a file of 4096 bytes.
+  for (const std::string& good : {std::string("!"), std::string("~"), std::string(4096, 'k')}) {
+    write_bytes(folder.file("key"), good);
+    EXPECT_EQ(read_api_key(folder.file("key")), good);
+  }
+  for (const std::string& bad :
+       {std::string("a\x7f"), std::string("a\tb"), std::string("a\0b", 3), std::string(4097, 'k')}) {
+    write_bytes(folder.file("key"), bad);
+    error_of(Exit::bad_file, [&] { read_api_key(folder.file("key")); });
+  }
+  // The file goes before the environment, and an empty variable is no way to ask for none.
+  const char* const variable = "WEFT_API_KEY";
+  write_bytes(folder.file("key"), "of-the-file");
+  ::setenv(variable, " of-the-variable\n", 1);
+  EXPECT_EQ(read_api_key(""), "of-the-variable");
+  EXPECT_EQ(read_api_key(folder.file("key")), "of-the-file");
+  for (const char* bad : {"", " ", "two words"}) {
+    ::setenv(variable, bad, 1);
+    expect_contains(error_of(Exit::usage, [] { read_api_key(""); }), variable);
+  }
+  ::unsetenv(variable);
+  EXPECT_EQ(read_api_key(""), "");
 }
 
 TEST(ServerPage, NeedsNothingFromElsewhere) {

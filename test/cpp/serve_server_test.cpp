@@ -53,6 +53,7 @@ class CompletionsServerTest : public testing::Test {
     ServerOptions options;
     options.address = {"127.0.0.1", 0};
     options.model = "fake";
+    options.version = "1.2";
     options.max_queue = 4;
     server_ = std::make_unique<CompletionsServer>(options);
     port_ = static_cast<std::uint16_t>(std::stoi(server_->url().substr(server_->url().rfind(':') + 1)));
@@ -123,6 +124,23 @@ TEST_F(CompletionsServerTest, AnswersBeforeTheModelIsThere) {
                            "\r\nReferrer-Policy: no-referrer\r\n", "</html>"}) {
     EXPECT_NE(page.find(part), std::string::npos) << part;
   }
+}
+
+// The list of models and the version, before the model is there and after: a model says how long a text may be once it is known.
+TEST_F(CompletionsServerTest, SaysWhatItServes) {
+  const auto body_of = [&](const std::string& path) {
+    const std::string text = ask("GET " + path);
+    EXPECT_NE(text.find("\r\nContent-Type: application/json\r\n"), std::string::npos) << text;
+    return Json::parse(text.substr(text.find("\r\n\r\n") + 4));
+  };
+  Json models = Json::parse(
+      R"({"object": "list", "data": [{"id": "fake", "object": "model", "created": 0, "owned_by": "weft"}]})");
+  EXPECT_EQ(body_of("/v1/models"), models);
+  EXPECT_EQ(body_of("/version"), Json::parse(R"({"version": "1.2"})"));
+  run();
+  models["data"][0]["max_model_len"] = model_.config().max_positions;
+  EXPECT_EQ(body_of("/v1/models"), models);
+  EXPECT_EQ(body_of("/version"), Json::parse(R"({"version": "1.2"})"));
 }
 
 // By its name in any letters, and by no other.

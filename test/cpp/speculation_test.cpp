@@ -360,6 +360,14 @@ TEST(EngineSequence, TurnsGiveTheIdsOfPlainDecoding) {
       const DraftCounts counts = *drafted->draft_counts();
       EXPECT_GT(counts.spans, 0);
       EXPECT_LE(counts.accepted, counts.drafted);
+      // The counts are of the last turn alone: one id has no guesses.
+      drafted->reset();
+      request.max_ids = 1;
+      generated(*drafted, {7, 4, 9}, request, 1);
+      const DraftCounts one = *drafted->draft_counts();
+      EXPECT_EQ(one.spans, 1);
+      EXPECT_EQ(one.ids, 1);
+      EXPECT_EQ(one.verifications + one.drafted + one.accepted, 0);
     }
     EXPECT_GT(accepted, 10);
   }
@@ -445,6 +453,38 @@ TEST(EngineSequence, WhatDraftsCostIsMeasured) {
 }
 
 // What on_id throws comes out, and the sequence can go on.
+// The draft model's lines come behind the model's own and say whose they are, in either form of it.
+TEST(EngineSequence, ItsMemoryNamesTheDrafts) {
+  struct Paged : PagedFake {
+    Paged(const PagedFakeSizes& sizes, std::uint64_t bytes_of_it) : PagedFake(sizes), bytes(bytes_of_it) {}
+    std::vector<MemoryLine> memory() const override { return {{"weights", bytes}, {"cache", bytes + 1}}; }
+    std::uint64_t bytes;
+  };
+  struct Drafter : FakeDrafter {
+    using FakeDrafter::FakeDrafter;
+    std::vector<MemoryLine> memory() const override { return {{"weights", 50}, {"cache", 51}}; }
+  };
+  for (const int form : {0, 1, 2}) {
+    SequenceDraft draft;
+    if (form == 1) draft.paged = std::make_unique<Paged>(sizes_of_one(1), 50);
+    if (form == 2) draft.sequence = std::make_unique<Drafter>(kCapacity);
+    const auto model = engine_sequence(std::make_unique<Paged>(sizes_of_one(1), 10), kCapacity, std::move(draft), {});
+    std::string lines;
+    for (const MemoryLine& line : model->memory())
+      lines += format("%s %d, ", line.name.c_str(), static_cast<int>(line.bytes));
+    EXPECT_EQ(lines,
+              form == 0 ? "weights 10, cache 11, " : "weights 10, cache 11, draft: weights 50, draft: cache 51, ");
+  }
+}
+
+TEST(EngineSequence, AScoreCanBeInterrupted) {
+  const auto model = fake_sequence(1, 3);
+  model->interrupt_score([] { return true; });
+  EXPECT_TRUE(model->score(Ids{7, 4, 9}).empty());
+  model->interrupt_score({});
+  EXPECT_EQ(model->score(Ids{7, 4, 9}).size(), 2u);
+}
+
 TEST(EngineSequence, AnExceptionOfTheListener) {
   const auto model = fake_sequence(2, 3);
   GenerationRequest request;

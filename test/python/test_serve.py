@@ -524,6 +524,13 @@ def test_ipv6_and_names(model):
         assert server.get("/health")[0] == 200
 
 
+def test_it_answers_to_the_address_at_which_it_listens(model):
+    with Server(model, address="127.0.0.2:0") as server:
+        assert server.url.startswith("http://127.0.0.2:")
+        for host, status in (("127.0.0.2", 200), (f"127.0.0.2:{server.port}", 200), ("localhost", 200), ("127.0.0.3", 403)):
+            assert server.ask("GET", "/health", Host=host)[0] == status, host
+
+
 @pytest.mark.parametrize("options, code, words", [
     (["--serve", "8000"], USAGE, "expected HOST:PORT"),
     (["--serve", "localhost:99999"], USAGE, "expected HOST:PORT"),
