@@ -2548,6 +2548,8 @@ CPU = [
            "  if (!config.tied_embeddings) weights -= ", "  weights -= ", unit("InferencePool.AStepReads*")),
     Mutant("a span may verify and score", "llmc/model/inference_model.cpp",
            "span.targets.empty() && !span.keep_logits;", "!span.keep_logits;", unit("CpuInference.Refuses*")),
+    Mutant("a buffer of a Llama is not counted", "llmc/cpu/llama_inference.cpp", "3 * branch_.size()", "2 * branch_.size()",
+           unit("CpuInference.ItsMemory*")),
     Mutant("backward after a validation", "llmc/cpu/llama.cpp", "  if (!training_) fail(Exit::internal, \"backward() without a forward()\");\n",
            "", unit("Fp8Model.ValidationChanges*")),
     Mutant("virtual ranks in fp8", "llmc/cpu/llama.cpp", "if (ranks != nullptr || options.virtual_ranks > 1) fail(",

@@ -243,6 +243,28 @@ TEST(CpuInference, LogprobsFollowTheLogits) {
   }
 }
 
+// The report of the memory, line by line: every buffer of [max_rows, ...] is in the workspace.
+TEST(CpuInference, ItsMemoryHasALineForEachUse) {
+  for (const char* name : {"llama-hs32-gqa2", "llama-hs128-mha-tied", "neox-hs128", "neox-hs32-sequential-nobias"}) {
+    const ModelFile file = ModelFile::open("test/fixtures/golden/" + std::string(name) + ".model.bin");
+    const ModelConfig& c = file.config();
+    const auto model = cpu::load_inference(file, pool(8));
+    const bool llama = c.family == Family::llama;
+    const std::int64_t C = c.hidden_size, F = c.ffn_size, q = c.q_size();
+    const std::int64_t of_a_row = llama ? 4 * C + 2 * q + 2 * c.kv_size() + 3 * F : 9 * C + F;
+    const std::pair<const char*, std::uint64_t> expected[] = {
+        {"parameters (fp32)", parameter_plan(file.table()).bytes()},
+        {"K/V cache (fp32)", plan_pages(c, pool(8), sizeof(float)).bytes()},
+        {"workspace (fp32)", static_cast<std::uint64_t>(model->max_rows() * of_a_row) * sizeof(float)}};
+    const std::vector<MemoryLine> lines = model->memory();
+    ASSERT_EQ(lines.size(), 3u) << name;
+    for (std::size_t i = 0; i < 3; ++i) {
+      EXPECT_EQ(lines[i].name, expected[i].first) << name;
+      EXPECT_EQ(lines[i].bytes, expected[i].second) << name << ": " << lines[i].name;
+    }
+  }
+}
+
 TEST(CpuInference, RefusesWhatWouldTouchMemoryOfOthers) {
   const auto model = cpu::load_inference(ModelFile::open("test/fixtures/golden/neox-hs128.model.bin"), pool(8));
   const Span good = test::expect_refuses_memory_of_others(*model);
