@@ -1,9 +1,11 @@
 """convert_hf.py --quantize: the grids and their search, the files, and what infer_pythia computes from them."""
 
 import json
+import math
 import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +19,7 @@ import gptq  # noqa: E402
 import hf_config  # noqa: E402
 import quantization  # noqa: E402
 import tensor_file  # noqa: E402
+from goldens import inference_goldens  # noqa: E402
 
 # One group and a ragged second one along K, three along the FFN; rows that are no multiple of anything.
 LLAMA = ck.LLAMA | {"hidden_size": 144, "intermediate_size": 262, "vocab_size": 53}
@@ -128,6 +131,73 @@ def test_weights_on_a_grid_come_back_as_they_are(scheme):
     if scheme == "int4":
         np.testing.assert_array_equal(rows.scales, scales)
         np.testing.assert_array_equal(rows.zeros, zeros)
+
+
+@pytest.mark.parametrize("scheme, limit", [("int8", 127), ("fp8", 448)])
+def test_scales_at_both_ends_of_the_range(monkeypatch, scheme, limit):
+    tiny, smallest = np.full((2, 6), 1e-25, np.float32), 2.0**-126
+    rows = quantization.quantize_rows(tiny, scheme)
+    np.testing.assert_array_equal(rows.scales, tiny[:, 0] / np.float32(limit), "no error that can be told apart: the first factor")
+    weights = np.float32([[60 * smallest, -smallest, 3 * smallest], [smallest / 4, 0, smallest / 1024]])
+    rows = quantization.quantize_rows(weights, scheme)
+    assert (rows.scales == np.float32(smallest)).all()
+    assert np.abs(weights_again(rows, scheme, 3) - weights).max() <= (smallest / 2 if scheme == "int8" else 2 * smallest)
+    largest = np.float32([[3e38, -1e38]])
+    assert np.abs(weights_again(quantization.quantize_rows(largest, scheme), scheme, 2) / largest - 1).max() < 0.07
+    monkeypatch.setitem(quantization.FACTORS, scheme, (2.0,))
+    with pytest.raises(OverflowError):
+        quantization.quantize_rows(np.float32([[1, 1], [3e38, 1]]), scheme)
+
+
+def test_clipped_weights_of_int8_end_at_127_on_both_sides(monkeypatch):
+    monkeypatch.setitem(quantization.FACTORS, "int8", (0.5,))
+    assert quantization.quantize_rows(np.float32([[-8, 4.1, 1], [-4.03, 8, -4.1]]), "int8").q.tolist() == [[-127, 127, 32], [-127, 127, -127]]
+
+
+def test_the_grid_of_int4_reaches_both_ends_and_holds_0():
+    low, high = np.float32([0, -15, -7, 0, -1e-7, -3, -65504 * 15, 0]), np.float32([15, 0, 8, 0, 0, 0.2, 0, 65504 * 15 + 2e5])
+    scales, zeros = quantization.int4_grid(low, high)
+    assert scales.dtype == np.float16 and scales.tolist() == [1, 1, 1, 1, 2.0**-24, np.float16(3.2 / 15), 65504, np.inf]
+    assert zeros.dtype == np.uint8 and zeros.tolist() == [0, 15, 7, 0, 2, 14, 15, 0]
+    nearest = quantization.int4_nearest(np.float32([[-8.4, -7.6, -0.5, 0.5, 1.5, 7.6, 9.4, 0.0]]), np.float16([1]), np.uint8([7]))
+    assert nearest.tolist() == [[-7, -7, 0, 0, 2, 8, 8, 0]]
+    with pytest.raises(OverflowError):
+        quantization.quantize_rows(np.float32([[1, 2], [0, 65504 * 15 * 2.1]]), "int4")
+
+
+@pytest.mark.parametrize("columns, groups", [(1, 1), (127, 1), (128, 1), (129, 2), (256, 2), (257, 3)])
+def test_the_tensors_of_a_matrix(columns, groups):
+    assert quantization.groups_of(columns) == groups
+    assert quantization.stored_tensors("int8", "w", (5, columns)) == [("w", "i8", (5, columns)), ("w.scales", "f32", (5,))]
+    assert quantization.stored_tensors("fp8", "w", (5, columns)) == [("w", "e4m3", (5, columns)), ("w.scales", "f32", (5,))]
+    assert quantization.stored_tensors("int4", "w", (5, columns)) == [
+        ("w", "u4", (5, columns)), ("w.scales", "f16", (5, groups)), ("w.zeros", "u8", (5, groups))]
+
+
+@pytest.mark.parametrize("elements, columns, pieces", [
+    (100, 10, [(0, 10), (10, 20), (20, 25)]), (250, 10, [(0, 25)]), (249, 10, [(0, 24), (24, 25)]), (9, 10, [(row, row + 1) for row in range(25)]),
+    (109, 10, [(0, 10), (10, 20), (20, 25)])])
+@pytest.mark.parametrize("scheme", quantization.SCHEMES)
+def test_a_matrix_is_quantised_in_pieces_of_whole_rows(monkeypatch, elements, columns, pieces, scheme):
+    monkeypatch.setattr(quantization, "PIECE_ELEMENTS", elements)
+    weights = np.random.default_rng(5).standard_normal((25, columns)).astype(np.float32)
+    asked = []
+    found = list(quantization.quantize_matrix(lambda *rows: asked.append(rows) or weights[slice(*rows)], weights.shape, scheme))
+    assert sorted(asked) == pieces and [len(rows.q) for rows in found] == [last - first for first, last in pieces]
+    whole = quantization.quantize_rows(weights, scheme)
+    for part in ("q", "scales", *(["zeros"] if scheme == "int4" else [])):
+        np.testing.assert_array_equal(np.concatenate([getattr(rows, part) for rows in found]), getattr(whole, part))
+    assert (whole.zeros is None) == (scheme != "int4")
+
+
+@pytest.mark.parametrize("limit, expected", [
+    (None, 6), ("", 6), ("1", 1), ("5", 5), ("6", 6), ("7", 6), ("0", 6), ("00", 6), ("02", 2), ("-1", 6), (" 2", 6), ("two", 6), ("2,4", 6), ("²", 6)])
+def test_threads_are_those_of_the_cores_or_fewer(monkeypatch, limit, expected):
+    monkeypatch.setattr(quantization.os, "sched_getaffinity", lambda process: set(range(6)) if process == 0 else None)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if limit is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", limit)
+    assert quantization.workers() == expected
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -344,7 +414,7 @@ def test_neither_training_nor_export_takes_a_quantised_file(tmp_path):
 # ---- GPTQ ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama-hs64-gqa3-tied", "neox-hs32-padded", "neox-hs32-sequential-nobias"])
+@pytest.mark.parametrize("name", inference_goldens())
 def test_gptq_runs_the_model_that_pytorch_runs(name):
     path = ck.ROOT / "test" / "fixtures" / "golden" / f"{name}.model.bin"
     file, dump = tensor_file.read(path), tensor_file.read(path.with_name(f"{name}.dump.bin"))
@@ -354,6 +424,93 @@ def test_gptq_runs_the_model_that_pytorch_runs(name):
         layers.run(layer, lambda names, _: [file.f32(each) for each in names])
         want = dump.f32(f"act.layers.{layer}.residual").reshape(layers.x.shape)
         assert np.abs(layers.x - want).max() < 1e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("heads, groups", [(4, 1), (4, 2), (6, 3), (6, 2), (4, 4)])
+def test_heads_of_one_group_attend_with_the_same_keys_and_values(heads, groups):
+    random = np.random.default_rng(8)
+    q, k, v = (random.standard_normal((5, count, 3)).astype(np.float32) for count in (heads, groups, groups))
+    got = gptq.attend(q, k, v).reshape(5, heads, 3)
+    for head in range(heads):
+        group = head * groups // heads
+        np.testing.assert_allclose(got[:, head], gptq.attend(q[:, [head]], k[:, [group]], v[:, [group]]), rtol=1e-6)
+        weights = np.exp(q[:, head] @ k[:, group].T / np.sqrt(3)) * np.tri(5)
+        np.testing.assert_allclose(got[:, head], weights @ v[:, group] / weights.sum(axis=1, keepdims=True), rtol=1e-5, atol=1e-6)
+
+
+def test_attention_and_gelu_of_large_numbers():
+    large = np.full((3, 1, 4), 100, np.float32)
+    np.testing.assert_allclose(gptq.attend(large, large, large), np.full((3, 4), 100), rtol=1e-6)
+    x = np.linspace(-30, 30, 4001).astype(np.float32)
+    exact = np.array([value * (1 + math.erf(value / math.sqrt(2))) / 2 for value in x.tolist()])
+    assert np.abs(gptq.gelu(x) - exact).max() < 5e-6 and np.abs((gptq.gelu(x) - exact)[np.abs(x) < 2]).max() < 5e-7
+
+
+@pytest.mark.parametrize("count, positions, shape", [
+    (2, 64, (1, 2)), (63, 64, (1, 63)), (64, 64, (1, 64)), (127, 64, (1, 64)), (128, 64, (2, 64)), (511, 4096, (1, 511)), (512, 4096, (1, 512)),
+    (513, 4096, (1, 512)), (1024, 4096, (2, 512)), (32_767, 4096, (63, 512)), (32_768, 4096, (64, 512)), (40_000, 4096, (64, 512)), (40_000, 48, (682, 48))])
+def test_the_windows_of_a_calibration_text(tmp_path, count, positions, shape):
+    model = replace(hf_config.parse_config(LLAMA, "config"), max_positions=positions)
+    ids = np.arange(count, dtype=np.int32)
+    found = gptq.windows(ids, model, tmp_path / "text.txt")
+    assert found.shape == shape and found.ravel().tolist() == list(range(shape[0] * shape[1]))
+    for few in (0, 1):
+        with pytest.raises(tensor_file.FileError, match=f"text.txt.*got {few} tokens, expected at least 2"):
+            gptq.windows(ids[:few], model, tmp_path / "text.txt")
+
+
+@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 127, 130, 200])
+def test_the_inverse_of_an_upper_triangle_by_halves(size):
+    matrix = np.triu(np.random.default_rng(size).uniform(-0.5, 0.5, (size, size)), 1) / size + np.diag(np.linspace(1, 3, size))
+    inverse = gptq.inverse_of_upper(matrix)
+    assert (np.tril(inverse, -1) == 0).all()
+    np.testing.assert_allclose(inverse @ matrix, np.eye(size), atol=1e-12)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("column", [0, 130, 261])
+def test_inputs_that_are_not_finite_have_no_factor(recwarn, value, column):
+    x = np.ones((5, 262), np.float32)
+    x[3, column] = value
+    with np.errstate(all="ignore"), pytest.raises(np.linalg.LinAlgError):
+        gptq.inverse_factor(x, ThreadPoolExecutor(2))
+
+
+@pytest.mark.parametrize("columns", [2, 126, 128, 130, 262])
+def test_gptq_moves_the_error_of_each_column_to_those_right_of_it(columns):
+    """Against the definition, a column at a time over the whole matrix."""
+    random = np.random.default_rng(columns)
+    x = random.standard_normal((400, columns)) @ (np.eye(columns) + random.standard_normal((columns, columns)) / 8)
+    weights = random.standard_normal((9, columns)).astype(np.float32)
+    weights[4] = 0
+    factor = gptq.inverse_factor(x.astype(np.float32), ThreadPoolExecutor(2))
+    rows, left = gptq.quantize(weights, factor), weights.astype(np.float64)
+    for column in range(columns):
+        group = column // 128
+        if column % 128 == 0:
+            nearest = quantization.quantize_rows(left[:, column:column + 128].astype(np.float32), "int4")
+            np.testing.assert_array_equal(rows.scales[:, group], nearest.scales[:, 0])
+            np.testing.assert_array_equal(rows.zeros[:, group], nearest.zeros[:, 0])
+        scale, zero = rows.scales[:, group].astype(float), rows.zeros[:, group].astype(float)
+        chosen = np.clip(np.rint(left[:, column] / scale) + zero, 0, 15)
+        np.testing.assert_array_equal(rows.q[:, column // 2] >> 4 * (column % 2) & 15, chosen)
+        loss = (left[:, column] - scale * (chosen - zero)) / factor[column, column]
+        left[:, column + 1:] -= np.outer(loss, factor[column, column + 1:])
+    assert rows.square == pytest.approx((weights.astype(np.float64) ** 2).sum(), rel=1e-12)
+
+
+def test_layers_are_computed_once_and_their_matrices_wait_until_they_are_taken():
+    path = ck.ROOT / "test" / "fixtures" / "golden" / "llama-hs32-gqa2.model.bin"
+    file = tensor_file.read(path)
+    model, ids = hf_config.model_from_json(file.config["model"], path), np.arange(32, dtype=np.int32).reshape(2, 16)
+    names = [f"model.layers.{layer}.{name}.weight" for layer in (0, 1) for name in ("self_attn.v_proj", "mlp.up_proj")]
+    calibrations = [gptq.Calibration(model, file.f32, ids, lambda name: name in names) for _ in range(2)]
+    layers, run = [], calibrations[1].layers.run
+    calibrations[1].layers.run = lambda layer, quantise: layers.append(layer) or run(layer, quantise)
+    plain = {name: calibrations[0].take(int(name[13]), name) for name in names}
+    for name in reversed(names):
+        np.testing.assert_array_equal(calibrations[1].take(int(name[13]), name).q, plain[name].q)
+        assert layers == [0, 1] and name not in calibrations[1].found
 
 
 def test_gptq_moves_the_outputs_less_than_rounding_does():
@@ -368,9 +525,9 @@ def test_gptq_moves_the_outputs_less_than_rounding_does():
     assert error["gptq"] < 0.4 * error["nearest"]
 
 
-@pytest.mark.parametrize("columns", [40, 262])
-def test_the_factor_of_gptq_is_that_of_the_inverse(columns):
-    x = np.random.default_rng(7).standard_normal((3000, columns)).astype(np.float32)
+@pytest.mark.parametrize("columns, scale", [(40, 1), (262, 1), (40, 2.0**-8)])
+def test_the_factor_of_gptq_is_that_of_the_inverse(columns, scale):
+    x = np.random.default_rng(7).standard_normal((3000, columns)).astype(np.float32) * np.float32(scale)
     x[:, 3] = 0
     hessian = x.astype(np.float64).T @ x
     hessian[3, 3] = 1
@@ -393,7 +550,11 @@ def test_gptq_rounds_the_chosen_matrices_alone_and_rows_in_pieces(monkeypatch):
     everything = found(lambda name: True)
     monkeypatch.setattr(gptq, "PIECE_ROWS", 16)
     for name, rows in found(lambda name: True).items():
-        assert np.mean(rows.q != everything[name].q) < 0.01, name  # sums of another order may turn a tie
+        whole = everything[name]
+        assert np.mean(rows.q != whole.q) < 0.01, name  # sums of another order may turn a tie
+        assert np.mean(rows.scales != whole.scales) < 0.01 and np.mean(rows.zeros != whole.zeros) < 0.01
+        assert rows.error == pytest.approx(whole.error, rel=1e-2) and rows.square == pytest.approx(whole.square, rel=1e-12)
+        assert rows.square == pytest.approx((file.f32(name).astype(np.float64) ** 2).sum(), rel=1e-12)
     first = found(lambda name: "layers.0.self_attn.q_proj" in name)
     assert list(first) == ["model.layers.0.self_attn.q_proj.weight"]
     assert np.mean(first["model.layers.0.self_attn.q_proj.weight"].q != everything["model.layers.0.self_attn.q_proj.weight"].q) < 0.01

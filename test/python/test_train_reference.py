@@ -248,6 +248,230 @@ def test_refusals(tmp_path):
         train_reference.compare(directory, records, 1e-4, 1)
 
 
+# ---- settings, shards and logs, without a program --------------------------------------------------------------------
+
+STORED = {"train": "x", "steps": "5", "micro-batch": "2", "seq-len": "16", "batch-tokens": "64", "lr": "0.1", "min-lr-ratio": "0.2", "warmup-steps": "3",
+          "schedule": "wsd", "wsd-decay-fraction": "0.25", "weight-decay": "0.5", "beta1": "0.9", "beta2": "0.95", "eps": "1e-8", "grad-clip": "0",
+          "seed": "7", "dropout": "0", "model": ""}
+LLAMA = train_reference.read_model(GOLDEN / "llama-hs32-mha.model.bin")[1]
+
+
+def described(path, changes=None, **more):
+    settings = {name: value for name, value in (STORED | (changes or {})).items() if value is not None}
+    (path / "config.json").write_text(json.dumps({"settings": settings, "model": LLAMA.to_json()} | more))
+    return train_reference.read_description(path)
+
+
+def test_every_setting_of_a_run_is_read(tmp_path):
+    got = described(tmp_path, train=[{"name": "a"}])
+    assert got.model == LLAMA and got.shards == [{"name": "a"}]
+    assert vars(got.settings) == {
+        "model_file": "", "train": "x", "steps": 5, "micro_batch": 2, "seq_len": 16, "batch_tokens": 64, "lr": 0.1, "min_lr_ratio": 0.2,
+        "warmup_steps": 3, "schedule": "wsd", "wsd_decay_fraction": 0.25, "weight_decay": 0.5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8,
+        "grad_clip": 0.0, "seed": 7}
+    assert got.settings.accumulation == 2
+    assert train_reference.read_description(tmp_path / "config.json") == got, "the file itself"
+    for shards in ({"a": 1}, None, "x"):
+        assert described(tmp_path, train=shards).shards == []
+    assert described(tmp_path, {"model": "m.bin"}).settings.model_file == "m.bin"
+    for schedule in ("cosine", "linear", "constant", "wsd"):
+        assert described(tmp_path, {"schedule": schedule}).settings.schedule == schedule
+
+
+@pytest.mark.parametrize("changes, expected", [
+    ({}, 64), ({"batch-tokens": "0"}, 32), ({"batch-tokens": "32"}, 32), ({"batch-tokens": "0", "virtual-ranks": "1"}, 32),
+    ({"batch-tokens": "0", "virtual-ranks": "3"}, 96), ({"batch-tokens": "64", "virtual-ranks": "4"}, 64), ({"steps": "1"}, 64)])
+def test_a_batch_of_0_tokens_is_one_window_row_of_each_rank(tmp_path, changes, expected):
+    settings = described(tmp_path, changes).settings
+    assert settings.batch_tokens == expected and settings.accumulation == expected // 32
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_setting_that_is_missing_or_no_text_is_named(tmp_path, name):
+    for value in (None, 1):
+        with pytest.raises(FileError, match=f"settings.{name}: got .*, expected a setting of train_llama") as refused:
+            described(tmp_path, {name: value})
+        assert refused.value.code == 3
+
+
+@pytest.mark.parametrize("changes, more, words", [
+    ({"steps": "0"}, {}, "do not fit together"), ({"micro-batch": "0"}, {}, "do not fit together"), ({"seq-len": "-16"}, {}, "do not fit together"),
+    ({"batch-tokens": "48"}, {}, "do not fit together"), ({"lr": "inf"}, {}, "settings.lr"), ({"steps": "5.0"}, {}, "settings.steps"),
+    ({"virtual-ranks": "x"}, {}, "settings.virtual-ranks"), ({}, {"settings": []}, "missing: this is no config.json"),
+    ({}, {"model": train_reference.read_model(GOLDEN / "neox-hs128.model.bin")[1].to_json()}, "model.family: got 'gpt_neox'")])
+def test_settings_that_are_refused(tmp_path, changes, more, words):
+    with pytest.raises(FileError, match=words) as refused:
+        described(tmp_path, changes, **more)
+    assert refused.value.code == 3
+    (tmp_path / "config.json").write_text('{"settings": {}}')
+    with pytest.raises(FileError, match="missing: this is no config.json"):
+        train_reference.read_description(tmp_path)
+
+
+def shards_of(tmp_path, **changes):
+    """A description of the three shards of write_shards(), 16 tokens a window."""
+    directory = write_shards(tmp_path / "shards")
+    records = [{"name": path.name, "tokens": token_shard.TokenShard(path).count, "xxh3": train_reference.header_hash(path)}
+               for path in sorted(directory.iterdir())]
+    return directory, described(tmp_path, changes, train=records)
+
+
+def test_windows_are_cut_from_each_shard_and_handed_out_in_order(tmp_path):
+    directory, description = shards_of(tmp_path)
+    (directory / "train_3.bin").mkdir()
+    windows = train_reference.Windows(description, str(directory / "train_*.bin"))
+    assert windows.first_window.tolist() == [0, 18, 28, 33]
+    tokens = [token_shard.TokenShard(directory / f"train_{number}.bin").tokens for number in range(3)]
+    every = [piece[begin:begin + 17].tolist() for piece in tokens for begin in range(0, len(piece) - 16, 16)]
+    assert len(every) == 33
+    order = train_reference.DataOrder(33, 7).windows(0, 70).tolist()
+    for begin, number in ((0, 33), (30, 8), (64, 3), (5, 1)):
+        batch = windows.batch(begin, number)
+        assert batch.dtype == np.int64 and batch.tolist() == [every[order[begin + row]] for row in range(number)]
+
+
+def test_shards_of_another_run_and_damaged_ones_are_refused(tmp_path):
+    directory, description = shards_of(tmp_path)
+    pattern = str(directory / "train_*.bin")
+    model = description.model
+    for size, words in ((59, None), (58, "vocab_size: got 59, expected at most 58")):
+        changed = replace(description, model=replace(model, vocab_size=size))
+        if words is None:
+            train_reference.Windows(changed, pattern)
+        else:
+            with pytest.raises(FileError, match=words):
+                train_reference.Windows(changed, pattern)
+    for length, words in ((89, None), (90, "train_2.bin.*count: got 90 tokens, expected more than 90")):
+        changed = replace(description, settings=replace(description.settings, seq_len=length))
+        if words is None:
+            assert train_reference.Windows(changed, pattern).first_window.tolist() == [0, 3, 4, 5]
+        else:
+            with pytest.raises(FileError, match=words):
+                train_reference.Windows(changed, pattern)
+    train_reference.Windows(replace(description, shards=[]), str(directory / "train_0.bin"))
+    records = description.shards
+    for shards in (records[:2], records[::-1], [*records, records[0]], *([*records[:2], records[2] | {key: value}] for key, value in (
+            ("name", "train_9.bin"), ("tokens", 91), ("xxh3", "0" * 16)))):
+        with pytest.raises(FileError, match="not the shards of the run"):
+            train_reference.Windows(replace(description, shards=shards), pattern)
+    for number in range(3):
+        path = directory / f"train_{number}.bin"
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(FileError, match=f"train_{number}.bin"):
+            train_reference.Windows(description, pattern)
+        path.write_bytes(whole)
+    train_reference.Windows(description, pattern)
+
+
+def test_damage_of_any_parameter_is_found(tmp_path):
+    file, model, _ = train_reference.read_model(GOLDEN / "llama-hs32-mha.model.bin")
+    whole = Path(file.path).read_bytes()
+    for name in train_reference.expected_tensors(model):
+        damaged = bytearray(whole)
+        damaged[file.at(name).offset] ^= 1
+        (tmp_path / "a.bin").write_bytes(damaged)
+        with pytest.raises(FileError, match=name):
+            dict(train_reference.file_tensors(tmp_path / "a.bin", model))
+    for name, values in train_reference.file_tensors(Path(file.path), model):
+        assert values.dtype == np.float32
+        np.testing.assert_array_equal(values, file.f32(name))
+
+
+@pytest.mark.parametrize("seed, low, high, words", [
+    (0, 0, 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"), (2**64 - 1, 2**64 - 1, 2**64 - 1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    (0x299f31d0a4093822, 0x85a308d3243f6a88, 0x0370734413198a2e, "d16cfe09 94fdcceb 5001e420 24126ea1")])
+def test_philox_gives_the_published_numbers(seed, low, high, words):
+    blocks = np.array([1, low], np.uint64)
+    got = train_reference.philox(seed, blocks, high)
+    assert " ".join(f"{word:08x}" for word in got[:, 1]) == words
+    assert int(train_reference.philox_u64(seed, blocks, high)[1]) == int(got[0, 1]) + (int(got[1, 1]) << 32)
+
+
+def test_initial_values_do_not_depend_on_the_pieces_in_which_they_are_made(monkeypatch):
+    whole = {count: train_reference.normal_values(count, 0.5, 3, 11) for count in (1, 4, 5, 8, 4003)}
+    monkeypatch.setattr(train_reference, "INIT_CHUNK", 2)
+    for count, values in whole.items():
+        assert values.shape == (count,) and values.dtype == np.float32
+        np.testing.assert_array_equal(train_reference.normal_values(count, 0.5, 3, 11), values)
+        np.testing.assert_array_equal(values, whole[4003][:count])
+    assert abs(whole[4003].mean()) < 0.03 and whole[4003].std() == pytest.approx(0.5, rel=0.05)
+    for tensor, seed in ((4, 11), (3, 12), (3, 11 + 2**32)):
+        assert not np.array_equal(train_reference.normal_values(8, 0.5, tensor, seed), whole[8])
+
+
+def test_initial_parameters_have_the_deviation_of_their_kind():
+    """The projections back into the residual have a smaller one, by the number of layers, and norms are 1."""
+    model = replace(LLAMA, num_layers=8, vocab_size=200)
+    for number, (name, values) in enumerate(train_reference.initial_tensors(model, 5)):
+        assert values.shape == train_reference.expected_tensors(model)[name]
+        if values.ndim == 1:
+            assert (values == 1).all()
+            continue
+        deviation = 0.02 / 4 if "o_proj" in name or "down_proj" in name else 0.02
+        np.testing.assert_array_equal(values.ravel(), train_reference.normal_values(values.size, deviation, number, 5))
+
+
+def write_log(path, records):
+    path.write_text("".join(json.dumps({"type": "step"} | record) + "\n" for record in records))
+    return path
+
+
+def test_a_log_without_a_step_or_with_a_skipped_one_is_refused(tmp_path):
+    good = [{"step": step, "loss": 1.0 + step, "lr": 0.5, "grad_norm": 2.0} for step in (1, 2, 3)]
+    log = write_log(tmp_path / "log.jsonl", good)
+    assert [record["loss"] for record in train_reference.read_losses(log, 3)] == [2.0, 3.0, 4.0]
+    assert len(train_reference.read_losses(tmp_path, 2)) == 2, "the directory of the run"
+    for step in range(3):
+        for change in ({"skipped": True}, {"loss": None}, {"lr": math.inf}, {"grad_norm": math.nan}, {"loss": "1"}):
+            write_log(log, [record | (change if number == step else {}) for number, record in enumerate(good)])
+            with pytest.raises(FileError, match=f"step {step + 1}: skipped or not finite"):
+                train_reference.read_losses(log, 3)
+            assert len(train_reference.read_losses(log, step) if step else []) == step
+        write_log(log, good[:step] + good[step + 1:])
+        with pytest.raises(FileError, match=f"step {step + 1}: missing"):
+            train_reference.read_losses(log, 3)
+    write_log(log, [record | {"skipped": False} for record in good])
+    assert len(train_reference.read_losses(log, 3)) == 3
+
+
+@pytest.mark.parametrize("got, want, expected", [
+    ([1, 2], [1, 2], (0, 1)), ([1.5, 2], [1, 2], (0.5, 1)), ([1, 1], [1, 2], (0.5, 2)), ([3, 3], [2, 2], (0.5, 1)), ([-3, 1], [-2, 1], (0.5, 1)),
+    ([0, 1, 8], [0, 1, 4], (1, 3)), ([1, 9, 20], [2, 8, 20], (0.5, 1))])
+def test_the_largest_difference_is_relative_to_the_reference_and_the_first_of_equals(got, want, expected):
+    assert train_reference.largest(got, want) == expected
+
+
+def test_a_value_beside_a_reference_of_0_differs_without_limit():
+    difference, step = train_reference.largest([0.0, 1e-9], [0.0, 0.0])
+    assert difference > 1e290 and step == 2
+
+
+def test_each_quantity_is_compared_with_its_own(tmp_path, capsys):
+    reference = [{"step": step, "loss": 4.0, "lr": 0.5, "grad_norm": 2.0} for step in (1, 2, 3, 4)]
+    changes = {2: {"grad_norm": 1.0}, 3: {"loss": 5.0}, 4: {"loss": 4.5}}
+    log = write_log(tmp_path / "log.jsonl", [record | changes.get(record["step"], {}) for record in reference])
+    got = train_reference.compare(log, reference, 0.25, 1)
+    assert got == {"type": "comparison", "steps": 4, "smooth": 1, "loss_max_relative": 0.25, "loss_step": 3, "loss_got": 5.0, "loss_expected": 4.0,
+                   "grad_norm_max_relative": 0.5, "grad_norm_step": 2, "tolerance": 0.25, "passed": True}
+    train_reference.report(got)
+    assert capsys.readouterr().err == ("passed: 4 steps, largest relative difference of the loss 0.25 at step 3 (5.000000, PyTorch 4.000000), tolerance "
+                                       "0.25; of the gradient norm 0.5 at step 2\n")
+    assert not train_reference.compare(log, reference, 0.2499, 1)["passed"]
+    got = train_reference.compare(log, reference, 0.1, 4)
+    assert (got["loss_step"], got["loss_got"], got["loss_expected"], got["smooth"], got["passed"]) == (4, 4.25, 4.0, 4, True)
+    assert train_reference.compare(log, reference[:2], 0.0, 1)["passed"]
+    train_reference.report(got | {"passed": False})
+    assert capsys.readouterr().err.startswith("FAILED: 4 steps, largest relative difference of the loss, median of 4 steps, 0.0625 at step 4")
+    for factor, words in ((1 + 0.9e-9, None), (1 + 1.1e-9, "step 4: learning rate: got 0.5, expected 0.5"), (1 - 1.1e-9, "step 4: learning rate")):
+        write_log(log, [record | ({"lr": 0.5 * factor} if record["step"] == 4 else {}) for record in reference])
+        if words is None:
+            assert train_reference.compare(log, reference, 0, 1)["passed"]
+        else:
+            with pytest.raises(FileError, match=words):
+                train_reference.compare(log, reference, 1, 1)
+
+
 @pytest.mark.parametrize("change, words", [
     ({"dropout": "0.1"}, "expected 0"), ({"steps": None}, "settings.steps"), ({"lr": "nan"}, "settings.lr"),
     ({"schedule": "up"}, "settings.schedule"), ({"batch-tokens": "33"}, "do not fit together")])

@@ -1,0 +1,1005 @@
+"""dump_reference.py, train_reference.py and fp8_emulation.py without torch: stub_torch.py stands in for it, and the models are those of
+numpy in test_reference.py, as modules that can be hooked."""
+
+import importlib
+import itertools
+import math
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from test_reference import CASES, GOLDEN, NumpyModel, assert_close, attention, dump_of, gelu, np, rope_angles, rotated, silu, tensor_file
+from test_train_reference import SETTINGS
+
+import checkpoints as ck
+import cli
+import dump_reference
+import hf_config
+import stub_torch
+import train_reference
+from stub_torch import tensor
+
+
+@pytest.fixture
+def torch():
+    with stub_torch.installed():
+        sys.modules["torch"].use_deterministic_algorithms = lambda _: None
+        yield sys.modules["torch"]
+
+
+@pytest.fixture
+def fp8(torch):
+    yield importlib.import_module("fp8_emulation")
+    sys.modules.pop("fp8_emulation")
+
+
+# ---- models of numpy with hooks --------------------------------------------------------------------------------------
+
+
+class Module:
+    def __init__(self, forward=None, **children):
+        self.forward, self.before, self.after = forward, {}, {}
+        vars(self).update(children)
+
+    def register_forward_pre_hook(self, hook):
+        return self._hook(self.before, hook)
+
+    def register_forward_hook(self, hook):
+        return self._hook(self.after, hook)
+
+    def _hook(self, hooks, hook):
+        hooks[hook] = hook
+        return SimpleNamespace(remove=lambda: hooks.pop(hook))
+
+    def __call__(self, *inputs, **options):
+        assert not any(options.values())
+        for hook in self.before.values():
+            hook(self, inputs)
+        output = self.forward(*inputs)
+        for hook in self.after.values():
+            hook(self, inputs, output)
+        return output
+
+    def modules(self):
+        return [self, *(each for child in vars(self).values() for one in (child if isinstance(child, list) else [child])
+                        if isinstance(one, Module) for each in one.modules())]
+
+
+def apply_rotary_pos_emb(q, k, angles):
+    """As in transformers: [B, heads, T, dims]."""
+    return [tensor([rotated(row.swapaxes(0, 1), angles).swapaxes(0, 1) for row in np.array(values)]) for values in (q, k)]
+
+
+class Hooked(Module):
+    """A golden as a model of transformers: a Llama with today's interface, a GPT-NeoX with that of old versions."""
+
+    def __init__(self, file):
+        super().__init__(self.compute)
+        self.numpy = NumpyModel(file)
+        self.llama, self.description = file.config["model"]["family"] == "llama", file.config["model"]
+        layers = [self.layer(number) for number in range(self.description["num_layers"])]
+        embed, end = ("model.embed_tokens", "model.norm") if self.llama else ("gpt_neox.embed_in", "gpt_neox.final_layer_norm")
+        embed, end = Module(lambda ids, name=f"{embed}.weight": tensor(self.numpy.weight(name)[ids])), self.norm(end)
+        self.model = Module(embed_tokens=embed, layers=layers, norm=end)
+        self.gpt_neox = Module(embed_in=embed, layers=layers, final_layer_norm=end)
+
+    def linear(self, name):
+        return Module(lambda x: tensor(self.numpy.linear(name, x)))
+
+    def norm(self, name):
+        return Module(lambda x: tensor(self.numpy.norm(name, x)))
+
+    def layer(self, number):
+        name = f"{'model' if self.llama else 'gpt_neox'}.layers.{number}."
+        names = ([*(f"self_attn.{each}_proj" for each in "qkvo"), *(f"mlp.{each}_proj" for each in ("gate", "up", "down"))] if self.llama
+                 else ["attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"])
+        parts = {each.split(".")[1]: self.linear(name + each) for each in names}
+        first, second = self.norm(name + "input_layernorm"), self.norm(name + "post_attention_layernorm")
+        layer = Module(input_layernorm=first, post_attention_layernorm=second)
+        layer.self_attn = layer.attention = layer.mlp = Module(**parts)
+
+        def llama(x):
+            normed = first(x)
+            x = x + parts["o_proj"](self.attend(*(parts[f"{each}_proj"](normed) for each in "qkv")))
+            normed = second(x)
+            return x + parts["down_proj"](tensor(silu(parts["gate_proj"](normed)) * parts["up_proj"](normed)))
+
+        def neox(x):
+            fused = parts["query_key_value"](first(x)).unflatten(-1, (-1, 3, self.description["head_dim"]))
+            branch = parts["dense"](self.attend(*(fused[..., each, :].flatten(-2) for each in range(3))))
+            normed = second(x if self.description["parallel_residual"] else x + branch)
+            return x + branch + parts["dense_4h_to_h"](tensor(gelu(parts["dense_h_to_4h"](normed)))), None
+
+        layer.forward = llama if self.llama else neox
+        return layer
+
+    def attend(self, *qkv):
+        q, k, v = (values.unflatten(-1, (-1, self.description["head_dim"])).transpose(1, 2) for values in qkv)
+        rope = self.description["rope"]
+        size = rope["rotary_dim"] if not self.llama else None
+        turned = apply_rotary_pos_emb(q[..., :size], k[..., :size], rope_angles(rope, q.shape[2]))
+        q, k = (np.concatenate([new, old[..., size or new.shape[-1]:]], axis=-1) for new, old in zip(turned, (q, k)))
+        return tensor([attention(*(values.swapaxes(0, 1) for values in row)) for row in zip(*map(np.array, (q, k, v)))])
+
+    def compute(self, ids):
+        x = self.model.embed_tokens(ids)
+        for layer in self.model.layers:
+            x = layer(x)
+            x = x if self.llama else x[0]
+        head = "model.embed_tokens" if self.description["tied_embeddings"] else "lm_head" if self.llama else "embed_out"
+        return SimpleNamespace(logits=tensor(self.model.norm(x) @ self.numpy.weight(f"{head}.weight").T))
+
+
+def golden(name):
+    file, dump = tensor_file.read(GOLDEN / f"{name}.model.bin", expected="model"), dump_of(name)
+    return Hooked(file), hf_config.model_from_json(file.config["model"], name), dump
+
+
+def request_for(dump, **more):
+    return dump_reference.Request(dump.array("input_ids"), dump.array("labels"), **more)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_hooks_record_is_the_golden(torch, monkeypatch, name):
+    model, description, dump = golden(name)
+    monkeypatch.setattr(dump_reference, "load_model", lambda *_: model)
+    found = dump_reference.compute(Path(), description, request_for(dump))
+    activations = [f"act.{each}" for each in dump_reference.activation_names(description)]
+    assert list(found) == ["input_ids", "labels", *activations, "loss"]
+    for activation in [*activations, "loss"]:
+        assert found[activation].shape == dump.at(activation).shape and found[activation].dtype == np.float32
+        assert_close(activation, found[activation], dump.f32(activation))
+    assert apply_rotary_pos_emb.__name__ == "apply_rotary_pos_emb" and not any(each.before or each.after for each in model.modules())
+
+
+@pytest.mark.parametrize("part, words", [("q", "layers.1.q"), ("k", "layers.1.k"), ("attention", "layers.1.attention")])
+def test_whatever_differs_from_its_definition_is_refused(torch, part, words):
+    """In the second layer, in one value."""
+    model, description, dump = golden("llama-hs32-gqa2")
+    recorder = dump_reference.Recorder(model, description)
+    with recorder.listening():
+        model(dump.array("input_ids"))
+    dump_reference.check_recomputed(recorder, "f32")
+    recorder.values[f"layers.1.{part}"].flat[-1] += 0.1
+    with pytest.raises(cli.FileError, match=f"{words}: transformers gives another result") as refused:
+        dump_reference.check_recomputed(recorder, "f32")
+    assert refused.value.code == cli.INTERNAL
+
+
+@pytest.mark.parametrize("dtype, limit", [("f32", 2e-5), ("bf16", 4 * 2.0**-7), ("f16", 4 * 2.0**-10)])
+def test_a_recomputed_value_may_be_off_by_its_share_of_the_largest(torch, dtype, limit):
+    want = tensor([[0.0, -8.0], [1.0, 2.0]])
+    for sign in (1, -1):
+        dump_reference.check_close("q", want + tensor([[0, 0], [sign * 7.9 * limit, 0]]), want, dtype)
+        with pytest.raises(cli.FileError, match="q: "):
+            dump_reference.check_close("q", want + tensor([[0, 0], [sign * 8.1 * limit, 0]]), want, dtype)
+    for got, wanted in ((want * math.nan, want), (want + math.inf, want), (want[:1], want[:1].repeat(2, 0))):
+        with pytest.raises(cli.FileError, match="q: "):
+            dump_reference.check_close("q", got, wanted, dtype)
+    dump_reference.check_close("q", want * 0, want * 0, dtype)
+
+
+# ---- the continuation ------------------------------------------------------------------------------------------------
+
+
+class Successor:
+    """After id n comes n + 1; padding beyond `vocabulary` has the largest logits, and id n leads by 1 + n / 8."""
+
+    def __init__(self, vocabulary):
+        self.vocabulary, self.seen = vocabulary, []
+
+    def __call__(self, ids, use_cache):
+        assert not use_cache
+        self.seen.append(ids.tolist())
+        logits = np.zeros((*ids.shape, self.vocabulary + 2))
+        for row, position in np.ndindex(ids.shape):
+            following = (ids[row, position] + 1) % self.vocabulary
+            logits[row, position, following] = 1 + following / 8
+        logits[..., self.vocabulary:] = 100
+        return SimpleNamespace(logits=tensor(logits))
+
+
+@pytest.mark.parametrize("ends, count, expected", [
+    ((), 4, [4, 5, 6, 7]), ((6,), 4, [4, 5, 6]), ((9, 6), 4, [4, 5, 6]), ((6, 9), 4, [4, 5, 6]), ((0, 9, 5), 4, [4, 5]), ((4,), 4, [4]),
+    ((3,), 4, [4, 5, 6, 7]), ((7,), 4, [4, 5, 6, 7]), ((), 8, [4, 5, 6, 7, 8, 9, 0, 1]), ((), 1, [4])])
+@pytest.mark.parametrize("prompt", [None, [1, 3]])
+def test_a_continuation_ends_with_any_end_id_and_has_no_padding(torch, monkeypatch, ends, count, expected, prompt):
+    model = Successor(10)
+    monkeypatch.setattr(dump_reference, "load_model", lambda *_: model)
+    description = replace(hf_config.parse_config(ck.LLAMA, "config"), eos_ids=ends, tokenizer_vocab=10)
+    ids = np.int32([[9, 2, 3] if prompt is None else [7, 7, 7], [5, 5, 5]])
+    request = dump_reference.Request(ids, ids, greedy=count, greedy_prompt=None if prompt is None else np.int32(prompt))
+    found, lead = dump_reference.greedy(Path(), description, request)
+    assert found.tolist() == expected and found.dtype == np.int32
+    first = prompt or [9, 2, 3]
+    assert model.seen == [[first + expected[:number]] for number in range(len(expected))]
+    assert lead == 1 + min(expected) / 8
+
+
+def test_a_tokenizer_of_one_token_has_no_second_logit(torch, monkeypatch):
+    monkeypatch.setattr(dump_reference, "load_model", lambda *_: Successor(1))
+    description = replace(hf_config.parse_config(ck.LLAMA, "config"), eos_ids=(), tokenizer_vocab=1)
+    ids = np.int32([[0]])
+    assert dump_reference.greedy(Path(), description, dump_reference.Request(ids, ids, greedy=3))[0].tolist() == [0, 0, 0]
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+class Parameter(stub_torch.Tensor):
+    pass
+
+
+def parameters_of(description, value=0.0, renamed=()):
+    return {dict(renamed).get(name, name): tensor(np.full(shape, value, np.float32)).view(Parameter)
+            for name, shape in hf_config.expected_tensors(description).items()}
+
+
+@pytest.mark.parametrize("version, key", [("4.40.0", "torch_dtype"), ("4.57.1", "torch_dtype"), ("5.0.0", "dtype"), ("10.1", "dtype")])
+@pytest.mark.parametrize("dtype, kind", [("f32", "float32"), ("bf16", "bfloat16"), ("f16", "float16"), ("f64", "float64")])
+def test_the_model_is_loaded_in_its_type_from_the_disk_alone(torch, monkeypatch, version, key, dtype, kind):
+    done = []
+    model = SimpleNamespace(to=lambda device: done.append(device) or model, eval=lambda: done.append("eval") or model)
+
+    def from_pretrained(directory, **options):
+        done.append((directory, options))
+        return model
+
+    transformers = sys.modules["transformers"]
+    monkeypatch.setattr(transformers, "__version__", version, raising=False)
+    monkeypatch.setattr(transformers, "AutoModelForCausalLM", SimpleNamespace(from_pretrained=from_pretrained), raising=False)
+    monkeypatch.setattr(torch, kind, kind, raising=False)
+    torch.use_deterministic_algorithms = done.append
+    ids = np.int32([[1]])
+    request = dump_reference.Request(ids, ids, device="cuda")
+    assert dump_reference.load_model(Path("a/b"), hf_config.parse_config(ck.LLAMA, "config"), request, dtype) is model
+    assert done == [True, ("a/b", {"attn_implementation": "eager", "local_files_only": True, key: kind}), "cuda", "eval"]
+
+
+def test_weights_of_a_file_and_rounding_in_fp8_change_the_loaded_model(fp8, monkeypatch):
+    file = tensor_file.read(GOLDEN / "llama-hs32-gqa2.model.bin")
+    description = hf_config.model_from_json(file.config["model"], "file")
+    parameters, rounded = parameters_of(description), []
+    model = SimpleNamespace(named_parameters=parameters.items, to=lambda device: model, eval=lambda: model)
+    transformers = sys.modules["transformers"]
+    monkeypatch.setattr(transformers, "__version__", "5.0.0", raising=False)
+    monkeypatch.setattr(transformers, "AutoModelForCausalLM", SimpleNamespace(from_pretrained=lambda *_, **__: model), raising=False)
+    monkeypatch.setattr(fp8, "check_rounding", lambda: rounded.append("checked"))
+    monkeypatch.setattr(fp8, "Rounding", lambda noise, seed: (noise, seed))
+    monkeypatch.setattr(fp8, "round_llama", lambda *values: rounded.append(values))
+    ids = np.int32([[1]])
+    plain = dump_reference.Request(ids, ids)
+    dump_reference.load_model(Path(), description, plain, "f32")
+    assert not rounded and all((values == 0).all() for values in parameters.values())
+    dump_reference.load_model(Path(), description, replace(plain, fp8=dump_reference.Fp8(0.5, 7), weights=file.path), "f32")
+    assert rounded == ["checked", (model, (0.5, 7))] and model.fp8_rounding == (0.5, 7)
+    for name, values in parameters.items():
+        np.testing.assert_array_equal(values, file.f32(name))
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_what_is_missing_is_named_and_nothing_is_loaded_from_the_net(torch, monkeypatch, missing):
+    for given, expected in ((None, "1"), ("0", "0")):
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        if given:
+            monkeypatch.setenv("HF_HUB_OFFLINE", given)
+        assert dump_reference.libraries() == (torch, sys.modules["transformers"])
+        assert dump_reference.os.environ["HF_HUB_OFFLINE"] == expected
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(cli.FileError, match=f"^'?{missing}'?: not installed") as refused:
+        dump_reference.libraries()
+    assert refused.value.code == cli.ENVIRONMENT
+
+
+def test_damage_of_any_replaced_weight_is_found(tmp_path):
+    file = tensor_file.read(GOLDEN / "llama-hs32-gqa2.model.bin")
+    description, whole = hf_config.model_from_json(file.config["model"], "file"), Path(file.path).read_bytes()
+    for name in hf_config.expected_tensors(description):
+        damaged = bytearray(whole)
+        damaged[file.at(name).offset] ^= 1
+        (tmp_path / "a.bin").write_bytes(damaged)
+        with pytest.raises(cli.FileError, match=name):
+            dict(dump_reference.replaced_weights(tmp_path / "a.bin", description))
+
+
+@pytest.mark.parametrize("config, renamed", [
+    (ck.LLAMA, {}), (ck.LLAMA | {"tie_word_embeddings": True}, {}), (ck.GPT_NEOX, {}), (ck.GPT_NEOX, {"embed_out.weight": "lm_head.weight"})])
+def test_parameters_have_the_names_of_the_checkpoint_in_its_order(torch, config, renamed):
+    description = hf_config.parse_config(config, "config")
+    given = parameters_of(description, renamed=renamed.items())
+    model = SimpleNamespace(named_parameters=lambda: reversed(given.items()))
+    found = dump_reference.named_parameters(model, description)
+    assert list(found) == list(hf_config.expected_tensors(description))
+    assert all(values is given[renamed.get(name, name)] for name, values in found.items())
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+class Optimizer:
+    """Steps by the sign alone, and keeps what it was given."""
+
+    def __init__(self, groups, log, **options):
+        self.param_groups, self.log, self.options = groups, log, options
+        log.append(self)
+
+    def zero_grad(self, set_to_none):
+        assert set_to_none
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def step(self):
+        self.log.append([(group.get("lr"), [parameter.grad.copy() for parameter in group["params"]]) for group in self.param_groups])
+
+
+class Steps:
+    """A model of a matrix and a vector. Each pass adds the next gradient."""
+
+    def __init__(self, description):
+        self.parameters_ = parameters_of(description)
+        self.passes, self.rounding = 0, []
+        self.fp8_rounding = SimpleNamespace(end_step=lambda: self.rounding.append(self.passes))
+
+    def named_parameters(self):
+        return self.parameters_.items()
+
+    def loss(self):
+        def backward():
+            self.passes += 1
+            for parameter in self.parameters_.values():
+                parameter.grad = tensor(np.full(parameter.shape, self.passes, np.float16)) + (0 if parameter.grad is None else parameter.grad)
+        return SimpleNamespace(backward=backward, detach=lambda: 10.0 - self.passes)
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_optimizer_steps_are_those_of_the_settings(torch, monkeypatch, in_fp8):
+    description = hf_config.parse_config(ck.LLAMA, "config")
+    model, log, clipped, loaded = Steps(description), [], [], []
+    monkeypatch.setattr(dump_reference, "load_model", lambda *values: loaded.append(values[3]) or model)
+    monkeypatch.setattr(dump_reference, "loss_of", lambda model, request: model.loss())
+    torch.optim = SimpleNamespace(AdamW=lambda groups, **options: Optimizer(groups, log, **options))
+    torch.nn.utils = SimpleNamespace(clip_grad_norm_=lambda values, norm, foreach: clipped.append((len(list(values)), norm, len(log))))
+    ids = np.int32([[1]])
+    settings = dump_reference.AdamW(3, 0.5, 0.25, 0.75, 1e-3, 0.125, 2.5)
+    request = dump_reference.Request(ids, ids, adamw=settings, fp8=dump_reference.Fp8() if in_fp8 else None)
+    losses, parameters = dump_reference.optimizer_steps(Path(), description, request, "bf16")
+    assert losses == [9.0, 8.0, 7.0] and list(parameters) == list(model.parameters_) and loaded == ["bf16"]
+    optimizer, *steps = log
+    assert optimizer.options == {"lr": 0.5, "betas": (0.25, 0.75), "eps": 1e-3, "foreach": False}
+    matrices, vectors = optimizer.param_groups
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.125, 0.0)
+    assert {each.ndim for each in matrices["params"]} == {2} and {each.ndim for each in vectors["params"]} == {1}
+    assert len(matrices["params"]) + len(vectors["params"]) == len(parameters)
+    assert [{float(gradient.max()) for _, group in step for gradient in group} for step in steps] == [{1}, {2}, {3}]
+    assert clipped == [(len(parameters), 2.5, number) for number in (1, 2, 3)]
+    assert model.rounding == ([1, 2, 3] if in_fp8 else [])
+
+
+def test_gradients_are_those_of_one_pass(torch, monkeypatch):
+    description = hf_config.parse_config(ck.LLAMA, "config")
+    monkeypatch.setattr(dump_reference, "load_model", lambda *_: Steps(description))
+    monkeypatch.setattr(dump_reference, "loss_of", lambda model, request: model.loss())
+    ids = np.int32([[1]])
+    found = dump_reference.gradients(Path(), description, dump_reference.Request(ids, ids), "f32")
+    assert {name: values.shape for name, values in found.items()} == hf_config.expected_tensors(description)
+    assert all((values == 1).all() and values.dtype == np.float32 for values in found.values())
+
+
+# ---- the dump --------------------------------------------------------------------------------------------------------
+
+DESCRIPTION = hf_config.parse_config(ck.LLAMA, "config")
+WEIGHT = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def computed(torch, monkeypatch):
+    """compute() on parts that tell by their values what they were asked for: the type, and 100 in fp8."""
+    def number(request, dtype):
+        return {"f32": 1, "bf16": 2, "f16": 3}[dtype] + (100 if request.fp8 else 0)
+
+    def activations(directory, description, request, dtype):
+        logits = tensor(np.zeros((*request.ids.shape, 37), np.float32))
+        logits[..., 0] = number(request, dtype)
+        return {name: logits if name == "logits" else tensor([number(request, dtype)]) for name in dump_reference.activation_names(description)}
+
+    monkeypatch.setattr(dump_reference, "activations", activations)
+    monkeypatch.setattr(dump_reference, "gradients", lambda _, __, request, dtype: {WEIGHT: tensor([10.0 + number(request, dtype)])})
+    monkeypatch.setattr(dump_reference, "optimizer_steps", lambda _, __, request, dtype: (
+        [20.0 + number(request, dtype)], {WEIGHT: tensor([30.0 + number(request, dtype)])}))
+    monkeypatch.setattr(dump_reference, "greedy", lambda _, __, request: (np.int32([5, 6]), 0.0))
+    return lambda request: dump_reference.compute(Path(), DESCRIPTION, request)
+
+
+IDS, LABELS = np.int32([[1, 2, 3], [4, 0, 2]]), np.int32([[0, 0, -100], [0, -100, 0]])
+REQUEST = dump_reference.Request(IDS, LABELS)
+ACTIVATIONS = dump_reference.activation_names(DESCRIPTION)
+
+
+@pytest.mark.parametrize("half, number", [(None, 0), ("bf16", 2), ("f16", 3)])
+@pytest.mark.parametrize("backward, steps, greedy, labelled", [
+    (False, 0, 0, True), (False, 0, 0, False), (True, 0, 0, True), (False, 2, 0, True), (False, 0, 4, False), (True, 2, 4, True)])
+def test_a_dump_holds_what_was_asked_for_in_the_order_of_its_description(computed, half, number, backward, steps, greedy, labelled):
+    adamw = dump_reference.AdamW(steps) if steps else None
+    request = replace(REQUEST, half_dtype=half, backward=backward, adamw=adamw, greedy=greedy, labels=LABELS if labelled else LABELS * 0 - 100)
+    loss = lambda kind: {"loss" + kind: -math.log(math.e**(number if kind else 1) / (math.e**(number if kind else 1) + 36))} if labelled else {}
+    expected = {f"act.{name}": 1 for name in ACTIVATIONS} | loss("")
+    expected |= {f"grad.{WEIGHT}": 11} if backward else {}
+    expected |= {"adamw.losses": 21, f"adamw.param.{WEIGHT}": 31} if steps else {}
+    expected |= {"greedy.prompt_ids": 1, "greedy.ids": 5} if greedy else {}
+    if half:
+        expected |= {f"act16.{name}": number for name in ACTIVATIONS} | loss("16")
+        expected |= {f"grad16.{WEIGHT}": 10 + number} if backward else {}
+        expected |= {"adamw16.losses": 20 + number} if steps else {}
+    found = computed(request)
+    assert list(found) == ["input_ids", "labels", *expected]
+    assert {name: found[name].flat[0] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert found["input_ids"] is IDS and {name for name, values in found.items() if values.dtype == np.int32} == {
+        "input_ids", "labels", *(["greedy.prompt_ids", "greedy.ids"] if greedy else [])}
+    assert not greedy or found["greedy.prompt_ids"].tolist() == [1, 2, 3]
+    if greedy:
+        assert computed(replace(request, greedy_prompt=np.int32([7, 8])))["greedy.prompt_ids"].tolist() == [7, 8]
+
+
+@pytest.mark.parametrize("dtype, number", [("f32", 1), ("bf16", 2), ("f16", 3)])
+@pytest.mark.parametrize("fp8", [None, dump_reference.Fp8()])
+def test_all_of_the_main_run_is_in_its_type(computed, dtype, number, fp8):
+    found = computed(replace(REQUEST, dtype=dtype, fp8=fp8, backward=True, adamw=dump_reference.AdamW(1)))
+    number += 100 if fp8 else 0
+    assert [found[name][0] for name in ("act.embedding", f"grad.{WEIGHT}", "adamw.losses", f"adamw.param.{WEIGHT}")] == [
+        number, 10 + number, 20 + number, 30 + number]
+
+
+def test_ignored_labels_have_no_loss_and_labels_are_shifted_already(torch):
+    logits = np.log([[[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]], [[0.2, 0.2, 0.6], [1 / 3, 1 / 3, 1 / 3]]])
+    model = lambda ids, use_cache: SimpleNamespace(logits=tensor(logits))
+    for labels, probabilities in (([[0, 1], [2, 0]], [0.5, 0.8, 0.6, 1 / 3]), ([[-100, 1], [2, -100]], [0.8, 0.6]), ([[-100, -100], [-100, 2]], [1 / 3])):
+        request = replace(REQUEST, ids=np.int32([[0, 0], [0, 0]]), labels=np.int32(labels))
+        assert float(dump_reference.loss_of(model, request)) == pytest.approx(-np.log(probabilities).mean(), rel=1e-6)
+
+
+def test_distances_are_relative_to_what_was_wanted():
+    want = {"act.a": np.float32([3, 4]), "grad.b": np.float32([0, 0]), "adamw.losses": np.float32([2]), "input_ids": np.int32([1]),
+            "loss": np.float32([1]), "greedy.ids": np.int32([3]), "act16.a": np.float32([1])}
+    got = {name: values + 1 for name, values in want.items()} | {"act.a": np.float32([3, 5]), "act.more": np.float32([1])}
+    assert dump_reference.relative_distances(got, want) == {"act.a": 0.2, "grad.b": 0.0, "adamw.losses": 0.5}
+
+
+def test_what_the_tolerances_in_fp8_follow_from(monkeypatch):
+    """Each with its own two computations; parameters in bf16 have no fp32 master in torch."""
+    names = ["act.a", "grad.b", "adamw.losses", "adamw.param.b"]
+    value = {(True, "f32"): 4.0, (False, "f32"): 5.0, (True, "bf16"): 6.0, (False, "bf16"): 8.0}
+    noise = {0: [0.1, 0.3, 0.2, 0.4], 1: [0.3, 0.1, 0.1, 0.1], 2: [0.2, 0.2, 0.5, 0.1]}
+
+    def compute(directory, description, request):
+        assert directory == Path("d") and description is DESCRIPTION and request.backward
+        if request.fp8 and request.fp8.noise:
+            assert request.fp8.noise == dump_reference.NOISE and request.dtype == "f32"
+            return {name: np.array([4 + 4 * each]) for name, each in zip(names, noise[request.fp8.seed])}
+        return {name: np.array([value[request.fp8 is not None, request.dtype]]) for name in names}
+
+    monkeypatch.setattr(dump_reference, "compute", compute)
+    request = replace(REQUEST, fp8=dump_reference.Fp8(), backward=True)
+    tensors = compute(Path("d"), DESCRIPTION, request)
+    found = dump_reference.fp8_distances(Path("d"), DESCRIPTION, request, tensors)
+    assert found["noise"] == pytest.approx(dict(zip(names, [0.3, 0.3, 0.5, 0.4])))
+    assert found["rounding"] == dict.fromkeys(names, 0.2)
+    assert found["bf16"] == dict.fromkeys(names[:3], 0.5) and found["plain_bf16"] == pytest.approx(dict.fromkeys(names[:3], 0.6))
+    assert list(found) == ["noise", "rounding", "bf16", "plain_bf16"]
+
+
+def test_the_hash_of_a_model_is_that_of_all_its_weight_files_in_order(tmp_path):
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA)
+    import hashlib
+    whole = (directory / "model.safetensors").read_bytes()
+    assert dump_reference.model_sha256(directory) == hashlib.sha256(whole).hexdigest()
+    for name, piece in (("b.safetensors", b"2"), ("a.safetensors", b"1"), ("z.safetensors", b"3" * ((1 << 24) + 1))):
+        (directory / name).write_bytes(piece)
+    assert dump_reference.model_sha256(directory) == hashlib.sha256(b"12" + whole + b"3" * ((1 << 24) + 1)).hexdigest()
+
+
+@pytest.mark.parametrize("more, said", [
+    ({}, {"dtype": "f32"}), ({"dtype": "bf16"}, {"dtype": "bf16"}), ({"half_dtype": "f16"}, {"dtype": "f32", "act16_dtype": "f16"}),
+    ({"adamw": dump_reference.AdamW(2, 0.5)}, {"dtype": "f32", "adamw": {
+        "steps": 2, "learning_rate": 0.5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_clip": 1.0}}),
+    ({"fp8": dump_reference.Fp8()}, {"dtype": "f32", "fp8": {"noise": {"act.logits": 0.5}, "bf16": {}}})])
+def test_a_dump_says_what_it_is_of(computed, monkeypatch, tmp_path, more, said):
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA)
+    for name, version in (("torch", "2.x"), ("transformers", "5.y")):
+        monkeypatch.setattr(sys.modules[name], "__version__", version, raising=False)
+    every = computed(replace(REQUEST, **more))
+    monkeypatch.setattr(dump_reference, "fp8_distances", lambda _, __, ___, tensors: (
+        {"noise": {"act.logits": 0.5, "grad.b": 0.5}, "bf16": {"grad.b": 1}} if list(tensors) == list(every) else None))
+    keep = lambda name: name in ("input_ids", "labels", "loss", "act.logits")
+    dump_reference.write_dump(tmp_path / "d.bin", directory, hf_config.read_checkpoint(directory), replace(REQUEST, **more), keep)
+    dump = tensor_file.read(tmp_path / "d.bin", expected="reference dump")
+    assert dump.config == {"model": DESCRIPTION.to_json(), "dump": said | {
+        "torch": "2.x", "transformers": "5.y", "model_sha256": dump_reference.model_sha256(directory)}}
+    assert {name: info.dtype for name, info in dump.tensors.items()} == {"input_ids": "i32", "labels": "i32", "loss": "f32", "act.logits": "f32"}
+    for name in dump.tensors:
+        np.testing.assert_array_equal(dump.array(name), every[name])
+
+
+# ---- the command line of dump_reference.py ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """What the options ask for: the request, what is kept, and what is printed; or the refusal."""
+    def ask(*options, config=ck.LLAMA):
+        directory, got = ck.write_checkpoint(tmp_path / "model", config, {"lm_head.weight": np.zeros((1, 1), np.float32)}), []
+
+        def write_dump(path, *values):
+            path.write_bytes(b"12345")
+            got.extend(values)
+
+        monkeypatch.setattr(dump_reference, "write_dump", write_dump)
+        monkeypatch.setattr(dump_reference, "encode", lambda *values: [5, 6, 7] if values[1] == "Hello" else [])
+        done = ck.run_script("dump_reference.py", directory, "-o", tmp_path / "d.bin", *options)
+        if done.returncode:
+            return SimpleNamespace(code=done.returncode, error=done.stderr)
+        assert got[0] == directory
+        return SimpleNamespace(request=got[2], keep=got[3], printed=done.stdout.splitlines())
+
+    return ask
+
+
+@pytest.mark.parametrize("options, expected", [
+    ([], {}), (["--dtype", "bf16"], {"dtype": "bf16"}), (["--dtype", "fp16"], {"dtype": "f16"}), (["--half-run"], {"half_dtype": "bf16"}),
+    (["--half-run", "fp16"], {"half_dtype": "f16"}), (["--backward"], {"backward": True}), (["--device", "cuda"], {"device": "cuda"}),
+    (["--greedy", "5"], {"greedy": 5}), (["--weights", "w.bin"], {"weights": Path("w.bin")}),
+    (["--adamw-steps", "0"], {}), (["--adamw-steps", "3"], {"adamw": dump_reference.AdamW(3)}),
+    (["--adamw-steps", "2", "--lr", "0.5", "--beta1", "0.1", "--beta2", "0.2", "--eps", "0.3", "--weight-decay", "0.4", "--grad-clip", "0.6"],
+     {"adamw": dump_reference.AdamW(2, 0.5, 0.1, 0.2, 0.3, 0.4, 0.6)})])
+def test_a_request_is_what_the_options_say(asked, options, expected):
+    plain = {"dtype": "f32", "half_dtype": None, "backward": False, "adamw": None, "greedy": 0, "greedy_prompt": None, "device": "cpu",
+             "weights": None, "fp8": None}
+    got = vars(asked(*options).request)
+    ids, labels = dump_reference.random_batch(DESCRIPTION, 2, 16, 0)
+    np.testing.assert_array_equal(got.pop("ids"), ids)
+    np.testing.assert_array_equal(got.pop("labels"), labels)
+    assert got == plain | expected
+
+
+@pytest.mark.parametrize("options, ids, labels", [
+    (["--ids", "4,0,36"], [[4, 0, 36]], [[0, 36, -100]]), (["--ids", "0"], [[0]], [[-100]]), (["--prompt", "Hello"], [[5, 6, 7]], [[6, 7, -100]]),
+    (["--random", "3,2", "--seed", "9"], *(values.tolist() for values in dump_reference.random_batch(DESCRIPTION, 3, 2, 9)))])
+def test_the_text_of_a_request(asked, options, ids, labels):
+    request = asked(*options).request
+    assert request.ids.tolist() == ids and request.labels.tolist() == labels
+    assert request.ids.dtype == request.labels.dtype == np.int32
+
+
+FP8_LLAMA = ck.LLAMA | {"intermediate_size": 48}
+WIDE = FP8_LLAMA | {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("options, config, words", [
+    (["--ids", "36"], {}, None), (["--ids", "37"], {}, "--ids: got 37, expected ids below vocab_size = 37"),
+    (["--ids", "1", "--greedy", "63"], {}, None), (["--ids", "1", "--greedy", "64"], {}, "--greedy: 1 + 64 ids are more than the model's 64"),
+    (["--random", "1,64"], {}, None), (["--random", "1,65"], {}, "--greedy: 65 + 0"), (["--random", "65,1", "--greedy", "63"], {}, None),
+    (["--prompt", ""], {}, "--prompt: got a text without tokens"), (["--dtype", "bf16", "--adamw-steps", "1"], {}, "--dtype: got bf16, expected fp32"),
+    (["--dtype", "fp16", "--backward"], {}, "--dtype: got fp16, expected fp32"), (["--ids", "3", "--adamw-steps", "1"], {}, "expected at least two ids"),
+    (["--ids", "3,4", "--backward"], {}, None), (["--random", "1,1", "--backward"], {}, None), (["--ids", "-1"], {}, "integers from 0 on"),
+    (["--ids", "2147483648"], {}, "integers from 0 on"), (["--ids", ""], {}, "some integers"), (["--random", "1"], {}, "2 integers from 1 on"),
+    (["--random", "1,2,3"], {}, "2 integers from 1 on"), (["--act-layers", "0,-1"], {}, "--act-layers"), (["--tensors", ""], {}, "--tensors"),
+    (["--grad-clip", "0"], {}, "--grad-clip"), (["--eps", "0"], {}, "--eps"), (["--seed", "-1"], {}, "--seed"),
+    (["--precision", "fp8"], FP8_LLAMA, None), (["--precision", "fp8", "--backward", "--adamw-steps", "2"], FP8_LLAMA, None),
+    (["--precision", "fp8"], ck.GPT_NEOX, "--precision: got fp8 for a model of the family gpt_neox"),
+    (["--precision", "fp8", "--dtype", "bf16"], FP8_LLAMA, "--dtype: not with"), (["--precision", "fp8", "--half-run"], FP8_LLAMA, "--half-run: not with"),
+    (["--precision", "fp8", "--greedy", "1"], FP8_LLAMA, "--greedy: not with"), (["--precision", "fp8", "--weights", "w"], FP8_LLAMA, "--weights: not with"),
+    (["--precision", "fp8"], FP8_LLAMA | {"intermediate_size": 56}, "ffn_size: got 56"), (["--precision", "fp8", "--random", "3,16"], FP8_LLAMA, None),
+    (["--precision", "fp8", "--random", "3,8"], FP8_LLAMA, "the number of ids: got 24"),
+    (["--precision", "fp8"], FP8_LLAMA | {"hidden_size": 24, "head_dim": 4}, "hidden_size: got 24"),
+    (["--precision", "fp8"], FP8_LLAMA | {"head_dim": 6}, "num_heads x head_dim: got 24"), (["--precision", "fp8"], WIDE | {"num_key_value_heads": 3}, None),
+    (["--precision", "fp8"], FP8_LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 2},
+     "(num_heads + 2 num_kv_heads) x head_dim: got 24")])
+def test_the_limits_of_a_request(asked, options, config, words):
+    got = asked(*options, config=config or ck.LLAMA)
+    if words is None:
+        assert got.request.fp8 == (dump_reference.Fp8() if "fp8" in options else None)
+    else:
+        assert got.code == 2 and words in got.error
+
+
+@pytest.mark.parametrize("options, config, command", [
+    ([], ck.LLAMA, "train_llama --model FILE"), ([], ck.GPT_NEOX, "infer_pythia --model FILE"),
+    (["--weights", "w.bin"], ck.LLAMA, "infer_pythia --model FILE"), (["--precision", "fp8"], FP8_LLAMA, "train_llama --model FILE --precision fp8")])
+def test_the_next_command_is_that_of_the_model(asked, tmp_path, options, config, command):
+    assert asked(*options, config=config).printed == [
+        f"dump        '{tmp_path}/d.bin', 5 bytes", f"next        ./{command} --compare {tmp_path}/d.bin"]
+
+
+def test_groups_and_layers_of_the_options_are_kept(asked):
+    names = ["act.logits", "act.layers.0.q", "act.layers.1.q", "act.layers.2.q", "grad.b", "greedy.ids", "loss"]
+    for options, kept in (([], names), (["--tensors", "act,greedy"], [*names[:4], *names[5:]]), (["--act-layers", "2,0"], [*names[:2], *names[3:]]),
+                          (["--tensors", "grad", "--act-layers", "0"], ["grad.b", "loss"])):
+        assert list(filter(asked(*options).keep, names)) == kept
+
+
+# ---- train_reference.py: its steps -----------------------------------------------------------------------------------
+
+
+class Loss:
+    """A sum with a gradient."""
+
+    def __init__(self, value, backward):
+        self.value, self.run = value, backward
+
+    def __truediv__(self, count):
+        return Loss(self.value / count, lambda scale: self.run(scale / count))
+
+    def detach(self):
+        return tensor(np.array(self.value))
+
+    def backward(self):
+        self.run(1.0)
+
+
+class Bigram:
+    """Logits of the next id from a matrix, and a vector that only scales its gradient: enough to follow what a step does."""
+
+    def __init__(self, torch):
+        self.parameter = {"matrix": tensor(np.zeros((8, 8), np.float32)), "vector": tensor(np.ones(8, np.float32))}
+        self.batches = []
+        torch.nn.functional.cross_entropy = self.cross_entropy
+
+    def parameters(self):
+        return iter(self.parameter.values())
+
+    def __call__(self, tokens, use_cache):
+        assert not use_cache
+        self.batches.append(tokens.tolist())
+        return SimpleNamespace(logits=tensor(np.array(self.parameter["matrix"])[np.array(tokens)].astype(np.float16)))
+
+    def cross_entropy(self, logits, labels, reduction):
+        assert reduction == "sum" and logits.dtype == np.float32
+        ids = np.concatenate(self.batches[-1])
+        probabilities = logits.softmax(-1)
+
+        def backward(scale):
+            gradient = np.zeros((8, 8), np.float32)
+            np.add.at(gradient, ids, scale * (np.array(probabilities) - np.eye(8)[np.array(labels)]))
+            for name, values in (("matrix", gradient), ("vector", 3 * gradient.sum(0))):
+                old = self.parameter[name].grad
+                self.parameter[name].grad = tensor(values if old is None else old + values)
+
+        return Loss(float(-np.log(probabilities[np.arange(len(ids)), np.array(labels)]).sum()), backward)
+
+
+def gradients_of(batches, labels):
+    """The mean gradient of a uniform Bigram over all micro-batches of a step."""
+    ids, labels = np.concatenate([np.ravel(each) for each in batches]), np.ravel(labels)
+    matrix = np.zeros((8, 8))
+    for one, label in zip(ids, labels):
+        matrix[one] += (1 / 8 - np.eye(8)[label]) / len(ids)
+    return matrix, 3 * matrix.sum(0)
+
+
+STEP = replace(SETTINGS, steps=4, micro_batch=2, seq_len=4, batch_tokens=24, lr=0.5, warmup_steps=2, schedule="linear", weight_decay=0.25,
+               beta1=0.75, beta2=0.5, eps=1e-3)
+
+
+class Ids:
+    """Windows whose content follows from their position in the run."""
+
+    def batch(self, begin, number):
+        return np.array([[(begin + row) * (at + 1) % 8 for at in range(5)] for row in range(number)])
+
+
+@pytest.fixture
+def trainer(torch, monkeypatch):
+    """A Trainer, the record of its optimizer and model. It never moves: each step has the gradient of a uniform model."""
+    clipped = []
+
+    def clip(parameters, limit, norm):  # torch's: scales by at most 1
+        clipped.append((limit, norm))
+        for parameter in parameters:
+            parameter.grad = tensor(parameter.grad * min(1.0, limit / (float(norm) + 1e-6)))
+
+    def make(**more):
+        log = []
+        torch.optim = SimpleNamespace(AdamW=lambda groups, **options: Optimizer(groups, log, **options))
+        torch.nn.utils = SimpleNamespace(clip_grads_with_norm_=clip)
+        model = Bigram(torch)
+        settings = replace(STEP, **more)
+        return train_reference.Trainer(SimpleNamespace(settings=settings), Ids(), model, "fp32"), log, model
+
+    yield make
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.125, 0.5, 100.0])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_step_has_the_gradient_of_all_its_windows_and_clips_at_the_limit_but_for_0(trainer, limit, accumulation):
+    trainer, log, model = trainer(grad_clip=limit, batch_tokens=8 * accumulation)
+    records = [trainer.step() for _ in range(4)]
+    optimizer, *steps = log
+    assert optimizer.options == {"lr": 0.5, "betas": (0.75, 0.5), "eps": 1e-3}
+    assert [(group["weight_decay"], [each.ndim for each in group["params"]]) for group in optimizer.param_groups] == [(0.25, [2]), (0.0, [1])]
+    norms = []
+    for number, step in enumerate(steps):
+        windows = Ids().batch(number * 2 * accumulation, 2 * accumulation)
+        seen = model.batches[number * accumulation:(number + 1) * accumulation]
+        assert np.concatenate(seen).tolist() == windows[:, :-1].tolist() and [len(each) for each in seen] == [2] * accumulation
+        want = gradients_of(seen, windows[:, 1:])
+        norms.append(math.sqrt(sum((each**2).sum() for each in want)))
+        for (rate, (got,)), gradient in zip(step, want):
+            scale = min(1.0, limit / norms[-1]) if limit else 1.0
+            np.testing.assert_allclose(got, gradient * scale, rtol=1e-4, atol=1e-7)
+            assert rate == records[number]["lr"]
+    assert min(norms) > 0.125 and max(norms) < 100 and (limit != 0.5 or min(norms) < 0.5 or max(norms) > 0.5)
+    assert [record["lr"] for record in records] == pytest.approx([0.25, 0.5, 0.5, 0.275])
+    assert [record["grad_norm"] for record in records] == pytest.approx(norms, rel=1e-6), "before it is clipped"
+    assert [record["loss"] for record in records] == pytest.approx([math.log(8)] * 4, rel=1e-6)
+    assert [(record["type"], record["step"]) for record in records] == [("step", step) for step in (1, 2, 3, 4)]
+    assert trainer.steps_done == 4
+
+
+def test_the_norm_is_that_of_all_gradients_together_in_double(torch):
+    gradients = [np.full((2, 3), 2.0), np.full(4, 1.0), np.full((1, 1), 1e-5), np.full(1, 1e25)]
+    model = lambda *chosen: SimpleNamespace(parameters=lambda: [SimpleNamespace(grad=tensor(gradients[each].astype(np.float32))) for each in chosen])
+    assert float(train_reference.gradient_norm(model(0, 1))) == pytest.approx(math.sqrt(28), rel=1e-12)
+    assert float(train_reference.gradient_norm(model(2))) == pytest.approx(1e-5, rel=1e-7)
+    assert float(train_reference.gradient_norm(model(3, 0))) == pytest.approx(1e25, rel=1e-7), "its square is beyond fp32"
+
+
+@pytest.mark.parametrize("dtype, cast", [("fp32", []), ("bf16", [("cpu", "bfloat16")])])
+def test_bf16_is_autocast_around_the_model(torch, trainer, dtype, cast):
+    made, _, _ = trainer()
+    made.dtype, seen = dtype, []
+    torch.autocast = lambda device, dtype: seen.append((device, "bfloat16" if dtype is torch.bfloat16 else dtype)) or nullcontext()
+    made.gradients(0)
+    assert seen == cast * 3
+
+
+def test_each_record_is_written_at_once_and_a_loss_that_is_not_finite_is_the_end(tmp_path):
+    for losses, steps, written in (([1.0, 2.0, 3.0], 2, 2), ([1.0, math.nan, 3.0], 3, 2), ([math.inf], 1, 1)):
+        output = open(tmp_path / "log.jsonl", "w")
+        lines = lambda: (tmp_path / "log.jsonl").read_text().splitlines()
+        numbers = itertools.count(1)
+
+        def step():
+            number = next(numbers)
+            assert len(lines()) == number - 1
+            return {"type": "step", "step": number, "loss": losses[number - 1]}
+
+        trainer = SimpleNamespace(step=step)
+        if all(map(math.isfinite, losses)):
+            assert [record["loss"] for record in train_reference.train(trainer, steps, output)] == losses[:steps]
+        else:
+            with pytest.raises(cli.FileError, match=f"step {written}: the loss of the reference is not finite") as failed:
+                train_reference.train(trainer, steps, output)
+            assert failed.value.code == cli.INTERNAL
+        assert len(lines()) == written
+        output.close()
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_the_model_begins_as_the_run_did(torch, monkeypatch, from_file):
+    file = tensor_file.read(GOLDEN / "llama-hs64-gqa3-tied.model.bin")
+    model, config = hf_config.model_from_json(file.config["model"], "file"), []
+    parameters, done = parameters_of(model), []
+    built = SimpleNamespace(named_parameters=parameters.items, to=lambda device: done.append(device) or built, train=lambda: done.append("train") or built)
+    transformers = sys.modules["transformers"]
+    monkeypatch.setattr(transformers, "LlamaConfig", lambda **options: config.append(options), raising=False)
+    monkeypatch.setattr(transformers, "LlamaForCausalLM", lambda _: built, raising=False)
+    description = SimpleNamespace(model=model, settings=replace(SETTINGS, seed=6))
+    assert train_reference.make_model(description, str(file.path) if from_file else "", "cuda") is built and done == ["cuda", "train"]
+    assert config == [hf_config.export_config(model, None, "float32") | {"attn_implementation": "sdpa"}]
+    want = {name: file.f32(name) for name in parameters} if from_file else dict(train_reference.initial_tensors(model, 6))
+    for name, values in parameters.items():
+        np.testing.assert_array_equal(values, want[name])
+
+
+# ---- train_reference.py: the program ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def repeat(torch, monkeypatch, tmp_path):
+    """main() with a Trainer that gives the losses 1, 1/2, ...; the log has the run's. Returns what was made of the options, too."""
+    made = SimpleNamespace()
+    description = SimpleNamespace(settings=replace(SETTINGS, steps=4, train="its/*.bin", model_file="its.bin", schedule="constant"))
+    record = lambda step, loss: {"type": "step", "step": step, "loss": loss, "lr": 0.4, "grad_norm": 2.0}
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(f"{cli.json.dumps(record(step, 1.01 / step if step == 3 else 1 / step))}\n" for step in (1, 2, 3, 4)))
+    numbers = itertools.count(1)
+
+    class Trainer:
+        def __init__(self, *values):
+            made.trainer = values[1:]
+
+        def step(self):
+            return (lambda step: record(step, 1 / step))(next(numbers))
+
+    monkeypatch.setattr(train_reference, "read_description", lambda run: description if run == Path("run") else None)
+    monkeypatch.setattr(train_reference, "Windows", lambda _, pattern: setattr(made, "pattern", pattern))
+    monkeypatch.setattr(train_reference, "make_model", lambda _, file, device: setattr(made, "model", (file, device)))
+    monkeypatch.setattr(train_reference, "Trainer", Trainer)
+    torch.set_num_threads = lambda number: setattr(made, "threads", number)
+    torch.cuda = SimpleNamespace(is_available=lambda: made.gpu)
+    torch.backends = SimpleNamespace(cuda=SimpleNamespace(matmul=SimpleNamespace(allow_tf32=True)))
+
+    def run(*options, gpu=True):
+        nonlocal numbers
+        numbers = itertools.count(1)
+        vars(made).clear()
+        made.gpu = gpu
+        done = ck.run_script("train_reference.py", "run", *options)
+        done.lines, done.made = [cli.json.loads(line) for line in done.stdout.splitlines()], made
+        return done
+
+    run.log = log
+    return run
+
+
+def test_the_options_say_what_is_repeated(torch, repeat):
+    made = repeat().made
+    assert torch.backends.cuda.matmul.allow_tf32 is False
+    assert (made.pattern, made.model, made.trainer) == ("its/*.bin", ("its.bin", "cpu"), (None, None, "fp32")) and not hasattr(made, "threads")
+    made = repeat("--train", "now/*.bin", "--model", "now.bin", "--device", "cuda", "--dtype", "bf16", "--threads", 3).made
+    assert (made.pattern, made.model, made.trainer, made.threads) == ("now/*.bin", ("now.bin", "cuda"), (None, None, "bf16"), 3)
+    done = repeat("--device", "cuda", gpu=False)
+    assert done.returncode == 4 and "--device cuda: PyTorch finds no GPU" in done.stderr and not hasattr(done.made, "model")
+    assert repeat("--device", "cpu", gpu=False).returncode == 0
+
+
+@pytest.mark.parametrize("options, steps, verdict", [
+    ([], 4, None), (["--steps", 2], 2, None), (["--steps", 4], 4, None), (["--steps", 2, "--against"], 2, (True, 0.0)),
+    (["--against"], 4, (False, 0.01)), (["--tolerance", "0.0101", "--against"], 4, (True, 0.01)), (["--smooth", 3, "--against"], 4, (False, 0.01)),
+    (["--tolerance", "0.0041", "--smooth", 4, "--against"], 4, (True, 0.004))])
+@pytest.mark.parametrize("to_file", [False, True])
+def test_a_comparison_is_one_more_record_and_decides_the_exit_code(repeat, tmp_path, options, steps, verdict, to_file):
+    more = [*options, *([repeat.log] if verdict else []), *(["-o", tmp_path / "out.jsonl"] if to_file else [])]
+    done = repeat(*more)
+    assert not to_file or not done.stdout
+    records = [cli.json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] if to_file else done.lines
+    assert [record.get("step") for record in records if record["type"] == "step"] == list(range(1, steps + 1))
+    assert done.returncode == (0 if not verdict or verdict[0] else 1)
+    assert len(records) == steps + bool(verdict)
+    if verdict:
+        assert records[-1]["type"] == "comparison" and records[-1]["passed"] is verdict[0] and records[-1]["steps"] == steps
+        assert records[-1]["loss_max_relative"] == pytest.approx(verdict[1], rel=1e-9)
+        assert done.stderr.startswith("passed: " if verdict[0] else "FAILED: ")
+    else:
+        assert not done.stderr
+
+
+def test_what_cannot_be_compared_is_refused_before_the_work(repeat, tmp_path):
+    repeat.log.write_text("".join(repeat.log.read_text().splitlines(True)[:3]))
+    done = repeat("--against", repeat.log)
+    assert done.returncode == 3 and "step 4: missing" in done.stderr and not hasattr(done.made, "pattern") and not done.stdout
+    done = repeat("--steps", 5)
+    assert done.returncode == 2 and "--steps: got 5, expected at most the 4 of the run" in done.stderr
+    for option in (["--steps", 0], ["--threads", 0], ["--smooth", 0], ["--tolerance", 1.5], ["--tolerance", "nan"], ["--device", "gpu"]):
+        assert repeat(*option).returncode == 2
+
+
+# ---- fp8_emulation.py ------------------------------------------------------------------------------------------------
+
+
+def numbers_of(form):
+    """All numbers >= 0 of the format, in order, by its definition."""
+    mantissa, bias, largest = {"e4m3": (3, 7, 448), "e5m2": (2, 15, 57344)}[form]
+    every = [part * 2.0**(1 - bias - mantissa) for part in range(1 << mantissa)]
+    every += [(1 + part / (1 << mantissa)) * 2.0**(exponent - bias) for exponent in range(1, 32) for part in range(1 << mantissa)]
+    return np.array([value for value in every if value <= largest])
+
+
+@pytest.mark.parametrize("form", ["e4m3", "e5m2"])
+def test_rounding_takes_the_nearest_number_and_of_two_the_even_one(fp8, form):
+    every = numbers_of(form)
+    assert len(every) == (127 if form == "e4m3" else 124) and fp8.LARGEST[form] == every[-1]
+    middle = (every[1:] + every[:-1]) / 2
+    even = np.where(np.arange(len(middle)) % 2 == 0, every[:-1], every[1:])
+    for values, want in ((every, every), (middle, even), (middle * (1 + 2.0**-20), every[1:]), (middle * (1 - 2.0**-20), every[:-1]),
+                         (np.array([every[-1] * 1.01, 1e30, 3e38]), every[[-1] * 3])):
+        for sign in (1, -1):
+            x = tensor((sign * values).astype(np.float32))
+            np.testing.assert_array_equal(fp8.round_to(x, form), sign * want)
+            np.testing.assert_array_equal(x, (sign * values).astype(np.float32))
+
+
+@pytest.mark.parametrize("form", ["e4m3", "e5m2"])
+def test_stochastic_rounding_goes_up_with_the_share_that_lies_above(fp8, form):
+    every = numbers_of(form)
+    for share in (0.0, 0.25, 0.75):
+        values = (every[:-1] + share * np.diff(every)).astype(np.float32)
+        for random, up in ((0.0, False), (0.7, share > 0.3), (0.3, share > 0.7), (0.999, share > 0)):
+            fp8.torch.rand_like = lambda x: np.full(x.shape, random, np.float32)
+            want = every[1:] if up else every[:-1]
+            np.testing.assert_array_equal(fp8.round_to(tensor(values), form, True), want)
+    fp8.torch.rand_like = lambda x: np.full(x.shape, 1 - 2.0**-24, np.float32)  # the largest there is: the sum is rounded up
+    np.testing.assert_array_equal(fp8.round_to(tensor(np.float32([every[-1], 1e9])), form, True), every[[-1, -1]])
+    fp8.torch.rand_like = lambda x: np.full(x.shape, 0, np.float32)
+    np.testing.assert_array_equal(fp8.round_to(tensor(np.float32([-every[-1], -1e9])), form, True), -every[[-1, -1]])
+
+
+def test_an_operand_is_rounded_at_its_scale(fp8):
+    rounding = fp8.Rounding()
+    x = tensor(np.float64([[3.0, 0.013], [-0.0171, 100.0]]))
+    for kind, form, exponent in (("input", "e4m3", 1), ("weight", "e4m3", 1), ("gradient", "e5m2", 8)):
+        every = numbers_of(form)
+        got = rounding(kind, "a", x, "forward", 1)
+        want = [[math.copysign(every[np.abs(every - abs(value) * 2**exponent).argmin()], value) / 2**exponent for value in row] for row in x]
+        assert got.dtype == x.dtype and got.tolist() == want and rounding.current == {("input", "a"): 1} | (
+            {("weight", "a"): 1} if kind != "input" else {}) | ({("gradient", "a"): 8} if kind == "gradient" else {})
+
+
+def test_the_history_is_as_long_as_it_is_said_and_counting_can_pause(fp8):
+    """Beside test_accuracy.py: the steps of each slot are its own."""
+    rounding = fp8.Rounding()
+    rounding.see("input", "a", tensor([1.0]))
+    rounding.end_step()
+    for _ in range(fp8.HISTORY):
+        rounding.see("input", "b", tensor([2.0]))
+        rounding.end_step()
+    assert rounding.exponent("input", "a", tensor([64.0])) == fp8.exponent_of(1.0, "e4m3", 1)
+    assert rounding.exponent("weight", "a", tensor([64.0])) == fp8.exponent_of(64.0, "e4m3", 1)
+
+
+def test_noise_is_relative_to_each_row(fp8):
+    seen = []
+    x = tensor(np.float16([[3, 4, 0, 0], [0, 0, 0, 0], [-8, 8, 8, 8]]))
+    fp8.torch.randn = lambda shape, generator: seen.append((shape, generator)) or tensor(np.full(shape, 2.0, np.float32))
+    rounding = fp8.Rounding(0.125, 5)
+    got = rounding.disturbed(x)
+    assert got.dtype == np.float16 and got.tolist() == [[3.625, 4.625, 0.625, 0.625], [0, 0, 0, 0], [-6, 10, 10, 10]]
+    assert seen == [((3, 4), rounding.generator)] and fp8.Rounding().disturbed(x) is x
+
+
+class Factors:
+    """A rounding that multiplies by another prime for each operand, and keeps what it saw."""
+
+    PRIMES = {("input", "forward"): 2, ("weight", "forward"): 3, ("gradient", "input_grad"): 5, ("weight", "input_grad"): 7,
+              ("gradient", "weight_grad"): 11, ("input", "weight_grad"): 13}
+    AXES = {("input", "forward"): 1, ("weight", "forward"): 1, ("gradient", "input_grad"): 1, ("weight", "input_grad"): 0,
+            ("gradient", "weight_grad"): 0, ("input", "weight_grad"): 0}
+
+    def __init__(self):
+        self.seen = []
+
+    def disturbed(self, x):
+        return x + 1
+
+    def see(self, kind, name, x):
+        self.seen.append((kind, name, x.tolist()))
+
+    def __call__(self, kind, name, x, product, axis):
+        assert (name, axis) == ("3.qkv", self.AXES[kind, product])
+        return x * self.PRIMES[kind, product]
+
+
+def test_each_product_has_its_own_operands(fp8):
+    x, weight, dy = (tensor(np.array(values, float)) for values in ([[1, 2], [3, 4], [5, 7]], [[1, -1], [2, 5]], [[1, 0], [2, 1], [0, 3]]))
+    context, rounding = SimpleNamespace(), Factors()
+    context.save_for_backward = lambda *values: setattr(context, "saved_tensors", values)
+    np.testing.assert_array_equal(fp8.RoundedLinear.forward(context, x, weight, rounding, "3.qkv"), 6 * (x + 1) @ weight.T)
+    assert rounding.seen == [("input", "3.qkv", (x + 1).tolist()), ("weight", "3.qkv", weight.tolist())]
+    dx, dweight, *nothing = fp8.RoundedLinear.backward(context, dy)
+    np.testing.assert_array_equal(dx, 35 * (dy + 1) @ weight)
+    np.testing.assert_array_equal(dweight, 143 * (dy + 1).T @ (x + 1))
+    assert nothing == [None, None] and rounding.seen[2:] == [("gradient", "3.qkv", (dy + 1).tolist())]
+
+
+def test_linear_layers_of_one_input_are_computed_together_and_again_for_each_input(fp8, monkeypatch):
+    calls = []
+    monkeypatch.setattr(fp8.RoundedLinear, "apply", lambda x, weight, rounding, name: calls.append((x.shape, rounding, name)) or x @ weight.T, raising=False)
+    random = np.random.default_rng(4)
+    names = {"self_attn": {"q_proj": 6, "k_proj": 2, "v_proj": 3, "o_proj": 4}, "mlp": {"gate_proj": 5, "up_proj": 5, "down_proj": 4}}
+    layers = [SimpleNamespace(**{part: SimpleNamespace(**{name: SimpleNamespace(weight=tensor(random.random((rows, 4)))) for name, rows in of_part.items()})
+                                 for part, of_part in names.items()}) for _ in range(2)]
+    fp8.round_llama(SimpleNamespace(model=SimpleNamespace(layers=layers)), "rounding")
+    x = tensor(random.random((2, 3, 4)))
+    for number, layer in enumerate(layers):
+        for slot, part, modules in (("qkv", "self_attn", ["q_proj", "k_proj", "v_proj"]), ("output", "self_attn", ["o_proj"]),
+                                    ("gate_up", "mlp", ["gate_proj", "up_proj"]), ("down", "mlp", ["down_proj"])):
+            for values in (x, x, x + 1):  # the same one again is another pass
+                calls.clear()
+                for name in modules:
+                    module = getattr(getattr(layer, part), name)
+                    np.testing.assert_allclose(module.forward(values), values @ module.weight.T, rtol=1e-12)
+                assert calls == [((6, 4), "rounding", f"{number}.{slot}")]
