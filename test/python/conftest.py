@@ -27,3 +27,16 @@ def comma_locale(tmp_path_factory):
     if done.stdout != ",\n":
         pytest.skip("needs localedef and the locales' sources (package locales)")
     return chosen
+
+
+@pytest.fixture
+def nothing_hangs():
+    """Turns waiting for what never comes, as for the writer of a FIFO, into an error. A test that is well never gets there."""
+    def ends(*_):
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, ends)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
