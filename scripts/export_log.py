@@ -130,11 +130,14 @@ class EventFile:
 
 
 def names_of(runs: list[Run]) -> list[str]:
-    """A directory for each run: its label, numbered where two have the same."""
+    """A directory for each run: its label, numbered where it is taken."""
     names: list[str] = []
     for run in runs:
-        name = run.label.replace("/", "_").lstrip(".") or "run"
-        names.append(name if name not in names else f"{name}-{len(names)}")
+        label = name = run.label.replace("/", "_").lstrip(".") or "run"
+        number = len(names)
+        while name in names:
+            name, number = f"{label}-{number}", number + 1
+        names.append(name)
     return names
 
 

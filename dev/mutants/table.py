@@ -1925,7 +1925,7 @@ CPU = [
     Mutant("export_log: a label of dots is a folder", "scripts/export_log.py", '.lstrip(".") or "run"', '.lstrip(".")',
            ("py:test_export_log.py::test_each_run_has_a_folder_of_its_own",)),
     Mutant("export_log: a third run of a label goes into the folder of the second", "scripts/export_log.py",
-           'f"{name}-{len(names)}"', 'f"{name}-{names.count(name)}"',
+           "        number = len(names)\n        while name in names:", "        number = 1\n        if name in names:",
            ("py:test_export_log.py::test_each_run_has_a_folder_of_its_own",)),
     Mutant("export_log: of several logs that grow one is read", "scripts/export_log.py",
            "if any([run.read_more() for run in runs]):", "if any(run.read_more() for run in runs):",

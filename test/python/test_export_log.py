@@ -191,7 +191,8 @@ def test_steps_after_the_first_that_is_void_are_written_again(tmp_path):
 @pytest.mark.parametrize("labels, names", [
     (["a", "b"], ["a", "b"]), (["a"] * 4, ["a", "a-1", "a-2", "a-3"]),
     (["a", "b", "a", "b", "a"], ["a", "b", "a-2", "b-3", "a-4"]), (["a", "a", "a-1"], ["a", "a-1", "a-1-2"]),
-    (["a-1", "a", "a"], ["a-1", "a", "a-2"]), (["/x/y.jsonl", "x/y"], ["_x_y.jsonl", "x_y"]),
+    (["a-1", "a", "a"], ["a-1", "a", "a-2"]), (["a-2", "a", "a"], ["a-2", "a", "a-3"]),
+    (["a-2", "a-3", "a", "a"], ["a-2", "a-3", "a", "a-4"]), (["/x/y.jsonl", "x/y"], ["_x_y.jsonl", "x_y"]),
     ([".hidden", "..", "", "..."], ["hidden", "run", "run-2", "run-3"]), (["a.b", "-a"], ["a.b", "-a"])])
 def test_each_run_has_a_folder_of_its_own(labels, names):
     assert export_log.names_of([Run(Path("x"), label) for label in labels]) == names
