@@ -6,9 +6,11 @@ import json
 import os
 import re
 import resource
+import shlex
 import signal
 import struct
 import subprocess
+import sys
 import tracemalloc
 
 import pytest
@@ -131,6 +133,72 @@ def test_the_largest_rank_is_read(tmp_path):
     assert safetensors_reader.SafetensorsFile(tmp_path / "a").tensors["a"].shape == (1, 1, 1, 1, 1, 1, 1, 3)
 
 
+BYTES_OF_DTYPES = {1: ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 2: ("U16", "I16", "F16", "BF16"), 4: ("U32", "I32", "F32"),
+                   8: ("U64", "I64", "F64")}
+
+
+def tensors_of(path, header, data=b""):
+    path.write_bytes(ck.safetensors_bytes(header, data))
+    return safetensors_reader.SafetensorsFile(path).tensors
+
+
+def test_every_dtype_of_a_weight_file_has_its_size(tmp_path):
+    """Also of tensors that are no parameters: a file with them is read."""
+    for size, names in BYTES_OF_DTYPES.items():
+        for dtype in names:
+            for stored in (1, 2, 4, 8):
+                entry = {"dtype": dtype, "shape": [3], "data_offsets": [0, 3 * stored]}
+                if stored == size:
+                    assert tensors_of(tmp_path / "a", {"a": entry}, bytes(3 * stored))["a"].end == 3 * size
+                else:
+                    with pytest.raises(tensor_file.FileError, match=f"got {3 * stored} bytes, expected {3 * size} for {dtype}"):
+                        tensors_of(tmp_path / "a", {"a": entry}, bytes(3 * stored))
+
+
+def test_a_weight_file_at_its_limits(tmp_path, monkeypatch):
+    byte = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
+    assert tensors_of(tmp_path / "a", {}) == {}, "10 bytes are a file"
+    for name, accepted in (("n" * 255, True), ("\u00e9" * 127 + "n", True), ("n" * 256, False), ("\u00e9" * 128, False), ("", False)):
+        if accepted:
+            assert list(tensors_of(tmp_path / "a", {name: byte}, bytes(1))) == [name]
+        else:
+            with pytest.raises(tensor_file.FileError, match="a name that is empty, unprintable or over 255 bytes"):
+                tensors_of(tmp_path / "a", {name: byte}, bytes(1))
+    monkeypatch.setattr(safetensors_reader, "MAX_TENSORS", 3)
+    many = {f"t{i}": byte | {"data_offsets": [i, i + 1]} for i in range(4)}
+    three = {name: many[name] for name in list(many)[:3]}
+    assert list(tensors_of(tmp_path / "a", {"__metadata__": {"a": "b"}} | three, bytes(3))) == ["t0", "t1", "t2"]
+    for header in (many, {"__metadata__": {}} | many):
+        with pytest.raises(tensor_file.FileError, match="4 tensors|more than 3 tensors"):
+            tensors_of(tmp_path / "a", header, bytes(4))
+    monkeypatch.setattr(safetensors_reader, "MAX_HEADER_BYTES", len(json.dumps(three)))
+    assert len(tensors_of(tmp_path / "a", three, bytes(3))) == 3
+    monkeypatch.setattr(safetensors_reader, "MAX_HEADER_BYTES", len(json.dumps(three)) - 1)
+    with pytest.raises(tensor_file.FileError, match="header length"):
+        tensors_of(tmp_path / "a", three, bytes(3))
+
+
+@pytest.mark.parametrize("metadata", [None, [], "x", {"a": "b", "c": 1}, {"a": "b", "c": "d", "e": None}, {"a": {}}])
+def test_metadata_are_strings(tmp_path, metadata):
+    assert tensors_of(tmp_path / "a", {"__metadata__": {"a": "b", "c": "d"}}) == {}
+    with pytest.raises(tensor_file.FileError, match="__metadata__: got something else, expected an object of strings"):
+        tensors_of(tmp_path / "a", {"__metadata__": metadata})
+
+
+@pytest.mark.parametrize("begin", [b"PK\x03\x04", b"\x80\x02"])
+def test_a_pickle_under_the_name_of_a_weight_file_says_how_to_save_it_again(llama, begin):
+    (llama / "model.safetensors").write_bytes(begin + bytes(60))
+    refuse(llama, "PyTorch", "expected a safetensors file", "Save it again with save_pretrained(..., safe_serialization=True)")
+
+
+def test_a_weight_file_that_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "lost").symlink_to("nowhere")
+    for name, words in (("fifo", "not a regular file"), (".", "not a regular file"), ("nothing", "no such file"), ("lost", "no such file")):
+        with pytest.raises(tensor_file.FileError, match=words):
+            safetensors_reader.SafetensorsFile(tmp_path / name)
+
+
 def test_empty_tensors_take_no_place(tmp_path):
     """A tensor without elements ends where it begins: before and behind another one, in any order of the header."""
     one, none = np.ones((2,), np.float32), np.zeros((0, 3), np.float32)
@@ -250,10 +318,51 @@ def test_bad_shards_are_refused(llama):
         refuse(llama, "weight_map")
 
 
+def test_the_name_of_a_shard_may_be_as_long_as_a_file_name(llama):
+    """In bytes, which are what the system counts."""
+    weights = ck.weights_of(ck.LLAMA)
+    for letters, accepted in (("n" * 243, True), ("\u00e9" * 121 + "n", True), ("n" * 244, False), ("\u00e9" * 122, False)):
+        name = letters + ".safetensors"
+        ck.write_shards(llama, {"x.safetensors": weights}, dict.fromkeys(weights, name))
+        if accepted:
+            (llama / "x.safetensors").rename(llama / name)
+            assert set(convert_hf.open_weights(llama)) == set(weights)
+        else:
+            with pytest.raises(tensor_file.FileError, match="expected the name of a .safetensors file in this directory"):
+                convert_hf.open_weights(llama)
+
+
+def test_one_file_goes_before_shards_and_every_tensor_of_a_shard_counts(llama, tmp_path):
+    whole = ck.convert(llama, tmp_path / "whole.bin")
+    data = (llama / "model.safetensors").read_bytes()
+    shards = split_weights(ck.LLAMA | {"rope_theta": 1.0})
+    names = {name: shard for shard, tensors in shards.items() for name in tensors}
+    del names["model.norm.weight"]  # the index need not list it
+    ck.write_shards(llama, {shard: tensors | {f"extra.{i}.{shard}": np.ones(1, np.float32) for i in (1, 2)} for shard, tensors in shards.items()}, names)
+    done = ck.run_script("convert_hf.py", llama, "-o", tmp_path / "a.bin")
+    assert done.returncode == 0 and done.stderr.count("is not part of a llama model: left out") == 4, done.stderr
+    a = tensor_file.read(tmp_path / "a.bin")
+    assert [info.hash for info in a.tensors.values()] == [info.hash for info in whole.tensors.values()]
+    (llama / "model.safetensors").write_bytes(data)
+    for shard in shards:
+        (llama / shard).write_bytes(b"damaged")
+    ck.convert(llama, tmp_path / "b.bin")
+    assert (tmp_path / "b.bin").read_bytes() == (tmp_path / "whole.bin").read_bytes()
+
+
+def test_an_index_is_not_read_beyond_its_limit(llama):
+    ck.write_shards(llama, split_weights(ck.LLAMA))
+    with open(llama / "model.safetensors.index.json", "ab") as file:
+        file.write(b" " * (8 << 20))
+    refuse(llama, "index.json", "got more than 8388608 bytes")
+
+
 def test_pickled_weights_only(llama):
-    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
-    refuse(llama, "pytorch_model.bin", "safetensors first")
-    (llama / "pytorch_model.bin").unlink()
+    (llama / "model.safetensors").unlink()
+    for name in ("pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"):
+        (llama / name).write_bytes(b"PK")
+        refuse(llama, "pytorch_model.bin", "safetensors first")
+        (llama / name).unlink()
     refuse(llama, "model.safetensors", "index.json")
 
 
@@ -435,6 +544,14 @@ def test_overflow_is_refused(tmp_path):
     refuse(directory, "bf16", options=["--dtype", "bf16"])
 
 
+@pytest.mark.parametrize("values, worst", [([66000, 70000, 67000], "70000"), ([66000, -70000], "-70000"), ([-70000, np.inf], "-70000")])
+def test_the_worst_of_the_values_that_overflow_is_named(tmp_path, values, worst):
+    weights = ck.weights_of(ck.LLAMA)
+    weights["model.layers.0.mlp.up_proj.weight"][1, 2:2 + len(values)] = values
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, weights)
+    refuse(directory, f"got a value of {worst.removeprefix('-')}, which does not fit in f16", options=["--dtype", "fp16"])
+
+
 def test_memory_is_bounded_by_a_piece(tmp_path, monkeypatch):
     """24 MB of weights pass through while 2 MB are held: 24 GB would, too."""
     config = ck.LLAMA | {"vocab_size": 60_000, "hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4}
@@ -480,6 +597,26 @@ def test_a_tied_head_that_differs_in_its_last_value_is_refused(tmp_path, monkeyp
     ck.convert(ck.write_checkpoint(tmp_path / "same", config, weights), tmp_path / "same.bin")
     weights["lm_head.weight"][-1, -1] += 1
     refuse(ck.write_checkpoint(tmp_path / "other", config, weights), "lm_head.weight", "differs from")
+
+
+@pytest.mark.parametrize("family, name", [("llama", "lm_head.weight"), ("gpt_neox", "embed_out.weight"), ("gpt_neox", "lm_head.weight")])
+def test_a_head_beside_a_tied_embedding_under_any_of_its_names(tmp_path, family, name):
+    """The same values are taken without a word; another shape, dtype or value is refused."""
+    config = ck.CONFIGS[family] | {"tie_word_embeddings": True}
+    weights = {key: value for key, value in ck.weights_of(config).items() if key != "embed_out.weight"}
+    embedding = weights[EMBEDDING[family]].astype(np.float16).astype(np.float32)  # as F16 exact
+    weights[EMBEDDING[family]] = ("F16", embedding)
+    alone = ck.convert(ck.write_checkpoint(tmp_path / "alone", config, weights), tmp_path / "alone.bin")
+    directory = ck.write_checkpoint(tmp_path / "model", config, weights | {name: ("F16", embedding)})
+    done = ck.run_script("convert_hf.py", directory, "-o", tmp_path / "same.bin")
+    assert done.returncode == 0 and done.stderr.count("warning") == 1 and "no tokenizer.json" in done.stderr, done.stderr
+    same = tensor_file.read(tmp_path / "same.bin")
+    assert [(key, info.hash) for key, info in same.tensors.items()] == [(key, info.hash) for key, info in alone.tensors.items()]
+    bits = embedding.astype(np.float16).view(np.uint16).astype(np.uint32) << 16
+    for wrong, words in ((("F16", embedding[:-1]), "[36, 16]"), (("F16", embedding[:, :-1]), "[37, 15]"), (("F32", embedding), "differs from"),
+                         (("BF16", bits.view(np.float32)), "differs from"), (("U8", np.ones((37, 16))), "U8"),
+                         (("F16", embedding + 1), "differs from")):
+        refuse(ck.write_checkpoint(directory, config, weights | {name: wrong}), "model.safetensors", words)
 
 
 def test_tied_gpt_neox_becomes_untied(tmp_path):  # B50: weft stores a head of its own for this family
@@ -689,6 +826,27 @@ parameters  5,136 as f32
 file        'OUT', SIZE bytes
 next        ./infer_pythia --model OUT --prompt-ids 1,2,3
 """),
+    "of one id": (ck.GPT_NEOX | {"vocab_size": 1, "use_parallel_residual": False}, None, (), """\
+family      gpt_neox
+size        2 layers, hidden 16, FFN 24
+heads       2 of 8, 2 for keys and values
+rotary      2 of 8 dimensions, theta 10000
+vocabulary  1 rows, tokenizer none
+parameters  3,984 as f32
+file        'OUT', SIZE bytes
+next        ./infer_pythia --model OUT --prompt-ids 0
+"""),
+    "llama with a tokenizer, parts of it quantised": (ck.LLAMA, 30, ("--quantize", "fp8", "--only", "down,qkv,down", "--dtype", "bf16"), """\
+family      llama
+size        2 layers, hidden 16, FFN 24
+heads       4 of 4, 2 for keys and values
+rotary      4 of 4 dimensions, theta 10000
+vocabulary  37 rows, tokenizer 30 tokens
+parameters  5,104 as bf16, f32
+file        'OUT', SIZE bytes
+quantised   8 matrices to fp8, down and qkv alone and stored as floats, ERROR off in the root mean square
+next        ./infer_pythia --model OUT --prompt "Hello"
+"""),
     "sequential, of three ids, quantised": (
         ck.GPT_NEOX | {"num_attention_heads": 1, "use_parallel_residual": False, "vocab_size": 3}, None,
         ("--quantize", "int8", "--head", "int8"), """\
@@ -713,7 +871,16 @@ def test_the_summary_line_by_line(tmp_path, case):
     done = ck.run_script("convert_hf.py", directory, "-o", output, *options)
     for name, value in (("OUT", output), ("DIR", directory), ("SIZE", f"{output.stat().st_size:,}")):
         expected = expected.replace(name, str(value))
-    assert re.sub(r"0\.\d\d%", "ERROR", done.stdout) == expected
+    assert re.sub(r"\b\d\.\d\d%", "ERROR", done.stdout) == expected
+
+
+@pytest.mark.parametrize("config, options", [(ck.LLAMA, ()), (ck.GPT_NEOX, ()), (ck.LLAMA, ("--quantize", "int8"))])
+def test_paths_of_the_next_commands_are_words(tmp_path, config, options):
+    directory = ck.write_checkpoint(tmp_path / "the model", config, tokenizer=ck.tokenizer_of(9))
+    done = ck.run_script("convert_hf.py", directory, "-o", tmp_path / "a $b.bin", *options)
+    words = [word for line in done.stdout.splitlines() if line.startswith("next ") for word in shlex.split(line)]
+    assert str(tmp_path / "a $b.bin") in words, done.stdout
+    assert (str(directory / "tokenizer.json") in words) == ("--tokenizer" in words)
 
 
 class Terminal(io.StringIO):
@@ -735,6 +902,29 @@ def test_progress_is_a_line_that_is_written_again(monkeypatch):
     monkeypatch.setattr("sys.stderr", silent := io.StringIO())
     cli.Progress("converting", 800).advance(800)
     assert silent.getvalue() == ""
+
+
+@pytest.mark.parametrize("options", [[], ["--dtype", "bf16"], ["--quantize", "int8", "--head", "int8"], ["--quantize", "int4"],
+                                     ["--quantize", "fp8", "--only", "qkv"]], ids=" ".join)
+def test_progress_counts_every_parameter_once(tmp_path, monkeypatch, options):
+    made, init = [], cli.Progress.__init__
+    monkeypatch.setattr(cli.Progress, "__init__", lambda self, *given: (init(self, *given), made.append(self))[0])
+    ck.convert(ck.write_checkpoint(tmp_path / "model", ck.GPT_NEOX), tmp_path / "a.bin", *options)
+    assert [(each.done, each.total) for each in made] == [(5136, 5136)]
+
+
+@pytest.mark.parametrize("term, shown", [("xterm", True), (None, True), ("", True), ("dumb", False)])
+def test_progress_is_for_terminals_that_can_write_again(monkeypatch, term, shown):
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    monkeypatch.delenv("TERM", raising=False)
+    if term is not None:
+        monkeypatch.setenv("TERM", term)
+    progress = cli.Progress("x", 2)
+    progress.finish()
+    assert terminal.getvalue() == "", "nothing was shown that could be wiped"
+    progress.advance(1)
+    progress.finish()
+    assert terminal.getvalue() == ("\rx  50%\r" + " " * 6 + "\r" if shown else "")
 
 
 def test_full_disk_is_exit_5(llama, tmp_path):
@@ -773,6 +963,90 @@ def test_programs_run_on_their_own(llama, tmp_path):
     ck.assert_refused(ck.run_program("export_hf.py", "--force"), 2, "FILE")
 
 
+# ---- what every script shares ----------------------------------------------------------------------------------------
+
+
+def test_warnings_up_to_the_limit_are_all_shown(capsys):
+    for count in (0, cli.MAX_WARNINGS - 1, cli.MAX_WARNINGS, cli.MAX_WARNINGS + 1):
+        warnings = cli.Warnings()
+        for number in range(count):
+            warnings.add(f"w{number}")
+        warnings.finish()
+        lines = [f"warning: w{number}" for number in range(min(count, cli.MAX_WARNINGS))]
+        assert capsys.readouterr().err.splitlines() == lines + ["warning: ... and 1 more"] * (count > cli.MAX_WARNINGS)
+
+
+@pytest.mark.parametrize("stop, code, words", [
+    (KeyboardInterrupt(), 130, "error: interrupted\n"), (MemoryError(), 5, "error: out of memory\n"),
+    (tensor_file.FileError(cli.USAGE, "--x: wrong"), 2, "error: --x: wrong\n"), (tensor_file.FileError(3, "a: bad"), 3, "error: a: bad\n"),
+    (OSError(errno.EIO, "Input/output error"), 4, "error: '': Input/output error\n"),
+    (OSError("no number\x1b"), 4, "error: '': 'no number\\x1b'\n")],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "")
+def test_every_end_of_a_script_has_its_code(capsys, stop, code, words):
+    def main():
+        raise stop
+
+    with pytest.raises(SystemExit) as end:
+        cli.run(main)
+    assert (end.value.code, capsys.readouterr()) == (code, ("", words))
+    for result, expected in ((None, 0), (0, 0), (1, 1), (3, 3)):
+        with pytest.raises(SystemExit) as end:
+            cli.run(lambda code=result: code)
+        assert end.value.code == expected and capsys.readouterr() == ("", "")
+
+
+RUN = "import sys; sys.path.insert(0, 'scripts'); import cli; cli.run(lambda: print('{}') or {})"
+
+
+def test_letters_that_the_locale_lacks_are_printed_escaped():
+    done = subprocess.run([sys.executable, "-c", RUN.format("\\u00e9", 0)], capture_output=True, cwd=ck.ROOT,
+                          env=os.environ | {"PYTHONIOENCODING": "ascii:strict"})
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"\\xe9\n", b"")
+
+
+def test_numbers_of_options_at_their_limits():
+    for low, high, kind, good, bad in ((0, 5, int, ("0", "5", " 3 "), ("-1", "6", "2.0", "", "x", "nan", "1e0")),
+                                       (0.5, 2, float, ("0.5", "2", "1e0"), ("0.49", "2.01", "nan", "inf", "-inf", "x", ""))):
+        convert = cli.number_in(low, high, kind)
+        for text in good:
+            assert convert(text) == kind(text) and type(convert(text)) is kind
+        for text in bad:
+            name = "an integer" if kind is int else "a number"
+            with pytest.raises(cli.argparse.ArgumentTypeError, match=f"^got '{text}', expected {name} from {low:g} to {high:g}$"):
+                convert(text)
+
+
+def test_files_are_read_up_to_their_limit_and_only_if_they_are_files(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(b"12345")
+    assert cli.read_bytes(path, 5) == cli.read_bytes(path, 6) == b"12345"
+    with pytest.raises(tensor_file.FileError, match="got more than 4 bytes"):
+        cli.read_bytes(path, 4)
+    os.mkfifo(tmp_path / "fifo")
+    for place, words in ((tmp_path / "fifo", "not a regular file"), ("/dev/null", "not a regular file"), (tmp_path, "not a regular file|cannot be read"),
+                         (path / "x", "cannot be read: Not a directory")):
+        with pytest.raises(tensor_file.FileError, match=words) as failure:
+            cli.read_bytes(place, 5)
+        assert failure.value.code == cli.BAD_FILE
+
+
+def test_json_at_its_limits():
+    for depth, form in ((64, '{"a":%s}'), (64, "[%s]")):
+        text = form.replace("%s", "1")
+        for _ in range(depth - 1):
+            text = form % text
+        cli.parse_json(text.encode(), "x")
+        with pytest.raises(tensor_file.FileError, match="nested deeper than 64 levels"):
+            cli.parse_json((form % text).encode(), "x")
+    cli.parse_json(b'[{}, {"a": {}}]', "x", max_objects=3)
+    with pytest.raises(cli.TooManyObjects):
+        cli.parse_json(b'[{}, {"a": {}}]', "x", max_objects=2)
+    for text in (b'\n {"a": 1}', b'{"<html>": 1}'):
+        assert len(cli.parse_json_object(text, "x")) == 1
+    for value, name in (({}, "object"), ([], "array"), ("", "string"), (True, "boolean"), (1, "integer"), (1.0, "number"), (None, "null")):
+        assert cli.json_type(value) == name
+
+
 # ---- what is converted, the programs read ----------------------------------------------------------------------------
 
 
@@ -798,12 +1072,14 @@ def test_a_config_as_deep_as_a_model_file_can_hold(tmp_path):
     ck.convert(model, tmp_path / "a.bin")
     runs(tmp_path / "a.bin")
     (model / "config.json").write_text(json.dumps(ck.GPT_NEOX | {"extra": nested(63)}))
+    (model / "model.safetensors").unlink()  # it is refused before the weights are looked for
     refuse(model, "config.json", "got JSON nested 64 levels deep, expected at most 63")
 
 
-@pytest.mark.parametrize("number, accepted", [("9" * 308, True), ("1" + "0" * 400, False), ("-" + "9" * 400, False),
+@pytest.mark.parametrize("number, accepted", [("9" * 308, True), ("1" + "0" * 308, True), ("2" + "0" * 308, False),
+                                              ("-2" + "0" * 308, False), ("1" + "0" * 400, False), ("-" + "9" * 400, False),
                                               ("9" * 5000, False), (str(2**64), True), ("1e308", True)],
-                         ids=["308 digits", "401 digits", "minus", "5000 digits", "2^64", "1e308"])
+                         ids=["308 digits", "10^308", "2*10^308", "-2*10^308", "401 digits", "minus", "5000 digits", "2^64", "1e308"])
 def test_numbers_that_the_programs_cannot_read(tmp_path, number, accepted):
     model = ck.write_checkpoint(tmp_path / "model", ck.GPT_NEOX)
     (model / "config.json").write_text(json.dumps(ck.GPT_NEOX | {"extra": 12345678}).replace("12345678", number))
@@ -847,3 +1123,13 @@ def test_a_config_that_grows_when_its_numbers_are_written_out(llama):
     text = json.dumps(ck.LLAMA)
     (llama / "config.json").write_text(text[:-1] + ', "extra": [' + ",".join(["1e15"] * 1_000_000) + "]}")
     refuse(llama, "config.json", "bytes with every number written out, expected at most 16777216")
+
+
+def test_a_config_of_exactly_the_bytes_that_a_model_file_can_hold(llama, monkeypatch):
+    checkpoint, target = hf_config.read_checkpoint(llama), convert_hf.Target()
+    size = len(tensor_file.configuration_text(convert_hf.file_configuration(checkpoint, llama, target)))
+    monkeypatch.setattr(convert_hf, "MAX_CONFIG_BYTES", size)
+    convert_hf.file_configuration(checkpoint, llama, target)
+    monkeypatch.setattr(convert_hf, "MAX_CONFIG_BYTES", size - 1)
+    with pytest.raises(tensor_file.FileError, match=f"got {size} bytes with every number written out, expected at most {size - 1}"):
+        convert_hf.file_configuration(checkpoint, llama, target)

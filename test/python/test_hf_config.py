@@ -1,5 +1,6 @@
 """hf_config.py: configs of transformers 4 and 5, the published sizes, what is refused (B35 to B51, B74 to B82)."""
 
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -151,6 +152,44 @@ def test_sizes_out_of_range():  # B37, B48, B49
             refused(ck.LLAMA | {key: value}, str(value) if key != "num_attention_heads" else "")
 
 
+# key: family, least and greatest value, what it takes beside it
+LIMITS = {
+    "vocab_size": ("llama", 1, 1_000_000, {}), "hidden_size": ("llama", 1, 1 << 20, {"head_dim": 4}),
+    "num_hidden_layers": ("llama", 1, 1024, {}), "num_attention_heads": ("llama", 1, 1024, {"num_key_value_heads": None, "head_dim": 4}),
+    "num_key_value_heads": ("llama", 1, 4, {}), "head_dim": ("llama", 2, 1024, {}), "intermediate_size": ("llama", 1, 1 << 20, {}),
+    "max_position_embeddings": ("gpt_neox", 1, 1 << 24, {}),
+}
+
+
+@pytest.mark.parametrize("key", LIMITS)
+def test_sizes_at_their_limits(key):
+    family, low, high, beside = LIMITS[key]
+    config = ck.CONFIGS[family] | {"bos_token_id": None, "eos_token_id": None} | beside
+    names = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads",
+             "intermediate_size": "ffn_size", "max_position_embeddings": "max_positions"}
+    for value in (low, high):
+        assert getattr(parse(config | {key: value}), names.get(key, key)) == value
+    for value in (low - 1, high + 1):
+        refused(config | {key: value}, key, f"got integer {value}, expected an integer from {low} to {high}")
+
+
+def test_sizes_of_heads_that_follow_from_others_have_the_same_limits():
+    for config in (ck.LLAMA | {"num_attention_heads": 1, "num_key_value_heads": 1}, ck.GPT_NEOX | {"num_attention_heads": 1, "rotary_pct": 1.0}):
+        for size in (2, 1024):
+            assert parse(config | {"hidden_size": size}).head_dim == size
+        for size in (1, 1025, 1026):
+            refused(config | {"hidden_size": size}, f"num_attention_heads: got 1, which makes heads of {size}, expected from 2 to 1024")
+    assert parse(ck.GPT_NEOX | {"head_dim": 8}) == parse(ck.GPT_NEOX)
+
+
+def test_positive_numbers_at_their_limits():
+    for value in (1, 5e-324, 9.9e299):
+        assert parse(ck.LLAMA | {"rms_norm_eps": value}).norm_eps == parse(ck.GPT_NEOX | {"layer_norm_eps": value}).norm_eps == value
+    for value in (0, 0.0, 1e300, 10**301):
+        refused(ck.LLAMA | {"rms_norm_eps": value}, "rms_norm_eps", "expected a number above 0")
+        refused(ck.GPT_NEOX | {"layer_norm_eps": value}, "layer_norm_eps", "expected a number above 0")
+
+
 def test_heads_that_do_not_divide():  # B38, B39
     refused(ck.LLAMA | {"hidden_size": 18}, "hidden_size", "18", "head_dim is absent")
     assert parse(ck.LLAMA | {"hidden_size": 18, "head_dim": 6}).head_dim == 6
@@ -164,6 +203,9 @@ def test_other_architectures():  # B40
     for name in ("gpt2", "qwen2", "mistral", "", "LLAMA"):
         refused(ck.LLAMA | {"model_type": name}, "model_type", "llama, gpt_neox")
     refused(ck.LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "architectures")
+    refused(ck.LLAMA | {"architectures": ["A", "GPTNeoXForCausalLM"]}, "architectures")
+    for names in (["A", "B", "LlamaForCausalLM"], ["LlamaForCausalLM", "A"], [], None):
+        assert parse(ck.LLAMA | {"architectures": names}) == parse(ck.LLAMA)
 
 
 def test_other_arithmetic():  # B41
@@ -173,7 +215,9 @@ def test_other_arithmetic():  # B41
     for key in ("attention_bias", "mlp_bias"):
         refused(ck.LLAMA | {key: True}, key)
         parse(ck.LLAMA | {key: False})
-    refused(ck.LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config")
+    for value in ({"bits": 4}, {}):
+        refused(ck.LLAMA | {"quantization_config": value}, "quantization_config")
+    assert parse(ck.LLAMA | {"quantization_config": None}) == parse(ck.LLAMA)
     refused(ck.LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor")
     parse(ck.LLAMA | {"partial_rotary_factor": 1.0})
 
@@ -215,6 +259,7 @@ def test_theta_has_no_default():  # B44
         refused(config | {"rope_parameters": {"rope_type": "default"}}, "rope_theta", "--rope-theta")
         assert parse(config, rope_theta=77.0).rope.theta == 77
         refused(ck.CONFIGS[family], "10000", "77", rope_theta=77.0)
+        assert parse(ck.CONFIGS[family], rope_theta=10000.0) == parse(ck.CONFIGS[family])  # both say the same
 
 
 def test_rotary_fraction_has_no_default():
@@ -280,6 +325,31 @@ def test_scaling_in_two_places_is_one_scaling(key):
         refused(ck.LLAMA | both | {key: 4096}, key, "disagree")
 
 
+@pytest.mark.parametrize("owner", ["rope_scaling", "rope_parameters", None])
+def test_original_positions_in_any_place_and_at_their_limits(owner):
+    """rope_scaling and rope_parameters may hold them, or config.json itself beside them."""
+    key = "original_max_position_embeddings"
+    for value, accepted in ((1, True), (1 << 24, True), (0, False), ((1 << 24) + 1, False)):
+        scaling = {name: without(scaling_of(8), key) | ({key: value} if name == owner else {})
+                   for name in ("rope_scaling", "rope_parameters") if name == owner or owner is None}
+        config = ck.LLAMA | scaling | ({key: value} if owner is None else {})
+        if accepted:
+            assert parse(config).rope.original_max_positions == value
+        else:
+            refused(config, f"{owner}.{key}" if owner else key, f"got integer {value}, expected an integer from 1 to 16777216")
+
+
+@pytest.mark.parametrize("owner", ["rope_scaling", "rope_parameters"])
+def test_parameters_that_need_no_type_and_those_that_do(owner):
+    config = without(ck.GPT_NEOX, "rotary_emb_base", "rotary_pct") | {"rope_theta": 10000, "rotary_pct": 0.25}
+    for harmless in ({"rope_theta": 10000}, {"partial_rotary_factor": 0.25}, {"rope_theta": 10000, "partial_rotary_factor": 0.25}, {}):
+        assert parse(config | {owner: harmless}) == parse(ck.GPT_NEOX)
+        for given in ({"factor": 2.0}, {"low_freq_factor": None}):
+            refused(config | {owner: harmless | given}, f"{owner}.rope_type", "got nothing, expected default or llama3")
+    for name in ("rope_type", "type"):
+        assert parse(config | {owner: {name: "default", "factor": 2.0}}) == parse(ck.GPT_NEOX)
+
+
 def test_rotary_dimensions():  # B47: heads of 8
     for fraction, rotary in ((0.25, 2), (0.5, 4), (1.0, 8), (1, 8), (0.3, 2)):
         assert parse(ck.GPT_NEOX | {"rotary_pct": fraction}).rope.rotary_dim == rotary
@@ -292,7 +362,8 @@ def test_rotary_dimensions():  # B47: heads of 8
 
 
 def test_rope_of_every_layer():
-    refused(ck.LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention")
+    for owner, value in itertools.product(("rope_parameters", "rope_scaling"), ({"rope_theta": 1e4}, {}, [1e4], [])):
+        refused(ck.LLAMA | {owner: {"rope_type": "default", "full_attention": value}}, f"{owner}.full_attention", "one set of rope parameters")
     for wrong in ([], "default", 3):
         refused(ck.LLAMA | {"rope_parameters": wrong}, "rope_parameters")
         refused(ck.LLAMA | {"rope_scaling": wrong}, "rope_scaling")
@@ -311,6 +382,22 @@ def test_stop_ids():  # B51
         refused(ck.LLAMA | {"eos_token_id": wrong}, "eos_token_id")
     for wrong in (37, -1, "2", [1]):
         refused(ck.LLAMA | {"bos_token_id": wrong}, "bos_token_id")
+
+
+def test_ids_at_the_end_of_the_vocabulary_and_of_their_list():
+    many = [index % 37 for index in range(64)]
+    assert parse(ck.LLAMA | {"eos_token_id": many}).eos_ids == list(range(37))
+    refused(ck.LLAMA | {"eos_token_id": [*many, 0]}, "eos_token_id: got 65 ids, expected at most 64")
+    for key, field in (("eos_token_id", "eos_ids"), ("bos_token_id", "bos_id")):
+        for number in (0, 36):
+            want = [number] if key == "eos_token_id" else number
+            assert getattr(parse(ck.LLAMA | {key: number}), field) == want
+            assert getattr(parse(ck.LLAMA, generation={key: number}), field) == want, "0 is an id"
+        for wrong in (37, -1, True, 2.0):
+            refused(ck.LLAMA | {key: wrong}, f"config.json': {key}", "below vocab_size = 37")
+            refused(ck.LLAMA, f"generation_config.json': {key}", "below vocab_size = 37", generation={key: wrong})
+    assert parse(ck.LLAMA, generation={"eos_token_id": []}).eos_ids == [], "it says that there is none"
+    refused(ck.LLAMA | {"eos_token_id": [1, 2, 37]}, "eos_token_id: got integer 37")
 
 
 def vocabulary(tokenizer):
@@ -414,3 +501,77 @@ def test_random_sizes_survive_every_style():
         assert parse(exported) == model
         assert parse(hf_config.export_config(model, None, "float32")) == model
         assert hf_config.model_from_json(json.loads(json.dumps(model.to_json())), "file") == model
+
+
+# ---- back from a tensor file -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"family": "gpt2"}, "got family 'gpt2'"), ({"rope": {"type": "yarn"}}, "rope 'yarn'"), ({"rope": {"theta": None}}, "rope_theta"),
+    ({"norm": "layernorm"}, "model.norm: got 'layernorm', expected 'rmsnorm'"), ({"norm_eps": "1"}, "rms_norm_eps"),
+    ({"attention_bias": True}, "attention_bias"), ({"parallel_residual": True}, "which no Hugging Face configuration describes"),
+    ({"rope": {"rotary_dim": 2}}, "which no Hugging Face configuration describes"), ({"bos_id": 37}, "bos_token_id"),
+    ({"eos_ids": [2, 37]}, "eos_token_id"),
+    ({"tokenizer_vocab": 0}, "model.tokenizer_vocab: got integer 0, expected an integer from 1 to 37"),
+    ({"tokenizer_vocab": 38}, "model.tokenizer_vocab: got integer 38, expected an integer from 1 to 37"),
+    ({"tokenizer_vocab": True}, "tokenizer_vocab")])
+def test_models_that_no_config_describes(changes, words):
+    value = parse(ck.LLAMA).to_json()
+    for key, change in changes.items():
+        value[key] = value[key] | change if isinstance(change, dict) else change
+    with pytest.raises(tensor_file.FileError) as failure:
+        hf_config.model_from_json(value, "file")
+    assert failure.value.code == cli.BAD_FILE and words in str(failure.value), str(failure.value)
+
+
+def test_every_key_of_a_model_is_needed():
+    whole = parse(ck.LLAMA, tokenizer_vocab=37).to_json()
+    assert hf_config.model_from_json(whole, "file") == parse(ck.LLAMA)
+    assert hf_config.model_from_json(whole | {"tokenizer_vocab": 1, "extra": 1}, "file").tokenizer_vocab == 1
+    bad = [without(whole, key) for key in whole] + [whole | {"rope": without(whole["rope"], key)} for key in whole["rope"]]
+    for value in (*bad, None, [], "model", whole | {"rope": None}):
+        with pytest.raises(tensor_file.FileError, match="model: keys are missing") as failure:
+            hf_config.model_from_json(value, "file")
+        assert failure.value.code == cli.BAD_FILE
+
+
+@pytest.mark.parametrize("family", ck.CONFIGS)
+def test_what_an_export_keeps_of_the_original_and_what_it_does_not(family):
+    """The model's own keys win; stale ones that would change it go; the others stay."""
+    model = parse(ck.CONFIGS[family])
+    alone = hf_config.export_config(model, None, "bfloat16")
+    stale = {key: "stale" for key in alone} | {"rope_scaling": {"factor": 2.0}, "quantization_config": {"bits": 4}, "head_dim": 64,
+                                               "original_max_position_embeddings": 5, "rotary_pct": 0.5, "rotary_emb_base": 3,
+                                               "partial_rotary_factor": 0.5}
+    assert hf_config.export_config(model, stale | {"some_key": [1]}, "bfloat16") == alone | {"some_key": [1]}
+    assert parse(alone) == model and alone["dtype"] == alone["torch_dtype"] == "bfloat16"
+    for ids, written in (([], None), ([0], 0), ([5], 5), ([5, 6, 7], [5, 6, 7])):
+        assert hf_config.export_config(dataclasses.replace(model, eos_ids=ids), None, "float32")["eos_token_id"] == written
+
+
+# ---- a directory -----------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_is_none(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for name, words in (("nothing", "no such directory"), ("file", "not a directory")):
+        with pytest.raises(tensor_file.FileError, match=words) as failure:
+            hf_config.read_checkpoint(tmp_path / name)
+        assert failure.value.code == cli.BAD_FILE
+
+
+@pytest.mark.parametrize("name, limit", [("config.json", 8 << 20), ("generation_config.json", 8 << 20), ("tokenizer.json", 100_000_000)])
+def test_each_file_of_a_directory_is_read_up_to_its_limit(tmp_path, monkeypatch, name, limit):
+    """And only if it is a file, whichever of them it is."""
+    asked = {}
+    monkeypatch.setattr(cli, "read_bytes", lambda path, most: (asked.setdefault(path.name, most), path.read_bytes())[1])
+    monkeypatch.setattr(hf_config, "read_bytes", cli.read_bytes)
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, tokenizer=ck.tokenizer_of(9))
+    (directory / "generation_config.json").write_text("{}")
+    hf_config.read_checkpoint(directory)
+    assert asked[name] == limit
+    monkeypatch.undo()
+    (directory / name).unlink()
+    (directory / name).mkdir()
+    with pytest.raises(tensor_file.FileError, match=f"{name}.*(not a regular file|cannot be read)"):
+        hf_config.read_checkpoint(directory)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -225,7 +226,7 @@ def test_a_converted_model_is_near_its_source(tmp_path, family, scheme, monkeypa
                                              "head": "int8" if head else "none"}
     assert "quantization" not in floats.config
     packed.verify()
-    seen = 0
+    seen, error, square = 0, 0.0, 0.0
     for name, info in floats.tensors.items():
         got = packed.at(name)
         assert got.shape == info.shape
@@ -239,9 +240,12 @@ def test_a_converted_model_is_near_its_source(tmp_path, family, scheme, monkeypa
         want, have = floats.f32(name), weights_of(packed, name)
         np.testing.assert_array_equal(quantization.dequantized(packed, name), have)
         worst = {"int8": 1 / 200, "int4": 1 / 8, "fp8": 1 / 16}[own] * np.abs(want).max()  # clipping included
+        error, square = error + ((want - have).astype(np.float64) ** 2).sum(), square + (want.astype(np.float64) ** 2).sum()
         assert np.abs(want - have).max() < 4 * worst
         assert np.sqrt(((want - have) ** 2).mean()) < worst
     assert seen == (14 if family == "llama" else 8) + bool(head)
+    share = float(re.search(r"([\d.]+)% off in the root mean square", text)[1])
+    assert share == pytest.approx(100 * np.sqrt(error / square), abs=0.0051), "over the matrices of every layer"
     names = [name for name in packed.tensors if name.endswith((".scales", ".zeros"))]
     assert len(names) == seen + (seen - bool(head) if scheme == "int4" else 0)
 
@@ -326,6 +330,8 @@ def test_scales_and_zeros_of_another_kind_are_refused(tmp_path, scheme, part, dt
 
 @pytest.mark.parametrize("options, config, words", [
     (["--head", "int8"], LLAMA, "--head: only with --quantize"),
+    (["--head", "16"], LLAMA, "--head: only with --quantize"),
+    (["--gptq", "text.txt"], LLAMA, "--gptq: only with --quantize int4"),
     (["--quantize", "int8", "--head", "int8"], LLAMA | {"tie_word_embeddings": True}, "--head int8: the head of this model is"),
     (["--quantize", "int2"], LLAMA, "invalid choice: 'int2'"),
 ])
@@ -380,6 +386,8 @@ def test_a_part_alone_is_stored_as_the_floats_that_it_means(tmp_path, family, sc
 
 @pytest.mark.parametrize("options, words", [
     (["--only", "qkv"], "--only: only with --quantize"),
+    (["--quantize", "int8", "--only", ""], "got '', expected names of"),
+    (["--quantize", "int8", "--only", "qkv,"], "got '', expected names of"),
     (["--quantize", "int8", "--only", "qkv,neck"], "got 'neck', expected names of qkv, output, up, down, head"),
     (["--quantize", "int8", "--only", "head"], "--only: its head goes with --head int8"),
     (["--quantize", "int8", "--only", "up", "--head", "int8"], "--only: its head goes with --head int8"),
@@ -604,3 +612,64 @@ def test_gptq_is_for_int4_and_needs_a_tokenizer(tmp_path):
     done = ck.run_script("convert_hf.py", source, *options, "--quantize", "int4")
     assert done.returncode == 3 and "tokenizer.json" in done.stderr and not (tmp_path / "a.bin").exists()
     assert "--gptq needs it. Leave --gptq out" in done.stderr
+
+
+class Calibrated(Exception):
+    """What convert_hf.py would calibrate with; ends the run."""
+
+
+@pytest.mark.parametrize("options, chosen", [
+    ([], ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
+    (["--head", "int8"], ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
+    (["--only", "up,output"], ("o_proj", "gate_proj", "up_proj"))])
+def test_gptq_is_given_the_matrices_of_int4_and_the_whole_text(tmp_path, monkeypatch, options, chosen):
+    def calibration(model, read, windows, is_chosen):
+        for name in hf_config.expected_tensors(model):
+            if name.split(".")[-2] in chosen and not np.isfinite(weights[name]).all():
+                with pytest.raises(tensor_file.FileError, match=f"{name}: holds NaN or infinity"):
+                    read(name)
+            else:
+                np.testing.assert_array_equal(read(name), weights[name])
+        raise Calibrated({name for name in weights if is_chosen(name)}, windows)
+
+    monkeypatch.setattr(convert_hf, "Calibration", calibration)
+    monkeypatch.setattr(convert_hf, "encode", lambda tokenizer, text, *_: [ord(letter) - ord("A") for letter in text])
+    weights = ck.weights_of(ck.LLAMA)
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"):
+        weights[name][3, 3] = np.inf
+    source = ck.write_checkpoint(tmp_path / "hf", ck.LLAMA, weights)
+    (tmp_path / "text.txt").write_text("ABCDe" * 20)
+    with pytest.raises(Calibrated) as found:
+        ck.run_script("convert_hf.py", source, "-o", tmp_path / "a.bin", "--quantize", "int4", "--gptq", tmp_path / "text.txt", *options)
+    names, windows = found.value.args
+    assert names == {name for name in weights if name.split(".")[-2] in chosen}
+    assert windows.tolist() == [([0, 1, 2, 3, 36] * 20)[:64]], "36 is the last id of the model"
+
+
+@pytest.mark.parametrize("text, words", [
+    (b"AB\xff", "not UTF-8 (byte 2), expected a text"), (b"", "got 0 tokens, expected at least 2"),
+    (b"A", "got 1 tokens, expected at least 2"),
+    (b"ABf", "got id 37, expected ids below vocab_size = 37"), (b"ABfff" * 99, "got id 37"), (None, "cannot be read"),
+    (b"A" * 101, "got more than 100 bytes")])
+def test_texts_that_gptq_cannot_calibrate_with(tmp_path, monkeypatch, text, words):
+    monkeypatch.setattr(convert_hf, "encode", lambda tokenizer, text, *_: [ord(letter) - ord("A") for letter in text])
+    if words == "got more than 100 bytes":
+        monkeypatch.setattr(convert_hf, "MAX_CALIBRATION_BYTES", 100)
+    source = ck.write_checkpoint(tmp_path / "hf", ck.LLAMA)
+    if text is not None:
+        (tmp_path / "text.txt").write_bytes(text)
+    done = ck.run_script("convert_hf.py", source, "-o", tmp_path / "a.bin", "--quantize", "int4", "--gptq", tmp_path / "text.txt")
+    ck.assert_refused(done, 3, "text.txt", words, output=tmp_path / "a.bin")
+
+
+def test_the_widest_matrix_of_gptq(tmp_path, monkeypatch):
+    """24 columns: the number of rows, 37, has no limit."""
+    monkeypatch.setattr(convert_hf, "encode", lambda *_: list(range(30)))
+    source = ck.write_checkpoint(tmp_path / "hf", ck.LLAMA)
+    (tmp_path / "text.txt").write_text("some text")
+    options = ["-o", tmp_path / "a.bin", "--quantize", "int4", "--gptq", tmp_path / "text.txt"]
+    monkeypatch.setattr(gptq, "MAX_COLUMNS", 23)
+    done = ck.run_script("convert_hf.py", source, *options)
+    ck.assert_refused(done, 3, "config.json: got a matrix of 24 columns, expected at most 23 for --gptq. Leave --gptq out", output=tmp_path / "a.bin")
+    monkeypatch.setattr(gptq, "MAX_COLUMNS", 24)
+    assert ck.run_script("convert_hf.py", source, *options).returncode == 0

@@ -273,3 +273,254 @@ def test_scripts_and_programs_accept_the_same_tokenizers(name, tmp_path):
         assert here == there, (why, message)
         verdicts.append(here)
     assert verdicts[0] and 2 < sum(verdicts) < 145
+
+
+# ---- each limit from both sides, and each rule on the second of two ---------------------------------------------------
+
+NEOX, LLAMA2, META = "neox_style", "llama2_style", "metaspace_style"
+REFUSED, TAKEN = False, True
+END = {NEOX: 1 + max([*fixture(NEOX)["model"]["vocab"].values(), *(token["id"] for token in fixture(NEOX)["added_tokens"])]),
+       LLAMA2: len(fixture(LLAMA2)["model"]["vocab"]), META: len(fixture(META)["model"]["vocab"])}
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False, "pattern": {"Regex": vectors.LLAMA3_PATTERN}}
+DIGITS, BYTE_LEVEL = {"type": "Digits", "individual_digits": True}, {"type": "ByteLevel", "use_regex": True, "add_prefix_space": False}
+STRIP = vectors.STRIP_SPACE
+
+
+def stage(name, *steps):
+    key = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders", "post_processor": "processors"}[name]
+    return {name: sequence(key, *steps)}
+
+
+def with_model(**changes):
+    return {"model": changes}
+
+
+def with_tokens(*contents, first=END[LLAMA2]):
+    """As entries of the vocabulary of llama2_style."""
+    return {"vocab": {content: first + i for i, content in enumerate(contents)}}
+
+
+def with_added(*tokens, style=LLAMA2):
+    return {"added": [added(token) | {"id": END[style] + i} if isinstance(token, str) else token for i, token in enumerate(tokens)]}
+
+
+def template(*ids, tokens=("<s>",), behind=()):
+    parts = [{"SpecialToken": {"id": name, "type_id": 0}} for name in tokens]
+    return {"type": "TemplateProcessing", "single": [*parts, {"Sequence": {"id": "A", "type_id": 0}}, *behind], "pair": [],
+            "special_tokens": {name: {"id": name, "ids": list(ids), "tokens": [name]} for name in tokens}}
+
+
+def made(style, change):
+    """The fixture with a change, and without its added tokens behind the vocabulary."""
+    document = fixture(style)
+    document["added_tokens"] = [token for token in document["added_tokens"] if token["id"] < END[style]]
+    for key, value in change.items():
+        if key == "model":
+            document["model"].update(value)
+        elif key == "vocab":
+            document["model"]["vocab"].update(value)
+        elif key == "added":
+            document["added_tokens"] += value
+        else:
+            document[key] = value
+    return document
+
+
+E = "\u00e9"
+RULES = {
+    "tokens of the vocabulary": (LLAMA2, [
+        (with_tokens("y" * 4096), TAKEN), (with_tokens(E * 2048), TAKEN), (with_tokens("y" * 4097), REFUSED),
+        (with_tokens(E * 2048 + "y"), REFUSED),
+        (with_tokens(E * 4096), REFUSED), (with_tokens("\u2581" * 1366), REFUSED), (with_tokens("\U0001f600" * 1024), TAKEN),
+        (with_tokens("fine", "\U0001f600" * 1025), REFUSED), (with_tokens(""), REFUSED),
+        (with_tokens("one", first=END[LLAMA2] + 1), REFUSED),
+        (with_tokens("one", first=END[LLAMA2] - 1), REFUSED)]),
+    "added tokens": (LLAMA2, [
+        (with_added("y" * 4096), TAKEN), (with_added(E * 2048), TAKEN), (with_added("y" * 4097), REFUSED), (with_added(E * 2049), REFUSED),
+        (with_added("fine", E * 3000), REFUSED), (with_added(""), REFUSED), (with_added("one", "two", "three"), TAKEN),
+        (with_added("one", "two", "one"), REFUSED),
+        ({"added": [added("one") | {"id": END[LLAMA2] + 1}, added("two") | {"id": END[LLAMA2]}]}, REFUSED),
+        ({"added": [added("one") | {"id": END[LLAMA2]}, added("two") | {"id": END[LLAMA2]}]}, REFUSED),
+        ({"added_tokens": [added("<s>") | {"id": 1}]}, TAKEN),
+        ({"added_tokens": [added("<s>") | {"id": 2}]}, REFUSED), ({"added_tokens": [added("<s>") | {"id": END[LLAMA2]}]}, REFUSED),
+        ({"added_tokens": None}, TAKEN),
+        *((with_added("one", added("two", **{flag: value}) | {"id": END[LLAMA2] + 1}), verdict)
+          for flag in ("special", "normalized", "lstrip", "rstrip", "single_word") for value, verdict in ((None, TAKEN), (True, TAKEN), (0, REFUSED), ("", REFUSED)))]),
+    "options of the model": (LLAMA2, [
+        *((with_model(**{name: value}), verdict) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+          for value, verdict in ((None, TAKEN), (0, TAKEN), (0.0, TAKEN), ("", TAKEN), (False, TAKEN), (True, REFUSED), (0.1, REFUSED), (1, REFUSED), ("##", REFUSED), ([], REFUSED))),
+        *((with_model(**{name: value}), verdict) for name in ("fuse_unk", "ignore_merges", "byte_fallback")
+          for value, verdict in ((None, TAKEN), (True, TAKEN), (False, TAKEN), (0, REFUSED), ("", REFUSED))),
+        (with_model(unk_token=None), TAKEN), (with_model(unk_token="nowhere"), REFUSED), (with_model(unk_token=""), REFUSED),
+        (with_model(unk_token="new") | with_added("new"), REFUSED), (with_model(unk_token="new") | with_tokens("new"), TAKEN),
+        *(({name: value}, verdict) for name in ("truncation", "padding") for value, verdict in ((None, TAKEN), ({}, REFUSED),
+           (False, REFUSED)))]),
+    "options of a byte-level model": (NEOX, [
+        *((with_model(**{name: value}), verdict) for name in ("unk_token", "byte_fallback")
+          for value, verdict in ((None, TAKEN), (False, TAKEN), ("", TAKEN), (True, REFUSED), ("<|endoftext|>", REFUSED))),
+        (stage("pre_tokenizer", BYTE_LEVEL), TAKEN), (stage("pre_tokenizer", SPLIT, DIGITS, BYTE_LEVEL), TAKEN),
+        (stage("pre_tokenizer", SPLIT), REFUSED),
+        (stage("pre_tokenizer", BYTE_LEVEL, SPLIT), REFUSED), (stage("pre_tokenizer", BYTE_LEVEL, BYTE_LEVEL), REFUSED),
+        ({"pre_tokenizer": None}, REFUSED),
+        (stage("pre_tokenizer"), REFUSED), (stage("pre_tokenizer", STEP("always", True), BYTE_LEVEL), REFUSED),
+        (stage("pre_tokenizer", *[SPLIT] * 7, BYTE_LEVEL), TAKEN), (stage("pre_tokenizer", *[SPLIT] * 8, BYTE_LEVEL), REFUSED),
+        (stage("pre_tokenizer", SPLIT, SPLIT | {"invert": True}, BYTE_LEVEL), REFUSED),
+        (stage("pre_tokenizer", SPLIT | {"behavior": "Removed"}, BYTE_LEVEL), REFUSED),
+        (stage("pre_tokenizer", SPLIT | {"pattern": {"String": " "}}, BYTE_LEVEL), REFUSED),
+        (stage("decoder", {"type": "ByteLevel"}), REFUSED),
+        ({"decoder": {"type": "Fuse"}}, REFUSED), ({"decoder": None}, REFUSED),
+        *((stage("pre_tokenizer", BYTE_LEVEL | {name: value}), verdict) for name in ("use_regex", "add_prefix_space")
+          for value, verdict in ((None, TAKEN), (True, TAKEN), (False, TAKEN), (1, REFUSED)))]),
+    "normalizers": (LLAMA2, [
+        (stage("normalizer", *[SPACE] * 8), TAKEN), (stage("normalizer", *[SPACE] * 9), REFUSED),
+        (stage("normalizer", *[{"type": "NFC"}] * 9), REFUSED),
+        (stage("normalizer", sequence("normalizers", *[PREPEND] * 4), sequence("normalizers", *[PREPEND] * 4)), TAKEN),
+        (stage("normalizer", sequence("normalizers", *[PREPEND] * 4), sequence("normalizers", *[PREPEND] * 5)), REFUSED),
+        *(({"normalizer": PREPEND | {"prepend": text}}, verdict) for text, verdict in (
+            ("y" * 64, TAKEN), ("y" * 65, REFUSED), (E * 32, TAKEN), (E * 33, REFUSED), ("", REFUSED), ("\u2581" * 21, TAKEN),
+            ("\u2581" * 22, REFUSED), (None, REFUSED))),
+        (stage("normalizer", SPACE, SPACE | {"content": "xy"}), REFUSED), (stage("normalizer", SPACE, {"type": "NFKC"}), REFUSED)]),
+    "pre-tokenizers": (LLAMA2, [
+        ({"pre_tokenizer": None}, TAKEN), (stage("pre_tokenizer"), TAKEN), (stage("pre_tokenizer", *[DIGITS] * 8), TAKEN),
+        (stage("pre_tokenizer", *[DIGITS] * 9), REFUSED),
+        (stage("pre_tokenizer", STEP("always", True), DIGITS), TAKEN),
+        (stage("pre_tokenizer", STEP("first", True), DIGITS) | {"normalizer": None}, TAKEN),
+        (stage("pre_tokenizer", DIGITS, STEP("first", True)) | {"normalizer": None}, REFUSED),
+        (stage("pre_tokenizer", DIGITS, STEP("always", True)), TAKEN),
+        (stage("pre_tokenizer", DIGITS, STEP("always", True), STEP("always", True)), REFUSED),
+        (stage("pre_tokenizer", STEP("never", True), DIGITS, STEP("never", True)), REFUSED),
+        (stage("pre_tokenizer", DIGITS | {"individual_digits": 1}), REFUSED), (stage("pre_tokenizer", STEP("last", True)), REFUSED)]),
+    "post-processors": (LLAMA2, [
+        ({"post_processor": None}, TAKEN), ({"post_processor": template(1)}, TAKEN), ({"post_processor": template(END[LLAMA2] - 1)}, TAKEN),
+        ({"post_processor": template(END[LLAMA2])}, REFUSED), ({"post_processor": template(END[LLAMA2])} | with_added("one"), TAKEN),
+        ({"post_processor": template(END[LLAMA2] + 1)} | with_added("one"), REFUSED), ({"post_processor": template(-1)}, REFUSED),
+        ({"post_processor": template()}, REFUSED),
+        ({"post_processor": template(1, 1)}, REFUSED), ({"post_processor": template(tokens=())}, TAKEN),
+        ({"post_processor": template(1, tokens=("<s>", "</s>"))}, REFUSED),
+        ({"post_processor": template(tokens=(), behind=[{"SpecialToken": {"id": "<s>", "type_id": 0}}])}, REFUSED),
+        ({"post_processor": template(1) | {"single": []}}, REFUSED), ({"post_processor": template(1) | {"special_tokens": {}}}, REFUSED),
+        (stage("post_processor", {"type": "ByteLevel"}, template(1)), TAKEN), (stage("post_processor", template(1), template(1)), REFUSED),
+        (stage("post_processor", template(1), {"type": "ByteLevel"}), TAKEN), ({"post_processor": {"type": "BertProcessing"}}, REFUSED)]),
+    "decoders": (LLAMA2, [
+        (stage("decoder", *[MARK] * 8), TAKEN), (stage("decoder", *[MARK] * 9), REFUSED), (stage("decoder", *[FUSE] * 8), TAKEN),
+        (stage("decoder", *[FUSE] * 9), REFUSED),
+        (stage("decoder", *[MARK] * 6, FUSE, STRIP), TAKEN), (stage("decoder", *[MARK] * 7, FUSE, STRIP), REFUSED),
+        ({"decoder": None}, REFUSED), (stage("decoder"), TAKEN),
+        *((stage("decoder", *steps), verdict) for steps, verdict in (
+            ((BYTES, FUSE), TAKEN), ((FUSE, BYTES), REFUSED), ((BYTES, BYTES), REFUSED), ((STEP("always", True), BYTES), REFUSED),
+            ((BYTES, STEP("always", True)), TAKEN),
+            ((STEP("always", True), FUSE), TAKEN), ((FUSE, STEP("always", True)), REFUSED),
+            ((STEP("always", True), MARK, STEP("never", True)), REFUSED),
+            ((FUSE, STRIP), TAKEN), ((STRIP,), REFUSED), ((BYTES, STRIP), REFUSED), ((FUSE, STRIP, MARK), REFUSED),
+            ((FUSE, STRIP, STRIP), REFUSED),
+            ((FUSE, STRIP, FUSE), REFUSED), ((sequence("decoders", FUSE, STRIP), MARK), REFUSED), ((FUSE, MARK, STRIP), TAKEN))),
+        *((stage("decoder", FUSE, STRIP | change), verdict) for change, verdict in (
+            ({"start": 0}, TAKEN), ({"start": 1 << 20}, TAKEN), ({"start": (1 << 20) + 1}, REFUSED), ({"start": -1}, REFUSED),
+            ({"start": None}, REFUSED), ({"start": True}, REFUSED),
+            ({"stop": 1}, REFUSED), ({"stop": False}, REFUSED), ({"stop": None}, REFUSED), ({"content": ""}, REFUSED),
+            ({"content": "ab"}, REFUSED), ({"content": E}, TAKEN)))]),
+    "Metaspace": (META, [
+        *((stage("pre_tokenizer", STEP("always", True) | change), verdict) for change, verdict in (
+            ({"replacement": "__"}, REFUSED), ({"replacement": ""}, REFUSED), ({"replacement": "_"}, TAKEN), ({"split": None}, TAKEN),
+            ({"split": 1}, REFUSED),
+            ({"prepend_scheme": None}, TAKEN), ({"prepend_scheme": None, "add_prefix_space": False}, REFUSED),
+            ({"prepend_scheme": "never", "add_prefix_space": False}, TAKEN),
+            ({"prepend_scheme": "always", "add_prefix_space": False}, REFUSED),
+            ({"prepend_scheme": "always", "add_prefix_space": True}, TAKEN)))]),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_of_tokenizers_from_both_sides(name, tmp_path):
+    """The verdict of the table is that of the scripts and of the programs."""
+    style, rows = RULES[name]
+    path, wrong = tmp_path / "t.json", []
+    for change, verdict in rows:
+        path.write_text(json.dumps(made(style, change)), encoding="utf-8")
+        try:
+            count = hf_tokenizer.tokenizer_vocabulary(path.read_bytes(), path)
+            here, why = True, f"{count} tokens"
+        except FileError as problem:
+            here, why = False, str(problem)
+        there, message = accepted_by_programs(path)
+        if (here, there) != (verdict, verdict):
+            wrong.append(f"{verdict} {here} {there}: {json.dumps(change)[:160]} {why[-200:]} {message[-200:]}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_byte_that_utf8_has_needs_a_token(tmp_path):
+    document, spelled = fixture(NEOX), vectors.alphabet()
+    assert hf_tokenizer.byte_alphabet() == [spelled[byte] for byte in range(256)]
+    reader = hf_tokenizer._Reader(hf_tokenizer.Node(document, "", tmp_path))
+    for byte in range(256):
+        reader.vocabulary = {token: number for token, number in document["model"]["vocab"].items() if token != spelled[byte]}
+        if byte in (0xC0, 0xC1) or byte > 0xF4:
+            reader.check_bytes(reader.root["model"]["vocab"])
+        else:
+            with pytest.raises(FileError, match=f"no token for the byte 0x{byte:02X}"):
+                reader.check_bytes(reader.root["model"]["vocab"])
+
+
+def test_the_bytes_of_all_added_tokens_have_a_limit(monkeypatch, tmp_path):
+    document = made(LLAMA2, {"added": [added(content) | {"id": END[LLAMA2] + i} for i, content in enumerate(("one", E * 4, "three"))]})
+    size = sum(len(token["content"].encode()) for token in document["added_tokens"])
+    data = json.dumps(document).encode()
+    monkeypatch.setattr(hf_tokenizer, "MAX_ADDED_BYTES", size)
+    assert hf_tokenizer.tokenizer_vocabulary(data, tmp_path) == END[LLAMA2] + 3
+    monkeypatch.setattr(hf_tokenizer, "MAX_ADDED_BYTES", size - 1)
+    with pytest.raises(FileError, match=f"got more than {size - 1} bytes of added tokens"):
+        hf_tokenizer.tokenizer_vocabulary(data, tmp_path)
+
+
+def test_vocabularies_and_merges_have_limits(monkeypatch, tmp_path):
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "aba": 3}, "merges": []}
+
+    def verdict(**changes):
+        document = {"model": model | changes, "decoder": {"type": "Fuse"}}
+        return hf_tokenizer.tokenizer_vocabulary(json.dumps(document).encode(), tmp_path)
+
+    monkeypatch.setattr(hf_tokenizer, "MAX_VOCABULARY", 4)
+    assert verdict() == verdict(merges=["a b", "ab a"]) == 4
+    for changes, words in (({"vocab": model["vocab"] | {"c": 4}}, "got 5 tokens, at most 4 are accepted"),
+                           ({"vocab": {"a": 4}}, "got 4, expected a token id from 0 to 3"), ({"merges": ["a b"] * 33}, "got 33 merges"),
+                           ({"merges": ["a b"] * 32}, "expected each merge once"),
+                           ({"merges": ["a b", "ab a", "a b"]}, "expected each merge once"),
+                           ({"merges": ["a b", ["a", "b"]]}, "expected each merge once"),
+                           ({"merges": ["a b a"]}, "expected \"left right\"")):
+        with pytest.raises(FileError) as refusal:
+            verdict(**changes)
+        assert words in str(refusal.value), str(refusal.value)
+
+
+# ---- files of other kinds, and ids of a text ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data, kind", [
+    (b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02", "a SentencePiece model"), (b"\n\x09\n\x00\x15\0\0\0\0", "a SentencePiece model"),
+    (b"\n\x0e\n\x05<unk>\x16\0\0\0", ""), (b"\n\x0e\x0b\x05<unk>\x15\0", ""), (b"\n\x0e\n\x05", ""), (b"\n\n\n\n{}", ""), (b"", ""),
+    (b"{}", ""),
+    (b"IQ== 0\n", "a list of tokens and ranks (tiktoken)"), (b"IQ== 0\r\nIg== 1\r\n", "a list of tokens and ranks (tiktoken)"),
+    (b"a+/9 12\n", "a list of tokens and ranks (tiktoken)"), (b"IQ==\n", ""), (b"IQ== x\n", ""), (b"I-== 0\n", "")])
+def test_other_kinds_of_tokenizers_are_named(data, kind, tmp_path):
+    assert hf_tokenizer.other_kind(data) == kind
+    assert hf_tokenizer.missing_tokenizer(tmp_path) == ""
+    (tmp_path / "tokenizer.model").write_bytes(data)
+    assert hf_tokenizer.missing_tokenizer(tmp_path).startswith(f"tokenizer.model beside it is {kind or 'of another format'}. Take tokenizer.json")
+    if kind:
+        with pytest.raises(FileError, match=re.escape(f"this is {kind}, expected tokenizer.json. Take")):
+            hf_tokenizer.tokenizer_vocabulary(data, tmp_path / "tokenizer.json")
+
+
+def test_a_directory_in_the_place_of_a_tokenizer_model_is_none(tmp_path):
+    (tmp_path / "tokenizer.model").mkdir()
+    assert hf_tokenizer.missing_tokenizer(tmp_path) == ""
+
+
+def test_ids_of_a_text_have_what_the_post_processor_adds(tmp_path):
+    document = made(LLAMA2, {"post_processor": template(1)})
+    data = json.dumps(document).encode()
+    plain = tokenizers.Tokenizer.from_str(data.decode()).encode("he ba", add_special_tokens=False).ids
+    assert hf_tokenizer.encode(data, "he ba", tmp_path, "--x", "") == [1, *plain]
+    for tokenizer, words in ((None, "tokenizer.json': no such file, but --x needs it. Leave --x out"), (b"{}", "the tokenizers library refuses it: ")):
+        with pytest.raises(FileError, match=re.escape(words)):
+            hf_tokenizer.encode(tokenizer, "he", tmp_path, "--x", "Leave --x out")
