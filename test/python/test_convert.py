@@ -1016,13 +1016,15 @@ def test_numbers_of_options_at_their_limits():
                 convert(text)
 
 
-def test_files_are_read_up_to_their_limit_and_only_if_they_are_files(tmp_path):
+def test_files_are_read_up_to_their_limit_and_only_if_they_are_files(tmp_path, monkeypatch):
     path = tmp_path / "x"
     path.write_bytes(b"12345")
     assert cli.read_bytes(path, 5) == cli.read_bytes(path, 6) == b"12345"
     with pytest.raises(tensor_file.FileError, match="got more than 4 bytes"):
         cli.read_bytes(path, 4)
     os.mkfifo(tmp_path / "fifo")
+    monkeypatch.setattr(cli.os, "open", lambda path, flags, real=os.open: real(path, flags)
+                        if flags & os.O_NONBLOCK else pytest.fail("of a FIFO this waits for a writer"))
     for place, words in ((tmp_path / "fifo", "not a regular file"), ("/dev/null", "not a regular file"), (tmp_path, "not a regular file|cannot be read"),
                          (path / "x", "cannot be read: Not a directory")):
         with pytest.raises(tensor_file.FileError, match=words) as failure:
