@@ -283,7 +283,6 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         code = INTERRUPTED
         print("error: interrupted", file=sys.stderr)
     except BrokenPipeError:  # the reader of our output went away: no message can reach it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = OK
     except MemoryError:
         code = RESOURCES
@@ -293,4 +292,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         code = RESOURCES if full else ENVIRONMENT
         print(f"error: {escaped(str(error.filename or ''), 300)}: {error.strerror or escaped(str(error))}",
               file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:  # Python would try once more as it exits, and take another exit code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)

@@ -998,6 +998,20 @@ def test_every_end_of_a_script_has_its_code(capsys, stop, code, words):
 RUN = "import sys; sys.path.insert(0, 'scripts'); import cli; cli.run(lambda: print('{}') or {})"
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_reads_is_no_error_and_that_of_a_full_disk_is(unbuffered):
+    """However much of it waits for the end of the script: Python's own attempt as it exits has a code and lines of its own."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    full = "error: '': No space left on device\n"
+    for target, result, code, words in ((writer, 0, 0, ""), (os.open("/dev/full", os.O_WRONLY), 0, 5, full),
+                                        (os.open("/dev/full", os.O_WRONLY), "cli.bad_file('a', 'b', 'c')", 3, "error: 'a': b: c\n")):
+        with open(target, "wb") as out:
+            done = subprocess.run([sys.executable, "-c", RUN.format("x", result)], stdout=out, stderr=subprocess.PIPE, text=True,
+                                  cwd=ck.ROOT, env=os.environ | {"PYTHONUNBUFFERED": unbuffered})
+        assert (done.returncode, done.stderr) == ((5, full) if unbuffered and code == 3 else (code, words))
+
+
 def test_letters_that_the_locale_lacks_are_printed_escaped():
     done = subprocess.run([sys.executable, "-c", RUN.format("\\u00e9", 0)], capture_output=True, cwd=ck.ROOT,
                           env=os.environ | {"PYTHONIOENCODING": "ascii:strict"})
