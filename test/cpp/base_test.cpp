@@ -52,12 +52,14 @@
 // C library's function.
 namespace {
 std::atomic<int> interruptions{0};
-}
+std::atomic<int> reserving_error{0};  // that it always ends with; 0: none
+}  // namespace
 extern "C" int posix_fallocate(int fd, off_t offset, off_t length) {
   if (interruptions > 0) {
     --interruptions;
     return EINTR;
   }
+  if (reserving_error != 0) return reserving_error;
   return ::fallocate(fd, 0, offset, length) == 0 ? 0 : errno;
 }
 
@@ -128,6 +130,14 @@ TEST(Utf8, ReplacesEachMaximalIllFormedSubpart) {
             r + r + r + r + "A");
 }
 
+std::string utf8(char32_t c) {
+  const auto tail = [c](int shift) { return static_cast<char>(0x80 | (c >> shift & 0x3F)); };
+  if (c < 0x80) return {static_cast<char>(c)};
+  if (c < 0x800) return {static_cast<char>(0xC0 | c >> 6), tail(0)};
+  if (c < 0x10000) return {static_cast<char>(0xE0 | c >> 12), tail(6), tail(0)};
+  return {static_cast<char>(0xF0 | c >> 18), tail(12), tail(6), tail(0)};
+}
+
 TEST(Escaped, LeavesNothingThatSteersATerminal) {
   EXPECT_EQ(escaped("plain \u00e9"), "'plain \u00e9'");
   EXPECT_EQ(escaped("a\x1b[31mb\n\x7f"), "'a\\x1b[31mb\\x0a\\x7f'");
@@ -139,10 +149,22 @@ TEST(Escaped, LeavesNothingThatSteersATerminal) {
   EXPECT_EQ(escaped(std::string("a\0b", 3)), "'a\\x00b'");
   // What turns the direction of text, or cannot be seen.
   EXPECT_EQ(escaped("a\u202eb\ufeff\U000e0041"), "'a\\xe2\\x80\\xaeb\\xef\\xbb\\xbf\\xf3\\xa0\\x81\\x81'");
+  // Each range of such characters to both of its ends, and not beyond.
+  const std::pair<char32_t, char32_t> ranges[] = {
+      {0x01, 0x1F},     {0x7F, 0x9F},     {0xAD, 0xAD},     {0x61C, 0x61C},   {0x180E, 0x180E},  {0x200B, 0x200F},
+      {0x2028, 0x202E}, {0x2060, 0x206F}, {0xFEFF, 0xFEFF}, {0xFFF9, 0xFFFB}, {0xE0000, 0xE007F}};
+  const auto is_shown = [](char32_t c) { return escaped(utf8(c)) == "'" + utf8(c) + "'"; };
+  for (const auto& [first, last] : ranges) {
+    EXPECT_FALSE(is_shown(first)) << static_cast<unsigned>(first);
+    EXPECT_FALSE(is_shown(last)) << static_cast<unsigned>(last);
+    EXPECT_TRUE(first == 0x01 || is_shown(first - 1)) << static_cast<unsigned>(first);
+    EXPECT_TRUE(is_shown(last + 1)) << static_cast<unsigned>(last);
+  }
   EXPECT_EQ(escaped("abcdef", 3), "'a...ef'");
   EXPECT_EQ(escaped("abcdef", 6), "'abcdef'");
   EXPECT_EQ(escaped("ab\u00e9f", 3), "'a...f'");  // never cuts a character in two
   EXPECT_EQ(escaped("ab\u00e9f\n", 4), "'a...f\\x0a'");
+  EXPECT_EQ(escaped("ab\U0001F600f", 6), "'ab...f'");
   EXPECT_EQ(escaped(std::string(9, 'a') + "\xFF\xFF\xFF", 6), "'aa...a\\xff\\xff\\xff'");
   std::string path;
   for (int i = 0; i < 100; ++i) path += "/dir";
@@ -501,6 +523,23 @@ TEST(AtomicFile, ASignalWhileItReservesIsNoError) {
   EXPECT_EQ(read_bytes(directory.file("x")), "new");
 }
 
+// Not every file system can reserve space: the file is written without.
+TEST(AtomicFile, WhereNoSpaceCanBeReservedItIsWrittenAllTheSame) {
+  const TemporaryDirectory directory;
+  for (const int error : {EOPNOTSUPP, EINVAL}) {
+    reserving_error = error;
+    EXPECT_NO_THROW(write_file_atomically(directory.file("x"), "new")) << std::strerror(error);
+    reserving_error = 0;
+    EXPECT_EQ(read_bytes(directory.file("x")), "new");
+    std::filesystem::remove(directory.file("x"));
+  }
+  reserving_error = EIO;
+  expect_contains(error_of(Exit::environment, [&] { write_file_atomically(directory.file("x"), "new"); }),
+                  "cannot reserve space: Input/output error");
+  reserving_error = 0;
+  EXPECT_EQ(directory.entries(), 0u);
+}
+
 TEST(AtomicFile, AnAbsentDirectoryIsAnEnvironmentError) {
   const TemporaryDirectory directory;
   expect_contains(error_of(Exit::environment, [&] { AtomicFile(directory.file("none/x")); }), "cannot create");
@@ -640,6 +679,41 @@ TEST(SignalsDeathTest, FinishSoonHasASecond) {
   };
   EXPECT_EXIT(finish(true), testing::ExitedWithCode(SIGTERM), "^$");
   EXPECT_EXIT(finish(false), testing::ExitedWithCode(143), "^too late\n$");
+}
+
+TEST(Signals, EachHasItsExitCode) {
+  EXPECT_EQ(exit_after_signal(0), Exit::ok);
+  EXPECT_EQ(exit_after_signal(SIGINT), Exit::interrupted);
+  for (const int number : {SIGTERM, SIGHUP}) EXPECT_EQ(exit_after_signal(number), Exit::terminated);
+}
+
+TEST(Threads, AreNeverMoreThanTheOptionAllows) {
+  ThreadLimits limits;
+  for (const std::int64_t cores : {std::int64_t{0}, std::int64_t{1}, kMaxThreads, kMaxThreads + 1}) {
+    limits.cores = cores;
+    EXPECT_EQ(choose_threads(0, limits), std::clamp<std::int64_t>(cores, 1, kMaxThreads));
+  }
+}
+
+// A thread that is started meanwhile gets none of them; afterwards the mask is as it was.
+TEST(Signals, AllThatHaveAHandlerGoElsewhere) {
+  const auto blocked = [] {
+    sigset_t now;
+    pthread_sigmask(SIG_SETMASK, nullptr, &now);
+    std::set<int> numbers;
+    for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGALRM, SIGSEGV, SIGBUS, SIGCHLD}) {
+      if (sigismember(&now, number) == 1) numbers.insert(number);
+    }
+    return numbers;
+  };
+  const std::set<int> before = blocked();
+  {
+    const SignalsElsewhere signals;
+    std::set<int> expected = before;
+    expected.insert({SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGALRM});
+    EXPECT_EQ(blocked(), expected);
+  }
+  EXPECT_EQ(blocked(), before);
 }
 
 TEST(Threads, AreThoseThatTheProcessMayUse) {
@@ -1108,6 +1182,7 @@ TEST(Memory, TheTableEndsWithItsTotal) {
   ASSERT_EQ(table.size(), 3u);
   EXPECT_EQ(table[0], "  parameters    1.50 MB");
   EXPECT_EQ(table[2], "  total         2.00 MB");
+  EXPECT_EQ(memory_table({{"a", 7}}), (std::vector<std::string>{"  a            7 B", "  total        7 B"}));
 }
 
 TEST(Human, BytesAndSeconds) {
@@ -1125,6 +1200,9 @@ TEST(Human, BytesAndSeconds) {
   EXPECT_EQ(human_seconds(185), "3:05");
   EXPECT_EQ(human_seconds(7385), "2:03:05");
   EXPECT_EQ(human_seconds(3599.6), "1:00:00");
+  EXPECT_EQ(human_seconds(1e9), "277777:46:40");
+  EXPECT_EQ(human_seconds(1.01e9), "?");
+  EXPECT_EQ(human_seconds(std::numeric_limits<double>::infinity()), "?");
   EXPECT_EQ(human_seconds(std::nan("")), "?");
   EXPECT_EQ(human_seconds(-1), "?");
 }

@@ -1399,6 +1399,52 @@ TEST(RunDirectoryTest, LockOfADeadRunIsTakenOver) {
   expect_contains(testing::internal::GetCapturedStderr(), format("pid %d ", static_cast<int>(child)));
 }
 
+// Whatever a run before has left in the lock, shorter or longer than a name: the file says who works here, and nothing else.
+TEST(RunDirectoryTest, TheLockNamesItsOwnerAlone) {
+  const TemporaryDirectory temporary;
+  const std::string path = temporary.file("run");
+  char host[256] = "";
+  ::gethostname(host, sizeof host - 1);
+  const std::string me = format("pid %d on %s", static_cast<int>(::getpid()), host);
+  for (const std::string& left : {std::string(), std::string("x"), std::string("pid 7 on a\n"),
+                                  "pid 4194304 on " + std::string(300, 'h') + "\n", std::string(2000, '\n')}) {
+    fs::create_directories(path);
+    write_bytes(path + "/lock", left);
+    testing::internal::CaptureStderr();
+    const RunDirectory run(path);
+    const std::string said = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(read_bytes(path + "/lock"), me + "\n");
+    EXPECT_EQ(said.find("taken over") != std::string::npos, left.find_first_not_of('\n') != std::string::npos) << said;
+    expect_contains(error_of(Exit::environment, [&] { RunDirectory second(path); }),
+                    "another run works here: " + escaped(me) + ". Stop it");
+  }
+  EXPECT_EQ(read_bytes(path + "/lock"), "") << "a run that has ended";
+}
+
+// Neither when a checkpoint is replaced nor when it is removed.
+TEST(RunDirectoryTest, WhatAnInterruptedSaveHasLeftIsNotInTheWay) {
+  const TemporaryDirectory temporary;
+  const std::string path = temporary.file("run"), step = path + "/step_00000003";
+  const RunDirectory run(path);
+  for (const char* content : {"first", "second"}) {
+    for (const char* left : {".replaced.tmp", ".tmp"}) {
+      fs::create_directories(step + left);
+      write_bytes(step + left + "/model.bin", "left");
+      write_bytes(step + left + "/state.bin", "left");
+    }
+    write_bytes(run.begin_checkpoint(3) + "/model.bin", content);
+    run.commit_checkpoint(3);
+    EXPECT_EQ(read_bytes(step + "/model.bin"), content);
+    EXPECT_FALSE(fs::exists(step + "/state.bin"));
+  }
+  EXPECT_FALSE(fs::exists(step + ".replaced.tmp"));
+  fs::create_directories(step + ".tmp");
+  write_bytes(step + ".tmp/model.bin", "left");
+  run.remove_checkpoint(3);
+  EXPECT_FALSE(fs::exists(step));
+  EXPECT_FALSE(fs::exists(step + ".tmp"));
+}
+
 TEST(RunDirectoryTest, PathsThatCannotBeADirectory) {
   const TemporaryDirectory temporary;
   write_bytes(temporary.file("file"), "x");

@@ -155,6 +155,17 @@ TEST_P(CommunicatorTest, NobodyPassesABarrierBeforeTheLastComes) {
   });
 }
 
+TEST(Communicator, ARankAloneGetsItsOwnPart) {
+  SingleRank alone;
+  const std::vector<float> values = {0, 1, 2, 3};
+  std::vector<float> received(2);
+  alone.exchange(values.data(), std::vector<Range>{{1, 3}}, received.data());
+  EXPECT_EQ(received, (std::vector<float>{1, 2}));
+  EXPECT_EQ(alone.gather(7), std::vector<int>{7});
+  EXPECT_EQ(alone.broadcast_text("text"), "text");
+  EXPECT_EQ(largest(alone, -3), -3);
+}
+
 TEST(Communicator, SharesCoverEverythingOnce) {
   EXPECT_EQ(shares(7, 3), (std::vector<Range>{{0, 3}, {3, 5}, {5, 7}}));
   EXPECT_EQ(shares(2, 4), (std::vector<Range>{{0, 1}, {1, 2}, {2, 2}, {2, 2}}));
@@ -402,6 +413,7 @@ TEST_P(CommunicatorTest, AllFailTogetherOrNobodyDoes) {
     }
   });
   EXPECT_EQ(ends.text[0].substr(0, 22), "rank 1: train_0.bin: x");
+  EXPECT_EQ(ends.text[0].size(), 8u + 503u) << "as much as is sent";
   EXPECT_EQ(ends.text[2], ends.text[0]);
   EXPECT_EQ(ends.text[1].size(), 2013u) << "its own, whole";
   EXPECT_EQ(ends.text[3], "another");

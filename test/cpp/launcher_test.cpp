@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <map>
+#include <set>
+#include <tuple>
 #include <vector>
 
 #include "test/cpp/test_files.h"
@@ -163,6 +165,51 @@ TEST(Launcher, EachCharacterOfAnAddress) {
       expect_contains(error_of(Exit::environment, [&] { launched(variables); }), "MASTER_ADDR");
     }
   }
+}
+
+// All that names a start: two of them on one machine must not meet.
+TEST(Launcher, EachVariableOfAStartIsInItsName) {
+  const std::tuple<const Variables*, const char*, const char*> cases[] = {
+      {&kTorchrun, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"},
+      {&kOpenMpi, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"},
+      {&kSlurm, "SLURM_JOB_ID", "SLURM_STEP_ID"}};
+  for (const auto& [launcher, first, second] : cases) {
+    Variables variables = *launcher;
+    std::set<std::string> names;
+    const std::vector<const char*> all = {first, second, "WEFT_RUN_ID"};
+    for (const char* variable : all) variables[variable] = "7";
+    names.insert(launched(variables)->run);
+    for (const char* variable : all) {
+      Variables other = variables;
+      other[variable] = "8";
+      names.insert(launched(other)->run);
+    }
+    EXPECT_EQ(names.size(), 4u) << first;
+  }
+}
+
+TEST(Launcher, TheLimitsThemselvesAreGood) {
+  Variables variables = kTorchrun;
+  variables["WORLD_SIZE"] = "65536";
+  variables["RANK"] = variables["LOCAL_RANK"] = variables["MASTER_PORT"] = "65535";
+  variables["LOCAL_WORLD_SIZE"] = "65536";
+  variables["MASTER_ADDR"] = std::string(253, 'a');
+  const LaunchedRank last = *launched(variables);
+  EXPECT_EQ(last.size, 65536);
+  EXPECT_EQ(last.rank, 65535);
+  EXPECT_EQ(last.local_rank, 65535);
+  EXPECT_EQ(last.local_size, 65536);
+  EXPECT_EQ(last.port, 65535);
+  EXPECT_EQ(last.address.size(), 253u);
+  variables = kTorchrun;
+  variables["RANK"] = variables["LOCAL_RANK"] = "0";
+  variables["WORLD_SIZE"] = variables["LOCAL_WORLD_SIZE"] = variables["MASTER_PORT"] = "1";
+  variables["MASTER_ADDR"] = "a";
+  const LaunchedRank alone = *launched(variables);
+  EXPECT_EQ(alone.size, 1);
+  EXPECT_EQ(alone.local_size, 1);
+  EXPECT_EQ(alone.port, 1);
+  EXPECT_EQ(alone.address, "a");
 }
 
 TEST(Launcher, WhatCannotBeIsRefused) {

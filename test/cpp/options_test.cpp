@@ -5,6 +5,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <functional>
 #include <limits>
@@ -13,7 +15,9 @@
 #include <set>
 #include <sstream>
 #include <stdexcept>
+#include <system_error>
 
+#include "llmc/base/signals.h"
 #include "llmc/infer/options.h"
 #include "llmc/train/options.h"
 #include "test/cpp/test_files.h"
@@ -133,13 +137,20 @@ TEST(Options, NumbersAreStrict) {
 // Powers of ten and of two are different units.
 TEST(Options, SizesOfMemoryInEveryUnit) {
   const std::pair<const char*, std::uint64_t> sizes[] = {
-      {"3MB", 3'000'000},           {"3MiB", 3'145'728},        {"3GB", 3'000'000'000},
-      {"3GiB", 3'221'225'472},      {"3TB", 3'000'000'000'000}, {"3TiB", 3'298'534'883'328},
-      {"79.5 GiB", 85'362'475'008}, {"0.5MB", 500'000},         {"1000TB", 1'000'000'000'000'000},
+      {"3MB", 3'000'000},
+      {"3MiB", 3'145'728},
+      {"3GB", 3'000'000'000},
+      {"3GiB", 3'221'225'472},
+      {"3TB", 3'000'000'000'000},
+      {"3TiB", 3'298'534'883'328},
+      {"79.5 GiB", 85'362'475'008},
+      {"0.5MB", 500'000},
+      {"1000TB", 1'000'000'000'000'000},
+      {"0.000001MB", 1},
   };
   for (const auto& [text, bytes] : sizes) EXPECT_EQ(memory_size("--size", text), bytes) << text;
   for (const char* bad : {"", "3", "GB", "3KB", "3kB", "3gb", "3GB ", "3GBs", "3 GB GB", "-1GB", "0GB", "nanGB",
-                          "infGB", "1001TB", "1e300GB", "0x3GB", " 3GB"}) {
+                          "infGB", "0.0000009MB", "1001TB", "1e300GB", "0x3GB", " 3GB"}) {
     EXPECT_NE(error_of(Exit::usage, [&] { memory_size("--size", bad); }).find("--size: got "), std::string::npos)
         << bad;
   }
@@ -156,6 +167,9 @@ TEST(Options, UnknownOptionsGetTheNearestName) {
   expect_refused({"--stpes=4"}, {"unknown option '--stpes':", "did you mean --steps?"});
   expect_refused({"--learning_rate", "4"}, {"did you mean --learning-rate?"});
   expect_refused({"--learn", "4"}, {"did you mean --learning-rate?"});
+  expect_refused({"--lea", "4"}, {"did you mean --learning-rate?"});
+  expect_refused({"--le", "4"}, {"'--le': see --help"});
+  expect_refused({"--xy", "4"}, {"'--xy': see --help"});
   expect_refused({"-steps", "4"}, {"did you mean --steps?"});
   expect_refused({"--versoin"}, {"did you mean --version?"});
   expect_refused({"--wholly-unrelated"}, {"unknown option '--wholly-unrelated': see --help"});
@@ -214,6 +228,21 @@ TEST(Options, HelpShowsTheTable) {
   }
 }
 
+// A description stands beside its option where two columns are between them, and else below it.
+TEST(Options, DescriptionsBeginInTheirColumn) {
+  OptionTable table("sample", "Shows options.");
+  bool flag = false;
+  const std::string fits(22, 'a'), does_not(23, 'b');
+  table.flag(fits, flag, "beside");
+  table.flag(does_not, flag, std::string(52, 'x') + " " + std::string(25, 'y') + " " + std::string(26, 'z') + " end");
+  const std::string help = table.help(), gap(28, ' ');
+  const std::string x(52, 'x'), y(25, 'y'), z(26, 'z');
+  EXPECT_NE(help.find("\n  --" + fits + "  beside\n"), std::string::npos) << help;
+  EXPECT_NE(help.find("\n  --" + does_not + "\n" + gap + x + "\n" + gap + y + " " + z + "\n" + gap + "end\n"),
+            std::string::npos)
+      << help;
+}
+
 TEST(Options, ShortNamesAreTheLongOnes) {
   Sample sample;
   sample.parse({"-m", "x=y", "-n16", "-j"});
@@ -269,6 +298,11 @@ TEST(RunProgram, TurnsFailuresIntoExitCodes) {
   EXPECT_EQ(outcome([] { return Exit::interrupted; }), (Outcome{130, ""}));
   EXPECT_EQ(outcome([]() -> Exit { fail(Exit::bad_file, "no such thing"); }), (Outcome{3, "error: no such thing\n"}));
   EXPECT_EQ(outcome([]() -> Exit { throw std::bad_alloc(); }), (Outcome{5, "error: out of memory\n"}));
+  EXPECT_EQ(outcome([]() -> Exit { throw std::system_error(EAGAIN, std::generic_category(), "thread"); }),
+            (Outcome{5,
+                     "error: the system refuses a resource: 'thread: Resource temporarily unavailable'. See ulimit -u "
+                     "and ulimit -v\n"}));
+  for (const int number : {SIGPIPE, SIGXFSZ}) EXPECT_TRUE(is_ignored(number)) << "it is a write error instead";
   const Outcome bug = outcome([]() -> Exit { throw std::logic_error("odd\x1b"); });
   EXPECT_EQ(bug.first, 1);
   EXPECT_EQ(bug.second, "error: internal error: 'odd\\x1b'. This is a bug in weft, please report it\n");

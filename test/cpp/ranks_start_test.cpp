@@ -48,7 +48,9 @@ constexpr int kReadyRead = 60, kReadyWrite = 61;  // ends of a pipe on which ran
       ++seen[std::string(*each).substr(0, std::strcspn(*each, "="))];
     const bool once = std::all_of(seen.begin(), seen.end(), [](const auto& one) { return one.second == 1; });
     const std::string address = std::getenv("MASTER_ADDR"), port = std::getenv("MASTER_PORT");
-    ::_exit(once && address == "127.0.0.1" && port != "1" && std::string(std::getenv("WORLD_SIZE")) == "3" ? 0 : 1);
+    const std::string size = std::getenv("WORLD_SIZE"), of_machine = std::getenv("LOCAL_WORLD_SIZE");
+    const bool counted = size == "3" && of_machine == "3" && rank == std::getenv("LOCAL_RANK");
+    ::_exit(once && address == "127.0.0.1" && port != "1" && counted ? 0 : 1);
   }
   if (part == "killed" && rank == "1") ::_exit(1);
   if (part == "killed" && rank == "2") {  // after rank 1 has ended
@@ -120,6 +122,9 @@ TEST(Agreement, FieldsThatOneRankAloneHasAreDifferences) {
   for (const std::string& error : compared(1, more, fields)) {
     EXPECT_EQ(error, "rank 1: b: got nothing, expected '' as on rank 0. All ranks of a run have this in common");
   }
+  for (const std::string& error : compared(2, fields, more)) {
+    EXPECT_EQ(error, "rank 2: b: got '', expected nothing as on rank 0. All ranks of a run have this in common");
+  }
   for (const std::string& error : compared(1, {}, {})) EXPECT_EQ(error, "");
 }
 
@@ -138,6 +143,9 @@ TEST(Agreement, WhatEachRankNeedsForItself) {
   };
   for (const std::string& error : errors_of({"a 0", "a 1", "b 0"})) EXPECT_EQ(error, "");
   for (const std::string& error : errors_of({"", "", ""})) EXPECT_EQ(error, "") << "no GPU";
+  for (const std::string& error : errors_of({"", "a 0", "a 0"})) {
+    EXPECT_EQ(error, "rank 2: GPU: got 'a 0', which is that of rank 1. Each rank needs one of its own");
+  }
   for (const std::string& error : errors_of({"a 0", "a 1", "a 0"})) {
     EXPECT_EQ(error, "rank 2: GPU: got 'a 0', which is that of rank 0. Each rank needs one of its own");
   }
@@ -234,6 +242,20 @@ TEST(FrameReader, AFrameThatClaimsMoreThanItsKindBringsIsNone) {
     write_some(theirs, const_bytes_of(header_of(kind, bytes + 1)));
     EXPECT_EQ(reader.read(ours), FrameReader::Got::closed);
     EXPECT_EQ(reader.body().capacity(), 0u);
+  }
+}
+
+// The longest reason that can be sent, and longer ones, which are cut to it.
+TEST(FrameWriter, AReasonOfAnyLengthArrives) {
+  for (const std::size_t length : {0u, 1u, 4095u, 4096u, 4097u, 10'000u}) {
+    const auto [ours, theirs] = connected_pair();
+    FrameWriter writer;
+    writer.begin(Error(Exit::numeric, std::string(length, 'x')));
+    ASSERT_TRUE(writer.write_all(theirs, deadline_in(5)));
+    FrameReader reader;
+    ASSERT_EQ(reader.read(ours), FrameReader::Got::frame) << length;
+    EXPECT_EQ(reader.reason().code(), Exit::numeric);
+    EXPECT_EQ(reader.reason().what(), std::string(std::min(length, kLongestReason), 'x'));
   }
 }
 
@@ -380,10 +402,10 @@ Hello hello_of(int rank, int size, const char* version = "test") {
 }
 
 // The answer to a rank that says `hello` to a run of two.
-std::string answer_to(const Hello& hello) {
+std::string answer_to(const Hello& hello, const std::string& version = "test") {
   Door door;
   Socket visitor = door.knock(const_bytes_of(hello));
-  Hub hub(std::move(door.listener), {0, 2, 42, "test"}, 5);
+  Hub hub(std::move(door.listener), {0, 2, 42, version}, 5);
   Socket first = hub.take_first_connection();
   const std::string text = answer(visitor);
   visitor.close();
@@ -400,6 +422,7 @@ TEST(Hub, LetsInTheRanksOfItsRunAlone) {
   }
   EXPECT_EQ(answer_to(hello_of(1, 2, "newer")),
             "rank 1: version: got 'newer', expected the 'test' of rank 0. Start all ranks with one program");
+  EXPECT_EQ(answer_to(hello_of(1, 2, std::string(103, 'v').c_str()), std::string(200, 'v')), "welcome") << "cut alike";
   Hello of_another_run = hello_of(1, 2);
   of_another_run.token = 43;
   EXPECT_EQ(answer_to(of_another_run), "closed");
@@ -678,6 +701,30 @@ TEST(Hub, APortThatIsTakenIsNamed) {
              static_cast<long long>(door.port)));
 }
 
+// In a container the meeting point's name may be unknown, or that of an address outside: rank 0 is there at each address it has.
+TEST(Sockets, ANameThatIsNotOfThisMachineMeansAllItsAddresses) {
+  for (const char* name : {"no-such-host.invalid", "192.0.2.1", "2001:db8::1"}) {  // the addresses: RFC 5737, RFC 3849
+    SCOPED_TRACE(name);
+    const Socket listener = listen_at(name, 0);
+    const std::int64_t port = port_of(listener);
+    for (const char* address : {"127.0.0.1", "127.0.0.2"}) {
+      std::string problem, from;
+      const Socket visitor = connect_to(address, port, deadline_in(5), problem);
+      EXPECT_TRUE(visitor.open()) << address << ": " << problem;
+      EXPECT_TRUE(accept_from(listener, from).open()) << address;
+    }
+    EXPECT_EQ(
+        error_of(Exit::environment, [&] { listen_at(name, port); }),
+        format("port %lld of '%s': cannot listen for the ranks: Address already in use. Set MASTER_PORT to a free "
+               "port",
+               static_cast<long long>(port), name));
+  }
+  const Socket own = listen_at("127.0.0.1", 0);
+  std::string problem;
+  EXPECT_FALSE(connect_to("127.0.0.2", port_of(own), deadline_in(5), problem).open()) << "a name that is";
+  EXPECT_EQ(problem, "Connection refused");
+}
+
 // ---- ranks that this process starts ----
 
 struct Started {
@@ -711,10 +758,10 @@ TEST(StartRanks, ARankThatIsKilledBecauseItIsLeftIsNotTheReason) {
 
 // What the user's environment says of a meeting point is that of other runs.
 TEST(StartRanks, RanksHaveTheMeetingPointOfTheirOwnRun) {
-  for (const char* name : {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_RANK", "WEFT_RUN_ID"})
-    ::setenv(name, "1", 1);
+  const auto names = {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WEFT_RUN_ID"};
+  for (const char* name : names) ::setenv(name, "1", 1);
   const auto [code, log] = start_three("environment");
-  for (const char* name : {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_RANK", "WEFT_RUN_ID"}) ::unsetenv(name);
+  for (const char* name : names) ::unsetenv(name);
   EXPECT_EQ(code, Exit::ok) << log;
 }
 

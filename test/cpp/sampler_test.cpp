@@ -7,6 +7,7 @@
 #include <functional>
 #include <limits>
 #include <numeric>
+#include <set>
 
 #include "llmc/base/error.h"
 #include "llmc/base/sampling_math.h"
@@ -97,6 +98,18 @@ TEST(Sampler, TemperatureShapesTheDistribution) {
 TEST(Sampler, TopKKeepsTheLikeliest) {
   for (const std::int64_t k : {1, 2, 3, 7, 10, 1000}) {
     expect_distribution({.temperature = 1.5, .top_k = k, .seed = 12});
+  }
+}
+
+TEST(Sampler, TopKMayLeaveOutOneAlone) {
+  SamplerOptions options;
+  options.temperature = 1;
+  for (const std::int64_t top_k : {1, 2, 3, 4}) {
+    options.top_k = top_k;
+    std::set<std::int32_t> drawn;
+    for (std::int64_t position = 0; position < 200; ++position) drawn.insert(sample_once(options, {0, 0, 0}, position));
+    EXPECT_EQ(std::ssize(drawn), std::min<std::int64_t>(top_k, 3));
+    EXPECT_EQ(*drawn.begin(), 0) << "of equals those of the lowest ids stay";
   }
 }
 

@@ -358,6 +358,8 @@ TEST(SentencePieceFile, RefusesNormalizersAndPreTokenizersThatItDoesNotKnow) {
   expect_refusal(normalizer(step("Prepend", {{"prepend", ""}})), {"normalizer.prepend", "got 0 bytes"});
   expect_refusal(normalizer(step("Prepend", {{"prepend", std::string(65, 'x')}})), {"got 65 bytes", "64"});
   expect_refusal(normalizer(step("Sequence", {{"normalizers", Json::array_t(9, step("NFC"))}})), {"more than 8"});
+  EXPECT_EQ(refusal(normalizer(step("Sequence", {{"normalizers", Json::array_t(8, step("NFC"))}}))), "accepted");
+  EXPECT_EQ(refusal(normalizer(step("Prepend", {{"prepend", std::string(64, 'x')}}))), "accepted");
 
   const auto pre = [](const Json& value) { return [=](Json& j) { j["pre_tokenizer"] = value; }; };
   const Json metaspace = step("Metaspace", {{"replacement", "\u2581"}});
@@ -370,6 +372,7 @@ TEST(SentencePieceFile, RefusesNormalizersAndPreTokenizersThatItDoesNotKnow) {
   EXPECT_EQ(refusal(with({{"add_prefix_space", true}, {"str_rep", "\u2581"}})), "accepted");
   EXPECT_EQ(refusal(with({{"add_prefix_space", false}, {"prepend_scheme", "never"}})), "accepted");
   expect_refusal(with({{"add_prefix_space", false}}), {"pre_tokenizer.add_prefix_space", "prepend_scheme"});
+  expect_refusal(with({{"replacement", ""}}), {"pre_tokenizer.replacement", "one character"});
   expect_refusal(with({{"replacement", "__"}}), {"pre_tokenizer.replacement", "one character"});
   expect_refusal(with({{"replacement", nullptr}}), {"pre_tokenizer.replacement", "a string"});
   expect_refusal(with({{"prepend_scheme", "sometimes"}}), {"pre_tokenizer.prepend_scheme", "sometimes"});
@@ -413,7 +416,11 @@ TEST(SentencePieceFile, RefusesDecodersThatItDoesNotKnow) {
   expect_refusal(stripping({{"stop", 1}}), {"decoders[1].stop", "got '1', expected 0"});
   expect_refusal(stripping({{"content", "  "}}), {"decoders[1].content", "one character"});
   expect_refusal(stripping({{"start", -1}}), {"decoders[1].start", "from 0 to 1048576"});
+  expect_refusal(stripping({{"start", 1'048'577}}), {"decoders[1].start", "from 0 to 1048576"});
+  expect_refusal(stripping({{"stop", nullptr}}), {"decoders[1].stop", "expected 0"});
+  for (const int start : {0, 1'048'576}) EXPECT_EQ(refusal(stripping({{"start", start}})), "accepted") << start;
   expect_refusal(sequence(Json::array_t(9, fuse)), {"more than 8"});
+  EXPECT_EQ(refusal(sequence(Json::array_t(8, fuse))), "accepted");
 }
 
 // ---- time ------------------------------------------------------------------------------------------------------------

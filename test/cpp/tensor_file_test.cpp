@@ -126,6 +126,16 @@ TEST(TensorFile, SaysWhatAFileIsInstead) {
       {"version https://git-lfs.github.com/spec/v1", "a git-lfs pointer"},
       {" <!doctype html>", "a web page"},
       {"\xef\xbb\xbf\n{\"error\": 1}", "JSON text"},
+      {"\r\n\t[1, 2]", "JSON text"},
+      {"\r\n\t <html>", "a web page"},
+      {"\ttext\r\n", "this is plain text, expected a tensor file"},
+      {"text\x7f", "expected '\\x89WEFT"},
+      {"\x89WTOK\n\x1a" + zeros, "damaged by a text-mode copy"},
+      {"\tWTOK\r\n\x1a" + zeros, "damaged by a text-mode copy"},
+      {"\x89WTOK\r\n\x1a" + zeros, "this is a token shard"},
+      {"\x1a\n\rKOTW\x89" + zeros, "written in the other byte order"},
+      {"\x1a\n\rTFEW\x89" + zeros, "written in the other byte order"},
+      {"\x89WEF", "truncated"},
       {"", "0 bytes"}};
   for (const auto& [bytes, words] : cases) {
     write_bytes(directory.file("f"), bytes);

@@ -130,6 +130,30 @@ TEST(TokenShard, VerifyChecksTheIdsOfEveryPiece) {
   }
 }
 
+TEST(TokenShard, OfATextItSaysHowToMakeShards) {
+  const TemporaryDirectory directory;
+  write_bytes(directory.file("corpus.txt"), "Once upon a time");
+  expect_contains(error_of(Exit::bad_file, [&] { TokenShard::open(directory.file("corpus.txt")); }),
+                  "this is plain text, expected a token shard. Make shards of it with dev/prepare_data.py");
+}
+
+TEST(TokenShard, TheLimitsThemselvesAreGood) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("shard.bin"), tokens(4, '\0');
+  const auto u16 = static_cast<std::uint32_t>(DType::u16), u32 = static_cast<std::uint32_t>(DType::u32);
+  for (const auto& [dtype, most] : {std::pair(u16, 65'536), {u32, 1'000'000}}) {
+    for (const int vocab_size : {1, most}) {
+      write_bytes(path, shard_bytes(dtype, static_cast<std::uint64_t>(vocab_size), tokens, dtype == u16 ? 2 : 1));
+      EXPECT_EQ(TokenShard::open(path).vocab_size(), vocab_size);
+    }
+    for (const int vocab_size : {0, most + 1}) {
+      write_bytes(path, shard_bytes(dtype, static_cast<std::uint64_t>(vocab_size), tokens, dtype == u16 ? 2 : 1));
+      expect_contains(error_of(Exit::bad_file, [&] { TokenShard::open(path); }),
+                      format("vocab_size: got %d", vocab_size));
+    }
+  }
+}
+
 TEST(TokenShard, ReadingOutsideIsABugOfTheCaller) {
   const TokenShard shard = TokenShard::open(kFixtures + "u16.bin");
   EXPECT_NE(error_of(Exit::internal, [&] { read(shard, 3, 2); }), "");

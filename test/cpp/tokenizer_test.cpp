@@ -479,6 +479,8 @@ TEST(TokenizerFile, TheDefaultOfNormalizedIsForTokensThatAreNotSpecial) {
     const auto id = static_cast<std::int32_t>(fixture("neox_style").vocab_size());
     json["added_tokens"].push_back({{"content", decomposed}, {"id", id}, {"special", special}});
     const Tokenizer tokenizer = Tokenizer::from_json(json.dump(), "x");
+    EXPECT_EQ(tokenizer.is_special(id), special);
+    EXPECT_FALSE(tokenizer.is_special(id + 1));
     EXPECT_EQ(tokenizer.encode(decomposed, false, Tokenizer::Special::allow), Ids{id}) << special;
     EXPECT_EQ(tokenizer.encode(composed, false, Tokenizer::Special::allow) == Ids{id}, !special) << special;
   }
@@ -507,6 +509,66 @@ TEST(TokenizerFile, RefusesWhatItDoesNotSupportByName) {
   expect_refusal([](Json& j) { j["padding"] = {{"pad_id", 0}}; }, {"padding"});
 }
 
+// What switches an option off, in each of its spellings, is accepted, and so is a file without the option.
+TEST(TokenizerFile, OptionsThatAreOffAreAccepted) {
+  for (const char* option :
+       {"dropout", "continuing_subword_prefix", "end_of_word_suffix", "unk_token", "byte_fallback"}) {
+    for (const Json& off : {Json(nullptr), Json(false), Json(""), Json(0), Json(0.0)}) {
+      EXPECT_EQ(refusal([&](Json& j) { j["model"][option] = off; }), "accepted") << option << " " << off;
+    }
+    EXPECT_EQ(refusal([&](Json& j) { j["model"].erase(option); }), "accepted") << option;
+  }
+  for (const char* part : {"truncation", "padding", "post_processor", "normalizer", "added_tokens"}) {
+    EXPECT_EQ(refusal([&](Json& j) { j[part] = nullptr; }), "accepted") << part;
+    EXPECT_EQ(refusal([&](Json& j) { j.erase(part); }), "accepted") << part;
+  }
+}
+
+// A flag that is not in the file, or null, has the default of the original.
+TEST(TokenizerFile, FlagsThatAreAbsentHaveTheirDefaults) {
+  const auto ids = [](const Json& json, const std::string& text) {
+    return Tokenizer::from_json(json.dump(), "x").encode(text, true, Tokenizer::Special::allow);
+  };
+  const auto expect_default = [&](const std::function<Json&(Json&)>& place, const char* key, bool expected,
+                                  const std::string& text) {
+    Json json = document("neox_style");
+    place(json)[key] = expected;
+    const Ids by_default = ids(json, text);
+    place(json)[key] = !expected;
+    EXPECT_NE(ids(json, text), by_default) << key << " makes no difference here";
+    place(json)[key] = nullptr;
+    EXPECT_EQ(ids(json, text), by_default) << key;
+    place(json).erase(key);
+    EXPECT_EQ(ids(json, text), by_default) << key;
+  };
+  const auto byte_level = [](Json& j) -> Json& { return j["pre_tokenizer"]; };
+  expect_default(byte_level, "use_regex", true, "\uFFFDa");
+  expect_default(byte_level, "add_prefix_space", true, "the quick");
+  const auto added = [](Json& j) -> Json& { return j["added_tokens"][0]; };
+  const std::string token = document("neox_style")["added_tokens"][0]["content"];
+  expect_default(added, "lstrip", false, "a " + token + " b");
+  expect_default(added, "rstrip", false, "a " + token + " b");
+  expect_default(added, "single_word", false, "a" + token + "b");
+}
+
+TEST(TokenizerFile, TheLimitsThemselvesAreGood) {
+  const auto id = static_cast<std::int64_t>(fixture("neox_style").vocab_size());
+  const auto with_token = [&](std::size_t bytes) {
+    return [=](Json& j) { j["added_tokens"].push_back({{"content", std::string(bytes, 'z')}, {"id", id}}); };
+  };
+  EXPECT_EQ(refusal(with_token(4096)), "accepted");
+  expect_refusal(with_token(4097), {"4097 bytes, at most 4096"});
+  const auto pre_tokenizers = [](std::size_t digits) {
+    return [=](Json& j) {
+      Json list = Json::array_t(digits, {{"type", "Digits"}});
+      list.push_back(j["pre_tokenizer"]);
+      j["pre_tokenizer"] = {{"type", "Sequence"}, {"pretokenizers", list}};
+    };
+  };
+  EXPECT_EQ(refusal(pre_tokenizers(7)), "accepted");
+  expect_refusal(pre_tokenizers(8), {"more than 8 pre-tokenizers"});
+}
+
 TEST(TokenizerFile, RefusesPatternsAndTemplatesItDoesNotKnow) {
   const auto llama = [](const std::function<void(Json&)>& change) { return refusal(change, "llama3_style"); };
   const auto split = [](Json& j) -> Json& { return j["pre_tokenizer"]["pretokenizers"][0]; };
@@ -520,6 +582,10 @@ TEST(TokenizerFile, RefusesPatternsAndTemplatesItDoesNotKnow) {
   EXPECT_NE(llama([&](Json& j) { split(j)["behavior"] = "Removed"; }).find("behavior"), std::string::npos);
   EXPECT_NE(llama([&](Json& j) { split(j)["invert"] = true; }).find("invert"), std::string::npos);
   EXPECT_NE(llama([&](Json& j) { single(j).push_back(single(j)[0]); }).find("single"), std::string::npos);
+  EXPECT_NE(llama([&](Json& j) {
+              for (Json& token : j["post_processor"]["processors"][1]["special_tokens"]) token["ids"].push_back(0);
+            }).find("expected one id"),
+            std::string::npos);
   EXPECT_NE(llama([&](Json& j) { std::swap(single(j)[0], single(j)[1]); }).find("single"), std::string::npos);
   // A second template, in the same list or in one within it, with a token or without.
   const auto processors = [](Json& j) -> Json& { return j["post_processor"]["processors"]; };

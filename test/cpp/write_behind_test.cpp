@@ -206,6 +206,16 @@ TEST(InParallel, TheErrorIsThatOfTheFirstPiece) {
   }
 }
 
+TEST(InParallel, NoPieceBehindAFailureBegins) {
+  std::vector<std::size_t> begun;
+  const auto work = [&](std::size_t i) {
+    begun.push_back(i);
+    if (i == 2) fail(Exit::bad_file, "piece 2");
+  };
+  EXPECT_EQ(error_of(Exit::bad_file, [&] { in_parallel(9, 1, work); }), "piece 2");
+  EXPECT_EQ(begun, (std::vector<std::size_t>{0, 1, 2}));
+}
+
 // Three pieces at work at once fail one after the other, in each order: the error is never that of whichever came last.
 TEST(InParallel, TheErrorIsThatOfTheFirstPieceWhateverFailsLast) {
   std::size_t order[] = {0, 1, 2};  // when each piece fails
