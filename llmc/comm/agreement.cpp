@@ -73,7 +73,7 @@ void require_same(Communicator& ranks, const std::vector<RankField>& fields) {
     const std::string* const first = value_of(all[0], field.name);
     for (std::size_t r = 1; r < all.size(); ++r) {
       const std::string* const other = value_of(all[r], field.name);
-      if (first != nullptr && other != nullptr && *first == *other) continue;
+      if (first == nullptr || other == nullptr ? first == other : *first == *other) continue;
       fail(Exit::environment, "rank %zu: %s: got %s, expected %s as on rank 0. All ranks of a run have this in common",
            r, field.name.c_str(), shown(other).c_str(), shown(first).c_str());
     }
