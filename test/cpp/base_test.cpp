@@ -667,6 +667,18 @@ TEST(SignalsDeathTest, FinishSaysWhatItDoesAndWhatASecondSignalCosts) {
   EXPECT_EXIT(finish(SIGHUP, true), testing::ExitedWithCode(SIGHUP), "^finishing\n$");
 }
 
+// A process of many parts says many times what a signal does: the last one counts, and what it does not say is not said.
+TEST(SignalsDeathTest, TheLastReactionCountsWithItsWords) {
+  const auto end = [](int silent) {
+    install_signal_handlers();
+    for (const char* words : {"one", "two", "three"}) on_stop(OnStop::leave, "not shown", words);
+    for (int i = 0; i < silent; ++i) on_stop(OnStop::leave);
+    ::raise(SIGTERM);
+  };
+  EXPECT_EXIT(end(0), testing::ExitedWithCode(143), "^three\n$");
+  for (const int silent : {1, 2, 3}) EXPECT_EXIT(end(silent), testing::ExitedWithCode(143), "^$") << silent;
+}
+
 TEST(SignalsDeathTest, FinishSoonHasASecond) {
   const auto finish = [](bool in_time) {
     install_signal_handlers();

@@ -366,13 +366,15 @@ TEST_P(CommunicatorTest, LargeValuesGoInPieces) {
   }
 }
 
-// After the first error every later call throws it too, at once.
+// After the first error every later call throws it too, at once, whatever else is said to have happened.
 TEST_P(CommunicatorTest, NothingGoesOnAfterAnAbort) {
   const Ends ends = ends_of(2, kLimit, [](Communicator& ranks) {
     ranks.barrier();
     if (ranks.rank() == 0) ranks.abort(Error(Exit::numeric, "the loss is nan"));
     for (int i = 0; i < 2; ++i) {
       EXPECT_EQ(error_of(Exit::numeric, [&] { ranks.barrier(); }), "rank 0: the loss is nan");
+      ranks.abort(Error(Exit::resources, "the disk is full"));
+      EXPECT_EQ(error_of(Exit::numeric, [&] { ranks.check(); }), "rank 0: the loss is nan");
     }
   });
   EXPECT_EQ(ends.text, std::vector<std::string>(2));

@@ -240,6 +240,10 @@ TEST(SentencePieceDecoder, StepsFollowEachOther) {
 TEST(SentencePieceEncoder, UnknownTokensWaitBehindByteTokens) {
   Json json = small();
   EXPECT_EQ(parse(json).encode("жéжa", false), (Ids{5, 6, 0, 0, 3}));
+  json["model"]["fuse_unk"] = nullptr;
+  EXPECT_EQ(parse(json).encode("жéжa", false), (Ids{5, 6, 0, 0, 3}));
+  json["model"].erase("fuse_unk");
+  EXPECT_EQ(parse(json).encode("жéжa", false), (Ids{5, 6, 0, 0, 3}));
   json["model"]["fuse_unk"] = true;
   EXPECT_EQ(parse(json).encode("жéжa", false), (Ids{5, 6, 0, 3}));
   json["model"]["byte_fallback"] = false;
