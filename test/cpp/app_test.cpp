@@ -301,6 +301,24 @@ TEST(DecodeSession, WhatATokenizerIsNeededFor) {
   expect_contains(error_of(Exit::bad_file, [&] { DecodeSession{other}; }), "expected at most the model's");
 }
 
+// Rows past the tokens are rows of the model: they can be asked for, and no more than there are.
+TEST(DecodeSession, IdsOfAPromptMayBeRowsOfPadding) {
+  InferSettings settings;
+  settings.device = "cpu";
+  settings.model = kNeox;
+  settings.task = InferTask::prompt_ids;
+  const DecodeSession session(settings);
+  const std::int64_t tokens = session.config().tokenizer_vocab, rows = session.config().vocab_size;
+  ASSERT_LT(tokens, rows);
+  for (const std::int64_t id : {tokens, rows - 1}) {
+    settings.prompt_ids = std::to_string(id);
+    EXPECT_EQ(session.prompt_ids(), (std::vector<std::int32_t>{static_cast<std::int32_t>(id)}));
+  }
+  settings.prompt_ids = std::to_string(rows);
+  expect_contains(error_of(Exit::usage, [&] { session.prompt_ids(); }),
+                  format("from 0 to %lld", static_cast<long long>(rows - 1)));
+}
+
 // Each option reaches its field, and no other.
 TEST(DecodeSession, WhatWasAskedForReachesTheGeneration) {
   const TemporaryDirectory directory;

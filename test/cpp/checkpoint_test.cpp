@@ -486,6 +486,19 @@ TEST_F(CheckpointTest, ADirectoryThatIsRefusedKeepsEverything) {
   EXPECT_TRUE(fs::exists(leftover));
 }
 
+// Not only one with checkpoints: whatever is there may be another's.
+TEST_F(CheckpointTest, NeverRefusesADirectoryThatHoldsAnything) {
+  const std::string log = run_path() + "/log.jsonl", strange = run_path() + "/notes.txt";
+  const std::string leftover = step_path(9) + ".tmp/model.bin";
+  for (const std::string& path : {log, strange, leftover}) {
+    fs::create_directories(fs::path(path).parent_path());
+    write_bytes(path, "text");
+    expect_contains(error_of(Exit::usage, [&] { resumed_step(ResumeMode::never); }), "not empty");
+    EXPECT_EQ(read_bytes(path), "text");
+    fs::remove_all(run_path());
+  }
+}
+
 TEST_F(CheckpointTest, KeepsTheNewestOnes) {
   const RunDirectory run(run_path());
   CheckpointKeeper keeper(run, identity(), 2);

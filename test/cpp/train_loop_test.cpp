@@ -18,6 +18,7 @@
 #include <set>
 #include <sstream>
 #include <thread>
+#include <utility>
 
 #include "llmc/base/log.h"
 #include "llmc/base/philox.h"
@@ -1398,9 +1399,13 @@ class TrainSignalTest : public TrainLoopTest {
   // Runs with `raise_signals` in the middle of step 4, then leaves with the run's exit code, or with 1 unless
   // exactly the steps of `saved` among 4 and 10 have a checkpoint.
   [[noreturn]] void leave_after(const std::function<void()>& raise_signals, std::set<std::int64_t> saved) {
+    leave_with(at_forward(4, raise_signals), std::move(saved));
+  }
+  // The same with signals wherever `interfere` raises them.
+  [[noreturn]] void leave_with(const std::function<void(HookedModel&)>& interfere, std::set<std::int64_t> saved) {
     ::signal(SIGHUP, SIG_DFL);  // the tests may run under nohup
     install_signal_handlers();
-    const Result result = run("run", at_forward(4, raise_signals));
+    const Result result = run("run", interfere);
     std::set<std::int64_t> found;
     for (const std::int64_t step : {4, 10}) {
       if (has_checkpoint("run", step)) found.insert(step);
@@ -1441,6 +1446,26 @@ TEST_F(TrainSignalTest, HangupIsATermination) {
 
 TEST_F(TrainSignalTest, InterruptHasItsOwnCode) {
   EXPECT_EXIT(leave_after([] { ::raise(SIGINT); }, {4}), testing::ExitedWithCode(130), "after step 4");
+}
+
+// Who has stopped the run is told so, also where it had come to its end: what follows in a script must not begin.
+TEST_F(TrainSignalTest, ASignalInTheLastStepHasItsCode) {
+  for (const auto& [signal_number, code] : {std::pair{SIGTERM, 143}, std::pair{SIGINT, 130}}) {
+    const auto interfere = at_forward(10, [number = signal_number] { ::raise(number); });
+    EXPECT_EXIT(leave_with(interfere, {10}), testing::ExitedWithCode(code), "step 10/10");
+  }
+}
+
+TEST_F(TrainSignalTest, ASignalInTheLastValidationHasItsCode) {
+  with_validation_ = true;
+  settings_.val_every = 10;
+  settings_.val_batches = 2;
+  for (const auto& [signal_number, code] : {std::pair{SIGTERM, 143}, std::pair{SIGINT, 130}}) {
+    const auto interfere = [number = signal_number](HookedModel& model) {
+      model.before_evaluate = [number](const Batch&) { ::raise(number); };
+    };
+    EXPECT_EXIT(leave_with(interfere, {10}), testing::ExitedWithCode(code), "step 10/10");
+  }
 }
 
 TEST_F(TrainSignalTest, ASecondInterruptDoesNotWait) {

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import tensor_file  # noqa: E402
 
-from train_runs import preload  # noqa: E402
+from train_runs import preload, send  # noqa: E402
 
 PROGRAM = Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "infer_pythia"
 pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="infer_pythia is not built")
@@ -792,6 +792,20 @@ def test_interrupt_stops_the_answer_and_then_the_program(slow_model):
     wait_until_it_reads(process)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
+    assert process.returncode == 130
+
+
+def test_a_second_interrupt_does_not_wait_for_the_answer(model):
+    process = start("--model", model, "--interactive", "--debug-inject", "hang@token=2", stdin=subprocess.PIPE)
+    try:
+        process.stdin.write(b"Hello\n")
+        wait_for_message(process, b"token 2 never comes")
+        send(process, signal.SIGINT)
+        assert process.poll() is None, "the first one is for the answer"
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+    finally:
+        process.kill()
     assert process.returncode == 130
 
 

@@ -198,6 +198,13 @@ def test_small_answers(server):
     assert status == 200 and "Access-Control-Allow-Origin" not in headers
 
 
+def test_a_served_name_loses_its_last_suffix_alone(model, tmp_path):
+    path = tmp_path / "pythia-1.4b.bin"
+    path.symlink_to(model)
+    with Server(path) as server:
+        assert [one["id"] for one in json.loads(server.get("/v1/models")[2])["data"]] == ["pythia-1.4b"]
+
+
 def test_greedy_text_is_that_of_the_command_line(server, model):
     command = [PROGRAM, "--model", model, "--device", "cpu", "--prompt", "Once upon", "--max-tokens", "40", "--json"]
     alone = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)

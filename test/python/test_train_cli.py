@@ -203,6 +203,15 @@ def test_a_plan_beyond_memory_is_exit_5_before_anything_is_written(data, tmp_pat
     assert 999_999 % int(re.search(r"--micro-batch (\d+) would fit", done.stderr)[1]) == 0
 
 
+def test_the_advice_for_virtual_ranks_divides_the_share_of_one(data, tmp_path):
+    share = 999_983  # a prime: 1 divides it, 2 only the sequences of both
+    options = ["--config", "tiny", "--train", data / "train_*.bin", "--out", tmp_path / "run", "--seq-len", 64,
+               "--virtual-ranks", 2, "--batch-tokens", 2 * share * 64]
+    assert_refused(run_program(*options, "--micro-batch", share), 5, "--micro-batch 1 would fit")
+    done = run_program(*options, "--micro-batch", 1, "--dry-run")
+    assert done.returncode == 0, done.stderr
+
+
 # ---- input files -----------------------------------------------------------------------------------------------------
 
 
