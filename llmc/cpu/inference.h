@@ -60,6 +60,7 @@ class Inference : public InferenceModel {
 
   float* residual() { return residual_.data(); }  // [rows, C], the residual stream
   float* final_norm() { return final_norm_.data(); }
+  std::size_t row_values() const { return residual_.size() + final_norm_.size(); }  // elements of these two
   std::uint64_t kv_bytes() const { return kv_arena_.bytes(); }
   // "parameters (fp32)", "parameters (int4 weights)"
   std::string parameters_name() const;

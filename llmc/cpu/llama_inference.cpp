@@ -49,8 +49,8 @@ class LlamaInference final : public Inference {
   }
 
   std::vector<MemoryLine> memory() const override {
-    const std::size_t scratch =
-        norm_.size() + 3 * branch_.size() + qkv_.size() + attention_.size() + gate_up_.size() + product_.size();
+    const std::size_t scratch = row_values() + norm_.size() + branch_.size() + qkv_.size() + attention_.size() +
+                                gate_up_.size() + product_.size();
     std::vector<MemoryLine> lines = {{"K/V cache (fp32)", kv_bytes()}, {"workspace (fp32)", scratch * sizeof(float)}};
     if (own_ != nullptr) lines.insert(lines.begin(), {parameters_name(), own_->arena.bytes()});
     return lines;

@@ -39,7 +39,8 @@ class NeoxInference final : public Inference {
   }
 
   std::vector<MemoryLine> memory() const override {
-    const std::size_t scratch = 6 * branch_.size() + qkv_.size() + up_.size();
+    const std::size_t scratch =
+        row_values() + norm1_.size() + norm2_.size() + branch_.size() + attention_.size() + qkv_.size() + up_.size();
     return {{parameters_name(), arena_.bytes()},
             {"K/V cache (fp32)", kv_bytes()},
             {"workspace (fp32)", scratch * sizeof(float)}};
