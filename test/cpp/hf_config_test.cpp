@@ -827,6 +827,17 @@ TEST(RankFields, AreAllThatDecidesNumbersOrCalls) {
   EXPECT_NE(shards.at("--train, shard 2"), other_shards.at("--train, shard 2")) << "other tokens, the same number";
 }
 
+// A new model with this tokenizer and shards of its ids.
+TrainSettings new_model(const TemporaryDirectory& directory, const Json& tokenizer) {
+  const std::string text = tokenizer.dump();
+  write_bytes(directory.file("tokenizer.json"), text);
+  write_shard(directory.file("x.bin"), patterned_tokens(100), 32, xxh3_64(text));
+  TrainSettings settings = micro_settings();
+  settings.config = "tiny";
+  settings.train = directory.file("x.bin");
+  return settings;
+}
+
 // What the tokenizer puts in front of a text is the first token of a new model; a model that is there keeps its own.
 TEST(Inputs, ANewModelBeginsWithTheTokenOfItsTokenizer) {
   const TemporaryDirectory directory;
@@ -841,12 +852,7 @@ TEST(Inputs, ANewModelBeginsWithTheTokenOfItsTokenizer) {
            {{{"SpecialToken", {{"id", "<s>"}, {"type_id", 0}}}}, {{"Sequence", {{"id", "A"}, {"type_id", 0}}}}}},
           {"special_tokens", {{"<s>", {{"id", "<s>"}, {"ids", {2}}, {"tokens", {"<s>"}}}}}}};
     }
-    const std::string text = document.dump();
-    write_bytes(directory.file("tokenizer.json"), text);
-    write_shard(directory.file("x.bin"), patterned_tokens(100), 32, xxh3_64(text));
-    TrainSettings settings = micro_settings();
-    settings.config = "tiny";
-    settings.train = directory.file("x.bin");
+    TrainSettings settings = new_model(directory, document);
     EXPECT_EQ(open_inputs(settings).config.bos_id, begins ? std::optional<std::int32_t>(2) : std::nullopt);
     settings.config.clear();
     settings.model = directory.file("model");
@@ -866,13 +872,7 @@ TEST(Inputs, ANewModelStopsAtTheEndTokensOfItsTokenizer) {
       document["added_tokens"].push_back(
           {{"id", 2 + document["added_tokens"].size()}, {"content", name}, {"special", true}});
     }
-    const std::string text = document.dump();
-    write_bytes(directory.file("tokenizer.json"), text);
-    write_shard(directory.file("x.bin"), patterned_tokens(100), 32, xxh3_64(text));
-    TrainSettings settings = micro_settings();
-    settings.config = "tiny";
-    settings.train = directory.file("x.bin");
-    return open_inputs(settings).config.eos_ids;
+    return open_inputs(new_model(directory, document)).config.eos_ids;
   };
   using Ids = std::vector<std::int32_t>;
   EXPECT_EQ(ends({"<|endoftext|>"}), Ids{2});

@@ -107,6 +107,14 @@ class TrainLoopTest : public testing::Test {
   bool has_checkpoint(const std::string& name, std::int64_t step) const {
     return fs::exists(temporary_.file(name) + format("/step_%08lld/manifest.json", static_cast<long long>(step)));
   }
+  // The steps up to 10 that have one.
+  std::set<std::int64_t> checkpoints(const std::string& name) const {
+    std::set<std::int64_t> steps;
+    for (std::int64_t step = 0; step <= 10; ++step) {
+      if (has_checkpoint(name, step)) steps.insert(step);
+    }
+    return steps;
+  }
 
   const int threads_ = omp_get_max_threads();
   TemporaryDirectory temporary_;
@@ -590,33 +598,26 @@ TEST_F(TrainLoopTest, TheCheckpointWithTheLowestValidationLossIsKept) {
       };
     };
   };
-  const auto kept = [&](const std::string& name) {
-    std::set<std::int64_t> steps;
-    for (std::int64_t step = 0; step <= 10; ++step) {
-      if (has_checkpoint(name, step)) steps.insert(step);
-    }
-    return steps;
-  };
   using Steps = std::set<std::int64_t>;
   settings_.save_every = 2;
   const Result plain = run("plain", script(2));
-  EXPECT_EQ(kept("plain"), (Steps{8, 10}));
+  EXPECT_EQ(checkpoints("plain"), (Steps{8, 10}));
   EXPECT_FALSE(plain.state.best.has_value());
   settings_.keep_best = true;
   const Result best = run("best", script(2));
-  EXPECT_EQ(kept("best"), (Steps{4, 8, 10}));
+  EXPECT_EQ(checkpoints("best"), (Steps{4, 8, 10}));
   EXPECT_EQ(best.state.best, (TrainState::Best{4, 3.0}));
   EXPECT_EQ(best.tensors, plain.tensors);
   settings_.save_every = 0;  // no save is due but those
   run("rare", script(2));
-  EXPECT_EQ(kept("rare"), (Steps{4, 10}));
+  EXPECT_EQ(checkpoints("rare"), (Steps{4, 10}));
   // The best one is remembered when the run goes on.
   settings_.steps = 6;
   settings_.save_every = 2;
   run("resumed", script(2));
   settings_.steps = 10;
   const Result resumed = run("resumed", script(8));
-  EXPECT_EQ(kept("resumed"), (Steps{4, 8, 10}));
+  EXPECT_EQ(checkpoints("resumed"), (Steps{4, 8, 10}));
   EXPECT_EQ(resumed.state.best, best.state.best);
 }
 
@@ -685,11 +686,8 @@ TEST_F(TrainLoopTest, ALossThatComesAgainIsNoNewBest) {
       settings_.val_every = end == 5 ? 4 : 2;  // the equal loss comes behind the resume
       result = run(name, script);
     }
-    std::set<std::int64_t> saved;
-    for (std::int64_t step = 0; step <= 10; ++step) {
-      if (has_checkpoint(name, step)) saved.insert(step);
-    }
-    EXPECT_EQ(saved, ends.size() == 1 ? (std::set<std::int64_t>{2, 4, 8, 10}) : (std::set<std::int64_t>{4, 5, 8, 10}));
+    EXPECT_EQ(checkpoints(name),
+              ends.size() == 1 ? (std::set<std::int64_t>{2, 4, 8, 10}) : (std::set<std::int64_t>{4, 5, 8, 10}));
     EXPECT_EQ(result.state.best, (TrainState::Best{8, losses.at(8)}));
   }
 }
@@ -1508,10 +1506,7 @@ TEST_F(TrainSignalTest, EachUser1IsACheckpoint) {
         if (std::set<std::int64_t>{1, 3, 4, 8}.contains(update.step)) ::raise(SIGUSR1);
       };
     });
-    std::set<std::int64_t> found;
-    for (std::int64_t step = 0; step <= 10; ++step) {
-      if (has_checkpoint("run", step)) found.insert(step);
-    }
+    const std::set<std::int64_t> found = checkpoints("run");
     fs::remove_all(temporary_.file(""));
     ::_exit(found == std::set<std::int64_t>{1, 3, 4, 8, 10} ? 0 : 1);
   };
@@ -1523,15 +1518,12 @@ TEST_F(TrainSignalTest, User1BeforeTheFirstStepSavesAfterIt) {
   settings_.keep = 10;
   const auto leave = [&] {
     install_signal_handlers();
-    std::set<std::int64_t> found;
     for (const std::int64_t end : {4, 10}) {
       settings_.steps = end;
       ::raise(SIGUSR1);
       run("run");
     }
-    for (std::int64_t step = 0; step <= 10; ++step) {
-      if (has_checkpoint("run", step)) found.insert(step);
-    }
+    const std::set<std::int64_t> found = checkpoints("run");
     fs::remove_all(temporary_.file(""));
     ::_exit(found == std::set<std::int64_t>{1, 4, 5, 10} ? 0 : 1);
   };
