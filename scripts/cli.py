@@ -246,6 +246,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file, flush=True)  # argparse ends without asking whether it was written
+
     def error(self, message: str) -> NoReturn:
         text = escaped(message, 400)[1:-1].replace("\\'", "'")  # argparse has quoted what was given
         print(f"error: {text}. See {self.prog} --help.", file=sys.stderr)

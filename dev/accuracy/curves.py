@@ -7,7 +7,8 @@
 trains with train_llama: for each seed one run of the reference, one of the precision, and --shuffled runs of each whose step is cut into
 micro-batches of a half, a quarter, ... the size. Those compute the same sums in another order: what lies between them is what any
 change of the last bit becomes, and a difference between precisions that is no larger says nothing. What follows `--` goes to
-train_llama as it is. A run whose log is complete is not made again.
+train_llama as it is. A run whose log is complete is not made again. --pytorch 1,2 repeats the reference's runs of these seeds in PyTorch
+(scripts/train_reference.py: same weights, same windows, autocast to bf16), on the --device of the runs.
 
 The table has a line a comparison, in the mean over seeds with its standard error; positive is worse than the reference:
 
@@ -84,6 +85,9 @@ class Run:
         return f"{self.precision}-seed{self.seed}-order{self.shuffled}"
 
 
+PYTORCH = "pytorch"  # as a Run's precision
+
+
 def call(command: Sequence[object]) -> str:
     done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -99,9 +103,13 @@ def train(run: Run, options: Any) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     every = max(options.steps // MEASURED, 1)
     cut = ["--micro-batch", options.micro_batch >> run.shuffled, "--seq-len", options.seq_len]
-    call([options.program, *options.rest, "--precision", run.precision, "--seed", run.seed, *cut, "--batch-tokens",
-          options.micro_batch * options.seq_len, "--steps", options.steps, "--save-every", every, "--keep", MEASURED + 1, "--val-every", 0,
-          "--sample-every", 0, "--out", folder])
+    precision = options.reference if run.precision == PYTORCH else run.precision
+    command = [options.program, *options.rest, "--precision", precision, "--seed", run.seed, *cut, "--batch-tokens",
+               options.micro_batch * options.seq_len, "--steps", options.steps, "--save-every", every, "--keep", MEASURED + 1, "--val-every", 0,
+               "--sample-every", 0, "--out", folder]
+    if run.precision == PYTORCH:
+        return repeat_in_pytorch(run, command, result, options)
+    call(command)
     steps = [record for _, record in sorted(read_run(folder).steps.items())]
     after = [words for words in zip(options.rest, options.rest[1:]) if words[0] in ("--val", "--val-batches", "--device")]
     chosen = [word for words in after for word in words]
@@ -121,6 +129,19 @@ def train(run: Run, options: Any) -> dict[str, Any]:
            "saturated_steps": sum(any(kind["saturated"] for kind in record.get("fp8", {}).values()) for record in steps)}
     result.write_text(json.dumps(row))
     shutil.rmtree(folder)  # checkpoints are large
+    print(f"{run.name}: loss {np.mean(losses[-25:]):.4f}", flush=True)
+    return row
+
+
+def repeat_in_pytorch(run: Run, command: Sequence[object], result: Path, options: Any) -> dict[str, Any]:
+    """The losses of the run that the command would make."""
+    config = options.output / f"{run.name}.config.json"
+    config.write_text(call([*command, "--print-config"]))
+    device = dict(zip(options.rest, options.rest[1:])).get("--device", "cuda")
+    records = call([sys.executable, ROOT / "scripts/train_reference.py", config, "--device", device, "--dtype", "bf16"])
+    losses = [json.loads(record)["loss"] for record in records.splitlines()]
+    row: dict[str, Any] = {"losses": losses, "val": [], "fp8": {}, "saturated_steps": 0}
+    result.write_text(json.dumps(row))
     print(f"{run.name}: loss {np.mean(losses[-25:]):.4f}", flush=True)
     return row
 
@@ -150,6 +171,11 @@ def table(rows: dict[Run, dict[str, Any]], reference: str, precision: str, width
         first = min(base)
         text.append(line(f"{reference}, other seeds", [(row, base[first]) for seed, row in base.items() if seed != first], width))
     text.append(line(f"{precision} against {reference}", [(row, base[run.seed]) for run, row in rows.items() if run.precision == precision], width))
+    beside = {run.seed: row for run, row in rows.items() if run.precision == PYTORCH}
+    for name, own in ((reference, base), (precision, whole)):
+        pairs = [(row, beside[seed]) for seed, row in own.items() if seed in beside]
+        if pairs:
+            text.append(line(f"{name} against PyTorch's bf16", pairs, width))
     return "\n".join(text)
 
 
@@ -162,6 +188,7 @@ def main() -> int:
     parser.add_argument("--reference", default="bf16")
     parser.add_argument("--precision", default="fp8")
     parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--pytorch", default="", metavar="SEEDS", help="of these also a run in PyTorch; needs torch and transformers")
     parser.add_argument("--shuffled", type=cli.number_in(0, 8, int), default=1, help="runs of another order for each seed")
     parser.add_argument("--steps", type=positive, default=400)
     parser.add_argument("--micro-batch", type=positive, default=8)
@@ -173,6 +200,7 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     runs = [Run(precision, int(seed), shuffled) for seed in options.seeds.split(",") for shuffled in range(options.shuffled + 1)
             for precision in (options.reference, options.precision)]
+    runs += [Run(PYTORCH, int(seed), 0) for seed in options.pytorch.split(",") if seed]
     rows = {run: train(run, options) for run in runs}
     print(table(rows, options.reference, options.precision, options.smooth))
     for run, row in rows.items():

@@ -1,6 +1,6 @@
 """How much of a training step the GPU works: the time line of the kernels, as CUPTI records it.
 
-    python3 dev/bench/timeline.py [--config d12 --seq-len 1024 --micro-batch 32] [--gpus N] [--no-graph]
+    python3 dev/bench/timeline.py [--config d12 --seq-len 1024 --micro-batch 32] [--gpus N [--shard parameters]] [--no-graph]
 
 Runs train_llama --bench, takes the last steps (from one gradient norm to the next) of each of its processes and prints the
 share of their time in which at least one kernel, copy or fill ran, the largest gaps with what stands before and behind them,
@@ -57,7 +57,7 @@ def record(options: argparse.Namespace) -> list[list[tuple[int, int, str]]]:
                        check=True)
         command = [str(ROOT / "train_llama"), "--device", "cuda", "--bench", "--config", options.config, "--seq-len",
                    str(options.seq_len), "--micro-batch", str(options.micro_batch)]
-        command += ["--gpus", str(options.gpus)] if options.gpus > 1 else []
+        command += ["--gpus", str(options.gpus), "--shard", options.shard] if options.gpus > 1 else []
         result = subprocess.run(command + (["--no-graph"] if options.no_graph else []), text=True, cwd=ROOT,
                                 env={**os.environ, "CUDA_INJECTION64_PATH": str(library), "TIMELINE_OUT": str(lines)})
         files = sorted(lines.parent.glob(lines.name + ".*"))
@@ -88,6 +88,7 @@ def main() -> int:
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--micro-batch", type=int, default=32)
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--shard", default="optimizer")
     parser.add_argument("--no-graph", action="store_true")
     options = parser.parse_args()
     for work in record(options):

@@ -217,7 +217,7 @@ void compare_steps(const TensorFile& dump, TrainModel& model, const Batch& batch
     step.gradient_scale = clip_factor(statistics.gradient_norm, clip);
     model.update(step);
   }
-  checker.check(kLosses, losses);
+  checker.check(kLosses, losses, Norm::loss);
   checker.check_all(
       kStepped, [&](const std::string& name) { return model_values(model, TensorRole::parameter, name); }, Norm::l2);
 }
@@ -285,7 +285,8 @@ TensorDistance distance(const std::string& name, std::span<const float> got, std
     want_square += b * b;
   }
   if (row.max_abs > 0) {
-    row.relative = norm == Norm::max ? row.max_abs / largest : std::sqrt(difference_square / want_square);
+    if (norm == Norm::loss) largest = std::max(largest, 1.0);
+    row.relative = norm == Norm::l2 ? std::sqrt(difference_square / want_square) : row.max_abs / largest;
   }
   if (got_square > 0 && want_square > 0) row.cosine = dot / std::sqrt(got_square) / std::sqrt(want_square);
   // std::max passes over a NaN, so the figures above mean nothing if there is one.
@@ -352,7 +353,7 @@ Comparison compare_training(const TensorFile& dump, Precision precision, double 
   model->backward();
   const float loss = static_cast<float>(model->statistics().loss_sum / static_cast<double>(batch.label_count));
   // One number may come out close by luck, so PyTorch's error on it is no yardstick; adamw.losses has ten.
-  if (dump.find("loss") != nullptr && precision == Precision::fp32) checker.check("loss", {&loss, 1});
+  if (dump.find("loss") != nullptr && precision == Precision::fp32) checker.check("loss", {&loss, 1}, Norm::loss);
   checker.check_all(kGradient,
                     [&](const std::string& name) { return model_values(*model, TensorRole::gradient, name); });
   if (dump.find(kLosses) != nullptr) {
@@ -396,7 +397,7 @@ Comparison compare_decoding(const TensorFile& dump, double tolerance, DecodeMode
   Checker checker(dump, tolerance);
   checker.check_all(kActivation, [&](const std::string& name) { return gathered[std::string(kActivation) + name]; });
   const float loss = static_cast<float>(mean_loss(logits, batch.labels));
-  if (dump.find("loss") != nullptr) checker.check("loss", {&loss, 1});
+  if (dump.find("loss") != nullptr) checker.check("loss", {&loss, 1}, Norm::loss);
   if (dump.find("greedy.ids") != nullptr) compare_greedy(dump, model, checker);
   return checker.finish();
 }

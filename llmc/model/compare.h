@@ -18,7 +18,9 @@ namespace weft {
 // The norm in which two tensors are compared, as |got - want| / |want|. `max` is the strict one: a few
 // hundred rounding errors hold in it for sums of any length. `l2` is for parameters after AdamW steps, where
 // an element whose gradient is rounding noise moves by the learning rate in a direction that noise decides.
-enum class Norm { max, l2 };
+// `loss` is max, but with 1 in the place of a smaller |want|: a loss is the logarithm of a probability, which an error
+// of e changes by the factor 1 + e however small the loss is.
+enum class Norm { max, l2, loss };
 
 // How far a tensor is from its reference; `relative` in the norm asked for.
 struct TensorDistance {

@@ -36,7 +36,7 @@ TEST(Distance, ValuesThatAreNotFiniteNeverPass) {
       const std::vector<float> good = {1, 2, 3, 4, 5};
       std::vector<float> damaged = good;
       damaged[at] = bad;
-      for (const Norm norm : {Norm::max, Norm::l2}) {
+      for (const Norm norm : {Norm::max, Norm::l2, Norm::loss}) {
         for (const double tolerance : {0.0, 1e30, std::numeric_limits<double>::infinity()}) {
           for (const auto& [got, want] :
                {std::pair(damaged, good), std::pair(good, damaged), std::pair(damaged, damaged)}) {
@@ -48,6 +48,14 @@ TEST(Distance, ValuesThatAreNotFiniteNeverPass) {
       }
     }
   }
+}
+
+TEST(Distance, ASmallLossIsComparedAbsolutely) {
+  const std::vector<float> small = {0.25f, 0.5f}, off = {0.25f, 0.625f}, large = {0.25f, 4}, off_large = {0.25f, 5};
+  EXPECT_DOUBLE_EQ(distance("loss", off, small, 0, Norm::loss).relative, 0.125);
+  EXPECT_DOUBLE_EQ(distance("loss", off, small, 0).relative, 0.25);
+  EXPECT_DOUBLE_EQ(distance("loss", off_large, large, 0, Norm::loss).relative, 0.25) << "from 1 on as any tensor";
+  EXPECT_FALSE(distance("loss", off, small, 0.1249, Norm::loss).pass);
 }
 
 TEST(Distance, AnotherSizeNeverPasses) {

@@ -130,7 +130,9 @@ test::QuantizedEdits planted(const Bug& bug, const std::string& tensor) {
 }
 
 TEST(FusedTolerance, NoiseOfSumsLiesBelow) {
-  for (const test::NamedConfig& model : models()) {
+  const std::vector<test::NamedConfig> all = models();
+  for (std::size_t i = all.size(); i > 0; i -= std::min<std::size_t>(i, test::every_nth(2))) {  // under a sanitizer not the widest
+    const test::NamedConfig& model = all[i - 1];
     for (const WeightScheme scheme : kSchemes) {
       const ModelConfig config = test::quantized(model.config, scheme, true);
       const DType cache = cache_of(config);
@@ -165,7 +167,7 @@ TEST(FusedTolerance, OneWrongPositionOfManyLiesAbove) {
 
 // In the last layer: later layers would amplify the error.
 TEST(FusedTolerance, BugsOfOneWarpLieAbove) {
-  constexpr std::size_t kModels[] = {0, 2, 3};
+  constexpr std::size_t kModels[] = {2, 0, 3};
   for (std::size_t i = 0; i < std::size(kModels); i += test::every_nth(3)) {
     const std::size_t which = kModels[i];
     const test::NamedConfig model = models()[which];

@@ -1012,6 +1012,14 @@ def test_output_that_nobody_reads_is_no_error_and_that_of_a_full_disk_is(unbuffe
         assert (done.returncode, done.stderr) == ((5, full) if unbuffered and code == 3 else (code, words))
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_help_on_a_full_disk_is_an_error(unbuffered):
+    with open("/dev/full", "wb") as out:
+        done = subprocess.run([sys.executable, "scripts/convert_hf.py", "--help"], stdout=out, stderr=subprocess.PIPE, text=True,
+                              cwd=ck.ROOT, env=os.environ | {"PYTHONUNBUFFERED": unbuffered})
+    assert (done.returncode, done.stderr) == (5, "error: '': No space left on device\n")
+
+
 def test_letters_that_the_locale_lacks_are_printed_escaped():
     done = subprocess.run([sys.executable, "-c", RUN.format("\\u00e9", 0)], capture_output=True, cwd=ck.ROOT,
                           env=os.environ | {"PYTHONIOENCODING": "ascii:strict"})
