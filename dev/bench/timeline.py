@@ -61,8 +61,10 @@ def record(options: argparse.Namespace) -> list[list[tuple[int, int, str]]]:
         result = subprocess.run(command + (["--no-graph"] if options.no_graph else []), text=True, cwd=ROOT,
                                 env={**os.environ, "CUDA_INJECTION64_PATH": str(library), "TIMELINE_OUT": str(lines)})
         files = sorted(lines.parent.glob(lines.name + ".*"))
-        if result.returncode or not files:
-            fail("train_llama failed, or CUPTI was refused the GPU")
+        if result.returncode:
+            fail(f"train_llama ended with {result.returncode}")
+        if not files:
+            fail(f"no process wrote a time line: the driver did not load {library.name} with {cupti}")
         processes = ((line.split(" ", 2) for line in file.read_text().splitlines()) for file in files)
         return [sorted((int(begin), int(end), name) for begin, end, name in rows) for rows in processes]
 

@@ -22,15 +22,19 @@ struct Producer {
   int in_flight = 0;
   bool wrapped = false;  // every stage has been used, so the consumers must release it before it is filled again
 
+  // Waits until at most `most` of the copies issued() are in flight. False: the launch ends, stop copying.
+  __device__ bool drain(int most = 0) {
+    for (; in_flight > most; --in_flight) {
+      if (!c.wait_barrier(c.full + 8 * oldest.stage, oldest.phase)) return false;
+      oldest.advance(c.p.stages);
+    }
+    return true;
+  }
   // Waits until the next stage is free and fewer than `window` copies are in flight. False: the launch ends, stop
   // copying.
   __device__ bool acquire() {
     const Parameters& p = c.p;
-    if (in_flight == p.window) {
-      if (!c.wait_barrier(c.full + 8 * oldest.stage, oldest.phase)) return false;
-      oldest.advance(p.stages);
-      --in_flight;
-    }
+    if (!drain(p.window - 1)) return false;
     const volatile int* stop = &c.flags.stop;
     if (wrapped) {
       const unsigned barrier = c.empty + 8 * next.stage, phase = next.phase ^ 1;

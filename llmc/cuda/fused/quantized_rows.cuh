@@ -9,11 +9,18 @@
 // fp8 goes through mma.m16n8k16: two instructions make four weights fp16, exactly, and the activations are three fp16
 // digits of 11 bits relative to the largest. Products are exact, sums are fp32.
 //
-// Four digits (of fp8 three and zeros) fill half of the 8 columns; the other half serves a second half of K. Of the
-// four words w0 w1 w2 w3 that a lane loads from weight row g, the mma takes w0 and w2 as row g of A, w1 and w3 as row
-// g + 8. Columns 0 to 3 of B hold the digits that belong to w0 and w2, columns 4 to 7 those that belong to w1 and w3.
-// Wanted are the sums of row g with columns 0 to 3 and of row g + 8 with columns 4 to 7; the others are discarded. A
-// tile therefore has 8 rows of weights, not 16.
+// Four digits (of fp8 three and zeros) fill half of the 8 columns; the other half serves another part of K. Rows g and
+// g + 8 of A are both weight row g, over the two parts of K; columns 0 to 3 of B are the digits of the first part,
+// columns 4 to 7 those of the second. Wanted are the sums of row g with columns 0 to 3 and of row g + 8 with columns 4
+// to 7; the others are discarded. A tile therefore has 8 rows of weights, not 16. With 8 bits the parts are pieces of 16
+// in a group: of the four words w0 w1 w2 w3 that a lane loads from weight row g, the mma takes w0 and w2 as row g of A,
+// w1 and w3 as row g + 8.
+//
+// With int4 the parts are the warp's two groups, so that a lane has sums of one group, and scales them once for a tile.
+// The weights of high nibbles are multiplied as the whole bytes that they are in: for a byte 16 high + low and the
+// activations x and y of the low and the high nibble, 16 (low x + high y) = low (16 x - y) + (16 high + low) y. So only
+// the low nibbles are masked, and B holds the digits of 16 x - y and of y. To leave room for 17 times the largest
+// activation these have 22 bits below the largest, rather than 30.
 #pragma once
 
 #include <type_traits>
@@ -54,6 +61,9 @@ __device__ __forceinline__ unsigned load_shared_word(unsigned address) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
   return value;
 }
+__device__ __forceinline__ void store_shared(unsigned address, unsigned x) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
 __device__ __forceinline__ void store_shared(unsigned address, unsigned x, unsigned y) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
 }
@@ -76,26 +86,30 @@ __device__ __forceinline__ float sum_of_tile(const float (&v)[kTiles], int t) {
 
 template <DType Q>
 constexpr bool kIntegers = Q != DType::e4m3;
-// mma for one tile and one group of 128; each takes two words of B a lane.
+// mma for one tile and all K of a load of the warp; each takes two words of B a lane.
 template <DType Q>
-constexpr int kSteps = kIntegers<Q> ? 2 : 4;
+constexpr int kFragments = kIntegers<Q> ? 4 : 8;
+static_assert(kWarpGroups == 2);  // the two parts of K of int4
 // The digits of one band of activations (weight_stream.cuh), as this lane's B fragments.
 template <typename K>
 template <DType Q>
 struct Consumer<K>::Digits {
-  unsigned b[kRowLoads][kWarpGroups][kSteps<Q>][2];
-  int sums[kRowLoads]
-          [kWarpGroups];  // int4: the group's activations in this lane's two digits, as the weights weigh them
-  float scale;            // factor from the sum over this lane's two digits to activations
+  unsigned b[kRowLoads][kFragments<Q>][2];
+  int sums[kRowLoads];  // int4: the sum of the lane's group of activations in its two digits, times 16
+  float scale;          // factor from the sum over this lane's two digits to activations
 };
+
+// Rounds to integers of up to 22 bits: the float 1.5 * 2^23 + n ends in n.
+constexpr float kRounder = 12582912.0f;
+constexpr unsigned kRounderBits = 0x4b400000u;
 
 // Splits this warp's activations into digits and distributes them to its lanes as B fragments, through shared memory.
 // If any is infinite or NaN, all sums of the warp become NaN.
 template <typename K>
 template <DType Q>
 __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const float* x) const {
-  // |x| < 2^(exponent - 126) for the largest biased exponent, which is scaled to 2^30, for fp8 to 2^9.
-  constexpr unsigned kUp = kIntegers<Q> ? 283 : 262;
+  // |x| < 2^(exponent - 126) for the largest biased exponent, which is scaled to 2^30, for int4 to 2^22, for fp8 to 2^9.
+  constexpr unsigned kUp = Q == DType::u4 ? 275 : kIntegers<Q> ? 283 : 262;
   unsigned most = 0;
 #pragma unroll
   for (int j = 0; j < kInputs; ++j) most = max(most, __float_as_uint(x[j]) & 0x7fffffffu);
@@ -105,7 +119,7 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const flo
   d.scale = exponent == 255 ? __uint_as_float(0x7fffffffu) : __uint_as_float((exponent + 254 - kUp) << 23);
   if constexpr (kIntegers<Q>) {
     if (t % 2 == 1) d.scale *= 65536.0f;
-    if (Q == DType::u4 && t >= 2) d.scale *= 0.0625f;
+    if (Q == DType::u4) d.scale *= 0.0625f;
   } else if (t % 2 == 1) {
     d.scale *= 0x1p-22f;
   }
@@ -121,7 +135,14 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const flo
         unsigned v[4];  // four signed digits in the bytes of a word, the least significant in the lowest byte
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          v[j] = (static_cast<unsigned>(__float2int_rn(own[4 * half + j] * up)) + 0x80808080u) ^ 0x80808080u;
+          if constexpr (Q == DType::u4) {
+            const unsigned low = __float_as_uint(fmaf(own[j], up, kRounder)),
+                           high = __float_as_uint(fmaf(own[4 + j], up, kRounder));
+            const unsigned wanted = half == 0 ? 16 * low - high - 15 * kRounderBits : high - kRounderBits;
+            v[j] = (wanted + 0x80808080u) ^ 0x80808080u;
+          } else {
+            v[j] = (static_cast<unsigned>(__float2int_rn(own[4 * half + j] * up)) + 0x80808080u) ^ 0x80808080u;
+          }
         }
         const unsigned low01 = __byte_perm(v[0], v[1], 0x5140), high01 = __byte_perm(v[0], v[1], 0x7362),
                        low23 = __byte_perm(v[2], v[3], 0x5140), high23 = __byte_perm(v[2], v[3], 0x7362);
@@ -132,15 +153,29 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const flo
       }
       __syncwarp();  // the digits of the previous load have been read
 #pragma unroll
-      for (int n = 0; n < 4; ++n) store_shared(planes + n * kDigitPlane + 8 * lane, plane[n][0], plane[n][1]);
+      for (int n = 0; n < 4; ++n) {
+        if constexpr (Q == DType::u4) {  // of two lanes, the words of 16 x - y before those of y: neighbours for mma
+          const unsigned to = planes + n * kDigitPlane + lane / 2 * 16 + lane % 2 * 4;
+          store_shared(to, plane[n][0]);
+          store_shared(to + 8, plane[n][1]);
+        } else {
+          store_shared(planes + n * kDigitPlane + 8 * lane, plane[n][0], plane[n][1]);
+        }
+      }
       __syncwarp();
+      if constexpr (Q == DType::u4) {  // of the group of this lane's column
 #pragma unroll
-      for (int group = 0; group < kWarpGroups; ++group) {
+        for (int half = 0; half < 2; ++half) {
+          const uint4 words = load_shared(from + column / 4 * 128 + 32 * t + 16 * half);
+          d.b[i][2 * half][0] = words.x, d.b[i][2 * half][1] = words.y;
+          d.b[i][2 * half + 1][0] = words.z, d.b[i][2 * half + 1][1] = words.w;
+        }
+      } else {
 #pragma unroll
-        for (int s = 0; s < kSteps<Q>; ++s) {
-          const unsigned word = from + group * 128 + 32 * t + 16 * s + (column >= 4 ? 4 : 0);
-          d.b[i][group][s][0] = load_shared_word(word);
-          d.b[i][group][s][1] = load_shared_word(word + 8);
+        for (int f = 0; f < kFragments<Q>; ++f) {
+          const unsigned word = from + f / 2 * 128 + 32 * t + 16 * (f % 2) + (column >= 4 ? 4 : 0);
+          d.b[i][f][0] = load_shared_word(word);
+          d.b[i][f][1] = load_shared_word(word + 8);
         }
       }
     } else {
@@ -169,23 +204,20 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const flo
         }
         __syncwarp();
 #pragma unroll
-        for (int s = 0; s < kSteps<Q>; ++s) {
+        for (int s = 0; s < 4; ++s) {
           const unsigned word = from + 64 * t + 16 * s + (column >= 4 ? 4 : 0);
-          d.b[i][group][s][0] = load_shared_word(word);
-          d.b[i][group][s][1] = load_shared_word(word + 8);
+          d.b[i][4 * group + s][0] = load_shared_word(word);
+          d.b[i][4 * group + s][1] = load_shared_word(word + 8);
         }
       }
     }
-    if constexpr (Q == DType::u4) {
-      constexpr unsigned kOnes[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
+    if constexpr (Q == DType::u4) {  // 16 x = (16 x - y) + y and 16 y, so y counts 17 times
+      constexpr unsigned kOnce = 0x01010101u, kWeights[2][4] = {{kOnce, kOnce, kOnce, kOnce},
+                                                                {17 * kOnce, 17 * kOnce, 17 * kOnce, 17 * kOnce}};
+      int sums[4] = {};
 #pragma unroll
-      for (int group = 0; group < kWarpGroups; ++group) {
-        int sums[4] = {};
-#pragma unroll
-        for (int s = 0; s < kSteps<Q>; ++s) multiply_add<Q>(sums, kOnes, d.b[i][group][s]);
-        const int sum = sums[0] + 256 * sums[1];
-        d.sums[i][group] = t >= 2 ? 16 * sum : sum;  // columns 4 to 7 meet weights from high nibbles, 16 q
-      }
+      for (int f = 0; f < kFragments<Q>; ++f) multiply_add<Q>(sums, kWeights[f % 2], d.b[i][f]);
+      d.sums[i] = sums[0] + 256 * sums[1];
     }
   }
 }
@@ -198,6 +230,7 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
   constexpr int kTiles = warp_tiles(Q), kSetRows = set_rows(Q);
   const Parameters& p = c.p;
   const int g = lane / 4, t = lane % 4, stage_rows = kSetRows * p.warps_r, load_groups = kWarpGroups * p.warps_k;
+  groups = stored_groups(Q, groups);
   float* partial =
       reinterpret_cast<float*>(shared + at.partials) + (partial_buffer * p.warps_k + warp_k) * p.partial_rows;
   for (int first = 0; first < rows; first += stage_rows) {
@@ -213,64 +246,67 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
       // Rows and groups of K that the stage does not have are stale numbers, but finite ones: sums of such rows are
       // discarded, and the digits of such groups are 0. Where the numbers are floats they might be NaN: a scale is that
       // of the last group, and weights in fp8 are not loaded.
-      uint4 w[kTiles][kWarpGroups][Q == DType::u4 ? 1 : 2];
-      unsigned words[kTiles][kWarpGroups];
+      constexpr int kGroupLoads = Q == DType::u4 ? 1 : 2, kRowBytes = 64;
+      const unsigned piece_bytes = own_rows * kRowBytes,
+                     own_pieces = set + warp_k * (kWarpGroups * kGroupLoads) * piece_bytes + g * kRowBytes + t * 16;
+      uint4 w[kTiles][kWarpGroups][kGroupLoads];
+      [[maybe_unused]] unsigned words[kTiles];  // int4: scale and zero of this lane's group
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
         for (int group = 0; group < kWarpGroups; ++group) {
-          const int row = tile * kTileRows + g, of_stage = warp_k * kWarpGroups + group;
-          if constexpr (Q == DType::u4) {
-            w[tile][group][0] = load_shared(set + (of_stage * own_rows + row) * 64 + t * 16);
-            const int word = min(of_stage, here - 1) * own_rows + row;
-            words[tile][group] = load_shared_word(set + here * own_rows * 64 + word * 4);
-          } else {
-            const bool mine = Q == DType::i8 || (row < own_rows && of_stage < here);
+          const bool mine = kIntegers<Q> || (tile * kTileRows + g < own_rows && warp_k * kWarpGroups + group < here);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              w[tile][group][half] = make_uint4(0, 0, 0, 0);
-              if (mine) {
-                w[tile][group][half] = load_shared(set + ((2 * of_stage + half) * own_rows + row) * 64 + t * 16);
-              }
-            }
+          for (int n = 0; n < kGroupLoads; ++n) {
+            w[tile][group][n] = make_uint4(0, 0, 0, 0);
+            const unsigned piece = own_pieces + (kGroupLoads * group + n) * piece_bytes;
+            if (mine) w[tile][group][n] = load_shared(piece + tile * (kTileRows * kRowBytes));
           }
+        }
+        if constexpr (Q == DType::u4) {
+          const int word = min(warp_k * kWarpGroups + t / 2, here - 1) * own_rows + g;
+          words[tile] = load_shared_word(set + here * piece_bytes + word * 4 + tile * (kTileRows * 4));
         }
       }
       end_chunk();
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
+        if constexpr (Q == DType::u4) {
+          constexpr unsigned kLow = 0x0f0f0f0fu;
+          int each[4] = {};
 #pragma unroll
-        for (int group = 0; group < kWarpGroups; ++group) {
-          const auto& b = x.b[i][group];
-          if constexpr (Q == DType::i8) {
+          for (int half = 0; half < 2; ++half) {
+            const uint4 v = w[tile][half][0];
+            multiply_add<Q>(each, {v.x, v.y, v.z, v.w}, x.b[i][2 * half + 1]);
+            multiply_add<Q>(each, {v.x & kLow, v.y & kLow, v.z & kLow, v.w & kLow}, x.b[i][2 * half]);
+          }
+          const int low = t < 2 ? each[0] : each[2], high = t < 2 ? each[1] : each[3];
+          const int zero = static_cast<int>(words[tile] >> 16);
+          const float scale = __half2float(__ushort_as_half(static_cast<unsigned short>(words[tile])));
+          scaled[tile] = fmaf(static_cast<float>(low + 256 * high - zero * x.sums[i]), scale, scaled[tile]);
+        } else {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const uint4 v = w[tile][group][half];
-              multiply_add<Q>(sums[tile][group], {v.x, v.y, v.z, v.w}, b[half]);
+          for (int group = 0; group < kWarpGroups; ++group) {
+            const auto* b = x.b[i] + group * (kFragments<Q> / kWarpGroups);
+            if constexpr (Q == DType::i8) {
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                const uint4 v = w[tile][group][half];
+                multiply_add<Q>(sums[tile][group], {v.x, v.y, v.z, v.w}, b[half]);
+              }
+            } else if constexpr (Q == DType::e4m3) {
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                const uint4 v = w[tile][group][half];
+                unsigned a[8];
+                e4m3_pairs(v.x, a[0], a[1]);
+                e4m3_pairs(v.y, a[2], a[3]);
+                e4m3_pairs(v.z, a[4], a[5]);
+                e4m3_pairs(v.w, a[6], a[7]);
+                multiply_add(sums[tile][group], {a[0], a[1], a[2], a[3]}, b[2 * half]);
+                multiply_add(sums[tile][group], {a[4], a[5], a[6], a[7]}, b[2 * half + 1]);
+              }
             }
-          } else if constexpr (Q == DType::e4m3) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const uint4 v = w[tile][group][half];
-              unsigned a[8];
-              e4m3_pairs(v.x, a[0], a[1]);
-              e4m3_pairs(v.y, a[2], a[3]);
-              e4m3_pairs(v.z, a[4], a[5]);
-              e4m3_pairs(v.w, a[6], a[7]);
-              multiply_add(sums[tile][group], {a[0], a[1], a[2], a[3]}, b[2 * half]);
-              multiply_add(sums[tile][group], {a[4], a[5], a[6], a[7]}, b[2 * half + 1]);
-            }
-          } else {
-            constexpr unsigned kLow = 0x0f0f0f0fu, kHigh = 0xf0f0f0f0u;  // the high nibble stays in place: 16 q
-            const uint4 v = w[tile][group][0];
-            const int zero = static_cast<int>(words[tile][group] >> 16);
-            int each[4] = {};
-            multiply_add<Q>(each, {v.x & kLow, v.x & kHigh, v.y & kLow, v.y & kHigh}, b[0]);
-            multiply_add<Q>(each, {v.z & kLow, v.z & kHigh, v.w & kLow, v.w & kHigh}, b[1]);
-            const int low = t < 2 ? each[0] : each[2], high = t < 2 ? each[1] : each[3];
-            const float scale = __half2float(__ushort_as_half(static_cast<unsigned short>(words[tile][group])));
-            const int sum = low + 256 * high - zero * x.sums[i][group];
-            scaled[tile] = fmaf(static_cast<float>(sum), scale, scaled[tile]);
           }
         }
       }
@@ -339,10 +375,19 @@ __device__ bool Producer<K>::stream_part(const std::byte*& source, int rows, int
         const auto amount = static_cast<unsigned>(set_bytes(Q, stage_rows, stage_groups));
         const unsigned barrier = c.full + 8 * next.stage;
         hopper::mbarrier_arrive_expect(barrier, amount);
-        hopper::bulk_load(c.ring + next.stage * c.p.stage_bytes, source, amount, barrier, hopper::L2::evict_first);
+        // A stage of three tiles is more than should be in flight beside the one before it: small accesses of other blocks
+        // queue behind what is (dev/performance/fused.md). So most of it is asked for once all others have come.
+        const unsigned to = c.ring + next.stage * c.p.stage_bytes;
+        const unsigned first = Q == DType::u4 ? amount / 4 / 16 * 16 : amount;
+        if (first > 0) hopper::bulk_load(to, source, first, barrier, hopper::L2::evict_first);
+        bool good = true;
+        if (first < amount) {
+          good = drain();  // if the launch ends, what is asked for must still come whole: see run()
+          hopper::bulk_load(to + first, source + first, amount - first, barrier, hopper::L2::evict_first);
+        }
         source += amount;
         issued();
-        return true;
+        return good;
       });
 }
 

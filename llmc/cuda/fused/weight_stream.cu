@@ -32,6 +32,7 @@ struct Source {
 // The 16 bytes at `offset` of the stage that begins at row `first_row` and group `first_group` of the part.
 template <DType Q>
 __device__ uint4 stage_piece(const Source& from, int offset, int first_row, int rows, int first_group, int groups) {
+  groups = stored_groups(Q, groups);
   const int set_stride = set_rows(Q) * groups * group_bytes(Q), set = offset / set_stride;
   const int own_rows = min(set_rows(Q), rows - set * set_rows(Q));
   offset -= set * set_stride;
@@ -39,13 +40,12 @@ __device__ uint4 stage_piece(const Source& from, int offset, int first_row, int 
   first_group += from.first_group;
   unsigned words[4] = {};
   constexpr int kRowBytes = 64;  // consecutive bytes of one row
-  constexpr int kHalves = Q == DType::u4 ? 1 : 2;
-  const int weights = groups * kHalves * own_rows * kRowBytes;
+  const int weights = groups * (Q == DType::u4 ? 1 : 2) * own_rows * kRowBytes;
   if (offset < weights) {
     const int piece = offset / (own_rows * kRowBytes), t = offset % kRowBytes / 16;
     const std::int64_t row = from.packed_row(first_row + offset / kRowBytes % own_rows);
-    const std::int64_t k =
-        static_cast<std::int64_t>(first_group + piece / kHalves) * kQuantGroup + 32 * t + piece % kHalves * 16;
+    const int group = first_group + (Q == DType::u4 ? piece / 2 * 2 : piece / 2);
+    const std::int64_t k = static_cast<std::int64_t>(group) * kQuantGroup + 32 * t + piece % 2 * 16;
     const auto value = [&](std::int64_t at) {
       return at < from.K ? quantized::packed_value<Q>(from.blocks, from.K, row, at) : 0;
     };
@@ -53,7 +53,8 @@ __device__ uint4 stage_piece(const Source& from, int offset, int first_row, int 
       for (int i = 0; i < 4; ++i) {
         unsigned byte;
         if constexpr (Q == DType::u4) {
-          byte = value(k + 8 * n + i) | value(k + 8 * n + i + 4) << 4;
+          const std::int64_t low = k + n % 2 * kQuantGroup + n / 2 * 8 + i;
+          byte = value(low) | value(low + 4) << 4;
         } else {
           byte = value(k + 4 * n + i);
         }
@@ -63,9 +64,9 @@ __device__ uint4 stage_piece(const Source& from, int offset, int first_row, int 
   } else if constexpr (Q == DType::u4) {
     for (int n = 0; n < 4; ++n) {
       const int index = (offset - weights) / 4 + n;
-      if (index >= groups * own_rows) break;
-      words[n] = quantized::packed_group(from.blocks, from.K, from.packed_row(first_row + index % own_rows),
-                                         first_group + index / own_rows);
+      const int group = first_group + index / own_rows;
+      if (index >= groups * own_rows || group >= groups_of(from.K)) break;
+      words[n] = quantized::packed_group(from.blocks, from.K, from.packed_row(first_row + index % own_rows), group);
     }
   }
   return make_uint4(words[0], words[1], words[2], words[3]);

@@ -8,11 +8,12 @@
 // set_rows() of them or what is left:
 //
 //   8 bits  [group][half][row][64 bytes]: byte 16 t + i of half h is k = 32 t + 16 h + i of the group
-//   4 bits  [group][row][64 bytes]: byte 16 t + 4 n + i has k = 32 t + 8 n + i in its low bits, k + 4 in the high ones;
+//   4 bits  [two groups][half][row][64 bytes]: byte 16 t + 4 n + i of half h has, of group n % 2 of the two,
+//           k = 32 t + 16 h + 8 (n / 2) + i in its low bits, k + 4 in the high ones;
 //           then [group][row] words: the scale's fp16 bits in the low half, the zero point in the high half
 //
 // The stride is the number of rows that there are, not set_rows(): the only padding of rows is at the end of an int4
-// set, to 16 bytes. K is padded with zeros to whole groups.
+// set, to 16 bytes. K is padded with zeros to whole groups, of int4 to two groups.
 #pragma once
 
 #include "llmc/cuda/fused/parameters.cuh"
@@ -36,8 +37,12 @@ static_assert(set_rows(DType::u4) >= set_rows(DType::i8));  // partial_rows hold
 __host__ __device__ constexpr int group_bytes(DType q) {
   return q == DType::u4 ? 68 : 128;
 }
+// The groups of a set that has `groups` groups of K.
+__host__ __device__ constexpr int stored_groups(DType q, int groups) {
+  return q == DType::u4 ? (groups + 1) / 2 * 2 : groups;
+}
 __host__ __device__ constexpr int set_bytes(DType q, int rows, int groups) {
-  return (rows * groups * group_bytes(q) + 15) / 16 * 16;
+  return (rows * stored_groups(q, groups) * group_bytes(q) + 15) / 16 * 16;
 }
 __host__ __device__ inline int groups_of(std::int64_t K) {
   return static_cast<int>((K + kQuantGroup - 1) / kQuantGroup);
