@@ -434,6 +434,18 @@ TEST(Classifier, LargeLogitsDoNotOverflow) {
   EXPECT_EQ(logits[2], 0.0f);
 }
 
+// All exponentials but those relative to the largest would be 0.
+TEST(Classifier, SmallLogitsDoNotUnderflow) {
+  for (const std::int64_t V : {3, 17, 2049}) {
+    Floats logits(static_cast<std::size_t>(V), -1000.0f), loss(1);
+    const std::int32_t label = 1;
+    EXPECT_NEAR(log_softmax(logits.data(), V).loss(-1000.0f), std::log(V), 1e-5);
+    classifier(logits.data(), loss.data(), &label, 1, V, 1.0f, true);
+    EXPECT_NEAR(loss[0], std::log(V), 1e-5);
+    EXPECT_NEAR(logits[0], 1.0 / static_cast<double>(V), 1e-6);
+  }
+}
+
 TEST(Classifier, NanGivesNan) {
   for (const std::int64_t where : {0, 7, 20}) {
     Floats logits = random_floats(21, 1), loss(1);

@@ -150,6 +150,8 @@ TEST_F(CompletionsServerTest, TheHostIsThisMachine) {
                                      {"LOCALHOST:8000", "404"},
                                      {"127.0.0.1:8000", "404"},
                                      {"[::1]:8000", "404"},
+                                     {"[::1]", "404"},
+                                     {"[::2]", "403"},
                                      {"localhos", "403"},
                                      {"localhost.example", "403"},
                                      {"example:8000", "403"}}) {

@@ -238,11 +238,13 @@ def test_an_empty_prompt_starts_a_document(model, tmp_path):
         assert object_of("--model", model, *arguments, "--max-tokens", 3)["prompt_ids"] == [END_OF_TEXT]
 
 
-def test_special_tokens_are_text_unless_asked_for(model):
-    as_text = object_of("--model", model, "--prompt", "<|endoftext|>", "--max-tokens", 1)
-    assert as_text["prompt_ids"] == [byte + 2 for byte in b"<|endoftext|>"]
-    as_token = object_of("--model", model, "--prompt", "<|endoftext|>", "--max-tokens", 1, "--special")
-    assert as_token["prompt_ids"] == [END_OF_TEXT]
+def test_special_tokens_are_text_unless_asked_for(model, tmp_path):
+    (tmp_path / "prompt.txt").write_text("<|endoftext|>")
+    for prompt in (("--prompt", "<|endoftext|>"), ("--prompt-file", tmp_path / "prompt.txt")):
+        as_text = object_of("--model", model, *prompt, "--max-tokens", 1)
+        assert as_text["prompt_ids"] == [byte + 2 for byte in b"<|endoftext|>"]
+        as_token = object_of("--model", model, *prompt, "--max-tokens", 1, "--special")
+        assert as_token["prompt_ids"] == [END_OF_TEXT]
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"a\xed\xa0\x80b", b"a\0b", b"\xef\xbb\xbfx", b"a\r\nb", b"\xf0\x9f"])
@@ -321,6 +323,10 @@ def test_divergence_from_another_model(model, tmp_path):
     assert apart["kl_mean"] == pytest.approx(math.log(TOKENS), rel=1e-6) == apart["mean_nll"]
     assert apart["tokens"] == object_of("--model", model, *arguments)["tokens"] and apart["same_top"] < 1
     assert object_of("--model", sure, *arguments, "--against", uniform)["kl_mean"] > 10 * apart["kl_mean"]
+    short = tmp_path / "short.txt"
+    short.write_text("a few words")
+    whole = object_of("--model", model, "--perplexity", short, "--against", model)
+    assert (whole["tokens"], whole["kl_mean"]) == (len("a few words"), 0), "by default a window is as long as a text that fits"
     lines = run_ok("--model", uniform, *arguments, "--against", sure).decode()
     assert lines.startswith("KL divergence  ") and "same top id" in lines and "of the other" in lines
     assert "--against: only for --perplexity" in refused(2, "--model", model, "--prompt", "a", "--against", model)

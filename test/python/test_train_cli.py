@@ -148,7 +148,7 @@ def test_a_gpu_that_is_not_there_is_exit_4(data, tmp_path):
 def test_dry_run_checks_everything_and_writes_nothing(data, tmp_path):
     done = train(data, tmp_path / "run", "--dry-run")
     assert done.returncode == 0, done.stderr
-    for word in ("lr ", "parameters", "64 tokens = 2 x 16, accumulated 2 times", "3 shards"):
+    for word in ("lr ", "parameters", "64 tokens = 2 x 16, accumulated 2 times", "3 shards", "saves: in the background"):
         assert word in done.stdout
     assert not (tmp_path / "run").exists()
     # A plan of 8 billion parameters, in no time and with no memory; whether it fits is up to the machine.
