@@ -171,9 +171,9 @@ def table(rows: dict[Run, dict[str, Any]], reference: str, precision: str, width
         first = min(base)
         text.append(line(f"{reference}, other seeds", [(row, base[first]) for seed, row in base.items() if seed != first], width))
     text.append(line(f"{precision} against {reference}", [(row, base[run.seed]) for run, row in rows.items() if run.precision == precision], width))
-    beside = {run.seed: row for run, row in rows.items() if run.precision == PYTORCH}
-    for name, own in ((reference, base), (precision, whole)):
-        pairs = [(row, beside[seed]) for seed, row in own.items() if seed in beside]
+    repeated = {run.seed: row for run, row in rows.items() if run.precision == PYTORCH}
+    for name, own_rows in ((reference, base), (precision, whole)):
+        pairs = [(row, repeated[seed]) for seed, row in own_rows.items() if seed in repeated]
         if pairs:
             text.append(line(f"{name} against PyTorch's bf16", pairs, width))
     return "\n".join(text)

@@ -130,9 +130,10 @@ test::QuantizedEdits planted(const Bug& bug, const std::string& tensor) {
 }
 
 TEST(FusedTolerance, NoiseOfSumsLiesBelow) {
-  const std::vector<test::NamedConfig> all = models();
-  for (std::size_t i = all.size(); i > 0; i -= std::min<std::size_t>(i, test::every_nth(2))) {  // under a sanitizer not the widest
-    const test::NamedConfig& model = all[i - 1];
+  std::vector<test::NamedConfig> all = models();
+  std::reverse(all.begin(), all.end());  // the first is the widest, and left out under a sanitizer
+  for (std::size_t i = 0; i < all.size(); i += test::every_nth(2)) {
+    const test::NamedConfig& model = all[i];
     for (const WeightScheme scheme : kSchemes) {
       const ModelConfig config = test::quantized(model.config, scheme, true);
       const DType cache = cache_of(config);
