@@ -17,6 +17,7 @@
 #include "llmc/infer/draft_length.h"
 #include "llmc/infer/draft_sequence.h"
 #include "llmc/infer/engine_sequence.h"
+#include "llmc/infer/fault_injection.h"
 #include "llmc/infer/lookup.h"
 #include "llmc/model/single_sequence.h"
 #include "paged_fake.h"
@@ -334,6 +335,19 @@ std::unique_ptr<DecodeModel> fake_sequence(std::int64_t depth, std::int64_t wron
   }
   return engine_sequence(std::make_unique<PagedFake>(sizes_of_one(depth)), kCapacity,
                          {std::make_unique<PagedFake>(of_draft), nullptr}, {.row_cost = 1e-3, .draft_cost = 0.05});
+}
+
+// At whichever id they come, and however many ids came before.
+TEST(EngineSequence, LogitsThatAreNotFiniteAreAnError) {
+  GenerationRequest request;
+  request.sampling.seed = 3;
+  request.max_ids = 8;
+  for (const int token : {1, 2, 3, 8}) {
+    const auto model = engine_sequence(with_faults(std::make_unique<PagedFake>(sizes_of_one(1)),
+                                                   parse_decode_faults({"nan@token=" + std::to_string(token)})),
+                                       kCapacity, {}, {.lookup = 2});
+    EXPECT_NE(error_of(Exit::numeric, [&] { generated(*model, Ids{7, 4, 9}, request); }), "") << "token " << token;
+  }
 }
 
 // Several turns of one text, as --interactive has them, to the last position; ended by number, stop id and listener.
