@@ -66,7 +66,8 @@ def record(options: argparse.Namespace) -> list[list[tuple[int, int, str]]]:
         if not files:
             fail(f"no process wrote a time line: the driver did not load {library.name} with {cupti}")
         processes = ((line.split(" ", 2) for line in file.read_text().splitlines()) for file in files)
-        return [sorted((int(begin), int(end), name) for begin, end, name in rows) for rows in processes]
+        work = [sorted((int(begin), int(end), name) for begin, end, name in rows) for rows in processes]
+        return [rows for rows in work if rows]  # the process that starts the ranks may ask the driver for its GPUs, too
 
 
 def covered(work: list[tuple[int, int, str]]) -> int:
