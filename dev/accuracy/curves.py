@@ -95,21 +95,29 @@ def call(command: Sequence[object]) -> str:
     return done.stdout
 
 
+def command_of(run: Run, options: Any, precision: str) -> list[object]:
+    cut = ["--micro-batch", options.micro_batch >> run.shuffled, "--seq-len", options.seq_len]
+    return [options.program, *options.rest, "--precision", precision, "--seed", run.seed, *cut, "--batch-tokens",
+            options.micro_batch * options.seq_len, "--steps", options.steps, "--save-every", max(options.steps // MEASURED, 1), "--keep",
+            MEASURED + 1, "--val-every", 0, "--sample-every", 0, "--out", options.output / run.name]
+
+
 def train(run: Run, options: Any) -> dict[str, Any]:
     """Losses of the steps, and the measurements of the weights."""
     folder, result = options.output / run.name, options.output / f"{run.name}.json"
     if result.exists():
         return json.loads(result.read_text())
     shutil.rmtree(folder, ignore_errors=True)
-    every = max(options.steps // MEASURED, 1)
-    cut = ["--micro-batch", options.micro_batch >> run.shuffled, "--seq-len", options.seq_len]
-    precision = options.reference if run.precision == PYTORCH else run.precision
-    command = [options.program, *options.rest, "--precision", precision, "--seed", run.seed, *cut, "--batch-tokens",
-               options.micro_batch * options.seq_len, "--steps", options.steps, "--save-every", every, "--keep", MEASURED + 1, "--val-every", 0,
-               "--sample-every", 0, "--out", folder]
-    if run.precision == PYTORCH:
-        return repeat_in_pytorch(run, command, result, options)
-    call(command)
+    row = (repeat_in_pytorch if run.precision == PYTORCH else train_and_measure)(run, options)
+    result.write_text(json.dumps(row))
+    shutil.rmtree(folder, ignore_errors=True)  # checkpoints are large
+    print(f"{run.name}: loss {np.mean(row['losses'][-25:]):.4f}", flush=True)
+    return row
+
+
+def train_and_measure(run: Run, options: Any) -> dict[str, Any]:
+    folder = options.output / run.name
+    call(command_of(run, options, run.precision))
     steps = [record for _, record in sorted(read_run(folder).steps.items())]
     after = [words for words in zip(options.rest, options.rest[1:]) if words[0] in ("--val", "--val-batches", "--device")]
     chosen = [word for words in after for word in words]
@@ -124,26 +132,17 @@ def train(run: Run, options: Any) -> dict[str, Any]:
             sums = lost.setdefault(kind, {})
             for name, count in counts.items():
                 sums[name] = sums.get(name, 0) + count
-    losses = [record["loss"] for record in steps]
-    row = {"losses": losses, "val": measured, "fp8": lost,
-           "saturated_steps": sum(any(kind["saturated"] for kind in record.get("fp8", {}).values()) for record in steps)}
-    result.write_text(json.dumps(row))
-    shutil.rmtree(folder)  # checkpoints are large
-    print(f"{run.name}: loss {np.mean(losses[-25:]):.4f}", flush=True)
-    return row
+    return {"losses": [record["loss"] for record in steps], "val": measured, "fp8": lost,
+            "saturated_steps": sum(any(kind["saturated"] for kind in record.get("fp8", {}).values()) for record in steps)}
 
 
-def repeat_in_pytorch(run: Run, command: Sequence[object], result: Path, options: Any) -> dict[str, Any]:
-    """The losses of the run that the command would make."""
+def repeat_in_pytorch(run: Run, options: Any) -> dict[str, Any]:
+    """The losses of the reference's run."""
     config = options.output / f"{run.name}.config.json"
-    config.write_text(call([*command, "--print-config"]))
+    config.write_text(call([*command_of(run, options, options.reference), "--print-config"]))
     device = dict(zip(options.rest, options.rest[1:])).get("--device", "cuda")
     records = call([sys.executable, ROOT / "scripts/train_reference.py", config, "--device", device, "--dtype", "bf16"])
-    losses = [json.loads(record)["loss"] for record in records.splitlines()]
-    row: dict[str, Any] = {"losses": losses, "val": [], "fp8": {}, "saturated_steps": 0}
-    result.write_text(json.dumps(row))
-    print(f"{run.name}: loss {np.mean(losses[-25:]):.4f}", flush=True)
-    return row
+    return {"losses": [json.loads(record)["loss"] for record in records.splitlines()], "val": [], "fp8": {}, "saturated_steps": 0}
 
 
 def line(name: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]], width: int) -> str:
@@ -163,20 +162,14 @@ def table(rows: dict[Run, dict[str, Any]], reference: str, precision: str, width
     text = ["| | pairs | lag, steep, steps | gap, steep, % | lag, late | gap, late, % | largest gap, % | learnt, % |", "|" + "---|" * 8]
     base = {run.seed: row for run, row in rows.items() if run.precision == reference and run.shuffled == 0}
     whole = {run.seed: row for run, row in rows.items() if run.precision == precision and run.shuffled == 0}
-    for name, own, against in ((f"{reference}, sums in another order", reference, base), (f"{precision}, sums in another order", precision, whole)):
-        pairs = [(row, against[run.seed]) for run, row in rows.items() if run.precision == own and run.shuffled]
-        if pairs:
-            text.append(line(name, pairs, width))
-    if len(base) > 1:
-        first = min(base)
-        text.append(line(f"{reference}, other seeds", [(row, base[first]) for seed, row in base.items() if seed != first], width))
-    text.append(line(f"{precision} against {reference}", [(row, base[run.seed]) for run, row in rows.items() if run.precision == precision], width))
     repeated = {run.seed: row for run, row in rows.items() if run.precision == PYTORCH}
-    for name, own_rows in ((reference, base), (precision, whole)):
-        pairs = [(row, repeated[seed]) for seed, row in own_rows.items() if seed in repeated]
-        if pairs:
-            text.append(line(f"{name} against PyTorch's bf16", pairs, width))
-    return "\n".join(text)
+    comparisons = [(f"{name}, sums in another order", [(row, own[run.seed]) for run, row in rows.items() if run.precision == name and run.shuffled])
+                   for name, own in ((reference, base), (precision, whole))]
+    comparisons.append((f"{reference}, other seeds", [(row, base[min(base)]) for seed, row in base.items() if seed != min(base)]))
+    comparisons.append((f"{precision} against {reference}", [(row, base[run.seed]) for run, row in rows.items() if run.precision == precision]))
+    comparisons += [(f"{name} against PyTorch's bf16", [(row, repeated[seed]) for seed, row in own.items() if seed in repeated])
+                    for name, own in ((reference, base), (precision, whole))]
+    return "\n".join(text + [line(name, pairs, width) for name, pairs in comparisons if pairs])
 
 
 def main() -> int:

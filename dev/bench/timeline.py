@@ -63,11 +63,12 @@ def record(options: argparse.Namespace) -> list[list[tuple[int, int, str]]]:
         files = sorted(lines.parent.glob(lines.name + ".*"))
         if result.returncode:
             fail(f"train_llama ended with {result.returncode}")
-        if not files:
-            fail(f"no process wrote a time line: the driver did not load {library.name} with {cupti}")
         processes = ((line.split(" ", 2) for line in file.read_text().splitlines()) for file in files)
         work = [sorted((int(begin), int(end), name) for begin, end, name in rows) for rows in processes]
-        return [rows for rows in work if rows]  # the process that starts the ranks may ask the driver for its GPUs, too
+        work = [rows for rows in work if rows]  # the process that starts the ranks may ask the driver for its GPUs, too
+        if not work:
+            fail(f"no process wrote a time line: did the driver load {library.name} with {cupti}?")
+        return work
 
 
 def covered(work: list[tuple[int, int, str]]) -> int:

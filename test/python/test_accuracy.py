@@ -532,6 +532,29 @@ def test_every_seed_order_and_precision_is_run(curves, tmp_path, monkeypatch, ca
     assert curves.main() == 0 and [(name, rest) for name, rest, *_ in made] == [("fp32-seed1-order0", []), ("bf16-seed1-order0", [])]
 
 
+def test_runs_in_pytorch_stand_beside_those_of_their_seed(curves, curve_options, tmp_path, monkeypatch):
+    """The table compares them with both precisions; the command line of the run goes to --print-config and from there to PyTorch."""
+    calls = []
+
+    def call(command):
+        calls.append([str(word) for word in command])
+        return "{}" if "--print-config" in command else '{"loss": 4.0}\n{"loss": 2.0}\n'
+
+    monkeypatch.setattr(curves, "call", call)
+    row = curves.train(curves.Run(curves.PYTORCH, 7, 0), curve_options)
+    assert row["losses"] == [4.0, 2.0] and curves.train(curves.Run(curves.PYTORCH, 7, 0), curve_options) == row and len(calls) == 2
+    first = dict(zip(calls[0], calls[0][1:]))
+    assert (first["--precision"], first["--seed"], first["--batch-tokens"], calls[0][-1]) == ("bf16", "7", "128", "--print-config")
+    assert calls[1][2:] == [str(tmp_path / "pytorch-seed7-order0.config.json"), "--device", "cpu", "--dtype", "bf16"]
+
+    losses = [8.0 - 0.05 * step for step in range(100)]
+    rows = {curves.Run(name, seed, 0): {"losses": [factor * loss for loss in losses], "val": [], "fp8": {}, "saturated_steps": 0}
+            for name, seed, factor in (("bf16", 1, 1), ("fp8", 1, 1.02), ("bf16", 2, 1), ("fp8", 2, 1), (curves.PYTORCH, 1, 1.01))}
+    lines = {text.split("|")[1].strip(): text.split("|") for text in curves.table(rows, "bf16", "fp8", 25).splitlines()}
+    assert lines["bf16 against PyTorch's bf16"][2].strip() == "1" and lines["bf16 against PyTorch's bf16"][7].strip() == "0.99"
+    assert lines["fp8 against PyTorch's bf16"][4].strip() == "+0.99" and lines["fp8 against bf16"][2].strip() == "2"
+
+
 def test_a_command_that_fails_is_named(curves):
     assert curves.call(["sh", "-c", "pwd; exit 0"]) == f"{ROOT}\n"
     with pytest.raises(curves.cli.FileError, match="(?s)sh -c echo why >&2; exit 3: exit code 3:\nwhy") as failed:
@@ -759,28 +782,3 @@ def test_what_other_histories_and_margins_would_have_lost(train_fp8, capsys):
     assert lines["input, e4m3", "1, 4"][0] == "0.00" and lines["input, e4m3", "1, 2"][0] == f"{200 / 59:.2f}"
     assert [lines["input, e4m3", f"{history}, 0"][:2] for history in (16, 64)] == [[f"{100 / 59:.2f}", "0.00"]] * 2, "it is known already"
     assert lines["gradient, e5m2", "1, 0"] == ["0.00", "0.00", "0.000", "0.000", "0.000", "0.000"]
-
-
-def test_runs_in_pytorch_stand_beside_those_of_their_seed(curves, tmp_path, monkeypatch):
-    """The table compares them with both precisions; the command line of the run goes to --print-config and from there to PyTorch."""
-    calls = []
-
-    def call(command):
-        calls.append([str(word) for word in command])
-        return "{}" if "--print-config" in command else '{"loss": 4.0}\n{"loss": 2.0}\n'
-
-    monkeypatch.setattr(curves, "call", call)
-    options = SimpleNamespace(output=tmp_path, program="weft", rest=["--config", "d12", "--device", "cpu"], reference="bf16",
-                                    micro_batch=4, seq_len=8, steps=2)
-    row = curves.train(curves.Run(curves.PYTORCH, 7, 0), options)
-    assert row["losses"] == [4.0, 2.0] and curves.train(curves.Run(curves.PYTORCH, 7, 0), options) == row and len(calls) == 2
-    first = dict(zip(calls[0][1::2], calls[0][2::2]))
-    assert (first["--precision"], first["--seed"], first["--batch-tokens"], calls[0][-1]) == ("bf16", "7", "32", "--print-config")
-    assert calls[1][2:] == [str(tmp_path / "pytorch-seed7-order0.config.json"), "--device", "cpu", "--dtype", "bf16"]
-
-    losses = [8.0 - 0.05 * step for step in range(100)]
-    rows = {curves.Run(name, seed, 0): {"losses": [factor * loss for loss in losses], "val": [], "fp8": {}, "saturated_steps": 0}
-            for name, seed, factor in (("bf16", 1, 1), ("fp8", 1, 1.02), ("bf16", 2, 1), ("fp8", 2, 1), (curves.PYTORCH, 1, 1.01))}
-    lines = {text.split("|")[1].strip(): text.split("|") for text in curves.table(rows, "bf16", "fp8", 25).splitlines()}
-    assert lines["bf16 against PyTorch's bf16"][2].strip() == "1" and lines["bf16 against PyTorch's bf16"][7].strip() == "0.99"
-    assert lines["fp8 against PyTorch's bf16"][4].strip() == "+0.99" and lines["fp8 against bf16"][2].strip() == "2"
