@@ -246,9 +246,9 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
       // Rows and groups of K that the stage does not have are stale numbers, but finite ones: sums of such rows are
       // discarded, and the digits of such groups are 0. Where the numbers are floats they might be NaN: a scale is that
       // of the last group, and weights in fp8 are not loaded.
-      constexpr int kGroupLoads = Q == DType::u4 ? 1 : 2, kRowBytes = 64;
-      const unsigned piece_bytes = own_rows * kRowBytes,
-                     own_pieces = set + warp_k * (kWarpGroups * kGroupLoads) * piece_bytes + g * kRowBytes + t * 16;
+      constexpr int kGroupLoads = group_pieces(Q);
+      const unsigned piece_bytes = own_rows * kPieceBytes,
+                     own_pieces = set + warp_k * (kWarpGroups * kGroupLoads) * piece_bytes + g * kPieceBytes + t * 16;
       uint4 w[kTiles][kWarpGroups][kGroupLoads];
       [[maybe_unused]] unsigned words[kTiles];  // int4: scale and zero of this lane's group
 #pragma unroll
@@ -260,7 +260,7 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
           for (int n = 0; n < kGroupLoads; ++n) {
             w[tile][group][n] = make_uint4(0, 0, 0, 0);
             const unsigned piece = own_pieces + (kGroupLoads * group + n) * piece_bytes;
-            if (mine) w[tile][group][n] = load_shared(piece + tile * (kTileRows * kRowBytes));
+            if (mine) w[tile][group][n] = load_shared(piece + tile * (kTileRows * kPieceBytes));
           }
         }
         if constexpr (Q == DType::u4) {

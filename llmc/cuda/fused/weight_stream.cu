@@ -39,11 +39,10 @@ __device__ uint4 stage_piece(const Source& from, int offset, int first_row, int 
   first_row += set * set_rows(Q);
   first_group += from.first_group;
   unsigned words[4] = {};
-  constexpr int kRowBytes = 64;  // consecutive bytes of one row
-  const int weights = groups * (Q == DType::u4 ? 1 : 2) * own_rows * kRowBytes;
+  const int weights = groups * group_pieces(Q) * own_rows * kPieceBytes;
   if (offset < weights) {
-    const int piece = offset / (own_rows * kRowBytes), t = offset % kRowBytes / 16;
-    const std::int64_t row = from.packed_row(first_row + offset / kRowBytes % own_rows);
+    const int piece = offset / (own_rows * kPieceBytes), t = offset % kPieceBytes / 16;
+    const std::int64_t row = from.packed_row(first_row + offset / kPieceBytes % own_rows);
     const int group = first_group + (Q == DType::u4 ? piece / 2 * 2 : piece / 2);
     const std::int64_t k = static_cast<std::int64_t>(group) * kQuantGroup + 32 * t + piece % 2 * 16;
     const auto value = [&](std::int64_t at) {

@@ -37,6 +37,11 @@ static_assert(set_rows(DType::u4) >= set_rows(DType::i8));  // partial_rows hold
 __host__ __device__ constexpr int group_bytes(DType q) {
   return q == DType::u4 ? 68 : 128;
 }
+constexpr int kPieceBytes = 64;  // consecutive bytes of a row
+// Pieces of a row in a group of K; of int4 two groups share two.
+__host__ __device__ constexpr int group_pieces(DType q) {
+  return q == DType::u4 ? 1 : 2;
+}
 // The groups of a set that has `groups` groups of K.
 __host__ __device__ constexpr int stored_groups(DType q, int groups) {
   return q == DType::u4 ? (groups + 1) / 2 * 2 : groups;
