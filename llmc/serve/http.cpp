@@ -182,7 +182,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   // A read_some() is pending, as in every phase but `reading`, so that a client that goes away is noticed.
   bool reads_ = false;
   std::optional<Parser> parser_;
-  std::size_t reserved_ = 0;  // bytes of all_body_bytes, while the request is read
+  std::size_t reserved_ = 0;  // bytes of all_body_bytes, while the request is read: then the exchange has them
 
   std::shared_ptr<Exchange> exchange_;
   bool head_only_ = false;  // the request was HEAD
@@ -196,8 +196,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
 class Exchange final : public HttpExchange, public std::enable_shared_from_this<Exchange> {
  public:
-  Exchange(asio::io_context& io, std::weak_ptr<Connection> connection, HttpRequest request)
-      : io_(io), connection_(std::move(connection)), request_(std::move(request)) {}
+  // Releases `reserved` bytes of all_body_bytes with release_body().
+  Exchange(HttpServerState& server, std::weak_ptr<Connection> connection, HttpRequest request, std::size_t reserved)
+      : server_(server), connection_(std::move(connection)), request_(std::move(request)), reserved_(reserved) {}
 
   const HttpRequest& request() const override { return request_; }
   std::string take_body() override { return std::move(request_.body); }
@@ -216,7 +217,7 @@ class Exchange final : public HttpExchange, public std::enable_shared_from_this<
     to_connection([](Connection& c) { c.end_stream(); });
   }
   void on_gone(std::function<void()> gone) override {
-    asio::dispatch(io_, [self = shared_from_this(), gone = std::move(gone)]() mutable {
+    asio::dispatch(server_.io, [self = shared_from_this(), gone = std::move(gone)]() mutable {
       if (self->complete_) return;
       if (self->gone_) return gone();
       self->on_gone_ = std::move(gone);
@@ -231,20 +232,25 @@ class Exchange final : public HttpExchange, public std::enable_shared_from_this<
   void set_complete() {
     complete_ = true;
     on_gone_ = nullptr;
+    release_body();
   }
+  // When the handler has returned or the answer is complete, whatever comes first: a client that has its answer may send
+  // the next body, though the handler's thread may not have run again since.
+  void release_body() { server_.body_bytes -= std::exchange(reserved_, 0); }
 
  private:
   template <typename Call>
   void to_connection(Call call) {
-    asio::dispatch(io_, [self = shared_from_this(), call = std::move(call)] {
+    asio::dispatch(server_.io, [self = shared_from_this(), call = std::move(call)] {
       if (self->gone_ || self->complete_) return;
       if (const std::shared_ptr<Connection> connection = self->connection_.lock()) call(*connection);
     });
   }
 
-  asio::io_context& io_;
+  HttpServerState& server_;
   std::weak_ptr<Connection> connection_;
   HttpRequest request_;
+  std::size_t reserved_;
   std::atomic<bool> gone_{false};
   bool complete_ = false;  // the connection has the whole answer
   std::function<void()> on_gone_;
@@ -390,18 +396,16 @@ void Connection::hand_over() {
   if (!message.keep_alive()) close_after_ = true;
   parser_.reset();
 
-  exchange_ = std::make_shared<Exchange>(server_.io, weak_from_this(), std::move(request));
-  const std::shared_ptr<Exchange> exchange = exchange_;
-  const std::size_t reserved = std::exchange(reserved_, 0);
+  exchange_ = std::make_shared<Exchange>(server_, weak_from_this(), std::move(request), std::exchange(reserved_, 0));
+  std::shared_ptr<Exchange> exchange = exchange_;
   read_some();
   if (exchange->request().body.empty()) {
-    server_.body_bytes -= reserved;
+    exchange->release_body();
     return server_.handler(exchange);
   }
-  asio::post(server_.workers, [&server = server_, exchange = std::shared_ptr<Exchange>(exchange), reserved]() mutable {
+  asio::post(server_.workers, [&server = server_, exchange = std::move(exchange)]() mutable {
     if (!exchange->gone()) server.handler(exchange);
-    exchange.reset();
-    asio::post(server.io, [&server, reserved] { server.body_bytes -= reserved; });
+    asio::post(server.io, [exchange = std::move(exchange)] { exchange->release_body(); });
   });
 }
 

@@ -23,8 +23,8 @@ namespace weft {
 struct HttpLimits {
   std::size_t header_bytes = 16 << 10;
   std::size_t body_bytes = 4 << 20;
-  std::size_t all_body_bytes =
-      256 << 20;                        // bodies of all connections together, from the header to the end of the handler
+  // Bodies of all connections together: each counts from its header until its handler has returned or has answered.
+  std::size_t all_body_bytes = 256 << 20;
   std::size_t backlog_bytes = 1 << 20;  // unsent bytes of a stream at which its client is cut off for being too slow
   std::size_t socket_buffer_bytes = 256 << 10;  // of the kernel, for what is sent
   std::int64_t connections = 1024;              // further ones are closed at once

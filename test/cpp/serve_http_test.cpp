@@ -395,6 +395,39 @@ TEST(Http, BodiesOfAllConnectionsTogetherAreLimited) {
   EXPECT_TRUE(eventually([&] { return running.ask(second).starts_with("HTTP/1.1 200"); }));
 }
 
+// A handler that has answered and has not yet returned counts no more: its client may send the next body at once. One
+// whose client has gone counts until it returns, for it still has the body.
+TEST(Http, ABodyCountsUntilItsAnswer) {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool release = false;
+  std::atomic<int> answered{0}, unanswered{0};
+  Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
+    const bool answers = exchange->request().body.front() != 'n';
+    if (answers) echo(exchange);
+    const bool waits = exchange->request().body.front() != 'x';
+    std::unique_lock lock(mutex);
+    ++(answers ? answered : unanswered);
+    if (waits) changed.wait(lock, [&] { return release; });
+  });
+  const auto body = [](char c) { return post(std::string(900, c), "Connection: close\r\n"); };
+  EXPECT_TRUE(running.ask(body('a')).starts_with("HTTP/1.1 200"));
+  {
+    const Client leaves(running.server.port());
+    leaves.send(body('n'));
+    EXPECT_TRUE(eventually([&] { return unanswered == 1; }));
+  }
+  EXPECT_EQ(answered, 1);
+  EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 0; }));
+  EXPECT_TRUE(running.ask(body('x')).starts_with("HTTP/1.1 503"));
+  {
+    const std::lock_guard lock(mutex);
+    release = true;
+  }
+  changed.notify_all();
+  EXPECT_TRUE(eventually([&] { return running.ask(body('x')).starts_with("HTTP/1.1 200"); }));
+}
+
 // However often they come: a body that turns out to be empty gives back what was reserved for it.
 TEST(Http, EmptyBodiesTakeNothingOfTheLimit) {
   Running running(echo);
