@@ -846,9 +846,9 @@ double idle_milliseconds() {
   std::vector<double> times;
   while (times.size() < 15) {
     std::atomic<int> reached{0};
+    const double before = cpu_time();
 #pragma omp parallel
     ++reached;
-    const double before = cpu_time();
     ::usleep(30'000);
     times.push_back(cpu_time() - before);
   }
