@@ -236,6 +236,7 @@ TEST_F(BatchTest, ABadLineIsAnAnswerWithAnErrorThatNamesTheField) {
       {R"({"id": 1, "prompt": 5})", "prompt: got '5', expected a text"},
       {R"({"id": 1, "prompt_ids": [4, 259]})", "prompt_ids: id 2: got '259'"},
       {R"({"id": 1, "prompt_ids": []})", "prompt_ids: got '[]'"},
+      {R"({"id": 1, "prompt_ids": 5})", "prompt_ids: got '5', expected integers from 0 to 258 in a list"},
       {R"({"id": 1, "prompt": "x", "temprature": 1})", "'temprature': unknown field"},
       {R"({"id": 1, "prompt": "x", "temperature": "hot"})", "temperature: got '\"hot\"', expected a number"},
       {R"({"id": 1, "prompt": "x", "top_p": 1.5})", "top_p: got '1.5', expected a number from 0 to 1"},

@@ -399,6 +399,12 @@ TEST_F(CheckpointTest, StrangeNamesAreSkippedAndCounted) {
   fs::create_directory(run_path() + "/step_7");
   fs::create_symlink("step_00000008", step_path(8));
   expect_contains(error_of(Exit::bad_file, [&] { resumed_step(); }), "none of its 4");
+  std::map<std::string, std::string> problems;
+  for (const RunDirectory::Entry& entry : RunDirectory(run_path()).checkpoints()) problems[entry.name] = entry.problem;
+  EXPECT_EQ(problems, (std::map<std::string, std::string>{{"step_00000005", "not a directory"},
+                                                          {"step_99999999999999999999", "not the name of a checkpoint"},
+                                                          {"step_7", "not the name of a checkpoint"},
+                                                          {"step_00000008", "Too many levels of symbolic links"}}));
   save(3);
   EXPECT_EQ(resumed_step(), 3);
   EXPECT_TRUE(fs::exists(run_path() + "/step_00000005")) << "what weft did not write it does not remove";

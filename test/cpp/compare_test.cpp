@@ -256,6 +256,29 @@ TEST_F(CompareDump, DecodingNeedsTheBatchAndTheGreedyIds) {
   EXPECT_EQ(positions(6, 3), 9);
 }
 
+TEST_F(CompareDump, TheBatchIsOneOfRowsThatFitTheModel) {
+  const auto error_with = [&](const std::vector<std::int64_t>& inputs, const std::vector<std::int64_t>& labels) {
+    TensorFileWriter writer(path_, FileKind::reference_dump, config_);
+    writer.declare("input_ids", DType::i32, inputs);
+    writer.declare("labels", DType::i32, labels);
+    const std::vector<std::int32_t> ids(1024, 1);
+    for (const auto& shape : {inputs, labels}) {
+      std::int64_t count = 1;
+      for (const std::int64_t length : shape) count *= length;
+      writer.write(ids.data(), static_cast<std::size_t>(count) * 4);
+    }
+    writer.publish();
+    return error_of(Exit::bad_file, [&] { compare(Precision::fp32); });
+  };
+  for (const std::vector<std::int64_t>& shape : {std::vector<std::int64_t>{8}, {2, 2, 2}, {0, 8}}) {
+    expect_contains(error_with(shape, shape), "input_ids: got shape " + shape_text(shape) + ", expected [B, T]");
+  }
+  expect_contains(error_with({2, 4}, {1, 8}), "labels of the same shape");
+  const std::int64_t most = micro_config().max_positions;
+  ASSERT_LT(most, 1024);
+  expect_contains(error_with({1, most + 1}, {1, most + 1}), format("do not fit in a context of %lld", static_cast<long long>(most)));
+}
+
 TEST_F(CompareDump, ANanInTheReferenceFails) {
   std::vector<float> values = embedding();
   ASSERT_EQ(values.size(), 8u * 16);

@@ -263,6 +263,19 @@ TEST(Completion, AStopIdHasNoText) {
   EXPECT_EQ(feed(ignore, ids, RequestEnd::max_ids)->text, "hi<|endoftext|>");
 }
 
+// What a stop text or a character that has begun held back is text once nothing can complete it.
+TEST(Completion, AStopIdReleasesWhatWasHeldBack) {
+  CompletionOptions options;
+  options.stop = {"END"};
+  for (const auto& [text, shown] : {std::pair("see EN", "see EN"), std::pair("x\xc3", "x\xef\xbf\xbd")}) {
+    Ids ids = ids_of(text);
+    ids.push_back(kEndOfText);
+    const auto got = feed(options, ids, RequestEnd::stop_id);
+    EXPECT_EQ(got->text, shown);
+    EXPECT_EQ(got->end->reason, FinishedBy::stop);
+  }
+}
+
 TEST(Completion, EchoComesFirst) {
   CompletionOptions options;
   options.echo = true;

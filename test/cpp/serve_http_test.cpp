@@ -580,6 +580,30 @@ TEST(Http, AClientThatLeavesIsNoticed) {
   }
 }
 
+// An answer is complete once: what a handler still gives or asks for afterwards does nothing, and is not in the next answer.
+TEST(Http, AfterTheAnswerTheExchangeIsOver) {
+  std::atomic<int> gone{0};
+  Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
+    echo(exchange);
+    exchange->respond({200, "text/plain", "twice", {}});
+    exchange->begin_stream("text/plain");
+    exchange->send("thrice");
+    exchange->end_stream();
+    exchange->on_gone([&] { ++gone; });
+  });
+  const std::string alone = running.ask(kLastGet);
+  EXPECT_TRUE(alone.ends_with("GET /last []")) << alone;
+  {
+    const Client client(running.server.port());
+    client.send(kGet);
+    EXPECT_TRUE(client.receive("[]").ends_with("GET /hello []"));
+    client.send(kLastGet);
+    EXPECT_EQ(client.receive(), alone);
+  }
+  EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 0; }));
+  EXPECT_EQ(gone, 0);
+}
+
 // While an answer is made its client may send the next requests, but not without end.
 TEST(Http, AClientThatSendsTooFarAheadIsClosed) {
   std::atomic<int> gone{0};

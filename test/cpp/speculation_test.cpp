@@ -178,6 +178,16 @@ TEST(DraftLength, PausesAreOfSixteenTo256Ids) {
   EXPECT_EQ(pause(7), 16);
 }
 
+// The trial after a pause is for a draft that does not pay: where one pays, its length is what pays best.
+TEST(DraftLength, AfterAPauseADraftThatPaysHasItsLength) {
+  const DraftCosts costs{0.01, 0.1};
+  DraftLength length;
+  for (int i = 0; i < 20; ++i) length.generated_plainly();
+  const std::int64_t best = best_draft_length(length.acceptance(), 7, 1, costs);
+  ASSERT_GT(best, 1);
+  EXPECT_EQ(length.next(7, 1, costs), best);
+}
+
 TEST(RecentTimes, TheMedianWithoutTheFirst) {
   RecentTimes times;
   for (std::int64_t i = 0; i < RecentTimes::kFirst; ++i) times.add(100);
