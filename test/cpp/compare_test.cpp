@@ -369,6 +369,8 @@ TEST_F(CompareDump, InFp8TheDumpBringsTheToleranceOfEachTensor) {
     damaged[key]["act.embedding"] = "1";
     expect_contains(error_of(Exit::bad_file, [&] { compared(damaged); }),
                     "dump.fp8." + std::string(key) + ": act.embedding");
+    damaged[key] = 5;
+    expect_contains(error_of(Exit::bad_file, [&] { compared(damaged); }), "dump.fp8." + std::string(key) + ": missing");
     damaged.erase(key);
     expect_contains(error_of(Exit::bad_file, [&] { compared(damaged); }), "dump.fp8." + std::string(key) + ": missing");
   }

@@ -145,6 +145,20 @@ TEST(SentencePieceDecoder, OneWrongByteMakesTheWholeRowWrong) {
   EXPECT_EQ(stream.finish(), "");
 }
 
+// The token of a byte is <0x, two digits and >; what looks nearly so is text.
+TEST(SentencePieceDecoder, OnlyTwoDigitsAreAByte) {
+  Json json = small();
+  const std::vector<std::string> words = {"<0x41", "<0x4>", "<0x041>", "<0x410>", "<0x4g>", "<0X41>", "x0x41>", "<0x41)"};
+  std::int32_t id = 8;
+  for (const std::string& word : words) json["model"]["vocab"][word] = id++;
+  json["model"]["vocab"]["<0x4a>"] = id;
+  const Tokenizer tokenizer = parse(json);
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    EXPECT_EQ(tokenizer.decode(Ids{3, static_cast<std::int32_t>(8 + i)}), "a" + words[i]);
+  }
+  EXPECT_EQ(tokenizer.decode(Ids{3, id}), "aJ");
+}
+
 TEST(SentencePieceDecoder, OnlyTheFirstSpaceOfATextIsTakenAway) {
   const Tokenizer tokenizer = parse(small());
   EXPECT_EQ(tokenizer.decode(Ids{2, 3, 2, 3}), "a a");
@@ -410,7 +424,9 @@ TEST(SentencePieceFile, RefusesDecodersThatItDoesNotKnow) {
   expect_refusal(sequence({fuse, bytes}), {"ByteFallback, before Fuse"});
   expect_refusal(sequence({metaspace, bytes}), {"before Fuse and Metaspace"});
   expect_refusal(sequence({bytes, bytes}), {"one ByteFallback"});
-  expect_refusal(sequence({fuse, metaspace}), {"one Metaspace, before Fuse"});
+  for (const Json& before : {fuse, metaspace}) {
+    expect_refusal(sequence({before, metaspace}), {"one Metaspace, before Fuse"});
+  }
   expect_refusal(sequence({replace("\u2581\u2581", " ")}), {"decoders[0].pattern.String", "one character"});
   const auto stripping = [&](const Json& more) {
     Json made = strip;

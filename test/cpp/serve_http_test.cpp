@@ -428,9 +428,21 @@ TEST(Http, ABodyCountsUntilItsAnswer) {
   EXPECT_TRUE(eventually([&] { return running.ask(body('x')).starts_with("HTTP/1.1 200"); }));
 }
 
-// However often they come: a body that turns out to be empty gives back what was reserved for it.
+// However often they come, and before they are answered: a body that turns out to be empty gives back what was reserved
+// for it.
 TEST(Http, EmptyBodiesTakeNothingOfTheLimit) {
-  Running running(echo);
+  std::vector<std::shared_ptr<HttpExchange>> unanswered;
+  std::atomic<std::size_t> waiting{0};
+  Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
+    if (exchange->request().path != "/wait") return echo(exchange);
+    unanswered.push_back(exchange);
+    waiting = unanswered.size();
+  });
+  const Client first(running.server.port()), second(running.server.port());
+  for (const Client* client : {&first, &second}) {
+    client->send("POST /wait HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n");
+  }
+  EXPECT_TRUE(eventually([&] { return waiting == 2; }));
   for (int i = 0; i < 4; ++i) {
     const std::string chunked = running.ask(
         "POST /x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n");
