@@ -680,6 +680,8 @@ TEST(Inputs, TheReportSaysWhatEachRankComputes) {
   expect_contains(report(1, 1), "epochs\n  val: 1 shard, 0.01 M tokens, 1250 windows of 8\nmemory");
   settings.vocab_size = 32'000;
   expect_contains(report(1, 1), "vocabulary 32000 for 32 ids (--vocab-size), ");
+  inputs.config.vocab_size = 32;
+  expect_contains(report(1, 1), "vocabulary 32, ");
   inputs.val.reset();
   inputs.train.reset();
   EXPECT_EQ(report(1, 1).find("train: "), std::string::npos);

@@ -15,6 +15,7 @@
 #include "llmc/app/decode_session.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/infer/draft_length.h"
+#include "llmc/infer/draft_model.h"
 #include "llmc/infer/draft_sequence.h"
 #include "llmc/infer/engine_sequence.h"
 #include "llmc/infer/fault_injection.h"
@@ -635,6 +636,29 @@ TEST(CheckSameTokens, EveryPairOfTokenizers) {
   EXPECT_EQ(refusal(own, model_with(last, 8)), "its token 7 is 'y', not 'h'");
   EXPECT_EQ(refusal(own, fewer), "its tokenizer has 7 tokens, not 8");
   EXPECT_EQ(refusal(fewer, own), "its tokenizer has 8 tokens, not 7");
+}
+
+// Whatever it guessed before, and wherever that was wrong: what it drafts is what it would draft after these ids alone.
+TEST(DraftModel, OnlyGuessesThatWereRightAreKept) {
+  PagedFake model({});
+  DraftModel drafts(model, 64);
+  DraftModel::State state(drafts.pool());
+  SamplingPlan plan;
+  plan.seed = 5;
+  Ids ids = {3, 9, 4};
+  for (std::size_t round = 0; round < 40; ++round) {
+    const std::int64_t count = 1 + static_cast<std::int64_t>(round) % 4;
+    Ids got;
+    DraftModel::Job job{&state, ids, &plan, count, &got};
+    drafts.draft({&job, 1});
+    ASSERT_EQ(got, PagedFake::ids_after(ids, count, 5, 64)) << round;
+    const std::size_t right = round / 4 % (got.size() + 1);
+    ids.insert(ids.end(), got.begin(), got.begin() + static_cast<std::ptrdiff_t>(right));
+    ids.push_back(right < got.size() && got[right] == 7 ? 8 : 7);
+  }
+  drafts.release(state);
+  EXPECT_EQ(drafts.inconsistency(), "");
+  EXPECT_EQ(drafts.pages_in_use(), 0);
 }
 
 // A draft model has the positions, slots and rows of the model that it drafts for, and no page less.
