@@ -18,42 +18,58 @@ inline std::int32_t byte_id(char byte) {
   return static_cast<unsigned char>(byte) + 2;
 }
 
+inline Json byte_tokenizer_json() {
+  Json vocab = {{"<|endoftext|>", 0}, {"<|padding|>", 1}, {"ab", kAb}};
+  for (int byte = 0; byte < 256; ++byte) vocab[alphabet_character(static_cast<std::uint8_t>(byte))] = byte + 2;
+  Json added = Json::array();
+  for (const auto& [id, content] : std::map<int, std::string>{{0, "<|endoftext|>"}, {1, "<|padding|>"}}) {
+    added.push_back({{"id", id},
+                     {"content", content},
+                     {"single_word", false},
+                     {"lstrip", false},
+                     {"rstrip", false},
+                     {"normalized", false},
+                     {"special", true}});
+  }
+  const Json byte_level = {
+      {"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", true}, {"use_regex", true}};
+  const Json model = {{"type", "BPE"},
+                      {"dropout", nullptr},
+                      {"unk_token", nullptr},
+                      {"continuing_subword_prefix", nullptr},
+                      {"end_of_word_suffix", nullptr},
+                      {"fuse_unk", false},
+                      {"byte_fallback", false},
+                      {"ignore_merges", false},
+                      {"vocab", vocab},
+                      {"merges", {"a b"}}};
+  return {{"version", "1.0"},
+          {"truncation", nullptr},
+          {"padding", nullptr},
+          {"added_tokens", added},
+          {"normalizer", {{"type", "NFC"}}},
+          {"pre_tokenizer", byte_level},
+          {"post_processor", byte_level},
+          {"decoder", byte_level},
+          {"model", model}};
+}
+
 inline const Tokenizer& byte_tokenizer() {
+  static const Tokenizer tokenizer = Tokenizer::from_json(byte_tokenizer_json().dump(), "test tokenizer");
+  return tokenizer;
+}
+
+// One that puts <|padding|> in front of every text.
+inline const Tokenizer& starting_byte_tokenizer() {
   static const Tokenizer tokenizer = [] {
-    Json vocab = {{"<|endoftext|>", 0}, {"<|padding|>", 1}, {"ab", kAb}};
-    for (int byte = 0; byte < 256; ++byte) vocab[alphabet_character(static_cast<std::uint8_t>(byte))] = byte + 2;
-    Json added = Json::array();
-    for (const auto& [id, content] : std::map<int, std::string>{{0, "<|endoftext|>"}, {1, "<|padding|>"}}) {
-      added.push_back({{"id", id},
-                       {"content", content},
-                       {"single_word", false},
-                       {"lstrip", false},
-                       {"rstrip", false},
-                       {"normalized", false},
-                       {"special", true}});
-    }
-    const Json byte_level = {
-        {"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", true}, {"use_regex", true}};
-    const Json model = {{"type", "BPE"},
-                        {"dropout", nullptr},
-                        {"unk_token", nullptr},
-                        {"continuing_subword_prefix", nullptr},
-                        {"end_of_word_suffix", nullptr},
-                        {"fuse_unk", false},
-                        {"byte_fallback", false},
-                        {"ignore_merges", false},
-                        {"vocab", vocab},
-                        {"merges", {"a b"}}};
-    const Json all = {{"version", "1.0"},
-                      {"truncation", nullptr},
-                      {"padding", nullptr},
-                      {"added_tokens", added},
-                      {"normalizer", {{"type", "NFC"}}},
-                      {"pre_tokenizer", byte_level},
-                      {"post_processor", byte_level},
-                      {"decoder", byte_level},
-                      {"model", model}};
-    return Tokenizer::from_json(all.dump(), "test tokenizer");
+    Json json = byte_tokenizer_json();
+    const Json start = {{"SpecialToken", {{"id", "<|padding|>"}, {"type_id", 0}}}};
+    const Json text = {{"Sequence", {{"id", "A"}, {"type_id", 0}}}};
+    json["post_processor"] = {
+        {"type", "TemplateProcessing"},
+        {"single", {start, text}},
+        {"special_tokens", {{"<|padding|>", {{"id", "<|padding|>"}, {"ids", {1}}, {"tokens", {"<|padding|>"}}}}}}};
+    return Tokenizer::from_json(json.dump(), "test tokenizer");
   }();
   return tokenizer;
 }

@@ -341,6 +341,16 @@ TEST(Completion, PromptsOfBothKinds) {
             0u);
 }
 
+// The token that begins a text, where the tokenizer has one, is part of every prompt that is a text, and not of its echo.
+TEST(Completion, APromptBeginsAsItsTokenizerSays) {
+  const auto read = [](const std::string& text) {
+    return prompt_from_text(text, &starting_byte_tokenizer(), Tokenizer::Special::text, byte_config(), "prompt");
+  };
+  EXPECT_EQ(read("hi").ids, (Ids{1, byte_id('h'), byte_id('i')}));
+  EXPECT_EQ(read("hi").text, "hi");
+  EXPECT_EQ(read("").ids, Ids{1});
+}
+
 // The name of a special token is that token where it is asked for, and otherwise its letters; echo shows it either way.
 TEST(Completion, NamesOfSpecialTokensAreReadAsAsked) {
   const std::string text = "<|padding|>x<|endoftext|>";

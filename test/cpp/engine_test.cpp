@@ -982,6 +982,25 @@ TEST(Engine, RightDraftsTakeFewSteps) {
   }
 }
 
+// Logits that are not numbers in the middle of a verification: the ids before them count, and the others go on.
+TEST(Engine, AVerificationThatIsNotFiniteEndsItsRequestAlone) {
+  for (const std::int64_t finite : {14, 15, 16, 20, 21, 22}) {
+    PagedFake model({.finite_positions = finite}), draft({});
+    EngineOptions options{.max_running = 4, .rows_per_step = 32};
+    options.drafts = {.model = &draft, .row_cost = 1e-3, .draft_cost = 1e-3};
+    Engine engine(model, options);
+    const Ids prompt = random_ids(11, 1), other = random_ids(3, 2);
+    const auto bad = submit(engine, request_of(prompt, 30, 3)), good = submit(engine, request_of(other, 10, 4));
+    finish(engine);
+    EXPECT_EQ(bad->end, RequestEnd::not_finite) << finite;
+    EXPECT_EQ(bad->ids, PagedFake::ids_after(prompt, finite - 10, 3, 64)) << finite;
+    EXPECT_EQ(good->end, RequestEnd::max_ids) << finite;
+    EXPECT_EQ(good->ids, PagedFake::ids_after(other, 10, 4, 64)) << finite;
+    EXPECT_GT(engine.statistics().drafts.verifications, 1);
+    expect_all_free(engine);
+  }
+}
+
 // One that is always wrong is soon not asked any more, and then steps are queued as without drafts.
 TEST(Engine, WrongDraftsAreGivenUp) {
   PagedFake model({.depth = 2}), draft({.depth = 2, .wrong_of = 1});

@@ -27,6 +27,7 @@ struct PagedFakeSizes {
   std::int64_t slots = 8;
   std::int64_t max_rows = 32;
   std::int64_t max_positions = 200;
+  std::int64_t finite_positions = 1 << 30;  // from this position on no logit is a number
   std::int64_t depth = 1;
   std::int64_t wrong_of = 0;    // for a draft model: one of so many ids that it samples is another one; 0: none
   bool device_drafts = false;   // it has a place for guesses
@@ -221,7 +222,7 @@ class PagedFake : public InferenceModel {
                               : on_device      ? device_ids_[static_cast<std::size_t>(draft)]
                                                : span.ids[static_cast<std::size_t>(row)];
       state = state_after(state, id);
-      poisoned = poisoned || id == kPoison;
+      poisoned = poisoned || id == kPoison || position >= sizes_.finite_positions;
       cell(span, position) = {id, state, poisoned};
       if (row < std::ssize(span.targets)) {
         result.targets.push_back(scored(span, state, span.targets[static_cast<std::size_t>(row)]));

@@ -1988,6 +1988,20 @@ TEST(SampleWriterTest, ASampleIsMadeOfTokensAndEndsAtAnEndToken) {
   EXPECT_EQ(sample(), whole.substr(0, whole.find(whole[9], 3)));
 }
 
+// The token that begins a text counts among those of the prompt.
+TEST(SampleWriterTest, APromptBeginsAsItsTokenizerSays) {
+  Json tokenizer = Json::parse(letter_tokenizer());
+  tokenizer["added_tokens"] = {{{"id", 20}, {"content", "<s>"}, {"special", true}}};
+  tokenizer["post_processor"] = {
+      {"type", "TemplateProcessing"},
+      {"single", {{{"SpecialToken", {{"id", "<s>"}, {"type_id", 0}}}}, {{"Sequence", {{"id", "A"}, {"type_id", 0}}}}}},
+      {"special_tokens", {{"<s>", {{"id", "<s>"}, {"ids", {20}}, {"tokens", {"<s>"}}}}}}};
+  TrainSettings settings = micro_settings();
+  settings.sample_prompt = "abc";
+  settings.sample_tokens = 9;
+  EXPECT_EQ(SampleWriter(settings, tokenizer.dump(), micro_config()).positions(), 13);
+}
+
 // Of micro_config()'s 32 positions the prompt may take all but one.
 TEST(SampleWriterTest, APromptLeavesRoomForOneTokenAtLeast) {
   TrainSettings settings = micro_settings();

@@ -86,6 +86,28 @@ def test_interactive_and_bench(tiny_llama):
     assert "decode" in run(PROGRAM, "--device", "cpu", "--model", tiny_llama, "--bench", "-n", 4).stdout
 
 
+BEGIN = 2040  # <|begin_of_text|>, which the tokenizer puts in front of every text
+
+
+def test_a_prompt_begins_with_the_token_that_begins_a_text(tiny_llama, tmp_path):
+    options = ("--device", "cpu", "--model", tiny_llama, "-n", 6, "--ignore-eos")
+    ids = {text: json.loads(run(PROGRAM, *options, "--prompt", text, "--json").stdout)["prompt_ids"]
+           for text in ("Once upon", "\na time")}
+    for text, found in ids.items():
+        assert found[0] == BEGIN and len(found) > 1 and BEGIN not in found[1:], text
+    (tmp_path / "in.jsonl").write_text(json.dumps({"id": 1, "prompt": "Once upon"}) + "\n")
+    run(PROGRAM, *options, "--batch", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
+    assert json.loads((tmp_path / "out.jsonl").read_text())["prompt_ids"] == ids["Once upon"]
+    # An interactive text begins once: what follows is added to it.
+    texts, context = [], []
+    for added in (ids["Once upon"], ids["\na time"][1:]):
+        context += added
+        answer = json.loads(run(PROGRAM, *options, "--prompt-ids", ",".join(map(str, context)), "--json").stdout)
+        context += answer["ids"]
+        texts.append(answer["text"] + "\n")
+    assert run(PROGRAM, *options, "--interactive", input="Once upon\na time\n").stdout == "".join(texts)
+
+
 def test_a_checkpoint_runs_as_it_is(checkpoint, tmp_path):
     model, log = checkpoint
     done = run(PROGRAM, "--device", "cpu", "--model", model, "--prompt", "The hen", "-n", 12)
