@@ -666,9 +666,10 @@ TEST(PolledLines, LinesGoAcrossTheEndsOfPieces) {
 
 TEST(PolledLines, FilesThatCannotBeRead) {
   const TemporaryDirectory directory;
-  error_of(Exit::bad_file, [&] { PolledLines(directory.file("none"), 8); });
-  EXPECT_NE(error_of(Exit::bad_file, [&] { PolledLines(directory.file("."), 8); }).find("directory"),
-            std::string::npos);
+  for (const auto& [name, problem] : {std::pair("none", "cannot open: No such file"), {".", "this is a directory"}}) {
+    const std::string path = directory.file(name);
+    EXPECT_TRUE(error_of(Exit::bad_file, [&] { PolledLines(path, 8); }).starts_with(escaped(path) + ": " + problem));
+  }
   // Opens, and fails at the first read.
   PolledLines memory("/proc/self/mem", 8);
   std::string none;

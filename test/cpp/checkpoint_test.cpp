@@ -1183,7 +1183,13 @@ TEST_F(BackgroundSaveTest, TheSameBytesAsASaveThatWaits) {
   ASSERT_TRUE(at_once.has_value()) << "without a copy start() is the save";
   EXPECT_EQ(at_once->stalled_seconds, at_once->seconds);
   EXPECT_EQ(files(3), background);
-  EXPECT_FALSE(without.save_now(state, *model_).error.has_value());
+  const auto begun = std::chrono::steady_clock::now();
+  const BackgroundSave::Result waited = without.save_now(state, *model_);
+  const std::chrono::duration<double> most = std::chrono::steady_clock::now() - begun;
+  EXPECT_FALSE(waited.error.has_value());
+  EXPECT_GT(waited.seconds, 0);
+  EXPECT_LE(waited.seconds, most.count());
+  EXPECT_EQ(waited.stalled_seconds, waited.seconds);
   EXPECT_EQ(files(3), background);
 }
 

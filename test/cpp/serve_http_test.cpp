@@ -855,6 +855,24 @@ TEST(Http, HandlersOfLongRequestsKeepNobodyWaiting) {
   EXPECT_NE(second.receive("]").find("[b]"), std::string::npos);
 }
 
+// An answer that does not come in the time for the end is not waited for.
+TEST(Http, StoppingEndsThoughAnAnswerDoesNotCome) {
+  std::atomic<int> asked{0}, gone{0};
+  Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
+    exchange->on_gone([&] { ++gone; });
+    ++asked;
+  });
+  const Client client(running.server.port());
+  client.send(kGet);
+  ASSERT_TRUE(eventually([&] { return asked == 1; }));
+  const Clock::time_point start = Clock::now();
+  running.server.stop(0.2);
+  EXPECT_GE(Clock::now() - start, milliseconds(200));
+  EXPECT_LT(Clock::now() - start, milliseconds(3000));
+  EXPECT_EQ(gone, 1);
+  EXPECT_EQ(client.receive(), "");
+}
+
 TEST(Http, StoppingLetsAnswersThroughAndEnds) {
   std::shared_ptr<HttpExchange> kept;
   std::atomic<bool> ready{false};

@@ -189,6 +189,32 @@ def server(model):
 # ---- what it answers -------------------------------------------------------------------------------------------------
 
 
+def test_it_says_where_it_listens_and_warns_only_where_others_can_use_it(model, server):
+    assert not any("other machines" in line for line in server.lines), server.lines
+    for key, warnings in (({}, 1), ({"WEFT_API_KEY": "s3cret"}, 0)):
+        with Server(model, address="0.0.0.0:0", **key) as other:
+            assert other.stop() == 143  # all that it has to say is said
+            other.reader.join(30)
+            found = [line for line in other.lines if line.startswith("warning: other machines can use this server")]
+            assert len(found) == warnings, other.lines
+
+
+def test_every_answer_is_counted_by_its_status(server):
+    def answered(code: int) -> float:
+        return sum(float(n) for n in re.findall(rf'^weft:http_responses_total{{.*code="{code}"}} (\S+)$',
+                                                server.get("/metrics")[2].decode(), re.M))
+
+    before = answered(200)
+    assert answered(200) == before + 1  # the first question
+    server.stream(prompt="a", max_tokens=2)
+    assert answered(200) == before + 3
+    server.complete(prompt="a", max_tokens=2)
+    assert answered(200) == before + 5
+    bad = answered(400)
+    server.refuse(400, {"prompt": 5})
+    assert answered(400) == bad + 1
+
+
 def test_small_answers(server):
     assert server.get("/health")[::2] == (200, b'{"status":"ok"}')
     assert json.loads(server.get("/version")[2])["version"]
