@@ -69,6 +69,20 @@ TEST(Lookup, TheLongestMatchAndOfThoseTheLatest) {
   EXPECT_EQ(found({1, 2, 3, 1, 2}, 0), Ids{});
 }
 
+// Of matches of as many ids as are compared, or of more, the latest counts.
+TEST(Lookup, LongerThanWhatIsComparedIsNoBetter) {
+  Ids pattern(Lookup::kMostSame + 4);
+  for (std::size_t i = 0; i < pattern.size(); ++i) pattern[i] = static_cast<std::int32_t>(100 + i);
+  for (const std::int64_t repeated : {Lookup::kMostSame - 1, Lookup::kMostSame, Lookup::kMostSame + 1}) {
+    Ids ids = pattern;
+    ids.push_back(1);
+    ids.insert(ids.end(), pattern.end() - repeated, pattern.end());
+    ids.push_back(2);
+    ids.insert(ids.end(), pattern.begin(), pattern.end());
+    EXPECT_EQ(found(ids, 1), Ids{repeated < Lookup::kMostSame ? 1 : 2}) << repeated;
+  }
+}
+
 // Called with longer and longer ids it finds what it finds at once; and that is what a plain search finds.
 TEST(Lookup, AppendingIsTheSameAsTheWhole) {
   std::mt19937 random(3);

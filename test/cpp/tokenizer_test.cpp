@@ -407,6 +407,10 @@ TEST(TokenizerFile, RefusesBadMerges) {
   expect_refusal([](Json& j) { j["model"]["merges"].push_back("ab"); }, {"left right"});
   expect_refusal([](Json& j) { j["model"]["merges"].push_back({"a", "b", "c"}); }, {"left"});
   expect_refusal([](Json& j) { j["model"]["merges"].push_back({"a", 1}); }, {"a string"});
+  for (const char* merge : {"5", "null", R"({"left": "a", "right": "b"})"}) {
+    expect_refusal([&](Json& j) { j["model"]["merges"].push_back(Json::parse(merge)); },
+                   {"model.merges[", "\"left right\" or"});
+  }
   expect_refusal([](Json& j) { j["model"]["merges"].push_back(j["model"]["merges"][0]); }, {"each merge once"});
   expect_refusal([](Json& j) { j["model"]["merges"] = nullptr; }, {"model.merges", "a list"});
 }
