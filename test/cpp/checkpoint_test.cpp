@@ -678,6 +678,20 @@ TEST_F(CheckpointTest, EachValueOfAManifestIsCompared) {
   Json more = whole;
   more["files"].push_back(whole["files"][0]);
   EXPECT_FALSE(opened(more));
+  for (std::size_t file = 0; file < whole["files"].size(); ++file) {
+    const Json tensors = whole["files"][file]["tensors"];
+    std::vector<Json> others = {Json::array(), Json::object(), tensors, tensors};
+    others[2].erase(others[2].size() - 1);
+    others[3].push_back(tensors[0]);
+    for (const Json& other : others) {
+      Json changed = whole;
+      changed["files"][file]["tensors"] = other;
+      EXPECT_FALSE(opened(changed)) << file << " " << other;
+    }
+    Json without = whole;
+    without["files"][file].erase("tensors");
+    EXPECT_FALSE(opened(without)) << file;
+  }
   for (const char* other : {"null", "[]", "3", "{}", "\"manifest\""}) EXPECT_FALSE(opened(Json::parse(other))) << other;
 }
 

@@ -274,6 +274,16 @@ TEST_F(CompareDump, TheBatchIsOneOfRowsThatFitTheModel) {
     expect_contains(error_with(shape, shape), "input_ids: got shape " + shape_text(shape) + ", expected [B, T]");
   }
   expect_contains(error_with({2, 4}, {1, 8}), "labels of the same shape");
+  for (const std::string name : {"input_ids", "labels"}) {
+    TensorFileWriter writer(path_, FileKind::reference_dump, config_);
+    const std::vector<float> values(8, 1);
+    for (const std::string declared : {"input_ids", "labels"}) {
+      writer.declare(declared, declared == name ? DType::f32 : DType::i32, {1, 8});
+    }
+    for (int i = 0; i < 2; ++i) writer.write(ids_.data(), ids_.size() * 4);
+    writer.publish();
+    expect_contains(error_of(Exit::bad_file, [&] { compare(Precision::fp32); }), name + ": got dtype f32, expected i32");
+  }
   const std::int64_t most = micro_config().max_positions;
   ASSERT_LT(most, 1024);
   expect_contains(error_with({1, most + 1}, {1, most + 1}), format("do not fit in a context of %lld", static_cast<long long>(most)));

@@ -1,6 +1,7 @@
 #include "llmc/serve/http.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <atomic>
 #include <chrono>
@@ -464,6 +465,34 @@ TEST(Http, ConnectionsAreLimited) {
   }
   ASSERT_TRUE(eventually([&] { return running.server.counters().connections == 1; }));
   EXPECT_NE(running.ask(kLastGet).find("GET /last"), std::string::npos);
+}
+
+// Where no descriptor is free a connection waits, and is served when there is one.
+TEST(Http, ConnectionsWaitForAFreeDescriptor) {
+  Running running(echo);
+  const Client first(running.server.port());
+  first.send(kGet);
+  EXPECT_NE(first.receive("[]").find("GET /hello"), std::string::npos);
+  EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 1; }));
+  const int waiting = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  const int lowest = ::dup(0);  // every lower one is taken
+  ::close(lowest);
+  const rlimit none{static_cast<rlim_t>(lowest), before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(running.server.port());
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  EXPECT_EQ(::connect(waiting, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+  std::this_thread::sleep_for(milliseconds(150));
+  EXPECT_EQ(running.server.counters().connections, 1);
+  first.send(kGet);
+  EXPECT_NE(first.receive("[]").find("GET /hello"), std::string::npos) << "who is connected is served";
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 2; }));
+  ::close(waiting);
 }
 
 TEST(Http, SlowRequestsAndIdleConnectionsAreClosed) {

@@ -433,6 +433,16 @@ def test_bench_batch(model):
     assert "--bench-prompt: only for --bench-batch" in refused(USAGE, "--model", model, "--bench", "--bench-prompt", 9)
 
 
+def test_a_random_model_takes_a_random_draft():
+    words = ["--random-model", "pythia-14m", "--max-tokens", 8, "--device", "cpu", "--bench", "--json"]
+    done = run(*words, "--draft", "pythia-14m")
+    assert done.returncode == OK, done.stderr
+    assert b"pythia-14m: 6 layers of 128, 14.1 M parameters from a random generator; 57.3 MB for drafts" in done.stderr
+    drafts = json.loads(done.stdout)["drafts"]
+    assert drafts["drafted"] == drafts["accepted"] > 0, "a model is its own best draft"
+    assert "--draft: got 'pythia-13m'" in refused(USAGE, *words, "--draft", "pythia-13m")
+
+
 def test_random_models_run_on_the_cpu():
     words = ["--random-model", "pythia-14m", "--max-tokens", 4, "--device", "cpu"]
     assert object_of("--bench", *words)["bytes_per_token"] == 4 * (14_067_712 - 50304 * 128 + 128) + 8 * 6 * 128 * 34
