@@ -501,6 +501,27 @@ TEST(Engine, DividesRowsBetweenPrompts) {
   EXPECT_EQ(divide(0, {{5, 3}, {0, 1}}, 16), (Rows{0, 0}));
 }
 
+// A prompt that gets fewer rows than a page has: it goes on inside the page, and where the page ends it may find the next
+// ones computed by others.
+TEST(Engine, APromptGoesOnInTheMiddleOfAPage) {
+  for (const std::int64_t rows : {4, 5, 6, 7}) {
+    PagedFake model({.slots = 8, .max_rows = 8});
+    Engine engine(model, {.max_running = 8, .rows_per_step = rows});
+    std::vector<std::shared_ptr<Recorder>> recorders;
+    std::vector<EngineRequest> requests;
+    for (std::uint64_t i = 0; i < 5; ++i) {
+      requests.push_back(request_of(i < 3 ? random_ids(2, i) : random_ids(27, 9), 40, i));
+      recorders.push_back(submit(engine, requests.back()));
+      for (int step = 0; step < 5; ++step) engine.step();
+    }
+    finish(engine);
+    for (std::size_t i = 0; i < requests.size(); ++i) {
+      EXPECT_EQ(recorders[i]->ids, alone(requests[i], model).ids) << rows << " " << i;
+    }
+    expect_all_free(engine);
+  }
+}
+
 // Each of them needs almost the whole pool, so that they can only run one after the other.
 TEST(Engine, RequestsThatDisplaceEachOtherAllFinish) {
   for (const std::int64_t depth : {1, 2}) {

@@ -586,6 +586,9 @@ TEST(TokenizerFile, RefusesPatternsAndTemplatesItDoesNotKnow) {
   EXPECT_NE(llama([&](Json& j) { split(j)["behavior"] = "Removed"; }).find("behavior"), std::string::npos);
   EXPECT_NE(llama([&](Json& j) { split(j)["invert"] = true; }).find("invert"), std::string::npos);
   EXPECT_NE(llama([&](Json& j) { single(j).push_back(single(j)[0]); }).find("single"), std::string::npos);
+  EXPECT_NE(llama([&](Json& j) { single(j).insert(single(j).begin(), single(j)[0]); }).find("in front of the text"),
+            std::string::npos);
+  EXPECT_NE(llama([&](Json& j) { single(j) = Json::array(); }).find("in front of the text"), std::string::npos);
   EXPECT_NE(llama([&](Json& j) {
               for (Json& token : j["post_processor"]["processors"][1]["special_tokens"]) token["ids"].push_back(0);
             }).find("expected one id"),
