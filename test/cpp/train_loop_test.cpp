@@ -1670,14 +1670,15 @@ TEST(BenchFlops, TheJsonSaysTheSameAndTheShareOfARank) {
 TEST_F(TrainLoopTest, RanksDivideAStepOfTheBench) {
   settings_.batch_tokens = 6 * 16;
   settings_.virtual_ranks = 3;
-  int forwards[3] = {};
+  int forwards[3] = {}, backwards[3] = {};
   run_thread_ranks(3, 60, [&](Communicator& ranks) {
     omp_set_num_threads(1);
     const std::unique_ptr<TrainModel> inner =
         cpu::make_llama(micro_config(), settings_.model_options(), ranks, Shard::optimizer);
     HookedModel model(*inner);
-    int& count = forwards[ranks.rank()];
-    model.before_forward = [&](std::uint64_t) { ++count; };
+    int &forward = forwards[ranks.rank()], &backward = backwards[ranks.rank()];
+    model.before_forward = [&](std::uint64_t) { ++forward; };
+    model.before_backward = [&] { EXPECT_EQ(++backward, forward); };
     bench_parameters(model);
     const TrainBenchResult result = bench_training(model, settings_, "NVIDIA H200", ranks);
     EXPECT_EQ(result.ranks, 3);
@@ -1685,7 +1686,10 @@ TEST_F(TrainLoopTest, RanksDivideAStepOfTheBench) {
     EXPECT_EQ(result.peak_flops, 3 * 989.4e12);
     EXPECT_NEAR(result.first_loss, std::log(32.0), 0.2) << "the mean over the tokens of all";
   });
-  for (const int count : forwards) EXPECT_EQ(count, (4 + 15) * 2);
+  for (const int rank : {0, 1, 2}) {
+    EXPECT_EQ(forwards[rank], (4 + 15) * 2);
+    EXPECT_EQ(backwards[rank], forwards[rank]);
+  }
 }
 
 // Random weights of the bench have the sizes of a new model's, so that a GPU draws the power that training draws.

@@ -160,6 +160,7 @@ class HookedModel : public TrainModel {
   explicit HookedModel(TrainModel& inner) : inner_(inner) {}
   std::function<void()> before_call;  // of each function, on the thread that calls it
   std::function<void(std::uint64_t micro_step)> before_forward;
+  std::function<void()> before_backward;
   std::function<void(StepStatistics&)> after_statistics;
   std::function<void(const AdamWStep&)> before_update;
   std::function<void(const Batch&)> before_evaluate;
@@ -174,7 +175,10 @@ class HookedModel : public TrainModel {
     if (before_forward) before_forward(micro_step);
     inner().forward(batch, micro_step, loss_scale);
   }
-  void backward() override { inner().backward(); }
+  void backward() override {
+    if (before_backward) before_backward();
+    inner().backward();
+  }
   void zero_gradients() override { inner().zero_gradients(); }
   StepStatistics statistics() override {
     StepStatistics statistics = inner().statistics();
