@@ -108,6 +108,22 @@ def test_a_prompt_begins_with_the_token_that_begins_a_text(tiny_llama, tmp_path)
     assert run(PROGRAM, *options, "--interactive", input="Once upon\na time\n").stdout == "".join(texts)
 
 
+def test_a_scored_text_begins_once(tiny_llama, tmp_path):
+    options = ("--device", "cpu", "--model", tiny_llama)
+    text = "Once upon a time"
+    (tmp_path / "text.txt").write_text(text)
+    prompt = json.loads(run(PROGRAM, *options, "--prompt", text, "-n", 1, "--json").stdout)["prompt_ids"]
+    scored = json.loads(run(PROGRAM, *options, "--perplexity", tmp_path / "text.txt", "--json").stdout)
+    assert scored["tokens"] == len(prompt) - 1, "every token of the text after the one that begins it"
+    line = {"id": 1, "prompt_ids": prompt, "max_tokens": 1, "echo": True, "logprobs": 0}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    run(PROGRAM, *options, "--batch", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
+    answer = json.loads((tmp_path / "out.jsonl").read_text())
+    logprobs = [one["logprob"] for one in answer["prompt_logprobs"]]
+    assert len(logprobs) == len(prompt) - 1
+    assert math.log(scored["perplexity"]) == pytest.approx(-sum(logprobs) / len(logprobs), rel=1e-4)
+
+
 def test_a_checkpoint_runs_as_it_is(checkpoint, tmp_path):
     model, log = checkpoint
     done = run(PROGRAM, "--device", "cpu", "--model", model, "--prompt", "The hen", "-n", 12)
