@@ -229,6 +229,9 @@ TEST_F(CompareDump, GreedyIdsUpToTheEndOfTheContext) {
   likeliest[7] ^= 1;
   expect_contains(error_of(Exit::bad_file, [&] { compared({}, likeliest); }), "greedy: 0 + 11 tokens");
   expect_contains(error_of(Exit::bad_file, [&] { compared({5, 5}, likeliest); }), "greedy: 2 + 11 tokens");
+  for (const std::int32_t unknown : {-1, 32}) {
+    expect_contains(error_of(Exit::bad_file, [&] { compared({unknown}, likeliest); }), "greedy.prompt_ids");
+  }
 }
 
 // The context that a comparison needs is that of the longer one: of the batch, or of the greedy ids after their prompt.

@@ -475,6 +475,22 @@ TEST_F(RanksLoop, AnInfiniteMomentEndsAllRanksWithoutACheckpoint) {
   }
 }
 
+// Found while training goes on: the first rank alone hears of it, and tells the others before the next step.
+TEST_F(RanksLoop, ASaveThatFailsInTheBackgroundEndsAllRanks) {
+  settings_.debug_inject = {"inf@moment=2"};
+  settings_.steps = 8;
+  settings_.save_every = 2;
+  for (const Shard shard : kShards) {
+    const std::vector<Outcome> outcomes =
+        run_ranks(format("run%d", static_cast<int>(shard)), shard, [](int, HookedModel& model, TrainSettings&) {
+          model.before_forward = [](std::uint64_t) { std::this_thread::sleep_for(std::chrono::milliseconds(20)); };
+        });
+    for (const Outcome& rank : outcomes) EXPECT_EQ(rank.error_code, Exit::numeric) << rank.error;
+    expect_contains(outcomes[0].error, "step 2: moment2.");
+    expect_contains(outcomes[1].error, "rank 0: step 2: moment2.");
+  }
+}
+
 // ---- faults ----
 
 // All ranks know of it before they go on, and save the last good step together.

@@ -156,6 +156,25 @@ TEST(CompletionsChoice, OffsetsStayWithinThePromptAsItWasGiven) {
   EXPECT_EQ(written(choice)["logprobs"]["text_offset"], Json({0, 1, 1, 1}));
 }
 
+// A special token that the prompt names is part of its text wherever it stands; one that was put in front is not.
+TEST(CompletionsChoice, SpecialTokensOfAPromptHaveTheirText) {
+  const auto prompt = std::make_shared<CompletionPrompt>();
+  prompt->text = "<|padding|>a<|padding|>b";
+  const std::int32_t special = tokenizer().id_of("<|padding|>").value();
+  prompt->ids = {special, byte_id('a'), special, byte_id('b')};
+  for (const bool in_front : {false, true}) {
+    if (in_front) prompt->ids.insert(prompt->ids.begin(), tokenizer().id_of("<|endoftext|>").value());
+    CompletionsChoice choice(0, &tokenizer(), 0, prompt);
+    CompletionPiece echo;
+    echo.is_prompt = true;
+    echo.text = prompt->text;
+    choice.add(echo);
+    Json offsets = {0, 11, 12, 23};
+    if (in_front) offsets.insert(offsets.begin(), 0);
+    EXPECT_EQ(written(choice)["logprobs"]["text_offset"], offsets);
+  }
+}
+
 TEST(CompletionsChoice, AnEmptyPromptKeepsItsToken) {
   const auto prompt = std::make_shared<CompletionPrompt>();
   prompt->ids = {0};
