@@ -285,11 +285,13 @@ TEST_F(CompareDump, TheBatchIsOneOfRowsThatFitTheModel) {
     }
     for (int i = 0; i < 2; ++i) writer.write(ids_.data(), ids_.size() * 4);
     writer.publish();
-    expect_contains(error_of(Exit::bad_file, [&] { compare(Precision::fp32); }), name + ": got dtype f32, expected i32");
+    expect_contains(error_of(Exit::bad_file, [&] { compare(Precision::fp32); }),
+                    name + ": got dtype f32, expected i32");
   }
   const std::int64_t most = micro_config().max_positions;
   ASSERT_LT(most, 1024);
-  expect_contains(error_with({1, most + 1}, {1, most + 1}), format("do not fit in a context of %lld", static_cast<long long>(most)));
+  expect_contains(error_with({1, most + 1}, {1, most + 1}),
+                  format("do not fit in a context of %lld", static_cast<long long>(most)));
 }
 
 TEST_F(CompareDump, ANanInTheReferenceFails) {

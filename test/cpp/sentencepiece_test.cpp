@@ -148,7 +148,8 @@ TEST(SentencePieceDecoder, OneWrongByteMakesTheWholeRowWrong) {
 // The token of a byte is <0x, two digits and >; what looks nearly so is text.
 TEST(SentencePieceDecoder, OnlyTwoDigitsAreAByte) {
   Json json = small();
-  const std::vector<std::string> words = {"<0x41", "<0x4>", "<0x041>", "<0x410>", "<0x4g>", "<0x4/>", "<0x4:>", "<0X41>", "x0x41>", "<0x41)"};
+  const std::vector<std::string> words = {"<0x41",  "<0x4>",  "<0x041>", "<0x410>", "<0x4g>",
+                                          "<0x4/>", "<0x4:>", "<0X41>",  "x0x41>",  "<0x41)"};
   std::int32_t id = 8;
   for (const std::string& word : words) json["model"]["vocab"][word] = id++;
   json["model"]["vocab"]["<0x4a>"] = id;

@@ -670,7 +670,7 @@ TEST(DraftModel, OnlyGuessesThatWereRightAreKept) {
     ids.insert(ids.end(), got.begin(), got.begin() + static_cast<std::ptrdiff_t>(right));
     ids.push_back(right < got.size() && got[right] == 7 ? 8 : 7);
     for (std::size_t i = 0; i < round % 3; ++i) ids.push_back(9);  // generated without drafts
-    if (round == 25) drafts.release(state);  // and begins anew
+    if (round == 25) drafts.release(state);                        // and begins anew
   }
   drafts.release(state);
   EXPECT_EQ(drafts.inconsistency(), "");
