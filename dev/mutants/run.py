@@ -28,8 +28,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from table import MUTANTS, Mutant  # noqa: E402
+from tree import ROOT, copy_tree  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / "build" / "mutants"
 TREE = HOME / "tree"
 OUT = TREE / "build" / "release"
@@ -40,36 +40,6 @@ LINKED = ("libinfer.a", "libweft.a", "unit_tests", "gpu_tests", *PROGRAMS)
 
 class Unusable(Exception):
     """The run cannot say anything: exit code 2."""
-
-
-# ---- the copy --------------------------------------------------------------------------------------------------------
-
-
-def copy_tree(commit: str | None) -> None:
-    """Brings the copy to the state of the working tree, or of `commit`. Files that are equal keep their time, so that the
-    objects of an earlier run stand."""
-    new = HOME / "new"
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    if commit is None:
-        names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
-        for name in names.decode().rstrip("\0").split("\0"):
-            if (ROOT / name).is_file():
-                (new / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, new / name)
-    else:
-        archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
-        subprocess.run(["tar", "-x", "-C", str(new)], input=archive, check=True)
-    TREE.mkdir(exist_ok=True)
-    for old in [path for path in TREE.rglob("*") if path.is_file() and "build" not in path.relative_to(TREE).parts[:1]]:
-        if not (new / old.relative_to(TREE)).exists():
-            old.unlink()
-    for path in [path for path in new.rglob("*") if path.is_file()]:
-        target = TREE / path.relative_to(new)
-        if not target.exists() or target.read_bytes() != path.read_bytes():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, target)  # with the time of now
-    shutil.rmtree(new)
 
 
 # ---- building and testing --------------------------------------------------------------------------------------------
@@ -289,7 +259,7 @@ def main() -> int:
     try:
         HOME.mkdir(parents=True, exist_ok=True)
         if not options.as_is:
-            copy_tree(options.commit)
+            copy_tree(TREE, options.commit)
         require_applicable(chosen)
         runnable = [m for m in chosen if (gpu or not m.needs_gpu) and m.name not in done]
         require_green(runnable, gpu)
