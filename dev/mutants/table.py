@@ -3498,6 +3498,13 @@ CPU = [
            unit("CompareDump.GreedyIds*")),
     Mutant("every letter is a hexadecimal digit", "llmc/text/token_decoder.cpp", "lower >= 'a' && lower <= 'f'", "lower >= 'a'",
            unit("SentencePieceDecoder.OnlyTwoDigits*")),
+    Mutant("nobody learns that steps wait for the disk", "llmc/train/loop.cpp", "waited > 1 && first_rank()",
+           "waited > 100 && first_rank()", unit("TrainLoopTest.AStepThatWaits*")),
+    Mutant("a step past the end of its run is gone on from", "llmc/train/checkpoint.cpp", "if (state_.step > saved_steps) {",
+           "if (state_.step > saved_steps + 1) {", unit("CheckpointTest.AStepPast*")),
+    Mutant("a prompt from standard input may be of any length", "llmc/app/decode_session.cpp",
+           "if (text.size() > kMaxPromptBytes) {", "if (text.size() > 2 * kMaxPromptBytes) {",
+           ("py:test_infer_cli.py::test_a_prompt_from_standard_input_has_a_limit",)),
     Mutant("ids of a dump are read as they are, whatever their type", "llmc/model/compare.cpp",
            "if (tensor.dtype != DType::i32) {", "if (dtype_bytes(tensor.dtype) != 4) {", unit("CompareDump.TheBatch*")),
 ]

@@ -913,6 +913,22 @@ TEST_F(CheckpointTest, OtherDataIsRefused) {
   expect_contains(error_of(Exit::bad_file, [&] { resumed_step(); }), "--train: shard 1 is");
 }
 
+TEST_F(CheckpointTest, AStepPastTheEndOfItsRunIsRefused) {
+  RunIdentity shorter = identity();
+  for (const std::int64_t steps : {3, 2}) {
+    shorter.steps = steps;
+    {
+      const RunDirectory run(run_path());
+      CheckpointKeeper(run, shorter, 2).save(make_state(3), *model_);
+    }
+    if (steps == 3) {
+      EXPECT_EQ(resumed_step(), 3);
+    } else {
+      expect_contains(error_of(Exit::bad_file, [&] { resumed_step(); }), "step: got 3, but the run that made it had 2");
+    }
+  }
+}
+
 TEST_F(CheckpointTest, FewerShardsAreOtherData) {
   write_shard(temporary_.file("train2.bin"), patterned_tokens(200, 300));
   data_.emplace(temporary_.file("train*.bin"), 8);

@@ -1314,6 +1314,33 @@ TEST_F(TrainLoopTest, AFullDiskCostsACheckpointNotTheRun) {
   EXPECT_FALSE(fs::exists(temporary_.file("run") + "/step_00000002.tmp"));
 }
 
+// Who saves more often than the disk can take learns it; a wait that nobody would notice is not said.
+TEST_F(TrainLoopTest, AStepThatWaitsForTheSaveBeforeSaysSo) {
+  settings_.steps = 4;
+  settings_.save_every = 1;
+  static std::atomic<int> syncs;
+  for (const bool slow : {false, true}) {
+    syncs = slow ? 0 : 1;
+    const auto slow_disk = [](HookedModel& model) {
+      model.before_forward = [](std::uint64_t) {  // the loop has set its own hook before
+        set_call_fault([](const char* call, const std::string&) {
+          if (std::string_view(call) == "sync" && syncs++ == 0) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+          }
+          return true;
+        });
+      };
+    };
+    testing::internal::CaptureStderr();
+    const Result result = run(slow ? "slow" : "quick", slow_disk);
+    const std::string log = testing::internal::GetCapturedStderr();
+    set_call_fault(nullptr);
+    EXPECT_EQ(result.exit, Exit::ok);
+    EXPECT_EQ(log.find("waited") != std::string::npos, slow) << log;
+    if (slow) expect_contains(log, "step 2 waited ");
+  }
+}
+
 // The fallback where host memory has no room for a copy of the state.
 TEST_F(TrainLoopTest, SavesThatHoldTrainingUpGiveTheSameBits) {
   settings_.save_every = 2;

@@ -433,6 +433,12 @@ def test_bench_batch(model):
     assert "--bench-prompt: only for --bench-batch" in refused(USAGE, "--model", model, "--bench", "--bench-prompt", 9)
 
 
+def test_a_prompt_from_standard_input_has_a_limit(model):
+    done = run("--model", model, "--prompt-file", "-", stdin=b"a" * (64 << 20) + b"b")
+    assert done.returncode == BAD_FILE and done.stdout == b""
+    assert done.stderr.splitlines()[-1].startswith(b"error: standard input: more than the 67108864 bytes")
+
+
 def test_a_random_model_takes_a_random_draft():
     words = ["--random-model", "pythia-14m", "--max-tokens", 8, "--device", "cpu", "--bench", "--json"]
     done = run(*words, "--draft", "pythia-14m")
