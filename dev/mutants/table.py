@@ -3505,6 +3505,11 @@ CPU = [
     Mutant("a prompt from standard input may be of any length", "llmc/app/decode_session.cpp",
            "if (text.size() > kMaxPromptBytes) {", "if (text.size() > 2 * kMaxPromptBytes) {",
            ("py:test_infer_cli.py::test_a_prompt_from_standard_input_has_a_limit",)),
+    Mutant("a batch says nothing of what its prompts shared", "llmc/infer/batch.cpp", "  if (now.prompt_ids > 0) {\n    line +=",
+           "  if (now.prompt_ids == 0) {\n    line +=", unit("BatchTest.TheLastLine*")),
+    Mutant("added tokens that are not normalized forbid a prefix at the first piece", "llmc/text/tokenizer_stages.cpp",
+           "{ return token.normalized; };", "{ return !token.normalized; };",
+           unit("SentencePieceFile.RefusesNormalizers*")),
     Mutant("ids of a dump are read as they are, whatever their type", "llmc/model/compare.cpp",
            "if (tensor.dtype != DType::i32) {", "if (dtype_bytes(tensor.dtype) != 4) {", unit("CompareDump.TheBatch*")),
 ]

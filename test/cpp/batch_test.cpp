@@ -152,6 +152,22 @@ TEST_F(BatchTest, ANumberAndATextAreTwoIds) {
   }
 }
 
+// The line at the end counts what the engine did: of two equal prompts of nine ids the second finds two pages of four.
+TEST_F(BatchTest, TheLastLineSaysWhatWasShared) {
+  const Ids prompt = {3, 4, 5, 6, 7, 8, 9, 10, 11};
+  std::string lines;
+  for (const int id : {1, 2}) lines += Json({{"id", id}, {"prompt_ids", prompt}, {"max_tokens", 1}}).dump() + "\n";
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(run(lines), Exit::ok);
+  expect_contains(testing::internal::GetCapturedStderr(), "; 44 % of 18 prompt tokens were shared, 0 preemptions\n");
+  // Without a prompt to share nothing is said of it.
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(run(lines), Exit::ok);
+  const std::string again = testing::internal::GetCapturedStderr();
+  expect_contains(again, "answered 0 requests, 2 had an answer; 0 tokens in ");
+  EXPECT_EQ(again.find("shared"), std::string::npos) << again;
+}
+
 // The members of each kind of answer, no more and no fewer: readers go by them.
 TEST_F(BatchTest, EachKindOfAnswerHasItsMembers) {
   const std::string asked =

@@ -397,6 +397,13 @@ TEST(SentencePieceFile, RefusesNormalizersAndPreTokenizersThatItDoesNotKnow) {
   expect_refusal(with({{"prepend_scheme", "sometimes"}}), {"pre_tokenizer.prepend_scheme", "sometimes"});
   expect_refusal(with({{"split", 1}}), {"pre_tokenizer.split", "true or false"});
   expect_refusal(with({{"prepend_scheme", "first"}}), {"prepend_scheme", "normalized"});
+  for (const bool normalized : {false, true}) {
+    const std::string got = refusal([&](Json& j) {
+      with({{"prepend_scheme", "first"}})(j);
+      for (Json& token : j["added_tokens"]) token["normalized"] = normalized;
+    });
+    EXPECT_EQ(got == "accepted", !normalized) << got;
+  }
   expect_refusal(pre(step("Sequence", {{"pretokenizers", {metaspace, metaspace}}})), {"second Metaspace"});
   expect_refusal(
       pre(step("Sequence",
