@@ -5,14 +5,16 @@ that no test notices.
     .venv/bin/python -m pip install -r scripts/requirements-sweep.txt
     .venv/bin/python dev/mutants/sweep.py [--files GLOB]... [--changes N] [--seed S] [--seconds T] [--report FILE]
 
-A change negates a condition, drops an operand of && or ||, leaves out a statement, moves a bound by one, exchanges + and -, or
-adds one to a number. Each unit test runs once alone, which tells what it reaches; then each change runs with the tests that reach it, the
-cheapest and most specific first, until one is red or --seconds of tests are spent. Works in a copy in build/sweep, each test in a
-process namespace of its own, for a changed program may send signals to anybody. --files chooses among the sources of llmc/
-without the kernels; a thousand changes take about ten minutes on two cores, after seven for the build and for each test alone.
+A change negates a condition, drops an operand of && or ||, leaves out a statement, moves a bound by one, exchanges + and -,
+or adds one to a number. Each unit test runs once alone, which tells what it reaches; then each change runs with the tests
+that reach it, the cheapest and most specific first, until one is red or --seconds of tests are spent. Works in a copy in
+build/sweep, each test in a process namespace of its own, for a changed program may send signals to anybody. --files chooses
+among the sources of llmc/ without the kernels; a thousand changes take about ten minutes on two cores, after seven for the
+build and for each test alone.
 
-What lives has to be read: most of it makes no difference that anyone could see, such as memory that is not reserved or a check behind
-another check; some of it only tests of whole programs find. The rest is what this is for: it gets a test, and a row in table.py.
+What lives has to be read: most of it makes no difference that anyone could see, such as memory that is not reserved or a
+check behind another check; some of it only tests of whole programs find. The rest is what this is for: it gets a test, and
+a row in table.py.
 
 Exit codes: 0 the changes were judged, whatever lived; 2 they could not be.
 """
