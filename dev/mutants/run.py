@@ -28,7 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from table import MUTANTS, Mutant  # noqa: E402
-from tree import ROOT, copy_tree  # noqa: E402
+from tree import ROOT, Unusable, copy_tree  # noqa: E402
 
 HOME = ROOT / "build" / "mutants"
 TREE = HOME / "tree"
@@ -36,10 +36,6 @@ OUT = TREE / "build" / "release"
 TIME_LIMIT = 1800  # seconds for one run of tests: a bug may make them hang, and that is red too
 PROGRAMS = ("train_llama", "infer_pythia")
 LINKED = ("libinfer.a", "libweft.a", "unit_tests", "gpu_tests", *PROGRAMS)
-
-
-class Unusable(Exception):
-    """The run cannot say anything: exit code 2."""
 
 
 # ---- building and testing --------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from changes import MOST, Change, in_file, write  # noqa: E402
-from tree import ROOT, copy_tree  # noqa: E402
+from tree import ROOT, Unusable, copy_tree  # noqa: E402
 
 HOME = ROOT / "build" / "sweep"
 TREE = HOME / "tree"
@@ -47,10 +47,6 @@ HEADERS = "/usr/lib/llvm-*/lib/clang/*/include"
 NAMESPACE = ["unshare", "--map-root-user", "--pid", "--fork", "--kill-child"]
 LIMITS = ["prlimit", "--fsize=4000000000", "--as=12000000000"]
 START_SECONDS = 0.05  # of a test program, with nothing to do
-
-
-class Unusable(Exception):
-    """The run cannot say anything: exit code 2."""
 
 
 # ---- the changed build -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A copy of the tree in which bugs are planted."""
+"""What run.py and sweep.py share: a copy of the tree in which bugs are planted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+class Unusable(Exception):
+    """The run cannot say anything: exit code 2."""
 
 
 def copy_tree(tree: Path, commit: str | None) -> None:

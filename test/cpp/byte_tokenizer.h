@@ -18,6 +18,14 @@ inline std::int32_t byte_id(char byte) {
   return static_cast<unsigned char>(byte) + 2;
 }
 
+// The post-processor of a tokenizer.json that puts a special token in front of every text.
+inline Json token_in_front(const char* content, std::int32_t id) {
+  return {{"type", "TemplateProcessing"},
+          {"single",
+           {{{"SpecialToken", {{"id", content}, {"type_id", 0}}}}, {{"Sequence", {{"id", "A"}, {"type_id", 0}}}}}},
+          {"special_tokens", {{content, {{"id", content}, {"ids", {id}}, {"tokens", {content}}}}}}};
+}
+
 inline Json byte_tokenizer_json() {
   Json vocab = {{"<|endoftext|>", 0}, {"<|padding|>", 1}, {"ab", kAb}};
   for (int byte = 0; byte < 256; ++byte) vocab[alphabet_character(static_cast<std::uint8_t>(byte))] = byte + 2;
@@ -63,12 +71,7 @@ inline const Tokenizer& byte_tokenizer() {
 inline const Tokenizer& starting_byte_tokenizer() {
   static const Tokenizer tokenizer = [] {
     Json json = byte_tokenizer_json();
-    const Json start = {{"SpecialToken", {{"id", "<|padding|>"}, {"type_id", 0}}}};
-    const Json text = {{"Sequence", {{"id", "A"}, {"type_id", 0}}}};
-    json["post_processor"] = {
-        {"type", "TemplateProcessing"},
-        {"single", {start, text}},
-        {"special_tokens", {{"<|padding|>", {{"id", "<|padding|>"}, {"ids", {1}}, {"tokens", {"<|padding|>"}}}}}}};
+    json["post_processor"] = token_in_front("<|padding|>", 1);
     return Tokenizer::from_json(json.dump(), "test tokenizer");
   }();
   return tokenizer;

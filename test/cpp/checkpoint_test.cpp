@@ -914,19 +914,16 @@ TEST_F(CheckpointTest, OtherDataIsRefused) {
 }
 
 TEST_F(CheckpointTest, AStepPastTheEndOfItsRunIsRefused) {
-  RunIdentity shorter = identity();
-  for (const std::int64_t steps : {3, 2}) {
+  const auto save_of_a_run = [&](std::int64_t steps) {
+    RunIdentity shorter = identity();
     shorter.steps = steps;
-    {
-      const RunDirectory run(run_path());
-      CheckpointKeeper(run, shorter, 2).save(make_state(3), *model_);
-    }
-    if (steps == 3) {
-      EXPECT_EQ(resumed_step(), 3);
-    } else {
-      expect_contains(error_of(Exit::bad_file, [&] { resumed_step(); }), "step: got 3, but the run that made it had 2");
-    }
-  }
+    const RunDirectory run(run_path());
+    CheckpointKeeper(run, shorter, 2).save(make_state(3), *model_);
+  };
+  save_of_a_run(3);
+  EXPECT_EQ(resumed_step(), 3);
+  save_of_a_run(2);
+  expect_contains(error_of(Exit::bad_file, [&] { resumed_step(); }), "step: got 3, but the run that made it had 2");
 }
 
 TEST_F(CheckpointTest, FewerShardsAreOtherData) {

@@ -475,25 +475,19 @@ TEST(Http, ConnectionsWaitForAFreeDescriptor) {
   first.send(kGet);
   EXPECT_NE(first.receive("[]").find("GET /hello"), std::string::npos);
   EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 1; }));
-  const int waiting = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   rlimit before{};
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
   const int lowest = ::dup(0);  // every lower one is taken
   ::close(lowest);
-  const rlimit none{static_cast<rlim_t>(lowest), before.rlim_max};
-  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(running.server.port());
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  EXPECT_EQ(::connect(waiting, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+  const rlimit one{static_cast<rlim_t>(lowest) + 1, before.rlim_max};  // for the client's end, none for the server's
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &one), 0);
+  const Client waiting(running.server.port());
   std::this_thread::sleep_for(milliseconds(150));
   EXPECT_EQ(running.server.counters().connections, 1);
   first.send(kGet);
   EXPECT_NE(first.receive("[]").find("GET /hello"), std::string::npos) << "who is connected is served";
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
   EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 2; }));
-  ::close(waiting);
 }
 
 TEST(Http, SlowRequestsAndIdleConnectionsAreClosed) {

@@ -29,6 +29,7 @@
 #include "llmc/train/bench.h"
 #include "llmc/train/evaluate.h"
 #include "llmc/train/sample.h"
+#include "test/cpp/byte_tokenizer.h"
 #include "test/cpp/train_tools.h"
 
 namespace weft {
@@ -2025,10 +2026,7 @@ TEST(SampleWriterTest, ASampleIsMadeOfTokensAndEndsAtAnEndToken) {
 TEST(SampleWriterTest, APromptBeginsAsItsTokenizerSays) {
   Json tokenizer = Json::parse(letter_tokenizer());
   tokenizer["added_tokens"] = {{{"id", 20}, {"content", "<s>"}, {"special", true}}};
-  tokenizer["post_processor"] = {
-      {"type", "TemplateProcessing"},
-      {"single", {{{"SpecialToken", {{"id", "<s>"}, {"type_id", 0}}}}, {{"Sequence", {{"id", "A"}, {"type_id", 0}}}}}},
-      {"special_tokens", {{"<s>", {{"id", "<s>"}, {"ids", {20}}, {"tokens", {"<s>"}}}}}}};
+  tokenizer["post_processor"] = token_in_front("<s>", 20);
   TrainSettings settings = micro_settings();
   settings.sample_prompt = "abc";
   settings.sample_tokens = 9;

@@ -89,15 +89,19 @@ def test_interactive_and_bench(tiny_llama):
 BEGIN = 2040  # <|begin_of_text|>, which the tokenizer puts in front of every text
 
 
+def answer_in_a_batch(options: tuple, home: Path, request: dict) -> dict:
+    (home / "in.jsonl").write_text(json.dumps(request) + "\n")
+    run(PROGRAM, *options, "--batch", home / "in.jsonl", "--output", home / "out.jsonl")
+    return json.loads((home / "out.jsonl").read_text())
+
+
 def test_a_prompt_begins_with_the_token_that_begins_a_text(tiny_llama, tmp_path):
     options = ("--device", "cpu", "--model", tiny_llama, "-n", 6, "--ignore-eos")
     ids = {text: json.loads(run(PROGRAM, *options, "--prompt", text, "--json").stdout)["prompt_ids"]
            for text in ("Once upon", "\na time")}
     for text, found in ids.items():
         assert found[0] == BEGIN and len(found) > 1 and BEGIN not in found[1:], text
-    (tmp_path / "in.jsonl").write_text(json.dumps({"id": 1, "prompt": "Once upon"}) + "\n")
-    run(PROGRAM, *options, "--batch", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
-    assert json.loads((tmp_path / "out.jsonl").read_text())["prompt_ids"] == ids["Once upon"]
+    assert answer_in_a_batch(options, tmp_path, {"id": 1, "prompt": "Once upon"})["prompt_ids"] == ids["Once upon"]
     # An interactive text begins once: what follows is added to it.
     texts, context = [], []
     for added in (ids["Once upon"], ids["\na time"][1:]):
@@ -115,10 +119,7 @@ def test_a_scored_text_begins_once(tiny_llama, tmp_path):
     prompt = json.loads(run(PROGRAM, *options, "--prompt", text, "-n", 1, "--json").stdout)["prompt_ids"]
     scored = json.loads(run(PROGRAM, *options, "--perplexity", tmp_path / "text.txt", "--json").stdout)
     assert scored["tokens"] == len(prompt) - 1, "every token of the text after the one that begins it"
-    line = {"id": 1, "prompt_ids": prompt, "max_tokens": 1, "echo": True, "logprobs": 0}
-    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
-    run(PROGRAM, *options, "--batch", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
-    answer = json.loads((tmp_path / "out.jsonl").read_text())
+    answer = answer_in_a_batch(options, tmp_path, {"id": 1, "prompt_ids": prompt, "max_tokens": 1, "echo": True, "logprobs": 0})
     logprobs = [one["logprob"] for one in answer["prompt_logprobs"]]
     assert len(logprobs) == len(prompt) - 1
     assert math.log(scored["perplexity"]) == pytest.approx(-sum(logprobs) / len(logprobs), rel=1e-4)
