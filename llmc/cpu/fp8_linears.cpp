@@ -8,17 +8,17 @@ namespace weft::cpu {
 
 namespace {
 
-// Plans the three kinds of operands; `weights` gets a pointer for each layer and linear layer.
-const MemoryPlan& plan(Regions& regions, const ModelConfig& config, std::int64_t rows, std::vector<float*>& weights,
-                       float*& input, float*& gradient) {
-  weights.assign(static_cast<std::size_t>(4 * config.num_layers), nullptr);
+// Plans the three kinds of operands; `weights` gets a pointer for each place and linear layer.
+const MemoryPlan& plan(Regions& regions, const ModelConfig& config, std::int64_t rows, std::int64_t places,
+                       std::vector<float*>& weights, float*& input, float*& gradient) {
+  weights.assign(static_cast<std::size_t>(4 * places), nullptr);
   std::int64_t widest_input = 0, widest_gradient = 0;
   for (const BlockLinear linear : kBlockLinears) {
     const LinearSize size = linear_size(config, linear);
     widest_input = std::max(widest_input, size.C);
     widest_gradient = std::max(widest_gradient, size.OC);
-    for (std::int64_t l = 0; l < config.num_layers; ++l) {
-      regions.want(&weights[static_cast<std::size_t>(4 * l) + static_cast<std::size_t>(linear)], size.C * size.OC);
+    for (std::int64_t place = 0; place < places; ++place) {
+      regions.want(&weights[static_cast<std::size_t>(4 * place) + static_cast<std::size_t>(linear)], size.C * size.OC);
     }
   }
   regions.want(&input, rows * widest_input);
@@ -28,21 +28,22 @@ const MemoryPlan& plan(Regions& regions, const ModelConfig& config, std::int64_t
 
 }  // namespace
 
-Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options)
+Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, std::int64_t places)
     : config_(config),
       rows_(options.micro_batch * options.seq_len),
       scales_(config.num_layers),
       exponents_(static_cast<std::size_t>(scales_.slots().count())),
       tallies_(exponents_.size()),
-      arena_(plan(regions_, config, rows_, weights_, input_, gradient_)) {
+      places_(config.num_layers, places),
+      arena_(plan(regions_, config, rows_, places, weights_, input_, gradient_)) {
   regions_.bind(arena_);
 }
 
-std::uint64_t Fp8Linears::planned_bytes(const ModelConfig& config, const TrainOptions& options) {
+std::uint64_t Fp8Linears::planned_bytes(const ModelConfig& config, const TrainOptions& options, std::int64_t places) {
   Regions regions("operands rounded to fp8");
   std::vector<float*> weights;
   float *input = nullptr, *gradient = nullptr;
-  return plan(regions, config, options.micro_batch * options.seq_len, weights, input, gradient).bytes();
+  return plan(regions, config, options.micro_batch * options.seq_len, places, weights, input, gradient).bytes();
 }
 
 void Fp8Linears::round(float* out, std::int64_t slot, const float* x, std::int64_t count, Pass pass) {
@@ -54,23 +55,16 @@ void Fp8Linears::round(float* out, std::int64_t slot, const float* x, std::int64
   round_fp8(out, x, count, format, exponents_[index], pass == Pass::training ? &tallies_[index] : nullptr);
 }
 
-void Fp8Linears::use_weights(const LlamaParameters<float>& weights) {
-  if (!weights_stale_) return;
-  weights_stale_ = false;
-  const Fp8Slots& slots = scales_.slots();
-  for (std::int64_t l = 0; l < config_.num_layers; ++l) {
-    for (const BlockLinear linear : kBlockLinears) {
-      const LinearSize size = linear_size(config_, linear);
-      const std::int64_t slot = slots.at(Fp8Kind::weight, l, linear);
-      tallies_[static_cast<std::size_t>(slot)] = {};
-      round(weights_[static_cast<std::size_t>(slot - slots.first(Fp8Kind::weight))], slot,
-            weights.layers[static_cast<std::size_t>(l)].weight(linear), size.C * size.OC, Pass::training);
-    }
+void Fp8Linears::use_weights(std::int64_t layer, const LayerParameters<float>& weights, bool again) {
+  if (places_.has(layer)) return;
+  places_.put(layer);
+  for (const BlockLinear linear : kBlockLinears) {
+    const LinearSize size = linear_size(config_, linear);
+    const std::int64_t slot = scales_.slots().at(Fp8Kind::weight, layer, linear);
+    if (!again) tallies_[static_cast<std::size_t>(slot)] = {};
+    round(weight_of(linear, layer), slot, weights.weight(linear), size.C * size.OC,
+          again ? Pass::again : Pass::training);
   }
-}
-
-const float* Fp8Linears::weight(BlockLinear linear, std::int64_t layer) const {
-  return weights_[static_cast<std::size_t>(4 * layer) + static_cast<std::size_t>(linear)];
 }
 
 const float* Fp8Linears::input(BlockLinear linear, std::int64_t layer, const float* x, Pass pass) {
@@ -90,20 +84,32 @@ void Fp8Linears::begin_step() {
     std::fill_n(tallies_.begin() + slots.first(kind), slots.of_a_kind(), Fp8Tally{});
   }
   micro_batches_ = 0;
+  of_ranks_.clear();
+}
+
+void Fp8Linears::gather_tallies(Communicator& ranks) {
+  const std::int64_t slots = scales_.slots().count();
+  std::vector<Fp8Tally> all(static_cast<std::size_t>(ranks.size() * slots));
+  std::vector<Range> rows;
+  for (int r = 0; r < ranks.size(); ++r) rows.push_back({r * slots, (r + 1) * slots});
+  std::copy(tallies_.begin(), tallies_.end(), all.begin() + ranks.rank() * slots);
+  ranks.gather(all.data(), rows);
+  of_ranks_ = of_all_ranks(scales_.slots(), all);
+  micro_batches_ *= ranks.size();
 }
 
 Fp8Statistics Fp8Linears::statistics() const {
-  return fp8_statistics(config_, tallies_, rows_, micro_batches_);
+  return fp8_statistics(config_, step_tallies(), rows_, micro_batches_);
 }
 
 void Fp8Linears::end_step() {
-  scales_.push(tallies_);
-  weights_stale_ = true;
+  scales_.push(step_tallies());
+  places_.forget();
 }
 
 void Fp8Linears::weights_replaced() {
   scales_.forget();
-  weights_stale_ = true;
+  places_.forget();
 }
 
 }  // namespace weft::cpu

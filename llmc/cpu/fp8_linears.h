@@ -8,6 +8,7 @@
 
 #include "llmc/base/arena.h"
 #include "llmc/base/regions.h"
+#include "llmc/comm/communicator.h"
 #include "llmc/model/fp8.h"
 #include "llmc/model/llama_layout.h"
 
@@ -15,46 +16,58 @@ namespace weft::cpu {
 
 class Fp8Linears {
  public:
-  Fp8Linears(const ModelConfig& config, const TrainOptions& options);
+  // `places`: of how many layers the weights are rounded at a time (Fp8Places).
+  Fp8Linears(const ModelConfig& config, const TrainOptions& options, std::int64_t places);
   Fp8Linears(const Fp8Linears&) = delete;  // a region's pointer is bound to its address
   Fp8Linears& operator=(const Fp8Linears&) = delete;
 
   // Of the rounded weights, an input and a gradient.
-  static std::uint64_t planned_bytes(const ModelConfig& config, const TrainOptions& options);
+  static std::uint64_t planned_bytes(const ModelConfig& config, const TrainOptions& options, std::int64_t places);
 
   // What a call is part of. Only the first computation of a training step is counted and measured for later scales; what is
   // computed again has the scales of the first time.
   enum class Pass { training, again, evaluation };
 
-  // Before a pass: rounds the weights if they have changed.
-  void use_weights(const LlamaParameters<float>& weights);
-  const float* weight(BlockLinear linear, std::int64_t layer) const;
+  // Before a pass reads the weights of a layer: rounds them if they have changed, or another layer is in their place. `again`:
+  // a backward pass.
+  void use_weights(std::int64_t layer, const LayerParameters<float>& weights, bool again);
+  const float* weight(BlockLinear linear, std::int64_t layer) const { return weight_of(linear, layer); }
   // x [N, C] and dout [N, OC] rounded; valid until the next call of the same function.
   const float* input(BlockLinear linear, std::int64_t layer, const float* x, Pass pass);
   const float* gradient(BlockLinear linear, std::int64_t layer, const float* dout);
 
   void begin_step();  // forgets what the micro-batches of an earlier attempt have met
   void end_micro_batch() { ++micro_batches_; }
+  void gather_tallies(Communicator& ranks);  // all ranks have done their micro-batches: a call of all
   Fp8Statistics statistics() const;
   void end_step();          // the parameters have been updated
   void weights_replaced();  // from outside: their history says nothing about them
   std::vector<float> state() const { return scales_.state(); }
-  void set_state(std::span<const float> state) { scales_.set_state(state); }
+  void set_state(std::span<const float> state) {
+    scales_.set_state(state);
+    places_.forget();
+  }
 
  private:
   void round(float* out, std::int64_t slot, const float* x, std::int64_t count, Pass pass);
+  float* weight_of(BlockLinear linear, std::int64_t layer) const {
+    return weights_[static_cast<std::size_t>(4 * places_.of(layer)) + static_cast<std::size_t>(linear)];
+  }
+  // Of all ranks, if there are several.
+  const std::vector<Fp8Tally>& step_tallies() const { return of_ranks_.empty() ? tallies_ : of_ranks_; }
 
   ModelConfig config_;
   std::int64_t rows_;
   Fp8Scales scales_;
-  std::vector<int> exponents_;     // of this step
-  std::vector<Fp8Tally> tallies_;  // of this step; of weights since they were rounded
-  std::vector<float*> weights_;    // by layer and linear layer
+  std::vector<int> exponents_;      // of this step
+  std::vector<Fp8Tally> tallies_;   // of this step; of weights since they were rounded
+  std::vector<Fp8Tally> of_ranks_;  // of all ranks, once they have been gathered
+  Fp8Places places_;
+  std::vector<float*> weights_;  // by place and linear layer
   float *input_ = nullptr, *gradient_ = nullptr;
   Regions regions_{"operands rounded to fp8"};
   HostArena arena_;
   std::int64_t micro_batches_ = 0;
-  bool weights_stale_ = true;
 };
 
 }  // namespace weft::cpu

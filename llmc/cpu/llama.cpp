@@ -77,6 +77,12 @@ MemoryPlan own_parameters_plan(const Portion& portion) {
   return part_plan("parameters", portion.places.elements() > 0 ? portion.own : Range());
 }
 
+// Layers of which the weights are rounded at a time: those whose parameters are there.
+std::int64_t fp8_places(const ModelConfig& config, const Portion& portion) {
+  constexpr auto kLayerPlaces = static_cast<std::int64_t>(SectionPlaces::kLayerPlaces);
+  return portion.places.elements() > 0 ? std::min(config.num_layers, kLayerPlaces) : config.num_layers;
+}
+
 std::vector<MemoryLine> memory_lines(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
                                      const Portion& portion) {
   const std::uint64_t all = parameter_plan(table).bytes(), read = read_parameters_plan(table, portion).bytes();
@@ -94,7 +100,8 @@ std::vector<MemoryLine> memory_lines(const ModelConfig& config, const TrainOptio
   lines.push_back({"AdamW moments (fp32)", 2 * part_plan("moments", portion.own).bytes()});
   lines.push_back({"activations (fp32)", LlamaActivations<float>(config, options, kClassifierRows).plan().bytes()});
   if (options.precision == Precision::fp8) {
-    lines.push_back({"operands rounded to fp8 (fp32)", Fp8Linears::planned_bytes(config, options)});
+    const std::uint64_t bytes = Fp8Linears::planned_bytes(config, options, fp8_places(config, portion));
+    lines.push_back({"operands rounded to fp8 (fp32)", bytes});
   }
   return lines;
 }
@@ -131,10 +138,7 @@ class Llama final : public TrainModel {
         activation_arena_(acts_.plan()),
         rope_(rope_table(config.rope, options.seq_len)) {
     acts_.bind(activation_arena_);
-    if (options.precision == Precision::fp8) {
-      if (ranks != nullptr || options.virtual_ranks > 1) fail(Exit::internal, "several ranks with --precision fp8");
-      fp8_.emplace(config, options);
-    }
+    if (options.precision == Precision::fp8) fp8_.emplace(config, options, fp8_places(config, portion_));
     if (!parameters_divided()) return;
     std::vector<std::int64_t> moves;
     for (std::size_t s = 0; s < sections_.size(); ++s)
@@ -150,7 +154,6 @@ class Llama final : public TrainModel {
     micro_step_ = micro_step;
     training_ = true;
     tokens_.assign(batch.tokens.begin(), batch.tokens.end());
-    if (fp8_) fp8_->use_weights(weights_);
     forward_layers();
     loss_sum_ += classify(batch.labels, loss_scale, &label_count_);
   }
@@ -158,7 +161,6 @@ class Llama final : public TrainModel {
   double evaluate(const Batch& batch, std::int64_t* label_count) override {
     training_ = false;
     tokens_.assign(batch.tokens.begin(), batch.tokens.end());
-    if (fp8_) fp8_->use_weights(weights_);
     forward_layers();
     *label_count = 0;
     return classify(batch.labels, 0, label_count);
@@ -357,6 +359,7 @@ void Llama::forward_layers() {
 
 void Llama::forward_layer(std::int64_t l) {
   const LayerActivations<float>& a = acts_.layers[l];
+  if (fp8_) fp8_->use_weights(l, weights_.layers[static_cast<std::size_t>(l)], false);
   forward_to_swiglu(l, acts_.branch);
   linear(BlockLinear::down, l, acts_.branch, a.swiglu_out);
   if (l + 1 < config_.num_layers) gather_parameters(section_of_layer(l + 1));  // its norm is used next
@@ -411,6 +414,7 @@ void Llama::backward() {
   norm_backward(norm_after(2 * L - 1), acts_.d_final_norm, false);
   for (std::int64_t l = L - 1; l >= 0; --l) {
     gather_parameters(section_of_layer(l));
+    if (fp8_) fp8_->use_weights(l, weights_.layers[static_cast<std::size_t>(l)], true);
     recompute_layer(l);
     backward_layer(l);
   }
@@ -574,6 +578,7 @@ void Llama::complete_gradients() {
   if (!divided_) ranks_->gather(gradients, parts_);
   const std::vector<std::int64_t> labels = ranks_->gather(label_count_);
   label_count_ = std::accumulate(labels.begin(), labels.end(), std::int64_t{0});
+  if (fp8_) fp8_->gather_tallies(*ranks_);
   exchanged_ = true;
 }
 

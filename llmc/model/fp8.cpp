@@ -44,6 +44,26 @@ std::string Fp8Slots::name(std::int64_t slot) const {
                 kLinears[static_cast<int>(linear(slot))], kKinds[static_cast<int>(kind(slot))]);
 }
 
+std::vector<Fp8Tally> of_all_ranks(const Fp8Slots& slots, std::span<const Fp8Tally> tallies) {
+  const auto count = static_cast<std::size_t>(slots.count());
+  std::vector<Fp8Tally> sum(tallies.begin(), tallies.begin() + slots.count());
+  for (std::size_t i = count; i < tallies.size(); ++i) {
+    if (slots.kind(static_cast<std::int64_t>(i % count)) == Fp8Kind::weight) continue;
+    Fp8Tally& all = sum[i % count];
+    all.saturated += tallies[i].saturated;
+    all.flushed += tallies[i].flushed;
+    all.amax_bits = std::max(all.amax_bits, tallies[i].amax_bits);
+  }
+  return sum;
+}
+
+bool Fp8Places::has_all() const {
+  for (std::int64_t l = 0; l < layers_; ++l) {
+    if (!has(l)) return false;
+  }
+  return true;
+}
+
 Fp8Scales::Fp8Scales(std::int64_t layers)
     : slots_{layers},
       amax_(static_cast<std::size_t>(kFp8History * slots_.count())),

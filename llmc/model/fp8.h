@@ -10,6 +10,7 @@
 // pass. While there is no history yet, in the first step, each tensor is looked through first (current scaling).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <optional>
@@ -53,6 +54,31 @@ struct Fp8Slots {
   std::string name(std::int64_t slot) const;  // "layers.3 gate, up gradient"
 };
 
+// The tallies of a whole step from those of its ranks, [ranks, slots]: what the micro-batches of all of them have met. Weights
+// are the first rank's, because every rank has rounded all of them.
+std::vector<Fp8Tally> of_all_ranks(const Fp8Slots& slots, std::span<const Fp8Tally> tallies);
+
+// Where rounded weights lie, and which are up to date. Every layer has a place of its own or, if a pass has only the
+// parameters of a few layers at a time (Shard::parameters), layers take turns in as many places.
+class Fp8Places {
+ public:
+  Fp8Places(std::int64_t layers, std::int64_t places)
+      : layers_(layers), occupants_(static_cast<std::size_t>(places), kNone) {}
+
+  std::int64_t count() const { return std::ssize(occupants_); }
+  std::int64_t of(std::int64_t layer) const { return layer % count(); }
+  bool has(std::int64_t layer) const { return occupants_[static_cast<std::size_t>(of(layer))] == layer; }
+  bool has_all() const;
+  void put(std::int64_t layer) { occupants_[static_cast<std::size_t>(of(layer))] = layer; }
+  void forget() { std::fill(occupants_.begin(), occupants_.end(), kNone); }  // the weights have changed
+
+ private:
+  static constexpr std::int64_t kNone = -1;
+
+  std::int64_t layers_;
+  std::vector<std::int64_t> occupants_;  // the layer in each place
+};
+
 inline constexpr std::int64_t kFp8History = 16;  // steps
 
 // The largest magnitudes of the last steps, and the exponents that follow from them.
@@ -92,7 +118,7 @@ struct Fp8Statistics {
   std::string worst;
   double worst_share = 0;
 };
-// Of `micro_batches` with `rows` rows each.
+// Of `micro_batches`, of all ranks, with `rows` rows each.
 Fp8Statistics fp8_statistics(const ModelConfig& config, std::span<const Fp8Tally> tallies, std::int64_t rows,
                              std::int64_t micro_batches);
 // Beyond this share of a tensor saturation is more than a few outliers of one step.

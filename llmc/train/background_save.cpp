@@ -53,8 +53,10 @@ void BackgroundSave::write(const TrainState& state, const TensorTable& table, co
                            Result& result) const {
   result.step = state.step;
   result.best = state.best;
-  result.error = error_from(
-      [&] { result.path = joint_ != nullptr ? joint_->save(state, *copy_) : keeper_->save(state, table, source); });
+  result.error = error_from([&] {
+    result.path =
+        joint_ != nullptr ? joint_->save(state, *copy_, source.fp8_state) : keeper_->save(state, table, source);
+  });
   result.was_last = joint_ != nullptr && joint_->ended();
   result.seconds = seconds_since(begin_);
 }

@@ -573,18 +573,23 @@ std::string CheckpointKeeper::keep(const TrainState& state) {
   return directory_.checkpoint_path(state.step);
 }
 
-SharedCheckpoint CheckpointKeeper::begin_shared(const TrainState& state, const TensorTable& table) const {
+SharedCheckpoint CheckpointKeeper::begin_shared(const TrainState& state, const TensorTable& table,
+                                                std::vector<float> fp8_state) const {
   const std::string path = directory_.begin_checkpoint(state.step);
   SharedCheckpoint files{path,
                          declare_model(path + "/" + kModelName, identity_, table),
-                         declare_training_state(path + "/" + kStateName, identity_, state, table, false),
+                         declare_training_state(path + "/" + kStateName, identity_, state, table, !fp8_state.empty()),
+                         std::move(fp8_state),
                          {},
                          {},
                          {}};
   files.model_path = files.model.share();
   files.training_path = files.training.share();
-  for (std::size_t i = 0; i < table.specs().size(); ++i) files.offsets.push_back(files.model.tensors()[i].offset);
-  for (const TensorInfo& tensor : files.training.tensors()) files.offsets.push_back(tensor.offset);
+  const std::size_t count = table.specs().size();
+  for (std::size_t i = 0; i < count; ++i) files.offsets.push_back(files.model.tensors()[i].offset);
+  for (std::size_t i = 0; i < std::size(kMoments) * count; ++i) {
+    files.offsets.push_back(files.training.tensors()[i].offset);
+  }
   return files;
 }
 
@@ -599,6 +604,7 @@ std::string CheckpointKeeper::commit_shared(SharedCheckpoint& files, const Train
     (i < count ? files.model : files.training).written_by_others(tensors[i].hash);
   }
   if (!identity_.tokenizer.empty()) files.model.write(identity_.tokenizer.data(), identity_.tokenizer.size());
+  if (!files.fp8_state.empty()) files.training.write(files.fp8_state.data(), files.fp8_state.size() * sizeof(float));
   files.model.publish();
   files.training.publish();
   write_manifest(files.directory, state, files.model, files.training);

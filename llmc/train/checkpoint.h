@@ -130,7 +130,8 @@ class CheckpointKeeper {
   // The same in two steps, for ranks that save together. begin_shared() creates the files at their full size; all ranks
   // then write the values of the tensors and read them back; commit_shared() gets what was read of each tensor, in the
   // order of SharedCheckpoint::offsets, and completes the checkpoint. discard() removes what was written.
-  SharedCheckpoint begin_shared(const TrainState& state, const TensorTable& table) const;
+  // `fp8_state`: TrainModel::fp8_state() of the same moment.
+  SharedCheckpoint begin_shared(const TrainState& state, const TensorTable& table, std::vector<float> fp8_state) const;
   std::string commit_shared(SharedCheckpoint& files, const TrainState& state, const TensorTable& table,
                             std::span<const TensorRead> tensors);
   void discard(std::int64_t step) const noexcept { directory_.discard_checkpoint(step); }

@@ -89,7 +89,7 @@ bool JointSave::ended() const {
   return error_from([&] { ranks_.check(); }).has_value();
 }
 
-std::string JointSave::save(const TrainState& state, const StateCopy& copy) {
+std::string JointSave::save(const TrainState& state, const StateCopy& copy, const std::vector<float>& fp8_state) {
   std::optional<AtWork> at_work;  // a slow disk may take longer than the other ranks' time limit
   try {
     at_work.emplace(ranks_);
@@ -98,7 +98,7 @@ std::string JointSave::save(const TrainState& state, const StateCopy& copy) {
   std::optional<SharedCheckpoint> made;
   try {
     do_together(ranks_, [&] {
-      if (keeper_ != nullptr) made.emplace(keeper_->begin_shared(state, table_));
+      if (keeper_ != nullptr) made.emplace(keeper_->begin_shared(state, table_, fp8_state));
     });
     const Files files = tell_files(made ? &*made : nullptr);
     do_together(ranks_, [&] { write_parts(files, copy); });

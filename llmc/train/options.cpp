@@ -212,17 +212,6 @@ void check_batch(TrainSettings& s) {
   }
 }
 
-void check_fp8(const TrainSettings& s) {
-  if (s.precision != "fp8") return;
-  if (s.ranks > 1 || s.virtual_ranks > 1) {
-    fail(Exit::usage,
-         "--precision: got fp8 with %lld ranks, expected one: scales are not shared between ranks. Use --precision "
-         "bf16, "
-         "or leave --gpus, --virtual-ranks and the launcher out",
-         static_cast<long long>(std::max(s.ranks, s.virtual_ranks)));
-  }
-}
-
 void check_purpose(TrainSettings& s) {
   if (!s.compare.empty() && s.model.empty())
     fail(Exit::usage, "--compare: needs --model, the file that the dump was made from");
@@ -268,7 +257,6 @@ void check_together(TrainSettings& s, const OptionTable& table, std::int64_t lau
   check_batch(s);
   check_schedule(s, table.given("warmup-steps"), table.given("wsd-decay-fraction"));
   check_purpose(s);
-  check_fp8(s);
   if (s.eval && !table.given("val-batches")) s.val_batches = 0;
   if (s.print_config || s.bench || s.eval || !s.compare.empty()) return;
   if (s.train.empty()) fail(Exit::usage, "--train: needed, the token shards to train on");

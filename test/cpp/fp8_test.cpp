@@ -271,6 +271,54 @@ TEST(Fp8Scales, LeaveEachKindItsHeadroom) {
 }
 
 // Sizes by hand: of a layer's inputs 24 + 40 + 24 + 56 columns, of its gradients 60 + 24 + 112 + 24, and 6,432 weights.
+// Every rank has rounded all weights, and inputs and gradients of its own micro-batches.
+TEST(Fp8Tallies, OfAllRanksAreSumsAndMaximaButWeightsCountOnce) {
+  const Fp8Slots slots{2};
+  constexpr std::int64_t kRanks = 3;
+  std::vector<Fp8Tally> tallies;
+  for (std::uint32_t r = 0; r < kRanks; ++r) {
+    for (std::uint32_t slot = 0; slot < slots.count(); ++slot) {
+      const bool is_weight = slots.kind(slot) == Fp8Kind::weight;
+      const std::uint32_t i =
+          is_weight ? slot : 100 * ((r + slot) % kRanks) + slot;  // the largest: another rank each time
+      tallies.push_back({1 + i, 1000 + i, 5000 + i});
+    }
+  }
+  const std::vector<Fp8Tally> all = of_all_ranks(slots, tallies);
+  ASSERT_EQ(std::ssize(all), slots.count());
+  for (std::uint32_t slot = 0; slot < slots.count(); ++slot) {
+    const bool is_weight = slots.kind(slot) == Fp8Kind::weight;
+    const Fp8Tally expected = is_weight ? Fp8Tally{1 + slot, 1000 + slot, 5000 + slot}
+                                        : Fp8Tally{3 + 300 + 3 * slot, 3000 + 300 + 3 * slot, 5200 + slot};
+    EXPECT_EQ(all[slot], expected) << slots.name(slot);
+  }
+  const std::span<const Fp8Tally> alone = std::span(tallies).first(static_cast<std::size_t>(slots.count()));
+  EXPECT_TRUE(std::ranges::equal(of_all_ranks(slots, alone), alone));
+}
+
+TEST(Fp8Places, LayersTakeTurns) {
+  Fp8Places few(5, 2), all(5, 5);
+  EXPECT_FALSE(few.has(0));
+  for (std::int64_t l = 0; l < 5; ++l) {
+    few.put(l);
+    EXPECT_FALSE(all.has_all());
+    all.put(l);
+    EXPECT_TRUE(few.has(l) && all.has(0) && all.has(l));
+    if (l >= 1) {
+      EXPECT_TRUE(few.has(l - 1)) << "the layer before has another place";
+    }
+    if (l >= 2) {
+      EXPECT_FALSE(few.has(l - 2));
+    }
+    EXPECT_EQ(few.of(l), l % 2);
+    EXPECT_EQ(all.of(l), l);
+  }
+  EXPECT_TRUE(all.has_all());
+  EXPECT_FALSE(few.has_all());
+  all.forget();
+  EXPECT_FALSE(all.has(0) || all.has(4) || all.has_all());
+}
+
 TEST(Fp8Statistics, SharesAreThoseOfAllMicroBatchesButWeightsCountOnce) {
   ModelConfig config = micro_config();
   config.num_layers = 2;
@@ -688,10 +736,6 @@ TEST(Fp8Model, OtherSizesAreRefusedByName) {
   };
   expect_contains(refused(narrow_heads), "(num_heads + 2 num_kv_heads) x head_dim: got 24");
   expect_contains(refused([](ModelConfig&, TrainOptions& o) { o.seq_len = 9; }), "--micro-batch x --seq-len: got 18");
-  TrainOptions ranks = small_options();
-  ranks.virtual_ranks = 2;
-  expect_contains(error_of(Exit::internal, [&] { cpu::make_llama(small_config(), ranks); }),
-                  "several ranks with --precision fp8");
 }
 
 }  // namespace

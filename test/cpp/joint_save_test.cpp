@@ -112,7 +112,7 @@ class JointSaveTest : public testing::Test {
       JointSave save(ranks, first ? &keeper : nullptr, *table_, ranges[rank]);
       EXPECT_EQ(save.is_first(), first);
       const std::optional<Error> error = error_from([&] {
-        const std::string path = save.save(state_of(step), copy);
+        const std::string path = save.save(state_of(step), copy, {});
         EXPECT_EQ(path, first ? step_path(run, step) : "");
       });
       EXPECT_FALSE(save.ended());
@@ -366,7 +366,7 @@ TEST_F(JointSaveTest, ALaterSaveIsThatOfFreshObjects) {
         if (is_one_of(kNotFinite, now)) arenas_[1][200] = std::numeric_limits<float>::infinity();
       }
       ranks.barrier();
-      const std::optional<Error> error = error_from([&] { save.save(state_of(now), copy); });
+      const std::optional<Error> error = error_from([&] { save.save(state_of(now), copy, {}); });
       const bool bad = is_one_of(kNotFinite, now) && rank == 0;  // the others hear it from the first one's loop
       EXPECT_EQ(error ? error->code() : Exit::ok, is_one_of(kCannotWrite, now) ? Exit::resources
                                                   : bad                        ? Exit::numeric

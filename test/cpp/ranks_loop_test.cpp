@@ -13,6 +13,7 @@
 #include <memory>
 #include <sstream>
 #include <thread>
+#include <tuple>
 
 #include "llmc/base/file.h"
 #include "llmc/comm/thread_ranks.h"
@@ -50,6 +51,14 @@ class RanksLoop : public testing::Test {
   void TearDown() override {
     omp_set_num_threads(threads_);
     arm_save_fault({});
+  }
+  // Sizes that fp8 takes, and more layers than there are places for divided parameters.
+  void train_in_fp8() {
+    settings_.precision = "fp8";
+    config_.num_layers = 5;
+    config_.tied_embeddings = false;
+    config_.hidden_size = 32;
+    config_.ffn_size = 48;
   }
   void step_of(std::int64_t ranks, std::int64_t accumulation) {
     settings_.virtual_ranks = ranks;
@@ -219,6 +228,81 @@ TEST_F(RanksLoop, LayersTakeTurnsInThePlacesOfDividedParameters) {
     EXPECT_EQ(records("ranks" + run), records("alone" + run)) << run;
     expect_same_files("ranks" + run, "alone" + run, 4);
   }
+}
+
+// The scales of a step follow from what all ranks have met in the steps before, and the log counts what all have lost.
+TEST_F(RanksLoop, RanksInFp8AreOneProcessBitForBit) {
+  train_in_fp8();
+  for (const auto& [ranks, accumulation, recompute] :
+       {std::tuple{2, 1, "none"}, {3, 2, "none"}, {3, 1, "block"}, {4, 1, "norm"}}) {
+    step_of(ranks, accumulation);
+    settings_.recompute = recompute;
+    const std::string run = format("%d_%d_%s", ranks, accumulation, recompute);
+    const Outcome alone = run_alone("alone_" + run);
+    ASSERT_EQ(alone.exit, Exit::ok) << alone.error;
+    const std::vector<Json> expected = records("alone_" + run);
+    const auto step = std::find_if(expected.rbegin(), expected.rend(), [](const Json& r) { return r.contains("fp8"); });
+    ASSERT_NE(step, expected.rend());
+    const Json& counts = step->at("fp8").at("input");
+    EXPECT_EQ(counts["values"], ranks * accumulation * 16 * 5 * (32 + 16 + 32 + 48));
+    EXPECT_GT(counts["flushed"], 0);
+    for (const Shard shard : kShards) {
+      const std::string name = format("ranks_%s_%d", run.c_str(), static_cast<int>(shard));
+      for (const Outcome& rank : run_ranks(name, shard)) {
+        EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
+        EXPECT_TRUE(rank.state == alone.state) << name;
+        EXPECT_EQ(rank.tensors, alone.tensors) << name;
+      }
+      EXPECT_EQ(records(name), expected) << name;
+      expect_same_files(name, "alone_" + run, 4);
+    }
+  }
+}
+
+// The history of the scales goes with the checkpoint, whoever writes it and whoever goes on.
+TEST_F(RanksLoop, AnyNumberOfProcessesResumesAnyOtherInFp8) {
+  train_in_fp8();
+  step_of(4, 1);
+  settings_.schedule = "constant";
+  const Outcome whole = run_alone("whole");
+  for (const auto& [saved, resumed, shard, all_save] : {std::tuple{1, 4, Shard::parameters, true},
+                                                        {4, 1, Shard::optimizer, true},
+                                                        {2, 4, Shard::parameters, true},
+                                                        {4, 2, Shard::optimizer, false},
+                                                        {2, 1, Shard::none, true}}) {
+    all_save_ = all_save;
+    const std::string name = format("run%d_%d_%d", saved, resumed, static_cast<int>(shard));
+    const auto run = [&](std::int64_t processes, std::int64_t steps) {
+      settings_.steps = steps;
+      processes_ = processes;
+      return processes == 1 ? std::vector<Outcome>{run_alone(name)} : run_ranks(name, shard);
+    };
+    run(saved, 2);
+    for (const Outcome& rank : run(resumed, 4)) {
+      EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
+      EXPECT_TRUE(rank.state == whole.state) << name;
+      EXPECT_EQ(rank.tensors, whole.tensors) << name;
+    }
+    EXPECT_EQ(read_bytes(checkpoint(name, 4) + "/model.bin"), read_bytes(checkpoint("whole", 4) + "/model.bin"));
+    settings_.steps = 4;
+  }
+}
+
+// Of all layers, or of two where no more have their parameters there.
+TEST_F(RanksLoop, DividedParametersAreRoundedTwoLayersAtATime) {
+  train_in_fp8();
+  step_of(3, 1);
+  const auto rounded = [&](int ranks, Shard shard) {
+    const std::string name = "operands rounded to fp8 (fp32)";
+    for (const MemoryLine& line : cpu::plan_llama(config_, settings_.model_options(), 0, ranks, shard)) {
+      if (line.name == name) return line.bytes;
+    }
+    return std::uint64_t{0};
+  };
+  const std::uint64_t layer = 4 * (32 * 32 + 32 * 16 + 32 * 96 + 48 * 32);
+  EXPECT_GT(rounded(1, Shard::none), 5 * layer);
+  EXPECT_EQ(rounded(3, Shard::optimizer), rounded(1, Shard::none));
+  EXPECT_EQ(rounded(3, Shard::parameters), rounded(1, Shard::none) - 3 * layer);
 }
 
 // Where the ranks have no directory in common, or are told so.

@@ -30,13 +30,6 @@ namespace {
 using namespace weft::test;
 using Codes = std::vector<std::uint8_t>;
 
-// Tensor cores with fp8: compute capability 8.9.
-bool has_fp8() {
-  return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) +
-             device_attribute(cudaDevAttrComputeCapabilityMinor) >=
-         89;
-}
-
 float scale_of(int exponent) {
   return std::bit_cast<float>(fp8_scale_bits(exponent));
 }

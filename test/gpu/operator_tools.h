@@ -17,6 +17,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "llmc/cuda/runtime/error.h"
 #include "test/cpp/gradient_check.h"
 #include "test/gpu/device_buffer.h"
 
@@ -24,6 +25,13 @@ namespace weft::test {
 
 using bf16 = __nv_bfloat16;
 using fp16 = __half;
+
+// Whether the GPU's tensor cores take fp8.
+inline bool has_fp8() {
+  return 10 * cuda::device_attribute(cudaDevAttrComputeCapabilityMajor) +
+             cuda::device_attribute(cudaDevAttrComputeCapabilityMinor) >=
+         89;
+}
 
 inline constexpr double kArithmeticTolerance = 1e-5;
 

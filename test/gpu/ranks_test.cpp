@@ -21,7 +21,7 @@
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/compare.h"
 #include "test/cpp/whole_model_checks.h"
-#include "test/gpu/device_buffer.h"
+#include "test/gpu/operator_tools.h"
 
 namespace weft {
 namespace {
@@ -198,7 +198,10 @@ struct Case {
 };
 
 std::string name_of(const Case& c) {
-  return format("%s%s%s, dropout %g, %lld micro-batches", c.precision == Precision::fp32 ? "fp32" : "bf16",
+  const char* const precision = c.precision == Precision::fp32   ? "fp32"
+                                : c.precision == Precision::bf16 ? "bf16"
+                                                                 : "fp8";
+  return format("%s%s%s, dropout %g, %lld micro-batches", precision,
                 c.moments == Precision::bf16 ? " with bf16 moments" : "", c.tied ? ", tied" : "", c.dropout,
                 static_cast<long long>(c.accumulation));
 }
@@ -207,13 +210,28 @@ ModelConfig config_of(const Case& c) {
   ModelConfig config = test::small_llama();
   config.tied_embeddings = c.tied;
   config.num_layers = c.layers;
+  if (c.precision != Precision::fp8) return config;
+  config.hidden_size = 144;
+  config.ffn_size = 208;
+  config.num_heads = 4;
+  config.num_kv_heads = 2;
+  config.head_dim = config.rope.rotary_dim = 64;
   return config;
+}
+
+// Of two sequences; fp8 takes a multiple of 16 rows.
+std::int64_t seq_len_of(const Case& c) {
+  return c.precision == Precision::fp8 ? 40 : 37;
+}
+
+test::TokenBatch tokens_of(const Case& c, unsigned seed) {
+  return test::random_tokens(config_of(c), 2 * seq_len_of(c), seed);
 }
 
 TrainOptions options_of(const Case& c, std::int64_t ranks) {
   TrainOptions options;
   options.micro_batch = 2;
-  options.seq_len = 37;
+  options.seq_len = seq_len_of(c);
   options.precision = c.precision;
   options.moments = c.moments;
   options.dropout = c.dropout;
@@ -227,10 +245,9 @@ TrainOptions options_of(const Case& c, std::int64_t ranks) {
 
 // Forward and backward of some micro-batches of a step of `all`.
 void compute(TrainModel& model, const Case& c, std::int64_t step, const Range& micro_batches, std::int64_t all) {
-  const ModelConfig config = config_of(c);
   for (std::int64_t i = micro_batches.begin; i < micro_batches.end; ++i) {
     const auto number = static_cast<std::uint64_t>(step * all + i);
-    const test::TokenBatch text = test::random_tokens(config, 2 * 37, static_cast<unsigned>(number));
+    const test::TokenBatch text = tokens_of(c, static_cast<unsigned>(number));
     model.forward(text.batch(), number, 0.01f);
     model.backward();
   }
@@ -245,7 +262,7 @@ Floats all_values(TrainModel& model, TensorRole role) {
   return all;
 }
 
-// Statistics of each step, then the last gradients, and the state.
+// Statistics of each step, then the last gradients, the state and, in fp8, the history of its scales.
 struct Outcome {
   std::vector<double> statistics;
   Floats values;
@@ -256,7 +273,7 @@ struct Outcome {
   }
 };
 
-constexpr std::int64_t kSteps = 4;  // eager, captured, replayed
+constexpr std::int64_t kSteps = 4;  // eager (in fp8 twice), captured, replayed
 
 // `turns`: the micro-batches of each rank of the step that this model computes.
 Outcome train(TrainModel& model, const Case& c, const std::vector<Range>& turns, std::int64_t all) {
@@ -268,6 +285,13 @@ Outcome train(TrainModel& model, const Case& c, const std::vector<Range>& turns,
     for (const double value :
          {statistics.loss_sum, static_cast<double>(statistics.label_count), statistics.gradient_norm}) {
       outcome.statistics.push_back(value);
+    }
+    if (statistics.fp8) {
+      for (const Fp8Statistics::Kind& kind : statistics.fp8->kinds) {
+        for (const std::uint64_t count : {kind.values, kind.saturated, kind.flushed}) {
+          outcome.statistics.push_back(static_cast<double>(count));
+        }
+      }
     }
     AdamWStep update;
     update.step = step;
@@ -281,6 +305,8 @@ Outcome train(TrainModel& model, const Case& c, const std::vector<Range>& turns,
     const Floats values = all_values(model, role);
     outcome.values.insert(outcome.values.end(), values.begin(), values.end());
   }
+  const Floats scales = model.fp8_state();
+  outcome.values.insert(outcome.values.end(), scales.begin(), scales.end());
   return outcome;
 }
 
@@ -326,13 +352,24 @@ void expect_ranks_give(const Outcome& expected, const Case& c, int size, Shard s
   }
 }
 
-const Case kCases[] = {
-    {Precision::fp32, Precision::fp32, false, 0, 1},
-    {Precision::fp32, Precision::fp32, true, 0.1f, 3},
-    {Precision::bf16, Precision::fp32, false, 0, 1},
-    {Precision::bf16, Precision::fp32, true, 0, 3, Recompute::block},
-    {Precision::bf16, Precision::bf16, false, 0.1f, 2},
-};
+constexpr Case kWithDropout = {Precision::bf16, Precision::bf16, false, 0.1f, 2};
+constexpr Case kInFp8 = {Precision::fp8, Precision::fp32, false, 0, 1};
+
+std::vector<Case> cases() {
+  std::vector<Case> all = {
+      {Precision::fp32, Precision::fp32, false, 0, 1},
+      {Precision::fp32, Precision::fp32, true, 0.1f, 3},
+      {Precision::bf16, Precision::fp32, false, 0, 1},
+      {Precision::bf16, Precision::fp32, true, 0, 3, Recompute::block},
+      kWithDropout,
+  };
+  if (test::has_fp8()) {
+    all.push_back(kInFp8);
+    all.push_back({Precision::fp8, Precision::bf16, true, 0.1f, 1, Recompute::block});
+    all.push_back({Precision::fp8, Precision::bf16, false, 0.1f, 2, Recompute::norm});
+  }
+  return all;
+}
 // Gradients, and parameters with them, can be divided where a rank has one micro-batch.
 std::vector<Shard> shards_of(const Case& c) {
   if (c.accumulation > 1) return {Shard::none, Shard::optimizer};
@@ -344,7 +381,7 @@ constexpr std::int64_t kBuckets[] = {8'192, 50'000, 16 << 20};
 
 // Against models that compute one rank each and know of no other.
 TEST(CudaVirtualRanks, TheGradientIsTheSumOfEachRanksOwn) {
-  for (const Case& c : kCases) {
+  for (const Case& c : cases()) {
     for (const std::int64_t ranks : {2, 3}) {
       SCOPED_TRACE(name_of(c));
       const std::int64_t all = ranks * c.accumulation;
@@ -409,7 +446,7 @@ TEST(CudaVirtualRanks, TheirMemoryIsPlanned) {
 }
 
 TEST(CudaRanks, GiveTheBitsOfVirtualRanks) {
-  for (const Case& c : kCases) {
+  for (const Case& c : cases()) {
     for (const int size : {2, 3}) {
       SCOPED_TRACE(name_of(c));
       const Outcome expected = train_virtual(c, size);
@@ -422,7 +459,7 @@ TEST(CudaRanks, GiveTheBitsOfVirtualRanks) {
 
 // N ranks compute what more would, in rounds.
 TEST(CudaRanks, FewerRanksGiveTheBitsOfMore) {
-  for (const Case& c : kCases) {
+  for (const Case& c : cases()) {
     SCOPED_TRACE(name_of(c));
     for (const auto& [size, rounds] : {std::pair{2, 2}, {3, 2}, {2, 3}}) {
       const Outcome expected = train_virtual(c, size * rounds);
@@ -436,15 +473,17 @@ TEST(CudaRanks, FewerRanksGiveTheBitsOfMore) {
 // Every wait between the stream of the step and that of the exchange, made to matter.
 TEST(CudaRanks, DelaysChangeNothing) {
   for (const bool graph : {false, true}) {
-    Case c = kCases[4];
-    c.graph = graph;
-    c.accumulation = 1;
-    const Outcome expected = train_virtual(c, 2);
-    for (const cuda::DelayPoint point : {cuda::DelayPoint::step, cuda::DelayPoint::forked}) {
-      for (const Shard shard : shards_of(c)) {
-        cuda::set_stream_delay(point, 5'000);
-        expect_ranks_give(expected, c, 2, shard, 50'000);
-        cuda::set_stream_delay(point, 0);
+    for (Case c : {kWithDropout, kInFp8}) {
+      if (c.precision == Precision::fp8 && !test::has_fp8()) continue;
+      c.graph = graph;
+      c.accumulation = 1;
+      const Outcome expected = train_virtual(c, 2);
+      for (const cuda::DelayPoint point : {cuda::DelayPoint::step, cuda::DelayPoint::forked}) {
+        for (const Shard shard : shards_of(c)) {
+          cuda::set_stream_delay(point, 5'000);
+          expect_ranks_give(expected, c, 2, shard, 50'000);
+          cuda::set_stream_delay(point, 0);
+        }
       }
     }
   }
@@ -475,42 +514,51 @@ TEST(CudaRanks, DividedParametersOfOneLayer) {
   }
 }
 
-// All ranks evaluate at the same time, between steps as well, and with the parameters as they are then.
-TEST(CudaRanks, DividedParametersEvaluate) {
-  for (const bool tied : {false, true}) {
-    Case c;
-    c.tied = tied;
-    const auto run = [&](TrainModel& model, const Range& micro_batches) {
-      std::vector<double> losses;
-      for (std::int64_t step = 1; step <= 3; ++step) {
-        for (unsigned text = 0; text < 2; ++text) {
-          std::int64_t labels = 0;
-          losses.push_back(model.evaluate(test::random_tokens(config_of(c), 2 * 37, 100 + text).batch(), &labels));
-          losses.push_back(static_cast<double>(labels));
-        }
-        model.zero_gradients();
-        compute(model, c, step, micro_batches, 2);
-        losses.push_back(model.statistics().gradient_norm);
-        AdamWStep update;
-        update.step = step;
-        update.learning_rate = 1e-2f;
-        if (step == 2) continue;  // a step that is skipped
-        model.update(update);
+// Losses of two texts before each step of two ranks, and the step's norm. The second step is skipped.
+std::vector<double> evaluate_between_steps(TrainModel& model, const Case& c, const Range& micro_batches) {
+  std::vector<double> losses;
+  for (std::int64_t step = 1; step <= 5; ++step) {
+    for (unsigned text = 0; text < 2; ++text) {
+      std::int64_t labels = 0;
+      losses.push_back(model.evaluate(tokens_of(c, 100 + text).batch(), &labels));
+      losses.push_back(static_cast<double>(labels));
+    }
+    model.zero_gradients();
+    compute(model, c, step, micro_batches, 2);
+    losses.push_back(model.statistics().gradient_norm);
+    AdamWStep update;
+    update.step = step;
+    update.learning_rate = 1e-2f;
+    if (step != 2) model.update(update);
+  }
+  return losses;
+}
+
+// With the parameters as they are then; where each rank has a part of them, all evaluate at the same time.
+TEST(CudaRanks, EvaluateBetweenSteps) {
+  for (const Precision precision : {Precision::bf16, Precision::fp8}) {
+    if (precision == Precision::fp8 && !test::has_fp8()) continue;
+    for (const bool tied : {false, true}) {
+      Case c;
+      c.precision = precision;
+      c.tied = tied;
+      const auto whole = cuda::make_llama(config_of(c), options_of(c, 2));
+      test::randomize_parameters(*whole);
+      EXPECT_FALSE(whole->evaluates_together());
+      const std::vector<double> expected = evaluate_between_steps(*whole, c, {0, 2});
+      for (const Shard shard : {Shard::none, Shard::optimizer, Shard::parameters}) {
+        run_thread_ranks(2, 60, [&](Communicator& ranks) {
+          const auto plane = cuda::make_staged_ranks(ranks);
+          const auto model = cuda::make_llama(config_of(c), options_of(c, 2), ranks, *plane, shard, 50'000);
+          test::randomize_parameters(*model);
+          EXPECT_EQ(model->evaluates_together(), shard == Shard::parameters);
+          EXPECT_EQ(evaluate_between_steps(*model, c, {ranks.rank(), ranks.rank() + 1}), expected) << shard_name(shard);
+          if (shard == Shard::parameters) {
+            EXPECT_THROW(model->decoder(8), Error);
+          }
+        });
       }
-      return losses;
-    };
-    const auto whole = cuda::make_llama(config_of(c), options_of(c, 2));
-    test::randomize_parameters(*whole);
-    EXPECT_FALSE(whole->evaluates_together());
-    const std::vector<double> expected = run(*whole, {0, 2});
-    run_thread_ranks(2, 60, [&](Communicator& ranks) {
-      const auto plane = cuda::make_staged_ranks(ranks);
-      const auto model = cuda::make_llama(config_of(c), options_of(c, 2), ranks, *plane, Shard::parameters, 50'000);
-      test::randomize_parameters(*model);
-      EXPECT_TRUE(model->evaluates_together());
-      EXPECT_EQ(run(*model, {ranks.rank(), ranks.rank() + 1}), expected);
-      EXPECT_THROW(model->decoder(8), Error);
-    });
+    }
   }
 }
 
@@ -634,7 +682,7 @@ TEST_F(CudaTwoGpus, GiveTheBitsOfVirtualRanksOnOne) {
     cuda::check(cudaSetDevice(ranks.rank()), "test");
     return cuda::make_nccl_ranks(ranks, 60);
   };
-  for (const Case& c : kCases) {
+  for (const Case& c : cases()) {
     SCOPED_TRACE(name_of(c));
     const Outcome expected = train_virtual(c, 2);
     for (const Shard shard : shards_of(c)) {

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from train_runs import (MODEL, SECONDS, assert_refused, assert_same_run, checkpoints, has_checkpoint, np, records, run_program,
-                        start, train, wait_for, write_shard)
+from train_runs import (MODEL, SECONDS, assert_refused, assert_same_run, checkpoints, fp8_shape, has_checkpoint, np, records,
+                        run_program, start, train, wait_for, write_shard)
 from train_runs import data_fixture, end_started  # noqa: F401, pytest finds them here
 
 import tensor_file
@@ -98,6 +98,21 @@ def test_ranks_are_one_process(data, tmp_path, shard):
     assert records(out)[0]["ranks"] == 2
     settings = json.loads((out / "config.json").read_text())["settings"]
     assert settings["shard"] == shard and settings["virtual-ranks"] == "2"
+
+
+def test_ranks_in_fp8_are_one_process(data, tmp_path):
+    """The history of the scales and the counts of the log are those of all ranks, whichever of them went on from whose checkpoint."""
+    fp8 = [*fp8_shape(tmp_path / "shape"), "--precision", "fp8", "--val="]
+    whole = tmp_path / "whole"
+    assert train(data, whole, *fp8, "--device", "cpu", "--virtual-ranks", 2).returncode == 0
+    for shard in ("none", "optimizer", "parameters"):
+        out = tmp_path / shard
+        for more in (["--debug-inject", "term@step=6"], []):
+            ends = run_ranks(data, out, 2, *fp8, "--shard", shard, *more)
+            assert [end.returncode for end in ends] == ([143, 143] if more else [0, 0]), ends[0].stderr
+        assert_same_run(out, whole)
+        counts = [[record["fp8"] for record in records(run) if record["type"] == "step"] for run in (out, whole)]
+        assert counts[0] == counts[1]
 
 
 def test_any_number_of_processes_goes_on(data, tmp_path):

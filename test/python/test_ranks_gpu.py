@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from train_runs import assert_same_run, checkpoints, has_checkpoint, run_program, start, train, wait_for
+from train_runs import assert_same_run, checkpoints, fp8_shape, has_checkpoint, run_program, start, train, wait_for
 from train_runs import data_fixture, end_started  # noqa: F401, pytest finds them here
 
 
@@ -38,6 +38,19 @@ def test_two_gpus_are_one(data, tmp_path, whole, exchange):
         out = tmp_path / shard
         done = train(data, out, "--gpus", 2, "--shard", shard, "--dropout", 0.1, env={"WEFT_EXCHANGE": exchange} if exchange else {})
         assert done.returncode == 0, done.stderr
+        assert_same_run(out, whole)
+
+
+def test_two_gpus_are_one_in_fp8(data, tmp_path):
+    fp8 = [*fp8_shape(tmp_path / "shape"), "--precision", "fp8"]
+    whole = tmp_path / "whole"
+    done = train(data, whole, *fp8, "--device", "cuda", "--virtual-ranks", 2)
+    assert done.returncode == 0, done.stderr
+    for shard in ("none", "optimizer", "gradients", "parameters"):
+        out = tmp_path / shard
+        for more in (["--debug-inject", "term@step=6"], []):
+            done = train(data, out, *fp8, "--gpus", 2, "--shard", shard, *more)
+            assert done.returncode == (143 if more else 0), done.stderr
         assert_same_run(out, whole)
 
 

@@ -57,17 +57,21 @@ std::vector<AdamWBlock> blocks_outside(const std::vector<AdamWMatrix>& matrices,
 }  // namespace
 
 Fp8Memory::Fp8Memory(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
-                     std::span<const AdamWBlock> blocks)
-    : matrix_list(matrices_of(config, table)), other_list(blocks_outside(matrix_list, blocks)) {
+                     const Division& division)
+    : places(division.parameters_divided ? std::min(config.num_layers, kLayerPlaces) : config.num_layers) {
+  if (!division.divided) {
+    matrix_list = matrices_of(config, table);
+    other_list = blocks_outside(matrix_list, division.blocks);
+  }
   const std::int64_t N = options.micro_batch * options.seq_len, slots = Fp8Slots{config.num_layers}.count();
   std::int64_t widest_input = 0, widest_gradient = 0;
-  weights.resize(static_cast<std::size_t>(4 * config.num_layers));
+  weights.resize(static_cast<std::size_t>(4 * places));
   for (const BlockLinear linear : kBlockLinears) {
     const LinearSize size = linear_size(config, linear);
     widest_input = std::max(widest_input, size.C);
     if (linear != BlockLinear::gate_up) widest_gradient = std::max(widest_gradient, size.OC);
-    for (std::int64_t l = 0; l < config.num_layers; ++l) {
-      Weight& weight = weights[static_cast<std::size_t>(4 * l) + static_cast<std::size_t>(linear)];
+    for (std::int64_t place = 0; place < places; ++place) {
+      Weight& weight = weights[static_cast<std::size_t>(4 * place) + static_cast<std::size_t>(linear)];
       regions.want(&weight.codes, size.C * size.OC);
       regions.want(&weight.transposed, size.C * size.OC);
     }
@@ -93,21 +97,27 @@ Fp8Memory::Fp8Memory(const ModelConfig& config, const TrainOptions& options, con
 }
 
 Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
-                       std::span<const AdamWBlock> blocks, Matmul& matmul, OperatorClock& clock, cudaStream_t stream)
+                       const Division& division, Matmul& matmul, OperatorClock& clock, cudaStream_t stream)
     : config_(config),
       rows_(options.micro_batch * options.seq_len),
+      ranks_(division.ranks),
       matmul_(matmul),
       clock_(clock),
       stream_(stream),
       scales_(config.num_layers),
-      memory_(config, options, table, blocks),
+      memory_(config, options, table, division),
+      places_(config.num_layers, memory_.places),
       arena_(memory_.regions.plan()),
-      results_(static_cast<std::uint64_t>(scales_.slots().count()) * sizeof(Fp8Tally)),
-      upload_((1 + Fp8Memory::kScaleStride) * static_cast<std::uint64_t>(scales_.slots().count()) * sizeof(float)) {
+      results_(static_cast<std::uint64_t>(ranks_ * slots()) * sizeof(Fp8Tally)),
+      upload_((1 + Fp8Memory::kScaleStride) * static_cast<std::uint64_t>(slots()) * sizeof(float)) {
   memory_.regions.bind(arena_);
   arena_.clear(stream_);
-  std::fill_n(results_.at<Fp8Tally>(0), scales_.slots().count(), Fp8Tally{});
-  for (std::int64_t l = 0; l < config.num_layers; ++l) {
+  std::fill_n(results_.at<Fp8Tally>(0), ranks_ * slots(), Fp8Tally{});
+  if (!division.divided) prepare_update();
+}
+
+void Fp8Linears::prepare_update() {
+  for (std::int64_t l = 0; l < config_.num_layers; ++l) {
     for (const BlockLinear linear : kBlockLinears) {
       const Fp8Memory::Weight& codes = weight(linear, l);
       memory_.matrix_list[static_cast<std::size_t>(4 * l) + static_cast<std::size_t>(linear)].codes =
@@ -149,34 +159,31 @@ void Fp8Linears::find_scale(std::int64_t slot, Pass pass, const std::function<vo
                     stream_);
 }
 
-void Fp8Linears::clear_weight_tallies() {
-  const Fp8Slots& slots = scales_.slots();
-  check(cudaMemsetAsync(memory_.tallies + slots.first(Fp8Kind::weight), 0,
-                        static_cast<std::size_t>(slots.of_a_kind()) * sizeof(Fp8Tally), stream_),
-        "fp8 weights");
+void Fp8Linears::clear_weight_tallies(std::int64_t first_layer, std::int64_t layers) {
+  Fp8Tally* const first = memory_.tallies + scales_.slots().at(Fp8Kind::weight, first_layer, kBlockLinears[0]);
+  const std::size_t bytes = std::size(kBlockLinears) * static_cast<std::size_t>(layers) * sizeof(Fp8Tally);
+  check(cudaMemsetAsync(first, 0, bytes, stream_), "fp8 weights");
 }
 
-void Fp8Linears::round_weights(const LlamaParameters<bf16>& weights) {
-  const Fp8Slots& slots = scales_.slots();
-  clear_weight_tallies();
-  for (std::int64_t l = 0; l < config_.num_layers; ++l) {
-    for (const BlockLinear linear : kBlockLinears) {
-      const LinearSize size = linear_size(config_, linear);
-      const std::int64_t slot = slots.at(Fp8Kind::weight, l, linear);
-      const bf16* values = weights.layers[static_cast<std::size_t>(l)].weight(linear);
-      const auto round = [&](const Fp8Target& to) {
-        quantize_fp8(fp8_format(Fp8Kind::weight), to, values, size.OC, size.C, stream_);
-      };
-      find_scale(slot, Pass::training, round);
-      clock_.run("quantise weights", 0, 4.0 * static_cast<double>(size.C * size.OC),
-                 [&] { round(target(slot, weight(linear, l).codes, weight(linear, l).transposed, Pass::training)); });
-    }
+void Fp8Linears::round_weights(std::int64_t layer, const LayerParameters<bf16>& weights, bool again) {
+  const Pass pass = again ? Pass::again : Pass::training;
+  if (!again) clear_weight_tallies(layer, 1);
+  for (const BlockLinear linear : kBlockLinears) {
+    const LinearSize size = linear_size(config_, linear);
+    const std::int64_t slot = scales_.slots().at(Fp8Kind::weight, layer, linear);
+    const auto round = [&](const Fp8Target& to) {
+      quantize_fp8(fp8_format(Fp8Kind::weight), to, weights.weight(linear), size.OC, size.C, stream_);
+    };
+    find_scale(slot, pass, round);
+    const Fp8Memory::Weight& codes = weight(linear, layer);
+    clock_.run("quantise weights", 0, 4.0 * static_cast<double>(size.C * size.OC),
+               [&] { round(target(slot, codes.codes, codes.transposed, pass)); });
   }
-  weights_stale_ = false;
+  places_.put(layer);
 }
 
-void Fp8Linears::use_weights(const LlamaParameters<bf16>& weights) {
-  if (weights_stale_) round_weights(weights);
+void Fp8Linears::all_weights_rounded() {
+  for (std::int64_t l = 0; l < config_.num_layers; ++l) places_.put(l);
 }
 
 // ---- forward --------------------------------------------------------------------------------------------------------
@@ -298,24 +305,24 @@ void Fp8Linears::begin_step() {
   micro_batches_ = 0;
 }
 
-void Fp8Linears::download_tallies() {
-  check(cudaMemcpyAsync(results_.at<Fp8Tally>(0), memory_.tallies, results_.bytes(), cudaMemcpyDeviceToHost, stream_),
+void Fp8Linears::download_tallies(const Fp8Tally* tallies) {
+  check(cudaMemcpyAsync(results_.at<Fp8Tally>(0), tallies, results_.bytes(), cudaMemcpyDeviceToHost, stream_),
         "statistics");
 }
 
 Fp8Statistics Fp8Linears::statistics() const {
-  return fp8_statistics(config_, tallies(), rows_, micro_batches_);
+  return fp8_statistics(config_, step_tallies(), rows_, ranks_ * micro_batches_);
 }
 
 void Fp8Linears::end_step() {
-  scales_.push(tallies());
+  scales_.push(step_tallies());
   upload_scales();
-  weights_stale_ = true;
+  places_.forget();
 }
 
 const Fp8Linears::Update& Fp8Linears::begin_update() {
-  clear_weight_tallies();
-  weights_stale_ = false;
+  clear_weight_tallies(0, config_.num_layers);
+  all_weights_rounded();
   return update_;
 }
 
@@ -338,14 +345,14 @@ void Fp8Linears::upload_scales() {
 
 void Fp8Linears::weights_replaced() {
   scales_.forget();
-  weights_stale_ = true;
+  places_.forget();
 }
 
 void Fp8Linears::set_state(std::span<const float> state) {
   check(cudaStreamSynchronize(stream_), "fp8 scales");
   scales_.set_state(state);
   upload_scales();
-  weights_stale_ = true;
+  places_.forget();
 }
 
 }  // namespace weft::cuda

@@ -5,6 +5,9 @@
 // these in the place of bf16; the gradient of the weight transposes them. The codes of the output projection's input are
 // made twice, each time from the bf16 activation: as rows for the forward GEMM, transposed for the gradient of the
 // weight. Scales lie on the device and change only between steps, so captured graphs stay valid.
+//
+// The codes of the weights are written by the update. Where ranks divide the update, each rank rounds the weights of a
+// layer when they have arrived from the others.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +16,7 @@
 #include <vector>
 
 #include "llmc/base/regions.h"
+#include "llmc/cuda/llama/plan.h"
 #include "llmc/cuda/op/adamw.h"
 #include "llmc/cuda/op/fp8.h"
 #include "llmc/cuda/op/matmul.h"
@@ -25,9 +29,7 @@ namespace weft::cuda {
 
 // Device memory of Fp8Linears.
 struct Fp8Memory {
-  // `blocks`: AdamW's, of all tensors of the table.
-  Fp8Memory(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
-            std::span<const AdamWBlock> blocks);
+  Fp8Memory(const ModelConfig& config, const TrainOptions& options, const TensorTable& table, const Division& division);
   Fp8Memory(const Fp8Memory&) = delete;  // `regions` holds the addresses of the pointers below
   Fp8Memory& operator=(const Fp8Memory&) = delete;
 
@@ -39,10 +41,12 @@ struct Fp8Memory {
   struct Weight {
     std::uint8_t *codes = nullptr, *transposed = nullptr;  // [OC, C], [C, OC]
   };
-  std::vector<Weight> weights;           // [4 layer + linear]
-  std::vector<AdamWMatrix> matrix_list;  // [4 layer + linear]
-  std::vector<AdamWBlock> other_list;    // the blocks of everything else
-  AdamWMatrix* matrices = nullptr;       // the two lists on the device
+  std::int64_t places;          // of the weights of a layer
+  std::vector<Weight> weights;  // [4 place + linear]
+  // The work of an update that is not divided: the matrices [4 layer + linear], and the blocks of everything else.
+  std::vector<AdamWMatrix> matrix_list;
+  std::vector<AdamWBlock> other_list;
+  AdamWMatrix* matrices = nullptr;  // the two lists on the device
   AdamWBlock* others = nullptr;
   float *scales = nullptr, *inverses = nullptr;  // [slots]: 2^e; [slots, kScaleStride]: 2^-e
   Fp8Tally* tallies = nullptr;                   // [slots], and one for current scaling
@@ -58,8 +62,8 @@ struct Fp8Memory {
 class Fp8Linears {
  public:
   // `matmul`, `clock` and the stream belong to the model.
-  Fp8Linears(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
-             std::span<const AdamWBlock> blocks, Matmul& matmul, OperatorClock& clock, cudaStream_t stream);
+  Fp8Linears(const ModelConfig& config, const TrainOptions& options, const TensorTable& table, const Division& division,
+             Matmul& matmul, OperatorClock& clock, cudaStream_t stream);
 
   // Which pass a call belongs to. Only `training`, the first computation of a training step, adds to the tallies from
   // which later scales follow; `again` recomputes with the scales of the first time.
@@ -68,8 +72,13 @@ class Fp8Linears {
   // False until the first step has ended. Until then each tensor is read twice, to find its scale before rounding it;
   // the passes are not captured in graphs.
   bool scales_known() const { return scales_.known(); }
-  // Call before a pass: rounds the weights if no update has written their codes.
-  void use_weights(const LlamaParameters<__nv_bfloat16>& weights);
+  // Whether the codes of a layer's weights, or of all, are those of the weights as they are.
+  bool has_weights(std::int64_t layer) const { return places_.has(layer); }
+  bool has_all_weights() const { return places_.has_all(); }
+  // Writes these codes; `again`: in a backward pass, after another layer has used their place.
+  void round_weights(std::int64_t layer, const LayerParameters<__nv_bfloat16>& weights, bool again);
+  // All codes have been written by launches that were replayed.
+  void all_weights_rounded();
 
   // The input of qkv, or of gate and up, for forward() and weight_grad(): calls norm() with where its codes go, in the
   // first step once before that to find its scale. `bytes`: what norm() moves.
@@ -100,11 +109,16 @@ class Fp8Linears {
 
   void begin_step();  // clears the tallies of inputs and gradients
   void end_micro_batch() { ++micro_batches_; }
-  void download_tallies();  // queued in the stream; synchronise before statistics() and end_step(), which read them
+  // The tallies of this rank, on the device [slots].
+  std::int64_t slots() const { return scales_.slots().count(); }
+  const Fp8Tally* tallies() const { return memory_.tallies; }
+  // `tallies`: on the device, those of each rank of the run [ranks, slots]. Queued in the stream; synchronise before
+  // statistics() and end_step(), which read them.
+  void download_tallies(const Fp8Tally* tallies);
   Fp8Statistics statistics() const;
   void end_step();  // before the update: the scales of the next step
   // The work of the update behind end_step(), if scales are known: for adamw_fp8() the matrices with their codes, whose
-  // tallies it clears, and for adamw() the blocks of everything else.
+  // tallies it clears, and for adamw() the blocks of everything else. Not for an update that ranks divide.
   struct Update {
     const AdamWMatrix* matrices;
     std::int64_t count, tiles, elements;
@@ -119,11 +133,12 @@ class Fp8Linears {
  private:
   Fp8Target target(std::int64_t slot, std::uint8_t* codes, std::uint8_t* transposed, Pass pass) const;
   void find_scale(std::int64_t slot, Pass pass, const std::function<void(const Fp8Target&)>& look);
-  void clear_weight_tallies();
-  void round_weights(const LlamaParameters<__nv_bfloat16>& weights);
+  void prepare_update();
+  void clear_weight_tallies(std::int64_t first_layer, std::int64_t layers);
   void upload_scales();
-  std::span<const Fp8Tally> tallies() const {
-    return {results_.at<Fp8Tally>(0), static_cast<std::size_t>(scales_.slots().count())};
+  // Of all ranks.
+  std::vector<Fp8Tally> step_tallies() const {
+    return of_all_ranks(scales_.slots(), {results_.at<Fp8Tally>(0), static_cast<std::size_t>(ranks_ * slots())});
   }
   // An operand of cuBLASLt.
   Fp8Matrix matrix(std::int64_t slot, const std::uint8_t* codes) const { return {codes, memory_.inverse(slot)}; }
@@ -133,21 +148,21 @@ class Fp8Linears {
     return memory_.norms[static_cast<std::size_t>(2 * layer) + (linear == BlockLinear::gate_up ? 1 : 0)];
   }
   const Fp8Memory::Weight& weight(BlockLinear linear, std::int64_t layer) const {
-    return memory_.weights[static_cast<std::size_t>(4 * layer) + static_cast<std::size_t>(linear)];
+    return memory_.weights[static_cast<std::size_t>(4 * places_.of(layer)) + static_cast<std::size_t>(linear)];
   }
 
   const ModelConfig config_;
-  const std::int64_t rows_;
+  const std::int64_t rows_, ranks_;
   Matmul& matmul_;
   OperatorClock& clock_;
   cudaStream_t stream_;
   Fp8Scales scales_;
   Fp8Memory memory_;
+  Fp8Places places_;
   DeviceArena arena_;
-  PinnedBuffer results_, upload_;  // tallies; scales and their inverses
+  PinnedBuffer results_, upload_;  // tallies of all ranks; scales and their inverses
   Update update_{};
   std::int64_t micro_batches_ = 0;
-  bool weights_stale_ = true;
 };
 
 }  // namespace weft::cuda

@@ -17,6 +17,7 @@ void Llama<S>::forward_layers() {
   embed();
   fetch_parameters(head_section());
   parameters_needed(section_of_layer(0));
+  use_fp8_weights(0, false);
   normalize(norm_after(-1));
   for (std::int64_t l = 0; l < config_.num_layers; ++l) forward_layer(l);
 }
@@ -28,7 +29,10 @@ void Llama<S>::forward_layer(std::int64_t l) {
   const S* down = weights_.layers[static_cast<std::size_t>(l)].down;
 
   forward_to_swiglu(l, acts_.branch, a.swiglu_out);
-  if (l + 1 < config_.num_layers) parameters_needed(section_of_layer(l + 1));  // the norm below belongs to that layer
+  if (l + 1 < config_.num_layers) {
+    parameters_needed(section_of_layer(l + 1));  // the norm below belongs to that layer
+    use_fp8_weights(l + 1, false);
+  }
   linear_and_normalize(down_, l, norm_after(2 * l + 1), a.swiglu_out, down, a.residual_mid, acts_.branch);
   if (l + kLayerPlaces < config_.num_layers)
     fetch_parameters(section_of_layer(l + kLayerPlaces));  // in the place of this layer's
@@ -82,6 +86,7 @@ void Llama<S>::backward_layers(Accumulate accumulate) {
   for (std::int64_t l = config_.num_layers - 1; l >= 0; --l) {
     if (l + 1 < config_.num_layers) take_gradient_slot(l);
     parameters_needed_again(section_of_layer(l));
+    use_fp8_weights(l, true);
     if (l > 0) fetch_parameters(section_of_layer(l - 1));
     recompute_layer(l);
     backward_layer(l, accumulate);

@@ -193,7 +193,8 @@ class Llama final : public TrainModel {
 
   // ---- step.cu
   void upload(const Batch& batch) { upload_.upload(batch, work_.tokens, work_.labels, stream_); }
-  void use_fp8_weights();
+  void round_stale_weights();
+  void use_fp8_weights(std::int64_t l, bool again);
   void replay(StepGraph& graph, float scale, const std::function<void()>& launches);
   void zero_gradient(const TensorSpec& spec);
   void zero_accumulated_gradients();
@@ -233,7 +234,6 @@ class Llama final : public TrainModel {
   }
 
   // ---- ranks.cu
-  static constexpr auto kLayerPlaces = static_cast<std::int64_t>(SectionPlaces::kLayerPlaces);
   // Sections of the arena (llama_sections()).
   static constexpr std::size_t kEmbeddingSection = 0;
   static std::size_t section_of_layer(std::int64_t l) { return static_cast<std::size_t>(l) + 1; }
@@ -321,6 +321,7 @@ class Llama final : public TrainModel {
 
   std::uint64_t micro_step_ = 0;
   bool training_ = false, recomputing_ = false;
+  bool rounds_weights_ = false;  // this forward pass rounds the weights of all layers to fp8
   // zero_gradients() writes nothing: the first micro-batch after it stores its gradients instead of adding them. Until
   // then the gradient of the head, or of everything else, is stale.
   bool head_stale_ = false, others_stale_ = false;

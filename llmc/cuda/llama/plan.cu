@@ -51,7 +51,8 @@ std::vector<AdamWBlock> blocks_of(const TensorTable& table, const Range& section
 }  // namespace
 
 Division::Division(const ModelConfig& config, const TensorTable& table, const RankShare& share)
-    : divided(share.ranks > 1 && share.shard != Shard::none),
+    : ranks(share.ranks),
+      divided(share.ranks > 1 && share.shard != Shard::none),
       gradients_divided(share.ranks > 1 && (share.shard == Shard::gradients || share.shard == Shard::parameters)),
       parameters_divided(share.ranks > 1 && share.shard == Shard::parameters),
       sections(llama_sections(config, table)) {
@@ -178,6 +179,9 @@ LlamaWorkspace::LlamaWorkspace(const ModelConfig& config, const TrainOptions& op
   regions.want(&loss_total, 1);
   regions.want(&evaluation_total, 1);
   regions.want(&rank_totals, share.ranks * share.rounds);
+  if (options.precision == Precision::fp8 && share.ranks > 1) {
+    regions.want(&rank_tallies, share.ranks * Fp8Slots{config.num_layers}.count());
+  }
   regions.want(&gradient_norm, 1);
   regions.want(&squares, division.squares);
   if (!division.squares_order.empty()) regions.want(&squares_order, division.squares);
@@ -209,8 +213,7 @@ std::vector<MemoryLine> llama_memory(const ModelConfig& config, const TrainOptio
                    2 * state_bytes(moment_bytes(options))});
   lines.push_back({kSplitMaster<S> ? "activations (bf16)" : "activations (fp32)", activations.plan().bytes()});
   if (options.precision == Precision::fp8) {
-    lines.push_back(
-        {"weights and operands (fp8)", Fp8Memory(config, options, table, division.blocks).regions.plan().bytes()});
+    lines.push_back({"weights and operands (fp8)", Fp8Memory(config, options, table, division).regions.plan().bytes()});
   }
   lines.push_back({"workspace", workspace.regions.plan().bytes() + Matmul::kWorkspaceBytes});
   return lines;

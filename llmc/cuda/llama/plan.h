@@ -51,6 +51,7 @@ struct RankShare {
 struct Division {
   Division(const ModelConfig& config, const TensorTable& table, const RankShare& share);
 
+  std::int64_t ranks = 1;
   bool divided = false;             // a rank has moments, low halves and the update of its own parts only
   bool gradients_divided = false;   // likewise the gradients of the step
   bool parameters_divided = false;  // likewise the parameters, stored like the moments
@@ -84,6 +85,9 @@ struct Division {
 // being exchanged.
 inline constexpr std::size_t kGradientSlots = 3;
 
+// Layers whose divided parameters are there at the same time.
+inline constexpr auto kLayerPlaces = static_cast<std::int64_t>(SectionPlaces::kLayerPlaces);
+
 // Everything that a step needs beside parameters and activations: inputs, tables, results and scratch memory of
 // operators.
 struct LlamaWorkspace {
@@ -98,6 +102,7 @@ struct LlamaWorkspace {
   LossTotal *loss_total = nullptr, *evaluation_total = nullptr;  // loss of the rank so far; loss of one evaluate()
   // [ranks]: losses of the ranks of a run; with virtual ranks the first one is their sum
   LossTotal* rank_totals = nullptr;
+  Fp8Tally* rank_tallies = nullptr;  // with fp8 and several ranks: what each has met, [ranks, slots]
   GradientNorm* gradient_norm = nullptr;
   AdamWBlock* adamw_blocks = nullptr;
   double* squares = nullptr;              // sums of squares of the gradients of each block, of all ranks

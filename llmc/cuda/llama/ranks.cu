@@ -173,7 +173,7 @@ void Llama<S>::finish_exchange() {
   check(cudaStreamWaitEvent(stream_, forked_), "exchange between ranks");
 }
 
-// Gathers the losses of all ranks and, if each rank has the squares of its own blocks only, the squares.
+// Gathers the losses of all ranks, the squares if each rank has those of its own blocks only, and what fp8 has met.
 template <typename S>
 void Llama<S>::gather_statistics() {
   fork_stream(stream_, *exchange_stream_, forked_, "statistics");
@@ -189,6 +189,16 @@ void Llama<S>::gather_statistics() {
     gather(work_.rank_totals, totals);
   }
   if (division_.divided) gather(work_.squares, division_.squares_of_rank);
+  if (work_.rank_tallies != nullptr) {
+    const std::int64_t slots = fp8_->slots();
+    check(cudaMemcpyAsync(work_.rank_tallies + peers_.share.rank * slots, fp8_->tallies(),
+                          static_cast<std::size_t>(slots) * sizeof(Fp8Tally), cudaMemcpyDeviceToDevice,
+                          *exchange_stream_),
+          "statistics");
+    std::vector<Range> rows;
+    for (std::int64_t r = 0; r < peers_.share.ranks; ++r) rows.push_back({r * slots, (r + 1) * slots});
+    gather(work_.rank_tallies, rows);
+  }
   finish_exchange();
 }
 

@@ -42,7 +42,7 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Pe
       places_(division_.places),
       sent_(division_.buckets.size()) {
   if (options.precision == Precision::fp8) {
-    fp8_.emplace(config, options, table_, division_.blocks, matmul_, clock_, stream_);
+    fp8_.emplace(config, options, table_, division_, matmul_, clock_, stream_);
   }
   acts_.bind(activation_arena_);
   work_.regions.bind(workspace_arena_);
@@ -148,7 +148,6 @@ std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& 
   if (options.precision == Precision::fp8) {
     check_fp8_sizes(config, options.micro_batch, options.seq_len);
     require_fp8();
-    if (ranks != nullptr || options.virtual_ranks > 1) fail(Exit::internal, "several ranks with --precision fp8");
   }
   const auto make_as = [&](auto storage) -> std::unique_ptr<TrainModel> {
     using Model = Llama<decltype(storage)>;

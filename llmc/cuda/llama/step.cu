@@ -20,8 +20,9 @@ namespace weft::cuda {
 // differs from one run of a list to the next.
 template <typename S>
 void Llama<S>::replay(StepGraph& graph, float scale, const std::function<void()>& launches) {
-  const bool looks_first = fp8_ && !fp8_->scales_known();  // launches that later steps do not have
-  if (!options_.graph || clock_.timing() || looks_first) return launches();
+  // Launches that later steps do not have: a search for scales, or rounding that was due before.
+  const bool special = fp8_ && (!fp8_->scales_known() || (!rounds_weights_ && !fp8_->has_all_weights()));
+  if (!options_.graph || clock_.timing() || special) return launches();
   std::uint32_t scale_bits = 0;
   std::memcpy(&scale_bits, &scale, sizeof scale_bits);
   graph.run(stream_, {scale_bits, options_.dropout > 0 ? micro_step_ : 0}, launches);
@@ -34,7 +35,9 @@ void Llama<S>::forward(const Batch& batch, std::uint64_t micro_step, float loss_
   micro_step_ = micro_step;
   training_ = true;
   const Accumulate head = head_stale_ ? Accumulate::no : Accumulate::yes;
-  use_fp8_weights();
+  round_stale_weights();
+  // Once a step and not when they are stale, so that a captured list always does it.
+  rounds_weights_ = fp8_ && division_.divided && !division_.parameters_divided && head == Accumulate::no;
   upload(batch);
   const auto launches = [&] {
     forward_layers();
@@ -45,6 +48,8 @@ void Llama<S>::forward(const Batch& batch, std::uint64_t micro_step, float loss_
   } else {
     replay(forward_graphs_[static_cast<int>(head)], loss_scale, launches);
   }
+  if (rounds_weights_) fp8_->all_weights_rounded();
+  rounds_weights_ = false;
   head_stale_ = false;
   if (is_last_micro_batch() && head_section() != kEmbeddingSection) exchange_from(head_section());
 }
@@ -69,10 +74,20 @@ void Llama<S>::backward() {
   if (options_.virtual_ranks > 1) finish_rank();
 }
 
+// Before a pass: rounds the weights whose codes no update has written. If ranks divide the update, the lists do that.
 template <typename S>
-void Llama<S>::use_fp8_weights() {
+void Llama<S>::round_stale_weights() {
+  if (division_.divided) return;
+  for (std::int64_t l = 0; l < config_.num_layers; ++l) use_fp8_weights(l, false);
+}
+
+// Called in the lists: what follows reads the codes of layer l's weights, whose parameters are there. `again`: in the
+// backward pass.
+template <typename S>
+void Llama<S>::use_fp8_weights(std::int64_t l, bool again) {
   if constexpr (std::is_same_v<S, bf16>) {
-    if (fp8_) fp8_->use_weights(weights_);
+    if (!fp8_ || (fp8_->has_weights(l) && !rounds_weights_)) return;
+    fp8_->round_weights(l, weights_.layers[static_cast<std::size_t>(l)], again);
   }
 }
 
@@ -98,7 +113,7 @@ double Llama<S>::evaluate(const Batch& batch, std::int64_t* label_count) {
   training_ = false;
   LossTotal* total = work_.evaluation_total;
   check(cudaMemsetAsync(total, 0, sizeof *total, stream_), "evaluate");
-  use_fp8_weights();
+  round_stale_weights();
   upload(batch);
   forward_layers();
   classify(0, Accumulate::yes, total);
@@ -217,7 +232,7 @@ StepStatistics Llama<S>::statistics() {
   check(cudaMemcpyAsync(total, work_.loss_total, sizeof *total, cudaMemcpyDeviceToHost, stream_), "statistics");
   check(cudaMemcpyAsync(totals, work_.rank_totals, rank_totals() * sizeof *total, cudaMemcpyDeviceToHost, stream_),
         "statistics");
-  if (fp8_) fp8_->download_tallies();
+  if (fp8_) fp8_->download_tallies(work_.rank_tallies != nullptr ? work_.rank_tallies : fp8_->tallies());
   if (has_peers()) {
     peers_.device_ranks->wait(stream_, own_work_, "training step");
   } else {
@@ -242,7 +257,7 @@ void Llama<S>::update(const AdamWStep& step) {
   delay_point(stream_, DelayPoint::step);
   check(cudaStreamWaitEvent(stream_, state_copied_), "update");  // no wait if the event was never recorded
   if (fp8_) fp8_->end_step();
-  if (fp8_ && fp8_->scales_known()) return update_and_round(step);
+  if (fp8_ && fp8_->scales_known() && !division_.divided) return update_and_round(step);
   if (!division_.divided) return update_blocks({0, static_cast<std::int64_t>(division_.blocks.size())}, step);
   // Parameters that other ranks are still reading must not change.
   for (const std::unique_ptr<Event>& event : parameters_ready_) check(cudaStreamWaitEvent(stream_, *event), "update");
@@ -334,6 +349,7 @@ OperatorTable Llama<S>::time_operators(const std::function<void()>& step) {
   template void Llama<S>::forward(const Batch&, std::uint64_t, float); \
   template void Llama<S>::backward();                                  \
   template double Llama<S>::evaluate(const Batch&, std::int64_t*);     \
+  template void Llama<S>::use_fp8_weights(std::int64_t, bool);         \
   template void Llama<S>::zero_gradients();                            \
   template void Llama<S>::zero_accumulated_gradients();                \
   template void Llama<S>::take_gradient_slot(std::int64_t);            \
