@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Proof that the tests can fail: plants the bugs of table.py, one at a time, and wants at least one test red for each.
+"""Proof that the tests can fail: plants the bugs of rows/, one at a time, and wants at least one test red for each.
 
     make mutants                       all of them
     python3 dev/mutants/run.py [--commit REV] [--only TEXT]... [--report FILE] [--narrow]
@@ -27,7 +27,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from table import MUTANTS, Mutant  # noqa: E402
+from mutant import Mutant  # noqa: E402
+from table import MUTANTS  # noqa: E402
 from tree import ROOT, Unusable, copy_tree  # noqa: E402
 
 HOME = ROOT / "build" / "mutants"

@@ -1,4 +1,4 @@
-"""The rows of dev/mutants/table.py quote code: a change of that code has to change them too."""
+"""The rows in dev/mutants/rows quote code: a change of that code has to change them too."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev" / "mutants"))
 import changes
+import table
 
 
 def load():
@@ -31,6 +32,28 @@ def test_every_row_applies_to_the_tree():
     done = subprocess.run([sys.executable, ROOT / "dev" / "mutants" / "run.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) > 100
+
+
+def room_of(file: str) -> str:
+    """The module of a file's rows: its first folder, that below llmc, or that of the programs."""
+    folders = file.removeprefix("llmc/").split("/")[:-1]
+    return folders[0] if folders else "app"
+
+
+def test_rows_stand_where_a_reader_looks_for_them():
+    """In the module of the file's room, below a heading with the file's name; the headings in the order of the alphabet."""
+    names = [Path(room.__file__).stem for room in table.ROOMS]
+    assert sorted([*names, "__init__"]) == sorted(path.stem for path in (ROOT / "dev" / "mutants" / "rows").glob("*.py"))
+    for name, room in zip(names, table.ROOMS):
+        files = [row.file for row in room.ROWS]
+        assert {room_of(file) for file in files} == {name}
+        lines = re.findall(r"^    (?:# ---- (\S+) -+$|Mutant\()", Path(room.__file__).read_text(), re.M)
+        headings = [line for line in lines if line]
+        assert headings == sorted(set(headings)) == list(dict.fromkeys(files)), name
+        counts = [files.count(file) for file in headings]
+        assert lines == [part for file, count in zip(headings, counts) for part in (file, *[""] * count)], name
+    needs_gpu = [row.needs_gpu for row in table.MUTANTS]
+    assert needs_gpu == sorted(needs_gpu), "what needs no GPU comes first"
 
 
 def test_rows_that_do_not_apply_are_named(tmp_path):
