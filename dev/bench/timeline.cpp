@@ -50,8 +50,17 @@ void on_complete(CUcontext, std::uint32_t, std::uint8_t* buffer, std::size_t, st
   std::free(buffer);
 }
 
+// Whether a call of CUPTI has succeeded; otherwise stderr says which one has not, and why.
+bool succeeded(CUptiResult result, const char* call) {
+  if (result == CUPTI_SUCCESS) return true;
+  const char* reason = nullptr;
+  cuptiGetResultString(result, &reason);
+  std::fprintf(stderr, "timeline: %s: %s\n", call, reason != nullptr ? reason : "unknown error");
+  return false;
+}
+
 void at_end() {
-  cuptiActivityFlushAll(1);
+  succeeded(cuptiActivityFlushAll(1), "flush");
   std::fclose(output());
 }
 
@@ -59,11 +68,12 @@ void at_end() {
 
 extern "C" int InitializeInjection() {
   if (output() == nullptr) return 0;
-  cuptiActivityRegisterCallbacks(on_request, on_complete);
-  cuptiActivityEnable(CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL);
-  cuptiActivityEnable(CUPTI_ACTIVITY_KIND_MEMCPY);
-  cuptiActivityEnable(CUPTI_ACTIVITY_KIND_MEMCPY2);
-  cuptiActivityEnable(CUPTI_ACTIVITY_KIND_MEMSET);
+  bool recording = succeeded(cuptiActivityRegisterCallbacks(on_request, on_complete), "callbacks");
+  for (const CUpti_ActivityKind kind : {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL, CUPTI_ACTIVITY_KIND_MEMCPY,
+                                        CUPTI_ACTIVITY_KIND_MEMCPY2, CUPTI_ACTIVITY_KIND_MEMSET}) {
+    recording = recording && succeeded(cuptiActivityEnable(kind), "recording");
+  }
+  if (!recording) return 0;
   std::atexit(at_end);
   return 1;
 }

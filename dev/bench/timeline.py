@@ -67,7 +67,8 @@ def record(options: argparse.Namespace) -> list[list[tuple[int, int, str]]]:
         work = [sorted((int(begin), int(end), name) for begin, end, name in rows) for rows in processes]
         work = [rows for rows in work if rows]  # the process that starts the ranks may ask the driver for its GPUs, too
         if not work:
-            fail(f"no process wrote a time line: did the driver load {library.name} with {cupti}?")
+            fail(f"{len(files)} processes opened a time line, none wrote to it" if files
+                 else f"no process opened a time line: did the driver load {library.name} with {cupti}?")
         return work
 
 

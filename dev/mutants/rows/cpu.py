@@ -141,7 +141,7 @@ ROWS = [
            unit("RanksLoop.RanksInFp8*")),
     Mutant("fp8: all layers have a place where ranks have two layers' parameters", "llmc/cpu/llama.cpp",
            "  return portion.places.elements() > 0 ? std::min(config.num_layers, kLayerPlaces) : config.num_layers;",
-           "  return kLayerPlaces > 0 ? config.num_layers : 0;", unit("RanksLoop.DividedParametersAreRounded*")),
+           "  return portion.places.elements() > 0 ? std::max(config.num_layers, kLayerPlaces) : config.num_layers;", unit("RanksLoop.DividedParametersAreRounded*")),
     Mutant("fp8: what is computed again is counted again", "llmc/cpu/llama.cpp",
            "recomputing_ ? Pass::again : Pass::training", "Pass::training", unit("Fp8Model.Recomputation*")),
     Mutant("fp8, against PyTorch: gradients of inputs by the weights of the first step", "llmc/cpu/llama.cpp",
