@@ -133,7 +133,7 @@ ROWS = [
            ("unit:CheckpointTest.EachMember*",)),
     Mutant("fp8: ranks save no history of the scales", "llmc/train/checkpoint.cpp",
            "declare_training_state(path + \"/\" + kStateName, identity_, state, table, !fp8_state.empty()),\n                         std::move(fp8_state),",
-           "declare_training_state(path + \"/\" + kStateName, identity_, state, table, false),\n                         {},",
+           "declare_training_state(path + \"/\" + kStateName, identity_, state, table, false),\n                         std::move(fp8_state),",
            unit("RanksLoop.*Fp8*")),
     Mutant("fp8: a resumed run looks through its tensors first", "llmc/train/checkpoint.cpp",
            "  model.set_fp8_state(values);\n", "", unit("Fp8Model.HalfAndHalf*")),
