@@ -1,6 +1,6 @@
-// A library that the CUDA driver loads into a program (CUDA_INJECTION64_PATH) and that writes down when the GPU worked: one
-// line "begin end name" in nanoseconds for each kernel, copy and fill, to the file TIMELINE_OUT.N of process N.
-// dev/bench/timeline.py builds it, finds libcupti, and reads the lines.
+// A library that is loaded in front of a program (LD_PRELOAD) and that writes down when the GPU worked: one line "begin end
+// name" in nanoseconds for each kernel, copy and fill, to the file TIMELINE_OUT.N of process N. dev/bench/timeline.py
+// builds it, finds libcupti, and reads the lines.
 #include <cupti.h>
 #include <unistd.h>
 
@@ -12,6 +12,8 @@
 namespace {
 
 constexpr std::size_t kBufferBytes = 8 << 20;
+constexpr std::uint32_t kFlushMs =
+    50;  // records are handed over while the program runs: at its end CUDA may be gone before
 
 std::FILE* output() {
   static std::FILE* file =
@@ -64,16 +66,15 @@ void at_end() {
   std::fclose(output());
 }
 
-}  // namespace
-
-extern "C" int InitializeInjection() {
-  if (output() == nullptr) return 0;
+__attribute__((constructor)) void begin() {
+  if (std::getenv("TIMELINE_OUT") == nullptr || output() == nullptr) return;
   bool recording = succeeded(cuptiActivityRegisterCallbacks(on_request, on_complete), "callbacks");
   for (const CUpti_ActivityKind kind : {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL, CUPTI_ACTIVITY_KIND_MEMCPY,
                                         CUPTI_ACTIVITY_KIND_MEMCPY2, CUPTI_ACTIVITY_KIND_MEMSET}) {
     recording = recording && succeeded(cuptiActivityEnable(kind), "recording");
   }
-  if (!recording) return 0;
-  std::atexit(at_end);
-  return 1;
+  recording = recording && succeeded(cuptiActivityFlushPeriod(kFlushMs), "period");
+  if (recording) std::atexit(at_end);
 }
+
+}  // namespace

@@ -1,6 +1,6 @@
 """How much of a training step the GPU works: the time line of the kernels, as CUPTI records it.
 
-    python3 dev/bench/timeline.py [--config d12 --seq-len 1024 --micro-batch 32] [--gpus N [--shard parameters]] [--no-graph]
+    python3 dev/bench/timeline.py [--config d12 --seq-len 1024 --micro-batch 32] [--precision fp8] [--gpus N [--shard parameters]] [--no-graph]
 
 Runs train_llama --bench, takes the last steps (from one gradient norm to the next) of each of its processes and prints the
 share of their time in which at least one kernel, copy or fill ran, the largest gaps with what stands before and behind them,
@@ -56,10 +56,10 @@ def record(options: argparse.Namespace) -> list[list[tuple[int, int, str]]]:
                         str(ROOT / "dev/bench/timeline.cpp"), str(cupti), f"-Wl,-rpath,{cupti.parent}", "-o", str(library)],
                        check=True)
         command = [str(ROOT / "train_llama"), "--device", "cuda", "--bench", "--config", options.config, "--seq-len",
-                   str(options.seq_len), "--micro-batch", str(options.micro_batch)]
+                   str(options.seq_len), "--micro-batch", str(options.micro_batch), "--precision", options.precision]
         command += ["--gpus", str(options.gpus), "--shard", options.shard] if options.gpus > 1 else []
         result = subprocess.run(command + (["--no-graph"] if options.no_graph else []), text=True, cwd=ROOT,
-                                env={**os.environ, "CUDA_INJECTION64_PATH": str(library), "TIMELINE_OUT": str(lines)})
+                                env={**os.environ, "LD_PRELOAD": str(library), "TIMELINE_OUT": str(lines)})
         files = sorted(lines.parent.glob(lines.name + ".*"))
         if result.returncode:
             fail(f"train_llama ended with {result.returncode}")
@@ -67,8 +67,7 @@ def record(options: argparse.Namespace) -> list[list[tuple[int, int, str]]]:
         work = [sorted((int(begin), int(end), name) for begin, end, name in rows) for rows in processes]
         work = [rows for rows in work if rows]  # the process that starts the ranks may ask the driver for its GPUs, too
         if not work:
-            fail(f"{len(files)} processes opened a time line, none wrote to it" if files
-                 else f"no process opened a time line: did the driver load {library.name} with {cupti}?")
+            fail(f"{len(files)} processes opened a time line, none wrote to it: {cupti} has recorded nothing")
         return work
 
 
@@ -92,6 +91,7 @@ def main() -> int:
     parser.add_argument("--config", default="d12")
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--micro-batch", type=int, default=32)
+    parser.add_argument("--precision", default="bf16")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--shard", default="optimizer")
     parser.add_argument("--no-graph", action="store_true")
@@ -118,7 +118,7 @@ def show(work: list[tuple[int, int, str]], options: argparse.Namespace) -> None:
         sums[name][0] += 1
         sums[name][1] += end - begin
     span = ends[-1] - ends[0]
-    print(f"{options.config}, {options.micro_batch} x {options.seq_len}{', single launches' if options.no_graph else ''}: "
+    print(f"{options.config}, {options.precision}, {options.micro_batch} x {options.seq_len}{', single launches' if options.no_graph else ''}: "
           f"{span / STEPS * 1e-6:.3f} ms a step, {len(work) / STEPS:.0f} launches, GPU busy {100 * busy / span:.2f} %")
     if options.gpus > 1:
         passes = [row for row in work if not row[2].startswith("copy") and "add_ranks" not in row[2] and "nccl" not in row[2]]
