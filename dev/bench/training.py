@@ -56,6 +56,7 @@ PRECISIONS = {"master": "fp32 master", "bf16": "pure bf16"}
 FP8_RUNS = [
     Run("llama3.2-1b", 2048, 8, 8, "master"),
     Run("llama3.2-3b", 2048, 8, 8, "bf16"),
+    Run("llama3.2-3b", 2048, 4, 4, "bf16"),  # fits 80 GB
     Run("llama3.1-8b", 4096, 2, 1, "bf16", recompute="norm", moments="bf16"),
 ]
 

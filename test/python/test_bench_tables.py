@@ -151,13 +151,14 @@ def test_the_table_of_fp8(bench, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[2:] == [
         "| llama3.2-1b, T 2048, B 8 | 1,000 | 1,500 | 1.50 | 600 | fp32 master, B 8 | 2.50 |",
         "| llama3.2-3b, T 2048, B 8 | 1,000 | 1,500 | 1.50 | 600 | pure bf16, B 8 | 2.50 |",
+        "| llama3.2-3b, T 2048, B 4 | 1,000 | 1,500 | 1.50 | 600 | pure bf16, B 4 | 2.50 |",
         "| llama3.1-8b, T 4096, B 2, bf16 moments | 1,000 | 1,500 | 1.50 | 600 | pure bf16, B 1 | 2.50 |"]
-    assert len(bench.commands) == 9 and all("--float8" in command for command in bench.commands if "train_peer.py" in command[1])
+    assert len(bench.commands) == 12 and all("--float8" in command for command in bench.commands if "train_peer.py" in command[1])
     for precision, row in (("fp8", "| 1,000 | fails | - | not run |"), ("bf16", "| fails | 1,500 | - | not run |")):
         broken[:] = [precision]
         assert bench.call("--fp8", "--no-peer", "--only", "llama3.2-3b", "llama3.1-8b") == 1, "whichever run fails"
         out = capsys.readouterr().out
-        assert row in out and len(out.splitlines()) == 4 and len(bench.commands) == 4
+        assert row in out and len(out.splitlines()) == 5 and len(bench.commands) == 6
     assert not (tmp_path / "build").exists()
 
 
