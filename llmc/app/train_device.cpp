@@ -65,6 +65,15 @@ TrainDevice::TrainDevice(TrainSettings& settings, const RankTeam& team)
   if (!choice_.gpu && ranks_ > 1 && shard_ == Shard::gradients) {
     fail(Exit::usage, "--shard: got gradients, which needs a GPU. Use optimizer or parameters");
   }
+  const bool gradients_divided = shard_ == Shard::gradients || shard_ == Shard::parameters;
+  if (choice_.gpu && ranks_ > 1 && gradients_divided && settings.rank_accumulation() > 1) {
+    fail(
+        Exit::usage,
+        "--shard: got %s with %lld micro-batches a rank and step, expected one. --virtual-ranks %lld makes each a rank "
+        "of its own, and --shard optimizer takes any number",
+        settings.shard.c_str(), static_cast<long long>(settings.rank_accumulation()),
+        static_cast<long long>(settings.accumulation()));
+  }
   if (settings.moments == "bf16" && (!choice_.gpu || precision == "fp32")) {
     fail(Exit::usage, "--moments: got bf16, which needs a GPU and --precision bf16 or fp8");
   }

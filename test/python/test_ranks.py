@@ -645,6 +645,13 @@ def test_the_plan_of_gpus_that_are_not_here(data, tmp_path):
     parameters, used = "parameters (bf16)", "parameters of layers in use (bf16)"
     assert lines["none"][parameters] == lines["gradients"][parameters] != lines["parameters"][parameters]
     assert used in lines["parameters"] and used not in lines["gradients"]
+    # Two micro-batches of each rank: their sum cannot be divided, but each may be a rank of its own.
+    two = ["--gpus", 2, "--batch-tokens", 128, "--gpu-memory", "80GB", "--dry-run"]
+    for shard in ("gradients", "parameters"):
+        assert_refused(train(data, tmp_path / "no", *two, "--shard", shard), 2,
+                       f"--shard: got {shard} with 2 micro-batches a rank and step, expected one. --virtual-ranks 4 makes each")
+        assert train(data, tmp_path / "no", *two, "--shard", shard, "--virtual-ranks", 4).returncode == 0
+    assert train(data, tmp_path / "no", *two, "--shard", "optimizer").returncode == 0
 
 
 def test_gradients_are_divided_on_gpus_alone(data, tmp_path):

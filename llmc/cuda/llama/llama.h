@@ -33,7 +33,7 @@ std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOpt
 // read_tensor() of moments, of parameters that are divided or in bf16 (whose low halves are divided) and, after
 // statistics(), of gradients; with Shard::parameters also evaluate() and write_tensor() of parameters. write_tensor()
 // keeps the part that the rank owns. `bucket_elements`: see RankShare (llmc/cuda/llama/plan.h); changes no bit.
-// Exit::usage for Shard::gradients and Shard::parameters with several micro-batches a rank.
+// Exit::internal for Shard::gradients and Shard::parameters with several micro-batches a rank.
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
                                        DeviceRanks& device_ranks, Shard shard, std::int64_t bucket_elements = 16 << 20);
 

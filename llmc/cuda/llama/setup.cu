@@ -169,10 +169,9 @@ std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOpt
     fail(Exit::internal, "%d ranks for a step of %lld", ranks.size(), static_cast<long long>(options.virtual_ranks));
   }
   if ((shard == Shard::gradients || shard == Shard::parameters) && options.rank_micro_batches > 1) {
-    fail(Exit::usage,
-         "--shard: got %s with %lld micro-batches a rank and step, expected one: the sum of a rank has to be "
-         "complete before it is added to those of others. Use --shard optimizer",
-         shard == Shard::gradients ? "gradients" : "parameters", static_cast<long long>(options.rank_micro_batches));
+    fail(Exit::internal,
+         "divided gradients with %lld micro-batches a rank: the sum of a rank has to be complete before it is added",
+         static_cast<long long>(options.rank_micro_batches));
   }
   const std::int64_t rounds = options.virtual_ranks / ranks.size();
   return make(config, of_one_rank(options), &ranks, &device_ranks,
