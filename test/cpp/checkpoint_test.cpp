@@ -701,6 +701,7 @@ TEST_F(CheckpointTest, EachMemberOfTheStateIsNeeded) {
   save(3);
   const std::string path = step_path(3) + "/state.bin", whole = read_bytes(path);
   const TensorFile file = TensorFile::open(path, FileKind::training_state);
+  std::string refusal;  // the last one
   const auto opened = [&](const Json& config) {
     const std::string changed_path = path + ".changed";
     TensorFileWriter writer(changed_path, FileKind::training_state, config);
@@ -713,10 +714,15 @@ TEST_F(CheckpointTest, EachMemberOfTheStateIsNeeded) {
       return true;
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), Exit::bad_file) << error.what();
+      refusal = error.what();
       return false;
     }
   };
   EXPECT_TRUE(opened(file.config()));
+  Json of_another_model = file.config();  // of the same tensors
+  of_another_model["model"]["norm_eps"] = 0.125;
+  EXPECT_FALSE(opened(of_another_model));
+  expect_contains(refusal, "model: not that of model.bin");
   std::set<std::string> accepted;
   for (const char* part : {"/run", "/training", "/training/spikes"}) {
     const Json::json_pointer home(part);

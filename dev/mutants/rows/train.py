@@ -81,6 +81,9 @@ ROWS = [
            "1.0f / static_cast<float>(settings_.batch_tokens));\n      model_.backward();\n",
            "1.0f / static_cast<float>(settings_.batch_tokens));\n", unit("TrainLoopTest.RanksDivide*")),
     # ---- llmc/train/checkpoint.cpp -----------------------------------------------------------------------------------
+    Mutant("a state may be that of another model with the same tensors", "llmc/train/checkpoint.cpp",
+           "if (training_.config().value(\"model\", Json()) != model_.file().config()[\"model\"]) {",
+           "if (training_.config().value(\"model\", Json()).is_null()) {", unit("CheckpointTest.EachMember*")),
     Mutant("a checkpoint that was never the best becomes it", "llmc/train/checkpoint.cpp",
            "if (best && best->step == entry.step) return entry.step;", "if (best) return entry.step;",
            unit("StateTest.TheBestOne*")),
