@@ -36,7 +36,7 @@ void Llama<S>::forward(const Batch& batch, std::uint64_t micro_step, float loss_
   training_ = true;
   const Accumulate head = head_stale_ ? Accumulate::no : Accumulate::yes;
   round_stale_weights();
-  // Once a step and not when they are stale, so that a captured list always does it.
+  // In the first micro-batch of each round, not when they are stale: what is captured once is replayed in every step.
   rounds_weights_ = fp8_ && division_.divided && !division_.parameters_divided && head == Accumulate::no;
   upload(batch);
   const auto launches = [&] {
