@@ -12,8 +12,8 @@
 namespace {
 
 constexpr std::size_t kBufferBytes = 8 << 20;
-constexpr std::uint32_t kFlushMs =
-    50;  // records are handed over while the program runs: at its end CUDA may be gone before
+// Records are handed over while the program runs: at its end CUDA may be gone before.
+constexpr std::uint32_t kFlushMs = 50;
 
 std::FILE* output() {
   static std::FILE* file =

@@ -1,6 +1,7 @@
 """How much of a training step the GPU works: the time line of the kernels, as CUPTI records it.
 
-    python3 dev/bench/timeline.py [--config d12 --seq-len 1024 --micro-batch 32] [--precision fp8] [--gpus N [--shard parameters]] [--no-graph]
+    python3 dev/bench/timeline.py [--config d12 --seq-len 1024 --micro-batch 32] [--precision fp8] [--gpus N [--shard parameters]]
+                                  [--no-graph]
 
 Runs train_llama --bench, takes the last steps (from one gradient norm to the next) of each of its processes and prints the
 share of their time in which at least one kernel, copy or fill ran, the largest gaps with what stands before and behind them,

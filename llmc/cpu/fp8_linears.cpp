@@ -28,21 +28,23 @@ const MemoryPlan& plan(Regions& regions, const ModelConfig& config, std::int64_t
 
 }  // namespace
 
-Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, std::int64_t places)
+Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, bool parameters_divided)
     : config_(config),
       rows_(options.micro_batch * options.seq_len),
       scales_(config.num_layers),
       exponents_(static_cast<std::size_t>(scales_.slots().count())),
       tallies_(exponents_.size()),
-      places_(config.num_layers, places),
-      arena_(plan(regions_, config, rows_, places, weights_, input_, gradient_)) {
+      places_(config.num_layers, parameters_divided),
+      arena_(plan(regions_, config, rows_, places_.count(), weights_, input_, gradient_)) {
   regions_.bind(arena_);
 }
 
-std::uint64_t Fp8Linears::planned_bytes(const ModelConfig& config, const TrainOptions& options, std::int64_t places) {
+std::uint64_t Fp8Linears::planned_bytes(const ModelConfig& config, const TrainOptions& options,
+                                        bool parameters_divided) {
   Regions regions("operands rounded to fp8");
   std::vector<float*> weights;
   float *input = nullptr, *gradient = nullptr;
+  const std::int64_t places = Fp8Places(config.num_layers, parameters_divided).count();
   return plan(regions, config, options.micro_batch * options.seq_len, places, weights, input, gradient).bytes();
 }
 
@@ -90,10 +92,8 @@ void Fp8Linears::begin_step() {
 void Fp8Linears::gather_tallies(Communicator& ranks) {
   const std::int64_t slots = scales_.slots().count();
   std::vector<Fp8Tally> all(static_cast<std::size_t>(ranks.size() * slots));
-  std::vector<Range> rows;
-  for (int r = 0; r < ranks.size(); ++r) rows.push_back({r * slots, (r + 1) * slots});
   std::copy(tallies_.begin(), tallies_.end(), all.begin() + ranks.rank() * slots);
-  ranks.gather(all.data(), rows);
+  ranks.gather(all.data(), shares(std::ssize(all), ranks.size()));
   of_ranks_ = of_all_ranks(scales_.slots(), all);
   micro_batches_ *= ranks.size();
 }

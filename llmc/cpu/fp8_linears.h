@@ -16,13 +16,12 @@ namespace weft::cpu {
 
 class Fp8Linears {
  public:
-  // `places`: of how many layers the weights are rounded at a time (Fp8Places).
-  Fp8Linears(const ModelConfig& config, const TrainOptions& options, std::int64_t places);
+  Fp8Linears(const ModelConfig& config, const TrainOptions& options, bool parameters_divided);
   Fp8Linears(const Fp8Linears&) = delete;  // a region's pointer is bound to its address
   Fp8Linears& operator=(const Fp8Linears&) = delete;
 
   // Of the rounded weights, an input and a gradient.
-  static std::uint64_t planned_bytes(const ModelConfig& config, const TrainOptions& options, std::int64_t places);
+  static std::uint64_t planned_bytes(const ModelConfig& config, const TrainOptions& options, bool parameters_divided);
 
   // What a call is part of. Only the first computation of a training step is counted and measured for later scales; what is
   // computed again has the scales of the first time.

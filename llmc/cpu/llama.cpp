@@ -77,12 +77,6 @@ MemoryPlan own_parameters_plan(const Portion& portion) {
   return part_plan("parameters", portion.places.elements() > 0 ? portion.own : Range());
 }
 
-// Layers of which the weights are rounded at a time: those whose parameters are there.
-std::int64_t fp8_places(const ModelConfig& config, const Portion& portion) {
-  constexpr auto kLayerPlaces = static_cast<std::int64_t>(SectionPlaces::kLayerPlaces);
-  return portion.places.elements() > 0 ? std::min(config.num_layers, kLayerPlaces) : config.num_layers;
-}
-
 std::vector<MemoryLine> memory_lines(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
                                      const Portion& portion) {
   const std::uint64_t all = parameter_plan(table).bytes(), read = read_parameters_plan(table, portion).bytes();
@@ -100,7 +94,7 @@ std::vector<MemoryLine> memory_lines(const ModelConfig& config, const TrainOptio
   lines.push_back({"AdamW moments (fp32)", 2 * part_plan("moments", portion.own).bytes()});
   lines.push_back({"activations (fp32)", LlamaActivations<float>(config, options, kClassifierRows).plan().bytes()});
   if (options.precision == Precision::fp8) {
-    const std::uint64_t bytes = Fp8Linears::planned_bytes(config, options, fp8_places(config, portion));
+    const std::uint64_t bytes = Fp8Linears::planned_bytes(config, options, portion.places.elements() > 0);
     lines.push_back({"operands rounded to fp8 (fp32)", bytes});
   }
   return lines;
@@ -138,7 +132,7 @@ class Llama final : public TrainModel {
         activation_arena_(acts_.plan()),
         rope_(rope_table(config.rope, options.seq_len)) {
     acts_.bind(activation_arena_);
-    if (options.precision == Precision::fp8) fp8_.emplace(config, options, fp8_places(config, portion_));
+    if (options.precision == Precision::fp8) fp8_.emplace(config, options, parameters_divided());
     if (!parameters_divided()) return;
     std::vector<std::int64_t> moves;
     for (std::size_t s = 0; s < sections_.size(); ++s)

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "llmc/base/error.h"
+#include "llmc/model/shards.h"
 
 namespace weft {
 
@@ -56,6 +57,12 @@ std::vector<Fp8Tally> of_all_ranks(const Fp8Slots& slots, std::span<const Fp8Tal
   }
   return sum;
 }
+
+Fp8Places::Fp8Places(std::int64_t layers, bool parameters_divided)
+    : layers_(layers),
+      occupants_(parameters_divided ? std::min(static_cast<std::size_t>(layers), SectionPlaces::kLayerPlaces)
+                                    : static_cast<std::size_t>(layers),
+                 kNone) {}
 
 bool Fp8Places::has_all() const {
   for (std::int64_t l = 0; l < layers_; ++l) {

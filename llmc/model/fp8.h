@@ -58,12 +58,11 @@ struct Fp8Slots {
 // are the first rank's, because every rank has rounded all of them.
 std::vector<Fp8Tally> of_all_ranks(const Fp8Slots& slots, std::span<const Fp8Tally> tallies);
 
-// Where rounded weights lie, and which are up to date. Every layer has a place of its own or, if a pass has only the
-// parameters of a few layers at a time (Shard::parameters), layers take turns in as many places.
+// Where rounded weights lie, and which are up to date. Every layer has a place of its own or, where ranks divide the
+// parameters, layers take turns in as many places as their parameters do (SectionPlaces).
 class Fp8Places {
  public:
-  Fp8Places(std::int64_t layers, std::int64_t places)
-      : layers_(layers), occupants_(static_cast<std::size_t>(places), kNone) {}
+  Fp8Places(std::int64_t layers, bool parameters_divided);
 
   std::int64_t count() const { return std::ssize(occupants_); }
   std::int64_t of(std::int64_t layer) const { return layer % count(); }

@@ -36,10 +36,9 @@ class JointSave {
   // rank.
   JointSave(Communicator& ranks, CheckpointKeeper* keeper, const TensorTable& table, const std::vector<Range>& own);
 
-  // Called by all ranks with the same state and the same TrainModel::fp8_state(), each with the copy of its own part, on any
-  // thread. Returns the
-  // checkpoint's path on the first rank and an empty text on the others, which do not wait for step 4. On
-  // failure nothing older is touched and what was written is removed; the errors are those of
+  // Called by all ranks with the same state and the same TrainModel::fp8_state(), each with the copy of its own part, on
+  // any thread. Returns the checkpoint's path on the first rank and an empty text on the others, which do not wait for
+  // step 4. On failure nothing older is touched and what was written is removed; the errors are those of
   // CheckpointKeeper::save() and of Communicator.
   std::string save(const TrainState& state, const StateCopy& copy, const std::vector<float>& fp8_state);
 

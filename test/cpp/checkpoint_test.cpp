@@ -263,8 +263,6 @@ TEST_F(CheckpointTest, MustInsistsOnTheNewest) {
   EXPECT_EQ(resumed_step(ResumeMode::automatic), 3);
 }
 
-// A file that the system does not give out may be whole: the run ends with a line, and no older checkpoint takes its place. One
-// that is not there, or is a loop of links, is damage.
 // While it exists, the modes of files count for this thread, and for those that it starts, even if it is root's.
 class ModesCount {
  public:
@@ -283,6 +281,8 @@ class ModesCount {
   __user_cap_data_struct before_[2];
 };
 
+// A file that the system does not give out may be whole: the run ends with a line, and no older checkpoint takes its place. One
+// that is not there, or is a loop of links, is damage.
 TEST_F(CheckpointTest, WhatMayNotBeReadIsNotSkipped) {
   save(3);
   save(6);

@@ -270,7 +270,6 @@ TEST(Fp8Scales, LeaveEachKindItsHeadroom) {
   }
 }
 
-// Sizes by hand: of a layer's inputs 24 + 40 + 24 + 56 columns, of its gradients 60 + 24 + 112 + 24, and 6,432 weights.
 // Every rank has rounded all weights, and inputs and gradients of its own micro-batches.
 TEST(Fp8Tallies, OfAllRanksAreSumsAndMaximaButWeightsCountOnce) {
   const Fp8Slots slots{2};
@@ -297,7 +296,7 @@ TEST(Fp8Tallies, OfAllRanksAreSumsAndMaximaButWeightsCountOnce) {
 }
 
 TEST(Fp8Places, LayersTakeTurns) {
-  Fp8Places few(5, 2), all(5, 5);
+  Fp8Places few(5, true), all(5, false);
   EXPECT_FALSE(few.has(0));
   for (std::int64_t l = 0; l < 5; ++l) {
     few.put(l);
@@ -310,6 +309,8 @@ TEST(Fp8Places, LayersTakeTurns) {
     if (l >= 2) {
       EXPECT_FALSE(few.has(l - 2));
     }
+    EXPECT_EQ(few.count(), 2);
+    EXPECT_EQ(all.count(), 5);
     EXPECT_EQ(few.of(l), l % 2);
     EXPECT_EQ(all.of(l), l);
   }
@@ -319,6 +320,7 @@ TEST(Fp8Places, LayersTakeTurns) {
   EXPECT_FALSE(all.has(0) || all.has(4) || all.has_all());
 }
 
+// Sizes by hand: of a layer's inputs 24 + 40 + 24 + 56 columns, of its gradients 60 + 24 + 112 + 24, and 6,432 weights.
 TEST(Fp8Statistics, SharesAreThoseOfAllMicroBatchesButWeightsCountOnce) {
   ModelConfig config = micro_config();
   config.num_layers = 2;

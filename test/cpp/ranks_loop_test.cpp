@@ -176,6 +176,17 @@ class RanksLoop : public testing::Test {
     }
   }
 
+  // Runs the ranks: each has what the run `alone` has, and together they leave its log and its files.
+  void expect_ranks_give(const Outcome& alone, const std::string& alone_name, const std::string& name, Shard shard) {
+    for (const Outcome& rank : run_ranks(name, shard)) {
+      EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
+      EXPECT_TRUE(rank.state == alone.state) << name;
+      EXPECT_EQ(rank.tensors, alone.tensors) << name;
+    }
+    EXPECT_EQ(records(name), records(alone_name)) << name;
+    expect_same_files(name, alone_name, 4);
+  }
+
   const int threads_ = omp_get_max_threads();
   TemporaryDirectory temporary_;
   TrainSettings settings_;
@@ -196,13 +207,7 @@ TEST_F(RanksLoop, NRanksAreOneProcessBitForBit) {
       ASSERT_EQ(alone.exit, Exit::ok) << alone.error;
       for (const Shard shard : kShards) {
         const std::string name = format("ranks_%s_%d", run.c_str(), static_cast<int>(shard));
-        for (const Outcome& rank : run_ranks(name, shard)) {
-          EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
-          EXPECT_TRUE(rank.state == alone.state) << name;
-          EXPECT_EQ(rank.tensors, alone.tensors) << name;
-        }
-        EXPECT_EQ(records(name), records("alone_" + run)) << name;
-        expect_same_files(name, "alone_" + run, 4);
+        expect_ranks_give(alone, "alone_" + run, name, shard);
         EXPECT_EQ(std::count(result_lines_.begin(), result_lines_.end(), '\n'), 1) << "the first rank's alone";
       }
     }
@@ -220,13 +225,7 @@ TEST_F(RanksLoop, LayersTakeTurnsInThePlacesOfDividedParameters) {
     const std::string run = format("%lld", static_cast<long long>(ranks));
     const Outcome alone = run_alone("alone" + run);
     ASSERT_EQ(alone.exit, Exit::ok) << alone.error;
-    for (const Outcome& rank : run_ranks("ranks" + run, Shard::parameters)) {
-      EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
-      EXPECT_TRUE(rank.state == alone.state) << run;
-      EXPECT_EQ(rank.tensors, alone.tensors) << run;
-    }
-    EXPECT_EQ(records("ranks" + run), records("alone" + run)) << run;
-    expect_same_files("ranks" + run, "alone" + run, 4);
+    expect_ranks_give(alone, "alone" + run, "ranks" + run, Shard::parameters);
   }
 }
 
@@ -240,21 +239,14 @@ TEST_F(RanksLoop, RanksInFp8AreOneProcessBitForBit) {
     const std::string run = format("%d_%d_%s", ranks, accumulation, recompute);
     const Outcome alone = run_alone("alone_" + run);
     ASSERT_EQ(alone.exit, Exit::ok) << alone.error;
-    const std::vector<Json> expected = records("alone_" + run);
-    const auto step = std::find_if(expected.rbegin(), expected.rend(), [](const Json& r) { return r.contains("fp8"); });
-    ASSERT_NE(step, expected.rend());
+    const std::vector<Json> log = records("alone_" + run);
+    const auto step = std::find_if(log.rbegin(), log.rend(), [](const Json& r) { return r.contains("fp8"); });
+    ASSERT_NE(step, log.rend());
     const Json& counts = step->at("fp8").at("input");
     EXPECT_EQ(counts["values"], ranks * accumulation * 16 * 5 * (32 + 16 + 32 + 48));
     EXPECT_GT(counts["flushed"], 0);
     for (const Shard shard : kShards) {
-      const std::string name = format("ranks_%s_%d", run.c_str(), static_cast<int>(shard));
-      for (const Outcome& rank : run_ranks(name, shard)) {
-        EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
-        EXPECT_TRUE(rank.state == alone.state) << name;
-        EXPECT_EQ(rank.tensors, alone.tensors) << name;
-      }
-      EXPECT_EQ(records(name), expected) << name;
-      expect_same_files(name, "alone_" + run, 4);
+      expect_ranks_give(alone, "alone_" + run, format("ranks_%s_%d", run.c_str(), static_cast<int>(shard)), shard);
     }
   }
 }

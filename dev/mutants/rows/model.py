@@ -111,6 +111,9 @@ ROWS = [
     Mutant("another theta in tiny", "llmc/model/config.cpp", "2048, true, 10000, 0, 512);", "2048, true, 500000, 0, 512);",
            unit("ModelConfig.PresetsAre*")),
     # ---- llmc/model/fp8.cpp ------------------------------------------------------------------------------------------
+    Mutant("fp8: all layers have a place where ranks have two layers' parameters", "llmc/model/fp8.cpp",
+           "occupants_(parameters_divided ?", "occupants_(parameters_divided && layers < 2 ?",
+           unit("Fp8Places.*", "RanksLoop.DividedParametersAreRounded*")),
     Mutant("fp8: weights count once for each rank", "llmc/model/fp8.cpp",
            "    if (slots.kind(static_cast<std::int64_t>(i % count)) == Fp8Kind::weight) continue;\n", "",
            unit("Fp8Tallies.*", "RanksLoop.RanksInFp8*")),

@@ -57,13 +57,13 @@ std::vector<AdamWBlock> blocks_outside(const std::vector<AdamWMatrix>& matrices,
 }  // namespace
 
 Fp8Memory::Fp8Memory(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
-                     const Division& division)
-    : places(division.parameters_divided ? std::min(config.num_layers, kLayerPlaces) : config.num_layers) {
+                     const Division& division) {
   if (!division.divided) {
     matrix_list = matrices_of(config, table);
     other_list = blocks_outside(matrix_list, division.blocks);
   }
   const std::int64_t N = options.micro_batch * options.seq_len, slots = Fp8Slots{config.num_layers}.count();
+  const std::int64_t places = Fp8Places(config.num_layers, division.parameters_divided).count();
   std::int64_t widest_input = 0, widest_gradient = 0;
   weights.resize(static_cast<std::size_t>(4 * places));
   for (const BlockLinear linear : kBlockLinears) {
@@ -106,7 +106,7 @@ Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, c
       stream_(stream),
       scales_(config.num_layers),
       memory_(config, options, table, division),
-      places_(config.num_layers, memory_.places),
+      places_(config.num_layers, division.parameters_divided),
       arena_(memory_.regions.plan()),
       results_(static_cast<std::uint64_t>(ranks_ * slots()) * sizeof(Fp8Tally)),
       upload_((1 + Fp8Memory::kScaleStride) * static_cast<std::uint64_t>(slots()) * sizeof(float)) {

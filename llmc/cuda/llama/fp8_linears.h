@@ -41,8 +41,7 @@ struct Fp8Memory {
   struct Weight {
     std::uint8_t *codes = nullptr, *transposed = nullptr;  // [OC, C], [C, OC]
   };
-  std::int64_t places;          // of the weights of a layer
-  std::vector<Weight> weights;  // [4 place + linear]
+  std::vector<Weight> weights;  // [4 place + linear], by Fp8Places
   // The work of an update that is not divided: the matrices [4 layer + linear], and the blocks of everything else.
   std::vector<AdamWMatrix> matrix_list;
   std::vector<AdamWBlock> other_list;
@@ -77,7 +76,7 @@ class Fp8Linears {
   bool has_all_weights() const { return places_.has_all(); }
   // Writes these codes; `again`: in a backward pass, after another layer has used their place.
   void round_weights(std::int64_t layer, const LayerParameters<__nv_bfloat16>& weights, bool again);
-  // All codes have been written by launches that were replayed.
+  // All codes have been written: by launches that were replayed, or by the update.
   void all_weights_rounded();
 
   // The input of qkv, or of gate and up, for forward() and weight_grad(): calls norm() with where its codes go, in the
@@ -109,8 +108,8 @@ class Fp8Linears {
 
   void begin_step();  // clears the tallies of inputs and gradients
   void end_micro_batch() { ++micro_batches_; }
-  // The tallies of this rank, on the device [slots].
   std::int64_t slots() const { return scales_.slots().count(); }
+  // The tallies of this rank, on the device [slots].
   const Fp8Tally* tallies() const { return memory_.tallies; }
   // `tallies`: on the device, those of each rank of the run [ranks, slots]. Queued in the stream; synchronise before
   // statistics() and end_step(), which read them.

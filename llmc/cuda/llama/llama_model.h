@@ -234,6 +234,7 @@ class Llama final : public TrainModel {
   }
 
   // ---- ranks.cu
+  static constexpr auto kLayerPlaces = static_cast<std::int64_t>(SectionPlaces::kLayerPlaces);
   // Sections of the arena (llama_sections()).
   static constexpr std::size_t kEmbeddingSection = 0;
   static std::size_t section_of_layer(std::int64_t l) { return static_cast<std::size_t>(l) + 1; }

@@ -85,9 +85,6 @@ struct Division {
 // being exchanged.
 inline constexpr std::size_t kGradientSlots = 3;
 
-// Layers whose divided parameters are there at the same time.
-inline constexpr auto kLayerPlaces = static_cast<std::int64_t>(SectionPlaces::kLayerPlaces);
-
 // Everything that a step needs beside parameters and activations: inputs, tables, results and scratch memory of
 // operators.
 struct LlamaWorkspace {

@@ -195,9 +195,7 @@ void Llama<S>::gather_statistics() {
                           static_cast<std::size_t>(slots) * sizeof(Fp8Tally), cudaMemcpyDeviceToDevice,
                           *exchange_stream_),
           "statistics");
-    std::vector<Range> rows;
-    for (std::int64_t r = 0; r < peers_.share.ranks; ++r) rows.push_back({r * slots, (r + 1) * slots});
-    gather(work_.rank_tallies, rows);
+    gather(work_.rank_tallies, shares(peers_.share.ranks * slots, peers_.share.ranks));
   }
   finish_exchange();
 }
