@@ -1,5 +1,5 @@
-// The GEMMs before and after SwiGLU: cuBLASLt and a kernel for SwiGLU, against the kernels of llmc/cuda/op/matmul_swiglu.h
-// that do both, at the shapes of a training step.
+// The GEMMs before and after SwiGLU, in bf16 and in fp8: cuBLASLt and a kernel for SwiGLU, against the kernels of
+// llmc/cuda/op/matmul_swiglu.h and matmul_swiglu_fp8.h that do both, at the shapes of a training step.
 //
 //   nvcc -std=c++20 -O3 -I. -gencode arch=compute_90a,code=sm_90a dev/bench/swiglu_bench.cu build/release/libweft.a
 //   ./a.out [llama3.2-1b d12 ...]
@@ -20,6 +20,7 @@
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/op/matmul.h"
 #include "llmc/cuda/op/matmul_swiglu.h"
+#include "llmc/cuda/op/matmul_swiglu_fp8.h"
 #include "llmc/cuda/op/swiglu.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/stream.h"
@@ -82,11 +83,66 @@ void compare(const Shape& shape, const char* operation, double flops, const std:
   for (std::size_t i = 0; i < sides.size(); ++i) {
     std::sort(loaded[i].begin(), loaded[i].end());
     const double rest = rested[i], load = loaded[i][kRounds / 2];
-    std::printf("%-12s %-20s %-20s %8.1f us %4.0f TF/s; under load %8.1f us %4.0f TF/s (%.1f to %.1f)\n", shape.name,
+    std::printf("%-12s %-22s %-20s %8.1f us %4.0f TF/s; under load %8.1f us %4.0f TF/s (%.1f to %.1f)\n", shape.name,
                 operation, sides[i].name, rest, flops / rest * 1e-6, load, flops / load * 1e-6,
                 static_cast<double>(loaded[i].front()), static_cast<double>(loaded[i].back()));
   }
   std::fflush(stdout);
+}
+
+// Codes of e4m3, which as e5m2 are smaller numbers. All of one size: what counts is their time.
+void run_fp8(const Shape& shape, Matmul& matmul, cudaStream_t stream) {
+  const auto [name, N, C, F] = shape;
+  const auto size = [](std::int64_t count) { return static_cast<std::uint64_t>(count); };
+  MemoryPlan plan("bench");
+  const std::uint64_t x_at = plan.add(size(N * C)), w_at = plan.add(size(2 * F * C)), random_at = plan.add(size(4 * F * C)),
+                      gate_up_at = plan.add(size(N * 2 * F * 2)), dswiglu_out_at = plan.add(size(N * F * 2)),
+                      out_at = plan.add(size(N * F)), turned_at = plan.add(size(N * F)),
+                      gradient_at = plan.add(size(N * 2 * F)), gradient_turned_at = plan.add(size(N * 2 * F)),
+                      numbers_at = plan.add(1024);
+  const DeviceArena arena(plan);
+  auto *x = arena.at<std::uint8_t>(x_at), *w = arena.at<std::uint8_t>(w_at);
+  auto *gate_up = arena.at<bf16>(gate_up_at), *dswiglu_out = arena.at<bf16>(dswiglu_out_at),
+       *random = arena.at<bf16>(random_at);
+  auto* scale = arena.at<float>(numbers_at);
+  auto* tally = arena.at<Fp8Tally>(numbers_at + 512);
+  const float values[] = {256.0f, 1.0f / 256};
+  check(cudaMemset(tally, 0, sizeof *tally), "bench");
+  check(cudaMemcpy(scale, values, sizeof(float), cudaMemcpyHostToDevice), "bench");
+  check(cudaMemcpy(scale + 64, values + 1, sizeof(float), cudaMemcpyHostToDevice), "bench");
+  matmul.fill_random(gate_up, N * C);
+  matmul.fill_random(random, 2 * F * C);
+  quantize_fp8(Fp8Format::e4m3, {x, nullptr, scale, nullptr}, gate_up, N, C, stream);
+  quantize_fp8(Fp8Format::e4m3, {w, nullptr, scale, nullptr}, random, 2 * F, C, stream);
+  const Fp8Matrix a{x, scale + 64}, b{w, scale + 64};
+  const MatmulShape shapes[] = {{Gemm::forward, N, C, 2 * F, CUDA_R_8F_E4M3, Accumulate::no, false, false},
+                                {Gemm::input_grad, N, F, C, CUDA_R_8F_E4M3, Accumulate::no, false, false}};
+  matmul.prepare(shapes);
+  const Fp8Target out{arena.at<std::uint8_t>(out_at), nullptr, scale, tally},
+      out_again{nullptr, arena.at<std::uint8_t>(turned_at), scale, nullptr},
+      gradient{arena.at<std::uint8_t>(gradient_at), arena.at<std::uint8_t>(gradient_turned_at), scale, tally};
+  const Side forward{"GEMM", [=, &matmul] { matmul.forward_fp8(gate_up, a, b, N, C, 2 * F); }};
+  const Side backward{"GEMM", [=, &matmul] { matmul.input_grad_fp8(dswiglu_out, a, b, N, F, C); }};
+  const double flops = 2.0 * static_cast<double>(N) * static_cast<double>(C) * static_cast<double>(F);
+  compare(shape, "fp8 gate, up, swiglu", 2 * flops,
+          {forward,
+           {"GEMM and swiglu",
+            [=] {
+              forward.run();
+              swiglu_forward_fp8(out, gate_up, N, F, stream);
+            }},
+           {"fused", [=] { gate_up_swiglu_fp8(gate_up, out, a, b, N, C, F, stream); }},
+           {"fused, no codes", [=] { gate_up_swiglu_fp8(gate_up, {}, a, b, N, C, F, stream); }}},
+          stream);
+  compare(shape, "fp8 down dgrad, swiglu", flops,
+          {backward,
+           {"GEMM and swiglu",
+            [=] {
+              backward.run();
+              swiglu_backward_fp8(gradient, out_again, dswiglu_out, gate_up, N, F, stream);
+            }},
+           {"fused", [=] { down_input_grad_swiglu_fp8(gradient, out_again, a, b, gate_up, N, C, F, stream); }}},
+          stream);
 }
 
 void run(const Shape& shape, Matmul& matmul, cudaStream_t stream) {
@@ -136,7 +192,9 @@ int main(int argc, char** argv) {
     for (const Shape& shape : kShapes) {
       bool wanted = argc == 1;
       for (int i = 1; i < argc; ++i) wanted |= std::string(argv[i]) == shape.name;
-      if (wanted) run(shape, matmul, stream);
+      if (!wanted) continue;
+      run(shape, matmul, stream);
+      run_fp8(shape, matmul, stream);
     }
     return 0;
   } catch (const std::exception& error) {

@@ -815,6 +815,23 @@ TEST_F(CudaFp8Model, AttentionRoundsWhereItHasTheKernel) {
   }
 }
 
+// On Hopper SwiGLU is in the epilogues of the GEMMs beside it; in the first step, which has to find scales, two passes
+// are, and elsewhere always.
+TEST_F(CudaFp8Model, SwigluNeedsNoPassWhereItHasTheKernel) {
+  const auto model = make_llama(small_config(), small_options());
+  randomize_parameters(*model);
+  const auto has_passes = [](const std::set<std::string>& names) {
+    EXPECT_EQ(names.count("swiglu, quantise"), names.count("swiglu backward, quantise"));
+    return names.count("swiglu, quantise") == 1;
+  };
+  const bool hopper = hopper_multiprocessors() > 0;
+  EXPECT_TRUE(has_passes(names_of_a_step(*model, 1)));
+  const std::set<std::string> names = names_of_a_step(*model, 2);
+  EXPECT_EQ(has_passes(names), !hopper);
+  EXPECT_EQ(names.count("gate, up, swiglu"), hopper ? 1u : 0u);
+  EXPECT_EQ(names.count("down dgrad, swiglu"), hopper ? 1u : 0u);
+}
+
 // No pass over the weights but where no update has written them: in the first step and behind a load.
 TEST_F(CudaFp8Model, AdamWRoundsTheWeightsOfTheNextStep) {
   const auto model = make_llama(small_config(), small_options());

@@ -13,6 +13,7 @@
 #include "llmc/cuda/op/gelu.h"
 #include "llmc/cuda/op/matmul.h"
 #include "llmc/cuda/op/matmul_swiglu.h"
+#include "llmc/cuda/op/matmul_swiglu_fp8.h"
 #include "llmc/cuda/op/residual_norm.h"
 #include "llmc/cuda/op/rope.h"
 #include "llmc/cuda/op/swiglu.h"
@@ -105,6 +106,50 @@ TEST(Large, MatmulSwiglu) {
   down_input_grad_swiglu(gate_up_end.data(), product_end.data(), rows_end.data(), weight.data(), R, C, F, nullptr);
   expect_same_end(gate_up, gate_up_end, "down_input_grad_swiglu");
   expect_same_end(product, product_end, "down_input_grad_swiglu: product");
+}
+
+TEST(Large, MatmulSwigluFp8) {
+  const std::int64_t C = 64, F = 8192, R = 144, N = kBeyond / F + R;
+  if (!matmul_swiglu_fp8_computes()) GTEST_SKIP() << "needs a GPU of compute capability 9.0";
+  SKIP_WITHOUT(10 * N * F + N * C);
+  const auto codes = [](std::int64_t count, std::uint32_t factor) {
+    std::vector<std::uint8_t> values(static_cast<std::size_t>(count));
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      values[i] = static_cast<std::uint8_t>(static_cast<std::uint32_t>(i) * factor >> 24 & 0xB7);  // none is NaN
+    }
+    return values;
+  };
+  const auto rows = codes(R * C, 2654435761u);
+  const DeviceBuffer<std::uint8_t> weight(codes(2 * F * C, 2246822519u)), rows_end(rows);
+  const auto x = ending_with<std::uint8_t>(N * C, rows);
+  const DeviceBuffer<float> one(std::vector<float>{1.0f});
+  const Fp8Matrix w{weight.data(), one.data()};
+  struct Results {
+    explicit Results(std::int64_t count)  // n F
+        : gate_up(static_cast<std::size_t>(2 * count)),
+          out(static_cast<std::size_t>(count)),
+          out_turned(out.size()),
+          gradient(gate_up.size()),
+          gradient_turned(gate_up.size()) {}
+    DeviceBuffer<bf16> gate_up;
+    DeviceBuffer<std::uint8_t> out, out_turned, gradient, gradient_turned;
+  };
+  const Results all(N * F), end(R * F);
+  const auto compute = [&](const Results& to, const DeviceBuffer<std::uint8_t>& of, std::int64_t n) {
+    const Fp8Matrix a{of.data(), one.data()};
+    gate_up_swiglu_fp8(to.gate_up.data(), {to.out.data(), nullptr, one.data(), nullptr}, a, w, n, C, F, nullptr);
+    down_input_grad_swiglu_fp8({to.gradient.data(), to.gradient_turned.data(), one.data(), nullptr},
+                               {nullptr, to.out_turned.data(), one.data(), nullptr}, a, w, to.gate_up.data(), n, C, F,
+                               nullptr);
+  };
+  compute(all, x, N);
+  compute(end, rows_end, R);
+  expect_same_end(all.gate_up, end.gate_up, "gate_up_swiglu_fp8");
+  expect_same_end(all.out, end.out, "gate_up_swiglu_fp8: out");
+  expect_same_end(all.gradient, end.gradient, "down_input_grad_swiglu_fp8");
+  // The last row of the transposed layouts ends with these rows.
+  EXPECT_EQ(last(all.gradient_turned, R), last(end.gradient_turned, R));
+  EXPECT_EQ(last(all.out_turned, R), last(end.out_turned, R));
 }
 
 TEST(Large, Gelu) {

@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "llmc/base/fp8.h"
 #include "llmc/cuda/hw/common.cuh"
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -341,6 +342,12 @@ struct Wgmma;
                ", %" #r3 "}, %" #r4 ", p, 1, 1, %" #r6 ";\n}"                                                        \
                : WEFT_O##R                                                                                           \
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(static_cast<int>(accumulate)), "n"(int(TransposeB)))
+#define WEFT_WGMMA_CODES(N, R, TYPES, r0, r1, r2)                                                                    \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #r2 ", 0;\n"                                                     \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPES " {" WEFT_D##R "}, %" #r0 ", %" #r1           \
+               ", p, 1, 1;\n}"                                                                                       \
+               : WEFT_O##R                                                                                           \
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)))
 #define WEFT_WGMMA_OF(N, R, r0, r1, r2, r3, r4, r5, r6)                                                              \
   template <>                                                                                                        \
   struct Wgmma<N> {                                                                                                  \
@@ -358,6 +365,13 @@ struct Wgmma;
         WEFT_WGMMA_REGISTERS(N, R, "bf16.bf16", r0, r1, r2, r3, r4, r5, r6);                                         \
       else                                                                                                           \
         WEFT_WGMMA_REGISTERS(N, R, "f16.f16", r0, r1, r2, r3, r4, r5, r6);                                           \
+    }                                                                                                                \
+    template <Fp8Format A>                                                                                           \
+    __device__ static void codes(float (&d)[R], std::uint64_t a, std::uint64_t b, bool accumulate) {                 \
+      if constexpr (A == Fp8Format::e4m3)                                                                            \
+        WEFT_WGMMA_CODES(N, R, "e4m3.e4m3", r0, r1, r2);                                                             \
+      else                                                                                                           \
+        WEFT_WGMMA_CODES(N, R, "e5m2.e4m3", r0, r1, r2);                                                             \
     }                                                                                                                \
   };
 WEFT_WGMMA_OF(16, 8, 8, 9, 10, 11, 12, 13, 14)
@@ -379,6 +393,7 @@ WEFT_WGMMA_OF(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef WEFT_8
 #undef WEFT_WGMMA_SHARED
 #undef WEFT_WGMMA_REGISTERS
+#undef WEFT_WGMMA_CODES
 // clang-format on
 #undef WEFT_WGMMA_OF
 
@@ -392,6 +407,13 @@ template <typename T, Major B = Major::k, int R>
 __device__ inline void wgmma_async(float (&d)[R], unsigned a0, unsigned a1, unsigned a2, unsigned a3, std::uint64_t b,
                                    bool accumulate) {
   Wgmma<2 * R>::template registers<std::is_same_v<T, bf16>, B == Major::mn>(d, a0, a1, a2, a3, b, accumulate);
+}
+
+// d [64, N] += a [64, 32] b [32, N] on codes of fp8, a in the format A and b in e4m3, both Major::k: the 128 bytes of a
+// tile's row are 128 values of k. The tensor core keeps about 14 bits of a sum.
+template <Fp8Format A, int R>
+__device__ inline void wgmma_async_fp8(float (&d)[R], std::uint64_t a, std::uint64_t b, bool accumulate) {
+  Wgmma<2 * R>::template codes<A>(d, a, b, accumulate);
 }
 
 #endif  // WEFT_WGMMA

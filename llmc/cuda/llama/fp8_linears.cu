@@ -5,6 +5,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/matmul_swiglu_fp8.h"
 
 namespace weft::cuda {
 
@@ -101,6 +102,7 @@ Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, c
     : config_(config),
       rows_(options.micro_batch * options.seq_len),
       ranks_(division.ranks),
+      swiglu_in_epilogue_(matmul_swiglu_fp8_computes()),
       matmul_(matmul),
       clock_(clock),
       stream_(stream),
@@ -214,6 +216,28 @@ void Fp8Linears::forward(BlockLinear linear, std::int64_t layer, bf16* out, cons
   });
 }
 
+// Before there are scales the input's own is found in a pass of its own.
+void Fp8Linears::gate_up_and_swiglu(std::int64_t layer, bf16* gate_up, const char* name, Pass pass) {
+  const bool rounds = swiglu_in_epilogue_ && scales_.known() && pass != Pass::again;
+  if (swiglu_in_epilogue_) {
+    const Fp8Slots& slots = scales_.slots();
+    const std::int64_t C = config_.hidden_size, F = config_.ffn_size;
+    const double n = static_cast<double>(rows_), c = static_cast<double>(C), f = static_cast<double>(F);
+    const auto operand = [&](Fp8Kind kind, const std::uint8_t* codes) {
+      return matrix(slots.at(kind, layer, BlockLinear::gate_up), codes);
+    };
+    const Fp8Target out = target(slots.at(Fp8Kind::input, layer, BlockLinear::down), memory_.input, nullptr, pass);
+    clock_.run(rounds ? "gate, up, swiglu" : name, 4 * n * c * f, n * c + 2 * f * c + (rounds ? 5 : 4) * n * f, [&] {
+      gate_up_swiglu_fp8(gate_up, rounds ? out : Fp8Target{},
+                         operand(Fp8Kind::input, input_codes(BlockLinear::gate_up, layer)),
+                         operand(Fp8Kind::weight, weight(BlockLinear::gate_up, layer).codes), rows_, C, F, stream_);
+    });
+  } else {
+    forward(BlockLinear::gate_up, layer, gate_up, nullptr, nullptr, name, pass);
+  }
+  if (!rounds && pass != Pass::again) swiglu(layer, gate_up, pass);
+}
+
 void Fp8Linears::swiglu(std::int64_t layer, const bf16* gate_up, Pass pass) {
   const std::int64_t F = config_.ffn_size, slot = scales_.slots().at(Fp8Kind::input, layer, BlockLinear::down);
   const auto round = [&](const Fp8Target& to) { swiglu_forward_fp8(to, gate_up, rows_, F, stream_); };
@@ -277,6 +301,28 @@ void Fp8Linears::weight_grad(BlockLinear linear, std::int64_t layer, float* dwei
   clock_.run(name, 2 * n * C * OC, n * (C + OC) + passes * C * OC * sizeof(float), [&] {
     matmul_.weight_grad_fp8(dweight, matrix(slots.at(Fp8Kind::gradient, layer, linear), codes),
                             matrix(slot, memory_.input), rows_, size.C, size.OC, accumulate);
+  });
+}
+
+// Before there are scales the gradient's own is found in a pass of its own.
+void Fp8Linears::down_input_grad_and_swiglu(std::int64_t layer, bf16* d_swiglu_out, const bf16* gate_up,
+                                            const char* name) {
+  if (!swiglu_in_epilogue_ || !scales_.known()) {
+    input_grad(BlockLinear::down, layer, d_swiglu_out, name);
+    return swiglu_backward(layer, d_swiglu_out, gate_up);
+  }
+  const Fp8Slots& slots = scales_.slots();
+  const std::int64_t C = config_.hidden_size, F = config_.ffn_size;
+  const double n = static_cast<double>(rows_), c = static_cast<double>(C), f = static_cast<double>(F);
+  const Fp8Target dgate_up = target(slots.at(Fp8Kind::gradient, layer, BlockLinear::gate_up), memory_.d_gate_up,
+                                    memory_.d_gate_up_transposed, Pass::training);
+  const Fp8Target out =
+      target(slots.at(Fp8Kind::input, layer, BlockLinear::down), nullptr, memory_.input, Pass::again);
+  clock_.run("down dgrad, swiglu", 2 * n * c * f, n * c + f * c + 9 * n * f, [&] {
+    down_input_grad_swiglu_fp8(
+        dgate_up, out, matrix(slots.at(Fp8Kind::gradient, layer, BlockLinear::down), memory_.gradient),
+        matrix(slots.at(Fp8Kind::weight, layer, BlockLinear::down), weight(BlockLinear::down, layer).transposed),
+        gate_up, rows_, C, F, stream_);
   });
 }
 

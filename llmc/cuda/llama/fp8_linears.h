@@ -84,27 +84,28 @@ class Fp8Linears {
   void write_input(BlockLinear linear, std::int64_t layer, double bytes, Pass pass,
                    const std::function<void(const Fp8Target&)>& norm);
   // out [N, OC] = x [N, C] W^T, plus addend [N, OC] unless it is null. x is null but for the output projection: the
-  // input is what write_input() or, for the down projection, swiglu() has made.
+  // input is what write_input() or, for the down projection, gate_up_and_swiglu() has made.
   void forward(BlockLinear linear, std::int64_t layer, __nv_bfloat16* out, const __nv_bfloat16* x,
                const __nv_bfloat16* addend, const char* name, Pass pass);
-  // Makes the down projection's fp8 input from gate_up [N, 2F].
-  void swiglu(std::int64_t layer, const __nv_bfloat16* gate_up, Pass pass);
+  // gate_up [N, 2F] from what write_input() has made, and, unless it is computed again, the down projection's input.
+  void gate_up_and_swiglu(std::int64_t layer, __nv_bfloat16* gate_up, const char* name, Pass pass);
 
   // The gradient of qkv, for input_grad() and weight_grad(), where attention's backward pass writes its codes: calls
   // attention() with where they go. Scales are known.
   void write_gradient(BlockLinear linear, std::int64_t layer, const std::function<void(const Fp8Target&)>& attention);
-  // Rounds dout [N, OC] for input_grad() and weight_grad(). Not for gate and up, whose gradient swiglu_backward()
-  // makes: Exit::internal.
+  // Rounds dout [N, OC] for input_grad() and weight_grad(). Not for gate and up, whose gradient is made with SwiGLU's:
+  // Exit::internal.
   void take_gradient(BlockLinear linear, std::int64_t layer, const __nv_bfloat16* dout);
   // dx [N, C] = dout W.
   void input_grad(BlockLinear linear, std::int64_t layer, __nv_bfloat16* dx, const char* name);
   // dweight [OC, C] (+)= dout^T x [N, C]. x is null but for the output projection: the input is what write_input() or,
-  // for the down projection, swiglu_backward() has made.
+  // for the down projection, down_input_grad_and_swiglu() has made.
   void weight_grad(BlockLinear linear, std::int64_t layer, float* dweight, const __nv_bfloat16* x,
                    Accumulate accumulate, const char* name);
-  // From the gradient of SwiGLU's result [N, F] and gate_up [N, 2F]: the fp8 gradient of gate_up, and SwiGLU's result
-  // again.
-  void swiglu_backward(std::int64_t layer, const __nv_bfloat16* d_swiglu_out, const __nv_bfloat16* gate_up);
+  // From the gradient that take_gradient() has made for the down projection, and gate_up [N, 2F]: the fp8 gradient of
+  // gate_up, and SwiGLU's result again. d_swiglu_out [N, F] is scratch.
+  void down_input_grad_and_swiglu(std::int64_t layer, __nv_bfloat16* d_swiglu_out, const __nv_bfloat16* gate_up,
+                                  const char* name);
 
   void begin_step();  // clears the tallies of inputs and gradients
   void end_micro_batch() { ++micro_batches_; }
@@ -132,6 +133,8 @@ class Fp8Linears {
  private:
   Fp8Target target(std::int64_t slot, std::uint8_t* codes, std::uint8_t* transposed, Pass pass) const;
   void find_scale(std::int64_t slot, Pass pass, const std::function<void(const Fp8Target&)>& look);
+  void swiglu(std::int64_t layer, const __nv_bfloat16* gate_up, Pass pass);
+  void swiglu_backward(std::int64_t layer, const __nv_bfloat16* d_swiglu_out, const __nv_bfloat16* gate_up);
   void prepare_update();
   void clear_weight_tallies(std::int64_t first_layer, std::int64_t layers);
   void upload_scales();
@@ -152,6 +155,7 @@ class Fp8Linears {
 
   const ModelConfig config_;
   const std::int64_t rows_, ranks_;
+  const bool swiglu_in_epilogue_;  // of the GEMMs beside it, which then are kernels of the project
   Matmul& matmul_;
   OperatorClock& clock_;
   cudaStream_t stream_;

@@ -255,14 +255,9 @@ void Llama<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
                  [&] { gate_up_swiglu(a.gate_up, swiglu_out, a.post_norm, weight, N, C, F, stream_); });
       return;
     }
+    if (fp8_) return fp8_->gate_up_and_swiglu(l, a.gate_up, gate_up_.forward, fp8_pass());
   }
   linear(gate_up_, l, a.gate_up, a.post_norm, weight, N);
-  if constexpr (std::is_same_v<S, bf16>) {
-    if (fp8_) {
-      if (!recomputing_) fp8_->swiglu(l, a.gate_up, fp8_pass());
-      return;
-    }
-  }
   if (swiglu_out == nullptr) return;
   clock_.run("swiglu", 0, 3 * row_bytes(F), [&] { swiglu_forward(swiglu_out, a.gate_up, N, F, stream_); });
 }
@@ -282,12 +277,9 @@ void Llama<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out) {
                  [&] { down_input_grad_swiglu(gate_up, swiglu_out, branch_gradient(), weight, N, C, F, stream_); });
       return;
     }
-  }
-  if constexpr (std::is_same_v<S, bf16>) {
     if (fp8_) {
       fp8_->take_gradient(BlockLinear::down, l, branch_gradient());
-      fp8_->input_grad(BlockLinear::down, l, acts_.d_swiglu_out, down_.input_grad);
-      return fp8_->swiglu_backward(l, acts_.d_swiglu_out, gate_up);
+      return fp8_->down_input_grad_and_swiglu(l, acts_.d_swiglu_out, gate_up, down_.input_grad);
     }
   }
   input_grad(down_, l, acts_.d_swiglu_out, branch_gradient(), weight, N);

@@ -6,6 +6,7 @@
 #include "llmc/cuda/llama/llama.h"
 #include "llmc/cuda/llama/llama_model.h"
 #include "llmc/cuda/op/matmul_swiglu.h"
+#include "llmc/cuda/op/matmul_swiglu_fp8.h"
 
 namespace weft::cuda {
 
@@ -89,11 +90,13 @@ void Llama<S>::place_sections() {
 }
 
 // Every GEMM of the step: four linear layers and the head, each forward and for both gradients. The first micro-batch
-// of a step stores weight gradients, the others accumulate.
+// of a step stores weight gradients, the others accumulate. Where SwiGLU is in the epilogue of a kernel of the project,
+// the two GEMMs beside it need no plan: in fp8 only the first step has cuBLASLt's for the down projection.
 template <typename S>
 void Llama<S>::prepare_matmuls() {
   const std::int64_t N = rows(), chunk = classifier_rows(N);
   constexpr bool kIsFloat = std::is_same_v<S, float>;
+  const bool own_swiglu = options_.precision == Precision::fp8 ? matmul_swiglu_fp8_computes() : swiglu_in_epilogue_;
   std::vector<MatmulShape> shapes;
   struct WeightGrads {
     bool stored, accumulated;
@@ -103,10 +106,10 @@ void Llama<S>::prepare_matmuls() {
     const cudaDataType_t type = options_.precision == Precision::fp8 && layer.block ? CUDA_R_8F_E4M3
                                 : kIsFloat                                          ? CUDA_R_32F
                                                                                     : CUDA_R_16BF;
-    if (!swiglu_in_epilogue_ || &layer != &gate_up_) {
+    if (!own_swiglu || &layer != &gate_up_) {
       shapes.push_back({Gemm::forward, n, C, OC, type, Accumulate::no, false, addend});
     }
-    if (!swiglu_in_epilogue_ || &layer != &down_) {
+    if (!own_swiglu || &layer != &down_) {
       shapes.push_back({Gemm::input_grad, n, C, OC, type, Accumulate::no, false});
     }
     if (weight_grads.stored) shapes.push_back({Gemm::weight_grad, n, C, OC, type, Accumulate::no, false});

@@ -72,6 +72,16 @@ __device__ inline void add_warp_tally(Fp8Tally* to, const ThreadTally& tally) {
   if (flushed != 0) atomicAdd(reinterpret_cast<Count*>(&to->flushed), static_cast<Count>(flushed));
 }
 
+// Four words, each four codes of a row, to four words, each the four rows of a column.
+__device__ inline void transpose_four(unsigned (&to)[4], const unsigned* from) {
+  const unsigned low01 = __byte_perm(from[0], from[1], 0x5140), low23 = __byte_perm(from[2], from[3], 0x5140);
+  const unsigned high01 = __byte_perm(from[0], from[1], 0x7362), high23 = __byte_perm(from[2], from[3], 0x7362);
+  to[0] = __byte_perm(low01, low23, 0x5410);
+  to[1] = __byte_perm(low01, low23, 0x7632);
+  to[2] = __byte_perm(high01, high23, 0x5410);
+  to[3] = __byte_perm(high01, high23, 0x7632);
+}
+
 // ---- the transposed layout ------------------------------------------------------------------------------------------
 // A block of 256 threads computes tiles of 128 rows and 64 columns, whose codes go through shared memory: a thread reads
 // four columns by eight rows, transposes them by byte permutations in registers and stores 8 rows of each column, so
@@ -94,21 +104,13 @@ __device__ inline void store_transposed(std::uint8_t* transposed, const unsigned
   unsigned word[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) word[i] = tile[(8 * group + i) * kTileStride + square];
-  unsigned out[4][2];
+  unsigned out[2][4];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const unsigned* w = word + 4 * half;
-    const unsigned low01 = __byte_perm(w[0], w[1], 0x5140), low23 = __byte_perm(w[2], w[3], 0x5140);
-    const unsigned high01 = __byte_perm(w[0], w[1], 0x7362), high23 = __byte_perm(w[2], w[3], 0x7362);
-    out[0][half] = __byte_perm(low01, low23, 0x5410);
-    out[1][half] = __byte_perm(low01, low23, 0x7632);
-    out[2][half] = __byte_perm(high01, high23, 0x5410);
-    out[3][half] = __byte_perm(high01, high23, 0x7632);
-  }
+  for (int half = 0; half < 2; ++half) transpose_four(out[half], word + 4 * half);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     std::uint8_t* to = transposed + (first_row + column + i) * rows + row;
-    *reinterpret_cast<uint2*>(to) = make_uint2(out[i][0], out[i][1]);
+    *reinterpret_cast<uint2*>(to) = make_uint2(out[0][i], out[1][i]);
   }
 }
 

@@ -1,0 +1,185 @@
+// The GEMMs on fp8 codes with SwiGLU in their epilogue: bit for bit what cuBLASLt's GEMMs and the passes of fp8.h make of
+// the same codes, and the sums themselves against the CPU.
+//
+// Codes are small multiples of 1/4, so that every sum is exact in 14 bits whatever its order.
+#include "llmc/cuda/op/matmul_swiglu_fp8.h"
+
+#include <array>
+#include <bit>
+#include <random>
+#include <string>
+
+#include "llmc/cpu/matmul.h"
+#include "llmc/cuda/runtime/stream.h"
+#include "test/gpu/operator_tools.h"
+
+namespace weft::cuda {
+namespace {
+
+using namespace weft::test;
+using Codes = std::vector<std::uint8_t>;
+
+constexpr std::size_t kMore = 4096;  // elements behind a result, which must stay as they are
+
+float power_of_two(int exponent) {
+  return std::bit_cast<float>(fp8_scale_bits(exponent));
+}
+
+// An operand: codes whose values times 2^exponent are multiples of 1/4 between -1/2 and 1/2.
+struct Operand {
+  Operand(std::int64_t rows, std::int64_t columns, Fp8Format format, int exponent, unsigned seed)
+      : codes(static_cast<std::size_t>(rows * columns)), on_gpu(codes.size()), scale(1) {
+    std::mt19937 generator(seed);
+    for (std::uint8_t& code : codes) {
+      code = f32_to_fp8(0.25f * static_cast<float>(static_cast<int>(generator() % 5) - 2), format);
+      values.push_back(power_of_two(exponent) * fp8_to_f32(code, format));
+    }
+    on_gpu.upload(codes);
+    scale.upload({power_of_two(exponent)});
+  }
+  Fp8Matrix matrix() const { return {on_gpu.data(), scale.data()}; }
+
+  Codes codes;
+  Floats values;
+  DeviceBuffer<std::uint8_t> on_gpu;
+  DeviceBuffer<float> scale;
+};
+
+// What is written of one tensor, in both layouts.
+struct Written {
+  Written(std::int64_t count, int exponent)
+      : codes(static_cast<std::size_t>(count) + kMore), turned(codes.size()), scale(1), tally(1) {
+    scale.upload({power_of_two(exponent)});
+    tally.upload({Fp8Tally{3, 5, 0, 0}});  // tallies are added to
+  }
+  Fp8Target rows() const { return {codes.data(), nullptr, scale.data(), tally.data()}; }
+  Fp8Target columns() const { return {nullptr, turned.data(), scale.data(), nullptr}; }
+  Fp8Target both() const { return {codes.data(), turned.data(), scale.data(), tally.data()}; }
+  DeviceBuffer<std::uint8_t> codes, turned;
+  DeviceBuffer<float> scale;
+  DeviceBuffer<Fp8Tally> tally;
+};
+
+using Size = std::array<std::int64_t, 3>;  // N, C, F
+
+// Rows, depths and columns that fill a tile, a step, a ring of steps or a cluster, and that do not; one tile, and several
+// a block.
+constexpr Size kSizes[] = {{16, 16, 16},     {48, 128, 96},     {128, 144, 112},  {144, 528, 208},   {256, 1024, 192},
+                           {272, 1168, 400}, {304, 64, 784},    {1008, 208, 96},  {4112, 80, 1616},  {2512, 336, 1008}};
+
+class MatmulSwigluFp8 : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!matmul_swiglu_fp8_computes()) GTEST_SKIP() << "needs a GPU of compute capability 9.0";
+  }
+  const Stream stream_;
+  Matmul matmul_{stream_};
+};
+
+TEST_F(MatmulSwigluFp8, Forward) {
+  for (const auto& [N, C, F] : kSizes) {
+    SCOPED_TRACE(std::to_string(N) + " x " + std::to_string(C) + " x " + std::to_string(F));
+    const Operand x(N, C, Fp8Format::e4m3, 3, 1), w(2 * F, C, Fp8Format::e4m3, -1, 2);
+    const auto count = static_cast<std::size_t>(2 * N * F);
+    // The largest results saturate, the smallest are flushed.
+    constexpr int kExponent = 2;
+    const DeviceBuffer<bf16> separate(count + kMore), fused(count + kMore), alone(count + kMore);
+    const Written want(N * F, kExponent), got(N * F, kExponent), again(N * F, kExponent);
+    matmul_.forward_fp8(separate.data(), x.matrix(), w.matrix(), N, C, 2 * F);
+    swiglu_forward_fp8(want.rows(), separate.data(), N, F, stream_);
+    gate_up_swiglu_fp8(fused.data(), got.rows(), x.matrix(), w.matrix(), N, C, F, stream_);
+    gate_up_swiglu_fp8(alone.data(), {}, x.matrix(), w.matrix(), N, C, F, stream_);
+    Fp8Target without_tally = again.rows();
+    without_tally.tally = nullptr;
+    gate_up_swiglu_fp8(alone.data(), without_tally, x.matrix(), w.matrix(), N, C, F, stream_);
+    stream_.synchronize("test");
+    expect_same_bits(fused, separate, "gate_up");
+    expect_same_bits(alone, separate, "gate_up alone");
+    EXPECT_EQ(got.codes.download(), want.codes.download());
+    EXPECT_EQ(again.codes.download(), want.codes.download());
+    EXPECT_EQ(got.tally.download(), want.tally.download());
+    EXPECT_EQ(again.tally.download()[0], (Fp8Tally{3, 5, 0, 0}));
+    const Fp8Tally tally = got.tally.download()[0];
+    if (N * F > 1000 && C > 64) {
+      EXPECT_GT(tally.saturated, 3u);
+      EXPECT_GT(tally.flushed, 5u);
+    }
+
+    Floats sums(count);
+    cpu::matmul_forward(sums.data(), x.values.data(), w.values.data(), nullptr, N, C, 2 * F);
+    Floats of_gpu = on_host(fused);
+    of_gpu.resize(count);
+    EXPECT_EQ(of_gpu, widened(stored<bf16>(sums)));
+  }
+}
+
+TEST_F(MatmulSwigluFp8, Backward) {
+  for (const auto& [N, C, F] : kSizes) {
+    SCOPED_TRACE(std::to_string(N) + " x " + std::to_string(C) + " x " + std::to_string(F));
+    const Operand dout(N, C, Fp8Format::e5m2, -2, 3), w(F, C, Fp8Format::e4m3, 1, 4);
+    const Floats values = random_stored<bf16>(2 * N * F, 5, 40);  // far enough for gradients that are nearly 0
+    const DeviceBuffer<bf16> gate_up = on_device<bf16>(values), dswiglu_out(static_cast<std::size_t>(N * F));
+    constexpr int kGradient = 14, kOut = 6;
+    const Written want(2 * N * F, kGradient), got(2 * N * F, kGradient), want_out(N * F, kOut), got_out(N * F, kOut);
+    matmul_.input_grad_fp8(dswiglu_out.data(), dout.matrix(), w.matrix(), N, F, C);
+    swiglu_backward_fp8(want.both(), want_out.columns(), dswiglu_out.data(), gate_up.data(), N, F, stream_);
+    down_input_grad_swiglu_fp8(got.both(), got_out.columns(), dout.matrix(), w.matrix(), gate_up.data(), N, C, F,
+                               stream_);
+    stream_.synchronize("test");
+    EXPECT_EQ(got.codes.download(), want.codes.download());
+    EXPECT_EQ(got.turned.download(), want.turned.download());
+    EXPECT_EQ(got_out.turned.download(), want_out.turned.download());
+    EXPECT_EQ(got.tally.download(), want.tally.download());
+    const Fp8Tally tally = got.tally.download()[0];
+    if (N * F > 1000 && C > 64) {
+      EXPECT_GT(tally.saturated, 3u);
+      EXPECT_GT(tally.flushed, 5u);
+    }
+    EXPECT_EQ(on_host(gate_up), values) << "gate_up is read only";
+
+    Floats sums(static_cast<std::size_t>(N * F));
+    cpu::matmul_forward(sums.data(), dout.values.data(), w.values.data(), nullptr, N, C, F);
+    EXPECT_EQ(on_host(dswiglu_out), widened(stored<bf16>(sums)));
+  }
+}
+
+// The same bits every time, also with sums that are rounded.
+TEST_F(MatmulSwigluFp8, RerunsGiveTheSameBits) {
+  constexpr std::int64_t N = 528, C = 1040, F = 1008;
+  std::mt19937 generator(9);
+  const auto random_codes = [&](std::int64_t count) {
+    Codes codes(static_cast<std::size_t>(count));
+    for (std::uint8_t& code : codes) code = static_cast<std::uint8_t>(generator() & 0xB7);  // none is NaN
+    return codes;
+  };
+  const DeviceBuffer<std::uint8_t> x(random_codes(N * C)), w(random_codes(2 * F * C));
+  const DeviceBuffer<float> scale(std::vector<float>{0.125f});
+  const auto run = [&] {
+    const DeviceBuffer<bf16> gate_up(static_cast<std::size_t>(2 * N * F));
+    const Written out(N * F, 0), gradient(2 * N * F, 3), out_again(N * F, 0);
+    gate_up_swiglu_fp8(gate_up.data(), out.rows(), {x.data(), scale.data()}, {w.data(), scale.data()}, N, C, F,
+                       stream_);
+    down_input_grad_swiglu_fp8(gradient.both(), out_again.columns(), {x.data(), scale.data()},
+                               {w.data(), scale.data()}, gate_up.data(), N, C, F, stream_);
+    stream_.synchronize("test");
+    return std::array<Codes, 4>{out.codes.download(), gradient.codes.download(), gradient.turned.download(),
+                                out_again.turned.download()};
+  };
+  const auto first = run();
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(run(), first);
+}
+
+TEST_F(MatmulSwigluFp8, NoRows) {
+  gate_up_swiglu_fp8(nullptr, {}, {}, {}, 0, 16, 16, stream_);
+  down_input_grad_swiglu_fp8({}, {}, {}, {}, nullptr, 0, 16, 16, stream_);
+  stream_.synchronize("test");
+}
+
+TEST_F(MatmulSwigluFp8, RefusesOddSizes) {
+  for (const auto& [N, C, F] : {Size{24, 16, 16}, {16, 24, 16}, {16, 16, 24}}) {
+    EXPECT_THROW(gate_up_swiglu_fp8(nullptr, {}, {}, {}, N, C, F, stream_), Error);
+  }
+}
+
+}  // namespace
+}  // namespace weft::cuda
