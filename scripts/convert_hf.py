@@ -32,7 +32,7 @@ import quantization
 from cli import BAD_FILE, FileError, Warnings, bad_file, json_type, shown
 from gptq import Calibration
 from hf_config import (GPT_NEOX, MAX_INDEX_BYTES, Checkpoint, Model, Shape, embedding_name, expected_tensors, head_name,
-                       is_ignorable_buffer, parameter_count, read_checkpoint)
+                       is_ignorable_buffer, parameter_count, read_checkpoint, with_own_head)
 from hf_tokenizer import encode, missing_tokenizer
 from safetensors_reader import Entry, SafetensorsFile
 from tensor_file import (MAGIC, MAX_CONFIG_BYTES, MAX_CONFIG_VALUES, NUMPY_DTYPES, Writer, bf16_to_f32, configuration_text, escaped,
@@ -455,7 +455,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPE_OPTIONS, help="of the parameters; default: each as it is stored")
     parser.add_argument("--quantize", choices=quantization.SCHEMES, help="the linear layers, to fewer bits; --dtype is then "
                         "that of the other tensors")
-    parser.add_argument("--head", choices=HEADS, help="of a quantised model; default: 16, as the embedding")
+    parser.add_argument("--head", choices=HEADS, help="of a quantised model; default: 16, as the embedding. int8 gives a tied model a "
+                        "head of its own")
     parser.add_argument("--only", type=part_list, default=(), metavar="LIST", help="to see what it costs: quantise only these, of "
                         f"{','.join(PARTS)}, and store the floats that they mean")
     parser.add_argument("--gptq", type=Path, metavar="TEXT", help="choose the weights of int4 by what they do to the outputs "
@@ -477,7 +478,7 @@ def check_output(path: Path, directory: Path) -> None:
             raise FileError(cli.USAGE, f"--output: {escaped(str(path))} is one of the input files. Choose another name")
 
 
-def target_of(options: argparse.Namespace, model: Model) -> Target:
+def target_of(options: argparse.Namespace) -> Target:
     if options.head is not None and options.quantize is None:
         raise FileError(cli.USAGE, "--head: only with --quantize")
     if options.gptq is not None and options.quantize != "int4":
@@ -486,10 +487,7 @@ def target_of(options: argparse.Namespace, model: Model) -> Target:
         raise FileError(cli.USAGE, "--only: only with --quantize")
     if ("head" in options.only) != (options.head == "int8") and options.only:
         raise FileError(cli.USAGE, "--only: its head goes with --head int8")
-    head = HEADS[options.head or "16"]
-    if head != "none" and model.tied_embeddings:
-        raise FileError(cli.USAGE, "--head int8: the head of this model is its embedding, which is not quantised")
-    return Target(DTYPE_OPTIONS.get(options.dtype), options.quantize, head, options.only)
+    return Target(DTYPE_OPTIONS.get(options.dtype), options.quantize, HEADS[options.head or "16"], options.only)
 
 
 def main() -> int:
@@ -501,7 +499,9 @@ def main() -> int:
         why = missing_tokenizer(options.directory)
         warnings.add(f"{escaped(str(options.directory))}: no tokenizer.json: the model will only take and print ids"
                      + (f". {why}" if why else ""))
-    target = target_of(options, checkpoint.model)
+    target = target_of(options)
+    if target.head != "none":
+        checkpoint = with_own_head(checkpoint)
     file_configuration(checkpoint, options.directory / "config.json", target)  # refused before the weights are read
     tensors = match_tensors(checkpoint, open_weights(options.directory), options.directory, warnings)
     calibration = calibration_of(options.gptq, checkpoint, tensors, options.directory, target) if options.gptq else None

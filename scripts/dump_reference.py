@@ -34,7 +34,7 @@ import cli
 import quantization
 import tensor_file
 from cli import ENVIRONMENT, INTERNAL, USAGE, FileError, bad_file, shown
-from hf_config import LLAMA, Checkpoint, Model, Rope, expected_tensors, read_checkpoint
+from hf_config import LLAMA, Checkpoint, Model, Rope, expected_tensors, read_checkpoint, with_own_head
 from hf_tokenizer import encode
 from tensor_file import Writer, escaped, shape_text
 
@@ -121,6 +121,12 @@ def replaced_weights(path: Path, description: Model) -> Iterator[tuple[str, np.n
         yield name, values
 
 
+def of_weights(checkpoint: Checkpoint, path: Path) -> Checkpoint:
+    """The checkpoint as its conversion has it: with a quantised head, which needs one beside a tied embedding."""
+    own = with_own_head(checkpoint)
+    return own if tensor_file.read(path, "model").config.get("model") == own.model.to_json() else checkpoint
+
+
 def load_model(directory: Path, description: Model, request: Request, dtype: str) -> torch.nn.Module:
     """The model in `dtype`. Loaded in it rather than cast by .to(dtype), which would also round the RoPE frequencies."""
     torch, transformers = libraries()
@@ -129,6 +135,8 @@ def load_model(directory: Path, description: Model, request: Request, dtype: str
     torch.use_deterministic_algorithms(True)
     key = "torch_dtype" if int(transformers.__version__.split(".")[0]) < 5 else "dtype"
     options = {"attn_implementation": "eager", "local_files_only": True, key: getattr(torch, TORCH_DTYPES[dtype])}
+    if request.weights is not None:
+        options["tie_word_embeddings"] = description.tied_embeddings
     model = transformers.AutoModelForCausalLM.from_pretrained(str(directory), **options)
     if request.weights is not None:
         parameters = named_parameters(model, description)
@@ -657,6 +665,8 @@ def request_of(options: argparse.Namespace, checkpoint: Checkpoint) -> Request:
 def main() -> int:
     options = arguments()
     checkpoint = read_checkpoint(options.directory)
+    if options.weights is not None:
+        checkpoint = of_weights(checkpoint, options.weights)
     request = request_of(options, checkpoint)
     write_dump(options.output, options.directory, checkpoint, request, selection(options.tensors, options.act_layers))
     print(f"dump        {escaped(str(options.output))}, {options.output.stat().st_size:,} bytes")

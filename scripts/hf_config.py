@@ -81,6 +81,11 @@ class Checkpoint:
     ties_head: bool          # tie_word_embeddings: the checkpoint's head is its embedding
 
 
+def with_own_head(checkpoint: Checkpoint) -> Checkpoint:
+    """The same model with a head beside the embedding that serves as one, so that the head alone can be quantised."""
+    return replace(checkpoint, model=replace(checkpoint.model, tied_embeddings=False))
+
+
 # ---- the tensors of a model ------------------------------------------------------------------------------------------
 
 

@@ -58,7 +58,7 @@ ModelConfig random_model_config(const std::string& name, const char* option) {
   if (const std::size_t colon = name.find(':'); colon != std::string::npos) {
     ModelConfig config = random_model_config(name.substr(0, colon), option);
     config.quantization = quantization_named(name.substr(colon + 1), option);
-    if (config.tied_embeddings) config.quantization.head = WeightScheme::none;
+    if (config.quantization.head != WeightScheme::none) config.tied_embeddings = false;  // as convert_hf.py has it
     return config;
   }
   for (const Size& size : kSizes) {

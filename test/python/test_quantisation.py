@@ -291,6 +291,33 @@ def test_reference_dumps_take_the_weights_that_a_file_means(tmp_path, scheme):
 
 
 @pytest.mark.parametrize("scheme", quantization.SCHEMES)
+def test_a_tied_head_is_quantised_beside_the_embedding(tmp_path, scheme):
+    """As if the checkpoint had stored the embedding a second time, as a head; without --head int8 it stays tied."""
+    weights = {name: values / 8 if values.ndim == 2 else values for name, values in ck.weights_of(LLAMA | {"tie_word_embeddings": True}).items()}
+    tied = ck.write_checkpoint(tmp_path / "tied", LLAMA | {"tie_word_embeddings": True}, weights)
+    twice = ck.write_checkpoint(tmp_path / "twice", LLAMA, weights | {HEADS["llama"]: weights["model.embed_tokens.weight"]})
+    files = {}
+    for source in (tied, twice):
+        for head in ([], ["--head", "int8"]):
+            target = tmp_path / f"{source.name}{len(head)}.bin"
+            done = ck.run_script("convert_hf.py", source, "-o", target, "--quantize", scheme, *head)
+            assert done.returncode == 0, done.stderr
+            files[source.name, bool(head)] = tensor_file.read(target, "model")
+    assert files["tied", True].config["model"] == files["twice", True].config["model"]
+    assert not files["tied", True].config["model"]["tied_embeddings"] and files["tied", False].config["model"]["tied_embeddings"]
+    assert {name: info.hash for name, info in files["tied", True].tensors.items()} == {
+        name: info.hash for name, info in files["twice", True].tensors.items()}
+    assert HEADS["llama"] not in files["tied", False].tensors
+    assert ids_of(files["tied", True].path) == ids_of(files["twice", True].path)
+
+    checkpoint = hf_config.read_checkpoint(tied)
+    for head in (True, False):
+        described = dump_reference.of_weights(checkpoint, files["tied", head].path).model
+        assert described.tied_embeddings is not head
+        assert dict(dump_reference.replaced_weights(files["tied", head].path, described)).keys() == hf_config.expected_tensors(described).keys()
+
+
+@pytest.mark.parametrize("scheme", quantization.SCHEMES)
 def test_damage_of_any_part_of_a_quantised_matrix_is_found(tmp_path, scheme):
     packed, _ = converted(tmp_path, "llama", scheme)
     name = "model.layers.1.mlp.down_proj.weight"
@@ -332,7 +359,6 @@ def test_scales_and_zeros_of_another_kind_are_refused(tmp_path, scheme, part, dt
     (["--head", "int8"], LLAMA, "--head: only with --quantize"),
     (["--head", "16"], LLAMA, "--head: only with --quantize"),
     (["--gptq", "text.txt"], LLAMA, "--gptq: only with --quantize int4"),
-    (["--quantize", "int8", "--head", "int8"], LLAMA | {"tie_word_embeddings": True}, "--head int8: the head of this model is"),
     (["--quantize", "int2"], LLAMA, "invalid choice: 'int2'"),
 ])
 def test_usage_errors(tmp_path, options, config, words):
