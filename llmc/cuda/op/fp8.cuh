@@ -14,7 +14,33 @@ struct ThreadTally {
   unsigned amax = 0, saturated = 0, flushed = 0;
 };
 
-// Rounds four values to four codes, the first in the lowest byte, and counts them in `tally`.
+// The larger of `most` and the magnitude of `value`; NaN if one of them is.
+__device__ inline float larger_magnitude(float most, float value) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(most), "f"(fabsf(value)));
+  return result;
+}
+
+// Rounds four values to four codes, the first in the lowest byte. What is beyond the largest number, even infinity,
+// becomes that.
+template <Fp8Format kFormat>
+__device__ unsigned round_four(const float* values, float scale) {
+  constexpr __nv_fp8_interpretation_t kType = kFormat == Fp8Format::e4m3 ? __NV_E4M3 : __NV_E5M2;
+  float scaled[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) scaled[i] = values[i] * scale;
+  const unsigned low = __nv_cvt_float2_to_fp8x2(make_float2(scaled[0], scaled[1]), __NV_SATFINITE, kType);
+  const unsigned high = __nv_cvt_float2_to_fp8x2(make_float2(scaled[2], scaled[3]), __NV_SATFINITE, kType);
+  return low | high << 16;
+}
+
+// How many of four codes are zero.
+__device__ inline unsigned zero_codes(unsigned codes) {
+  constexpr unsigned kMagnitudes = 0x7F7F7F7Fu;
+  return 4 - __popc(((codes & kMagnitudes) + kMagnitudes) & ~kMagnitudes);
+}
+
+// The same, counted in `tally`; infinity becomes NaN.
 template <Fp8Format kFormat>
 __device__ unsigned round_four(const float* values, float scale, ThreadTally& tally) {
   constexpr __nv_fp8_interpretation_t kType = kFormat == Fp8Format::e4m3 ? __NV_E4M3 : __NV_E5M2;

@@ -25,8 +25,9 @@ CUtensorMap encode_matrix(const bf16* data, std::int64_t rows, std::int64_t colu
 template <typename Direction, Major kLayout>
 struct InBf16 {
   static constexpr Major kB = kLayout;
-  static constexpr int kStages = 4, kFinishedTiles = 1;
+  static constexpr int kStages = 4;
   using Maps = CUtensorMap;
+  struct Staging {};
   struct Tensors {
     bf16 *gate_up, *swiglu_out;
   };
@@ -44,7 +45,7 @@ struct InBf16 {
 
     // Finishes all pieces of a warp's rows. Row 0 of `sums` is the warp's first row in the upper block of the tile, row
     // 16 is 64 below. Inputs are loaded one batch ahead.
-    __device__ void finish(const Arguments<Direction>& p, const Sums& sums, std::int64_t tile_row, int warp,
+    __device__ void finish(const Arguments<Direction>& p, const Sums& sums, Staging&, std::int64_t tile_row, int warp,
                            std::int64_t column0, int lane) const {
       constexpr int kPieces = Direction::kPieces, kAtOnce = 3, kBatches = kWarpRows * kPieces / kWarpSize / kAtOnce;
       static_assert(kBatches * kAtOnce * kWarpSize == kWarpRows * kPieces && kBatches % 2 == 0);

@@ -40,6 +40,9 @@ constexpr int kConsumers = 2, kThreads = (1 + kConsumers) * kWarpgroupSize;
 constexpr int kBlocks = kRows / 64, kAccumulators = kColumns / 2;
 constexpr int kWarps = kWarpgroupSize / kWarpSize, kWarpRows = kRows / kWarps;
 
+// Named barriers: 1 to 4 are the turns of the warpgroups.
+constexpr int kEpilogueBarrier = 5;  // free for the epilogue of the warpgroup whose turn it is to write
+
 using TileA = SwizzledTile<bf16, kRows, kDepth>;
 // A tile in the layout of the weight. Major::k: a row of the weight is a column of b; Major::mn: it is a value of k.
 template <Major kB>
@@ -53,8 +56,9 @@ struct Storage {
     TileA::Storage a;
     typename TileB<Direction::kB>::Storage b;
   } stages[Direction::kStages];
-  WarpTile::Storage finished[Direction::kFinishedTiles][kWarps];
+  WarpTile::Storage finished[kWarps];
   RingBarrierStorage<Direction::kStages> ring;
+  typename Direction::Staging staging;
 };
 // alignof(): to align the storage.
 template <typename Direction>
@@ -63,7 +67,7 @@ constexpr std::size_t kSharedBytes = alignof(Storage<Direction>) + sizeof(Storag
 // A direction has
 //   kB                       how the weight lies
 //   kStages                  of the ring
-//   kFinishedTiles           1: the warpgroups take turns at writing, 2: each has a finished tile of its own
+//   Staging                  more shared memory for the epilogue of the warpgroup whose turn it is to write
 //   kResultColumns           columns of the result that a tile covers
 //   Maps, load_a()           the maps of a, and the copy of its part of a stage
 //   weight_row()             the first row of the weight, or its column, that a block of the cluster fetches
@@ -96,6 +100,8 @@ __device__ inline void tile_coordinates(const Arguments<Direction>& p, int tile,
 struct Sums {
   unsigned char* data;
 
+  __device__ Sums of_warp(int from, int to) const { return {data + (to - from) * WarpTile::kBytes}; }
+
   // 8 consecutive elements.
   __device__ Elements<bf16, 8> get(int row, int chunk) const {
     Elements<bf16, 8> value;
@@ -122,9 +128,9 @@ struct SharedMemory {
   }
   __device__ TileA a(RingPosition at) const { return {base + at.stage * kStageBytes}; }
   __device__ TileB<Direction::kB> b(RingPosition at) const { return {a(at).address + TileA::kBytes}; }
-  __device__ Sums finished(int consumer, int warp) const {
-    const int tile = consumer % Direction::kFinishedTiles;
-    return {memory + offsetof(Layout, finished) + (tile * kWarps + warp) * WarpTile::kBytes};
+  __device__ Sums finished(int warp) const { return {memory + offsetof(Layout, finished) + warp * WarpTile::kBytes}; }
+  __device__ typename Direction::Staging& staging() const {
+    return *reinterpret_cast<typename Direction::Staging*>(memory + offsetof(Layout, staging));
   }
   __device__ RingBarriers ring() const { return {base + unsigned{offsetof(Layout, ring)}, kStages}; }
 };
@@ -172,8 +178,7 @@ __device__ void consume(const Arguments<Direction>& p, const SharedMemory<Direct
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, warp = static_cast<int>(threadIdx.x) / kWarpSize % kWarps;
   constexpr Major kB = Direction::kB;
   constexpr int kStages = Direction::kStages;
-  constexpr bool kTurnsAtWriting = Direction::kFinishedTiles == 1;
-  // The consumers take turns at computing, and at writing: each passes the turn to the other by a named barrier.
+  // The consumers take turns at computing and at writing: each passes the turn to the other by a named barrier.
   constexpr int kPair = kConsumers * kWarpgroupSize;
   const auto wait_to_compute = [&] { named_barrier_wait(1 + consumer, kPair); };
   const auto wait_to_write = [&] { named_barrier_wait(3 + consumer, kPair); };
@@ -183,14 +188,14 @@ __device__ void consume(const Arguments<Direction>& p, const SharedMemory<Direct
   const auto release = [&](int stage) {  // in both blocks of the cluster, since both fill the stage
     if (lane < kCluster) cluster_mbarrier_arrive(ring.empty(stage), static_cast<unsigned>(lane));
   };
-  const Sums sums = shared.finished(consumer, warp);
+  const Sums sums = shared.finished(warp);
   const WarpTile warp_tile{shared_address(sums.data)};
   typename Direction::Epilogue epilogue(p.tensors);
   RingPosition at;
   int tile = static_cast<int>(blockIdx.x) / kCluster;
   if (consumer == 1) {
     pass_computing();
-    if (kTurnsAtWriting) pass_writing();
+    pass_writing();
     tile += clusters;
     at.advance(kStages, steps);
   }
@@ -229,15 +234,15 @@ __device__ void consume(const Arguments<Direction>& p, const SharedMemory<Direct
     release(at.stage);
     at.advance(kStages, 1 + steps);  // the next tile's stages belong to the other consumer
     for (auto& block : d) epilogue.scale(block);
-    if (kTurnsAtWriting) wait_to_write();
+    wait_to_write();
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) warp_tile.store(warp_tile.lane_offset(0), d[i], 16 * i);
 
     __syncwarp();
     const std::int64_t row = (static_cast<std::int64_t>(tile_row) * kCluster + rank) * kRows;
-    epilogue.finish(p, sums, row, warp, static_cast<std::int64_t>(tile_column) * Direction::kResultColumns, lane);
+    epilogue.finish(p, sums, shared.staging(), row, warp, static_cast<std::int64_t>(tile_column) * Direction::kResultColumns, lane);
     __syncwarp();
-    if (kTurnsAtWriting && !last) pass_writing();
+    if (!last) pass_writing();
   }
   epilogue.end();
 }

@@ -70,7 +70,8 @@ struct InFp8 {
 };
 
 struct Forward : InFp8<Fp8Format::e4m3> {
-  static constexpr int kStages = 4, kFinishedTiles = 1, kResultColumns = kColumns / 2;
+  static constexpr int kStages = 4, kResultColumns = kColumns / 2;
+  struct Staging {};
   // gate by the first block, up by the second
   static __device__ int weight_row(int column, int rank, int F) { return column + rank * F; }
 
@@ -88,7 +89,7 @@ struct Forward : InFp8<Fp8Format::e4m3> {
     __device__ explicit Epilogue(const Tensors& t)
         : Scaled{*t.x_scale * *t.weight_scale}, out(t.out), out_scale(t.out.codes != nullptr ? *t.out.scale : 1.0f) {}
 
-    __device__ void finish(const Arguments<Forward>& p, const Sums& sums, std::int64_t tile_row, int warp,
+    __device__ void finish(const Arguments<Forward>& p, const Sums& sums, Staging&, std::int64_t tile_row, int warp,
                            std::int64_t column0, int lane) {
       constexpr int kPieces = kResultColumns / 8;
       static_assert(kWarpRows * kPieces % kWarpSize == 0);
@@ -117,9 +118,8 @@ struct Forward : InFp8<Fp8Format::e4m3> {
 #endif
 };
 
-// Its epilogue takes longer than the multiplication of a tile, so both warpgroups write at a time.
 struct Backward : InFp8<Fp8Format::e5m2> {
-  static constexpr int kStages = 3, kFinishedTiles = 2, kResultColumns = kColumns;
+  static constexpr int kStages = 4, kResultColumns = kColumns;
   static __device__ int weight_row(int column, int rank, int) { return column + rank * (kColumns / kCluster); }
 
   struct Tensors {
@@ -127,12 +127,21 @@ struct Backward : InFp8<Fp8Format::e5m2> {
     Fp8Target dgate_up, out;
     const float *dout_scale, *weight_scale;
   };
+
+  // A group: 64 columns of a tile, in which each output's transposed codes are collected, so that whole cache lines are
+  // written. Those of dgate and dup lie where the group's sums were, those of out here.
+  static constexpr int kGroupColumns = 64, kGroups = kColumns / kGroupColumns, kOutputs = 3;
+  static constexpr int kChunk = 16, kChunkBytes = kChunk * kGroupColumns;  // rows that are collected together
+  struct alignas(128) Staging {
+    unsigned char out[2][kRows / kChunk][kChunkBytes];  // taken in turns, so that one barrier a group suffices
+  };
 #if WEFT_WGMMA
-  // A lane computes squares of 4 rows and 8 columns; a warp 32 rows and 32 columns at a time.
+  // A lane computes squares of 4 rows and 8 columns; a warp 16 rows and 64 columns at a time, half of its part of a
+  // group.
   struct Epilogue : Scaled {
-    static constexpr int kLaneRows = 4, kLaneColumns = 8, kLanesOfARow = 4;
-    static constexpr int kBatchColumns = kLanesOfARow * kLaneColumns, kBatches = kColumns / kBatchColumns;
-    static_assert(kWarpSize / kLanesOfARow * kLaneRows == kWarpRows && kBatches * kBatchColumns == kColumns);
+    static constexpr int kLaneRows = 4, kLaneColumns = 8, kLanesOfARow = kGroupColumns / kLaneColumns;
+    static constexpr int kHalves = kWarpRows / kChunk;
+    static_assert(kWarpSize / kLanesOfARow * kLaneRows == kChunk && kGroups * kGroupColumns == kColumns);
 
     float gradient_scale, out_scale;
     Fp8Tally* gradient_total;
@@ -161,62 +170,171 @@ struct Backward : InFp8<Fp8Format::e5m2> {
       }
     }
 
-    __device__ void finish(const Arguments<Backward>& p, const Sums& sums, std::int64_t tile_row, int warp,
-                           std::int64_t column0, int lane) {
-      const int lane_row = lane / kLanesOfARow * kLaneRows, lane_piece = lane % kLanesOfARow;
-      const std::int64_t row = tile_row + kWarpRows * warp + lane_row;
-      column0 += lane_piece * kLaneColumns;
+    // Where the codes of 16 rows of a group are collected, by output and column. Neither the words that a warp stores
+    // (of every eighth column) nor the pieces that it loads (of all rows of a column) share a bank.
+    struct Chunk {
+      unsigned char *of_sums, *of_out;
+      int number;
+
+      __device__ Chunk(const Sums& sums, Staging& staging, int group, int warp, int half)
+          : of_sums(sums.data + WarpTile::offset(half * kChunk, group * kLanesOfARow)),
+            of_out(staging.out[group % 2][kHalves * warp + half]),
+            number(kHalves * warp + half) {}
+      __device__ unsigned char* at(int output, int column) const {
+        const int place = (column & ~7) | ((column ^ column / 8 ^ number) & 7);
+        return (output < 2 ? of_sums + output * kChunkBytes : of_out) + place * kChunk;
+      }
+    };
+
+    __device__ void finish(const Arguments<Backward>& p, const Sums& sums, Staging& staging, std::int64_t tile_row,
+                           int warp, std::int64_t column0, int lane) {
+      const int lane_row = lane / kLanesOfARow * kLaneRows, piece = lane % kLanesOfARow;
+      const std::int64_t row0 = tile_row + kWarpRows * warp + lane_row, lane_column = column0 + kLaneColumns * piece;
       Input next;
-      load(next, p, row, column0);
+      load(next, p, row0, lane_column);
 #pragma unroll 1
-      for (int batch = 0; batch < kBatches; ++batch) {
-        const std::int64_t column = column0 + batch * kBatchColumns;
+      for (int step = 0; step < kGroups * kHalves; ++step) {
+        const int group = step / kHalves, half = step % kHalves;
         const Input input = next;
-        if (batch + 1 < kBatches) load(next, p, row, column + kBatchColumns);
-        if (row >= p.M || column >= p.F) continue;
-        Square dgate, dup, out;
+        if (step + 1 < kGroups * kHalves) {
+          load(next, p, row0 + (step + 1) % kHalves * kChunk, lane_column + (step + 1) / kHalves * kGroupColumns);
+        }
+        Eight gradient[kLaneRows];
 #pragma unroll
         for (int i = 0; i < kLaneRows; ++i) {
-          const Eight gradient = sums.get(lane_row + i, batch * kLanesOfARow + lane_piece);
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            float gates[4], ups[4], outs[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              const int at = 4 * half + j;
-              const SwigluGradient d =
-                  swiglu_gradient<bf16>(gradient.get(at), input.gate[i].get(at), input.up[i].get(at));
-              gates[j] = d.gate;
-              ups[j] = d.up;
-              outs[j] = d.out;
-            }
-            dgate[half][i] = round_four<Fp8Format::e5m2>(gates, gradient_scale, tally);
-            dup[half][i] = round_four<Fp8Format::e5m2>(ups, gradient_scale, tally);
-            out[half][i] = round_four<Fp8Format::e4m3>(outs, out_scale, unused);
+          gradient[i] = sums.get(half * kChunk + lane_row + i, group * kLanesOfARow + piece);
+        }
+        __syncwarp();  // the codes come where the sums are
+        const std::int64_t row = row0 + half * kChunk, column = lane_column + group * kGroupColumns;
+        const Chunk chunk(sums, staging, group, warp, half);
+        if (row < p.M && column < p.F) {
+          Square dgate, dup, out;
+          if (round_square(gradient, input, dgate, dup, out)) {
+            store_square(p, row, column, dgate, dup);
+            collect(chunk, 0, dgate, piece, lane_row);
+            collect(chunk, 1, dup, piece, lane_row);
+            collect(chunk, 2, out, piece, lane_row);
+          } else {
+            write_each_value(p, gradient, chunk, piece, lane_row, row, column);
           }
         }
-        const Fp8Target& to = p.tensors.dgate_up;
-#pragma unroll
-        for (int i = 0; i < kLaneRows; ++i) {
-          std::uint8_t* const codes = to.codes + (row + i) * 2 * p.F + column;
-          *reinterpret_cast<uint2*>(codes) = make_uint2(dgate[0][i], dgate[1][i]);
-          *reinterpret_cast<uint2*>(codes + p.F) = make_uint2(dup[0][i], dup[1][i]);
-        }
-        store_transposed(to.transposed, dgate, column, row, p.M);
-        store_transposed(to.transposed, dup, p.F + column, row, p.M);
-        store_transposed(p.tensors.out.transposed, out, column, row, p.M);
+        if (half + 1 < kHalves) continue;
+        named_barrier_wait(kEpilogueBarrier, kWarpgroupSize);
+        write_group(p, sums, staging, group, warp, tile_row, column0 + group * kGroupColumns);
       }
     }
-    // Eight lanes fill 32 bytes.
-    static __device__ void store_transposed(std::uint8_t* transposed, const Square& square, std::int64_t column,
-                                            std::int64_t row, std::int64_t N) {
+
+    // The codes of a square, of which it looks at all values together: that takes half of the instructions of looking at
+    // each. False if it does not suffice, because some value saturates, is zero or is not finite; then it has counted
+    // nothing.
+    __device__ __forceinline__ bool round_square(const Eight (&gradient)[kLaneRows], const Input& input, Square& dgate,
+                                                 Square& dup, Square& out) {
+      float most = 0, least = INFINITY, most_out = 0;
+      unsigned zeros = 0;
+#pragma unroll
+      for (int i = 0; i < kLaneRows; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float gates[4], ups[4], outs[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const int at = 4 * half + j;
+            const SwigluGradient d =
+                swiglu_gradient<bf16>(gradient[i].get(at), input.gate[i].get(at), input.up[i].get(at));
+            gates[j] = d.gate;
+            ups[j] = d.up;
+            outs[j] = d.out;
+            most = larger_magnitude(larger_magnitude(most, d.gate), d.up);
+            least = fminf(fminf(least, fabsf(d.gate)), fabsf(d.up));
+            most_out = larger_magnitude(most_out, d.out);
+          }
+          dgate[half][i] = round_four<Fp8Format::e5m2>(gates, gradient_scale);
+          dup[half][i] = round_four<Fp8Format::e5m2>(ups, gradient_scale);
+          out[half][i] = round_four<Fp8Format::e4m3>(outs, out_scale);
+          zeros += zero_codes(dgate[half][i]) + zero_codes(dup[half][i]);
+        }
+      }
+      const bool fits = most * gradient_scale <= fp8_largest(Fp8Format::e5m2) && most_out < INFINITY;
+      if (!fits || least == 0) return false;
+      tally.amax = max(tally.amax, __float_as_uint(most));
+      tally.flushed += zeros;
+      return true;
+    }
+    static __device__ void store_square(const Arguments<Backward>& p, std::int64_t row, std::int64_t column,
+                                        const Square& dgate, const Square& dup) {
+      std::uint8_t* codes = p.tensors.dgate_up.codes + row * 2 * p.F + column;
+#pragma unroll
+      for (int i = 0; i < kLaneRows; ++i, codes += 2 * p.F) {
+        *reinterpret_cast<uint2*>(codes) = make_uint2(dgate[0][i], dgate[1][i]);
+        *reinterpret_cast<uint2*>(codes + p.F) = make_uint2(dup[0][i], dup[1][i]);
+      }
+    }
+    // Puts a square into its chunk, transposed: columns 8 piece to 8 piece + 7, rows `row` to row + 3.
+    static __device__ void collect(const Chunk& chunk, int output, const Square& square, int piece, int row) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         unsigned columns[4];
         transpose_four(columns, square[half]);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          *reinterpret_cast<unsigned*>(transposed + (column + 4 * half + j) * N + row) = columns[j];
+          *reinterpret_cast<unsigned*>(chunk.at(output, kLaneColumns * piece + 4 * half + j) + row) = columns[j];
+        }
+      }
+    }
+    // A square value by value: rare, so it is short rather than fast.
+    __device__ void write_each_value(const Arguments<Backward>& p, const Eight (&gradient)[kLaneRows],
+                                     const Chunk& chunk, int piece, int lane_row, std::int64_t row,
+                                     std::int64_t column) {
+#pragma unroll 1
+      for (int n = 0; n < 2 * kLaneRows; ++n) {
+        const int i = n / 2, first = n % 2 * 4;
+        const bf16* const from = p.tensors.gate_up + (row + i) * 2 * p.F + column + first;
+        float gates[4], ups[4], outs[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float dout = 0;
+#pragma unroll
+          for (int m = 0; m < 2 * kLaneRows; ++m) {  // registers have no index
+            if (m == n) dout = gradient[m / 2].get(m % 2 * 4 + j);
+          }
+          const SwigluGradient d = swiglu_gradient<bf16>(dout, to_float(from[j]), to_float(from[p.F + j]));
+          gates[j] = d.gate;
+          ups[j] = d.up;
+          outs[j] = d.out;
+        }
+        const unsigned codes[kOutputs] = {round_four<Fp8Format::e5m2>(gates, gradient_scale, tally),
+                                          round_four<Fp8Format::e5m2>(ups, gradient_scale, tally),
+                                          round_four<Fp8Format::e4m3>(outs, out_scale, unused)};
+        std::uint8_t* const to = p.tensors.dgate_up.codes + (row + i) * 2 * p.F + column + first;
+        *reinterpret_cast<unsigned*>(to) = codes[0];
+        *reinterpret_cast<unsigned*>(to + p.F) = codes[1];
+#pragma unroll
+        for (int output = 0; output < kOutputs; ++output) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            chunk.at(output, kLaneColumns * piece + first + j)[lane_row + i] =
+                static_cast<unsigned char>(codes[output] >> 8 * j);
+          }
+        }
+      }
+    }
+    // All threads of the warpgroup: eight write a column of 128 rows.
+    static __device__ void write_group(const Arguments<Backward>& p, const Sums& sums, Staging& staging, int group,
+                                       int warp, std::int64_t tile_row, std::int64_t column0) {
+      constexpr int kChunks = kRows / kChunk, kAtOnce = kWarpgroupSize / kChunks;
+      const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, number = thread % kChunks;
+      const Chunk chunk(sums.of_warp(warp, number / kHalves), staging, group, number / kHalves, number % kHalves);
+      const std::int64_t row = tile_row + kChunk * number;
+#pragma unroll
+      for (int output = 0; output < kOutputs; ++output) {
+        std::uint8_t* to = output < 2 ? p.tensors.dgate_up.transposed + output * p.F * p.M : p.tensors.out.transposed;
+        to += (column0 + thread / kChunks) * p.M + row;
+#pragma unroll
+        for (int i = 0; i < kGroupColumns / kAtOnce; ++i, to += kAtOnce * p.M) {
+          const int column = thread / kChunks + i * kAtOnce;
+          if (row < p.M && column0 + column < p.F) {
+            *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(chunk.at(output, column));
+          }
         }
       }
     }
