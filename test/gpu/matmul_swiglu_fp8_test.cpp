@@ -6,6 +6,7 @@
 
 #include <array>
 #include <bit>
+#include <cmath>
 #include <random>
 #include <string>
 
@@ -113,33 +114,51 @@ TEST_F(MatmulSwigluFp8, Forward) {
   }
 }
 
-TEST_F(MatmulSwigluFp8, Backward) {
-  for (const auto& [N, C, F] : kSizes) {
-    SCOPED_TRACE(std::to_string(N) + " x " + std::to_string(C) + " x " + std::to_string(F));
-    const Operand dout(N, C, Fp8Format::e5m2, -2, 3), w(F, C, Fp8Format::e4m3, 1, 4);
-    const Floats values = random_stored<bf16>(2 * N * F, 5, 40);  // far enough for gradients that are nearly 0
-    const DeviceBuffer<bf16> gate_up = on_device<bf16>(values), dswiglu_out(static_cast<std::size_t>(N * F));
-    constexpr int kGradient = 14, kOut = 6;
-    const Written want(2 * N * F, kGradient), got(2 * N * F, kGradient), want_out(N * F, kOut), got_out(N * F, kOut);
-    matmul_.input_grad_fp8(dswiglu_out.data(), dout.matrix(), w.matrix(), N, F, C);
-    swiglu_backward_fp8(want.both(), want_out.columns(), dswiglu_out.data(), gate_up.data(), N, F, stream_);
-    down_input_grad_swiglu_fp8(got.both(), got_out.columns(), dout.matrix(), w.matrix(), gate_up.data(), N, C, F,
-                               stream_);
-    stream_.synchronize("test");
-    EXPECT_EQ(got.codes.download(), want.codes.download());
-    EXPECT_EQ(got.turned.download(), want.turned.download());
-    EXPECT_EQ(got_out.turned.download(), want_out.turned.download());
-    EXPECT_EQ(got.tally.download(), want.tally.download());
-    const Fp8Tally tally = got.tally.download()[0];
-    if (N * F > 1000 && C > 64) {
-      EXPECT_GT(tally.saturated, 3u);
-      EXPECT_GT(tally.flushed, 5u);
-    }
-    EXPECT_EQ(on_host(gate_up), values) << "gate_up is read only";
+// What the epilogue meets: values that all fit, values that are flushed, both with some that saturate or are zero, and
+// values that are not finite. `spread`: of gate and up.
+struct Values {
+  float spread;
+  int gradient, out;  // exponents of the scales
+  bool saturates, flushes, finite = true;
+};
 
-    Floats sums(static_cast<std::size_t>(N * F));
-    cpu::matmul_forward(sums.data(), dout.values.data(), w.values.data(), nullptr, N, C, F);
-    EXPECT_EQ(on_host(dswiglu_out), widened(stored<bf16>(sums)));
+TEST_F(MatmulSwigluFp8, Backward) {
+  for (const Values& v : {Values{3, 10, 3, false, false}, {3, -10, -4, false, true}, {40, 14, 6, true, true},
+                          {3, 10, 3, false, false, false}}) {
+    for (const auto& [N, C, F] : kSizes) {
+      SCOPED_TRACE(std::to_string(N) + " x " + std::to_string(C) + " x " + std::to_string(F) + ", spread " +
+                   std::to_string(v.spread) + ", 2^" + std::to_string(v.gradient) + (v.finite ? "" : ", not finite"));
+      const Operand dout(N, C, Fp8Format::e5m2, -2, 3), w(F, C, Fp8Format::e4m3, 1, 4);
+      Floats values = random_stored<bf16>(2 * N * F, 5, v.spread);
+      if (!v.finite) {
+        values[1] = INFINITY;
+        values[static_cast<std::size_t>(2 * N * F) - 3] = NAN;
+      }
+      const DeviceBuffer<bf16> gate_up = on_device<bf16>(values), before = on_device<bf16>(values),
+                               dswiglu_out(static_cast<std::size_t>(N * F));
+      const Written want(2 * N * F, v.gradient), got(2 * N * F, v.gradient), want_out(N * F, v.out),
+          got_out(N * F, v.out);
+      matmul_.input_grad_fp8(dswiglu_out.data(), dout.matrix(), w.matrix(), N, F, C);
+      swiglu_backward_fp8(want.both(), want_out.columns(), dswiglu_out.data(), gate_up.data(), N, F, stream_);
+      down_input_grad_swiglu_fp8(got.both(), got_out.columns(), dout.matrix(), w.matrix(), gate_up.data(), N, C, F,
+                                 stream_);
+      stream_.synchronize("test");
+      EXPECT_EQ(got.codes.download(), want.codes.download());
+      EXPECT_EQ(got.turned.download(), want.turned.download());
+      EXPECT_EQ(got_out.turned.download(), want_out.turned.download());
+      EXPECT_EQ(got.tally.download(), want.tally.download());
+      const Fp8Tally tally = got.tally.download()[0];
+      EXPECT_EQ(tally.amax_bits < 0x7F800000u, v.finite);
+      if (N * F > 1000 && C > 64 && v.finite) {
+        EXPECT_EQ(tally.saturated > 3, v.saturates);
+        EXPECT_EQ(tally.flushed > 5, v.flushes);
+      }
+      expect_same_bits(gate_up, before, "gate_up, which is read only");
+
+      Floats sums(static_cast<std::size_t>(N * F));
+      cpu::matmul_forward(sums.data(), dout.values.data(), w.values.data(), nullptr, N, C, F);
+      EXPECT_EQ(on_host(dswiglu_out), widened(stored<bf16>(sums)));
+    }
   }
 }
 

@@ -177,8 +177,8 @@ ROWS = [
     Mutant("a negative scale passes", "llmc/model/quantization.cpp", "bits == 0 || bits >= 0x7F800000",
            "bits == 0 || bits == 0x7F800000", unit("QuantizedModel.Refuses*")),
     # ---- llmc/model/random_models.cpp --------------------------------------------------------------------------------
-    Mutant("the head of a tied random model is quantised", "llmc/model/random_models.cpp",
-           "    if (config.tied_embeddings) config.quantization.head = WeightScheme::none;\n", "",
+    Mutant("the quantised head of a random model is its embedding", "llmc/model/random_models.cpp",
+           "    if (config.quantization.head != WeightScheme::none) config.tied_embeddings = false;  // as convert_hf.py has it\n", "",
            unit("ModelConfig.RandomModels*")),
     Mutant("presets are no random models", "llmc/model/random_models.cpp",
            "  names.insert(names.end(), preset_names().begin(), preset_names().end());\n",

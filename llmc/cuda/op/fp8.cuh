@@ -21,14 +21,11 @@ __device__ inline float larger_magnitude(float most, float value) {
   return result;
 }
 
-// Rounds four values to four codes, the first in the lowest byte. What is beyond the largest number, even infinity,
+// The codes of four scaled values, the first in the lowest byte. What is beyond the largest number, even infinity,
 // becomes that.
 template <Fp8Format kFormat>
-__device__ unsigned round_four(const float* values, float scale) {
+__device__ unsigned codes_of(const float (&scaled)[4]) {
   constexpr __nv_fp8_interpretation_t kType = kFormat == Fp8Format::e4m3 ? __NV_E4M3 : __NV_E5M2;
-  float scaled[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) scaled[i] = values[i] * scale;
   const unsigned low = __nv_cvt_float2_to_fp8x2(make_float2(scaled[0], scaled[1]), __NV_SATFINITE, kType);
   const unsigned high = __nv_cvt_float2_to_fp8x2(make_float2(scaled[2], scaled[3]), __NV_SATFINITE, kType);
   return low | high << 16;
@@ -40,10 +37,9 @@ __device__ inline unsigned zero_codes(unsigned codes) {
   return 4 - __popc(((codes & kMagnitudes) + kMagnitudes) & ~kMagnitudes);
 }
 
-// The same, counted in `tally`; infinity becomes NaN.
+// Rounds four values to four codes, and counts them in `tally`. Infinity becomes NaN.
 template <Fp8Format kFormat>
 __device__ unsigned round_four(const float* values, float scale, ThreadTally& tally) {
-  constexpr __nv_fp8_interpretation_t kType = kFormat == Fp8Format::e4m3 ? __NV_E4M3 : __NV_E5M2;
   float scaled[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -56,9 +52,7 @@ __device__ unsigned round_four(const float* values, float scale, ThreadTally& ta
     // infinity becomes NaN: only finite values saturate
     if (bits == 0x7F800000u) scaled[i] = __uint_as_float(0x7FC00000u);
   }
-  const unsigned low = __nv_cvt_float2_to_fp8x2(make_float2(scaled[0], scaled[1]), __NV_SATFINITE, kType);
-  const unsigned high = __nv_cvt_float2_to_fp8x2(make_float2(scaled[2], scaled[3]), __NV_SATFINITE, kType);
-  return low | high << 16;
+  return codes_of<kFormat>(scaled);
 }
 
 // Adds a block's tallies to the tensor's. All are integers, so the order of the atomics does not matter. Every thread of

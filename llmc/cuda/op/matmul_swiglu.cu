@@ -25,7 +25,6 @@ CUtensorMap encode_matrix(const bf16* data, std::int64_t rows, std::int64_t colu
 template <typename Direction, Major kLayout>
 struct InBf16 {
   static constexpr Major kB = kLayout;
-  static constexpr int kStages = 4;
   using Maps = CUtensorMap;
   struct Staging {};
   struct Tensors {

@@ -1,8 +1,8 @@
 // The kernel of matmul_swiglu.h and matmul_swiglu_fp8.h: a GEMM a [M, K] b with SwiGLU, or its derivative, in its
 // epilogue, for Hopper. A `Direction` says what the operands are and what the epilogue does.
 //
-// A tile of the result is 128 x 192. One thread copies its operands into a ring of stages, each 64 elements of 16 bits
-// deep: 64 values of k in bf16, or 128 codes of fp8, which the copies and the layout in shared memory treat as 64
+// A tile of the result is 128 x 192. One thread copies its operands into a ring of four stages, each 64 elements of 16
+// bits deep: 64 values of k in bf16, or 128 codes of fp8, which the copies and the layout in shared memory treat as 64
 // pairs. Two warpgroups alternate: while one multiplies, the other rounds and writes the previous tile, so that the
 // tensor cores need not wait for memory. The sums of a tile are two blocks of 64 rows, 192 registers a thread. Two
 // thread blocks form a cluster: their tiles lie one below the other and share the columns of b, of which each fetches
@@ -34,7 +34,7 @@ namespace weft::cuda::matmul_swiglu {
 
 using namespace hopper;
 
-constexpr int kRows = 128, kColumns = 192, kDepth = 64, kCluster = 2;
+constexpr int kRows = 128, kColumns = 192, kDepth = 64, kStages = 4, kCluster = 2;
 constexpr int kConsumers = 2, kThreads = (1 + kConsumers) * kWarpgroupSize;
 // kAccumulators: registers a thread for a block of 64 rows
 constexpr int kBlocks = kRows / 64, kAccumulators = kColumns / 2;
@@ -55,9 +55,9 @@ struct Storage {
   struct {
     TileA::Storage a;
     typename TileB<Direction::kB>::Storage b;
-  } stages[Direction::kStages];
+  } stages[kStages];
   WarpTile::Storage finished[kWarps];
-  RingBarrierStorage<Direction::kStages> ring;
+  RingBarrierStorage<kStages> ring;
   typename Direction::Staging staging;
 };
 // alignof(): to align the storage.
@@ -66,7 +66,6 @@ constexpr std::size_t kSharedBytes = alignof(Storage<Direction>) + sizeof(Storag
 
 // A direction has
 //   kB                       how the weight lies
-//   kStages                  of the ring
 //   Staging                  more shared memory for the epilogue of the warpgroup whose turn it is to write
 //   kResultColumns           columns of the result that a tile covers
 //   Maps, load_a()           the maps of a, and the copy of its part of a stage
@@ -116,7 +115,7 @@ struct Sums {
 template <typename Direction>
 struct SharedMemory {
   using Layout = Storage<Direction>;
-  static constexpr int kStages = Direction::kStages, kStageBytes = sizeof(Layout::stages[0]);
+  static constexpr int kStageBytes = sizeof(Layout::stages[0]);
 
   unsigned base;
   unsigned char* memory;  // the same address as a pointer
@@ -166,7 +165,7 @@ __device__ void produce(const Arguments<Direction>& p, const SharedMemory<Direct
                                  column + b.kTileColumns * i, k + rank * kHalf, kAll);
         }
       }
-      at.advance(Direction::kStages, 1);
+      at.advance(kStages, 1);
     }
   }
 }
@@ -177,7 +176,6 @@ __device__ void consume(const Arguments<Direction>& p, const SharedMemory<Direct
   const int steps = static_cast<int>(ceil_div(p.K, kDepth)), count = p.tile_rows * p.tile_columns;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, warp = static_cast<int>(threadIdx.x) / kWarpSize % kWarps;
   constexpr Major kB = Direction::kB;
-  constexpr int kStages = Direction::kStages;
   // The consumers take turns at computing and at writing: each passes the turn to the other by a named barrier.
   constexpr int kPair = kConsumers * kWarpgroupSize;
   const auto wait_to_compute = [&] { named_barrier_wait(1 + consumer, kPair); };
@@ -256,7 +254,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ unsigned char dynamic[];
   const SharedMemory<Direction> shared(dynamic);
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Direction::kStages; ++stage) shared.ring().init(stage, 1, kWarps * kCluster);
+    for (int stage = 0; stage < kStages; ++stage) shared.ring().init(stage, 1, kWarps * kCluster);
     fence_barrier_init();
   }
   cluster_barrier();

@@ -4,8 +4,10 @@
 // A copy, and a row of a tile, takes pairs of codes as elements of 16 bits. Both operands lie along k, as fp8 requires.
 //
 // The rows of a tile are not in the order of the matrix: the two blocks of 64 rows are copied so that a warp's 16 rows
-// of each are 32 consecutive rows of the matrix. In the transposed layout they are 32 bytes, the smallest piece that
-// memory writes at once.
+// of each are 32 consecutive rows of the matrix, which in the transposed layout are consecutive bytes.
+//
+// The backward epilogue takes longer than the multiplication of a tile at K = 2,048, so its instructions and its stores
+// count (dev/performance/fp8.md, "SwiGLU in the epilogues").
 
 #include "llmc/cuda/op/matmul_swiglu_fp8.h"
 
@@ -70,7 +72,7 @@ struct InFp8 {
 };
 
 struct Forward : InFp8<Fp8Format::e4m3> {
-  static constexpr int kStages = 4, kResultColumns = kColumns / 2;
+  static constexpr int kResultColumns = kColumns / 2;
   struct Staging {};
   // gate by the first block, up by the second
   static __device__ int weight_row(int column, int rank, int F) { return column + rank * F; }
@@ -119,7 +121,7 @@ struct Forward : InFp8<Fp8Format::e4m3> {
 };
 
 struct Backward : InFp8<Fp8Format::e5m2> {
-  static constexpr int kStages = 4, kResultColumns = kColumns;
+  static constexpr int kResultColumns = kColumns;
   static __device__ int weight_row(int column, int rank, int) { return column + rank * (kColumns / kCluster); }
 
   struct Tensors {
@@ -241,16 +243,16 @@ struct Backward : InFp8<Fp8Format::e5m2> {
             const int at = 4 * half + j;
             const SwigluGradient d =
                 swiglu_gradient<bf16>(gradient[i].get(at), input.gate[i].get(at), input.up[i].get(at));
-            gates[j] = d.gate;
-            ups[j] = d.up;
-            outs[j] = d.out;
+            gates[j] = d.gate * gradient_scale;
+            ups[j] = d.up * gradient_scale;
+            outs[j] = d.out * out_scale;
             most = larger_magnitude(larger_magnitude(most, d.gate), d.up);
             least = fminf(fminf(least, fabsf(d.gate)), fabsf(d.up));
             most_out = larger_magnitude(most_out, d.out);
           }
-          dgate[half][i] = round_four<Fp8Format::e5m2>(gates, gradient_scale);
-          dup[half][i] = round_four<Fp8Format::e5m2>(ups, gradient_scale);
-          out[half][i] = round_four<Fp8Format::e4m3>(outs, out_scale);
+          dgate[half][i] = codes_of<Fp8Format::e5m2>(gates);
+          dup[half][i] = codes_of<Fp8Format::e5m2>(ups);
+          out[half][i] = codes_of<Fp8Format::e4m3>(outs);
           zeros += zero_codes(dgate[half][i]) + zero_codes(dup[half][i]);
         }
       }
