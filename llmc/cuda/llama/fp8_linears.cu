@@ -316,8 +316,7 @@ void Fp8Linears::down_input_grad_and_swiglu(std::int64_t layer, bf16* d_swiglu_o
   const double n = static_cast<double>(rows_), c = static_cast<double>(C), f = static_cast<double>(F);
   const Fp8Target dgate_up = target(slots.at(Fp8Kind::gradient, layer, BlockLinear::gate_up), memory_.d_gate_up,
                                     memory_.d_gate_up_transposed, Pass::training);
-  const Fp8Target out =
-      target(slots.at(Fp8Kind::input, layer, BlockLinear::down), nullptr, memory_.input, Pass::again);
+  const Fp8Target out = target(slots.at(Fp8Kind::input, layer, BlockLinear::down), nullptr, memory_.input, Pass::again);
   clock_.run("down dgrad, swiglu", 2 * n * c * f, n * c + f * c + 9 * n * f, [&] {
     down_input_grad_swiglu_fp8(
         dgate_up, out, matrix(slots.at(Fp8Kind::gradient, layer, BlockLinear::down), memory_.gradient),

@@ -212,8 +212,7 @@ __device__ void consume(const Arguments<Direction>& p, const SharedMemory<Direct
 #pragma unroll
       for (int s = 0; s < a.kSteps; ++s) {
 #pragma unroll
-        for (int i = 0; i < kBlocks; ++i)
-          Direction::multiply(d[i], a.step(s, i * 64), b.step(s), !First || s > 0);
+        for (int i = 0; i < kBlocks; ++i) Direction::multiply(d[i], a.step(s, i * 64), b.step(s), !First || s > 0);
       }
       wgmma_commit();
     };
@@ -238,7 +237,8 @@ __device__ void consume(const Arguments<Direction>& p, const SharedMemory<Direct
 
     __syncwarp();
     const std::int64_t row = (static_cast<std::int64_t>(tile_row) * kCluster + rank) * kRows;
-    epilogue.finish(p, sums, shared.staging(), row, warp, static_cast<std::int64_t>(tile_column) * Direction::kResultColumns, lane);
+    epilogue.finish(p, sums, shared.staging(), row, warp,
+                    static_cast<std::int64_t>(tile_column) * Direction::kResultColumns, lane);
     __syncwarp();
     if (!last) pass_writing();
   }
