@@ -1,6 +1,6 @@
-// Small shapes through every kernel of training and of inference, for compute-sanitizer (test/python/test_train_gpu.py): one
-// step each, in both precisions, with tiles that are full, cut and several, and a few sequences in steps of several sizes. The
-// numbers are not checked here.
+// Small shapes through every kernel of training and of inference, for compute-sanitizer (test/python/test_train_gpu.py):
+// one step each, in fp8 two, with tiles that are full, cut and several, and a few sequences in steps of several sizes.
+// The numbers are not checked here.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -11,11 +11,12 @@
 #include "llmc/cuda/transformer/inference.h"
 #include "test/cpp/inference_tools.h"
 #include "test/gpu/neox_models.h"
+#include "test/gpu/operator_tools.h"
 
 namespace weft {
 namespace {
 
-void train_one_step(const ModelConfig& config, const TrainOptions& options) {
+void train(const ModelConfig& config, const TrainOptions& options, int steps) {
   const auto model = cuda::make_llama(config, options);
   std::mt19937 generator(1);
   std::normal_distribution<float> noise(0, 0.05f);
@@ -30,29 +31,33 @@ void train_one_step(const ModelConfig& config, const TrainOptions& options) {
     tokens[i] = static_cast<std::int32_t>(generator() % static_cast<unsigned>(config.vocab_size));
     labels[i] = i % 7 == 0 ? kIgnoredLabel : tokens[i];
   }
-  model->zero_gradients();
-  for (std::uint64_t micro_step = 0; micro_step < 2; ++micro_step) {
-    model->forward({tokens, labels}, micro_step, 0.01f);
-    model->backward();
+  for (int step = 1; step <= steps; ++step) {
+    model->zero_gradients();
+    for (std::uint64_t micro_step = 0; micro_step < 2; ++micro_step) {
+      model->forward({tokens, labels}, micro_step, 0.01f);
+      model->backward();
+    }
+    const StepStatistics statistics = model->statistics();
+    EXPECT_TRUE(std::isfinite(statistics.gradient_norm));
+    AdamWStep update;
+    update.step = step;
+    update.learning_rate = 1e-3f;
+    model->update(update);
   }
-  const StepStatistics statistics = model->statistics();
-  EXPECT_TRUE(std::isfinite(statistics.gradient_norm));
-  AdamWStep update;
-  update.learning_rate = 1e-3f;
-  model->update(update);
   std::int64_t counted = 0;
   EXPECT_TRUE(std::isfinite(model->evaluate({tokens, labels}, &counted)));
 }
 
 void train_with(Precision precision, std::int64_t head_dim, std::int64_t T, float dropout, NormKind norm,
                 Recompute recompute = Recompute::none) {
+  const bool fp8 = precision == Precision::fp8;
   ModelConfig config = preset_config("tiny");
   config.num_layers = 1;
   config.head_dim = config.rope.rotary_dim = head_dim;
   config.num_heads = 4;
   config.num_kv_heads = 2;
-  config.hidden_size = 136;
-  config.ffn_size = 200;
+  config.hidden_size = fp8 ? 144 : 136;
+  config.ffn_size = fp8 ? 208 : 200;
   config.vocab_size = config.tokenizer_vocab = 1003;
   config.norm = norm;
   TrainOptions options;
@@ -62,7 +67,8 @@ void train_with(Precision precision, std::int64_t head_dim, std::int64_t T, floa
   options.dropout = dropout;
   options.recompute = recompute;
   options.graph = false;  // the sanitizer names single launches
-  train_one_step(config, options);
+  // In fp8 the first step has no scales, so other kernels compute it.
+  train(config, options, fp8 ? 2 : 1);
 }
 
 TEST(Sanitized, Bf16HeadsOf64) {
@@ -77,6 +83,10 @@ TEST(Sanitized, Bf16HeadsOf96) {
 }
 TEST(Sanitized, Bf16HeadsOf80WithDropoutAndLayerNorm) {
   train_with(Precision::bf16, 80, 70, 0.1f, NormKind::layernorm);
+}
+TEST(Sanitized, Fp8HeadsOf64) {
+  if (!test::has_fp8()) GTEST_SKIP() << "needs a GPU of compute capability 8.9";
+  train_with(Precision::fp8, 64, 152, 0, NormKind::rmsnorm);
 }
 TEST(Sanitized, Fp32HeadsOf32) {
   train_with(Precision::fp32, 32, 40, 0.1f, NormKind::rmsnorm);
