@@ -507,6 +507,8 @@ def write_dump(path: Path, directory: Path, checkpoint: Checkpoint, request: Req
                keep: Callable[[str], bool]) -> None:
     """Computes and writes the dump; `keep` says which tensors, beside ids, labels and loss, are written."""
     torch, transformers = libraries()
+    if request.weights is not None:
+        checkpoint = of_weights(checkpoint, request.weights)
     every = compute(directory, checkpoint.model, request)
     tensors = {name: value for name, value in every.items() if keep(name)}
     dump = {"torch": torch.__version__, "transformers": transformers.__version__, "dtype": request.dtype,
@@ -665,8 +667,6 @@ def request_of(options: argparse.Namespace, checkpoint: Checkpoint) -> Request:
 def main() -> int:
     options = arguments()
     checkpoint = read_checkpoint(options.directory)
-    if options.weights is not None:
-        checkpoint = of_weights(checkpoint, options.weights)
     request = request_of(options, checkpoint)
     write_dump(options.output, options.directory, checkpoint, request, selection(options.tensors, options.act_layers))
     print(f"dump        {escaped(str(options.output))}, {options.output.stat().st_size:,} bytes")
