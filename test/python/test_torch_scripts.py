@@ -267,7 +267,9 @@ def test_weights_of_a_file_and_rounding_in_fp8_change_the_loaded_model(fp8, monk
     model = SimpleNamespace(named_parameters=parameters.items, to=lambda device: model, eval=lambda: model)
     transformers = sys.modules["transformers"]
     monkeypatch.setattr(transformers, "__version__", "5.0.0", raising=False)
-    monkeypatch.setattr(transformers, "AutoModelForCausalLM", SimpleNamespace(from_pretrained=lambda *_, **__: model), raising=False)
+    given = []
+    monkeypatch.setattr(transformers, "AutoModelForCausalLM",
+                        SimpleNamespace(from_pretrained=lambda *_, **options: given.append(options) or model), raising=False)
     monkeypatch.setattr(fp8, "check_rounding", lambda: rounded.append("checked"))
     monkeypatch.setattr(fp8, "Rounding", lambda noise, seed: (noise, seed))
     monkeypatch.setattr(fp8, "round_llama", lambda *values: rounded.append(values))
@@ -277,6 +279,8 @@ def test_weights_of_a_file_and_rounding_in_fp8_change_the_loaded_model(fp8, monk
     assert not rounded and all((values == 0).all() for values in parameters.values())
     dump_reference.load_model(Path(), description, replace(plain, fp8=dump_reference.Fp8(0.5, 7), weights=file.path), "f32")
     assert rounded == ["checked", (model, (0.5, 7))] and model.fp8_rounding == (0.5, 7)
+    # tied or not as the file is, whatever config.json says
+    assert "tie_word_embeddings" not in given[0] and given[1]["tie_word_embeddings"] is False
     for name, values in parameters.items():
         np.testing.assert_array_equal(values, file.f32(name))
 
