@@ -22,18 +22,13 @@
 #include "llmc/model/compare.h"
 #include "test/cpp/golden_cases.h"
 #include "test/cpp/whole_model_checks.h"
+#include "test/gpu/fp8_tools.h"
 #include "test/gpu/operator_tools.h"
 
 namespace weft::cuda {
 namespace {
 
 using namespace weft::test;
-using Codes = std::vector<std::uint8_t>;
-
-float scale_of(int exponent) {
-  return std::bit_cast<float>(fp8_scale_bits(exponent));
-}
-
 Codes transposed(const Codes& codes, std::int64_t rows, std::int64_t columns) {
   Codes result(codes.size());
   for (std::int64_t r = 0; r < rows; ++r) {
@@ -43,19 +38,6 @@ Codes transposed(const Codes& codes, std::int64_t rows, std::int64_t columns) {
   }
   return result;
 }
-
-// What a kernel writes of one tensor.
-struct Written {
-  Written(std::int64_t count, int exponent)
-      : codes(static_cast<std::size_t>(count)),
-        turned(static_cast<std::size_t>(count)),
-        scale(std::vector<float>{scale_of(exponent)}),
-        tally(std::vector<Fp8Tally>(1)) {}
-  Fp8Target target() const { return {codes.data(), turned.data(), scale.data(), tally.data()}; }
-  DeviceBuffer<std::uint8_t> codes, turned;
-  DeviceBuffer<float> scale;
-  DeviceBuffer<Fp8Tally> tally;
-};
 
 constexpr std::pair<std::int64_t, std::int64_t> kSizes[] = {{16, 16}, {144, 80}, {128, 64}, {272, 1040}};
 
@@ -419,12 +401,10 @@ TEST(CudaFp8, SwigluIsRoundedInBothLayoutsAndBothPasses) {
 struct Matrix {
   Matrix(std::int64_t rows_, std::int64_t columns_, Fp8Format format, unsigned seed, bool exact)
       : rows(rows_), columns(columns_), codes(static_cast<std::size_t>(rows_ * columns_)) {
-    // Exact: multiples of 1/4 up to 1/2, so that every sum of products is, whatever accumulates it.
-    const Floats random = random_floats(rows * columns, seed);
-    std::mt19937 generator(seed);
+    // Exact: every sum of products is, whatever accumulates it.
+    const Floats source = exact ? quarters(rows * columns, seed) : random_floats(rows * columns, seed);
     for (std::size_t i = 0; i < codes.size(); ++i) {
-      codes[i] =
-          f32_to_fp8(exact ? 0.25f * static_cast<float>(static_cast<int>(generator() % 5) - 2) : random[i], format);
+      codes[i] = f32_to_fp8(source[i], format);
       values.push_back(scale_of(-exponent) * fp8_to_f32(codes[i], format));
     }
     on_gpu.emplace_back(codes);

@@ -5,38 +5,32 @@
 #include "llmc/cuda/op/matmul_swiglu_fp8.h"
 
 #include <array>
-#include <bit>
 #include <cmath>
 #include <random>
 #include <string>
 
 #include "llmc/cpu/matmul.h"
 #include "llmc/cuda/runtime/stream.h"
+#include "test/gpu/fp8_tools.h"
 #include "test/gpu/operator_tools.h"
 
 namespace weft::cuda {
 namespace {
 
 using namespace weft::test;
-using Codes = std::vector<std::uint8_t>;
-
-constexpr std::size_t kMore = 4096;  // elements behind a result, which must stay as they are
-
-float power_of_two(int exponent) {
-  return std::bit_cast<float>(fp8_scale_bits(exponent));
-}
+constexpr std::int64_t kMore = 4096;  // elements behind a result, which must stay as they are
 
 // An operand: codes whose values times 2^exponent are multiples of 1/4 between -1/2 and 1/2.
 struct Operand {
   Operand(std::int64_t rows, std::int64_t columns, Fp8Format format, int exponent, unsigned seed)
       : codes(static_cast<std::size_t>(rows * columns)), on_gpu(codes.size()), scale(1) {
-    std::mt19937 generator(seed);
-    for (std::uint8_t& code : codes) {
-      code = f32_to_fp8(0.25f * static_cast<float>(static_cast<int>(generator() % 5) - 2), format);
-      values.push_back(power_of_two(exponent) * fp8_to_f32(code, format));
+    const Floats source = quarters(rows * columns, seed);
+    for (std::size_t i = 0; i < codes.size(); ++i) {
+      codes[i] = f32_to_fp8(source[i], format);
+      values.push_back(scale_of(exponent) * fp8_to_f32(codes[i], format));
     }
     on_gpu.upload(codes);
-    scale.upload({power_of_two(exponent)});
+    scale.upload({scale_of(exponent)});
   }
   Fp8Matrix matrix() const { return {on_gpu.data(), scale.data()}; }
 
@@ -46,20 +40,9 @@ struct Operand {
   DeviceBuffer<float> scale;
 };
 
-// What is written of one tensor, in both layouts.
-struct Written {
-  Written(std::int64_t count, int exponent)
-      : codes(static_cast<std::size_t>(count) + kMore), turned(codes.size()), scale(1), tally(1) {
-    scale.upload({power_of_two(exponent)});
-    tally.upload({Fp8Tally{3, 5, 0, 0}});  // tallies are added to
-  }
-  Fp8Target rows() const { return {codes.data(), nullptr, scale.data(), tally.data()}; }
-  Fp8Target columns() const { return {nullptr, turned.data(), scale.data(), nullptr}; }
-  Fp8Target both() const { return {codes.data(), turned.data(), scale.data(), tally.data()}; }
-  DeviceBuffer<std::uint8_t> codes, turned;
-  DeviceBuffer<float> scale;
-  DeviceBuffer<Fp8Tally> tally;
-};
+Written written(std::int64_t count, int exponent) {
+  return Written(count, exponent, kMore, {3, 5, 0, 0});
+}
 
 using Size = std::array<std::int64_t, 3>;  // N, C, F
 
@@ -81,11 +64,12 @@ TEST_F(MatmulSwigluFp8, Forward) {
   for (const auto& [N, C, F] : kSizes) {
     SCOPED_TRACE(std::to_string(N) + " x " + std::to_string(C) + " x " + std::to_string(F));
     const Operand x(N, C, Fp8Format::e4m3, 3, 1), w(2 * F, C, Fp8Format::e4m3, -1, 2);
-    const auto count = static_cast<std::size_t>(2 * N * F);
+    const std::int64_t count = 2 * N * F;
     // The largest results saturate, the smallest are flushed.
     constexpr int kExponent = 2;
-    const DeviceBuffer<bf16> separate(count + kMore), fused(count + kMore), alone(count + kMore);
-    const Written want(N * F, kExponent), got(N * F, kExponent), again(N * F, kExponent);
+    const DeviceBuffer<bf16> separate(static_cast<std::size_t>(count + kMore)), fused(separate.size()),
+        alone(separate.size());
+    const Written want = written(N * F, kExponent), got = written(N * F, kExponent), again = written(N * F, kExponent);
     matmul_.forward_fp8(separate.data(), x.matrix(), w.matrix(), N, C, 2 * F);
     swiglu_forward_fp8(want.rows(), separate.data(), N, F, stream_);
     gate_up_swiglu_fp8(fused.data(), got.rows(), x.matrix(), w.matrix(), N, C, F, stream_);
@@ -106,10 +90,10 @@ TEST_F(MatmulSwigluFp8, Forward) {
       EXPECT_GT(tally.flushed, 5u);
     }
 
-    Floats sums(count);
+    Floats sums(static_cast<std::size_t>(count));
     cpu::matmul_forward(sums.data(), x.values.data(), w.values.data(), nullptr, N, C, 2 * F);
     Floats of_gpu = on_host(fused);
-    of_gpu.resize(count);
+    of_gpu.resize(sums.size());
     EXPECT_EQ(of_gpu, widened(stored<bf16>(sums)));
   }
 }
@@ -140,11 +124,11 @@ TEST_F(MatmulSwigluFp8, Backward) {
       }
       const DeviceBuffer<bf16> gate_up = on_device<bf16>(values), before = on_device<bf16>(values),
                                dswiglu_out(static_cast<std::size_t>(N * F));
-      const Written want(2 * N * F, v.gradient), got(2 * N * F, v.gradient), want_out(N * F, v.out),
-          got_out(N * F, v.out);
+      const Written want = written(2 * N * F, v.gradient), got = written(2 * N * F, v.gradient),
+                    want_out = written(N * F, v.out), got_out = written(N * F, v.out);
       matmul_.input_grad_fp8(dswiglu_out.data(), dout.matrix(), w.matrix(), N, F, C);
-      swiglu_backward_fp8(want.both(), want_out.columns(), dswiglu_out.data(), gate_up.data(), N, F, stream_);
-      down_input_grad_swiglu_fp8(got.both(), got_out.columns(), dout.matrix(), w.matrix(), gate_up.data(), N, C, F,
+      swiglu_backward_fp8(want.target(), want_out.columns(), dswiglu_out.data(), gate_up.data(), N, F, stream_);
+      down_input_grad_swiglu_fp8(got.target(), got_out.columns(), dout.matrix(), w.matrix(), gate_up.data(), N, C, F,
                                  stream_);
       stream_.synchronize("test");
       EXPECT_EQ(got.codes.download(), want.codes.download());
@@ -180,11 +164,11 @@ TEST_F(MatmulSwigluFp8, RerunsGiveTheSameBits) {
   const DeviceBuffer<float> scale(std::vector<float>{0.125f});
   const auto run = [&] {
     const DeviceBuffer<bf16> gate_up(static_cast<std::size_t>(2 * N * F));
-    const Written out(N * F, 0), gradient(2 * N * F, 3), out_again(N * F, 0);
+    const Written out = written(N * F, 0), gradient = written(2 * N * F, 3), out_again = written(N * F, 0);
     gate_up_swiglu_fp8(gate_up.data(), out.rows(), {x.data(), scale.data()}, {w.data(), scale.data()}, N, C, F,
                        stream_);
-    down_input_grad_swiglu_fp8(gradient.both(), out_again.columns(), {x.data(), scale.data()}, {w.data(), scale.data()},
-                               gate_up.data(), N, C, F, stream_);
+    down_input_grad_swiglu_fp8(gradient.target(), out_again.columns(), {x.data(), scale.data()},
+                               {w.data(), scale.data()}, gate_up.data(), N, C, F, stream_);
     stream_.synchronize("test");
     return std::array<Codes, 4>{out.codes.download(), gradient.codes.download(), gradient.turned.download(),
                                 out_again.turned.download()};

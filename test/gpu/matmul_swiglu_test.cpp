@@ -6,7 +6,6 @@
 
 #include <array>
 #include <initializer_list>
-#include <random>
 
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/swiglu.h"
@@ -18,13 +17,6 @@ namespace weft::cuda {
 namespace {
 
 using namespace weft::test;
-
-Floats quarters(std::int64_t count, unsigned seed) {
-  std::mt19937 generator(seed);
-  Floats values(static_cast<std::size_t>(count));
-  for (float& value : values) value = 0.25f * static_cast<float>(static_cast<int>(generator() % 5) - 2);
-  return values;
-}
 
 Floats rounded(const Floats& values) {
   return widened(stored<bf16>(values));

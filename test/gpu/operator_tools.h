@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
+#include <random>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -70,6 +71,14 @@ Floats widened(const std::vector<T>& values) {
     }
   }
   return result;
+}
+
+// Multiples of 1/4 from -1/2 to 1/2: sums of their products are exact in fp32, whatever their order.
+inline Floats quarters(std::int64_t count, unsigned seed) {
+  std::mt19937 generator(seed);
+  Floats values(static_cast<std::size_t>(count));
+  for (float& value : values) value = 0.25f * static_cast<float>(static_cast<int>(generator() % 5) - 2);
+  return values;
 }
 
 // Random values that T holds exactly.

@@ -1,10 +1,7 @@
-// What the tests of rows_matmul() and of its form with quantised weights go through, and operands whose sums are exact in fp32.
+// What the tests of rows_matmul() and of its form with quantised weights go through.
 #pragma once
 
 #include <array>
-#include <cstddef>
-#include <cstdint>
-#include <random>
 
 #include "llmc/cuda/op/rows_matmul.h"
 #include "test/gpu/operator_tools.h"
@@ -17,14 +14,6 @@ constexpr std::array kPaths = {cuda::RowsPath::automatic, cuda::RowsPath::portab
 
 inline bool is_fp32(cuda::RowsEpilogue epilogue) {
   return epilogue == cuda::RowsEpilogue::add || epilogue == cuda::RowsEpilogue::store_fp32;
-}
-
-// -1/2 to 1/2.
-inline Floats quarters(std::int64_t count, unsigned seed) {
-  std::mt19937 generator(seed);
-  Floats values(static_cast<std::size_t>(count));
-  for (float& value : values) value = 0.25f * static_cast<float>(static_cast<int>(generator() % 5) - 2);
-  return values;
 }
 
 }  // namespace weft::test

@@ -204,9 +204,13 @@ def test_threads_are_those_of_the_cores_or_fewer(monkeypatch, limit, expected):
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
+def small_weights(config, seed=0):
+    return {name: values / 8 if values.ndim == 2 else values for name, values in ck.weights_of(config, seed).items()}
+
+
 def converted(folder, family, scheme, *options, dtype="F16", seed=0):
     config = CONFIGS[family]
-    weights = {name: values / 8 if values.ndim == 2 else values for name, values in ck.weights_of(config, seed).items()}
+    weights = small_weights(config, seed)
     source = ck.write_checkpoint(folder / "hf", config, weights, dtype)
     target = folder / f"{family}-{scheme}.bin"
     done = ck.run_script("convert_hf.py", source, "-o", target, *(["--quantize", scheme] if scheme else []), *options)
@@ -293,8 +297,9 @@ def test_reference_dumps_take_the_weights_that_a_file_means(tmp_path, scheme):
 @pytest.mark.parametrize("scheme", quantization.SCHEMES)
 def test_a_tied_head_is_quantised_beside_the_embedding(tmp_path, scheme):
     """As if the checkpoint had stored the embedding a second time, as a head; without --head int8 it stays tied."""
-    weights = {name: values / 8 if values.ndim == 2 else values for name, values in ck.weights_of(LLAMA | {"tie_word_embeddings": True}).items()}
-    tied = ck.write_checkpoint(tmp_path / "tied", LLAMA | {"tie_word_embeddings": True}, weights)
+    config = LLAMA | {"tie_word_embeddings": True}
+    weights = small_weights(config)
+    tied = ck.write_checkpoint(tmp_path / "tied", config, weights)
     twice = ck.write_checkpoint(tmp_path / "twice", LLAMA, weights | {HEADS["llama"]: weights["model.embed_tokens.weight"]})
     files = {}
     for source in (tied, twice):

@@ -343,9 +343,9 @@ ROWS = [
     # ---- llmc/cuda/op/matmul_swiglu.cu -------------------------------------------------------------------------------
     Mutant("GPU: SwiGLU in the epilogue takes gate for up", "llmc/cuda/op/matmul_swiglu.cu",
            "up = sums.get(r, piece + kPieces);", "up = sums.get(r, piece);", ("gpu:MatmulSwiglu.*",)),
-    Mutant("GPU: the second block of a cluster fetches gate again, not up", "llmc/cuda/op/matmul_swiglu.cu",
-           "{ return column + rank * F; }", "{ return column; }", ("gpu:MatmulSwiglu.*",)),
     # ---- llmc/cuda/op/matmul_swiglu.cuh ------------------------------------------------------------------------------
+    Mutant("GPU: the second block of a cluster fetches gate again, not up", "llmc/cuda/op/matmul_swiglu.cuh",
+           "  return column + rank * F;\n", "  return column;\n", ("gpu:MatmulSwiglu.*", "gpu:MatmulSwigluFp8.Forward")),
     Mutant("GPU: a warpgroup rounds its sums over those that the other one still writes", "llmc/cuda/op/matmul_swiglu.cuh",
            "    wait_to_write();\n", "", ("gpu:MatmulSwiglu.*", "gpu:MatmulSwigluFp8.*")),
     # ---- llmc/cuda/op/matmul_swiglu_fp8.cu ---------------------------------------------------------------------------

@@ -98,11 +98,12 @@ Fp8Memory::Fp8Memory(const ModelConfig& config, const TrainOptions& options, con
 }
 
 Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
-                       const Division& division, Matmul& matmul, OperatorClock& clock, cudaStream_t stream)
+                       const Division& division, bool swiglu_in_epilogue, Matmul& matmul, OperatorClock& clock,
+                       cudaStream_t stream)
     : config_(config),
       rows_(options.micro_batch * options.seq_len),
       ranks_(division.ranks),
-      swiglu_in_epilogue_(matmul_swiglu_fp8_computes()),
+      swiglu_in_epilogue_(swiglu_in_epilogue),
       matmul_(matmul),
       clock_(clock),
       stream_(stream),

@@ -60,9 +60,10 @@ struct Fp8Memory {
 
 class Fp8Linears {
  public:
-  // `matmul`, `clock` and the stream belong to the model.
+  // `matmul`, `clock` and the stream belong to the model. `swiglu_in_epilogue`: of the GEMMs beside it, which then are
+  // kernels of the project (matmul_swiglu_fp8.h).
   Fp8Linears(const ModelConfig& config, const TrainOptions& options, const TensorTable& table, const Division& division,
-             Matmul& matmul, OperatorClock& clock, cudaStream_t stream);
+             bool swiglu_in_epilogue, Matmul& matmul, OperatorClock& clock, cudaStream_t stream);
 
   // Which pass a call belongs to. Only `training`, the first computation of a training step, adds to the tallies from
   // which later scales follow; `again` recomputes with the scales of the first time.
@@ -155,7 +156,7 @@ class Fp8Linears {
 
   const ModelConfig config_;
   const std::int64_t rows_, ranks_;
-  const bool swiglu_in_epilogue_;  // of the GEMMs beside it, which then are kernels of the project
+  const bool swiglu_in_epilogue_;
   Matmul& matmul_;
   OperatorClock& clock_;
   cudaStream_t stream_;

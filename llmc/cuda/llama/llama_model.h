@@ -284,7 +284,7 @@ class Llama final : public TrainModel {
   const Peers peers_;
   const TensorTable table_;
   const Division division_;
-  // Whether SwiGLU, and its derivative, are computed in the epilogues of the adjacent GEMMs: bf16 on Hopper.
+  // Whether SwiGLU, and its derivative, are computed in the epilogues of the adjacent GEMMs: bf16 and fp8 on Hopper.
   const bool swiglu_in_epilogue_;
   const LinearLayer qkv_{"qkv", "qkv dgrad", "qkv wgrad", config_.hidden_size, qkv_size(), BlockLinear::qkv};
   const LinearLayer output_{"output",         "output dgrad",      "output wgrad",

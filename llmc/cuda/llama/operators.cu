@@ -248,6 +248,7 @@ void Llama<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
   const S* weight = weights_.layers[static_cast<std::size_t>(l)].gate_up;
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
   if constexpr (std::is_same_v<S, bf16>) {
+    if (fp8_) return fp8_->gate_up_and_swiglu(l, a.gate_up, gate_up_.forward, fp8_pass());
     if (swiglu_in_epilogue_) {
       const double n = static_cast<double>(N), c = static_cast<double>(C), f = static_cast<double>(F);
       clock_.run("gate, up, swiglu", 4 * n * c * f,
@@ -255,7 +256,6 @@ void Llama<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
                  [&] { gate_up_swiglu(a.gate_up, swiglu_out, a.post_norm, weight, N, C, F, stream_); });
       return;
     }
-    if (fp8_) return fp8_->gate_up_and_swiglu(l, a.gate_up, gate_up_.forward, fp8_pass());
   }
   linear(gate_up_, l, a.gate_up, a.post_norm, weight, N);
   if (swiglu_out == nullptr) return;
@@ -270,16 +270,16 @@ void Llama<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out) {
   const S* weight = weights_.layers[static_cast<std::size_t>(l)].down;
   S* gate_up = acts_.layers[static_cast<std::size_t>(l)].gate_up;
   if constexpr (std::is_same_v<S, bf16>) {
+    if (fp8_) {
+      fp8_->take_gradient(BlockLinear::down, l, branch_gradient());
+      return fp8_->down_input_grad_and_swiglu(l, acts_.d_swiglu_out, gate_up, down_.input_grad);
+    }
     if (swiglu_in_epilogue_) {
       const double n = static_cast<double>(N), c = static_cast<double>(C), f = static_cast<double>(F);
       clock_.run("down dgrad, swiglu", 2 * n * c * f,
                  (n * c + f * c + (swiglu_out != nullptr ? 5 : 4) * n * f) * sizeof(S),
                  [&] { down_input_grad_swiglu(gate_up, swiglu_out, branch_gradient(), weight, N, C, F, stream_); });
       return;
-    }
-    if (fp8_) {
-      fp8_->take_gradient(BlockLinear::down, l, branch_gradient());
-      return fp8_->down_input_grad_and_swiglu(l, acts_.d_swiglu_out, gate_up, down_.input_grad);
     }
   }
   input_grad(down_, l, acts_.d_swiglu_out, branch_gradient(), weight, N);

@@ -18,8 +18,9 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Pe
       peers_(peers),
       table_(config, kStorage<S>),
       division_(config, table_, peers.share),
-      swiglu_in_epilogue_(options.precision == Precision::bf16 &&
-                          matmul_swiglu_computes(config.hidden_size, config.ffn_size)),
+      swiglu_in_epilogue_(options.precision == Precision::bf16
+                              ? matmul_swiglu_computes(config.hidden_size, config.ffn_size)
+                              : options.precision == Precision::fp8 && matmul_swiglu_fp8_computes()),
       clock_(stream_),
       matmul_(stream_, peers.share.rank == 0 ? options.matmul_plans : std::string()),
       acts_(config, options, classifier_rows(rows())),
@@ -43,7 +44,7 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Pe
       places_(division_.places),
       sent_(division_.buckets.size()) {
   if (options.precision == Precision::fp8) {
-    fp8_.emplace(config, options, table_, division_, matmul_, clock_, stream_);
+    fp8_.emplace(config, options, table_, division_, swiglu_in_epilogue_, matmul_, clock_, stream_);
   }
   acts_.bind(activation_arena_);
   work_.regions.bind(workspace_arena_);
@@ -96,7 +97,6 @@ template <typename S>
 void Llama<S>::prepare_matmuls() {
   const std::int64_t N = rows(), chunk = classifier_rows(N);
   constexpr bool kIsFloat = std::is_same_v<S, float>;
-  const bool own_swiglu = options_.precision == Precision::fp8 ? matmul_swiglu_fp8_computes() : swiglu_in_epilogue_;
   std::vector<MatmulShape> shapes;
   struct WeightGrads {
     bool stored, accumulated;
@@ -106,10 +106,10 @@ void Llama<S>::prepare_matmuls() {
     const cudaDataType_t type = options_.precision == Precision::fp8 && layer.block ? CUDA_R_8F_E4M3
                                 : kIsFloat                                          ? CUDA_R_32F
                                                                                     : CUDA_R_16BF;
-    if (!own_swiglu || &layer != &gate_up_) {
+    if (!swiglu_in_epilogue_ || &layer != &gate_up_) {
       shapes.push_back({Gemm::forward, n, C, OC, type, Accumulate::no, false, addend});
     }
-    if (!own_swiglu || &layer != &down_) {
+    if (!swiglu_in_epilogue_ || &layer != &down_) {
       shapes.push_back({Gemm::input_grad, n, C, OC, type, Accumulate::no, false});
     }
     if (weight_grads.stored) shapes.push_back({Gemm::weight_grad, n, C, OC, type, Accumulate::no, false});

@@ -12,13 +12,7 @@ namespace {
 
 using namespace matmul_swiglu;
 
-using Eight = Elements<bf16, 8>;
-
-CUtensorMap encode_matrix(const bf16* data, std::int64_t rows, std::int64_t columns, int box_rows) {
-  return encode_tensor_map(
-      data, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, {static_cast<std::uint64_t>(columns), static_cast<std::uint64_t>(rows)},
-      {columns * static_cast<std::int64_t>(sizeof(bf16))}, {kDepth, static_cast<std::uint32_t>(box_rows)});
-}
+constexpr auto kBf16 = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 
 // What both directions have in common. Their epilogues work on pieces of eight consecutive columns, kPieces in a row of
 // a tile: load() reads what store() needs beside the sums.
@@ -86,10 +80,9 @@ struct InBf16 {
 struct Forward : InBf16<Forward, Major::k> {
   static constexpr int kPieces = kColumns / 16, kResultColumns = 8 * kPieces;
   static CUtensorMap weight_map(const bf16* weight, std::int64_t C, std::int64_t F) {
-    return encode_matrix(weight, 2 * F, C, kColumns / kCluster);
+    return encode_matrix(weight, kBf16, 2 * F, C, kColumns / kCluster);
   }
-  // gate by the first block, up by the second
-  static __device__ int weight_row(int column, int rank, int F) { return column + rank * F; }
+  static __device__ int weight_row(int column, int rank, int F) { return gate_or_up_row(column, rank, F); }
 
   struct Input {};
   static __device__ void load(Input&, const Arguments<Forward>&, std::int64_t, std::int64_t) {}
@@ -112,7 +105,7 @@ struct Forward : InBf16<Forward, Major::k> {
 struct Backward : InBf16<Backward, Major::mn> {
   static constexpr int kPieces = kColumns / 8, kResultColumns = 8 * kPieces;
   static CUtensorMap weight_map(const bf16* weight, std::int64_t C, std::int64_t F) {
-    return encode_matrix(weight, C, F, kDepth / kCluster);
+    return encode_matrix(weight, kBf16, C, F, kDepth / kCluster);
   }
 
   struct Input {
@@ -151,7 +144,7 @@ void launch(bf16* gate_up, bf16* swiglu_out, const bf16* a, const bf16* weight, 
             std::int64_t F, cudaStream_t stream) {
   if (N == 0) return;
   Arguments<Direction> arguments;
-  arguments.a = encode_matrix(a, N, C, kRows), arguments.b = Direction::weight_map(weight, C, F);
+  arguments.a = encode_matrix(a, kBf16, N, C, kRows), arguments.b = Direction::weight_map(weight, C, F);
   arguments.M = N, arguments.F = F, arguments.K = C;
   arguments.tensors = {gate_up, swiglu_out};
   launch(arguments, "matmul with SwiGLU", stream);

@@ -49,6 +49,7 @@ template <Major kB>
 using TileB =
     std::conditional_t<kB == Major::k, SwizzledTile<bf16, kColumns, kDepth>, SwizzledTile<bf16, kDepth, kColumns>>;
 using WarpTile = SwizzledTile<bf16, kWarpRows, kColumns>;  // a warp's rows of a finished tile
+using Eight = Elements<bf16, 8>;
 
 template <typename Direction>
 struct Storage {
@@ -83,6 +84,19 @@ struct Arguments {
   typename Direction::Tensors tensors;
 };
 
+// The map of a matrix whose rows are `columns` elements of 16 bits, for boxes of kDepth of them in `box_rows` rows.
+inline CUtensorMap encode_matrix(const void* data, CUtensorMapDataType type, std::int64_t rows, std::int64_t columns,
+                                 int box_rows) {
+  constexpr std::int64_t kElementBytes = 2;
+  return encode_tensor_map(data, type, {static_cast<std::uint64_t>(columns), static_cast<std::uint64_t>(rows)},
+                           {columns * kElementBytes}, {kDepth, static_cast<std::uint32_t>(box_rows)});
+}
+
+// weight_row() for the GEMM of gate and up: gate by the first block, up by the second.
+__device__ inline int gate_or_up_row(int column, int rank, int F) {
+  return column + rank * F;
+}
+
 // The order of tiles: patches of kHeight rows of tiles, column by column, so that the tiles that are computed at the
 // same time read as few different rows of a as columns of b.
 template <typename Direction>
@@ -102,8 +116,8 @@ struct Sums {
   __device__ Sums of_warp(int from, int to) const { return {data + (to - from) * WarpTile::kBytes}; }
 
   // 8 consecutive elements.
-  __device__ Elements<bf16, 8> get(int row, int chunk) const {
-    Elements<bf16, 8> value;
+  __device__ Eight get(int row, int chunk) const {
+    Eight value;
     value.load(reinterpret_cast<const bf16*>(data + WarpTile::offset(row, chunk)));
     return value;
   }
@@ -273,10 +287,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// Fills in what follows from the sizes, and launches.
+// Fills in what follows from the sizes, and launches. There are rows: M > 0.
 template <typename Direction>
 void launch(Arguments<Direction> arguments, const char* name, cudaStream_t stream) {
-  if (arguments.M == 0) return;
   constexpr std::size_t kBytes = kSharedBytes<Direction>;
   const auto kernel = matmul_swiglu_kernel<Direction>;
   arguments.tile_rows = static_cast<int>(ceil_div(arguments.M, kRows * kCluster));

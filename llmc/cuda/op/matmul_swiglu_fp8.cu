@@ -22,7 +22,6 @@ namespace {
 
 using namespace matmul_swiglu;
 
-using Eight = Elements<bf16, 8>;
 using Pair = std::uint16_t;  // of codes
 
 constexpr auto kPairs = CU_TENSOR_MAP_DATA_TYPE_UINT16;
@@ -36,11 +35,6 @@ CUtensorMap encode_block(const std::uint8_t* codes, std::int64_t N, std::int64_t
                            {static_cast<std::uint64_t>(C) / sizeof(Pair), kGroup,
                             static_cast<std::uint64_t>(std::max(ceil_div(groups - block, kBlocks), std::int64_t{1}))},
                            {C, kWarpRows * C}, {kDepth, kGroup, kWarps});
-}
-CUtensorMap encode_weight(const std::uint8_t* codes, std::int64_t rows, std::int64_t C) {
-  return encode_tensor_map(codes, kPairs,
-                           {static_cast<std::uint64_t>(C) / sizeof(Pair), static_cast<std::uint64_t>(rows)}, {C},
-                           {kDepth, kColumns / kCluster});
 }
 
 // What both directions have in common. kFormat: that of a.
@@ -74,8 +68,7 @@ struct InFp8 {
 struct Forward : InFp8<Fp8Format::e4m3> {
   static constexpr int kResultColumns = kColumns / 2;
   struct Staging {};
-  // gate by the first block, up by the second
-  static __device__ int weight_row(int column, int rank, int F) { return column + rank * F; }
+  static __device__ int weight_row(int column, int rank, int F) { return gate_or_up_row(column, rank, F); }
 
   struct Tensors {
     bf16* gate_up;
@@ -147,7 +140,7 @@ struct Backward : InFp8<Fp8Format::e5m2> {
 
     float gradient_scale, out_scale;
     Fp8Tally* gradient_total;
-    ThreadTally tally, unused;
+    ThreadTally tally;
 
     __device__ explicit Epilogue(const Tensors& t)
         : Scaled{*t.dout_scale * *t.weight_scale},
@@ -287,6 +280,7 @@ struct Backward : InFp8<Fp8Format::e5m2> {
     __device__ void write_each_value(const Arguments<Backward>& p, const Eight (&gradient)[kLaneRows],
                                      const Chunk& chunk, int piece, int lane_row, std::int64_t row,
                                      std::int64_t column) {
+      ThreadTally of_out;  // counted in the forward pass
 #pragma unroll 1
       for (int n = 0; n < 2 * kLaneRows; ++n) {
         const int i = n / 2, first = n % 2 * 4;
@@ -306,7 +300,7 @@ struct Backward : InFp8<Fp8Format::e5m2> {
         }
         const unsigned codes[kOutputs] = {round_four<Fp8Format::e5m2>(gates, gradient_scale, tally),
                                           round_four<Fp8Format::e5m2>(ups, gradient_scale, tally),
-                                          round_four<Fp8Format::e4m3>(outs, out_scale, unused)};
+                                          round_four<Fp8Format::e4m3>(outs, out_scale, of_out)};
         std::uint8_t* const to = p.tensors.dgate_up.codes + (row + i) * 2 * p.F + column + first;
         *reinterpret_cast<unsigned*>(to) = codes[0];
         *reinterpret_cast<unsigned*>(to + p.F) = codes[1];
@@ -357,8 +351,8 @@ void launch(const typename Direction::Tensors& tensors, const std::uint8_t* a, c
   }
   Arguments<Direction> arguments;
   for (int i = 0; i < kBlocks; ++i) arguments.a.block[i] = encode_block(a, N, C, i);
-  arguments.b = encode_weight(weight, weight_rows, C);
   arguments.M = N, arguments.F = F, arguments.K = C / static_cast<std::int64_t>(sizeof(Pair));
+  arguments.b = encode_matrix(weight, kPairs, weight_rows, arguments.K, kColumns / kCluster);
   arguments.tensors = tensors;
   launch(arguments, "fp8 matmul with SwiGLU", stream);
 }
