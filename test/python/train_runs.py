@@ -142,8 +142,8 @@ def state_bytes(out, step):
 
 
 def has_checkpoint(out):
-    """Any one: --keep removes the first ones while the program still runs."""
-    return any(out.glob("step_*/manifest.json"))
+    """Any one: --keep removes the first ones while the program still runs. A save that has not ended is called step_N.tmp."""
+    return any(out.glob("step_????????/manifest.json"))
 
 
 def send(process, number):
