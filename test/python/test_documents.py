@@ -3,6 +3,7 @@ agree, rooms that include each other in one direction. And what the scripts say 
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import re
@@ -405,6 +406,18 @@ def test_current_figures_are_those_of_the_pages():
         assert figure["gpu"] and figure["command"] and figure["unit"], figure
         for key in ("value", "share", "share_of_floor", "share_of_read", "mfu", "peer", "ratio", "tflops"):
             assert figure.get(key, "") in page, (key, figure)
+
+
+def test_piece_sizes_name_constants_and_tests_of_today():
+    tests = "".join(path.read_text() for room in ("cpp", "gpu") for path in sorted((ROOT / "test" / room).glob("*_test.cpp")))
+    names = {f"{suite}.{name}" for suite, name in re.findall(r"TEST(?:_[FP])?\((\w+), (\w+)\)", tests)}
+    rows = re.findall(r"^\| `(llmc/\S+)` \| (.*?) \| (.*?) \| (.*) \|$", read("doc/piece_sizes.md"), flags=re.M)
+    assert len(rows) > 80
+    for file, constants, _, crossed_by in rows:
+        for constant in re.findall(r"`(k[A-Z]\w*)`", constants):
+            assert re.search(rf"\b{constant}\b", read(file)), (file, constant)
+        for test in re.findall(r"`([*\w]+\.[*\w]+)`", crossed_by):
+            assert any(fnmatch.fnmatch(name, test) or fnmatch.fnmatch(f"x/{name}/0", test) for name in names), (file, test)
 
 
 # ---- rooms ----------------------------------------------------------------------------------------------------------

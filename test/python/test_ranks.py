@@ -2,6 +2,7 @@
 happens to one of them ends all of them within the time limit, with a line that says which one and why (F27 to F30 in
 doc/robustness.md). On the CPU, where a launcher's environment starts them; --gpus starts them in the same way."""
 
+import errno
 import json
 import os
 import re
@@ -14,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from train_runs import (MODEL, SECONDS, assert_refused, assert_same_run, checkpoints, fp8_shape, has_checkpoint, np, records,
-                        run_program, start, train, wait_for, write_shard)
+from train_runs import (MODEL, SECONDS, assert_refused, assert_same_run, checkpoints, fp8_shape, has_checkpoint, np, preload,
+                        records, run_program, start, train, wait_for, write_shard)
 from train_runs import data_fixture, end_started  # noqa: F401, pytest finds them here
 
 import tensor_file
@@ -540,6 +541,13 @@ def on_this_machine(ranks, limit=LIMIT):
     return ["--device", "cpu", "--debug-inject", f"ranks@cpu={ranks}", "--comm-timeout", limit]
 
 
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"  # nobody may have waited for it
+    except OSError:
+        return False
+
+
 def children_of(process):
     """Process ids, from /proc: a small system has no ps."""
     children = []
@@ -604,8 +612,44 @@ def test_ranks_die_with_who_has_started_them(data, tmp_path):
     assert len(ranks) == 3
     process.kill()
     process.wait()
-    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") and "Z" not in open(f"/proc/{pid}/stat").read().split()[2] for pid in ranks))
+    wait_for(lambda: not any(runs(pid) for pid in ranks))
     assert train(data, out, *twelve("--max-minutes", 1e-9, "--resume", "must"), steps=1_000_000).returncode == 0
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_ranks_that_cannot_be_started(data, tmp_path, failing):
+    """fork() fails at the user's limit of processes; the superuser has none."""
+    shim = preload(tmp_path, r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+pid_t fork(void) {
+  static int calls;
+  if (calls++ == atoi(getenv("FAILING"))) {
+    errno = EAGAIN;
+    return -1;
+  }
+  const pid_t pid = ((pid_t(*)(void))dlsym(RTLD_NEXT, "fork"))();
+  if (pid > 0) {
+    FILE* const started = fopen(getenv("STARTED"), "a");
+    fprintf(started, "%d\n", (int)pid);
+    fclose(started);
+  }
+  return pid;
+}
+""")
+    started = tmp_path / "started"
+    started.touch()
+    done = train(data, tmp_path / "run", *twelve(*on_this_machine(3)), steps=1_000_000,
+                 env=shim | {"FAILING": str(failing), "STARTED": str(started)})
+    pids = started.read_text().split()
+    assert len(pids) == failing, done.stderr
+    assert_refused(done, 4, f"--gpus: cannot start rank {failing}: {os.strerror(errno.EAGAIN)}")
+    wait_for(lambda: not any(runs(pid) for pid in pids))
 
 
 def test_a_stopped_rank_of_this_machine_is_killed_in_the_end(data, tmp_path):
