@@ -243,7 +243,7 @@ class Target:
         """The scheme in which a tensor is stored; None for floats."""
         if self.only and not any(name.split(".")[-2] in PARTS[part] for part in self.only):
             return None
-        if name == head_name(model) and name != embedding_name(model):
+        if name == head_name(model):
             return self.head if self.head != "none" else None
         return self.scheme if ".layers." in name and len(shape) == 2 else None
 

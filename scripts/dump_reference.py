@@ -122,7 +122,8 @@ def replaced_weights(path: Path, description: Model) -> Iterator[tuple[str, np.n
 
 
 def of_weights(checkpoint: Checkpoint, path: Path) -> Checkpoint:
-    """The checkpoint as its conversion has it: with a quantised head, which needs one beside a tied embedding."""
+    """The checkpoint as its conversion has it: with a head of its own if the file has one beside a tied embedding, because it
+    is quantised. Unchanged otherwise, and replaced_weights() refuses what differs."""
     own = with_own_head(checkpoint)
     return own if tensor_file.read(path, "model").config.get("model") == own.model.to_json() else checkpoint
 

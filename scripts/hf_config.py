@@ -82,7 +82,8 @@ class Checkpoint:
 
 
 def with_own_head(checkpoint: Checkpoint) -> Checkpoint:
-    """The same model with a head beside the embedding that serves as one, so that the head alone can be quantised."""
+    """The same model with a head beside the embedding that serves as one, so that the head alone can be quantised. Without
+    effect where it has one. `ties_head` stays: the checkpoint's head is its embedding still."""
     return replace(checkpoint, model=replace(checkpoint.model, tied_embeddings=False))
 
 

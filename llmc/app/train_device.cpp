@@ -62,11 +62,12 @@ TrainDevice::TrainDevice(TrainSettings& settings, const RankTeam& team)
   }
   const std::string precision = settings.precision != "auto" ? settings.precision : choice_.gpu ? "bf16" : "fp32";
   settings.set_device(choice_.gpu ? "cuda" : "cpu", precision);
-  if (!choice_.gpu && ranks_ > 1 && shard_ == Shard::gradients) {
+  const bool divided = ranks_ > 1 && !settings.eval;  // each rank of --eval has a model of its own
+  if (!choice_.gpu && divided && shard_ == Shard::gradients) {
     fail(Exit::usage, "--shard: got gradients, which needs a GPU. Use optimizer or parameters");
   }
-  const bool gradients_divided = shard_ == Shard::gradients || shard_ == Shard::parameters;
-  if (choice_.gpu && ranks_ > 1 && gradients_divided && settings.rank_accumulation() > 1) {
+  const bool gradients_divided = divided && (shard_ == Shard::gradients || shard_ == Shard::parameters);
+  if (choice_.gpu && gradients_divided && settings.rank_accumulation() > 1) {
     fail(
         Exit::usage,
         "--shard: got %s with %lld micro-batches a rank and step, expected one. --virtual-ranks %lld makes each a rank "

@@ -411,6 +411,39 @@ TEST(TrainDevice, TheCpuRefusesWhatNeedsAGpu) {
   }
 }
 
+// --shard says how ranks divide a training state. Each rank of --eval has a whole model, so no value is refused.
+TEST(TrainDevice, AnEvaluationDividesNothing) {
+  for (const bool planned_gpu : {false, true}) {
+    TrainSettings settings = micro_settings();
+    settings.ranks = settings.virtual_ranks = 2;
+    settings.batch_tokens = 2 * 2 * 16;  // two micro-batches a rank
+    settings.gpu_memory_bytes = planned_gpu ? 80'000'000'000 : 0;
+    for (const char* shard : {"none", "optimizer", "gradients", "parameters"}) {
+      settings.shard = shard;
+      for (const bool eval : {false, true}) {
+        settings.eval = eval;
+        std::string refusal;
+        try {
+          TrainSettings chosen = settings;
+          const RankTeam team(settings, launched_as(0, 0, 2, 2));
+          const TrainDevice device(chosen, team);
+          EXPECT_EQ(device.gpu(), planned_gpu);
+        } catch (const Error& error) {
+          if (error.code() == Exit::environment) GTEST_SKIP() << "a build for the CPU alone plans for no GPU";
+          refusal = error.what();
+        }
+        const bool refused =
+            !eval && (shard == std::string("gradients") || (planned_gpu && shard == std::string("parameters")));
+        expect_refusal(refusal,
+                       !refused      ? ""
+                       : planned_gpu ? "2 micro-batches a rank and step, expected one"
+                                     : "which needs a GPU",
+                       format("%s%s%s", shard, eval ? ", --eval" : "", planned_gpu ? ", GPU" : ""));
+      }
+    }
+  }
+}
+
 TEST(TrainDevice, APlanInFp8ChecksTheSizes) {
   TrainSettings settings = micro_settings();
   const RankTeam team(settings, std::nullopt);

@@ -29,7 +29,7 @@ namespace weft::cuda {
 namespace {
 
 using namespace weft::test;
-Codes transposed(const Codes& codes, std::int64_t rows, std::int64_t columns) {
+Codes transpose(const Codes& codes, std::int64_t rows, std::int64_t columns) {
   Codes result(codes.size());
   for (std::int64_t r = 0; r < rows; ++r) {
     for (std::int64_t c = 0; c < columns; ++c) {
@@ -66,15 +66,15 @@ TEST(CudaFp8, CodesAndTalliesAreThoseOfTheCpu) {
         quantize_fp8(format, to.target(), source.data(), N, C, stream);
         stream.synchronize("test");
         EXPECT_EQ(to.codes.download(), want);
-        EXPECT_EQ(to.turned.download(), transposed(want, N, C));
+        EXPECT_EQ(to.transposed.download(), transpose(want, N, C));
         EXPECT_EQ(to.tally.download()[0], tally);
 
         // One layout alone gives the same codes; without any the tally gets amax alone.
         const Written one(N * C, exponent);
-        quantize_fp8(format, {nullptr, one.turned.data(), one.scale.data(), nullptr}, source.data(), N, C, stream);
+        quantize_fp8(format, {nullptr, one.transposed.data(), one.scale.data(), nullptr}, source.data(), N, C, stream);
         quantize_fp8(format, {nullptr, nullptr, nullptr, one.tally.data()}, source.data(), N, C, stream);
         stream.synchronize("test");
-        EXPECT_EQ(one.turned.download(), to.turned.download());
+        EXPECT_EQ(one.transposed.download(), to.transposed.download());
         EXPECT_EQ(one.tally.download()[0], (Fp8Tally{0, 0, tally.amax_bits, 0}));
         EXPECT_EQ(one.codes.download(), Codes(x.size(), 0xFF)) << "not wanted, not written";
       }
@@ -107,12 +107,12 @@ TEST(CudaFp8, TransposedCodesAreTheCodes) {
     Codes codes(static_cast<std::size_t>(N * C));
     std::mt19937 generator(11);
     for (std::uint8_t& code : codes) code = static_cast<std::uint8_t>(generator());
-    const DeviceBuffer<std::uint8_t> source(codes), turned(codes.size() + 1);
-    transpose_fp8(turned.data(), source.data(), N, C, stream);
+    const DeviceBuffer<std::uint8_t> source(codes), transposed(codes.size() + 1);
+    transpose_fp8(transposed.data(), source.data(), N, C, stream);
     stream.synchronize("test");
-    Codes want = transposed(codes, N, C);
+    Codes want = transpose(codes, N, C);
     want.push_back(0xFF);  // nothing behind the matrix is written
-    EXPECT_EQ(turned.download(), want) << N << " x " << C;
+    EXPECT_EQ(transposed.download(), want) << N << " x " << C;
   }
 }
 
@@ -309,7 +309,7 @@ void expect_the_codes_of_the_update(std::int64_t number) {
                  list[m].columns, nullptr);
     check(cudaDeviceSynchronize(), "test");
     EXPECT_EQ(got[m].codes.download(), want[m].codes.download());
-    EXPECT_EQ(got[m].turned.download(), want[m].turned.download());
+    EXPECT_EQ(got[m].transposed.download(), want[m].transposed.download());
     const Fp8Tally tally = want[m].tally.download()[0];
     EXPECT_EQ(got[m].tally.download()[0], tally);
     EXPECT_GT(tally.saturated, 0u);
@@ -374,10 +374,10 @@ TEST(CudaFp8, SwigluIsRoundedInBothLayoutsAndBothPasses) {
     const Codes codes = forward.codes.download(), gradients = backward.codes.download();
     expect_nearly_the_codes(codes, out, Fp8Format::e4m3, kOut, "out");
     expect_nearly_the_codes(gradients, d_gate_up, Fp8Format::e5m2, kGradient, "d_gate_up");
-    EXPECT_EQ(forward.turned.download(), transposed(codes, N, F));
+    EXPECT_EQ(forward.transposed.download(), transpose(codes, N, F));
     EXPECT_EQ(again.codes.download(), codes);
-    EXPECT_EQ(again.turned.download(), transposed(codes, N, F));
-    EXPECT_EQ(backward.turned.download(), transposed(gradients, N, 2 * F));
+    EXPECT_EQ(again.transposed.download(), transpose(codes, N, F));
+    EXPECT_EQ(backward.transposed.download(), transpose(gradients, N, 2 * F));
     EXPECT_EQ(again.tally.download(), forward.tally.download());
     const Fp8Tally tally = backward.tally.download()[0];
     Fp8Tally want;
@@ -408,10 +408,10 @@ struct Matrix {
       values.push_back(scale_of(-exponent) * fp8_to_f32(codes[i], format));
     }
     on_gpu.emplace_back(codes);
-    on_gpu.emplace_back(transposed(codes, rows, columns));
+    on_gpu.emplace_back(transpose(codes, rows, columns));
     scale.emplace_back(std::vector<float>{scale_of(-exponent)});
   }
-  Fp8Matrix matrix(bool turned) const { return {on_gpu[turned ? 1 : 0].data(), scale[0].data()}; }
+  Fp8Matrix matrix(bool transposed) const { return {on_gpu[transposed ? 1 : 0].data(), scale[0].data()}; }
 
   static constexpr int exponent = 2;
   std::int64_t rows, columns;

@@ -22,14 +22,15 @@ inline float scale_of(int exponent) {
 struct Written {
   Written(std::int64_t count, int exponent, std::int64_t more = 0, const Fp8Tally& before = {})
       : codes(static_cast<std::size_t>(count + more)),
-        turned(codes.size()),
+        transposed(codes.size()),
         scale(std::vector<float>{scale_of(exponent)}),
         tally(std::vector<Fp8Tally>{before}) {}
-  cuda::Fp8Target target() const { return {codes.data(), turned.data(), scale.data(), tally.data()}; }
+  // Both layouts and the tally; the rows alone; the columns alone, of a tensor that was counted before.
+  cuda::Fp8Target target() const { return {codes.data(), transposed.data(), scale.data(), tally.data()}; }
   cuda::Fp8Target rows() const { return {codes.data(), nullptr, scale.data(), tally.data()}; }
-  cuda::Fp8Target columns() const { return {nullptr, turned.data(), scale.data(), nullptr}; }
+  cuda::Fp8Target columns() const { return {nullptr, transposed.data(), scale.data(), nullptr}; }
 
-  DeviceBuffer<std::uint8_t> codes, turned;
+  DeviceBuffer<std::uint8_t> codes, transposed;
   DeviceBuffer<float> scale;
   DeviceBuffer<Fp8Tally> tally;
 };

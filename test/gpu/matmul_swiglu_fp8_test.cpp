@@ -48,8 +48,10 @@ using Size = std::array<std::int64_t, 3>;  // N, C, F
 
 // Rows, depths and columns that fill a tile, a step, a ring of steps or a cluster, and that do not; one tile, and several
 // a block.
-constexpr Size kSizes[] = {{16, 16, 16},     {48, 128, 96},  {128, 144, 112}, {144, 528, 208},  {256, 1024, 192},
-                           {272, 1168, 400}, {304, 64, 784}, {1008, 208, 96}, {4112, 80, 1616}, {2512, 336, 1008}};
+constexpr Size
+    kSizes[] = {{16, 16, 16},     {48, 128, 96},     {128, 144, 112},  {144, 528, 208},
+                {256, 1024, 192}, {272, 1168, 400},  {304, 64, 784},   {1008, 208, 96},
+                {4112, 80, 1616}, {2512, 336, 1008}, {4112, 656, 1616}};  // several tiles a block, each of more steps than a ring has
 
 class MatmulSwigluFp8 : public ::testing::Test {
  protected:
@@ -125,16 +127,26 @@ TEST_F(MatmulSwigluFp8, Backward) {
       const DeviceBuffer<bf16> gate_up = on_device<bf16>(values), before = on_device<bf16>(values),
                                dswiglu_out(static_cast<std::size_t>(N * F));
       const Written want = written(2 * N * F, v.gradient), got = written(2 * N * F, v.gradient),
-                    want_out = written(N * F, v.out), got_out = written(N * F, v.out);
+                    want_out = written(N * F, v.out), got_out = written(N * F, v.out),
+                    again = written(2 * N * F, v.gradient), again_out = written(N * F, v.out);
       matmul_.input_grad_fp8(dswiglu_out.data(), dout.matrix(), w.matrix(), N, F, C);
       swiglu_backward_fp8(want.target(), want_out.columns(), dswiglu_out.data(), gate_up.data(), N, F, stream_);
-      down_input_grad_swiglu_fp8(got.target(), got_out.columns(), dout.matrix(), w.matrix(), gate_up.data(), N, C, F,
+      Fp8Target counted = got_out.columns(), without_tally = again.target();
+      counted.tally = got_out.tally.data();
+      without_tally.tally = nullptr;
+      down_input_grad_swiglu_fp8(got.target(), counted, dout.matrix(), w.matrix(), gate_up.data(), N, C, F, stream_);
+      down_input_grad_swiglu_fp8(without_tally, again_out.columns(), dout.matrix(), w.matrix(), gate_up.data(), N, C, F,
                                  stream_);
       stream_.synchronize("test");
       EXPECT_EQ(got.codes.download(), want.codes.download());
-      EXPECT_EQ(got.turned.download(), want.turned.download());
-      EXPECT_EQ(got_out.turned.download(), want_out.turned.download());
+      EXPECT_EQ(got.transposed.download(), want.transposed.download());
+      EXPECT_EQ(got_out.transposed.download(), want_out.transposed.download());
       EXPECT_EQ(got.tally.download(), want.tally.download());
+      EXPECT_EQ(got_out.tally.download()[0], (Fp8Tally{3, 5, 0, 0})) << "counted in the forward pass";
+      EXPECT_EQ(again.codes.download(), want.codes.download());
+      EXPECT_EQ(again.transposed.download(), want.transposed.download());
+      EXPECT_EQ(again_out.transposed.download(), want_out.transposed.download());
+      EXPECT_EQ(again.tally.download()[0], (Fp8Tally{3, 5, 0, 0}));
       const Fp8Tally tally = got.tally.download()[0];
       EXPECT_EQ(tally.amax_bits < 0x7F800000u, v.finite);
       if (N * F > 1000 && C > 64 && v.finite) {
@@ -170,8 +182,8 @@ TEST_F(MatmulSwigluFp8, RerunsGiveTheSameBits) {
     down_input_grad_swiglu_fp8(gradient.target(), out_again.columns(), {x.data(), scale.data()},
                                {w.data(), scale.data()}, gate_up.data(), N, C, F, stream_);
     stream_.synchronize("test");
-    return std::array<Codes, 4>{out.codes.download(), gradient.codes.download(), gradient.turned.download(),
-                                out_again.turned.download()};
+    return std::array<Codes, 4>{out.codes.download(), gradient.codes.download(), gradient.transposed.download(),
+                                out_again.transposed.download()};
   };
   const auto first = run();
   for (int i = 0; i < 3; ++i) EXPECT_EQ(run(), first);
@@ -186,7 +198,13 @@ TEST_F(MatmulSwigluFp8, NoRows) {
 TEST_F(MatmulSwigluFp8, RefusesOddSizes) {
   for (const auto& [N, C, F] : {Size{24, 16, 16}, {16, 24, 16}, {16, 16, 24}}) {
     EXPECT_THROW(gate_up_swiglu_fp8(nullptr, {}, {}, {}, N, C, F, stream_), Error);
+    EXPECT_THROW(down_input_grad_swiglu_fp8({}, {}, {}, {}, nullptr, N, C, F, stream_), Error);
   }
+}
+
+TEST_F(MatmulSwigluFp8, RefusesALayoutThatItDoesNotWrite) {
+  const Written out = written(256, 0);
+  EXPECT_THROW(gate_up_swiglu_fp8(nullptr, out.target(), {}, {}, 16, 16, 16, stream_), Error);
 }
 
 }  // namespace

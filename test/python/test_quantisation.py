@@ -429,12 +429,15 @@ def test_parts_that_are_refused(tmp_path, options, words):
     assert done.returncode == 2 and words in done.stderr and not (tmp_path / "a.bin").exists()
 
 
-@pytest.mark.parametrize("model, scheme", [("tiny-pythia", "int4"), ("tiny-llama", "fp8")])
-def test_pytorch_computes_the_same_from_quantised_weights(tmp_path, model, scheme):
+@pytest.mark.parametrize("model, options", [
+    ("tiny-pythia", ["int4"]), ("tiny-llama", ["fp8"]),
+    ("tiny-llama", ["int8", "--head", "int8"]),  # which its embedding is in the checkpoint
+])
+def test_pytorch_computes_the_same_from_quantised_weights(tmp_path, model, options):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     directory, file, dump = ck.ROOT / "models" / model, tmp_path / "m.bin", tmp_path / "d.bin"
-    assert ck.run_script("convert_hf.py", directory, "-o", file, "--quantize", scheme).returncode == 0
+    assert ck.run_script("convert_hf.py", directory, "-o", file, "--quantize", *options).returncode == 0
     done = ck.run_script("dump_reference.py", directory, "--weights", file, "-o", dump, "--prompt", "Once upon a time", "--greedy", "8")
     assert done.returncode == 0 and "next        ./infer_pythia" in done.stdout, done.stderr
     compared = subprocess.run([ck.ROOT / "infer_pythia", f"--model={file}", f"--compare={dump}", "--device=cpu"], capture_output=True, text=True)

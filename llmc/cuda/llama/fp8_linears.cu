@@ -217,7 +217,7 @@ void Fp8Linears::forward(BlockLinear linear, std::int64_t layer, bf16* out, cons
   });
 }
 
-// Before there are scales the input's own is found in a pass of its own.
+// Until the scales are known the epilogue cannot round: it stores gate_up, and swiglu() finds the scale and rounds.
 void Fp8Linears::gate_up_and_swiglu(std::int64_t layer, bf16* gate_up, const char* name, Pass pass) {
   const bool rounds = swiglu_in_epilogue_ && scales_.known() && pass != Pass::again;
   if (swiglu_in_epilogue_) {
@@ -305,7 +305,7 @@ void Fp8Linears::weight_grad(BlockLinear linear, std::int64_t layer, float* dwei
   });
 }
 
-// Before there are scales the gradient's own is found in a pass of its own.
+// Until the scales are known a GEMM of cuBLASLt stores d_swiglu_out, and swiglu_backward() finds the scale and rounds.
 void Fp8Linears::down_input_grad_and_swiglu(std::int64_t layer, bf16* d_swiglu_out, const bf16* gate_up,
                                             const char* name) {
   if (!swiglu_in_epilogue_ || !scales_.known()) {

@@ -143,7 +143,7 @@ class Fp8Linears {
   std::vector<Fp8Tally> step_tallies() const {
     return of_all_ranks(scales_.slots(), {results_.at<Fp8Tally>(0), static_cast<std::size_t>(ranks_ * slots())});
   }
-  // An operand of cuBLASLt.
+  // An operand of a GEMM.
   Fp8Matrix matrix(std::int64_t slot, const std::uint8_t* codes) const { return {codes, memory_.inverse(slot)}; }
   // The codes of an input, as rows, for the forward GEMM.
   std::uint8_t* input_codes(BlockLinear linear, std::int64_t layer) const {

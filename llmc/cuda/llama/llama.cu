@@ -125,7 +125,7 @@ void Llama<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   // null: it still exists
   down_input_grad_and_swiglu(l, options_.recompute == Recompute::none ? nullptr : a.swiglu_out);
   weight_grad(down_, l, dw.down, branch_gradient(), a.swiglu_out, N, accumulate);
-  weight_grad(gate_up_, l, dw.gate_up, a.gate_up, a.post_norm, N, accumulate);  // a.gate_up now holds its gradient
+  weight_grad(gate_up_, l, dw.gate_up, a.gate_up, a.post_norm, N, accumulate);  // a.gate_up: now its gradient
   input_grad(gate_up_, l, acts_.d_norm, a.gate_up, w.gate_up, N);
   normalize_backward(norm_after(2 * l), acts_.d_norm, true);
 

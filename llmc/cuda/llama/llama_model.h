@@ -163,9 +163,10 @@ class Llama final : public TrainModel {
   void input_grad(const LinearLayer& layer, std::int64_t l, S* dx, const S* dout, const S* weight, std::int64_t N);
   void weight_grad(const LinearLayer& layer, std::int64_t l, float* dweight, const S* dout, const S* x, std::int64_t N,
                    Accumulate accumulate);
-  // Whether a linear layer computes in fp8. If so, weight_grad() rounds dout, and the following input_grad() reads the
-  // result. The outputs of norms and of SwiGLU, and the gradient of gate and up, exist in fp8 only: the arguments that
-  // stand for them are null.
+  // Whether a linear layer computes in fp8. If so, both gradients read codes of dout, which fp8_ keeps from one layer to
+  // the next: weight_grad() rounds that of the output projection, and of qkv if attention has not done so,
+  // down_input_grad_and_swiglu() that of down, and SwiGLU's derivative writes that of gate and up; gate_up itself stays.
+  // The outputs of norms and of SwiGLU exist in fp8 only: the arguments that stand for them are null.
   bool in_fp8(const LinearLayer& layer) const { return fp8_ && layer.block; }
   Fp8Linears::Pass fp8_pass() const {
     return !training_     ? Fp8Linears::Pass::evaluation

@@ -262,8 +262,8 @@ void Llama<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
   clock_.run("swiglu", 0, 3 * row_bytes(F), [&] { swiglu_forward(swiglu_out, a.gate_up, N, F, stream_); });
 }
 
-// Replaces gate_up of layer l by its gradient, from the gradient of the down projection's output. swiglu_out, unless
-// null, gets the forward pass's values again.
+// Replaces gate_up of layer l by its gradient, from the gradient of the down projection's output; in fp8 gate_up stays,
+// and fp8_ has the gradient. swiglu_out, unless null, gets the forward pass's values again.
 template <typename S>
 void Llama<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out) {
   const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size;

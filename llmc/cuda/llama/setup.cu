@@ -92,7 +92,7 @@ void Llama<S>::place_sections() {
 
 // Every GEMM of the step: four linear layers and the head, each forward and for both gradients. The first micro-batch
 // of a step stores weight gradients, the others accumulate. Where SwiGLU is in the epilogue of a kernel of the project,
-// the two GEMMs beside it need no plan: in fp8 only the first step has cuBLASLt's for the down projection.
+// the two GEMMs beside it need no plan: in fp8 the first step alone takes down's dgrad from cuBLASLt, by its first suggestion.
 template <typename S>
 void Llama<S>::prepare_matmuls() {
   const std::int64_t N = rows(), chunk = classifier_rows(N);

@@ -70,7 +70,7 @@ constexpr std::size_t kSharedBytes = alignof(Storage<Direction>) + sizeof(Storag
 //   Staging                  more shared memory for the epilogue of the warpgroup whose turn it is to write
 //   kResultColumns           columns of the result that a tile covers
 //   Maps, load_a()           the maps of a, and the copy of its part of a stage
-//   weight_row()             the first row of the weight, or its column, that a block of the cluster fetches
+//   weight_row()             where the weight lies along k: its first row that a block of the cluster fetches
 //   multiply()               one wgmma
 //   Tensors                  what the epilogue reads and writes
 //   Epilogue                 a consumer thread's: scale() on the accumulators of a tile, finish() on the warp's rows of

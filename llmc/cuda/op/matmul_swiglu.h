@@ -3,6 +3,8 @@
 // Matmul and swiglu.h up to the order of the sums. That order is fixed: the same bits every time.
 //
 // A row of gate_up is [gate F | up F]. Weights are as Hugging Face stores them. All arrays are aligned to 16 bytes.
+//
+// Errors: Exit::environment if the driver makes no tensor maps. Where matmul_swiglu_computes() is false, the launch fails.
 #pragma once
 
 #include <cuda_bf16.h>

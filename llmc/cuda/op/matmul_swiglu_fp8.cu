@@ -6,7 +6,7 @@
 // The rows of a tile are not in the order of the matrix: the two blocks of 64 rows are copied so that a warp's 16 rows
 // of each are 32 consecutive rows of the matrix, which in the transposed layout are consecutive bytes.
 //
-// The backward epilogue takes longer than the multiplication of a tile at K = 2,048, so its instructions and its stores
+// The backward epilogue takes longer than the multiplication of a tile at C = 2,048, so its instructions and its stores
 // count (dev/performance/fp8.md, "SwiGLU in the epilogues").
 
 #include "llmc/cuda/op/matmul_swiglu_fp8.h"
@@ -131,7 +131,7 @@ struct Backward : InFp8<Fp8Format::e5m2> {
     unsigned char out[2][kRows / kChunk][kChunkBytes];  // taken in turns, so that one barrier a group suffices
   };
 #if WEFT_WGMMA
-  // A lane computes squares of 4 rows and 8 columns; a warp 16 rows and 64 columns at a time, half of its part of a
+  // A lane computes fragments of 4 rows and 8 columns; a warp 16 rows and 64 columns at a time, half of its part of a
   // group.
   struct Epilogue : Scaled {
     static constexpr int kLaneRows = 4, kLaneColumns = 8, kLanesOfARow = kGroupColumns / kLaneColumns;
@@ -151,8 +151,8 @@ struct Backward : InFp8<Fp8Format::e5m2> {
     struct Input {
       Eight gate[kLaneRows], up[kLaneRows];
     };
-    // The codes of a square: [columns 0 to 3 or 4 to 7][row].
-    using Square = unsigned[2][kLaneRows];
+    // The codes of a fragment: [columns 0 to 3 or 4 to 7][row].
+    using Fragment = unsigned[2][kLaneRows];
 
     // Outside of the result the nearest row and column inside it.
     static __device__ void load(Input& input, const Arguments<Backward>& p, std::int64_t row, std::int64_t column) {
@@ -176,8 +176,8 @@ struct Backward : InFp8<Fp8Format::e5m2> {
             of_out(staging.out[group % 2][kHalves * warp + half]),
             number(kHalves * warp + half) {}
       __device__ unsigned char* at(int output, int column) const {
-        const int place = (column & ~7) | ((column ^ column / 8 ^ number) & 7);
-        return (output < 2 ? of_sums + output * kChunkBytes : of_out) + place * kChunk;
+        const int slot = (column & ~7) | ((column ^ column / 8 ^ number) & 7);
+        return (output < 2 ? of_sums + output * kChunkBytes : of_out) + slot * kChunk;
       }
     };
 
@@ -203,9 +203,9 @@ struct Backward : InFp8<Fp8Format::e5m2> {
         const std::int64_t row = row0 + half * kChunk, column = lane_column + group * kGroupColumns;
         const Chunk chunk(sums, staging, group, warp, half);
         if (row < p.M && column < p.F) {
-          Square dgate, dup, out;
-          if (round_square(gradient, input, dgate, dup, out)) {
-            store_square(p, row, column, dgate, dup);
+          Fragment dgate, dup, out;
+          if (round_fragment(gradient, input, dgate, dup, out)) {
+            store_fragment(p, row, column, dgate, dup);
             collect(chunk, 0, dgate, piece, lane_row);
             collect(chunk, 1, dup, piece, lane_row);
             collect(chunk, 2, out, piece, lane_row);
@@ -219,11 +219,11 @@ struct Backward : InFp8<Fp8Format::e5m2> {
       }
     }
 
-    // The codes of a square, of which it looks at all values together: that takes half of the instructions of looking at
+    // The codes of a fragment, of which it looks at all values together: that takes half of the instructions of looking at
     // each. False if it does not suffice, because some value saturates, is zero or is not finite; then it has counted
     // nothing.
-    __device__ __forceinline__ bool round_square(const Eight (&gradient)[kLaneRows], const Input& input, Square& dgate,
-                                                 Square& dup, Square& out) {
+    __device__ __forceinline__ bool round_fragment(const Eight (&gradient)[kLaneRows], const Input& input,
+                                                   Fragment& dgate, Fragment& dup, Fragment& out) {
       float most = 0, least = INFINITY, most_out = 0;
       unsigned zeros = 0;
 #pragma unroll
@@ -255,8 +255,8 @@ struct Backward : InFp8<Fp8Format::e5m2> {
       tally.flushed += zeros;
       return true;
     }
-    static __device__ void store_square(const Arguments<Backward>& p, std::int64_t row, std::int64_t column,
-                                        const Square& dgate, const Square& dup) {
+    static __device__ void store_fragment(const Arguments<Backward>& p, std::int64_t row, std::int64_t column,
+                                          const Fragment& dgate, const Fragment& dup) {
       std::uint8_t* codes = p.tensors.dgate_up.codes + row * 2 * p.F + column;
 #pragma unroll
       for (int i = 0; i < kLaneRows; ++i, codes += 2 * p.F) {
@@ -264,19 +264,19 @@ struct Backward : InFp8<Fp8Format::e5m2> {
         *reinterpret_cast<uint2*>(codes + p.F) = make_uint2(dup[0][i], dup[1][i]);
       }
     }
-    // Puts a square into its chunk, transposed: columns 8 piece to 8 piece + 7, rows `row` to row + 3.
-    static __device__ void collect(const Chunk& chunk, int output, const Square& square, int piece, int row) {
+    // Puts a fragment into its chunk, transposed: columns 8 piece to 8 piece + 7, rows `row` to row + 3.
+    static __device__ void collect(const Chunk& chunk, int output, const Fragment& fragment, int piece, int row) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         unsigned columns[4];
-        transpose_four(columns, square[half]);
+        transpose_four(columns, fragment[half]);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           *reinterpret_cast<unsigned*>(chunk.at(output, kLaneColumns * piece + 4 * half + j) + row) = columns[j];
         }
       }
     }
-    // A square value by value: rare, so it is short rather than fast.
+    // A fragment value by value: rare, so it is short rather than fast.
     __device__ void write_each_value(const Arguments<Backward>& p, const Eight (&gradient)[kLaneRows],
                                      const Chunk& chunk, int piece, int lane_row, std::int64_t row,
                                      std::int64_t column) {
@@ -365,6 +365,7 @@ bool matmul_swiglu_fp8_computes() {
 
 void gate_up_swiglu_fp8(bf16* gate_up, const Fp8Target& out, const Fp8Matrix& x, const Fp8Matrix& weight,
                         std::int64_t N, std::int64_t C, std::int64_t F, cudaStream_t stream) {
+  if (out.transposed != nullptr) fail(Exit::internal, "fp8 matmul with SwiGLU: the result is written as rows only");
   launch<Forward>({gate_up, out, x.scale, weight.scale}, x.codes, weight.codes, 2 * F, N, C, F, stream);
 }
 

@@ -3,7 +3,8 @@
 //   out = g s u               s = 1 / (1 + e^-g)
 //   dup = dout g s            dgate = dout u s (1 + g (1 - s))
 //
-// One definition for the kernels of swiglu.cu and for the epilogues of matmul_swiglu.cu: the same bits in both.
+// One definition for the kernels of swiglu.cu and fp8.cu and for the epilogues of matmul_swiglu.cu and
+// matmul_swiglu_fp8.cu: the same bits in all.
 #pragma once
 
 #include "llmc/cuda/hw/elements.cuh"
