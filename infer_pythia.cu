@@ -98,6 +98,10 @@ EngineOptions engine_options(const InferSettings& settings, const InferenceModel
 Exit run_batch(const DecodeSession& s) {
   const InferSettings& settings = s.settings();
   PolledLines input(settings.batch, kMaxRequestBytes);
+  if (input.reads(settings.output)) {
+    fail(Exit::usage, "--output: got %s, the file of --batch itself. Choose another name",
+         escaped(settings.output).c_str());
+  }
   AnswerFile output(settings.output);  // before the model is loaded, so that an error of the files is reported at once
   const std::unique_ptr<InferenceModel> model = s.load_inference(settings.kv_bytes, settings.max_running);
   const std::unique_ptr<InferenceModel> draft = s.load_draft(*model);
@@ -118,6 +122,7 @@ Exit run_divergence(const DecodeSession& s, std::span<const std::int32_t> ids, s
   const std::unique_ptr<DecodeModel> model = s.load_model(window);
   // Opened after the first model is loaded, because it looks at how much memory is free.
   const DecodeSession of_other(other);
+  check_same_tokens(s.file(), s.tokenizer(), of_other.file(), "against");
   const std::unique_ptr<DecodeModel> against = of_other.load_model(choose_capacity(other, of_other.config(), window));
   if (against->capacity() < window) {
     fail(Exit::usage, "--context: got %lld, expected at most the %lld positions of --against",

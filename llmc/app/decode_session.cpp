@@ -119,27 +119,28 @@ DecodeSession::DecodeSession(const InferSettings& settings)
     : settings_(settings), device_(settings), file_(open_model(settings.model)), tokenizer_(load_tokenizer(file_)) {
   if (!settings.draft.empty()) {
     draft_file_.emplace(open_model(settings.draft));
-    check_same_tokens(file_, tokenizer(), *draft_file_);
+    check_same_tokens(file_, tokenizer(), *draft_file_, "draft");
     device_.expect_draft(draft_file_->config());
   }
   device_.choose(file_.config(), file_.dtype());
 }
 
-void check_same_tokens(const ModelFile& model, const Tokenizer* tokenizer, const ModelFile& draft) {
+void check_same_tokens(const ModelFile& model, const Tokenizer* tokenizer, const ModelFile& other,
+                       const std::string& option) {
   const auto refuse = [&](const std::string& why) {
-    fail(Exit::usage, "--draft: %s: %s. A draft model needs the tokenizer of %s", escaped(draft.file().path()).c_str(),
-         why.c_str(), escaped(model.file().path()).c_str());
+    fail(Exit::usage, "--%s: %s: %s. It needs the tokenizer of %s", option.c_str(),
+         escaped(other.file().path()).c_str(), why.c_str(), escaped(model.file().path()).c_str());
   };
   const auto wide = [](std::int64_t value) { return static_cast<long long>(value); };
-  if (tokenizer == nullptr || !draft.has_tokenizer()) {
-    if (draft.has_tokenizer()) refuse("it has a tokenizer, and the model has none to compare it with");
+  if (tokenizer == nullptr || !other.has_tokenizer()) {
+    if (other.has_tokenizer()) refuse("it has a tokenizer, and the model has none to compare it with");
     if (tokenizer != nullptr) refuse("it has no tokenizer");
-    const std::int64_t own = draft.config().tokenizer_vocab, other = model.config().tokenizer_vocab;
-    if (own != other) refuse(format("it was made for %lld tokens, not %lld", wide(own), wide(other)));
+    const std::int64_t its = other.config().tokenizer_vocab, wanted = model.config().tokenizer_vocab;
+    if (its != wanted) refuse(format("it was made for %lld tokens, not %lld", wide(its), wide(wanted)));
     return;
   }
-  if (draft.tokenizer_json() == model.tokenizer_json()) return;
-  const Tokenizer own = *load_tokenizer(draft);
+  if (other.tokenizer_json() == model.tokenizer_json()) return;
+  const Tokenizer own = *load_tokenizer(other);
   if (own.vocab_size() != tokenizer->vocab_size()) {
     refuse(format("its tokenizer has %lld tokens, not %lld", wide(own.vocab_size()), wide(tokenizer->vocab_size())));
   }

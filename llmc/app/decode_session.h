@@ -63,8 +63,9 @@ class DecodeSession {
 };
 
 // Exit::usage unless both models have the same tokens: those of their tokenizers or, if neither file has a tokenizer,
-// as many in their configurations. The vocabularies may be padded differently.
-void check_same_tokens(const ModelFile& model, const Tokenizer* tokenizer, const ModelFile& draft);
+// as many in their configurations. The vocabularies may be padded differently. `option`: the one that names `other`.
+void check_same_tokens(const ModelFile& model, const Tokenizer* tokenizer, const ModelFile& other,
+                       const std::string& option);
 
 // The options about sampling. vocab_limit is not set: it depends on the model.
 SamplerOptions sampler_options(const InferSettings& settings);

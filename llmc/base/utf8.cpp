@@ -45,6 +45,11 @@ std::size_t utf8_incomplete_suffix(std::string_view text) {
   return 0;
 }
 
+std::size_t utf8_characters(std::string_view text) {
+  return static_cast<std::size_t>(
+      std::ranges::count_if(text, [](char c) { return (static_cast<unsigned char>(c) & 0xC0) != 0x80; }));
+}
+
 std::string utf8_replace_invalid(std::string_view text) {
   std::string out;
   out.reserve(text.size());

@@ -16,6 +16,9 @@ std::size_t utf8_sequence_length(std::string_view text);
 // keeps them back until the rest arrives.
 std::size_t utf8_incomplete_suffix(std::string_view text);
 
+// Characters of `text`, which is valid: all bytes but those that continue a sequence.
+std::size_t utf8_characters(std::string_view text);
+
 // `text` with each byte that is not part of a well-formed sequence replaced by U+FFFD, one U+FFFD for each
 // maximal ill-formed subpart (The Unicode Standard 15, section 3.9), as Python's errors="replace" does.
 std::string utf8_replace_invalid(std::string_view text);

@@ -19,15 +19,74 @@ namespace weft {
 
 namespace {
 
-constexpr std::string_view kBeginning = "{\"id\":";
+// What is read of an answer: three members, whatever else it holds. An answer with scores may have millions of values,
+// of which none is kept.
+class AnswerMembers : public nlohmann::json_sax<Json> {
+ public:
+  std::string id;  // as JSON
+  std::optional<std::string> finish_reason, request;
+  std::string problem;  // of the JSON
 
-bool is_error(const Json& answer) {
-  return answer["finish_reason"] == "error";
+  bool null() override { return take(nullptr); }
+  bool boolean(bool) override { return true; }
+  bool number_integer(number_integer_t number) override { return take(number); }
+  bool number_unsigned(number_unsigned_t number) override { return take(number); }
+  bool number_float(number_float_t, const string_t&) override { return true; }
+  bool string(string_t& text) override { return take(text); }
+  bool binary(binary_t&) override { return true; }
+  bool start_object(std::size_t) override { return ++depth_ > 0; }
+  bool start_array(std::size_t) override { return ++depth_ > 0; }
+  bool end_object() override { return --depth_ >= 0; }
+  bool end_array() override { return --depth_ >= 0; }
+  bool key(string_t& key) override {
+    if (depth_ == 1) key_ = key;
+    return true;
+  }
+  bool parse_error(std::size_t, const std::string&, const Json::exception& error) override {
+    problem = error.what();
+    return false;
+  }
+
+ private:
+  bool take(const Json& value) {
+    if (depth_ != 1) return true;
+    if (key_ == "id") id = json_text(value);
+    if (key_ == "finish_reason" && value.is_string()) finish_reason = value.get<std::string>();
+    if (key_ == "request" && value.is_string()) request = value.get<std::string>();
+    return true;
+  }
+
+  int depth_ = 0;
+  std::string key_;  // of the value that comes next in the answer itself
+};
+
+// Whether `rest`, which follows the id, can be that of an answer, or the beginning of one. Batch::write_answers() and
+// Batch::refuse() know these members.
+bool may_follow_an_id(std::string_view rest) {
+  for (const std::string_view member : {R"(,"prompt_ids":[)", R"(,"line":)"}) {
+    if (rest.starts_with(member) || member.starts_with(rest)) return true;
+  }
+  return false;
 }
 
-// Whether `line`, the last one and without its end, can be the beginning of an answer, as a killed run leaves it.
+// Whether `line`, the last one and without its end, can be the beginning of an answer, as a killed run leaves it. A whole
+// object without finish_reason is something else: a request, for example.
 bool is_torn_answer(std::string_view line) {
-  return line.starts_with(kBeginning) || kBeginning.starts_with(line);
+  constexpr std::string_view kBeginning = "{\"id\":";
+  if (kBeginning.starts_with(line)) return true;
+  if (!line.starts_with(kBeginning)) return false;
+  AnswerMembers members;
+  if (Json::sax_parse(line, &members)) return members.finish_reason.has_value();
+  std::size_t end = kBeginning.size();
+  if (line.substr(end).starts_with('"')) {
+    for (++end; end < line.size() && line[end] != '"'; ++end) {
+      if (line[end] == '\\') ++end;
+    }
+    ++end;
+  } else {
+    end = line.find(',', end);
+  }
+  return end >= line.size() || may_follow_an_id(line.substr(end));
 }
 
 [[noreturn]] void refuse(const std::string& where, const std::string& problem) {
@@ -88,6 +147,8 @@ void AnswerFile::write_anew(std::string_view content) {
   file.write(content);
   const int fd = open_locked(file.temporary());
   try {
+    struct stat old {};
+    if (::fstat(fd_, &old) == 0) ::fchmod(fd, old.st_mode & 07777);
     file.publish();
   } catch (...) {
     ::close(fd);
@@ -112,14 +173,15 @@ void AnswerFile::read() {
       torn = true;
       break;
     }
-    const Json answer = parse_json(line, where);
-    if (!answer.is_object() || !answer.contains("id") || !answer.contains("finish_reason")) {
-      refuse(where, "not an answer");
-    }
-    if (is_error(answer)) {
+    AnswerMembers answer;
+    Json::sax_parse(line, &answer);
+    if (!answer.problem.empty()) refuse(where, "not valid JSON: " + escaped(answer.problem, 200));
+    if (answer.id.empty() || !answer.finish_reason) refuse(where, "not an answer");
+    if (answer.finish_reason == "error") {
       if (errors++ == 0) kept.assign(file.text().substr(0, file.text().size() - rest.size()));
     } else {
-      remember(answer, where);
+      if (!answer.request) refuse(where, "not an answer: request: missing");
+      remember(answer.id, *answer.request, where);
       if (errors > 0) kept.append(line).append("\n");
       ++found_;
     }
@@ -136,9 +198,8 @@ void AnswerFile::read() {
   if (torn) log_info("%s: line %zu was not written to its end and is removed", escaped(path_).c_str(), line_number);
 }
 
-void AnswerFile::remember(const Json& answer, const std::string& where) {
-  const bool added = requests_.emplace(json_text(answer["id"]), json_string(answer, "request", where)).second;
-  if (!added) refuse(where, "a second answer to id " + escaped(json_text(answer["id"])));
+void AnswerFile::remember(const std::string& id, const std::string& request, const std::string& where) {
+  if (!requests_.emplace(id, request).second) refuse(where, "a second answer to id " + escaped(id));
 }
 
 std::optional<std::string> AnswerFile::answered(const Json& id) const {

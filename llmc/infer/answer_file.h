@@ -16,9 +16,9 @@ namespace weft {
 class AnswerFile {
  public:
   // Opens or creates the file and locks it; "-" is stdout. From an existing file it removes an unfinished last
-  // line, which a killed run leaves, and answers with an error, so that their requests are tried again. A file
-  // that holds anything but answers is Exit::bad_file and is not changed; one that another run has locked, or that
-  // is a link, is Exit::environment.
+  // line, which a killed run leaves, and answers with an error, so that their requests are tried again; its mode
+  // stays. A file that holds anything but answers is Exit::bad_file and is not changed; one that another run has
+  // locked, or that is a link, is Exit::environment.
   explicit AnswerFile(const std::string& path);
   ~AnswerFile();
   AnswerFile(const AnswerFile&) = delete;
@@ -38,7 +38,7 @@ class AnswerFile {
   bool is_at_path() const;
   void read();
   void write_anew(std::string_view content);
-  void remember(const Json& answer, const std::string& where);
+  void remember(const std::string& id, const std::string& request, const std::string& where);
 
   const std::string path_;
   int fd_ = -1;  // stdout: -1

@@ -41,7 +41,8 @@ std::string shown(const Json& id) {
 // Collects the pieces of one answer.
 class Collector : public CompletionSink {
  public:
-  explicit Collector(bool logprobs) : logprobs_(logprobs) {}
+  explicit Collector(const CompletionOptions& options)
+      : logprobs_(options.logprobs >= 0), prompt_logprobs_(logprobs_ && options.echo) {}
 
   bool on_piece(CompletionPiece piece) override {
     text_ += piece.text;
@@ -58,7 +59,7 @@ class Collector : public CompletionSink {
     answer["ids"] = std::move(ids);
     answer["text"] = text_;
     if (logprobs_) answer["logprobs"] = scores(ids_);
-    if (!prompt_.empty()) answer["prompt_logprobs"] = scores(prompt_);
+    if (prompt_logprobs_) answer["prompt_logprobs"] = scores(prompt_);
   }
 
  private:
@@ -73,7 +74,7 @@ class Collector : public CompletionSink {
     return list;
   }
 
-  const bool logprobs_;
+  const bool logprobs_, prompt_logprobs_;  // wanted
   std::string text_;
   std::vector<ScoredId> prompt_, ids_;
   std::optional<CompletionEnd> end_;
@@ -242,7 +243,7 @@ void Batch::submit(const BatchRequest& request) {
   const std::string refusal =
       engine_.refusal(static_cast<std::int64_t>(request.prompt.ids.size()), request.options.max_tokens);
   if (!refusal.empty()) fail(Exit::usage, "%s", refusal.c_str());
-  auto collector = std::make_shared<Collector>(request.options.logprobs >= 0);
+  auto collector = std::make_shared<Collector>(request.options);
   Completion completion = make_completion(request.prompt, request.options, tokenizer_, config_, collector);
   const RequestId id = engine_.submit(std::move(completion.request), std::move(completion.listener));
   pending_.emplace(id, Pending{request, line_, std::move(collector)});

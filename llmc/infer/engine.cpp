@@ -218,6 +218,7 @@ RequestId Engine::State::submit(EngineRequest asked, std::shared_ptr<RequestList
   s.ids = std::move(request->request.prompt);
   s.prompt_size = std::ssize(s.ids);
   s.max_ids = max_ids_of(s.prompt_size, request->request.max_ids);
+  s.group = request->request.group;
   request->cut = s.max_ids < request->request.max_ids;
   if (request->request.score_prompt) s.rows_to_score = s.prompt_size - 1;
   commands_.push_back({id, std::move(request)});
@@ -260,7 +261,7 @@ bool Engine::State::step() {
 // Finds guesses for the sequences that generate. A guess needs all sampled ids, so steps in flight are collected first
 // if some sequence is to get one. With lookup, they are only collected if the ids known so far have a match.
 void Engine::State::draft() {
-  const auto request_of = [&](const Sequence* s) -> Request& { return *requests_.at(s->order); };
+  const auto request_of = [&](const Sequence* s) -> Request& { return *requests_.at(s->id); };
   const std::span<Sequence* const> running = scheduler_.running_sequences();
   costs_ = draft_costs();
   for (Sequence* s : running) s->drafts.clear();
@@ -334,7 +335,7 @@ void Engine::State::draft_with_model() {
   draft_jobs_.clear();
   for (Sequence* s : scheduler_.running_sequences()) {
     if (s->max_ids < 2) continue;
-    Request& request = *requests_.at(s->order);
+    Request& request = *requests_.at(s->id);
     const bool generates = std::ssize(s->ids) > s->prompt_size, wants = s->in_flight == 0 && wants_drafts(request);
     if (generates && !wants) continue;
     if (!request.draft_state.has_value()) {
@@ -403,7 +404,7 @@ void Engine::State::submit_step(std::span<const PlannedSpan> plan) {
   verified_ids_.clear();  // spans point into it: it has room for all rows of a step, and never moves
   for (const PlannedSpan& planned : plan) {
     Sequence& s = *planned.sequence;
-    Request& request = *requests_.at(s.order);
+    Request& request = *requests_.at(s.id);
     const auto first = static_cast<std::size_t>(planned.first_position);
     const auto rows = static_cast<std::size_t>(planned.rows);
     Span span;
@@ -447,7 +448,7 @@ void Engine::State::collect_step() {
     Request& request = *flight[i].request;
     if (!request.sequence.ended) take_result(flight[i], results[i]);
     scheduler_.collected(request.sequence);
-    if (Scheduler::released(request.sequence)) requests_.erase(request.sequence.order);
+    if (Scheduler::released(request.sequence)) requests_.erase(request.sequence.id);
   }
   unused_flights_.push_back(std::move(flight));
 }
@@ -497,7 +498,7 @@ void Engine::State::verify(const FlightSpan& span, const SpanResult& result) {
 std::int64_t Engine::State::forced_acceptance(const FlightSpan& span) const {
   const Sequence& s = span.request->sequence;
   for (std::int64_t i = 0; i < span.drafts; ++i) {
-    const PhiloxWords words = philox(s.order, static_cast<std::uint64_t>(std::ssize(s.ids) + i),
+    const PhiloxWords words = philox(s.id, static_cast<std::uint64_t>(std::ssize(s.ids) + i),
                                      static_cast<std::uint64_t>(RandomStream::sampling));
     if (static_cast<double>(uniform01(words.word[0])) >= *drafts_.acceptance) return i;
   }
@@ -551,9 +552,9 @@ void Engine::State::end(Request& request, RequestEnd reason) {
     request.draft_state.reset();
     std::erase(drafted_for_, &request);
   }
-  if (request.request.deadline.has_value()) deadlines_.erase({*request.request.deadline, request.sequence.order});
+  if (request.request.deadline.has_value()) deadlines_.erase({*request.request.deadline, request.sequence.id});
   const std::shared_ptr<RequestListener> listener = std::move(request.listener);
-  if (Scheduler::released(request.sequence)) requests_.erase(request.sequence.order);
+  if (Scheduler::released(request.sequence)) requests_.erase(request.sequence.id);
   listener->on_end(reason);
 }
 

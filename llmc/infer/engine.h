@@ -62,6 +62,9 @@ struct EngineRequest {
   std::int32_t alternatives = -1;  // InferenceModel's Span::alternatives
   bool score_prompt = false;       // on_prompt() is wanted
   std::optional<std::chrono::steady_clock::time_point> deadline;
+  // Requests of one group take turns with other groups for a place among those that run: one turn for all of them. 0: a
+  // group of its own.
+  std::uint64_t group = 0;
 };
 
 // Where guesses come from; nowhere by default. At most one of lookup, model and sequence.

@@ -149,7 +149,8 @@ void add_server(OptionTable& table, InferSettings& s) {
   table.number("request-seconds", s.request_seconds, 0, kLongestWait, "a completion ends after them; 0: no limit");
   table.number("read-seconds", s.read_seconds, 0.01, kLongestWait, "a request must have come in them");
   table.number("idle-seconds", s.idle_seconds, 0.01, kLongestWait, "a connection without a request is closed");
-  table.number("write-seconds", s.write_seconds, 0.01, kLongestWait, "a client that takes no byte is cut off");
+  table.number("write-seconds", s.write_seconds, 0.01, kLongestWait,
+               "a client that takes neither 256 KiB nor all that waits is cut off");
   table.number("drain-seconds", s.drain_seconds, 0, kLongestWait, "for requests under way, after a stop signal");
 }
 

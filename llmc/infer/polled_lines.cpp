@@ -40,6 +40,13 @@ PolledLines::~PolledLines() {
   close();
 }
 
+bool PolledLines::reads(const std::string& path) const {
+  struct stat own {};
+  struct stat other {};
+  return ::fstat(fd_, &own) == 0 && ::stat(path.c_str(), &other) == 0 && own.st_dev == other.st_dev &&
+         own.st_ino == other.st_ino && S_ISREG(own.st_mode);
+}
+
 void PolledLines::close() const {
   if (fd_ >= 0 && fd_ != STDIN_FILENO) ::close(fd_);
 }

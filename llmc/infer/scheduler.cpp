@@ -54,7 +54,41 @@ Scheduler::Scheduler(PagePool& pool, const SchedulerOptions& options) : pool_(po
 }
 
 void Scheduler::add(Sequence& sequence) {
-  waiting_.push_back(&sequence);
+  ++waiting_;
+  const auto found = sequence.group == 0 ? groups_.end() : std::ranges::find(groups_, sequence.group, &Group::id);
+  if (found != groups_.end()) return found->sequences.push_back(&sequence);
+  groups_.push_back({sequence.group, {&sequence}});
+}
+
+// The sequence whose turn it is; null if none waits.
+Sequence* Scheduler::next_waiting() const {
+  if (!preempted_.empty()) return preempted_.front();
+  return groups_.empty() ? nullptr : groups_.front().sequences.front();
+}
+
+// Takes it out, and with it the turn of its group.
+void Scheduler::take_next_waiting() {
+  --waiting_;
+  if (!preempted_.empty()) return preempted_.pop_front();
+  Group group = std::move(groups_.front());
+  groups_.pop_front();
+  group.sequences.pop_front();
+  if (!group.sequences.empty()) groups_.push_back(std::move(group));
+}
+
+void Scheduler::forget_waiting(Sequence& sequence) {
+  --waiting_;
+  if (sequence.preempted) {
+    preempted_.erase(std::ranges::find(preempted_, &sequence));
+    return;
+  }
+  for (auto group = groups_.begin(); group != groups_.end(); ++group) {
+    const auto found = std::ranges::find(group->sequences, &sequence);
+    if (found == group->sequences.end()) continue;
+    group->sequences.erase(found);
+    if (group->sequences.empty()) groups_.erase(group);
+    return;
+  }
 }
 
 std::span<const PlannedSpan> Scheduler::plan() {
@@ -62,7 +96,7 @@ std::span<const PlannedSpan> Scheduler::plan() {
   for (Sequence* s : running_) use_prefix(*s);
   divide();
   plan_.clear();
-  // In the order of arrival: whoever is preempted for a page is younger and has no span yet.
+  // In the order of admission: whoever is preempted for a page is younger and has no span yet.
   for (std::size_t i = 0; i < shares_.size(); ++i) {
     Share& share = shares_[i];
     Sequence& s = *share.sequence;
@@ -87,9 +121,10 @@ std::span<const PlannedSpan> Scheduler::plan() {
 
 void Scheduler::admit() {
   const std::int64_t limit = std::min(options_.max_running, options_.rows_per_step);
-  while (!waiting_.empty() && running() < limit && !slots_.empty() && admissible(*waiting_.front())) {
-    Sequence& s = *waiting_.front();
-    waiting_.pop_front();
+  while (Sequence* const next = next_waiting()) {
+    if (running() >= limit || slots_.empty() || !admissible(*next)) break;
+    take_next_waiting();
+    Sequence& s = *next;
     s.slot = slots_.back();
     slots_.pop_back();
     s.rows = 0;
@@ -97,6 +132,7 @@ void Scheduler::admit() {
     s.running = true;
     running_.push_back(&s);
     if (s.preempted) continue;
+    s.order = ++admitted_;
     prompt_ids_ += s.prompt_size;
     s.ids.reserve(static_cast<std::size_t>(s.prompt_size + s.max_ids));
     s.table.reserve(s.table.missing(s.prompt_size + s.max_ids));
@@ -158,7 +194,7 @@ void Scheduler::divide() {
   }
 }
 
-// Gives drafts to the shares that decode, in the order of arrival, at most `budget` in all. Returns how many. An id is
+// Gives drafts to the shares that decode, in the order of admission, at most `budget` in all. Returns how many. An id is
 // sampled after the last draft too, so max_ids must leave room for one more id than there are drafts.
 std::int64_t Scheduler::give_drafts(std::int64_t budget) {
   std::int64_t given = 0;
@@ -195,7 +231,8 @@ bool Scheduler::preempt_younger_than(const Sequence& sequence) {
   Sequence& youngest = *running_.back();
   stop_running(youngest);
   youngest.preempted = true;
-  waiting_.push_front(&youngest);
+  preempted_.push_front(&youngest);
+  ++waiting_;
   ++preemptions_;
   return true;
 }
@@ -242,7 +279,7 @@ void Scheduler::end(Sequence& s, bool forget_pages) {
   if (s.running) {
     stop_running(s);
   } else {
-    waiting_.erase(std::ranges::find(waiting_, &s));
+    forget_waiting(s);
   }
 }
 

@@ -1,9 +1,11 @@
 // Decides what each step of the engine computes: which sequences run, how many rows each of them gets, and who gives up its
 // pages when there are too few. Knows sequences and pages, but neither the model nor who asked.
 //
-// Sequences are ordered by arrival. Those that run are always older than those that wait: the oldest waiting one is admitted
-// first, and the youngest running one is preempted first. So the oldest sequence of all always runs and gets every page that
-// it asks for. It ends after finitely many steps, and then another one is the oldest: no sequence waits for ever.
+// Sequences of one group (the choices of one request) wait in a row, and the groups take turns: whoever asks for a thousand
+// sequences does not hold up who asks for one. Sequences that were admitted are ordered by that. The one that was admitted
+// last is preempted first, and preempted ones are admitted again before all others. So the oldest of those that were admitted
+// always runs and gets every page that it asks for. It ends after finitely many steps, and then another one is the oldest; and
+// before a sequence stand finitely many turns: none waits for ever.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +18,11 @@
 namespace weft {
 
 struct Sequence {
-  Sequence(PagePool& pool, std::uint64_t arrival) : order(arrival), table(pool) {}
+  Sequence(PagePool& pool, std::uint64_t number) : id(number), table(pool) {}
 
-  std::uint64_t order;            // of arrival: a smaller one is older
+  std::uint64_t id;               // the caller's
+  std::uint64_t group = 0;        // it takes turns with others for being admitted; 0: a group of its own
+  std::uint64_t order = 0;        // of the first admission: a smaller one is older; 0: not admitted yet
   std::vector<std::int32_t> ids;  // the prompt and what was sampled, as far as the host knows it
   std::int64_t prompt_size = 0;
   std::int64_t max_ids = 0;        // to sample; 0: the prompt is scored, all but its last row are computed
@@ -51,7 +55,7 @@ struct PromptRows {
   std::int64_t position = 0;   // of the next row
   std::int64_t remaining = 0;  // at least 1
 };
-// Divides `budget` rows between prompts, given in the order of arrival: rows for each. The oldest gets half of them, so that
+// Divides `budget` rows between prompts, given in the order of admission: rows for each. The oldest gets half of them, so that
 // it advances whatever arrives after it; the rest goes to the prompts with the fewest rows left, so that a short one does not
 // wait for a long one (shortest remaining processing time first); what is left then goes to the oldest. A prompt that is not
 // completed stops at the end of a page, if it reaches one: prefixes are shared by full pages.
@@ -78,7 +82,7 @@ class Scheduler {
  public:
   Scheduler(PagePool& pool, const SchedulerOptions& options);
 
-  // Adds a sequence, younger than all before it, that waits. It must stay at its address until released() is true.
+  // Adds a sequence that waits, behind those of its group. It must stay at its address until released() is true.
   void add(Sequence& sequence);
   // The rows of the next step, decodes first; the caller submits them. Empty if nothing can be computed before a submitted
   // step is collected, or at all. Valid until the next call.
@@ -95,7 +99,7 @@ class Scheduler {
 
   std::int64_t running() const { return std::ssize(running_); }
   std::span<Sequence* const> running_sequences() const { return running_; }  // the oldest first
-  std::int64_t waiting() const { return std::ssize(waiting_); }
+  std::int64_t waiting() const { return waiting_; }
   std::int64_t preemptions() const { return preemptions_; }
   std::int64_t prompt_ids() const { return prompt_ids_; }  // of the prompts that were admitted
   std::int64_t prefix_ids() const { return prefix_ids_; }  // of those, ids that were found in shared pages
@@ -109,6 +113,14 @@ class Scheduler {
     std::int64_t drafts = 0;  // of the rows
   };
 
+  struct Group {
+    std::uint64_t id;
+    std::deque<Sequence*> sequences;  // that wait, in the order of arrival; at least one
+  };
+
+  Sequence* next_waiting() const;
+  void take_next_waiting();
+  void forget_waiting(Sequence& sequence);
   void admit();
   bool admissible(const Sequence& sequence) const;
   void use_prefix(Sequence& sequence);
@@ -123,7 +135,10 @@ class Scheduler {
 
   PagePool& pool_;
   const SchedulerOptions options_;
-  std::deque<Sequence*> waiting_;     // the oldest first
+  std::deque<Sequence*> preempted_;   // that wait again, the oldest first
+  std::deque<Group> groups_;          // in turn
+  std::int64_t waiting_ = 0;          // sequences in preempted_ and groups_
+  std::uint64_t admitted_ = 0;        // ever
   std::vector<Sequence*> running_;    // the oldest first
   std::vector<std::int32_t> slots_;   // free
   std::int64_t pages_in_flight_ = 0;  // of sequences that do not run any more but have rows in flight

@@ -147,6 +147,19 @@ bool read_include_usage(const Json& body, bool stream) {
 
 }  // namespace
 
+std::int64_t answer_values(const CompletionsRequest& request, const ModelConfig& config) {
+  const CompletionOptions& options = request.options;
+  const bool scored = options.logprobs >= 0;
+  std::int64_t tokens = 0;
+  for (const CompletionPrompt& prompt : request.prompts) {
+    const std::int64_t size = std::ssize(prompt.ids);
+    if (options.echo && scored) tokens += size;
+    if (!request.stream) tokens += std::clamp<std::int64_t>(config.max_positions - size, 0, options.max_tokens);
+  }
+  // A scored token: its own log-probability, those of the likeliest, and its text.
+  return request.n * tokens * (scored ? options.logprobs + 2 : 1);
+}
+
 CompletionsRequest parse_completions(std::string_view text, const CompletionsContext& context) {
   const JsonLimits limits = {.bytes = text.size(), .depth = kMaxRequestDepth, .values = kMaxRequestValues};
   const Json body = for_field("", [&] { return parse_json(text, kBody, limits); });
@@ -189,6 +202,16 @@ CompletionsRequest parse_completions(std::string_view text, const CompletionsCon
                        "n");
   }
   request.prompts = read_prompts(body, context);
+  if (const std::int64_t values = answer_values(request, *context.config); values > context.max_values) {
+    throw RequestError(
+        400,
+        format("the answer may have %lld values, the tokens and log-probabilities of all choices, expected "
+               "at most %lld. %s",
+               static_cast<long long>(values), static_cast<long long>(context.max_values),
+               request.stream ? "Echo fewer prompts, choices or alternatives"
+                              : "Stream it, or ask for fewer choices, tokens or alternatives"),
+        options.logprobs >= 0 ? "logprobs" : "max_tokens");
+  }
   return request;
 }
 

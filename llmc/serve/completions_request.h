@@ -20,6 +20,8 @@ inline constexpr std::size_t kMaxPrompts = 1024;             // of one request
 inline constexpr std::int64_t kMaxChoices = 128;             // n
 inline constexpr std::int64_t kDefaultMaxTokens = 16;        // the API's default
 
+inline constexpr std::int64_t kMostAnswerValues = 1 << 22;  // answer_values(), each some 30 bytes of JSON
+
 // A request that is refused: the status and the fields of the API's error object.
 class RequestError : public Error {
  public:
@@ -51,7 +53,12 @@ struct CompletionsContext {
   Tokenizer::Special special = Tokenizer::Special::text;  // names of special tokens in a prompt
   const ModelConfig* config = nullptr;
   std::int64_t max_sequences = 1024;  // prompts times n
+  std::int64_t max_values = kMostAnswerValues;
 };
+
+// How many tokens and log-probabilities an answer may have to hold at once: all of a whole answer, and of a stream those of
+// the prompts, which come in one event.
+std::int64_t answer_values(const CompletionsRequest& request, const ModelConfig& config);
 
 // Unknown fields are ignored, as in other servers of this API. Fields that would change the text and are not supported
 // are refused unless they have the value that changes nothing. Throws RequestError, which names the field.

@@ -17,7 +17,7 @@ namespace {
 constexpr float kLeastLogprob = -9999;  // for -infinity, which JSON does not have
 
 std::int64_t characters(std::string_view utf8) {
-  return std::count_if(utf8.begin(), utf8.end(), [](char c) { return (static_cast<unsigned char>(c) & 0xC0) != 0x80; });
+  return static_cast<std::int64_t>(utf8_characters(utf8));
 }
 
 std::string json_quoted(std::string_view text) {
@@ -92,9 +92,8 @@ void CompletionsChoice::add(const CompletionPiece& piece) {
   shown_ += characters(piece.text);
   if (alternatives_ < 0) return;
   if (piece.is_prompt) add_prompt_tokens(piece);
-  if (!piece.id.has_value()) return;
-  const bool known = decoder_.has_value() && piece.id->id < tokenizer_->vocab_size();
-  add_token({*piece.id, true, tokenizer_ == nullptr, offset_}, known ? decoder_->push(piece.id->id) : std::string());
+  if (piece.id) add_token({*piece.id, true, tokenizer_ == nullptr}, decoder_ ? &*decoder_ : nullptr);
+  write_due_tokens();
 }
 
 void CompletionsChoice::add_prompt_tokens(const CompletionPiece& piece) {
@@ -104,25 +103,54 @@ void CompletionsChoice::add_prompt_tokens(const CompletionPiece& piece) {
   const std::int64_t end = characters(piece.text);
   for (std::size_t i = 0; i < prompt_->ids.size(); ++i) {
     const std::int32_t id = prompt_->ids[i];
-    const bool known = decoder.has_value() && id < tokenizer_->vocab_size();
+    const bool known = decoder && id < tokenizer_->vocab_size();
     // The token that begins a document was put in front of the text, so none of the text's characters are its own.
     const bool in_front =
         i == 0 && known && tokenizer_->is_special(id) && !piece.text.starts_with(tokenizer_->token_bytes(id));
-    const std::string text = known && !in_front ? decoder->push(id) : std::string();
     const bool scored = i > 0 && i <= piece.prompt.size();
-    add_token({scored ? piece.prompt[i - 1] : ScoredId{id, 0, {}}, scored, true, offset_}, text);
+    add_token({scored ? piece.prompt[i - 1] : ScoredId{id, 0, {}}, scored, true},
+              decoder && !in_front ? &*decoder : nullptr);
+  }
+  if (decoder) {
+    std::vector<std::size_t> begins;
+    const std::string rest = decoder->finish(&begins);
+    take_text(rest, begins);
   }
   // Normalization may have changed the number of characters: what follows counts from the prompt as it was given.
   for (Token& token : tokens_) token.offset = std::min(token.offset, end);
   offset_ = end;
 }
 
-void CompletionsChoice::add_token(Token token, std::string_view text) {
+// `decoder`: that of the text that the token is of; null if it is of none.
+void CompletionsChoice::add_token(Token token, StreamingDecoder* decoder) {
+  const std::int32_t id = token.id.id;
   tokens_.push_back(std::move(token));
+  if (decoder == nullptr || id >= tokenizer_->vocab_size()) {
+    tokens_.back().offset = offset_;
+    return;
+  }
+  waiting_.push_back(written_ + tokens_.size() - 1);
+  std::vector<std::size_t> begins;
+  const std::string text = decoder->push(id, &begins);
+  take_text(text, begins);
+}
+
+// `begins`: StreamingDecoder::push().
+void CompletionsChoice::take_text(std::string_view text, const std::vector<std::size_t>& begins) {
+  for (const std::size_t begin : begins) {
+    tokens_[waiting_.front() - written_].offset = offset_ + static_cast<std::int64_t>(begin);
+    waiting_.pop_front();
+  }
   offset_ += characters(text);
 }
 
 void CompletionsChoice::finish(FinishedBy reason) {
+  if (decoder_) {
+    std::vector<std::size_t> begins;
+    const std::string rest = decoder_->finish(&begins);
+    take_text(rest, begins);
+    write_due_tokens();
+  }
   finish_reason_ = reason == FinishedBy::stop || reason == FinishedBy::length ? finished_by_name(reason) : "abort";
 }
 
@@ -131,14 +159,24 @@ bool CompletionsChoice::token_is_due() const {
 }
 
 bool CompletionsChoice::pending() const {
-  return !text_.empty() || !finish_reason_.empty() || token_is_due();
+  return !text_.empty() || !finish_reason_.empty() || !lists_.tokens.empty();
 }
 
 std::string CompletionsChoice::write() {
   std::string out = R"({"index":)" + std::to_string(index_) + R"(,"text":)" + json_quoted(text_);
-  out += R"(,"logprobs":)" + (alternatives_ < 0 ? "null" : write_logprobs()) + R"(,"finish_reason":)";
+  out += R"(,"logprobs":)";
+  if (alternatives_ < 0) {
+    out += "null";
+  } else {
+    out.append(R"({"text_offset":[)").append(lists_.offsets);
+    out.append(R"(],"token_logprobs":[)").append(lists_.logprobs);
+    out.append(R"(],"tokens":[)").append(lists_.tokens);
+    out.append(R"(],"top_logprobs":[)").append(lists_.top).append("]}");
+  }
+  out += R"(,"finish_reason":)";
   out += finish_reason_.empty() ? "null}" : json_quoted(finish_reason_) + "}";
-  text_.clear();
+  text_ = {};
+  lists_ = {};
   return out;
 }
 
@@ -153,34 +191,34 @@ std::string CompletionsChoice::token_text(std::int32_t id) const {
   return text;
 }
 
-std::string CompletionsChoice::write_logprobs() {
-  Json tokens = Json::array(), logprobs = Json::array(), top = Json::array(), offsets = Json::array();
-  while (token_is_due()) {
+// As soon as they are due, so that the end of a long answer is not the time to write all of it.
+void CompletionsChoice::write_due_tokens() {
+  const auto append = [](std::string& list, std::string_view value) {
+    if (!list.empty()) list += ',';
+    list += value;
+  };
+  for (; token_is_due(); tokens_.pop_front(), ++written_) {
     const Token& token = tokens_.front();
     const std::string text = token_text(token.id.id);
-    tokens.push_back(text);
-    logprobs.push_back(token.scored ? number(token.id.logprob) : Json());
-    Json alternatives;  // null where nothing is scored
-    if (token.scored) {
-      alternatives = Json::object();
-      for (const IdLogprob& one : token.id.alternatives) alternatives.emplace(token_text(one.id), number(one.logprob));
-      alternatives.emplace(text, number(token.id.logprob));
+    append(lists_.tokens, json_quoted(text));
+    append(lists_.offsets, std::to_string(token.offset));
+    append(lists_.logprobs, token.scored ? json_text(number(token.id.logprob)) : "null");
+    if (!token.scored) {
+      append(lists_.top, "null");
+      continue;
     }
-    top.push_back(std::move(alternatives));
-    offsets.push_back(token.offset);
-    tokens_.pop_front();
+    Json alternatives = Json::object();
+    for (const IdLogprob& one : token.id.alternatives) alternatives.emplace(token_text(one.id), number(one.logprob));
+    alternatives.emplace(text, number(token.id.logprob));
+    append(lists_.top, json_text(alternatives));
   }
-  return json_text({{"tokens", std::move(tokens)},
-                    {"token_logprobs", std::move(logprobs)},
-                    {"top_logprobs", std::move(top)},
-                    {"text_offset", std::move(offsets)}});
 }
 
-std::string completions_body(const CompletionsHead& head, const std::vector<std::string>& choices,
+std::string completions_body(const CompletionsHead& head, std::vector<CompletionsChoice>& choices,
                              const CompletionsUsage& usage) {
   std::string out = begin_object(head) + "\"choices\":[";
-  for (std::size_t i = 0; i < choices.size(); ++i) out += (i > 0 ? "," : "") + choices[i];
-  return out + "],\"usage\":" + usage_object(usage) + "}";
+  for (std::size_t i = 0; i < choices.size(); ++i) out.append(i > 0 ? "," : "").append(choices[i].write());
+  return out.append("],\"usage\":").append(usage_object(usage)).append("}");
 }
 
 std::string completions_event(const CompletionsHead& head, const std::string& choice) {

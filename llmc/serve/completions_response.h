@@ -31,8 +31,9 @@ struct CompletionsUsage {
   std::int64_t completion_tokens = 0;  // of all choices
 };
 
-// One choice: collects the pieces of a completion, and writes what has come since the last write(). Log-probabilities
-// are written with the text of their token: those of a stop id, or of a token that a stop text removes, are not.
+// One choice: collects the pieces of a completion, as JSON, and writes what has come since the last write().
+// Log-probabilities are written with the text of their token: those of a stop id, or of a token that a stop text removes,
+// are not.
 class CompletionsChoice {
  public:
   // `prompt`: what the text continues; may be null without log-probabilities. `alternatives`: CompletionOptions::logprobs.
@@ -49,15 +50,17 @@ class CompletionsChoice {
  private:
   struct Token {
     ScoredId id;
-    bool scored = true;          // the first id of a prompt has no log-probability
-    bool unconditional = false;  // written even if none of its text is shown: of a prompt, or without a tokenizer
-    std::int64_t offset = 0;     // characters of the choice's text before it
+    bool scored = true;               // the first id of a prompt has no log-probability
+    bool unconditional = false;       // written even if none of its text is shown: of a prompt, or without a tokenizer
+    std::int64_t offset = kNotKnown;  // characters of the choice's text before it
   };
+  static constexpr std::int64_t kNotKnown = INT64_MAX;  // what it stands behind may still change
 
   void add_prompt_tokens(const CompletionPiece& piece);
-  void add_token(Token token, std::string_view text);
+  void add_token(Token token, StreamingDecoder* decoder);
+  void take_text(std::string_view text, const std::vector<std::size_t>& begins);
   bool token_is_due() const;
-  std::string write_logprobs();
+  void write_due_tokens();
   std::string token_text(std::int32_t id) const;
 
   std::int64_t index_;
@@ -65,15 +68,20 @@ class CompletionsChoice {
   std::int32_t alternatives_;
   std::shared_ptr<const CompletionPrompt> prompt_;
   std::optional<StreamingDecoder> decoder_;  // of the generated ids, before stop texts are taken out
-  std::int64_t offset_ = 0;                  // characters that the tokens so far have made
+  std::int64_t offset_ = 0;                  // characters that the tokens so far have made for certain
   std::int64_t shown_ = 0;                   // characters of the text so far
   std::string text_;                         // not yet written
-  std::deque<Token> tokens_;                 // not yet written
-  std::string finish_reason_;                // empty: not finished
+  std::deque<Token> tokens_;                 // not yet due
+  std::size_t written_ = 0;                  // tokens that were in tokens_
+  std::deque<std::size_t> waiting_;          // numbers of those whose offset is not known, as yet
+  struct Lists {
+    std::string tokens, logprobs, top, offsets;  // what is between the brackets
+  } lists_;                                      // of the tokens that are due and not yet written
+  std::string finish_reason_;                    // empty: not finished
 };
 
-// The whole answer. `choices`: texts of CompletionsChoice::write().
-std::string completions_body(const CompletionsHead& head, const std::vector<std::string>& choices,
+// The whole answer, of choices that are finished.
+std::string completions_body(const CompletionsHead& head, std::vector<CompletionsChoice>& choices,
                              const CompletionsUsage& usage);
 // Events of a stream, each "data: ...\n\n".
 std::string completions_event(const CompletionsHead& head, const std::string& choice);

@@ -85,9 +85,11 @@ class Connection;
 class HttpServerState {
  public:
   HttpServerState(const HostPort& address, const HttpLimits& limits_of_server, HttpHandler handler_of_requests,
-                  HttpErrorBody body_of_errors);
+                  HttpErrorBody body_of_errors, HttpHeaderCheck check_of_headers);
 
+  void run();
   void accept();
+  void take(tcp::socket socket);
   void stop(double seconds);
   bool reserve_body(std::size_t bytes) {
     if (bytes > limits.all_body_bytes - body_bytes) return false;
@@ -98,11 +100,13 @@ class HttpServerState {
   const HttpLimits limits;
   const HttpHandler handler;
   const HttpErrorBody error_body;
+  const HttpHeaderCheck check;
   std::atomic<std::int64_t> open{0}, refused{0}, cut_off{0};
 
   // Used on the thread of the connections alone. Declared before `io`, whose destructor destroys the last connections.
   std::unordered_set<Connection*> connections;
-  std::size_t body_bytes = 0;  // reserved
+  std::size_t body_bytes = 0;    // that have come
+  std::size_t unsent_bytes = 0;  // in the queues of all connections
   bool stopping = false;
   asio::io_context io{1};
   tcp::acceptor acceptor{io};
@@ -139,7 +143,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void close_soon();  // after the answer that is being made or written, if there is one
 
   // From the exchange that is being answered.
-  void respond(const HttpResponse& response);
+  void respond(HttpResponse response);
   void begin_stream(const std::string& content_type);
   void send(const std::string& data);
   void end_stream();
@@ -158,11 +162,14 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void on_data();
   void read_header();
   void on_header(const error_code& error);
+  HttpRequest header_fields() const;
+  void read_body();
   void answer_read_error(const error_code& error);
   void refuse(int status, const std::string& message);
   void hand_over();
   void finish_answer();
-  void queue(std::string data);
+  void queue(std::string data, std::string more = {});
+  bool falls_behind();
   std::vector<asio::const_buffer> next_buffers() const;
   void write();
   void take_written(std::size_t bytes);
@@ -182,6 +189,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   // A read_some() is pending, as in every phase but `reading`, so that a client that goes away is noticed.
   bool reads_ = false;
   std::optional<Parser> parser_;
+  HttpRequest request_;       // that is read
   std::size_t reserved_ = 0;  // bytes of all_body_bytes, while the request is read: then the exchange has them
 
   std::shared_ptr<Exchange> exchange_;
@@ -192,6 +200,14 @@ class Connection : public std::enable_shared_from_this<Connection> {
   std::size_t queued_bytes_ = 0;
   std::size_t front_written_ = 0;  // bytes of queue_.front()
   bool writes_ = false;            // a write waits for the client to take bytes
+  bool write_limited_ = false;     // write_timer_ runs
+  std::size_t taken_ = 0;          // bytes since it was set
+  // While more than backlog_bytes are queued: what the client has taken, and until when that has to suffice.
+  struct Stall {
+    std::size_t taken;
+    std::chrono::steady_clock::time_point until;
+  };
+  std::optional<Stall> stall_;
 };
 
 class Exchange final : public HttpExchange, public std::enable_shared_from_this<Exchange> {
@@ -205,7 +221,7 @@ class Exchange final : public HttpExchange, public std::enable_shared_from_this<
   bool gone() const override { return gone_; }
 
   void respond(HttpResponse response) override {
-    to_connection([response = std::move(response)](Connection& c) { c.respond(response); });
+    to_connection([response = std::move(response)](Connection& c) mutable { c.respond(std::move(response)); });
   }
   void begin_stream(const std::string& content_type) override {
     to_connection([content_type](Connection& c) { c.begin_stream(content_type); });
@@ -241,7 +257,7 @@ class Exchange final : public HttpExchange, public std::enable_shared_from_this<
  private:
   template <typename Call>
   void to_connection(Call call) {
-    asio::dispatch(server_.io, [self = shared_from_this(), call = std::move(call)] {
+    asio::dispatch(server_.io, [self = shared_from_this(), call = std::move(call)]() mutable {
       if (self->gone_ || self->complete_) return;
       if (const std::shared_ptr<Connection> connection = self->connection_.lock()) call(*connection);
     });
@@ -334,20 +350,45 @@ void Connection::on_header(const error_code& error) {
     return refuse(
         400, "Transfer-Encoding: got " + escaped(std::string(encoding)) + ", expected none, or chunked since HTTP 1.1");
   }
-  // The length of a chunked body is only known at its end, so the most is reserved.
-  const auto length = parser_->content_length();
-  const std::size_t bytes =
-      length ? static_cast<std::size_t>(*length) : (parser_->chunked() ? server_.limits.body_bytes : 0);
-  if (!server_.reserve_body(bytes)) return refuse(503, "too many request bodies at once: try again later");
-  reserved_ = bytes;
+  request_ = header_fields();
+  head_only_ = parser_->get().method() == http::verb::head;
+  if (std::optional<HttpResponse> refusal = server_.check ? server_.check(request_) : std::nullopt) {
+    if (!parser_->is_done() || !parser_->get().keep_alive()) close_after_ = true;
+    return respond(std::move(*refusal));
+  }
   const auto expect = parser_->get()[http::field::expect];
   if (boost::beast::iequals(expect, "100-continue") && parser_->get().version() >= 11 && !parser_->is_done()) {
     queue("HTTP/1.1 100 Continue\r\n\r\n");
   }
-  http::async_read(socket_, buffer_, *parser_, [self = shared_from_this()](const error_code& failure, std::size_t) {
+  parser_->eager(true);
+  read_body();
+}
+
+HttpRequest Connection::header_fields() const {
+  const auto& message = parser_->get();
+  const auto field = [&](http::field name) { return std::string(message[name]); };
+  HttpRequest request;
+  request.method = message.method() == http::verb::head ? "GET" : std::string(message.method_string());
+  request.path = std::string(message.target());
+  request.path.resize(std::min(request.path.find('?'), request.path.size()));
+  request.host = field(http::field::host);
+  request.origin = field(http::field::origin);
+  request.authorization = field(http::field::authorization);
+  request.content_type = field(http::field::content_type);
+  request.content_encoding = field(http::field::content_encoding);
+  return request;
+}
+
+// Reads the rest of the request in pieces, because bytes count when they have come: a length is only announced.
+void Connection::read_body() {
+  const std::size_t come = parser_->get().body().size();
+  if (!server_.reserve_body(come - reserved_)) return refuse(503, "too many request bodies at once: try again later");
+  reserved_ = come;
+  if (parser_->is_done()) return hand_over();
+  http::async_read_some(socket_, buffer_, *parser_, [self = shared_from_this()](const error_code& error, std::size_t) {
     if (self->closed_) return;
-    if (failure) return self->answer_read_error(failure);
-    self->hand_over();
+    if (error) return self->answer_read_error(error);
+    self->read_body();
   });
 }
 
@@ -379,18 +420,7 @@ void Connection::hand_over() {
   lift_limit(read_timer_);
   phase_ = Phase::answering;
   auto& message = parser_->get();
-  const auto field = [&](http::field name) { return std::string(message[name]); };
-  HttpRequest request;
-  request.method = std::string(message.method_string());
-  head_only_ = request.method == "HEAD";
-  if (head_only_) request.method = "GET";
-  request.path = std::string(message.target());
-  request.path.resize(std::min(request.path.find('?'), request.path.size()));
-  request.host = field(http::field::host);
-  request.origin = field(http::field::origin);
-  request.authorization = field(http::field::authorization);
-  request.content_type = field(http::field::content_type);
-  request.content_encoding = field(http::field::content_encoding);
+  HttpRequest request = std::exchange(request_, {});
   request.body = std::move(message.body());
   chunked_ = message.version() >= 11;
   if (!message.keep_alive()) close_after_ = true;
@@ -418,12 +448,17 @@ std::string head_of(int status, const std::string& content_type, bool close) {
   return head;
 }
 
-void Connection::respond(const HttpResponse& response) {
-  std::string text = head_of(response.status, response.content_type, close_after_);
-  for (const auto& [name, value] : response.headers) text += format("%s: %s\r\n", name.c_str(), value.c_str());
-  text += format("Content-Length: %zu\r\n\r\n", response.body.size());
-  if (!head_only_) text += response.body;
-  queue(std::move(text));
+void Connection::respond(HttpResponse response) {
+  if (server_.unsent_bytes + response.body.size() > server_.limits.all_unsent_bytes) {
+    response = {503,
+                "application/json",
+                server_.error_body(503, "too many answers wait for their clients: try again later"),
+                {{"Retry-After", "1"}}};
+  }
+  std::string head = head_of(response.status, response.content_type, close_after_);
+  for (const auto& [name, value] : response.headers) head += format("%s: %s\r\n", name.c_str(), value.c_str());
+  head += format("Content-Length: %zu\r\n\r\n", response.body.size());
+  queue(std::move(head), head_only_ ? std::string() : std::move(response.body));
   finish_answer();
 }
 
@@ -434,7 +469,7 @@ void Connection::begin_stream(const std::string& content_type) {
 
 void Connection::send(const std::string& data) {
   if (data.empty()) return;  // an empty chunk would end the stream
-  if (queued_bytes_ > server_.limits.backlog_bytes) {
+  if (falls_behind()) {
     ++server_.cut_off;
     return close();
   }
@@ -446,6 +481,21 @@ void Connection::send(const std::string& data) {
   chunk.reserve(sizeof digits + data.size() + 4);
   chunk.append(first, end).append("\r\n").append(data).append("\r\n");
   queue(std::move(chunk));
+}
+
+// Whether the client does not keep up with a stream.
+bool Connection::falls_behind() {
+  const HttpLimits& limits = server_.limits;
+  if (queued_bytes_ <= limits.backlog_bytes) {
+    stall_.reset();
+    return false;
+  }
+  if (server_.unsent_bytes > limits.all_unsent_bytes) return true;
+  const auto now = std::chrono::steady_clock::now();
+  if (stall_ && now < stall_->until) return false;
+  const bool stalls = stall_ && stall_->taken < limits.backlog_bytes;
+  stall_ = {0, now + duration_of(limits.stall_seconds)};
+  return stalls;
 }
 
 void Connection::end_stream() {
@@ -464,10 +514,14 @@ void Connection::finish_answer() {
   if (queue_.empty()) on_flushed();
 }
 
-void Connection::queue(std::string data) {
+void Connection::queue(std::string data, std::string more) {
   if (closed_) return;
-  queued_bytes_ += data.size();
-  queue_.push_back(std::move(data));
+  for (std::string* const piece : {&data, &more}) {
+    if (piece->empty()) continue;
+    queued_bytes_ += piece->size();
+    server_.unsent_bytes += piece->size();
+    queue_.push_back(std::move(*piece));
+  }
   if (!writes_) write();
 }
 
@@ -489,7 +543,10 @@ void Connection::write() {
   if (error && error != asio::error::would_block) return close();
   if (queue_.empty()) return;
   writes_ = true;
-  limit(write_timer_, server_.limits.write_seconds);
+  if (!std::exchange(write_limited_, true)) {
+    taken_ = 0;
+    limit(write_timer_, server_.limits.write_seconds);
+  }
   socket_.async_write_some(next_buffers(), [self = shared_from_this()](const error_code& failure, std::size_t bytes) {
     self->writes_ = false;
     if (self->closed_) return;
@@ -500,6 +557,9 @@ void Connection::write() {
 
 void Connection::take_written(std::size_t bytes) {
   queued_bytes_ -= bytes;
+  server_.unsent_bytes -= bytes;
+  taken_ += bytes;
+  if (stall_) stall_->taken += bytes;
   front_written_ += bytes;
   while (!queue_.empty() && front_written_ >= queue_.front().size()) {
     front_written_ -= queue_.front().size();
@@ -508,10 +568,13 @@ void Connection::take_written(std::size_t bytes) {
 }
 
 void Connection::on_written(std::size_t bytes) {
-  lift_limit(write_timer_);
   take_written(bytes);
+  if (taken_ >= server_.limits.write_bytes) write_limited_ = false;  // a new one
   if (!queue_.empty()) write();
-  if (queue_.empty() && !closed_ && phase_ == Phase::flushing) on_flushed();
+  if (!queue_.empty() || closed_) return;
+  write_limited_ = false;
+  lift_limit(write_timer_);
+  if (phase_ == Phase::flushing) on_flushed();
 }
 
 void Connection::on_flushed() {
@@ -538,6 +601,7 @@ void Connection::close() {
   error_code ignored;
   socket_.close(ignored);
   server_.body_bytes -= std::exchange(reserved_, 0);
+  server_.unsent_bytes -= std::exchange(queued_bytes_, 0);
   if (const std::shared_ptr<Exchange> exchange = std::exchange(exchange_, nullptr)) exchange->set_gone();
 }
 
@@ -546,10 +610,12 @@ void Connection::close() {
 // ---- the server -------------------------------------------------------------------------------------------------------
 
 HttpServerState::HttpServerState(const HostPort& address, const HttpLimits& limits_of_server,
-                                 HttpHandler handler_of_requests, HttpErrorBody body_of_errors)
+                                 HttpHandler handler_of_requests, HttpErrorBody body_of_errors,
+                                 HttpHeaderCheck check_of_headers)
     : limits(limits_of_server),
       handler(std::move(handler_of_requests)),
       error_body(std::move(body_of_errors)),
+      check(std::move(check_of_headers)),
       workers(static_cast<std::size_t>(limits_of_server.workers)) {
   const std::string shown = escaped(address.host) + format(", port %d", address.port);
   const auto check = [&](const error_code& error, const char* action) {
@@ -581,24 +647,46 @@ void HttpServerState::accept() {
       });
       return;
     }
-    if (open >= limits.connections) {
+    try {
+      take(std::move(socket));
+    } catch (const std::bad_alloc&) {
       ++refused;
-      socket.close();
-    } else {
-      error_code ignored;
-      socket.non_blocking(true, ignored);
-      socket.set_option(tcp::no_delay(true), ignored);
-      socket.set_option(asio::socket_base::send_buffer_size(static_cast<int>(limits.socket_buffer_bytes)), ignored);
-      std::make_shared<Connection>(*this, std::move(socket))->next_request();
     }
     accept();
   });
 }
 
-HttpServer::HttpServer(const HostPort& address, const HttpLimits& limits, HttpHandler handler,
-                       HttpErrorBody error_body) {
+void HttpServerState::take(tcp::socket socket) {
+  if (open >= limits.connections) {
+    ++refused;
+    return;
+  }
+  error_code ignored;
+  socket.non_blocking(true, ignored);
+  socket.set_option(tcp::no_delay(true), ignored);
+  socket.set_option(asio::socket_base::send_buffer_size(static_cast<int>(limits.socket_buffer_bytes)), ignored);
+  std::make_shared<Connection>(*this, std::move(socket))->next_request();
+}
+
+// What goes wrong in one connection, such as too little memory for it, ends that one alone: it is closed when its time is
+// over.
+void HttpServerState::run() {
+  const auto work = asio::make_work_guard(io);
+  for (;;) {
+    try {
+      io.run();
+      return;
+    } catch (const std::exception& error) {
+      log_error("a connection failed: %s", escaped(error.what()).c_str());
+    }
+  }
+}
+
+HttpServer::HttpServer(const HostPort& address, const HttpLimits& limits, HttpHandler handler, HttpErrorBody error_body,
+                       HttpHeaderCheck check) {
   const SignalsElsewhere blocked;  // for the worker threads
-  state_ = std::make_unique<HttpServerState>(address, limits, std::move(handler), std::move(error_body));
+  state_ =
+      std::make_unique<HttpServerState>(address, limits, std::move(handler), std::move(error_body), std::move(check));
 }
 
 HttpServer::~HttpServer() {
@@ -608,10 +696,7 @@ HttpServer::~HttpServer() {
 void HttpServer::start() {
   state_->accept();
   const SignalsElsewhere blocked;
-  state_->thread = std::thread([state = state_.get()] {
-    const auto work = asio::make_work_guard(state->io);
-    state->io.run();
-  });
+  state_->thread = std::thread([state = state_.get()] { state->run(); });
 }
 
 void HttpServer::stop(double seconds) {

@@ -5,14 +5,16 @@
 // and tokenizing a long prompt takes time; all others run on the thread of the connections and must be quick. Nothing
 // here waits for a client: what cannot be written at once is queued, up to a limit.
 //
-// What is refused without asking the handler, with a JSON error and a closed connection: malformed requests (400),
-// bodies over the limit (413), headers over the limit (431), requests beyond the memory for bodies (503).
+// What is refused without asking the handler, with a JSON error and a closed connection: malformed requests (400), bodies
+// over the limit (413), headers over the limit (431), requests beyond the memory for bodies (503), and requests that the
+// check of headers refuses, before their body is read.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -23,15 +25,20 @@ namespace weft {
 struct HttpLimits {
   std::size_t header_bytes = 16 << 10;
   std::size_t body_bytes = 4 << 20;
-  // Bodies of all connections together: each counts from its header until its handler has returned or has answered.
+  // Bodies of all connections together: the bytes that have come count until the handler has returned or has answered.
   std::size_t all_body_bytes = 256 << 20;
-  std::size_t backlog_bytes = 1 << 20;  // unsent bytes of a stream at which its client is cut off for being too slow
+  // Unsent bytes of a stream above which its client has to take as many within stall_seconds: otherwise it is cut off for
+  // being too slow. One event may be larger.
+  std::size_t backlog_bytes = 1 << 20;
+  double stall_seconds = 2;
+  std::size_t all_unsent_bytes = 512 << 20;     // of all connections together: what is beyond is 503, or cut off
   std::size_t socket_buffer_bytes = 256 << 10;  // of the kernel, for what is sent
   std::int64_t connections = 1024;              // further ones are closed at once
   double read_seconds = 30;                     // from the first byte of a request to its last
   double idle_seconds = 60;                     // between requests
-  double write_seconds = 30;                    // without the client taking any byte
-  double linger_seconds = 2;                    // for a client to read the last answer and close the connection
+  double write_seconds = 30;                    // in which a client takes write_bytes, or all that waits for it
+  std::size_t write_bytes = 256 << 10;
+  double linger_seconds = 2;  // for a client to read the last answer and close the connection
   int workers = 2;
 };
 
@@ -70,6 +77,10 @@ class HttpExchange {
 // Must not throw.
 using HttpHandler = std::function<void(const std::shared_ptr<HttpExchange>&)>;
 
+// Called on the thread of the connections with the header of a request, before its body is read. Returns the answer of one
+// that is refused. Must not throw.
+using HttpHeaderCheck = std::function<std::optional<HttpResponse>(const HttpRequest&)>;
+
 // The body of an answer that HTTP itself gives, such as 413, in the form that the handler's clients expect.
 using HttpErrorBody = std::function<std::string(int status, const std::string& message)>;
 
@@ -91,7 +102,9 @@ class HttpServerState;
 class HttpServer {
  public:
   // Binds and listens; answers from start() on. The address is in use, or not this machine's: Exit::environment.
-  HttpServer(const HostPort& address, const HttpLimits& limits, HttpHandler handler, HttpErrorBody error_body);
+  // `check` may be null.
+  HttpServer(const HostPort& address, const HttpLimits& limits, HttpHandler handler, HttpErrorBody error_body,
+             HttpHeaderCheck check = nullptr);
   ~HttpServer();  // stop(0)
   HttpServer(const HttpServer&) = delete;
   HttpServer& operator=(const HttpServer&) = delete;

@@ -32,7 +32,8 @@ using Clock = std::chrono::steady_clock;
 
 constexpr auto kSignalInterval = std::chrono::milliseconds(100);  // how often an idle engine looks for a stop signal
 constexpr double kCancelSeconds = 5;                              // for cancelled requests to leave the engine
-constexpr double kFlushSeconds = 2;                               // for clients to take their last bytes
+constexpr double kFlushSeconds = 2;                               // at least, for clients to take their last bytes
+constexpr std::int64_t kAnswersInMemory = 4;                      // of the largest, under way at once
 constexpr std::size_t kMaxKeyBytes = 4096;
 constexpr const char* kKeyVariable = "WEFT_API_KEY";
 
@@ -72,19 +73,28 @@ std::string lower_case(std::string text) {
 
 // One request for completions that the engine works on.
 struct Answer {
+  // Gives back what `values` has taken of `values_in_flight`.
+  ~Answer() {
+    if (values_in_flight != nullptr) *values_in_flight -= values;
+  }
+
   std::shared_ptr<HttpExchange> exchange;
   CompletionsHead head;
   Clock::time_point arrival;
   bool stream = false, include_usage = false;
+  std::int64_t values = 0;  // answer_values()
+  std::atomic<std::int64_t>* values_in_flight = nullptr;
 
   std::atomic<bool> cancelled{false};
+  std::atomic<bool> failed{
+      false};                  // it has an answer, or gets one, that says why; what the engine still makes is dropped
   std::vector<RequestId> ids;  // in the engine; guarded by answers_mutex, which submit() holds until all are submitted
 
   // On the thread of the connections alone.
   std::vector<CompletionsChoice> choices;
   CompletionsUsage usage;
   std::size_t unfinished = 0;
-  bool begun = false, failed = false;
+  bool begun = false;
   std::string unsent;  // events of a stream
 };
 
@@ -107,13 +117,15 @@ class CompletionsServer::State {
             [this](int status, const std::string& message) {
               metrics.answered(status);
               return error_body(status, message);
-            }) {}
+            },
+            [this](const HttpRequest& request) { return refused_header(request); }) {}
 
   Exit run();
 
   // ---- requests ----
   void handle(const std::shared_ptr<HttpExchange>& exchange);
   void route(const std::shared_ptr<HttpExchange>& exchange);
+  std::optional<HttpResponse> refused_header(const HttpRequest& request);
   void check_access(const HttpRequest& request) const;
   void complete(const std::shared_ptr<HttpExchange>& exchange);
   void submit(const std::shared_ptr<Answer>& answer, const CompletionsRequest& request);
@@ -136,6 +148,7 @@ class CompletionsServer::State {
   void send(Answer& answer, const std::string& data);
   void send_unsent(Answer& answer);
   void fail_answer(Answer& answer, int status, const std::string& message);
+  void drop(Answer& answer, const std::string& why);
   void cancel(Answer& answer);
   std::vector<std::shared_ptr<Answer>> all_answers() {
     const std::lock_guard lock(answers_mutex);
@@ -143,14 +156,16 @@ class CompletionsServer::State {
   }
 
   // ---- the engine's thread ----
-  void step_until_stopped();
+  Clock::time_point step_until_stopped();
   void finish_cancelled();
   void fail_all(const std::string& message);
 
   const ServerOptions options;
   ServerMetrics metrics;
   std::atomic<Phase> phase{Phase::loading};
-  std::atomic<std::int64_t> in_flight{0};  // completions, from their reservation to their end
+  std::atomic<std::int64_t> in_flight{0};         // completions, from their reservation to their end
+  std::atomic<std::int64_t> values_in_flight{0};  // answer_values() of the answers under way
+  std::atomic<std::uint64_t> last_group{0};       // of a request: EngineRequest::group
   std::mutex answers_mutex;
   std::unordered_set<std::shared_ptr<Answer>> answers;
 
@@ -213,15 +228,33 @@ class Sink : public CompletionSink {
 
 // ---- requests ---------------------------------------------------------------------------------------------------------
 
+namespace {
+
+HttpResponse refused(const HttpRequest& request, int status, const std::string& message, const std::string& param = "",
+                     const std::string& code = "") {
+  HttpResponse response{status, "application/json", error_body(status, message, param, code), {}};
+  if (status == 401) response.headers.emplace_back("WWW-Authenticate", "Bearer");
+  if (status == 429 || status == 503) response.headers.emplace_back("Retry-After", "1");
+  if (status == 405) response.headers.emplace_back("Allow", request.path == "/v1/completions" ? "POST" : "GET");
+  return response;
+}
+
+}  // namespace
+
+std::optional<HttpResponse> CompletionsServer::State::refused_header(const HttpRequest& request) {
+  try {
+    check_access(request);
+    return std::nullopt;
+  } catch (const RequestError& error) {
+    metrics.answered(error.status());
+    return refused(request, error.status(), error.what(), error.param(), error.api_code());
+  }
+}
+
 void CompletionsServer::State::handle(const std::shared_ptr<HttpExchange>& exchange) {
   const auto refuse = [&](int status, const std::string& message, const std::string& param = "",
                           const std::string& code = "") {
-    HttpResponse response{status, "application/json", error_body(status, message, param, code), {}};
-    if (status == 401) response.headers.emplace_back("WWW-Authenticate", "Bearer");
-    if (status == 429 || status == 503) response.headers.emplace_back("Retry-After", "1");
-    if (status == 405)
-      response.headers.emplace_back("Allow", exchange->request().path == "/v1/completions" ? "POST" : "GET");
-    respond(*exchange, std::move(response));
+    respond(*exchange, refused(exchange->request(), status, message, param, code));
   };
   try {
     route(exchange);
@@ -239,7 +272,6 @@ void CompletionsServer::State::handle(const std::shared_ptr<HttpExchange>& excha
 
 void CompletionsServer::State::route(const std::shared_ptr<HttpExchange>& exchange) {
   const HttpRequest& request = exchange->request();
-  check_access(request);
   const std::string& path = request.path;
   if (path == "/v1/completions") {
     if (request.method != "POST") throw RequestError(405, "expected POST");
@@ -350,6 +382,7 @@ void CompletionsServer::State::complete(const std::shared_ptr<HttpExchange>& exc
         engine->refusal(static_cast<std::int64_t>(prompt.ids.size()), request.options.max_tokens);
     if (!refusal.empty()) throw RequestError(400, refusal, "prompt", "context_length_exceeded");
   }
+  answer->values = answer_values(request, *context.config);
   answer->exchange = exchange;
   answer->head = completions_head(options.model);
   answer->head.usage_follows = request.include_usage;
@@ -368,8 +401,13 @@ void CompletionsServer::State::submit(const std::shared_ptr<Answer>& answer, con
                        "", "queue_full");
   }
   try {
+    answer->values_in_flight = &values_in_flight;
+    if (values_in_flight.fetch_add(answer->values) + answer->values > kAnswersInMemory * options.answer_values) {
+      throw RequestError(429, "the answers under way are too large: try again later", "", "queue_full");
+    }
     check_ready();  // again after the reservation: a server that drains waits for all completions that are reserved
     const bool scored = request.options.logprobs >= 0;
+    const std::uint64_t group = ++last_group;
     std::vector<Completion> completions;
     for (const CompletionPrompt& prompt : request.prompts) {
       answer->usage.prompt_tokens += static_cast<std::int64_t>(prompt.ids.size());
@@ -381,6 +419,7 @@ void CompletionsServer::State::submit(const std::shared_ptr<Answer>& answer, con
         answer->choices.emplace_back(static_cast<std::int64_t>(choice), context.tokenizer, own.logprobs, shared);
         completions.push_back(make_completion(prompt, own, context.tokenizer, *context.config,
                                               std::make_shared<Sink<State>>(*this, answer, choice)));
+        completions.back().request.group = group;
       }
     }
     answer->unfinished = completions.size();
@@ -395,6 +434,7 @@ void CompletionsServer::State::submit(const std::shared_ptr<Answer>& answer, con
     answer->exchange->on_gone([this, answer] { cancel(*answer); });
   } catch (...) {
     in_flight -= mine;
+    answer->failed = true;  // handle() answers: not those that were submitted, with their end
     cancel(*answer);
     const std::lock_guard lock(answers_mutex);
     answers.erase(answer);
@@ -433,18 +473,30 @@ void CompletionsServer::State::deliver_inbox() {
     delivery_posted = false;
   }
   for (Event& event : delivering) deliver(event);
-  for (Event& event : delivering) send_unsent(*event.answer);
+  for (Event& event : delivering) {
+    try {
+      send_unsent(*event.answer);
+    } catch (const std::exception& error) {
+      drop(*event.answer, error.what());
+    }
+  }
   delivering.clear();
 }
 
 void CompletionsServer::State::deliver(Event& event) {
   Answer& answer = *event.answer;
-  if (!event.end.has_value()) {
-    if (!answer.failed && !answer.exchange->gone()) deliver_piece(answer, event.choice, event.piece);
-    return;
+  if (event.end.has_value()) --answer.unfinished;
+  const bool wanted = !answer.failed && !answer.exchange->gone();
+  try {
+    if (wanted && event.end.has_value()) {
+      deliver_end(answer, event.choice, *event.end);
+    } else if (wanted) {
+      deliver_piece(answer, event.choice, event.piece);
+    }
+  } catch (const std::exception& error) {
+    drop(answer, error.what());
   }
-  deliver_end(answer, event.choice, *event.end);
-  if (answer.unfinished == 0) {
+  if (event.end.has_value() && answer.unfinished == 0) {
     const std::lock_guard lock(answers_mutex);
     answers.erase(event.answer);
   }
@@ -458,8 +510,6 @@ void CompletionsServer::State::deliver_piece(Answer& answer, std::size_t choice,
 }
 
 void CompletionsServer::State::deliver_end(Answer& answer, std::size_t choice, const CompletionEnd& end) {
-  --answer.unfinished;
-  if (answer.failed || answer.exchange->gone()) return;
   if (end.reason == FinishedBy::error) return fail_answer(answer, 500, end.message);
   answer.usage.completion_tokens += end.generated_ids;
   answer.choices[choice].finish(end.reason);
@@ -471,9 +521,7 @@ void CompletionsServer::State::deliver_end(Answer& answer, std::size_t choice, c
     send_unsent(answer);
     return answer.exchange->end_stream();
   }
-  std::vector<std::string> choices;
-  for (CompletionsChoice& one : answer.choices) choices.push_back(one.write());
-  respond(*answer.exchange, {200, "application/json", completions_body(answer.head, choices, answer.usage), {}});
+  respond(*answer.exchange, {200, "application/json", completions_body(answer.head, answer.choices, answer.usage), {}});
 }
 
 void CompletionsServer::State::send(Answer& answer, const std::string& data) {
@@ -489,7 +537,7 @@ void CompletionsServer::State::send_unsent(Answer& answer) {
 }
 
 void CompletionsServer::State::fail_answer(Answer& answer, int status, const std::string& message) {
-  if (std::exchange(answer.failed, true)) return;
+  if (answer.failed.exchange(true)) return;
   if (answer.begun) {
     send(answer, error_event(status, message));
     send(answer, kLastEvent);
@@ -501,16 +549,27 @@ void CompletionsServer::State::fail_answer(Answer& answer, int status, const std
   cancel(answer);
 }
 
+// Ends an answer that cannot be made, which is for want of memory. There may not even be enough to say so.
+void CompletionsServer::State::drop(Answer& answer, const std::string& why) {
+  try {
+    log_error("an answer failed: %s", escaped(why).c_str());
+    fail_answer(answer, 503, "not enough memory for this answer");
+  } catch (const std::bad_alloc&) {
+    cancel(answer);
+  }
+}
+
 // ---- the engine's thread ----------------------------------------------------------------------------------------------
 
-void CompletionsServer::State::step_until_stopped() {
+// Returns when the requests under way have to be over after a stop signal.
+Clock::time_point CompletionsServer::State::step_until_stopped() {
   Clock::time_point give_up = Clock::time_point::max();
   for (;;) {
     if (phase == Phase::ready && stop_signal() != 0) {
       phase = Phase::draining;
       give_up = Clock::now() + duration_of(options.drain_seconds);
     }
-    if (phase == Phase::draining && (in_flight == 0 || Clock::now() >= give_up)) return;
+    if (phase == Phase::draining && (in_flight == 0 || Clock::now() >= give_up)) return give_up;
     const bool more = engine->step();
     flush();
     if (!more) engine->wait(std::min(Clock::now() + kSignalInterval, give_up));
@@ -540,14 +599,15 @@ Exit CompletionsServer::State::run() {
           "left: requests under way were cut off");
   phase = Phase::ready;
   log_info("ready: %s", http.url().c_str());
+  Clock::time_point give_up;
   try {
-    step_until_stopped();
+    give_up = step_until_stopped();
     finish_cancelled();
   } catch (const std::exception& error) {
     fail_all(error.what());
     throw;
   }
-  http.stop(kFlushSeconds);
+  http.stop(std::max(kFlushSeconds, in_seconds(give_up - Clock::now())));
   return exit_after_signal(stop_signal());
 }
 
@@ -572,7 +632,7 @@ Exit CompletionsServer::run(Engine& engine, const EngineOptions& engine_options,
   State& s = *state_;
   s.engine = &engine;
   s.max_in_flight = engine_options.max_running + s.options.max_queue;
-  s.context = {s.options.model, tokenizer, special, &config, s.max_in_flight};
+  s.context = {s.options.model, tokenizer, special, &config, s.max_in_flight, s.options.answer_values};
   return s.run();
 }
 

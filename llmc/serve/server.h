@@ -12,6 +12,7 @@
 #include "llmc/base/error.h"
 #include "llmc/infer/engine.h"
 #include "llmc/model/config.h"
+#include "llmc/serve/completions_request.h"
 #include "llmc/serve/http.h"
 #include "llmc/text/tokenizer.h"
 
@@ -20,10 +21,11 @@ namespace weft {
 struct ServerOptions {
   HostPort address;
   HttpLimits http;
-  std::string model;              // its name in the API
-  std::string api_key;            // empty: none is asked for
-  std::string version;            // for /version
-  std::int64_t max_queue = 1024;  // sequences that may wait beside those that run
+  std::string model;                               // its name in the API
+  std::string api_key;                             // empty: none is asked for
+  std::string version;                             // for /version
+  std::int64_t max_queue = 1024;                   // sequences that may wait beside those that run
+  std::int64_t answer_values = kMostAnswerValues;  // the most of one answer; of all under way four times as many
   double drain_seconds = 30;
   double request_seconds = 0;  // a completion that takes longer ends; 0: no limit
 };

@@ -58,7 +58,7 @@ TokenDecoder::TokenDecoder(const std::vector<std::string>& tokens, DecoderSpec s
 void TokenDecoder::push(State& state, std::int32_t id, std::string& out) const {
   const auto index = static_cast<std::size_t>(id);
   const bool first = !std::exchange(state.begun, true);
-  if (!bytes_.empty() && bytes_[index] >= 0) {
+  if (is_byte(id)) {
     if (first) state.row_is_first = true;
     return push_byte(state, static_cast<char>(bytes_[index]), out);
   }
@@ -72,8 +72,7 @@ void TokenDecoder::finish(State& state, std::string& out) const {
 
 std::string TokenDecoder::bytes_of(std::int32_t id) const {
   const auto index = static_cast<std::size_t>(id);
-  if (!bytes_.empty() && bytes_[index] >= 0) return std::string(1, static_cast<char>(bytes_[index]));
-  return texts_[index];
+  return is_byte(id) ? std::string(1, static_cast<char>(bytes_[index])) : texts_[index];
 }
 
 void TokenDecoder::push_byte(State& state, char byte, std::string& out) const {

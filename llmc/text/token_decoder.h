@@ -48,6 +48,8 @@ class TokenDecoder {
   void push(State& state, std::int32_t id, std::string& out) const;
   // Ends the text.
   void finish(State& state, std::string& out) const;
+  // Whether the token stands for a byte, and so may be held back in a row. `id` is in range.
+  bool is_byte(std::int32_t id) const { return !bytes_.empty() && bytes_[static_cast<std::size_t>(id)] >= 0; }
   // What the token stands for in the middle of a text, by itself: possibly not UTF-8. `id` is in range.
   std::string bytes_of(std::int32_t id) const;
 

@@ -1,5 +1,6 @@
 #include "llmc/text/tokenizer.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "llmc/base/error.h"
@@ -170,19 +171,56 @@ StreamingDecoder::StreamingDecoder(const Tokenizer& tokenizer, std::span<const s
   tokenizer_.decoder_.finish(state_, shown);
 }
 
-std::string StreamingDecoder::push(std::int32_t id) {
+std::string StreamingDecoder::push(std::int32_t id, std::vector<std::size_t>* begins) {
   tokenizer_.check_id(id);
-  tokenizer_.decoder_.push(state_, id, waiting_);
+  const TokenDecoder& decoder = tokenizer_.decoder_;
+  const std::size_t held_bytes = waiting_.size(), held_row = state_.row.size();
+  const bool is_byte = decoder.is_byte(id);
+  if (!is_byte) end_row(begins);
+  const std::size_t begin = waiting_.size();
+  decoder.push(state_, id, waiting_);
+  if (begins != nullptr && is_byte) {
+    // A wrong byte has ended the row: each of its bytes is a character of its own.
+    const std::size_t most = utf8_characters(std::string_view(waiting_).substr(begin));
+    for (std::size_t i = 0; state_.row.empty() && i <= held_row; ++i) begins->push_back(std::min(i, most));
+  } else if (begins != nullptr) {
+    // Bytes of a character that were held back either go on in this token, which then begins within the character, or
+    // have become U+FFFD, one for all of them.
+    const std::string_view joint = std::string_view(waiting_).substr(0, held_bytes + 1);
+    const bool goes_on =
+        begin == held_bytes && (waiting_.size() == held_bytes || utf8_sequence_length(joint) == joint.size() ||
+                                utf8_incomplete_suffix(joint) == joint.size());
+    std::size_t before = held_bytes > 0 && !goes_on ? 1 : 0;
+    if (begin > held_bytes) before = utf8_characters(std::string_view(waiting_).substr(0, begin));
+    begins->push_back(before);
+  }
   const std::size_t incomplete = utf8_incomplete_suffix(waiting_);
   const std::string certain = utf8_replace_invalid(std::string_view(waiting_).substr(0, waiting_.size() - incomplete));
   waiting_.erase(0, waiting_.size() - incomplete);
   return certain;
 }
 
-std::string StreamingDecoder::finish() {
-  tokenizer_.decoder_.finish(state_, waiting_);
+std::string StreamingDecoder::finish(std::vector<std::size_t>* begins) {
+  end_row(begins);
   state_ = {};
   return utf8_replace_invalid(std::exchange(waiting_, {}));
+}
+
+// Ends a row of byte tokens. Each of them begins with the character that its byte belongs to.
+void StreamingDecoder::end_row(std::vector<std::size_t>* begins) {
+  const std::string row = state_.row;
+  const bool is_text = state_.complete == row.size();
+  const std::size_t before = waiting_.size();
+  tokenizer_.decoder_.finish(state_, waiting_);
+  if (begins == nullptr) return;
+  const std::size_t shown = utf8_characters(std::string_view(waiting_).substr(before));
+  const std::size_t all = is_text ? utf8_characters(row) : row.size();
+  const std::size_t stripped = all - std::min(all, shown);  // at the beginning of the text
+  for (std::size_t i = 0; i < row.size(); ++i) {
+    // Of valid text: the characters that begin up to here, without the one that goes on or begins here.
+    const std::size_t character = is_text ? utf8_characters(std::string_view(row).substr(0, i + 1)) - 1 : i;
+    begins->push_back(character - std::min(character, stripped));
+  }
 }
 
 }  // namespace weft

@@ -90,10 +90,16 @@ class StreamingDecoder {
   // `before`: tokens whose text has been shown already, as that of a prompt. What follows them is decoded as the middle of a
   // text: a space in front of it stays. Special tokens and ids out of range do not count.
   explicit StreamingDecoder(const Tokenizer& tokenizer, std::span<const std::int32_t> before = {});
-  std::string push(std::int32_t id);  // the text that this token completes; id out of range: Exit::usage
-  std::string finish();               // the rest of the text; then the decoder is at the beginning of another one
+  // The text that this token completes; id out of range: Exit::usage. `begins`, unless null, gets where tokens begin, in
+  // the order of the tokens: for this one, and for those of a row that it ends, how many characters of the result belong
+  // to tokens before it alone. While a row is held back its tokens wait for that, and nothing is added.
+  std::string push(std::int32_t id, std::vector<std::size_t>* begins = nullptr);
+  // The rest of the text, and where the tokens begin that still wait; then the decoder is at the beginning of another one.
+  std::string finish(std::vector<std::size_t>* begins = nullptr);
 
  private:
+  void end_row(std::vector<std::size_t>* begins);
+
   const Tokenizer& tokenizer_;
   TokenDecoder::State state_;
   std::string waiting_;  // the bytes that are held back

@@ -173,20 +173,23 @@ TEST_F(BatchTest, EachKindOfAnswerHasItsMembers) {
   const std::string asked =
       "{\"id\": 1, \"prompt\": \"a\"}\n{\"id\": 2, \"prompt\": \"ab\", \"logprobs\": 0}\n"
       "{\"id\": 3, \"prompt\": \"abcd\", \"logprobs\": 1, \"echo\": true}\nno JSON\n{\"id\": 5, \"prompt\": 7}\n"
-      "{\"id\": 7, \"prompt_ids\": [3, 1, 3]}\n";
+      "{\"id\": 7, \"prompt_ids\": [3, 1, 3]}\n{\"id\": 8, \"prompt\": \"abcd\", \"echo\": true, \"max_tokens\": 0}\n"
+      "{\"id\": 9, \"prompt_ids\": [5], \"echo\": true, \"logprobs\": 0}\n";
   const auto told = [&](const std::string& lines) {
     testing::internal::CaptureStderr();
     run(lines);
     return testing::internal::GetCapturedStderr();
   };
-  expect_contains(told(asked), "answered 3 requests, 3 with an error; 36 tokens in ");
+  expect_contains(told(asked), "answered 5 requests, 3 with an error; 48 tokens in ");
   const std::map<Json, std::string> expected = {
       {1, "id prompt_ids ids text finish_reason request"},
       {2, "id prompt_ids ids text logprobs finish_reason request"},
       {3, "id prompt_ids ids text logprobs prompt_logprobs finish_reason request"},
       {nullptr, "id line finish_reason error"},
       {5, "id line finish_reason error"},
-      {7, "id line prompt_ids ids text finish_reason error request"}};
+      {7, "id line prompt_ids ids text finish_reason error request"},
+      {8, "id prompt_ids ids text finish_reason request"},
+      {9, "id prompt_ids ids text logprobs prompt_logprobs finish_reason request"}};
   std::istringstream lines(read_bytes(out_));
   std::size_t count = 0;
   for (std::string line; std::getline(lines, line); ++count) {
@@ -198,8 +201,9 @@ TEST_F(BatchTest, EachKindOfAnswerHasItsMembers) {
   EXPECT_EQ(count, expected.size());
   const std::string again = told(asked);
   expect_contains(again, ": 3 answers with an error are removed and tried again\n");
-  expect_contains(again, " has 3 answers\n");
-  expect_contains(again, "answered 0 requests, 3 with an error, 3 had an answer; 0 tokens in ");
+  expect_contains(again, " has 5 answers\n");
+  expect_contains(again, "answered 0 requests, 3 with an error, 5 had an answer; 0 tokens in ");
+  EXPECT_TRUE(answer(9)["prompt_logprobs"].empty()) << "the first id of a prompt has no log-probability";
   const std::string changed = told("\n{\"id\": 1, \"prompt\": \"z\"}\n{\"id\": 6, \"prompt\": \"y\"}\n");
   expect_contains(changed, "answered 1 request, 1 differ from what was answered under their id; 12 tokens in ");
   expect_contains(changed, "line 2: id '1': the output has an answer to another request");
@@ -350,7 +354,10 @@ TEST_F(BatchTest, RunningAgainGoesOnWithWhatIsMissing) {
   EXPECT_LT(without.size(), with_error.size());
   for (const std::string& before : {with_error, without}) {
     for (const std::string& torn :
-         {std::string("{\"id\":9,\"prompt_ids\":[1"), std::string("{"), std::string("{\"id\":9")}) {
+         {std::string("{\"id\":9,\"prompt_ids\":[1"), std::string("{"), std::string("{\"id\":9"),
+          std::string("{\"id\":9,\"pr"), std::string("{\"id\":\"a\\\\\",\"line\":7"), std::string("{\"id\":\"a\\\"b"),
+          std::string("{\"id\":null,\"line\":3,\"fin"),
+          std::string("{\"id\":9,\"prompt_ids\":[1],\"finish_reason\":\"stop\",\"request\":\"x\"}")}) {
       write_bytes(out_, before + torn);
       EXPECT_EQ(run(all), Exit::ok);
       const std::string after = read_bytes(out_);
@@ -377,6 +384,40 @@ TEST_F(BatchTest, EveryErrorIsRemovedAndTriedAgain) {
     EXPECT_EQ(answers().size(), pattern.size()) << pattern;
     for (std::size_t i = 0; i < pattern.size(); ++i) EXPECT_EQ(answer(i)["prompt_ids"], ids_of("a")) << pattern;
   }
+}
+
+// Only three members of an answer are kept while the file is read, so scores may be as many as a long context has.
+TEST_F(BatchTest, AnAnswerOfMillionsOfScoresIsFoundAgain) {
+  EXPECT_EQ(run("{\"id\": 1, \"prompt\": \"a\"}\n"), Exit::ok);
+  Json long_answer = answer(1);
+  std::string line = json_text(long_answer);
+  std::string scores = "\"top\":[0";
+  for (int i = 0; i < 5'100'000; ++i) scores += ",0";
+  line.insert(1, scores + "],");
+  write_bytes(out_, line + "\n");
+  EXPECT_EQ(run("{\"id\": 1, \"prompt\": \"a\"}\n"), Exit::ok);
+  EXPECT_EQ(read_bytes(out_), line + "\n");
+}
+
+TEST_F(BatchTest, AnAnswerFileKeepsItsMode) {
+  EXPECT_EQ(run("no JSON\n"), Exit::ok);
+  ASSERT_EQ(::chmod(out_.c_str(), 0600), 0);
+  EXPECT_EQ(run("{\"id\": 1, \"prompt\": \"a\"}\n"), Exit::ok);  // writes a file without the error
+  struct stat info {};
+  ASSERT_EQ(::stat(out_.c_str(), &info), 0);
+  EXPECT_EQ(info.st_mode & 07777, 0600u);
+}
+
+TEST_F(BatchTest, InputKnowsItsFileUnderEveryName) {
+  write_bytes(in_, "");
+  write_bytes(out_, "");
+  const std::string link = directory_.file("link");
+  ASSERT_EQ(::symlink(in_.c_str(), link.c_str()), 0);
+  const PolledLines input(in_, kMaxRequestBytes);
+  EXPECT_TRUE(input.reads(in_) && input.reads(link));
+  EXPECT_FALSE(input.reads(out_) || input.reads(directory_.file("none")) || input.reads("-"));
+  const PolledLines device("/dev/null", kMaxRequestBytes);
+  EXPECT_FALSE(device.reads("/dev/null"));
 }
 
 TEST_F(BatchTest, AnotherRequestUnderAnIdThatWasAnsweredIsRefused) {
@@ -410,7 +451,11 @@ TEST_F(BatchTest, FilesThatAreNoAnswersStayAsTheyAre) {
         std::string("{\"finish_reason\":\"stop\",\"request\":\"x\"}\n"), std::string("{\"id\":1,\"request\":\"x\"}\n"),
         std::string("{\"id\":1,\"finish_reason\":\"stop\",\"request\":\"x\"}\n"
                     "{\"id\":1,\"finish_reason\":\"stop\",\"request\":\"x\"}\n"),
-        std::string("\n"), std::string("{\"id\":1,\"finish_reason\":\"stop\",\"request\":\"x\"}\n\n")}) {
+        std::string("\n"), std::string("{\"id\":1,\"finish_reason\":\"stop\",\"request\":\"x\"}\n\n"),
+        // No line has an end: whole requests, and answers of a server, whole and cut.
+        std::string("{\"id\":1,\"prompt\":\"x\"}"), std::string("{\"id\":\"a\",\"prompt_ids\":[1,2]}"),
+        std::string("{\"id\":\"cmpl-1\",\"object\":\"text_completion\"}"), std::string("{\"id\":\"cmpl-1\",\"obj"),
+        std::string("{\"id\":\"a\\\"\",\"o"), std::string("{\"id\":12,\"prompt\":\"x"), std::string("{\"id\":1}")}) {
     write_bytes(out_, content);
     const std::string message = error_of(Exit::bad_file, [&] { run("{\"id\": 1, \"prompt\": \"x\"}\n"); });
     EXPECT_NE(message.find("line "), std::string::npos) << message;

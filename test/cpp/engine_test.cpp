@@ -642,6 +642,42 @@ TEST(Engine, ALargeRequestIsNotOvertakenForEver) {
   expect_all_free(engine);
 }
 
+// Who asks for many sequences at once does not hold up who asks for few: their groups take turns.
+TEST(Engine, GroupsTakeTurns) {
+  PagedFake model({});
+  Engine engine(model, {.max_running = 1, .rows_per_step = 32});
+  std::string order;
+  std::vector<RequestId> ids;
+  const auto ask = [&](char name, std::uint64_t group) {
+    EngineRequest request = request_of({2 + name % 60, 3}, 2);
+    request.group = group;
+    auto recorder = std::make_shared<Recorder>();
+    recorder->during = [&order, name] {
+      if (order.empty() || order.back() != name) order += name;
+    };
+    ids.push_back(engine.submit(std::move(request), recorder));
+  };
+  const auto many = [&](std::string_view names, std::uint64_t group) {
+    for (const char name : names) ask(name, group);
+  };
+  many("abcdef", 7);
+  many("ABC", 8);
+  many("12", 0);  // each for itself
+  many("g", 7);
+  finish(engine);
+  EXPECT_EQ(order, "aA12bBcCdefg");
+  // The turns go on where sequences that wait are cancelled: the first, one in the middle, and all of a group.
+  order.clear();
+  ids.clear();
+  many("abcd", 7);
+  many("AB", 8);
+  many("xyz", 9);
+  for (const std::size_t i : {0u, 2u, 4u, 5u}) engine.cancel(ids[i]);
+  finish(engine);
+  EXPECT_EQ(order, "bxdyz");
+  expect_all_free(engine);
+}
+
 TEST(Engine, AListenerMaySubmitAndCancel) {
   PagedFake model({.depth = 2});
   Engine engine(model, {.max_running = 4, .rows_per_step = 16});
@@ -884,6 +920,7 @@ EngineStatistics run_schedule(const PagedFakeSizes& sizes, const EngineOptions& 
     if (now.waiting < 6 && random() % 3 == 0) {
       Asked asked{random_request(random, longest / 2, longest / 2, static_cast<std::int32_t>(sizes.vocab_size)),
                   std::make_shared<Recorder>()};
+      asked.request.group = random() % 4;
       if (random() % 16 == 0) asked.request.deadline = Clock::now() + std::chrono::microseconds(random() % 500);
       if (random() % 16 == 0) asked.recorder->stop_after = 3;
       asked.id = engine.submit(asked.request, asked.recorder);

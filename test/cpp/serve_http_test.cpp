@@ -8,6 +8,9 @@
 #include <condition_variable>
 #include <iterator>
 #include <mutex>
+#include <new>
+#include <optional>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -366,32 +369,97 @@ TEST(Http, WhatIsNoRequestIsRefusedAndTheConnectionClosed) {
   EXPECT_NE(running.ask(kLastGet).find("GET /last"), std::string::npos);  // and it goes on
 }
 
-// A chunked body may become as long as any, and takes as much from the beginning on.
 TEST(Http, AChunkedBodyTakesItsShareOfTheLimit) {
   Running running(echo);
   const std::string other = post(std::string(700, 'y'), "Connection: close\r\n");
   const Client chunked(running.server.port());
-  chunked.send("POST /x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n");
+  chunked.send("POST /x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n384\r\n" + std::string(900, 'x'));
   ASSERT_TRUE(eventually([&] { return running.ask(other).starts_with("HTTP/1.1 503"); }));
   EXPECT_TRUE(running.ask(kLastGet).ends_with("GET /last []"));  // without a body: takes nothing
-  chunked.send("0\r\n\r\n");
-  EXPECT_NE(chunked.receive("[abc]").find("200 OK"), std::string::npos);
+  chunked.send("\r\n0\r\n\r\n");
+  EXPECT_NE(chunked.receive("x]").find("200 OK"), std::string::npos);
   EXPECT_TRUE(eventually([&] { return running.ask(other).starts_with("HTTP/1.1 200"); }));
+}
+
+// Clients that announce long bodies and send none take nothing from those that send theirs.
+TEST(Http, ABodyThatHasNotComeTakesNothingOfTheLimit) {
+  Running running(echo);
+  std::vector<std::unique_ptr<Client>> silent;
+  for (int i = 0; i < 8; ++i) {
+    silent.push_back(std::make_unique<Client>(running.server.port()));
+    silent.back()->send(std::string("POST /x HTTP/1.1\r\nHost: a\r\n") +
+                        (i % 2 == 0 ? "Content-Length: 1000\r\n\r\n" : "Transfer-Encoding: chunked\r\n\r\n3e8\r\n"));
+  }
+  ASSERT_TRUE(eventually([&] { return running.server.counters().connections == 8; }));
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_TRUE(running.ask(post(std::string(1000, 'y'), "Connection: close\r\n")).starts_with("HTTP/1.1 200"));
+  }
+}
+
+// A request that the check of headers refuses has its answer before its body has come, whatever its length; without a body
+// its connection goes on.
+TEST(Http, HeadersAreCheckedBeforeTheBody) {
+  std::atomic<int> handled{0};
+  HttpServer server(
+      {"127.0.0.1", 0}, quick_limits(),
+      [&](const std::shared_ptr<HttpExchange>& exchange) {
+        ++handled;
+        echo(exchange);
+      },
+      error_text,
+      [](const HttpRequest& request) -> std::optional<HttpResponse> {
+        if (request.authorization == "key") return std::nullopt;
+        return HttpResponse{401, "text/plain", request.method + " " + request.path + " needs a key", {{"A", "b"}}};
+      });
+  server.start();
+  const std::string post_head = "POST /x?y HTTP/1.1\r\nHost: a\r\nContent-Length: 900\r\n";
+  {
+    const Client client(server.port());
+    client.send(post_head + "\r\n");
+    const std::string text = client.receive();
+    EXPECT_TRUE(text.starts_with("HTTP/1.1 401 Unauthorized\r\n") && text.ends_with("\r\n\r\nPOST /x needs a key"))
+        << text;
+    EXPECT_NE(text.find("\r\nA: b\r\n"), std::string::npos);
+    EXPECT_NE(text.find("\r\nConnection: close\r\n"), std::string::npos);
+  }
+  const Client client(server.port());
+  client.send(kGet);
+  EXPECT_NE(client.receive("key").find("401"), std::string::npos);
+  client.send("HEAD / HTTP/1.1\r\nHost: a\r\n\r\n");
+  EXPECT_TRUE(client.receive("\r\n\r\n").ends_with("Content-Length: 17\r\n\r\n"));
+  EXPECT_EQ(handled, 0);
+  client.send(post_head + "Authorization: key\r\n\r\n" + std::string(900, 'x'));
+  EXPECT_NE(client.receive("x]").find("200 OK"), std::string::npos);
+  EXPECT_EQ(handled, 1);
+}
+
+// What a task on the thread of the connections throws ends neither that thread nor another request.
+TEST(Http, AnExceptionEndsNobodyElse) {
+  Running running([](const std::shared_ptr<HttpExchange>& exchange) {
+    if (exchange->request().path == "/hello") throw std::bad_alloc();
+    echo(exchange);
+  });
+  for (int i = 0; i < 3; ++i) {
+    const Client client(running.server.port());
+    client.send(kGet);
+    running.server.post([] { throw std::runtime_error("no more of it"); });
+    EXPECT_TRUE(running.ask(kLastGet).ends_with("GET /last []"));
+  }
 }
 
 TEST(Http, BodiesOfAllConnectionsTogetherAreLimited) {
   Running running(echo);
   const Client first(running.server.port());
-  first.send("POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 900\r\n\r\n");
+  first.send("POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 900\r\n\r\n" + std::string(899, 'x'));
   const std::string second = post(std::string(700, 'y'), "Connection: close\r\n");
   ASSERT_TRUE(eventually([&] { return running.ask(second).starts_with("HTTP/1.1 503"); }));
   EXPECT_NE(running.ask(second).find("Retry-After: 1"), std::string::npos);
-  first.send(std::string(900, 'x'));
+  first.send("x");
   EXPECT_NE(first.receive("]").find("200 OK"), std::string::npos);
   EXPECT_TRUE(eventually([&] { return running.ask(second).starts_with("HTTP/1.1 200"); }));
   {
     const Client leaves(running.server.port());
-    leaves.send("POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\nabc");
+    leaves.send("POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n" + std::string(999, 'x'));
   }
   EXPECT_TRUE(eventually([&] { return running.ask(second).starts_with("HTTP/1.1 200"); }));
 }
@@ -701,6 +769,7 @@ TEST(Http, AnOldClientGetsAStreamWithoutChunks) {
 TEST(Http, ASlowReaderIsCutOffAndHoldsNobodyUp) {
   HttpLimits limits = quick_limits();
   limits.backlog_bytes = 100'000;
+  limits.stall_seconds = 0.2;
   limits.socket_buffer_bytes = 10'000;
   std::shared_ptr<HttpExchange> kept;
   std::atomic<bool> gone{false}, ready{false};
@@ -720,6 +789,7 @@ TEST(Http, ASlowReaderIsCutOffAndHoldsNobodyUp) {
   for (; !gone && sent < 100'000'000; sent += 1000) {
     kept->send(std::string(1000, 'x'));
     if (sent % 100'000 != 0) continue;
+    std::this_thread::sleep_for(milliseconds(1));
     EXPECT_NE(running.ask(kLastGet).find("GET /last"), std::string::npos);
   }
   EXPECT_TRUE(gone);
@@ -750,6 +820,103 @@ TEST(Http, AStreamMayBeLongerThanItsBacklog) {
   }
   kept->end_stream();
   EXPECT_EQ(running.server.counters().cut_off, 0);
+}
+
+// One event may be many times the backlog, and the next ones come at once: a client that reads all the time has kept up.
+TEST(Http, ALargeEventCutsOffNobodyWhoReads) {
+  HttpLimits limits = quick_limits();
+  limits.backlog_bytes = 20'000;
+  limits.stall_seconds = 1;
+  limits.socket_buffer_bytes = 10'000;
+  std::shared_ptr<HttpExchange> kept;
+  std::atomic<bool> ready{false};
+  Running running(
+      [&](const std::shared_ptr<HttpExchange>& exchange) {
+        kept = exchange;
+        exchange->begin_stream("text/event-stream");
+        ready = true;
+      },
+      limits);
+  const Client client(running.server.port());
+  client.send("GET /hello HTTP/1.0\r\n\r\n");  // 1.0: no chunks between the bytes
+  ASSERT_TRUE(eventually([&] { return ready.load(); }));
+  const std::string event = numbered(3'000'000);
+  std::string all = event;
+  kept->send(event);
+  for (int i = 0; i < 50; ++i) {
+    const std::string more = format("<%d>", i);
+    kept->send(more);
+    all += more;
+  }
+  kept->end_stream();
+  EXPECT_TRUE(client.receive().ends_with(all));
+  EXPECT_EQ(running.server.counters().cut_off, 0);
+}
+
+// All that waits for clients is limited: a further answer is refused, and who has not read its stream is cut off.
+TEST(Http, UnsentBytesOfAllConnectionsAreLimited) {
+  HttpLimits limits = quick_limits();
+  limits.all_unsent_bytes = 5'000'000;
+  limits.socket_buffer_bytes = 10'000;
+  std::shared_ptr<HttpExchange> kept;
+  std::atomic<int> asked{0};
+  Running running(
+      [&](const std::shared_ptr<HttpExchange>& exchange) {
+        if (exchange->request().path == "/last") return echo(exchange);
+        if (exchange->request().path == "/stream") {
+          kept = exchange;
+          exchange->begin_stream("text/plain");
+          exchange->send(std::string(4'000'000, 'x'));
+        } else {
+          exchange->respond({200, "text/plain", std::string(4'000'000, 'x'), {}});
+        }
+        ++asked;
+      },
+      limits);
+  {
+    const Client whole(running.server.port(), 5000);
+    whole.send(kGet);
+    ASSERT_TRUE(eventually([&] { return asked == 1; }));
+    const std::string refused = running.ask("GET /hello HTTP/1.0\r\n\r\n");
+    EXPECT_TRUE(refused.starts_with("HTTP/1.1 503") &&
+                refused.ends_with("503: too many answers wait for their clients: try again later"))
+        << refused.substr(0, 200);
+    EXPECT_NE(refused.find("\r\nRetry-After: 1\r\n"), std::string::npos);
+    EXPECT_TRUE(running.ask(kLastGet).ends_with("GET /last []"));
+  }
+  // What a client did not take counts no more when it has gone.
+  EXPECT_TRUE(eventually([&] { return running.ask("GET /hello HTTP/1.0\r\n\r\n").size() > 4'000'000; }));
+  asked = 0;
+  const Client stream(running.server.port(), 5000);
+  stream.send("GET /stream HTTP/1.1\r\nHost: a\r\n\r\n");
+  ASSERT_TRUE(eventually([&] { return asked == 1; }));
+  for (int i = 0; i < 4; ++i) kept->send(std::string(1'000'000, 'x'));
+  EXPECT_TRUE(eventually([&] { return kept->gone(); }));
+  EXPECT_EQ(running.server.counters().cut_off, 1);
+}
+
+// Some byte now and then is not enough.
+TEST(Http, AClientThatTakesTooLittleIsClosedInTime) {
+  HttpLimits limits = quick_limits();
+  limits.write_seconds = 0.5;
+  limits.write_bytes = 1'000'000;
+  limits.socket_buffer_bytes = 10'000;
+  std::atomic<int> asked{0};
+  Running running(
+      [&](const std::shared_ptr<HttpExchange>& exchange) {
+        ++asked;
+        exchange->respond({200, "text/plain", std::string(3'000'000, 'x') + "end", {}});
+      },
+      limits);
+  const Client quick(running.server.port()), slow(running.server.port(), 5000);
+  quick.send(kGet);
+  EXPECT_TRUE(quick.receive("end").ends_with("end"));
+  slow.send(kGet);
+  ASSERT_TRUE(eventually([&] { return asked == 2; }));
+  EXPECT_TRUE(eventually([&] {
+    slow.receive("x");  // some KB
+    return running.server.counters().connections == 1;
+  }));
 }
 
 // More than the buffers of both sockets hold, in pieces of every size and more of them than one write takes: the writes end

@@ -31,6 +31,47 @@ CompletionsRequest parse(const std::string& body) {
   return parse_completions(body, {"tiny", &tokenizer(), Tokenizer::Special::text, &c, 256});
 }
 
+// By hand: choices, times the tokens of all prompts that are echoed and generated, times what each of them brings.
+TEST(CompletionsRequest, ValuesOfAnAnswer) {
+  const auto values = [](const std::string& fields) {
+    return answer_values(parse(R"({"prompt": [[5, 6, 7], [8]], )" + fields + "}"), config());
+  };
+  EXPECT_EQ(values(R"("max_tokens": 10)"), 20);
+  EXPECT_EQ(values(R"("max_tokens": 10, "n": 3)"), 60);
+  EXPECT_EQ(values(R"("max_tokens": 10, "stream": true)"), 0);
+  EXPECT_EQ(values(R"("max_tokens": 10, "logprobs": 0)"), 40);
+  EXPECT_EQ(values(R"("max_tokens": 10, "logprobs": 5)"), 140);
+  EXPECT_EQ(values(R"("max_tokens": 10, "echo": true)"), 20);
+  EXPECT_EQ(values(R"("max_tokens": 10, "echo": true, "logprobs": 5, "n": 2)"), 2 * 24 * 7);
+  EXPECT_EQ(values(R"("max_tokens": 10, "echo": true, "logprobs": 5, "n": 2, "stream": true)"), 2 * 4 * 7);
+  EXPECT_EQ(values(R"("max_tokens": 1000000)"), 61 + 63) << "to the last position";
+  EXPECT_EQ(values(R"("max_tokens": 0, "echo": true, "logprobs": 20)"), 4 * 22);
+}
+
+TEST(CompletionsRequest, AnAnswerOfTooManyValuesIsRefused) {
+  const ModelConfig c = config();
+  const auto refusal = [&](std::int64_t limit, const std::string& fields) -> std::string {
+    try {
+      parse_completions(R"({"prompt": [5], "max_tokens": 10, )" + fields + "}",
+                        {"tiny", &tokenizer(), Tokenizer::Special::text, &c, 256, limit});
+    } catch (const RequestError& error) {
+      EXPECT_EQ(error.status(), 400);
+      return error.param() + ": " + error.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(refusal(10, R"("n": 1)"), "");
+  EXPECT_EQ(
+      refusal(19, R"("n": 2)"),
+      "max_tokens: the answer may have 20 values, the tokens and log-probabilities of all choices, expected at most "
+      "19. Stream it, or ask for fewer choices, tokens or alternatives");
+  EXPECT_EQ(refusal(40, R"("n": 2, "logprobs": 0)"), "");
+  EXPECT_TRUE(refusal(39, R"("n": 2, "logprobs": 0)").starts_with("logprobs: the answer may have 40 values"));
+  EXPECT_EQ(refusal(39, R"("n": 2, "logprobs": 0, "stream": true)"), "");
+  EXPECT_TRUE(refusal(3, R"("n": 2, "logprobs": 0, "stream": true, "echo": true)")
+                  .ends_with(". Echo fewer prompts, choices or alternatives"));
+}
+
 struct Refusal {
   int status = 0;
   std::string param, message, code;

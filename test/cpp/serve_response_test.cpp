@@ -110,6 +110,52 @@ TEST(CompletionsChoice, TokensAreHeldBackBehindCharactersOfSeveralBytes) {
   EXPECT_EQ(written(choice)["logprobs"]["tokens"], Json::array());
 }
 
+// What was held back becomes U+FFFD with the token behind it: that one begins after it, and comes only with its own text.
+TEST(CompletionsChoice, ATokenBehindABrokenCharacterBeginsAfterIt) {
+  const std::int32_t end = tokenizer().id_of("<|endoftext|>").value();
+  struct Case {
+    std::int32_t second;
+    const char* text;  // of the pieces with the second token, and of the one that follows it without a token
+    const char* rest;
+    Json tokens, offsets;
+  };
+  for (const Case& c : {Case{byte_id('b'), "\uFFFDb", "", {"bytes:\\xe2", "b"}, {0, 1}},
+                        {end, "", "\uFFFD", Json::array({"bytes:\\xe2"}), Json::array({0})},           // a stop id
+                        {byte_id('x'), "\uFFFD", "", Json::array({"bytes:\\xe2"}), Json::array({0})},  // of a stop text
+                        {byte_id(0x82), "", "\uFFFD", {"bytes:\\xe2", "bytes:\\x82"}, {0, 0}},
+                        {byte_id(0xE2), "\uFFFD", "\uFFFD", {"bytes:\\xe2", "bytes:\\xe2"}, {0, 1}}}) {
+    CompletionsChoice choice(0, &tokenizer(), 0, nullptr);
+    choice.add(piece("", byte_id(0xE2)));
+    choice.add(piece(c.text, c.second));
+    if (*c.rest != '\0') choice.add({c.rest, {}, {}, false});
+    choice.finish(FinishedBy::stop);
+    const Json all = written(choice)["logprobs"];
+    EXPECT_EQ(all["tokens"], c.tokens) << c.text;
+    EXPECT_EQ(all["text_offset"], c.offsets) << c.text;
+  }
+}
+
+// Tokens of a row of bytes wait for its end, and ids without text between them do not exchange places with them.
+TEST(CompletionsChoice, BytesInARowHaveThePlacesOfTheirCharacters) {
+  const Tokenizer llama = Tokenizer::from_json(read_bytes("test/fixtures/tokenizer/llama2_style.tokenizer.json"),
+                                               "llama2_style.tokenizer.json");
+  const auto byte = [&](const char* name) { return ScoredId{llama.id_of(name).value(), -1, {}}; };
+  const ScoredId word{llama.encode("the", false).front(), -1, {}};
+  const auto padding = static_cast<std::int32_t>(llama.vocab_size());  // a row of the embedding without a token
+  CompletionsChoice choice(0, &llama, 0, nullptr);
+  choice.add({"a", byte("<0x61>"), {}, false});
+  choice.add({"", byte("<0xC3>"), {}, false});
+  choice.add({"", ScoredId{padding, -1, {}}, {}, false});
+  choice.add({"", byte("<0xA9>"), {}, false});
+  choice.add({"\u00E9 the", word, {}, false});
+  choice.add({"", byte("<0xE2>"), {}, false});
+  choice.add({"\uFFFD", {}, {}, false});
+  choice.finish(FinishedBy::length);
+  const Json all = written(choice)["logprobs"];
+  EXPECT_EQ(all["tokens"].size(), 6u) << all;
+  EXPECT_EQ(all["text_offset"], Json({0, 1, 0, 1, 2, 2 + llama.token_bytes(word.id).size()}));
+}
+
 TEST(CompletionsChoice, EchoScoresThePrompt) {
   const auto prompt = std::make_shared<CompletionPrompt>();
   prompt->text = "ab";
@@ -231,9 +277,12 @@ TEST(CompletionsChoice, WithoutATokenizerIdsAreNamed) {
 
 TEST(CompletionsResponse, Objects) {
   CompletionsHead head{"cmpl-1", 5, "a \"model\"", false};
-  const Json body = Json::parse(completions_body(head, {R"({"index":0})", R"({"index":1})"}, {3, 4}));
+  std::vector<CompletionsChoice> choices;
+  for (int i = 0; i < 2; ++i) choices.emplace_back(i, nullptr, -1, nullptr);
+  const Json body = Json::parse(completions_body(head, choices, {3, 4}));
   EXPECT_EQ(body, Json::parse(R"({"id": "cmpl-1", "object": "text_completion", "created": 5, "model": "a \"model\"",
-      "choices": [{"index": 0}, {"index": 1}],
+      "choices": [{"index": 0, "text": "", "logprobs": null, "finish_reason": null},
+                  {"index": 1, "text": "", "logprobs": null, "finish_reason": null}],
       "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}})"));
   EXPECT_NE(completions_head("a").id, completions_head("a").id);
 }

@@ -55,6 +55,7 @@ class CompletionsServerTest : public testing::Test {
     options.model = "fake";
     options.version = "1.2";
     options.max_queue = 4;
+    options.answer_values = 100'000;
     server_ = std::make_unique<CompletionsServer>(options);
     port_ = static_cast<std::uint16_t>(std::stoi(server_->url().substr(server_->url().rfind(':') + 1)));
   }
@@ -364,6 +365,56 @@ TEST_F(CompletionsServerTest, AModelThatFailsEndsAllRequestsWithAnError) {
   const std::string rest = streaming.receive();
   EXPECT_NE(rest.find(R"("message":"the device is lost")"), std::string::npos) << rest;
   EXPECT_TRUE(rest.ends_with("data: [DONE]\n\n\r\n0\r\n\r\n")) << rest;
+}
+
+// What an answer holds until it is complete is limited; a stream holds only what it echoes.
+TEST_F(CompletionsServerTest, AnswersThatAreTooLargeAreRefused) {
+  run();
+  const std::string large = R"({"prompt": [5], "ignore_eos": true, "n": 12, "max_tokens": 5000, "logprobs": 0)";
+  const std::string refused = complete(large + "}");
+  EXPECT_TRUE(refused.starts_with("HTTP/1.1 400")) << refused.substr(0, 200);
+  EXPECT_NE(refused.find("the answer may have 120000 values"), std::string::npos) << refused;
+  {
+    const Client streamed(port_);
+    streamed.send(request("POST /v1/completions", large + R"(, "stream": true})"));
+    EXPECT_NE(streamed.receive("data: ").find("200 OK"), std::string::npos);
+  }
+  ASSERT_TRUE(eventually([&] { return engine_.statistics().running == 0; }));
+  // Of all answers together, too, as long as they are under way.
+  model_.slow = true;
+  const std::string body =
+      R"({"prompt": [5], "ignore_eos": true, "max_tokens": 7900, "logprobs": 10})";  // 94,800 values
+  {
+    std::vector<std::unique_ptr<Client>> clients;
+    for (int i = 0; i < 4; ++i) {
+      clients.push_back(std::make_unique<Client>(port_));
+      clients.back()->send(request("POST /v1/completions", body));
+    }
+    ASSERT_TRUE(eventually([&] { return engine_.statistics().running == 4; }));
+    const std::string full = complete(body);
+    EXPECT_TRUE(full.starts_with("HTTP/1.1 429")) << full.substr(0, 200);
+    EXPECT_NE(full.find("too large: try again later"), std::string::npos);
+    EXPECT_NE(complete(R"({"prompt": [5], "max_tokens": 2})").find("200 OK"), std::string::npos);
+  }
+  EXPECT_TRUE(eventually([&] {
+    const Client client(port_);
+    client.send(request("POST /v1/completions", body));
+    return eventually([&] { return engine_.statistics().running == 1; });
+  }));
+}
+
+// One place is left beside a long request. Of one with many choices and one that came after it, each gets its turn.
+TEST_F(CompletionsServerTest, RequestsTakeTurns) {
+  run();
+  model_.slow = true;
+  const Client others(port_), many(port_);
+  others.send(request("POST /v1/completions", R"({"prompt": [5], "n": 7, "max_tokens": 7000, "ignore_eos": true})"));
+  ASSERT_TRUE(eventually([&] { return engine_.statistics().running == 7; }));
+  many.send(request("POST /v1/completions", R"({"prompt": [6], "n": 4, "max_tokens": 60, "ignore_eos": true})"));
+  ASSERT_TRUE(eventually([&] { return engine_.statistics().waiting == 3; }));
+  EXPECT_TRUE(complete(R"({"prompt": [7], "max_tokens": 1})").starts_with("HTTP/1.1 200"));
+  EXPECT_TRUE(eventually([&] { return engine_.statistics().running == 8; })) << "some of the four still run";
+  EXPECT_TRUE(many.receive().starts_with("HTTP/1.1 200"));
 }
 
 TEST_F(CompletionsServerTest, MoreThanMayWaitIsRefused) {

@@ -623,11 +623,11 @@ TEST(CheckSameTokens, EveryPairOfTokenizers) {
     std::optional<Tokenizer> tokenizer;
     if (model.has_tokenizer()) tokenizer = Tokenizer::from_json(model.tokenizer_json(), "test");
     try {
-      check_same_tokens(model, tokenizer ? &*tokenizer : nullptr, draft);
+      check_same_tokens(model, tokenizer ? &*tokenizer : nullptr, draft, "draft");
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), Exit::usage);
       const std::string text = error.what(), before = "--draft: " + escaped(draft.file().path()) + ": ",
-                        behind = ". A draft model needs the tokenizer of " + escaped(model.file().path());
+                        behind = ". It needs the tokenizer of " + escaped(model.file().path());
       EXPECT_TRUE(text.starts_with(before) && text.ends_with(behind)) << text;
       return text.substr(before.size(), text.size() - before.size() - behind.size());
     }

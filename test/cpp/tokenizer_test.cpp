@@ -216,6 +216,109 @@ TEST(StreamingDecoder, HoldsBackIncompleteCharactersAtEverySplit) {
   }
 }
 
+// In characters of the text: for each token, those before the one that its first byte belongs to.
+TEST(StreamingDecoder, TokensBeginWhereTheirBytesDo) {
+  for (const char* name : {"neox_style", "llama3_style"}) {
+    const Tokenizer tokenizer = fixture(name);
+    std::mt19937 random(3);
+    for (int text = 0; text < 2000; ++text) {
+      Ids ids;
+      std::string bytes;
+      std::vector<std::size_t> first_bytes;
+      while (ids.size() < 12) {
+        // Mostly single bytes of characters of several bytes, of which few come out whole.
+        const auto byte = static_cast<std::uint8_t>(0x80 + random() % 0x80);
+        const std::int32_t id = random() % 4 > 0 ? *tokenizer.id_of(alphabet_character(byte))
+                                                 : static_cast<std::int32_t>(random() % tokenizer.vocab_size());
+        ids.push_back(id);
+        first_bytes.push_back(bytes.size());
+        bytes += tokenizer.token_bytes(id);
+      }
+      std::vector<std::size_t> ends;  // of the characters, or of what becomes U+FFFD, in bytes
+      for (std::size_t at = 0; at < bytes.size(); ends.push_back(at)) {
+        const std::string_view rest = std::string_view(bytes).substr(at);
+        std::size_t taken = utf8_sequence_length(rest);
+        for (std::size_t more = 1; taken == 0 && more <= 4; ++more) {
+          const std::string_view part = rest.substr(0, more);
+          if (utf8_incomplete_suffix(part) != part.size() || part.size() < more)
+            taken = std::max<std::size_t>(1, more - 1);
+        }
+        at += std::max<std::size_t>(1, taken);
+      }
+      std::vector<std::size_t> got;
+      std::string shown;
+      StreamingDecoder stream(tokenizer);
+      const auto take = [&](const auto& decode) {
+        std::vector<std::size_t> begins;
+        const std::string part = decode(&begins);
+        for (const std::size_t begin : begins) got.push_back(utf8_characters(shown) + begin);
+        shown += part;
+      };
+      for (const std::int32_t id : ids) take([&](auto* begins) { return stream.push(id, begins); });
+      take([&](auto* begins) { return stream.finish(begins); });
+      ASSERT_EQ(shown, utf8_replace_invalid(bytes));
+      ASSERT_EQ(utf8_characters(shown), ends.size());
+      ASSERT_EQ(got.size(), ids.size());
+      for (std::size_t i = 0; i < ids.size(); ++i) {
+        const auto before = static_cast<std::size_t>(std::ranges::upper_bound(ends, first_bytes[i]) - ends.begin());
+        // A token without bytes stands where the text before it ends for certain.
+        if (!tokenizer.token_bytes(ids[i]).empty()) {
+          ASSERT_EQ(got[i], before) << escaped(bytes) << ", token " << i;
+        }
+      }
+    }
+  }
+}
+
+// Byte tokens in a row are text if they are valid UTF-8, and otherwise each a character of its own.
+TEST(StreamingDecoder, ByteTokensBeginWithTheirCharacterOrEachItsOwn) {
+  const Tokenizer tokenizer = fixture("llama2_style");
+  const std::int32_t word = tokenizer.encode("the", false).front();
+  ASSERT_EQ(tokenizer.token_bytes(word).front(), ' ');
+  const std::size_t length = tokenizer.token_bytes(word).size();
+  const auto row = [&](std::string_view bytes) {
+    Ids ids;
+    for (const char byte : bytes) ids.push_back(*tokenizer.id_of(format("<0x%02X>", static_cast<std::uint8_t>(byte))));
+    return ids;
+  };
+  const auto joined = [](std::initializer_list<Ids> parts) {
+    Ids all;
+    for (const Ids& part : parts) all.insert(all.end(), part.begin(), part.end());
+    return all;
+  };
+  using Begins = std::vector<std::size_t>;
+  struct Case {
+    Ids ids;
+    Begins begins;
+    std::string text;
+  };
+  const std::string rest = tokenizer.token_bytes(word),
+                    first = rest.substr(1);  // the first space of a text is taken away
+  for (const Case& c : {Case{joined({{word}, row("\xE4\xBD\xA0\xE5\xA5\xBD"), {word}}),
+                             {0, length - 1, length - 1, length - 1, length, length, length, length + 1},
+                             first + "\u4F60\u597D" + rest},
+                        {joined({row("a\xC3\xA9"), {word}}), {0, 1, 1, 2}, "a\u00E9" + rest},
+                        {joined({row("\xE2\x82"), {word}}), {0, 1, 2}, "\uFFFD\uFFFD" + rest},
+                        {row("\xC3\xA9\xFF\xC3\xA9"), {0, 1, 2, 3, 4}, "\uFFFD\uFFFD\uFFFD\uFFFD\uFFFD"},
+                        {row("\xC3\xA9\xE2"), {0, 1, 2}, "\uFFFD\uFFFD\uFFFD"},
+                        {joined({row(" "), row("b")}), {0, 0}, "b"},
+                        {joined({row("ab"), {word}, row("c")}), {0, 1, 2, length + 2}, "ab" + rest + "c"}}) {
+    StreamingDecoder stream(tokenizer);
+    Begins got;
+    std::string text;
+    const auto take = [&](const auto& decode) {
+      Begins begins;
+      const std::string part = decode(&begins);
+      for (const std::size_t begin : begins) got.push_back(utf8_characters(text) + begin);
+      text += part;
+    };
+    for (const std::int32_t id : c.ids) take([&](Begins* begins) { return stream.push(id, begins); });
+    take([&](Begins* begins) { return stream.finish(begins); });
+    EXPECT_EQ(text, c.text);
+    EXPECT_EQ(got, c.begins) << c.text;
+  }
+}
+
 TEST(Tokenizer, SpecialTokensAreTextUnlessAllowed) {
   const Tokenizer tokenizer = fixture("neox_style");
   const std::int32_t end = tokenizer.id_of("<|endoftext|>").value();

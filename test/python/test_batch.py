@@ -187,8 +187,11 @@ def test_what_is_refused(model, tmp_path):
     assert "--context: not for --batch" in refused(USAGE, "--batch", requests, "--output", out, "--context", 8)
     assert "cannot open" in refused(BAD_FILE, "--batch", tmp_path / "none", "--output", out)
     assert "directory" in refused(BAD_FILE, "--batch", tmp_path, "--output", out)
-    assert "not an answer" in refused(BAD_FILE, "--batch", requests, "--output", requests)
-    assert requests.read_text() == json.dumps(stories(1)[0]) + "\n"
+    assert "the file of --batch itself" in refused(USAGE, "--batch", requests, "--output", requests)
+    copy = tmp_path / "copy"
+    copy.write_text(requests.read_text().strip())  # a whole request, where a killed run would leave half an answer
+    assert "not an answer" in refused(BAD_FILE, "--batch", requests, "--output", copy)
+    assert copy.read_text() + "\n" == requests.read_text() == json.dumps(stories(1)[0]) + "\n"
     assert not out.exists() or out.read_text() == ""
 
 

@@ -333,6 +333,8 @@ def test_divergence_from_another_model(model, tmp_path):
     assert "--against: got ''" in refused(2, "--model", model, *arguments, "--against", "")
     fewer = write_model(tmp_path / "fewer.bin", tokenizer_json(), tokenizer_vocab=TOKENS - 1)
     assert "only models of one tokenizer" in refused(3, "--model", model, *arguments, "--against", fewer)
+    other = write_model(tmp_path / "other.bin", tokenizer_json().replace("<|padding|>", "<|elsewhere|>"))
+    assert "It needs the tokenizer of" in refused(USAGE, "--model", model, *arguments, "--against", other)
     needed = apart["tokens"] + 1  # in one window
     for positions in (needed, needed - 1):
         short = write_model(tmp_path / "short.bin", tokenizer_json(), max_positions=positions)

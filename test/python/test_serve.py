@@ -318,6 +318,22 @@ def test_log_probabilities_of_a_text_are_those_of_its_generation(server):
     assert all(len(top) in (4, 5) and value <= 0 for top, value in zip(scored["top_logprobs"][1:], scored["token_logprobs"][1:]))
 
 
+def test_tokens_stand_where_their_offsets_say(server):
+    """Of bytes at random, few of which are UTF-8: each token that is text is in the text at its offset, and the others point at
+    what has become of them."""
+    for seed in range(6):
+        body = {"prompt": [5, 200, 6], "max_tokens": 150, "seed": seed, "temperature": 3, "logprobs": 0, "ignore_eos": True}
+        for more in ({}, {"echo": True}, {"stop": ["a", "\ufffdb"]}):
+            choice = server.complete(**body, **more)["choices"][0]
+            text, logprobs = choice["text"], choice["logprobs"]
+            offsets = logprobs["text_offset"]
+            assert offsets == sorted(offsets) and "\ufffd" in text
+            for token, offset in zip(logprobs["tokens"], offsets):
+                cut = "stop" in more and token.startswith(text[offset:])  # a stop text has begun within the token
+                assert offset < len(text) and (text.startswith(token, offset) or token.startswith("bytes:") or cut), (token, offset)
+            assert joined(server.stream(**body, **more))[0] == choice
+
+
 def byte_ids() -> dict[int, int]:
     vocab = json.loads(tokenizer_json())["model"]["vocab"]
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -393,7 +409,7 @@ def test_pages_of_other_sites_are_kept_out(server):
 
 # ---- hostile HTTP ----------------------------------------------------------------------------------------------------
 
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 
@@ -541,6 +557,9 @@ def test_a_key_is_asked_for(model, tmp_path, how):
             assert json.loads(text)["error"]["code"] == "invalid_api_key"
         assert server.ask("POST", "/v1/completions", good, Authorization="bearer s3cret")[0] == 200
         assert server.get("/metrics")[0] == server.get("/v1/models")[0] == 401
+        with socket.create_connection((server.host, server.port), timeout=30) as client:
+            client.sendall(POST + b"Content-Length: 4000000\r\n\r\n")  # and no body: it is not waited for
+            assert receive(client).startswith(b"HTTP/1.1 401 ")
         assert server.get("/health")[0] == server.get("/")[0] == 200
         assert not any("s3cret" in line for line in server.lines)
 
@@ -621,6 +640,25 @@ def test_what_is_not_finished_in_time_is_told_so(model):
             text = reading.result()
         client.close()
         assert text.count(b'"finish_reason":"abort"') > 0 and text.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def test_a_client_has_the_time_of_the_drain_to_read_its_answer(model):
+    with Server(model, "--drain-seconds", "60") as server:
+        client = server.open({**LONG, "n": 16, "logprobs": 20, "max_tokens": 200}, receive_buffer=4096)  # 2 MB
+        until(lambda: server.metric("vllm:generation_tokens_total") > 0)
+        server.process.send_signal(signal.SIGTERM)
+
+        def stopped() -> bool:
+            try:
+                return server.metric("vllm:num_requests_running") < 0
+            except (OSError, http.client.HTTPException):
+                return True  # the last completion has ended: no connection is accepted
+        until(stopped, 60)
+        time.sleep(3)
+        answer = receive(client)
+        client.close()
+        assert len(json.loads(answer.split(b"\r\n\r\n", 1)[1])["choices"]) == 16
+        assert server.process.wait(60) == 143
 
 
 def test_a_second_signal_leaves_at_once(model):
