@@ -122,7 +122,8 @@ Exit run_divergence(const DecodeSession& s, std::span<const std::int32_t> ids, s
   const std::unique_ptr<DecodeModel> model = s.load_model(window);
   // Opened after the first model is loaded, because it looks at how much memory is free.
   const DecodeSession of_other(other);
-  check_same_tokens(s.file(), s.tokenizer(), of_other.file(), "against");
+  // Without a tokenizer it takes the ids of --model, as many as it was made for: divergence() compares their number.
+  if (of_other.tokenizer() != nullptr) check_same_tokens(s.file(), s.tokenizer(), of_other.file(), "against");
   const std::unique_ptr<DecodeModel> against = of_other.load_model(choose_capacity(other, of_other.config(), window));
   if (against->capacity() < window) {
     fail(Exit::usage, "--context: got %lld, expected at most the %lld positions of --against",

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <string_view>
@@ -83,8 +84,11 @@ bool is_torn_answer(std::string_view line) {
       if (line[end] == '\\') ++end;
     }
     ++end;
+  } else if (line.substr(end).starts_with("null")) {
+    end += 4;
   } else {
-    end = line.find(',', end);
+    if (std::string_view("null").starts_with(line.substr(end))) return true;
+    end = std::min(line.find_first_not_of("-0123456789", end), line.size());
   }
   return end >= line.size() || may_follow_an_id(line.substr(end));
 }

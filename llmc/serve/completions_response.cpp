@@ -175,8 +175,11 @@ std::string CompletionsChoice::write() {
   }
   out += R"(,"finish_reason":)";
   out += finish_reason_.empty() ? "null}" : json_quoted(finish_reason_) + "}";
-  text_ = {};
-  lists_ = {};
+  text_.clear();
+  for (std::string* list : {&lists_.tokens, &lists_.logprobs, &lists_.top, &lists_.offsets}) {
+    list->clear();
+    if (!finish_reason_.empty()) list->shrink_to_fit();
+  }
   return out;
 }
 

@@ -42,6 +42,7 @@ namespace {
 constexpr std::size_t kReadBytes = 16 << 10;       // asked of the socket at once
 constexpr std::size_t kPipelinedBytes = 64 << 10;  // of later requests, read while one is being answered
 constexpr std::size_t kBufferBytes = 128 << 10;    // of a connection: also the longest line between two chunks
+constexpr std::size_t kSmallBytes = 64 << 10;      // of an answer that passes whatever waits for clients
 constexpr std::size_t kBuffersAtOnce = 64;         // pieces of the queue in one write
 constexpr auto kAcceptPause = std::chrono::milliseconds(100);  // after a failed accept, such as no free descriptor
 
@@ -110,6 +111,7 @@ class HttpServerState {
   bool stopping = false;
   asio::io_context io{1};
   tcp::acceptor acceptor{io};
+  std::uint64_t accepts = 0;  // begun: the last one counts
   asio::steady_timer accept_pause{io};
 
   tcp::endpoint endpoint;  // where it listens
@@ -131,7 +133,12 @@ class Connection : public std::enable_shared_from_this<Connection> {
     server_.connections.insert(this);
     ++server_.open;
   }
+  // Closed before, unless an exception has left nothing that holds it.
   ~Connection() {
+    try {
+      close();
+    } catch (const std::bad_alloc&) {  // of who is told that it has gone
+    }
     server_.connections.erase(this);
     --server_.open;
   }
@@ -141,6 +148,16 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void next_request();
   void close();
   void close_soon();  // after the answer that is being made or written, if there is one
+  // Calls `action`; closes the connection if that throws, which is for want of memory: nothing of it would go on.
+  template <typename Action>
+  void guard(const Action& action) {
+    try {
+      action();
+    } catch (const std::exception& error) {
+      log_error("a connection failed: %s", escaped(error.what()).c_str());
+      close();
+    }
+  }
 
   // From the exchange that is being answered.
   void respond(HttpResponse response);
@@ -164,12 +181,13 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void on_header(const error_code& error);
   HttpRequest header_fields() const;
   void read_body();
+  void parse_body(error_code& error);
   void answer_read_error(const error_code& error);
   void refuse(int status, const std::string& message);
   void hand_over();
   void finish_answer();
   void queue(std::string data, std::string more = {});
-  bool falls_behind();
+  bool falls_behind(std::size_t bytes);
   std::vector<asio::const_buffer> next_buffers() const;
   void write();
   void take_written(std::size_t bytes);
@@ -186,7 +204,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   bool closed_ = false, close_after_ = false;
 
   boost::beast::flat_buffer buffer_{kBufferBytes};
-  // A read_some() is pending, as in every phase but `reading`, so that a client that goes away is noticed.
+  // A read_some() is pending, as while a request is answered, so that a client that goes away is noticed.
   bool reads_ = false;
   std::optional<Parser> parser_;
   HttpRequest request_;       // that is read
@@ -232,6 +250,9 @@ class Exchange final : public HttpExchange, public std::enable_shared_from_this<
   void end_stream() override {
     to_connection([](Connection& c) { c.end_stream(); });
   }
+  void abandon() override {
+    to_connection([](Connection& c) { c.close(); });
+  }
   void on_gone(std::function<void()> gone) override {
     asio::dispatch(server_.io, [self = shared_from_this(), gone = std::move(gone)]() mutable {
       if (self->complete_) return;
@@ -259,7 +280,8 @@ class Exchange final : public HttpExchange, public std::enable_shared_from_this<
   void to_connection(Call call) {
     asio::dispatch(server_.io, [self = shared_from_this(), call = std::move(call)]() mutable {
       if (self->gone_ || self->complete_) return;
-      if (const std::shared_ptr<Connection> connection = self->connection_.lock()) call(*connection);
+      const std::shared_ptr<Connection> connection = self->connection_.lock();
+      if (connection) connection->guard([&] { call(*connection); });
     });
   }
 
@@ -310,7 +332,7 @@ void Connection::read_some() {
                             // A client that has closed its side of the connection is taken to be gone.
                             if (error && error != asio::error::operation_aborted) return self->close();
                             self->buffer_.commit(bytes);
-                            self->on_data();
+                            self->guard([&] { self->on_data(); });
                           });
 }
 
@@ -338,7 +360,7 @@ void Connection::read_header() {
   parser_->body_limit(server_.limits.body_bytes);
   http::async_read_header(socket_, buffer_, *parser_,
                           [self = shared_from_this()](const error_code& error, std::size_t) {
-                            if (!self->closed_) self->on_header(error);
+                            if (!self->closed_) self->guard([&] { self->on_header(error); });
                           });
 }
 
@@ -379,17 +401,35 @@ HttpRequest Connection::header_fields() const {
   return request;
 }
 
-// Reads the rest of the request in pieces, because bytes count when they have come: a length is only announced.
+// Reads the rest of the request in pieces of the buffer's size, because bytes count when they have come: a length is only
+// announced. (http::async_read_some() may read several chunks before it says so.)
 void Connection::read_body() {
+  error_code error;
+  parse_body(error);
+  if (error) return answer_read_error(error);
   const std::size_t come = parser_->get().body().size();
   if (!server_.reserve_body(come - reserved_)) return refuse(503, "too many request bodies at once: try again later");
   reserved_ = come;
   if (parser_->is_done()) return hand_over();
-  http::async_read_some(socket_, buffer_, *parser_, [self = shared_from_this()](const error_code& error, std::size_t) {
-    if (self->closed_) return;
-    if (error) return self->answer_read_error(error);
-    self->read_body();
-  });
+  const std::size_t room = std::min(kReadBytes, buffer_.max_size() - buffer_.size());
+  if (room == 0) return answer_read_error(http::error::buffer_overflow);
+  socket_.async_read_some(buffer_.prepare(room),
+                          [self = shared_from_this()](const error_code& failure, std::size_t bytes) {
+                            if (self->closed_) return;
+                            if (failure) return self->close();  // no answer can reach the client
+                            self->buffer_.commit(bytes);
+                            self->guard([&] { self->read_body(); });
+                          });
+}
+
+// What is in the buffer, as far as it is complete.
+void Connection::parse_body(error_code& error) {
+  while (!parser_->is_done() && buffer_.size() > 0) {
+    buffer_.consume(parser_->put(buffer_.data(), error));
+    if (!error) continue;
+    if (error == http::error::need_more) error = {};
+    return;
+  }
 }
 
 void Connection::answer_read_error(const error_code& error) {
@@ -449,7 +489,8 @@ std::string head_of(int status, const std::string& content_type, bool close) {
 }
 
 void Connection::respond(HttpResponse response) {
-  if (server_.unsent_bytes + response.body.size() > server_.limits.all_unsent_bytes) {
+  const std::size_t bytes = head_only_ ? 0 : response.body.size();
+  if (bytes > kSmallBytes && server_.unsent_bytes + bytes > server_.limits.all_unsent_bytes) {
     response = {503,
                 "application/json",
                 server_.error_body(503, "too many answers wait for their clients: try again later"),
@@ -469,7 +510,7 @@ void Connection::begin_stream(const std::string& content_type) {
 
 void Connection::send(const std::string& data) {
   if (data.empty()) return;  // an empty chunk would end the stream
-  if (falls_behind()) {
+  if (falls_behind(data.size())) {
     ++server_.cut_off;
     return close();
   }
@@ -483,14 +524,16 @@ void Connection::send(const std::string& data) {
   queue(std::move(chunk));
 }
 
-// Whether the client does not keep up with a stream.
-bool Connection::falls_behind() {
+// Whether the client does not keep up with a stream, of which `bytes` are to follow.
+bool Connection::falls_behind(std::size_t bytes) {
   const HttpLimits& limits = server_.limits;
+  const std::size_t unsent = queued_bytes_ + bytes;
+  if (unsent > limits.all_unsent_bytes / 4) return true;
+  if (unsent > kSmallBytes && server_.unsent_bytes + bytes > limits.all_unsent_bytes) return true;
   if (queued_bytes_ <= limits.backlog_bytes) {
     stall_.reset();
     return false;
   }
-  if (server_.unsent_bytes > limits.all_unsent_bytes) return true;
   const auto now = std::chrono::steady_clock::now();
   if (stall_ && now < stall_->until) return false;
   const bool stalls = stall_ && stall_->taken < limits.backlog_bytes;
@@ -517,10 +560,11 @@ void Connection::finish_answer() {
 void Connection::queue(std::string data, std::string more) {
   if (closed_) return;
   for (std::string* const piece : {&data, &more}) {
-    if (piece->empty()) continue;
-    queued_bytes_ += piece->size();
-    server_.unsent_bytes += piece->size();
+    const std::size_t bytes = piece->size();
+    if (bytes == 0) continue;
     queue_.push_back(std::move(*piece));
+    queued_bytes_ += bytes;
+    server_.unsent_bytes += bytes;
   }
   if (!writes_) write();
 }
@@ -543,6 +587,7 @@ void Connection::write() {
   if (error && error != asio::error::would_block) return close();
   if (queue_.empty()) return;
   writes_ = true;
+  if (taken_ >= server_.limits.write_bytes) write_limited_ = false;  // a new one
   if (!std::exchange(write_limited_, true)) {
     taken_ = 0;
     limit(write_timer_, server_.limits.write_seconds);
@@ -551,7 +596,7 @@ void Connection::write() {
     self->writes_ = false;
     if (self->closed_) return;
     if (failure) return self->close();
-    self->on_written(bytes);
+    self->guard([&] { self->on_written(bytes); });
   });
 }
 
@@ -569,7 +614,6 @@ void Connection::take_written(std::size_t bytes) {
 
 void Connection::on_written(std::size_t bytes) {
   take_written(bytes);
-  if (taken_ >= server_.limits.write_bytes) write_limited_ = false;  // a new one
   if (!queue_.empty()) write();
   if (!queue_.empty() || closed_) return;
   write_limited_ = false;
@@ -638,8 +682,8 @@ HttpServerState::HttpServerState(const HostPort& address, const HttpLimits& limi
 }
 
 void HttpServerState::accept() {
-  acceptor.async_accept([this](const error_code& error, tcp::socket socket) {
-    if (stopping) return;
+  acceptor.async_accept([this, number = ++accepts](const error_code& error, tcp::socket socket) {
+    if (stopping || number != accepts) return;
     if (error) {
       accept_pause.expires_after(kAcceptPause);
       accept_pause.async_wait([this](const error_code& cancelled) {
@@ -668,8 +712,8 @@ void HttpServerState::take(tcp::socket socket) {
   std::make_shared<Connection>(*this, std::move(socket))->next_request();
 }
 
-// What goes wrong in one connection, such as too little memory for it, ends that one alone: it is closed when its time is
-// over.
+// Connections end by themselves where something goes wrong in them (Connection::guard()). What is left is a task of post(),
+// and memory that asio needs itself, perhaps for the accept that was pending: so another one takes its place.
 void HttpServerState::run() {
   const auto work = asio::make_work_guard(io);
   for (;;) {
@@ -677,8 +721,13 @@ void HttpServerState::run() {
       io.run();
       return;
     } catch (const std::exception& error) {
-      log_error("a connection failed: %s", escaped(error.what()).c_str());
+      log_error("the thread of the connections: %s", escaped(error.what()).c_str());
     }
+    error_code ignored;
+    acceptor.cancel(ignored);
+    accept_pause.cancel();
+    ++accepts;
+    if (!stopping) asio::post(io, [this] { accept(); });
   }
 }
 

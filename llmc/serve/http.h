@@ -6,8 +6,8 @@
 // here waits for a client: what cannot be written at once is queued, up to a limit.
 //
 // What is refused without asking the handler, with a JSON error and a closed connection: malformed requests (400), bodies
-// over the limit (413), headers over the limit (431), requests beyond the memory for bodies (503), and requests that the
-// check of headers refuses, before their body is read.
+// over the limit (413), headers over the limit (431), requests beyond the memory for bodies (503). Requests whose header the
+// check refuses are answered before their body is read; the connection is closed if there is one.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,9 @@ struct HttpLimits {
   // being too slow. One event may be larger.
   std::size_t backlog_bytes = 1 << 20;
   double stall_seconds = 2;
-  std::size_t all_unsent_bytes = 512 << 20;     // of all connections together: what is beyond is 503, or cut off
+  // Unsent bytes of all connections together, and of one stream a quarter of that: an answer that would exceed them is 503,
+  // a stream is cut off. Small ones always pass.
+  std::size_t all_unsent_bytes = 512 << 20;
   std::size_t socket_buffer_bytes = 256 << 10;  // of the kernel, for what is sent
   std::int64_t connections = 1024;              // further ones are closed at once
   double read_seconds = 30;                     // from the first byte of a request to its last
@@ -68,6 +70,7 @@ class HttpExchange {
   virtual void begin_stream(const std::string& content_type) = 0;
   virtual void send(std::string data) = 0;
   virtual void end_stream() = 0;
+  virtual void abandon() = 0;  // closes the connection, in the middle of the answer if need be
   // `gone` is called once, on the thread of the connections, if the client closes the connection, or is cut off, before
   // it has the whole answer; at once if that has happened.
   virtual void on_gone(std::function<void()> gone) = 0;

@@ -34,6 +34,7 @@ constexpr auto kSignalInterval = std::chrono::milliseconds(100);  // how often a
 constexpr double kCancelSeconds = 5;                              // for cancelled requests to leave the engine
 constexpr double kFlushSeconds = 2;                               // at least, for clients to take their last bytes
 constexpr std::int64_t kAnswersInMemory = 4;                      // of the largest, under way at once
+constexpr std::int64_t kSmallAnswer = 1 << 12;                    // values of one that counts nothing of that
 constexpr std::size_t kMaxKeyBytes = 4096;
 constexpr const char* kKeyVariable = "WEFT_API_KEY";
 
@@ -401,6 +402,7 @@ void CompletionsServer::State::submit(const std::shared_ptr<Answer>& answer, con
                        "", "queue_full");
   }
   try {
+    if (answer->values <= kSmallAnswer) answer->values = 0;
     answer->values_in_flight = &values_in_flight;
     if (values_in_flight.fetch_add(answer->values) + answer->values > kAnswersInMemory * options.answer_values) {
       throw RequestError(429, "the answers under way are too large: try again later", "", "queue_full");
@@ -554,8 +556,8 @@ void CompletionsServer::State::drop(Answer& answer, const std::string& why) {
   try {
     log_error("an answer failed: %s", escaped(why).c_str());
     fail_answer(answer, 503, "not enough memory for this answer");
-  } catch (const std::bad_alloc&) {
-    cancel(answer);
+  } catch (const std::exception&) {
+    answer.exchange->abandon();
   }
 }
 

@@ -455,7 +455,8 @@ TEST_F(BatchTest, FilesThatAreNoAnswersStayAsTheyAre) {
         // No line has an end: whole requests, and answers of a server, whole and cut.
         std::string("{\"id\":1,\"prompt\":\"x\"}"), std::string("{\"id\":\"a\",\"prompt_ids\":[1,2]}"),
         std::string("{\"id\":\"cmpl-1\",\"object\":\"text_completion\"}"), std::string("{\"id\":\"cmpl-1\",\"obj"),
-        std::string("{\"id\":\"a\\\"\",\"o"), std::string("{\"id\":12,\"prompt\":\"x"), std::string("{\"id\":1}")}) {
+        std::string("{\"id\":\"a\\\"\",\"o"), std::string("{\"id\":12,\"prompt\":\"x"), std::string("{\"id\":1}"),
+        std::string("{\"id\":true"), std::string("{\"id\":{\"a\":1}"), std::string("{\"id\":1x")}) {
     write_bytes(out_, content);
     const std::string message = error_of(Exit::bad_file, [&] { run("{\"id\": 1, \"prompt\": \"x\"}\n"); });
     EXPECT_NE(message.find("line "), std::string::npos) << message;
