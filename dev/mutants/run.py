@@ -70,7 +70,7 @@ def run_googletest(program: str, selection: str) -> tuple[int, list[str]]:
         done = subprocess.run(command, cwd=TREE, capture_output=True, timeout=TIME_LIMIT)
     except subprocess.TimeoutExpired:
         return 1, [f"{program} {selection}: does not end"]
-    if not report.exists():
+    if done.returncode not in (0, 1) or not report.exists():  # a crash
         return 1, [f"{program} {selection}: ends with {done.returncode}"]
     tests = [(f"{suite['name']}.{test['name']}", test) for suite in json.loads(report.read_text())["testsuites"]
              for test in suite["testsuite"]]

@@ -40,7 +40,7 @@ class AnswerMembers : public nlohmann::json_sax<Json> {
   bool end_object() override { return --depth_ >= 0; }
   bool end_array() override { return --depth_ >= 0; }
   bool key(string_t& key) override {
-    if (depth_ == 1) key_ = key;
+    key_ = key;
     return true;
   }
   bool parse_error(std::size_t, const std::string&, const Json::exception& error) override {
@@ -58,7 +58,7 @@ class AnswerMembers : public nlohmann::json_sax<Json> {
   }
 
   int depth_ = 0;
-  std::string key_;  // of the value that comes next in the answer itself
+  std::string key_;  // of the value that comes next
 };
 
 // Whether `rest`, which follows the id, can be that of an answer, or the beginning of one. Batch::write_answers() and
