@@ -800,6 +800,34 @@ TEST(Http, ASlowReaderIsCutOffAndHoldsNobodyUp) {
   EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 0; }));
 }
 
+// Reading is not enough: what is taken while more than the backlog waits has to be worth it.
+TEST(Http, AReaderWhoTakesTooLittleOfAStreamIsCutOff) {
+  HttpLimits limits = quick_limits();
+  limits.backlog_bytes = 1'000'000;
+  limits.stall_seconds = 0.2;
+  limits.socket_buffer_bytes = 10'000;
+  std::shared_ptr<HttpExchange> kept;
+  std::atomic<bool> gone{false}, ready{false};
+  Running running(
+      [&](const std::shared_ptr<HttpExchange>& exchange) {
+        kept = exchange;
+        exchange->on_gone([&] { gone = true; });
+        exchange->begin_stream("text/event-stream");
+        ready = true;
+      },
+      limits);
+  const Client slow(running.server.port(), 5000);
+  slow.send(kGet);
+  ASSERT_TRUE(eventually([&] { return ready.load(); }));
+  for (int i = 0; !gone && i < 500; ++i) {
+    kept->send(std::string(200'000, 'x'));
+    slow.receive("x");  // some KB
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  EXPECT_TRUE(gone);
+  EXPECT_EQ(running.server.counters().cut_off, 1);
+}
+
 // A stream of many times its backlog to a client that takes each piece before the next one comes.
 TEST(Http, AStreamMayBeLongerThanItsBacklog) {
   HttpLimits limits = quick_limits();
