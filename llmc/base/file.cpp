@@ -212,6 +212,13 @@ int open_own_file(const std::string& path, int flags, std::string& problem) {
   return -1;
 }
 
+bool is_file_at(int fd, const std::string& path) {
+  struct stat open {};
+  struct stat there {};
+  return ::fstat(fd, &open) == 0 && ::stat(path.c_str(), &there) == 0 && open.st_dev == there.st_dev &&
+         open.st_ino == there.st_ino;
+}
+
 bool is_full(int error) {
   return error == ENOSPC || error == EDQUOT || error == EFBIG;
 }

@@ -115,6 +115,9 @@ std::string read_text_file(const std::string& path, std::uint64_t max_bytes);
 // AtomicFile in one call.
 void write_file_atomically(const std::string& path, std::string_view content);
 
+// Whether `path` is, now, a name of the open file.
+bool is_file_at(int fd, const std::string& path);
+
 // fsync of a directory: makes renames and removals in it survive a power cut.
 void sync_directory(const std::string& directory);
 

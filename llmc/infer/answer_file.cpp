@@ -49,12 +49,16 @@ class AnswerMembers : public nlohmann::json_sax<Json> {
   }
 
  private:
-  bool take(const Json& value) {
-    if (depth_ != 1) return true;
+  // Nothing is made of what is inside of a member.
+  template <typename Value>
+  bool take(const Value& value) {
+    if (depth_ == 1) keep(value);
+    return true;
+  }
+  void keep(const Json& value) {
     if (key_ == "id") id = json_text(value);
     if (key_ == "finish_reason" && value.is_string()) finish_reason = value.get<std::string>();
     if (key_ == "request" && value.is_string()) request = value.get<std::string>();
-    return true;
   }
 
   int depth_ = 0;
@@ -105,7 +109,7 @@ AnswerFile::AnswerFile(const std::string& path) : path_(path) {
   try {
     do {
       replace_descriptor(open_locked(path_));
-    } while (!is_at_path());  // another run has put a new file in the place of the one that is locked now
+    } while (!is_file_at(fd_, path_));  // another run has put a new file in the place of the one that is locked now
     read();
   } catch (...) {
     if (fd_ >= 0) ::close(fd_);
@@ -136,13 +140,6 @@ int AnswerFile::open_locked(const std::string& path) const {
 void AnswerFile::replace_descriptor(int fd) {
   if (fd_ >= 0) ::close(fd_);
   fd_ = fd;
-}
-
-bool AnswerFile::is_at_path() const {
-  struct stat ours {};
-  struct stat there {};
-  return ::fstat(fd_, &ours) == 0 && ::stat(path_.c_str(), &there) == 0 && ours.st_dev == there.st_dev &&
-         ours.st_ino == there.st_ino;
 }
 
 // The new file is locked before it takes the name, and the old one until then: no other run comes in between.

@@ -35,7 +35,6 @@ class AnswerFile {
   // Opens `path`, which is path_ or the file that is to take its place, and locks it.
   int open_locked(const std::string& path) const;
   void replace_descriptor(int fd);
-  bool is_at_path() const;
   void read();
   void write_anew(std::string_view content);
   void remember(const std::string& id, const std::string& request, const std::string& where);

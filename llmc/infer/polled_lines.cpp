@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "llmc/base/error.h"
+#include "llmc/base/file.h"
 
 namespace weft {
 
@@ -41,10 +42,8 @@ PolledLines::~PolledLines() {
 }
 
 bool PolledLines::reads(const std::string& path) const {
-  struct stat own {};
-  struct stat other {};
-  return ::fstat(fd_, &own) == 0 && ::stat(path.c_str(), &other) == 0 && own.st_dev == other.st_dev &&
-         own.st_ino == other.st_ino && S_ISREG(own.st_mode);
+  struct stat info {};
+  return is_file_at(fd_, path) && ::fstat(fd_, &info) == 0 && S_ISREG(info.st_mode);
 }
 
 void PolledLines::close() const {

@@ -19,7 +19,7 @@ class PolledLines {
   // The next line, without its newline, if it comes within `wait_ms`. too_long: the line was read to its end and discarded.
   // A signal ends the wait. Exit::bad_file if reading fails.
   Result next(std::string& line, int wait_ms);
-  // Whether the lines come from the file `path`.
+  // Whether the lines come from the regular file `path`.
   bool reads(const std::string& path) const;
   // ", 41 % of the input read", or nothing where the size is not known.
   std::string progress() const;

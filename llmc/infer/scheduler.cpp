@@ -62,26 +62,20 @@ void Scheduler::add(Sequence& sequence) {
 
 // The sequence whose turn it is; null if none waits.
 Sequence* Scheduler::next_waiting() const {
-  if (!preempted_.empty()) return preempted_.front();
   return groups_.empty() ? nullptr : groups_.front().sequences.front();
 }
 
 // Takes it out, and with it the turn of its group.
 void Scheduler::take_next_waiting() {
   --waiting_;
-  if (!preempted_.empty()) return preempted_.pop_front();
   Group group = std::move(groups_.front());
   groups_.pop_front();
   group.sequences.pop_front();
   if (!group.sequences.empty()) groups_.push_back(std::move(group));
 }
 
-void Scheduler::forget_waiting(Sequence& sequence) {
+void Scheduler::forget_waiting(const Sequence& sequence) {
   --waiting_;
-  if (sequence.preempted) {
-    preempted_.erase(std::ranges::find(preempted_, &sequence));
-    return;
-  }
   for (auto group = groups_.begin(); group != groups_.end(); ++group) {
     const auto found = std::ranges::find(group->sequences, &sequence);
     if (found == group->sequences.end()) continue;
@@ -231,7 +225,7 @@ bool Scheduler::preempt_younger_than(const Sequence& sequence) {
   Sequence& youngest = *running_.back();
   stop_running(youngest);
   youngest.preempted = true;
-  preempted_.push_front(&youngest);
+  groups_.push_front({0, {&youngest}});
   ++waiting_;
   ++preemptions_;
   return true;

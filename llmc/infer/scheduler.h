@@ -114,13 +114,13 @@ class Scheduler {
   };
 
   struct Group {
-    std::uint64_t id;
+    std::uint64_t id;                 // 0: of one sequence alone, also of a preempted one
     std::deque<Sequence*> sequences;  // that wait, in the order of arrival; at least one
   };
 
   Sequence* next_waiting() const;
   void take_next_waiting();
-  void forget_waiting(Sequence& sequence);
+  void forget_waiting(const Sequence& sequence);
   void admit();
   bool admissible(const Sequence& sequence) const;
   void use_prefix(Sequence& sequence);
@@ -135,9 +135,8 @@ class Scheduler {
 
   PagePool& pool_;
   const SchedulerOptions options_;
-  std::deque<Sequence*> preempted_;   // that wait again, the oldest first
-  std::deque<Group> groups_;          // in turn
-  std::int64_t waiting_ = 0;          // sequences in preempted_ and groups_
+  std::deque<Group> groups_;          // that wait: first what was preempted, the oldest first, then the others in turn
+  std::int64_t waiting_ = 0;          // sequences in groups_
   std::uint64_t admitted_ = 0;        // ever
   std::vector<Sequence*> running_;    // the oldest first
   std::vector<std::int32_t> slots_;   // free

@@ -202,12 +202,13 @@ CompletionsRequest parse_completions(std::string_view text, const CompletionsCon
                        "n");
   }
   request.prompts = read_prompts(body, context);
-  if (const std::int64_t values = answer_values(request, *context.config); values > context.max_values) {
+  request.values = answer_values(request, *context.config);
+  if (request.values > context.max_values) {
     throw RequestError(
         400,
         format("the answer may have %lld values, the tokens and log-probabilities of all choices, expected "
                "at most %lld. %s",
-               static_cast<long long>(values), static_cast<long long>(context.max_values),
+               static_cast<long long>(request.values), static_cast<long long>(context.max_values),
                request.stream ? "Echo fewer prompts, choices or alternatives"
                               : "Stream it, or ask for fewer choices, tokens or alternatives"),
         options.logprobs >= 0 ? "logprobs" : "max_tokens");

@@ -41,7 +41,8 @@ struct CompletionsRequest {
   CompletionOptions options;              // of all prompts
   std::int64_t n = 1;                     // completions a prompt
   bool stream = false, include_usage = false;
-  bool seeded = false;  // the request names a seed
+  bool seeded = false;      // the request names a seed
+  std::int64_t values = 0;  // answer_values()
 
   std::int64_t sequences() const { return n * static_cast<std::int64_t>(prompts.size()); }
 };

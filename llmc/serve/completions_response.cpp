@@ -111,11 +111,7 @@ void CompletionsChoice::add_prompt_tokens(const CompletionPiece& piece) {
     add_token({scored ? piece.prompt[i - 1] : ScoredId{id, 0, {}}, scored, true},
               decoder && !in_front ? &*decoder : nullptr);
   }
-  if (decoder) {
-    std::vector<std::size_t> begins;
-    const std::string rest = decoder->finish(&begins);
-    take_text(rest, begins);
-  }
+  if (decoder) decode(*decoder, std::nullopt);
   // Normalization may have changed the number of characters: what follows counts from the prompt as it was given.
   for (Token& token : tokens_) token.offset = std::min(token.offset, end);
   offset_ = end;
@@ -130,13 +126,13 @@ void CompletionsChoice::add_token(Token token, StreamingDecoder* decoder) {
     return;
   }
   waiting_.push_back(written_ + tokens_.size() - 1);
-  std::vector<std::size_t> begins;
-  const std::string text = decoder->push(id, &begins);
-  take_text(text, begins);
+  decode(*decoder, id);
 }
 
-// `begins`: StreamingDecoder::push().
-void CompletionsChoice::take_text(std::string_view text, const std::vector<std::size_t>& begins) {
+// Without an id: the end of the text. Tokens learn where they begin.
+void CompletionsChoice::decode(StreamingDecoder& decoder, std::optional<std::int32_t> id) {
+  std::vector<std::size_t> begins;
+  const std::string text = id ? decoder.push(*id, &begins) : decoder.finish(&begins);
   for (const std::size_t begin : begins) {
     tokens_[waiting_.front() - written_].offset = offset_ + static_cast<std::int64_t>(begin);
     waiting_.pop_front();
@@ -146,9 +142,7 @@ void CompletionsChoice::take_text(std::string_view text, const std::vector<std::
 
 void CompletionsChoice::finish(FinishedBy reason) {
   if (decoder_) {
-    std::vector<std::size_t> begins;
-    const std::string rest = decoder_->finish(&begins);
-    take_text(rest, begins);
+    decode(*decoder_, std::nullopt);
     write_due_tokens();
   }
   finish_reason_ = reason == FinishedBy::stop || reason == FinishedBy::length ? finished_by_name(reason) : "abort";

@@ -58,7 +58,7 @@ class CompletionsChoice {
 
   void add_prompt_tokens(const CompletionPiece& piece);
   void add_token(Token token, StreamingDecoder* decoder);
-  void take_text(std::string_view text, const std::vector<std::size_t>& begins);
+  void decode(StreamingDecoder& decoder, std::optional<std::int32_t> id);
   bool token_is_due() const;
   void write_due_tokens();
   std::string token_text(std::int32_t id) const;

@@ -184,6 +184,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void parse_body(error_code& error);
   void answer_read_error(const error_code& error);
   void refuse(int status, const std::string& message);
+  HttpResponse error_response(int status, const std::string& message) const;
   void hand_over();
   void finish_answer();
   void queue(std::string data, std::string more = {});
@@ -450,9 +451,13 @@ void Connection::answer_read_error(const error_code& error) {
 
 void Connection::refuse(int status, const std::string& message) {
   close_after_ = true;
+  respond(error_response(status, message));
+}
+
+HttpResponse Connection::error_response(int status, const std::string& message) const {
   HttpResponse response{status, "application/json", server_.error_body(status, message), {}};
   if (status == 503) response.headers.emplace_back("Retry-After", "1");
-  respond(response);
+  return response;
 }
 
 void Connection::hand_over() {
@@ -491,10 +496,7 @@ std::string head_of(int status, const std::string& content_type, bool close) {
 void Connection::respond(HttpResponse response) {
   const std::size_t bytes = head_only_ ? 0 : response.body.size();
   if (bytes > kSmallBytes && server_.unsent_bytes + bytes > server_.limits.all_unsent_bytes) {
-    response = {503,
-                "application/json",
-                server_.error_body(503, "too many answers wait for their clients: try again later"),
-                {{"Retry-After", "1"}}};
+    response = error_response(503, "too many answers wait for their clients: try again later");
   }
   std::string head = head_of(response.status, response.content_type, close_after_);
   for (const auto& [name, value] : response.headers) head += format("%s: %s\r\n", name.c_str(), value.c_str());

@@ -83,12 +83,12 @@ struct Answer {
   CompletionsHead head;
   Clock::time_point arrival;
   bool stream = false, include_usage = false;
-  std::int64_t values = 0;  // answer_values()
+  std::int64_t values = 0;  // answer_values(); 0 of a small answer
   std::atomic<std::int64_t>* values_in_flight = nullptr;
 
   std::atomic<bool> cancelled{false};
-  std::atomic<bool> failed{
-      false};                  // it has an answer, or gets one, that says why; what the engine still makes is dropped
+  // It has an answer, or gets one, that says why; what the engine still makes is dropped.
+  std::atomic<bool> failed{false};
   std::vector<RequestId> ids;  // in the engine; guarded by answers_mutex, which submit() holds until all are submitted
 
   // On the thread of the connections alone.
@@ -150,6 +150,15 @@ class CompletionsServer::State {
   void send_unsent(Answer& answer);
   void fail_answer(Answer& answer, int status, const std::string& message);
   void drop(Answer& answer, const std::string& why);
+  // Calls `action`, which makes a part of the answer; ends the answer if it throws.
+  template <typename Action>
+  void attempt(Answer& answer, const Action& action) {
+    try {
+      action();
+    } catch (const std::exception& error) {
+      drop(answer, error.what());
+    }
+  }
   void cancel(Answer& answer);
   std::vector<std::shared_ptr<Answer>> all_answers() {
     const std::lock_guard lock(answers_mutex);
@@ -231,9 +240,10 @@ class Sink : public CompletionSink {
 
 namespace {
 
-HttpResponse refused(const HttpRequest& request, int status, const std::string& message, const std::string& param = "",
-                     const std::string& code = "") {
-  HttpResponse response{status, "application/json", error_body(status, message, param, code), {}};
+HttpResponse refused(const HttpRequest& request, const RequestError& error) {
+  const int status = error.status();
+  HttpResponse response{
+      status, "application/json", error_body(status, error.what(), error.param(), error.api_code()), {}};
   if (status == 401) response.headers.emplace_back("WWW-Authenticate", "Bearer");
   if (status == 429 || status == 503) response.headers.emplace_back("Retry-After", "1");
   if (status == 405) response.headers.emplace_back("Allow", request.path == "/v1/completions" ? "POST" : "GET");
@@ -248,26 +258,23 @@ std::optional<HttpResponse> CompletionsServer::State::refused_header(const HttpR
     return std::nullopt;
   } catch (const RequestError& error) {
     metrics.answered(error.status());
-    return refused(request, error.status(), error.what(), error.param(), error.api_code());
+    return refused(request, error);
   }
 }
 
 void CompletionsServer::State::handle(const std::shared_ptr<HttpExchange>& exchange) {
-  const auto refuse = [&](int status, const std::string& message, const std::string& param = "",
-                          const std::string& code = "") {
-    respond(*exchange, refused(exchange->request(), status, message, param, code));
-  };
+  const auto refuse = [&](const RequestError& error) { respond(*exchange, refused(exchange->request(), error)); };
   try {
     route(exchange);
   } catch (const RequestError& error) {
-    refuse(error.status(), error.what(), error.param(), error.api_code());
+    refuse(error);
   } catch (const Error& error) {
-    refuse(error.code() == Exit::usage ? 400 : error.code() == Exit::resources ? 503 : 500, error.what());
+    refuse({error.code() == Exit::usage ? 400 : error.code() == Exit::resources ? 503 : 500, error.what()});
   } catch (const std::bad_alloc&) {
-    refuse(503, "not enough memory for this request");
+    refuse({503, "not enough memory for this request"});
   } catch (const std::exception& error) {
     log_error("a request failed: %s", escaped(error.what()).c_str());
-    refuse(500, "internal error");
+    refuse({500, "internal error"});
   }
 }
 
@@ -383,7 +390,6 @@ void CompletionsServer::State::complete(const std::shared_ptr<HttpExchange>& exc
         engine->refusal(static_cast<std::int64_t>(prompt.ids.size()), request.options.max_tokens);
     if (!refusal.empty()) throw RequestError(400, refusal, "prompt", "context_length_exceeded");
   }
-  answer->values = answer_values(request, *context.config);
   answer->exchange = exchange;
   answer->head = completions_head(options.model);
   answer->head.usage_follows = request.include_usage;
@@ -402,7 +408,7 @@ void CompletionsServer::State::submit(const std::shared_ptr<Answer>& answer, con
                        "", "queue_full");
   }
   try {
-    if (answer->values <= kSmallAnswer) answer->values = 0;
+    if (request.values > kSmallAnswer) answer->values = request.values;
     answer->values_in_flight = &values_in_flight;
     if (values_in_flight.fetch_add(answer->values) + answer->values > kAnswersInMemory * options.answer_values) {
       throw RequestError(429, "the answers under way are too large: try again later", "", "queue_full");
@@ -476,11 +482,7 @@ void CompletionsServer::State::deliver_inbox() {
   }
   for (Event& event : delivering) deliver(event);
   for (Event& event : delivering) {
-    try {
-      send_unsent(*event.answer);
-    } catch (const std::exception& error) {
-      drop(*event.answer, error.what());
-    }
+    attempt(*event.answer, [&] { send_unsent(*event.answer); });
   }
   delivering.clear();
 }
@@ -488,15 +490,11 @@ void CompletionsServer::State::deliver_inbox() {
 void CompletionsServer::State::deliver(Event& event) {
   Answer& answer = *event.answer;
   if (event.end.has_value()) --answer.unfinished;
-  const bool wanted = !answer.failed && !answer.exchange->gone();
-  try {
-    if (wanted && event.end.has_value()) {
-      deliver_end(answer, event.choice, *event.end);
-    } else if (wanted) {
+  if (!answer.failed && !answer.exchange->gone()) {
+    attempt(answer, [&] {
+      if (event.end.has_value()) return deliver_end(answer, event.choice, *event.end);
       deliver_piece(answer, event.choice, event.piece);
-    }
-  } catch (const std::exception& error) {
-    drop(answer, error.what());
+    });
   }
   if (event.end.has_value() && answer.unfinished == 0) {
     const std::lock_guard lock(answers_mutex);

@@ -208,11 +208,12 @@ std::string StreamingDecoder::finish(std::vector<std::size_t>* begins) {
 
 // Ends a row of byte tokens. Each of them begins with the character that its byte belongs to.
 void StreamingDecoder::end_row(std::vector<std::size_t>* begins) {
+  const TokenDecoder& decoder = tokenizer_.decoder_;
+  if (begins == nullptr) return decoder.finish(state_, waiting_);
   const std::string row = state_.row;
   const bool is_text = state_.complete == row.size();
   const std::size_t before = waiting_.size();
-  tokenizer_.decoder_.finish(state_, waiting_);
-  if (begins == nullptr) return;
+  decoder.finish(state_, waiting_);
   const std::size_t shown = utf8_characters(std::string_view(waiting_).substr(before));
   const std::size_t all = is_text ? utf8_characters(row) : row.size();
   const std::size_t stripped = all - std::min(all, shown);  // at the beginning of the text

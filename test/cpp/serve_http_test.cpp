@@ -66,6 +66,29 @@ struct Running {
   HttpServer server;
 };
 
+// A server that keeps the stream of one client, which has been begun and is not ended. Others get an echo of /last.
+struct KeptStream {
+  explicit KeptStream(const HttpLimits& limits)
+      : running(
+            [this](const std::shared_ptr<HttpExchange>& exchange) {
+              if (exchange->request().path == "/last") return echo(exchange);
+              kept = exchange;
+              exchange->on_gone([this] { gone = true; });
+              exchange->begin_stream("text/event-stream");
+              ready = true;
+            },
+            limits) {}
+  // Whether the stream has begun, after `client` has asked for it.
+  bool begin(const Client& client, const std::string& request = kGet) {
+    client.send(request);
+    return eventually([this] { return ready.load(); });
+  }
+
+  std::shared_ptr<HttpExchange> kept;
+  std::atomic<bool> gone{false}, ready{false};
+  Running running;
+};
+
 // Bytes of which no two pieces of eight are equal, so that one that is lost, repeated or exchanged shows.
 std::string numbered(std::size_t bytes) {
   std::string text;
@@ -774,30 +797,19 @@ TEST(Http, ASlowReaderIsCutOffAndHoldsNobodyUp) {
   limits.backlog_bytes = 100'000;
   limits.stall_seconds = 0.2;
   limits.socket_buffer_bytes = 10'000;
-  std::shared_ptr<HttpExchange> kept;
-  std::atomic<bool> gone{false}, ready{false};
-  Running running(
-      [&](const std::shared_ptr<HttpExchange>& exchange) {
-        if (exchange->request().path == "/last") return echo(exchange);
-        kept = exchange;
-        exchange->on_gone([&] { gone = true; });
-        exchange->begin_stream("text/event-stream");
-        ready = true;
-      },
-      limits);
-  const Client slow(running.server.port(), 5000);
-  slow.send(kGet);
-  ASSERT_TRUE(eventually([&] { return ready.load(); }));
+  KeptStream stream(limits);
+  const Client slow(stream.running.server.port(), 5000);
+  ASSERT_TRUE(stream.begin(slow));
   std::size_t sent = 0;
-  for (; !gone && sent < 100'000'000; sent += 1000) {
-    kept->send(std::string(1000, 'x'));
+  for (; !stream.gone && sent < 100'000'000; sent += 1000) {
+    stream.kept->send(std::string(1000, 'x'));
     if (sent % 100'000 != 0) continue;
     std::this_thread::sleep_for(milliseconds(1));
-    EXPECT_NE(running.ask(kLastGet).find("GET /last"), std::string::npos);
+    EXPECT_NE(stream.running.ask(kLastGet).find("GET /last"), std::string::npos);
   }
-  EXPECT_TRUE(gone);
-  EXPECT_EQ(running.server.counters().cut_off, 1);
-  EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 0; }));
+  EXPECT_TRUE(stream.gone);
+  EXPECT_EQ(stream.running.server.counters().cut_off, 1);
+  EXPECT_TRUE(eventually([&] { return stream.running.server.counters().connections == 0; }));
 }
 
 // Reading is not enough: what is taken while more than the backlog waits has to be worth it.
@@ -806,51 +818,32 @@ TEST(Http, AReaderWhoTakesTooLittleOfAStreamIsCutOff) {
   limits.backlog_bytes = 1'000'000;
   limits.stall_seconds = 0.2;
   limits.socket_buffer_bytes = 10'000;
-  std::shared_ptr<HttpExchange> kept;
-  std::atomic<bool> gone{false}, ready{false};
-  Running running(
-      [&](const std::shared_ptr<HttpExchange>& exchange) {
-        kept = exchange;
-        exchange->on_gone([&] { gone = true; });
-        exchange->begin_stream("text/event-stream");
-        ready = true;
-      },
-      limits);
-  const Client slow(running.server.port(), 5000);
-  slow.send(kGet);
-  ASSERT_TRUE(eventually([&] { return ready.load(); }));
-  for (int i = 0; !gone && i < 500; ++i) {
-    kept->send(std::string(200'000, 'x'));
+  KeptStream stream(limits);
+  const Client slow(stream.running.server.port(), 5000);
+  ASSERT_TRUE(stream.begin(slow));
+  for (int i = 0; !stream.gone && i < 500; ++i) {
+    stream.kept->send(std::string(200'000, 'x'));
     slow.receive("x");  // some KB
     std::this_thread::sleep_for(milliseconds(10));
   }
-  EXPECT_TRUE(gone);
-  EXPECT_EQ(running.server.counters().cut_off, 1);
+  EXPECT_TRUE(stream.gone);
+  EXPECT_EQ(stream.running.server.counters().cut_off, 1);
 }
 
 // A stream of many times its backlog to a client that takes each piece before the next one comes.
 TEST(Http, AStreamMayBeLongerThanItsBacklog) {
   HttpLimits limits = quick_limits();
   limits.backlog_bytes = 20'000;
-  std::shared_ptr<HttpExchange> kept;
-  std::atomic<bool> ready{false};
-  Running running(
-      [&](const std::shared_ptr<HttpExchange>& exchange) {
-        kept = exchange;
-        exchange->begin_stream("text/event-stream");
-        ready = true;
-      },
-      limits);
-  const Client client(running.server.port());
-  client.send(kGet);
-  ASSERT_TRUE(eventually([&] { return ready.load(); }));
+  KeptStream stream(limits);
+  const Client client(stream.running.server.port());
+  ASSERT_TRUE(stream.begin(client));
   for (int i = 0; i < 30; ++i) {
     const std::string end = format("<%d>", i);
-    kept->send(std::string(5000, 'x') + end);
+    stream.kept->send(std::string(5000, 'x') + end);
     ASSERT_NE(client.receive(end).find(end), std::string::npos) << i;
   }
-  kept->end_stream();
-  EXPECT_EQ(running.server.counters().cut_off, 0);
+  stream.kept->end_stream();
+  EXPECT_EQ(stream.running.server.counters().cut_off, 0);
 }
 
 // One event may be many times the backlog, and the next ones come at once: a client that reads all the time has kept up.
@@ -859,29 +852,20 @@ TEST(Http, ALargeEventCutsOffNobodyWhoReads) {
   limits.backlog_bytes = 20'000;
   limits.stall_seconds = 1;
   limits.socket_buffer_bytes = 10'000;
-  std::shared_ptr<HttpExchange> kept;
-  std::atomic<bool> ready{false};
-  Running running(
-      [&](const std::shared_ptr<HttpExchange>& exchange) {
-        kept = exchange;
-        exchange->begin_stream("text/event-stream");
-        ready = true;
-      },
-      limits);
-  const Client client(running.server.port());
-  client.send("GET /hello HTTP/1.0\r\n\r\n");  // 1.0: no chunks between the bytes
-  ASSERT_TRUE(eventually([&] { return ready.load(); }));
+  KeptStream stream(limits);
+  const Client client(stream.running.server.port());
+  ASSERT_TRUE(stream.begin(client, "GET /hello HTTP/1.0\r\n\r\n"));  // 1.0: no chunks between the bytes
   const std::string event = numbered(3'000'000);
   std::string all = event;
-  kept->send(event);
+  stream.kept->send(event);
   for (int i = 0; i < 50; ++i) {
     const std::string more = format("<%d>", i);
-    kept->send(more);
+    stream.kept->send(more);
     all += more;
   }
-  kept->end_stream();
+  stream.kept->end_stream();
   EXPECT_TRUE(client.receive().ends_with(all));
-  EXPECT_EQ(running.server.counters().cut_off, 0);
+  EXPECT_EQ(stream.running.server.counters().cut_off, 0);
 }
 
 // All that waits for clients is limited: a further answer is refused, and who has not read its stream is cut off.

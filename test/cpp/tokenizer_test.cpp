@@ -216,6 +216,22 @@ TEST(StreamingDecoder, HoldsBackIncompleteCharactersAtEverySplit) {
   }
 }
 
+// The text of `ids`, decoded one by one, and where each begins in it, in characters.
+std::pair<std::string, std::vector<std::size_t>> streamed(const Tokenizer& tokenizer, const Ids& ids) {
+  StreamingDecoder stream(tokenizer);
+  std::string text;
+  std::vector<std::size_t> all;
+  const auto take = [&](const auto& decode) {
+    std::vector<std::size_t> begins;
+    const std::string part = decode(&begins);
+    for (const std::size_t begin : begins) all.push_back(utf8_characters(text) + begin);
+    text += part;
+  };
+  for (const std::int32_t id : ids) take([&](auto* begins) { return stream.push(id, begins); });
+  take([&](auto* begins) { return stream.finish(begins); });
+  return {text, all};
+}
+
 // In characters of the text: for each token, those before the one that its first byte belongs to.
 TEST(StreamingDecoder, TokensBeginWhereTheirBytesDo) {
   for (const char* name : {"neox_style", "llama3_style"}) {
@@ -245,17 +261,7 @@ TEST(StreamingDecoder, TokensBeginWhereTheirBytesDo) {
         }
         at += std::max<std::size_t>(1, taken);
       }
-      std::vector<std::size_t> got;
-      std::string shown;
-      StreamingDecoder stream(tokenizer);
-      const auto take = [&](const auto& decode) {
-        std::vector<std::size_t> begins;
-        const std::string part = decode(&begins);
-        for (const std::size_t begin : begins) got.push_back(utf8_characters(shown) + begin);
-        shown += part;
-      };
-      for (const std::int32_t id : ids) take([&](auto* begins) { return stream.push(id, begins); });
-      take([&](auto* begins) { return stream.finish(begins); });
+      const auto& [shown, got] = streamed(tokenizer, ids);
       ASSERT_EQ(shown, utf8_replace_invalid(bytes));
       ASSERT_EQ(utf8_characters(shown), ends.size());
       ASSERT_EQ(got.size(), ids.size());
@@ -303,17 +309,7 @@ TEST(StreamingDecoder, ByteTokensBeginWithTheirCharacterOrEachItsOwn) {
                         {row("\xC3\xA9\xE2"), {0, 1, 2}, "\uFFFD\uFFFD\uFFFD"},
                         {joined({row(" "), row("b")}), {0, 0}, "b"},
                         {joined({row("ab"), {word}, row("c")}), {0, 1, 2, length + 2}, "ab" + rest + "c"}}) {
-    StreamingDecoder stream(tokenizer);
-    Begins got;
-    std::string text;
-    const auto take = [&](const auto& decode) {
-      Begins begins;
-      const std::string part = decode(&begins);
-      for (const std::size_t begin : begins) got.push_back(utf8_characters(text) + begin);
-      text += part;
-    };
-    for (const std::int32_t id : c.ids) take([&](Begins* begins) { return stream.push(id, begins); });
-    take([&](Begins* begins) { return stream.finish(begins); });
+    const auto& [text, got] = streamed(tokenizer, c.ids);
     EXPECT_EQ(text, c.text);
     EXPECT_EQ(got, c.begins) << c.text;
   }

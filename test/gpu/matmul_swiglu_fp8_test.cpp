@@ -47,11 +47,10 @@ Written written(std::int64_t count, int exponent) {
 using Size = std::array<std::int64_t, 3>;  // N, C, F
 
 // Rows, depths and columns that fill a tile, a step, a ring of steps or a cluster, and that do not; one tile, and several
-// a block.
-constexpr Size
-    kSizes[] = {{16, 16, 16},     {48, 128, 96},     {128, 144, 112},  {144, 528, 208},
-                {256, 1024, 192}, {272, 1168, 400},  {304, 64, 784},   {1008, 208, 96},
-                {4112, 80, 1616}, {2512, 336, 1008}, {4112, 656, 1616}};  // several tiles a block, each of more steps than a ring has
+// a block, in the last case each of more steps than a ring has.
+constexpr Size kSizes[] = {{16, 16, 16},     {48, 128, 96},     {128, 144, 112},  {144, 528, 208},
+                           {256, 1024, 192}, {272, 1168, 400},  {304, 64, 784},   {1008, 208, 96},
+                           {4112, 80, 1616}, {2512, 336, 1008}, {4112, 656, 1616}};
 
 class MatmulSwigluFp8 : public ::testing::Test {
  protected:

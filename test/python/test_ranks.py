@@ -11,12 +11,11 @@ import shutil
 import signal
 import socket
 import time
-from pathlib import Path
 
 import pytest
 
-from train_runs import (MODEL, SECONDS, assert_refused, assert_same_run, checkpoints, fp8_shape, has_checkpoint, np, preload,
-                        records, run_program, start, train, wait_for, write_shard)
+from train_runs import (MODEL, SECONDS, assert_refused, assert_same_run, checkpoints, children_of, fp8_shape, has_checkpoint,
+                        np, preload, records, run_program, start, stat_of, train, wait_for, write_shard)
 from train_runs import data_fixture, end_started  # noqa: F401, pytest finds them here
 
 import tensor_file
@@ -542,23 +541,7 @@ def on_this_machine(ranks, limit=LIMIT):
 
 
 def runs(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"  # nobody may have waited for it
-    except OSError:
-        return False
-
-
-def children_of(process):
-    """Process ids, from /proc: a small system has no ps."""
-    children = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = stat.read_text().rpartition(")")[2].split()[1]  # behind the name, which may hold anything: state, parent
-        except OSError:  # ended meanwhile
-            continue
-        if int(parent) == process.pid:
-            children.append(int(stat.parent.name))
-    return sorted(children)
+    return stat_of(pid)[:1] not in ([], ["Z"])  # Z: nobody has waited for it
 
 
 def rank_of(pid):

@@ -6,11 +6,10 @@ import os
 import shutil
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from train_runs import assert_same_run, checkpoints, fp8_shape, has_checkpoint, run_program, start, train, wait_for
+from train_runs import assert_same_run, checkpoints, children_of, fp8_shape, has_checkpoint, run_program, start, train, wait_for
 from train_runs import data_fixture, end_started  # noqa: F401, pytest finds them here
 
 
@@ -65,22 +64,11 @@ def test_one_gpu_goes_on_where_two_stopped_and_back(data, tmp_path, whole):
         assert_same_run(out, whole)
 
 
-def children(pid):
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rsplit(")", 1)[1].split()
-        except OSError:  # it has ended meanwhile
-            continue
-        parents[int(path.parent.name)] = int(fields[1])
-    return sorted(child for child, parent in parents.items() if parent == pid)
-
-
 def test_a_gpus_process_that_is_killed_ends_the_other(data, tmp_path):
     out = tmp_path / "run"
     process = start(data, out, "--gpus", 2, "--comm-timeout", 10, steps=1_000_000)
-    wait_for(lambda: has_checkpoint(out) and len(children(process.pid)) == 2)
-    os.kill(children(process.pid)[-1], signal.SIGKILL)
+    wait_for(lambda: has_checkpoint(out) and len(children_of(process)) == 2)
+    os.kill(children_of(process)[-1], signal.SIGKILL)
     stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 4, stderr
     assert "was killed by signal 9" in stderr.splitlines()[-1], stderr

@@ -146,6 +146,21 @@ def has_checkpoint(out):
     return any(out.glob("step_????????/manifest.json"))
 
 
+def stat_of(pid):
+    """From /proc, for a small system has no ps: state, parent, ... of a process, which stand behind its name, that may hold
+    anything. Nothing of one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def children_of(process):
+    """Process ids."""
+    pids = sorted(int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    return [pid for pid in pids if stat_of(pid)[1:2] == [str(process.pid)]]
+
+
 def send(process, number):
     """Sends a signal and waits until it has arrived: a second one before that would be one with it."""
     process.send_signal(number)

@@ -21,7 +21,7 @@ ROWS = [
     Mutant("a quote inside an id ends it", "llmc/infer/answer_file.cpp", "      if (line[end] == '\\\\') ++end;\n", "",
            unit("BatchTest.*")),
     Mutant("members of what is inside an answer are its own", "llmc/infer/answer_file.cpp",
-           "    if (depth_ != 1) return true;\n", "", unit("BatchTest.*")),
+           "    if (depth_ == 1) keep(value);\n", "    keep(value);\n", unit("BatchTest.*")),
     # ---- llmc/infer/batch.cpp ----------------------------------------------------------------------------------------
     Mutant("a late error has the line that was read last", "llmc/infer/batch.cpp", 'answer["line"] = pending.line;',
            'answer["line"] = line_;', unit("BatchTest.ErrorsThatComeLater*")),
@@ -314,7 +314,7 @@ ROWS = [
     Mutant("a group without sequences keeps its turn", "llmc/infer/scheduler.cpp",
            "    if (group->sequences.empty()) groups_.erase(group);\n", "", unit("Engine.GroupsTakeTurns")),
     Mutant("a preempted sequence waits for its turn", "llmc/infer/scheduler.cpp",
-           "  preempted_.push_front(&youngest);", "  preempted_.push_back(&youngest);", unit("Engine.*")),
+           "  groups_.push_front({0, {&youngest}});", "  groups_.push_back({0, {&youngest}});", unit("Engine.*")),
     Mutant("pages are free while a step uses them", "llmc/infer/scheduler.cpp", "  if (s.in_flight == 0) {\n    give_back(s);",
            "  if (s.in_flight >= 0) {\n    give_back(s);", unit("Engine.*")),
     Mutant("a preempted sequence comes back before its last id", "llmc/infer/scheduler.cpp",

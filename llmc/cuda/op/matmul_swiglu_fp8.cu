@@ -219,8 +219,8 @@ struct Backward : InFp8<Fp8Format::e5m2> {
       }
     }
 
-    // The codes of a fragment, of which it looks at all values together: that takes half of the instructions of looking at
-    // each. False if it does not suffice, because some value saturates, is zero or is not finite; then it has counted
+    // The codes of a fragment, of which it looks at all values together: that takes half of the instructions of looking
+    // at each. False if it does not suffice, because some value saturates, is zero or is not finite; then it has counted
     // nothing.
     __device__ __forceinline__ bool round_fragment(const Eight (&gradient)[kLaneRows], const Input& input,
                                                    Fragment& dgate, Fragment& dup, Fragment& out) {

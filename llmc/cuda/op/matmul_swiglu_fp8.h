@@ -7,8 +7,7 @@
 // A row of gate_up is [gate F | up F]. All arrays are aligned to 16 bytes.
 //
 // Errors: Exit::internal if a size is no multiple of 16 (N may be 0) or a layout is asked for that is not written,
-// Exit::environment if the driver makes no tensor
-// maps. On another GPU than matmul_swiglu_fp8_computes() says, the launch fails.
+// Exit::environment if the driver makes no tensor maps. Where matmul_swiglu_fp8_computes() is false, the launch fails.
 #pragma once
 
 #include <cuda_bf16.h>
