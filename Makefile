@@ -51,7 +51,9 @@ MODE_FLAGS_tsan    := -O1 -fsanitize=thread
 TEST_LEVEL := $(if $(filter asan,$(MODE)),-O0,-O1)
 # No fast-math on host code: with it isfinite() lies. OpenBLAS's OpenMP flavour shares the thread pool with our loops.
 # GCC 12 warns falsely about string concatenation at -O3 (GCC bug 105651): -Wno-restrict.
-CXXFLAGS += -std=c++20 $(MODE_FLAGS_$(MODE)) $(CPU_FLAGS) -fopenmp -Wall -Wextra -Werror -Wno-restrict -I. -MMD -MP
+# -ffp-contract=off: where a compiler may choose which products to fuse into additions, its tuning decides the bits of a sum
+# (GCC's does, for AMD's Zen). The kernels that want fused ones say so (llmc/cpu/lanes.h).
+CXXFLAGS += -std=c++20 $(MODE_FLAGS_$(MODE)) $(CPU_FLAGS) -ffp-contract=off -fopenmp -Wall -Wextra -Werror -Wno-restrict -I. -MMD -MP
 LDLIBS   += -lopenblas -lpcre2-8 -lutf8proc
 LDFLAGS  += $(filter -fsanitize%,$(MODE_FLAGS_$(MODE))) -fopenmp
 
