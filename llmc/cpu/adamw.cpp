@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "llmc/base/ceil_div.h"
+#include "llmc/cpu/lanes.h"
 
 namespace weft::cpu {
 
@@ -44,10 +45,10 @@ void block_squares(double* sums, const float* values, std::int64_t count) {
 #pragma omp parallel for schedule(static)
   for (std::int64_t block = 0; block < blocks; ++block) {
     const std::int64_t first = block * kAdamWBlock, last = std::min(first + kAdamWBlock, count);
-    double sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (std::int64_t i = first; i < last; ++i) sum += static_cast<double>(values[i]) * values[i];
-    sums[block] = sum;
+    sums[block] = sum_in_double(last - first, [block_values = values + first](const auto& load) {
+      const auto value = load(block_values);
+      return value * value;
+    });
   }
 }
 

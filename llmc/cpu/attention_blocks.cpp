@@ -34,6 +34,7 @@
 #include <new>
 #include <vector>
 
+#include "llmc/cpu/dot_products.h"
 #include "llmc/cpu/exp.h"
 #include "llmc/cpu/lanes.h"
 
@@ -69,7 +70,8 @@ void register_gemm(float* c, std::int64_t c_stride, const Strided& a, const floa
 #pragma GCC unroll 8
     for (int i = 0; i < Rows; ++i) {
 #pragma GCC unroll 8
-      for (int j = 0; j < Vectors; ++j) sums[i][j] += column[i * a.row] * *lanes(row + j * kLanes);
+      for (int j = 0; j < Vectors; ++j)
+        sums[i][j] = multiply_add(all_lanes(column[i * a.row]), *lanes(row + j * kLanes), sums[i][j]);
     }
   }
 #pragma GCC unroll 8
@@ -168,25 +170,19 @@ void forward_row(const AttentionShape& shape, HeadView out, float* lse, ConstHea
   float maximum = -kInfinity;
   for (std::int64_t j = 0; j < keys; ++j) {
     const float* key = k.at(b, j, kv);
-    float score = 0;
-#pragma omp simd reduction(+ : score)
-    for (std::int64_t d = 0; d < HS; ++d) score += query[d] * key[d];
-    scores[j] = score * shape.scale;
+    scores[j] = dot_product(query, key, HS) * shape.scale;
     maximum = scores[j] > maximum ? scores[j] : maximum;
   }
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (std::int64_t j = 0; j < keys; ++j) {
-    scores[j] = exp_f32(scores[j] - maximum);
-    sum += scores[j];
-  }
+#pragma omp simd
+  for (std::int64_t j = 0; j < keys; ++j) scores[j] = exp_f32(scores[j] - maximum);
+  const float sum = sum_of(scores, keys);
   float* result = out.at(b, t, h);
   std::fill(result, result + HS, 0.0f);
   for (std::int64_t j = 0; j < keys; ++j) {
     const float weight = scores[j] / sum;
     const float* value = v.at(b, j, kv);
 #pragma omp simd
-    for (std::int64_t d = 0; d < HS; ++d) result[d] += weight * value[d];
+    for (std::int64_t d = 0; d < HS; ++d) result[d] = multiply_add(weight, value[d], result[d]);
   }
   if (lse) lse[(b * shape.NH + h) * shape.TQ + t] = maximum + std::log(sum);
 }
@@ -226,16 +222,13 @@ struct OnlineSoftmax {
   void update(float* scores, float* accumulated, std::int64_t HP) {
     for (std::int64_t t = 0; t < kBlock; ++t) {
       float* row = scores + t * kBlock;
-      float largest = maximum[t], total = 0;
+      float largest = maximum[t];
 #pragma omp simd reduction(max : largest)
       for (std::int64_t j = 0; j < kBlock; ++j) largest = row[j] > largest ? row[j] : largest;
-#pragma omp simd reduction(+ : total)
-      for (std::int64_t j = 0; j < kBlock; ++j) {
-        row[j] = exp_f32(row[j] - largest);
-        total += row[j];
-      }
+#pragma omp simd
+      for (std::int64_t j = 0; j < kBlock; ++j) row[j] = exp_f32(row[j] - largest);
       const float shrink = exp_f32(maximum[t] - largest);
-      sum[t] = sum[t] * shrink + total;
+      sum[t] = multiply_add(sum[t], shrink, sum_of(row, kBlock));
       maximum[t] = largest;
       float* out = accumulated + t * HP;
 #pragma omp simd
@@ -280,11 +273,7 @@ void forward_block(const AttentionShape& shape, HeadView out, float* lse, ConstH
 void row_products(float* D, const AttentionShape& shape, ConstHeadView dout, ConstHeadView out, std::int64_t b,
                   std::int64_t h) {
   for (std::int64_t t = 0; t < shape.TQ; ++t) {
-    const float *gradient = dout.at(b, t, h), *value = out.at(b, t, h);
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (std::int64_t d = 0; d < shape.HS; ++d) sum += gradient[d] * value[d];
-    D[t] = sum;
+    D[t] = dot_product(dout.at(b, t, h), out.at(b, t, h), shape.HS);
   }
 }
 
@@ -356,7 +345,7 @@ void backward_kv_head(const AttentionShape& shape, const BackwardViews& views, s
         for (std::int64_t t = 0; t < queries; ++t) {
           float* row = views.dq.at(b, first + t, h);
 #pragma omp simd
-          for (std::int64_t d = 0; d < HS; ++d) row[d] += dQ[t * HP + d] * shape.scale;
+          for (std::int64_t d = 0; d < HS; ++d) row[d] = multiply_add(dQ[t * HP + d], shape.scale, row[d]);
         }
       }
     }

@@ -30,11 +30,11 @@ float row_maximum(const float* row, std::int64_t V) {
 double sum_of_exponentials(const float* row, std::int64_t V, float maximum) {
   double sum = 0;
   for (std::int64_t first = 0; first < V; first += kSumBlock) {
-    const std::int64_t last = std::min(first + kSumBlock, V);
-    float block = 0;
-#pragma omp simd reduction(+ : block)
-    for (std::int64_t v = first; v < last; ++v) block += exp_f32(row[v] - maximum);
-    sum += block;
+    const std::int64_t count = std::min(kSumBlock, V - first);
+    float block[kSumBlock];
+#pragma omp simd
+    for (std::int64_t i = 0; i < count; ++i) block[i] = exp_f32(row[first + i] - maximum);
+    sum += sum_of(block, count);
   }
   return sum;
 }

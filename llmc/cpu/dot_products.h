@@ -22,7 +22,7 @@ inline void dot_products(float (&sums)[Rows][Outputs], const float* x, std::int6
     for (int r = 0; r < Rows; ++r) {
       const Lanes row = load(x + r * x_stride);
 #pragma GCC unroll 8
-      for (int o = 0; o < Outputs; ++o) partial[r][o] += row * weights[o];
+      for (int o = 0; o < Outputs; ++o) partial[r][o] = multiply_add(row, weights[o], partial[r][o]);
     }
   };
   const std::int64_t whole = C / kLanes * kLanes;
@@ -31,6 +31,13 @@ inline void dot_products(float (&sums)[Rows][Outputs], const float* x, std::int6
   for (int r = 0; r < Rows; ++r) {
     for (int o = 0; o < Outputs; ++o) sums[r][o] = sum_of_lanes(partial[r][o]);
   }
+}
+
+// The dot product of two rows, with the bits that an element of dot_products() has.
+inline float dot_product(const float* x, const float* w, std::int64_t C) {
+  float sum[1][1];
+  dot_products(sum, x, 0, w, 0, C);
+  return sum[0][0];
 }
 
 }  // namespace weft::cpu

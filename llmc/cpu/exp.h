@@ -10,6 +10,8 @@
 #include <bit>
 #include <cstdint>
 
+#include "llmc/cpu/lanes.h"
+
 namespace weft::cpu {
 
 inline float exp_f32(float x) {
@@ -19,16 +21,16 @@ inline float exp_f32(float x) {
   x = x > 89.0f ? 89.0f : x;
   // Adding 1.5 * 2^23 leaves the nearest integer of x / ln2 in the low mantissa bits.
   const float kRound = 0x1.8p23f;
-  const float shifted = x * 0x1.715476p0f + kRound;
+  const float shifted = multiply_add(x, 0x1.715476p0f, kRound);
   const float n = shifted - kRound;
   // ln2 in two parts: the first has so few bits that n times it is exact.
-  const float r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;
+  const float r = multiply_add(-n, 0x1.7f7d1cp-20f, multiply_add(-n, 0x1.62e4p-1f, x));
   float p = 0x1.6a23d0p-10f;
-  p = p * r + 0x1.123a20p-7f;
-  p = p * r + 0x1.5558f2p-5f;
-  p = p * r + 0x1.555492p-3f;
-  p = p * r + 0x1.fffffcp-2f;
-  const float y = (r * r) * p + r + 1.0f;
+  p = multiply_add(p, r, 0x1.123a20p-7f);
+  p = multiply_add(p, r, 0x1.5558f2p-5f);
+  p = multiply_add(p, r, 0x1.555492p-3f);
+  p = multiply_add(p, r, 0x1.fffffcp-2f);
+  const float y = multiply_add(r * r, p, r) + 1.0f;
   // 2^n in two factors, because n = 128 and n < -126 have no fp32 of their own.
   const std::int32_t exponent = std::bit_cast<std::int32_t>(shifted) - std::bit_cast<std::int32_t>(kRound);
   const std::int32_t half = exponent >> 1;

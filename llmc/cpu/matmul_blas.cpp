@@ -14,13 +14,14 @@
 #include <algorithm>
 
 #include "llmc/base/ceil_div.h"
+#include "llmc/cpu/dot_products.h"
 
 namespace weft::cpu {
 
 namespace {
 
-constexpr std::int64_t kFewRows = 4;     // up to this many rows of x are taken as dot products
-constexpr std::int64_t kDotOutputs = 4;  // rows of W whose dot products run side by side
+constexpr std::int64_t kFewRows = 4;  // up to this many rows of x are taken as dot products
+constexpr int kDotOutputs = 4;        // rows of W side by side: enough independent sums to hide an addition's latency
 constexpr std::int64_t kMostRows = 256, kMostColumns = 512, kLeastSide = 96;  // of a block of the output
 constexpr std::int64_t kEnoughBlocks = 16;  // smaller blocks cost more than a better balance gives back
 
@@ -68,43 +69,21 @@ void gemm(float* c, const Matrix& a, const Matrix& b, std::int64_t M, std::int64
   }
 }
 
-// kDotOutputs dot products of x with consecutive rows of the weight: enough independent sums to hide the
-// latency of an addition.
-void dot_rows(float* sums, const float* x, const float* weight, std::int64_t C) {
-  const float *w0 = weight, *w1 = w0 + C, *w2 = w1 + C, *w3 = w2 + C;
-  float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
-#pragma omp simd reduction(+ : s0, s1, s2, s3)
-  for (std::int64_t c = 0; c < C; ++c) {
-    s0 += x[c] * w0[c];
-    s1 += x[c] * w1[c];
-    s2 += x[c] * w2[c];
-    s3 += x[c] * w3[c];
-  }
-  sums[0] = s0, sums[1] = s1, sums[2] = s2, sums[3] = s3;
-}
-
-float dot(const float* x, const float* w, std::int64_t C) {
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (std::int64_t c = 0; c < C; ++c) sum += x[c] * w[c];
-  return sum;
-}
-
 void few_rows_forward(float* out, const float* x, const float* weight, const float* bias, std::int64_t N,
                       std::int64_t C, std::int64_t OC, Accumulate accumulate) {
 #pragma omp parallel for schedule(static)
   for (std::int64_t first = 0; first < OC; first += kDotOutputs) {
-    const std::int64_t outputs = std::min(kDotOutputs, OC - first);
+    const std::int64_t outputs = std::min<std::int64_t>(kDotOutputs, OC - first);
     for (std::int64_t n = 0; n < N; ++n) {
-      float sums[kDotOutputs];
+      float sums[1][kDotOutputs];
       if (outputs == kDotOutputs) {
-        dot_rows(sums, x + n * C, weight + first * C, C);
+        dot_products(sums, x + n * C, C, weight + first * C, C, C);
       } else {
-        for (std::int64_t o = 0; o < outputs; ++o) sums[o] = dot(x + n * C, weight + (first + o) * C, C);
+        for (std::int64_t o = 0; o < outputs; ++o) sums[0][o] = dot_product(x + n * C, weight + (first + o) * C, C);
       }
       for (std::int64_t o = 0; o < outputs; ++o) {
         float* element = out + n * OC + first + o;
-        const float value = sums[o] + (bias ? bias[first + o] : 0.0f);
+        const float value = sums[0][o] + (bias ? bias[first + o] : 0.0f);
         *element = accumulate == Accumulate::yes ? *element + value : value;
       }
     }

@@ -3,7 +3,6 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <cmath>
 #include <memory>
 
 #include "llmc/base/ceil_div.h"
@@ -36,8 +35,7 @@ struct Linear {
   void write(std::int64_t n, std::int64_t o, float sum) const {
     float* element = out + n * OC + o;
     const float of_bias = bias != nullptr ? bias[o] : 0.0f;
-    // Written as fma: a compiler that chose for each of the blocks whether to fuse would make bits depend on the block.
-    const float value = scales != nullptr ? std::fma(sum, scales[o], of_bias) : sum + of_bias;
+    const float value = scales != nullptr ? multiply_add(sum, scales[o], of_bias) : sum + of_bias;
     *element = accumulate ? *element + value : value;
   }
   // `weight`: the weight's rows from output o on.

@@ -22,24 +22,18 @@ struct RowState {
   float sum = 0;
 };
 
-// Turns the scores of `count` keys into weights and rescales what the row has so far to the new maximum. Not inlined: a
-// compiler that fused multiplications and additions differently in two places would make a row's bits depend on its
-// group.
-[[gnu::noinline]] void take_scores(RowState& row, float* scores, std::int64_t count, float scale, std::int64_t HS) {
+// Turns the scores of `count` keys into weights and rescales what the row has so far to the new maximum.
+void take_scores(RowState& row, float* scores, std::int64_t count, float scale, std::int64_t HS) {
   float maximum = row.maximum;
 #pragma omp simd reduction(max : maximum)
   for (std::int64_t j = 0; j < count; ++j) {
     scores[j] *= scale;
     maximum = scores[j] > maximum ? scores[j] : maximum;
   }
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (std::int64_t j = 0; j < count; ++j) {
-    scores[j] = exp_f32(scores[j] - maximum);
-    sum += scores[j];
-  }
+#pragma omp simd
+  for (std::int64_t j = 0; j < count; ++j) scores[j] = exp_f32(scores[j] - maximum);
   const float factor = exp_f32(row.maximum - maximum);  // 0 for the first page
-  row.sum = row.sum * factor + sum;
+  row.sum = multiply_add(row.sum, factor, sum_of(scores, count));
   row.maximum = maximum;
 #pragma omp simd
   for (std::int64_t d = 0; d < HS; ++d) row.out[d] *= factor;
@@ -65,7 +59,7 @@ void add_values(RowState* rows, float* const* weights, const float* values, std:
     for (std::int64_t j = 0; j < count; ++j) {
       const Lanes value = load(values + j * HS + d);
 #pragma GCC unroll 4
-      for (int r = 0; r < Rows; ++r) sums[r] += weights[r][j] * value;
+      for (int r = 0; r < Rows; ++r) sums[r] = multiply_add(all_lanes(weights[r][j]), value, sums[r]);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) store(rows[r].out + d, sums[r]);

@@ -19,6 +19,7 @@
 
 #include "llmc/base/ceil_div.h"
 #include "llmc/base/philox.h"
+#include "llmc/cpu/lanes.h"
 
 namespace weft::cpu {
 
@@ -85,14 +86,14 @@ struct Statistics {
 
 Statistics statistics(const float* h, const ResidualNormShape& shape) {
   const std::int64_t C = shape.C;
-  double mean = 0, squares = 0;
+  double mean = 0;
   if (shape.kind == NormKind::layernorm) {
-#pragma omp simd reduction(+ : mean)
-    for (std::int64_t c = 0; c < C; ++c) mean += h[c];
-    mean /= static_cast<double>(C);
+    mean = sum_in_double(C, [h](const auto& load) { return load(h); }) / static_cast<double>(C);
   }
-#pragma omp simd reduction(+ : squares)
-  for (std::int64_t c = 0; c < C; ++c) squares += (h[c] - mean) * (h[c] - mean);
+  const double squares = sum_in_double(C, [h, mean](const auto& load) {
+    const auto deviation = load(h) - mean;
+    return deviation * deviation;
+  });
   const double variance = squares / static_cast<double>(C);
   return {static_cast<float>(mean), static_cast<float>(1.0 / std::sqrt(variance + shape.eps))};
 }
@@ -130,14 +131,11 @@ void add_output(float* g, float* dweight, float* dbias, const float* dout, const
 // g becomes dh without the skip path.
 void norm_gradient(float* g, const float* xhat, float rstd, const ResidualNormShape& shape) {
   const std::int64_t C = shape.C;
-  double sum_g = 0, sum_gx = 0;
-#pragma omp simd reduction(+ : sum_g, sum_gx)
-  for (std::int64_t c = 0; c < C; ++c) {
-    sum_g += g[c];
-    sum_gx += static_cast<double>(g[c]) * xhat[c];
-  }
-  const float mean_g = shape.kind == NormKind::layernorm ? static_cast<float>(sum_g / static_cast<double>(C)) : 0.0f;
-  const float mean_gx = static_cast<float>(sum_gx / static_cast<double>(C));
+  const auto mean_of = [C](const auto& term) {
+    return static_cast<float>(sum_in_double(C, term) / static_cast<double>(C));
+  };
+  const float mean_g = shape.kind == NormKind::layernorm ? mean_of([g](const auto& load) { return load(g); }) : 0.0f;
+  const float mean_gx = mean_of([g, xhat](const auto& load) { return load(g) * load(xhat); });
 #pragma omp simd
   for (std::int64_t c = 0; c < C; ++c) g[c] = rstd * (g[c] - mean_g - xhat[c] * mean_gx);
 }
