@@ -1,9 +1,9 @@
 # weft: make help lists the targets.
 #
-# Two builds come from one source tree: with nvcc the programs contain the GPU code, without it they run on the CPU.
+# Two builds come from one source tree: with GPU code where nvcc and a GPU are found, and for the CPU alone elsewhere.
 # Settings, on the command line or in the environment:
-#   NVCC=...              the CUDA compiler; NVCC= builds for the CPU alone
-#   GPU_ARCH="80 90a 120" GPU architectures; default: that of the GPU found, else "80 90a 120"
+#   GPU_ARCH="80 90a 120" GPU architectures; default: that of the GPU found. Given by name it builds GPU code without a GPU, too
+#   NVCC=...              the CUDA compiler, which then compiles GPU code, GPU or not; NVCC= builds for the CPU alone
 #   GPU_FLAGS=...         more flags for nvcc
 #   CPU_FLAGS=...         host instruction set; default -march=native (the binary is for this machine)
 #   MODE=release|asan|tsan   build/<mode> holds the result
@@ -22,9 +22,12 @@ CPU_FLAGS ?= -march=native
 PREFIX    ?= /usr/local
 PYTHON    ?= python3
 
-NVCC ?= $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc))
 # A GPU older than 8.0 does not count: the kernels cannot be built for it.
 FOUND_ARCH := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d '. ' | awk '/^[0-9]+$$/ && $$1 >= 80' | sort -u | sed 's/^90$$/90a/' | tr '\n' ' ')
+NVCC_FOUND := $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc))
+# Compiling GPU code takes longer than all else together: only where it can run, or was asked for.
+GPU_WANTED := $(strip $(FOUND_ARCH))$(filter-out undefined,$(origin GPU_ARCH))
+NVCC ?= $(if $(GPU_WANTED),$(NVCC_FOUND))
 GPU_ARCH ?= $(if $(strip $(FOUND_ARCH)),$(strip $(FOUND_ARCH)),80 90a 120)
 ifneq ($(filter 90,$(GPU_ARCH)),)
 $(error GPU_ARCH: got 90, which lacks the instructions of the Hopper kernels. Use 90a)
@@ -46,9 +49,8 @@ MODE_FLAGS_release := -O3
 # -g1: line numbers for the reports. Full debug information takes a quarter of the compile time.
 MODE_FLAGS_asan    := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 MODE_FLAGS_tsan    := -O1 -fsanitize=thread
-# Of the tests' own code: compiling it takes longer than running it, and what it tests is compiled as in the programs. -O1 nearly
-# halves the time of -O3; with sanitizers -O0 takes less than half of that of -O1.
-TEST_LEVEL := $(if $(filter asan,$(MODE)),-O0,-O1)
+# Of the tests' own code: compiling it takes longer than running it, and what it tests is compiled as in the programs.
+TEST_LEVEL := -O0
 # No fast-math on host code: with it isfinite() lies. OpenBLAS's OpenMP flavour shares the thread pool with our loops.
 # GCC 12 warns falsely about string concatenation at -O3 (GCC bug 105651): -Wno-restrict.
 # -ffp-contract=off: where a compiler may choose which products to fuse into additions, its tuning decides the bits of a sum
@@ -80,7 +82,7 @@ NVCCFLAGS += -std=c++20 -O3 -I. -MMD -MP --Werror all-warnings -Xcompiler -Wall,
 MAIN_FLAGS := -DWEFT_CUDA -isystem $(CUDA_HOME)/include
 LDLIBS    += -L$(CUDA_HOME)/lib64 -Wl,-rpath,$(CUDA_HOME)/lib64 -lcudart_static -lrt -ldl -lpthread
 endif
-BUILD_KIND := $(if $(strip $(NVCC)),CPU + CUDA for sm_$(subst $() , sm_,$(strip $(GPU_ARCH))),CPU only (no nvcc))
+BUILD_KIND := $(if $(strip $(NVCC)),CPU + CUDA for sm_$(subst $() , sm_,$(strip $(GPU_ARCH))),CPU only)
 
 PROGRAMS   := train_llama infer_pythia
 TEST_SRC   := $(wildcard test/cpp/*_test.cpp)
@@ -98,15 +100,13 @@ WANTED += $(TEST_OBJ) $(GPU_TEST_OBJ) $(TEST_TOOLS) $(TEST_TOOLS:$B/%=$B/test/cp
 endif
 ABSENT := $(filter-out $(wildcard $(WANTED)),$(WANTED))
 
-.PHONY: all programs tests tsan thread_tests deps doctor venv demo test fuzz mutants bench benches ladder profile profile-infer \
+# In the one line that says what was built, where GPU code could have been but was not.
+ABOUT_GPUS := $(if $(strip $(NVCC)),,$(if $(NVCC_FOUND),$(if $(strip $(FOUND_ARCH)),, (no GPU found; GPU_ARCH=\"80 90a 120\" builds for GPUs)), (no nvcc found)))
+
+.PHONY: all programs tests test-all test-op bits tsan thread_tests deps doctor venv demo test fuzz mutants bench benches ladder profile profile-infer \
         headers list-headers lint compile_commands.json torch format install uninstall clean help FORCE
 all: programs
-ifneq ($(strip $(NVCC)),)
-ifeq ($(strip $(FOUND_ARCH))$(filter-out file,$(origin GPU_ARCH)),)
-	@echo "no GPU found: built for $(words $(GPU_ARCH)) architectures. GPU_ARCH= chooses, NVCC= builds for the CPU alone"
-endif
-endif
-	@echo "built $(PROGRAMS): $(BUILD_KIND)"
+	@echo "built $(PROGRAMS): $(BUILD_KIND)$(ABOUT_GPUS)"
 
 programs: $(PROGRAMS:%=$B/%)
 ifeq ($(MODE),release)
@@ -130,27 +130,39 @@ $B/version.h: FORCE
 	printf '#define WEFT_VERSION "%s"\n#define WEFT_BUILD "%s"\n' '$(VERSION)' '$(BUILD_KIND)' > $@.new; \
 	if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
-$B/%.o: %.cpp $B/host-flags
+# What most files include is parsed once: g++ takes X.h.gch for X.h, which it includes first of all.
+PRECOMPILED := $B/precompiled.h
+$B/precompiled.h.gch: llmc/base/precompiled.h
+$B/test/precompiled.h.gch: test/cpp/precompiled.h
+$B/%.h.gch: $B/host-flags
+	@mkdir -p $(@D); $(call say,CXX   $(firstword $(filter %/precompiled.h,$^)))
+	$Q$(CXX) $(CXXFLAGS) -MF $(@:.gch=.d) -MT $@ -x c++-header $(firstword $(filter %/precompiled.h,$^)) -o $@
+$B/test/%: PRECOMPILED := $B/test/precompiled.h
+# private: what is said of one object holds for it alone, not for what it needs.
+$B/test/precompiled.h.gch: private CXXFLAGS += $(TEST_LEVEL)
+
+$B/%.o: %.cpp $B/host-flags $B/precompiled.h.gch
 	@mkdir -p $(@D); $(call say,CXX   $<)
-	$Q$(CXX) $(CXXFLAGS) -c $< -o $@
+	$Q$(CXX) $(CXXFLAGS) -include $(PRECOMPILED) -c $< -o $@
+$(TEST_OBJ) $(TEST_TOOLS:$B/%=$B/test/cpp/%_main.o) $(filter %.o,$(GPU_TEST_OBJ)): $B/test/precompiled.h.gch
 
 # llmc/app is the host code that knows both devices: what it contains depends on the build, as for the mains.
-$B/llmc/app/%.o: CXXFLAGS += $(MAIN_FLAGS)
+$B/llmc/app/%.o: private CXXFLAGS += $(MAIN_FLAGS)
 $(patsubst %.cpp,$B/%.o,$(wildcard llmc/app/*.cpp)): $B/link-flags
 
 # Asio's fences stand between handlers that a mutex orders anyway: that ThreadSanitizer does not know fences loses nothing.
-$B/llmc/serve/http.o: CXXFLAGS += -Wno-tsan
+$B/llmc/serve/http.o: private CXXFLAGS += -Wno-tsan
 
 # The page is put in by the assembler, of which -MMD knows nothing.
 $B/llmc/serve/page.o: llmc/serve/page.html
 
-$B/llmc/infer/line_input.o: CXXFLAGS += $(EDIT_FLAGS)
+$B/llmc/infer/line_input.o: private CXXFLAGS += $(EDIT_FLAGS)
 $B/llmc/infer/line_input.o: $B/link-flags
 
 # The mains are plain C++ under the name that their readers look for.
-$B/%.main.o: %.cu $B/host-flags $B/link-flags $B/version.h
+$B/%.main.o: %.cu $B/host-flags $B/link-flags $B/version.h $B/precompiled.h.gch
 	@mkdir -p $(@D); $(call say,CXX   $<)
-	$Q$(CXX) $(CXXFLAGS) $(MAIN_FLAGS) -I$B -x c++ -c $< -o $@
+	$Q$(CXX) $(CXXFLAGS) $(MAIN_FLAGS) -I$B -include $(PRECOMPILED) -x c++ -c $< -o $@
 
 $B/llmc/cuda/%.o: llmc/cuda/%.cu $B/link-flags
 	@mkdir -p $(@D); $(call say,NVCC  $<)
@@ -174,24 +186,68 @@ $(PROGRAMS:%=$B/%):
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
 tests: $B/unit_tests $(TEST_TOOLS) programs $(if $(GPU_TEST_OBJ),$B/gpu_tests)
-$B/test/cpp/%.o: CXXFLAGS += $(TEST_LEVEL)
+$B/test/cpp/%.o: private CXXFLAGS += $(TEST_LEVEL)
 $B/unit_tests: $(TEST_OBJ) $(LIBS)
 	@$(call say,LINK  $@)
 	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -lgtest -lgtest_main -lpthread -o $@
 $B/gpu_tests: $(GPU_TEST_OBJ) $(LIBS)
 	@$(call say,LINK  $@)
 	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -lgtest -lpthread -o $@
-$B/test/gpu/%.o: CXXFLAGS += -isystem $(CUDA_HOME)/include
+$B/test/gpu/%.o: private CXXFLAGS += $(TEST_LEVEL) -isystem $(CUDA_HOME)/include
 $(TEST_TOOLS): $B/%: $B/test/cpp/%_main.o $(LIBS)
 	@$(call say,LINK  $@)
 	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -o $@
 
-# Everything that this machine can test; GPU=must refuses to skip the GPU suite.
-test: deps venv
-	@$(MAKE) --no-print-directory tests
+# The bits of a row depend on the instruction set alone, not on what else is computed nor on the CPU that the compiler tunes for.
+# So the kernels are compiled as other machines would, for the tests of equal bits and for cpu_bits, whose lines test/run.py
+# compares. The rest of the program is the release build's: it knows no vector registers.
+CPU_KERNELS := $(filter-out %/llama.cpp %inference.cpp %/fp8_linears.cpp,$(wildcard llmc/cpu/*.cpp))
+BIT_TESTS   := inference quantized speculation
+BIT_BUILDS  := native-zen v3 v3-zen
+BIT_FLAGS_native-zen := -mtune=znver3
+BIT_FLAGS_v3         := -march=x86-64-v3 -mtune=generic
+BIT_FLAGS_v3-zen     := -march=x86-64-v3 -mtune=znver3
+define bit_build
+$B/bits/$1/%.o: %.cpp $B/host-flags
+	@mkdir -p $$(@D); $$(call say,CXX   $$<)
+	$$Q$$(CXX) $$(CXXFLAGS) $$(BIT_FLAGS_$1) -c $$< -o $$@
+$B/bits/$1/cpu_bits: $B/test/cpp/cpu_bits_main.o $(CPU_KERNELS:%.cpp=$B/bits/$1/%.o) $(LIBS)
+$B/bits/$1/tests: $(BIT_TESTS:%=$B/test/cpp/%_test.o) $(CPU_KERNELS:%.cpp=$B/bits/$1/%.o) $(LIBS)
+$B/bits/$1/tests: private LDLIBS += -lgtest -lgtest_main -lpthread
+endef
+$(foreach build,$(BIT_BUILDS),$(eval $(call bit_build,$(build))))
+BIT_PROGRAMS := $(foreach build,$(BIT_BUILDS),$B/bits/$(build)/cpu_bits $B/bits/$(build)/tests)
+$(BIT_PROGRAMS):
+	@$(call say,LINK  $@)
+	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -o $@
+bits: $B/cpu_bits $(BIT_PROGRAMS)
+
+# What a user waits for: the programs as users build them, units, goldens, hostile files, whole runs, a server. The packages of
+# the scripts are fetched while the compiler works. GPU=must refuses to skip the GPU suite, here and in test-all.
+test: deps
+	@echo "make test: $(BUILD_KIND)$(ABOUT_GPUS)"
+	@$(MAKE) --no-print-directory DEPS_DONE=1 venv tests
+	@GPU=$(GPU) NVCC='$(NVCC)' GPU_ARCH='$(GPU_ARCH)' .venv/bin/python test/run.py --quick $(if $(TEST_SAVE),--save $(TEST_SAVE))
+
+# Everything that this machine can test; where there is nvcc, all GPU code is compiled, GPU or not.
+test-all: GPU_CODE := $(if $(NVCC_FOUND)$(NVCC),NVCC='$(or $(strip $(NVCC)),$(NVCC_FOUND))' GPU_ARCH='$(GPU_ARCH)')
+test-all: GPU_CODE := $(if $(filter-out file undefined,$(origin NVCC)),NVCC='$(NVCC)' GPU_ARCH='$(GPU_ARCH)',$(GPU_CODE))
+test-all: deps venv
+	@$(MAKE) --no-print-directory $(GPU_CODE) tests bits
 	@$(MAKE) --no-print-directory tests MODE=asan NVCC=
 	@$(MAKE) --no-print-directory tsan
-	@GPU=$(GPU) NVCC='$(NVCC)' GPU_ARCH='$(GPU_ARCH)' .venv/bin/python test/run.py $(if $(TEST_ADD),--add $(TEST_ADD))
+	@GPU=$(GPU) $(GPU_CODE) .venv/bin/python test/run.py $(TEST_ADD:%=--add %)
+
+# One operator's tests as a program of their own: those whose names contain OP, whatever the case of its letters.
+OP_FILES := $(if $(OP),$(shell grep -liE '^(TYPED_)?TEST(_[FP])?.[A-Za-z0-9_, ]*$(OP)' $(wildcard test/cpp/*_test.cpp $(if $(strip $(NVCC)),test/gpu/*_test.cpp))))
+OP_OBJ   := $(OP_FILES:%.cpp=$B/%.o) $(if $(filter test/gpu/%,$(OP_FILES)),$(filter-out %_test.o,$(GPU_TEST_OBJ)))
+$B/op_tests/$(OP): $(OP_OBJ) $(LIBS)
+	@mkdir -p $(@D); $(call say,LINK  $@)
+	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -lgtest $(if $(filter %/main.o,$^),,-lgtest_main) -lpthread -o $@
+test-op:
+	@$(if $(OP_FILES),,echo "make test-op: got OP=$(OP), expected a word in the names of tests: make test-op OP=swiglu" >&2; exit 2)
+	@$(MAKE) --no-print-directory $B/op_tests/$(OP)
+	@$(PYTHON) test/run.py --op $(OP) $B/op_tests/$(OP)
 
 # libFuzzer with ASan and UBSan on everything that reads a file: FUZZ_S seconds each. Needs clang (scripts/deps.sh --fuzz).
 fuzz: deps
@@ -223,7 +279,7 @@ headers: $(HEADERS:%=$B/headers/%.ok)
 	@echo "headers: $(words $(HEADERS)) compile alone, $(words $(SKIPPED_HEADERS)) skipped$(if $(SKIPPED_HEADERS),$(NO_NVCC))"
 list-headers:
 	@printf '%s\n' $(HEADERS:%='compiled %') $(SKIPPED_HEADERS:%='skipped %')
-$(CUDA_HEADERS:%=$B/headers/%.ok): CXXFLAGS += $(if $(strip $(NVCC)),-isystem $(CUDA_HOME)/include)
+$(CUDA_HEADERS:%=$B/headers/%.ok): private CXXFLAGS += $(if $(strip $(NVCC)),-isystem $(CUDA_HOME)/include)
 $B/headers/%.h.ok: %.h $B/host-flags
 	@mkdir -p $(@D); rm -f $@
 	@$(CXX) $(CXXFLAGS) -MF $(@:.ok=.d) -MT $@ -w -fsyntax-only -x c++ $< && touch $@ || { echo "header FAILED $<"; exit 1; }
@@ -243,7 +299,7 @@ benches: $(BENCHES)
 $B/dev/%.o: dev/%.cu $B/link-flags
 	@mkdir -p $(@D); $(call say,NVCC  $<)
 	$Q$(NVCC) $(filter-out -gencode arch=%,$(NVCCFLAGS)) -gencode arch=compute_$(ONE_ARCH),code=sm_$(ONE_ARCH) -c $< -o $@
-$B/dev/bench/timeline.o: CXXFLAGS += -isystem $(CUDA_HOME)/include -isystem $(CUDA_HOME)/extras/CUPTI/include
+$B/dev/bench/timeline.o: private CXXFLAGS += -isystem $(CUDA_HOME)/include -isystem $(CUDA_HOME)/extras/CUPTI/include
 $(filter-out %.o,$(BENCHES)): $B/dev/%: $B/dev/%.o $(LIBS)
 	@$(call say,LINK  $@)
 	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -o $@
@@ -253,7 +309,7 @@ deps:
 	@scripts/deps.sh --check 2>/dev/null || scripts/deps.sh
 
 doctor:
-	@NVCC='$(NVCC)' scripts/doctor.sh
+	@NVCC='$(or $(strip $(NVCC)),$(NVCC_FOUND))' scripts/doctor.sh
 
 venv: .venv/ready
 .venv/ready: scripts/requirements.txt | $(if $(DEPS_DONE),,deps)
@@ -266,15 +322,14 @@ venv: .venv/ready
 torch: venv
 	.venv/bin/python -m pip install --disable-pip-version-check -r scripts/requirements-torch.txt
 
-# Without a GPU the demo runs on the CPU: no GPU code is compiled for it, unless GPU_ARCH= asks for some. The packages of the
-# scripts are fetched while the programs are compiled: DEPS_DONE, because a second check of deps would put venv behind them.
+# The packages of the scripts are fetched while the programs are compiled: DEPS_DONE, because a second check of deps would put
+# venv behind them.
 # infer_pythia, its server and their libraries are compiled after the training, which thus begins in half the time.
-DEMO_SETTINGS := DEPS_DONE=1 $(if $(strip $(FOUND_ARCH))$(filter-out file,$(origin GPU_ARCH)),,NVCC=)
 demo: deps
-	@$(MAKE) --no-print-directory $(DEMO_SETTINGS) venv train_llama
+	@$(MAKE) --no-print-directory DEPS_DONE=1 venv train_llama
 	@scripts/run_demo.sh train
 	@printf '\n== building infer_pythia\n'
-	@$(MAKE) --no-print-directory $(DEMO_SETTINGS) all
+	@$(MAKE) --no-print-directory DEPS_DONE=1 all
 	@scripts/run_demo.sh infer
 
 # Training steps and decoding beside PyTorch (make torch), on the GPU of this machine.
@@ -327,7 +382,9 @@ clean:
 help:
 	@echo "make            build train_llama and infer_pythia ($(BUILD_KIND))"
 	@echo "make demo       build, train a tiny Llama on generated stories, sample, plot, run the tiny Pythia (under 4 minutes)"
-	@echo "make test       run every test this machine can run; GPU=must refuses to skip those that need a GPU"
+	@echo "make test       the programs as you build them: units, goldens, hostile files, whole runs, a server (8 minutes on 2 cores)"
+	@echo "make test-all   every test this machine can run, with sanitizers; GPU=must refuses to skip those that need a GPU"
+	@echo "make test-op    OP=swiglu: the tests of one operator, as a program of their own"
 	@echo "make fuzz       FUZZ_S=60 seconds for each fuzz target (clang's libFuzzer); FUZZ_TARGETS= some of them"
 	@echo "make mutants    plant bugs in a copy of the tree, one at a time: does a test find each?"
 	@echo "make tsan       build the tests of weft's own threads under ThreadSanitizer; make test runs them"
@@ -345,9 +402,9 @@ help:
 	@echo "make headers    compile each header alone"
 	@echo "make benches    compile the programs under dev/"
 	@echo "make clean      remove build/"
-	@echo "settings        NVCC= (CPU only)  GPU_ARCH=\"$(GPU_ARCH)\"  MODE=release|asan|tsan  CPU_FLAGS=$(CPU_FLAGS)"
+	@echo "settings        GPU_ARCH=\"$(GPU_ARCH)\"  NVCC= (CPU only)  MODE=release|asan|tsan  CPU_FLAGS=$(CPU_FLAGS)"
 
 .SECONDARY:
 -include $(HOST_OBJ:.o=.d) $(CUDA_OBJ:.o=.d) $(TEST_OBJ:.o=.d) $(GPU_TEST_OBJ:.o=.d) $(PROGRAMS:%=$B/%.main.d)
--include $(TEST_TOOLS:$B/%=$B/test/cpp/%_main.d)
--include $(HEADERS:%=$B/headers/%.d) $(BENCHES:%=%.d)
+-include $(TEST_TOOLS:$B/%=$B/test/cpp/%_main.d) $B/precompiled.h.d $B/test/precompiled.h.d
+-include $(foreach build,$(BIT_BUILDS),$(CPU_KERNELS:%.cpp=$B/bits/$(build)/%.d)) $(HEADERS:%=$B/headers/%.d) $(BENCHES:%=%.d)

@@ -1,17 +1,20 @@
-"""Runs every test that this machine can run and prints one table; the last line is `N passed, N failed, N skipped`.
+"""Runs tests and prints one table; the last line is `N passed, N failed, N skipped`.
 
-Called by `make test`, which has built what it needs. Suites:
+Called by `make test` (--quick: what a user waits for, marked *) and by `make test-all` (everything that this machine can run),
+which have built what it needs. Suites:
 
-    unit        build/release/unit_tests      C++ (GoogleTest)
+    unit *      build/release/unit_tests      C++ (GoogleTest)
+    bits        build/release/bits            equal bits on CPU kernels compiled for other CPUs, and equal bits among these
     unit asan   build/asan/unit_tests         the same under AddressSanitizer and UndefinedBehaviorSanitizer
     threads     build/tsan/thread_tests       the threads that read ahead, save and serve, under ThreadSanitizer
     runs tsan   test/python/test_train_cli.py whole runs of build/tsan/train_llama, with signals, faults and saves
-    python      test/python                   scripts and whole programs (pytest)
+    python *    test/python                   scripts and whole programs (pytest); of these, QUICK_PYTHON
     headers     make headers                  each header compiles alone
-    gpu         build/release/gpu_tests       kernels against the CPU reference; needs a GPU
+    gpu *       build/release/gpu_tests       kernels against the CPU reference; needs a GPU
     fuzz        test/fuzz                     each target for FUZZ_S seconds, where FUZZ_S is in the environment
 
-    python3 test/run.py [--without-cuda] [--save FILE] [--add FILE]
+    python3 test/run.py [--quick | --without-cuda] [--save FILE] [--add FILE]
+    python3 test/run.py --op WORD PROGRAM     the tests of PROGRAM whose names contain WORD (make test-op)
 
 Suites run beside each other, a file of test/python being one of them: TEST_JOBS at a time (default: half the cores, at least
 2), because most of them use one core most of the time; what mostly waits comes on top. What needs the GPU runs alone, at the end.
@@ -45,6 +48,8 @@ OUTPUT = threading.Lock()  # of the failures that are shown
 PYTEST_COLLECTED_NOTHING = 5  # its exit code
 # Files of test/python that wait for time limits, signals and servers that stall: one of them at a time runs beside the others.
 WAITING = ("test_faults", "test_ranks", "test_download")
+# What --quick runs of test/python: files, and which of their tests (as pytest -k).
+QUICK_PYTHON: dict[str, str] = {}
 # Suites share the cores: threads that wait must not keep the others from running.
 SHARED = {"OMP_WAIT_POLICY": "passive"}
 
@@ -76,12 +81,12 @@ def run(command: list[str], log: Path, environment: dict[str, str] | None = None
 
 
 def run_googletest(name: str, program: Path, environment: dict[str, str] | None = None,
-                   prefix: tuple[str, ...] = ()) -> Outcome:
+                   prefix: tuple[str, ...] = (), arguments: tuple[str, ...] = ()) -> Outcome:
     outcome = Outcome(name)
     report = RESULTS / f"{name.replace(' ', '-')}.json"
     report.unlink(missing_ok=True)
     start = time.monotonic()
-    code = run([*prefix, str(program), "--gtest_brief=1", f"--gtest_output=json:{report}"], report.with_suffix(".log"), environment)
+    code = run([*prefix, str(program), "--gtest_brief=1", f"--gtest_output=json:{report}", *arguments], report.with_suffix(".log"), environment)
     outcome.seconds = time.monotonic() - start
     if report.exists():
         for suite in json.loads(report.read_text())["testsuites"]:
@@ -183,6 +188,45 @@ def run_threads(tsan: Path) -> list[Outcome]:
             run_pytest("runs tsan", tuple(f"test/python/test_train_cli.py::{name}" for name in runs), environment, prefix)]
 
 
+def run_unit_shards(release: Path, shards: int) -> list[Callable[[], list[Outcome]]]:
+    """The unit tests as jobs that run beside each other."""
+    def shard(index: int) -> list[Outcome]:
+        environment = {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(index)}
+        return [run_googletest(f"unit {index}", release / "unit_tests", environment)]
+    return [partial(shard, index) for index in range(shards)]
+
+
+def run_bits(release: Path) -> Outcome:
+    """The tests of equal bits on kernels compiled as for other CPUs; and one test for each pair of builds that may differ in no bit."""
+    bits = release / "bits"
+    has_v3 = {"avx2", "fma", "bmi2", "f16c"} <= set(Path("/proc/cpuinfo").read_text().split())
+    builds = ["native-zen", *(["v3", "v3-zen"] if has_v3 else [])]
+    whole = joined("bits", [run_googletest(f"bits {build}", bits / build / "tests", {"OMP_NUM_THREADS": "2"}) for build in builds])
+    printed = {build: subprocess.run([path / "cpu_bits"], capture_output=True, text=True).stdout
+               for build, path in [("native", release), *((build, bits / build) for build in builds)]}
+    for one, other in [("native", "native-zen"), *([("v3", "v3-zen")] if has_v3 else [])]:
+        differ = [a for a, b in zip(printed[one].splitlines(), printed[other].splitlines(), strict=False) if a != b]
+        if not printed[one] or printed[one] != printed[other]:
+            whole.fail(f"cpu_bits: {one} and {other} differ: {', '.join(differ) or 'other lines'}")
+        else:
+            whole.passed += 1
+    if not has_v3:
+        whole.skipped += 1
+    return whole
+
+
+def run_operator(word: str, program: Path) -> Outcome:
+    """The tests of a program whose names contain `word`, whatever the case of its letters."""
+    names, suite = [], ""
+    for line in subprocess.run([program, "--gtest_list_tests"], capture_output=True, text=True).stdout.splitlines():
+        if line.startswith("  "):
+            names.append(suite + line.split("#")[0].strip())
+        else:
+            suite = line.split("#")[0].strip()
+    chosen = [name for name in names if word.lower() in name.lower()]
+    return run_googletest(f"op {word}", program, arguments=(f"--gtest_filter={':'.join(chosen)}",))
+
+
 def run_gpu(release: Path) -> Outcome:
     program = release / "gpu_tests"
     if program.exists() and subprocess.run([str(program), "--gpu-present"], capture_output=True).returncode == 0:
@@ -222,6 +266,25 @@ def run_fuzz(seconds: str) -> Outcome:
     return outcome
 
 
+def run_jobs(jobs: dict[str, Callable[[], list[Outcome]]]) -> dict[str, list[Outcome]]:
+    """Runs them beside each other, begun in their order."""
+    at_once = int(os.environ.get("TEST_JOBS") or max(2, CORES // 2))
+    with ThreadPoolExecutor(at_once) as pool, ThreadPoolExecutor(1) as beside:
+        running = {name: (beside if name in WAITING and at_once > 1 else pool).submit(job) for name, job in jobs.items()}
+    return {name: future.result() for name, future in running.items()}
+
+
+def run_quick() -> list[Outcome]:
+    release = ROOT / "build" / "release"
+    jobs = {f"unit {index}": job for index, job in enumerate(run_unit_shards(release, 2))}
+    jobs |= {name: partial(lambda name, selection: [run_pytest(f"python {name}", selection)], name,
+                           (f"test/python/{name}.py", *(("-k", words) if words else ())))
+             for name, words in QUICK_PYTHON.items()}
+    done = run_jobs(jobs)
+    return [joined("unit", [row for name in done if name.startswith("unit") for row in done[name]]),
+            joined("python", [row for name in QUICK_PYTHON for row in done[name]]), run_gpu(release)]
+
+
 def run_everything() -> list[Outcome]:
     """The rows, in the order of the table."""
     release, asan = ROOT / "build" / "release", ROOT / "build" / "asan"
@@ -235,36 +298,40 @@ def run_everything() -> list[Outcome]:
         "unit asan": lambda: [run_googletest("unit asan", asan / "unit_tests", sanitizer)],
         "threads": lambda: run_threads(ROOT / "build" / "tsan"),
         "unit": lambda: [run_googletest("unit", release / "unit_tests")],
+        "bits": lambda: [run_bits(release)],
         "headers": lambda: [run_headers()],
     }
     for path in files:
         if path not in on_gpu:
             jobs[path.stem] = partial(run_python_file, path)
-    at_once = int(os.environ.get("TEST_JOBS") or max(2, CORES // 2))
-    with ThreadPoolExecutor(at_once) as pool, ThreadPoolExecutor(1) as beside:
-        running = {name: (beside if name in WAITING and at_once > 1 else pool).submit(job) for name, job in jobs.items()}
-    done = {name: future.result() for name, future in running.items()}
+    done = run_jobs(jobs)
     python = [done[path.stem][0] for path in files if path not in on_gpu] + [run_python_file(path)[0] for path in on_gpu]
-    return [*done["unit"], *done["unit asan"], *done["threads"], joined("python", python), *done["headers"], run_gpu(release),
+    return [*done["unit"], *done["bits"], *done["unit asan"], *done["threads"], joined("python", python), *done["headers"], run_gpu(release),
             *done.get("fuzz", [])]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Runs every test that this machine can run.")
+    parser.add_argument("--quick", action="store_true", help="what a user waits for")
+    parser.add_argument("--op", nargs=2, metavar=("WORD", "PROGRAM"), help="only the tests of PROGRAM whose names contain WORD")
     parser.add_argument("--without-cuda", action="store_true", help="only what may differ in a build for the CPU alone")
     parser.add_argument("--save", type=Path, metavar="FILE", help="keep the rows as JSON")
-    parser.add_argument("--add", type=Path, metavar="FILE", help="count the rows of an earlier run in")
+    parser.add_argument("--add", type=Path, metavar="FILE", action="append", default=[], help="count the rows of an earlier run in")
     options = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    outcomes = [run_without_cuda(), run_headers(CORES)] if options.without_cuda else run_everything()
+    if options.op:
+        outcomes = [run_operator(options.op[0], Path(options.op[1]).resolve())]
+    elif options.without_cuda:
+        outcomes = [run_without_cuda(), run_headers(CORES)]
+    else:
+        outcomes = run_quick() if options.quick else run_everything()
     for outcome in outcomes:
         if outcome.name not in ("gpu", "fuzz") and outcome.passed + outcome.failed == 0:
             outcome.fail("no test ran")
     if options.save:
         options.save.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
-    if options.add:
-        outcomes = [Outcome(**row) for row in json.loads(options.add.read_text())] + outcomes
+    outcomes = [Outcome(**row) for file in options.add for row in json.loads(file.read_text())] + outcomes
     print(f"\n{'suite':<10} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
     for outcome in outcomes:
         print(f"{outcome.name:<10} {outcome.passed:>7} {outcome.failed:>7} {outcome.skipped:>8} {outcome.seconds:>8.0f}")
