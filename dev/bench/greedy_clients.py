@@ -131,7 +131,7 @@ def guarded(flood: Callable[[int, threading.Event], None], port: int, over: thre
             flood(port, over)
 
 
-def measure(program: Path, model: Path, name: str, seconds: float) -> str:
+def measure(program: Path, model: Path, name: str, seconds: float, settle: float) -> str:
     parts, flood = FLOODS[name]
     times, failed = [], 0
     with served(program, model) as port:
@@ -139,7 +139,7 @@ def measure(program: Path, model: Path, name: str, seconds: float) -> str:
         threads = [threading.Thread(target=guarded, args=(flood, port, over), daemon=True) for _ in range(parts)]
         for thread in threads:
             thread.start()
-        time.sleep(2)
+        time.sleep(settle)
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             start = time.monotonic()
@@ -165,11 +165,12 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--program", type=Path, default=ROOT / "infer_pythia")
     parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--settle", type=float, default=2, help="seconds from the beginning of a flood; more on a busy machine")
     parser.add_argument("--floods", default=",".join(FLOODS))
     options = parser.parse_args()
     print("| flood | answered | not answered | p50, ms | p99, ms |\n|---|---|---|---|---|")
     for name in options.floods.split(","):
-        print(measure(options.program, options.model, name, options.seconds), flush=True)
+        print(measure(options.program, options.model, name, options.seconds, options.settle), flush=True)
     return 0
 
 
