@@ -146,7 +146,7 @@ void read_options(const Json& body, CompletionsRequest& request) {
     const Json& value = member.value();
     if (value.is_null() || is_read_elsewhere(name)) continue;
     // Other servers of this API take -1 for all ids, which is 0 here, and for a seed that they choose.
-    if ((name == "top_k" || name == "seed") && value == -1) continue;
+    if ((name == "top_k" || name == "seed") && json_integer(value) == -1) continue;
     if (name == "seed") {
       request.options.sampler.seed = read_seed(value);
       request.seeded = true;

@@ -20,7 +20,7 @@ ROWS = [
            'if (value == neutral) return "";', 'if (value.type() == neutral.type() && value == neutral) return "";',
            ("unit:CompletionsRequest.EachUnsupportedFieldIsRefusedUnlessNeutral",)),
     Mutant("the seed -1 is one", "llmc/serve/completions_request.cpp",
-           '(name == "top_k" || name == "seed") && value == -1', 'name == "top_k" && value == -1',
+           '(name == "top_k" || name == "seed") && json', 'name == "top_k" && json',
            unit("CompletionsRequest.SeedsOf*")),
     Mutant("prompts that cannot fit are tokenized", "llmc/serve/completions_request.cpp",
            "const std::string refusal = least > 0 ? context.refusal(least, max_tokens) : \"\";",
