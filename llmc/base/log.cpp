@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <utility>
 
 #include "llmc/base/error.h"
 #include "llmc/base/utf8.h"
@@ -100,6 +101,25 @@ void log_error(const char* fmt, ...) {
   va_start(args, fmt);
   write_line("\033[31m", "error:", fmt, args);
   va_end(args);
+}
+
+void RepeatedError::log(const std::string& text, Clock::time_point now) {
+  constexpr auto kInterval = std::chrono::seconds(10);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (written_ && now - *written_ < kInterval) {
+    ++left_out_;
+    last_ = text;
+    return;
+  }
+  written_ = now;
+  const long long left_out = std::exchange(left_out_, 0);
+  if (left_out == 0) return log_error("%s", text.c_str());
+  log_error("%s (and %lld more since the last such line)", text.c_str(), left_out);
+}
+
+RepeatedError::~RepeatedError() {
+  if (left_out_ == 0) return;
+  log_error("%s (%lld since the last such line)", last_.c_str(), static_cast<long long>(left_out_));
 }
 
 bool progress_line_shown() {

@@ -4,6 +4,9 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -25,6 +28,21 @@ void log_as_rank(int rank);
 void log_info(const char* fmt, ...) __attribute__((format(printf, 1, 2)));
 void log_warning(const char* fmt, ...) __attribute__((format(printf, 1, 2)));  // "warning: ..."
 void log_error(const char* fmt, ...) __attribute__((format(printf, 1, 2)));    // "error: ..."
+
+// Errors that others can cause as often as they like, as the clients of a server: a line in ten seconds at most, each with how
+// many were left out since the one before. Any thread may use it.
+class RepeatedError {
+ public:
+  using Clock = std::chrono::steady_clock;
+  ~RepeatedError();                                                         // a line for those that were left out last
+  void log(const std::string& text, Clock::time_point now = Clock::now());  // `now`: only tests give another time
+
+ private:
+  std::mutex mutex_;
+  std::string last_;
+  std::int64_t left_out_ = 0;
+  std::optional<Clock::time_point> written_;
+};
 
 // `text` shortened to at most `columns` columns of a terminal: a longer one is cut between characters and ends in
 // "...".

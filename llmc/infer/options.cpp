@@ -144,7 +144,8 @@ void add_server(OptionTable& table, InferSettings& s) {
   table.text("api-key-file", s.api_key_file, "FILE",
              "ask for the key that this file holds; without it for that of WEFT_API_KEY, if there is one");
   table.integer("max-queue", s.max_queue, 0, kMostConnections, "completions that may wait, further ones are refused");
-  table.integer("max-connections", s.max_connections, 1, kMostConnections, "open at once, further ones are closed");
+  table.integer("max-connections", s.max_connections, 1, kMostConnections,
+                "open at once; a new one displaces an idle one");
   table.integer("max-body", s.max_body, 1, kLargestBody, "bytes of a request");
   table.number("request-seconds", s.request_seconds, 0, kLongestWait, "a completion ends after them; 0: no limit");
   table.number("read-seconds", s.read_seconds, 0.01, kLongestWait, "a request must have come in them");

@@ -4,41 +4,13 @@
 #include <utility>
 
 #include "llmc/base/json.h"
+#include "llmc/serve/request_fields.h"
 
 namespace weft {
 
 namespace {
 
 constexpr const char* kBody = "request body";
-
-// Members that are not supported and would change the text, each with the value that, like null, changes nothing.
-struct Unsupported {
-  const char* name;
-  Json neutral;
-};
-const std::vector<Unsupported>& unsupported() {
-  static const std::vector<Unsupported> all = {
-      {"suffix", ""},
-      {"presence_penalty", 0},
-      {"frequency_penalty", 0},
-      {"repetition_penalty", 1},
-      {"length_penalty", 1},
-      {"logit_bias", Json::object()},
-      {"min_tokens", 0},
-      {"use_beam_search", false},
-      {"stop_token_ids", Json::array()},
-      {"bad_words", Json::array()},
-      {"allowed_token_ids", Json::array()},
-      {"response_format", {{"type", "text"}}},
-      {"guided_json", nullptr},
-      {"guided_regex", nullptr},
-      {"guided_choice", nullptr},
-      {"guided_grammar", nullptr},
-      {"structured_outputs", nullptr},
-      {"truncate_prompt_tokens", nullptr},
-  };
-  return all;
-}
 
 std::string shown(const Json& value) {
   return escaped(json_text(value), 60);
@@ -77,7 +49,29 @@ auto for_field(const std::string& name, Read&& read) {
   }
 }
 
-std::vector<CompletionPrompt> read_prompts(const Json& body, const CompletionsContext& context) {
+[[noreturn]] void refuse_length(const std::string& message) {
+  throw RequestError(400, message, "prompt", "context_length_exceeded");
+}
+
+// Refuses a prompt by its size, which is known at once: a text that certainly has too many ids is not tokenized.
+void check_size(const Json& prompt, const std::string& name, std::int64_t max_tokens,
+                const CompletionsContext& context) {
+  if (!context.refusal) return;
+  if (prompt.is_array()) {
+    const std::string refusal = context.refusal(std::ssize(prompt), max_tokens);
+    if (!refusal.empty()) refuse_length(name + ": " + refusal);
+  } else if (prompt.is_string() && context.tokenizer != nullptr) {
+    const std::string& text = prompt.get_ref<const std::string&>();
+    const std::int64_t least = context.tokenizer->least_ids(text);
+    const std::string refusal = least > 0 ? context.refusal(least, max_tokens) : "";
+    if (refusal.empty()) return;
+    refuse_length(format("%s: its %zu bytes are at least %lld ids. If no more: %s", name.c_str(), text.size(),
+                         static_cast<long long>(least), refusal.c_str()));
+  }
+}
+
+std::vector<CompletionPrompt> read_prompts(const Json& body, std::int64_t max_tokens,
+                                           const CompletionsContext& context) {
   const auto found = body.find("prompt");
   if (found == body.end()) {
     throw RequestError(
@@ -85,11 +79,14 @@ std::vector<CompletionPrompt> read_prompts(const Json& body, const CompletionsCo
   }
   const Json& value = *found;
   const auto read = [&](const Json& one, const std::string& name) {
-    return for_field("prompt", [&] {
+    CompletionPrompt prompt = for_field("prompt", [&] {
       if (!one.is_string()) return prompt_from_ids(one, context.tokenizer, *context.config, name);
       return prompt_from_text(one.get_ref<const std::string&>(), context.tokenizer, context.special, *context.config,
                               name);
     });
+    const std::string refusal = context.refusal ? context.refusal(std::ssize(prompt.ids), max_tokens) : "";
+    if (!refusal.empty()) refuse_length(refusal);
+    return prompt;
   };
   const bool list = value.is_array() && !value.empty() && (value.front().is_string() || value.front().is_array());
   if (!list && !value.is_string() && !value.is_array()) {
@@ -97,12 +94,16 @@ std::vector<CompletionPrompt> read_prompts(const Json& body, const CompletionsCo
   }
   std::vector<CompletionPrompt> prompts;
   if (!list) {
+    check_size(value, "prompt", max_tokens, context);
     prompts.push_back(read(value, "prompt"));
     return prompts;
   }
   if (value.size() > kMaxPrompts) {
     throw RequestError(400, format("prompt: got %zu prompts, expected at most %zu", value.size(), kMaxPrompts),
                        "prompt");
+  }
+  for (std::size_t i = 0; i < value.size(); ++i) {
+    check_size(value[i], format("prompt[%zu]", i), max_tokens, context);
   }
   for (const Json& one : value) {
     const std::string name = format("prompt[%zu]", prompts.size());
@@ -116,24 +117,45 @@ void check_model(const Json& body, const std::string& served) {
   const auto found = body.find("model");
   if (found == body.end() || found->is_null()) return;
   if (!found->is_string()) refuse("model", *found, "a text");
-  if (found->get_ref<const std::string&>() == served) return;
-  throw RequestError(
-      404,
-      format("model: got %s, expected %s: this server has one model", shown(*found).c_str(), escaped(served).c_str()),
-      "model", "model_not_found");
+  check_model_name(found->get_ref<const std::string&>(), served);
 }
 
-void check_unsupported(const Json& body, std::int64_t n) {
-  for (const Unsupported& field : unsupported()) {
-    const auto found = body.find(field.name);
-    if (found == body.end() || found->is_null() || *found == field.neutral) continue;
-    refuse(field.name, *found,
-           field.neutral.is_null() ? std::string("null: it is not supported")
-                                   : "null or " + json_text(field.neutral) + ": it is not supported");
-  }
+void check_best_of(const Json& body, std::int64_t n) {
   const auto best_of = body.find("best_of");
   if (best_of != body.end() && !best_of->is_null() && *best_of != n) {
     refuse("best_of", *best_of, format("null or n, which is %lld", static_cast<long long>(n)));
+  }
+}
+
+// Any 64 bits, as in OpenAI's API, whose seeds may be negative.
+std::uint64_t read_seed(const Json& value) {
+  if (value.is_number_unsigned()) return value.get<std::uint64_t>();
+  if (!value.is_number_integer()) refuse("seed", value, "an integer of 64 bits; -1: a random one");
+  return static_cast<std::uint64_t>(value.get<std::int64_t>());
+}
+
+bool is_read_elsewhere(const std::string& name) {
+  constexpr std::string_view kNames[] = {"model", "prompt", "n", "best_of", "stream", "stream_options"};
+  return std::ranges::find(kNames, name) != std::end(kNames);
+}
+
+// What of the members is read by itself, one after the other.
+void read_options(const Json& body, CompletionsRequest& request) {
+  for (const auto& member : body.items()) {
+    const std::string& name = member.key();
+    const Json& value = member.value();
+    if (value.is_null() || is_read_elsewhere(name)) continue;
+    // Other servers of this API take -1 for all ids, which is 0 here, and for a seed that they choose.
+    if ((name == "top_k" || name == "seed") && json_integer(value) == -1) continue;
+    if (name == "seed") {
+      request.options.sampler.seed = read_seed(value);
+      request.seeded = true;
+      continue;
+    }
+    if (for_field(name, [&] { return read_completion_option(name, value, request.options); })) continue;
+    if (const std::string wrong = foreign_field_error(name, value); !wrong.empty()) {
+      throw RequestError(400, wrong, name);
+    }
   }
 }
 
@@ -146,6 +168,14 @@ bool read_include_usage(const Json& body, bool stream) {
 }
 
 }  // namespace
+
+void check_model_name(const std::string& name, const std::string& served) {
+  if (name == served) return;
+  throw RequestError(404,
+                     format("model: got %s, expected %s: this server has one model", escaped(name, 60).c_str(),
+                            escaped(served).c_str()),
+                     "model", "model_not_found");
+}
 
 std::int64_t answer_values(const CompletionsRequest& request, const ModelConfig& config) {
   const CompletionOptions& options = request.options;
@@ -160,7 +190,8 @@ std::int64_t answer_values(const CompletionsRequest& request, const ModelConfig&
   return request.n * tokens * (scored ? options.logprobs + 2 : 1);
 }
 
-CompletionsRequest parse_completions(std::string_view text, const CompletionsContext& context) {
+CompletionsRequest parse_completions(std::string_view text, const CompletionsContext& context,
+                                     const std::function<void(std::int64_t completions)>& reserve) {
   const JsonLimits limits = {.bytes = text.size(), .depth = kMaxRequestDepth, .values = kMaxRequestValues};
   const Json body = for_field("", [&] { return parse_json(text, kBody, limits); });
   if (!body.is_object()) {
@@ -169,22 +200,14 @@ CompletionsRequest parse_completions(std::string_view text, const CompletionsCon
   check_model(body, context.model);
   CompletionsRequest request;
   request.n = read_count(body, "n", 1, kMaxChoices);
-  check_unsupported(body, request.n);
+  check_best_of(body, request.n);
   request.stream = read_flag(body, "stream");
   request.include_usage = read_include_usage(body, request.stream);
 
   CompletionOptions& options = request.options;
   options.max_tokens = kDefaultMaxTokens;
   options.sampler.temperature = 1;
-  for (const auto& member : body.items()) {
-    const std::string& name = member.key();
-    const Json& value = member.value();
-    if (value.is_null()) continue;
-    // Other servers of this API take -1 for all ids, which is 0 here.
-    if (name == "top_k" && value == -1) continue;
-    for_field(name, [&] { return read_completion_option(name, value, options); });
-    if (name == "seed") request.seeded = true;
-  }
+  read_options(body, request);
   for_field("max_tokens", [&] { check_completion_options(options); });
   if (context.tokenizer == nullptr && !options.stop.empty()) {
     throw RequestError(400, "stop: a stop text needs a tokenizer, and the model file has none", "stop");
@@ -201,7 +224,8 @@ CompletionsRequest parse_completions(std::string_view text, const CompletionsCon
                               static_cast<long long>(context.max_sequences)),
                        "n");
   }
-  request.prompts = read_prompts(body, context);
+  if (reserve) reserve(prompts * request.n);
+  request.prompts = read_prompts(body, options.max_tokens, context);
   request.values = answer_values(request, *context.config);
   if (request.values > context.max_values) {
     throw RequestError(

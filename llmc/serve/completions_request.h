@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -55,14 +56,21 @@ struct CompletionsContext {
   const ModelConfig* config = nullptr;
   std::int64_t max_sequences = 1024;  // prompts times n
   std::int64_t max_values = kMostAnswerValues;
+  // Why a prompt of so many ids, with so many generated ones, cannot be served; empty if it can. Null: all can.
+  std::function<std::string(std::int64_t prompt_ids, std::int64_t max_tokens)> refusal = nullptr;
 };
+
+// A name other than that of the model that is served: 404.
+void check_model_name(const std::string& name, const std::string& served);
 
 // How many tokens and log-probabilities an answer may have to hold at once: all of a whole answer, and of a stream those of
 // the prompts, which come in one event.
 std::int64_t answer_values(const CompletionsRequest& request, const ModelConfig& config);
 
-// Unknown fields are ignored, as in other servers of this API. Fields that would change the text and are not supported
-// are refused unless they have the value that changes nothing. Throws RequestError, which names the field.
-CompletionsRequest parse_completions(std::string_view text, const CompletionsContext& context);
+// A field that is not supported is refused unless it asks for nothing (request_fields.h). Throws RequestError, which names the
+// field. `reserve`, unless null, is called with the number of completions before the prompts are tokenized, which takes long:
+// it throws if there are no places for them.
+CompletionsRequest parse_completions(std::string_view text, const CompletionsContext& context,
+                                     const std::function<void(std::int64_t completions)>& reserve = nullptr);
 
 }  // namespace weft

@@ -1,5 +1,7 @@
 #include "llmc/serve/http.h"
 
+#include <poll.h>
+
 // Boost is used from its headers alone: no library of it is linked.
 #define BOOST_ERROR_CODE_HEADER_ONLY
 #define BOOST_SYSTEM_NO_DEPRECATED
@@ -11,7 +13,6 @@
 #include <boost/asio/ip/tcp.hpp>
 #include <boost/asio/post.hpp>
 #include <boost/asio/steady_timer.hpp>
-#include <boost/asio/thread_pool.hpp>
 #include <boost/beast/core/flat_buffer.hpp>
 #include <boost/beast/core/string.hpp>
 #include <boost/beast/http/parser.hpp>
@@ -29,6 +30,8 @@
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
 #include "llmc/base/signals.h"
+#include "llmc/serve/request_target.h"
+#include "llmc/serve/work_queue.h"
 
 namespace weft {
 
@@ -40,10 +43,12 @@ using tcp = asio::ip::tcp;
 namespace {
 
 constexpr std::size_t kReadBytes = 16 << 10;       // asked of the socket at once
-constexpr std::size_t kPipelinedBytes = 64 << 10;  // of later requests, read while one is being answered
+constexpr std::size_t kPipelinedBytes = 64 << 10;  // of later requests: no more is read while one is being answered
 constexpr std::size_t kBufferBytes = 128 << 10;    // of a connection: also the longest line between two chunks
 constexpr std::size_t kSmallBytes = 64 << 10;      // of an answer that passes whatever waits for clients
 constexpr std::size_t kBuffersAtOnce = 64;         // pieces of the queue in one write
+// How often a client of which nothing is read is asked whether it is still there.
+constexpr auto kWatchInterval = std::chrono::milliseconds(500);
 constexpr auto kAcceptPause = std::chrono::milliseconds(100);  // after a failed accept, such as no free descriptor
 
 const char* reason(int status) {
@@ -92,6 +97,7 @@ class HttpServerState {
   void accept();
   void take(tcp::socket socket);
   void stop(double seconds);
+  bool make_room();
   bool reserve_body(std::size_t bytes) {
     if (bytes > limits.all_body_bytes - body_bytes) return false;
     body_bytes += bytes;
@@ -102,12 +108,14 @@ class HttpServerState {
   const HttpHandler handler;
   const HttpErrorBody error_body;
   const HttpHeaderCheck check;
-  std::atomic<std::int64_t> open{0}, refused{0}, cut_off{0};
+  std::atomic<std::int64_t> open{0}, refused{0}, displaced{0}, cut_off{0};
+  // Changed on the thread of the connections alone.
+  std::atomic<std::size_t> body_bytes{0};      // that have come
+  std::atomic<std::size_t> unsent_bytes{0};    // in the queues of all connections
+  RepeatedError failed_connections, failures;  // lines of the log that a client may be able to cause
 
   // Used on the thread of the connections alone. Declared before `io`, whose destructor destroys the last connections.
   std::unordered_set<Connection*> connections;
-  std::size_t body_bytes = 0;    // that have come
-  std::size_t unsent_bytes = 0;  // in the queues of all connections
   bool stopping = false;
   asio::io_context io{1};
   tcp::acceptor acceptor{io};
@@ -115,7 +123,7 @@ class HttpServerState {
   asio::steady_timer accept_pause{io};
 
   tcp::endpoint endpoint;  // where it listens
-  asio::thread_pool workers;
+  WorkQueue workers;
   std::thread thread;
 };
 
@@ -129,7 +137,11 @@ class Exchange;
 class Connection : public std::enable_shared_from_this<Connection> {
  public:
   Connection(HttpServerState& server, tcp::socket socket)
-      : server_(server), socket_(std::move(socket)), read_timer_(server.io), write_timer_(server.io) {
+      : server_(server),
+        socket_(std::move(socket)),
+        read_timer_(server.io),
+        write_timer_(server.io),
+        watch_timer_(server.io) {
     server_.connections.insert(this);
     ++server_.open;
   }
@@ -140,7 +152,6 @@ class Connection : public std::enable_shared_from_this<Connection> {
     } catch (const std::bad_alloc&) {  // of who is told that it has gone
     }
     server_.connections.erase(this);
-    --server_.open;
   }
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
@@ -154,9 +165,19 @@ class Connection : public std::enable_shared_from_this<Connection> {
     try {
       action();
     } catch (const std::exception& error) {
-      log_error("a connection failed: %s", escaped(error.what()).c_str());
+      server_.failed_connections.log("a connection failed: " + escaped(error.what()));
       close();
     }
+  }
+
+  // Since when the connection is without a request; nothing if it has one.
+  std::optional<std::chrono::steady_clock::time_point> idle_since() const {
+    return phase_ == Phase::idle && !closed_ ? std::optional(idle_since_) : std::nullopt;
+  }
+
+  bool has_data() const {
+    error_code ignored;
+    return socket_.available(ignored) > 0;
   }
 
   // From the exchange that is being answered.
@@ -176,10 +197,13 @@ class Connection : public std::enable_shared_from_this<Connection> {
   };
 
   void read_some();
+  void read_ahead();
+  void watch();
   void on_data();
   void read_header();
   void on_header(const error_code& error);
   HttpRequest header_fields() const;
+  std::string target_error();
   void read_body();
   void parse_body(error_code& error);
   void answer_read_error(const error_code& error);
@@ -200,12 +224,13 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
   HttpServerState& server_;
   tcp::socket socket_;
-  asio::steady_timer read_timer_, write_timer_;
+  asio::steady_timer read_timer_, write_timer_, watch_timer_;
   Phase phase_ = Phase::idle;
+  std::chrono::steady_clock::time_point idle_since_;
   bool closed_ = false, close_after_ = false;
 
   boost::beast::flat_buffer buffer_{kBufferBytes};
-  // A read_some() is pending, as while a request is answered, so that a client that goes away is noticed.
+  // A read_some() is pending, as it mostly is while a request is answered (read_ahead()).
   bool reads_ = false;
   std::optional<Parser> parser_;
   HttpRequest request_;       // that is read
@@ -316,6 +341,7 @@ void Connection::limit_reading(double seconds) {
 
 void Connection::next_request() {
   phase_ = Phase::idle;
+  idle_since_ = std::chrono::steady_clock::now();
   limit_reading(server_.limits.idle_seconds);
   error_code ignored;
   if (!reads_) return buffer_.size() > 0 ? read_header() : read_some();
@@ -337,6 +363,25 @@ void Connection::read_some() {
                           });
 }
 
+// Reads on while a request is answered, so that a client that goes away is noticed. A client that sends requests without
+// waiting for answers (RFC 9112, 9.3.2) is held back by TCP once kPipelinedBytes of them are here.
+void Connection::read_ahead() {
+  if (buffer_.size() < kPipelinedBytes) return read_some();
+  watch();
+}
+
+// Where nothing is read, the end of what the client sends does not show: so the socket is asked for it now and then. If more
+// is on its way than the sockets hold, the end has not come either: who has left then is noticed when it is written to.
+void Connection::watch() {
+  watch_timer_.expires_after(kWatchInterval);
+  watch_timer_.async_wait([self = shared_from_this()](const error_code& cancelled) {
+    if (cancelled || self->closed_ || self->phase_ != Phase::answering || self->reads_) return;
+    pollfd socket{self->socket_.native_handle(), POLLRDHUP, 0};
+    if (::poll(&socket, 1, 0) > 0) return self->close();
+    self->watch();
+  });
+}
+
 void Connection::on_data() {
   switch (phase_) {
     case Phase::idle:
@@ -345,8 +390,7 @@ void Connection::on_data() {
       return;
     case Phase::answering:
     case Phase::flushing:
-      if (buffer_.size() > kPipelinedBytes) return close();
-      return read_some();
+      return read_ahead();
     case Phase::lingering:
       buffer_.consume(buffer_.size());
       return read_some();
@@ -375,6 +419,7 @@ void Connection::on_header(const error_code& error) {
   }
   request_ = header_fields();
   head_only_ = parser_->get().method() == http::verb::head;
+  if (const std::string wrong = target_error(); !wrong.empty()) return refuse(400, wrong);
   if (std::optional<HttpResponse> refusal = server_.check ? server_.check(request_) : std::nullopt) {
     if (!parser_->is_done() || !parser_->get().keep_alive()) close_after_ = true;
     return respond(std::move(*refusal));
@@ -392,14 +437,28 @@ HttpRequest Connection::header_fields() const {
   const auto field = [&](http::field name) { return std::string(message[name]); };
   HttpRequest request;
   request.method = message.method() == http::verb::head ? "GET" : std::string(message.method_string());
-  request.path = std::string(message.target());
-  request.path.resize(std::min(request.path.find('?'), request.path.size()));
   request.host = field(http::field::host);
   request.origin = field(http::field::origin);
   request.authorization = field(http::field::authorization);
   request.content_type = field(http::field::content_type);
   request.content_encoding = field(http::field::content_encoding);
   return request;
+}
+
+// Sets the path of request_, and the host if the target names one. Returns what is wrong with them.
+std::string Connection::target_error() {
+  const auto& message = parser_->get();
+  const auto hosts = message.count(http::field::host);
+  if (hosts == 0 && message.version() >= 11) return "Host: missing, expected the name of this server";
+  if (hosts > 1 || !is_host(request_.host)) {
+    return "Host: got " + (hosts > 1 ? "several" : escaped(request_.host)) + ", expected HOST or HOST:PORT";
+  }
+  const std::string target(message.target());
+  std::optional<RequestTarget> parsed = parse_request_target(std::string(message.method_string()), target);
+  if (!parsed) return "the target of the request: got " + escaped(target) + ", expected a path, as /v1/models";
+  request_.path = std::move(parsed->path);
+  if (parsed->authority) request_.host = std::move(*parsed->authority);  // RFC 9112, 3.2.2: it counts, and not Host
+  return "";
 }
 
 // Reads the rest of the request in pieces of the buffer's size, because bytes count when they have come: a length is only
@@ -473,12 +532,13 @@ void Connection::hand_over() {
 
   exchange_ = std::make_shared<Exchange>(server_, weak_from_this(), std::move(request), std::exchange(reserved_, 0));
   std::shared_ptr<Exchange> exchange = exchange_;
-  read_some();
+  read_ahead();
   if (exchange->request().body.empty()) {
     exchange->release_body();
     return server_.handler(exchange);
   }
-  asio::post(server_.workers, [&server = server_, exchange = std::move(exchange)]() mutable {
+  const std::size_t bytes = exchange->request().body.size();
+  server_.workers.post(bytes, [&server = server_, exchange = std::move(exchange)]() mutable {
     if (!exchange->gone()) server.handler(exchange);
     asio::post(server.io, [exchange = std::move(exchange)] { exchange->release_body(); });
   });
@@ -642,8 +702,10 @@ void Connection::close_soon() {
 
 void Connection::close() {
   if (std::exchange(closed_, true)) return;
+  --server_.open;
   read_timer_.cancel();
   write_timer_.cancel();
+  watch_timer_.cancel();
   error_code ignored;
   socket_.close(ignored);
   server_.body_bytes -= std::exchange(reserved_, 0);
@@ -662,7 +724,7 @@ HttpServerState::HttpServerState(const HostPort& address, const HttpLimits& limi
       handler(std::move(handler_of_requests)),
       error_body(std::move(body_of_errors)),
       check(std::move(check_of_headers)),
-      workers(static_cast<std::size_t>(limits_of_server.workers)) {
+      workers(limits_of_server.workers) {
   const std::string shown = escaped(address.host) + format(", port %d", address.port);
   const auto check = [&](const error_code& error, const char* action) {
     if (!error) return;
@@ -702,8 +764,24 @@ void HttpServerState::accept() {
   });
 }
 
+// Closes the connection that has been without a request for longest, if there is one. Clients keep connections open in case
+// they need them again, and know that they may be closed: one that comes with a request is worth more.
+bool HttpServerState::make_room() {
+  Connection* longest = nullptr;
+  for (Connection* connection : connections) {
+    const auto since = connection->idle_since();
+    if (since && (longest == nullptr || *since < *longest->idle_since()) && !connection->has_data()) {
+      longest = connection;
+    }
+  }
+  if (longest == nullptr) return false;
+  ++displaced;
+  longest->close();
+  return true;
+}
+
 void HttpServerState::take(tcp::socket socket) {
-  if (open >= limits.connections) {
+  if (open >= limits.connections && !make_room()) {
     ++refused;
     return;
   }
@@ -723,7 +801,7 @@ void HttpServerState::run() {
       io.run();
       return;
     } catch (const std::exception& error) {
-      log_error("the thread of the connections: %s", escaped(error.what()).c_str());
+      failures.log("the thread of the connections: " + escaped(error.what()));
     }
     error_code ignored;
     acceptor.cancel(ignored);
@@ -760,7 +838,7 @@ void HttpServer::stop(double seconds) {
     const std::vector<Connection*> all(state->connections.begin(), state->connections.end());
     for (Connection* connection : all) connection->close_soon();
   });
-  state_->workers.join();
+  state_->workers.finish();
   while (state_->open > 0 && std::chrono::steady_clock::now() < until) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
@@ -786,7 +864,13 @@ bool HttpServer::loopback() const {
 }
 
 HttpCounters HttpServer::counters() const {
-  return {state_->open, state_->refused, state_->cut_off};
+  return {.connections = state_->open,
+          .refused = state_->refused,
+          .displaced = state_->displaced,
+          .cut_off = state_->cut_off,
+          .body_bytes = static_cast<std::int64_t>(state_->body_bytes),
+          .unsent_bytes = static_cast<std::int64_t>(state_->unsent_bytes),
+          .waiting = static_cast<std::int64_t>(state_->workers.waiting())};
 }
 
 void HttpServer::post(std::function<void()> task) {

@@ -2,8 +2,9 @@
 // .cpp file includes.
 //
 // One thread reads and writes all connections. Handlers of requests with a body run on worker threads, because parsing
-// and tokenizing a long prompt takes time; all others run on the thread of the connections and must be quick. Nothing
-// here waits for a client: what cannot be written at once is queued, up to a limit.
+// and tokenizing a long prompt takes time, small bodies first (work_queue.h); all others run on the thread of the connections
+// and must be quick. Nothing here waits for a client: what cannot be written at once is queued, up to a limit. The next
+// request of a connection is read when the answer before it has been written.
 //
 // What is refused without asking the handler, with a JSON error and a closed connection: malformed requests (400), bodies
 // over the limit (413), headers over the limit (431), requests beyond the memory for bodies (503). Requests whose header the
@@ -35,7 +36,7 @@ struct HttpLimits {
   // a stream is cut off. Small ones always pass.
   std::size_t all_unsent_bytes = 512 << 20;
   std::size_t socket_buffer_bytes = 256 << 10;  // of the kernel, for what is sent
-  std::int64_t connections = 1024;              // further ones are closed at once
+  std::int64_t connections = 1024;              // a further one displaces an idle one, or is closed at once
   double read_seconds = 30;                     // from the first byte of a request to its last
   double idle_seconds = 60;                     // between requests
   double write_seconds = 30;                    // in which a client takes write_bytes, or all that waits for it
@@ -46,7 +47,7 @@ struct HttpLimits {
 
 struct HttpRequest {
   std::string method;                                                       // "GET"; HEAD is handed over as GET
-  std::string path;                                                         // without the query
+  std::string path;                                                         // decoded, without the query
   std::string host, origin, authorization, content_type, content_encoding;  // header fields; empty: none
   std::string body;
 };
@@ -97,7 +98,11 @@ HostPort parse_host_port(const std::string& text, const std::string& option);
 struct HttpCounters {
   std::int64_t connections = 0;  // open now
   std::int64_t refused = 0;      // closed at once, because there were too many
+  std::int64_t displaced = 0;    // closed without a request, for a new one
   std::int64_t cut_off = 0;      // streams whose client did not keep up
+  // What is held now: bodies that have come and are not answered, bytes that clients have not taken, requests that wait for
+  // a worker.
+  std::int64_t body_bytes = 0, unsent_bytes = 0, waiting = 0;
 };
 
 class HttpServerState;

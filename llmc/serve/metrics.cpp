@@ -87,8 +87,8 @@ void ServerMetrics::answered(int status) {
   ++answered_[status];
 }
 
-std::string ServerMetrics::text(const std::string& model, const EngineStatistics* engine,
-                                const HttpCounters& http) const {
+std::string ServerMetrics::text(const std::string& model, const EngineStatistics* engine, const HttpCounters& http,
+                                const ServerHolds& holds) const {
   const std::string label = "model_name=\"" + label_value(model) + "\"";
   std::string out;
   const auto one = [&](const char* name, const char* type, const char* help, double value) {
@@ -126,6 +126,18 @@ std::string ServerMetrics::text(const std::string& model, const EngineStatistics
   one("weft:connections", "gauge", "Open connections.", static_cast<double>(http.connections));
   one("weft:connections_refused_total", "counter", "Connections closed at once: there were too many.",
       static_cast<double>(http.refused));
+  one("weft:connections_displaced_total", "counter", "Connections without a request closed for a new one.",
+      static_cast<double>(http.displaced));
+  one("weft:body_bytes", "gauge", "Bytes of request bodies that are not answered.",
+      static_cast<double>(http.body_bytes));
+  one("weft:unsent_bytes", "gauge", "Bytes of answers that clients have not taken.",
+      static_cast<double>(http.unsent_bytes));
+  one("weft:requests_to_read", "gauge", "Requests that wait to be parsed and tokenized.",
+      static_cast<double>(http.waiting));
+  one("weft:completions", "gauge", "Completions under way: places taken.", static_cast<double>(holds.completions));
+  one("weft:answers", "gauge", "Requests under way.", static_cast<double>(holds.answers));
+  one("weft:answer_values", "gauge", "Tokens and log-probabilities of large answers under way.",
+      static_cast<double>(holds.values));
   one("weft:streams_cut_off_total", "counter", "Streams whose client did not keep up.",
       static_cast<double>(http.cut_off));
 

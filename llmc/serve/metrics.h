@@ -28,6 +28,13 @@ class Histogram {
   double sum_ = 0;
 };
 
+// What requests under way hold of the server's limits: 0 when all have been answered.
+struct ServerHolds {
+  std::int64_t completions = 0;  // places
+  std::int64_t values = 0;       // of answers: answer_values()
+  std::int64_t answers = 0;      // requests that the engine works on
+};
+
 // Any thread may use it.
 class ServerMetrics {
  public:
@@ -38,7 +45,8 @@ class ServerMetrics {
   void answered(int status);                      // an HTTP request
 
   // `engine` may be null: while the model is being loaded.
-  std::string text(const std::string& model, const EngineStatistics* engine, const HttpCounters& http) const;
+  std::string text(const std::string& model, const EngineStatistics* engine, const HttpCounters& http,
+                   const ServerHolds& holds) const;
 
  private:
   mutable std::mutex mutex_;

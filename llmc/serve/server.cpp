@@ -40,7 +40,7 @@ constexpr const char* kKeyVariable = "WEFT_API_KEY";
 
 enum class Phase { loading, ready, draining };
 
-// 63 random bits: as large as a seed that a request may give.
+// 63 random bits.
 std::uint64_t random_seed() {
   std::random_device random;  // 32 bits each
   const std::uint64_t high = random(), low = random();
@@ -71,6 +71,26 @@ std::string lower_case(std::string text) {
   std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
   return text;
 }
+
+// What one request takes of the completions that may be under way. It is given back, but for those that the engine has.
+class Places {
+ public:
+  explicit Places(std::atomic<std::int64_t>& in_flight) : in_flight_(in_flight) {}
+  ~Places() { in_flight_ -= mine_; }
+  Places(const Places&) = delete;
+  Places& operator=(const Places&) = delete;
+
+  // How many are under way with these.
+  std::int64_t take(std::int64_t completions) {
+    mine_ += completions;
+    return in_flight_ += completions;
+  }
+  void pass_on() { --mine_; }  // one, to the engine
+
+ private:
+  std::atomic<std::int64_t>& in_flight_;
+  std::int64_t mine_ = 0;
+};
 
 // One request for completions that the engine works on.
 struct Answer {
@@ -129,14 +149,15 @@ class CompletionsServer::State {
   std::optional<HttpResponse> refused_header(const HttpRequest& request);
   void check_access(const HttpRequest& request) const;
   void complete(const std::shared_ptr<HttpExchange>& exchange);
-  void submit(const std::shared_ptr<Answer>& answer, const CompletionsRequest& request);
+  void submit(const std::shared_ptr<Answer>& answer, const CompletionsRequest& request, Places& places);
   void check_ready() const;
   void respond(HttpExchange& exchange, HttpResponse response) {
     metrics.answered(response.status);
     exchange.respond(std::move(response));
   }
   HttpResponse health() const;
-  std::string models() const;
+  Json model() const;
+  HttpResponse model_of_name(const std::string& name) const;
   HttpResponse page() const;
 
   // ---- answers ----
@@ -160,6 +181,10 @@ class CompletionsServer::State {
     }
   }
   void cancel(Answer& answer);
+  std::int64_t answers_under_way() {
+    const std::lock_guard lock(answers_mutex);
+    return std::ssize(answers);
+  }
   std::vector<std::shared_ptr<Answer>> all_answers() {
     const std::lock_guard lock(answers_mutex);
     return {answers.begin(), answers.end()};
@@ -172,6 +197,7 @@ class CompletionsServer::State {
 
   const ServerOptions options;
   ServerMetrics metrics;
+  RepeatedError failed_requests, failed_answers;
   std::atomic<Phase> phase{Phase::loading};
   std::atomic<std::int64_t> in_flight{0};         // completions, from their reservation to their end
   std::atomic<std::int64_t> values_in_flight{0};  // answer_values() of the answers under way
@@ -240,13 +266,25 @@ class Sink : public CompletionSink {
 
 namespace {
 
+constexpr std::string_view kModels = "/v1/models/";  // and the name of one
+
+// The methods of a path, as Allow lists them; empty: there is no such path.
+const char* methods_of(std::string_view path) {
+  if (path == "*") return "GET, HEAD, OPTIONS, POST";
+  if (path == "/v1/completions") return "OPTIONS, POST";
+  constexpr std::string_view kGet[] = {"/", "/health", "/version", "/metrics", "/v1/models"};
+  const bool get =
+      std::ranges::find(kGet, path) != std::end(kGet) || (path.starts_with(kModels) && path.size() > kModels.size());
+  return get ? "GET, HEAD, OPTIONS" : "";
+}
+
 HttpResponse refused(const HttpRequest& request, const RequestError& error) {
   const int status = error.status();
   HttpResponse response{
       status, "application/json", error_body(status, error.what(), error.param(), error.api_code()), {}};
   if (status == 401) response.headers.emplace_back("WWW-Authenticate", "Bearer");
   if (status == 429 || status == 503) response.headers.emplace_back("Retry-After", "1");
-  if (status == 405) response.headers.emplace_back("Allow", request.path == "/v1/completions" ? "POST" : "GET");
+  if (status == 405) response.headers.emplace_back("Allow", methods_of(request.path));
   return response;
 }
 
@@ -273,7 +311,7 @@ void CompletionsServer::State::handle(const std::shared_ptr<HttpExchange>& excha
   } catch (const std::bad_alloc&) {
     refuse({503, "not enough memory for this request"});
   } catch (const std::exception& error) {
-    log_error("a request failed: %s", escaped(error.what()).c_str());
+    failed_requests.log("a request failed: " + escaped(error.what()));
     refuse({500, "internal error"});
   }
 }
@@ -281,26 +319,33 @@ void CompletionsServer::State::handle(const std::shared_ptr<HttpExchange>& excha
 void CompletionsServer::State::route(const std::shared_ptr<HttpExchange>& exchange) {
   const HttpRequest& request = exchange->request();
   const std::string& path = request.path;
-  if (path == "/v1/completions") {
-    if (request.method != "POST") throw RequestError(405, "expected POST");
-    return complete(exchange);
+  const std::string_view methods = methods_of(path);
+  if (methods.empty() && request.method != "CONNECT") {
+    throw RequestError(404, format("no such path: %s", escaped(path).c_str()));
   }
-  const bool is_get =
-      path == "/" || path == "/health" || path == "/version" || path == "/metrics" || path == "/v1/models";
-  if (!is_get) throw RequestError(404, format("no such path: %s", escaped(path).c_str()));
-  if (request.method != "GET") throw RequestError(405, "expected GET");
+  if (request.method == "OPTIONS")
+    return respond(*exchange, {200, "text/plain", "", {{"Allow", std::string(methods)}}});
+  const bool completions = path == "/v1/completions";
+  if (request.method != (completions ? "POST" : "GET")) {
+    throw RequestError(405, completions ? "expected POST" : "expected GET");
+  }
+  if (completions) return complete(exchange);
+  if (path.starts_with(kModels)) return respond(*exchange, model_of_name(path.substr(kModels.size())));
   if (path == "/") return respond(*exchange, page());
   if (path == "/health") return respond(*exchange, health());
-  if (path == "/v1/models") return respond(*exchange, {200, "application/json", models(), {}});
+  if (path == "/v1/models")
+    return respond(*exchange,
+                   {200, "application/json", json_text({{"object", "list"}, {"data", Json::array({model()})}}), {}});
   if (path == "/version") {
     return respond(*exchange, {200, "application/json", json_text({{"version", options.version}}), {}});
   }
+  const ServerHolds holds = {.completions = in_flight, .values = values_in_flight, .answers = answers_under_way()};
   std::string text;
   if (phase == Phase::loading) {
-    text = metrics.text(options.model, nullptr, http.counters());
+    text = metrics.text(options.model, nullptr, http.counters(), holds);
   } else {
     const EngineStatistics statistics = engine->statistics();
-    text = metrics.text(options.model, &statistics, http.counters());
+    text = metrics.text(options.model, &statistics, http.counters(), holds);
   }
   respond(*exchange, {200, "text/plain; version=0.0.4; charset=utf-8", text, {}});
 }
@@ -351,10 +396,15 @@ HttpResponse CompletionsServer::State::health() const {
   return {200, "application/json", R"({"status":"ok"})", {}};
 }
 
-std::string CompletionsServer::State::models() const {
+Json CompletionsServer::State::model() const {
   Json model = {{"id", options.model}, {"object", "model"}, {"created", 0}, {"owned_by", "weft"}};
   if (phase != Phase::loading) model["max_model_len"] = context.config->max_positions;
-  return json_text({{"object", "list"}, {"data", Json::array({model})}});
+  return model;
+}
+
+HttpResponse CompletionsServer::State::model_of_name(const std::string& name) const {
+  check_model_name(name, options.model);
+  return {200, "application/json", json_text(model()), {}};
 }
 
 HttpResponse CompletionsServer::State::page() const {
@@ -380,33 +430,27 @@ void CompletionsServer::State::complete(const std::shared_ptr<HttpExchange>& exc
   if (!type.empty() && type != "application/json") {
     throw RequestError(415, format("Content-Type: got %s, expected application/json", escaped(type).c_str()));
   }
-  CompletionsRequest request = parse_completions(exchange->take_body(), context);
+  Places places(in_flight);
+  CompletionsRequest request = parse_completions(exchange->take_body(), context, [&](std::int64_t completions) {
+    if (places.take(completions) <= max_in_flight) return;
+    throw RequestError(429,
+                       format("%lld completions are under way: try again later", static_cast<long long>(max_in_flight)),
+                       "", "queue_full");
+  });
   if (!request.seeded) request.options.sampler.seed = random_seed();
   if (options.request_seconds > 0) {
     request.options.deadline = answer->arrival + duration_of(options.request_seconds);
-  }
-  for (const CompletionPrompt& prompt : request.prompts) {
-    const std::string refusal =
-        engine->refusal(static_cast<std::int64_t>(prompt.ids.size()), request.options.max_tokens);
-    if (!refusal.empty()) throw RequestError(400, refusal, "prompt", "context_length_exceeded");
   }
   answer->exchange = exchange;
   answer->head = completions_head(options.model);
   answer->head.usage_follows = request.include_usage;
   answer->stream = request.stream;
   answer->include_usage = request.include_usage;
-  submit(answer, request);
+  submit(answer, request, places);
 }
 
-void CompletionsServer::State::submit(const std::shared_ptr<Answer>& answer, const CompletionsRequest& request) {
-  const std::int64_t count = request.sequences();
-  std::int64_t mine = count;  // reserved in in_flight and not yet submitted to the engine
-  if (in_flight.fetch_add(count) + count > max_in_flight) {
-    in_flight -= count;
-    throw RequestError(429,
-                       format("%lld completions are under way: try again later", static_cast<long long>(max_in_flight)),
-                       "", "queue_full");
-  }
+void CompletionsServer::State::submit(const std::shared_ptr<Answer>& answer, const CompletionsRequest& request,
+                                      Places& places) {
   try {
     if (request.values > kSmallAnswer) answer->values = request.values;
     answer->values_in_flight = &values_in_flight;
@@ -436,12 +480,11 @@ void CompletionsServer::State::submit(const std::shared_ptr<Answer>& answer, con
       answers.insert(answer);
       for (Completion& completion : completions) {
         answer->ids.push_back(engine->submit(std::move(completion.request), std::move(completion.listener)));
-        --mine;
+        places.pass_on();
       }
     }
     answer->exchange->on_gone([this, answer] { cancel(*answer); });
   } catch (...) {
-    in_flight -= mine;
     answer->failed = true;  // handle() answers: not those that were submitted, with their end
     cancel(*answer);
     const std::lock_guard lock(answers_mutex);
@@ -552,7 +595,7 @@ void CompletionsServer::State::fail_answer(Answer& answer, int status, const std
 // Ends an answer that cannot be made, which is for want of memory. There may not even be enough to say so.
 void CompletionsServer::State::drop(Answer& answer, const std::string& why) {
   try {
-    log_error("an answer failed: %s", escaped(why).c_str());
+    failed_answers.log("an answer failed: " + escaped(why));
     fail_answer(answer, 503, "not enough memory for this answer");
   } catch (const std::exception&) {
     answer.exchange->abandon();
@@ -632,7 +675,14 @@ Exit CompletionsServer::run(Engine& engine, const EngineOptions& engine_options,
   State& s = *state_;
   s.engine = &engine;
   s.max_in_flight = engine_options.max_running + s.options.max_queue;
-  s.context = {s.options.model, tokenizer, special, &config, s.max_in_flight, s.options.answer_values};
+  s.context = {
+      s.options.model,
+      tokenizer,
+      special,
+      &config,
+      s.max_in_flight,
+      s.options.answer_values,
+      [&engine](std::int64_t prompt_ids, std::int64_t max_tokens) { return engine.refusal(prompt_ids, max_tokens); }};
   return s.run();
 }
 

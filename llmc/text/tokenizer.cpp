@@ -1,6 +1,7 @@
 #include "llmc/text/tokenizer.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "llmc/base/error.h"
@@ -21,6 +22,37 @@ AddedTokenMatcher matcher_of(const TokenizerSpec& spec, bool normalized) {
     if (normalized) tokens.back().content = normalizer.apply(token.content);
   }
   return AddedTokenMatcher(std::move(tokens));
+}
+
+// How many times as long as its result the text before `step` can be; 0: any number of times.
+double most_shrinking(const NormalizerStep& step) {
+  // Over all code points, where each is the result of the longest ones that become it, the most is 3.5: 7 bytes of U+1FBE
+  // U+0308 U+0301 become the 2 of U+0390.
+  if (step.kind == NormalizerStep::Kind::nfc) return 4;
+  if (step.kind == NormalizerStep::Kind::prepend) return 1;
+  if (step.kind != NormalizerStep::Kind::replace || step.text.empty()) return 0;
+  return std::max(1.0, static_cast<double>(step.character.size()) / static_cast<double>(step.text.size()));
+}
+
+// The most bytes of text that one id can stand for; 0: any number.
+double most_bytes_per_id(const TokenizerSpec& spec) {
+  // Bytes without a token are left out, unknown characters in a row may be one token, and so is white space beside some added
+  // tokens. (C0, C1 and F5 to FF are in no text.)
+  bool every_byte = true;
+  for (int byte = 0; byte <= 0xF4; ++byte) {
+    if (spec.base.byte_ids[static_cast<std::size_t>(byte)] < 0 && byte != 0xC0 && byte != 0xC1) every_byte = false;
+  }
+  const bool each_unknown = spec.base.by_character && spec.base.unknown && !spec.base.fuse_unknown;
+  if (!every_byte && !each_unknown) return 0;
+  if (std::ranges::any_of(spec.added, [](const AddedToken& token) { return token.lstrip || token.rstrip; })) return 0;
+  std::size_t longest = 1;
+  for (const std::string& text : spec.texts) longest = std::max(longest, text.size());
+  const Normalizer normalizer(spec.normalizers);
+  for (const AddedToken& token : spec.added) longest = std::max(longest, normalizer.apply(token.content).size());
+  auto most = static_cast<double>(longest);
+  if (!every_byte) most *= 4;  // the unknown token may be spelled with one byte, and stands for one character
+  for (const NormalizerStep& step : spec.normalizers) most *= most_shrinking(step);
+  return most;
 }
 
 }  // namespace
@@ -105,7 +137,8 @@ Tokenizer::Tokenizer(TokenizerSpec spec)
       base_tokens_(spec.base),
       bpe_(spec.merges),
       decoder_(spec.texts, std::move(spec.decoder)),
-      bos_(spec.bos) {
+      bos_(spec.bos),
+      most_bytes_(most_bytes_per_id(spec)) {
   id_by_content_.reserve(contents_.size());
   for (std::size_t id = 0; id < contents_.size(); ++id) {
     id_by_content_.emplace(contents_[id], static_cast<std::int32_t>(id));
@@ -124,6 +157,11 @@ std::vector<std::int32_t> Tokenizer::encode(std::string_view text, bool add_bos,
   if (add_bos && bos_) ids.push_back(*bos_);
   Encoder(*this, ids).encode(utf8_replace_invalid(text), special == Special::allow);
   return ids;
+}
+
+std::int64_t Tokenizer::least_ids(std::string_view text) const {
+  if (most_bytes_ == 0) return 0;
+  return static_cast<std::int64_t>(std::ceil(static_cast<double>(text.size()) / most_bytes_));
 }
 
 std::string Tokenizer::decode(std::span<const std::int32_t> ids, bool skip_special) const {

@@ -48,6 +48,10 @@ class Tokenizer {
   // piece of more than 256 MiB, or a limit of PCRE2: Exit::resources.
   std::vector<std::int32_t> encode(std::string_view text, bool add_bos, Special special = Special::text) const;
 
+  // No text of this many bytes has fewer ids, BOS not counted. 0: nothing is known without encoding it, because this tokenizer
+  // leaves bytes out, or makes one token of any number of them.
+  std::int64_t least_ids(std::string_view text) const;
+
   // The text of the tokens. Of byte-level tokens it is their bytes, one after the other: possibly not UTF-8. `skip_special`
   // leaves special tokens out, apart from those whose content the normalizer changes, as the original does. An id out of
   // range: Exit::usage.
@@ -80,6 +84,7 @@ class Tokenizer {
   Bpe bpe_;
   TokenDecoder decoder_;
   std::optional<std::int32_t> bos_;
+  double most_bytes_ = 0;  // of text that one token can stand for; 0: no limit
 };
 
 // Turns tokens into text one at a time, so that each piece of text is valid UTF-8. What later tokens may change is held back:

@@ -944,6 +944,29 @@ TEST(Threads, ShortWaitsSendIdleThreadsToSleep) {
   EXPECT_GT(idle_milliseconds(), 2 * sleeping) << "and does so again afterwards";
 }
 
+// What others can cause without end is a line in ten seconds, and one at the end for the rest.
+TEST(Log, ARepeatedErrorIsCounted) {
+  testing::internal::CaptureStderr();
+  {
+    RepeatedError errors;
+    const auto start = RepeatedError::Clock::now();
+    const auto after = [&](double seconds) { return start + std::chrono::milliseconds(std::llround(seconds * 1000)); };
+    errors.log("one", after(0));
+    for (int i = 1; i <= 999; ++i) errors.log("two", after(0.01 * i));
+    errors.log("three", after(10));
+    errors.log("four", after(19.9));
+    errors.log("five", after(20));
+    errors.log("six", after(30));
+    errors.log("seven", after(31));
+  }
+  EXPECT_EQ(testing::internal::GetCapturedStderr(),
+            "error: one\n"
+            "error: three (and 999 more since the last such line)\n"
+            "error: five (and 1 more since the last such line)\n"
+            "error: six\n"
+            "error: seven (1 since the last such line)\n");
+}
+
 TEST(Log, ALineFitsTheTerminal) {
   EXPECT_EQ(fit_columns("12345", 5), "12345");
   EXPECT_EQ(fit_columns("123456", 5), "12...");

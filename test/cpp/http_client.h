@@ -34,6 +34,25 @@ class Client {
   void send(const std::string& data) const {
     EXPECT_EQ(::send(fd_, data.data(), data.size(), MSG_NOSIGNAL), static_cast<ssize_t>(data.size()));
   }
+  // As much of `data` as the sockets take at once.
+  std::size_t try_send(const std::string& data) const {
+    const ssize_t sent = ::send(fd_, data.data(), data.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    return sent > 0 ? static_cast<std::size_t>(sent) : 0;
+  }
+  // The next bytes: fewer than `most` if the server closes the connection, or if nothing comes for five seconds.
+  std::string receive_bytes(std::size_t most) const {
+    std::string text(most, '\0');
+    std::size_t have = 0;
+    while (have < most) {
+      pollfd ready{fd_, POLLIN, 0};
+      if (::poll(&ready, 1, 5000) == 0) break;
+      const ssize_t got = ::recv(fd_, text.data() + have, most - have, 0);
+      if (got <= 0) break;
+      have += static_cast<std::size_t>(got);
+    }
+    text.resize(have);
+    return text;
+  }
   // What comes until the server closes the connection, or until `end` has come; "TIME" is appended after five seconds.
   std::string receive(const std::string& end = "") const {
     std::string text;

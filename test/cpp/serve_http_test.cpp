@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -57,6 +58,17 @@ struct Running {
   explicit Running(HttpHandler handler, const HttpLimits& limits = quick_limits())
       : server({"127.0.0.1", 0}, limits, std::move(handler), error_text) {
     server.start();
+  }
+  // At the end of every test: its clients have gone, and nothing is held for them.
+  ~Running() {
+    const auto held = [this] {
+      const HttpCounters c = server.counters();
+      return format("%lld connections, %lld bytes of bodies, %lld unsent, %lld requests to read",
+                    static_cast<long long>(c.connections), static_cast<long long>(c.body_bytes),
+                    static_cast<long long>(c.unsent_bytes), static_cast<long long>(c.waiting));
+    };
+    const std::string nothing = "0 connections, 0 bytes of bodies, 0 unsent, 0 requests to read";
+    EXPECT_TRUE(eventually([&] { return held() == nothing; })) << held();
   }
   std::string ask(const std::string& data) {
     const Client client(server.port());
@@ -187,6 +199,72 @@ TEST(Http, ThePathEndsWhereTheQueryBegins) {
   }
 }
 
+// RFC 9112, 3.2: the four forms, which method each goes with, and that the host of the absolute form counts.
+TEST(Http, TargetsHaveFourForms) {
+  Running running([](const std::shared_ptr<HttpExchange>& exchange) {
+    const HttpRequest& request = exchange->request();
+    exchange->respond({200, "text/plain", request.method + " " + request.path + " at " + request.host, {}});
+  });
+  struct Case {
+    const char *line, *answer;  // "": 400
+  };
+  for (const Case& c : {Case{"GET /a", "GET /a at h"},
+                        {"GET http://other:80/a?b=http://c/", "GET /a at other:80"},
+                        {"GET HTTP://Other/a", "GET /a at Other"},
+                        {"GET https://[::1]:8000/a/b", "GET /a/b at [::1]:8000"},
+                        {"GET http://other", "GET / at other"},
+                        {"GET http://other?x", "GET / at other"},
+                        {"OPTIONS http://other", "OPTIONS * at other"},
+                        {"OPTIONS http://other/", "OPTIONS / at other"},
+                        {"OPTIONS *", "OPTIONS * at h"},
+                        {"OPTIONS /a", "OPTIONS /a at h"},
+                        {"CONNECT other:443", "CONNECT other:443 at h"},
+                        {"GET /%61%2fb%3F?%zz", "GET /a/b? at h"},
+                        {"GET //a", "GET //a at h"},
+                        {"GET /a:b@c", "GET /a:b@c at h"},
+                        {"GET *", ""},
+                        {"GET a", ""},
+                        {"GET other:443", ""},
+                        {"GET ftp://other/a", ""},
+                        {"GET http:/a", ""},
+                        {"GET http:///a", ""},
+                        {"GET http://me@other/a", ""},
+                        {"GET http://me:word@other/a", ""},
+                        {"GET http://other:x/a", ""},
+                        {"GET http://[::1/a", ""},
+                        {"GET /a#b", ""},
+                        {"GET /%", ""},
+                        {"GET /%4", ""},
+                        {"GET /%zz", ""},
+                        {"CONNECT /a", ""},
+                        {"CONNECT other", ""}}) {
+    const std::string text = running.ask(std::string(c.line) + " HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n");
+    if (*c.answer == '\0') {
+      EXPECT_TRUE(text.starts_with("HTTP/1.1 400 ")) << c.line << "\n" << text;
+    } else {
+      EXPECT_TRUE(text.ends_with(std::string("\r\n\r\n") + c.answer)) << c.line << "\n" << text;
+    }
+  }
+}
+
+// RFC 9112, 3.2: HTTP/1.1 has one Host, which may be empty; 1.0 may have none.
+TEST(Http, ARequestHasOneHost) {
+  Running running(echo);
+  const auto asked = [&](const std::string& version, const std::string& fields) {
+    return running.ask("GET /a HTTP/" + version + "\r\n" + fields + "Connection: close\r\n\r\n");
+  };
+  for (const char* good : {"Host: a\r\n", "Host:\r\n", "Host: [::1]:80\r\n", "Host: a.example:\r\n"}) {
+    EXPECT_TRUE(asked("1.1", good).starts_with("HTTP/1.1 200 ")) << good;
+  }
+  for (const char* bad :
+       {"", "Host: a\r\nHost: a\r\n", "Host: a b\r\n", "Host: a/b\r\n", "Host: me@a\r\n", "Host: a:b\r\n",
+        "Host: :80\r\n", "Host: [::1\r\n", "Host: a:123456\r\n", "Host: a, b\r\nHost: c\r\n"}) {
+    EXPECT_TRUE(asked("1.1", bad).starts_with("HTTP/1.1 400 ")) << bad;
+  }
+  EXPECT_TRUE(asked("1.0", "").starts_with("HTTP/1.1 200 "));
+  EXPECT_TRUE(asked("1.0", "Host: a\r\nHost: a\r\n").starts_with("HTTP/1.1 400 "));
+}
+
 // A connection that has served a request serves the next one as a new connection does: byte for byte, after a request of
 // any kind.
 TEST(Http, NothingIsLeftOfTheRequestBefore) {
@@ -251,8 +329,8 @@ TEST(Http, TheInterimAnswerComesBeforeTheBody) {
   // None to a client that does not know it, or that has nothing to send.
   for (const auto& [head, body] :
        {std::pair("POST /x HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n", "abc"),
-        {"POST /x HTTP/1.1\r\nConnection: close\r\nExpect: 100-continue\r\nContent-Length: 0\r\n\r\n", ""},
-        {"POST /x HTTP/1.1\r\nConnection: close\r\nContent-Length: 3\r\n\r\n", "abc"}}) {
+        {"POST /x HTTP/1.1\r\nHost: a\r\nConnection: close\r\nExpect: 100-continue\r\nContent-Length: 0\r\n\r\n", ""},
+        {"POST /x HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 3\r\n\r\n", "abc"}}) {
     const std::string text = running.ask(std::string(head) + body);
     EXPECT_TRUE(text.starts_with("HTTP/1.1 200 OK\r\n")) << text;
     EXPECT_TRUE(text.ends_with(std::string("[") + body + "]")) << text;
@@ -468,9 +546,27 @@ TEST(Http, AnExceptionEndsNobodyElse) {
     client.send(kGet);
     EXPECT_EQ(client.receive(), "") << "closed";
     running.server.post([] { throw std::runtime_error("no more of it"); });
-    EXPECT_TRUE(running.ask(kLastGet).ends_with("GET /last []"));
+    EXPECT_TRUE(eventually([&] { return running.ask(kLastGet).ends_with("GET /last []"); }));
     EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 0; }));
   }
+}
+
+// Whatever clients cause a thousand times is in the log twice at most: at once, and at the end with how often it was.
+TEST(Http, ClientsDoNotFillTheLog) {
+  testing::internal::CaptureStderr();
+  {
+    Running running([](const std::shared_ptr<HttpExchange>& exchange) {
+      if (exchange->request().path == "/hello") throw std::bad_alloc();
+      echo(exchange);
+    });
+    for (int i = 0; i < 50; ++i) EXPECT_EQ(running.ask(kGet), "") << "closed";
+    for (int i = 0; i < 50; ++i) running.server.post([] { throw std::runtime_error("no more of it"); });
+    EXPECT_TRUE(running.ask(kLastGet).ends_with("GET /last []"));
+  }
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_EQ(std::count(log.begin(), log.end(), '\n'), 4) << log;
+  EXPECT_NE(log.find("a connection failed: 'std::bad_alloc' (49 since the last such line)"), std::string::npos) << log;
+  EXPECT_NE(log.find("'no more of it' (49 since the last such line)"), std::string::npos) << log;
 }
 
 TEST(Http, BodiesOfAllConnectionsTogetherAreLimited) {
@@ -547,19 +643,80 @@ TEST(Http, EmptyBodiesTakeNothingOfTheLimit) {
   }
 }
 
+// A further connection is closed at once if all others have requests. If one is idle, that one is: of several the one that
+// has been so for longest.
 TEST(Http, ConnectionsAreLimited) {
   HttpLimits limits = quick_limits();
   limits.connections = 2;
-  Running running(echo, limits);
+  std::mutex mutex;
+  std::vector<std::shared_ptr<HttpExchange>> kept;
+  Running running(
+      [&](const std::shared_ptr<HttpExchange>& exchange) {
+        if (exchange->request().path != "/keep") return echo(exchange);
+        const std::lock_guard lock(mutex);
+        kept.push_back(exchange);
+      },
+      limits);
+  const std::string keep = "GET /keep HTTP/1.1\r\nHost: a\r\n\r\n";
+  const auto waits_for = [&](std::size_t count) {
+    return eventually([&] {
+      const std::lock_guard lock(mutex);
+      return kept.size() == count;
+    });
+  };
   const Client first(running.server.port());
   {
     const Client second(running.server.port());
+    first.send(keep);
+    second.send(keep.substr(0, 9));  // has begun
+    ASSERT_TRUE(waits_for(1));
     ASSERT_TRUE(eventually([&] { return running.server.counters().connections == 2; }));
+    std::this_thread::sleep_for(milliseconds(100));  // until its bytes are read: no state that shows
     EXPECT_EQ(Client(running.server.port()).receive(), "");
     EXPECT_EQ(running.server.counters().refused, 1);
+    second.send(keep.substr(9));
+    ASSERT_TRUE(waits_for(2));
+    EXPECT_EQ(Client(running.server.port()).receive(), "");
+    EXPECT_EQ(running.server.counters().refused, 2);
+    // Both have their answers, the second one first: it is idle for longer.
+    kept[1]->respond({200, "text/plain", "[second]", {}});
+    EXPECT_TRUE(second.receive("]").ends_with("[second]"));
+    kept[0]->respond({200, "text/plain", "[first]", {}});
+    EXPECT_TRUE(first.receive("]").ends_with("[first]"));
+    EXPECT_EQ(running.server.counters().displaced, 0);
+    EXPECT_TRUE(running.ask(kLastGet).ends_with("GET /last []"));
+    EXPECT_EQ(second.receive(), "");
   }
-  ASSERT_TRUE(eventually([&] { return running.server.counters().connections == 1; }));
-  EXPECT_NE(running.ask(kLastGet).find("GET /last"), std::string::npos);
+  first.send(kGet);  // it has stayed
+  EXPECT_TRUE(first.receive("[]").ends_with("GET /hello []"));
+  EXPECT_EQ(running.server.counters().displaced, 1);
+  EXPECT_EQ(running.server.counters().refused, 2);
+}
+
+// The connection that has been idle for longest has just sent a request, which the server has not read yet: another one goes.
+TEST(Http, ARequestThatHasComeIsNotDisplaced) {
+  HttpLimits limits = quick_limits();
+  limits.connections = 2;
+  Running running(echo, limits);
+  const Client first(running.server.port()), second(running.server.port());
+  for (const Client* client : {&first, &second}) {
+    client->send(kGet);
+    EXPECT_TRUE(client->receive("[]").ends_with("GET /hello []"));
+  }
+  std::atomic<bool> busy{false}, go{false};
+  running.server.post([&] {
+    busy = true;
+    while (!go) std::this_thread::sleep_for(milliseconds(1));
+  });
+  ASSERT_TRUE(eventually([&] { return busy.load(); }));
+  const Client third(running.server.port());
+  third.send(kLastGet);
+  first.send(kGet);
+  go = true;
+  EXPECT_TRUE(third.receive().ends_with("GET /last []"));
+  EXPECT_TRUE(first.receive("[]").ends_with("GET /hello []"));
+  EXPECT_EQ(second.receive(), "");
+  EXPECT_EQ(running.server.counters().displaced, 1);
 }
 
 // Where no descriptor is free a connection waits, and is served when there is one.
@@ -596,7 +753,7 @@ TEST(Http, SlowRequestsAndIdleConnectionsAreClosed) {
     return std::chrono::duration<double>(Clock::now() - start).count();
   };
   EXPECT_LT(seconds_to_close("GET / HT"), 2);
-  EXPECT_LT(seconds_to_close("POST /x HTTP/1.1\r\nContent-Length: 5\r\n\r\nab"), 2);
+  EXPECT_LT(seconds_to_close("POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nab"), 2);
   limits.read_seconds = 60;
   limits.idle_seconds = 0.3;
   EXPECT_GT(seconds_to_close(kGet), 0.25);
@@ -734,13 +891,66 @@ TEST(Http, AfterTheAnswerTheExchangeIsOver) {
   EXPECT_EQ(gone, 0);
 }
 
-// While an answer is made its client may send the next requests, but not without end.
-TEST(Http, AClientThatSendsTooFarAheadIsClosed) {
-  std::atomic<int> gone{0};
-  Running running([&](const std::shared_ptr<HttpExchange>& exchange) { exchange->on_gone([&] { ++gone; }); });
-  const Client client(running.server.port());
-  client.send(kGet + std::string(80 << 10, 'x'));
+// A client that pipelines is noticed when it leaves, though nothing more of it is read.
+TEST(Http, AClientThatSendsFarAheadIsNoticedWhenItLeaves) {
+  std::atomic<int> asked{0}, gone{0};
+  Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
+    exchange->on_gone([&] { ++gone; });
+    ++asked;
+  });
+  {
+    const Client client(running.server.port());
+    client.send(kGet + std::string(100 << 10, 'x'));
+    ASSERT_TRUE(eventually([&] { return asked == 1; }));
+    std::this_thread::sleep_for(milliseconds(100));
+    EXPECT_EQ(gone, 0);
+  }
   EXPECT_TRUE(eventually([&] { return gone == 1; }));
+  EXPECT_EQ(asked, 1);
+}
+
+// One that sends without end is held back: what it sends stays in the sockets.
+TEST(Http, AClientThatSendsWithoutEndIsHeldBack) {
+  std::shared_ptr<HttpExchange> kept;
+  std::atomic<bool> asked{false};
+  Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
+    kept = exchange;
+    asked = true;
+  });
+  const Client client(running.server.port());
+  client.send(kGet);
+  ASSERT_TRUE(eventually([&] { return asked.load(); }));
+  const std::string more(1 << 20, 'x');
+  std::size_t taken = 0;
+  EXPECT_TRUE(eventually([&] {
+    const std::size_t bytes = client.try_send(more);
+    taken += bytes;
+    return bytes == 0;
+  })) << taken;
+  EXPECT_LT(taken, 64u << 20) << "what the buffers of two sockets hold";
+  EXPECT_FALSE(kept->gone());
+  kept->respond({200, "text/plain", "[the answer]", {}});
+  EXPECT_NE(client.receive("[the answer]").find("200 OK"), std::string::npos);
+}
+
+// Many times what is read ahead, with answers that come at once and with answers that come later.
+TEST(Http, AllRequestsThatComeTogetherAreAnswered) {
+  Running running([](const std::shared_ptr<HttpExchange>& exchange) { echo(exchange); });
+  for (const std::string& request : {std::string(kGet), post("later")}) {
+    constexpr int kRequests = 5000;
+    std::string all;
+    for (int i = 1; i < kRequests; ++i) all += request;
+    const Client client(running.server.port());
+    std::thread sender([&] { client.send(all + kLastGet); });
+    const std::string text = client.receive();
+    sender.join();
+    int answers = 0;
+    for (std::size_t at = text.find("HTTP/1.1 200"); at != std::string::npos; at = text.find("HTTP/1.1 200", at + 1)) {
+      ++answers;
+    }
+    EXPECT_EQ(answers, kRequests) << request;
+    EXPECT_TRUE(text.ends_with("GET /last []"));
+  }
 }
 
 TEST(Http, AStreamIsReadAsItIsWritten) {
@@ -933,6 +1143,126 @@ TEST(Http, AClientThatTakesTooLittleIsClosedInTime) {
     slow.receive("x");  // some KB
     return running.server.counters().connections == 0;
   }));
+}
+
+// A steady client may take many times as long as the limit says: each time it has taken write_bytes, it begins anew.
+TEST(Http, ASteadySlowClientOutlivesTheLimitOfAWrite) {
+  HttpLimits limits = quick_limits();
+  limits.write_seconds = 1;
+  limits.write_bytes = 100'000;
+  limits.socket_buffer_bytes = 10'000;
+  const std::string all = numbered(4'000'000);
+  Running running(
+      [&](const std::shared_ptr<HttpExchange>& exchange) {
+        exchange->respond({200, "text/plain", all, {}});
+      },
+      limits);
+  const Client client(running.server.port(), 5000);
+  client.send("GET /hello HTTP/1.0\r\n\r\n");
+  std::string text;
+  const Clock::time_point start = Clock::now();
+  for (std::size_t before = 1; text.size() != before;) {
+    before = text.size();
+    text += client.receive_bytes(140'000);  // in 100 ms: ten times the least, so that a busy machine does no harm
+    std::this_thread::sleep_for(milliseconds(100));
+  }
+  EXPECT_GT(Clock::now() - start, milliseconds(2500)) << "longer than twice the limit";
+  EXPECT_TRUE(text.ends_with(all)) << text.size();
+}
+
+// What a client took before counts no more: after some MB at once it takes some KB now and then.
+TEST(Http, AClientThatTakesEnoughOnceAndThenTricklesIsClosed) {
+  HttpLimits limits = quick_limits();
+  limits.write_seconds = 2;
+  limits.write_bytes = 1'000'000;
+  limits.socket_buffer_bytes = 100'000;
+  Running running(
+      [&](const std::shared_ptr<HttpExchange>& exchange) {
+        exchange->respond({200, "text/plain", std::string(20'000'000, 'x'), {}});
+      },
+      limits);
+  const Client client(running.server.port(), 100'000);
+  client.send(kGet);
+  EXPECT_EQ(client.receive_bytes(6'000'000).size(), 6'000'000u);
+  EXPECT_EQ(running.server.counters().connections, 1);
+  EXPECT_TRUE(eventually([&] {
+    client.receive_bytes(1000);
+    return running.server.counters().connections == 0;
+  }));
+}
+
+// The same of a stream, of which more than the backlog waits: what its client took in an earlier stall_seconds is over.
+TEST(Http, AReaderOfAStreamWhoTakesEnoughOnceAndThenTricklesIsCutOff) {
+  HttpLimits limits = quick_limits();
+  limits.backlog_bytes = 200'000;
+  limits.stall_seconds = 0.3;
+  limits.socket_buffer_bytes = 100'000;
+  KeptStream stream(limits);
+  const Client client(stream.running.server.port(), 100'000);
+  ASSERT_TRUE(stream.begin(client));
+  stream.kept->send(std::string(9'000'000, 'x'));
+  for (int i = 0; i < 8; ++i) {
+    stream.kept->send("x");
+    EXPECT_EQ(client.receive_bytes(1'000'000).size(), 1'000'000u);
+    std::this_thread::sleep_for(milliseconds(60));
+  }
+  EXPECT_FALSE(stream.gone);
+  for (int i = 0; !stream.gone && i < 500; ++i) {
+    stream.kept->send("x");
+    client.receive_bytes(100);
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  EXPECT_TRUE(stream.gone);
+  EXPECT_EQ(stream.running.server.counters().cut_off, 1);
+}
+
+// Idle time is that between two requests, and begins anew with each.
+TEST(Http, AConnectionThatIsUsedNowAndThenStays) {
+  HttpLimits limits = quick_limits();
+  limits.idle_seconds = 2;
+  Running running(echo, limits);
+  const Client client(running.server.port());
+  for (int i = 0; i < 5; ++i) {
+    std::this_thread::sleep_for(milliseconds(500));
+    client.send(kGet);
+    EXPECT_TRUE(client.receive("[]").ends_with("GET /hello []")) << i;
+  }
+}
+
+// After the last answer the client may still send for linger_seconds, and loses nothing of the answer.
+TEST(Http, WhatComesAfterTheLastAnswerDoesNoHarm) {
+  HttpLimits limits = quick_limits();
+  limits.linger_seconds = 60;
+  Running running(echo, limits);
+  const Client client(running.server.port());
+  client.send(kLastGet);
+  for (int i = 0; i < 20; ++i) {
+    client.send(std::string(10'000, 'x'));
+    std::this_thread::sleep_for(milliseconds(5));
+  }
+  EXPECT_TRUE(client.receive().ends_with("GET /last []"));
+}
+
+// The last byte that is accepted, and the first one that is not.
+TEST(Http, SizesAreLimitedToTheByte) {
+  Running running(echo);
+  const auto of_header = [](std::size_t bytes) {
+    const std::string rest = "GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nX: \r\n\r\n";
+    return "GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nX: " + std::string(bytes - rest.size(), 'x') + "\r\n\r\n";
+  };
+  EXPECT_TRUE(running.ask(of_header(512)).starts_with("HTTP/1.1 200 "));
+  EXPECT_TRUE(running.ask(of_header(560)).starts_with("HTTP/1.1 431 ")) << "the parser counts no line ends";
+  const auto of_body = [&](std::size_t bytes) {
+    return running.ask(post(std::string(bytes, 'x'), "Connection: close\r\n"));
+  };
+  EXPECT_TRUE(of_body(1000).starts_with("HTTP/1.1 200 "));
+  EXPECT_TRUE(of_body(1001).starts_with("HTTP/1.1 413 "));
+  // With 501 bytes of another client 999 are free of the 1500.
+  const Client other(running.server.port());
+  other.send("POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 502\r\n\r\n" + std::string(501, 'x'));
+  ASSERT_TRUE(eventually([&] { return running.server.counters().body_bytes == 501; }));
+  EXPECT_TRUE(of_body(999).starts_with("HTTP/1.1 200 "));
+  EXPECT_TRUE(of_body(1000).starts_with("HTTP/1.1 503 "));
 }
 
 // More than the buffers of both sockets hold, in pieces of every size and more of them than one write takes: the writes end

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <functional>
 #include <string>
 
@@ -132,13 +134,95 @@ TEST(CompletionsRequest, PromptsOfEveryKind) {
   EXPECT_EQ(parse(R"({"prompt": ""})").prompts[0].ids, (std::vector<std::int32_t>{0}));
 }
 
-TEST(CompletionsRequest, NullIsTheDefaultAndUnknownFieldsAreIgnored) {
+TEST(CompletionsRequest, NullIsTheDefault) {
   const CompletionsRequest request = parse(R"({"prompt": "a", "n": null, "max_tokens": null, "temperature": null,
       "stop": null, "logprobs": null, "echo": null, "stream": null, "stream_options": null, "suffix": null,
-      "logit_bias": null, "best_of": null, "model": null, "seed": null, "something_new": {"a": [1]}, "top_k": -1})");
+      "logit_bias": null, "best_of": null, "model": null, "seed": null, "something_new": null, "top_k": -1})");
   EXPECT_EQ(request.options.max_tokens, 16);
   EXPECT_EQ(request.options.sampler.top_k, 0);
   EXPECT_FALSE(request.seeded);
+}
+
+// Nobody knows whether it would change the text: a misspelled one would.
+TEST(CompletionsRequest, AnUnknownFieldIsRefused) {
+  for (const char* name : {"temprature", "Temperature", "something_new", "", "a\\nb"}) {
+    const Refusal got = refusal(std::string(R"({"prompt": "a", ")") + name + R"(": {"a": [1]}})");
+    EXPECT_EQ(got.status, 400) << name;
+    EXPECT_NE(got.message.find("this server does not know"), std::string::npos) << got.message;
+    EXPECT_EQ(got.message.find('\n'), std::string::npos);
+  }
+}
+
+// OpenAI's seeds have 64 bits and a sign; -1 asks for any, as in llama.cpp and vLLM.
+TEST(CompletionsRequest, SeedsOfEveryKind) {
+  const auto seed = [](const std::string& text) { return parse(R"({"prompt": "a", "seed": )" + text + "}"); };
+  EXPECT_FALSE(seed("-1").seeded);
+  for (const auto& [text, value] : {std::pair("0", std::uint64_t{0}),
+                                    {"7", 7},
+                                    {"-2", UINT64_MAX - 1},
+                                    {"4294967295", UINT32_MAX},
+                                    {"-9223372036854775808", std::uint64_t{1} << 63},
+                                    {"9223372036854775807", INT64_MAX},
+                                    {"18446744073709551615", UINT64_MAX}}) {
+    EXPECT_TRUE(seed(text).seeded) << text;
+    EXPECT_EQ(seed(text).options.sampler.seed, value) << text;
+  }
+  for (const char* bad : {"18446744073709551616", "-9223372036854775809", "1.5", "\"7\"", "true", "[1]"}) {
+    const Refusal got = refusal(std::string(R"({"prompt": "a", "seed": )") + bad + "}");
+    EXPECT_EQ(got.param, "seed") << bad;
+    EXPECT_NE(got.message.find("an integer of 64 bits"), std::string::npos) << got.message;
+  }
+}
+
+// A text that certainly has too many ids is refused by its bytes; one that may fit is tokenized, and refused by its ids.
+TEST(CompletionsRequest, APromptThatCannotFitIsNotTokenized) {
+  static const ModelConfig c = config();
+  CompletionsContext context{"tiny", &tokenizer(), Tokenizer::Special::text, &c, 256};
+  context.refusal = [](std::int64_t ids, std::int64_t) {
+    return ids > 64 ? format("at most 64, not %d", static_cast<int>(ids)) : "";
+  };
+  const auto message = [&](const std::string& prompt) -> std::string {
+    try {
+      parse_completions(R"({"prompt": )" + prompt + "}", context);
+    } catch (const RequestError& error) {
+      EXPECT_EQ(error.status(), 400);
+      EXPECT_EQ(error.param(), "prompt");
+      EXPECT_EQ(error.api_code(), "context_length_exceeded");
+      return error.what();
+    }
+    return "";
+  };
+  const std::string huge(4'000'000, 'a');
+  const auto quoted = [](const std::string& text) { return "\"" + text + "\""; };
+  EXPECT_NE(message(quoted(huge)).find("prompt: its 4000000 bytes are at least"), std::string::npos);
+  EXPECT_NE(message("[\"a\", " + quoted(huge) + "]").find("prompt[1]: its 4000000 bytes"), std::string::npos);
+  std::string words;
+  for (int i = 0; i < 100; ++i) words += "q ";
+  const std::string ids = message(quoted(words));  // too many, but not certainly
+  EXPECT_EQ(ids.find("bytes"), std::string::npos) << ids;
+  EXPECT_NE(ids.find("at most 64"), std::string::npos) << ids;
+  EXPECT_EQ(message(quoted("a")), "");
+  EXPECT_EQ(message("[5, 6]"), "");
+  std::string list = "[5";
+  for (int i = 0; i < 64; ++i) list += ", 99999999";  // not ids of this model: not read
+  EXPECT_EQ(message(list + "]"), "prompt: at most 64, not 65");
+}
+
+// Nothing is tokenized where there is no place.
+TEST(CompletionsRequest, ThereIsRoomBeforeAnythingIsTokenized) {
+  static const ModelConfig c = config();
+  const CompletionsContext context{"tiny", &tokenizer(), Tokenizer::Special::text, &c, 256};
+  std::int64_t asked = 0;
+  try {
+    parse_completions(R"({"prompt": ["a", "b", 5], "n": 4})", context, [&](std::int64_t completions) {
+      asked = completions;
+      throw RequestError(429, "full");  // and not 400, for the last one
+    });
+    ADD_FAILURE() << "accepted";
+  } catch (const RequestError& error) {
+    EXPECT_EQ(error.status(), 429);
+  }
+  EXPECT_EQ(asked, 12);
 }
 
 TEST(CompletionsRequest, ZeroAndFalseAreValuesAndNotTheDefault) {
@@ -169,7 +253,8 @@ TEST(CompletionsRequest, WhatWouldChangeTheTextIsRefusedUnlessNeutral) {
   }
 }
 
-// Every field that would change the text and is not supported, with the value that changes nothing ("null": no other) and one that would.
+// Fields of other servers that would change the text or what the client gets, each with the value that asks for nothing ("null":
+// no other) and one that does.
 TEST(CompletionsRequest, EachUnsupportedFieldIsRefusedUnlessNeutral) {
   struct Field {
     const char *name, *neutral, *other;
@@ -192,6 +277,42 @@ TEST(CompletionsRequest, EachUnsupportedFieldIsRefusedUnlessNeutral) {
                                                {"guided_grammar", "null", R"("x")"},
                                                {"structured_outputs", "null", R"({"regex": "a"})"},
                                                {"truncate_prompt_tokens", "null", "5"},
+                                               {"include_stop_str_in_output", "false", "true"},
+                                               {"skip_special_tokens", "false", "true"},
+                                               {"add_special_tokens", "true", "false"},
+                                               {"prompt_embeds", "null", R"("AAAA")"},
+                                               {"prompt_logprobs", "null", "1"},
+                                               {"logits_processors", "[]", R"(["x"])"},
+                                               {"return_token_ids", "false", "true"},
+                                               {"grammar", R"("")", R"("root ::= \"a\"")"},
+                                               {"json_schema", "null", R"({"type": "object"})"},
+                                               {"repeat_penalty", "1.0", "1.3"},
+                                               {"n_predict", "null", "3"},
+                                               {"n_predict", "null", "-1"},
+                                               {"n_probs", "0", "3"},
+                                               {"n_indent", "0", "2"},
+                                               {"typical_p", "1", "0.5"},
+                                               {"tfs_z", "1", "0.5"},
+                                               {"top_n_sigma", "-1", "1"},
+                                               {"mirostat", "0", "2"},
+                                               {"dry_multiplier", "0", "0.8"},
+                                               {"xtc_probability", "0", "0.5"},
+                                               {"dynatemp_range", "0", "0.5"},
+                                               {"samplers", "null", R"(["top_k"])"},
+                                               {"lora", "[]", R"([{"id": 0, "scale": 1}])"},
+                                               {"regex", "null", R"("[0-9]+")"},
+                                               {"ebnf", "null", R"("root ::= \"a\"")"},
+                                               {"stop_regex", "[]", R"("[a-z]")"},
+                                               {"no_stop_trim", "false", "true"},
+                                               {"max_new_tokens", "null", "5"},
+                                               {"min_new_tokens", "0", "5"},
+                                               {"sampling_seed", "null", "5"},
+                                               {"custom_logit_processor", "null", R"("x")"},
+                                               {"return_hidden_states", "false", "true"},
+                                               {"max_completion_tokens", "null", "5"},
+                                               {"messages", "null", R"([{"role": "user", "content": "a"}])"},
+                                               {"tools", "[]", R"([{"type": "function"}])"},
+                                               {"no_repeat_ngram_size", "0", "2"},
                                                {"best_of", "1", "2"}}) {
     const auto body = [&](const char* value) {
       return std::string(R"({"prompt": "a", ")") + field.name + "\": " + value + "}";
@@ -201,6 +322,47 @@ TEST(CompletionsRequest, EachUnsupportedFieldIsRefusedUnlessNeutral) {
     const Refusal got = refusal(body(field.other));
     EXPECT_EQ(got.status, 400) << field.name;
     EXPECT_EQ(got.param, field.name);
+  }
+}
+
+// What changes no text, whatever it is.
+TEST(CompletionsRequest, HintsAndNamesOfTheClientAreIgnored) {
+  for (const char* name : {"user", "metadata", "request_id", "priority", "cache_salt", "cache_prompt", "id_slot", "rid",
+                           "mirostat_tau", "dry_base", "repeat_last_n", "spaces_between_special_tokens"}) {
+    for (const char* value : {"null", "true", "5", R"("x")", R"({"a": 1})"}) {
+      EXPECT_EQ(parse(std::string(R"({"prompt": "a", ")") + name + "\": " + value + "}").sequences(), 1) << name;
+    }
+  }
+}
+
+// The largest that is accepted, and the first one that is not.
+TEST(CompletionsRequest, EachLimitHasTwoSides) {
+  const auto repeated = [](const std::string& part, std::size_t times) {
+    std::string text = part;
+    for (std::size_t i = 1; i < times; ++i) text += "," + part;
+    return text;
+  };
+  struct Case {
+    std::string accepted, refused;
+  };
+  for (const Case& c : std::vector<Case>{
+           {R"("prompt": "a", "n": 128)", R"("prompt": "a", "n": 129)"},
+           {R"("prompt": ["a", "b"], "n": 128)", R"("prompt": ["a", "b", "c"], "n": 86)"},
+           {R"("prompt": "a", "max_tokens": 9223372036854775807)",
+            R"("prompt": "a", "max_tokens": 9223372036854775808)"},
+           {R"("prompt": "a", "max_tokens": 1)", R"("prompt": "a", "max_tokens": 0)"},
+           {R"("prompt": "a", "logprobs": 20)", R"("prompt": "a", "logprobs": 21)"},
+           {R"("prompt": "a", "top_p": 1)", R"("prompt": "a", "top_p": 1.0000001)"},
+           {R"("prompt": "a", "temperature": 0)", R"("prompt": "a", "temperature": -0.0000001)"},
+           {R"("prompt": "a", "stop": [)" + repeated("\"x\"", 16) + "]",
+            R"("prompt": "a", "stop": [)" + repeated("\"x\"", 17) + "]"},
+           {R"("prompt": "a", "stop": ")" + std::string(1024, 'x') + "\"",
+            R"("prompt": "a", "stop": ")" + std::string(1025, 'x') + "\""},
+           {R"("prompt": "a", "user": [[[[[[[1]]]]]]])", R"("prompt": "a", "user": [[[[[[[[1]]]]]]]])"},
+           {R"("prompt": [)" + repeated("5", 999'000) + "]", R"("prompt": [)" + repeated("5", 1'000'000) + "]"},
+       }) {
+    EXPECT_GE(parse("{" + c.accepted + "}").sequences(), 1) << c.accepted.substr(0, 80);
+    EXPECT_EQ(refusal("{" + c.refused + "}").status, 400) << c.refused.substr(0, 80);
   }
 }
 
@@ -250,7 +412,6 @@ TEST(CompletionsRequest, EveryRefusalNamesItsField) {
            {R"({"prompt": "a", "top_p": 1.1})", "top_p", "from 0 to 1"},
            {R"({"prompt": "a", "min_p": -1})", "min_p", "from 0 to 1"},
            {R"({"prompt": "a", "top_k": -2})", "top_k", "an integer of at least 0"},
-           {R"({"prompt": "a", "seed": -1})", "seed", "an integer of at least 0"},
            {R"({"prompt": "a", "seed": 1.5})", "seed", "an integer"},
            {R"({"prompt": "a", "stop": ""})", "stop", "a text of 1 to"},
            {R"({"prompt": "a", "stop": ["x", ""]})", "stop", "a text of 1 to"},
@@ -371,7 +532,7 @@ TEST(CompletionsRequest, CompletionsOfOneRequestAreLimited) {
 
 // A value takes two bytes of the body and many more of memory.
 TEST(CompletionsRequest, TooManyValuesAreRefusedWhileTheyAreRead) {
-  std::string body = R"({"ignored": [0)";
+  std::string body = R"({"user": [0)";
   for (std::size_t i = 0; i < kMaxRequestValues; ++i) body += ",0";
   const Refusal got = refusal(body + "]}");
   EXPECT_EQ(got.status, 400);

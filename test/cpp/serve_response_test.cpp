@@ -369,7 +369,15 @@ TEST(ServerMetrics, NamesAreThoseOfVllm) {
       .prefix_ids = 13,
       .preemptions = 17,
       .drafts = {.spans = 43, .ids = 1, .verifications = 31, .drafted = 41, .accepted = 37}};
-  const std::string text = metrics.text("a\"b", &engine, {19, 23, 29});
+  const std::string text = metrics.text("a\"b", &engine,
+                                        {.connections = 19,
+                                         .refused = 23,
+                                         .displaced = 47,
+                                         .cut_off = 29,
+                                         .body_bytes = 53,
+                                         .unsent_bytes = 59,
+                                         .waiting = 61},
+                                        {.completions = 67, .values = 71, .answers = 73});
   for (const auto& [name, value] :
        std::map<std::string, std::string>{{"vllm:num_requests_running", "3"},
                                           {"vllm:num_requests_waiting", "2"},
@@ -390,6 +398,13 @@ TEST(ServerMetrics, NamesAreThoseOfVllm) {
                                           {"weft:rows_total", "11"},
                                           {"weft:connections", "19"},
                                           {"weft:connections_refused_total", "23"},
+                                          {"weft:connections_displaced_total", "47"},
+                                          {"weft:body_bytes", "53"},
+                                          {"weft:unsent_bytes", "59"},
+                                          {"weft:requests_to_read", "61"},
+                                          {"weft:completions", "67"},
+                                          {"weft:answer_values", "71"},
+                                          {"weft:answers", "73"},
                                           {"weft:streams_cut_off_total", "29"}}) {
     expect_contains(text, "\n" + name + "{model_name=\"a\\\"b\"} " + value + "\n");
     const char* type = name.ends_with("_total") ? "counter" : "gauge";
@@ -403,8 +418,8 @@ TEST(ServerMetrics, NamesAreThoseOfVllm) {
                            "weft:http_responses_total{model_name=\"a\\\"b\",code=\"429\"} 1\n"}) {
     EXPECT_NE(text.find(line), std::string::npos) << line;
   }
-  EXPECT_EQ(metrics.text("m", nullptr, {}).find("vllm:num_requests_running"), std::string::npos);
-  expect_contains(metrics.text("a\nb\\", nullptr, {}), "weft:connections{model_name=\"a\\nb\\\\\"} 0\n");
+  EXPECT_EQ(metrics.text("m", nullptr, {}, {}).find("vllm:num_requests_running"), std::string::npos);
+  expect_contains(metrics.text("a\nb\\", nullptr, {}, {}), "weft:connections{model_name=\"a\\nb\\\\\"} 0\n");
 }
 
 // Each reason and each status has a count of its own, and each request its time.
@@ -420,7 +435,7 @@ TEST(ServerMetrics, EndsAreCountedByTheirReason) {
     for (int i = 0; i < count; ++i) metrics.ended(reason, 0.25);
     for (int i = 0; i < count; ++i) metrics.answered(400 + count);
   }
-  const std::string text = metrics.text("m", nullptr, {});
+  const std::string text = metrics.text("m", nullptr, {}, {});
   for (int i = 1; i <= count; ++i) {
     expect_contains(text, format("\nvllm:request_success_total{model_name=\"m\",finished_reason=\"%s\"} %d\n",
                                  reasons[i - 1].second, i));

@@ -60,6 +60,9 @@ class CompletionsServerTest : public testing::Test {
     port_ = static_cast<std::uint16_t>(std::stoi(server_->url().substr(server_->url().rfind(':') + 1)));
   }
   ~CompletionsServerTest() override {
+    if (failure_.empty()) {
+      EXPECT_TRUE(eventually([&] { return held().empty(); })) << held();
+    }
     if (!thread_.joinable()) return;
     // Clients that have left are still told to the engine.
     EXPECT_TRUE(eventually([&] { return engine_.statistics().running == 0 && engine_.statistics().waiting == 0; }));
@@ -98,6 +101,23 @@ class CompletionsServerTest : public testing::Test {
     const Client client(port_);
     client.send(request(line, body));
     return client.receive();
+  }
+  // What the server and the engine hold for clients though all have gone, as /metrics says it; empty: nothing.
+  std::string held() const {
+    const std::string text = ask("GET /metrics");
+    std::string found;
+    for (const char* name : {"weft:connections", "weft:body_bytes", "weft:unsent_bytes", "weft:requests_to_read",
+                             "weft:completions", "weft:answers", "weft:answer_values", "vllm:num_requests_running",
+                             "vllm:num_requests_waiting", "weft:kv_pages_in_use"}) {
+      const std::string line = std::string("\n") + name + "{model_name=\"fake\"} ";
+      const std::size_t at = text.find(line);
+      const bool of_engine = line.find("vllm") == 1 || line.find("kv") != std::string::npos;
+      if (at == std::string::npos && of_engine && !thread_.joinable()) continue;  // there is none yet
+      const std::string value = at == std::string::npos ? "?" : text.substr(at + line.size(), 1);
+      const std::string expected = std::string(name) == "weft:connections" ? "1" : "0";  // the one that asks
+      if (value != expected) found += std::string(name) + " " + value + "\n";
+    }
+    return found;
   }
   std::string complete(const std::string& body) const { return ask("POST /v1/completions", body); }
   static std::string request(const std::string& line, const std::string& body,
@@ -145,6 +165,68 @@ TEST_F(CompletionsServerTest, SaysWhatItServes) {
   models["data"][0]["max_model_len"] = model_.config().max_positions;
   EXPECT_EQ(body_of("/v1/models"), models);
   EXPECT_EQ(body_of("/version"), Json::parse(R"({"version": "1.2"})"));
+}
+
+// One model by its name, whose characters may be escaped; any other is not found, in the form of OpenAI's errors.
+TEST_F(CompletionsServerTest, AModelIsFoundByItsName) {
+  run();
+  const std::string list = ask("GET /v1/models");
+  const std::string listed = list.substr(list.find("[{") + 1, list.find("}]") - list.find("[{"));
+  for (const char* name : {"fake", "%66ake", "%66%61%6b%65", "fake?x=y"}) {
+    const std::string text = ask(std::string("GET /v1/models/") + name);
+    EXPECT_TRUE(text.starts_with("HTTP/1.1 200 ")) << name;
+    EXPECT_TRUE(text.ends_with("\r\n\r\n" + listed)) << text << "\n" << list;
+  }
+  for (const char* name : {"Fake", "fake/", "fake%2F", "fak", "fake%00", "org/fake", "%20"}) {
+    const std::string text = ask(std::string("GET /v1/models/") + name);
+    EXPECT_TRUE(text.starts_with("HTTP/1.1 404 ")) << name;
+    EXPECT_NE(text.find(R"("code":"model_not_found")"), std::string::npos) << text;
+    EXPECT_NE(text.find(R"("param":"model")"), std::string::npos) << text;
+  }
+  EXPECT_NE(ask("GET /v1/models/").find("no such path"), std::string::npos);
+  EXPECT_TRUE(ask("DELETE /v1/models/fake").starts_with("HTTP/1.1 405 "));
+  EXPECT_TRUE(ask("HEAD /v1/models/fake").ends_with("\r\n\r\n"));
+}
+
+TEST_F(CompletionsServerTest, OptionsAreTheMethodsOfAPath) {
+  for (const auto& [target, allow] : {std::pair("*", "GET, HEAD, OPTIONS, POST"),
+                                      {"http://localhost", "GET, HEAD, OPTIONS, POST"},
+                                      {"/health", "GET, HEAD, OPTIONS"},
+                                      {"/v1/models/any", "GET, HEAD, OPTIONS"},
+                                      {"/v1/completions", "OPTIONS, POST"}}) {
+    const std::string text = ask(std::string("OPTIONS ") + target);
+    EXPECT_TRUE(text.starts_with("HTTP/1.1 200 ")) << target;
+    EXPECT_NE(text.find(std::string("\r\nAllow: ") + allow + "\r\n"), std::string::npos) << text;
+    EXPECT_TRUE(text.ends_with("Content-Length: 0\r\n\r\n")) << text;
+  }
+  EXPECT_TRUE(ask("OPTIONS /nothing").starts_with("HTTP/1.1 404 "));
+  EXPECT_TRUE(ask("CONNECT localhost:80").starts_with("HTTP/1.1 405 "));
+}
+
+// The host of a target in absolute form is checked as Host is, which it replaces.
+TEST_F(CompletionsServerTest, TheHostOfAnAbsoluteTargetIsThisMachine) {
+  EXPECT_TRUE(ask("GET http://localhost:1/version").starts_with("HTTP/1.1 200 "));
+  EXPECT_TRUE(ask("GET http://127.0.0.1/version").starts_with("HTTP/1.1 200 "));
+  const std::string other = ask("GET http://evil.example/version");  // with "Host: localhost"
+  EXPECT_TRUE(other.starts_with("HTTP/1.1 403 ")) << other;
+  EXPECT_NE(other.find("evil.example"), std::string::npos);
+}
+
+// A prompt that is too long for the model is refused before it is read, of several the first of them.
+TEST_F(CompletionsServerTest, TooManyIdsAreRefusedWithWhatFits) {
+  run();
+  const auto ids = [](std::size_t count) {
+    std::string text = "[5";
+    for (std::size_t i = 1; i < count; ++i) text += ",5";
+    return text + "]";
+  };
+  EXPECT_TRUE(complete(R"({"max_tokens": 1, "prompt": )" + ids(7999) + "}").starts_with("HTTP/1.1 200 "));
+  const std::string one = complete(R"({"max_tokens": 1, "prompt": )" + ids(8000) + "}");
+  EXPECT_TRUE(one.starts_with("HTTP/1.1 400 ")) << one;
+  EXPECT_NE(one.find("takes at most 7999"), std::string::npos) << one;
+  EXPECT_NE(one.find("context_length_exceeded"), std::string::npos) << one;
+  const std::string several = complete(R"({"max_tokens": 1, "prompt": [[5], )" + ids(8000) + ", [-1]]}");
+  EXPECT_NE(several.find("prompt[1]: the prompt has 8000 ids"), std::string::npos) << several;
 }
 
 // By its name in any letters, and by no other.

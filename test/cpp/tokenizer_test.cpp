@@ -148,6 +148,28 @@ TEST_P(TokenizerVectors, EncodesEveryStringAsTheOriginal) {
   EXPECT_EQ(wrong, 0) << "of " << vectors_.strings.size();
 }
 
+// Of every text of the vectors, of the longest tokens in a row, and of what normalizing makes shortest.
+TEST_P(TokenizerVectors, NoTextHasFewerIdsThanItsBytesSay) {
+  const auto check = [&](const std::string& text) {
+    for (const auto special : {Tokenizer::Special::text, Tokenizer::Special::allow}) {
+      EXPECT_LE(tokenizer_.least_ids(text), std::ssize(tokenizer_.encode(text, false, special))) << text.substr(0, 80);
+    }
+  };
+  for (const Vector& vector : vectors_.strings) check(vector.text);
+  std::string longest;
+  for (std::int32_t id = 0; id < tokenizer_.vocab_size(); ++id) {
+    const std::string bytes = tokenizer_.token_bytes(id);
+    if (bytes.size() > longest.size()) longest = bytes;
+  }
+  for (const std::string& part :
+       {longest, std::string("\u212A"), std::string("\u1FBE\u0308\u0301"), std::string("\u1112\u1161\u11AB"),
+        std::string(" "), std::string("\U0001F600"), std::string("\n")}) {
+    std::string text;
+    for (int i = 0; i < 300; ++i) text += part;
+    check(text);
+  }
+}
+
 TEST_P(TokenizerVectors, EncodesEveryCodePointAsTheOriginal) {
   ASSERT_EQ(vectors_.chunks, 0x1100u);
   std::string wrong;
@@ -342,6 +364,27 @@ TEST(Tokenizer, AddBosFollowsThePostProcessor) {
   EXPECT_EQ(with_bos.front(), llama.bos_id());
   with_bos.erase(with_bos.begin());
   EXPECT_EQ(with_bos, llama.encode("in front of a text", false));
+}
+
+// A large text is known to have many ids, and by how many bytes a token has. Where bytes may be left out, or white space goes with
+// a token, nothing is known.
+TEST(Tokenizer, TheLeastIdsFollowFromTheLongestToken) {
+  const std::string text = read_bytes(kFixtures + "neox_style.tokenizer.json");
+  const Tokenizer tokenizer = Tokenizer::from_json(text, "t.json");
+  std::size_t longest = 0;
+  for (std::int32_t id = 0; id < tokenizer.vocab_size(); ++id) {
+    longest = std::max(longest, tokenizer.token_bytes(id).size());
+  }
+  EXPECT_EQ(tokenizer.least_ids(""), 0);
+  EXPECT_EQ(tokenizer.least_ids("a"), 1);
+  const auto bytes = static_cast<std::int64_t>(4 * longest);  // of a token, four times as many before NFC
+  EXPECT_EQ(tokenizer.least_ids(std::string(static_cast<std::size_t>(1000 * bytes), 'a')), 1000);
+  EXPECT_EQ(tokenizer.least_ids(std::string(static_cast<std::size_t>(1000 * bytes + 1), 'a')), 1001);
+  for (const char* strips : {"lstrip", "rstrip"}) {
+    Json changed = Json::parse(text);
+    changed["added_tokens"].back()[strips] = true;
+    EXPECT_EQ(Tokenizer::from_json(changed.dump(), "t.json").least_ids(std::string(1'000'000, 'a')), 0) << strips;
+  }
 }
 
 TEST(Tokenizer, IdsOutOfRangeAreRefused) {

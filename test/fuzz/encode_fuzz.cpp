@@ -60,6 +60,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const auto ids = tokenizer.encode(text, bos, allow ? Tokenizer::Special::allow : Tokenizer::Special::text);
   FUZZ_CHECK(!bos || (!ids.empty() && ids.front() == tokenizer.bos_id()));
   const auto body = std::span(ids).subspan(bos ? 1 : 0);
+  FUZZ_CHECK(tokenizer.least_ids(text) <= std::ssize(body));
   const std::string decoded = tokenizer.decode(body);
   const std::string valid = utf8_replace_invalid(text);
   FUZZ_CHECK(utf8_replace_invalid(valid) == valid);

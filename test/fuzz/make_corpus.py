@@ -290,7 +290,8 @@ def completions_request() -> dict[str, bytes]:
         "stream": {"prompt": "", "stream": True, "stream_options": {"include_usage": True}, "best_of": 1},
         "neutral": {"prompt": "a", "suffix": None, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {},
                     "response_format": {"type": "text"}, "n": None},
-        "refused": {"prompt": "a", "presence_penalty": 0.5, "n": 129},
+        "refused": {"prompt": "a", "presence_penalty": 0.5, "n": 129}, "hints": {"prompt": "a", "cache_prompt": True, "seed": -1},
+        "foreign": {"prompt": "a", "grammar": "x", "mirostat": 2, "n_predict": 5},
         "deep": {"prompt": [[[[[[[[1]]]]]]]]}, "numbers": {"prompt": [-1, 4294967296, 1.5]},
     }
     return {name: b"\0" + json.dumps(body).encode() for name, body in bodies.items()}
@@ -307,6 +308,11 @@ MORE_WORDS = {"options": ("--help", "--version", "1e400", "nan"), "train_options
     "encode": ("'s", "'LL", "\r\n", "<|endoftext|>", "\u0301", "\u1100", "\u00a0", "\u200d", "\ufeff")}
 
 
+def request_target() -> dict[str, bytes]:
+    targets = ("GET /v1/models/a%2Fb?c=d", "GET http://localhost:8000/health", "OPTIONS *", "CONNECT a:443", "GET HTTPS://[::1]:1?x", "GET /%zz#a")
+    return {str(i): target.replace(" ", "\0", 1).encode() for i, target in enumerate(targets)}
+
+
 def dictionary(target: str, seeds: dict[str, bytes]) -> str:
     """libFuzzer's format: a quoted word a line, bytes as \\xNN."""
     words = {word for seed in seeds.values() for word in re.findall(rb"[A-Za-z_][A-Za-z0-9_.-]{2,}", seed)}
@@ -318,7 +324,8 @@ def dictionary(target: str, seeds: dict[str, bytes]) -> str:
 def main() -> int:
     targets = {"tensor_file": tensor_file, "token_shard": token_shard, "model_config": model_config_seeds,
                "tokenizer_json": tokenizer_json, "encode": encode, "checkpoint": checkpoint, "options": options,
-               "train_options": train_options, "infer_options": infer_options, "completions_request": completions_request}
+               "train_options": train_options, "infer_options": infer_options, "completions_request": completions_request,
+               "request_target": request_target}
     shutil.rmtree(CORPUS, ignore_errors=True)
     total = 0
     for target, make in targets.items():

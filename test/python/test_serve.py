@@ -35,6 +35,9 @@ pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="infer_pythia is no
 
 USAGE, BAD_FILE, ENVIRONMENT = 2, 3, 4
 CONTEXT = 1024
+# What clients take of the server's limits.
+HELD = ("weft:body_bytes", "weft:unsent_bytes", "weft:requests_to_read", "weft:completions", "weft:answers", "weft:answer_values",
+        "vllm:num_requests_running", "vllm:num_requests_waiting", "weft:kv_pages_in_use")
 LONG = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "temperature": 0}  # takes a while
 
 
@@ -47,6 +50,7 @@ class Server:
         self.process = subprocess.Popen([str(word) for word in command], stderr=subprocess.PIPE, stdout=subprocess.PIPE,
                                         env={**clean, "OMP_NUM_THREADS": "1", **environment})
         self.lines: list[str] = []
+        self.fields: dict[str, str] = {}  # of requests that look what the server holds
         self.told = threading.Event()
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -67,9 +71,30 @@ class Server:
     def __enter__(self) -> Server:
         return self
 
-    def __exit__(self, *_) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
+    def __exit__(self, error: type | None, *_) -> None:
+        try:
+            if error is None and self.process.poll() is None and self.get("/health")[0] == 200:
+                self.nothing_is_held()
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+            self.end()
+
+    def nothing_is_held(self) -> None:
+        """The server and its engine hold nothing for clients that have gone. Every test of a server ends with it."""
+        held: dict[str, float] = {}
+
+        def nothing() -> bool:
+            text = self.get("/metrics", **self.fields)[2].decode()
+            found = {name: re.search(rf"^{name}\{{.*\}} (\S+)$", text, re.M) for name in HELD}
+            held.update({name: float(match[1]) for name, match in found.items() if match})
+            return len(held) == len(HELD) and not any(held.values())
+        end = time.monotonic() + 30
+        while not nothing():
+            assert time.monotonic() < end, held
+            time.sleep(0.05)
+
+    def end(self) -> None:
         self.process.wait(30)
         self.reader.join(30)
         self.process.stderr.close()
@@ -184,6 +209,13 @@ def server(model):
     with Server(model) as one:
         yield one
         assert one.process.poll() is None  # no request has ended it
+
+
+@pytest.fixture(autouse=True)
+def shared_server_holds_nothing(request):
+    yield
+    if "server" in request.fixturenames:
+        request.getfixturevalue("server").nothing_is_held()
 
 
 # ---- what it answers -------------------------------------------------------------------------------------------------
@@ -374,11 +406,11 @@ def test_a_bad_request_names_its_field_and_stops_nobody(server, body, param):
 def test_other_paths_methods_types_and_models(server):
     for method, path, body, status in [("GET", "/nothing", None, 404), ("GET", "/../etc/passwd", None, 404),
                                        ("POST", "/health", {}, 405), ("GET", "/v1/completions", None, 405),
-                                       ("DELETE", "/v1/models", None, 405), ("OPTIONS", "/v1/completions", None, 405),
+                                       ("DELETE", "/v1/models", None, 405), ("PUT", "/v1/completions", None, 405),
                                        ("POST", "/v1/completions", {"model": "other", "prompt": "a"}, 404)]:
         got, headers, text = server.ask(method, path, body)
         assert got == status and json.loads(text)["error"]["message"], (method, path)
-        assert headers.get("Allow") == (None if status != 405 else "POST" if path == "/v1/completions" else "GET")
+        assert headers.get("Allow") == (None if status != 405 else "OPTIONS, POST" if path == "/v1/completions" else "GET, HEAD, OPTIONS")
     good = {"prompt": "a", "max_tokens": 1}
     assert "application/json" in server.refuse(415, good, Content_Type="text/plain")["message"]
     assert "not decompressed" in server.refuse(415, good, Content_Encoding="gzip")["message"]
@@ -448,7 +480,8 @@ def test_hostile_http_is_refused(server, data, status):
 
 def test_a_large_prompt_costs_no_more_than_its_body(server):
     error = server.refuse(400, {"prompt": "a" * 3_000_000})
-    assert "fit" in error["message"] or "at most" in error["message"], error
+    assert "its 3000000 bytes are at least" in error["message"] and "takes at most" in error["message"], error
+    assert error["code"] == "context_length_exceeded" and error["param"] == "prompt"
     status, headers, _ = server.ask("POST", "/v1/completions", b" " * (5 << 20))
     assert status == 413 and headers["Connection"] == "close"
 
@@ -497,8 +530,10 @@ def test_slow_and_idle_clients_are_closed(model):
                 client.sendall(data)
                 assert receive(client) == b""
             assert least < time.monotonic() - start < most
-        clients = [socket.create_connection((server.host, server.port), timeout=30) for _ in range(4)]
-        assert receive(clients[3]) == b""  # one too many
+        clients = [socket.create_connection((server.host, server.port), timeout=30) for _ in range(3)]
+        for client in clients:
+            client.sendall(b"POST /v1/comp")  # not idle: idle ones would be displaced
+        until(lambda: receive(socket.create_connection((server.host, server.port), timeout=30)) == b"")  # one too many
         for client in clients:
             client.close()
 
@@ -508,6 +543,25 @@ def test_slow_and_idle_clients_are_closed(model):
             except (OSError, http.client.HTTPException):
                 return False  # the server has not seen yet that they are closed
         until(refused_one)
+
+
+def test_a_pipelining_client_gets_every_answer_and_leaves_no_line_in_the_log(model):
+    with Server(model) as server:
+        lines, count = len(server.lines), 3000
+        with socket.create_connection((server.host, server.port), timeout=60) as client:
+            sender = threading.Thread(target=client.sendall, args=(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" * count,))
+            sender.start()
+            text = b""
+            while text.count(b"HTTP/1.1 200 ") < count:
+                piece = client.recv(1 << 20)
+                assert piece, text.count(b"HTTP/1.1 200 ")
+                text += piece
+            sender.join()
+        for _ in range(20):  # and who leaves in the middle
+            with socket.create_connection((server.host, server.port), timeout=60) as client:
+                client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000)
+        server.nothing_is_held()
+        assert server.lines[lines:] == []
 
 
 # ---- limits ----------------------------------------------------------------------------------------------------------
@@ -531,6 +585,8 @@ def test_a_request_has_its_time(model):
     with Server(model, "--request-seconds", "0.2") as server:
         choice = server.complete(**{**LONG, "n": 64})["choices"][0]
         assert choice["finish_reason"] == "abort"
+        until(lambda: server.metric("vllm:num_requests_running") == 0)
+        until(lambda: server.complete(prompt="a", max_tokens=1)["choices"][0]["finish_reason"] == "length")  # in time
         until(lambda: server.metric("weft:kv_pages_in_use") == 0)
 
 
@@ -550,6 +606,7 @@ def test_a_key_is_asked_for(model, tmp_path, how):
     options = ["--api-key-file", tmp_path / "key"] if how == "file" else []
     environment = {"WEFT_API_KEY": "other"} if how == "file" else {"WEFT_API_KEY": "s3cret"}
     with Server(model, *options, **environment) as server:
+        server.fields = {"Authorization": "Bearer s3cret"}
         good = {"prompt": "a", "max_tokens": 1}
         for value in ("", "Bearer", "Bearer ", "Bearer s3cre", "Bearer s3crets", "Basic s3cret", "s3cret", "Bearer other"):
             status, headers, text = server.ask("POST", "/v1/completions", good, Authorization=value)
@@ -609,24 +666,32 @@ def test_a_port_in_use_is_an_environment_error(model, server):
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_stop_signal_lets_requests_finish(model, number, code):
-    with Server(model) as server:
-        client = server.open({**LONG, "n": 4})
-        until(lambda: server.metric("vllm:num_requests_running") == 4)
+    choices = 64
+    with Server(model, "--drain-seconds", "300") as server:
+        # As many as run at once, each of 900 steps: seconds of work for what is asked meanwhile, and nothing waits for a time.
+        # That the server has heard the signal shows in what it answers.
+        client = server.open({**LONG, "n": choices})
+        until(lambda: server.metric("vllm:num_requests_running") > 0)
         waiting = socket.create_connection((server.host, server.port), timeout=60)
+        asking = server.connect()
         server.process.send_signal(number)
-        until(lambda: any("stopping" in line for line in server.lines))
-        time.sleep(0.3)
+
+        def health() -> tuple[int, dict]:
+            asking.request("GET", "/health")
+            answer = asking.getresponse()
+            return answer.status, json.loads(answer.read())
+        until(lambda: health() == (503, {"status": "draining"}))
+        asking.close()
         waiting.sendall(request(b'{"prompt": "a"}', "Connection: close"))
         refused = receive(waiting)
         assert refused.startswith(b"HTTP/1.1 503 ") and b"Retry-After" in refused
         waiting.close()
-        health, _, text = server.get("/health")
-        assert health == 503 and json.loads(text) == {"status": "draining"}
+        assert any("stopping" in line for line in server.lines)
         answer = receive(client)
         client.close()
         assert answer.startswith(b"HTTP/1.1 200 ")
         choices = json.loads(answer.split(b"\r\n\r\n", 1)[1])["choices"]
-        assert [choice["finish_reason"] for choice in choices] == ["length"] * 4
+        assert [choice["finish_reason"] for choice in choices] == ["length"] * choices
         assert server.process.wait(60) == code
 
 
@@ -923,14 +988,20 @@ def test_the_page_in_a_browser(server, browser):
     assert errors == []
 
 
-def test_the_page_stops_and_says_what_is_wrong(server, browser):
+def test_the_page_stops_and_says_what_is_wrong(server, browser, tmp_path):
+    endless = 100_000  # tokens take minutes: the answer is under way when the click arrives
+    with Server(write_model(tmp_path / "endless.bin", tokenizer_json(), max_positions=endless)) as other:
+        browser.call("POST", "/url", {"url": other.url + "/"})
+        browser.run("document.getElementById('max_tokens').removeAttribute('max')")
+        fill(browser, prompt="a", max_tokens=endless - 10, temperature=0)
+        browser.run("document.getElementById('go').click()")
+        until(lambda: browser.run("return document.querySelectorAll('#text .token').length") > 3)
+        browser.run("document.getElementById('halt').click()")
+        until(lambda: browser.run("return document.getElementById('state').textContent") == "stopped")
+        until(lambda: other.metric("vllm:num_requests_running") == 0)
+        assert other.metric("vllm:generation_tokens_total") < endless - 10
+        browser.call("POST", "/url", {"url": "about:blank"})
     browser.call("POST", "/url", {"url": server.url + "/"})
-    fill(browser, prompt="a", max_tokens=900, temperature=0)
-    browser.run("document.getElementById('go').click()")
-    until(lambda: browser.run("return document.querySelectorAll('#text .token').length") > 3)
-    browser.run("document.getElementById('halt').click()")
-    until(lambda: browser.run("return document.getElementById('state').textContent") == "stopped")
-    until(lambda: server.metric("vllm:num_requests_running") == 0)
     fill(browser, prompt="x" * (CONTEXT + 5))
     browser.run("document.getElementById('go').click()")
     until(lambda: str(CONTEXT - 1) in browser.run("return document.getElementById('state').textContent"))

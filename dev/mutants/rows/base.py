@@ -90,6 +90,10 @@ ROWS = [
            "value.is_number_unsigned() && value.get<std::uint64_t>() == UINT64_MAX",
            ("unit:Json.AnIntegerIsOneThatFits",)),
     # ---- llmc/base/log.cpp -------------------------------------------------------------------------------------------
+    Mutant("an error that others cause is a line each time", "llmc/base/log.cpp",
+           "  if (written_ && now - *written_ < kInterval) {", "  if (false) {", unit("Log.ARepeatedError*", "Http.ClientsDoNotFill*")),
+    Mutant("what was left out of the log last is not told", "llmc/base/log.cpp",
+           "RepeatedError::~RepeatedError() {\n", "RepeatedError::~RepeatedError() {\n  return;\n", unit("Log.ARepeatedError*")),
     Mutant("all ranks speak", "llmc/base/log.cpp", "  if (!rank_prefix.empty()) return;\n", "",
            ("py:test_ranks.py::test_ranks_are_one_process",)),
     Mutant("no one waits for more than eleven days", "llmc/base/log.cpp",

@@ -68,6 +68,12 @@ ROWS = [
     Mutant("every letter is a hexadecimal digit", "llmc/text/token_decoder.cpp", "lower >= 'a' && lower <= 'f'", "lower >= 'a'",
            unit("SentencePieceDecoder.OnlyTwoDigits*")),
     # ---- llmc/text/tokenizer.cpp -------------------------------------------------------------------------------------
+    Mutant("normalizing makes no text shorter", "llmc/text/tokenizer.cpp",
+           "if (step.kind == NormalizerStep::Kind::nfc) return 4;", "if (step.kind == NormalizerStep::Kind::nfc) return 1;",
+           unit("*NoTextHasFewerIds*", "Tokenizer.TheLeastIds*")),
+    Mutant("tokens that take white space have a longest text", "llmc/text/tokenizer.cpp",
+           "return token.lstrip || token.rstrip; })) return 0;", "return token.lstrip && token.rstrip; })) return 0;",
+           unit("Tokenizer.TheLeastIds*")),
     Mutant("BOS forgotten", "llmc/text/tokenizer.cpp", "if (add_bos && bos_) ids.push_back(*bos_);",
            "if (add_bos && bos_ && text.empty()) ids.push_back(*bos_);",
            unit("Tokenizer.*", "*TokenizerVectors.EncodesEveryString*")),
