@@ -21,7 +21,7 @@ namespace {
 // Fails in its next step once it is told to: the one way out of CompletionsServer::run() without a signal.
 class Breakable : public PagedFake {
  public:
-  explicit Breakable(const PagedFakeSizes& sizes) : PagedFake(sizes) {}
+  explicit Breakable(const PagedFakeSizes& sizes) : PagedFake(sizes) { steps_may_be_left = true; }
   void submit(std::span<const Span> work) override {
     if (broken) fail(Exit::internal, "the device is lost");
     if (slow) std::this_thread::sleep_for(std::chrono::milliseconds(2));
@@ -63,6 +63,8 @@ class CompletionsServerTest : public testing::Test {
     if (!thread_.joinable()) return;
     // Clients that have left are still told to the engine.
     EXPECT_TRUE(eventually([&] { return engine_.statistics().running == 0 && engine_.statistics().waiting == 0; }));
+    // Whatever a test has done, the places of all answers are free.
+    EXPECT_TRUE(eventually([&] { return server_->held().empty(); })) << server_->held();
     fail_model();
   }
 
