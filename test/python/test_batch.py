@@ -226,7 +226,7 @@ def test_an_output_that_is_taken_away_is_an_error(model, tmp_path, take_away):
     _, said = process.communicate(json.dumps(second) + "\n", timeout=60)
     assert process.returncode == ENVIRONMENT, said
     assert "--output: " in said.splitlines()[-1] and "while the batch ran" in said.splitlines()[-1]
-    assert "answered" not in said
+    assert "answered 2 requests" not in said
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
