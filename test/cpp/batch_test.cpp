@@ -606,7 +606,6 @@ TEST_F(BatchTest, AnOutputThatIsTakenAwayEndsTheRun) {
   write_bytes(in_, "{\"id\": 1, \"prompt\": \"a\"}\n{\"id\": 2, \"prompt\": \"b\"}\n");
   PagedFake model(sizes());
   model.change_config() = config_;
-  model.steps_may_be_left = true;
   PolledLines input(in_, kMaxRequestBytes);
   AnswerFile output(out_);
   std::filesystem::remove(out_);

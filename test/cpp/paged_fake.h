@@ -46,12 +46,6 @@ class PagedFake : public InferenceModel {
     slots_.resize(static_cast<std::size_t>(sizes.slots));
   }
 
-  ~PagedFake() override {
-    if (!steps_may_be_left) {
-      EXPECT_TRUE(flights_.empty()) << "nobody has collected " << flights_.size() << " steps";
-    }
-  }
-
   // What it samples after `ids`, and the log-probability of `id` there.
   static std::uint64_t state_after(std::uint64_t before, std::int32_t id) {
     std::uint64_t x = (before ^ static_cast<std::uint64_t>(id)) + 0x9e3779b97f4a7c15u;  // splitmix64
@@ -127,8 +121,6 @@ class PagedFake : public InferenceModel {
     flights_.pop_front();
     return collected_;
   }
-
-  bool steps_may_be_left = false;  // where an error ends what uses it
 
   struct SpanRows {
     std::int32_t slot;

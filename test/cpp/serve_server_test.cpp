@@ -21,7 +21,7 @@ namespace {
 // Fails in its next step once it is told to: the one way out of CompletionsServer::run() without a signal.
 class Breakable : public PagedFake {
  public:
-  explicit Breakable(const PagedFakeSizes& sizes) : PagedFake(sizes) { steps_may_be_left = true; }
+  explicit Breakable(const PagedFakeSizes& sizes) : PagedFake(sizes) {}
   void submit(std::span<const Span> work) override {
     if (broken) fail(Exit::internal, "the device is lost");
     if (slow) std::this_thread::sleep_for(std::chrono::milliseconds(2));
