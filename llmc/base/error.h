@@ -23,6 +23,7 @@ enum class Exit : int {
   environment = 4,    // GPU, driver, architecture, lock, network
   resources = 5,      // out of memory or disk
   numeric = 6,        // a loss or a gradient is not finite
+  failed_lines = 7,   // a batch is done, and some of its lines have an error for an answer
   interrupted = 130,  // SIGINT, state saved
   terminated = 143,   // SIGTERM or SIGHUP, state saved
 };

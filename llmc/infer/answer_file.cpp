@@ -111,6 +111,8 @@ AnswerFile::AnswerFile(const std::string& path) : path_(path) {
       replace_descriptor(open_locked(path_));
     } while (!is_file_at(fd_, path_));  // another run has put a new file in the place of the one that is locked now
     read();
+    struct stat info {};
+    if (::fstat(fd_, &info) == 0) size_ = info.st_size;
   } catch (...) {
     if (fd_ >= 0) ::close(fd_);
     throw;
@@ -216,12 +218,35 @@ void AnswerFile::write(const nlohmann::ordered_json& answer) {
     fail(is_full(error) ? Exit::resources : Exit::environment, "%s: cannot write: %s. Run again to go on from here",
          escaped(path_).c_str(), std::strerror(error));
   }
+  size_ += std::ssize(line);
+  check_is_there();
+}
+
+// Otherwise a run could end well whose answers nobody finds.
+void AnswerFile::check_is_there() const {
+  struct stat info {};
+  const std::string name = escaped(path_);
+  if (!is_file_at(fd_, path_) || ::fstat(fd_, &info) != 0) {
+    fail(Exit::environment,
+         "--output: %s was removed, renamed or replaced while the batch ran. What was answered went with it. Put it "
+         "back "
+         "if it has another name now, and run again",
+         name.c_str());
+  }
+  if (info.st_size == size_) return;
+  fail(
+      Exit::environment,
+      "--output: %s has %lld bytes, expected %lld: another process has changed it while the batch ran. Look at what it "
+      "holds, and run again",
+      name.c_str(), static_cast<long long>(info.st_size), static_cast<long long>(size_));
 }
 
 void AnswerFile::sync() {
-  if (fd_ >= 0 && ::fsync(fd_) != 0) {
+  if (fd_ < 0) return;
+  if (::fsync(fd_) != 0) {
     fail(Exit::environment, "%s: cannot sync: %s", escaped(path_).c_str(), std::strerror(errno));
   }
+  check_is_there();
 }
 
 }  // namespace weft

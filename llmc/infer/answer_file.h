@@ -27,8 +27,9 @@ class AnswerFile {
   // The member "request" of the answer to `id` that the file had when it was opened; nothing if it had none.
   std::optional<std::string> answered(const Json& id) const;
   // Appends `answer`, which begins with the member "id", as one line: all of it or nothing. A full disk is Exit::resources.
+  // A file that is not at its path any more, or that another process has changed, is Exit::environment.
   void write(const nlohmann::ordered_json& answer);
-  // Makes what was written survive a power cut.
+  // Makes what was written survive a power cut, and checks as write() does that it is there.
   void sync();
 
  private:
@@ -37,11 +38,13 @@ class AnswerFile {
   void replace_descriptor(int fd);
   void read();
   void write_anew(std::string_view content);
+  void check_is_there() const;
   void remember(const std::string& id, const std::string& request, const std::string& where);
 
   const std::string path_;
   int fd_ = -1;  // stdout: -1
   std::int64_t found_ = 0;
+  std::int64_t size_ = 0;                                              // bytes that were found or written
   std::unordered_map<std::string, std::string, SeededHash> requests_;  // by the JSON text of the id
 };
 

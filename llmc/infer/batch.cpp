@@ -153,6 +153,7 @@ Exit Batch::run() {
   output_.sync();
   report();
   if (stop_signal() != 0) return exit_after_signal(stop_signal());
+  if (errors_ > 0) return Exit::failed_lines;
   return changed_ > 0 ? Exit::bad_file : Exit::ok;
 }
 

@@ -24,8 +24,8 @@ struct BatchSettings {
 
 // Answers every request of `input` that has no answer in `output` yet. A line that is no valid request gets an
 // answer with an error. A stop signal ends the run: unfinished requests get no answer. Returns Exit::ok, the
-// code of the signal, or Exit::bad_file if, under the id of some request, the output has the answer to a
-// different one. `tokenizer` may be null.
+// code of the signal, Exit::failed_lines if an answer is an error, or otherwise Exit::bad_file if, under the id of
+// some request, the output has the answer to a different one. `tokenizer` may be null.
 Exit run_batch(InferenceModel& model, const Tokenizer* tokenizer, const BatchSettings& settings, PolledLines& input,
                AnswerFile& output);
 

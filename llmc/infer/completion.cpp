@@ -169,7 +169,9 @@ CompletionPrompt prompt_from_text(std::string_view text, const Tokenizer* tokeni
   if (tokenizer == nullptr) {
     fail(Exit::usage, "%s: the model file has no tokenizer, so text cannot be read. Give token ids", name.c_str());
   }
-  return {start_ids(tokenizer->encode(text, true, special), config), utf8_replace_invalid(text)};
+  std::vector<std::int32_t> ids = tokenizer->encode(text, true, special);
+  const std::size_t in_front = ids.empty() || tokenizer->bos_id().has_value() ? 1 : 0;
+  return {start_ids(std::move(ids), config), utf8_replace_invalid(text), in_front};
 }
 
 CompletionPrompt prompt_from_ids(const Json& list, const Tokenizer* tokenizer, const ModelConfig& config,

@@ -42,7 +42,8 @@ void check_completion_options(const CompletionOptions& options);
 
 struct CompletionPrompt {
   std::vector<std::int32_t> ids;
-  std::string text;  // what echo shows: valid UTF-8
+  std::string text;          // what echo shows: valid UTF-8
+  std::size_t in_front = 0;  // how many ids come before the text: the token that begins a document
 };
 // `name`: the field's, for errors. An empty text becomes the token that begins a document (start_ids()). Text without a
 // tokenizer is Exit::usage.

@@ -51,6 +51,7 @@ class DraftModel {
   double step_seconds() const { return step_times_.median(); }
   std::string inconsistency() const { return pool_.inconsistency(); }
   std::int64_t pages_in_use() const { return pool_.in_use(); }
+  std::int64_t slots_in_use() const { return model_.slots() - std::ssize(slots_); }
 
  private:
   bool prepare(Job& job, std::int64_t& budget);

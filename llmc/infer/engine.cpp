@@ -111,10 +111,7 @@ class Engine::State {
   bool step();
   void wait(Clock::time_point until);
   EngineStatistics statistics() const;
-  std::string inconsistency() const {
-    const std::string of_drafts = draft_model_ ? draft_model_->inconsistency() : "";
-    return of_drafts.empty() ? pool_.inconsistency() : "draft model: " + of_drafts;
-  }
+  std::string inconsistency() const;
 
  private:
   std::int64_t max_ids_of(std::int64_t prompt_ids, std::int64_t max_ids) const {
@@ -128,6 +125,7 @@ class Engine::State {
   bool wants_drafts(const Request& request) const;
   const std::vector<std::int32_t>& looked_up(Request& request);
   void draft_with_model();
+  void release_drafts_of_preempted();
   void finish_draft();
   DraftCosts draft_costs() const;
   bool has_model() const { return draft_model_ || draft_sequence_; }
@@ -142,6 +140,7 @@ class Engine::State {
   bool take_scores(const FlightSpan& span, const SpanResult& result);
   void take_id(Request& request, const ScoredId& id);
   void end(Request& request, RequestEnd reason);
+  std::string held_when_idle() const;
   bool update_statistics();
 
   InferenceModel& model_;
@@ -237,6 +236,7 @@ bool Engine::State::step() {
   end_late_requests();
   if (drafts_.any()) draft();
   const std::span<const PlannedSpan> plan = scheduler_.plan();
+  release_drafts_of_preempted();
   Clock::time_point start = Clock::now();
   if (!plan.empty()) submit_step(plan);
   if (drafts_on_device_) {
@@ -254,6 +254,11 @@ bool Engine::State::step() {
     if (alone) step_costs_.add(rows, seconds_since(start));
   } else if (full || (plan.empty() && !flights_.empty())) {
     collect_step();
+  }
+  if (requests_.empty()) {
+    if (const std::string held = held_when_idle(); !held.empty()) {
+      fail(Exit::internal, "engine: no request is left, but %s", held.c_str());
+    }
   }
   return update_statistics();
 }
@@ -325,13 +330,16 @@ bool Engine::State::wants_drafts(const Request& request) const {
   return draft_length(request) > 0;
 }
 
-void Engine::State::draft_with_model() {
-  std::erase_if(drafted_for_, [&](Request* request) {  // preempted
+void Engine::State::release_drafts_of_preempted() {
+  std::erase_if(drafted_for_, [&](Request* request) {
     if (request->sequence.running) return false;
     draft_model_->release(*request->draft_state);
     request->draft_state.reset();
     return true;
   });
+}
+
+void Engine::State::draft_with_model() {
   draft_jobs_.clear();
   for (Sequence* s : scheduler_.running_sequences()) {
     if (s->max_ids < 2) continue;
@@ -556,6 +564,39 @@ void Engine::State::end(Request& request, RequestEnd reason) {
   const std::shared_ptr<RequestListener> listener = std::move(request.listener);
   if (Scheduler::released(request.sequence)) requests_.erase(request.sequence.id);
   listener->on_end(reason);
+}
+
+// A sequence that neither runs nor has rows in flight holds nothing.
+std::string Engine::State::inconsistency() const {
+  std::int64_t slots = 0, of_drafts = 0;
+  for (const auto& [id, request] : requests_) {
+    const Sequence& s = request->sequence;
+    slots += s.slot >= 0;
+    of_drafts += request->draft_state.has_value() && request->draft_state->slot >= 0;
+    if (!s.running && request->draft_state.has_value()) return "drafts are held for a request that does not run";
+    if (!s.running && s.in_flight == 0 && (s.slot >= 0 || !s.table.pages().empty())) {
+      return "a slot or pages are held by a request that does not run";
+    }
+  }
+  if (slots != scheduler_.slots_in_use()) return "a slot is held by no request";
+  if (draft_model_ && of_drafts != draft_model_->slots_in_use()) return "draft model: a slot is held by no request";
+  const std::string of_draft_pages = draft_model_ ? draft_model_->inconsistency() : "";
+  return of_draft_pages.empty() ? pool_.inconsistency() : "draft model: " + of_draft_pages;
+}
+
+std::string Engine::State::held_when_idle() const {
+  const auto wide = [](std::int64_t value) { return static_cast<long long>(value); };
+  if (const std::string held = scheduler_.held_when_idle(); !held.empty()) return held;
+  if (pool_.in_use() > 0) return format("%lld pages are in use", wide(pool_.in_use()));
+  if (!flights_.empty()) return format("%zu steps are in flight", flights_.size());
+  if (!deadlines_.empty()) return format("%zu deadlines are set", deadlines_.size());
+  if (!drafted_for_.empty()) return format("%zu requests have drafts", drafted_for_.size());
+  if (!draft_model_) return "";
+  if (draft_model_->pages_in_use() > 0)
+    return format("%lld pages of drafts are in use", wide(draft_model_->pages_in_use()));
+  if (draft_model_->slots_in_use() > 0)
+    return format("%lld slots of drafts are taken", wide(draft_model_->slots_in_use()));
+  return "";
 }
 
 bool Engine::State::update_statistics() {

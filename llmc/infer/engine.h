@@ -62,8 +62,8 @@ struct EngineRequest {
   std::int32_t alternatives = -1;  // InferenceModel's Span::alternatives
   bool score_prompt = false;       // on_prompt() is wanted
   std::optional<std::chrono::steady_clock::time_point> deadline;
-  // Requests of one group take turns with other groups for a place among those that run: one turn for all of them. 0: a
-  // group of its own.
+  // Requests of one group share places among those that run, and take turns, as one (llmc/infer/scheduler.h). 0: a group
+  // of its own.
   std::uint64_t group = 0;
 };
 
@@ -125,13 +125,14 @@ class Engine {
   void cancel(RequestId id);
 
   // From one thread: takes up what came in, submits a step and hands out the results of the oldest one. Returns whether there
-  // is more to do. What the model throws passes through; the engine cannot go on then, and no listener hears of it.
+  // is more to do. When nothing is, all slots and pages are free; otherwise a bug has lost them: Exit::internal says what. What
+  // the model throws passes through; the engine cannot go on then, and no listener hears of it.
   bool step();
   // Blocks until there is something to do, or until `until`.
   void wait(std::chrono::steady_clock::time_point until);
   // From any thread.
   EngineStatistics statistics() const;
-  // PagePool::inconsistency(), for tests. From the thread that calls step().
+  // PagePool::inconsistency(), and what a request holds in vain, for tests. From the thread that calls step().
   std::string inconsistency() const;
 
  private:

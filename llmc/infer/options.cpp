@@ -20,7 +20,7 @@ constexpr const char* kFooter =
     "Text goes to stdout as it is generated, messages and statistics go to stderr.\n"
     "Exit codes: 0 ok, 1 internal error or failed comparison, 2 usage, 3 bad input\n"
     "file, 4 environment (GPU), 5 out of memory or disk, 6 non-finite numbers,\n"
-    "130 and 143 stopped by a signal.\n"
+    "7 lines of a batch failed, 130 and 143 stopped by a signal.\n"
     "\n"
     "Example:\n"
     "  infer_pythia --model pythia-160m.bin --prompt 'Once upon a time'";

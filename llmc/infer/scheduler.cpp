@@ -55,34 +55,54 @@ Scheduler::Scheduler(PagePool& pool, const SchedulerOptions& options) : pool_(po
 
 void Scheduler::add(Sequence& sequence) {
   ++waiting_;
-  const auto found = sequence.group == 0 ? groups_.end() : std::ranges::find(groups_, sequence.group, &Group::id);
-  if (found != groups_.end()) return found->sequences.push_back(&sequence);
-  groups_.push_back({sequence.group, {&sequence}});
+  auto group = sequence.group == 0 ? groups_.end() : std::ranges::find(groups_, sequence.group, &SequenceGroup::id);
+  if (group == groups_.end()) group = groups_.insert(group, {sequence.group, {}, 0});
+  group->waiting.push_back(&sequence);
+  sequence.shares_with = group;
 }
 
-// The sequence whose turn it is; null if none waits.
-Sequence* Scheduler::next_waiting() const {
-  return groups_.empty() ? nullptr : groups_.front().sequences.front();
+// The group whose sequence is next: of those with the fewest running ones that whose turn it is. The end if none waits.
+Scheduler::Groups::iterator Scheduler::next_waiting() {
+  auto next = groups_.end();
+  if (waiting_ == 0) return next;
+  for (auto group = groups_.begin(); group != groups_.end(); ++group) {
+    if (group->waiting.empty()) continue;
+    if (next == groups_.end() || group->running < next->running) next = group;
+    if (next->running == 0) break;
+  }
+  return next;
 }
 
-// Takes it out, and with it the turn of its group.
-void Scheduler::take_next_waiting() {
+// The first waiting sequence of `group` runs from here on, and has had the group's turn.
+void Scheduler::start(Groups::iterator group) {
+  Sequence& s = *group->waiting.front();
+  group->waiting.pop_front();
   --waiting_;
-  Group group = std::move(groups_.front());
-  groups_.pop_front();
-  group.sequences.pop_front();
-  if (!group.sequences.empty()) groups_.push_back(std::move(group));
+  ++group->running;
+  groups_.splice(groups_.end(), groups_, group);
+  s.slot = slots_.back();
+  slots_.pop_back();
+  s.rows = 0;
+  s.id_on_device = s.id_on_host = false;
+  s.running = true;
+  if (!s.preempted) {
+    s.order = ++admitted_;
+    prompt_ids_ += s.prompt_size;
+    s.ids.reserve(static_cast<std::size_t>(s.prompt_size + s.max_ids));
+    s.table.reserve(s.table.missing(s.prompt_size + s.max_ids));
+  }
+  const auto younger = [&](const Sequence* other) { return other->order > s.order; };
+  running_.insert(std::ranges::find_if(running_, younger), &s);
 }
 
 void Scheduler::forget_waiting(const Sequence& sequence) {
   --waiting_;
-  for (auto group = groups_.begin(); group != groups_.end(); ++group) {
-    const auto found = std::ranges::find(group->sequences, &sequence);
-    if (found == group->sequences.end()) continue;
-    group->sequences.erase(found);
-    if (group->sequences.empty()) groups_.erase(group);
-    return;
-  }
+  std::erase(sequence.shares_with->waiting, &sequence);
+  erase_if_empty(sequence.shares_with);
+}
+
+void Scheduler::erase_if_empty(Groups::iterator group) {
+  if (group->waiting.empty() && group->running == 0) groups_.erase(group);
 }
 
 std::span<const PlannedSpan> Scheduler::plan() {
@@ -115,35 +135,63 @@ std::span<const PlannedSpan> Scheduler::plan() {
 
 void Scheduler::admit() {
   const std::int64_t limit = std::min(options_.max_running, options_.rows_per_step);
-  while (Sequence* const next = next_waiting()) {
-    if (running() >= limit || slots_.empty() || !admissible(*next)) break;
-    take_next_waiting();
-    Sequence& s = *next;
-    s.slot = slots_.back();
-    slots_.pop_back();
-    s.rows = 0;
-    s.id_on_device = s.id_on_host = false;
-    s.running = true;
-    running_.push_back(&s);
-    if (s.preempted) continue;
-    s.order = ++admitted_;
-    prompt_ids_ += s.prompt_size;
-    s.ids.reserve(static_cast<std::size_t>(s.prompt_size + s.max_ids));
-    s.table.reserve(s.table.missing(s.prompt_size + s.max_ids));
+  for (auto group = next_waiting(); group != groups_.end(); group = next_waiting()) {
+    const Sequence& next = *group->waiting.front();
+    if (next.in_flight > 0) break;  // preempted, and an id of it is not known yet
+    if (running() < limit && !slots_.empty() && pages_needed(next) <= pool_.available()) {
+      start(group);
+    } else if (!make_room(next)) {
+      break;
+    }
   }
 }
 
-// Whether there are pages for all rows that are known now, beside what running prompts will take and one page for each
-// running sequence: a sequence that is admitted too early is preempted soon and computed twice.
-bool Scheduler::admissible(const Sequence& s) const {
-  if (s.in_flight > 0) return false;  // preempted, and an id of it is not known yet
+// Pages for all rows that are known now, beside what running prompts will take and one page for each running sequence: a
+// sequence that is admitted too early is preempted soon and computed twice.
+std::int64_t Scheduler::pages_needed(const Sequence& s) const {
   std::int64_t needed = s.table.missing(s.known_rows());
   if (options_.share_prefixes) {
     const BlockTable::PrefixHit hit = s.table.prefix_hit(s.ids, s.first_needed_row());
     needed += hit.cached - hit.pages;
   }
   for (const Sequence* other : running_) needed += 1 + other->table.missing(other->known_rows());
-  return needed <= pool_.available();
+  return needed;
+}
+
+// Preempts a sequence of a group that has more than its share beside that of `next`, which waits. False if there is none, if
+// even all that such groups have would not do, or if a step that will be collected gives room anyway.
+bool Scheduler::make_room(const Sequence& next) {
+  if (pages_in_flight_ > 0) return false;
+  const auto may_give = [&](const Sequence& s) { return s.shares_with->running >= next.shares_with->running + 2; };
+  Sequence* const most = most_served(may_give);
+  if (most == nullptr) return false;
+  std::int64_t room = pool_.available();
+  for (const Sequence* s : running_) {
+    if (may_give(*s)) room += std::ssize(s->table.pages()) + 1 + s->table.missing(s->known_rows());
+  }
+  if (pages_needed(next) > room) return false;
+  preempt(*most);
+  return true;
+}
+
+// The youngest sequence of the group that has most of them, among those that run and may give up their place; or null.
+template <typename Predicate>
+Sequence* Scheduler::most_served(Predicate may_give) const {
+  Sequence* most = nullptr;
+  for (auto s = running_.rbegin(); s != running_.rend(); ++s) {
+    if (!may_give(**s)) continue;
+    if (most == nullptr || (*s)->shares_with->running > most->shares_with->running) most = *s;
+  }
+  return most;
+}
+
+// Its group has none that is younger: among those that wait, too, it is the oldest.
+void Scheduler::preempt(Sequence& s) {
+  stop_running(s);
+  s.preempted = true;
+  s.shares_with->waiting.push_front(&s);
+  ++waiting_;
+  ++preemptions_;
 }
 
 // Skips rows whose keys and values another sequence has computed, perhaps since this one was admitted.
@@ -218,16 +266,14 @@ bool Scheduler::get_pages(Share& share) {
   return true;
 }
 
-// Takes the pages of the youngest running sequence that is younger than `sequence`. False if there is none, or if pages will be
-// free anyway once a step is collected.
+// Takes the pages of a running sequence that is younger than `sequence`; it is the next to be admitted of those with equal
+// rights. False if there is none, or if pages will be free anyway once a step is collected.
 bool Scheduler::preempt_younger_than(const Sequence& sequence) {
-  if (pages_in_flight_ > 0 || running_.back()->order <= sequence.order) return false;
-  Sequence& youngest = *running_.back();
-  stop_running(youngest);
-  youngest.preempted = true;
-  groups_.push_front({0, {&youngest}});
-  ++waiting_;
-  ++preemptions_;
+  if (pages_in_flight_ > 0) return false;
+  Sequence* const most = most_served([&](const Sequence& other) { return other.order > sequence.order; });
+  if (most == nullptr) return false;
+  preempt(*most);
+  groups_.splice(groups_.begin(), groups_, most->shares_with);
   return true;
 }
 
@@ -237,6 +283,7 @@ void Scheduler::name_pages(Sequence& s) {
 
 void Scheduler::stop_running(Sequence& s) {
   running_.erase(std::ranges::find(running_, &s));
+  --s.shares_with->running;
   s.running = false;
   name_pages(s);
   if (s.in_flight == 0) {
@@ -272,6 +319,7 @@ void Scheduler::end(Sequence& s, bool forget_pages) {
   s.forget_pages = forget_pages;
   if (s.running) {
     stop_running(s);
+    erase_if_empty(s.shares_with);
   } else {
     forget_waiting(s);
   }
@@ -279,6 +327,14 @@ void Scheduler::end(Sequence& s, bool forget_pages) {
 
 bool Scheduler::released(const Sequence& s) {
   return s.ended && s.in_flight == 0;
+}
+
+std::string Scheduler::held_when_idle() const {
+  if (!running_.empty()) return format("%zu sequences run", running_.size());
+  if (waiting_ != 0 || !groups_.empty()) return format("%zu groups wait", groups_.size());
+  if (slots_in_use() != 0) return format("%lld slots are taken", static_cast<long long>(slots_in_use()));
+  if (pages_in_flight_ != 0) return format("%lld pages are in flight", static_cast<long long>(pages_in_flight_));
+  return "";
 }
 
 }  // namespace weft

@@ -1,27 +1,43 @@
 // Decides what each step of the engine computes: which sequences run, how many rows each of them gets, and who gives up its
 // pages when there are too few. Knows sequences and pages, but neither the model nor who asked.
 //
-// Sequences of one group (the choices of one request) wait in a row, and the groups take turns: whoever asks for a thousand
-// sequences does not hold up who asks for one. Sequences that were admitted are ordered by that. The one that was admitted
-// last is preempted first, and preempted ones are admitted again before all others. So the oldest of those that were admitted
-// always runs and gets every page that it asks for. It ends after finitely many steps, and then another one is the oldest; and
-// before a sequence stand finitely many turns: none waits for ever.
+// Sequences of one group (the choices of one request) share places among those that run. A group has all that others do not
+// ask for. When a sequence waits, that of the group with the fewest running ones is next, and groups with equally many take
+// turns. If it finds no place, or no pages, it takes those of the group that has the most, as long as that one keeps at least
+// as many sequences running as the other then has (max-min fairness). So whoever asks for a thousand sequences does not hold up
+// who asks for one. Groups of one sequence take nothing from each other: they wait in the order of arrival.
+//
+// Sequences are ordered by their first admission. A sequence that needs a page takes those of a younger one, of the group
+// that has the most; so the oldest that runs gets every page that it asks for. It never gives up its place either, because a
+// group gives up its youngest. So it ends after finitely many steps, and then another one is the oldest; and before a sequence
+// stand finitely many turns: none waits for ever. What was preempted is the first of its group, the oldest before the others.
 #pragma once
 
 #include <cstdint>
 #include <deque>
+#include <list>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "llmc/infer/page_pool.h"
 
 namespace weft {
 
+struct Sequence;
+
+struct SequenceGroup {
+  std::uint64_t id = 0;           // the caller's; 0: of one sequence alone
+  std::deque<Sequence*> waiting;  // what was preempted, the oldest first, then the others in the order of arrival
+  std::int64_t running = 0;
+};
+
 struct Sequence {
   Sequence(PagePool& pool, std::uint64_t number) : id(number), table(pool) {}
 
-  std::uint64_t id;               // the caller's
-  std::uint64_t group = 0;        // it takes turns with others for being admitted; 0: a group of its own
+  std::uint64_t id;         // the caller's
+  std::uint64_t group = 0;  // it shares places with others of the same number; 0: a group of its own
+  std::list<SequenceGroup>::iterator shares_with;  // that group, while it waits or runs; set by the scheduler
   std::uint64_t order = 0;        // of the first admission: a smaller one is older; 0: not admitted yet
   std::vector<std::int32_t> ids;  // the prompt and what was sampled, as far as the host knows it
   std::int64_t prompt_size = 0;
@@ -100,6 +116,9 @@ class Scheduler {
   std::int64_t running() const { return std::ssize(running_); }
   std::span<Sequence* const> running_sequences() const { return running_; }  // the oldest first
   std::int64_t waiting() const { return waiting_; }
+  std::int64_t slots_in_use() const { return options_.slots - std::ssize(slots_); }
+  // What is held although no sequence waits, runs or has rows in flight; empty if nothing is.
+  std::string held_when_idle() const;
   std::int64_t preemptions() const { return preemptions_; }
   std::int64_t prompt_ids() const { return prompt_ids_; }  // of the prompts that were admitted
   std::int64_t prefix_ids() const { return prefix_ids_; }  // of those, ids that were found in shared pages
@@ -113,16 +132,18 @@ class Scheduler {
     std::int64_t drafts = 0;  // of the rows
   };
 
-  struct Group {
-    std::uint64_t id;                 // 0: of one sequence alone, also of a preempted one
-    std::deque<Sequence*> sequences;  // that wait, in the order of arrival; at least one
-  };
+  using Groups = std::list<SequenceGroup>;
 
-  Sequence* next_waiting() const;
-  void take_next_waiting();
+  Groups::iterator next_waiting();
+  void start(Groups::iterator group);
   void forget_waiting(const Sequence& sequence);
+  void erase_if_empty(Groups::iterator group);
   void admit();
-  bool admissible(const Sequence& sequence) const;
+  std::int64_t pages_needed(const Sequence& sequence) const;
+  bool make_room(const Sequence& sequence);
+  template <typename Predicate>
+  Sequence* most_served(Predicate may_give) const;
+  void preempt(Sequence& sequence);
   void use_prefix(Sequence& sequence);
   bool follows_another(const Sequence& sequence) const;
   void divide();
@@ -135,8 +156,8 @@ class Scheduler {
 
   PagePool& pool_;
   const SchedulerOptions options_;
-  std::deque<Group> groups_;          // that wait: first what was preempted, the oldest first, then the others in turn
-  std::int64_t waiting_ = 0;          // sequences in groups_
+  Groups groups_;                     // with sequences that wait or run; whose turn comes first is first
+  std::int64_t waiting_ = 0;          // sequences
   std::uint64_t admitted_ = 0;        // ever
   std::vector<Sequence*> running_;    // the oldest first
   std::vector<std::int32_t> slots_;   // free

@@ -28,6 +28,49 @@ std::string json_quoted(std::string_view text) {
   return quoted.append(1, '"').append(text).append(1, '"');
 }
 
+std::u32string code_points(std::string_view utf8) {
+  std::u32string points;
+  for (std::size_t at = 0; at < utf8.size();) {
+    const std::size_t length = utf8_sequence_length(utf8.substr(at));
+    char32_t point = static_cast<unsigned char>(utf8[at]) & (0xFFu >> (length > 1 ? length + 1 : 0));
+    for (std::size_t i = 1; i < length; ++i) point = point << 6 | (static_cast<unsigned char>(utf8[at + i]) & 0x3Fu);
+    points += point;
+    at += length;
+  }
+  return points;
+}
+
+// Where each character of `decoded`, and its end, stands in `given`: a text whose normalization it is. Where they differ, the
+// shortest parts count as equal behind which both go on alike.
+std::vector<std::int64_t> places_of(std::u32string_view decoded, std::u32string_view given) {
+  constexpr std::size_t kLongest = 8, kAlike = 3;
+  std::vector<std::int64_t> places;
+  std::size_t d = 0, g = 0;  // both are done up to here
+  const auto alike_behind = [&](std::size_t d_part, std::size_t g_part) {
+    if (d + d_part > decoded.size() || g + g_part > given.size()) return false;
+    return decoded.substr(d + d_part, kAlike) == given.substr(g + g_part, kAlike);
+  };
+  while (d < decoded.size()) {
+    std::size_t d_part = 1, g_part = 1;
+    if (g == given.size() || decoded[d] != given[g]) {
+      for (std::size_t both = 1; both <= kLongest; ++both) {
+        std::size_t part = 0;
+        while (part <= both && !alike_behind(part, both - part)) ++part;
+        if (part > both) continue;
+        d_part = part;
+        g_part = both - part;
+        break;
+      }
+    }
+    for (std::size_t i = 0; i < d_part; ++i) places.push_back(static_cast<std::int64_t>(g + std::min(i, g_part)));
+    d += d_part;
+    g = std::min(g + g_part, given.size());
+  }
+  places.push_back(static_cast<std::int64_t>(given.size()));
+  for (std::int64_t& place : places) place = std::min(place, places.back());
+  return places;
+}
+
 Json number(float logprob) {
   return static_cast<double>(std::max(logprob, kLeastLogprob));
 }
@@ -100,51 +143,59 @@ void CompletionsChoice::add_prompt_tokens(const CompletionPiece& piece) {
   if (!prompt_) return;
   std::optional<StreamingDecoder> decoder;
   if (tokenizer_ != nullptr) decoder.emplace(*tokenizer_);
-  const std::int64_t end = characters(piece.text);
+  std::string decoded;
   for (std::size_t i = 0; i < prompt_->ids.size(); ++i) {
-    const std::int32_t id = prompt_->ids[i];
-    const bool known = decoder && id < tokenizer_->vocab_size();
-    // The token that begins a document was put in front of the text, so none of the text's characters are its own.
-    const bool in_front =
-        i == 0 && known && tokenizer_->is_special(id) && !piece.text.starts_with(tokenizer_->token_bytes(id));
     const bool scored = i > 0 && i <= piece.prompt.size();
-    add_token({scored ? piece.prompt[i - 1] : ScoredId{id, 0, {}}, scored, true},
-              decoder && !in_front ? &*decoder : nullptr);
+    decoded += add_token({scored ? piece.prompt[i - 1] : ScoredId{prompt_->ids[i], 0, {}}, scored, true},
+                         decoder && i >= prompt_->in_front ? &*decoder : nullptr);
   }
-  if (decoder) decode(*decoder, std::nullopt);
-  // Normalization may have changed the number of characters: what follows counts from the prompt as it was given.
-  for (Token& token : tokens_) token.offset = std::min(token.offset, end);
-  offset_ = end;
+  if (decoder) decoded += decode(*decoder, std::nullopt);
+  if (decoded != piece.text) {
+    const std::vector<std::int64_t> places = places_of(code_points(decoded), code_points(piece.text));
+    for (Token& token : tokens_) token.offset = places[static_cast<std::size_t>(token.offset)];
+  }
+  offset_ = characters(piece.text);
 }
 
-// `decoder`: that of the text that the token is of; null if it is of none.
-void CompletionsChoice::add_token(Token token, StreamingDecoder* decoder) {
+// `decoder`: that of the text that the token is of; null if it is of none. Returns the text that is certain now.
+std::string CompletionsChoice::add_token(Token token, StreamingDecoder* decoder) {
   const std::int32_t id = token.id.id;
+  const bool has_text = decoder != nullptr && id < tokenizer_->vocab_size();
   tokens_.push_back(std::move(token));
-  if (decoder == nullptr || id >= tokenizer_->vocab_size()) {
+  if (!has_text && waiting_.empty()) {
     tokens_.back().offset = offset_;
-    return;
+    return "";
   }
-  waiting_.push_back(written_ + tokens_.size() - 1);
-  decode(*decoder, id);
+  waiting_.push_back({written_ + tokens_.size() - 1, has_text});
+  return has_text ? decode(*decoder, id) : "";
 }
 
-// Without an id: the end of the text. Tokens learn where they begin.
-void CompletionsChoice::decode(StreamingDecoder& decoder, std::optional<std::int32_t> id) {
+// Without an id: the end of the text. Tokens learn where they begin; one without text stands where the next one begins.
+std::string CompletionsChoice::decode(StreamingDecoder& decoder, std::optional<std::int32_t> id) {
   std::vector<std::size_t> begins;
-  const std::string text = id ? decoder.push(*id, &begins) : decoder.finish(&begins);
-  for (const std::size_t begin : begins) {
-    tokens_[waiting_.front() - written_].offset = offset_ + static_cast<std::int64_t>(begin);
+  std::string text = id ? decoder.push(*id, &begins) : decoder.finish(&begins);
+  const auto place_next = [&](std::int64_t offset) {
+    const Waiting next = waiting_.front();
+    tokens_[next.number - written_].offset = offset;
     waiting_.pop_front();
+    return next.has_text;
+  };
+  for (const std::size_t begin : begins) {
+    while (!place_next(offset_ + static_cast<std::int64_t>(begin))) {
+    }
   }
   offset_ += characters(text);
+  while (!id && !waiting_.empty()) place_next(offset_);
+  return text;
 }
 
 void CompletionsChoice::finish(FinishedBy reason) {
-  if (decoder_) {
-    decode(*decoder_, std::nullopt);
-    write_due_tokens();
+  if (decoder_) decode(*decoder_, std::nullopt);
+  for (Token& token : tokens_) {
+    token.offset = std::min(token.offset, shown_);
+    token.unconditional = true;
   }
+  write_due_tokens();
   finish_reason_ = reason == FinishedBy::stop || reason == FinishedBy::length ? finished_by_name(reason) : "abort";
 }
 

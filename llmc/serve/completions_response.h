@@ -32,8 +32,9 @@ struct CompletionsUsage {
 };
 
 // One choice: collects the pieces of a completion, as JSON, and writes what has come since the last write().
-// Log-probabilities are written with the text of their token: those of a stop id, or of a token that a stop text removes,
-// are not.
+// Every token has its entry in the lists of log-probabilities, which comes with the token's text. The text between a token's
+// offset and that of the next one is the token's; of a stop id, or of a token that a stop text removes, it is empty, and the
+// entry comes with the end.
 class CompletionsChoice {
  public:
   // `prompt`: what the text continues; may be null without log-probabilities. `alternatives`: CompletionOptions::logprobs.
@@ -51,14 +52,14 @@ class CompletionsChoice {
   struct Token {
     ScoredId id;
     bool scored = true;               // the first id of a prompt has no log-probability
-    bool unconditional = false;       // written even if none of its text is shown: of a prompt, or without a tokenizer
+    bool unconditional = false;       // does not wait for its text: of a prompt, or without a tokenizer
     std::int64_t offset = kNotKnown;  // characters of the choice's text before it
   };
   static constexpr std::int64_t kNotKnown = INT64_MAX;  // what it stands behind may still change
 
   void add_prompt_tokens(const CompletionPiece& piece);
-  void add_token(Token token, StreamingDecoder* decoder);
-  void decode(StreamingDecoder& decoder, std::optional<std::int32_t> id);
+  std::string add_token(Token token, StreamingDecoder* decoder);
+  std::string decode(StreamingDecoder& decoder, std::optional<std::int32_t> id);
   bool token_is_due() const;
   void write_due_tokens();
   std::string token_text(std::int32_t id) const;
@@ -73,7 +74,11 @@ class CompletionsChoice {
   std::string text_;                         // not yet written
   std::deque<Token> tokens_;                 // not yet due
   std::size_t written_ = 0;                  // tokens that were in tokens_
-  std::deque<std::size_t> waiting_;          // numbers of those whose offset is not known, as yet
+  struct Waiting {
+    std::size_t number;  // of the token
+    bool has_text;
+  };
+  std::deque<Waiting> waiting_;  // tokens whose offset is not known, as yet
   struct Lists {
     std::string tokens, logprobs, top, offsets;  // what is between the brackets
   } lists_;                                      // of the tokens that are due and not yet written

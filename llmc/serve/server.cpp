@@ -670,6 +670,14 @@ std::string CompletionsServer::url() const {
   return state_->http.url();
 }
 
+std::string CompletionsServer::held() const {
+  const std::lock_guard lock(state_->answers_mutex);
+  const auto completions = static_cast<long long>(state_->in_flight),
+             values = static_cast<long long>(state_->values_in_flight);
+  if (completions == 0 && values == 0 && state_->answers.empty()) return "";
+  return format("%lld completions, %lld values, %zu answers", completions, values, state_->answers.size());
+}
+
 Exit CompletionsServer::run(Engine& engine, const EngineOptions& engine_options, const ModelConfig& config,
                             const Tokenizer* tokenizer, Tokenizer::Special special) {
   State& s = *state_;

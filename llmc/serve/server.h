@@ -46,6 +46,9 @@ class CompletionsServer {
   CompletionsServer& operator=(const CompletionsServer&) = delete;
 
   std::string url() const;
+  // What answers hold, for tests: completions that are counted, values, answers. Empty if nothing, as it is once all have
+  // ended and their connections have been told.
+  std::string held() const;
 
   // Serves until a stop signal (llmc/base/signals.h), then takes no further requests, gives those under way
   // drain_seconds, and returns the exit code of the signal. If the engine fails, all requests end with an error, and its

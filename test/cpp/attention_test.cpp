@@ -157,6 +157,16 @@ INSTANTIATE_TEST_SUITE_P(Odd, AttentionShapes,
                                          AttentionShape{1, 5, 9, 4, 2, 8, false},      //
                                          AttentionShape{1, 40, 70, 4, 2, 8, false}));
 
+// More query heads for each head of keys than a block has rows, and numbers of them that no power of two divides.
+INSTANTIATE_TEST_SUITE_P(Groups, AttentionShapes,
+                         testing::Values(AttentionShape{1, 9, 9, 10, 2, 4, true},      // 5
+                                         AttentionShape{2, 1, 12, 12, 2, 5, true},     // 6, decode
+                                         AttentionShape{1, 5, 20, 14, 2, 4, true},     // 7
+                                         AttentionShape{1, 66, 66, 16, 2, 4, true},    // 8, blocks
+                                         AttentionShape{1, 70, 70, 15, 3, 3, true},    // 5 of 3
+                                         AttentionShape{1, 4, 9, 9, 1, 6, true},       // 9
+                                         AttentionShape{1, 67, 67, 22, 2, 3, true}));  // 11
+
 TEST(Attention, RowsAndBlocksAgree) {
   // The last queries alone take the path without blocks.
   AttentionShape s{2, 100, 100, 4, 2, 24, true, 0.2f};

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <sstream>
 #include <string>
@@ -72,7 +73,7 @@ class BatchTest : public testing::Test {
   }
   std::string error(const std::string& line) {
     write_bytes(out_, "");
-    EXPECT_EQ(run(line + "\n"), Exit::ok);
+    EXPECT_EQ(run(line + "\n"), Exit::failed_lines);
     const std::vector<Json> all = answers();
     EXPECT_EQ(all.size(), 1u) << line;
     if (all.size() != 1) return "";
@@ -218,7 +219,7 @@ TEST_F(BatchTest, NamesOfSpecialTokensAreReadAsAsked) {
   EXPECT_EQ(answer(2)["prompt_ids"], ids_of("<|endoftext|>a"));
   write_bytes(out_, "");
   special_ = Tokenizer::Special::allow;
-  EXPECT_EQ(run(lines), Exit::ok);
+  EXPECT_EQ(run(lines), Exit::failed_lines);  // the id of <|padding|> is PagedFake::kPoison
   EXPECT_EQ(answer(1)["prompt_ids"], Ids{1});
   EXPECT_EQ(answer(2)["prompt_ids"], (Ids{kEndOfText, byte_id('a')}));
 }
@@ -275,7 +276,7 @@ TEST_F(BatchTest, ABadLineIsAnAnswerWithAnErrorThatNamesTheField) {
   write_bytes(out_, "");
   EXPECT_EQ(
       run("{\"id\": 1, \"prompt\": \"a\"}\nbad\n{\"id\": 1, \"prompt\": \"b\"}\n{\"id\": 2, \"prompt\": \"c\"}\n"),
-      Exit::ok);
+      Exit::failed_lines);
   std::vector<Json> errors;
   for (const Json& one : answers()) {
     if (one["finish_reason"] == "error") errors.push_back(one);
@@ -303,7 +304,7 @@ TEST_F(BatchTest, ErrorsThatComeLaterNameTheLineOfTheirRequest) {
     ++line;
     if (bad) expected[i] = line;
   }
-  EXPECT_EQ(run(lines), Exit::ok);
+  EXPECT_EQ(run(lines), Exit::failed_lines);
   for (int i = 0; i < 20; ++i) {
     const Json got = answer(i);
     EXPECT_EQ(got["finish_reason"] == "error", expected.contains(i)) << i;
@@ -319,7 +320,8 @@ TEST_F(BatchTest, ErrorsNameTheirLine) {
     PagedFake model(sizes());
     PolledLines input(in_, 100);
     AnswerFile output(out_);
-    EXPECT_EQ(run_batch(model, nullptr, {{}, Tokenizer::Special::text, {4, 32, true}}, input, output), Exit::ok);
+    EXPECT_EQ(run_batch(model, nullptr, {{}, Tokenizer::Special::text, {4, 32, true}}, input, output),
+              Exit::failed_lines);
   }
   const std::vector<Json> all = answers();
   ASSERT_EQ(all.size(), 2u);
@@ -329,7 +331,7 @@ TEST_F(BatchTest, ErrorsNameTheirLine) {
 }
 
 TEST_F(BatchTest, LogitsThatAreNotFiniteAreAnErrorOfTheirRequest) {
-  EXPECT_EQ(run("{\"id\": 1, \"prompt_ids\": [3, 1, 3]}\n{\"id\": 2, \"prompt\": \"c\"}\n"), Exit::ok);
+  EXPECT_EQ(run("{\"id\": 1, \"prompt_ids\": [3, 1, 3]}\n{\"id\": 2, \"prompt\": \"c\"}\n"), Exit::failed_lines);
   EXPECT_EQ(answer(1)["finish_reason"], "error");
   EXPECT_NE(answer(1)["error"].get<std::string>().find("not finite"), std::string::npos);
   EXPECT_EQ(answer(2)["finish_reason"], "length");
@@ -346,7 +348,7 @@ TEST_F(BatchTest, RunningAgainGoesOnWithWhatIsMissing) {
   std::map<Json, Json> expected;
   for (const Json& one : answers()) expected[one["id"]] = one;
   write_bytes(out_, "");
-  EXPECT_EQ(run(first + "{\"id\": 7, \"prompt\": 3}\n"), Exit::ok);
+  EXPECT_EQ(run(first + "{\"id\": 7, \"prompt\": 3}\n"), Exit::failed_lines);
   // A killed run leaves a line without its end. Once with an answer with an error before it, once without.
   const std::string with_error = read_bytes(out_);
   EXPECT_EQ(run(first), Exit::ok);
@@ -379,7 +381,7 @@ TEST_F(BatchTest, EveryErrorIsRemovedAndTriedAgain) {
       good += id + "\"a\"}\n";
       bad += id + (pattern[i] == 'e' ? "5}\n" : "\"a\"}\n");
     }
-    EXPECT_EQ(run(bad), Exit::ok);
+    EXPECT_EQ(run(bad), Exit::failed_lines);
     EXPECT_EQ(run(good), Exit::ok);
     EXPECT_EQ(answers().size(), pattern.size()) << pattern;
     for (std::size_t i = 0; i < pattern.size(); ++i) EXPECT_EQ(answer(i)["prompt_ids"], ids_of("a")) << pattern;
@@ -400,7 +402,7 @@ TEST_F(BatchTest, AnAnswerOfMillionsOfScoresIsFoundAgain) {
 }
 
 TEST_F(BatchTest, AnAnswerFileKeepsItsMode) {
-  EXPECT_EQ(run("no JSON\n"), Exit::ok);
+  EXPECT_EQ(run("no JSON\n"), Exit::failed_lines);
   ASSERT_EQ(::chmod(out_.c_str(), 0600), 0);
   EXPECT_EQ(run("{\"id\": 1, \"prompt\": \"a\"}\n"), Exit::ok);  // writes a file without the error
   struct stat info {};
@@ -562,6 +564,64 @@ TEST_F(BatchTest, AFileThatWasReplacedBeforeItWasLockedIsNotWritten) {
   EXPECT_EQ(locks, 2);
   mine.write({{"id", 1}, {"finish_reason", "stop"}});
   EXPECT_EQ(read_bytes(out_), "{\"id\":1,\"finish_reason\":\"stop\"}\n");
+}
+
+// Answers that nobody finds are no success: whatever became of the file, before an answer or at the end.
+TEST_F(BatchTest, AnOutputThatIsTakenAwayEndsTheRun) {
+  const std::string folder = directory_.file("folder"), inside = folder + "/out", other = directory_.file("other");
+  struct Case {
+    const char* words;
+    std::function<void()> take_away;
+  };
+  const std::vector<Case> cases = {
+      {"was removed, renamed or replaced", [&] { std::filesystem::remove(inside); }},
+      {"was removed, renamed or replaced", [&] { std::filesystem::rename(inside, other); }},
+      {"was removed, renamed or replaced",
+       [&] {
+         write_bytes(other, read_bytes(inside));
+         std::filesystem::rename(other, inside);
+       }},
+      {"was removed, renamed or replaced", [&] { std::filesystem::remove_all(folder); }},
+      {"was removed, renamed or replaced", [&] { std::filesystem::rename(folder, folder + ".away"); }},
+      {"another process has changed it", [&] { std::filesystem::resize_file(inside, 0); }},
+      {"another process has changed it", [&] { std::filesystem::resize_file(inside, 10000); }}};
+  for (const Case& c : cases) {
+    for (const bool at_the_end : {false, true}) {
+      std::filesystem::remove_all(folder);
+      std::filesystem::remove_all(folder + ".away");
+      std::filesystem::create_directory(folder);
+      AnswerFile file(inside);
+      file.write({{"id", 1}, {"finish_reason", "stop"}});
+      file.sync();
+      c.take_away();
+      const std::string message = error_of(Exit::environment, [&] {
+        if (at_the_end) return file.sync();
+        file.write({{"id", 2}, {"finish_reason", "stop"}});
+      });
+      expect_contains(message, c.words);
+      expect_contains(message, "--output: ");
+    }
+  }
+  // The whole run, at its second answer.
+  write_bytes(in_, "{\"id\": 1, \"prompt\": \"a\"}\n{\"id\": 2, \"prompt\": \"b\"}\n");
+  PagedFake model(sizes());
+  model.change_config() = config_;
+  PolledLines input(in_, kMaxRequestBytes);
+  AnswerFile output(out_);
+  std::filesystem::remove(out_);
+  error_of(Exit::environment, [&] {
+    run_batch(model, &byte_tokenizer(), {{.max_tokens = 3}, special_, {4, 32, true}}, input, output);
+  });
+}
+
+// Whoever reads the exit code alone learns that lines have failed: of this run, and not of one before it.
+TEST_F(BatchTest, FailedLinesHaveAnExitCode) {
+  const std::string good = "{\"id\": 1, \"prompt\": \"a\"}\n", bad = "{\"id\": 2, \"prompt\": 3}\n";
+  EXPECT_EQ(run(good), Exit::ok);
+  EXPECT_EQ(run(good + bad), Exit::failed_lines);
+  EXPECT_EQ(run(good), Exit::ok);
+  EXPECT_EQ(run("{\"id\": 1, \"prompt\": \"b\"}\n"), Exit::bad_file);
+  EXPECT_EQ(run("{\"id\": 1, \"prompt\": \"b\"}\n" + bad), Exit::failed_lines);
 }
 
 TEST_F(BatchTest, AFullDiskLeavesWholeLines) {

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "llmc/infer/scheduler.h"
+#include "test/cpp/checked_engine.h"
 #include "test/cpp/paged_fake.h"
 #include "test/cpp/sanitized.h"
 #include "test/cpp/test_files.h"
@@ -18,6 +19,7 @@
 namespace weft {
 namespace {
 
+using Engine = CheckedEngine;  // so that no test can forget to look
 using Ids = std::vector<std::int32_t>;
 using Clock = std::chrono::steady_clock;
 
@@ -967,6 +969,196 @@ TEST(Engine, RandomSchedulesGiveTheIdsOfEachRequestAlone) {
   EXPECT_GE(sum.steps, 30000);
   EXPECT_GT(sum.preemptions, 1000);
   EXPECT_GT(sum.prefix_ids, 1000);
+}
+
+// ---- shares of places ------------------------------------------------------------------------------------------------
+
+// `count` sequences of one group with prompts of their own.
+std::vector<Asked> ask(Engine& engine, std::uint64_t group, std::int64_t count, std::int64_t max_ids,
+                       std::int64_t prompt_ids = 3) {
+  static std::uint64_t seed = 7000;
+  std::vector<Asked> all;
+  for (std::int64_t i = 0; i < count; ++i) {
+    ++seed;
+    Asked asked{request_of(random_ids(prompt_ids, seed), max_ids, seed % 5), std::make_shared<Recorder>()};
+    asked.request.group = group;
+    asked.id = engine.submit(asked.request, asked.recorder);
+    all.push_back(std::move(asked));
+  }
+  return all;
+}
+
+std::int64_t ids_of(const std::vector<Asked>& all) {
+  std::int64_t sum = 0;
+  for (const Asked& asked : all) sum += std::ssize(asked.recorder->ids);
+  return sum;
+}
+
+bool ended(const std::vector<Asked>& all) {
+  return std::ranges::all_of(all, [](const Asked& asked) { return asked.recorder->end.has_value(); });
+}
+
+// Steps until all have ended; how many.
+std::int64_t steps_to_end(Engine& engine, const std::vector<Asked>& all, std::int64_t limit = 10000) {
+  std::int64_t steps = 0;
+  for (; !ended(all) && steps < limit; ++steps) engine.step();
+  return steps;
+}
+
+// A request of many long sequences holds all places; a small one waits for a step or two, not for the end of one of them.
+TEST(Engine, ASmallRequestDoesNotWaitForTheEndOfALargeOne) {
+  for (const std::int64_t depth : {1, 2, 3}) {
+    PagedFake model({.num_pages = 1000, .depth = depth});
+    Engine engine(model, {.max_running = 8, .rows_per_step = 32});
+    const std::vector<Asked> large = ask(engine, 7, 30, 150);
+    for (int i = 0; i < 10; ++i) engine.step();
+    ASSERT_EQ(engine.statistics().running, 8);
+    for (int i = 0; i < 20; ++i) {
+      const std::vector<Asked> small = ask(engine, 0, 1, 2);
+      EXPECT_LE(steps_to_end(engine, small), 3 + 2 * depth);
+      expect_as_alone(small[0], model);
+    }
+    // What it displaced runs again, and nothing else was.
+    for (int i = 0; i < 5; ++i) engine.step();
+    EXPECT_EQ(engine.statistics().running, 8);
+    EXPECT_LE(engine.statistics().preemptions, 20);
+    finish(engine);
+    for (const Asked& asked : large) expect_as_alone(asked, model);
+  }
+}
+
+// Places are divided equally between requests that want them, and are never empty.
+TEST(Engine, RequestsShareThePlaces) {
+  PagedFake model({.num_pages = 1000, .depth = 2});
+  Engine engine(model, {.max_running = 8, .rows_per_step = 32});
+  const auto ids_in_100_steps = [&](const std::vector<const std::vector<Asked>*>& requests) {
+    std::vector<std::int64_t> before, gained;
+    for (const auto* request : requests) before.push_back(ids_of(*request));
+    int full = 0;
+    for (int step = 0; step < 100; ++step) {
+      engine.step();
+      full += engine.statistics().running == 8;
+    }
+    EXPECT_GE(full, 80);  // the place of a sequence that has ended is taken in the next step
+    for (std::size_t i = 0; i < requests.size(); ++i) gained.push_back(ids_of(*requests[i]) - before[i]);
+    return gained;
+  };
+  const std::vector<Asked> first = ask(engine, 7, 60, 160);
+  for (int i = 0; i < 10; ++i) engine.step();
+  EXPECT_GE(ids_in_100_steps({&first})[0], 790);  // it has all of them while nobody else asks
+  const std::vector<Asked> second = ask(engine, 8, 60, 160);
+  for (int i = 0; i < 30; ++i) engine.step();
+  for (const std::int64_t gained : ids_in_100_steps({&first, &second})) EXPECT_NEAR(gained, 400, 20);
+  const std::vector<Asked> third = ask(engine, 9, 1, 180), fourth = ask(engine, 0, 1, 180);
+  for (int i = 0; i < 10; ++i) engine.step();
+  const std::vector<std::int64_t> gained = ids_in_100_steps({&first, &second, &third, &fourth});
+  EXPECT_NEAR(gained[0], 300, 20);
+  EXPECT_NEAR(gained[1], 300, 20);
+  EXPECT_GE(gained[2], 98);  // one place is all that it can use
+  EXPECT_GE(gained[3], 98);
+  for (const Asked& asked : second) engine.cancel(asked.id);
+  for (int i = 0; i < 90; ++i) engine.step();
+  EXPECT_GE(ids_in_100_steps({&first})[0], 760);
+  finish(engine);
+  for (const auto* all : {&first, &third, &fourth}) {
+    for (const Asked& asked : *all) expect_as_alone(asked, model);
+  }
+}
+
+// Where pages are scarce the large request gives up those, too; and it does not take them back from the small one, which is younger
+// than all of its sequences.
+TEST(Engine, ASmallRequestGetsAndKeepsItsPages) {
+  for (const std::int64_t depth : {1, 2}) {
+    PagedFake model({.num_pages = 40, .slots = 16, .max_positions = 150, .depth = depth});  // 160 positions
+    Engine engine(model, {.max_running = 16, .rows_per_step = 32});
+    const std::vector<Asked> large = ask(engine, 7, 30, 80);
+    for (int i = 0; i < 25; ++i) engine.step();
+    ASSERT_GT(engine.statistics().waiting, 0);
+    for (int i = 0; i < 10; ++i) {
+      const std::vector<Asked> small = ask(engine, 0, 1, 12, 9);
+      EXPECT_LE(steps_to_end(engine, small), 40);
+      expect_as_alone(small[0], model);
+    }
+    EXPECT_FALSE(ended(large));
+    finish(engine);
+    for (const Asked& asked : large) expect_as_alone(asked, model);
+  }
+}
+
+// Who has no more than its share gives nothing up.
+TEST(Engine, RequestsOfOneSequenceWaitForTheirTurn) {
+  PagedFake model({.num_pages = 1000, .depth = 2});
+  Engine engine(model, {.max_running = 8, .rows_per_step = 32});
+  std::vector<Asked> all = ask(engine, 0, 8, 40);
+  for (int i = 0; i < 10; ++i) engine.step();
+  const std::vector<Asked> late = ask(engine, 0, 1, 2), pair = ask(engine, 7, 2, 2);
+  for (int i = 0; i < 20; ++i) engine.step();
+  EXPECT_EQ(engine.statistics().waiting, 3);
+  finish(engine);
+  EXPECT_EQ(engine.statistics().preemptions, 0);
+  for (const Asked& asked : all) expect_as_alone(asked, model);
+}
+
+// What would not be enough is not taken: the one that waits needs more pages than all that have more than their share hold.
+TEST(Engine, NobodyIsDisplacedInVain) {
+  PagedFake model({.num_pages = 20, .max_rows = 64, .max_positions = 80});  // pages of 4 positions
+  Engine engine(model, {.max_running = 8, .rows_per_step = 64});
+  ask(engine, 0, 1, 8, 40);  // 12 pages
+  const std::vector<Asked> two = ask(engine, 7, 2, 12, 3);
+  for (int i = 0; i < 3; ++i) engine.step();
+  ASSERT_EQ(engine.statistics().running, 3);
+  const std::vector<Asked> big = ask(engine, 0, 1, 2, 70);  // 18 pages
+  for (int i = 0; i < 4; ++i) engine.step();
+  EXPECT_EQ(engine.statistics().running, 3);
+  EXPECT_EQ(engine.statistics().preemptions, 0);
+  finish(engine);
+  expect_as_alone(big[0], model);
+  expect_as_alone(two[0], model);
+}
+
+// Small requests come without an end: the large one has what is left, and all of it finishes.
+TEST(Engine, ALargeRequestIsNotStarvedBySmallOnes) {
+  for (const std::int64_t num_pages : {1000, 60}) {
+    PagedFake model({.num_pages = num_pages, .depth = 2});
+    Engine engine(model, {.max_running = 8, .rows_per_step = 32});
+    const std::vector<Asked> large = ask(engine, 7, 24, 60);
+    std::int64_t steps = 0, longest = 0;
+    std::deque<std::pair<std::int64_t, std::vector<Asked>>> small;
+    for (; !ended(large) && steps < 5000; ++steps) {
+      small.emplace_back(steps, ask(engine, 0, 1, 4));
+      engine.step();
+      for (; !small.empty() && ended(small.front().second); small.pop_front()) {
+        longest = std::max(longest, steps - small.front().first);
+        expect_as_alone(small.front().second[0], model);
+      }
+    }
+    // A small one takes about 6 steps, so 6 run at a time and 2 places are left: 24 * 60 / 2 steps, and what is computed again.
+    EXPECT_LE(steps, 2500) << num_pages;
+    EXPECT_LE(longest, 60) << num_pages;
+    finish(engine);
+    for (const Asked& asked : large) expect_as_alone(asked, model);
+  }
+}
+
+// A draft model's pages and slot are free as soon as a sequence does not run: after each step, as CheckedEngine looks.
+TEST(Engine, DraftsOfASequenceThatIsDisplacedAreGivenBack) {
+  for (const std::int64_t depth : {1, 2}) {
+    PagedFake model({.num_pages = 40, .depth = depth}), draft({.num_pages = 40, .depth = depth});
+    EngineOptions options{.max_running = 6, .rows_per_step = 32};
+    options.drafts = {.model = &draft, .row_cost = 1e-3, .draft_cost = 0.05};
+    Engine engine(model, options);
+    const std::vector<Asked> large = ask(engine, 7, 12, 60);
+    for (int i = 0; i < 12; ++i) {
+      engine.step();
+      const std::vector<Asked> small = ask(engine, 0, 1, 3);
+      steps_to_end(engine, small);
+      if (i == 6) engine.cancel(large[0].id);
+      if (i == 8) engine.cancel(large[11].id);
+    }
+    EXPECT_GT(engine.statistics().preemptions, 5);
+    finish(engine);
+    for (const Asked& asked : large) expect_as_alone(asked, model);
+  }
 }
 
 // Guesses of every kind, right and wrong, in the schedules above: by the draft model's share of wrong ids, or from a vocabulary

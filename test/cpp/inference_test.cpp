@@ -72,7 +72,9 @@ TEST(PagedAttention, MatchesContiguousKeysWhateverThePages) {
   struct Shape {
     std::int64_t NH, NKV, HS;
   };
-  for (const auto& [NH, NKV, HS] : {Shape{4, 2, 16}, Shape{3, 1, 20}, Shape{2, 2, 5}}) {
+  for (const auto& [NH, NKV, HS] :
+       {Shape{4, 2, 16}, Shape{3, 1, 20}, Shape{2, 2, 5}, Shape{10, 2, 5}, Shape{12, 2, 8}, Shape{14, 2, 3},
+        Shape{16, 2, 4}, Shape{15, 3, 6}, Shape{9, 1, 4}, Shape{22, 2, 4}}) {
     const std::int64_t T = 3 * P + 5;
     const Floats q = random_floats(T * NH * HS, 5), k = random_floats(T * NKV * HS, 6),
                  v = random_floats(T * NKV * HS, 7);

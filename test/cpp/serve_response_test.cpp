@@ -9,6 +9,7 @@
 #include <string>
 
 #include "llmc/base/json.h"
+#include "llmc/base/utf8.h"
 #include "llmc/serve/metrics.h"
 #include "llmc/serve/page.h"
 #include "llmc/serve/server.h"
@@ -76,8 +77,8 @@ TEST(CompletionsChoice, TokensStandWhereTheirTextBegins) {
   EXPECT_EQ(all["top_logprobs"][0], Json({{"bytes:\\xe2", -1.0}, {"z", -3.0}}));
 }
 
-// "xy" is held back as the beginning of a stop text: its tokens come with it, or never.
-TEST(CompletionsChoice, TokensOfAStopTextAreNotShown) {
+// "xy" is held back as the beginning of a stop text: its tokens come with it, or with the end.
+TEST(CompletionsChoice, TokensOfAStopTextComeWithTheEnd) {
   CompletionsChoice choice(0, &tokenizer(), 0, nullptr);
   choice.add(piece("a", byte_id('a')));
   choice.add(piece("", byte_id('x')));
@@ -89,8 +90,45 @@ TEST(CompletionsChoice, TokensOfAStopTextAreNotShown) {
   choice.add(piece("", byte_id('y')));
   choice.finish(FinishedBy::stop);
   const Json last = written(choice);
-  EXPECT_EQ(last["logprobs"]["tokens"], Json::array());
+  EXPECT_EQ(last["logprobs"]["tokens"], Json({"x", "y"}));
+  EXPECT_EQ(last["logprobs"]["text_offset"], Json({4, 4}));
   EXPECT_EQ(last["text"], "");
+}
+
+// lm_eval sums the entries of the context up to the last but one: the generated one must be there, whatever it is.
+TEST(CompletionsChoice, EveryGeneratedTokenHasItsEntry) {
+  const std::int32_t end = tokenizer().id_of("<|endoftext|>").value();
+  const auto padding = static_cast<std::int32_t>(tokenizer().vocab_size());  // a row of the embedding without a token
+  const auto prompt = std::make_shared<CompletionPrompt>();
+  prompt->text = "ab";
+  prompt->ids = {byte_id('a'), byte_id('b')};
+  for (const std::int32_t last : {end, padding, byte_id('x'), byte_id(0xE2)}) {
+    for (const FinishedBy reason : {FinishedBy::stop, FinishedBy::length, FinishedBy::cancelled}) {
+      for (const bool echo : {true, false}) {
+        CompletionsChoice choice(0, &tokenizer(), 1, prompt);
+        CompletionPiece before;
+        before.is_prompt = true;
+        before.text = "ab";
+        before.prompt = {{byte_id('b'), -0.5, {}}};
+        if (echo) choice.add(before);
+        choice.add(piece("c", byte_id('c'), -2));
+        choice.add(piece("", last, -0.25));  // its text does not show
+        choice.finish(reason);
+        const Json one = written(choice), all = one["logprobs"];
+        const std::size_t size = echo ? 4 : 2;
+        for (const char* list : {"tokens", "token_logprobs", "top_logprobs", "text_offset"}) {
+          ASSERT_EQ(all[list].size(), size) << list;
+        }
+        EXPECT_EQ(one["text"], echo ? "abc" : "c");
+        EXPECT_EQ(all["token_logprobs"].back(), -0.25);
+        EXPECT_EQ(all["text_offset"].back(), echo ? 3 : 1);
+        if (last == end) {
+          EXPECT_EQ(all["tokens"].back(), "<|endoftext|>");
+          EXPECT_EQ(all["top_logprobs"].back(), Json({{"<|endoftext|>", -0.25}, {"z", -3.0}}));
+        }
+      }
+    }
+  }
 }
 
 // Offsets and what is shown count characters, also behind some that have several bytes.
@@ -107,10 +145,10 @@ TEST(CompletionsChoice, TokensAreHeldBackBehindCharactersOfSeveralBytes) {
   EXPECT_EQ(written(choice)["logprobs"]["text_offset"], Json({1, 2, 3}));
   choice.add(piece("", byte_id('x')));
   choice.finish(FinishedBy::stop);
-  EXPECT_EQ(written(choice)["logprobs"]["tokens"], Json::array());
+  EXPECT_EQ(written(choice)["logprobs"]["text_offset"], Json::array({4}));
 }
 
-// What was held back becomes U+FFFD with the token behind it: that one begins after it, and comes only with its own text.
+// What was held back becomes U+FFFD with the token behind it: that one begins after it.
 TEST(CompletionsChoice, ATokenBehindABrokenCharacterBeginsAfterIt) {
   const std::int32_t end = tokenizer().id_of("<|endoftext|>").value();
   struct Case {
@@ -120,8 +158,8 @@ TEST(CompletionsChoice, ATokenBehindABrokenCharacterBeginsAfterIt) {
     Json tokens, offsets;
   };
   for (const Case& c : {Case{byte_id('b'), "\uFFFDb", "", {"bytes:\\xe2", "b"}, {0, 1}},
-                        {end, "", "\uFFFD", Json::array({"bytes:\\xe2"}), Json::array({0})},           // a stop id
-                        {byte_id('x'), "\uFFFD", "", Json::array({"bytes:\\xe2"}), Json::array({0})},  // of a stop text
+                        {end, "", "\uFFFD", {"bytes:\\xe2", "<|endoftext|>"}, {0, 1}},  // a stop id
+                        {byte_id('x'), "\uFFFD", "", {"bytes:\\xe2", "x"}, {0, 1}},     // of a stop text
                         {byte_id(0x82), "", "\uFFFD", {"bytes:\\xe2", "bytes:\\x82"}, {0, 0}},
                         {byte_id(0xE2), "\uFFFD", "\uFFFD", {"bytes:\\xe2", "bytes:\\xe2"}, {0, 1}}}) {
     CompletionsChoice choice(0, &tokenizer(), 0, nullptr);
@@ -153,7 +191,7 @@ TEST(CompletionsChoice, BytesInARowHaveThePlacesOfTheirCharacters) {
   choice.finish(FinishedBy::length);
   const Json all = written(choice)["logprobs"];
   EXPECT_EQ(all["tokens"].size(), 6u) << all;
-  EXPECT_EQ(all["text_offset"], Json({0, 1, 0, 1, 2, 2 + llama.token_bytes(word.id).size()}));
+  EXPECT_EQ(all["text_offset"], Json({0, 1, 1, 1, 2, 2 + llama.token_bytes(word.id).size()}));
 }
 
 TEST(CompletionsChoice, EchoScoresThePrompt) {
@@ -161,6 +199,7 @@ TEST(CompletionsChoice, EchoScoresThePrompt) {
   prompt->text = "ab";
   const std::int32_t start = tokenizer().id_of("<|endoftext|>").value();  // none of the text
   prompt->ids = {start, byte_id('a'), byte_id('b')};
+  prompt->in_front = 1;
   CompletionsChoice choice(0, &tokenizer(), 0, prompt);
   CompletionPiece echo;
   echo.is_prompt = true;
@@ -188,6 +227,89 @@ TEST(CompletionsChoice, TheTokenIsAmongItsAlternatives) {
   EXPECT_EQ(written(choice)["logprobs"]["top_logprobs"], Json::array({{{"a", -5.0}, {"z", -0.25}}}));
 }
 
+Json echoed(const Tokenizer& tokenizer, const CompletionPrompt& prompt) {
+  CompletionsChoice choice(0, &tokenizer, 0, std::make_shared<const CompletionPrompt>(prompt));
+  CompletionPiece echo;
+  echo.is_prompt = true;
+  echo.text = prompt.text;
+  choice.add(echo);
+  choice.finish(FinishedBy::length);
+  return written(choice)["logprobs"];
+}
+
+// The text between the offset of a token and that of the next one is the token's, also where a name of a special token is a
+// token, or text, or like the one that the tokenizer has put in front.
+TEST(CompletionsChoice, EveryTokenOfAPromptIsTheTextAtItsOffset) {
+  ModelConfig config;
+  for (const char* file : {"llama2_style", "llama3_style", "neox_style"}) {
+    const Tokenizer one =
+        Tokenizer::from_json(read_bytes(std::string("test/fixtures/tokenizer/") + file + ".tokenizer.json"), file);
+    config.vocab_size = config.tokenizer_vocab = one.vocab_size();
+    const bool has_bos = one.bos_id().has_value();
+    EXPECT_EQ(has_bos, file != std::string("neox_style"));
+    const std::string name = one.token_bytes(has_bos ? *one.bos_id() : one.id_of("<|endoftext|>").value());
+    ASSERT_GT(name.size(), 2u);
+    for (const std::string& text : {name, name + "Hi", name + name + " the", "Hi" + name, "a" + name + "b" + name,
+                                    name.substr(1) + " the", std::string("the \u20ac")}) {
+      for (const Tokenizer::Special special : {Tokenizer::Special::text, Tokenizer::Special::allow}) {
+        SCOPED_TRACE(std::string(file) + ": " + text);
+        const CompletionPrompt prompt = prompt_from_text(text, &one, special, config, "prompt");
+        EXPECT_EQ(prompt.in_front, has_bos ? 1u : 0u);
+        const Json all = echoed(one, prompt);
+        std::size_t at = 0;
+        for (std::size_t i = 0; i < prompt.ids.size(); ++i) {
+          // Of the character that the token's first byte is of.
+          const std::size_t before = utf8_characters(text.substr(0, at + 1)) - (at < text.size() ? 1 : 0);
+          EXPECT_EQ(all["text_offset"][i], before) << i << all;
+          if (i < prompt.in_front) continue;
+          std::string bytes = one.token_bytes(prompt.ids[i]);
+          // A SentencePiece-style tokenizer puts a space of its own in front of a text, and behind special tokens.
+          if (bytes.starts_with(" ") && !text.substr(at).starts_with(" ")) bytes.erase(0, 1);
+          EXPECT_EQ(text.substr(at, bytes.size()), bytes) << i << all;
+          at += bytes.size();
+        }
+        // The same ids without their text: all of them are text.
+        const CompletionPrompt by_ids = prompt_from_ids(Json(prompt.ids), &one, config, "prompt");
+        const Json offsets = echoed(one, by_ids)["text_offset"];
+        EXPECT_EQ(by_ids.in_front, 0u);
+        if (has_bos && prompt.ids.size() > 1) {
+          EXPECT_EQ(offsets[1], utf8_characters(one.token_bytes(prompt.ids[0])));
+        }
+      }
+    }
+  }
+}
+
+// Where normalization has changed the text, what follows stands where it was given.
+TEST(CompletionsChoice, OffsetsSurviveNormalization) {
+  ModelConfig config;
+  config.vocab_size = config.tokenizer_vocab = tokenizer().vocab_size();
+  const std::string text = "cafe\u0301 and re\u0301sume\u0301 or \u1112\u1161\u11ab: the end";
+  const CompletionPrompt prompt = prompt_from_text(text, &tokenizer(), Tokenizer::Special::text, config, "prompt");
+  const std::string decoded = tokenizer().decode(prompt.ids);
+  ASSERT_LT(utf8_characters(decoded), utf8_characters(text)) << "NFC joins characters";
+  const Json offsets = echoed(tokenizer(), prompt)["text_offset"];
+  ASSERT_EQ(offsets.size(), prompt.ids.size());
+  std::size_t ascii = 0;
+  std::int64_t before = 0;
+  for (std::size_t i = 0; i < prompt.ids.size(); ++i) {
+    const std::string bytes = tokenizer().token_bytes(prompt.ids[i]);
+    const std::int64_t offset = offsets[i].get<std::int64_t>();
+    EXPECT_GE(offset, before);
+    before = offset;
+    if (!std::ranges::all_of(bytes, [](char c) { return c > 0; })) continue;
+    ++ascii;
+    std::size_t at = 0;  // in bytes
+    while (utf8_characters(text.substr(0, at)) < static_cast<std::size_t>(offset) ||
+           (static_cast<unsigned char>(text[at]) & 0xC0) == 0x80) {
+      ++at;
+    }
+    // The base of a joined letter belongs to the token of the whole.
+    EXPECT_EQ(text.substr(at, bytes.size()), bytes) << i << " at " << offset;
+  }
+  EXPECT_GT(ascii, 10u);
+}
+
 // Normalization may have made more characters of a prompt than it was given.
 TEST(CompletionsChoice, OffsetsStayWithinThePromptAsItWasGiven) {
   const auto prompt = std::make_shared<CompletionPrompt>();
@@ -209,6 +331,7 @@ TEST(CompletionsChoice, SpecialTokensOfAPromptHaveTheirText) {
   prompt->ids = {byte_id('a'), tokenizer().id_of("<|padding|>").value(), byte_id('b')};
   for (const bool in_front : {false, true}) {
     if (in_front) prompt->ids.insert(prompt->ids.begin(), tokenizer().id_of("<|endoftext|>").value());
+    prompt->in_front = in_front;
     CompletionsChoice choice(0, &tokenizer(), 0, prompt);
     CompletionPiece echo;
     echo.is_prompt = true;
@@ -239,6 +362,7 @@ TEST(CompletionsChoice, OffsetsContinueThePromptOfASentencePieceTokenizer) {
   const auto prompt = std::make_shared<CompletionPrompt>();
   prompt->text = "the";
   prompt->ids = llama.encode("the", true);
+  prompt->in_front = 1;
   ASSERT_EQ(prompt->ids.front(), llama.bos_id().value());
   const std::vector<std::int32_t> word = llama.encode("a", false);
   ASSERT_TRUE(llama.token_bytes(word[0]).starts_with(" "));

@@ -66,6 +66,8 @@ class CompletionsServerTest : public testing::Test {
     if (!thread_.joinable()) return;
     // Clients that have left are still told to the engine.
     EXPECT_TRUE(eventually([&] { return engine_.statistics().running == 0 && engine_.statistics().waiting == 0; }));
+    // Whatever a test has done, the places of all answers are free.
+    EXPECT_TRUE(eventually([&] { return server_->held().empty(); })) << server_->held();
     fail_model();
   }
 

@@ -115,6 +115,71 @@ TEST(WholeModel, ItsDecoderComputesWhatItComputes) {
   }
 }
 
+// Query heads that share keys and values are heads with equal keys and values of their own: the same loss, the same logits of
+// model and decoder, and gradients that are the sums of the others'.
+TEST(WholeModel, HeadsThatShareKeysAreHeadsWithEqualKeys) {
+  constexpr std::int64_t HS = 8;
+  struct Heads {
+    std::int64_t all, of_keys;
+  };
+  for (const auto& [NH, NKV] : {Heads{10, 2}, Heads{12, 2}, Heads{14, 2}, Heads{16, 2}, Heads{15, 3}, Heads{9, 1}}) {
+    SCOPED_TRACE(std::to_string(NH) + " heads, " + std::to_string(NKV) + " of keys");
+    const std::int64_t group = NH / NKV;
+    ModelConfig config = test::small_llama();
+    config.num_layers = 2;
+    config.vocab_size = config.tokenizer_vocab = 61;
+    config.head_dim = config.rope.rotary_dim = HS;
+    config.num_heads = NH;
+    config.num_kv_heads = NKV;
+    ModelConfig own_keys = config;
+    own_keys.num_kv_heads = NH;
+    TrainOptions options;
+    options.seq_len = 9;
+    const auto shared = make_cpu(config, options), own = make_cpu(own_keys, options);
+    test::randomize_parameters(*shared);
+    const auto shares = [](const TensorSpec& spec) {
+      return spec.name.find("k_proj") != std::string::npos || spec.name.find("v_proj") != std::string::npos;
+    };
+    const std::int64_t head = HS * config.hidden_size;  // elements of one head's rows
+    for (const TensorSpec& spec : shared->table().specs()) {
+      const test::Floats values = test::read_values(*shared, TensorRole::parameter, spec);
+      test::Floats repeated = values;
+      if (shares(spec)) {
+        repeated.clear();
+        for (std::int64_t h = 0; h < NH; ++h) {
+          const auto from = values.begin() + h / group * head;
+          repeated.insert(repeated.end(), from, from + head);
+        }
+      }
+      own->write_tensor(TensorRole::parameter, own->table().at(spec.name), repeated.data());
+    }
+    const test::TokenBatch text = test::random_tokens(config, 9, 1);
+    const double loss = test::training_loss(*shared, text.batch(), 0);
+    EXPECT_NEAR(loss, test::training_loss(*own, text.batch(), 0), 1e-5 * loss);
+    test::expect_close(shared->activation("logits"), own->activation("logits"), "logits");
+    const auto decoder = shared->decoder(9);
+    decoder->keep_activations(true);
+    decoder->prefill(text.tokens);
+    test::expect_close(decoder->activation("logits"), own->activation("logits"), "logits of the decoder");
+    shared->backward();
+    own->backward();
+    for (const TensorSpec& spec : shared->table().specs()) {
+      const test::Floats got = test::read_values(*shared, TensorRole::gradient, spec);
+      test::Floats want = test::read_values(*own, TensorRole::gradient, own->table().at(spec.name));
+      if (shares(spec)) {
+        test::Floats sums(got.size(), 0.0f);
+        for (std::int64_t h = 0; h < NH; ++h) {
+          for (std::int64_t i = 0; i < head; ++i) {
+            sums[static_cast<std::size_t>(h / group * head + i)] += want[static_cast<std::size_t>(h * head + i)];
+          }
+        }
+        want = sums;
+      }
+      test::expect_close(got, want, spec.name, 1e-4);  // the sums are taken in another order
+    }
+  }
+}
+
 // The ranges of counters of all (micro-step, branch) of a run are different.
 TEST(WholeModel, DropoutOffsetsAreDistinct) {
   for (const std::int64_t branches : {2, 6, 64}) {

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "infer_pythia"
 pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="infer_pythia is not built")
 
-OK, USAGE, BAD_FILE, ENVIRONMENT, RESOURCES, INTERRUPTED = 0, 2, 3, 4, 5, 130
+OK, USAGE, BAD_FILE, ENVIRONMENT, RESOURCES, FAILED_LINES, INTERRUPTED = 0, 2, 3, 4, 5, 7, 130
 
 
 @pytest.fixture(scope="module", params=["tiny-llama", "tiny-pythia"])
@@ -116,7 +116,7 @@ def test_each_option_is_the_default_of_a_request_as_of_a_prompt(tmp_path):
 
 def test_stdin_and_stdout(model):
     text = json.dumps({"id": 1, "prompt": "The hen", "max_tokens": 4, "ignore_eos": True}) + "\nbad\n"
-    done = run(model, "--batch", "-", "--output", "-", input=text)
+    done = run(model, "--batch", "-", "--output", "-", input=text, code=FAILED_LINES)
     lines = sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda line: line["finish_reason"])
     assert [line["finish_reason"] for line in lines] == ["error", "length"]
     assert "answered 1 request, 1 with an error" in done.stderr
@@ -167,7 +167,8 @@ def test_memory_of_keys_and_values(model, tmp_path):
     assert answers(tmp_path / "tight") == answers(tmp_path / "roomy"), done.stderr
     assert int(re.search(r"(\d+) preemptions", done.stderr)[1]) > 0, done.stderr
     long = [{"id": "long", "prompt": "The hen " * 60, "max_tokens": 1000}]
-    run(model, "--batch", write_requests(tmp_path / "in", long), "--output", tmp_path / "long", "--kv-memory", memory)
+    run(model, "--batch", write_requests(tmp_path / "in", long), "--output", tmp_path / "long", "--kv-memory", memory,
+        code=FAILED_LINES)
     error = answers(tmp_path / "long")["long"]["error"]
     assert "needs memory for the keys and values of" in error and "there is memory for 224" in error
 
@@ -195,13 +196,47 @@ def test_what_is_refused(model, tmp_path):
     assert not out.exists() or out.read_text() == ""
 
 
+@pytest.mark.parametrize("take_away", ["remove", "rename", "replace", "remove the directory", "empty"])
+def test_an_output_that_is_taken_away_is_an_error(model, tmp_path, take_away):
+    """Answers that nobody finds are no success. The input stays open, so the run cannot be over before."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    output = folder / "out"
+    process = subprocess.Popen(command(model, "--batch", "-", "--output", output), stdin=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    first, second = stories(2, max_tokens=4)
+    process.stdin.write(json.dumps(first) + "\n")
+    process.stdin.flush()
+    until = time.monotonic() + 60
+    while time.monotonic() < until and (not output.exists() or not output.read_text()):
+        time.sleep(0.005)
+    match take_away:
+        case "remove":
+            output.unlink()
+        case "rename":
+            output.rename(tmp_path / "other")
+        case "replace":
+            (tmp_path / "other").write_text(output.read_text())
+            (tmp_path / "other").rename(output)
+        case "remove the directory":
+            output.unlink()
+            folder.rmdir()
+        case "empty":
+            os.truncate(output, 0)
+    _, said = process.communicate(json.dumps(second) + "\n", timeout=60)
+    assert process.returncode == ENVIRONMENT, said
+    assert "--output: " in said.splitlines()[-1] and "while the batch ran" in said.splitlines()[-1]
+    assert "answered 2 requests" not in said
+
+
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_numeric_fault_is_the_error_of_one_request(model, tmp_path):
     requests = write_requests(tmp_path / "in", stories(6, max_tokens=20, ignore_eos=True))
     run(model, "--batch", requests, "--output", tmp_path / "whole")
-    run(model, "--batch", requests, "--output", tmp_path / "out", "--debug-inject", "nan@token=50")
+    run(model, "--batch", requests, "--output", tmp_path / "out", "--debug-inject", "nan@token=50",
+        code=FAILED_LINES)
     whole, got = answers(tmp_path / "whole"), answers(tmp_path / "out")
     failed = [i for i in got if got[i]["finish_reason"] == "error"]
     assert len(failed) == 1 and got.keys() == whole.keys()

@@ -362,7 +362,7 @@ def test_tokens_stand_where_their_offsets_say(server):
             assert offsets == sorted(offsets) and "\ufffd" in text
             for token, offset in zip(logprobs["tokens"], offsets):
                 cut = "stop" in more and token.startswith(text[offset:])  # a stop text has begun within the token
-                assert offset < len(text) and (text.startswith(token, offset) or token.startswith("bytes:") or cut), (token, offset)
+                assert offset <= len(text) and (text.startswith(token, offset) or token.startswith("bytes:") or cut), (token, offset)
             assert joined(server.stream(**body, **more))[0] == choice
 
 
@@ -377,9 +377,12 @@ def test_a_stop_text_does_not_leak(server):
     whole = server.complete(prompt="Once", max_tokens=60, seed=5, ignore_eos=True)["choices"][0]["text"]
     stop = whole[20:23]
     assert stop
-    cut = server.complete(prompt="Once", max_tokens=60, seed=5, ignore_eos=True, stop=stop, logprobs=0)["choices"][0]
+    answer = server.complete(prompt="Once", max_tokens=60, seed=5, ignore_eos=True, stop=stop, logprobs=0)
+    cut = answer["choices"][0]
     assert cut["text"] == whole[:whole.index(stop)] and cut["finish_reason"] == "stop"
-    assert all(offset < len(cut["text"]) for offset in cut["logprobs"]["text_offset"])
+    # Its tokens have their entries, as every token that counts, and no text.
+    assert all(len(values) == answer["usage"]["completion_tokens"] for values in cut["logprobs"].values())
+    assert cut["logprobs"]["text_offset"][-1] == len(cut["text"])
 
 
 def test_a_long_prompt_is_refused_with_the_number_that_fits(server):
