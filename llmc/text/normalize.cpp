@@ -50,7 +50,8 @@ void decompose(std::string_view segment, utf8proc_option_t options, std::vector<
   for (std::size_t position = 0; position < segment.size();) {
     utf8proc_int32_t parts[kMostParts];
     int boundary = 0;
-    const auto count = utf8proc_decompose_char(next_code_point(segment, position), parts, kMostParts, options, &boundary);
+    const auto count =
+        utf8proc_decompose_char(next_code_point(segment, position), parts, kMostParts, options, &boundary);
     if (count < 0 || count > kMostParts) fail(Exit::internal, "normalization: %s", utf8proc_errmsg(count));
     out.insert(out.end(), parts, parts + count);
   }
@@ -120,7 +121,9 @@ std::string normalize(std::string_view text, NormalForm form) {
     finish_segment(before);
     if (inert) out += text.substr(before, position - before);
     begin = inert ? position : before;
-    plain = inert || (code_point >= changes && code_point < 0x3400) || (is_compatible(form) && code_point >= 0x1F000) ? 0 : position - before;
+    plain = inert || (code_point >= changes && code_point < 0x3400) || (is_compatible(form) && code_point >= 0x1F000)
+                ? 0
+                : position - before;
   }
   finish_segment(text.size());
   return out;

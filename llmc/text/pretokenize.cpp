@@ -33,8 +33,8 @@ std::shared_ptr<const pcre2_real_code_8> compile(const std::string& pattern, boo
   constexpr std::uint32_t kOptions = PCRE2_UTF | PCRE2_UCP | PCRE2_MULTILINE | PCRE2_ANCHORED;
   int error = 0;
   PCRE2_SIZE offset = 0;
-  std::shared_ptr<pcre2_real_code_8> code(pcre2_compile_8(reinterpret_cast<PCRE2_SPTR8>(pattern.data()), pattern.size(), kOptions,
-                                                          &error, &offset, context.get()),
+  std::shared_ptr<pcre2_real_code_8> code(pcre2_compile_8(reinterpret_cast<PCRE2_SPTR8>(pattern.data()), pattern.size(),
+                                                          kOptions, &error, &offset, context.get()),
                                           pcre2_code_free_8);
   if (!code) {
     fail(Exit::internal, "tokenizer: PCRE2 refuses its pattern at byte %zu: %s", offset, pcre2_message(error).c_str());
@@ -125,8 +125,8 @@ std::size_t PreTokenizer::next_character(std::string_view text, std::size_t posi
   return position;
 }
 
-std::optional<std::size_t> PreTokenizer::match_at(const pcre2_real_code_8& pattern, std::string_view text, std::size_t begin,
-                                                  Scratch& scratch) {
+std::optional<std::size_t> PreTokenizer::match_at(const pcre2_real_code_8& pattern, std::string_view text,
+                                                  std::size_t begin, Scratch& scratch) {
   const auto* subject = reinterpret_cast<PCRE2_SPTR8>(text.data());
   const auto attempt = [&](std::uint32_t options) {
     return pcre2_match_8(&pattern, subject, text.size(), begin, PCRE2_NO_UTF_CHECK | options, scratch.match_->data,
@@ -134,7 +134,8 @@ std::optional<std::size_t> PreTokenizer::match_at(const pcre2_real_code_8& patte
   };
   int found = PCRE2_ERROR_MATCHLIMIT;
   // PCRE2 does not say how many steps it took, so it is allowed more and more of them.
-  for (std::uint64_t limit = 64; found == PCRE2_ERROR_MATCHLIMIT; limit = std::min<std::uint64_t>(limit * 8, UINT32_MAX)) {
+  for (std::uint64_t limit = 64; found == PCRE2_ERROR_MATCHLIMIT;
+       limit = std::min<std::uint64_t>(limit * 8, UINT32_MAX)) {
     if (scratch.steps_left_ < limit) break;
     scratch.steps_left_ -= limit;
     pcre2_set_match_limit_8(scratch.match_->context, static_cast<std::uint32_t>(limit));
@@ -144,8 +145,10 @@ std::optional<std::size_t> PreTokenizer::match_at(const pcre2_real_code_8& patte
   if (found == PCRE2_ERROR_NOMATCH) return std::nullopt;
   if (found == PCRE2_ERROR_NOMEMORY) fail(Exit::resources, "tokenizer: out of memory for matching");
   if (found < 0) {
-    fail(Exit::usage, "text: the tokenizer's pattern takes too long at byte %zu of %zu (%s); expected a text without what it "
-         "cannot split", begin, text.size(), pcre2_message(found).c_str());
+    fail(Exit::usage,
+         "text: the tokenizer's pattern takes too long at byte %zu of %zu (%s); expected a text without what it "
+         "cannot split",
+         begin, text.size(), pcre2_message(found).c_str());
   }
   return pcre2_get_ovector_pointer_8(scratch.match_->data)[1];
 }

@@ -17,7 +17,8 @@ namespace {
 
 constexpr std::string_view kAnyCharacter = R"([\s\S])";
 constexpr std::string_view kNotWordInBrackets = R"(\x{B2}\x{B3}\x{B9}\x{BC}-\x{BE})";
-constexpr std::size_t kPropertyCost = 800, kWordCost = 1600, kClassCost = 64, kRangeCost = 12, kLiteralCost = 8, kGroupCost = 24;
+constexpr std::size_t kPropertyCost = 800, kWordCost = 1600, kClassCost = 64, kRangeCost = 12, kLiteralCost = 8,
+                      kGroupCost = 24;
 
 std::string code_point_text(char32_t c) {
   return format("\\x{%X}", static_cast<unsigned>(c));
@@ -61,10 +62,10 @@ struct Set {
 struct Part {
   std::string text;
   std::size_t cost = 0;
-  int width = 0;              // characters of every match; -1: they differ
+  int width = 0;               // characters of every match; -1: they differ
   bool fixed_branches = true;  // each of its alternatives has a width
-  bool may_be_empty = true;   // may match nothing
-  bool is_character = false;  // a repeat does not copy it
+  bool may_be_empty = true;    // may match nothing
+  bool is_character = false;   // a repeat does not copy it
   bool can_repeat = true;
   enum class Repeat { none, greedy, lazy } repeat = Repeat::none;  // it is one repeat and nothing else
 };
@@ -406,7 +407,8 @@ Set Translator::property() {
   const std::optional<CharacterClass> known = property_class(name);
   if (!known) refuse("a general category such as L or Lu, Han, Hiragana, Katakana or Hangul in the \\p{} before this");
   Set set = {known->members, {}, kPropertyCost, false};
-  if (!known->without.empty()) set = {"", {"(?![" + known->without + "])[" + known->members + "]"}, kPropertyCost, false};
+  if (!known->without.empty())
+    set = {"", {"(?![" + known->without + "])[" + known->members + "]"}, kPropertyCost, false};
   return negated ? set.negated() : set;
 }
 
@@ -461,7 +463,9 @@ Set Translator::brackets() {
   Set all = members();
   while (take("&&")) {
     Set next = members();
-    all = {"", {"(?:(?=" + all.matching() + ")" + next.matching() + ")"}, all.cost + next.cost + kGroupCost,
+    all = {"",
+           {"(?:(?=" + all.matching() + ")" + next.matching() + ")"},
+           all.cost + next.cost + kGroupCost,
            all.ascii && next.ascii};
   }
   if (!take("]")) refuse("]");

@@ -200,9 +200,13 @@ void StageReader::read_pre_tokenizer(const Node& node) {
   } else if (type == "Metaspace" && by_character) {
     read_metaspace(node);
   } else if (by_character) {
-    node["type"].refuse("\"Metaspace\", \"ByteLevel\", \"Split\", \"Digits\", \"Punctuation\", \"WhitespaceSplit\", \"Sequence\" or null");
+    node["type"].refuse(
+        "\"Metaspace\", \"ByteLevel\", \"Split\", \"Digits\", \"Punctuation\", \"WhitespaceSplit\", \"Sequence\" or "
+        "null");
   } else {
-    node["type"].refuse("\"ByteLevel\", \"Split\", \"Digits\", \"Punctuation\", \"WhitespaceSplit\" or \"Sequence\" (the decoder is ByteLevel)");
+    node["type"].refuse(
+        "\"ByteLevel\", \"Split\", \"Digits\", \"Punctuation\", \"WhitespaceSplit\" or \"Sequence\" (the decoder is "
+        "ByteLevel)");
   }
 }
 

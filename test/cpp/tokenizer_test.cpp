@@ -371,7 +371,8 @@ TEST(Tokenizer, CanBeMoved) {
 constexpr const char* kLlama3 =
     R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
 
-PreTokenizerStep split_step(const std::string& pattern, SplitBehavior behavior = SplitBehavior::isolated, bool invert = false) {
+PreTokenizerStep split_step(const std::string& pattern, SplitBehavior behavior = SplitBehavior::isolated,
+                            bool invert = false) {
   const SplitPattern translated = translate_split_pattern(pattern);
   EXPECT_EQ(translated.problem, "") << pattern;
   return {.pattern = translated.pcre2, .behavior = behavior, .invert = invert};
@@ -421,8 +422,9 @@ TEST(PreTokenizer, AMatchIsAPieceOrGoesWithItsNeighbour) {
 
 TEST(PreTokenizer, InterpreterAndCompilerAgree) {
   const Vectors vectors = VectorReader(kFixtures + "llama3_style.vectors.bin").read();
-  for (const PreTokenizerStep& step : {gpt2_step(), split_step(kLlama3), split_step(R"([\p{Lu}&&[^A-C]]+(?<=\w)|\p{Mn})"),
-                                       digits_step(true), digits_step(false), punctuation_step()}) {
+  for (const PreTokenizerStep& step :
+       {gpt2_step(), split_step(kLlama3), split_step(R"([\p{Lu}&&[^A-C]]+(?<=\w)|\p{Mn})"), digits_step(true),
+        digits_step(false), punctuation_step()}) {
     const PreTokenizer compiled({step}), interpreted({step}, false);
     for (std::size_t i = 0; i < vectors.strings.size(); i += 10) {
       const std::string text = utf8_replace_invalid(vectors.strings[i].text);
@@ -461,9 +463,11 @@ TEST(PreTokenizer, ATextThatTakesTooLongIsRefused) {
 
 TEST(SplitPattern, WhatMeansSomethingElseOrNothingIsRefused) {
   for (const char* pattern :
-       {"(", ")", "[", "[]", "[^]", "a**", "a{2}?", "(?:a?)*", "(?:a*?)*", "(a)\\1", "(?<n>a)", "(?m:a)", "a(?i)b", "(?i:\u00e9)",
-        "(?i:\\p{L})", "(?i:ss)", "\\G", "\\K", "\\R", "\\X", "\\pL", "\\p{C}", "\\p{Letter}", "\\x{0}", "\\x{D800}", "\\xE9", "[[:alpha:]]",
-        "[a-c-e]", "[c-a]", "[\\w-x]", "(?<=a+)b", "(?<=(?=a))b", "^*", "{", "a{", "a{,}", "a{3,2}", "a{1001}", "(?:a{0,2}+)", "\\"}) {
+       {"(",         ")",      "[",           "[]",      "[^]",    "a**",         "a{2}?",       "(?:a?)*",
+        "(?:a*?)*",  "(a)\\1", "(?<n>a)",     "(?m:a)",  "a(?i)b", "(?i:\u00e9)", "(?i:\\p{L})", "(?i:ss)",
+        "\\G",       "\\K",    "\\R",         "\\X",     "\\pL",   "\\p{C}",      "\\p{Letter}", "\\x{0}",
+        "\\x{D800}", "\\xE9",  "[[:alpha:]]", "[a-c-e]", "[c-a]",  "[\\w-x]",     "(?<=a+)b",    "(?<=(?=a))b",
+        "^*",        "{",      "a{",          "a{,}",    "a{3,2}", "a{1001}",     "(?:a{0,2}+)", "\\"}) {
     EXPECT_NE(translate_split_pattern(pattern).problem, "") << pattern;
   }
   EXPECT_EQ(translate_split_pattern("a)").problem, "at character 2: got ), expected no ) without (");
@@ -475,12 +479,14 @@ TEST(SplitPattern, TheLargestPatternIsOneThatPcre2Takes) {
   EXPECT_EQ(translate_split_pattern(std::string(6000, 'a')).problem, "");
   EXPECT_EQ(translate_split_pattern(std::string(6001, 'a')).problem, "is too large: 48008, at most 48000 are accepted");
   EXPECT_EQ(translate_split_pattern(std::string(8193, 'a')).problem, "has 8193 bytes, at most 8192 are accepted");
-  const auto nested = [](int depth) { return std::string(static_cast<std::size_t>(depth), '(') + "a" +
-                                             std::string(static_cast<std::size_t>(depth), ')'); };
+  const auto nested = [](int depth) {
+    return std::string(static_cast<std::size_t>(depth), '(') + "a" + std::string(static_cast<std::size_t>(depth), ')');
+  };
   EXPECT_EQ(translate_split_pattern(nested(29)).problem, "");
   EXPECT_NE(translate_split_pattern(nested(30)).problem, "");
   // The dearest parts of each kind, as many as go in.
-  for (const std::string part : {"\\b", "\\p{L}", "[\\W\\P{M}]", "(?:ab)", "(?i:a)", "(?:\\p{Lo}{2,}x){1,9}", "[a-z&&[^c]]"}) {
+  for (const std::string part :
+       {"\\b", "\\p{L}", "[\\W\\P{M}]", "(?:ab)", "(?i:a)", "(?:\\p{Lo}{2,}x){1,9}", "[a-z&&[^c]]"}) {
     std::string all, text;
     for (text = part; translate_split_pattern(text).problem.empty(); text += part) all = text;
     EXPECT_NO_THROW(PreTokenizer({split_step(all)})) << part << " * " << all.size() / part.size();
@@ -517,7 +523,8 @@ TEST(TokenizerTime, LongWordsAndRunsAreNotQuadratic) {
     for (const auto& [what, text] : cases) {
       Ids ids;
       EXPECT_LT(seconds([&, &text = text] { ids = tokenizer.encode(text, false); }), kTimeBound) << what;
-      EXPECT_EQ(tokenizer.decode(ids), name == std::string("neox_style") ? normalize(text, NormalForm::nfc) : text) << what;
+      EXPECT_EQ(tokenizer.decode(ids), name == std::string("neox_style") ? normalize(text, NormalForm::nfc) : text)
+          << what;
     }
   }
 }
@@ -704,9 +711,10 @@ TEST(TokenizerFile, WhatChangesNoIdIsIgnored) {
 // Of a merge that is repeated the last place counts: a and b are merged after b and c.
 TEST(TokenizerFile, ARepeatedMergeHasTheRankOfItsLastPlace) {
   const auto ids = [](const Json& merges) {
-    const Json json = {{"model", {{"type", "BPE"}, {"merges", merges},
-                                  {"vocab", {{"a", 0}, {"b", 1}, {"c", 2}, {"ab", 3}, {"bc", 4}}}}},
-                       {"decoder", {{"type", "Fuse"}}}};
+    const Json json = {
+        {"model",
+         {{"type", "BPE"}, {"merges", merges}, {"vocab", {{"a", 0}, {"b", 1}, {"c", 2}, {"ab", 3}, {"bc", 4}}}}},
+        {"decoder", {{"type", "Fuse"}}}};
     return Tokenizer::from_json(json.dump(), "t.json").encode("abc", false);
   };
   EXPECT_EQ(ids({"a b", "b c"}), (Ids{3, 2}));
@@ -715,8 +723,7 @@ TEST(TokenizerFile, ARepeatedMergeHasTheRankOfItsLastPlace) {
 
 // What switches an option off, in each of its spellings, is accepted, and so is a file without the option.
 TEST(TokenizerFile, OptionsThatAreOffAreAccepted) {
-  for (const char* option :
-       {"dropout", "continuing_subword_prefix", "end_of_word_suffix"}) {
+  for (const char* option : {"dropout", "continuing_subword_prefix", "end_of_word_suffix"}) {
     for (const Json& off : {Json(nullptr), Json(false), Json(""), Json(0), Json(0.0)}) {
       EXPECT_EQ(refusal([&](Json& j) { j["model"][option] = off; }), "accepted") << option << " " << off;
     }
@@ -777,8 +784,9 @@ TEST(TokenizerFile, RefusesPatternsAndTemplatesItDoesNotKnow) {
   const auto llama = [](const std::function<void(Json&)>& change) { return refusal(change, "llama3_style"); };
   const auto split = [](Json& j) -> Json& { return j["pre_tokenizer"]["pretokenizers"][0]; };
   const auto single = [](Json& j) -> Json& { return j["post_processor"]["processors"][1]["single"]; };
-  EXPECT_NE(llama([&](Json& j) { split(j)["pattern"]["Regex"] = "(a)\\1"; })
-                .find("pretokenizers[0].pattern.Regex: at character 4: got \\, expected an escape that is known"),
+  EXPECT_NE(llama([&](Json& j) {
+              split(j)["pattern"]["Regex"] = "(a)\\1";
+            }).find("pretokenizers[0].pattern.Regex: at character 4: got \\, expected an escape that is known"),
             std::string::npos);
   EXPECT_NE(llama([&](Json& j) {
               split(j)["pattern"] = {{"String", std::string(257, 'x')}};
