@@ -65,6 +65,11 @@ TERMINATED = 143
 CUT_AT_SPACE = re.compile(r"(?<=\w)(?= [^\W\d_])")
 CUT = re.compile(CUT_AT_SPACE.pattern + r"|(?<=\S\n)(?=\S)")
 
+# The patterns of GPT-2, Llama 3 and Qwen 2.
+_PIECES = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+KNOWN_PATTERNS = {r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", _PIECES % "{1,3}", _PIECES % ""}
+
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
@@ -263,10 +268,19 @@ def without_prepend(normalizer: Any) -> Any:
     return normalizer if rest == steps else {"type": "Sequence", "normalizers": rest}
 
 
+def is_known_split(step: dict[str, Any]) -> bool:
+    """Whether it is one of those that never join what the cuts part."""
+    return (step["type"] == "Split" and step["pattern"].get("Regex") in KNOWN_PATTERNS and step.get("behavior") == "Isolated"
+            and not step.get("invert"))
+
+
 def safe_cut(tokenizer: dict[str, Any]) -> re.Pattern[str] | None:
     """Where a document may be cut without a change of its tokens; None: nowhere, and documents are encoded whole."""
     normalizers = steps_of(tokenizer.get("normalizer"), "normalizers")
     steps = steps_of(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    known = [step for step in steps if step["type"] in ("ByteLevel", "Metaspace", "Digits") or is_known_split(step)]
+    if known != steps or any(step["type"] not in ("NFC", "Prepend", "Replace") for step in normalizers):
+        return None
     if steps and steps[-1]["type"] == "ByteLevel":
         splits = steps[-1].get("use_regex") is not False or any(step["type"] == "Split" for step in steps)
         if not splits or any(step["type"] != "NFC" for step in normalizers):
@@ -321,7 +335,7 @@ class Encoder:
             bad_file(path, "vocabulary", f"got {self.vocab_size} tokens, expected 1 to {MAX_VOCABULARY}")
         self.end_of_text = self._find_end_of_text(end_of_text)
         self.prefix = self._find_prefix()
-        tokenizer_vocabulary(json.dumps(parsed | {"truncation": None, "padding": None}).encode(), path)
+        tokenizer_vocabulary(self.text, path)
         self.cut = safe_cut(parsed)
         # Of the later pieces of a document, which begin with a space: without what is put in front of a text.
         rest = parsed | {"normalizer": without_prepend(parsed.get("normalizer"))}

@@ -33,7 +33,7 @@ from cli import BAD_FILE, FileError, Warnings, bad_file, json_type, shown
 from gptq import Calibration
 from hf_config import (GPT_NEOX, MAX_INDEX_BYTES, Checkpoint, Model, Shape, embedding_name, expected_tensors, head_name,
                        is_ignorable_buffer, parameter_count, read_checkpoint, with_own_head)
-from hf_tokenizer import encode, missing_tokenizer
+from hf_tokenizer import encode, left_out, missing_tokenizer
 from safetensors_reader import Entry, SafetensorsFile
 from tensor_file import (MAGIC, MAX_CONFIG_BYTES, MAX_CONFIG_VALUES, NUMPY_DTYPES, Writer, bf16_to_f32, configuration_text, escaped,
                          f32_to_bf16, shape_text)
@@ -499,6 +499,9 @@ def main() -> int:
         why = missing_tokenizer(options.directory)
         warnings.add(f"{escaped(str(options.directory))}: no tokenizer.json: the model will only take and print ids"
                      + (f". {why}" if why else ""))
+    else:
+        for one in left_out(checkpoint.tokenizer, options.directory / TOKENIZER_TENSOR):
+            warnings.add(one)
     target = target_of(options)
     if target.head != "none":
         checkpoint = with_own_head(checkpoint)

@@ -11,15 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import split_pattern
 from cli import bad_file, escaped, parse_json_object, shown
 
 MAX_VOCABULARY, MAX_TOKEN_BYTES, MAX_ADDED_BYTES = 1_000_000, 4096, 16 << 20
-MAX_STEPS, MAX_PREPEND_BYTES, MAX_STRIPPED = 8, 64, 1 << 20
+MAX_STEPS, MAX_PREPEND_BYTES, MAX_SPLIT_BYTES, MAX_STRIPPED = 8, 64, 256, 1 << 20
 
-# The patterns of GPT-2, Llama 3 and Qwen 2: llmc/text/pretokenize.cpp.
-_PIECES = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
-           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-PATTERNS = {r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", _PIECES % "{1,3}", _PIECES % ""}
+NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+BEHAVIORS = ("Isolated", "Removed", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 
 
 class Node:
@@ -117,9 +116,6 @@ class _Reader:
         self.has_bos = False
 
     def read(self) -> int:
-        for name in ("truncation", "padding"):
-            if not self.root[name].is_null:
-                self.root[name].refuse("null (nothing else is supported)")
         model = self.root["model"]
         if model["type"].text() != "BPE":
             model["type"].refuse('"BPE"')
@@ -139,8 +135,7 @@ class _Reader:
     # ---- the model
 
     def read_options(self, model: Node) -> None:
-        off = ["dropout", "continuing_subword_prefix", "end_of_word_suffix"]
-        for name in off + (["unk_token", "byte_fallback"] if self.byte_level else []):
+        for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
             value = model[name].value
             if not (value is None or value is False or value == "" or type(value) in (int, float) and value == 0):
                 model[name].refuse("null (this option is not supported)")
@@ -183,8 +178,9 @@ class _Reader:
     def read_merges(self, merges: Node) -> None:
         if len(merges.list()) > 8 * MAX_VOCABULARY:
             merges.problem(f"got {len(merges.list())} merges")
-        seen = set()
         for index, merge in enumerate(merges.value):
+            if isinstance(merge, str) and merge.startswith("#version"):
+                continue  # left over from merges.txt
             parts = merge.split(" ") if isinstance(merge, str) else merge
             node = Node(merge, f"{merges.path}[{index}]", merges.source)
             if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(part, str) for part in parts):
@@ -192,9 +188,6 @@ class _Reader:
             for token in (*parts, parts[0] + parts[1]):
                 if token not in self.vocabulary:
                     node.problem(f"token {shown(token)} is not in the vocabulary")
-            if tuple(parts) in seen:
-                node.refuse("each merge once")
-            seen.add(tuple(parts))
 
     def read_added_tokens(self, added: Node) -> None:
         seen, size = set(), 0
@@ -246,8 +239,8 @@ class _Reader:
                 node["prepend"].problem(f"got {size} bytes, expected 1 to {MAX_PREPEND_BYTES}")
         elif kind == "Replace":
             self.read_replacement(node)
-        elif kind != "NFC":
-            node["type"].refuse('"NFC", "Prepend", "Replace", "Sequence" or null')
+        elif kind not in NORMAL_FORMS:
+            node["type"].refuse('"NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "Sequence" or null')
 
     def read_pre_tokenizers(self, node: Node) -> None:
         if self.byte_level or not node.is_null:
@@ -272,23 +265,31 @@ class _Reader:
             self.read_split(node)
         elif kind == "Digits":
             node["individual_digits"].flag(False)
+        elif kind == "Punctuation":
+            if not node["behavior"].is_null:
+                self.read_behavior(node["behavior"])
         elif kind == "Metaspace" and not self.byte_level:
             self.read_metaspace_step(node)
-        elif self.byte_level:
-            node["type"].refuse('"ByteLevel", "Split", "Digits" or "Sequence" (the decoder is ByteLevel)')
-        else:
-            node["type"].refuse('"Metaspace", "ByteLevel", "Split", "Digits", "Sequence" or null')
+        elif kind != "WhitespaceSplit" and self.byte_level:
+            node["type"].refuse('"ByteLevel", "Split", "Digits", "Punctuation", "WhitespaceSplit" or "Sequence" (the decoder is ByteLevel)')
+        elif kind != "WhitespaceSplit":
+            node["type"].refuse('"Metaspace", "ByteLevel", "Split", "Digits", "Punctuation", "WhitespaceSplit", "Sequence" or null')
         self.steps.append(kind)
 
     @staticmethod
-    def read_split(node: Node) -> None:
-        regex = node["pattern"]["Regex"]
-        if regex.is_null or regex.text() not in PATTERNS:
-            node["pattern"].refuse("the pattern of GPT-2, Llama-3 or Qwen-2 (no other has been verified)")
-        if node["behavior"].text() != "Isolated":
-            node["behavior"].refuse('"Isolated"')
-        if node["invert"].flag(False):
-            node["invert"].refuse("false")
+    def read_behavior(node: Node) -> None:
+        if node.text() not in BEHAVIORS:
+            node.refuse('"Isolated", "Removed", "MergedWithPrevious", "MergedWithNext" or "Contiguous"')
+
+    def read_split(self, node: Node) -> None:
+        regex, text = node["pattern"]["Regex"], node["pattern"]["String"]
+        if regex.is_null:
+            if utf8_size(text.text()) > MAX_SPLIT_BYTES:
+                text.problem(f"got {utf8_size(text.text())} bytes, at most {MAX_SPLIT_BYTES} are accepted")
+        elif problem := split_pattern.problem_of(regex.text()):
+            regex.problem(f"{problem}. Write it otherwise, or use the model without its tokenizer.json, by ids")
+        self.read_behavior(node["behavior"])
+        node["invert"].flag(False)
 
     @staticmethod
     def read_metaspace(node: Node) -> str:
@@ -414,6 +415,13 @@ def tokenizer_vocabulary(text: bytes, source: Path) -> int:
     return _Reader(Node(parse_json_object(text, source), "", source)).read()
 
 
+def left_out(text: bytes, source: Path) -> list[str]:
+    """What a tokenizer.json asks for that weft does not do, as warnings. None of it changes the ids of a text by itself."""
+    parsed = parse_json_object(text, source)
+    return [f"{escaped(str(source))}: {name}: left out: {instead}" for name, instead in (
+        ("truncation", "a text keeps all of its tokens"), ("padding", "no tokens are added to a text")) if parsed.get(name) is not None]
+
+
 def encode(tokenizer: bytes | None, text: str, directory: Path, option: str, instead: str) -> list[int]:
     """The ids of a text, with the special tokens that the tokenizer's post-processor adds. FileError BAD_FILE if `tokenizer` is
     None; the message says that `option` needs one, and gives the advice `instead`."""
@@ -422,6 +430,9 @@ def encode(tokenizer: bytes | None, text: str, directory: Path, option: str, ins
     from tokenizers import Tokenizer
 
     try:
-        return list(Tokenizer.from_str(tokenizer.decode("utf-8")).encode(text).ids)
+        original = Tokenizer.from_str(tokenizer.decode("utf-8"))
+        original.no_truncation()
+        original.no_padding()
+        return list(original.encode(text).ids)
     except Exception as error:  # the library raises plain Exception
         bad_file(directory / "tokenizer.json", "", f"the tokenizers library refuses it: {escaped(str(error))[1:-1]}")

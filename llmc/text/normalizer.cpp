@@ -1,15 +1,13 @@
 #include "llmc/text/normalizer.h"
 
-#include "llmc/text/normalize.h"
-
 namespace weft {
 
 std::string Normalizer::apply(std::string_view text) const {
   std::string result(text);
   for (const NormalizerStep& step : steps_) {
     switch (step.kind) {
-      case NormalizerStep::Kind::nfc:
-        result = normalize_nfc(result);
+      case NormalizerStep::Kind::form:
+        result = normalize(result, step.form);
         break;
       case NormalizerStep::Kind::prepend:
         if (!result.empty()) result.insert(0, step.text);

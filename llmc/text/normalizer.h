@@ -6,17 +6,20 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/text/normalize.h"
+
 namespace weft {
 
 struct NormalizerStep {
   enum class Kind {
-    nfc,      // Unicode Normalization Form C (normalize.h)
+    form,     // a Unicode Normalization Form (normalize.h)
     prepend,  // puts `text` in front, of a text that is not empty
     replace,  // puts `text` in the place of every `character`
   };
-  Kind kind = Kind::nfc;
-  std::string character;  // one character of UTF-8
-  std::string text;
+  Kind kind = Kind::form;
+  std::string character = {};  // one character of UTF-8
+  std::string text = {};
+  NormalForm form = NormalForm::nfc;
 };
 
 class Normalizer {
@@ -24,7 +27,7 @@ class Normalizer {
   explicit Normalizer(std::vector<NormalizerStep> steps) : steps_(std::move(steps)) {}
 
   bool changes_nothing() const { return steps_.empty(); }
-  // The steps, one after the other, on `text`, valid UTF-8. Linear in the text, apart from NFC.
+  // The steps, one after the other, on `text`, valid UTF-8. Linear in the text, apart from normal forms.
   std::string apply(std::string_view text) const;
 
  private:

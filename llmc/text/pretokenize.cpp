@@ -8,65 +8,15 @@
 
 #include "llmc/base/error.h"
 #include "llmc/text/normalizer.h"
+#include "llmc/text/split_pattern.h"
 #include "llmc/text/unicode_ranges.h"
 
 namespace weft {
 
 namespace {
 
-constexpr std::string_view kGpt2Pattern =
-    R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
-constexpr std::string_view kLlama3Pattern =
-    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
-constexpr std::string_view kQwen2Pattern =
-    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
-
-constexpr std::uint32_t kHeapLimitKib = 256 * 1024;   // of the interpreter
-constexpr std::size_t kJitStackBytes = 1024 * 1024;   // the patterns need a constant few hundred bytes
-constexpr std::uint32_t kMatchLimit = 4'000'000'000;  // backtracking is at most twice the text's length
-
-// The patterns above for PCRE2. Capitals stand for the contents of character classes: L letters, N numbers,
-// S whitespace, D digits as the pre-tokenizer Digits defines them.
-const char* pattern_template(SplitRule rule) {
-  switch (rule) {
-    case SplitRule::none:
-      return "";
-    case SplitRule::gpt2:
-      return R"('s|'t|'re|'ve|'m|'ll|'d| ?[L]+| ?[N]+| ?[^SLN]+|[S]+(?![^S])|[S]+)";
-    case SplitRule::llama3:
-      return R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nLN]?[L]+|[N]{1,3}| ?[^SLN]+[\r\n]*|[S]*[\r\n]+|[S]+(?![^S])|[S]+)";
-    case SplitRule::qwen2:
-      return R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nLN]?[L]+|[N]| ?[^SLN]+[\r\n]*|[S]*[\r\n]+|[S]+(?![^S])|[S]+)";
-    case SplitRule::digit:
-      return "[D]";
-    case SplitRule::digit_run:
-      return "[D]+";
-  }
-  fail(Exit::internal, "tokenizer: split rule %d", static_cast<int>(rule));
-}
-
-std::string pcre2_pattern(SplitRule rule) {
-  std::string pattern;
-  for (const char* c = pattern_template(rule); *c != '\0'; ++c) {
-    switch (*c) {
-      case 'L':
-        pattern += letter_class();
-        break;
-      case 'N':
-        pattern += number_class();
-        break;
-      case 'S':
-        pattern += whitespace_class();
-        break;
-      case 'D':
-        pattern += digits_class();
-        break;
-      default:
-        pattern += *c;
-    }
-  }
-  return pattern;
-}
+constexpr std::uint32_t kHeapLimitKib = 256 * 1024;  // of the interpreter
+constexpr std::size_t kJitStackBytes = 1024 * 1024;  // what needs more is interpreted
 
 std::string pcre2_message(int code) {
   char text[200];
@@ -74,13 +24,17 @@ std::string pcre2_message(int code) {
   return text;
 }
 
-std::shared_ptr<const pcre2_real_code_8> compile(SplitRule rule, bool use_jit) {
-  if (rule == SplitRule::none) return nullptr;
-  const std::string pattern = pcre2_pattern(rule);
+// Each attempt begins where the search stands: PCRE2 counts the steps of one attempt, not those of a search over the text.
+std::shared_ptr<const pcre2_real_code_8> compile(const std::string& pattern, bool use_jit) {
+  const std::unique_ptr<pcre2_compile_context_8, decltype(&pcre2_compile_context_free_8)> context(
+      pcre2_compile_context_create_8(nullptr), pcre2_compile_context_free_8);
+  if (!context) fail(Exit::resources, "tokenizer: out of memory for a pattern");
+  pcre2_set_newline_8(context.get(), PCRE2_NEWLINE_LF);
+  constexpr std::uint32_t kOptions = PCRE2_UTF | PCRE2_UCP | PCRE2_MULTILINE | PCRE2_ANCHORED;
   int error = 0;
   PCRE2_SIZE offset = 0;
   std::shared_ptr<pcre2_real_code_8> code(pcre2_compile_8(reinterpret_cast<PCRE2_SPTR8>(pattern.data()), pattern.size(),
-                                                          PCRE2_UTF | PCRE2_UCP, &error, &offset, nullptr),
+                                                          kOptions, &error, &offset, context.get()),
                                           pcre2_code_free_8);
   if (!code) {
     fail(Exit::internal, "tokenizer: PCRE2 refuses its pattern at byte %zu: %s", offset, pcre2_message(error).c_str());
@@ -93,11 +47,22 @@ std::shared_ptr<const pcre2_real_code_8> compile(SplitRule rule, bool use_jit) {
 
 }  // namespace
 
-std::optional<SplitRule> split_rule_of_pattern(std::string_view pattern) {
-  if (pattern == kGpt2Pattern) return SplitRule::gpt2;
-  if (pattern == kLlama3Pattern) return SplitRule::llama3;
-  if (pattern == kQwen2Pattern) return SplitRule::qwen2;
-  return std::nullopt;
+PreTokenizerStep gpt2_step() {
+  constexpr std::string_view kPattern = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
+  return {.pattern = translate_split_pattern(kPattern).pcre2};
+}
+
+PreTokenizerStep digits_step(bool individual) {
+  return {.pattern = "[" + digits_class() + (individual ? "]" : "]+")};
+}
+
+PreTokenizerStep punctuation_step() {
+  const CharacterClass characters = punctuation_class();
+  return {.pattern = "(?![" + characters.without + "])[" + characters.members + "]"};
+}
+
+PreTokenizerStep whitespace_step() {
+  return {.pattern = "[" + whitespace_class() + "]+", .behavior = SplitBehavior::removed};
 }
 
 struct PreTokenizer::Scratch::Match {
@@ -109,7 +74,6 @@ struct PreTokenizer::Scratch::Match {
     if (data == nullptr || context == nullptr) {
       fail(Exit::resources, "tokenizer: out of memory for matching");
     }
-    pcre2_set_match_limit_8(context, kMatchLimit);
     pcre2_set_heap_limit_8(context, kHeapLimitKib);
     pcre2_jit_stack_assign_8(context, nullptr, stack);
   }
@@ -128,7 +92,7 @@ PreTokenizer::Scratch::~Scratch() = default;
 
 PreTokenizer::PreTokenizer(const std::vector<PreTokenizerStep>& steps, bool use_jit) {
   for (const PreTokenizerStep& step : steps) {
-    steps_.push_back({step.add_prefix_space, compile(step.rule, use_jit), step.metaspace});
+    steps_.push_back({step, step.pattern ? compile(*step.pattern, use_jit) : nullptr});
   }
 }
 
@@ -140,18 +104,53 @@ std::string PreTokenizer::with_metaspace(const MetaspaceRule& rule, std::string_
   return marked;
 }
 
-std::optional<PreTokenizer::Span> PreTokenizer::next_match(const pcre2_real_code_8& pattern, std::string_view text,
-                                                           std::size_t from, Scratch& scratch) {
-  const auto* subject = reinterpret_cast<PCRE2_SPTR8>(text.data());
-  const int found = pcre2_match_8(&pattern, subject, text.size(), from, PCRE2_NO_UTF_CHECK, scratch.match_->data,
-                                  scratch.match_->context);
-  if (found == PCRE2_ERROR_NOMATCH) return std::nullopt;
-  if (found < 0) {
-    fail(Exit::resources, "tokenizer: matching stopped at byte %zu of %zu: %s", from, text.size(),
-         pcre2_message(found).c_str());
+bool PreTokenizer::joins(SplitBehavior behavior, bool is_match, bool next_is_match) {
+  switch (behavior) {
+    case SplitBehavior::with_previous:
+      return !is_match && next_is_match;
+    case SplitBehavior::with_next:
+      return is_match && !next_is_match;
+    case SplitBehavior::contiguous:
+      return is_match == next_is_match;
+    case SplitBehavior::isolated:
+    case SplitBehavior::removed:
+      break;
   }
-  const PCRE2_SIZE* bounds = pcre2_get_ovector_pointer_8(scratch.match_->data);
-  return Span{bounds[0], bounds[1]};
+  return false;
+}
+
+std::size_t PreTokenizer::next_character(std::string_view text, std::size_t position) {
+  ++position;
+  while (position < text.size() && (static_cast<unsigned char>(text[position]) & 0xC0) == 0x80) ++position;
+  return position;
+}
+
+std::optional<std::size_t> PreTokenizer::match_at(const pcre2_real_code_8& pattern, std::string_view text,
+                                                  std::size_t begin, Scratch& scratch) {
+  const auto* subject = reinterpret_cast<PCRE2_SPTR8>(text.data());
+  const auto attempt = [&](std::uint32_t options) {
+    return pcre2_match_8(&pattern, subject, text.size(), begin, PCRE2_NO_UTF_CHECK | options, scratch.match_->data,
+                         scratch.match_->context);
+  };
+  int found = PCRE2_ERROR_MATCHLIMIT;
+  // PCRE2 does not say how many steps it took, so it is allowed more and more of them.
+  for (std::uint64_t limit = 64; found == PCRE2_ERROR_MATCHLIMIT;
+       limit = std::min<std::uint64_t>(limit * 8, UINT32_MAX)) {
+    if (scratch.steps_left_ < limit) break;
+    scratch.steps_left_ -= limit;
+    pcre2_set_match_limit_8(scratch.match_->context, static_cast<std::uint32_t>(limit));
+    found = attempt(0);
+    if (found == PCRE2_ERROR_JIT_STACKLIMIT) found = attempt(PCRE2_NO_JIT);
+  }
+  if (found == PCRE2_ERROR_NOMATCH) return std::nullopt;
+  if (found == PCRE2_ERROR_NOMEMORY) fail(Exit::resources, "tokenizer: out of memory for matching");
+  if (found < 0) {
+    fail(Exit::usage,
+         "text: the tokenizer's pattern takes too long at byte %zu of %zu (%s); expected a text without what it "
+         "cannot split",
+         begin, text.size(), pcre2_message(found).c_str());
+  }
+  return pcre2_get_ovector_pointer_8(scratch.match_->data)[1];
 }
 
 }  // namespace weft

@@ -1,11 +1,12 @@
 // Pre-tokenization: cutting text into the pieces ("words") that are encoded independently.
 //
-// The Hugging Face library accepts any Oniguruma pattern. Dialects of regular expressions differ in details that would show
-// only as a few wrong ids. So weft accepts only the rules below: each is a hand-made translation to PCRE2 with the Unicode
-// classes of unicode_ranges.h, compared with the original over all code points. Any other pattern is refused.
+// A step splits the pieces of the one before it at the matches of a pattern: split_pattern.h translates those of the Hugging
+// Face library. A text on which a pattern would try too much is refused, however it was made: matching counts its steps, and
+// a text has so many of them per byte.
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,17 +17,8 @@ struct pcre2_real_code_8;
 
 namespace weft {
 
-enum class SplitRule {
-  none,       // the whole text is one piece
-  gpt2,       // GPT-2 and GPT-NeoX: ByteLevel with use_regex, or a Split with the same pattern
-  llama3,     // Llama-3: case-insensitive contractions, numbers in groups of 1 to 3, line breaks split off
-  qwen2,      // Qwen-2: as Llama-3, but each digit is a piece of its own
-  digit,      // each digit is a piece: Digits with individual_digits (SmolLM2, before ByteLevel)
-  digit_run,  // each run of digits is a piece: Digits without individual_digits
-};
-
-// The rule for a Split of tokenizer.json with this pattern; nothing if it is not supported.
-std::optional<SplitRule> split_rule_of_pattern(std::string_view pattern);
+// What becomes of a match: a piece of its own, nothing, or a piece with what stands before or behind it.
+enum class SplitBehavior { isolated, removed, with_previous, with_next, contiguous };
 
 // Metaspace: every space becomes `character`, which is what marks words in vocabularies of SentencePiece.
 struct MetaspaceRule {
@@ -41,17 +33,31 @@ struct MetaspaceRule {
 };
 
 struct PreTokenizerStep {
-  SplitRule rule = SplitRule::none;
+  std::optional<std::string> pattern = std::nullopt;  // as translate_split_pattern() makes it; nothing: no split
+  SplitBehavior behavior = SplitBehavior::isolated;
+  bool invert = false;            // what is between the matches counts as the matches
   bool add_prefix_space = false;  // before splitting, puts a space in front of a text that does not begin with one
   std::optional<MetaspaceRule> metaspace = std::nullopt;  // instead of the others
 };
 
+// ByteLevel with use_regex: the pattern of GPT-2.
+PreTokenizerStep gpt2_step();
+// Digits: each digit, or each run of digits.
+PreTokenizerStep digits_step(bool individual);
+PreTokenizerStep punctuation_step();
+PreTokenizerStep whitespace_step();  // white space is removed
+
 class PreTokenizer {
  public:
-  // `use_jit` false: PCRE2's interpreter, as on machines where its compiler is not available.
+  // `use_jit` false: PCRE2's interpreter, as on machines where its compiler is not available. A pattern that PCRE2 refuses:
+  // Exit::internal.
   explicit PreTokenizer(const std::vector<PreTokenizerStep>& steps, bool use_jit = true);
 
-  // Working memory of one thread.
+  // A step takes some nanoseconds. Patterns in use take 2 to 10 for a byte; each attempt counts as 64 of them at least.
+  static constexpr std::uint64_t kStepsOfAnyText = 1 << 24;
+  static constexpr std::uint64_t kStepsPerByte = 1024;
+
+  // Working memory of one thread, and the steps that are left to the text it works on.
   class Scratch {
    public:
     Scratch();
@@ -59,15 +65,19 @@ class PreTokenizer {
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;
 
+    // Allows the steps that a text of so many bytes may take.
+    void begin_text(std::size_t bytes) { steps_left_ = kStepsOfAnyText + kStepsPerByte * bytes; }
+
    private:
     friend class PreTokenizer;
     struct Match;
     std::unique_ptr<Match> match_;
+    std::uint64_t steps_left_ = kStepsOfAnyText;
   };
 
   // Calls `sink(piece)` for each piece of `text`, valid UTF-8, in order; the piece is valid until `sink` returns. Every byte
-  // of the text, and every added prefix, is in exactly one piece. `at_start`: the text of encode() begins here. If a PCRE2
-  // limit is reached: Exit::resources.
+  // of the text, and every added prefix, is in exactly one piece, but for those that a step removes. `at_start`: the text of
+  // encode() begins here. A text that takes too many steps, or too much memory: Exit::usage.
   template <typename Sink>
   void split(std::string_view text, bool at_start, Scratch& scratch, Sink&& sink) const {
     split_from(0, text, at_start, scratch, sink);
@@ -75,18 +85,22 @@ class PreTokenizer {
 
  private:
   struct Step {
-    bool add_prefix_space;
+    PreTokenizerStep spec;
     std::shared_ptr<const pcre2_real_code_8> pattern;  // null: no split
-    std::optional<MetaspaceRule> metaspace;
   };
   struct Span {
     std::size_t begin;
     std::size_t end;
+    bool is_match;
   };
 
-  // The first match at or after `from`; nothing if there is none.
-  static std::optional<Span> next_match(const pcre2_real_code_8& pattern, std::string_view text, std::size_t from,
-                                        Scratch& scratch);
+  // The end of the match that begins at `begin`; nothing if there is none.
+  static std::optional<std::size_t> match_at(const pcre2_real_code_8& pattern, std::string_view text, std::size_t begin,
+                                             Scratch& scratch);
+  // The next character's first byte.
+  static std::size_t next_character(std::string_view text, std::size_t position);
+  // Whether two neighbouring spans are one piece.
+  static bool joins(SplitBehavior behavior, bool is_match, bool next_is_match);
 
   // `text` with the spaces replaced and the character in front, as the rule says.
   static std::string with_metaspace(const MetaspaceRule& rule, std::string_view text, bool at_start);
@@ -95,25 +109,56 @@ class PreTokenizer {
   void split_from(std::size_t step, std::string_view text, bool at_start, Scratch& scratch, Sink& sink) const {
     if (text.empty()) return;
     if (step == steps_.size()) return sink(text);
-    if (steps_[step].metaspace) return split_at_metaspace(step, text, at_start, scratch, sink);
+    const PreTokenizerStep& spec = steps_[step].spec;
+    if (spec.metaspace) return split_at_metaspace(step, text, at_start, scratch, sink);
     std::string prefixed;
-    if (steps_[step].add_prefix_space && text.front() != ' ') {
+    if (spec.add_prefix_space && text.front() != ' ') {
       prefixed.reserve(text.size() + 1);
       text = prefixed.append(1, ' ').append(text);
     }
     if (!steps_[step].pattern) return split_from(step + 1, text, at_start, scratch, sink);
-    for (std::size_t position = 0; position < text.size();) {
-      const auto match = next_match(*steps_[step].pattern, text, position, scratch);
-      const Span span = match ? *match : Span{text.size(), text.size()};
-      split_from(step + 1, text.substr(position, span.begin - position), at_start && position == 0, scratch, sink);
-      split_from(step + 1, text.substr(span.begin, span.end - span.begin), at_start && span.begin == 0, scratch, sink);
-      position = span.end;
+    std::optional<Span> waiting;  // the piece that grows, and whether its last span is a match
+    const auto finish = [&] {
+      if (!waiting || (spec.behavior == SplitBehavior::removed && waiting->is_match)) return;
+      split_from(step + 1, text.substr(waiting->begin, waiting->end - waiting->begin), at_start && waiting->begin == 0,
+                 scratch, sink);
+    };
+    each_span(*steps_[step].pattern, text, scratch, [&](Span span) {
+      span.is_match = span.is_match != spec.invert;
+      if (waiting && joins(spec.behavior, waiting->is_match, span.is_match)) {
+        span.begin = waiting->begin;
+      } else {
+        finish();
+      }
+      waiting = span;
+    });
+    finish();
+  }
+
+  // The matches of a text and what is between them, in order. As the original finds them: a match of nothing counts, unless
+  // it stands right behind another match.
+  template <typename OnSpan>
+  static void each_span(const pcre2_real_code_8& pattern, std::string_view text, Scratch& scratch, OnSpan&& on_span) {
+    std::size_t done = 0;
+    std::optional<std::size_t> last_end;
+    for (std::size_t position = 0; position <= text.size();) {
+      const std::optional<std::size_t> end = match_at(pattern, text, position, scratch);
+      if (!end || (*end == position && last_end == position)) {
+        position = next_character(text, position);
+        continue;
+      }
+      if (done < position) on_span({done, position, false});
+      on_span({position, *end, true});
+      done = *end;
+      position = done;
+      last_end = done;
     }
+    if (done < text.size()) on_span({done, text.size(), false});
   }
 
   template <typename Sink>
   void split_at_metaspace(std::size_t step, std::string_view text, bool at_start, Scratch& scratch, Sink& sink) const {
-    const MetaspaceRule& rule = *steps_[step].metaspace;
+    const MetaspaceRule& rule = *steps_[step].spec.metaspace;
     const std::string marked = with_metaspace(rule, text, at_start);
     const std::string_view rest = marked;
     for (std::size_t begin = 0; begin < rest.size();) {

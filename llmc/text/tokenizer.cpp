@@ -63,6 +63,7 @@ class Encoder {
   Encoder(const Tokenizer& tokenizer, std::vector<std::int32_t>& ids) : tokenizer_(tokenizer), ids_(ids) {}
 
   void encode(std::string_view text, bool allow_special) {
+    split_scratch_.begin_text(text.size());
     const auto on_token = [&](std::int32_t id) { ids_.push_back(id); };
     const auto on_raw_part = [&](std::string_view part) {
       const bool at_start = part.data() == text.data();

@@ -45,7 +45,7 @@ class Tokenizer {
   enum class Special { text, allow };
 
   // The ids of `text`; with `add_bos` the token that the file's post-processor puts in front comes first (NeoX has none). A
-  // piece of more than 256 MiB, or a limit of PCRE2: Exit::resources.
+  // piece of more than 256 MiB: Exit::resources. A text on which a pattern takes too long (pretokenize.h): Exit::usage.
   std::vector<std::int32_t> encode(std::string_view text, bool add_bos, Special special = Special::text) const;
 
   // No text of this many bytes has fewer ids, BOS not counted. 0: nothing is known without encoding it, because this tokenizer

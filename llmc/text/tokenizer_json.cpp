@@ -21,10 +21,6 @@ std::int32_t token_id(const Node& node) {
   return static_cast<std::int32_t>(node.integer(0, kMaxVocabulary - 1, "token id"));
 }
 
-void require_null(const Node& node) {
-  if (!node.is_null()) node.refuse("null (nothing else is supported)");
-}
-
 // For options of the model that weft does not support: null, false, "" and 0 all mean that the option is off.
 void require_off(const Node& node) {
   const Json& json = node.json();
@@ -32,6 +28,12 @@ void require_off(const Node& node) {
                    (json.is_string() && json.get_ref<const std::string&>().empty()) ||
                    (json.is_number() && json.get<double>() == 0);
   if (!off) node.refuse("null (this option is not supported)");
+}
+
+constexpr std::int32_t kRepeated = -1;
+
+bool is_version_line(const Json& merge) {
+  return merge.is_string() && merge.get_ref<const std::string&>().starts_with("#version");
 }
 
 using Vocabulary = std::unordered_map<std::string_view, std::int32_t, SeededHash>;
@@ -42,8 +44,6 @@ class Reader {
   Reader(const Json& document, const std::string& source) : root_(document, "", source) {}
 
   TokenizerSpec read() {
-    require_null(root_["truncation"]);
-    require_null(root_["padding"]);
     spec_.base.by_character = !is_byte_level(root_);
     read_model_options();
     read_vocabulary();
@@ -105,9 +105,6 @@ void Reader::read_model_options() {
   const Node model = root_["model"];
   if (model["type"].text() != "BPE") model["type"].refuse("\"BPE\"");
   for (const char* option : {"dropout", "continuing_subword_prefix", "end_of_word_suffix"}) require_off(model[option]);
-  if (!spec_.base.by_character) {  // every byte has a token
-    for (const char* option : {"unk_token", "byte_fallback"}) require_off(model[option]);
-  }
   spec_.base.fuse_unknown = model["fuse_unk"].flag(false);
   spec_.ignore_merges = model["ignore_merges"].flag(false);
 }
@@ -147,19 +144,23 @@ BpeMerge Reader::merge_of(const Node& merge) const {
   return {id_of(left), id_of(right), id_of(left + right)};
 }
 
+// Of a merge that the file repeats the last place counts. Lines such as "#version: 0.2" are left over from merges.txt.
 void Reader::read_merges() {
   const Node merges = root_["model"]["merges"];
   const std::size_t count = merges.list_size();
   // Each merge gives a token of the vocabulary, and few tokens come from more than a few merges: 8 is ample.
   if (count > 8 * static_cast<std::size_t>(kMaxVocabulary)) merges.problem(format("got %zu merges", count));
   spec_.merges.reserve(count);
-  std::unordered_set<std::uint64_t, SeededHash> pairs;
+  std::unordered_map<std::uint64_t, std::size_t, SeededHash> places;
   for (std::size_t i = 0; i < count; ++i) {
+    if (is_version_line(merges[i].json())) continue;
     const BpeMerge merge = merge_of(merges[i]);
     const auto pair = static_cast<std::uint64_t>(merge.left) << 32 | static_cast<std::uint32_t>(merge.right);
-    if (!pairs.insert(pair).second) merges[i].refuse("each merge once");
+    const auto [place, is_new] = places.emplace(pair, spec_.merges.size());
+    if (!is_new) spec_.merges[std::exchange(place->second, spec_.merges.size())].left = kRepeated;
     spec_.merges.push_back(merge);
   }
+  std::erase_if(spec_.merges, [](const BpeMerge& merge) { return merge.left == kRepeated; });
 }
 
 AddedToken Reader::added_token(const Node& node) const {

@@ -42,6 +42,7 @@ constexpr std::size_t kMaxTokenBytes = 4096;
 constexpr std::size_t kMaxAddedBytes = 16 << 20;
 constexpr std::size_t kMaxSteps = 8;             // of the normalizer, the pre-tokenizer and the decoder, each
 constexpr std::size_t kMaxPrependBytes = 64;     // of the normalizer Prepend
+constexpr std::size_t kMaxSplitBytes = 256;      // of the text that a Split looks for
 constexpr std::uint64_t kMaxStripped = 1 << 20;  // characters that the decoder Strip takes away
 
 // Parses and checks. Anything damaged or not supported: Exit::bad_file, "<source>: <field>: got X, expected

@@ -1,13 +1,19 @@
 #include "llmc/text/tokenizer_stages.h"
 
 #include <algorithm>
+#include <optional>
 #include <string>
+#include <string_view>
+#include <utility>
 
 #include "llmc/base/error.h"
+#include "llmc/text/split_pattern.h"
 
 namespace weft {
 
 namespace {
+
+constexpr std::string_view kPatternAdvice = ". Write it otherwise, or use the model without its tokenizer.json, by ids";
 
 bool holds_byte_level(const Json& node) {
   if (!node.is_object()) return false;
@@ -39,6 +45,7 @@ class StageReader {
  private:
   void read_normalizer(const Node& node);
   void read_pre_tokenizer(const Node& node);
+  SplitBehavior behavior(const Node& node) const;
   void read_split(const Node& node);
   MetaspaceRule metaspace(const Node& node) const;
   void read_metaspace(const Node& node);
@@ -66,6 +73,14 @@ Replacement replacement_of(const Node& node) {
   return {node["pattern"]["String"].character(), node["content"].character()};
 }
 
+std::optional<NormalForm> normal_form(const std::string& type) {
+  if (type == "NFC") return NormalForm::nfc;
+  if (type == "NFD") return NormalForm::nfd;
+  if (type == "NFKC") return NormalForm::nfkc;
+  if (type == "NFKD") return NormalForm::nfkd;
+  return std::nullopt;
+}
+
 void StageReader::read_normalizer(const Node& node) {
   if (node.is_null()) return;
   const std::string type = node["type"].text();
@@ -75,29 +90,51 @@ void StageReader::read_normalizer(const Node& node) {
     return;
   }
   if (spec_.normalizers.size() >= kMaxSteps) node.problem(format("got more than %zu normalizers", kMaxSteps));
-  if (type == "NFC") {
-    spec_.normalizers.push_back({NormalizerStep::Kind::nfc, "", ""});
+  if (const auto form = normal_form(type)) {
+    spec_.normalizers.push_back({.kind = NormalizerStep::Kind::form, .form = *form});
   } else if (type == "Prepend") {
     const std::string text = node["prepend"].text();
     if (text.empty() || text.size() > kMaxPrependBytes) {
       node["prepend"].problem(format("got %zu bytes, expected 1 to %zu", text.size(), kMaxPrependBytes));
     }
-    spec_.normalizers.push_back({NormalizerStep::Kind::prepend, "", text});
+    spec_.normalizers.push_back({.kind = NormalizerStep::Kind::prepend, .text = text});
   } else if (type == "Replace") {
     const auto [character, text] = replacement_of(node);
-    spec_.normalizers.push_back({NormalizerStep::Kind::replace, character, text});
+    spec_.normalizers.push_back({.kind = NormalizerStep::Kind::replace, .character = character, .text = text});
   } else {
-    node["type"].refuse("\"NFC\", \"Prepend\", \"Replace\", \"Sequence\" or null");
+    node["type"].refuse("\"NFC\", \"NFD\", \"NFKC\", \"NFKD\", \"Prepend\", \"Replace\", \"Sequence\" or null");
   }
 }
 
+SplitBehavior StageReader::behavior(const Node& node) const {
+  constexpr std::pair<std::string_view, SplitBehavior> kNames[] = {{"Isolated", SplitBehavior::isolated},
+                                                                   {"Removed", SplitBehavior::removed},
+                                                                   {"MergedWithPrevious", SplitBehavior::with_previous},
+                                                                   {"MergedWithNext", SplitBehavior::with_next},
+                                                                   {"Contiguous", SplitBehavior::contiguous}};
+  for (const auto& [name, value] : kNames) {
+    if (node.text() == name) return value;
+  }
+  node.refuse("\"Isolated\", \"Removed\", \"MergedWithPrevious\", \"MergedWithNext\" or \"Contiguous\"");
+}
+
 void StageReader::read_split(const Node& node) {
-  const Node pattern = node["pattern"];
-  const auto rule = split_rule_of_pattern(pattern["Regex"].is_null() ? "" : pattern["Regex"].text());
-  if (!rule) pattern.refuse("the pattern of GPT-2, Llama-3 or Qwen-2 (no other has been verified)");
-  if (node["behavior"].text() != "Isolated") node["behavior"].refuse("\"Isolated\"");
-  if (node["invert"].flag(false)) node["invert"].refuse("false");
-  spec_.steps.emplace_back().rule = *rule;
+  const Node pattern = node["pattern"], regex = pattern["Regex"];
+  PreTokenizerStep step;
+  if (regex.is_null()) {
+    const std::string& text = pattern["String"].text();
+    if (text.size() > kMaxSplitBytes) {
+      pattern["String"].problem(format("got %zu bytes, at most %zu are accepted", text.size(), kMaxSplitBytes));
+    }
+    step.pattern = literal_split_pattern(text);
+  } else {
+    const SplitPattern translated = translate_split_pattern(regex.text());
+    if (!translated.problem.empty()) regex.problem(translated.problem + std::string(kPatternAdvice));
+    step.pattern = translated.pcre2;
+  }
+  step.behavior = behavior(node["behavior"]);
+  step.invert = node["invert"].flag(false);
+  spec_.steps.push_back(std::move(step));
 }
 
 // The old field add_prefix_space only matters if it is false: then it must agree with prepend_scheme.
@@ -148,20 +185,28 @@ void StageReader::read_pre_tokenizer(const Node& node) {
     for (std::size_t i = 0; i < list.list_size(); ++i) read_pre_tokenizer(list[i]);
   } else if (type == "ByteLevel" && !by_character) {
     const bool use_regex = node["use_regex"].flag(true);
-    PreTokenizerStep& step = spec_.steps.emplace_back();
-    step.rule = use_regex ? SplitRule::gpt2 : SplitRule::none;
+    PreTokenizerStep& step = spec_.steps.emplace_back(use_regex ? gpt2_step() : PreTokenizerStep{});
     step.add_prefix_space = node["add_prefix_space"].flag(true);
     byte_level_seen_ = true;
   } else if (type == "Split") {
     read_split(node);
   } else if (type == "Digits") {
-    spec_.steps.emplace_back().rule = node["individual_digits"].flag(false) ? SplitRule::digit : SplitRule::digit_run;
+    spec_.steps.push_back(digits_step(node["individual_digits"].flag(false)));
+  } else if (type == "Punctuation") {
+    PreTokenizerStep& step = spec_.steps.emplace_back(punctuation_step());
+    if (!node["behavior"].is_null()) step.behavior = behavior(node["behavior"]);
+  } else if (type == "WhitespaceSplit") {
+    spec_.steps.push_back(whitespace_step());
   } else if (type == "Metaspace" && by_character) {
     read_metaspace(node);
   } else if (by_character) {
-    node["type"].refuse("\"Metaspace\", \"ByteLevel\", \"Split\", \"Digits\", \"Sequence\" or null");
+    node["type"].refuse(
+        "\"Metaspace\", \"ByteLevel\", \"Split\", \"Digits\", \"Punctuation\", \"WhitespaceSplit\", \"Sequence\" or "
+        "null");
   } else {
-    node["type"].refuse("\"ByteLevel\", \"Split\", \"Digits\" or \"Sequence\" (the decoder is ByteLevel)");
+    node["type"].refuse(
+        "\"ByteLevel\", \"Split\", \"Digits\", \"Punctuation\", \"WhitespaceSplit\" or \"Sequence\" (the decoder is "
+        "ByteLevel)");
   }
 }
 

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <iterator>
+#include <optional>
 #include <span>
+#include <string_view>
 
 #include "llmc/base/error.h"
 
@@ -15,21 +17,85 @@ struct Range {
   char32_t last;
 };
 
-// General category L, assigned by Unicode 15.0, 15.1 or 16.0.
-constexpr Range kLettersAfter14[] = {
-    {0x1C89, 0x1C8A},   {0xA7CB, 0xA7CD},   {0xA7DA, 0xA7DC},   {0x105C0, 0x105F3}, {0x10D4A, 0x10D65},
-    {0x10D6F, 0x10D85}, {0x10EC2, 0x10EC4}, {0x1123F, 0x11240}, {0x11380, 0x11389}, {0x1138B, 0x1138B},
-    {0x1138E, 0x1138E}, {0x11390, 0x113B5}, {0x113B7, 0x113B7}, {0x113D1, 0x113D1}, {0x113D3, 0x113D3},
-    {0x11BC0, 0x11BE0}, {0x11F02, 0x11F02}, {0x11F04, 0x11F10}, {0x11F12, 0x11F33}, {0x1342F, 0x1342F},
-    {0x13441, 0x13446}, {0x13460, 0x143FA}, {0x16100, 0x1611D}, {0x16D40, 0x16D6C}, {0x18CFF, 0x18CFF},
-    {0x1B132, 0x1B132}, {0x1B155, 0x1B155}, {0x1DF25, 0x1DF2A}, {0x1E030, 0x1E06D}, {0x1E4D0, 0x1E4EB},
-    {0x1E5D0, 0x1E5ED}, {0x1E5F0, 0x1E5F0}, {0x2B739, 0x2B739}, {0x2EBF0, 0x2EE5D}, {0x31350, 0x323AF},
+struct CategoryRange {
+  std::string_view category;
+  Range range;
 };
 
-// General category N, likewise.
-constexpr Range kNumbersAfter14[] = {
-    {0x10D40, 0x10D49}, {0x116D0, 0x116E3}, {0x11BF0, 0x11BF9}, {0x11F50, 0x11F59}, {0x16130, 0x16139},
-    {0x16D70, 0x16D79}, {0x1CCF0, 0x1CCF9}, {0x1D2C0, 0x1D2D3}, {0x1E4F0, 0x1E4F9}, {0x1E5F1, 0x1E5FA},
+// General categories that Unicode 15.0, 15.1 or 16.0 gave to code points. One of them was Mn before.
+constexpr CategoryRange kCategoriesAfter14[] = {
+    {"Lu", {0x1C89, 0x1C89}},   {"Lu", {0xA7CB, 0xA7CC}},   {"Lu", {0xA7DA, 0xA7DA}},   {"Lu", {0xA7DC, 0xA7DC}},
+    {"Lu", {0x10D50, 0x10D65}}, {"Ll", {0x1C8A, 0x1C8A}},   {"Ll", {0xA7CD, 0xA7CD}},   {"Ll", {0xA7DB, 0xA7DB}},
+    {"Ll", {0x10D70, 0x10D85}}, {"Ll", {0x1DF25, 0x1DF2A}}, {"Lm", {0x10D4E, 0x10D4E}}, {"Lm", {0x10D6F, 0x10D6F}},
+    {"Lm", {0x16D40, 0x16D42}}, {"Lm", {0x16D6B, 0x16D6C}}, {"Lm", {0x1E030, 0x1E06D}}, {"Lm", {0x1E4EB, 0x1E4EB}},
+    {"Lo", {0x105C0, 0x105F3}}, {"Lo", {0x10D4A, 0x10D4D}}, {"Lo", {0x10D4F, 0x10D4F}}, {"Lo", {0x10EC2, 0x10EC4}},
+    {"Lo", {0x1123F, 0x11240}}, {"Lo", {0x11380, 0x11389}}, {"Lo", {0x1138B, 0x1138B}}, {"Lo", {0x1138E, 0x1138E}},
+    {"Lo", {0x11390, 0x113B5}}, {"Lo", {0x113B7, 0x113B7}}, {"Lo", {0x113D1, 0x113D1}}, {"Lo", {0x113D3, 0x113D3}},
+    {"Lo", {0x11BC0, 0x11BE0}}, {"Lo", {0x11F02, 0x11F02}}, {"Lo", {0x11F04, 0x11F10}}, {"Lo", {0x11F12, 0x11F33}},
+    {"Lo", {0x1342F, 0x1342F}}, {"Lo", {0x13441, 0x13446}}, {"Lo", {0x13460, 0x143FA}}, {"Lo", {0x16100, 0x1611D}},
+    {"Lo", {0x16D43, 0x16D6A}}, {"Lo", {0x18CFF, 0x18CFF}}, {"Lo", {0x1B132, 0x1B132}}, {"Lo", {0x1B155, 0x1B155}},
+    {"Lo", {0x1E4D0, 0x1E4EA}}, {"Lo", {0x1E5D0, 0x1E5ED}}, {"Lo", {0x1E5F0, 0x1E5F0}}, {"Lo", {0x2B739, 0x2B739}},
+    {"Lo", {0x2EBF0, 0x2EE5D}}, {"Lo", {0x31350, 0x323AF}}, {"Mn", {0x0897, 0x0897}},   {"Mn", {0x0ECE, 0x0ECE}},
+    {"Mn", {0x10D69, 0x10D6D}}, {"Mn", {0x10EFC, 0x10EFF}}, {"Mn", {0x11241, 0x11241}}, {"Mn", {0x113BB, 0x113C0}},
+    {"Mn", {0x113CE, 0x113CE}}, {"Mn", {0x113D0, 0x113D0}}, {"Mn", {0x113D2, 0x113D2}}, {"Mn", {0x113E1, 0x113E2}},
+    {"Mn", {0x11F00, 0x11F01}}, {"Mn", {0x11F36, 0x11F3A}}, {"Mn", {0x11F40, 0x11F40}}, {"Mn", {0x11F42, 0x11F42}},
+    {"Mn", {0x11F5A, 0x11F5A}}, {"Mn", {0x13440, 0x13440}}, {"Mn", {0x13447, 0x13455}}, {"Mn", {0x1611E, 0x16129}},
+    {"Mn", {0x1612D, 0x1612F}}, {"Mn", {0x1E08F, 0x1E08F}}, {"Mn", {0x1E4EC, 0x1E4EF}}, {"Mn", {0x1E5EE, 0x1E5EF}},
+    {"Mc", {0x0CF3, 0x0CF3}},   {"Mc", {0x113B8, 0x113BA}}, {"Mc", {0x113C2, 0x113C2}}, {"Mc", {0x113C5, 0x113C5}},
+    {"Mc", {0x113C7, 0x113CA}}, {"Mc", {0x113CC, 0x113CD}}, {"Mc", {0x113CF, 0x113CF}}, {"Mc", {0x1171E, 0x1171E}},
+    {"Mc", {0x11F03, 0x11F03}}, {"Mc", {0x11F34, 0x11F35}}, {"Mc", {0x11F3E, 0x11F3F}}, {"Mc", {0x11F41, 0x11F41}},
+    {"Mc", {0x1612A, 0x1612C}}, {"Nd", {0x10D40, 0x10D49}}, {"Nd", {0x116D0, 0x116E3}}, {"Nd", {0x11BF0, 0x11BF9}},
+    {"Nd", {0x11F50, 0x11F59}}, {"Nd", {0x16130, 0x16139}}, {"Nd", {0x16D70, 0x16D79}}, {"Nd", {0x1CCF0, 0x1CCF9}},
+    {"Nd", {0x1E4F0, 0x1E4F9}}, {"Nd", {0x1E5F1, 0x1E5FA}}, {"No", {0x1D2C0, 0x1D2D3}}, {"Pd", {0x10D6E, 0x10D6E}},
+    {"Po", {0x1B4E, 0x1B4F}},   {"Po", {0x1B7F, 0x1B7F}},   {"Po", {0x113D4, 0x113D5}}, {"Po", {0x113D7, 0x113D8}},
+    {"Po", {0x11B00, 0x11B09}}, {"Po", {0x11BE1, 0x11BE1}}, {"Po", {0x11F43, 0x11F4F}}, {"Po", {0x16D6D, 0x16D6F}},
+    {"Po", {0x1E5FF, 0x1E5FF}}, {"Sm", {0x10D8E, 0x10D8F}}, {"So", {0x2427, 0x2429}},   {"So", {0x2FFC, 0x2FFF}},
+    {"So", {0x31E4, 0x31E5}},   {"So", {0x31EF, 0x31EF}},   {"So", {0x1CC00, 0x1CCEF}}, {"So", {0x1CD00, 0x1CEB3}},
+    {"So", {0x1F6DC, 0x1F6DC}}, {"So", {0x1F774, 0x1F776}}, {"So", {0x1F77B, 0x1F77F}}, {"So", {0x1F7D9, 0x1F7D9}},
+    {"So", {0x1F8B2, 0x1F8BB}}, {"So", {0x1F8C0, 0x1F8C1}}, {"So", {0x1FA75, 0x1FA77}}, {"So", {0x1FA87, 0x1FA89}},
+    {"So", {0x1FA8F, 0x1FA8F}}, {"So", {0x1FAAD, 0x1FAAF}}, {"So", {0x1FABB, 0x1FABF}}, {"So", {0x1FAC6, 0x1FAC6}},
+    {"So", {0x1FACE, 0x1FACF}}, {"So", {0x1FADA, 0x1FADC}}, {"So", {0x1FADF, 0x1FADF}}, {"So", {0x1FAE8, 0x1FAE9}},
+    {"So", {0x1FAF7, 0x1FAF8}}, {"So", {0x1FBCB, 0x1FBEF}}, {"Cf", {0x13439, 0x1343F}},
+};
+constexpr Range kNoLongerMn[] = {{0x1171E, 0x1171E}};
+
+// Scripts as of Unicode 16.0.
+constexpr Range kHan[] = {
+    {0x2E80, 0x2E99},   {0x2E9B, 0x2EF3},   {0x2F00, 0x2FD5},   {0x3005, 0x3005},   {0x3007, 0x3007},
+    {0x3021, 0x3029},   {0x3038, 0x303B},   {0x3400, 0x4DBF},   {0x4E00, 0x9FFF},   {0xF900, 0xFA6D},
+    {0xFA70, 0xFAD9},   {0x16FE2, 0x16FE3}, {0x16FF0, 0x16FF1}, {0x20000, 0x2A6DF}, {0x2A700, 0x2B739},
+    {0x2B740, 0x2B81D}, {0x2B820, 0x2CEA1}, {0x2CEB0, 0x2EBE0}, {0x2EBF0, 0x2EE5D}, {0x2F800, 0x2FA1D},
+    {0x30000, 0x3134A}, {0x31350, 0x323AF},
+};
+constexpr Range kHiragana[] = {
+    {0x3041, 0x3096}, {0x309D, 0x309F}, {0x1B001, 0x1B11F}, {0x1B132, 0x1B132}, {0x1B150, 0x1B152}, {0x1F200, 0x1F200},
+};
+constexpr Range kKatakana[] = {
+    {0x30A1, 0x30FA},   {0x30FD, 0x30FF},   {0x31F0, 0x31FF},   {0x32D0, 0x32FE},   {0x3300, 0x3357},
+    {0xFF66, 0xFF6F},   {0xFF71, 0xFF9D},   {0x1AFF0, 0x1AFF3}, {0x1AFF5, 0x1AFFB}, {0x1AFFD, 0x1AFFE},
+    {0x1B000, 0x1B000}, {0x1B120, 0x1B122}, {0x1B155, 0x1B155}, {0x1B164, 0x1B167},
+};
+constexpr Range kHangul[] = {
+    {0x1100, 0x11FF}, {0x302E, 0x302F}, {0x3131, 0x318E}, {0x3200, 0x321E}, {0x3260, 0x327E},
+    {0xA960, 0xA97C}, {0xAC00, 0xD7A3}, {0xD7B0, 0xD7C6}, {0xD7CB, 0xD7FB}, {0xFFA0, 0xFFBE},
+    {0xFFC2, 0xFFC7}, {0xFFCA, 0xFFCF}, {0xFFD2, 0xFFD7}, {0xFFDA, 0xFFDC},
+};
+
+// What the pre-tokenizer Punctuation takes for punctuation is ASCII's and category P of an old Unicode: without these of
+// today's P, and with those that have another category today.
+constexpr Range kNoPunctuation[] = {
+    {0x061D, 0x061D},   {0x09FD, 0x09FD},   {0x0A76, 0x0A76},   {0x0C77, 0x0C77},   {0x0C84, 0x0C84},
+    {0x1B4E, 0x1B4F},   {0x1B7D, 0x1B7F},   {0x2E43, 0x2E4F},   {0x2E52, 0x2E5D},   {0x10D6E, 0x10D6E},
+    {0x10EAD, 0x10EAD}, {0x10F55, 0x10F59}, {0x10F86, 0x10F89}, {0x113D4, 0x113D5}, {0x113D7, 0x113D8},
+    {0x1144B, 0x1144F}, {0x1145A, 0x1145B}, {0x1145D, 0x1145D}, {0x11660, 0x1166C}, {0x116B9, 0x116B9},
+    {0x1183B, 0x1183B}, {0x11944, 0x11946}, {0x119E2, 0x119E2}, {0x11A3F, 0x11A46}, {0x11A9A, 0x11A9C},
+    {0x11A9E, 0x11AA2}, {0x11B00, 0x11B09}, {0x11BE1, 0x11BE1}, {0x11C41, 0x11C45}, {0x11C70, 0x11C71},
+    {0x11EF7, 0x11EF8}, {0x11F43, 0x11F4F}, {0x11FFF, 0x11FFF}, {0x12FF1, 0x12FF2}, {0x16D6D, 0x16D6F},
+    {0x16E97, 0x16E9A}, {0x16FE2, 0x16FE2}, {0x1E5FF, 0x1E5FF}, {0x1E95E, 0x1E95F},
+};
+constexpr Range kAlsoPunctuation[] = {
+    {0x0024, 0x0024}, {0x002B, 0x002B}, {0x003C, 0x003E}, {0x005E, 0x005E},   {0x0060, 0x0060},
+    {0x007C, 0x007C}, {0x007E, 0x007E}, {0x166D, 0x166D}, {0x111C9, 0x111C9},
 };
 
 // General category N, assigned by Unicode 17.0.
@@ -51,9 +117,26 @@ constexpr Range kInertInNfc9[] = {
     {0x1E6C0, 0x1E6FF},
 };
 
+// Code points with a compatibility decomposition, assigned or given it after 9.0; blocks as above.
+constexpr Range kInertInNfkc9[] = {
+    {0x32FF, 0x32FF},   {0xA7F1, 0xA7F4},   {0xAB69, 0xAB69},   {0x10780, 0x107BF},
+    {0x1CC00, 0x1CEBF}, {0x1E030, 0x1E08F}, {0x1F16C, 0x1F16C}, {0x1FB00, 0x1FBFF},
+};
+
+void append_range(std::string& text, const Range& range) {
+  text += format("\\x{%X}-\\x{%X}", static_cast<unsigned>(range.first), static_cast<unsigned>(range.last));
+}
+
 std::string class_ranges(std::string text, std::span<const Range> ranges) {
-  for (const Range& range : ranges) {
-    text += format("\\x{%X}-\\x{%X}", static_cast<unsigned>(range.first), static_cast<unsigned>(range.last));
+  for (const Range& range : ranges) append_range(text, range);
+  return text;
+}
+
+// The new code points of the categories whose names begin with `prefix`.
+std::string category_class(std::string_view prefix) {
+  std::string text = "\\p{" + std::string(prefix) + "}";
+  for (const CategoryRange& one : kCategoriesAfter14) {
+    if (one.category.starts_with(prefix)) append_range(text, one.range);
   }
   return text;
 }
@@ -61,11 +144,34 @@ std::string class_ranges(std::string text, std::span<const Range> ranges) {
 }  // namespace
 
 std::string letter_class() {
-  return class_ranges("\\p{L}", kLettersAfter14);
+  return category_class("L");
 }
 
 std::string number_class() {
-  return class_ranges("\\p{N}", kNumbersAfter14);
+  return category_class("N");
+}
+
+std::optional<CharacterClass> property_class(std::string_view name) {
+  constexpr std::string_view kOneLetter = "LMNPSZ";
+  constexpr std::string_view kTwoLetters = "LuLlLtLmLoMnMcMeNdNlNoPcPdPsPePiPfPoSmScSkSoZsZlZpCcCfCo";
+  if (name == "Han") return CharacterClass{class_ranges("", kHan), ""};
+  if (name == "Hiragana") return CharacterClass{class_ranges("", kHiragana), ""};
+  if (name == "Katakana") return CharacterClass{class_ranges("", kKatakana), ""};
+  if (name == "Hangul") return CharacterClass{class_ranges("", kHangul), ""};
+  const std::size_t found = kTwoLetters.find(name);
+  const bool known = name.size() == 1 ? kOneLetter.find(name) != std::string_view::npos
+                                      : name.size() == 2 && found != std::string_view::npos && found % 2 == 0;
+  if (!known) return std::nullopt;
+  return CharacterClass{category_class(name), name == "Mn" ? class_ranges("", kNoLongerMn) : ""};
+}
+
+CharacterClass punctuation_class() {
+  return {class_ranges(category_class("P"), kAlsoPunctuation), class_ranges("", kNoPunctuation)};
+}
+
+std::string word_class() {
+  return category_class("L") + category_class("M") + category_class("Nd") + category_class("Nl") +
+         category_class("Pc") + "\\x{24B6}-\\x{24E9}\\x{1F130}-\\x{1F149}\\x{1F150}-\\x{1F169}\\x{1F170}-\\x{1F189}";
 }
 
 std::string digits_class() {
@@ -75,6 +181,11 @@ std::string digits_class() {
 std::string whitespace_class() {
   return "\\t-\\r\\x20\\x{85}\\x{A0}\\x{1680}\\x{2000}-\\x{200A}\\x{2028}\\x{2029}\\x{202F}\\x{205F}\\x{"
          "3000}";
+}
+
+bool inert_in_nfkc_9(char32_t code_point) {
+  const auto holds = [&](const Range& range) { return code_point >= range.first && code_point <= range.last; };
+  return inert_in_nfc_9(code_point) || std::any_of(std::begin(kInertInNfkc9), std::end(kInertInNfkc9), holds);
 }
 
 bool inert_in_nfc_9(char32_t code_point) {

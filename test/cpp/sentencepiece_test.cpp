@@ -270,7 +270,7 @@ TEST(SentencePieceEncoder, UnknownTokensWaitBehindByteTokens) {
 // In every order of two kinds, twice the same, and through the file.
 TEST(Normalizer, EachStepWorksOnWhatTheOneBeforeHasMade) {
   using Kind = NormalizerStep::Kind;
-  const NormalizerStep compose{Kind::nfc, "", ""}, letter{Kind::prepend, "", "e"}, again{Kind::prepend, "", "x"};
+  const NormalizerStep compose{Kind::form, "", ""}, letter{Kind::prepend, "", "e"}, again{Kind::prepend, "", "x"};
   const NormalizerStep accent{Kind::replace, "x", "\u0301"}, back{Kind::replace, "é", "y"},
       space{Kind::replace, "y", "zz"};
   struct Case {
@@ -368,7 +368,7 @@ TEST(SentencePieceFile, RefusesModelsThatItDoesNotKnow) {
 
 TEST(SentencePieceFile, RefusesNormalizersAndPreTokenizersThatItDoesNotKnow) {
   const auto normalizer = [](const Json& value) { return [=](Json& j) { j["normalizer"] = value; }; };
-  expect_refusal(normalizer(step("NFKC")), {"normalizer.type", "NFKC", "Prepend"});
+  expect_refusal(normalizer(step("Lowercase")), {"normalizer.type", "Lowercase", "Prepend"});
   expect_refusal(normalizer(step("Precompiled")), {"normalizer.type", "Precompiled"});
   expect_refusal(normalizer(replace("  ", "\u2581")), {"normalizer.pattern.String", "one character"});
   expect_refusal(normalizer(replace(" ", "")), {"normalizer.content", "one character"});
@@ -410,8 +410,8 @@ TEST(SentencePieceFile, RefusesNormalizersAndPreTokenizersThatItDoesNotKnow) {
                {{"pretokenizers",
                  {step("Digits"), step("Metaspace", {{"replacement", "\u2581"}, {"prepend_scheme", "first"}})}}})),
       {"the first pre-tokenizer alone"});
-  expect_refusal(pre(step("WhitespaceSplit")), {"pre_tokenizer.type", "WhitespaceSplit", "Metaspace"});
-  expect_refusal(pre(step("ByteLevel")), {"model.unk_token"});  // byte-level tokens know no unknown characters
+  expect_refusal(pre(step("BertPreTokenizer")), {"pre_tokenizer.type", "BertPreTokenizer", "Metaspace"});
+  expect_refusal(pre(step("ByteLevel")), {"no token for the byte"});  // byte-level tokens know no unknown characters
 }
 
 TEST(SentencePieceFile, RefusesDecodersThatItDoesNotKnow) {

@@ -622,6 +622,8 @@ def test_limits_of_what_a_tokenizer_may_hold(change, words):
 
 
 BYTES, NFC = {"type": "ByteLevel", "add_prefix_space": False}, {"type": "NFC"}
+SPLIT = {"type": "Split", "pattern": {"Regex": min(prepare_data.KNOWN_PATTERNS)}, "behavior": "Isolated", "invert": False}
+NO_REGEX = BYTES | {"use_regex": False}
 
 
 def sequence(kind: str, *steps: dict) -> dict:
@@ -633,9 +635,12 @@ def sequence(kind: str, *steps: dict) -> dict:
     ({"type": "NFKC"}, BYTES, None), (sequence("normalizers", NFC, {"type": "Prepend", "prepend": "x"}), BYTES, None),
     (None, BYTES | {"add_prefix_space": True}, prepare_data.CUT_AT_SPACE), (None, {"type": "ByteLevel"}, prepare_data.CUT_AT_SPACE),
     (None, BYTES | {"use_regex": True}, prepare_data.CUT), (None, BYTES | {"use_regex": False}, None),
-    (None, sequence("pretokenizers", {"type": "Split"}, BYTES | {"use_regex": False}), prepare_data.CUT),
+    (None, sequence("pretokenizers", SPLIT, BYTES | {"use_regex": False}), prepare_data.CUT),
+    *((None, sequence("pretokenizers", SPLIT | change, NO_REGEX), None) for change in (
+        {"pattern": {"Regex": r"\w+ \w+"}}, {"pattern": {"String": " "}}, {"behavior": "MergedWithNext"}, {"invert": True})),
+    (None, sequence("pretokenizers", {"type": "Punctuation"}, BYTES), None), ({"type": "NFD"}, BYTES, None),
     (None, sequence("pretokenizers", {"type": "Digits"}, BYTES | {"use_regex": False}), None),
-    (None, sequence("pretokenizers", {"type": "Digits"}, sequence("pretokenizers", {"type": "Split"}, BYTES | {"use_regex": False})), prepare_data.CUT)])
+    (None, sequence("pretokenizers", {"type": "Digits"}, sequence("pretokenizers", SPLIT, BYTES | {"use_regex": False})), prepare_data.CUT)])
 def test_where_a_text_of_a_byte_level_tokenizer_may_be_cut(normalizer, pre_tokenizer, cut):
     model = {"vocab": {}, "merges": []}
     assert prepare_data.safe_cut({"model": model, "normalizer": normalizer, "pre_tokenizer": pre_tokenizer}) is cut
@@ -652,7 +657,7 @@ PLAIN = {"id": 3, "content": "<x>", "lstrip": False, "rstrip": False, "normalize
     ({"normalizer": None, "pre_tokenizer": METASPACE | {"replacement": "_"}}, False), ({"normalizer": REPLACE | {"content": "w"}}, False),
     ({"normalizer": REPLACE | {"content": "."}}, False), ({"normalizer": sequence("normalizers", REPLACE, {**REPLACE, "pattern": {"String": "x"}})}, False),
     ({"normalizer": sequence("normalizers", REPLACE, {**REPLACE, "pattern": {"String": "x"}, "content": "y"})}, True),
-    ({"pre_tokenizer": {"type": "Split"}}, False), ({"merges": ["a b", "\u2581 ab"]}, True), ({"merges": ["a b", "a \u2581"]}, False),
+    ({"pre_tokenizer": SPLIT}, False), ({"merges": ["a b", "\u2581 ab"]}, True), ({"merges": ["a b", "a \u2581"]}, False),
     ({"merges": [["a", "b"], ["\u2581", "\u2581"], ["\u2581\u2581", "a"]]}, True), ({"merges": [["\u2581a", "\u2581b"]]}, False),
     ({"ignore_merges": True}, False), ({"ignore_merges": True, "normalizer": None, "pre_tokenizer": METASPACE}, False),
     ({"ignore_merges": True, "normalizer": None, "pre_tokenizer": METASPACE | {"split": True}}, True),
