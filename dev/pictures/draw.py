@@ -131,7 +131,7 @@ def loss(figures: Figures) -> Picture:
     picture.text(18, 47, "tiny on generated stories, CPU, fp32", "s soft")
     top = 8
     axes = Axes(picture, 70, 66, 330, 186, (1, steps), (0, top))
-    ticks = [(1.0, "1"), *((float(s), str(s)) for s in range(steps // 4, steps + 1, steps // 4))]
+    ticks = [(1.0, "1"), *((float(s), str(s)) for s in range(50, steps + 1, 50))]
     axes.frame(ticks, [(v, str(v)) for v in range(0, top + 1, 2)], "step · loss, nats a token")
     axes.curve([(i + 1, value) for i, value in enumerate(torch)], "c1", False, 6, ' stroke-opacity="0.55"')
     axes.curve([(i + 1, value) for i, value in enumerate(weft)], "c0", False, 1.6)
