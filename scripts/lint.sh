@@ -42,7 +42,7 @@ mypy() {
   step "mypy"
   # Each folder by itself: modules of two folders have the same name, and a script finds its neighbours.
   # test/python has no types: fixtures come by name.
-  for folder in scripts dev dev/accuracy dev/data dev/mutants dev/bench test test/fuzz; do
+  for folder in scripts dev dev/accuracy dev/data dev/mutants dev/bench dev/pictures test test/fuzz; do
     check env MYPYPATH="scripts:dev/data:$folder" .venv/bin/python -m mypy --no-error-summary "$folder"/*.py
   done
 }

@@ -93,11 +93,6 @@ def test_the_options_of_the_guides_are_those_of_their_programs():
         "./train_llama: --prompt", "./infer_pythia: --steps"]
 
 
-def test_readme_links_every_guide():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [guide for guide in GUIDES if f"(doc/{guide}.md)" not in readme] == []
-
-
 def test_steps_are_fewer_everywhere():
     """A run that kept all of its steps would take minutes."""
     long = [command for guide in GUIDES if guide not in NOT_RUN for command in map(shlex.split, re.findall(
