@@ -51,7 +51,8 @@ Json llama_1b() {
 }
 
 ModelConfig parsed(const Json& config) {
-  return llama_from_hf_config(config, "x.json");
+  std::vector<std::string> warnings;
+  return llama_from_hf_config(config, "x.json", warnings);
 }
 
 TEST(HfConfig, IsThePresetOfTheSameModel) {
