@@ -201,6 +201,8 @@ def _has_other_head(model: Model, found: dict[str, Source]) -> bool:
 def _check_present(expected: dict[str, Shape], found: dict[str, Source], checkpoint: Checkpoint,
                    directory: Path) -> None:
     head, embedding = head_name(checkpoint.model), embedding_name(checkpoint.model)
+    if checkpoint.ties_head and embedding not in found and head in found:
+        found[embedding] = found[head]
     for name, shape in expected.items():
         if name == head and name not in found:
             if checkpoint.ties_head:

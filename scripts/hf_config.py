@@ -395,32 +395,40 @@ def _rope(reader: _Reader, family: str, head_dim: int, max_positions: int, user_
         place = _agreed([(nested, key) for nested in (new, old, *others)], f"{rope_type} {key}")
         return place[0] if place else home
 
+    def original_positions() -> int:
+        key = "original_max_position_embeddings"
+        place = owner(key, reader)
+        if place.get(key) is None:
+            home.warn(key, f"absent, taken for max_position_embeddings = {max_positions} as transformers does")
+            return max_positions
+        return place.integer(key, 1, MAX_POSITIONS)
+
+    if rope_type == "yarn":
+        return _yarn(plain, owner, original_positions(), max_positions)
     factor = float(owner("factor").positive("factor"))
     if rope_type == "dynamic":
         home.warn("factor", f"left out: dynamic scaling begins behind max_position_embeddings = {max_positions}, where weft ends")
         return plain
     if rope_type == "linear":
         return replace(plain, type="linear", factor=factor)
-    original = "original_max_position_embeddings"
-    if rope_type == "yarn":
-        return _yarn(plain, factor, owner, owner(original, reader).integer(original, 1, MAX_POSITIONS, max_positions))
     low, high = (float(owner(key).positive(key)) for key in ("low_freq_factor", "high_freq_factor"))
     if high <= low:
         home.fail("high_freq_factor", f"got {high:g}, expected more than low_freq_factor = {low:g}")
-    positions = owner(original, reader).integer(original, 1, MAX_POSITIONS)
-    return replace(plain, type="llama3", factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_positions=positions)
+    return replace(plain, type="llama3", factor=factor, low_freq_factor=low, high_freq_factor=high,
+                   original_max_positions=original_positions())
 
 
-def _yarn(plain: Rope, factor: float, owner: Callable[[str], _Reader], original: int) -> Rope:
+def _yarn(plain: Rope, owner: Callable[[str], _Reader], original: int, max_positions: int) -> Rope:
     """YaRN (Peng et al., 2023), with the defaults of transformers. The factor of attention's scores is worked out here, so that
     a model file has it as a number."""
 
-    def given(key: str, default: float) -> float:
+    def given(key: str, default: float | None) -> float:
         return float(owner(key).positive(key, default))
 
     def mscale(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
+    factor = given("factor", max_positions / original if original != max_positions else None)
     attention = mscale(1)
     if all(owner(key).get(key) for key in ("mscale", "mscale_all_dim")):  # 0 is none, as in transformers
         attention = mscale(given("mscale", 1)) / mscale(given("mscale_all_dim", 1))

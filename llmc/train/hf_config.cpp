@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cctype>
 #include <cmath>
-#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -172,29 +171,36 @@ class Scaling {
   bool is_set(const std::string& key) const {
     return owner(key).has(key) && owner(key).values[key] != 0 && owner(key).values[key] != false;
   }
-  std::int64_t original_positions(std::optional<std::int64_t> fallback) const {
+  std::int64_t original_positions(std::int64_t max_positions) const {
     const std::string key = "original_max_position_embeddings";
     const Object& object = owner(key, true);
-    return !object.has(key) && fallback ? *fallback : object.integer(key, kMaxPositions);
+    if (object.has(key)) return object.integer(key, kMaxPositions);
+    home().warn(key, format("absent, taken for max_position_embeddings = %lld as transformers does",
+                            static_cast<long long>(max_positions)));
+    return max_positions;
   }
 
  private:
   const Object &config_, &scaling_, &parameters_;
 };
 
-void read_llama3(const Scaling& scaling, RopeConfig& rope) {
+void read_llama3(const Scaling& scaling, std::int64_t max_positions, RopeConfig& rope) {
+  rope.factor = scaling.positive("factor");
   rope.low_freq_factor = scaling.positive("low_freq_factor");
   rope.high_freq_factor = scaling.positive("high_freq_factor");
   if (rope.high_freq_factor <= rope.low_freq_factor) {
     scaling.home().refuse("high_freq_factor", format("got %g, expected more than low_freq_factor = %g",
                                                      rope.high_freq_factor, rope.low_freq_factor));
   }
-  rope.original_max_positions = scaling.original_positions(std::nullopt);
+  rope.original_max_positions = scaling.original_positions(max_positions);
 }
 
 // With the defaults of transformers (modeling_rope_utils.py).
 void read_yarn(const Scaling& scaling, std::int64_t max_positions, RopeConfig& rope) {
   rope.original_max_positions = scaling.original_positions(max_positions);
+  const auto ratio = [&] { return static_cast<double>(max_positions) / static_cast<double>(rope.original_max_positions); };
+  const bool says_factor = rope.original_max_positions == max_positions || scaling.owner("factor").has("factor");
+  rope.factor = says_factor ? scaling.positive("factor") : ratio();
   const auto mscale = [&](double scale) { return rope.factor <= 1 ? 1.0 : 0.1 * scale * std::log(rope.factor) + 1.0; };
   double attention = mscale(1);
   if (scaling.is_set("mscale") && scaling.is_set("mscale_all_dim")) {
@@ -230,16 +236,16 @@ RopeConfig rope_of(const Object& config, std::int64_t head_dim, std::int64_t max
   }
   if (type == "default") return rope;
   const Scaling scaling(config, old, parameters);
-  const double factor = scaling.positive("factor");
   if (type == "dynamic") {
+    scaling.positive("factor");
     scaling.home().warn("factor", format("left out: dynamic scaling begins behind max_position_embeddings = %lld, "
                                          "where weft ends",
                                          static_cast<long long>(max_positions)));
     return rope;
   }
-  rope.factor = factor;
   rope.type = type == "linear" ? RopeType::linear : type == "yarn" ? RopeType::yarn : RopeType::llama3;
-  if (type == "llama3") read_llama3(scaling, rope);
+  if (type == "linear") rope.factor = scaling.positive("factor");
+  if (type == "llama3") read_llama3(scaling, max_positions, rope);
   if (type == "yarn") read_yarn(scaling, max_positions, rope);
   return rope;
 }

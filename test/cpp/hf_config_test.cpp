@@ -1,5 +1,6 @@
 // --config FILE: the shape of a new model from a Hugging Face config.json.
 #include "llmc/train/hf_config.h"
+#include "llmc/base/file.h"
 #include "llmc/base/json.h"
 
 #include <gtest/gtest.h>
@@ -95,6 +96,52 @@ TEST(HfConfig, WithoutKeyValueHeadsEveryHeadHasItsOwn) {
   EXPECT_EQ(parsed(config).num_kv_heads, 32);
   config["tie_word_embeddings"] = nullptr;
   EXPECT_FALSE(parsed(config).tied_embeddings);
+}
+
+// The vectors that scripts/hf_config.py is tried on as well (test/python/test_hf_config.py).
+TEST(HfConfig, AgreesWithTheConverter) {
+  const Json vectors = parse_json(read_text_file("test/fixtures/hf_config/cases.json", 1 << 20), "cases.json");
+  int tried = 0;
+  for (const Json& test : vectors["cases"]) {
+    if (test["family"] != "llama") continue;  // a GPT-NeoX is not trained
+    Json config = vectors["bases"]["llama"];
+    config.update(test.value("set", Json::object()));
+    for (const std::string key : test.value("remove", Json::array())) config.erase(key);
+    const std::string text =
+        test.value("before", "") + "{" + test.value("members", "") + config.dump().substr(1);
+    const std::string name = test["name"];
+    std::vector<std::string> warnings;
+    const auto read = [&] {
+      return llama_from_hf_config(parse_json(text, "x.json", {.tolerated = &warnings}), "x.json", warnings);
+    };
+    ++tried;
+    if (test.contains("refused")) {
+      const std::string error = error_of(Exit::bad_file, read);
+      for (const std::string word : test["refused"]) EXPECT_NE(error.find(word), std::string::npos) << name << error;
+      continue;
+    }
+    const Json model = config_to_json(read());
+    for (const auto& [path, want] : test["model"].items()) {
+      const std::size_t dot = path.find('.');
+      const Json& got = dot == std::string::npos ? model[path] : model[path.substr(0, dot)][path.substr(dot + 1)];
+      if (want.is_number()) {
+        EXPECT_NEAR(got.get<double>(), want.get<double>(), 1e-15 * want.get<double>()) << name << ": " << path;
+      } else {
+        EXPECT_EQ(got, want) << name << ": " << path;
+      }
+    }
+    ASSERT_EQ(warnings.size(), test["warns"].size()) << name;
+    for (std::size_t i = 0; i < warnings.size(); ++i) {
+      EXPECT_NE(warnings[i].find(test["warns"][i].get<std::string>()), std::string::npos) << name << ": " << warnings[i];
+    }
+  }
+  EXPECT_GT(tried, 90);
+}
+
+TEST(HfConfig, Utf16IsNamed) {
+  for (const char* mark : {"\xff\xfe", "\xfe\xff"}) {
+    expect_contains(error_of(Exit::bad_file, [&] { parse_json(std::string(mark) + "{\0}", "x.json"); }), "UTF-16");
+  }
 }
 
 // null is what transformers writes for a value that a model does not have: each key alone, also of the inner object.

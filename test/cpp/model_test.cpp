@@ -548,6 +548,129 @@ TEST(Rope, Llama3ScalingKeepsDividesAndBlends) {
   EXPECT_TRUE(kept && divided && blended);
 }
 
+// Every frequency is divided: position p turns as p / factor did.
+TEST(Rope, LinearScalingDividesAll) {
+  RopeConfig rope;
+  rope.theta = 10000;
+  rope.rotary_dim = 16;
+  const std::vector<float> base = rope_inverse_frequencies(rope);
+  rope.type = RopeType::linear;
+  rope.factor = 4;
+  const std::vector<float> scaled = rope_inverse_frequencies(rope);
+  for (std::size_t i = 0; i < base.size(); ++i) EXPECT_EQ(scaled[i], base[i] / 4);
+}
+
+// By the formulas of the paper in double precision, worked out apart from this program: the ramp goes from one dimension to
+// another, which are whole ones unless `truncate` is off; with few positions no dimension turns fast enough to be kept.
+TEST(Rope, YarnKeepsDividesAndHasARampBetween) {
+  struct Case {
+    double theta, factor;
+    std::int64_t dimensions, positions;
+    bool truncate;
+    std::vector<double> frequencies;
+  };
+  const std::vector<Case> cases = {{10000, 4, 16, 4096, true, {1, 0.316227766, 0.1, 0.02569350599, 0.00625, 0.001383496476, 0.00025, 7.90569415e-05}},
+      {10000, 4, 16, 4096, false, {1, 0.316227766, 0.1, 0.02861360881, 0.006556971521, 0.001285632031, 0.00025, 7.90569415e-05}},
+      {500, 2, 8, 4, true, {1, 0.1057371263, 0.02236067977, 0.004728708045}}};
+  for (const Case& c : cases) {
+    RopeConfig rope;
+    rope.type = RopeType::yarn;
+    rope.theta = c.theta;
+    rope.factor = c.factor;
+    rope.rotary_dim = c.dimensions;
+    rope.original_max_positions = c.positions;
+    rope.truncate = c.truncate;
+    const std::vector<float> frequencies = rope_inverse_frequencies(rope);
+    ASSERT_EQ(frequencies.size(), c.frequencies.size());
+    for (std::size_t i = 0; i < frequencies.size(); ++i) {
+      EXPECT_NEAR(frequencies[i], c.frequencies[i], 5e-7 * c.frequencies[i]) << i;
+    }
+  }
+}
+
+// What yarn does to the temperature of attention is in the table: scores have the square of the factor.
+TEST(Rope, TableIsScaledByTheAttentionFactor) {
+  RopeConfig rope;
+  rope.type = RopeType::yarn;
+  rope.theta = 10000;
+  rope.rotary_dim = 8;
+  rope.original_max_positions = 64;
+  rope.factor = 4;
+  const RopeTable plain = rope_table(rope, 9);
+  rope.attention_factor = 1.25;
+  const RopeTable table = rope_table(rope, 9);
+  for (std::size_t i = 0; i < table.cos.size(); ++i) {
+    EXPECT_EQ(table.cos[i], plain.cos[i] * 1.25f);
+    EXPECT_EQ(table.sin[i], plain.sin[i] * 1.25f);
+  }
+}
+
+// Of each type, with every key; and without the keys that older files lack.
+TEST(ModelConfig, RopeAndBiasesSurviveAFile) {
+  for (const RopeType type : {RopeType::standard, RopeType::linear, RopeType::llama3, RopeType::yarn}) {
+    ModelConfig config = preset_config("llama3.2-1b");
+    config.rope.type = type;
+    config.rope.beta_fast = 16;
+    config.rope.beta_slow = 2;
+    config.rope.truncate = false;
+    config.rope.attention_factor = 1.5;
+    config.attention_bias = true;
+    config.mlp_bias = type == RopeType::linear;
+    Json json = config_to_json(config);
+    const ModelConfig read = config_from_json(json, "x");
+    if (type == RopeType::yarn) {
+      EXPECT_TRUE(read == config);
+    }
+    EXPECT_EQ(read.rope.type, type);
+    EXPECT_EQ(read.mlp_bias, config.mlp_bias);
+    EXPECT_EQ(read.attention_bias, true);
+    EXPECT_EQ(config_to_json(read)["rope"]["type"], json["rope"]["type"]);
+    for (const char* key : {"beta_fast", "beta_slow", "truncate", "attention_factor"}) json["rope"].erase(key);
+    json.erase("mlp_bias");
+    json.erase("activation");
+    if (type == RopeType::yarn) {
+      EXPECT_THROW(config_from_json(json, "x"), Error);
+    } else {
+      EXPECT_EQ(config_from_json(json, "x").mlp_bias, false);
+    }
+  }
+}
+
+TEST(ModelConfig, WhatAYarnNeedsIsChecked) {
+  ModelConfig config = preset_config("llama3.2-1b");
+  config.rope.type = RopeType::yarn;
+  EXPECT_NO_THROW(config_from_json(config_to_json(config), "x"));
+  const auto refused = [&](const std::function<void(RopeConfig&)>& change) {
+    ModelConfig changed = config;
+    change(changed.rope);
+    EXPECT_THROW(config_from_json(config_to_json(changed), "x"), Error);
+  };
+  refused([](RopeConfig& rope) { rope.original_max_positions = 0; });
+  refused([](RopeConfig& rope) { rope.beta_fast = 0.5; });
+  refused([](RopeConfig& rope) { rope.beta_slow = 0; });
+  refused([](RopeConfig& rope) { rope.theta = 1; });
+  refused([](RopeConfig& rope) { rope.attention_factor = 0; });
+  config.rope.beta_fast = config.rope.beta_slow = 2;
+  EXPECT_NO_THROW(config_from_json(config_to_json(config), "x"));
+}
+
+TEST(ModelConfig, ActivationsAndBiasesBelongToTheirFamilies) {
+  Json llama = config_to_json(preset_config("tiny")), neox = config_to_json(random_model_config("pythia-14m"));
+  for (const auto& [activation, tanh] : {std::pair("gelu", false), {"gelu_pytorch_tanh", true}}) {
+    neox["activation"] = activation;
+    EXPECT_EQ(config_from_json(neox, "x").gelu_tanh, tanh);
+    llama["activation"] = activation;
+    EXPECT_THROW(config_from_json(llama, "x"), Error);
+  }
+  llama["activation"] = "silu";
+  EXPECT_NO_THROW(config_from_json(llama, "x"));
+  neox["activation"] = "silu";
+  EXPECT_THROW(config_from_json(neox, "x"), Error);
+  neox["activation"] = "gelu";
+  neox["mlp_bias"] = true;
+  EXPECT_THROW(config_from_json(neox, "x"), Error);
+}
+
 TEST(Rope, TableHoldsCosAndSinOfPositionTimesFrequency) {
   RopeConfig rope;
   rope.theta = 500000;
