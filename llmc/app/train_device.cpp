@@ -86,9 +86,6 @@ std::vector<MemoryLine> TrainDevice::plan(const ModelConfig& config, const Train
   const bool is_part = ranks_ > 1 && holds == Holds::part;
 #ifdef WEFT_CUDA
   if (choice_.gpu) {
-    if (config.attention_bias || config.mlp_bias) {
-      fail(Exit::usage, "--device cuda: a Llama with biases in its linear layers is trained on the CPU alone. Use --device cpu");
-    }
     std::vector<MemoryLine> lines =
         is_part ? cuda::plan_llama(config, options, rank_, ranks_, shard_) : cuda::plan_llama(config, options);
     if (sample_positions == 0) return lines;

@@ -62,6 +62,7 @@ struct ModelConfig {
 
   std::int64_t q_size() const { return num_heads * head_dim; }
   std::int64_t kv_size() const { return num_kv_heads * head_dim; }
+  bool has_linear_biases() const { return family == Family::gpt_neox || attention_bias || mlp_bias; }
 
   bool operator==(const ModelConfig&) const = default;
 };
