@@ -183,6 +183,42 @@ TEST(Layout, LlamaPointersAreThoseOfTheNamedTensors) {
   }
 }
 
+// q, k and v are one matrix, and so are gate and up: their biases are neighbours as well, in the order of the rows.
+TEST(Layout, BiasesOfALlamaAreThoseOfTheNamedTensors) {
+  for (const bool attention : {true, false}) {
+    for (const bool mlp : {true, false}) {
+      ModelConfig config = preset_config("tiny");
+      config.attention_bias = attention;
+      config.mlp_bias = mlp;
+      const TensorTable table(config);
+      const std::vector<float> arena(static_cast<std::size_t>(table.arena_elements()));
+      const LlamaParameters<const float> bound(config, table, arena.data(), Offsets::elements);
+      const LayerParameters<const float>& layer = bound.layers[2];
+      const std::string prefix = "model.layers.2.";
+      const auto at = [&](const std::string& name) -> const float* {
+        const TensorSpec* spec = table.find(prefix + name + ".bias");
+        return spec != nullptr ? arena.data() + spec->offset : nullptr;
+      };
+      EXPECT_EQ(layer.bias(BlockLinear::qkv), at("self_attn.q_proj"));
+      EXPECT_EQ(layer.bias(BlockLinear::output), at("self_attn.o_proj"));
+      EXPECT_EQ(layer.bias(BlockLinear::gate_up), at("mlp.gate_proj"));
+      EXPECT_EQ(layer.bias(BlockLinear::down), at("mlp.down_proj"));
+      EXPECT_EQ(layer.qkv_bias != nullptr, attention);
+      EXPECT_EQ(layer.output_bias != nullptr, attention);
+      EXPECT_EQ(layer.gate_up_bias != nullptr, mlp);
+      EXPECT_EQ(layer.down_bias != nullptr, mlp);
+      if (attention) {
+        EXPECT_EQ(at("self_attn.k_proj"), layer.qkv_bias + config.q_size());
+        EXPECT_EQ(at("self_attn.v_proj"), layer.qkv_bias + config.q_size() + config.kv_size());
+        EXPECT_FALSE(table.at(prefix + "self_attn.k_proj.bias").decay) << "as norms, a bias is not decayed";
+      }
+      if (mlp) {
+        EXPECT_EQ(at("mlp.up_proj"), layer.gate_up_bias + config.ffn_size);
+      }
+    }
+  }
+}
+
 TEST(Layout, NeoxPointersAreThoseOfTheNamedTensors) {
   for (const bool bias : {true, false}) {
     ModelConfig config = pythia(3, 64, 2, 100);
@@ -262,7 +298,7 @@ TEST(ModelConfig, JsonRoundTrip) {
   EXPECT_EQ(config_from_json(config_to_json(config), "test"), config);
 }
 
-// No key has a default but bos_id, whose absence means that there is none.
+// No key has a default but bos_id, whose absence means that there is none, and those that older files lack.
 TEST(ModelConfig, EveryKeyIsNeeded) {
   const Json good = config_to_json(preset_config("llama3.2-1b"));
   const auto expect_missed = [](const Json& config, const std::string& key) {
@@ -277,12 +313,13 @@ TEST(ModelConfig, EveryKeyIsNeeded) {
   for (const auto& [key, value] : good.items()) {
     Json without = good;
     without.erase(key);
-    if (key != "bos_id") expect_missed(without, key);
+    if (key != "bos_id" && key != "mlp_bias" && key != "activation") expect_missed(without, key);
   }
   for (const auto& [key, value] : good["rope"].items()) {
     Json without = good;
     without["rope"].erase(key);
-    expect_missed(without, key);
+    const bool of_yarn = key == "truncate" || key == "attention_factor" || key.starts_with("beta_");
+    if (!of_yarn) expect_missed(without, key);
   }
 }
 
@@ -409,7 +446,7 @@ TEST(ModelConfig, EachKeyThatTheFamilyDoesNotHaveIsRefusedAlone) {
   };
   for (const Case& c : {Case{"parallel_residual", true, false, true},
                         {"parallel_residual", false, true, true},
-                        {"attention_bias", true, false, true},
+                        {"attention_bias", true, true, true},
                         {"attention_bias", false, true, true},
                         {"tied_embeddings", true, true, false},
                         {"norm", "rmsnorm", true, false},
