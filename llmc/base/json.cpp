@@ -12,6 +12,12 @@ namespace weft {
 
 namespace {
 
+constexpr std::size_t kMostTold = 20;  // a file may hold a million of them
+
+void tell(std::vector<std::string>& tolerated, const std::string& text) {
+  if (tolerated.size() < kMostTold) tolerated.push_back(text);
+}
+
 // A first pass that builds no values. It bounds their number and depth and refuses a key that occurs twice in one object, of which
 // the library would silently keep the last. The library's parser could check this through a callback, but with one it
 // searches all siblings at the end of each object: quadratic time for a long list of objects.
@@ -33,8 +39,8 @@ class Guard : public nlohmann::json_sax<Json> {
   bool key(string_t& key) override {
     if (!keys_.back().insert(key).second) {
       if (limits_.tolerated != nullptr) {
-        limits_.tolerated->push_back(
-            format("%s: key %s occurs twice: the last one counts", source_.c_str(), escaped(key).c_str()));
+        tell(*limits_.tolerated,
+             format("%s: key %s occurs twice: the last one counts", source_.c_str(), escaped(key).c_str()));
         return true;
       }
       fail(Exit::bad_file, "%s: JSON key %s occurs twice in one object", source_.c_str(), escaped(key).c_str());
@@ -105,7 +111,7 @@ std::string without_constants(std::string_view text, const std::string& source, 
     } else if (!quoted) {
       for (const std::string_view constant : {"NaN", "Infinity", "-Infinity"}) {
         if (!text.substr(i).starts_with(constant)) continue;
-        tolerated.push_back(format("%s: %s is read as null", source.c_str(), std::string(constant).c_str()));
+        tell(tolerated, format("%s: %s is read as null", source.c_str(), std::string(constant).c_str()));
         result += "null";
         i += constant.size();
         length = 0;

@@ -21,8 +21,8 @@ struct JsonLimits {
   std::size_t bytes = 100'000'000;
   int depth = 64;
   std::size_t values = 5'000'000;  // a value takes two bytes of text ("0,"), but 16 to 200 bytes of memory
-  // Not null: also what Python's json reads. Of a repeated key the last value counts, and NaN and Infinity are null; each is
-  // told here.
+  // Not null: also what Python's json reads. Of a repeated key the last value counts, and NaN and Infinity are null; the first
+  // 20 of them are told here.
   std::vector<std::string>* tolerated = nullptr;
 };
 // For a configuration: of a model, of a tensor file, of a checkpoint.

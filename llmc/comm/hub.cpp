@@ -164,10 +164,10 @@ class Hub::Thread {
 
   // A rank of another job, which has met this one at a port that both were given. It is told; the run goes on without it.
   void turn_away_other_job(Stranger& stranger) {
-    const std::string reason =
-        format("rank %d was turned away: --out: got another one than the %s of rank 0. Give each job a port of its own "
-               "(MASTER_PORT), and all ranks of a job the same --out",
-               stranger.hello.rank, escaped(identity_.out).c_str());
+    const std::string reason = format(
+        "rank %d was turned away: --out: got another one than the %s of rank 0. Give each job a port of its own "
+        "(MASTER_PORT), and all ranks of a job the same --out",
+        stranger.hello.rank, escaped(identity_.out).c_str());
     tell(stranger, Error(Exit::environment, reason));
     if (!warned_) log_warning("port %lld: %s", static_cast<long long>(port_of(listener_)), reason.c_str());
     warned_ = true;

@@ -128,7 +128,8 @@ void check_together(const ModelConfig& config, const std::string& source) {
     const bool fits = config.num_kv_heads == config.num_heads && config.q_size() == config.hidden_size &&
                       config.norm == NormKind::layernorm && !config.tied_embeddings;
     if (!fits) refuse(source, "gpt_neox: expected heads x head_dim = hidden_size, no grouped heads, layernorm, untied");
-    if (config.mlp_bias) refuse(source, "gpt_neox: mlp_bias does not exist in this family, whose MLP always has biases");
+    if (config.mlp_bias)
+      refuse(source, "gpt_neox: mlp_bias does not exist in this family, whose MLP always has biases");
   } else if (config.parallel_residual) {
     refuse(source, "llama: parallel_residual does not exist in this family");
   }
@@ -243,7 +244,9 @@ Json config_to_json(const ModelConfig& config) {
       {"parallel_residual", config.parallel_residual},
       {"attention_bias", config.attention_bias},
       {"mlp_bias", config.mlp_bias},
-      {"activation", config.family == Family::llama ? "silu" : config.gelu_tanh ? kTanhGelu : "gelu"},
+      {"activation", config.family == Family::llama ? "silu"
+                     : config.gelu_tanh             ? kTanhGelu
+                                                    : "gelu"},
       {"tokenizer_vocab", config.tokenizer_vocab},
       {"eos_ids", config.eos_ids},
       {"bos_id", config.bos_id ? Json(*config.bos_id) : Json(nullptr)},

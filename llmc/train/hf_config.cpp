@@ -198,7 +198,9 @@ void read_llama3(const Scaling& scaling, std::int64_t max_positions, RopeConfig&
 // With the defaults of transformers (modeling_rope_utils.py).
 void read_yarn(const Scaling& scaling, std::int64_t max_positions, RopeConfig& rope) {
   rope.original_max_positions = scaling.original_positions(max_positions);
-  const auto ratio = [&] { return static_cast<double>(max_positions) / static_cast<double>(rope.original_max_positions); };
+  const auto ratio = [&] {
+    return static_cast<double>(max_positions) / static_cast<double>(rope.original_max_positions);
+  };
   const bool says_factor = rope.original_max_positions == max_positions || scaling.owner("factor").has("factor");
   rope.factor = says_factor ? scaling.positive("factor") : ratio();
   const auto mscale = [&](double scale) { return rope.factor <= 1 ? 1.0 : 0.1 * scale * std::log(rope.factor) + 1.0; };
@@ -210,8 +212,8 @@ void read_yarn(const Scaling& scaling, std::int64_t max_positions, RopeConfig& r
   if (scaling.is_set("beta_fast")) rope.beta_fast = scaling.positive("beta_fast");
   if (scaling.is_set("beta_slow")) rope.beta_slow = scaling.positive("beta_slow");
   if (rope.beta_fast < rope.beta_slow) {
-    scaling.owner("beta_fast").refuse("beta_fast", format("got %g, expected at least beta_slow = %g", rope.beta_fast,
-                                                          rope.beta_slow));
+    scaling.owner("beta_fast")
+        .refuse("beta_fast", format("got %g, expected at least beta_slow = %g", rope.beta_fast, rope.beta_slow));
   }
   if (rope.theta <= 1) {
     scaling.home().refuse("rope_theta", format("got %g, expected more than 1 for yarn", rope.theta));
