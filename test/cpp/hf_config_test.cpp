@@ -106,9 +106,10 @@ TEST(HfConfig, AgreesWithTheConverter) {
     if (test["family"] != "llama") continue;  // a GPT-NeoX is not trained
     Json config = vectors["bases"]["llama"];
     config.update(test.value("set", Json::object()));
-    for (const std::string key : test.value("remove", Json::array())) config.erase(key);
+    const Json removed = test.value("remove", Json::array());
+    for (const Json& key : removed) config.erase(key.get<std::string>());
     const std::string text = test.value("before", "") + "{" + test.value("members", "") + config.dump().substr(1);
-    const std::string name = test["name"];
+    const std::string name = test["name"].get<std::string>();
     std::vector<std::string> warnings;
     const auto read = [&] {
       return llama_from_hf_config(parse_json(text, "x.json", {.tolerated = &warnings}), "x.json", warnings);
@@ -116,7 +117,7 @@ TEST(HfConfig, AgreesWithTheConverter) {
     ++tried;
     if (test.contains("refused")) {
       const std::string error = error_of(Exit::bad_file, read);
-      for (const std::string word : test["refused"]) EXPECT_NE(error.find(word), std::string::npos) << name << error;
+      for (const Json& word : test["refused"]) expect_contains(error, word.get<std::string>());
       continue;
     }
     const Json model = config_to_json(read());
@@ -221,11 +222,11 @@ TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
       expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), key);
     }
   }
-  for (const std::string key :
+  for (const char* key :
        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "rope_type"}) {
     Json config = llama_1b();
     config["rope_scaling"].erase(key);
-    if (key != "original_max_position_embeddings") {
+    if (std::string(key) != "original_max_position_embeddings") {
       expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), key);
     }
     config = llama_1b();
