@@ -92,7 +92,7 @@ ROWS = [
            unit("ModelConfig.PresetsAre*")),
     Mutant("a llama may have a parallel residual", "llmc/model/config.cpp",
            "  } else if (config.parallel_residual) {\n", "  } else if (false) {\n", unit("ModelConfig.EachKeyThatTheFamily*")),
-    Mutant("a GPT-NeoX may have mlp_bias", "llmc/model/config.cpp", "if (config.mlp_bias) refuse", "if (false) refuse",
+    Mutant("a GPT-NeoX may have mlp_bias", "llmc/model/config.cpp", "    if (config.mlp_bias)\n", "    if (false)\n",
            unit("ModelConfig.ActivationsAndBiases*")),
     Mutant("linear scaling multiplies", "llmc/model/config.cpp", "frequency /= factor;\n    return frequencies;",
            "frequency *= factor;\n    return frequencies;", unit("Rope.Linear*")),
