@@ -35,7 +35,7 @@ import quantization
 import tensor_file
 from cli import ENVIRONMENT, INTERNAL, USAGE, FileError, bad_file, shown
 from gptq import inverse_frequencies
-from hf_config import LLAMA, Checkpoint, Model, Rope, expected_tensors, read_checkpoint, with_own_head
+from hf_config import LLAMA, Checkpoint, Model, Rope, expected_tensors, model_from_json, read_checkpoint, with_own_head
 from hf_tokenizer import encode
 from tensor_file import Writer, escaped, shape_text
 
@@ -112,7 +112,7 @@ def replaced_weights(path: Path, description: Model) -> Iterator[tuple[str, np.n
     """Every parameter of a model file in float32, quantised matrices dequantised. FileError BAD_FILE for the file of another
     model."""
     file = tensor_file.read(path, "model")
-    if file.config.get("model") != description.to_json():
+    if model_from_json(file.config.get("model"), path) != description:  # older files lack keys, which then have their defaults
         bad_file(path, "model", "differs from the configuration of DIR", "--weights takes a conversion of that directory")
     for name, shape in expected_tensors(description).items():
         file.verify_tensor(name)
