@@ -42,6 +42,8 @@ readonly MAX_REDIRECTS=5
 readonly MAX_RETRY_AFTER_S=120          # a server that asks for more is not worth waiting for
 readonly MAX_BACKOFF_MS=30000
 readonly XET_BYTES=50000000000          # above this the hub serves a file through hf_xet alone
+readonly MAX_CONFIG_BYTES=8388608       # of a JSON file: what scripts/hf_config.py reads
+readonly MAX_TOKENIZER_BYTES=100000000  # of tokenizer.json, likewise
 readonly PROGRESS_BYTES=2000000         # smaller files are done before a progress line helps
 
 usage() {
@@ -222,6 +224,7 @@ require_tools() {
 
 subject=       # what messages are about
 declare -A headers
+most_bytes=0   # that the next request may write to a file
 child=         # curl or sleep, waited for in the background so that Ctrl-C is served at once
 
 # scheme://host:port, the unit that the token is bound to
@@ -240,6 +243,33 @@ curl_config() { # curl_config URL
   if [[ -n $token ]] && at_endpoint "$1"; then printf 'header = "Authorization: Bearer %s"\n' "$token"; fi
 }
 
+# The most bytes that a file may have, by its kind. Weights may have any size that is announced.
+limit_of() { # limit_of FILE
+  case ${1##*/} in
+    *.safetensors) echo "$XET_BYTES" ;;
+    tokenizer.json) echo "$MAX_TOKENIZER_BYTES" ;;
+    *) echo "$MAX_CONFIG_BYTES" ;;
+  esac
+}
+
+# Refuses what the server announces, if no file of this kind has so many bytes.
+check_announced() { # check_announced TARGET
+  local most
+  most=$(limit_of "$1")
+  [[ $1 == *.safetensors ]] || ((${remote_size:-0} <= most)) ||
+    die $BAD_CONTENT "$subject: got $remote_size bytes announced, expected at most $most for this kind of file. Check the repository and HF_ENDPOINT."
+}
+
+# Limits what a process may write to a file, whatever the server announced: what is longer ends with a write error. Not below a
+# megabyte, for curl writes headers as well; and never above a limit that is there already.
+limit_writes() { # limit_writes BYTES
+  local blocks=$((($1 + 1023) / 1024)) now
+  now=$(ulimit -S -f)
+  ((blocks >= 1024)) || blocks=1024
+  if [[ $now == unlimited ]] || ((now > blocks)); then ulimit -S -f "$blocks"; fi
+  trap '' XFSZ # an error of write() instead of a signal
+}
+
 # Sets curl_status, http_status, redirect (where a 3xx points to) and headers.
 # --fail keeps error pages out of the output file. Redirects are followed by curl only on hosts that
 # never get the token.
@@ -248,10 +278,13 @@ request() { # request URL [CURL OPTION]...
   shift
   at_endpoint "$url" || follow=(--location --max-redirs "$MAX_REDIRECTS" --proto-redir "=${url%%://*},https")
   : >"$scratch/headers"
-  curl -q --silent --fail --globoff --proto '=http,https' --user-agent weft \
-    --header 'Accept-Encoding: identity' --connect-timeout "$timeout_s" --speed-limit 1 --speed-time "$timeout_s" \
-    --dump-header "$scratch/headers" --write-out '%{http_code} %{redirect_url}' \
-    "${follow[@]}" "$@" --config - < <(curl_config "$url") >"$scratch/answer" &
+  {
+    limit_writes "$most_bytes"
+    exec curl -q --silent --fail --globoff --proto '=http,https' --user-agent weft \
+      --header 'Accept-Encoding: identity' --connect-timeout "$timeout_s" --speed-limit 1 --speed-time "$timeout_s" \
+      --dump-header "$scratch/headers" --write-out '%{http_code} %{redirect_url}' \
+      "${follow[@]}" "$@" --config -
+  } < <(curl_config "$url") >"$scratch/answer" &
   child=$!
   if [[ -n $progress_file ]]; then watch_progress; fi
   curl_status=0
@@ -392,6 +425,7 @@ ask() { # ask URL
   done
   pin_commit
   remote_size=${linked_size:-${headers[content-length]:-}}
+  if [[ $remote_size =~ ^[1-9][0-9]{15,}$ ]]; then remote_size=999999999999999; fi # as much as fits no disk
   [[ $remote_size =~ ^(0|[1-9][0-9]{0,14})$ ]] || remote_size=
   remote_etag=${linked_etag:-${headers[etag]:-}}
   remote_etag=${remote_etag#W/}
@@ -444,10 +478,15 @@ inspect() { # inspect FILE
   fi
 }
 
-require_space() { # require_space DIRECTORY BYTES
-  local free where=$1
+free_bytes() { # free_bytes DIRECTORY
+  local where=$1
   while [[ ! -e $where ]]; do where=$(dirname -- "$where"); done
-  free=$(df -Pk -- "$where" | awk 'NR == 2 { printf "%.0f", $4 * 1024 }')
+  df -Pk -- "$where" | awk 'NR == 2 { printf "%.0f", $4 * 1024 }'
+}
+
+require_space() { # require_space DIRECTORY BYTES
+  local free
+  free=$(free_bytes "$1")
   ((free >= $2)) ||
     die $NO_SPACE "$1: got $(human "$free") free, expected $(human "$2") for $subject. Free space or choose another disk with --out."
 }
@@ -481,6 +520,7 @@ receive() { # receive TARGET
     fi
     resume=()
     if ((have > 0)); then resume=(--continue-at "$have"); fi
+    most_bytes=${remote_size:-$(most_of_unknown "$1")}
     request "$remote_url" --output "$part" "${resume[@]}"
     progress_file=
     case $(verdict) in
@@ -508,10 +548,24 @@ receive() { # receive TARGET
         rm -f -- "$part"
         refuse
         ;;
+      disk)
+        have=$(size_of "$part")
+        ((have >= most_bytes && have > 0)) || refuse
+        rm -f -- "$part" "$part.etag"
+        die $BAD_CONTENT "$subject: got more than ${remote_size:+the announced }$most_bytes bytes, expected no more of this file. Check the repository and HF_ENDPOINT."
+        ;;
       *) refuse ;;
     esac
     ask_again "$address"
   done
+}
+
+# The most bytes to receive of a file whose size the server does not announce: what its kind may have, and not all of the disk.
+most_of_unknown() { # most_of_unknown TARGET
+  local most free
+  most=$(limit_of "$1")
+  free=$(($(free_bytes "$dir") / 10 * 9))
+  echo $((free < most ? free : most))
 }
 
 # A pinned hash outlives the question; everything else is asked anew, for a fresh signed address.
@@ -560,6 +614,7 @@ deliver() { # deliver TARGET
 
 # Brings the file described by remote_* to TARGET unless it is there already.
 bring() { # bring TARGET
+  check_announced "$1"
   if [[ $dry_run == yes ]]; then
     if [[ -f $1 ]] && (($(size_of "$1") == ${remote_size:-0})); then
       printf '%10s  %s\n' here "$1"
@@ -667,7 +722,7 @@ shards_of() { # shards_of INDEX
   python3 - "$1" <<'END'
 import json, os, re, sys
 
-MAX_BYTES, MAX_SHARDS = 100_000_000, 1024
+MAX_BYTES, MAX_SHARDS = 8 << 20, 1024
 
 def complain(text):
     print(text)

@@ -110,7 +110,11 @@ class JsonProblem(ValueError):
     """Something that json accepts and parse_json() refuses; the message is already escaped."""
 
 
-def _object_hook(max_objects: int) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+Warn = Callable[[str], None]  # takes one line of text
+
+
+def _object_hook(max_objects: int, repeated: Warn) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Builds the objects of a JSON text. `repeated` is called with a key that occurs twice; if it returns, the last one counts."""
     seen = 0
 
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -123,7 +127,7 @@ def _object_hook(max_objects: int) -> Callable[[list[tuple[str, Any]]], dict[str
             names: set[str] = set()
             for name, _ in pairs:
                 if name in names:
-                    raise JsonProblem(f"duplicate key {shown(name)}")
+                    repeated(name)
                 names.add(name)
         return result
 
@@ -132,6 +136,10 @@ def _object_hook(max_objects: int) -> Callable[[list[tuple[str, Any]]], dict[str
 
 def _no_constant(text: str) -> NoReturn:
     raise JsonProblem(f"{text} is not JSON")
+
+
+def _no_repetition(name: str) -> NoReturn:
+    raise JsonProblem(f"duplicate key {shown(name)}")
 
 
 def _finite_number(text: str) -> float:
@@ -168,18 +176,27 @@ SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape that may be half of a
 MAX_JSON_VALUES = 5_000_000  # the limit of the programs: a value takes at least two bytes of text, but up to 100 bytes of memory
 
 
-def parse_json(data: bytes, source: object, field: str = "", max_objects: int = 10_000_000) -> Any:
+def parse_json(data: bytes, source: object, field: str = "", max_objects: int = 10_000_000, warn: Warn | None = None) -> Any:
     """Strict JSON: UTF-8, unique keys, finite numbers, depth <= MAX_JSON_DEPTH. FileError BAD_FILE otherwise.
 
-    More than `max_objects` objects raise TooManyObjects, so that the caller can say what they are.
+    With `warn` the text may be what Python's json reads: of a repeated key the last value counts, and NaN and Infinity are null;
+    `warn` is told of each. More than `max_objects` objects raise TooManyObjects, so that the caller can say what they are.
     """
+    where = f"{escaped(str(source), 300)}: "
+
+    def repeated(name: str) -> None:
+        warn(f"{where}key {shown(name)} occurs twice: the last one counts") if warn else _no_repetition(name)
+
+    def constant(text: str) -> None:
+        warn(f"{where}{text} is read as null") if warn else _no_constant(text)
+
     too_many = f"more than {MAX_JSON_VALUES} JSON values are not accepted"
     # A cheap check before json.loads() takes memory. Commas and brackets inside strings count too, hence twice the limit.
     if data.count(b",") + 2 * data.count(b"[") + 2 * data.count(b"{") > 2 * MAX_JSON_VALUES:
         bad_file(source, field, too_many)
     try:
         text = data.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_object_hook(max_objects), parse_constant=_no_constant,
+        value = json.loads(text, object_pairs_hook=_object_hook(max_objects, repeated), parse_constant=constant,
                            parse_float=_finite_number, parse_int=_integer)
         if SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -216,22 +233,29 @@ def read_bytes(path: Path, limit: int) -> bytes:
     return data
 
 
-def parse_json_object(data: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object `data`, read from `path`. FileError BAD_FILE for anything else, by what it is."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def parse_json_object(data: bytes, path: Path, warn: Warn | None = None) -> dict[str, Any]:
+    """The JSON object `data`, read from `path`; a byte order mark before it is skipped. FileError BAD_FILE for anything else, by
+    what it is. `warn` as in parse_json()."""
     if not data:
         bad_file(path, "", "0 bytes: download failed?", AGAIN)
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        bad_file(path, "", "this is UTF-16 text, expected UTF-8", "Save it again as UTF-8")
+    data = data.removeprefix(BYTE_ORDER_MARK)
     what, todo = describe(data[:64], len(data))
     if what and data.lstrip()[:1] != b"{":
         bad_file(path, "", f"this is {what}, expected JSON", todo)
-    value = parse_json(data, path)
+    value = parse_json(data, path, warn=warn)
     if not isinstance(value, dict):
         bad_file(path, "", f"got a JSON {json_type(value)}, expected an object")
     return value
 
 
-def read_json_object(path: Path, limit: int) -> dict[str, Any]:
-    """The JSON object in the file `path` of at most `limit` bytes. FileError BAD_FILE for anything else."""
-    return parse_json_object(read_bytes(path, limit), path)
+def read_json_object(path: Path, limit: int, warn: Warn | None = None) -> dict[str, Any]:
+    """The JSON object in the file `path` of at most `limit` bytes. FileError BAD_FILE for anything else. `warn` as in parse_json()."""
+    return parse_json_object(read_bytes(path, limit), path, warn)
 
 
 def json_type(value: Any) -> str:

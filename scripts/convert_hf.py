@@ -39,9 +39,17 @@ from tensor_file import (MAGIC, MAX_CONFIG_BYTES, MAX_CONFIG_VALUES, NUMPY_DTYPE
                          f32_to_bf16, shape_text)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Other files that weights come in, and what to do with them.
+OTHER_WEIGHTS = {
+    "adapter_model.*": "It is an adapter: merge it into its base model (peft: merge_and_unload()) and save that",
+    "consolidated*.safetensors": "Its tensors have other names: load it with transformers, then save_pretrained(DIR)",
+    "*.gguf": "Get the original checkpoint: a GGUF file cannot be converted",
+    "model*.safetensors": "Get the index as well or, if this file is the whole model, rename it",
+    "*.safetensors": "If this file is the whole model, rename it",
+}
 MAX_CALIBRATION_BYTES = 64 << 20
 MAX_NAME_BYTES = 255  # of a file: Linux refuses longer names with an error even in exists()
-FLOAT_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}  # safetensors: tensor file
+FLOAT_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16", "F64": "f32"}  # safetensors: tensor file
 DTYPE_OPTIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 CHUNK_ELEMENTS = 4 << 20
 HEADS = {"16": "none", "int8": "int8"}  # --head: in the configuration
@@ -63,37 +71,58 @@ class Source:
         return FLOAT_DTYPES[self.entry.dtype]
 
     def chunks(self) -> Iterator[np.ndarray]:
-        """The values in pieces, as numpy arrays of the stored dtype (bf16: its bits)."""
-        values = self.file.bytes(self.entry).view(NUMPY_DTYPES[self.dtype])
+        """The values in pieces, as numpy arrays of `dtype` (bf16: its bits). float64 is rounded to nearest; FileError BAD_FILE for
+        a finite value that float32 cannot hold."""
+        values = self._values()
         for begin in range(0, values.size, CHUNK_ELEMENTS):
-            yield values[begin:begin + CHUNK_ELEMENTS]
+            yield self._narrow(values[begin:begin + CHUNK_ELEMENTS])
+
+    def raw(self) -> Iterator[np.ndarray]:
+        """The bytes in pieces."""
+        data = self.file.bytes(self.entry)
+        for begin in range(0, data.size, CHUNK_ELEMENTS):
+            yield data[begin:begin + CHUNK_ELEMENTS]
+
+    def _values(self) -> np.ndarray:
+        return self.file.bytes(self.entry).view("<f8" if self.entry.dtype == "F64" else NUMPY_DTYPES[self.dtype])
+
+    def _narrow(self, values: np.ndarray) -> np.ndarray:
+        if self.entry.dtype != "F64":
+            return values
+        with np.errstate(over="ignore"):
+            result = values.astype(np.float32)
+        if (np.isinf(result) & np.isfinite(values)).any():
+            bad_file(self.file.path, self.entry.name, "got a float64 value that does not fit in float32")
+        return result
 
     def rows(self, first: int, last: int) -> np.ndarray:
         """Rows of a matrix in float32."""
-        values = self.file.bytes(self.entry).view(NUMPY_DTYPES[self.dtype]).reshape(self.entry.shape)
-        return to_f32(values[first:last], self.dtype)
+        return to_f32(self._narrow(self._values().reshape(self.entry.shape)[first:last]), self.dtype)
 
 
 # ---- finding the tensors ---------------------------------------------------------------------------------------------
 
 
-def open_weights(directory: Path) -> dict[str, Source]:
+def open_weights(directory: Path, warnings: Warnings) -> dict[str, Source]:
     """Every tensor of the checkpoint, from one file or from the shards of an index."""
     if (directory / SINGLE).exists():
         file = SafetensorsFile(directory / SINGLE)
         return {name: Source(file, entry) for name, entry in file.tensors.items()}
     if (directory / INDEX).exists():
-        return _open_shards(directory)
+        return _open_shards(directory, warnings)
     if list(directory.glob("pytorch_model*.bin")) or list(directory.glob("*.pth")):
         bad_file(directory, SINGLE, "missing, and pytorch_model.bin is a Python pickle, which can run code",
                  "Convert it to safetensors first: load it with transformers, then "
                  "save_pretrained(DIR, safe_serialization=True)")
+    for name, advice in OTHER_WEIGHTS.items():
+        if found := sorted(path.name for path in directory.glob(name)):
+            bad_file(directory, SINGLE, f"got neither this nor {INDEX}, but {shown(found[0])}", advice)
     bad_file(directory, SINGLE, f"got neither this nor {INDEX}", "Download the weights")
 
 
-def _open_shards(directory: Path) -> dict[str, Source]:
+def _open_shards(directory: Path, warnings: Warnings) -> dict[str, Source]:
     index_path = directory / INDEX
-    weight_map = cli.read_json_object(index_path, MAX_INDEX_BYTES).get("weight_map")
+    weight_map = cli.read_json_object(index_path, MAX_INDEX_BYTES, warnings.add).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         bad_file(index_path, "weight_map", f"got {json_type(weight_map)}, expected an object of tensor and file names")
     for name, shard in weight_map.items():
@@ -104,13 +133,18 @@ def _open_shards(directory: Path) -> dict[str, Source]:
             bad_file(index_path, "weight_map", f"names {shown(shard)}, which is not there", "Download this shard")
         file = SafetensorsFile(directory / shard)
         for name, entry in file.tensors.items():
-            if name in found:
-                bad_file(file.path, f"tensor {shown(name)}", f"is also in {shown(found[name].file.path.name)}")
-            found[name] = Source(file, entry)
-    for name, shard in weight_map.items():
-        if name not in found or found[name].file.path.name != shard:
-            bad_file(index_path, f"weight_map {shown(name)}", f"names {shown(shard)}, which does not hold it")
+            source = Source(file, entry)
+            if name in found and not same_bits(source, found[name]):
+                bad_file(file.path, f"tensor {shown(name)}", f"is also in {shown(found[name].file.path.name)}, with other values",
+                         "One of the two is wrong: remove its file, or correct the index")
+            found.setdefault(name, source)
     return found
+
+
+def same_bits(one: Source, other: Source) -> bool:
+    """Whether two tensors have the same type, shape and bits."""
+    return one.entry.dtype == other.entry.dtype and one.entry.shape == other.entry.shape and all(
+        np.array_equal(a, b) for a, b in zip(one.raw(), other.raw()))
 
 
 def _check_shard_name(index_path: Path, name: str, shard: object) -> None:
@@ -122,27 +156,53 @@ def _check_shard_name(index_path: Path, name: str, shard: object) -> None:
         bad_file(index_path, where, f"got {shown(shard)}, expected the name of a .safetensors file in this directory")
 
 
-def match_tensors(checkpoint: Checkpoint, found: dict[str, Source], directory: Path,
-                  warnings: Warnings) -> dict[str, Source]:
-    """The parameters of the model in storage order, each with its source; shapes and dtypes checked."""
-    model, head = checkpoint.model, head_name(checkpoint.model)
-    found = dict(found)
+def named_as_expected(found: dict[str, Source], model: Model) -> dict[str, Source]:
+    """The tensors under the names of expected_tensors(). A model that was saved without its head (LlamaModel, GPTNeoXModel) has
+    them without the prefix; newer versions of transformers call every head lm_head."""
+    prefix, head = embedding_name(model).split(".")[0] + ".", head_name(model)
+    if embedding_name(model) not in found and embedding_name(model).removeprefix(prefix) in found:
+        heads = ("lm_head.", "embed_out.")
+        found = {name if name.startswith(heads) else prefix + name: source for name, source in found.items()}
     if head != "lm_head.weight" and head not in found and "lm_head.weight" in found:
-        found[head] = found.pop("lm_head.weight")  # the name that newer versions of transformers use for GPT-NeoX
+        found = {head if name == "lm_head.weight" else name: source for name, source in found.items()}
+    return found
+
+
+def match_tensors(checkpoint: Checkpoint, found: dict[str, Source], directory: Path,
+                  warnings: Warnings) -> tuple[Checkpoint, dict[str, Source]]:
+    """The parameters of the model in storage order, each with its source; shapes and dtypes checked. The checkpoint has a head of
+    its own if the file holds one that differs from the embedding, whatever config.json says: so does transformers 5."""
+    model, head = checkpoint.model, head_name(checkpoint.model)
+    found = named_as_expected(found, model)
+    if checkpoint.ties_head and _has_other_head(model, found):
+        warnings.add(f"{escaped(str(found[head].file.path))}: {head} differs from {embedding_name(model)}: taken as it is, although "
+                     "tie_word_embeddings is true in config.json")
+        checkpoint = replace(with_own_head(checkpoint), ties_head=False)
+        model = checkpoint.model
     expected = expected_tensors(model)
     _check_present(expected, found, checkpoint, directory)
-    if checkpoint.ties_head:
-        _check_tied_head(model, found, expected)
     for name in found:
         if name not in expected and name != head and not is_ignorable_buffer(name):
             warnings.add(f"{escaped(str(directory))}: tensor {shown(name)} is not part of a {model.family} model: "
                          "left out")
-    return {name: found[name] for name in expected}
+    return checkpoint, {name: found[name] for name in expected}
+
+
+def _has_other_head(model: Model, found: dict[str, Source]) -> bool:
+    """Whether the file has a head with other values than the embedding."""
+    head, embedding = found.get(head_name(model)), found.get(embedding_name(model))
+    if head is None or embedding is None:
+        return False
+    for name, source in ((head_name(model), head), (embedding_name(model), embedding)):
+        _check_tensor(name, (model.vocab_size, model.hidden_size), source)
+    return not same_bits(head, embedding)
 
 
 def _check_present(expected: dict[str, Shape], found: dict[str, Source], checkpoint: Checkpoint,
                    directory: Path) -> None:
     head, embedding = head_name(checkpoint.model), embedding_name(checkpoint.model)
+    if checkpoint.ties_head and embedding not in found and head in found:
+        found[embedding] = found[head]
     for name, shape in expected.items():
         if name == head and name not in found:
             if checkpoint.ties_head:
@@ -159,24 +219,12 @@ def _check_present(expected: dict[str, Shape], found: dict[str, Source], checkpo
 def _check_tensor(name: str, shape: Shape, source: Source) -> None:
     path, entry = source.file.path, source.entry
     if entry.dtype not in FLOAT_DTYPES:
-        bad_file(path, name, f"got dtype {entry.dtype}, expected one of {', '.join(FLOAT_DTYPES)}")
+        bad_file(path, name, f"got dtype {entry.dtype}, expected one of {', '.join(FLOAT_DTYPES)}",
+                 "Convert the original checkpoint, which is not quantised")
     if entry.shape != shape:
         hint = " (transposed?)" if len(shape) > 1 and entry.shape == shape[::-1] else ""
         bad_file(path, name, f"got shape {shape_text(entry.shape)}{hint}, expected {shape_text(shape)}",
                  "The weights do not belong to this config.json")
-
-
-def _check_tied_head(model: Model, found: dict[str, Source], expected: dict[str, Shape]) -> None:
-    """If tie_word_embeddings is true and the file has a head all the same, both must hold the same values."""
-    head, embedding = found.get(head_name(model)), found[embedding_name(model)]
-    if head is None or head is embedding:
-        return
-    _check_tensor(head_name(model), expected[embedding_name(model)], head)
-    same = head.dtype == embedding.dtype and all(
-        np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in zip(head.chunks(), embedding.chunks()))
-    if not same:
-        bad_file(head.file.path, head_name(model), f"differs from {embedding_name(model)}, but tie_word_embeddings is "
-                 "true in config.json", "One of the two is wrong: which one, only the model's author can say")
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -406,7 +454,8 @@ def write_model(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], 
 def print_summary(checkpoint: Checkpoint, tensors: dict[str, Source], directory: Path, path: Path,
                   target: Target, quantized: str) -> None:
     model, rope = checkpoint.model, checkpoint.model.rope
-    scaling = f", llama3 x{rope.factor:g} of {rope.original_max_positions}" if rope.type == "llama3" else ""
+    scaling = "" if rope.type == "standard" else f", {rope.type} x{rope.factor:g}"
+    scaling += f" of {rope.original_max_positions}" if rope.original_max_positions else ""
     stored = {part[1] for name, source in tensors.items() for part in target.stored(name, source, model)[:1]}
     tokenizer = f"{model.tokenizer_vocab} tokens" if checkpoint.tokenizer is not None else "none"
     rows = {
@@ -494,7 +543,7 @@ def main() -> int:
     options = arguments()
     check_output(options.output, options.directory)
     warnings = Warnings()
-    checkpoint = read_checkpoint(options.directory, options.rope_theta)
+    checkpoint = read_checkpoint(options.directory, options.rope_theta, warnings.add)
     if checkpoint.tokenizer is None:
         why = missing_tokenizer(options.directory)
         warnings.add(f"{escaped(str(options.directory))}: no tokenizer.json: the model will only take and print ids"
@@ -506,7 +555,8 @@ def main() -> int:
     if target.head != "none":
         checkpoint = with_own_head(checkpoint)
     file_configuration(checkpoint, options.directory / "config.json", target)  # refused before the weights are read
-    tensors = match_tensors(checkpoint, open_weights(options.directory), options.directory, warnings)
+    found = open_weights(options.directory, warnings)
+    checkpoint, tensors = match_tensors(checkpoint, found, options.directory, warnings)
     calibration = calibration_of(options.gptq, checkpoint, tensors, options.directory, target) if options.gptq else None
     quantized = write_model(options.output, checkpoint, tensors, target, options.strict, warnings, calibration)
     warnings.finish()

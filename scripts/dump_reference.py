@@ -34,7 +34,8 @@ import cli
 import quantization
 import tensor_file
 from cli import ENVIRONMENT, INTERNAL, USAGE, FileError, bad_file, shown
-from hf_config import LLAMA, Checkpoint, Model, Rope, expected_tensors, read_checkpoint, with_own_head
+from gptq import inverse_frequencies
+from hf_config import LLAMA, Checkpoint, Model, Rope, expected_tensors, model_from_json, read_checkpoint, with_own_head
 from hf_tokenizer import encode
 from tensor_file import Writer, escaped, shape_text
 
@@ -111,7 +112,7 @@ def replaced_weights(path: Path, description: Model) -> Iterator[tuple[str, np.n
     """Every parameter of a model file in float32, quantised matrices dequantised. FileError BAD_FILE for the file of another
     model."""
     file = tensor_file.read(path, "model")
-    if file.config.get("model") != description.to_json():
+    if model_from_json(file.config.get("model"), path) != description:  # older files lack keys, which then have their defaults
         bad_file(path, "model", "differs from the configuration of DIR", "--weights takes a conversion of that directory")
     for name, shape in expected_tensors(description).items():
         file.verify_tensor(name)
@@ -268,26 +269,13 @@ class Recorder:
 # ---- recomputed from the definition ------------------------------------------------------------------------------------------
 
 
-def inverse_frequencies(rope: Rope) -> torch.Tensor:
-    """theta^(-2i/rotary_dim), then the llama3 scaling by wavelength; fp32 [rotary_dim/2]."""
-    torch, _ = libraries()
-    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
-    frequencies = 1.0 / rope.theta**exponents
-    if rope.type == "standard":
-        return frequencies
-    wavelengths = 2 * math.pi / frequencies
-    smooth = (rope.original_max_positions / wavelengths - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor)
-    smooth = smooth.clamp(0, 1)  # 0: divided by the factor, 1: kept
-    return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
-
-
 def rotate(values: torch.Tensor, rope: Rope) -> torch.Tensor:
     """RoPE in the half-split pairing on [B, T, heads, HS]: dimension i turns with i + rotary_dim/2."""
     torch, _ = libraries()
     half = rope.rotary_dim // 2
-    angles = torch.arange(values.shape[1], dtype=torch.float32)[:, None] * inverse_frequencies(rope)
-    cos, sin = angles.cos()[:, None].to(values.device), angles.sin()[:, None].to(values.device)
+    frequencies = torch.from_numpy(inverse_frequencies(rope)).float()
+    angles = torch.arange(values.shape[1], dtype=torch.float32)[:, None] * frequencies
+    cos, sin = ((rope.attention_factor * turned)[:, None].to(values.device) for turned in (angles.cos(), angles.sin()))
     a, b, rest = values[..., :half], values[..., half:2 * half], values[..., 2 * half:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 

@@ -52,21 +52,35 @@ def norm(x: np.ndarray, model: Model, read: Read, module: str) -> np.ndarray:
 
 
 def inverse_frequencies(rope: Rope) -> np.ndarray:
-    """theta^(-2i/rotary_dim), then the llama3 scaling by wavelength."""
+    """theta^(-2i/rotary_dim), then the scaling: of each frequency a part is kept, the rest divided by the factor."""
     frequencies = rope.theta ** -(np.arange(0, rope.rotary_dim, 2) / rope.rotary_dim)
     if rope.type == "standard":
         return frequencies
-    smooth = (rope.original_max_positions * frequencies / (2 * math.pi) - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor)
-    smooth = np.clip(smooth, 0, 1)  # 0: divided by the factor, 1: kept
-    return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+    kept = np.clip(kept_part(frequencies, rope), 0, 1)
+    return (1 - kept) * frequencies / rope.factor + kept * frequencies
+
+
+def kept_part(frequencies: np.ndarray, rope: Rope) -> np.ndarray:
+    """How much of each frequency is kept, below 0 and above 1 as well: llama3 goes by wavelength, yarn by dimension."""
+    if rope.type == "linear":
+        return np.zeros_like(frequencies)
+    if rope.type == "llama3":
+        return (rope.original_max_positions * frequencies / (2 * math.pi) - rope.low_freq_factor) / (
+            rope.high_freq_factor - rope.low_freq_factor)
+    # The dimensions that turn beta_fast and beta_slow times within the original positions
+    low, high = (rope.rotary_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+                 for turns in (rope.beta_fast, rope.beta_slow))
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    return 1 - (np.arange(len(frequencies)) - low) / (high - low or 0.001)
 
 
 def rotate(x: np.ndarray, rope: Rope) -> np.ndarray:
     """RoPE on [T, heads, HS]: dimension i turns with i + rotary_dim/2."""
     half = rope.rotary_dim // 2
     angles = np.arange(len(x))[:, None] * inverse_frequencies(rope)
-    cos, sin = np.cos(angles)[:, None].astype(np.float32), np.sin(angles)[:, None].astype(np.float32)
+    cos, sin = ((rope.attention_factor * turn(angles))[:, None].astype(np.float32) for turn in (np.cos, np.sin))
     low, high = x[..., :half], x[..., half:2 * half]
     return np.concatenate([low * cos - high * sin, high * cos + low * sin, x[..., 2 * half:]], axis=-1)
 
@@ -90,6 +104,10 @@ def gelu(x: np.ndarray) -> np.ndarray:
     t = 1 / (1 + np.float32(0.3275911) * z)
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
     return x * (1 + np.copysign(1 - series * np.exp(-z * z), x)) / 2
+
+
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
+    return x * (1 + np.tanh(np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3))) / 2
 
 
 def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -129,16 +147,18 @@ class Layers:
     def _llama(self, layer: int, quantise: Quantise) -> None:
         prefix, model = f"model.layers.{layer}.", self.model
 
-        def linear(modules: list[str], x: np.ndarray) -> list[np.ndarray]:
-            return [self._multiply(x, weight) for weight in quantise([f"{prefix}{module}.weight" for module in modules], x)]
+        def linear(modules: list[str], x: np.ndarray, bias: bool) -> list[np.ndarray]:
+            weights = quantise([f"{prefix}{module}.weight" for module in modules], x)
+            outputs = [self._multiply(x, weight) for weight in weights]
+            return [out + self.read(f"{prefix}{module}.bias") for module, out in zip(modules, outputs)] if bias else outputs
 
         x = self._norm(self.x, prefix + "input_layernorm")
         q, k, v = (part.reshape(len(x), -1, model.head_dim)
-                   for part in linear(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], x))
-        self.x = self.x + linear(["self_attn.o_proj"], self._attention(q, k, v))[0]
+                   for part in linear(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], x, model.attention_bias))
+        self.x = self.x + linear(["self_attn.o_proj"], self._attention(q, k, v), model.attention_bias)[0]
         x = self._norm(self.x, prefix + "post_attention_layernorm")
-        gate, up = linear(["mlp.gate_proj", "mlp.up_proj"], x)
-        self.x = self.x + linear(["mlp.down_proj"], self._by_window(swiglu, gate, up))[0]
+        gate, up = linear(["mlp.gate_proj", "mlp.up_proj"], x, model.mlp_bias)
+        self.x = self.x + linear(["mlp.down_proj"], self._by_window(swiglu, gate, up), model.mlp_bias)[0]
 
     def _neox(self, layer: int, quantise: Quantise) -> None:
         prefix, model = f"gpt_neox.layers.{layer}.", self.model
@@ -152,7 +172,8 @@ class Layers:
         attention = self._attention(fused[:, :, 0], fused[:, :, 1], fused[:, :, 2])
         attended = self.x + linear("attention.dense", attention, model.attention_bias)
         x = self._norm(self.x if model.parallel_residual else attended, prefix + "post_attention_layernorm")
-        self.x = attended + linear("mlp.dense_4h_to_h", self._by_window(gelu, linear("mlp.dense_h_to_4h", x)))
+        activation = gelu if model.activation == "gelu" else gelu_tanh
+        self.x = attended + linear("mlp.dense_4h_to_h", self._by_window(activation, linear("mlp.dense_h_to_4h", x)))
 
 
 # ---- rounding ----------------------------------------------------------------------------------------------------------

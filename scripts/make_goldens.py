@@ -64,23 +64,28 @@ class Case:
 
 def llama(name: str, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, tied: bool,
           theta: float, length: int, scaling: dict[str, Any] | None = None, layers: int = 2, eps: float = 1e-5,
-          **options: Any) -> Case:
+          biases: tuple[str, ...] = (), **options: Any) -> Case:
     config = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
               "head_dim": head_dim, "intermediate_size": ffn, "vocab_size": vocab, "tie_word_embeddings": tied,
               "num_hidden_layers": layers, "rms_norm_eps": eps, "max_position_embeddings": 96}
+    config |= {key: True for key in biases}
     return Case(f"llama-{name}", "llama", config, (scaling or {"rope_type": "default"}) | {"rope_theta": theta}, length,
                 **options)
 
 
 def neox(name: str, hidden: int, heads: int, ffn: int, vocab: int, rotary: float, parallel: bool, bias: bool,
-         theta: float, length: int, layers: int = 2, eps: float = 1e-5, **options: Any) -> Case:
+         theta: float, length: int, scaling: dict[str, Any] | None = None, layers: int = 2, eps: float = 1e-5,
+         activation: str = "gelu", **options: Any) -> Case:
     config = {"hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": ffn, "vocab_size": vocab,
               "use_parallel_residual": parallel, "attention_bias": bias, "num_hidden_layers": layers,
-              "layer_norm_eps": eps, "max_position_embeddings": 96, "hidden_act": "gelu", "tie_word_embeddings": False}
-    rope = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotary}
+              "layer_norm_eps": eps, "max_position_embeddings": 96, "hidden_act": activation, "tie_word_embeddings": False}
+    rope = (scaling or {"rope_type": "default"}) | {"rope_theta": theta, "partial_rotary_factor": rotary}
     return Case(f"neox-{name}", "gpt_neox", config, rope, length, **options)
 
 
+LINEAR = {"rope_type": "linear", "factor": 3.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
+YARN_FREE = YARN | {"beta_fast": 3.0, "beta_slow": 0.5, "truncate": False, "mscale": 1.5, "mscale_all_dim": 0.5}
 NO_PARAMETERS = ["act", "grad", "grad16", "losses", "greedy"]
 CASES = [
     llama("hs32-gqa2", 32, 4, 2, 32, 48, 97, False, 10000.0, 13),
@@ -89,6 +94,13 @@ CASES = [
     llama("hs128-mha-tied", 16, 2, 2, 128, 24, 67, True, 10000.0, 13, LLAMA3, eps=1e-6, groups=NO_PARAMETERS),
     llama("hs256-mqa", 16, 2, 1, 256, 24, 59, False, 500000.0, 14, LLAMA3, layers=1, groups=NO_PARAMETERS),
     llama("hs32-mha", 64, 2, 2, 32, 40, 64, False, 10000.0, 15, layers=1, dtype="bfloat16", groups=NO_PARAMETERS),
+    llama("linear", 16, 2, 1, 32, 24, 53, False, 10000.0, 13, LINEAR, layers=1, groups=NO_PARAMETERS),
+    llama("yarn-biases", 32, 2, 1, 32, 40, 61, False, 500.0, 13, YARN, biases=("attention_bias", "mlp_bias")),
+    llama("yarn-attention-bias", 16, 2, 2, 32, 24, 47, True, 500.0, 13, YARN_FREE, layers=1, biases=("attention_bias",),
+          groups=NO_PARAMETERS),
+    llama("mlp-bias", 16, 2, 1, 32, 24, 43, False, 10000.0, 13, layers=1, biases=("mlp_bias",), groups=NO_PARAMETERS),
+    neox("tanh-linear", 64, 2, 64, 41, 0.5, True, True, 10000.0, 13, LINEAR, layers=1, activation="gelu_fast", dtype="float16"),
+    neox("tanh-yarn", 64, 2, 64, 41, 1.0, False, True, 500.0, 13, YARN, layers=1, activation="gelu_new", dtype="float16"),
     neox("hs32-padded", 64, 2, 96, 256 + 1 + PADDED_ROWS, 0.25, True, True, 10000.0, 13, tokenizer=True,
          dtype="float16"),
     neox("hs32-sequential-nobias", 96, 3, 64, 71, 0.5, False, False, 25000.0, 17, dtype="float16"),
@@ -157,8 +169,8 @@ def batch(checkpoint: Checkpoint, case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 def convert(directory: Path, checkpoint: Checkpoint, path: Path) -> None:
     warnings = Warnings()
-    write_model(path, checkpoint, match_tensors(checkpoint, open_weights(directory), directory, warnings), Target(), True,
-                warnings)
+    checkpoint, tensors = match_tensors(checkpoint, open_weights(directory, warnings), directory, warnings)
+    write_model(path, checkpoint, tensors, Target(), True, warnings)
     if warnings.count:
         raise FileError(INTERNAL, f"{escaped(str(path))}: the conversion of a golden model warns")
 

@@ -28,7 +28,7 @@ void RankTeam::meet(const TrainSettings& settings, const std::string& version) {
   if (size_ == 1) return;
   const RankAddress place = address_of_first(launched_);
   const bool forged = parse_faults(settings.debug_inject).other_version == launched_.rank;
-  RankIdentity self{rank(), size(), xxh3_64(launched_.run), forged ? "another version" : version};
+  RankIdentity self{rank(), size(), xxh3_64(launched_.run), forged ? "another version" : version, settings.out};
   MeetingPoint point{place.address, place.port, listener};
   Socket again;  // a second handle, because the first meeting closes the listener that it gets
   if (first()) {

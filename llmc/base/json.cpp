@@ -1,5 +1,6 @@
 #include "llmc/base/json.h"
 
+#include <algorithm>
 #include <cmath>
 #include <unordered_set>
 #include <vector>
@@ -10,6 +11,12 @@
 namespace weft {
 
 namespace {
+
+constexpr std::size_t kMostTold = 20;  // a file may hold a million of them
+
+void tell(std::vector<std::string>& tolerated, const std::string& text) {
+  if (tolerated.size() < kMostTold) tolerated.push_back(text);
+}
 
 // A first pass that builds no values. It bounds their number and depth and refuses a key that occurs twice in one object, of which
 // the library would silently keep the last. The library's parser could check this through a callback, but with one it
@@ -31,6 +38,11 @@ class Guard : public nlohmann::json_sax<Json> {
   bool end_array() override { return close(); }
   bool key(string_t& key) override {
     if (!keys_.back().insert(key).second) {
+      if (limits_.tolerated != nullptr) {
+        tell(*limits_.tolerated,
+             format("%s: key %s occurs twice: the last one counts", source_.c_str(), escaped(key).c_str()));
+        return true;
+      }
       fail(Exit::bad_file, "%s: JSON key %s occurs twice in one object", source_.c_str(), escaped(key).c_str());
     }
     return true;
@@ -84,10 +96,45 @@ std::string json_text(const Json& value, int indent) {
   return value.dump(indent, ' ', false, Json::error_handler_t::replace);
 }
 
+namespace {
+
+// `text` with null in the place of the constants that Python writes for numbers that JSON has not.
+std::string without_constants(std::string_view text, const std::string& source, std::vector<std::string>& tolerated) {
+  std::string result;
+  bool quoted = false;
+  for (std::size_t i = 0; i < text.size();) {
+    std::size_t length = 1;
+    if (quoted && text[i] == '\\') {
+      length = std::min<std::size_t>(2, text.size() - i);
+    } else if (text[i] == '"') {
+      quoted = !quoted;
+    } else if (!quoted) {
+      for (const std::string_view constant : {"NaN", "Infinity", "-Infinity"}) {
+        if (!text.substr(i).starts_with(constant)) continue;
+        tell(tolerated, format("%s: %s is read as null", source.c_str(), std::string(constant).c_str()));
+        result += "null";
+        i += constant.size();
+        length = 0;
+        break;
+      }
+    }
+    result += text.substr(i, length);
+    i += length;
+  }
+  return result;
+}
+
+}  // namespace
+
 Json parse_json(std::string_view text, const std::string& source, const JsonLimits& limits) {
+  if (text.starts_with("\xff\xfe") || text.starts_with("\xfe\xff")) {
+    fail(Exit::bad_file, "%s: this is UTF-16 text, expected UTF-8. Save it again as UTF-8", source.c_str());
+  }
   if (text.size() > limits.bytes) {
     fail(Exit::bad_file, "%s: %zu bytes of JSON, at most %zu are accepted", source.c_str(), text.size(), limits.bytes);
   }
+  std::string clean;
+  if (limits.tolerated != nullptr) text = clean = without_constants(text, source, *limits.tolerated);
   Guard guard(source, limits);
   try {
     Json::sax_parse(text.begin(), text.end(), &guard);

@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include <nlohmann/json.hpp>
 
@@ -20,11 +21,14 @@ struct JsonLimits {
   std::size_t bytes = 100'000'000;
   int depth = 64;
   std::size_t values = 5'000'000;  // a value takes two bytes of text ("0,"), but 16 to 200 bytes of memory
+  // Not null: also what Python's json reads. Of a repeated key the last value counts, and NaN and Infinity are null; the first
+  // 20 of them are told here.
+  std::vector<std::string>* tolerated = nullptr;
 };
 // For a configuration: of a model, of a tensor file, of a checkpoint.
 inline constexpr std::size_t kMaxConfigValues = 1'000'000;
 
-// Parses `text`. Too long, too many values, too deep, a duplicate key, trailing text, invalid UTF-8 or a syntax error:
+// Parses `text`; a byte order mark before it is skipped. Too long, too many values, too deep, a duplicate key, trailing text, invalid UTF-8 or a syntax error:
 // Exit::bad_file with "<source>: ...". Never recurses deeper than the limit.
 Json parse_json(std::string_view text, const std::string& source, const JsonLimits& limits = {});
 

@@ -15,7 +15,8 @@ struct Hello {
   char magic[8] = {'w', 'e', 'f', 't', 'r', 'a', 'n', 'k'};
   std::uint64_t token = 0;
   std::int32_t rank = 0, size = 0;
-  char version[104] = "";  // of weft
+  char version[96] = "";  // of weft
+  std::uint64_t job = 0;  // RankIdentity::job; 0 from older versions
 };
 static_assert(sizeof(Hello) == 128);
 

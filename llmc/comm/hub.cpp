@@ -162,10 +162,29 @@ class Hub::Thread {
     stranger.socket.close();
   }
 
+  // A rank of another job, which has met this one at a port that both were given. It is told; the run goes on without it.
+  void turn_away_other_job(Stranger& stranger) {
+    const std::string reason = format(
+        "rank %d was turned away: --out: got another one than the %s of rank 0. Give each job a port of its own "
+        "(MASTER_PORT), and all ranks of a job the same --out",
+        stranger.hello.rank, escaped(identity_.out).c_str());
+    tell(stranger, Error(Exit::environment, reason));
+    if (!warned_) log_warning("port %lld: %s", static_cast<long long>(port_of(listener_)), reason.c_str());
+    warned_ = true;
+  }
+
+  static void tell(Stranger& stranger, const Error& error) {
+    FrameWriter news;
+    news.begin(error);
+    news.write_all(stranger.socket, deadline_in(kLastWords));
+    stranger.socket.close();
+  }
+
   void let_in(Stranger& stranger) {
     Hello& hello = stranger.hello;
     if (!may_be_rank(stranger) || hello.token != identity_.token) return turn_away(stranger);
     hello.version[sizeof hello.version - 1] = '\0';
+    if (hello.job != identity_.job() && hello.job != 0) return turn_away_other_job(stranger);
     if (hello.size != identity_.size || hello.rank < 0 || hello.rank >= hello.size) {
       return refuse(stranger, format("rank %d was started as one of %d ranks, rank 0 as one of %d", hello.rank,
                                      hello.size, identity_.size));
@@ -185,10 +204,7 @@ class Hub::Thread {
   // Tells this rank why the run cannot start, and the others when they come.
   void refuse(Stranger& stranger, const std::string& reason) {
     const Error error(Exit::environment, reason);
-    FrameWriter news;
-    news.begin(error);
-    news.write_all(stranger.socket, deadline_in(kLastWords));
-    stranger.socket.close();
+    tell(stranger, error);
     if (!refusal_) deadline_ = std::min(deadline_, deadline_in(std::min(kRefusalSeconds, time_limit_s_ / 2)));
     refusal_ = refusal_.value_or(error);
   }

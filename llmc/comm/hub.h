@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 
+#include "llmc/base/hash.h"
 #include "llmc/comm/socket.h"
 
 namespace weft {
@@ -16,7 +17,12 @@ namespace weft {
 struct RankIdentity {
   int rank = 0, size = 1;
   std::uint64_t token = 0;  // a number of this run, so that nothing else that connects to the port is taken for a rank
-  std::string version;      // of weft; at most 103 bytes of it are compared
+  std::string version;      // of weft; at most 95 bytes of it are compared
+  // What tells two jobs apart that have the same token, because their launcher gives them none of their own: --out, as it
+  // was given. A rank with another one is turned away.
+  std::string out = "";
+
+  std::uint64_t job() const { return xxh3_64(out); }
 };
 
 class Hub {

@@ -271,6 +271,7 @@ Socket knock(const RankIdentity& self, const MeetingPoint& point, Deadline deadl
   hello.rank = self.rank;
   hello.size = self.size;
   self.version.copy(hello.version, sizeof hello.version - 1);
+  hello.job = self.job();
   const auto bytes = const_bytes_of(hello);
   if (write_some(socket, bytes) != std::ssize(bytes)) {
     problem = "the connection was closed";

@@ -20,6 +20,14 @@ void gelu_forward(float* out, const float* x, std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) out[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * kInvSqrt2));
 }
 
+void gelu_tanh_forward(float* out, const float* x, std::int64_t count) {
+#pragma omp parallel for schedule(static)
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float inner = 2 * kInvSqrt2Pi * (x[i] + 0.044715f * x[i] * x[i] * x[i]);
+    out[i] = 0.5f * x[i] * (1.0f + std::tanh(inner));
+  }
+}
+
 void gelu_backward(float* dx, const float* dout, const float* x, std::int64_t count) {
 #pragma omp parallel for schedule(static)
   for (std::int64_t i = 0; i < count; ++i) {

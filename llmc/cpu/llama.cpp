@@ -278,7 +278,8 @@ class Llama final : public TrainModel {
   void gather_parameters(std::size_t section);
   std::size_t head_section() const { return config_.tied_embeddings ? 0 : sections_.size() - 1; }
 
-  // The linear layers of layer l of the blocks: out [N, OC] = x [N, C] W^T, and from dout [N, OC] the gradients of x and W.
+  // The linear layers of layer l of the blocks: out [N, OC] = x [N, C] W^T + b, and from dout [N, OC] the gradients of x, W
+  // and b.
   void linear(BlockLinear which, std::int64_t l, float* out, const float* x);
   void linear_backward(BlockLinear which, std::int64_t l, float* dx, const float* dout, const float* x);
 
@@ -478,13 +479,14 @@ void Llama::backward_layer(std::int64_t l) {
 
 void Llama::linear(BlockLinear which, std::int64_t l, float* out, const float* x) {
   const LinearSize size = linear_size(config_, which);
-  const float* weight = weights_.layers[static_cast<std::size_t>(l)].weight(which);
+  const LayerParameters<float>& layer = weights_.layers[static_cast<std::size_t>(l)];
+  const float* weight = layer.weight(which);
   if (fp8_) {
     using Pass = Fp8Linears::Pass;
     x = fp8_->input(which, l, x, !training_ ? Pass::evaluation : recomputing_ ? Pass::again : Pass::training);
     weight = fp8_->weight(which, l);
   }
-  matmul_forward(out, x, weight, nullptr, rows(), size.C, size.OC);
+  matmul_forward(out, x, weight, layer.bias(which), rows(), size.C, size.OC);
 }
 
 void Llama::linear_backward(BlockLinear which, std::int64_t l, float* dx, const float* dout, const float* x) {
@@ -495,8 +497,8 @@ void Llama::linear_backward(BlockLinear which, std::int64_t l, float* dx, const 
     dout = fp8_->gradient(which, l, dout);
     weight = fp8_->weight(which, l);
   }
-  matmul_backward(dx, d_weights_.layers[static_cast<std::size_t>(l)].weight(which), nullptr, dout, x, weight, rows(),
-                  size.C, size.OC);
+  const LayerParameters<float>& d_layer = d_weights_.layers[static_cast<std::size_t>(l)];
+  matmul_backward(dx, d_layer.weight(which), d_layer.bias(which), dout, x, weight, rows(), size.C, size.OC);
 }
 
 // ---- norms ----------------------------------------------------------------------------------------------------------

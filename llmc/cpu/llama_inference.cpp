@@ -84,15 +84,15 @@ class LlamaInference final : public Inference {
     const bool last = l + 1 == c.num_layers;
 
     keep(prefix + "input_norm", norm_.data(), rows, C);
-    matmul_rows_forward(qkv_.data(), norm_.data(), {w.qkv, quants.qkv}, nullptr, rows, C, row);
+    matmul_rows_forward(qkv_.data(), norm_.data(), {w.qkv, quants.qkv}, w.qkv_bias, rows, C, row);
     attend(l, heads(0), heads(q), heads(q + kv), attention_.data());
-    matmul_rows_forward(branch_.data(), attention_.data(), {w.output, quants.output}, nullptr, rows, q, C);
+    matmul_rows_forward(branch_.data(), attention_.data(), {w.output, quants.output}, w.output_bias, rows, q, C);
     normalize(rows, branch_.data(), read_only(w.post_norm), norm_.data());
     keep(prefix + "post_attention_norm", norm_.data(), rows, C);
-    matmul_rows_forward(gate_up_.data(), norm_.data(), {w.gate_up, quants.up}, nullptr, rows, C, 2 * F);
+    matmul_rows_forward(gate_up_.data(), norm_.data(), {w.gate_up, quants.up}, w.gate_up_bias, rows, C, 2 * F);
     swiglu_forward(product_.data(), gate_up_.data(), rows, F);
     keep(prefix + "mlp_product", product_.data(), rows, F);
-    matmul_rows_forward(branch_.data(), product_.data(), {w.down, quants.down}, nullptr, rows, F, C);
+    matmul_rows_forward(branch_.data(), product_.data(), {w.down, quants.down}, w.down_bias, rows, F, C);
     const NormParameters<float>& next =
         last ? weights_.final_norm : weights_.layers[static_cast<std::size_t>(l) + 1].input_norm;
     normalize(rows, branch_.data(), read_only(next), last ? final_norm() : norm_.data());

@@ -95,7 +95,7 @@ void NeoxInference::run_layer(std::int64_t l, std::int64_t rows) {
   if (!c.parallel_residual) normalize(rows, branch_.data(), w.post_norm, norm2_.data());
   keep(prefix + "post_attention_norm", norm2_.data(), rows, C);
   matmul_rows_forward(up_.data(), norm2_.data(), {w.up.weight, q.up}, w.up.bias, rows, C, F);
-  gelu_forward(up_.data(), up_.data(), rows * F);
+  (c.gelu_tanh ? gelu_tanh_forward : gelu_forward)(up_.data(), up_.data(), rows * F);
   keep(prefix + "mlp_product", up_.data(), rows, F);
   // Parallel residual: both branches are added at once, so the MLP accumulates into what attention left.
   matmul_rows_forward(branch_.data(), up_.data(), {w.down.weight, q.down}, w.down.bias, rows, F, C,

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <utility>
 
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
@@ -20,6 +21,8 @@ constexpr std::int64_t kMaxHeads = 1024;
 constexpr std::int64_t kMaxHeadDim = 1024;
 constexpr std::int64_t kMaxPositions = 1 << 24;
 
+constexpr const char* kTanhGelu = "gelu_pytorch_tanh";
+
 [[noreturn]] void refuse(const std::string& source, const std::string& problem) {
   fail(Exit::bad_file, "%s: %s", source.c_str(), problem.c_str());
 }
@@ -30,13 +33,34 @@ double positive_number(const Json& object, const std::string& key, const std::st
   return value;
 }
 
+// A key that files from before it was known lack.
+bool newer_flag(const Json& object, const std::string& key, bool before, const std::string& source) {
+  return object.contains(key) ? json_bool(object, key, source) : before;
+}
+
+constexpr RopeType kRopeTypes[] = {RopeType::standard, RopeType::linear, RopeType::llama3, RopeType::yarn};
+
+RopeType rope_type_from_json(const Json& object, const std::string& source) {
+  const std::string name = json_string(object, "type", source);
+  for (const RopeType type : kRopeTypes) {
+    if (name == rope_type_name(type)) return type;
+  }
+  refuse(source, format("type: got %s, expected standard, linear, llama3 or yarn", escaped(name).c_str()));
+}
+
+void read_yarn(const Json& object, RopeConfig& rope, const std::string& source) {
+  rope.beta_fast = positive_number(object, "beta_fast", source);
+  rope.beta_slow = positive_number(object, "beta_slow", source);
+  rope.truncate = json_bool(object, "truncate", source);
+  rope.attention_factor = positive_number(object, "attention_factor", source);
+  if (rope.original_max_positions == 0 || rope.beta_fast < rope.beta_slow || rope.theta <= 1) {
+    refuse(source, "yarn scaling needs original_max_positions > 0, beta_fast >= beta_slow and theta > 1");
+  }
+}
+
 RopeConfig rope_from_json(const Json& object, std::int64_t head_dim, const std::string& source) {
   RopeConfig rope;
-  const std::string type = json_string(object, "type", source);
-  if (type != "standard" && type != "llama3") {
-    refuse(source, format("type: got %s, expected standard or llama3", escaped(type).c_str()));
-  }
-  rope.type = type == "llama3" ? RopeType::llama3 : RopeType::standard;
+  rope.type = rope_type_from_json(object, source);
   rope.theta = positive_number(object, "theta", source);
   rope.rotary_dim = json_int(object, "rotary_dim", 2, head_dim, source);
   if (rope.rotary_dim % 2 != 0) {
@@ -50,6 +74,7 @@ RopeConfig rope_from_json(const Json& object, std::int64_t head_dim, const std::
   if (scaled && (rope.original_max_positions == 0 || rope.high_freq_factor <= rope.low_freq_factor)) {
     refuse(source, "llama3 scaling needs original_max_positions > 0 and high_freq_factor > low_freq_factor");
   }
+  if (rope.type == RopeType::yarn) read_yarn(object, rope, source);
   return rope;
 }
 
@@ -73,6 +98,20 @@ Family family_from_json(const Json& object, const std::string& source) {
   refuse(source, format("family: got %s, expected llama or gpt_neox", escaped(name).c_str()));
 }
 
+// Whether GELU is the approximation by tanh.
+bool tanh_from_json(const Json& object, Family family, const std::string& source) {
+  if (!object.contains("activation")) return false;
+  const std::string name = json_string(object, "activation", source);
+  if (family == Family::llama) {
+    if (name != "silu") refuse(source, format("activation: got %s, expected silu", escaped(name).c_str()));
+    return false;
+  }
+  if (name != "gelu" && name != kTanhGelu) {
+    refuse(source, format("activation: got %s, expected gelu or %s", escaped(name).c_str(), kTanhGelu));
+  }
+  return name == kTanhGelu;
+}
+
 NormKind norm_from_json(const Json& object, const std::string& source) {
   const std::string name = json_string(object, "norm", source);
   if (name == norm_kind_name(NormKind::rmsnorm)) return NormKind::rmsnorm;
@@ -90,8 +129,10 @@ void check_together(const ModelConfig& config, const std::string& source) {
     const bool fits = config.num_kv_heads == config.num_heads && config.q_size() == config.hidden_size &&
                       config.norm == NormKind::layernorm && !config.tied_embeddings;
     if (!fits) refuse(source, "gpt_neox: expected heads x head_dim = hidden_size, no grouped heads, layernorm, untied");
-  } else if (config.parallel_residual || config.attention_bias) {
-    refuse(source, "llama: parallel_residual and attention_bias do not exist in this family");
+    if (config.mlp_bias)
+      refuse(source, "gpt_neox: mlp_bias does not exist in this family, whose MLP always has biases");
+  } else if (config.parallel_residual) {
+    refuse(source, "llama: parallel_residual does not exist in this family");
   }
 }
 
@@ -129,6 +170,19 @@ const char* family_name(Family family) {
 const char* norm_kind_name(NormKind kind) {
   return kind == NormKind::rmsnorm ? "rmsnorm" : "layernorm";
 }
+const char* rope_type_name(RopeType type) {
+  switch (type) {
+    case RopeType::standard:
+      return "standard";
+    case RopeType::linear:
+      return "linear";
+    case RopeType::llama3:
+      return "llama3";
+    case RopeType::yarn:
+      return "yarn";
+  }
+  fail(Exit::internal, "unknown rope type");
+}
 
 ModelConfig config_from_json(const Json& object, const std::string& source) {
   ModelConfig config;
@@ -149,6 +203,8 @@ ModelConfig config_from_json(const Json& object, const std::string& source) {
   config.tied_embeddings = json_bool(object, "tied_embeddings", source);
   config.parallel_residual = json_bool(object, "parallel_residual", source);
   config.attention_bias = json_bool(object, "attention_bias", source);
+  config.mlp_bias = newer_flag(object, "mlp_bias", false, source);
+  config.gelu_tanh = tanh_from_json(object, config.family, source);
   config.tokenizer_vocab = json_int(object, "tokenizer_vocab", 1, config.vocab_size, source);
   config.eos_ids = ids_from_json(object, "eos_ids", config.vocab_size, source);
   const auto bos = object.find("bos_id");
@@ -174,16 +230,24 @@ Json config_to_json(const ModelConfig& config) {
       {"norm_eps", config.norm_eps},
       {"norm", norm_kind_name(config.norm)},
       {"rope",
-       {{"type", rope.type == RopeType::llama3 ? "llama3" : "standard"},
+       {{"type", rope_type_name(rope.type)},
         {"theta", rope.theta},
         {"rotary_dim", rope.rotary_dim},
         {"factor", rope.factor},
         {"low_freq_factor", rope.low_freq_factor},
         {"high_freq_factor", rope.high_freq_factor},
-        {"original_max_positions", rope.original_max_positions}}},
+        {"original_max_positions", rope.original_max_positions},
+        {"beta_fast", rope.beta_fast},
+        {"beta_slow", rope.beta_slow},
+        {"truncate", rope.truncate},
+        {"attention_factor", rope.attention_factor}}},
       {"tied_embeddings", config.tied_embeddings},
       {"parallel_residual", config.parallel_residual},
       {"attention_bias", config.attention_bias},
+      {"mlp_bias", config.mlp_bias},
+      {"activation", config.family == Family::llama ? "silu"
+                     : config.gelu_tanh             ? kTanhGelu
+                                                    : "gelu"},
       {"tokenizer_vocab", config.tokenizer_vocab},
       {"eos_ids", config.eos_ids},
       {"bos_id", config.bos_id ? Json(*config.bos_id) : Json(nullptr)},
@@ -210,6 +274,32 @@ ModelConfig preset_config(const std::string& name) {
   fail(Exit::usage, "--config: got %s, expected one of %s", escaped(name).c_str(), known.c_str());
 }
 
+namespace {
+
+// The dimension that turns `rotations` times within the original positions.
+double yarn_dimension(const RopeConfig& rope, double rotations) {
+  const double positions = static_cast<double>(rope.original_max_positions);
+  return static_cast<double>(rope.rotary_dim) * std::log(positions / (rotations * 2 * std::numbers::pi)) /
+         (2 * std::log(rope.theta));
+}
+
+std::vector<float> yarn_scaled(std::vector<float> frequencies, const RopeConfig& rope) {
+  double low = yarn_dimension(rope, rope.beta_fast), high = yarn_dimension(rope, rope.beta_slow);
+  if (rope.truncate) low = std::floor(low), high = std::ceil(high);
+  low = std::max(low, 0.0);
+  high = std::min(high, static_cast<double>(rope.rotary_dim - 1));
+  if (low == high) high += 0.001;  // as transformers: a ramp has a width
+  const float begin = static_cast<float>(low), width = static_cast<float>(high - low);
+  for (std::size_t i = 0; i < frequencies.size(); ++i) {
+    const float scaled = 1.0f / (static_cast<float>(rope.factor) * (1.0f / frequencies[i]));
+    const float kept = 1 - std::clamp((static_cast<float>(i) - begin) / width, 0.0f, 1.0f);
+    frequencies[i] = scaled * (1 - kept) + frequencies[i] * kept;
+  }
+  return frequencies;
+}
+
+}  // namespace
+
 std::vector<float> rope_inverse_frequencies(const RopeConfig& rope) {
   std::vector<float> frequencies(static_cast<std::size_t>(rope.rotary_dim / 2));
   for (std::size_t i = 0; i < frequencies.size(); ++i) {
@@ -217,8 +307,13 @@ std::vector<float> rope_inverse_frequencies(const RopeConfig& rope) {
     frequencies[i] = 1.0f / static_cast<float>(std::pow(rope.theta, static_cast<double>(exponent)));
   }
   if (rope.type == RopeType::standard) return frequencies;
+  if (rope.type == RopeType::yarn) return yarn_scaled(std::move(frequencies), rope);
 
   const float factor = static_cast<float>(rope.factor);
+  if (rope.type == RopeType::linear) {
+    for (float& frequency : frequencies) frequency /= factor;
+    return frequencies;
+  }
   const float original = static_cast<float>(rope.original_max_positions);
   const float low = static_cast<float>(rope.low_freq_factor), high = static_cast<float>(rope.high_freq_factor);
   for (float& frequency : frequencies) {
@@ -236,6 +331,7 @@ std::vector<float> rope_inverse_frequencies(const RopeConfig& rope) {
 
 RopeTable rope_table(const RopeConfig& rope, std::int64_t positions) {
   const std::vector<float> frequencies = rope_inverse_frequencies(rope);
+  const float scale = static_cast<float>(rope.attention_factor);
   RopeTable table;
   table.positions = positions;
   table.half = static_cast<std::int64_t>(frequencies.size());
@@ -245,8 +341,8 @@ RopeTable rope_table(const RopeConfig& rope, std::int64_t positions) {
   for (std::int64_t position = 0; position < positions; ++position) {
     for (const float frequency : frequencies) {
       const float angle = static_cast<float>(position) * frequency;  // rounded to fp32 as PyTorch's outer product is
-      table.cos[entry] = static_cast<float>(std::cos(static_cast<double>(angle)));
-      table.sin[entry] = static_cast<float>(std::sin(static_cast<double>(angle)));
+      table.cos[entry] = static_cast<float>(std::cos(static_cast<double>(angle))) * scale;
+      table.sin[entry] = static_cast<float>(std::sin(static_cast<double>(angle))) * scale;
       ++entry;
     }
   }

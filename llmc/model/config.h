@@ -13,10 +13,11 @@ namespace weft {
 
 enum class Family { llama, gpt_neox };
 enum class NormKind { rmsnorm, layernorm };
-enum class RopeType { standard, llama3 };
+enum class RopeType { standard, linear, llama3, yarn };
 
 const char* family_name(Family family);     // "llama", "gpt_neox"
 const char* norm_kind_name(NormKind kind);  // "rmsnorm", "layernorm"
+const char* rope_type_name(RopeType type);  // "standard", "linear", "llama3", "yarn"
 
 // Rotary embedding (Su et al., RoFormer, 2021) in the half-split pairing of Hugging Face: dimensions i and
 // i + rotary_dim/2 are rotated as a pair, for the first rotary_dim dimensions of a head. The others are left alone.
@@ -24,11 +25,13 @@ struct RopeConfig {
   RopeType type = RopeType::standard;
   double theta = 0;
   std::int64_t rotary_dim = 0;
-  // llama3 scaling only:
-  double factor = 1;
-  double low_freq_factor = 1;
+  double factor = 1;           // of every scaling
+  double low_freq_factor = 1;  // llama3
   double high_freq_factor = 1;
-  std::int64_t original_max_positions = 0;
+  std::int64_t original_max_positions = 0;  // llama3, yarn
+  double beta_fast = 32, beta_slow = 1;     // yarn: rotations within the original positions
+  bool truncate = true;                     // yarn: the ramp begins and ends at whole dimensions
+  double attention_factor = 1;              // yarn: of cos and sin, so that scores are scaled by its square
 
   bool operator==(const RopeConfig&) const = default;
 };
@@ -48,7 +51,9 @@ struct ModelConfig {
   RopeConfig rope;
   bool tied_embeddings = false;      // the classifier uses the embedding's matrix
   bool parallel_residual = false;    // GPT-NeoX: x + attention(norm1(x)) + mlp(norm2(x))
-  bool attention_bias = false;       // GPT-NeoX: biases of query_key_value and dense
+  bool attention_bias = false;       // biases of the linear layers of attention
+  bool mlp_bias = false;             // Llama: biases of gate, up and down; those of GPT-NeoX are always there
+  bool gelu_tanh = false;            // GPT-NeoX: GELU in its approximation by tanh
   std::int64_t tokenizer_vocab = 0;  // ids >= this are padding rows and are never sampled
   std::vector<std::int32_t> eos_ids;
   std::optional<std::int32_t> bos_id;
@@ -57,6 +62,7 @@ struct ModelConfig {
 
   std::int64_t q_size() const { return num_heads * head_dim; }
   std::int64_t kv_size() const { return num_kv_heads * head_dim; }
+  bool has_linear_biases() const { return family == Family::gpt_neox || attention_bias || mlp_bias; }
 
   bool operator==(const ModelConfig&) const = default;
 };
@@ -73,12 +79,13 @@ Json config_to_json(const ModelConfig& config);
 ModelConfig preset_config(const std::string& name);
 const std::vector<std::string>& preset_names();
 
-// inv_freq[i] for i < rotary_dim/2, fp32 as transformers computes them (theta^(-2i/rotary_dim), then the
-// llama3 scaling by wavelength; Llama 3.1 release, "apply_scaling").
+// inv_freq[i] for i < rotary_dim/2, fp32 as transformers computes them: theta^(-2i/rotary_dim), then the scaling. linear
+// divides all by the factor; llama3 goes by wavelength (Llama 3.1 release, "apply_scaling"); yarn keeps fast dimensions,
+// divides slow ones and has a ramp between (Peng et al., "YaRN", 2023).
 std::vector<float> rope_inverse_frequencies(const RopeConfig& rope);
 
-// cos and sin of position * inv_freq, each [positions, rotary_dim/2] fp32: the angle is formed in fp32 as
-// PyTorch does.
+// cos and sin of position * inv_freq, each [positions, rotary_dim/2] fp32, times attention_factor: the angle is formed in
+// fp32 as PyTorch does.
 struct RopeTable {
   std::int64_t positions = 0, half = 0;
   std::vector<float> cos, sin;

@@ -17,7 +17,7 @@
 
 namespace weft {
 
-// The linear layers of a Llama have no biases: their pointers are weights. Null where they are quantised.
+// The weights of the linear layers are null where they are quantised, their biases where the model has none.
 template <typename T>
 struct LayerParameters {
   NormParameters<T> input_norm, post_norm;
@@ -25,8 +25,13 @@ struct LayerParameters {
   T* output = nullptr;   // [C, q]
   T* gate_up = nullptr;  // [2 F, C]: gate and up are neighbours
   T* down = nullptr;     // [C, F]
+  T *qkv_bias = nullptr, *output_bias = nullptr, *gate_up_bias = nullptr, *down_bias = nullptr;
 
-  T* weight(BlockLinear linear) const {
+  T* weight(BlockLinear linear) const { return of(linear, qkv, output, gate_up, down); }
+  T* bias(BlockLinear linear) const { return of(linear, qkv_bias, output_bias, gate_up_bias, down_bias); }
+
+ private:
+  static T* of(BlockLinear linear, T* qkv, T* output, T* gate_up, T* down) {
     return linear == BlockLinear::qkv       ? qkv
            : linear == BlockLinear::output  ? output
            : linear == BlockLinear::gate_up ? gate_up
@@ -47,8 +52,12 @@ struct LlamaParameters {
     embedding = find.weight(LlamaNames::kEmbedding);
     for (std::int64_t l = 0; l < config.num_layers; ++l) {
       const LlamaNames::Layer names(l);
-      layers.push_back({find.norm(names.input_norm), find.norm(names.post_norm), find.weight(names.q),
-                        find.weight(names.output), find.weight(names.gate), find.weight(names.down)});
+      LayerParameters<T>& layer = layers.emplace_back();
+      layer.input_norm = find.norm(names.input_norm), layer.post_norm = find.norm(names.post_norm);
+      layer.qkv = find.weight(names.q), layer.qkv_bias = find.bias(names.q);
+      layer.output = find.weight(names.output), layer.output_bias = find.bias(names.output);
+      layer.gate_up = find.weight(names.gate), layer.gate_up_bias = find.bias(names.gate);
+      layer.down = find.weight(names.down), layer.down_bias = find.bias(names.down);
     }
     final_norm = find.norm(LlamaNames::kFinalNorm);
     head = config.tied_embeddings ? embedding : find.weight(LlamaNames::kHead);
@@ -65,7 +74,8 @@ struct LlamaParameters {
     for (std::size_t l = 0; l < layers.size(); ++l) {
       LayerParameters<T>& layer = layers[l];
       move(by[1 + l], {&layer.input_norm.weight, &layer.input_norm.bias, &layer.post_norm.weight, &layer.post_norm.bias,
-                       &layer.qkv, &layer.output, &layer.gate_up, &layer.down});
+                       &layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.qkv_bias, &layer.output_bias,
+                       &layer.gate_up_bias, &layer.down_bias});
     }
     move(by[layers.size()], {&final_norm.weight, &final_norm.bias});
     move(by.front(), {&embedding});

@@ -74,17 +74,24 @@ void TensorTable::add_llama(const ModelConfig& config) {
       add(bias_of(module), {C}, Init::zeros, false);
     }
   };
-  const WeightScheme weights = config.quantization.weights;
+  // Neighbouring matrices and, behind them, their biases, which are neighbours too.
+  const auto add_linears = [&](const std::vector<Matrix>& matrices, bool biased) {
+    add_matrices(config.quantization.weights, matrices);
+    if (!biased) return;
+    begin_group();
+    for (const Matrix& m : matrices) add(bias_of(m.module), {m.out}, Init::zeros, false);
+  };
+  const bool attention = config.attention_bias, mlp = config.mlp_bias;
   add_matrices(WeightScheme::none, {{LlamaNames::kEmbedding, V, C, Init::normal}});
   for (std::int64_t l = 0; l < config.num_layers; ++l) {
     const LlamaNames::Layer names(l);
     add_norm(names.input_norm);
-    add_matrices(weights,
-                 {{names.q, q, C, Init::normal}, {names.k, kv, C, Init::normal}, {names.v, kv, C, Init::normal}});
-    add_matrices(weights, {{names.output, C, q, Init::normal_residual}});
+    add_linears({{names.q, q, C, Init::normal}, {names.k, kv, C, Init::normal}, {names.v, kv, C, Init::normal}},
+                attention);
+    add_linears({{names.output, C, q, Init::normal_residual}}, attention);
     add_norm(names.post_norm);
-    add_matrices(weights, {{names.gate, F, C, Init::normal}, {names.up, F, C, Init::normal}});
-    add_matrices(weights, {{names.down, C, F, Init::normal_residual}});
+    add_linears({{names.gate, F, C, Init::normal}, {names.up, F, C, Init::normal}}, mlp);
+    add_linears({{names.down, C, F, Init::normal_residual}}, mlp);
   }
   add_norm(LlamaNames::kFinalNorm);
   if (!config.tied_embeddings) add_matrices(config.quantization.head, {{LlamaNames::kHead, V, C, Init::normal}});

@@ -2,7 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <functional>
 #include <limits>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
@@ -183,6 +187,42 @@ TEST(Layout, LlamaPointersAreThoseOfTheNamedTensors) {
   }
 }
 
+// q, k and v are one matrix, and so are gate and up: their biases are neighbours as well, in the order of the rows.
+TEST(Layout, BiasesOfALlamaAreThoseOfTheNamedTensors) {
+  for (const bool attention : {true, false}) {
+    for (const bool mlp : {true, false}) {
+      ModelConfig config = preset_config("tiny");
+      config.attention_bias = attention;
+      config.mlp_bias = mlp;
+      const TensorTable table(config);
+      const std::vector<float> arena(static_cast<std::size_t>(table.arena_elements()));
+      const LlamaParameters<const float> bound(config, table, arena.data(), Offsets::elements);
+      const LayerParameters<const float>& layer = bound.layers[2];
+      const std::string prefix = "model.layers.2.";
+      const auto at = [&](const std::string& name) -> const float* {
+        const TensorSpec* spec = table.find(prefix + name + ".bias");
+        return spec != nullptr ? arena.data() + spec->offset : nullptr;
+      };
+      EXPECT_EQ(layer.bias(BlockLinear::qkv), at("self_attn.q_proj"));
+      EXPECT_EQ(layer.bias(BlockLinear::output), at("self_attn.o_proj"));
+      EXPECT_EQ(layer.bias(BlockLinear::gate_up), at("mlp.gate_proj"));
+      EXPECT_EQ(layer.bias(BlockLinear::down), at("mlp.down_proj"));
+      EXPECT_EQ(layer.qkv_bias != nullptr, attention);
+      EXPECT_EQ(layer.output_bias != nullptr, attention);
+      EXPECT_EQ(layer.gate_up_bias != nullptr, mlp);
+      EXPECT_EQ(layer.down_bias != nullptr, mlp);
+      if (attention) {
+        EXPECT_EQ(at("self_attn.k_proj"), layer.qkv_bias + config.q_size());
+        EXPECT_EQ(at("self_attn.v_proj"), layer.qkv_bias + config.q_size() + config.kv_size());
+        EXPECT_FALSE(table.at(prefix + "self_attn.k_proj.bias").decay) << "as norms, a bias is not decayed";
+      }
+      if (mlp) {
+        EXPECT_EQ(at("mlp.up_proj"), layer.gate_up_bias + config.ffn_size);
+      }
+    }
+  }
+}
+
 TEST(Layout, NeoxPointersAreThoseOfTheNamedTensors) {
   for (const bool bias : {true, false}) {
     ModelConfig config = pythia(3, 64, 2, 100);
@@ -262,7 +302,7 @@ TEST(ModelConfig, JsonRoundTrip) {
   EXPECT_EQ(config_from_json(config_to_json(config), "test"), config);
 }
 
-// No key has a default but bos_id, whose absence means that there is none.
+// No key has a default but bos_id, whose absence means that there is none, and those that older files lack.
 TEST(ModelConfig, EveryKeyIsNeeded) {
   const Json good = config_to_json(preset_config("llama3.2-1b"));
   const auto expect_missed = [](const Json& config, const std::string& key) {
@@ -277,12 +317,13 @@ TEST(ModelConfig, EveryKeyIsNeeded) {
   for (const auto& [key, value] : good.items()) {
     Json without = good;
     without.erase(key);
-    if (key != "bos_id") expect_missed(without, key);
+    if (key != "bos_id" && key != "mlp_bias" && key != "activation") expect_missed(without, key);
   }
   for (const auto& [key, value] : good["rope"].items()) {
     Json without = good;
     without["rope"].erase(key);
-    expect_missed(without, key);
+    const bool of_yarn = key == "truncate" || key == "attention_factor" || key.starts_with("beta_");
+    if (!of_yarn) expect_missed(without, key);
   }
 }
 
@@ -409,7 +450,7 @@ TEST(ModelConfig, EachKeyThatTheFamilyDoesNotHaveIsRefusedAlone) {
   };
   for (const Case& c : {Case{"parallel_residual", true, false, true},
                         {"parallel_residual", false, true, true},
-                        {"attention_bias", true, false, true},
+                        {"attention_bias", true, true, true},
                         {"attention_bias", false, true, true},
                         {"tied_embeddings", true, true, false},
                         {"norm", "rmsnorm", true, false},
@@ -546,6 +587,140 @@ TEST(Rope, Llama3ScalingKeepsDividesAndBlends) {
     }
   }
   EXPECT_TRUE(kept && divided && blended);
+}
+
+// Every frequency is divided: position p turns as p / factor did.
+TEST(Rope, LinearScalingDividesAll) {
+  RopeConfig rope;
+  rope.theta = 10000;
+  rope.rotary_dim = 16;
+  const std::vector<float> base = rope_inverse_frequencies(rope);
+  rope.type = RopeType::linear;
+  rope.factor = 4;
+  const std::vector<float> scaled = rope_inverse_frequencies(rope);
+  for (std::size_t i = 0; i < base.size(); ++i) EXPECT_EQ(scaled[i], base[i] / 4);
+}
+
+// By the formulas of the paper in double precision, worked out apart from this program: the ramp goes from one dimension to
+// another, which are whole ones unless `truncate` is off; with few positions no dimension turns fast enough to be kept.
+TEST(Rope, YarnKeepsDividesAndHasARampBetween) {
+  struct Case {
+    double theta, factor;
+    std::int64_t dimensions, positions;
+    bool truncate;
+    std::vector<double> frequencies;
+  };
+  const std::vector<Case> cases = {
+      {10000,
+       4,
+       16,
+       4096,
+       true,
+       {1, 0.316227766, 0.1, 0.02569350599, 0.00625, 0.001383496476, 0.00025, 7.90569415e-05}},
+      {10000,
+       4,
+       16,
+       4096,
+       false,
+       {1, 0.316227766, 0.1, 0.02861360881, 0.006556971521, 0.001285632031, 0.00025, 7.90569415e-05}},
+      {500, 2, 8, 4, true, {1, 0.1057371263, 0.02236067977, 0.004728708045}}};
+  for (const Case& c : cases) {
+    RopeConfig rope;
+    rope.type = RopeType::yarn;
+    rope.theta = c.theta;
+    rope.factor = c.factor;
+    rope.rotary_dim = c.dimensions;
+    rope.original_max_positions = c.positions;
+    rope.truncate = c.truncate;
+    const std::vector<float> frequencies = rope_inverse_frequencies(rope);
+    ASSERT_EQ(frequencies.size(), c.frequencies.size());
+    for (std::size_t i = 0; i < frequencies.size(); ++i) {
+      EXPECT_NEAR(frequencies[i], c.frequencies[i], 5e-7 * c.frequencies[i]) << i;
+    }
+  }
+}
+
+// What yarn does to the temperature of attention is in the table: scores have the square of the factor.
+TEST(Rope, TableIsScaledByTheAttentionFactor) {
+  RopeConfig rope;
+  rope.type = RopeType::yarn;
+  rope.theta = 10000;
+  rope.rotary_dim = 8;
+  rope.original_max_positions = 64;
+  rope.factor = 4;
+  const RopeTable plain = rope_table(rope, 9);
+  rope.attention_factor = 1.25;
+  const RopeTable table = rope_table(rope, 9);
+  for (std::size_t i = 0; i < table.cos.size(); ++i) {
+    EXPECT_EQ(table.cos[i], plain.cos[i] * 1.25f);
+    EXPECT_EQ(table.sin[i], plain.sin[i] * 1.25f);
+  }
+}
+
+// Of each type, with every key; and without the keys that older files lack.
+TEST(ModelConfig, RopeAndBiasesSurviveAFile) {
+  for (const RopeType type : {RopeType::standard, RopeType::linear, RopeType::llama3, RopeType::yarn}) {
+    ModelConfig config = preset_config("llama3.2-1b");
+    config.rope.type = type;
+    config.rope.beta_fast = 16;
+    config.rope.beta_slow = 2;
+    config.rope.truncate = false;
+    config.rope.attention_factor = 1.5;
+    config.attention_bias = true;
+    config.mlp_bias = type == RopeType::linear;
+    Json json = config_to_json(config);
+    const ModelConfig read = config_from_json(json, "x");
+    if (type == RopeType::yarn) {
+      EXPECT_TRUE(read == config);
+    }
+    EXPECT_EQ(read.rope.type, type);
+    EXPECT_EQ(read.mlp_bias, config.mlp_bias);
+    EXPECT_EQ(read.attention_bias, true);
+    EXPECT_EQ(config_to_json(read)["rope"]["type"], json["rope"]["type"]);
+    for (const char* key : {"beta_fast", "beta_slow", "truncate", "attention_factor"}) json["rope"].erase(key);
+    json.erase("mlp_bias");
+    json.erase("activation");
+    if (type == RopeType::yarn) {
+      EXPECT_THROW(config_from_json(json, "x"), Error);
+    } else {
+      EXPECT_EQ(config_from_json(json, "x").mlp_bias, false);
+    }
+  }
+}
+
+TEST(ModelConfig, WhatAYarnNeedsIsChecked) {
+  ModelConfig config = preset_config("llama3.2-1b");
+  config.rope.type = RopeType::yarn;
+  EXPECT_NO_THROW(config_from_json(config_to_json(config), "x"));
+  const auto refused = [&](const std::function<void(RopeConfig&)>& change) {
+    ModelConfig changed = config;
+    change(changed.rope);
+    EXPECT_THROW(config_from_json(config_to_json(changed), "x"), Error);
+  };
+  refused([](RopeConfig& rope) { rope.original_max_positions = 0; });
+  refused([](RopeConfig& rope) { rope.beta_fast = 0.5; });
+  refused([](RopeConfig& rope) { rope.beta_slow = 0; });
+  refused([](RopeConfig& rope) { rope.theta = 1; });
+  refused([](RopeConfig& rope) { rope.attention_factor = 0; });
+  config.rope.beta_fast = config.rope.beta_slow = 2;
+  EXPECT_NO_THROW(config_from_json(config_to_json(config), "x"));
+}
+
+TEST(ModelConfig, ActivationsAndBiasesBelongToTheirFamilies) {
+  Json llama = config_to_json(preset_config("tiny")), neox = config_to_json(random_model_config("pythia-14m"));
+  for (const auto& [activation, tanh] : {std::pair("gelu", false), {"gelu_pytorch_tanh", true}}) {
+    neox["activation"] = activation;
+    EXPECT_EQ(config_from_json(neox, "x").gelu_tanh, tanh);
+    llama["activation"] = activation;
+    EXPECT_THROW(config_from_json(llama, "x"), Error);
+  }
+  llama["activation"] = "silu";
+  EXPECT_NO_THROW(config_from_json(llama, "x"));
+  neox["activation"] = "silu";
+  EXPECT_THROW(config_from_json(neox, "x"), Error);
+  neox["activation"] = "gelu";
+  neox["mlp_bias"] = true;
+  EXPECT_THROW(config_from_json(neox, "x"), Error);
 }
 
 TEST(Rope, TableHoldsCosAndSinOfPositionTimesFrequency) {

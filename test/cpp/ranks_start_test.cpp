@@ -398,6 +398,7 @@ Hello hello_of(int rank, int size, const char* version = "test") {
   hello.rank = rank;
   hello.size = size;
   std::string_view(version).copy(hello.version, sizeof hello.version - 1);
+  hello.job = RankIdentity().job();
   return hello;
 }
 
@@ -422,13 +423,39 @@ TEST(Hub, LetsInTheRanksOfItsRunAlone) {
   }
   EXPECT_EQ(answer_to(hello_of(1, 2, "newer")),
             "rank 1: version: got 'newer', expected the 'test' of rank 0. Start all ranks with one program");
-  EXPECT_EQ(answer_to(hello_of(1, 2, std::string(103, 'v').c_str()), std::string(200, 'v')), "welcome") << "cut alike";
+  EXPECT_EQ(answer_to(hello_of(1, 2, std::string(95, 'v').c_str()), std::string(200, 'v')), "welcome") << "cut alike";
   Hello of_another_run = hello_of(1, 2);
   of_another_run.token = 43;
   EXPECT_EQ(answer_to(of_another_run), "closed");
   Hello of_something_else = hello_of(1, 2);
   of_something_else.magic[7] = 'x';
   EXPECT_EQ(answer_to(of_something_else), "closed");
+}
+
+// A rank of another job with the same token, as torchrun without an id gives it: it hears why, and the run goes on to meet its
+// own ranks. A rank of an older version, which does not say its job, is refused by its version.
+TEST(Hub, ARankOfAnotherJobIsTurnedAwayAndDoesNoHarm) {
+  Door door;
+  RankIdentity other{1, 2, 42, "test", "runs/b"};
+  Hello of_another_job = hello_of(1, 2), own = hello_of(1, 2);
+  of_another_job.job = other.job();
+  RankIdentity first_rank{0, 2, 42, "test", "runs/a"};
+  own.job = first_rank.job();
+  EXPECT_NE(own.job, of_another_job.job);
+  Socket stranger = door.knock(const_bytes_of(of_another_job));
+  Socket rank = door.knock(const_bytes_of(own));
+  Hub hub(std::move(door.listener), first_rank, 5);
+  Socket first = hub.take_first_connection();
+  EXPECT_EQ(answer(stranger),
+            "rank 1 was turned away: --out: got another one than the 'runs/a' of rank 0. Give each job a port of its own "
+            "(MASTER_PORT), and all ranks of a job the same --out");
+  EXPECT_EQ(answer(rank), "welcome");
+  rank.close();
+  first.close();
+
+  Hello older = hello_of(1, 2, "older");
+  older.job = 0;
+  expect_contains(answer_to(older), "rank 1: version: got 'older'");
 }
 
 // Rank 0 hears why the run cannot start, in the words that the rank at fault hears; others that come later hear them, too.

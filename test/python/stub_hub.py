@@ -211,6 +211,16 @@ class Handler(BaseHTTPRequestHandler):
         time.sleep(seconds)
         self.serve(file)
 
+    def fault_unannounced(self, file: File, repeat: int = 1) -> None:
+        """Says nothing about size and hash, and sends the data so many times: an end without end, nearly."""
+        self.send_response(200)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        if self.command == "GET":
+            for _ in range(repeat):
+                self.wfile.write(file.data)
+
     def fault_drip(self, file: File, seconds: float) -> None:
         """Sends one half, waits so long or until it may go on, sends the other: time to be interrupted in the middle."""
         half = len(file.data) // 2

@@ -838,13 +838,70 @@ def test_disk_full_while_writing(box):
 
 
 def test_file_over_50_gb_that_is_refused_names_hf_xet(box):
-    box.hub.add(REPO, "config.json", CONFIG, large=True, size=60 * 10**9)
-    box.hub.fault("config.json", "status", methods=("GET",), status=400)
+    box.hub.add(REPO, "model.safetensors", WEIGHTS, large=True, size=60 * 10**9)
+    box.hub.fault("model.safetensors", "status", methods=("GET",), status=400)
     tools = box.directory / "tools"
     tools.mkdir()
     (tools / "df").write_text("#!/bin/sh\necho header; echo disk 0 0 100000000\n")  # 100 GB, on any machine
     (tools / "df").chmod(0o755)
     box.fails(ENVIRONMENT, "hf_xet", PATH=f"{tools}:{os.environ['PATH']}")
+
+
+LIMITS = {"config.json": 8 << 20, "tokenizer_config.json": 8 << 20, "tokenizer.json": 100_000_000}
+
+
+@pytest.mark.parametrize("name, most", LIMITS.items())
+@pytest.mark.parametrize("size", [1, 10**12, 10**15, 10**40])
+def test_more_bytes_than_a_file_of_its_kind_has_are_not_received(box, name, most, size):
+    """What the server announces, one byte above the limit and as much as no disk holds."""
+    box.hub.add(REPO, name, CONFIG, large=True, size=most + size)
+    box.fails(BAD_CONTENT, f"{REPO}/{name}", f"expected at most {most} for this kind of file")
+    assert not box.hub.seen("GET", name) and not box.path(f"{name}.part").exists()
+    assert box.run("--dry-run", "pythia-160m").returncode == BAD_CONTENT
+
+
+def test_a_file_may_have_as_many_bytes_as_its_kind(box):
+    data = CONFIG + b" " * ((8 << 20) - len(CONFIG))
+    box.hub.add(REPO, "config.json", data)
+    box.succeeds()
+    assert box.path("config.json").read_bytes() == data
+
+
+def test_weights_larger_than_any_disk_are_refused_before(box):
+    box.hub.add(REPO, "model.safetensors", WEIGHTS, large=True, size=10**18)
+    box.fails(NO_SPACE, "free")
+    assert not box.hub.seen("GET", "model.safetensors")
+
+
+@pytest.mark.parametrize("pieces, accepted", [(8, True), (9, False), (4000, False)])
+def test_bytes_that_nobody_announced_are_limited_as_they_come(box, pieces, accepted):
+    """A stream of megabytes without a size: up to the limit it is a file, and what is longer ends there."""
+    box.hub.add(REPO, "config.json", (CONFIG + b" " * (1 << 20))[:1 << 20])
+    box.hub.fault("config.json", "unannounced", repeat=pieces)
+    if accepted:
+        assert "the server names no hash" in box.succeeds().stderr
+        assert box.path("config.json").stat().st_size == 8 << 20
+    else:
+        box.fails(BAD_CONTENT, "got more than 8388608 bytes")
+        assert box.files() == []
+
+
+def test_a_stream_that_does_not_end_where_it_was_announced_to(box):
+    """The announcement is that of the answer that redirects, as the hub's; what comes from elsewhere is longer."""
+    box.hub.add(REPO, "model.safetensors", WEIGHTS, large=True, size=2 << 20)
+    box.hub.fault("model.safetensors", "unannounced", methods=("GET",), repeat=2000)
+    box.fails(BAD_CONTENT, "got more than the announced 2097152 bytes")
+    assert "model.safetensors.part" not in box.files()
+
+
+def test_unannounced_bytes_leave_a_tenth_of_the_disk(box):
+    tools = box.directory / "tools"
+    tools.mkdir()
+    (tools / "df").write_text("#!/bin/sh\necho header; echo disk 0 0 4000\n")  # 4,096,000 bytes
+    (tools / "df").chmod(0o755)
+    box.hub.fault("model.safetensors", "unannounced", repeat=1000)
+    box.fails(BAD_CONTENT, "got more than 3686400 bytes", PATH=f"{tools}:{os.environ['PATH']}")
+    box.assert_no_weights()
 
 
 # ---- the command line ------------------------------------------------------------------------------------

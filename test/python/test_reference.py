@@ -37,6 +37,10 @@ def gelu(values):
     return 0.5 * values * (1 + erf(values / math.sqrt(2)))
 
 
+def gelu_tanh(values):
+    return 0.5 * values * (1 + np.tanh(math.sqrt(2 / math.pi) * (values + 0.044715 * values**3)))
+
+
 def silu(values):
     return values / (1 + np.exp(-values))
 
@@ -47,7 +51,7 @@ def softmax(values):
 
 
 def rope_angles(rope, positions):
-    """[T, rotary_dim/2]; the frequency of each pair is scaled by its wavelength for llama3."""
+    """[T, rotary_dim/2]; the frequency of each pair is scaled by its wavelength for llama3, by its place in the head for yarn."""
     frequencies = []
     for pair in range(rope["rotary_dim"] // 2):
         frequency = rope["theta"] ** (-2 * pair / rope["rotary_dim"])
@@ -59,18 +63,33 @@ def rope_angles(rope, positions):
                 kept = (original / wavelength - rope["low_freq_factor"]) / (
                     rope["high_freq_factor"] - rope["low_freq_factor"])
                 frequency = (1 - kept) * frequency / rope["factor"] + kept * frequency
+        if rope["type"] == "linear":
+            frequency /= rope["factor"]
+        if rope["type"] == "yarn":
+            begin, end = yarn_ramp(rope)
+            slow = min(max((pair - begin) / (end - begin), 0), 1)
+            frequency = slow * frequency / rope["factor"] + (1 - slow) * frequency
         frequencies.append(frequency)
     return np.outer(np.arange(positions), frequencies)
 
 
-def rotated(values, angles):
-    """[T, heads, HS] turned in pairs (i, i + rotary_dim/2); the rest of the head passes."""
+def yarn_ramp(rope):
+    """The pairs that turn beta_fast and beta_slow times over the original positions: theta^(-2 pair / dim) T = 2 pi turns."""
+    ends = [rope["rotary_dim"] / 2 * math.log(rope["original_max_positions"] / (2 * math.pi * turns)) / math.log(rope["theta"])
+            for turns in (rope["beta_fast"], rope["beta_slow"])]
+    begin, end = (math.floor(ends[0]), math.ceil(ends[1])) if rope["truncate"] else ends
+    begin, end = max(begin, 0), min(end, rope["rotary_dim"] - 1)
+    return (begin, end) if end != begin else (begin, begin + 0.001)
+
+
+def rotated(values, angles, scale=1.0):
+    """[T, heads, HS] turned in pairs (i, i + rotary_dim/2), which are scaled; the rest of the head passes."""
     half = angles.shape[1]
     result = values.copy()
     for position, row in enumerate(angles):
         a, b = values[position, :, :half], values[position, :, half:2 * half]
-        result[position, :, :half] = a * np.cos(row) - b * np.sin(row)
-        result[position, :, half:2 * half] = b * np.cos(row) + a * np.sin(row)
+        result[position, :, :half] = scale * (a * np.cos(row) - b * np.sin(row))
+        result[position, :, half:2 * half] = scale * (b * np.cos(row) + a * np.sin(row))
     return result
 
 
@@ -123,7 +142,8 @@ class NumpyModel:
 
     def attend(self, prefix, q, k, v, angles):
         heads = (q.shape[0], -1, self.model["head_dim"])
-        q, k, v = rotated(q.reshape(heads), angles), rotated(k.reshape(heads), angles), v.reshape(heads)
+        scale = self.model["rope"].get("attention_factor", 1)
+        q, k, v = rotated(q.reshape(heads), angles, scale), rotated(k.reshape(heads), angles, scale), v.reshape(heads)
         out = attention(q, k, v)
         self.values |= {prefix + "q": q, prefix + "k": k, prefix + "v": v, prefix + "attention": out}
         return out
@@ -147,7 +167,8 @@ class NumpyModel:
         branch = self.linear(name + "attention.dense", self.attend(prefix, *np.moveaxis(fused, 2, 0), angles))
         middle = x if self.model["parallel_residual"] else x + branch
         normed = self.values[prefix + "post_attention_norm"] = self.norm(name + "post_attention_layernorm", middle)
-        product = self.values[prefix + "mlp_product"] = gelu(self.linear(name + "mlp.dense_h_to_4h", normed))
+        activation = gelu_tanh if self.model.get("activation") == "gelu_pytorch_tanh" else gelu
+        product = self.values[prefix + "mlp_product"] = activation(self.linear(name + "mlp.dense_h_to_4h", normed))
         self.values[prefix + "residual"] = x + branch + self.linear(name + "mlp.dense_4h_to_h", product)
         return self.values[prefix + "residual"]
 

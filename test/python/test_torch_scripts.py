@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from test_reference import CASES, GOLDEN, NumpyModel, assert_close, attention, dump_of, gelu, np, rope_angles, rotated, silu, tensor_file
+from test_reference import CASES, GOLDEN, NumpyModel, assert_close, attention, dump_of, gelu, gelu_tanh, np, rope_angles, rotated, silu, tensor_file
 from test_train_reference import SETTINGS
 
 import checkpoints as ck
@@ -69,9 +69,9 @@ class Module:
                         if isinstance(one, Module) for each in one.modules())]
 
 
-def apply_rotary_pos_emb(q, k, angles):
+def apply_rotary_pos_emb(q, k, angles, scale=1.0):
     """As in transformers: [B, heads, T, dims]."""
-    return [tensor([rotated(row.swapaxes(0, 1), angles).swapaxes(0, 1) for row in np.array(values)]) for values in (q, k)]
+    return [tensor([rotated(row.swapaxes(0, 1), angles, scale).swapaxes(0, 1) for row in np.array(values)]) for values in (q, k)]
 
 
 class Hooked(Module):
@@ -112,7 +112,8 @@ class Hooked(Module):
             fused = parts["query_key_value"](first(x)).unflatten(-1, (-1, 3, self.description["head_dim"]))
             branch = parts["dense"](self.attend(*(fused[..., each, :].flatten(-2) for each in range(3))))
             normed = second(x if self.description["parallel_residual"] else x + branch)
-            return x + branch + parts["dense_4h_to_h"](tensor(gelu(parts["dense_h_to_4h"](normed)))), None
+            activation = gelu_tanh if self.description.get("activation") == "gelu_pytorch_tanh" else gelu
+            return x + branch + parts["dense_4h_to_h"](tensor(activation(parts["dense_h_to_4h"](normed)))), None
 
         layer.forward = llama if self.llama else neox
         return layer
@@ -121,7 +122,7 @@ class Hooked(Module):
         q, k, v = (values.unflatten(-1, (-1, self.description["head_dim"])).transpose(1, 2) for values in qkv)
         rope = self.description["rope"]
         size = rope["rotary_dim"] if not self.llama else None
-        turned = apply_rotary_pos_emb(q[..., :size], k[..., :size], rope_angles(rope, q.shape[2]))
+        turned = apply_rotary_pos_emb(q[..., :size], k[..., :size], rope_angles(rope, q.shape[2]), rope.get("attention_factor", 1))
         q, k = (np.concatenate([new, old[..., size or new.shape[-1]:]], axis=-1) for new, old in zip(turned, (q, k)))
         return tensor([attention(*(values.swapaxes(0, 1) for values in row)) for row in zip(*map(np.array, (q, k, v)))])
 

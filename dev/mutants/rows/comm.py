@@ -4,6 +4,10 @@ from mutant import Mutant, unit
 
 ROWS = [
     # ---- llmc/comm/agreement.cpp -------------------------------------------------------------------------------------
+    Mutant("a rank of another job is let in", "llmc/comm/hub.cpp", "if (hello.job != identity_.job() && hello.job != 0)", "if (false)",
+           unit("Hub.ARankOfAnotherJob*")),
+    Mutant("a rank of another job ends the run", "llmc/comm/hub.cpp", "    tell(stranger, Error(Exit::environment, reason));\n",
+           "    return refuse(stranger, reason);\n", unit("Hub.ARankOfAnotherJob*")),
     Mutant("what one rank alone has is no difference", "llmc/comm/agreement.cpp",
            "if (first == nullptr || other == nullptr ? first == other : *first == *other) continue;",
            "if (first == nullptr || other == nullptr || *first == *other) continue;",

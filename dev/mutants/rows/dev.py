@@ -186,6 +186,12 @@ ROWS = [
     # ---- dev/download_starter_pack.sh --------------------------------------------------------------------------------
     Mutant("download: a timeout of a request is final", "dev/download_starter_pack.sh", "22:408 | 22:429", "22:429",
            ("py:test_download.py::test_each_answer_has_its_verdict",)),
+    Mutant("download: any size that is announced is received", "dev/download_starter_pack.sh", '  check_announced "$1"\n', "",
+           ("py:test_download.py::test_more_bytes_than_a_file_of_its_kind_has_are_not_received",)),
+    Mutant("download: what comes has no limit", "dev/download_starter_pack.sh", '    limit_writes "$most_bytes"\n', "",
+           ("py:test_download.py::test_a_stream_that_does_not_end_where_it_was_announced_to",)),
+    Mutant("download: unannounced bytes may fill the disk", "dev/download_starter_pack.sh", "echo $((free < most ? free : most))",
+           'echo "$most"', ("py:test_download.py::test_unannounced_bytes_leave_a_tenth_of_the_disk",)),
     Mutant("download: 120 s are too long to wait", "dev/download_starter_pack.sh",
            "((10#$asked <= MAX_RETRY_AFTER_S))",
            "((10#$asked < MAX_RETRY_AFTER_S))",

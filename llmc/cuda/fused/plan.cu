@@ -138,6 +138,8 @@ std::string model_refusal(const ModelConfig& config, const Device& device) {
   if (config.num_layers > kMaxLayers || config.vocab_size >= BlockBest::kIds) {
     return format("fused decoding needs at most %d layers and fewer than 2^20 ids", kMaxLayers);
   }
+  if (config.family == Family::llama && config.has_linear_biases()) return "fused decoding has no biases of Llamas";
+  if (config.gelu_tanh) return "fused decoding has GELU with erf alone";
   return "";
 }
 

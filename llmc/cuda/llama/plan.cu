@@ -222,6 +222,9 @@ template std::vector<MemoryLine> llama_memory<float>(const ModelConfig&, const T
 template std::vector<MemoryLine> llama_memory<bf16>(const ModelConfig&, const TrainOptions&, const RankShare&);
 
 void check_sizes(const ModelConfig& config) {
+  if (config.has_linear_biases()) {
+    fail(Exit::usage, "attention_bias, mlp_bias: the GPU trains Llamas without biases. Use --device cpu");
+  }
   if (config.hidden_size % 8 != 0 || config.hidden_size > kMaxNormWidth) {
     fail(Exit::usage, "hidden_size: got %lld, the GPU kernels need a multiple of 8 up to %lld. Use --device cpu",
          static_cast<long long>(config.hidden_size), static_cast<long long>(kMaxNormWidth));

@@ -164,10 +164,10 @@ InferenceWeights<S> weights_of(const LlamaParameters<S>& from) {
   for (const LayerParameters<S>& layer : from.layers) {
     weights.layers.push_back({norm_of<S>(layer.input_norm),
                               norm_of<S>(layer.post_norm),
-                              {layer.qkv, nullptr, {}},
-                              {layer.output, nullptr, {}},
+                              {layer.qkv, layer.qkv_bias, {}},
+                              {layer.output, layer.output_bias, {}},
                               {layer.gate_up, nullptr, {}},
-                              {layer.down, nullptr, {}}});
+                              {layer.down, layer.down_bias, {}}});
   }
   return weights;
 }
@@ -234,6 +234,8 @@ std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const 
 
 std::string inference_refusal(const ModelConfig& c, DType dtype) {
   if (const std::string refusal = head_dim_refusal(c.head_dim); !refusal.empty()) return refusal;
+  if (c.mlp_bias) return "mlp_bias: the GPU has no SwiGLU with biases";
+  if (c.gelu_tanh) return "activation: the GPU has GELU with erf alone, not its approximation by tanh";
   if (c.quantization.any() && dtype == DType::f32)
     return "quantised weights on a GPU need fp16 or bf16 beside them. Use --dtype fp16 or bf16";
   if (c.hidden_size % 8 != 0 || c.hidden_size > kMaxNormWidth) {

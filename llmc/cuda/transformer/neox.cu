@@ -117,6 +117,7 @@ const char* decode_mode_name(DecodeMode mode) {
 
 std::string neox_refusal(const ModelConfig& c, DType dtype) {
   if (const std::string refusal = head_dim_refusal(c.head_dim); !refusal.empty()) return refusal;
+  if (c.gelu_tanh) return "activation: the GPU has GELU with erf alone, not its approximation by tanh";
   const std::int64_t element = static_cast<std::int64_t>(dtype_bytes(dtype));
   // a row of both output matrices together
   const std::int64_t unit = 16 / element, widest = kMaxResidualGemvBytes / element;
