@@ -53,7 +53,7 @@ TEST(AppPaths, ADirectoryInThePlaceOfAFileSaysWhatToGive) {
   };
   const std::pair<std::string, std::string> models[] = {
       {make("hf a", {"config.json", "model.bin"}),
-       "Convert it first: python3 scripts/convert_hf.py " + escaped(directory.file("hf a")) + " -o model.bin"},
+       "Convert it first: scripts/convert_hf.py " + escaped(directory.file("hf a")) + " -o model.bin"},
       {make("run", {"model.bin"}), "Give its model file: --model " + escaped(directory.file("run/model.bin"))},
       {make("other", {"model.txt"}), "Give a model file"}};
   for (const auto& [path, advice] : models) {
@@ -158,6 +158,9 @@ TEST(Device, TheCpuIsAnnouncedOnlyWhereItWasNotAskedFor) {
   }
   EXPECT_EQ(announced(asked), "");
   EXPECT_EQ(announced(instead), "running on the CPU: no GPU\n");
+  EXPECT_EQ(announced(instead), "") << "said once";
+  EXPECT_EQ(announced(choose_cpu("no driver")), "running on the CPU: no driver\n");
+  EXPECT_EQ(announced(asked), "");
   EXPECT_EQ(announced({true, "a GPU", 1, "0", "no reason"}), "");
 }
 
@@ -338,6 +341,12 @@ TEST(DecodeSession, WhatWasAskedForReachesTheGeneration) {
   const GenerateOptions options = session.generate_options();
   EXPECT_EQ(options.max_tokens, 11);
   EXPECT_EQ(options.stop_texts, settings.stop);
+  EXPECT_TRUE(options.hide_special);
+  settings.json = true;
+  EXPECT_FALSE(session.generate_options().hide_special);
+  settings.json = false;
+  settings.print_special = true;
+  EXPECT_FALSE(session.generate_options().hide_special);
   EXPECT_EQ(options.stop_ids, (std::vector<std::int32_t>{4, 7}));
   EXPECT_EQ(options.sampler.temperature, 0.25);
   EXPECT_EQ(options.sampler.top_k, 12);
