@@ -484,7 +484,7 @@ def test_steps_added_later_keep_the_warm_up(data, tmp_path):
     assert rates() == [0.0005] + 15 * [0.001]
     assert json.loads((out / "config.json").read_text())["settings"]["warmup-steps"] == "2"
     given = run(16, "--warmup-steps", 4)
-    assert_refused(given, 2, "--warmup-steps: got 4", "made with 2")
+    assert_refused(given, 2, "--warmup-steps: got '4'", "made with '2'")
 
 
 def test_terminated_saves_and_resumes(data, tmp_path, whole):
