@@ -794,7 +794,8 @@ TEST(InferOptionParser, ChecksWhatNoSingleValueShows) {
   EXPECT_NE(refusal({"-mx", "--compare=y", "--json"}).find("--json: does not go with --compare"), std::string::npos);
   EXPECT_NE(refusal({"-mx", "--compare=y", "--dtype=fp16"}).find("--compare is for fp32"), std::string::npos);
   EXPECT_NE(refusal({"-mx", "-py", "--stride=3"}).find("--stride: only for --perplexity"), std::string::npos);
-  EXPECT_NE(refusal({"-mx", "-py", "--stats"}).find("--stats: only for --interactive"), std::string::npos);
+  expect_contains(refusal({"-mx", "--bench", "--stats"}),
+                  "--stats: only for --prompt, --prompt-file, --prompt-ids and --interactive");
   EXPECT_EQ(refusal({"-mx", "-py", "--lookup=3"}), "accepted");
   EXPECT_EQ(refusal({"-mx", "--interactive", "--draft=y"}), "accepted");
   EXPECT_EQ(refusal({"-mx", "--serve=a:1", "--draft=y", "--debug-inject=accept=0.5"}), "accepted");
@@ -962,7 +963,9 @@ TEST(InferOptionParser, EachOptionIsForItsTasks) {
       {"--special", all_but({})},
       {"--stride=3", {"perplexity"}},
       {"--against=w", {"perplexity"}},
-      {"--stats", {"interactive"}},
+      {"--stats", {"prompt", "prompt-file", "prompt-ids", "interactive"}},
+      {"--print-special", {"prompt", "prompt-file", "prompt-ids", "interactive"}},
+      {"--no-echo", {"prompt", "prompt-file", "prompt-ids"}},
       {"--bench-contexts=3", {"bench"}},
       {"--bench-layer", {"bench"}},
       {"--bench-timeline", {"bench"}},
