@@ -276,7 +276,7 @@ TEST(Generate, NoPieceEverHoldsABeginningOfTheStopText) {
 // Special tokens are left out of the text, wherever they come; stop texts see them, and ids have them.
 TEST(Generate, SpecialTokensAreHiddenButStop) {
   constexpr std::int32_t kPadding = 1;
-  const std::vector<std::int32_t> script = {kPadding, byte_id('a'), kPadding,       kPadding,      byte_id('\xc3'),
+  const std::vector<std::int32_t> script = {kPadding, byte_id('a'), kPadding,        kPadding,       byte_id('\xc3'),
                                             kPadding, byte_id('b'), byte_id('\xc3'), byte_id('\xa9')};
   const auto text = [&](GenerateOptions options) {
     options.max_tokens = static_cast<std::int64_t>(script.size());

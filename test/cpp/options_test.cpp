@@ -448,14 +448,22 @@ TEST(OptionAliases, NamesOfOtherToolsAreUnderstood) {
     EXPECT_TRUE(seen.insert({theirs, ours}).second) << theirs << " is twice in the table";
   }
   const std::tuple<const char*, const char*, const char*> cases[] = {
-      {"--batch-size", "--micro-batch", "--max-running"},   {"--batch_size=8", "--micro-batch", "--max-running"},
-      {"--learning-rate", "--lr", nullptr},                 {"--learning_rate", "--lr", nullptr},
-      {"--epochs", "--steps", nullptr},                     {"--ctx-size", "--seq-len", "--context"},
-      {"--n-predict", nullptr, "--max-tokens"},             {"--max_new_tokens", nullptr, "--max-tokens"},
-      {"--port", nullptr, "--serve"},                       {"--host", nullptr, "--serve"},
-      {"--temp", "--temperature", "--temperature"},         {"-c", nullptr, "--context"},
-      {"-n", "--steps", nullptr},                           {"-np", nullptr, "--max-running"},
-      {"-ngl", "--device", "--device"},                     {"-t", "--seq-len", "--threads"},
+      {"--batch-size", "--micro-batch", "--max-running"},
+      {"--batch_size=8", "--micro-batch", "--max-running"},
+      {"--learning-rate", "--lr", nullptr},
+      {"--learning_rate", "--lr", nullptr},
+      {"--epochs", "--steps", nullptr},
+      {"--ctx-size", "--seq-len", "--context"},
+      {"--n-predict", nullptr, "--max-tokens"},
+      {"--max_new_tokens", nullptr, "--max-tokens"},
+      {"--port", nullptr, "--serve"},
+      {"--host", nullptr, "--serve"},
+      {"--temp", "--temperature", "--temperature"},
+      {"-c", nullptr, "--context"},
+      {"-n", "--steps", nullptr},
+      {"-np", nullptr, "--max-running"},
+      {"-ngl", "--device", "--device"},
+      {"-t", "--seq-len", "--threads"},
       {"--max-grad-norm", "--grad-clip", nullptr}};
   for (const auto& [argument, train, infer] : cases) {
     if (train != nullptr) {
