@@ -208,7 +208,7 @@ std::string shard_difference(const Json& saved, const Json& now, std::size_t i) 
                 renamed ? ", with the same content" : "");
 }
 
-void require_same_data(const Json& saved, const Json& now, const std::string& source) {
+void require_same_data(const Json& saved, const Json& now, const std::string& directory) {
   if (saved == now) return;
   std::string difference;
   if (!saved.is_array() || saved.size() != now.size()) {
@@ -220,8 +220,8 @@ void require_same_data(const Json& saved, const Json& now, const std::string& so
   }
   fail(Exit::bad_file,
        "--train: %s was trained on other data: %s. Bring that data back to resume, or start in another --out; there "
-       "--model %s/%s continues from these weights",
-       source.c_str(), difference.c_str(), source.c_str(), kModelName);
+       "--model %s continues from these weights",
+       escaped(directory).c_str(), difference.c_str(), escaped(directory + "/" + kModelName).c_str());
 }
 
 // The first key in which two objects differ; empty if there is none.
@@ -401,7 +401,7 @@ void Checkpoint::require_same_run(const RunIdentity& run) const {
     log_info("--steps: extended from %lld to %lld; the learning rate now follows the longer schedule",
              static_cast<long long>(saved_steps), static_cast<long long>(run.steps));
   }
-  require_same_data(run_.value("data", Json()), run.data, source);
+  require_same_data(run_.value("data", Json()), run.data, parent_directory(training_.path()));
   const std::string saved_device = json_string(run_, "device", source);
   if (saved_device != run.device) {
     log_warning("%s was computed on %s, this run goes on with %s: the numbers will differ in rounding", source.c_str(),

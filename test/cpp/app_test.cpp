@@ -286,13 +286,13 @@ TEST(DecodeSession, WhatATokenizerIsNeededFor) {
   expect_contains(error_of(Exit::bad_file, [&] { without.need_tokenizer(); }), "missing, so text cannot be read");
   settings.task = InferTask::prompt;
   settings.prompt = "t1";
-  expect_contains(error_of(Exit::bad_file, [&] { without.prompt_ids(); }), "or use --prompt-ids");
+  expect_contains(error_of(Exit::bad_file, [&] { without.prompt(); }), "or use --prompt-ids");
   settings.task = InferTask::prompt_ids;
   settings.prompt_ids = "3,1";
-  EXPECT_EQ(without.prompt_ids(), (std::vector<std::int32_t>{3, 1}));
+  EXPECT_EQ(without.prompt().ids, (std::vector<std::int32_t>{3, 1}));
   const std::int64_t rows = without.config().vocab_size;
   settings.prompt_ids = std::to_string(rows);
-  error_of(Exit::usage, [&] { without.prompt_ids(); });
+  error_of(Exit::usage, [&] { without.prompt(); });
 
   InferSettings other = settings;
   for (const std::int64_t tokens : {rows, rows - 1}) {
@@ -315,10 +315,10 @@ TEST(DecodeSession, IdsOfAPromptMayBeRowsOfPadding) {
   ASSERT_LT(tokens, rows);
   for (const std::int64_t id : {tokens, rows - 1}) {
     settings.prompt_ids = std::to_string(id);
-    EXPECT_EQ(session.prompt_ids(), (std::vector<std::int32_t>{static_cast<std::int32_t>(id)}));
+    EXPECT_EQ(session.prompt().ids, (std::vector<std::int32_t>{static_cast<std::int32_t>(id)}));
   }
   settings.prompt_ids = std::to_string(rows);
-  expect_contains(error_of(Exit::usage, [&] { session.prompt_ids(); }),
+  expect_contains(error_of(Exit::usage, [&] { session.prompt().ids; }),
                   format("from 0 to %lld", static_cast<long long>(rows - 1)));
 }
 
