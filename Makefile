@@ -5,8 +5,9 @@
 #   GPU_ARCH="80 90a 120" GPU architectures; default: that of the GPU found. Given by name it builds GPU code without a GPU, too
 #   NVCC=...              the CUDA compiler, which then compiles GPU code, GPU or not; NVCC= builds for the CPU alone
 #   GPU_FLAGS=...         more flags for nvcc
+#   GPU_PTX=120           also PTX of this architecture, which drivers compile for later GPUs
 #   CPU_FLAGS=...         host instruction set; default -march=native (the binary is for this machine)
-#   MODE=release|asan|tsan   build/<mode> holds the result
+#   MODE=release|asan|tsan|dist   build/<mode> holds the result; dist is that of make dist
 #   PREFIX=, DESTDIR=     where make install puts things
 #   V=1                   show the commands
 #   -jN                   N jobs at once; default: as many as this process may use cores
@@ -18,7 +19,7 @@ endif
 
 MODE      ?= release
 CXX       ?= g++
-CPU_FLAGS ?= -march=native
+CPU_FLAGS ?= $(if $(filter dist,$(MODE)),-march=x86-64-v3,-march=native)
 PREFIX    ?= /usr/local
 PYTHON    ?= python3
 
@@ -36,6 +37,7 @@ ifneq ($(filter 5% 6% 7%,$(GPU_ARCH)),)
 $(error GPU_ARCH: got $(GPU_ARCH), weft's kernels need 80 or later)
 endif
 
+, := ,
 B := build/$(MODE)
 Q := $(if $(V),,@)
 
@@ -46,6 +48,7 @@ say = $(eval DONE += x)echo "[$(words $(DONE))$(if $(wordlist $(words $(DONE)),$
 
 # ---- host code -------------------------------------------------------------------------------------------------------
 MODE_FLAGS_release := -O3
+MODE_FLAGS_dist    := -O3
 # -g1: line numbers for the reports. Full debug information takes a quarter of the compile time.
 MODE_FLAGS_asan    := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 MODE_FLAGS_tsan    := -O1 -fsanitize=thread
@@ -57,6 +60,8 @@ TEST_LEVEL := -O0
 # (GCC's does, for AMD's Zen). The kernels that want fused ones say so (llmc/cpu/lanes.h).
 CXXFLAGS += -std=c++20 $(MODE_FLAGS_$(MODE)) $(CPU_FLAGS) -ffp-contract=off -fopenmp -Wall -Wextra -Werror -Wno-restrict -I. -MMD -MP
 LDLIBS   += -lopenblas -lpcre2-8 -lutf8proc
+# Of make dist: libraries beside the programs, those that OpenBLAS needs in turn, too (which a RUNPATH would not find).
+LDLIBS   += $(if $(filter dist,$(MODE)),-Wl$(,)--disable-new-dtags$(,)-rpath$(,)\$$ORIGIN/../lib/weft)
 LDFLAGS  += $(filter -fsanitize%,$(MODE_FLAGS_$(MODE))) -fopenmp
 
 # Line editing for --interactive, where libedit is installed.
@@ -78,7 +83,8 @@ CUDA_HOME := $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 CUDA_SRC  := $(sort $(wildcard llmc/cuda/*/*.cu llmc/cuda/*/*/*.cu))
 CUDA_OBJ  := $(CUDA_SRC:%.cu=$B/%.o)
 NVCCFLAGS += -std=c++20 -O3 -I. -MMD -MP --Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror \
-             $(foreach a,$(GPU_ARCH),-gencode arch=compute_$a,code=sm_$a) $(GPU_FLAGS)
+             $(foreach a,$(GPU_ARCH),-gencode arch=compute_$a,code=sm_$a) \
+             $(if $(GPU_PTX),-gencode arch=compute_$(GPU_PTX)$(,)code=compute_$(GPU_PTX)) $(GPU_FLAGS)
 MAIN_FLAGS := -DWEFT_CUDA -isystem $(CUDA_HOME)/include
 LDLIBS    += -L$(CUDA_HOME)/lib64 -Wl,-rpath,$(CUDA_HOME)/lib64 -lcudart_static -lrt -ldl -lpthread
 endif
@@ -104,7 +110,7 @@ ABSENT := $(filter-out $(wildcard $(WANTED)),$(WANTED))
 ABOUT_GPUS := $(if $(strip $(NVCC)),,$(if $(NVCC_FOUND),$(if $(strip $(FOUND_ARCH)),, (no GPU found; GPU_ARCH=\"80 90a 120\" builds for GPUs)), (no nvcc found)))
 
 .PHONY: all programs tests test-all test-op bits tsan thread_tests deps doctor venv demo test fuzz mutants bench benches ladder profile profile-infer \
-        headers list-headers lint compile_commands.json torch format install uninstall clean help FORCE
+        headers list-headers lint compile_commands.json torch format install uninstall dist clean help FORCE
 all: programs
 	@echo "built $(PROGRAMS): $(BUILD_KIND)$(ABOUT_GPUS)"
 
@@ -124,7 +130,9 @@ $B/host-flags: FORCE
 $B/link-flags: FORCE
 	@mkdir -p $(@D); echo '$(LINK_FLAGS_LINE)' | cmp -s - $@ || echo '$(LINK_FLAGS_LINE)' > $@
 
-VERSION := $(shell git describe --always --dirty 2>/dev/null || echo unknown)
+# "0.3.0+1a2b3c4": the number is in the file VERSION, the commit is that of the checkout, if this is one.
+COMMIT  := $(shell git rev-parse --is-inside-work-tree >/dev/null 2>&1 && git describe --always --dirty --exclude '*' 2>/dev/null)
+VERSION := $(shell cat VERSION)$(if $(COMMIT),+$(COMMIT))
 $B/version.h: FORCE
 	@mkdir -p $(@D); \
 	printf '#define WEFT_VERSION "%s"\n#define WEFT_BUILD "%s"\n' '$(VERSION)' '$(BUILD_KIND)' > $@.new; \
@@ -332,10 +340,18 @@ demo: deps
 	@$(MAKE) --no-print-directory DEPS_DONE=1 all
 	@scripts/run_demo.sh infer
 
+# What runs on a GPU alone says so before anything is compiled for it.
+GPU_MISSING := $(if $(NVCC_FOUND)$(strip $(NVCC)),$(if $(strip $(FOUND_ARCH)),,no GPU found: nvidia-smi lists none of compute capability 8.0 or later),no nvcc found: install the CUDA toolkit or name one with NVCC=)
+on_gpu = @$(if $(GPU_MISSING),echo "$@: $(GPU_MISSING). It runs on a GPU" >&2; exit 4,$1)
+ifeq ($(strip $(NVCC)),)
+$(patsubst %.cu,$B/%,$(wildcard dev/bench/*.cu)):
+	@echo "$(@F): $(GPU_MISSING). It runs on a GPU" >&2; exit 4
+endif
+
 # Training steps and decoding beside PyTorch (make torch), on the GPU of this machine.
-bench: all venv
-	@.venv/bin/python dev/bench/training.py
-	@.venv/bin/python dev/bench/decode.py
+bench: $(if $(GPU_MISSING),,all venv)
+	$(call on_gpu,.venv/bin/python dev/bench/training.py)
+	$(call on_gpu,.venv/bin/python dev/bench/decode.py)
 
 # A norm and an attention kernel from naive to today's, each step checked and timed (dev/ladder/README.md). LADDER= its
 # arguments. Builds without a GPU, which only running needs.
@@ -347,11 +363,11 @@ ladder: $(if $(strip $(NVCC)),$B/ladder)
 	@$(if $(strip $(NVCC)),$B/ladder $(LADDER),echo "ladder: no nvcc found, expected a CUDA compiler. NVCC= names one" >&2; exit 4)
 
 # One training step under Nsight Compute, as a table by operator.
-profile: all venv
-	@.venv/bin/python dev/bench/profile_step.py
+profile: $(if $(GPU_MISSING),,all venv)
+	$(call on_gpu,.venv/bin/python dev/bench/profile_step.py)
 # The same for one decoded token.
-profile-infer: all venv
-	@.venv/bin/python dev/bench/profile_decode.py
+profile-infer: $(if $(GPU_MISSING),,all venv)
+	$(call on_gpu,.venv/bin/python dev/bench/profile_decode.py)
 
 # ---- housekeeping ----------------------------------------------------------------------------------------------------
 format:
@@ -369,12 +385,51 @@ compile_commands.json:
 	@$(PYTHON) scripts/compile_commands.py --flags '$(filter-out -MMD -MP,$(CXXFLAGS)) $(MAIN_FLAGS) -I$B' --compiler '$(CXX)' \
 	  $(if $(strip $(NVCC)),--cuda '$(CUDA_HOME)') -o $@
 
+# Programs and scripts become commands: scripts/convert_hf.py is weft-convert-hf. Their manual pages are what --help prints.
+SCRIPTS  := scripts/convert_hf.py scripts/export_hf.py scripts/plot_log.py scripts/export_log.py scripts/tensor_file.py \
+            scripts/dump_reference.py scripts/train_reference.py dev/prepare_data.py dev/train_tokenizer.py
+SHIPPED  := $(filter-out scripts/make_% scripts/run_clang_tidy.py scripts/compile_commands.py,$(wildcard scripts/*.py)) \
+            scripts/requirements.txt scripts/requirements-torch.txt dev/prepare_data.py dev/train_tokenizer.py \
+            dev/download_starter_pack.sh $(wildcard dev/data/*.py dev/data/*/*.py models/tiny-*/*) VERSION LICENSE
+command   = weft-$(subst _,-,$(basename $(notdir $1)))
+COMMANDS := $(foreach s,$(SCRIPTS) dev/download_starter_pack.sh setup,$(call command,$s))
+PAGES    := $(PROGRAMS) $(foreach s,$(SCRIPTS),$(call command,$s))
+AT        = $(DESTDIR)$(PREFIX)
 install: all
-	install -d $(DESTDIR)$(PREFIX)/bin
-	install -m 755 $(PROGRAMS:%=$B/%) $(DESTDIR)$(PREFIX)/bin
+	install -d $(AT)/bin $(AT)/share/man/man1 $(AT)/lib/systemd/system
+	install -m 755 $(PROGRAMS:%=$B/%) $(AT)/bin
+	install -m 755 packaging/weft-script $(AT)/bin/weft-setup
+	for name in $(filter-out weft-setup,$(COMMANDS)); do ln -sf weft-setup $(AT)/bin/$$name; done
+	for file in $(SHIPPED); do \
+	  install -D -m $$([ -x $$file ] && echo 755 || echo 644) $$file $(AT)/share/weft/$$file || exit; done
+	sed 's|/usr/local|$(PREFIX)|' packaging/weft.service >$(AT)/lib/systemd/system/weft.service
+	for name in $(PROGRAMS); do \
+	  $(PYTHON) scripts/make_man.py $$name $(VERSION) $(AT)/bin/$$name >$(AT)/share/man/man1/$$name.1 || exit; done
+	$(foreach s,$(SCRIPTS),$(PYTHON) scripts/make_man.py $(call command,$s) $(VERSION) $(AT)/share/weft/$s \
+	  >$(AT)/share/man/man1/$(call command,$s).1 &&) true
+	rm -rf $(AT)/share/weft/scripts/__pycache__ $(AT)/share/weft/dev/__pycache__
 
 uninstall:
-	rm -f $(PROGRAMS:%=$(DESTDIR)$(PREFIX)/bin/%)
+	rm -f $(PROGRAMS:%=$(AT)/bin/%) $(COMMANDS:%=$(AT)/bin/%) $(PAGES:%=$(AT)/share/man/man1/%.1) $(AT)/lib/systemd/system/weft.service
+	rm -rf $(AT)/share/weft
+
+# A tarball that runs where nothing is compiled: the programs for any x86-64-v3 CPU, with nvcc for GPUs too, and the libraries
+# that they need, with their licences. NCCL and cuBLAS are found at run time. Unpack it anywhere.
+DIST := weft-$(VERSION)-linux-x86_64$(if $(strip $(NVCC)),-cuda,-cpu)
+dist: venv
+	@$(if $(strip $(NVCC)),,echo "dist: no nvcc$(,) so this tarball is for the CPU alone")
+	@$(MAKE) --no-print-directory MODE=dist NVCC='$(NVCC)' GPU_ARCH='80 90a 120' GPU_PTX=120 programs
+	rm -rf build/dist/$(DIST) && mkdir -p build/dist/$(DIST)
+	@$(MAKE) --no-print-directory MODE=dist NVCC='$(NVCC)' GPU_ARCH='80 90a 120' GPU_PTX=120 PREFIX=/ DESTDIR=build/dist/$(DIST) install >/dev/null
+	packaging/pack_libraries.sh build/dist/$(DIST)
+	for name in tiny-llama tiny-pythia; do \
+	  .venv/bin/python scripts/convert_hf.py models/$$name -o build/dist/$(DIST)/share/weft/models/$$name.bin >/dev/null || exit; done
+	cp packaging/weft.service build/dist/$(DIST)/lib/systemd/system
+	cp README.md LICENSE VERSION build/dist/$(DIST)
+	cp packaging/README.md build/dist/$(DIST)/INSTALL.md
+	cp -r doc build/dist/$(DIST)/share/weft
+	tar -C build/dist --sort=name --owner=0 --group=0 --numeric-owner -czf build/$(DIST).tar.gz $(DIST)
+	@ls -lh build/$(DIST).tar.gz | awk '{print "dist: " $$NF ", " $$5}'
 
 clean:
 	rm -rf build $(PROGRAMS)
@@ -395,7 +450,8 @@ help:
 	@echo "make deps       install the system packages that are missing (needs root or sudo)"
 	@echo "make venv       Python packages of the scripts, into .venv"
 	@echo "make torch      PyTorch and transformers into .venv, for references and peers"
-	@echo "make install    PREFIX=$(PREFIX) DESTDIR=; also: make uninstall"
+	@echo "make install    programs, scripts as commands, manual pages; PREFIX=$(PREFIX) DESTDIR=; also: make uninstall"
+	@echo "make dist       a tarball that runs on machines without a compiler"
 	@echo "make format     clang-format over the sources"
 	@echo "make lint       clang-format, clang-tidy, ruff, mypy, shellcheck; LINT_STEPS=\"format ruff mypy shell tidy\" chooses"
 	@echo "make compile_commands.json   for editors and clang tools"

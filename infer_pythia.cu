@@ -50,11 +50,11 @@ Exit exit_after(bool interrupted) {
 
 Exit run_prompt(const DecodeSession& s) {
   const InferSettings& settings = s.settings();
-  const std::vector<std::int32_t> prompt = s.prompt_ids();
+  const DecodeSession::Prompt prompt = s.prompt();
   const std::int64_t positions = std::min(settings.max_tokens, s.config().max_positions);
   const std::int64_t capacity =
-      choose_capacity(settings, s.config(), static_cast<std::int64_t>(prompt.size()) + positions);
-  check_prompt_fits(prompt.size(), 0, capacity);
+      choose_capacity(settings, s.config(), static_cast<std::int64_t>(prompt.ids.size()) + positions);
+  check_prompt_fits(prompt.ids.size(), 0, capacity);
   const Tokenizer* tokenizer = s.tokenizer();
   if (tokenizer == nullptr) log_info("the model file has no tokenizer: ids in the place of text");
   on_stop(OnStop::finish_soon, "", "stopped before the first token: there is no text yet");
@@ -63,17 +63,19 @@ Exit run_prompt(const DecodeSession& s) {
   TextOutput output;
   GenerateHooks hooks;
   hooks.interrupted = stop_requested;
-  hooks.on_id = [first = true]() mutable {
-    if (std::exchange(first, false)) on_stop(OnStop::finish);
+  hooks.on_id = [&, first = true]() mutable {
+    if (!std::exchange(first, false)) return;
+    on_stop(OnStop::finish);
+    if (!settings.json && !settings.no_echo) output.write_prompt(prompt.text);
   };
   if (!settings.json) hooks.on_text = [&output](std::string_view piece) { output.write(piece); };
-  const GenerateResult result = generate(*model, tokenizer, prompt, s.generate_options(), hooks);
+  const GenerateResult result = generate(*model, tokenizer, prompt.ids, s.generate_options(), hooks);
   if (settings.json) {
-    write_stdout(json_line(generation_json(*model, prompt, result, s.device().path())));
+    write_stdout(json_line(generation_json(*model, prompt.ids, result, s.device().path())));
   } else {
     if (tokenizer == nullptr) output.write(ids_text(result.ids));
     output.end_line();
-    log_info("%s", statistics_line(*model, result).c_str());
+    log_info("%s", (settings.stats ? statistics_line(*model, result) : short_statistics(result)).c_str());
   }
   return exit_after(result.finish_reason == FinishReason::interrupted);
 }

@@ -208,6 +208,15 @@ Exit train(TrainDevice& device, const TrainSettings& settings, const TrainInputs
   }
 }
 
+// The default warm-up follows from --steps when a run begins. Steps that are added later do not change it.
+void keep_warmup_steps(TrainSettings& settings, RankTeam& team) {
+  if (settings.given.contains("warmup-steps") || settings.out.empty()) return;
+  std::int64_t steps = settings.warmup_steps;
+  if (team.first()) steps = saved_warmup_steps(settings.out).value_or(steps);
+  if (settings.ranks > 1 && !settings.dry_run && !settings.print_config) steps = team.communicator().broadcast(steps);
+  settings.set_warmup_steps(steps);
+}
+
 // Everything after the options, for one rank.
 Exit run_rank(TrainSettings& settings, RankTeam& team) {
   Communicator& ranks = team.communicator();
@@ -219,6 +228,7 @@ Exit run_rank(TrainSettings& settings, RankTeam& team) {
     settings.set_learning_rate(
         default_learning_rate(TensorTable(inputs.config).parameters(), inputs.weights.has_value()));
   }
+  keep_warmup_steps(settings, team);
   if (ranks.size() > 1) {
     std::vector<RankField> fields = rank_fields(settings, inputs), more = device.rank_fields();
     fields.insert(fields.end(), more.begin(), more.end());

@@ -871,18 +871,16 @@ download_text() {
 
 # What to do with the files, ready to paste.
 print_next_steps() {
-  local dir name
+  local dir name convert='.venv/bin/python scripts/convert_hf.py' prepare='.venv/bin/python dev/prepare_data.py' infer=./infer_pythia
+  if [[ $(readlink -f -- "${BASH_SOURCE[0]}") == */share/weft/dev/* ]]; then # by make install
+    convert=weft-convert-hf prepare=weft-prepare-data infer=infer_pythia
+  fi
   for dir in "${model_dirs[@]}"; do
     name=$(basename -- "$dir").bin
-    printf '.venv/bin/python scripts/convert_hf.py %q -o %q' "$dir" "$name"
-    if grep -q '"model_type"[[:space:]]*:[[:space:]]*"gpt_neox"' -- "$dir/config.json"; then
-      printf ' && ./infer_pythia --model %q --prompt "Hello"' "$name"
-    fi
-    printf '\n' # of a Llama the converter says how to go on
+    printf '%s %q -o %q && %s --model %q --prompt "Hello"\n' "$convert" "$dir" "$name" "$infer" "$name"
   done
   if [[ -n $text_file ]]; then
-    printf '.venv/bin/python dev/prepare_data.py %q --tokenizer %q -o %q\n' \
-      "$text_file" "${model_dirs[0]:-models/tiny-llama}/tokenizer.json" "${text_file%.txt}"
+    printf '%s %q --tokenizer %q -o data/mine\n' "$prepare" "$text_file" "${model_dirs[0]:-models/tiny-llama}/tokenizer.json"
   fi
 }
 

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-import needs  # noqa: E402, F401, before the packages
+import needs  # noqa: E402, before the packages
 import numpy as np  # noqa: E402
 import tokenizers  # noqa: E402
 import xxhash  # noqa: E402
@@ -586,7 +586,9 @@ def report(output: Path, encoder: Encoder, splits: list[Split]) -> None:
     print(f"vocabulary {encoder.vocab_size:,}, end of text {encoder.end_of_text}")
     arguments = " ".join(f"--{split.name} {cli.pasteable(glob.escape(str(output / split.name)) + '_*.bin')}" for split in splits)
     preset = preset_for(splits[0].tokens, encoder.vocab_size)
-    print(f"\nNext:\n  ./train_llama --config {preset} {arguments} --out runs/first")
+    train = needs.program("train_llama")
+    print(f"\nNext:\n  {train} --config {preset} {arguments} --out runs/mine\n"
+          f"(a new model; to tune one with this tokenizer: --model FILE in the place of --config {preset})")
 
 
 # The presets of train_llama, smaller models first: parameters of the layers, and for each token of the vocabulary.

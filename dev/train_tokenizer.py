@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "dev" / "data")]
-import needs  # noqa: E402, F401, before the packages
+import needs  # noqa: E402, before the packages
 
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 import command_line  # noqa: E402
@@ -62,7 +62,7 @@ def main() -> int:
         output.write(text)
     print(f"{cli.shown(str(options.output))}: {tokenizer.get_vocab_size():,} tokens")
     texts = " ".join(cli.pasteable(path) for path in options.texts)
-    print(f"next        .venv/bin/python dev/prepare_data.py {texts} --tokenizer {cli.pasteable(options.output)} -o data/mine")
+    print(f"next        {needs.command('dev/prepare_data.py')} {texts} --tokenizer {cli.pasteable(options.output)} -o data/mine")
     return cli.OK
 
 

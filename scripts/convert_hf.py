@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import needs  # noqa: F401, before the packages
+import needs  # before the packages
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # quantising has threads of its own; read when numpy is loaded
 import numpy as np
@@ -476,17 +476,17 @@ def print_summary(checkpoint: Checkpoint, tensors: dict[str, Source], directory:
 
 
 def next_commands(checkpoint: Checkpoint, directory: Path, path: Path, target: Target) -> list[str]:
-    """Shell commands that the user may run next: generate text, or fine-tune an unquantised Llama on a text my.txt."""
+    """Shell commands that the user may run next: generate text, and fine-tune an unquantised Llama on a text my.txt."""
     model, has_tokenizer = cli.pasteable(path), checkpoint.tokenizer is not None
-    if checkpoint.model.family == GPT_NEOX or target.scheme is not None:
-        few = ",".join(str(number) for number in range(1, min(4, checkpoint.model.vocab_size)))
-        prompt = '--prompt "Hello"' if has_tokenizer else f"--prompt-ids {few or 0}"
-        return [f"./infer_pythia --model {model} {prompt}"]
-    if not has_tokenizer:
-        return [f".venv/bin/python scripts/tensor_file.py {model} --verify"]
+    few = ",".join(str(number) for number in range(1, min(4, checkpoint.model.vocab_size)))
+    prompt = '--prompt "Hello"' if has_tokenizer else f"--prompt-ids {few or 0}"
+    commands = [f"{needs.program('infer_pythia')} --model {model} {prompt}"]
+    if checkpoint.model.family == GPT_NEOX or target.scheme is not None or not has_tokenizer:
+        return commands
     tokenizer = cli.pasteable(directory / TOKENIZER_TENSOR)
-    return [f".venv/bin/python dev/prepare_data.py my.txt --tokenizer {tokenizer} -o data/mine",
-            f"./train_llama --model {model} --train 'data/mine/train_*.bin' --val 'data/mine/val_*.bin' --lr 3e-5 --out runs/mine"]
+    return commands + [
+        f"{needs.command('dev/prepare_data.py')} my.txt --tokenizer {tokenizer} -o data/mine",
+        f"{needs.program('train_llama')} --model {model} --train 'data/mine/train_*.bin' --val 'data/mine/val_*.bin' --lr 3e-5 --out runs/mine"]
 
 
 def part_list(text: str) -> tuple[str, ...]:

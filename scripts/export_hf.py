@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Exports a weft model file as a Hugging Face directory that transformers 4 and 5 load with the same logits.
 
-    python3 scripts/export_hf.py runs/first/step_00001000/model.bin -o exported
+    python3 scripts/export_hf.py runs/mine/step_00001000/model.bin -o exported
 
 Writes config.json, generation_config.json, model.safetensors (several shards and an index where it is large) and, where
 the model carries a tokenizer, tokenizer.json and tokenizer_config.json. DIR appears when it is complete. Exit codes: 2
@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import needs
 import tensor_file
 from tensor_file import AtomicFile, FileError, TensorFile, escaped, shape_text
 
@@ -207,7 +208,7 @@ def main() -> int:
         shutil.rmtree(temporary, ignore_errors=True)
     print(f"exported    {len(expected_tensors(model))} tensors in {len(shards)} file{'s' * (len(shards) > 1)} to "
           f"{escaped(str(options.output))}")
-    print(f"next        .venv/bin/python scripts/convert_hf.py {cli.pasteable(options.output)} -o again.bin")
+    print(f"next        {needs.command('scripts/convert_hf.py')} {cli.pasteable(options.output)} -o again.bin")
     print(f"or          transformers.AutoModelForCausalLM.from_pretrained({str(options.output)!a})")
     return cli.OK
 

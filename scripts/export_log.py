@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Turns logs of training runs into a CSV table or into event files of TensorBoard, also while a run goes on.
 
-    .venv/bin/python scripts/export_log.py runs/first --csv first.csv
-    .venv/bin/python scripts/export_log.py runs/first runs/second --tensorboard tb --follow
+    .venv/bin/python scripts/export_log.py runs/mine --csv mine.csv
+    .venv/bin/python scripts/export_log.py runs/mine runs/second --tensorboard tb --follow
     tensorboard --logdir tb
 
 LOG is a log.jsonl of train_llama or its run directory. Steps that a resumed run computed again replace the earlier ones.

@@ -10,6 +10,18 @@ from typing import NoReturn
 
 ENVIRONMENT, INTERRUPTED = 4, 130
 OLDEST_PYTHON = (3, 11)
+ROOT = Path(__file__).resolve().parent.parent
+INSTALLED = ROOT.parts[-2:] == ("share", "weft")  # by make install: scripts and programs are commands
+
+
+def command(script: str) -> str:
+    """How a user starts a script of this tree: weft-convert-hf where weft is installed."""
+    return "weft-" + Path(script).stem.replace("_", "-") if INSTALLED else f".venv/bin/python {script}"
+
+
+def program(name: str) -> str:
+    """How a user starts train_llama or infer_pythia."""
+    return name if INSTALLED else f"./{name}"
 
 
 def stop(problem: str, code: int = ENVIRONMENT) -> NoReturn:
@@ -24,11 +36,11 @@ def in_one_line(kind: type[BaseException], error: BaseException, trace: Tracebac
     if not isinstance(error, ModuleNotFoundError):
         return sys.__excepthook__(kind, error, trace)
     in_venv = f"\n{error.name}==" in Path(__file__).with_name("requirements.txt").read_text()
-    stop(f"{error.name}: not installed. " + (f"Run make venv, then .venv/bin/python {sys.argv[0]}" if in_venv else
-                                             f"Run {sys.executable} -m pip install {error.name}"))
+    make_venv = "Run weft-setup" if INSTALLED else f"Run make venv, then .venv/bin/python {sys.argv[0]}"
+    stop(f"{error.name}: not installed. " + (make_venv if in_venv else f"Run {sys.executable} -m pip install {error.name}"))
 
 
 sys.excepthook = in_one_line
 if sys.version_info < OLDEST_PYTHON:
-    stop(f"this is Python {sys.version_info[0]}.{sys.version_info[1]}, expected 3.11 or later. Run make venv "
-         f"PYTHON=python3.11, then .venv/bin/python {sys.argv[0]}")
+    stop(f"this is Python {sys.version_info[0]}.{sys.version_info[1]}, expected 3.11 or later. "
+         + ("WEFT_PYTHON= names another" if INSTALLED else f"Run make venv PYTHON=python3.11, then .venv/bin/python {sys.argv[0]}"))

@@ -2,8 +2,8 @@
 """Plots the logs of training runs: loss, gradient norm, learning rate and throughput against the steps.
 
 LOG is a log.jsonl of train_llama or its run directory; several runs share one picture. Steps that a resumed run computed
-again count once. An incomplete last line is ignored. The heavy line of the loss is a running median, which does not spread a
-spike over the steps after it. --follow draws again whenever a log has grown, until Ctrl-C.
+again count once. An incomplete last line is ignored. The heavy lines of loss and throughput are running medians, which do not
+spread a spike over the steps after it. --follow draws again whenever a log has grown, until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import bisect
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ def human(value: float) -> str:
     return f"{value:.3g}"
 
 
+def plain(value: float) -> str:
+    """0.00030000001 as 0.0003: three significant digits, no exponent."""
+    return f"{float(f'{value:.3g}'):.12f}".rstrip("0").rstrip(".")
+
+
 def printable(text: str) -> str:
     """A label that matplotlib draws as it is: without unprintable characters, and with the signs of formulas escaped."""
     clean = os.fsencode(text).decode("utf-8", "replace")
@@ -60,32 +66,46 @@ def last(run: Run, key: str) -> float | None:
     return values[-1] if values else None
 
 
-def noted(run: Run, key: str, digits: str = ".4f") -> str:
+def noted(run: Run, key: str, shown: Callable[[float], str]) -> str:
     """The newest value for the legend; empty if there is none."""
     value = last(run, key)
-    return "" if value is None else f" {value:{digits}}" if digits else f" {human(value)}"
+    return "" if value is None else f" {shown(value)}"
+
+
+def plot_median(axes: Any, run: Run, key: str, color: str, label: str) -> None:
+    """Faint values, and their running median over them."""
+    x, y = run.curve(key)
+    axes.plot(x, y, color=color, alpha=0.25, linewidth=0.8)
+    axes.plot(x, smoothed(y, max(1, len(y) // SMOOTHING)), color=color, label=label)
 
 
 def plot_loss(axes: Any, runs: list[Run]) -> None:
+    def shown(value: float) -> str:
+        return f"{value:.4f}"
     for number, run in enumerate(runs):
         color, name = f"C{number % 10}", printable(run.label)
-        x, y = run.curve("loss")
-        axes.plot(x, y, color=color, alpha=0.25, linewidth=0.8)
-        axes.plot(x, smoothed(y, max(1, len(y) // SMOOTHING)), color=color, label=f"{name}: train{noted(run, 'loss')}")
+        plot_median(axes, run, "loss", color, f"{name}: train{noted(run, 'loss', shown)}")
         x, y = run.curve("val_loss")
         if x:
-            axes.plot(x, y, color=color, linestyle="--", marker="o", markersize=3, label=f"{name}: val{noted(run, 'val_loss')}")
-    axes.set(title="loss", ylabel="nats a token")
+            axes.plot(x, y, color=color, linestyle="--", marker="o", markersize=3, label=f"{name}: val{noted(run, 'val_loss', shown)}")
+    axes.set(title="loss", ylabel="loss (nats per token)")
     axes.legend(fontsize="small")
 
 
-def plot_curve(axes: Any, runs: list[Run], key: str, title: str, digits: str = "", logarithmic: bool = False) -> None:
+def plot_curve(axes: Any, runs: list[Run], key: str, title: str, shown: Callable[[float], str] = plain, median: bool = False,
+               logarithmic: bool = False) -> None:
     for number, run in enumerate(runs):
-        x, y = run.curve(key)
-        axes.plot(x, y, color=f"C{number % 10}", linewidth=0.8, label=f"{printable(run.label)}{noted(run, key, digits)}")
+        color, label = f"C{number % 10}", f"{printable(run.label)}{noted(run, key, shown)}"
+        if median:
+            plot_median(axes, run, key, color, label)
+        else:
+            axes.plot(*run.curve(key), color=color, linewidth=0.8, label=label)
     axes.set(title=title)
     if logarithmic and any(value > 0 for run in runs for value in run.curve(key)[1]):
+        from matplotlib.ticker import LogLocator, NullLocator
         axes.set_yscale("log", nonpositive="mask")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.set_ylim(bottom=0)
     axes.legend(fontsize="small")
@@ -117,14 +137,15 @@ def draw(runs: list[Run], output: Path) -> None:
     figure, axes = pyplot.subplots(2, 2, figsize=(15, 9), constrained_layout=True)
     figure.suptitle(title_of(runs))
     plot_loss(axes[0][0], runs)
-    plot_curve(axes[0][1], runs, "grad_norm", "gradient norm", digits=".3f", logarithmic=True)
-    plot_curve(axes[1][0], runs, "lr", "learning rate", digits=".2e")
-    plot_curve(axes[1][1], runs, "tokens_per_s", "tokens a second")
+    plot_curve(axes[0][1], runs, "grad_norm", "gradient norm", logarithmic=True)
+    plot_curve(axes[1][0], runs, "lr", "learning rate")
+    plot_curve(axes[1][1], runs, "tokens_per_s", "tokens per second", shown=human, median=True)
     for one in axes.flat:
         one.set_xlabel("step")
         one.grid(alpha=0.3)
         one.locator_params(axis="x", nbins=6)
         one.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human(value)))
+        one.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
     axes[1][1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: human(value)))
     kind = output.suffix[1:].lower()
     if kind not in figure.canvas.get_supported_filetypes():

@@ -32,10 +32,18 @@ infer() {
   ./infer_pythia --model runs/demo/tiny-pythia.bin --prompt "Once upon a time" --max-tokens 160 --temperature 0.7 --seed 1
 
   newest=$(printf '%s\n' runs/demo/step_???????? | tail -n 1)
-  say "next: this model to browsers, curl and OpenAI's client (doc/serving.md)"
+  # What this run was started with, but --steps, which is what "more" changes.
+  options=${DEMO_TRAIN_OPTIONS:-}
+  if [[ $options =~ ^(.*)--steps[=\ ]+[0-9]+(.*)$ ]]; then options=${BASH_REMATCH[1]}${BASH_REMATCH[2]}; fi
+  read -ra same <<<"$options"
+  say "next: talk to this model, and serve it to browsers, curl and OpenAI's client (doc/serving.md)"
+  echo "  ./infer_pythia --model $newest/model.bin --interactive --temperature 0.7"
   echo "  ./infer_pythia --model $newest/model.bin --served-name demo --serve 127.0.0.1:8000"
-  say "or your own text (doc/own_tokenizer.md), or more of this model"
-  echo "  ./train_llama --config tiny --train 'data/stories/train_*.bin' --val 'data/stories/val_*.bin' --out runs/demo --steps 800"
+  say "or train it for longer"
+  echo "  ./train_llama --config tiny --train 'data/stories/train_*.bin' --val 'data/stories/val_*.bin' --out runs/demo --steps 800${same[*]:+ ${same[*]}}"
+  say "or train a model on your own text, here my.txt (doc/own_tokenizer.md)"
+  echo "  $python dev/prepare_data.py my.txt --tokenizer models/tiny-llama/tokenizer.json -o data/mine"
+  echo "  ./train_llama --config tiny --train 'data/mine/train_*.bin' --val 'data/mine/val_*.bin' --out runs/mine"
 }
 
 case ${1:-} in

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from needs import ENVIRONMENT  # before the packages
+from needs import ENVIRONMENT, INSTALLED, command  # before the packages
 import numpy as np
 import xxhash
 
@@ -144,7 +144,8 @@ def shape_text(shape: Iterable[int]) -> str:
 def describe(head: bytes, size: int) -> tuple[str, str]:
     """The kind of a file that does not begin with the expected magic, and what to do about it (either may be empty)."""
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip(b" \t\r\n")
-    convert = "convert it with scripts/convert_hf.py"
+    converter = command("scripts/convert_hf.py") if INSTALLED else "scripts/convert_hf.py"
+    convert = f"convert it with {converter}"
     if head.startswith(b"version https://git-lfs"):
         return "a git-lfs pointer", "fetch the file itself with 'git lfs pull'"
     if head.startswith(MAGIC):
@@ -162,7 +163,7 @@ def describe(head: bytes, size: int) -> tuple[str, str]:
     if head.startswith(b"\x80\x02"):
         return "a Python pickle or an old PyTorch checkpoint", convert
     if head.startswith(b"GGUF"):
-        return "a GGUF file", "convert the original Hugging Face checkpoint with scripts/convert_hf.py"
+        return "a GGUF file", f"convert the original Hugging Face checkpoint with {converter}"
     if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
         return "a safetensors file", convert
     if text[:1] == b"<":

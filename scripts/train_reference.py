@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Repeats a run of train_llama in PyTorch, from the same weights on the same windows, and compares the losses.
 
-    python3 scripts/train_reference.py runs/first --against runs/first/log.jsonl --tolerance 1e-4
+    python3 scripts/train_reference.py runs/mine --against runs/mine/log.jsonl --tolerance 1e-4
     python3 scripts/train_reference.py runs/bf16 --device cuda --against runs/bf16 --smooth 25 --tolerance 0.005
 
 RUN is a run directory, its config.json, or a file with what train_llama --print-config printed; paths in it are taken

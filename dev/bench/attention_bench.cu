@@ -13,6 +13,7 @@
 #include <functional>
 #include <vector>
 
+#include "dev/bench/gpu_main.h"
 #include "llmc/base/philox.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/op/attention/attention.h"
@@ -109,17 +110,13 @@ int main(int argc, char** argv) {
   const bool portable = argc > 1 && std::strcmp(argv[1], "portable") == 0;
   if (portable) --argc, ++argv;
   const int repetitions = argc > 1 ? std::max(1, std::atoi(argv[1])) : 21;
-  std::printf("weft attention%s, bf16, causal, %d tokens, %d/%d heads, median of %d\n", portable ? " (portable)" : "",
-              int(kTokens), int(kHeads), int(kKVHeads), repetitions);
-  try {
+  return gpu_main([&] {
+    std::printf("weft attention%s, bf16, causal, %d tokens, %d/%d heads, median of %d\n", portable ? " (portable)" : "",
+                int(kTokens), int(kHeads), int(kKVHeads), repetitions);
     std::vector<std::int64_t> head_dims = {64, 80, 128};
     if (argc > 2) head_dims.clear();
     for (int i = 2; i < argc; ++i) head_dims.push_back(std::atoi(argv[i]));
     for (const std::int64_t HS : head_dims)
       for (const std::int64_t T : {1024, 2048, 4096, 8192, 16384}) measure(T, HS, repetitions, portable);
-  } catch (const Error& error) {
-    std::fprintf(stderr, "error: %s\n", error.what());
-    return static_cast<int>(error.code());
-  }
-  return 0;
+  });
 }

@@ -7,6 +7,7 @@ operations, a causal mask as half of them.
 import argparse
 import statistics
 
+import needs_gpu  # before torch, which may be missing
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -50,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repetitions", type=int, default=21)
     repetitions = parser.parse_args().repetitions
+    needs_gpu.by_torch(torch.cuda.is_available())
     print(f"PyTorch {torch.__version__} on {torch.cuda.get_device_name()}, median of {repetitions}")
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
         for HS in (64, 80, 128):

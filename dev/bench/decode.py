@@ -125,4 +125,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    import needs_gpu
+    needs_gpu.by_program(ROOT / "infer_pythia")
     sys.exit(main())

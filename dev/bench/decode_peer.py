@@ -21,6 +21,7 @@ import sys
 from dataclasses import dataclass
 from typing import Callable
 
+import needs_gpu  # before torch, which may be missing
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -186,7 +187,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--contexts", type=int, nargs="+", default=[64, 1024, 2000], metavar="N")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
-    return parser.parse_args()
+    options = parser.parse_args()
+    needs_gpu.by_torch(torch.cuda.is_available())
+    return options
 
 
 def main() -> int:

@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "dev/bench/gpu_main.h"
 #include "llmc/cuda/fused/decode.h"
 #include "llmc/cuda/fused/step.h"
 #include "llmc/cuda/op/ceilings.h"
@@ -287,12 +288,8 @@ int main(int argc, char** argv) {
       options.models.push_back(argument);
     }
   }
-  try {
+  return gpu_main([&] {
     const double ceiling = measure_read_bandwidth();
     for (const std::string& name : options.models) run(name, options, ceiling);
-  } catch (const Error& error) {
-    std::fprintf(stderr, "error: %s\n", error.what());
-    return static_cast<int>(error.code());
-  }
-  return 0;
+  });
 }

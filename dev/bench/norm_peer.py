@@ -7,6 +7,7 @@ Forward reads x and residual and writes h and the norm; backward is the whole of
 import argparse
 import statistics
 
+import needs_gpu  # before torch, which may be missing
 import torch
 
 ROWS = 16384
@@ -64,6 +65,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--columns", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
     arguments = parser.parse_args()
+    needs_gpu.by_torch(torch.cuda.is_available())
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
     print(f"{'':28s} {'MB':>8s} {'us':>9s} {'GB/s':>7s}")
     for columns in arguments.columns:

@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "dev/bench/gpu_main.h"
 #include "llmc/cuda/op/adamw.h"
 #include "llmc/cuda/op/classifier.h"
 #include "llmc/cuda/op/decode_attention.h"
@@ -422,16 +423,12 @@ constexpr Section kSections[] = {{"norm", bench_norms},
 
 // Arguments: names of sections; none: all.
 int main(int argc, char** argv) {
-  try {
+  return gpu_main([&] {
     Bench bench;
     for (const Section& section : kSections) {
       const bool named =
           std::any_of(argv + 1, argv + argc, [&](const char* a) { return std::string(a) == section.name; });
       if (argc == 1 || named) section.run(bench);
     }
-  } catch (const Error& error) {
-    std::fprintf(stderr, "error: %s\n", error.what());
-    return static_cast<int>(error.code());
-  }
-  return 0;
+  });
 }

@@ -18,6 +18,7 @@
 #include <random>
 #include <vector>
 
+#include "dev/bench/gpu_main.h"
 #include "llmc/base/philox.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/op/append_to_pages.h"
@@ -270,7 +271,7 @@ void measure(const Model& model, std::int64_t page_size, int repetitions, const 
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
+  return gpu_main([&] {
     const int repetitions = argc > 1 ? std::max(1, std::atoi(argv[1])) : 21;
     std::vector<std::int64_t> page_sizes = {16, 32, 64};
     if (argc > 2) page_sizes.clear();
@@ -280,9 +281,5 @@ int main(int argc, char** argv) {
       measure<fp16>({"pythia-2.8b", 32, 32, 80, 20}, page_size, repetitions, device);
       measure<bf16>({"llama3.1-8b", 32, 8, 128, 128}, page_size, repetitions, device);
     }
-  } catch (const Error& error) {
-    std::fprintf(stderr, "error: %s\n", error.what());
-    return static_cast<int>(error.code());
-  }
-  return 0;
+  });
 }

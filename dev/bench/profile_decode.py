@@ -16,6 +16,7 @@ import argparse
 import sys
 
 import ncu
+import needs_gpu
 
 
 def first_pass(rows: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -55,4 +56,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    needs_gpu.by_program(ncu.ROOT / "infer_pythia")
     sys.exit(main())

@@ -19,6 +19,7 @@ import sys
 import time
 
 import ncu
+import needs_gpu
 
 
 def training(options: argparse.Namespace) -> list[str]:
@@ -65,4 +66,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    needs_gpu.by_program(ncu.ROOT / "train_llama")
     sys.exit(main())

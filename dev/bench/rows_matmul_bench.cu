@@ -11,13 +11,13 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <exception>
 #include <functional>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "dev/bench/gpu_main.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/op/ceilings.h"
 #include "llmc/cuda/op/matmul.h"
@@ -191,7 +191,7 @@ void run_quantized(const Shape& shape, std::int64_t rows, const char* name, DTyp
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
+  return gpu_main([&] {
     std::vector<std::int64_t> all_rows;
     std::vector<std::string> models, types;
     for (int i = 1; i < argc; ++i) {
@@ -222,9 +222,5 @@ int main(int argc, char** argv) {
         }
       }
     }
-    return 0;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "error: %s\n", error.what());
-    return 1;
-  }
+  });
 }

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "dev/bench/gpu_main.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/op/matmul.h"
 #include "llmc/cuda/op/matmul_swiglu.h"
@@ -187,7 +188,7 @@ void run(const Shape& shape, Matmul& matmul, cudaStream_t stream) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
+  return gpu_main([&] {
     const Stream stream;
     Matmul matmul(stream);
     for (const Shape& shape : kShapes) {
@@ -197,9 +198,5 @@ int main(int argc, char** argv) {
       run(shape, matmul, stream);
       run_fp8(shape, matmul, stream);
     }
-    return 0;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "error: %s\n", error.what());
-    return 1;
-  }
+  });
 }

@@ -134,4 +134,6 @@ def show(work: list[tuple[int, int, str]], options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    import needs_gpu
+    needs_gpu.by_program(ROOT / "train_llama")
     sys.exit(main())

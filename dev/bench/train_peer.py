@@ -32,6 +32,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import needs_gpu  # before torch, which may be missing
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional
@@ -317,8 +318,7 @@ def shape_of(name: str, options: argparse.Namespace) -> Shape:
 def main() -> int:
     options = arguments()
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("error: --device cuda: PyTorch finds no GPU. Use --device cpu", file=sys.stderr)
-        return 4
+        needs_gpu.fail("--device cuda: PyTorch finds no GPU. Use --device cpu")
     rank = int(os.environ.get("RANK", "0"))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if options.device == "cuda":

@@ -144,4 +144,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    import needs_gpu
+    needs_gpu.by_program(ROOT / "train_llama")
     sys.exit(main())

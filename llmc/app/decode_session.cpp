@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <cstdio>
 #include <iostream>
+#include <iterator>
 #include <utility>
 
 #include "llmc/app/paths.h"
 #include "llmc/base/error.h"
 #include "llmc/base/file.h"
 #include "llmc/base/log.h"
+#include "llmc/base/utf8.h"
 #include "llmc/infer/engine_sequence.h"
 #include "llmc/infer/fault_injection.h"
 #include "llmc/infer/prompt.h"
@@ -163,9 +165,18 @@ Tokenizer::Special DecodeSession::special() const {
   return settings_.special ? Tokenizer::Special::allow : Tokenizer::Special::text;
 }
 
-std::vector<std::int32_t> DecodeSession::prompt_ids() const {
-  if (settings_.task == InferTask::prompt_ids) return parse_ids(settings_.prompt_ids, config().vocab_size);
-  return start_ids(need_tokenizer().encode(read_prompt_text(settings_), true, special()), config());
+DecodeSession::Prompt DecodeSession::prompt() const {
+  if (settings_.task != InferTask::prompt_ids) {
+    const Tokenizer& tokenizer = need_tokenizer();
+    std::string text = read_prompt_text(settings_);
+    return {start_ids(tokenizer.encode(text, true, special()), config()), std::move(text)};
+  }
+  std::vector<std::int32_t> ids = parse_ids(settings_.prompt_ids, config().vocab_size), known;
+  if (!tokenizer_) return {std::move(ids), ""};
+  std::copy_if(ids.begin(), ids.end(), std::back_inserter(known),
+               [&](std::int32_t id) { return id < tokenizer_->vocab_size(); });  // the model may have rows beyond it
+  std::string text = utf8_replace_invalid(tokenizer_->decode(known, !settings_.print_special));
+  return {std::move(ids), std::move(text)};
 }
 
 GenerateOptions DecodeSession::generate_options() const {
@@ -175,6 +186,7 @@ GenerateOptions DecodeSession::generate_options() const {
   generate.sampler.vocab_limit = tokenizer_ ? tokenizer_->vocab_size() : config().tokenizer_vocab;
   if (!settings_.ignore_eos) generate.stop_ids = config().eos_ids;
   generate.stop_texts = settings_.stop;
+  generate.hide_special = !settings_.print_special && !settings_.json;  // JSON is for programs, as --batch and --serve
   return generate;
 }
 

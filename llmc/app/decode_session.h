@@ -40,8 +40,12 @@ class DecodeSession {
   const Tokenizer& need_tokenizer() const;
   Tokenizer::Special special() const;
 
-  // Ids of --prompt, --prompt-file or --prompt-ids.
-  std::vector<std::int32_t> prompt_ids() const;
+  // --prompt, --prompt-file or --prompt-ids. `text`: as it was given, or that of the ids; empty without a tokenizer.
+  struct Prompt {
+    std::vector<std::int32_t> ids;
+    std::string text;
+  };
+  Prompt prompt() const;
   GenerateOptions generate_options() const;
   // With --lookup or --draft (else no drafts): where guesses come from. `draft`: what load_draft() returned.
   DraftOptions draft_options(InferenceModel* draft) const;

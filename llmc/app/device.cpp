@@ -35,7 +35,7 @@ DeviceChoice choose_device(const DeviceRequest& request) {
          "--gpu-memory: this program was built without nvcc, and what the kernels of a GPU need is in code that nvcc "
          "compiles. With the CUDA toolkit installed, make builds it; a GPU is not needed");
   }
-  const std::string problem = "this program was built without nvcc and has no GPU code";
+  const std::string problem = "this program was built without nvcc";
   const Exit code = Exit::environment;
 #endif
   if (request.device == "cuda") fail(code, "--device cuda: %s. --device cpu needs no GPU", problem.c_str());
@@ -43,7 +43,10 @@ DeviceChoice choose_device(const DeviceRequest& request) {
 }
 
 void announce_cpu(const DeviceChoice& choice) {
-  if (!choice.gpu && !choice.cpu_reason.empty()) log_info("running on the CPU: %s", choice.cpu_reason.c_str());
+  static std::string announced;  // two models on one device are one piece of news
+  if (choice.gpu || choice.cpu_reason.empty() || choice.cpu_reason == announced) return;
+  announced = choice.cpu_reason;
+  log_info("running on the CPU: %s", announced.c_str());
 }
 
 void see_own_gpu(int local_rank) {

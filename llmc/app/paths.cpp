@@ -4,6 +4,7 @@
 #include <system_error>
 
 #include "llmc/base/error.h"
+#include "llmc/base/installed.h"
 
 namespace weft {
 
@@ -22,8 +23,8 @@ void refuse_model_directory(const std::string& path) {
     std::error_code error;
     return std::filesystem::exists(path + name, error);
   };
-  const std::string advice = has("/config.json")
-                                 ? "Convert it first: python3 scripts/convert_hf.py " + escaped(path) + " -o model.bin"
+  const std::string advice = has("/config.json") ? "Convert it first: " + script_command("scripts/convert_hf.py") +
+                                                       " " + escaped(path) + " -o model.bin"
                              : has("/model.bin") ? "Give its model file: --model " + escaped(path + "/model.bin")
                                                  : "Give a model file";
   fail(Exit::bad_file, "--model: %s: this is a directory, not a regular file. %s", escaped(path).c_str(),

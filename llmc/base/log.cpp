@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "llmc/base/error.h"
+#include "llmc/base/terminal.h"
 #include "llmc/base/utf8.h"
 
 namespace weft {
@@ -26,10 +27,19 @@ ColorMode color_mode = ColorMode::automatic;
 std::string rank_prefix;                  // "rank 1: ", or empty; set before there are threads
 std::atomic<bool> progress_shown{false};  // a signal handler reads it
 
+bool is_terminal(int fd) {
+  const char* term = std::getenv("TERM");
+  return ::isatty(fd) == 1 && term != nullptr && std::strcmp(term, "dumb") != 0;
+}
+
+bool color_is_welcome() {
+  const char* no_color = std::getenv("NO_COLOR");
+  return no_color == nullptr || *no_color == '\0';
+}
+
 bool use_color() {
   if (color_mode != ColorMode::automatic) return color_mode == ColorMode::always;
-  const char* no_color = std::getenv("NO_COLOR");
-  return stderr_is_terminal() && (no_color == nullptr || *no_color == '\0');
+  return stderr_is_terminal() && color_is_welcome();
 }
 
 // Columns that one character takes on a terminal. `bytes`: one UTF-8 sequence, or one byte that belongs to none.
@@ -73,8 +83,12 @@ ColorMode color_mode_from_name(std::string_view name) {
 }
 
 bool stderr_is_terminal() {
-  const char* term = std::getenv("TERM");
-  return ::isatty(STDERR_FILENO) == 1 && term != nullptr && std::strcmp(term, "dumb") != 0;
+  return is_terminal(STDERR_FILENO);
+}
+
+bool stdout_color() {
+  return is_terminal(STDOUT_FILENO) && color_mode != ColorMode::never &&
+         (color_mode == ColorMode::always || color_is_welcome());
 }
 
 void log_as_rank(int rank) {

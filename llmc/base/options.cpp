@@ -18,6 +18,7 @@
 #include "llmc/base/file.h"
 #include "llmc/base/json.h"
 #include "llmc/base/log.h"
+#include "llmc/base/option_aliases.h"
 #include "llmc/base/signals.h"
 #include "llmc/base/utf8.h"
 
@@ -141,6 +142,7 @@ struct OptionTable::Impl {
   const Entry* find_letter(char letter) const;
   std::vector<std::string> names() const;
   std::vector<std::string> normalized(int argc, const char* const* argv) const;
+  std::string alias(std::string argument) const;
   [[noreturn]] void fail_unknown(const std::string& argument) const;
   void store(const Entry& entry) const;
 
@@ -207,7 +209,7 @@ std::vector<std::string> OptionTable::Impl::normalized(int argc, const char* con
     if (argument.starts_with("--")) {
       entry = find(argument.substr(2, equals - 2));
       if (equals != std::string::npos) value = argument.substr(equals + 1);
-    } else if (argument.size() >= 2 && argument[0] == '-') {
+    } else if (argument.size() >= 2 && argument[0] == '-' && (argument.size() == 2 || alias(argument).empty())) {
       entry = find_letter(argument[1]);
       if (argument.size() > 2) value = argument.substr(2);
     }
@@ -227,6 +229,16 @@ std::vector<std::string> OptionTable::Impl::normalized(int argc, const char* con
   return arguments;
 }
 
+// The option of this table that other tools call `argument`; empty if there is none.
+std::string OptionTable::Impl::alias(std::string argument) const {
+  argument.resize(std::min(argument.find('='), argument.size()));
+  std::replace(argument.begin(), argument.end(), '_', '-');
+  for (const auto& [theirs, ours] : option_aliases()) {
+    if (argument == theirs && find(ours) != nullptr) return std::string(ours);
+  }
+  return "";
+}
+
 void OptionTable::Impl::fail_unknown(const std::string& argument) const {
   const std::size_t dashes = std::min(argument.find_first_not_of('-'), argument.size());
   if (dashes == 0 || dashes == argument.size()) {
@@ -235,7 +247,8 @@ void OptionTable::Impl::fail_unknown(const std::string& argument) const {
          escaped(argument).c_str(),
          file ? ". It is a file: has the shell expanded a pattern? Quote patterns, as in --train 'data/*.bin'" : "");
   }
-  const std::string guess = nearest(argument.substr(dashes, argument.find('=') - dashes), names());
+  std::string guess = alias(argument);
+  if (guess.empty()) guess = nearest(argument.substr(dashes, argument.find('=') - dashes), names());
   fail(Exit::usage, "unknown option %s: %s", escaped(argument.substr(0, argument.find('='))).c_str(),
        guess.empty() ? "see --help" : ("did you mean --" + guess + "?").c_str());
 }

@@ -214,9 +214,9 @@ void RunDirectory::remove_leftovers() const {
   }
 }
 
-std::vector<RunDirectory::Entry> RunDirectory::checkpoints() const {
+std::vector<RunDirectory::Entry> RunDirectory::checkpoints_in(const std::string& path) {
   std::vector<Entry> entries;
-  for (const fs::directory_entry& found : entries_of(path_)) {
+  for (const fs::directory_entry& found : entries_of(path)) {
     Entry entry;
     entry.name = found.path().filename().string();
     if (!entry.name.starts_with(kStepPrefix) || entry.name.ends_with(kTemporarySuffix)) continue;

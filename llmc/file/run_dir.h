@@ -44,7 +44,8 @@ class RunDirectory {
     std::int64_t step = -1;
     std::string problem;
   };
-  std::vector<Entry> checkpoints() const;
+  std::vector<Entry> checkpoints() const { return checkpoints_in(path_); }
+  static std::vector<Entry> checkpoints_in(const std::string& path);  // without the lock
   // Exit::environment if the system does not open a file of this checkpoint for a reason that is not the file's: rights, a
   // device that does not answer, no more open files. Such a checkpoint may be whole. One that lacks files is accepted.
   void require_access(const Entry& entry) const;

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "llmc/base/error.h"
+#include "llmc/base/installed.h"
 
 namespace weft {
 
@@ -12,10 +13,12 @@ namespace {
 
 struct Description {
   const char* what;    // nullptr: not recognised
-  const char* advice;  // nullptr: none
+  std::string advice;  // may be empty
 };
 
-constexpr const char* kConvert = "convert it with scripts/convert_hf.py";
+std::string convert(const char* what) {
+  return std::string("convert ") + what + " with " + script_command("scripts/convert_hf.py");
+}
 
 bool is_reversed(std::string_view head, std::string_view magic) {
   return head.size() >= magic.size() && std::equal(magic.rbegin(), magic.rend(), head.begin());
@@ -36,20 +39,20 @@ bool is_safetensors(std::string_view head, std::uint64_t size) {
 }
 
 Description describe_binary(std::string_view head, std::uint64_t size) {
-  if (head.starts_with(kTensorFileMagic)) return {"a tensor file", nullptr};
-  if (head.starts_with(kTokenShardMagic)) return {"a token shard", nullptr};
+  if (head.starts_with(kTensorFileMagic)) return {"a tensor file", ""};
+  if (head.starts_with(kTokenShardMagic)) return {"a token shard", ""};
   if (is_reversed(head, kTensorFileMagic) || is_reversed(head, kTokenShardMagic)) {
     return {"written in the other byte order", "make it again on a little-endian machine"};
   }
   if (is_damaged_magic(head)) return {"damaged by a text-mode copy", "copy it again in binary mode"};
   if (head.starts_with("\x1f\x8b")) return {"gzip-compressed", "unpack it with gunzip"};
-  if (head.starts_with("PK\x03\x04")) return {"a zip archive or a PyTorch checkpoint", kConvert};
-  if (head.starts_with("\x80\x02")) return {"a Python pickle or an old PyTorch checkpoint", kConvert};
+  if (head.starts_with("PK\x03\x04")) return {"a zip archive or a PyTorch checkpoint", convert("it")};
+  if (head.starts_with("\x80\x02")) return {"a Python pickle or an old PyTorch checkpoint", convert("it")};
   if (head.starts_with("GGUF")) {
-    return {"a GGUF file", "convert the original Hugging Face checkpoint with scripts/convert_hf.py"};
+    return {"a GGUF file", convert("the original Hugging Face checkpoint")};
   }
-  if (is_safetensors(head, size)) return {"a safetensors file", kConvert};
-  return {nullptr, nullptr};
+  if (is_safetensors(head, size)) return {"a safetensors file", convert("it")};
+  return {nullptr, ""};
 }
 
 Description describe_text(std::string_view head) {
@@ -64,7 +67,7 @@ Description describe_text(std::string_view head) {
   if (text.starts_with('{') || text.starts_with('[')) {
     return {"JSON text that looks like a web page's error message", "if it was downloaded, get it again"};
   }
-  return {nullptr, nullptr};
+  return {nullptr, ""};
 }
 
 }  // namespace
@@ -80,13 +83,14 @@ void check_magic(const MappedFile& file, std::string_view magic, const char* wan
   if (found.what == nullptr) found = describe_text(head);
   if (found.what != nullptr) {
     fail(Exit::bad_file, "%s: magic: this is %s, expected %s%s%s", path.c_str(), found.what, wanted,
-         found.advice != nullptr ? ". " : "", found.advice != nullptr ? found.advice : "");
+         found.advice.empty() ? "" : ". ", found.advice.c_str());
   }
   const auto printable = [](unsigned char c) { return c >= 0x20 ? c != 0x7F : c == '\n' || c == '\t' || c == '\r'; };
   if (std::all_of(head.begin(), head.end(), printable)) {
+    const std::string advice =
+        magic == kTokenShardMagic ? ". Make shards of it with " + script_command("dev/prepare_data.py") : "";
     fail(Exit::bad_file, "%s: magic: got %s, this is plain text, expected %s%s", path.c_str(),
-         escaped(head.substr(0, 8)).c_str(), wanted,
-         magic == kTokenShardMagic ? ". Make shards of it with dev/prepare_data.py" : "");
+         escaped(head.substr(0, 8)).c_str(), wanted, advice.c_str());
   }
   fail(Exit::bad_file, "%s: magic: got %s, expected %s: not %s", path.c_str(), escaped(head.substr(0, 8)).c_str(),
        escaped(magic).c_str(), wanted);

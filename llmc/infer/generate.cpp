@@ -61,7 +61,7 @@ GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::spa
     fail(Exit::usage, "a stop text needs a tokenizer, and the model file has none");
   }
   GenerateResult result;
-  TextStream text(tokenizer, prompt, options.stop_texts);
+  TextStream text(tokenizer, prompt, options.stop_texts, options.hide_special);
   const auto emit = [&](const std::string& piece) {
     if (piece.empty()) return;
     result.text += piece;

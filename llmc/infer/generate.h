@@ -20,6 +20,7 @@ struct GenerateOptions {
   SamplerOptions sampler = {};
   std::vector<std::int32_t> stop_ids = {};   // usually the model's eos_ids
   std::vector<std::string> stop_texts = {};  // need a tokenizer
+  bool hide_special = false;                 // the text lacks special tokens; stop texts see them
 };
 
 enum class FinishReason {

@@ -23,6 +23,12 @@ enum Phase { waiting, reading_prompt, writing };
 std::atomic<Phase> phase{waiting};
 std::atomic<int> received_signal{0};
 static_assert(std::atomic<Phase>::is_always_lock_free && std::atomic<int>::is_always_lock_free);
+constexpr const char* kInteractiveHelp =
+    "A line that you type is added to the text, and the model continues it.\n"
+    "  /reset   forget the text and begin anew\n"
+    "  /help    print this\n"
+    "  /quit    leave, as Ctrl-D does\n"
+    "Ctrl-C stops an answer. To add one of these words to the text, put a space before it.";
 constexpr unsigned kPromptSeconds = 1;  // after Ctrl-C, a prefill that takes longer than this is ended with the program
 
 extern "C" void on_signal(int signal_number) {
@@ -58,6 +64,19 @@ class Conversation {
   Conversation(DecodeModel& model, const Tokenizer& tokenizer, Tokenizer::Special special,
                const GenerateOptions& options, bool statistics)
       : model_(model), tokenizer_(tokenizer), special_(special), options_(options), statistics_(statistics) {}
+
+  // Whether the line is a command, which is then carried out. Any other line, with a slash or without, is text.
+  bool command(const std::string& line) {
+    if (line == "/reset") {
+      model_.reset();
+      log_info("(the text begins anew)");
+    } else if (line == "/help") {
+      log_info("%s", kInteractiveHelp);
+    } else {
+      return false;
+    }
+    return true;
+  }
 
   void answer(const std::string& line) {
     const std::optional<std::vector<std::int32_t>> ids = next_ids(line);
@@ -116,6 +135,8 @@ Exit run_interactive(DecodeModel& model, const Tokenizer& tokenizer, Tokenizer::
       log_warning("this line has more than %s: it is left out", human_bytes(kMaxLineBytes).c_str());
       continue;
     }
+    if (line == "/quit") break;
+    if (conversation.command(line)) continue;
     received_signal = 0;
     phase = reading_prompt;
     conversation.answer(line);

@@ -10,6 +10,8 @@ namespace weft {
 // one is appended on a line of its own. The cache is kept, so nothing is computed twice. When the context is full, the
 // text begins anew with the current line, and a message says so.
 //
+// The lines /help, /reset (the text begins anew) and /quit are commands.
+//
 // Ctrl-C during an answer ends the answer. It ends the program with 130 while the program waits for a line, if
 // it is the second one in one answer, or if the prompt's prefill takes more than a second longer. SIGTERM and
 // SIGHUP end the program after the current token, or at once before the first token; a SIGHUP that was ignored

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "llmc/base/error.h"
+#include "llmc/base/installed.h"
 #include "llmc/base/log.h"
 #include "llmc/base/threads.h"
 #include "llmc/infer/draft_length.h"
@@ -45,7 +46,8 @@ constexpr TaskName kTasks[] = {
 void add_model(OptionTable& table, InferSettings& s) {
   table.group("Model");
   table.text("model", s.model, "FILE",
-             "model file: of scripts/convert_hf.py, or model.bin of a checkpoint of train_llama");
+             "model file: made by " + script_command("scripts/convert_hf.py") +
+                 ", or model.bin of a checkpoint of train_llama");
   table.short_name('m', "model");
   table.choice("device", s.device, {"auto", "cuda", "cpu"}, "where to run; auto: the GPU if it can be used");
   table.choice(
@@ -66,7 +68,8 @@ void add_tasks(OptionTable& table, InferSettings& s) {
   table.short_name('p', "prompt");
   table.text("prompt-file", s.prompt_file, "FILE", "continue the text of this file, every byte of it; - is stdin");
   table.text("prompt-ids", s.prompt_ids, "1,2,3", "continue these token ids; works without a tokenizer");
-  table.flag("interactive", s.interactive, "continue each line of stdin, in one growing text");
+  table.flag("interactive", s.interactive,
+             "continue each line of stdin, in one growing text; /help, /reset and /quit are commands");
   table.text("batch", s.batch, "FILE",
              "answer each line of this file of requests, see doc/batch.md; - is stdin; needs --output");
   table.text("perplexity", s.perplexity, "FILE", "score the text of this file");
@@ -158,7 +161,12 @@ void add_server(OptionTable& table, InferSettings& s) {
 void add_output(OptionTable& table, InferSettings& s) {
   table.group("Output");
   table.flag("json", s.json, "one JSON object instead of text");
-  table.flag("stats", s.stats, "with --interactive: speed and reason of the end after each answer");
+  table.flag("no-echo", s.no_echo, "print the continuation alone, without the prompt before it");
+  table.flag("print-special", s.print_special,
+             "print special tokens of the answer, which are left out otherwise; --json has them always");
+  table.flag("stats", s.stats,
+             "every figure of a generation, after each answer with --interactive: times, speed, memory traffic and why "
+             "it ended");
   table.choice("color", s.color, {"auto", "always", "never"}, "colour of messages");
   table.repeated("debug-inject", s.debug_inject, "SPEC", decode_fault_help());
   table.only_in_help_all("debug-inject");
@@ -270,7 +278,13 @@ void check_together(const OptionTable& table, InferSettings& s) {
   }
   if (table.given("stride") && s.task != InferTask::perplexity) fail(Exit::usage, "--stride: only for --perplexity");
   if (table.given("against") && s.task != InferTask::perplexity) fail(Exit::usage, "--against: only for --perplexity");
-  if (s.stats && s.task != InferTask::interactive) fail(Exit::usage, "--stats: only for --interactive");
+  if (s.no_echo && !s.prompted()) fail(Exit::usage, "--no-echo: only for --prompt, --prompt-file and --prompt-ids");
+  const bool generates = s.prompted() || s.task == InferTask::interactive;
+  for (const auto& [name, given_flag] : {std::pair("stats", s.stats), std::pair("print-special", s.print_special)}) {
+    if (given_flag && !generates) {
+      fail(Exit::usage, "--%s: only for --prompt, --prompt-file, --prompt-ids and --interactive", name);
+    }
+  }
   if (s.task == InferTask::compare && (s.dtype == "fp16" || s.dtype == "bf16")) {
     fail(Exit::usage, "--dtype: got %s, --compare is for fp32: what a dump holds", s.dtype.c_str());
   }

@@ -41,7 +41,7 @@ struct InferSettings {
   std::int64_t lookup = 0;
   std::string draft;
   std::vector<std::string> stop;
-  bool ignore_eos = false, special = false;
+  bool ignore_eos = false, special = false, print_special = false;
 
   std::string output;             // of --batch
   std::string kv_memory;          // as it was given
@@ -59,12 +59,15 @@ struct InferSettings {
   std::int64_t max_queue = 1024, max_connections = 1024, max_body = 4 << 20;
   double drain_seconds = 30, request_seconds = 0, read_seconds = 30, idle_seconds = 60, write_seconds = 30;
 
-  bool json = false, stats = false;
+  bool json = false, stats = false, no_echo = false;
   std::string color = "auto";
   std::vector<std::string> debug_inject;
 
   InferTask task = InferTask::prompt;  // the one whose option was given
   bool drafts() const { return lookup > 0 || !draft.empty(); }
+  bool prompted() const {  // the task continues one text
+    return task == InferTask::prompt || task == InferTask::prompt_file || task == InferTask::prompt_ids;
+  }
   bool many_sequences() const {  // the task runs on the engine
     return task == InferTask::batch || task == InferTask::serve || task == InferTask::bench_batch;
   }

@@ -39,6 +39,17 @@ Json drafts_json(const DraftCounts& counts) {
           {"accepted", counts.accepted}};
 }
 
+std::string short_statistics(const GenerateResult& result) {
+  const std::size_t count = result.ids.size();
+  std::string line = format("%zu token%s", count, count == 1 ? "" : "s");
+  const double rate = result.times.tokens_per_second();
+  if (std::isfinite(rate)) line += format(rate < 10 ? ", %.1f/s" : ", %.0f/s", rate);
+  if (result.finish_reason == FinishReason::interrupted || result.finish_reason == FinishReason::context_full) {
+    line += format("; ended by %s", finish_reason_text(result.finish_reason));
+  }
+  return line;
+}
+
 std::string statistics_line(const DecodeModel& model, const GenerateResult& result) {
   const GenerateTimes& times = result.times;
   std::string line = format("first token %.1f ms", times.first_token_ms);

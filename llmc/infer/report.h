@@ -31,6 +31,8 @@ MemoryTraffic memory_traffic(const DecodeModel& model, std::int64_t context, dou
 std::string drafts_text(const DraftCounts& counts);
 Json drafts_json(const DraftCounts& counts);
 
+// "160 tokens, 956/s", and why the generation ended where that is not as asked.
+std::string short_statistics(const GenerateResult& result);
 // "first token 12.3 ms; then 31 tokens at 152 tokens/s, 6.5 ms (p50) and 7.1 ms (p99) between tokens; ..."
 std::string statistics_line(const DecodeModel& model, const GenerateResult& result);
 

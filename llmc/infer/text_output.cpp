@@ -6,6 +6,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/options.h"
+#include "llmc/base/terminal.h"
 #include "llmc/base/utf8.h"
 
 namespace weft {
@@ -36,6 +37,13 @@ void TextOutput::write(std::string_view text) {
   if (text.empty()) return;
   line_open_ = text.back() != '\n';
   write_stdout(terminal_ ? terminal_safe(text) : std::string(text));
+}
+
+void TextOutput::write_prompt(std::string_view text) {
+  const bool dim = terminal_ && !text.empty() && stdout_color();
+  if (dim) write_stdout("\033[2m");
+  write(text);
+  if (dim) write_stdout("\033[22m");
 }
 
 void TextOutput::end_line() {

@@ -15,6 +15,7 @@ class TextOutput {
  public:
   TextOutput();
   void write(std::string_view text);
+  void write_prompt(std::string_view text);  // the same, dimmed on a terminal that shows colours
   void end_line();  // ends an unfinished line on a terminal; a file or a pipe gets the text alone
 
  private:

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "llmc/base/error.h"
+#include "llmc/base/installed.h"
 #include "llmc/base/json.h"
 
 namespace weft {
@@ -101,9 +102,10 @@ const Json* fp8_distances(const TensorFile& dump) {
 void check_precision(const TensorFile& dump, Precision precision) {
   const bool fp8 = fp8_distances(dump) != nullptr;
   if (fp8 == (precision == Precision::fp8)) return;
-  fail(Exit::bad_file, "%s: dump.fp8: %s", escaped(dump.path()).c_str(),
-       fp8 ? "this dump is in fp8, expected one in fp32. Use train_llama --precision fp8"
-           : "missing, expected a dump in fp8. Make one with scripts/dump_reference.py --precision fp8");
+  const std::string problem = fp8 ? "this dump is in fp8, expected one in fp32. Use train_llama --precision fp8"
+                                  : "missing, expected a dump in fp8. Make one with " +
+                                        script_command("scripts/dump_reference.py") + " --precision fp8";
+  fail(Exit::bad_file, "%s: dump.fp8: %s", escaped(dump.path()).c_str(), problem.c_str());
 }
 
 // How far the tensor of the dump is, in the 2-norm, from what another computation made of it; nullopt: nothing was measured.

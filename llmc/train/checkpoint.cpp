@@ -190,19 +190,38 @@ void check_values(const TensorFile& file, const std::string& name, const std::ve
   file.verify_finite(tensor);
 }
 
-void require_same_data(const Json& saved, const Json& now, const std::string& source) {
+// "train_00000.bin (12000 tokens)": a shard of TokenDataset::fingerprint(), which a checkpoint may hold damaged.
+std::string shard_text(const Json& shard) {
+  if (!shard.is_object()) return "no shard";
+  const Json name = shard.value("name", Json()), tokens = shard.value("tokens", Json());
+  return format("%s (%s tokens)", name.is_string() ? escaped(name.get<std::string>()).c_str() : "a shard",
+                tokens.is_number_integer() ? tokens.dump().c_str() : "?");
+}
+
+// What distinguishes shard `i` of --train from the one that the run was trained on.
+std::string shard_difference(const Json& saved, const Json& now, std::size_t i) {
+  if (std::is_permutation(saved.begin(), saved.end(), now.begin())) return "the same shards come in another order";
+  const std::string was = shard_text(saved[i]), is = shard_text(now[i]);
+  if (was == is) return format("shard %zu, %s, has other content than then", i + 1, is.c_str());
+  const bool renamed = saved[i].is_object() && saved[i].value("xxh3", Json()) == now[i]["xxh3"];
+  return format("shard %zu is %s, and then it was %s%s", i + 1, is.c_str(), was.c_str(),
+                renamed ? ", with the same content" : "");
+}
+
+void require_same_data(const Json& saved, const Json& now, const std::string& directory) {
   if (saved == now) return;
+  std::string difference;
   if (!saved.is_array() || saved.size() != now.size()) {
-    fail(Exit::bad_file, "--train: %zu shards, but %s was made with %zu. Resuming needs the same data", now.size(),
-         source.c_str(), saved.size());
+    difference = format("now %zu shard%s, then %zu", now.size(), now.size() == 1 ? "" : "s",
+                        saved.is_array() ? saved.size() : 0);
+  } else {
+    const auto [was, is] = std::mismatch(saved.begin(), saved.end(), now.begin());
+    difference = shard_difference(saved, now, static_cast<std::size_t>(was - saved.begin()));
   }
-  for (std::size_t i = 0; i < now.size(); ++i) {
-    if (saved[i] == now[i]) continue;
-    fail(Exit::bad_file,
-         "--train: shard %zu is %s, but %s was made with other content or order (%s). Resuming needs "
-         "the same data",
-         i + 1, escaped(now[i].dump()).c_str(), source.c_str(), escaped(saved[i].dump()).c_str());
-  }
+  fail(Exit::bad_file,
+       "--train: %s was trained on other data: %s. Bring that data back to resume, or start in another --out; there "
+       "--model %s continues from these weights",
+       escaped(directory).c_str(), difference.c_str(), escaped(directory + "/" + kModelName).c_str());
 }
 
 // The first key in which two objects differ; empty if there is none.
@@ -382,7 +401,7 @@ void Checkpoint::require_same_run(const RunIdentity& run) const {
     log_info("--steps: extended from %lld to %lld; the learning rate now follows the longer schedule",
              static_cast<long long>(saved_steps), static_cast<long long>(run.steps));
   }
-  require_same_data(run_.value("data", Json()), run.data, source);
+  require_same_data(run_.value("data", Json()), run.data, parent_directory(training_.path()));
   const std::string saved_device = json_string(run_, "device", source);
   if (saved_device != run.device) {
     log_warning("%s was computed on %s, this run goes on with %s: the numbers will differ in rounding", source.c_str(),
@@ -456,6 +475,20 @@ std::optional<std::int64_t> CheckpointKeeper::newest_best(std::int64_t up_to) co
           Checkpoint::open(directory_.file(entry.name), entry.step, Checkpoint::Values::checked).state().best;
       if (best && best->step == entry.step) return entry.step;
     } catch (const Error&) {  // damaged: nothing to be kept
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<std::int64_t> saved_warmup_steps(const std::string& out) {
+  std::error_code missing;
+  if (!std::filesystem::is_directory(out, missing)) return std::nullopt;
+  for (const RunDirectory::Entry& entry : RunDirectory::checkpoints_in(out)) {
+    try {
+      const std::string path = out + "/" + entry.name + "/" + kStateName;
+      const Json run = TensorFile::open(path, FileKind::training_state).config().value("run", Json());
+      return json_int(json_object(run, "settings", path), "warmup-steps", 0, kMaxSteps, path);
+    } catch (const std::exception&) {  // damaged: resume() says what is wrong with it
     }
   }
   return std::nullopt;

@@ -160,6 +160,9 @@ class CheckpointKeeper {
   std::optional<std::int64_t> best_;  // the step of the checkpoint with the lowest loss on --val: it is not removed
 };
 
+// --warmup-steps of the newest checkpoint in a run directory that can be read; nothing if there is none. Takes no lock.
+std::optional<std::int64_t> saved_warmup_steps(const std::string& out);
+
 // CheckpointKeeper::resume() on all ranks: each gets the same result, or the same error. The first rank has the keeper
 // and chooses the checkpoint; the others pass null, and each loads it into its own model.
 std::optional<TrainState> resume_on_all(Communicator& ranks, CheckpointKeeper* keeper, ResumeMode mode,

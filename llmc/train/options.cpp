@@ -17,6 +17,7 @@ namespace weft {
 
 namespace {
 
+constexpr std::int64_t kWarmupShare = 4;  // the default warm-up is at most one part of so many
 constexpr std::int64_t kMaxRanks = 1 << 16;
 constexpr std::int64_t kMaxLocalRanks = 256;                       // that one process starts
 constexpr std::int64_t kMaxRunTokens = 1'000'000'000'000'000'000;  // so that counts of tokens fit into 64 bits
@@ -33,8 +34,8 @@ constexpr const char* kFooter =
     "saving.\n"
     "\n"
     "Example:\n"
-    "  train_llama --config tiny --train 'data/stories/train_*.bin' \\\n"
-    "              --val 'data/stories/val_*.bin' --out runs/first";
+    "  train_llama --config tiny --train 'data/mine/train_*.bin' \\\n"
+    "              --val 'data/mine/val_*.bin' --out runs/mine";
 
 void add_model_and_data(OptionTable& table, TrainSettings& s) {
   table.group("Model");
@@ -74,6 +75,7 @@ void add_optimization(OptionTable& table, TrainSettings& s) {
   table.default_note("lr", "by the size of the model, with --model a tenth of it");
   table.number("min-lr-ratio", s.min_lr_ratio, 0, 1, "final learning rate as a share of the peak");
   table.integer("warmup-steps", s.warmup_steps, 0, kMaxSteps, "steps of linear warm-up");
+  table.default_note("warmup-steps", "200, at most a quarter of the steps");
   table.choice("schedule", s.schedule, schedule_names(), "shape after the warm-up");
   table.number("wsd-decay-fraction", s.wsd_decay_fraction, 0, 1, "share of all steps that decays, with wsd");
   table.number("weight-decay", s.weight_decay, 0, 10, "AdamW decay of the matrices");
@@ -230,7 +232,7 @@ void check_purpose(TrainSettings& s) {
   s.gpu_memory_bytes = memory_size("--gpu-memory", s.gpu_memory);
 }
 
-// Values that were given have to fit together. The default warm-up may be longer than a short run, which then stays in it.
+// Values that were given have to fit together.
 void check_schedule(const TrainSettings& s, bool warmup_given, bool decay_given) {
   if (warmup_given && s.warmup_steps > s.steps) {
     fail(Exit::usage, "--warmup-steps: got %lld, expected at most --steps %lld", static_cast<long long>(s.warmup_steps),
@@ -255,6 +257,7 @@ void check_together(TrainSettings& s, const OptionTable& table, std::int64_t lau
   check_ranks(s, launched);
   check_samples(s, table.given("sample-every"));
   check_batch(s);
+  if (!table.given("warmup-steps")) s.warmup_steps = std::min(s.warmup_steps, s.steps / kWarmupShare);
   check_schedule(s, table.given("warmup-steps"), table.given("wsd-decay-fraction"));
   check_purpose(s);
   if (s.eval && !table.given("val-batches")) s.val_batches = 0;
@@ -278,6 +281,13 @@ void TrainSettings::set_learning_rate(double rate) {
   const std::to_chars_result end = std::to_chars(text, text + sizeof text, rate);
   for (auto& [name, value] : effective) {
     if (name == "lr") value.assign(text, end.ptr);
+  }
+}
+
+void TrainSettings::set_warmup_steps(std::int64_t count) {
+  warmup_steps = count;
+  for (auto& [name, value] : effective) {
+    if (name == "warmup-steps") value = std::to_string(count);
   }
 }
 

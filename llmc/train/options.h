@@ -32,7 +32,7 @@ struct TrainSettings {
 
   std::int64_t steps = 400, micro_batch = 8, seq_len = 256, batch_tokens = 0;
   double lr = 0, min_lr_ratio = 0.1;  // lr without --lr: default_learning_rate() of the model, once that is known
-  std::int64_t warmup_steps = 200;
+  std::int64_t warmup_steps = 200;  // without --warmup-steps at most a quarter of the steps, or what a resumed run has
   std::string schedule = "cosine";
   double wsd_decay_fraction = 0.2;
   double weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, grad_clip = 1.0;
@@ -77,6 +77,8 @@ struct TrainSettings {
   void set_device(const std::string& definite_device, const std::string& definite_precision);
   // Sets the learning rate of a run without --lr, in the table of effective values too.
   void set_learning_rate(double rate);
+  // Sets the warm-up of a run without --warmup-steps, in the table of effective values too.
+  void set_warmup_steps(std::int64_t count);
   bool config_is_file() const;  // --config names a file, not a preset
   // Micro-batches of one step.
   std::int64_t accumulation() const { return batch_tokens / (micro_batch * seq_len); }

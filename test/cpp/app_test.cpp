@@ -53,7 +53,7 @@ TEST(AppPaths, ADirectoryInThePlaceOfAFileSaysWhatToGive) {
   };
   const std::pair<std::string, std::string> models[] = {
       {make("hf a", {"config.json", "model.bin"}),
-       "Convert it first: python3 scripts/convert_hf.py " + escaped(directory.file("hf a")) + " -o model.bin"},
+       "Convert it first: scripts/convert_hf.py " + escaped(directory.file("hf a")) + " -o model.bin"},
       {make("run", {"model.bin"}), "Give its model file: --model " + escaped(directory.file("run/model.bin"))},
       {make("other", {"model.txt"}), "Give a model file"}};
   for (const auto& [path, advice] : models) {
@@ -158,6 +158,9 @@ TEST(Device, TheCpuIsAnnouncedOnlyWhereItWasNotAskedFor) {
   }
   EXPECT_EQ(announced(asked), "");
   EXPECT_EQ(announced(instead), "running on the CPU: no GPU\n");
+  EXPECT_EQ(announced(instead), "") << "said once";
+  EXPECT_EQ(announced(choose_cpu("no driver")), "running on the CPU: no driver\n");
+  EXPECT_EQ(announced(asked), "");
   EXPECT_EQ(announced({true, "a GPU", 1, "0", "no reason"}), "");
 }
 
@@ -283,13 +286,13 @@ TEST(DecodeSession, WhatATokenizerIsNeededFor) {
   expect_contains(error_of(Exit::bad_file, [&] { without.need_tokenizer(); }), "missing, so text cannot be read");
   settings.task = InferTask::prompt;
   settings.prompt = "t1";
-  expect_contains(error_of(Exit::bad_file, [&] { without.prompt_ids(); }), "or use --prompt-ids");
+  expect_contains(error_of(Exit::bad_file, [&] { without.prompt(); }), "or use --prompt-ids");
   settings.task = InferTask::prompt_ids;
   settings.prompt_ids = "3,1";
-  EXPECT_EQ(without.prompt_ids(), (std::vector<std::int32_t>{3, 1}));
+  EXPECT_EQ(without.prompt().ids, (std::vector<std::int32_t>{3, 1}));
   const std::int64_t rows = without.config().vocab_size;
   settings.prompt_ids = std::to_string(rows);
-  error_of(Exit::usage, [&] { without.prompt_ids(); });
+  error_of(Exit::usage, [&] { without.prompt(); });
 
   InferSettings other = settings;
   for (const std::int64_t tokens : {rows, rows - 1}) {
@@ -312,10 +315,10 @@ TEST(DecodeSession, IdsOfAPromptMayBeRowsOfPadding) {
   ASSERT_LT(tokens, rows);
   for (const std::int64_t id : {tokens, rows - 1}) {
     settings.prompt_ids = std::to_string(id);
-    EXPECT_EQ(session.prompt_ids(), (std::vector<std::int32_t>{static_cast<std::int32_t>(id)}));
+    EXPECT_EQ(session.prompt().ids, (std::vector<std::int32_t>{static_cast<std::int32_t>(id)}));
   }
   settings.prompt_ids = std::to_string(rows);
-  expect_contains(error_of(Exit::usage, [&] { session.prompt_ids(); }),
+  expect_contains(error_of(Exit::usage, [&] { session.prompt().ids; }),
                   format("from 0 to %lld", static_cast<long long>(rows - 1)));
 }
 
@@ -338,6 +341,12 @@ TEST(DecodeSession, WhatWasAskedForReachesTheGeneration) {
   const GenerateOptions options = session.generate_options();
   EXPECT_EQ(options.max_tokens, 11);
   EXPECT_EQ(options.stop_texts, settings.stop);
+  EXPECT_TRUE(options.hide_special);
+  settings.json = true;
+  EXPECT_FALSE(session.generate_options().hide_special);
+  settings.json = false;
+  settings.print_special = true;
+  EXPECT_FALSE(session.generate_options().hide_special);
   EXPECT_EQ(options.stop_ids, (std::vector<std::int32_t>{4, 7}));
   EXPECT_EQ(options.sampler.temperature, 0.25);
   EXPECT_EQ(options.sampler.top_k, 12);

@@ -923,15 +923,59 @@ TEST_F(CheckpointTest, StepsCanBeAddedNotTakenAway) {
   expect_contains(error_of(Exit::usage, [&] { resumed_step(); }), "--steps");
 }
 
+// In words, each way in which the shards may differ, and what to do.
 TEST_F(CheckpointTest, OtherDataIsRefused) {
+  const auto shards = [](std::initializer_list<Json> list) { return Json(std::vector<Json>(list)); };
+  const Json a = {{"name", "a.bin"}, {"tokens", 200}, {"xxh3", "01"}};
+  const Json b = {{"name", "b.bin"}, {"tokens", 300}, {"xxh3", "02"}};
+  Json changed = b, renamed = b, damaged = b;
+  changed["xxh3"] = "03";
+  renamed["name"] = "c.bin";
+  damaged["name"] = 7;
+  damaged["tokens"] = "many";
+  const struct {
+    Json saved, now;
+    const char* told;
+  } cases[] = {
+      {shards({a, b}), shards({a}), "now 1 shard, then 2."},
+      {shards({a}), shards({a, b}), "now 2 shards, then 1."},
+      {shards({a, b}), shards({b, a}), "the same shards come in another order."},
+      {shards({a, b}), shards({a, a}), "shard 2 is 'a.bin' (200 tokens), and then it was 'b.bin' (300 tokens)."},
+      {shards({a, b}), shards({a, changed}), "shard 2, 'b.bin' (300 tokens), has other content than then."},
+      {shards({a, b}), shards({a, renamed}),
+       "shard 2 is 'c.bin' (300 tokens), and then it was 'b.bin' (300 tokens), with the same content."},
+      {shards({damaged}), shards({b}), "shard 1 is 'b.bin' (300 tokens), and then it was a shard (? tokens)"},
+      {shards({7}), shards({b}), "and then it was no shard."},
+      {Json(7), shards({b}), "now 1 shard, then 0."}};
+  for (const auto& [saved, now, told] : cases) {
+    RunIdentity then = identity(), other = identity();
+    then.data = saved;
+    other.data = now;
+    fs::remove_all(run_path());
+    const RunDirectory run(run_path());
+    CheckpointKeeper(run, then, 2).save(make_state(3), *model_);
+    CheckpointKeeper keeper(run, other, 2);
+    const std::string said = error_of(Exit::bad_file, [&] { keeper.resume(ResumeMode::must, *model_); });
+    expect_contains(said, "step_00000003' was trained on other data: ");
+    expect_contains(said, told);
+    expect_contains(said, "; there --model '" + step_path(3) + "/model.bin' continues from these weights");
+    EXPECT_EQ(said.find('{'), std::string::npos) << said;
+  }
+}
+
+// It is that of the newest checkpoint whose state can be read.
+TEST_F(CheckpointTest, TheWarmUpOfARunIsThatOfItsNewestCheckpoint) {
+  EXPECT_FALSE(saved_warmup_steps(run_path()).has_value());
+  settings_.warmup_steps = 7;
   save(3);
-  write_shard(temporary_.file("train2.bin"), patterned_tokens(200));
-  data_.emplace(temporary_.file("train*.bin"), 8);
-  expect_contains(error_of(Exit::bad_file, [&] { resumed_step(); }), "2 shards");
-  write_shard(temporary_.file("train.bin"), patterned_tokens(200, 1));
-  data_.emplace(temporary_.file("train.bin"), 8);
-  expect_contains(error_of(Exit::bad_file, [&] { resumed_step(); }), "other content");
-  expect_contains(error_of(Exit::bad_file, [&] { resumed_step(); }), "--train: shard 1 is");
+  EXPECT_EQ(saved_warmup_steps(run_path()), 7);
+  settings_.warmup_steps = 9;
+  save(5);
+  EXPECT_EQ(saved_warmup_steps(run_path()), 9);
+  fs::resize_file(step_path(5) + "/state.bin", 100);
+  EXPECT_EQ(saved_warmup_steps(run_path()), 7);
+  fs::remove_all(step_path(3));
+  EXPECT_FALSE(saved_warmup_steps(run_path()).has_value());
 }
 
 TEST_F(CheckpointTest, AStepPastTheEndOfItsRunIsRefused) {

@@ -273,6 +273,30 @@ TEST(Generate, NoPieceEverHoldsABeginningOfTheStopText) {
   for (const std::string& piece : r.pieces) EXPECT_EQ(piece.find("aaa"), std::string::npos);
 }
 
+// Special tokens are left out of the text, wherever they come; stop texts see them, and ids have them.
+TEST(Generate, SpecialTokensAreHiddenButStop) {
+  constexpr std::int32_t kPadding = 1;
+  const std::vector<std::int32_t> script = {kPadding, byte_id('a'), kPadding,        kPadding,       byte_id('\xc3'),
+                                            kPadding, byte_id('b'), byte_id('\xc3'), byte_id('\xa9')};
+  const auto text = [&](GenerateOptions options) {
+    options.max_tokens = static_cast<std::int64_t>(script.size());
+    const Generated r = run(script, options);
+    std::string pieces;
+    for (const std::string& piece : r.pieces) pieces += piece;
+    EXPECT_EQ(pieces, r.result.text);
+    EXPECT_TRUE(r.result.ids.size() <= script.size() && r.result.ids.front() == kPadding);
+    return r.result.text;
+  };
+  const std::string pad = "<|padding|>", bad = "\xef\xbf\xbd", e = "\xc3\xa9";
+  EXPECT_EQ(text({}), pad + "a" + pad + pad + bad + pad + "b" + e);
+  EXPECT_EQ(text({.hide_special = true}), "a" + bad + "b" + e) << "half a character before a special token stays";
+  EXPECT_EQ(text({.stop_texts = {"g|>" + bad}, .hide_special = true}), "a");
+  EXPECT_EQ(text({.stop_texts = {pad + "b"}, .hide_special = true}), "a" + bad);
+  EXPECT_EQ(text({.stop_texts = {pad + pad}, .hide_special = true}), "a");
+  EXPECT_EQ(text({.stop_texts = {pad + "x", "b" + e + "x"}, .hide_special = true}), "a" + bad + "b" + e)
+      << "what only began a stop text";
+}
+
 TEST(Generate, CharactersAreWholeOrReplaced) {
   // U+00E9 is two bytes and U+1F600 four, each byte a token of its own.
   const Generated r = run(ids_of("\xc3\xa9\xf0\x9f\x98\x80"), {.max_tokens = 6});
@@ -986,6 +1010,24 @@ TEST(Report, TheLineAtTheEndByHand) {
   result.times.inter_token_ms = {};
   result.finish_reason = FinishReason::stop_text;
   EXPECT_EQ(statistics_line(model, result), "first token 12.3 ms; ended by a stop text");
+}
+
+TEST(Report, TheShortLineAtTheEndByHand) {
+  GenerateResult result;
+  result.ids.assign(3, 7);
+  result.times = {12.34, {2, 3}};
+  EXPECT_EQ(short_statistics(result), "3 tokens, 400/s");
+  result.times = {12.34, {200, 300}};
+  EXPECT_EQ(short_statistics(result), "3 tokens, 4.0/s");
+  result.finish_reason = FinishReason::stop_text;
+  EXPECT_EQ(short_statistics(result), "3 tokens, 4.0/s") << "as asked";
+  result.finish_reason = FinishReason::context_full;
+  EXPECT_EQ(short_statistics(result), "3 tokens, 4.0/s; ended by the end of the context: --max-tokens asked for more");
+  result.finish_reason = FinishReason::interrupted;
+  EXPECT_EQ(short_statistics(result), "3 tokens, 4.0/s; ended by a signal: interrupted");
+  result = {};
+  result.ids = {7};
+  EXPECT_EQ(short_statistics(result), "1 token") << "of one token there is no speed";
 }
 
 TEST(Report, WhatDraftsBroughtByHand) {

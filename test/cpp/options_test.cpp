@@ -16,7 +16,9 @@
 #include <sstream>
 #include <stdexcept>
 #include <system_error>
+#include <tuple>
 
+#include "llmc/base/option_aliases.h"
 #include "llmc/base/signals.h"
 #include "llmc/infer/options.h"
 #include "llmc/train/options.h"
@@ -368,7 +370,7 @@ TEST(TrainOptionParser, LimitsAndDefaultsOfEachOption) {
       {"batch-tokens", "from 0 to 1000000000000; default 0"},
       {"lr", "from 0 to 10; default by the size of the model, with --model a tenth of it"},
       {"min-lr-ratio", "from 0 to 1; default 0.1"},
-      {"warmup-steps", "from 0 to 1000000000000; default 200"},
+      {"warmup-steps", "from 0 to 1000000000000; default 200, at most a quarter of the steps"},
       {"schedule", "default cosine"},
       {"wsd-decay-fraction", "from 0 to 1; default 0.2"},
       {"weight-decay", "from 0 to 10; default 0.1"},
@@ -428,6 +430,49 @@ TEST(InferOptionParser, LimitsAndDefaultsOfEachOption) {
   EXPECT_EQ(told_limits(InferOptionParser("1")), expected);
 }
 
+// What the program answers to one argument.
+template <typename Parser>
+std::string refusal_of(const std::string& argument) {
+  const char* const arguments[] = {"program", argument.c_str(), "7"};
+  return error_of(Exit::usage, [&] { Parser("1").parse(3, arguments); });
+}
+
+// Each row of the table is of use in one of the programs, and none stands in the way of an option or of a better row.
+TEST(OptionAliases, NamesOfOtherToolsAreUnderstood) {
+  std::set<std::pair<std::string_view, std::string_view>> seen;
+  for (const auto& [theirs, ours] : option_aliases()) {
+    const std::string advice = "unknown option " + escaped(theirs) + ": did you mean --" + std::string(ours) + "?";
+    const std::string train = refusal_of<TrainOptionParser>(std::string(theirs));
+    const std::string infer = refusal_of<InferOptionParser>(std::string(theirs));
+    EXPECT_TRUE(train == advice || infer == advice) << advice << "\n" << train << "\n" << infer;
+    EXPECT_TRUE(seen.insert({theirs, ours}).second) << theirs << " is twice in the table";
+  }
+  const std::tuple<const char*, const char*, const char*> cases[] = {
+      {"--batch-size", "--micro-batch", "--max-running"},
+      {"--batch_size=8", "--micro-batch", "--max-running"},
+      {"--learning-rate", "--lr", nullptr},
+      {"--learning_rate", "--lr", nullptr},
+      {"--epochs", "--steps", nullptr},
+      {"--ctx-size", "--seq-len", "--context"},
+      {"--n-predict", nullptr, "--max-tokens"},
+      {"--max_new_tokens", nullptr, "--max-tokens"},
+      {"--port", nullptr, "--serve"},
+      {"--host", nullptr, "--serve"},
+      {"--temp", "--temperature", "--temperature"},
+      {"-c", nullptr, "--context"},
+      {"-n", "--steps", nullptr},
+      {"-np", nullptr, "--max-running"},
+      {"-ngl", "--device", "--device"},
+      {"-t", "--seq-len", "--threads"},
+      {"--max-grad-norm", "--grad-clip", nullptr}};
+  for (const auto& [argument, train, infer] : cases) {
+    if (train != nullptr) {
+      expect_contains(refusal_of<TrainOptionParser>(argument), format("did you mean %s?", train));
+    }
+    if (infer != nullptr) expect_contains(refusal_of<InferOptionParser>(argument), format("did you mean %s?", infer));
+  }
+}
+
 // What train_llama makes of options that are separated by spaces, started by itself or as one of `launched` ranks.
 TrainSettings train_settings(const std::string& options, std::int64_t launched = 1) {
   std::istringstream text("train_llama " + options);
@@ -438,7 +483,7 @@ TrainSettings train_settings(const std::string& options, std::int64_t launched =
   return parse_train_options(static_cast<int>(arguments.size()), arguments.data(), "1", launched).value();
 }
 
-// Warm-up and decay fit into the run, to the step, where one of them is given; the default warm-up may be longer than a short run.
+// Warm-up and decay fit into the run, to the step.
 TEST(TrainOptionParser, TheScheduleFitsIntoTheRun) {
   const auto refusal = [](const std::string& options) -> std::string {
     try {
@@ -456,8 +501,8 @@ TEST(TrainOptionParser, TheScheduleFitsIntoTheRun) {
       {"--steps 10 --schedule wsd", ""},
       {"--steps 100 --schedule wsd --warmup-steps 80", ""},
       {"--steps 100 --schedule wsd --warmup-steps 81", "81 warm-up (--warmup-steps) and 20 decay steps"},
-      {"--steps 300 --schedule wsd --wsd-decay-fraction 0.333", ""},
-      {"--steps 300 --schedule wsd --wsd-decay-fraction 0.337", "200 warm-up (--warmup-steps) and 101 decay steps"},
+      {"--steps 400 --schedule wsd --wsd-decay-fraction 0.75", ""},
+      {"--steps 400 --schedule wsd --wsd-decay-fraction 0.7525", "100 warm-up (--warmup-steps) and 301 decay steps"},
       {"--steps 10 --schedule wsd --warmup-steps 4 --wsd-decay-fraction 0.6", ""},
       {"--steps 10 --schedule wsd --warmup-steps 5 --wsd-decay-fraction 0.6",
        "5 warm-up (--warmup-steps) and 6 decay steps"},
@@ -493,6 +538,12 @@ TEST(TrainOptionParser, DefaultsThatFollowOtherOptionsYieldToWhatIsGiven) {
       {train + " --gpus 3", 1, "virtual-ranks", "3"},
       {train + " --virtual-ranks 6", 3, "virtual-ranks", "6"},
       {train + " --virtual-ranks 6", 1, "virtual-ranks", "6"},
+      {train, 1, "warmup-steps", "100"},
+      {train + " --steps 1", 1, "warmup-steps", "0"},
+      {train + " --steps 799", 1, "warmup-steps", "199"},
+      {train + " --steps 800", 1, "warmup-steps", "200"},
+      {train + " --steps 80000", 1, "warmup-steps", "200"},
+      {train + " --steps 400 --warmup-steps 200", 1, "warmup-steps", "200"},
       {train, 2, "sample-every", "100"},
       {train + " --shard parameters", 1, "sample-every", "100"},
       {train + " --shard parameters", 2, "sample-every", "0"},
@@ -751,7 +802,8 @@ TEST(InferOptionParser, ChecksWhatNoSingleValueShows) {
   EXPECT_NE(refusal({"-mx", "--compare=y", "--json"}).find("--json: does not go with --compare"), std::string::npos);
   EXPECT_NE(refusal({"-mx", "--compare=y", "--dtype=fp16"}).find("--compare is for fp32"), std::string::npos);
   EXPECT_NE(refusal({"-mx", "-py", "--stride=3"}).find("--stride: only for --perplexity"), std::string::npos);
-  EXPECT_NE(refusal({"-mx", "-py", "--stats"}).find("--stats: only for --interactive"), std::string::npos);
+  expect_contains(refusal({"-mx", "--bench", "--stats"}),
+                  "--stats: only for --prompt, --prompt-file, --prompt-ids and --interactive");
   EXPECT_EQ(refusal({"-mx", "-py", "--lookup=3"}), "accepted");
   EXPECT_EQ(refusal({"-mx", "--interactive", "--draft=y"}), "accepted");
   EXPECT_EQ(refusal({"-mx", "--serve=a:1", "--draft=y", "--debug-inject=accept=0.5"}), "accepted");
@@ -919,7 +971,9 @@ TEST(InferOptionParser, EachOptionIsForItsTasks) {
       {"--special", all_but({})},
       {"--stride=3", {"perplexity"}},
       {"--against=w", {"perplexity"}},
-      {"--stats", {"interactive"}},
+      {"--stats", {"prompt", "prompt-file", "prompt-ids", "interactive"}},
+      {"--print-special", {"prompt", "prompt-file", "prompt-ids", "interactive"}},
+      {"--no-echo", {"prompt", "prompt-file", "prompt-ids"}},
       {"--bench-contexts=3", {"bench"}},
       {"--bench-layer", {"bench"}},
       {"--bench-timeline", {"bench"}},

@@ -920,6 +920,7 @@ rotary      4 of 4 dimensions, theta 10000, llama3 x32 of 8192
 vocabulary  37 rows, tokenizer 30 tokens, tied
 parameters  4,512 as f32
 file        'OUT', SIZE bytes
+next        ./infer_pythia --model OUT --prompt "Hello"
 next        .venv/bin/python dev/prepare_data.py my.txt --tokenizer DIR/tokenizer.json -o data/mine
 next        ./train_llama --model OUT --train 'data/mine/train_*.bin' --val 'data/mine/val_*.bin' --lr 3e-5 --out runs/mine
 """),
@@ -931,7 +932,7 @@ rotary      4 of 4 dimensions, theta 10000
 vocabulary  37 rows, tokenizer none
 parameters  5,104 as bf16
 file        'OUT', SIZE bytes
-next        .venv/bin/python scripts/tensor_file.py OUT --verify
+next        ./infer_pythia --model OUT --prompt-ids 1,2,3
 """),
     "gpt_neox, parallel": (ck.GPT_NEOX | {"num_attention_heads": 1}, None, (), """\
 family      gpt_neox (parallel residual)

@@ -67,8 +67,16 @@ def test_the_newest_checkpoint_is_the_one_to_serve(demo, tmp_path):
     assert started == ["python scripts/convert_hf.py models/tiny-pythia -o runs/demo/tiny-pythia.bin",
                        "infer_pythia --model runs/demo/tiny-pythia.bin --prompt Once upon a time --max-tokens 160 --temperature 0.7 --seed 1"]
     assert done.returncode == 0 and "  ./infer_pythia --model runs/demo/step_00001000/model.bin --served-name demo --serve 127.0.0.1:8000\n" in done.stdout
-    assert ("  ./train_llama --config tiny --train 'data/stories/train_*.bin' --val 'data/stories/val_*.bin' --out runs/demo --steps 800\n"
+    assert "  ./infer_pythia --model runs/demo/step_00001000/model.bin --interactive --temperature 0.7\n" in done.stdout
+    more = "  ./train_llama --config tiny --train 'data/stories/train_*.bin' --val 'data/stories/val_*.bin' --out runs/demo --steps 800"
+    assert more + "\n" in done.stdout
+    assert "  .venv/bin/python dev/prepare_data.py my.txt --tokenizer models/tiny-llama/tokenizer.json -o data/mine\n" in done.stdout
+    assert ("  ./train_llama --config tiny --train 'data/mine/train_*.bin' --val 'data/mine/val_*.bin' --out runs/mine\n"
             in done.stdout)
+    # The same run goes on with the options that it began with.
+    for given, kept in (("--steps 3  --lr 1 --seq-len 64", " --lr 1 --seq-len 64"), ("--lr 1 --steps=12", " --lr 1"), ("--steps 4", "")):
+        done, _ = demo("infer", DEMO_TRAIN_OPTIONS=given)
+        assert more + kept + "\n" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("words", [(), ("",), ("all",), ("say",), ("training",)])

@@ -167,11 +167,11 @@ def test_whole_model_and_next_command(box):
 
 
 def test_llama_gets_a_command_for_the_converter(box):
-    """Which says how to go on with the file that it makes: test_next_lines.py runs that."""
+    """And for the model; the converter says how to go on with the file that it makes: test_next_lines.py runs that."""
     box.add_model("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", config=b'{"model_type": "llama"}')
     result = box.succeeds("TinyLlama-1.1B")  # names may be in any case
-    assert "scripts/convert_hf.py models/tinyllama-1.1b -o tinyllama-1.1b.bin\n" in result.stdout
-    assert "infer_pythia" not in result.stdout
+    assert ("scripts/convert_hf.py models/tinyllama-1.1b -o tinyllama-1.1b.bin && ./infer_pythia --model tinyllama-1.1b.bin "
+            '--prompt "Hello"\n') in result.stdout
 
 
 def test_any_repository_by_its_name(box):
@@ -1004,7 +1004,7 @@ def test_text_and_default_pack(box):
     box.assert_whole()
     assert result.stdout.splitlines()[1] == (
         ".venv/bin/python dev/prepare_data.py data/tinyshakespeare.txt "
-        "--tokenizer models/pythia-160m/tokenizer.json -o data/tinyshakespeare"
+        "--tokenizer models/pythia-160m/tokenizer.json -o data/mine"
     )
     box.hub.requests.clear()
     box.succeeds("tinyshakespeare")
@@ -1213,10 +1213,10 @@ def test_commands_for_every_model_and_the_text(box):
         (box.directory / name / "config.json").write_text(f'{{"model_type" :{kind}}}')
     commands = 'model_dirs=("$@") text_file=data/a.txt; print_next_steps'
     assert function(box, commands, "two b", "./one").stdout.splitlines() == [
-        r".venv/bin/python scripts/convert_hf.py two\ b -o two\ b.bin",
+        r'.venv/bin/python scripts/convert_hf.py two\ b -o two\ b.bin && ./infer_pythia --model two\ b.bin --prompt "Hello"',
         '.venv/bin/python scripts/convert_hf.py ./one -o one.bin && ./infer_pythia --model one.bin --prompt "Hello"',
-        r".venv/bin/python dev/prepare_data.py data/a.txt --tokenizer two\ b/tokenizer.json -o data/a"]
-    assert function(box, commands).stdout == ".venv/bin/python dev/prepare_data.py data/a.txt --tokenizer models/tiny-llama/tokenizer.json -o data/a\n"
+        r".venv/bin/python dev/prepare_data.py data/a.txt --tokenizer two\ b/tokenizer.json -o data/mine"]
+    assert function(box, commands).stdout == ".venv/bin/python dev/prepare_data.py data/a.txt --tokenizer models/tiny-llama/tokenizer.json -o data/mine\n"
 
 
 @pytest.mark.parametrize("free, needed, code", [(100, 102400, 0), (100, 102401, NO_SPACE), (0, 0, 0), (3000000000, 3 * 10**12, 0)])

@@ -138,9 +138,16 @@ def environment(**changes) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **changes}
 
 
-def run(*arguments, stdin: bytes = b"", timeout: float = 60, **env) -> subprocess.CompletedProcess:
-    return subprocess.run([PROGRAM, *map(os.fspath, map(str, arguments))], input=stdin, capture_output=True,
-                          env=environment(**env), timeout=timeout)
+def without_echo(arguments) -> list[str]:
+    """The prompt is not printed before the text: most tests are about the continuation."""
+    words = list(map(str, arguments))
+    prompts = any(word.split("=")[0] in ("--prompt", "--prompt-file", "--prompt-ids", "-p") for word in words)
+    return words + ["--no-echo"] if prompts else words
+
+
+def run(*arguments, stdin: bytes = b"", timeout: float = 60, echo: bool = False, **env) -> subprocess.CompletedProcess:
+    return subprocess.run([PROGRAM, *(map(str, arguments) if echo else without_echo(arguments))], input=stdin,
+                          capture_output=True, env=environment(**env), timeout=timeout)
 
 
 def run_ok(*arguments, **keywords) -> bytes:
@@ -219,7 +226,50 @@ def test_each_filter_alone_leaves_the_likeliest_token(model, narrow, wide):
 def test_text_is_the_text_of_json(model):
     done = run("--model", model, "--prompt", "Hello", "--max-tokens", 24)
     assert done.stdout.decode() == prompt(model)["text"], "a pipe gets the text and nothing else"
-    assert b"tokens/s" in done.stderr and b"first token" in done.stderr
+    assert re.fullmatch(r"24 tokens, \d+(\.\d)?/s", done.stderr.decode().splitlines()[-1])
+    every = run("--model", model, "--prompt", "Hello", "--max-tokens", 24, "--stats").stderr
+    assert b"tokens/s" in every and b"first token" in every
+
+
+def test_the_prompt_comes_before_its_continuation(model, tmp_path):
+    text = prompt(model)["text"]
+    common = ["--model", model, "--max-tokens", 24]
+    (tmp_path / "prompt.txt").write_text("Hello")
+    for words in (["--prompt", "Hello"], ["--prompt-file", tmp_path / "prompt.txt"],
+                  ["--prompt-ids", ",".join(str(byte + 2) for byte in b"Hello")]):
+        assert run_ok(*common, *words, echo=True).decode() == "Hello" + text, words
+        assert run_ok(*common, *words, "--no-echo", echo=True).decode() == text, words
+    assert json.loads(run_ok(*common, "--prompt", "Hello", "--json", echo=True))["text"] == text
+    for other in (["--interactive"], ["--perplexity", "x"], ["--bench"]):
+        assert "--no-echo" in refused(USAGE, *common[:2], *other, "--no-echo")
+
+
+@pytest.mark.parametrize("more, env, dim", [([], {}, True), ([], {"NO_COLOR": "1"}, False), (["--color", "never"], {}, False),
+                                            (["--color", "always"], {"NO_COLOR": "1"}, True), ([], {"TERM": "dumb"}, False)])
+def test_the_prompt_is_dimmed_on_a_terminal(model, more, env, dim):
+    terminal = Terminal("--model", model, "--prompt", "He\x1b[31mllo", "--max-tokens", 4, *more, **{"TERM": "xterm", **env})
+    code, output = terminal.finish()
+    assert code == OK, output
+    assert (b"\x1b[2mHe\\x1b[31mllo\x1b[22m" in output) == dim and b"He\\x1b[31mllo" in output, output
+    assert dim or b"\x1b[" not in output, output
+
+
+def test_special_tokens_are_printed_if_asked_for(tmp_path):
+    head = np.zeros((ROWS, C), np.float32)
+    head[END_OF_TEXT] = 1
+    always = write_model(tmp_path / "end.bin", tokenizer_json(), head)
+    words = ["--model", always, "--prompt", "x", "--max-tokens", 3, "--ignore-eos"]
+    assert run_ok(*words) == b""
+    assert run_ok(*words, "--print-special") == b"<|endoftext|>" * 3
+    assert object_of(*words)["text"] == "<|endoftext|>" * 3, "programs get all"
+    assert object_of(*words, "--stop", "text|><|end")["finish_reason"] == "stop", "a stop text sees them"
+    assert run_ok("--model", always, "--interactive", "--max-tokens", 2, "--ignore-eos", "--print-special",
+                  stdin=b"x\n") == b"<|endoftext|>" * 2 + b"\n"
+    ids = ["--model", always, "--prompt-ids", f"{ord('a') + 2},{END_OF_TEXT},{ord('b') + 2}", "--max-tokens", 1, "--ignore-eos"]
+    assert run_ok(*ids, echo=True) == b"ab"
+    assert run_ok(*ids, "--print-special", echo=True) == b"a<|endoftext|>b<|endoftext|>"
+    assert "--print-special" in refused(USAGE, "--model", always, "--bench", "--print-special")
+    assert "--stats" in refused(USAGE, "--model", always, "--bench", "--stats")
 
 
 def test_prompts_of_every_kind_agree(model, tmp_path):
@@ -616,7 +666,7 @@ def test_a_locale_does_not_change_numbers(model, comma_locale):
     done = run("--model", model, "--prompt", "Hello", "--max-tokens", 5, "--temperature", "0.5", "--json",
                TZ="Asia/Kathmandu", **comma_locale)
     assert done.returncode == OK and set(json.loads(done.stdout)) == FIELDS
-    text = run("--model", model, "--prompt", "Hello", "--max-tokens", 5, **comma_locale).stderr.decode()
+    text = run("--model", model, "--prompt", "Hello", "--max-tokens", 5, "--stats", **comma_locale).stderr.decode()
     assert re.search(r"first token \d+\.\d ms", text)
 
 
@@ -690,12 +740,12 @@ def slow_model(tmp_path_factory) -> Path:
 
 
 def start(*arguments, stdin=subprocess.DEVNULL) -> subprocess.Popen:
-    return subprocess.Popen([PROGRAM, *map(str, arguments)], stdin=stdin, stdout=subprocess.PIPE,
+    return subprocess.Popen([PROGRAM, *without_echo(arguments)], stdin=stdin, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, env=environment(), bufsize=0)
 
 
 def start_in(changes: dict[str, str], *arguments) -> subprocess.Popen:
-    return subprocess.Popen([PROGRAM, *map(str, arguments)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+    return subprocess.Popen([PROGRAM, *without_echo(arguments)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, env=environment(**changes), bufsize=0)
 
 
@@ -884,6 +934,20 @@ def test_interactive_sees_a_signal_that_came_before_its_first_line(model, tmp_pa
     assert done.stdout == b""
 
 
+def test_interactive_commands(model):
+    common = ["--model", model, "--interactive", "--max-tokens", 4, "--ignore-eos"]
+    once = run_ok(*common, stdin=b"Hello\n")
+    done = run(*common, stdin=b"Hello\n/reset\nHello\n/help\n/quit\nHello\n")
+    assert done.returncode == OK and done.stdout == once * 2, "anew after /reset, and nothing after /quit"
+    assert b"the text begins anew" in done.stderr
+    for words in (b"/reset", b"/help", b"/quit", b"Ctrl-C"):
+        assert words in done.stderr.split(b"begins anew")[1]
+    for line in (b" /reset\n", b"/usr/bin\n", b"/reset it\n", b"/RESET\n"):
+        text = run(*common, stdin=b"Hello\n" + line)
+        assert text.stdout.count(b"\n") == 2 and b"begins anew" not in text.stderr, "a line is text unless it is a command"
+    assert run(*common, stdin=b"/reset\nHello\n").stdout == once, "before the first line it does nothing"
+
+
 def test_interactive_on_a_terminal(model):
     terminal = Terminal("--model", model, "--interactive", "--stats", "--max-tokens", 3, NO_COLOR="1", TERM="dumb")
     terminal.read_until(lambda output: output.endswith(b"> "))
@@ -975,7 +1039,7 @@ def test_a_random_model_fails_on_purpose_too():
 def test_the_line_at_the_end_says_what_ended_the_text(tmp_path, model):
     ends = write_model(tmp_path / "ends.bin", tokenizer_json(), constant_head(b"a"))
     def reason(*arguments) -> str:
-        done = run("--model", ends, "--prompt", "x", *arguments)
+        done = run("--model", ends, "--prompt", "x", "--stats", *arguments)
         return done.stderr.decode().splitlines()[-1].split("ended by ")[1]
     assert reason("--max-tokens", 3) == "--max-tokens"
     assert reason("--stop", "aa") == "a stop text"

@@ -139,7 +139,7 @@ def test_the_text_does_not_depend_on_the_way_of_decoding(tiny, sampling):
         assert texts["fused"] == texts["graph"]
     for decode, text in texts.items():
         assert object_of(*common, "--decode", decode)["text"] == text, "not reproducible"
-        done = run("--device", "cuda", *common, "--decode", decode)
+        done = run("--device", "cuda", *common, "--decode", decode, "--no-echo")
         assert done.returncode == OK and done.stdout.decode() == text
 
 
@@ -287,9 +287,9 @@ def test_a_llama_writes_the_same_text_every_time(llama, sampling):
     results = {decode: object_of(*common, "--decode", decode) for decode in ("reference", "graph", best)}
     assert all(result["decode"] == decode for decode, result in results.items())
     assert results["graph"]["text"] == results["reference"]["text"] and len(results[best]["ids"]) > 50
-    done = run("--device", "cuda", *common, "--decode", best)
+    done = run("--device", "cuda", *common, "--decode", best, "--no-echo")
     assert done.returncode == OK and done.stdout.decode() == results[best]["text"]
-    automatic = run("--device", "cuda", *common)  # narrow models are faster so
+    automatic = run("--device", "cuda", *common, "--no-echo")  # narrow models are faster so
     assert "decode graph, not fused: " in automatic.stderr.decode()
     assert automatic.stdout.decode() == results["graph"]["text"]
     fp32, cpu = (object_of(*common, "--dtype", "fp32")["ids"],

@@ -71,7 +71,7 @@ def test_the_llama_that_comes_with_weft_matches_pytorch(tiny_llama):
 
 def test_prompt_and_json(tiny_llama):
     options = ("--device", "cpu", "--model", tiny_llama, "--prompt", "Once upon a time", "-n", 20)
-    text = run(PROGRAM, *options).stdout
+    text = run(PROGRAM, *options, "--no-echo").stdout
     answer = json.loads(run(PROGRAM, *options, "--json").stdout)
     assert answer["text"].strip() == text.strip() and len(answer["ids"]) == 20
     assert answer["device"] == "cpu" and answer["decode"] == "reference" and answer["bytes_per_token"] > 0
@@ -127,7 +127,7 @@ def test_a_scored_text_begins_once(tiny_llama, tmp_path):
 
 def test_a_checkpoint_runs_as_it_is(checkpoint, tmp_path):
     model, log = checkpoint
-    done = run(PROGRAM, "--device", "cpu", "--model", model, "--prompt", "The hen", "-n", 12)
+    done = run(PROGRAM, "--device", "cpu", "--model", model, "--prompt", "The hen", "-n", 12, "--no-echo")
     assert "hen" in done.stdout or "fox" in done.stdout, done.stdout
     # Its perplexity on the text that it has learned is about what the run says of its loss.
     text = tmp_path / "text.txt"

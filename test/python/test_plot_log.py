@@ -269,7 +269,7 @@ def test_what_the_picture_says(monkeypatch, tmp_path):
     figure = figure_of(monkeypatch, [plot_log.read_run(log)], tmp_path / "a.png")
     assert figure.get_suptitle() == "a run: tiny, 1.97M parameters, step 30, 480 tokens"
     axes = {one.get_title(): one for one in figure.axes}
-    assert sorted(axes) == ["gradient norm", "learning rate", "loss", "tokens a second"], "no panel twice"
+    assert sorted(axes) == ["gradient norm", "learning rate", "loss", "tokens per second"], "no panel twice"
     assert axes["gradient norm"].get_yscale() == "log" and axes["loss"].get_yscale() == "linear"
     legend = [text.get_text() for text in axes["loss"].get_legend().get_texts()]
     assert legend == ["a run: train 0.2667", "a run: val 3.0000"]
@@ -278,7 +278,7 @@ def test_what_the_picture_says(monkeypatch, tmp_path):
 def test_each_run_has_its_own_lines(monkeypatch, tmp_path):
     """Colour, values and legend; the loss as it is and smoothed; the validation loss where there is at least one value."""
     runs = [run_of("one", HEADER, *(step(n, loss=float(n % 7), lr=1e-3 * n, grad_norm=0.0,
-                                         tokens_per_s=2000.0) for n in range(200))),
+                                         tokens_per_s=2000.0 - n % 7) for n in range(200))),
             run_of("_two", HEADER, step(1, loss=4.0, val_loss=5.0, grad_norm=-1.0, tokens_per_s=1234.0)),
             run_of("three", HEADER, step(1, loss=None, grad_norm=2.0))]
     figure = figure_of(monkeypatch, runs, tmp_path / "a.PNG")
@@ -292,18 +292,25 @@ def test_each_run_has_its_own_lines(monkeypatch, tmp_path):
                              ("C2", "-", []), ("C2", "-", [])]
     assert lines["learning rate"] == [("C0", "-", [1e-3 * n for n in range(200)]), ("C1", "-", [1e-3]), ("C2", "-", [1e-3])]
     assert lines["gradient norm"] == [("C0", "-", [0.0] * 200), ("C1", "-", [-1.0]), ("C2", "-", [2.0])]
-    assert lines["tokens a second"] == [("C0", "-", [2000.0] * 200), ("C1", "-", [1234.0]), ("C2", "-", [1000.0])]
+    speed = [2000.0 - n % 7 for n in range(200)]
+    assert lines["tokens per second"] == [("C0", "-", speed), ("C0", "-", plot_log.smoothed(speed, 4)), ("C1", "-", [1234.0]),
+                                          ("C1", "-", [1234.0]), ("C2", "-", [1000.0]), ("C2", "-", [1000.0])]
+    faint = {title: [line.get_alpha() for line in one.get_lines()] for title, one in axes.items()}
+    assert faint["tokens per second"][:2] == faint["loss"][:2] == [0.25, None]
     legends = {title: [text.get_text() for text in one.get_legend().get_texts()] for title, one in axes.items()}
     assert legends == {"loss": ["one: train 3.0000", " _two: train 4.0000", " _two: val 5.0000", "three: train"],
-                       "learning rate": ["one 1.99e-01", " _two 1.00e-03", "three 1.00e-03"],
-                       "gradient norm": ["one 0.000", " _two -1.000", "three 2.000"],
-                       "tokens a second": ["one 2K", " _two 1.23K", "three 1K"]}
+                       "learning rate": ["one 0.199", " _two 0.001", "three 0.001"],
+                       "gradient norm": ["one 0", " _two -1", "three 2"],
+                       "tokens per second": ["one 2K", " _two 1.23K", "three 1K"]}
     assert {title: one.get_yscale() for title, one in axes.items()} == dict.fromkeys(axes, "linear") | {"gradient norm": "log"}
-    assert axes["learning rate"].get_ylim()[0] == axes["tokens a second"].get_ylim()[0] == 0
-    assert {one.get_xlabel() for one in figure.axes} == {"step"} and axes["loss"].get_ylabel() == "nats a token"
-    for axis in (axes["tokens a second"].yaxis, *(one.xaxis for one in figure.axes)):
+    assert axes["learning rate"].get_ylim()[0] == axes["tokens per second"].get_ylim()[0] == 0
+    assert {one.get_xlabel() for one in figure.axes} == {"step"} and axes["loss"].get_ylabel() == "loss (nats per token)"
+    for axis in (axes["tokens per second"].yaxis, *(one.xaxis for one in figure.axes)):
         assert axis.get_major_formatter()(12345, 0) == "12.3K"
-    assert axes["loss"].yaxis.get_major_formatter() is not axes["tokens a second"].yaxis.get_major_formatter()
+    for title, value, text in (("loss", 2.5, "2.5"), ("learning rate", 0.0003, "0.0003"), ("learning rate", 1e-5, "0.00001"),
+                               ("learning rate", 0.0, "0"), ("gradient norm", 20000.0, "20000"), ("gradient norm", 0.05, "0.05")):
+        assert axes[title].yaxis.get_major_formatter()(value, 0) == text
+    assert [one.yaxis.get_offset_text().get_text() for one in figure.axes] == [""] * 4
     assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")
 
 

@@ -721,10 +721,11 @@ def test_two_texts_and_their_settings_make_the_shards_and_the_report(prepare, to
         assert documents_in(tmp_path / "out", split, tokenizer_path) == expected
     shards = [TokenShard(path) for path in sorted((tmp_path / "out").glob("*.bin"))]
     assert {(shard.end_of_document_id, shard.vocab_size) for shard in shards} == {(1, prepare_data.Encoder(tokenizer_path, None).vocab_size)}
-    train, val, vocabulary, _, _, command = done.stdout.splitlines()
+    train, val, vocabulary, _, _, command, note = done.stdout.splitlines()
     assert re.match(r"train +4 documents .* [2-9] shards$", train) and re.match(r"val +2 documents .* 1 shard$", val), done.stdout
     assert vocabulary == f"vocabulary {shards[0].vocab_size:,}, end of text 1"
     out = tmp_path / "out"
-    assert command.split() == ["./train_llama", "--config", "tiny", "--train", f"'{out}/train_*.bin'", "--val", f"'{out}/val_*.bin'", "--out", "runs/first"]
+    assert command.split() == ["./train_llama", "--config", "tiny", "--train", f"'{out}/train_*.bin'", "--val", f"'{out}/val_*.bin'", "--out", "runs/mine"]
+    assert "--model FILE in the place of --config tiny" in note
     again = prepare(more, "--val-fraction", 0)
     assert f"removed {len(shards) - 1} shards of an earlier run" in again.stderr and "--val" not in again.stdout

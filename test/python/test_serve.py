@@ -249,7 +249,7 @@ def test_every_answer_is_counted_by_its_status(server):
 
 def test_small_answers(server):
     assert server.get("/health")[::2] == (200, b'{"status":"ok"}')
-    assert json.loads(server.get("/version")[2])["version"]
+    assert json.loads(server.get("/version")[2])["version"].startswith((ROOT / "VERSION").read_text().strip())
     models = json.loads(server.get("/v1/models")[2])
     assert [one["id"] for one in models["data"]] == ["small"] and models["data"][0]["max_model_len"] == CONTEXT
     status, headers, _ = server.ask("HEAD", "/health")
@@ -989,6 +989,55 @@ def test_the_page_in_a_browser(server, browser):
         assert abs(float(span[1]) - 2.718281828 ** logprob) < 1e-3 and span[2] >= 5 and span[3].startswith("rgba")
     errors = [line for line in browser.call("POST", "/se/log", {"type": "browser"}) if line["level"] == "SEVERE"]
     assert errors == []
+
+
+def test_the_controls_of_the_page(server, browser):
+    browser.call("POST", "/url", {"url": server.url + "/"})
+    heights = browser.run("document.getElementById('options').open = true; return Array.from(document.querySelectorAll('button, "
+                          "#options input'), one => one.getBoundingClientRect().height)")
+    assert len(heights) == 8 and set(heights) == {36}, "buttons and inputs have one height"
+    colours = browser.run("return ['go', 'halt'].map(id => getComputedStyle(document.getElementById(id)).backgroundColor)")
+    assert colours[0] != colours[1], "one button is the primary one"
+    assert browser.run("document.getElementById('options').open = false; return document.getElementById('top_k').checkVisibility()") is False
+    assert browser.run("return document.getElementById('key').checkVisibility()") is False, "this server asks for no key"
+    assert "0 %" in browser.run("return document.getElementById('legend').textContent")
+    # Ctrl-Enter in the prompt; Enter alone is a new line.
+    fill(browser, prompt="Once", max_tokens=12, temperature=1, seed=9)
+    press = ("const one = new KeyboardEvent('keydown', {key: 'Enter', bubbles: true, cancelable: true, %s});"
+             "return document.getElementById('prompt').dispatchEvent(one)")
+    assert browser.run(press % "ctrlKey: false") is True and browser.run("return document.getElementById('state').textContent") == ""
+    assert browser.run(press % "ctrlKey: true") is False
+    until(lambda: "ended by" in browser.run("return document.getElementById('state').textContent"))
+    # A click shows the alternatives of a token, another one or Escape hides them.
+    wanted = server.complete(prompt="Once", max_tokens=12, temperature=1, seed=9, logprobs=5)["choices"][0]["logprobs"]
+    rows = "return Array.from(document.querySelectorAll('#alternatives li'), row => [row.textContent, row.className])"
+    for number in (0, 7):
+        browser.run(f"document.querySelectorAll('#text .token')[{number}].click()")
+        shown = browser.run(rows)
+        top = sorted(wanted["top_logprobs"][number].items(), key=lambda one: -one[1])
+        assert [row[0] for row in shown] == [f"{json.dumps(token, ensure_ascii=False)}{100 * 2.718281828459045 ** logprob:.1f} %"
+                                             for token, logprob in top]
+        assert [row[1] for row in shown] == ["chosen" if token == wanted["tokens"][number] else "" for token, _ in top]
+        assert browser.run("return document.querySelectorAll('#text .token.chosen').length") == 1
+    browser.run("document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}))")
+    assert browser.run(rows) == []
+    browser.run("document.querySelectorAll('#text .token')[3].click()")
+    browser.run("document.querySelectorAll('#text .token')[3].click()")
+    assert browser.run(rows) == []
+
+
+def test_the_page_asks_for_a_key_after_it_was_refused(model, tmp_path, browser):
+    (tmp_path / "key").write_text("opensesame\n")
+    with Server(model, "--api-key-file", tmp_path / "key") as server:
+        browser.call("POST", "/url", {"url": server.url + "/"})
+        fill(browser, prompt="Once", max_tokens=4)
+        browser.run("document.getElementById('go').click()")
+        until(lambda: browser.run("return document.getElementById('state').className") == "error")
+        until(lambda: browser.run("return document.getElementById('key').checkVisibility()"))
+        fill(browser, key="opensesame")
+        browser.run("document.getElementById('go').click()")
+        until(lambda: "ended by" in browser.run("return document.getElementById('state').textContent"))
+        until(lambda: "running" in browser.run("return document.getElementById('load').textContent"))
 
 
 def test_the_page_stops_and_says_what_is_wrong(server, browser, tmp_path):

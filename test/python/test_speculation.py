@@ -81,7 +81,8 @@ def test_a_growing_text_and_a_file_of_requests_are_the_plain_ones(models, tmp_pa
 
 
 def test_the_statistics_say_what_drafts_brought(models):
-    done = run(models["tiny-pythia"], "--prompt", "The hen", "--max-tokens", 30, "--ignore-eos", "--draft", models["tiny-pythia"])
+    done = run(models["tiny-pythia"], "--prompt", "The hen", "--max-tokens", 30, "--ignore-eos", "--stats", "--draft",
+               models["tiny-pythia"])
     assert " tokens a step, " in done.stderr and " drafted accepted" in done.stderr
 
 

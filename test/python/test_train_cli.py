@@ -465,6 +465,28 @@ def test_numbers_do_not_follow_the_locale(data, tmp_path, comma_locale):
 # ---- interruption and resume -----------------------------------------------------------------------------------------
 
 
+def test_steps_added_later_keep_the_warm_up(data, tmp_path):
+    """By default a quarter of the steps that the run began with; an option that was given is compared instead."""
+    out = tmp_path / "run"
+
+    def run(steps, *more):
+        words = arguments(data, out, "--lr", 0.001, "--schedule", "constant", *more, steps=steps)
+        default = words.index("--warmup-steps")  # a word of the tests' own
+        return run_program(*words[1:default], *words[default if more else default + 2:])
+
+    def rates():
+        return [rate for _, (_, _, rate) in sorted(losses(out).items())]
+    done = run(8)
+    assert done.returncode == 0, done.stderr
+    assert rates() == [0.0005] + 7 * [0.001]
+    done = run(16)
+    assert done.returncode == 0, done.stderr
+    assert rates() == [0.0005] + 15 * [0.001]
+    assert json.loads((out / "config.json").read_text())["settings"]["warmup-steps"] == "2"
+    given = run(16, "--warmup-steps", 4)
+    assert_refused(given, 2, "--warmup-steps: got '4'", "made with '2'")
+
+
 def test_terminated_saves_and_resumes(data, tmp_path, whole):
     out = tmp_path / "run"
     done = train(data, out, "--debug-inject", "term@step=6")

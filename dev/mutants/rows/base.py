@@ -195,4 +195,9 @@ ROWS = [
            "if (scan.expected > back && scan.matched == back) return back;",
            "if (scan.expected > back) return back;",
            unit("Utf8.HoldsBack*")),
+    # ---- llmc/base/options.cpp: names of other tools -----------------------------------------------------------------
+    Mutant("what other tools call an option is a misspelling", "llmc/base/options.cpp", "  std::string guess = alias(argument);\n",
+           "  std::string guess;\n", unit("OptionAliases.*")),
+    Mutant("-ngl 4 is -n gl", "llmc/base/options.cpp", " && (argument.size() == 2 || alias(argument).empty())", "",
+           unit("OptionAliases.*")),
 ]

@@ -407,4 +407,16 @@ ROWS = [
     # ---- llmc/infer/text_stream.cpp ----------------------------------------------------------------------------------
     Mutant("what follows a prompt loses its space", "llmc/infer/text_stream.cpp", "decoder_.emplace(*tokenizer, before);",
            "decoder_.emplace(*tokenizer, before.first(0));", unit("Generate.*")),
+    Mutant("what comes before a special token is hidden with it", "llmc/infer/text_stream.cpp",
+           "hidden_.push_back({decoded_ + begin, decoded_ + text.size()});",
+           "hidden_.push_back({decoded_, decoded_ + text.size()});", unit("Generate.SpecialTokens*")),
+    Mutant("special tokens that a stop text held back are shown", "llmc/infer/text_stream.cpp",
+           "return range.end <= last;", "return true;", unit("Generate.SpecialTokens*")),
+    # ---- llmc/infer/report.cpp, interactive.cpp ----------------------------------------------------------------------
+    Mutant("a text that was cut short looks like a whole one", "llmc/infer/report.cpp",
+           "result.finish_reason == FinishReason::interrupted || ", "", unit("Report.TheShortLine*")),
+    Mutant("/reset forgets nothing", "llmc/infer/interactive.cpp", "      model_.reset();\n      log_info(\"(the text begins anew)\");",
+           "      log_info(\"(the text begins anew)\");", ("py:test_infer_cli.py::test_interactive_commands",)),
+    Mutant("NO_COLOR does not reach the prompt", "llmc/infer/text_output.cpp", " && stdout_color();", ";",
+           ("py:test_infer_cli.py::test_the_prompt_is_dimmed_on_a_terminal",)),
 ]

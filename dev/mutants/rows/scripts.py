@@ -877,4 +877,15 @@ ROWS = [
            "blocks = np.arange(begin, min(begin + INIT_CHUNK",
            "blocks = begin * 0 + np.arange(0, min(INIT_CHUNK",
            ("py:test_train_reference.py::test_initial_values_do_not_depend_on_the_pieces_in_which_they_are_made",)),
+    # ---- scripts/plot_log.py, needs.py, run_demo.sh ------------------------------------------------------------------
+    Mutant("the plot has no median of the throughput", "scripts/plot_log.py", "shown=human, median=True)", "shown=human)",
+           ("py:test_plot_log.py::test_each_run_has_its_own_lines",)),
+    Mutant("small learning rates have an exponent", "scripts/plot_log.py", """return f"{float(f'{value:.3g}'):.12f}".rstrip("0").rstrip(".")""",
+           """return f"{value:.3g}\"""", ("py:test_plot_log.py::test_each_run_has_its_own_lines",)),
+    Mutant("an installed script is named as in a checkout", "scripts/needs.py", "return name if INSTALLED else f", "return f",
+           ("py:test_install.py::test_commands_that_messages_name_exist",)),
+    Mutant("more of the demo's model has other options", "scripts/run_demo.sh", '${same[*]:+ ${same[*]}}"', '"',
+           ("py:test_demo_script.py::test_the_newest_checkpoint_is_the_one_to_serve",)),
+    Mutant("the next command of the shards trains elsewhere", "dev/prepare_data.py", "{arguments} --out runs/mine", "{arguments} --out runs/first",
+           ("py:test_prepare_data.py",)),
 ]

@@ -305,4 +305,11 @@ ROWS = [
            ("py:test_serve.py::test_it_says_where_it_listens_and_warns_only_where_others_can_use_it",)),
     Mutant("streams are not counted among the answers", "llmc/serve/server.cpp", "    metrics.answered(200);\n", "",
            ("py:test_serve.py::test_every_answer_is_counted_by_its_status",)),
+    # ---- llmc/serve/page.html ----------------------------------------------------------------------------------------
+    Mutant("the page asks for a key at once", "llmc/serve/page.html", 'id="key_row" hidden>', 'id="key_row">',
+           ("py:test_serve.py::test_the_controls_of_the_page",)),
+    Mutant("Enter alone generates", "llmc/serve/page.html", 'if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;',
+           'if (event.key !== "Enter") return;', ("py:test_serve.py::test_the_controls_of_the_page",)),
+    Mutant("a refused key is not asked for", "llmc/serve/page.html", "  if (response.status === 401) askForKey();\n", "",
+           ("py:test_serve.py::test_the_page_asks_for_a_key_after_it_was_refused",)),
 ]
