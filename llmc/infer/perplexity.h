@@ -32,13 +32,13 @@ struct PerplexityWindow {
 std::vector<PerplexityWindow> perplexity_windows(std::int64_t count, std::int64_t window, std::int64_t stride);
 
 struct PerplexityResult {
-  std::int64_t tokens = 0;    // scored
+  std::int64_t tokens = 0;     // scored
   std::int64_t of_tokens = 0;  // of the text: one more where nothing begins a document, and the first has no context
-  std::int64_t bytes = 0;     // of the text
-  std::int64_t windows = 0;   // complete ones
-  double mean_nll = 0;        // natural logarithm, per token
-  double standard_error = 0;  // of mean_nll: standard deviation / sqrt(tokens), as if tokens were independent
-  bool interrupted = false;   // the figures cover the tokens that were scored before the interruption
+  std::int64_t bytes = 0;      // of the text
+  std::int64_t windows = 0;    // complete ones
+  double mean_nll = 0;         // natural logarithm, per token
+  double standard_error = 0;   // of mean_nll: standard deviation / sqrt(tokens), as if tokens were independent
+  bool interrupted = false;    // the figures cover the tokens that were scored before the interruption
 
   double perplexity() const;     // exp(mean_nll)
   double bits_per_byte() const;  // comparable between tokenizers; NaN if interrupted

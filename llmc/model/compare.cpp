@@ -142,7 +142,8 @@ double ulp_distance(const TensorFile& dump, const std::string& name) {
   const std::string source = escaped(dump.path()) + ": dump.ulp";
   const double distance = json_number(dump.config().at(key), name, source);
   if (distance >= 0 && distance <= kLargestUlpDistance) return distance;
-  fail(Exit::bad_file, "%s: %s: got %g, expected 0 to %g: the steps of this dump say nothing. Make one with a lower --lr",
+  fail(Exit::bad_file,
+       "%s: %s: got %g, expected 0 to %g: the steps of this dump say nothing. Make one with a lower --lr",
        source.c_str(), escaped(name).c_str(), distance, kLargestUlpDistance);
 }
 

@@ -53,7 +53,8 @@ TokenDataset::TokenDataset(const std::string& pattern, std::int64_t seq_len, Win
   if (windows_ > 0) return;
   const std::string what = format("%s: %lld tokens", escaped(pattern).c_str(), static_cast<long long>(tokens()));
   if (use == WindowUse::measurement) {
-    fail(Exit::bad_file, "%s, at least 2 in a shard are needed: a loss is that of a token after another one. Give more text",
+    fail(Exit::bad_file,
+         "%s, at least 2 in a shard are needed: a loss is that of a token after another one. Give more text",
          what.c_str());
   }
   fail(Exit::bad_file, "%s, at least %lld are needed for --seq-len %lld. Lower --seq-len, or give more text",

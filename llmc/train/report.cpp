@@ -70,9 +70,10 @@ std::vector<std::string> plan_lines(const TrainSettings& s, const TrainInputs& i
     return lines;
   }
   const auto asked = static_cast<std::uint64_t>(s.val_batches * s.micro_batch);
-  const std::string share = asked > 0 && asked < inputs.val->windows()
-                                ? format(", measured on %llu of them", static_cast<unsigned long long>(asked))
-                                : format(", measured on all: %lld tokens", static_cast<long long>(inputs.val->labels()));
+  const std::string share =
+      asked > 0 && asked < inputs.val->windows()
+          ? format(", measured on %llu of them", static_cast<unsigned long long>(asked))
+          : format(", measured on all: %lld tokens", static_cast<long long>(inputs.val->labels()));
   lines.push_back(data_line("val", *inputs.val) + share);
   return lines;
 }

@@ -194,7 +194,7 @@ TEST_F(CompareDump, SteppedParametersMayErrThreeTimesWhatAnUlpLeadsTo) {
   const TensorSpec& spec = model->table().at("model.norm.weight");
   std::vector<float> stepped(static_cast<std::size_t>(spec.elements));
   model->read_tensor(TensorRole::parameter, spec, stepped.data());
-  const Json settings = {{"steps", 1},   {"learning_rate", 1e-3}, {"beta1", 0.9},  {"beta2", 0.95},
+  const Json settings = {{"steps", 1},  {"learning_rate", 1e-3}, {"beta1", 0.9},  {"beta2", 0.95},
                          {"eps", 1e-8}, {"weight_decay", 0},     {"grad_clip", 0}};
   const auto compared = [&](double off, const Json& ulp) {
     Json dump = {{"adamw", settings}};
@@ -217,7 +217,8 @@ TEST_F(CompareDump, SteppedParametersMayErrThreeTimesWhatAnUlpLeadsTo) {
     EXPECT_EQ(result.rows[0].tolerance, 1e-5) << result.rows[0].name;
     return result.rows[1];
   };
-  for (const Json& none : {Json(), Json::object(), Json({{"adamw.param.other", 1e-4}}), Json({{name, 0}}), Json({{name, 3e-6}})}) {
+  for (const Json& none :
+       {Json(), Json::object(), Json({{"adamw.param.other", 1e-4}}), Json({{name, 0}}), Json({{name, 3e-6}})}) {
     EXPECT_EQ(compared(0, none).tolerance, 1e-5) << none;
     EXPECT_TRUE(compared(0.9e-5, none).pass) << none;
     EXPECT_FALSE(compared(1.1e-5, none).pass) << none;

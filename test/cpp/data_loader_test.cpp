@@ -213,7 +213,8 @@ std::vector<std::pair<std::int32_t, std::int64_t>> windows_of(const TokenDataset
   std::vector<std::int32_t> tokens(T), labels(T);
   for (std::uint64_t window = 0; window < data.windows(); ++window) {
     data.read_window(window, tokens, labels);
-    const auto count = static_cast<std::size_t>(std::find(labels.begin(), labels.end(), kIgnoredLabel) - labels.begin());
+    const auto count =
+        static_cast<std::size_t>(std::find(labels.begin(), labels.end(), kIgnoredLabel) - labels.begin());
     for (std::size_t t = 0; t < T; ++t) {
       EXPECT_EQ(tokens[t], tokens[0] + static_cast<std::int32_t>(t % count));
       EXPECT_EQ(labels[t], t < count ? tokens[t] + 1 : kIgnoredLabel);
@@ -259,18 +260,10 @@ TEST_F(Loader, AMeasurementHasEveryTokenOnce) {
   const auto measured = [this](std::int64_t seq_len) {
     return TokenDataset(pattern(), seq_len, WindowUse::measurement);
   };
-  EXPECT_EQ(windows_of(measured(8)), (Windows{{0, 8},
-                                              {8, 8},
-                                              {16, 8},
-                                              {24, 5},
-                                              {30, 8},
-                                              {39, 8},
-                                              {47, 8},
-                                              {55, 8},
-                                              {63, 8},
-                                              {71, 8},
-                                              {79, 8},
-                                              {87, 3}}));
+  EXPECT_EQ(
+      windows_of(measured(8)),
+      (Windows{
+          {0, 8}, {8, 8}, {16, 8}, {24, 5}, {30, 8}, {39, 8}, {47, 8}, {55, 8}, {63, 8}, {71, 8}, {79, 8}, {87, 3}}));
   EXPECT_EQ(windows_of(measured(100)), (Windows{{0, 29}, {30, 8}, {39, 51}}));
   for (const std::int64_t seq_len : {1, 2, 7, 8, 9, 29, 30, 51, 100}) {
     const TokenDataset data = measured(seq_len);
@@ -284,8 +277,9 @@ TEST_F(Loader, AMeasurementHasEveryTokenOnce) {
   EXPECT_EQ(measured(100).labels(), 29 + 51) << "a single token has nothing before it";
   EXPECT_EQ(windows_of(measured(100)), (Windows{{0, 29}, {39, 51}}));
   write_shard(directory_.file("val_0.bin"), {7}, 1000);
-  expect_contains(error_of(Exit::bad_file, [&] { TokenDataset(directory_.file("val_*.bin"), 8, WindowUse::measurement); }),
-                  "val_*.bin: 1 tokens, at least 2 in a shard are needed");
+  expect_contains(
+      error_of(Exit::bad_file, [&] { TokenDataset(directory_.file("val_*.bin"), 8, WindowUse::measurement); }),
+      "val_*.bin: 1 tokens, at least 2 in a shard are needed");
 }
 
 TEST_F(Loader, RefusesShardsThatDoNotFit) {

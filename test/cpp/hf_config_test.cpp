@@ -679,7 +679,8 @@ TEST(Inputs, TheReportSaysWhatEachRankComputes) {
     expect_contains(text, "  weights    1.05 MB\n  total      1.05 MB\n");
   }
   inputs.val.emplace(directory.file("val.bin"), 8, WindowUse::measurement);
-  expect_contains(report(1, 1), "fill no window\n  val: 1 shard, 0.01 M tokens, 1250 windows of 8, measured on 16 of them\n");
+  expect_contains(report(1, 1),
+                  "fill no window\n  val: 1 shard, 0.01 M tokens, 1250 windows of 8, measured on 16 of them\n");
   for (const std::int64_t batches : {0, 625, 9'999}) {
     settings.val_batches = batches;
     expect_contains(report(1, 1), "1250 windows of 8, measured on all: 10000 tokens\nmemory");
