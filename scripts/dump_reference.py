@@ -458,9 +458,8 @@ def stepped(directory: Path, description: Model, request: Request) -> dict[str, 
     return {"adamw.losses": np.array(losses, dtype=np.float32)} | {f"adamw.param.{name}": value for name, value in parameters.items()}
 
 
-def ulp_distances(directory: Path, description: Model, request: Request, tensors: dict[str, np.ndarray]) -> dict[str, float]:
-    """How far weights that begin one unit in the last place away end from those of `tensors`: the farthest of ULP_RUNS."""
-    want = {name: value for name, value in tensors.items() if name.startswith("adamw.param.")}
+def ulp_distances(directory: Path, description: Model, request: Request, want: dict[str, np.ndarray]) -> dict[str, float]:
+    """How far weights that begin one unit in the last place away end from `want`, adamw.param.*: the farthest of ULP_RUNS."""
     runs = []
     for seed in range(ULP_RUNS):
         moved = stepped(directory, description, replace(request, moved=seed))
@@ -547,9 +546,9 @@ def write_dump(path: Path, directory: Path, checkpoint: Checkpoint, request: Req
             "model_sha256": model_sha256(directory)}
     if request.adamw:
         dump["adamw"] = vars(request.adamw)
-        if not request.fp8:
-            distances = ulp_distances(directory, checkpoint.model, request, every)
-            dump["ulp"] = {name: value for name, value in distances.items() if keep(name)}
+        stepped_tensors = {name: value for name, value in tensors.items() if name.startswith("adamw.param.")}
+        if stepped_tensors and not request.fp8:
+            dump["ulp"] = ulp_distances(directory, checkpoint.model, request, stepped_tensors)
     if request.half_dtype:
         dump["act16_dtype"] = request.half_dtype
     if request.fp8:

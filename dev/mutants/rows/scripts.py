@@ -808,6 +808,12 @@ ROWS = [
            ("py:test_tensor_file.py::test_a_shard_keeps_what_it_was_made_with",)),
     Mutant("a shard counts rows of ids", "scripts/token_shard.py", "self.count += tokens.size", "self.count += len(tokens)",
            ("py:test_tensor_file.py::test_a_shard_keeps_what_it_was_made_with",)),
+    Mutant("reference: an ulp leads as far as in the last run", "scripts/dump_reference.py",
+           "return {name: max(run[name] for run in runs) for name in want}", "return runs[-1]",
+           ("py:test_torch_scripts.py::test_what_the_tolerances_of_stepped_parameters_follow_from",)),
+    Mutant("reference: every run moves the weights in one way", "scripts/dump_reference.py",
+           "replace(request, moved=seed)", "replace(request, moved=0 * seed)",
+           ("py:test_torch_scripts.py::test_what_the_tolerances_of_stepped_parameters_follow_from",)),
     # ---- scripts/train_reference.py ----------------------------------------------------------------------------------
     Mutant("reference run: --grad-clip 0 is a limit", "scripts/train_reference.py", "settings.grad_clip or math.inf",
            "settings.grad_clip",
