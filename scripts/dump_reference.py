@@ -459,11 +459,16 @@ def stepped(directory: Path, description: Model, request: Request) -> dict[str, 
 
 
 def ulp_distances(directory: Path, description: Model, request: Request, want: dict[str, np.ndarray]) -> dict[str, float]:
-    """How far weights that begin one unit in the last place away end from `want`, adamw.param.*: the farthest of ULP_RUNS."""
+    """How far steps from weights one unit in the last place away lead from `want`, of adamw.*: the farthest of ULP_RUNS. In the
+    norms of --compare: parameters in the 2-norm, losses by the largest difference, relative to the largest loss or 1."""
     runs = []
     for seed in range(ULP_RUNS):
         moved = stepped(directory, description, replace(request, moved=seed))
-        runs.append(relative_distances({name: moved[name].cpu().float().numpy() for name in want}, want))
+        got = {name: moved[name] if name == "adamw.losses" else moved[name].cpu().float().numpy() for name in want}
+        runs.append(relative_distances(got, want))
+        if (losses := want.get("adamw.losses")) is not None:
+            difference = np.abs(got["adamw.losses"].astype(np.float64) - losses).max()
+            runs[-1]["adamw.losses"] = float(difference / max(np.abs(losses).max(), 1))
     return {name: max(run[name] for run in runs) for name in want}
 
 
@@ -546,7 +551,7 @@ def write_dump(path: Path, directory: Path, checkpoint: Checkpoint, request: Req
             "model_sha256": model_sha256(directory)}
     if request.adamw:
         dump["adamw"] = vars(request.adamw)
-        stepped_tensors = {name: value for name, value in tensors.items() if name.startswith("adamw.param.")}
+        stepped_tensors = {name: value for name, value in tensors.items() if name.startswith("adamw.")}
         if stepped_tensors and not request.fp8:
             dump["ulp"] = ulp_distances(directory, checkpoint.model, request, stepped_tensors)
     if request.half_dtype:
