@@ -51,7 +51,8 @@ struct PerplexityHooks {
 };
 
 // Scores `ids` (at least two, the first one is only context) with windows of the model's capacity.
-// `bytes`: length of the text. `of_tokens` of the result: those of `ids` that are scored, if none interrupts. A result that is not finite: Exit::numeric.
+// `bytes`: length of the text. `of_tokens` of the result: those of `ids` that are scored, if none interrupts. A result that
+// is not finite: Exit::numeric.
 PerplexityResult perplexity(DecodeModel& model, std::span<const std::int32_t> ids, std::int64_t bytes,
                             std::int64_t stride, const PerplexityHooks& hooks = {});
 

@@ -144,7 +144,7 @@ double ulp_distance(const TensorFile& dump, const std::string& name) {
   if (distance >= 0 && distance <= kLargestUlpDistance) return distance;
   fail(Exit::bad_file,
        "%s: %s: got %g, expected 0 to %g: the steps of this dump say nothing. Make one with a lower --lr",
-       source.c_str(), escaped(name).c_str(), distance, kLargestUlpDistance);
+       source.c_str(), name.c_str(), distance, kLargestUlpDistance);
 }
 
 class Checker {
