@@ -251,7 +251,7 @@ TEST_F(Loader, AShortShardIsJoinedToItsNeighbour) {
   EXPECT_EQ(data.labels(), 32);
   EXPECT_EQ(data.left_out(), 10) << "22 and 20 labels, of which 16 each are in windows";
   expect_contains(error_of(Exit::bad_file, [&] { cut({8}); }),
-                  "train_*.bin: 8 tokens, at least 9 are needed for --seq-len 8. Lower --seq-len, or give more text");
+                  "train_*.bin': 8 tokens, at least 9 are needed for --seq-len 8. Lower --seq-len, or give more text");
   expect_contains(error_of(Exit::bad_file, [&] { cut({1, 3, 4}); }), ": 8 tokens, at least 9");
 }
 
@@ -280,7 +280,7 @@ TEST_F(Loader, AMeasurementHasEveryTokenOnce) {
   write_shard(directory_.file("val_0.bin"), {7}, 1000);
   expect_contains(
       error_of(Exit::bad_file, [&] { TokenDataset(directory_.file("val_*.bin"), 8, WindowUse::measurement); }),
-      "val_*.bin: 1 tokens, at least 2 in a shard are needed");
+      "val_*.bin': 1 tokens, at least 2 in a shard are needed");
 }
 
 TEST_F(Loader, RefusesShardsThatDoNotFit) {
