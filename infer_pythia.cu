@@ -174,9 +174,10 @@ Exit run_perplexity(const DecodeSession& s) {
     progress.show(format("window %lld of %lld, perplexity %.3f", static_cast<long long>(done),
                          static_cast<long long>(all), so_far));
   };
-  const PerplexityResult result =
+  PerplexityResult result =
       perplexity(*model, ids, static_cast<std::int64_t>(text.size()), std::min(stride, capacity - 1), hooks);
   progress.clear();
+  if (!start.has_value()) ++result.of_tokens;  // the first token of the text, which has nothing before it
   const DecodePath path = s.device().path();
   write_stdout(settings.json ? json_line(perplexity_json(result, window, stride, path))
                              : perplexity_text(result, window, stride));

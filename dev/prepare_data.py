@@ -56,6 +56,7 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 PIECE_CHARACTERS = 1 << 16  # documents are encoded in pieces of about this length
 BATCH_CHARACTERS = 1 << 20  # pieces that are encoded together
 MIN_VALIDATION_DOCUMENTS = 10
+SMALLEST_LAST_SHARD = 1 << 18  # fewer tokens at the end of a split, perhaps no whole sequence, go into the shard before
 SHARD_NAME = re.compile(r"(train|val)_\d{5,}\.bin")
 TERMINATED = 143
 
@@ -387,6 +388,8 @@ class Split:
     text_bytes: int = 0
     shards: list[str] = field(default_factory=list)
     _writer: ShardWriter | None = None
+    _held: list[np.ndarray] = field(default_factory=list)  # behind a full shard, too few for one of their own
+    _held_tokens: int = 0
 
     def write(self, ids: np.ndarray) -> None:
         self.tokens += ids.size
@@ -398,13 +401,20 @@ class Split:
             taken = ids[:self.shard_tokens - self._writer.count]
             self._writer.write(taken)
             ids = ids[taken.size:]
-            if self._writer.count == self.shard_tokens:
-                self.close()
+            if ids.size:  # the shard is full
+                self._held.append(ids)
+                self._held_tokens += ids.size
+                if self._held_tokens < min(self.shard_tokens, SMALLEST_LAST_SHARD):
+                    return
+                ids, self._held, self._held_tokens = np.concatenate(self._held), [], 0
+                self._writer.close()
+                self._writer = None
 
     def close(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
+        if self._writer is not None:
+            for ids in self._held:
+                self._writer.write(ids)
+            self._writer.close()
 
 
 @dataclass
@@ -559,7 +569,7 @@ def prepare(options: argparse.Namespace, staging: Path) -> tuple[Encoder, list[S
     progress.finish()
     for split, group in ((train, options.text), (val, options.val or [])):
         split.close()
-        if split.tokens == 0 and (group or options.val_fraction > 0):
+        if split.tokens < 2 and (group or options.val_fraction > 0):
             bad_file(", ".join(map(str, group or options.text)), "", f"no text for {split.name}, expected at least one "
                      "document", "Give more text" if group else "Give more text, or --val-fraction 0")
     return encoder, [split for split in (train, val) if split.tokens]
@@ -586,9 +596,14 @@ def report(output: Path, encoder: Encoder, splits: list[Split]) -> None:
     print(f"vocabulary {encoder.vocab_size:,}, end of text {encoder.end_of_text}")
     arguments = " ".join(f"--{split.name} {cli.pasteable(glob.escape(str(output / split.name)) + '_*.bin')}" for split in splits)
     preset = preset_for(splits[0].tokens, encoder.vocab_size)
+    if splits[0].tokens <= DEFAULT_SEQ_LEN:  # of less there is no sequence
+        arguments += f" --seq-len {splits[0].tokens - 1}"
     train = needs.program("train_llama")
     print(f"\nNext:\n  {train} --config {preset} {arguments} --out runs/mine\n"
           f"(a new model; to tune one with this tokenizer: --model FILE in the place of --config {preset})")
+
+
+DEFAULT_SEQ_LEN = 256  # of train_llama
 
 
 # The presets of train_llama, smaller models first: parameters of the layers, and for each token of the vocabulary.
@@ -618,7 +633,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=cli.number_in(0, 2**64 - 1, int), default=0, metavar="S",
                         help="of the choice of validation documents (default 0)")
     parser.add_argument("--shard-tokens", type=cli.number_in(1, 2**40, int), default=100_000_000, metavar="N",
-                        help="tokens of a shard; the last one has fewer (default 100000000)")
+                        help="tokens of a shard; the last one has more or fewer (default 100000000)")
     parser.add_argument("--format", choices=("auto", "text", "jsonl"), default="auto",
                         help="auto goes by the name: .jsonl and .ndjson are JSON lines")
     parser.add_argument("--jsonl-field", default="text", metavar="NAME", help="member with the text (default text)")

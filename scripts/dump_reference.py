@@ -52,6 +52,9 @@ GROUPS = {"act": ("act.", "act16."), "grad": ("grad.",), "grad16": ("grad16.",),
 # moves all that follows from it. How far that leads is measured: NOISE_RUNS times with normal noise on all that is rounded, of
 # NOISE relative to each row, several times what another order of sums in fp32 makes of it.
 NOISE, NOISE_RUNS = 2.0**-20, 3
+# AdamW's first steps divide a gradient by its own size, so that rounding noise in a tiny gradient moves a parameter by the
+# whole learning rate. How far that leads is measured: ULP_RUNS times with every weight moved by one unit in its last place.
+ULP_RUNS = 3
 FP8_MULTIPLE = 16  # of all widths, and of the ids of a batch
 # How much a value may differ from its recomputation, relative to the largest value of the tensor.
 RECOMPUTE_TOLERANCE = {"f32": 2e-5, "bf16": 4 * 2.0**-7, "f16": 4 * 2.0**-10}
@@ -93,6 +96,7 @@ class Request:
     device: str = "cpu"
     weights: Path | None = None  # a model file whose weights replace those of the directory
     fp8: Fp8 | None = None
+    moved: int | None = None  # the seed by which each weight is moved up or down by one unit in its last place
 
 
 # ---- the model under the hooks ---------------------------------------------------------------------------------------
@@ -145,6 +149,8 @@ def load_model(directory: Path, description: Model, request: Request, dtype: str
         with torch.no_grad():
             for name, values in replaced_weights(request.weights, description):
                 parameters[name].copy_(torch.from_numpy(values))
+    if request.moved is not None:
+        move_by_an_ulp(model, request.moved)
     if request.fp8:
         import fp8_emulation  # needs torch
 
@@ -152,6 +158,17 @@ def load_model(directory: Path, description: Model, request: Request, dtype: str
         model.fp8_rounding = fp8_emulation.Rounding(request.fp8.noise, request.fp8.seed)
         fp8_emulation.round_llama(model, model.fp8_rounding)
     return model.to(request.device).eval()
+
+
+def move_by_an_ulp(model: torch.nn.Module, seed: int) -> None:
+    """Every parameter to one of its two neighbours, at random."""
+    torch, _ = libraries()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            up = torch.randint(2, parameter.shape, generator=generator).bool()
+            towards = torch.where(up, math.inf, -math.inf).to(parameter.dtype)
+            parameter.copy_(torch.nextafter(parameter, towards))
 
 
 @dataclass(frozen=True)
@@ -411,9 +428,7 @@ def compute(directory: Path, description: Model, request: Request) -> dict[str, 
     if request.backward:
         tensors |= {f"grad.{name}": value for name, value in gradients(directory, description, request, request.dtype).items()}
     if request.adamw:
-        losses, parameters = optimizer_steps(directory, description, request, request.dtype)
-        tensors["adamw.losses"] = np.array(losses, dtype=np.float32)
-        tensors |= {f"adamw.param.{name}": value for name, value in parameters.items()}
+        tensors |= stepped(directory, description, request)
     if request.greedy:
         prompt = request.ids[0] if request.greedy_prompt is None else request.greedy_prompt
         tensors |= {"greedy.prompt_ids": prompt, "greedy.ids": greedy(directory, description, request)[0]}
@@ -425,8 +440,28 @@ def compute(directory: Path, description: Model, request: Request) -> dict[str, 
             for name, value in tensors.items()}
 
 
+def stepped(directory: Path, description: Model, request: Request) -> dict[str, Any]:
+    """The tensors of the optimizer steps."""
+    losses, parameters = optimizer_steps(directory, description, request, request.dtype)
+    return {"adamw.losses": np.array(losses, dtype=np.float32)} | {f"adamw.param.{name}": value for name, value in parameters.items()}
+
+
+def ulp_distances(directory: Path, description: Model, request: Request, want: dict[str, np.ndarray]) -> dict[str, float]:
+    """How far steps from weights one unit in the last place away lead from `want`, of adamw.*: the farthest of ULP_RUNS. In the
+    norms of --compare: parameters in the 2-norm, losses by the largest difference, relative to the largest loss or 1."""
+    runs = []
+    for seed in range(ULP_RUNS):
+        moved = stepped(directory, description, replace(request, moved=seed))
+        got = {name: moved[name] if name == "adamw.losses" else moved[name].cpu().float().numpy() for name in want}
+        runs.append(relative_distances(got, want))
+        if (losses := want.get("adamw.losses")) is not None:
+            difference = np.abs(got["adamw.losses"].astype(np.float64) - losses).max()
+            runs[-1]["adamw.losses"] = float(difference / max(np.abs(losses).max(), 1))
+    return {name: max(run[name] for run in runs) for name in want}
+
+
 def relative_distances(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> dict[str, float]:
-    """In the 2-norm, of each tensor that an fp8 dump is compared by."""
+    """In the 2-norm, of each tensor that a tolerance is derived for."""
     result = {}
     for name in want:
         if name.startswith(("act.", "grad.", "adamw.")):
@@ -504,11 +539,14 @@ def write_dump(path: Path, directory: Path, checkpoint: Checkpoint, request: Req
             "model_sha256": model_sha256(directory)}
     if request.adamw:
         dump["adamw"] = vars(request.adamw)
+        stepped_tensors = {name: value for name, value in tensors.items() if name.startswith("adamw.")}
+        if stepped_tensors and not request.fp8:
+            dump["ulp"] = ulp_distances(directory, checkpoint.model, request, stepped_tensors)
     if request.half_dtype:
         dump["act16_dtype"] = request.half_dtype
     if request.fp8:
-        distances = fp8_distances(directory, checkpoint.model, request, every)
-        dump["fp8"] = {key: {name: value for name, value in values.items() if keep(name)} for key, values in distances.items()}
+        measured = fp8_distances(directory, checkpoint.model, request, every)
+        dump["fp8"] = {key: {name: value for name, value in values.items() if keep(name)} for key, values in measured.items()}
     with Writer(path, "reference dump", {"model": checkpoint.model.to_json(), "dump": dump}) as writer:
         for name, value in tensors.items():
             writer.declare(name, "i32" if value.dtype == np.int32 else "f32", value.shape)

@@ -242,6 +242,18 @@ def file_tensors(path: Path, model: Model) -> Iterator[tuple[str, np.ndarray]]:
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
+def joined_texts(shards: list[TokenShard], seq_len: int) -> list[np.ndarray]:
+    """The texts that windows lie in: each a shard, but one too short for a window joins the text before it, or the next one if
+    it is the first (TokenDataset in llmc/train/data_loader.h)."""
+    texts: list[list[np.ndarray]] = []
+    for shard in shards:
+        if texts and (shard.count <= seq_len or sum(part.size for part in texts[-1]) <= seq_len):
+            texts[-1].append(shard.tokens)
+        else:
+            texts.append([shard.tokens])
+    return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in texts]
+
+
 class Windows:
     """The training shards cut into windows of T + 1 tokens, handed out in the run's order."""
 
@@ -252,9 +264,10 @@ class Windows:
         if not paths:
             raise FileError(cli.BAD_FILE, f"{escaped(pattern, 300)}: no file matches this pattern in "
                             f"{escaped(os.getcwd(), 300)}. Give the shards of the run with --train")
-        self.shards = [TokenShard(path) for path in paths]
-        check_shards(self.shards, description)
-        self.first_window = np.cumsum([0] + [(shard.count - 1) // self.seq_len for shard in self.shards])
+        shards = [TokenShard(path) for path in paths]
+        check_shards(shards, description)
+        self.texts = joined_texts(shards, self.seq_len)
+        self.first_window = np.cumsum([0] + [(text.size - 1) // self.seq_len for text in self.texts])
         self.order = DataOrder(int(self.first_window[-1]), settings.seed)
 
     def batch(self, begin: int, number: int) -> np.ndarray:
@@ -262,17 +275,16 @@ class Windows:
         return np.stack([self._window(int(window)) for window in self.order.windows(begin, number)])
 
     def _window(self, window: int) -> np.ndarray:
-        shard = int(np.searchsorted(self.first_window, window, side="right")) - 1
-        begin = (window - int(self.first_window[shard])) * self.seq_len
-        return self.shards[shard].tokens[begin:begin + self.seq_len + 1].astype(np.int64)
+        text = int(np.searchsorted(self.first_window, window, side="right")) - 1
+        begin = (window - int(self.first_window[text])) * self.seq_len
+        return self.texts[text][begin:begin + self.seq_len + 1].astype(np.int64)
 
 
 def check_shards(shards: list[TokenShard], description: RunDescription) -> None:
     """Refuses damaged shards, and shards other than those of the run."""
+    if (tokens := sum(shard.count for shard in shards)) <= description.settings.seq_len:
+        bad_file(shards[0].path, "count", f"got {tokens} tokens in all shards, expected more than {description.settings.seq_len}")
     for shard in shards:
-        if shard.count <= description.settings.seq_len:
-            bad_file(shard.path, "count", f"got {shard.count} tokens, expected more than "
-                     f"{description.settings.seq_len}")
         if shard.vocab_size > description.model.vocab_size:
             bad_file(shard.path, "vocab_size", f"got {shard.vocab_size}, expected at most "
                      f"{description.model.vocab_size}")

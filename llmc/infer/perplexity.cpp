@@ -91,6 +91,7 @@ PerplexityResult perplexity(DecodeModel& model, std::span<const std::int32_t> id
   if (windows.empty()) fail(Exit::bad_file, "perplexity: the text has no token to score");
   PerplexityResult result;
   result.bytes = bytes;
+  result.of_tokens = std::ssize(ids) - 1;
   RunningMoments moments;
   model.interrupt_score(hooks.interrupted);
   for (const PerplexityWindow& window : windows) {

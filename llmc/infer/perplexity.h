@@ -32,12 +32,13 @@ struct PerplexityWindow {
 std::vector<PerplexityWindow> perplexity_windows(std::int64_t count, std::int64_t window, std::int64_t stride);
 
 struct PerplexityResult {
-  std::int64_t tokens = 0;    // scored
-  std::int64_t bytes = 0;     // of the text
-  std::int64_t windows = 0;   // complete ones
-  double mean_nll = 0;        // natural logarithm, per token
-  double standard_error = 0;  // of mean_nll: standard deviation / sqrt(tokens), as if tokens were independent
-  bool interrupted = false;   // the figures cover the tokens that were scored before the interruption
+  std::int64_t tokens = 0;     // scored
+  std::int64_t of_tokens = 0;  // of the text: one more where nothing begins a document, and the first has no context
+  std::int64_t bytes = 0;      // of the text
+  std::int64_t windows = 0;    // complete ones
+  double mean_nll = 0;         // natural logarithm, per token
+  double standard_error = 0;   // of mean_nll: standard deviation / sqrt(tokens), as if tokens were independent
+  bool interrupted = false;    // the figures cover the tokens that were scored before the interruption
 
   double perplexity() const;     // exp(mean_nll)
   double bits_per_byte() const;  // comparable between tokenizers; NaN if interrupted
@@ -49,8 +50,9 @@ struct PerplexityHooks {
   std::function<double(double)> on_loss;  // replaces each loss that counts, in order: faults on purpose
 };
 
-// Scores `ids` (at least two, the first one starts the document) with windows of the model's capacity.
-// `bytes`: length of the text. A result that is not finite: Exit::numeric.
+// Scores `ids` (at least two, the first one is only context) with windows of the model's capacity.
+// `bytes`: length of the text. `of_tokens` of the result: those of `ids` that are scored, if none interrupts. A result that
+// is not finite: Exit::numeric.
 PerplexityResult perplexity(DecodeModel& model, std::span<const std::int32_t> ids, std::int64_t bytes,
                             std::int64_t stride, const PerplexityHooks& hooks = {});
 

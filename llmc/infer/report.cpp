@@ -95,7 +95,9 @@ std::string perplexity_text(const PerplexityResult& result, std::int64_t window,
   if (std::isfinite(result.standard_error)) text += format(" +- %.5f", result.standard_error);
   text += format(" nats a token\n");
   if (!result.interrupted) text += format("bits per byte  %.4f\n", result.bits_per_byte());
-  text += format("tokens         %lld of %lld bytes\n", wide(result.tokens), wide(result.bytes));
+  const bool no_context = !result.interrupted && result.tokens < result.of_tokens;
+  text += format("tokens         %lld of %lld%s, %lld bytes\n", wide(result.tokens), wide(result.of_tokens),
+                 no_context ? " (the first has nothing before it)" : "", wide(result.bytes));
   text += format("windows        %lld of %lld tokens, stride %lld%s\n", wide(result.windows), wide(window),
                  wide(stride), result.interrupted ? ", interrupted" : "");
   return text;
@@ -108,6 +110,7 @@ Json perplexity_json(const PerplexityResult& result, std::int64_t window, std::i
       {"standard_error", finite_or_null(result.standard_error)},
       {"bits_per_byte", finite_or_null(result.bits_per_byte())},
       {"tokens", result.tokens},
+      {"of_tokens", result.of_tokens},
       {"bytes", result.bytes},
       {"windows", result.windows},
       {"window", window},

@@ -50,6 +50,9 @@ TrainOptions training_options(const TensorFile& dump, Precision precision, const
 // With bf16 a tensor may err, in the 2-norm, three times what PyTorch's own bf16 run errs on it against its fp32 run (the
 // dump's act16.*, loss16, grad16.*, adamw16.losses); tensors without that yardstick are left out, and `tolerance` is not
 // used.
+// With fp32 `tolerance` holds, except after AdamW steps: losses and parameters may err three times what PyTorch's own steps
+// make of weights that begin one unit in the last place away (the dump's "ulp"), if that is more. The first steps divide a
+// gradient by its own size, so that rounding noise decides where an element with a tiny gradient goes.
 // With fp8 a value within rounding noise of the middle between two codes may get either, and by that one step of fp8 differ from its
 // reference, as does what follows from it. A tensor may err, in the 2-norm, three times what noise on all that is rounded makes of
 // it in PyTorch (`activations` f32: noise of fp32, bf16: a model in bf16), and, if that is less, twice what rounding to fp8 makes of

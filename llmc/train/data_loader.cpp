@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "llmc/base/ceil_div.h"
 #include "llmc/base/error.h"
 #include "llmc/base/hash.h"
 #include "llmc/base/json.h"
@@ -29,24 +30,48 @@ std::string header_hash(const TokenShard& shard) {
 
 }  // namespace
 
-TokenDataset::TokenDataset(const std::string& pattern, std::int64_t seq_len) : seq_len_(seq_len) {
+TokenDataset::TokenDataset(const std::string& pattern, std::int64_t seq_len, WindowUse use)
+    : seq_len_(seq_len), use_(use) {
   for (const std::string& path : expand_glob(pattern)) {
     TokenShard shard = TokenShard::open(path);
-    if (shard.count() < seq_len + 1) {
-      fail(Exit::bad_file, "%s: %lld tokens, at least %lld are needed for --seq-len %lld", escaped(path).c_str(),
-           static_cast<long long>(shard.count()), static_cast<long long>(seq_len + 1), static_cast<long long>(seq_len));
-    }
     if (!shards_.empty()) require_same_tokenizer(shards_.front(), shard);
-    first_window_.push_back(windows_);
-    windows_ += static_cast<std::uint64_t>((shard.count() - 1) / seq_len);
+    const std::int64_t begin = tokens(), end = begin + shard.count();
+    const bool joined = use == WindowUse::training && !texts_.empty() &&
+                        (shard.count() <= seq_len || texts_.back().end - texts_.back().begin <= seq_len);
+    if (joined) {
+      texts_.back().end = end;
+    } else {
+      texts_.push_back({begin, end});
+    }
+    first_token_.push_back(end);
     shards_.push_back(std::move(shard));
   }
+  for (Text& text : texts_) {
+    text.first_window = windows_;
+    windows_ += windows_of(text);
+  }
+  if (windows_ > 0) return;
+  const std::string what = format("%s: %lld tokens", escaped(pattern).c_str(), static_cast<long long>(tokens()));
+  if (use == WindowUse::measurement) {
+    fail(Exit::bad_file,
+         "%s, at least 2 in a shard are needed: a loss is that of a token after another one. Give more text",
+         what.c_str());
+  }
+  fail(Exit::bad_file, "%s, at least %lld are needed for --seq-len %lld. Lower --seq-len, or give more text",
+       what.c_str(), static_cast<long long>(seq_len + 1), static_cast<long long>(seq_len));
 }
 
-std::int64_t TokenDataset::tokens() const {
-  std::int64_t total = 0;
-  for (const TokenShard& shard : shards_) total += shard.count();
-  return total;
+std::uint64_t TokenDataset::windows_of(const Text& text) const {
+  const std::int64_t labels = text.end - text.begin - 1;
+  return static_cast<std::uint64_t>(use_ == WindowUse::training ? labels / seq_len_ : ceil_div(labels, seq_len_));
+}
+
+std::int64_t TokenDataset::left_out() const {
+  return tokens() - std::ssize(texts_) - labels();
+}
+
+std::int64_t TokenDataset::labels() const {
+  return use_ == WindowUse::training ? static_cast<std::int64_t>(windows_) * seq_len_ : tokens() - std::ssize(texts_);
 }
 
 std::string TokenDataset::directory() const {
@@ -55,11 +80,27 @@ std::string TokenDataset::directory() const {
 
 void TokenDataset::read_window(std::uint64_t window, std::span<std::int32_t> tokens,
                                std::span<std::int32_t> labels) const {
-  const auto after = std::upper_bound(first_window_.begin(), first_window_.end(), window);
-  const auto shard = static_cast<std::size_t>(after - first_window_.begin()) - 1;
-  const auto begin = static_cast<std::int64_t>(window - first_window_[shard]) * seq_len_;
-  shards_[shard].read(begin, tokens);
-  shards_[shard].read(begin + 1, labels);
+  const auto after = std::upper_bound(texts_.begin(), texts_.end(), window,
+                                      [](std::uint64_t w, const Text& text) { return w < text.first_window; });
+  const Text& text = *(after - 1);
+  const std::int64_t begin = text.begin + static_cast<std::int64_t>(window - text.first_window) * seq_len_;
+  const auto count = static_cast<std::size_t>(std::min(seq_len_, text.end - 1 - begin));
+  read(begin, tokens.first(count));
+  read(begin + 1, labels.first(count));
+  for (std::size_t t = count; t < tokens.size(); ++t) tokens[t] = tokens[t - count];
+  std::fill(labels.begin() + static_cast<std::ptrdiff_t>(count), labels.end(), kIgnoredLabel);
+}
+
+// Tokens from number `begin` of all shards on: those of a joined text may lie in several.
+void TokenDataset::read(std::int64_t begin, std::span<std::int32_t> tokens) const {
+  auto shard = static_cast<std::size_t>(std::upper_bound(first_token_.begin(), first_token_.end(), begin) -
+                                        first_token_.begin() - 1);
+  for (; !tokens.empty(); ++shard) {
+    const auto count = std::min(tokens.size(), static_cast<std::size_t>(first_token_[shard + 1] - begin));
+    shards_[shard].read(begin - first_token_[shard], tokens.first(count));
+    begin += static_cast<std::int64_t>(count);
+    tokens = tokens.subspan(count);
+  }
 }
 
 void TokenDataset::verify() const {

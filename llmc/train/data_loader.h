@@ -18,24 +18,33 @@
 
 namespace weft {
 
-// Several shards as one list of windows. Window w of a shard is tokens [w T, w T + T]: neighbours share one
-// token, the last label of one and the first input of the next, and no window crosses the end of a shard.
-// What is left over at the end of a shard, fewer than T tokens, is not used.
+// What a list of windows is for. `training`: only whole windows, of T labels. `measurement`: every token but the first of
+// each shard is a label, so that the last window of a shard may have fewer.
+enum class WindowUse { training, measurement };
+
+// Several shards as one list of windows. Window w of a text is tokens [w T, w T + T]: neighbours share one token, the
+// last label of one and the first input of the next, and no window crosses the end of a text. A text is a shard. In
+// training a shard too short for a window is joined to the text before it, or the next one if it is the first; what is left
+// over at the end of a text, fewer than T tokens, is not used.
 class TokenDataset {
  public:
-  // `pattern`: a shell pattern; the files that match are used in lexicographic order. Exit::bad_file: nothing matches, a
-  // shard holds fewer than T + 1 tokens, or the shards were made with different tokenizers.
-  TokenDataset(const std::string& pattern, std::int64_t seq_len);
+  // `pattern`: a shell pattern; the files that match are used in lexicographic order. Exit::bad_file: nothing matches,
+  // there is no window, or the shards were made with different tokenizers.
+  TokenDataset(const std::string& pattern, std::int64_t seq_len, WindowUse use = WindowUse::training);
 
   std::int64_t seq_len() const { return seq_len_; }
   std::uint64_t windows() const { return windows_; }
-  std::int64_t tokens() const;
+  std::int64_t tokens() const { return first_token_.back(); }
+  std::int64_t labels() const;    // of all windows
+  std::int64_t left_out() const;  // tokens that are no label although another one stands before them in their text
   std::int64_t vocab_size() const { return shards_.front().vocab_size(); }
   std::uint64_t tokenizer_hash() const { return shards_.front().tokenizer_hash(); }
   std::span<const TokenShard> shards() const { return shards_; }
   std::string directory() const;  // where the first shard lies
 
-  // tokens and labels of one window, each [T]. Exit::bad_file if the shard was replaced since it was opened.
+  // tokens and labels of one window, each [T]. Behind the end of a shorter one the tokens begin again at its first, for
+  // the ranges that fp8 sees to be those of text, and the labels are kIgnoredLabel. Exit::bad_file if the shard was
+  // replaced since it was opened.
   void read_window(std::uint64_t window, std::span<std::int32_t> tokens, std::span<std::int32_t> labels) const;
   void verify() const;  // every shard's data hash and every id
 
@@ -47,9 +56,18 @@ class TokenDataset {
   Json fingerprint() const;
 
  private:
+  struct Text {
+    std::int64_t begin, end;  // of the tokens of all shards, one after another
+    std::uint64_t first_window = 0;
+  };
+  std::uint64_t windows_of(const Text& text) const;
+  void read(std::int64_t begin, std::span<std::int32_t> tokens) const;
+
   std::int64_t seq_len_;
+  WindowUse use_;
   std::vector<TokenShard> shards_;
-  std::vector<std::uint64_t> first_window_;  // of each shard
+  std::vector<std::int64_t> first_token_ = {0};  // of each shard, and their end
+  std::vector<Text> texts_;
   std::uint64_t windows_ = 0;
 };
 

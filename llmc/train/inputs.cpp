@@ -140,7 +140,9 @@ TrainInputs open_inputs(const TrainSettings& settings) {
   TrainInputs inputs;
   open_model(settings, inputs);
   if (!settings.train.empty()) inputs.train.emplace(settings.train, settings.seq_len);
-  if (!settings.val.empty() && (inputs.train || settings.eval)) inputs.val.emplace(settings.val, settings.seq_len);
+  if (!settings.val.empty() && (inputs.train || settings.eval)) {
+    inputs.val.emplace(settings.val, settings.seq_len, WindowUse::measurement);
+  }
   choose_vocabulary(settings, inputs);
   open_tokenizer(settings, inputs);
   check_output(settings, inputs);

@@ -28,8 +28,8 @@ long long wide(std::int64_t value) {
 
 }  // namespace
 
-std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
-                                std::int64_t batches, Communicator& ranks) {
+std::optional<MeanLoss> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
+                                  std::int64_t batches, Communicator& ranks) {
   const auto B = static_cast<std::uint64_t>(micro_batch);
   const std::uint64_t all_batches = (data.windows() + B - 1) / B;
   const std::uint64_t count = batches == 0 ? all_batches : std::min(static_cast<std::uint64_t>(batches), all_batches);
@@ -90,12 +90,12 @@ std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std
   if (largest(ranks, stopped ? 1 : 0) != 0) return std::nullopt;
   ranks.gather(sums.data(), parts);
   ranks.gather(labels.data(), parts);
-  return std::accumulate(sums.begin(), sums.end(), 0.0) /
-         static_cast<double>(std::accumulate(labels.begin(), labels.end(), std::int64_t{0}));
+  const std::int64_t tokens = std::accumulate(labels.begin(), labels.end(), std::int64_t{0});
+  return MeanLoss{std::accumulate(sums.begin(), sums.end(), 0.0) / static_cast<double>(tokens), tokens};
 }
 
-std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
-                                std::int64_t batches) {
+std::optional<MeanLoss> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
+                                  std::int64_t batches) {
   SingleRank alone;
   return mean_loss(model, data, micro_batch, batches, alone);
 }
@@ -330,16 +330,16 @@ void TrainLoop::after_step(Step& step) {
   const TrainSettings& settings = parts_.settings;
   if (parts_.validation != nullptr && due(settings.val_every)) {
     inject_term(faults_.term_validation, state_.step);
-    step.val_loss = mean_loss(parts_.model, *parts_.validation, settings.micro_batch, settings.val_batches, ranks_);
-    if (step.val_loss) {
-      state_.val_loss = step.val_loss;
+    step.val = mean_loss(parts_.model, *parts_.validation, settings.micro_batch, settings.val_batches, ranks_);
+    if (step.val) {
+      state_.val_loss = step.val->loss;
       validated_step_ = state_.step;
     }
   }
   // One that is not finite would stay the lowest, and no checkpoint that has it can be read.
-  const bool new_best = settings.keep_best && step.val_loss && std::isfinite(*step.val_loss) &&
-                        (!state_.best || *step.val_loss < state_.best->val_loss);
-  if (new_best) state_.best = TrainState::Best{state_.step, *step.val_loss};
+  const bool new_best = settings.keep_best && step.val && std::isfinite(step.val->loss) &&
+                        (!state_.best || step.val->loss < state_.best->val_loss);
+  if (new_best) state_.best = TrainState::Best{state_.step, step.val->loss};
   report(step);
   if (parts_.sample && settings.sample_every > 0 && due(settings.sample_every) && stop_signal() == 0) write_sample();
   if (state_.step == settings.steps) return;
@@ -360,7 +360,10 @@ void TrainLoop::report(const Step& step) {
                  {"dt_ms", step.seconds * 1000},
                  {"skipped", step.skipped}};
   if (ranks_.size() > 1) record["tokens_per_s_rank"] = tokens_per_s / ranks_.size();
-  if (step.val_loss) record["val_loss"] = *step.val_loss;
+  if (step.val) {
+    record["val_loss"] = step.val->loss;
+    record["val_tokens"] = step.val->tokens;
+  }
   if (step.fp8) {
     constexpr const char* kNames[] = {"input", "weight", "gradient"};
     for (const Fp8Kind kind : kFp8Kinds) {
@@ -378,11 +381,11 @@ void TrainLoop::report(const Step& step) {
   const std::string line = format(
       "step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %s left%s%s", wide(step.number), wide(settings.steps),
       step.loss, step.learning_rate, step.gradient_norm, tokens_per_s, human_seconds(left).c_str(),
-      step.val_loss ? format("  val %.4f", *step.val_loss).c_str() : "", step.skipped ? "  skipped" : "");
+      step.val ? format("  val %.4f", step.val->loss).c_str() : "", step.skipped ? "  skipped" : "");
   // Every step of a short run, about sixty of a long one, and a step that ends 15 seconds after the last line.
   const std::int64_t interval = std::max<std::int64_t>(1, settings.steps / 60);
   const bool print =
-      step.val_loss || step.skipped || step.number == first_step_ || due(interval) || seconds_since(last_line_) > 15;
+      step.val || step.skipped || step.number == first_step_ || due(interval) || seconds_since(last_line_) > 15;
   if (!print) return progress_.show(line);
   log_info("%s", line.c_str());
   last_line_ = Clock::now();

@@ -22,14 +22,19 @@
 
 namespace weft {
 
-// The mean loss, -log p of a label, over `batches` micro-batches of `micro_batch` windows. The windows are spread evenly
-// over the dataset, and are the same at every call; `batches` 0, or more than there are: every window once. Nothing if a
-// signal came meanwhile. Ranks divide the micro-batches and get the same bits as one that measures alone; an error of one
-// is an error of all.
-std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
-                                std::int64_t batches, Communicator& ranks);
-std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
-                                std::int64_t batches);
+// The mean of -log p over `tokens` labels, every one with the same weight.
+struct MeanLoss {
+  double loss = 0;
+  std::int64_t tokens = 0;
+  bool operator==(const MeanLoss&) const = default;
+};
+// The mean loss over `batches` micro-batches of `micro_batch` windows. The windows are spread evenly over the dataset, and
+// are the same at every call; `batches` 0, or more than there are: every window once. Nothing if a signal came meanwhile.
+// Ranks divide the micro-batches and get the same bits as one that measures alone; an error of one is an error of all.
+std::optional<MeanLoss> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
+                                  std::int64_t batches, Communicator& ranks);
+std::optional<MeanLoss> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
+                                  std::int64_t batches);
 
 // The loop of one process. With several ranks each process has one, and all take the same steps and the same decisions.
 // Only the first rank writes the log, messages and samples, and the checkpoints too unless all ranks write those
@@ -66,7 +71,7 @@ class TrainLoop {
     std::int64_t number = 0;
     double loss = 0, gradient_norm = 0, learning_rate = 0, seconds = 0;
     bool skipped = false;
-    std::optional<double> val_loss;
+    std::optional<MeanLoss> val;
     std::optional<Fp8Statistics> fp8;
   };
 

@@ -62,8 +62,19 @@ std::vector<std::string> plan_lines(const TrainSettings& s, const TrainInputs& i
                          ranks.c_str(), all_tokens / 1e6));
   if (!inputs.train) return lines;
   const double epoch = static_cast<double>(inputs.train->windows()) * static_cast<double>(s.seq_len);
-  lines.push_back(data_line("train", *inputs.train) + format(", %.2f epochs", all_tokens / epoch));
-  lines.push_back(inputs.val ? data_line("val", *inputs.val) : "  no validation data (--val)");
+  const std::int64_t left_out = inputs.train->left_out();
+  lines.push_back(data_line("train", *inputs.train) + format(", %.2f epochs", all_tokens / epoch) +
+                  (left_out > 0 ? format(", %lld tokens fill no window", static_cast<long long>(left_out)) : ""));
+  if (!inputs.val) {
+    lines.push_back("  no validation data (--val)");
+    return lines;
+  }
+  const auto asked = static_cast<std::uint64_t>(s.val_batches * s.micro_batch);
+  const std::string share =
+      asked > 0 && asked < inputs.val->windows()
+          ? format(", measured on %llu of them", static_cast<unsigned long long>(asked))
+          : format(", measured on all: %lld tokens", static_cast<long long>(inputs.val->labels()));
+  lines.push_back(data_line("val", *inputs.val) + share);
   return lines;
 }
 

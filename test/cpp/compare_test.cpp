@@ -176,6 +176,63 @@ TEST_F(CompareDump, EachStepHasALoss) {
   }
 }
 
+// A stepped parameter may be off by three times what PyTorch's steps make of an ulp, and in any case by the usual tolerance;
+// what is no stepped parameter has that alone.
+TEST_F(CompareDump, SteppedParametersMayErrThreeTimesWhatAnUlpLeadsTo) {
+  const std::string name = "adamw.param.model.norm.weight";
+  TrainOptions options;
+  options.seq_len = 8;
+  const std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), options);
+  initialize_parameters(*model, 1);
+  model->forward({ids_, ids_}, 0, 1.0f / 8);
+  model->backward();
+  model->statistics();
+  AdamWStep step;
+  step.learning_rate = 1e-3f;
+  step.gradient_scale = 1;
+  model->update(step);
+  const TensorSpec& spec = model->table().at("model.norm.weight");
+  std::vector<float> stepped(static_cast<std::size_t>(spec.elements));
+  model->read_tensor(TensorRole::parameter, spec, stepped.data());
+  const Json settings = {{"steps", 1},  {"learning_rate", 1e-3}, {"beta1", 0.9},  {"beta2", 0.95},
+                         {"eps", 1e-8}, {"weight_decay", 0},     {"grad_clip", 0}};
+  const auto compared = [&](double off, const Json& ulp) {
+    Json dump = {{"adamw", settings}};
+    if (!ulp.is_null()) dump["ulp"] = ulp;
+    std::vector<float> reference = stepped;
+    for (float& value : reference) value = static_cast<float>(value / (1 + off));
+    TensorFileWriter writer(path_, FileKind::reference_dump, {{"dump", dump}});
+    writer.declare("input_ids", DType::i32, {1, 8});
+    writer.declare("labels", DType::i32, {1, 8});
+    writer.declare("adamw.losses", DType::f32, {1});
+    writer.declare(name, DType::f32, {spec.elements});
+    writer.write(ids_.data(), ids_.size() * 4);
+    writer.write(labels_.data(), labels_.size() * 4);
+    const float loss = 0;  // that of the model is another: this row fails
+    writer.write_f32(&loss, 1);
+    writer.write_f32(reference.data(), reference.size());
+    writer.publish();
+    const Comparison result = compare(Precision::fp32);
+    EXPECT_EQ(result.rows.size(), 2u);
+    EXPECT_DOUBLE_EQ(result.rows[0].tolerance, ulp.is_object() && ulp.contains("adamw.losses") ? 3e-4 : 1e-5);
+    return result.rows[1];
+  };
+  for (const Json& none :
+       {Json(), Json::object(), Json({{"adamw.param.other", 1e-4}}), Json({{name, 0}}), Json({{name, 3e-6}})}) {
+    EXPECT_EQ(compared(0, none).tolerance, 1e-5) << none;
+    EXPECT_TRUE(compared(0.9e-5, none).pass) << none;
+    EXPECT_FALSE(compared(1.1e-5, none).pass) << none;
+  }
+  const Json measured = {{name, 2e-5}, {"adamw.losses", 1e-4}};
+  EXPECT_NEAR(compared(0, measured).tolerance, 6e-5, 1e-12);
+  EXPECT_TRUE(compared(5.9e-5, measured).pass);
+  EXPECT_FALSE(compared(6.1e-5, measured).pass);
+  EXPECT_NEAR(compared(0, {{name, 1e-3}}).tolerance, 3e-3, 1e-12);
+  for (const Json& bad : {Json(1.01e-3), Json(-1e-9), Json("1e-5"), Json(true)}) {
+    expect_contains(error_of(Exit::bad_file, [&] { compared(0, {{name, bad}}); }), "dump.ulp: " + name + ": ");
+  }
+}
+
 // What is read of a dump is read with its hash: one bit that is another, in any tensor, is damage and no difference.
 TEST_F(CompareDump, EachTensorThatIsReadIsVerified) {
   write(embedding(), nullptr);

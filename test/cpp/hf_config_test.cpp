@@ -718,15 +718,21 @@ TEST(Inputs, TheReportSaysWhatEachRankComputes) {
                                                     {12, 12, "1 times on each of 12 ranks"}}) {
     const std::string text = report(virtual_ranks, ranks);
     expect_contains(text, model + format("  a step: 192 tokens = 2 x 8, accumulated %s; the run: 0.96 M tokens\n"
-                                         "  train: 2 shards, 0.04 M tokens, 5021 windows of 8, 24.00 epochs\n"
+                                         "  train: 2 shards, 0.04 M tokens, 5021 windows of 8, 24.00 epochs, 7 tokens "
+                                         "fill no window\n"
                                          "  no validation data (--val)\n",
                                          share));
     expect_contains(text, ranks == 1 ? std::string("\nmemory on cpu\n")
                                      : format("\nmemory on cpu, of each of the %d ranks (--shard optimizer)\n", ranks));
     expect_contains(text, "  weights    1.05 MB\n  total      1.05 MB\n");
   }
-  inputs.val.emplace(directory.file("val.bin"), 8);
-  expect_contains(report(1, 1), "epochs\n  val: 1 shard, 0.01 M tokens, 1250 windows of 8\nmemory");
+  inputs.val.emplace(directory.file("val.bin"), 8, WindowUse::measurement);
+  expect_contains(report(1, 1),
+                  "fill no window\n  val: 1 shard, 0.01 M tokens, 1250 windows of 8, measured on 16 of them\n");
+  for (const std::int64_t batches : {0, 625, 9'999}) {
+    settings.val_batches = batches;
+    expect_contains(report(1, 1), "1250 windows of 8, measured on all: 10000 tokens\nmemory");
+  }
   settings.vocab_size = 32'000;
   expect_contains(report(1, 1), "vocabulary 32000 for 32 ids (--vocab-size), ");
   inputs.config.vocab_size = 32;

@@ -410,7 +410,7 @@ TEST_F(TrainLoopTest, ASampleIsShownAsTextAndLoggedAsItIs) {
 TEST_F(TrainLoopTest, ValidationIsTheSameEveryTime) {
   const TokenDataset data(temporary_.file("train_0.bin"), 8);  // 25 windows
   const std::unique_ptr<TrainModel> model = micro_model(settings_);
-  const std::optional<double> once = mean_loss(*model, data, 2, 3);
+  const std::optional<MeanLoss> once = mean_loss(*model, data, 2, 3);
   EXPECT_EQ(once, mean_loss(*model, data, 2, 3));
   ASSERT_TRUE(once.has_value());
   EXPECT_NE(mean_loss(*model, data, 2, 0), once) << "all windows, not three micro-batches";
@@ -419,13 +419,13 @@ TEST_F(TrainLoopTest, ValidationIsTheSameEveryTime) {
   const std::unique_ptr<TrainModel> wide = micro_model(settings_);
   settings_.micro_batch = 5;
   const std::unique_ptr<TrainModel> narrow = micro_model(settings_);
-  const double every_window = *mean_loss(*narrow, data, 5, 0);
-  EXPECT_NEAR(*mean_loss(*wide, data, 32, 0), every_window, 1e-6);
+  const double every_window = mean_loss(*narrow, data, 5, 0)->loss;
+  EXPECT_NEAR(mean_loss(*wide, data, 32, 0)->loss, every_window, 1e-6);
 
   settings_.micro_batch = 13;  // the second one has a row too many
   const std::unique_ptr<TrainModel> uneven = micro_model(settings_);
-  EXPECT_NEAR(*mean_loss(*uneven, data, 13, 0), every_window, 1e-6);
-  EXPECT_NEAR(*mean_loss(*uneven, data, 13, 9), every_window, 1e-6);
+  EXPECT_NEAR(mean_loss(*uneven, data, 13, 0)->loss, every_window, 1e-6);
+  EXPECT_NEAR(mean_loss(*uneven, data, 13, 9)->loss, every_window, 1e-6);
 }
 
 // The windows that are measured are spread over all of the data, the same at every call.
@@ -468,8 +468,9 @@ TEST_F(TrainLoopTest, RowsOfAMeasurementAreSpreadOverWindowsOfAnyNumber) {
 TEST_F(TrainLoopTest, EvalCountsTheTokensThatItMeasures) {
   TrainInputs inputs;
   inputs.config = micro_config();
-  inputs.val.emplace(temporary_.file("train_*.bin"), settings_.seq_len);
+  inputs.val.emplace(temporary_.file("train_*.bin"), settings_.seq_len, WindowUse::measurement);
   const auto windows = static_cast<std::int64_t>(inputs.val->windows());
+  ASSERT_EQ(windows, 26 + 12) << "of 202 and of 89 labels: the last ones have 2 and 1";
   const auto evaluated = [&](int ranks) {
     std::atomic<std::int64_t> measured{0};
     testing::internal::CaptureStdout();
@@ -482,26 +483,65 @@ TEST_F(TrainLoopTest, EvalCountsTheTokensThatItMeasures) {
     return std::pair(testing::internal::GetCapturedStdout(), measured.load());
   };
   settings_.json = true;
-  for (const std::int64_t micro_batch : {5, 4}) {  // a last micro-batch with one row, and a full one
+  for (const std::int64_t micro_batch : {5, 4}) {
     settings_.micro_batch = micro_batch;
     const std::int64_t batches = (windows + micro_batch - 1) / micro_batch;
-    EXPECT_EQ(windows - (batches - 1) * micro_batch, micro_batch == 5 ? 1 : 4);
+    EXPECT_EQ(windows - (batches - 1) * micro_batch, micro_batch == 5 ? 3 : 2);
     std::string all;
     for (const std::int64_t asked : {std::int64_t{0}, std::int64_t{1}, batches - 1, batches, batches + 1, kMaxSteps}) {
       settings_.val_batches = asked;
-      const std::int64_t expected = asked == 0 ? windows : std::min(asked * micro_batch, windows);
+      const bool every = asked == 0 || asked >= batches;
       const auto [text, measured] = evaluated(1);
-      EXPECT_EQ(measured, expected * settings_.seq_len) << asked;
-      EXPECT_EQ(Json::parse(text)["tokens"].get<std::int64_t>(), measured) << asked;
       if (asked == 0) all = text;
-      if (expected == windows) {
+      if (every) {
+        EXPECT_EQ(measured, 202 + 89) << asked;
         EXPECT_EQ(text, all) << asked;
+      } else {
+        EXPECT_LE(measured, asked * micro_batch * settings_.seq_len) << asked;
+        EXPECT_GT(measured, (asked * micro_batch - 2) * settings_.seq_len) << asked;
       }
+      EXPECT_EQ(Json::parse(text)["tokens"].get<std::int64_t>(), measured) << asked;
+      EXPECT_EQ(Json::parse(text)["of_tokens"], 203 + 90) << asked;
       EXPECT_EQ(evaluated(3), std::pair(text, measured)) << asked;
     }
   }
   settings_.json = false;
-  expect_contains(evaluated(1).first, format("  %lld tokens in windows of 8\n", static_cast<long long>(windows * 8)));
+  expect_contains(evaluated(1).first, "  291 of 293 tokens (all but the first of each of 2 shards) in windows of 8\n");
+}
+
+// The mean is over tokens: that of one sequence at a time, with a last one of its own length, from the definition.
+TEST_F(TrainLoopTest, TheEndOfAShardCountsByItsTokens) {
+  const std::vector<std::uint16_t> text = patterned_tokens(21);  // windows of 8, 8 and 4 labels
+  write_shard(temporary_.file("ends_0.bin"), text);
+  write_shard(temporary_.file("ends_1.bin"), patterned_tokens(4, 77));  // shorter than a window
+  double sum = 0;
+  const auto add = [&](const std::vector<std::uint16_t>& ids, std::size_t begin, std::size_t count) {
+    TrainOptions options = settings_.model_options();
+    options.micro_batch = 1;
+    options.seq_len = static_cast<std::int64_t>(count);
+    const std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), options);
+    initialize_parameters(*model, 7);
+    const std::vector<std::int32_t> tokens(ids.begin() + static_cast<std::ptrdiff_t>(begin),
+                                           ids.begin() + static_cast<std::ptrdiff_t>(begin + count));
+    const std::vector<std::int32_t> labels(ids.begin() + static_cast<std::ptrdiff_t>(begin) + 1,
+                                           ids.begin() + static_cast<std::ptrdiff_t>(begin + count) + 1);
+    std::int64_t counted = 0;
+    sum += model->evaluate({tokens, labels}, &counted);
+    EXPECT_EQ(counted, static_cast<std::int64_t>(count));
+  };
+  add(text, 0, 8);
+  add(text, 8, 8);
+  add(text, 16, 4);
+  add(patterned_tokens(4, 77), 0, 3);
+  const TokenDataset data(temporary_.file("ends_*.bin"), 8, WindowUse::measurement);
+  for (const std::int64_t micro_batch : {1, 2, 3, 4, 9}) {
+    settings_.micro_batch = micro_batch;
+    const std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), settings_.model_options());
+    initialize_parameters(*model, 7);
+    const MeanLoss measured = *mean_loss(*model, data, micro_batch, 0);
+    EXPECT_EQ(measured.tokens, 8 + 8 + 4 + 3) << micro_batch;
+    EXPECT_NEAR(measured.loss, sum / 23, 1e-6) << micro_batch;
+  }
 }
 
 TEST_F(TrainLoopTest, EvalSaysWhatItHasMeasuredAndOnWhat) {
@@ -520,11 +560,18 @@ TEST_F(TrainLoopTest, EvalSaysWhatItHasMeasuredAndOnWhat) {
     EXPECT_EQ(evaluate(model, settings_, inputs, alone), Exit::ok);
     return testing::internal::GetCapturedStdout();
   };
-  EXPECT_EQ(said(), "val loss 2.0000  perplexity 7.3891  48 tokens in windows of 8\n");
+  EXPECT_EQ(said(), "val loss 2.0000  perplexity 7.3891  48 of 203 tokens (--val-batches 3) in windows of 8\n");
   settings_.json = true;
-  EXPECT_EQ(
-      Json::parse(said()),
-      Json({{"model", "m.bin"}, {"val", "v_*.bin"}, {"val_loss", 2.0}, {"perplexity", std::exp(2.0)}, {"tokens", 48}}));
+  EXPECT_EQ(Json::parse(said()), Json({{"model", "m.bin"},
+                                       {"val", "v_*.bin"},
+                                       {"val_loss", 2.0},
+                                       {"perplexity", std::exp(2.0)},
+                                       {"tokens", 48},
+                                       {"of_tokens", 203}}));
+  settings_.json = false;
+  settings_.val_batches = 0;
+  inputs.val.emplace(temporary_.file("train_0.bin"), settings_.seq_len, WindowUse::measurement);
+  EXPECT_EQ(said(), "val loss 2.0000  perplexity 7.3891  202 of 203 tokens (all but the first) in windows of 8\n");
 }
 
 // One of two ranks, alone in its process: the other one says `answers`, one in each call.

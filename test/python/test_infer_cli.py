@@ -353,7 +353,7 @@ def test_perplexity_of_a_uniform_model_is_its_vocabulary(tmp_path):
     for length in (1, 50, 95, 96, 97, 500):
         (tmp_path / "text.txt").write_bytes(b"a" * length)
         result = object_of("--model", uniform, "--perplexity", tmp_path / "text.txt")
-        assert result["tokens"] == result["bytes"] == length
+        assert result["tokens"] == result["of_tokens"] == result["bytes"] == length
         assert math.isclose(result["perplexity"], ROWS, rel_tol=1e-5)
         assert math.isclose(result["bits_per_byte"], math.log2(ROWS), rel_tol=1e-5)
         assert (result["window"], result["stride"]) == (CONTEXT, CONTEXT // 2)

@@ -119,11 +119,37 @@ def test_shards_have_the_size_asked_for(prepare, tokenizer_path, tmp_path):
     whole = TokenShard(tmp_path / "out" / "train_00000.bin").tokens.copy()
     assert prepare(path, "--val-fraction", 0, "--shard-tokens", 50).returncode == 0
     parts = [TokenShard(shard).tokens for shard in sorted((tmp_path / "out").glob("train_*.bin"))]
-    assert all(part.size == 50 for part in parts[:-1]) and 1 <= parts[-1].size <= 50
+    assert all(part.size == 50 for part in parts[:-1]) and 50 <= parts[-1].size < 100
     np.testing.assert_array_equal(np.concatenate(parts), whole)
     again = prepare(path, "--val-fraction", 0)  # fewer shards: none of the earlier run may be left
     assert again.returncode == 0 and "removed" in again.stderr
     assert len(list((tmp_path / "out").glob("train_*.bin"))) == 1
+
+
+@pytest.mark.parametrize("smallest", [1 << 18, 5])
+def test_no_shard_is_shorter_than_a_sequence_may_be(smallest, tokenizer_path, tmp_path, monkeypatch):
+    """What is left over behind the last full shard goes into it, unless it is enough for a shard of its own."""
+    monkeypatch.setattr(prepare_data, "SMALLEST_LAST_SHARD", smallest)
+    encoder, whole = prepare_data.Encoder(tokenizer_path, None), np.arange(200) % 50
+    for size in (1, 2, 7, 19, 20, 21, 24, 25, 39, 40, 41, 44, 45, 59, 60):
+        for piece in (1, 3, 20, 47, 200):
+            split = prepare_data.Split("train", tmp_path, encoder, 20)
+            for begin in range(0, size, piece):
+                split.write(whole[begin:min(begin + piece, size)])
+            split.close()
+            parts = [TokenShard(tmp_path / name).tokens for name in split.shards]
+            assert np.concatenate(parts).tolist() == whole[:size].tolist()
+            full, rest = divmod(size, 20)
+            own = rest >= min(20, smallest) or full == 0
+            assert [part.size for part in parts] == [20] * (full if own and rest else full - 1) + [rest if own and rest else 20 + rest], (size, piece)
+
+
+def test_a_text_shorter_than_a_sequence_is_trained_in_shorter_ones(prepare, tokenizer_path, tmp_path):
+    for words, fits in ((1, True), (1000, False)):
+        done = prepare(write(tmp_path / "a.txt", "word " * words), "--val-fraction", 0)
+        count = TokenShard(tmp_path / "out" / "train_00000.bin").count
+        assert (count <= prepare_data.DEFAULT_SEQ_LEN) == fits
+        assert (f" --seq-len {count - 1}" in done.stdout) == fits and ("--seq-len" in done.stdout) == fits
 
 
 def test_the_split_depends_on_number_and_seed_alone(prepare, tokenizer_path, tmp_path):
@@ -725,7 +751,8 @@ def test_two_texts_and_their_settings_make_the_shards_and_the_report(prepare, to
     assert re.match(r"train +4 documents .* [2-9] shards$", train) and re.match(r"val +2 documents .* 1 shard$", val), done.stdout
     assert vocabulary == f"vocabulary {shards[0].vocab_size:,}, end of text 1"
     out = tmp_path / "out"
-    assert command.split() == ["./train_llama", "--config", "tiny", "--train", f"'{out}/train_*.bin'", "--val", f"'{out}/val_*.bin'", "--out", "runs/mine"]
+    assert command.split() == ["./train_llama", "--config", "tiny", "--train", f"'{out}/train_*.bin'", "--val", f"'{out}/val_*.bin'",
+                               "--seq-len", str(sum(shard.count for shard in shards if "train_" in shard.path) - 1), "--out", "runs/mine"]
     assert "--model FILE in the place of --config tiny" in note
     again = prepare(more, "--val-fraction", 0)
     assert f"removed {len(shards) - 1} shards of an earlier run" in again.stderr and "--val" not in again.stdout

@@ -454,6 +454,21 @@ def test_dump_of_an_old_style_checkpoint(torch, tmp_path, family):
     for tensor, shape in hf_config.expected_tensors(model).items():
         assert dump.at(f"grad.{tensor}").shape == dump.at(f"adamw.param.{tensor}").shape == shape
     assert dump.at("greedy.ids").shape == (5,) and dump.config["dump"]["adamw"]["learning_rate"] == 0.01
+    assert dump.config["dump"]["ulp"].keys() == {"adamw.losses"} | {f"adamw.param.{tensor}" for tensor in hf_config.expected_tensors(model)}
+    assert all(0 <= distance < 1e-3 for distance in dump.config["dump"]["ulp"].values())
+
+
+def test_each_weight_is_moved_to_a_neighbour(torch):
+    torch.manual_seed(1)
+    model = torch.nn.Linear(40, 30)
+    before = [value.detach().clone().numpy() for value in model.parameters()]
+    dump_reference.move_by_an_ulp(model, 3)
+    after = [value.detach().numpy().copy() for value in model.parameters()]
+    for old, new in zip(before, after, strict=True):
+        up, down = np.nextafter(old, np.float32(np.inf)), np.nextafter(old, np.float32(-np.inf))
+        assert np.all((new == up) | (new == down)) and np.any(new == up) and np.any(new == down)
+    dump_reference.move_by_an_ulp(model, 4)
+    assert any(np.any(value.detach().numpy() != old) for value, old in zip(model.parameters(), before, strict=True))
 
 
 def test_selection_of_tensors(torch, tmp_path):

@@ -497,6 +497,38 @@ def test_what_the_tolerances_in_fp8_follow_from(monkeypatch):
     assert list(found) == ["noise", "rounding", "bf16", "plain_bf16"]
 
 
+def test_what_the_tolerances_of_stepped_parameters_follow_from(torch, monkeypatch, tmp_path):
+    """The farthest of three runs, each from weights moved in its own way; measured only where such parameters are written."""
+    ends, asked = {0: [4.4, 10.0], 1: [3.0, 10.5], 2: [4.0, 9.0]}, []
+
+    def optimizer_steps(directory, description, request, dtype):
+        asked.append((request.moved, dtype, request.adamw.steps))
+        return [0.75, 0.125], {name: tensor([value]) for name, value in zip("ab", [4.0, 10.0] if request.moved is None else ends[request.moved])}
+
+    monkeypatch.setattr(dump_reference, "optimizer_steps", optimizer_steps)
+    request = replace(REQUEST, adamw=dump_reference.AdamW(7))
+    losses = np.float32([0.5, 0.25])
+    want = {"adamw.losses": losses, "adamw.param.a": np.float32([4]), "adamw.param.b": np.float32([10])}
+    found = dump_reference.ulp_distances(Path("d"), DESCRIPTION, request, want)
+    assert found == pytest.approx({"adamw.losses": 0.25, "adamw.param.a": 0.25, "adamw.param.b": 0.1}), "losses relative to 1, which is more"
+    assert asked == [(0, "f32", 7), (1, "f32", 7), (2, "f32", 7)]
+
+
+@pytest.mark.parametrize("steps, fp8, kept, measured", [(2, False, True, True), (0, False, True, False), (2, True, True, False), (2, False, False, False)])
+def test_a_dump_says_how_far_an_ulp_leads_if_it_has_stepped_parameters(computed, monkeypatch, tmp_path, steps, fp8, kept, measured):
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA)
+    for name in ("torch", "transformers"):
+        monkeypatch.setattr(sys.modules[name], "__version__", "x", raising=False)
+    monkeypatch.setattr(dump_reference, "fp8_distances", lambda *_: {})
+    monkeypatch.setattr(dump_reference, "optimizer_steps", lambda *_: ([1.0], {WEIGHT: tensor(np.float32([1]))}))
+    monkeypatch.setattr(dump_reference, "ulp_distances", lambda _, __, ___, want: {name: 0.5 for name in want})
+    request = replace(REQUEST, adamw=dump_reference.AdamW(steps) if steps else None, fp8=dump_reference.Fp8() if fp8 else None)
+    dump_reference.write_dump(tmp_path / "d.bin", directory, hf_config.read_checkpoint(directory), request,
+                              lambda name: name in ("input_ids", "labels") or kept and name.startswith("adamw."))
+    config = tensor_file.read(tmp_path / "d.bin", expected="reference dump").config["dump"]
+    assert config.get("ulp") == ({"adamw.losses": 0.5, f"adamw.param.{WEIGHT}": 0.5} if measured else None)
+
+
 def test_the_hash_of_a_model_is_that_of_all_its_weight_files_in_order(tmp_path):
     directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA)
     import hashlib

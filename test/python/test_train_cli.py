@@ -413,19 +413,20 @@ def test_a_shape_from_a_hugging_face_config(data, tmp_path):
 def test_a_checkpoint_is_measured_and_nothing_is_written(data, tmp_path):
     assert train(data, tmp_path / "run", "--val-batches", 0).returncode == 0
     expected = [r["val_loss"] for r in records(tmp_path / "run") if "val_loss" in r][-1]
+    assert {r["val_tokens"] for r in records(tmp_path / "run") if "val_loss" in r} == {199}
     model = tmp_path / "run" / "step_00000012" / "model.bin"
     before = sorted(tmp_path.rglob("*"))
     words = ["--eval", "--model", model, "--val", data / "val_*.bin", "--seq-len", 16, "--micro-batch", 2]
     done = run_program(*words, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["val_loss"] == expected and result["tokens"] == 12 * 16
+    assert result["val_loss"] == expected and (result["tokens"], result["of_tokens"]) == (199, 200)
     assert abs(result["perplexity"] - np.exp(expected)) < 1e-9
     done = run_program(*words)
     assert done.returncode == 0 and done.stdout.startswith(f"val loss {expected:.4f}  perplexity ")
     done = run_program(*words, "--json", "--val-batches", 2)
     assert json.loads(done.stdout)["tokens"] == 4 * 16
-    for batches in (6, 7, 1000):  # all there are, and more
+    for batches in (7, 8, 1000):  # all there are, and more
         done = run_program(*words, "--json", "--val-batches", batches)
         assert json.loads(done.stdout) == result, batches
     assert sorted(tmp_path.rglob("*")) == before
@@ -435,6 +436,23 @@ def test_a_checkpoint_is_measured_and_nothing_is_written(data, tmp_path):
     assert_refused(run_program("--eval", "--config", "tiny", "--val", data / "val_*.bin"), 2, "--eval", "--model")
     write_shard(data / "large.bin", 100, vocabulary=60_000)
     assert_refused(run_program(*words[:4], data / "large.bin", "--seq-len", 16), 2, "--val", "60000")
+
+
+@pytest.mark.parametrize("counts", [(400, 5), (5, 400), (6, 5, 4, 3, 2, 1), (17, 16)])
+def test_short_shards_train_go_on_and_are_measured(data, tmp_path, counts):
+    """First, last, and several that hold a sequence together; the validation text is shorter than a sequence."""
+    for path in data.glob("*.bin"):
+        path.unlink()
+    for number, count in enumerate(counts):
+        write_shard(data / f"train_{number}.bin", count, 1000 * number)
+    write_shard(data / "val_0.bin", 9, 5000)
+    done = train(data, tmp_path / "whole")
+    assert done.returncode == 0, done.stderr
+    assert {r["val_tokens"] for r in records(tmp_path / "whole") if "val_loss" in r} == {8}
+    assert train(data, tmp_path / "parts", "--debug-inject", "term@step=5").returncode == 143
+    assert train(data, tmp_path / "parts").returncode == 0
+    ends = [(tmp_path / name / "step_00000012" / "model.bin").read_bytes() for name in ("whole", "parts")]
+    assert ends[0] == ends[1] and losses(tmp_path / "whole") == losses(tmp_path / "parts")
 
 
 def test_the_best_checkpoint_is_kept(data, tmp_path):

@@ -330,6 +330,16 @@ def test_windows_are_cut_from_each_shard_and_handed_out_in_order(tmp_path):
         assert batch.dtype == np.int64 and batch.tolist() == [every[order[begin + row]] for row in range(number)]
 
 
+@pytest.mark.parametrize("counts, lengths", [
+    ((9, 9), [9, 9]), ((9, 8), [17]), ((8, 9), [17]), ((1, 1, 2, 5), [9]), ((4, 4, 4, 4, 4, 5), [25]), ((20, 3, 20, 1), [23, 21])])
+def test_a_short_shard_is_joined_to_its_neighbour(tmp_path, counts, lengths):
+    """As Loader.AShortShardIsJoinedToItsNeighbour of test/cpp/data_loader_test.cpp has it."""
+    shards = [token_shard.TokenShard(path) for path in sorted(write_shards(tmp_path / "shards", counts=counts).iterdir())]
+    texts = train_reference.joined_texts(shards, 8)
+    assert [text.size for text in texts] == lengths
+    assert np.concatenate(texts).tolist() == np.concatenate([shard.tokens for shard in shards]).tolist()
+
+
 def test_shards_of_another_run_and_damaged_ones_are_refused(tmp_path):
     directory, description = shards_of(tmp_path)
     pattern = str(directory / "train_*.bin")
@@ -341,10 +351,11 @@ def test_shards_of_another_run_and_damaged_ones_are_refused(tmp_path):
         else:
             with pytest.raises(FileError, match=words):
                 train_reference.Windows(changed, pattern)
-    for length, words in ((89, None), (90, "train_2.bin.*count: got 90 tokens, expected more than 90")):
+    for length, words in ((89, [0, 3, 4, 5]), (90, [0, 3, 5]), (559, [0, 1]),
+                          (560, "train_0.bin.*count: got 560 tokens in all shards, expected more than 560")):
         changed = replace(description, settings=replace(description.settings, seq_len=length))
-        if words is None:
-            assert train_reference.Windows(changed, pattern).first_window.tolist() == [0, 3, 4, 5]
+        if isinstance(words, list):
+            assert train_reference.Windows(changed, pattern).first_window.tolist() == words
         else:
             with pytest.raises(FileError, match=words):
                 train_reference.Windows(changed, pattern)
