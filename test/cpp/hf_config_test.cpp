@@ -171,8 +171,8 @@ TEST(HfConfig, NullIsAbsent) {
 
 // Each key alone: absent where nothing may be assumed, out of range, of another type, or a model that weft has not.
 TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
-  for (const char* key : {"model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-                          "num_attention_heads"}) {
+  for (const char* key :
+       {"model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}) {
     Json config = llama_1b();
     config.erase(key);
     expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), key);
