@@ -4,8 +4,9 @@
 set -euo pipefail
 tarball=$(readlink -f "$1")
 root=$(mktemp -d)
-trap 'rm -rf --one-file-system "$root"' EXIT
+trap 'umount "$root/proc" 2>/dev/null; rm -rf --one-file-system "$root"' EXIT
 debootstrap --variant=minbase bookworm "$root" ${MIRROR:+"$MIRROR"} >/dev/null
+mount -t proc proc "$root/proc" # the loader finds the libraries beside a program by /proc/self/exe
 tar -C "$root/opt" -xzf "$tarball"
 inside() { chroot "$root" env -i PATH=/usr/bin:/bin HOME=/root bash -c "cd /opt/weft-*/ && PATH=\$PWD/bin:\$PATH && $1"; }
 inside '! command -v g++ && ! command -v make && ! command -v python3'
