@@ -73,7 +73,7 @@ std::optional<RequestTarget> parse_request_target(std::string_view method, std::
   }
   if (target == "*") {
     if (method != "OPTIONS") return std::nullopt;
-    parsed.path = "*";
+    parsed.path = target;
     return parsed;
   }
   if (const std::size_t scheme = scheme_length(target); scheme > 0) {
@@ -83,7 +83,7 @@ std::optional<RequestTarget> parse_request_target(std::string_view method, std::
     if (parsed.authority->empty() || !is_host(*parsed.authority)) return std::nullopt;  // no names of users either
     target.remove_prefix(end);
     if (target.empty() && method == "OPTIONS") {  // RFC 9112, 3.2.4: how a proxy passes "*" on
-      parsed.path = "*";
+      parsed.path.push_back('*');
       return parsed;
     }
   } else if (!target.starts_with('/')) {

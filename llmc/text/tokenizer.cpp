@@ -26,9 +26,9 @@ AddedTokenMatcher matcher_of(const TokenizerSpec& spec, bool normalized) {
 
 // How many times as long as its result the text before `step` can be; 0: any number of times.
 double most_shrinking(const NormalizerStep& step) {
-  // Over all code points, where each is the result of the longest ones that become it, the most is 3.5: 7 bytes of U+1FBE
-  // U+0308 U+0301 become the 2 of U+0390.
-  if (step.kind == NormalizerStep::Kind::nfc) return 4;
+  // A code point of at most 4 bytes becomes one byte or more. Where the result is composed, at most 3 of them become 2 bytes, or
+  // 4 become 3. Of NFC the most, over all code points, is 3.5: 7 bytes of U+1FBE U+0308 U+0301 become the 2 of U+0390.
+  if (step.kind == NormalizerStep::Kind::form) return step.form == NormalForm::nfkc ? 6 : 4;
   if (step.kind == NormalizerStep::Kind::prepend) return 1;
   if (step.kind != NormalizerStep::Kind::replace || step.text.empty()) return 0;
   return std::max(1.0, static_cast<double>(step.character.size()) / static_cast<double>(step.text.size()));
@@ -36,7 +36,7 @@ double most_shrinking(const NormalizerStep& step) {
 
 // The most bytes of text that one id can stand for; 0: any number.
 double most_bytes_per_id(const TokenizerSpec& spec) {
-  // Bytes without a token are left out, unknown characters in a row may be one token, and so is white space beside some added
+  // Bytes without a token are left out, and so is what a pre-tokenizer removes; unknown characters in a row may be one token, and so is white space beside some added
   // tokens. (C0, C1 and F5 to FF are in no text.)
   bool every_byte = true;
   for (int byte = 0; byte <= 0xF4; ++byte) {
@@ -45,6 +45,8 @@ double most_bytes_per_id(const TokenizerSpec& spec) {
   const bool each_unknown = spec.base.by_character && spec.base.unknown && !spec.base.fuse_unknown;
   if (!every_byte && !each_unknown) return 0;
   if (std::ranges::any_of(spec.added, [](const AddedToken& token) { return token.lstrip || token.rstrip; })) return 0;
+  const auto removes = [](const PreTokenizerStep& step) { return step.behavior == SplitBehavior::removed; };
+  if (std::ranges::any_of(spec.steps, removes)) return 0;
   std::size_t longest = 1;
   for (const std::string& text : spec.texts) longest = std::max(longest, text.size());
   const Normalizer normalizer(spec.normalizers);

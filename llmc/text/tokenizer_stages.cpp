@@ -122,7 +122,7 @@ void StageReader::read_split(const Node& node) {
   const Node pattern = node["pattern"], regex = pattern["Regex"];
   PreTokenizerStep step;
   if (regex.is_null()) {
-    const std::string& text = pattern["String"].text();
+    const std::string text = pattern["String"].text();
     if (text.size() > kMaxSplitBytes) {
       pattern["String"].problem(format("got %zu bytes, at most %zu are accepted", text.size(), kMaxSplitBytes));
     }

@@ -21,6 +21,7 @@
 #include "llmc/text/split_pattern.h"
 #include "test/cpp/processor_time.h"
 #include "test/cpp/sanitized.h"
+#include "test/cpp/test_files.h"
 
 namespace weft {
 namespace {
