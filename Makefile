@@ -97,12 +97,12 @@ TEST_TOOLS := $(patsubst test/cpp/%_main.cpp,$B/%,$(wildcard test/cpp/*_main.cpp
 GPU_TEST_OBJ := $(patsubst %,$B/%.o,$(if $(strip $(NVCC)),$(basename $(wildcard test/gpu/*.cpp test/gpu/*.cu))))
 
 # What this make is to build, as far as it is not there, for the progress line.
-WANTED := $(HOST_OBJ) $(CUDA_OBJ) $(PROGRAMS:%=$B/%.main.o) $(PROGRAMS:%=$B/%)
+WANTED := $B/precompiled.h.gch $(HOST_OBJ) $(CUDA_OBJ) $(PROGRAMS:%=$B/%.main.o) $(PROGRAMS:%=$B/%)
 ifeq ($(filter-out venv,$(MAKECMDGOALS)),train_llama)
 WANTED := $(filter-out $(INFER_OBJ) $B/infer_pythia%,$(WANTED))
 endif
 ifneq ($(filter tests,$(MAKECMDGOALS)),)
-WANTED += $(TEST_OBJ) $(GPU_TEST_OBJ) $(TEST_TOOLS) $(TEST_TOOLS:$B/%=$B/test/cpp/%_main.o) $B/unit_tests $(if $(GPU_TEST_OBJ),$B/gpu_tests)
+WANTED += $B/test/precompiled.h.gch $(TEST_OBJ) $(GPU_TEST_OBJ) $(TEST_TOOLS) $(TEST_TOOLS:$B/%=$B/test/cpp/%_main.o) $B/unit_tests $(if $(GPU_TEST_OBJ),$B/gpu_tests)
 endif
 ABSENT := $(filter-out $(wildcard $(WANTED)),$(WANTED))
 
@@ -144,7 +144,7 @@ $B/precompiled.h.gch: llmc/base/precompiled.h
 $B/test/precompiled.h.gch: test/cpp/precompiled.h
 $B/%.h.gch: $B/host-flags
 	@mkdir -p $(@D); $(call say,CXX   $(firstword $(filter %/precompiled.h,$^)))
-	$Q$(CXX) $(CXXFLAGS) -MF $(@:.gch=.d) -MT $@ -x c++-header $(firstword $(filter %/precompiled.h,$^)) -o $@
+	$Q$(CXX) $(CXXFLAGS) -MF $(@:.gch=.d) -MT $@ -x c++-header $(firstword $(filter %/precompiled.h,$^)) -o $@.new && mv $@.new $@
 $B/test/%: PRECOMPILED := $B/test/precompiled.h
 # private: what is said of one object holds for it alone, not for what it needs.
 $B/test/precompiled.h.gch: private CXXFLAGS += $(TEST_LEVEL)
@@ -341,7 +341,7 @@ demo: deps
 	@scripts/run_demo.sh infer
 
 # What runs on a GPU alone says so before anything is compiled for it.
-GPU_MISSING := $(if $(NVCC_FOUND)$(strip $(NVCC)),$(if $(strip $(FOUND_ARCH)),,no GPU found: nvidia-smi lists none of compute capability 8.0 or later),no nvcc found: install the CUDA toolkit or name one with NVCC=)
+GPU_MISSING := $(if $(NVCC_FOUND)$(strip $(NVCC)),$(if $(strip $(FOUND_ARCH)),$(if $(strip $(NVCC)),,NVCC is empty: got a build for the CPU alone),no GPU found: nvidia-smi lists none of compute capability 8.0 or later),no nvcc found: install the CUDA toolkit or name one with NVCC=)
 on_gpu = @$(if $(GPU_MISSING),echo "$@: $(GPU_MISSING). It runs on a GPU" >&2; exit 4,$1)
 ifeq ($(strip $(NVCC)),)
 $(patsubst %.cu,$B/%,$(wildcard dev/bench/*.cu)):

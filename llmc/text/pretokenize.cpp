@@ -53,16 +53,16 @@ PreTokenizerStep gpt2_step() {
 }
 
 PreTokenizerStep digits_step(bool individual) {
-  return {.pattern = "[" + digits_class() + (individual ? "]" : "]+")};
+  return {.pattern = format("[%s]%s", digits_class().c_str(), individual ? "" : "+")};
 }
 
 PreTokenizerStep punctuation_step() {
   const CharacterClass characters = punctuation_class();
-  return {.pattern = "(?![" + characters.without + "])[" + characters.members + "]"};
+  return {.pattern = format("(?![%s])[%s]", characters.without.c_str(), characters.members.c_str())};
 }
 
 PreTokenizerStep whitespace_step() {
-  return {.pattern = "[" + whitespace_class() + "]+", .behavior = SplitBehavior::removed};
+  return {.pattern = format("[%s]+", whitespace_class().c_str()), .behavior = SplitBehavior::removed};
 }
 
 struct PreTokenizer::Scratch::Match {

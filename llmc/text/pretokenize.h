@@ -55,7 +55,7 @@ class PreTokenizer {
 
   // A step takes some nanoseconds. Patterns in use take 2 to 10 for a byte; each attempt counts as 64 of them at least.
   static constexpr std::uint64_t kStepsOfAnyText = 1 << 24;
-  static constexpr std::uint64_t kStepsPerByte = 1024;
+  static constexpr std::uint64_t kStepsPerByte = 128;
 
   // Working memory of one thread, and the steps that are left to the text it works on.
   class Scratch {

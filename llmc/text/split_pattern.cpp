@@ -450,7 +450,9 @@ Set Translator::members() {
       last = member_character();
       if (last < first) refuse("a range from the smaller to the larger");
     }
-    all.add({code_point_text(first) + (last == first ? "" : "-" + code_point_text(last)), {}, kRangeCost, last < 0x80});
+    std::string range = code_point_text(first);
+    if (last != first) range.append(1, '-').append(code_point_text(last));
+    all.add({std::move(range), {}, kRangeCost, last < 0x80});
   }
   if (!any) refuse("a set that is not empty");
   return all;

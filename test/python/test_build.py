@@ -17,7 +17,7 @@ NVCC = "/nonexistent/nvcc"
 
 def make(*words, **environment):
     """As from a shell: `make test` hands its settings down to every make below it."""
-    own = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MODE", "CPU_FLAGS", "GPU_ARCH", "NVCC", "CXX", "PYTHON", "TEST_ADD"}
+    own = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MODE", "CPU_FLAGS", "GPU_ARCH", "NVCC", "CXX", "PYTHON", "TEST_ADD", "TEST_SAVE"}
     done = subprocess.run(["make", "-C", str(ROOT), "--no-print-directory", *map(str, words)], capture_output=True, text=True,
                           timeout=120, env={**{k: v for k, v in os.environ.items() if k not in own}, **environment})
     assert done.returncode == 0, done.stderr
@@ -75,11 +75,26 @@ def test_every_program_under_dev_is_compiled(tmp_path):
     assert "those of GPU code skipped" in make("-n", "NVCC=", f"B={tmp_path}/b", "benches")
 
 
-def test_the_demo_compiles_gpu_code_only_for_a_gpu_that_is_there(no_gpu, tmp_path):
-    words = ["-n", f"NVCC={NVCC}", f"B={tmp_path}/b", "demo"]
-    assert NVCC not in make(*words, **no_gpu).replace(f"NVCC='{NVCC}'", "")
-    assert f"{NVCC} " in make(*words, "GPU_ARCH=90a", **no_gpu), "asked for by name"
-    assert "no GPU found: built for 3 architectures" in make("-n", f"NVCC={NVCC}", f"B={tmp_path}/b", "all", **no_gpu)
+@pytest.mark.parametrize("target", ["all", "demo", "test"])
+def test_gpu_code_is_compiled_only_for_a_gpu_that_is_there(no_gpu, tmp_path, target):
+    words = ["-n", f"NVCC_FOUND={NVCC}", f"B={tmp_path}/b", target]
+    said = make(*words, **no_gpu)
+    assert NVCC not in said and 'CPU only (no GPU found; GPU_ARCH=\\"80 90a 120\\" builds for GPUs)' in said
+    assert f"{NVCC} -std" in make(*words, "GPU_ARCH=90a", **no_gpu), "asked for by name"
+    assert "CPU only (no nvcc found)" in make("-n", "NVCC_FOUND=", f"B={tmp_path}/b", target, **no_gpu)
+
+
+def test_all_gpu_code_is_compiled_for_all_tests(no_gpu, tmp_path):
+    words = ["-n", f"B={tmp_path}/b", "test-all"]
+    assert "code=sm_80 -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_120,code=sm_120" in make(*words, f"NVCC_FOUND={NVCC}", **no_gpu)
+    assert "code=sm_" not in make(*words, f"NVCC_FOUND={NVCC}", "NVCC=", **no_gpu), "NVCC= leaves the GPU out"
+
+
+def test_the_tests_of_one_operator(no_gpu, tmp_path):
+    commands = make("-n", f"B={tmp_path}/b", "test-op", "OP=SwiGlu", **no_gpu)
+    assert "operators_test.o" in commands and "engine_test.o" not in commands and "run.py --op SwiGlu" in commands
+    done = subprocess.run(["make", "-C", str(ROOT), "--no-print-directory", "test-op", "OP=nosuchoperator"], capture_output=True, text=True)
+    assert done.returncode != 0 and "got OP=nosuchoperator" in done.stderr
 
 
 def test_the_demo_compiles_for_the_gpu_that_is_there(gpu, tmp_path):
@@ -121,7 +136,7 @@ def test_what_runs_on_a_gpu_says_so_before_it_compiles(target, no_gpu, tmp_path)
     for nvcc, words in (("", "no nvcc found: install the CUDA toolkit or name one with NVCC="), (NVCC, "no GPU found")):
         if nvcc and "/" in target:
             continue  # such a program is built without a GPU, too
-        done = subprocess.run(["make", "-C", str(ROOT), "--no-print-directory", f"NVCC={nvcc}", target], capture_output=True,
+        done = subprocess.run(["make", "-C", str(ROOT), "--no-print-directory", f"NVCC={nvcc}", "NVCC_FOUND=", target], capture_output=True,
                               text=True, timeout=120, env={**os.environ, **no_gpu})
         said = [line for line in done.stderr.splitlines() if not line.startswith("make")]
         assert done.returncode != 0 and "Error 4" in done.stderr and done.stdout == "", done

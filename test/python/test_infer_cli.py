@@ -403,7 +403,7 @@ def test_perplexity_depends_on_the_stride_only_by_context(model, tmp_path):
     assert finest["stride"] == 1 and finest["tokens"] == 252 and finest["windows"] == 252 + 1 - CONTEXT + 1
     assert fine["tokens"] == coarse["tokens"] == 252 and fine["windows"] > coarse["windows"] == 3
     text = run_ok("--model", model, "--perplexity", tmp_path / "text.txt", "--stride", 8).decode()
-    assert f"{fine['perplexity']:.4f}" in text and "252 of 252 bytes" in text
+    assert f"{fine['perplexity']:.4f}" in text and "tokens         252 of 252, 252 bytes" in text
 
 
 def test_perplexity_refuses(model, tmp_path):
@@ -510,7 +510,6 @@ def test_random_models_run_on_the_cpu():
 
 @pytest.mark.parametrize("arguments, parts", [
     (["--promt", "x"], ["unknown option '--promt'", "did you mean --prompt?"]),
-    (["--prompt", "x", "--max-tokens"], ["--max-tokens: value missing"]),
     (["--prompt", "x", "--max-tokens", "0"], ["--max-tokens: got '0'", "at least 1"]),
     (["--prompt", "x", "--max-tokens", "5x"], ["--max-tokens: got '5x'"]),
     (["--prompt", "x", "--max-tokens=-1"], ["--max-tokens: got '-1'"]),
@@ -543,6 +542,11 @@ def test_usage_errors(model, arguments, parts):
     message = refused(USAGE, "--model", model, *arguments)
     for part in parts:
         assert part in message
+
+
+def test_a_value_is_missing(model):
+    done = run("--model", model, "--prompt", "x", "--max-tokens", echo=True)
+    assert done.returncode == USAGE and b"--max-tokens: value missing" in done.stderr
 
 
 def test_no_model():
@@ -1005,7 +1009,7 @@ def test_a_signal_cuts_a_window_short(slow_model, tmp_path):
     begin = time.monotonic()
     code, output = terminal.finish()
     assert code == 130 and b"stopping: the result covers" in output and b"interrupted" in output, output
-    tokens = int(re.search(rb"tokens +(\d+) of 31000 bytes", output)[1])
+    tokens = int(re.search(rb"tokens +(\d+) of 31000, 31000 bytes", output)[1])
     assert b"windows        1 of 16000 tokens" in output and 15999 <= tokens < 31000 - 512, output
     assert time.monotonic() - begin < 2, "a piece of 256 tokens, not a window"
 

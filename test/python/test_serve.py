@@ -694,7 +694,7 @@ def test_a_stop_signal_lets_requests_finish(model, number, code):
         client.close()
         assert answer.startswith(b"HTTP/1.1 200 ")
         choices = json.loads(answer.split(b"\r\n\r\n", 1)[1])["choices"]
-        assert [choice["finish_reason"] for choice in choices] == ["length"] * choices
+        assert [choice["finish_reason"] for choice in choices] == ["length"] * len(choices)
         assert server.process.wait(60) == code
 
 

@@ -98,7 +98,7 @@ def test_patterns(name, tmp_path):
     compare(tmp_path / "t.json", document(split(PATTERNS[name])), fuzzed(name, 500))
 
 
-@pytest.mark.parametrize("name", ["words by case", "symbols", "without Han", "scripts", "word characters", "in brackets", "marks", "case"])
+@pytest.mark.parametrize("name", ["words by case", "scripts", "marks"])
 def test_patterns_on_every_character(name, tmp_path):
     compare(tmp_path / "t.json", document(split(PATTERNS[name])), every_character())
 
@@ -107,7 +107,7 @@ def test_patterns_on_every_character(name, tmp_path):
 def test_behaviors(behavior, tmp_path):
     for invert in (False, True):
         for pattern in ("[0-9][0-9][0-9]", "", "x?", r"\s", {"String": " "}, {"String": "a.["}, {"String": ""}):
-            compare(tmp_path / "t.json", document(split(pattern, behavior, invert)), fuzzed(behavior, 200))
+            compare(tmp_path / "t.json", document(split(pattern, behavior, invert)), fuzzed(behavior, 100))
     compare(tmp_path / "t.json", document({"type": "Punctuation", "behavior": behavior}), fuzzed("punctuation", 500))
 
 
@@ -115,7 +115,7 @@ def test_other_steps_and_several_of_them(tmp_path):
     three = split(r"\p{N}{1,3}"), split(PATTERNS["ideographs"]), split(PATTERNS["symbols"] + r"|\s+")
     punctuation, digits = {"type": "Punctuation", "behavior": "Contiguous"}, {"type": "Digits", "individual_digits": False}
     for steps in (three, (punctuation, digits, split("[0-9][0-9][0-9]")), ({"type": "WhitespaceSplit"}, digits), ({"type": "Punctuation"},)):
-        compare(tmp_path / "t.json", document(*steps), fuzzed(len(steps), 2500))
+        compare(tmp_path / "t.json", document(*steps), fuzzed(len(steps), 1000))
     compare(tmp_path / "t.json", document({"type": "WhitespaceSplit"}, {"type": "Punctuation"}), every_character())
 
 
@@ -173,7 +173,7 @@ def test_random_patterns_are_refused_alike_or_split_as_in_the_library(tmp_path):
 
 
 @pytest.mark.parametrize("pattern, text", [
-    ("(a+)+$", "a" * 50 + "!"), ("(?:a|a)+$", "a" * 50 + "!"), ("(?:a+b?)+[cd]", "a" * 500), ("a+[bc]", "a" * 1_000_000), ("(?:a{1,3})+[bc]", "a" * 300),
+    ("(a+)+$", "a" * 50 + "!"), ("(?:a|a)+$", "a" * 50 + "!"), ("(?:a+b?)+[cd]", "a" * 500), ("a+[bc]", "a" * 100_000), ("(?:a{1,3})+[bc]", "a" * 300),
     (r"(?:\p{L}+\s?)+$", "ab " * 30 + "1"), ("(a+)+$", ("a" * 17 + "!") * 2000)])
 def test_a_text_that_would_take_too_long_is_one_line(pattern, text, tmp_path):
     path = tmp_path / "t.json"

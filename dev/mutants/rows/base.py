@@ -126,6 +126,11 @@ ROWS = [
     Mutant("a file beyond ulimit -f kills the program", "llmc/base/options.cpp",
            "  std::signal(SIGXFSZ, SIG_IGN);\n", "",
            unit("RunProgram.Turns*")),
+    # ---- llmc/base/options.cpp: names of other tools -----------------------------------------------------------------
+    Mutant("what other tools call an option is a misspelling", "llmc/base/options.cpp", "  std::string guess = alias(argument);\n",
+           "  std::string guess;\n", unit("OptionAliases.*")),
+    Mutant("-ngl 4 is -n gl", "llmc/base/options.cpp", " && (argument.size() == 2 || alias(argument).empty())", "",
+           unit("OptionAliases.*")),
     # ---- llmc/base/parallel.cpp --------------------------------------------------------------------------------------
     Mutant("an error of a helper thread is lost", "llmc/base/parallel.cpp",
            "if (error) std::rethrow_exception(error);", "if (error && count == 0) std::rethrow_exception(error);",
@@ -195,9 +200,4 @@ ROWS = [
            "if (scan.expected > back && scan.matched == back) return back;",
            "if (scan.expected > back) return back;",
            unit("Utf8.HoldsBack*")),
-    # ---- llmc/base/options.cpp: names of other tools -----------------------------------------------------------------
-    Mutant("what other tools call an option is a misspelling", "llmc/base/options.cpp", "  std::string guess = alias(argument);\n",
-           "  std::string guess;\n", unit("OptionAliases.*")),
-    Mutant("-ngl 4 is -n gl", "llmc/base/options.cpp", " && (argument.size() == 2 || alias(argument).empty())", "",
-           unit("OptionAliases.*")),
 ]

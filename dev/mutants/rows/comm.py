@@ -4,10 +4,6 @@ from mutant import Mutant, unit
 
 ROWS = [
     # ---- llmc/comm/agreement.cpp -------------------------------------------------------------------------------------
-    Mutant("a rank of another job is let in", "llmc/comm/hub.cpp", "if (hello.job != identity_.job() && hello.job != 0)", "if (false)",
-           unit("Hub.ARankOfAnotherJob*")),
-    Mutant("a rank of another job ends the run", "llmc/comm/hub.cpp", "    tell(stranger, Error(Exit::environment, reason));\n",
-           "    return refuse(stranger, reason);\n", unit("Hub.ARankOfAnotherJob*")),
     Mutant("what one rank alone has is no difference", "llmc/comm/agreement.cpp",
            "if (first == nullptr || other == nullptr ? first == other : *first == *other) continue;",
            "if (first == nullptr || other == nullptr || *first == *other) continue;",
@@ -47,6 +43,10 @@ ROWS = [
            ".substr(0, kLongestReason)", ".substr(0, kLongestReason + 1)",
            unit("FrameWriter.AReason*")),
     # ---- llmc/comm/hub.cpp -------------------------------------------------------------------------------------------
+    Mutant("a rank of another job is let in", "llmc/comm/hub.cpp", "if (hello.job != identity_.job() && hello.job != 0)", "if (false)",
+           unit("Hub.ARankOfAnotherJob*")),
+    Mutant("a rank of another job ends the run", "llmc/comm/hub.cpp", "    tell(stranger, Error(Exit::environment, reason));\n",
+           "    return refuse(stranger, reason);\n", unit("Hub.ARankOfAnotherJob*")),
     Mutant("the hub copies what it has not compared", "llmc/comm/hub.cpp", "    compare();\n    reply();", "    reply();",
            unit("*CommunicatorTest.RanksInDifferentCalls*")),
     Mutant("a rank that gives signs is late all the same", "llmc/comm/hub.cpp", "limit_from(std::max(begin, peer.last_sign))",

@@ -250,6 +250,15 @@ ROWS = [
            "CONTEXTS.get(self.preset, 2048)",
            "CONTEXTS.get(self.preset, 1024)",
            ("py:test_memory_table.py::test_the_planner_is_asked_for_the_row",)),
+    # ---- dev/pictures/draw.py ----------------------------------------------------------------------------------------
+    Mutant("draw: a number that is not in the figures", "dev/pictures/draw.py",
+           "rows = [(\"weft, fused\", fused, \"c0\")",
+           "rows = [(\"weft, fused\", 1.278, \"c0\")",
+           ("py:test_readme.py::test_a_picture_shows_a_changed_figure_and_needs_each",)),
+    Mutant("draw: the pictures of README are of earlier figures", "dev/pictures/draw.py",
+           "range(0, most + 1, 8000)",
+           "range(0, most + 1, 4000)",
+           ("py:test_readme.py::test_the_pictures_are_those_of_the_figures",)),
     # ---- dev/prepare_data.py -----------------------------------------------------------------------------------------
     Mutant("prepare_data: a last shard of any length", "dev/prepare_data.py",
            "if self._held_tokens < min(self.shard_tokens, SMALLEST_LAST_SHARD):",
@@ -398,13 +407,4 @@ ROWS = [
            "LEAST, MOST = 256 + 64,",
            "LEAST, MOST = 256,",
            ("py:test_train_tokenizer.py::test_limits_of_the_options",)),
-    # ---- dev/pictures ------------------------------------------------------------------------------------------------
-    Mutant("draw: a number that is not in the figures", "dev/pictures/draw.py",
-           "rows = [(\"weft, fused\", fused, \"c0\")",
-           "rows = [(\"weft, fused\", 1.278, \"c0\")",
-           ("py:test_readme.py::test_a_picture_shows_a_changed_figure_and_needs_each",)),
-    Mutant("draw: the pictures of README are of earlier figures", "dev/pictures/draw.py",
-           "range(0, most + 1, 8000)",
-           "range(0, most + 1, 4000)",
-           ("py:test_readme.py::test_the_pictures_are_those_of_the_figures",)),
 ]

@@ -261,6 +261,8 @@ ROWS = [
     Mutant("every line of an interactive text begins a new one", "llmc/infer/interactive.cpp",
            "encode(\"\\n\" + line, false, special_)", "encode(\"\\n\" + line, true, special_)",
            ("py:test_infer_llama.py::test_a_prompt_begins_with_the_token_that_begins_a_text",)),
+    Mutant("/reset forgets nothing", "llmc/infer/interactive.cpp", "      model_.reset();\n      log_info(\"(the text begins anew)\");",
+           "      log_info(\"(the text begins anew)\");", ("py:test_infer_cli.py::test_interactive_commands",)),
     # ---- llmc/infer/lookup.cpp ---------------------------------------------------------------------------------------
     Mutant("the earliest of the longest matches is looked up", "llmc/infer/lookup.cpp", "if (same > longest) {",
            "if (same >= longest) {", unit("Lookup.*")),
@@ -326,6 +328,9 @@ ROWS = [
     Mutant("an interrupted perplexity says nothing of it", "llmc/infer/report.cpp",
            "wide(window),\n                 wide(stride), result.interrupted ? \", interrupted\" : \"\");",
            "wide(window),\n                 wide(stride), \"\");", unit("Report.ThePerplexity*")),
+    # ---- llmc/infer/report.cpp, interactive.cpp ----------------------------------------------------------------------
+    Mutant("a text that was cut short looks like a whole one", "llmc/infer/report.cpp",
+           "result.finish_reason == FinishReason::interrupted || ", "", unit("Report.TheShortLine*")),
     # ---- llmc/infer/scheduler.cpp ------------------------------------------------------------------------------------
     Mutant("a request of many sequences keeps its turn", "llmc/infer/scheduler.cpp",
            "  groups_.splice(groups_.end(), groups_, group);\n", "", unit("Engine.GroupsTakeTurns")),
@@ -404,6 +409,8 @@ ROWS = [
            "static_cast<unsigned char>(text[i + 1]) < 0xA0;",
            "static_cast<unsigned char>(text[i + 1]) <= 0xA0;",
            unit("TextOutput.*")),
+    Mutant("NO_COLOR does not reach the prompt", "llmc/infer/text_output.cpp", " && stdout_color();", ";",
+           ("py:test_infer_cli.py::test_the_prompt_is_dimmed_on_a_terminal",)),
     # ---- llmc/infer/text_stream.cpp ----------------------------------------------------------------------------------
     Mutant("what follows a prompt loses its space", "llmc/infer/text_stream.cpp", "decoder_.emplace(*tokenizer, before);",
            "decoder_.emplace(*tokenizer, before.first(0));", unit("Generate.*")),
@@ -412,11 +419,4 @@ ROWS = [
            "hidden_.push_back({decoded_, decoded_ + text.size()});", unit("Generate.SpecialTokens*")),
     Mutant("special tokens that a stop text held back are shown", "llmc/infer/text_stream.cpp",
            "return range.end <= last;", "return true;", unit("Generate.SpecialTokens*")),
-    # ---- llmc/infer/report.cpp, interactive.cpp ----------------------------------------------------------------------
-    Mutant("a text that was cut short looks like a whole one", "llmc/infer/report.cpp",
-           "result.finish_reason == FinishReason::interrupted || ", "", unit("Report.TheShortLine*")),
-    Mutant("/reset forgets nothing", "llmc/infer/interactive.cpp", "      model_.reset();\n      log_info(\"(the text begins anew)\");",
-           "      log_info(\"(the text begins anew)\");", ("py:test_infer_cli.py::test_interactive_commands",)),
-    Mutant("NO_COLOR does not reach the prompt", "llmc/infer/text_output.cpp", " && stdout_color();", ";",
-           ("py:test_infer_cli.py::test_the_prompt_is_dimmed_on_a_terminal",)),
 ]

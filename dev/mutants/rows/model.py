@@ -110,11 +110,6 @@ ROWS = [
     Mutant("yarn rounds its ramp always", "llmc/model/config.cpp", "if (rope.truncate) low", "if (true) low", unit("Rope.Yarn*")),
     Mutant("sin is not scaled", "llmc/model/config.cpp", "std::sin(static_cast<double>(angle))) * scale", "std::sin(static_cast<double>(angle)))",
            unit("Rope.TableIsScaled*")),
-    Mutant("biases of a Llama begin behind its weights", "llmc/model/llama_layout.h", "layer.gate_up_bias = find.bias(names.gate)",
-           "layer.gate_up_bias = find.bias(names.up)", unit("Layout.BiasesOfALlama*")),
-    Mutant("biases of a Llama are decayed", "llmc/model/tensor_table.cpp",
-           "for (const Matrix& m : matrices) add(bias_of(m.module), {m.out}, Init::zeros, false);",
-           "for (const Matrix& m : matrices) add(bias_of(m.module), {m.out}, Init::zeros, true);", unit("Layout.BiasesOfALlama*")),
     Mutant("a tied GPT-NeoX passes", "llmc/model/config.cpp",
            "config.norm == NormKind::layernorm && !config.tied_embeddings;", "config.norm == NormKind::layernorm;",
            unit("ModelConfig.EachKeyThatTheFamily*")),
@@ -176,6 +171,8 @@ ROWS = [
     Mutant("a span may verify and score", "llmc/model/inference_model.cpp",
            "span.targets.empty() && !span.keep_logits;", "!span.keep_logits;", unit("CpuInference.Refuses*")),
     # ---- llmc/model/llama_layout.h -----------------------------------------------------------------------------------
+    Mutant("biases of a Llama begin behind its weights", "llmc/model/llama_layout.h", "layer.gate_up_bias = find.bias(names.gate)",
+           "layer.gate_up_bias = find.bias(names.up)", unit("Layout.BiasesOfALlama*")),
     Mutant("input and output projection of attention mixed up", "llmc/model/llama_layout.h",
            "layer.qkv = find.weight(names.q)", "layer.qkv = find.weight(names.output)", unit("Layout.Llama*")),
     # ---- llmc/model/model_file.cpp -----------------------------------------------------------------------------------
@@ -223,6 +220,9 @@ ROWS = [
            "static_cast<std::int64_t>(ids) > capacity_)",
            unit("CpuDecoder.NothingIsWritten*")),
     # ---- llmc/model/tensor_table.cpp ---------------------------------------------------------------------------------
+    Mutant("biases of a Llama are decayed", "llmc/model/tensor_table.cpp",
+           "for (const Matrix& m : matrices) add(bias_of(m.module), {m.out}, Init::zeros, false);",
+           "for (const Matrix& m : matrices) add(bias_of(m.module), {m.out}, Init::zeros, true);", unit("Layout.BiasesOfALlama*")),
     Mutant("weight decay on norms", "llmc/model/tensor_table.cpp",
            "add(weight_of(module), {C}, Init::ones, false);\n    if",
            "add(weight_of(module), {C}, Init::ones, true);\n    if",

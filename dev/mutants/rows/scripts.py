@@ -3,6 +3,11 @@
 from mutant import Mutant
 
 ROWS = [
+    # ---- dev/prepare_data.py -----------------------------------------------------------------------------------------
+    Mutant("prepare_data: every Split may be cut at spaces", "dev/prepare_data.py", "    if known != steps or any(", "    if any(",
+           ("py:test_prepare_data.py::test_where_a_text_of_a_byte_level_tokenizer_may_be_cut",)),
+    Mutant("the next command of the shards trains elsewhere", "dev/prepare_data.py", "{arguments} --out runs/mine", "{arguments} --out runs/first",
+           ("py:test_prepare_data.py",)),
     # ---- scripts/cli.py ----------------------------------------------------------------------------------------------
     Mutant("scripts: progress on a dumb terminal", "scripts/cli.py", ' and os.environ.get("TERM") != "dumb"', "",
            ("py:test_convert.py::test_progress_is_for_terminals_that_can_write_again",)),
@@ -57,6 +62,10 @@ ROWS = [
            ("py:test_convert.py::test_progress_is_a_line_that_is_written_again",)),
     Mutant("half of a surrogate pair in capital letters", "scripts/cli.py", r'rb"\\u[dD][89a-fA-F]"', r'rb"\\ud[89a-f]"',
            ("py:test_convert.py::test_every_half_of_a_surrogate_pair_is_refused_however_it_is_spelled",)),
+    Mutant("converter: a byte order mark is an error", "scripts/cli.py", "    data = data.removeprefix(BYTE_ORDER_MARK)\n", "",
+           ("py:test_convert.py::test_json_files_may_begin_with_a_byte_order_mark",)),
+    Mutant("converter: of a repeated key nobody hears", "scripts/cli.py", "        warn(f\"{where}key {shown(name)} occurs twice",
+           "        str(f\"{where}key {shown(name)} occurs twice", ("py:test_hf_config.py::test_vectors",)),
     # ---- scripts/convert_hf.py ---------------------------------------------------------------------------------------
     Mutant("converter: transposed weights pass", "scripts/convert_hf.py", "    if entry.shape != shape:\n",
            "    if sorted(entry.shape) != sorted(shape):\n",
@@ -159,12 +168,6 @@ ROWS = [
     Mutant("converter: float64 beyond float32 becomes infinite", "scripts/convert_hf.py",
            "if (np.isinf(result) & np.isfinite(values)).any():", "if False:",
            ("py:test_convert.py::test_float64_weights_are_rounded_once_to_float32",)),
-    Mutant("converter: a normal token beyond the vocabulary is left out", "scripts/hf_config.py", "    if normal:\n", "    if False:\n",
-           ("py:test_convert.py::test_added_tokens_beyond_the_vocabulary_are_left_out",)),
-    Mutant("converter: a byte order mark is an error", "scripts/cli.py", "    data = data.removeprefix(BYTE_ORDER_MARK)\n", "",
-           ("py:test_convert.py::test_json_files_may_begin_with_a_byte_order_mark",)),
-    Mutant("converter: of a repeated key nobody hears", "scripts/cli.py", "        warn(f\"{where}key {shown(name)} occurs twice",
-           "        str(f\"{where}key {shown(name)} occurs twice", ("py:test_hf_config.py::test_vectors",)),
     Mutant("converter: an input under another name is overwritten", "scripts/convert_hf.py",
            "path.parent.resolve() == directory.resolve()",
            "path.parent == directory",
@@ -229,13 +232,6 @@ ROWS = [
     Mutant("dump: dimensions beside the rotary ones are lost", "scripts/dump_reference.py",
            "self.projected[name][..., rotated.shape[-1]:]",
            "self.projected[name][..., :0]", ("py:test_torch_scripts.py::test_what_the_hooks_record_is_the_golden",)),
-    Mutant("dump: long wavelengths are divided by more than the factor", "scripts/gptq.py", "kept_part(frequencies, rope), 0, 1)",
-           "kept_part(frequencies, rope), -9, 1)", ("py:test_torch_scripts.py::test_what_the_hooks_record_is_the_golden",)),
-    Mutant("calibration: cos and sin are not scaled", "scripts/gptq.py", "rope.attention_factor * turn(angles)", "turn(angles)",
-           ("py:test_quantisation.py::test_gptq_runs_the_model_that_pytorch_runs",)),
-    Mutant("calibration: a Llama has no biases", "scripts/gptq.py", "for module, out in zip(modules, outputs)] if bias else outputs",
-           "for module, out in zip(modules, outputs)] if False else outputs",
-           ("py:test_quantisation.py::test_gptq_runs_the_model_that_pytorch_runs",)),
     Mutant("dump: NaN is close to anything", "scripts/dump_reference.py", "or not error <= RECOMPUTE_TOLERANCE[dtype] * scale",
            "or error > RECOMPUTE_TOLERANCE[dtype] * scale",
            ("py:test_torch_scripts.py::test_a_recomputed_value_may_be_off_by_its_share_of_the_largest",)),
@@ -293,6 +289,12 @@ ROWS = [
            ("py:test_reference.py::test_shifted_labels",)),
     Mutant("--act-layers is for the first run alone", "scripts/dump_reference.py", 'parts[0] in ("act", "act16")', 'parts[0] == "act"',
            ("py:test_reference.py::test_every_tensor_is_of_its_group_and_of_its_layer",)),
+    Mutant("reference: an ulp leads as far as in the last run", "scripts/dump_reference.py",
+           "return {name: max(run[name] for run in runs) for name in want}", "return runs[-1]",
+           ("py:test_torch_scripts.py::test_what_the_tolerances_of_stepped_parameters_follow_from",)),
+    Mutant("reference: every run moves the weights in one way", "scripts/dump_reference.py",
+           "replace(request, moved=seed)", "replace(request, moved=0 * seed)",
+           ("py:test_torch_scripts.py::test_what_the_tolerances_of_stepped_parameters_follow_from",)),
     # ---- scripts/export_hf.py ----------------------------------------------------------------------------------------
     Mutant("a shard of exactly the limit is split", "scripts/export_hf.py",
            "if size + file.at(name).bytes > limit:",
@@ -450,6 +452,13 @@ ROWS = [
            "max(self.now.get(slot, 0.0), float(x.abs().max()))", "float(x.abs().max())",
            ("py:test_accuracy.py::test_the_largest_magnitude_of_a_step_is_that_of_all_its_sightings",)),
     # ---- scripts/gptq.py ---------------------------------------------------------------------------------------------
+    Mutant("dump: long wavelengths are divided by more than the factor", "scripts/gptq.py", "kept_part(frequencies, rope), 0, 1)",
+           "kept_part(frequencies, rope), -9, 1)", ("py:test_torch_scripts.py::test_what_the_hooks_record_is_the_golden",)),
+    Mutant("calibration: cos and sin are not scaled", "scripts/gptq.py", "rope.attention_factor * turn(angles)", "turn(angles)",
+           ("py:test_quantisation.py::test_gptq_runs_the_model_that_pytorch_runs",)),
+    Mutant("calibration: a Llama has no biases", "scripts/gptq.py", "for module, out in zip(modules, outputs)] if bias else outputs",
+           "for module, out in zip(modules, outputs)] if False else outputs",
+           ("py:test_quantisation.py::test_gptq_runs_the_model_that_pytorch_runs",)),
     Mutant("GPTQ calibrates on the outputs of layers that are not quantised", "scripts/gptq.py",
            "                    weights[i] = quantization.int4_again(self.found[asked], weights[i].shape[1])\n", "",
            ("py:test_quantisation.py::test_gptq_calibrates_on_what_the_quantised_layers_give",)),
@@ -475,6 +484,8 @@ ROWS = [
     Mutant("GPTQ: small inputs count as none", "scripts/gptq.py", "diagonal[diagonal == 0] = 1", "diagonal[diagonal < 1] = 1",
            ("py:test_quantisation.py::test_the_factor_of_gptq_is_that_of_the_inverse",)),
     # ---- scripts/hf_config.py ----------------------------------------------------------------------------------------
+    Mutant("converter: a normal token beyond the vocabulary is left out", "scripts/hf_config.py", "    if normal:\n", "    if False:\n",
+           ("py:test_convert.py::test_added_tokens_beyond_the_vocabulary_are_left_out",)),
     Mutant("converter: a default is silent", "scripts/hf_config.py", '            self.warn(key, f"absent,', '            str(f"absent,',
            ("py:test_hf_config.py::test_theta_has_no_silent_default",)),
     Mutant("generation config hides bos", "scripts/hf_config.py",
@@ -575,10 +586,6 @@ ROWS = [
     Mutant("tokenizer: a limit on the length of a Split's text counts characters", "scripts/hf_tokenizer.py",
            "if utf8_size(text.text()) > MAX_SPLIT_BYTES:", "if len(text.text()) > MAX_SPLIT_BYTES:",
            ("py:test_tokenizer.py::test_rules_of_tokenizers_from_both_sides",)),
-    Mutant("split pattern: a group costs the same however often it repeats", "scripts/split_pattern.py",
-           "(part.cost + GROUP_COST) * copies", "part.cost + GROUP_COST", ("py:test_split_pattern.py::test_the_largest_patterns",)),
-    Mutant("prepare_data: every Split may be cut at spaces", "dev/prepare_data.py", "    if known != steps or any(", "    if any(",
-           ("py:test_prepare_data.py::test_where_a_text_of_a_byte_level_tokenizer_may_be_cut",)),
     Mutant("tokenizer: whatever begins with two newlines is of SentencePiece", "scripts/hf_tokenizer.py",
            'data[4 + data[3]:5 + data[3]] == b"\\x15":', "True:",
            ("py:test_tokenizer.py::test_other_kinds_of_tokenizers_are_named",)),
@@ -591,6 +598,8 @@ ROWS = [
     # ---- scripts/needs.py --------------------------------------------------------------------------------------------
     Mutant("any failure to import is a missing package", "scripts/needs.py", "isinstance(error, ModuleNotFoundError)", "isinstance(error, ImportError)",
            ("py:test_convert.py::test_a_missing_package_is_one_line_and_any_other_failure_to_import_a_traceback",)),
+    Mutant("an installed script is named as in a checkout", "scripts/needs.py", "return name if INSTALLED else f", "return f",
+           ("py:test_install.py::test_commands_that_messages_name_exist",)),
     # ---- scripts/plot_log.py -----------------------------------------------------------------------------------------
     Mutant("plot_log: follows only while all logs grow", "scripts/plot_log.py",
            "if any(grown) and all(run.steps for run in runs)",
@@ -637,6 +646,11 @@ ROWS = [
            "if runs[0].broken > 1:", ("py:test_plot_log.py::test_what_it_says_of_each_run",)),
     Mutant("plot_log: a thousand less a bit has no unit", "scripts/plot_log.py", '    value = float(f"{value:.3g}")  # first: 999.6 is 1K\n', "",
            ("py:test_plot_log.py::test_units_for_people",)),
+    # ---- scripts/plot_log.py, needs.py, run_demo.sh ------------------------------------------------------------------
+    Mutant("the plot has no median of the throughput", "scripts/plot_log.py", "shown=human, median=True)", "shown=human)",
+           ("py:test_plot_log.py::test_each_run_has_its_own_lines",)),
+    Mutant("small learning rates have an exponent", "scripts/plot_log.py", """return f"{float(f'{value:.3g}'):.12f}".rstrip("0").rstrip(".")""",
+           """return f"{value:.3g}\"""", ("py:test_plot_log.py::test_each_run_has_its_own_lines",)),
     # ---- scripts/quantization.py -------------------------------------------------------------------------------------
     Mutant("converter: int8 has a -128", "scripts/quantization.py", "np.clip(np.rint(values), -127, 127)", "np.clip(np.rint(values), -128, 127)",
            ("py:test_quantisation.py::test_clipped_weights_of_int8_end_at_127_on_both_sides",)),
@@ -670,6 +684,8 @@ ROWS = [
            ("py:test_demo_script.py::test_a_corpus_that_is_there_is_not_made_again_and_the_run_before_goes",)),
     Mutant("demo: DEMO_MINUTES is not looked at", "scripts/run_demo.sh", "\"${DEMO_MINUTES:-3}\"", "3",
            ("py:test_demo_script.py::test_a_corpus_that_is_there_is_not_made_again_and_the_run_before_goes",)),
+    Mutant("more of the demo's model has other options", "scripts/run_demo.sh", '${same[*]:+ ${same[*]}}"', '"',
+           ("py:test_demo_script.py::test_the_newest_checkpoint_is_the_one_to_serve",)),
     # ---- scripts/run_log.py ------------------------------------------------------------------------------------------
     Mutant("a resume drops its own step", "scripts/run_log.py",
            'if step <= record["step"]}',
@@ -731,6 +747,9 @@ ROWS = [
            ("py:test_convert.py::test_hostile_weight_file",)),
     Mutant("converter: true is a size", "scripts/safetensors_reader.py", "all(type(value) is int and", "all(isinstance(value, int) and",
            ("py:test_convert.py::test_hostile_weight_file",)),
+    # ---- scripts/split_pattern.py ------------------------------------------------------------------------------------
+    Mutant("split pattern: a group costs the same however often it repeats", "scripts/split_pattern.py",
+           "(part.cost + GROUP_COST) * copies", "part.cost + GROUP_COST", ("py:test_split_pattern.py::test_the_largest_patterns",)),
     # ---- scripts/tensor_file.py --------------------------------------------------------------------------------------
     Mutant("converter: bf16 cut instead of rounded", "scripts/tensor_file.py", "        rounded += 0x7FFF\n",
            "        rounded *= 0\n", ("py:test_tensor_file.py",)),
@@ -828,12 +847,6 @@ ROWS = [
            ("py:test_tensor_file.py::test_a_shard_keeps_what_it_was_made_with",)),
     Mutant("a shard counts rows of ids", "scripts/token_shard.py", "self.count += tokens.size", "self.count += len(tokens)",
            ("py:test_tensor_file.py::test_a_shard_keeps_what_it_was_made_with",)),
-    Mutant("reference: an ulp leads as far as in the last run", "scripts/dump_reference.py",
-           "return {name: max(run[name] for run in runs) for name in want}", "return runs[-1]",
-           ("py:test_torch_scripts.py::test_what_the_tolerances_of_stepped_parameters_follow_from",)),
-    Mutant("reference: every run moves the weights in one way", "scripts/dump_reference.py",
-           "replace(request, moved=seed)", "replace(request, moved=0 * seed)",
-           ("py:test_torch_scripts.py::test_what_the_tolerances_of_stepped_parameters_follow_from",)),
     # ---- scripts/train_reference.py ----------------------------------------------------------------------------------
     Mutant("reference run: --grad-clip 0 is a limit", "scripts/train_reference.py", "settings.grad_clip or math.inf",
            "settings.grad_clip",
@@ -887,15 +900,4 @@ ROWS = [
            "blocks = np.arange(begin, min(begin + INIT_CHUNK",
            "blocks = begin * 0 + np.arange(0, min(INIT_CHUNK",
            ("py:test_train_reference.py::test_initial_values_do_not_depend_on_the_pieces_in_which_they_are_made",)),
-    # ---- scripts/plot_log.py, needs.py, run_demo.sh ------------------------------------------------------------------
-    Mutant("the plot has no median of the throughput", "scripts/plot_log.py", "shown=human, median=True)", "shown=human)",
-           ("py:test_plot_log.py::test_each_run_has_its_own_lines",)),
-    Mutant("small learning rates have an exponent", "scripts/plot_log.py", """return f"{float(f'{value:.3g}'):.12f}".rstrip("0").rstrip(".")""",
-           """return f"{value:.3g}\"""", ("py:test_plot_log.py::test_each_run_has_its_own_lines",)),
-    Mutant("an installed script is named as in a checkout", "scripts/needs.py", "return name if INSTALLED else f", "return f",
-           ("py:test_install.py::test_commands_that_messages_name_exist",)),
-    Mutant("more of the demo's model has other options", "scripts/run_demo.sh", '${same[*]:+ ${same[*]}}"', '"',
-           ("py:test_demo_script.py::test_the_newest_checkpoint_is_the_one_to_serve",)),
-    Mutant("the next command of the shards trains elsewhere", "dev/prepare_data.py", "{arguments} --out runs/mine", "{arguments} --out runs/first",
-           ("py:test_prepare_data.py",)),
 ]

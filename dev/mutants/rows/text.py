@@ -41,10 +41,6 @@ ROWS = [
            "result = replace_all(result, step.character, step.text);", "result = replace_all(text, step.character, step.text);",
            unit("Normalizer.*")),
     # ---- llmc/text/pretokenize.cpp -----------------------------------------------------------------------------------
-    Mutant("a match of nothing is none", "llmc/text/pretokenize.h", "(*end == position && last_end == position)",
-           "*end == position", unit("PreTokenizer.AMatchIsAPiece*")),
-    Mutant("what is between the matches is never the match", "llmc/text/pretokenize.h", "span.is_match = span.is_match != spec.invert;", "",
-           unit("PreTokenizer.AMatchIsAPiece*")),
     Mutant("a match joins the piece behind it, whatever it is", "llmc/text/pretokenize.cpp", "return is_match && !next_is_match;",
            "return is_match;", unit("PreTokenizer.AMatchIsAPiece*")),
     Mutant("steps of matching are not counted", "llmc/text/pretokenize.cpp", "scratch.steps_left_ -= limit;", "",
@@ -53,6 +49,11 @@ ROWS = [
            "if (found == PCRE2_ERROR_JIT_STACKLIMIT) found = attempt(PCRE2_NO_JIT);", "", unit("PreTokenizer.ATextThatTakes*")),
     Mutant("Metaspace's first is every piece", "llmc/text/pretokenize.cpp", "MetaspaceRule::Prepend::first && at_start)",
            "MetaspaceRule::Prepend::first && (at_start || !text.empty()))", unit("SentencePieceEncoder.*")),
+    # ---- llmc/text/pretokenize.h -------------------------------------------------------------------------------------
+    Mutant("a match of nothing is none", "llmc/text/pretokenize.h", "(*end == position && last_end == position)",
+           "*end == position", unit("PreTokenizer.AMatchIsAPiece*")),
+    Mutant("what is between the matches is never the match", "llmc/text/pretokenize.h", "span.is_match = span.is_match != spec.invert;", "",
+           unit("PreTokenizer.AMatchIsAPiece*")),
     # ---- llmc/text/split_pattern.cpp ---------------------------------------------------------------------------------
     Mutant("what may be empty repeats", "llmc/text/split_pattern.cpp", "if (repeats && (part.may_be_empty ||", "if (repeats && (false ||",
            unit("SplitPattern.WhatMeans*")),
@@ -62,10 +63,6 @@ ROWS = [
            unit("SplitPattern.TheLargest*")),
     Mutant("copies of a group cost nothing", "llmc/text/split_pattern.cpp",
            "part.cost * (part.is_character ? 1 : static_cast<std::size_t>(copies))", "part.cost", unit("SplitPattern.TheLargest*")),
-    # ---- llmc/text/tokenizer_json.cpp --------------------------------------------------------------------------------
-    Mutant("of a repeated merge the first place counts", "llmc/text/tokenizer_json.cpp",
-           "if (!is_new) spec_.merges[std::exchange(place->second, spec_.merges.size())].left = kRepeated;",
-           "if (!is_new) continue;", unit("TokenizerFile.ARepeatedMerge*")),
     # ---- llmc/text/token_decoder.cpp ---------------------------------------------------------------------------------
     Mutant("a row of byte tokens is shown too early", "llmc/text/token_decoder.cpp",
            "if (state.complete < state.row.size()) {", "if (state.complete < state.row.size() && state.complete == 0) {",
@@ -86,7 +83,7 @@ ROWS = [
            unit("SentencePieceDecoder.OnlyTwoDigits*")),
     # ---- llmc/text/tokenizer.cpp -------------------------------------------------------------------------------------
     Mutant("normalizing makes no text shorter", "llmc/text/tokenizer.cpp",
-           "if (step.kind == NormalizerStep::Kind::nfc) return 4;", "if (step.kind == NormalizerStep::Kind::nfc) return 1;",
+           "return step.form == NormalForm::nfkc ? 6 : 4;", "return 1;",
            unit("*NoTextHasFewerIds*", "Tokenizer.TheLeastIds*")),
     Mutant("tokens that take white space have a longest text", "llmc/text/tokenizer.cpp",
            "return token.lstrip || token.rstrip; })) return 0;", "return token.lstrip && token.rstrip; })) return 0;",
@@ -109,6 +106,9 @@ ROWS = [
            "id < vocab_size() && special_", "id + 1 < vocab_size() && special_",
            unit("TokenizerFile.TheDefault*")),
     # ---- llmc/text/tokenizer_json.cpp --------------------------------------------------------------------------------
+    Mutant("of a repeated merge the first place counts", "llmc/text/tokenizer_json.cpp",
+           "if (!is_new) spec_.merges[std::exchange(place->second, spec_.merges.size())].left = kRepeated;",
+           "if (!is_new) continue;", unit("TokenizerFile.ARepeatedMerge*")),
     Mutant("unknown characters are fused where nothing says so", "llmc/text/tokenizer_json.cpp",
            'model["fuse_unk"].flag(false)', 'model["fuse_unk"].flag(true)', unit("SentencePieceEncoder.UnknownTokens*")),
     Mutant("special tokens default to normalized", "llmc/text/tokenizer_json.cpp",

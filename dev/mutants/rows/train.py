@@ -155,10 +155,6 @@ ROWS = [
            "auto all = RunDirectory::checkpoints_in(out);\n  std::reverse(all.begin(), all.end());\n"
            "  for (const RunDirectory::Entry& entry : all) {",
            ("unit:CheckpointTest.TheWarmUp*",)),
-    Mutant("the default warm-up may be half of the run", "llmc/train/options.cpp", "kWarmupShare = 4;", "kWarmupShare = 2;",
-           ("unit:TrainOptionParser.Defaults*",)),
-    Mutant("steps that are added change the warm-up", "train_llama.cu", "saved_warmup_steps(settings.out).value_or(steps)", "steps",
-           ("py:test_train_cli.py::test_steps_added_later_keep_the_warm_up",)),
     Mutant("the checkpoint that a run goes on from does not count as whole", "llmc/train/checkpoint.cpp",
            "  intact_.insert(checkpoint->state().step);\n", "", unit("StateTest.AnyOrder*")),
     Mutant("behind a best one that is not there no best one is kept", "llmc/train/checkpoint.cpp",
@@ -552,6 +548,8 @@ ROWS = [
     Mutant("nobody learns that steps wait for the disk", "llmc/train/loop.cpp", "waited > 1 && first_rank()",
            "waited > 100 && first_rank()", unit("TrainLoopTest.AStepThatWaits*")),
     # ---- llmc/train/options.cpp --------------------------------------------------------------------------------------
+    Mutant("the default warm-up may be half of the run", "llmc/train/options.cpp", "kWarmupShare = 4;", "kWarmupShare = 2;",
+           ("unit:TrainOptionParser.Defaults*",)),
     Mutant("the number of virtual ranks may change at a resume", "llmc/train/options.cpp",
            '  if (virtual_ranks != 1) fields["virtual-ranks"] = virtual_ranks;\n', "",
            unit("CheckpointTest.EachNumericSetting*", "NumericSettings.*")),
@@ -680,4 +678,7 @@ ROWS = [
            "return std::llround(wsd_decay_fraction * static_cast<double>(steps));",
            "return static_cast<std::int64_t>(wsd_decay_fraction * static_cast<double>(steps));",
            ("unit:Schedule.WsdDecayStepsAreRounded",)),
+    # ---- train_llama.cu ----------------------------------------------------------------------------------------------
+    Mutant("steps that are added change the warm-up", "train_llama.cu", "saved_warmup_steps(settings.out).value_or(steps)", "steps",
+           ("py:test_train_cli.py::test_steps_added_later_keep_the_warm_up",)),
 ]
