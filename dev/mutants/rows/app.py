@@ -201,4 +201,6 @@ ROWS = [
            'inputs.weights ? escaped(settings.model).c_str() : "new parameters");',
            '"new parameters");',
            ("py:test_train_cli.py::test_a_run_and_what_it_leaves",)),
+    Mutant("steps that are added change the warm-up", "train_llama.cu", "saved_warmup_steps(settings.out).value_or(steps)", "steps",
+           ("py:test_train_cli.py::test_steps_added_later_keep_the_warm_up",)),
 ]

@@ -678,7 +678,4 @@ ROWS = [
            "return std::llround(wsd_decay_fraction * static_cast<double>(steps));",
            "return static_cast<std::int64_t>(wsd_decay_fraction * static_cast<double>(steps));",
            ("unit:Schedule.WsdDecayStepsAreRounded",)),
-    # ---- train_llama.cu ----------------------------------------------------------------------------------------------
-    Mutant("steps that are added change the warm-up", "train_llama.cu", "saved_warmup_steps(settings.out).value_or(steps)", "steps",
-           ("py:test_train_cli.py::test_steps_added_later_keep_the_warm_up",)),
 ]
