@@ -260,6 +260,10 @@ ROWS = [
            "range(0, most + 1, 4000)",
            ("py:test_readme.py::test_the_pictures_are_those_of_the_figures",)),
     # ---- dev/prepare_data.py -----------------------------------------------------------------------------------------
+    Mutant("prepare_data: every Split may be cut at spaces", "dev/prepare_data.py", "    if known != steps or any(", "    if any(",
+           ("py:test_prepare_data.py::test_where_a_text_of_a_byte_level_tokenizer_may_be_cut",)),
+    Mutant("the next command of the shards trains elsewhere", "dev/prepare_data.py", "{arguments} --out runs/mine", "{arguments} --out runs/first",
+           ("py:test_prepare_data.py",)),
     Mutant("prepare_data: a last shard of any length", "dev/prepare_data.py",
            "if self._held_tokens < min(self.shard_tokens, SMALLEST_LAST_SHARD):",
            "if self._held_tokens < 1:",

@@ -3,11 +3,6 @@
 from mutant import Mutant
 
 ROWS = [
-    # ---- dev/prepare_data.py -----------------------------------------------------------------------------------------
-    Mutant("prepare_data: every Split may be cut at spaces", "dev/prepare_data.py", "    if known != steps or any(", "    if any(",
-           ("py:test_prepare_data.py::test_where_a_text_of_a_byte_level_tokenizer_may_be_cut",)),
-    Mutant("the next command of the shards trains elsewhere", "dev/prepare_data.py", "{arguments} --out runs/mine", "{arguments} --out runs/first",
-           ("py:test_prepare_data.py",)),
     # ---- scripts/cli.py ----------------------------------------------------------------------------------------------
     Mutant("scripts: progress on a dumb terminal", "scripts/cli.py", ' and os.environ.get("TERM") != "dumb"', "",
            ("py:test_convert.py::test_progress_is_for_terminals_that_can_write_again",)),
