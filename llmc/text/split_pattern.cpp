@@ -288,7 +288,8 @@ Part Translator::part_of(const Set& set, bool ignore_case) {
 
 // What matches no character. Other words boundaries than PCRE2's, which has another idea of a word.
 std::optional<Part> Translator::anchor() {
-  const std::string word = "[" + word_class() + std::string(kNotWordInBrackets) + "]";
+  const std::string word =
+      format("[%s%.*s]", word_class().c_str(), static_cast<int>(kNotWordInBrackets.size()), kNotWordInBrackets.data());
   const auto part = [](std::string text, std::size_t cost) {
     return Part{std::move(text), cost, 0, true, true, false, false, Part::Repeat::none};
   };
