@@ -49,7 +49,14 @@ PYTEST_COLLECTED_NOTHING = 5  # its exit code
 # Files of test/python that wait for time limits, signals and servers that stall: one of them at a time runs beside the others.
 WAITING = ("test_faults", "test_ranks", "test_download")
 # What --quick runs of test/python: files, and which of their tests (as pytest -k).
-QUICK_PYTHON: dict[str, str] = {}
+QUICK_PYTHON = {
+    "test_train_cli": "", "test_convert": "", "test_batch": "", "test_tokenizer": "", "test_infer_llama": "", "test_train_witness": "",
+    "test_export": "", "test_tensor_file": "",
+    "test_serve": "stream or alone or chunks or metrics or models or hostile or stop or logprobs or offsets",
+}
+# Unit tests that it leaves to test-all: those of more than some seconds.
+SLOW_UNITS = ("FusedTolerance.*", "*EncodesEveryCodePoint*", "*Soak*", "TokenizerFile.RefusesMoreAddedTokens*",
+              "BatchTest.AnAnswerOfMillions*", "Json.NoMoreValues*", "StateTest.AnyOrder*", "*.ARankThatHangsIsNamed*")
 # Suites share the cores: threads that wait must not keep the others from running.
 SHARED = {"OMP_WAIT_POLICY": "passive"}
 
@@ -188,11 +195,11 @@ def run_threads(tsan: Path) -> list[Outcome]:
             run_pytest("runs tsan", tuple(f"test/python/test_train_cli.py::{name}" for name in runs), environment, prefix)]
 
 
-def run_unit_shards(release: Path, shards: int) -> list[Callable[[], list[Outcome]]]:
+def run_unit_shards(release: Path, shards: int, arguments: tuple[str, ...]) -> list[Callable[[], list[Outcome]]]:
     """The unit tests as jobs that run beside each other."""
     def shard(index: int) -> list[Outcome]:
         environment = {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(index)}
-        return [run_googletest(f"unit {index}", release / "unit_tests", environment)]
+        return [run_googletest(f"unit {index}", release / "unit_tests", environment, arguments=arguments)]
     return [partial(shard, index) for index in range(shards)]
 
 
@@ -276,12 +283,13 @@ def run_jobs(jobs: dict[str, Callable[[], list[Outcome]]]) -> dict[str, list[Out
 
 def run_quick() -> list[Outcome]:
     release = ROOT / "build" / "release"
-    jobs = {f"unit {index}": job for index, job in enumerate(run_unit_shards(release, 2))}
+    jobs = {f"unit {index}": job for index, job in enumerate(
+        run_unit_shards(release, 2, (f"--gtest_filter=-{':'.join(SLOW_UNITS)}",)))}
     jobs |= {name: partial(lambda name, selection: [run_pytest(f"python {name}", selection)], name,
                            (f"test/python/{name}.py", *(("-k", words) if words else ())))
              for name, words in QUICK_PYTHON.items()}
     done = run_jobs(jobs)
-    return [joined("unit", [row for name in done if name.startswith("unit") for row in done[name]]),
+    return [joined("unit", [row for name in done if name.startswith("unit ") for row in done[name]]),
             joined("python", [row for name in QUICK_PYTHON for row in done[name]]), run_gpu(release)]
 
 

@@ -996,7 +996,7 @@ TEST_F(CheckpointTest, FewerShardsAreOtherData) {
   data_.emplace(temporary_.file("train*.bin"), 8);
   save(3);
   data_.emplace(temporary_.file("train.bin"), 8);
-  expect_contains(error_of(Exit::bad_file, [&] { resumed_step(); }), "--train: 1 shards, but ");
+  expect_contains(error_of(Exit::bad_file, [&] { resumed_step(); }), "was trained on other data: now 1 shard, then 2");
 }
 
 TEST_F(CheckpointTest, OtherModelIsRefused) {

@@ -446,9 +446,10 @@ TEST(Hub, ARankOfAnotherJobIsTurnedAwayAndDoesNoHarm) {
   Socket rank = door.knock(const_bytes_of(own));
   Hub hub(std::move(door.listener), first_rank, 5);
   Socket first = hub.take_first_connection();
-  EXPECT_EQ(answer(stranger),
-            "rank 1 was turned away: --out: got another one than the 'runs/a' of rank 0. Give each job a port of its own "
-            "(MASTER_PORT), and all ranks of a job the same --out");
+  EXPECT_EQ(
+      answer(stranger),
+      "rank 1 was turned away: --out: got another one than the 'runs/a' of rank 0. Give each job a port of its own "
+      "(MASTER_PORT), and all ranks of a job the same --out");
   EXPECT_EQ(answer(rank), "welcome");
   rank.close();
   first.close();
