@@ -564,7 +564,7 @@ receive() { # receive TARGET
 most_of_unknown() { # most_of_unknown TARGET
   local most free
   most=$(limit_of "$1")
-  free=$(($(free_bytes "$dir") / 10 * 9))
+  free=$(($(free_bytes "$dir") * 9 / 10))
   echo $((free < most ? free : most))
 }
 

@@ -140,7 +140,7 @@ class Scheduler {
   void erase_if_empty(Groups::iterator group);
   void admit();
   std::int64_t pages_needed(const Sequence& sequence) const;
-  bool make_room(const Sequence& sequence);
+  bool make_room(const Sequence& next);
   template <typename Predicate>
   Sequence* most_served(Predicate may_give) const;
   void preempt(Sequence& sequence);

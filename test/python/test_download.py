@@ -877,7 +877,7 @@ def test_weights_larger_than_any_disk_are_refused_before(box):
 def test_bytes_that_nobody_announced_are_limited_as_they_come(box, pieces, accepted):
     """A stream of megabytes without a size: up to the limit it is a file, and what is longer ends there."""
     box.hub.add(REPO, "config.json", (CONFIG + b" " * (1 << 20))[:1 << 20])
-    box.hub.fault("config.json", "unannounced", repeat=pieces)
+    box.hub.fault("/config.json", "unannounced", repeat=pieces)  # and not generation_config.json
     if accepted:
         assert "the server names no hash" in box.succeeds().stderr
         assert box.path("config.json").stat().st_size == 8 << 20
