@@ -20,7 +20,7 @@ struct RankIdentity {
   std::string version;      // of weft; at most 95 bytes of it are compared
   // What tells two jobs apart that have the same token, because their launcher gives them none of their own: --out, as it
   // was given. A rank with another one is turned away.
-  std::string out;
+  std::string out = {};
 
   std::uint64_t job() const { return xxh3_64(out); }
 };
