@@ -1029,6 +1029,7 @@ def test_the_controls_of_the_page(server, browser):
 def test_the_page_asks_for_a_key_after_it_was_refused(model, tmp_path, browser):
     (tmp_path / "key").write_text("opensesame\n")
     with Server(model, "--api-key-file", tmp_path / "key") as server:
+        server.fields = {"Authorization": "Bearer opensesame"}
         browser.call("POST", "/url", {"url": server.url + "/"})
         fill(browser, prompt="Once", max_tokens=4)
         browser.run("document.getElementById('go').click()")

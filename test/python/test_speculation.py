@@ -91,7 +91,7 @@ def test_a_quantised_draft_is_said_to_be_one(models, tmp_path):
     subprocess.run([sys.executable, ROOT / "scripts/convert_hf.py", ROOT / "models/tiny-pythia", "-o", target, "--quantize",
                     "int8"], check=True, capture_output=True, timeout=120)
     requests = tmp_path / "in"
-    requests.write_text('{"prompt": "The hen", "max_tokens": 2}\n')
+    requests.write_text('{"id": 1, "prompt": "The hen", "max_tokens": 2}\n')
     for words in (["--prompt", "The hen", "--max-tokens", 4], ["--batch", requests, "--output", tmp_path / "out"]):
         log = run(models["tiny-pythia"], *words, "--draft", target).stderr
         [line] = [line for line in log.splitlines() if "draft.bin" in line]
