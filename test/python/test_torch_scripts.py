@@ -594,7 +594,7 @@ def asked(monkeypatch, tmp_path):
      {"adamw": dump_reference.AdamW(2, 0.5, 0.1, 0.2, 0.3, 0.4, 0.6)})])
 def test_a_request_is_what_the_options_say(asked, options, expected):
     plain = {"dtype": "f32", "half_dtype": None, "backward": False, "adamw": None, "greedy": 0, "greedy_prompt": None, "device": "cpu",
-             "weights": None, "fp8": None}
+             "weights": None, "fp8": None, "moved": None}
     got = vars(asked(*options).request)
     ids, labels = dump_reference.random_batch(DESCRIPTION, 2, 16, 0)
     np.testing.assert_array_equal(got.pop("ids"), ids)
