@@ -43,6 +43,10 @@ ROWS = [
     Mutant("groups of a row cut short", "llmc/cpu/dequantize.cpp", "groups = quant_groups(K);", "groups = K / kQuantGroup;",
            unit("QuantizedMatmul.*")),
     # ---- llmc/cpu/dot_products.h -------------------------------------------------------------------------------------
+    Mutant("products of a row alone are not fused", "llmc/cpu/dot_products.h",
+           "multiply_add(row, weights[o], partial[r][o])",
+           "Rows == 1 ? partial[r][o] + row * weights[o] : multiply_add(row, weights[o], partial[r][o])",
+           unit("MatmulRows.*", "PagedAttention.*")),
     Mutant("a sum that begins anew where a row of x ends", "llmc/cpu/dot_products.h",
            "if (whole < C) add(", "if (whole < C && Rows > 1) add(", unit("MatmulRows.*")),
     # ---- llmc/cpu/embedding.cpp --------------------------------------------------------------------------------------
