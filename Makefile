@@ -195,7 +195,9 @@ $(PROGRAMS:%=$B/%):
 # ---- tests -----------------------------------------------------------------------------------------------------------
 tests: $B/unit_tests $(TEST_TOOLS) programs $(if $(GPU_TEST_OBJ),$B/gpu_tests)
 $B/test/cpp/%.o: private CXXFLAGS += $(TEST_LEVEL)
-$B/test/cpp/fused_tolerance_test.o: private CXXFLAGS += -O2  # it computes for a minute at -O0
+# This one computes for a minute: it is compiled as the library is.
+$B/test/cpp/fused_tolerance_test.o: private CXXFLAGS += $(filter -O%,$(MODE_FLAGS_$(MODE)))
+$B/test/cpp/fused_tolerance_test.o: PRECOMPILED := $B/precompiled.h
 $B/unit_tests: $(TEST_OBJ) $(LIBS)
 	@$(call say,LINK  $@)
 	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -lgtest -lgtest_main -lpthread -o $@
