@@ -305,7 +305,10 @@ TEST_F(TrainAgainTest, EachFieldOfEachRecordIsThatOfItsStep) {
                  {"lr", schedule.at(n)}, {"grad_norm", number(last.gradient_norm)},
                  {"skipped", skipped}};
     EXPECT_EQ(seen.val_labels, n % 3 == 0 || n == 34 ? 32 : 0) << n;
-    if (n % 3 == 0 || n == 34) step["val_loss"] = seen.val_sum / static_cast<double>(seen.val_labels);
+    if (n % 3 == 0 || n == 34) {
+      step["val_loss"] = seen.val_sum / static_cast<double>(seen.val_labels);
+      step["val_tokens"] = seen.val_labels;
+    }
     expected.push_back(std::move(step));
     if (n % 4 == 0 || n == 34) {
       expected.push_back(
