@@ -499,7 +499,6 @@ TEST(PreTokenizer, ATextThatTakesTooLongIsRefused) {
     EXPECT_TRUE(refused(twice, bomb));
     EXPECT_TRUE(refused(twice, bombs));
     EXPECT_EQ(pieces_of(twice, "aaaa!aa"), (Pieces{"aaaa!", "aa"}));
-    EXPECT_TRUE(refused(PreTokenizer({split_step("a+[bc]")}, use_jit), std::string(1'000'000, 'a')));  // quadratic
     // Many steps of one match are no reason: a word of a megabyte.
     EXPECT_EQ(pieces_of(PreTokenizer({split_step("(?:ab|c)+")}, use_jit), std::string(100'000, 'c')).size(), 1u);
   }

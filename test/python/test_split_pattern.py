@@ -173,7 +173,7 @@ def test_random_patterns_are_refused_alike_or_split_as_in_the_library(tmp_path):
 
 
 @pytest.mark.parametrize("pattern, text", [
-    ("(a+)+$", "a" * 50 + "!"), ("(?:a|a)+$", "a" * 50 + "!"), ("(?:a+b?)+[cd]", "a" * 500), ("a+[bc]", "a" * 100_000), ("(?:a{1,3})+[bc]", "a" * 300),
+    ("(a+)+$", "a" * 50 + "!"), ("(?:a|a)+$", "a" * 50 + "!"), ("(?:a+b?)+[cd]", "a" * 500), ("(?:a{1,3})+[bc]", "a" * 300),
     (r"(?:\p{L}+\s?)+$", "ab " * 30 + "1"), ("(a+)+$", ("a" * 17 + "!") * 2000)])
 def test_a_text_that_would_take_too_long_is_one_line(pattern, text, tmp_path):
     path = tmp_path / "t.json"
