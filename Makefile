@@ -29,6 +29,8 @@ NVCC_FOUND := $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/l
 # Compiling GPU code takes longer than all else together: only where it can run, or was asked for.
 GPU_WANTED := $(strip $(FOUND_ARCH))$(filter-out undefined,$(origin GPU_ARCH))
 NVCC ?= $(if $(GPU_WANTED),$(NVCC_FOUND))
+# For what contains GPU code wherever there is a compiler for it, unless NVCC= was given: all tests, and the tarball.
+NVCC_ANYWAY := $(if $(filter file,$(origin NVCC)),$(NVCC_FOUND),$(NVCC))
 GPU_ARCH ?= $(if $(strip $(FOUND_ARCH)),$(strip $(FOUND_ARCH)),80 90a 120)
 ifneq ($(filter 90,$(GPU_ARCH)),)
 $(error GPU_ARCH: got 90, which lacks the instructions of the Hopper kernels. Use 90a)
@@ -243,8 +245,7 @@ test: deps
 	@GPU=$(GPU) NVCC='$(NVCC)' GPU_ARCH='$(GPU_ARCH)' .venv/bin/python test/run.py --quick $(if $(TEST_SAVE),--save $(TEST_SAVE))
 
 # Everything that this machine can test; where there is nvcc, all GPU code is compiled, GPU or not.
-test-all: GPU_CODE := $(if $(NVCC_FOUND)$(NVCC),NVCC='$(or $(strip $(NVCC)),$(NVCC_FOUND))' GPU_ARCH='$(GPU_ARCH)')
-test-all: GPU_CODE := $(if $(filter-out file undefined,$(origin NVCC)),NVCC='$(NVCC)' GPU_ARCH='$(GPU_ARCH)',$(GPU_CODE))
+test-all: GPU_CODE := NVCC='$(NVCC_ANYWAY)' GPU_ARCH='$(GPU_ARCH)'
 test-all: deps venv
 	@$(MAKE) --no-print-directory $(GPU_CODE) tests bits
 	@$(MAKE) --no-print-directory tests MODE=asan NVCC=
@@ -422,10 +423,10 @@ uninstall:
 # that they need, with their licences. NCCL and cuBLAS are found at run time. Unpack it anywhere.
 DIST := weft-$(VERSION)-linux-x86_64$(if $(strip $(NVCC)),-cuda,-cpu)
 dist: venv
-	@$(if $(strip $(NVCC)),,echo "dist: no nvcc$(,) so this tarball is for the CPU alone")
-	@$(MAKE) --no-print-directory MODE=dist NVCC='$(NVCC)' GPU_ARCH='80 90a 120' GPU_PTX=120 programs
+	@$(if $(strip $(NVCC_ANYWAY)),,echo "dist: no nvcc$(,) so this tarball is for the CPU alone")
+	@$(MAKE) --no-print-directory MODE=dist NVCC='$(NVCC_ANYWAY)' GPU_ARCH='80 90a 120' GPU_PTX=120 programs
 	rm -rf build/dist/$(DIST) && mkdir -p build/dist/$(DIST)
-	@$(MAKE) --no-print-directory MODE=dist NVCC='$(NVCC)' GPU_ARCH='80 90a 120' GPU_PTX=120 PREFIX=/ DESTDIR=build/dist/$(DIST) install >/dev/null
+	@$(MAKE) --no-print-directory MODE=dist NVCC='$(NVCC_ANYWAY)' GPU_ARCH='80 90a 120' GPU_PTX=120 PREFIX=/ DESTDIR=build/dist/$(DIST) install >/dev/null
 	packaging/pack_libraries.sh build/dist/$(DIST)
 	for name in tiny-llama tiny-pythia; do \
 	  .venv/bin/python scripts/convert_hf.py models/$$name -o build/dist/$(DIST)/share/weft/models/$$name.bin >/dev/null || exit; done
