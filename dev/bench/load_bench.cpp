@@ -35,7 +35,7 @@ void make(const std::string& path, std::size_t tensors) {
   for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i * 2654435761u % 1000003) * 1e-6f;
   TensorFileWriter writer(path, FileKind::training_state, Json::object());
   for (std::size_t i = 0; i < tensors; ++i) {
-    writer.declare("t" + std::to_string(i), DType::f32, {static_cast<std::int64_t>(values.size())});
+    writer.declare(std::to_string(i), DType::f32, {static_cast<std::int64_t>(values.size())});
   }
   for (std::size_t i = 0; i < tensors; ++i) writer.write_f32(values.data(), values.size());
   writer.publish();
