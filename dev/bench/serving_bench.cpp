@@ -198,7 +198,7 @@ int connect_to(std::uint16_t port) {
 
 void send_request(int fd, std::int64_t number) {
   std::string ids;
-  for (const std::int32_t id : prompt_of(number)) ids += (ids.empty() ? "" : ",") + std::to_string(id);
+  for (const std::int32_t id : prompt_of(number)) ids += format("%s%d", ids.empty() ? "" : ",", id);
   const std::string body = R"({"stream": true, "ignore_eos": true, "max_tokens": )" + std::to_string(kTokens) +
                            R"(, "prompt": [)" + ids + "]}";
   const std::string text = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" +
