@@ -241,7 +241,7 @@ Exit run_random_bench(const InferSettings& settings) {
   const ModelConfig config = random_model_config(settings.random_model);
   DecodeDevice device(settings);
   if (!settings.draft.empty()) device.expect_draft(random_model_config(settings.draft, "--draft"));
-  device.choose(config, config.family == Family::gpt_neox ? DType::f16 : DType::bf16);
+  device.choose(config, published_dtype(config));
   if (settings.task == InferTask::bench_batch) {
     return run_batch_bench(settings, device, [&](std::int64_t sequences) {
       return make_random_inference(settings, device, config, sequences);

@@ -29,7 +29,6 @@
 #include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/cuda/transformer/fused_tokens.h"
-#include "llmc/cuda/transformer/llama_parameters.h"
 #include "llmc/cuda/transformer/neox_parameters.h"
 #include "llmc/model/tensor_table.h"
 
@@ -65,7 +64,7 @@ constexpr Shape kShapes[] = {{"14m", 6, 4, 32, 50304},     {"31m", 6, 8, 32, 503
 
 ModelConfig config_of(const Shape& shape) {
   ModelConfig config;
-  config.family = Family::gpt_neox;
+  set_family(config, "gpt_neox");
   config.vocab_size = config.tokenizer_vocab = shape.vocab;
   config.num_heads = config.num_kv_heads = shape.heads;
   config.head_dim = shape.head_dim;
@@ -125,7 +124,7 @@ struct Options {
 };
 
 // The kernel of a step.
-void run_steps(const std::string& name, const ModelConfig& config, const NeoxWeights<S, S>& weights,
+void run_steps(const std::string& name, const ModelConfig& config, const DeviceWeights<S>& weights,
                const DeviceRopeTable& rope, cudaStream_t stream, const Options& options, double ceiling) {
   constexpr std::int64_t kPageSize = 32, kPages = kCapacity / kPageSize, kSteps = 16;
   const std::int64_t positions = kFusedStepRows * kCapacity, cached = config.num_layers * config.kv_size() * positions;
@@ -201,9 +200,8 @@ void run(const std::string& name, const Options& options, double ceiling) {
   check(cudaMemcpyAsync(rope_memory.at<float>(0) + rope.cos.size(), rope.sin.data(), rope.sin.size() * 4,
                         cudaMemcpyHostToDevice, stream),
         "rope");
-  const bool llama = config.family == Family::llama;
-  const NeoxWeights<S, S> w =
-      llama ? bind_llama<S>(config, table, memory.at<S>(0)) : bind_neox<S>(config, table, memory.at<S>(0));
+  const bool llama = config.gated();
+  const DeviceWeights<S> w = bind_plain<S>(config, table, memory.at<S>(0));
   const KvCache<S> cache{cache_memory.at<S>(0), cache_memory.at<S>(0) + cached, kCapacity, llama ? kFusedPageSize : 0};
   const DeviceRopeTable device_rope{rope_memory.at<float>(0), rope_memory.at<float>(0) + rope.cos.size(),
                                     rope.positions, rope.half};

@@ -7,7 +7,6 @@
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cpu/neox_inference.h"
 #include "llmc/model/single_sequence.h"
 #include "llmc/model/tensor_table.h"
 #include "llmc/train/initialize.h"
@@ -77,18 +76,15 @@ InferenceOptions cpu_pool(const ModelConfig& config, std::uint64_t kv_memory, st
 
 std::unique_ptr<InferenceModel> random_on_cpu(const ModelConfig& config, const InferenceOptions& options,
                                               std::int64_t seed) {
-  if (config.family != Family::gpt_neox) {
-    fail(Exit::usage, "--random-model: a Llama of random weights needs a GPU. Use one of pythia-14m to pythia-12b");
-  }
   if (config.quantization.any()) {
     fail(Exit::usage, "--random-model: random weights in %s need a GPU. Use a model without ':'",
          quantization_text(config.quantization).c_str());
   }
-  return cpu::make_neox_inference(config, options,
-                                  [&, tensor = std::uint64_t{0}](const TensorSpec& spec, float* out) mutable {
-                                    initial_values(spec, tensor++, config.num_layers, static_cast<std::uint64_t>(seed),
-                                                   {out, static_cast<std::size_t>(spec.elements)});
-                                  });
+  const auto fill = [&, tensor = std::uint64_t{0}](const TensorSpec& spec, std::byte* out) mutable {
+    initial_values(spec, tensor++, config.num_layers, static_cast<std::uint64_t>(seed),
+                   {reinterpret_cast<float*>(out), static_cast<std::size_t>(spec.elements)});
+  };
+  return cpu::make_inference(config, options, fill);
 }
 
 // The pool of a draft model for the sequences of `model`.
@@ -138,9 +134,9 @@ auto load_on_gpu(const ModelFile& file, const Load& load) {
 
 constexpr double kGpuKvShare = 0.9;  // of the memory that is free beside parameters and workspace
 
-// Whether even one sequence runs on the paged model, which is made for many: so do Llamas and quantised models.
+// Llamas and quantised models use the paged model even for one sequence.
 bool through_pages(const ModelConfig& config) {
-  return config.family != Family::gpt_neox || config.quantization.any();
+  return config.qkv_layout != QkvLayout::per_head || config.quantization.any();
 }
 InferenceOptions one_sequence_on_gpu(std::int64_t capacity, bool fused) {
   InferenceOptions pool = one_sequence(capacity);
@@ -187,7 +183,7 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored) {
 void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
   if (settings_.bench_layer && through_pages(config)) {
     fail(Exit::usage, "--bench-layer: only for GPT-NeoX models in 16 or 32 bits, and this is %s",
-         config.family == Family::gpt_neox ? "quantised" : "a Llama");
+         config.quantization.any() ? "quantised" : "a Llama");
   }
   if (many) {
     decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;

@@ -57,14 +57,14 @@ void Fp8Linears::round(float* out, std::int64_t slot, const float* x, std::int64
   round_fp8(out, x, count, format, exponents_[index], pass == Pass::training ? &tallies_[index] : nullptr);
 }
 
-void Fp8Linears::use_weights(std::int64_t layer, const LayerParameters<float>& weights, bool again) {
+void Fp8Linears::use_weights(std::int64_t layer, const BlockWeights<float>& weights, bool again) {
   if (places_.has(layer)) return;
   places_.put(layer);
   for (const BlockLinear linear : kBlockLinears) {
     const LinearSize size = linear_size(config_, linear);
     const std::int64_t slot = scales_.slots().at(Fp8Kind::weight, layer, linear);
     if (!again) tallies_[static_cast<std::size_t>(slot)] = {};
-    round(weight_of(linear, layer), slot, weights.weight(linear), size.C * size.OC,
+    round(weight_of(linear, layer), slot, weights.linear(linear).weight.plain, size.C * size.OC,
           again ? Pass::again : Pass::training);
   }
 }

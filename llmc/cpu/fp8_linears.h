@@ -9,8 +9,9 @@
 #include "llmc/base/arena.h"
 #include "llmc/base/regions.h"
 #include "llmc/comm/communicator.h"
+#include "llmc/model/block_weights.h"
 #include "llmc/model/fp8.h"
-#include "llmc/model/llama_layout.h"
+#include "llmc/model/train_model.h"
 
 namespace weft::cpu {
 
@@ -29,7 +30,7 @@ class Fp8Linears {
 
   // Before a pass reads the weights of a layer: rounds them if they have changed, or another layer is in their place. `again`:
   // a backward pass.
-  void use_weights(std::int64_t layer, const LayerParameters<float>& weights, bool again);
+  void use_weights(std::int64_t layer, const BlockWeights<float>& weights, bool again);
   const float* weight(BlockLinear linear, std::int64_t layer) const { return weight_of(linear, layer); }
   // x [N, C] and dout [N, OC] rounded; valid until the next call of the same function.
   const float* input(BlockLinear linear, std::int64_t layer, const float* x, Pass pass);

@@ -7,10 +7,6 @@
 #include "llmc/base/dtype.h"
 #include "llmc/base/error.h"
 #include "llmc/cpu/classifier.h"
-#include "llmc/cpu/llama_inference.h"
-#include "llmc/cpu/neox_inference.h"
-#include "llmc/cpu/residual_norm.h"
-#include "llmc/cpu/rope.h"
 #include "llmc/model/single_sequence.h"
 
 namespace weft::cpu {
@@ -19,36 +15,39 @@ namespace {
 
 constexpr std::int64_t kLogitRows = 64;  // rows of logits that exist at the same time: bounds the memory of scoring
 
-std::int64_t kv_elements(const ModelConfig& config, const InferenceOptions& options) {
-  return config.num_layers * config.kv_size() * options.num_pages * options.page_size;
-}
-
-void append_rounded(const float* from, std::int64_t count, DType type, float* to) {
-  const auto elements = static_cast<std::size_t>(count);
-  if (type == DType::f32) {
-    std::copy_n(from, elements, to);
-    return;
-  }
-  std::vector<std::uint16_t> rounded(elements);
-  convert_from_f32(from, type, rounded.data(), elements);
-  convert_to_f32(rounded.data(), type, to, elements);
-}
-
 }  // namespace
 
-Inference::Inference(const ModelConfig& config, const InferenceOptions& options)
+Inference::Inference(const ModelConfig& config, const InferenceOptions& options,
+                     const ModelWeights<const float>& weights, std::unique_ptr<HostArena> own)
     : config_(config),
       kv_arena_(plan_pages(config, options, sizeof(float))),
       options_(completed(options, config)),
-      rope_(rope_table(config.rope, options_.max_positions)) {
+      rope_(rope_table(config.rope, options_.max_positions)),
+      own_(std::move(own)),
+      weights_(weights) {
   last_ids_.resize(static_cast<std::size_t>(options_.slots));
-  residual_.resize(static_cast<std::size_t>(options_.max_rows * config.hidden_size));
-  final_norm_.resize(residual_.size());
+  const auto rows_of = [&](std::int64_t columns) { return static_cast<std::size_t>(options_.max_rows * columns); };
+  const std::int64_t C = config.hidden_size;
+  for (std::vector<float>* each : {&residual_, &final_norm_, &norm1_, &branch_}) each->resize(rows_of(C));
+  if (config.parallel_residual) norm2_.resize(rows_of(C));
+  attention_.resize(rows_of(config.q_size()));
+  qkv_.resize(rows_of(config.qkv_size()));
+  up_.resize(rows_of(linear_size(config, BlockLinear::up).OC));
+  if (config.gated()) product_.resize(rows_of(config.ffn_size));
 }
 
-std::string Inference::parameters_name() const {
+std::vector<MemoryLine> Inference::memory() const {
+  std::size_t values = 0;
+  for (const std::vector<float>* each :
+       {&residual_, &final_norm_, &norm1_, &norm2_, &branch_, &attention_, &qkv_, &up_, &product_}) {
+    values += each->size();
+  }
+  std::vector<MemoryLine> lines = {{"K/V cache (fp32)", kv_arena_.bytes()},
+                                   {"workspace (fp32)", values * sizeof(float)}};
   const Quantization& quantization = config_.quantization;
-  return quantization.any() ? "parameters (" + quantization_text(quantization) + ")" : "parameters (fp32)";
+  const std::string types = quantization.any() ? quantization_text(quantization) : "fp32";
+  if (own_ != nullptr) lines.insert(lines.begin(), {"parameters (" + types + ")", own_->bytes()});
+  return lines;
 }
 
 std::uint64_t Inference::bytes_per_step(std::int64_t sequences, std::int64_t context) const {
@@ -62,7 +61,7 @@ void Inference::submit(std::span<const Span> work) {
   check_step(work, options_);
   take_rows(work);
   const auto run = [&] {
-    run_layers(ids_);
+    run_layers();
     compute_logits(work);
   };
   if (ids_.size() == 1) {
@@ -90,62 +89,6 @@ void Inference::take_rows(std::span<const Span> work) {
       ids_.insert(ids_.end(), span.ids.begin(), span.ids.end());
     }
   }
-}
-
-PagedKv Inference::pages_of_layer(std::int64_t l) const {
-  const std::int64_t all = kv_elements(config_, options_), layer = all / config_.num_layers;
-  float* keys = kv_arena_.at<float>(0) + l * layer;
-  return {keys, keys + all, options_.page_size, config_.num_kv_heads, config_.head_dim};
-}
-
-void Inference::attend(std::int64_t l, HeadView q, HeadView k, HeadView v, float* out) {
-  const std::int64_t NH = config_.num_heads, NKV = config_.num_kv_heads, HS = config_.head_dim;
-  const std::int64_t P = options_.page_size, all_rows = static_cast<std::int64_t>(ids_.size());
-  const PagedKv kv = pages_of_layer(l);
-  const auto from_row = [](HeadView view, std::int64_t row) {
-    view.data += row * view.token_stride;
-    return view;
-  };
-  for (const PagedRows& span : rows_) {
-    rope_forward(from_row(q, span.first_row), rope_, 1, span.rows, NH, span.first_position);
-    rope_forward(from_row(k, span.first_row), rope_, 1, span.rows, NKV, span.first_position);
-    for (std::int64_t t = 0; t < span.rows; ++t) {
-      const std::int64_t position = span.first_position + t;
-      for (std::int64_t h = 0; h < NKV; ++h) {
-        const std::int64_t at = kv.offset(span.pages[position / P], h) + position % P * HS;
-        append_rounded(k.at(0, span.first_row + t, h), HS, cache_type_, kv.keys + at);
-        append_rounded(v.at(0, span.first_row + t, h), HS, cache_type_, kv.values + at);
-      }
-    }
-  }
-  const float scale = 1.0f / std::sqrt(static_cast<float>(HS));
-  paged_attention({NH, scale, q.token_stride, q.head_stride}, out, q.data, kv, rows_);
-  if (!keep_) return;
-  const std::string prefix = "layers." + std::to_string(l) + ".";
-  keep_heads(prefix + "q", q, all_rows, NH);
-  keep_heads(prefix + "k", k, all_rows, NKV);
-  keep_heads(prefix + "v", v, all_rows, NKV);
-  keep(prefix + "attention", out, all_rows, NH * HS);
-}
-
-void Inference::normalize(std::int64_t rows, const float* branch, const Norm& norm, float* out, const Norm& norm2,
-                          float* out2) {
-  ResidualNormShape shape;
-  shape.rows = rows;
-  shape.C = config_.hidden_size;
-  shape.kind = config_.norm;
-  shape.eps = static_cast<float>(config_.norm_eps);
-  ResidualNormForward io;
-  io.x = branch != nullptr ? branch : residual();
-  io.residual = branch != nullptr ? residual() : nullptr;
-  io.residual_out = branch != nullptr ? residual() : nullptr;
-  io.weight = norm.weight;
-  io.bias = norm.bias;
-  io.out = out;
-  io.weight2 = norm2.weight;
-  io.bias2 = norm2.bias;
-  io.out2 = out2;
-  residual_norm_forward(shape, io);
 }
 
 // ---- logits ---------------------------------------------------------------------------------------------------------
@@ -182,9 +125,9 @@ void Inference::compute_logits(std::span<const Span> work) {
   for (std::int64_t first = 0; first < count; first += kLogitRows) {
     const std::int64_t rows = std::min(kLogitRows, count - first);
     for (std::int64_t i = 0; i < rows; ++i) {
-      std::copy_n(final_norm() + wanted[static_cast<std::size_t>(first + i)].row * C, C, hidden.data() + i * C);
+      std::copy_n(final_norm_.data() + wanted[static_cast<std::size_t>(first + i)].row * C, C, hidden.data() + i * C);
     }
-    matmul_rows_forward(logits.data(), hidden.data(), head(), nullptr, rows, C, V);
+    matmul_rows_forward(logits.data(), hidden.data(), weights_.head, nullptr, rows, C, V);
 #pragma omp parallel for schedule(dynamic)
     for (std::int64_t i = 0; i < rows; ++i) {
       const WantedRow& row = wanted[static_cast<std::size_t>(first + i)];
@@ -253,15 +196,15 @@ void Inference::keep_activations(bool keep) {
   kept_.clear();
 }
 
-void Inference::keep(const std::string& name, const float* data, std::int64_t rows, std::int64_t columns) {
+void Inference::keep_values(const std::string& name, const float* data, std::int64_t count) {
   if (!keep_) return;
   std::vector<float>& kept = kept_[name];
-  kept.insert(kept.end(), data, data + rows * columns);
+  kept.insert(kept.end(), data, data + count);
 }
 
-void Inference::keep_heads(const std::string& name, ConstHeadView heads, std::int64_t rows, std::int64_t count) {
-  for (std::int64_t t = 0; t < rows; ++t) {
-    for (std::int64_t h = 0; h < count; ++h) keep(name, heads.at(0, t, h), 1, config_.head_dim);
+void Inference::keep_heads(const std::string& name, ConstHeadView heads, std::int64_t count) {
+  for (std::int64_t t = 0; t < rows(); ++t) {
+    for (std::int64_t h = 0; h < count; ++h) keep_values(name, heads.at(0, t, h), config_.head_dim);
   }
 }
 
@@ -271,7 +214,7 @@ std::vector<float> Inference::activation(const std::string& name) {
     if (found == kept_.end()) return {};
     const std::int64_t rows = static_cast<std::int64_t>(found->second.size()) / config_.hidden_size;
     std::vector<float> logits(static_cast<std::size_t>(rows * config_.vocab_size));
-    matmul_rows_forward(logits.data(), found->second.data(), head(), nullptr, rows, config_.hidden_size,
+    matmul_rows_forward(logits.data(), found->second.data(), weights_.head, nullptr, rows, config_.hidden_size,
                         config_.vocab_size);
     return logits;
   }
@@ -281,11 +224,34 @@ std::vector<float> Inference::activation(const std::string& name) {
 
 // ---- loading --------------------------------------------------------------------------------------------------------
 
+namespace {
+
+std::unique_ptr<Inference> filled(const ModelConfig& config, const TensorTable& table, const InferenceOptions& options,
+                                  const FillTensor& fill) {
+  auto arena = std::make_unique<HostArena>(parameter_plan(table));
+  for (const TensorSpec& spec : table.specs()) fill(spec, arena->at<std::byte>(spec.byte_offset));
+  const auto weights = bind_weights(config, table, arena->at<const float>(0), Offsets::bytes);
+  return std::make_unique<Inference>(config, options, weights, std::move(arena));
+}
+
+}  // namespace
+
 std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& options, DType cache) {
-  std::unique_ptr<Inference> model =
-      file.config().family == Family::llama ? load_llama_inference(file, options) : load_neox_inference(file, options);
+  auto model = filled(file.config(), file.table(), options,
+                      [&](const TensorSpec& spec, std::byte* out) { file.read_tensor(spec, out); });
   model->round_cache_to(cache);
   return model;
+}
+
+std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const InferenceOptions& options,
+                                               const FillTensor& fill) {
+  return filled(config, TensorTable(config), options, fill);
+}
+
+std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const TensorTable& table,
+                                               const float* parameters, const InferenceOptions& options) {
+  return std::make_unique<Inference>(config, options, bind_weights(config, table, parameters, Offsets::bytes),
+                                     nullptr);
 }
 
 std::unique_ptr<DecodeModel> load_decoder(const ModelFile& file, std::int64_t capacity, DType cache) {

@@ -1,11 +1,11 @@
 // InferenceModel on the CPU in fp32: pages of keys and values, logits, sampling and scoring of any rows, and keeping
-// activations for comparison. A family (neox_inference.cpp, llama_inference.cpp) adds run_layers(), the list of operators from
-// ids to the final norm.
+// activations for comparison. inference_layers.cpp has the list of operators from ids to the final norm.
 //
 // Every operator here treats a row as if it were alone, so that its bits do not depend on the others: GEMMs are
 // matmul_rows_forward(), attention goes page by page.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <span>
@@ -17,15 +17,15 @@
 #include "llmc/cpu/head_view.h"
 #include "llmc/cpu/matmul_rows.h"
 #include "llmc/cpu/paged_attention.h"
+#include "llmc/model/block_weights.h"
 #include "llmc/model/decode_model.h"
 #include "llmc/model/inference_model.h"
 #include "llmc/model/model_file.h"
-#include "llmc/model/parameters.h"
 
 namespace weft::cpu {
 
-// Either family from its file: reads and verifies every parameter, fp16, bf16 or fp32 into fp32 memory and quantised
-// matrices as they are. Exit::bad_file for damaged tensors, Exit::resources if the memory cannot be had.
+// A model from its file: reads and verifies every parameter, fp16, bf16 or fp32 into fp32 memory and quantised matrices as
+// they are. Exit::bad_file for damaged tensors, Exit::resources if the memory cannot be had.
 // `cache`: the type (f32, f16 or bf16) that keys and values are rounded to on their way into the pages, which are fp32:
 // the reference for a device that caches 16 bits.
 std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& options,
@@ -33,11 +33,23 @@ std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const Infe
 // The same for one sequence of at most `capacity` positions, 1 .. max_positions.
 std::unique_ptr<DecodeModel> load_decoder(const ModelFile& file, std::int64_t capacity, DType cache = DType::f32);
 
-class Inference : public InferenceModel {
+// The same without a file: `fill` writes the bytes of each tensor of TensorTable(config).
+using FillTensor = std::function<void(const TensorSpec&, std::byte*)>;
+std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const InferenceOptions& options,
+                                               const FillTensor& fill);
+// From parameters that live elsewhere, in an arena of the layout of `table` by bytes, and must stay valid as long as the model.
+// Later changes to them take effect, but keys and values that are in the pages already stay as they are.
+std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const TensorTable& table,
+                                               const float* parameters, const InferenceOptions& options);
+
+class Inference final : public InferenceModel {
  public:
-  Inference(const ModelConfig& config, const InferenceOptions& options);
+  // `own`: the memory of the parameters where this model owns it, otherwise null.
+  Inference(const ModelConfig& config, const InferenceOptions& options, const ModelWeights<const float>& weights,
+            std::unique_ptr<HostArena> own);
 
   const ModelConfig& config() const final { return config_; }
+  std::vector<MemoryLine> memory() const final;
   std::uint64_t bytes_per_step(std::int64_t sequences, std::int64_t context) const final;
   std::int64_t page_size() const final { return options_.page_size; }
   std::int64_t num_pages() const final { return options_.num_pages; }
@@ -53,31 +65,6 @@ class Inference : public InferenceModel {
   // From the next step on; load_inference() says what it does.
   void round_cache_to(DType type) { cache_type_ = type; }
 
- protected:
-  // Runs the step's rows, which have these ids, and leaves the output of the final norm in final_norm() [rows, C].
-  virtual void run_layers(std::span<const std::int32_t> ids) = 0;
-  virtual RowsWeight head() const = 0;  // [V, C]
-
-  float* residual() { return residual_.data(); }  // [rows, C], the residual stream
-  float* final_norm() { return final_norm_.data(); }
-  std::size_t row_values() const { return residual_.size() + final_norm_.size(); }  // elements of these two
-  std::uint64_t kv_bytes() const { return kv_arena_.bytes(); }
-  // "parameters (fp32)", "parameters (int4 weights)"
-  std::string parameters_name() const;
-
-  using Norm = NormParameters<const float>;
-  // residual += branch (unless null); out = norm(residual) and, where there is one, out2 = norm2(residual) from the same
-  // statistics.
-  void normalize(std::int64_t rows, const float* branch, const Norm& norm, float* out, const Norm& norm2 = {},
-                 float* out2 = nullptr);
-
-  // Rotates q and k, appends k and v of all rows to layer l's pages, and attends. q, k, v view the step's rows;
-  // out [rows, NH HS].
-  void attend(std::int64_t l, HeadView q, HeadView k, HeadView v, float* out);
-
-  // Adds `rows` rows of the activation `name`.
-  void keep(const std::string& name, const float* data, std::int64_t rows, std::int64_t columns);
-
  private:
   struct WantedRow {
     std::int64_t row;  // of the step
@@ -87,21 +74,43 @@ class Inference : public InferenceModel {
     std::int64_t draft;   // index among the rows that verify the span's drafts; -1: none of them
   };
 
+  // ---- the list of operators (inference_layers.cpp)
+  // Runs the step's rows, which have these ids, and leaves the output of the final norm in final_norm_ [rows, C].
+  void run_layers();
+  void run_block(std::int64_t l);
+  // The norm or norms that read the input of block l, after `branch` was added to it; behind the last block the final norm.
+  void normalize_input(std::int64_t l, const float* branch);
+  // residual += branch (unless null); out = norm(residual) and, where there is one, out2 = norm2(residual) from the same
+  // statistics.
+  using Norm = NormWeights<const float>;
+  void normalize(const float* branch, const Norm& norm, float* out, const Norm& norm2 = {}, float* out2 = nullptr);
   PagedKv pages_of_layer(std::int64_t l) const;
+  // Rotates q and k, appends k and v of all rows to layer l's pages, and attends: from qkv_ to attention_.
+  void attend(std::int64_t l);
+  HeadView heads(std::int64_t first_element);  // q, k or v, which begin there in a row of qkv_
+  // Adds `count` values, or all rows, to the activation `name`.
+  void keep_values(const std::string& name, const float* data, std::int64_t count);
+  void keep(const std::string& name, const float* data, std::int64_t columns) { keep_values(name, data, rows() * columns); }
+  void keep_heads(const std::string& name, ConstHeadView heads, std::int64_t count);
+  std::int64_t rows() const { return std::ssize(ids_); }
+
+  // ---- a step (inference.cpp)
   void take_rows(std::span<const Span> work);
   std::vector<WantedRow> wanted_rows(std::span<const Span> work) const;
   void compute_logits(std::span<const Span> work);
   void finish_row(const Span& span, const WantedRow& wanted, std::span<const float> logits);
   ScoredId sampled_id(std::int32_t id, std::span<const float> logits, std::int32_t alternatives) const;
   ScoredId scored(std::int32_t id, std::span<const float> logits, std::int32_t alternatives) const;
-  void keep_heads(const std::string& name, ConstHeadView heads, std::int64_t rows, std::int64_t count);
 
   ModelConfig config_;
   HostArena kv_arena_;  // keys, then values, each [L, page, NKV, page_size, HS]; first: it refuses what cannot fit
   InferenceOptions options_;
   RopeTable rope_;
   std::vector<std::int32_t> last_ids_;        // [slots]: sampled last in each
-  std::vector<float> residual_, final_norm_;  // [max_rows, C]
+  std::unique_ptr<HostArena> own_;            // the parameters, where the model owns them
+  const ModelWeights<const float> weights_;
+  // [max_rows, ...]; norm2_: of the parallel residual; product_: of gated MLPs, others compute it in up_
+  std::vector<float> residual_, final_norm_, norm1_, norm2_, branch_, attention_, qkv_, up_, product_;
 
   // Of the step.
   std::vector<std::int32_t> ids_;

@@ -18,14 +18,15 @@
 #include "llmc/cpu/classifier.h"
 #include "llmc/cpu/embedding.h"
 #include "llmc/cpu/fp8_linears.h"
-#include "llmc/cpu/llama_inference.h"
+#include "llmc/cpu/inference.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/rank_sum.h"
 #include "llmc/cpu/residual_norm.h"
 #include "llmc/cpu/rope.h"
 #include "llmc/cpu/swiglu.h"
-#include "llmc/model/llama_layout.h"
+#include "llmc/model/block_weights.h"
 #include "llmc/model/single_sequence.h"
+#include "llmc/model/training_activations.h"
 
 namespace weft::cpu {
 
@@ -61,7 +62,7 @@ Portion portion_of(const ModelConfig& config, const TensorTable& table, const Tr
   const Range part = cut_arena(table, ranks, kAdamWBlock)[static_cast<std::size_t>(rank)];
   Portion portion{options.virtual_ranks / ranks, part, shard == Shard::none ? all : part, {}};
   if (shard == Shard::parameters && ranks > 1) {
-    portion.places = SectionPlaces(llama_sections(config, table), config.num_layers);
+    portion.places = SectionPlaces(parameter_sections(config, table), config.num_layers);
   }
   return portion;
 }
@@ -92,7 +93,7 @@ std::vector<MemoryLine> memory_lines(const ModelConfig& config, const TrainOptio
     lines.push_back({"sum of the ranks (fp32)", rank_sum_plan(portion.rounds, portion.added).bytes()});
   }
   lines.push_back({"AdamW moments (fp32)", 2 * part_plan("moments", portion.own).bytes()});
-  lines.push_back({"activations (fp32)", LlamaActivations<float>(config, options, kClassifierRows).plan().bytes()});
+  lines.push_back({"activations (fp32)", TrainingActivations<float>(config, options, kClassifierRows).plan().bytes()});
   if (options.precision == Precision::fp8) {
     const std::uint64_t bytes = Fp8Linears::planned_bytes(config, options, portion.places.elements() > 0);
     lines.push_back({"operands rounded to fp8 (fp32)", bytes});
@@ -119,15 +120,15 @@ class Llama final : public TrainModel {
         portion_(portion_of(config, table_, options, ranks != nullptr ? ranks->rank() : 0,
                             ranks != nullptr ? ranks->size() : 1, shard)),
         own_(portion_.own),
-        sections_(llama_sections(config, table_)),
+        sections_(parameter_sections(config, table_)),
         parameter_arena_(read_parameters_plan(table_, portion_)),
         own_parameter_arena_(own_parameters_plan(portion_)),
         gradient_arena_(per_parameter_plan("gradients", table_, sizeof(float))),
         rank_sum_arena_(rank_sum_plan(portion_.rounds, portion_.added)),
         moment1_arena_(part_plan("first moments", own_)),
         moment2_arena_(part_plan("second moments", own_)),
-        weights_(config, table_, parameter_arena_.at<float>(0), Offsets::bytes),
-        d_weights_(config, table_, gradient_arena_.at<float>(0), Offsets::elements),
+        weights_(bind_weights(config, table_, parameter_arena_.at<float>(0), Offsets::bytes)),
+        d_weights_(bind_weights(config, table_, gradient_arena_.at<float>(0), Offsets::elements)),
         acts_(config, options, kClassifierRows),
         activation_arena_(acts_.plan()),
         rope_(rope_table(config.rope, options.seq_len)) {
@@ -195,7 +196,7 @@ class Llama final : public TrainModel {
   std::vector<float> activation(const std::string& name) override;
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
     if (parameters_divided()) fail(Exit::internal, "a decoder of divided parameters");
-    return single_sequence(make_llama_inference(config_, weights_, one_sequence(capacity)), capacity);
+    return single_sequence(make_inference(config_, table_, parameter_arena_.at<float>(0), one_sequence(capacity)), capacity);
   }
 
  private:
@@ -261,7 +262,7 @@ class Llama final : public TrainModel {
   struct NormSite {
     std::int64_t branch;
     float* residual;  // [N, C]
-    NormParameters<float> weights, d_weights;
+    NormWeights<float> weights, d_weights;
     float *out, *mean, *rstd;
   };
   NormSite norm_after(std::int64_t branch);
@@ -308,8 +309,8 @@ class Llama final : public TrainModel {
   HostArena gradient_arena_;
   HostArena rank_sum_arena_;  // the gradients of the ranks that are complete; empty where a process has one
   HostArena moment1_arena_, moment2_arena_;
-  LlamaParameters<float> weights_, d_weights_;
-  LlamaActivations<float> acts_;
+  ModelWeights<float> weights_, d_weights_;
+  TrainingActivations<float> acts_;
   HostArena activation_arena_;
   std::optional<Fp8Linears> fp8_;  // with --precision fp8
   RopeTable rope_;
@@ -354,7 +355,7 @@ void Llama::forward_layers() {
 
 void Llama::forward_layer(std::int64_t l) {
   const LayerActivations<float>& a = acts_.layers[l];
-  if (fp8_) fp8_->use_weights(l, weights_.layers[static_cast<std::size_t>(l)], false);
+  if (fp8_) fp8_->use_weights(l, weights_.blocks[static_cast<std::size_t>(l)], false);
   forward_to_swiglu(l, acts_.branch);
   linear(BlockLinear::down, l, acts_.branch, a.swiglu_out);
   if (l + 1 < config_.num_layers) gather_parameters(section_of_layer(l + 1));  // its norm is used next
@@ -374,7 +375,7 @@ void Llama::forward_to_swiglu(std::int64_t l, float* branch) {
   linear(BlockLinear::output, l, branch, a.attention);
   add_and_normalize(norm_after(2 * l), branch, acts_.residual[l]);
 
-  linear(BlockLinear::gate_up, l, a.gate_up, a.post_norm);
+  linear(BlockLinear::up, l, a.gate_up, a.post_norm);
   swiglu_forward(a.swiglu_out, a.gate_up, rows(), config_.ffn_size);
 }
 
@@ -385,11 +386,11 @@ double Llama::classify(std::span<const std::int32_t> labels, float loss_scale, s
   for (std::int64_t row = 0; row < N; row += kClassifierRows) {
     const std::int64_t count = std::min(kClassifierRows, N - row);
     const float* hidden = acts_.final_norm + row * C;
-    matmul_forward(acts_.logits, hidden, weights_.head, nullptr, count, C, V);
+    matmul_forward(acts_.logits, hidden, weights_.head.plain, nullptr, count, C, V);
     classifier(acts_.logits, acts_.losses + row, labels.data() + row, count, V, loss_scale, training_);
     if (training_) {
-      matmul_backward(acts_.d_final_norm + row * C, d_weights_.head, nullptr, acts_.logits, hidden, weights_.head,
-                      count, C, V);
+      matmul_backward(acts_.d_final_norm + row * C, d_weights_.head.plain, nullptr, acts_.logits, hidden,
+                      weights_.head.plain, count, C, V);
     }
   }
   double sum = 0;
@@ -409,7 +410,7 @@ void Llama::backward() {
   norm_backward(norm_after(2 * L - 1), acts_.d_final_norm, false);
   for (std::int64_t l = L - 1; l >= 0; --l) {
     gather_parameters(section_of_layer(l));
-    if (fp8_) fp8_->use_weights(l, weights_.layers[static_cast<std::size_t>(l)], true);
+    if (fp8_) fp8_->use_weights(l, weights_.blocks[static_cast<std::size_t>(l)], true);
     recompute_layer(l);
     backward_layer(l);
   }
@@ -462,7 +463,7 @@ void Llama::backward_layer(std::int64_t l) {
   linear_backward(BlockLinear::down, l, acts_.d_swiglu_out, acts_.branch, a.swiglu_out);
   // a.gate_up is its gradient from here on.
   swiglu_backward(a.gate_up, acts_.d_swiglu_out, a.gate_up, rows(), config_.ffn_size);
-  linear_backward(BlockLinear::gate_up, l, acts_.d_norm, a.gate_up, a.post_norm);
+  linear_backward(BlockLinear::up, l, acts_.d_norm, a.gate_up, a.post_norm);
   norm_backward(norm_after(2 * l), acts_.d_norm, true);
 
   linear_backward(BlockLinear::output, l, acts_.d_attention, acts_.branch, a.attention);
@@ -479,26 +480,26 @@ void Llama::backward_layer(std::int64_t l) {
 
 void Llama::linear(BlockLinear which, std::int64_t l, float* out, const float* x) {
   const LinearSize size = linear_size(config_, which);
-  const LayerParameters<float>& layer = weights_.layers[static_cast<std::size_t>(l)];
-  const float* weight = layer.weight(which);
+  const Linear<float>& layer = weights_.blocks[static_cast<std::size_t>(l)].linear(which);
+  const float* weight = layer.weight.plain;
   if (fp8_) {
     using Pass = Fp8Linears::Pass;
     x = fp8_->input(which, l, x, !training_ ? Pass::evaluation : recomputing_ ? Pass::again : Pass::training);
     weight = fp8_->weight(which, l);
   }
-  matmul_forward(out, x, weight, layer.bias(which), rows(), size.C, size.OC);
+  matmul_forward(out, x, weight, layer.bias, rows(), size.C, size.OC);
 }
 
 void Llama::linear_backward(BlockLinear which, std::int64_t l, float* dx, const float* dout, const float* x) {
   const LinearSize size = linear_size(config_, which);
-  const float* weight = weights_.layers[static_cast<std::size_t>(l)].weight(which);
+  const float* weight = weights_.blocks[static_cast<std::size_t>(l)].linear(which).weight.plain;
   if (fp8_) {
     x = fp8_->input(which, l, x, Fp8Linears::Pass::again);
     dout = fp8_->gradient(which, l, dout);
     weight = fp8_->weight(which, l);
   }
-  const LayerParameters<float>& d_layer = d_weights_.layers[static_cast<std::size_t>(l)];
-  matmul_backward(dx, d_layer.weight(which), d_layer.bias(which), dout, x, weight, rows(), size.C, size.OC);
+  const Linear<float>& d_layer = d_weights_.blocks[static_cast<std::size_t>(l)].linear(which);
+  matmul_backward(dx, d_layer.weight.plain, d_layer.bias, dout, x, weight, rows(), size.C, size.OC);
 }
 
 // ---- norms ----------------------------------------------------------------------------------------------------------
@@ -509,7 +510,7 @@ Llama::NormSite Llama::norm_after(std::int64_t branch) {
     return {branch,           acts_.residual[l], weights_.final_norm, d_weights_.final_norm,
             acts_.final_norm, acts_.final_mean,  acts_.final_rstd};
   }
-  const LayerParameters<float>&w = weights_.layers[l], &dw = d_weights_.layers[l];
+  const BlockWeights<float>&w = weights_.blocks[l], &dw = d_weights_.blocks[l];
   const LayerActivations<float>& a = acts_.layers[l];
   if (branch % 2 == 0) return {branch, a.residual_mid, w.post_norm, dw.post_norm, a.post_norm, a.mean2, a.rstd2};
   return {branch, acts_.residual[l], w.input_norm, dw.input_norm, a.input_norm, a.mean1, a.rstd1};
@@ -664,7 +665,7 @@ std::vector<float> Llama::activation(const std::string& name) {
   if (name == "logits" && parameters_divided()) return {};
   if (name == "logits") {
     std::vector<float> logits(static_cast<std::size_t>(N * config_.vocab_size));
-    matmul_forward(logits.data(), acts_.final_norm, weights_.head, nullptr, N, C, config_.vocab_size);
+    matmul_forward(logits.data(), acts_.final_norm, weights_.head.plain, nullptr, N, C, config_.vocab_size);
     return logits;
   }
   // "layers.<l>.<part>": kept for every layer only without recomputation.

@@ -58,27 +58,27 @@ struct Linear {
 
 }  // namespace
 
-void matmul_rows_forward(float* out, const float* x, const RowsWeight& weight, const float* bias, std::int64_t N,
+void matmul_rows_forward(float* out, const float* x, const Weight<const float>& weight, const float* bias, std::int64_t N,
                          std::int64_t C, std::int64_t OC, Accumulate accumulate) {
-  const Linear linear = {out, x, bias, weight.quants.row_scales, C, OC, accumulate == Accumulate::yes};
+  const Linear linear = {out, x, bias, weight.packed.row_scales, C, OC, accumulate == Accumulate::yes};
   const std::int64_t of_cache = kPanelFloats / std::max<std::int64_t>(C, 1),
                      of_thread = ceil_div(OC, omp_get_max_threads());
   const std::int64_t panel =
       ceil_div(std::max<std::int64_t>(std::min(of_cache, of_thread), 1), kLeastPanel) * kLeastPanel;
   // A panel of a quantised weight for each thread. Allocated here: no exception can leave the loop.
-  const std::size_t panel_floats = weight.quants ? static_cast<std::size_t>(panel * C) : 0;
+  const std::size_t panel_floats = weight.packed ? static_cast<std::size_t>(panel * C) : 0;
   const auto panels =
       std::make_unique_for_overwrite<float[]>(panel_floats * static_cast<std::size_t>(omp_get_max_threads()));
 #pragma omp parallel for schedule(dynamic) if (N * C * OC >= kEnoughForThreads)
   for (std::int64_t first = 0; first < OC; first += panel) {
     const std::int64_t last = std::min(first + panel, OC);
     const float* of_panel = nullptr;
-    if (weight.quants) {
+    if (weight.packed) {
       float* dequantized = panels.get() + panel_floats * static_cast<std::size_t>(omp_get_thread_num());
-      dequantize_rows(dequantized, weight.quants, first, last, C);
+      dequantize_rows(dequantized, weight.packed, first, last, C);
       of_panel = dequantized;
     } else {
-      of_panel = weight.floats + first * C;
+      of_panel = weight.plain + first * C;
     }
     std::int64_t n = 0;
     for (; n + kRows <= N; n += kRows) linear.outputs<kRows, kOutputs>(n, first, last, of_panel);

@@ -7,23 +7,14 @@
 #include <cstdint>
 
 #include "llmc/cpu/matmul.h"
-#include "llmc/model/quantization.h"
+#include "llmc/model/block_weights.h"
 
 namespace weft::cpu {
-
-// The matrix of a linear layer [OC, C], as floats or quantised.
-struct RowsWeight {
-  RowsWeight(const float* values) : floats(values) {}
-  RowsWeight(const float* values, const QuantizedMatrix& matrix) : floats(values), quants(matrix) {}
-
-  const float* floats;     // null where the matrix is quantised
-  QuantizedMatrix quants;  // empty where it is not
-};
 
 // out [N, OC] (+)= x [N, C] * weight [OC, C]^T + bias [OC] (null: none). With a scale for each row of the weight the sum runs
 // over x * q, and is multiplied by the scale as the bias is added (one rounding). An int4 weight gives the bits of its
 // dequantised floats.
-void matmul_rows_forward(float* out, const float* x, const RowsWeight& weight, const float* bias, std::int64_t N,
+void matmul_rows_forward(float* out, const float* x, const Weight<const float>& weight, const float* bias, std::int64_t N,
                          std::int64_t C, std::int64_t OC, Accumulate accumulate = Accumulate::no);
 
 }  // namespace weft::cpu

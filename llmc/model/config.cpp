@@ -7,6 +7,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
+#include "llmc/model/families/family.h"
 
 namespace weft {
 
@@ -21,8 +22,6 @@ constexpr std::int64_t kMaxHeads = 1024;
 constexpr std::int64_t kMaxHeadDim = 1024;
 constexpr std::int64_t kMaxPositions = 1 << 24;
 
-constexpr const char* kTanhGelu = "gelu_pytorch_tanh";
-
 [[noreturn]] void refuse(const std::string& source, const std::string& problem) {
   fail(Exit::bad_file, "%s: %s", source.c_str(), problem.c_str());
 }
@@ -31,11 +30,6 @@ double positive_number(const Json& object, const std::string& key, const std::st
   const double value = json_number(object, key, source);
   if (!(value > 0)) refuse(source, format("%s: got %g, expected a number above 0", key.c_str(), value));
   return value;
-}
-
-// A key that files from before it was known lack.
-bool newer_flag(const Json& object, const std::string& key, bool before, const std::string& source) {
-  return object.contains(key) ? json_bool(object, key, source) : before;
 }
 
 constexpr RopeType kRopeTypes[] = {RopeType::standard, RopeType::linear, RopeType::llama3, RopeType::yarn};
@@ -91,25 +85,12 @@ std::vector<std::int32_t> ids_from_json(const Json& object, const std::string& k
   return ids;
 }
 
-Family family_from_json(const Json& object, const std::string& source) {
+const Family& family_from_json(const Json& object, const std::string& source) {
   const std::string name = json_string(object, "family", source);
-  if (name == family_name(Family::llama)) return Family::llama;
-  if (name == family_name(Family::gpt_neox)) return Family::gpt_neox;
-  refuse(source, format("family: got %s, expected llama or gpt_neox", escaped(name).c_str()));
-}
-
-// Whether GELU is the approximation by tanh.
-bool tanh_from_json(const Json& object, Family family, const std::string& source) {
-  if (!object.contains("activation")) return false;
-  const std::string name = json_string(object, "activation", source);
-  if (family == Family::llama) {
-    if (name != "silu") refuse(source, format("activation: got %s, expected silu", escaped(name).c_str()));
-    return false;
-  }
-  if (name != "gelu" && name != kTanhGelu) {
-    refuse(source, format("activation: got %s, expected gelu or %s", escaped(name).c_str(), kTanhGelu));
-  }
-  return name == kTanhGelu;
+  if (const Family* family = find_family(name); family != nullptr) return *family;
+  std::string known;
+  for (const Family* family : families()) known += (known.empty() ? "" : " or ") + std::string(family->name);
+  refuse(source, format("family: got %s, expected %s", escaped(name).c_str(), known.c_str()));
 }
 
 NormKind norm_from_json(const Json& object, const std::string& source) {
@@ -117,23 +98,6 @@ NormKind norm_from_json(const Json& object, const std::string& source) {
   if (name == norm_kind_name(NormKind::rmsnorm)) return NormKind::rmsnorm;
   if (name == norm_kind_name(NormKind::layernorm)) return NormKind::layernorm;
   refuse(source, format("norm: got %s, expected rmsnorm or layernorm", escaped(name).c_str()));
-}
-
-// Conditions on several keys together.
-void check_together(const ModelConfig& config, const std::string& source) {
-  if (config.num_heads % config.num_kv_heads != 0) {
-    refuse(source, format("num_heads: %lld is not a multiple of num_kv_heads %lld",
-                          static_cast<long long>(config.num_heads), static_cast<long long>(config.num_kv_heads)));
-  }
-  if (config.family == Family::gpt_neox) {
-    const bool fits = config.num_kv_heads == config.num_heads && config.q_size() == config.hidden_size &&
-                      config.norm == NormKind::layernorm && !config.tied_embeddings;
-    if (!fits) refuse(source, "gpt_neox: expected heads x head_dim = hidden_size, no grouped heads, layernorm, untied");
-    if (config.mlp_bias)
-      refuse(source, "gpt_neox: mlp_bias does not exist in this family, whose MLP always has biases");
-  } else if (config.parallel_residual) {
-    refuse(source, "llama: parallel_residual does not exist in this family");
-  }
 }
 
 ModelConfig llama_preset(std::int64_t layers, std::int64_t hidden, std::int64_t heads, std::int64_t kv_heads,
@@ -164,9 +128,6 @@ ModelConfig llama_preset(std::int64_t layers, std::int64_t hidden, std::int64_t 
 
 }  // namespace
 
-const char* family_name(Family family) {
-  return family == Family::llama ? "llama" : "gpt_neox";
-}
 const char* norm_kind_name(NormKind kind) {
   return kind == NormKind::rmsnorm ? "rmsnorm" : "layernorm";
 }
@@ -183,10 +144,29 @@ const char* rope_type_name(RopeType type) {
   }
   fail(Exit::internal, "unknown rope type");
 }
+const char* activation_name(Activation activation) {
+  return activation == Activation::swiglu ? "silu" : activation == Activation::gelu ? "gelu" : "gelu_pytorch_tanh";
+}
+
+LinearSize linear_size(const ModelConfig& config, BlockLinear linear) {
+  const std::int64_t C = config.hidden_size, q = config.q_size(), F = config.ffn_size;
+  switch (linear) {
+    case BlockLinear::qkv:
+      return {C, config.qkv_size()};
+    case BlockLinear::output:
+      return {q, C};
+    case BlockLinear::up:
+      return {C, config.gated() ? 2 * F : F};
+    case BlockLinear::down:
+      return {F, C};
+  }
+  fail(Exit::internal, "unknown linear layer");
+}
 
 ModelConfig config_from_json(const Json& object, const std::string& source) {
   ModelConfig config;
-  config.family = family_from_json(object, source);
+  const Family& family = family_from_json(object, source);
+  set_family(config, family.name);
   config.vocab_size = json_int(object, "vocab_size", 1, kMaxVocab, source);
   config.hidden_size = json_int(object, "hidden_size", 1, kMaxWidth, source);
   config.num_layers = json_int(object, "num_layers", 1, kMaxLayers, source);
@@ -203,22 +183,26 @@ ModelConfig config_from_json(const Json& object, const std::string& source) {
   config.tied_embeddings = json_bool(object, "tied_embeddings", source);
   config.parallel_residual = json_bool(object, "parallel_residual", source);
   config.attention_bias = json_bool(object, "attention_bias", source);
-  config.mlp_bias = newer_flag(object, "mlp_bias", false, source);
-  config.gelu_tanh = tanh_from_json(object, config.family, source);
   config.tokenizer_vocab = json_int(object, "tokenizer_vocab", 1, config.vocab_size, source);
   config.eos_ids = ids_from_json(object, "eos_ids", config.vocab_size, source);
   const auto bos = object.find("bos_id");
   if (bos != object.end() && !bos->is_null()) {
     config.bos_id = static_cast<std::int32_t>(json_int(object, "bos_id", 0, config.vocab_size - 1, source));
   }
-  check_together(config, source);
+  if (config.num_heads % config.num_kv_heads != 0) {
+    refuse(source, format("num_heads: %lld is not a multiple of num_kv_heads %lld",
+                          static_cast<long long>(config.num_heads), static_cast<long long>(config.num_kv_heads)));
+  }
+  family.read(object, source, config);
   return config;
 }
 
 Json config_to_json(const ModelConfig& config) {
   const RopeConfig& rope = config.rope;
+  ModelConfig fixed;  // what a family has always is not written
+  set_family(fixed, config.family);
   return {
-      {"family", family_name(config.family)},
+      {"family", config.family},
       {"vocab_size", config.vocab_size},
       {"hidden_size", config.hidden_size},
       {"num_layers", config.num_layers},
@@ -244,10 +228,8 @@ Json config_to_json(const ModelConfig& config) {
       {"tied_embeddings", config.tied_embeddings},
       {"parallel_residual", config.parallel_residual},
       {"attention_bias", config.attention_bias},
-      {"mlp_bias", config.mlp_bias},
-      {"activation", config.family == Family::llama ? "silu"
-                     : config.gelu_tanh             ? kTanhGelu
-                                                    : "gelu"},
+      {"mlp_bias", config.mlp_bias && !fixed.mlp_bias},
+      {"activation", activation_name(config.activation)},
       {"tokenizer_vocab", config.tokenizer_vocab},
       {"eos_ids", config.eos_ids},
       {"bos_id", config.bos_id ? Json(*config.bos_id) : Json(nullptr)},

@@ -1,4 +1,5 @@
-// What a Llama and a GPT-NeoX are: their sizes and the choices that change the arithmetic. No kernels here.
+// What a model is: its sizes, and its arithmetic as capabilities. Which family of models has which of them is said in
+// llmc/model/families alone. No kernels here.
 #pragma once
 
 #include <cstdint>
@@ -6,18 +7,28 @@
 #include <string>
 #include <vector>
 
+#include "llmc/base/dtype.h"
 #include "llmc/base/json_fwd.h"
 #include "llmc/model/quantization.h"
 
 namespace weft {
 
-enum class Family { llama, gpt_neox };
 enum class NormKind { rmsnorm, layernorm };
 enum class RopeType { standard, linear, llama3, yarn };
+// Between the two matrices of the MLP. swiglu: silu(gate) up (Shazeer, "GLU Variants Improve Transformer", 2020); gelu: with
+// erf (Hendrycks and Gimpel, 2016); gelu_tanh: its approximation.
+enum class Activation { swiglu, gelu, gelu_tanh };
+// The rows of a block's matrix for q, k and v: all of q, then of k, then of v; or q, k and v of one head after another.
+enum class QkvLayout { concatenated, per_head };
+// The linear layers of a block. up: gate and up are one matrix.
+enum class BlockLinear { qkv, output, up, down };
+inline constexpr BlockLinear kBlockLinears[] = {BlockLinear::qkv, BlockLinear::output, BlockLinear::up,
+                                                BlockLinear::down};
 
-const char* family_name(Family family);     // "llama", "gpt_neox"
 const char* norm_kind_name(NormKind kind);  // "rmsnorm", "layernorm"
 const char* rope_type_name(RopeType type);  // "standard", "linear", "llama3", "yarn"
+// As transformers calls them: "silu", "gelu", "gelu_pytorch_tanh".
+const char* activation_name(Activation activation);
 
 // Rotary embedding (Su et al., RoFormer, 2021) in the half-split pairing of Hugging Face: dimensions i and
 // i + rotary_dim/2 are rotated as a pair, for the first rotary_dim dimensions of a head. The others are left alone.
@@ -37,7 +48,7 @@ struct RopeConfig {
 };
 
 struct ModelConfig {
-  Family family = Family::llama;
+  std::string family = "llama";   // for files and messages: nothing is computed by it
   std::int64_t vocab_size = 0;     // rows of the embedding; may exceed the tokenizer's vocabulary (padding)
   std::int64_t hidden_size = 0;    // C
   std::int64_t num_layers = 0;     // L
@@ -50,10 +61,11 @@ struct ModelConfig {
   NormKind norm = NormKind::rmsnorm;
   RopeConfig rope;
   bool tied_embeddings = false;      // the classifier uses the embedding's matrix
-  bool parallel_residual = false;    // GPT-NeoX: x + attention(norm1(x)) + mlp(norm2(x))
+  bool parallel_residual = false;    // x + attention(norm1(x)) + mlp(norm2(x))
   bool attention_bias = false;       // biases of the linear layers of attention
-  bool mlp_bias = false;             // Llama: biases of gate, up and down; those of GPT-NeoX are always there
-  bool gelu_tanh = false;            // GPT-NeoX: GELU in its approximation by tanh
+  bool mlp_bias = false;             // biases of the linear layers of the MLP
+  Activation activation = Activation::swiglu;
+  QkvLayout qkv_layout = QkvLayout::concatenated;
   std::int64_t tokenizer_vocab = 0;  // ids >= this are padding rows and are never sampled
   std::vector<std::int32_t> eos_ids;
   std::optional<std::int32_t> bos_id;
@@ -62,7 +74,9 @@ struct ModelConfig {
 
   std::int64_t q_size() const { return num_heads * head_dim; }
   std::int64_t kv_size() const { return num_kv_heads * head_dim; }
-  bool has_linear_biases() const { return family == Family::gpt_neox || attention_bias || mlp_bias; }
+  std::int64_t qkv_size() const { return q_size() + 2 * kv_size(); }
+  bool gated() const { return activation == Activation::swiglu; }  // `up` has gate and up, [2 F, C]
+  bool has_linear_biases() const { return attention_bias || mlp_bias; }
 
   bool operator==(const ModelConfig&) const = default;
 };
@@ -72,6 +86,18 @@ struct ModelConfig {
 // Exit::bad_file.
 ModelConfig config_from_json(const Json& object, const std::string& source);
 Json config_to_json(const ModelConfig& config);
+
+// The size of a linear layer.
+struct LinearSize {
+  std::int64_t C, OC;  // in, out
+};
+LinearSize linear_size(const ModelConfig& config, BlockLinear linear);
+
+// Makes `config` a model of this family: its name, and the capabilities that all its models have. Exit::internal if there is no
+// such family.
+void set_family(ModelConfig& config, const std::string& name);
+// The type of the weights that the family's checkpoints are published in.
+DType published_dtype(const ModelConfig& config);
 
 // The named configurations of train_llama (--config): tiny, d12, smollm2-135m, tinyllama-1.1b, llama3.2-1b,
 // llama3.2-3b, llama3.1-8b. Without special ids: a run takes them from the tokenizer of its data. An unknown

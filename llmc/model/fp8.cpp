@@ -23,21 +23,6 @@ int delayed_exponent(float largest, Fp8Kind kind) {
 
 }  // namespace
 
-LinearSize linear_size(const ModelConfig& config, BlockLinear linear) {
-  const std::int64_t C = config.hidden_size, q = config.q_size(), F = config.ffn_size;
-  switch (linear) {
-    case BlockLinear::qkv:
-      return {C, q + 2 * config.kv_size()};
-    case BlockLinear::output:
-      return {q, C};
-    case BlockLinear::gate_up:
-      return {C, 2 * F};
-    case BlockLinear::down:
-      return {F, C};
-  }
-  fail(Exit::internal, "unknown linear layer");
-}
-
 std::string Fp8Slots::name(std::int64_t slot) const {
   constexpr const char* kKinds[] = {"input", "weight", "gradient"};
   constexpr const char* kLinears[] = {"qkv", "output", "gate, up", "down"};

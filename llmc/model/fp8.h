@@ -23,21 +23,12 @@
 
 namespace weft {
 
-enum class BlockLinear { qkv, output, gate_up, down };
-inline constexpr BlockLinear kBlockLinears[] = {BlockLinear::qkv, BlockLinear::output, BlockLinear::gate_up,
-                                                BlockLinear::down};
 enum class Fp8Kind { input, weight, gradient };
 inline constexpr Fp8Kind kFp8Kinds[] = {Fp8Kind::input, Fp8Kind::weight, Fp8Kind::gradient};
 
 constexpr Fp8Format fp8_format(Fp8Kind kind) {
   return kind == Fp8Kind::gradient ? Fp8Format::e5m2 : Fp8Format::e4m3;
 }
-
-// [OC, C] of a linear layer.
-struct LinearSize {
-  std::int64_t C, OC;
-};
-LinearSize linear_size(const ModelConfig& config, BlockLinear linear);
 
 // The tensors that are rounded, numbered: kind by kind, so that those of one kind are neighbours, and layer by layer.
 struct Fp8Slots {

@@ -57,15 +57,11 @@ void refuse_unknown_tensors(const TensorFile& file, const TensorTable& table) {
   }
 }
 
-ModelConfig read_config(const TensorFile& file, std::optional<Family> expected) {
+ModelConfig read_config(const TensorFile& file) {
   const std::string source = escaped(file.path()) + ": model";
   const auto model = file.config().find("model");
   if (model == file.config().end()) fail(Exit::bad_file, "%s: missing from the configuration", source.c_str());
   ModelConfig config = config_from_json(*model, source);
-  if (expected && config.family != *expected) {
-    fail(Exit::bad_file, "%s: family: got %s, expected %s. infer_pythia runs this model", source.c_str(),
-         family_name(config.family), family_name(*expected));
-  }
   const auto quantization = file.config().find("quantization");
   if (quantization == file.config().end()) return config;
   const std::string where = escaped(file.path()) + ": quantization";
@@ -81,9 +77,9 @@ ModelConfig read_config(const TensorFile& file, std::optional<Family> expected) 
 ModelFile::ModelFile(TensorFile file, ModelConfig config)
     : file_(std::move(file)), config_(std::move(config)), table_(config_) {}
 
-ModelFile ModelFile::open(const std::string& path, std::optional<Family> expected) {
+ModelFile ModelFile::open(const std::string& path) {
   TensorFile file = TensorFile::open(path, FileKind::model);
-  ModelConfig config = read_config(file, expected);
+  ModelConfig config = read_config(file);
   // Every layer has several tensors: refused before a table of so many layers is built.
   if (file.tensors().size() < static_cast<std::size_t>(config.num_layers)) {
     fail(Exit::bad_file, "%s: %zu tensors cannot hold %lld layers", escaped(path).c_str(), file.tensors().size(),
@@ -137,10 +133,17 @@ void ModelFile::refuse_value(const TensorSpec& spec, std::size_t index) const {
        valid_values(spec.kind, spec.dtype));
 }
 
-void ModelFile::require_floats(const char* purpose) const {
+void ModelFile::require_trainable() const {
+  const std::string path = escaped(file_.path());
+  if (!config_.gated() || config_.qkv_layout != QkvLayout::concatenated || config_.parallel_residual) {
+    fail(Exit::bad_file,
+         "%s: got a model of the family %s, expected one that can be trained: with SwiGLU, a sequential residual, and q, k and "
+         "v in matrices of their own. infer_pythia runs this model",
+         path.c_str(), config_.family.c_str());
+  }
   if (!config_.quantization.any()) return;
-  fail(Exit::bad_file, "%s: its weights are quantised (%s), and %s needs floats. Take the file it was converted from",
-       escaped(file_.path()).c_str(), quantization_text(config_.quantization).c_str(), purpose);
+  fail(Exit::bad_file, "%s: its weights are quantised (%s), and training needs floats. Take the file it was converted from",
+       path.c_str(), quantization_text(config_.quantization).c_str());
 }
 
 }  // namespace weft

@@ -2,7 +2,6 @@
 // inside.
 #pragma once
 
-#include <optional>
 #include <string>
 
 #include "llmc/file/tensor_file.h"
@@ -15,10 +14,9 @@ inline constexpr const char* kTokenizerTensor = "tokenizer.json";  // u8, the te
 
 class ModelFile {
  public:
-  // Opens and checks everything but the tensor data: configuration valid, family as asked (none: either), every
-  // tensor of the table present with its shape and a float dtype or, where it belongs to a quantised matrix, that of its
+  // Opens and checks everything but the tensor data: configuration valid, every tensor of the table present with its shape and a float dtype or, where it belongs to a quantised matrix, that of its
   // scheme, nothing missing. Exit::bad_file names what does not fit.
-  static ModelFile open(const std::string& path, std::optional<Family> expected = {});
+  static ModelFile open(const std::string& path);
 
   const ModelConfig& config() const { return config_; }
   const TensorTable& table() const { return table_; }
@@ -36,8 +34,8 @@ class ModelFile {
   void read_tensor(const TensorSpec& spec, std::byte* out) const;
   // Exit::bad_file for element `index` of a tensor whose values are not those of its kind.
   [[noreturn]] void refuse_value(const TensorSpec& spec, std::size_t index) const;
-  // Exit::bad_file if the weights are quantised. `purpose`: what needs floats, "training".
-  void require_floats(const char* purpose) const;
+  // Exit::bad_file for a model that cannot be trained: its weights are quantised, or a capability has no backward pass.
+  void require_trainable() const;
 
  private:
   ModelFile(TensorFile file, ModelConfig config);

@@ -22,7 +22,7 @@ constexpr Size kSizes[] = {
 
 ModelConfig pythia_config(const Size& size) {
   ModelConfig config;
-  config.family = Family::gpt_neox;
+  set_family(config, "gpt_neox");
   config.vocab_size = size.vocab;
   config.hidden_size = size.hidden;
   config.num_layers = size.layers;

@@ -33,12 +33,13 @@ std::vector<Range> cut_arena(const TensorTable& table, int ranks, std::int64_t b
   return parts;
 }
 
-std::vector<Range> llama_sections(const ModelConfig& config, const TensorTable& table) {
+std::vector<Range> parameter_sections(const ModelConfig& config, const TensorTable& table) {
+  const ModelNames& names = names_of(config);
   std::vector<std::int64_t> begins = {0};
   for (std::int64_t l = 0; l < config.num_layers; ++l) {
-    begins.push_back(table.at(weight_of(LlamaNames::Layer(l).input_norm)).offset);
+    begins.push_back(table.at(weight_of(names.block(l).input_norm)).offset);
   }
-  if (!config.tied_embeddings) begins.push_back(table.at(weight_of(LlamaNames::kHead)).offset);
+  if (!config.tied_embeddings) begins.push_back(table.at(weight_of(names.head)).offset);
   begins.push_back(table.arena_elements());
   std::vector<Range> sections;
   for (std::size_t s = 0; s + 1 < begins.size(); ++s) sections.push_back({begins[s], begins[s + 1]});

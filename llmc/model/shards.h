@@ -30,7 +30,7 @@ std::vector<Range> cut_arena(const TensorTable& table, int ranks, std::int64_t b
 // The arena of a Llama in the order of the forward pass: the embedding, each layer, a head that is not tied. Neighbours from
 // 0 to arena_elements(); the last layer's section has the final norm as well. Backward completes the gradients of a section
 // after those of all sections behind it.
-std::vector<Range> llama_sections(const ModelConfig& config, const TensorTable& table);
+std::vector<Range> parameter_sections(const ModelConfig& config, const TensorTable& table);
 
 // Memory in which a pass finds parameters that the ranks have divided. Those of a section are fetched into its place
 // before they are used, and stay until another section needs the place. Layers alternate between kLayerPlaces places,
@@ -41,7 +41,7 @@ class SectionPlaces {
   static constexpr std::size_t kLayerPlaces = 2;
 
   SectionPlaces() = default;  // no places: nothing is divided
-  // `sections`: llama_sections() of a model of so many layers.
+  // `sections`: parameter_sections() of a model of so many layers.
   SectionPlaces(std::span<const Range> sections, std::int64_t num_layers);
 
   std::int64_t elements() const { return elements_; }  // of all places

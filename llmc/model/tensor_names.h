@@ -1,10 +1,13 @@
-// The Hugging Face names of the modules that have parameters, each written once: TensorTable declares the parameters by
-// them, and the layouts (llama_layout.h, neox_layout.h) find them again. The parameters of a module are called
+// The Hugging Face names of the modules that have parameters: TensorTable declares the parameters by them, and bind_weights()
+// finds them again. Each family writes its own once (llmc/model/families). The parameters of a module are called
 // "<module>.weight" and "<module>.bias".
 #pragma once
 
 #include <cstdint>
 #include <string>
+#include <vector>
+
+#include "llmc/model/config.h"
 
 namespace weft {
 
@@ -23,34 +26,28 @@ inline std::string zeros_of(const std::string& weight) {
   return weight + ".zeros";
 }
 
-struct LlamaNames {
-  static constexpr const char* kEmbedding = "model.embed_tokens";
-  static constexpr const char* kFinalNorm = "model.norm";
-  static constexpr const char* kHead = "lm_head";
+// The modules of one block. Modules of one list are neighbours in memory and make one matrix.
+struct BlockNames {
+  std::string input_norm, post_norm;
+  std::vector<std::string> qkv;  // q, k, v; or one module with all three
+  std::vector<std::string> output;
+  std::vector<std::string> up;  // gate, up; or up
+  std::vector<std::string> down;
 
-  // The modules of layer `l`.
-  struct Layer {
-    explicit Layer(std::int64_t l) : prefix("model.layers." + std::to_string(l) + ".") {}
-    const std::string prefix;
-    const std::string input_norm = prefix + "input_layernorm", post_norm = prefix + "post_attention_layernorm";
-    const std::string q = prefix + "self_attn.q_proj", k = prefix + "self_attn.k_proj", v = prefix + "self_attn.v_proj";
-    const std::string output = prefix + "self_attn.o_proj";
-    const std::string gate = prefix + "mlp.gate_proj", up = prefix + "mlp.up_proj", down = prefix + "mlp.down_proj";
-  };
+  const std::vector<std::string>& linear(BlockLinear which) const {
+    return which == BlockLinear::qkv      ? qkv
+           : which == BlockLinear::output ? output
+           : which == BlockLinear::up     ? up
+                                          : down;
+  }
 };
 
-struct NeoxNames {
-  static constexpr const char* kEmbedding = "gpt_neox.embed_in";
-  static constexpr const char* kFinalNorm = "gpt_neox.final_layer_norm";
-  static constexpr const char* kHead = "embed_out";
-
-  struct Layer {
-    explicit Layer(std::int64_t l) : prefix("gpt_neox.layers." + std::to_string(l) + ".") {}
-    const std::string prefix;
-    const std::string input_norm = prefix + "input_layernorm", post_norm = prefix + "post_attention_layernorm";
-    const std::string qkv = prefix + "attention.query_key_value", dense = prefix + "attention.dense";
-    const std::string up = prefix + "mlp.dense_h_to_4h", down = prefix + "mlp.dense_4h_to_h";
-  };
+struct ModelNames {
+  const char *embedding, *final_norm, *head;
+  BlockNames (*block)(std::int64_t layer);
+  bool norms_first;  // files have both norms of a block before its matrices, instead of each before those that read it
 };
+
+const ModelNames& names_of(const ModelConfig& config);
 
 }  // namespace weft

@@ -6,11 +6,21 @@
 namespace weft {
 
 TensorTable::TensorTable(const ModelConfig& config, DType storage) : storage_(storage) {
-  if (config.family == Family::llama) {
-    add_llama(config);
-  } else {
-    add_gpt_neox(config);
+  const ModelNames& names = names_of(config);
+  const std::int64_t C = config.hidden_size, V = config.vocab_size;
+  add_matrices(WeightScheme::none, {{names.embedding, V, C, Init::normal}});
+  for (std::int64_t l = 0; l < config.num_layers; ++l) {
+    const BlockNames block = names.block(l);
+    add_norm(config, block.input_norm);
+    if (names.norms_first) add_norm(config, block.post_norm);
+    add_linear(config, l, BlockLinear::qkv);
+    add_linear(config, l, BlockLinear::output);
+    if (!names.norms_first) add_norm(config, block.post_norm);
+    add_linear(config, l, BlockLinear::up);
+    add_linear(config, l, BlockLinear::down);
   }
+  add_norm(config, names.final_norm);
+  if (!config.tied_embeddings) add_matrices(config.quantization.head, {{names.head, V, C, Init::normal}});
   begin_group();  // the arenas end on a group boundary too
 }
 
@@ -63,65 +73,32 @@ void TensorTable::add_matrices(WeightScheme scheme, const std::vector<Matrix>& m
   }
 }
 
-void TensorTable::add_llama(const ModelConfig& config) {
-  const std::int64_t C = config.hidden_size, F = config.ffn_size, V = config.vocab_size;
-  const std::int64_t q = config.q_size(), kv = config.kv_size();
-  const auto add_norm = [&](const std::string& module) {
-    begin_group();
-    add(weight_of(module), {C}, Init::ones, false);
-    if (config.norm == NormKind::layernorm) {
-      begin_group();
-      add(bias_of(module), {C}, Init::zeros, false);
-    }
-  };
-  // Neighbouring matrices and, behind them, their biases, which are neighbours too.
-  const auto add_linears = [&](const std::vector<Matrix>& matrices, bool biased) {
-    add_matrices(config.quantization.weights, matrices);
-    if (!biased) return;
-    begin_group();
-    for (const Matrix& m : matrices) add(bias_of(m.module), {m.out}, Init::zeros, false);
-  };
-  const bool attention = config.attention_bias, mlp = config.mlp_bias;
-  add_matrices(WeightScheme::none, {{LlamaNames::kEmbedding, V, C, Init::normal}});
-  for (std::int64_t l = 0; l < config.num_layers; ++l) {
-    const LlamaNames::Layer names(l);
-    add_norm(names.input_norm);
-    add_linears({{names.q, q, C, Init::normal}, {names.k, kv, C, Init::normal}, {names.v, kv, C, Init::normal}},
-                attention);
-    add_linears({{names.output, C, q, Init::normal_residual}}, attention);
-    add_norm(names.post_norm);
-    add_linears({{names.gate, F, C, Init::normal}, {names.up, F, C, Init::normal}}, mlp);
-    add_linears({{names.down, C, F, Init::normal_residual}}, mlp);
-  }
-  add_norm(LlamaNames::kFinalNorm);
-  if (!config.tied_embeddings) add_matrices(config.quantization.head, {{LlamaNames::kHead, V, C, Init::normal}});
+void TensorTable::add_norm(const ModelConfig& config, const std::string& module) {
+  begin_group();
+  add(weight_of(module), {config.hidden_size}, Init::ones, false);
+  if (config.norm != NormKind::layernorm) return;
+  begin_group();
+  add(bias_of(module), {config.hidden_size}, Init::zeros, false);
 }
 
-void TensorTable::add_gpt_neox(const ModelConfig& config) {
-  const std::int64_t C = config.hidden_size, F = config.ffn_size, V = config.vocab_size;
-  const auto add_linear = [&](const std::string& module, std::int64_t out, std::int64_t in, Init init, bool bias) {
-    add_matrices(config.quantization.weights, {{module, out, in, init}});
-    begin_group();
-    if (bias) add(bias_of(module), {out}, Init::zeros, false);
-  };
-  const auto add_norm = [&](const std::string& module) {
-    begin_group();
-    add(weight_of(module), {C}, Init::ones, false);
-    begin_group();
-    add(bias_of(module), {C}, Init::zeros, false);
-  };
-  add_matrices(WeightScheme::none, {{NeoxNames::kEmbedding, V, C, Init::normal}});
-  for (std::int64_t l = 0; l < config.num_layers; ++l) {
-    const NeoxNames::Layer names(l);
-    add_norm(names.input_norm);
-    add_norm(names.post_norm);
-    add_linear(names.qkv, 3 * C, C, Init::normal, config.attention_bias);
-    add_linear(names.dense, C, C, Init::normal_residual, config.attention_bias);
-    add_linear(names.up, F, C, Init::normal, true);
-    add_linear(names.down, C, F, Init::normal_residual, true);
+// Neighbouring matrices and, behind them, their biases, which are neighbours too.
+void TensorTable::add_linear(const ModelConfig& config, std::int64_t layer, BlockLinear linear) {
+  const std::vector<std::string> modules = names_of(config).block(layer).linear(linear);
+  const bool of_attention = linear == BlockLinear::qkv || linear == BlockLinear::output;
+  const bool writes_residual = linear == BlockLinear::output || linear == BlockLinear::down;
+  const auto [C, OC] = linear_size(config, linear);
+  std::vector<Matrix> matrices;
+  for (const std::string& module : modules) {
+    // q, k and v where they are three; others are of one size.
+    const std::int64_t rows = linear != BlockLinear::qkv || modules.size() == 1
+                                  ? OC / std::ssize(modules)
+                                  : (matrices.empty() ? config.q_size() : config.kv_size());
+    matrices.push_back({module, rows, C, writes_residual ? Init::normal_residual : Init::normal});
   }
-  add_norm(NeoxNames::kFinalNorm);
-  add_matrices(config.quantization.head, {{NeoxNames::kHead, V, C, Init::normal}});
+  add_matrices(config.quantization.weights, matrices);
+  if (!(of_attention ? config.attention_bias : config.mlp_bias)) return;
+  begin_group();
+  for (const Matrix& m : matrices) add(bias_of(m.module), {m.out}, Init::zeros, false);
 }
 
 const TensorSpec* TensorTable::find(std::string_view name) const {

@@ -65,8 +65,8 @@ class TensorTable {
            std::optional<DType> dtype = {});
   void add_matrices(WeightScheme scheme, const std::vector<Matrix>& matrices);
   void begin_group();
-  void add_llama(const ModelConfig& config);
-  void add_gpt_neox(const ModelConfig& config);
+  void add_norm(const ModelConfig& config, const std::string& module);
+  void add_linear(const ModelConfig& config, std::int64_t layer, BlockLinear linear);
 
   DType storage_;
   bool quantized_ = false;

@@ -287,9 +287,9 @@ Checkpoint Checkpoint::open(const std::string& path, std::int64_t step, Values v
       !(*files)[1].is_object()) {
     fail(Exit::bad_file, "%s: files: expected %s and %s", source.c_str(), kModelName, kStateName);
   }
-  Checkpoint checkpoint(ModelFile::open(path + "/" + kModelName, Family::llama),
+  Checkpoint checkpoint(ModelFile::open(path + "/" + kModelName),
                         TensorFile::open(path + "/" + kStateName, FileKind::training_state));
-  checkpoint.model_.require_floats("training");
+  checkpoint.model_.require_trainable();
   check_against_manifest((*files)[0], checkpoint.model_.file(), source);
   check_against_manifest((*files)[1], checkpoint.training_, source);
   checkpoint.read_state(manifest, step);

@@ -29,8 +29,8 @@ void open_model(const TrainSettings& settings, TrainInputs& inputs) {
     inputs.config = settings.config_is_file() ? read_hf_config(settings.config) : preset_config(settings.config);
     inputs.config.norm = settings.norm == "layernorm" ? NormKind::layernorm : NormKind::rmsnorm;
   } else {
-    inputs.weights = ModelFile::open(settings.model, Family::llama);
-    inputs.weights->require_floats("training");
+    inputs.weights = ModelFile::open(settings.model);
+    inputs.weights->require_trainable();
     inputs.config = inputs.weights->config();
     inputs.began_from = format("%016llx", static_cast<unsigned long long>(inputs.weights->file().header_hash()));
     if (settings.norm_given && settings.norm != norm_kind_name(inputs.config.norm)) {

@@ -208,12 +208,12 @@ TEST(DecodeDevice, TheCpuRefusesWhatNeedsAGpu) {
   }
 }
 
-TEST(DecodeDevice, RandomModelsOnTheCpuArePlainNeoxThatFits) {
+TEST(DecodeDevice, RandomModelsOnTheCpuAreOfFloatsThatFit) {
   InferSettings settings;
   settings.device = "cpu";
   const DecodeDevice device(settings);
   const auto make = [&](const ModelConfig& config) { device.make_random_inference(config, 0, 2); };
-  expect_contains(error_of(Exit::usage, [&] { make(preset_config("tiny")); }), "a Llama of random weights needs a GPU");
+  EXPECT_NO_THROW(make(preset_config("tiny")));
   for (const char* quantized : {"pythia-14m:int8", "pythia-14m:int4+head"}) {
     const ModelConfig config = random_model_config(quantized);
     expect_contains(error_of(Exit::usage, [&] { make(config); }), "Use a model without ':'");

@@ -37,7 +37,7 @@ PagedFakeSizes sizes() {
 
 ModelConfig config() {
   ModelConfig config;
-  config.family = Family::gpt_neox;
+  set_family(config, "gpt_neox");
   config.vocab_size = config.tokenizer_vocab = 259;
   config.max_positions = 150;
   config.eos_ids = {kEndOfText};

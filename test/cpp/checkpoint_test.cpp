@@ -117,7 +117,7 @@ TEST_F(CheckpointTest, WhatTheRunItselfHasWrittenDoesNotMakeADirectoryUsed) {
 
 TEST_F(CheckpointTest, ItsModelIsAModelFileWithTheTokenizer) {
   save(3);
-  const ModelFile file = ModelFile::open(step_path(3) + "/model.bin", Family::llama);
+  const ModelFile file = ModelFile::open(step_path(3) + "/model.bin");
   EXPECT_TRUE(file.config() == micro_config());
   EXPECT_EQ(file.tokenizer_json(), identity().tokenizer);
 }

@@ -22,7 +22,7 @@ using Ids = std::vector<std::int32_t>;
 
 ModelConfig byte_config() {
   ModelConfig config;
-  config.family = Family::gpt_neox;
+  set_family(config, "gpt_neox");
   config.vocab_size = 300;  // 259 tokens and padding rows
   config.tokenizer_vocab = 259;
   config.max_positions = 100;

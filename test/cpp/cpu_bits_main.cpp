@@ -44,7 +44,7 @@ void linear() {
   for (const std::int64_t N : {1, 2, 4, 11}) {
     const Floats x = some(N * C), weight = some(OC * C), bias = some(OC);
     Floats out(static_cast<std::size_t>(N * OC));
-    matmul_rows_forward(out.data(), x.data(), weight.data(), bias.data(), N, C, OC);
+    matmul_rows_forward(out.data(), x.data(), {weight.data(), {}}, bias.data(), N, C, OC);
     print("matmul_rows", out);
     if (N > 4) continue;  // those are OpenBLAS's
     matmul_forward(out.data(), x.data(), weight.data(), bias.data(), N, C, OC);

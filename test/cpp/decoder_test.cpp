@@ -53,12 +53,12 @@ void expect_chunks_agree_with_single_tokens(DecodeModel& model) {
 }
 
 TEST(CpuDecoder, NeoxPromptOfSeveralChunks) {
-  const ModelFile file = ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin", Family::gpt_neox);
+  const ModelFile file = ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin");
   expect_chunks_agree_with_single_tokens(*cpu::load_decoder(file, kTokens));
 }
 
 TEST(CpuDecoder, LlamaPromptOfSeveralChunks) {
-  const ModelFile file = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin", Family::llama);
+  const ModelFile file = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin");
   TrainOptions options;
   options.seq_len = 1;
   const auto model = cpu::make_llama(file.config(), options);
@@ -142,9 +142,9 @@ void expect_a_series_of_calls_is_that_of_new_decoders(const std::function<std::u
 }
 
 TEST(CpuDecoder, ASeriesOfCallsIsThatOfNewDecoders) {
-  const ModelFile neox = ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin", Family::gpt_neox);
+  const ModelFile neox = ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin");
   expect_a_series_of_calls_is_that_of_new_decoders([&] { return cpu::load_decoder(neox, 40); }, {});
-  const ModelFile file = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin", Family::llama);
+  const ModelFile file = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin");
   TrainOptions options;
   options.seq_len = 1;
   const auto model = cpu::make_llama(file.config(), options);
@@ -175,9 +175,9 @@ void expect_bytes_of_a_token(const DecodeModel& model) {
 TEST(CpuDecoder, BytesOfATokenAreWhatItReads) {
   for (const char* name : {"neox-hs32-padded", "neox-hs32-sequential-nobias"}) {
     const std::string path = std::string("test/fixtures/golden/") + name + ".model.bin";
-    expect_bytes_of_a_token(*cpu::load_decoder(ModelFile::open(path, Family::gpt_neox), 16));
+    expect_bytes_of_a_token(*cpu::load_decoder(ModelFile::open(path), 16));
   }
-  const ModelFile file = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin", Family::llama);
+  const ModelFile file = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin");
   TrainOptions options;
   options.seq_len = 1;
   const auto model = cpu::make_llama(file.config(), options);
@@ -186,7 +186,7 @@ TEST(CpuDecoder, BytesOfATokenAreWhatItReads) {
 
 // What the cache cannot hold is refused before anything is written, however much of it is taken already.
 TEST(CpuDecoder, NothingIsWrittenPastTheCache) {
-  const ModelFile file = ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin", Family::gpt_neox);
+  const ModelFile file = ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin");
   constexpr std::int64_t kCapacity = 6;
   const auto model = cpu::load_decoder(file, kCapacity);
   const std::vector<std::int32_t> ids(kCapacity + 1, 1);
@@ -209,7 +209,7 @@ TEST(CpuDecoder, NothingIsWrittenPastTheCache) {
 // Random weights are those of the seed, and no others: models of --random-model that are timed are the same everywhere.
 TEST(DecodeDevice, RandomModelsHaveTheWeightsOfTheirSeed) {
   const ModelConfig config =
-      ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin", Family::gpt_neox).config();
+      ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin").config();
   const std::vector<std::int32_t> ids = {1, 2, 3};
   InferSettings settings;
   settings.device = "cpu";

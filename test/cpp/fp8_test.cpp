@@ -175,7 +175,7 @@ TEST(Fp8Scales, FollowTheLargestOfTheLastSteps) {
   Fp8Scales scales(2);
   const Fp8Slots slots = scales.slots();
   ASSERT_EQ(slots.count(), 24);
-  const std::int64_t slot = slots.at(Fp8Kind::gradient, 1, BlockLinear::gate_up);
+  const std::int64_t slot = slots.at(Fp8Kind::gradient, 1, BlockLinear::up);
   EXPECT_EQ(slots.name(slot), "layers.1 gate, up gradient");
   std::vector<Fp8Tally> tallies(24);
   const auto push = [&](float amax) {
@@ -339,7 +339,7 @@ TEST(Fp8Statistics, SharesAreThoseOfAllMicroBatchesButWeightsCountOnce) {
     const std::uint64_t rows = 10 * micro_batches;
     tally(Fp8Kind::input, 1, BlockLinear::down).saturated = rows / 10;       // of 56 rows: 1 of 560
     tally(Fp8Kind::weight, 0, BlockLinear::output).saturated = 2;            // 1 of 480, the most
-    tally(Fp8Kind::gradient, 1, BlockLinear::gate_up).saturated = rows / 5;  // of 112 rows: 1 of 560
+    tally(Fp8Kind::gradient, 1, BlockLinear::up).saturated = rows / 5;  // of 112 rows: 1 of 560
     tally(Fp8Kind::gradient, 0, BlockLinear::qkv).flushed = 5;
     tally(Fp8Kind::gradient, 1, BlockLinear::down).flushed = 7;
     const Fp8Statistics got = fp8_statistics(config, tallies, 10, static_cast<std::int64_t>(micro_batches));

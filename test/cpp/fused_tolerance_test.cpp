@@ -23,7 +23,7 @@ constexpr int kSteps = 5, kTileRows = 8;
 constexpr WeightScheme kSchemes[] = {WeightScheme::int8, WeightScheme::int4, WeightScheme::fp8};
 
 DType cache_of(const ModelConfig& config) {
-  return config.family == Family::gpt_neox && config.parallel_residual ? DType::f16 : DType::bf16;
+  return config.parallel_residual ? DType::f16 : DType::bf16;
 }
 
 // `wrong`: a position that has another id.

@@ -43,7 +43,7 @@ constexpr std::int64_t kVocab = 300;  // 259 tokens and padding rows
 
 ModelConfig fake_config() {
   ModelConfig config;
-  config.family = Family::gpt_neox;
+  set_family(config, "gpt_neox");
   config.vocab_size = kVocab;
   config.tokenizer_vocab = 259;
   config.eos_ids = {kEndOfText};

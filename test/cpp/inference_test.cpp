@@ -12,7 +12,7 @@
 #include "inference_tools.h"
 #include "llmc/cpu/attention.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cpu/llama_inference.h"
+#include "llmc/cpu/inference.h"
 #include "llmc/cpu/matmul_rows.h"
 #include "llmc/cpu/paged_attention.h"
 #include "llmc/infer/divergence.h"
@@ -52,13 +52,13 @@ TEST(MatmulRows, ARowHasTheSameBitsAmongAnyNumberOfOthers) {
       const cpu::Accumulate how = accumulate ? cpu::Accumulate::yes : cpu::Accumulate::no;
       Floats alone = before, plain = before;
       for (std::int64_t n = 0; n < kMost; ++n) {
-        cpu::matmul_rows_forward(alone.data() + n * OC, x.data() + n * C, weight.data(), bias.data(), 1, C, OC, how);
+        cpu::matmul_rows_forward(alone.data() + n * OC, x.data() + n * C, {weight.data(), {}}, bias.data(), 1, C, OC, how);
       }
       cpu::plain::matmul_forward(plain.data(), x.data(), weight.data(), bias.data(), kMost, C, OC, how);
       expect_close(alone, plain, "C " + std::to_string(C));
       for (std::int64_t N = 1; N <= kMost; ++N) {
         Floats together(before.begin(), before.begin() + N * OC);
-        cpu::matmul_rows_forward(together.data(), x.data(), weight.data(), bias.data(), N, C, OC, how);
+        cpu::matmul_rows_forward(together.data(), x.data(), {weight.data(), {}}, bias.data(), N, C, OC, how);
         EXPECT_TRUE(std::equal(together.begin(), together.end(), alone.begin())) << C << " " << OC << ", rows " << N;
       }
     }
@@ -251,7 +251,7 @@ TEST(CpuInference, ItsMemoryHasALineForEachUse) {
     const ModelFile file = ModelFile::open("test/fixtures/golden/" + std::string(name) + ".model.bin");
     const ModelConfig& c = file.config();
     const auto model = cpu::load_inference(file, pool(8));
-    const bool llama = c.family == Family::llama;
+    const bool llama = c.gated();
     const std::int64_t C = c.hidden_size, F = c.ffn_size, q = c.q_size();
     const std::int64_t of_a_row = llama ? 4 * C + 2 * q + 2 * c.kv_size() + 3 * F : 9 * C + F;
     const std::pair<const char*, std::uint64_t> expected[] = {
@@ -324,12 +324,12 @@ TEST(InferencePool, AStepReadsTheHeadAndNotTheEmbedding) {
 // A Llama whose parameters a test may change.
 class ChangedLlama : public testing::Test {
  protected:
-  const ModelFile file_ = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin", Family::llama);
+  const ModelFile file_ = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin");
   const ModelConfig& config_ = file_.config();
   const TensorTable table_{config_};
   Floats arena_ = Floats(static_cast<std::size_t>(table_.arena_elements()));
-  const LlamaParameters<float> weights_{config_, table_, arena_.data(), Offsets::elements};
 
+  float* values_of(const char* tensor) { return arena_.data() + table_.at(tensor).offset; }
   void SetUp() override {
     ASSERT_FALSE(config_.tied_embeddings);
     for (const TensorSpec& spec : table_.specs()) file_.read_parameter(spec, arena_.data() + spec.offset);
@@ -338,8 +338,8 @@ class ChangedLlama : public testing::Test {
 
 // Of equal logits the lowest id is sampled, and the alternatives are in that order, too.
 TEST_F(ChangedLlama, EqualLogitsAreInTheOrderOfTheIds) {
-  std::fill_n(weights_.head, config_.vocab_size * config_.hidden_size, 0.0f);
-  const auto model = cpu::make_llama_inference(config_, weights_, pool(4));
+  std::fill_n(values_of("lm_head.weight"), config_.vocab_size * config_.hidden_size, 0.0f);
+  const auto model = cpu::make_inference(config_, table_, arena_.data(), pool(4));
   const SamplingPlan greedy;
   const std::vector<std::int32_t> pages = {0}, ids = {1, 2};
   Span span;
@@ -364,9 +364,9 @@ TEST_F(ChangedLlama, EqualLogitsAreInTheOrderOfTheIds) {
 // A span whose logits are not finite says so, and the others get what they would get without it.
 TEST_F(ChangedLlama, ASpanThatCannotBeSampledFailsAlone) {
   constexpr std::int32_t kDamaged = 5;
-  weights_.embedding[kDamaged * config_.hidden_size] = std::nanf("");
+  values_of("model.embed_tokens.weight")[kDamaged * config_.hidden_size] = std::nanf("");
 
-  const auto model = cpu::make_llama_inference(config_, weights_, pool(4));
+  const auto model = cpu::make_inference(config_, table_, arena_.data(), pool(4));
   const SamplingPlan greedy;
   const std::vector<std::vector<std::int32_t>> pages = {{0}, {1}, {2}}, ids = {{1, 2}, {1, kDamaged}, {3}};
   std::vector<Span> work(3);

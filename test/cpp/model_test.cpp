@@ -11,8 +11,8 @@
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
 #include "llmc/model/config.h"
-#include "llmc/model/llama_layout.h"
-#include "llmc/model/neox_layout.h"
+#include "llmc/model/block_weights.h"
+#include "llmc/model/training_activations.h"
 #include "llmc/model/random_models.h"
 #include "llmc/model/tensor_table.h"
 
@@ -21,7 +21,7 @@ namespace {
 
 ModelConfig pythia(std::int64_t layers, std::int64_t hidden, std::int64_t heads, std::int64_t vocab) {
   ModelConfig config;
-  config.family = Family::gpt_neox;
+  set_family(config, "gpt_neox");
   config.norm = NormKind::layernorm;
   config.norm_eps = 1e-5;
   config.num_layers = layers;
@@ -169,19 +169,19 @@ TEST(Layout, LlamaPointersAreThoseOfTheNamedTensors) {
       std::vector<float> arena(static_cast<std::size_t>(table.arena_elements()));
       const auto at = [&](const std::string& name) -> const float* { return arena.data() + table.at(name).offset; };
       for (const Offsets offsets : {Offsets::bytes, Offsets::elements}) {
-        const LlamaParameters<float> bound(config, table, arena.data(), offsets);
+        const ModelWeights<float> bound = bind_weights(config, table, arena.data(), offsets);
         EXPECT_EQ(bound.embedding, at("model.embed_tokens.weight"));
-        EXPECT_EQ(bound.head, at(tied ? "model.embed_tokens.weight" : "lm_head.weight"));
+        EXPECT_EQ(bound.head.plain, at(tied ? "model.embed_tokens.weight" : "lm_head.weight"));
         EXPECT_EQ(bound.final_norm.weight, at("model.norm.weight"));
         EXPECT_EQ(bound.final_norm.bias, norm == NormKind::layernorm ? at("model.norm.bias") : nullptr);
-        ASSERT_EQ(bound.layers.size(), static_cast<std::size_t>(config.num_layers));
-        const LayerParameters<float>& layer = bound.layers[2];
+        ASSERT_EQ(bound.blocks.size(), static_cast<std::size_t>(config.num_layers));
+        const BlockWeights<float>& layer = bound.blocks[2];
         EXPECT_EQ(layer.input_norm.weight, at("model.layers.2.input_layernorm.weight"));
         EXPECT_EQ(layer.post_norm.weight, at("model.layers.2.post_attention_layernorm.weight"));
-        EXPECT_EQ(layer.qkv, at("model.layers.2.self_attn.q_proj.weight"));
-        EXPECT_EQ(layer.output, at("model.layers.2.self_attn.o_proj.weight"));
-        EXPECT_EQ(layer.gate_up, at("model.layers.2.mlp.gate_proj.weight"));
-        EXPECT_EQ(layer.down, at("model.layers.2.mlp.down_proj.weight"));
+        EXPECT_EQ(layer.qkv.weight.plain, at("model.layers.2.self_attn.q_proj.weight"));
+        EXPECT_EQ(layer.output.weight.plain, at("model.layers.2.self_attn.o_proj.weight"));
+        EXPECT_EQ(layer.up.weight.plain, at("model.layers.2.mlp.gate_proj.weight"));
+        EXPECT_EQ(layer.down.weight.plain, at("model.layers.2.mlp.down_proj.weight"));
       }
     }
   }
@@ -196,28 +196,28 @@ TEST(Layout, BiasesOfALlamaAreThoseOfTheNamedTensors) {
       config.mlp_bias = mlp;
       const TensorTable table(config);
       const std::vector<float> arena(static_cast<std::size_t>(table.arena_elements()));
-      const LlamaParameters<const float> bound(config, table, arena.data(), Offsets::elements);
-      const LayerParameters<const float>& layer = bound.layers[2];
+      const ModelWeights<const float> bound = bind_weights(config, table, arena.data(), Offsets::elements);
+      const BlockWeights<const float>& layer = bound.blocks[2];
       const std::string prefix = "model.layers.2.";
       const auto at = [&](const std::string& name) -> const float* {
         const TensorSpec* spec = table.find(prefix + name + ".bias");
         return spec != nullptr ? arena.data() + spec->offset : nullptr;
       };
-      EXPECT_EQ(layer.bias(BlockLinear::qkv), at("self_attn.q_proj"));
-      EXPECT_EQ(layer.bias(BlockLinear::output), at("self_attn.o_proj"));
-      EXPECT_EQ(layer.bias(BlockLinear::gate_up), at("mlp.gate_proj"));
-      EXPECT_EQ(layer.bias(BlockLinear::down), at("mlp.down_proj"));
-      EXPECT_EQ(layer.qkv_bias != nullptr, attention);
-      EXPECT_EQ(layer.output_bias != nullptr, attention);
-      EXPECT_EQ(layer.gate_up_bias != nullptr, mlp);
-      EXPECT_EQ(layer.down_bias != nullptr, mlp);
+      EXPECT_EQ(layer.linear(BlockLinear::qkv).bias, at("self_attn.q_proj"));
+      EXPECT_EQ(layer.linear(BlockLinear::output).bias, at("self_attn.o_proj"));
+      EXPECT_EQ(layer.linear(BlockLinear::up).bias, at("mlp.gate_proj"));
+      EXPECT_EQ(layer.linear(BlockLinear::down).bias, at("mlp.down_proj"));
+      EXPECT_EQ(layer.qkv.bias != nullptr, attention);
+      EXPECT_EQ(layer.output.bias != nullptr, attention);
+      EXPECT_EQ(layer.up.bias != nullptr, mlp);
+      EXPECT_EQ(layer.down.bias != nullptr, mlp);
       if (attention) {
-        EXPECT_EQ(at("self_attn.k_proj"), layer.qkv_bias + config.q_size());
-        EXPECT_EQ(at("self_attn.v_proj"), layer.qkv_bias + config.q_size() + config.kv_size());
+        EXPECT_EQ(at("self_attn.k_proj"), layer.qkv.bias + config.q_size());
+        EXPECT_EQ(at("self_attn.v_proj"), layer.qkv.bias + config.q_size() + config.kv_size());
         EXPECT_FALSE(table.at(prefix + "self_attn.k_proj.bias").decay) << "as norms, a bias is not decayed";
       }
       if (mlp) {
-        EXPECT_EQ(at("mlp.up_proj"), layer.gate_up_bias + config.ffn_size);
+        EXPECT_EQ(at("mlp.up_proj"), layer.up.bias + config.ffn_size);
       }
     }
   }
@@ -230,23 +230,23 @@ TEST(Layout, NeoxPointersAreThoseOfTheNamedTensors) {
     const TensorTable table(config);
     const std::vector<float> arena(static_cast<std::size_t>(table.arena_elements()));
     const auto at = [&](const std::string& name) { return arena.data() + table.at(name).offset; };
-    const NeoxParameters<const float> bound(config, table, arena.data());
+    const ModelWeights<const float> bound = bind_weights(config, table, arena.data(), Offsets::elements);
     EXPECT_EQ(bound.embedding, at("gpt_neox.embed_in.weight"));
-    EXPECT_EQ(bound.head, at("embed_out.weight"));
+    EXPECT_EQ(bound.head.plain, at("embed_out.weight"));
     EXPECT_EQ(bound.final_norm.weight, at("gpt_neox.final_layer_norm.weight"));
     EXPECT_EQ(bound.final_norm.bias, at("gpt_neox.final_layer_norm.bias"));
-    ASSERT_EQ(bound.layers.size(), 3u);
-    const NeoxLayerParameters<const float>& layer = bound.layers[1];
+    ASSERT_EQ(bound.blocks.size(), 3u);
+    const BlockWeights<const float>& layer = bound.blocks[1];
     const std::string prefix = "gpt_neox.layers.1.";
     EXPECT_EQ(layer.input_norm.bias, at(prefix + "input_layernorm.bias"));
     EXPECT_EQ(layer.post_norm.weight, at(prefix + "post_attention_layernorm.weight"));
-    EXPECT_EQ(layer.qkv.weight, at(prefix + "attention.query_key_value.weight"));
+    EXPECT_EQ(layer.qkv.weight.plain, at(prefix + "attention.query_key_value.weight"));
     EXPECT_EQ(layer.qkv.bias, bias ? at(prefix + "attention.query_key_value.bias") : nullptr);
-    EXPECT_EQ(layer.dense.weight, at(prefix + "attention.dense.weight"));
-    EXPECT_EQ(layer.dense.bias, bias ? at(prefix + "attention.dense.bias") : nullptr);
-    EXPECT_EQ(layer.up.weight, at(prefix + "mlp.dense_h_to_4h.weight"));
+    EXPECT_EQ(layer.output.weight.plain, at(prefix + "attention.dense.weight"));
+    EXPECT_EQ(layer.output.bias, bias ? at(prefix + "attention.dense.bias") : nullptr);
+    EXPECT_EQ(layer.up.weight.plain, at(prefix + "mlp.dense_h_to_4h.weight"));
     EXPECT_EQ(layer.up.bias, at(prefix + "mlp.dense_h_to_4h.bias"));
-    EXPECT_EQ(layer.down.weight, at(prefix + "mlp.dense_4h_to_h.weight"));
+    EXPECT_EQ(layer.down.weight.plain, at(prefix + "mlp.dense_4h_to_h.weight"));
   }
 }
 
@@ -255,9 +255,9 @@ TEST(Layout, AParameterOfAnotherTypeIsNotBound) {
   const ModelConfig config = preset_config("tiny");
   const TensorTable table(config, DType::bf16);
   std::vector<float> arena(static_cast<std::size_t>(table.arena_elements()));
-  EXPECT_NO_THROW(LlamaParameters<float>(config, table, arena.data(), Offsets::elements));
+  EXPECT_NO_THROW(bind_weights(config, table, arena.data(), Offsets::elements));
   try {
-    LlamaParameters<float>(config, table, arena.data(), Offsets::bytes);
+    bind_weights(config, table, arena.data(), Offsets::bytes);
     ADD_FAILURE() << "bf16 parameters were bound as fp32";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), Exit::internal);
@@ -275,7 +275,7 @@ TEST(Layout, RecomputationSharesRegionsOfLayers) {
   std::uint64_t bytes = std::numeric_limits<std::uint64_t>::max();
   for (const Recompute recompute : {Recompute::none, Recompute::norm, Recompute::block}) {
     options.recompute = recompute;
-    LlamaActivations<float> acts(config, options, 32);
+    TrainingActivations<float> acts(config, options, 32);
     EXPECT_LT(acts.plan().bytes(), bytes);
     bytes = acts.plan().bytes();
     const HostArena arena(acts.plan());
@@ -710,7 +710,7 @@ TEST(ModelConfig, ActivationsAndBiasesBelongToTheirFamilies) {
   Json llama = config_to_json(preset_config("tiny")), neox = config_to_json(random_model_config("pythia-14m"));
   for (const auto& [activation, tanh] : {std::pair("gelu", false), {"gelu_pytorch_tanh", true}}) {
     neox["activation"] = activation;
-    EXPECT_EQ(config_from_json(neox, "x").gelu_tanh, tanh);
+    EXPECT_EQ(config_from_json(neox, "x").activation, tanh ? Activation::gelu_tanh : Activation::gelu);
     llama["activation"] = activation;
     EXPECT_THROW(config_from_json(llama, "x"), Error);
   }

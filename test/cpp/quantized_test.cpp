@@ -10,8 +10,7 @@
 #include "inference_tools.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/cpu/matmul_rows.h"
-#include "llmc/model/llama_layout.h"
-#include "llmc/model/quantized_weights.h"
+#include "llmc/model/block_weights.h"
 #include "quantized_files.h"
 #include "test_files.h"
 
@@ -67,7 +66,7 @@ TEST(QuantizedMatmul, GivesTheSumsOverItsWeights) {
           Floats together(before.begin(), before.begin() + N * OC), plain = together;
           cpu::matmul_rows_forward(together.data(), x.data(), {nullptr, matrix.view()}, bias.data(), N, C, OC, how);
           EXPECT_TRUE(std::equal(together.begin(), together.end(), alone.begin())) << N << " rows";
-          cpu::matmul_rows_forward(plain.data(), x.data(), weights.data(), bias.data(), N, C, OC, how);
+          cpu::matmul_rows_forward(plain.data(), x.data(), {weights.data(), {}}, bias.data(), N, C, OC, how);
           EXPECT_TRUE(dtype != DType::u4 || together == plain) << N << " rows";
         }
       }
@@ -131,11 +130,11 @@ TEST(QuantizedTable, APackedMatrixHasItsScalesAndZerosSideBySide) {
     const ModelConfig config = llama_with(scheme_of(scheme, WeightScheme::int8));
     const TensorTable table(config);
     const std::vector<std::byte> arena(table.arena_bytes());
-    const QuantizedWeights bound = bind_quantized(config, table, arena.data());
-    const LlamaParameters<const float> floats(config, table, reinterpret_cast<const float*>(arena.data()),
-                                              Offsets::bytes);
-    EXPECT_EQ(floats.layers[2].qkv, nullptr);
-    EXPECT_EQ(floats.head, nullptr);
+    const ModelWeights<const float> bound =
+        bind_weights(config, table, reinterpret_cast<const float*>(arena.data()), Offsets::bytes);
+    const BlockWeights<const float>& block = bound.blocks[2];
+    EXPECT_EQ(block.qkv.weight.plain, nullptr);
+    EXPECT_EQ(bound.head.plain, nullptr);
     const auto at = [&](const std::string& name) -> const void* { return arena.data() + table.at(name).byte_offset; };
     const std::string prefix = "model.layers.2.";
     const auto expect = [&](const QuantizedMatrix& matrix, const std::vector<std::string>& names) {
@@ -156,12 +155,12 @@ TEST(QuantizedTable, APackedMatrixHasItsScalesAndZerosSideBySide) {
         }
       }
     };
-    expect(bound.layers[2].qkv, {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"});
-    expect(bound.layers[2].output, {"self_attn.o_proj"});
-    expect(bound.layers[2].up, {"mlp.gate_proj", "mlp.up_proj"});
-    expect(bound.layers[2].down, {"mlp.down_proj"});
-    EXPECT_EQ(bound.head.data, at("lm_head.weight"));
-    EXPECT_EQ(bound.head.row_scales, at("lm_head.weight.scales"));
+    expect(block.qkv.weight.packed, {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"});
+    expect(block.output.weight.packed, {"self_attn.o_proj"});
+    expect(block.up.weight.packed, {"mlp.gate_proj", "mlp.up_proj"});
+    expect(block.down.weight.packed, {"mlp.down_proj"});
+    EXPECT_EQ(bound.head.packed.data, at("lm_head.weight"));
+    EXPECT_EQ(bound.head.packed.row_scales, at("lm_head.weight.scales"));
   }
 }
 
@@ -310,10 +309,10 @@ TEST(QuantizedModel, IsNotTrained) {
                              scheme_of(WeightScheme::int4, WeightScheme::int8), directory.file("a.bin"),
                              directory.file("b.bin"));
   const ModelFile file = ModelFile::open(directory.file("a.bin"));
-  const std::string message = error_of(Exit::bad_file, [&] { file.require_floats("training"); });
+  const std::string message = error_of(Exit::bad_file, [&] { file.require_trainable(); });
   EXPECT_NE(message.find("its weights are quantised (int4, head int8), and training needs floats"), std::string::npos)
       << message;
-  EXPECT_NO_THROW(ModelFile::open(directory.file("b.bin")).require_floats("training"));
+  EXPECT_NO_THROW(ModelFile::open(directory.file("b.bin")).require_trainable());
 }
 
 }  // namespace

@@ -635,7 +635,7 @@ TEST_F(RanksLoop, DividedParametersAreAPartAndThePlacesOfTwoLayers) {
   });
   EXPECT_GE(own, all);
   EXPECT_LE(own, all + 3 * kRegionAlignment);
-  const std::vector<Range> sections = llama_sections(config_, table);
+  const std::vector<Range> sections = parameter_sections(config_, table);
   const auto vocabulary = static_cast<std::uint64_t>(std::max(sections[0].size(), sections.back().size()));
   const auto layers = static_cast<std::uint64_t>(sections[4].size() + sections[5].size());
   EXPECT_GE(used, 4 * (vocabulary + layers));

@@ -161,7 +161,7 @@ TEST(CutBuckets, SectionsAreTheLayersInTheOrderOfTheForwardPass) {
     ModelConfig config = preset_config("tiny");
     config.tied_embeddings = tied;
     const TensorTable table(config);
-    const std::vector<Range> sections = llama_sections(config, table);
+    const std::vector<Range> sections = parameter_sections(config, table);
     ASSERT_EQ(std::ssize(sections), config.num_layers + (tied ? 1 : 2));
     std::int64_t begin = 0;
     for (const Range& section : sections) {
@@ -189,7 +189,7 @@ TEST(CutBuckets, AllOfTheArenaOnceAndEachRankAPartOfEveryBucket) {
   for (const char* name : {"tiny", "d12", "llama3.2-1b", "llama3.1-8b"}) {
     const ModelConfig config = preset_config(name);
     const TensorTable table(config);
-    const std::vector<Range> sections = llama_sections(config, table);
+    const std::vector<Range> sections = parameter_sections(config, table);
     for (const int ranks : {1, 2, 3, 8, 512}) {
       for (const std::int64_t elements : {table.arena_elements() / 100, std::int64_t{16} << 20}) {
         std::int64_t begin = 0;

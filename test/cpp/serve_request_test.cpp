@@ -21,7 +21,7 @@ const Tokenizer& tokenizer() {
 
 ModelConfig config() {
   ModelConfig c;
-  c.family = Family::gpt_neox;
+  set_family(c, "gpt_neox");
   c.vocab_size = tokenizer().vocab_size() + 6;
   c.eos_ids = {0};
   c.max_positions = 64;

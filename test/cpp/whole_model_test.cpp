@@ -5,7 +5,7 @@
 #include <set>
 
 #include "llmc/cpu/llama.h"
-#include "llmc/model/llama_layout.h"
+#include "llmc/model/training_activations.h"
 
 namespace weft {
 namespace {

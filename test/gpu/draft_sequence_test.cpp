@@ -31,7 +31,7 @@ class Fixture {
     return cuda::load_inference(file(), one_sequence(capacity), {});
   }
   std::unique_ptr<DecodeModel> fused(std::int64_t capacity) const {
-    if (file().config().family == Family::gpt_neox) {
+    if (file().config().qkv_layout == QkvLayout::per_head) {
       return cuda::load_neox(file(), {DType::f16, cuda::DecodeMode::fused, capacity, nullptr, false});
     }
     InferenceOptions pool = one_sequence(capacity);

@@ -605,7 +605,7 @@ TEST_F(CudaFp8Model, StepsAreThoseOfTheCpuThatRoundsInTheSamePlaces) {
 
 // Within the tolerances that the dump brings: what bf16 makes of each tensor in PyTorch's own emulation of fp8.
 TEST_F(CudaFp8Model, TrainingMatchesPyTorch) {
-  const ModelFile file = ModelFile::open(kFp8Golden.model, Family::llama);
+  const ModelFile file = ModelFile::open(kFp8Golden.model);
   const TensorFile dump = TensorFile::open(kFp8Golden.dump, FileKind::reference_dump);
   const auto load = [&](const TrainOptions& options) {
     auto model = make_llama(file.config(), options);

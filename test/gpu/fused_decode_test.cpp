@@ -30,7 +30,7 @@ using test::step;
 
 ModelConfig neox_config(std::int64_t heads, std::int64_t head_dim, std::int64_t layers, std::int64_t vocab) {
   ModelConfig config;
-  config.family = Family::gpt_neox;
+  set_family(config, "gpt_neox");
   config.vocab_size = config.tokenizer_vocab = vocab;
   config.num_heads = config.num_kv_heads = heads;
   config.head_dim = head_dim;

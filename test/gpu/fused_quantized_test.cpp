@@ -29,7 +29,7 @@ constexpr WeightScheme kSchemes[] = {WeightScheme::int8, WeightScheme::int4, Wei
 
 // What the kernel wants beside quantised weights.
 DType storage_of(const ModelConfig& config) {
-  return config.family == Family::gpt_neox && config.parallel_residual ? DType::f16 : DType::bf16;
+  return config.parallel_residual ? DType::f16 : DType::bf16;
 }
 
 class QuantizedModel {

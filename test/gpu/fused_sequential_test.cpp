@@ -43,7 +43,7 @@ ModelConfig llama_config(const Sizes& sizes, std::int64_t vocab = 1003) {
 
 ModelConfig sequential_neox_config(std::int64_t heads, std::int64_t head_dim, std::int64_t layers) {
   ModelConfig config = llama_config({heads * head_dim, heads, heads, head_dim, 4 * heads * head_dim, layers});
-  config.family = Family::gpt_neox;
+  set_family(config, "gpt_neox");
   config.norm = NormKind::layernorm;
   config.rope.rotary_dim = head_dim / 4 / 2 * 2;
   config.attention_bias = true;

@@ -63,7 +63,7 @@ TEST(FusedTokens, AWidthThatLeavesLoadsEmptyIsLeftToTheGraph) {
     config.hidden_size = width;
     EXPECT_EQ(cuda::graph_is_faster(config), width != 2048 && width != 4096) << width;
   }
-  config.family = Family::gpt_neox;
+  set_family(config, "gpt_neox");
   config.hidden_size = 512;
   config.parallel_residual = false;
   EXPECT_TRUE(cuda::graph_is_faster(config));
@@ -91,7 +91,7 @@ TEST(FusedTokens, FollowThePromptOfEverySmallModel) {
 TEST(FusedTokens, GreedyIdsOfTheGoldenLlamas) {
   int compared = 0;
   std::size_t refused = 0;
-  for (const GoldenCase& golden : golden_cases(Family::llama)) {
+  for (const GoldenCase& golden : golden_cases("llama")) {
     SCOPED_TRACE(golden.name);
     const ModelFile file = ModelFile::open(golden.model);
     if (!cuda::fused_refusal(file.config(), DType::f16).empty()) {
@@ -119,7 +119,7 @@ TEST(FusedTokens, GreedyIdsOfTheGoldenLlamas) {
       logits = cpu->decode(id);
     }
   }
-  if (refused == golden_cases(Family::llama).size()) GTEST_SKIP() << "no fused kernel on this GPU";
+  if (refused == golden_cases("llama").size()) GTEST_SKIP() << "no fused kernel on this GPU";
   EXPECT_EQ(refused, 1u) << "one has an ffn_size of 36";
   EXPECT_GT(compared, 130);
 }

@@ -19,7 +19,6 @@
 #include "llmc/cuda/fused/decode.h"
 #include "llmc/cuda/fused/step.h"
 #include "llmc/cuda/runtime/stream.h"
-#include "llmc/cuda/transformer/llama_parameters.h"
 #include "llmc/cuda/transformer/neox_parameters.h"
 #include "llmc/file/tensor_file.h"
 #include "llmc/model/model_file.h"
@@ -81,7 +80,7 @@ class Model {
       writer.write_f32(parameters_.data() + spec.offset, static_cast<std::size_t>(spec.elements));
     }
     writer.publish();
-    return cpu::load_decoder(ModelFile::open(path, config_.family), capacity_);
+    return cpu::load_decoder(ModelFile::open(path), capacity_);
   }
 
   std::unique_ptr<cuda::FusedDecode<S, S, S>> fused(const cuda::FusedTuning& tuning = {}) {
@@ -103,11 +102,7 @@ class Model {
   std::size_t cache_elements() const {
     return static_cast<std::size_t>(config_.num_layers * config_.kv_size() * capacity_);
   }
-  cuda::NeoxWeights<S, S> weights() {
-    const TensorTable table(config_);
-    return config_.family == Family::llama ? cuda::bind_llama<S>(config_, table, arena_.data())
-                                           : cuda::bind_neox<S>(config_, table, arena_.data());
-  }
+  cuda::DeviceWeights<S> weights() { return cuda::bind_plain<S>(config_, TensorTable(config_), arena_.data()); }
 
   ModelConfig config_;
   std::int64_t capacity_, page_size_;

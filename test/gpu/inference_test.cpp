@@ -195,7 +195,7 @@ TEST(CudaInference, LogitsAndScoresMatchTheCpu) {
 TEST(CudaInference, AlternativesOfEqualLogitsAreInOrderOfId) {
   const ModelConfig config = test::llama_config(test::small_llamas()[0]);
   const Fixture fixture(config, DType::f32, [&](const TensorSpec& spec, Floats& values) {
-    if (spec.name == weight_of(LlamaNames::kHead)) std::ranges::fill(values, 0.0f);
+    if (spec.name == weight_of("lm_head")) std::ranges::fill(values, 0.0f);
   });
   const auto model = fixture.on_gpu(pool_of(4));
   const Ids pages = {2}, ids = {7};
@@ -346,27 +346,25 @@ struct DamagedLlama {
   static constexpr std::int32_t kDamaged = 5;
 
   DamagedLlama()
-      : file(ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin", Family::llama)),
-        arena(parameters()),
-        weights(file.config(), file.table(), arena.data(), Offsets::elements) {}
+      : file(ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin")),
+        arena(parameters()) {}
   Floats parameters() const {
     Floats values(static_cast<std::size_t>(file.table().arena_elements()));
     for (const TensorSpec& spec : file.table().specs()) file.read_parameter(spec, values.data() + spec.offset);
-    const TensorSpec& embedding = file.table().at(weight_of(LlamaNames::kEmbedding));
+    const TensorSpec& embedding = file.table().at(weight_of("model.embed_tokens"));
     values[static_cast<std::size_t>(embedding.offset + kDamaged * file.config().hidden_size)] = std::nanf("");
     return values;
   }
 
   ModelFile file;
   test::DeviceBuffer<float> arena;
-  LlamaParameters<float> weights;
 };
 
 // A span whose logits are not finite says so, and the others get what they would get without it: in the same step, in one that
 // was queued behind it, and in the pages and the slot that it leaves.
 TEST(CudaInference, ASpanThatCannotBeSampledFailsAlone) {
   const DamagedLlama llama;
-  const auto model = cuda::make_llama_inference(llama.file.config(), llama.weights, pool_of(4));
+  const auto model = cuda::make_inference<float>(llama.file.config(), llama.file.table(), llama.arena.data(), pool_of(4));
   const SamplingPlan greedy;
   const std::vector<Ids> pages = {{0}, {1}, {2}}, ids = {{1, 2}, {1, DamagedLlama::kDamaged}, {3}};
   std::vector<Span> work(3), next(3);

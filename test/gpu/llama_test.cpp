@@ -107,9 +107,9 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
 }
 
 TEST(CudaLlama, Fp32TrainingMatchesPyTorch) {
-  for (const GoldenCase& golden : golden_cases(Family::llama)) {
+  for (const GoldenCase& golden : golden_cases("llama")) {
     SCOPED_TRACE(golden.name);
-    const ModelFile file = ModelFile::open(golden.model, Family::llama);
+    const ModelFile file = ModelFile::open(golden.model);
     if (file.config().has_linear_biases()) continue;  // trained on the CPU alone
     expect_passed(compare_training(TensorFile::open(golden.dump, FileKind::reference_dump), Precision::fp32,
                                    kFp32Tolerance,
@@ -119,9 +119,9 @@ TEST(CudaLlama, Fp32TrainingMatchesPyTorch) {
 
 // Every tensor may err three times what PyTorch's own bf16 run errs against its fp32 run.
 TEST(CudaLlama, Bf16TrainingMatchesPyTorch) {
-  for (const GoldenCase& golden : golden_cases(Family::llama)) {
+  for (const GoldenCase& golden : golden_cases("llama")) {
     SCOPED_TRACE(golden.name);
-    const ModelFile file = ModelFile::open(golden.model, Family::llama);
+    const ModelFile file = ModelFile::open(golden.model);
     if (file.config().has_linear_biases()) continue;  // trained on the CPU alone
     const Comparison result =
         compare_training(TensorFile::open(golden.dump, FileKind::reference_dump), Precision::bf16, 0,
@@ -488,10 +488,10 @@ TEST(CudaLlama, TrainingLowersTheLossAndEvaluationAgrees) {
 
 // The decoder with its K/V cache against the training forward: prompts in one piece, and one token at a time.
 TEST(CudaLlama, DecodingMatchesPyTorch) {
-  for (const GoldenCase& golden : golden_cases(Family::llama)) {
+  for (const GoldenCase& golden : golden_cases("llama")) {
     SCOPED_TRACE(golden.name);
     const TensorFile dump = TensorFile::open(golden.dump, FileKind::reference_dump);
-    const ModelFile file = ModelFile::open(golden.model, Family::llama);
+    const ModelFile file = ModelFile::open(golden.model);
     if (file.config().has_linear_biases()) continue;  // trained on the CPU alone
     TrainOptions options;
     options.seq_len = 1;

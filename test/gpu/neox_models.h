@@ -26,7 +26,7 @@ struct NeoxShape {
 
 inline ModelConfig neox_config(const NeoxShape& shape) {
   ModelConfig config;
-  config.family = Family::gpt_neox;
+  set_family(config, "gpt_neox");
   config.vocab_size = shape.vocab;
   config.hidden_size = shape.heads * shape.head_dim;
   config.num_layers = shape.layers;
@@ -68,7 +68,6 @@ struct LlamaShape {
 
 inline ModelConfig llama_config(const LlamaShape& shape) {
   ModelConfig config;
-  config.family = Family::llama;
   config.vocab_size = shape.vocab;
   config.hidden_size = shape.hidden;
   config.num_layers = shape.layers;
@@ -128,14 +127,13 @@ inline void write_random_model(const std::string& path, const ModelConfig& confi
   for (const TensorSpec& spec : table.specs()) {
     std::vector<float> values(static_cast<std::size_t>(spec.elements));
     // Uniform numbers: many times faster than normal ones, and the sums are normal anyway.
-    const bool matrix = spec.shape.size() == 2, embedding = spec.name == weight_of(NeoxNames::kEmbedding) ||
-                                                            spec.name == weight_of(LlamaNames::kEmbedding);
+    const bool matrix = spec.shape.size() == 2, embedding = spec.name == weight_of(names_of(config).embedding);
     const float width = matrix && !embedding ? 2.0f / std::sqrt(static_cast<float>(spec.shape[1])) : 0.5f;
     for (float& value : values) {
       value = width * (static_cast<float>(generator()) * 0x1p-31f - 1.0f);
       if (!matrix && spec.init == Init::ones) value += 1.0f;
     }
-    if (spec.name == weight_of(NeoxNames::kHead) || spec.name == weight_of(LlamaNames::kHead)) {
+    if (spec.name == weight_of(names_of(config).head)) {
       const auto padding = static_cast<std::ptrdiff_t>(config.tokenizer_vocab * config.hidden_size);
       for (auto value = values.begin() + padding; value != values.end(); ++value) *value *= 8;
     }

@@ -57,10 +57,10 @@ class Fixture {
     return on_gpu(mode, capacity, dtype_);
   }
   std::unique_ptr<DecodeModel> on_gpu(DecodeMode mode, std::int64_t capacity, DType dtype) const {
-    return cuda::load_neox(ModelFile::open(path(), Family::gpt_neox), options_of(dtype, mode, capacity));
+    return cuda::load_neox(ModelFile::open(path()), options_of(dtype, mode, capacity));
   }
   std::unique_ptr<DecodeModel> on_cpu(std::int64_t capacity) const {
-    return cpu::load_decoder(ModelFile::open(path(), Family::gpt_neox), capacity);
+    return cpu::load_decoder(ModelFile::open(path()), capacity);
   }
 
  private:
@@ -71,8 +71,8 @@ class Fixture {
 
 TEST(CudaNeox, Fp32MatchesPyTorchTensorByTensor) {
   int cases = 0;
-  for (const GoldenCase& golden : golden_cases(Family::gpt_neox)) {
-    const ModelFile file = ModelFile::open(golden.model, Family::gpt_neox);
+  for (const GoldenCase& golden : golden_cases("gpt_neox")) {
+    const ModelFile file = ModelFile::open(golden.model);
     if (!cuda::neox_refusal(file.config(), DType::f32).empty()) continue;
     const TensorFile dump = TensorFile::open(golden.dump, FileKind::reference_dump);
     for (const DecodeMode mode : {DecodeMode::reference, DecodeMode::graph}) {
@@ -91,8 +91,8 @@ TEST(CudaNeox, Fp32MatchesPyTorchTensorByTensor) {
 
 // keep_logits() gives what keep_activations() gives of "logits", and nothing else.
 TEST(CudaNeox, LogitsAloneAreThoseBesideAllActivations) {
-  const GoldenCase golden = golden_cases(Family::gpt_neox).front();
-  const ModelFile file = ModelFile::open(golden.model, Family::gpt_neox);
+  const GoldenCase golden = golden_cases("gpt_neox").front();
+  const ModelFile file = ModelFile::open(golden.model);
   const auto model = cuda::load_neox(file, options_of(DType::f32, DecodeMode::graph, file.config().max_positions));
   const std::vector<std::int32_t> ids = test::random_tokens(11, file.config().tokenizer_vocab, 5);
   model->keep_activations(true);
@@ -465,7 +465,7 @@ TEST(CudaNeox, DamagedFilesAreRefusedByName) {
 
   const Fixture whole(shape, DType::f16);
   std::string bytes = read_bytes(whole.path());
-  const ModelFile file = ModelFile::open(whole.path(), Family::gpt_neox);
+  const ModelFile file = ModelFile::open(whole.path());
   bytes[file.file().at(name).offset + 100] ^= 1;
   write_bytes(whole.path(), bytes);
   const std::string flipped = error_of(Exit::bad_file, [&] { load(whole, DType::f16); });

@@ -201,7 +201,7 @@ TEST(CudaQuantizedInference, MatricesAreLoadedInPieces) {
       EXPECT_LT(distance("logits", got, want, 1, Norm::l2).relative, 1e-2);
     }
     if (scheme != WeightScheme::int8) continue;
-    const std::string name = weight_of(NeoxNames::Layer(0).up);
+    const std::string name = weight_of(names_of(config).block(0).up.front());
     const TemporaryDirectory directory;
     write_with(pair.quantized(), directory.file("bad.bin"), name, {0x80, 1});
     const std::string message = error_of(Exit::bad_file, [&] { pair.on_gpu(directory.file("bad.bin"), pool_of(4)); });
@@ -212,7 +212,7 @@ TEST(CudaQuantizedInference, MatricesAreLoadedInPieces) {
 
 TEST(CudaQuantizedInference, ValuesThatNoModelHasAreRefusedByElement) {
   const ModelConfig config = test::neox_config(test::small_shapes()[0]);
-  const std::string module = NeoxNames::Layer(1).down;
+  const std::string module = names_of(config).block(1).down.front();
   const std::string name = weight_of(module);
   const std::int64_t elements = config.hidden_size * config.ffn_size;
   const auto message_of = [&](WeightScheme scheme, const std::string& tensor, const std::vector<unsigned char>& end) {

@@ -145,7 +145,7 @@ test::Floats prompt_logits(const std::string& path, std::int64_t ids) {
   options.dtype = DType::f16;
   options.mode = cuda::DecodeMode::graph;
   options.capacity = ids + 1;
-  const auto model = cuda::load_neox(ModelFile::open(path, Family::gpt_neox), options);
+  const auto model = cuda::load_neox(ModelFile::open(path), options);
   const std::vector<std::int32_t> prompt = test::random_tokens(ids, model->config().vocab_size, 5);
   const std::span<const float> logits = model->prefill(prompt);
   return {logits.begin(), logits.end()};

@@ -141,7 +141,7 @@ ROWS = [
     Mutant("dropout in a validation", "llmc/cpu/llama.cpp", "shape.dropout = training_ && branch >= 0",
            "shape.dropout = branch >= 0", unit("WholeModel.Validation*")),
     Mutant("a plan without activations", "llmc/cpu/llama.cpp",
-           "  lines.push_back({\"activations (fp32)\", LlamaActivations<float>(config, options, kClassifierRows).plan().bytes()});\n",
+           "  lines.push_back({\"activations (fp32)\", TrainingActivations<float>(config, options, kClassifierRows).plan().bytes()});\n",
            "",
            ("unit:CpuLlamaTest.ThePlan*",)),
     Mutant("bf16 on the CPU is fp32", "llmc/cpu/llama.cpp",

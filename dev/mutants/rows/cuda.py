@@ -150,7 +150,7 @@ ROWS = [
            "matrix(slot, memory_.input), rows_, size.C, size.OC, Accumulate::no);", ("gpu:CudaFp8Model.MicroBatches*",)),
     # ---- llmc/cuda/llama/fp8_linears.h -------------------------------------------------------------------------------
     Mutant("GPU: both norms of a layer keep their codes in one place", "llmc/cuda/llama/fp8_linears.h",
-           "(linear == BlockLinear::gate_up ? 1 : 0)", "0", ("gpu:CudaFp8Model.Steps*",)),
+           "(linear == BlockLinear::up ? 1 : 0)", "0", ("gpu:CudaFp8Model.Steps*",)),
     # ---- llmc/cuda/llama/llama.cu ------------------------------------------------------------------------------------
     Mutant("GPU: a backward pass has another layer's weights in fp8", "llmc/cuda/llama/llama.cu",
            "    use_fp8_weights(l, true);\n", "", ("gpu:CudaRanks.GiveTheBits*",)),

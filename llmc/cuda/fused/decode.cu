@@ -187,8 +187,8 @@ struct FusedDecode<W, A, KV>::State {
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream), "fused decoding");
   }
   // Fill `parameters.layers`.
-  void upload_layers(const NeoxWeights<W, A>& weights);
-  void upload_quantized_layers(const NeoxWeights<W, A>& weights);
+  void upload_layers(const DeviceWeights<A>& weights);
+  void upload_quantized_layers(const DeviceWeights<A>& weights);
   // Throws if a wait in the running kernel exceeded the time limit; the kernel then ends by itself.
   void throw_timeout() {
     if (!is_of_launch(read_word(host().timeout))) return;
@@ -201,17 +201,18 @@ struct FusedDecode<W, A, KV>::State {
 };
 
 template <typename W, typename A, typename KV>
-FusedDecode<W, A, KV>::FusedDecode(const ModelConfig& config, const NeoxWeights<W, A>& weights,
+FusedDecode<W, A, KV>::FusedDecode(const ModelConfig& config, const DeviceWeights<A>& weights,
                                    const KvCache<KV>& cache, const DeviceRopeTable& rope, Mailbox& mailbox,
                                    cudaStream_t stream, const FusedTuning& tuning) {
   const Plan plan = plan_of(config, current_device(), tuning);
   if (!plan.refusal.empty()) fail(Exit::environment, "%s", plan.refusal.c_str());
-  const bool quantized = !weights.quantized.layers.empty();
+  const PackedMatrix& first = weights.blocks.front().qkv.weight.packed;
+  const bool quantized = static_cast<bool>(first);
   if (quantized != config.quantization.any()) {
     fail(Exit::internal, "fused decoding: a model with weights in %s, and its matrices are %squantised",
          quantization_text(config.quantization).c_str(), quantized ? "" : "not ");
   }
-  const DType type = quantized ? weights.quantized.layers.front().qkv.dtype : DType::f32;
+  const DType type = quantized ? first.dtype : DType::f32;
   state_ = std::make_unique<State>(config, tuning, plan, type, mailbox, stream);
   State& s = *state_;
 
@@ -242,37 +243,38 @@ FusedDecode<W, A, KV>::FusedDecode(const ModelConfig& config, const NeoxWeights<
 }
 
 template <typename W, typename A, typename KV>
-void FusedDecode<W, A, KV>::State::upload_layers(const NeoxWeights<W, A>& weights) {
-  const std::vector<Layer<W, A>> layers = layer_table(weights);
+void FusedDecode<W, A, KV>::State::upload_layers(const DeviceWeights<A>& weights) {
+  const std::vector<Layer<W, A>> layers = layer_table<W, A>(weights);
   upload(parameters.layers, layers.data(), layers.size() * sizeof(Layer<W, A>));
   check(cudaStreamSynchronize(stream), "fused decoding");
 }
 
 template <typename W, typename A, typename KV>
-void FusedDecode<W, A, KV>::State::upload_quantized_layers(const NeoxWeights<W, A>& weights) {
+void FusedDecode<W, A, KV>::State::upload_quantized_layers(const DeviceWeights<A>& weights) {
   const Sizes& sizes = plan.sizes;
   const SequentialSizes* const sequential = plan.sequential ? &plan.sequential_sizes : nullptr;
   streams = std::make_unique<DeviceArena>(plan_streams(config, plan));
   std::byte* const begin = streams->at<std::byte>(0);
   const std::int64_t layer_bytes = blocks * sizes.stream_bytes;
   std::vector<QuantizedLayer<A>> layers;
-  for (std::size_t l = 0; l < weights.layers.size(); ++l) {
-    const NeoxLayerWeights<W, A>& w = weights.layers[l];
-    const QuantizedMatrices::Layer& m = weights.quantized.layers[l];
+  for (std::size_t l = 0; l < weights.blocks.size(); ++l) {
+    const DeviceBlock<A>& w = weights.blocks[l];
+    const PackedMatrix &qkv = w.qkv.weight.packed, &up = w.up.weight.packed, &down = w.down.weight.packed,
+                       &output = w.output.weight.packed;
     std::byte* const to = begin + static_cast<std::int64_t>(l) * layer_bytes;
-    pack_layer(to, m, sizes, sequential, plan.shape.row_loads, parameters.rows, blocks, stream);
-    layers.push_back({to, nullptr, m.qkv.row_scales, m.up.row_scales, m.down.row_scales, m.dense.row_scales, w.qkv.bias,
-                      w.up.bias, w.down.bias, w.dense.bias, w.input_norm.weight, w.input_norm.bias, w.post_norm.weight,
-                      w.post_norm.bias});
+    pack_layer(to, {qkv, up, down, output}, sizes, sequential, plan.shape.row_loads, parameters.rows, blocks, stream);
+    layers.push_back({to, nullptr, qkv.row_scales, up.row_scales, down.row_scales, output.row_scales, w.qkv.bias,
+                      w.up.bias, w.down.bias, w.output.bias, w.input_norm.weight, w.input_norm.bias,
+                      w.post_norm.weight, w.post_norm.bias});
   }
   QuantizedLayer<A> last{};
-  if (weights.quantized.head) {
+  if (weights.head.packed) {
     std::byte* const to = begin + config.num_layers * layer_bytes;
-    pack_head(to, weights.quantized.head, sizes, plan.shape.row_loads, parameters.rows, blocks, stream);
+    pack_head(to, weights.head.packed, sizes, plan.shape.row_loads, parameters.rows, blocks, stream);
     last.stream = to;
-    last.qkv_scales = weights.quantized.head.row_scales;
+    last.qkv_scales = weights.head.packed.row_scales;
   } else {
-    last.qkv = weights.head;
+    last.qkv = weights.head.plain;
   }
   last.norm1_weight = weights.final_norm.weight;
   last.norm1_bias = weights.final_norm.bias;

@@ -2,7 +2,7 @@
 // one launch, one block on each multiprocessor, weights and K/V cache streamed without a pause through shared memory.
 // How it works: decode.cu.
 //
-// It computes what llmc/cpu/neox_inference.cpp and llmc/cpu/llama_inference.cpp specify, in fp32. W is the storage type
+// It computes what llmc/cpu/inference_layers.cpp specifies, in fp32. W is the storage type
 // of matrices, A of the embedding, biases and norms, KV of the cache: all fp16 or all bf16. The order of sums depends
 // on the model and on the number of multiprocessors only, so every run gives the same bits.
 //
@@ -23,8 +23,8 @@
 
 #include "llmc/base/arena.h"
 #include "llmc/base/sampling.h"
-#include "llmc/cuda/fused/neox_weights.h"
 #include "llmc/cuda/fused/timeline.h"
+#include "llmc/cuda/op/device_weights.h"
 #include "llmc/cuda/op/kv_cache.h"
 #include "llmc/cuda/op/mailbox.h"
 #include "llmc/cuda/op/rope.h"
@@ -85,7 +85,7 @@ class FusedDecode {
   // The memory that `weights`, `cache` and `rope` (at least `cache.capacity` positions) point to, and `mailbox`, in
   // which ids are published, must outlive this object. Allocates memory() here and nothing later. All work is queued in
   // `stream`. Throws Exit::environment where fused_decode_refusal() is not empty.
-  FusedDecode(const ModelConfig& config, const NeoxWeights<W, A>& weights, const KvCache<KV>& cache,
+  FusedDecode(const ModelConfig& config, const DeviceWeights<A>& weights, const KvCache<KV>& cache,
               const DeviceRopeTable& rope, Mailbox& mailbox, cudaStream_t stream, const FusedTuning& tuning = {});
   ~FusedDecode();
   FusedDecode(const FusedDecode&) = delete;

@@ -4,20 +4,21 @@
 
 #include <vector>
 
-#include "llmc/cuda/fused/neox_weights.h"
 #include "llmc/cuda/fused/parameters.cuh"
+#include "llmc/cuda/op/device_weights.h"
 
 namespace weft::cuda::fused {
 
-template <typename W, typename A>
-std::vector<Layer<W, A>> layer_table(const NeoxWeights<W, A>& weights) {
+template <typename W, typename A = W>
+std::vector<Layer<W, A>> layer_table(const DeviceWeights<A>& weights) {
   std::vector<Layer<W, A>> layers;
-  for (const NeoxLayerWeights<W, A>& w : weights.layers) {
-    layers.push_back({w.qkv.weight, w.up.weight, w.down.weight, w.dense.weight, w.qkv.bias, w.up.bias, w.down.bias,
-                      w.dense.bias, w.input_norm.weight, w.input_norm.bias, w.post_norm.weight, w.post_norm.bias});
+  for (const DeviceBlock<A>& w : weights.blocks) {
+    layers.push_back({w.qkv.weight.plain, w.up.weight.plain, w.down.weight.plain, w.output.weight.plain, w.qkv.bias,
+                      w.up.bias, w.down.bias, w.output.bias, w.input_norm.weight, w.input_norm.bias,
+                      w.post_norm.weight, w.post_norm.bias});
   }
   Layer<W, A> last{};
-  last.qkv = weights.head;
+  last.qkv = weights.head.plain;
   last.norm1_weight = weights.final_norm.weight;
   last.norm1_bias = weights.final_norm.bias;
   layers.push_back(last);

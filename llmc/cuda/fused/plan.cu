@@ -45,7 +45,7 @@ static_assert([] {
 }());
 
 bool is_sequential(const ModelConfig& config) {
-  return config.family == Family::llama || !config.parallel_residual;
+  return !config.parallel_residual;
 }
 
 // The shape for the sequential residual. Rows are as long as the hidden state or as all heads together, whichever is
@@ -138,8 +138,8 @@ std::string model_refusal(const ModelConfig& config, const Device& device) {
   if (config.num_layers > kMaxLayers || config.vocab_size >= BlockBest::kIds) {
     return format("fused decoding needs at most %d layers and fewer than 2^20 ids", kMaxLayers);
   }
-  if (config.family == Family::llama && config.has_linear_biases()) return "fused decoding has no biases of Llamas";
-  if (config.gelu_tanh) return "fused decoding has GELU with erf alone";
+  if (config.gated() && config.has_linear_biases()) return "fused decoding has no biases beside SwiGLU";
+  if (config.activation == Activation::gelu_tanh) return "fused decoding has GELU with erf alone";
   return "";
 }
 
@@ -271,11 +271,11 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
       2 * shape.warps_r * std::max(kRows * row, kChunkLoads / part_loads * std::max(first_part, F - first_part));
   shape.stage_bytes = static_cast<int>(ceil_div(stage, 128) * 128);
 
-  const bool neox = config.family == Family::gpt_neox, gated = !neox;
+  const bool per_head = config.qkv_layout == QkvLayout::per_head, gated = config.gated();
   plan.blocks = blocks_for(config, device.multiprocessors, tuning.blocks);
   int most_rows = 0;
   for (int b = 0; b < plan.blocks; ++b) {
-    const BlockRows own = {share_of(config.q_size() + 2 * config.kv_size(), b, plan.blocks),
+    const BlockRows own = {share_of(config.qkv_size(), b, plan.blocks),
                            share_of(first_part, b, plan.blocks), share_of(C, b, plan.blocks),
                            share_of(config.vocab_size, b, plan.blocks)};
     plan.rows.push_back(own);
@@ -292,10 +292,10 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
   p.NKV = static_cast<int>(config.num_kv_heads);
   p.group = group;
   p.q_size = static_cast<int>(config.q_size());
-  p.q_stride = neox ? 3 * HS : group * HS;
-  p.kv_stride = neox ? 3 * HS : HS;
-  p.key_begin = neox ? HS : p.q_size;
-  p.value_begin = neox ? 2 * HS : p.q_size + kv_size;
+  p.q_stride = per_head ? 3 * HS : group * HS;
+  p.kv_stride = per_head ? 3 * HS : HS;
+  p.key_begin = per_head ? HS : p.q_size;
+  p.value_begin = per_head ? 2 * HS : p.q_size + kv_size;
   p.first_part = static_cast<int>(first_part);
   p.gated = gated;
   p.rms = config.norm == NormKind::rmsnorm;

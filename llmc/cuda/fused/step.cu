@@ -184,7 +184,7 @@ struct FusedStep<S>::State {
 };
 
 template <typename S>
-FusedStep<S>::FusedStep(const ModelConfig& config, const NeoxWeights<S, S>& weights, const KvCache<S>& cache,
+FusedStep<S>::FusedStep(const ModelConfig& config, const DeviceWeights<S>& weights, const KvCache<S>& cache,
                         const DeviceRopeTable& rope, cudaStream_t stream, const FusedTuning& tuning) {
   Device device;
   device.arch =
@@ -216,7 +216,7 @@ FusedStep<S>::FusedStep(const ModelConfig& config, const NeoxWeights<S, S>& weig
                 "fused steps");
   }
 
-  const std::vector<Layer<S, S>> layers = layer_table(weights);
+  const std::vector<Layer<S, S>> layers = layer_table<S>(weights);
   state_->upload(p.layers, layers.data(), layers.size() * sizeof(Layer<S, S>));
   state_->upload(p.rows, step.plan.rows.data(), step.plan.rows.size() * sizeof(BlockRows));
   cuda::check(cudaStreamSynchronize(stream), "fused steps");

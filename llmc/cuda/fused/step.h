@@ -13,8 +13,8 @@
 
 #include "llmc/base/arena.h"
 #include "llmc/cuda/fused/decode.h"
-#include "llmc/cuda/fused/neox_weights.h"
 #include "llmc/cuda/fused/timeline.h"
+#include "llmc/cuda/op/device_weights.h"
 #include "llmc/cuda/op/kv_cache.h"
 #include "llmc/cuda/op/rope.h"
 #include "llmc/cuda/runtime/device.h"
@@ -47,7 +47,7 @@ class FusedStep {
   // The memory that `weights`, `cache` (paged) and `rope` point to must outlive this object. Allocates memory() here
   // and nothing later. All work is queued in `stream`. Only blocks, window_bytes, ring_bytes, timeout_seconds and
   // lose_an_arrival of `tuning` have an effect. Throws Exit::environment where fused_step_refusal() is not empty.
-  FusedStep(const ModelConfig& config, const NeoxWeights<S, S>& weights, const KvCache<S>& cache,
+  FusedStep(const ModelConfig& config, const DeviceWeights<S>& weights, const KvCache<S>& cache,
             const DeviceRopeTable& rope, cudaStream_t stream, const FusedTuning& tuning = {});
   ~FusedStep();
   FusedStep(const FusedStep&) = delete;

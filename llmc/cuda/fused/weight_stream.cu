@@ -117,11 +117,11 @@ __global__ void __launch_bounds__(kPackThreads)
 
 }  // namespace
 
-void pack_layer(std::byte* to, const QuantizedMatrices::Layer& from, const Sizes& sizes,
+void pack_layer(std::byte* to, const std::array<PackedMatrix, 4>& from, const Sizes& sizes,
                 const SequentialSizes* sequential, int row_loads, const BlockRows* rows, int blocks,
                 cudaStream_t stream) {
   const std::int64_t attention = sequential == nullptr ? sizes.C : sequential->q_size;
-  const LayerSources sources = {{from.qkv.blocks, from.up.blocks, from.down.blocks, from.dense.blocks},
+  const LayerSources sources = {{from[0].blocks, from[1].blocks, from[2].blocks, from[3].blocks},
                                 {sizes.C, sizes.C, sizes.F, attention}};
   const StreamShape shape(sizes, row_loads);
   const auto launch = [&](auto kernel) {
@@ -131,7 +131,7 @@ void pack_layer(std::byte* to, const QuantizedMatrices::Layer& from, const Sizes
                                               sequential != nullptr, shape, rows);
     check_launch("fused decoding: weights");
   };
-  switch (from.qkv.dtype) {
+  switch (from[0].dtype) {
     case DType::i8:
       return launch(pack_layer_kernel<DType::i8>);
     case DType::u4:
@@ -139,7 +139,7 @@ void pack_layer(std::byte* to, const QuantizedMatrices::Layer& from, const Sizes
     case DType::e4m3:
       return launch(pack_layer_kernel<DType::e4m3>);
     default:
-      fail(Exit::internal, "fused decoding: a stream of weights in %s", dtype_name(from.qkv.dtype));
+      fail(Exit::internal, "fused decoding: a stream of weights in %s", dtype_name(from[0].dtype));
   }
 }
 

@@ -3,9 +3,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstddef>
 
-#include "llmc/cuda/fused/neox_weights.h"
+#include "llmc/cuda/op/quantized_matmul.h"
 
 namespace weft::cuda::fused {
 
@@ -14,9 +15,9 @@ struct SequentialSizes;
 struct Sizes;
 
 // Writes one layer's streams (weight_stream.cuh) for all blocks to `to`: blocks * sizes.stream_bytes bytes of device
-// memory. `from`: int8, int4 or fp8 in the layout of quantized_matmul.cuh, on the device; `rows`: [blocks] on the
+// memory. `from`: qkv, up, down and output (LayerParts::Matrix), in int8, int4 or fp8 in the layout of quantized_matmul.cuh, on the device; `rows`: [blocks] on the
 // device; `sequential`: null with the parallel residual. Queued in `stream`. Exit::internal for another type.
-void pack_layer(std::byte* to, const QuantizedMatrices::Layer& from, const Sizes& sizes,
+void pack_layer(std::byte* to, const std::array<PackedMatrix, 4>& from, const Sizes& sizes,
                 const SequentialSizes* sequential, int row_loads, const BlockRows* rows, int blocks,
                 cudaStream_t stream);
 // The same for the head, which must be int8: blocks * sizes.head_stream_bytes bytes.

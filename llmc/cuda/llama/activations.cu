@@ -36,7 +36,7 @@ std::vector<float> Llama<S>::activation(const std::string& name) {
     const std::int64_t chunk = classifier_rows(N);
     for (std::int64_t row = 0; row < N; row += chunk) {
       const std::int64_t count = std::min(chunk, N - row);
-      matmul_.forward<S>(acts_.logits, acts_.final_norm + row * C, weights_.head, nullptr, count, C, V);
+      matmul_.forward<S>(acts_.logits, acts_.final_norm + row * C, weights_.head.plain, nullptr, count, C, V);
       stream_.synchronize("reading an activation");
       const std::vector<float> part = download(acts_.logits, count, V, V);
       logits.insert(logits.end(), part.begin(), part.end());

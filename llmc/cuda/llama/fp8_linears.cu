@@ -16,13 +16,9 @@ std::vector<AdamWMatrix> matrices_of(const ModelConfig& config, const TensorTabl
   std::vector<AdamWMatrix> list;
   std::int64_t tiles = 0;
   for (std::int64_t l = 0; l < config.num_layers; ++l) {
-    const LlamaNames::Layer names(l);
+    const BlockNames names = names_of(config).block(l);
     for (const BlockLinear linear : kBlockLinears) {
-      const std::string& first = linear == BlockLinear::qkv       ? names.q
-                                 : linear == BlockLinear::output  ? names.output
-                                 : linear == BlockLinear::gate_up ? names.gate
-                                                                  : names.down;
-      const TensorSpec& spec = table.at(weight_of(first));
+      const TensorSpec& spec = table.at(weight_of(names.linear(linear).front()));
       const LinearSize size = linear_size(config, linear);
       list.push_back({spec.offset, size.OC, size.C, tiles, spec.decay ? 1 : 0, {}});
       tiles += adamw_tiles(size.OC, size.C);
@@ -70,7 +66,7 @@ Fp8Memory::Fp8Memory(const ModelConfig& config, const TrainOptions& options, con
   for (const BlockLinear linear : kBlockLinears) {
     const LinearSize size = linear_size(config, linear);
     widest_input = std::max(widest_input, size.C);
-    if (linear != BlockLinear::gate_up) widest_gradient = std::max(widest_gradient, size.OC);
+    if (linear != BlockLinear::up) widest_gradient = std::max(widest_gradient, size.OC);
     for (std::int64_t place = 0; place < places; ++place) {
       Weight& weight = weights[static_cast<std::size_t>(4 * place) + static_cast<std::size_t>(linear)];
       regions.want(&weight.codes, size.C * size.OC);
@@ -168,14 +164,14 @@ void Fp8Linears::clear_weight_tallies(std::int64_t first_layer, std::int64_t lay
   check(cudaMemsetAsync(first, 0, bytes, stream_), "fp8 weights");
 }
 
-void Fp8Linears::round_weights(std::int64_t layer, const LayerParameters<bf16>& weights, bool again) {
+void Fp8Linears::round_weights(std::int64_t layer, const BlockWeights<bf16>& weights, bool again) {
   const Pass pass = again ? Pass::again : Pass::training;
   if (!again) clear_weight_tallies(layer, 1);
   for (const BlockLinear linear : kBlockLinears) {
     const LinearSize size = linear_size(config_, linear);
     const std::int64_t slot = scales_.slots().at(Fp8Kind::weight, layer, linear);
     const auto round = [&](const Fp8Target& to) {
-      quantize_fp8(fp8_format(Fp8Kind::weight), to, weights.weight(linear), size.OC, size.C, stream_);
+      quantize_fp8(fp8_format(Fp8Kind::weight), to, weights.linear(linear).weight.plain, size.OC, size.C, stream_);
     };
     find_scale(slot, pass, round);
     const Fp8Memory::Weight& codes = weight(linear, layer);
@@ -225,16 +221,16 @@ void Fp8Linears::gate_up_and_swiglu(std::int64_t layer, bf16* gate_up, const cha
     const std::int64_t C = config_.hidden_size, F = config_.ffn_size;
     const double n = static_cast<double>(rows_), c = static_cast<double>(C), f = static_cast<double>(F);
     const auto operand = [&](Fp8Kind kind, const std::uint8_t* codes) {
-      return matrix(slots.at(kind, layer, BlockLinear::gate_up), codes);
+      return matrix(slots.at(kind, layer, BlockLinear::up), codes);
     };
     const Fp8Target out = target(slots.at(Fp8Kind::input, layer, BlockLinear::down), memory_.input, nullptr, pass);
     clock_.run(rounds ? "gate, up, swiglu" : name, 4 * n * c * f, n * c + 2 * f * c + (rounds ? 5 : 4) * n * f, [&] {
       gate_up_swiglu_fp8(gate_up, rounds ? out : Fp8Target{},
-                         operand(Fp8Kind::input, input_codes(BlockLinear::gate_up, layer)),
-                         operand(Fp8Kind::weight, weight(BlockLinear::gate_up, layer).codes), rows_, C, F, stream_);
+                         operand(Fp8Kind::input, input_codes(BlockLinear::up, layer)),
+                         operand(Fp8Kind::weight, weight(BlockLinear::up, layer).codes), rows_, C, F, stream_);
     });
   } else {
-    forward(BlockLinear::gate_up, layer, gate_up, nullptr, nullptr, name, pass);
+    forward(BlockLinear::up, layer, gate_up, nullptr, nullptr, name, pass);
   }
   if (!rounds && pass != Pass::again) swiglu(layer, gate_up, pass);
 }
@@ -258,7 +254,7 @@ void Fp8Linears::write_gradient(BlockLinear linear, std::int64_t layer,
 }
 
 void Fp8Linears::take_gradient(BlockLinear linear, std::int64_t layer, const bf16* dout) {
-  if (linear == BlockLinear::gate_up) fail(Exit::internal, "fp8: the gradient of gate and up is made with SwiGLU's");
+  if (linear == BlockLinear::up) fail(Exit::internal, "fp8: the gradient of gate and up is made with SwiGLU's");
   const std::int64_t OC = linear_size(config_, linear).OC;
   const std::int64_t slot = scales_.slots().at(Fp8Kind::gradient, layer, linear);
   const auto round = [&](const Fp8Target& to) {
@@ -272,7 +268,7 @@ void Fp8Linears::take_gradient(BlockLinear linear, std::int64_t layer, const bf1
 void Fp8Linears::input_grad(BlockLinear linear, std::int64_t layer, bf16* dx, const char* name) {
   const LinearSize size = linear_size(config_, linear);
   const double n = static_cast<double>(rows_), C = static_cast<double>(size.C), OC = static_cast<double>(size.OC);
-  const std::uint8_t* const codes = linear == BlockLinear::gate_up ? memory_.d_gate_up : memory_.gradient;
+  const std::uint8_t* const codes = linear == BlockLinear::up ? memory_.d_gate_up : memory_.gradient;
   const Fp8Slots& slots = scales_.slots();
   clock_.run(name, 2 * n * C * OC, n * OC + C * OC + 2 * n * C, [&] {
     matmul_.input_grad_fp8(dx, matrix(slots.at(Fp8Kind::gradient, layer, linear), codes),
@@ -296,7 +292,7 @@ void Fp8Linears::weight_grad(BlockLinear linear, std::int64_t layer, float* dwei
     clock_.run("transpose input", 0, 2 * n * C,
                [&] { transpose_fp8(memory_.input, input_codes(linear, layer), rows_, size.C, stream_); });
   }
-  const bool of_gate_up = linear == BlockLinear::gate_up;
+  const bool of_gate_up = linear == BlockLinear::up;
   const std::uint8_t* const codes = of_gate_up ? memory_.d_gate_up_transposed : memory_.gradient_transposed;
   const double passes = accumulate == Accumulate::yes ? 2 : 1;
   clock_.run(name, 2 * n * C * OC, n * (C + OC) + passes * C * OC * sizeof(float), [&] {
@@ -315,7 +311,7 @@ void Fp8Linears::down_input_grad_and_swiglu(std::int64_t layer, bf16* d_swiglu_o
   const Fp8Slots& slots = scales_.slots();
   const std::int64_t C = config_.hidden_size, F = config_.ffn_size;
   const double n = static_cast<double>(rows_), c = static_cast<double>(C), f = static_cast<double>(F);
-  const Fp8Target dgate_up = target(slots.at(Fp8Kind::gradient, layer, BlockLinear::gate_up), memory_.d_gate_up,
+  const Fp8Target dgate_up = target(slots.at(Fp8Kind::gradient, layer, BlockLinear::up), memory_.d_gate_up,
                                     memory_.d_gate_up_transposed, Pass::training);
   const Fp8Target out = target(slots.at(Fp8Kind::input, layer, BlockLinear::down), nullptr, memory_.input, Pass::again);
   clock_.run("down dgrad, swiglu", 2 * n * c * f, n * c + f * c + 9 * n * f, [&] {
@@ -329,7 +325,7 @@ void Fp8Linears::down_input_grad_and_swiglu(std::int64_t layer, bf16* d_swiglu_o
 void Fp8Linears::swiglu_backward(std::int64_t layer, const bf16* d_swiglu_out, const bf16* gate_up) {
   const std::int64_t F = config_.ffn_size;
   const Fp8Slots& slots = scales_.slots();
-  const std::int64_t slot = slots.at(Fp8Kind::gradient, layer, BlockLinear::gate_up);
+  const std::int64_t slot = slots.at(Fp8Kind::gradient, layer, BlockLinear::up);
   find_scale(slot, Pass::training,
              [&](const Fp8Target& to) { swiglu_backward_fp8(to, {}, d_swiglu_out, gate_up, rows_, F, stream_); });
   const Fp8Target out = target(slots.at(Fp8Kind::input, layer, BlockLinear::down), nullptr, memory_.input, Pass::again);

@@ -23,7 +23,8 @@
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/operator_clock.h"
 #include "llmc/model/fp8.h"
-#include "llmc/model/llama_layout.h"
+#include "llmc/model/block_weights.h"
+#include "llmc/model/train_model.h"
 
 namespace weft::cuda {
 
@@ -76,7 +77,7 @@ class Fp8Linears {
   bool has_weights(std::int64_t layer) const { return places_.has(layer); }
   bool has_all_weights() const { return places_.has_all(); }
   // Writes these codes; `again`: in a backward pass, after another layer has used their place.
-  void round_weights(std::int64_t layer, const LayerParameters<__nv_bfloat16>& weights, bool again);
+  void round_weights(std::int64_t layer, const BlockWeights<__nv_bfloat16>& weights, bool again);
   // All codes have been written: by launches that were replayed, or by the update.
   void all_weights_rounded();
 
@@ -147,8 +148,8 @@ class Fp8Linears {
   Fp8Matrix matrix(std::int64_t slot, const std::uint8_t* codes) const { return {codes, memory_.inverse(slot)}; }
   // The codes of an input, as rows, for the forward GEMM.
   std::uint8_t* input_codes(BlockLinear linear, std::int64_t layer) const {
-    if (linear != BlockLinear::qkv && linear != BlockLinear::gate_up) return memory_.input;
-    return memory_.norms[static_cast<std::size_t>(2 * layer) + (linear == BlockLinear::gate_up ? 1 : 0)];
+    if (linear != BlockLinear::qkv && linear != BlockLinear::up) return memory_.input;
+    return memory_.norms[static_cast<std::size_t>(2 * layer) + (linear == BlockLinear::up ? 1 : 0)];
   }
   const Fp8Memory::Weight& weight(BlockLinear linear, std::int64_t layer) const {
     return memory_.weights[static_cast<std::size_t>(4 * places_.of(layer)) + static_cast<std::size_t>(linear)];

@@ -42,7 +42,8 @@
 #include "llmc/cuda/runtime/step_graph.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/cuda/transformer/inference.h"
-#include "llmc/model/llama_layout.h"
+#include "llmc/model/block_weights.h"
+#include "llmc/model/training_activations.h"
 #include "llmc/model/single_sequence.h"
 
 namespace weft::cuda {
@@ -85,13 +86,13 @@ class Llama final : public TrainModel {
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
     if (division_.parameters_divided) fail(Exit::internal, "a decoder of divided parameters");
     // Inference has its own stream: updates, and the exchange of parameters, must have ended before.
-    return single_sequence(make_llama_inference<S>(config_, weights_, one_sequence(capacity)), capacity,
+    return single_sequence(make_inference<S>(config_, table_, parameter_arena_.at<S>(0), one_sequence(capacity)), capacity,
                            [this] { synchronize("parameters"); });
   }
 
  private:
   std::int64_t rows() const { return options_.micro_batch * options_.seq_len; }
-  std::int64_t qkv_size() const { return config_.q_size() + 2 * config_.kv_size(); }
+  std::int64_t qkv_size() const { return config_.qkv_size(); }
 
   // Views of a packed [N, q + 2 kv] tensor: q heads, then k heads, then v heads. T is S, or fp8's codes.
   template <typename T>
@@ -134,8 +135,8 @@ class Llama final : public TrainModel {
     std::int64_t branch, layer;
     std::optional<BlockLinear> reader;  // of its output; empty: the head
     S* residual;                        // [N, C], the norm's input
-    NormParameters<S> weights;
-    NormParameters<float> d_weights;
+    NormWeights<S> weights;
+    NormWeights<float> d_weights;
     S* out;
     float *mean, *rstd;
   };
@@ -236,7 +237,7 @@ class Llama final : public TrainModel {
 
   // ---- ranks.cu
   static constexpr auto kLayerPlaces = static_cast<std::int64_t>(SectionPlaces::kLayerPlaces);
-  // Sections of the arena (llama_sections()).
+  // Sections of the arena (parameter_sections()).
   static constexpr std::size_t kEmbeddingSection = 0;
   static std::size_t section_of_layer(std::int64_t l) { return static_cast<std::size_t>(l) + 1; }
   std::size_t head_section() const {
@@ -291,7 +292,7 @@ class Llama final : public TrainModel {
   const LinearLayer output_{"output",         "output dgrad",      "output wgrad",
                             config_.q_size(), config_.hidden_size, BlockLinear::output};
   const LinearLayer gate_up_{"gate, up",          "gate, up dgrad",     "gate, up wgrad",
-                             config_.hidden_size, 2 * config_.ffn_size, BlockLinear::gate_up};
+                             config_.hidden_size, 2 * config_.ffn_size, BlockLinear::up};
   const LinearLayer down_{"down", "down dgrad", "down wgrad", config_.ffn_size, config_.hidden_size, BlockLinear::down};
   const LinearLayer head_{"head", "head dgrad", "head wgrad", config_.hidden_size, config_.vocab_size, std::nullopt};
 
@@ -299,7 +300,7 @@ class Llama final : public TrainModel {
   Event tokens_ready_{cudaEventDisableTiming}, tokens_sorted_{cudaEventDisableTiming};
   OperatorClock clock_;
   Matmul matmul_;
-  LlamaActivations<S> acts_;
+  TrainingActivations<S> acts_;
   LlamaWorkspace work_;
   DeviceArena parameter_arena_;      // parameters that the passes read
   DeviceArena own_parameter_arena_;  // this rank's parameters, if they are divided
@@ -309,8 +310,8 @@ class Llama final : public TrainModel {
   DeviceArena received_arena_;  // gradients received from other ranks, before they are added; empty without other ranks
   DeviceArena moment1_arena_, moment2_arena_, activation_arena_, workspace_arena_;
   std::optional<Fp8Linears> fp8_;  // with --precision fp8
-  LlamaParameters<S> weights_;
-  LlamaParameters<float> d_weights_;
+  ModelWeights<S> weights_;
+  ModelWeights<float> d_weights_;
   DeviceRopeTable rope_;
   TokenUpload upload_;
   PinnedBuffer results_;  // GradientNorm, LossTotal, then the LossTotal of each rank

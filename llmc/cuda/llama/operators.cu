@@ -45,7 +45,7 @@ void Llama<S>::weight_grad(const LinearLayer& layer, std::int64_t l, float* dwei
                            std::int64_t N, Accumulate accumulate) {
   if constexpr (std::is_same_v<S, bf16>) {
     if (in_fp8(layer)) {
-      const bool taken = layer.block == BlockLinear::down || layer.block == BlockLinear::gate_up ||
+      const bool taken = layer.block == BlockLinear::down || layer.block == BlockLinear::up ||
                          (layer.block == BlockLinear::qkv && attention_rounds());
       if (!taken) fp8_->take_gradient(*layer.block, l, dout);
       return fp8_->weight_grad(*layer.block, l, dweight, x, accumulate, layer.weight_grad);
@@ -95,11 +95,11 @@ typename Llama<S>::NormSite Llama<S>::norm_after(std::int64_t branch) const {
     return {branch,           kNoLayer,         std::nullopt,    residual, weights_.final_norm, d_weights_.final_norm,
             acts_.final_norm, acts_.final_mean, acts_.final_rstd};
   }
-  const LayerParameters<S>& w = weights_.layers[l];
-  const LayerParameters<float>& dw = d_weights_.layers[l];
+  const BlockWeights<S>& w = weights_.blocks[l];
+  const BlockWeights<float>& dw = d_weights_.blocks[l];
   const LayerActivations<S>& a = acts_.layers[l];
   if (branch % 2 == 0) {
-    return {branch,  layer,  BlockLinear::gate_up, a.residual_mid, w.post_norm, dw.post_norm, a.post_norm,
+    return {branch,  layer,  BlockLinear::up, a.residual_mid, w.post_norm, dw.post_norm, a.post_norm,
             a.mean2, a.rstd2};
   }
   return {branch, layer, BlockLinear::qkv, residual, w.input_norm, dw.input_norm, a.input_norm, a.mean1, a.rstd1};
@@ -245,7 +245,7 @@ void Llama<S>::attend_backward(std::int64_t l, const LayerActivations<S>& a) {
 template <typename S>
 void Llama<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
   const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size;
-  const S* weight = weights_.layers[static_cast<std::size_t>(l)].gate_up;
+  const S* weight = weights_.blocks[static_cast<std::size_t>(l)].up.weight.plain;
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
   if constexpr (std::is_same_v<S, bf16>) {
     if (fp8_) return fp8_->gate_up_and_swiglu(l, a.gate_up, gate_up_.forward, fp8_pass());
@@ -267,7 +267,7 @@ void Llama<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
 template <typename S>
 void Llama<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out) {
   const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size;
-  const S* weight = weights_.layers[static_cast<std::size_t>(l)].down;
+  const S* weight = weights_.blocks[static_cast<std::size_t>(l)].down.weight.plain;
   S* gate_up = acts_.layers[static_cast<std::size_t>(l)].gate_up;
   if constexpr (std::is_same_v<S, bf16>) {
     if (fp8_) {

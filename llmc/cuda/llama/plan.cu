@@ -13,7 +13,8 @@
 #include "llmc/cuda/op/embedding.h"
 #include "llmc/cuda/op/matmul.h"
 #include "llmc/cuda/op/residual_norm.h"
-#include "llmc/model/llama_layout.h"
+#include "llmc/model/block_weights.h"
+#include "llmc/model/training_activations.h"
 
 namespace weft::cuda {
 
@@ -55,7 +56,7 @@ Division::Division(const ModelConfig& config, const TensorTable& table, const Ra
       divided(share.ranks > 1 && share.shard != Shard::none),
       gradients_divided(share.ranks > 1 && (share.shard == Shard::gradients || share.shard == Shard::parameters)),
       parameters_divided(share.ranks > 1 && share.shard == Shard::parameters),
-      sections(llama_sections(config, table)) {
+      sections(parameter_sections(config, table)) {
   place_gradients(config);
   if (parameters_divided) places = SectionPlaces(sections, config.num_layers);
   if (gradients_divided) {  // cut section by section, because their memory is reused
@@ -198,7 +199,7 @@ std::vector<MemoryLine> llama_memory(const ModelConfig& config, const TrainOptio
   const TensorTable table(config, kStorage<S>);
   const Division division(config, table, share);
   const LlamaWorkspace workspace(config, options, share, division);
-  const LlamaActivations<S> activations(config, options, classifier_rows(options.micro_batch * options.seq_len));
+  const TrainingActivations<S> activations(config, options, classifier_rows(options.micro_batch * options.seq_len));
   const auto state_bytes = [&](std::size_t element) { return state_plan("", division, element).bytes(); };
   std::vector<MemoryLine> lines;
   const std::uint64_t read = read_parameters_plan(table, division, sizeof(S)).bytes();

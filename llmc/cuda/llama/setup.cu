@@ -36,8 +36,8 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Pe
       moment2_arena_(state_plan("second moments", division_, moment_bytes(options))),
       activation_arena_(acts_.plan()),
       workspace_arena_(work_.regions.plan()),
-      weights_(config, table_, parameter_arena_.at<S>(0), Offsets::bytes),
-      d_weights_(config, table_, gradient_arena_.at<float>(0), Offsets::elements),
+      weights_(bind_weights(config, table_, parameter_arena_.at<S>(0), Offsets::bytes)),
+      d_weights_(bind_weights(config, table_, gradient_arena_.at<float>(0), Offsets::elements)),
       upload_(rows()),
       results_(sizeof(GradientNorm) +
                (1 + static_cast<std::uint64_t>(peers.share.ranks * peers.share.rounds)) * sizeof(LossTotal)),

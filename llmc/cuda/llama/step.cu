@@ -87,7 +87,7 @@ template <typename S>
 void Llama<S>::use_fp8_weights(std::int64_t l, bool again) {
   if constexpr (std::is_same_v<S, bf16>) {
     if (!fp8_ || (fp8_->has_weights(l) && !rounds_weights_)) return;
-    fp8_->round_weights(l, weights_.layers[static_cast<std::size_t>(l)], again);
+    fp8_->round_weights(l, weights_.blocks[static_cast<std::size_t>(l)], again);
   }
 }
 

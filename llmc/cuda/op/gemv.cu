@@ -155,7 +155,7 @@ __device__ RowRange rows_of_block(std::int64_t rows) {
 
 // ---- norm and GEMV ----------------------------------------------------------------------------------------------------
 template <typename A, int kElements, int kChunks>
-struct NormParameters {
+struct NormTerms {
   Packed<A, kElements> weight[kChunks], bias[kChunks];
 
   __device__ void load(const Norm<A>& norm, std::int64_t K) {
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kMaxThreads) norm_gemv_kernel(const __grid_con
     stream.load(first, last);
     Fp32Vector<kElements, kChunks> x;
     {
-      NormParameters<A, kElements, kChunks> norm;
+      NormTerms<A, kElements, kChunks> norm;
       norm.load(output.norm, static_cast<int>(io.K));
       if (!waited) wait_for_predecessors();
       waited = true;

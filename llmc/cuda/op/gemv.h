@@ -30,7 +30,7 @@ template <typename W, typename A>
 struct NormGemv {
   struct Output {
     Norm<A> norm;               // norm over the residual [K]
-    Linear<W, A> linear;        // [rows, K]
+    GemvLinear<W, A> linear;        // [rows, K]
     std::int64_t rows = 0;      // 0: this output is unused
     bool gelu = false;          // apply GELU to the result
     A* out = nullptr;           // [rows]; or
@@ -51,7 +51,7 @@ template <typename W, typename A>
 struct ResidualGemv {
   struct Input {
     const A* x = nullptr;  // [K]
-    Linear<W, A> linear;   // [rows, K]
+    GemvLinear<W, A> linear;   // [rows, K]
     std::int64_t K = 0;    // 0: this input is unused
   };
   Input inputs[2];

@@ -2,18 +2,18 @@
 // that of activations, biases and norms: float, bf16 or fp16. Pointers are 16-byte aligned device addresses.
 #pragma once
 
+#include "llmc/model/block_weights.h"
+
 namespace weft::cuda {
 
 template <typename W, typename A>
-struct Linear {
+struct GemvLinear {
   const W* weight = nullptr;  // [out, in], row-major
   const A* bias = nullptr;    // [out] or null
 };
 
 template <typename A>
-struct Norm {
-  const A *weight = nullptr, *bias = nullptr;  // [C]; bias may be null
-};
+using Norm = NormWeights<const A>;
 
 // Rows [begin, end) of a matrix.
 struct RowRange {

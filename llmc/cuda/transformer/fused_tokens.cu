@@ -6,8 +6,6 @@
 #include "llmc/base/error.h"
 #include "llmc/cuda/fused/decode.h"
 #include "llmc/cuda/transformer/inference_model.cuh"
-#include "llmc/cuda/transformer/llama_parameters.h"
-#include "llmc/cuda/transformer/neox_parameters.h"
 
 namespace weft::cuda {
 
@@ -19,7 +17,7 @@ class FusedTokens final : public IdDecoder {
   explicit FusedTokens(Inference<S>& model)
       : config_(model.config()),
         stream_(model.parts().stream),
-        fused_(config_, weights_of(model), model.parts().cache, model.parts().rope, mailbox_, stream_),
+        fused_(config_, *model.parts().weights, model.parts().cache, model.parts().rope, mailbox_, stream_),
         logits_(static_cast<std::uint64_t>(config_.vocab_size) * sizeof(float)) {}
 
   std::vector<MemoryLine> memory() const override { return FusedDecode<S, S, S>::memory(config_); }
@@ -71,30 +69,6 @@ class FusedTokens final : public IdDecoder {
   }
 
  private:
-  static NeoxWeights<S, S> weights_of(Inference<S>& model) {
-    const ModelConfig& config = model.config();
-    if (config.quantization.any()) return quantized_weights_of(*model.parts().weights);
-    const TensorTable table(config);
-    S* const parameters = model.parts().parameters;
-    return config.family == Family::gpt_neox ? bind_neox<S>(config, table, parameters)
-                                             : bind_llama<S>(config, table, parameters);
-  }
-
-  static NeoxWeights<S, S> quantized_weights_of(const InferenceWeights<S>& from) {
-    NeoxWeights<S, S> weights;
-    const auto linear = [](const InferenceLinear<S>& each) { return Linear<S, S>{each.weight, each.bias}; };
-    weights.embedding = from.embedding;
-    weights.head = from.head.weight;
-    weights.final_norm = from.final_norm;
-    weights.quantized.head = from.head.packed;
-    for (const InferenceLayer<S>& layer : from.layers) {
-      weights.layers.push_back({layer.input_norm, layer.post_norm, linear(layer.qkv), linear(layer.output),
-                                linear(layer.up), linear(layer.down)});
-      weights.quantized.layers.push_back({layer.qkv.packed, layer.up.packed, layer.down.packed, layer.output.packed});
-    }
-    return weights;
-  }
-
   ModelConfig config_;
   cudaStream_t stream_;
   Mailbox mailbox_;

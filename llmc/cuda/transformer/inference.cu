@@ -14,7 +14,6 @@
 #include "llmc/cuda/transformer/inference_model.cuh"
 #include "llmc/cuda/transformer/neox_parameters.h"
 #include "llmc/cuda/transformer/quantized_parameters.cuh"
-#include "llmc/model/neox_layout.h"
 #include "llmc/model/single_sequence.h"
 
 namespace weft::cuda {
@@ -40,8 +39,8 @@ Regions plan_inference_workspace(const ModelConfig& c, const InferenceOptions& p
   Regions regions("inference workspace");
   regions.want(&b.residual, rows * C);
   regions.want(&b.norm1, rows * C);
-  regions.want(&b.norm2, c.family == Family::gpt_neox && c.parallel_residual ? rows * C : 0);
-  regions.want(&b.qkv, rows * (c.q_size() + 2 * c.kv_size()));
+  regions.want(&b.norm2, c.parallel_residual ? rows * C : 0);
+  regions.want(&b.qkv, rows * c.qkv_size());
   regions.want(&b.attention, rows * c.q_size());
   regions.want(&b.product, rows * c.ffn_size);
   regions.want(&b.gathered, logit_rows * C);
@@ -83,7 +82,7 @@ std::vector<MemoryLine> plan_of(const ModelConfig& config, const InferenceOption
 
 template <typename S>
 Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool, const GpuInferenceOptions& options,
-                        InferenceWeights<S> weights, std::unique_ptr<DeviceArena> own)
+                        DeviceWeights<S> weights, std::unique_ptr<DeviceArena> own)
     : config_(config),
       pool_(completed(pool, config)),
       options_(options),
@@ -113,8 +112,7 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
         fail(Exit::environment, "%s", refusal.c_str());
       }
       const InferenceParts<S> own_parts = parts();
-      const NeoxWeights<S, S> bound = bind_neox<S>(config, TensorTable(config), own_parts.parameters);
-      fused_ = std::make_unique<FusedStep<S>>(config, bound, own_parts.cache, rope_, stream_);
+      fused_ = std::make_unique<FusedStep<S>>(config, weights_, own_parts.cache, rope_, stream_);
     }
   }
   stream_.synchronize("clearing GPU memory");
@@ -135,7 +133,7 @@ std::uint64_t Inference<S>::bytes_per_step(std::int64_t sequences, std::int64_t 
 
 #define WEFT_INSTANTIATE(S)                                                                                 \
   template Inference<S>::Inference(const ModelConfig&, const InferenceOptions&, const GpuInferenceOptions&, \
-                                   InferenceWeights<S>, std::unique_ptr<DeviceArena>);                      \
+                                   DeviceWeights<S>, std::unique_ptr<DeviceArena>);                      \
   template std::vector<MemoryLine> Inference<S>::memory() const;                                            \
   template std::uint64_t Inference<S>::bytes_per_step(std::int64_t, std::int64_t) const;
 WEFT_INSTANTIATE(float)
@@ -145,45 +143,6 @@ WEFT_INSTANTIATE(fp16)
 
 // ---- weights ----------------------------------------------------------------------------------------------------------
 namespace {
-
-template <typename S, typename T>
-Norm<S> norm_of(const NormParameters<T>& norm) {
-  return {norm.weight, norm.bias};
-}
-template <typename S, typename T>
-InferenceLinear<S> linear_of(const LinearParameters<T>& linear) {
-  return {linear.weight, linear.bias, {}};
-}
-
-template <typename S>
-InferenceWeights<S> weights_of(const LlamaParameters<S>& from) {
-  InferenceWeights<S> weights;
-  weights.embedding = from.embedding;
-  weights.head = {from.head, nullptr, {}};
-  weights.final_norm = norm_of<S>(from.final_norm);
-  for (const LayerParameters<S>& layer : from.layers) {
-    weights.layers.push_back({norm_of<S>(layer.input_norm),
-                              norm_of<S>(layer.post_norm),
-                              {layer.qkv, layer.qkv_bias, {}},
-                              {layer.output, layer.output_bias, {}},
-                              {layer.gate_up, nullptr, {}},
-                              {layer.down, layer.down_bias, {}}});
-  }
-  return weights;
-}
-
-template <typename S>
-InferenceWeights<S> weights_of(const NeoxParameters<S>& from) {
-  InferenceWeights<S> weights;
-  weights.embedding = from.embedding;
-  weights.head = {from.head, nullptr, {}};
-  weights.final_norm = norm_of<S>(from.final_norm);
-  for (const NeoxLayerParameters<S>& layer : from.layers) {
-    weights.layers.push_back({norm_of<S>(layer.input_norm), norm_of<S>(layer.post_norm), linear_of<S>(layer.qkv),
-                              linear_of<S>(layer.dense), linear_of<S>(layer.up), linear_of<S>(layer.down)});
-  }
-  return weights;
-}
 
 void check_model(const ModelConfig& config, DType dtype) {
   const std::string refusal = inference_refusal(config, dtype);
@@ -204,8 +163,8 @@ MemoryPlan parameters_plan(const ModelConfig& config) {
 // A model that owns its parameters. fill(table, parameters) writes them once all memory is allocated; `parameters` is a
 // list of targets if the model is quantised, otherwise the beginning of the arena.
 template <typename S, typename Fill>
-std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const InferenceOptions& pool,
-                                               const GpuInferenceOptions& options, const Fill& fill) {
+std::unique_ptr<InferenceModel> filled_inference(const ModelConfig& config, const InferenceOptions& pool,
+                                                 const GpuInferenceOptions& options, const Fill& fill) {
   const MemoryPlan plan = parameters_plan<S>(config);
   auto own = std::make_unique<DeviceArena>(plan);
   check(cudaMemset(own->at<S>(0), 0, own->bytes()), "clearing GPU memory");  // padding between tensors
@@ -214,7 +173,7 @@ std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const 
     if (config.quantization.any()) {
       const QuantizedParameters<S> parameters(config);
       const std::vector<ParameterTarget<S>> targets = parameters.targets(own->at<std::byte>(0));
-      InferenceWeights<S> weights = parameters.weights(own->at<std::byte>(0));
+      DeviceWeights<S> weights = parameters.weights(own->at<std::byte>(0));
       auto model = std::make_unique<Inference<S>>(config, pool, options, std::move(weights), std::move(own));
       fill(parameters.table(), std::span<const ParameterTarget<S>>(targets));
       return model;
@@ -222,9 +181,7 @@ std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const 
   }
   const TensorTable table(config);
   S* const parameters = own->at<S>(0);
-  InferenceWeights<S> weights = config.family == Family::gpt_neox
-                                    ? weights_of(NeoxParameters<S>(config, table, parameters, Offsets::elements))
-                                    : weights_of(LlamaParameters<S>(config, table, parameters, Offsets::elements));
+  DeviceWeights<S> weights = bind_plain<S>(config, table, parameters);
   auto model = std::make_unique<Inference<S>>(config, pool, options, std::move(weights), std::move(own));
   fill(table, parameters);
   return model;
@@ -234,8 +191,8 @@ std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const 
 
 std::string inference_refusal(const ModelConfig& c, DType dtype) {
   if (const std::string refusal = head_dim_refusal(c.head_dim); !refusal.empty()) return refusal;
-  if (c.mlp_bias) return "mlp_bias: the GPU has no SwiGLU with biases";
-  if (c.gelu_tanh) return "activation: the GPU has GELU with erf alone, not its approximation by tanh";
+  if (c.gated() && c.mlp_bias) return "mlp_bias: the GPU has no SwiGLU with biases";
+  if (c.activation == Activation::gelu_tanh) return "activation: the GPU has GELU with erf alone, not its approximation by tanh";
   if (c.quantization.any() && dtype == DType::f32)
     return "quantised weights on a GPU need fp16 or bf16 beside them. Use --dtype fp16 or bf16";
   if (c.hidden_size % 8 != 0 || c.hidden_size > kMaxNormWidth) {
@@ -248,7 +205,7 @@ std::string inference_refusal(const ModelConfig& c, DType dtype) {
   }
   const std::int64_t C = c.hidden_size, q = c.q_size();
   const std::pair<std::int64_t, std::int64_t> matrices[] = {
-      {C, q + 2 * c.kv_size()}, {q, C}, {C, c.ffn_size}, {c.ffn_size, C}, {C, c.vocab_size}};
+      {C, c.qkv_size()}, {q, C}, {C, c.ffn_size}, {c.ffn_size, C}, {C, c.vocab_size}};
   for (const auto& [K, OC] : matrices) {
     const std::string refusal = rows_matmul_refusal(K, OC, dtype);
     if (!refusal.empty()) return refusal;
@@ -278,7 +235,7 @@ std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const Infe
   check_model(file.config(), options.dtype);
   return with_storage(options.dtype, [&](auto storage) {
     using S = decltype(storage);
-    return make_inference<S>(file.config(), pool, options, [&](const TensorTable&, auto parameters) {
+    return filled_inference<S>(file.config(), pool, options, [&](const TensorTable&, auto parameters) {
       load_parameters<S>(file, parameters, options.progress);
     });
   });
@@ -289,24 +246,24 @@ std::unique_ptr<InferenceModel> random_inference(const ModelConfig& config, std:
   check_model(config, options.dtype);
   return with_storage(options.dtype, [&](auto storage) {
     using S = decltype(storage);
-    return make_inference<S>(config, pool, options, [&](const TensorTable& table, auto parameters) {
+    return filled_inference<S>(config, pool, options, [&](const TensorTable& table, auto parameters) {
       randomize_parameters<S>(table, seed, parameters);
     });
   });
 }
 
 template <typename S>
-std::unique_ptr<InferenceModel> make_llama_inference(const ModelConfig& config, const LlamaParameters<S>& weights,
-                                                     const InferenceOptions& pool, bool direct) {
+std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const TensorTable& table, const S* parameters,
+                                               const InferenceOptions& pool, bool direct) {
   check_model(config, storage_dtype<S>());
   return std::make_unique<Inference<S>>(config, pool, GpuInferenceOptions{storage_dtype<S>(), direct},
-                                        weights_of(weights), nullptr);
+                                        bind_plain<S>(config, table, parameters), nullptr);
 }
 
-template std::unique_ptr<InferenceModel> make_llama_inference<float>(const ModelConfig&, const LlamaParameters<float>&,
-                                                                     const InferenceOptions&, bool);
-template std::unique_ptr<InferenceModel> make_llama_inference<bf16>(const ModelConfig&, const LlamaParameters<bf16>&,
-                                                                    const InferenceOptions&, bool);
+template std::unique_ptr<InferenceModel> make_inference<float>(const ModelConfig&, const TensorTable&, const float*,
+                                                               const InferenceOptions&, bool);
+template std::unique_ptr<InferenceModel> make_inference<bf16>(const ModelConfig&, const TensorTable&, const bf16*,
+                                                              const InferenceOptions&, bool);
 
 std::vector<MemoryLine> plan_llama_samples(const ModelConfig& config, Precision precision, std::int64_t capacity) {
   const InferenceOptions pool = one_sequence(capacity);

@@ -1,4 +1,4 @@
-// InferenceModel on the GPU for GPT-NeoX and Llama: many sequences at once, and through single_sequence() one.
+// InferenceModel on the GPU: many sequences at once, and through single_sequence() one.
 // llmc/cpu/inference.h specifies what it computes.
 #pragma once
 
@@ -10,7 +10,6 @@
 #include "llmc/base/dtype.h"
 #include "llmc/cuda/transformer/neox.h"
 #include "llmc/model/inference_model.h"
-#include "llmc/model/llama_layout.h"
 #include "llmc/model/model_file.h"
 #include "llmc/model/train_model.h"
 
@@ -51,13 +50,13 @@ std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const Infe
 std::unique_ptr<InferenceModel> random_inference(const ModelConfig& config, std::uint64_t seed,
                                                  const InferenceOptions& pool, const GpuInferenceOptions& options);
 
-// A Llama over parameters that another object owns on the device; S is float or bf16. They must outlive the model.
-// Synchronise before changing them; pages that have been written do not reflect the change.
+// A model over parameters that another object owns on the device, in an arena of the layout of `table` with S, float or bf16, for
+// all tensors. They must outlive the model. Synchronise before changing them; pages that have been written do not reflect the change.
 template <typename S>
-std::unique_ptr<InferenceModel> make_llama_inference(const ModelConfig& config, const LlamaParameters<S>& weights,
-                                                     const InferenceOptions& pool, bool direct = false);
+std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const TensorTable& table, const S* parameters,
+                                               const InferenceOptions& pool, bool direct = false);
 
-// Memory of the model that writes the samples of a training run: make_llama_inference() for one sequence of `capacity`
+// Memory of the model that writes the samples of a training run: make_inference() for one sequence of `capacity`
 // positions. Needs no GPU. Exit::usage where inference_refusal() is not empty.
 std::vector<MemoryLine> plan_llama_samples(const ModelConfig& config, Precision precision, std::int64_t capacity);
 

@@ -1,8 +1,8 @@
 // The launches of a step, from ids to scored logits. Each is an operator over rows; all but the embedding and sampling
 // are launched as a chain.
 //
-// GPT-NeoX, parallel residual: h' = h + attention(norm1(h)) + mlp(norm2(h))
-// otherwise:                   h1 = h + attention(norm1(h));  h' = h1 + mlp(norm2(h1))
+// Parallel residual:   h' = h + attention(norm1(h)) + mlp(norm2(h))
+// Sequential residual: h1 = h + attention(norm1(h));  h' = h1 + mlp(norm2(h1))
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
@@ -38,19 +38,19 @@ void Inference<S>::normalize(std::int64_t rows, const float* residual, const Nor
 }
 
 template <typename S>
-void Inference<S>::multiply(RowsMatmul<S> io, const InferenceLinear<S>& w, const InferenceLinear<S>& w2) {
+void Inference<S>::multiply(RowsMatmul<S> io, const DeviceLinear<S>& w, const DeviceLinear<S>& w2) {
   io.bias = w.bias;
   io.bias2 = w2.bias;
   if constexpr (!std::is_same_v<S, float>) {
-    if (w.packed) return quantized_matmul(io, w.packed, w2.packed, device_, stream_);
+    if (w.weight.packed) return quantized_matmul(io, w.weight.packed, w2.weight.packed, device_, stream_);
   }
-  io.weight = w.weight;
-  io.weight2 = w2.weight;
+  io.weight = w.weight.plain;
+  io.weight2 = w2.weight.plain;
   rows_matmul(io, device_, stream_);
 }
 
 template <typename S>
-void Inference<S>::multiply(const S* x, const InferenceLinear<S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
+void Inference<S>::multiply(const S* x, const DeviceLinear<S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
                             RowsEpilogue epilogue, S* out, float* out_fp32, bool x_is_older) {
   RowsMatmul<S> io;
   io.x = x;
@@ -66,7 +66,7 @@ void Inference<S>::multiply(const S* x, const InferenceLinear<S>& w, std::int64_
 
 // The parallel residual's two branches, as one sum: attention Woutput^T + product Wdown^T.
 template <typename S>
-void Inference<S>::add_branches(const InferenceLayer<S>& w, std::int64_t rows) {
+void Inference<S>::add_branches(const DeviceBlock<S>& w, std::int64_t rows) {
   RowsMatmul<S> io;
   io.x = b_.attention;
   io.K = config_.q_size();
@@ -90,7 +90,7 @@ PagedKv<S> Inference<S>::pages_of_layer(std::int64_t l) const {
 
 template <typename S>
 HeadViewOf<S> Inference<S>::heads(std::int64_t first_element) const {
-  return {b_.qkv + first_element, 0, qkv_size(), neox() ? 3 * config_.head_dim : config_.head_dim};
+  return {b_.qkv + first_element, 0, qkv_size(), per_head() ? 3 * config_.head_dim : config_.head_dim};
 }
 
 template <typename S>
@@ -129,7 +129,7 @@ void Inference<S>::run_layers(const StepArrays& step, std::int64_t rows) {
 
 template <typename S>
 void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_t rows) {
-  const InferenceLayer<S>& w = weights_.layers[static_cast<std::size_t>(l)];
+  const DeviceBlock<S>& w = weights_.blocks[static_cast<std::size_t>(l)];
   const std::int64_t C = config_.hidden_size, F = config_.ffn_size, q = config_.q_size();
   const std::string prefix = keep_ ? "layers." + std::to_string(l) + "." : "";
   const S* norm2 = parallel() ? b_.norm2 : b_.norm1;
@@ -142,7 +142,7 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
   named("QKV", [&] { multiply(b_.norm1, w.qkv, rows, C, qkv_size(), RowsEpilogue::store, b_.qkv); });
   attend(l, step, rows);
   const auto up = [&] {
-    const RowsEpilogue epilogue = neox() ? RowsEpilogue::gelu : RowsEpilogue::swiglu;
+    const RowsEpilogue epilogue = config_.gated() ? RowsEpilogue::swiglu : RowsEpilogue::gelu;
     named("MLP up", [&] { multiply(norm2, w.up, rows, C, F, epilogue, b_.product, nullptr, parallel()); });
   };
   if (parallel()) {  // up does not depend on attention and overlaps with it
@@ -172,7 +172,7 @@ void Inference<S>::run_head(const StepArrays& step, std::int64_t first, std::int
   }
   normalize(count, residual, weights_.final_norm, b_.final_norm);
   named("head",
-        [&] { multiply(b_.final_norm, weights_.head, count, C, V, RowsEpilogue::store_fp32, nullptr, b_.logits); });
+        [&] { multiply(b_.final_norm, {weights_.head}, count, C, V, RowsEpilogue::store_fp32, nullptr, b_.logits); });
   sample_and_score(step, first, count);
 }
 
@@ -258,7 +258,7 @@ void Inference<S>::keep_logits_of_all_rows() {
   const std::int64_t piece = std::min(kLogitRows, row_bucket(pool_.max_rows));
   for (std::int64_t first = 0; first < all; first += piece) {
     const std::int64_t count = std::min(piece, all - first);
-    multiply(b_.norm1 + first * C, weights_.head, count, C, V, RowsEpilogue::store_fp32, nullptr, b_.logits);
+    multiply(b_.norm1 + first * C, {weights_.head}, count, C, V, RowsEpilogue::store_fp32, nullptr, b_.logits);
     const std::vector<float> values = download(b_.logits, count * V);
     std::vector<float>& kept = kept_["logits"];
     kept.insert(kept.end(), values.begin(), values.end());

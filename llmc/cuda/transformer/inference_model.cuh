@@ -4,8 +4,8 @@
 //   inference_step.cu    a step: uploading the description of its rows, captured graphs, returning results
 //   inference_layers.cu  the list of launches from ids to scored logits
 //
-// Both families share one list of operators. They differ in the norm, in where the second half of a layer reads the
-// residual stream, in the layout of heads in a row of qkv and in the function between the two matrices of the MLP.
+// One list of operators for all models. Capabilities of ModelConfig decide about the norm, about where the second half of a layer
+// reads the residual stream, the layout of heads in a row of qkv and the function between the two matrices of the MLP.
 //
 // Activations, keys, values and weights that are not quantised are stored in S, the residual stream and all sums in
 // fp32.
@@ -25,6 +25,7 @@
 #include "llmc/base/regions.h"
 #include "llmc/cuda/fused/step.h"
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/device_weights.h"
 #include "llmc/cuda/op/gemv.h"
 #include "llmc/cuda/op/kv_cache.h"
 #include "llmc/cuda/op/linear.h"
@@ -46,30 +47,6 @@ constexpr std::int64_t kDepth = 2;        // steps in flight: one runs, one is q
 
 // Rows of a step after padding, so that few captured graphs serve every number of rows.
 std::int64_t row_bucket(std::int64_t rows);
-
-// A linear layer with a plain or a packed (quantised) matrix.
-template <typename S>
-struct InferenceLinear {
-  const S* weight = nullptr;  // [out, in], null where it is packed
-  const S* bias = nullptr;    // [out] or null
-  PackedMatrix packed;
-};
-
-template <typename S>
-struct InferenceLayer {
-  Norm<S> input_norm, post_norm;
-  InferenceLinear<S> qkv, output;
-  InferenceLinear<S> up;  // GPT-NeoX [F, C], Llama [2 F, C]: gate and up
-  InferenceLinear<S> down;
-};
-
-template <typename S>
-struct InferenceWeights {
-  const S* embedding = nullptr;  // [V, C]
-  InferenceLinear<S> head;       // [V, C]
-  Norm<S> final_norm;
-  std::vector<InferenceLayer<S>> layers;
-};
 
 // The description of a step, uploaded in one copy: these arrays, attention's work list, and then the block tables of
 // the spans. `rows` and `wanted` are padded by row_bucket(): the arrays' positions depend on these two alone, so that a
@@ -117,7 +94,7 @@ PagedAttentionShape attention_shape(const ModelConfig& config, const InferenceOp
 template <typename S>
 struct InferenceParts {
   S* parameters = nullptr;
-  const InferenceWeights<S>* weights = nullptr;
+  const DeviceWeights<S>* weights = nullptr;
   KvCache<S> cache;
   DeviceRopeTable rope;
   cudaStream_t stream = nullptr;
@@ -128,7 +105,7 @@ class Inference final : public InferenceModel {
  public:
   // `own`: the parameters, if this model owns them.
   Inference(const ModelConfig& config, const InferenceOptions& pool, const GpuInferenceOptions& options,
-            InferenceWeights<S> weights, std::unique_ptr<DeviceArena> own);
+            DeviceWeights<S> weights, std::unique_ptr<DeviceArena> own);
   ~Inference() override { cudaStreamSynchronize(stream_); }
 
   const ModelConfig& config() const override { return config_; }
@@ -221,20 +198,20 @@ class Inference final : public InferenceModel {
   void sample_and_score(const StepArrays& step, std::int64_t first, std::int64_t count);
   void normalize(std::int64_t rows, const float* residual, const Norm<S>& norm, S* out, const Norm<S>* norm2 = nullptr,
                  S* out2 = nullptr);
-  void multiply(const S* x, const InferenceLinear<S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
+  void multiply(const S* x, const DeviceLinear<S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
                 RowsEpilogue epilogue, S* out, float* out_fp32 = nullptr, bool x_is_older = false);
   // With the matrices of these layers, w2 for io's second input.
-  void multiply(RowsMatmul<S> io, const InferenceLinear<S>& w, const InferenceLinear<S>& w2);
-  void add_branches(const InferenceLayer<S>& w, std::int64_t rows);
+  void multiply(RowsMatmul<S> io, const DeviceLinear<S>& w, const DeviceLinear<S>& w2);
+  void add_branches(const DeviceBlock<S>& w, std::int64_t rows);
   PagedKv<S> pages_of_layer(std::int64_t l) const;
   // view of queries, keys or values, which begin at this element of a row of qkv
   HeadViewOf<S> heads(std::int64_t first_element) const;
   HeadViewOf<S> queries() const { return heads(0); }
-  HeadViewOf<S> keys() const { return heads(neox() ? config_.head_dim : config_.q_size()); }
-  HeadViewOf<S> values() const { return heads(neox() ? 2 * config_.head_dim : config_.q_size() + config_.kv_size()); }
-  bool neox() const { return config_.family == Family::gpt_neox; }
-  bool parallel() const { return neox() && config_.parallel_residual; }
-  std::int64_t qkv_size() const { return config_.q_size() + 2 * config_.kv_size(); }
+  HeadViewOf<S> keys() const { return heads(per_head() ? config_.head_dim : config_.q_size()); }
+  HeadViewOf<S> values() const { return heads(per_head() ? 2 * config_.head_dim : config_.q_size() + config_.kv_size()); }
+  bool per_head() const { return config_.qkv_layout == QkvLayout::per_head; }
+  bool parallel() const { return config_.parallel_residual; }
+  std::int64_t qkv_size() const { return config_.qkv_size(); }
   // Runs `work` under a name for the profiler, if operators are launched singly.
   template <typename Work>
   void named(const char* name, const Work& work) {
@@ -255,7 +232,7 @@ class Inference final : public InferenceModel {
   InferenceOptions pool_;
   GpuInferenceOptions options_;
   std::unique_ptr<DeviceArena> own_;
-  InferenceWeights<S> weights_;
+  DeviceWeights<S> weights_;
   LaunchDevice device_;
   Stream stream_, upload_stream_;
   Event drafts_written_{cudaEventDisableTiming};

@@ -82,7 +82,7 @@ NeoxDecoder<S>::NeoxDecoder(const ModelConfig& config, const NeoxOptions& option
   parameters_.clear(stream_);  // padding between tensors
   stream_.synchronize("clearing GPU memory");
   fill(parameters_.at<S>(0));
-  weights_ = bind_neox<S>(config, table_, parameters_.at<S>(0));
+  weights_ = bind_plain<S>(config, table_, parameters_.at<S>(0));
   cache_ = {cache_arena_.at<S>(0), cache_arena_.at<S>(0) + config.num_layers * config.hidden_size * options.capacity,
             options.capacity};
   const RopeTable table = rope_table(config.rope, options.capacity);
@@ -117,7 +117,7 @@ const char* decode_mode_name(DecodeMode mode) {
 
 std::string neox_refusal(const ModelConfig& c, DType dtype) {
   if (const std::string refusal = head_dim_refusal(c.head_dim); !refusal.empty()) return refusal;
-  if (c.gelu_tanh) return "activation: the GPU has GELU with erf alone, not its approximation by tanh";
+  if (c.activation == Activation::gelu_tanh) return "activation: the GPU has GELU with erf alone, not its approximation by tanh";
   const std::int64_t element = static_cast<std::int64_t>(dtype_bytes(dtype));
   // a row of both output matrices together
   const std::int64_t unit = 16 / element, widest = kMaxResidualGemvBytes / element;
@@ -133,7 +133,7 @@ std::string neox_refusal(const ModelConfig& c, DType dtype) {
 std::string fused_refusal(const ModelConfig& config, DType dtype) {
   if (dtype == DType::f32) return "the fused kernel computes with fp16 or bf16 weights, not fp32";
   if (config.quantization.any()) {
-    const bool parallel = config.family == Family::gpt_neox && config.parallel_residual;
+    const bool parallel = config.parallel_residual;
     if (config.quantization.weights == WeightScheme::none) {
       return "the fused kernel reads quantised heads beside quantised layers, not beside layers in 16 bits";
     }
@@ -148,13 +148,13 @@ std::string fused_refusal(const ModelConfig& config, DType dtype) {
 
 bool graph_is_faster(const ModelConfig& config) {
   constexpr std::int64_t kLoadedElements = 2048;
-  const bool parallel = config.family == Family::gpt_neox && config.parallel_residual;
+  const bool parallel = config.parallel_residual;
   return !parallel && config.hidden_size % kLoadedElements != 0;
 }
 
 bool fused_by_default(const ModelConfig& config) {
   constexpr std::int64_t kWidest = 2560;  // one 16-byte load a lane covers a row
-  const bool parallel = config.family == Family::gpt_neox && config.parallel_residual;
+  const bool parallel = config.parallel_residual;
   return !config.quantization.any() || !parallel || config.hidden_size <= kWidest;
 }
 

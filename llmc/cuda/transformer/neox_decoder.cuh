@@ -144,7 +144,7 @@ class NeoxDecoder final : public DecodeModel {
   }
 
  private:
-  using Layer = NeoxLayerWeights<S, S>;
+  using Layer = DeviceBlock<S>;
 
   void check_room(std::size_t ids) const {
     if (ids > 0 && static_cast<std::int64_t>(ids) <= options_.capacity - length_) return;
@@ -165,9 +165,9 @@ class NeoxDecoder final : public DecodeModel {
   void normalize(RowRange rows, const S* branch, const Norm<S>& norm, S* out, const Norm<S>* norm2 = nullptr,
                  S* out2 = nullptr);
   void normalize_input(std::int64_t l, RowRange rows, const S* branch);
-  void linear(S* out, const S* x, const Linear<S, S>& w, RowRange rows, std::int64_t in, std::int64_t out_size,
+  void linear(S* out, const S* x, const DeviceLinear<S>& w, RowRange rows, std::int64_t in, std::int64_t out_size,
               Accumulate accumulate = Accumulate::no) {
-    matmul_.forward<S>(out + rows.begin * out_size, x + rows.begin * in, w.weight, w.bias, padded_rows(size_of(rows)),
+    matmul_.forward<S>(out + rows.begin * out_size, x + rows.begin * in, w.weight.plain, w.bias, padded_rows(size_of(rows)),
                        in, out_size, accumulate);
   }
   void run_up(const Layer& w, RowRange rows, cudaStream_t stream);  // MLP up and GELU; matmul_ must run in that stream
@@ -233,7 +233,7 @@ class NeoxDecoder final : public DecodeModel {
   const bool prepared_ = prepare_matmuls();  // before the arenas take the memory that timing needs
   // in this order: if memory does not suffice, the largest fails first
   DeviceArena parameters_, cache_arena_, workspace_;
-  NeoxWeights<S, S> weights_;
+  DeviceWeights<S> weights_;
   KvCache<S> cache_;
   DeviceRopeTable rope_;
   PinnedBuffer host_logits_;

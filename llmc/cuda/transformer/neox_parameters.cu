@@ -20,7 +20,6 @@
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/fork.h"
 #include "llmc/cuda/runtime/stream.h"
-#include "llmc/model/neox_layout.h"
 
 namespace weft::cuda {
 
@@ -362,28 +361,11 @@ void randomize_parameters(const TensorTable& table, std::uint64_t seed, S* param
   randomize_parameters<S>(table, seed, targets_in_arena(table, parameters));
 }
 
-template <typename S>
-NeoxWeights<S, S> bind_neox(const ModelConfig& config, const TensorTable& table, const S* parameters) {
-  const NeoxParameters<const S> found(config, table, parameters);
-  const auto norm = [](const NormParameters<const S>& each) { return Norm<S>{each.weight, each.bias}; };
-  const auto linear = [](const LinearParameters<const S>& each) { return Linear<S, S>{each.weight, each.bias}; };
-  NeoxWeights<S, S> weights;
-  weights.embedding = found.embedding;
-  for (const NeoxLayerParameters<const S>& layer : found.layers) {
-    weights.layers.push_back({norm(layer.input_norm), norm(layer.post_norm), linear(layer.qkv), linear(layer.dense),
-                              linear(layer.up), linear(layer.down)});
-  }
-  weights.final_norm = norm(found.final_norm);
-  weights.head = found.head;
-  return weights;
-}
-
 #define WEFT_INSTANTIATE(S)                                                                                      \
   template void load_parameters<S>(const ModelFile&, std::span<const ParameterTarget<S>>, const LoadProgress&);  \
   template void load_parameters<S>(const ModelFile&, S*, const LoadProgress&);                                   \
   template void randomize_parameters<S>(const TensorTable&, std::uint64_t, std::span<const ParameterTarget<S>>); \
-  template void randomize_parameters<S>(const TensorTable&, std::uint64_t, S*);                                  \
-  template NeoxWeights<S, S> bind_neox<S>(const ModelConfig&, const TensorTable&, const S*);
+  template void randomize_parameters<S>(const TensorTable&, std::uint64_t, S*);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)
 WEFT_INSTANTIATE(fp16)

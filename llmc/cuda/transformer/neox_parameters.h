@@ -1,5 +1,5 @@
-// The parameters of a GPT-NeoX on the device: one allocation in the layout of the tensor table, filled from a file or
-// with random numbers.
+// The parameters of a model on the device: one allocation in the layout of the tensor table, filled from a file or with random
+// numbers.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,7 +11,7 @@
 
 #include "llmc/base/dtype.h"
 #include "llmc/base/error.h"
-#include "llmc/cuda/fused/neox_weights.h"
+#include "llmc/cuda/op/device_weights.h"
 #include "llmc/cuda/op/quantized_matmul.h"
 #include "llmc/cuda/transformer/neox.h"
 #include "llmc/model/model_file.h"
@@ -65,9 +65,5 @@ template <typename S>
 void randomize_parameters(const TensorTable& table, std::uint64_t seed, std::span<const ParameterTarget<S>> targets);
 template <typename S>
 void randomize_parameters(const TensorTable& table, std::uint64_t seed, S* parameters);
-
-// Pointers to the tensors of the table.
-template <typename S>
-NeoxWeights<S, S> bind_neox(const ModelConfig& config, const TensorTable& table, const S* parameters);
 
 }  // namespace weft::cuda

@@ -63,7 +63,7 @@ void NeoxDecoder<S>::normalize(RowRange rows, const S* branch, const Norm<S>& no
 template <typename S>
 void NeoxDecoder<S>::normalize_input(std::int64_t l, RowRange rows, const S* branch) {
   if (l == config_.num_layers) return normalize(rows, branch, weights_.final_norm, b_.norm1);
-  const Layer& layer = weights_.layers[static_cast<std::size_t>(l)];
+  const Layer& layer = weights_.blocks[static_cast<std::size_t>(l)];
   if (!config_.parallel_residual) return normalize(rows, branch, layer.input_norm, b_.norm1);
   normalize(rows, branch, layer.input_norm, b_.norm1, &layer.post_norm, b_.norm2);
 }
@@ -102,7 +102,7 @@ void NeoxDecoder<S>::run_up(const Layer& w, RowRange rows, cudaStream_t stream) 
 // of lower priority: their blocks fill the multiprocessors that the other kernels leave idle near their end.
 template <typename S>
 void NeoxDecoder<S>::run_layer(std::int64_t l, std::int64_t rows, RowRange wanted) {
-  const Layer& w = weights_.layers[static_cast<std::size_t>(l)];
+  const Layer& w = weights_.blocks[static_cast<std::size_t>(l)];
   const std::int64_t C = config_.hidden_size, F = config_.ffn_size;
   const std::string prefix = keep_ ? "layers." + std::to_string(l) + "." : "";
   const MaybeRange range(profiling(), "layer", l);
@@ -118,7 +118,7 @@ void NeoxDecoder<S>::run_layer(std::int64_t l, std::int64_t rows, RowRange wante
   }
   attend(l, rows, wanted);
   if (size_of(wanted) == 0) return;
-  named("output projection", [&] { linear(b_.branch, b_.attention, w.dense, wanted, C, C); });
+  named("output projection", [&] { linear(b_.branch, b_.attention, w.output, wanted, C, C); });
   if (!parallel) named("norms", [&] { normalize(wanted, b_.branch, w.post_norm, b_.norm2); });
   keep(prefix + "post_attention_norm", b_.norm2, rows * C);
   if (beside) {
@@ -165,7 +165,7 @@ std::int64_t NeoxDecoder<S>::run_prompt(std::span<const std::int32_t> ids) {
     run_chunk(ids.subspan(begin, static_cast<std::size_t>(rows)), last ? Wanted::last : Wanted::none);
     for (std::int64_t first = 0; keep_ && first < rows; first += kScoreChunk) {
       const std::int64_t count = std::min(kScoreChunk, rows - first), C = config_.hidden_size;
-      matmul_.wide<S>(b_.score_logits, b_.norm1 + first * C, weights_.head, count, C, config_.vocab_size);
+      matmul_.wide<S>(b_.score_logits, b_.norm1 + first * C, weights_.head.plain, count, C, config_.vocab_size);
       keep("logits", b_.score_logits, count * config_.vocab_size);
     }
   }
@@ -193,7 +193,7 @@ std::vector<double> NeoxDecoder<S>::score(std::span<const std::int32_t> ids) {
     for (std::int64_t first = 0; first < rows; first += kScoreChunk) {
       const std::int64_t count = std::min(kScoreChunk, rows - first);
       const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(float);
-      matmul_.wide<S>(b_.score_logits, b_.norm1 + first * C, weights_.head, count, C, V);
+      matmul_.wide<S>(b_.score_logits, b_.norm1 + first * C, weights_.head.plain, count, C, V);
       check(cudaMemcpyAsync(b_.ids, ids.data() + begin + static_cast<std::size_t>(first) + 1, bytes,
                             cudaMemcpyHostToDevice, stream_),
             "scoring");

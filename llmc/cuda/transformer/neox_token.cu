@@ -38,10 +38,11 @@ void NeoxDecoder<S>::run_token() {
   check_launch("embedding of a token");
   for (std::int64_t l = 0; l < config_.num_layers; ++l) {
     const MaybeRange layer(profiling(), "layer", l);
-    const Layer& w = weights_.layers[static_cast<std::size_t>(l)];
-    const typename NormGemv<S, S>::Output qkv{w.input_norm, w.qkv, 3 * C, false, b_.qkv, nullptr};
-    const typename NormGemv<S, S>::Output up{w.post_norm, w.up, F, true, b_.up, nullptr};
-    const typename ResidualGemv<S, S>::Input dense{b_.attention, w.dense, C}, down{b_.up, w.down, F};
+    const Layer& w = weights_.blocks[static_cast<std::size_t>(l)];
+    const auto linear = [](const DeviceLinear<S>& each) { return GemvLinear<S, S>{each.weight.plain, each.bias}; };
+    const typename NormGemv<S, S>::Output qkv{w.input_norm, linear(w.qkv), 3 * C, false, b_.qkv, nullptr};
+    const typename NormGemv<S, S>::Output up{w.post_norm, linear(w.up), F, true, b_.up, nullptr};
+    const typename ResidualGemv<S, S>::Input dense{b_.attention, linear(w.output), C}, down{b_.up, linear(w.down), F};
     const bool parallel = config_.parallel_residual;
     named(parallel ? "norms, QKV, MLP up" : "norm, QKV", [&] {
       norm_gemv<S, S>({b_.residual, C, eps, {qkv, parallel ? up : typename NormGemv<S, S>::Output{}}}, device_,
@@ -70,7 +71,7 @@ void NeoxDecoder<S>::run_token() {
 template <typename S>
 void NeoxDecoder<S>::run_head(const float* residual) {
   const typename NormGemv<S, S>::Output head{
-      weights_.final_norm, {weights_.head, nullptr}, config_.vocab_size, false, nullptr, b_.logits};
+      weights_.final_norm, {weights_.head.plain, nullptr}, config_.vocab_size, false, nullptr, b_.logits};
   named("final norm, head", [&] {
     norm_gemv<S, S>({residual, config_.hidden_size, static_cast<float>(config_.norm_eps), {head, {}}}, device_,
                     stream_);

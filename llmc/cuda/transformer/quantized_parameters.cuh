@@ -1,4 +1,4 @@
-// The parameters of a quantised model on the device, of either family: one allocation with the float tensors in S and,
+// The parameters of a quantised model on the device: one allocation with the float tensors in S and,
 // for each quantised linear layer, a packed matrix (op/quantized_matmul.h), in which q, k and v, or gate and up, are
 // one.
 #pragma once
@@ -22,7 +22,7 @@ class QuantizedParameters {
   const MemoryPlan& plan() const { return plan_; }
   const TensorTable& table() const { return table_; }
   // Pointers to everything in an arena of plan() that begins at `arena`.
-  InferenceWeights<S> weights(std::byte* arena) const;
+  DeviceWeights<S> weights(std::byte* arena) const;
   std::vector<ParameterTarget<S>> targets(std::byte* arena) const;  // in the order of the table's specs
 
  private:
@@ -33,34 +33,28 @@ class QuantizedParameters {
     std::uint64_t blocks_at = 0, scales_at = 0;
     PackedMatrix in(std::byte* arena) const;
   };
-  struct Layer {
-    Matrix qkv, output, up, down;
-  };
   // The destination of a tensor: floats at an offset, or a place in a matrix.
   struct Target {
     std::uint64_t floats_at = 0;
     Matrix matrix;
     PackedPlace place;
   };
-  struct Part {
-    std::string module;
-    PackedPlace::Part part = PackedPlace::Part::rows;
+  // For bind_weights().
+  struct Source {
+    const QuantizedParameters& of;
+    std::byte* arena;
+    const S* floats(const std::string& name) const;
+    PackedMatrix packed(const std::vector<std::string>& modules) const;
   };
 
   void place_floats();
   // Plans the matrix of these modules, whose rows are concatenated, or alternate if they are gate and up.
-  Matrix place_matrix(const std::vector<Part>& parts);
-  // null if the table has no such tensor, or not as floats
-  const S* floats(std::byte* arena, const std::string& name) const;
-  Norm<S> norm(std::byte* arena, const std::string& module) const;
-  InferenceLinear<S> linear(std::byte* arena, const std::string& module, const Matrix& matrix) const;
+  void place_matrix(const std::vector<std::string>& modules, bool gated);
 
   ModelConfig config_;
   TensorTable table_;
   MemoryPlan plan_;
-  std::vector<Target> targets_;
-  std::vector<Layer> layers_;
-  Matrix head_;
+  std::vector<Target> targets_;  // in the order of the table's specs
 };
 
 }  // namespace weft::cuda

@@ -1,88 +1,17 @@
-// Where the parts of a Llama lie in memory, on either device: pointers to each layer's parameters, and to the
-// activations that a training step keeps. T is the storage type (float, or bf16 on the GPU).
+// The activations that a training step keeps, as pointers, on either device. T is the storage type: float, or bf16 on the GPU.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
-#include <span>
 #include <type_traits>
 #include <vector>
 
 #include "llmc/base/regions.h"
 #include "llmc/model/fp8.h"
-#include "llmc/model/parameters.h"
 #include "llmc/model/train_model.h"
 
 namespace weft {
-
-// The weights of the linear layers are null where they are quantised, their biases where the model has none.
-template <typename T>
-struct LayerParameters {
-  NormParameters<T> input_norm, post_norm;
-  T* qkv = nullptr;      // [q + 2 kv, C]: q, k, v are neighbours in the tensor table
-  T* output = nullptr;   // [C, q]
-  T* gate_up = nullptr;  // [2 F, C]: gate and up are neighbours
-  T* down = nullptr;     // [C, F]
-  T *qkv_bias = nullptr, *output_bias = nullptr, *gate_up_bias = nullptr, *down_bias = nullptr;
-
-  T* weight(BlockLinear linear) const { return of(linear, qkv, output, gate_up, down); }
-  T* bias(BlockLinear linear) const { return of(linear, qkv_bias, output_bias, gate_up_bias, down_bias); }
-
- private:
-  static T* of(BlockLinear linear, T* qkv, T* output, T* gate_up, T* down) {
-    return linear == BlockLinear::qkv       ? qkv
-           : linear == BlockLinear::output  ? output
-           : linear == BlockLinear::gate_up ? gate_up
-                                            : down;
-  }
-};
-
-// The parameters of a whole model, or their gradients, as pointers into an arena of the table's layout.
-template <typename T>
-struct LlamaParameters {
-  T* embedding = nullptr;  // [V, C]
-  std::vector<LayerParameters<T>> layers;
-  NormParameters<T> final_norm;
-  T* head = nullptr;  // [V, C]; the embedding where tied, null where it is quantised
-
-  LlamaParameters(const ModelConfig& config, const TensorTable& table, T* arena, Offsets offsets) {
-    const ParameterBinder<T> find(table, arena, offsets);
-    embedding = find.weight(LlamaNames::kEmbedding);
-    for (std::int64_t l = 0; l < config.num_layers; ++l) {
-      const LlamaNames::Layer names(l);
-      LayerParameters<T>& layer = layers.emplace_back();
-      layer.input_norm = find.norm(names.input_norm), layer.post_norm = find.norm(names.post_norm);
-      layer.qkv = find.weight(names.q), layer.qkv_bias = find.bias(names.q);
-      layer.output = find.weight(names.output), layer.output_bias = find.bias(names.output);
-      layer.gate_up = find.weight(names.gate), layer.gate_up_bias = find.bias(names.gate);
-      layer.down = find.weight(names.down), layer.down_bias = find.bias(names.down);
-    }
-    final_norm = find.norm(LlamaNames::kFinalNorm);
-    head = config.tied_embeddings ? embedding : find.weight(LlamaNames::kHead);
-  }
-
-  // For sections (llama_sections()) that lie in places of their own (SectionPlaces): moves the pointers into section s
-  // by by[s] elements.
-  void move_sections(std::span<const std::int64_t> by) {
-    const auto move = [](std::int64_t elements, std::initializer_list<T**> pointers) {
-      for (T** pointer : pointers) {
-        if (*pointer != nullptr) *pointer += elements;
-      }
-    };
-    for (std::size_t l = 0; l < layers.size(); ++l) {
-      LayerParameters<T>& layer = layers[l];
-      move(by[1 + l], {&layer.input_norm.weight, &layer.input_norm.bias, &layer.post_norm.weight, &layer.post_norm.bias,
-                       &layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.qkv_bias, &layer.output_bias,
-                       &layer.gate_up_bias, &layer.down_bias});
-    }
-    move(by[layers.size()], {&final_norm.weight, &final_norm.bias});
-    move(by.front(), {&embedding});
-    const bool tied = by.size() == 1 + layers.size();
-    move(tied ? by.front() : by.back(), {&head});
-  }
-};
 
 // What the backward pass of one layer reads. With recomputation several layers share one copy of a region.
 template <typename T>
@@ -101,12 +30,12 @@ struct LayerActivations {
 
 // Every activation and every gradient of an activation of one micro-batch.
 template <typename T>
-class LlamaActivations {
+class TrainingActivations {
  public:
   // classifier_rows: how many rows of logits exist at the same time, so that B * T * V of them never do.
-  LlamaActivations(const ModelConfig& config, const TrainOptions& options, std::int64_t classifier_rows);
-  LlamaActivations(const LlamaActivations&) = delete;  // regions_ has the addresses of its pointers
-  LlamaActivations& operator=(const LlamaActivations&) = delete;
+  TrainingActivations(const ModelConfig& config, const TrainOptions& options, std::int64_t classifier_rows);
+  TrainingActivations(const TrainingActivations&) = delete;  // regions_ has the addresses of its pointers
+  TrainingActivations& operator=(const TrainingActivations&) = delete;
 
   const MemoryPlan& plan() const { return regions_.plan(); }
   template <typename Arena>
@@ -132,7 +61,7 @@ class LlamaActivations {
 };
 
 template <typename T>
-LlamaActivations<T>::LlamaActivations(const ModelConfig& config, const TrainOptions& options,
+TrainingActivations<T>::TrainingActivations(const ModelConfig& config, const TrainOptions& options,
                                       std::int64_t classifier_rows) {
   const std::int64_t L = config.num_layers, C = config.hidden_size, F = config.ffn_size, V = config.vocab_size;
   const std::int64_t N = options.micro_batch * options.seq_len;

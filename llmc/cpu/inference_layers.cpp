@@ -1,0 +1,150 @@
+// A model on the CPU as a straight list of operators, from ids to the final norm: the specification of paged inference.
+//
+// Sequential residual: h1 = h + attention(norm1(h));  h' = h1 + mlp(norm2(h1))
+// Parallel residual:   h' = h + attention(norm1(h)) + mlp(norm2(h))     one residual_norm with two outputs a block
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "llmc/base/dtype.h"
+#include "llmc/cpu/embedding.h"
+#include "llmc/cpu/gelu.h"
+#include "llmc/cpu/inference.h"
+#include "llmc/cpu/residual_norm.h"
+#include "llmc/cpu/rope.h"
+#include "llmc/cpu/swiglu.h"
+
+namespace weft::cpu {
+
+namespace {
+
+void append_rounded(const float* from, std::int64_t count, DType type, float* to) {
+  const auto elements = static_cast<std::size_t>(count);
+  if (type == DType::f32) {
+    std::copy_n(from, elements, to);
+    return;
+  }
+  std::vector<std::uint16_t> rounded(elements);
+  convert_from_f32(from, type, rounded.data(), elements);
+  convert_to_f32(rounded.data(), type, to, elements);
+}
+
+}  // namespace
+
+void Inference::run_layers() {
+  const std::int64_t C = config_.hidden_size;
+  embedding_forward(residual_.data(), ids_.data(), weights_.embedding, rows(), C);
+  keep("embedding", residual_.data(), C);
+  normalize_input(0, nullptr);
+  for (std::int64_t l = 0; l < config_.num_layers; ++l) run_block(l);
+  keep("final_norm", final_norm_.data(), C);
+}
+
+void Inference::run_block(std::int64_t l) {
+  const BlockWeights<const float>& w = weights_.blocks[static_cast<std::size_t>(l)];
+  const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size, q = config_.q_size();
+  const bool parallel = config_.parallel_residual;
+  const std::string prefix = "layers." + std::to_string(l) + ".";
+  float* const norm2 = parallel ? norm2_.data() : norm1_.data();
+  float* const product = config_.gated() ? product_.data() : up_.data();
+
+  keep(prefix + "input_norm", norm1_.data(), C);
+  matmul_rows_forward(qkv_.data(), norm1_.data(), w.qkv.weight, w.qkv.bias, N, C, config_.qkv_size());
+  attend(l);
+  matmul_rows_forward(branch_.data(), attention_.data(), w.output.weight, w.output.bias, N, q, C);
+  if (!parallel) normalize(branch_.data(), w.post_norm, norm2);
+  keep(prefix + "post_attention_norm", norm2, C);
+  matmul_rows_forward(up_.data(), norm2, w.up.weight, w.up.bias, N, C, linear_size(config_, BlockLinear::up).OC);
+  switch (config_.activation) {
+    case Activation::swiglu:
+      swiglu_forward(product, up_.data(), N, F);
+      break;
+    case Activation::gelu:
+      gelu_forward(product, up_.data(), N * F);
+      break;
+    case Activation::gelu_tanh:
+      gelu_tanh_forward(product, up_.data(), N * F);
+      break;
+  }
+  keep(prefix + "mlp_product", product, F);
+  // Parallel residual: both branches are added at once, so the MLP accumulates into what attention left.
+  matmul_rows_forward(branch_.data(), product, w.down.weight, w.down.bias, N, F, C,
+                      parallel ? Accumulate::yes : Accumulate::no);
+  normalize_input(l + 1, branch_.data());
+  keep(prefix + "residual", residual_.data(), C);
+}
+
+// ---- norms ----------------------------------------------------------------------------------------------------------
+
+void Inference::normalize_input(std::int64_t l, const float* branch) {
+  if (l == config_.num_layers) return normalize(branch, weights_.final_norm, final_norm_.data());
+  const BlockWeights<const float>& w = weights_.blocks[static_cast<std::size_t>(l)];
+  if (!config_.parallel_residual) return normalize(branch, w.input_norm, norm1_.data());
+  normalize(branch, w.input_norm, norm1_.data(), w.post_norm, norm2_.data());
+}
+
+void Inference::normalize(const float* branch, const Norm& norm, float* out, const Norm& norm2, float* out2) {
+  ResidualNormShape shape;
+  shape.rows = rows();
+  shape.C = config_.hidden_size;
+  shape.kind = config_.norm;
+  shape.eps = static_cast<float>(config_.norm_eps);
+  ResidualNormForward io;
+  io.x = branch != nullptr ? branch : residual_.data();
+  io.residual = branch != nullptr ? residual_.data() : nullptr;
+  io.residual_out = branch != nullptr ? residual_.data() : nullptr;
+  io.weight = norm.weight;
+  io.bias = norm.bias;
+  io.out = out;
+  io.weight2 = norm2.weight;
+  io.bias2 = norm2.bias;
+  io.out2 = out2;
+  residual_norm_forward(shape, io);
+}
+
+// ---- attention ------------------------------------------------------------------------------------------------------
+
+HeadView Inference::heads(std::int64_t first_element) {
+  const std::int64_t HS = config_.head_dim, stride = config_.qkv_layout == QkvLayout::per_head ? 3 * HS : HS;
+  return {qkv_.data() + first_element, 0, config_.qkv_size(), stride};
+}
+
+PagedKv Inference::pages_of_layer(std::int64_t l) const {
+  const std::int64_t layer = config_.kv_size() * options_.num_pages * options_.page_size;
+  float* keys = kv_arena_.at<float>(0) + l * layer;
+  return {keys, keys + config_.num_layers * layer, options_.page_size, config_.num_kv_heads, config_.head_dim};
+}
+
+void Inference::attend(std::int64_t l) {
+  const std::int64_t NH = config_.num_heads, NKV = config_.num_kv_heads, HS = config_.head_dim, P = options_.page_size;
+  const bool per_head = config_.qkv_layout == QkvLayout::per_head;
+  const HeadView q = heads(0), k = heads(per_head ? HS : config_.q_size()),
+                 v = heads(per_head ? 2 * HS : config_.q_size() + config_.kv_size());
+  const PagedKv kv = pages_of_layer(l);
+  const auto from_row = [](HeadView view, std::int64_t row) {
+    view.data += row * view.token_stride;
+    return view;
+  };
+  for (const PagedRows& span : rows_) {
+    rope_forward(from_row(q, span.first_row), rope_, 1, span.rows, NH, span.first_position);
+    rope_forward(from_row(k, span.first_row), rope_, 1, span.rows, NKV, span.first_position);
+    for (std::int64_t t = 0; t < span.rows; ++t) {
+      const std::int64_t position = span.first_position + t;
+      for (std::int64_t h = 0; h < NKV; ++h) {
+        const std::int64_t at = kv.offset(span.pages[position / P], h) + position % P * HS;
+        append_rounded(k.at(0, span.first_row + t, h), HS, cache_type_, kv.keys + at);
+        append_rounded(v.at(0, span.first_row + t, h), HS, cache_type_, kv.values + at);
+      }
+    }
+  }
+  const float scale = 1.0f / std::sqrt(static_cast<float>(HS));
+  paged_attention({NH, scale, q.token_stride, q.head_stride}, attention_.data(), q.data, kv, rows_);
+  if (!keep_) return;
+  const std::string prefix = "layers." + std::to_string(l) + ".";
+  keep_heads(prefix + "q", q, NH);
+  keep_heads(prefix + "k", k, NKV);
+  keep_heads(prefix + "v", v, NKV);
+  keep(prefix + "attention", attention_.data(), NH * HS);
+}
+
+}  // namespace weft::cpu

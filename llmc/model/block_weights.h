@@ -1,0 +1,187 @@
+// The weights of a model as pointers, on either device: one description for training, paged inference, the persistent kernel
+// and the CPU. T is the storage type, const where nobody writes. Packed is a device's form of a quantised matrix: as the file
+// has it (QuantizedMatrix), or as a GPU reads it (cuda::PackedMatrix).
+//
+// A gradient has the same shape: ModelWeights<float> over the arena of the gradients.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <span>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "llmc/base/error.h"
+#include "llmc/model/quantization.h"
+#include "llmc/model/tensor_names.h"
+#include "llmc/model/tensor_table.h"
+
+namespace weft {
+
+template <typename T>
+struct NormWeights {
+  T* weight = nullptr;  // [C]
+  T* bias = nullptr;    // [C]; null with RMSNorm
+};
+
+// A matrix [out, in], row-major: plain or packed.
+template <typename T, typename Packed = QuantizedMatrix>
+struct Weight {
+  T* plain = nullptr;  // null where it is packed
+  Packed packed = {};  // empty where it is plain
+};
+
+// The low-rank addition of LoRA (Hu et al., 2021): y = x W^T + scale (x down^T) up^T.
+template <typename T>
+struct LowRank {
+  T* down = nullptr;  // [rank, in]; null: there is none
+  T* up = nullptr;    // [out, rank]
+  std::int64_t rank = 0;
+  float scale = 0;  // alpha / rank
+};
+
+template <typename T, typename Packed = QuantizedMatrix>
+struct Linear {
+  Weight<T, Packed> weight;  // [out, in]
+  T* bias = nullptr;         // [out]; null where the layer has none
+  LowRank<T> low_rank = {};
+  bool trainable = true;
+};
+
+template <typename T, typename Packed = QuantizedMatrix>
+struct BlockWeights {
+  NormWeights<T> input_norm, post_norm;
+  Linear<T, Packed> qkv;     // [q + 2 kv, C]; the order of its rows is ModelConfig::qkv_layout
+  Linear<T, Packed> output;  // [C, q]
+  Linear<T, Packed> up;      // [F, C]; with SwiGLU [2 F, C]: gate, then up
+  Linear<T, Packed> down;    // [C, F]
+
+  const Linear<T, Packed>& linear(BlockLinear which) const {
+    switch (which) {
+      case BlockLinear::qkv:
+        return qkv;
+      case BlockLinear::output:
+        return output;
+      case BlockLinear::up:
+        return up;
+      case BlockLinear::down:
+        return down;
+    }
+    fail(Exit::internal, "unknown linear layer");
+  }
+};
+
+template <typename T, typename Packed = QuantizedMatrix>
+struct ModelWeights {
+  T* embedding = nullptr;  // [V, C]
+  std::vector<BlockWeights<T, Packed>> blocks;
+  NormWeights<T> final_norm;
+  Weight<T, Packed> head;  // [V, C]; the embedding where tied
+
+  // For sections (parameter_sections()) that lie in places of their own (SectionPlaces): moves the pointers into section s by
+  // by[s] elements.
+  void move_sections(std::span<const std::int64_t> by) {
+    const auto move = [](std::int64_t elements, std::initializer_list<T**> pointers) {
+      for (T** pointer : pointers) {
+        if (*pointer != nullptr) *pointer += elements;
+      }
+    };
+    for (std::size_t l = 0; l < blocks.size(); ++l) {
+      BlockWeights<T, Packed>& block = blocks[l];
+      for (NormWeights<T>* norm : {&block.input_norm, &block.post_norm}) move(by[1 + l], {&norm->weight, &norm->bias});
+      for (Linear<T, Packed>* linear : {&block.qkv, &block.output, &block.up, &block.down}) {
+        move(by[1 + l], {&linear->weight.plain, &linear->bias});
+      }
+    }
+    move(by[blocks.size()], {&final_norm.weight, &final_norm.bias});
+    move(by.front(), {&embedding});
+    const bool tied = by.size() == 1 + blocks.size();
+    move(tied ? by.front() : by.back(), {&head.plain});
+  }
+};
+
+// The weights of a model whose tensors `source` finds:
+//   T* source.floats(name)        null where there is no such tensor, or where it is quantised
+//   Packed source.packed(modules) the quantised matrix of modules that are neighbours; empty where they are floats
+template <typename T, typename Packed, typename Source>
+ModelWeights<T, Packed> bind_weights(const ModelConfig& config, const Source& source) {
+  const ModelNames& names = names_of(config);
+  const auto norm = [&](const std::string& module) {
+    return NormWeights<T>{source.floats(weight_of(module)), source.floats(bias_of(module))};
+  };
+  const auto linear = [&](const std::vector<std::string>& modules) {
+    return Linear<T, Packed>{{source.floats(weight_of(modules.front())), source.packed(modules)},
+                             source.floats(bias_of(modules.front()))};
+  };
+  ModelWeights<T, Packed> weights;
+  weights.embedding = source.floats(weight_of(names.embedding));
+  for (std::int64_t l = 0; l < config.num_layers; ++l) {
+    const BlockNames block = names.block(l);
+    weights.blocks.push_back({norm(block.input_norm), norm(block.post_norm), linear(block.qkv), linear(block.output),
+                              linear(block.up), linear(block.down)});
+  }
+  weights.final_norm = norm(names.final_norm);
+  weights.head = config.tied_embeddings ? Weight<T, Packed>{weights.embedding, {}} : linear({names.head}).weight;
+  return weights;
+}
+
+// Which of the two positions of a TensorSpec an arena goes by.
+enum class Offsets {
+  bytes,     // each tensor lies in the dtype of its spec: the parameters of a model
+  elements,  // one type for all tensors: gradients, moments, parameters that were read into one type
+};
+
+// Finds tensors in an arena of the table's layout. Exit::internal where the table has a tensor in a type of another size than
+// T. Quantised matrices are found in an arena by bytes.
+template <typename T>
+class ArenaSource {
+ public:
+  ArenaSource(const TensorTable& table, T* arena, Offsets offsets) : table_(table), arena_(arena), offsets_(offsets) {}
+
+  T* floats(const std::string& name) const {
+    const TensorSpec* spec = table_.find(name);
+    if (spec == nullptr || spec->kind != ValueKind::floats) return nullptr;
+    if (offsets_ == Offsets::elements) return arena_ + spec->offset;
+    if (dtype_bytes(spec->dtype) != sizeof(T)) {
+      fail(Exit::internal, "%s: stored as %s, bound as a type of %zu bytes", name.c_str(), dtype_name(spec->dtype),
+           sizeof(T));
+    }
+    return reinterpret_cast<T*>(bytes(*spec));
+  }
+
+  QuantizedMatrix packed(const std::vector<std::string>& modules) const {
+    const std::string name = weight_of(modules.front());
+    const TensorSpec* spec = table_.find(name);
+    QuantizedMatrix matrix;
+    if (spec == nullptr || spec->kind != ValueKind::quants) return matrix;
+    if (offsets_ != Offsets::bytes) fail(Exit::internal, "%s: quantised, in an arena of one type", name.c_str());
+    const std::byte* const scales = bytes(table_.at(scales_of(name)));
+    matrix.data = bytes(*spec);
+    matrix.dtype = spec->dtype;
+    if (spec->dtype == DType::u4) {
+      matrix.group_scales = reinterpret_cast<const std::uint16_t*>(scales);
+      matrix.zeros = reinterpret_cast<const std::uint8_t*>(bytes(table_.at(zeros_of(name))));
+    } else {
+      matrix.row_scales = reinterpret_cast<const float*>(scales);
+    }
+    return matrix;
+  }
+
+ private:
+  using Byte = std::conditional_t<std::is_const_v<T>, const std::byte, std::byte>;
+  Byte* bytes(const TensorSpec& spec) const { return reinterpret_cast<Byte*>(arena_) + spec.byte_offset; }
+
+  const TensorTable& table_;
+  T* arena_;
+  Offsets offsets_;
+};
+
+// The weights in an arena of the layout of `table`, which is that of `config`.
+template <typename T>
+ModelWeights<T> bind_weights(const ModelConfig& config, const TensorTable& table, T* arena, Offsets offsets) {
+  return bind_weights<T, QuantizedMatrix>(config, ArenaSource<T>(table, arena, offsets));
+}
+
+}  // namespace weft
