@@ -2,12 +2,12 @@
 """Proof that the tests can fail: plants the bugs of rows/, one at a time, and wants at least one test red for each.
 
     make mutants                       all of them
-    python3 dev/mutants/run.py [--commit REV] [--only TEXT]... [--report FILE] [--narrow]
-    python3 dev/mutants/run.py --check     does every row still apply? Nothing is built
+    python3 dev/mutants/run.py [--commit REV] [--only TEXT]... [--report FILE]
+    python3 dev/mutants/run.py --check     does every row still apply, and is there each test that it names? Nothing is built
 
 Works in a copy of the tree in build/mutants, never in the tree itself; --commit takes a revision instead of the working
-tree. A bug is first tried with the tests that its row names; if they stay green, with the whole unit suite and then with
-test/python (not with --narrow). Bugs in GPU code are skipped, and counted, where there is no GPU.
+tree. A bug survives if the tests that its row names stay green. Bugs in GPU code are skipped, and counted, where there is no
+GPU.
 
 Exit codes: 0 each was found; 1 some survived; 2 a row that does not apply or does not compile, or tests that are red
 without any bug.
@@ -16,6 +16,10 @@ without any bug.
 from __future__ import annotations
 
 import argparse
+import ast
+import collections
+import fnmatch
+import functools
 import json
 import os
 import re
@@ -27,8 +31,9 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import anchor  # noqa: E402
 from mutant import Mutant  # noqa: E402
-from table import MUTANTS  # noqa: E402
+from rows import MUTANTS  # noqa: E402
 from tree import ROOT, Unusable, copy_tree  # noqa: E402
 
 HOME = ROOT / "build" / "mutants"
@@ -135,19 +140,32 @@ def require_green(mutants: list[Mutant], gpu: bool) -> None:
 # ---- one bug ---------------------------------------------------------------------------------------------------------
 
 
+def places_of(mutant: Mutant, tree: Path) -> list[anchor.Place]:
+    return anchor.find(tree, mutant.room, mutant.anchor, mutant.old)
+
+
+def where_of(mutant: Mutant) -> str:
+    return f"{mutant.room}: {mutant.anchor}"
+
+
+def with_bug(mutant: Mutant, place: anchor.Place) -> str:
+    text = place.file.read_text()
+    return text[:place.begin] + mutant.new + text[place.end:]
+
+
 def problems_of(mutants: list[Mutant], tree: Path) -> list[str]:
-    """The rows that do not apply to `tree`, or change nothing there, each with the reason."""
+    """The rows that do not apply to `tree`, change nothing there or name no test, each with the reason."""
     problems = []
-    texts: dict[str, str] = {}
     names: set[str] = set()
     for mutant in mutants:
-        path = tree / mutant.file
-        if mutant.file not in texts:
-            texts[mutant.file] = path.read_text() if path.is_file() else ""
-        count = texts[mutant.file].count(mutant.old)
-        if count != 1:
-            problems.append(f"{mutant.name}: its text occurs {count} times in {mutant.file}, expected once")
-        if mutant.old == mutant.new:
+        places = places_of(mutant, tree)
+        if not places and not anchor.texts_of(tree, mutant.room, mutant.anchor):
+            problems.append(f"{mutant.name}: there is no {where_of(mutant)}")
+        elif len(places) != 1:
+            problems.append(f"{mutant.name}: its text occurs {len(places)} times in {where_of(mutant)}, expected once")
+        elif places[0].file.suffix == ".py" and not is_python(with_bug(mutant, places[0])):
+            problems.append(f"{mutant.name}: what it makes is no Python")
+        if mutant.old.split() == mutant.new.split():
             problems.append(f"{mutant.name}: changes nothing")
         if mutant.name in names:
             problems.append(f"{mutant.name}: two rows have this name")
@@ -156,8 +174,16 @@ def problems_of(mutants: list[Mutant], tree: Path) -> list[str]:
     return problems
 
 
+def is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
+
+
 def unknown_test(test: str, tree: Path) -> str:
-    """Why a row's test cannot exist, by the sources alone; empty if it may."""
+    """Why there is no test of a row, by the sources alone; empty if there is one."""
     kind, _, selection = test.partition(":")
     if kind == "py":
         file, *names = selection.split("::")
@@ -168,7 +194,22 @@ def unknown_test(test: str, tree: Path) -> str:
         return "" if not name or re.search(rf"^def {re.escape(name)}\b", path.read_text(), re.M) else "no such test"
     if kind not in ("unit", "gpu"):
         return "expected unit:, py: or gpu:"
-    return "" if selection else "names no test"
+    names = googletest_names(tree / "test" / ("cpp" if kind == "unit" else "gpu"))
+    return "" if any(fnmatch.fnmatchcase(name, selection) for name in names) else "no such test"
+
+
+@functools.lru_cache(maxsize=None)
+def googletest_names(folder: Path) -> list[str]:
+    """The names under which GoogleTest has the tests of a folder; of those with parameters the first of each prefix."""
+    text = "".join(path.read_text() for path in sorted(folder.rglob("*")) if path.suffix in anchor.CPP)
+    prefixes = collections.defaultdict(list)
+    for prefix, suite in re.findall(r"\bINSTANTIATE_TEST_SUITE_P\(\s*(\w+),\s*(\w+)", text):
+        prefixes[suite].append(prefix)
+    names = []
+    for kind, suite, name in re.findall(r"^(TEST(?:_F|_P)?|TYPED_TEST)\(\s*(\w+),\s*(\w+)\s*\)", text, re.M):
+        forms = [f"{prefix}/{suite}.{name}/0" for prefix in prefixes[suite]] if kind == "TEST_P" else [f"{suite}.{name}"]
+        names += [f"{suite}/0.{name}"] if kind == "TYPED_TEST" else forms
+    return names
 
 
 def require_applicable(mutants: list[Mutant]) -> None:
@@ -177,7 +218,7 @@ def require_applicable(mutants: list[Mutant]) -> None:
 
 
 def check() -> int:
-    """--check: a second's work, before a half hour's."""
+    """--check: seconds, before hours."""
     problems = problems_of(list(MUTANTS), ROOT)
     for problem in problems:
         print(problem, file=sys.stderr)
@@ -196,8 +237,9 @@ class Planted:
     """A bug in the copy, with its object file, for the time of a `with`."""
 
     def __init__(self, mutant: Mutant):
-        self.source = TREE / mutant.file
-        built = object_of(mutant.file)
+        (self.place,) = places_of(mutant, TREE)
+        self.source = self.place.file
+        built = object_of(str(self.source.relative_to(TREE)))
         self.object = built if built is not None and built.exists() else None
         self.mutant = mutant
 
@@ -206,7 +248,7 @@ class Planted:
         self.time = self.source.stat().st_mtime
         if self.object is not None:
             self.object.rename(self.object.with_suffix(".kept"))
-        self.source.write_text(self.text.replace(self.mutant.old, self.mutant.new))
+        self.source.write_text(with_bug(self.mutant, self.place))
 
     def __exit__(self, *_: object) -> None:
         """As it was: the object with its time, and nothing linked from the one with the bug. A header keeps the time of now,
@@ -221,52 +263,45 @@ class Planted:
             (OUT / name).unlink(missing_ok=True)
 
 
-EVERYTHING = (("unit:*",), ("py:",))  # the last resort, in this order
-
-
-def verdict(mutant: Mutant, gpu: bool, narrow: bool) -> str:
+def verdict(mutant: Mutant, gpu: bool) -> str:
     """What found the bug; empty if nothing did."""
-    for tests in (mutant.tests, *(() if narrow or mutant.needs_gpu else EVERYTHING)):
-        built = make(targets_of(tests), gpu)
-        if built.returncode != 0:
-            raise Unusable(f"{mutant.name}: does not compile:\n{built.stderr[-3000:]}")
-        _, red = red_tests(tests)
-        if red:
-            return red[0] + (f" and {len(red) - 1} more" if len(red) > 1 else "")
-    return ""
+    built = make(targets_of(mutant.tests), gpu)
+    if built.returncode != 0:
+        raise Unusable(f"{mutant.name}: does not compile:\n{built.stderr[-3000:]}")
+    _, red = red_tests(mutant.tests)
+    return red[0] + (f" and {len(red) - 1} more" if len(red) > 1 else "") if red else ""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Plants bugs and wants each to turn a test red.")
     parser.add_argument("--check", action="store_true", help="only say whether every row applies to the working tree")
     parser.add_argument("--commit", help="take this revision instead of the working tree")
-    parser.add_argument("--as-is", action="store_true", help="take the copy as an earlier run left it")
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="bugs whose name or file holds TEXT")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT",
+                        help="bugs whose name, room or anchor holds TEXT")
     parser.add_argument("--report", type=Path, help="write the table as JSON, after each bug")
-    parser.add_argument("--narrow", action="store_true", help="only the tests that the rows name")
     parser.add_argument("--resume", action="store_true", help="leave out what --report already holds")
     options = parser.parse_args()
     if options.check:
         return check()
-    chosen = [m for m in MUTANTS if not options.only or any(text in m.name or text in m.file for text in options.only)]
+    chosen = [m for m in MUTANTS if not options.only or any(text in field for text in options.only
+                                                            for field in (m.name, m.room, m.anchor))]
     results: list[dict] = json.loads(options.report.read_text()) if options.resume and options.report.exists() else []
     done = {result["name"] for result in results}
     gpu = has_gpu()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the `with` that takes the bug out again
     try:
         HOME.mkdir(parents=True, exist_ok=True)
-        if not options.as_is:
-            copy_tree(TREE, options.commit)
+        copy_tree(TREE, options.commit)
         require_applicable(chosen)
         runnable = [m for m in chosen if (gpu or not m.needs_gpu) and m.name not in done]
         require_green(runnable, gpu)
         for mutant in runnable:
             start = time.monotonic()
             with Planted(mutant):
-                found = verdict(mutant, gpu, options.narrow)
-            results.append({"name": mutant.name, "file": mutant.file, "found_by": found,
+                found = verdict(mutant, gpu)
+            results.append({"name": mutant.name, "room": mutant.room, "anchor": mutant.anchor, "found_by": found,
                             "seconds": round(time.monotonic() - start, 1)})
-            print(f"{'found   ' if found else 'SURVIVED'}  {mutant.name}  ({mutant.file})  {found}", flush=True)
+            print(f"{'found   ' if found else 'SURVIVED'}  {mutant.name}  ({where_of(mutant)})  {found}", flush=True)
             if options.report:
                 options.report.write_text(json.dumps(results, indent=1) + "\n")
     except Unusable as problem:

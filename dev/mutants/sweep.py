@@ -13,8 +13,7 @@ among the sources of llmc/ without the kernels; a thousand changes take about te
 build and for each test alone.
 
 What lives has to be read: most of it makes no difference that anyone could see, such as memory that is not reserved or a
-check behind another check; some of it only tests of whole programs find. The rest is what this is for: it gets a test, and
-a row in rows/.
+check behind another check; some of it only tests of whole programs find. The rest is what this is for: it gets a test.
 
 Exit codes: 0 the changes were judged, whatever lived; 2 they could not be.
 """
