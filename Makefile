@@ -72,7 +72,7 @@ EDIT_FLAGS := -DWEFT_EDITLINE
 LDLIBS     += -ledit
 endif
 
-HOST_SRC := $(wildcard llmc/base/*.cpp llmc/file/*.cpp llmc/text/*.cpp llmc/model/*.cpp llmc/comm/*.cpp llmc/cpu/*.cpp llmc/train/*.cpp llmc/infer/*.cpp llmc/serve/*.cpp llmc/app/*.cpp)
+HOST_SRC := $(wildcard llmc/base/*.cpp llmc/file/*.cpp llmc/text/*.cpp llmc/model/*.cpp llmc/model/families/*.cpp llmc/comm/*.cpp llmc/cpu/*.cpp llmc/train/*.cpp llmc/infer/*.cpp llmc/serve/*.cpp llmc/app/*.cpp)
 HOST_OBJ := $(HOST_SRC:%.cpp=$B/%.o)
 # What infer_pythia has beyond train_llama, in an archive of its own: make demo trains before these are compiled.
 TRAIN_NEEDS := $(addprefix llmc/infer/,generate.cpp prompt.cpp stop_text.cpp text_output.cpp text_stream.cpp)
@@ -216,7 +216,7 @@ $(TEST_TOOLS): $B/%: $B/test/cpp/%_main.o $(LIBS)
 # The bits of a row depend on the instruction set alone, not on what else is computed nor on the CPU that the compiler tunes for.
 # So the kernels are compiled as other machines would, for the tests of equal bits and for cpu_bits, whose lines test/run.py
 # compares. The rest of the program is the release build's: it knows no vector registers.
-CPU_KERNELS := $(filter-out %/llama.cpp %inference.cpp %/fp8_linears.cpp,$(wildcard llmc/cpu/*.cpp))
+CPU_KERNELS := $(filter-out %/llama.cpp %/inference.cpp %/inference_layers.cpp %/fp8_linears.cpp,$(wildcard llmc/cpu/*.cpp))
 BIT_TESTS   := inference quantized speculation
 BIT_BUILDS  := native-zen v3 v3-zen
 BIT_FLAGS_native-zen := -mtune=znver3

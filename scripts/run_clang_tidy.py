@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CLEAN = ROOT / "build" / "tidy"
-FOLDERS = ("base", "file", "text", "model", "cpu", "train", "infer", "serve", "app", "comm")
+FOLDERS = ("base", "file", "text", "model", "model/families", "cpu", "train", "infer", "serve", "app", "comm")
 FLAGS = ["-xc++", "-std=c++20", "-march=native", "-fopenmp", "-I.", "-Ibuild/tidy"]
 
 
@@ -60,7 +60,7 @@ def main() -> int:
     batches = [[file] for file in sys.argv[1:]] or default_batches()
     CLEAN.mkdir(parents=True, exist_ok=True)
     (CLEAN / "version.h").write_text('#define WEFT_VERSION ""\n#define WEFT_BUILD ""\n')
-    common = fingerprint([ROOT / ".clang-tidy", Path(__file__), *ROOT.glob("llmc/*/*.h")])
+    common = fingerprint([ROOT / ".clang-tidy", Path(__file__), *ROOT.glob("llmc/**/*.h")])
 
     def check(batch: list[str]) -> str:
         mark = CLEAN / f"{hashlib.sha256(' '.join(batch).encode()).hexdigest()[:16]}.clean"

@@ -207,7 +207,7 @@ void run(const std::string& name, const Options& options, double ceiling) {
                                     rope.positions, rope.half};
   stream.synchronize("benchmark");
   Mailbox mailbox;
-  FusedDecode<S, S, S> fused(config, w, cache, device_rope, mailbox, stream, options.tuning);
+  FusedDecode<S> fused(config, w, cache, device_rope, mailbox, stream, options.tuning);
   for (const std::int64_t context : options.contexts) {
     FusedRequest request;
     request.first_id = 17;

@@ -297,7 +297,7 @@ TEST(FusedDecode, LaunchesShareTheMailbox) {
   request.count = 3000;
   std::vector<std::int32_t> ids[3];
   for (std::vector<std::int32_t>& got : ids) {
-    cuda::FusedDecode<fp16, fp16, fp16>& fused = &got == &ids[1] ? *second : *first;
+    cuda::FusedDecode<fp16>& fused = &got == &ids[1] ? *second : *first;
     fused.launch(request);
     fused.finish();  // all ids are in the mailbox before the first is read
     for (std::int64_t i = 0; i < request.count; ++i) got.push_back(fused.wait(i).value_or(-1));

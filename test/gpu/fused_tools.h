@@ -83,10 +83,10 @@ class Model {
     return cpu::load_decoder(ModelFile::open(path), capacity_);
   }
 
-  std::unique_ptr<cuda::FusedDecode<S, S, S>> fused(const cuda::FusedTuning& tuning = {}) {
+  std::unique_ptr<cuda::FusedDecode<S>> fused(const cuda::FusedTuning& tuning = {}) {
     keys_.fill_bytes(0xff);  // NaN: what the kernel must not read shows
     values_.fill_bytes(0xff);
-    return std::make_unique<cuda::FusedDecode<S, S, S>>(
+    return std::make_unique<cuda::FusedDecode<S>>(
         config_, weights(), cuda::KvCache<S>{keys_.data(), values_.data(), capacity_, page_size_}, rope_, mailbox_,
         stream_, tuning);
   }
@@ -116,7 +116,7 @@ class Model {
 };
 
 template <typename S>
-Floats logits_of(const cuda::FusedDecode<S, S, S>& fused, const ModelConfig& config) {
+Floats logits_of(const cuda::FusedDecode<S>& fused, const ModelConfig& config) {
   Floats logits(static_cast<std::size_t>(config.vocab_size));
   cuda::check(cudaMemcpy(logits.data(), fused.logits(), logits.size() * sizeof(float), cudaMemcpyDeviceToHost),
               "logits");
@@ -125,7 +125,7 @@ Floats logits_of(const cuda::FusedDecode<S, S, S>& fused, const ModelConfig& con
 
 // Feeds one id and returns the one that is sampled.
 template <typename S>
-std::int32_t step(cuda::FusedDecode<S, S, S>& fused, std::int32_t id, std::int64_t position,
+std::int32_t step(cuda::FusedDecode<S>& fused, std::int32_t id, std::int64_t position,
                   const SamplerOptions& options = {}) {
   cuda::FusedRequest request;
   request.first_id = id;

@@ -70,8 +70,8 @@ namespace {
 using namespace fused;
 
 // The regions before `rows` are zeroed before each launch.
-template <typename W, typename A, typename KV>
-Regions plan_workspace(const ModelConfig& config, const Plan& plan, SequentialParameters<W, A, KV>& p) {
+template <typename S>
+Regions plan_workspace(const ModelConfig& config, const Plan& plan, SequentialParameters<S, S, S>& p) {
   const int blocks = plan.blocks;
   const std::int64_t C = config.hidden_size;
   Regions regions("fused decoding: workspace");
@@ -123,8 +123,8 @@ const void* quantized_kernel(const Plan& plan, bool instrumented) {
 
 }  // namespace
 
-template <typename W, typename A, typename KV>
-struct FusedDecode<W, A, KV>::State {
+template <typename S>
+struct FusedDecode<S>::State {
   ModelConfig config;
   FusedTuning tuning;
   Mailbox& mailbox;
@@ -132,7 +132,7 @@ struct FusedDecode<W, A, KV>::State {
   const Plan plan;
   DType quantized;  // type of quantised weights; f32: not quantised
   int blocks, threads, shared_bytes;
-  SequentialParameters<W, A, KV> parameters{};  // the kernel of the parallel residual takes its base class, Parameters
+  SequentialParameters<S, S, S> parameters{};  // the kernel of the parallel residual takes its base class, Parameters
   Regions regions;
   DeviceArena workspace;
   std::unique_ptr<DeviceArena> streams;  // repacked quantised weights; null without
@@ -167,14 +167,14 @@ struct FusedDecode<W, A, KV>::State {
   const void* kernel_of_type() const {
     switch (quantized) {
       case DType::i8:
-        return quantized_kernel<W, DType::i8>(plan, instrumented());
+        return quantized_kernel<S, DType::i8>(plan, instrumented());
       case DType::u4:
-        return quantized_kernel<W, DType::u4>(plan, instrumented());
+        return quantized_kernel<S, DType::u4>(plan, instrumented());
       case DType::e4m3:
-        return quantized_kernel<W, DType::e4m3>(plan, instrumented());
+        return quantized_kernel<S, DType::e4m3>(plan, instrumented());
       default:
-        return plan.sequential ? fused_sequential_kernel<W, A, KV>(plan.shape.row_loads, instrumented())
-                               : fused_kernel<W, A, KV>(plan.shape.row_loads, instrumented());
+        return plan.sequential ? fused_sequential_kernel<S, S, S>(plan.shape.row_loads, instrumented())
+                               : fused_kernel<S, S, S>(plan.shape.row_loads, instrumented());
     }
   }
   // The kernel for the next launch; raises its limit of dynamic shared memory.
@@ -187,8 +187,8 @@ struct FusedDecode<W, A, KV>::State {
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream), "fused decoding");
   }
   // Fill `parameters.layers`.
-  void upload_layers(const DeviceWeights<A>& weights);
-  void upload_quantized_layers(const DeviceWeights<A>& weights);
+  void upload_layers(const DeviceWeights<S>& weights);
+  void upload_quantized_layers(const DeviceWeights<S>& weights);
   // Throws if a wait in the running kernel exceeded the time limit; the kernel then ends by itself.
   void throw_timeout() {
     if (!is_of_launch(read_word(host().timeout))) return;
@@ -200,9 +200,9 @@ struct FusedDecode<W, A, KV>::State {
   }
 };
 
-template <typename W, typename A, typename KV>
-FusedDecode<W, A, KV>::FusedDecode(const ModelConfig& config, const DeviceWeights<A>& weights,
-                                   const KvCache<KV>& cache, const DeviceRopeTable& rope, Mailbox& mailbox,
+template <typename S>
+FusedDecode<S>::FusedDecode(const ModelConfig& config, const DeviceWeights<S>& weights,
+                                   const KvCache<S>& cache, const DeviceRopeTable& rope, Mailbox& mailbox,
                                    cudaStream_t stream, const FusedTuning& tuning) {
   const Plan plan = plan_of(config, current_device(), tuning);
   if (!plan.refusal.empty()) fail(Exit::environment, "%s", plan.refusal.c_str());
@@ -216,7 +216,7 @@ FusedDecode<W, A, KV>::FusedDecode(const ModelConfig& config, const DeviceWeight
   state_ = std::make_unique<State>(config, tuning, plan, type, mailbox, stream);
   State& s = *state_;
 
-  SequentialParameters<W, A, KV>& p = s.parameters;
+  SequentialParameters<S, S, S>& p = s.parameters;
   static_cast<Sizes&>(p) = plan.sizes;
   static_cast<SequentialSizes&>(p) = plan.sequential_sizes;
   p.embedding = weights.embedding;
@@ -242,23 +242,23 @@ FusedDecode<W, A, KV>::FusedDecode(const ModelConfig& config, const DeviceWeight
   }
 }
 
-template <typename W, typename A, typename KV>
-void FusedDecode<W, A, KV>::State::upload_layers(const DeviceWeights<A>& weights) {
-  const std::vector<Layer<W, A>> layers = layer_table<W, A>(weights);
-  upload(parameters.layers, layers.data(), layers.size() * sizeof(Layer<W, A>));
+template <typename S>
+void FusedDecode<S>::State::upload_layers(const DeviceWeights<S>& weights) {
+  const std::vector<Layer<S, S>> layers = layer_table<S>(weights);
+  upload(parameters.layers, layers.data(), layers.size() * sizeof(Layer<S, S>));
   check(cudaStreamSynchronize(stream), "fused decoding");
 }
 
-template <typename W, typename A, typename KV>
-void FusedDecode<W, A, KV>::State::upload_quantized_layers(const DeviceWeights<A>& weights) {
+template <typename S>
+void FusedDecode<S>::State::upload_quantized_layers(const DeviceWeights<S>& weights) {
   const Sizes& sizes = plan.sizes;
   const SequentialSizes* const sequential = plan.sequential ? &plan.sequential_sizes : nullptr;
   streams = std::make_unique<DeviceArena>(plan_streams(config, plan));
   std::byte* const begin = streams->at<std::byte>(0);
   const std::int64_t layer_bytes = blocks * sizes.stream_bytes;
-  std::vector<QuantizedLayer<A>> layers;
+  std::vector<QuantizedLayer<S>> layers;
   for (std::size_t l = 0; l < weights.blocks.size(); ++l) {
-    const DeviceBlock<A>& w = weights.blocks[l];
+    const DeviceBlock<S>& w = weights.blocks[l];
     const PackedMatrix &qkv = w.qkv.weight.packed, &up = w.up.weight.packed, &down = w.down.weight.packed,
                        &output = w.output.weight.packed;
     std::byte* const to = begin + static_cast<std::int64_t>(l) * layer_bytes;
@@ -267,7 +267,7 @@ void FusedDecode<W, A, KV>::State::upload_quantized_layers(const DeviceWeights<A
                       w.up.bias, w.down.bias, w.output.bias, w.input_norm.weight, w.input_norm.bias,
                       w.post_norm.weight, w.post_norm.bias});
   }
-  QuantizedLayer<A> last{};
+  QuantizedLayer<S> last{};
   if (weights.head.packed) {
     std::byte* const to = begin + config.num_layers * layer_bytes;
     pack_head(to, weights.head.packed, sizes, plan.shape.row_loads, parameters.rows, blocks, stream);
@@ -279,33 +279,33 @@ void FusedDecode<W, A, KV>::State::upload_quantized_layers(const DeviceWeights<A
   last.norm1_weight = weights.final_norm.weight;
   last.norm1_bias = weights.final_norm.bias;
   layers.push_back(last);
-  static_assert(sizeof(QuantizedLayer<A>) == kQuantizedLayerBytes);
-  upload(parameters.layers, layers.data(), layers.size() * sizeof(QuantizedLayer<A>));
+  static_assert(sizeof(QuantizedLayer<S>) == kQuantizedLayerBytes);
+  upload(parameters.layers, layers.data(), layers.size() * sizeof(QuantizedLayer<S>));
   check(cudaStreamSynchronize(stream), "fused decoding");
 }
 
-template <typename W, typename A, typename KV>
-FusedDecode<W, A, KV>::~FusedDecode() {
+template <typename S>
+FusedDecode<S>::~FusedDecode() {
   if (state_ == nullptr || !state_->launched) return;
   cancel();
   cudaStreamSynchronize(state_->stream);  // a destructor has no way to report its errors
 }
 
-template <typename W, typename A, typename KV>
-std::vector<MemoryLine> FusedDecode<W, A, KV>::memory(const ModelConfig& config) {
+template <typename S>
+std::vector<MemoryLine> FusedDecode<S>::memory(const ModelConfig& config) {
   const Plan plan = plan_of(config, current_device(), {});
   if (!plan.refusal.empty()) fail(Exit::environment, "%s", plan.refusal.c_str());
-  SequentialParameters<W, A, KV> parameters{};
+  SequentialParameters<S, S, S> parameters{};
   std::vector<MemoryLine> lines = {
       {"fused decoding: workspace", plan_workspace(config, plan, parameters).plan().bytes()}};
   if (config.quantization.any()) lines.push_back({"fused decoding: weights", plan_streams(config, plan).bytes()});
   return lines;
 }
 
-template <typename W, typename A, typename KV>
-void FusedDecode<W, A, KV>::launch(const FusedRequest& request) {
+template <typename S>
+void FusedDecode<S>::launch(const FusedRequest& request) {
   State& s = *state_;
-  Parameters<W, A, KV>& p = s.parameters;
+  Parameters<S, S, S>& p = s.parameters;
   const std::size_t more = request.more_ids.size();
   const auto is_id = [&](std::int32_t id) { return id >= 0 && id < p.V; };
   const bool valid = !s.launched && request.count >= 1 && request.count <= kFusedTokens && request.position >= 0 &&
@@ -340,8 +340,8 @@ void FusedDecode<W, A, KV>::launch(const FusedRequest& request) {
   s.result = {};
 }
 
-template <typename W, typename A, typename KV>
-std::optional<std::int32_t> FusedDecode<W, A, KV>::wait(std::int64_t i) {
+template <typename S>
+std::optional<std::int32_t> FusedDecode<S>::wait(std::int64_t i) {
   using Clock = std::chrono::steady_clock;
   State& s = *state_;
   const std::uint32_t first = s.parameters.sequence;
@@ -366,13 +366,13 @@ std::optional<std::int32_t> FusedDecode<W, A, KV>::wait(std::int64_t i) {
   return sampled->id;
 }
 
-template <typename W, typename A, typename KV>
-void FusedDecode<W, A, KV>::cancel() {
+template <typename S>
+void FusedDecode<S>::cancel() {
   std::atomic_ref<std::uint64_t>(state_->host().cancel).store(state_->parameters.sequence, std::memory_order_release);
 }
 
-template <typename W, typename A, typename KV>
-typename FusedDecode<W, A, KV>::Result FusedDecode<W, A, KV>::finish() {
+template <typename S>
+typename FusedDecode<S>::Result FusedDecode<S>::finish() {
   State& s = *state_;
   if (!s.launched) return s.result;
   check(cudaStreamSynchronize(s.stream), "fused decoding");
@@ -387,13 +387,13 @@ typename FusedDecode<W, A, KV>::Result FusedDecode<W, A, KV>::finish() {
   return s.result;
 }
 
-template <typename W, typename A, typename KV>
-const float* FusedDecode<W, A, KV>::logits() const {
+template <typename S>
+const float* FusedDecode<S>::logits() const {
   return state_->parameters.logits;
 }
 
-template <typename W, typename A, typename KV>
-std::uint64_t FusedDecode<W, A, KV>::logits_hash() {
+template <typename S>
+std::uint64_t FusedDecode<S>::logits_hash() {
   std::vector<float> values(static_cast<std::size_t>(state_->parameters.V));
   check(cudaMemcpyAsync(values.data(), logits(), values.size() * sizeof(float), cudaMemcpyDeviceToHost, state_->stream),
         "logits");
@@ -401,34 +401,33 @@ std::uint64_t FusedDecode<W, A, KV>::logits_hash() {
   return xxh3_64(values.data(), values.size() * sizeof(float));
 }
 
-template <typename W, typename A, typename KV>
-std::uint64_t FusedDecode<W, A, KV>::bytes_per_token(std::int64_t context) const {
+template <typename S>
+std::uint64_t FusedDecode<S>::bytes_per_token(std::int64_t context) const {
   const ModelConfig& c = state_->config;
-  if (state_->plan.sequential || state_->streams != nullptr) return read_bytes_of_step(c, 1, context, sizeof(W));
+  if (state_->plan.sequential || state_->streams != nullptr) return read_bytes_of_step(c, 1, context, sizeof(S));
   const std::int64_t C = c.hidden_size, F = c.ffn_size, L = c.num_layers, V = c.vocab_size;
   const std::int64_t matrices = state_->tuning.layer_only ? L * C * (4 * C + F) : L * C * (4 * C + 2 * F) + V * C;
   const std::int64_t vectors =  // biases, norms, a row of the embedding
       state_->tuning.layer_only ? 0 : TensorTable(c).parameters() - V * C + C - matrices;
-  return static_cast<std::uint64_t>(matrices) * sizeof(W) + static_cast<std::uint64_t>(vectors) * sizeof(A) +
-         static_cast<std::uint64_t>(2 * L * c.kv_size() * context) * sizeof(KV);
+  return static_cast<std::uint64_t>(matrices + vectors + 2 * L * c.kv_size() * context) * sizeof(S);
 }
 
-template <typename W, typename A, typename KV>
-int FusedDecode<W, A, KV>::blocks() const {
+template <typename S>
+int FusedDecode<S>::blocks() const {
   return state_->blocks;
 }
 
-template <typename W, typename A, typename KV>
-void FusedDecode<W, A, KV>::record_timeline(bool record) {
+template <typename S>
+void FusedDecode<S>::record_timeline(bool record) {
   state_->timeline.record(record);
 }
 
-template <typename W, typename A, typename KV>
-FusedTimeline FusedDecode<W, A, KV>::timeline() {
+template <typename S>
+FusedTimeline FusedDecode<S>::timeline() {
   return state_->timeline.read(state_->stream);
 }
 
-template class FusedDecode<fp16, fp16, fp16>;
-template class FusedDecode<bf16, bf16, bf16>;
+template class FusedDecode<fp16>;
+template class FusedDecode<bf16>;
 
 }  // namespace weft::cuda

@@ -2,9 +2,8 @@
 // one launch, one block on each multiprocessor, weights and K/V cache streamed without a pause through shared memory.
 // How it works: decode.cu.
 //
-// It computes what llmc/cpu/inference_layers.cpp specifies, in fp32. W is the storage type
-// of matrices, A of the embedding, biases and norms, KV of the cache: all fp16 or all bf16. The order of sums depends
-// on the model and on the number of multiprocessors only, so every run gives the same bits.
+// It computes what llmc/cpu/inference_layers.cpp specifies, in fp32. S is the storage type of weights and cache, fp16 or bf16.
+// The order of sums depends on the model and on the number of multiprocessors only, so every run gives the same bits.
 //
 // Quantised weights (llmc/model/quantization.h): int8 or int4, for a GPT-NeoX with the parallel residual, beside fp16.
 // Activations stay in fp32 there, too, and int4 weights are scale * (q - zero) without rounding to 16 bits. The
@@ -79,13 +78,13 @@ struct FusedTuning {
   bool lose_an_arrival = false;  // for tests of the time limit: the last token of a launch never completes
 };
 
-template <typename W, typename A, typename KV>
+template <typename S>
 class FusedDecode {
  public:
   // The memory that `weights`, `cache` and `rope` (at least `cache.capacity` positions) point to, and `mailbox`, in
   // which ids are published, must outlive this object. Allocates memory() here and nothing later. All work is queued in
   // `stream`. Throws Exit::environment where fused_decode_refusal() is not empty.
-  FusedDecode(const ModelConfig& config, const DeviceWeights<A>& weights, const KvCache<KV>& cache,
+  FusedDecode(const ModelConfig& config, const DeviceWeights<S>& weights, const KvCache<S>& cache,
               const DeviceRopeTable& rope, Mailbox& mailbox, cudaStream_t stream, const FusedTuning& tuning = {});
   ~FusedDecode();
   FusedDecode(const FusedDecode&) = delete;

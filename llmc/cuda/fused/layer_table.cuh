@@ -9,15 +9,15 @@
 
 namespace weft::cuda::fused {
 
-template <typename W, typename A = W>
-std::vector<Layer<W, A>> layer_table(const DeviceWeights<A>& weights) {
-  std::vector<Layer<W, A>> layers;
-  for (const DeviceBlock<A>& w : weights.blocks) {
+template <typename S>
+std::vector<Layer<S, S>> layer_table(const DeviceWeights<S>& weights) {
+  std::vector<Layer<S, S>> layers;
+  for (const DeviceBlock<S>& w : weights.blocks) {
     layers.push_back({w.qkv.weight.plain, w.up.weight.plain, w.down.weight.plain, w.output.weight.plain, w.qkv.bias,
                       w.up.bias, w.down.bias, w.output.bias, w.input_norm.weight, w.input_norm.bias,
                       w.post_norm.weight, w.post_norm.bias});
   }
-  Layer<W, A> last{};
+  Layer<S, S> last{};
   last.qkv = weights.head.plain;
   last.norm1_weight = weights.final_norm.weight;
   last.norm1_bias = weights.final_norm.bias;

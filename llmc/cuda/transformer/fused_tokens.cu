@@ -20,7 +20,7 @@ class FusedTokens final : public IdDecoder {
         fused_(config_, *model.parts().weights, model.parts().cache, model.parts().rope, mailbox_, stream_),
         logits_(static_cast<std::uint64_t>(config_.vocab_size) * sizeof(float)) {}
 
-  std::vector<MemoryLine> memory() const override { return FusedDecode<S, S, S>::memory(config_); }
+  std::vector<MemoryLine> memory() const override { return FusedDecode<S>::memory(config_); }
   std::int64_t most_ids() const override { return kFusedTokens; }
   std::int64_t most_first_ids() const override { return kFusedMoreIds + 1; }
   void launch(std::span<const std::int32_t> ids, std::int64_t position, std::int64_t count,
@@ -72,14 +72,14 @@ class FusedTokens final : public IdDecoder {
   ModelConfig config_;
   cudaStream_t stream_;
   Mailbox mailbox_;
-  FusedDecode<S, S, S> fused_;
+  FusedDecode<S> fused_;
   PinnedBuffer logits_;
 };
 
 }  // namespace
 
 std::vector<MemoryLine> plan_fused_tokens(const ModelConfig& config) {
-  return FusedDecode<fp16, fp16, fp16>::memory(config);
+  return FusedDecode<fp16>::memory(config);
 }
 
 std::unique_ptr<IdDecoder> fused_tokens(InferenceModel& model, DType dtype) {

@@ -59,7 +59,7 @@ std::vector<MemoryLine> neox_memory(const ModelConfig& config, const NeoxOptions
                                    {"workspace", workspace + Matmul::kWorkspaceBytes}};
   if constexpr (!std::is_same_v<S, float>) {
     if (options.mode == DecodeMode::fused) {
-      for (const MemoryLine& line : FusedDecode<S, S, S>::memory(config)) lines.push_back(line);
+      for (const MemoryLine& line : FusedDecode<S>::memory(config)) lines.push_back(line);
     }
   }
   return lines;
@@ -92,7 +92,7 @@ NeoxDecoder<S>::NeoxDecoder(const ModelConfig& config, const NeoxOptions& option
     if (options.mode == DecodeMode::fused) {
       FusedTuning tuning;
       tuning.layer_only = options.layer_only;
-      fused_ = std::make_unique<FusedDecode<S, S, S>>(config, weights_, cache_, rope_, mailbox_, stream_, tuning);
+      fused_ = std::make_unique<FusedDecode<S>>(config, weights_, cache_, rope_, mailbox_, stream_, tuning);
     }
   }
 }

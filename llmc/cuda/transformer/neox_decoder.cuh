@@ -101,7 +101,7 @@ std::vector<MemoryLine> neox_memory(const ModelConfig& config, const NeoxOptions
 // There is no fused kernel in fp32.
 struct NoFusedDecode {};
 template <typename S>
-using FusedOf = std::conditional_t<std::is_same_v<S, float>, NoFusedDecode, FusedDecode<S, S, S>>;
+using FusedOf = std::conditional_t<std::is_same_v<S, float>, NoFusedDecode, FusedDecode<S>>;
 
 template <typename S>
 class NeoxDecoder final : public DecodeModel {
