@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <iostream>
 #include <memory>
 #include <optional>
 #include <string>
@@ -23,6 +24,7 @@
 #include "llmc/infer/batch.h"
 #include "llmc/infer/batch_bench.h"
 #include "llmc/infer/bench.h"
+#include "llmc/infer/describe.h"
 #include "llmc/infer/engine.h"
 #include "llmc/infer/fault_injection.h"
 #include "llmc/infer/generate.h"
@@ -289,6 +291,14 @@ Exit run_serve(const DecodeSession& s) {
   return server.run(engine, options, s.config(), s.tokenizer(), s.special());
 }
 
+Exit run_describe(const std::string& path) {
+  std::vector<std::string> warnings;
+  const Json description = describe_model(path, std::cin, warnings);
+  for (const std::string& warning : warnings) log_warning("%s", warning.c_str());
+  write_stdout(json_text(description, 1) + "\n");
+  return Exit::ok;
+}
+
 Exit run(int argc, char** argv) {
   clean_thread_environment(argv);
   std::optional<InferSettings> settings =
@@ -297,6 +307,7 @@ Exit run(int argc, char** argv) {
   settings->threads = set_threads(settings->threads);
   on_stop(OnStop::leave);  // until there is a result worth finishing
   install_signal_handlers();
+  if (settings->task == InferTask::describe) return run_describe(settings->describe);
   if (!settings->random_model.empty()) return run_random_bench(*settings);
 
   const DecodeSession session(*settings);
@@ -321,6 +332,7 @@ Exit run(int argc, char** argv) {
     case InferTask::prompt:
     case InferTask::prompt_file:
     case InferTask::prompt_ids:
+    case InferTask::describe:
       break;
   }
   return run_prompt(session);

@@ -31,8 +31,8 @@ import gptq
 import quantization
 from cli import BAD_FILE, FileError, Warnings, bad_file, json_type, shown
 from gptq import Calibration
-from hf_config import (GPT_NEOX, MAX_INDEX_BYTES, Checkpoint, Model, Shape, embedding_name, expected_tensors, head_name,
-                       is_ignorable_buffer, parameter_count, read_checkpoint, with_own_head)
+from hf_config import (MAX_INDEX_BYTES, Checkpoint, Model, Shape, is_ignorable_buffer, parameter_count, read_checkpoint,
+                       with_own_head)
 from hf_tokenizer import encode, left_out, missing_tokenizer
 from safetensors_reader import Entry, SafetensorsFile
 from tensor_file import (MAGIC, MAX_CONFIG_BYTES, MAX_CONFIG_VALUES, NUMPY_DTYPES, Writer, bf16_to_f32, configuration_text, escaped,
@@ -53,9 +53,7 @@ FLOAT_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16", "F64": "f32"}  # saf
 DTYPE_OPTIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 CHUNK_ELEMENTS = 4 << 20
 HEADS = {"16": "none", "int8": "int8"}  # --head: in the configuration
-# --only: the modules of either family
-PARTS = {"qkv": ("q_proj", "k_proj", "v_proj", "query_key_value"), "output": ("o_proj", "dense"),
-         "up": ("gate_proj", "up_proj", "dense_h_to_4h"), "down": ("down_proj", "dense_4h_to_h"), "head": ("lm_head", "embed_out")}
+PARTS = ("qkv", "output", "up", "down", "head")  # --only
 TOKENIZER_TENSOR = "tokenizer.json"
 
 
@@ -157,10 +155,10 @@ def _check_shard_name(index_path: Path, name: str, shard: object) -> None:
 
 
 def named_as_expected(found: dict[str, Source], model: Model) -> dict[str, Source]:
-    """The tensors under the names of expected_tensors(). A model that was saved without its head (LlamaModel, GPTNeoXModel) has
+    """The tensors under the names of model.tensors. A model that was saved without its head (LlamaModel, GPTNeoXModel) has
     them without the prefix; newer versions of transformers call every head lm_head."""
-    prefix, head = embedding_name(model).split(".")[0] + ".", head_name(model)
-    if embedding_name(model) not in found and embedding_name(model).removeprefix(prefix) in found:
+    prefix, head = model.embedding.split(".")[0] + ".", model.head
+    if model.embedding not in found and model.embedding.removeprefix(prefix) in found:
         heads = ("lm_head.", "embed_out.")
         found = {name if name.startswith(heads) else prefix + name: source for name, source in found.items()}
     if head != "lm_head.weight" and head not in found and "lm_head.weight" in found:
@@ -172,14 +170,14 @@ def match_tensors(checkpoint: Checkpoint, found: dict[str, Source], directory: P
                   warnings: Warnings) -> tuple[Checkpoint, dict[str, Source]]:
     """The parameters of the model in storage order, each with its source; shapes and dtypes checked. The checkpoint has a head of
     its own if the file holds one that differs from the embedding, whatever config.json says: so does transformers 5."""
-    model, head = checkpoint.model, head_name(checkpoint.model)
+    model, head = checkpoint.model, checkpoint.model.head
     found = named_as_expected(found, model)
     if checkpoint.ties_head and _has_other_head(model, found):
-        warnings.add(f"{escaped(str(found[head].file.path))}: {head} differs from {embedding_name(model)}: taken as it is, although "
+        warnings.add(f"{escaped(str(found[head].file.path))}: {head} differs from {model.embedding}: taken as it is, although "
                      "tie_word_embeddings is true in config.json")
         checkpoint = replace(with_own_head(checkpoint), ties_head=False)
         model = checkpoint.model
-    expected = expected_tensors(model)
+    expected = model.tensors
     _check_present(expected, found, checkpoint, directory)
     for name in found:
         if name not in expected and name != head and not is_ignorable_buffer(name):
@@ -190,17 +188,17 @@ def match_tensors(checkpoint: Checkpoint, found: dict[str, Source], directory: P
 
 def _has_other_head(model: Model, found: dict[str, Source]) -> bool:
     """Whether the file has a head with other values than the embedding."""
-    head, embedding = found.get(head_name(model)), found.get(embedding_name(model))
+    head, embedding = found.get(model.head), found.get(model.embedding)
     if head is None or embedding is None:
         return False
-    for name, source in ((head_name(model), head), (embedding_name(model), embedding)):
+    for name, source in ((model.head, head), (model.embedding, embedding)):
         _check_tensor(name, (model.vocab_size, model.hidden_size), source)
     return not same_bits(head, embedding)
 
 
 def _check_present(expected: dict[str, Shape], found: dict[str, Source], checkpoint: Checkpoint,
                    directory: Path) -> None:
-    head, embedding = head_name(checkpoint.model), embedding_name(checkpoint.model)
+    head, embedding = checkpoint.model.head, checkpoint.model.embedding
     if checkpoint.ties_head and embedding not in found and head in found:
         found[embedding] = found[head]
     for name, shape in expected.items():
@@ -289,9 +287,9 @@ class Target:
 
     def scheme_of(self, name: str, shape: Shape, model: Model) -> str | None:
         """The scheme in which a tensor is stored; None for floats."""
-        if self.only and not any(name.split(".")[-2] in PARTS[part] for part in self.only):
+        if self.only and not any(name.split(".")[-2] in model.linears[part] for part in self.only):
             return None
-        if name == head_name(model):
+        if name == model.head:
             return self.head if self.head != "none" else None
         return self.scheme if ".layers." in name and len(shape) == 2 else None
 
@@ -476,12 +474,12 @@ def print_summary(checkpoint: Checkpoint, tensors: dict[str, Source], directory:
 
 
 def next_commands(checkpoint: Checkpoint, directory: Path, path: Path, target: Target) -> list[str]:
-    """Shell commands that the user may run next: generate text, and fine-tune an unquantised Llama on a text my.txt."""
+    """Shell commands that the user may run next: generate text, and fine-tune an unquantised model on a text my.txt."""
     model, has_tokenizer = cli.pasteable(path), checkpoint.tokenizer is not None
     few = ",".join(str(number) for number in range(1, min(4, checkpoint.model.vocab_size)))
     prompt = '--prompt "Hello"' if has_tokenizer else f"--prompt-ids {few or 0}"
     commands = [f"{needs.program('infer_pythia')} --model {model} {prompt}"]
-    if checkpoint.model.family == GPT_NEOX or target.scheme is not None or not has_tokenizer:
+    if not checkpoint.model.trainable or target.scheme is not None or not has_tokenizer:
         return commands
     tokenizer = cli.pasteable(directory / TOKENIZER_TENSOR)
     return commands + [

@@ -35,7 +35,7 @@ import quantization
 import tensor_file
 from cli import ENVIRONMENT, INTERNAL, USAGE, FileError, bad_file, shown
 from gptq import inverse_frequencies
-from hf_config import LLAMA, Checkpoint, Model, Rope, expected_tensors, model_from_json, read_checkpoint, with_own_head
+from hf_config import Checkpoint, Model, Rope, model_from_json, read_checkpoint, with_own_head
 from hf_tokenizer import encode
 from tensor_file import Writer, escaped, shape_text
 
@@ -118,7 +118,7 @@ def replaced_weights(path: Path, description: Model) -> Iterator[tuple[str, np.n
     file = tensor_file.read(path, "model")
     if model_from_json(file.config.get("model"), path) != description:  # older files lack keys, which then have their defaults
         bad_file(path, "model", "differs from the configuration of DIR", "--weights takes a conversion of that directory")
-    for name, shape in expected_tensors(description).items():
+    for name, shape in description.tensors.items():
         file.verify_tensor(name)
         values = quantization.dequantized(file, name) if quantization.is_quantized(file, name) else file.f32(name)
         if values.shape != shape:
@@ -184,7 +184,7 @@ class Parts:
 
 
 def parts_of(model: torch.nn.Module, family: str) -> Parts:
-    if family == LLAMA:
+    if family == "llama":
         base = model.model
         return Parts(base.embed_tokens, list(base.layers), base.norm, lambda layer: layer.self_attn,
                      lambda layer: layer.self_attn.o_proj, lambda layer: layer.mlp.down_proj)
@@ -264,7 +264,7 @@ class Recorder:
             for index, name in enumerate("qkv"):
                 self._keep_projected(prefix, name, fused[..., index, :])
 
-        if self.description.family == LLAMA:
+        if self.description.family == "llama":
             for name in "qkv":
                 projection = getattr(attention, f"{name}_proj")
                 self._handles.append(projection.register_forward_hook(split(name)))
@@ -351,9 +351,9 @@ def activations(directory: Path, description: Model, request: Request, dtype: st
 def named_parameters(model: torch.nn.Module, description: Model) -> dict[str, torch.nn.Parameter]:
     """Parameters by the names of the checkpoint, in storage order; a tied head is not named."""
     parameters = dict(model.named_parameters())
-    if "embed_out.weight" not in parameters and description.family != LLAMA:
-        parameters["embed_out.weight"] = parameters.pop("lm_head.weight")  # its name in newer transformers
-    return {name: parameters[name] for name in expected_tensors(description)}
+    if description.head not in parameters and not description.tied_embeddings:
+        parameters[description.head] = parameters.pop("lm_head.weight")  # its name in newer transformers
+    return {name: parameters[name] for name in description.tensors}
 
 
 def loss_of(model: torch.nn.Module, request: Request) -> torch.Tensor:
@@ -647,7 +647,7 @@ def arguments() -> argparse.Namespace:
 
 def check_fp8(options: argparse.Namespace, model: Model, rows: int) -> None:
     """FileError USAGE for what is not in fp8, or has other sizes."""
-    if model.family != LLAMA:
+    if not model.trainable:
         raise FileError(USAGE, f"--precision: got fp8 for a model of the family {model.family}, expected a Llama")
     for option, given in (("--dtype", options.dtype != "fp32"), ("--half-run", options.half_run), ("--greedy", options.greedy),
                           ("--weights", options.weights)):
@@ -697,7 +697,7 @@ def main() -> int:
     request = request_of(options, checkpoint)
     write_dump(options.output, options.directory, checkpoint, request, selection(options.tensors, options.act_layers))
     print(f"dump        {escaped(str(options.output))}, {options.output.stat().st_size:,} bytes")
-    program = "train_llama" if checkpoint.model.family == LLAMA and options.weights is None else "infer_pythia"
+    program = "train_llama" if checkpoint.model.trainable and options.weights is None else "infer_pythia"
     precision = " --precision fp8" if request.fp8 else ""
     print(f"next        ./{program} --model FILE{precision} --compare {cli.pasteable(options.output)}")
     return cli.OK

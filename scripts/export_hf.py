@@ -21,15 +21,14 @@ from typing import Any
 
 import needs
 import tensor_file
-from tensor_file import AtomicFile, FileError, TensorFile, escaped, shape_text
+from tensor_file import AtomicFile, FileError, TensorFile, escaped
 
 import cli
 from cli import bad_file, shown
-from hf_config import LLAMA, Model, embedding_name, expected_tensors, export_config, model_from_json, one_or_all
+from hf_config import Model, describe, exported_config, model_of
 from hf_tokenizer import tokenizer_vocabulary
 
 SAFETENSORS_DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
-TORCH_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 TOKENIZER_TENSOR = "tokenizer.json"
 MAX_SHARD_BYTES = 5 << 30
 # The files of an export, besides shards: --force replaces only directories that hold nothing else.
@@ -38,17 +37,13 @@ EXPORTED_NAMES = {"config.json", "generation_config.json", "model.safetensors", 
 
 
 def read_model(path: Path) -> tuple[TensorFile, Model, bytes | None]:
-    """Opens a model file and checks that every parameter is there with its shape and a float dtype. Returns the file, its model
-    and its tokenizer.json. Only the tokenizer's hash is verified here, the others when they are written."""
+    """Opens a model file, whose tensors infer_pythia --describe has checked. Returns the file, its model and its tokenizer.json.
+    Only the tokenizer's hash is verified here, the others when they are written."""
     file = tensor_file.read(path, expected="model")
-    model = model_from_json(file.config.get("model"), path)
     if "quantization" in file.config:
         bad_file(path, "", "its weights are quantised, and an export needs floats", "Export the file it was converted from")
-    for name, shape in expected_tensors(model).items():
-        info = file.at(name)
-        if info.shape != shape or info.dtype not in SAFETENSORS_DTYPES:
-            bad_file(path, name, f"got {info.dtype} {shape_text(info.shape)}, expected f32, f16 or bf16 "
-                     f"{shape_text(shape)}")
+    model = model_of(describe(path))
+    exported_config(model, path)
     tokenizer = None
     if TOKENIZER_TENSOR in file.tensors:
         file.verify_tensor(TOKENIZER_TENSOR)
@@ -94,7 +89,7 @@ def write_shard(path: Path, file: TensorFile, names: list[str], progress: cli.Pr
 
 def write_weights(directory: Path, file: TensorFile, model: Model, limit: int) -> list[str]:
     """Writes all shards, and the index if there are several. Returns the names of the shards."""
-    names = list(expected_tensors(model))
+    names = list(model.tensors)
     shards = plan_shards(file, names, limit)
     progress = cli.Progress("exporting", sum(file.at(name).bytes for name in names))
     shard_names = ["model.safetensors"] if len(shards) == 1 else [
@@ -131,12 +126,9 @@ def tokenizer_config(model: Model, tokenizer: bytes) -> dict[str, Any]:
 
 def write_directory(directory: Path, file: TensorFile, model: Model, tokenizer: bytes | None, limit: int) -> list[str]:
     """Writes every file of the export into an existing empty directory. Returns the names of the weight files."""
-    original = file.config.get("hf_config")
-    dtype = TORCH_DTYPES[file.at(embedding_name(model)).dtype]
-    config = export_config(model, original if isinstance(original, dict) else None, dtype)
+    config = exported_config(model, file.path)
     write_json(directory / "config.json", config)
-    write_json(directory / "generation_config.json",
-               {"bos_token_id": model.bos_id, "eos_token_id": one_or_all(model.eos_ids)})
+    write_json(directory / "generation_config.json", {key: config[key] for key in ("bos_token_id", "eos_token_id")})
     if tokenizer is not None:
         with AtomicFile(directory / "tokenizer.json") as output:
             output.write(tokenizer)
@@ -196,7 +188,7 @@ def main() -> int:
     directory = Path(os.path.abspath(options.output))
     check_target(directory, options.force)
     file, model, tokenizer = read_model(options.file)
-    if model.family == LLAMA and model.hidden_size % model.num_heads:
+    if model.hidden_size % model.num_heads:
         print(f"warning: hidden_size {model.hidden_size} is not a multiple of num_heads {model.num_heads}: "
               "transformers 5 refuses such a configuration", file=sys.stderr)
     temporary = directory.with_name(f"{directory.name}.tmp.{os.getpid()}")
@@ -206,7 +198,7 @@ def main() -> int:
         publish(temporary, directory)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    print(f"exported    {len(expected_tensors(model))} tensors in {len(shards)} file{'s' * (len(shards) > 1)} to "
+    print(f"exported    {len(model.tensors)} tensors in {len(shards)} file{'s' * (len(shards) > 1)} to "
           f"{escaped(str(options.output))}")
     print(f"next        {needs.command('scripts/convert_hf.py')} {cli.pasteable(options.output)} -o again.bin")
     print(f"or          transformers.AutoModelForCausalLM.from_pretrained({str(options.output)!a})")

@@ -18,7 +18,7 @@ import numpy as np
 
 import quantization
 from cli import bad_file
-from hf_config import LLAMA, Model, Rope
+from hf_config import Model, Rope
 from quantization import GROUP, Quantized
 
 DAMPING = 0.01  # this share of H's mean diagonal is added to its diagonal
@@ -114,18 +114,38 @@ def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return gate / (1 + np.exp(-gate)) * up
 
 
+ACTIVATIONS: dict[str, Callable[..., np.ndarray]] = {"silu": swiglu, "gelu": gelu, "gelu_pytorch_tanh": gelu_tanh}
+
+
 class Layers:
     """Computes the model over windows of a text, a layer at a time. quantise(names, X) is called with the names of the weights
     whose input is X [N, K], and returns the matrices to continue with."""
 
     def __init__(self, model: Model, read: Read, ids: np.ndarray, threads: ThreadPoolExecutor):
         self.model, self.read, self.threads = model, read, threads
-        embedding = "model.embed_tokens.weight" if model.family == LLAMA else "gpt_neox.embed_in.weight"
         self.shape = ids.shape
-        self.x = read(embedding)[ids.reshape(-1)]
+        self.x = read(model.embedding)[ids.reshape(-1)]
 
     def run(self, layer: int, quantise: Quantise) -> None:
-        (self._llama if self.model.family == LLAMA else self._neox)(layer, quantise)
+        model, prefix = self.model, f"{self.model.embedding.split('.')[0]}.layers.{layer}."
+
+        def linear(part: str, x: np.ndarray) -> list[np.ndarray]:
+            """The outputs of the modules of a part, each with its own matrix."""
+            names = [name for name in model.tensors if name.startswith(prefix) and name.endswith(".weight")
+                     and name.split(".")[-2] in model.linears[part]]
+            outputs = [self._multiply(x, weight) for weight in quantise(names, x)]
+            biases = [name.removesuffix("weight") + "bias" for name in names]
+            return [out + self.read(bias) if bias in model.tensors else out for bias, out in zip(biases, outputs)]
+
+        x = self._norm(self.x, prefix + "input_layernorm")
+        qkv = linear("qkv", x)
+        if len(qkv) == 1:  # q, k and v of one head after another
+            heads = qkv[0].reshape(len(x), -1, 3, model.head_dim)
+            qkv = [heads[:, :, index] for index in range(3)]
+        q, k, v = (part.reshape(len(x), -1, model.head_dim) for part in qkv)
+        attended = self.x + linear("output", self._attention(q, k, v))[0]
+        x = self._norm(self.x if model.parallel_residual else attended, prefix + "post_attention_layernorm")
+        self.x = attended + linear("down", self._by_window(ACTIVATIONS[model.activation], *linear("up", x)))[0]
 
     def _multiply(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         return self._by_window(lambda rows: rows @ weight.T, x)
@@ -143,37 +163,6 @@ class Layers:
         """Of all windows: q, k, v [N, heads, HS]."""
         rope = self.model.rope
         return self._by_window(lambda q, k, v: attend(rotate(q, rope), rotate(k, rope), v), q, k, v)
-
-    def _llama(self, layer: int, quantise: Quantise) -> None:
-        prefix, model = f"model.layers.{layer}.", self.model
-
-        def linear(modules: list[str], x: np.ndarray, bias: bool) -> list[np.ndarray]:
-            weights = quantise([f"{prefix}{module}.weight" for module in modules], x)
-            outputs = [self._multiply(x, weight) for weight in weights]
-            return [out + self.read(f"{prefix}{module}.bias") for module, out in zip(modules, outputs)] if bias else outputs
-
-        x = self._norm(self.x, prefix + "input_layernorm")
-        q, k, v = (part.reshape(len(x), -1, model.head_dim)
-                   for part in linear(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], x, model.attention_bias))
-        self.x = self.x + linear(["self_attn.o_proj"], self._attention(q, k, v), model.attention_bias)[0]
-        x = self._norm(self.x, prefix + "post_attention_layernorm")
-        gate, up = linear(["mlp.gate_proj", "mlp.up_proj"], x, model.mlp_bias)
-        self.x = self.x + linear(["mlp.down_proj"], self._by_window(swiglu, gate, up), model.mlp_bias)[0]
-
-    def _neox(self, layer: int, quantise: Quantise) -> None:
-        prefix, model = f"gpt_neox.layers.{layer}.", self.model
-
-        def linear(module: str, x: np.ndarray, bias: bool = True) -> np.ndarray:
-            out = self._multiply(x, quantise([f"{prefix}{module}.weight"], x)[0])
-            return out + self.read(f"{prefix}{module}.bias") if bias else out
-
-        x = self._norm(self.x, prefix + "input_layernorm")
-        fused = linear("attention.query_key_value", x, model.attention_bias).reshape(len(x), -1, 3, model.head_dim)
-        attention = self._attention(fused[:, :, 0], fused[:, :, 1], fused[:, :, 2])
-        attended = self.x + linear("attention.dense", attention, model.attention_bias)
-        x = self._norm(self.x if model.parallel_residual else attended, prefix + "post_attention_layernorm")
-        activation = gelu if model.activation == "gelu" else gelu_tanh
-        self.x = attended + linear("mlp.dense_4h_to_h", self._by_window(activation, linear("mlp.dense_h_to_4h", x)))
 
 
 # ---- rounding ----------------------------------------------------------------------------------------------------------

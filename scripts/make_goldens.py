@@ -247,7 +247,7 @@ def make_trained(name: str, output: Path) -> None:
     story_request = Request(prompt, shifted_labels(prompt), greedy=64 + LONG_PROMPT_IDS)
     continuation, lead = greedy(directory, checkpoint.model, story_request)
     text = np.concatenate([prompt[0], continuation])[None, :LONG_PROMPT_IDS].astype(np.int32)
-    trains = checkpoint.model.family == "llama"
+    trains = checkpoint.model.trainable
     request = Request(text, shifted_labels(text), half_dtype="bf16" if trains else "f16", backward=trains,
                       adamw=OPTIMIZER if trains else None, greedy=80, greedy_prompt=prompt[0])
     path = output / f"{name}.dump.bin"

@@ -36,7 +36,7 @@ import cli
 from cli import ENVIRONMENT, INTERNAL, USAGE, FileError, bad_file, shown
 from dump_reference import libraries, named_parameters
 from export_hf import read_model
-from hf_config import LLAMA, Model, expected_tensors, export_config, model_from_json
+from hf_config import Model, exported_config, model_from_json
 from plot_log import is_number, read_run, smoothed
 from tensor_file import escaped
 from token_shard import HEADER_BYTES, TokenShard
@@ -98,8 +98,9 @@ def read_description(run: Path) -> RunDescription:
     if not isinstance(options, dict) or "model" not in config:
         bad_file(path, "settings", "missing: this is no config.json of a run directory")
     model = model_from_json(config["model"], path)
-    if model.family != LLAMA:
-        bad_file(path, "model.family", f"got {shown(model.family)}, expected 'llama'")
+    if not model.trainable:
+        bad_file(path, "model.family", f"got {shown(model.family)}, expected one that train_llama trains")
+    exported_config(model, path)
     if setting(options, "dropout", float, path) != 0:
         bad_file(path, "settings.dropout", f"got {shown(options['dropout'])}, expected 0: PyTorch draws other masks")
     shards = config.get("train", [])
@@ -221,7 +222,7 @@ def normal_values(count: int, deviation: float, tensor: int, seed: int) -> np.nd
 def initial_tensors(model: Model, seed: int) -> Iterator[tuple[str, np.ndarray]]:
     """The parameters of a run from scratch, as llmc/train/initialize.cpp makes them."""
     residual = INIT_DEVIATION / math.sqrt(2 * model.num_layers)
-    for number, (name, shape) in enumerate(expected_tensors(model).items()):
+    for number, (name, shape) in enumerate(model.tensors.items()):
         if len(shape) == 1:
             yield name, np.ones(shape, dtype=np.float32)
             continue
@@ -232,9 +233,9 @@ def initial_tensors(model: Model, seed: int) -> Iterator[tuple[str, np.ndarray]]
 def file_tensors(path: Path, model: Model) -> Iterator[tuple[str, np.ndarray]]:
     """The parameters in a model file; FileError if they are those of another model."""
     file, found, _ = read_model(path)
-    if expected_tensors(found) != expected_tensors(model):
+    if found.tensors != model.tensors:
         bad_file(path, "model", "the tensors are not those of the run")
-    for name in expected_tensors(model):
+    for name in model.tensors:
         file.verify_tensor(name)
         yield name, file.f32(name)
 
@@ -307,7 +308,7 @@ def header_hash(path: str) -> str:
 def make_model(description: RunDescription, model_file: str, device: str) -> torch.nn.Module:
     """LlamaForCausalLM in fp32 with the weights that the run began with."""
     torch, transformers = libraries()
-    config = export_config(description.model, None, "float32")
+    config = exported_config(description.model, "model") | {"torch_dtype": "float32", "dtype": "float32"}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, attn_implementation="sdpa"))
     tensors = (file_tensors(Path(model_file), description.model) if model_file
                else initial_tensors(description.model, description.settings.seed))

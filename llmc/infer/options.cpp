@@ -41,6 +41,7 @@ constexpr TaskName kTasks[] = {
     {InferTask::bench, "bench"},
     {InferTask::bench_batch, "bench-batch"},
     {InferTask::compare, "compare"},
+    {InferTask::describe, "describe"},
 };
 
 void add_model(OptionTable& table, InferSettings& s) {
@@ -77,6 +78,10 @@ void add_tasks(OptionTable& table, InferSettings& s) {
   table.text("bench-batch", s.bench_batch, "1,4,16",
              "time so many sequences at once, each a prompt of --bench-prompt random ids and --max-tokens tokens");
   table.text("compare", s.compare, "FILE", "run the inputs of a reference dump and compare every tensor with it");
+  table.text(
+      "describe", s.describe, "PATH",
+      "print what a model is, as JSON: of a Hugging Face directory, its config.json, or a model file; - reads the "
+      "configuration from stdin; needs no --model and no GPU");
   table.text("serve", s.serve, "HOST:PORT",
              "serve OpenAI's completions API and a page for browsers, as 127.0.0.1:8000; port 0: a free one");
 }
@@ -249,7 +254,8 @@ void check_together(const OptionTable& table, InferSettings& s) {
     if (!(s.bench || table.given("bench-batch")) || table.given("model")) {
       fail(Exit::usage, "--random-model: only for --bench and --bench-batch, in the place of --model");
     }
-  } else if (!table.given("model")) {
+  } else if (table.given("model") == table.given("describe")) {
+    if (table.given("model")) fail(Exit::usage, "--describe: got --model as well, expected one of them");
     fail(Exit::usage, "--model: missing, expected a model file");
   }
   if (table.given("bench-contexts") && !s.bench) fail(Exit::usage, "--bench-contexts: only for --bench");
@@ -267,7 +273,8 @@ void check_together(const OptionTable& table, InferSettings& s) {
   for (const auto& [name, value] :
        {std::pair("model", &s.model), std::pair("prompt-file", &s.prompt_file), std::pair("prompt-ids", &s.prompt_ids),
         std::pair("batch", &s.batch), std::pair("output", &s.output), std::pair("perplexity", &s.perplexity),
-        std::pair("bench-batch", &s.bench_batch), std::pair("compare", &s.compare), std::pair("against", &s.against)}) {
+        std::pair("bench-batch", &s.bench_batch), std::pair("compare", &s.compare), std::pair("against", &s.against),
+        std::pair("describe", &s.describe)}) {
     if (table.given(name) && value->empty()) fail(Exit::usage, "--%s: got '', expected a value", name);
   }
   check_many(table, s);

@@ -23,7 +23,8 @@ enum class InferTask {
   perplexity,
   bench,
   bench_batch,
-  compare
+  compare,
+  describe
 };
 
 inline constexpr std::int64_t kMostRunning = 4096;  // sequences at once
@@ -33,7 +34,7 @@ struct InferSettings {
   std::string model, random_model, device = "auto", decode = "auto", dtype = "auto";
   std::int64_t context = 0, threads = 0;
 
-  std::string prompt, prompt_file, prompt_ids, batch, perplexity, bench_batch, compare;
+  std::string prompt, prompt_file, prompt_ids, batch, perplexity, bench_batch, compare, describe;
   bool interactive = false, bench = false;
 
   std::int64_t max_tokens = 128, top_k = 0, seed = 0;

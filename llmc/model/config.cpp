@@ -8,19 +8,11 @@
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
 #include "llmc/model/families/family.h"
+#include "llmc/model/limits.h"
 
 namespace weft {
 
 namespace {
-
-// Upper limits, so that a hostile file cannot make the program allocate or loop without end: far above any model that
-// weft is meant for.
-constexpr std::int64_t kMaxVocab = 1'000'000;
-constexpr std::int64_t kMaxLayers = 1024;
-constexpr std::int64_t kMaxWidth = 1 << 20;  // hidden and FFN
-constexpr std::int64_t kMaxHeads = 1024;
-constexpr std::int64_t kMaxHeadDim = 1024;
-constexpr std::int64_t kMaxPositions = 1 << 24;
 
 [[noreturn]] void refuse(const std::string& source, const std::string& problem) {
   fail(Exit::bad_file, "%s: %s", source.c_str(), problem.c_str());
@@ -75,7 +67,7 @@ RopeConfig rope_from_json(const Json& object, std::int64_t head_dim, const std::
 std::vector<std::int32_t> ids_from_json(const Json& object, const std::string& key, std::int64_t vocab,
                                         const std::string& source) {
   const auto found = object.find(key);
-  if (found == object.end() || !found->is_array() || found->size() > 64) {
+  if (found == object.end() || !found->is_array() || found->size() > kMaxEosIds) {
     refuse(source, key + ": expected an array of at most 64 token ids");
   }
   std::vector<std::int32_t> ids;

@@ -74,6 +74,23 @@ ModelConfig read_config(const TensorFile& file) {
 
 }  // namespace
 
+std::string training_unsupported_reason(const ModelConfig& config) {
+  if (!config.gated() || config.qkv_layout != QkvLayout::concatenated || config.parallel_residual) {
+    return format(
+        "got a model of the family %s, expected one that can be trained: with SwiGLU, a sequential residual, and q, k "
+        "and v in matrices of their own. infer_pythia runs this model",
+        config.family.c_str());
+  }
+  if (!config.quantization.any()) return {};
+  return format("its weights are quantised (%s), and training needs floats. Take the file it was converted from",
+                quantization_text(config.quantization).c_str());
+}
+
+void require_trainable(const ModelConfig& config, const std::string& path) {
+  const std::string reason = training_unsupported_reason(config);
+  if (!reason.empty()) fail(Exit::bad_file, "%s: %s", escaped(path).c_str(), reason.c_str());
+}
+
 ModelFile::ModelFile(TensorFile file, ModelConfig config)
     : file_(std::move(file)), config_(std::move(config)), table_(config_) {}
 
@@ -131,19 +148,6 @@ void ModelFile::read_tensor(const TensorSpec& spec, std::byte* out) const {
 void ModelFile::refuse_value(const TensorSpec& spec, std::size_t index) const {
   fail(Exit::bad_file, "%s: %s: element %zu: expected %s", escaped(file_.path()).c_str(), spec.name.c_str(), index,
        valid_values(spec.kind, spec.dtype));
-}
-
-void ModelFile::require_trainable() const {
-  const std::string path = escaped(file_.path());
-  if (!config_.gated() || config_.qkv_layout != QkvLayout::concatenated || config_.parallel_residual) {
-    fail(Exit::bad_file,
-         "%s: got a model of the family %s, expected one that can be trained: with SwiGLU, a sequential residual, and q, k and "
-         "v in matrices of their own. infer_pythia runs this model",
-         path.c_str(), config_.family.c_str());
-  }
-  if (!config_.quantization.any()) return;
-  fail(Exit::bad_file, "%s: its weights are quantised (%s), and training needs floats. Take the file it was converted from",
-       path.c_str(), quantization_text(config_.quantization).c_str());
 }
 
 }  // namespace weft

@@ -12,10 +12,16 @@ namespace weft {
 
 inline constexpr const char* kTokenizerTensor = "tokenizer.json";  // u8, the text of tokenizer.json
 
+// Why the model cannot be trained: its weights are quantised, or a capability has no backward pass. Empty: it can.
+std::string training_unsupported_reason(const ModelConfig& config);
+// Exit::bad_file with that reason, if there is one, for the model of the file `path`.
+void require_trainable(const ModelConfig& config, const std::string& path);
+
 class ModelFile {
  public:
-  // Opens and checks everything but the tensor data: configuration valid, every tensor of the table present with its shape and a float dtype or, where it belongs to a quantised matrix, that of its
-  // scheme, nothing missing. Exit::bad_file names what does not fit.
+  // Opens and checks everything but the tensor data: configuration valid, every tensor of the table present with its
+  // shape and a float dtype or, where it belongs to a quantised matrix, that of its scheme, nothing missing.
+  // Exit::bad_file names what does not fit.
   static ModelFile open(const std::string& path);
 
   const ModelConfig& config() const { return config_; }
@@ -27,15 +33,15 @@ class ModelFile {
   // Reads one parameter as fp32 and verifies its hash. A value that is not finite is Exit::bad_file. Only for
   // ValueKind::floats.
   void read_parameter(const TensorSpec& spec, float* out) const;
-  // Copies the spec.bytes of a tensor of another kind, which lie in memory as in the file, and verifies hash and values.
+  // Copies the spec.bytes of a tensor of another kind, which lie in memory as in the file, and verifies hash and
+  // values.
   void read_quantized(const TensorSpec& spec, void* out) const;
   // read_parameter() or read_quantized(), by the kind. `out`: the tensor's place in an arena of
   // table(DType::f32)'s layout by bytes.
   void read_tensor(const TensorSpec& spec, std::byte* out) const;
   // Exit::bad_file for element `index` of a tensor whose values are not those of its kind.
   [[noreturn]] void refuse_value(const TensorSpec& spec, std::size_t index) const;
-  // Exit::bad_file for a model that cannot be trained: its weights are quantised, or a capability has no backward pass.
-  void require_trainable() const;
+  void require_trainable() const { weft::require_trainable(config_, file_.path()); }
 
  private:
   ModelFile(TensorFile file, ModelConfig config);

@@ -7,8 +7,9 @@
 #include "llmc/base/error.h"
 #include "llmc/base/hash.h"
 #include "llmc/base/log.h"
+#include "llmc/model/families/hf_config.h"
+#include "llmc/model/limits.h"
 #include "llmc/text/tokenizer.h"
-#include "llmc/train/hf_config.h"
 #include "llmc/train/initialize.h"
 
 namespace weft {
@@ -18,15 +19,26 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr std::uint64_t kMaxTokenizerBytes = 100'000'000;
-constexpr std::int64_t kMaxVocabulary = 1'000'000;  // of a model (llmc/model/config.cpp)
-constexpr std::int64_t kVocabularyRows = 128;       // a new model's vocabulary is padded to a multiple of this
+constexpr std::int64_t kVocabularyRows = 128;  // a new model's vocabulary is padded to a multiple of this
 // Hashing shards takes about a second per gigabyte. Data of at most this many tokens is verified at every start,
 // larger data only in a dry run.
 constexpr std::int64_t kVerifyTokens = 200'000'000;
 
+// The model of a Hugging Face config.json. Its special ids are left out: a run takes them from the tokenizer of its
+// data.
+ModelConfig trainable_config(const std::string& path) {
+  std::vector<std::string> warnings;
+  ModelConfig config = model_from_hf(read_hf_config(path, warnings), warnings).config;
+  for (const std::string& warning : warnings) log_warning("%s", warning.c_str());
+  require_trainable(config, path);
+  config.eos_ids.clear();
+  config.bos_id.reset();
+  return config;
+}
+
 void open_model(const TrainSettings& settings, TrainInputs& inputs) {
   if (settings.model.empty()) {
-    inputs.config = settings.config_is_file() ? read_hf_config(settings.config) : preset_config(settings.config);
+    inputs.config = settings.config_is_file() ? trainable_config(settings.config) : preset_config(settings.config);
     inputs.config.norm = settings.norm == "layernorm" ? NormKind::layernorm : NormKind::rmsnorm;
   } else {
     inputs.weights = ModelFile::open(settings.model);
@@ -63,8 +75,9 @@ void open_tokenizer(const TrainSettings& settings, TrainInputs& inputs) {
   inputs.tokenizer = read_text_file(inputs.tokenizer_source, kMaxTokenizerBytes);
 }
 
-// The vocabulary of a new model: --vocab-size if it is given, otherwise the ids of the training data, padded to a multiple
-// of kVocabularyRows, with which GEMMs are faster. Without data (--bench, --print-config) that of the configuration stays.
+// The vocabulary of a new model: --vocab-size if it is given, otherwise the ids of the training data, padded to a
+// multiple of kVocabularyRows, with which GEMMs are faster. Without data (--bench, --print-config) that of the
+// configuration stays.
 void choose_vocabulary(const TrainSettings& settings, TrainInputs& inputs) {
   if (inputs.weights) return;
   ModelConfig& config = inputs.config;
@@ -73,7 +86,7 @@ void choose_vocabulary(const TrainSettings& settings, TrainInputs& inputs) {
   } else if (inputs.train) {
     const std::int64_t ids = inputs.train->vocab_size();
     config.vocab_size =
-        std::max(ids, std::min(kMaxVocabulary, (ids + kVocabularyRows - 1) / kVocabularyRows * kVocabularyRows));
+        std::max(ids, std::min(kMaxVocab, (ids + kVocabularyRows - 1) / kVocabularyRows * kVocabularyRows));
   }
   config.tokenizer_vocab = config.vocab_size;
 }

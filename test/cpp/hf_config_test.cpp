@@ -1,7 +1,5 @@
-// --config FILE: the shape of a new model from a Hugging Face config.json.
-#include "llmc/train/hf_config.h"
-#include "llmc/base/file.h"
-#include "llmc/base/json.h"
+// Hugging Face's config.json, read and written, and what train_llama makes of it (--config FILE).
+#include "llmc/model/families/hf_config.h"
 
 #include <gtest/gtest.h>
 
@@ -10,10 +8,15 @@
 #include <functional>
 #include <map>
 #include <set>
+#include <sstream>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "llmc/base/file.h"
+#include "llmc/base/json.h"
+#include "llmc/infer/describe.h"
+#include "llmc/model/random_models.h"
 #include "llmc/train/inputs.h"
 #include "llmc/train/rank_fields.h"
 #include "llmc/train/report.h"
@@ -53,11 +56,26 @@ Json llama_1b() {
 
 ModelConfig parsed(const Json& config) {
   std::vector<std::string> warnings;
-  return llama_from_hf_config(config, "x.json", warnings);
+  return model_from_hf({.config = config, .source = "x.json"}, warnings).config;
+}
+
+// Without its special ids, which presets have not.
+ModelConfig shape(const Json& config) {
+  ModelConfig model = parsed(config);
+  model.eos_ids.clear();
+  model.bos_id.reset();
+  return model;
+}
+
+Json written(const ModelConfig& model, const Json& original = nullptr) {
+  std::string problem;
+  Json config = hf_from_model(model, original, "x.bin", problem);
+  EXPECT_EQ(problem, "");
+  return config;
 }
 
 TEST(HfConfig, IsThePresetOfTheSameModel) {
-  EXPECT_TRUE(parsed(llama_1b()) == preset_config("llama3.2-1b"));
+  EXPECT_TRUE(shape(llama_1b()) == preset_config("llama3.2-1b"));
   Json tiny_llama = llama_1b();  // TinyLlama, as transformers 4 writes it: no head_dim, no scaling
   tiny_llama.update({{"vocab_size", 32000},
                      {"intermediate_size", 5632},
@@ -68,7 +86,22 @@ TEST(HfConfig, IsThePresetOfTheSameModel) {
                      {"rope_theta", 10000.0},
                      {"rope_scaling", nullptr}});
   tiny_llama.erase("head_dim");
-  EXPECT_TRUE(parsed(tiny_llama) == preset_config("tinyllama-1.1b"));
+  EXPECT_TRUE(shape(tiny_llama) == preset_config("tinyllama-1.1b"));
+}
+
+// What is written has both spellings: each alone is the same model.
+TEST(HfConfig, APublishedModelIsTheSameInEitherSpelling) {
+  for (const std::string& name : random_model_names()) {
+    ModelConfig model = random_model_config(name);
+    model.tokenizer_vocab = model.vocab_size;
+    const Json both = written(model);
+    Json old = both, newer = both;
+    old.erase("rope_parameters");
+    for (const char* key : {"rope_theta", "rope_scaling", "rotary_pct", "rotary_emb_base", "partial_rotary_factor"}) {
+      newer.erase(key);
+    }
+    for (const Json& config : {both, old, newer}) EXPECT_TRUE(parsed(config) == model) << name;
+  }
 }
 
 TEST(HfConfig, TransformersFiveKeepsItsRopeElsewhere) {
@@ -77,17 +110,17 @@ TEST(HfConfig, TransformersFiveKeepsItsRopeElsewhere) {
   config["rope_parameters"]["rope_theta"] = config["rope_theta"];
   config.erase("rope_scaling");
   config.erase("rope_theta");
-  EXPECT_TRUE(parsed(config) == preset_config("llama3.2-1b"));
+  EXPECT_TRUE(shape(config) == preset_config("llama3.2-1b"));
   config["rope_theta"] = 500000.0;  // said twice, in agreement
-  EXPECT_TRUE(parsed(config) == preset_config("llama3.2-1b"));
+  EXPECT_TRUE(shape(config) == preset_config("llama3.2-1b"));
   config["rope_theta"] = 10000.0;
-  expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), "rope_theta: disagrees with");
+  expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), "they disagree");
 }
 
 TEST(HfConfig, OneOfSeveralArchitecturesIsEnough) {
   Json config = llama_1b();
   config["architectures"] = {"LlamaForSequenceClassification", "LlamaForCausalLM"};
-  EXPECT_TRUE(parsed(config) == preset_config("llama3.2-1b"));
+  EXPECT_TRUE(shape(config) == preset_config("llama3.2-1b"));
 }
 
 TEST(HfConfig, WithoutKeyValueHeadsEveryHeadHasItsOwn) {
@@ -98,45 +131,131 @@ TEST(HfConfig, WithoutKeyValueHeadsEveryHeadHasItsOwn) {
   EXPECT_FALSE(parsed(config).tied_embeddings);
 }
 
-// The vectors that scripts/hf_config.py is tried on as well (test/python/test_hf_config.py).
-TEST(HfConfig, AgreesWithTheConverter) {
+// Each case is read, and what is accepted is written again: that describes the same model, without a warning.
+TEST(HfConfig, Cases) {
   const Json vectors = parse_json(read_text_file("test/fixtures/hf_config/cases.json", 1 << 20), "cases.json");
-  int tried = 0;
   for (const Json& test : vectors["cases"]) {
-    if (test["family"] != "llama") continue;  // a GPT-NeoX is not trained
-    Json config = vectors["bases"]["llama"];
+    const std::string family = test["family"], name = family + ", " + test["name"].get<std::string>();
+    SCOPED_TRACE(name);
+    Json config = vectors["bases"][family];
     config.update(test.value("set", Json::object()));
     const Json removed = test.value("remove", Json::array());
     for (const Json& key : removed) config.erase(key.get<std::string>());
     const std::string text = test.value("before", "") + "{" + test.value("members", "") + config.dump().substr(1);
-    const std::string name = test["name"].get<std::string>();
     std::vector<std::string> warnings;
     const auto read = [&] {
-      return llama_from_hf_config(parse_json(text, "x.json", {.tolerated = &warnings}), "x.json", warnings);
+      HfConfig hf{parse_json(text, "x.json", {.tolerated = &warnings}),
+                  test.value("generation", Json()),
+                  "x.json",
+                  "generation.json",
+                  {}};
+      if (test.contains("rope_theta")) hf.rope_theta = test["rope_theta"].get<double>();
+      return model_from_hf(hf, warnings);
     };
-    ++tried;
     if (test.contains("refused")) {
       const std::string error = error_of(Exit::bad_file, read);
       for (const Json& word : test["refused"]) expect_contains(error, word.get<std::string>());
       continue;
     }
-    const Json model = config_to_json(read());
+    const ModelConfig model = read().config;
+    const Json json = config_to_json(model);
     for (const auto& [path, want] : test["model"].items()) {
       const std::size_t dot = path.find('.');
-      const Json& got = dot == std::string::npos ? model[path] : model[path.substr(0, dot)][path.substr(dot + 1)];
+      const Json& got = dot == std::string::npos ? json[path] : json[path.substr(0, dot)][path.substr(dot + 1)];
       if (want.is_number()) {
-        EXPECT_NEAR(got.get<double>(), want.get<double>(), 1e-15 * want.get<double>()) << name << ": " << path;
+        EXPECT_NEAR(got.get<double>(), want.get<double>(), 1e-15 * std::abs(want.get<double>())) << path;
       } else {
-        EXPECT_EQ(got, want) << name << ": " << path;
+        EXPECT_EQ(got, want) << path;
       }
     }
-    ASSERT_EQ(warnings.size(), test["warns"].size()) << name;
-    for (std::size_t i = 0; i < warnings.size(); ++i) {
-      EXPECT_NE(warnings[i].find(test["warns"][i].get<std::string>()), std::string::npos)
-          << name << ": " << warnings[i];
+    ASSERT_EQ(warnings.size(), test["warns"].size());
+    for (std::size_t i = 0; i < warnings.size(); ++i) expect_contains(warnings[i], test["warns"][i].get<std::string>());
+    for (const Json& again : {written(model), written(model, config)}) {
+      EXPECT_TRUE(model_from_hf({.config = again, .source = "again"}, warnings).config == model);
+    }
+    EXPECT_EQ(warnings.size(), test["warns"].size());
+  }
+}
+
+// The model's own keys win; stale ones that would change it go; the others stay.
+TEST(HfConfig, WhatIsWrittenKeepsTheKeysThatDescribeNoModel) {
+  for (const char* name : {"llama3.2-1b", "pythia-160m"}) {
+    const ModelConfig model = random_model_config(name);
+    const Json alone = written(model);
+    Json stale = {{"some_key", {1}}, {"quantization_config", {{"bits", 4}}}, {"original_max_position_embeddings", 5}};
+    for (const char* key : {"head_dim", "rotary_pct", "rotary_emb_base", "partial_rotary_factor"}) stale[key] = 3;
+    for (const auto& [key, value] : alone.items()) stale[key] = "stale";
+    Json want = alone;
+    want["some_key"] = {1};
+    EXPECT_EQ(written(model, stale), want);
+    EXPECT_EQ(written(model, Json::array()), alone);
+  }
+}
+
+TEST(HfConfig, SomeModelsHaveNone) {
+  const auto problem_of = [](auto change) {
+    ModelConfig model = preset_config("tiny");
+    change(model);
+    std::string problem;
+    EXPECT_TRUE(hf_from_model(model, nullptr, "x.bin", problem).is_null());
+    return problem;
+  };
+  EXPECT_EQ(problem_of([](ModelConfig& model) { model.norm = NormKind::layernorm; }),
+            "model.norm: got 'layernorm', which no Hugging Face configuration of a llama model describes");
+  expect_contains(problem_of([](ModelConfig& model) { model.rope.rotary_dim = 16; }), "model.rope: got {");
+}
+
+// Heads of every size, with every part of them rotated: the fraction gives the same number again.
+TEST(HfConfig, ARotaryFractionIsExact) {
+  ModelConfig model = random_model_config("pythia-14m");
+  for (std::int64_t head_dim = 2; head_dim <= 256; ++head_dim) {
+    model.head_dim = head_dim;
+    model.hidden_size = head_dim * model.num_heads;
+    for (model.rope.rotary_dim = 2; model.rope.rotary_dim <= head_dim; model.rope.rotary_dim += 2) {
+      ASSERT_EQ(parsed(written(model)).rope.rotary_dim, model.rope.rotary_dim) << "of " << head_dim;
     }
   }
-  EXPECT_GT(tried, 90);
+}
+
+// Each size at its limits and one beyond, where nothing else of the file stands in the way.
+TEST(HfConfig, SizesHaveLimits) {
+  const std::vector<std::tuple<std::string, std::int64_t, std::int64_t>> limits = {
+      {"vocab_size", 1, 1'000'000},      {"hidden_size", 1, 1 << 20},
+      {"num_hidden_layers", 1, 1024},    {"num_attention_heads", 1, 1024},
+      {"num_key_value_heads", 1, 32},    {"head_dim", 2, 1024},
+      {"intermediate_size", 1, 1 << 20}, {"max_position_embeddings", 1, 1 << 24}};
+  for (const auto& [key, low, high] : limits) {
+    Json config = llama_1b();
+    for (const char* id : {"bos_token_id", "eos_token_id"}) config.erase(id);
+    if (key == "num_attention_heads") config.erase("num_key_value_heads");
+    for (const std::int64_t value : {low, high}) {
+      config[key] = value;
+      EXPECT_EQ(written(parsed(config))[key], value);
+    }
+    for (const std::int64_t value : {low - 1, high + 1}) {
+      config[key] = value;
+      EXPECT_EQ(error_of(Exit::bad_file, [&] { parsed(config); }),
+                format("x.json: %s: got %lld, expected an integer from %lld to %lld", key.c_str(),
+                       static_cast<long long>(value), static_cast<long long>(low), static_cast<long long>(high)));
+    }
+  }
+}
+
+// Each key of both families, in another type.
+TEST(HfConfig, OtherTypesAreRefused) {
+  for (const char* name : {"llama3.1-8b", "pythia-160m"}) {
+    const Json whole = written(random_model_config(name));
+    for (const auto& [key, value] : whole.items()) {
+      if (key == "architectures" || key.ends_with("token_id")) continue;
+      for (const Json& wrong :
+           {Json::array({4096}), Json{{"a", {{"b", 1}}}}, Json("4096"), Json(!value.is_boolean())}) {
+        if (value.is_boolean() && wrong.is_boolean()) continue;
+        Json config = whole;
+        config[key] = wrong;
+        expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), key);
+      }
+    }
+  }
 }
 
 TEST(HfConfig, Utf16IsNamed) {
@@ -237,9 +356,10 @@ TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
   Json older = llama_1b();
   older["rope_scaling"].erase("original_max_position_embeddings");
   older["original_max_position_embeddings"] = 8192;
-  EXPECT_TRUE(parsed(older) == preset_config("llama3.2-1b"));
+  EXPECT_TRUE(shape(older) == preset_config("llama3.2-1b"));
   older["rope_scaling"]["original_max_position_embeddings"] = 4096;
-  expect_contains(error_of(Exit::bad_file, [&] { parsed(older); }), "original_max_position_embeddings: disagrees");
+  expect_contains(error_of(Exit::bad_file, [&] { parsed(older); }),
+                  "original_max_position_embeddings is 4096: they disagree");
   // Wherever it may stand: a part of each head is not what these models rotate.
   for (const char* home : {"rope_scaling", "rope_parameters"}) {
     Json partial = llama_1b();
@@ -247,7 +367,7 @@ TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
     partial[home]["partial_rotary_factor"] = 0.5;
     expect_contains(error_of(Exit::bad_file, [&] { parsed(partial); }), "partial_rotary_factor");
     partial[home]["partial_rotary_factor"] = 1.0;
-    EXPECT_TRUE(parsed(partial) == preset_config("llama3.2-1b")) << home;
+    EXPECT_TRUE(shape(partial) == preset_config("llama3.2-1b")) << home;
     partial[home]["high_freq_factor"] = partial[home]["low_freq_factor"];
     expect_contains(error_of(Exit::bad_file, [&] { parsed(partial); }), "high_freq_factor");
   }
@@ -262,7 +382,7 @@ TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
       follows["head_dim"] = hidden / 32;
       EXPECT_EQ(parsed(follows).head_dim, hidden / 32);
     } else {
-      expect_contains(error_of(Exit::bad_file, [&] { parsed(follows); }), "expected 2 to 1024");
+      expect_contains(error_of(Exit::bad_file, [&] { parsed(follows); }), "expected from 2 to 1024");
     }
   }
   Json uneven = llama_1b();
@@ -307,7 +427,7 @@ TEST(HfConfig, TheHighFrequencyIsAboveTheLowOne) {
     if (accepted) {
       EXPECT_EQ(parsed(config).rope.high_freq_factor, high);
     } else {
-      expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), "rope_scaling: high_freq_factor: got ");
+      expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), "rope_scaling.high_freq_factor: got ");
     }
   }
 }
@@ -320,7 +440,7 @@ TEST(HfConfig, AllPlacesOfAValueHaveToAgree) {
   everywhere["rope_scaling"]["type"] = "llama3";
   everywhere["rope_parameters"] = everywhere["rope_scaling"];
   everywhere["original_max_position_embeddings"] = 8192;
-  EXPECT_TRUE(parsed(everywhere) == preset_config("llama3.2-1b"));
+  EXPECT_TRUE(shape(everywhere) == preset_config("llama3.2-1b"));
   const std::vector<std::pair<std::vector<std::string>, Json>> others = {
       {{"/rope_theta", "/rope_parameters/rope_theta", "/rope_scaling/rope_theta"}, 10000.0},
       {{"/partial_rotary_factor", "/rope_parameters/partial_rotary_factor", "/rope_scaling/partial_rotary_factor"},
@@ -337,17 +457,87 @@ TEST(HfConfig, AllPlacesOfAValueHaveToAgree) {
     for (const std::string& one : places) {
       Json config = everywhere;
       config[Json::json_pointer(one)] = other;
-      expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), ": disagrees with ");
+      expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), ": they disagree");
       for (const std::string& two : places) {
         if (one == two || other.is_string()) continue;  // an object without its type is refused
         for (const std::string& place : places) config[Json::json_pointer(place)] = nullptr;
         config[Json::json_pointer(one)] = other;
         config[Json::json_pointer(two)] = everywhere[Json::json_pointer(two)];
-        expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), ": disagrees with ");
+        expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), ": they disagree");
         config[Json::json_pointer(one)] = nullptr;
-        EXPECT_TRUE(parsed(config) == preset_config("llama3.2-1b")) << "in " << two << " alone";
+        EXPECT_TRUE(shape(config) == preset_config("llama3.2-1b")) << "in " << two << " alone";
       }
     }
+  }
+}
+
+Json described(const std::string& path, const std::string& input = "") {
+  std::istringstream stream(input);
+  std::vector<std::string> warnings;
+  return describe_model(path, stream, warnings);
+}
+
+// A directory, its config.json, a model file and a request on stdin, of the same model.
+TEST(Describe, TakesEveryFormOfAModel) {
+  const TemporaryDirectory directory;
+  const ModelConfig model = micro_config();
+  const Json config = written(model, {{"some_key", 1}});
+  write_bytes(directory.file("config.json"), config.dump());
+  write_bytes(directory.file("generation_config.json"), R"({"eos_token_id": [4, 5]})");
+  write_bytes(directory.file("broken.json"), "[]");
+  TensorFileWriter writer(directory.file("model.bin"), FileKind::model,
+                          {{"model", config_to_json(model)}, {"hf_config", config}});
+  const TensorTable table(model);
+  for (const TensorSpec& spec : table.specs()) writer.declare(spec.name, DType::f32, spec.shape);
+  for (const TensorSpec& spec : table.specs()) {
+    const std::vector<float> values(static_cast<std::size_t>(spec.elements));
+    writer.write_f32(values.data(), values.size());
+  }
+  writer.publish();
+
+  const Json of_config = described(directory.file("config.json"));
+  EXPECT_EQ(of_config["model"], config_to_json(model));
+  EXPECT_EQ(of_config["hf_config"], config);
+  EXPECT_EQ(of_config["embedding"], "model.embed_tokens.weight");
+  EXPECT_EQ(of_config["head"], "lm_head.weight");
+  EXPECT_EQ(of_config["linears"],
+            parse_json(R"({"qkv": ["q_proj", "k_proj", "v_proj"], "output": ["o_proj"], "up": ["gate_proj", "up_proj"],
+                           "down": ["down_proj"]})",
+                       "linears"));
+  EXPECT_EQ(of_config["trainable"], true);
+  EXPECT_EQ(of_config["ties_head"], model.tied_embeddings);
+  ASSERT_EQ(of_config["tensors"].size(), table.specs().size());
+  for (std::size_t i = 0; i < table.specs().size(); ++i) {
+    EXPECT_EQ(of_config["tensors"][i], (Json{{"name", table.specs()[i].name}, {"shape", table.specs()[i].shape}}));
+  }
+  EXPECT_EQ(described("-", Json{{"config", config}}.dump()), of_config);
+  EXPECT_EQ(described("-", Json{{"model", config_to_json(model)}, {"hf_config", config}}.dump()), of_config);
+  Json of_file = described(directory.file("model.bin"));
+  EXPECT_EQ(of_file["hf_config"]["dtype"], "float32");
+  EXPECT_EQ(of_file["hf_config"]["torch_dtype"], "float32");
+  for (const char* key : {"dtype", "torch_dtype"}) of_file["hf_config"].erase(key);
+  EXPECT_EQ(of_file, of_config);
+  EXPECT_EQ(described(directory.file(""))["model"]["eos_ids"], Json({4, 5}));
+
+  const Json base = {{"config", config}, {"source", "a/b.json"}};
+  Json request = base;
+  request["config"].erase("vocab_size");
+  EXPECT_EQ(error_of(Exit::bad_file, [&] { described("-", request.dump()); }),
+            "'a/b.json': vocab_size: got nothing, expected an integer from 1 to 1000000");
+  request = base;
+  request["rope_theta"] = 77;
+  expect_contains(error_of(Exit::bad_file, [&] { described("-", request.dump()); }), "--rope-theta is 77");
+  Json tied = written(random_model_config("pythia-14m"));
+  tied["tie_word_embeddings"] = true;
+  const Json of_neox = described("-", Json{{"config", tied}}.dump());
+  EXPECT_EQ(of_neox["ties_head"], true);
+  EXPECT_EQ(of_neox["model"]["tied_embeddings"], false);
+  EXPECT_EQ(of_neox["trainable"], false);
+  for (const char* bad : {"", "[]", "{}", "{\"config\": 3}", "{\"model\": {}}"}) {
+    error_of(Exit::bad_file, [&] { described("-", bad); });
+  }
+  for (const char* bad : {"broken.json", "missing.json"}) {
+    expect_contains(error_of(Exit::bad_file, [&] { described(directory.file(bad)); }), bad);
   }
 }
 
@@ -657,7 +847,11 @@ TEST(Inputs, WhatIsGivenBesideAModelIsWhatTheModelHas) {
   }
   write_bytes(files.file("shape.json"), llama_1b().dump());
   from_scratch.config = files.file("shape.json");
-  EXPECT_EQ(open_inputs(from_scratch).config.num_layers, 16);
+  const ModelConfig from_file = open_inputs(from_scratch).config;
+  EXPECT_EQ(from_file.num_layers, 16);
+  EXPECT_TRUE(from_file.eos_ids.empty() && !from_file.bos_id) << "those of the data's tokenizer";
+  write_bytes(files.file("shape.json"), written(random_model_config("pythia-14m")).dump());
+  expect_contains(error_of(Exit::bad_file, [&] { open_inputs(from_scratch); }), "expected one that can be trained");
 }
 
 // The settings at the start: what was given and what always matters; how many more there are is counted.

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import io
 import json
@@ -66,12 +67,20 @@ def write_safetensors(path, tensors, dtype="F32"):
     path.write_bytes(safetensors_bytes(header, b"".join(pieces)))
 
 
+@functools.cache
+def _described(text):
+    return hf_config.model_of(hf_config.describe("-", {"config": json.loads(text), "source": "config"}))
+
+
+def model_of(config):
+    """The model that a config describes."""
+    return _described(json.dumps(config))
+
+
 def weights_of(config, seed=0):
     """Random weights of the model that a config describes, name -> float32."""
-    model = hf_config.parse_config(config, "config")
     random = np.random.default_rng(seed)
-    return {name: random.standard_normal(shape, dtype=np.float32)
-            for name, shape in hf_config.expected_tensors(model).items()}
+    return {name: random.standard_normal(shape, dtype=np.float32) for name, shape in model_of(config).tensors.items()}
 
 
 def write_checkpoint(directory, config, weights=None, dtype="F32", tokenizer=None):

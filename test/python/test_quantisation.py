@@ -284,12 +284,12 @@ def test_infer_pythia_runs_what_the_file_means(tmp_path, family, scheme):
 @pytest.mark.parametrize("scheme", quantization.SCHEMES)
 def test_reference_dumps_take_the_weights_that_a_file_means(tmp_path, scheme):
     packed, _ = converted(tmp_path, "llama", scheme, "--head", "int8")
-    model = hf_config.parse_config(LLAMA, "config")
+    model = ck.model_of(LLAMA)
     found = dict(dump_reference.replaced_weights(tmp_path / f"llama-{scheme}.bin", model))
-    assert list(found) == list(hf_config.expected_tensors(model))
+    assert list(found) == list(model.tensors)
     for name, values in found.items():
         np.testing.assert_array_equal(values, weights_of(packed, name))
-    other = hf_config.parse_config(LLAMA | {"rope_theta": 500.0}, "config")
+    other = ck.model_of(LLAMA | {"rope_theta": 500.0})
     with pytest.raises(tensor_file.FileError, match="differs from the configuration of DIR"):
         next(dump_reference.replaced_weights(tmp_path / f"llama-{scheme}.bin", other))
 
@@ -319,7 +319,7 @@ def test_a_tied_head_is_quantised_beside_the_embedding(tmp_path, scheme):
     for head in (True, False):
         described = dump_reference.of_weights(checkpoint, files["tied", head].path).model
         assert described.tied_embeddings is not head
-        assert dict(dump_reference.replaced_weights(files["tied", head].path, described)).keys() == hf_config.expected_tensors(described).keys()
+        assert dict(dump_reference.replaced_weights(files["tied", head].path, described)).keys() == described.tensors.keys()
 
 
 @pytest.mark.parametrize("scheme", quantization.SCHEMES)
@@ -492,7 +492,7 @@ def test_attention_and_gelu_of_large_numbers():
     (2, 64, (1, 2)), (63, 64, (1, 63)), (64, 64, (1, 64)), (127, 64, (1, 64)), (128, 64, (2, 64)), (511, 4096, (1, 511)), (512, 4096, (1, 512)),
     (513, 4096, (1, 512)), (1024, 4096, (2, 512)), (32_767, 4096, (63, 512)), (32_768, 4096, (64, 512)), (40_000, 4096, (64, 512)), (40_000, 48, (682, 48))])
 def test_the_windows_of_a_calibration_text(tmp_path, count, positions, shape):
-    model = replace(hf_config.parse_config(LLAMA, "config"), max_positions=positions)
+    model = replace(ck.model_of(LLAMA), max_positions=positions)
     ids = np.arange(count, dtype=np.int32)
     found = gptq.windows(ids, model, tmp_path / "text.txt")
     assert found.shape == shape and found.ravel().tolist() == list(range(shape[0] * shape[1]))
@@ -658,7 +658,7 @@ class Calibrated(Exception):
     (["--only", "up,output"], ("o_proj", "gate_proj", "up_proj"))])
 def test_gptq_is_given_the_matrices_of_int4_and_the_whole_text(tmp_path, monkeypatch, options, chosen):
     def calibration(model, read, windows, is_chosen):
-        for name in hf_config.expected_tensors(model):
+        for name in model.tensors:
             if name.split(".")[-2] in chosen and not np.isfinite(weights[name]).all():
                 with pytest.raises(tensor_file.FileError, match=f"{name}: holds NaN or infinity"):
                     read(name)

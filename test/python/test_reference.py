@@ -265,7 +265,7 @@ def test_the_golden_in_fp8_is_complete():
     dump.verify()
     model = hf_config.model_from_json(dump.config["model"], "dump")
     measured = {f"act.{name}" for name in dump_reference.activation_names(model)} | {"adamw.losses"}
-    measured |= {prefix + name for prefix in ("grad.", "adamw.param.") for name in hf_config.expected_tensors(model)}
+    measured |= {prefix + name for prefix in ("grad.", "adamw.param.") for name in model.tensors}
     assert set(dump.tensors) == measured | {"input_ids", "labels", "loss"}
     distances = dump.config["dump"]["fp8"]
     assert set(distances["noise"]) == set(distances["rounding"]) == measured
@@ -297,13 +297,13 @@ def test_golden_is_complete(name, tmp_path):
     if "act16_dtype" in settings:
         expected |= {f"act16.{activation}" for activation in dump_reference.activation_names(model)}
     if model.family == "llama" and name not in TRAINED:
-        expected |= {"loss16", "adamw16.losses"} | {f"grad16.{tensor}" for tensor in hf_config.expected_tensors(model)}
+        expected |= {"loss16", "adamw16.losses"} | {f"grad16.{tensor}" for tensor in model.tensors}
     if model.family == "llama":
-        expected |= {"adamw.losses"} | {f"grad.{tensor}" for tensor in hf_config.expected_tensors(model)}
-    stepped = {f"adamw.param.{tensor}" for tensor in hf_config.expected_tensors(model)}
+        expected |= {"adamw.losses"} | {f"grad.{tensor}" for tensor in model.tensors}
+    stepped = {f"adamw.param.{tensor}" for tensor in model.tensors}
     assert set(dump.tensors) - stepped == expected
     assert not stepped & set(dump.tensors) or stepped < set(dump.tensors)
-    for tensor, shape in hf_config.expected_tensors(model).items():
+    for tensor, shape in model.tensors.items():
         for prefix in ("grad.", "adamw.param."):
             assert prefix + tensor not in dump.tensors or dump.at(prefix + tensor).shape == shape
     assert {"torch", "transformers", "model_sha256", "dtype"} <= set(settings) and settings["dtype"] == "f32"
@@ -351,7 +351,7 @@ def test_gradients_match_finite_differences():
         model.weight = lambda wanted: plain(wanted) + (shift if wanted == tensor else 0)
         return loss_of(np.stack([model.forward(row)["logits"] for row in ids]), labels)
 
-    for tensor in hf_config.expected_tensors(hf_config.model_from_json(file.config["model"], name)):
+    for tensor in hf_config.model_from_json(file.config["model"], name).tensors:
         gradient = dump.f32(f"grad.{tensor}").astype(np.float64)
         direction = random.standard_normal(gradient.shape) + gradient / np.abs(gradient).max()
         slope = (loss(tensor, 1e-6 * direction) - loss(tensor, -1e-6 * direction)) / 2e-6
@@ -397,7 +397,7 @@ def test_missing_libraries_are_exit_4(tmp_path, monkeypatch):
 
 def test_shifted_labels():
     assert dump_reference.shifted_labels(np.int32([[5, 6, 7]])).tolist() == [[6, 7, -100]]
-    model = hf_config.parse_config(ck.LLAMA, "config")
+    model = ck.model_of(ck.LLAMA)
     ids, labels = dump_reference.random_batch(model, 2, 9, 4)
     assert np.array_equal(ids[:, 1:], labels[:, :-1]) and ids.max() < 37
     assert not np.array_equal(ids, dump_reference.random_batch(model, 2, 9, 5)[0])
@@ -451,10 +451,10 @@ def test_dump_of_an_old_style_checkpoint(torch, tmp_path, family):
             assert_close(activation, dump.f32(f"act.{activation}")[row], expected)
             assert_close(activation, dump.f32(f"act16.{activation}")[row], expected, 0.3)
     assert not np.array_equal(dump.f32("act16.logits"), dump.f32("act.logits"))
-    for tensor, shape in hf_config.expected_tensors(model).items():
+    for tensor, shape in model.tensors.items():
         assert dump.at(f"grad.{tensor}").shape == dump.at(f"adamw.param.{tensor}").shape == shape
     assert dump.at("greedy.ids").shape == (5,) and dump.config["dump"]["adamw"]["learning_rate"] == 0.01
-    assert dump.config["dump"]["ulp"].keys() == {"adamw.losses"} | {f"adamw.param.{tensor}" for tensor in hf_config.expected_tensors(model)}
+    assert dump.config["dump"]["ulp"].keys() == {"adamw.losses"} | {f"adamw.param.{tensor}" for tensor in model.tensors}
     assert all(0 <= distance < 1e-3 for distance in dump.config["dump"]["ulp"].values())
 
 

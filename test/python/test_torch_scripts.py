@@ -211,7 +211,7 @@ class Successor:
 def test_a_continuation_ends_with_any_end_id_and_has_no_padding(torch, monkeypatch, ends, count, expected, prompt):
     model = Successor(10)
     monkeypatch.setattr(dump_reference, "load_model", lambda *_: model)
-    description = replace(hf_config.parse_config(ck.LLAMA, "config"), eos_ids=ends, tokenizer_vocab=10)
+    description = replace(ck.model_of(ck.LLAMA), eos_ids=ends, tokenizer_vocab=10)
     ids = np.int32([[9, 2, 3] if prompt is None else [7, 7, 7], [5, 5, 5]])
     request = dump_reference.Request(ids, ids, greedy=count, greedy_prompt=None if prompt is None else np.int32(prompt))
     found, lead = dump_reference.greedy(Path(), description, request)
@@ -223,7 +223,7 @@ def test_a_continuation_ends_with_any_end_id_and_has_no_padding(torch, monkeypat
 
 def test_a_tokenizer_of_one_token_has_no_second_logit(torch, monkeypatch):
     monkeypatch.setattr(dump_reference, "load_model", lambda *_: Successor(1))
-    description = replace(hf_config.parse_config(ck.LLAMA, "config"), eos_ids=(), tokenizer_vocab=1)
+    description = replace(ck.model_of(ck.LLAMA), eos_ids=(), tokenizer_vocab=1)
     ids = np.int32([[0]])
     assert dump_reference.greedy(Path(), description, dump_reference.Request(ids, ids, greedy=3))[0].tolist() == [0, 0, 0]
 
@@ -237,7 +237,7 @@ class Parameter(stub_torch.Tensor):
 
 def parameters_of(description, value=0.0, renamed=()):
     return {dict(renamed).get(name, name): tensor(np.full(shape, value, np.float32)).view(Parameter)
-            for name, shape in hf_config.expected_tensors(description).items()}
+            for name, shape in description.tensors.items()}
 
 
 @pytest.mark.parametrize("version, key", [("4.40.0", "torch_dtype"), ("4.57.1", "torch_dtype"), ("5.0.0", "dtype"), ("10.1", "dtype")])
@@ -257,7 +257,7 @@ def test_the_model_is_loaded_in_its_type_from_the_disk_alone(torch, monkeypatch,
     torch.use_deterministic_algorithms = done.append
     ids = np.int32([[1]])
     request = dump_reference.Request(ids, ids, device="cuda")
-    assert dump_reference.load_model(Path("a/b"), hf_config.parse_config(ck.LLAMA, "config"), request, dtype) is model
+    assert dump_reference.load_model(Path("a/b"), ck.model_of(ck.LLAMA), request, dtype) is model
     assert done == [True, ("a/b", {"attn_implementation": "eager", "local_files_only": True, key: kind}), "cuda", "eval"]
 
 
@@ -303,7 +303,7 @@ def test_what_is_missing_is_named_and_nothing_is_loaded_from_the_net(torch, monk
 def test_damage_of_any_replaced_weight_is_found(tmp_path):
     file = tensor_file.read(GOLDEN / "llama-hs32-gqa2.model.bin")
     description, whole = hf_config.model_from_json(file.config["model"], "file"), Path(file.path).read_bytes()
-    for name in hf_config.expected_tensors(description):
+    for name in description.tensors:
         damaged = bytearray(whole)
         damaged[file.at(name).offset] ^= 1
         (tmp_path / "a.bin").write_bytes(damaged)
@@ -314,11 +314,11 @@ def test_damage_of_any_replaced_weight_is_found(tmp_path):
 @pytest.mark.parametrize("config, renamed", [
     (ck.LLAMA, {}), (ck.LLAMA | {"tie_word_embeddings": True}, {}), (ck.GPT_NEOX, {}), (ck.GPT_NEOX, {"embed_out.weight": "lm_head.weight"})])
 def test_parameters_have_the_names_of_the_checkpoint_in_its_order(torch, config, renamed):
-    description = hf_config.parse_config(config, "config")
+    description = ck.model_of(config)
     given = parameters_of(description, renamed=renamed.items())
     model = SimpleNamespace(named_parameters=lambda: reversed(given.items()))
     found = dump_reference.named_parameters(model, description)
-    assert list(found) == list(hf_config.expected_tensors(description))
+    assert list(found) == list(description.tensors)
     assert all(values is given[renamed.get(name, name)] for name, values in found.items())
 
 
@@ -363,7 +363,7 @@ class Steps:
 
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_optimizer_steps_are_those_of_the_settings(torch, monkeypatch, in_fp8):
-    description = hf_config.parse_config(ck.LLAMA, "config")
+    description = ck.model_of(ck.LLAMA)
     model, log, clipped, loaded = Steps(description), [], [], []
     monkeypatch.setattr(dump_reference, "load_model", lambda *values: loaded.append(values[3]) or model)
     monkeypatch.setattr(dump_reference, "loss_of", lambda model, request: model.loss())
@@ -386,18 +386,18 @@ def test_optimizer_steps_are_those_of_the_settings(torch, monkeypatch, in_fp8):
 
 
 def test_gradients_are_those_of_one_pass(torch, monkeypatch):
-    description = hf_config.parse_config(ck.LLAMA, "config")
+    description = ck.model_of(ck.LLAMA)
     monkeypatch.setattr(dump_reference, "load_model", lambda *_: Steps(description))
     monkeypatch.setattr(dump_reference, "loss_of", lambda model, request: model.loss())
     ids = np.int32([[1]])
     found = dump_reference.gradients(Path(), description, dump_reference.Request(ids, ids), "f32")
-    assert {name: values.shape for name, values in found.items()} == hf_config.expected_tensors(description)
+    assert {name: values.shape for name, values in found.items()} == description.tensors
     assert all((values == 1).all() and values.dtype == np.float32 for values in found.values())
 
 
 # ---- the dump --------------------------------------------------------------------------------------------------------
 
-DESCRIPTION = hf_config.parse_config(ck.LLAMA, "config")
+DESCRIPTION = ck.model_of(ck.LLAMA)
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -826,7 +826,7 @@ def test_the_model_begins_as_the_run_did(torch, monkeypatch, from_file):
     monkeypatch.setattr(transformers, "LlamaForCausalLM", lambda _: built, raising=False)
     description = SimpleNamespace(model=model, settings=replace(SETTINGS, seed=6))
     assert train_reference.make_model(description, str(file.path) if from_file else "", "cuda") is built and done == ["cuda", "train"]
-    assert config == [hf_config.export_config(model, None, "float32") | {"attn_implementation": "sdpa"}]
+    assert config == [model.hf_config | {"torch_dtype": "float32", "dtype": "float32", "attn_implementation": "sdpa"}]
     want = {name: file.f32(name) for name in parameters} if from_file else dict(train_reference.initial_tensors(model, 6))
     for name, values in parameters.items():
         np.testing.assert_array_equal(values, want[name])

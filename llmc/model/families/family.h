@@ -1,5 +1,5 @@
-// A family of models is data: what Hugging Face calls it and its modules, and which capabilities its configurations have. This
-// folder is the only place, beside the converter, that knows a family by its name.
+// A family of models is data: what Hugging Face calls it and its modules, and which capabilities its configurations
+// have. This folder is the only place, beside the converter, that knows a family by its name.
 #pragma once
 
 #include <span>
@@ -12,6 +12,30 @@
 
 namespace weft {
 
+class HfObject;  // hf_config.h
+
+// A name of transformers' activations (ACT2FN), and what it is.
+struct HfActivation {
+  const char* name;
+  Activation activation;
+};
+
+// What a family's config.json has of its own. The values are those that transformers takes for absent keys.
+struct HfRules {
+  const char* architecture;                   // of its models with a head: "LlamaForCausalLM"
+  std::span<const HfActivation> activations;  // that it may have; the first where none is named
+  const char* norm_eps_key;
+  double norm_eps;
+  // Reads what is in no other family, or not in all of them: heads, biases, norms.
+  void (*from_hf)(const HfObject& config, ModelConfig& model);
+  void (*to_hf)(const ModelConfig& model, Json& config);  // writes the same keys
+  std::int64_t max_positions = 2048;
+  double rope_theta = 10000;
+  const char* rope_theta_key = nullptr;       // another name of rope_theta
+  const char* rotary_fraction_key = nullptr;  // another name of partial_rotary_factor; null: whole heads rotate
+  double rotary_fraction = 1;
+};
+
 struct Family {
   const char* name;  // model_type of config.json, and the family of a model file
   ModelNames names;
@@ -21,6 +45,7 @@ struct Family {
   // Reads what configurations of this family alone have, from the object "model" of a model file, and checks all of it:
   // Exit::bad_file.
   void (*read)(const Json& object, const std::string& source, ModelConfig& config);
+  HfRules hf;
 };
 
 extern const Family kLlama, kGptNeox;

@@ -2,6 +2,7 @@
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
 #include "llmc/model/families/family.h"
+#include "llmc/model/families/hf_config.h"
 
 namespace weft {
 
@@ -37,12 +38,35 @@ void read(const Json& object, const std::string& source, ModelConfig& config) {
   }
 }
 
+constexpr HfActivation kActivations[] = {{"silu", Activation::swiglu}, {"swish", Activation::swiglu}};
+
+void from_hf(const HfObject& config, ModelConfig& model) {
+  read_grouped_heads(config, model);
+  model.attention_bias = config.flag("attention_bias");
+  model.mlp_bias = config.flag("mlp_bias");
+}
+
+void to_hf(const ModelConfig& model, Json& config) {
+  config["num_key_value_heads"] = model.num_kv_heads;
+  config["head_dim"] = model.head_dim;
+  config["attention_bias"] = model.attention_bias;
+  config["mlp_bias"] = model.mlp_bias;
+}
+
 }  // namespace
 
-constinit const Family kLlama = {"llama",
-                       {"model.embed_tokens", "model.norm", "lm_head", block_names, false},
-                       DType::bf16,
-                       set_fixed,
-                       read};
+constinit const Family kLlama = {
+    .name = "llama",
+    .names = {"model.embed_tokens", "model.norm", "lm_head", block_names, false},
+    .published = DType::bf16,
+    .set_fixed = set_fixed,
+    .read = read,
+    .hf = {.architecture = "LlamaForCausalLM",
+           .activations = kActivations,
+           .norm_eps_key = "rms_norm_eps",
+           .norm_eps = 1e-6,
+           .from_hf = from_hf,
+           .to_hf = to_hf},
+};
 
 }  // namespace weft

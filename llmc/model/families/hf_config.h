@@ -1,0 +1,80 @@
+// Hugging Face's config.json: read as a ModelConfig, and written from one. What families share is here; what one has of
+// its own is in its file (HfRules, from_hf(), to_hf()).
+//
+// It may have the keys of transformers 4, of transformers 5, or both if they agree. A size has no default. What else is
+// absent and changes the arithmetic has the default of transformers, which a warning tells, as it does what is left
+// out. What weft does not compute is refused with its key: Exit::bad_file. Keys that change neither a logit nor an id
+// are ignored.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "llmc/base/json.h"
+#include "llmc/model/config.h"
+
+namespace weft {
+
+struct HfConfig {
+  Json config;
+  Json generation = nullptr;  // generation_config.json, whose token ids take precedence; null: there is none
+  std::string source = {}, generation_source = {};  // the names of both in messages
+  std::optional<double> rope_theta = {};            // the user's, for a config.json that has none
+};
+
+// The files of a Hugging Face directory, or a config.json alone. Exit::bad_file.
+HfConfig read_hf_config(const std::string& path, std::vector<std::string>& warnings);
+
+struct HfModel {
+  ModelConfig config;
+  bool ties_head;  // the checkpoint's head is its embedding, also where weft stores it a second time
+};
+HfModel model_from_hf(const HfConfig& hf, std::vector<std::string>& warnings);
+
+// The config.json of a model, which transformers 4 and 5 read alike: of `original`, where that is an object, the keys
+// that do not describe the model are kept. null, with the `problem`, if no config.json describes it. `source` names the
+// model in errors.
+Json hf_from_model(const ModelConfig& model, const Json& original, const std::string& source, std::string& problem);
+
+// ---- for families ---------------------------------------------------------------------------------------------------
+
+// One object of the file, whose values are asked for by key and type. Absent and null are the same. What is wrong is
+// refused with its key, what was got and what was expected.
+class HfObject {
+ public:
+  HfObject(const Json& values, std::string source, std::vector<std::string>& warnings, std::string prefix = {})
+      : values_(values), source_(std::move(source)), prefix_(std::move(prefix)), warnings_(&warnings) {}
+
+  const Json& operator[](const std::string& key) const;
+  bool has(const std::string& key) const { return !(*this)[key].is_null(); }
+  // `fallback`: what a value that is absent is taken for, with a warning; null: it has to be there.
+  std::int64_t integer(const std::string& key, std::int64_t low, std::int64_t high,
+                       const Json& fallback = nullptr) const;
+  double positive(const std::string& key, const Json& fallback = nullptr) const;
+  std::string text(const std::string& key, const Json& fallback = nullptr) const;
+  bool flag(const std::string& key, bool fallback = false) const;  // without a warning
+  HfObject object(const std::string& key) const;                   // empty where it is absent
+
+  const Json& values() const { return values_; }
+  std::string name(const std::string& key) const { return prefix_ + key; }
+  void warn(const std::string& key, const std::string& text) const;
+  [[noreturn]] void refuse(const std::string& key, const std::string& problem) const;
+  // refuse() with what the value is: "got ..., expected ...".
+  [[noreturn]] void expected(const std::string& key, const std::string& what) const;
+
+ private:
+  Json with_default(const std::string& key, const Json& fallback) const;
+
+  const Json& values_;
+  std::string source_, prefix_;
+  std::vector<std::string>* warnings_;
+};
+
+// num_key_value_heads, otherwise as many as heads; head_dim, otherwise divided_head_dim().
+void read_grouped_heads(const HfObject& config, ModelConfig& model);
+// hidden_size / num_attention_heads.
+std::int64_t divided_head_dim(const HfObject& config, const ModelConfig& model);
+
+}  // namespace weft
