@@ -549,9 +549,28 @@ def test_a_value_is_missing(model):
     assert done.returncode == USAGE and b"--max-tokens: value missing" in done.stderr
 
 
+def test_a_model_is_described(model, tmp_path):
+    """As JSON on stdout, warnings and errors on stderr. A GPU that does not exist is no hindrance."""
+    described = json.loads(run_ok("--describe", model, "--device", "cuda"))
+    assert described["model"]["max_positions"] == CONTEXT and described["embedding"] == "gpt_neox.embed_in.weight"
+    assert [tuple(tensor["shape"]) for tensor in described["tensors"]] == list(shapes().values())
+    config = described["hf_config"]
+    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != "hidden_act"}))
+    for source in (tmp_path, tmp_path / "config.json"):
+        done = run("--describe", source)
+        assert json.loads(done.stdout)["model"] == described["model"] | {"tokenizer_vocab": ROWS}
+        assert done.stderr.decode() == f"warning: '{tmp_path}/config.json': hidden_act: absent, taken for 'gelu' as transformers does\n"
+    assert json.loads(run_ok("--describe", "-", stdin=json.dumps({"config": config}).encode()))["hf_config"] == config
+    (tmp_path / "config.json").write_text("{}")
+    assert "config.json': model_type: got nothing" in refused(BAD_FILE, "--describe", tmp_path)
+    assert "--describe -: not valid JSON" in refused(BAD_FILE, "--describe", "-")
+
+
 def test_no_model():
     assert "--random-model: got 'pythia-3b'" in refused(USAGE, "--bench", "--random-model", "pythia-3b")
     assert "--model: missing" in refused(USAGE, "--prompt", "x")
+    assert "--describe: got --model as well" in refused(USAGE, "--model", "x", "--describe", "y")
+    assert "--describe: got ''" in refused(USAGE, "--describe=")
     assert "--random-model: got 'pythia-9b'" in refused(USAGE, "--device", "cpu", "--random-model", "pythia-9b", "--bench")
 
 
