@@ -104,33 +104,6 @@ TEST(HfConfig, APublishedModelIsTheSameInEitherSpelling) {
   }
 }
 
-TEST(HfConfig, TransformersFiveKeepsItsRopeElsewhere) {
-  Json config = llama_1b();
-  config["rope_parameters"] = config["rope_scaling"];
-  config["rope_parameters"]["rope_theta"] = config["rope_theta"];
-  config.erase("rope_scaling");
-  config.erase("rope_theta");
-  EXPECT_TRUE(shape(config) == preset_config("llama3.2-1b"));
-  config["rope_theta"] = 500000.0;  // said twice, in agreement
-  EXPECT_TRUE(shape(config) == preset_config("llama3.2-1b"));
-  config["rope_theta"] = 10000.0;
-  expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), "they disagree");
-}
-
-TEST(HfConfig, OneOfSeveralArchitecturesIsEnough) {
-  Json config = llama_1b();
-  config["architectures"] = {"LlamaForSequenceClassification", "LlamaForCausalLM"};
-  EXPECT_TRUE(shape(config) == preset_config("llama3.2-1b"));
-}
-
-TEST(HfConfig, WithoutKeyValueHeadsEveryHeadHasItsOwn) {
-  Json config = llama_1b();
-  config.erase("num_key_value_heads");
-  EXPECT_EQ(parsed(config).num_kv_heads, 32);
-  config["tie_word_embeddings"] = nullptr;
-  EXPECT_FALSE(parsed(config).tied_embeddings);
-}
-
 // Each case is read, and what is accepted is written again: that describes the same model, without a warning.
 TEST(HfConfig, Cases) {
   const Json vectors = parse_json(read_text_file("test/fixtures/hf_config/cases.json", 1 << 20), "cases.json");

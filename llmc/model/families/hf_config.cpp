@@ -25,10 +25,6 @@ std::string shown(const Json& value) {
   return quoted.substr(1, quoted.size() - 2);
 }
 
-std::string text_of(std::int64_t value) {
-  return std::to_string(value);
-}
-
 std::string join(const std::vector<std::string>& words) {
   std::string text;
   for (const std::string& word : words) text += (text.empty() ? "" : ", ") + word;
@@ -77,15 +73,14 @@ class RopeReader {
     RopeConfig rope;
     rope.theta = theta(user_theta);
     rope.rotary_dim = rotary_dim(model.head_dim);
-    if (type == "linear" || type == "dynamic") {
-      const double factor = number("factor");
-      if (type == "linear") {
-        rope.type = RopeType::linear;
-        rope.factor = factor;
-      } else {
-        home().warn("factor", "left out: dynamic scaling begins behind max_position_embeddings = " +
-                                  text_of(model.max_positions) + ", where weft ends");
-      }
+    if (type == "dynamic") {
+      number("factor");
+      home().warn("factor", "left out: dynamic scaling begins behind max_position_embeddings = " +
+                                std::to_string(model.max_positions) + ", where weft ends");
+    }
+    if (type == "linear") {
+      rope.type = RopeType::linear;
+      rope.factor = number("factor");
     }
     if (type == "llama3") read_llama3(model.max_positions, rope);
     if (type == "yarn") read_yarn(model.max_positions, rope);
@@ -150,8 +145,8 @@ class RopeReader {
     const auto dims =
         static_cast<std::int64_t>(static_cast<double>(head_dim) * fraction);  // truncated, as transformers does
     if (dims < 2 || dims % 2 != 0) {
-      place.object->refuse(place.key, "got " + text_of(dims) + " rotary dimensions of " + text_of(head_dim) +
-                                          " in a head, expected an even number, at least 2");
+      place.object->refuse(place.key, "got " + std::to_string(dims) + " rotary dimensions of " +
+                                          std::to_string(head_dim) + " in a head, expected an even number, at least 2");
     }
     return dims;
   }
@@ -214,7 +209,8 @@ class RopeReader {
     const std::string key = "original_max_position_embeddings";
     const HfObject& object = owner(key, true);
     if (object.has(key)) return object.integer(key, 1, kMaxPositions);
-    home().warn(key, "absent, taken for max_position_embeddings = " + text_of(max_positions) + " as transformers does");
+    home().warn(
+        key, "absent, taken for max_position_embeddings = " + std::to_string(max_positions) + " as transformers does");
     return max_positions;
   }
 
@@ -280,7 +276,8 @@ std::vector<std::int32_t> read_ids(const HfObject& config, const HfObject& gener
     if (!value.is_number_integer()) owner.refuse(key, "got " + shown(value) + ", expected a token id");
     const std::int64_t id = json_integer(value).value_or(-1);
     if (id < 0 || id >= vocab) {
-      owner.warn(key, "got " + shown(value) + ", left out: the model has the ids below vocab_size = " + text_of(vocab));
+      owner.warn(
+          key, "got " + shown(value) + ", left out: the model has the ids below vocab_size = " + std::to_string(vocab));
     } else if (std::find(ids.begin(), ids.end(), id) == ids.end()) {
       ids.push_back(static_cast<std::int32_t>(id));
     }
@@ -372,7 +369,7 @@ std::int64_t HfObject::integer(const std::string& key, std::int64_t low, std::in
                                const Json& fallback) const {
   const std::optional<std::int64_t> value = json_integer(with_default(key, fallback));
   if (!value || *value < low || *value > high) {
-    expected(key, "an integer from " + text_of(low) + " to " + text_of(high));
+    expected(key, "an integer from " + std::to_string(low) + " to " + std::to_string(high));
   }
   return *value;
 }
@@ -407,12 +404,13 @@ HfObject HfObject::object(const std::string& key) const {
 
 std::int64_t divided_head_dim(const HfObject& config, const ModelConfig& model) {
   if (model.hidden_size % model.num_heads != 0) {
-    config.expected("hidden_size", "a multiple of num_attention_heads = " + text_of(model.num_heads));
+    config.expected("hidden_size", "a multiple of num_attention_heads = " + std::to_string(model.num_heads));
   }
   const std::int64_t size = model.hidden_size / model.num_heads;
   if (size < 2 || size > kMaxHeadDim) {
-    config.refuse("num_attention_heads", "got " + text_of(model.num_heads) + ", which makes heads of " + text_of(size) +
-                                             ", expected from 2 to " + text_of(kMaxHeadDim));
+    config.refuse("num_attention_heads", "got " + std::to_string(model.num_heads) + ", which makes heads of " +
+                                             std::to_string(size) + ", expected from 2 to " +
+                                             std::to_string(kMaxHeadDim));
   }
   return size;
 }
@@ -422,7 +420,7 @@ void read_grouped_heads(const HfObject& config, ModelConfig& model) {
   model.head_dim = own_size ? config.integer("head_dim", 2, kMaxHeadDim) : divided_head_dim(config, model);
   model.num_kv_heads = grouped ? config.integer("num_key_value_heads", 1, model.num_heads) : model.num_heads;
   if (model.num_heads % model.num_kv_heads != 0) {
-    config.expected("num_key_value_heads", "a divisor of num_attention_heads = " + text_of(model.num_heads));
+    config.expected("num_key_value_heads", "a divisor of num_attention_heads = " + std::to_string(model.num_heads));
   }
 }
 
