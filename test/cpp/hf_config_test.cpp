@@ -178,10 +178,10 @@ TEST(HfConfig, SomeModelsHaveNone) {
   expect_contains(problem_of([](ModelConfig& model) { model.rope.rotary_dim = 16; }), "model.rope: got {");
 }
 
-// Heads of every size, with every part of them rotated: the fraction gives the same number again.
+// For some parts of heads of these sizes the fraction, times the size, falls short of the part in floating point.
 TEST(HfConfig, ARotaryFractionIsExact) {
   ModelConfig model = random_model_config("pythia-14m");
-  for (std::int64_t head_dim = 2; head_dim <= 256; ++head_dim) {
+  for (std::int64_t head_dim = 44; head_dim <= 49; ++head_dim) {
     model.head_dim = head_dim;
     model.hidden_size = head_dim * model.num_heads;
     for (model.rope.rotary_dim = 2; model.rope.rotary_dim <= head_dim; model.rope.rotary_dim += 2) {
