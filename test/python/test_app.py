@@ -1,5 +1,6 @@
 """What both programs share (llmc/app, llmc/base), seen through train_llama: signals, sizes before memory, first messages."""
 
+import json
 import os
 import re
 import shutil
@@ -168,3 +169,23 @@ def test_odd_numbers_of_threads(wish):
                            "cpu"], env={**environment(), "OMP_NUM_THREADS": wish}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert_refused(run_program("--config", "tiny", "--bench", "--threads", 99999), 2, "--threads", "1024")
+
+
+GROUPS = {INFER: ["Model", "What to do, exactly one of", "Generation", "Many requests at once", "Perplexity", "Benchmark", "Server",
+                  "Output", "About", "Example"],
+          PROGRAM: ["Model", "Data and output", "Optimisation", "Execution", "Several GPUs (doc/several_gpus.md)", "Reports",
+                    "About", "Example"]}
+
+
+@pytest.mark.parametrize("program", GROUPS)
+def test_help_has_its_groups_in_order(program):
+    text = subprocess.run([program, "--help-all"], capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"^(\S.*):$", text, re.M) == GROUPS[program]
+    assert "\nExit codes: 0 ok, 1 internal error" in text and re.search(rf"\nExample:\n +(\./)?{program.name} --", text)
+
+
+def test_help_shows_what_the_program_has():
+    """The other list of the same options: what --print-config writes."""
+    settings = json.loads(run_program("--config", "tiny", "--device", "cpu", "--print-config").stdout)["settings"]
+    shown = set(re.findall(r"^  (?:-\w, )?--([a-z][a-z0-9-]*)", run_program("--help-all").stdout, re.M))
+    assert shown == set(settings) | {"help", "help-all", "version"}
