@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import random
 import re
 import resource
@@ -289,32 +288,6 @@ def test_error_page_never_reaches_the_part(box):
     assert box.path("model.safetensors.part").read_bytes() == WEIGHTS[:100_000]
 
 
-def test_html_instead_of_everything(box):
-    box.hub.fault("", "html")
-    box.fails(BAD_CONTENT, "web page (HTML)", "login page", "HF_ENDPOINT")
-    assert box.files() == []
-
-
-def test_html_instead_of_weights(box):
-    box.hub.fault("model.safetensors", "html", methods=("GET",))
-    box.fails(BAD_CONTENT, "model.safetensors", "web page (HTML)")
-    box.assert_no_weights()
-    assert "model.safetensors.part" not in box.files()
-
-
-def test_zero_bytes(box):
-    box.hub.add(REPO, "model.safetensors", b"", large=True)
-    box.fails(BAD_CONTENT, "model.safetensors", "got 0 bytes")
-    box.assert_no_weights()
-
-
-def test_lfs_pointer(box):
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 200001\n"
-    box.hub.add(REPO, "model.safetensors", pointer)
-    box.fails(BAD_CONTENT, "git-lfs pointer", "HF_ENDPOINT")
-    box.assert_no_weights()
-
-
 # ---- hashes and sizes -------------------------------------------------------------------------------
 
 
@@ -323,19 +296,6 @@ def test_wrong_sha256(box):
     box.fails(BAD_CONTENT, f"got sha256 {sha256(WEIGHTS)}", f"expected {sha256(b'other')}")
     box.assert_no_weights()
     assert not any(".part" in name for name in box.files())  # bad content is not continued
-
-
-def test_wrong_git_sha1(box):
-    box.hub.add(REPO, "config.json", CONFIG, etag=git_sha1(b"other"))
-    box.fails(BAD_CONTENT, f"got git-sha1 {git_sha1(CONFIG)}", f"expected {git_sha1(b'other')}")
-    assert not box.path("config.json").exists()
-
-
-@pytest.mark.parametrize("announced", [len(WEIGHTS) - 7, len(WEIGHTS) + 7])
-def test_wrong_size(box, announced):
-    box.hub.add(REPO, "model.safetensors", WEIGHTS, large=True, size=announced)
-    box.fails(BAD_CONTENT, f"got {len(WEIGHTS)} bytes, expected {announced}")
-    box.assert_no_weights()
 
 
 def test_server_without_hashes_is_said(box):
@@ -984,15 +944,6 @@ def test_text_and_default_pack(box):
     assert box.hub.requests == []  # the pin says that it is right
 
 
-def test_text_cut_and_continued(box):
-    text = random.Random(8).randbytes(50_000)
-    with_text(box, text)
-    box.hub.add_path(TEXT_PATH, text, etag=sha256(b"not the hash of the content"))
-    box.hub.fault("input.txt", "cut", times=1, methods=("GET",))
-    box.succeeds("tinyshakespeare", "--data", "texts")
-    assert (box.directory / "texts" / "tinyshakespeare.txt").read_bytes() == text
-
-
 def test_text_that_is_another_one(box):
     box.hub.add_path(TEXT_PATH, b"t" * 1115394)
     box.fails(BAD_CONTENT, "tinyshakespeare.txt", "sha256", "86c4e6aa", arguments=("tinyshakespeare",))
@@ -1000,39 +951,6 @@ def test_text_that_is_another_one(box):
 
 
 # ---- the terminal --------------------------------------------------------------------------------------------
-
-
-def on_terminal(box: Box, *arguments: str, **environment: str) -> str:
-    """What appears on a terminal that stderr is connected to; the hub goes on when a progress line does."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [SCRIPT, *arguments], cwd=box.directory, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=theirs,
-        env={**box.environment, **environment},
-    )
-    os.close(theirs)
-    seen = b""
-    try:
-        while chunk := os.read(ours, 65536):
-            seen += chunk
-            if b"%)" in seen:
-                box.hub.go_on.set()
-    except OSError:  # the other side is closed
-        pass
-    os.close(ours)
-    process.wait(timeout=LINE_S)
-    box.hub.go_on.clear()
-    return seen.decode()
-
-
-def test_progress_on_a_terminal_only(box):
-    weights = bytes(2_100_000)  # just enough for the script to draw a line
-    box.hub.add(REPO, "model.safetensors", weights, large=True)
-    box.hub.fault("model.safetensors", "drip", times=1, methods=("GET",), seconds=LINE_S)
-    box.hub.fault("model.safetensors", "drip", methods=("GET",), seconds=0.3)
-    assert "%)" in on_terminal(box, "pythia-160m", "--out", "a")
-    assert "%" not in on_terminal(box, "pythia-160m", "--out", "b", HF_HUB_DISABLE_PROGRESS_BARS="1")
-    assert "%" not in on_terminal(box, "pythia-160m", "--out", "c", TERM="dumb")
-    assert "%" not in box.succeeds("pythia-160m", "--out", "d").stderr
 
 
 # ---- its functions, alone --------------------------------------------------------------------------------------------

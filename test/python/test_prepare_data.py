@@ -734,25 +734,3 @@ def test_what_was_there_before_a_run_that_fails_is_there_after_it(prepare, tmp_p
             done = prepare(text, *words)
             assert done.returncode == 3 and done.stderr.endswith(f"{what}\n") and done.stderr.count("\n") == 1, done.stderr
         assert (tmp_path / "out").exists() == existed
-
-
-def test_two_texts_and_their_settings_make_the_shards_and_the_report(prepare, tokenizer_path, tmp_path):
-    """A separator, an end of text and a member of one's own; the first split says which preset fits."""
-    texts = write(tmp_path / "a.txt", "one\n<END>\n" + END + "\n<END>\nthree")
-    more = write(tmp_path / "b.txt", "four")
-    done = prepare(texts, more, "--val", write(tmp_path / "v.txt", "five"), write(tmp_path / "w.txt", "six\n<END>\n"), "--document-separator", "<END>",
-                   "--eos", "<pad>", "--shard-tokens", 9)
-    assert done.returncode == 0, done.stderr
-    for split, expected in (("train", ["one", END, "three", "four"]), ("val", ["five", "six"])):
-        assert documents_in(tmp_path / "out", split, tokenizer_path) == expected
-    shards = [TokenShard(path) for path in sorted((tmp_path / "out").glob("*.bin"))]
-    assert {(shard.end_of_document_id, shard.vocab_size) for shard in shards} == {(1, prepare_data.Encoder(tokenizer_path, None).vocab_size)}
-    train, val, vocabulary, _, _, command, note = done.stdout.splitlines()
-    assert re.match(r"train +4 documents .* [2-9] shards$", train) and re.match(r"val +2 documents .* 1 shard$", val), done.stdout
-    assert vocabulary == f"vocabulary {shards[0].vocab_size:,}, end of text 1"
-    out = tmp_path / "out"
-    assert command.split() == ["./train_llama", "--config", "tiny", "--train", f"'{out}/train_*.bin'", "--val", f"'{out}/val_*.bin'",
-                               "--seq-len", str(sum(shard.count for shard in shards if "train_" in shard.path) - 1), "--out", "runs/mine"]
-    assert "--model FILE in the place of --config tiny" in note
-    again = prepare(more, "--val-fraction", 0)
-    assert f"removed {len(shards) - 1} shards of an earlier run" in again.stderr and "--val" not in again.stdout

@@ -232,27 +232,6 @@ def parameters_of(description, value=0.0, renamed=()):
             for name, shape in hf_config.expected_tensors(description).items()}
 
 
-@pytest.mark.parametrize("version, key", [("4.40.0", "torch_dtype"), ("4.57.1", "torch_dtype"), ("5.0.0", "dtype"), ("10.1", "dtype")])
-@pytest.mark.parametrize("dtype, kind", [("f32", "float32"), ("bf16", "bfloat16"), ("f16", "float16"), ("f64", "float64")])
-def test_the_model_is_loaded_in_its_type_from_the_disk_alone(torch, monkeypatch, version, key, dtype, kind):
-    done = []
-    model = SimpleNamespace(to=lambda device: done.append(device) or model, eval=lambda: done.append("eval") or model)
-
-    def from_pretrained(directory, **options):
-        done.append((directory, options))
-        return model
-
-    transformers = sys.modules["transformers"]
-    monkeypatch.setattr(transformers, "__version__", version, raising=False)
-    monkeypatch.setattr(transformers, "AutoModelForCausalLM", SimpleNamespace(from_pretrained=from_pretrained), raising=False)
-    monkeypatch.setattr(torch, kind, kind, raising=False)
-    torch.use_deterministic_algorithms = done.append
-    ids = np.int32([[1]])
-    request = dump_reference.Request(ids, ids, device="cuda")
-    assert dump_reference.load_model(Path("a/b"), hf_config.parse_config(ck.LLAMA, "config"), request, dtype) is model
-    assert done == [True, ("a/b", {"attn_implementation": "eager", "local_files_only": True, key: kind}), "cuda", "eval"]
-
-
 def test_damage_of_any_replaced_weight_is_found(tmp_path):
     file = tensor_file.read(GOLDEN / "llama-hs32-gqa2.model.bin")
     description, whole = hf_config.model_from_json(file.config["model"], "file"), Path(file.path).read_bytes()
@@ -298,56 +277,10 @@ class Optimizer:
 # ---- the dump --------------------------------------------------------------------------------------------------------
 
 DESCRIPTION = hf_config.parse_config(ck.LLAMA, "config")
-WEIGHT = "model.layers.1.mlp.up_proj.weight"
-
-
-@pytest.fixture
-def computed(torch, monkeypatch):
-    """compute() on parts that tell by their values what they were asked for: the type, and 100 in fp8."""
-    def number(request, dtype):
-        return {"f32": 1, "bf16": 2, "f16": 3}[dtype] + (100 if request.fp8 else 0)
-
-    def activations(directory, description, request, dtype):
-        logits = tensor(np.zeros((*request.ids.shape, 37), np.float32))
-        logits[..., 0] = number(request, dtype)
-        return {name: logits if name == "logits" else tensor([number(request, dtype)]) for name in dump_reference.activation_names(description)}
-
-    monkeypatch.setattr(dump_reference, "activations", activations)
-    monkeypatch.setattr(dump_reference, "gradients", lambda _, __, request, dtype: {WEIGHT: tensor([10.0 + number(request, dtype)])})
-    monkeypatch.setattr(dump_reference, "optimizer_steps", lambda _, __, request, dtype: (
-        [20.0 + number(request, dtype)], {WEIGHT: tensor([30.0 + number(request, dtype)])}))
-    monkeypatch.setattr(dump_reference, "greedy", lambda _, __, request: (np.int32([5, 6]), 0.0))
-    return lambda request: dump_reference.compute(Path(), DESCRIPTION, request)
 
 
 IDS, LABELS = np.int32([[1, 2, 3], [4, 0, 2]]), np.int32([[0, 0, -100], [0, -100, 0]])
 REQUEST = dump_reference.Request(IDS, LABELS)
-ACTIVATIONS = dump_reference.activation_names(DESCRIPTION)
-
-
-@pytest.mark.parametrize("half, number", [(None, 0), ("bf16", 2), ("f16", 3)])
-@pytest.mark.parametrize("backward, steps, greedy, labelled", [
-    (False, 0, 0, True), (False, 0, 0, False), (True, 0, 0, True), (False, 2, 0, True), (False, 0, 4, False), (True, 2, 4, True)])
-def test_a_dump_holds_what_was_asked_for_in_the_order_of_its_description(computed, half, number, backward, steps, greedy, labelled):
-    adamw = dump_reference.AdamW(steps) if steps else None
-    request = replace(REQUEST, half_dtype=half, backward=backward, adamw=adamw, greedy=greedy, labels=LABELS if labelled else LABELS * 0 - 100)
-    loss = lambda kind: {"loss" + kind: -math.log(math.e**(number if kind else 1) / (math.e**(number if kind else 1) + 36))} if labelled else {}
-    expected = {f"act.{name}": 1 for name in ACTIVATIONS} | loss("")
-    expected |= {f"grad.{WEIGHT}": 11} if backward else {}
-    expected |= {"adamw.losses": 21, f"adamw.param.{WEIGHT}": 31} if steps else {}
-    expected |= {"greedy.prompt_ids": 1, "greedy.ids": 5} if greedy else {}
-    if half:
-        expected |= {f"act16.{name}": number for name in ACTIVATIONS} | loss("16")
-        expected |= {f"grad16.{WEIGHT}": 10 + number} if backward else {}
-        expected |= {"adamw16.losses": 20 + number} if steps else {}
-    found = computed(request)
-    assert list(found) == ["input_ids", "labels", *expected]
-    assert {name: found[name].flat[0] for name in expected} == pytest.approx(expected, rel=1e-5)
-    assert found["input_ids"] is IDS and {name for name, values in found.items() if values.dtype == np.int32} == {
-        "input_ids", "labels", *(["greedy.prompt_ids", "greedy.ids"] if greedy else [])}
-    assert not greedy or found["greedy.prompt_ids"].tolist() == [1, 2, 3]
-    if greedy:
-        assert computed(replace(request, greedy_prompt=np.int32([7, 8])))["greedy.prompt_ids"].tolist() == [7, 8]
 
 
 def test_ignored_labels_have_no_loss_and_labels_are_shifted_already(torch):
