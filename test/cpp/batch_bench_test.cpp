@@ -2,9 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include <set>
 #include <thread>
-#include <tuple>
 
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"

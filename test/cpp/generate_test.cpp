@@ -15,7 +15,6 @@
 #include <cstdio>
 #include <functional>
 #include <limits>
-#include <map>
 #include <memory>
 #include <numbers>
 #include <numeric>

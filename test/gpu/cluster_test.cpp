@@ -41,5 +41,27 @@ TEST_F(Cluster, EveryElementArrives) {
   }
 }
 
+TEST_F(Cluster, Latency) {
+  constexpr int kRounds = 2000;
+  for (const int blocks : {2, 4, 8, 16}) {
+    for (const auto& [name, operation, count] : {std::tuple{"barrier", ClusterOperation::barrier, 4},
+                                                 {"gather_84", ClusterOperation::gather, 84},
+                                                 {"reduce_84", ClusterOperation::reduce, 84},
+                                                 {"gather_1024", ClusterOperation::gather, 1024}}) {
+      DeviceBuffer<unsigned> wrong(std::vector<unsigned>{0});
+      DeviceBuffer<long long> clocks(1);
+      if (!cuda::cluster_check(operation, blocks, 1, 256, count, kRounds, false, wrong.data(), clocks.data(),
+                               nullptr)) {
+        continue;
+      }
+      const long long cycles = clocks.download()[0] / kRounds;
+      RecordProperty("metric_cycles_" + std::string(name) + "_" + std::to_string(blocks), std::to_string(cycles));
+      std::printf("cluster of %2d: %-11s %5lld cycles\n", blocks, name, cycles);
+      EXPECT_GT(cycles, 0);
+      EXPECT_LT(cycles, 100000);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace weft

@@ -75,7 +75,7 @@ def test_every_program_under_dev_is_compiled(tmp_path):
     assert "those of GPU code skipped" in make("-n", "NVCC=", f"B={tmp_path}/b", "benches")
 
 
-@pytest.mark.parametrize("target", ["all", "demo", "test"])
+@pytest.mark.parametrize("target", ["all", "test"])
 def test_gpu_code_is_compiled_only_for_a_gpu_that_is_there(no_gpu, tmp_path, target):
     words = ["-n", f"NVCC_FOUND={NVCC}", f"B={tmp_path}/b", target]
     said = make(*words, **no_gpu)
