@@ -220,41 +220,18 @@ def test_a_continuation_ends_with_any_end_id_and_has_no_padding(torch, monkeypat
     assert lead == 1 + min(expected) / 8
 
 
-# ---- loading ---------------------------------------------------------------------------------------------------------
+# ---- the loss --------------------------------------------------------------------------------------------------------
 
 
-class Parameter(stub_torch.Tensor):
-    pass
+def test_ignored_labels_have_no_loss_and_labels_are_shifted_already(torch):
+    logits = np.log([[[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]], [[0.2, 0.2, 0.6], [1 / 3, 1 / 3, 1 / 3]]])
+    model = lambda ids, use_cache: SimpleNamespace(logits=tensor(logits))
+    for labels, probabilities in (([[0, 1], [2, 0]], [0.5, 0.8, 0.6, 1 / 3]), ([[-100, 1], [2, -100]], [0.8, 0.6]), ([[-100, -100], [-100, 2]], [1 / 3])):
+        request = dump_reference.Request(np.int32([[0, 0], [0, 0]]), np.int32(labels))
+        assert float(dump_reference.loss_of(model, request)) == pytest.approx(-np.log(probabilities).mean(), rel=1e-6)
 
 
-def parameters_of(description, value=0.0, renamed=()):
-    return {dict(renamed).get(name, name): tensor(np.full(shape, value, np.float32)).view(Parameter)
-            for name, shape in hf_config.expected_tensors(description).items()}
-
-
-def test_damage_of_any_replaced_weight_is_found(tmp_path):
-    file = tensor_file.read(GOLDEN / "llama-hs32-gqa2.model.bin")
-    description, whole = hf_config.model_from_json(file.config["model"], "file"), Path(file.path).read_bytes()
-    for name in hf_config.expected_tensors(description):
-        damaged = bytearray(whole)
-        damaged[file.at(name).offset] ^= 1
-        (tmp_path / "a.bin").write_bytes(damaged)
-        with pytest.raises(cli.FileError, match=name):
-            dict(dump_reference.replaced_weights(tmp_path / "a.bin", description))
-
-
-@pytest.mark.parametrize("config, renamed", [
-    (ck.LLAMA, {}), (ck.LLAMA | {"tie_word_embeddings": True}, {}), (ck.GPT_NEOX, {}), (ck.GPT_NEOX, {"embed_out.weight": "lm_head.weight"})])
-def test_parameters_have_the_names_of_the_checkpoint_in_its_order(torch, config, renamed):
-    description = hf_config.parse_config(config, "config")
-    given = parameters_of(description, renamed=renamed.items())
-    model = SimpleNamespace(named_parameters=lambda: reversed(given.items()))
-    found = dump_reference.named_parameters(model, description)
-    assert list(found) == list(hf_config.expected_tensors(description))
-    assert all(values is given[renamed.get(name, name)] for name, values in found.items())
-
-
-# ---- training --------------------------------------------------------------------------------------------------------
+# ---- train_reference.py: its steps -----------------------------------------------------------------------------------
 
 
 class Optimizer:
@@ -272,82 +249,6 @@ class Optimizer:
 
     def step(self):
         self.log.append([(group.get("lr"), [parameter.grad.copy() for parameter in group["params"]]) for group in self.param_groups])
-
-
-# ---- the dump --------------------------------------------------------------------------------------------------------
-
-DESCRIPTION = hf_config.parse_config(ck.LLAMA, "config")
-
-
-IDS, LABELS = np.int32([[1, 2, 3], [4, 0, 2]]), np.int32([[0, 0, -100], [0, -100, 0]])
-REQUEST = dump_reference.Request(IDS, LABELS)
-
-
-def test_ignored_labels_have_no_loss_and_labels_are_shifted_already(torch):
-    logits = np.log([[[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]], [[0.2, 0.2, 0.6], [1 / 3, 1 / 3, 1 / 3]]])
-    model = lambda ids, use_cache: SimpleNamespace(logits=tensor(logits))
-    for labels, probabilities in (([[0, 1], [2, 0]], [0.5, 0.8, 0.6, 1 / 3]), ([[-100, 1], [2, -100]], [0.8, 0.6]), ([[-100, -100], [-100, 2]], [1 / 3])):
-        request = replace(REQUEST, ids=np.int32([[0, 0], [0, 0]]), labels=np.int32(labels))
-        assert float(dump_reference.loss_of(model, request)) == pytest.approx(-np.log(probabilities).mean(), rel=1e-6)
-
-
-# ---- the command line of dump_reference.py ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def asked(monkeypatch, tmp_path):
-    """What the options ask for: the request, what is kept, and what is printed; or the refusal."""
-    def ask(*options, config=ck.LLAMA):
-        directory, got = ck.write_checkpoint(tmp_path / "model", config, {"lm_head.weight": np.zeros((1, 1), np.float32)}), []
-
-        def write_dump(path, *values):
-            path.write_bytes(b"12345")
-            got.extend(values)
-
-        monkeypatch.setattr(dump_reference, "write_dump", write_dump)
-        monkeypatch.setattr(dump_reference, "encode", lambda *values: [5, 6, 7] if values[1] == "Hello" else [])
-        done = ck.run_script("dump_reference.py", directory, "-o", tmp_path / "d.bin", *options)
-        if done.returncode:
-            return SimpleNamespace(code=done.returncode, error=done.stderr)
-        assert got[0] == directory
-        return SimpleNamespace(request=got[2], keep=got[3], printed=done.stdout.splitlines())
-
-    return ask
-
-
-FP8_LLAMA = ck.LLAMA | {"intermediate_size": 48}
-WIDE = FP8_LLAMA | {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
-
-
-@pytest.mark.parametrize("options, config, words", [
-    (["--ids", "36"], {}, None), (["--ids", "37"], {}, "--ids: got 37, expected ids below vocab_size = 37"),
-    (["--ids", "1", "--greedy", "63"], {}, None), (["--ids", "1", "--greedy", "64"], {}, "--greedy: 1 + 64 ids are more than the model's 64"),
-    (["--random", "1,64"], {}, None), (["--random", "1,65"], {}, "--greedy: 65 + 0"), (["--random", "65,1", "--greedy", "63"], {}, None),
-    (["--prompt", ""], {}, "--prompt: got a text without tokens"), (["--dtype", "bf16", "--adamw-steps", "1"], {}, "--dtype: got bf16, expected fp32"),
-    (["--dtype", "fp16", "--backward"], {}, "--dtype: got fp16, expected fp32"), (["--ids", "3", "--adamw-steps", "1"], {}, "expected at least two ids"),
-    (["--ids", "3,4", "--backward"], {}, None), (["--random", "1,1", "--backward"], {}, None), (["--ids", "-1"], {}, "integers from 0 on"),
-    (["--ids", "2147483648"], {}, "integers from 0 on"), (["--ids", ""], {}, "some integers"), (["--random", "1"], {}, "2 integers from 1 on"),
-    (["--random", "1,2,3"], {}, "2 integers from 1 on"), (["--act-layers", "0,-1"], {}, "--act-layers"), (["--tensors", ""], {}, "--tensors"),
-    (["--grad-clip", "0"], {}, "--grad-clip"), (["--eps", "0"], {}, "--eps"), (["--seed", "-1"], {}, "--seed"),
-    (["--precision", "fp8"], FP8_LLAMA, None), (["--precision", "fp8", "--backward", "--adamw-steps", "2"], FP8_LLAMA, None),
-    (["--precision", "fp8"], ck.GPT_NEOX, "--precision: got fp8 for a model of the family gpt_neox"),
-    (["--precision", "fp8", "--dtype", "bf16"], FP8_LLAMA, "--dtype: not with"), (["--precision", "fp8", "--half-run"], FP8_LLAMA, "--half-run: not with"),
-    (["--precision", "fp8", "--greedy", "1"], FP8_LLAMA, "--greedy: not with"), (["--precision", "fp8", "--weights", "w"], FP8_LLAMA, "--weights: not with"),
-    (["--precision", "fp8"], FP8_LLAMA | {"intermediate_size": 56}, "ffn_size: got 56"), (["--precision", "fp8", "--random", "3,16"], FP8_LLAMA, None),
-    (["--precision", "fp8", "--random", "3,8"], FP8_LLAMA, "the number of ids: got 24"),
-    (["--precision", "fp8"], FP8_LLAMA | {"hidden_size": 24, "head_dim": 4}, "hidden_size: got 24"),
-    (["--precision", "fp8"], FP8_LLAMA | {"head_dim": 6}, "num_heads x head_dim: got 24"), (["--precision", "fp8"], WIDE | {"num_key_value_heads": 3}, None),
-    (["--precision", "fp8"], FP8_LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 2},
-     "(num_heads + 2 num_kv_heads) x head_dim: got 24")])
-def test_the_limits_of_a_request(asked, options, config, words):
-    got = asked(*options, config=config or ck.LLAMA)
-    if words is None:
-        assert got.request.fp8 == (dump_reference.Fp8() if "fp8" in options else None)
-    else:
-        assert got.code == 2 and words in got.error
-
-
-# ---- train_reference.py: its steps -----------------------------------------------------------------------------------
 
 
 class Loss:
@@ -477,7 +378,7 @@ def test_the_norm_is_that_of_all_gradients_together_in_double(torch):
 def test_the_model_begins_as_the_run_did(torch, monkeypatch, from_file):
     file = tensor_file.read(GOLDEN / "llama-hs64-gqa3-tied.model.bin")
     model, config = hf_config.model_from_json(file.config["model"], "file"), []
-    parameters, done = parameters_of(model), []
+    parameters, done = {name: tensor(np.zeros(shape, np.float32)) for name, shape in hf_config.expected_tensors(model).items()}, []
     built = SimpleNamespace(named_parameters=parameters.items, to=lambda device: done.append(device) or built, train=lambda: done.append("train") or built)
     transformers = sys.modules["transformers"]
     monkeypatch.setattr(transformers, "LlamaConfig", lambda **options: config.append(options), raising=False)
@@ -577,21 +478,6 @@ def test_rounding_takes_the_nearest_number_and_of_two_the_even_one(fp8, form):
             np.testing.assert_array_equal(x, (sign * values).astype(np.float32))
 
 
-@pytest.mark.parametrize("form", ["e4m3", "e5m2"])
-def test_stochastic_rounding_goes_up_with_the_share_that_lies_above(fp8, form):
-    every = numbers_of(form)
-    for share in (0.0, 0.25, 0.75):
-        values = (every[:-1] + share * np.diff(every)).astype(np.float32)
-        for random, up in ((0.0, False), (0.7, share > 0.3), (0.3, share > 0.7), (0.999, share > 0)):
-            fp8.torch.rand_like = lambda x: np.full(x.shape, random, np.float32)
-            want = every[1:] if up else every[:-1]
-            np.testing.assert_array_equal(fp8.round_to(tensor(values), form, True), want)
-    fp8.torch.rand_like = lambda x: np.full(x.shape, 1 - 2.0**-24, np.float32)  # the largest there is: the sum is rounded up
-    np.testing.assert_array_equal(fp8.round_to(tensor(np.float32([every[-1], 1e9])), form, True), every[[-1, -1]])
-    fp8.torch.rand_like = lambda x: np.full(x.shape, 0, np.float32)
-    np.testing.assert_array_equal(fp8.round_to(tensor(np.float32([-every[-1], -1e9])), form, True), -every[[-1, -1]])
-
-
 def test_an_operand_is_rounded_at_its_scale(fp8):
     rounding = fp8.Rounding()
     x = tensor(np.float64([[3.0, 0.013], [-0.0171, 100.0]]))
@@ -601,16 +487,6 @@ def test_an_operand_is_rounded_at_its_scale(fp8):
         want = [[math.copysign(every[np.abs(every - abs(value) * 2**exponent).argmin()], value) / 2**exponent for value in row] for row in x]
         assert got.dtype == x.dtype and got.tolist() == want and rounding.current == {("input", "a"): 1} | (
             {("weight", "a"): 1} if kind != "input" else {}) | ({("gradient", "a"): 8} if kind == "gradient" else {})
-
-
-def test_noise_is_relative_to_each_row(fp8):
-    seen = []
-    x = tensor(np.float16([[3, 4, 0, 0], [0, 0, 0, 0], [-8, 8, 8, 8]]))
-    fp8.torch.randn = lambda shape, generator: seen.append((shape, generator)) or tensor(np.full(shape, 2.0, np.float32))
-    rounding = fp8.Rounding(0.125, 5)
-    got = rounding.disturbed(x)
-    assert got.dtype == np.float16 and got.tolist() == [[3.625, 4.625, 0.625, 0.625], [0, 0, 0, 0], [-6, 10, 10, 10]]
-    assert seen == [((3, 4), rounding.generator)] and fp8.Rounding().disturbed(x) is x
 
 
 class Factors:
