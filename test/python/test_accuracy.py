@@ -1,4 +1,4 @@
-"""The corpus of dev/data/make_almanac.py, the driver of dev/accuracy, and how it compares learning curves."""
+"""The corpus of dev/data/make_almanac.py, and the scales of training in fp8 in dev/accuracy."""
 
 import hashlib
 import importlib.util
@@ -65,107 +65,6 @@ def test_what_is_known_of_the_world_is_the_same_everywhere():
     assert len(known) == world.TOWNS
     found = [(name, craft) for page in PAGES for name, craft in re.findall(r"Q: What is (\w+) known for\?\nA: For its (\w+)\.", page)]
     assert len(found) > 10 and all(known[name].craft == craft for name, craft in found)
-
-
-# ---- the driver ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def driver():
-    pytest.importorskip("numpy")
-    spec = importlib.util.spec_from_file_location("accuracy_run", ROOT / "dev/accuracy/run.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_tables(driver):
-    row = {"model": "llama", "key": "int8", "scheme": "int8", "part": "", "head": False, "text": "held.txt", "tokens": 1000, "device": "a GPU",
-           "mean_nll": 1.01, "mean_nll_against": 1.0, "nll_difference_standard_error": 0.001, "kl_mean": 0.0123456, "same_top": 0.98,
-           "bytes": 12_300_000, "convert_seconds": 4.2}
-    text = driver.tables([row, row | {"part": "qkv", "text": "part.txt", "mean_nll": 1.0}])
-    assert "| int8 | 2.7456 | +1.01 ± 0.10 % | 0.012346 | 98.00 % | 12.3 | 4 s |" in text
-    assert "| int8 | +0.00 ± 0.10 %, 0.012346 |" in text and "perplexity 2.7183" in text
-
-
-def test_what_is_measured_already_is_not_measured_again(driver, tmp_path, monkeypatch):
-    options = driver.argparse.Namespace(work=tmp_path, size="dry", jobs=2, device="cpu", train_seconds=1)
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "held.txt").write_text(driver.SEPARATOR.join(["one", "two", "three", ""]))
-    run = driver.Run(options)
-    assert run.text("a.txt", "held.txt", 2).read_text() == "one<|end_of_text|><|begin_of_text|>two"
-    rows = [{"model": "llama", "key": "int8", "text": "held.txt"}, {"model": "llama", "key": "fp8-up", "text": "part.txt"},
-            {"model": "neox", "key": "int4", "text": "held.txt"},
-            *({"model": "llama", "key": key, "text": "both.txt"} for key in ("fp8", "int4", "int4-GPTQ"))]  # of the stage cpu
-    for row in rows:
-        run.add(row)
-    (tmp_path / "corpus" / "train.txt").write_text(driver.SEPARATOR.join("abcdefghijklmnopqrstuvwxyz"))
-    done = []
-    monkeypatch.setattr(run, "base", lambda model: tmp_path)
-    monkeypatch.setattr(run, "measure", lambda model, variant, calibration, text, device: done.append(
-        (model, variant.key, len(calibration.read_text().split(driver.BETWEEN)), text.name, device)))
-    run.evaluate("llama")
-    assert sorted(done) == sorted(("llama", each.key, 10 if each.part else 20, "part.txt" if each.part else "held.txt", "cpu")
-                                  for each in driver.VARIANTS if each.key not in ("int8", "fp8-up"))
-    assert run.measured() == rows
-
-
-def test_a_command_runs_from_the_root_and_is_logged(driver, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "99")
-    run = driver.Run(driver.argparse.Namespace(work=tmp_path / "work", size="dry"))
-    show = 'echo "$PWD ${OMP_NUM_THREADS:-unset} $OPENBLAS_NUM_THREADS"; echo "said $1" >&2'
-    assert run.call(["sh", "-c", show, "sh", 7], "log", threads=3) == f"{ROOT} 3 3\n"
-    assert run.call(["sh", "-c", show, "sh", Path("x")], "log") == f"{ROOT} unset 99\n"
-    assert [line for line in (tmp_path / "work" / "log.log").read_text().splitlines()] == [
-        f"$ sh -c {show} sh 7", "said 7", f"{ROOT} 3 3", f"$ sh -c {show} sh x", "said x", f"{ROOT} unset 99"]
-    with pytest.raises(driver.cli.FileError, match="(?s)^other: exit code 5:.*in vain") as failed:
-        run.call(["sh", "-c", "echo in vain; exit 5"], "other")
-    assert failed.value.code == 1
-    monkeypatch.setattr(run, "call", lambda *words: words)
-    assert run.script("a/b.py", 1, "x", log="name", threads=2) == ([sys.executable, ROOT / "a/b.py", 1, "x"], "name", 2)
-
-
-# ---- learning curves -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def curves():
-    pytest.importorskip("numpy")
-    spec = importlib.util.spec_from_file_location("accuracy_curves", ROOT / "dev/accuracy/curves.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_curve_that_is_three_steps_late_lags_by_three_steps(curves):
-    reference = [8 * 0.99**step for step in range(300)]
-    late = [8 * 0.99**(step - 3) for step in range(300)]
-    for part in (curves.STEEP, curves.LATE):
-        lag, gap = curves.behind(late, reference, 25, part)
-        assert lag == pytest.approx(3, abs=0.01) and gap == pytest.approx(100 * (0.99**-3 - 1))
-        lag, gap = curves.behind(reference[2:] + reference[-2:], reference, 25, curves.STEEP)
-        assert lag == pytest.approx(-2, abs=0.01) and gap == pytest.approx(100 * (0.99**2 - 1))
-    worse = list(reference)
-    worse[100:130] = [1.1 * loss for loss in worse[100:130]]
-    assert curves.largest_gap(worse, reference, 25) == pytest.approx(10, abs=0.01)
-    assert curves.largest_gap(reference, worse, 25) < -9
-
-
-def test_curves_are_compared_with_those_of_the_same_seed(curves):
-    def row(by):
-        losses = [by * 4 * 0.99**step for step in range(200)]
-        return {"losses": losses, "val": [[100, losses[99]], [200, losses[199]]], "fp8": {}, "saturated_steps": 0}
-
-    rows = {curves.Run("bf16", 1, 0): row(1.0), curves.Run("bf16", 1, 1): row(1.01), curves.Run("fp8", 1, 0): row(1.02),
-            curves.Run("bf16", 2, 0): row(2.0), curves.Run("bf16", 2, 1): row(2.02), curves.Run("fp8", 2, 0): row(2.0)}
-    order, seeds, fp8 = (line.split(" | ") for line in curves.table(rows, "bf16", "fp8", 25).splitlines()[2:])
-    assert (order[0], order[1], order[3]) == ("| bf16, sums in another order", "2", "+1.00 ± 0.00")
-    assert (seeds[0], seeds[1], seeds[3]) == ("| bf16, other seeds", "1", "+100.00")
-    assert (fp8[0], fp8[1], fp8[3], fp8[-1]) == ("| fp8 against bf16", "2", "+1.00 ± 1.00", "+1.00 ± 1.00 / +1.00 ± 1.00 |")
 
 
 # ---- scripts that need torch, without it: what is no arithmetic ------------------------------------------------------

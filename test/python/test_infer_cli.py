@@ -518,12 +518,6 @@ def test_usage_errors(model, arguments, parts):
         assert part in message
 
 
-def test_no_model():
-    assert "--random-model: got 'pythia-3b'" in refused(USAGE, "--bench", "--random-model", "pythia-3b")
-    assert "--model: missing" in refused(USAGE, "--prompt", "x")
-    assert "--random-model: got 'pythia-9b'" in refused(USAGE, "--device", "cpu", "--random-model", "pythia-9b", "--bench")
-
-
 @pytest.mark.parametrize("arguments", [["--device", "cuda"], ["--device=cpu", "--decode=fused"],
                                        ["--device=cpu", "--decode=graph"]])
 def test_what_the_machine_lacks_is_an_environment_error(model, arguments):
@@ -990,14 +984,6 @@ def test_perplexity_of_what_is_no_text(model, tmp_path):
     assert done.returncode == OK and b"warning: " in done.stderr and b"1 of 56 bytes are not UTF-8" in done.stderr
 
 
-def test_a_directory_and_a_pattern_say_what_to_do(model, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    assert "scripts/convert_hf.py" in refused(BAD_FILE, "--model", tmp_path, "--prompt", "x")
-    (tmp_path / "config.json").unlink()
-    assert "Give a model file" in refused(BAD_FILE, "--model", tmp_path, "--prompt", "x")
-    assert "Quote patterns" in refused(USAGE, "--model", model, model, "--prompt", "x")
-
-
 def test_short_options(model):
     assert object_of("-m", model, "-p", "Hello", "-n24")["ids"] == prompt(model)["ids"]
     assert run_ok("-V").startswith(b"infer_pythia ") and run_ok("-h") == run_ok("--help")
@@ -1036,12 +1022,6 @@ def test_a_result_for_a_closed_stdout_is_an_error(model):
     done = subprocess.run([PROGRAM, "--model", model, "--prompt-file", "-"], env=environment(), capture_output=True,
                           preexec_fn=closing(0))
     assert done.returncode == BAD_FILE and b"standard input: cannot read" in done.stderr
-
-
-@pytest.mark.parametrize("wish", ["99999", "1000000000000", "0", "-1", "many", "2,3"])
-def test_odd_numbers_of_threads(model, wish):
-    assert prompt(model, OMP_NUM_THREADS=wish)["ids"] == prompt(model)["ids"]
-    assert "--threads" in refused(USAGE, "--model", model, "--prompt", "x", "--threads", 99999)
 
 
 def test_threads_are_chosen_and_said(model):

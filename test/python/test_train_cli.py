@@ -40,12 +40,6 @@ def test_usage_errors_name_option_and_range(data, tmp_path, options, words):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_needed_is_asked_for(data, tmp_path):
-    assert_refused(run_program(), 2, "--config", "--model")
-    assert_refused(run_program("--config", "tiny"), 2, "--train")
-    assert_refused(run_program("--config", "tiny", "--train", data / "train_*.bin"), 2, "--out")
-
-
 def test_help_and_version(tmp_path):
     done = run_program("--help")
     assert done.returncode == 0 and done.stderr == ""
@@ -55,14 +49,6 @@ def test_help_and_version(tmp_path):
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
     done = run_program("--version")
     assert done.returncode == 0 and done.stdout.startswith("train_llama ")
-
-
-def test_print_config_is_json():
-    done = run_program("--config", "tiny", "--lr", "0.5", "--device", "cpu", "--print-config")
-    assert done.returncode == 0
-    config = json.loads(done.stdout)
-    assert config["settings"]["lr"] == "0.5" and config["settings"]["device"] == "cpu"
-    assert config["model"]["hidden_size"] == 192
 
 
 def settings_of(*options):
