@@ -19,7 +19,7 @@
 #include "llmc/base/options.h"
 #include "llmc/comm/thread_ranks.h"
 #include "llmc/cuda/comm/device_ranks.h"
-#include "llmc/cuda/llama/llama.h"
+#include "llmc/cuda/training/training.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/device.h"
 #include "llmc/cuda/runtime/stream.h"

@@ -11,10 +11,10 @@
 #include "llmc/model/tensor_table.h"
 #include "llmc/train/initialize.h"
 #ifdef WEFT_CUDA
-#include "llmc/cuda/op/ceilings.h"
-#include "llmc/cuda/transformer/fused_tokens.h"
-#include "llmc/cuda/transformer/inference.h"
-#include "llmc/cuda/transformer/neox.h"
+#include "llmc/cuda/runtime/ceilings.h"
+#include "llmc/cuda/inference/fused_tokens.h"
+#include "llmc/cuda/inference/inference.h"
+#include "llmc/cuda/inference/neox.h"
 #endif
 
 namespace weft {

@@ -7,12 +7,12 @@
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
 #include "llmc/comm/at_work.h"
-#include "llmc/cpu/llama.h"
+#include "llmc/cpu/training.h"
 #include "llmc/train/fault_injection.h"
 #ifdef WEFT_CUDA
-#include "llmc/cuda/llama/llama.h"
-#include "llmc/cuda/op/matmul.h"
-#include "llmc/cuda/transformer/inference.h"
+#include "llmc/cuda/training/training.h"
+#include "llmc/cuda/op/gemm/matmul.h"
+#include "llmc/cuda/inference/inference.h"
 #endif
 
 namespace weft {

@@ -1,4 +1,4 @@
-// A model that can be trained: one interface, implemented on the CPU (llmc/cpu/llama.h) and on the GPU.
+// A model that can be trained: one interface, implemented on the CPU (llmc/cpu/training.h) and on the GPU.
 // Loop, data, schedule, numeric guard, checkpoints and logs are written once, above it.
 #pragma once
 
@@ -46,7 +46,7 @@ struct TrainOptions {
   // These change how a GPU does the work, not what comes out.
   bool accumulates = true;   // a step may have several micro-batches
   bool graph = true;         // replay the launches of a step as CUDA graphs
-  std::string matmul_plans;  // the run's file of GEMM plans (llmc/cuda/op/matmul_plans.h); empty: none
+  std::string matmul_plans;  // the run's file of GEMM plans (llmc/cuda/op/gemm/matmul_plans.h); empty: none
 };
 
 // One micro-batch: tokens and labels, each [B, T] row-major. labels[b, t] is the token after tokens[b, t], or

@@ -11,7 +11,7 @@
 #include "gradient_check.h"
 #include "llmc/app/decode_device.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cpu/llama.h"
+#include "llmc/cpu/training.h"
 #include "test_files.h"
 
 namespace weft {

@@ -10,7 +10,7 @@
 
 #include "golden_cases.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cpu/llama.h"
+#include "llmc/cpu/training.h"
 #include "llmc/model/compare.h"
 #include "llmc/model/fp8.h"
 #include "train_tools.h"

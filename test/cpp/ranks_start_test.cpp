@@ -26,7 +26,7 @@
 #include "llmc/comm/at_work.h"
 #include "llmc/comm/frame_io.h"
 #include "llmc/comm/start_ranks.h"
-#include "llmc/cpu/llama.h"
+#include "llmc/cpu/training.h"
 #include "test/cpp/processor_time.h"
 #include "test/cpp/rank_tools.h"
 #include "test/cpp/sanitized.h"

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "llmc/base/hash.h"
-#include "llmc/cpu/llama.h"
+#include "llmc/cpu/training.h"
 #include "llmc/train/checkpoint.h"
 #include "llmc/train/data_loader.h"
 #include "llmc/train/initialize.h"

@@ -4,7 +4,7 @@
 #include <map>
 #include <set>
 
-#include "llmc/cpu/llama.h"
+#include "llmc/cpu/training.h"
 #include "llmc/model/training_activations.h"
 
 namespace weft {

@@ -21,8 +21,8 @@
 #include "llmc/base/dtype.h"
 #include "llmc/base/error.h"
 #include "llmc/cpu/attention.h"
-#include "llmc/cuda/op/attention/attention.h"
-#include "llmc/cuda/op/attention/paths.h"
+#include "llmc/cuda/op/attention/train/attention.h"
+#include "llmc/cuda/op/attention/train/paths.h"
 #include "test/gpu/device_buffer.h"
 
 namespace weft::cuda {

@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <memory>
 
-#include "llmc/cuda/transformer/fused_tokens.h"
-#include "llmc/cuda/transformer/inference.h"
-#include "llmc/cuda/transformer/neox.h"
+#include "llmc/cuda/inference/fused_tokens.h"
+#include "llmc/cuda/inference/inference.h"
+#include "llmc/cuda/inference/neox.h"
 #include "llmc/infer/engine_sequence.h"
 #include "llmc/model/single_sequence.h"
 #include "test/cpp/generated_ids.h"

@@ -1,6 +1,6 @@
 // --precision fp8 on the GPU: rounded operands bit for bit against the CPU, GEMMs on them, and the whole model against the
 // reference that rounds in the same places.
-#include "llmc/cuda/op/fp8.h"
+#include "llmc/cuda/op/fp8/fp8.h"
 
 #include <bit>
 #include <cmath>
@@ -10,14 +10,14 @@
 
 #include "llmc/cpu/adamw.h"
 #include "llmc/cpu/fp8.h"
-#include "llmc/cpu/llama.h"
+#include "llmc/cpu/training.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/swiglu.h"
-#include "llmc/cuda/llama/llama.h"
-#include "llmc/cuda/op/adamw.h"
-#include "llmc/cuda/op/matmul.h"
-#include "llmc/cuda/op/residual_norm.h"
-#include "llmc/cuda/op/swiglu.h"
+#include "llmc/cuda/training/training.h"
+#include "llmc/cuda/op/optim/adamw.h"
+#include "llmc/cuda/op/gemm/matmul.h"
+#include "llmc/cuda/op/norm/residual_norm.h"
+#include "llmc/cuda/op/elementwise/swiglu.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/compare.h"
 #include "test/cpp/golden_cases.h"

@@ -11,7 +11,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/sampler.h"
-#include "llmc/cuda/transformer/neox.h"
+#include "llmc/cuda/inference/neox.h"
 #include "test/gpu/fused_tools.h"
 
 namespace weft {

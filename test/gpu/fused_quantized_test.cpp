@@ -9,7 +9,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cuda/transformer/neox.h"
+#include "llmc/cuda/inference/neox.h"
 #include "test/cpp/inference_tools.h"
 #include "test/cpp/quantized_models.h"
 #include "test/gpu/decode_tools.h"

@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "llmc/cpu/inference.h"
-#include "llmc/cuda/transformer/inference.h"
+#include "llmc/cuda/inference/inference.h"
 #include "test/cpp/inference_tools.h"
 #include "test/gpu/decode_tools.h"
 #include "test/gpu/fused_tools.h"

@@ -1,6 +1,6 @@
 // The fused decode kernel after a prompt of the inference model, in the same pages: logits against the CPU, ids against the
 // host's sampler, generation in pieces.
-#include "llmc/cuda/transformer/fused_tokens.h"
+#include "llmc/cuda/inference/fused_tokens.h"
 
 #include <gtest/gtest.h>
 
@@ -8,8 +8,8 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cuda/transformer/inference.h"
-#include "llmc/cuda/transformer/neox.h"
+#include "llmc/cuda/inference/inference.h"
+#include "llmc/cuda/inference/neox.h"
 #include "test/cpp/golden_cases.h"
 #include "test/cpp/inference_tools.h"
 #include "test/gpu/decode_tools.h"

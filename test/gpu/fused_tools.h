@@ -19,7 +19,7 @@
 #include "llmc/cuda/fused/decode.h"
 #include "llmc/cuda/fused/step.h"
 #include "llmc/cuda/runtime/stream.h"
-#include "llmc/cuda/transformer/neox_parameters.h"
+#include "llmc/cuda/inference/parameters.h"
 #include "llmc/file/tensor_file.h"
 #include "llmc/model/model_file.h"
 #include "test/cpp/test_files.h"

@@ -7,7 +7,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cuda/transformer/inference.h"
+#include "llmc/cuda/inference/inference.h"
 #include "llmc/model/compare.h"
 #include "llmc/model/single_sequence.h"
 #include "test/cpp/golden_cases.h"

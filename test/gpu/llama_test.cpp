@@ -8,8 +8,8 @@
 #include <random>
 
 #include "llmc/base/error.h"
-#include "llmc/cpu/llama.h"
-#include "llmc/cuda/llama/llama.h"
+#include "llmc/cpu/training.h"
+#include "llmc/cuda/training/training.h"
 #include "llmc/cuda/runtime/step_graph.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/compare.h"

@@ -6,7 +6,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cuda/transformer/neox.h"
+#include "llmc/cuda/inference/neox.h"
 #include "llmc/infer/generate.h"
 #include "llmc/model/compare.h"
 #include "test/cpp/golden_cases.h"

@@ -8,7 +8,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cuda/transformer/inference.h"
+#include "llmc/cuda/inference/inference.h"
 #include "test/cpp/inference_tools.h"
 #include "test/cpp/quantized_files.h"
 #include "test/gpu/decode_tools.h"

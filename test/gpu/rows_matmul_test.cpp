@@ -3,7 +3,7 @@
 // Where results are compared with the CPU, operands are small multiples of 1/4, so that every sum is exact in fp32 whatever
 // its order: sums must be the CPU's bit for bit, and only GELU and SwiGLU have a tolerance. Where results of one GPU are
 // compared with each other, operands are random, so that any other order of a sum shows.
-#include "llmc/cuda/op/rows_matmul.h"
+#include "llmc/cuda/op/gemm/rows_matmul.h"
 
 #include <algorithm>
 #include <array>

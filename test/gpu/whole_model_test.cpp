@@ -2,7 +2,7 @@
 // losses; CudaLlama.* holds bf16 to fp32.
 #include "test/cpp/whole_model_checks.h"
 
-#include "llmc/cuda/llama/llama.h"
+#include "llmc/cuda/training/training.h"
 
 namespace weft {
 namespace {

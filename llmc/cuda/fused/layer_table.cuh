@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "llmc/cuda/fused/parameters.cuh"
-#include "llmc/cuda/op/device_weights.h"
+#include "llmc/cuda/op/gemm/device_weights.h"
 
 namespace weft::cuda::fused {
 

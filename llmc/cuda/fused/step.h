@@ -1,6 +1,6 @@
 // One inference step of up to 8 rows in one persistent kernel. Rows may belong to different sequences, each at its own
 // position, or be consecutive positions of one sequence; keys and values lie in pages. It computes what Inference
-// (llmc/cuda/transformer/inference.h) computes with one launch an operator, up to the logits. How it works: step.cu.
+// (llmc/cuda/inference/inference.h) computes with one launch an operator, up to the logits. How it works: step.cu.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,9 +14,9 @@
 #include "llmc/base/arena.h"
 #include "llmc/cuda/fused/decode.h"
 #include "llmc/cuda/fused/timeline.h"
-#include "llmc/cuda/op/device_weights.h"
-#include "llmc/cuda/op/kv_cache.h"
-#include "llmc/cuda/op/rope.h"
+#include "llmc/cuda/op/gemm/device_weights.h"
+#include "llmc/cuda/op/attention/paged/kv_cache.h"
+#include "llmc/cuda/op/elementwise/rope.h"
 #include "llmc/cuda/runtime/device.h"
 #include "llmc/model/config.h"
 
