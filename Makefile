@@ -216,7 +216,7 @@ $(TEST_TOOLS): $B/%: $B/test/cpp/%_main.o $(LIBS)
 # The bits of a row depend on the instruction set alone, not on what else is computed nor on the CPU that the compiler tunes for.
 # So the kernels are compiled as other machines would, for the tests of equal bits and for cpu_bits, whose lines test/run.py
 # compares. The rest of the program is the release build's: it knows no vector registers.
-CPU_KERNELS := $(filter-out %/llama.cpp %/inference.cpp %/inference_layers.cpp %/fp8_linears.cpp,$(wildcard llmc/cpu/*.cpp))
+CPU_KERNELS := $(filter-out %/training.cpp %/inference.cpp %/inference_layers.cpp %/fp8_linears.cpp,$(wildcard llmc/cpu/*.cpp))
 BIT_TESTS   := inference quantized speculation
 BIT_BUILDS  := native-zen v3 v3-zen
 BIT_FLAGS_native-zen := -mtune=znver3

@@ -166,7 +166,7 @@ double alone_ms(const Settings& settings) {
   cuda::check(cudaSetDevice(0), "GPU");
   TrainOptions options = options_of(settings, 1);
   if (settings.rounded_alone) options.moments = Precision::bf16;
-  const auto model = cuda::make_llama(preset_config(settings.config), options);
+  const auto model = cuda::make_training_model(preset_config(settings.config), options);
   bench_parameters(*model);
   double loss = 0;
   const double ms = step_ms(*model, settings, &loss);
@@ -192,7 +192,7 @@ void bench_steps(int gpus, const Settings& settings) {
     const double alone = alone_ms(settings);
     run_thread_ranks(gpus, 300, [&](Communicator& ranks) {
       const auto plane = device_ranks(ranks, settings);
-      const auto model = cuda::make_llama(preset_config(settings.config), options_of(settings, gpus), ranks, *plane,
+      const auto model = cuda::make_training_model(preset_config(settings.config), options_of(settings, gpus), ranks, *plane,
                                           shard, settings.bucket);
       bench_parameters(*model);
       ranks.barrier();  // that frees memory, which waits for all GPUs of the process

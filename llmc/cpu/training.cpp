@@ -49,53 +49,53 @@ MemoryPlan rank_sum_plan(std::int64_t rounds, const Range& part) {
 }
 
 // One process's share of the arena and of the ranks of a step.
-struct Portion {
+struct RankShard {
   std::int64_t rounds = 1;  // ranks that it computes, one after the other
   Range added;              // elements of the gradients that it adds
   Range own;                // elements that it updates: it has their moments
-  SectionPlaces places;     // of divided parameters; empty if it has all of them
+  SectionBuffers places;     // of sharded parameters; empty if it has all of them
 };
 
-Portion portion_of(const ModelConfig& config, const TensorTable& table, const TrainOptions& options, int rank,
+RankShard shard_of(const ModelConfig& config, const TensorTable& table, const TrainOptions& options, int rank,
                    int ranks, Shard shard) {
   const Range all{0, table.arena_elements()};
   const Range part = cut_arena(table, ranks, kAdamWBlock)[static_cast<std::size_t>(rank)];
-  Portion portion{options.virtual_ranks / ranks, part, shard == Shard::none ? all : part, {}};
+  RankShard own{options.virtual_ranks / ranks, part, shard == Shard::none ? all : part, {}};
   if (shard == Shard::parameters && ranks > 1) {
-    portion.places = SectionPlaces(parameter_sections(config, table), config.num_layers);
+    own.places = SectionBuffers(parameter_sections(config, table), config.num_layers);
   }
-  return portion;
+  return own;
 }
 
-// The parameters that passes read: all of them or, where they are divided, those of the sections in use.
-MemoryPlan read_parameters_plan(const TensorTable& table, const Portion& portion) {
-  if (portion.places.elements() == 0) return parameter_plan(table);
-  return part_plan("parameters of layers in use", {0, portion.places.elements()});
+// The parameters that passes read: all of them or, where they are sharded, those of the sections in use.
+MemoryPlan read_parameters_plan(const TensorTable& table, const RankShard& shard) {
+  if (shard.places.elements() == 0) return parameter_plan(table);
+  return part_plan("parameters of layers in use", {0, shard.places.elements()});
 }
 
-// This process's own part of the parameters, where they are divided.
-MemoryPlan own_parameters_plan(const Portion& portion) {
-  return part_plan("parameters", portion.places.elements() > 0 ? portion.own : Range());
+// This process's own part of the parameters, where they are sharded.
+MemoryPlan own_parameters_plan(const RankShard& shard) {
+  return part_plan("parameters", shard.places.elements() > 0 ? shard.own : Range());
 }
 
 std::vector<MemoryLine> memory_lines(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
-                                     const Portion& portion) {
-  const std::uint64_t all = parameter_plan(table).bytes(), read = read_parameters_plan(table, portion).bytes();
+                                     const RankShard& shard) {
+  const std::uint64_t all = parameter_plan(table).bytes(), read = read_parameters_plan(table, shard).bytes();
   std::vector<MemoryLine> lines;
-  if (portion.places.elements() > 0) {
-    lines.push_back({"parameters (fp32)", own_parameters_plan(portion).bytes()});
+  if (shard.places.elements() > 0) {
+    lines.push_back({"parameters (fp32)", own_parameters_plan(shard).bytes()});
     lines.push_back({"parameters of layers in use (fp32)", read});
   } else {
     lines.push_back({"parameters (fp32)", read});
   }
   lines.push_back({"gradients (fp32)", all});
-  if (portion.rounds > 1) {
-    lines.push_back({"sum of the ranks (fp32)", rank_sum_plan(portion.rounds, portion.added).bytes()});
+  if (shard.rounds > 1) {
+    lines.push_back({"sum of the ranks (fp32)", rank_sum_plan(shard.rounds, shard.added).bytes()});
   }
-  lines.push_back({"AdamW moments (fp32)", 2 * part_plan("moments", portion.own).bytes()});
+  lines.push_back({"AdamW moments (fp32)", 2 * part_plan("moments", shard.own).bytes()});
   lines.push_back({"activations (fp32)", TrainingActivations<float>(config, options, kClassifierRows).plan().bytes()});
   if (options.precision == Precision::fp8) {
-    const std::uint64_t bytes = Fp8Linears::planned_bytes(config, options, portion.places.elements() > 0);
+    const std::uint64_t bytes = Fp8Linears::planned_bytes(config, options, shard.places.elements() > 0);
     lines.push_back({"operands rounded to fp8 (fp32)", bytes});
   }
   return lines;
@@ -107,24 +107,24 @@ void check_precision(const ModelConfig& config, const TrainOptions& options) {
   if (options.precision == Precision::fp8) check_fp8_sizes(config, options.micro_batch, options.seq_len);
 }
 
-class Llama final : public TrainModel {
+class TrainingModel final : public TrainModel {
  public:
   // `ranks` null: alone.
-  Llama(const ModelConfig& config, const TrainOptions& options, Communicator* ranks, Shard shard)
+  TrainingModel(const ModelConfig& config, const TrainOptions& options, Communicator* ranks, Shard shard)
       : config_(config),
         options_(options),
         table_(config),
         ranks_(ranks),
-        divided_(ranks != nullptr && shard != Shard::none),
+        sharded_(ranks != nullptr && shard != Shard::none),
         parts_(cut_arena(table_, ranks != nullptr ? ranks->size() : 1, kAdamWBlock)),
-        portion_(portion_of(config, table_, options, ranks != nullptr ? ranks->rank() : 0,
+        shard_(shard_of(config, table_, options, ranks != nullptr ? ranks->rank() : 0,
                             ranks != nullptr ? ranks->size() : 1, shard)),
-        own_(portion_.own),
+        own_(shard_.own),
         sections_(parameter_sections(config, table_)),
-        parameter_arena_(read_parameters_plan(table_, portion_)),
-        own_parameter_arena_(own_parameters_plan(portion_)),
+        parameter_arena_(read_parameters_plan(table_, shard_)),
+        own_parameter_arena_(own_parameters_plan(shard_)),
         gradient_arena_(per_parameter_plan("gradients", table_, sizeof(float))),
-        rank_sum_arena_(rank_sum_plan(portion_.rounds, portion_.added)),
+        rank_sum_arena_(rank_sum_plan(shard_.rounds, shard_.added)),
         moment1_arena_(part_plan("first moments", own_)),
         moment2_arena_(part_plan("second moments", own_)),
         weights_(bind_weights(config, table_, parameter_arena_.at<float>(0), Offsets::bytes)),
@@ -133,17 +133,17 @@ class Llama final : public TrainModel {
         activation_arena_(acts_.plan()),
         rope_(rope_table(config.rope, options.seq_len)) {
     acts_.bind(activation_arena_);
-    if (options.precision == Precision::fp8) fp8_.emplace(config, options, parameters_divided());
-    if (!parameters_divided()) return;
+    if (options.precision == Precision::fp8) fp8_.emplace(config, options, parameters_sharded());
+    if (!parameters_sharded()) return;
     std::vector<std::int64_t> moves;
     for (std::size_t s = 0; s < sections_.size(); ++s)
-      moves.push_back(portion_.places.begin_of(s) - sections_[s].begin);
+      moves.push_back(shard_.places.begin_of(s) - sections_[s].begin);
     weights_.move_sections(moves);
   }
 
   const ModelConfig& config() const override { return config_; }
   const TensorTable& table() const override { return table_; }
-  std::vector<MemoryLine> memory() const override { return memory_lines(config_, options_, table_, portion_); }
+  std::vector<MemoryLine> memory() const override { return memory_lines(config_, options_, table_, shard_); }
 
   void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) override {
     micro_step_ = micro_step;
@@ -161,7 +161,7 @@ class Llama final : public TrainModel {
     return classify(batch.labels, 0, label_count);
   }
 
-  bool evaluates_together() const override { return parameters_divided(); }
+  bool evaluates_together() const override { return parameters_sharded(); }
 
   void backward() override;
   void zero_gradients() override {
@@ -178,7 +178,7 @@ class Llama final : public TrainModel {
   void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override {
     const Range part = common(elements_of(spec), held(role));
     if (part.size() > 0) std::copy_n(values + (part.begin - spec.offset), part.size(), at(role, part));
-    if (role == TensorRole::parameter) portion_.places.forget();
+    if (role == TensorRole::parameter) shard_.places.forget();
     if (role == TensorRole::parameter && fp8_) fp8_->weights_replaced();
   }
   std::vector<float> fp8_state() const override { return fp8_ ? fp8_->state() : std::vector<float>(); }
@@ -186,7 +186,7 @@ class Llama final : public TrainModel {
     if (!fp8_) return TrainModel::set_fp8_state(state);
     fp8_->set_state(state);
   }
-  std::vector<Range> own_elements() const override { return {divided_ ? own_ : Range{0, table_.arena_elements()}}; }
+  std::vector<Range> own_elements() const override { return {sharded_ ? own_ : Range{0, table_.arena_elements()}}; }
   std::unique_ptr<StateCopy> make_own_copy() override {
     return make_host_copy(own_elements(), [this](TensorRole role, std::size_t, float* values) {
       const Range own = own_elements()[0];
@@ -195,27 +195,27 @@ class Llama final : public TrainModel {
   }
   std::vector<float> activation(const std::string& name) override;
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
-    if (parameters_divided()) fail(Exit::internal, "a decoder of divided parameters");
+    if (parameters_sharded()) fail(Exit::internal, "a decoder of sharded parameters");
     return single_sequence(make_inference(config_, table_, parameter_arena_.at<float>(0), one_sequence(capacity)), capacity);
   }
 
  private:
   static Range elements_of(const TensorSpec& spec) { return {spec.offset, spec.offset + spec.elements}; }
   // The elements of the arena that this model has.
-  Range held(TensorRole role) const { return is_divided(role) ? own_ : Range{0, table_.arena_elements()}; }
+  Range held(TensorRole role) const { return is_sharded(role) ? own_ : Range{0, table_.arena_elements()}; }
   // Whether each rank has only its own part of these tensors.
-  bool is_divided(TensorRole role) const {
-    if (role == TensorRole::parameter) return parameters_divided();
-    return divided_ && (role != TensorRole::gradient || exchanged_);
+  bool is_sharded(TensorRole role) const {
+    if (role == TensorRole::parameter) return parameters_sharded();
+    return sharded_ && (role != TensorRole::gradient || exchanged_);
   }
-  bool parameters_divided() const { return portion_.places.elements() > 0; }
+  bool parameters_sharded() const { return shard_.places.elements() > 0; }
   // The values of elements that this model has; null if there are none.
   float* at(TensorRole role, const Range& part) const {
     if (part.size() == 0) return nullptr;
     const auto own = [&](const HostArena& arena) { return arena.at<float>(0) + (part.begin - own_.begin); };
     switch (role) {
       case TensorRole::parameter:
-        return parameters_divided() ? own(own_parameter_arena_) : parameter_arena_.at<float>(0) + part.begin;
+        return parameters_sharded() ? own(own_parameter_arena_) : parameter_arena_.at<float>(0) + part.begin;
       case TensorRole::gradient:
         return (ranks_ == nullptr && ranks_added_ > 0 ? rank_sum_arena_ : gradient_arena_).at<float>(0) + part.begin;
       case TensorRole::moment1:
@@ -299,13 +299,13 @@ class Llama final : public TrainModel {
   TrainOptions options_;
   TensorTable table_;
   Communicator* ranks_;       // null: alone
-  bool divided_;              // the moments and the update, between the ranks
+  bool sharded_;              // the moments and the update, between the ranks
   std::vector<Range> parts_;  // of the arena: one for each rank
-  Portion portion_;
+  RankShard shard_;
   Range own_;  // whose moments this model has: of all parameters, or of the part of its rank
   std::vector<Range> sections_;
   HostArena parameter_arena_;      // what passes read
-  HostArena own_parameter_arena_;  // of this rank, where they are divided
+  HostArena own_parameter_arena_;  // of this rank, where they are sharded
   HostArena gradient_arena_;
   HostArena rank_sum_arena_;  // the gradients of the ranks that are complete; empty where a process has one
   HostArena moment1_arena_, moment2_arena_;
@@ -325,12 +325,12 @@ class Llama final : public TrainModel {
   bool exchanged_ = false;  // gradients, loss and labels are those of all ranks, as far as this model has them
 };
 
-// To be called before the parameters of a section are read: where they are divided, gathers them from all ranks, unless
+// To be called before the parameters of a section are read: where they are sharded, gathers them from all ranks, unless
 // they are in their place already.
-void Llama::gather_parameters(std::size_t section) {
-  if (!parameters_divided() || !portion_.places.take(section)) return;
+void TrainingModel::gather_parameters(std::size_t section) {
+  if (!parameters_sharded() || !shard_.places.take(section)) return;
   const Range range = sections_[section];
-  float* const values = parameter_arena_.at<float>(0) + portion_.places.begin_of(section);
+  float* const values = parameter_arena_.at<float>(0) + shard_.places.begin_of(section);
   const Range mine = common(range, own_);
   if (mine.size() > 0) {
     std::copy_n(at(TensorRole::parameter, mine), mine.size(), values + (mine.begin - range.begin));
@@ -345,7 +345,7 @@ void Llama::gather_parameters(std::size_t section) {
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-void Llama::forward_layers() {
+void TrainingModel::forward_layers() {
   gather_parameters(0);
   embedding_forward(acts_.residual[0], tokens_.data(), weights_.embedding, rows(), config_.hidden_size);
   gather_parameters(section_of_layer(0));
@@ -353,7 +353,7 @@ void Llama::forward_layers() {
   for (std::int64_t l = 0; l < config_.num_layers; ++l) forward_layer(l);
 }
 
-void Llama::forward_layer(std::int64_t l) {
+void TrainingModel::forward_layer(std::int64_t l) {
   const LayerActivations<float>& a = acts_.layers[l];
   if (fp8_) fp8_->use_weights(l, weights_.blocks[static_cast<std::size_t>(l)], false);
   forward_to_swiglu(l, acts_.branch);
@@ -363,7 +363,7 @@ void Llama::forward_layer(std::int64_t l) {
 }
 
 // The part of a layer that --recompute block runs again. `branch` [N, C]: scratch for the output of attention.
-void Llama::forward_to_swiglu(std::int64_t l, float* branch) {
+void TrainingModel::forward_to_swiglu(std::int64_t l, float* branch) {
   const std::int64_t T = options_.seq_len;
   const LayerActivations<float>& a = acts_.layers[l];
 
@@ -380,7 +380,7 @@ void Llama::forward_to_swiglu(std::int64_t l, float* branch) {
 }
 
 // Logits, losses and, in training, the gradient of the final norm and of the head, kClassifierRows at a time.
-double Llama::classify(std::span<const std::int32_t> labels, float loss_scale, std::int64_t* label_count) {
+double TrainingModel::classify(std::span<const std::int32_t> labels, float loss_scale, std::int64_t* label_count) {
   const std::int64_t N = rows(), C = config_.hidden_size, V = config_.vocab_size;
   gather_parameters(head_section());
   for (std::int64_t row = 0; row < N; row += kClassifierRows) {
@@ -403,7 +403,7 @@ double Llama::classify(std::span<const std::int32_t> labels, float loss_scale, s
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-void Llama::backward() {
+void TrainingModel::backward() {
   if (!training_) fail(Exit::internal, "backward() without a forward()");
   const std::int64_t L = config_.num_layers;
   gather_parameters(section_of_layer(L - 1));
@@ -416,12 +416,12 @@ void Llama::backward() {
   }
   embedding_backward(d_weights_.embedding, acts_.branch, tokens_.data(), rows(), config_.hidden_size);
   if (fp8_) fp8_->end_micro_batch();
-  if (portion_.rounds > 1 && ++rank_micro_batches_ == options_.rank_micro_batches) finish_rank();
+  if (shard_.rounds > 1 && ++rank_micro_batches_ == options_.rank_micro_batches) finish_rank();
 }
 
 // The gradients of one of this process's ranks are complete: adds them, and its loss, to those of the ranks before it.
-void Llama::finish_rank() {
-  if (ranks_added_ == portion_.rounds) fail(Exit::internal, "more micro-batches than the ranks of a step have");
+void TrainingModel::finish_rank() {
+  if (ranks_added_ == shard_.rounds) fail(Exit::internal, "more micro-batches than the ranks of a step have");
   float* const sum = rank_sum_arena_.at<float>(0);
   float* const gradients = gradient_arena_.at<float>(0);
   if (ranks_ != nullptr) {
@@ -435,12 +435,12 @@ void Llama::finish_rank() {
   loss_sum_ = 0;
   rank_micro_batches_ = 0;
   ++ranks_added_;
-  if (ranks_ == nullptr || ranks_added_ < portion_.rounds) return;
-  std::copy_n(sum, portion_.added.size(), gradients + portion_.added.begin);
+  if (ranks_ == nullptr || ranks_added_ < shard_.rounds) return;
+  std::copy_n(sum, shard_.added.size(), gradients + shard_.added.begin);
 }
 
 // Computes again what --recompute let other layers overwrite, by the same operators on the same inputs: the same bits.
-void Llama::recompute_layer(std::int64_t l) {
+void TrainingModel::recompute_layer(std::int64_t l) {
   if (options_.recompute == Recompute::none) return;
   normalize(norm_after(2 * l - 1));
   if (options_.recompute == Recompute::block) {
@@ -456,7 +456,7 @@ void Llama::recompute_layer(std::int64_t l) {
 
 // In: branch holds the gradient of the MLP's output, d_residual that of residual_mid by the skip connection.
 // Out: branch holds the gradient of the output of the layer below (its MLP, or the embedding).
-void Llama::backward_layer(std::int64_t l) {
+void TrainingModel::backward_layer(std::int64_t l) {
   const std::int64_t T = options_.seq_len;
   const LayerActivations<float>& a = acts_.layers[l];
 
@@ -478,7 +478,7 @@ void Llama::backward_layer(std::int64_t l) {
 
 // ---- linear layers --------------------------------------------------------------------------------------------------
 
-void Llama::linear(BlockLinear which, std::int64_t l, float* out, const float* x) {
+void TrainingModel::linear(BlockLinear which, std::int64_t l, float* out, const float* x) {
   const LinearSize size = linear_size(config_, which);
   const Linear<float>& layer = weights_.blocks[static_cast<std::size_t>(l)].linear(which);
   const float* weight = layer.weight.plain;
@@ -490,7 +490,7 @@ void Llama::linear(BlockLinear which, std::int64_t l, float* out, const float* x
   matmul_forward(out, x, weight, layer.bias, rows(), size.C, size.OC);
 }
 
-void Llama::linear_backward(BlockLinear which, std::int64_t l, float* dx, const float* dout, const float* x) {
+void TrainingModel::linear_backward(BlockLinear which, std::int64_t l, float* dx, const float* dout, const float* x) {
   const LinearSize size = linear_size(config_, which);
   const float* weight = weights_.blocks[static_cast<std::size_t>(l)].linear(which).weight.plain;
   if (fp8_) {
@@ -504,7 +504,7 @@ void Llama::linear_backward(BlockLinear which, std::int64_t l, float* dx, const 
 
 // ---- norms ----------------------------------------------------------------------------------------------------------
 
-Llama::NormSite Llama::norm_after(std::int64_t branch) {
+TrainingModel::NormSite TrainingModel::norm_after(std::int64_t branch) {
   const std::int64_t l = (branch + 1) / 2;
   if (branch == 2 * config_.num_layers - 1) {
     return {branch,           acts_.residual[l], weights_.final_norm, d_weights_.final_norm,
@@ -516,7 +516,7 @@ Llama::NormSite Llama::norm_after(std::int64_t branch) {
   return {branch, acts_.residual[l], w.input_norm, dw.input_norm, a.input_norm, a.mean1, a.rstd1};
 }
 
-void Llama::normalize(const NormSite& site) {
+void TrainingModel::normalize(const NormSite& site) {
   ResidualNormForward norm;
   norm.x = site.residual;
   norm.weight = site.weights.weight;
@@ -527,7 +527,7 @@ void Llama::normalize(const NormSite& site) {
   residual_norm_forward(norm_shape(-1), norm);
 }
 
-void Llama::add_and_normalize(const NormSite& site, const float* x, const float* skip) {
+void TrainingModel::add_and_normalize(const NormSite& site, const float* x, const float* skip) {
   ResidualNormForward norm;
   norm.x = x;
   norm.residual = skip;
@@ -540,7 +540,7 @@ void Llama::add_and_normalize(const NormSite& site, const float* x, const float*
   residual_norm_forward(norm_shape(site.branch), norm);
 }
 
-void Llama::norm_backward(const NormSite& site, const float* d_norm, bool has_skip) {
+void TrainingModel::norm_backward(const NormSite& site, const float* d_norm, bool has_skip) {
   ResidualNormBackward norm;
   norm.dout = d_norm;
   norm.dresidual_out = has_skip ? acts_.d_residual : nullptr;
@@ -559,30 +559,30 @@ void Llama::norm_backward(const NormSite& site, const float* d_norm, bool has_sk
 
 // Called when every process has the complete gradients of one rank: adds those of the part that this process adds to
 // `sum`, behind those of earlier rounds.
-void Llama::add_round(float* sum) {
+void TrainingModel::add_round(float* sum) {
   exchange_and_add(*ranks_, sum, gradient_arena_.at<float>(0), parts_, ranks_added_ > 0);
   for (const double loss : ranks_->gather(loss_sum_)) ranks_loss_sum_ += loss;  // in the order of the ranks
 }
 
 // The gradients of all ranks are complete: from here on the arena holds those of the step, in the part of this process or, if
-// the update is not divided, everywhere.
-void Llama::complete_gradients() {
+// the update is not sharded, everywhere.
+void TrainingModel::complete_gradients() {
   float* const gradients = gradient_arena_.at<float>(0);
-  if (portion_.rounds == 1) {
-    add_round(gradients + portion_.added.begin);
+  if (shard_.rounds == 1) {
+    add_round(gradients + shard_.added.begin);
     loss_sum_ = 0;
   }
-  if (!divided_) ranks_->gather(gradients, parts_);
+  if (!sharded_) ranks_->gather(gradients, parts_);
   const std::vector<std::int64_t> labels = ranks_->gather(label_count_);
   label_count_ = std::accumulate(labels.begin(), labels.end(), std::int64_t{0});
   if (fp8_) fp8_->gather_tallies(*ranks_);
   exchanged_ = true;
 }
 
-StepStatistics Llama::statistics() {
+StepStatistics TrainingModel::statistics() {
   if (ranks_ != nullptr && !exchanged_) complete_gradients();
   double sum = 0;
-  if (divided_) {
+  if (sharded_) {
     sum = sum_of_block_squares();
   } else {
     for (const TensorSpec& spec : table_.specs()) {
@@ -595,7 +595,7 @@ StepStatistics Llama::statistics() {
 }
 
 // The same as sum_of_squares() over all tensors, from the blocks of all ranks.
-double Llama::sum_of_block_squares() const {
+double TrainingModel::sum_of_block_squares() const {
   const auto blocks_of = [](std::int64_t elements) { return ceil_div(elements, kAdamWBlock); };
   std::vector<Range> blocks_of_rank(parts_.size());
   std::int64_t blocks = 0;
@@ -628,23 +628,23 @@ double Llama::sum_of_block_squares() const {
   return total;
 }
 
-void Llama::update(const AdamWStep& step) {
+void TrainingModel::update(const AdamWStep& step) {
   for (const TensorSpec& spec : table_.specs()) {
     const Range part = common(elements_of(spec), own_);
     adamw(at(TensorRole::parameter, part), at(TensorRole::gradient, part), at(TensorRole::moment1, part),
           at(TensorRole::moment2, part), part.size(), spec.decay, step);
   }
   if (fp8_) fp8_->end_step();
-  portion_.places.forget();
-  if (divided_ && !parameters_divided()) ranks_->gather(parameter_arena_.at<float>(0), parts_);
+  shard_.places.forget();
+  if (sharded_ && !parameters_sharded()) ranks_->gather(parameter_arena_.at<float>(0), parts_);
 }
 
 // ---- access ---------------------------------------------------------------------------------------------------------
 
-void Llama::read_tensor(TensorRole role, const TensorSpec& spec, float* values) {
+void TrainingModel::read_tensor(TensorRole role, const TensorSpec& spec, float* values) {
   const Range part = common(elements_of(spec), held(role));
   if (part.size() > 0) std::copy_n(at(role, part), part.size(), values + (part.begin - spec.offset));
-  if (!is_divided(role)) return;
+  if (!is_sharded(role)) return;
   std::vector<Range> parts;
   for (const Range& each : parts_) {
     const Range theirs = common(elements_of(spec), each);
@@ -653,7 +653,7 @@ void Llama::read_tensor(TensorRole role, const TensorSpec& spec, float* values) 
   ranks_->gather(values, parts);
 }
 
-std::vector<float> Llama::activation(const std::string& name) {
+std::vector<float> TrainingModel::activation(const std::string& name) {
   const std::int64_t N = rows(), C = config_.hidden_size;
   const auto copy = [N](const float* data, std::int64_t columns, std::int64_t stride) {
     std::vector<float> out(static_cast<std::size_t>(N * columns));
@@ -662,7 +662,7 @@ std::vector<float> Llama::activation(const std::string& name) {
   };
   if (name == "embedding") return copy(acts_.residual[0], C, C);
   if (name == "final_norm") return copy(acts_.final_norm, C, C);
-  if (name == "logits" && parameters_divided()) return {};
+  if (name == "logits" && parameters_sharded()) return {};
   if (name == "logits") {
     std::vector<float> logits(static_cast<std::size_t>(N * config_.vocab_size));
     matmul_forward(logits.data(), acts_.final_norm, weights_.head.plain, nullptr, N, C, config_.vocab_size);
@@ -689,22 +689,22 @@ std::vector<float> Llama::activation(const std::string& name) {
 
 }  // namespace
 
-std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options) {
-  return plan_llama(config, options, 0, 1, Shard::none);
+std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOptions& options) {
+  return plan_training(config, options, 0, 1, Shard::none);
 }
 
-std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
+std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
                                    Shard shard) {
   const TensorTable table(config);
-  return memory_lines(config, options, table, portion_of(config, table, options, rank, ranks, shard));
+  return memory_lines(config, options, table, shard_of(config, table, options, rank, ranks, shard));
 }
 
-std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options) {
+std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options) {
   check_precision(config, options);
   return std::make_unique<Llama>(config, options, nullptr, Shard::none);
 }
 
-std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
+std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
                                        Shard shard) {
   check_precision(config, options);
   if (options.virtual_ranks % ranks.size() != 0) {

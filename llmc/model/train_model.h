@@ -149,7 +149,7 @@ class TrainModel {
   virtual std::unique_ptr<StateCopy> make_state_copy();
 
   // The part of the state that this model has without asking other ranks: ranges of the arena, in its order. The ranges
-  // of all ranks that have divided the state cover the arena, and no two of them overlap.
+  // of all ranks that have sharded the state cover the arena, and no two of them overlap.
   virtual std::vector<Range> own_elements() const { return {{0, table().arena_elements()}}; }
   // As make_state_copy(), but of own_elements() alone: each read lies within one of these ranges. No other rank takes
   // part.

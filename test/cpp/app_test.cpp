@@ -37,7 +37,7 @@ std::string usage_error(const Work& work) {
   return "";
 }
 
-void expect_refusal(const std::string& message, const std::string& words, const std::string& of) {
+void expect_unsupported_reason(const std::string& message, const std::string& words, const std::string& of) {
   EXPECT_EQ(message.empty(), words.empty()) << of << ": " << message;
   EXPECT_NE(message.find(words), std::string::npos) << of << ": " << message;
 }
@@ -369,7 +369,7 @@ TEST(TrainDevice, TheCpuRefusesWhatNeedsAGpu) {
   const struct {
     const char *precision, *moments, *shard;
     std::int64_t ranks;
-    const char *becomes, *refusal;
+    const char *becomes, *reason;
   } cases[] = {{"auto", "fp32", "optimizer", 1, "fp32", ""},
                {"fp32", "fp32", "optimizer", 1, "fp32", ""},
                {"fp8", "fp32", "optimizer", 1, "fp8", ""},
@@ -382,7 +382,7 @@ TEST(TrainDevice, TheCpuRefusesWhatNeedsAGpu) {
                {"auto", "fp32", "optimizer", 2, "fp32", ""},
                {"auto", "fp32", "parameters", 2, "fp32", ""},
                {"auto", "fp32", "none", 2, "fp32", ""}};
-  for (const auto& [precision, moments, shard, ranks, becomes, refusal] : cases) {
+  for (const auto& [precision, moments, shard, ranks, becomes, reason] : cases) {
     const std::string of = format("%s, %s, %s, %d", precision, moments, shard, static_cast<int>(ranks));
     TrainSettings settings;
     settings.device = "cpu";
@@ -403,7 +403,7 @@ TEST(TrainDevice, TheCpuRefusesWhatNeedsAGpu) {
       EXPECT_EQ(settings.precision, becomes) << of;
       EXPECT_EQ(settings.effective[1].second, becomes) << of;
     });
-    expect_refusal(message, refusal, of);
+    expect_unsupported_reason(message, reason, of);
   }
 }
 
@@ -418,7 +418,7 @@ TEST(TrainDevice, AnEvaluationDividesNothing) {
       settings.shard = shard;
       for (const bool eval : {false, true}) {
         settings.eval = eval;
-        std::string refusal;
+        std::string reason;
         try {
           TrainSettings chosen = settings;
           const RankTeam team(settings, launched_as(0, 0, 2, 2));
@@ -426,11 +426,11 @@ TEST(TrainDevice, AnEvaluationDividesNothing) {
           EXPECT_EQ(device.gpu(), planned_gpu);
         } catch (const Error& error) {
           if (error.code() == Exit::environment) GTEST_SKIP() << "a build for the CPU alone plans for no GPU";
-          refusal = error.what();
+          reason = error.what();
         }
         const bool refused =
             !eval && (shard == std::string("gradients") || (planned_gpu && shard == std::string("parameters")));
-        expect_refusal(refusal,
+        expect_unsupported_reason(reason,
                        !refused      ? ""
                        : planned_gpu ? "2 micro-batches a rank and step, expected one"
                                      : "which needs a GPU",

@@ -97,7 +97,7 @@ class CompareDump : public testing::Test {
   Comparison compare(Precision precision, DType activations = DType::f32) {
     const auto make = [](TrainOptions options) {
       options.precision = Precision::fp32;  // as far from PyTorch's fp32 as any run with fewer bits may be
-      std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), options);
+      std::unique_ptr<TrainModel> model = cpu::make_training_model(micro_config(), options);
       initialize_parameters(*model, 1);
       return model;
     };
@@ -106,7 +106,7 @@ class CompareDump : public testing::Test {
   std::vector<float> embedding() {
     TrainOptions options;
     options.seq_len = 8;
-    const std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), options);
+    const std::unique_ptr<TrainModel> model = cpu::make_training_model(micro_config(), options);
     initialize_parameters(*model, 1);
     model->forward({ids_, ids_}, 0, 1);
     return model->activation("embedding");
@@ -165,7 +165,7 @@ TEST_F(CompareDump, SteppedParametersMayErrThreeTimesWhatAnUlpLeadsTo) {
   const std::string name = "adamw.param.model.norm.weight";
   TrainOptions options;
   options.seq_len = 8;
-  const std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), options);
+  const std::unique_ptr<TrainModel> model = cpu::make_training_model(micro_config(), options);
   initialize_parameters(*model, 1);
   model->forward({ids_, ids_}, 0, 1.0f / 8);
   model->backward();
@@ -239,7 +239,7 @@ TEST_F(CompareDump, EachTensorThatIsReadIsVerified) {
 TEST_F(CompareDump, GreedyIdsUpToTheEndOfTheContext) {
   TrainOptions options;
   options.seq_len = 8;
-  const std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), options);
+  const std::unique_ptr<TrainModel> model = cpu::make_training_model(micro_config(), options);
   initialize_parameters(*model, 1);
   const std::unique_ptr<DecodeModel> decoder = model->decoder(12);
   const auto compared = [&](const std::vector<std::int32_t>& prompt, const std::vector<std::int32_t>& greedy) {
@@ -431,7 +431,7 @@ TEST_F(CompareDump, InFp8TheDumpBringsTheToleranceOfEachTensor) {
 TEST_F(CompareDump, InFp8LossesAreJudgedByTheNoise) {
   TrainOptions options;
   options.seq_len = 8;
-  const std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), options);
+  const std::unique_ptr<TrainModel> model = cpu::make_training_model(micro_config(), options);
   initialize_parameters(*model, 1);
   model->zero_gradients();
   model->forward({ids_, labels_}, 0, 0.125f);

@@ -61,7 +61,7 @@ TEST(CpuDecoder, LlamaPromptOfSeveralChunks) {
   const ModelFile file = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin");
   TrainOptions options;
   options.seq_len = 1;
-  const auto model = cpu::make_llama(file.config(), options);
+  const auto model = cpu::make_training_model(file.config(), options);
   load_parameters(file, *model);
   expect_chunks_agree_with_single_tokens(*model->decoder(kTokens));
 }
@@ -147,7 +147,7 @@ TEST(CpuDecoder, ASeriesOfCallsIsThatOfNewDecoders) {
   const ModelFile file = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin");
   TrainOptions options;
   options.seq_len = 1;
-  const auto model = cpu::make_llama(file.config(), options);
+  const auto model = cpu::make_training_model(file.config(), options);
   load_parameters(file, *model);
   expect_a_series_of_calls_is_that_of_new_decoders(
       [&] { return model->decoder(40); },
@@ -180,7 +180,7 @@ TEST(CpuDecoder, BytesOfATokenAreWhatItReads) {
   const ModelFile file = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin");
   TrainOptions options;
   options.seq_len = 1;
-  const auto model = cpu::make_llama(file.config(), options);
+  const auto model = cpu::make_training_model(file.config(), options);
   expect_bytes_of_a_token(*model->decoder(16));
 }
 

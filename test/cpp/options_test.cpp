@@ -62,7 +62,7 @@ struct Sample {
 };
 
 // The message of the usage error that these arguments must give; what it may not change is looked at, too.
-std::string refusal(const std::vector<const char*>& arguments) {
+std::string reason(const std::vector<const char*>& arguments) {
   Sample sample;
   try {
     sample.parse(arguments);
@@ -75,7 +75,7 @@ std::string refusal(const std::vector<const char*>& arguments) {
 }
 
 void expect_refused(const std::vector<const char*>& arguments, const std::vector<std::string>& parts) {
-  const std::string message = refusal(arguments);
+  const std::string message = reason(arguments);
   for (const std::string& part : parts) {
     EXPECT_NE(message.find(part), std::string::npos) << "no \"" << part << "\" in: " << message;
   }
@@ -366,7 +366,7 @@ TrainSettings train_settings(const std::string& options, std::int64_t launched =
 
 // Warm-up and decay fit into the run, to the step.
 TEST(TrainOptionParser, TheScheduleFitsIntoTheRun) {
-  const auto refusal = [](const std::string& options) -> std::string {
+  const auto reason = [](const std::string& options) -> std::string {
     try {
       train_settings("--config tiny --print-config " + options);
     } catch (const Error& error) {
@@ -389,7 +389,7 @@ TEST(TrainOptionParser, TheScheduleFitsIntoTheRun) {
        "5 warm-up (--warmup-steps) and 6 decay steps"},
       {"--steps 10 --schedule cosine --warmup-steps 5 --wsd-decay-fraction 0.6", ""}};
   for (const auto& [options, words] : cases) {
-    const std::string message = refusal(options);
+    const std::string message = reason(options);
     EXPECT_EQ(message.empty(), *words == '\0') << options << ": " << message;
     expect_contains(message, words);
   }
@@ -508,7 +508,7 @@ TEST(TrainOptionParser, WhatWasAskedForReachesTheModel) {
 }
 
 // The message of the usage error that these options of train_llama must give; "" if they are accepted.
-std::string train_refusal(const std::string& options, std::int64_t launched) {
+std::string train_unsupported_reason(const std::string& options, std::int64_t launched) {
   try {
     train_settings(options, launched);
   } catch (const Error& error) {
@@ -609,16 +609,16 @@ TEST(TrainOptionParser, EachCheckRefusesWhatItSaysAndNothingElse) {
       {"--config tiny --bench", 1, ""},
   };
   for (const auto& [options, launched, words] : cases) {
-    const std::string message = train_refusal(options, launched);
+    const std::string message = train_unsupported_reason(options, launched);
     EXPECT_EQ(message.empty(), *words == '\0') << options << " on " << launched << ": " << message;
     expect_contains(message, words);
   }
   const std::vector<std::string> purposes = {"--bench", "--compare c", "--eval", "--dry-run", "--print-config"};
   for (const std::string& purpose : purposes) {
-    EXPECT_EQ(train_refusal(model + "--val v " + purpose, 1), "");
+    EXPECT_EQ(train_unsupported_reason(model + "--val v " + purpose, 1), "");
     for (const std::string& other : purposes) {
       if (other == purpose) continue;
-      expect_contains(train_refusal(model + "--val v " + purpose + " " + other, 1), "only one of them at a time");
+      expect_contains(train_unsupported_reason(model + "--val v " + purpose + " " + other, 1), "only one of them at a time");
     }
   }
   EXPECT_EQ(train_settings(train + "--dry-run --gpu-memory 3GiB").gpu_memory_bytes, std::uint64_t{3} << 30);
@@ -628,7 +628,7 @@ TEST(TrainOptionParser, EachCheckRefusesWhatItSaysAndNothingElse) {
 // What is missing, or given with nothing in it, or does not go with drafts and random models.
 TEST(InferOptionParser, ChecksWhatIsMissingEmptyOrDrafted) {
   using Words = std::vector<std::string>;
-  const auto refusal = [](const Words& words) -> std::string {
+  const auto reason = [](const Words& words) -> std::string {
     std::vector<const char*> arguments = {"infer_pythia"};
     for (const std::string& word : words) arguments.push_back(word.c_str());
     try {
@@ -648,17 +648,17 @@ TEST(InferOptionParser, ChecksWhatIsMissingEmptyOrDrafted) {
                          {"--interactive"},   {"--serve=a:1"},     {"--perplexity=y"},
                          {"--compare=y"}};
   for (const Words& task : tasks) {
-    EXPECT_EQ(refusal(joined({"-mx"}, task)), "");
-    expect_contains(refusal(task), "--model: missing");
-    EXPECT_EQ(refusal(joined({"--random-model=tiny"}, task)).empty(), task[0].starts_with("--bench")) << task[0];
-    expect_contains(refusal(joined({"--random-model=tiny", "-mx"}, task)), "--random-model: only for");
+    EXPECT_EQ(reason(joined({"-mx"}, task)), "");
+    expect_contains(reason(task), "--model: missing");
+    EXPECT_EQ(reason(joined({"--random-model=tiny"}, task)).empty(), task[0].starts_with("--bench")) << task[0];
+    expect_contains(reason(joined({"--random-model=tiny", "-mx"}, task)), "--random-model: only for");
     if (task.size() > 1) continue;
-    expect_contains(refusal(joined({"-mx", "--output=y"}, task)), "--output: only for --batch");
+    expect_contains(reason(joined({"-mx", "--output=y"}, task)), "--output: only for --batch");
   }
-  expect_contains(refusal({"-mx", "--batch=y"}), "--output: missing");
+  expect_contains(reason({"-mx", "--batch=y"}), "--output: missing");
 
   // What is empty names nothing; an empty prompt is one.
-  EXPECT_EQ(refusal({"-mx", "--prompt="}), "");
+  EXPECT_EQ(reason({"-mx", "--prompt="}), "");
   const std::pair<const char*, Words> named[] = {{"model", {"-py"}},
                                                  {"prompt-file", {"-mx"}},
                                                  {"prompt-ids", {"-mx"}},
@@ -674,24 +674,24 @@ TEST(InferOptionParser, ChecksWhatIsMissingEmptyOrDrafted) {
                                                  {"api-key-file", {"-mx", "--serve=a:1"}}};
   for (const auto& [name, words] : named) {
     const std::string option = std::string("--") + name;
-    EXPECT_EQ(refusal(joined(words, {option + "=y"})), "");
-    expect_contains(refusal(joined(words, {option + "="})), option + ": got '', expected a value");
+    EXPECT_EQ(reason(joined(words, {option + "=y"})), "");
+    expect_contains(reason(joined(words, {option + "="})), option + ": got '', expected a value");
   }
 
   // Drafts: two sources, what they do not speed up, and a fault that needs one.
-  EXPECT_EQ(refusal({"-mx", "-py", "--draft=x", "--lookup=0"}), "");
+  EXPECT_EQ(reason({"-mx", "-py", "--draft=x", "--lookup=0"}), "");
   for (const char* layer : {"--bench-layer", "--bench-timeline"}) {
     for (const char* source : {"--lookup=1", "--draft=x"}) {
-      expect_contains(refusal({"-mx", "--bench", layer, source}),
+      expect_contains(reason({"-mx", "--bench", layer, source}),
                       "does not go with --bench-layer and --bench-timeline");
     }
   }
   for (const char* source : {"--lookup=1", "--draft=x"}) {
-    EXPECT_EQ(refusal({"-mx", "-py", source, "--debug-inject=accept=0.5"}), "");
+    EXPECT_EQ(reason({"-mx", "-py", source, "--debug-inject=accept=0.5"}), "");
   }
-  expect_contains(refusal({"-mx", "-py", "--lookup=0", "--debug-inject=accept=0.5"}), "needs --lookup or --draft");
-  EXPECT_EQ(refusal({"--random-model=tiny", "--bench", "--draft=pythia-14m"}), "");
-  expect_contains(refusal({"--random-model=tiny", "--bench", "--draft=x"}), "--draft: got 'x', expected one of");
+  expect_contains(reason({"-mx", "-py", "--lookup=0", "--debug-inject=accept=0.5"}), "needs --lookup or --draft");
+  EXPECT_EQ(reason({"--random-model=tiny", "--bench", "--draft=pythia-14m"}), "");
+  expect_contains(reason({"--random-model=tiny", "--bench", "--draft=x"}), "--draft: got 'x', expected one of");
 }
 
 // Each condition of an option that does not go with others, alone: what it needs, and each that it excludes.

@@ -179,7 +179,7 @@ TEST(CpuLlamaTest, IgnoredLabelsAreNotCounted) {
 TEST(CpuLlamaTest, OtherPrecisionsAreRefused) {
   TrainOptions options = micro_settings().model_options();
   options.precision = Precision::bf16;
-  expect_contains(error_of(Exit::usage, [&] { cpu::make_llama(micro_config(), options); }), "--precision: got bf16");
+  expect_contains(error_of(Exit::usage, [&] { cpu::make_training_model(micro_config(), options); }), "--precision: got bf16");
 }
 
 // What fp8 has lost is in the record of each step; of much saturation one warning in a hundred steps names the tensor.
@@ -484,7 +484,7 @@ TEST_F(TrainLoopTest, TheEndOfAShardCountsByItsTokens) {
     TrainOptions options = settings_.model_options();
     options.micro_batch = 1;
     options.seq_len = static_cast<std::int64_t>(count);
-    const std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), options);
+    const std::unique_ptr<TrainModel> model = cpu::make_training_model(micro_config(), options);
     initialize_parameters(*model, 7);
     const std::vector<std::int32_t> tokens(ids.begin() + static_cast<std::ptrdiff_t>(begin),
                                            ids.begin() + static_cast<std::ptrdiff_t>(begin + count));
@@ -501,7 +501,7 @@ TEST_F(TrainLoopTest, TheEndOfAShardCountsByItsTokens) {
   const TokenDataset data(temporary_.file("ends_*.bin"), 8, WindowUse::measurement);
   for (const std::int64_t micro_batch : {1, 2, 3, 4, 9}) {
     settings_.micro_batch = micro_batch;
-    const std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), settings_.model_options());
+    const std::unique_ptr<TrainModel> model = cpu::make_training_model(micro_config(), settings_.model_options());
     initialize_parameters(*model, 7);
     const MeanLoss measured = *mean_loss(*model, data, micro_batch, 0);
     EXPECT_EQ(measured.tokens, 8 + 8 + 4 + 3) << micro_batch;
@@ -806,7 +806,7 @@ TEST(CpuLlamaTest, ScoresPastTheirPieceAreThoseOfTheirOwnLabels) {
   ModelConfig config = micro_config();
   config.max_positions = 640;
   TrainSettings settings = micro_settings();
-  const std::unique_ptr<TrainModel> model = cpu::make_llama(config, settings.model_options());
+  const std::unique_ptr<TrainModel> model = cpu::make_training_model(config, settings.model_options());
   initialize_parameters(*model, 3);
   for (const TensorSpec& spec : model->table().specs()) {  // larger than initial ones, or every id is as likely
     std::vector<float> values(static_cast<std::size_t>(spec.elements));
@@ -1621,7 +1621,7 @@ TEST_F(TrainLoopTest, RanksDivideAStepOfTheBench) {
   run_thread_ranks(3, 60, [&](Communicator& ranks) {
     omp_set_num_threads(1);
     const std::unique_ptr<TrainModel> inner =
-        cpu::make_llama(micro_config(), settings_.model_options(), ranks, Shard::optimizer);
+        cpu::make_training_model(micro_config(), settings_.model_options(), ranks, Shard::optimizer);
     HookedModel model(*inner);
     int &forward = forwards[ranks.rank()], &backward = backwards[ranks.rank()];
     model.before_forward = [&](std::uint64_t) { ++forward; };
@@ -1813,7 +1813,7 @@ TEST(SampleWriterTest, ASampleIsMadeOfTokensAndEndsAtAnEndToken) {
   settings.temperature = 100;
   ModelConfig config = micro_config();
   const auto sample = [&] {
-    const std::unique_ptr<TrainModel> model = cpu::make_llama(config, settings.model_options());
+    const std::unique_ptr<TrainModel> model = cpu::make_training_model(config, settings.model_options());
     initialize_parameters(*model, 1);
     SampleWriter writer(settings, letter_tokenizer(), config);
     writer.attach(*model);

@@ -11,7 +11,7 @@ namespace weft {
 namespace {
 
 std::unique_ptr<TrainModel> make_cpu(const ModelConfig& config, const TrainOptions& options) {
-  return cpu::make_llama(config, options);
+  return cpu::make_training_model(config, options);
 }
 
 TEST(WholeModel, EachBranchOfEachMicroStepHasItsOwnMask) {

@@ -218,17 +218,17 @@ TEST(FusedSequential, RefusesWhatItCannotRun) {
   device.multiprocessors = 132;
   device.shared_bytes = 227 << 10;
   for (const std::string& preset : preset_names()) {
-    EXPECT_EQ(cuda::fused_decode_refusal(preset_config(preset), device), "") << preset;
+    EXPECT_EQ(cuda::fused_decode_unsupported_reason(preset_config(preset), device), "") << preset;
   }
-  const auto refusal = [&](const Sizes& sizes) { return cuda::fused_decode_refusal(llama_config(sizes), device); };
-  EXPECT_EQ(refusal({512, 8, 2, 64, 1376}), "");
-  EXPECT_NE(refusal({516, 8, 2, 64, 1376}).find("hidden_size"), std::string::npos);
-  EXPECT_NE(refusal({512, 8, 2, 1024, 1376}).find("head_dim"), std::string::npos);
-  EXPECT_NE(refusal({512, 8, 2, 64, 1380}).find("ffn_size"), std::string::npos);
-  EXPECT_NE(refusal({512, 8, 2, 64, 4096}).find("ffn_size"), std::string::npos);
-  EXPECT_NE(refusal({512, 64, 1, 8, 1376}).find("query heads"), std::string::npos);
+  const auto reason = [&](const Sizes& sizes) { return cuda::fused_decode_unsupported_reason(llama_config(sizes), device); };
+  EXPECT_EQ(reason({512, 8, 2, 64, 1376}), "");
+  EXPECT_NE(reason({516, 8, 2, 64, 1376}).find("hidden_size"), std::string::npos);
+  EXPECT_NE(reason({512, 8, 2, 1024, 1376}).find("head_dim"), std::string::npos);
+  EXPECT_NE(reason({512, 8, 2, 64, 1380}).find("ffn_size"), std::string::npos);
+  EXPECT_NE(reason({512, 8, 2, 64, 4096}).find("ffn_size"), std::string::npos);
+  EXPECT_NE(reason({512, 64, 1, 8, 1376}).find("query heads"), std::string::npos);
   device.multiprocessors = 16;
-  EXPECT_NE(cuda::fused_decode_refusal(preset_config("llama3.1-8b"), device).find("multiprocessors are too few"),
+  EXPECT_NE(cuda::fused_decode_unsupported_reason(preset_config("llama3.1-8b"), device).find("multiprocessors are too few"),
             std::string::npos);
 }
 

@@ -75,7 +75,7 @@ TEST(FusedTokens, FollowThePromptOfEverySmallModel) {
   for (const test::LlamaShape& shape : test::small_llamas()) {
     const ModelConfig config = test::llama_config(shape);
     for (const DType dtype : {DType::f16, DType::bf16}) {
-      if (!cuda::fused_refusal(config, dtype).empty()) GTEST_SKIP() << cuda::fused_refusal(config, dtype);
+      if (!cuda::fused_unsupported_reason(config, dtype).empty()) GTEST_SKIP() << cuda::fused_unsupported_reason(config, dtype);
       SCOPED_TRACE(shape.name + " in " + dtype_name(dtype));
       const TemporaryDirectory directory;
       const std::string path = directory.file("model.bin");
@@ -94,7 +94,7 @@ TEST(FusedTokens, GreedyIdsOfTheGoldenLlamas) {
   for (const GoldenCase& golden : golden_cases("llama")) {
     SCOPED_TRACE(golden.name);
     const ModelFile file = ModelFile::open(golden.model);
-    if (!cuda::fused_refusal(file.config(), DType::f16).empty()) {
+    if (!cuda::fused_unsupported_reason(file.config(), DType::f16).empty()) {
       ++refused;
       continue;
     }

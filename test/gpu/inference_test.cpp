@@ -70,7 +70,7 @@ class Fixture {
 TEST(CudaInference, Fp32MatchesPyTorchTensorByTensor) {
   for (const GoldenCase& golden : golden_cases()) {
     const ModelFile file = ModelFile::open(golden.model);
-    if (!cuda::inference_refusal(file.config(), DType::f32).empty()) continue;
+    if (!cuda::inference_unsupported_reason(file.config(), DType::f32).empty()) continue;
     const TensorFile dump = TensorFile::open(golden.dump, FileKind::reference_dump);
     const std::int64_t capacity = file.config().max_positions;
     for (const bool direct : {false, true}) {
@@ -90,7 +90,7 @@ TEST(CudaInference, LogitsAloneAreThoseBesideAllActivations) {
   for (const GoldenCase& golden : golden_cases()) {
     SCOPED_TRACE(golden.name);
     const ModelFile file = ModelFile::open(golden.model);
-    if (!cuda::inference_refusal(file.config(), DType::f32).empty()) continue;
+    if (!cuda::inference_unsupported_reason(file.config(), DType::f32).empty()) continue;
     const std::int64_t capacity = file.config().max_positions;
     const auto model =
         single_sequence(cuda::load_inference(file, one_sequence(capacity), options_of(DType::f32)), capacity);
@@ -427,15 +427,15 @@ TEST(CudaInference, RefusesWhatWouldTouchMemoryOfOthers) {
 }
 
 TEST(CudaInference, ShapesWithoutKernelsAreRefusedByName) {
-  const auto refusal = [](const auto& change) {
+  const auto reason = [](const auto& change) {
     ModelConfig config = test::llama_config(test::small_llamas()[0]);
     change(config);
-    return cuda::inference_refusal(config, DType::bf16);
+    return cuda::inference_unsupported_reason(config, DType::bf16);
   };
-  EXPECT_EQ(refusal([](ModelConfig&) {}), "");
-  EXPECT_NE(refusal([](ModelConfig& c) { c.head_dim = 48; }).find("head_dim: got 48"), std::string::npos);
-  EXPECT_NE(refusal([](ModelConfig& c) { c.hidden_size = 36; }).find("hidden_size: got 36"), std::string::npos);
-  EXPECT_NE(refusal([](ModelConfig& c) { c.ffn_size = 100; }), "");
+  EXPECT_EQ(reason([](ModelConfig&) {}), "");
+  EXPECT_NE(reason([](ModelConfig& c) { c.head_dim = 48; }).find("head_dim: got 48"), std::string::npos);
+  EXPECT_NE(reason([](ModelConfig& c) { c.hidden_size = 36; }).find("hidden_size: got 36"), std::string::npos);
+  EXPECT_NE(reason([](ModelConfig& c) { c.ffn_size = 100; }), "");
 }
 
 TEST(CudaInference, ThePlanIsWhatIsAllocated) {

@@ -164,8 +164,8 @@ TEST(CudaQuantizedInference, ThePlanIsWhatIsAllocated) {
 TEST(CudaQuantizedInference, NeedsSixteenBits) {
   ModelConfig config = test::llama_config(test::small_llamas()[0]);
   config.quantization = quantization_of(WeightScheme::int8, false);
-  EXPECT_EQ(cuda::inference_refusal(config, DType::f16), "");
-  EXPECT_EQ(cuda::inference_refusal(config, DType::f32),
+  EXPECT_EQ(cuda::inference_unsupported_reason(config, DType::f16), "");
+  EXPECT_EQ(cuda::inference_unsupported_reason(config, DType::f32),
             "quantised weights on a GPU need fp16 or bf16 beside them. Use --dtype fp16 or bf16");
 }
 

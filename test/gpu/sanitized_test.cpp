@@ -17,7 +17,7 @@ namespace weft {
 namespace {
 
 void train(const ModelConfig& config, const TrainOptions& options, int steps) {
-  const auto model = cuda::make_llama(config, options);
+  const auto model = cuda::make_training_model(config, options);
   std::mt19937 generator(1);
   std::normal_distribution<float> noise(0, 0.05f);
   for (const TensorSpec& spec : model->table().specs()) {

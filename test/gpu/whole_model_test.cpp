@@ -8,11 +8,11 @@ namespace weft {
 namespace {
 
 std::unique_ptr<TrainModel> make_gpu(const ModelConfig& config, const TrainOptions& options) {
-  return cuda::make_llama(config, options);
+  return cuda::make_training_model(config, options);
 }
 std::unique_ptr<TrainModel> make_gpu_bf16(const ModelConfig& config, TrainOptions options) {
   options.precision = Precision::bf16;
-  return cuda::make_llama(config, options);
+  return cuda::make_training_model(config, options);
 }
 
 TEST(CudaWholeModel, EachBranchOfEachMicroStepHasItsOwnMask) {

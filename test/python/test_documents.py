@@ -68,7 +68,7 @@ def test_every_command_of_readme_exists():
 # ---- rooms ----------------------------------------------------------------------------------------------------------
 # Which rooms a room may include. dev/ARCHITECTURE.md explains the rule.
 BELOW_MODEL = {"base", "file", "text"}
-CUDA_ROOMS = ["runtime", "comm", "hw", "op", "fused", "transformer", "llama"]  # each may include those before it
+CUDA_ROOMS = ["runtime", "comm", "hw", "op", "fused", "inference", "training"]  # each may include those before it
 MAY_INCLUDE = {
     "base": set(),
     "file": {"base"},
@@ -82,7 +82,7 @@ MAY_INCLUDE = {
     **{f"cuda/{room}": {"base", "model"} | {f"cuda/{before}" for before in CUDA_ROOMS[:i]}
        for i, room in enumerate(CUDA_ROOMS)},
 }
-for with_ranks in ("cuda/comm", "cuda/llama"):
+for with_ranks in ("cuda/comm", "cuda/training"):
     MAY_INCLUDE[with_ranks] |= {"comm"}
 # What both mains share chooses between the devices, so it and the mains see every room.
 MAY_INCLUDE["app"] = set(MAY_INCLUDE)

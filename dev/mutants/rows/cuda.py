@@ -75,7 +75,7 @@ ROWS = [
     Mutant("GPU: attention of decoded rows reads pages before they are written", "compute_items", "wait_for_predecessors();",
            "", gpu("ChainedRows/*.PagedAttention")),
     Mutant("GPU: attention lets its successor start before what is older is there", "compute_items",
-           "wait_for_predecessors(); let_successor_start", "let_successor_start(); wait_for_predecessors",
+           "wait_for_predecessors(); launch_dependents", "launch_dependents(); wait_for_predecessors",
            gpu("ChainedRows/*.WhatIsOlder*")),
     Mutant("GPU: a prompt's split begins with the sums of the one before", "consume", "(j - 1) % kSplitBlocks != 0", "j > 1",
            gpu("CudaPagedAttention*.ARowsBits*")),

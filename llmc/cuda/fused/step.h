@@ -26,7 +26,7 @@ inline constexpr std::int64_t kFusedStepRows = 8;
 
 // Empty if this GPU can run this model, otherwise one line for the user that says why not. Supported: a GPT-NeoX with
 // the parallel residual and a hidden_size up to 2560 that FusedDecode supports, with 16-bit weights.
-std::string fused_step_refusal(const ModelConfig& config, const Device& device);
+std::string fused_step_unsupported_reason(const ModelConfig& config, const Device& device);
 
 // A row of a step: one token at one position of a sequence. Rows of the same sequence are consecutive and in the order
 // of their positions.
@@ -46,7 +46,7 @@ class FusedStep {
  public:
   // The memory that `weights`, `cache` (paged) and `rope` point to must outlive this object. Allocates memory() here
   // and nothing later. All work is queued in `stream`. Only blocks, window_bytes, ring_bytes, timeout_seconds and
-  // lose_an_arrival of `tuning` have an effect. Throws Exit::environment where fused_step_refusal() is not empty.
+  // lose_an_arrival of `tuning` have an effect. Throws Exit::environment where fused_step_unsupported_reason() is not empty.
   FusedStep(const ModelConfig& config, const DeviceWeights<S>& weights, const KvCache<S>& cache,
             const DeviceRopeTable& rope, cudaStream_t stream, const FusedTuning& tuning = {});
   ~FusedStep();

@@ -18,7 +18,7 @@ inline constexpr std::int64_t kFusedPageSize = 64;
 std::vector<MemoryLine> plan_fused_tokens(const ModelConfig& config);
 
 // `model`: from load_inference() or random_inference() in `dtype`, fp16 or bf16; it must outlive the decoder.
-// Exit::environment where fused_refusal() is not empty.
+// Exit::environment where fused_unsupported_reason() is not empty.
 std::unique_ptr<IdDecoder> fused_tokens(InferenceModel& model, DType dtype);
 
 }  // namespace weft::cuda

@@ -34,27 +34,27 @@ std::size_t step_bytes(const ModelConfig& c, const InferenceOptions& pool) {
 }
 
 template <typename S>
-Regions plan_inference_workspace(const ModelConfig& c, const InferenceOptions& pool, InferenceBuffers<S>& b) {
+ArenaLayout plan_inference_workspace(const ModelConfig& c, const InferenceOptions& pool, InferenceBuffers<S>& b) {
   const std::int64_t rows = row_bucket(pool.max_rows), logit_rows = std::min(kLogitRows, rows), C = c.hidden_size;
-  Regions regions("inference workspace");
-  regions.want(&b.residual, rows * C);
-  regions.want(&b.norm1, rows * C);
-  regions.want(&b.norm2, c.parallel_residual ? rows * C : 0);
-  regions.want(&b.qkv, rows * c.qkv_size());
-  regions.want(&b.attention, rows * c.q_size());
-  regions.want(&b.product, rows * c.ffn_size);
-  regions.want(&b.gathered, logit_rows * C);
-  regions.want(&b.final_norm, logit_rows * C);
-  regions.want(&b.logits, logit_rows * c.vocab_size);
-  regions.want(&b.sampled_ids, logit_rows);
-  regions.want(&b.errors, logit_rows);
-  regions.want(&b.most_likely, rows * kMaxAlternatives);
-  regions.want(&b.last_ids, pool.slots + kDeviceDrafts);
-  regions.want(&b.cos, pool.max_positions * (c.rope.rotary_dim / 2));
-  regions.want(&b.sin, pool.max_positions * (c.rope.rotary_dim / 2));
-  for (std::byte*& step : b.step) regions.want_bytes(&step, step_bytes(c, pool));
-  regions.want_bytes(&b.attention_workspace, paged_attention_workspace(attention_shape(c, pool)));
-  return regions;
+  ArenaLayout layout("inference workspace");
+  layout.reserve(&b.residual, rows * C);
+  layout.reserve(&b.norm1, rows * C);
+  layout.reserve(&b.norm2, c.parallel_residual ? rows * C : 0);
+  layout.reserve(&b.qkv, rows * c.qkv_size());
+  layout.reserve(&b.attention, rows * c.q_size());
+  layout.reserve(&b.product, rows * c.ffn_size);
+  layout.reserve(&b.gathered, logit_rows * C);
+  layout.reserve(&b.final_norm, logit_rows * C);
+  layout.reserve(&b.logits, logit_rows * c.vocab_size);
+  layout.reserve(&b.sampled_ids, logit_rows);
+  layout.reserve(&b.errors, logit_rows);
+  layout.reserve(&b.most_likely, rows * kMaxAlternatives);
+  layout.reserve(&b.last_ids, pool.slots + kDeviceDrafts);
+  layout.reserve(&b.cos, pool.max_positions * (c.rope.rotary_dim / 2));
+  layout.reserve(&b.sin, pool.max_positions * (c.rope.rotary_dim / 2));
+  for (std::byte*& step : b.step) layout.reserve_bytes(&step, step_bytes(c, pool));
+  layout.reserve_bytes(&b.attention_workspace, paged_attention_workspace(attention_shape(c, pool)));
+  return layout;
 }
 
 namespace {
@@ -90,9 +90,9 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
       weights_(std::move(weights)),
       device_(launch_device()),
       kv_arena_(plan_pages(config, pool_, sizeof(S))),
-      regions_(plan_inference_workspace<S>(config, pool_, b_)),
-      workspace_(regions_.plan()) {
-  regions_.bind(workspace_);
+      layout_(plan_inference_workspace<S>(config, pool_, b_)),
+      workspace_(layout_.plan()) {
+  layout_.bind(workspace_);
   workspace_.clear(stream_);  // padding rows, slots, errors and attention's workspace must start as zeros
   kv_arena_.clear(stream_);
   const std::int64_t rows = row_bucket(pool_.max_rows);
@@ -108,8 +108,8 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
     if constexpr (std::is_same_v<S, float>) {
       fail(Exit::internal, "fused steps in fp32");
     } else {
-      if (const std::string refusal = fused_steps_refusal(config, storage_dtype<S>()); !refusal.empty()) {
-        fail(Exit::environment, "%s", refusal.c_str());
+      if (const std::string reason = fused_steps_unsupported_reason(config, storage_dtype<S>()); !reason.empty()) {
+        fail(Exit::environment, "%s", reason.c_str());
       }
       const InferenceParts<S> own_parts = parts();
       fused_ = std::make_unique<FusedStep<S>>(config, weights_, own_parts.cache, rope_, stream_);
@@ -145,12 +145,12 @@ WEFT_INSTANTIATE(fp16)
 namespace {
 
 void check_model(const ModelConfig& config, DType dtype) {
-  const std::string refusal = inference_refusal(config, dtype);
-  if (!refusal.empty()) fail(Exit::usage, "%s", refusal.c_str());
+  const std::string reason = inference_unsupported_reason(config, dtype);
+  if (!reason.empty()) fail(Exit::usage, "%s", reason.c_str());
 }
 
 template <typename S>
-constexpr bool kHoldsQuantized = !std::is_same_v<S, float>;  // inference_refusal() says so
+constexpr bool kHoldsQuantized = !std::is_same_v<S, float>;  // inference_unsupported_reason() says so
 
 template <typename S>
 MemoryPlan parameters_plan(const ModelConfig& config) {
@@ -189,8 +189,8 @@ std::unique_ptr<InferenceModel> filled_inference(const ModelConfig& config, cons
 
 }  // namespace
 
-std::string inference_refusal(const ModelConfig& c, DType dtype) {
-  if (const std::string refusal = head_dim_refusal(c.head_dim); !refusal.empty()) return refusal;
+std::string inference_unsupported_reason(const ModelConfig& c, DType dtype) {
+  if (const std::string reason = head_dim_unsupported_reason(c.head_dim); !reason.empty()) return reason;
   if (c.gated() && c.mlp_bias) return "mlp_bias: the GPU has no SwiGLU with biases";
   if (c.activation == Activation::gelu_tanh) return "activation: the GPU has GELU with erf alone, not its approximation by tanh";
   if (c.quantization.any() && dtype == DType::f32)
@@ -207,15 +207,15 @@ std::string inference_refusal(const ModelConfig& c, DType dtype) {
   const std::pair<std::int64_t, std::int64_t> matrices[] = {
       {C, c.qkv_size()}, {q, C}, {C, c.ffn_size}, {c.ffn_size, C}, {C, c.vocab_size}};
   for (const auto& [K, OC] : matrices) {
-    const std::string refusal = rows_matmul_refusal(K, OC, dtype);
-    if (!refusal.empty()) return refusal;
+    const std::string reason = rows_matmul_unsupported_reason(K, OC, dtype);
+    if (!reason.empty()) return reason;
   }
   return "";
 }
 
-std::string fused_steps_refusal(const ModelConfig& config, DType dtype) {
+std::string fused_steps_unsupported_reason(const ModelConfig& config, DType dtype) {
   if (dtype == DType::f32) return "fused decoding needs fp16 or bf16";
-  return fused_step_refusal(config, probe_device());
+  return fused_step_unsupported_reason(config, probe_device());
 }
 
 std::vector<MemoryLine> plan_fused_steps(const ModelConfig& config) {
@@ -265,10 +265,10 @@ template std::unique_ptr<InferenceModel> make_inference<float>(const ModelConfig
 template std::unique_ptr<InferenceModel> make_inference<bf16>(const ModelConfig&, const TensorTable&, const bf16*,
                                                               const InferenceOptions&, bool);
 
-std::vector<MemoryLine> plan_llama_samples(const ModelConfig& config, Precision precision, std::int64_t capacity) {
+std::vector<MemoryLine> plan_samples(const ModelConfig& config, Precision precision, std::int64_t capacity) {
   const InferenceOptions pool = one_sequence(capacity);
-  const std::string refusal = inference_refusal(config, precision == Precision::fp32 ? DType::f32 : DType::bf16);
-  if (!refusal.empty()) fail(Exit::usage, "samples on the GPU: %s. Use --sample-every 0", refusal.c_str());
+  const std::string reason = inference_unsupported_reason(config, precision == Precision::fp32 ? DType::f32 : DType::bf16);
+  if (!reason.empty()) fail(Exit::usage, "samples on the GPU: %s. Use --sample-every 0", reason.c_str());
   std::vector<MemoryLine> lines =
       precision == Precision::fp32 ? plan_of<float>(config, pool, 0) : plan_of<bf16>(config, pool, 0);
   for (MemoryLine& line : lines) line.name += " of samples";

@@ -23,18 +23,18 @@ struct GpuInferenceOptions {
   bool direct = false;  // single launches with NVTX ranges instead of captured graphs: the same bits
   // Steps of up to kFusedStepRows rows run in one persistent kernel (llmc/cuda/fused/step.h), which adds in another
   // order: the bits of a row then depend on whether its step is that small. Exit::environment where
-  // fused_steps_refusal() is not empty.
+  // fused_steps_unsupported_reason() is not empty.
   bool fused_steps = false;
   LoadProgress progress = nullptr;
 };
 
 // Empty if the GPU kernels can run this model with this storage type, otherwise one line for the user that says why
 // not.
-std::string inference_refusal(const ModelConfig& config, DType dtype);
+std::string inference_unsupported_reason(const ModelConfig& config, DType dtype);
 
 // Empty if GpuInferenceOptions::fused_steps is possible for this model and storage type on the current GPU, otherwise
 // one line for the user that says why not.
-std::string fused_steps_refusal(const ModelConfig& config, DType dtype);
+std::string fused_steps_unsupported_reason(const ModelConfig& config, DType dtype);
 // Memory that fused_steps needs beyond plan_inference().
 std::vector<MemoryLine> plan_fused_steps(const ModelConfig& config);
 
@@ -42,7 +42,7 @@ std::vector<MemoryLine> plan_fused_steps(const ModelConfig& config);
 std::vector<MemoryLine> plan_inference(const ModelConfig& config, const InferenceOptions& pool, DType dtype);
 
 // Reads and verifies every parameter (load_parameters). Pages have 16, 32 or 64 positions. Exit::usage where
-// inference_refusal() is not empty, Exit::bad_file for damaged tensors, Exit::resources if the GPU has too little
+// inference_unsupported_reason() is not empty, Exit::bad_file for damaged tensors, Exit::resources if the GPU has too little
 // memory.
 std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& pool,
                                                const GpuInferenceOptions& options);
@@ -57,7 +57,7 @@ std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const 
                                                const InferenceOptions& pool, bool direct = false);
 
 // Memory of the model that writes the samples of a training run: make_inference() for one sequence of `capacity`
-// positions. Needs no GPU. Exit::usage where inference_refusal() is not empty.
-std::vector<MemoryLine> plan_llama_samples(const ModelConfig& config, Precision precision, std::int64_t capacity);
+// positions. Needs no GPU. Exit::usage where inference_unsupported_reason() is not empty.
+std::vector<MemoryLine> plan_samples(const ModelConfig& config, Precision precision, std::int64_t capacity);
 
 }  // namespace weft::cuda

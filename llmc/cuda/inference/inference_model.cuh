@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-#include "llmc/base/regions.h"
+#include "llmc/base/arena_layout.h"
 #include "llmc/cuda/fused/step.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/op/gemm/device_weights.h"
@@ -84,7 +84,7 @@ struct InferenceBuffers {
 
 // Plans the workspace; the pointers are filled when it is bound.
 template <typename S>
-Regions plan_inference_workspace(const ModelConfig& config, const InferenceOptions& pool, InferenceBuffers<S>& buffers);
+ArenaLayout plan_inference_workspace(const ModelConfig& config, const InferenceOptions& pool, InferenceBuffers<S>& buffers);
 // The most bytes of the description of a step.
 std::size_t step_bytes(const ModelConfig& config, const InferenceOptions& pool);
 PagedAttentionShape attention_shape(const ModelConfig& config, const InferenceOptions& pool);
@@ -238,7 +238,7 @@ class Inference final : public InferenceModel {
   Event drafts_written_{cudaEventDisableTiming};
   InferenceBuffers<S> b_{};
   DeviceArena kv_arena_;
-  Regions regions_;
+  ArenaLayout layout_;
   DeviceArena workspace_;
   DeviceRopeTable rope_;
   // For 16-bit models with GpuInferenceOptions::fused_steps.

@@ -13,29 +13,29 @@ namespace weft::cuda {
 
 // ---- memory -----------------------------------------------------------------------------------------------------------
 template <typename S>
-Regions plan_neox_workspace(const ModelConfig& c, std::int64_t capacity, const LaunchDevice& device,
+ArenaLayout plan_neox_workspace(const ModelConfig& c, std::int64_t capacity, const LaunchDevice& device,
                             NeoxBuffers<S>& b) {
   const std::int64_t rows = padded_rows(std::min(kChunk, capacity)), C = c.hidden_size, F = c.ffn_size,
                      V = c.vocab_size;
-  Regions regions("decoder workspace");
-  regions.want(&b.residual, rows * C);
-  regions.want(&b.norm1, rows * C);
-  regions.want(&b.norm2, rows * C);
-  regions.want(&b.branch, rows * C);
-  regions.want(&b.attention, rows * C);
-  regions.want(&b.qkv, rows * 3 * C);
-  regions.want(&b.up, rows * F);
-  regions.want(&b.side_workspace, Matmul::kWorkspaceBytes);
-  regions.want(&b.score_logits, std::min(kScoreChunk, rows) * V);
-  regions.want(&b.logits, V);
-  regions.want(&b.losses, kScoreChunk);
+  ArenaLayout layout("decoder workspace");
+  layout.reserve(&b.residual, rows * C);
+  layout.reserve(&b.norm1, rows * C);
+  layout.reserve(&b.norm2, rows * C);
+  layout.reserve(&b.branch, rows * C);
+  layout.reserve(&b.attention, rows * C);
+  layout.reserve(&b.qkv, rows * 3 * C);
+  layout.reserve(&b.up, rows * F);
+  layout.reserve(&b.side_workspace, Matmul::kWorkspaceBytes);
+  layout.reserve(&b.score_logits, std::min(kScoreChunk, rows) * V);
+  layout.reserve(&b.logits, V);
+  layout.reserve(&b.losses, kScoreChunk);
   const std::size_t partials = decode_attention_workspace({c.num_heads, c.head_dim}, device);
-  regions.want(&b.partials, ceil_div(static_cast<std::int64_t>(partials), sizeof(float)));
-  regions.want(&b.cos, capacity * (c.rope.rotary_dim / 2));
-  regions.want(&b.sin, capacity * (c.rope.rotary_dim / 2));
-  regions.want(&b.ids, rows + 1);
-  regions.want(&b.state, 1);
-  return regions;
+  layout.reserve(&b.partials, ceil_div(static_cast<std::int64_t>(partials), sizeof(float)));
+  layout.reserve(&b.cos, capacity * (c.rope.rotary_dim / 2));
+  layout.reserve(&b.sin, capacity * (c.rope.rotary_dim / 2));
+  layout.reserve(&b.ids, rows + 1);
+  layout.reserve(&b.state, 1);
+  return layout;
 }
 
 MemoryPlan plan_neox_parameters(const TensorTable& table, std::size_t element_bytes) {
@@ -71,13 +71,13 @@ NeoxDecoder<S>::NeoxDecoder(const ModelConfig& config, const NeoxOptions& option
       options_(options),
       table_(config),
       device_(launch_device()),
-      regions_(plan_neox_workspace<S>(config, options.capacity, device_, b_)),
+      layout_(plan_neox_workspace<S>(config, options.capacity, device_, b_)),
       matmul_(stream_),
       parameters_(plan_neox_parameters(table_, sizeof(S))),
       cache_arena_(plan_neox_cache(config, options.capacity, sizeof(S))),
-      workspace_(regions_.plan()),
+      workspace_(layout_.plan()),
       host_logits_(static_cast<std::uint64_t>(config.vocab_size) * sizeof(float)) {
-  regions_.bind(workspace_);
+  layout_.bind(workspace_);
   workspace_.clear(stream_);   // tickets, and padding rows of GEMMs, must start as zeros
   parameters_.clear(stream_);  // padding between tensors
   stream_.synchronize("clearing GPU memory");
@@ -105,8 +105,8 @@ template class NeoxDecoder<fp16>;
 namespace {
 
 void check_model(const ModelConfig& config, DType dtype) {
-  const std::string refusal = neox_refusal(config, dtype);
-  if (!refusal.empty()) fail(Exit::usage, "%s", refusal.c_str());
+  const std::string reason = neox_unsupported_reason(config, dtype);
+  if (!reason.empty()) fail(Exit::usage, "%s", reason.c_str());
 }
 
 }  // namespace
@@ -115,8 +115,8 @@ const char* decode_mode_name(DecodeMode mode) {
   return mode == DecodeMode::reference ? "reference" : mode == DecodeMode::graph ? "graph" : "fused";
 }
 
-std::string neox_refusal(const ModelConfig& c, DType dtype) {
-  if (const std::string refusal = head_dim_refusal(c.head_dim); !refusal.empty()) return refusal;
+std::string neox_unsupported_reason(const ModelConfig& c, DType dtype) {
+  if (const std::string reason = head_dim_unsupported_reason(c.head_dim); !reason.empty()) return reason;
   if (c.activation == Activation::gelu_tanh) return "activation: the GPU has GELU with erf alone, not its approximation by tanh";
   const std::int64_t element = static_cast<std::int64_t>(dtype_bytes(dtype));
   // a row of both output matrices together
@@ -130,7 +130,7 @@ std::string neox_refusal(const ModelConfig& c, DType dtype) {
   return "";
 }
 
-std::string fused_refusal(const ModelConfig& config, DType dtype) {
+std::string fused_unsupported_reason(const ModelConfig& config, DType dtype) {
   if (dtype == DType::f32) return "the fused kernel computes with fp16 or bf16 weights, not fp32";
   if (config.quantization.any()) {
     const bool parallel = config.parallel_residual;
@@ -143,7 +143,7 @@ std::string fused_refusal(const ModelConfig& config, DType dtype) {
                     parallel ? "fp16" : "bf16", parallel ? "bf16" : "fp16");
     }
   }
-  return fused_decode_refusal(config, probe_device());
+  return fused_decode_unsupported_reason(config, probe_device());
 }
 
 bool graph_is_faster(const ModelConfig& config) {

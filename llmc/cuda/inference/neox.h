@@ -1,4 +1,4 @@
-// GPT-NeoX / Pythia generation on the GPU. llmc/cpu/neox_inference.cpp specifies what it computes.
+// GPT-NeoX / Pythia generation on the GPU. llmc/cpu/inference_layers.cpp specifies what it computes.
 #pragma once
 
 #include <cstdint>
@@ -34,10 +34,10 @@ struct NeoxOptions {
 };
 
 // Empty if some mode can run this model with this storage type, otherwise one line for the user that says why not.
-std::string neox_refusal(const ModelConfig& config, DType dtype);
+std::string neox_unsupported_reason(const ModelConfig& config, DType dtype);
 
 // Empty if this GPU can run it in fused mode, otherwise one line for the user that says why not.
-std::string fused_refusal(const ModelConfig& config, DType dtype);
+std::string fused_unsupported_reason(const ModelConfig& config, DType dtype);
 // Whether the captured graph decodes a token faster than the fused kernel: with the sequential residual, whose five
 // exchanges a layer cost more than overlapping launches, unless rows of the weights fill the loads of the warps
 // (measured: dev/performance/fused.md).
@@ -49,7 +49,7 @@ bool fused_by_default(const ModelConfig& config);
 // Memory that the model will allocate on the current GPU, as memory() reports it afterwards.
 std::vector<MemoryLine> plan_neox(const ModelConfig& config, const NeoxOptions& options);
 
-// Reads and verifies every parameter (load_parameters). Exit::usage where neox_refusal() is not empty, Exit::bad_file
+// Reads and verifies every parameter (load_parameters). Exit::usage where neox_unsupported_reason() is not empty, Exit::bad_file
 // for damaged tensors, Exit::resources if the GPU has too little memory.
 std::unique_ptr<DecodeModel> load_neox(const ModelFile& file, const NeoxOptions& options);
 // The same with random parameters, for measurements.

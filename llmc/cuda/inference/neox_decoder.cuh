@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "llmc/base/error.h"
-#include "llmc/base/regions.h"
+#include "llmc/base/arena_layout.h"
 #include "llmc/cuda/fused/decode.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/op/attention/paged/decode_attention.h"
@@ -90,7 +90,7 @@ struct NeoxBuffers {
 
 // Plans the workspace; the pointers are filled when it is bound.
 template <typename S>
-Regions plan_neox_workspace(const ModelConfig& c, std::int64_t capacity, const LaunchDevice& device,
+ArenaLayout plan_neox_workspace(const ModelConfig& c, std::int64_t capacity, const LaunchDevice& device,
                             NeoxBuffers<S>& buffers);
 MemoryPlan plan_neox_parameters(const TensorTable& table, std::size_t element_bytes);
 MemoryPlan plan_neox_cache(const ModelConfig& c, std::int64_t capacity, std::size_t element_bytes);
@@ -228,7 +228,7 @@ class NeoxDecoder final : public DecodeModel {
   Stream stream_{-1}, side_stream_;
   Event normed_{cudaEventDisableTiming}, up_done_{cudaEventDisableTiming};
   NeoxBuffers<S> b_{};
-  Regions regions_;
+  ArenaLayout layout_;
   Matmul matmul_;
   const bool prepared_ = prepare_matmuls();  // before the arenas take the memory that timing needs
   // in this order: if memory does not suffice, the largest fails first

@@ -17,7 +17,7 @@ __global__ void set_state_kernel(DecodeState* state, const __grid_constant__ Dec
 template <typename S>
 __global__ void __launch_bounds__(256)
     embed_kernel(float* residual, const DecodeState* state, const S* embedding, std::int64_t C) {
-  let_successor_start();
+  launch_dependents();
   const S* row = embedding + state->token * C;
   for (std::int64_t c = threadIdx.x; c < C; c += blockDim.x) residual[c] = to_float(row[c]);
 }

@@ -25,12 +25,12 @@ std::vector<float> download(const S* data, std::int64_t N, std::int64_t columns,
 }  // namespace
 
 template <typename S>
-std::vector<float> Llama<S>::activation(const std::string& name) {
+std::vector<float> TrainingModel<S>::activation(const std::string& name) {
   const std::int64_t N = rows(), C = config_.hidden_size, V = config_.vocab_size;
   stream_.synchronize("reading an activation");
   if (name == "embedding") return download(acts_.residual[0], N, C, C);
   if (name == "final_norm") return download(acts_.final_norm, N, C, C);
-  if (name == "logits" && division_.parameters_divided) return {};
+  if (name == "logits" && sharding_.parameters_sharded) return {};
   if (name == "logits") {  // recomputed, because the classifier has replaced them by their gradient
     std::vector<float> logits;
     const std::int64_t chunk = classifier_rows(N);
@@ -64,7 +64,7 @@ std::vector<float> Llama<S>::activation(const std::string& name) {
   return {};
 }
 
-template std::vector<float> Llama<float>::activation(const std::string&);
-template std::vector<float> Llama<bf16>::activation(const std::string&);
+template std::vector<float> TrainingModel<float>::activation(const std::string&);
+template std::vector<float> TrainingModel<bf16>::activation(const std::string&);
 
 }  // namespace weft::cuda

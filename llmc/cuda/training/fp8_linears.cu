@@ -54,13 +54,13 @@ std::vector<AdamWBlock> blocks_outside(const std::vector<AdamWMatrix>& matrices,
 }  // namespace
 
 Fp8Memory::Fp8Memory(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
-                     const Division& division) {
-  if (!division.divided) {
+                     const Sharding& sharding) {
+  if (!sharding.sharded) {
     matrix_list = matrices_of(config, table);
-    other_list = blocks_outside(matrix_list, division.blocks);
+    other_list = blocks_outside(matrix_list, sharding.blocks);
   }
   const std::int64_t N = options.micro_batch * options.seq_len, slots = Fp8Slots{config.num_layers}.count();
-  const std::int64_t places = Fp8Places(config.num_layers, division.parameters_divided).count();
+  const std::int64_t places = Fp8Buffers(config.num_layers, sharding.parameters_sharded).count();
   std::int64_t widest_input = 0, widest_gradient = 0;
   weights.resize(static_cast<std::size_t>(4 * places));
   for (const BlockLinear linear : kBlockLinears) {
@@ -69,50 +69,50 @@ Fp8Memory::Fp8Memory(const ModelConfig& config, const TrainOptions& options, con
     if (linear != BlockLinear::up) widest_gradient = std::max(widest_gradient, size.OC);
     for (std::int64_t place = 0; place < places; ++place) {
       Weight& weight = weights[static_cast<std::size_t>(4 * place) + static_cast<std::size_t>(linear)];
-      regions.want(&weight.codes, size.C * size.OC);
-      regions.want(&weight.transposed, size.C * size.OC);
+      regions.reserve(&weight.codes, size.C * size.OC);
+      regions.reserve(&weight.transposed, size.C * size.OC);
     }
   }
-  regions.want(&matrices, static_cast<std::int64_t>(matrix_list.size()));
-  regions.want(&others, static_cast<std::int64_t>(other_list.size()));
-  regions.want(&scales, slots);
-  regions.want(&inverses, kScaleStride * slots);
-  regions.want(&tallies, slots + 1);
+  regions.reserve(&matrices, static_cast<std::int64_t>(matrix_list.size()));
+  regions.reserve(&others, static_cast<std::int64_t>(other_list.size()));
+  regions.reserve(&scales, slots);
+  regions.reserve(&inverses, kScaleStride * slots);
+  regions.reserve(&tallies, slots + 1);
   norms.resize(static_cast<std::size_t>(2 * config.num_layers));  // sized once: `regions` keeps addresses
   for (std::size_t i = 0; i < norms.size(); ++i) {
     if (i >= 2 && options.recompute != Recompute::none) {
       regions.share(&norms[i], &norms[i % 2]);
     } else {
-      regions.want(&norms[i], N * config.hidden_size);
+      regions.reserve(&norms[i], N * config.hidden_size);
     }
   }
-  regions.want(&input, N * widest_input);
-  regions.want(&gradient, N * widest_gradient);
-  regions.want(&gradient_transposed, N * widest_gradient);
-  regions.want(&d_gate_up, N * 2 * config.ffn_size);
-  regions.want(&d_gate_up_transposed, N * 2 * config.ffn_size);
+  regions.reserve(&input, N * widest_input);
+  regions.reserve(&gradient, N * widest_gradient);
+  regions.reserve(&gradient_transposed, N * widest_gradient);
+  regions.reserve(&d_gate_up, N * 2 * config.ffn_size);
+  regions.reserve(&d_gate_up_transposed, N * 2 * config.ffn_size);
 }
 
 Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
-                       const Division& division, bool swiglu_in_epilogue, Matmul& matmul, OperatorClock& clock,
+                       const Sharding& sharding, bool swiglu_in_epilogue, Matmul& matmul, OperatorClock& clock,
                        cudaStream_t stream)
     : config_(config),
       rows_(options.micro_batch * options.seq_len),
-      ranks_(division.ranks),
+      ranks_(sharding.ranks),
       swiglu_in_epilogue_(swiglu_in_epilogue),
       matmul_(matmul),
       clock_(clock),
       stream_(stream),
       scales_(config.num_layers),
-      memory_(config, options, table, division),
-      places_(config.num_layers, division.parameters_divided),
+      memory_(config, options, table, sharding),
+      buffers_(config.num_layers, sharding.parameters_sharded),
       arena_(memory_.regions.plan()),
       results_(static_cast<std::uint64_t>(ranks_ * slots()) * sizeof(Fp8Tally)),
       upload_((1 + Fp8Memory::kScaleStride) * static_cast<std::uint64_t>(slots()) * sizeof(float)) {
   memory_.regions.bind(arena_);
   arena_.clear(stream_);
   std::fill_n(results_.at<Fp8Tally>(0), ranks_ * slots(), Fp8Tally{});
-  if (!division.divided) prepare_update();
+  if (!sharding.sharded) prepare_update();
 }
 
 void Fp8Linears::prepare_update() {
@@ -178,11 +178,11 @@ void Fp8Linears::round_weights(std::int64_t layer, const BlockWeights<bf16>& wei
     clock_.run("quantise weights", 0, 4.0 * static_cast<double>(size.C * size.OC),
                [&] { round(target(slot, codes.codes, codes.transposed, pass)); });
   }
-  places_.put(layer);
+  buffers_.put(layer);
 }
 
 void Fp8Linears::all_weights_rounded() {
-  for (std::int64_t l = 0; l < config_.num_layers; ++l) places_.put(l);
+  for (std::int64_t l = 0; l < config_.num_layers; ++l) buffers_.put(l);
 }
 
 // ---- forward --------------------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ Fp8Statistics Fp8Linears::statistics() const {
 void Fp8Linears::end_step() {
   scales_.push(step_tallies());
   upload_scales();
-  places_.forget();
+  buffers_.forget();
 }
 
 const Fp8Linears::Update& Fp8Linears::begin_update() {
@@ -387,14 +387,14 @@ void Fp8Linears::upload_scales() {
 
 void Fp8Linears::weights_replaced() {
   scales_.forget();
-  places_.forget();
+  buffers_.forget();
 }
 
 void Fp8Linears::set_state(std::span<const float> state) {
   check(cudaStreamSynchronize(stream_), "fp8 scales");
   scales_.set_state(state);
   upload_scales();
-  places_.forget();
+  buffers_.forget();
 }
 
 }  // namespace weft::cuda

@@ -15,7 +15,7 @@
 #include <span>
 #include <vector>
 
-#include "llmc/base/regions.h"
+#include "llmc/base/arena_layout.h"
 #include "llmc/cuda/training/plan.h"
 #include "llmc/cuda/op/optim/adamw.h"
 #include "llmc/cuda/op/fp8/fp8.h"
@@ -30,8 +30,8 @@ namespace weft::cuda {
 
 // Device memory of Fp8Linears.
 struct Fp8Memory {
-  Fp8Memory(const ModelConfig& config, const TrainOptions& options, const TensorTable& table, const Division& division);
-  Fp8Memory(const Fp8Memory&) = delete;  // `regions` holds the addresses of the pointers below
+  Fp8Memory(const ModelConfig& config, const TrainOptions& options, const TensorTable& table, const Sharding& sharding);
+  Fp8Memory(const Fp8Memory&) = delete;  // `layout` holds the addresses of the pointers below
   Fp8Memory& operator=(const Fp8Memory&) = delete;
 
   // Floats from one scale that cuBLASLt reads to the next: it requires their addresses to be aligned as those of
@@ -42,8 +42,8 @@ struct Fp8Memory {
   struct Weight {
     std::uint8_t *codes = nullptr, *transposed = nullptr;  // [OC, C], [C, OC]
   };
-  std::vector<Weight> weights;  // [4 place + linear], by Fp8Places
-  // The work of an update that is not divided: the matrices [4 layer + linear], and the blocks of everything else.
+  std::vector<Weight> weights;  // [4 place + linear], by Fp8Buffers
+  // The work of an update that is not sharded: the matrices [4 layer + linear], and the blocks of everything else.
   std::vector<AdamWMatrix> matrix_list;
   std::vector<AdamWBlock> other_list;
   AdamWMatrix* matrices = nullptr;  // the two lists on the device
@@ -56,14 +56,14 @@ struct Fp8Memory {
   // [N, OC] of the widest output gradient except that of gate and up
   std::uint8_t *gradient = nullptr, *gradient_transposed = nullptr;
   std::uint8_t *d_gate_up = nullptr, *d_gate_up_transposed = nullptr;  // [N, 2F]
-  Regions regions{"weights and operands in fp8"};
+  ArenaLayout layout{"weights and operands in fp8"};
 };
 
 class Fp8Linears {
  public:
   // `matmul`, `clock` and the stream belong to the model. `swiglu_in_epilogue`: of the GEMMs beside it, which then are
   // kernels of the project (matmul_swiglu_fp8.h).
-  Fp8Linears(const ModelConfig& config, const TrainOptions& options, const TensorTable& table, const Division& division,
+  Fp8Linears(const ModelConfig& config, const TrainOptions& options, const TensorTable& table, const Sharding& sharding,
              bool swiglu_in_epilogue, Matmul& matmul, OperatorClock& clock, cudaStream_t stream);
 
   // Which pass a call belongs to. Only `training`, the first computation of a training step, adds to the tallies from
@@ -74,8 +74,8 @@ class Fp8Linears {
   // the passes are not captured in graphs.
   bool scales_known() const { return scales_.known(); }
   // Whether the codes of a layer's weights, or of all, are those of the weights as they are.
-  bool has_weights(std::int64_t layer) const { return places_.has(layer); }
-  bool has_all_weights() const { return places_.has_all(); }
+  bool has_weights(std::int64_t layer) const { return buffers_.has(layer); }
+  bool has_all_weights() const { return buffers_.has_all(); }
   // Writes these codes; `again`: in a backward pass, after another layer has used their place.
   void round_weights(std::int64_t layer, const BlockWeights<__nv_bfloat16>& weights, bool again);
   // All codes have been written: by launches that were replayed, or by the update.
@@ -152,7 +152,7 @@ class Fp8Linears {
     return memory_.norms[static_cast<std::size_t>(2 * layer) + (linear == BlockLinear::up ? 1 : 0)];
   }
   const Fp8Memory::Weight& weight(BlockLinear linear, std::int64_t layer) const {
-    return memory_.weights[static_cast<std::size_t>(4 * places_.of(layer)) + static_cast<std::size_t>(linear)];
+    return memory_.weights[static_cast<std::size_t>(4 * buffers_.of(layer)) + static_cast<std::size_t>(linear)];
   }
 
   const ModelConfig config_;
@@ -163,7 +163,7 @@ class Fp8Linears {
   cudaStream_t stream_;
   Fp8Scales scales_;
   Fp8Memory memory_;
-  Fp8Places places_;
+  Fp8Buffers buffers_;
   DeviceArena arena_;
   PinnedBuffer results_, upload_;  // tallies of all ranks; scales and their inverses
   Update update_{};

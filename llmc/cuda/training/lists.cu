@@ -1,6 +1,6 @@
 // The Llama training step (Touvron et al., 2023) on the GPU, as two straight-line lists of operators: forward_layer()
 // and backward_layer() mirror each other line by line, and llmc/cpu/training.cpp is the same list on the CPU.
-// llama_model.h has the letters, operators.cu what each line launches.
+// training_model.h has the letters, operators.cu what each line launches.
 #include <algorithm>
 
 #include "llmc/cuda/hw/common.cuh"
@@ -11,9 +11,9 @@ namespace weft::cuda {
 // ---- forward --------------------------------------------------------------------------------------------------------
 
 template <typename S>
-void Llama<S>::forward_layers() {
+void TrainingModel<S>::forward_layers() {
   parameters_needed(kEmbeddingSection);
-  for (std::int64_t l = 0; l < std::min(config_.num_layers, kLayerPlaces); ++l) fetch_parameters(section_of_layer(l));
+  for (std::int64_t l = 0; l < std::min(config_.num_layers, kLayerBuffers); ++l) fetch_parameters(section_of_layer(l));
   embed();
   fetch_parameters(head_section());
   parameters_needed(section_of_layer(0));
@@ -23,7 +23,7 @@ void Llama<S>::forward_layers() {
 }
 
 template <typename S>
-void Llama<S>::forward_layer(std::int64_t l) {
+void TrainingModel<S>::forward_layer(std::int64_t l) {
   const TraceRange range("layer");
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
   const S* down = weights_.blocks[static_cast<std::size_t>(l)].down.weight.plain;
@@ -34,14 +34,14 @@ void Llama<S>::forward_layer(std::int64_t l) {
     use_fp8_weights(l + 1, false);
   }
   linear_and_normalize(down_, l, norm_after(2 * l + 1), a.swiglu_out, down, a.residual_mid, acts_.branch);
-  if (l + kLayerPlaces < config_.num_layers)
-    fetch_parameters(section_of_layer(l + kLayerPlaces));  // in the place of this layer's
+  if (l + kLayerBuffers < config_.num_layers)
+    fetch_parameters(section_of_layer(l + kLayerBuffers));  // in the place of this layer's
 }
 
 // The part of a layer that --recompute block runs again. `branch` [N, C] is scratch for the output of attention with
 // dropout. swiglu_out may be null: then only gate_up is computed.
 template <typename S>
-void Llama<S>::forward_to_swiglu(std::int64_t l, S* branch, S* swiglu_out) {
+void TrainingModel<S>::forward_to_swiglu(std::int64_t l, S* branch, S* swiglu_out) {
   const std::int64_t N = rows();
   const BlockWeights<S>& w = weights_.blocks[static_cast<std::size_t>(l)];
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
@@ -57,7 +57,7 @@ void Llama<S>::forward_to_swiglu(std::int64_t l, S* branch, S* swiglu_out) {
 
 // Logits, losses and, in training, the gradients of the final norm's output and of the head, a chunk of rows at a time.
 template <typename S>
-void Llama<S>::classify(float loss_scale, Accumulate head, LossTotal* total) {
+void TrainingModel<S>::classify(float loss_scale, Accumulate head, LossTotal* total) {
   const TraceRange range("classifier");
   const std::int64_t N = rows(), C = config_.hidden_size, chunk = classifier_rows(N);
   parameters_needed(head_section());
@@ -77,7 +77,7 @@ void Llama<S>::classify(float loss_scale, Accumulate head, LossTotal* total) {
 // ---- backward -------------------------------------------------------------------------------------------------------
 
 template <typename S>
-void Llama<S>::backward_layers(Accumulate accumulate) {
+void TrainingModel<S>::backward_layers(Accumulate accumulate) {
   if (accumulate == Accumulate::no) zero_accumulated_gradients();
   sort_tokens();  // for embed_backward(), in another stream
   take_gradient_slot(config_.num_layers - 1);
@@ -99,7 +99,7 @@ void Llama<S>::backward_layers(Accumulate accumulate) {
 // Recomputes what --recompute let other layers overwrite, by the same operators on the same inputs: the same bits.
 // SwiGLU's output is left to its backward pass, which reads all its inputs.
 template <typename S>
-void Llama<S>::recompute_layer(std::int64_t l) {
+void TrainingModel<S>::recompute_layer(std::int64_t l) {
   if (options_.recompute == Recompute::none) return;
   const TraceRange range("recompute");
   recomputing_ = true;
@@ -115,7 +115,7 @@ void Llama<S>::recompute_layer(std::int64_t l) {
 // On entry branch_gradient() is the gradient of the MLP's output, d_residual that of residual_mid by the skip
 // connection. On return branch_gradient() is the gradient of the output of the layer below (its MLP, or the embedding).
 template <typename S>
-void Llama<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
+void TrainingModel<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   const TraceRange range("layer");
   const std::int64_t N = rows();
   const BlockWeights<S>& w = weights_.blocks[static_cast<std::size_t>(l)];
@@ -138,9 +138,9 @@ void Llama<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
 }
 
 #define WEFT_INSTANTIATE(S)                                        \
-  template void Llama<S>::forward_layers();                        \
-  template void Llama<S>::classify(float, Accumulate, LossTotal*); \
-  template void Llama<S>::backward_layers(Accumulate);
+  template void TrainingModel<S>::forward_layers();                        \
+  template void TrainingModel<S>::classify(float, Accumulate, LossTotal*); \
+  template void TrainingModel<S>::backward_layers(Accumulate);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)
 #undef WEFT_INSTANTIATE

@@ -1,4 +1,4 @@
-// The operators of the training step as the lists of llama.cu call them. Each launches its kernels under the name that
+// The operators of the training step as lists.cu call them. Each launches its kernels under the name that
 // the operator clock, nsys and ncu show, and states the minimum that the mathematics requires: the operations of its
 // GEMMs, and the bytes of every operand read once and every result written once.
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace weft::cuda {
 
 // out = x W^T, plus addend [N, OC] unless it is null.
 template <typename S>
-void Llama<S>::linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const S* weight, std::int64_t N,
+void TrainingModel<S>::linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const S* weight, std::int64_t N,
                       const S* addend) {
   if constexpr (std::is_same_v<S, bf16>) {
     if (in_fp8(layer)) return fp8_->forward(*layer.block, l, out, x, addend, layer.forward, fp8_pass());
@@ -29,7 +29,7 @@ void Llama<S>::linear(const LinearLayer& layer, std::int64_t l, S* out, const S*
 
 // dx = dout W.
 template <typename S>
-void Llama<S>::input_grad(const LinearLayer& layer, std::int64_t l, S* dx, const S* dout, const S* weight,
+void TrainingModel<S>::input_grad(const LinearLayer& layer, std::int64_t l, S* dx, const S* dout, const S* weight,
                           std::int64_t N) {
   if constexpr (std::is_same_v<S, bf16>) {
     if (in_fp8(layer)) return fp8_->input_grad(*layer.block, l, dx, layer.input_grad);
@@ -41,7 +41,7 @@ void Llama<S>::input_grad(const LinearLayer& layer, std::int64_t l, S* dx, const
 
 // dweight (+)= dout^T x.
 template <typename S>
-void Llama<S>::weight_grad(const LinearLayer& layer, std::int64_t l, float* dweight, const S* dout, const S* x,
+void TrainingModel<S>::weight_grad(const LinearLayer& layer, std::int64_t l, float* dweight, const S* dout, const S* x,
                            std::int64_t N, Accumulate accumulate) {
   if constexpr (std::is_same_v<S, bf16>) {
     if (in_fp8(layer)) {
@@ -60,7 +60,7 @@ void Llama<S>::weight_grad(const LinearLayer& layer, std::int64_t l, float* dwei
 // ---- embedding ------------------------------------------------------------------------------------------------------
 
 template <typename S>
-void Llama<S>::embed() {
+void TrainingModel<S>::embed() {
   const std::int64_t C = config_.hidden_size;
   clock_.run("embedding", 0, 2 * row_bytes(C),
              [&] { embedding_forward(acts_.residual[0], work_.tokens, weights_.embedding, rows(), C, stream_); });
@@ -69,14 +69,14 @@ void Llama<S>::embed() {
 // The order in which embed_backward() adds rows depends on the tokens alone, so it is found beside the backward pass,
 // in a second stream that waits for the tokens.
 template <typename S>
-void Llama<S>::sort_tokens() {
+void TrainingModel<S>::sort_tokens() {
   fork_stream(stream_, side_stream_, tokens_ready_, "backward");
   embedding_sort(work_.sorted_tokens, work_.tokens, rows(), config_.vocab_size, side_stream_);
   check(cudaEventRecord(tokens_sorted_, side_stream_), "backward");
 }
 
 template <typename S>
-void Llama<S>::embed_backward() {
+void TrainingModel<S>::embed_backward() {
   check(cudaStreamWaitEvent(stream_, tokens_sorted_), "backward");
   const std::int64_t C = config_.hidden_size, touched = std::min(rows(), config_.vocab_size);
   clock_.run("embedding backward", 0, row_bytes(C) + 2.0 * static_cast<double>(touched * C) * sizeof(float), [&] {
@@ -87,7 +87,7 @@ void Llama<S>::embed_backward() {
 // ---- norms ----------------------------------------------------------------------------------------------------------
 
 template <typename S>
-typename Llama<S>::NormSite Llama<S>::norm_after(std::int64_t branch) const {
+typename TrainingModel<S>::NormSite TrainingModel<S>::norm_after(std::int64_t branch) const {
   const std::int64_t layer = (branch + 1) / 2;
   const auto l = static_cast<std::size_t>(layer);
   S* residual = acts_.residual[l];
@@ -107,7 +107,7 @@ typename Llama<S>::NormSite Llama<S>::norm_after(std::int64_t branch) const {
 
 // No dropout is applied to the embedding.
 template <typename S>
-ResidualNormShape Llama<S>::norm_shape(std::int64_t branch) const {
+ResidualNormShape TrainingModel<S>::norm_shape(std::int64_t branch) const {
   ResidualNormShape shape;
   shape.rows = rows();
   shape.C = config_.hidden_size;
@@ -120,7 +120,7 @@ ResidualNormShape Llama<S>::norm_shape(std::int64_t branch) const {
 }
 
 template <typename S>
-ResidualNormForward<S, S> Llama<S>::norm_operands(const NormSite& site) const {
+ResidualNormForward<S, S> TrainingModel<S>::norm_operands(const NormSite& site) const {
   ResidualNormForward<S, S> norm;
   norm.residual = site.residual;
   norm.weight = site.weights.weight;
@@ -132,7 +132,7 @@ ResidualNormForward<S, S> Llama<S>::norm_operands(const NormSite& site) const {
 }
 
 template <typename S>
-void Llama<S>::launch_norm(const NormSite& site, const ResidualNormForward<S, S>& norm) {
+void TrainingModel<S>::launch_norm(const NormSite& site, const ResidualNormForward<S, S>& norm) {
   const ResidualNormShape shape = norm_shape(norm.x != nullptr ? site.branch : -1);  // dropout is that of a branch
   const int passes = (norm.x != nullptr) + (norm.residual != nullptr) + (norm.residual_out != nullptr);
   const double bytes = passes * row_bytes(config_.hidden_size);
@@ -152,14 +152,14 @@ void Llama<S>::launch_norm(const NormSite& site, const ResidualNormForward<S, S>
 // out = norm(residual): the first norm, and norms that are recomputed. residual_norm.h promises the bits of the call
 // that stored the stream, so no dropout is needed here.
 template <typename S>
-void Llama<S>::normalize(const NormSite& site) {
+void TrainingModel<S>::normalize(const NormSite& site) {
   launch_norm(site, norm_operands(site));
 }
 
 // residual = skip + dropout(x W^T), out = norm(residual). Without dropout the GEMM adds skip in its epilogue; with it
 // the GEMM writes `branch` [N, C], and the norm's kernel applies dropout, adds and normalises.
 template <typename S>
-void Llama<S>::linear_and_normalize(const LinearLayer& layer, std::int64_t l, const NormSite& site, const S* x,
+void TrainingModel<S>::linear_and_normalize(const LinearLayer& layer, std::int64_t l, const NormSite& site, const S* x,
                                     const S* weight, const S* skip, S* branch) {
   ResidualNormForward<S, S> norm = norm_operands(site);
   if (residual_in_epilogue()) {
@@ -177,7 +177,7 @@ void Llama<S>::linear_and_normalize(const LinearLayer& layer, std::int64_t l, co
 // of the residual stream after the norm. Afterwards branch_gradient() is the gradient of the branch that was added,
 // acts_.d_residual that of the stream before it.
 template <typename S>
-void Llama<S>::normalize_backward(const NormSite& site, const S* d_out, bool has_skip) {
+void TrainingModel<S>::normalize_backward(const NormSite& site, const S* d_out, bool has_skip) {
   const bool one_gradient = residual_in_epilogue();
   ResidualNormBackward<S, S> norm;
   norm.dout = d_out;
@@ -199,7 +199,7 @@ void Llama<S>::normalize_backward(const NormSite& site, const S* d_out, bool has
 
 // Rotates q and k in place.
 template <typename S>
-void Llama<S>::rope(S* qkv) {
+void TrainingModel<S>::rope(S* qkv) {
   clock_.run("rope", 0, 2 * row_bytes(config_.q_size() + config_.kv_size()), [&] {
     rope_forward(q_heads(qkv), k_heads(qkv), rope_, options_.micro_batch, options_.seq_len, config_.num_heads,
                  config_.num_kv_heads, 0, stream_);
@@ -207,7 +207,7 @@ void Llama<S>::rope(S* qkv) {
 }
 
 template <typename S>
-void Llama<S>::attend(const LayerActivations<S>& a) {
+void TrainingModel<S>::attend(const LayerActivations<S>& a) {
   const std::int64_t q = config_.q_size();
   clock_.run("attention", attention_flops(), row_bytes(q + qkv_size()), [&] {
     attention_forward<S>(attention_shape(config_, options_), heads(a.attention, q), a.lse, q_heads(a.qkv),
@@ -217,7 +217,7 @@ void Llama<S>::attend(const LayerActivations<S>& a) {
 
 // d_attention -> d_qkv, the gradient of q and k before RoPE. Five GEMMs where the forward pass has two.
 template <typename S>
-void Llama<S>::attend_backward(std::int64_t l, const LayerActivations<S>& a) {
+void TrainingModel<S>::attend_backward(std::int64_t l, const LayerActivations<S>& a) {
   const std::int64_t q = config_.q_size();
   if constexpr (std::is_same_v<S, bf16>) {
     if (attention_rounds()) {
@@ -243,7 +243,7 @@ void Llama<S>::attend_backward(std::int64_t l, const LayerActivations<S>& a) {
 
 // gate_up [N, 2F] and, unless it is null, swiglu_out [N, F] of layer l.
 template <typename S>
-void Llama<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
+void TrainingModel<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
   const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size;
   const S* weight = weights_.blocks[static_cast<std::size_t>(l)].up.weight.plain;
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
@@ -265,7 +265,7 @@ void Llama<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
 // Replaces gate_up of layer l by its gradient, from the gradient of the down projection's output; in fp8 gate_up stays,
 // and fp8_ has the gradient. swiglu_out, unless null, gets the forward pass's values again.
 template <typename S>
-void Llama<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out) {
+void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out) {
   const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size;
   const S* weight = weights_.blocks[static_cast<std::size_t>(l)].down.weight.plain;
   S* gate_up = acts_.layers[static_cast<std::size_t>(l)].gate_up;
@@ -291,7 +291,7 @@ void Llama<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out) {
 
 // Losses of `count` rows of logits; in training the logits are replaced by their gradient.
 template <typename S>
-void Llama<S>::softmax_and_loss(float* losses, const std::int32_t* labels, std::int64_t count, float loss_scale) {
+void TrainingModel<S>::softmax_and_loss(float* losses, const std::int32_t* labels, std::int64_t count, float loss_scale) {
   const std::int64_t V = config_.vocab_size;
   const double bytes = static_cast<double>(count * V) * sizeof(S);
   clock_.run("softmax, loss", 0, training_ ? 2 * bytes : bytes,
@@ -299,31 +299,31 @@ void Llama<S>::softmax_and_loss(float* losses, const std::int32_t* labels, std::
 }
 
 template <typename S>
-void Llama<S>::sum_losses(LossTotal* total) {
+void TrainingModel<S>::sum_losses(LossTotal* total) {
   clock_.run("loss sum", 0, static_cast<double>(rows()) * (sizeof(float) + sizeof(std::int32_t)),
              [&] { add_losses(total, acts_.losses, work_.labels, rows(), stream_); });
 }
 
 #define WEFT_INSTANTIATE(S)                                                                                           \
-  template void Llama<S>::linear(const LinearLayer&, std::int64_t, S*, const S*, const S*, std::int64_t, const S*);   \
-  template void Llama<S>::input_grad(const LinearLayer&, std::int64_t, S*, const S*, const S*, std::int64_t);         \
-  template void Llama<S>::weight_grad(const LinearLayer&, std::int64_t, float*, const S*, const S*, std::int64_t,     \
+  template void TrainingModel<S>::linear(const LinearLayer&, std::int64_t, S*, const S*, const S*, std::int64_t, const S*);   \
+  template void TrainingModel<S>::input_grad(const LinearLayer&, std::int64_t, S*, const S*, const S*, std::int64_t);         \
+  template void TrainingModel<S>::weight_grad(const LinearLayer&, std::int64_t, float*, const S*, const S*, std::int64_t,     \
                                       Accumulate);                                                                    \
-  template void Llama<S>::embed();                                                                                    \
-  template void Llama<S>::sort_tokens();                                                                              \
-  template void Llama<S>::embed_backward();                                                                           \
-  template Llama<S>::NormSite Llama<S>::norm_after(std::int64_t) const;                                               \
-  template void Llama<S>::normalize(const NormSite&);                                                                 \
-  template void Llama<S>::linear_and_normalize(const LinearLayer&, std::int64_t, const NormSite&, const S*, const S*, \
+  template void TrainingModel<S>::embed();                                                                                    \
+  template void TrainingModel<S>::sort_tokens();                                                                              \
+  template void TrainingModel<S>::embed_backward();                                                                           \
+  template TrainingModel<S>::NormSite TrainingModel<S>::norm_after(std::int64_t) const;                                               \
+  template void TrainingModel<S>::normalize(const NormSite&);                                                                 \
+  template void TrainingModel<S>::linear_and_normalize(const LinearLayer&, std::int64_t, const NormSite&, const S*, const S*, \
                                                const S*, S*);                                                         \
-  template void Llama<S>::normalize_backward(const NormSite&, const S*, bool);                                        \
-  template void Llama<S>::rope(S*);                                                                                   \
-  template void Llama<S>::attend(const LayerActivations<S>&);                                                         \
-  template void Llama<S>::attend_backward(std::int64_t, const LayerActivations<S>&);                                  \
-  template void Llama<S>::gate_up_and_swiglu(std::int64_t, S*);                                                       \
-  template void Llama<S>::down_input_grad_and_swiglu(std::int64_t, S*);                                               \
-  template void Llama<S>::softmax_and_loss(float*, const std::int32_t*, std::int64_t, float);                         \
-  template void Llama<S>::sum_losses(LossTotal*);
+  template void TrainingModel<S>::normalize_backward(const NormSite&, const S*, bool);                                        \
+  template void TrainingModel<S>::rope(S*);                                                                                   \
+  template void TrainingModel<S>::attend(const LayerActivations<S>&);                                                         \
+  template void TrainingModel<S>::attend_backward(std::int64_t, const LayerActivations<S>&);                                  \
+  template void TrainingModel<S>::gate_up_and_swiglu(std::int64_t, S*);                                                       \
+  template void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t, S*);                                               \
+  template void TrainingModel<S>::softmax_and_loss(float*, const std::int32_t*, std::int64_t, float);                         \
+  template void TrainingModel<S>::sum_losses(LossTotal*);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)
 #undef WEFT_INSTANTIATE

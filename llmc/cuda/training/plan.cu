@@ -51,15 +51,15 @@ std::vector<AdamWBlock> blocks_of(const TensorTable& table, const Range& section
 
 }  // namespace
 
-Division::Division(const ModelConfig& config, const TensorTable& table, const RankShare& share)
+Sharding::Sharding(const ModelConfig& config, const TensorTable& table, const RankShare& share)
     : ranks(share.ranks),
-      divided(share.ranks > 1 && share.shard != Shard::none),
-      gradients_divided(share.ranks > 1 && (share.shard == Shard::gradients || share.shard == Shard::parameters)),
-      parameters_divided(share.ranks > 1 && share.shard == Shard::parameters),
+      sharded(share.ranks > 1 && share.shard != Shard::none),
+      gradients_sharded(share.ranks > 1 && (share.shard == Shard::gradients || share.shard == Shard::parameters)),
+      parameters_sharded(share.ranks > 1 && share.shard == Shard::parameters),
       sections(parameter_sections(config, table)) {
   place_gradients(config);
-  if (parameters_divided) places = SectionPlaces(sections, config.num_layers);
-  if (gradients_divided) {  // cut section by section, because their memory is reused
+  if (parameters_sharded) places = SectionBuffers(sections, config.num_layers);
+  if (gradients_sharded) {  // cut section by section, because their memory is reused
     for (std::size_t s = 0; s < sections.size(); ++s) {
       for (Bucket& bucket : cut_buckets({&sections[s], 1}, share.ranks, kAdamWBlockElements, share.bucket_elements)) {
         bucket.section = s;
@@ -81,38 +81,38 @@ Division::Division(const ModelConfig& config, const TensorTable& table, const Ra
   std::size_t next = 0;
   for (const Bucket& bucket : buckets) {
     const std::int64_t first = static_cast<std::int64_t>(blocks.size());
-    const Range held = divided ? bucket.parts[me] : bucket.range;
+    const Range held = sharded ? bucket.parts[me] : bucket.range;
     state_begins.push_back(state_elements);
     for (std::size_t r = 0; r < bucket.parts.size(); ++r) {
       const Range& part = bucket.parts[r];
       for (; next < all.size() && all[next].begin < part.end; ++next) {
-        blocks_of_rank[divided ? r : 0].push_back(static_cast<std::int64_t>(next));
-        if (divided && r != me) continue;
+        blocks_of_rank[sharded ? r : 0].push_back(static_cast<std::int64_t>(next));
+        if (sharded && r != me) continue;
         blocks.push_back(all[next]);
         blocks.back().state = state_elements + all[next].begin - held.begin;
-        if (gradients_divided) blocks.back().gradient = blocks.back().state;
-        if (parameters_divided) blocks.back().parameter = blocks.back().state;
+        if (gradients_sharded) blocks.back().gradient = blocks.back().state;
+        if (parameters_sharded) blocks.back().parameter = blocks.back().state;
       }
     }
     state_elements += held.size();
     sum_begins.push_back(sum_elements);
-    if (gradients_divided || share.rounds > 1) sum_elements += bucket.parts[me].size();
+    if (gradients_sharded || share.rounds > 1) sum_elements += bucket.parts[me].size();
     blocks_of_bucket.push_back({first, static_cast<std::int64_t>(blocks.size())});
     received = std::max(received, (share.ranks - 1) * bucket.parts[me].size());
   }
-  if (divided) squares_order.resize(all.size());
+  if (sharded) squares_order.resize(all.size());
   std::int64_t position = 0;
   for (const std::vector<std::int64_t>& numbers : blocks_of_rank) {
     squares_of_rank.push_back({position, position + static_cast<std::int64_t>(numbers.size())});
     for (const std::int64_t number : numbers) {
-      if (divided) squares_order[static_cast<std::size_t>(number)] = static_cast<std::int32_t>(position);
+      if (sharded) squares_order[static_cast<std::size_t>(number)] = static_cast<std::int32_t>(position);
       ++position;
     }
   }
 }
 
-void Division::place_gradients(const ModelConfig& config) {
-  if (!gradients_divided) {
+void Sharding::place_gradients(const ModelConfig& config) {
+  if (!gradients_sharded) {
     for (const Range& section : sections) gradient_begins.push_back(section.begin);
     gradient_elements = sections.back().end;
     return;
@@ -142,21 +142,21 @@ MemoryPlan plan_of(const char* name, std::int64_t elements, std::size_t element_
 
 }  // namespace
 
-MemoryPlan read_parameters_plan(const TensorTable& table, const Division& division, std::size_t element_bytes) {
-  if (!division.parameters_divided) return parameter_plan(table);
-  return plan_of("parameters of layers in use", division.places.elements(), element_bytes);
+MemoryPlan read_parameters_plan(const TensorTable& table, const Sharding& sharding, std::size_t element_bytes) {
+  if (!sharding.parameters_sharded) return parameter_plan(table);
+  return plan_of("parameters of layers in use", sharding.places.elements(), element_bytes);
 }
 
-MemoryPlan gradient_plan(const Division& division) {
-  return plan_of("gradients", division.gradient_elements, sizeof(float));
+MemoryPlan gradient_plan(const Sharding& sharding) {
+  return plan_of("gradients", sharding.gradient_elements, sizeof(float));
 }
 
-MemoryPlan part_sum_plan(const Division& division) {
-  return plan_of("sums of gradients", division.sum_elements, sizeof(float));
+MemoryPlan part_sum_plan(const Sharding& sharding) {
+  return plan_of("sums of gradients", sharding.sum_elements, sizeof(float));
 }
 
-MemoryPlan state_plan(const char* name, const Division& division, std::size_t element_bytes) {
-  return plan_of(name, division.state_elements, element_bytes);
+MemoryPlan state_plan(const char* name, const Sharding& sharding, std::size_t element_bytes) {
+  return plan_of(name, sharding.state_elements, element_bytes);
 }
 
 MemoryPlan rank_sum_plan(const TensorTable& table, const TrainOptions& options) {
@@ -164,57 +164,57 @@ MemoryPlan rank_sum_plan(const TensorTable& table, const TrainOptions& options) 
   return options.virtual_ranks > 1 ? per_parameter_plan(name, table, sizeof(float)) : MemoryPlan(name);
 }
 
-MemoryPlan received_plan(const Division& division) {
-  return plan_of("gradients of other ranks", division.received, sizeof(float));
+MemoryPlan received_plan(const Sharding& sharding) {
+  return plan_of("gradients of other ranks", sharding.received, sizeof(float));
 }
 
-LlamaWorkspace::LlamaWorkspace(const ModelConfig& config, const TrainOptions& options, const RankShare& share,
-                               const Division& division) {
+TrainingWorkspace::TrainingWorkspace(const ModelConfig& config, const TrainOptions& options, const RankShare& share,
+                               const Sharding& sharding) {
   const std::int64_t N = options.micro_batch * options.seq_len;
   const std::int64_t rope_elements = options.seq_len * (config.rope.rotary_dim / 2);
-  regions.want(&tokens, N);
-  regions.want_bytes(&sorted_tokens, embedding_sort_bytes(N));
-  regions.want(&labels, N);
-  regions.want(&rope_cos, rope_elements);
-  regions.want(&rope_sin, rope_elements);
-  regions.want(&loss_total, 1);
-  regions.want(&evaluation_total, 1);
-  regions.want(&rank_totals, share.ranks * share.rounds);
+  regions.reserve(&tokens, N);
+  regions.reserve_bytes(&sorted_tokens, embedding_sort_bytes(N));
+  regions.reserve(&labels, N);
+  regions.reserve(&rope_cos, rope_elements);
+  regions.reserve(&rope_sin, rope_elements);
+  regions.reserve(&loss_total, 1);
+  regions.reserve(&evaluation_total, 1);
+  regions.reserve(&rank_totals, share.ranks * share.rounds);
   if (options.precision == Precision::fp8 && share.ranks > 1) {
-    regions.want(&rank_tallies, share.ranks * Fp8Slots{config.num_layers}.count());
+    regions.reserve(&rank_tallies, share.ranks * Fp8Slots{config.num_layers}.count());
   }
-  regions.want(&gradient_norm, 1);
-  regions.want(&squares, division.squares);
-  if (!division.squares_order.empty()) regions.want(&squares_order, division.squares);
+  regions.reserve(&gradient_norm, 1);
+  regions.reserve(&squares, sharding.squares);
+  if (!sharding.squares_order.empty()) regions.reserve(&squares_order, sharding.squares);
   const int norm_sums = config.norm == NormKind::layernorm ? 2 : 1;  // column sums: weight and, for LayerNorm, bias
-  regions.want_bytes(&scratch, std::max({residual_norm_backward_workspace(config.hidden_size, norm_sums),
+  regions.reserve_bytes(&scratch, std::max({residual_norm_backward_workspace(config.hidden_size, norm_sums),
                                          attention_backward_workspace(attention_shape(config, options)),
                                          embedding_backward_workspace(N, config.hidden_size)}));
   // Last, because its size differs between ranks, and what ranks exchange must have the same offset on all.
-  regions.want(&adamw_blocks, static_cast<std::int64_t>(division.blocks.size()));
+  regions.reserve(&adamw_blocks, static_cast<std::int64_t>(sharding.blocks.size()));
 }
 
 template <typename S>
 std::vector<MemoryLine> llama_memory(const ModelConfig& config, const TrainOptions& options, const RankShare& share) {
   const TensorTable table(config, kStorage<S>);
-  const Division division(config, table, share);
-  const LlamaWorkspace workspace(config, options, share, division);
+  const Sharding division(config, table, share);
+  const TrainingWorkspace workspace(config, options, share, sharding);
   const TrainingActivations<S> activations(config, options, classifier_rows(options.micro_batch * options.seq_len));
-  const auto state_bytes = [&](std::size_t element) { return state_plan("", division, element).bytes(); };
+  const auto state_bytes = [&](std::size_t element) { return state_plan("", sharding, element).bytes(); };
   std::vector<MemoryLine> lines;
-  const std::uint64_t read = read_parameters_plan(table, division, sizeof(S)).bytes();
+  const std::uint64_t read = read_parameters_plan(table, sharding, sizeof(S)).bytes();
   const auto named = [](const char* what) { return format("%s (%s)", what, kSplitMaster<S> ? "bf16" : "fp32"); };
-  lines.push_back({named("parameters"), division.parameters_divided ? state_bytes(sizeof(S)) : read});
-  if (division.parameters_divided) lines.push_back({named("parameters of layers in use"), read});
+  lines.push_back({named("parameters"), sharding.parameters_sharded ? state_bytes(sizeof(S)) : read});
+  if (sharding.parameters_sharded) lines.push_back({named("parameters of layers in use"), read});
   if (kSplitMaster<S>) lines.push_back({"low halves of fp32 masters", state_bytes(sizeof(std::int16_t))});
-  lines.push_back({"gradients (fp32)", gradient_plan(division).bytes() + part_sum_plan(division).bytes()});
+  lines.push_back({"gradients (fp32)", gradient_plan(sharding).bytes() + part_sum_plan(sharding).bytes()});
   if (options.virtual_ranks > 1) lines.push_back({"sum of the ranks (fp32)", rank_sum_plan(table, options).bytes()});
-  if (share.ranks > 1) lines.push_back({"gradients of other ranks (fp32)", received_plan(division).bytes()});
+  if (share.ranks > 1) lines.push_back({"gradients of other ranks (fp32)", received_plan(sharding).bytes()});
   lines.push_back({options.moments == Precision::bf16 ? "AdamW moments (bf16)" : "AdamW moments (fp32)",
                    2 * state_bytes(moment_bytes(options))});
   lines.push_back({kSplitMaster<S> ? "activations (bf16)" : "activations (fp32)", activations.plan().bytes()});
   if (options.precision == Precision::fp8) {
-    lines.push_back({"weights and operands (fp8)", Fp8Memory(config, options, table, division).regions.plan().bytes()});
+    lines.push_back({"weights and operands (fp8)", Fp8Memory(config, options, table, sharding).regions.plan().bytes()});
   }
   lines.push_back({"workspace", workspace.regions.plan().bytes() + Matmul::kWorkspaceBytes});
   return lines;
@@ -251,11 +251,11 @@ TrainOptions of_one_rank(TrainOptions options) {
   return options;
 }
 
-std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options) {
+std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOptions& options) {
   return lines_of(config, options, {});
 }
 
-std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
+std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
                                    Shard shard) {
   return lines_of(config, of_one_rank(options), {rank, ranks, shard, options.virtual_ranks / ranks});
 }

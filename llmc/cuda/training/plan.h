@@ -10,7 +10,7 @@
 
 #include "llmc/base/dtype.h"
 #include "llmc/base/range.h"
-#include "llmc/base/regions.h"
+#include "llmc/base/arena_layout.h"
 #include "llmc/cuda/op/optim/adamw.h"
 #include "llmc/cuda/op/classifier/classifier.h"
 #include "llmc/model/head_view.h"
@@ -48,25 +48,25 @@ struct RankShare {
 // How the ranks divide the arenas, and the work of this rank. The blocks of the update and of the norm do not depend on
 // the number of ranks: they end where sections end and at multiples of kAdamWBlockElements, where parts of buckets may
 // end.
-struct Division {
-  Division(const ModelConfig& config, const TensorTable& table, const RankShare& share);
+struct Sharding {
+  Sharding(const ModelConfig& config, const TensorTable& table, const RankShare& share);
 
   std::int64_t ranks = 1;
-  bool divided = false;             // a rank has moments, low halves and the update of its own parts only
-  bool gradients_divided = false;   // likewise the gradients of the step
-  bool parameters_divided = false;  // likewise the parameters, stored like the moments
+  bool sharded = false;             // a rank has moments, low halves and the update of its own parts only
+  bool gradients_sharded = false;   // likewise the gradients of the step
+  bool parameters_sharded = false;  // likewise the parameters, stored like the moments
   std::vector<Bucket> buckets;      // in the order of the arena
   std::vector<Range> sections;
-  // Where the gradients of each section lie while they are computed. With divided gradients, layers take turns in
+  // Where the gradients of each section lie while they are computed. With sharded gradients, layers take turns in
   // kGradientSlots places, and the ranks' sums are stored like the moments.
   std::vector<std::int64_t> gradient_begins;
   std::int64_t gradient_elements = 0;
-  SectionPlaces places;                    // where divided parameters lie while a pass uses them
+  SectionBuffers places;                    // where sharded parameters lie while a pass uses them
   std::vector<AdamWBlock> blocks;          // the work of the update, in the order of the buckets
   std::vector<Range> blocks_of_bucket;     // ranges of `blocks`
   std::vector<std::int64_t> state_begins;  // where the moments of this rank's part of each bucket begin
   std::int64_t state_elements = 0;         // number of moments that this rank has
-  // Where the sums of this rank's parts of buckets lie if they are apart from the gradients: with divided gradients,
+  // Where the sums of this rank's parts of buckets lie if they are apart from the gradients: with sharded gradients,
   // and in rounds before the last.
   std::vector<std::int64_t> sum_begins;
   std::int64_t sum_elements = 0;
@@ -81,17 +81,17 @@ struct Division {
   void place_gradients(const ModelConfig& config);
 };
 
-// Layers that have gradients at the same time with divided gradients: one that is being computed, and some that are
+// Layers that have gradients at the same time with sharded gradients: one that is being computed, and some that are
 // being exchanged.
 inline constexpr std::size_t kGradientSlots = 3;
 
 // Everything that a step needs beside parameters and activations: inputs, tables, results and scratch memory of
 // operators.
-struct LlamaWorkspace {
-  LlamaWorkspace(const ModelConfig& config, const TrainOptions& options, const RankShare& share,
-                 const Division& division);
-  LlamaWorkspace(const LlamaWorkspace&) = delete;  // `regions` holds the addresses of the pointers below
-  LlamaWorkspace& operator=(const LlamaWorkspace&) = delete;
+struct TrainingWorkspace {
+  TrainingWorkspace(const ModelConfig& config, const TrainOptions& options, const RankShare& share,
+                 const Sharding& sharding);
+  TrainingWorkspace(const TrainingWorkspace&) = delete;  // `layout` holds the addresses of the pointers below
+  TrainingWorkspace& operator=(const TrainingWorkspace&) = delete;
 
   std::int32_t *tokens = nullptr, *labels = nullptr;             // [N]
   std::byte* sorted_tokens = nullptr;                            // of embedding_sort(), for embedding_backward()
@@ -106,7 +106,7 @@ struct LlamaWorkspace {
   std::int32_t* squares_order = nullptr;  // null: the order of `squares`
   std::byte* scratch = nullptr;           // scratch shared by operators that never run at the same time
 
-  Regions regions{"workspace"};
+  ArenaLayout layout{"workspace"};
 };
 
 // The memory table of a model: what its constructor allocates. S as above.
@@ -114,16 +114,16 @@ template <typename S>
 std::vector<MemoryLine> llama_memory(const ModelConfig& config, const TrainOptions& options, const RankShare& share);
 
 // Memory for each element of the arena, or for those whose state this rank has.
-MemoryPlan state_plan(const char* name, const Division& division, std::size_t element_bytes);
+MemoryPlan state_plan(const char* name, const Sharding& sharding, std::size_t element_bytes);
 // The gradients' sum over completed virtual ranks; empty with one.
 MemoryPlan rank_sum_plan(const TensorTable& table, const TrainOptions& options);
-MemoryPlan received_plan(const Division& division);
-// Parameters as passes read them: all of them, or the places of divided ones; element_bytes each.
-MemoryPlan read_parameters_plan(const TensorTable& table, const Division& division, std::size_t element_bytes);
+MemoryPlan received_plan(const Sharding& sharding);
+// Parameters as passes read them: all of them, or the places of sharded ones; element_bytes each.
+MemoryPlan read_parameters_plan(const TensorTable& table, const Sharding& sharding, std::size_t element_bytes);
 // gradient_plan(): gradients while they are computed; part_sum_plan(): sums of this rank's parts that are apart from
 // them.
-MemoryPlan gradient_plan(const Division& division);
-MemoryPlan part_sum_plan(const Division& division);
+MemoryPlan gradient_plan(const Sharding& sharding);
+MemoryPlan part_sum_plan(const Sharding& sharding);
 
 // The options of one rank: `options` without the micro-batches of the others.
 TrainOptions of_one_rank(TrainOptions options);

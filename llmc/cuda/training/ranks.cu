@@ -1,6 +1,6 @@
 // The exchange between the ranks of a run, in its own stream beside the passes: the gradients of a bucket are sent as
 // soon as backward has completed them, and parameters that a rank has updated arrive before the next forward pass needs
-// them. The lists of llama.cu mark both by section of the arena. The marks are events that are external to the captured
+// them. The lists of lists.cu mark both by section of the arena. The marks are events that are external to the captured
 // graphs of the lists, so that work outside can wait for a part of a graph and a part of a graph for work outside.
 #include <algorithm>
 #include <utility>
@@ -33,43 +33,43 @@ std::vector<Range> in_bytes(std::vector<Range> parts, std::size_t size) {
 
 // Called in the lists: the gradients of a section are complete, if this is the last micro-batch.
 template <typename S>
-void Llama<S>::gradients_ready(std::size_t section) {
+void TrainingModel<S>::gradients_ready(std::size_t section) {
   if (!has_peers()) return;
   const unsigned flags = is_captured(stream_) ? cudaEventRecordExternal : cudaEventRecordDefault;
   check(cudaEventRecordWithFlags(*gradients_ready_[section], stream_, flags), "exchange between ranks");
-  if (division_.gradients_divided && section != head_section()) exchange_from(section);
+  if (sharding_.gradients_sharded && section != head_section()) exchange_from(section);
 }
 
 // Called in the lists: what follows reads the parameters of a section.
 template <typename S>
-void Llama<S>::parameters_needed(std::size_t section) {
-  if (!division_.divided) return;
+void TrainingModel<S>::parameters_needed(std::size_t section) {
+  if (!sharding_.sharded) return;
   fetch_parameters(section);
   const unsigned flags = is_captured(stream_) ? cudaEventWaitExternal : cudaEventWaitDefault;
-  for (std::size_t b = 0; b < division_.buckets.size(); ++b) {
-    if (division_.buckets[b].section != section) continue;
+  for (std::size_t b = 0; b < sharding_.buckets.size(); ++b) {
+    if (sharding_.buckets[b].section != section) continue;
     check(cudaStreamWaitEvent(stream_, *parameters_ready_[b], flags), "exchange between ranks");
   }
 }
 
-// The same in backward, needed for divided parameters only: the forward pass may have overwritten them by other
+// The same in backward, needed for sharded parameters only: the forward pass may have overwritten them by other
 // sections.
 template <typename S>
-void Llama<S>::parameters_needed_again(std::size_t section) {
-  if (division_.parameters_divided) parameters_needed(section);
+void TrainingModel<S>::parameters_needed_again(std::size_t section) {
+  if (sharding_.parameters_sharded) parameters_needed(section);
 }
 
-// Called in the lists: queues fetching a section's divided parameters into their place, unless they are there, after
+// Called in the lists: queues fetching a section's sharded parameters into their place, unless they are there, after
 // all work queued so far. So call it when no later operator reads the parameters that were in that place, and as early
 // before parameters_needed() as that allows.
 template <typename S>
-void Llama<S>::fetch_parameters(std::size_t section) {
-  if (!division_.parameters_divided || !places_.take(section)) return;
+void TrainingModel<S>::fetch_parameters(std::size_t section) {
+  if (!sharding_.parameters_sharded || !places_.take(section)) return;
   const cudaStream_t stream = *exchange_stream_;
   fork_stream(stream_, stream, forked_, "parameters");
-  for (std::size_t b = 0; b < division_.buckets.size(); ++b) {
-    if (division_.buckets[b].section != section) continue;
-    std::vector<Range> parts = division_.buckets[b].parts;
+  for (std::size_t b = 0; b < sharding_.buckets.size(); ++b) {
+    if (sharding_.buckets[b].section != section) continue;
+    std::vector<Range> parts = sharding_.buckets[b].parts;
     for (Range& part : parts) {
       part.begin += parameter_shift(section);
       part.end += parameter_shift(section);
@@ -77,7 +77,7 @@ void Llama<S>::fetch_parameters(std::size_t section) {
     const Range mine = parts[my_rank()];
     if (mine.size() > 0) {
       const auto begin = static_cast<std::uint64_t>(mine.begin) * sizeof(S),
-                 own = static_cast<std::uint64_t>(division_.state_begins[b]) * sizeof(S);
+                 own = static_cast<std::uint64_t>(sharding_.state_begins[b]) * sizeof(S);
       check(cudaMemcpyAsync(parameter_arena_.at<std::byte>(begin), own_parameter_arena_.at<std::byte>(own),
                             static_cast<std::size_t>(mine.size()) * sizeof(S), cudaMemcpyDeviceToDevice, stream),
             "parameters");
@@ -89,18 +89,18 @@ void Llama<S>::fetch_parameters(std::size_t section) {
 
 // Queues the exchange of all buckets that are complete once `section` is, and have not been sent.
 template <typename S>
-void Llama<S>::exchange_from(std::size_t section) {
+void TrainingModel<S>::exchange_from(std::size_t section) {
   if (!has_peers()) return;
-  for (std::size_t b = division_.buckets.size(); b-- > 0;) {
-    if (division_.buckets[b].section >= section && !sent_[b]) exchange(b);
+  for (std::size_t b = sharding_.buckets.size(); b-- > 0;) {
+    if (sharding_.buckets[b].section >= section && !sent_[b]) exchange(b);
   }
 }
 
 // Each rank receives the others' gradients for its part of the bucket and adds all in the order of the ranks. If the
-// update is not divided, all ranks then receive all sums.
+// update is not sharded, all ranks then receive all sums.
 template <typename S>
-void Llama<S>::exchange(std::size_t number) {
-  const Bucket& bucket = division_.buckets[number];
+void TrainingModel<S>::exchange(std::size_t number) {
+  const Bucket& bucket = sharding_.buckets[number];
   const cudaStream_t stream = *exchange_stream_;
   check(cudaStreamWaitEvent(stream, *gradients_ready_[bucket.section]), "exchange between ranks");
   delay_point(stream, DelayPoint::forked);
@@ -113,7 +113,7 @@ void Llama<S>::exchange(std::size_t number) {
   const float* received = received_arena_.at<float>(0);
   const Range mine = parts[my_rank()];
   peers_.device_ranks->exchange(gradients, parts, received_arena_.at<float>(0), stream);
-  float* const part_sum = part_sum_arena_.at<float>(0) + division_.sum_begins[number];
+  float* const part_sum = part_sum_arena_.at<float>(0) + sharding_.sum_begins[number];
   std::vector<const float*> pieces;
   if (rounds_done_ > 0) pieces.push_back(part_sum);
   for (std::size_t r = 0; r < parts.size(); ++r) {
@@ -125,9 +125,9 @@ void Llama<S>::exchange(std::size_t number) {
     }
   }
   const bool last = rounds_done_ + 1 == peers_.share.rounds;
-  add_ranks(last && !division_.gradients_divided ? gradients + mine.begin : part_sum, pieces, mine.size(), stream);
+  add_ranks(last && !sharding_.gradients_sharded ? gradients + mine.begin : part_sum, pieces, mine.size(), stream);
   check(cudaEventRecord(*gradients_exchanged_[number], stream), "exchange between ranks");
-  if (last && !division_.divided) {
+  if (last && !sharding_.sharded) {
     peers_.device_ranks->gather(reinterpret_cast<std::byte*>(gradients), in_bytes(bucket.parts, sizeof(float)), stream);
   }
   sent_[number] = true;
@@ -135,7 +135,7 @@ void Llama<S>::exchange(std::size_t number) {
 
 // Called before the first micro-batch of a rank of the step. Its gradients overwrite those of the previous round.
 template <typename S>
-void Llama<S>::begin_round() {
+void TrainingModel<S>::begin_round() {
   if (rounds_done_ == peers_.share.rounds) fail(Exit::internal, "more micro-batches than a rank has in a step");
   if (rounds_done_ == 0) return;
   finish_exchange();
@@ -145,7 +145,7 @@ void Llama<S>::begin_round() {
 
 // Called when the gradients of a rank of the step are complete: sends what has not been sent, and stores its loss.
 template <typename S>
-void Llama<S>::finish_round() {
+void TrainingModel<S>::finish_round() {
   exchange_from(kEmbeddingSection);
   LossTotal* const total = work_.rank_totals + rounds_done_ * peers_.share.ranks + peers_.share.rank;
   check(cudaMemcpyAsync(total, work_.loss_total, sizeof *total, cudaMemcpyDeviceToDevice, stream_), "losses");
@@ -154,13 +154,13 @@ void Llama<S>::finish_round() {
   ++rounds_done_;
 }
 
-// For divided gradients: zeroes the sums of sections that no backward has computed since the last zero_gradients().
+// For sharded gradients: zeroes the sums of sections that no backward has computed since the last zero_gradients().
 template <typename S>
-void Llama<S>::zero_unsent_gradients() {
-  for (std::size_t b = 0; b < division_.buckets.size(); ++b) {
+void TrainingModel<S>::zero_unsent_gradients() {
+  for (std::size_t b = 0; b < sharding_.buckets.size(); ++b) {
     if (sent_[b]) continue;
-    float* const sum = part_sum_arena_.at<float>(0) + division_.sum_begins[b];
-    const std::int64_t count = division_.buckets[b].parts[my_rank()].size();
+    float* const sum = part_sum_arena_.at<float>(0) + sharding_.sum_begins[b];
+    const std::int64_t count = sharding_.buckets[b].parts[my_rank()].size();
     check(cudaMemsetAsync(sum, 0, static_cast<std::size_t>(count) * sizeof(float), stream_), "zero_gradients");
     sent_[b] = true;
   }
@@ -168,14 +168,14 @@ void Llama<S>::zero_unsent_gradients() {
 
 // Makes the step's stream wait for all exchanges that are queued.
 template <typename S>
-void Llama<S>::finish_exchange() {
+void TrainingModel<S>::finish_exchange() {
   check(cudaEventRecord(forked_, *exchange_stream_), "exchange between ranks");
   check(cudaStreamWaitEvent(stream_, forked_), "exchange between ranks");
 }
 
 // Gathers the losses of all ranks, the squares if each rank has those of its own blocks only, and what fp8 has met.
 template <typename S>
-void Llama<S>::gather_statistics() {
+void TrainingModel<S>::gather_statistics() {
   fork_stream(stream_, *exchange_stream_, forked_, "statistics");
   const auto gather = [&](auto* values, const std::vector<Range>& parts) {
     peers_.device_ranks->gather(reinterpret_cast<std::byte*>(values), in_bytes(parts, sizeof *values),
@@ -188,7 +188,7 @@ void Llama<S>::gather_statistics() {
     }
     gather(work_.rank_totals, totals);
   }
-  if (division_.divided) gather(work_.squares, division_.squares_of_rank);
+  if (sharding_.sharded) gather(work_.squares, sharding_.squares_of_rank);
   if (work_.rank_tallies != nullptr) {
     const std::int64_t slots = fp8_->slots();
     check(cudaMemcpyAsync(work_.rank_tallies + peers_.share.rank * slots, fp8_->tallies(),
@@ -202,34 +202,34 @@ void Llama<S>::gather_statistics() {
 
 // Called after the update of this rank's part of a bucket.
 template <typename S>
-void Llama<S>::gather_parameters(std::size_t bucket) {
+void TrainingModel<S>::gather_parameters(std::size_t bucket) {
   fork_stream(stream_, *exchange_stream_, forked_, "update");
-  peers_.device_ranks->gather(parameter_arena_.at<std::byte>(0), in_bytes(division_.buckets[bucket].parts, sizeof(S)),
+  peers_.device_ranks->gather(parameter_arena_.at<std::byte>(0), in_bytes(sharding_.buckets[bucket].parts, sizeof(S)),
                               *exchange_stream_);
   check(cudaEventRecord(*parameters_ready_[bucket], *exchange_stream_), "update");
 }
 
 // Waits for the GPU, including transfers from other ranks.
 template <typename S>
-void Llama<S>::synchronize(const char* action) {
+void TrainingModel<S>::synchronize(const char* action) {
   if (!has_peers()) return stream_.synchronize(action);
   finish_exchange();
   peers_.device_ranks->wait(stream_, nullptr, action);
 }
 
 #define WEFT_INSTANTIATE(S)                                     \
-  template void Llama<S>::gradients_ready(std::size_t);         \
-  template void Llama<S>::parameters_needed(std::size_t);       \
-  template void Llama<S>::parameters_needed_again(std::size_t); \
-  template void Llama<S>::fetch_parameters(std::size_t);        \
-  template void Llama<S>::exchange_from(std::size_t);           \
-  template void Llama<S>::begin_round();                        \
-  template void Llama<S>::finish_round();                       \
-  template void Llama<S>::zero_unsent_gradients();              \
-  template void Llama<S>::finish_exchange();                    \
-  template void Llama<S>::gather_statistics();                  \
-  template void Llama<S>::gather_parameters(std::size_t);       \
-  template void Llama<S>::synchronize(const char*);
+  template void TrainingModel<S>::gradients_ready(std::size_t);         \
+  template void TrainingModel<S>::parameters_needed(std::size_t);       \
+  template void TrainingModel<S>::parameters_needed_again(std::size_t); \
+  template void TrainingModel<S>::fetch_parameters(std::size_t);        \
+  template void TrainingModel<S>::exchange_from(std::size_t);           \
+  template void TrainingModel<S>::begin_round();                        \
+  template void TrainingModel<S>::finish_round();                       \
+  template void TrainingModel<S>::zero_unsent_gradients();              \
+  template void TrainingModel<S>::finish_exchange();                    \
+  template void TrainingModel<S>::gather_statistics();                  \
+  template void TrainingModel<S>::gather_parameters(std::size_t);       \
+  template void TrainingModel<S>::synchronize(const char*);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)
 #undef WEFT_INSTANTIATE

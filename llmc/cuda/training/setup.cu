@@ -12,28 +12,28 @@ namespace weft::cuda {
 
 // GEMM plans are timed before the arenas exist, because timing needs scratch memory of the size of the operands.
 template <typename S>
-Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Peers& peers)
+TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& options, const Peers& peers)
     : config_(config),
       options_(options),
       peers_(peers),
       table_(config, kStorage<S>),
-      division_(config, table_, peers.share),
+      sharding_(config, table_, peers.share),
       swiglu_in_epilogue_(options.precision == Precision::bf16
                               ? matmul_swiglu_computes(config.hidden_size, config.ffn_size)
                               : options.precision == Precision::fp8 && matmul_swiglu_fp8_computes()),
       clock_(stream_),
       matmul_(stream_, peers.share.rank == 0 ? options.matmul_plans : std::string()),
       acts_(config, options, classifier_rows(rows())),
-      work_(config, options, peers.share, division_),
-      parameter_arena_((prepare_matmuls(), read_parameters_plan(table_, division_, sizeof(S)))),
-      own_parameter_arena_(state_plan("parameters", division_, division_.parameters_divided ? sizeof(S) : 0)),
-      low_arena_(state_plan("low halves of fp32 masters", division_, kSplitMaster<S> ? sizeof(std::int16_t) : 0)),
-      gradient_arena_(gradient_plan(division_)),
-      part_sum_arena_(part_sum_plan(division_)),
+      work_(config, options, peers.share, sharding_),
+      parameter_arena_((prepare_matmuls(), read_parameters_plan(table_, sharding_, sizeof(S)))),
+      own_parameter_arena_(state_plan("parameters", sharding_, sharding_.parameters_sharded ? sizeof(S) : 0)),
+      low_arena_(state_plan("low halves of fp32 masters", sharding_, kSplitMaster<S> ? sizeof(std::int16_t) : 0)),
+      gradient_arena_(gradient_plan(sharding_)),
+      part_sum_arena_(part_sum_plan(sharding_)),
       rank_sum_arena_(rank_sum_plan(table_, options)),
-      received_arena_(received_plan(division_)),
-      moment1_arena_(state_plan("first moments", division_, moment_bytes(options))),
-      moment2_arena_(state_plan("second moments", division_, moment_bytes(options))),
+      received_arena_(received_plan(sharding_)),
+      moment1_arena_(state_plan("first moments", sharding_, moment_bytes(options))),
+      moment2_arena_(state_plan("second moments", sharding_, moment_bytes(options))),
       activation_arena_(acts_.plan()),
       workspace_arena_(work_.regions.plan()),
       weights_(bind_weights(config, table_, parameter_arena_.at<S>(0), Offsets::bytes)),
@@ -41,10 +41,10 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Pe
       upload_(rows()),
       results_(sizeof(GradientNorm) +
                (1 + static_cast<std::uint64_t>(peers.share.ranks * peers.share.rounds)) * sizeof(LossTotal)),
-      places_(division_.places),
-      sent_(division_.buckets.size()) {
+      places_(sharding_.places),
+      sent_(sharding_.buckets.size()) {
   if (options.precision == Precision::fp8) {
-    fp8_.emplace(config, options, table_, division_, swiglu_in_epilogue_, matmul_, clock_, stream_);
+    fp8_.emplace(config, options, table_, sharding_, swiglu_in_epilogue_, matmul_, clock_, stream_);
   }
   acts_.bind(activation_arena_);
   work_.regions.bind(workspace_arena_);
@@ -60,8 +60,8 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Pe
     check(cudaMemcpyAsync(to, list.data(), list.size() * sizeof(list[0]), cudaMemcpyHostToDevice, stream_),
           "optimizer blocks");
   };
-  upload(work_.adamw_blocks, division_.blocks);
-  if (!division_.squares_order.empty()) upload(work_.squares_order, division_.squares_order);
+  upload(work_.adamw_blocks, sharding_.blocks);
+  if (!sharding_.squares_order.empty()) upload(work_.squares_order, sharding_.squares_order);
   if (has_peers()) {
     for (const DeviceArena* arena : {&parameter_arena_, &gradient_arena_, &workspace_arena_}) {
       peers_.device_ranks->share(arena->at<std::byte>(0), arena->bytes());
@@ -69,8 +69,8 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Pe
     constexpr int kBeforeOthers = -1;  // a higher priority: gradients from other ranks are added as soon as they arrive
     exchange_stream_.emplace(kBeforeOthers);
     const auto new_event = [] { return std::make_unique<Event>(cudaEventDisableTiming); };
-    for (std::size_t s = 0; s < division_.sections.size(); ++s) gradients_ready_.push_back(new_event());
-    for (std::size_t b = 0; b < division_.buckets.size(); ++b) {
+    for (std::size_t s = 0; s < sharding_.sections.size(); ++s) gradients_ready_.push_back(new_event());
+    for (std::size_t b = 0; b < sharding_.buckets.size(); ++b) {
       gradients_exchanged_.push_back(new_event());
       parameters_ready_.push_back(new_event());
     }
@@ -78,13 +78,13 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Pe
   stream_.synchronize("start");
 }
 
-// Moves the pointers to gradients, and to divided parameters, to where the division places them.
+// Moves the pointers to gradients, and to sharded parameters, to where the sharding places them.
 template <typename S>
-void Llama<S>::place_sections() {
+void TrainingModel<S>::place_sections() {
   std::vector<std::int64_t> of_gradients, of_parameters;
-  for (std::size_t s = 0; s < division_.sections.size(); ++s) {
+  for (std::size_t s = 0; s < sharding_.sections.size(); ++s) {
     of_gradients.push_back(gradient_shift(s));
-    of_parameters.push_back(division_.parameters_divided ? parameter_shift(s) : 0);
+    of_parameters.push_back(sharding_.parameters_sharded ? parameter_shift(s) : 0);
   }
   d_weights_.move_sections(of_gradients);
   weights_.move_sections(of_parameters);
@@ -94,7 +94,7 @@ void Llama<S>::place_sections() {
 // of a step stores weight gradients, the others accumulate. Where SwiGLU is in the epilogue of a kernel of the project,
 // the two GEMMs beside it need no plan: in fp8 the first step alone takes down's dgrad from cuBLASLt, by its first suggestion.
 template <typename S>
-void Llama<S>::prepare_matmuls() {
+void TrainingModel<S>::prepare_matmuls() {
   const std::int64_t N = rows(), chunk = classifier_rows(N);
   constexpr bool kIsFloat = std::is_same_v<S, float>;
   std::vector<MatmulShape> shapes;
@@ -153,7 +153,7 @@ std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& 
     require_fp8();
   }
   const auto make_as = [&](auto storage) -> std::unique_ptr<TrainModel> {
-    using Model = Llama<decltype(storage)>;
+    using Model = TrainingModel<decltype(storage)>;
     return std::make_unique<Model>(config, options, typename Model::Peers{ranks, device_ranks, share});
   };
   if (options.precision == Precision::fp32) return make_as(float{});
@@ -162,18 +162,18 @@ std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& 
 
 }  // namespace
 
-std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options) {
+std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options) {
   return make(config, options, nullptr, nullptr, {});
 }
 
-std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
+std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
                                        DeviceRanks& device_ranks, Shard shard, std::int64_t bucket_elements) {
   if (options.virtual_ranks % ranks.size() != 0) {
     fail(Exit::internal, "%d ranks for a step of %lld", ranks.size(), static_cast<long long>(options.virtual_ranks));
   }
   if ((shard == Shard::gradients || shard == Shard::parameters) && options.rank_micro_batches > 1) {
     fail(Exit::internal,
-         "divided gradients with %lld micro-batches a rank: the sum of a rank has to be complete before it is added",
+         "sharded gradients with %lld micro-batches a rank: the sum of a rank has to be complete before it is added",
          static_cast<long long>(options.rank_micro_batches));
   }
   const std::int64_t rounds = options.virtual_ranks / ranks.size();

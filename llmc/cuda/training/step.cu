@@ -1,4 +1,4 @@
-// What surrounds the lists of llama.cu in a training step: the upload of tokens, CUDA graphs, storing or accumulating
+// What surrounds lists.cu in a training step: the upload of tokens, CUDA graphs, storing or accumulating
 // gradients, statistics, the update, validation, and the timing of operators.
 #include <algorithm>
 #include <cstring>
@@ -19,7 +19,7 @@ namespace weft::cuda {
 // The launches of forward() and of backward() are one graph each. `scale` and, with dropout, micro_step_ are all that
 // differs from one run of a list to the next.
 template <typename S>
-void Llama<S>::replay(StepGraph& graph, float scale, const std::function<void()>& launches) {
+void TrainingModel<S>::replay(StepGraph& graph, float scale, const std::function<void()>& launches) {
   // Launches that later steps do not have: a search for scales, or rounding that was due before.
   const bool special = fp8_ && (!fp8_->scales_known() || (!rounds_weights_ && !fp8_->has_all_weights()));
   if (!options_.graph || clock_.timing() || special) return launches();
@@ -29,7 +29,7 @@ void Llama<S>::replay(StepGraph& graph, float scale, const std::function<void()>
 }
 
 template <typename S>
-void Llama<S>::forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) {
+void TrainingModel<S>::forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) {
   const TraceRange range("forward");
   if (has_peers() && rank_micro_batches_ == 0) begin_round();
   micro_step_ = micro_step;
@@ -37,13 +37,13 @@ void Llama<S>::forward(const Batch& batch, std::uint64_t micro_step, float loss_
   const Accumulate head = head_stale_ ? Accumulate::no : Accumulate::yes;
   round_stale_weights();
   // In the first micro-batch of each round, not when they are stale: what is captured once is replayed in every step.
-  rounds_weights_ = fp8_ && division_.divided && !division_.parameters_divided && head == Accumulate::no;
+  rounds_weights_ = fp8_ && sharding_.sharded && !sharding_.parameters_sharded && head == Accumulate::no;
   upload(batch);
   const auto launches = [&] {
     forward_layers();
     classify(loss_scale, head, work_.loss_total);
   };
-  if (division_.parameters_divided) {  // no graph: it waits for parameters whose transfer is queued along with it
+  if (sharding_.parameters_sharded) {  // no graph: it waits for parameters whose transfer is queued along with it
     launches();
   } else {
     replay(forward_graphs_[static_cast<int>(head)], loss_scale, launches);
@@ -55,12 +55,12 @@ void Llama<S>::forward(const Batch& batch, std::uint64_t micro_step, float loss_
 }
 
 template <typename S>
-void Llama<S>::backward() {
+void TrainingModel<S>::backward() {
   if (!training_) fail(Exit::internal, "backward() without a forward()");
   const TraceRange range("backward");
   const Accumulate accumulate = others_stale_ ? Accumulate::no : Accumulate::yes;
   delay_point(stream_, DelayPoint::step);
-  if (division_.gradients_divided) {  // no graph: it waits for exchanges that are queued along with it
+  if (sharding_.gradients_sharded) {  // no graph: it waits for exchanges that are queued along with it
     backward_layers(accumulate);
   } else {
     replay(backward_graphs_[static_cast<int>(accumulate)], 0, [&] { backward_layers(accumulate); });
@@ -76,15 +76,15 @@ void Llama<S>::backward() {
 
 // Before a pass: rounds the weights whose codes no update has written. If ranks divide the update, the lists do that.
 template <typename S>
-void Llama<S>::round_stale_weights() {
-  if (division_.divided) return;
+void TrainingModel<S>::round_stale_weights() {
+  if (sharding_.sharded) return;
   for (std::int64_t l = 0; l < config_.num_layers; ++l) use_fp8_weights(l, false);
 }
 
 // Called in the lists: what follows reads the codes of layer l's weights, whose parameters are there. `again`: in the
 // backward pass.
 template <typename S>
-void Llama<S>::use_fp8_weights(std::int64_t l, bool again) {
+void TrainingModel<S>::use_fp8_weights(std::int64_t l, bool again) {
   if constexpr (std::is_same_v<S, bf16>) {
     if (!fp8_ || (fp8_->has_weights(l) && !rounds_weights_)) return;
     fp8_->round_weights(l, weights_.blocks[static_cast<std::size_t>(l)], again);
@@ -93,7 +93,7 @@ void Llama<S>::use_fp8_weights(std::int64_t l, bool again) {
 
 // The gradients of a virtual rank are complete: adds them, and its loss, to those of the ranks before it.
 template <typename S>
-void Llama<S>::finish_rank() {
+void TrainingModel<S>::finish_rank() {
   if (ranks_added_ == options_.virtual_ranks) fail(Exit::internal, "more micro-batches than the ranks of a step have");
   float* const sum = rank_sum_arena_.at<float>(0);
   const float* const pieces[] = {sum, gradient_arena_.at<float>(0)};
@@ -108,7 +108,7 @@ void Llama<S>::finish_rank() {
 }
 
 template <typename S>
-double Llama<S>::evaluate(const Batch& batch, std::int64_t* label_count) {
+double TrainingModel<S>::evaluate(const Batch& batch, std::int64_t* label_count) {
   const TraceRange range("evaluate");
   training_ = false;
   LossTotal* total = work_.evaluation_total;
@@ -127,7 +127,7 @@ double Llama<S>::evaluate(const Batch& batch, std::int64_t* label_count) {
 // ---- gradients since the last zero_gradients() ----------------------------------------------------------------------
 
 template <typename S>
-void Llama<S>::zero_gradients() {
+void TrainingModel<S>::zero_gradients() {
   // An abandoned step may still be sending gradients. After a complete step only parameters are in transfer, for which
   // the next forward pass waits where it reads them.
   if (has_peers() && !exchanged_) finish_exchange();
@@ -142,31 +142,31 @@ void Llama<S>::zero_gradients() {
 }
 
 template <typename S>
-void Llama<S>::zero_gradient(const TensorSpec& spec) {
+void TrainingModel<S>::zero_gradient(const TensorSpec& spec) {
   float* const gradient = gradient_arena_.at<float>(0) + spec.offset + gradient_shift(section_of(spec));
   check(cudaMemsetAsync(gradient, 0, static_cast<std::size_t>(spec.elements) * sizeof(float), stream_),
         "zero_gradients");
 }
 
 template <typename S>
-std::size_t Llama<S>::section_of(const TensorSpec& spec) const {
-  const auto behind = std::find_if(division_.sections.begin(), division_.sections.end(),
+std::size_t TrainingModel<S>::section_of(const TensorSpec& spec) const {
+  const auto behind = std::find_if(sharding_.sections.begin(), sharding_.sections.end(),
                                    [&](const Range& section) { return spec.offset < section.end; });
-  return static_cast<std::size_t>(behind - division_.sections.begin());
+  return static_cast<std::size_t>(behind - sharding_.sections.begin());
 }
 
 // Zeroes the gradients that backward accumulates even in the first micro-batch: those of norms, and of an embedding
 // that is not also the head.
 template <typename S>
-void Llama<S>::zero_accumulated_gradients() {
-  for (std::size_t section = 0; section < division_.sections.size(); ++section) {
-    const bool takes_turns = division_.gradients_divided && section != kEmbeddingSection && section != head_section();
+void TrainingModel<S>::zero_accumulated_gradients() {
+  for (std::size_t section = 0; section < sharding_.sections.size(); ++section) {
+    const bool takes_turns = sharding_.gradients_sharded && section != kEmbeddingSection && section != head_section();
     if (!takes_turns) zero_accumulated_gradients(section);
   }
 }
 
 template <typename S>
-void Llama<S>::zero_accumulated_gradients(std::size_t section) {
+void TrainingModel<S>::zero_accumulated_gradients(std::size_t section) {
   for (const TensorSpec& spec : table_.specs()) {
     if (section_of(spec) != section) continue;
     const bool is_norm = spec.shape.size() == 1;
@@ -174,13 +174,13 @@ void Llama<S>::zero_accumulated_gradients(std::size_t section) {
   }
 }
 
-// With divided gradients: waits until the ranks have exchanged the gradients that were in layer l's place before.
+// With sharded gradients: waits until the ranks have exchanged the gradients that were in layer l's place before.
 template <typename S>
-void Llama<S>::take_gradient_slot(std::int64_t l) {
-  if (!division_.gradients_divided) return;
+void TrainingModel<S>::take_gradient_slot(std::int64_t l) {
+  if (!sharding_.gradients_sharded) return;
   const std::int64_t before = l + static_cast<std::int64_t>(kGradientSlots);
-  for (std::size_t b = 0; b < division_.buckets.size() && before < config_.num_layers; ++b) {
-    if (division_.buckets[b].section != section_of_layer(before)) continue;
+  for (std::size_t b = 0; b < sharding_.buckets.size() && before < config_.num_layers; ++b) {
+    if (sharding_.buckets[b].section != section_of_layer(before)) continue;
     check(cudaStreamWaitEvent(stream_, *gradients_exchanged_[b]), "backward");
   }
   zero_accumulated_gradients(section_of_layer(l));
@@ -189,9 +189,9 @@ void Llama<S>::take_gradient_slot(std::int64_t l) {
 // Zeroes the gradients that no micro-batch has stored since zero_gradients(); call it before they are read. Those of
 // virtual ranks are read from their sum.
 template <typename S>
-void Llama<S>::zero_stale_gradients() {
+void TrainingModel<S>::zero_stale_gradients() {
   if (ranks_added_ > 0) return;
-  if (division_.gradients_divided) {
+  if (sharding_.gradients_sharded) {
     zero_unsent_gradients();
   } else {
     for (const TensorSpec& spec : table_.specs()) {
@@ -204,12 +204,12 @@ void Llama<S>::zero_stale_gradients() {
 // ---- statistics and update ------------------------------------------------------------------------------------------
 
 template <typename S>
-StepStatistics Llama<S>::statistics() {
+StepStatistics TrainingModel<S>::statistics() {
   const TraceRange range("statistics");
   zero_stale_gradients();
   // If passes wait for other ranks, there is no work that is this rank's alone: the event is never recorded and counts
   // as complete.
-  if (!division_.gradients_divided) check(cudaEventRecord(own_work_, stream_), "statistics");
+  if (!sharding_.gradients_sharded) check(cudaEventRecord(own_work_, stream_), "statistics");
   if (has_peers() && !exchanged_) {
     if (rounds_done_ != peers_.share.rounds && peers_.share.rounds > 1) {
       fail(Exit::internal, "statistics of a step before its last round");
@@ -219,12 +219,12 @@ StepStatistics Llama<S>::statistics() {
     finish_exchange();
     exchanged_ = true;
   }
-  const auto blocks = static_cast<std::int64_t>(division_.blocks.size());
-  double* const squares = work_.squares + (division_.divided ? division_.squares_of_rank[my_rank()].begin : 0);
-  clock_.run("gradient norm", 0, static_cast<double>(division_.state_elements) * sizeof(float),
+  const auto blocks = static_cast<std::int64_t>(sharding_.blocks.size());
+  double* const squares = work_.squares + (sharding_.sharded ? sharding_.squares_of_rank[my_rank()].begin : 0);
+  clock_.run("gradient norm", 0, static_cast<double>(sharding_.state_elements) * sizeof(float),
              [&] { block_squares(squares, gradients(), work_.adamw_blocks, blocks, stream_); });
   if (has_peers()) gather_statistics();
-  gradient_norm(work_.gradient_norm, work_.squares, work_.squares_order, division_.squares, 0, stream_);
+  gradient_norm(work_.gradient_norm, work_.squares, work_.squares_order, sharding_.squares, 0, stream_);
   GradientNorm* norm = results_.at<GradientNorm>(0);
   LossTotal* total = results_.at<LossTotal>(sizeof(GradientNorm));
   LossTotal* totals = total + 1;
@@ -251,43 +251,43 @@ StepStatistics Llama<S>::statistics() {
 }
 
 template <typename S>
-void Llama<S>::update(const AdamWStep& step) {
+void TrainingModel<S>::update(const AdamWStep& step) {
   const TraceRange range("update");
   zero_stale_gradients();
   delay_point(stream_, DelayPoint::step);
   check(cudaStreamWaitEvent(stream_, state_copied_), "update");  // no wait if the event was never recorded
   if (fp8_) fp8_->end_step();
-  if (fp8_ && fp8_->scales_known() && !division_.divided) return update_and_round(step);
-  if (!division_.divided) return update_blocks({0, static_cast<std::int64_t>(division_.blocks.size())}, step);
+  if (fp8_ && fp8_->scales_known() && !sharding_.sharded) return update_and_round(step);
+  if (!sharding_.sharded) return update_blocks({0, static_cast<std::int64_t>(sharding_.blocks.size())}, step);
   // Parameters that other ranks are still reading must not change.
   for (const std::unique_ptr<Event>& event : parameters_ready_) check(cudaStreamWaitEvent(stream_, *event), "update");
   places_.forget();
   // Divided parameters with which the next forward pass begins are fetched while the others are updated.
-  const std::size_t first = section_of_layer(std::min(config_.num_layers, kLayerPlaces));
-  for (std::size_t b = 0; b < division_.buckets.size(); ++b) {
-    update_blocks(division_.blocks_of_bucket[b], step);
-    if (!division_.parameters_divided) {
+  const std::size_t first = section_of_layer(std::min(config_.num_layers, kLayerBuffers));
+  for (std::size_t b = 0; b < sharding_.buckets.size(); ++b) {
+    update_blocks(sharding_.blocks_of_bucket[b], step);
+    if (!sharding_.parameters_sharded) {
       gather_parameters(b);
       continue;
     }
-    const std::size_t section = division_.buckets[b].section;
-    const bool complete = b + 1 == division_.buckets.size() || division_.buckets[b + 1].section != section;
+    const std::size_t section = sharding_.buckets[b].section;
+    const bool complete = b + 1 == sharding_.buckets.size() || sharding_.buckets[b + 1].section != section;
     if (complete && section < first) fetch_parameters(section);
   }
 }
 
-// Updates a range of division_.blocks.
+// Updates a range of sharding_.blocks.
 template <typename S>
-void Llama<S>::update_blocks(const Range& range, const AdamWStep& step) {
+void TrainingModel<S>::update_blocks(const Range& range, const AdamWStep& step) {
   std::int64_t elements = 0;
   for (std::int64_t i = range.begin; i < range.end; ++i)
-    elements += division_.blocks[static_cast<std::size_t>(i)].count;
+    elements += sharding_.blocks[static_cast<std::size_t>(i)].count;
   update_listed(work_.adamw_blocks + range.begin, range.size(), elements, step);
 }
 
 // `blocks` [count], on the device, of `elements` in all.
 template <typename S>
-void Llama<S>::update_listed(const AdamWBlock* blocks, std::int64_t count, std::int64_t elements,
+void TrainingModel<S>::update_listed(const AdamWBlock* blocks, std::int64_t count, std::int64_t elements,
                              const AdamWStep& step) {
   clock_.run("adamw", 0, static_cast<double>(elements) * update_bytes(), [&] {
     with_moments([&](auto* moment1, auto* moment2, auto... seed) {
@@ -304,7 +304,7 @@ void Llama<S>::update_listed(const AdamWBlock* blocks, std::int64_t count, std::
 
 // Updates everything, and writes the codes of the linear layers for the next step.
 template <typename S>
-void Llama<S>::update_and_round(const AdamWStep& step) {
+void TrainingModel<S>::update_and_round(const AdamWStep& step) {
   if constexpr (kSplitMaster<S>) {
     const Fp8Linears::Update& work = fp8_->begin_update();
     clock_.run("adamw, quantise", 0, static_cast<double>(work.elements) * (update_bytes() + 2), [&] {
@@ -320,7 +320,7 @@ void Llama<S>::update_and_round(const AdamWStep& step) {
 // Calls update() with the moments as they are stored and, for those that are rounded at random, the seed.
 template <typename S>
 template <typename Update>
-void Llama<S>::with_moments(const Update& update) const {
+void TrainingModel<S>::with_moments(const Update& update) const {
   if constexpr (kSplitMaster<S>) {
     if (options_.moments == Precision::bf16) {
       return update(moment1_arena_.at<bf16>(0), moment2_arena_.at<bf16>(0), options_.seed);
@@ -330,7 +330,7 @@ void Llama<S>::with_moments(const Update& update) const {
 }
 
 template <typename S>
-OperatorTable Llama<S>::time_operators(const std::function<void()>& step) {
+OperatorTable TrainingModel<S>::time_operators(const std::function<void()>& step) {
   if (!ceilings_) ceilings_ = measure_ceilings(stream_);
   synchronize("timing operators");
   clock_.start();
@@ -346,17 +346,17 @@ OperatorTable Llama<S>::time_operators(const std::function<void()>& step) {
 }
 
 #define WEFT_INSTANTIATE(S)                                            \
-  template void Llama<S>::forward(const Batch&, std::uint64_t, float); \
-  template void Llama<S>::backward();                                  \
-  template double Llama<S>::evaluate(const Batch&, std::int64_t*);     \
-  template void Llama<S>::use_fp8_weights(std::int64_t, bool);         \
-  template void Llama<S>::zero_gradients();                            \
-  template void Llama<S>::zero_accumulated_gradients();                \
-  template void Llama<S>::take_gradient_slot(std::int64_t);            \
-  template void Llama<S>::zero_stale_gradients();                      \
-  template StepStatistics Llama<S>::statistics();                      \
-  template void Llama<S>::update(const AdamWStep&);                    \
-  template OperatorTable Llama<S>::time_operators(const std::function<void()>&);
+  template void TrainingModel<S>::forward(const Batch&, std::uint64_t, float); \
+  template void TrainingModel<S>::backward();                                  \
+  template double TrainingModel<S>::evaluate(const Batch&, std::int64_t*);     \
+  template void TrainingModel<S>::use_fp8_weights(std::int64_t, bool);         \
+  template void TrainingModel<S>::zero_gradients();                            \
+  template void TrainingModel<S>::zero_accumulated_gradients();                \
+  template void TrainingModel<S>::take_gradient_slot(std::int64_t);            \
+  template void TrainingModel<S>::zero_stale_gradients();                      \
+  template StepStatistics TrainingModel<S>::statistics();                      \
+  template void TrainingModel<S>::update(const AdamWStep&);                    \
+  template OperatorTable TrainingModel<S>::time_operators(const std::function<void()>&);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)
 #undef WEFT_INSTANTIATE

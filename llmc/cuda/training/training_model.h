@@ -1,6 +1,6 @@
 // The Llama in training on the GPU: one class, implemented by job in several files.
 //
-//   llama.cu        forward and backward: the model as two lists of operators
+//   lists.cu        forward and backward: the model as two lists of operators
 //   operators.cu    each operator of the lists: what it launches, under which name, and what it has to compute and move
 //   setup.cu        construction: GEMM plans, arenas, tables
 //   step.cu         what surrounds the lists in a step: upload, graphs, statistics, update, timing
@@ -49,7 +49,7 @@
 namespace weft::cuda {
 
 template <typename S>
-class Llama final : public TrainModel {
+class TrainingModel final : public TrainModel {
  public:
   // The rank of a run; the pointers are null without other ranks.
   struct Peers {
@@ -57,7 +57,7 @@ class Llama final : public TrainModel {
     DeviceRanks* device_ranks = nullptr;
     RankShare share;
   };
-  Llama(const ModelConfig& config, const TrainOptions& options, const Peers& peers);
+  TrainingModel(const ModelConfig& config, const TrainOptions& options, const Peers& peers);
 
   const ModelConfig& config() const override { return config_; }
   const TensorTable& table() const override { return table_; }
@@ -70,7 +70,7 @@ class Llama final : public TrainModel {
   void update(const AdamWStep& step) override;
   OperatorTable time_operators(const std::function<void()>& step) override;
   double evaluate(const Batch& batch, std::int64_t* label_count) override;
-  bool evaluates_together() const override { return division_.parameters_divided; }
+  bool evaluates_together() const override { return sharding_.parameters_sharded; }
   void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override;
   void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override;
   std::vector<float> fp8_state() const override { return fp8_ ? fp8_->state() : std::vector<float>(); }
@@ -84,7 +84,7 @@ class Llama final : public TrainModel {
   std::vector<float> activation(const std::string& name) override;
   void inject_device_fault() override { launch_faulty_kernel(stream_); }
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
-    if (division_.parameters_divided) fail(Exit::internal, "a decoder of divided parameters");
+    if (sharding_.parameters_sharded) fail(Exit::internal, "a decoder of sharded parameters");
     // Inference has its own stream: updates, and the exchange of parameters, must have ended before.
     return single_sequence(make_inference<S>(config_, table_, parameter_arena_.at<S>(0), one_sequence(capacity)), capacity,
                            [this] { synchronize("parameters"); });
@@ -112,7 +112,7 @@ class Llama final : public TrainModel {
     return {data, options_.seq_len * row, row, config_.head_dim};
   }
 
-  // ---- llama.cu: the two lists
+  // ---- lists.cu: the two lists
   void forward_layers();
   void forward_layer(std::int64_t l);
   void forward_to_swiglu(std::int64_t l, S* branch, S* swiglu_out);
@@ -217,26 +217,26 @@ class Llama final : public TrainModel {
   double update_bytes() const { return 3 * sizeof(float) + 4.0 * static_cast<double>(moment_bytes(options_)); }
   // The gradients of the step, or of the virtual ranks that have been computed.
   float* gradients() const {
-    const DeviceArena& arena = division_.gradients_divided ? part_sum_arena_
+    const DeviceArena& arena = sharding_.gradients_sharded ? part_sum_arena_
                                : ranks_added_ > 0          ? rank_sum_arena_
                                                            : gradient_arena_;
     return arena.at<float>(0);
   }
   // Offset of a section's gradient, while it is computed, from its position in the table's layout.
   std::int64_t gradient_shift(std::size_t section) const {
-    return division_.gradient_begins[section] - division_.sections[section].begin;
+    return sharding_.gradient_begins[section] - sharding_.sections[section].begin;
   }
   std::size_t section_of(const TensorSpec& spec) const;
-  // The same for divided parameters while a pass uses them.
+  // The same for sharded parameters while a pass uses them.
   std::int64_t parameter_shift(std::size_t section) const {
-    return division_.places.begin_of(section) - division_.sections[section].begin;
+    return sharding_.places.begin_of(section) - sharding_.sections[section].begin;
   }
   const DeviceArena& own_parameters() const {
-    return division_.parameters_divided ? own_parameter_arena_ : parameter_arena_;
+    return sharding_.parameters_sharded ? own_parameter_arena_ : parameter_arena_;
   }
 
   // ---- ranks.cu
-  static constexpr auto kLayerPlaces = static_cast<std::int64_t>(SectionPlaces::kLayerPlaces);
+  static constexpr auto kLayerBuffers = static_cast<std::int64_t>(SectionBuffers::kLayerBuffers);
   // Sections of the arena (parameter_sections()).
   static constexpr std::size_t kEmbeddingSection = 0;
   static std::size_t section_of_layer(std::int64_t l) { return static_cast<std::size_t>(l) + 1; }
@@ -269,12 +269,12 @@ class Llama final : public TrainModel {
   };
   bool is_moment(TensorRole role) const { return role == TensorRole::moment1 || role == TensorRole::moment2; }
   // Whether each rank holds only its own part.
-  bool is_divided(TensorRole role) const {
-    if (role == TensorRole::gradient) return division_.gradients_divided || (division_.divided && exchanged_);
-    return division_.divided && (is_moment(role) || kSplitMaster<S> || division_.parameters_divided);
+  bool is_sharded(TensorRole role) const {
+    if (role == TensorRole::gradient) return sharding_.gradients_sharded || (sharding_.sharded && exchanged_);
+    return sharding_.sharded && (is_moment(role) || kSplitMaster<S> || sharding_.parameters_sharded);
   }
   Range held(TensorRole role, const Bucket& bucket) const {
-    return is_divided(role) ? bucket.parts[my_rank()] : bucket.range;
+    return is_sharded(role) ? bucket.parts[my_rank()] : bucket.range;
   }
   void read_piece(TensorRole role, const Piece& piece, float* values);
   void write_piece(TensorRole role, const Piece& piece, const float* values);
@@ -285,7 +285,7 @@ class Llama final : public TrainModel {
   const TrainOptions options_;
   const Peers peers_;
   const TensorTable table_;
-  const Division division_;
+  const Sharding sharding_;
   // Whether SwiGLU, and its derivative, are computed in the epilogues of the adjacent GEMMs: bf16 and fp8 on Hopper.
   const bool swiglu_in_epilogue_;
   const LinearLayer qkv_{"qkv", "qkv dgrad", "qkv wgrad", config_.hidden_size, qkv_size(), BlockLinear::qkv};
@@ -301,11 +301,11 @@ class Llama final : public TrainModel {
   OperatorClock clock_;
   Matmul matmul_;
   TrainingActivations<S> acts_;
-  LlamaWorkspace work_;
+  TrainingWorkspace work_;
   DeviceArena parameter_arena_;      // parameters that the passes read
-  DeviceArena own_parameter_arena_;  // this rank's parameters, if they are divided
+  DeviceArena own_parameter_arena_;  // this rank's parameters, if they are sharded
   DeviceArena low_arena_, gradient_arena_;
-  DeviceArena part_sum_arena_;  // see Division::sum_begins
+  DeviceArena part_sum_arena_;  // see Sharding::sum_begins
   DeviceArena rank_sum_arena_;  // sum of the gradients of completed virtual ranks; empty without them
   DeviceArena received_arena_;  // gradients received from other ranks, before they are added; empty without other ranks
   DeviceArena moment1_arena_, moment2_arena_, activation_arena_, workspace_arena_;
@@ -336,7 +336,7 @@ class Llama final : public TrainModel {
   std::optional<Stream> exchange_stream_;
   std::vector<std::unique_ptr<Event>> gradients_ready_, gradients_exchanged_, parameters_ready_;
   Event forked_{cudaEventDisableTiming}, own_work_{cudaEventDisableTiming};
-  SectionPlaces places_;    // places in parameter_arena_, if parameters are divided
+  SectionBuffers buffers_;    // places in parameter_arena_, if parameters are sharded
   std::vector<bool> sent_;  // buckets whose exchange has been queued since the last zero_gradients()
   std::int64_t rounds_done_ = 0;
   bool exchanged_ = false;  // the gradients that this model holds are sums over all ranks

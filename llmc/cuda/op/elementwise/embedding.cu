@@ -280,7 +280,7 @@ __global__ void __maxnreg__(kSumRegisters)
   __shared__ bool ends[kRun];
   __shared__ bool begins;
   const int begin = blockIdx.x * kRun, count = min(kRun, sorted.N - begin);
-  let_successor_start();
+  launch_dependents();
   if (static_cast<int>(threadIdx.x) < count) {
     const int i = begin + threadIdx.x;
     tokens[threadIdx.x] = sorted.token[i];

@@ -14,7 +14,7 @@ template <typename S>
 __global__ void __launch_bounds__(kThreads)
     embed_kernel(float* out, const std::int32_t* ids, const std::int32_t* last_ids, const S* weight, std::int64_t C) {
   constexpr int kCount = 8;
-  let_successor_start();
+  launch_dependents();
   const std::int32_t given = ids[blockIdx.x], id = given >= 0 ? given : last_ids[-1 - given];
   const S* from = weight + id * C;
   float* to = out + blockIdx.x * C;
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads)
     gather_kernel(float* out, const float* in, const std::int32_t* rows, std::int64_t C) {
   constexpr int kCount = 4;
   wait_for_predecessors();
-  let_successor_start();
+  launch_dependents();
   const float* from = in + rows[blockIdx.x] * C;
   float* to = out + blockIdx.x * C;
   for (std::int64_t c = threadIdx.x * kCount; c < C; c += kThreads * kCount) {

@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kMaxThreads) norm_gemv_kernel(const __grid_con
   constexpr int kElements = Pack<W>::size;
   __shared__ float partial[kMaxBatch][kMaxWarps];
   __shared__ float scratch[kWarpSize];
-  let_successor_start();
+  launch_dependents();
   const RowRange rows = rows_of_block(io.outputs[0].rows + io.outputs[1].rows);
   if (rows.begin >= rows.end) return;
 
@@ -256,7 +256,7 @@ template <typename W, typename A, int kChunks, int kRows, int kMaxThreads>
 __global__ void __launch_bounds__(kMaxThreads) residual_gemv_kernel(const __grid_constant__ ResidualGemv<W, A> io) {
   constexpr int kElements = Pack<W>::size;
   __shared__ float partial[kMaxBatch][kMaxWarps];
-  let_successor_start();
+  launch_dependents();
   const RowRange rows = rows_of_block(io.rows);
   if (rows.begin >= rows.end) return;
 

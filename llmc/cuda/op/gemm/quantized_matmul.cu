@@ -78,8 +78,8 @@ constexpr DType kTypeOf = std::is_same_v<T, bf16> ? DType::bf16 : DType::f16;
 
 template <typename T>
 void check_input(const T* x, const PackedMatrix& weight, std::int64_t K, std::int64_t OC) {
-  const std::string refusal = rows_matmul_refusal(K, OC, kTypeOf<T>);
-  if (!refusal.empty()) fail(Exit::usage, "%s", refusal.c_str());
+  const std::string reason = rows_matmul_unsupported_reason(K, OC, kTypeOf<T>);
+  if (!reason.empty()) fail(Exit::usage, "%s", reason.c_str());
   if (!is_quantized(weight.dtype))
     fail(Exit::internal, "quantized_matmul: weights of type %s", dtype_name(weight.dtype));
   if (x == nullptr || weight.blocks == nullptr || (weight.dtype != DType::u4 && weight.row_scales == nullptr))

@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
                 ring.full(stage), L2::evict_first);
     }
   };
-  let_successor_start();
+  launch_dependents();
   const int ahead = min(stages, Shape::kStages);
   if (elected && warp == kConsumerWarps) {
     for (int stage = 0; stage < Shape::kStages; ++stage) ring.init(stage, 2, kConsumerWarps);

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads) quantized_portable_kernel(const Argu
     }
     commit_copies();
   };
-  let_successor_start();
+  launch_dependents();
   Words<T, Q> next;
   next.load(blocks, 0, row);
   float scales[2] = {1, 1};

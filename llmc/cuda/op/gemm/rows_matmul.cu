@@ -18,8 +18,8 @@ constexpr DType dtype_of() {
 
 template <typename S>
 void check_input(const S* x, const S* weight, std::int64_t K, std::int64_t OC) {
-  const std::string refusal = rows_matmul_refusal(K, OC, dtype_of<S>());
-  if (!refusal.empty()) fail(Exit::usage, "%s", refusal.c_str());
+  const std::string reason = rows_matmul_unsupported_reason(K, OC, dtype_of<S>());
+  if (!reason.empty()) fail(Exit::usage, "%s", reason.c_str());
   if (x == nullptr || weight == nullptr) fail(Exit::internal, "rows_matmul: x or weight is null");
   if (!aligned_to_16(x, weight))
     fail(Exit::internal, "rows_matmul: x at %p and weight at %p, expected multiples of 16", static_cast<const void*>(x),
@@ -42,7 +42,7 @@ void check_arguments(const RowsMatmul<S>& io) {
 
 }  // namespace
 
-std::string rows_matmul_refusal(std::int64_t K, std::int64_t OC, DType dtype) {
+std::string rows_matmul_unsupported_reason(std::int64_t K, std::int64_t OC, DType dtype) {
   const bool known = dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
   if (!known)
     return std::string("linear layer: got weights of type ") + dtype_name(dtype) + ", expected f32, f16 or bf16";

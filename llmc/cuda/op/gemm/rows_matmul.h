@@ -62,9 +62,9 @@ enum class RowsPath {
 
 // Why rows_matmul() cannot compute with weights [OC, K] of this type; empty if it can. A row of K elements must be a
 // multiple of 16 bytes.
-std::string rows_matmul_refusal(std::int64_t K, std::int64_t OC, DType dtype);
+std::string rows_matmul_unsupported_reason(std::int64_t K, std::int64_t OC, DType dtype);
 
-// Any number of rows; with none, nothing is launched. Exit::usage with the text of rows_matmul_refusal() for other
+// Any number of rows; with none, nothing is launched. Exit::usage with the text of rows_matmul_unsupported_reason() for other
 // sizes; Exit::internal for pointers that are null or not aligned, and for a second input with an epilogue other than
 // `add`.
 template <typename S>

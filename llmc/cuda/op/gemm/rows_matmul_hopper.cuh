@@ -186,7 +186,7 @@ __device__ inline void fill_ring(const Arguments<T>& p, const RingBarriers& ring
                                  unsigned consumer_warps, bool producer, const LoadWeights& load_weights,
                                  const LoadX& load_x) {
   const int ahead = min(steps, stages);
-  let_successor_start();
+  launch_dependents();
   if (producer) {
     for (int stage = 0; stage < stages; ++stage) ring.init(stage, 1, consumer_warps);
     fence_barrier_init();

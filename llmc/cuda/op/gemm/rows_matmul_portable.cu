@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(Math::kThreads) rows_portable_kernel(const Arg
   const int steps = static_cast<int>(ceil_div(p.K, Math::kDepth));
   const auto stage = [&](int step) { return base + step % Math::kStages * kStageBytes<Math>; };
   constexpr int kAhead = Math::kStages - 1;
-  let_successor_start();
+  launch_dependents();
 #pragma unroll
   for (int step = 0; step < kAhead; ++step)
     if (step < steps) weight.load(stage(step), step * Math::kDepth);

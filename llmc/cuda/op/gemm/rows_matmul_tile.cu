@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       shared.ring().init(stage, 1, kTileConsumers * kWarps * kCluster);
     fence_barrier_init();
   }
-  let_successor_start();
+  launch_dependents();
   cluster_barrier();
   // tells the compiler that it is uniform in a warp
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);

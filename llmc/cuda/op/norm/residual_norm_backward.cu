@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kExact ? kResidentThreads<S> /
   // The column sums of a thread with few columns stay in registers until the end.
   constexpr bool kRegisterSums = S::kThreadColumns <= 16;
   float weight_sum[kRegisterSums ? S::kGroups : 1][S::kGroup] = {};
-  let_successor_start();  // the successor waits for the end of this kernel; only its launch latency is hidden
+  launch_dependents();  // the successor waits for the end of this kernel; only its launch latency is hidden
   clear_columns<S>(own_sums, columns, C);
   std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * S::kRows + S::slot();
   stage.fetch(shape, io, row);

@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(S::kThreads)
   RowSum<S> row_sum{scratch};
   const std::int64_t C = shape.C, step = static_cast<std::int64_t>(gridDim.x) * S::kRows;
   std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * S::kRows + S::slot();
-  let_successor_start();
+  launch_dependents();
   constexpr bool kFits = S::kThreadColumns * sizeof(T) <= 64 && S::kThreads <= 320;  // fits in a thread's registers
   constexpr bool kEarly = kForm == Form::few && kFits, kEarly2 = kForm == Form::few && S::kThreadColumns <= 8;
   const auto weights = early_weights<T, S, kEarly>(io.weight, io.bias, C);

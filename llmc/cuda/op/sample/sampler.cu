@@ -30,7 +30,7 @@ template <int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads) sample_kernel(const SampledRows io) {
   __shared__ SamplerScratch<kThreads, kBlocks> scratch;
   wait_for_predecessors();
-  let_successor_start();
+  launch_dependents();
   const std::int64_t row = blockIdx.x / kBlocks, position = io.positions[row];
   if (position < 0) return;  // all blocks of the cluster return, so none waits for a message
   const SampledToken token =

@@ -92,7 +92,7 @@ static_assert(kWarps == kWarpSize);
 __global__ void __launch_bounds__(kThreads) score_rows_kernel(const ScoreRows io) {
   __shared__ float scratch[kWarpSize];
   wait_for_predecessors();
-  let_successor_start();
+  launch_dependents();
   const std::int64_t r = blockIdx.x;
   const float* row = io.logits + r * io.V;
   const std::int32_t slot = io.slots[r], target = io.targets[r], alternatives = io.alternatives[r];

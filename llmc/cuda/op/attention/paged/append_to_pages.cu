@@ -62,7 +62,7 @@ __device__ void rotate(S* to, const S* from, int half, const Angles<kWide>& angl
 template <typename S, int kWide>
 __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ AppendToPages<S> io) {
   constexpr int kPack = Pack<S>::size;
-  let_successor_start();
+  launch_dependents();
   const Accesses count = accesses<S, kWide>(io);
   const int HS = static_cast<int>(io.kv.HS), half = static_cast<int>(io.rope.half), pieces = half / kWide;
   const int page_size = static_cast<int>(io.kv.page_size), row = blockIdx.x;

@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ float group_m[L::kGroups], group_l[L::kGroups], group_scale[L::kGroups];
   __shared__ float group_o[L::kGroups][HS + 1];
   __shared__ bool is_last;
-  let_successor_start();
+  launch_dependents();
 
   // The position, and all keys and values before it, were written by kernels of the previous token. These have ended,
   // because the first kernel of this token, the embedding, is not chained (llmc/cuda/inference/neox_token.cu). So the

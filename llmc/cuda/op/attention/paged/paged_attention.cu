@@ -220,7 +220,7 @@ __device__ void compute_items(const Arguments<S>& a, const PagedItem* items, int
   } else {
     stream.look_up_first();
     wait_for_predecessors();
-    let_successor_start();  // not before: see paged_attention() on what the successor may read
+    launch_dependents();  // not before: see paged_attention() on what the successor may read
   }
   if (warp >= warps) return;
   stream.start();
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
   const PagedItem* entries = reinterpret_cast<const PagedItem*>(a.work + 1);
   if (work.tiles > 0) {
     wait_for_predecessors();
-    let_successor_start();
+    launch_dependents();
     compute_tiles<S, Tiling>(a, entries, work.tiles, shared);
     __syncthreads();
   }

@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x < kWarpSize) fence_barrier_init();
   __syncthreads();
   wait_for_predecessors();
-  let_successor_start();  // not earlier: see paged_attention() on what the successor may read
+  launch_dependents();  // not earlier: see paged_attention() on what the successor may read
   // tells the compiler that it is uniform in a warp
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);
   if (warpgroup == 0) {

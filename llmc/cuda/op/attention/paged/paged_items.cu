@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
     }
 #endif
     if constexpr (kAppends) wait_for_predecessors();
-    let_successor_start();  // not earlier: see paged_attention() on what the successor may read
+    launch_dependents();  // not earlier: see paged_attention() on what the successor may read
     if (warp < warps) {
       stream.start();
 #pragma unroll 1

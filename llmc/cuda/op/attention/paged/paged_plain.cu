@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kPlainWarps* kWarpSize) plain_kernel(const __g
   [[maybe_unused]] __shared__ alignas(16) float own_key[HS], own_value[HS];
   __shared__ float query[HS], group_maximum[kPlainWarps], group_sum[kPlainWarps], group_out[kPlainWarps][HS];
   wait_for_predecessors();
-  let_successor_start();
+  launch_dependents();
   const int head = blockIdx.x, row = blockIdx.y, warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int position = a.rows.positions[row];
   if (position < 0) return;

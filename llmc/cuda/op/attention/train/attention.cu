@@ -42,7 +42,7 @@ bool aligned(const HeadViewOf<T>& view) {
 
 }  // namespace
 
-std::string head_dim_refusal(std::int64_t head_dim) {
+std::string head_dim_unsupported_reason(std::int64_t head_dim) {
   if (attention_supports(head_dim)) return "";
   return format("head_dim: got %lld, the GPU has kernels for 32, 64, 80, 96, 128 and 256",
                 static_cast<long long>(head_dim));

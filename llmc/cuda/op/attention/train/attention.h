@@ -27,7 +27,7 @@ constexpr bool attention_supports(std::int64_t head_dim) {
   return head_dim == 32 || head_dim == 64 || head_dim == 80 || head_dim == 96 || head_dim == 128 || head_dim == 256;
 }
 // Empty if there are kernels for this head dimension, else the reason for the user.
-std::string head_dim_refusal(std::int64_t head_dim);
+std::string head_dim_unsupported_reason(std::int64_t head_dim);
 
 // out [B, TQ, NH, HS] from q and k, v [B, TK, NKV, HS], as views. lse [B, NH, TQ]: the natural log of the sum of
 // exponentials, for backward; null: not stored.

@@ -1,14 +1,14 @@
-// Plans the regions of one allocation, on the host or on a GPU, together with the pointers that will point to them. The
+// Plans the layout of one allocation, on the host or on a GPU, together with the pointers that will point to them. The
 // plan needs no memory yet (--dry-run only prints it); bind() sets the pointers once the arena is allocated.
 //
 //   float *residual = nullptr, *logits = nullptr;
-//   Regions regions("workspace");
-//   regions.want(&residual, N * C);
-//   regions.want(&logits, N * V);
-//   const HostArena arena(regions.plan());     // or cuda::DeviceArena
-//   regions.bind(arena);
+//   ArenaLayout layout("workspace");
+//   layout.reserve(&residual, N * C);
+//   layout.reserve(&logits, N * V);
+//   const HostArena arena(layout.plan());     // or cuda::DeviceArena
+//   layout.bind(arena);
 //
-// Regions stores the addresses of the pointers: the objects that hold them must not move or be destroyed before bind().
+// ArenaLayout stores the addresses of the pointers: the objects that hold them must not move or be destroyed before bind().
 #pragma once
 
 #include <algorithm>
@@ -24,21 +24,21 @@
 
 namespace weft {
 
-class Regions {
+class ArenaLayout {
  public:
-  explicit Regions(const std::string& name) : plan_(name) {}
+  explicit ArenaLayout(const std::string& name) : plan_(name) {}
 
   // A region of `elements` T, aligned to kRegionAlignment.
   template <typename T>
-  void want(T** pointer, std::int64_t elements) {
-    want_bytes(pointer, checked_mul(static_cast<std::uint64_t>(elements), sizeof(T), plan_.name()));
+  void reserve(T** pointer, std::int64_t elements) {
+    reserve_bytes(pointer, checked_mul(static_cast<std::uint64_t>(elements), sizeof(T), plan_.name()));
   }
   template <typename T>
-  void want_bytes(T** pointer, std::uint64_t bytes) {
+  void reserve_bytes(T** pointer, std::uint64_t bytes) {
     wanted_.push_back({reinterpret_cast<void**>(pointer), plan_.add(bytes)});
   }
 
-  // `pointer` will point to the region that an earlier want(other, ...) has planned; without one: Exit::internal.
+  // `pointer` will point to the region that an earlier reserve(other, ...) has planned; without one: Exit::internal.
   template <typename T>
   void share(T** pointer, T** other) {
     const auto has_other = [other](const Wanted& wanted) { return wanted.pointer == reinterpret_cast<void**>(other); };
@@ -48,11 +48,11 @@ class Regions {
   }
 
   // For alternatives that are never in use at the same time: they share one region, as large as the largest of them.
-  void want_one_of(std::initializer_list<const Regions*> alternatives) {
+  void reserve_one_of(std::initializer_list<const ArenaLayout*> alternatives) {
     std::uint64_t bytes = 0;
-    for (const Regions* each : alternatives) bytes = std::max(bytes, each->plan_.bytes());
+    for (const ArenaLayout* each : alternatives) bytes = std::max(bytes, each->plan_.bytes());
     const std::uint64_t begin = plan_.add(bytes);
-    for (const Regions* each : alternatives) {
+    for (const ArenaLayout* each : alternatives) {
       for (const Wanted& wanted : each->wanted_) wanted_.push_back({wanted.pointer, begin + wanted.offset});
     }
   }

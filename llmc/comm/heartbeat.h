@@ -13,14 +13,14 @@ namespace weft {
 
 // While one exists, a thread tells the others that this process is at work, so that they go on waiting. A process that
 // is stopped or dies gives no sign; one that hangs gives signs for `longest` at most.
-class AtWork {
+class Heartbeat {
  public:
   static constexpr std::chrono::minutes kLongest{30};
 
-  explicit AtWork(Communicator& ranks, std::chrono::duration<double> longest = kLongest);
-  ~AtWork();
-  AtWork(const AtWork&) = delete;
-  AtWork& operator=(const AtWork&) = delete;
+  explicit Heartbeat(Communicator& ranks, std::chrono::duration<double> longest = kLongest);
+  ~Heartbeat();
+  Heartbeat(const Heartbeat&) = delete;
+  Heartbeat& operator=(const Heartbeat&) = delete;
 
  private:
   std::mutex mutex_;

@@ -25,14 +25,14 @@ struct RankIdentity {
   std::uint64_t job() const { return xxh3_64(out); }
 };
 
-class Hub {
+class Rendezvous {
  public:
   // `listener`: where the other ranks come. Waits for them and serves their calls on a thread of its own, until all have
   // left; each wait is limited to `time_limit_s` seconds.
-  Hub(Socket listener, const RankIdentity& first_rank, double time_limit_s);
-  ~Hub();  // the connection of rank 0 has to be closed before
-  Hub(const Hub&) = delete;
-  Hub& operator=(const Hub&) = delete;
+  Rendezvous(Socket listener, const RankIdentity& first_rank, double time_limit_s);
+  ~Rendezvous();  // the connection of rank 0 has to be closed before
+  Rendezvous(const Rendezvous&) = delete;
+  Rendezvous& operator=(const Rendezvous&) = delete;
 
   Socket take_first_connection();  // of rank 0; once
 

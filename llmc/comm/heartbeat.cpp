@@ -1,10 +1,10 @@
-#include "llmc/comm/at_work.h"
+#include "llmc/comm/heartbeat.h"
 
 #include "llmc/base/signals.h"
 
 namespace weft {
 
-AtWork::AtWork(Communicator& ranks, std::chrono::duration<double> longest) {
+Heartbeat::Heartbeat(Communicator& ranks, std::chrono::duration<double> longest) {
   const double interval = ranks.sign_interval_s();
   if (interval <= 0) return;
   const SignalsElsewhere signals;
@@ -13,12 +13,12 @@ AtWork::AtWork(Communicator& ranks, std::chrono::duration<double> longest) {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!changed_.wait_for(lock, std::chrono::duration<double>(interval), [this] { return done_; })) {
       if (std::chrono::steady_clock::now() >= end) return;
-      ranks.give_sign();
+      ranks.beat();
     }
   });
 }
 
-AtWork::~AtWork() {
+Heartbeat::~Heartbeat() {
   if (!thread_.joinable()) return;
   {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -1,6 +1,6 @@
 // Calls go in rounds: the hub reads until every rank has come to a call, compares what they have called, and writes the
 // replies. An error in a round is told to all ranks, and is the end of the rounds.
-#include "llmc/comm/hub.h"
+#include "llmc/comm/rendezvous.h"
 
 #include <algorithm>
 #include <array>
@@ -49,7 +49,7 @@ struct Stranger {
 
 }  // namespace
 
-class Hub::Thread {
+class Rendezvous::Thread {
  public:
   Thread(Socket listener, const RankIdentity& first_rank, double time_limit_s)
       : listener_(std::move(listener)),
@@ -439,12 +439,12 @@ class Hub::Thread {
   std::thread thread_;            // last: it starts when everything else exists
 };
 
-Hub::Hub(Socket listener, const RankIdentity& first_rank, double time_limit_s)
+Rendezvous::Rendezvous(Socket listener, const RankIdentity& first_rank, double time_limit_s)
     : thread_(std::make_unique<Thread>(std::move(listener), first_rank, time_limit_s)) {}
 
-Hub::~Hub() = default;
+Rendezvous::~Rendezvous() = default;
 
-Socket Hub::take_first_connection() {
+Socket Rendezvous::take_first_connection() {
   return thread_->take_first_connection();
 }
 
