@@ -701,7 +701,7 @@ std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOpti
 
 std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options) {
   check_precision(config, options);
-  return std::make_unique<Llama>(config, options, nullptr, Shard::none);
+  return std::make_unique<TrainingModel>(config, options, nullptr, Shard::none);
 }
 
 std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
@@ -712,7 +712,7 @@ std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const
   }
   if (shard == Shard::gradients)
     fail(Exit::usage, "--shard: got gradients, which needs a GPU. Use optimizer or parameters");
-  return std::make_unique<Llama>(config, options, &ranks, shard);
+  return std::make_unique<TrainingModel>(config, options, &ranks, shard);
 }
 
 }  // namespace weft::cpu

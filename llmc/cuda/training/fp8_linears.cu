@@ -69,28 +69,28 @@ Fp8Memory::Fp8Memory(const ModelConfig& config, const TrainOptions& options, con
     if (linear != BlockLinear::up) widest_gradient = std::max(widest_gradient, size.OC);
     for (std::int64_t place = 0; place < places; ++place) {
       Weight& weight = weights[static_cast<std::size_t>(4 * place) + static_cast<std::size_t>(linear)];
-      regions.reserve(&weight.codes, size.C * size.OC);
-      regions.reserve(&weight.transposed, size.C * size.OC);
+      layout.reserve(&weight.codes, size.C * size.OC);
+      layout.reserve(&weight.transposed, size.C * size.OC);
     }
   }
-  regions.reserve(&matrices, static_cast<std::int64_t>(matrix_list.size()));
-  regions.reserve(&others, static_cast<std::int64_t>(other_list.size()));
-  regions.reserve(&scales, slots);
-  regions.reserve(&inverses, kScaleStride * slots);
-  regions.reserve(&tallies, slots + 1);
-  norms.resize(static_cast<std::size_t>(2 * config.num_layers));  // sized once: `regions` keeps addresses
+  layout.reserve(&matrices, static_cast<std::int64_t>(matrix_list.size()));
+  layout.reserve(&others, static_cast<std::int64_t>(other_list.size()));
+  layout.reserve(&scales, slots);
+  layout.reserve(&inverses, kScaleStride * slots);
+  layout.reserve(&tallies, slots + 1);
+  norms.resize(static_cast<std::size_t>(2 * config.num_layers));  // sized once: `layout` keeps addresses
   for (std::size_t i = 0; i < norms.size(); ++i) {
     if (i >= 2 && options.recompute != Recompute::none) {
-      regions.share(&norms[i], &norms[i % 2]);
+      layout.share(&norms[i], &norms[i % 2]);
     } else {
-      regions.reserve(&norms[i], N * config.hidden_size);
+      layout.reserve(&norms[i], N * config.hidden_size);
     }
   }
-  regions.reserve(&input, N * widest_input);
-  regions.reserve(&gradient, N * widest_gradient);
-  regions.reserve(&gradient_transposed, N * widest_gradient);
-  regions.reserve(&d_gate_up, N * 2 * config.ffn_size);
-  regions.reserve(&d_gate_up_transposed, N * 2 * config.ffn_size);
+  layout.reserve(&input, N * widest_input);
+  layout.reserve(&gradient, N * widest_gradient);
+  layout.reserve(&gradient_transposed, N * widest_gradient);
+  layout.reserve(&d_gate_up, N * 2 * config.ffn_size);
+  layout.reserve(&d_gate_up_transposed, N * 2 * config.ffn_size);
 }
 
 Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
@@ -106,10 +106,10 @@ Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, c
       scales_(config.num_layers),
       memory_(config, options, table, sharding),
       buffers_(config.num_layers, sharding.parameters_sharded),
-      arena_(memory_.regions.plan()),
+      arena_(memory_.layout.plan()),
       results_(static_cast<std::uint64_t>(ranks_ * slots()) * sizeof(Fp8Tally)),
       upload_((1 + Fp8Memory::kScaleStride) * static_cast<std::uint64_t>(slots()) * sizeof(float)) {
-  memory_.regions.bind(arena_);
+  memory_.layout.bind(arena_);
   arena_.clear(stream_);
   std::fill_n(results_.at<Fp8Tally>(0), ranks_ * slots(), Fp8Tally{});
   if (!sharding.sharded) prepare_update();

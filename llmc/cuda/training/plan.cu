@@ -172,26 +172,26 @@ TrainingWorkspace::TrainingWorkspace(const ModelConfig& config, const TrainOptio
                                const Sharding& sharding) {
   const std::int64_t N = options.micro_batch * options.seq_len;
   const std::int64_t rope_elements = options.seq_len * (config.rope.rotary_dim / 2);
-  regions.reserve(&tokens, N);
-  regions.reserve_bytes(&sorted_tokens, embedding_sort_bytes(N));
-  regions.reserve(&labels, N);
-  regions.reserve(&rope_cos, rope_elements);
-  regions.reserve(&rope_sin, rope_elements);
-  regions.reserve(&loss_total, 1);
-  regions.reserve(&evaluation_total, 1);
-  regions.reserve(&rank_totals, share.ranks * share.rounds);
+  layout.reserve(&tokens, N);
+  layout.reserve_bytes(&sorted_tokens, embedding_sort_bytes(N));
+  layout.reserve(&labels, N);
+  layout.reserve(&rope_cos, rope_elements);
+  layout.reserve(&rope_sin, rope_elements);
+  layout.reserve(&loss_total, 1);
+  layout.reserve(&evaluation_total, 1);
+  layout.reserve(&rank_totals, share.ranks * share.rounds);
   if (options.precision == Precision::fp8 && share.ranks > 1) {
-    regions.reserve(&rank_tallies, share.ranks * Fp8Slots{config.num_layers}.count());
+    layout.reserve(&rank_tallies, share.ranks * Fp8Slots{config.num_layers}.count());
   }
-  regions.reserve(&gradient_norm, 1);
-  regions.reserve(&squares, sharding.squares);
-  if (!sharding.squares_order.empty()) regions.reserve(&squares_order, sharding.squares);
+  layout.reserve(&gradient_norm, 1);
+  layout.reserve(&squares, sharding.squares);
+  if (!sharding.squares_order.empty()) layout.reserve(&squares_order, sharding.squares);
   const int norm_sums = config.norm == NormKind::layernorm ? 2 : 1;  // column sums: weight and, for LayerNorm, bias
-  regions.reserve_bytes(&scratch, std::max({residual_norm_backward_workspace(config.hidden_size, norm_sums),
+  layout.reserve_bytes(&scratch, std::max({residual_norm_backward_workspace(config.hidden_size, norm_sums),
                                          attention_backward_workspace(attention_shape(config, options)),
                                          embedding_backward_workspace(N, config.hidden_size)}));
   // Last, because its size differs between ranks, and what ranks exchange must have the same offset on all.
-  regions.reserve(&adamw_blocks, static_cast<std::int64_t>(sharding.blocks.size()));
+  layout.reserve(&adamw_blocks, static_cast<std::int64_t>(sharding.blocks.size()));
 }
 
 template <typename S>
@@ -214,9 +214,9 @@ std::vector<MemoryLine> llama_memory(const ModelConfig& config, const TrainOptio
                    2 * state_bytes(moment_bytes(options))});
   lines.push_back({kSplitMaster<S> ? "activations (bf16)" : "activations (fp32)", activations.plan().bytes()});
   if (options.precision == Precision::fp8) {
-    lines.push_back({"weights and operands (fp8)", Fp8Memory(config, options, table, sharding).regions.plan().bytes()});
+    lines.push_back({"weights and operands (fp8)", Fp8Memory(config, options, table, sharding).layout.plan().bytes()});
   }
-  lines.push_back({"workspace", workspace.regions.plan().bytes() + Matmul::kWorkspaceBytes});
+  lines.push_back({"workspace", workspace.layout.plan().bytes() + Matmul::kWorkspaceBytes});
   return lines;
 }
 template std::vector<MemoryLine> llama_memory<float>(const ModelConfig&, const TrainOptions&, const RankShare&);

@@ -64,7 +64,7 @@ void TrainingModel<S>::parameters_needed_again(std::size_t section) {
 // before parameters_needed() as that allows.
 template <typename S>
 void TrainingModel<S>::fetch_parameters(std::size_t section) {
-  if (!sharding_.parameters_sharded || !places_.take(section)) return;
+  if (!sharding_.parameters_sharded || !buffers_.take(section)) return;
   const cudaStream_t stream = *exchange_stream_;
   fork_stream(stream_, stream, forked_, "parameters");
   for (std::size_t b = 0; b < sharding_.buckets.size(); ++b) {

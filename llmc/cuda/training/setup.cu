@@ -35,19 +35,19 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
       moment1_arena_(state_plan("first moments", sharding_, moment_bytes(options))),
       moment2_arena_(state_plan("second moments", sharding_, moment_bytes(options))),
       activation_arena_(acts_.plan()),
-      workspace_arena_(work_.regions.plan()),
+      workspace_arena_(work_.layout.plan()),
       weights_(bind_weights(config, table_, parameter_arena_.at<S>(0), Offsets::bytes)),
       d_weights_(bind_weights(config, table_, gradient_arena_.at<float>(0), Offsets::elements)),
       upload_(rows()),
       results_(sizeof(GradientNorm) +
                (1 + static_cast<std::uint64_t>(peers.share.ranks * peers.share.rounds)) * sizeof(LossTotal)),
-      places_(sharding_.places),
+      buffers_(sharding_.places),
       sent_(sharding_.buckets.size()) {
   if (options.precision == Precision::fp8) {
     fp8_.emplace(config, options, table_, sharding_, swiglu_in_epilogue_, matmul_, clock_, stream_);
   }
   acts_.bind(activation_arena_);
-  work_.regions.bind(workspace_arena_);
+  work_.layout.bind(workspace_arena_);
   place_sections();
   for (DeviceArena* arena :
        {&parameter_arena_, &own_parameter_arena_, &low_arena_, &gradient_arena_, &part_sum_arena_, &rank_sum_arena_,

@@ -261,7 +261,7 @@ void TrainingModel<S>::update(const AdamWStep& step) {
   if (!sharding_.sharded) return update_blocks({0, static_cast<std::int64_t>(sharding_.blocks.size())}, step);
   // Parameters that other ranks are still reading must not change.
   for (const std::unique_ptr<Event>& event : parameters_ready_) check(cudaStreamWaitEvent(stream_, *event), "update");
-  places_.forget();
+  buffers_.forget();
   // Divided parameters with which the next forward pass begins are fetched while the others are updated.
   const std::size_t first = section_of_layer(std::min(config_.num_layers, kLayerBuffers));
   for (std::size_t b = 0; b < sharding_.buckets.size(); ++b) {
