@@ -225,7 +225,7 @@ TEST(DecodeDevice, RandomModelsHaveTheWeightsOfTheirSeed) {
   EXPECT_NE(logits_of(2), first);
   EXPECT_GT(std::set<float>(first.begin(), first.end()).size(), first.size() / 2);
   const DecodeDevice device(settings);
-  expect_contains(error_of(Exit::usage, [&] { device.make_random(preset_config("tiny"), 16); }), "needs a GPU");
+  EXPECT_NO_THROW(device.make_random(preset_config("tiny"), 16));
 }
 
 }  // namespace

@@ -630,7 +630,7 @@ TEST_F(RanksLoop, DividedParametersAreAPartAndThePlacesOfTwoLayers) {
     EXPECT_EQ(total_bytes(model->memory()),
               total_bytes(cpu::plan_training(config_, options, ranks.rank(), 3, Shard::parameters)));
     EXPECT_TRUE(model->evaluates_together());
-    expect_contains(error_of(Exit::internal, [&] { model->decoder(4); }), "divided parameters");
+    expect_contains(error_of(Exit::internal, [&] { model->decoder(4); }), "sharded parameters");
     EXPECT_TRUE(model->activation("logits").empty());
   });
   EXPECT_GE(own, all);
