@@ -197,7 +197,7 @@ TrainingWorkspace::TrainingWorkspace(const ModelConfig& config, const TrainOptio
 template <typename S>
 std::vector<MemoryLine> llama_memory(const ModelConfig& config, const TrainOptions& options, const RankShare& share) {
   const TensorTable table(config, kStorage<S>);
-  const Sharding division(config, table, share);
+  const Sharding sharding(config, table, share);
   const TrainingWorkspace workspace(config, options, share, sharding);
   const TrainingActivations<S> activations(config, options, classifier_rows(options.micro_batch * options.seq_len));
   const auto state_bytes = [&](std::size_t element) { return state_plan("", sharding, element).bytes(); };
