@@ -15,7 +15,7 @@ Drafter::Drafter(const DraftOptions& options, InferenceModel& model, const Sched
   if (options.sequence != nullptr) sequence_.emplace(*options.sequence, model.config().vocab_size);
 }
 
-// ---- how many --------------------------------------------------------------------------------------------------------
+// ---- how many -------------------------------------------------------------------------------------------------------
 
 // Until the steps of both models are measured, a draft costs as much as the share of bytes that the draft model reads.
 DraftCosts Drafter::costs_now() const {
@@ -45,7 +45,7 @@ bool Drafter::wants(const RequestState& s) const {
   return length(s) > 0;
 }
 
-// ---- drafts ----------------------------------------------------------------------------------------------------------
+// ---- drafts ---------------------------------------------------------------------------------------------------------
 
 // With lookup, steps are only collected if the ids known so far have a match.
 bool Drafter::waits_for_ids() {
@@ -128,7 +128,7 @@ void Drafter::release_preempted() {
   }
 }
 
-// ---- verifications ---------------------------------------------------------------------------------------------------
+// ---- verifications --------------------------------------------------------------------------------------------------
 
 // Under DraftOptions::acceptance, how many count as right is a function of the request and the position.
 std::vector<ScoredId> Drafter::accepted(const RequestState& request, std::int64_t drafts,
@@ -159,7 +159,7 @@ void Drafter::generated_plainly(RequestState& request) {
   if (any() && length(request) == 0) request.drafting.length.generated_plainly();
 }
 
-// ---- what is held ----------------------------------------------------------------------------------------------------
+// ---- what is held ---------------------------------------------------------------------------------------------------
 
 std::string Drafter::held_when_idle() const {
   if (!holders_.empty()) return format("%zu requests have drafts", holders_.size());

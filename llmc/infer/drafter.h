@@ -1,7 +1,7 @@
 // The drafts of an engine: for which sequences, how many, from where, and what is learned from each verification.
 //
-// Owns the draft model's side of DraftOptions, the measured costs and the counts. draft() sets Sequence::drafts before a step is
-// planned; nothing else does. A request holds pages and a slot of the draft model only while it runs.
+// Owns the draft model's side of DraftOptions, the measured costs and the counts. draft() sets Sequence::drafts before
+// a step is planned. A request holds pages and a slot of the draft model only while it runs.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@ class Drafter {
   Drafter(const DraftOptions& options, InferenceModel& model, const Scheduler& scheduler);
 
   bool any() const { return options_.any(); }
-  // Begins a step: forgets the drafts of the last one. Whether a sequence with rows in flight is to get drafts: these need all
-  // its sampled ids, so the steps in flight have to be collected first.
+  // Begins a step: forgets the drafts of the last one. Whether a sequence with rows in flight is to get drafts: these
+  // need all its sampled ids, so the steps in flight have to be collected first.
   bool waits_for_ids();
   // Drafts for the sequences that generate and have no rows in flight.
   void draft();
@@ -36,7 +36,7 @@ class Drafter {
   bool on_device() const { return on_device_; }
   std::span<const std::int32_t> finish();
 
-  // After a step is planned: frees what it has taken the place of.
+  // After a step is planned: sequences that it has preempted hold nothing of the draft model.
   void release_preempted();
   void release(RequestState& request);
 

@@ -48,7 +48,8 @@ void check_options(const InferenceModel& model, const EngineOptions& options) {
 
 }  // namespace
 
-// One step, from what came in to what goes out. Each part says in its header what it owns; here is the order of their work.
+// One step, from what came in to what goes out. Each part says in its header what it owns; here is the order of their
+// work.
 class Engine::State {
  public:
   State(InferenceModel& model, const EngineOptions& options)

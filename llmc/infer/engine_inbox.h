@@ -1,7 +1,7 @@
 // What an engine's thread exchanges with all others: requests and cancellations come in, statistics go out.
 //
-// Any thread may call any function, except that take() and publish() belong to the thread that steps. Nothing here waits for
-// a step: the lock is held to move a few words.
+// Any thread may call any function, except that take() and publish() belong to the thread that steps. Nothing here
+// waits for a step: the lock is held to move a few words.
 #pragma once
 
 #include <chrono>

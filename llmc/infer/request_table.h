@@ -1,8 +1,9 @@
-// The requests of an engine, from the step that takes them up until they hold nothing, and all that their listeners hear.
+// The requests of an engine, from the step that takes them up until they hold nothing, and all that their listeners
+// hear.
 //
-// Owns the requests and their deadlines. Every request ends once: by its last id, by cancel(), by its deadline, or by end(); its
-// listener then gets on_end() and nothing more. A request that ends with rows in flight stays at its address until these are
-// collected. Used by the thread that steps; listeners are called from it.
+// Owns the requests and their deadlines. Every request ends once: by its last id, by cancel(), by its deadline, or by
+// end(); its listener then gets on_end() and nothing more. A request that ends with rows in flight stays at its address
+// until these are collected. Used by the thread that steps; listeners are called from it.
 #pragma once
 
 #include <chrono>
@@ -32,7 +33,8 @@ class RequestTable {
   }
   void end_late();  // those whose deadline is over
 
-  // The log-probabilities of the span's targets. Tells the listener if they complete the prompt's. False if one is not a number.
+  // The log-probabilities of the span's targets. Tells the listener if they complete the prompt's. False if one is not
+  // a number.
   bool take_scores(const FlightSpan& span, const SpanResult& result);
   // The next id of a request. May end it.
   void take_id(RequestState& request, const ScoredId& id);

@@ -36,8 +36,8 @@ void StepsInFlight::submit(std::span<const PlannedSpan> plan, bool drafts_on_dev
     }
     if (planned.sample) span.sampling = &s.asked.sampling;
     span.alternatives = s.asked.alternatives;
-    // Row i gives the log-probability of the id after it. Rows that are computed again after a preemption are not scored
-    // again once all scores are there.
+    // Row i gives the log-probability of the id after it. Rows that are computed again after a preemption are not
+    // scored again once all scores are there.
     const std::int64_t rows_to_score = s.scored_rows < s.rows_to_score ? s.rows_to_score : 0;
     const std::int64_t targets =
         std::min(planned.first_position + planned.rows, rows_to_score) - planned.first_position;

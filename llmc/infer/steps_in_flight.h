@@ -1,7 +1,7 @@
 // The steps that the model has been given and whose results have not been collected, the oldest first.
 //
-// Turns what the scheduler has planned into the model's spans, keeps what they point to, and hands back each span's result with
-// the request that it belongs to. Knows neither why rows are computed nor what becomes of their results.
+// Turns what the scheduler has planned into the model's spans, keeps what they point to, and hands back each span's
+// result with the request that it belongs to. Knows neither why rows are computed nor what becomes of their results.
 #pragma once
 
 #include <cstddef>
@@ -33,8 +33,8 @@ class StepsInFlight {
 
   // `drafts_on_device`: the device is still drawing the drafts of this step, and set_drafts() follows.
   void submit(std::span<const PlannedSpan> plan, bool drafts_on_device);
-  // The drafts that the device has drawn for the only sequence of the step that was submitted last. Fewer than the step has
-  // rows for them: the others are wrong.
+  // The drafts that the device has drawn for the only sequence of the step that was submitted last. Fewer than the step
+  // has rows for them: the others are wrong.
   void set_drafts(std::span<const std::int32_t> drafts);
   // Waits for the oldest step and gives `take` each span with its result.
   void collect(const std::function<void(const FlightSpan&, const SpanResult&)>& take);

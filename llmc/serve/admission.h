@@ -1,8 +1,9 @@
 // How much requests may have under way at once. Whoever asks for more is refused with 429, before anything is computed.
 //
-// Two limits hold for all requests together: completions, which are counted from their reservation to their end in the engine,
-// and values of large answers, from their reservation until nobody has the answer. How the engine shares its places among those
-// that it has is the scheduler's (llmc/infer/scheduler.h); here each request becomes a group of its own. Any thread may call.
+// Two limits hold for all requests together: completions, which are counted from their reservation to their end in the
+// engine, and values of large answers, from their reservation until nobody has the answer. How the engine shares its
+// places among those that it has is the scheduler's (llmc/infer/scheduler.h); here each request becomes a group of its
+// own. Any thread may call.
 #pragma once
 
 #include <atomic>

@@ -1,7 +1,9 @@
-// The answer to one request for completions: from what the engine hands out for its choices to JSON, or to events of a stream.
+// The answer to one request for completions: from what the engine hands out for its choices to JSON, or to events of a
+// stream.
 //
-// It is written on the thread of the connections alone, and once: fail() may have the last word before the engine has made
-// everything, and what comes afterwards is dropped. cancel() may be called from any thread; the engine hears of it once.
+// It is written on the thread of the connections alone, and once: fail() may have the last word before the engine has
+// made everything, and what comes afterwards is dropped. cancel() may be called from any thread; the engine hears of it
+// once.
 #pragma once
 
 #include <atomic>

@@ -65,25 +65,6 @@ void Answers::submit(const std::shared_ptr<Answer>& answer, Engine& engine, std:
   }
 }
 
-std::int64_t Answers::under_way() const {
-  const std::lock_guard lock(mutex_);
-  return std::ssize(answers_);
-}
-
-std::vector<std::shared_ptr<Answer>> Answers::all() const {
-  const std::lock_guard lock(mutex_);
-  return {answers_.begin(), answers_.end()};
-}
-
-void Answers::erase(const std::shared_ptr<Answer>& answer) {
-  const std::lock_guard lock(mutex_);
-  answers_.erase(answer);
-}
-
-void Answers::cancel_all() {
-  for (const std::shared_ptr<Answer>& answer : all()) answer->cancel();
-}
-
 void Answers::fail_all(const std::string& message) {
   flush();
   for (const std::shared_ptr<Answer>& answer : all()) {
@@ -127,7 +108,8 @@ void Answers::deliver_inbox() {
   delivering_.clear();
 }
 
-// Calls `action`, which makes a part of the answer; ends the answer if it throws. There may not even be enough memory to say so.
+// Calls `action`, which makes a part of the answer; ends the answer if it throws. There may not even be enough memory
+// to say so.
 template <typename Action>
 void Answers::attempt(Answer& answer, const Action& action) {
   try {

@@ -1,8 +1,8 @@
 // The answers under way, and the way of their pieces from the engine's thread to that of the connections.
 //
-// What a step hands out is collected, and passed on at once by flush(): all pending events of a stream become one write, so that
-// a thread of connections that has fallen behind catches up. An answer stays here from submit() until its last piece has been
-// taken. One that cannot be written, which is for want of memory, ends alone.
+// What a step hands out is collected, and passed on at once by flush(): all pending events of a stream become one
+// write, so that a thread of connections that has fallen behind catches up. An answer stays here from submit() until
+// its last piece has been taken. One that cannot be written, which is for want of memory, ends alone.
 #pragma once
 
 #include <cstddef>
@@ -36,11 +36,16 @@ class Answers {
   // Answer::submit(); cancelled if the client goes away. If it throws, the answer has been given up.
   void submit(const std::shared_ptr<Answer>& answer, Engine& engine, std::vector<Completion> completions,
               Reservation& places);
-  std::int64_t under_way() const;
+  std::int64_t under_way() const {
+    const std::lock_guard lock(mutex_);
+    return std::ssize(answers_);
+  }
 
   // On the engine's thread.
   void flush();
-  void cancel_all();
+  void cancel_all() {
+    for (const std::shared_ptr<Answer>& answer : all()) answer->cancel();
+  }
   void fail_all(const std::string& message);
 
  private:
@@ -56,8 +61,14 @@ class Answers {
   void deliver_inbox();
   template <typename Action>
   void attempt(Answer& answer, const Action& action);
-  std::vector<std::shared_ptr<Answer>> all() const;
-  void erase(const std::shared_ptr<Answer>& answer);
+  std::vector<std::shared_ptr<Answer>> all() const {
+    const std::lock_guard lock(mutex_);
+    return {answers_.begin(), answers_.end()};
+  }
+  void erase(const std::shared_ptr<Answer>& answer) {
+    const std::lock_guard lock(mutex_);
+    answers_.erase(answer);
+  }
 
   ServerMetrics& metrics_;
   Admission& admission_;

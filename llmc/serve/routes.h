@@ -1,5 +1,5 @@
-// The table of routes: what the server answers at which path. A further endpoint is a row in routes.cpp, which names its function,
-// and that function in a file of its own, declared below.
+// The table of routes: what the server answers at which path. A further endpoint is a row in routes.cpp, which names
+// its function, and that function in a file of its own, declared below.
 #pragma once
 
 #include <memory>
@@ -18,8 +18,9 @@ struct Call {
   const std::shared_ptr<HttpExchange>& exchange;
   std::string name;  // what stands for {name} in the route's path
 };
-// Returns the answer, or nothing: then it answers by the exchange, at once or later. Refuses by RequestError. With GET it runs on the
-// thread of the connections and must be quick, with POST on one for requests with a body (llmc/serve/http.h).
+// Returns the answer, or nothing: then it answers by the exchange, at once or later. Refuses by RequestError. With GET
+// it runs on the thread of the connections and must be quick, with POST on one for requests with a body
+// (llmc/serve/http.h).
 using Endpoint = std::optional<HttpResponse>(const Call& call);
 
 // Calls the endpoint; answers OPTIONS itself. RequestError: 404 without such a path, 405 for another method.
