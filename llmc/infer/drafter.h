@@ -59,7 +59,7 @@ class Drafter {
   DraftCosts costs_now() const;
   std::int64_t length(const RequestState& request) const;
   std::int64_t count(const RequestState& request) const;
-  bool wants(const RequestState& request) const;
+  bool wants(const RequestState& s) const;
   const std::vector<std::int32_t>& looked_up(RequestState& request);
   void draft_with_model();
   void draft_with_sequence(RequestState& request);

@@ -52,7 +52,7 @@ void submit(Service& service, const std::shared_ptr<Answer>& answer, const Compl
 
 }  // namespace
 
-std::optional<HttpResponse> complete(const Call& call) {
+std::optional<HttpResponse> create_completion(const Call& call) {
   Service& service = call.service;
   const auto answer = std::make_shared<Answer>(service.metrics, service.admission);
   answer->arrival = std::chrono::steady_clock::now();

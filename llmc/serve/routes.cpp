@@ -17,10 +17,13 @@ struct Route {
 };
 
 constexpr Route kRoutes[] = {
-    {"GET", "/", show_page, true},         {"GET", "/health", show_health, true},
-    {"GET", "/version", show_version},     {"GET", "/metrics", show_metrics},
-    {"GET", "/v1/models", list_models},    {"GET", "/v1/models/{name}", show_model},
-    {"POST", "/v1/completions", complete},
+    {"GET", "/", show_page, true},
+    {"GET", "/health", show_health, true},
+    {"GET", "/version", show_version},
+    {"GET", "/metrics", show_metrics},
+    {"GET", "/v1/models", list_models},
+    {"GET", "/v1/models/{name}", show_model},
+    {"POST", "/v1/completions", create_completion},
 };
 
 // What stands for {name} in `path`; nothing if it is not the route's.

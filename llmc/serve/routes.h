@@ -18,9 +18,8 @@ struct Call {
   const std::shared_ptr<HttpExchange>& exchange;
   std::string name;  // what stands for {name} in the route's path
 };
-// Returns the answer, or nothing: then it answers by the exchange, at once or later. Refuses by RequestError. With GET
-// it runs on the thread of the connections and must be quick, with POST on one for requests with a body
-// (llmc/serve/http.h).
+// Returns the answer, or nothing: then it answers by the exchange, at once or later. Refuses by RequestError. Runs on a
+// worker if the request has a body, otherwise on the thread of the connections, and must be quick there (http.h).
 using Endpoint = std::optional<HttpResponse>(const Call& call);
 
 // Calls the endpoint; answers OPTIONS itself. RequestError: 404 without such a path, 405 for another method.
@@ -31,6 +30,6 @@ std::string allowed_methods(std::string_view path);
 bool is_open(std::string_view path);
 
 Endpoint show_page, show_health, show_version, show_metrics, list_models, show_model;  // endpoints.cpp
-Endpoint complete;                                                                     // completions.cpp
+Endpoint create_completion;                                                            // completions.cpp
 
 }  // namespace weft
