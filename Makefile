@@ -161,7 +161,7 @@ $B/llmc/app/%.o: private CXXFLAGS += $(MAIN_FLAGS)
 $(patsubst %.cpp,$B/%.o,$(wildcard llmc/app/*.cpp)): $B/link-flags
 
 # Asio's fences stand between handlers that a mutex orders anyway: that ThreadSanitizer does not know fences loses nothing.
-$B/llmc/serve/http.o: private CXXFLAGS += -Wno-tsan
+$(patsubst %.cpp,$B/%.o,$(wildcard llmc/serve/http*.cpp)): private CXXFLAGS += -Wno-tsan
 
 # The page is put in by the assembler, of which -MMD knows nothing.
 $B/llmc/serve/page.o: llmc/serve/page.html
