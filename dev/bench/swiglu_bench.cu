@@ -19,10 +19,10 @@
 
 #include "dev/bench/gpu_main.h"
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/elementwise/swiglu.h"
 #include "llmc/cuda/op/gemm/matmul.h"
 #include "llmc/cuda/op/gemm/matmul_swiglu.h"
 #include "llmc/cuda/op/gemm/matmul_swiglu_fp8.h"
-#include "llmc/cuda/op/elementwise/swiglu.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/stream.h"
 

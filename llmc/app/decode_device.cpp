@@ -11,10 +11,10 @@
 #include "llmc/model/tensor_table.h"
 #include "llmc/train/initialize.h"
 #ifdef WEFT_CUDA
-#include "llmc/cuda/runtime/ceilings.h"
 #include "llmc/cuda/inference/fused_tokens.h"
 #include "llmc/cuda/inference/inference.h"
 #include "llmc/cuda/inference/neox.h"
+#include "llmc/cuda/runtime/ceilings.h"
 #endif
 
 namespace weft {
@@ -171,8 +171,8 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored) {
            : settings_.dtype == "fp32" || settings_.task == InferTask::compare ? DType::f32
                                                                                : stored;
   const bool many = settings_.many_sequences() || settings_.drafts();
-  const std::string reason =
-      many || through_pages(config) ? cuda::inference_unsupported_reason(config, dtype_) : cuda::neox_unsupported_reason(config, dtype_);
+  const std::string reason = many || through_pages(config) ? cuda::inference_unsupported_reason(config, dtype_)
+                                                           : cuda::neox_unsupported_reason(config, dtype_);
   if (reason.empty()) return choose_decode(config, many);
   if (settings_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", reason.c_str());
   use_cpu(choose_cpu(reason));
@@ -291,7 +291,8 @@ bool DecodeDevice::fused_steps(const ModelConfig& config) const {
 
 bool DecodeDevice::fuses_draft(const ModelConfig& config) const {
   const bool wanted = settings_.decode == "auto" || settings_.decode == "fused";
-  return choice_.gpu && wanted && cuda::fused_unsupported_reason(config, dtype_).empty() && !cuda::graph_is_faster(config);
+  return choice_.gpu && wanted && cuda::fused_unsupported_reason(config, dtype_).empty() &&
+         !cuda::graph_is_faster(config);
 }
 
 SequenceDraft DecodeDevice::load_sequence_draft(const ModelFile& file, const InferenceModel& model) const {

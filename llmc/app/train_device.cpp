@@ -10,9 +10,9 @@
 #include "llmc/cpu/training.h"
 #include "llmc/train/fault_injection.h"
 #ifdef WEFT_CUDA
-#include "llmc/cuda/training/training.h"
-#include "llmc/cuda/op/gemm/matmul.h"
 #include "llmc/cuda/inference/inference.h"
+#include "llmc/cuda/op/gemm/matmul.h"
+#include "llmc/cuda/training/training.h"
 #endif
 
 namespace weft {

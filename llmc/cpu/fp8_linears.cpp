@@ -18,7 +18,8 @@ const MemoryPlan& plan(ArenaLayout& layout, const ModelConfig& config, std::int6
     widest_input = std::max(widest_input, size.C);
     widest_gradient = std::max(widest_gradient, size.OC);
     for (std::int64_t place = 0; place < places; ++place) {
-      layout.reserve(&weights[static_cast<std::size_t>(4 * place) + static_cast<std::size_t>(linear)], size.C * size.OC);
+      layout.reserve(&weights[static_cast<std::size_t>(4 * place) + static_cast<std::size_t>(linear)],
+                     size.C * size.OC);
     }
   }
   layout.reserve(&input, rows * widest_input);

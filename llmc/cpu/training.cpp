@@ -53,7 +53,7 @@ struct RankShard {
   std::int64_t rounds = 1;  // ranks that it computes, one after the other
   Range added;              // elements of the gradients that it adds
   Range own;                // elements that it updates: it has their moments
-  SectionBuffers places;     // of sharded parameters; empty if it has all of them
+  SectionBuffers places;    // of sharded parameters; empty if it has all of them
 };
 
 RankShard shard_of(const ModelConfig& config, const TensorTable& table, const TrainOptions& options, int rank,
@@ -118,7 +118,7 @@ class TrainingModel final : public TrainModel {
         sharded_(ranks != nullptr && shard != Shard::none),
         parts_(cut_arena(table_, ranks != nullptr ? ranks->size() : 1, kAdamWBlock)),
         shard_(shard_of(config, table_, options, ranks != nullptr ? ranks->rank() : 0,
-                            ranks != nullptr ? ranks->size() : 1, shard)),
+                        ranks != nullptr ? ranks->size() : 1, shard)),
         own_(shard_.own),
         sections_(parameter_sections(config, table_)),
         parameter_arena_(read_parameters_plan(table_, shard_)),
@@ -136,8 +136,7 @@ class TrainingModel final : public TrainModel {
     if (options.precision == Precision::fp8) fp8_.emplace(config, options, parameters_sharded());
     if (!parameters_sharded()) return;
     std::vector<std::int64_t> moves;
-    for (std::size_t s = 0; s < sections_.size(); ++s)
-      moves.push_back(shard_.places.begin_of(s) - sections_[s].begin);
+    for (std::size_t s = 0; s < sections_.size(); ++s) moves.push_back(shard_.places.begin_of(s) - sections_[s].begin);
     weights_.move_sections(moves);
   }
 
@@ -196,7 +195,8 @@ class TrainingModel final : public TrainModel {
   std::vector<float> activation(const std::string& name) override;
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
     if (parameters_sharded()) fail(Exit::internal, "a decoder of sharded parameters");
-    return single_sequence(make_inference(config_, table_, parameter_arena_.at<float>(0), one_sequence(capacity)), capacity);
+    return single_sequence(make_inference(config_, table_, parameter_arena_.at<float>(0), one_sequence(capacity)),
+                           capacity);
   }
 
  private:
@@ -694,7 +694,7 @@ std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOpti
 }
 
 std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
-                                   Shard shard) {
+                                      Shard shard) {
   const TensorTable table(config);
   return memory_lines(config, options, table, shard_of(config, table, options, rank, ranks, shard));
 }
@@ -704,8 +704,8 @@ std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const
   return std::make_unique<TrainingModel>(config, options, nullptr, Shard::none);
 }
 
-std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
-                                       Shard shard) {
+std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options,
+                                                Communicator& ranks, Shard shard) {
   check_precision(config, options);
   if (options.virtual_ranks % ranks.size() != 0) {
     fail(Exit::internal, "%d ranks for a step of %lld", ranks.size(), static_cast<long long>(options.virtual_ranks));

@@ -14,7 +14,7 @@ namespace weft::cpu {
 std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOptions& options);
 // The same for process `rank` of `ranks`.
 std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
-                                   Shard shard);
+                                      Shard shard);
 
 // All parameters, gradients and moments start as zeros; write_tensor() sets them. Exit::usage if options.precision is
 // bf16, or fp8 with sizes that check_fp8_sizes() refuses; Exit::resources if the memory cannot be had.
@@ -29,7 +29,7 @@ std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const
 // statistics(), of gradients. write_tensor() of a moment keeps the part that the process has. Shard::parameters divides
 // parameters in the same way, so that read_tensor() of parameters, forward(), backward() and evaluate() are calls of
 // all processes, too: each layer's parameters come from all of them. Gradients are those of Shard::optimizer.
-std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
-                                       Shard shard);
+std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options,
+                                                Communicator& ranks, Shard shard);
 
 }  // namespace weft::cpu

@@ -137,12 +137,14 @@ void ModelFile::require_trainable() const {
   const std::string path = escaped(file_.path());
   if (!config_.gated() || config_.qkv_layout != QkvLayout::concatenated || config_.parallel_residual) {
     fail(Exit::bad_file,
-         "%s: got a model of the family %s, expected one that can be trained: with SwiGLU, a sequential residual, and q, k and "
+         "%s: got a model of the family %s, expected one that can be trained: with SwiGLU, a sequential residual, and "
+         "q, k and "
          "v in matrices of their own. infer_pythia runs this model",
          path.c_str(), config_.family.c_str());
   }
   if (!config_.quantization.any()) return;
-  fail(Exit::bad_file, "%s: its weights are quantised (%s), and training needs floats. Take the file it was converted from",
+  fail(Exit::bad_file,
+       "%s: its weights are quantised (%s), and training needs floats. Take the file it was converted from",
        path.c_str(), quantization_text(config_.quantization).c_str());
 }
 

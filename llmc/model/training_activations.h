@@ -62,7 +62,7 @@ class TrainingActivations {
 
 template <typename T>
 TrainingActivations<T>::TrainingActivations(const ModelConfig& config, const TrainOptions& options,
-                                      std::int64_t classifier_rows) {
+                                            std::int64_t classifier_rows) {
   const std::int64_t L = config.num_layers, C = config.hidden_size, F = config.ffn_size, V = config.vocab_size;
   const std::int64_t N = options.micro_batch * options.seq_len;
   const std::int64_t q = config.q_size(), qkv = q + 2 * config.kv_size();

@@ -431,10 +431,10 @@ TEST(TrainDevice, AnEvaluationDividesNothing) {
         const bool refused =
             !eval && (shard == std::string("gradients") || (planned_gpu && shard == std::string("parameters")));
         expect_unsupported_reason(reason,
-                       !refused      ? ""
-                       : planned_gpu ? "2 micro-batches a rank and step, expected one"
-                                     : "which needs a GPU",
-                       format("%s%s%s", shard, eval ? ", --eval" : "", planned_gpu ? ", GPU" : ""));
+                                  !refused      ? ""
+                                  : planned_gpu ? "2 micro-batches a rank and step, expected one"
+                                                : "which needs a GPU",
+                                  format("%s%s%s", shard, eval ? ", --eval" : "", planned_gpu ? ", GPU" : ""));
       }
     }
   }

@@ -208,8 +208,7 @@ TEST(CpuDecoder, NothingIsWrittenPastTheCache) {
 
 // Random weights are those of the seed, and no others: models of --random-model that are timed are the same everywhere.
 TEST(DecodeDevice, RandomModelsHaveTheWeightsOfTheirSeed) {
-  const ModelConfig config =
-      ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin").config();
+  const ModelConfig config = ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin").config();
   const std::vector<std::int32_t> ids = {1, 2, 3};
   InferSettings settings;
   settings.device = "cpu";

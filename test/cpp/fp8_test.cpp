@@ -337,8 +337,8 @@ TEST(Fp8Statistics, SharesAreThoseOfAllMicroBatchesButWeightsCountOnce) {
       return tallies[static_cast<std::size_t>(slots.at(kind, layer, linear))];
     };
     const std::uint64_t rows = 10 * micro_batches;
-    tally(Fp8Kind::input, 1, BlockLinear::down).saturated = rows / 10;       // of 56 rows: 1 of 560
-    tally(Fp8Kind::weight, 0, BlockLinear::output).saturated = 2;            // 1 of 480, the most
+    tally(Fp8Kind::input, 1, BlockLinear::down).saturated = rows / 10;  // of 56 rows: 1 of 560
+    tally(Fp8Kind::weight, 0, BlockLinear::output).saturated = 2;       // 1 of 480, the most
     tally(Fp8Kind::gradient, 1, BlockLinear::up).saturated = rows / 5;  // of 112 rows: 1 of 560
     tally(Fp8Kind::gradient, 0, BlockLinear::qkv).flushed = 5;
     tally(Fp8Kind::gradient, 1, BlockLinear::down).flushed = 7;

@@ -12,7 +12,6 @@
 #include "inference_tools.h"
 #include "llmc/cpu/attention.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cpu/inference.h"
 #include "llmc/cpu/matmul_rows.h"
 #include "llmc/cpu/paged_attention.h"
 #include "llmc/infer/divergence.h"
@@ -52,7 +51,8 @@ TEST(MatmulRows, ARowHasTheSameBitsAmongAnyNumberOfOthers) {
       const cpu::Accumulate how = accumulate ? cpu::Accumulate::yes : cpu::Accumulate::no;
       Floats alone = before, plain = before;
       for (std::int64_t n = 0; n < kMost; ++n) {
-        cpu::matmul_rows_forward(alone.data() + n * OC, x.data() + n * C, {weight.data(), {}}, bias.data(), 1, C, OC, how);
+        cpu::matmul_rows_forward(alone.data() + n * OC, x.data() + n * C, {weight.data(), {}}, bias.data(), 1, C, OC,
+                                 how);
       }
       cpu::plain::matmul_forward(plain.data(), x.data(), weight.data(), bias.data(), kMost, C, OC, how);
       expect_close(alone, plain, "C " + std::to_string(C));

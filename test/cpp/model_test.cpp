@@ -10,11 +10,11 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
-#include "llmc/model/config.h"
 #include "llmc/model/block_weights.h"
-#include "llmc/model/training_activations.h"
+#include "llmc/model/config.h"
 #include "llmc/model/random_models.h"
 #include "llmc/model/tensor_table.h"
+#include "llmc/model/training_activations.h"
 
 namespace weft {
 namespace {

@@ -618,7 +618,8 @@ TEST(TrainOptionParser, EachCheckRefusesWhatItSaysAndNothingElse) {
     EXPECT_EQ(train_unsupported_reason(model + "--val v " + purpose, 1), "");
     for (const std::string& other : purposes) {
       if (other == purpose) continue;
-      expect_contains(train_unsupported_reason(model + "--val v " + purpose + " " + other, 1), "only one of them at a time");
+      expect_contains(train_unsupported_reason(model + "--val v " + purpose + " " + other, 1),
+                      "only one of them at a time");
     }
   }
   EXPECT_EQ(train_settings(train + "--dry-run --gpu-memory 3GiB").gpu_memory_bytes, std::uint64_t{3} << 30);
@@ -682,8 +683,7 @@ TEST(InferOptionParser, ChecksWhatIsMissingEmptyOrDrafted) {
   EXPECT_EQ(reason({"-mx", "-py", "--draft=x", "--lookup=0"}), "");
   for (const char* layer : {"--bench-layer", "--bench-timeline"}) {
     for (const char* source : {"--lookup=1", "--draft=x"}) {
-      expect_contains(reason({"-mx", "--bench", layer, source}),
-                      "does not go with --bench-layer and --bench-timeline");
+      expect_contains(reason({"-mx", "--bench", layer, source}), "does not go with --bench-layer and --bench-timeline");
     }
   }
   for (const char* source : {"--lookup=1", "--draft=x"}) {

@@ -84,9 +84,9 @@ class RanksLoop : public testing::Test {
     const bool first = ranks.rank() == 0;
     TrainSettings settings = settings_;
     const TokenDataset data(temporary_.file("train_*.bin"), settings.seq_len);
-    const std::unique_ptr<TrainModel> inner = several != nullptr
-                                                  ? cpu::make_training_model(config_, settings.model_options(), *several, shard)
-                                                  : cpu::make_training_model(config_, settings.model_options());
+    const std::unique_ptr<TrainModel> inner =
+        several != nullptr ? cpu::make_training_model(config_, settings.model_options(), *several, shard)
+                           : cpu::make_training_model(config_, settings.model_options());
     initialize_parameters(*inner, static_cast<std::uint64_t>(settings.seed));
     HookedModel model(*inner);
     if (hook) hook(ranks.rank(), model, settings);
@@ -826,9 +826,10 @@ TEST_F(RanksLoop, ADividedOptimizerHasItsPartOfTheMoments) {
 TEST_F(RanksLoop, ANumberOfProcessesThatDoesNotDivideTheRanksIsRefused) {
   step_of(5, 1);
   run_thread_ranks(2, 60, [&](Communicator& ranks) {
-    expect_contains(error_of(Exit::internal,
-                             [&] { cpu::make_training_model(ranks_config(), settings_.model_options(), ranks, Shard::none); }),
-                    "2 ranks for a step of 5");
+    expect_contains(
+        error_of(Exit::internal,
+                 [&] { cpu::make_training_model(ranks_config(), settings_.model_options(), ranks, Shard::none); }),
+        "2 ranks for a step of 5");
   });
 }
 

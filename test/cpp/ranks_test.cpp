@@ -349,7 +349,8 @@ TEST_F(VirtualRanks, StatisticsCanBeAskedForTwice) {
       const TrainSettings all = settings(2 * rounds, 1);
       run_thread_ranks(2, 60, [&](Communicator& ranks) {
         omp_set_num_threads(1);
-        const std::unique_ptr<TrainModel> model = cpu::make_training_model(micro_config(), all.model_options(), ranks, shard);
+        const std::unique_ptr<TrainModel> model =
+            cpu::make_training_model(micro_config(), all.model_options(), ranks, shard);
         initialize_parameters(*model, 1);
         model->zero_gradients();
         for (std::int64_t rank = ranks.rank(); rank < 2 * rounds; rank += 2) compute(*model, rank, rank + 1, 0.01f);

@@ -355,12 +355,14 @@ void expect_unsupported_reason(const std::function<void(Json&)>& change, std::ve
 
 TEST(SentencePieceFile, RefusesModelsThatItDoesNotKnow) {
   expect_unsupported_reason([](Json& j) { j["model"]["type"] = "Unigram"; }, {"model.type", "Unigram"});
-  expect_unsupported_reason([](Json& j) { j["model"]["unk_token"] = "<nope>"; }, {"model.unk_token", "<nope>", "model.vocab"});
+  expect_unsupported_reason([](Json& j) { j["model"]["unk_token"] = "<nope>"; },
+                            {"model.unk_token", "<nope>", "model.vocab"});
   expect_unsupported_reason([](Json& j) { j["model"]["unk_token"] = 0; }, {"model.unk_token", "a string"});
   expect_unsupported_reason([](Json& j) { j["model"]["byte_fallback"] = 1; }, {"model.byte_fallback", "true or false"});
   expect_unsupported_reason([](Json& j) { j["model"]["fuse_unk"] = "yes"; }, {"model.fuse_unk", "true or false"});
   expect_unsupported_reason([](Json& j) { j["model"]["dropout"] = 0.5; }, {"model.dropout"});
-  expect_unsupported_reason([](Json& j) { j["model"]["continuing_subword_prefix"] = "##"; }, {"continuing_subword_prefix"});
+  expect_unsupported_reason([](Json& j) { j["model"]["continuing_subword_prefix"] = "##"; },
+                            {"continuing_subword_prefix"});
   expect_unsupported_reason([](Json& j) { j["model"]["end_of_word_suffix"] = "</w>"; }, {"end_of_word_suffix"});
   expect_unsupported_reason([](Json& j) { j["model"]["vocab"]["zzz"] = 9'999; }, {"holes"});
   expect_unsupported_reason([](Json& j) { j["model"]["merges"].push_back({"q", "zzz"}); }, {"model.merges[", "zzz"});
@@ -372,11 +374,13 @@ TEST(SentencePieceFile, RefusesNormalizersAndPreTokenizersThatItDoesNotKnow) {
   expect_unsupported_reason(normalizer(step("Precompiled")), {"normalizer.type", "Precompiled"});
   expect_unsupported_reason(normalizer(replace("  ", "\u2581")), {"normalizer.pattern.String", "one character"});
   expect_unsupported_reason(normalizer(replace(" ", "")), {"normalizer.content", "one character"});
-  expect_unsupported_reason(normalizer(step("Replace", {{"pattern", {{"Regex", " "}}}, {"content", "x"}})), {"pattern.String"});
+  expect_unsupported_reason(normalizer(step("Replace", {{"pattern", {{"Regex", " "}}}, {"content", "x"}})),
+                            {"pattern.String"});
   expect_unsupported_reason(normalizer(step("Prepend")), {"normalizer.prepend", "a string"});
   expect_unsupported_reason(normalizer(step("Prepend", {{"prepend", ""}})), {"normalizer.prepend", "got 0 bytes"});
   expect_unsupported_reason(normalizer(step("Prepend", {{"prepend", std::string(65, 'x')}})), {"got 65 bytes", "64"});
-  expect_unsupported_reason(normalizer(step("Sequence", {{"normalizers", Json::array_t(9, step("NFC"))}})), {"more than 8"});
+  expect_unsupported_reason(normalizer(step("Sequence", {{"normalizers", Json::array_t(9, step("NFC"))}})),
+                            {"more than 8"});
   EXPECT_EQ(reason(normalizer(step("Sequence", {{"normalizers", Json::array_t(8, step("NFC"))}}))), "accepted");
   EXPECT_EQ(reason(normalizer(step("Prepend", {{"prepend", std::string(64, 'x')}}))), "accepted");
 
@@ -411,7 +415,8 @@ TEST(SentencePieceFile, RefusesNormalizersAndPreTokenizersThatItDoesNotKnow) {
                  {step("Digits"), step("Metaspace", {{"replacement", "\u2581"}, {"prepend_scheme", "first"}})}}})),
       {"the first pre-tokenizer alone"});
   expect_unsupported_reason(pre(step("BertPreTokenizer")), {"pre_tokenizer.type", "BertPreTokenizer", "Metaspace"});
-  expect_unsupported_reason(pre(step("ByteLevel")), {"no token for the byte"});  // byte-level tokens know no unknown characters
+  expect_unsupported_reason(pre(step("ByteLevel")),
+                            {"no token for the byte"});  // byte-level tokens know no unknown characters
 }
 
 TEST(SentencePieceFile, RefusesDecodersThatItDoesNotKnow) {

@@ -484,14 +484,16 @@ TEST(PreTokenizer, InterpreterAndCompilerAgree) {
 TEST(PreTokenizer, WindowsOfAMatchDoNotShow) {
   for (const bool use_jit : {true, false}) {
     const PreTokenizer pre_tokenizer({split_step(R"( ?é+\b|x(?=y)|a+b|\s+(?!\S)|\s+|a)")}, use_jit);
-    for (const std::size_t length : {1, 124, 127, 128, 129, 252, 255, 256, 257, 510, 512, 1023, 1024, 1025, 4096, 5000}) {
+    for (const std::size_t length :
+         {1, 124, 127, 128, 129, 252, 255, 256, 257, 510, 512, 1023, 1024, 1025, 4096, 5000}) {
       std::string accents;
       for (std::size_t i = 0; i < length; ++i) accents += "é";
       const std::string run(length, 'a'), spaces(length, ' ');
       EXPECT_EQ(pieces_of(pre_tokenizer, " " + accents + "-"), (Pieces{" " + accents, "-"})) << length;
       EXPECT_EQ(pieces_of(pre_tokenizer, run + "b!"), (Pieces{run + "b", "!"})) << length;
       EXPECT_EQ(pieces_of(pre_tokenizer, run + "!").size(), length + 1);
-      EXPECT_EQ(pieces_of(pre_tokenizer, spaces + "xy"), (length == 1 ? Pieces{" ", "x", "y"} : Pieces{spaces.substr(1), " ", "x", "y"}))
+      EXPECT_EQ(pieces_of(pre_tokenizer, spaces + "xy"),
+                (length == 1 ? Pieces{" ", "x", "y"} : Pieces{spaces.substr(1), " ", "x", "y"}))
           << length;
     }
   }
@@ -657,7 +659,7 @@ TEST(TokenizerFile, RefusesMoreAddedTokensThanTheirAutomatonMayTake) {
 
 TEST(TokenizerFile, RefusesBadMerges) {
   expect_unsupported_reason([](Json& j) { j["model"]["merges"].push_back("zzz q"); },
-                 {"model.merges[", "zzz", "not in the vocabulary"});
+                            {"model.merges[", "zzz", "not in the vocabulary"});
   expect_unsupported_reason([](Json& j) { j["model"]["merges"].push_back("q Ġthe"); }, {"not in the vocabulary"});
   expect_unsupported_reason([](Json& j) { j["model"]["merges"].push_back("a b c"); }, {"model.merges[", "left right"});
   expect_unsupported_reason([](Json& j) { j["model"]["merges"].push_back("ab"); }, {"left right"});
@@ -665,7 +667,7 @@ TEST(TokenizerFile, RefusesBadMerges) {
   expect_unsupported_reason([](Json& j) { j["model"]["merges"].push_back({"a", 1}); }, {"a string"});
   for (const char* merge : {"5", "null", R"({"left": "a", "right": "b"})"}) {
     expect_unsupported_reason([&](Json& j) { j["model"]["merges"].push_back(Json::parse(merge)); },
-                   {"model.merges[", "\"left right\" or"});
+                              {"model.merges[", "\"left right\" or"});
   }
   expect_unsupported_reason([](Json& j) { j["model"]["merges"] = nullptr; }, {"model.merges", "a list"});
 }
@@ -688,15 +690,18 @@ TEST(TokenizerFile, TokensThatCollideCostNoMoreThanOthers) {
 
 TEST(TokenizerFile, RefusesBadIds) {
   expect_unsupported_reason([](Json& j) { j["model"]["vocab"]["zzz"] = 5; }, {"model.vocab", "id 5 belongs to both"});
-  expect_unsupported_reason([](Json& j) { j["model"]["vocab"]["zzz"] = 50'000; }, {"model.vocab", "no token has the id", "holes"});
-  expect_unsupported_reason([](Json& j) { j["model"]["vocab"]["zzz"] = 1ll << 31; }, {"model.vocab['zzz']", "2147483648"});
+  expect_unsupported_reason([](Json& j) { j["model"]["vocab"]["zzz"] = 50'000; },
+                            {"model.vocab", "no token has the id", "holes"});
+  expect_unsupported_reason([](Json& j) { j["model"]["vocab"]["zzz"] = 1ll << 31; },
+                            {"model.vocab['zzz']", "2147483648"});
   expect_unsupported_reason([](Json& j) { j["model"]["vocab"]["zzz"] = 1ull << 63; }, {"model.vocab['zzz']"});
   expect_unsupported_reason([](Json& j) { j["model"]["vocab"]["zzz"] = 1'000'000; }, {"model.vocab['zzz']", "999999"});
   expect_unsupported_reason([](Json& j) { j["model"]["vocab"]["zzz"] = -1; }, {"model.vocab['zzz']", "-1"});
   expect_unsupported_reason([](Json& j) { j["model"]["vocab"]["<0x-1>"] = 1.5; }, {"model.vocab['<0x-1>']", "1.5"});
   expect_unsupported_reason([](Json& j) { j["model"]["vocab"]["zzz"] = "7"; }, {"model.vocab['zzz']"});
   expect_unsupported_reason([](Json& j) { j["model"]["vocab"][""] = 1'999; }, {"model.vocab", "empty"});
-  expect_unsupported_reason([](Json& j) { j["model"]["vocab"][std::string(5000, 'z')] = 1'999; }, {"model.vocab", "5000 bytes"});
+  expect_unsupported_reason([](Json& j) { j["model"]["vocab"][std::string(5000, 'z')] = 1'999; },
+                            {"model.vocab", "5000 bytes"});
   expect_unsupported_reason([](Json& j) { j["model"]["vocab"] = Json::array(); }, {"model.vocab"});
   expect_unsupported_reason([](Json& j) { j["model"]["vocab"] = Json::object(); }, {"t.json"});
 }
@@ -726,7 +731,7 @@ TEST(TokenizerFile, RefusesBadAddedTokens) {
   expect_unsupported_reason(with("", size), {"added_tokens[", "empty"});
   expect_unsupported_reason([&](Json& j) { with("yyy", size + 1)(j), with("zzz", size)(j); }, {"order of their ids"});
   expect_unsupported_reason([](Json& j) { j["added_tokens"][0]["special"] = "yes"; },
-                 {"added_tokens[0].special", "true or false"});
+                            {"added_tokens[0].special", "true or false"});
 }
 
 // Without the key a special token is sought in the text as it is, any other in the normalized one.
@@ -746,21 +751,30 @@ TEST(TokenizerFile, TheDefaultOfNormalizedIsForTokensThatAreNotSpecial) {
 }
 
 TEST(TokenizerFile, RefusesWhatItDoesNotSupportByName) {
-  expect_unsupported_reason([](Json& j) { j["normalizer"] = {{"type", "Lowercase"}}; }, {"normalizer.type", "Lowercase"});
+  expect_unsupported_reason(
+      [](Json& j) {
+        j["normalizer"] = {{"type", "Lowercase"}};
+      },
+      {"normalizer.type", "Lowercase"});
   expect_unsupported_reason(
       [](Json& j) {
         j["normalizer"] = {{"type", "Sequence"}, {"normalizers", {{{"type", "Lowercase"}}}}};
       },
       {"normalizer.normalizers[0].type", "Lowercase"});
-  expect_unsupported_reason([](Json& j) { j["pre_tokenizer"] = {{"type", "Metaspace"}}; }, {"pre_tokenizer.type", "Metaspace"});
+  expect_unsupported_reason(
+      [](Json& j) {
+        j["pre_tokenizer"] = {{"type", "Metaspace"}};
+      },
+      {"pre_tokenizer.type", "Metaspace"});
   expect_unsupported_reason([](Json& j) { j["pre_tokenizer"] = nullptr; }, {"pre_tokenizer"});
   expect_unsupported_reason([](Json& j) { j["decoder"]["type"] = "Metaspace"; }, {"decoder.type", "Metaspace"});
   expect_unsupported_reason([](Json& j) { j["decoder"] = nullptr; }, {"decoder"});
   expect_unsupported_reason([](Json& j) { j["post_processor"]["type"] = "BertProcessing"; },
-                 {"post_processor.type", "BertProcessing"});
+                            {"post_processor.type", "BertProcessing"});
   expect_unsupported_reason([](Json& j) { j["model"]["type"] = "Unigram"; }, {"model.type", "Unigram"});
   expect_unsupported_reason([](Json& j) { j["model"]["dropout"] = 0.1; }, {"model.dropout"});
-  expect_unsupported_reason([](Json& j) { j["model"]["continuing_subword_prefix"] = "##"; }, {"model.continuing_subword_prefix"});
+  expect_unsupported_reason([](Json& j) { j["model"]["continuing_subword_prefix"] = "##"; },
+                            {"model.continuing_subword_prefix"});
   expect_unsupported_reason([](Json& j) { j["model"]["end_of_word_suffix"] = "</w>"; }, {"model.end_of_word_suffix"});
 }
 

@@ -179,7 +179,8 @@ TEST(CpuLlamaTest, IgnoredLabelsAreNotCounted) {
 TEST(CpuLlamaTest, OtherPrecisionsAreRefused) {
   TrainOptions options = micro_settings().model_options();
   options.precision = Precision::bf16;
-  expect_contains(error_of(Exit::usage, [&] { cpu::make_training_model(micro_config(), options); }), "--precision: got bf16");
+  expect_contains(error_of(Exit::usage, [&] { cpu::make_training_model(micro_config(), options); }),
+                  "--precision: got bf16");
 }
 
 // What fp8 has lost is in the record of each step; of much saturation one warning in a hundred steps names the tensor.

@@ -10,15 +10,15 @@
 
 #include "llmc/cpu/adamw.h"
 #include "llmc/cpu/fp8.h"
-#include "llmc/cpu/training.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/swiglu.h"
-#include "llmc/cuda/training/training.h"
-#include "llmc/cuda/op/optim/adamw.h"
+#include "llmc/cpu/training.h"
+#include "llmc/cuda/op/elementwise/swiglu.h"
 #include "llmc/cuda/op/gemm/matmul.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
-#include "llmc/cuda/op/elementwise/swiglu.h"
+#include "llmc/cuda/op/optim/adamw.h"
 #include "llmc/cuda/runtime/stream.h"
+#include "llmc/cuda/training/training.h"
 #include "llmc/model/compare.h"
 #include "test/cpp/golden_cases.h"
 #include "test/cpp/whole_model_checks.h"
@@ -676,7 +676,8 @@ TEST_F(CudaFp8Model, GoesOnBitForBitAndValidationChangesNothing) {
 // The weights of a step are those after the update before it, in both layouts: without a learning rate the same tokens give
 // the same gradients again, with one they do not, nor do they if only W^T was left as it was.
 TEST_F(CudaFp8Model, UpdatedWeightsAreRoundedInBothLayouts) {
-  const auto model = make_training_model(small_config(), small_options()), fresh = make_training_model(small_config(), small_options());
+  const auto model = make_training_model(small_config(), small_options()),
+             fresh = make_training_model(small_config(), small_options());
   randomize_parameters(*model);
   take_steps(*model, 1, 3);
   const std::vector<float> history = model->fp8_state();

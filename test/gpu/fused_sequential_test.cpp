@@ -220,7 +220,9 @@ TEST(FusedSequential, RefusesWhatItCannotRun) {
   for (const std::string& preset : preset_names()) {
     EXPECT_EQ(cuda::fused_decode_unsupported_reason(preset_config(preset), device), "") << preset;
   }
-  const auto reason = [&](const Sizes& sizes) { return cuda::fused_decode_unsupported_reason(llama_config(sizes), device); };
+  const auto reason = [&](const Sizes& sizes) {
+    return cuda::fused_decode_unsupported_reason(llama_config(sizes), device);
+  };
   EXPECT_EQ(reason({512, 8, 2, 64, 1376}), "");
   EXPECT_NE(reason({516, 8, 2, 64, 1376}).find("hidden_size"), std::string::npos);
   EXPECT_NE(reason({512, 8, 2, 1024, 1376}).find("head_dim"), std::string::npos);
@@ -228,8 +230,9 @@ TEST(FusedSequential, RefusesWhatItCannotRun) {
   EXPECT_NE(reason({512, 8, 2, 64, 4096}).find("ffn_size"), std::string::npos);
   EXPECT_NE(reason({512, 64, 1, 8, 1376}).find("query heads"), std::string::npos);
   device.multiprocessors = 16;
-  EXPECT_NE(cuda::fused_decode_unsupported_reason(preset_config("llama3.1-8b"), device).find("multiprocessors are too few"),
-            std::string::npos);
+  EXPECT_NE(
+      cuda::fused_decode_unsupported_reason(preset_config("llama3.1-8b"), device).find("multiprocessors are too few"),
+      std::string::npos);
 }
 
 }  // namespace

@@ -75,7 +75,8 @@ TEST(FusedTokens, FollowThePromptOfEverySmallModel) {
   for (const test::LlamaShape& shape : test::small_llamas()) {
     const ModelConfig config = test::llama_config(shape);
     for (const DType dtype : {DType::f16, DType::bf16}) {
-      if (!cuda::fused_unsupported_reason(config, dtype).empty()) GTEST_SKIP() << cuda::fused_unsupported_reason(config, dtype);
+      if (!cuda::fused_unsupported_reason(config, dtype).empty())
+        GTEST_SKIP() << cuda::fused_unsupported_reason(config, dtype);
       SCOPED_TRACE(shape.name + " in " + dtype_name(dtype));
       const TemporaryDirectory directory;
       const std::string path = directory.file("model.bin");

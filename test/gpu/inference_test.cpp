@@ -345,9 +345,7 @@ TEST(CudaInference, ScoresOfManyRowsAreThoseOfFew) {
 struct DamagedLlama {
   static constexpr std::int32_t kDamaged = 5;
 
-  DamagedLlama()
-      : file(ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin")),
-        arena(parameters()) {}
+  DamagedLlama() : file(ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin")), arena(parameters()) {}
   Floats parameters() const {
     Floats values(static_cast<std::size_t>(file.table().arena_elements()));
     for (const TensorSpec& spec : file.table().specs()) file.read_parameter(spec, values.data() + spec.offset);
@@ -364,7 +362,8 @@ struct DamagedLlama {
 // was queued behind it, and in the pages and the slot that it leaves.
 TEST(CudaInference, ASpanThatCannotBeSampledFailsAlone) {
   const DamagedLlama llama;
-  const auto model = cuda::make_inference<float>(llama.file.config(), llama.file.table(), llama.arena.data(), pool_of(4));
+  const auto model =
+      cuda::make_inference<float>(llama.file.config(), llama.file.table(), llama.arena.data(), pool_of(4));
   const SamplingPlan greedy;
   const std::vector<Ids> pages = {{0}, {1}, {2}}, ids = {{1, 2}, {1, DamagedLlama::kDamaged}, {3}};
   std::vector<Span> work(3), next(3);

@@ -6,17 +6,17 @@
 #include <cstring>
 #include <vector>
 
-#include "llmc/cuda/op/optim/adamw.h"
 #include "llmc/cuda/op/attention/train/attention.h"
 #include "llmc/cuda/op/classifier/classifier.h"
 #include "llmc/cuda/op/elementwise/embedding.h"
 #include "llmc/cuda/op/elementwise/gelu.h"
+#include "llmc/cuda/op/elementwise/rope.h"
+#include "llmc/cuda/op/elementwise/swiglu.h"
 #include "llmc/cuda/op/gemm/matmul.h"
 #include "llmc/cuda/op/gemm/matmul_swiglu.h"
 #include "llmc/cuda/op/gemm/matmul_swiglu_fp8.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
-#include "llmc/cuda/op/elementwise/rope.h"
-#include "llmc/cuda/op/elementwise/swiglu.h"
+#include "llmc/cuda/op/optim/adamw.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/train_model.h"
 #include "test/gpu/operator_tools.h"

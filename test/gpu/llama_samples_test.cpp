@@ -7,8 +7,8 @@
 #include <random>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/training/training.h"
 #include "llmc/cuda/inference/inference.h"
+#include "llmc/cuda/training/training.h"
 #include "llmc/infer/generate.h"
 #include "test/gpu/decode_tools.h"
 

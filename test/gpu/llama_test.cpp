@@ -9,9 +9,9 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/training.h"
-#include "llmc/cuda/training/training.h"
 #include "llmc/cuda/runtime/step_graph.h"
 #include "llmc/cuda/runtime/stream.h"
+#include "llmc/cuda/training/training.h"
 #include "llmc/model/compare.h"
 #include "test/cpp/golden_cases.h"
 #include "test/gpu/device_buffer.h"
@@ -138,7 +138,8 @@ TEST(CudaLlama, Fp32MatchesTheCpuOnOddSizes) {
     config.norm = norm;
     TrainOptions options = odd_options(Precision::fp32);
     options.dropout = 0.2f;
-    const auto reference = cpu::make_training_model(config, options), model = cuda::make_training_model(config, options);
+    const auto reference = cpu::make_training_model(config, options),
+               model = cuda::make_training_model(config, options);
     randomize(*reference);
     randomize(*model);
     const Text text = random_text(config, options, 5);
@@ -529,7 +530,8 @@ TEST(CudaLlama, SizesWithoutKernelsAreRefusedByName) {
 TEST(CudaLlama, PlanMatchesWhatTheModelReports) {
   const ModelConfig config = odd_config();
   const TrainOptions options = odd_options(Precision::bf16);
-  const auto planned = cuda::plan_training(config, options), reported = cuda::make_training_model(config, options)->memory();
+  const auto planned = cuda::plan_training(config, options),
+             reported = cuda::make_training_model(config, options)->memory();
   ASSERT_EQ(planned.size(), reported.size());
   for (std::size_t i = 0; i < planned.size(); ++i) EXPECT_EQ(planned[i].bytes, reported[i].bytes) << planned[i].name;
 }

@@ -494,11 +494,13 @@ TEST(RowsMatmul, RefusesSizesThatItCannotCompute) {
   EXPECT_EQ(rows_matmul_unsupported_reason(4, 1, DType::f32), "");
   EXPECT_EQ(rows_matmul_unsupported_reason(12, 8, DType::f16),
             "linear layer: got 12 inputs of type f16, expected a multiple of 8");
-  EXPECT_EQ(rows_matmul_unsupported_reason(6, 8, DType::f32), "linear layer: got 6 inputs of type f32, expected a multiple of 4");
+  EXPECT_EQ(rows_matmul_unsupported_reason(6, 8, DType::f32),
+            "linear layer: got 6 inputs of type f32, expected a multiple of 4");
   EXPECT_EQ(rows_matmul_unsupported_reason(0, 8, DType::bf16),
             "linear layer: got 0 inputs of type bf16, expected a multiple of 8");
   EXPECT_EQ(rows_matmul_unsupported_reason(8, 0, DType::bf16), "linear layer: got 0 outputs, expected 1 to 2097120");
-  EXPECT_EQ(rows_matmul_unsupported_reason(8, 8, DType::u16), "linear layer: got weights of type u16, expected f32, f16 or bf16");
+  EXPECT_EQ(rows_matmul_unsupported_reason(8, 8, DType::u16),
+            "linear layer: got weights of type u16, expected f32, f16 or bf16");
 }
 
 TEST(RowsMatmul, FailsOnArgumentsThatItCannotUse) {

@@ -7,8 +7,8 @@
 #include <random>
 #include <vector>
 
-#include "llmc/cuda/training/training.h"
 #include "llmc/cuda/inference/inference.h"
+#include "llmc/cuda/training/training.h"
 #include "test/cpp/inference_tools.h"
 #include "test/gpu/neox_models.h"
 #include "test/gpu/operator_tools.h"

@@ -7,12 +7,12 @@
 
 #include <cstring>
 
-#include "llmc/cuda/training/training.h"
+#include "llmc/cuda/inference/inference.h"
+#include "llmc/cuda/inference/neox.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/fork.h"
 #include "llmc/cuda/runtime/stream.h"
-#include "llmc/cuda/inference/inference.h"
-#include "llmc/cuda/inference/neox.h"
+#include "llmc/cuda/training/training.h"
 #include "llmc/model/single_sequence.h"
 #include "test/cpp/whole_model_checks.h"
 #include "test/gpu/device_buffer.h"

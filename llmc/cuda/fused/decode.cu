@@ -48,9 +48,9 @@
 #include <cstring>
 #include <numbers>
 
+#include "llmc/base/arena_layout.h"
 #include "llmc/base/error.h"
 #include "llmc/base/hash.h"
-#include "llmc/base/arena_layout.h"
 #include "llmc/cuda/fused/kernel.h"
 #include "llmc/cuda/fused/layer_table.cuh"
 #include "llmc/cuda/fused/parameters.cuh"
@@ -201,9 +201,9 @@ struct FusedDecode<S>::State {
 };
 
 template <typename S>
-FusedDecode<S>::FusedDecode(const ModelConfig& config, const DeviceWeights<S>& weights,
-                                   const KvCache<S>& cache, const DeviceRopeTable& rope, Mailbox& mailbox,
-                                   cudaStream_t stream, const FusedTuning& tuning) {
+FusedDecode<S>::FusedDecode(const ModelConfig& config, const DeviceWeights<S>& weights, const KvCache<S>& cache,
+                            const DeviceRopeTable& rope, Mailbox& mailbox, cudaStream_t stream,
+                            const FusedTuning& tuning) {
   const Plan plan = plan_of(config, current_device(), tuning);
   if (!plan.reason.empty()) fail(Exit::environment, "%s", plan.reason.c_str());
   const PackedMatrix& first = weights.blocks.front().qkv.weight.packed;
@@ -264,8 +264,8 @@ void FusedDecode<S>::State::upload_quantized_layers(const DeviceWeights<S>& weig
     std::byte* const to = begin + static_cast<std::int64_t>(l) * layer_bytes;
     pack_layer(to, {qkv, up, down, output}, sizes, sequential, plan.shape.row_loads, parameters.rows, blocks, stream);
     layers.push_back({to, nullptr, qkv.row_scales, up.row_scales, down.row_scales, output.row_scales, w.qkv.bias,
-                      w.up.bias, w.down.bias, w.output.bias, w.input_norm.weight, w.input_norm.bias,
-                      w.post_norm.weight, w.post_norm.bias});
+                      w.up.bias, w.down.bias, w.output.bias, w.input_norm.weight, w.input_norm.bias, w.post_norm.weight,
+                      w.post_norm.bias});
   }
   QuantizedLayer<S> last{};
   if (weights.head.packed) {

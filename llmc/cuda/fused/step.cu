@@ -26,8 +26,8 @@
 #include <cstring>
 #include <numbers>
 
-#include "llmc/base/error.h"
 #include "llmc/base/arena_layout.h"
+#include "llmc/base/error.h"
 #include "llmc/cuda/fused/layer_table.cuh"
 #include "llmc/cuda/fused/plan.cuh"
 #include "llmc/cuda/fused/step_kernel.h"

@@ -14,9 +14,9 @@
 #include "llmc/base/arena.h"
 #include "llmc/cuda/fused/decode.h"
 #include "llmc/cuda/fused/timeline.h"
-#include "llmc/cuda/op/gemm/device_weights.h"
 #include "llmc/cuda/op/attention/paged/kv_cache.h"
 #include "llmc/cuda/op/elementwise/rope.h"
+#include "llmc/cuda/op/gemm/device_weights.h"
 #include "llmc/cuda/runtime/device.h"
 #include "llmc/model/config.h"
 

@@ -9,11 +9,11 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/sampling_math.h"
-#include "llmc/cuda/op/attention/train/attention.h"
-#include "llmc/cuda/op/norm/residual_norm.h"
 #include "llmc/cuda/inference/inference_model.cuh"
 #include "llmc/cuda/inference/parameters.h"
 #include "llmc/cuda/inference/quantized_parameters.cuh"
+#include "llmc/cuda/op/attention/train/attention.h"
+#include "llmc/cuda/op/norm/residual_norm.h"
 #include "llmc/model/single_sequence.h"
 
 namespace weft::cuda {
@@ -133,7 +133,7 @@ std::uint64_t Inference<S>::bytes_per_step(std::int64_t sequences, std::int64_t 
 
 #define WEFT_INSTANTIATE(S)                                                                                 \
   template Inference<S>::Inference(const ModelConfig&, const InferenceOptions&, const GpuInferenceOptions&, \
-                                   DeviceWeights<S>, std::unique_ptr<DeviceArena>);                      \
+                                   DeviceWeights<S>, std::unique_ptr<DeviceArena>);                         \
   template std::vector<MemoryLine> Inference<S>::memory() const;                                            \
   template std::uint64_t Inference<S>::bytes_per_step(std::int64_t, std::int64_t) const;
 WEFT_INSTANTIATE(float)
@@ -192,7 +192,8 @@ std::unique_ptr<InferenceModel> filled_inference(const ModelConfig& config, cons
 std::string inference_unsupported_reason(const ModelConfig& c, DType dtype) {
   if (const std::string reason = head_dim_unsupported_reason(c.head_dim); !reason.empty()) return reason;
   if (c.gated() && c.mlp_bias) return "mlp_bias: the GPU has no SwiGLU with biases";
-  if (c.activation == Activation::gelu_tanh) return "activation: the GPU has GELU with erf alone, not its approximation by tanh";
+  if (c.activation == Activation::gelu_tanh)
+    return "activation: the GPU has GELU with erf alone, not its approximation by tanh";
   if (c.quantization.any() && dtype == DType::f32)
     return "quantised weights on a GPU need fp16 or bf16 beside them. Use --dtype fp16 or bf16";
   if (c.hidden_size % 8 != 0 || c.hidden_size > kMaxNormWidth) {
@@ -267,7 +268,8 @@ template std::unique_ptr<InferenceModel> make_inference<bf16>(const ModelConfig&
 
 std::vector<MemoryLine> plan_samples(const ModelConfig& config, Precision precision, std::int64_t capacity) {
   const InferenceOptions pool = one_sequence(capacity);
-  const std::string reason = inference_unsupported_reason(config, precision == Precision::fp32 ? DType::f32 : DType::bf16);
+  const std::string reason =
+      inference_unsupported_reason(config, precision == Precision::fp32 ? DType::f32 : DType::bf16);
   if (!reason.empty()) fail(Exit::usage, "samples on the GPU: %s. Use --sample-every 0", reason.c_str());
   std::vector<MemoryLine> lines =
       precision == Precision::fp32 ? plan_of<float>(config, pool, 0) : plan_of<bf16>(config, pool, 0);

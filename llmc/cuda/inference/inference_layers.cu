@@ -7,12 +7,12 @@
 #include <cmath>
 #include <type_traits>
 
-#include "llmc/cuda/op/attention/paged/append_to_pages.h"
-#include "llmc/cuda/op/norm/residual_norm.h"
-#include "llmc/cuda/op/sample/sampler.h"
-#include "llmc/cuda/op/elementwise/step_rows.h"
 #include "llmc/cuda/inference/inference_model.cuh"
 #include "llmc/cuda/inference/parameters.h"
+#include "llmc/cuda/op/attention/paged/append_to_pages.h"
+#include "llmc/cuda/op/elementwise/step_rows.h"
+#include "llmc/cuda/op/norm/residual_norm.h"
+#include "llmc/cuda/op/sample/sampler.h"
 
 namespace weft::cuda {
 

@@ -25,19 +25,19 @@
 #include "llmc/base/arena_layout.h"
 #include "llmc/cuda/fused/step.h"
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/inference/inference.h"
+#include "llmc/cuda/op/attention/paged/kv_cache.h"
+#include "llmc/cuda/op/attention/paged/paged_attention.h"
+#include "llmc/cuda/op/elementwise/rope.h"
 #include "llmc/cuda/op/gemm/device_weights.h"
 #include "llmc/cuda/op/gemm/gemv.h"
-#include "llmc/cuda/op/attention/paged/kv_cache.h"
 #include "llmc/cuda/op/gemm/linear.h"
-#include "llmc/cuda/op/attention/paged/paged_attention.h"
 #include "llmc/cuda/op/gemm/quantized_matmul.h"
-#include "llmc/cuda/op/elementwise/rope.h"
 #include "llmc/cuda/op/gemm/rows_matmul.h"
 #include "llmc/cuda/op/sample/score_rows.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/captured_graph.h"
 #include "llmc/cuda/runtime/stream.h"
-#include "llmc/cuda/inference/inference.h"
 
 namespace weft::cuda {
 
@@ -84,7 +84,8 @@ struct InferenceBuffers {
 
 // Plans the workspace; the pointers are filled when it is bound.
 template <typename S>
-ArenaLayout plan_inference_workspace(const ModelConfig& config, const InferenceOptions& pool, InferenceBuffers<S>& buffers);
+ArenaLayout plan_inference_workspace(const ModelConfig& config, const InferenceOptions& pool,
+                                     InferenceBuffers<S>& buffers);
 // The most bytes of the description of a step.
 std::size_t step_bytes(const ModelConfig& config, const InferenceOptions& pool);
 PagedAttentionShape attention_shape(const ModelConfig& config, const InferenceOptions& pool);
@@ -208,7 +209,9 @@ class Inference final : public InferenceModel {
   HeadViewOf<S> heads(std::int64_t first_element) const;
   HeadViewOf<S> queries() const { return heads(0); }
   HeadViewOf<S> keys() const { return heads(per_head() ? config_.head_dim : config_.q_size()); }
-  HeadViewOf<S> values() const { return heads(per_head() ? 2 * config_.head_dim : config_.q_size() + config_.kv_size()); }
+  HeadViewOf<S> values() const {
+    return heads(per_head() ? 2 * config_.head_dim : config_.q_size() + config_.kv_size());
+  }
   bool per_head() const { return config_.qkv_layout == QkvLayout::per_head; }
   bool parallel() const { return config_.parallel_residual; }
   std::int64_t qkv_size() const { return config_.qkv_size(); }

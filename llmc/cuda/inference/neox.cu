@@ -4,17 +4,17 @@
 
 #include <algorithm>
 
+#include "llmc/cuda/inference/neox_decoder.cuh"
 #include "llmc/cuda/op/attention/train/attention.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
 #include "llmc/cuda/runtime/device.h"
-#include "llmc/cuda/inference/neox_decoder.cuh"
 
 namespace weft::cuda {
 
 // ---- memory -----------------------------------------------------------------------------------------------------------
 template <typename S>
 ArenaLayout plan_neox_workspace(const ModelConfig& c, std::int64_t capacity, const LaunchDevice& device,
-                            NeoxBuffers<S>& b) {
+                                NeoxBuffers<S>& b) {
   const std::int64_t rows = padded_rows(std::min(kChunk, capacity)), C = c.hidden_size, F = c.ffn_size,
                      V = c.vocab_size;
   ArenaLayout layout("decoder workspace");
@@ -117,7 +117,8 @@ const char* decode_mode_name(DecodeMode mode) {
 
 std::string neox_unsupported_reason(const ModelConfig& c, DType dtype) {
   if (const std::string reason = head_dim_unsupported_reason(c.head_dim); !reason.empty()) return reason;
-  if (c.activation == Activation::gelu_tanh) return "activation: the GPU has GELU with erf alone, not its approximation by tanh";
+  if (c.activation == Activation::gelu_tanh)
+    return "activation: the GPU has GELU with erf alone, not its approximation by tanh";
   const std::int64_t element = static_cast<std::int64_t>(dtype_bytes(dtype));
   // a row of both output matrices together
   const std::int64_t unit = 16 / element, widest = kMaxResidualGemvBytes / element;

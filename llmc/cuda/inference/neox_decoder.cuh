@@ -19,21 +19,21 @@
 #include <type_traits>
 #include <vector>
 
-#include "llmc/base/error.h"
 #include "llmc/base/arena_layout.h"
+#include "llmc/base/error.h"
 #include "llmc/cuda/fused/decode.h"
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/inference/neox.h"
+#include "llmc/cuda/inference/parameters.h"
 #include "llmc/cuda/op/attention/paged/decode_attention.h"
-#include "llmc/cuda/op/gemm/gemv.h"
 #include "llmc/cuda/op/attention/paged/kv_cache.h"
-#include "llmc/cuda/op/sample/mailbox.h"
-#include "llmc/cuda/op/gemm/matmul.h"
 #include "llmc/cuda/op/elementwise/rope.h"
+#include "llmc/cuda/op/gemm/gemv.h"
+#include "llmc/cuda/op/gemm/matmul.h"
+#include "llmc/cuda/op/sample/mailbox.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/captured_graph.h"
 #include "llmc/cuda/runtime/stream.h"
-#include "llmc/cuda/inference/neox.h"
-#include "llmc/cuda/inference/parameters.h"
 
 namespace weft::cuda {
 
@@ -91,7 +91,7 @@ struct NeoxBuffers {
 // Plans the workspace; the pointers are filled when it is bound.
 template <typename S>
 ArenaLayout plan_neox_workspace(const ModelConfig& c, std::int64_t capacity, const LaunchDevice& device,
-                            NeoxBuffers<S>& buffers);
+                                NeoxBuffers<S>& buffers);
 MemoryPlan plan_neox_parameters(const TensorTable& table, std::size_t element_bytes);
 MemoryPlan plan_neox_cache(const ModelConfig& c, std::int64_t capacity, std::size_t element_bytes);
 template <typename S>
@@ -167,8 +167,8 @@ class NeoxDecoder final : public DecodeModel {
   void normalize_input(std::int64_t l, RowRange rows, const S* branch);
   void linear(S* out, const S* x, const DeviceLinear<S>& w, RowRange rows, std::int64_t in, std::int64_t out_size,
               Accumulate accumulate = Accumulate::no) {
-    matmul_.forward<S>(out + rows.begin * out_size, x + rows.begin * in, w.weight.plain, w.bias, padded_rows(size_of(rows)),
-                       in, out_size, accumulate);
+    matmul_.forward<S>(out + rows.begin * out_size, x + rows.begin * in, w.weight.plain, w.bias,
+                       padded_rows(size_of(rows)), in, out_size, accumulate);
   }
   void run_up(const Layer& w, RowRange rows, cudaStream_t stream);  // MLP up and GELU; matmul_ must run in that stream
 

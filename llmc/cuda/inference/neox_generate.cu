@@ -4,9 +4,9 @@
 // are left in the cache from length() on, where nothing reads them.
 #include <algorithm>
 
+#include "llmc/cuda/inference/neox_decoder.cuh"
 #include "llmc/cuda/op/sample/mailbox.cuh"
 #include "llmc/cuda/op/sample/sampler.h"
-#include "llmc/cuda/inference/neox_decoder.cuh"
 
 namespace weft::cuda {
 

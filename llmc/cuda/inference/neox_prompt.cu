@@ -6,13 +6,13 @@
 #include <cmath>
 #include <utility>
 
+#include "llmc/cuda/inference/neox_decoder.cuh"
 #include "llmc/cuda/op/attention/train/attention.h"
 #include "llmc/cuda/op/classifier/classifier.h"
 #include "llmc/cuda/op/elementwise/embedding.h"
 #include "llmc/cuda/op/elementwise/gelu.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
 #include "llmc/cuda/runtime/fork.h"
-#include "llmc/cuda/inference/neox_decoder.cuh"
 
 namespace weft::cuda {
 

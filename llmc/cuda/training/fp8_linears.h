@@ -16,14 +16,14 @@
 #include <vector>
 
 #include "llmc/base/arena_layout.h"
-#include "llmc/cuda/training/plan.h"
-#include "llmc/cuda/op/optim/adamw.h"
 #include "llmc/cuda/op/fp8/fp8.h"
 #include "llmc/cuda/op/gemm/matmul.h"
+#include "llmc/cuda/op/optim/adamw.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/operator_clock.h"
-#include "llmc/model/fp8.h"
+#include "llmc/cuda/training/plan.h"
 #include "llmc/model/block_weights.h"
+#include "llmc/model/fp8.h"
 #include "llmc/model/train_model.h"
 
 namespace weft::cuda {

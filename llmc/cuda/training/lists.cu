@@ -137,7 +137,7 @@ void TrainingModel<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   normalize_backward(norm_after(2 * l - 1), acts_.d_norm, true);
 }
 
-#define WEFT_INSTANTIATE(S)                                        \
+#define WEFT_INSTANTIATE(S)                                                \
   template void TrainingModel<S>::forward_layers();                        \
   template void TrainingModel<S>::classify(float, Accumulate, LossTotal*); \
   template void TrainingModel<S>::backward_layers(Accumulate);

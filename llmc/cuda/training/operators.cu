@@ -4,12 +4,12 @@
 #include <algorithm>
 
 #include "llmc/cuda/hw/common.cuh"
-#include "llmc/cuda/training/training_model.h"
 #include "llmc/cuda/op/attention/train/attention.h"
 #include "llmc/cuda/op/elementwise/embedding.h"
-#include "llmc/cuda/op/gemm/matmul_swiglu.h"
 #include "llmc/cuda/op/elementwise/swiglu.h"
+#include "llmc/cuda/op/gemm/matmul_swiglu.h"
 #include "llmc/cuda/runtime/fork.h"
+#include "llmc/cuda/training/training_model.h"
 
 namespace weft::cuda {
 
@@ -17,8 +17,8 @@ namespace weft::cuda {
 
 // out = x W^T, plus addend [N, OC] unless it is null.
 template <typename S>
-void TrainingModel<S>::linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const S* weight, std::int64_t N,
-                      const S* addend) {
+void TrainingModel<S>::linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const S* weight,
+                              std::int64_t N, const S* addend) {
   if constexpr (std::is_same_v<S, bf16>) {
     if (in_fp8(layer)) return fp8_->forward(*layer.block, l, out, x, addend, layer.forward, fp8_pass());
   }
@@ -30,7 +30,7 @@ void TrainingModel<S>::linear(const LinearLayer& layer, std::int64_t l, S* out, 
 // dx = dout W.
 template <typename S>
 void TrainingModel<S>::input_grad(const LinearLayer& layer, std::int64_t l, S* dx, const S* dout, const S* weight,
-                          std::int64_t N) {
+                                  std::int64_t N) {
   if constexpr (std::is_same_v<S, bf16>) {
     if (in_fp8(layer)) return fp8_->input_grad(*layer.block, l, dx, layer.input_grad);
   }
@@ -42,7 +42,7 @@ void TrainingModel<S>::input_grad(const LinearLayer& layer, std::int64_t l, S* d
 // dweight (+)= dout^T x.
 template <typename S>
 void TrainingModel<S>::weight_grad(const LinearLayer& layer, std::int64_t l, float* dweight, const S* dout, const S* x,
-                           std::int64_t N, Accumulate accumulate) {
+                                   std::int64_t N, Accumulate accumulate) {
   if constexpr (std::is_same_v<S, bf16>) {
     if (in_fp8(layer)) {
       const bool taken = layer.block == BlockLinear::down || layer.block == BlockLinear::up ||
@@ -99,8 +99,7 @@ typename TrainingModel<S>::NormSite TrainingModel<S>::norm_after(std::int64_t br
   const BlockWeights<float>& dw = d_weights_.blocks[l];
   const LayerActivations<S>& a = acts_.layers[l];
   if (branch % 2 == 0) {
-    return {branch,  layer,  BlockLinear::up, a.residual_mid, w.post_norm, dw.post_norm, a.post_norm,
-            a.mean2, a.rstd2};
+    return {branch, layer, BlockLinear::up, a.residual_mid, w.post_norm, dw.post_norm, a.post_norm, a.mean2, a.rstd2};
   }
   return {branch, layer, BlockLinear::qkv, residual, w.input_norm, dw.input_norm, a.input_norm, a.mean1, a.rstd1};
 }
@@ -160,7 +159,7 @@ void TrainingModel<S>::normalize(const NormSite& site) {
 // the GEMM writes `branch` [N, C], and the norm's kernel applies dropout, adds and normalises.
 template <typename S>
 void TrainingModel<S>::linear_and_normalize(const LinearLayer& layer, std::int64_t l, const NormSite& site, const S* x,
-                                    const S* weight, const S* skip, S* branch) {
+                                            const S* weight, const S* skip, S* branch) {
   ResidualNormForward<S, S> norm = norm_operands(site);
   if (residual_in_epilogue()) {
     linear(layer, l, site.residual, x, weight, rows(), skip);
@@ -291,7 +290,8 @@ void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out)
 
 // Losses of `count` rows of logits; in training the logits are replaced by their gradient.
 template <typename S>
-void TrainingModel<S>::softmax_and_loss(float* losses, const std::int32_t* labels, std::int64_t count, float loss_scale) {
+void TrainingModel<S>::softmax_and_loss(float* losses, const std::int32_t* labels, std::int64_t count,
+                                        float loss_scale) {
   const std::int64_t V = config_.vocab_size;
   const double bytes = static_cast<double>(count * V) * sizeof(S);
   clock_.run("softmax, loss", 0, training_ ? 2 * bytes : bytes,
@@ -305,24 +305,25 @@ void TrainingModel<S>::sum_losses(LossTotal* total) {
 }
 
 #define WEFT_INSTANTIATE(S)                                                                                           \
-  template void TrainingModel<S>::linear(const LinearLayer&, std::int64_t, S*, const S*, const S*, std::int64_t, const S*);   \
-  template void TrainingModel<S>::input_grad(const LinearLayer&, std::int64_t, S*, const S*, const S*, std::int64_t);         \
-  template void TrainingModel<S>::weight_grad(const LinearLayer&, std::int64_t, float*, const S*, const S*, std::int64_t,     \
-                                      Accumulate);                                                                    \
-  template void TrainingModel<S>::embed();                                                                                    \
-  template void TrainingModel<S>::sort_tokens();                                                                              \
-  template void TrainingModel<S>::embed_backward();                                                                           \
-  template TrainingModel<S>::NormSite TrainingModel<S>::norm_after(std::int64_t) const;                                               \
-  template void TrainingModel<S>::normalize(const NormSite&);                                                                 \
-  template void TrainingModel<S>::linear_and_normalize(const LinearLayer&, std::int64_t, const NormSite&, const S*, const S*, \
-                                               const S*, S*);                                                         \
-  template void TrainingModel<S>::normalize_backward(const NormSite&, const S*, bool);                                        \
-  template void TrainingModel<S>::rope(S*);                                                                                   \
-  template void TrainingModel<S>::attend(const LayerActivations<S>&);                                                         \
-  template void TrainingModel<S>::attend_backward(std::int64_t, const LayerActivations<S>&);                                  \
-  template void TrainingModel<S>::gate_up_and_swiglu(std::int64_t, S*);                                                       \
-  template void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t, S*);                                               \
-  template void TrainingModel<S>::softmax_and_loss(float*, const std::int32_t*, std::int64_t, float);                         \
+  template void TrainingModel<S>::linear(const LinearLayer&, std::int64_t, S*, const S*, const S*, std::int64_t,      \
+                                         const S*);                                                                   \
+  template void TrainingModel<S>::input_grad(const LinearLayer&, std::int64_t, S*, const S*, const S*, std::int64_t); \
+  template void TrainingModel<S>::weight_grad(const LinearLayer&, std::int64_t, float*, const S*, const S*,           \
+                                              std::int64_t, Accumulate);                                              \
+  template void TrainingModel<S>::embed();                                                                            \
+  template void TrainingModel<S>::sort_tokens();                                                                      \
+  template void TrainingModel<S>::embed_backward();                                                                   \
+  template TrainingModel<S>::NormSite TrainingModel<S>::norm_after(std::int64_t) const;                               \
+  template void TrainingModel<S>::normalize(const NormSite&);                                                         \
+  template void TrainingModel<S>::linear_and_normalize(const LinearLayer&, std::int64_t, const NormSite&, const S*,   \
+                                                       const S*, const S*, S*);                                       \
+  template void TrainingModel<S>::normalize_backward(const NormSite&, const S*, bool);                                \
+  template void TrainingModel<S>::rope(S*);                                                                           \
+  template void TrainingModel<S>::attend(const LayerActivations<S>&);                                                 \
+  template void TrainingModel<S>::attend_backward(std::int64_t, const LayerActivations<S>&);                          \
+  template void TrainingModel<S>::gate_up_and_swiglu(std::int64_t, S*);                                               \
+  template void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t, S*);                                       \
+  template void TrainingModel<S>::softmax_and_loss(float*, const std::int32_t*, std::int64_t, float);                 \
   template void TrainingModel<S>::sum_losses(LossTotal*);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)

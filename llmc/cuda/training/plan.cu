@@ -7,12 +7,12 @@
 #include "llmc/base/checked.h"
 #include "llmc/base/error.h"
 #include "llmc/cuda/hw/common.cuh"
-#include "llmc/cuda/training/fp8_linears.h"
-#include "llmc/cuda/training/training.h"
 #include "llmc/cuda/op/attention/train/attention.h"
 #include "llmc/cuda/op/elementwise/embedding.h"
 #include "llmc/cuda/op/gemm/matmul.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
+#include "llmc/cuda/training/fp8_linears.h"
+#include "llmc/cuda/training/training.h"
 #include "llmc/model/block_weights.h"
 #include "llmc/model/training_activations.h"
 
@@ -169,7 +169,7 @@ MemoryPlan received_plan(const Sharding& sharding) {
 }
 
 TrainingWorkspace::TrainingWorkspace(const ModelConfig& config, const TrainOptions& options, const RankShare& share,
-                               const Sharding& sharding) {
+                                     const Sharding& sharding) {
   const std::int64_t N = options.micro_batch * options.seq_len;
   const std::int64_t rope_elements = options.seq_len * (config.rope.rotary_dim / 2);
   layout.reserve(&tokens, N);
@@ -188,8 +188,8 @@ TrainingWorkspace::TrainingWorkspace(const ModelConfig& config, const TrainOptio
   if (!sharding.squares_order.empty()) layout.reserve(&squares_order, sharding.squares);
   const int norm_sums = config.norm == NormKind::layernorm ? 2 : 1;  // column sums: weight and, for LayerNorm, bias
   layout.reserve_bytes(&scratch, std::max({residual_norm_backward_workspace(config.hidden_size, norm_sums),
-                                         attention_backward_workspace(attention_shape(config, options)),
-                                         embedding_backward_workspace(N, config.hidden_size)}));
+                                           attention_backward_workspace(attention_shape(config, options)),
+                                           embedding_backward_workspace(N, config.hidden_size)}));
   // Last, because its size differs between ranks, and what ranks exchange must have the same offset on all.
   layout.reserve(&adamw_blocks, static_cast<std::int64_t>(sharding.blocks.size()));
 }
@@ -256,7 +256,7 @@ std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOpti
 }
 
 std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
-                                   Shard shard) {
+                                      Shard shard) {
   return lines_of(config, of_one_rank(options), {rank, ranks, shard, options.virtual_ranks / ranks});
 }
 

@@ -8,11 +8,11 @@
 #include <type_traits>
 #include <vector>
 
+#include "llmc/base/arena_layout.h"
 #include "llmc/base/dtype.h"
 #include "llmc/base/range.h"
-#include "llmc/base/arena_layout.h"
-#include "llmc/cuda/op/optim/adamw.h"
 #include "llmc/cuda/op/classifier/classifier.h"
+#include "llmc/cuda/op/optim/adamw.h"
 #include "llmc/model/head_view.h"
 #include "llmc/model/shards.h"
 #include "llmc/model/train_model.h"
@@ -61,7 +61,7 @@ struct Sharding {
   // kGradientSlots places, and the ranks' sums are stored like the moments.
   std::vector<std::int64_t> gradient_begins;
   std::int64_t gradient_elements = 0;
-  SectionBuffers places;                    // where sharded parameters lie while a pass uses them
+  SectionBuffers places;                   // where sharded parameters lie while a pass uses them
   std::vector<AdamWBlock> blocks;          // the work of the update, in the order of the buckets
   std::vector<Range> blocks_of_bucket;     // ranges of `blocks`
   std::vector<std::int64_t> state_begins;  // where the moments of this rank's part of each bucket begin
@@ -89,7 +89,7 @@ inline constexpr std::size_t kGradientSlots = 3;
 // operators.
 struct TrainingWorkspace {
   TrainingWorkspace(const ModelConfig& config, const TrainOptions& options, const RankShare& share,
-                 const Sharding& sharding);
+                    const Sharding& sharding);
   TrainingWorkspace(const TrainingWorkspace&) = delete;  // `layout` holds the addresses of the pointers below
   TrainingWorkspace& operator=(const TrainingWorkspace&) = delete;
 

@@ -8,9 +8,9 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/hw/common.cuh"
-#include "llmc/cuda/training/training_model.h"
 #include "llmc/cuda/op/optim/rank_sum.h"
 #include "llmc/cuda/runtime/fork.h"
+#include "llmc/cuda/training/training_model.h"
 
 namespace weft::cuda {
 
@@ -217,7 +217,7 @@ void TrainingModel<S>::synchronize(const char* action) {
   peers_.device_ranks->wait(stream_, nullptr, action);
 }
 
-#define WEFT_INSTANTIATE(S)                                     \
+#define WEFT_INSTANTIATE(S)                                             \
   template void TrainingModel<S>::gradients_ready(std::size_t);         \
   template void TrainingModel<S>::parameters_needed(std::size_t);       \
   template void TrainingModel<S>::parameters_needed_again(std::size_t); \

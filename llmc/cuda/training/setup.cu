@@ -3,10 +3,10 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/hw/common.cuh"
-#include "llmc/cuda/training/training.h"
-#include "llmc/cuda/training/training_model.h"
 #include "llmc/cuda/op/gemm/matmul_swiglu.h"
 #include "llmc/cuda/op/gemm/matmul_swiglu_fp8.h"
+#include "llmc/cuda/training/training.h"
+#include "llmc/cuda/training/training_model.h"
 
 namespace weft::cuda {
 
@@ -166,8 +166,9 @@ std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const
   return make(config, options, nullptr, nullptr, {});
 }
 
-std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
-                                       DeviceRanks& device_ranks, Shard shard, std::int64_t bucket_elements) {
+std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options,
+                                                Communicator& ranks, DeviceRanks& device_ranks, Shard shard,
+                                                std::int64_t bucket_elements) {
   if (options.virtual_ranks % ranks.size() != 0) {
     fail(Exit::internal, "%d ranks for a step of %lld", ranks.size(), static_cast<long long>(options.virtual_ranks));
   }

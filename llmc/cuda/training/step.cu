@@ -7,10 +7,10 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/hw/common.cuh"
-#include "llmc/cuda/training/training_model.h"
-#include "llmc/cuda/runtime/ceilings.h"
 #include "llmc/cuda/op/optim/rank_sum.h"
+#include "llmc/cuda/runtime/ceilings.h"
 #include "llmc/cuda/runtime/fork.h"
+#include "llmc/cuda/training/training_model.h"
 
 namespace weft::cuda {
 
@@ -288,7 +288,7 @@ void TrainingModel<S>::update_blocks(const Range& range, const AdamWStep& step) 
 // `blocks` [count], on the device, of `elements` in all.
 template <typename S>
 void TrainingModel<S>::update_listed(const AdamWBlock* blocks, std::int64_t count, std::int64_t elements,
-                             const AdamWStep& step) {
+                                     const AdamWStep& step) {
   clock_.run("adamw", 0, static_cast<double>(elements) * update_bytes(), [&] {
     with_moments([&](auto* moment1, auto* moment2, auto... seed) {
       if constexpr (kSplitMaster<S>) {
@@ -345,7 +345,7 @@ OperatorTable TrainingModel<S>::time_operators(const std::function<void()>& step
   return table;
 }
 
-#define WEFT_INSTANTIATE(S)                                            \
+#define WEFT_INSTANTIATE(S)                                                    \
   template void TrainingModel<S>::forward(const Batch&, std::uint64_t, float); \
   template void TrainingModel<S>::backward();                                  \
   template double TrainingModel<S>::evaluate(const Batch&, std::int64_t*);     \

@@ -2,11 +2,11 @@
 // the whole state for saving.
 #include <algorithm>
 
-#include "llmc/base/error.h"
 #include "llmc/base/arena_layout.h"
+#include "llmc/base/error.h"
 #include "llmc/cuda/hw/common.cuh"
-#include "llmc/cuda/training/training_model.h"
 #include "llmc/cuda/training/state_copy.h"
+#include "llmc/cuda/training/training_model.h"
 
 namespace weft::cuda {
 
@@ -164,7 +164,7 @@ std::unique_ptr<StateCopy> TrainingModel<S>::make_own_copy() {
   return std::make_unique<PinnedStateCopy>(own_elements(), source, stream_, state_copied_);
 }
 
-#define WEFT_INSTANTIATE(S)                                                          \
+#define WEFT_INSTANTIATE(S)                                                                  \
   template void TrainingModel<S>::read_tensor(TensorRole, const TensorSpec&, float*);        \
   template void TrainingModel<S>::write_tensor(TensorRole, const TensorSpec&, const float*); \
   template std::unique_ptr<StateCopy> TrainingModel<S>::make_state_copy();                   \

@@ -16,7 +16,7 @@ namespace weft::cuda {
 std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOptions& options);
 // The same for one of `ranks` ranks.
 std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
-                                   Shard shard);
+                                      Shard shard);
 
 // All parameters, gradients and moments start as zeros; write_tensor() sets them. Exit::usage for a head size or width
 // without kernels, Exit::resources if memory does not suffice, Exit::environment without a usable GPU.
@@ -34,7 +34,8 @@ std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const
 // statistics(), of gradients; with Shard::parameters also evaluate() and write_tensor() of parameters. write_tensor()
 // keeps the part that the rank owns. `bucket_elements`: see RankShare (llmc/cuda/training/plan.h); changes no bit.
 // Exit::internal for Shard::gradients and Shard::parameters with several micro-batches a rank.
-std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
-                                       DeviceRanks& device_ranks, Shard shard, std::int64_t bucket_elements = 16 << 20);
+std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options,
+                                                Communicator& ranks, DeviceRanks& device_ranks, Shard shard,
+                                                std::int64_t bucket_elements = 16 << 20);
 
 }  // namespace weft::cuda

@@ -30,21 +30,21 @@
 
 #include "llmc/comm/communicator.h"
 #include "llmc/cuda/comm/device_ranks.h"
-#include "llmc/cuda/training/fp8_linears.h"
-#include "llmc/cuda/training/plan.h"
-#include "llmc/cuda/training/token_upload.h"
+#include "llmc/cuda/inference/inference.h"
 #include "llmc/cuda/op/attention/train/attention.h"
+#include "llmc/cuda/op/elementwise/rope.h"
 #include "llmc/cuda/op/gemm/matmul.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
-#include "llmc/cuda/op/elementwise/rope.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/operator_clock.h"
 #include "llmc/cuda/runtime/step_graph.h"
 #include "llmc/cuda/runtime/stream.h"
-#include "llmc/cuda/inference/inference.h"
+#include "llmc/cuda/training/fp8_linears.h"
+#include "llmc/cuda/training/plan.h"
+#include "llmc/cuda/training/token_upload.h"
 #include "llmc/model/block_weights.h"
-#include "llmc/model/training_activations.h"
 #include "llmc/model/single_sequence.h"
+#include "llmc/model/training_activations.h"
 
 namespace weft::cuda {
 
@@ -86,8 +86,8 @@ class TrainingModel final : public TrainModel {
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
     if (sharding_.parameters_sharded) fail(Exit::internal, "a decoder of sharded parameters");
     // Inference has its own stream: updates, and the exchange of parameters, must have ended before.
-    return single_sequence(make_inference<S>(config_, table_, parameter_arena_.at<S>(0), one_sequence(capacity)), capacity,
-                           [this] { synchronize("parameters"); });
+    return single_sequence(make_inference<S>(config_, table_, parameter_arena_.at<S>(0), one_sequence(capacity)),
+                           capacity, [this] { synchronize("parameters"); });
   }
 
  private:
@@ -336,7 +336,7 @@ class TrainingModel final : public TrainModel {
   std::optional<Stream> exchange_stream_;
   std::vector<std::unique_ptr<Event>> gradients_ready_, gradients_exchanged_, parameters_ready_;
   Event forked_{cudaEventDisableTiming}, own_work_{cudaEventDisableTiming};
-  SectionBuffers buffers_;    // places in parameter_arena_, if parameters are sharded
+  SectionBuffers buffers_;  // places in parameter_arena_, if parameters are sharded
   std::vector<bool> sent_;  // buckets whose exchange has been queued since the last zero_gradients()
   std::int64_t rounds_done_ = 0;
   bool exchanged_ = false;  // the gradients that this model holds are sums over all ranks

@@ -9,12 +9,8 @@ namespace {
 
 BlockNames block_names(std::int64_t layer) {
   const std::string prefix = "gpt_neox.layers." + std::to_string(layer) + ".";
-  return {prefix + "input_layernorm",
-          prefix + "post_attention_layernorm",
-          {prefix + "attention.query_key_value"},
-          {prefix + "attention.dense"},
-          {prefix + "mlp.dense_h_to_4h"},
-          {prefix + "mlp.dense_4h_to_h"}};
+  return {prefix + "input_layernorm",   prefix + "post_attention_layernorm", {prefix + "attention.query_key_value"},
+          {prefix + "attention.dense"}, {prefix + "mlp.dense_h_to_4h"},      {prefix + "mlp.dense_4h_to_h"}};
 }
 
 void set_fixed(ModelConfig& config) {
@@ -40,17 +36,17 @@ void read(const Json& object, const std::string& source, ModelConfig& config) {
   const bool fits = config.num_kv_heads == config.num_heads && config.q_size() == config.hidden_size &&
                     config.norm == NormKind::layernorm && !config.tied_embeddings;
   if (!fits) {
-    fail(Exit::bad_file,
-         "%s: gpt_neox: expected heads x head_dim = hidden_size, no grouped heads, layernorm, untied", source.c_str());
+    fail(Exit::bad_file, "%s: gpt_neox: expected heads x head_dim = hidden_size, no grouped heads, layernorm, untied",
+         source.c_str());
   }
 }
 
 }  // namespace
 
 constinit const Family kGptNeox = {"gpt_neox",
-                         {"gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out", block_names, true},
-                         DType::f16,
-                         set_fixed,
-                         read};
+                                   {"gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out", block_names, true},
+                                   DType::f16,
+                                   set_fixed,
+                                   read};
 
 }  // namespace weft

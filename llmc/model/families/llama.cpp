@@ -39,10 +39,7 @@ void read(const Json& object, const std::string& source, ModelConfig& config) {
 
 }  // namespace
 
-constinit const Family kLlama = {"llama",
-                       {"model.embed_tokens", "model.norm", "lm_head", block_names, false},
-                       DType::bf16,
-                       set_fixed,
-                       read};
+constinit const Family kLlama = {
+    "llama", {"model.embed_tokens", "model.norm", "lm_head", block_names, false}, DType::bf16, set_fixed, read};
 
 }  // namespace weft

@@ -6,8 +6,8 @@
 #include "llmc/cuda/op/fp8/fp8.h"
 
 #include "llmc/cuda/hw/elements.cuh"
-#include "llmc/cuda/op/fp8/fp8.cuh"
 #include "llmc/cuda/op/elementwise/swiglu.cuh"
+#include "llmc/cuda/op/fp8/fp8.cuh"
 
 namespace weft::cuda {
 

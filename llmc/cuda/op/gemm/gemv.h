@@ -30,7 +30,7 @@ template <typename W, typename A>
 struct NormGemv {
   struct Output {
     Norm<A> norm;               // norm over the residual [K]
-    GemvLinear<W, A> linear;        // [rows, K]
+    GemvLinear<W, A> linear;    // [rows, K]
     std::int64_t rows = 0;      // 0: this output is unused
     bool gelu = false;          // apply GELU to the result
     A* out = nullptr;           // [rows]; or
@@ -50,9 +50,9 @@ void norm_gemv(const NormGemv<W, A>& io, const LaunchDevice& device, cudaStream_
 template <typename W, typename A>
 struct ResidualGemv {
   struct Input {
-    const A* x = nullptr;  // [K]
-    GemvLinear<W, A> linear;   // [rows, K]
-    std::int64_t K = 0;    // 0: this input is unused
+    const A* x = nullptr;     // [K]
+    GemvLinear<W, A> linear;  // [rows, K]
+    std::int64_t K = 0;       // 0: this input is unused
   };
   Input inputs[2];
   float* residual = nullptr;  // [rows], in place

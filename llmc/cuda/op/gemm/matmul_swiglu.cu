@@ -3,8 +3,8 @@
 
 #include "llmc/cuda/op/gemm/matmul_swiglu.h"
 
-#include "llmc/cuda/op/gemm/matmul_swiglu.cuh"
 #include "llmc/cuda/op/elementwise/swiglu.cuh"
+#include "llmc/cuda/op/gemm/matmul_swiglu.cuh"
 
 namespace weft::cuda {
 

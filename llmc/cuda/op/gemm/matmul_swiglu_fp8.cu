@@ -12,9 +12,9 @@
 #include "llmc/cuda/op/gemm/matmul_swiglu_fp8.h"
 
 #include "llmc/base/error.h"
+#include "llmc/cuda/op/elementwise/swiglu.cuh"
 #include "llmc/cuda/op/fp8/fp8.cuh"
 #include "llmc/cuda/op/gemm/matmul_swiglu.cuh"
-#include "llmc/cuda/op/elementwise/swiglu.cuh"
 
 namespace weft::cuda {
 

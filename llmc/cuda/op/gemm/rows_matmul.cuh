@@ -10,8 +10,8 @@
 
 #include "llmc/cuda/hw/elements.cuh"
 #include "llmc/cuda/op/elementwise/gelu.cuh"
-#include "llmc/cuda/op/gemm/rows_matmul.h"
 #include "llmc/cuda/op/elementwise/swiglu.cuh"
+#include "llmc/cuda/op/gemm/rows_matmul.h"
 
 namespace weft::cuda::rows {
 

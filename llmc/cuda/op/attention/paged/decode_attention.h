@@ -9,8 +9,8 @@
 
 #include <cstdint>
 
-#include "llmc/cuda/op/gemm/gemv.h"
 #include "llmc/cuda/op/elementwise/rope.h"
+#include "llmc/cuda/op/gemm/gemv.h"
 
 namespace weft::cuda {
 

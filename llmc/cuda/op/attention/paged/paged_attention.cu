@@ -27,13 +27,13 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/hw/launch.cuh"
-#include "llmc/cuda/op/attention/train/attention.h"
-#include "llmc/cuda/op/attention/train/launch.cuh"
-#include "llmc/cuda/op/attention/train/paths.h"
 #include "llmc/cuda/op/attention/paged/paged_items.cuh"
 #include "llmc/cuda/op/attention/paged/paged_paths.h"
 #include "llmc/cuda/op/attention/paged/paged_recurrence.cuh"
 #include "llmc/cuda/op/attention/paged/paged_work.h"
+#include "llmc/cuda/op/attention/train/attention.h"
+#include "llmc/cuda/op/attention/train/launch.cuh"
+#include "llmc/cuda/op/attention/train/paths.h"
 
 namespace weft::cuda {
 

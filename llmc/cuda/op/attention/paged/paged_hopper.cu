@@ -24,10 +24,10 @@
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/hw/tensor_map.h"
 #include "llmc/cuda/hw/tile.cuh"
-#include "llmc/cuda/op/attention/train/hold_back.cuh"
-#include "llmc/cuda/op/attention/train/launch.cuh"
 #include "llmc/cuda/op/attention/paged/paged_paths.h"
 #include "llmc/cuda/op/attention/paged/paged_recurrence.cuh"
+#include "llmc/cuda/op/attention/train/hold_back.cuh"
+#include "llmc/cuda/op/attention/train/launch.cuh"
 
 #if !WEFT_WGMMA
 #pragma nv_diag_suppress 177  // "declared but never referenced": the kernel's body is compiled for sm_90a only

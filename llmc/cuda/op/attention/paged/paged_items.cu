@@ -16,11 +16,11 @@
 #include <cstdint>
 
 #include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/op/attention/paged/paged_items.cuh"
+#include "llmc/cuda/op/attention/paged/paged_paths.h"
 #include "llmc/cuda/op/attention/train/attention.h"
 #include "llmc/cuda/op/attention/train/launch.cuh"
 #include "llmc/cuda/op/attention/train/paths.h"
-#include "llmc/cuda/op/attention/paged/paged_items.cuh"
-#include "llmc/cuda/op/attention/paged/paged_paths.h"
 
 namespace weft::cuda {
 

@@ -9,8 +9,8 @@
 
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/hw/launch.cuh"
-#include "llmc/cuda/op/attention/train/launch.cuh"
 #include "llmc/cuda/op/attention/paged/paged_paths.h"
+#include "llmc/cuda/op/attention/train/launch.cuh"
 #include "llmc/cuda/op/elementwise/rotate_pair.cuh"
 
 namespace weft::cuda {

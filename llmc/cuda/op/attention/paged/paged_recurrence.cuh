@@ -7,9 +7,9 @@
 
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/hw/memory_order.cuh"
-#include "llmc/cuda/op/attention/train/mma.cuh"
 #include "llmc/cuda/op/attention/paged/paged_attention.h"
 #include "llmc/cuda/op/attention/paged/paged_work.h"
+#include "llmc/cuda/op/attention/train/mma.cuh"
 
 namespace weft::cuda::paged {
 

@@ -17,8 +17,8 @@
 #include <cstddef>
 #include <string>
 
-#include "llmc/cuda/op/fp8/fp8.h"
 #include "llmc/cuda/op/elementwise/rope.h"
+#include "llmc/cuda/op/fp8/fp8.h"
 #include "llmc/model/head_view.h"
 
 namespace weft::cuda {

@@ -57,8 +57,8 @@
 #include "llmc/cuda/hw/tile.cuh"
 #include "llmc/cuda/op/attention/train/launch.cuh"
 #include "llmc/cuda/op/attention/train/paths.h"
-#include "llmc/cuda/op/fp8/fp8.cuh"
 #include "llmc/cuda/op/elementwise/rotate_pair.cuh"
+#include "llmc/cuda/op/fp8/fp8.cuh"
 
 namespace weft::cuda {
 
