@@ -27,7 +27,7 @@
 #include "llmc/cuda/inference/fused_tokens.h"
 #include "llmc/cuda/inference/parameters.h"
 #include "llmc/cuda/runtime/arena.h"
-#include "llmc/cuda/runtime/ceilings.h"
+#include "llmc/cuda/op/gemm/ceilings.h"
 #include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/tensor_table.h"

@@ -24,7 +24,7 @@
 #include "llmc/cuda/op/gemm/rows_matmul.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/captured_graph.h"
-#include "llmc/cuda/runtime/ceilings.h"
+#include "llmc/cuda/op/gemm/ceilings.h"
 #include "llmc/cuda/runtime/stream.h"
 
 namespace {

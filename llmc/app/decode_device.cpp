@@ -14,7 +14,7 @@
 #include "llmc/cuda/inference/fused_tokens.h"
 #include "llmc/cuda/inference/inference.h"
 #include "llmc/cuda/inference/neox.h"
-#include "llmc/cuda/runtime/ceilings.h"
+#include "llmc/cuda/op/gemm/ceilings.h"
 #endif
 
 namespace weft {

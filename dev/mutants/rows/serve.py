@@ -8,7 +8,7 @@ ROWS = [
     Mutant("the seed 0 is none", "read_options", "seeded = true;", "seeded = options.sampler.seed != 0;",
            unit("CompletionsRequest.Zero*", "CompletionsServerTest.TheSeed*")),
     Mutant("prompts that cannot fit are tokenized", "check_size",
-           'reason = least > 0 ? context.reason(least, max_tokens) : ""', "reason",
+           'refusal = least > 0 ? context.refusal(least, max_tokens) : ""', "refusal",
            unit("CompletionsRequest.APromptThatCannotFit*")),
     Mutant("the alternatives of an answer count nothing", "answer_values", "options.logprobs + 2", "2",
            unit("CompletionsRequest.Values*")),

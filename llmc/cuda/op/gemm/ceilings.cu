@@ -1,6 +1,6 @@
 // Measures plain reads and copies of memory, and a large GEMM.
 
-#include "llmc/cuda/runtime/ceilings.h"
+#include "llmc/cuda/op/gemm/ceilings.h"
 
 #include <algorithm>
 #include <chrono>
