@@ -164,19 +164,6 @@ TEST(Device, TheCpuIsAnnouncedOnlyWhereItWasNotAskedFor) {
   EXPECT_EQ(announced({true, "a GPU", 1, "0", "no reason"}), "");
 }
 
-TEST(Device, APlanThatDoesNotFitSaysWhatThereIs) {
-  EXPECT_EQ(error_of(Exit::resources,
-                     [] {
-                       fail_plan(3'000'000'000, {false, "CPU", 2'000'000'000, "", ""}, "Wait");
-                     }),
-            "the plan needs 3.00 GB of memory, CPU has 2.00 GB available. Wait");
-  EXPECT_EQ(error_of(Exit::resources,
-                     [] {
-                       fail_plan(3'000'000'000, {true, "X", 2'000'000'000, "0", ""}, "Wait");
-                     }),
-            "the plan needs 3.00 GB of memory, X has 2.00 GB free. Wait");
-}
-
 // ---- infer_pythia ----
 
 TEST(DecodeDevice, TheCpuRefusesWhatNeedsAGpu) {

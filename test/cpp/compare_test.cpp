@@ -7,7 +7,6 @@
 #include <cmath>
 #include <limits>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "test/cpp/train_tools.h"
@@ -75,22 +74,6 @@ TEST(Comparison, PassesWhenEveryRowDoesAndThereIsOne) {
   comparison.rows.push_back({"b", 0, 0, 1, false});
   comparison.rows.push_back({"c", 0, 0, 1, true});
   EXPECT_FALSE(comparison.passed());
-}
-
-TEST(Comparison, TheTableByHand) {
-  Comparison comparison;
-  comparison.rows = {{"a", 0.5, 0.25, 1, false}, {"longer.name", 2, 1, 1, false}, {"c", 0, 0, 1, true}};
-  comparison.tolerance = 1e-5;
-  const std::vector<std::string> lines = comparison.table();
-  ASSERT_EQ(lines.size(), 5u);
-  EXPECT_TRUE(lines[0].starts_with("tensor          max abs")) << lines[0];
-  for (const auto& [line, begin, end] :
-       {std::tuple(1, "a            ", "  FAIL"), {2, "longer.name  ", "  FAIL"}, {3, "c            ", "  ok"}}) {
-    EXPECT_TRUE(lines[line].starts_with(begin) && lines[line].ends_with(end)) << lines[line];
-  }
-  EXPECT_EQ(lines[4], "3 tensors, 2 failed (relative to each tensor's largest value)");
-  comparison.tolerance = 0;
-  EXPECT_EQ(comparison.table()[4], "3 tensors, 2 failed (in the 2-norm, relative to each tensor's)");
 }
 
 class CompareDump : public testing::Test {

@@ -479,6 +479,24 @@ TEST(PreTokenizer, InterpreterAndCompilerAgree) {
   }
 }
 
+// A match is tried in windows of 256 bytes, 1,024, 4,096: what lies across their ends is seen whole, characters of several
+// bytes and what only looks ahead too.
+TEST(PreTokenizer, WindowsOfAMatchDoNotShow) {
+  for (const bool use_jit : {true, false}) {
+    const PreTokenizer pre_tokenizer({split_step(R"( ?é+\b|x(?=y)|a+b|\s+(?!\S)|\s+|a)")}, use_jit);
+    for (const std::size_t length : {1, 124, 127, 128, 129, 252, 255, 256, 257, 510, 512, 1023, 1024, 1025, 4096, 5000}) {
+      std::string accents;
+      for (std::size_t i = 0; i < length; ++i) accents += "é";
+      const std::string run(length, 'a'), spaces(length, ' ');
+      EXPECT_EQ(pieces_of(pre_tokenizer, " " + accents + "-"), (Pieces{" " + accents, "-"})) << length;
+      EXPECT_EQ(pieces_of(pre_tokenizer, run + "b!"), (Pieces{run + "b", "!"})) << length;
+      EXPECT_EQ(pieces_of(pre_tokenizer, run + "!").size(), length + 1);
+      EXPECT_EQ(pieces_of(pre_tokenizer, spaces + "xy"), (length == 1 ? Pieces{" ", "x", "y"} : Pieces{spaces.substr(1), " ", "x", "y"}))
+          << length;
+    }
+  }
+}
+
 // Whatever a text does to a pattern, it ends: with pieces, or with one line. The same pattern goes on with other texts.
 TEST(PreTokenizer, ATextThatTakesTooLongIsRefused) {
   const auto refused = [](const PreTokenizer& pre_tokenizer, const std::string& text) {
@@ -499,6 +517,10 @@ TEST(PreTokenizer, ATextThatTakesTooLongIsRefused) {
     EXPECT_TRUE(refused(twice, bomb));
     EXPECT_TRUE(refused(twice, bombs));
     EXPECT_EQ(pieces_of(twice, "aaaa!aa"), (Pieces{"aaaa!", "aa"}));
+    // No step of PCRE2's: from each place it looks for the end of a run.
+    const PreTokenizer to_the_end({split_step("a+[bc]")}, use_jit);
+    EXPECT_TRUE(refused(to_the_end, std::string(1'000'000, 'a')));
+    EXPECT_EQ(pieces_of(to_the_end, std::string(1'000'000, 'a') + "b").size(), 1u);
     // Many steps of one match are no reason: a word of a megabyte.
     EXPECT_EQ(pieces_of(PreTokenizer({split_step("(?:ab|c)+")}, use_jit), std::string(100'000, 'c')).size(), 1u);
   }

@@ -357,20 +357,6 @@ TEST(FusedDecode, TimelineHasEveryPhase) {
   }
 }
 
-TEST(FusedDecode, TimelineOfOneLayerHasRows) {
-  cuda::FusedTimeline timeline;
-  timeline.layers = 1;
-  timeline.blocks = 2;
-  timeline.times.assign(static_cast<std::size_t>(2 * cuda::kFusedPhases * timeline.blocks), 0);
-  timeline.times[0] = 5000;  // x here, block 0
-  timeline.times[1] = 6000;
-  timeline.times[3] = 9000;  // norms done, block 1 alone
-  EXPECT_EQ(cuda::timeline_text(timeline),
-            "end of a phase, us          first     mean last block\n"
-            "x here                       0.00     0.50     1.00\n"
-            "norms done                   4.00     4.00     4.00\n");
-}
-
 cuda::Device hopper(int multiprocessors) {
   cuda::Device device;
   device.arch = 90;

@@ -212,27 +212,6 @@ TEST(FusedSequential, GivenIdsAreFed) {
   test::expect_given_ids_are_fed(model);
 }
 
-// The instrumented kernel computes the same bits, and its table has the phases of this order.
-TEST(FusedSequential, TimelineHasItsPhases) {
-  Model<fp16> model(llama_config({512, 8, 2, 64, 1376, 3}), 64);
-  const auto fused = model.fused();
-  cuda::FusedRequest request;
-  request.first_id = 7;
-  request.count = 4;
-  fused->launch(request);
-  fused->finish();
-  const std::uint64_t hash = fused->logits_hash();
-  fused->record_timeline(true);
-  fused->launch(request);
-  fused->finish();
-  EXPECT_EQ(fused->logits_hash(), hash);
-  const std::string text = cuda::timeline_text(fused->timeline());
-  for (const char* phase : {"x here", "norms done", "QKV done", "query here", "attention done", "attention here",
-                            "middle written", "middle here", "up done", "MLP up here", "x written"}) {
-    EXPECT_NE(text.find(std::string("\n") + phase), std::string::npos) << phase << text;
-  }
-}
-
 TEST(FusedSequential, RefusesWhatItCannotRun) {
   cuda::Device device;
   device.arch = 90;

@@ -198,52 +198,7 @@ def test_heads_that_do_not_divide():  # B38, B39
     assert parse(without(ck.LLAMA, "num_key_value_heads")).num_kv_heads == 4
 
 
-def test_other_architectures():  # B40
-    for name in ("gpt2", "qwen2", "mistral", "", "LLAMA"):
-        refused(ck.LLAMA | {"model_type": name}, "model_type", "llama, gpt_neox")
-    refused(ck.LLAMA | {"architectures": ["A", "GPTNeoXForCausalLM"]}, "architectures")
-    for names in (["A", "B", "LlamaForCausalLM"], ["LlamaForCausalLM", "A"], [], None):
-        assert parse(ck.LLAMA | {"architectures": names}) == parse(ck.LLAMA)
-
-
-def test_other_arithmetic():  # B41
-    for name in ("relu", "silu"):
-        refused(ck.GPT_NEOX | {"hidden_act": name}, "hidden_act", name, "'gelu'")
-    refused(ck.LLAMA | {"hidden_act": "gelu"}, "hidden_act", "'silu'")
-    for value in ({"bits": 4}, {}):
-        refused(ck.LLAMA | {"quantization_config": value}, "quantization_config")
-    assert parse(ck.LLAMA | {"quantization_config": None}) == parse(ck.LLAMA)
-    refused(ck.LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor")
-    parse(ck.LLAMA | {"partial_rotary_factor": 1.0})
-
-
-def test_attention_bias_of_gpt_neox():
-    assert parse(ck.GPT_NEOX).attention_bias is True
-    assert parse(ck.GPT_NEOX | {"attention_bias": False}).attention_bias is False
-
-
 # ---- rotary embedding ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["longrope", "su", "Llama3", "mrope"])
-@pytest.mark.parametrize("key", ["rope_type", "type"])
-@pytest.mark.parametrize("owner", ["rope_scaling", "rope_parameters"])
-def test_other_rope_types(name, key, owner):  # B42
-    for config in (ck.LLAMA, ck.GPT_NEOX):
-        refused(config | {owner: {key: name, "factor": 2.0}}, f"{owner}.{key}", name, "default")
-
-
-def test_llama3_needs_all_its_keys():  # B43
-    complete = scaling_of(8)
-    parse(ck.LLAMA | {"rope_scaling": complete})
-    for key in without(complete, "rope_type", "original_max_position_embeddings"):
-        for owner in ("rope_scaling", "rope_parameters"):
-            refused(ck.LLAMA | {owner: without(complete, key)}, f"{owner}.{key}", "got nothing")
-    refused(ck.LLAMA | {"rope_scaling": complete | {"factor": "8"}}, "factor")
-    refused(ck.LLAMA | {"rope_scaling": complete | {"high_freq_factor": 1.0}}, "high_freq_factor")
-    refused(ck.LLAMA | {"rope_scaling": without(complete, "rope_type")}, "rope_scaling.rope_type")
-    older = without(complete, "rope_type") | {"type": "llama3"}
-    assert parse(ck.LLAMA | {"rope_scaling": older}) == parse(ck.LLAMA | {"rope_scaling": complete})
 
 
 def test_theta_has_no_silent_default():  # B44
@@ -351,14 +306,6 @@ def test_rotary_dimensions():  # B47: heads of 8
     for fraction in (0.375, 0.1, 1.5, 0, -0.25, 1e300, 1e301):
         refused(ck.GPT_NEOX | {"rotary_pct": fraction}, "rotary_pct")
     refused(ck.LLAMA | {"head_dim": 5}, "head_dim", "5", "even")
-
-
-def test_rope_of_every_layer():
-    for owner, value in itertools.product(("rope_parameters", "rope_scaling"), ({"rope_theta": 1e4}, {})):
-        refused(ck.LLAMA | {owner: {"rope_type": "default", "full_attention": value}}, f"{owner}.full_attention", "one set of rope parameters")
-    for wrong in ([], "default", 3):
-        refused(ck.LLAMA | {"rope_parameters": wrong}, "rope_parameters")
-        refused(ck.LLAMA | {"rope_scaling": wrong}, "rope_scaling")
 
 
 # ---- token ids -------------------------------------------------------------------------------------------------------
