@@ -51,11 +51,11 @@ say = $(eval DONE += x)echo "[$(words $(DONE))$(if $(wordlist $(words $(DONE)),$
 # ---- host code -------------------------------------------------------------------------------------------------------
 MODE_FLAGS_release := -O3
 MODE_FLAGS_dist    := -O3
+# In instrumented string sums GCC 12 sees bounds that are not there. The release build has these warnings.
+NO_FALSE_BOUNDS := -Wno-array-bounds -Wno-stringop-overflow -Wno-stringop-overread
 # -g1: line numbers for the reports. Full debug information takes a quarter of the compile time.
 MODE_FLAGS_asan    := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer $(NO_FALSE_BOUNDS)
 MODE_FLAGS_tsan    := -O1 -fsanitize=thread $(NO_FALSE_BOUNDS)
-# In instrumented string sums GCC 12 sees bounds that are not there. The release build has these warnings.
-NO_FALSE_BOUNDS := -Wno-array-bounds -Wno-stringop-overflow -Wno-stringop-overread
 # Of the tests' own code: compiling it takes longer than running it, and what it tests is compiled as in the programs.
 TEST_LEVEL := -O0
 # No fast-math on host code: with it isfinite() lies. OpenBLAS's OpenMP flavour shares the thread pool with our loops.
