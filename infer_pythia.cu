@@ -36,6 +36,7 @@
 #include "llmc/infer/text_output.h"
 #include "llmc/model/compare.h"
 #include "llmc/model/random_models.h"
+#include "llmc/serve/access.h"
 #include "llmc/serve/server.h"
 #include "version.h"
 

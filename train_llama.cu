@@ -16,7 +16,7 @@
 #include "llmc/base/options.h"
 #include "llmc/base/signals.h"
 #include "llmc/base/threads.h"
-#include "llmc/comm/at_work.h"
+#include "llmc/comm/heartbeat.h"
 #include "llmc/comm/launcher.h"
 #include "llmc/comm/start_ranks.h"
 #include "llmc/file/run_dir.h"
@@ -117,7 +117,7 @@ struct Records {
 // from. `records` null: not the first rank.
 TrainState begin(const TrainSettings& settings, const TrainInputs& inputs, Records* records, TrainModel& model,
                  Communicator& ranks) {
-  const AtWork patience(ranks);  // the other ranks wait while the first one reads and verifies checkpoints
+  const Heartbeat patience(ranks);  // the other ranks wait while the first one reads and verifies checkpoints
   CheckpointKeeper* const checkpoints = records != nullptr ? &records->checkpoints : nullptr;
   if (std::optional<TrainState> resumed = resume_on_all(ranks, checkpoints, settings.resume_mode(), model)) {
     log_info("resuming after step %lld of %lld: %s", static_cast<long long>(resumed->step),

@@ -16,8 +16,8 @@
 #include "dev/bench/gpu_main.h"
 #include "llmc/base/philox.h"
 #include "llmc/cuda/hw/common.cuh"
-#include "llmc/cuda/op/attention/attention.h"
-#include "llmc/cuda/op/attention/paths.h"
+#include "llmc/cuda/op/attention/train/attention.h"
+#include "llmc/cuda/op/attention/train/paths.h"
 
 namespace {
 

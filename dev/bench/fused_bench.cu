@@ -24,12 +24,12 @@
 #include "dev/bench/gpu_main.h"
 #include "llmc/cuda/fused/decode.h"
 #include "llmc/cuda/fused/step.h"
-#include "llmc/cuda/op/ceilings.h"
+#include "llmc/cuda/inference/fused_tokens.h"
+#include "llmc/cuda/inference/parameters.h"
 #include "llmc/cuda/runtime/arena.h"
+#include "llmc/cuda/op/gemm/ceilings.h"
 #include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/runtime/stream.h"
-#include "llmc/cuda/transformer/fused_tokens.h"
-#include "llmc/cuda/transformer/neox_parameters.h"
 #include "llmc/model/tensor_table.h"
 
 namespace {

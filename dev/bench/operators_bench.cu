@@ -22,16 +22,16 @@
 #include <vector>
 
 #include "dev/bench/gpu_main.h"
-#include "llmc/cuda/op/adamw.h"
-#include "llmc/cuda/op/classifier.h"
-#include "llmc/cuda/op/decode_attention.h"
-#include "llmc/cuda/op/embedding.h"
-#include "llmc/cuda/op/gelu.h"
-#include "llmc/cuda/op/rank_sum.h"
-#include "llmc/cuda/op/residual_norm.h"
-#include "llmc/cuda/op/rope.h"
-#include "llmc/cuda/op/sampler.h"
-#include "llmc/cuda/op/swiglu.h"
+#include "llmc/cuda/op/attention/paged/decode_attention.h"
+#include "llmc/cuda/op/classifier/classifier.h"
+#include "llmc/cuda/op/elementwise/embedding.h"
+#include "llmc/cuda/op/elementwise/gelu.h"
+#include "llmc/cuda/op/elementwise/rope.h"
+#include "llmc/cuda/op/elementwise/swiglu.h"
+#include "llmc/cuda/op/norm/residual_norm.h"
+#include "llmc/cuda/op/optim/adamw.h"
+#include "llmc/cuda/op/optim/rank_sum.h"
+#include "llmc/cuda/op/sample/sampler.h"
 #include "llmc/cuda/runtime/error.h"
 
 namespace {

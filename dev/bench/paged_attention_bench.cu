@@ -21,8 +21,8 @@
 #include "dev/bench/gpu_main.h"
 #include "llmc/base/philox.h"
 #include "llmc/cuda/hw/common.cuh"
-#include "llmc/cuda/op/append_to_pages.h"
-#include "llmc/cuda/op/paged_attention.h"
+#include "llmc/cuda/op/attention/paged/append_to_pages.h"
+#include "llmc/cuda/op/attention/paged/paged_attention.h"
 
 namespace {
 

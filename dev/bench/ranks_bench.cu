@@ -19,10 +19,10 @@
 #include "llmc/base/options.h"
 #include "llmc/comm/thread_ranks.h"
 #include "llmc/cuda/comm/device_ranks.h"
-#include "llmc/cuda/llama/llama.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/device.h"
 #include "llmc/cuda/runtime/stream.h"
+#include "llmc/cuda/training/training.h"
 #include "llmc/model/compare.h"
 #include "llmc/train/bench.h"
 
@@ -166,7 +166,7 @@ double alone_ms(const Settings& settings) {
   cuda::check(cudaSetDevice(0), "GPU");
   TrainOptions options = options_of(settings, 1);
   if (settings.rounded_alone) options.moments = Precision::bf16;
-  const auto model = cuda::make_llama(preset_config(settings.config), options);
+  const auto model = cuda::make_training_model(preset_config(settings.config), options);
   bench_parameters(*model);
   double loss = 0;
   const double ms = step_ms(*model, settings, &loss);
@@ -192,8 +192,8 @@ void bench_steps(int gpus, const Settings& settings) {
     const double alone = alone_ms(settings);
     run_thread_ranks(gpus, 300, [&](Communicator& ranks) {
       const auto plane = device_ranks(ranks, settings);
-      const auto model = cuda::make_llama(preset_config(settings.config), options_of(settings, gpus), ranks, *plane,
-                                          shard, settings.bucket);
+      const auto model = cuda::make_training_model(preset_config(settings.config), options_of(settings, gpus), ranks,
+                                                   *plane, shard, settings.bucket);
       bench_parameters(*model);
       ranks.barrier();  // that frees memory, which waits for all GPUs of the process
       double loss = 0;

@@ -1,6 +1,6 @@
-// The batch-invariant linear layers of llmc/cuda/op/rows_matmul.h beside cuBLASLt's best plan for the same shape: what
+// The batch-invariant linear layers of llmc/cuda/op/gemm/rows_matmul.h beside cuBLASLt's best plan for the same shape: what
 // invariance costs. Layers of Pythia-2.8B and Llama-3.1-8B in bf16. And the same layers with quantised weights
-// (llmc/cuda/op/quantized_matmul.h), in fp16 for Pythia and in bf16 for Llama.
+// (llmc/cuda/op/gemm/quantized_matmul.h), in fp16 for Pythia and in bf16 for Llama.
 //
 //   make benches && build/release/dev/bench/rows_matmul_bench [pythia-2.8b llama-3.1-8b] [bf16 int8 fp8 int4] [ROWS ...]
 //
@@ -19,12 +19,12 @@
 
 #include "dev/bench/gpu_main.h"
 #include "llmc/cuda/hw/common.cuh"
-#include "llmc/cuda/op/ceilings.h"
-#include "llmc/cuda/op/matmul.h"
-#include "llmc/cuda/op/quantized_matmul.h"
-#include "llmc/cuda/op/rows_matmul.h"
+#include "llmc/cuda/op/gemm/matmul.h"
+#include "llmc/cuda/op/gemm/quantized_matmul.h"
+#include "llmc/cuda/op/gemm/rows_matmul.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/captured_graph.h"
+#include "llmc/cuda/op/gemm/ceilings.h"
 #include "llmc/cuda/runtime/stream.h"
 
 namespace {

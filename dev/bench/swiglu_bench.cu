@@ -1,5 +1,5 @@
 // The GEMMs before and after SwiGLU, in bf16 and in fp8: cuBLASLt and a kernel for SwiGLU, against the kernels of
-// llmc/cuda/op/matmul_swiglu.h and matmul_swiglu_fp8.h that do both, at the shapes of a training step.
+// llmc/cuda/op/gemm/matmul_swiglu.h and matmul_swiglu_fp8.h that do both, at the shapes of a training step.
 //
 //   nvcc -std=c++20 -O3 -I. -gencode arch=compute_90a,code=sm_90a dev/bench/swiglu_bench.cu build/release/libweft.a
 //   ./a.out [llama3.2-1b d12 ...]
@@ -19,10 +19,10 @@
 
 #include "dev/bench/gpu_main.h"
 #include "llmc/cuda/hw/common.cuh"
-#include "llmc/cuda/op/matmul.h"
-#include "llmc/cuda/op/matmul_swiglu.h"
-#include "llmc/cuda/op/matmul_swiglu_fp8.h"
-#include "llmc/cuda/op/swiglu.h"
+#include "llmc/cuda/op/elementwise/swiglu.h"
+#include "llmc/cuda/op/gemm/matmul.h"
+#include "llmc/cuda/op/gemm/matmul_swiglu.h"
+#include "llmc/cuda/op/gemm/matmul_swiglu_fp8.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/stream.h"
 

@@ -8,8 +8,8 @@
 #include <cstdint>
 
 #include "dev/ladder/ladder.h"
-#include "llmc/cuda/op/attention/attention.h"
-#include "llmc/cuda/op/attention/paths.h"
+#include "llmc/cuda/op/attention/train/attention.h"
+#include "llmc/cuda/op/attention/train/paths.h"
 #include "llmc/cuda/runtime/error.h"
 
 namespace weft::ladder {
@@ -556,7 +556,7 @@ void launch_double_buffered(const AttentionProblem& p, cudaStream_t stream) {
 }
 
 // ---- step 6: weft's kernel for every GPU from sm_80 on ----------------------------------------------------------------
-// llmc/cuda/op/attention/portable_forward.cu: 32 queries a warp, so that each fragment of K and V feeds two mma; a maximum
+// llmc/cuda/op/attention/train/portable_forward.cu: 32 queries a warp, so that each fragment of K and V feeds two mma; a maximum
 // that moves only when it must, so that `out` is seldom rescaled; results staged in shared memory and stored 16 bytes a
 // lane.
 void launch_portable(const AttentionProblem& p, cudaStream_t stream) {
@@ -564,7 +564,7 @@ void launch_portable(const AttentionProblem& p, cudaStream_t stream) {
 }
 
 // ---- step 7: weft's kernel for Hopper ---------------------------------------------------------------------------------
-// llmc/cuda/op/attention/hopper_forward.cu: warpgroups multiply by wgmma straight from shared memory, a producer warp
+// llmc/cuda/op/attention/train/hopper_forward.cu: warpgroups multiply by wgmma straight from shared memory, a producer warp
 // brings tiles by tensor copies (TMA) through a ring, two or three consumer warpgroups take turns: one computes
 // exponentials while another has the tensor cores.
 void launch_hopper(const AttentionProblem& p, cudaStream_t stream) {

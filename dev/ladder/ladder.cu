@@ -23,7 +23,7 @@
 #include "dev/ladder/ladder.h"
 #include "llmc/cpu/attention.h"
 #include "llmc/cpu/residual_norm.h"
-#include "llmc/cuda/op/ceilings.h"
+#include "llmc/cuda/op/gemm/ceilings.h"
 #include "llmc/cuda/runtime/error.h"
 
 namespace weft::ladder {

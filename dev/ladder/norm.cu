@@ -8,7 +8,7 @@
 #include <algorithm>
 
 #include "dev/ladder/ladder.h"
-#include "llmc/cuda/op/residual_norm.h"
+#include "llmc/cuda/op/norm/residual_norm.h"
 #include "llmc/cuda/runtime/error.h"
 
 namespace weft::ladder {
@@ -367,7 +367,7 @@ void launch_persistent(const NormProblem& p, cudaStream_t stream) {
 }
 
 // ---- step 7: the kernel that training runs ----------------------------------------------------------------------------
-// llmc/cuda/op/residual_norm_forward.cu: the next row is copied to shared memory by cp.async, so that it costs no
+// llmc/cuda/op/norm/residual_norm_forward.cu: the next row is copied to shared memory by cp.async, so that it costs no
 // registers; the threads of a row, the rows of a block and kernels without bounds tests are chosen by the width.
 void launch_library(const NormProblem& p, cudaStream_t stream) {
   using namespace cuda;

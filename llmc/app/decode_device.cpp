@@ -11,10 +11,10 @@
 #include "llmc/model/tensor_table.h"
 #include "llmc/train/initialize.h"
 #ifdef WEFT_CUDA
-#include "llmc/cuda/op/ceilings.h"
-#include "llmc/cuda/transformer/fused_tokens.h"
-#include "llmc/cuda/transformer/inference.h"
-#include "llmc/cuda/transformer/neox.h"
+#include "llmc/cuda/inference/fused_tokens.h"
+#include "llmc/cuda/inference/inference.h"
+#include "llmc/cuda/inference/neox.h"
+#include "llmc/cuda/op/gemm/ceilings.h"
 #endif
 
 namespace weft {
@@ -171,11 +171,11 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored) {
            : settings_.dtype == "fp32" || settings_.task == InferTask::compare ? DType::f32
                                                                                : stored;
   const bool many = settings_.many_sequences() || settings_.drafts();
-  const std::string refusal =
-      many || through_pages(config) ? cuda::inference_refusal(config, dtype_) : cuda::neox_refusal(config, dtype_);
-  if (refusal.empty()) return choose_decode(config, many);
-  if (settings_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", refusal.c_str());
-  use_cpu(choose_cpu(refusal));
+  const std::string reason = many || through_pages(config) ? cuda::inference_unsupported_reason(config, dtype_)
+                                                           : cuda::neox_unsupported_reason(config, dtype_);
+  if (reason.empty()) return choose_decode(config, many);
+  if (settings_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", reason.c_str());
+  use_cpu(choose_cpu(reason));
 }
 
 // --decode auto: fused if this GPU and model have it, otherwise graph, with a line that says why. Many sequences and
@@ -188,32 +188,32 @@ void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
   if (many) {
     decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;
     if (decode_ != "fused") return;
-    const std::string refusal = cuda::fused_steps_refusal(config, dtype_);
-    if (!refusal.empty()) fail(Exit::environment, "--decode fused: %s. Use --decode graph", refusal.c_str());
+    const std::string reason = cuda::fused_steps_unsupported_reason(config, dtype_);
+    if (!reason.empty()) fail(Exit::environment, "--decode fused: %s. Use --decode graph", reason.c_str());
     return;
   }
   decode_ = settings_.decode == "auto" ? "fused" : settings_.decode;
   if (decode_ != "fused") return;
-  std::string refusal = cuda::fused_refusal(config, dtype_);
-  if (refusal.empty() && settings_.decode == "auto" && cuda::graph_is_faster(config)) {
-    refusal = "the graph is faster for models as wide as this one";
+  std::string reason = cuda::fused_unsupported_reason(config, dtype_);
+  if (reason.empty() && settings_.decode == "auto" && cuda::graph_is_faster(config)) {
+    reason = "the graph is faster for models as wide as this one";
   }
-  if (refusal.empty() && settings_.decode == "auto" && !cuda::fused_by_default(config)) {
-    refusal = "quantised weights of this model are decoded by the fused kernel only if --decode fused asks for it";
+  if (reason.empty() && settings_.decode == "auto" && !cuda::fused_by_default(config)) {
+    reason = "quantised weights of this model are decoded by the fused kernel only if --decode fused asks for it";
   }
-  if (refusal.empty() && settings_.decode == "auto" && config.quantization.any()) {
+  if (reason.empty() && settings_.decode == "auto" && config.quantization.any()) {
     const std::uint64_t needed =
         total_bytes(cuda::plan_inference(config, one_sequence_on_gpu(cuda::kFusedPageSize, true), dtype_)) +
         total_bytes(cuda::plan_fused_tokens(config));
     if (needed > choice_.available_bytes) {
-      refusal =
+      reason =
           "the fused kernel needs the quantised weights a second time, in an order of its own, and the GPU has no room";
     }
   }
-  if (refusal.empty()) return;
-  if (settings_.decode == "fused") fail(Exit::environment, "--decode fused: %s. Use --decode graph", refusal.c_str());
+  if (reason.empty()) return;
+  if (settings_.decode == "fused") fail(Exit::environment, "--decode fused: %s. Use --decode graph", reason.c_str());
   decode_ = "graph";
-  log_info("decode graph, not fused: %s", refusal.c_str());
+  log_info("decode graph, not fused: %s", reason.c_str());
 }
 
 double DecodeDevice::read_ceiling() const {
@@ -286,12 +286,13 @@ std::uint64_t DecodeDevice::steps_memory(const ModelConfig& config) const {
 // A draft model has the fused kernel if that can run it; for the model itself choose_decode() has made sure.
 bool DecodeDevice::fused_steps(const ModelConfig& config) const {
   const bool many = settings_.many_sequences() || settings_.drafts();
-  return many && decode_ == "fused" && cuda::fused_steps_refusal(config, dtype_).empty();
+  return many && decode_ == "fused" && cuda::fused_steps_unsupported_reason(config, dtype_).empty();
 }
 
 bool DecodeDevice::fuses_draft(const ModelConfig& config) const {
   const bool wanted = settings_.decode == "auto" || settings_.decode == "fused";
-  return choice_.gpu && wanted && cuda::fused_refusal(config, dtype_).empty() && !cuda::graph_is_faster(config);
+  return choice_.gpu && wanted && cuda::fused_unsupported_reason(config, dtype_).empty() &&
+         !cuda::graph_is_faster(config);
 }
 
 SequenceDraft DecodeDevice::load_sequence_draft(const ModelFile& file, const InferenceModel& model) const {
@@ -374,8 +375,8 @@ InferenceOptions DecodeDevice::sequence_pool(std::int64_t capacity) const {
 InferenceOptions DecodeDevice::draft_pool(const ModelConfig& config, const InferenceModel& model) const {
   const InferenceOptions pool = pool_of_draft(config, model);
   if (!choice_.gpu) return pool;
-  const std::string refusal = cuda::inference_refusal(config, dtype_);
-  if (!refusal.empty()) fail(Exit::usage, "--draft: the GPU cannot run it: %s", refusal.c_str());
+  const std::string reason = cuda::inference_unsupported_reason(config, dtype_);
+  if (!reason.empty()) fail(Exit::usage, "--draft: the GPU cannot run it: %s", reason.c_str());
   return pool;
 }
 

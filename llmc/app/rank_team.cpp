@@ -35,10 +35,10 @@ void RankTeam::meet(const TrainSettings& settings, const std::string& version) {
     again = listener >= 0 ? Socket(listener) : listen_at(place.address, place.port);
     point.listener = duplicate_of(again).release();
   }
-  communicator_ = meet_ranks(self, point, settings.comm_timeout);
+  communicator_ = rendezvous(self, point, settings.comm_timeout);
   ++self.token;
   if (first()) point.listener = again.release();
-  save_communicator_ = meet_ranks(self, point, settings.comm_timeout);
+  save_communicator_ = rendezvous(self, point, settings.comm_timeout);
 }
 
 void RankTeam::abort(const Error& error) {

@@ -6,13 +6,13 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
-#include "llmc/comm/at_work.h"
-#include "llmc/cpu/llama.h"
+#include "llmc/comm/heartbeat.h"
+#include "llmc/cpu/training.h"
 #include "llmc/train/fault_injection.h"
 #ifdef WEFT_CUDA
-#include "llmc/cuda/llama/llama.h"
-#include "llmc/cuda/op/matmul.h"
-#include "llmc/cuda/transformer/inference.h"
+#include "llmc/cuda/inference/inference.h"
+#include "llmc/cuda/op/gemm/matmul.h"
+#include "llmc/cuda/training/training.h"
 #endif
 
 namespace weft {
@@ -62,12 +62,12 @@ TrainDevice::TrainDevice(TrainSettings& settings, const RankTeam& team)
   }
   const std::string precision = settings.precision != "auto" ? settings.precision : choice_.gpu ? "bf16" : "fp32";
   settings.set_device(choice_.gpu ? "cuda" : "cpu", precision);
-  const bool divided = ranks_ > 1 && !settings.eval;  // each rank of --eval has a model of its own
-  if (!choice_.gpu && divided && shard_ == Shard::gradients) {
+  const bool sharded = ranks_ > 1 && !settings.eval;  // each rank of --eval has a model of its own
+  if (!choice_.gpu && sharded && shard_ == Shard::gradients) {
     fail(Exit::usage, "--shard: got gradients, which needs a GPU. Use optimizer or parameters");
   }
-  const bool gradients_divided = divided && (shard_ == Shard::gradients || shard_ == Shard::parameters);
-  if (choice_.gpu && gradients_divided && settings.rank_accumulation() > 1) {
+  const bool gradients_sharded = sharded && (shard_ == Shard::gradients || shard_ == Shard::parameters);
+  if (choice_.gpu && gradients_sharded && settings.rank_accumulation() > 1) {
     fail(
         Exit::usage,
         "--shard: got %s with %lld micro-batches a rank and step, expected one. --virtual-ranks %lld makes each a rank "
@@ -87,15 +87,15 @@ std::vector<MemoryLine> TrainDevice::plan(const ModelConfig& config, const Train
 #ifdef WEFT_CUDA
   if (choice_.gpu) {
     std::vector<MemoryLine> lines =
-        is_part ? cuda::plan_llama(config, options, rank_, ranks_, shard_) : cuda::plan_llama(config, options);
+        is_part ? cuda::plan_training(config, options, rank_, ranks_, shard_) : cuda::plan_training(config, options);
     if (sample_positions == 0) return lines;
-    for (MemoryLine& line : cuda::plan_llama_samples(config, options.precision, sample_positions)) {
+    for (MemoryLine& line : cuda::plan_samples(config, options.precision, sample_positions)) {
       lines.push_back(std::move(line));
     }
     return lines;
   }
 #endif
-  return is_part ? cpu::plan_llama(config, options, rank_, ranks_, shard_) : cpu::plan_llama(config, options);
+  return is_part ? cpu::plan_training(config, options, rank_, ranks_, shard_) : cpu::plan_training(config, options);
 }
 
 std::vector<RankField> TrainDevice::rank_fields() const {
@@ -138,24 +138,24 @@ void TrainDevice::check_memory(const ModelConfig& config, const TrainOptions& op
 
 std::unique_ptr<TrainModel> TrainDevice::make(const ModelConfig& config, const TrainOptions& options) const {
 #ifdef WEFT_CUDA
-  if (choice_.gpu) return cuda::make_llama(config, options);
+  if (choice_.gpu) return cuda::make_training_model(config, options);
 #endif
-  return cpu::make_llama(config, options);
+  return cpu::make_training_model(config, options);
 }
 
 std::unique_ptr<TrainModel> TrainDevice::make(const ModelConfig& config, const TrainOptions& options,
                                               Communicator& ranks) {
   if (ranks.size() == 1) return make(config, options);
-  const AtWork patience(ranks);  // rank 0 may have to try GEMM plans for all
+  const Heartbeat patience(ranks);  // rank 0 may have to try GEMM plans for all
 #ifdef WEFT_CUDA
   if (choice_.gpu) {
     links_ = std::make_unique<Links>();
     links_->gpus = cuda::make_device_ranks(ranks, time_limit_s_);
     log_info("%d ranks: gradients and parameters move by %s", ranks.size(), links_->gpus->name().c_str());
-    return cuda::make_llama(config, options, ranks, *links_->gpus, shard_);
+    return cuda::make_training_model(config, options, ranks, *links_->gpus, shard_);
   }
 #endif
-  return cpu::make_llama(config, options, ranks, shard_);
+  return cpu::make_training_model(config, options, ranks, shard_);
 }
 
 }  // namespace weft

@@ -1,4 +1,4 @@
-// Division that rounds up, on both devices.
+// Sharding that rounds up, on both devices.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Picks the next token on the host, as llmc/base/sampling.h describes. llmc/cuda/op/sampler.cuh makes the same choice
+// Picks the next token on the host, as llmc/base/sampling.h describes. llmc/cuda/op/sample/sampler.cuh makes the same choice
 // on the GPU.
 #pragma once
 

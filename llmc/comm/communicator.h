@@ -45,11 +45,11 @@ class Communicator {
   // way, such as NCCL. Only on the thread that makes the calls.
   virtual void check() = 0;
 
-  // Seconds after which a rank that is long at work has to give a sign, so that the others go on waiting for it (AtWork);
+  // Seconds after which a rank that is long at work has to give a sign, so that the others go on waiting for it (Heartbeat);
   // 0: nobody asks for one.
   virtual double sign_interval_s() const { return 0; }
   // From any thread.
-  virtual void give_sign() noexcept {}
+  virtual void beat() noexcept {}
 
   // Elements parts[r] of rank r, on all ranks.
   template <typename T>

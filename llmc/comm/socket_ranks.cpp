@@ -1,4 +1,4 @@
-// A rank's side of its connection to the hub (llmc/comm/hub.h).
+// A rank's side of its connection to the hub (llmc/comm/rendezvous.h).
 #include "llmc/comm/socket_ranks.h"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ std::uint64_t hash_of(std::span<const Range> parts) {
 
 class SocketRanks final : public Communicator {
  public:
-  SocketRanks(Socket to_hub, const RankIdentity& self, double time_limit_s, std::unique_ptr<Hub> hub)
+  SocketRanks(Socket to_hub, const RankIdentity& self, double time_limit_s, std::unique_ptr<Rendezvous> hub)
       : rank_(self.rank),
         size_(self.size),
         time_limit_s_(time_limit_s),
@@ -99,7 +99,7 @@ class SocketRanks final : public Communicator {
 
   double sign_interval_s() const override { return time_limit_s_ / 4; }
 
-  void give_sign() noexcept override {
+  void beat() noexcept override {
     try {
       std::unique_lock<std::mutex> lock(sending_, std::try_to_lock);
       if (!lock.owns_lock() || ended()) return;  // a call that is being sent is a sign
@@ -252,7 +252,7 @@ class SocketRanks final : public Communicator {
 
   const int rank_, size_;
   const double time_limit_s_;
-  std::unique_ptr<Hub> hub_;  // on rank 0; ends after the connection
+  std::unique_ptr<Rendezvous> hub_;  // on rank 0; ends after the connection
   std::mutex sending_;
   Socket socket_;       // written under sending_, read by the thread that makes the calls
   FrameWriter writer_;  // used under sending_
@@ -314,12 +314,12 @@ Socket connect_to_hub(const RankIdentity& self, const MeetingPoint& point, doubl
 
 }  // namespace
 
-std::unique_ptr<Communicator> meet_ranks(const RankIdentity& self, const MeetingPoint& point, double time_limit_s) {
+std::unique_ptr<Communicator> rendezvous(const RankIdentity& self, const MeetingPoint& point, double time_limit_s) {
   if (self.rank != 0) {
     return std::make_unique<SocketRanks>(connect_to_hub(self, point, time_limit_s), self, time_limit_s, nullptr);
   }
   Socket listener = point.listener >= 0 ? Socket(point.listener) : listen_at(point.address, point.port);
-  auto hub = std::make_unique<Hub>(std::move(listener), self, time_limit_s);
+  auto hub = std::make_unique<Rendezvous>(std::move(listener), self, time_limit_s);
   Socket connection = hub->take_first_connection();
   return std::make_unique<SocketRanks>(std::move(connection), self, time_limit_s, std::move(hub));
 }

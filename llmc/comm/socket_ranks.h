@@ -5,7 +5,7 @@
 #include <string>
 
 #include "llmc/comm/communicator.h"
-#include "llmc/comm/hub.h"
+#include "llmc/comm/rendezvous.h"
 
 namespace weft {
 
@@ -21,6 +21,6 @@ struct MeetingPoint {
 // of Communicator, and Exit::environment if the ranks cannot meet: the port is taken, or a rank does not come, is of
 // another version or was started for another number of ranks. What comes to the port and is no rank of this run is
 // turned away and does no harm.
-std::unique_ptr<Communicator> meet_ranks(const RankIdentity& self, const MeetingPoint& point, double time_limit_s);
+std::unique_ptr<Communicator> rendezvous(const RankIdentity& self, const MeetingPoint& point, double time_limit_s);
 
 }  // namespace weft

@@ -1,4 +1,4 @@
-// Tensors rounded to fp8 on the CPU: the specification of llmc/cuda/op/fp8.h. A GEMM of such values in fp32 has exact products:
+// Tensors rounded to fp8 on the CPU: the specification of llmc/cuda/op/fp8/fp8.h. A GEMM of such values in fp32 has exact products:
 // it is what a GPU computes from the codes and their scales, up to the order of the sums.
 #pragma once
 

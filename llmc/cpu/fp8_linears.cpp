@@ -9,7 +9,7 @@ namespace weft::cpu {
 namespace {
 
 // Plans the three kinds of operands; `weights` gets a pointer for each place and linear layer.
-const MemoryPlan& plan(Regions& regions, const ModelConfig& config, std::int64_t rows, std::int64_t places,
+const MemoryPlan& plan(ArenaLayout& layout, const ModelConfig& config, std::int64_t rows, std::int64_t places,
                        std::vector<float*>& weights, float*& input, float*& gradient) {
   weights.assign(static_cast<std::size_t>(4 * places), nullptr);
   std::int64_t widest_input = 0, widest_gradient = 0;
@@ -18,34 +18,35 @@ const MemoryPlan& plan(Regions& regions, const ModelConfig& config, std::int64_t
     widest_input = std::max(widest_input, size.C);
     widest_gradient = std::max(widest_gradient, size.OC);
     for (std::int64_t place = 0; place < places; ++place) {
-      regions.want(&weights[static_cast<std::size_t>(4 * place) + static_cast<std::size_t>(linear)], size.C * size.OC);
+      layout.reserve(&weights[static_cast<std::size_t>(4 * place) + static_cast<std::size_t>(linear)],
+                     size.C * size.OC);
     }
   }
-  regions.want(&input, rows * widest_input);
-  regions.want(&gradient, rows * widest_gradient);
-  return regions.plan();
+  layout.reserve(&input, rows * widest_input);
+  layout.reserve(&gradient, rows * widest_gradient);
+  return layout.plan();
 }
 
 }  // namespace
 
-Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, bool parameters_divided)
+Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, bool parameters_sharded)
     : config_(config),
       rows_(options.micro_batch * options.seq_len),
       scales_(config.num_layers),
       exponents_(static_cast<std::size_t>(scales_.slots().count())),
       tallies_(exponents_.size()),
-      places_(config.num_layers, parameters_divided),
-      arena_(plan(regions_, config, rows_, places_.count(), weights_, input_, gradient_)) {
-  regions_.bind(arena_);
+      buffers_(config.num_layers, parameters_sharded),
+      arena_(plan(layout_, config, rows_, buffers_.count(), weights_, input_, gradient_)) {
+  layout_.bind(arena_);
 }
 
 std::uint64_t Fp8Linears::planned_bytes(const ModelConfig& config, const TrainOptions& options,
-                                        bool parameters_divided) {
-  Regions regions("operands rounded to fp8");
+                                        bool parameters_sharded) {
+  ArenaLayout layout("operands rounded to fp8");
   std::vector<float*> weights;
   float *input = nullptr, *gradient = nullptr;
-  const std::int64_t places = Fp8Places(config.num_layers, parameters_divided).count();
-  return plan(regions, config, options.micro_batch * options.seq_len, places, weights, input, gradient).bytes();
+  const std::int64_t places = Fp8Buffers(config.num_layers, parameters_sharded).count();
+  return plan(layout, config, options.micro_batch * options.seq_len, places, weights, input, gradient).bytes();
 }
 
 void Fp8Linears::round(float* out, std::int64_t slot, const float* x, std::int64_t count, Pass pass) {
@@ -58,8 +59,8 @@ void Fp8Linears::round(float* out, std::int64_t slot, const float* x, std::int64
 }
 
 void Fp8Linears::use_weights(std::int64_t layer, const BlockWeights<float>& weights, bool again) {
-  if (places_.has(layer)) return;
-  places_.put(layer);
+  if (buffers_.has(layer)) return;
+  buffers_.put(layer);
   for (const BlockLinear linear : kBlockLinears) {
     const LinearSize size = linear_size(config_, linear);
     const std::int64_t slot = scales_.slots().at(Fp8Kind::weight, layer, linear);
@@ -104,12 +105,12 @@ Fp8Statistics Fp8Linears::statistics() const {
 
 void Fp8Linears::end_step() {
   scales_.push(step_tallies());
-  places_.forget();
+  buffers_.forget();
 }
 
 void Fp8Linears::weights_replaced() {
   scales_.forget();
-  places_.forget();
+  buffers_.forget();
 }
 
 }  // namespace weft::cpu

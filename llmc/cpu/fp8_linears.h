@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "llmc/base/arena.h"
-#include "llmc/base/regions.h"
+#include "llmc/base/arena_layout.h"
 #include "llmc/comm/communicator.h"
 #include "llmc/model/block_weights.h"
 #include "llmc/model/fp8.h"
@@ -17,12 +17,12 @@ namespace weft::cpu {
 
 class Fp8Linears {
  public:
-  Fp8Linears(const ModelConfig& config, const TrainOptions& options, bool parameters_divided);
+  Fp8Linears(const ModelConfig& config, const TrainOptions& options, bool parameters_sharded);
   Fp8Linears(const Fp8Linears&) = delete;  // a region's pointer is bound to its address
   Fp8Linears& operator=(const Fp8Linears&) = delete;
 
   // Of the rounded weights, an input and a gradient.
-  static std::uint64_t planned_bytes(const ModelConfig& config, const TrainOptions& options, bool parameters_divided);
+  static std::uint64_t planned_bytes(const ModelConfig& config, const TrainOptions& options, bool parameters_sharded);
 
   // What a call is part of. Only the first computation of a training step is counted and measured for later scales; what is
   // computed again has the scales of the first time.
@@ -45,13 +45,13 @@ class Fp8Linears {
   std::vector<float> state() const { return scales_.state(); }
   void set_state(std::span<const float> state) {
     scales_.set_state(state);
-    places_.forget();
+    buffers_.forget();
   }
 
  private:
   void round(float* out, std::int64_t slot, const float* x, std::int64_t count, Pass pass);
   float* weight_of(BlockLinear linear, std::int64_t layer) const {
-    return weights_[static_cast<std::size_t>(4 * places_.of(layer)) + static_cast<std::size_t>(linear)];
+    return weights_[static_cast<std::size_t>(4 * buffers_.of(layer)) + static_cast<std::size_t>(linear)];
   }
   // Of all ranks, if there are several.
   const std::vector<Fp8Tally>& step_tallies() const { return of_ranks_.empty() ? tallies_ : of_ranks_; }
@@ -62,10 +62,10 @@ class Fp8Linears {
   std::vector<int> exponents_;      // of this step
   std::vector<Fp8Tally> tallies_;   // of this step; of weights since they were rounded
   std::vector<Fp8Tally> of_ranks_;  // of all ranks, once they have been gathered
-  Fp8Places places_;
+  Fp8Buffers buffers_;
   std::vector<float*> weights_;  // by place and linear layer
   float *input_ = nullptr, *gradient_ = nullptr;
-  Regions regions_{"operands rounded to fp8"};
+  ArenaLayout layout_{"operands rounded to fp8"};
   HostArena arena_;
   std::int64_t micro_batches_ = 0;
 };

@@ -250,8 +250,7 @@ std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const 
 
 std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const TensorTable& table,
                                                const float* parameters, const InferenceOptions& options) {
-  return std::make_unique<Inference>(config, options, bind_weights(config, table, parameters, Offsets::bytes),
-                                     nullptr);
+  return std::make_unique<Inference>(config, options, bind_weights(config, table, parameters, Offsets::bytes), nullptr);
 }
 
 std::unique_ptr<DecodeModel> load_decoder(const ModelFile& file, std::int64_t capacity, DType cache) {

@@ -90,7 +90,9 @@ class Inference final : public InferenceModel {
   HeadView heads(std::int64_t first_element);  // q, k or v, which begin there in a row of qkv_
   // Adds `count` values, or all rows, to the activation `name`.
   void keep_values(const std::string& name, const float* data, std::int64_t count);
-  void keep(const std::string& name, const float* data, std::int64_t columns) { keep_values(name, data, rows() * columns); }
+  void keep(const std::string& name, const float* data, std::int64_t columns) {
+    keep_values(name, data, rows() * columns);
+  }
   void keep_heads(const std::string& name, ConstHeadView heads, std::int64_t count);
   std::int64_t rows() const { return std::ssize(ids_); }
 
@@ -106,8 +108,8 @@ class Inference final : public InferenceModel {
   HostArena kv_arena_;  // keys, then values, each [L, page, NKV, page_size, HS]; first: it refuses what cannot fit
   InferenceOptions options_;
   RopeTable rope_;
-  std::vector<std::int32_t> last_ids_;        // [slots]: sampled last in each
-  std::unique_ptr<HostArena> own_;            // the parameters, where the model owns them
+  std::vector<std::int32_t> last_ids_;  // [slots]: sampled last in each
+  std::unique_ptr<HostArena> own_;      // the parameters, where the model owns them
   const ModelWeights<const float> weights_;
   // [max_rows, ...]; norm2_: of the parallel residual; product_: of gated MLPs, others compute it in up_
   std::vector<float> residual_, final_norm_, norm1_, norm2_, branch_, attention_, qkv_, up_, product_;

@@ -58,8 +58,8 @@ struct Linear {
 
 }  // namespace
 
-void matmul_rows_forward(float* out, const float* x, const Weight<const float>& weight, const float* bias, std::int64_t N,
-                         std::int64_t C, std::int64_t OC, Accumulate accumulate) {
+void matmul_rows_forward(float* out, const float* x, const Weight<const float>& weight, const float* bias,
+                         std::int64_t N, std::int64_t C, std::int64_t OC, Accumulate accumulate) {
   const Linear linear = {out, x, bias, weight.packed.row_scales, C, OC, accumulate == Accumulate::yes};
   const std::int64_t of_cache = kPanelFloats / std::max<std::int64_t>(C, 1),
                      of_thread = ceil_div(OC, omp_get_max_threads());

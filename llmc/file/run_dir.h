@@ -3,7 +3,7 @@
 //   lock              pid and host of the run that works here
 //   config.json       settings and model of the last start
 //   log.jsonl         one record a line
-//   matmul_plans.txt  on a GPU: which algorithm computes which GEMM (llmc/cuda/op/matmul_plans.h)
+//   matmul_plans.txt  on a GPU: which algorithm computes which GEMM (llmc/cuda/op/gemm/matmul_plans.h)
 //   step_00000100/    a checkpoint; only ever appears complete
 //   step_00000100.tmp/, step_00000100.replaced.tmp/   a save or a removal that was interrupted; never loaded
 //

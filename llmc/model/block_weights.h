@@ -80,7 +80,7 @@ struct ModelWeights {
   NormWeights<T> final_norm;
   Weight<T, Packed> head;  // [V, C]; the embedding where tied
 
-  // For sections (parameter_sections()) that lie in places of their own (SectionPlaces): moves the pointers into section s by
+  // For sections (parameter_sections()) that lie in places of their own (SectionBuffers): moves the pointers into section s by
   // by[s] elements.
   void move_sections(std::span<const std::int64_t> by) {
     const auto move = [](std::int64_t elements, std::initializer_list<T**> pointers) {

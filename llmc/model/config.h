@@ -48,7 +48,7 @@ struct RopeConfig {
 };
 
 struct ModelConfig {
-  std::string family = "llama";   // for files and messages: nothing is computed by it
+  std::string family = "llama";    // for files and messages: nothing is computed by it
   std::int64_t vocab_size = 0;     // rows of the embedding; may exceed the tokenizer's vocabulary (padding)
   std::int64_t hidden_size = 0;    // C
   std::int64_t num_layers = 0;     // L
@@ -60,10 +60,10 @@ struct ModelConfig {
   double norm_eps = 0;
   NormKind norm = NormKind::rmsnorm;
   RopeConfig rope;
-  bool tied_embeddings = false;      // the classifier uses the embedding's matrix
-  bool parallel_residual = false;    // x + attention(norm1(x)) + mlp(norm2(x))
-  bool attention_bias = false;       // biases of the linear layers of attention
-  bool mlp_bias = false;             // biases of the linear layers of the MLP
+  bool tied_embeddings = false;    // the classifier uses the embedding's matrix
+  bool parallel_residual = false;  // x + attention(norm1(x)) + mlp(norm2(x))
+  bool attention_bias = false;     // biases of the linear layers of attention
+  bool mlp_bias = false;           // biases of the linear layers of the MLP
   Activation activation = Activation::swiglu;
   QkvLayout qkv_layout = QkvLayout::concatenated;
   std::int64_t tokenizer_vocab = 0;  // ids >= this are padding rows and are never sampled

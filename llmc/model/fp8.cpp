@@ -43,13 +43,13 @@ std::vector<Fp8Tally> of_all_ranks(const Fp8Slots& slots, std::span<const Fp8Tal
   return sum;
 }
 
-Fp8Places::Fp8Places(std::int64_t layers, bool parameters_divided)
+Fp8Buffers::Fp8Buffers(std::int64_t layers, bool parameters_sharded)
     : layers_(layers),
-      occupants_(parameters_divided ? std::min(static_cast<std::size_t>(layers), SectionPlaces::kLayerPlaces)
+      occupants_(parameters_sharded ? std::min(static_cast<std::size_t>(layers), SectionBuffers::kLayerBuffers)
                                     : static_cast<std::size_t>(layers),
                  kNone) {}
 
-bool Fp8Places::has_all() const {
+bool Fp8Buffers::has_all() const {
   for (std::int64_t l = 0; l < layers_; ++l) {
     if (!has(l)) return false;
   }

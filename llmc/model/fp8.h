@@ -50,10 +50,10 @@ struct Fp8Slots {
 std::vector<Fp8Tally> of_all_ranks(const Fp8Slots& slots, std::span<const Fp8Tally> tallies);
 
 // Where rounded weights lie, and which are up to date. Every layer has a place of its own or, where ranks divide the
-// parameters, layers take turns in as many places as their parameters do (SectionPlaces).
-class Fp8Places {
+// parameters, layers take turns in as many places as their parameters do (SectionBuffers).
+class Fp8Buffers {
  public:
-  Fp8Places(std::int64_t layers, bool parameters_divided);
+  Fp8Buffers(std::int64_t layers, bool parameters_sharded);
 
   std::int64_t count() const { return std::ssize(occupants_); }
   std::int64_t of(std::int64_t layer) const { return layer % count(); }

@@ -46,13 +46,13 @@ std::vector<Range> parameter_sections(const ModelConfig& config, const TensorTab
   return sections;
 }
 
-SectionPlaces::SectionPlaces(std::span<const Range> sections, std::int64_t num_layers) {
+SectionBuffers::SectionBuffers(std::span<const Range> sections, std::int64_t num_layers) {
   const auto layers = static_cast<std::size_t>(num_layers);
-  const std::size_t layer_places = std::min(layers, kLayerPlaces);
+  const std::size_t layer_places = std::min(layers, kLayerBuffers);
   std::vector<std::int64_t> sizes(1 + layer_places);
   for (std::size_t s = 0; s < sections.size(); ++s) {
     const bool is_layer = s >= 1 && s <= layers;
-    place_of_.push_back(is_layer ? 1 + (s - 1) % kLayerPlaces : 0);
+    place_of_.push_back(is_layer ? 1 + (s - 1) % kLayerBuffers : 0);
     sizes[place_of_[s]] = std::max(sizes[place_of_[s]], sections[s].size());
   }
   for (const std::int64_t size : sizes) {
@@ -62,14 +62,14 @@ SectionPlaces::SectionPlaces(std::span<const Range> sections, std::int64_t num_l
   occupants_.assign(sizes.size(), -1);
 }
 
-bool SectionPlaces::take(std::size_t section) {
+bool SectionBuffers::take(std::size_t section) {
   std::ptrdiff_t& occupant = occupants_[place_of_[section]];
   const bool is_new = occupant != static_cast<std::ptrdiff_t>(section);
   occupant = static_cast<std::ptrdiff_t>(section);
   return is_new;
 }
 
-void SectionPlaces::forget() {
+void SectionBuffers::forget() {
   std::fill(occupants_.begin(), occupants_.end(), -1);
 }
 

@@ -13,12 +13,12 @@
 
 namespace weft {
 
-// What is divided. The bits of a step are the same for all of them.
+// What is sharded. The bits of a step are the same for all of them.
 enum class Shard {
   none,        // every rank has everything, and makes the whole update
   optimizer,   // a rank has the moments of its own range only, updates it, and receives the other parameters
   gradients,   // the gradients too: those of a layer are dropped once the ranks have exchanged them. On GPUs
-  parameters,  // the parameters too: those of a layer are fetched for each pass and dropped after it (SectionPlaces)
+  parameters,  // the parameters too: those of a layer are fetched for each pass and dropped after it (SectionBuffers)
 };
 
 // The ranges of `ranks` ranks, in elements of the arenas that have one type for all tensors: neighbours from 0 to
@@ -32,17 +32,17 @@ std::vector<Range> cut_arena(const TensorTable& table, int ranks, std::int64_t b
 // after those of all sections behind it.
 std::vector<Range> parameter_sections(const ModelConfig& config, const TensorTable& table);
 
-// Memory in which a pass finds parameters that the ranks have divided. Those of a section are fetched into its place
-// before they are used, and stay until another section needs the place. Layers alternate between kLayerPlaces places,
+// Memory in which a pass finds parameters that the ranks have sharded. Those of a section are fetched into its place
+// before they are used, and stay until another section needs the place. Layers alternate between kLayerBuffers places,
 // because the norm at the end of a layer belongs to the next one, and so that the next layer can be fetched while one
 // computes. The embedding and a head that is not tied alternate in one more place.
-class SectionPlaces {
+class SectionBuffers {
  public:
-  static constexpr std::size_t kLayerPlaces = 2;
+  static constexpr std::size_t kLayerBuffers = 2;
 
-  SectionPlaces() = default;  // no places: nothing is divided
+  SectionBuffers() = default;  // no places: nothing is sharded
   // `sections`: parameter_sections() of a model of so many layers.
-  SectionPlaces(std::span<const Range> sections, std::int64_t num_layers);
+  SectionBuffers(std::span<const Range> sections, std::int64_t num_layers);
 
   std::int64_t elements() const { return elements_; }  // of all places
   std::int64_t begin_of(std::size_t section) const { return begins_[place_of_[section]]; }

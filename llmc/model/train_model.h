@@ -1,4 +1,4 @@
-// A model that can be trained: one interface, implemented on the CPU (llmc/cpu/llama.h) and on the GPU.
+// A model that can be trained: one interface, implemented on the CPU (llmc/cpu/training.h) and on the GPU.
 // Loop, data, schedule, numeric guard, checkpoints and logs are written once, above it.
 #pragma once
 
@@ -46,7 +46,7 @@ struct TrainOptions {
   // These change how a GPU does the work, not what comes out.
   bool accumulates = true;   // a step may have several micro-batches
   bool graph = true;         // replay the launches of a step as CUDA graphs
-  std::string matmul_plans;  // the run's file of GEMM plans (llmc/cuda/op/matmul_plans.h); empty: none
+  std::string matmul_plans;  // the run's file of GEMM plans (llmc/cuda/op/gemm/matmul_plans.h); empty: none
 };
 
 // One micro-batch: tokens and labels, each [B, T] row-major. labels[b, t] is the token after tokens[b, t], or
@@ -149,7 +149,7 @@ class TrainModel {
   virtual std::unique_ptr<StateCopy> make_state_copy();
 
   // The part of the state that this model has without asking other ranks: ranges of the arena, in its order. The ranges
-  // of all ranks that have divided the state cover the arena, and no two of them overlap.
+  // of all ranks that have sharded the state cover the arena, and no two of them overlap.
   virtual std::vector<Range> own_elements() const { return {{0, table().arena_elements()}}; }
   // As make_state_copy(), but of own_elements() alone: each read lies within one of these ranges. No other rank takes
   // part.

@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "llmc/base/regions.h"
+#include "llmc/base/arena_layout.h"
 #include "llmc/model/fp8.h"
 #include "llmc/model/train_model.h"
 
@@ -34,13 +34,13 @@ class TrainingActivations {
  public:
   // classifier_rows: how many rows of logits exist at the same time, so that B * T * V of them never do.
   TrainingActivations(const ModelConfig& config, const TrainOptions& options, std::int64_t classifier_rows);
-  TrainingActivations(const TrainingActivations&) = delete;  // regions_ has the addresses of its pointers
+  TrainingActivations(const TrainingActivations&) = delete;  // layout_ has the addresses of its pointers
   TrainingActivations& operator=(const TrainingActivations&) = delete;
 
-  const MemoryPlan& plan() const { return regions_.plan(); }
+  const MemoryPlan& plan() const { return layout_.plan(); }
   template <typename Arena>
   void bind(const Arena& arena) {  // fills the pointers below
-    regions_.bind(arena);
+    layout_.bind(arena);
   }
 
   std::vector<LayerActivations<T>> layers;
@@ -57,12 +57,12 @@ class TrainingActivations {
   T* d_swiglu_out = nullptr;
 
  private:
-  Regions regions_{"activations"};
+  ArenaLayout layout_{"activations"};
 };
 
 template <typename T>
 TrainingActivations<T>::TrainingActivations(const ModelConfig& config, const TrainOptions& options,
-                                      std::int64_t classifier_rows) {
+                                            std::int64_t classifier_rows) {
   const std::int64_t L = config.num_layers, C = config.hidden_size, F = config.ffn_size, V = config.vocab_size;
   const std::int64_t N = options.micro_batch * options.seq_len;
   const std::int64_t q = config.q_size(), qkv = q + 2 * config.kv_size();
@@ -72,49 +72,49 @@ TrainingActivations<T>::TrainingActivations(const ModelConfig& config, const Tra
   const bool share_block = options.recompute == Recompute::block;  // everything but the layer's input
 
   layers.resize(static_cast<std::size_t>(L));
-  residual.resize(static_cast<std::size_t>(L) + 1);  // sized once: regions_ keeps addresses of the elements
-  for (T*& pointer : residual) regions_.want(&pointer, N * C);
+  residual.resize(static_cast<std::size_t>(L) + 1);  // sized once: layout_ keeps addresses of the elements
+  for (T*& pointer : residual) layout_.reserve(&pointer, N * C);
   for (std::size_t l = 0; l < layers.size(); ++l) {
     // A region of the layer's own or, where it is recomputed, the one of layer 0.
-    const auto want = [&](auto LayerActivations<T>::*member, std::int64_t elements, bool shared) {
+    const auto reserve = [&](auto LayerActivations<T>::*member, std::int64_t elements, bool shared) {
       if (l > 0 && shared) {
-        regions_.share(&(layers[l].*member), &(layers[0].*member));
+        layout_.share(&(layers[l].*member), &(layers[0].*member));
       } else {
-        regions_.want(&(layers[l].*member), elements);
+        layout_.reserve(&(layers[l].*member), elements);
       }
     };
     using Layer = LayerActivations<T>;
     if (!only_in_fp8) {
-      want(&Layer::input_norm, N * C, share_norms);
-      want(&Layer::post_norm, N * C, share_norms);
-      want(&Layer::swiglu_out, N * F, share_norms);
+      reserve(&Layer::input_norm, N * C, share_norms);
+      reserve(&Layer::post_norm, N * C, share_norms);
+      reserve(&Layer::swiglu_out, N * F, share_norms);
     }
-    want(&Layer::mean1, N, share_block);
-    want(&Layer::rstd1, N, share_block);
-    want(&Layer::qkv, N * qkv, share_block);
-    want(&Layer::attention, N * q, share_block);
-    want(&Layer::lse, N * config.num_heads, share_block);
-    want(&Layer::residual_mid, N * C, share_block);
-    want(&Layer::mean2, N, share_block);
-    want(&Layer::rstd2, N, share_block);
-    want(&Layer::gate_up, N * 2 * F, share_block);
+    reserve(&Layer::mean1, N, share_block);
+    reserve(&Layer::rstd1, N, share_block);
+    reserve(&Layer::qkv, N * qkv, share_block);
+    reserve(&Layer::attention, N * q, share_block);
+    reserve(&Layer::lse, N * config.num_heads, share_block);
+    reserve(&Layer::residual_mid, N * C, share_block);
+    reserve(&Layer::mean2, N, share_block);
+    reserve(&Layer::rstd2, N, share_block);
+    reserve(&Layer::gate_up, N * 2 * F, share_block);
   }
-  regions_.want(&final_norm, N * C);
-  regions_.want(&final_mean, N);
-  regions_.want(&final_rstd, N);
-  regions_.want(&branch, N * C);
-  regions_.want(&losses, N);
-  regions_.want(&d_final_norm, N * C);
-  regions_.want(&d_residual, N * C);
-  regions_.want(&d_norm, N * C);
+  layout_.reserve(&final_norm, N * C);
+  layout_.reserve(&final_mean, N);
+  layout_.reserve(&final_rstd, N);
+  layout_.reserve(&branch, N * C);
+  layout_.reserve(&losses, N);
+  layout_.reserve(&d_final_norm, N * C);
+  layout_.reserve(&d_residual, N * C);
+  layout_.reserve(&d_norm, N * C);
 
   // The first gradient of a layer is written after the last logit has been read.
-  Regions of_the_head("logits"), of_a_layer("gradients of a layer's activations");
-  of_the_head.want(&logits, std::min(N, classifier_rows) * V);
-  of_a_layer.want(&d_qkv, N * qkv);
-  of_a_layer.want(&d_attention, N * q);
-  of_a_layer.want(&d_swiglu_out, N * F);
-  regions_.want_one_of({&of_the_head, &of_a_layer});
+  ArenaLayout of_the_head("logits"), of_a_layer("gradients of a layer's activations");
+  of_the_head.reserve(&logits, std::min(N, classifier_rows) * V);
+  of_a_layer.reserve(&d_qkv, N * qkv);
+  of_a_layer.reserve(&d_attention, N * q);
+  of_a_layer.reserve(&d_swiglu_out, N * F);
+  layout_.reserve_one_of({&of_the_head, &of_a_layer});
 }
 
 // Where the dropout masks of a branch begin among the Philox counters: every micro-step and every branch (2 l is the

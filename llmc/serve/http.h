@@ -1,5 +1,6 @@
-// An HTTP/1.1 server for one handler: connections, limits and time limits. Built on Boost.Beast and Asio, which only the
-// .cpp file includes.
+// An HTTP/1.1 server for one handler: connections, limits and time limits. Built on Boost.Beast and Asio, which only its
+// own files include: http.cpp listens, http_connections.h has the connections, http_request_reader.h what is read, and
+// send_queue.h what is sent.
 //
 // One thread reads and writes all connections. Handlers of requests with a body run on worker threads, because parsing
 // and tokenizing a long prompt takes time, small bodies first (work_queue.h); all others run on the thread of the connections

@@ -30,12 +30,7 @@ struct ServerOptions {
   double request_seconds = 0;  // a completion that takes longer ends; 0: no limit
 };
 
-// The key that requests must have: the content of `file` (--api-key-file) without white space around it, or of the
-// environment variable WEFT_API_KEY. Empty: none. A key with other than printable ASCII characters, or an empty one:
-// Exit::bad_file, of the variable Exit::usage.
-std::string read_api_key(const std::string& file);
-// Takes the same time for every `given` of one length.
-bool same_key(const std::string& given, const std::string& expected);
+struct Service;
 
 class CompletionsServer {
  public:
@@ -57,8 +52,7 @@ class CompletionsServer {
            Tokenizer::Special special);
 
  private:
-  class State;
-  std::unique_ptr<State> state_;
+  std::unique_ptr<Service> service_;
 };
 
 }  // namespace weft

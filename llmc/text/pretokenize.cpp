@@ -17,6 +17,8 @@ namespace {
 
 constexpr std::uint32_t kHeapLimitKib = 256 * 1024;  // of the interpreter
 constexpr std::size_t kJitStackBytes = 1024 * 1024;  // what needs more is interpreted
+constexpr std::size_t kWindowBytes = 256;            // that a match is first tried in: longer than nearly all words
+constexpr std::uint64_t kBytesPerStep = 8;           // of a larger window
 
 std::string pcre2_message(int code) {
   char text[200];
@@ -41,7 +43,7 @@ std::shared_ptr<const pcre2_real_code_8> compile(const std::string& pattern, boo
   }
   // If PCRE2 cannot compile to machine code (not built in, or executable memory is forbidden) it interprets the pattern,
   // with the same result, more slowly.
-  if (use_jit) pcre2_jit_compile_8(code.get(), PCRE2_JIT_COMPLETE);
+  if (use_jit) pcre2_jit_compile_8(code.get(), PCRE2_JIT_COMPLETE | PCRE2_JIT_PARTIAL_HARD);
   return code;
 }
 
@@ -128,19 +130,31 @@ std::size_t PreTokenizer::next_character(std::string_view text, std::size_t posi
 std::optional<std::size_t> PreTokenizer::match_at(const pcre2_real_code_8& pattern, std::string_view text,
                                                   std::size_t begin, Scratch& scratch) {
   const auto* subject = reinterpret_cast<PCRE2_SPTR8>(text.data());
+  // What PCRE2 reads in a repeat of one character is no step for it. So it is shown a window of the text, and one in which it
+  // has met the end (a partial match) is charged by its size and enlarged.
+  std::size_t window = kWindowBytes, end = 0;
   const auto attempt = [&](std::uint32_t options) {
-    return pcre2_match_8(&pattern, subject, text.size(), begin, PCRE2_NO_UTF_CHECK | options, scratch.match_->data,
-                         scratch.match_->context);
+    return pcre2_match_8(&pattern, subject, end, begin,
+                         PCRE2_NO_UTF_CHECK | options | (end < text.size() ? PCRE2_PARTIAL_HARD : 0),
+                         scratch.match_->data, scratch.match_->context);
   };
-  int found = PCRE2_ERROR_MATCHLIMIT;
-  // PCRE2 does not say how many steps it took, so it is allowed more and more of them.
-  for (std::uint64_t limit = 64; found == PCRE2_ERROR_MATCHLIMIT;
-       limit = std::min<std::uint64_t>(limit * 8, UINT32_MAX)) {
-    if (scratch.steps_left_ < limit) break;
-    scratch.steps_left_ -= limit;
-    pcre2_set_match_limit_8(scratch.match_->context, static_cast<std::uint32_t>(limit));
-    found = attempt(0);
-    if (found == PCRE2_ERROR_JIT_STACKLIMIT) found = attempt(PCRE2_NO_JIT);
+  const auto take_steps = [&](std::uint64_t steps) {
+    const bool enough = scratch.steps_left_ >= steps;
+    if (enough) scratch.steps_left_ -= steps;
+    return enough;
+  };
+  int found = PCRE2_ERROR_PARTIAL;
+  for (; found == PCRE2_ERROR_PARTIAL; window *= 4) {
+    end = text.size() - begin <= window ? text.size() : next_character(text, begin + window - 1);
+    found = PCRE2_ERROR_MATCHLIMIT;
+    if (window > kWindowBytes && !take_steps((end - begin) / kBytesPerStep)) break;
+    // PCRE2 does not say how many steps it took, so it is allowed more and more of them.
+    for (std::uint64_t limit = 64; found == PCRE2_ERROR_MATCHLIMIT && take_steps(limit);
+         limit = std::min<std::uint64_t>(limit * 8, UINT32_MAX)) {
+      pcre2_set_match_limit_8(scratch.match_->context, static_cast<std::uint32_t>(limit));
+      found = attempt(0);
+      if (found == PCRE2_ERROR_JIT_STACKLIMIT) found = attempt(PCRE2_NO_JIT);
+    }
   }
   if (found == PCRE2_ERROR_NOMATCH) return std::nullopt;
   if (found == PCRE2_ERROR_NOMEMORY) fail(Exit::resources, "tokenizer: out of memory for matching");

@@ -9,7 +9,7 @@
 #include "llmc/base/file.h"
 #include "llmc/base/hash.h"
 #include "llmc/base/parallel.h"
-#include "llmc/comm/at_work.h"
+#include "llmc/comm/heartbeat.h"
 #include "llmc/file/data_check.h"
 #include "llmc/train/checkpoint.h"
 
@@ -90,7 +90,7 @@ bool JointSave::ended() const {
 }
 
 std::string JointSave::save(const TrainState& state, const StateCopy& copy, const std::vector<float>& fp8_state) {
-  std::optional<AtWork> at_work;  // a slow disk may take longer than the other ranks' time limit
+  std::optional<Heartbeat> at_work;  // a slow disk may take longer than the other ranks' time limit
   try {
     at_work.emplace(ranks_);
   } catch (const std::system_error&) {  // the user's limit of threads is reached: save without, within the time limit

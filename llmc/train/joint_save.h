@@ -1,4 +1,4 @@
-// A checkpoint that all ranks of a run write together into the same files, each its own part of a divided state. The
+// A checkpoint that all ranks of a run write together into the same files, each its own part of a sharded state. The
 // files are byte for byte those that one rank would have written.
 //
 //   1. the first rank creates the files, at their full size, and sends their names and layout;

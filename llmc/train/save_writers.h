@@ -14,7 +14,7 @@ struct SaveWriters {
   std::string reason;  // why the first rank writes alone, for the log; empty if there was nothing to choose
 };
 
-// Called by all ranks together; all get the same answer. All ranks write if the state is divided and they see the same
+// Called by all ranks together; all get the same answer. All ranks write if the state is sharded and they see the same
 // `directory`, which is tested: the first rank creates a file there, each of the others writes into it, and the first
 // reads the result. NFS clients must not write one page at the same time, so on NFS the ranks also have to be on one
 // machine. The first rank's environment variable WEFT_SAVE comes first: "first" makes the first rank write alone,

@@ -37,7 +37,7 @@ std::string usage_error(const Work& work) {
   return "";
 }
 
-void expect_refusal(const std::string& message, const std::string& words, const std::string& of) {
+void expect_unsupported_reason(const std::string& message, const std::string& words, const std::string& of) {
   EXPECT_EQ(message.empty(), words.empty()) << of << ": " << message;
   EXPECT_NE(message.find(words), std::string::npos) << of << ": " << message;
 }
@@ -162,19 +162,6 @@ TEST(Device, TheCpuIsAnnouncedOnlyWhereItWasNotAskedFor) {
   EXPECT_EQ(announced(choose_cpu("no driver")), "running on the CPU: no driver\n");
   EXPECT_EQ(announced(asked), "");
   EXPECT_EQ(announced({true, "a GPU", 1, "0", "no reason"}), "");
-}
-
-TEST(Device, APlanThatDoesNotFitSaysWhatThereIs) {
-  EXPECT_EQ(error_of(Exit::resources,
-                     [] {
-                       fail_plan(3'000'000'000, {false, "CPU", 2'000'000'000, "", ""}, "Wait");
-                     }),
-            "the plan needs 3.00 GB of memory, CPU has 2.00 GB available. Wait");
-  EXPECT_EQ(error_of(Exit::resources,
-                     [] {
-                       fail_plan(3'000'000'000, {true, "X", 2'000'000'000, "0", ""}, "Wait");
-                     }),
-            "the plan needs 3.00 GB of memory, X has 2.00 GB free. Wait");
 }
 
 // ---- infer_pythia ----
@@ -382,7 +369,7 @@ TEST(TrainDevice, TheCpuRefusesWhatNeedsAGpu) {
   const struct {
     const char *precision, *moments, *shard;
     std::int64_t ranks;
-    const char *becomes, *refusal;
+    const char *becomes, *reason;
   } cases[] = {{"auto", "fp32", "optimizer", 1, "fp32", ""},
                {"fp32", "fp32", "optimizer", 1, "fp32", ""},
                {"fp8", "fp32", "optimizer", 1, "fp8", ""},
@@ -395,7 +382,7 @@ TEST(TrainDevice, TheCpuRefusesWhatNeedsAGpu) {
                {"auto", "fp32", "optimizer", 2, "fp32", ""},
                {"auto", "fp32", "parameters", 2, "fp32", ""},
                {"auto", "fp32", "none", 2, "fp32", ""}};
-  for (const auto& [precision, moments, shard, ranks, becomes, refusal] : cases) {
+  for (const auto& [precision, moments, shard, ranks, becomes, reason] : cases) {
     const std::string of = format("%s, %s, %s, %d", precision, moments, shard, static_cast<int>(ranks));
     TrainSettings settings;
     settings.device = "cpu";
@@ -416,7 +403,7 @@ TEST(TrainDevice, TheCpuRefusesWhatNeedsAGpu) {
       EXPECT_EQ(settings.precision, becomes) << of;
       EXPECT_EQ(settings.effective[1].second, becomes) << of;
     });
-    expect_refusal(message, refusal, of);
+    expect_unsupported_reason(message, reason, of);
   }
 }
 
@@ -431,7 +418,7 @@ TEST(TrainDevice, AnEvaluationDividesNothing) {
       settings.shard = shard;
       for (const bool eval : {false, true}) {
         settings.eval = eval;
-        std::string refusal;
+        std::string reason;
         try {
           TrainSettings chosen = settings;
           const RankTeam team(settings, launched_as(0, 0, 2, 2));
@@ -439,15 +426,15 @@ TEST(TrainDevice, AnEvaluationDividesNothing) {
           EXPECT_EQ(device.gpu(), planned_gpu);
         } catch (const Error& error) {
           if (error.code() == Exit::environment) GTEST_SKIP() << "a build for the CPU alone plans for no GPU";
-          refusal = error.what();
+          reason = error.what();
         }
         const bool refused =
             !eval && (shard == std::string("gradients") || (planned_gpu && shard == std::string("parameters")));
-        expect_refusal(refusal,
-                       !refused      ? ""
-                       : planned_gpu ? "2 micro-batches a rank and step, expected one"
-                                     : "which needs a GPU",
-                       format("%s%s%s", shard, eval ? ", --eval" : "", planned_gpu ? ", GPU" : ""));
+        expect_unsupported_reason(reason,
+                                  !refused      ? ""
+                                  : planned_gpu ? "2 micro-batches a rank and step, expected one"
+                                                : "which needs a GPU",
+                                  format("%s%s%s", shard, eval ? ", --eval" : "", planned_gpu ? ", GPU" : ""));
       }
     }
   }

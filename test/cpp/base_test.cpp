@@ -1217,14 +1217,6 @@ TEST(MemoryDeathTest, AnArenaLeavesAddressSpaceForTheMathLibrary) {
   }
 }
 
-TEST(Memory, TheTableEndsWithItsTotal) {
-  const std::vector<std::string> table = memory_table({{"parameters", 1'500'000}, {"gradients", 500'000}});
-  ASSERT_EQ(table.size(), 3u);
-  EXPECT_EQ(table[0], "  parameters    1.50 MB");
-  EXPECT_EQ(table[2], "  total         2.00 MB");
-  EXPECT_EQ(memory_table({{"a", 7}}), (std::vector<std::string>{"  a            7 B", "  total        7 B"}));
-}
-
 TEST(Human, BytesAndSeconds) {
   EXPECT_EQ(human_bytes(0), "0 B");
   EXPECT_EQ(human_bytes(999), "999 B");

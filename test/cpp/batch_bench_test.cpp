@@ -2,9 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include <set>
 #include <thread>
-#include <tuple>
 
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
@@ -88,16 +86,6 @@ TEST(BatchBench, CountsTheStepsInWhichAllSequencesDecode) {
   }
 }
 
-// The least that has a step between two: of each sequence one.
-TEST(BatchBench, TwoTokensAreEnough) {
-  Measured model(sizes(1));
-  BatchBenchOptions options;
-  options.sequences = {3};
-  options.prompt = 5;
-  options.tokens = 2;
-  EXPECT_EQ(std::ssize(run_batch_bench(model, engine_options(), options).points.at(0).step_ms), 1);
-}
-
 TEST(BatchBench, RefusesWhatCannotBeMeasured) {
   const auto refusal = [](Exit code, std::vector<std::int64_t> sequences, std::int64_t prompt, std::int64_t tokens) {
     Measured model(sizes(1));
@@ -131,32 +119,6 @@ TEST(BatchBench, RefusesWhatCannotBeMeasured) {
                   "do not fit in the context of 1000");
   EXPECT_EQ(refusal(Exit::resources, {8}, 100, 29), "accepted") << "32 pages each: all";
   EXPECT_NE(refusal(Exit::resources, {8}, 100, 30).find("need 264 pages"), std::string::npos);
-}
-
-TEST(BatchBench, LogitsThatAreNotFiniteAreAnError) {
-  class Poisoned : public Measured {
-   public:
-    using Measured::Measured;
-    std::span<const SpanResult> collect() override {
-      const std::span<const SpanResult> good = Measured::collect();
-      results_.assign(good.begin(), good.end());
-      results_[0].error = SampleError::not_a_number;
-      return results_;
-    }
-
-   private:
-    std::vector<SpanResult> results_;
-  };
-  Poisoned model(sizes(1));
-  BatchBenchOptions options;
-  options.sequences = {2};
-  options.prompt = options.tokens = 4;
-  try {
-    run_batch_bench(model, engine_options(), options);
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), Exit::numeric);
-  }
 }
 
 // One sequence of three, in any step of any run: the warm-up, the prompts and what is timed.
@@ -194,65 +156,6 @@ TEST(BatchBench, LogitsOfAnySequenceThatAreNotFiniteAreAnError) {
                       "--bench-batch: the logits are not finite");
     }
   }
-}
-
-// Each sequence has a prompt of its own, of the seed, in every run, and is sampled as the options say.
-TEST(BatchBench, PromptsAndSamplingAreThoseOfTheOptions) {
-  using Plan = std::tuple<bool, double, std::uint64_t, std::uint64_t>;
-  class Recorded : public PagedFake {
-   public:
-    using PagedFake::PagedFake;
-    void submit(std::span<const Span> work) override {
-      for (const Span& span : work) {
-        if (span.ids.size() > 1) prompts.emplace_back(span.ids.begin(), span.ids.end());
-        if (span.sampling == nullptr) continue;
-        plans.emplace(span.sampling->greedy, span.sampling->scale, span.sampling->top_k, span.sampling->seed);
-      }
-      PagedFake::submit(work);
-    }
-    std::vector<std::vector<std::int32_t>> prompts;
-    std::set<Plan> plans;
-  };
-  Recorded model(sizes(1));
-  BatchBenchOptions options;
-  options.sequences = {3};
-  options.prompt = 9;
-  options.tokens = 2;
-  options.sampler.seed = 70;
-  options.sampler.temperature = 0.5;
-  options.sampler.top_k = 3;
-  run_batch_bench(model, engine_options(), options);
-  ASSERT_EQ(model.prompts.size(), 3u * 5) << "a warm-up, three of prompts and what is timed";
-  for (std::size_t i = 0; i < model.prompts.size(); ++i) {
-    EXPECT_EQ(model.prompts[i], random_ids(9, model.config().vocab_size, 71 + i % 3)) << i;
-  }
-  // Equal prompts are computed as often as others: what is timed is their whole work.
-  PagedFakeSizes of_one_id = sizes(1);
-  of_one_id.vocab_size = 1;
-  Recorded equal(of_one_id);
-  run_batch_bench(equal, engine_options(), options);
-  EXPECT_EQ(equal.prompts, std::vector<std::vector<std::int32_t>>(3 * 5, std::vector<std::int32_t>(9, 0)));
-  const SamplingPlan plan = sampling_plan(options.sampler);
-  EXPECT_EQ(model.plans, (std::set<Plan>{{false, plan.scale, 3, 70}}));
-}
-
-TEST(BatchBench, TheTableAndTheRecordByHand) {
-  BatchBenchPoint point;
-  point.sequences = 4;
-  point.prompt_seconds = 0.5;
-  point.step_ms = {1, 2, 3, 4};  // 1,600 tokens in a second
-  point.bytes_per_step = 5'000'000;
-  const BatchBenchResult result{100, 5, {point}, 8};
-  EXPECT_EQ(batch_bench_text(result),
-            "prompts of 100 ids, 5 generated\n"
-            "sequences prompt tokens/s decode tokens/s median ms    p99 ms      a step     GB/s  of read\n"
-            "        4             800          1600.0     2.000     4.000     5.00 MB      2.0   25.0 %\n"
-            "a plain read reaches 8 GB/s here\n");
-  const Json json = batch_bench_json(result, {"a GPU", "graph"});
-  EXPECT_EQ(json, Json::parse(R"({"prompt_tokens": 100, "tokens": 5, "device": "a GPU", "decode": "graph",
-    "read_ceiling_gb_per_s": 8.0, "points": [{"sequences": 4, "prefill_tokens_per_s": 800.0, "decode_tokens_per_s": 1600.0,
-    "steps": 4, "step_ms_p50": 2.0, "step_ms_p99": 4.0, "bytes_per_step": 5000000, "gb_per_s": 2.0,
-    "share_of_read_ceiling": 0.25}]})"));
 }
 
 TEST(BatchBench, ListsOfIntegersAreReadWhole) {

@@ -716,7 +716,7 @@ TEST_F(CheckpointTest, EachMemberOfTheStateIsNeeded) {
   save(3);
   const std::string path = step_path(3) + "/state.bin", whole = read_bytes(path);
   const TensorFile file = TensorFile::open(path, FileKind::training_state);
-  std::string refusal;  // the last one
+  std::string reason;  // the last one
   const auto opened = [&](const Json& config) {
     const std::string changed_path = path + ".changed";
     TensorFileWriter writer(changed_path, FileKind::training_state, config);
@@ -729,7 +729,7 @@ TEST_F(CheckpointTest, EachMemberOfTheStateIsNeeded) {
       return true;
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), Exit::bad_file) << error.what();
-      refusal = error.what();
+      reason = error.what();
       return false;
     }
   };
@@ -737,7 +737,7 @@ TEST_F(CheckpointTest, EachMemberOfTheStateIsNeeded) {
   Json of_another_model = file.config();  // of the same tensors
   of_another_model["model"]["norm_eps"] = 0.125;
   EXPECT_FALSE(opened(of_another_model));
-  expect_contains(refusal, "model: not that of model.bin");
+  expect_contains(reason, "model: not that of model.bin");
   std::set<std::string> accepted;
   for (const char* part : {"/run", "/training", "/training/spikes"}) {
     const Json::json_pointer home(part);
@@ -869,7 +869,7 @@ TEST(NumericSettings, AreAllOptionsButThese) {
       "gpu-memory",   "recompute",    "no-graph",      "max-minutes",   "on-nan",      "debug-inject", "val-every",
       "val-batches",  "sample-every", "sample-prompt", "sample-tokens", "temperature", "compare",      "bench",
       "operators",    "json",         "dry-run",       "print-config",  "color",       "verbose",      "threads",
-      "gpus",         "shard",  // any number of them, and any division, gives the same bits
+      "gpus",         "shard",  // any number of them, and any sharding, gives the same bits
       "comm-timeout",
   };
   const char* words[] = {"train_llama", "--config",  "tiny", "--print-config",  "--schedule",
@@ -1489,16 +1489,16 @@ TEST(RunDirectoryTest, WhoHasJustTakenTheLockIsNamed) {
   const TemporaryDirectory temporary;
   const std::string path = temporary.file("run"), lock = path + "/lock";
   const RunDirectory first(path);
-  const auto refusal = [&] { return error_of(Exit::environment, [&] { RunDirectory second(path); }); };
+  const auto reason = [&] { return error_of(Exit::environment, [&] { RunDirectory second(path); }); };
   std::filesystem::resize_file(lock, 0);
   std::thread name([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     std::ofstream(lock) << "pid 7 on x\n";
   });
-  expect_contains(refusal(), "another run works here: 'pid 7 on x'. Stop it");
+  expect_contains(reason(), "another run works here: 'pid 7 on x'. Stop it");
   name.join();
   std::filesystem::resize_file(lock, 0);
-  expect_contains(refusal(), "another run works here: 'a process without a name'. Stop it");
+  expect_contains(reason(), "another run works here: 'a process without a name'. Stop it");
 }
 
 TEST(RunDirectoryTest, LockOfADeadRunIsTakenOver) {

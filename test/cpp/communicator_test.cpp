@@ -221,7 +221,7 @@ TEST_P(CommunicatorTest, AnySeriesOfCalls) {
           case 4:
             ranks.barrier();
             ranks.check();
-            ranks.give_sign();
+            ranks.beat();
             break;
           default: {
             // An error that all are told of ends nothing.

@@ -7,7 +7,6 @@
 #include <cmath>
 #include <limits>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "test/cpp/train_tools.h"
@@ -77,22 +76,6 @@ TEST(Comparison, PassesWhenEveryRowDoesAndThereIsOne) {
   EXPECT_FALSE(comparison.passed());
 }
 
-TEST(Comparison, TheTableByHand) {
-  Comparison comparison;
-  comparison.rows = {{"a", 0.5, 0.25, 1, false}, {"longer.name", 2, 1, 1, false}, {"c", 0, 0, 1, true}};
-  comparison.tolerance = 1e-5;
-  const std::vector<std::string> lines = comparison.table();
-  ASSERT_EQ(lines.size(), 5u);
-  EXPECT_TRUE(lines[0].starts_with("tensor          max abs")) << lines[0];
-  for (const auto& [line, begin, end] :
-       {std::tuple(1, "a            ", "  FAIL"), {2, "longer.name  ", "  FAIL"}, {3, "c            ", "  ok"}}) {
-    EXPECT_TRUE(lines[line].starts_with(begin) && lines[line].ends_with(end)) << lines[line];
-  }
-  EXPECT_EQ(lines[4], "3 tensors, 2 failed (relative to each tensor's largest value)");
-  comparison.tolerance = 0;
-  EXPECT_EQ(comparison.table()[4], "3 tensors, 2 failed (in the 2-norm, relative to each tensor's)");
-}
-
 class CompareDump : public testing::Test {
  protected:
   // A dump of one sequence of 8 tokens whose activation is that of the model, or what a test puts into its place.
@@ -114,7 +97,7 @@ class CompareDump : public testing::Test {
   Comparison compare(Precision precision, DType activations = DType::f32) {
     const auto make = [](TrainOptions options) {
       options.precision = Precision::fp32;  // as far from PyTorch's fp32 as any run with fewer bits may be
-      std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), options);
+      std::unique_ptr<TrainModel> model = cpu::make_training_model(micro_config(), options);
       initialize_parameters(*model, 1);
       return model;
     };
@@ -123,7 +106,7 @@ class CompareDump : public testing::Test {
   std::vector<float> embedding() {
     TrainOptions options;
     options.seq_len = 8;
-    const std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), options);
+    const std::unique_ptr<TrainModel> model = cpu::make_training_model(micro_config(), options);
     initialize_parameters(*model, 1);
     model->forward({ids_, ids_}, 0, 1);
     return model->activation("embedding");
@@ -182,7 +165,7 @@ TEST_F(CompareDump, SteppedParametersMayErrThreeTimesWhatAnUlpLeadsTo) {
   const std::string name = "adamw.param.model.norm.weight";
   TrainOptions options;
   options.seq_len = 8;
-  const std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), options);
+  const std::unique_ptr<TrainModel> model = cpu::make_training_model(micro_config(), options);
   initialize_parameters(*model, 1);
   model->forward({ids_, ids_}, 0, 1.0f / 8);
   model->backward();
@@ -256,7 +239,7 @@ TEST_F(CompareDump, EachTensorThatIsReadIsVerified) {
 TEST_F(CompareDump, GreedyIdsUpToTheEndOfTheContext) {
   TrainOptions options;
   options.seq_len = 8;
-  const std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), options);
+  const std::unique_ptr<TrainModel> model = cpu::make_training_model(micro_config(), options);
   initialize_parameters(*model, 1);
   const std::unique_ptr<DecodeModel> decoder = model->decoder(12);
   const auto compared = [&](const std::vector<std::int32_t>& prompt, const std::vector<std::int32_t>& greedy) {
@@ -448,7 +431,7 @@ TEST_F(CompareDump, InFp8TheDumpBringsTheToleranceOfEachTensor) {
 TEST_F(CompareDump, InFp8LossesAreJudgedByTheNoise) {
   TrainOptions options;
   options.seq_len = 8;
-  const std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), options);
+  const std::unique_ptr<TrainModel> model = cpu::make_training_model(micro_config(), options);
   initialize_parameters(*model, 1);
   model->zero_gradients();
   model->forward({ids_, labels_}, 0, 0.125f);

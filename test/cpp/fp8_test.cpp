@@ -296,8 +296,8 @@ TEST(Fp8Tallies, OfAllRanksAreSumsAndMaximaButWeightsCountOnce) {
   EXPECT_TRUE(std::ranges::equal(of_all_ranks(slots, alone), alone));
 }
 
-TEST(Fp8Places, LayersTakeTurns) {
-  Fp8Places few(5, true), all(5, false);
+TEST(Fp8Buffers, LayersTakeTurns) {
+  Fp8Buffers few(5, true), all(5, false);
   EXPECT_FALSE(few.has(0));
   for (std::int64_t l = 0; l < 5; ++l) {
     few.put(l);
@@ -337,8 +337,8 @@ TEST(Fp8Statistics, SharesAreThoseOfAllMicroBatchesButWeightsCountOnce) {
       return tallies[static_cast<std::size_t>(slots.at(kind, layer, linear))];
     };
     const std::uint64_t rows = 10 * micro_batches;
-    tally(Fp8Kind::input, 1, BlockLinear::down).saturated = rows / 10;       // of 56 rows: 1 of 560
-    tally(Fp8Kind::weight, 0, BlockLinear::output).saturated = 2;            // 1 of 480, the most
+    tally(Fp8Kind::input, 1, BlockLinear::down).saturated = rows / 10;  // of 56 rows: 1 of 560
+    tally(Fp8Kind::weight, 0, BlockLinear::output).saturated = 2;       // 1 of 480, the most
     tally(Fp8Kind::gradient, 1, BlockLinear::up).saturated = rows / 5;  // of 112 rows: 1 of 560
     tally(Fp8Kind::gradient, 0, BlockLinear::qkv).flushed = 5;
     tally(Fp8Kind::gradient, 1, BlockLinear::down).flushed = 7;
@@ -392,7 +392,7 @@ TrainOptions small_options(Precision precision = Precision::fp8) {
 }
 
 std::unique_ptr<TrainModel> small_model(const TrainOptions& options) {
-  std::unique_ptr<TrainModel> model = cpu::make_llama(small_config(), options);
+  std::unique_ptr<TrainModel> model = cpu::make_training_model(small_config(), options);
   test::randomize_parameters(*model);
   return model;
 }
@@ -748,7 +748,7 @@ TEST(Fp8Model, OtherSizesAreRefusedByName) {
     ModelConfig config = small_config();
     TrainOptions options = small_options();
     change(config, options);
-    return error_of(Exit::usage, [&] { cpu::make_llama(config, options); });
+    return error_of(Exit::usage, [&] { cpu::make_training_model(config, options); });
   };
   expect_contains(refused([](ModelConfig& c, TrainOptions&) { c.hidden_size = 40; }),
                   "hidden_size: got 40, --precision fp8 needs a multiple of 16");

@@ -6,13 +6,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <iterator>
 #include <memory>
 #include <random>
 
 #include "llmc/cpu/inference.h"
 #include "test/cpp/quantized_models.h"
-#include "test/cpp/sanitized.h"
 #include "test/cpp/test_files.h"
 #include "test/gpu/neox_models.h"
 
@@ -130,10 +128,7 @@ test::QuantizedEdits planted(const Bug& bug, const std::string& tensor) {
 }
 
 TEST(FusedTolerance, NoiseOfSumsLiesBelow) {
-  std::vector<test::NamedConfig> all = models();
-  std::reverse(all.begin(), all.end());  // the first is the widest, and left out under a sanitizer
-  for (std::size_t i = 0; i < all.size(); i += test::every_nth(2)) {
-    const test::NamedConfig& model = all[i];
+  for (const test::NamedConfig& model : models()) {
     for (const WeightScheme scheme : kSchemes) {
       const ModelConfig config = test::quantized(model.config, scheme, true);
       const DType cache = cache_of(config);
@@ -149,8 +144,7 @@ TEST(FusedTolerance, NoiseOfSumsLiesBelow) {
 // FusedQuantized.MatchesTheCpuOverPagesAndSplits on the CPU: other noise, and keys and values of one position that are wrong.
 TEST(FusedTolerance, OneWrongPositionOfManyLiesAbove) {
   constexpr int kMany = 210, kFirst = 60;
-  for (std::size_t i = 0; i < std::size(kSchemes); i += test::every_nth(3)) {
-    const WeightScheme scheme = kSchemes[i];
+  for (const WeightScheme scheme : kSchemes) {
     SCOPED_TRACE(weight_scheme_name(scheme));
     const ModelConfig config = test::quantized(test::neox_config({"", 2, 80, 2, 640, true, true, 307}), scheme, false);
     const DType cache = cache_of(config);
@@ -168,9 +162,7 @@ TEST(FusedTolerance, OneWrongPositionOfManyLiesAbove) {
 
 // In the last layer: later layers would amplify the error.
 TEST(FusedTolerance, BugsOfOneWarpLieAbove) {
-  constexpr std::size_t kModels[] = {2, 0, 3};
-  for (std::size_t i = 0; i < std::size(kModels); i += test::every_nth(3)) {
-    const std::size_t which = kModels[i];
+  for (const std::size_t which : {2u, 0u, 3u}) {
     const test::NamedConfig model = models()[which];
     for (const WeightScheme scheme : kSchemes) {
       const ModelConfig config = test::quantized(model.config, scheme, true);

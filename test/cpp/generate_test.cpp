@@ -15,7 +15,6 @@
 #include <cstdio>
 #include <functional>
 #include <limits>
-#include <map>
 #include <memory>
 #include <numbers>
 #include <numeric>
@@ -871,36 +870,6 @@ TEST(Faults, EachFaultAtATokenAloneIsOne) {
   std::signal(SIGTERM, before);
 }
 
-TEST(Faults, TheFaultyModelPassesEverythingOn) {
-  struct Timed : ScriptedModel {
-    Timed() : ScriptedModel({5, 6}, 8) {}
-    std::string decode_timeline(std::int32_t id) override { return "timeline of " + std::to_string(id); }
-    std::vector<double> score(std::span<const std::int32_t> ids) override {
-      return score_interrupted() ? std::vector<double>{} : ScriptedModel::score(ids);
-    }
-  };
-  const std::unique_ptr<DecodeModel> model =
-      with_faults(std::make_unique<Timed>(), parse_decode_faults({"kill@token=9"}));
-  EXPECT_EQ(model->decode_timeline(4), "timeline of 4");
-  // A model that samples itself is told when the caller has had enough.
-  struct Sampling : Timed {
-    void generate_ids(std::span<const std::int32_t>, const GenerationRequest& request,
-                      const std::function<bool(std::int32_t)>& on_id) override {
-      for (std::int32_t id = 0; id < request.max_ids && on_id(id); ++id) ++taken;
-    }
-    int taken = 0;
-  };
-  auto sampling = std::make_unique<Sampling>();
-  const int& taken = sampling->taken;
-  const std::unique_ptr<DecodeModel> faulty = with_faults(std::move(sampling), parse_decode_faults({"kill@token=9"}));
-  faulty->generate_ids({}, {{}, {}, 5}, [](std::int32_t id) { return id < 3; });
-  EXPECT_EQ(taken, 3);
-  const std::vector<std::int32_t> ids = {1, 2, 3};
-  EXPECT_EQ(model->score(ids).size(), 2u);
-  model->interrupt_score([] { return true; });
-  EXPECT_EQ(model->score(ids).size(), 0u);
-}
-
 // Of many sequences ids are counted as the steps report them, right drafts included; only the sequence of the bad one fails.
 TEST(Faults, OfManySequencesOneFails) {
   class Scripted : public PagedFake {
@@ -978,166 +947,6 @@ TEST(Faults, OfOneSequenceTheLogitsOfTheTokenAreDamaged) {
   EXPECT_EQ(model->bytes_per_token(5), 1005u);
 }
 
-TEST(Faults, EachSpecIsReadIntoItsField) {
-  const DecodeFaults all =
-      parse_decode_faults({"nan@token=1", "kill@token=2", "term@token=3", "hang@token=4", "accept=1", "io-error@load"});
-  EXPECT_EQ(all.nan_token, 1);
-  EXPECT_EQ(all.kill_token, 2);
-  EXPECT_EQ(all.term_token, 3);
-  EXPECT_EQ(all.hang_token, 4);
-  EXPECT_EQ(all.acceptance, 1.0);
-  EXPECT_TRUE(all.io_error_at_load);
-  EXPECT_EQ(parse_decode_faults({"accept=0"}).acceptance, 0.0);
-  const DecodeFaults none = parse_decode_faults({});
-  EXPECT_FALSE(none.nan_token || none.kill_token || none.term_token || none.hang_token || none.acceptance ||
-               none.io_error_at_load);
-}
-
-// The numbers for people, by hand: half of the decode steps lie behind a context of 100.
-TEST(Report, TheLineAtTheEndByHand) {
-  const ScriptedModel model({}, 200);
-  GenerateResult result;
-  result.context = 101;
-  result.times = {12.34, {2, 3}};
-  EXPECT_EQ(statistics_line(model, result),
-            "first token 12.3 ms; then 2 tokens at 400.0 tokens/s, 2.00 ms (p50) and 3.00 ms (p99) between tokens; "
-            "1.10 KB a token, 0.00 GB/s; ended by --max-tokens");
-  result.times.inter_token_ms = {2e-4, 3e-4};
-  expect_contains(statistics_line(model, result), " at 4000000.0 tokens/s, ");
-  expect_contains(statistics_line(model, result), "; 1.10 KB a token, 4.40 GB/s; ");
-  result.times.inter_token_ms = {4};
-  expect_contains(statistics_line(model, result), "; then 1 token at 250.0 tokens/s, ");
-  result.times.inter_token_ms = {};
-  result.finish_reason = FinishReason::stop_text;
-  EXPECT_EQ(statistics_line(model, result), "first token 12.3 ms; ended by a stop text");
-}
-
-TEST(Report, TheShortLineAtTheEndByHand) {
-  GenerateResult result;
-  result.ids.assign(3, 7);
-  result.times = {12.34, {2, 3}};
-  EXPECT_EQ(short_statistics(result), "3 tokens, 400/s");
-  result.times = {12.34, {200, 300}};
-  EXPECT_EQ(short_statistics(result), "3 tokens, 4.0/s");
-  result.finish_reason = FinishReason::stop_text;
-  EXPECT_EQ(short_statistics(result), "3 tokens, 4.0/s") << "as asked";
-  result.finish_reason = FinishReason::context_full;
-  EXPECT_EQ(short_statistics(result), "3 tokens, 4.0/s; ended by the end of the context: --max-tokens asked for more");
-  result.finish_reason = FinishReason::interrupted;
-  EXPECT_EQ(short_statistics(result), "3 tokens, 4.0/s; ended by a signal: interrupted");
-  result = {};
-  result.ids = {7};
-  EXPECT_EQ(short_statistics(result), "1 token") << "of one token there is no speed";
-}
-
-TEST(Report, WhatDraftsBroughtByHand) {
-  const DraftCounts counts = {.spans = 8, .ids = 20, .verifications = 5, .drafted = 16, .accepted = 12};
-  EXPECT_EQ(drafts_text(counts), "2.50 tokens a step, 75 % of 16 drafted accepted");
-  EXPECT_EQ(drafts_json(counts),
-            Json::parse(R"({"steps": 8, "tokens_per_step": 2.5, "verifications": 5, "drafted": 16, "accepted": 12})"));
-  EXPECT_EQ(drafts_text({}), "0.00 tokens a step, 0 % of 0 drafted accepted");
-  GenerateResult result;
-  result.drafts = counts;
-  expect_contains(statistics_line(ScriptedModel({}, 200), result),
-                  "; 2.50 tokens a step, 75 % of 16 drafted accepted; ");
-  EXPECT_EQ(generation_json(ScriptedModel({}, 200), {}, result, {}).at("drafts"), drafts_json(counts));
-}
-
-// Every figure has a value of its own; those of a text that was cut short, or has one token, are left out or null.
-TEST(Report, ThePerplexityOfATextByHand) {
-  PerplexityResult result = {
-      .tokens = 40, .of_tokens = 40, .bytes = 80, .windows = 3, .mean_nll = std::numbers::ln2, .standard_error = 0.125};
-  EXPECT_EQ(perplexity_text(result, 16, 5),
-            "perplexity     2.0000\nmean nll       0.69315 +- 0.12500 nats a token\nbits per byte  0.5000\n"
-            "tokens         40 of 40, 80 bytes\nwindows        3 of 16 tokens, stride 5\n");
-  Json expected = Json::parse(
-      R"({"standard_error": 0.125, "tokens": 40, "of_tokens": 40, "bytes": 80, "windows": 3, "window": 16, "stride": 5,
-      "interrupted": false, "device": "a GPU", "decode": "graph"})");
-  expected["perplexity"] = result.perplexity();
-  expected["mean_nll"] = result.mean_nll;
-  expected["bits_per_byte"] = result.bits_per_byte();
-  EXPECT_EQ(perplexity_json(result, 16, 5, {"a GPU", "graph"}), expected);
-  result.of_tokens = 41;
-  expect_contains(perplexity_text(result, 16, 5),
-                  "tokens         40 of 41 (the first has nothing before it), 80 bytes\n");
-  expected["of_tokens"] = 41;
-  result.interrupted = true;
-  result.standard_error = std::numeric_limits<double>::quiet_NaN();
-  EXPECT_EQ(perplexity_text(result, 16, 5),
-            "perplexity     2.0000\nmean nll       0.69315 nats a token\ntokens         40 of 41, 80 bytes\n"
-            "windows        3 of 16 tokens, stride 5, interrupted\n");
-  expected["interrupted"] = true;
-  expected["standard_error"] = expected["bits_per_byte"] = nullptr;
-  EXPECT_EQ(perplexity_json(result, 16, 5, {"a GPU", "graph"}), expected);
-}
-
-TEST(Report, TheDivergenceFromAnotherModelByHand) {
-  DivergenceResult result = {.tokens = 40,
-                             .mean = 0.25,
-                             .standard_error = 0.0625,
-                             .largest = 1.5,
-                             .same_top = 0.875,
-                             .nll = std::log(3.0),
-                             .nll_against = std::numbers::ln2,
-                             .nll_difference_error = 0.03125};
-  EXPECT_EQ(divergence_text(result, 16, 5),
-            "KL divergence  0.250000 +- 0.062500 nats a token, at most 1.5000\nsame top id    87.50 %\n"
-            "perplexity     3.0000, of the other 2.0000: +50.00 %\ntokens         40 in windows of 16, stride 5\n");
-  Json expected = Json::parse(R"({"kl_mean": 0.25, "kl_standard_error": 0.0625, "kl_largest": 1.5, "same_top": 0.875,
-      "nll_difference_standard_error": 0.03125, "tokens": 40, "window": 16, "stride": 5, "interrupted": false,
-      "device": "cpu", "decode": "reference"})");
-  expected["mean_nll"] = result.nll;
-  expected["mean_nll_against"] = result.nll_against;
-  EXPECT_EQ(divergence_json(result, 16, 5, {"cpu", "reference"}), expected);
-  std::swap(result.nll, result.nll_against);
-  result.interrupted = true;
-  result.standard_error = result.nll_difference_error = std::numeric_limits<double>::quiet_NaN();
-  EXPECT_EQ(divergence_text(result, 16, 5),
-            "KL divergence  0.250000 nats a token, at most 1.5000\nsame top id    87.50 %\n"
-            "perplexity     2.0000, of the other 3.0000: -33.33 %\n"
-            "tokens         40 in windows of 16, stride 5, interrupted\n");
-  const Json cut = divergence_json(result, 16, 5, {});
-  for (const char* key : {"kl_standard_error", "nll_difference_standard_error"})
-    EXPECT_TRUE(cut.at(key).is_null()) << key;
-  EXPECT_EQ(cut.at("interrupted"), true);
-}
-
-TEST(Bench, TheTableAndTheRecordByHand) {
-  BenchResult result;
-  result.main = {32, 4, 1.5, {0, {1, 2, 3, 4}}, {2000, 50}};
-  result.contexts = {{64, 2, 2.5, {0, {4, 6}}, {3000, 20}}};
-  result.read_ceiling = 80;
-  const std::string head = format("%-30s %10s %10s %10s %12s %8s %8s\n", "", "TTFT ms", "median ms", "p99 ms",
-                                  "tokens/s", "GB/s", "of read");
-  const auto row = [](const char* name, const char* numbers) { return format("%-30s", name) + numbers; };
-  EXPECT_EQ(
-      bench_text(result),
-      head + row("prompt 32, decode 4 tokens", "      1.500      2.000      4.000        400.0     50.0   62.5 %\n") +
-          row("prompt 64, decode 2 tokens", "      2.500      4.000      6.000        200.0     20.0   25.0 %\n") +
-          "a plain read reaches 80 GB/s here\n");
-  const Json json = bench_json(result, {"a GPU", "fused"});
-  const std::map<std::string, Json> expected = {{"prompt_tokens", 32},
-                                                {"tokens", 4},
-                                                {"ttft_ms", 1.5},
-                                                {"itl_ms_p50", 2.0},
-                                                {"itl_ms_p99", 4.0},
-                                                {"tokens_per_s", 400},
-                                                {"gb_per_s", 50.0},
-                                                {"bytes_per_token", 2000},
-                                                {"read_ceiling_gb_per_s", 80.0},
-                                                {"device", "a GPU"},
-                                                {"decode", "fused"}};
-  for (const auto& [key, value] : expected) EXPECT_EQ(json.value(key, Json()), value) << key;
-  EXPECT_EQ(json["contexts"][0]["prompt_tokens"], 64);
-  EXPECT_DOUBLE_EQ(json["share_of_read_ceiling"].get<double>(), 0.625);
-  result.read_ceiling = 0;
-  EXPECT_EQ(bench_text(result).find('%'), std::string::npos);
-  EXPECT_EQ(bench_text(result).find("plain read"), std::string::npos);
-  EXPECT_FALSE(bench_json(result, {}).contains("read_ceiling_gb_per_s"));
-  result.contexts = {};
-  EXPECT_EQ(bench_json(result, {}).at("contexts"), Json::array()) << "there is always a list";
-}
-
 TEST(Bench, FitsTheContextOrSaysSo) {
   ScriptedModel model({}, 64);
   EXPECT_EQ(run_bench(model, {32}).main.decode.inter_token_ms.size(), 32u);
@@ -1194,46 +1003,6 @@ TEST(Bench, EachContextIsMeasuredAsFarAsItFits) {
   }
   options.contexts = {98, 99};
   EXPECT_EQ(run_bench(model, options).contexts.size(), 1u);
-}
-
-// A warm-up of four steps, the prompt alone three times, and what is timed: each from an empty cache, after the whole prompt.
-TEST(Bench, EachRunBeginsWithTheWholePrompt) {
-  struct Recorded : ScriptedModel {
-    using ScriptedModel::ScriptedModel;
-    void reset() override {
-      lengths.push_back(length());
-      ScriptedModel::reset();
-    }
-    std::span<const float> prefill(std::span<const std::int32_t> ids) override {
-      if (ids.size() > 1) prompts.push_back(std::ssize(ids));
-      return ScriptedModel::prefill(ids);
-    }
-    std::vector<std::int64_t> lengths, prompts;
-  };
-  Recorded model({}, 200);
-  BenchOptions options{10};
-  options.contexts = {50};
-  run_bench(model, options);
-  model.reset();
-  EXPECT_EQ(model.prompts, (std::vector<std::int64_t>{32, 32, 32, 32, 32, 50, 50, 50, 50, 50}));
-  EXPECT_EQ(model.lengths, (std::vector<std::int64_t>{0, 36, 32, 32, 32, 42, 54, 50, 50, 50, 114}));
-}
-
-TEST(Bench, TheLayerOfATokenByHand) {
-  const LayerBenchResult result{3, 0.25};
-  EXPECT_EQ(layer_bench_text(result, {"a GPU", "fused"}),
-            "attention, MLP-up and GELU of one layer of 3 in turn, context 64, decode fused: 0.2500 ms\n");
-  EXPECT_EQ(layer_bench_json(result, {"a GPU", "fused"}),
-            Json::parse(R"({"layers": 3, "context": 64, "layer_ms": 0.25, "device": "a GPU", "decode": "fused"})"));
-  struct Deep : ScriptedModel {
-    Deep() : ScriptedModel({}, 200) { deep.num_layers = 1'000'000'000; }
-    const ModelConfig& config() const override { return deep; }
-    ModelConfig deep = fake_config();
-  };
-  Deep model;
-  EXPECT_EQ(run_layer_bench(model, 0).layers, 1'000'000'000);
-  EXPECT_LT(run_layer_bench(model, 0).layer_ms, 1e-6) << "the time of a token, divided by the layers";
-  EXPECT_EQ(model.length(), 96) << "64 is the middle of what was decoded";
 }
 
 TEST(LineInput, KeepsNoMoreThanTheLimit) {

@@ -33,9 +33,8 @@ inline std::vector<GoldenCase> golden_cases() {
     const std::string stem = path.substr(0, path.size() - suffix.size());
     if (!std::filesystem::exists(stem + ".model.bin") || path == kFp8Golden.dump) continue;
     const TensorFile dump = TensorFile::open(path, FileKind::reference_dump);
-    cases.push_back(
-        {entry.path().filename().string(), stem + ".model.bin", path,
-         json_string(dump.config().at("model"), "family", path)});
+    cases.push_back({entry.path().filename().string(), stem + ".model.bin", path,
+                     json_string(dump.config().at("model"), "family", path)});
   }
   std::sort(cases.begin(), cases.end(), [](const auto& a, const auto& b) { return a.name < b.name; });
   return cases;

@@ -10,7 +10,7 @@
 
 #include "golden_cases.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cpu/llama.h"
+#include "llmc/cpu/training.h"
 #include "llmc/model/compare.h"
 #include "llmc/model/fp8.h"
 #include "train_tools.h"
@@ -21,7 +21,7 @@ namespace {
 constexpr double kTolerance = 1e-5;
 
 std::unique_ptr<TrainModel> load_llama(const ModelFile& file, const TrainOptions& options) {
-  auto model = cpu::make_llama(file.config(), options);
+  auto model = cpu::make_training_model(file.config(), options);
   load_parameters(file, *model);
   return model;
 }

@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <map>
@@ -261,22 +260,9 @@ TEST(HfConfig, NullIsAbsent) {
   }
 }
 
-// Each key alone: absent where nothing may be assumed, out of range, of another type, or a model that weft has not.
+// Each key alone: out of range or of another type. What is absent and what weft has not is in AgreesWithTheConverter's vectors.
 TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
-  for (const char* key :
-       {"model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}) {
-    Json config = llama_1b();
-    config.erase(key);
-    expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), key);
-  }
   const std::vector<std::pair<std::string, Json>> bad = {
-      {"model_type", "mistral"},
-      {"architectures", Json::array({"MistralForCausalLM"})},
-      {"architectures", "LlamaForCausalLM"},
-      {"hidden_act", "gelu"},
-      {"attention_bias", 1},
-      {"mlp_bias", "no"},
-      {"quantization_config", Json::object()},
       {"vocab_size", 1'000'001},
       {"vocab_size", "32000"},
       {"vocab_size", 0},
@@ -296,8 +282,6 @@ TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
       {"rms_norm_eps", 0},
       {"rope_theta", -1},
       {"partial_rotary_factor", 0.5},
-      {"rope_scaling", "llama3"},
-      {"rope_scaling", {{"rope_type", "longrope"}, {"factor", 2}}},
   };
   // Whatever stands beside it, also where the file has nothing that it need not have, or null in its place.
   Json shortest = llama_1b(), nulls = llama_1b();
@@ -825,127 +809,6 @@ TEST(Inputs, WhatIsGivenBesideAModelIsWhatTheModelHas) {
   EXPECT_TRUE(from_file.eos_ids.empty() && !from_file.bos_id) << "those of the data's tokenizer";
   write_bytes(files.file("shape.json"), written(random_model_config("pythia-14m")).dump());
   expect_contains(error_of(Exit::bad_file, [&] { open_inputs(from_scratch); }), "expected one that can be trained");
-}
-
-// The settings at the start: what was given and what always matters; how many more there are is counted.
-TEST(Inputs, TheReportCountsTheSettingsThatItLeavesOut) {
-  const auto report = [](std::vector<const char*> words) {
-    words.insert(words.begin(), {"train_llama", "--config", "tiny", "--print-config"});
-    const TrainSettings settings = parse_train_options(static_cast<int>(words.size()), words.data(), "1").value();
-    TrainInputs inputs;
-    inputs.config = preset_config("tiny");
-    std::string text;
-    for (const std::string& line : start_report(settings, inputs, {})) text += line + "\n";
-    std::size_t with_value = 0;
-    for (const auto& [name, value] : settings.effective) with_value += !value.empty() && value != "[]";
-    return std::pair(text, with_value);
-  };
-  const auto [all, count] = report({"--verbose", "--steps", "7"});
-  EXPECT_EQ(all.find("defaults: --verbose"), std::string::npos);
-  const auto [some, same_count] = report({"--steps", "7"});
-  const std::size_t left_out = some.find("  and ");
-  ASSERT_NE(left_out, std::string::npos) << some;
-  const auto shown =
-      static_cast<std::size_t>(std::count(some.begin(), some.begin() + static_cast<std::ptrdiff_t>(left_out), '\n')) -
-      1;
-  expect_contains(some, format("  and %zu defaults: --verbose shows them\n", same_count - shown));
-  expect_contains(some, "  steps                7\n");
-  EXPECT_EQ(some.find("  warmup-steps "), std::string::npos);
-  expect_contains(all, "  warmup-steps ");
-}
-
-// The micro-batches of each rank, of the run and of its data, by hand.
-TEST(Inputs, TheReportSaysWhatEachRankComputes) {
-  const TemporaryDirectory directory;
-  write_shard(directory.file("train_0.bin"), patterned_tokens(32'081), 32);  // 4,010 windows
-  write_shard(directory.file("train_1.bin"), patterned_tokens(8'096), 32);   // 1,011 windows
-  write_shard(directory.file("val.bin"), patterned_tokens(10'001), 32);      // 1,250 windows
-  TrainSettings settings = micro_settings();
-  settings.steps = 5'021;
-  settings.batch_tokens = 2 * 8 * 12;
-  settings.shard = "optimizer";
-  TrainInputs inputs;
-  inputs.config = preset_config("tinyllama-1.1b");
-  const auto report = [&](std::int64_t virtual_ranks, std::int64_t ranks) {
-    settings.virtual_ranks = virtual_ranks;
-    settings.ranks = ranks;
-    std::string text;
-    for (const std::string& line : start_report(settings, inputs, {{"weights", 1 << 20}})) text += line + "\n";
-    return text;
-  };
-  inputs.train.emplace(directory.file("train_*.bin"), 8);
-  const std::string model =
-      "model: 22 layers of 2048, 32 heads on 4, vocabulary 32000 for 32 ids (padded to a multiple of 128; "
-      "--vocab-size), "
-      "1100.05 M parameters\ndata\n";
-  for (const auto& [virtual_ranks, ranks, share] : {std::tuple(1, 1, "12 times"),
-                                                    {2, 1, "6 times on each of 2 virtual ranks"},
-                                                    {2, 2, "6 times on each of 2 ranks"},
-                                                    {12, 3, "1 times on each of 12 virtual ranks"},
-                                                    {12, 12, "1 times on each of 12 ranks"}}) {
-    const std::string text = report(virtual_ranks, ranks);
-    expect_contains(text, model + format("  a step: 192 tokens = 2 x 8, accumulated %s; the run: 0.96 M tokens\n"
-                                         "  train: 2 shards, 0.04 M tokens, 5021 windows of 8, 24.00 epochs, 7 tokens "
-                                         "fill no window\n"
-                                         "  no validation data (--val)\n",
-                                         share));
-    expect_contains(text, ranks == 1 ? std::string("\nmemory on cpu\n")
-                                     : format("\nmemory on cpu, of each of the %d ranks (--shard optimizer)\n", ranks));
-    expect_contains(text, "  weights    1.05 MB\n  total      1.05 MB\n");
-  }
-  inputs.val.emplace(directory.file("val.bin"), 8, WindowUse::measurement);
-  expect_contains(report(1, 1),
-                  "fill no window\n  val: 1 shard, 0.01 M tokens, 1250 windows of 8, measured on 16 of them\n");
-  for (const std::int64_t batches : {0, 625, 9'999}) {
-    settings.val_batches = batches;
-    expect_contains(report(1, 1), "1250 windows of 8, measured on all: 10000 tokens\nmemory");
-  }
-  settings.vocab_size = 32'000;
-  expect_contains(report(1, 1), "vocabulary 32000 for 32 ids (--vocab-size), ");
-  inputs.config.vocab_size = 32;
-  expect_contains(report(1, 1), "vocabulary 32, ");
-  inputs.val.reset();
-  inputs.train.reset();
-  EXPECT_EQ(report(1, 1).find("train: "), std::string::npos);
-  EXPECT_EQ(report(1, 1).find("no validation data"), std::string::npos);
-}
-
-TEST(Inputs, TheHeaderOfALogSaysWhatRunsAndOnWhat) {
-  const TemporaryDirectory directory;
-  write_shard(directory.file("train.bin"), patterned_tokens(100), 32);
-  write_shard(directory.file("val.bin"), patterned_tokens(60), 32);
-  TrainSettings settings = micro_settings();
-  settings.batch_tokens = 48;
-  settings.effective = {{"steps", "10"}, {"lr", "0.01"}};
-  TrainInputs inputs;
-  inputs.config = preset_config("tinyllama-1.1b");
-  const auto header = [&] {
-    Json record = header_record(settings, inputs, {{"weights", 1000}, {"moments", 24}}, "1.2");
-    EXPECT_GT(record["host"]["memory_bytes"], 0);
-    EXPECT_GE(record["host"]["cpus"], 1);
-    for (const char* key : {"name", "system", "machine"}) EXPECT_FALSE(record["host"][key].get<std::string>().empty());
-    record.erase("host");
-    return record;
-  };
-  Json expected = {{"type", "header"},
-                   {"version", "1.2"},
-                   {"device", "cpu"},
-                   {"parameters", 1'100'048'384},
-                   {"tokens_per_step", 48},
-                   {"memory_bytes", 1024},
-                   {"settings", {{"steps", "10"}, {"lr", "0.01"}}},
-                   {"model", config_to_json(inputs.config)}};
-  EXPECT_EQ(header(), expected);
-  settings.virtual_ranks = 3;
-  EXPECT_EQ(header(), expected) << "virtual ranks are in the settings";
-  settings.ranks = 3;
-  expected["ranks"] = 3;
-  inputs.train.emplace(directory.file("train.bin"), 8);
-  expected["train"] = inputs.train->fingerprint();
-  EXPECT_EQ(header(), expected);
-  inputs.val.emplace(directory.file("val.bin"), 8);
-  expected["val"] = inputs.val->fingerprint();
-  EXPECT_EQ(header(), expected);
 }
 
 // Data that is damaged, also that of --val, and in whichever of its shards.

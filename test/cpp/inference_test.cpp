@@ -12,7 +12,6 @@
 #include "inference_tools.h"
 #include "llmc/cpu/attention.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cpu/inference.h"
 #include "llmc/cpu/matmul_rows.h"
 #include "llmc/cpu/paged_attention.h"
 #include "llmc/infer/divergence.h"
@@ -52,7 +51,8 @@ TEST(MatmulRows, ARowHasTheSameBitsAmongAnyNumberOfOthers) {
       const cpu::Accumulate how = accumulate ? cpu::Accumulate::yes : cpu::Accumulate::no;
       Floats alone = before, plain = before;
       for (std::int64_t n = 0; n < kMost; ++n) {
-        cpu::matmul_rows_forward(alone.data() + n * OC, x.data() + n * C, {weight.data(), {}}, bias.data(), 1, C, OC, how);
+        cpu::matmul_rows_forward(alone.data() + n * OC, x.data() + n * C, {weight.data(), {}}, bias.data(), 1, C, OC,
+                                 how);
       }
       cpu::plain::matmul_forward(plain.data(), x.data(), weight.data(), bias.data(), kMost, C, OC, how);
       expect_close(alone, plain, "C " + std::to_string(C));
@@ -251,9 +251,8 @@ TEST(CpuInference, ItsMemoryHasALineForEachUse) {
     const ModelFile file = ModelFile::open("test/fixtures/golden/" + std::string(name) + ".model.bin");
     const ModelConfig& c = file.config();
     const auto model = cpu::load_inference(file, pool(8));
-    const bool llama = c.gated();
-    const std::int64_t C = c.hidden_size, F = c.ffn_size, q = c.q_size();
-    const std::int64_t of_a_row = llama ? 4 * C + 2 * q + 2 * c.kv_size() + 3 * F : 9 * C + F;
+    const std::int64_t norms = c.parallel_residual ? 2 : 1, mlp = c.gated() ? 3 : 1;
+    const std::int64_t of_a_row = (3 + norms) * c.hidden_size + c.qkv_size() + c.q_size() + mlp * c.ffn_size;
     const std::pair<const char*, std::uint64_t> expected[] = {
         {"parameters (fp32)", parameter_plan(file.table()).bytes()},
         {"K/V cache (fp32)", plan_pages(c, pool(8), sizeof(float)).bytes()},

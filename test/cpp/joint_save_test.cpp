@@ -210,7 +210,7 @@ TEST_F(JointSaveTest, AnErrorOfOneRankIsOneOfAll) {
 TEST_F(JointSaveTest, AFailureAtTheEndIsSaidByTheFirstRank) {
   const RunDirectory directory(temporary_.file("run"));
   CheckpointKeeper keeper(directory, identity(), 10);
-  const std::unique_ptr<TrainModel> model = cpu::make_llama(config_, micro_settings().model_options());
+  const std::unique_ptr<TrainModel> model = cpu::make_training_model(config_, micro_settings().model_options());
   const Ranges ranges = in_turns(3, 100);
   testing::internal::CaptureStderr();
   run_thread_ranks(3, 20, [&](Communicator& ranks) {
@@ -418,7 +418,7 @@ TEST_F(JointSaveTest, TheOthersWaitForARankWhoseDiskIsSlow) {
 TEST_F(JointSaveTest, WithoutARankNoLaterSaveCanSucceed) {
   const RunDirectory directory(temporary_.file("run"));
   CheckpointKeeper keeper(directory, identity(), 10);
-  const std::unique_ptr<TrainModel> model = cpu::make_llama(config_, micro_settings().model_options());
+  const std::unique_ptr<TrainModel> model = cpu::make_training_model(config_, micro_settings().model_options());
   error_of(Exit::environment, [&] {
     run_thread_ranks(3, 20, [&](Communicator& ranks) {
       const std::vector<Range> own = in_turns(3, 100)[static_cast<std::size_t>(ranks.rank())];

@@ -10,11 +10,11 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
-#include "llmc/model/config.h"
 #include "llmc/model/block_weights.h"
-#include "llmc/model/training_activations.h"
+#include "llmc/model/config.h"
 #include "llmc/model/random_models.h"
 #include "llmc/model/tensor_table.h"
+#include "llmc/model/training_activations.h"
 
 namespace weft {
 namespace {
@@ -472,35 +472,6 @@ TEST(ModelConfig, EachKeyThatTheFamilyDoesNotHaveIsRefusedAlone) {
         EXPECT_EQ(error.code(), Exit::bad_file) << what;
       }
     }
-  }
-}
-
-TEST(ModelConfig, UnknownPresetListsTheKnownOnes) {
-  try {
-    preset_config("llama4");
-    ADD_FAILURE();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), Exit::usage);
-    EXPECT_STREQ(error.what(),
-                 "--config: got 'llama4', expected one of tiny, d12, smollm2-135m, tinyllama-1.1b, llama3.2-1b, "
-                 "llama3.2-3b, llama3.1-8b");
-  }
-}
-
-// Each name that the message lists is one, and each preset has random models, too.
-TEST(ModelConfig, UnknownRandomModelListsTheKnownOnes) {
-  std::string known;
-  for (const std::string& name : random_model_names()) {
-    EXPECT_GT(random_model_config(name).num_layers, 0) << name;
-    known += (known.empty() ? "" : ", ") + name;
-  }
-  for (const std::string& preset : preset_names()) EXPECT_NE(known.find(preset), std::string::npos) << preset;
-  try {
-    random_model_config("gpt-2");
-    ADD_FAILURE();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), Exit::usage);
-    EXPECT_EQ(error.what(), "--random-model: got 'gpt-2', expected one of " + known);
   }
 }
 

@@ -27,7 +27,7 @@ inline void run_socket_ranks(int ranks, double time_limit_s, const std::function
     };
     std::unique_ptr<Communicator> communicator;
     try {
-      communicator = meet_ranks({rank, ranks, 42, "test"}, point, time_limit_s);
+      communicator = rendezvous({rank, ranks, 42, "test"}, point, time_limit_s);
       work(*communicator);
     } catch (const Error& error) {
       keep();

@@ -84,9 +84,9 @@ class RanksLoop : public testing::Test {
     const bool first = ranks.rank() == 0;
     TrainSettings settings = settings_;
     const TokenDataset data(temporary_.file("train_*.bin"), settings.seq_len);
-    const std::unique_ptr<TrainModel> inner = several != nullptr
-                                                  ? cpu::make_llama(config_, settings.model_options(), *several, shard)
-                                                  : cpu::make_llama(config_, settings.model_options());
+    const std::unique_ptr<TrainModel> inner =
+        several != nullptr ? cpu::make_training_model(config_, settings.model_options(), *several, shard)
+                           : cpu::make_training_model(config_, settings.model_options());
     initialize_parameters(*inner, static_cast<std::uint64_t>(settings.seed));
     HookedModel model(*inner);
     if (hook) hook(ranks.rank(), model, settings);
@@ -286,7 +286,7 @@ TEST_F(RanksLoop, DividedParametersAreRoundedTwoLayersAtATime) {
   step_of(3, 1);
   const auto rounded = [&](int ranks, Shard shard) {
     const std::string name = "operands rounded to fp8 (fp32)";
-    for (const MemoryLine& line : cpu::plan_llama(config_, settings_.model_options(), 0, ranks, shard)) {
+    for (const MemoryLine& line : cpu::plan_training(config_, settings_.model_options(), 0, ranks, shard)) {
       if (line.name == name) return line.bytes;
     }
     return std::uint64_t{0};
@@ -495,7 +495,7 @@ TEST_F(RanksLoop, ProcessesThatShareRanksHaveOneSumMore) {
   const auto sum_of = [&](int ranks) {
     std::uint64_t bytes = 0;
     for (const MemoryLine& line :
-         cpu::plan_llama(ranks_config(), settings_.model_options(), 0, ranks, Shard::optimizer)) {
+         cpu::plan_training(ranks_config(), settings_.model_options(), 0, ranks, Shard::optimizer)) {
       if (line.name == "sum of the ranks (fp32)") bytes = line.bytes;
     }
     return bytes;
@@ -622,15 +622,15 @@ TEST_F(RanksLoop, DividedParametersAreAPartAndThePlacesOfTwoLayers) {
   std::atomic<std::uint64_t> own{0}, used{0};
   run_thread_ranks(3, 60, [&](Communicator& ranks) {
     const TrainOptions options = settings_.model_options();
-    const std::unique_ptr<TrainModel> model = cpu::make_llama(config_, options, ranks, Shard::parameters);
+    const std::unique_ptr<TrainModel> model = cpu::make_training_model(config_, options, ranks, Shard::parameters);
     for (const MemoryLine& line : model->memory()) {
       if (line.name == "parameters (fp32)") own += line.bytes;
       if (line.name == "parameters of layers in use (fp32)") used = line.bytes;
     }
     EXPECT_EQ(total_bytes(model->memory()),
-              total_bytes(cpu::plan_llama(config_, options, ranks.rank(), 3, Shard::parameters)));
+              total_bytes(cpu::plan_training(config_, options, ranks.rank(), 3, Shard::parameters)));
     EXPECT_TRUE(model->evaluates_together());
-    expect_contains(error_of(Exit::internal, [&] { model->decoder(4); }), "divided parameters");
+    expect_contains(error_of(Exit::internal, [&] { model->decoder(4); }), "sharded parameters");
     EXPECT_TRUE(model->activation("logits").empty());
   });
   EXPECT_GE(own, all);
@@ -809,7 +809,7 @@ TEST_F(RanksLoop, ADividedOptimizerHasItsPartOfTheMoments) {
       std::atomic<std::uint64_t> sum{0};
       run_thread_ranks(static_cast<int>(ranks), 60, [&](Communicator& communicator) {
         const std::unique_ptr<TrainModel> model =
-            cpu::make_llama(ranks_config(), settings_.model_options(), communicator, shard);
+            cpu::make_training_model(ranks_config(), settings_.model_options(), communicator, shard);
         for (const MemoryLine& line : model->memory()) {
           EXPECT_NE(line.name, "sum of the ranks (fp32)");
           if (line.name == "AdamW moments (fp32)") sum += line.bytes;
@@ -826,9 +826,10 @@ TEST_F(RanksLoop, ADividedOptimizerHasItsPartOfTheMoments) {
 TEST_F(RanksLoop, ANumberOfProcessesThatDoesNotDivideTheRanksIsRefused) {
   step_of(5, 1);
   run_thread_ranks(2, 60, [&](Communicator& ranks) {
-    expect_contains(error_of(Exit::internal,
-                             [&] { cpu::make_llama(ranks_config(), settings_.model_options(), ranks, Shard::none); }),
-                    "2 ranks for a step of 5");
+    expect_contains(
+        error_of(Exit::internal,
+                 [&] { cpu::make_training_model(ranks_config(), settings_.model_options(), ranks, Shard::none); }),
+        "2 ranks for a step of 5");
   });
 }
 

@@ -23,10 +23,10 @@
 #include "llmc/base/hash.h"
 #include "llmc/base/log.h"
 #include "llmc/comm/agreement.h"
-#include "llmc/comm/at_work.h"
 #include "llmc/comm/frame_io.h"
+#include "llmc/comm/heartbeat.h"
 #include "llmc/comm/start_ranks.h"
-#include "llmc/cpu/llama.h"
+#include "llmc/cpu/training.h"
 #include "test/cpp/processor_time.h"
 #include "test/cpp/rank_tools.h"
 #include "test/cpp/sanitized.h"
@@ -157,7 +157,7 @@ TEST(AtWorkTest, TheOthersWaitForWhoGivesSigns) {
   run_socket_ranks(3, 1, [](Communicator& ranks) {
     for (const int busy : {1, 0}) {
       if (ranks.rank() == busy) {
-        const AtWork patience(ranks);
+        const Heartbeat patience(ranks);
         std::this_thread::sleep_for(std::chrono::milliseconds(1700));
       }
       EXPECT_EQ(ranks.gather(ranks.rank()), (std::vector<int>{0, 1, 2}));
@@ -175,12 +175,12 @@ TEST(AtWorkTest, TheOthersWaitForWhoGivesSigns) {
 
 // Longer than any checkpoint takes to be read, and not for ever.
 TEST(AtWorkTest, SignsOfARankThatHangsEnd) {
-  EXPECT_EQ(AtWork::kLongest, std::chrono::minutes(30));
+  EXPECT_EQ(Heartbeat::kLongest, std::chrono::minutes(30));
   EXPECT_EQ(error_of(Exit::environment,
                      [] {
                        run_socket_ranks(2, 1, [](Communicator& ranks) {
                          if (ranks.rank() == 1) {
-                           const AtWork patience(ranks, std::chrono::duration<double>(0.3));
+                           const Heartbeat patience(ranks, std::chrono::duration<double>(0.3));
                            std::this_thread::sleep_for(std::chrono::milliseconds(1800));
                          }
                          ranks.barrier();
@@ -191,7 +191,7 @@ TEST(AtWorkTest, SignsOfARankThatHangsEnd) {
 
 TEST(AtWorkTest, OneRankNeedsNoSigns) {
   SingleRank alone;
-  const AtWork patience(alone);
+  const Heartbeat patience(alone);
 }
 
 // ---- frames ----
@@ -273,8 +273,8 @@ TEST(TrainDevice, WhatEachRankHasAllOfIsPlannedAsThat) {
   TrainOptions options, of_ranks;
   options.seq_len = of_ranks.seq_len = 16;
   of_ranks.virtual_ranks = 4;
-  const std::uint64_t all = total_bytes(cpu::plan_llama(config, options));
-  const std::uint64_t part = total_bytes(cpu::plan_llama(config, of_ranks, 0, 4, Shard::parameters));
+  const std::uint64_t all = total_bytes(cpu::plan_training(config, options));
+  const std::uint64_t part = total_bytes(cpu::plan_training(config, of_ranks, 0, 4, Shard::parameters));
   EXPECT_LT(part, all / 2);
   for (const std::int64_t of_machine : {4, 2, 1}) {
     const RankTeam team(settings, LaunchedRank{"test", 0, 4, 0, of_machine, "127.0.0.1", 1, "", false});
@@ -333,7 +333,7 @@ TEST(RankTeam, AnErrorEndsTheCallsOfTheLoopAndOfTheSave) {
     std::string heard[2];
     std::thread other([&] {
       const auto meet = [&](std::uint64_t token) {
-        return meet_ranks({1, 2, token, "test"}, {launched.address, launched.port}, kLimit);
+        return rendezvous({1, 2, token, "test"}, {launched.address, launched.port}, kLimit);
       };
       const std::uint64_t token = xxh3_64(launched.run);
       const std::unique_ptr<Communicator> of_loop = meet(token), of_save = meet(token + 1);
@@ -406,7 +406,7 @@ Hello hello_of(int rank, int size, const char* version = "test") {
 std::string answer_to(const Hello& hello, const std::string& version = "test") {
   Door door;
   Socket visitor = door.knock(const_bytes_of(hello));
-  Hub hub(std::move(door.listener), {0, 2, 42, version}, 5);
+  Rendezvous hub(std::move(door.listener), {0, 2, 42, version}, 5);
   Socket first = hub.take_first_connection();
   const std::string text = answer(visitor);
   visitor.close();
@@ -414,7 +414,7 @@ std::string answer_to(const Hello& hello, const std::string& version = "test") {
   return text;
 }
 
-TEST(Hub, LetsInTheRanksOfItsRunAlone) {
+TEST(Rendezvous, LetsInTheRanksOfItsRunAlone) {
   EXPECT_EQ(answer_to(hello_of(1, 2)), "welcome");
   EXPECT_EQ(answer_to(hello_of(0, 2)), "rank 0 was started twice");
   EXPECT_EQ(answer_to(hello_of(1, 3)), "rank 1 was started as one of 3 ranks, rank 0 as one of 2");
@@ -434,7 +434,7 @@ TEST(Hub, LetsInTheRanksOfItsRunAlone) {
 
 // A rank of another job with the same token, as torchrun without an id gives it: it hears why, and the run goes on to meet its
 // own ranks. A rank of an older version, which does not say its job, is refused by its version.
-TEST(Hub, ARankOfAnotherJobIsTurnedAwayAndDoesNoHarm) {
+TEST(Rendezvous, ARankOfAnotherJobIsTurnedAwayAndDoesNoHarm) {
   Door door;
   RankIdentity other{1, 2, 42, "test", "runs/b"};
   Hello of_another_job = hello_of(1, 2), own = hello_of(1, 2);
@@ -444,7 +444,7 @@ TEST(Hub, ARankOfAnotherJobIsTurnedAwayAndDoesNoHarm) {
   EXPECT_NE(own.job, of_another_job.job);
   Socket stranger = door.knock(const_bytes_of(of_another_job));
   Socket rank = door.knock(const_bytes_of(own));
-  Hub hub(std::move(door.listener), first_rank, 5);
+  Rendezvous hub(std::move(door.listener), first_rank, 5);
   Socket first = hub.take_first_connection();
   EXPECT_EQ(
       answer(stranger),
@@ -460,10 +460,10 @@ TEST(Hub, ARankOfAnotherJobIsTurnedAwayAndDoesNoHarm) {
 }
 
 // Rank 0 hears why the run cannot start, in the words that the rank at fault hears; others that come later hear them, too.
-TEST(Hub, ARefusalIsToldToAllRanks) {
+TEST(Rendezvous, ARefusalIsToldToAllRanks) {
   Door door;
   Socket newer = door.knock(const_bytes_of(hello_of(1, 3, "newer")));
-  Hub hub(std::move(door.listener), {0, 3, 42, "test"}, 5);
+  Rendezvous hub(std::move(door.listener), {0, 3, 42, "test"}, 5);
   Socket first = hub.take_first_connection();
   const std::string reason = answer(newer);
   EXPECT_EQ(reason, "rank 1: version: got 'newer', expected the 'test' of rank 0. Start all ranks with one program");
@@ -473,10 +473,10 @@ TEST(Hub, ARefusalIsToldToAllRanks) {
 }
 
 // It tells its ranks for a part of the time limit, not until they all have come.
-TEST(Hub, ARunThatCannotStartEndsBeforeTheTimeLimit) {
+TEST(Rendezvous, ARunThatCannotStartEndsBeforeTheTimeLimit) {
   Door door;
   const Socket newer = door.knock(const_bytes_of(hello_of(1, 3, "newer")));
-  Hub hub(std::move(door.listener), {0, 3, 42, "test"}, 4);
+  Rendezvous hub(std::move(door.listener), {0, 3, 42, "test"}, 4);
   const Socket first = hub.take_first_connection();
   const auto begin = SocketClock::now();
   expect_contains(answer(first), "rank 1: version: got 'newer'");
@@ -488,7 +488,7 @@ void expect_two_ranks_meet(const MeetingPoint& point, double time_limit_s) {
   std::string errors[2];
   const auto rank = [&](int number) {
     try {
-      EXPECT_EQ(meet_ranks({number, 2, 42, "test"}, point, time_limit_s)->gather(number), (std::vector<int>{0, 1}));
+      EXPECT_EQ(rendezvous({number, 2, 42, "test"}, point, time_limit_s)->gather(number), (std::vector<int>{0, 1}));
     } catch (const Error& error) {
       errors[number] = error.what();
     }
@@ -500,7 +500,7 @@ void expect_two_ranks_meet(const MeetingPoint& point, double time_limit_s) {
 }
 
 // As many as have a place: they lose it in time for the ranks of the run.
-TEST(Hub, ConnectionsThatSayNothingMakeRoom) {
+TEST(Rendezvous, ConnectionsThatSayNothingMakeRoom) {
   Door door;
   std::vector<Socket> silent;
   for (int i = 0; i < 64; ++i) silent.push_back(door.knock({}));
@@ -509,7 +509,7 @@ TEST(Hub, ConnectionsThatSayNothingMakeRoom) {
 }
 
 // Random bytes, in the place of a hello and behind one: the connection ends, and the ranks of the run meet all the same.
-TEST(Hub, RandomBytesAtThePortDoNoHarm) {
+TEST(Rendezvous, RandomBytesAtThePortDoNoHarm) {
   std::mt19937 random(7);
   Door door;
   std::vector<Socket> visitors;
@@ -529,7 +529,7 @@ TEST(Hub, RandomBytesAtThePortDoNoHarm) {
 
 // Connections that say nothing, or begin to and stop, more than may wait at once: each loses its place in time, and the ranks
 // that stand behind them in the queue meet.
-TEST(Hub, SilentStrangersDoNotKeepTheRanksOut) {
+TEST(Rendezvous, SilentStrangersDoNotKeepTheRanksOut) {
   Door door;
   std::vector<Socket> silent;
   const Hello hello;
@@ -545,7 +545,7 @@ TEST(Hub, SilentStrangersDoNotKeepTheRanksOut) {
 }
 
 // A rank that is let in and then sends what no rank sends ends the run, not the process, whatever the bytes are.
-TEST(Hub, ARankThatSendsNonsenseEndsTheRun) {
+TEST(Rendezvous, ARankThatSendsNonsenseEndsTheRun) {
   std::mt19937 random(11);
   for (int round = 0; round < 60; round += test::every_nth(5)) {
     Door door;
@@ -566,7 +566,7 @@ TEST(Hub, ARankThatSendsNonsenseEndsTheRun) {
     Socket visitor = door.knock(words);
     door.listener.release();
     try {
-      const auto ranks = meet_ranks({0, 2, 42, "test"}, point, 2);
+      const auto ranks = rendezvous({0, 2, 42, "test"}, point, 2);
       std::thread later([&] {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
         visitor.close();
@@ -587,7 +587,7 @@ TEST(Hub, ARankThatSendsNonsenseEndsTheRun) {
 
 // For a rank to come to the start, to come to a call, and to close its connection after an error: all threads sleep meanwhile,
 // the hub's, too, between the signs that it gives.
-TEST(Hub, WaitingCostsNoProcessorTime) {
+TEST(Rendezvous, WaitingCostsNoProcessorTime) {
   const auto sleep = [](int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); };
   std::string error;
   const double seconds = processor_seconds([&] {
@@ -595,14 +595,14 @@ TEST(Hub, WaitingCostsNoProcessorTime) {
     const MeetingPoint point{"127.0.0.1", door.port, door.listener.release()};
     std::thread second([&] {
       sleep(400);
-      const auto ranks = meet_ranks({1, 2, 42, "test"}, point, 1);
+      const auto ranks = rendezvous({1, 2, 42, "test"}, point, 1);
       sleep(400);
       ranks->barrier();
       EXPECT_THROW(ranks->barrier(), Error);
       sleep(400);  // this connection is still open
     });
     try {
-      const auto ranks = meet_ranks({0, 2, 42, "test"}, point, 1);
+      const auto ranks = rendezvous({0, 2, 42, "test"}, point, 1);
       ranks->barrier();
       ranks->abort(Error(Exit::numeric, "over"));
       ranks->barrier();
@@ -617,11 +617,11 @@ TEST(Hub, WaitingCostsNoProcessorTime) {
 
 // Two ranks that take nothing of a long reply are late. Each has a part of the reply by then, so news behind it would be
 // read as its rest: the connection ends instead.
-TEST(Hub, NothingFollowsHalfAReply) {
+TEST(Rendezvous, NothingFollowsHalfAReply) {
   Door door;
   const Hello hello = hello_of(1, 2);
   Socket second = door.knock(const_bytes_of(hello));
-  Hub hub(std::move(door.listener), {0, 2, 42, "test"}, 0.5);
+  Rendezvous hub(std::move(door.listener), {0, 2, 42, "test"}, 0.5);
   Socket first = hub.take_first_connection();
   EXPECT_EQ(answer(second), "welcome");
   FrameHeader call;
@@ -658,7 +658,7 @@ TEST(Hub, NothingFollowsHalfAReply) {
 }
 
 // Once the start is over, well or not, the hub has no connection but those of its ranks, and takes no new one.
-TEST(Hub, AfterTheStartNobodyElseIsConnected) {
+TEST(Rendezvous, AfterTheStartNobodyElseIsConnected) {
   for (const bool well : {true, false}) {
     Door door;
     const int size = well ? 3 : 4;  // one never comes
@@ -666,7 +666,7 @@ TEST(Hub, AfterTheStartNobodyElseIsConnected) {
     const Socket silent = door.knock({}), begun = door.knock(const_bytes_of(hello).first(20));
     Socket second = door.knock(const_bytes_of(hello));
     Socket third = door.knock(const_bytes_of(hello_of(2, size, well ? "test" : "newer")));
-    Hub hub(std::move(door.listener), {0, size, 42, "test"}, 20);
+    Rendezvous hub(std::move(door.listener), {0, size, 42, "test"}, 20);
     const Socket first = hub.take_first_connection();
     if (well) {
       for (const Socket* rank : {&second, &third}) EXPECT_EQ(answer(*rank), "welcome");
@@ -720,7 +720,7 @@ TEST(Sockets, HaveTheFlagsOfConnectionsBetweenRanks) {
   }
 }
 
-TEST(Hub, APortThatIsTakenIsNamed) {
+TEST(Rendezvous, APortThatIsTakenIsNamed) {
   const Door door;
   EXPECT_EQ(
       error_of(Exit::environment, [&] { listen_at("127.0.0.1", door.port); }),
@@ -816,13 +816,13 @@ TEST(SocketRanks, NobodyAtTheMeetingPoint) {
   Door door;
   door.listener.close();
   const std::string error = error_of(Exit::environment, [&] {
-    meet_ranks({1, 2, 42, "test"}, {"127.0.0.1", door.port, -1}, 0.3);
+    rendezvous({1, 2, 42, "test"}, {"127.0.0.1", door.port, -1}, 0.3);
   });
   expect_contains(error, "rank 0 did not come to the start within 0.3 s (port ");
   expect_contains(error, "Connection refused");
   expect_contains(error_of(Exit::environment,
                            [&] {
-                             meet_ranks({1, 2, 42, "test"}, {"no-such-host.invalid", door.port, -1}, 0.3);
+                             rendezvous({1, 2, 42, "test"}, {"no-such-host.invalid", door.port, -1}, 0.3);
                            }),
                   "'no-such-host.invalid': ");
 }
@@ -858,7 +858,7 @@ TEST(SocketRanks, TheFirstAnswerMayComeInPieces) {
     EXPECT_EQ(answer(rank), "closed");
     EXPECT_FALSE(rank_at(door, deadline_in(0)).open()) << "a second connection";
   });
-  EXPECT_NO_THROW(meet_ranks({1, 2, 42, "test"}, {"127.0.0.1", door.port, -1}, 1));
+  EXPECT_NO_THROW(rendezvous({1, 2, 42, "test"}, {"127.0.0.1", door.port, -1}, 1));
   hub.join();
 }
 
@@ -881,7 +881,7 @@ TEST(SocketRanks, WhoAnswersWithSomethingElseIsNotRank0) {
     });
     expect_contains(error_of(Exit::environment,
                              [&] {
-                               meet_ranks({1, 2, 42, "test"}, {"127.0.0.1", door.port, -1}, 0.3);
+                               rendezvous({1, 2, 42, "test"}, {"127.0.0.1", door.port, -1}, 0.3);
                              }),
                     "who listens there is not rank 0 of this run");
     other.join();
@@ -913,11 +913,11 @@ TEST(SocketRanks, TheRestOfASignComesBeforeTheNextCall) {
       if (got == FrameReader::Got::nothing) wait_for_any({&waiting, 1}, end);
     }
   });
-  auto ranks = meet_ranks({1, 2, 42, "test"}, {"127.0.0.1", door.port, -1}, 5);
+  auto ranks = rendezvous({1, 2, 42, "test"}, {"127.0.0.1", door.port, -1}, 5);
   Deadline begin;
   do {
     begin = SocketClock::now();
-    ranks->give_sign();
+    ranks->beat();
   } while (SocketClock::now() < begin + std::chrono::milliseconds(900));  // until one has waited in vain
   reads = true;
   EXPECT_NO_THROW(ranks->barrier());

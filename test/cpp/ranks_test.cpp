@@ -134,9 +134,9 @@ TEST(CutArena, AModelOfFewBlocksLeavesRanksWithNothing) {
 }
 
 // Three layers in two places; embedding and head, which are not in use together, in one.
-TEST(SectionPlaces, SectionsTakeTurns) {
+TEST(SectionBuffers, SectionsTakeTurns) {
   const std::vector<Range> sections = {{0, 100}, {100, 140}, {140, 180}, {180, 230}, {230, 350}};
-  SectionPlaces places(sections, 3);
+  SectionBuffers places(sections, 3);
   EXPECT_EQ(places.elements(), 120 + 50 + 40);
   const std::int64_t begins[] = {0, 120, 170, 120, 0};
   for (std::size_t s = 0; s < sections.size(); ++s) EXPECT_EQ(places.begin_of(s), begins[s]) << s;
@@ -151,9 +151,9 @@ TEST(SectionPlaces, SectionsTakeTurns) {
   EXPECT_TRUE(places.take(0));
   places.forget();
   for (const std::size_t s : {0u, 1u, 2u}) EXPECT_TRUE(places.take(s));
-  const SectionPlaces one({sections.data(), 2}, 1);
+  const SectionBuffers one({sections.data(), 2}, 1);
   EXPECT_EQ(one.elements(), 140);
-  EXPECT_EQ(SectionPlaces().elements(), 0);
+  EXPECT_EQ(SectionBuffers().elements(), 0);
 }
 
 TEST(CutBuckets, SectionsAreTheLayersInTheOrderOfTheForwardPass) {
@@ -298,7 +298,7 @@ TEST_F(VirtualRanks, OneRankIsARunWithoutThem) {
   TrainSettings one = settings(1, 3);
   const std::uint64_t parameters = parameter_plan(TensorTable(micro_config())).bytes();
   const auto bytes = [](const TrainSettings& s) {
-    return total_bytes(cpu::plan_llama(micro_config(), s.model_options()));
+    return total_bytes(cpu::plan_training(micro_config(), s.model_options()));
   };
   EXPECT_EQ(bytes(settings(3, 1)), bytes(one) + parameters);
   TrainOptions plain;  // as for who does not know the option
@@ -306,7 +306,7 @@ TEST_F(VirtualRanks, OneRankIsARunWithoutThem) {
   plain.seq_len = one.seq_len;
   plain.dropout = static_cast<float>(one.dropout);
   plain.seed = static_cast<std::uint64_t>(one.seed);
-  const std::unique_ptr<TrainModel> without = cpu::make_llama(micro_config(), plain);
+  const std::unique_ptr<TrainModel> without = cpu::make_training_model(micro_config(), plain);
   initialize_parameters(*without, plain.seed);
   const std::unique_ptr<TrainModel> with = micro_model(one);
   for (TrainModel* model : {without.get(), with.get()}) {
@@ -331,13 +331,13 @@ TEST_F(VirtualRanks, WrittenParametersReplaceThoseInUse) {
     }
     return losses;
   };
-  const std::vector<double> expected = losses_of(*cpu::make_llama(micro_config(), all.model_options()));
+  const std::vector<double> expected = losses_of(*cpu::make_training_model(micro_config(), all.model_options()));
   EXPECT_NE(expected[0], expected[1]);
   EXPECT_EQ(expected[0], expected[2]);
   run_thread_ranks(2, 60, [&](Communicator& ranks) {
     omp_set_num_threads(1);
     for (const Shard shard : {Shard::none, Shard::optimizer, Shard::parameters}) {
-      EXPECT_EQ(losses_of(*cpu::make_llama(micro_config(), all.model_options(), ranks, shard)), expected);
+      EXPECT_EQ(losses_of(*cpu::make_training_model(micro_config(), all.model_options(), ranks, shard)), expected);
     }
   });
 }
@@ -349,7 +349,8 @@ TEST_F(VirtualRanks, StatisticsCanBeAskedForTwice) {
       const TrainSettings all = settings(2 * rounds, 1);
       run_thread_ranks(2, 60, [&](Communicator& ranks) {
         omp_set_num_threads(1);
-        const std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), all.model_options(), ranks, shard);
+        const std::unique_ptr<TrainModel> model =
+            cpu::make_training_model(micro_config(), all.model_options(), ranks, shard);
         initialize_parameters(*model, 1);
         model->zero_gradients();
         for (std::int64_t rank = ranks.rank(); rank < 2 * rounds; rank += 2) compute(*model, rank, rank + 1, 0.01f);

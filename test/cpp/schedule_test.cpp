@@ -23,15 +23,6 @@ Schedule make(ScheduleShape shape) {
   return schedule;
 }
 
-TEST(Schedule, WarmupRisesLinearlyToThePeak) {
-  for (const ScheduleShape shape :
-       {ScheduleShape::cosine, ScheduleShape::linear, ScheduleShape::constant, ScheduleShape::wsd}) {
-    const Schedule schedule = make(shape);
-    for (int n = 1; n <= 10; ++n) EXPECT_DOUBLE_EQ(schedule.at(n), 3e-4 * n / 10);
-    EXPECT_DOUBLE_EQ(schedule.at(11), 3e-4) << "the first step after the warm-up has the full rate";
-  }
-}
-
 TEST(Schedule, Cosine) {
   const Schedule schedule = make(ScheduleShape::cosine);
   for (int n = 11; n <= 110; ++n) {
@@ -41,16 +32,6 @@ TEST(Schedule, Cosine) {
   EXPECT_NEAR(schedule.at(61), (3e-4 + 3e-5) / 2, 1e-15) << "half way";
   EXPECT_GT(schedule.at(110), 3e-5) << "no step is spent at the very end of the curve";
   EXPECT_LT(schedule.at(110), 3.1e-5);
-}
-
-TEST(Schedule, Linear) {
-  const Schedule schedule = make(ScheduleShape::linear);
-  for (int n = 11; n <= 110; ++n) EXPECT_NEAR(schedule.at(n), 3e-4 - 2.7e-4 * (n - 11) / 100, 1e-18);
-}
-
-TEST(Schedule, Constant) {
-  const Schedule schedule = make(ScheduleShape::constant);
-  for (int n = 11; n <= 110; ++n) EXPECT_EQ(schedule.at(n), 3e-4);
 }
 
 TEST(Schedule, WsdHoldsThenDecaysByTheSquareRoot) {
@@ -110,43 +91,6 @@ TEST(Schedule, WsdDecayStepsAreRounded) {
     for (std::int64_t n = 1; n <= c.steps - c.decay + 1 && n <= c.steps; ++n) EXPECT_EQ(schedule.at(n), 3e-4) << n;
     if (c.decay > 1) {
       EXPECT_LT(schedule.at(c.steps - c.decay + 2), 3e-4);
-    }
-  }
-}
-
-TEST(Schedule, WithoutWarmupAndOfOneStep) {
-  Schedule schedule = make(ScheduleShape::cosine);
-  schedule.warmup_steps = 0;
-  EXPECT_DOUBLE_EQ(schedule.at(1), 3e-4);
-  schedule.steps = 1;
-  EXPECT_DOUBLE_EQ(schedule.at(1), 3e-4);
-  schedule.warmup_steps = 20;  // longer than the run: it never leaves the warm-up
-  EXPECT_DOUBLE_EQ(schedule.at(1), 3e-4 / 20);
-}
-
-// As it is with the default warm-up in a short run: the decay begins where the warm-up ends.
-TEST(Schedule, WsdDecaysInWhatTheWarmupLeaves) {
-  Schedule schedule = make(ScheduleShape::wsd);
-  schedule.warmup_steps = 100;
-  ASSERT_EQ(schedule.wsd_decay_steps(), 22);
-  EXPECT_DOUBLE_EQ(schedule.at(100), 3e-4);
-  for (int n = 101; n <= 110; ++n) EXPECT_NEAR(schedule.at(n), 3e-4 - 2.7e-4 * std::sqrt((n - 101) / 10.0), 1e-18);
-  schedule.warmup_steps = 200;
-  EXPECT_DOUBLE_EQ(schedule.at(110), 3e-4 * 110 / 200);
-}
-
-TEST(Schedule, WsdWithoutDecayIsConstant) {
-  Schedule schedule = make(ScheduleShape::wsd);
-  schedule.wsd_decay_fraction = 0;
-  EXPECT_EQ(schedule.at(110), 3e-4);
-}
-
-TEST(Schedule, FallsMonotonicallyAndNeverBelowTheMinimum) {
-  for (const ScheduleShape shape : {ScheduleShape::cosine, ScheduleShape::linear, ScheduleShape::wsd}) {
-    const Schedule schedule = make(shape);
-    for (int n = 12; n <= 110; ++n) {
-      EXPECT_LE(schedule.at(n), schedule.at(n - 1));
-      EXPECT_GE(schedule.at(n), 3e-5);
     }
   }
 }

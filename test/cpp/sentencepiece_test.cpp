@@ -333,7 +333,7 @@ TEST(SentencePieceEncoder, MetaspaceInAllItsForms) {
 
 // ---- files -----------------------------------------------------------------------------------------------------------
 
-std::string refusal(const std::function<void(Json&)>& change, const std::string& name = "llama2_style") {
+std::string reason(const std::function<void(Json&)>& change, const std::string& name = "llama2_style") {
   Json json = document(name);
   change(json);
   try {
@@ -345,8 +345,8 @@ std::string refusal(const std::function<void(Json&)>& change, const std::string&
   return "accepted";
 }
 
-void expect_refusal(const std::function<void(Json&)>& change, std::vector<std::string> words) {
-  const std::string message = refusal(change);
+void expect_unsupported_reason(const std::function<void(Json&)>& change, std::vector<std::string> words) {
+  const std::string message = reason(change);
   words.push_back("t.json: ");
   for (const std::string& word : words)
     EXPECT_NE(message.find(word), std::string::npos) << message << "\nlacks " << word;
@@ -354,31 +354,35 @@ void expect_refusal(const std::function<void(Json&)>& change, std::vector<std::s
 }
 
 TEST(SentencePieceFile, RefusesModelsThatItDoesNotKnow) {
-  expect_refusal([](Json& j) { j["model"]["type"] = "Unigram"; }, {"model.type", "Unigram"});
-  expect_refusal([](Json& j) { j["model"]["unk_token"] = "<nope>"; }, {"model.unk_token", "<nope>", "model.vocab"});
-  expect_refusal([](Json& j) { j["model"]["unk_token"] = 0; }, {"model.unk_token", "a string"});
-  expect_refusal([](Json& j) { j["model"]["byte_fallback"] = 1; }, {"model.byte_fallback", "true or false"});
-  expect_refusal([](Json& j) { j["model"]["fuse_unk"] = "yes"; }, {"model.fuse_unk", "true or false"});
-  expect_refusal([](Json& j) { j["model"]["dropout"] = 0.5; }, {"model.dropout"});
-  expect_refusal([](Json& j) { j["model"]["continuing_subword_prefix"] = "##"; }, {"continuing_subword_prefix"});
-  expect_refusal([](Json& j) { j["model"]["end_of_word_suffix"] = "</w>"; }, {"end_of_word_suffix"});
-  expect_refusal([](Json& j) { j["model"]["vocab"]["zzz"] = 9'999; }, {"holes"});
-  expect_refusal([](Json& j) { j["model"]["merges"].push_back({"q", "zzz"}); }, {"model.merges[", "zzz"});
+  expect_unsupported_reason([](Json& j) { j["model"]["type"] = "Unigram"; }, {"model.type", "Unigram"});
+  expect_unsupported_reason([](Json& j) { j["model"]["unk_token"] = "<nope>"; },
+                            {"model.unk_token", "<nope>", "model.vocab"});
+  expect_unsupported_reason([](Json& j) { j["model"]["unk_token"] = 0; }, {"model.unk_token", "a string"});
+  expect_unsupported_reason([](Json& j) { j["model"]["byte_fallback"] = 1; }, {"model.byte_fallback", "true or false"});
+  expect_unsupported_reason([](Json& j) { j["model"]["fuse_unk"] = "yes"; }, {"model.fuse_unk", "true or false"});
+  expect_unsupported_reason([](Json& j) { j["model"]["dropout"] = 0.5; }, {"model.dropout"});
+  expect_unsupported_reason([](Json& j) { j["model"]["continuing_subword_prefix"] = "##"; },
+                            {"continuing_subword_prefix"});
+  expect_unsupported_reason([](Json& j) { j["model"]["end_of_word_suffix"] = "</w>"; }, {"end_of_word_suffix"});
+  expect_unsupported_reason([](Json& j) { j["model"]["vocab"]["zzz"] = 9'999; }, {"holes"});
+  expect_unsupported_reason([](Json& j) { j["model"]["merges"].push_back({"q", "zzz"}); }, {"model.merges[", "zzz"});
 }
 
 TEST(SentencePieceFile, RefusesNormalizersAndPreTokenizersThatItDoesNotKnow) {
   const auto normalizer = [](const Json& value) { return [=](Json& j) { j["normalizer"] = value; }; };
-  expect_refusal(normalizer(step("Lowercase")), {"normalizer.type", "Lowercase", "Prepend"});
-  expect_refusal(normalizer(step("Precompiled")), {"normalizer.type", "Precompiled"});
-  expect_refusal(normalizer(replace("  ", "\u2581")), {"normalizer.pattern.String", "one character"});
-  expect_refusal(normalizer(replace(" ", "")), {"normalizer.content", "one character"});
-  expect_refusal(normalizer(step("Replace", {{"pattern", {{"Regex", " "}}}, {"content", "x"}})), {"pattern.String"});
-  expect_refusal(normalizer(step("Prepend")), {"normalizer.prepend", "a string"});
-  expect_refusal(normalizer(step("Prepend", {{"prepend", ""}})), {"normalizer.prepend", "got 0 bytes"});
-  expect_refusal(normalizer(step("Prepend", {{"prepend", std::string(65, 'x')}})), {"got 65 bytes", "64"});
-  expect_refusal(normalizer(step("Sequence", {{"normalizers", Json::array_t(9, step("NFC"))}})), {"more than 8"});
-  EXPECT_EQ(refusal(normalizer(step("Sequence", {{"normalizers", Json::array_t(8, step("NFC"))}}))), "accepted");
-  EXPECT_EQ(refusal(normalizer(step("Prepend", {{"prepend", std::string(64, 'x')}}))), "accepted");
+  expect_unsupported_reason(normalizer(step("Lowercase")), {"normalizer.type", "Lowercase", "Prepend"});
+  expect_unsupported_reason(normalizer(step("Precompiled")), {"normalizer.type", "Precompiled"});
+  expect_unsupported_reason(normalizer(replace("  ", "\u2581")), {"normalizer.pattern.String", "one character"});
+  expect_unsupported_reason(normalizer(replace(" ", "")), {"normalizer.content", "one character"});
+  expect_unsupported_reason(normalizer(step("Replace", {{"pattern", {{"Regex", " "}}}, {"content", "x"}})),
+                            {"pattern.String"});
+  expect_unsupported_reason(normalizer(step("Prepend")), {"normalizer.prepend", "a string"});
+  expect_unsupported_reason(normalizer(step("Prepend", {{"prepend", ""}})), {"normalizer.prepend", "got 0 bytes"});
+  expect_unsupported_reason(normalizer(step("Prepend", {{"prepend", std::string(65, 'x')}})), {"got 65 bytes", "64"});
+  expect_unsupported_reason(normalizer(step("Sequence", {{"normalizers", Json::array_t(9, step("NFC"))}})),
+                            {"more than 8"});
+  EXPECT_EQ(reason(normalizer(step("Sequence", {{"normalizers", Json::array_t(8, step("NFC"))}}))), "accepted");
+  EXPECT_EQ(reason(normalizer(step("Prepend", {{"prepend", std::string(64, 'x')}}))), "accepted");
 
   const auto pre = [](const Json& value) { return [=](Json& j) { j["pre_tokenizer"] = value; }; };
   const Json metaspace = step("Metaspace", {{"replacement", "\u2581"}});
@@ -387,31 +391,32 @@ TEST(SentencePieceFile, RefusesNormalizersAndPreTokenizersThatItDoesNotKnow) {
     made.update(more);
     return pre(made);
   };
-  EXPECT_EQ(refusal(pre(metaspace)), "accepted");
-  EXPECT_EQ(refusal(with({{"add_prefix_space", true}, {"str_rep", "\u2581"}})), "accepted");
-  EXPECT_EQ(refusal(with({{"add_prefix_space", false}, {"prepend_scheme", "never"}})), "accepted");
-  expect_refusal(with({{"add_prefix_space", false}}), {"pre_tokenizer.add_prefix_space", "prepend_scheme"});
-  expect_refusal(with({{"replacement", ""}}), {"pre_tokenizer.replacement", "one character"});
-  expect_refusal(with({{"replacement", "__"}}), {"pre_tokenizer.replacement", "one character"});
-  expect_refusal(with({{"replacement", nullptr}}), {"pre_tokenizer.replacement", "a string"});
-  expect_refusal(with({{"prepend_scheme", "sometimes"}}), {"pre_tokenizer.prepend_scheme", "sometimes"});
-  expect_refusal(with({{"split", 1}}), {"pre_tokenizer.split", "true or false"});
-  expect_refusal(with({{"prepend_scheme", "first"}}), {"prepend_scheme", "normalized"});
+  EXPECT_EQ(reason(pre(metaspace)), "accepted");
+  EXPECT_EQ(reason(with({{"add_prefix_space", true}, {"str_rep", "\u2581"}})), "accepted");
+  EXPECT_EQ(reason(with({{"add_prefix_space", false}, {"prepend_scheme", "never"}})), "accepted");
+  expect_unsupported_reason(with({{"add_prefix_space", false}}), {"pre_tokenizer.add_prefix_space", "prepend_scheme"});
+  expect_unsupported_reason(with({{"replacement", ""}}), {"pre_tokenizer.replacement", "one character"});
+  expect_unsupported_reason(with({{"replacement", "__"}}), {"pre_tokenizer.replacement", "one character"});
+  expect_unsupported_reason(with({{"replacement", nullptr}}), {"pre_tokenizer.replacement", "a string"});
+  expect_unsupported_reason(with({{"prepend_scheme", "sometimes"}}), {"pre_tokenizer.prepend_scheme", "sometimes"});
+  expect_unsupported_reason(with({{"split", 1}}), {"pre_tokenizer.split", "true or false"});
+  expect_unsupported_reason(with({{"prepend_scheme", "first"}}), {"prepend_scheme", "normalized"});
   for (const bool normalized : {false, true}) {
-    const std::string got = refusal([&](Json& j) {
+    const std::string got = reason([&](Json& j) {
       with({{"prepend_scheme", "first"}})(j);
       for (Json& token : j["added_tokens"]) token["normalized"] = normalized;
     });
     EXPECT_EQ(got == "accepted", !normalized) << got;
   }
-  expect_refusal(pre(step("Sequence", {{"pretokenizers", {metaspace, metaspace}}})), {"second Metaspace"});
-  expect_refusal(
+  expect_unsupported_reason(pre(step("Sequence", {{"pretokenizers", {metaspace, metaspace}}})), {"second Metaspace"});
+  expect_unsupported_reason(
       pre(step("Sequence",
                {{"pretokenizers",
                  {step("Digits"), step("Metaspace", {{"replacement", "\u2581"}, {"prepend_scheme", "first"}})}}})),
       {"the first pre-tokenizer alone"});
-  expect_refusal(pre(step("BertPreTokenizer")), {"pre_tokenizer.type", "BertPreTokenizer", "Metaspace"});
-  expect_refusal(pre(step("ByteLevel")), {"no token for the byte"});  // byte-level tokens know no unknown characters
+  expect_unsupported_reason(pre(step("BertPreTokenizer")), {"pre_tokenizer.type", "BertPreTokenizer", "Metaspace"});
+  expect_unsupported_reason(pre(step("ByteLevel")),
+                            {"no token for the byte"});  // byte-level tokens know no unknown characters
 }
 
 TEST(SentencePieceFile, RefusesDecodersThatItDoesNotKnow) {
@@ -422,33 +427,33 @@ TEST(SentencePieceFile, RefusesDecodersThatItDoesNotKnow) {
   const Json fuse = step("Fuse"), bytes = step("ByteFallback"), spaces = replace("\u2581", " ");
   for (const Json& list : {Json::array({spaces}), Json::array({bytes, metaspace}), Json::array({spaces, bytes}),
                            Json::array({spaces, bytes, fuse}), Json::array({bytes, fuse, spaces, strip})}) {
-    EXPECT_EQ(refusal(sequence(list)), "accepted") << list;
+    EXPECT_EQ(reason(sequence(list)), "accepted") << list;
   }
-  expect_refusal(decoder(nullptr), {"decoder", "null", "a decoder"});
-  expect_refusal(decoder(step("WordPiece")), {"decoder.type", "WordPiece"});
-  expect_refusal(sequence({step("CTC")}), {"decoder.decoders[0].type", "CTC"});
-  expect_refusal(sequence({bytes, strip}), {"decoder.decoders[1].type", "Fuse before Strip"});
-  expect_refusal(sequence({fuse, strip, spaces}), {"Strip as the last"});
-  expect_refusal(sequence({fuse, bytes}), {"ByteFallback, before Fuse"});
-  expect_refusal(sequence({metaspace, bytes}), {"before Fuse and Metaspace"});
-  expect_refusal(sequence({bytes, bytes}), {"one ByteFallback"});
+  expect_unsupported_reason(decoder(nullptr), {"decoder", "null", "a decoder"});
+  expect_unsupported_reason(decoder(step("WordPiece")), {"decoder.type", "WordPiece"});
+  expect_unsupported_reason(sequence({step("CTC")}), {"decoder.decoders[0].type", "CTC"});
+  expect_unsupported_reason(sequence({bytes, strip}), {"decoder.decoders[1].type", "Fuse before Strip"});
+  expect_unsupported_reason(sequence({fuse, strip, spaces}), {"Strip as the last"});
+  expect_unsupported_reason(sequence({fuse, bytes}), {"ByteFallback, before Fuse"});
+  expect_unsupported_reason(sequence({metaspace, bytes}), {"before Fuse and Metaspace"});
+  expect_unsupported_reason(sequence({bytes, bytes}), {"one ByteFallback"});
   for (const Json& before : {fuse, metaspace}) {
-    expect_refusal(sequence({before, metaspace}), {"one Metaspace, before Fuse"});
+    expect_unsupported_reason(sequence({before, metaspace}), {"one Metaspace, before Fuse"});
   }
-  expect_refusal(sequence({replace("\u2581\u2581", " ")}), {"decoders[0].pattern.String", "one character"});
+  expect_unsupported_reason(sequence({replace("\u2581\u2581", " ")}), {"decoders[0].pattern.String", "one character"});
   const auto stripping = [&](const Json& more) {
     Json made = strip;
     made.update(more);
     return sequence({fuse, made});
   };
-  expect_refusal(stripping({{"stop", 1}}), {"decoders[1].stop", "got '1', expected 0"});
-  expect_refusal(stripping({{"content", "  "}}), {"decoders[1].content", "one character"});
-  expect_refusal(stripping({{"start", -1}}), {"decoders[1].start", "from 0 to 1048576"});
-  expect_refusal(stripping({{"start", 1'048'577}}), {"decoders[1].start", "from 0 to 1048576"});
-  expect_refusal(stripping({{"stop", nullptr}}), {"decoders[1].stop", "expected 0"});
-  for (const int start : {0, 1'048'576}) EXPECT_EQ(refusal(stripping({{"start", start}})), "accepted") << start;
-  expect_refusal(sequence(Json::array_t(9, fuse)), {"more than 8"});
-  EXPECT_EQ(refusal(sequence(Json::array_t(8, fuse))), "accepted");
+  expect_unsupported_reason(stripping({{"stop", 1}}), {"decoders[1].stop", "got '1', expected 0"});
+  expect_unsupported_reason(stripping({{"content", "  "}}), {"decoders[1].content", "one character"});
+  expect_unsupported_reason(stripping({{"start", -1}}), {"decoders[1].start", "from 0 to 1048576"});
+  expect_unsupported_reason(stripping({{"start", 1'048'577}}), {"decoders[1].start", "from 0 to 1048576"});
+  expect_unsupported_reason(stripping({{"stop", nullptr}}), {"decoders[1].stop", "expected 0"});
+  for (const int start : {0, 1'048'576}) EXPECT_EQ(reason(stripping({{"start", start}})), "accepted") << start;
+  expect_unsupported_reason(sequence(Json::array_t(9, fuse)), {"more than 8"});
+  EXPECT_EQ(reason(sequence(Json::array_t(8, fuse))), "accepted");
 }
 
 // ---- time ------------------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@
 
 #include "llmc/base/json.h"
 #include "llmc/base/utf8.h"
+#include "llmc/serve/access.h"
 #include "llmc/serve/metrics.h"
 #include "llmc/serve/page.h"
-#include "llmc/serve/server.h"
 #include "test/cpp/test_files.h"
 
 namespace weft {

@@ -619,7 +619,7 @@ TEST(CheckSameTokens, EveryPairOfTokenizers) {
     writer.publish();
     return ModelFile::open(path);
   };
-  const auto refusal = [](const ModelFile& model, const ModelFile& draft) -> std::string {
+  const auto reason = [](const ModelFile& model, const ModelFile& draft) -> std::string {
     std::optional<Tokenizer> tokenizer;
     if (model.has_tokenizer()) tokenizer = Tokenizer::from_json(model.tokenizer_json(), "test");
     try {
@@ -636,20 +636,20 @@ TEST(CheckSameTokens, EveryPairOfTokenizers) {
   const ModelFile none = model_with("", 20), none_of_fewer = model_with("", 19), own = model_with(letters(8, 'a'), 8),
                   again = model_with(letters(8, 'a') + " ", 8), others = model_with(letters(8, 'z'), 8),
                   fewer = model_with(letters(7, 'a'), 7), other_configuration = model_with(letters(8, 'a'), 20);
-  EXPECT_EQ(refusal(none, none), "");
-  EXPECT_EQ(refusal(none, none_of_fewer), "it was made for 19 tokens, not 20");
-  EXPECT_EQ(refusal(none_of_fewer, none), "it was made for 20 tokens, not 19");
-  EXPECT_EQ(refusal(none, own), "it has a tokenizer, and the model has none to compare it with");
-  EXPECT_EQ(refusal(own, none), "it has no tokenizer");
-  EXPECT_EQ(refusal(own, own), "");
-  EXPECT_EQ(refusal(own, again), "") << "the same tokens";
-  EXPECT_EQ(refusal(own, other_configuration), "");
-  EXPECT_EQ(refusal(own, others), "its token 0 is 'z', not 'a'");
+  EXPECT_EQ(reason(none, none), "");
+  EXPECT_EQ(reason(none, none_of_fewer), "it was made for 19 tokens, not 20");
+  EXPECT_EQ(reason(none_of_fewer, none), "it was made for 20 tokens, not 19");
+  EXPECT_EQ(reason(none, own), "it has a tokenizer, and the model has none to compare it with");
+  EXPECT_EQ(reason(own, none), "it has no tokenizer");
+  EXPECT_EQ(reason(own, own), "");
+  EXPECT_EQ(reason(own, again), "") << "the same tokens";
+  EXPECT_EQ(reason(own, other_configuration), "");
+  EXPECT_EQ(reason(own, others), "its token 0 is 'z', not 'a'");
   std::string last = letters(8, 'a');
   last.replace(last.find("\"h\""), 3, "\"y\"");
-  EXPECT_EQ(refusal(own, model_with(last, 8)), "its token 7 is 'y', not 'h'");
-  EXPECT_EQ(refusal(own, fewer), "its tokenizer has 7 tokens, not 8");
-  EXPECT_EQ(refusal(fewer, own), "its tokenizer has 8 tokens, not 7");
+  EXPECT_EQ(reason(own, model_with(last, 8)), "its token 7 is 'y', not 'h'");
+  EXPECT_EQ(reason(own, fewer), "its tokenizer has 7 tokens, not 8");
+  EXPECT_EQ(reason(fewer, own), "its tokenizer has 8 tokens, not 7");
 }
 
 // Whatever it guessed before, and wherever that was wrong: what it drafts is what it would draft after these ids alone.

@@ -46,7 +46,7 @@ FileKind kind_in(const std::string& bytes) {
   return static_cast<FileKind>(kind);
 }
 
-std::string refusal(const std::string& path, FileKind expected) {
+std::string reason(const std::string& path, FileKind expected) {
   return error_of(Exit::bad_file, [&] { TensorFile::open(path, expected); });
 }
 
@@ -139,7 +139,7 @@ TEST(TensorFile, SaysWhatAFileIsInstead) {
       {"", "0 bytes"}};
   for (const auto& [bytes, words] : cases) {
     write_bytes(directory.file("f"), bytes);
-    expect_contains(refusal(directory.file("f"), FileKind::model), words);
+    expect_contains(reason(directory.file("f"), FileKind::model), words);
   }
 }
 
@@ -202,7 +202,7 @@ TEST(TensorFile, RefusesDamageInTheWordsOfThePythonReader) {
     if (damage["rehash"].get<bool>()) rehash(bytes);
     write_bytes(path, bytes);
     std::string expected = escaped(path) + ": " + damage["message"].get<std::string>();
-    std::string got = refusal(path, kind);
+    std::string got = reason(path, kind);
     // What a JSON parser says of a syntax error is its own.
     if (const std::size_t at = expected.find("not valid JSON"); at != std::string::npos) {
       expected.resize(at);
@@ -218,7 +218,7 @@ TEST(TensorFile, RefusesATruncationAtEveryHeaderByte) {
   write_bytes(path, read_bytes(kFixtures + "edge.bin"));
   for (std::size_t size = 8193; size-- > 0;) {
     std::filesystem::resize_file(path, size);
-    const std::string message = refusal(path, FileKind::reference_dump);
+    const std::string message = reason(path, FileKind::reference_dump);
     ASSERT_NE(message.find(size == 0 ? "0 bytes" : "truncated: got"), std::string::npos) << size << ": " << message;
   }
 }
@@ -300,7 +300,7 @@ TEST(TensorFile, EachKindIsRefusedAsEachOther) {
   for (const auto& [name, is] : files) {
     for (const auto& [ignored, wanted] : files) {
       if (is == wanted) continue;
-      expect_contains(refusal(kFixtures + name, wanted),
+      expect_contains(reason(kFixtures + name, wanted),
                       format("kind: this is a %s, expected a %s", file_kind_name(is), file_kind_name(wanted)));
     }
   }
@@ -308,8 +308,8 @@ TEST(TensorFile, EachKindIsRefusedAsEachOther) {
 
 TEST(TensorFile, RefusesWhatIsNotARegularFile) {
   const TemporaryDirectory directory;
-  expect_contains(refusal(directory.file("absent.bin"), FileKind::model), "cannot open");
-  expect_contains(refusal(directory.file("."), FileKind::model), "not a regular file");
+  expect_contains(reason(directory.file("absent.bin"), FileKind::model), "cannot open");
+  expect_contains(reason(directory.file("."), FileKind::model), "not a regular file");
 }
 
 // A table of 65,536 tensors, the most that are accepted, in bounded time.

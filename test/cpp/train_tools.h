@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "llmc/base/hash.h"
-#include "llmc/cpu/llama.h"
+#include "llmc/cpu/training.h"
 #include "llmc/train/checkpoint.h"
 #include "llmc/train/data_loader.h"
 #include "llmc/train/initialize.h"
@@ -84,7 +84,7 @@ inline TrainSettings micro_settings() {
 }
 
 inline std::unique_ptr<TrainModel> micro_model(const TrainSettings& settings) {
-  std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), settings.model_options());
+  std::unique_ptr<TrainModel> model = cpu::make_training_model(micro_config(), settings.model_options());
   initialize_parameters(*model, static_cast<std::uint64_t>(settings.seed));
   return model;
 }

@@ -4,14 +4,14 @@
 #include <map>
 #include <set>
 
-#include "llmc/cpu/llama.h"
+#include "llmc/cpu/training.h"
 #include "llmc/model/training_activations.h"
 
 namespace weft {
 namespace {
 
 std::unique_ptr<TrainModel> make_cpu(const ModelConfig& config, const TrainOptions& options) {
-  return cpu::make_llama(config, options);
+  return cpu::make_training_model(config, options);
 }
 
 TEST(WholeModel, EachBranchOfEachMicroStepHasItsOwnMask) {

@@ -2,7 +2,7 @@
 #include <bit>
 
 #include "llmc/cpu/adamw.h"
-#include "llmc/cuda/op/adamw.h"
+#include "llmc/cuda/op/optim/adamw.h"
 #include "test/gpu/operator_tools.h"
 
 namespace weft::cuda {

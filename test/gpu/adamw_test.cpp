@@ -1,6 +1,6 @@
 // AdamW, split masters and the global norm on the GPU, against the CPU.
 
-#include "llmc/cuda/op/adamw.h"
+#include "llmc/cuda/op/optim/adamw.h"
 
 #include <bit>
 

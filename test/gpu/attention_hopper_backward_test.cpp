@@ -18,9 +18,9 @@
 #include <vector>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/op/attention/attention.h"
-#include "llmc/cuda/op/attention/paths.h"
-#include "llmc/cuda/op/fp8.h"
+#include "llmc/cuda/op/attention/train/attention.h"
+#include "llmc/cuda/op/attention/train/paths.h"
+#include "llmc/cuda/op/fp8/fp8.h"
 #include "llmc/cuda/runtime/error.h"
 #include "llmc/model/config.h"
 #include "test/gpu/attention_tools.h"

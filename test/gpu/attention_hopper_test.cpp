@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/op/attention/attention.h"
-#include "llmc/cuda/op/attention/paths.h"
+#include "llmc/cuda/op/attention/train/attention.h"
+#include "llmc/cuda/op/attention/train/paths.h"
 #include "llmc/cuda/runtime/error.h"
 #include "test/gpu/attention_tools.h"
 #include "test/gpu/device_buffer.h"

@@ -21,8 +21,8 @@
 #include "llmc/base/dtype.h"
 #include "llmc/base/error.h"
 #include "llmc/cpu/attention.h"
-#include "llmc/cuda/op/attention/attention.h"
-#include "llmc/cuda/op/attention/paths.h"
+#include "llmc/cuda/op/attention/train/attention.h"
+#include "llmc/cuda/op/attention/train/paths.h"
 #include "test/gpu/device_buffer.h"
 
 namespace weft::cuda {
@@ -409,7 +409,7 @@ TYPED_TEST(Attention, LseIsOptional) {
 }
 
 TEST(AttentionShapes, WhatNoKernelComputesIsRefused) {
-  const auto refusal = [](const AttentionShape& s) -> std::string {
+  const auto reason = [](const AttentionShape& s) -> std::string {
     try {
       attention_forward<__half>(s, {}, nullptr, {}, {}, {}, nullptr);
     } catch (const Error& error) {
@@ -418,14 +418,14 @@ TEST(AttentionShapes, WhatNoKernelComputesIsRefused) {
     }
     return "accepted";
   };
-  EXPECT_NE(refusal(shape(1, 8, 8, 2, 2, 48)).find("got 48, expected 32, 64, 80, 96, 128 or 256"), std::string::npos);
-  EXPECT_NE(refusal(shape(1, 8, 8, 3, 2, 64)).find("3 query heads, 2 K/V heads"), std::string::npos);
-  EXPECT_NE(refusal(shape(1, 9, 8, 2, 2, 64)).find("TQ 9, TK 8"), std::string::npos);
-  EXPECT_NE(refusal(shape(1, 8, 524'281, 2, 2, 64)).find("TK 524281"), std::string::npos);
-  EXPECT_NE(refusal(shape(134'217'728, 8, 8, 2, 2, 64)).find("B 134217728"), std::string::npos);
+  EXPECT_NE(reason(shape(1, 8, 8, 2, 2, 48)).find("got 48, expected 32, 64, 80, 96, 128 or 256"), std::string::npos);
+  EXPECT_NE(reason(shape(1, 8, 8, 3, 2, 64)).find("3 query heads, 2 K/V heads"), std::string::npos);
+  EXPECT_NE(reason(shape(1, 9, 8, 2, 2, 64)).find("TQ 9, TK 8"), std::string::npos);
+  EXPECT_NE(reason(shape(1, 8, 524'281, 2, 2, 64)).find("TK 524281"), std::string::npos);
+  EXPECT_NE(reason(shape(134'217'728, 8, 8, 2, 2, 64)).find("B 134217728"), std::string::npos);
   AttentionShape no_scale = shape(1, 8, 8, 2, 2, 64);
   no_scale.scale = 0;
-  EXPECT_NE(refusal(no_scale).find("scale: got 0"), std::string::npos);
+  EXPECT_NE(reason(no_scale).find("scale: got 0"), std::string::npos);
 }
 
 }  // namespace

@@ -8,14 +8,14 @@
 #include <string>
 #include <vector>
 
-#include "llmc/cuda/op/append_to_pages.h"
-#include "llmc/cuda/op/decode_attention.h"
-#include "llmc/cuda/op/gemv.h"
-#include "llmc/cuda/op/paged_attention.h"
-#include "llmc/cuda/op/residual_norm.h"
-#include "llmc/cuda/op/rows_matmul.h"
-#include "llmc/cuda/op/score_rows.h"
-#include "llmc/cuda/op/step_rows.h"
+#include "llmc/cuda/op/attention/paged/append_to_pages.h"
+#include "llmc/cuda/op/attention/paged/decode_attention.h"
+#include "llmc/cuda/op/attention/paged/paged_attention.h"
+#include "llmc/cuda/op/elementwise/step_rows.h"
+#include "llmc/cuda/op/gemm/gemv.h"
+#include "llmc/cuda/op/gemm/rows_matmul.h"
+#include "llmc/cuda/op/norm/residual_norm.h"
+#include "llmc/cuda/op/sample/score_rows.h"
 #include "llmc/cuda/runtime/captured_graph.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "test/gpu/late_writer.h"

@@ -1,6 +1,6 @@
 // Softmax + cross-entropy on the GPU, against the CPU.
 
-#include "llmc/cuda/op/classifier.h"
+#include "llmc/cuda/op/classifier/classifier.h"
 
 #include "llmc/cpu/classifier.h"
 #include "llmc/model/train_model.h"

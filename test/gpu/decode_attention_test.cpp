@@ -1,6 +1,6 @@
 // RoPE and cache of a prompt, and attention of one token, against the CPU: every head dimension, rotations of all dimensions
 // of a head, of some and of none, empty caches and others.
-#include "llmc/cuda/op/decode_attention.h"
+#include "llmc/cuda/op/attention/paged/decode_attention.h"
 
 #include <cmath>
 #include <cstring>

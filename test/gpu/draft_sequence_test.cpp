@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <memory>
 
-#include "llmc/cuda/transformer/fused_tokens.h"
-#include "llmc/cuda/transformer/inference.h"
-#include "llmc/cuda/transformer/neox.h"
+#include "llmc/cuda/inference/fused_tokens.h"
+#include "llmc/cuda/inference/inference.h"
+#include "llmc/cuda/inference/neox.h"
 #include "llmc/infer/engine_sequence.h"
 #include "llmc/model/single_sequence.h"
 #include "test/cpp/generated_ids.h"
@@ -50,9 +50,9 @@ class Fixture {
 ModelConfig config_of(bool llama) {
   return llama ? test::llama_config(test::small_llamas()[1]) : test::neox_config({"neox", 4, 64, 3, 1024});
 }
-std::string refusal() {
+std::string reason() {
   for (const bool llama : {false, true}) {
-    if (std::string why = cuda::fused_refusal(config_of(llama), DType::f16); !why.empty()) return why;
+    if (std::string why = cuda::fused_unsupported_reason(config_of(llama), DType::f16); !why.empty()) return why;
   }
   return "";
 }
@@ -83,7 +83,7 @@ Ids one_by_one(DecodeModel& model, const Ids& ids, std::int64_t given, std::int6
 }
 
 TEST(CudaDraftSequence, GuessesAreThoseOfAModelThatIsFedIdById) {
-  if (!refusal().empty()) GTEST_SKIP() << refusal();
+  if (!reason().empty()) GTEST_SKIP() << reason();
   for (const bool llama : {false, true}) {
     const Fixture fixture(config_of(llama), 3);
     const auto model = fixture.fused(60), plain = fixture.fused(60);
@@ -124,7 +124,7 @@ TEST(CudaDraftSequence, GuessesAreThoseOfAModelThatIsFedIdById) {
 // The ids of a model that verifies guesses are those of the model without: over prompts, turns, stop ids, temperatures, to the last
 // position of both. The draft model is the same one, whose kernel adds in another order, another one, and a shorter one.
 TEST(CudaDraftSequence, AnEngineGivesThePlainOutput) {
-  if (!refusal().empty()) GTEST_SKIP() << refusal();
+  if (!reason().empty()) GTEST_SKIP() << reason();
   constexpr std::int64_t kCapacity = 120;
   for (const bool llama : {false, true}) {
     const Fixture fixture(config_of(llama), 3), other(config_of(!llama), 4);

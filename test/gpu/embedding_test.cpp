@@ -1,6 +1,6 @@
 // Token embedding on the GPU, forward and backward, against the CPU.
 
-#include "llmc/cuda/op/embedding.h"
+#include "llmc/cuda/op/elementwise/embedding.h"
 
 #include "llmc/cpu/embedding.h"
 #include "test/gpu/operator_tools.h"

@@ -1,6 +1,6 @@
 // --precision fp8 on the GPU: rounded operands bit for bit against the CPU, GEMMs on them, and the whole model against the
 // reference that rounds in the same places.
-#include "llmc/cuda/op/fp8.h"
+#include "llmc/cuda/op/fp8/fp8.h"
 
 #include <bit>
 #include <cmath>
@@ -10,15 +10,15 @@
 
 #include "llmc/cpu/adamw.h"
 #include "llmc/cpu/fp8.h"
-#include "llmc/cpu/llama.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/swiglu.h"
-#include "llmc/cuda/llama/llama.h"
-#include "llmc/cuda/op/adamw.h"
-#include "llmc/cuda/op/matmul.h"
-#include "llmc/cuda/op/residual_norm.h"
-#include "llmc/cuda/op/swiglu.h"
+#include "llmc/cpu/training.h"
+#include "llmc/cuda/op/elementwise/swiglu.h"
+#include "llmc/cuda/op/gemm/matmul.h"
+#include "llmc/cuda/op/norm/residual_norm.h"
+#include "llmc/cuda/op/optim/adamw.h"
 #include "llmc/cuda/runtime/stream.h"
+#include "llmc/cuda/training/training.h"
 #include "llmc/model/compare.h"
 #include "test/cpp/golden_cases.h"
 #include "test/cpp/whole_model_checks.h"
@@ -543,9 +543,9 @@ class CudaFp8Model : public testing::Test {
 // `of_largest`: how far the largest magnitudes of a tensor may be apart. Each is that of a single element: two runs on the CPU
 // whose weights differ by 2^-9 have up to 0.14 there, most in the last down projection's input, a product.
 void expect_the_steps_of_the_cpu(const ModelConfig& config, float of_largest) {
-  const auto exact = cpu::make_llama(config, small_options(Precision::fp32));
-  const auto reference = cpu::make_llama(config, small_options());
-  const auto model = make_llama(config, small_options());
+  const auto exact = cpu::make_training_model(config, small_options(Precision::fp32));
+  const auto reference = cpu::make_training_model(config, small_options());
+  const auto model = make_training_model(config, small_options());
   for (TrainModel* each : {exact.get(), reference.get(), model.get()}) {
     randomize_parameters(*each);
     for (const TensorSpec& spec : each->table().specs()) {  // as small as training has them
@@ -608,7 +608,7 @@ TEST_F(CudaFp8Model, TrainingMatchesPyTorch) {
   const ModelFile file = ModelFile::open(kFp8Golden.model);
   const TensorFile dump = TensorFile::open(kFp8Golden.dump, FileKind::reference_dump);
   const auto load = [&](const TrainOptions& options) {
-    auto model = make_llama(file.config(), options);
+    auto model = make_training_model(file.config(), options);
     load_parameters(file, *model);
     return model;
   };
@@ -629,7 +629,7 @@ TEST_F(CudaFp8Model, RecomputationRerunAndGraphsGiveTheSameBits) {
     const auto run = [&](Recompute recompute, bool graph) {
       options.recompute = recompute;
       options.graph = graph;
-      const auto model = make_llama(config, options);
+      const auto model = make_training_model(config, options);
       randomize_parameters(*model);
       std::vector<double> shown = take_steps(*model, 1, 4);
       const std::vector<float> all = all_of(*model);
@@ -645,14 +645,14 @@ TEST_F(CudaFp8Model, RecomputationRerunAndGraphsGiveTheSameBits) {
 }
 
 void expect_to_go_on_bit_for_bit(const ModelConfig& config) {
-  const auto whole = make_llama(config, small_options()), half = make_llama(config, small_options());
+  const auto whole = make_training_model(config, small_options()), half = make_training_model(config, small_options());
   for (TrainModel* each : {whole.get(), half.get()}) randomize_parameters(*each);
   const TokenBatch text = random_tokens(config, 80, 99);
   std::int64_t labels = 0;
   half->evaluate(text.batch(), &labels);  // before the first step, with current scales
   EXPECT_EQ(take_steps(*half, 1, 3), take_steps(*whole, 1, 3));
   const double evaluated = half->evaluate(text.batch(), &labels);
-  const auto resumed = make_llama(config, small_options());
+  const auto resumed = make_training_model(config, small_options());
   randomize_parameters(*resumed);
   take_steps(*resumed, 8, 9);  // another history, which must go
   for (const TensorRole role : kStateRoles) {
@@ -676,7 +676,8 @@ TEST_F(CudaFp8Model, GoesOnBitForBitAndValidationChangesNothing) {
 // The weights of a step are those after the update before it, in both layouts: without a learning rate the same tokens give
 // the same gradients again, with one they do not, nor do they if only W^T was left as it was.
 TEST_F(CudaFp8Model, UpdatedWeightsAreRoundedInBothLayouts) {
-  const auto model = make_llama(small_config(), small_options()), fresh = make_llama(small_config(), small_options());
+  const auto model = make_training_model(small_config(), small_options()),
+             fresh = make_training_model(small_config(), small_options());
   randomize_parameters(*model);
   take_steps(*model, 1, 3);
   const std::vector<float> history = model->fp8_state();
@@ -700,7 +701,7 @@ TEST_F(CudaFp8Model, UpdatedWeightsAreRoundedInBothLayouts) {
 // Linear layers and everything else, each once: parameters and moments are those of the CPU's AdamW on the model's own
 // gradients, in the first step and in one behind it.
 TEST_F(CudaFp8Model, TheUpdateIsThatOfAdamW) {
-  const auto model = make_llama(small_config(), small_options());
+  const auto model = make_training_model(small_config(), small_options());
   randomize_parameters(*model);
   for (std::int64_t number = 1; number <= 2; ++number) {
     SCOPED_TRACE(number);
@@ -734,7 +735,7 @@ TEST_F(CudaFp8Model, TheUpdateIsThatOfAdamW) {
 // a history.
 TEST_F(CudaFp8Model, MicroBatchesAddUp) {
   for (const std::int64_t head_dim : kModelHeadDims) {
-    const auto model = make_llama(small_config(head_dim), small_options());
+    const auto model = make_training_model(small_config(head_dim), small_options());
     randomize_parameters(*model);
     const TokenBatch text = random_tokens(model->config(), 80, 5);
     const auto gradients = [&](int times, StepStatistics& statistics) {
@@ -787,7 +788,7 @@ std::set<std::string> names_of_a_step(TrainModel& model, std::int64_t number) {
 // On Hopper, from the second step on, attention writes the gradient of qkv in fp8; where it cannot, a pass does.
 TEST_F(CudaFp8Model, AttentionRoundsWhereItHasTheKernel) {
   for (const std::int64_t head_dim : kModelHeadDims) {
-    const auto model = make_llama(small_config(head_dim), small_options());
+    const auto model = make_training_model(small_config(head_dim), small_options());
     randomize_parameters(*model);
     EXPECT_EQ(names_of_a_step(*model, 1).count("attention backward, quantise"), 0u);
     EXPECT_EQ(names_of_a_step(*model, 2).count("attention backward, quantise"),
@@ -798,7 +799,7 @@ TEST_F(CudaFp8Model, AttentionRoundsWhereItHasTheKernel) {
 // On Hopper SwiGLU is in the epilogues of the GEMMs beside it; in the first step, which has to find scales, two passes
 // are, and elsewhere always.
 TEST_F(CudaFp8Model, SwigluNeedsNoPassWhereItHasTheKernel) {
-  const auto model = make_llama(small_config(), small_options());
+  const auto model = make_training_model(small_config(), small_options());
   randomize_parameters(*model);
   const auto has_passes = [](const std::set<std::string>& names) {
     EXPECT_EQ(names.count("swiglu, quantise"), names.count("swiglu backward, quantise"));
@@ -814,7 +815,7 @@ TEST_F(CudaFp8Model, SwigluNeedsNoPassWhereItHasTheKernel) {
 
 // No pass over the weights but where no update has written them: in the first step and behind a load.
 TEST_F(CudaFp8Model, AdamWRoundsTheWeightsOfTheNextStep) {
-  const auto model = make_llama(small_config(), small_options());
+  const auto model = make_training_model(small_config(), small_options());
   randomize_parameters(*model);
   std::int64_t number = 0;
   const auto passes = [&] { return names_of_a_step(*model, ++number).count("quantise weights"); };

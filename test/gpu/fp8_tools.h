@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "llmc/cuda/op/fp8.h"
+#include "llmc/cuda/op/fp8/fp8.h"
 #include "test/gpu/device_buffer.h"
 
 namespace weft::test {

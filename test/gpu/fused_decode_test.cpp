@@ -11,7 +11,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/sampler.h"
-#include "llmc/cuda/transformer/neox.h"
+#include "llmc/cuda/inference/neox.h"
 #include "test/gpu/fused_tools.h"
 
 namespace weft {
@@ -357,20 +357,6 @@ TEST(FusedDecode, TimelineHasEveryPhase) {
   }
 }
 
-TEST(FusedDecode, TimelineOfOneLayerHasRows) {
-  cuda::FusedTimeline timeline;
-  timeline.layers = 1;
-  timeline.blocks = 2;
-  timeline.times.assign(static_cast<std::size_t>(2 * cuda::kFusedPhases * timeline.blocks), 0);
-  timeline.times[0] = 5000;  // x here, block 0
-  timeline.times[1] = 6000;
-  timeline.times[3] = 9000;  // norms done, block 1 alone
-  EXPECT_EQ(cuda::timeline_text(timeline),
-            "end of a phase, us          first     mean last block\n"
-            "x here                       0.00     0.50     1.00\n"
-            "norms done                   4.00     4.00     4.00\n");
-}
-
 cuda::Device hopper(int multiprocessors) {
   cuda::Device device;
   device.arch = 90;
@@ -382,13 +368,13 @@ cuda::Device hopper(int multiprocessors) {
 TEST(FusedDecode, RefusesWhatItCannotRun) {
   cuda::Device device = hopper(132);
   ModelConfig config = neox_config(32, 80, 2, 1003);
-  EXPECT_EQ(cuda::fused_decode_refusal(config, device), "");
+  EXPECT_EQ(cuda::fused_decode_unsupported_reason(config, device), "");
   device.arch = 89;
-  EXPECT_NE(cuda::fused_decode_refusal(config, device).find("9.0"), std::string::npos);
+  EXPECT_NE(cuda::fused_decode_unsupported_reason(config, device).find("9.0"), std::string::npos);
   device.arch = 90;
   config.ffn_size = 1000;
-  EXPECT_NE(cuda::fused_decode_refusal(config, device), "");
-  EXPECT_NE(cuda::fused_decode_refusal(neox_config(24, 128, 2, 1003), device), "");
+  EXPECT_NE(cuda::fused_decode_unsupported_reason(config, device), "");
+  EXPECT_NE(cuda::fused_decode_unsupported_reason(neox_config(24, 128, 2, 1003), device), "");
 }
 
 // A GPU, or a slice of one, that is too small is refused before anything is allocated: --decode auto asks.
@@ -398,19 +384,19 @@ TEST(FusedDecode, RefusesDevicesThatAreTooSmall) {
   } cases[] = {{16, 64, 16}, {8, 256, 32}, {16, 128, 32}, {32, 80, 32}, {32, 128, 64}, {40, 128, 64}};
   for (const auto& [heads, head_dim, least] : cases) {
     const ModelConfig config = neox_config(heads, head_dim, 32, 50304);
-    const auto refusal = [&](int multiprocessors) {
-      return cuda::fused_decode_refusal(config, hopper(multiprocessors));
+    const auto reason = [&](int multiprocessors) {
+      return cuda::fused_decode_unsupported_reason(config, hopper(multiprocessors));
     };
-    EXPECT_EQ(refusal(least), "") << config.hidden_size;
-    EXPECT_NE(refusal(least / 2).find("multiprocessors are too few"), std::string::npos) << config.hidden_size;
-    EXPECT_NE(refusal(0), "");
+    EXPECT_EQ(reason(least), "") << config.hidden_size;
+    EXPECT_NE(reason(least / 2).find("multiprocessors are too few"), std::string::npos) << config.hidden_size;
+    EXPECT_NE(reason(0), "");
   }
   cuda::Device device = hopper(132);
   device.shared_bytes = 64 << 10;
-  EXPECT_NE(cuda::fused_decode_refusal(neox_config(32, 80, 32, 50304), device).find("shared memory"),
+  EXPECT_NE(cuda::fused_decode_unsupported_reason(neox_config(32, 80, 32, 50304), device).find("shared memory"),
             std::string::npos);
   device.shared_bytes = 99 << 10;
-  EXPECT_EQ(cuda::fused_decode_refusal(neox_config(16, 64, 24, 50304), device), "");
+  EXPECT_EQ(cuda::fused_decode_unsupported_reason(neox_config(16, 64, 24, 50304), device), "");
   // And the GPU at hand says the same as its constructor.
   const ModelConfig config = neox_config(32, 128, 1, 301);
   Model<fp16> model(config, 8);

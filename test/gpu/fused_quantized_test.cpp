@@ -9,7 +9,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cuda/transformer/neox.h"
+#include "llmc/cuda/inference/neox.h"
 #include "test/cpp/inference_tools.h"
 #include "test/cpp/quantized_models.h"
 #include "test/gpu/decode_tools.h"
@@ -76,7 +76,7 @@ void check_steps(const ModelConfig& config, int steps, int first = 0, double tim
 }
 
 std::string refusal_of(const ModelConfig& config) {
-  return cuda::fused_refusal(config, storage_of(config));
+  return cuda::fused_unsupported_reason(config, storage_of(config));
 }
 
 ModelConfig parallel_config(std::int64_t heads, std::int64_t head_dim, std::int64_t layers, std::int64_t vocab) {
@@ -187,14 +187,14 @@ TEST(FusedQuantized, ManyTokensInOneLaunchAreThoseOfOneAtATimeAndOfTheGraph) {
 TEST(FusedQuantized, OtherTypesBesideTheWeightsAreRefused) {
   const ModelConfig parallel = quantized(parallel_config(4, 32, 2, 307), WeightScheme::int8, false),
                     llama = quantized(test::llama_config(test::small_llamas()[0]), WeightScheme::int4, false);
-  EXPECT_EQ(cuda::fused_refusal(parallel, DType::bf16),
+  EXPECT_EQ(cuda::fused_unsupported_reason(parallel, DType::bf16),
             "the fused kernel reads quantised weights of models with the parallel residual beside fp16, not bf16");
-  EXPECT_EQ(cuda::fused_refusal(llama, DType::f16),
+  EXPECT_EQ(cuda::fused_unsupported_reason(llama, DType::f16),
             "the fused kernel reads quantised weights of Llamas and models without the parallel residual beside bf16, "
             "not fp16");
   ModelConfig head = parallel;
   head.quantization = {WeightScheme::none, WeightScheme::int8};
-  EXPECT_EQ(cuda::fused_refusal(head, DType::f16),
+  EXPECT_EQ(cuda::fused_unsupported_reason(head, DType::f16),
             "the fused kernel reads quantised heads beside quantised layers, not beside layers in 16 bits");
 }
 

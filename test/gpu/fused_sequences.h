@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "llmc/cuda/transformer/fused_tokens.h"
-#include "llmc/cuda/transformer/inference.h"
+#include "llmc/cuda/inference/fused_tokens.h"
+#include "llmc/cuda/inference/inference.h"
 #include "llmc/model/model_file.h"
 #include "llmc/model/single_sequence.h"
 

@@ -212,45 +212,27 @@ TEST(FusedSequential, GivenIdsAreFed) {
   test::expect_given_ids_are_fed(model);
 }
 
-// The instrumented kernel computes the same bits, and its table has the phases of this order.
-TEST(FusedSequential, TimelineHasItsPhases) {
-  Model<fp16> model(llama_config({512, 8, 2, 64, 1376, 3}), 64);
-  const auto fused = model.fused();
-  cuda::FusedRequest request;
-  request.first_id = 7;
-  request.count = 4;
-  fused->launch(request);
-  fused->finish();
-  const std::uint64_t hash = fused->logits_hash();
-  fused->record_timeline(true);
-  fused->launch(request);
-  fused->finish();
-  EXPECT_EQ(fused->logits_hash(), hash);
-  const std::string text = cuda::timeline_text(fused->timeline());
-  for (const char* phase : {"x here", "norms done", "QKV done", "query here", "attention done", "attention here",
-                            "middle written", "middle here", "up done", "MLP up here", "x written"}) {
-    EXPECT_NE(text.find(std::string("\n") + phase), std::string::npos) << phase << text;
-  }
-}
-
 TEST(FusedSequential, RefusesWhatItCannotRun) {
   cuda::Device device;
   device.arch = 90;
   device.multiprocessors = 132;
   device.shared_bytes = 227 << 10;
   for (const std::string& preset : preset_names()) {
-    EXPECT_EQ(cuda::fused_decode_refusal(preset_config(preset), device), "") << preset;
+    EXPECT_EQ(cuda::fused_decode_unsupported_reason(preset_config(preset), device), "") << preset;
   }
-  const auto refusal = [&](const Sizes& sizes) { return cuda::fused_decode_refusal(llama_config(sizes), device); };
-  EXPECT_EQ(refusal({512, 8, 2, 64, 1376}), "");
-  EXPECT_NE(refusal({516, 8, 2, 64, 1376}).find("hidden_size"), std::string::npos);
-  EXPECT_NE(refusal({512, 8, 2, 1024, 1376}).find("head_dim"), std::string::npos);
-  EXPECT_NE(refusal({512, 8, 2, 64, 1380}).find("ffn_size"), std::string::npos);
-  EXPECT_NE(refusal({512, 8, 2, 64, 4096}).find("ffn_size"), std::string::npos);
-  EXPECT_NE(refusal({512, 64, 1, 8, 1376}).find("query heads"), std::string::npos);
+  const auto reason = [&](const Sizes& sizes) {
+    return cuda::fused_decode_unsupported_reason(llama_config(sizes), device);
+  };
+  EXPECT_EQ(reason({512, 8, 2, 64, 1376}), "");
+  EXPECT_NE(reason({516, 8, 2, 64, 1376}).find("hidden_size"), std::string::npos);
+  EXPECT_NE(reason({512, 8, 2, 1024, 1376}).find("head_dim"), std::string::npos);
+  EXPECT_NE(reason({512, 8, 2, 64, 1380}).find("ffn_size"), std::string::npos);
+  EXPECT_NE(reason({512, 8, 2, 64, 4096}).find("ffn_size"), std::string::npos);
+  EXPECT_NE(reason({512, 64, 1, 8, 1376}).find("query heads"), std::string::npos);
   device.multiprocessors = 16;
-  EXPECT_NE(cuda::fused_decode_refusal(preset_config("llama3.1-8b"), device).find("multiprocessors are too few"),
-            std::string::npos);
+  EXPECT_NE(
+      cuda::fused_decode_unsupported_reason(preset_config("llama3.1-8b"), device).find("multiprocessors are too few"),
+      std::string::npos);
 }
 
 }  // namespace

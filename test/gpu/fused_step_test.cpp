@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "llmc/cpu/inference.h"
-#include "llmc/cuda/transformer/inference.h"
+#include "llmc/cuda/inference/inference.h"
 #include "test/cpp/inference_tools.h"
 #include "test/gpu/decode_tools.h"
 #include "test/gpu/fused_tools.h"
@@ -223,15 +223,15 @@ TEST(FusedStep, FewBlocksAndTheSmallestRing) {
 
 TEST(FusedStep, Refusals) {
   cuda::Device device = cuda::probe_device();
-  const auto refusal = [&](const ModelConfig& config) { return cuda::fused_step_refusal(config, device); };
+  const auto reason = [&](const ModelConfig& config) { return cuda::fused_step_unsupported_reason(config, device); };
   const ModelConfig good = test::neox_config({"hs80", 2, 80, 2, 640});
-  EXPECT_EQ(refusal(good), "");
-  EXPECT_NE(refusal(test::neox_config({"sequential", 2, 80, 2, 640, false})).find("parallel residual"),
+  EXPECT_EQ(reason(good), "");
+  EXPECT_NE(reason(test::neox_config({"sequential", 2, 80, 2, 640, false})).find("parallel residual"),
             std::string::npos);
-  EXPECT_NE(refusal(test::llama_config(test::small_llamas()[1])).find("parallel residual"), std::string::npos);
-  EXPECT_NE(refusal(test::neox_config({"6.9b", 32, 128, 1, 16384})).find("2560, got 4096"), std::string::npos);
+  EXPECT_NE(reason(test::llama_config(test::small_llamas()[1])).find("parallel residual"), std::string::npos);
+  EXPECT_NE(reason(test::neox_config({"6.9b", 32, 128, 1, 16384})).find("2560, got 4096"), std::string::npos);
   device.arch = 80;
-  EXPECT_NE(refusal(good).find("9.0"), std::string::npos);
+  EXPECT_NE(reason(good).find("9.0"), std::string::npos);
 }
 
 }  // namespace

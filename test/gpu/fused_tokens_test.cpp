@@ -1,6 +1,6 @@
 // The fused decode kernel after a prompt of the inference model, in the same pages: logits against the CPU, ids against the
 // host's sampler, generation in pieces.
-#include "llmc/cuda/transformer/fused_tokens.h"
+#include "llmc/cuda/inference/fused_tokens.h"
 
 #include <gtest/gtest.h>
 
@@ -8,8 +8,8 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cuda/transformer/inference.h"
-#include "llmc/cuda/transformer/neox.h"
+#include "llmc/cuda/inference/inference.h"
+#include "llmc/cuda/inference/neox.h"
 #include "test/cpp/golden_cases.h"
 #include "test/cpp/inference_tools.h"
 #include "test/gpu/decode_tools.h"
@@ -75,7 +75,8 @@ TEST(FusedTokens, FollowThePromptOfEverySmallModel) {
   for (const test::LlamaShape& shape : test::small_llamas()) {
     const ModelConfig config = test::llama_config(shape);
     for (const DType dtype : {DType::f16, DType::bf16}) {
-      if (!cuda::fused_refusal(config, dtype).empty()) GTEST_SKIP() << cuda::fused_refusal(config, dtype);
+      if (!cuda::fused_unsupported_reason(config, dtype).empty())
+        GTEST_SKIP() << cuda::fused_unsupported_reason(config, dtype);
       SCOPED_TRACE(shape.name + " in " + dtype_name(dtype));
       const TemporaryDirectory directory;
       const std::string path = directory.file("model.bin");
@@ -94,7 +95,7 @@ TEST(FusedTokens, GreedyIdsOfTheGoldenLlamas) {
   for (const GoldenCase& golden : golden_cases("llama")) {
     SCOPED_TRACE(golden.name);
     const ModelFile file = ModelFile::open(golden.model);
-    if (!cuda::fused_refusal(file.config(), DType::f16).empty()) {
+    if (!cuda::fused_unsupported_reason(file.config(), DType::f16).empty()) {
       ++refused;
       continue;
     }

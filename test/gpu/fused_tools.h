@@ -18,8 +18,8 @@
 #include "llmc/cpu/inference.h"
 #include "llmc/cuda/fused/decode.h"
 #include "llmc/cuda/fused/step.h"
+#include "llmc/cuda/inference/parameters.h"
 #include "llmc/cuda/runtime/stream.h"
-#include "llmc/cuda/transformer/neox_parameters.h"
 #include "llmc/file/tensor_file.h"
 #include "llmc/model/model_file.h"
 #include "test/cpp/test_files.h"
@@ -86,9 +86,9 @@ class Model {
   std::unique_ptr<cuda::FusedDecode<S>> fused(const cuda::FusedTuning& tuning = {}) {
     keys_.fill_bytes(0xff);  // NaN: what the kernel must not read shows
     values_.fill_bytes(0xff);
-    return std::make_unique<cuda::FusedDecode<S>>(
-        config_, weights(), cuda::KvCache<S>{keys_.data(), values_.data(), capacity_, page_size_}, rope_, mailbox_,
-        stream_, tuning);
+    return std::make_unique<cuda::FusedDecode<S>>(config_, weights(),
+                                                  cuda::KvCache<S>{keys_.data(), values_.data(), capacity_, page_size_},
+                                                  rope_, mailbox_, stream_, tuning);
   }
 
   // Needs pages.

@@ -1,5 +1,5 @@
 // The GEMVs of one token against sums in double, for every row length of the Pythia suite and some that are odd.
-#include "llmc/cuda/op/gemv.h"
+#include "llmc/cuda/op/gemm/gemv.h"
 
 #include <gtest/gtest.h>
 

@@ -7,7 +7,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cuda/transformer/inference.h"
+#include "llmc/cuda/inference/inference.h"
 #include "llmc/model/compare.h"
 #include "llmc/model/single_sequence.h"
 #include "test/cpp/golden_cases.h"
@@ -70,7 +70,7 @@ class Fixture {
 TEST(CudaInference, Fp32MatchesPyTorchTensorByTensor) {
   for (const GoldenCase& golden : golden_cases()) {
     const ModelFile file = ModelFile::open(golden.model);
-    if (!cuda::inference_refusal(file.config(), DType::f32).empty()) continue;
+    if (!cuda::inference_unsupported_reason(file.config(), DType::f32).empty()) continue;
     const TensorFile dump = TensorFile::open(golden.dump, FileKind::reference_dump);
     const std::int64_t capacity = file.config().max_positions;
     for (const bool direct : {false, true}) {
@@ -90,7 +90,7 @@ TEST(CudaInference, LogitsAloneAreThoseBesideAllActivations) {
   for (const GoldenCase& golden : golden_cases()) {
     SCOPED_TRACE(golden.name);
     const ModelFile file = ModelFile::open(golden.model);
-    if (!cuda::inference_refusal(file.config(), DType::f32).empty()) continue;
+    if (!cuda::inference_unsupported_reason(file.config(), DType::f32).empty()) continue;
     const std::int64_t capacity = file.config().max_positions;
     const auto model =
         single_sequence(cuda::load_inference(file, one_sequence(capacity), options_of(DType::f32)), capacity);
@@ -345,9 +345,7 @@ TEST(CudaInference, ScoresOfManyRowsAreThoseOfFew) {
 struct DamagedLlama {
   static constexpr std::int32_t kDamaged = 5;
 
-  DamagedLlama()
-      : file(ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin")),
-        arena(parameters()) {}
+  DamagedLlama() : file(ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin")), arena(parameters()) {}
   Floats parameters() const {
     Floats values(static_cast<std::size_t>(file.table().arena_elements()));
     for (const TensorSpec& spec : file.table().specs()) file.read_parameter(spec, values.data() + spec.offset);
@@ -364,7 +362,8 @@ struct DamagedLlama {
 // was queued behind it, and in the pages and the slot that it leaves.
 TEST(CudaInference, ASpanThatCannotBeSampledFailsAlone) {
   const DamagedLlama llama;
-  const auto model = cuda::make_inference<float>(llama.file.config(), llama.file.table(), llama.arena.data(), pool_of(4));
+  const auto model =
+      cuda::make_inference<float>(llama.file.config(), llama.file.table(), llama.arena.data(), pool_of(4));
   const SamplingPlan greedy;
   const std::vector<Ids> pages = {{0}, {1}, {2}}, ids = {{1, 2}, {1, DamagedLlama::kDamaged}, {3}};
   std::vector<Span> work(3), next(3);
@@ -427,15 +426,15 @@ TEST(CudaInference, RefusesWhatWouldTouchMemoryOfOthers) {
 }
 
 TEST(CudaInference, ShapesWithoutKernelsAreRefusedByName) {
-  const auto refusal = [](const auto& change) {
+  const auto reason = [](const auto& change) {
     ModelConfig config = test::llama_config(test::small_llamas()[0]);
     change(config);
-    return cuda::inference_refusal(config, DType::bf16);
+    return cuda::inference_unsupported_reason(config, DType::bf16);
   };
-  EXPECT_EQ(refusal([](ModelConfig&) {}), "");
-  EXPECT_NE(refusal([](ModelConfig& c) { c.head_dim = 48; }).find("head_dim: got 48"), std::string::npos);
-  EXPECT_NE(refusal([](ModelConfig& c) { c.hidden_size = 36; }).find("hidden_size: got 36"), std::string::npos);
-  EXPECT_NE(refusal([](ModelConfig& c) { c.ffn_size = 100; }), "");
+  EXPECT_EQ(reason([](ModelConfig&) {}), "");
+  EXPECT_NE(reason([](ModelConfig& c) { c.head_dim = 48; }).find("head_dim: got 48"), std::string::npos);
+  EXPECT_NE(reason([](ModelConfig& c) { c.hidden_size = 36; }).find("hidden_size: got 36"), std::string::npos);
+  EXPECT_NE(reason([](ModelConfig& c) { c.ffn_size = 100; }), "");
 }
 
 TEST(CudaInference, ThePlanIsWhatIsAllocated) {

@@ -20,7 +20,7 @@ struct Copies {
 
 __global__ void __launch_bounds__(kWarpSize)
     late_kernel(const __grid_constant__ Copies copies, std::uint64_t nanoseconds) {
-  let_successor_start();
+  launch_dependents();
   const std::uint64_t start = global_time();
   for (int i = 0; i < kMostLooks && global_time() - start < nanoseconds; ++i) __nanosleep(500);
   for (int c = 0; c < copies.count; ++c) {

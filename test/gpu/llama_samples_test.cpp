@@ -7,8 +7,8 @@
 #include <random>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/llama/llama.h"
-#include "llmc/cuda/transformer/inference.h"
+#include "llmc/cuda/inference/inference.h"
+#include "llmc/cuda/training/training.h"
 #include "llmc/infer/generate.h"
 #include "test/gpu/decode_tools.h"
 
@@ -28,7 +28,7 @@ std::unique_ptr<TrainModel> random_llama(Precision precision) {
   TrainOptions options;
   options.micro_batch = options.seq_len = 1;
   options.precision = precision;
-  auto model = cuda::make_llama(config, options);
+  auto model = cuda::make_training_model(config, options);
   std::mt19937 generator(5);
   std::normal_distribution<float> noise(0, 1);
   for (const TensorSpec& spec : model->table().specs()) {
@@ -133,7 +133,7 @@ TEST(CudaLlamaSamples, ScoresFollowTheLogits) {
 TEST(CudaLlamaSamples, ThePlanIsWhatIsAllocated) {
   for (const Precision precision : {Precision::bf16, Precision::fp32}) {
     const auto model = random_llama(precision);
-    const auto planned = cuda::plan_llama_samples(model->config(), precision, kCapacity),
+    const auto planned = cuda::plan_samples(model->config(), precision, kCapacity),
                reported = model->decoder(kCapacity)->memory();
     ASSERT_EQ(planned.size(), reported.size());
     for (std::size_t i = 0; i < planned.size(); ++i) EXPECT_EQ(planned[i].bytes, reported[i].bytes) << planned[i].name;

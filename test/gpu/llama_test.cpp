@@ -8,10 +8,10 @@
 #include <random>
 
 #include "llmc/base/error.h"
-#include "llmc/cpu/llama.h"
-#include "llmc/cuda/llama/llama.h"
+#include "llmc/cpu/training.h"
 #include "llmc/cuda/runtime/step_graph.h"
 #include "llmc/cuda/runtime/stream.h"
+#include "llmc/cuda/training/training.h"
 #include "llmc/model/compare.h"
 #include "test/cpp/golden_cases.h"
 #include "test/gpu/device_buffer.h"
@@ -22,7 +22,7 @@ namespace {
 constexpr double kFp32Tolerance = 1e-4;
 
 std::unique_ptr<TrainModel> load_llama(const ModelFile& file, const TrainOptions& options) {
-  auto model = cuda::make_llama(file.config(), options);
+  auto model = cuda::make_training_model(file.config(), options);
   load_parameters(file, *model);
   return model;
 }
@@ -138,7 +138,8 @@ TEST(CudaLlama, Fp32MatchesTheCpuOnOddSizes) {
     config.norm = norm;
     TrainOptions options = odd_options(Precision::fp32);
     options.dropout = 0.2f;
-    const auto reference = cpu::make_llama(config, options), model = cuda::make_llama(config, options);
+    const auto reference = cpu::make_training_model(config, options),
+               model = cuda::make_training_model(config, options);
     randomize(*reference);
     randomize(*model);
     const Text text = random_text(config, options, 5);
@@ -167,8 +168,8 @@ TEST(CudaLlama, Fp32MatchesTheCpuOnOddSizes) {
 // few of those in the 2-norm. A wrong operator errs by tens of percent.
 TEST(CudaLlama, Bf16GradientsPointWhereFp32GradientsPoint) {
   const ModelConfig config = odd_config();
-  const auto reference = cpu::make_llama(config, odd_options(Precision::fp32));
-  const auto model = cuda::make_llama(config, odd_options(Precision::bf16));
+  const auto reference = cpu::make_training_model(config, odd_options(Precision::fp32));
+  const auto model = cuda::make_training_model(config, odd_options(Precision::bf16));
   randomize(*reference);
   randomize(*model);
   const Text text = random_text(config, odd_options(Precision::bf16), 6);
@@ -190,7 +191,7 @@ TEST(CudaLlama, Bf16GradientsPointWhereFp32GradientsPoint) {
 
 TEST(CudaLlama, MastersSurviveTheSplitIntoHalves) {
   const ModelConfig config = odd_config();
-  const auto model = cuda::make_llama(config, odd_options(Precision::bf16));
+  const auto model = cuda::make_training_model(config, odd_options(Precision::bf16));
   randomize(*model);
   const TensorSpec& spec = model->table().at("model.layers.1.mlp.up_proj.weight");
   std::vector<float> values(static_cast<std::size_t>(spec.elements)), back(values.size());
@@ -224,7 +225,7 @@ TEST(CudaLlama, RecomputationAndRerunGiveTheSameBits) {
       const Text text = random_text(config, options, 7);
       const auto parameters = [&](Recompute recompute) {
         options.recompute = recompute;
-        const auto model = cuda::make_llama(config, options);
+        const auto model = cuda::make_training_model(config, options);
         randomize(*model);
         run_steps(*model, text, 1, 6);  // eager, captured and replayed
         return read_all(*model, TensorRole::parameter);
@@ -250,7 +251,7 @@ TEST(CudaLlama, GraphsGiveTheBitsOfSingleLaunches) {
         options.recompute = recompute;
         const auto state = [&](bool graph) {
           options.graph = graph;
-          const auto model = cuda::make_llama(config, options);
+          const auto model = cuda::make_training_model(config, options);
           randomize(*model);
           std::vector<float> all;
           std::uint64_t micro_step = 0;
@@ -351,7 +352,7 @@ TEST(CudaLlama, GradientsAreThoseSinceTheLastZero) {
     ModelConfig config = odd_config();
     config.tied_embeddings = tied;
     const TrainOptions options = odd_options(Precision::bf16);
-    const auto model = cuda::make_llama(config, options);
+    const auto model = cuda::make_training_model(config, options);
     randomize(*model);
     const Text text = random_text(config, options, 21), other = random_text(config, options, 22);
     const auto gradient = [&](const Text& batch, int times) {
@@ -385,7 +386,7 @@ TEST(CudaLlama, OperatorsAreTimedByName) {
   const ModelConfig config = odd_config();
   const TrainOptions options = odd_options(Precision::bf16);
   const Text text = random_text(config, options, 23);
-  const auto model = cuda::make_llama(config, options);
+  const auto model = cuda::make_training_model(config, options);
   randomize(*model);
   const OperatorTable table = model->time_operators([&] { run_steps(*model, text, 1, 1); });
   EXPECT_GT(table.bytes_per_s, 1e11);
@@ -412,12 +413,12 @@ TEST(CudaLlama, StateMovedToANewModelGoesOnBitForBit) {
     const ModelConfig config = odd_config();
     const TrainOptions options = odd_options(precision);
     const Text text = random_text(config, options, 8);
-    const auto whole = cuda::make_llama(config, options), first = cuda::make_llama(config, options);
+    const auto whole = cuda::make_training_model(config, options), first = cuda::make_training_model(config, options);
     randomize(*whole);
     randomize(*first);
     run_steps(*whole, text, 1, 6);
     run_steps(*first, text, 1, 3);
-    const auto second = cuda::make_llama(config, options);
+    const auto second = cuda::make_training_model(config, options);
     for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
       for (const TensorSpec& spec : first->table().specs()) {
         std::vector<float> values(static_cast<std::size_t>(spec.elements));
@@ -437,14 +438,14 @@ TEST(CudaLlama, RoundedMomentsMoveExactlyAndLearnAlike) {
   const ModelConfig config = odd_config();
   TrainOptions options = odd_options(Precision::bf16);
   const Text text = random_text(config, options, 31);
-  const auto exact = cuda::make_llama(config, options);
+  const auto exact = cuda::make_training_model(config, options);
   randomize(*exact);
   const std::vector<double> exact_losses = run_steps(*exact, text, 1, 60);
 
   options.moments = Precision::bf16;
   options.seed = 5;
-  const auto whole = cuda::make_llama(config, options), first = cuda::make_llama(config, options),
-             second = cuda::make_llama(config, options);
+  const auto whole = cuda::make_training_model(config, options), first = cuda::make_training_model(config, options),
+             second = cuda::make_training_model(config, options);
   randomize(*whole);
   randomize(*first);
   const std::vector<double> losses = run_steps(*whole, text, 1, 60);
@@ -476,7 +477,7 @@ TEST(CudaLlama, TrainingLowersTheLossAndEvaluationAgrees) {
   const ModelConfig config = odd_config();
   const TrainOptions options = odd_options(Precision::bf16);
   const Text text = random_text(config, options, 9);
-  const auto model = cuda::make_llama(config, options);
+  const auto model = cuda::make_training_model(config, options);
   randomize(*model);
   std::int64_t counted = 0;
   const double before = model->evaluate(text.batch(), &counted) / static_cast<double>(counted);
@@ -517,7 +518,7 @@ TEST(CudaLlama, SizesWithoutKernelsAreRefusedByName) {
   ModelConfig config = odd_config();
   config.head_dim = config.rope.rotary_dim = 48;
   try {
-    cuda::plan_llama(config, odd_options(Precision::bf16));
+    cuda::plan_training(config, odd_options(Precision::bf16));
     ADD_FAILURE() << "head_dim 48 was accepted";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), Exit::usage);
@@ -529,7 +530,8 @@ TEST(CudaLlama, SizesWithoutKernelsAreRefusedByName) {
 TEST(CudaLlama, PlanMatchesWhatTheModelReports) {
   const ModelConfig config = odd_config();
   const TrainOptions options = odd_options(Precision::bf16);
-  const auto planned = cuda::plan_llama(config, options), reported = cuda::make_llama(config, options)->memory();
+  const auto planned = cuda::plan_training(config, options),
+             reported = cuda::make_training_model(config, options)->memory();
   ASSERT_EQ(planned.size(), reported.size());
   for (std::size_t i = 0; i < planned.size(); ++i) EXPECT_EQ(planned[i].bytes, reported[i].bytes) << planned[i].name;
 }

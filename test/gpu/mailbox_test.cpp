@@ -1,5 +1,5 @@
 // The host's side of the mailbox; the GPU's is tested with the kernels that publish.
-#include "llmc/cuda/op/mailbox.h"
+#include "llmc/cuda/op/sample/mailbox.h"
 
 #include <gtest/gtest.h>
 

@@ -2,7 +2,7 @@
 // the same codes, and the sums themselves against the CPU.
 //
 // Codes are small multiples of 1/4, so that every sum is exact in 14 bits whatever its order.
-#include "llmc/cuda/op/matmul_swiglu_fp8.h"
+#include "llmc/cuda/op/gemm/matmul_swiglu_fp8.h"
 
 #include <array>
 #include <cmath>

@@ -2,14 +2,14 @@
 //
 // Operands are small multiples of 1/4, so that every sum is exact in fp32 whatever its order, and all ways round the same
 // numbers.
-#include "llmc/cuda/op/matmul_swiglu.h"
+#include "llmc/cuda/op/gemm/matmul_swiglu.h"
 
 #include <array>
 #include <initializer_list>
 
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/swiglu.h"
-#include "llmc/cuda/op/swiglu.h"
+#include "llmc/cuda/op/elementwise/swiglu.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "test/gpu/operator_tools.h"
 

@@ -1,5 +1,5 @@
 // The three GEMMs of a linear layer against the CPU, and plans that do not depend on timing.
-#include "llmc/cuda/op/matmul.h"
+#include "llmc/cuda/op/gemm/matmul.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -6,7 +6,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cuda/transformer/neox.h"
+#include "llmc/cuda/inference/neox.h"
 #include "llmc/infer/generate.h"
 #include "llmc/model/compare.h"
 #include "test/cpp/golden_cases.h"
@@ -36,7 +36,7 @@ cuda::NeoxOptions options_of(DType dtype, DecodeMode mode, std::int64_t capacity
 // The ways of decoding that exist for a storage type on this GPU.
 std::vector<DecodeMode> modes_for(const ModelConfig& config, DType dtype) {
   std::vector<DecodeMode> modes = {DecodeMode::reference, DecodeMode::graph};
-  if (cuda::fused_refusal(config, dtype).empty()) modes.push_back(DecodeMode::fused);
+  if (cuda::fused_unsupported_reason(config, dtype).empty()) modes.push_back(DecodeMode::fused);
   return modes;
 }
 
@@ -73,7 +73,7 @@ TEST(CudaNeox, Fp32MatchesPyTorchTensorByTensor) {
   int cases = 0;
   for (const GoldenCase& golden : golden_cases("gpt_neox")) {
     const ModelFile file = ModelFile::open(golden.model);
-    if (!cuda::neox_refusal(file.config(), DType::f32).empty()) continue;
+    if (!cuda::neox_unsupported_reason(file.config(), DType::f32).empty()) continue;
     const TensorFile dump = TensorFile::open(golden.dump, FileKind::reference_dump);
     for (const DecodeMode mode : {DecodeMode::reference, DecodeMode::graph}) {
       SCOPED_TRACE(golden.name + ", " + cuda::decode_mode_name(mode));
@@ -475,17 +475,17 @@ TEST(CudaNeox, DamagedFilesAreRefusedByName) {
 
 TEST(CudaNeox, SizesWithoutKernelsAreRefused) {
   ModelConfig config = test::neox_config(test::small_shapes()[0]);
-  EXPECT_EQ(cuda::neox_refusal(config, DType::f16), "");
+  EXPECT_EQ(cuda::neox_unsupported_reason(config, DType::f16), "");
   config.head_dim = 48;
   config.hidden_size = 48 * config.num_heads;
-  expect_contains(cuda::neox_refusal(config, DType::f16), "head_dim: got 48");
+  expect_contains(cuda::neox_unsupported_reason(config, DType::f16), "head_dim: got 48");
   expect_contains(
       error_of(Exit::usage, [&] { cuda::random_neox(config, 1, options_of(DType::f16, DecodeMode::graph, 8)); }),
       "head_dim");
   config = test::neox_config(test::small_shapes()[0]);
   config.ffn_size = 100;
-  expect_contains(cuda::neox_refusal(config, DType::f16), "ffn_size 100");
-  EXPECT_EQ(cuda::neox_refusal(config, DType::f32), "");
+  expect_contains(cuda::neox_unsupported_reason(config, DType::f16), "ffn_size 100");
+  EXPECT_EQ(cuda::neox_unsupported_reason(config, DType::f32), "");
 }
 
 TEST(CudaNeox, ThePlanIsWhatIsAllocated) {

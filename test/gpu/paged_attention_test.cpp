@@ -1,6 +1,6 @@
 // Attention over pages and the append to them, against the CPU and against themselves: every head dimension and storage type,
 // several ratios of heads, every page size. Pages are shuffled, and what no row may read is NaN.
-#include "llmc/cuda/op/paged_attention.h"
+#include "llmc/cuda/op/attention/paged/paged_attention.h"
 
 #include <algorithm>
 #include <cmath>
@@ -13,8 +13,8 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/paged_attention.h"
-#include "llmc/cuda/op/append_to_pages.h"
-#include "llmc/cuda/op/paged_work.h"
+#include "llmc/cuda/op/attention/paged/append_to_pages.h"
+#include "llmc/cuda/op/attention/paged/paged_work.h"
 #include "llmc/model/config.h"
 #include "test/gpu/operator_tools.h"
 

@@ -3,9 +3,9 @@
 #include "llmc/cpu/gelu.h"
 #include "llmc/cpu/rope.h"
 #include "llmc/cpu/swiglu.h"
-#include "llmc/cuda/op/gelu.h"
-#include "llmc/cuda/op/rope.h"
-#include "llmc/cuda/op/swiglu.h"
+#include "llmc/cuda/op/elementwise/gelu.h"
+#include "llmc/cuda/op/elementwise/rope.h"
+#include "llmc/cuda/op/elementwise/swiglu.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "test/gpu/operator_tools.h"
 

@@ -8,7 +8,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cuda/transformer/inference.h"
+#include "llmc/cuda/inference/inference.h"
 #include "test/cpp/inference_tools.h"
 #include "test/cpp/quantized_files.h"
 #include "test/gpu/decode_tools.h"
@@ -164,8 +164,8 @@ TEST(CudaQuantizedInference, ThePlanIsWhatIsAllocated) {
 TEST(CudaQuantizedInference, NeedsSixteenBits) {
   ModelConfig config = test::llama_config(test::small_llamas()[0]);
   config.quantization = quantization_of(WeightScheme::int8, false);
-  EXPECT_EQ(cuda::inference_refusal(config, DType::f16), "");
-  EXPECT_EQ(cuda::inference_refusal(config, DType::f32),
+  EXPECT_EQ(cuda::inference_unsupported_reason(config, DType::f16), "");
+  EXPECT_EQ(cuda::inference_unsupported_reason(config, DType::f32),
             "quantised weights on a GPU need fp16 or bf16 beside them. Use --dtype fp16 or bf16");
 }
 

@@ -1,6 +1,6 @@
 // quantized_matmul(): every weight that there is, against rows_matmul() of the same weights (int4: bit for bit) and the CPU, and
 // that a row's bits depend on that row alone.
-#include "llmc/cuda/op/quantized_matmul.h"
+#include "llmc/cuda/op/gemm/quantized_matmul.h"
 
 #include <array>
 #include <cmath>

@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "llmc/cuda/op/quantized_matmul.h"
+#include "llmc/cuda/op/gemm/quantized_matmul.h"
 #include "test/gpu/operator_tools.h"
 
 namespace weft::test {

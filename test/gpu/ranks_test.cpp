@@ -14,11 +14,11 @@
 #include "llmc/comm/thread_ranks.h"
 #include "llmc/cpu/rank_sum.h"
 #include "llmc/cuda/comm/device_ranks.h"
-#include "llmc/cuda/llama/llama.h"
-#include "llmc/cuda/op/rank_sum.h"
+#include "llmc/cuda/op/optim/rank_sum.h"
 #include "llmc/cuda/runtime/device.h"
 #include "llmc/cuda/runtime/fork.h"
 #include "llmc/cuda/runtime/stream.h"
+#include "llmc/cuda/training/training.h"
 #include "llmc/model/compare.h"
 #include "test/cpp/whole_model_checks.h"
 #include "test/gpu/operator_tools.h"
@@ -311,7 +311,7 @@ Outcome train(TrainModel& model, const Case& c, const std::vector<Range>& turns,
 }
 
 Outcome train_virtual(const Case& c, std::int64_t ranks) {
-  const auto model = cuda::make_llama(config_of(c), options_of(c, ranks));
+  const auto model = cuda::make_training_model(config_of(c), options_of(c, ranks));
   test::randomize_parameters(*model);
   return train(*model, c, {{0, ranks * c.accumulation}}, ranks * c.accumulation);
 }
@@ -323,7 +323,7 @@ std::vector<Outcome> train_ranks(const Case& c, int size, Shard shard, std::int6
   run_thread_ranks(size, 120, [&](Communicator& ranks) {
     const auto plane = make_plane(ranks);
     const auto model =
-        cuda::make_llama(config_of(c), options_of(c, rounds * size), ranks, *plane, shard, bucket_elements);
+        cuda::make_training_model(config_of(c), options_of(c, rounds * size), ranks, *plane, shard, bucket_elements);
     test::randomize_parameters(*model);
     ranks.barrier();  // that frees memory, which waits for all GPUs of the process
     std::vector<Range> turns;
@@ -385,7 +385,7 @@ TEST(CudaVirtualRanks, TheGradientIsTheSumOfEachRanksOwn) {
     for (const std::int64_t ranks : {2, 3}) {
       SCOPED_TRACE(name_of(c));
       const std::int64_t all = ranks * c.accumulation;
-      const auto model = cuda::make_llama(config_of(c), options_of(c, ranks));
+      const auto model = cuda::make_training_model(config_of(c), options_of(c, ranks));
       test::randomize_parameters(*model);
       for (std::int64_t step = 1; step <= 3; ++step) {
         Floats expected;
@@ -393,7 +393,7 @@ TEST(CudaVirtualRanks, TheGradientIsTheSumOfEachRanksOwn) {
         std::int64_t labels = 0;
         for (std::int64_t rank = 0; rank < ranks; ++rank) {
           Case one = c;
-          const auto alone = cuda::make_llama(config_of(one), options_of(one, 1));
+          const auto alone = cuda::make_training_model(config_of(one), options_of(one, 1));
           test::randomize_parameters(*alone);
           alone->zero_gradients();
           compute(*alone, c, step, {rank * c.accumulation, (rank + 1) * c.accumulation}, all);
@@ -420,7 +420,7 @@ TEST(CudaVirtualRanks, TheGradientIsTheSumOfEachRanksOwn) {
 
 TEST(CudaVirtualRanks, MoreMicroBatchesThanTheirStepHasAreRefused) {
   const Case c;
-  const auto model = cuda::make_llama(config_of(c), options_of(c, 2));
+  const auto model = cuda::make_training_model(config_of(c), options_of(c, 2));
   model->zero_gradients();
   compute(*model, c, 1, {0, 2}, 2);
   EXPECT_THROW(compute(*model, c, 1, {2, 3}, 2), Error);
@@ -432,15 +432,15 @@ TEST(CudaVirtualRanks, TheirMemoryIsPlanned) {
   const ModelConfig config = config_of(c);
   const auto bytes = [](const std::vector<MemoryLine>& lines) { return total_bytes(lines); };
   const auto one = options_of(c, 1), two = options_of(c, 2);
-  const auto model = cuda::make_llama(config, two);
-  EXPECT_EQ(bytes(model->memory()), bytes(cuda::plan_llama(config, two)));
-  EXPECT_EQ(bytes(cuda::plan_llama(config, two)),
-            bytes(cuda::plan_llama(config, one)) + 4u * static_cast<std::uint64_t>(model->table().arena_elements()));
+  const auto model = cuda::make_training_model(config, two);
+  EXPECT_EQ(bytes(model->memory()), bytes(cuda::plan_training(config, two)));
+  EXPECT_EQ(bytes(cuda::plan_training(config, two)),
+            bytes(cuda::plan_training(config, one)) + 4u * static_cast<std::uint64_t>(model->table().arena_elements()));
   run_thread_ranks(2, 60, [&](Communicator& ranks) {
     const auto plane = cuda::make_staged_ranks(ranks);
     for (const Shard shard : {Shard::none, Shard::optimizer, Shard::gradients, Shard::parameters}) {
-      const auto rank = cuda::make_llama(config, two, ranks, *plane, shard);
-      EXPECT_EQ(bytes(rank->memory()), bytes(cuda::plan_llama(config, two, ranks.rank(), 2, shard)));
+      const auto rank = cuda::make_training_model(config, two, ranks, *plane, shard);
+      EXPECT_EQ(bytes(rank->memory()), bytes(cuda::plan_training(config, two, ranks.rank(), 2, shard)));
     }
   });
 }
@@ -542,14 +542,14 @@ TEST(CudaRanks, EvaluateBetweenSteps) {
       Case c;
       c.precision = precision;
       c.tied = tied;
-      const auto whole = cuda::make_llama(config_of(c), options_of(c, 2));
+      const auto whole = cuda::make_training_model(config_of(c), options_of(c, 2));
       test::randomize_parameters(*whole);
       EXPECT_FALSE(whole->evaluates_together());
       const std::vector<double> expected = evaluate_between_steps(*whole, c, {0, 2});
       for (const Shard shard : {Shard::none, Shard::optimizer, Shard::parameters}) {
         run_thread_ranks(2, 60, [&](Communicator& ranks) {
           const auto plane = cuda::make_staged_ranks(ranks);
-          const auto model = cuda::make_llama(config_of(c), options_of(c, 2), ranks, *plane, shard, 50'000);
+          const auto model = cuda::make_training_model(config_of(c), options_of(c, 2), ranks, *plane, shard, 50'000);
           test::randomize_parameters(*model);
           EXPECT_EQ(model->evaluates_together(), shard == Shard::parameters);
           EXPECT_EQ(evaluate_between_steps(*model, c, {ranks.rank(), ranks.rank() + 1}), expected) << shard_name(shard);
@@ -566,7 +566,7 @@ TEST(CudaRanks, DividedGradientsAreZeroWhereNothingWasComputed) {
   const Case c;
   run_thread_ranks(2, 60, [&](Communicator& ranks) {
     const auto plane = cuda::make_staged_ranks(ranks);
-    const auto model = cuda::make_llama(config_of(c), options_of(c, 2), ranks, *plane, Shard::gradients);
+    const auto model = cuda::make_training_model(config_of(c), options_of(c, 2), ranks, *plane, Shard::gradients);
     test::randomize_parameters(*model);
     model->zero_gradients();
     compute(*model, c, 1, {ranks.rank(), ranks.rank() + 1}, 2);
@@ -584,7 +584,7 @@ TEST(CudaRanks, SeveralMicroBatchesOfDividedGradientsAreRefused) {
     run_thread_ranks(2, 60, [&](Communicator& ranks) {
       const auto plane = cuda::make_staged_ranks(ranks);
       try {
-        cuda::make_llama(config_of(c), options_of(c, 2), ranks, *plane, shard);
+        cuda::make_training_model(config_of(c), options_of(c, 2), ranks, *plane, shard);
         ADD_FAILURE() << "two micro-batches were accepted";
       } catch (const Error& error) {
         EXPECT_EQ(error.code(), Exit::internal);
@@ -599,7 +599,7 @@ TEST(CudaRanks, StateMovesBetweenNumbersOfRanks) {
   for (const Precision moments : {Precision::fp32, Precision::bf16}) {
     Case c;
     c.moments = moments;
-    const auto source = cuda::make_llama(config_of(c), options_of(c, 1));
+    const auto source = cuda::make_training_model(config_of(c), options_of(c, 1));
     test::randomize_parameters(*source);
     source->zero_gradients();
     compute(*source, c, 1, {0, 1}, 1);
@@ -610,7 +610,7 @@ TEST(CudaRanks, StateMovesBetweenNumbersOfRanks) {
     for (const auto& [size, shard] : {std::pair{2, Shard::optimizer}, {3, Shard::gradients}, {3, Shard::parameters}}) {
       run_thread_ranks(size, 60, [&, size = size, shard = shard](Communicator& ranks) {
         const auto plane = cuda::make_staged_ranks(ranks);
-        const auto model = cuda::make_llama(config_of(c), options_of(c, size), ranks, *plane, shard, 8'192);
+        const auto model = cuda::make_training_model(config_of(c), options_of(c, size), ranks, *plane, shard, 8'192);
         for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
           for (const TensorSpec& spec : model->table().specs()) {
             Floats values;
@@ -668,11 +668,11 @@ TEST(CudaRanks, LargeTensorsAreWrittenInPieces) {
     model.write_tensor(TensorRole::parameter, spec, values.data());
     EXPECT_TRUE(test::read_values(model, TensorRole::parameter, spec) == values);
   };
-  check_model(*cuda::make_llama(config, one));
+  check_model(*cuda::make_training_model(config, one));
   run_thread_ranks(2, 60, [&](Communicator& ranks) {
     const auto plane = cuda::make_staged_ranks(ranks);
     for (const Shard shard : {Shard::optimizer, Shard::parameters})
-      check_model(*cuda::make_llama(config, two, ranks, *plane, shard));
+      check_model(*cuda::make_training_model(config, two, ranks, *plane, shard));
   });
 }
 

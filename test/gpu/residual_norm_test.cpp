@@ -1,6 +1,6 @@
 // Fused dropout + residual + norm on the GPU in all its forms, against the CPU.
 
-#include "llmc/cuda/op/residual_norm.h"
+#include "llmc/cuda/op/norm/residual_norm.h"
 
 #include <optional>
 

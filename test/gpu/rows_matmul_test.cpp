@@ -3,7 +3,7 @@
 // Where results are compared with the CPU, operands are small multiples of 1/4, so that every sum is exact in fp32 whatever
 // its order: sums must be the CPU's bit for bit, and only GELU and SwiGLU have a tolerance. Where results of one GPU are
 // compared with each other, operands are random, so that any other order of a sum shows.
-#include "llmc/cuda/op/rows_matmul.h"
+#include "llmc/cuda/op/gemm/rows_matmul.h"
 
 #include <algorithm>
 #include <array>
@@ -296,8 +296,8 @@ TYPED_TEST(RowsMatmulTest, OddVocabulary) {
 // The largest grid of the portable path: one more group of 8 outputs would not launch with SwiGLU.
 TYPED_TEST(RowsMatmulTest, TheMostOutputs) {
   constexpr std::int64_t kMost = 2'097'120;
-  EXPECT_EQ(rows_matmul_refusal(8, kMost, DType::bf16), "");
-  EXPECT_NE(rows_matmul_refusal(8, kMost + 1, DType::bf16), "");
+  EXPECT_EQ(rows_matmul_unsupported_reason(8, kMost, DType::bf16), "");
+  EXPECT_NE(rows_matmul_unsupported_reason(8, kMost + 1, DType::bf16), "");
   this->check_values(1, 8, kMost, RowsEpilogue::swiglu, false);
 }
 
@@ -490,15 +490,17 @@ TYPED_TEST(RowsMatmulTest, NoRows) {
 }
 
 TEST(RowsMatmul, RefusesSizesThatItCannotCompute) {
-  EXPECT_EQ(rows_matmul_refusal(2560, 50257, DType::bf16), "");
-  EXPECT_EQ(rows_matmul_refusal(4, 1, DType::f32), "");
-  EXPECT_EQ(rows_matmul_refusal(12, 8, DType::f16),
+  EXPECT_EQ(rows_matmul_unsupported_reason(2560, 50257, DType::bf16), "");
+  EXPECT_EQ(rows_matmul_unsupported_reason(4, 1, DType::f32), "");
+  EXPECT_EQ(rows_matmul_unsupported_reason(12, 8, DType::f16),
             "linear layer: got 12 inputs of type f16, expected a multiple of 8");
-  EXPECT_EQ(rows_matmul_refusal(6, 8, DType::f32), "linear layer: got 6 inputs of type f32, expected a multiple of 4");
-  EXPECT_EQ(rows_matmul_refusal(0, 8, DType::bf16),
+  EXPECT_EQ(rows_matmul_unsupported_reason(6, 8, DType::f32),
+            "linear layer: got 6 inputs of type f32, expected a multiple of 4");
+  EXPECT_EQ(rows_matmul_unsupported_reason(0, 8, DType::bf16),
             "linear layer: got 0 inputs of type bf16, expected a multiple of 8");
-  EXPECT_EQ(rows_matmul_refusal(8, 0, DType::bf16), "linear layer: got 0 outputs, expected 1 to 2097120");
-  EXPECT_EQ(rows_matmul_refusal(8, 8, DType::u16), "linear layer: got weights of type u16, expected f32, f16 or bf16");
+  EXPECT_EQ(rows_matmul_unsupported_reason(8, 0, DType::bf16), "linear layer: got 0 outputs, expected 1 to 2097120");
+  EXPECT_EQ(rows_matmul_unsupported_reason(8, 8, DType::u16),
+            "linear layer: got weights of type u16, expected f32, f16 or bf16");
 }
 
 TEST(RowsMatmul, FailsOnArgumentsThatItCannotUse) {

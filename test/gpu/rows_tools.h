@@ -3,7 +3,7 @@
 
 #include <array>
 
-#include "llmc/cuda/op/rows_matmul.h"
+#include "llmc/cuda/op/gemm/rows_matmul.h"
 #include "test/gpu/operator_tools.h"
 
 namespace weft::test {

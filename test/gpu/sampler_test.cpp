@@ -1,6 +1,6 @@
 // Sampling on the GPU: the same ids as the host Sampler, bit for bit, and the distribution that both promise.
 
-#include "llmc/cuda/op/sampler.h"
+#include "llmc/cuda/op/sample/sampler.h"
 
 #include <algorithm>
 #include <cmath>

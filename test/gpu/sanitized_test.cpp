@@ -7,8 +7,8 @@
 #include <random>
 #include <vector>
 
-#include "llmc/cuda/llama/llama.h"
-#include "llmc/cuda/transformer/inference.h"
+#include "llmc/cuda/inference/inference.h"
+#include "llmc/cuda/training/training.h"
 #include "test/cpp/inference_tools.h"
 #include "test/gpu/neox_models.h"
 #include "test/gpu/operator_tools.h"
@@ -17,7 +17,7 @@ namespace weft {
 namespace {
 
 void train(const ModelConfig& config, const TrainOptions& options, int steps) {
-  const auto model = cuda::make_llama(config, options);
+  const auto model = cuda::make_training_model(config, options);
   std::mt19937 generator(1);
   std::normal_distribution<float> noise(0, 0.05f);
   for (const TensorSpec& spec : model->table().specs()) {

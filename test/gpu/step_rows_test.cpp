@@ -1,12 +1,12 @@
 // The ends of an inference step on the GPU, by themselves: rows of the embedding, the rows whose logits are wanted, and
 // log-probabilities with the most likely ids, against plain loops on the host.
-#include "llmc/cuda/op/step_rows.h"
+#include "llmc/cuda/op/elementwise/step_rows.h"
 
 #include <algorithm>
 #include <cmath>
 #include <numeric>
 
-#include "llmc/cuda/op/score_rows.h"
+#include "llmc/cuda/op/sample/score_rows.h"
 #include "test/gpu/operator_tools.h"
 
 namespace weft::cuda {

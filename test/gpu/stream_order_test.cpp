@@ -7,12 +7,12 @@
 
 #include <cstring>
 
-#include "llmc/cuda/llama/llama.h"
+#include "llmc/cuda/inference/inference.h"
+#include "llmc/cuda/inference/neox.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/fork.h"
 #include "llmc/cuda/runtime/stream.h"
-#include "llmc/cuda/transformer/inference.h"
-#include "llmc/cuda/transformer/neox.h"
+#include "llmc/cuda/training/training.h"
 #include "llmc/model/single_sequence.h"
 #include "test/cpp/whole_model_checks.h"
 #include "test/gpu/device_buffer.h"
@@ -48,7 +48,7 @@ test::Floats train(bool graph, Precision precision) {
   options.graph = graph;
   options.dropout = 0.1f;
   const ModelConfig config = test::small_llama();
-  const auto model = cuda::make_llama(config, options);
+  const auto model = cuda::make_training_model(config, options);
   test::randomize_parameters(*model);
   const auto copy = model->make_state_copy();
   const TensorSpec& watched = model->table().at("model.layers.2.mlp.down_proj.weight");
@@ -111,7 +111,7 @@ TEST(StreamOrder, APassWaitsForTheTensorThatWasWrittenBefore) {
   ModelConfig config = test::small_llama();
   config.tied_embeddings = false;
   config.vocab_size = config.tokenizer_vocab = 20'003;
-  const auto model = cuda::make_llama(config, options);
+  const auto model = cuda::make_training_model(config, options);
   test::randomize_parameters(*model);
   const test::TokenBatch text = test::random_tokens(config, 2 * 37, 1);
   const TensorSpec& head = model->table().at("lm_head.weight");
@@ -161,7 +161,7 @@ TEST(StreamOrder, SamplesFollowTheUpdates) {
   const test::TokenBatch text = test::random_tokens(config, 2 * 37, 1);
   const std::span<const std::int32_t> prompt = std::span(text.batch().tokens).first(20);
   const auto logits = [&](bool wait) {
-    const auto model = cuda::make_llama(config, options);
+    const auto model = cuda::make_training_model(config, options);
     test::randomize_parameters(*model);
     const auto decoder = model->decoder(40);
     model->zero_gradients();

@@ -2,17 +2,17 @@
 // losses; CudaLlama.* holds bf16 to fp32.
 #include "test/cpp/whole_model_checks.h"
 
-#include "llmc/cuda/llama/llama.h"
+#include "llmc/cuda/training/training.h"
 
 namespace weft {
 namespace {
 
 std::unique_ptr<TrainModel> make_gpu(const ModelConfig& config, const TrainOptions& options) {
-  return cuda::make_llama(config, options);
+  return cuda::make_training_model(config, options);
 }
 std::unique_ptr<TrainModel> make_gpu_bf16(const ModelConfig& config, TrainOptions options) {
   options.precision = Precision::bf16;
-  return cuda::make_llama(config, options);
+  return cuda::make_training_model(config, options);
 }
 
 TEST(CudaWholeModel, EachBranchOfEachMicroStepHasItsOwnMask) {

@@ -39,7 +39,6 @@ GPT_NEOX = {
     "rotary_emb_base": 10000, "use_parallel_residual": True, "bos_token_id": 0, "eos_token_id": 0,
 }
 CONFIGS = {"llama": LLAMA, "gpt_neox": GPT_NEOX}
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I8": 1, "U8": 1}
 
 
 def safetensors_bytes(header, data=b"", length=None):

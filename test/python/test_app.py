@@ -1,5 +1,6 @@
 """What both programs share (llmc/app, llmc/base), seen through train_llama: signals, sizes before memory, first messages."""
 
+import json
 import os
 import re
 import shutil
@@ -9,7 +10,7 @@ import time
 
 import pytest
 
-from train_runs import (MODEL, NEOX, PROGRAM, SECONDS, assert_refused, checkpoints, environment, np, records, run_program, send,
+from train_runs import (MODEL, NEOX, PROGRAM, SECONDS, checkpoints, environment, np, records, run_program, send,
                         start, train, wait_for)
 from train_runs import data_fixture, end_started  # noqa: F401, pytest finds them here
 
@@ -126,25 +127,7 @@ def test_the_last_line_names_the_step_of_an_older_validation(data, tmp_path):
     assert re.search(r"^step 12  train loss \S+  val loss \d\S+  checkpoint ", done.stdout), done.stdout
 
 
-def test_settings_are_short_unless_asked_for(data, tmp_path):
-    done = train(data, tmp_path / "run", "--dry-run")
-    settings = done.stdout[:done.stdout.index("model: ")].splitlines()
-    assert len(settings) <= 22 and "defaults: --verbose shows them" in settings[-1], settings
-    assert re.search(r"^  threads +1$", done.stdout, re.M) and re.search(r"^  warmup-steps +2$", done.stdout, re.M)
-    everything = train(data, tmp_path / "run", "--dry-run", "--verbose").stdout
-    assert "  beta2 " in everything and "  beta2 " not in done.stdout and "--verbose shows" not in everything
-
-
 # ---- what stands in the place of a file --------------------------------------------------------------------------------
-
-def test_directories_patterns_and_text_say_what_to_do(data, tmp_path):
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text("{}")
-    assert_refused(run_program("--model", tmp_path / "hf", "--train", "x", "--out", "y"), 3, "scripts/convert_hf.py", "hf")
-    assert_refused(train(data, tmp_path / "run", "--tokenizer", tmp_path / "hf"), 3, "--tokenizer", "tokenizer.json")
-    assert_refused(train(data, tmp_path / "run", str(data / "train_1.bin")), 2, "Quote patterns")
-    (tmp_path / "text.bin").write_text("Once upon a time there was a text that nobody had encoded.\n" * 100)
-    assert_refused(train(data, tmp_path / "run", "--train", tmp_path / "text.bin"), 3, "plain text", "dev/prepare_data.py")
 
 
 # ---- descriptors, threads ----------------------------------------------------------------------------------------------
@@ -162,9 +145,21 @@ def test_a_run_with_closed_descriptors_writes_whole_files(data, tmp_path, closed
     assert len(records(out)) == len(lines), "every line of the log is a record"
 
 
-@pytest.mark.parametrize("wish", ["99999", "many"])
-def test_odd_numbers_of_threads(wish):
-    done = subprocess.run([str(PROGRAM), "--model", str(MODEL), "--compare", str(MODEL).replace(".model.", ".dump."), "--device",
-                           "cpu"], env={**environment(), "OMP_NUM_THREADS": wish}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert_refused(run_program("--config", "tiny", "--bench", "--threads", 99999), 2, "--threads", "1024")
+GROUPS = {INFER: ["Model", "What to do, exactly one of", "Generation", "Many requests at once", "Perplexity", "Benchmark", "Server",
+                  "Output", "About", "Example"],
+          PROGRAM: ["Model", "Data and output", "Optimisation", "Execution", "Several GPUs (doc/several_gpus.md)", "Reports",
+                    "About", "Example"]}
+
+
+@pytest.mark.parametrize("program", GROUPS)
+def test_help_has_its_groups_in_order(program):
+    text = subprocess.run([program, "--help-all"], capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"^(\S.*):$", text, re.M) == GROUPS[program]
+    assert "\nExit codes: 0 ok, 1 internal error" in text and re.search(rf"\nExample:\n +(\./)?{program.name} --", text)
+
+
+def test_help_shows_what_the_program_has():
+    """The other list of the same options: what --print-config writes."""
+    settings = json.loads(run_program("--config", "tiny", "--device", "cpu", "--print-config").stdout)["settings"]
+    shown = set(re.findall(r"^  (?:-\w, )?--([a-z][a-z0-9-]*)", run_program("--help-all").stdout, re.M))
+    assert shown == set(settings) | {"help", "help-all", "version"}

@@ -4,9 +4,7 @@ import errno
 import io
 import json
 import os
-import re
 import resource
-import shlex
 import signal
 import struct
 import subprocess
@@ -22,7 +20,6 @@ import checkpoints as ck  # noqa: E402
 import cli  # noqa: E402
 import convert_hf  # noqa: E402
 import hf_config  # noqa: E402
-import needs  # noqa: E402
 import safetensors_reader  # noqa: E402
 import tensor_file  # noqa: E402
 from hostile_weights import HOSTILE_FILES  # noqa: E402
@@ -281,15 +278,6 @@ def test_every_wrong_shape_is_refused(tmp_path, family):  # B27, B28
             assert ("transposed" in message) == (wrong.shape == value.shape[::-1] and value.ndim == 2)
 
 
-def test_wrong_shape_as_a_user_sees_it(tmp_path):  # B27, B28
-    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA | {"vocab_size": 38}, ck.weights_of(ck.LLAMA))
-    refuse(directory, "model.embed_tokens.weight", "[37, 16]", "[38, 16]")
-    weights = ck.weights_of(ck.LLAMA)
-    name = "model.layers.1.mlp.up_proj.weight"
-    ck.write_checkpoint(directory, ck.LLAMA, weights | {name: np.ascontiguousarray(weights[name].T)})
-    refuse(directory, name, "transposed", "[16, 24]", "[24, 16]")
-
-
 # ---- shards ----------------------------------------------------------------------------------------------------------
 
 
@@ -523,32 +511,6 @@ def test_all_zero_weights(tmp_path):  # B34
     refuse(directory, options=["--strict"])
 
 
-def test_many_warnings_are_counted(tmp_path):
-    config = ck.LLAMA | {"num_hidden_layers": 12}
-    weights = {name: np.zeros_like(value) for name, value in ck.weights_of(config).items()}
-    directory = ck.write_checkpoint(tmp_path / "model", config, weights)
-    done = ck.run_script("convert_hf.py", directory, "-o", tmp_path / "a.bin")
-    assert done.returncode == 0 and len(done.stderr.splitlines()) == cli.MAX_WARNINGS + 1
-    # One for each tensor, and one for the tokenizer that is not there.
-    assert done.stderr.splitlines()[-1] == f"warning: ... and {len(weights) + 1 - cli.MAX_WARNINGS} more"
-
-
-def test_a_missing_package_is_one_line_and_any_other_failure_to_import_a_traceback(capsys, monkeypatch):
-    monkeypatch.setattr(needs.sys, "argv", ["scripts/x.py"])
-    for name, todo in (("numpy", "Run make venv, then .venv/bin/python scripts/x.py"), ("torch", f"Run {needs.sys.executable} -m pip install torch"),
-                       ("num", f"Run {needs.sys.executable} -m pip install num")):
-        error = ModuleNotFoundError(f"No module named '{name}'", name=name)
-        with pytest.raises(SystemExit) as stopped:
-            needs.in_one_line(type(error), error, None)
-        assert stopped.value.code == 4 and capsys.readouterr().err == f"error: {name}: not installed. {todo}\n"
-    with pytest.raises(SystemExit) as stopped:
-        needs.in_one_line(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert stopped.value.code == 130 and capsys.readouterr().err == "error: interrupted\n"
-    for error in (ImportError("cannot import name 'x' from 'numpy'", name="numpy"), OSError("libtorch.so"), ValueError("numpy"), SystemError()):
-        needs.in_one_line(type(error), error, None)
-        assert capsys.readouterr().err.splitlines()[-1] == f"{type(error).__name__}: {error}".removesuffix(": ")
-
-
 @pytest.mark.parametrize("error, code", [(errno.ENOSPC, cli.RESOURCES), (errno.EDQUOT, cli.RESOURCES),
                                          (errno.EFBIG, cli.RESOURCES), (errno.EACCES, cli.ENVIRONMENT)])
 def test_errors_of_the_system_have_their_codes(error, code, capsys):
@@ -609,14 +571,6 @@ def test_overflow_is_refused(tmp_path):
     weights["model.layers.0.mlp.up_proj.weight"][1, 2] = np.float32(3.4e38)
     ck.write_checkpoint(directory, ck.LLAMA, weights)
     refuse(directory, "bf16", options=["--dtype", "bf16"])
-
-
-@pytest.mark.parametrize("values, worst", [([66000, 70000, 67000], "70000"), ([66000, -70000], "-70000"), ([-70000, np.inf], "-70000")])
-def test_the_worst_of_the_values_that_overflow_is_named(tmp_path, values, worst):
-    weights = ck.weights_of(ck.LLAMA)
-    weights["model.layers.0.mlp.up_proj.weight"][1, 2:2 + len(values)] = values
-    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, weights)
-    refuse(directory, f"got a value of {worst.removeprefix('-')}, which does not fit in f16", options=["--dtype", "fp16"])
 
 
 def test_memory_is_bounded_by_a_piece(tmp_path, monkeypatch):
@@ -748,11 +702,6 @@ def test_hostile_config_file(llama, case):
     path = llama / "config.json"
     path.unlink() if data is None else path.write_bytes(data)
     refuse(llama, *words)
-
-
-def test_config_that_lacks_a_size(llama):  # B35, once as a user sees it; test_hf_config.py has the rest
-    (llama / "config.json").write_text(json.dumps({k: v for k, v in ck.LLAMA.items() if k != "hidden_size"}))
-    refuse(llama, "config.json': hidden_size: got nothing, expected an integer")
 
 
 def test_theta_must_be_named_by_someone(tmp_path):  # B44
@@ -908,99 +857,6 @@ def test_summary_and_next_command(llama, tmp_path):
     assert "./infer_pythia --model" in done.stdout and "5,136" in done.stdout
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 8192}
-SUMMARIES = {  # computed by hand
-    "llama3 rope, tied, tokenizer": (
-        ck.LLAMA | {"tie_word_embeddings": True, "rope_scaling": LLAMA3}, 30, (), """\
-family      llama
-size        2 layers, hidden 16, FFN 24
-heads       4 of 4, 2 for keys and values
-rotary      4 of 4 dimensions, theta 10000, llama3 x32 of 8192
-vocabulary  37 rows, tokenizer 30 tokens, tied
-parameters  4,512 as f32
-file        'OUT', SIZE bytes
-next        ./infer_pythia --model OUT --prompt "Hello"
-next        .venv/bin/python dev/prepare_data.py my.txt --tokenizer DIR/tokenizer.json -o data/mine
-next        ./train_llama --model OUT --train 'data/mine/train_*.bin' --val 'data/mine/val_*.bin' --lr 3e-5 --out runs/mine
-"""),
-    "llama, bf16": (ck.LLAMA, None, ("--dtype", "bf16"), """\
-family      llama
-size        2 layers, hidden 16, FFN 24
-heads       4 of 4, 2 for keys and values
-rotary      4 of 4 dimensions, theta 10000
-vocabulary  37 rows, tokenizer none
-parameters  5,104 as bf16
-file        'OUT', SIZE bytes
-next        ./infer_pythia --model OUT --prompt-ids 1,2,3
-"""),
-    "gpt_neox, parallel": (ck.GPT_NEOX | {"num_attention_heads": 1}, None, (), """\
-family      gpt_neox (parallel residual)
-size        2 layers, hidden 16, FFN 24
-heads       1 of 16, 1 for keys and values
-rotary      4 of 16 dimensions, theta 10000
-vocabulary  37 rows, tokenizer none
-parameters  5,136 as f32
-file        'OUT', SIZE bytes
-next        ./infer_pythia --model OUT --prompt-ids 1,2,3
-"""),
-    "of one id": (ck.GPT_NEOX | {"vocab_size": 1, "use_parallel_residual": False}, None, (), """\
-family      gpt_neox
-size        2 layers, hidden 16, FFN 24
-heads       2 of 8, 2 for keys and values
-rotary      2 of 8 dimensions, theta 10000
-vocabulary  1 rows, tokenizer none
-parameters  3,984 as f32
-file        'OUT', SIZE bytes
-next        ./infer_pythia --model OUT --prompt-ids 0
-"""),
-    "llama with a tokenizer, parts of it quantised": (ck.LLAMA, 30, ("--quantize", "fp8", "--only", "down,qkv,down", "--dtype", "bf16"), """\
-family      llama
-size        2 layers, hidden 16, FFN 24
-heads       4 of 4, 2 for keys and values
-rotary      4 of 4 dimensions, theta 10000
-vocabulary  37 rows, tokenizer 30 tokens
-parameters  5,104 as bf16, f32
-file        'OUT', SIZE bytes
-quantised   8 matrices to fp8, down and qkv alone and stored as floats, ERROR off in the root mean square
-next        ./infer_pythia --model OUT --prompt "Hello"
-"""),
-    "sequential, of three ids, quantised": (
-        ck.GPT_NEOX | {"num_attention_heads": 1, "use_parallel_residual": False, "vocab_size": 3}, None,
-        ("--quantize", "int8", "--head", "int8"), """\
-family      gpt_neox
-size        2 layers, hidden 16, FFN 24
-heads       1 of 16, 1 for keys and values
-rotary      4 of 16 dimensions, theta 10000
-vocabulary  3 rows, tokenizer none
-parameters  4,048 as f32, i8
-file        'OUT', SIZE bytes
-quantised   9 matrices to int8, head int8, ERROR off in the root mean square
-next        ./infer_pythia --model OUT --prompt-ids 1,2
-"""),
-}
-
-
-@pytest.mark.parametrize("case", SUMMARIES)
-def test_the_summary_line_by_line(tmp_path, case):
-    config, tokens, options, expected = SUMMARIES[case]
-    directory, output = tmp_path / "model", tmp_path / "out.bin"
-    ck.write_checkpoint(directory, config, tokenizer=None if tokens is None else ck.tokenizer_of(tokens))
-    done = ck.run_script("convert_hf.py", directory, "-o", output, *options)
-    for name, value in (("OUT", output), ("DIR", directory), ("SIZE", f"{output.stat().st_size:,}")):
-        expected = expected.replace(name, str(value))
-    assert re.sub(r"\b\d\.\d\d%", "ERROR", done.stdout) == expected
-
-
-@pytest.mark.parametrize("config, options", [(ck.LLAMA, ()), (ck.GPT_NEOX, ()), (ck.LLAMA, ("--quantize", "int8"))])
-def test_paths_of_the_next_commands_are_words(tmp_path, config, options):
-    directory = ck.write_checkpoint(tmp_path / "the model", config, tokenizer=ck.tokenizer_of(9))
-    done = ck.run_script("convert_hf.py", directory, "-o", tmp_path / "a $b.bin", *options)
-    words = [word for line in done.stdout.splitlines() if line.startswith("next ") for word in shlex.split(line)]
-    assert str(tmp_path / "a $b.bin") in words, done.stdout
-    assert (str(directory / "tokenizer.json") in words) == ("--tokenizer" in words)
-
-
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -1020,29 +876,6 @@ def test_progress_is_a_line_that_is_written_again(monkeypatch):
     monkeypatch.setattr("sys.stderr", silent := io.StringIO())
     cli.Progress("converting", 800).advance(800)
     assert silent.getvalue() == ""
-
-
-@pytest.mark.parametrize("options", [[], ["--dtype", "bf16"], ["--quantize", "int8", "--head", "int8"], ["--quantize", "int4"],
-                                     ["--quantize", "fp8", "--only", "qkv"]], ids=" ".join)
-def test_progress_counts_every_parameter_once(tmp_path, monkeypatch, options):
-    made, init = [], cli.Progress.__init__
-    monkeypatch.setattr(cli.Progress, "__init__", lambda self, *given: (init(self, *given), made.append(self))[0])
-    ck.convert(ck.write_checkpoint(tmp_path / "model", ck.GPT_NEOX), tmp_path / "a.bin", *options)
-    assert [(each.done, each.total) for each in made] == [(5136, 5136)]
-
-
-@pytest.mark.parametrize("term, shown", [("xterm", True), (None, True), ("", True), ("dumb", False)])
-def test_progress_is_for_terminals_that_can_write_again(monkeypatch, term, shown):
-    monkeypatch.setattr("sys.stderr", terminal := Terminal())
-    monkeypatch.delenv("TERM", raising=False)
-    if term is not None:
-        monkeypatch.setenv("TERM", term)
-    progress = cli.Progress("x", 2)
-    progress.finish()
-    assert terminal.getvalue() == "", "nothing was shown that could be wiped"
-    progress.advance(1)
-    progress.finish()
-    assert terminal.getvalue() == ("\rx  50%\r" + " " * 6 + "\r" if shown else "")
 
 
 def test_full_disk_is_exit_5(llama, tmp_path):

@@ -77,10 +77,3 @@ def test_the_newest_checkpoint_is_the_one_to_serve(demo, tmp_path):
     for given, kept in (("--steps 3  --lr 1 --seq-len 64", " --lr 1 --seq-len 64"), ("--lr 1 --steps=12", " --lr 1"), ("--steps 4", "")):
         done, _ = demo("infer", DEMO_TRAIN_OPTIONS=given)
         assert more + kept + "\n" in done.stdout, done.stdout
-
-
-@pytest.mark.parametrize("words", [(), ("",), ("all",), ("say",), ("training",)])
-def test_another_part_is_a_usage_error(demo, words):
-    done, started = demo(*words)
-    assert done.returncode == 2 and not started and not done.stdout
-    assert done.stderr == f"run_demo: got '{''.join(words)}', expected train or infer. Run: make demo\n"

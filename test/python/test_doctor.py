@@ -98,17 +98,6 @@ def test_every_gpu_has_a_row_and_every_problem_counts(doctor):
     assert [line.split()[0] for line in rows if " BAD " in line] == ["compiler", "libraries", "nvcc", "GPU", "python", "disk"]
 
 
-def test_commands_under_other_names(doctor, tmp_path):
-    (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv" / "ready").touch()
-    others = {"g++": None, "clang++": None, "python3": None, "clang-19": FUZZ_CXX, "python3.11": "echo 3.11",
-              "ccache": f'[ "$1" = g++-14 ] || exit 1; shift; case "$1" in -dump*) echo 14.1;; *) {CXX};; esac', "other-nvcc": nvcc("12.8")["nvcc"]}
-    rows = doctor(others, CXX="ccache g++-14", FUZZ_CXX="clang-19", PYTHON="python3.11", NVCC=str(tmp_path / "bin" / "other-nvcc"))
-    for row, words in (("compiler", "ccache g++-14 14.1"), ("fuzzing", "clang-19 with"), ("nvcc", "other-nvcc, CUDA 12.8"),
-                       ("python", "python3.11 3.11"), ("packages", ".venv is made")):
-        assert any(line.startswith(row) and " ok " in line and words in line for line in rows), rows
-
-
 def test_a_toolkit_that_is_not_in_path_is_found(doctor, tmp_path):
     """Where it is installed by default; one in PATH goes before it, and one that is named before both."""
     default = tmp_path / "bin" / "default-nvcc"
@@ -119,9 +108,3 @@ def test_a_toolkit_that_is_not_in_path_is_found(doctor, tmp_path):
 
     assert f"{default}, CUDA 12.6" in row({})
     assert "bin/nvcc, CUDA 12.4" in row(nvcc("12.4")) and "other-nvcc, CUDA 12.8" in row(nvcc("12.4"), NVCC=str(tmp_path / "bin" / "other-nvcc"))
-
-
-def test_what_the_driver_is_asked(doctor):
-    asked = "--query-gpu=name,compute_cap,driver_version,memory.total --format=csv,noheader"
-    rows = doctor({"nvidia-smi": f"[ \"$*\" = '{asked}' ] || exit 9\necho '{GPU.format('9.0')}'"})
-    assert [line.split()[0] for line in rows].count("GPU") == 1

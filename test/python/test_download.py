@@ -6,10 +6,8 @@ but whole files under final names, and no trace of the token.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import pty
 import random
 import re
 import resource
@@ -212,12 +210,6 @@ def test_all_files_come_from_the_commit_of_the_first(box):
     assert all(f"/resolve/{COMMIT}/" in request.path for request in box.hub.seen("HEAD")[1:])
 
 
-def test_directories_with_spaces(box):
-    result = box.succeeds("pythia-160m", "--out", "my models")
-    assert (box.directory / "my models" / "pythia-160m" / "model.safetensors").read_bytes() == WEIGHTS
-    assert "my\\ models/pythia-160m" in result.stdout
-
-
 def test_dry_run_saves_nothing(box):
     box.add_sharded("org/sharded", {"a": "model-00001-of-00001.safetensors"})
     box.hub.add("org/sharded", "model-00001-of-00001.safetensors", WEIGHTS, large=True)
@@ -235,10 +227,6 @@ def test_404_of_the_name(box):
     line = box.fails(ENVIRONMENT, "404", "not found", "name", "revision main", arguments=("no-such/model",))
     assert "no-such/model/resolve/main/config.json" in line
     assert box.files(model="model") == []
-
-
-def test_404_of_the_revision(box):
-    box.fails(ENVIRONMENT, "404", "revision step7", arguments=("pythia-160m", "--revision", "step7"))
 
 
 def test_revision_without_safetensors(box):
@@ -293,42 +281,11 @@ def test_500_for_ever(box):
     box.assert_no_weights()
 
 
-def test_unexpected_status(box):
-    box.hub.fault("config.json", "status", status=418)
-    box.fails(ENVIRONMENT, "HTTP 418", "HF_ENDPOINT")
-
-
 def test_error_page_never_reaches_the_part(box):
     box.hub.fault("model.safetensors", "cut", times=1, methods=("GET",))
     box.hub.fault("model.safetensors", "status", methods=("GET",), status=500)
     box.fails(ENVIRONMENT, "500")
     assert box.path("model.safetensors.part").read_bytes() == WEIGHTS[:100_000]
-
-
-def test_html_instead_of_everything(box):
-    box.hub.fault("", "html")
-    box.fails(BAD_CONTENT, "web page (HTML)", "login page", "HF_ENDPOINT")
-    assert box.files() == []
-
-
-def test_html_instead_of_weights(box):
-    box.hub.fault("model.safetensors", "html", methods=("GET",))
-    box.fails(BAD_CONTENT, "model.safetensors", "web page (HTML)")
-    box.assert_no_weights()
-    assert "model.safetensors.part" not in box.files()
-
-
-def test_zero_bytes(box):
-    box.hub.add(REPO, "model.safetensors", b"", large=True)
-    box.fails(BAD_CONTENT, "model.safetensors", "got 0 bytes")
-    box.assert_no_weights()
-
-
-def test_lfs_pointer(box):
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 200001\n"
-    box.hub.add(REPO, "model.safetensors", pointer)
-    box.fails(BAD_CONTENT, "git-lfs pointer", "HF_ENDPOINT")
-    box.assert_no_weights()
 
 
 # ---- hashes and sizes -------------------------------------------------------------------------------
@@ -339,19 +296,6 @@ def test_wrong_sha256(box):
     box.fails(BAD_CONTENT, f"got sha256 {sha256(WEIGHTS)}", f"expected {sha256(b'other')}")
     box.assert_no_weights()
     assert not any(".part" in name for name in box.files())  # bad content is not continued
-
-
-def test_wrong_git_sha1(box):
-    box.hub.add(REPO, "config.json", CONFIG, etag=git_sha1(b"other"))
-    box.fails(BAD_CONTENT, f"got git-sha1 {git_sha1(CONFIG)}", f"expected {git_sha1(b'other')}")
-    assert not box.path("config.json").exists()
-
-
-@pytest.mark.parametrize("announced", [len(WEIGHTS) - 7, len(WEIGHTS) + 7])
-def test_wrong_size(box, announced):
-    box.hub.add(REPO, "model.safetensors", WEIGHTS, large=True, size=announced)
-    box.fails(BAD_CONTENT, f"got {len(WEIGHTS)} bytes, expected {announced}")
-    box.assert_no_weights()
 
 
 def test_server_without_hashes_is_said(box):
@@ -851,7 +795,7 @@ LIMITS = {"config.json": 8 << 20, "tokenizer_config.json": 8 << 20, "tokenizer.j
 
 
 @pytest.mark.parametrize("name, most", LIMITS.items())
-@pytest.mark.parametrize("size", [1, 10**12, 10**15, 10**40])
+@pytest.mark.parametrize("size", [1, 10**40])
 def test_more_bytes_than_a_file_of_its_kind_has_are_not_received(box, name, most, size):
     """What the server announces, one byte above the limit and as much as no disk holds."""
     box.hub.add(REPO, name, CONFIG, large=True, size=most + size)
@@ -905,17 +849,6 @@ def test_unannounced_bytes_leave_a_tenth_of_the_disk(box):
 
 
 # ---- the command line ------------------------------------------------------------------------------------
-
-
-def test_help_and_list(box):
-    text = box.succeeds("--help").stdout
-    for word in ("tinyshakespeare and pythia-160m", "HF_TOKEN", "WEFT_TEXT_ENDPOINT", "--revision", "Exit codes"):
-        assert word in text
-    text = box.succeeds("--list").stdout
-    for size in "14m 31m 70m 160m 410m 1b 1.4b 2.8b 6.9b 12b".split():
-        assert f"EleutherAI/pythia-{size} " in text
-    assert "meta-llama/Llama-3.2-1B" in text and "gated" in text
-    assert box.hub.requests == []
 
 
 @pytest.mark.parametrize(
@@ -1011,75 +944,13 @@ def test_text_and_default_pack(box):
     assert box.hub.requests == []  # the pin says that it is right
 
 
-def test_text_cut_and_continued(box):
-    text = random.Random(8).randbytes(50_000)
-    with_text(box, text)
-    box.hub.add_path(TEXT_PATH, text, etag=sha256(b"not the hash of the content"))
-    box.hub.fault("input.txt", "cut", times=1, methods=("GET",))
-    box.succeeds("tinyshakespeare", "--data", "texts")
-    assert (box.directory / "texts" / "tinyshakespeare.txt").read_bytes() == text
-
-
 def test_text_that_is_another_one(box):
     box.hub.add_path(TEXT_PATH, b"t" * 1115394)
     box.fails(BAD_CONTENT, "tinyshakespeare.txt", "sha256", "86c4e6aa", arguments=("tinyshakespeare",))
     assert not (box.directory / "data" / "tinyshakespeare.txt").exists()
 
 
-def test_text_not_found(box):
-    box.fails(ENVIRONMENT, "tinyshakespeare.txt", "404", TEXT_PATH, arguments=("tinyshakespeare",))
-
-
-def test_pin_matches_the_real_text(box):
-    real = Path(os.environ.get("WEFT_TEST_DATA", SCRIPT.parents[1] / "data")) / "tinyshakespeare.txt"
-    if not real.is_file():
-        pytest.skip("needs the real text: WEFT_TEST_DATA=DIR, or data/tinyshakespeare.txt")
-    assert hashlib.sha256(real.read_bytes()).hexdigest() in SCRIPT.read_text()
-    box.hub.add_path(TEXT_PATH, real.read_bytes())
-    box.succeeds("tinyshakespeare")
-    assert (box.directory / "data" / "tinyshakespeare.txt").read_bytes() == real.read_bytes()
-
-
 # ---- the terminal --------------------------------------------------------------------------------------------
-
-
-def on_terminal(box: Box, *arguments: str, **environment: str) -> str:
-    """What appears on a terminal that stderr is connected to; the hub goes on when a progress line does."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [SCRIPT, *arguments], cwd=box.directory, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=theirs,
-        env={**box.environment, **environment},
-    )
-    os.close(theirs)
-    seen = b""
-    try:
-        while chunk := os.read(ours, 65536):
-            seen += chunk
-            if b"%)" in seen:
-                box.hub.go_on.set()
-    except OSError:  # the other side is closed
-        pass
-    os.close(ours)
-    process.wait(timeout=LINE_S)
-    box.hub.go_on.clear()
-    return seen.decode()
-
-
-def test_progress_on_a_terminal_only(box):
-    weights = bytes(2_100_000)  # just enough for the script to draw a line
-    box.hub.add(REPO, "model.safetensors", weights, large=True)
-    box.hub.fault("model.safetensors", "drip", times=1, methods=("GET",), seconds=LINE_S)
-    box.hub.fault("model.safetensors", "drip", methods=("GET",), seconds=0.3)
-    assert "%)" in on_terminal(box, "pythia-160m", "--out", "a")
-    assert "%" not in on_terminal(box, "pythia-160m", "--out", "b", HF_HUB_DISABLE_PROGRESS_BARS="1")
-    assert "%" not in on_terminal(box, "pythia-160m", "--out", "c", TERM="dumb")
-    assert "%" not in box.succeeds("pythia-160m", "--out", "d").stderr
-
-
-def test_colour_on_a_terminal_only(box):
-    assert "\x1b[31merror:\x1b[0m" in on_terminal(box, "nonsense")
-    assert "\x1b" not in on_terminal(box, "nonsense", NO_COLOR="1")
-    assert "\x1b" not in on_terminal(box, "nonsense", TERM="dumb")
 
 
 # ---- its functions, alone --------------------------------------------------------------------------------------------
@@ -1106,14 +977,6 @@ def test_each_answer_has_its_verdict(box):
     assert done.stdout.split() == [word for _, word in answers], done.stderr
 
 
-def test_each_cause_has_its_words(box):
-    table = {"0": "HTTP 503", "22": "HTTP 503", "5": "a host name that does not resolve", "6": "a host name that does not resolve", "7": "no connection",
-             **dict.fromkeys(("18", "52", "55", "56", "92"), "a cut connection"), "28": "no answer for 17 s",
-             **dict.fromkeys(("35", "51", "53", "58", "60", "77"), "a failed TLS handshake or certificate check"), "47": "too many redirects", "3": "curl error 3"}
-    done = function(box, "http_status=503 timeout_s=17; for curl_status; do cause; done", *table)
-    assert done.stdout.splitlines() == list(table.values())
-
-
 @pytest.mark.parametrize("tries, backoff, asked, seconds", [
     (1, 1000, "", "1.0"), (2, 1000, "", "2.0"), (3, 1000, "", "4.0"), (5, 1000, "", "16.0"), (6, 1000, "", "30.0"), (90, 1000, "", "30.0"), (3, 10, "", "0.0"),
     (4, 50, "", "0.4"), (1, 1000, "1", "1.0"), (1, 1000, "2", "2.0"), (4, 1000, "5", "8.0"), (1, 0, "008", "8.0"), (1, 0, "120", "120.0"), (1, 0, "0120", "120.0"),
@@ -1124,26 +987,6 @@ def test_how_long_it_waits_before_the_next_attempt(box, tries, backoff, asked, s
                     'back_off "$1"', str(tries), str(backoff), asked)
     assert done.returncode == 0 and f"{float(done.stdout):.3f}"[:-2] == seconds, done
     assert done.stderr == f"warning: file: got HTTP 503. Attempt {tries + 1} of 100 follows in {seconds} s.\n"
-
-
-@pytest.mark.parametrize("tries, asked, words", [(3, "", "HTTP 503 (3 attempts)"), (4, "1", "(4 attempts)"), (1, "121", "to wait 121 s"), (1, "00121", "to wait 00121 s")])
-def test_when_it_gives_up(box, tries, asked, words):
-    done = function(box, 'sleep() { :; }; headers=([retry-after]="$2"); backoff_ms=0 max_tries=3 curl_status=22 http_status=503 subject=file; back_off "$1"',
-                    str(tries), asked)
-    assert done.returncode == ENVIRONMENT and words in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_whole_numbers_and_their_limits(box):
-    for value, good in (("1", True), ("3600", True), ("0", False), ("3601", False), ("01", False), ("", True), ("1 ", False), ("1000000000", False)):
-        done = function(box, "whole_number HF_HUB_DOWNLOAD_TIMEOUT 10 1 3600", HF_HUB_DOWNLOAD_TIMEOUT=value)
-        assert (done.returncode, done.stdout) == ((0, f"{value or 10}\n") if good else (USAGE, "")), value
-    settings = "read_settings; echo $timeout_s $max_tries $backoff_ms $offline"
-    done = function(box, settings, WEFT_DOWNLOAD_TRIES="", WEFT_DOWNLOAD_BACKOFF_MS="", HF_HUB_OFFLINE="off")
-    assert done.stdout == "10 5 1000 no\n"
-    for name, most in (("WEFT_DOWNLOAD_TRIES", 100), ("WEFT_DOWNLOAD_BACKOFF_MS", 30000)):
-        assert function(box, settings, **{name: str(most)}).returncode == 0
-        done = function(box, settings, **{name: str(most + 1)})
-        assert done.returncode == USAGE and f"{name}: got '{most + 1}'" in done.stderr
 
 
 @pytest.mark.parametrize("url, same", [
@@ -1163,29 +1006,6 @@ def test_a_token_over_plain_http_is_warned_of(box, endpoint, token, warned):
     assert done.stdout == f"{endpoint} https://text {token}\n" and ("travels unencrypted" in done.stderr) == warned
 
 
-@pytest.mark.parametrize("words, expected", [
-    ((), "models data main no tinyshakespeare pythia-160m"), (("a", "b"), "models data main no a b"), (("-o", "x", "--data=y", "--revision", "v1/a", "--dry-run"),
-     "x y v1/a yes tinyshakespeare pythia-160m"), (("--out=a=b", "n"), "a=b data main no n"), (("n", "--", "-o", "--list"), "models data main no n -o --list"),
-    (("--data", "d", "a", "--out", "o", "b"), "o d main no a b")])
-def test_options_in_any_order_and_form(box, words, expected):
-    done = function(box, 'parse_options "$@"; echo $out_dir $data_dir $revision $dry_run "${names[@]}"', *words)
-    assert done.stdout == expected + "\n", done.stderr
-
-
-@pytest.mark.parametrize("name, repo, folder", [
-    ("pythia-1b", "EleutherAI/pythia-1b", "pythia-1b"), ("PYTHIA-12B-Deduped", "EleutherAI/pythia-12b-deduped", "pythia-12b-deduped"),
-    ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M", "smollm2-135m"), ("llama-3.1-8b", "meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
-    ("tinyllama-1.1b", "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", "tinyllama-1.1b"), ("Org/Model.x_y-1", "Org/Model.x_y-1", "Model.x_y-1"),
-    ("smollm2-135m-deduped", None, ""), ("org/a..b", None, ""), (".org/a", None, ""), ("org/.a", None, ""), ("/a", None, ""), ("pythia", None, "")])
-def test_names_of_models(box, name, repo, folder):
-    for revision, suffix in (("main", ""), ("refs/pr/5", "-refs-pr-5")):
-        done = function(box, f'revision={revision} out_dir="my models"; resolve_name "$1"; echo "$repo|$dir"', name)
-        if repo is None:
-            assert done.returncode == USAGE and "got an unknown name" in done.stderr
-        else:
-            assert done.stdout == f"{repo}|my models/{folder}{suffix}\n"
-
-
 @pytest.mark.parametrize("content, size, hashed, words", [
     (b"text", "", "", ""), (b"text", "4", "", ""), (b"text", "5", "", "got 4 bytes, expected 5"), (b"", "", "", "got 0 bytes, expected some"),
     (b"", "7", "", "got 0 bytes, expected 7"), (b"text", "4", f"sha256:{sha256(b'text')}", ""), (b"text", "", f"git-sha1:{git_sha1(b'text')}", ""),
@@ -1197,32 +1017,6 @@ def test_what_is_wrong_with_a_file(box, content, size, hashed, words):
     (box.directory / "-file").write_bytes(content)
     done = function(box, 'remote_size=$1 remote_hash=$2; inspect -file; echo "${problem:-well}"', size, hashed)
     assert done.returncode == 0 and done.stderr == "" and (words in done.stdout if words else done.stdout == "well\n"), done
-
-
-def test_the_last_block_of_headers_counts(box):
-    (box.directory / "scratch").mkdir()
-    (box.directory / "scratch" / "headers").write_bytes(
-        b"HTTP/1.1 302 Found\r\nX-Linked-Size: 5\r\nETag: \"a\"\r\n\r\nHTTP/2 200\r\nETAG:  W/\"b c\" \r\nX-Empty:\r\nnot a header\r\n\r\n")
-    done = function(box, 'read_headers; for name in "${!headers[@]}"; do echo "$name=${headers[$name]}"; done | sort')
-    assert done.stdout == 'etag=W/"b c"\n', done
-
-
-def test_commands_for_every_model_and_the_text(box):
-    for name, kind in (("one", '"gpt_neox"'), ("two b", ' "llama"')):
-        (box.directory / name).mkdir()
-        (box.directory / name / "config.json").write_text(f'{{"model_type" :{kind}}}')
-    commands = 'model_dirs=("$@") text_file=data/a.txt; print_next_steps'
-    assert function(box, commands, "two b", "./one").stdout.splitlines() == [
-        r'.venv/bin/python scripts/convert_hf.py two\ b -o two\ b.bin && ./infer_pythia --model two\ b.bin --prompt "Hello"',
-        '.venv/bin/python scripts/convert_hf.py ./one -o one.bin && ./infer_pythia --model one.bin --prompt "Hello"',
-        r".venv/bin/python dev/prepare_data.py data/a.txt --tokenizer two\ b/tokenizer.json -o data/mine"]
-    assert function(box, commands).stdout == ".venv/bin/python dev/prepare_data.py data/a.txt --tokenizer models/tiny-llama/tokenizer.json -o data/mine\n"
-
-
-@pytest.mark.parametrize("free, needed, code", [(100, 102400, 0), (100, 102401, NO_SPACE), (0, 0, 0), (3000000000, 3 * 10**12, 0)])
-def test_the_space_that_is_needed_is_looked_for_where_the_directory_will_be(box, free, needed, code):
-    done = function(box, f'df() {{ echo "$*" >&2; echo header; echo "disk 0 0 {free} 0% /"; }}; subject=file; require_space "{box.directory}/a/b" {needed}')
-    assert done.returncode == code and done.stderr.startswith(f"-Pk -- {box.directory}\n"), done
 
 
 def test_a_cache_is_that_of_the_revision(box):
@@ -1260,16 +1054,3 @@ def test_the_second_model_begins_anew(box):
     assert box.path("model.safetensors", model="second").read_bytes() == b"other weights"
     assert box.hub.requests[0].path == "/org/second/resolve/main/config.json"
     assert len(result.stdout.splitlines()) == 2 and "second.bin" in result.stdout.splitlines()[1]
-
-
-def test_a_dry_run_counts_what_is_not_here(box):
-    box.succeeds()
-    box.path("tokenizer.json").write_bytes(TOKENIZER + b" ")
-    box.add_model("org/second")
-    lines = box.succeeds("pythia-160m", "org/second", "--dry-run").stdout.splitlines()
-    here = [line.split()[1] for line in lines if line.split()[0] == "here"]
-    assert here == [f"models/pythia-160m/{name}" for name in ("config.json", "tokenizer_config.json", "model.safetensors")]
-    assert lines[1].split()[0] == f"{len(TOKENIZER)}.0B" and lines[1].endswith("/tokenizer.json")
-    total = len(TOKENIZER) + len(CONFIG) + len(TOKENIZER) + 2 + len(WEIGHTS)
-    assert lines[-1].split() == [f"{total / 1000:.1f}KB", "in", "all"] and len(lines) == 9
-    assert not box.path(model="second").exists()

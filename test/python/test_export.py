@@ -390,10 +390,6 @@ def test_whatever_ends_an_export_leaves_nothing(tmp_path, monkeypatch, error):
 # ---- fields with several values, each value on the whole way ----------------------------------------------------------
 
 
-SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-           "original_max_position_embeddings": 32}
-
-
 def round_trip(tmp_path, config, generation=None):
     """The model object of the file, the exported config.json and generation_config.json."""
     directory = ck.write_checkpoint(tmp_path / "model", config)
@@ -451,39 +447,3 @@ def test_special_tokens_of_a_tokenizer_without_added_tokens(added):
         del tokenizer["added_tokens"]
     written = export_hf.tokenizer_config(ck.model_of(ck.LLAMA), json.dumps(tokenizer).encode())
     assert (written["bos_token"], written["eos_token"]) == ("t1", "t2")
-
-
-@pytest.mark.parametrize("key, name, value", [
-    ("factor", "factor", 32.0), ("factor", "factor", 2), ("low_freq_factor", "low_freq_factor", 0.5),
-    ("high_freq_factor", "high_freq_factor", 7.25), ("original_max_position_embeddings", "original_max_positions", 48)])
-@pytest.mark.parametrize("home", ["rope_scaling", "rope_parameters"])
-def test_each_number_of_the_scaling(tmp_path, home, key, name, value):
-    scaling = SCALING | {key: value} | ({"rope_theta": 10000.0} if home == "rope_parameters" else {})
-    model, exported, _ = round_trip(tmp_path, ck.LLAMA | {home: scaling})
-    assert model["rope"]["type"] == "llama3" and model["rope"][name] == value
-    assert exported["rope_scaling"][key] == value and exported["rope_parameters"][key] == value
-
-
-@pytest.mark.parametrize("scaling", [None, {"rope_type": "default"}, {"type": "default"}])
-def test_no_scaling_in_every_form(tmp_path, scaling):
-    model, exported, _ = round_trip(tmp_path, ck.LLAMA | {"rope_scaling": scaling})
-    assert model["rope"]["type"] == "standard" and exported["rope_scaling"] is None
-    assert exported["rope_parameters"]["rope_type"] == "default"
-
-
-@pytest.mark.parametrize("key, values, name", [
-    ("tie_word_embeddings", (True, False), "tied_embeddings"), ("rms_norm_eps", (1e-6, 1e-5), "norm_eps"),
-    ("rope_theta", (500000.0, 1234.5), None), ("num_key_value_heads", (1, 2, 4), "num_kv_heads"),
-    ("max_position_embeddings", (1, 131072), "max_positions")])
-def test_each_value_of_a_field(tmp_path, key, values, name):
-    for number, value in enumerate(values):
-        model, exported, _ = round_trip(tmp_path / str(number), ck.LLAMA | {key: value})
-        assert exported[key] == value and (model[name] if name else model["rope"]["theta"]) == value
-
-
-@pytest.mark.parametrize("parallel", [True, False])
-@pytest.mark.parametrize("fraction", [0.25, 0.5, 1.0])
-def test_each_value_of_gpt_neox(tmp_path, parallel, fraction):
-    model, exported, _ = round_trip(tmp_path, ck.GPT_NEOX | {"use_parallel_residual": parallel, "rotary_pct": fraction})
-    assert model["parallel_residual"] is parallel is exported["use_parallel_residual"]
-    assert model["rope"]["rotary_dim"] == 8 * fraction and exported["rotary_pct"] == fraction

@@ -99,15 +99,6 @@ def test_the_checksum_is_castagnoli():
     assert export_log.crc32c(b"123456789") == 0xE3069283 == bitwise_crc32c(b"123456789")
 
 
-@pytest.mark.parametrize("value", [0, 1, *(2**bits + by for bits in range(7, 64, 7) for by in (-1, 0, 1))])
-def test_a_number_takes_a_byte_for_each_seven_bits(value):
-    """Each number ends, and what comes after it is read as what it is: steps, and the lengths of fields."""
-    data = export_log._varint(value)
-    assert read_varint(data + b"\xff", 0) == (value, max(1, -(-value.bit_length() // 7)))
-    if value < 1 << 15:
-        assert list(fields(export_log._field(5, bytes(value)))) == [(5, bytes(value))]
-
-
 def test_a_table(tmp_path):
     run = write_log(tmp_path / "run", [HEADER, step(1), step(2, val_loss=3.25), step(3, loss=None, grad_norm="x"),
                                        {"type": "resume", "step": 2}, step(3, loss=0.1)])
@@ -116,17 +107,6 @@ def test_a_table(tmp_path):
     rows = list(csv.DictReader((tmp_path / "out.csv").open()))
     assert [row["step"] for row in rows] == ["1", "2", "3"] and [row["loss"] for row in rows] == ["2.5", "2.5", "0.1"]
     assert rows[1]["val_loss"] == "3.25" and rows[0]["val_loss"] == "" and rows[2]["grad_norm"] == "1.5"
-
-
-def test_every_field_of_a_table(tmp_path):
-    """In the order of the steps, zeros and all digits included."""
-    records = [step(2, loss=0, lr=0.0, grad_norm=-1e300, tokens_per_s=True, dt_ms=1e301, time=1700000002.123456),
-               step(0, tokens=0, val_loss=0.1234567890123, time="x"), step(1, lr=None)]
-    export_log.write_csv(Run(Path("x"), "x", steps={record["step"]: record for record in records}), tmp_path / "a.csv")
-    assert (tmp_path / "a.csv").read_text() == ("step,tokens,time,loss,val_loss,lr,grad_norm,tokens_per_s,dt_ms\n"
-                                                "0,0,,2.5,0.1234567890123,0.001,1.5,1000.0,16.0\n"
-                                                "1,16,1700000001.0,2.5,,,1.5,1000.0,16.0\n"
-                                                "2,32,1700000002.123456,0,,0.0,-1e+300,,\n")
 
 
 def test_event_files(tmp_path):
@@ -163,16 +143,6 @@ def test_scalars_are_the_numbers_that_a_float_holds(value, kept):
     assert found == [{1: b"loss/train", 2: pytest.approx(value)}] * kept + [{1: b"optimizer/learning_rate", 2: 0.5}]
 
 
-@pytest.mark.parametrize("when, written", [("absent", 0.0), (None, 0.0), ("x", 0.0), (True, 0.0), (5, 5.0), (0, 0.0),
-                                           (1e300, 1e300)])
-def test_the_time_of_an_event_is_that_of_its_record(tmp_path, when, written):
-    record = step(1) | {"time": when}
-    if when == "absent":
-        del record["time"]
-    export_log.EventFile(Run(Path("x"), "x", steps={1: record}), tmp_path).update()
-    assert events(tmp_path)[1][:2] == (written, 1)
-
-
 def test_steps_after_the_first_that_is_void_are_written_again(tmp_path):
     """A step that is gone counts at once, and the records that stood behind it are void for TensorBoard as well."""
     run = Run(Path("x"), "x", steps={number: step(number) for number in range(1, 6)})
@@ -196,81 +166,6 @@ def test_steps_after_the_first_that_is_void_are_written_again(tmp_path):
     ([".hidden", "..", "", "..."], ["hidden", "run", "run-2", "run-3"]), (["a.b", "-a"], ["a.b", "-a"])])
 def test_each_run_has_a_folder_of_its_own(labels, names):
     assert export_log.names_of([Run(Path("x"), label) for label in labels]) == names
-
-
-def follow(monkeypatch, arguments, pauses):
-    """main() with --follow 7: `pauses` run one by one where it would sleep, then comes Ctrl-C."""
-    left = iter(pauses)
-
-    def sleep(seconds):
-        assert seconds == 7
-        action = next(left, None)
-        if action is None:
-            raise KeyboardInterrupt
-        action()
-
-    monkeypatch.setattr(export_log.time, "sleep", sleep)
-    monkeypatch.setattr(sys, "argv", ["export_log.py", *map(str, arguments), "--follow", "7"])
-    assert export_log.main() == 0
-
-
-def append(run, *records):
-    with (run / "log.jsonl").open("a") as log:
-        log.writelines(json.dumps(record) + "\n" for record in records)
-
-
-def test_every_log_that_is_followed_is_read_each_time(tmp_path, monkeypatch):
-    """The first, the second, both, none; a log without a step is no error."""
-    one, two = (write_log(tmp_path / name, [HEADER]) for name in ("one", "two"))
-    seen = []
-
-    def look():
-        seen.append([[number for _, number, _ in events(tmp_path / "tb" / name)[1:]] for name in ("one", "two")])
-
-    follow(monkeypatch, [one, two, "--tensorboard", tmp_path / "tb"], [
-        lambda: append(two, step(1)), lambda: [look(), append(one, step(5)), append(two, step(2))],
-        lambda: [look(), append(one, step(6))], look, look])
-    assert seen == [[[], [1]], [[5], [1, 2]], [[5, 6], [1, 2]], [[5, 6], [1, 2]]]
-
-
-def test_a_table_that_is_followed_is_written_from_the_first_step_on_and_where_there_is_more(tmp_path, monkeypatch):
-    run, table = write_log(tmp_path / "run", []), tmp_path / "a.csv"
-    seen = []
-
-    def look():
-        seen.append(table.read_text().count("\n") if table.exists() else 0)
-        table.unlink(missing_ok=True)
-
-    follow(monkeypatch, [run, "--csv", table], [
-        lambda: append(run, HEADER), lambda: [look(), append(run, step(1))], lambda: [look(), append(run, step(2), step(3))],
-        look, look])
-    assert seen == [0, 2, 4, 0]
-
-
-@pytest.mark.parametrize("script", ["export_log", "plot_log"])
-def test_how_often_to_look(script, monkeypatch, capsys):
-    module = importlib.import_module(script)
-    begin = [f"{script}.py", "run", *(["--csv", "a.csv"] if script == "export_log" else ["-o", "a.png"])]
-    for options, want in ([], None), (["--follow"], 10.0), (["--follow", "0.1"], 0.1), (["--follow", "86400"], 86400.0):
-        monkeypatch.setattr(sys, "argv", begin + options)
-        assert module.arguments().follow == want
-    for value in ("0", "0.09", "86401", "-1", "x", "inf"):
-        monkeypatch.setattr(sys, "argv", [*begin, f"--follow={value}"])
-        with pytest.raises(SystemExit) as ended:
-            module.arguments()
-        assert ended.value.code == 2 and "--follow" in capsys.readouterr().err
-
-
-def test_what_an_export_says(tmp_path, monkeypatch, capsys):
-    runs = [write_log(tmp_path / name, [HEADER, *(step(number) for number in range(count))]) for name,
-            count in (("one", 1), ("two", 3))]
-    for options, lines in ((["--tensorboard", "tb"], ["'one': 1 steps", "'two': 3 steps",
-                                                      "next        tensorboard --logdir tb"]),
-                           (["--tensorboard", "tb"], ["'two': 3 steps", "next        tensorboard --logdir tb"]),
-                           (["--csv", "a.csv"], ["'two': 3 steps"])):
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["export_log.py", *map(str, runs[-1:] if len(lines) < 3 else runs), *options])
-        assert export_log.main() == 0 and capsys.readouterr().out.splitlines() == lines
 
 
 def test_following_a_run_that_is_resumed(tmp_path):

@@ -27,11 +27,6 @@ def blocks(guide: str) -> list[str]:
     return [re.sub(r"^ {4}", "", block, flags=re.M) for block in re.findall(r"(?:^ {4}.*\n)+", text, re.M)]
 
 
-def commands(guide: str) -> list[list[str]]:
-    lines = [line for block in blocks(guide) for line in re.sub(r"<<'END'\n.*?\nEND\n", "\n", block, flags=re.S).splitlines()]
-    return [shlex.split(line) for line in lines if line.strip()]
-
-
 def shorter(block: str) -> str:
     """The same commands with a fiftieth of the steps."""
     block = re.sub(r"(--(?:steps|sample-every|save-every|val-every|warmup-steps)) (\d+)", lambda m: f"{m[1]} {int(m[2]) // STEPS}", block)
@@ -62,35 +57,6 @@ def test_the_commands_of_the_guides_work(place):
     assert ran >= 14
     assert (place / "exported" / "tokenizer.json").exists() and (place / "tuned" / "model.safetensors").exists()
     assert {path.name for path in (place / "runs" / "own").glob("step_*")} >= {"step_00000003", "step_00000004"}
-
-
-def help_of(command: list[str]) -> str:
-    """What --help-all, or --help of a script, says of the program that a command starts."""
-    program = command[1:2] if command[0] == ".venv/bin/python" else command[:1]
-    if program[0].endswith(".py"):
-        return subprocess.run([sys.executable, ROOT / program[0], "--help"], capture_output=True, text=True, check=True).stdout
-    binary = PROGRAMS / program[0].removeprefix("./")
-    if not binary.exists():
-        pytest.skip(f"{binary} is not built")
-    return subprocess.run([binary, "--help-all"], capture_output=True, text=True, check=True).stdout
-
-
-def unknown_options(guide_commands: list[list[str]]) -> list[str]:
-    helps, absent = {}, []
-    for command in guide_commands:
-        if command[0] not in ("./train_llama", "./infer_pythia", ".venv/bin/python"):
-            continue
-        key = " ".join(command[:2]) if command[0].startswith(".venv") else command[0]
-        helps.setdefault(key, help_of(command))
-        absent += [f"{key}: {word}" for word in command if re.match("-", word) and not re.search(rf"(?<![\w-]){word}(?![\w-])", helps[key])]
-    return absent
-
-
-def test_the_options_of_the_guides_are_those_of_their_programs():
-    found = [command for guide in GUIDES for command in commands(guide)]
-    assert len(found) > 20 and unknown_options(found) == []
-    assert unknown_options([["./train_llama", "--prompt", "x"], ["./infer_pythia", "--steps", "3"]]) == [
-        "./train_llama: --prompt", "./infer_pythia: --steps"]
 
 
 def test_steps_are_fewer_everywhere():

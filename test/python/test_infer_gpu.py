@@ -170,31 +170,6 @@ def test_auto_takes_the_gpu_and_says_how(tiny):
     assert "decode graph, not fused: " in fp32 and "fp32" in fp32
 
 
-def test_bench_timeline_has_a_row_for_every_phase(tiny):
-    if "fused" not in modes("fp16"):
-        pytest.skip("no fused kernel on this GPU")
-    done = run("--device", "cuda", "--model", tiny, "--bench", "--max-tokens", 16, "--decode", "fused", "--bench-timeline")
-    assert done.returncode == OK, done.stderr.decode()
-    lines = done.stdout.decode().splitlines()
-    begin = next(i for i, line in enumerate(lines) if line.startswith("end of a phase, us"))
-    rows = [line.rsplit(maxsplit=3) for line in lines[begin + 1:]]
-    assert [row[0].strip() for row in rows] == ["x here", "norms done", "QKV done", "up done", "query here", "attention done",
-                                                "MLP up here", "down done", "attention here", "x written"]
-    for _, first, mean, last in rows:
-        assert 0 <= float(first) <= float(mean) <= float(last) < 1000
-
-
-def test_bench_has_every_figure(tiny):
-    result = object_of("--model", tiny, "--bench", "--max-tokens", 16)
-    assert result["read_ceiling_gb_per_s"] > 100
-    assert [point["prompt_tokens"] for point in result["contexts"]] == [64]
-    for point in [result, *result["contexts"]]:
-        assert 0 < point["ttft_ms"] and 0 < point["itl_ms_p50"] <= point["itl_ms_p99"]
-        assert point["share_of_read_ceiling"] == pytest.approx(point["gb_per_s"] / result["read_ceiling_gb_per_s"])
-    table = run("--device", "cuda", "--model", tiny, "--bench", "--max-tokens", 16).stdout.decode().splitlines()
-    assert len(table) == 4 and "a plain read reaches" in table[-1]
-
-
 @pytest.mark.parametrize("name", ["pythia-14m", "llama"])
 def test_bench_batch_has_every_figure(llama, name):
     words = ["--bench-batch", "1,16,3", "--bench-prompt", 32, "--max-tokens", 24]
@@ -242,27 +217,6 @@ def test_bf16_rounds_the_weights_of_an_fp16_file(tiny, tmp_path):
               for dtype in ("auto", "fp16", "bf16", "fp32")}
     assert scores["auto"] == scores["fp16"]
     assert len(set(scores.values())) == 3, scores
-
-
-def test_bench_layer_times_one_layer(tiny):
-    for decode in modes("fp16"):
-        words = ["--model", tiny, "--bench", "--bench-layer", "--decode", decode]
-        result = object_of(*words)
-        assert set(result) == {"layers", "context", "layer_ms", "device", "decode"}
-        assert (result["layers"], result["context"], result["device"], result["decode"]) == (6, 64, "cuda", decode)
-        token = object_of("--model", tiny, "--bench", "--max-tokens", 16, "--bench-contexts", 64, "--decode", decode)
-        assert 0 < result["layer_ms"] < token["contexts"][0]["itl_ms_p50"], "a layer is less than a token of six"
-        text = run("--device", "cuda", *words).stdout.decode()
-        assert text.startswith("attention, MLP-up and GELU of one layer of 6 in turn, context 64, decode " + decode)
-    assert "--bench-layer" in refused(USAGE, "--model", tiny, "--bench", "--bench-layer", "--bench-contexts", 64)
-
-
-def test_random_models_have_the_size_of_their_name():
-    """Bytes of the weights that a token reads: those of Pythia without its embedding, in fp16."""
-    for name, parameters in (("pythia-14m", 7.6e6), ("pythia-70m", 44.7e6)):
-        result = object_of("--bench", "--random-model", name, "--max-tokens", 4, "--bench-contexts", 32)
-        assert result["bytes_per_token"] == pytest.approx(2 * parameters, rel=0.1), name
-        assert [point["prompt_tokens"] for point in result["contexts"]] == [32]
 
 
 # ---- Llama -----------------------------------------------------------------------------------------------------------

@@ -137,11 +137,6 @@ def test_a_checkpoint_runs_as_it_is(checkpoint, tmp_path):
     assert abs(math.log(result["perplexity"]) - loss) < 0.5, (result, loss)
 
 
-def test_a_directory_as_model_is_explained(checkpoint):
-    done = run(PROGRAM, "--device", "cpu", "--model", checkpoint[0].parent, "--prompt", "x", code=BAD_FILE)
-    assert done.stderr.count("\n") == 1 and "model.bin" in done.stderr, done.stderr
-
-
 def test_a_pythia_cannot_be_trained(tmp_path):
     done = run(TRAIN, "--device", "cpu", "--model", GOLDENS / "neox-hs128.model.bin", "--train", tmp_path / "x.bin",
                "--out", tmp_path / "run", code=BAD_FILE)

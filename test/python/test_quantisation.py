@@ -166,15 +166,6 @@ def test_the_grid_of_int4_reaches_both_ends_and_holds_0():
         quantization.quantize_rows(np.float32([[1, 2], [0, 65504 * 15 * 2.1]]), "int4")
 
 
-@pytest.mark.parametrize("columns, groups", [(1, 1), (127, 1), (128, 1), (129, 2), (256, 2), (257, 3)])
-def test_the_tensors_of_a_matrix(columns, groups):
-    assert quantization.groups_of(columns) == groups
-    assert quantization.stored_tensors("int8", "w", (5, columns)) == [("w", "i8", (5, columns)), ("w.scales", "f32", (5,))]
-    assert quantization.stored_tensors("fp8", "w", (5, columns)) == [("w", "e4m3", (5, columns)), ("w.scales", "f32", (5,))]
-    assert quantization.stored_tensors("int4", "w", (5, columns)) == [
-        ("w", "u4", (5, columns)), ("w.scales", "f16", (5, groups)), ("w.zeros", "u8", (5, groups))]
-
-
 @pytest.mark.parametrize("elements, columns, pieces", [
     (100, 10, [(0, 10), (10, 20), (20, 25)]), (250, 10, [(0, 25)]), (249, 10, [(0, 24), (24, 25)]), (9, 10, [(row, row + 1) for row in range(25)]),
     (109, 10, [(0, 10), (10, 20), (20, 25)])])
@@ -189,16 +180,6 @@ def test_a_matrix_is_quantised_in_pieces_of_whole_rows(monkeypatch, elements, co
     for part in ("q", "scales", *(["zeros"] if scheme == "int4" else [])):
         np.testing.assert_array_equal(np.concatenate([getattr(rows, part) for rows in found]), getattr(whole, part))
     assert (whole.zeros is None) == (scheme != "int4")
-
-
-@pytest.mark.parametrize("limit, expected", [
-    (None, 6), ("", 6), ("1", 1), ("5", 5), ("6", 6), ("7", 6), ("0", 6), ("00", 6), ("02", 2), ("-1", 6), (" 2", 6), ("two", 6), ("2,4", 6), ("²", 6)])
-def test_threads_are_those_of_the_cores_or_fewer(monkeypatch, limit, expected):
-    monkeypatch.setattr(quantization.os, "sched_getaffinity", lambda process: set(range(6)) if process == 0 else None)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if limit is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", limit)
-    assert quantization.workers() == expected
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -539,20 +520,6 @@ def test_gptq_moves_the_error_of_each_column_to_those_right_of_it(columns):
         loss = (left[:, column] - scale * (chosen - zero)) / factor[column, column]
         left[:, column + 1:] -= np.outer(loss, factor[column, column + 1:])
     assert rows.square == pytest.approx((weights.astype(np.float64) ** 2).sum(), rel=1e-12)
-
-
-def test_layers_are_computed_once_and_their_matrices_wait_until_they_are_taken():
-    path = ck.ROOT / "test" / "fixtures" / "golden" / "llama-hs32-gqa2.model.bin"
-    file = tensor_file.read(path)
-    model, ids = hf_config.model_from_json(file.config["model"], path), np.arange(32, dtype=np.int32).reshape(2, 16)
-    names = [f"model.layers.{layer}.{name}.weight" for layer in (0, 1) for name in ("self_attn.v_proj", "mlp.up_proj")]
-    calibrations = [gptq.Calibration(model, file.f32, ids, lambda name: name in names) for _ in range(2)]
-    layers, run = [], calibrations[1].layers.run
-    calibrations[1].layers.run = lambda layer, quantise: layers.append(layer) or run(layer, quantise)
-    plain = {name: calibrations[0].take(int(name[13]), name) for name in names}
-    for name in reversed(names):
-        np.testing.assert_array_equal(calibrations[1].take(int(name[13]), name).q, plain[name].q)
-        assert layers == [0, 1] and name not in calibrations[1].found
 
 
 def test_gptq_moves_the_outputs_less_than_rounding_does():

@@ -371,23 +371,6 @@ def test_optimizer_steps_of_a_vector_and_a_matrix():
 # ---- the script ------------------------------------------------------------------------------------------------------
 
 
-def test_options_are_checked_before_torch_is_loaded(tmp_path):
-    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA)
-    for options, words in ((["--random", "2"], "--random"), (["--random", "0,5"], "--random"),
-                           (["--ids", "1,x"], "--ids"), (["--ids", "1,37"], "37"), (["--tensors", "act,what"], "what"),
-                           (["--dtype", "fp8"], "fp8"),
-                           (["--ids", "1,2", "--greedy", "70"], "64 positions"), (["--lr", "-1"], "--lr"),
-                           (["--beta1", "1"], "--beta1"), (["--dtype", "bf16", "--backward"], "fp32"),
-                           (["--precision", "fp8"], "ffn_size: got 24"),
-                           (["--precision", "fp8", "--greedy", "2"], "--greedy: not with"),
-                           (["--precision", "fp8", "--half-run"], "--half-run"), (["--precision", "bf16"], "invalid choice"),
-                           (["--ids", "3", "--backward"], "two ids"), (["--ids", "1", "--prompt", "x"], "--prompt")):
-        done = ck.run_script("dump_reference.py", directory, "-o", tmp_path / "d.bin", *options)
-        ck.assert_refused(done, 2, words, output=tmp_path / "d.bin")
-    done = ck.run_script("dump_reference.py", directory, "-o", tmp_path / "d.bin", "--prompt", "x")
-    ck.assert_refused(done, 3, "tokenizer.json", output=tmp_path / "d.bin")
-
-
 def test_missing_libraries_are_exit_4(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
     directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA)

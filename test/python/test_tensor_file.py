@@ -257,44 +257,6 @@ def test_writes_in_pieces(tmp_path):
     np.testing.assert_array_equal(tensor_file.read(tmp_path / "a.bin").array("x").reshape(-1), values)
 
 
-@pytest.mark.parametrize("misuse", [
-    lambda w: w.declare("x", "f32", (1,)),
-    lambda w: w.declare("", "f32", (1,)),
-    lambda w: w.declare("n" * 256, "f32", (1,)),
-    lambda w: w.declare("a\nb", "f32", (1,)),
-    lambda w: w.declare("y", "f64", (1,)),
-    lambda w: w.declare("y", "f32", (-1,)),
-    lambda w: w.declare("y", "u8", (1,) * 9),
-    lambda w: w.declare("y", "f32", (1 << 61, 1 << 61, 0)),
-    lambda w: w.write("y", b""),
-    lambda w: w.write("x", np.zeros(3, dtype=np.float32)),
-    lambda w: w.write("x", np.zeros(2, dtype=np.float64)),
-    lambda w: w.write("x", bytes(7)),
-    lambda w: w.write("x", bytes(9)),
-    lambda w: w.write("x", np.zeros(2, dtype=np.int32)),
-    lambda w: w.write("x", np.zeros((2, 1), dtype=np.float32)),
-    lambda w: w.write("x", np.zeros((), dtype=np.float32)),
-    lambda w: w.write("x", [np.float32(1), np.int32(1)]),
-    lambda w: w.write("x", [bytes(4)] * 3),
-    lambda w: w.declare("y", "u4", (2, 3)),
-    lambda w: w.declare("y", "u4", ()),
-    lambda w: [w.write("x", bytes(8)), w.write("x", bytes(8))],
-    lambda w: [w.write("x", bytes(8)), w.declare("y", "f32", (1,))],
-    lambda w: [w.declare("y", "u8", (2**63 - 1,)), w.write("x", bytes(8))],
-    lambda w: Writer(w.path, "models", {}),
-    lambda w: w.close(),
-])
-def test_misuse_leaves_the_old_file(misuse, tmp_path):
-    path = tmp_path / "x.bin"
-    path.write_bytes(b"old")
-    with pytest.raises(KeyboardInterrupt), Writer(path, "model", {}) as writer:
-        writer.declare("x", "f32", (2,))
-        with pytest.raises(ValueError):
-            misuse(writer)
-        raise KeyboardInterrupt  # the end of the block would complain of what is not written
-    assert path.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
-
-
 def test_a_file_that_is_closed_too_early_leaves_nothing(tmp_path):
     writer = Writer(tmp_path / "x.bin", "model", {})
     for name in ("x", "y"):
@@ -463,19 +425,6 @@ def test_both_ends_of_each_range_of_characters_are_escaped_and_their_neighbours_
         assert code < 0 or escaped(chr(code)) == f"'{chr(code)}'"
 
 
-@pytest.mark.parametrize("character", ["\u00e9", "\u91cd", "\U0001f9f5"])
-def test_no_character_is_cut_where_a_text_is_shortened(character):
-    """The head takes each character that begins before its end, the tail only whole ones."""
-    size = len(character.encode())
-    for limit in range(3, 40):
-        for before in range(6):
-            text = "ab"[:before] + character * 60
-            head, tail = escaped(text, limit)[1:-1].split("...")
-            count = -(-max(0, limit // 3 - min(before, 2)) // size)
-            assert head == "ab"[:min(before, limit // 3)] + character * count
-            assert tail == character * ((limit - limit // 3) // size)
-
-
 def test_escaped_agrees_with_the_cpp_one():  # the same cases are in test/cpp/base_test.cpp
     assert escaped("plain \u00e9") == "'plain \u00e9'"
     assert escaped("a\x1b[31mb\n\x7f") == "'a\\x1b[31mb\\x0a\\x7f'"
@@ -583,24 +532,6 @@ def test_the_directory_is_synced_after_the_rename(tmp_path, monkeypatch):
     with pytest.raises(FileError, match="'x': cannot sync the directory: it failed") as caught:
         file.publish()
     assert caught.value.code == tensor_file.ENVIRONMENT and (tmp_path / "x").read_bytes() == b"newer"
-
-
-def test_the_tool_lists_files_of_any_content(tmp_path, capsys):
-    """In this process: without tensors, with names that steer a terminal; each error has its own exit code."""
-    assert tensor_file.main([str(FIXTURES / "tensor_file" / "no_tensors.bin")]) == 0
-    assert capsys.readouterr().out == "training state, 0 tensors, 0 bytes of data\n{}\n"
-    path = tmp_path / "a\u202eb.bin"
-    with Writer(path, "model", {"b": 1, "a": 2}) as writer:
-        writer.declare("n\u202e" + "m" * 200, "u8", ())
-        writer.write("n\u202e" + "m" * 200, b"1")
-    assert tensor_file.main([str(path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:-1] == ["model, 1 tensors, 1 bytes of data", "{", '  "a": 2,', '  "b": 1', "}"]
-    assert lines[-1].startswith("'n\\xe2\\x80\\xae" + "m" * 200 + "'  u8    []")
-    assert tensor_file.main(["--verify", str(path)]) == 0
-    assert capsys.readouterr().out == f"{escaped(str(path))}: model, 1 tensors, all hashes match\n"
-    assert tensor_file.main([str(tmp_path / "none")]) == tensor_file.BAD_FILE
-    assert capsys.readouterr().err == f"error: {escaped(str(tmp_path / 'none'))}: cannot open: No such file or directory\n"
 
 
 def test_a_reader_that_goes_away_is_no_error():

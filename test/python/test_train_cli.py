@@ -22,53 +22,22 @@ import tensor_file
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options, words", [
+@pytest.mark.parametrize("options, words", [  # one of each kind: options_test.cpp has the limits and combinations of all
     (["--microbatch", "3"], ["--microbatch", "--micro-batch"]),
     (["--lr", "abc"], ["--lr", "'abc'", "10"]),
-    (["--lr", "1e400"], ["--lr", "1e400"]),
-    (["--lr", "nan"], ["--lr"]),
-    (["--lr=-1"], ["--lr", "-1"]),
-    (["--steps", "5x"], ["--steps", "'5x'"]),
-    (["--steps", "0"], ["--steps", "1"]),
-    (["--micro-batch=-1"], ["--micro-batch"]),
-    (["--steps"], ["--steps", "missing"]),
-    (["--steps", "5", "--steps", "6"], ["--steps"]),
-    (["--schedule", "cosin"], ["--schedule", "cosine"]),
-    (["--keep", "0"], ["--keep", "2"]),
-    (["--keep", "1"], ["--keep", "2"]),
     (["--config", "huge"], ["--config", "tiny", "llama3.2-1b"]),
-    (["--model", "x.bin"], ["--config", "--model"]),
-    (["--batch-tokens", "100"], ["--batch-tokens", "2048"]),
     (["--seq-len", "600"], ["--seq-len", "512"]),
-    (["--steps", "10", "--warmup-steps", "11"], ["--warmup-steps", "10"]),
-    (["--schedule", "wsd", "--steps", "100", "--wsd-decay-fraction", "0.9"], ["--wsd-decay-fraction"]),
     (["--precision", "bf16", "--device", "cpu"], ["--precision"]),
-    (["--debug-inject", "boom"], ["--debug-inject", "nan@step"]),
-    (["--compare", "x"], ["--compare", "--model"]),
-    (["--bench", "--dry-run"], ["--bench", "--dry-run", "one of them"]),
-    (["--eval"], ["--eval", "--model"]),
     (["--keep-best"], ["--keep-best", "--val"]),
-    (["--gpu-memory", "80GB"], ["--gpu-memory", "--dry-run"]),
     (["--gpu-memory", "80", "--dry-run"], ["--gpu-memory", "80GB"]),
-    (["--gpu-memory", "x GB", "--dry-run"], ["--gpu-memory", "80GB"]),
-    (["--gpu-memory=-1GB", "--dry-run"], ["--gpu-memory", "80GB"]),
-    (["--gpu-memory", "80GB", "--dry-run", "--device", "cpu"], ["--gpu-memory", "--device cpu"]),
     (["--vocab-size", "63", "--seq-len", "16"], ["--vocab-size", "64"]),
-    (["--vocab-size", "1000001"], ["--vocab-size", "1000000"]),
     (["--steps", "1000000000000", "--micro-batch", "1000000"], ["--steps", "tokens"]),
-    (["stray"], ["stray"]),
 ])
 def test_usage_errors_name_option_and_range(data, tmp_path, options, words):
     config = [] if "--config" in options else ["--config", "tiny"]
     done = run_program(*config, "--train", data / "train_*.bin", "--out", tmp_path / "run", *options)
     assert_refused(done, 2, *words)
     assert not (tmp_path / "run").exists()
-
-
-def test_what_is_needed_is_asked_for(data, tmp_path):
-    assert_refused(run_program(), 2, "--config", "--model")
-    assert_refused(run_program("--config", "tiny"), 2, "--train")
-    assert_refused(run_program("--config", "tiny", "--train", data / "train_*.bin"), 2, "--out")
 
 
 def test_help_and_version(tmp_path):
@@ -82,22 +51,13 @@ def test_help_and_version(tmp_path):
     assert done.returncode == 0 and done.stdout.startswith("train_llama ")
 
 
-def test_print_config_is_json():
-    done = run_program("--config", "tiny", "--lr", "0.5", "--device", "cpu", "--print-config")
-    assert done.returncode == 0
-    config = json.loads(done.stdout)
-    assert config["settings"]["lr"] == "0.5" and config["settings"]["device"] == "cpu"
-    assert config["model"]["hidden_size"] == 192
-
-
 def settings_of(*options):
     done = run_program("--device", "cpu", "--print-config", *options)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)["settings"]
 
 
-@pytest.mark.parametrize("config, rate", [("tiny", 3e-3), ("d12", 6e-4), ("smollm2-135m", 6e-4), ("llama3.2-1b", 2e-4),
-                                          ("llama3.1-8b", 1.2e-4)])
+@pytest.mark.parametrize("config, rate", [("tiny", 3e-3), ("llama3.1-8b", 1.2e-4)])
 def test_the_learning_rate_follows_the_size_of_the_model(config, rate):
     assert float(settings_of("--config", config)["lr"]) == rate
     assert float(settings_of("--config", config, "--lr", 0)["lr"]) == 0, "an --lr that is given counts"
@@ -125,11 +85,6 @@ def test_the_header_of_the_log_names_the_shards_of_each_option(data, tmp_path):
         for entry, shard in zip(header[option], shards):
             assert entry["tokens"] == (shard.stat().st_size - 256) // 2
             assert entry["xxh3"] == f"{xxhash.xxh3_64_intdigest(shard.read_bytes()[:256]):016x}"
-
-
-def test_help_says_where_the_learning_rate_comes_from():
-    text = " ".join(run_program("--help").stdout.split())
-    assert "--lr X peak learning rate (doc/hyperparameters.md) (from 0 to 10; default by the size of the model" in text
 
 
 @pytest.mark.skipif("CUDA" in run_program("--version").stdout and shutil.which("nvidia-smi") is not None,

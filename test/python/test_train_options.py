@@ -1,5 +1,5 @@
-"""Options of train_llama by their effect, on the CPU: what each one changes in the state, the log, the plan or the messages.
-test_option_coverage.py says which test reads which option."""
+"""Options of train_llama by their effect, on the CPU: what each one changes in the state, the log, the plan or the
+messages."""
 
 import json
 import os

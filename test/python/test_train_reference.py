@@ -22,7 +22,6 @@ np = pytest.importorskip("numpy")
 pytest.importorskip("xxhash")
 
 import token_shard  # noqa: E402
-import hf_config  # noqa: E402
 import train_reference  # noqa: E402
 from tensor_file import FileError  # noqa: E402
 
@@ -142,16 +141,6 @@ def test_wsd_decays_over_the_nearest_number_of_steps(steps, fraction, decay):
     assert rates == pytest.approx([0.2, 0.4, *[0.4] * (steps - decay - 2), *shape], rel=1e-12)
 
 
-@pytest.mark.parametrize("schedule, shape", [
-    ("cosine", lambda done: 0.5 * (1 + math.cos(math.pi * done))), ("linear", lambda done: 1 - done), ("constant", lambda done: 1)])
-@pytest.mark.parametrize("warm_up", [0, 1, 4, 12])
-def test_a_schedule_begins_after_the_warm_up(schedule, shape, warm_up):
-    settings = replace(SETTINGS, schedule=schedule, warmup_steps=warm_up)
-    rates = [train_reference.learning_rate(settings, step) for step in range(1, 13)]
-    after = [0.04 + 0.36 * shape((step - warm_up) / (12 - warm_up)) for step in range(warm_up, 12)]
-    assert rates == pytest.approx([0.4 * (step + 1) / warm_up for step in range(warm_up)] + after, rel=1e-12)
-
-
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
@@ -261,22 +250,6 @@ def described(path, changes=None, **more):
     settings = {name: value for name, value in (STORED | (changes or {})).items() if value is not None}
     (path / "config.json").write_text(json.dumps({"settings": settings, "model": LLAMA.to_json()} | more))
     return train_reference.read_description(path)
-
-
-def test_every_setting_of_a_run_is_read(tmp_path):
-    got = described(tmp_path, train=[{"name": "a"}])
-    assert got.model == LLAMA and got.shards == [{"name": "a"}]
-    assert vars(got.settings) == {
-        "model_file": "", "train": "x", "steps": 5, "micro_batch": 2, "seq_len": 16, "batch_tokens": 64, "lr": 0.1, "min_lr_ratio": 0.2,
-        "warmup_steps": 3, "schedule": "wsd", "wsd_decay_fraction": 0.25, "weight_decay": 0.5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8,
-        "grad_clip": 0.0, "seed": 7}
-    assert got.settings.accumulation == 2
-    assert train_reference.read_description(tmp_path / "config.json") == got, "the file itself"
-    for shards in ({"a": 1}, None, "x"):
-        assert described(tmp_path, train=shards).shards == []
-    assert described(tmp_path, {"model": "m.bin"}).settings.model_file == "m.bin"
-    for schedule in ("cosine", "linear", "constant", "wsd"):
-        assert described(tmp_path, {"schedule": schedule}).settings.schedule == schedule
 
 
 @pytest.mark.parametrize("changes, expected", [
@@ -412,18 +385,6 @@ def test_initial_values_do_not_depend_on_the_pieces_in_which_they_are_made(monke
         assert not np.array_equal(train_reference.normal_values(8, 0.5, tensor, seed), whole[8])
 
 
-def test_initial_parameters_have_the_deviation_of_their_kind():
-    """The projections back into the residual have a smaller one, by the number of layers, and norms are 1."""
-    model = hf_config.model_from_json(LLAMA.to_json() | {"num_layers": 8, "vocab_size": 200}, "model")
-    for number, (name, values) in enumerate(train_reference.initial_tensors(model, 5)):
-        assert values.shape == model.tensors[name]
-        if values.ndim == 1:
-            assert (values == 1).all()
-            continue
-        deviation = 0.02 / 4 if "o_proj" in name or "down_proj" in name else 0.02
-        np.testing.assert_array_equal(values.ravel(), train_reference.normal_values(values.size, deviation, number, 5))
-
-
 def write_log(path, records):
     path.write_text("".join(json.dumps({"type": "step"} | record) + "\n" for record in records))
     return path
@@ -445,18 +406,6 @@ def test_a_log_without_a_step_or_with_a_skipped_one_is_refused(tmp_path):
             train_reference.read_losses(log, 3)
     write_log(log, [record | {"skipped": False} for record in good])
     assert len(train_reference.read_losses(log, 3)) == 3
-
-
-@pytest.mark.parametrize("got, want, expected", [
-    ([1, 2], [1, 2], (0, 1)), ([1.5, 2], [1, 2], (0.5, 1)), ([1, 1], [1, 2], (0.5, 2)), ([3, 3], [2, 2], (0.5, 1)), ([-3, 1], [-2, 1], (0.5, 1)),
-    ([0, 1, 8], [0, 1, 4], (1, 3)), ([1, 9, 20], [2, 8, 20], (0.5, 1))])
-def test_the_largest_difference_is_relative_to_the_reference_and_the_first_of_equals(got, want, expected):
-    assert train_reference.largest(got, want) == expected
-
-
-def test_a_value_beside_a_reference_of_0_differs_without_limit():
-    difference, step = train_reference.largest([0.0, 1e-9], [0.0, 0.0])
-    assert difference > 1e290 and step == 2
 
 
 def test_each_quantity_is_compared_with_its_own(tmp_path, capsys):
@@ -482,23 +431,3 @@ def test_each_quantity_is_compared_with_its_own(tmp_path, capsys):
         else:
             with pytest.raises(FileError, match=words):
                 train_reference.compare(log, reference, 1, 1)
-
-
-@pytest.mark.parametrize("change, words", [
-    ({"dropout": "0.1"}, "expected 0"), ({"steps": None}, "settings.steps"), ({"lr": "nan"}, "settings.lr"),
-    ({"schedule": "up"}, "settings.schedule"), ({"batch-tokens": "33"}, "do not fit together")])
-def test_runs_that_cannot_be_repeated(tmp_path, change, words):
-    settings = {"train": "x", "steps": "5", "micro-batch": "2", "seq-len": "16", "batch-tokens": "0", "lr": "0.1",
-                "min-lr-ratio": "0.1", "warmup-steps": "2", "schedule": "wsd", "wsd-decay-fraction": "0.2",
-                "weight-decay": "0", "beta1": "0.9", "beta2": "0.95", "eps": "1e-8", "grad-clip": "1", "seed": "1",
-                "dropout": "0", "model": ""}
-    model = train_reference.read_model(GOLDEN / "llama-hs32-mha.model.bin")[1].to_json()
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"settings": settings, "model": model}))
-    assert train_reference.read_description(path).settings.accumulation == 1
-    path.write_text(json.dumps({"settings": settings | {"virtual-ranks": "3"}, "model": model}))
-    assert train_reference.read_description(path).settings.accumulation == 3
-    path.write_text(json.dumps({"settings": settings | change, "model": model}))
-    with pytest.raises(FileError, match=words) as refused:
-        train_reference.read_description(path)
-    assert refused.value.code == 3

@@ -27,7 +27,7 @@ ROWS = [
            "row[c] = gradient", unit("Embedding.*")),
     Mutant("fp8: a tally has the magnitude of the last call", "round_fp8", "std::max(tally->amax_bits, amax_bits(x, count))",
            "amax_bits(x, count)", unit("CpuFp8.ATally*", "Fp8Model.TheHistory*")),
-    Mutant("fp8: rounded weights stay those before the update", "end_step", "places_.forget();", "",
+    Mutant("fp8: rounded weights stay those before the update", "end_step", "buffers_.forget();", "",
            unit("Fp8Model.HalfAndHalf*")),
     Mutant("fp8: each rank knows its own largest magnitudes", "end_step", "step_tallies()", "tallies_",
            unit("RanksLoop.RanksInFp8*")),

@@ -48,9 +48,9 @@
 #include <cstring>
 #include <numbers>
 
+#include "llmc/base/arena_layout.h"
 #include "llmc/base/error.h"
 #include "llmc/base/hash.h"
-#include "llmc/base/regions.h"
 #include "llmc/cuda/fused/kernel.h"
 #include "llmc/cuda/fused/layer_table.cuh"
 #include "llmc/cuda/fused/parameters.cuh"
@@ -69,24 +69,24 @@ namespace {
 
 using namespace fused;
 
-// The regions before `rows` are zeroed before each launch.
+// The layout before `rows` are zeroed before each launch.
 template <typename S>
-Regions plan_workspace(const ModelConfig& config, const Plan& plan, SequentialParameters<S, S, S>& p) {
+ArenaLayout plan_workspace(const ModelConfig& config, const Plan& plan, SequentialParameters<S, S, S>& p) {
   const int blocks = plan.blocks;
   const std::int64_t C = config.hidden_size;
-  Regions regions("fused decoding: workspace");
-  regions.want(&p.control, 1);
-  regions.want(&p.x, C);
-  regions.want(&p.x_mid, C);
-  regions.want(&p.qkv, config.q_size() + 2 * config.kv_size());
-  regions.want(&p.attention, config.q_size());
-  regions.want(&p.h, config.ffn_size);
-  regions.want(&p.splits, config.num_heads * max_splits_of(config, blocks) * (config.head_dim + 2));
-  regions.want(&p.head_best, blocks);
-  regions.want(&p.rows, blocks);
-  regions.want_bytes(&p.layers, static_cast<std::uint64_t>((config.num_layers + 1) * plan.sizes.layer_bytes));
-  regions.want(&p.logits, config.vocab_size);
-  return regions;
+  ArenaLayout layout("fused decoding: workspace");
+  layout.reserve(&p.control, 1);
+  layout.reserve(&p.x, C);
+  layout.reserve(&p.x_mid, C);
+  layout.reserve(&p.qkv, config.q_size() + 2 * config.kv_size());
+  layout.reserve(&p.attention, config.q_size());
+  layout.reserve(&p.h, config.ffn_size);
+  layout.reserve(&p.splits, config.num_heads * max_splits_of(config, blocks) * (config.head_dim + 2));
+  layout.reserve(&p.head_best, blocks);
+  layout.reserve(&p.rows, blocks);
+  layout.reserve_bytes(&p.layers, static_cast<std::uint64_t>((config.num_layers + 1) * plan.sizes.layer_bytes));
+  layout.reserve(&p.logits, config.vocab_size);
+  return layout;
 }
 
 std::uint64_t read_word(std::uint64_t& word) {
@@ -133,7 +133,7 @@ struct FusedDecode<S>::State {
   DType quantized;  // type of quantised weights; f32: not quantised
   int blocks, threads, shared_bytes;
   SequentialParameters<S, S, S> parameters{};  // the kernel of the parallel residual takes its base class, Parameters
-  Regions regions;
+  ArenaLayout layout;
   DeviceArena workspace;
   std::unique_ptr<DeviceArena> streams;  // repacked quantised weights; null without
   PinnedBuffer host_memory;
@@ -152,11 +152,11 @@ struct FusedDecode<S>::State {
         blocks(plan.blocks),
         threads((plan.shape.warps_k * plan.shape.warps_r + 2) * kWarpSize),
         shared_bytes(plan.layout.bytes),
-        regions(plan_workspace(model, plan, parameters)),
-        workspace(regions.plan()),
+        layout(plan_workspace(model, plan, parameters)),
+        workspace(layout.plan()),
         host_memory(sizeof(HostWords)),
         timeline(model.num_layers, blocks) {
-    regions.bind(workspace);
+    layout.bind(workspace);
     std::memset(&host(), 0, sizeof(HostWords));
   }
 
@@ -201,11 +201,11 @@ struct FusedDecode<S>::State {
 };
 
 template <typename S>
-FusedDecode<S>::FusedDecode(const ModelConfig& config, const DeviceWeights<S>& weights,
-                                   const KvCache<S>& cache, const DeviceRopeTable& rope, Mailbox& mailbox,
-                                   cudaStream_t stream, const FusedTuning& tuning) {
+FusedDecode<S>::FusedDecode(const ModelConfig& config, const DeviceWeights<S>& weights, const KvCache<S>& cache,
+                            const DeviceRopeTable& rope, Mailbox& mailbox, cudaStream_t stream,
+                            const FusedTuning& tuning) {
   const Plan plan = plan_of(config, current_device(), tuning);
-  if (!plan.refusal.empty()) fail(Exit::environment, "%s", plan.refusal.c_str());
+  if (!plan.reason.empty()) fail(Exit::environment, "%s", plan.reason.c_str());
   const PackedMatrix& first = weights.blocks.front().qkv.weight.packed;
   const bool quantized = static_cast<bool>(first);
   if (quantized != config.quantization.any()) {
@@ -264,8 +264,8 @@ void FusedDecode<S>::State::upload_quantized_layers(const DeviceWeights<S>& weig
     std::byte* const to = begin + static_cast<std::int64_t>(l) * layer_bytes;
     pack_layer(to, {qkv, up, down, output}, sizes, sequential, plan.shape.row_loads, parameters.rows, blocks, stream);
     layers.push_back({to, nullptr, qkv.row_scales, up.row_scales, down.row_scales, output.row_scales, w.qkv.bias,
-                      w.up.bias, w.down.bias, w.output.bias, w.input_norm.weight, w.input_norm.bias,
-                      w.post_norm.weight, w.post_norm.bias});
+                      w.up.bias, w.down.bias, w.output.bias, w.input_norm.weight, w.input_norm.bias, w.post_norm.weight,
+                      w.post_norm.bias});
   }
   QuantizedLayer<S> last{};
   if (weights.head.packed) {
@@ -294,7 +294,7 @@ FusedDecode<S>::~FusedDecode() {
 template <typename S>
 std::vector<MemoryLine> FusedDecode<S>::memory(const ModelConfig& config) {
   const Plan plan = plan_of(config, current_device(), {});
-  if (!plan.refusal.empty()) fail(Exit::environment, "%s", plan.refusal.c_str());
+  if (!plan.reason.empty()) fail(Exit::environment, "%s", plan.reason.c_str());
   SequentialParameters<S, S, S> parameters{};
   std::vector<MemoryLine> lines = {
       {"fused decoding: workspace", plan_workspace(config, plan, parameters).plan().bytes()}};

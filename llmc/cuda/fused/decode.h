@@ -23,10 +23,10 @@
 #include "llmc/base/arena.h"
 #include "llmc/base/sampling.h"
 #include "llmc/cuda/fused/timeline.h"
-#include "llmc/cuda/op/device_weights.h"
-#include "llmc/cuda/op/kv_cache.h"
-#include "llmc/cuda/op/mailbox.h"
-#include "llmc/cuda/op/rope.h"
+#include "llmc/cuda/op/attention/paged/kv_cache.h"
+#include "llmc/cuda/op/elementwise/rope.h"
+#include "llmc/cuda/op/gemm/device_weights.h"
+#include "llmc/cuda/op/sample/mailbox.h"
 #include "llmc/cuda/runtime/device.h"
 #include "llmc/model/config.h"
 
@@ -36,7 +36,7 @@ namespace weft::cuda {
 // 9.0; a head_dim that is a multiple of 8 up to 256; enough multiprocessors for the model's rows: 16 for Pythia-410M,
 // 32 for 1B to 2.8B, 64 for 6.9B and 12B. The parallel residual needs ffn_size = 4 hidden_size (all Pythia models), the
 // sequential one an ffn_size of at most 4 times the hidden_size, rounded up to whole loads.
-std::string fused_decode_refusal(const ModelConfig& config, const Device& device);
+std::string fused_decode_unsupported_reason(const ModelConfig& config, const Device& device);
 
 // Tokens sampled in a launch, at most: as many as the mailbox holds, so the host may read them as late as it likes.
 inline constexpr std::int64_t kFusedTokens = kMailboxIds;
@@ -83,7 +83,7 @@ class FusedDecode {
  public:
   // The memory that `weights`, `cache` and `rope` (at least `cache.capacity` positions) point to, and `mailbox`, in
   // which ids are published, must outlive this object. Allocates memory() here and nothing later. All work is queued in
-  // `stream`. Throws Exit::environment where fused_decode_refusal() is not empty.
+  // `stream`. Throws Exit::environment where fused_decode_unsupported_reason() is not empty.
   FusedDecode(const ModelConfig& config, const DeviceWeights<S>& weights, const KvCache<S>& cache,
               const DeviceRopeTable& rope, Mailbox& mailbox, cudaStream_t stream, const FusedTuning& tuning = {});
   ~FusedDecode();

@@ -7,7 +7,7 @@
 
 #include "llmc/cuda/fused/block.cuh"
 #include "llmc/cuda/fused/merge.cuh"
-#include "llmc/cuda/op/rotate_pair.cuh"
+#include "llmc/cuda/op/elementwise/rotate_pair.cuh"
 
 namespace weft::cuda::fused {
 

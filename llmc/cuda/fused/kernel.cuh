@@ -76,7 +76,7 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
     consumer.run();
   }
 #else
-  __trap();  // fused_decode_refusal() keeps such GPUs away
+  __trap();  // fused_decode_unsupported_reason() keeps such GPUs away
 #endif
 }
 

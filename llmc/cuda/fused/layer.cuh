@@ -7,7 +7,7 @@
 #include "llmc/cuda/fused/norm.cuh"
 #include "llmc/cuda/fused/rows.cuh"
 #include "llmc/cuda/fused/sampling.cuh"
-#include "llmc/cuda/op/gelu.cuh"
+#include "llmc/cuda/op/elementwise/gelu.cuh"
 
 namespace weft::cuda::fused {
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "llmc/cuda/fused/parameters.cuh"
-#include "llmc/cuda/op/device_weights.h"
+#include "llmc/cuda/op/gemm/device_weights.h"
 
 namespace weft::cuda::fused {
 
@@ -14,8 +14,8 @@ std::vector<Layer<S, S>> layer_table(const DeviceWeights<S>& weights) {
   std::vector<Layer<S, S>> layers;
   for (const DeviceBlock<S>& w : weights.blocks) {
     layers.push_back({w.qkv.weight.plain, w.up.weight.plain, w.down.weight.plain, w.output.weight.plain, w.qkv.bias,
-                      w.up.bias, w.down.bias, w.output.bias, w.input_norm.weight, w.input_norm.bias,
-                      w.post_norm.weight, w.post_norm.bias});
+                      w.up.bias, w.down.bias, w.output.bias, w.input_norm.weight, w.input_norm.bias, w.post_norm.weight,
+                      w.post_norm.bias});
   }
   Layer<S, S> last{};
   last.qkv = weights.head.plain;

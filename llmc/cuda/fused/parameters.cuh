@@ -9,9 +9,9 @@
 #include "llmc/base/sampling.h"
 #include "llmc/cuda/fused/decode.h"
 #include "llmc/cuda/hw/common.cuh"
-#include "llmc/cuda/op/linear.h"
-#include "llmc/cuda/op/mailbox.h"
-#include "llmc/cuda/op/sampler.cuh"
+#include "llmc/cuda/op/gemm/linear.h"
+#include "llmc/cuda/op/sample/mailbox.h"
+#include "llmc/cuda/op/sample/sampler.cuh"
 
 namespace weft::cuda::fused {
 

@@ -127,7 +127,7 @@ long long number(std::int64_t value) {
 }
 
 // Requirements on every model; empty if they are met, else the reason for the user.
-std::string model_refusal(const ModelConfig& config, const Device& device) {
+std::string model_unsupported_reason(const ModelConfig& config, const Device& device) {
   if (device.arch < 90) {
     return format("fused decoding needs a GPU of compute capability 9.0 or later, this is sm_%d", device.arch);
   }
@@ -190,7 +190,7 @@ void set_quantized(Plan& plan, const ModelConfig& config, int most_rows) {
 }
 
 // Each consumer thread finishes one row, so a block can own at most that many.
-std::string rows_refusal(const Plan& plan, int most_rows) {
+std::string rows_unsupported_reason(const Plan& plan, int most_rows) {
   const int consumers = plan.shape.warps_k * plan.shape.warps_r * kWarpSize;
   if (plan.blocks < 1 || most_rows > consumers) {
     return format(
@@ -229,7 +229,7 @@ void set_ring(Plan& plan, const Device& device, const FusedTuning& tuning, int g
   }
   plan.layout = shared_layout(p, group);
   if (plan.layout.bytes > most) {
-    plan.refusal =
+    plan.reason =
         format("fused decoding: needs %d bytes of shared memory a block, this GPU has %d", plan.layout.bytes, most);
     return;
   }
@@ -242,7 +242,7 @@ void set_ring(Plan& plan, const Device& device, const FusedTuning& tuning, int g
 Plan plan_sequential(const ModelConfig& config, const Device& device, const FusedTuning& tuning) {
   Plan plan;
   const auto refuse = [&](std::string why) {
-    plan.refusal = std::move(why);
+    plan.reason = std::move(why);
     return plan;
   };
   plan.sequential = true;
@@ -275,14 +275,13 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
   plan.blocks = blocks_for(config, device.multiprocessors, tuning.blocks);
   int most_rows = 0;
   for (int b = 0; b < plan.blocks; ++b) {
-    const BlockRows own = {share_of(config.qkv_size(), b, plan.blocks),
-                           share_of(first_part, b, plan.blocks), share_of(C, b, plan.blocks),
-                           share_of(config.vocab_size, b, plan.blocks)};
+    const BlockRows own = {share_of(config.qkv_size(), b, plan.blocks), share_of(first_part, b, plan.blocks),
+                           share_of(C, b, plan.blocks), share_of(config.vocab_size, b, plan.blocks)};
     plan.rows.push_back(own);
     const int up = own.up.end - own.up.begin;
     most_rows = std::max({most_rows, own.qkv.end - own.qkv.begin, own.out.end - own.out.begin, gated ? 2 * up : up});
   }
-  if (std::string refusal = rows_refusal(plan, most_rows); !refusal.empty()) return refuse(std::move(refusal));
+  if (std::string reason = rows_unsupported_reason(plan, most_rows); !reason.empty()) return refuse(std::move(reason));
   set_sizes(plan, config);
   // large, so that the head needs few barriers; a multiple of a chunk's rows
   plan.sizes.partial_rows = warps * kWarpSize;
@@ -307,7 +306,7 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
 Plan plan_parallel(const ModelConfig& config, const Device& device, const FusedTuning& tuning) {
   Plan plan;
   const auto refuse = [&](std::string why) {
-    plan.refusal = std::move(why);
+    plan.reason = std::move(why);
     return plan;
   };
   if (tuning.layer_only && config.quantization.any()) {
@@ -330,7 +329,7 @@ Plan plan_parallel(const ModelConfig& config, const Device& device, const FusedT
   for (const BlockRows& own : plan.rows) {
     for (const RowRange rows : {own.qkv, own.up, own.out}) most_rows = std::max(most_rows, rows.end - rows.begin);
   }
-  if (std::string refusal = rows_refusal(plan, most_rows); !refusal.empty()) return refuse(std::move(refusal));
+  if (std::string reason = rows_unsupported_reason(plan, most_rows); !reason.empty()) return refuse(std::move(reason));
   set_sizes(plan, config);
   plan.sizes.partial_rows = static_cast<int>(ceil_div(most_rows, chunk_rows) * chunk_rows);
   if (shape.warps_r > 1 && !tuning.own_vectors) plan.sizes.vector_bytes = 4 * plan.sizes.F;
@@ -345,9 +344,9 @@ Plan plan_parallel(const ModelConfig& config, const Device& device, const FusedT
 }  // namespace
 
 Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning& tuning) {
-  if (std::string refusal = model_refusal(config, device); !refusal.empty()) {
+  if (std::string reason = model_unsupported_reason(config, device); !reason.empty()) {
     Plan plan;
-    plan.refusal = std::move(refusal);
+    plan.reason = std::move(reason);
     return plan;
   }
   return is_sequential(config) ? plan_sequential(config, device, tuning) : plan_parallel(config, device, tuning);
@@ -355,8 +354,8 @@ Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning&
 
 }  // namespace fused
 
-std::string fused_decode_refusal(const ModelConfig& config, const Device& device) {
-  return fused::plan_of(config, device, {}).refusal;
+std::string fused_decode_unsupported_reason(const ModelConfig& config, const Device& device) {
+  return fused::plan_of(config, device, {}).reason;
 }
 
 }  // namespace weft::cuda

@@ -18,7 +18,7 @@ struct KernelShape {
 };
 
 struct Plan {
-  std::string refusal;      // empty: the model runs
+  std::string reason;       // empty: the model runs
   bool sequential = false;  // a kernel of the sequential residual runs it
   KernelShape shape;
   int blocks = 0;

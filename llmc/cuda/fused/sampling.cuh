@@ -2,7 +2,7 @@
 #pragma once
 
 #include "llmc/cuda/fused/consumer.cuh"
-#include "llmc/cuda/op/mailbox.cuh"
+#include "llmc/cuda/op/sample/mailbox.cuh"
 
 namespace weft::cuda::fused {
 

@@ -13,8 +13,8 @@
 #include "llmc/cuda/fused/norm.cuh"
 #include "llmc/cuda/fused/rows.cuh"
 #include "llmc/cuda/fused/sampling.cuh"
-#include "llmc/cuda/op/gelu.cuh"
-#include "llmc/cuda/op/swiglu.cuh"
+#include "llmc/cuda/op/elementwise/gelu.cuh"
+#include "llmc/cuda/op/elementwise/swiglu.cuh"
 
 namespace weft::cuda::fused {
 

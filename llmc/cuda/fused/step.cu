@@ -26,8 +26,8 @@
 #include <cstring>
 #include <numbers>
 
+#include "llmc/base/arena_layout.h"
 #include "llmc/base/error.h"
-#include "llmc/base/regions.h"
 #include "llmc/cuda/fused/layer_table.cuh"
 #include "llmc/cuda/fused/plan.cuh"
 #include "llmc/cuda/fused/step_kernel.h"
@@ -51,7 +51,7 @@ struct StepRing {
   int stages = 0, window = 0, shared_bytes = 0;
 };
 struct StepPlan {
-  Plan plan;               // as FusedDecode's, with the sizes and the refusal of the step kernel
+  Plan plan;               // as FusedDecode's, with the sizes and the reason of the step kernel
   StepRing one_row, many;  // of the two kernels; with less else in shared memory, that of one row has a larger ring
   int most_shared = 0;     // dynamic shared memory that a block may have, in bytes
 };
@@ -70,10 +70,10 @@ StepPlan step_plan(const ModelConfig& config, const Device& device, const FusedT
   StepPlan step{plan_of(config, device, tuning), {}, {}, 0};
   Plan& plan = step.plan;
   const auto refuse = [&](std::string why) {
-    plan.refusal = std::move(why);
+    plan.reason = std::move(why);
     return step;
   };
-  if (!plan.refusal.empty()) return step;
+  if (!plan.reason.empty()) return step;
   if (config.quantization.any()) return refuse("steps of several rows have no fused kernel for quantised weights");
   if (plan.sequential) {
     return refuse("steps of several rows have a fused kernel for the parallel residual of GPT-NeoX only");
@@ -109,26 +109,26 @@ StepPlan step_plan(const ModelConfig& config, const Device& device, const FusedT
   return step;
 }
 
-// The regions before `rows` must be zero before the first launch: clear().
+// The layout before `rows` must be zero before the first launch: clear().
 template <typename S>
-Regions plan_workspace(const ModelConfig& config, int blocks, StepParameters<S>& p) {
-  Regions regions("fused steps: workspace");
+ArenaLayout plan_workspace(const ModelConfig& config, int blocks, StepParameters<S>& p) {
+  ArenaLayout layout("fused steps: workspace");
   p.qkv_stride = static_cast<int>(config.q_size() + 2 * config.kv_size());
-  regions.want(&p.control, 1);
-  regions.want(&p.x, kStepRows * ceil_div(config.hidden_size, kWarpElements) * kWarpElements);
-  regions.want(&p.qkv, std::int64_t{kStepRows} * p.qkv_stride);
-  regions.want(&p.splits, kStepRows * config.num_heads * max_splits_of(config, blocks) * (config.head_dim + 2));
-  regions.want(&p.hidden, kStepRows * config.ffn_size);
-  regions.want(&p.attended, kStepRows * config.q_size());
-  regions.want(&p.rows, blocks);
-  regions.want(&p.layers, config.num_layers + 1);
-  return regions;
+  layout.reserve(&p.control, 1);
+  layout.reserve(&p.x, kStepRows * ceil_div(config.hidden_size, kWarpElements) * kWarpElements);
+  layout.reserve(&p.qkv, std::int64_t{kStepRows} * p.qkv_stride);
+  layout.reserve(&p.splits, kStepRows * config.num_heads * max_splits_of(config, blocks) * (config.head_dim + 2));
+  layout.reserve(&p.hidden, kStepRows * config.ffn_size);
+  layout.reserve(&p.attended, kStepRows * config.q_size());
+  layout.reserve(&p.rows, blocks);
+  layout.reserve(&p.layers, config.num_layers + 1);
+  return layout;
 }
 
 }  // namespace
 
-std::string fused_step_refusal(const ModelConfig& config, const Device& device) {
-  return step_plan(config, device, {}).plan.refusal;
+std::string fused_step_unsupported_reason(const ModelConfig& config, const Device& device) {
+  return step_plan(config, device, {}).plan.reason;
 }
 
 template <typename S>
@@ -140,7 +140,7 @@ struct FusedStep<S>::State {
   StepRing one_row, many;
   bool one_row_was_last = false;  // the other rows of x, q, k and v may have tags of earlier launches
   StepParameters<S> parameters{};
-  Regions regions;
+  ArenaLayout layout;
   DeviceArena workspace;
   PinnedBuffer host_memory;
   TimelineRecorder timeline;
@@ -153,11 +153,11 @@ struct FusedStep<S>::State {
         threads((step.plan.shape.warps_k * step.plan.shape.warps_r + 2) * kWarpSize),
         one_row(step.one_row),
         many(step.many),
-        regions(plan_workspace(model, blocks, parameters)),
-        workspace(regions.plan()),
+        layout(plan_workspace(model, blocks, parameters)),
+        workspace(layout.plan()),
         host_memory(sizeof(HostWords)),
         timeline(model.num_layers, blocks) {
-    regions.bind(workspace);
+    layout.bind(workspace);
     std::memset(&host(), 0, sizeof(HostWords));
     clear();
   }
@@ -192,7 +192,7 @@ FusedStep<S>::FusedStep(const ModelConfig& config, const DeviceWeights<S>& weigh
   device.multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
   device.shared_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   const StepPlan step = step_plan(config, device, tuning);
-  if (!step.plan.refusal.empty()) fail(Exit::environment, "%s", step.plan.refusal.c_str());
+  if (!step.plan.reason.empty()) fail(Exit::environment, "%s", step.plan.reason.c_str());
   state_ = std::make_unique<State>(config, tuning, step, stream);
   StepParameters<S>& p = state_->parameters;
   static_cast<Sizes&>(p) = step.plan.sizes;

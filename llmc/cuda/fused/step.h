@@ -1,6 +1,6 @@
 // One inference step of up to 8 rows in one persistent kernel. Rows may belong to different sequences, each at its own
 // position, or be consecutive positions of one sequence; keys and values lie in pages. It computes what Inference
-// (llmc/cuda/transformer/inference.h) computes with one launch an operator, up to the logits. How it works: step.cu.
+// (llmc/cuda/inference/inference.h) computes with one launch an operator, up to the logits. How it works: step.cu.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,9 +14,9 @@
 #include "llmc/base/arena.h"
 #include "llmc/cuda/fused/decode.h"
 #include "llmc/cuda/fused/timeline.h"
-#include "llmc/cuda/op/device_weights.h"
-#include "llmc/cuda/op/kv_cache.h"
-#include "llmc/cuda/op/rope.h"
+#include "llmc/cuda/op/attention/paged/kv_cache.h"
+#include "llmc/cuda/op/elementwise/rope.h"
+#include "llmc/cuda/op/gemm/device_weights.h"
 #include "llmc/cuda/runtime/device.h"
 #include "llmc/model/config.h"
 
@@ -26,7 +26,7 @@ inline constexpr std::int64_t kFusedStepRows = 8;
 
 // Empty if this GPU can run this model, otherwise one line for the user that says why not. Supported: a GPT-NeoX with
 // the parallel residual and a hidden_size up to 2560 that FusedDecode supports, with 16-bit weights.
-std::string fused_step_refusal(const ModelConfig& config, const Device& device);
+std::string fused_step_unsupported_reason(const ModelConfig& config, const Device& device);
 
 // A row of a step: one token at one position of a sequence. Rows of the same sequence are consecutive and in the order
 // of their positions.
@@ -46,7 +46,7 @@ class FusedStep {
  public:
   // The memory that `weights`, `cache` (paged) and `rope` point to must outlive this object. Allocates memory() here
   // and nothing later. All work is queued in `stream`. Only blocks, window_bytes, ring_bytes, timeout_seconds and
-  // lose_an_arrival of `tuning` have an effect. Throws Exit::environment where fused_step_refusal() is not empty.
+  // lose_an_arrival of `tuning` have an effect. Throws Exit::environment where fused_step_unsupported_reason() is not empty.
   FusedStep(const ModelConfig& config, const DeviceWeights<S>& weights, const KvCache<S>& cache,
             const DeviceRopeTable& rope, cudaStream_t stream, const FusedTuning& tuning = {});
   ~FusedStep();

@@ -8,7 +8,7 @@
 #include "llmc/cuda/fused/merge.cuh"
 #include "llmc/cuda/fused/softmax_state.cuh"
 #include "llmc/cuda/fused/step_consumer.cuh"
-#include "llmc/cuda/op/rotate_pair.cuh"
+#include "llmc/cuda/op/elementwise/rotate_pair.cuh"
 
 namespace weft::cuda::fused {
 

@@ -20,8 +20,8 @@
 #include "llmc/cuda/fused/step_parameters.cuh"
 #include "llmc/cuda/fused/timeline.h"
 #include "llmc/cuda/hw/ring.cuh"
-#include "llmc/cuda/op/attention/mma.cuh"
-#include "llmc/cuda/op/gelu.cuh"
+#include "llmc/cuda/op/attention/train/mma.cuh"
+#include "llmc/cuda/op/elementwise/gelu.cuh"
 
 namespace weft::cuda::fused {
 

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
   StepConsumer<S, kRows> consumer(block, p, shared, constants.at, constants.own);
   consumer.run();
 #else
-  __trap();  // fused_step_refusal() keeps such GPUs away
+  __trap();  // fused_step_unsupported_reason() keeps such GPUs away
 #endif
 }
 

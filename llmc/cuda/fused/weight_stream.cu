@@ -3,7 +3,7 @@
 #include "llmc/base/error.h"
 #include "llmc/cuda/fused/weight_stream.cuh"
 #include "llmc/cuda/hw/launch.cuh"
-#include "llmc/cuda/op/quantized_matmul.cuh"
+#include "llmc/cuda/op/gemm/quantized_matmul.cuh"
 
 namespace weft::cuda::fused {
 

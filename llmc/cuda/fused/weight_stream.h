@@ -6,7 +6,7 @@
 #include <array>
 #include <cstddef>
 
-#include "llmc/cuda/op/quantized_matmul.h"
+#include "llmc/cuda/op/gemm/quantized_matmul.h"
 
 namespace weft::cuda::fused {
 

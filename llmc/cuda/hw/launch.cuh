@@ -23,7 +23,7 @@ __device__ inline void wait_for_predecessors() {
 #endif
 }
 // Allows the next kernel to start once all blocks have called this or exited, and there is room for it.
-__device__ inline void let_successor_start() {
+__device__ inline void launch_dependents() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

@@ -1,0 +1,718 @@
+// The Llama training step (Touvron et al., 2023) on the CPU, as two straight-line lists of operator calls: forward_layer()
+// and backward_layer() mirror each other, and llmc/cuda/training/lists.cu is the same list on the GPU.
+//
+// Letters: B batch, T sequence, N = B T rows, C hidden, NH / NKV query and K/V heads, HS head size, q = NH HS, kv = NKV HS,
+// F FFN width, V vocabulary, L layers. d_x is the gradient of x.
+#include "llmc/cpu/training.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+
+#include "llmc/base/ceil_div.h"
+#include "llmc/base/checked.h"
+#include "llmc/base/error.h"
+#include "llmc/cpu/adamw.h"
+#include "llmc/cpu/attention.h"
+#include "llmc/cpu/classifier.h"
+#include "llmc/cpu/embedding.h"
+#include "llmc/cpu/fp8_linears.h"
+#include "llmc/cpu/inference.h"
+#include "llmc/cpu/matmul.h"
+#include "llmc/cpu/rank_sum.h"
+#include "llmc/cpu/residual_norm.h"
+#include "llmc/cpu/rope.h"
+#include "llmc/cpu/swiglu.h"
+#include "llmc/model/block_weights.h"
+#include "llmc/model/single_sequence.h"
+#include "llmc/model/training_activations.h"
+
+namespace weft::cpu {
+
+namespace {
+
+constexpr std::int64_t kClassifierRows = 512;  // of logits at once
+
+MemoryPlan part_plan(const char* name, const Range& part) {
+  MemoryPlan plan(name);
+  plan.add(checked_mul(static_cast<std::uint64_t>(part.size()), sizeof(float), name));
+  return plan;
+}
+
+// For the sum of the gradients of the ranks before, if a process computes several ranks. `part`: the elements that it
+// adds.
+MemoryPlan rank_sum_plan(std::int64_t rounds, const Range& part) {
+  MemoryPlan plan("sum of the ranks' gradients");
+  if (rounds > 1) plan.add(checked_mul(static_cast<std::uint64_t>(part.size()), sizeof(float), "sum of the ranks"));
+  return plan;
+}
+
+// One process's share of the arena and of the ranks of a step.
+struct RankShard {
+  std::int64_t rounds = 1;  // ranks that it computes, one after the other
+  Range added;              // elements of the gradients that it adds
+  Range own;                // elements that it updates: it has their moments
+  SectionBuffers places;    // of sharded parameters; empty if it has all of them
+};
+
+RankShard shard_of(const ModelConfig& config, const TensorTable& table, const TrainOptions& options, int rank,
+                   int ranks, Shard shard) {
+  const Range all{0, table.arena_elements()};
+  const Range part = cut_arena(table, ranks, kAdamWBlock)[static_cast<std::size_t>(rank)];
+  RankShard own{options.virtual_ranks / ranks, part, shard == Shard::none ? all : part, {}};
+  if (shard == Shard::parameters && ranks > 1) {
+    own.places = SectionBuffers(parameter_sections(config, table), config.num_layers);
+  }
+  return own;
+}
+
+// The parameters that passes read: all of them or, where they are sharded, those of the sections in use.
+MemoryPlan read_parameters_plan(const TensorTable& table, const RankShard& shard) {
+  if (shard.places.elements() == 0) return parameter_plan(table);
+  return part_plan("parameters of layers in use", {0, shard.places.elements()});
+}
+
+// This process's own part of the parameters, where they are sharded.
+MemoryPlan own_parameters_plan(const RankShard& shard) {
+  return part_plan("parameters", shard.places.elements() > 0 ? shard.own : Range());
+}
+
+std::vector<MemoryLine> memory_lines(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
+                                     const RankShard& shard) {
+  const std::uint64_t all = parameter_plan(table).bytes(), read = read_parameters_plan(table, shard).bytes();
+  std::vector<MemoryLine> lines;
+  if (shard.places.elements() > 0) {
+    lines.push_back({"parameters (fp32)", own_parameters_plan(shard).bytes()});
+    lines.push_back({"parameters of layers in use (fp32)", read});
+  } else {
+    lines.push_back({"parameters (fp32)", read});
+  }
+  lines.push_back({"gradients (fp32)", all});
+  if (shard.rounds > 1) {
+    lines.push_back({"sum of the ranks (fp32)", rank_sum_plan(shard.rounds, shard.added).bytes()});
+  }
+  lines.push_back({"AdamW moments (fp32)", 2 * part_plan("moments", shard.own).bytes()});
+  lines.push_back({"activations (fp32)", TrainingActivations<float>(config, options, kClassifierRows).plan().bytes()});
+  if (options.precision == Precision::fp8) {
+    const std::uint64_t bytes = Fp8Linears::planned_bytes(config, options, shard.places.elements() > 0);
+    lines.push_back({"operands rounded to fp8 (fp32)", bytes});
+  }
+  return lines;
+}
+
+void check_precision(const ModelConfig& config, const TrainOptions& options) {
+  if (options.precision == Precision::bf16)
+    fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 and fp8 only");
+  if (options.precision == Precision::fp8) check_fp8_sizes(config, options.micro_batch, options.seq_len);
+}
+
+class TrainingModel final : public TrainModel {
+ public:
+  // `ranks` null: alone.
+  TrainingModel(const ModelConfig& config, const TrainOptions& options, Communicator* ranks, Shard shard)
+      : config_(config),
+        options_(options),
+        table_(config),
+        ranks_(ranks),
+        sharded_(ranks != nullptr && shard != Shard::none),
+        parts_(cut_arena(table_, ranks != nullptr ? ranks->size() : 1, kAdamWBlock)),
+        shard_(shard_of(config, table_, options, ranks != nullptr ? ranks->rank() : 0,
+                        ranks != nullptr ? ranks->size() : 1, shard)),
+        own_(shard_.own),
+        sections_(parameter_sections(config, table_)),
+        parameter_arena_(read_parameters_plan(table_, shard_)),
+        own_parameter_arena_(own_parameters_plan(shard_)),
+        gradient_arena_(per_parameter_plan("gradients", table_, sizeof(float))),
+        rank_sum_arena_(rank_sum_plan(shard_.rounds, shard_.added)),
+        moment1_arena_(part_plan("first moments", own_)),
+        moment2_arena_(part_plan("second moments", own_)),
+        weights_(bind_weights(config, table_, parameter_arena_.at<float>(0), Offsets::bytes)),
+        d_weights_(bind_weights(config, table_, gradient_arena_.at<float>(0), Offsets::elements)),
+        acts_(config, options, kClassifierRows),
+        activation_arena_(acts_.plan()),
+        rope_(rope_table(config.rope, options.seq_len)) {
+    acts_.bind(activation_arena_);
+    if (options.precision == Precision::fp8) fp8_.emplace(config, options, parameters_sharded());
+    if (!parameters_sharded()) return;
+    std::vector<std::int64_t> moves;
+    for (std::size_t s = 0; s < sections_.size(); ++s) moves.push_back(shard_.places.begin_of(s) - sections_[s].begin);
+    weights_.move_sections(moves);
+  }
+
+  const ModelConfig& config() const override { return config_; }
+  const TensorTable& table() const override { return table_; }
+  std::vector<MemoryLine> memory() const override { return memory_lines(config_, options_, table_, shard_); }
+
+  void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) override {
+    micro_step_ = micro_step;
+    training_ = true;
+    tokens_.assign(batch.tokens.begin(), batch.tokens.end());
+    forward_layers();
+    loss_sum_ += classify(batch.labels, loss_scale, &label_count_);
+  }
+
+  double evaluate(const Batch& batch, std::int64_t* label_count) override {
+    training_ = false;
+    tokens_.assign(batch.tokens.begin(), batch.tokens.end());
+    forward_layers();
+    *label_count = 0;
+    return classify(batch.labels, 0, label_count);
+  }
+
+  bool evaluates_together() const override { return parameters_sharded(); }
+
+  void backward() override;
+  void zero_gradients() override {
+    gradient_arena_.clear();
+    rank_micro_batches_ = ranks_added_ = 0;
+    loss_sum_ = ranks_loss_sum_ = 0;
+    label_count_ = 0;
+    exchanged_ = false;
+    if (fp8_) fp8_->begin_step();
+  }
+  StepStatistics statistics() override;
+  void update(const AdamWStep& step) override;
+  void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override;
+  void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override {
+    const Range part = common(elements_of(spec), held(role));
+    if (part.size() > 0) std::copy_n(values + (part.begin - spec.offset), part.size(), at(role, part));
+    if (role == TensorRole::parameter) shard_.places.forget();
+    if (role == TensorRole::parameter && fp8_) fp8_->weights_replaced();
+  }
+  std::vector<float> fp8_state() const override { return fp8_ ? fp8_->state() : std::vector<float>(); }
+  void set_fp8_state(std::span<const float> state) override {
+    if (!fp8_) return TrainModel::set_fp8_state(state);
+    fp8_->set_state(state);
+  }
+  std::vector<Range> own_elements() const override { return {sharded_ ? own_ : Range{0, table_.arena_elements()}}; }
+  std::unique_ptr<StateCopy> make_own_copy() override {
+    return make_host_copy(own_elements(), [this](TensorRole role, std::size_t, float* values) {
+      const Range own = own_elements()[0];
+      std::copy_n(at(role, own), own.size(), values);
+    });
+  }
+  std::vector<float> activation(const std::string& name) override;
+  std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
+    if (parameters_sharded()) fail(Exit::internal, "a decoder of sharded parameters");
+    return single_sequence(make_inference(config_, table_, parameter_arena_.at<float>(0), one_sequence(capacity)),
+                           capacity);
+  }
+
+ private:
+  static Range elements_of(const TensorSpec& spec) { return {spec.offset, spec.offset + spec.elements}; }
+  // The elements of the arena that this model has.
+  Range held(TensorRole role) const { return is_sharded(role) ? own_ : Range{0, table_.arena_elements()}; }
+  // Whether each rank has only its own part of these tensors.
+  bool is_sharded(TensorRole role) const {
+    if (role == TensorRole::parameter) return parameters_sharded();
+    return sharded_ && (role != TensorRole::gradient || exchanged_);
+  }
+  bool parameters_sharded() const { return shard_.places.elements() > 0; }
+  // The values of elements that this model has; null if there are none.
+  float* at(TensorRole role, const Range& part) const {
+    if (part.size() == 0) return nullptr;
+    const auto own = [&](const HostArena& arena) { return arena.at<float>(0) + (part.begin - own_.begin); };
+    switch (role) {
+      case TensorRole::parameter:
+        return parameters_sharded() ? own(own_parameter_arena_) : parameter_arena_.at<float>(0) + part.begin;
+      case TensorRole::gradient:
+        return (ranks_ == nullptr && ranks_added_ > 0 ? rank_sum_arena_ : gradient_arena_).at<float>(0) + part.begin;
+      case TensorRole::moment1:
+        return own(moment1_arena_);
+      case TensorRole::moment2:
+        return own(moment2_arena_);
+    }
+    fail(Exit::internal, "unknown tensor role");
+  }
+
+  std::int64_t rows() const { return options_.micro_batch * options_.seq_len; }
+  std::int64_t qkv_size() const { return config_.q_size() + 2 * config_.kv_size(); }
+
+  // Heads of one packed [N, q + 2 kv] row block: q heads, then k heads, then v heads.
+  HeadView q_heads(float* qkv) const { return heads(qkv, qkv_size()); }
+  HeadView k_heads(float* qkv) const { return heads(qkv + config_.q_size(), qkv_size()); }
+  HeadView v_heads(float* qkv) const { return heads(qkv + config_.q_size() + config_.kv_size(), qkv_size()); }
+  HeadView heads(float* data, std::int64_t row) const { return {data, options_.seq_len * row, row, config_.head_dim}; }
+  AttentionShape attention_shape() const {
+    return {options_.micro_batch,
+            options_.seq_len,
+            options_.seq_len,
+            config_.num_heads,
+            config_.num_kv_heads,
+            config_.head_dim,
+            true,
+            1.0f / std::sqrt(static_cast<float>(config_.head_dim))};
+  }
+
+  // The shape of the norm after branch `branch`: 2 l is the attention of layer l, 2 l + 1 its MLP; -1 the embedding, to
+  // which no dropout is applied.
+  ResidualNormShape norm_shape(std::int64_t branch) const {
+    ResidualNormShape shape;
+    shape.rows = rows();
+    shape.C = config_.hidden_size;
+    shape.kind = config_.norm;
+    shape.eps = static_cast<float>(config_.norm_eps);
+    shape.dropout = training_ && branch >= 0 ? options_.dropout : 0;
+    shape.seed = options_.seed;
+    shape.offset = dropout_offset(micro_step_, std::max<std::int64_t>(branch, 0), 2 * config_.num_layers);
+    return shape;
+  }
+  // The norm that reads the residual stream after branch `branch`: a layer's two norms and the final one.
+  struct NormSite {
+    std::int64_t branch;
+    float* residual;  // [N, C]
+    NormWeights<float> weights, d_weights;
+    float *out, *mean, *rstd;
+  };
+  NormSite norm_after(std::int64_t branch);
+
+  // out = norm(residual).
+  void normalize(const NormSite& site);
+  // residual = skip + dropout(x), out = norm(residual).
+  void add_and_normalize(const NormSite& site, const float* x, const float* skip);
+  // From d_norm and, with a skip, acts_.d_residual, the gradients of out and residual: acts_.branch and acts_.d_residual
+  // become those of x and skip.
+  void norm_backward(const NormSite& site, const float* d_norm, bool has_skip);
+
+  static std::size_t section_of_layer(std::int64_t l) { return static_cast<std::size_t>(l) + 1; }
+  void gather_parameters(std::size_t section);
+  std::size_t head_section() const { return config_.tied_embeddings ? 0 : sections_.size() - 1; }
+
+  // The linear layers of layer l of the blocks: out [N, OC] = x [N, C] W^T + b, and from dout [N, OC] the gradients of x, W
+  // and b.
+  void linear(BlockLinear which, std::int64_t l, float* out, const float* x);
+  void linear_backward(BlockLinear which, std::int64_t l, float* dx, const float* dout, const float* x);
+
+  void forward_layers();
+  void forward_layer(std::int64_t l);
+  void forward_to_swiglu(std::int64_t l, float* branch);
+  double classify(std::span<const std::int32_t> labels, float loss_scale, std::int64_t* label_count);
+  void recompute_layer(std::int64_t l);
+  void backward_layer(std::int64_t l);
+  void finish_rank();
+  void add_round(float* sum);
+  void complete_gradients();
+  double sum_of_block_squares() const;
+
+  ModelConfig config_;
+  TrainOptions options_;
+  TensorTable table_;
+  Communicator* ranks_;       // null: alone
+  bool sharded_;              // the moments and the update, between the ranks
+  std::vector<Range> parts_;  // of the arena: one for each rank
+  RankShard shard_;
+  Range own_;  // whose moments this model has: of all parameters, or of the part of its rank
+  std::vector<Range> sections_;
+  HostArena parameter_arena_;      // what passes read
+  HostArena own_parameter_arena_;  // of this rank, where they are sharded
+  HostArena gradient_arena_;
+  HostArena rank_sum_arena_;  // the gradients of the ranks that are complete; empty where a process has one
+  HostArena moment1_arena_, moment2_arena_;
+  ModelWeights<float> weights_, d_weights_;
+  TrainingActivations<float> acts_;
+  HostArena activation_arena_;
+  std::optional<Fp8Linears> fp8_;  // with --precision fp8
+  RopeTable rope_;
+
+  std::vector<std::int32_t> tokens_;  // [N] of the last forward
+  std::uint64_t micro_step_ = 0;
+  bool training_ = false, recomputing_ = false;
+  std::int64_t rank_micro_batches_ = 0,
+               ranks_added_ = 0;              // of the rank that is computed; ranks of this process that are complete
+  double loss_sum_ = 0, ranks_loss_sum_ = 0;  // of that rank; of those before
+  std::int64_t label_count_ = 0;
+  bool exchanged_ = false;  // gradients, loss and labels are those of all ranks, as far as this model has them
+};
+
+// To be called before the parameters of a section are read: where they are sharded, gathers them from all ranks, unless
+// they are in their place already.
+void TrainingModel::gather_parameters(std::size_t section) {
+  if (!parameters_sharded() || !shard_.places.take(section)) return;
+  const Range range = sections_[section];
+  float* const values = parameter_arena_.at<float>(0) + shard_.places.begin_of(section);
+  const Range mine = common(range, own_);
+  if (mine.size() > 0) {
+    std::copy_n(at(TensorRole::parameter, mine), mine.size(), values + (mine.begin - range.begin));
+  }
+  std::vector<Range> parts;
+  for (const Range& each : parts_) {
+    const Range theirs = common(range, each);
+    parts.push_back({theirs.begin - range.begin, theirs.end - range.begin});
+  }
+  ranks_->gather(values, parts);
+}
+
+// ---- forward --------------------------------------------------------------------------------------------------------
+
+void TrainingModel::forward_layers() {
+  gather_parameters(0);
+  embedding_forward(acts_.residual[0], tokens_.data(), weights_.embedding, rows(), config_.hidden_size);
+  gather_parameters(section_of_layer(0));
+  normalize(norm_after(-1));
+  for (std::int64_t l = 0; l < config_.num_layers; ++l) forward_layer(l);
+}
+
+void TrainingModel::forward_layer(std::int64_t l) {
+  const LayerActivations<float>& a = acts_.layers[l];
+  if (fp8_) fp8_->use_weights(l, weights_.blocks[static_cast<std::size_t>(l)], false);
+  forward_to_swiglu(l, acts_.branch);
+  linear(BlockLinear::down, l, acts_.branch, a.swiglu_out);
+  if (l + 1 < config_.num_layers) gather_parameters(section_of_layer(l + 1));  // its norm is used next
+  add_and_normalize(norm_after(2 * l + 1), acts_.branch, a.residual_mid);
+}
+
+// The part of a layer that --recompute block runs again. `branch` [N, C]: scratch for the output of attention.
+void TrainingModel::forward_to_swiglu(std::int64_t l, float* branch) {
+  const std::int64_t T = options_.seq_len;
+  const LayerActivations<float>& a = acts_.layers[l];
+
+  linear(BlockLinear::qkv, l, a.qkv, a.input_norm);
+  rope_forward(q_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_heads, 0);
+  rope_forward(k_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0);
+  attention_forward(attention_shape(), heads(a.attention, config_.q_size()), a.lse, q_heads(a.qkv), k_heads(a.qkv),
+                    v_heads(a.qkv));
+  linear(BlockLinear::output, l, branch, a.attention);
+  add_and_normalize(norm_after(2 * l), branch, acts_.residual[l]);
+
+  linear(BlockLinear::up, l, a.gate_up, a.post_norm);
+  swiglu_forward(a.swiglu_out, a.gate_up, rows(), config_.ffn_size);
+}
+
+// Logits, losses and, in training, the gradient of the final norm and of the head, kClassifierRows at a time.
+double TrainingModel::classify(std::span<const std::int32_t> labels, float loss_scale, std::int64_t* label_count) {
+  const std::int64_t N = rows(), C = config_.hidden_size, V = config_.vocab_size;
+  gather_parameters(head_section());
+  for (std::int64_t row = 0; row < N; row += kClassifierRows) {
+    const std::int64_t count = std::min(kClassifierRows, N - row);
+    const float* hidden = acts_.final_norm + row * C;
+    matmul_forward(acts_.logits, hidden, weights_.head.plain, nullptr, count, C, V);
+    classifier(acts_.logits, acts_.losses + row, labels.data() + row, count, V, loss_scale, training_);
+    if (training_) {
+      matmul_backward(acts_.d_final_norm + row * C, d_weights_.head.plain, nullptr, acts_.logits, hidden,
+                      weights_.head.plain, count, C, V);
+    }
+  }
+  double sum = 0;
+  for (std::int64_t n = 0; n < N; ++n) {
+    sum += static_cast<double>(acts_.losses[n]);
+    *label_count += labels[n] != kIgnoredLabel ? 1 : 0;
+  }
+  return sum;
+}
+
+// ---- backward -------------------------------------------------------------------------------------------------------
+
+void TrainingModel::backward() {
+  if (!training_) fail(Exit::internal, "backward() without a forward()");
+  const std::int64_t L = config_.num_layers;
+  gather_parameters(section_of_layer(L - 1));
+  norm_backward(norm_after(2 * L - 1), acts_.d_final_norm, false);
+  for (std::int64_t l = L - 1; l >= 0; --l) {
+    gather_parameters(section_of_layer(l));
+    if (fp8_) fp8_->use_weights(l, weights_.blocks[static_cast<std::size_t>(l)], true);
+    recompute_layer(l);
+    backward_layer(l);
+  }
+  embedding_backward(d_weights_.embedding, acts_.branch, tokens_.data(), rows(), config_.hidden_size);
+  if (fp8_) fp8_->end_micro_batch();
+  if (shard_.rounds > 1 && ++rank_micro_batches_ == options_.rank_micro_batches) finish_rank();
+}
+
+// The gradients of one of this process's ranks are complete: adds them, and its loss, to those of the ranks before it.
+void TrainingModel::finish_rank() {
+  if (ranks_added_ == shard_.rounds) fail(Exit::internal, "more micro-batches than the ranks of a step have");
+  float* const sum = rank_sum_arena_.at<float>(0);
+  float* const gradients = gradient_arena_.at<float>(0);
+  if (ranks_ != nullptr) {
+    add_round(sum);
+  } else {
+    const float* const pieces[] = {sum, gradients};
+    add_ranks(sum, std::span(pieces).subspan(ranks_added_ == 0 ? 1 : 0), table_.arena_elements());
+    ranks_loss_sum_ += loss_sum_;
+  }
+  gradient_arena_.clear();
+  loss_sum_ = 0;
+  rank_micro_batches_ = 0;
+  ++ranks_added_;
+  if (ranks_ == nullptr || ranks_added_ < shard_.rounds) return;
+  std::copy_n(sum, shard_.added.size(), gradients + shard_.added.begin);
+}
+
+// Computes again what --recompute let other layers overwrite, by the same operators on the same inputs: the same bits.
+void TrainingModel::recompute_layer(std::int64_t l) {
+  if (options_.recompute == Recompute::none) return;
+  normalize(norm_after(2 * l - 1));
+  if (options_.recompute == Recompute::block) {
+    recomputing_ = true;
+    forward_to_swiglu(l, acts_.d_norm);  // acts_.branch holds a gradient now
+    recomputing_ = false;
+    return;
+  }
+  const LayerActivations<float>& a = acts_.layers[l];
+  normalize(norm_after(2 * l));
+  swiglu_forward(a.swiglu_out, a.gate_up, rows(), config_.ffn_size);
+}
+
+// In: branch holds the gradient of the MLP's output, d_residual that of residual_mid by the skip connection.
+// Out: branch holds the gradient of the output of the layer below (its MLP, or the embedding).
+void TrainingModel::backward_layer(std::int64_t l) {
+  const std::int64_t T = options_.seq_len;
+  const LayerActivations<float>& a = acts_.layers[l];
+
+  linear_backward(BlockLinear::down, l, acts_.d_swiglu_out, acts_.branch, a.swiglu_out);
+  // a.gate_up is its gradient from here on.
+  swiglu_backward(a.gate_up, acts_.d_swiglu_out, a.gate_up, rows(), config_.ffn_size);
+  linear_backward(BlockLinear::up, l, acts_.d_norm, a.gate_up, a.post_norm);
+  norm_backward(norm_after(2 * l), acts_.d_norm, true);
+
+  linear_backward(BlockLinear::output, l, acts_.d_attention, acts_.branch, a.attention);
+  attention_backward(attention_shape(), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv), v_heads(acts_.d_qkv),
+                     heads(acts_.d_attention, config_.q_size()), heads(a.attention, config_.q_size()), a.lse,
+                     q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv));
+  rope_backward(q_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_heads, 0);
+  rope_backward(k_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0);
+  linear_backward(BlockLinear::qkv, l, acts_.d_norm, acts_.d_qkv, a.input_norm);
+  norm_backward(norm_after(2 * l - 1), acts_.d_norm, true);
+}
+
+// ---- linear layers --------------------------------------------------------------------------------------------------
+
+void TrainingModel::linear(BlockLinear which, std::int64_t l, float* out, const float* x) {
+  const LinearSize size = linear_size(config_, which);
+  const Linear<float>& layer = weights_.blocks[static_cast<std::size_t>(l)].linear(which);
+  const float* weight = layer.weight.plain;
+  if (fp8_) {
+    using Pass = Fp8Linears::Pass;
+    x = fp8_->input(which, l, x, !training_ ? Pass::evaluation : recomputing_ ? Pass::again : Pass::training);
+    weight = fp8_->weight(which, l);
+  }
+  matmul_forward(out, x, weight, layer.bias, rows(), size.C, size.OC);
+}
+
+void TrainingModel::linear_backward(BlockLinear which, std::int64_t l, float* dx, const float* dout, const float* x) {
+  const LinearSize size = linear_size(config_, which);
+  const float* weight = weights_.blocks[static_cast<std::size_t>(l)].linear(which).weight.plain;
+  if (fp8_) {
+    x = fp8_->input(which, l, x, Fp8Linears::Pass::again);
+    dout = fp8_->gradient(which, l, dout);
+    weight = fp8_->weight(which, l);
+  }
+  const Linear<float>& d_layer = d_weights_.blocks[static_cast<std::size_t>(l)].linear(which);
+  matmul_backward(dx, d_layer.weight.plain, d_layer.bias, dout, x, weight, rows(), size.C, size.OC);
+}
+
+// ---- norms ----------------------------------------------------------------------------------------------------------
+
+TrainingModel::NormSite TrainingModel::norm_after(std::int64_t branch) {
+  const std::int64_t l = (branch + 1) / 2;
+  if (branch == 2 * config_.num_layers - 1) {
+    return {branch,           acts_.residual[l], weights_.final_norm, d_weights_.final_norm,
+            acts_.final_norm, acts_.final_mean,  acts_.final_rstd};
+  }
+  const BlockWeights<float>&w = weights_.blocks[l], &dw = d_weights_.blocks[l];
+  const LayerActivations<float>& a = acts_.layers[l];
+  if (branch % 2 == 0) return {branch, a.residual_mid, w.post_norm, dw.post_norm, a.post_norm, a.mean2, a.rstd2};
+  return {branch, acts_.residual[l], w.input_norm, dw.input_norm, a.input_norm, a.mean1, a.rstd1};
+}
+
+void TrainingModel::normalize(const NormSite& site) {
+  ResidualNormForward norm;
+  norm.x = site.residual;
+  norm.weight = site.weights.weight;
+  norm.bias = site.weights.bias;
+  norm.out = site.out;
+  norm.mean = site.mean;
+  norm.rstd = site.rstd;
+  residual_norm_forward(norm_shape(-1), norm);
+}
+
+void TrainingModel::add_and_normalize(const NormSite& site, const float* x, const float* skip) {
+  ResidualNormForward norm;
+  norm.x = x;
+  norm.residual = skip;
+  norm.residual_out = site.residual;
+  norm.weight = site.weights.weight;
+  norm.bias = site.weights.bias;
+  norm.out = site.out;
+  norm.mean = site.mean;
+  norm.rstd = site.rstd;
+  residual_norm_forward(norm_shape(site.branch), norm);
+}
+
+void TrainingModel::norm_backward(const NormSite& site, const float* d_norm, bool has_skip) {
+  ResidualNormBackward norm;
+  norm.dout = d_norm;
+  norm.dresidual_out = has_skip ? acts_.d_residual : nullptr;
+  norm.residual_out = site.residual;
+  norm.weight = site.weights.weight;
+  norm.mean = site.mean;
+  norm.rstd = site.rstd;
+  norm.dx = acts_.branch;
+  norm.dresidual = acts_.d_residual;
+  norm.dweight = site.d_weights.weight;
+  norm.dbias = site.d_weights.bias;
+  residual_norm_backward(norm_shape(site.branch), norm);
+}
+
+// ---- step -----------------------------------------------------------------------------------------------------------
+
+// Called when every process has the complete gradients of one rank: adds those of the part that this process adds to
+// `sum`, behind those of earlier rounds.
+void TrainingModel::add_round(float* sum) {
+  exchange_and_add(*ranks_, sum, gradient_arena_.at<float>(0), parts_, ranks_added_ > 0);
+  for (const double loss : ranks_->gather(loss_sum_)) ranks_loss_sum_ += loss;  // in the order of the ranks
+}
+
+// The gradients of all ranks are complete: from here on the arena holds those of the step, in the part of this process or, if
+// the update is not sharded, everywhere.
+void TrainingModel::complete_gradients() {
+  float* const gradients = gradient_arena_.at<float>(0);
+  if (shard_.rounds == 1) {
+    add_round(gradients + shard_.added.begin);
+    loss_sum_ = 0;
+  }
+  if (!sharded_) ranks_->gather(gradients, parts_);
+  const std::vector<std::int64_t> labels = ranks_->gather(label_count_);
+  label_count_ = std::accumulate(labels.begin(), labels.end(), std::int64_t{0});
+  if (fp8_) fp8_->gather_tallies(*ranks_);
+  exchanged_ = true;
+}
+
+StepStatistics TrainingModel::statistics() {
+  if (ranks_ != nullptr && !exchanged_) complete_gradients();
+  double sum = 0;
+  if (sharded_) {
+    sum = sum_of_block_squares();
+  } else {
+    for (const TensorSpec& spec : table_.specs()) {
+      sum += sum_of_squares(at(TensorRole::gradient, elements_of(spec)), spec.elements);
+    }
+  }
+  StepStatistics statistics{ranks_loss_sum_ + loss_sum_, label_count_, std::sqrt(sum)};
+  if (fp8_) statistics.fp8 = fp8_->statistics();
+  return statistics;
+}
+
+// The same as sum_of_squares() over all tensors, from the blocks of all ranks.
+double TrainingModel::sum_of_block_squares() const {
+  const auto blocks_of = [](std::int64_t elements) { return ceil_div(elements, kAdamWBlock); };
+  std::vector<Range> blocks_of_rank(parts_.size());
+  std::int64_t blocks = 0;
+  for (const TensorSpec& spec : table_.specs()) blocks += blocks_of(spec.elements);
+  std::vector<double> squares(static_cast<std::size_t>(blocks));
+  std::int64_t first = 0;  // block of the tensor
+  for (const TensorSpec& spec : table_.specs()) {
+    const Range part = common(elements_of(spec), own_);
+    if (part.size() > 0) {
+      block_squares(squares.data() + first + (part.begin - spec.offset) / kAdamWBlock, at(TensorRole::gradient, part),
+                    part.size());
+    }
+    first += blocks_of(spec.elements);
+    for (std::size_t r = 0; r < parts_.size(); ++r) {
+      blocks_of_rank[r].end += blocks_of(common(elements_of(spec), parts_[r]).size());
+    }
+  }
+  for (std::size_t r = 1; r < parts_.size(); ++r) {
+    blocks_of_rank[r].begin = blocks_of_rank[r - 1].end;
+    blocks_of_rank[r].end += blocks_of_rank[r].begin;
+  }
+  ranks_->gather(squares.data(), blocks_of_rank);
+  double total = 0;
+  auto block = squares.begin();
+  for (const TensorSpec& spec : table_.specs()) {
+    const auto end = block + blocks_of(spec.elements);
+    total += std::accumulate(block, end, 0.0);
+    block = end;
+  }
+  return total;
+}
+
+void TrainingModel::update(const AdamWStep& step) {
+  for (const TensorSpec& spec : table_.specs()) {
+    const Range part = common(elements_of(spec), own_);
+    adamw(at(TensorRole::parameter, part), at(TensorRole::gradient, part), at(TensorRole::moment1, part),
+          at(TensorRole::moment2, part), part.size(), spec.decay, step);
+  }
+  if (fp8_) fp8_->end_step();
+  shard_.places.forget();
+  if (sharded_ && !parameters_sharded()) ranks_->gather(parameter_arena_.at<float>(0), parts_);
+}
+
+// ---- access ---------------------------------------------------------------------------------------------------------
+
+void TrainingModel::read_tensor(TensorRole role, const TensorSpec& spec, float* values) {
+  const Range part = common(elements_of(spec), held(role));
+  if (part.size() > 0) std::copy_n(at(role, part), part.size(), values + (part.begin - spec.offset));
+  if (!is_sharded(role)) return;
+  std::vector<Range> parts;
+  for (const Range& each : parts_) {
+    const Range theirs = common(elements_of(spec), each);
+    parts.push_back({theirs.begin - spec.offset, theirs.end - spec.offset});
+  }
+  ranks_->gather(values, parts);
+}
+
+std::vector<float> TrainingModel::activation(const std::string& name) {
+  const std::int64_t N = rows(), C = config_.hidden_size;
+  const auto copy = [N](const float* data, std::int64_t columns, std::int64_t stride) {
+    std::vector<float> out(static_cast<std::size_t>(N * columns));
+    for (std::int64_t n = 0; n < N; ++n) std::copy_n(data + n * stride, columns, out.begin() + n * columns);
+    return out;
+  };
+  if (name == "embedding") return copy(acts_.residual[0], C, C);
+  if (name == "final_norm") return copy(acts_.final_norm, C, C);
+  if (name == "logits" && parameters_sharded()) return {};
+  if (name == "logits") {
+    std::vector<float> logits(static_cast<std::size_t>(N * config_.vocab_size));
+    matmul_forward(logits.data(), acts_.final_norm, weights_.head.plain, nullptr, N, C, config_.vocab_size);
+    return logits;
+  }
+  // "layers.<l>.<part>": kept for every layer only without recomputation.
+  long long l = -1;
+  char part[64] = "";
+  const bool parsed = std::sscanf(name.c_str(), "layers.%lld.%63s", &l, part) == 2 && l >= 0 && l < config_.num_layers;
+  if (!parsed || options_.recompute != Recompute::none) return {};
+  const LayerActivations<float>& a = acts_.layers[static_cast<std::size_t>(l)];
+  const std::int64_t q = config_.q_size(), kv = config_.kv_size();
+  const std::string which = part;
+  if (which == "input_norm") return copy(a.input_norm, C, C);
+  if (which == "q") return copy(a.qkv, q, qkv_size());
+  if (which == "k") return copy(a.qkv + q, kv, qkv_size());
+  if (which == "v") return copy(a.qkv + q + kv, kv, qkv_size());
+  if (which == "attention") return copy(a.attention, q, q);
+  if (which == "post_attention_norm") return copy(a.post_norm, C, C);
+  if (which == "mlp_product") return copy(a.swiglu_out, config_.ffn_size, config_.ffn_size);
+  if (which == "residual") return copy(acts_.residual[static_cast<std::size_t>(l) + 1], C, C);
+  return {};
+}
+
+}  // namespace
+
+std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOptions& options) {
+  return plan_training(config, options, 0, 1, Shard::none);
+}
+
+std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
+                                      Shard shard) {
+  const TensorTable table(config);
+  return memory_lines(config, options, table, shard_of(config, table, options, rank, ranks, shard));
+}
+
+std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options) {
+  check_precision(config, options);
+  return std::make_unique<TrainingModel>(config, options, nullptr, Shard::none);
+}
+
+std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options,
+                                                Communicator& ranks, Shard shard) {
+  check_precision(config, options);
+  if (options.virtual_ranks % ranks.size() != 0) {
+    fail(Exit::internal, "%d ranks for a step of %lld", ranks.size(), static_cast<long long>(options.virtual_ranks));
+  }
+  if (shard == Shard::gradients)
+    fail(Exit::usage, "--shard: got gradients, which needs a GPU. Use optimizer or parameters");
+  return std::make_unique<TrainingModel>(config, options, &ranks, shard);
+}
+
+}  // namespace weft::cpu

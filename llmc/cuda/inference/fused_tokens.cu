@@ -1,0 +1,91 @@
+#include "llmc/cuda/inference/fused_tokens.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "llmc/base/error.h"
+#include "llmc/cuda/fused/decode.h"
+#include "llmc/cuda/inference/inference_model.cuh"
+
+namespace weft::cuda {
+
+namespace {
+
+template <typename S>
+class FusedTokens final : public IdDecoder {
+ public:
+  explicit FusedTokens(Inference<S>& model)
+      : config_(model.config()),
+        stream_(model.parts().stream),
+        fused_(config_, *model.parts().weights, model.parts().cache, model.parts().rope, mailbox_, stream_),
+        logits_(static_cast<std::uint64_t>(config_.vocab_size) * sizeof(float)) {}
+
+  std::vector<MemoryLine> memory() const override { return FusedDecode<S>::memory(config_); }
+  std::int64_t most_ids() const override { return kFusedTokens; }
+  std::int64_t most_first_ids() const override { return kFusedMoreIds + 1; }
+  void launch(std::span<const std::int32_t> ids, std::int64_t position, std::int64_t count,
+              const GenerationRequest& request, const DeviceDrafts& to) override {
+    FusedRequest fused;
+    fused.first_id = ids[0];
+    fused.more_ids.assign(ids.begin() + 1, ids.end());
+    fused.position = position;
+    fused.count = count;
+    fused.sampling = request.sampling;
+    const std::size_t stop_ids = std::min(request.stop_ids.size(), kMaxStopIds);  // the host compares the others
+    fused.stop_ids.assign(request.stop_ids.begin(), request.stop_ids.begin() + static_cast<std::ptrdiff_t>(stop_ids));
+    fused.device_ids = to.ids;
+    fused_.launch(fused);
+    if (to.ids != nullptr) check(cudaEventRecord(to.written, stream_), "fused decoding");
+  }
+  std::int32_t wait(std::int64_t i) override {
+    if (const std::optional<std::int32_t> id = fused_.wait(i); id.has_value()) return *id;
+    fail(Exit::internal, "fused decoding: ended before its last token");
+  }
+  void end() noexcept override {
+    fused_.cancel();
+    try {
+      fused_.finish();
+    } catch (const Error&) {  // generation has ended already: with this error, or for another reason
+    }
+  }
+  std::span<const float> decode(std::int32_t id, std::int64_t position) override {
+    FusedRequest request;
+    request.first_id = id;
+    request.position = position;
+    request.count = 1;
+    fused_.launch(request);
+    fused_.finish();
+    check(cudaMemcpyAsync(logits_.at<float>(0), fused_.logits(), logits_.bytes(), cudaMemcpyDeviceToHost, stream_),
+          "logits");
+    check(cudaStreamSynchronize(stream_), "logits");
+    return {logits_.at<float>(0), static_cast<std::size_t>(config_.vocab_size)};
+  }
+  std::string timeline(std::int32_t id, std::int64_t position) override {
+    fused_.record_timeline(true);
+    decode(id, position);
+    std::string text = timeline_text(fused_.timeline());
+    fused_.record_timeline(false);
+    return text;
+  }
+
+ private:
+  ModelConfig config_;
+  cudaStream_t stream_;
+  Mailbox mailbox_;
+  FusedDecode<S> fused_;
+  PinnedBuffer logits_;
+};
+
+}  // namespace
+
+std::vector<MemoryLine> plan_fused_tokens(const ModelConfig& config) {
+  return FusedDecode<fp16>::memory(config);
+}
+
+std::unique_ptr<IdDecoder> fused_tokens(InferenceModel& model, DType dtype) {
+  if (dtype == DType::bf16) return std::make_unique<FusedTokens<bf16>>(static_cast<Inference<bf16>&>(model));
+  if (dtype == DType::f16) return std::make_unique<FusedTokens<fp16>>(static_cast<Inference<fp16>&>(model));
+  fail(Exit::internal, "fused decoding in %s", dtype_name(dtype));
+}
+
+}  // namespace weft::cuda

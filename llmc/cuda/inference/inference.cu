@@ -1,0 +1,280 @@
+// The inference model's memory, and the functions that the programs call. The rest is in the files that
+// inference_model.cuh lists.
+#include "llmc/cuda/inference/inference.h"
+
+#include <algorithm>
+#include <iterator>
+#include <span>
+#include <type_traits>
+
+#include "llmc/base/error.h"
+#include "llmc/base/sampling_math.h"
+#include "llmc/cuda/inference/inference_model.cuh"
+#include "llmc/cuda/inference/parameters.h"
+#include "llmc/cuda/inference/quantized_parameters.cuh"
+#include "llmc/cuda/op/attention/train/attention.h"
+#include "llmc/cuda/op/norm/residual_norm.h"
+#include "llmc/model/single_sequence.h"
+
+namespace weft::cuda {
+
+// ---- memory -----------------------------------------------------------------------------------------------------------
+
+PagedAttentionShape attention_shape(const ModelConfig& c, const InferenceOptions& pool) {
+  return {c.num_heads, c.num_kv_heads, c.head_dim, row_bucket(pool.max_rows), pool.slots, pool.max_positions};
+}
+
+std::size_t step_bytes(const ModelConfig& c, const InferenceOptions& pool) {
+  const std::int64_t rows = row_bucket(pool.max_rows);
+  const std::int64_t pages_of_sequence = ceil_div(pool.max_positions, pool.page_size);
+  std::byte* const begin = nullptr;
+  const std::byte* const arrays_end = step_arrays(begin, rows, rows).work;
+  return static_cast<std::size_t>(arrays_end - begin) + paged_work_bytes(attention_shape(c, pool)) +
+         static_cast<std::size_t>(pool.slots * pages_of_sequence + 1) * sizeof(std::int32_t);
+}
+
+template <typename S>
+ArenaLayout plan_inference_workspace(const ModelConfig& c, const InferenceOptions& pool, InferenceBuffers<S>& b) {
+  const std::int64_t rows = row_bucket(pool.max_rows), logit_rows = std::min(kLogitRows, rows), C = c.hidden_size;
+  ArenaLayout layout("inference workspace");
+  layout.reserve(&b.residual, rows * C);
+  layout.reserve(&b.norm1, rows * C);
+  layout.reserve(&b.norm2, c.parallel_residual ? rows * C : 0);
+  layout.reserve(&b.qkv, rows * c.qkv_size());
+  layout.reserve(&b.attention, rows * c.q_size());
+  layout.reserve(&b.product, rows * c.ffn_size);
+  layout.reserve(&b.gathered, logit_rows * C);
+  layout.reserve(&b.final_norm, logit_rows * C);
+  layout.reserve(&b.logits, logit_rows * c.vocab_size);
+  layout.reserve(&b.sampled_ids, logit_rows);
+  layout.reserve(&b.errors, logit_rows);
+  layout.reserve(&b.most_likely, rows * kMaxAlternatives);
+  layout.reserve(&b.last_ids, pool.slots + kDeviceDrafts);
+  layout.reserve(&b.cos, pool.max_positions * (c.rope.rotary_dim / 2));
+  layout.reserve(&b.sin, pool.max_positions * (c.rope.rotary_dim / 2));
+  for (std::byte*& step : b.step) layout.reserve_bytes(&step, step_bytes(c, pool));
+  layout.reserve_bytes(&b.attention_workspace, paged_attention_workspace(attention_shape(c, pool)));
+  return layout;
+}
+
+namespace {
+
+template <typename S>
+std::vector<MemoryLine> memory_lines(const ModelConfig& config, std::uint64_t parameters, std::uint64_t pages,
+                                     std::uint64_t workspace) {
+  const std::string storage = dtype_name(storage_dtype<S>());
+  std::vector<MemoryLine> lines = {{"K/V cache (" + storage + ")", pages}, {"workspace", workspace}};
+  const std::string types =
+      config.quantization.any() ? quantization_text(config.quantization) + ", others " + storage : storage;
+  if (parameters > 0) lines.insert(lines.begin(), {"parameters (" + types + ")", parameters});
+  return lines;
+}
+
+template <typename S>
+std::vector<MemoryLine> plan_of(const ModelConfig& config, const InferenceOptions& asked, std::uint64_t parameters) {
+  const InferenceOptions pool = completed(asked, config);
+  InferenceBuffers<S> buffers;
+  return memory_lines<S>(config, parameters, plan_pages(config, pool, sizeof(S)).bytes(),
+                         plan_inference_workspace<S>(config, pool, buffers).plan().bytes());
+}
+
+}  // namespace
+
+template <typename S>
+Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool, const GpuInferenceOptions& options,
+                        DeviceWeights<S> weights, std::unique_ptr<DeviceArena> own)
+    : config_(config),
+      pool_(completed(pool, config)),
+      options_(options),
+      own_(std::move(own)),
+      weights_(std::move(weights)),
+      device_(launch_device()),
+      kv_arena_(plan_pages(config, pool_, sizeof(S))),
+      layout_(plan_inference_workspace<S>(config, pool_, b_)),
+      workspace_(layout_.plan()) {
+  layout_.bind(workspace_);
+  workspace_.clear(stream_);  // padding rows, slots, errors and attention's workspace must start as zeros
+  kv_arena_.clear(stream_);
+  const std::int64_t rows = row_bucket(pool_.max_rows);
+  for (std::int64_t i = 0; i < kDepth; ++i) {
+    flights_.push_back(
+        std::make_unique<Flight>(step_bytes(config_, pool_), static_cast<std::uint64_t>(rows) * sizeof(RowScore),
+                                 static_cast<std::uint64_t>(rows * kMaxAlternatives) * sizeof(IdLogprob)));
+    flights_.back()->step = b_.step[i];
+  }
+  const RopeTable table = rope_table(config.rope, pool_.max_positions);
+  rope_ = upload_rope_table(table, b_.cos, b_.sin, stream_);
+  if (options.fused_steps) {
+    if constexpr (std::is_same_v<S, float>) {
+      fail(Exit::internal, "fused steps in fp32");
+    } else {
+      if (const std::string reason = fused_steps_unsupported_reason(config, storage_dtype<S>()); !reason.empty()) {
+        fail(Exit::environment, "%s", reason.c_str());
+      }
+      const InferenceParts<S> own_parts = parts();
+      fused_ = std::make_unique<FusedStep<S>>(config, weights_, own_parts.cache, rope_, stream_);
+    }
+  }
+  stream_.synchronize("clearing GPU memory");
+}
+
+template <typename S>
+std::vector<MemoryLine> Inference<S>::memory() const {
+  std::vector<MemoryLine> lines =
+      memory_lines<S>(config_, own_ != nullptr ? own_->bytes() : 0, kv_arena_.bytes(), workspace_.bytes());
+  if (fused_ != nullptr) std::ranges::copy(plan_fused_steps(config_), std::back_inserter(lines));
+  return lines;
+}
+
+template <typename S>
+std::uint64_t Inference<S>::bytes_per_step(std::int64_t sequences, std::int64_t context) const {
+  return read_bytes_of_step(config_, sequences, context, sizeof(S));
+}
+
+#define WEFT_INSTANTIATE(S)                                                                                 \
+  template Inference<S>::Inference(const ModelConfig&, const InferenceOptions&, const GpuInferenceOptions&, \
+                                   DeviceWeights<S>, std::unique_ptr<DeviceArena>);                         \
+  template std::vector<MemoryLine> Inference<S>::memory() const;                                            \
+  template std::uint64_t Inference<S>::bytes_per_step(std::int64_t, std::int64_t) const;
+WEFT_INSTANTIATE(float)
+WEFT_INSTANTIATE(bf16)
+WEFT_INSTANTIATE(fp16)
+#undef WEFT_INSTANTIATE
+
+// ---- weights ----------------------------------------------------------------------------------------------------------
+namespace {
+
+void check_model(const ModelConfig& config, DType dtype) {
+  const std::string reason = inference_unsupported_reason(config, dtype);
+  if (!reason.empty()) fail(Exit::usage, "%s", reason.c_str());
+}
+
+template <typename S>
+constexpr bool kHoldsQuantized = !std::is_same_v<S, float>;  // inference_unsupported_reason() says so
+
+template <typename S>
+MemoryPlan parameters_plan(const ModelConfig& config) {
+  if constexpr (kHoldsQuantized<S>) {
+    if (config.quantization.any()) return QuantizedParameters<S>(config).plan();
+  }
+  return per_parameter_plan("parameters", TensorTable(config), sizeof(S));
+}
+
+// A model that owns its parameters. fill(table, parameters) writes them once all memory is allocated; `parameters` is a
+// list of targets if the model is quantised, otherwise the beginning of the arena.
+template <typename S, typename Fill>
+std::unique_ptr<InferenceModel> filled_inference(const ModelConfig& config, const InferenceOptions& pool,
+                                                 const GpuInferenceOptions& options, const Fill& fill) {
+  const MemoryPlan plan = parameters_plan<S>(config);
+  auto own = std::make_unique<DeviceArena>(plan);
+  check(cudaMemset(own->at<S>(0), 0, own->bytes()), "clearing GPU memory");  // padding between tensors
+  check(cudaDeviceSynchronize(), "clearing GPU memory");
+  if constexpr (kHoldsQuantized<S>) {
+    if (config.quantization.any()) {
+      const QuantizedParameters<S> parameters(config);
+      const std::vector<ParameterTarget<S>> targets = parameters.targets(own->at<std::byte>(0));
+      DeviceWeights<S> weights = parameters.weights(own->at<std::byte>(0));
+      auto model = std::make_unique<Inference<S>>(config, pool, options, std::move(weights), std::move(own));
+      fill(parameters.table(), std::span<const ParameterTarget<S>>(targets));
+      return model;
+    }
+  }
+  const TensorTable table(config);
+  S* const parameters = own->at<S>(0);
+  DeviceWeights<S> weights = bind_plain<S>(config, table, parameters);
+  auto model = std::make_unique<Inference<S>>(config, pool, options, std::move(weights), std::move(own));
+  fill(table, parameters);
+  return model;
+}
+
+}  // namespace
+
+std::string inference_unsupported_reason(const ModelConfig& c, DType dtype) {
+  if (const std::string reason = head_dim_unsupported_reason(c.head_dim); !reason.empty()) return reason;
+  if (c.gated() && c.mlp_bias) return "mlp_bias: the GPU has no SwiGLU with biases";
+  if (c.activation == Activation::gelu_tanh)
+    return "activation: the GPU has GELU with erf alone, not its approximation by tanh";
+  if (c.quantization.any() && dtype == DType::f32)
+    return "quantised weights on a GPU need fp16 or bf16 beside them. Use --dtype fp16 or bf16";
+  if (c.hidden_size % 8 != 0 || c.hidden_size > kMaxNormWidth) {
+    return format("hidden_size: got %lld, the GPU has kernels for multiples of 8 up to %lld",
+                  static_cast<long long>(c.hidden_size), static_cast<long long>(kMaxNormWidth));
+  }
+  if (c.vocab_size > kMaxSampledVocab) {
+    return format("vocab_size: got %lld, the GPU samples from at most %lld", static_cast<long long>(c.vocab_size),
+                  static_cast<long long>(kMaxSampledVocab));
+  }
+  const std::int64_t C = c.hidden_size, q = c.q_size();
+  const std::pair<std::int64_t, std::int64_t> matrices[] = {
+      {C, c.qkv_size()}, {q, C}, {C, c.ffn_size}, {c.ffn_size, C}, {C, c.vocab_size}};
+  for (const auto& [K, OC] : matrices) {
+    const std::string reason = rows_matmul_unsupported_reason(K, OC, dtype);
+    if (!reason.empty()) return reason;
+  }
+  return "";
+}
+
+std::string fused_steps_unsupported_reason(const ModelConfig& config, DType dtype) {
+  if (dtype == DType::f32) return "fused decoding needs fp16 or bf16";
+  return fused_step_unsupported_reason(config, probe_device());
+}
+
+std::vector<MemoryLine> plan_fused_steps(const ModelConfig& config) {
+  return FusedStep<fp16>::memory(config);
+}
+
+std::vector<MemoryLine> plan_inference(const ModelConfig& config, const InferenceOptions& pool, DType dtype) {
+  check_model(config, dtype);
+  return with_storage(dtype, [&](auto storage) {
+    using S = decltype(storage);
+    return plan_of<S>(config, pool, parameters_plan<S>(config).bytes());
+  });
+}
+
+std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& pool,
+                                               const GpuInferenceOptions& options) {
+  check_model(file.config(), options.dtype);
+  return with_storage(options.dtype, [&](auto storage) {
+    using S = decltype(storage);
+    return filled_inference<S>(file.config(), pool, options, [&](const TensorTable&, auto parameters) {
+      load_parameters<S>(file, parameters, options.progress);
+    });
+  });
+}
+
+std::unique_ptr<InferenceModel> random_inference(const ModelConfig& config, std::uint64_t seed,
+                                                 const InferenceOptions& pool, const GpuInferenceOptions& options) {
+  check_model(config, options.dtype);
+  return with_storage(options.dtype, [&](auto storage) {
+    using S = decltype(storage);
+    return filled_inference<S>(config, pool, options, [&](const TensorTable& table, auto parameters) {
+      randomize_parameters<S>(table, seed, parameters);
+    });
+  });
+}
+
+template <typename S>
+std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const TensorTable& table, const S* parameters,
+                                               const InferenceOptions& pool, bool direct) {
+  check_model(config, storage_dtype<S>());
+  return std::make_unique<Inference<S>>(config, pool, GpuInferenceOptions{storage_dtype<S>(), direct},
+                                        bind_plain<S>(config, table, parameters), nullptr);
+}
+
+template std::unique_ptr<InferenceModel> make_inference<float>(const ModelConfig&, const TensorTable&, const float*,
+                                                               const InferenceOptions&, bool);
+template std::unique_ptr<InferenceModel> make_inference<bf16>(const ModelConfig&, const TensorTable&, const bf16*,
+                                                              const InferenceOptions&, bool);
+
+std::vector<MemoryLine> plan_samples(const ModelConfig& config, Precision precision, std::int64_t capacity) {
+  const InferenceOptions pool = one_sequence(capacity);
+  const std::string reason =
+      inference_unsupported_reason(config, precision == Precision::fp32 ? DType::f32 : DType::bf16);
+  if (!reason.empty()) fail(Exit::usage, "samples on the GPU: %s. Use --sample-every 0", reason.c_str());
+  std::vector<MemoryLine> lines =
+      precision == Precision::fp32 ? plan_of<float>(config, pool, 0) : plan_of<bf16>(config, pool, 0);
+  for (MemoryLine& line : lines) line.name += " of samples";
+  return lines;
+}
+
+}  // namespace weft::cuda

@@ -1,0 +1,63 @@
+// InferenceModel on the GPU: many sequences at once, and through single_sequence() one.
+// llmc/cpu/inference.h specifies what it computes.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "llmc/base/dtype.h"
+#include "llmc/cuda/inference/neox.h"
+#include "llmc/model/inference_model.h"
+#include "llmc/model/model_file.h"
+#include "llmc/model/train_model.h"
+
+namespace weft::cuda {
+
+inline constexpr std::int64_t kInferenceRows = 2048;  // rows of a step: enough for a prompt to use the GPU well
+
+struct GpuInferenceOptions {
+  // f16, bf16 or f32: of weights, activations, keys and values; sums and the residual stream are fp32
+  DType dtype = DType::f16;
+  bool direct = false;  // single launches with NVTX ranges instead of captured graphs: the same bits
+  // Steps of up to kFusedStepRows rows run in one persistent kernel (llmc/cuda/fused/step.h), which adds in another
+  // order: the bits of a row then depend on whether its step is that small. Exit::environment where
+  // fused_steps_unsupported_reason() is not empty.
+  bool fused_steps = false;
+  LoadProgress progress = nullptr;
+};
+
+// Empty if the GPU kernels can run this model with this storage type, otherwise one line for the user that says why
+// not.
+std::string inference_unsupported_reason(const ModelConfig& config, DType dtype);
+
+// Empty if GpuInferenceOptions::fused_steps is possible for this model and storage type on the current GPU, otherwise
+// one line for the user that says why not.
+std::string fused_steps_unsupported_reason(const ModelConfig& config, DType dtype);
+// Memory that fused_steps needs beyond plan_inference().
+std::vector<MemoryLine> plan_fused_steps(const ModelConfig& config);
+
+// Memory that load_inference() will allocate, as memory() reports it afterwards. Needs no GPU.
+std::vector<MemoryLine> plan_inference(const ModelConfig& config, const InferenceOptions& pool, DType dtype);
+
+// Reads and verifies every parameter (load_parameters). Pages have 16, 32 or 64 positions. Exit::usage where
+// inference_unsupported_reason() is not empty, Exit::bad_file for damaged tensors, Exit::resources if the GPU has too little
+// memory.
+std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& pool,
+                                               const GpuInferenceOptions& options);
+// The same with random parameters, for measurements.
+std::unique_ptr<InferenceModel> random_inference(const ModelConfig& config, std::uint64_t seed,
+                                                 const InferenceOptions& pool, const GpuInferenceOptions& options);
+
+// A model over parameters that another object owns on the device, in an arena of the layout of `table` with S, float or bf16, for
+// all tensors. They must outlive the model. Synchronise before changing them; pages that have been written do not reflect the change.
+template <typename S>
+std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const TensorTable& table, const S* parameters,
+                                               const InferenceOptions& pool, bool direct = false);
+
+// Memory of the model that writes the samples of a training run: make_inference() for one sequence of `capacity`
+// positions. Needs no GPU. Exit::usage where inference_unsupported_reason() is not empty.
+std::vector<MemoryLine> plan_samples(const ModelConfig& config, Precision precision, std::int64_t capacity);
+
+}  // namespace weft::cuda

@@ -1,0 +1,278 @@
+// The launches of a step, from ids to scored logits. Each is an operator over rows; all but the embedding and sampling
+// are launched as a chain.
+//
+// Parallel residual:   h' = h + attention(norm1(h)) + mlp(norm2(h))
+// Sequential residual: h1 = h + attention(norm1(h));  h' = h1 + mlp(norm2(h1))
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+#include "llmc/cuda/inference/inference_model.cuh"
+#include "llmc/cuda/inference/parameters.h"
+#include "llmc/cuda/op/attention/paged/append_to_pages.h"
+#include "llmc/cuda/op/elementwise/step_rows.h"
+#include "llmc/cuda/op/norm/residual_norm.h"
+#include "llmc/cuda/op/sample/sampler.h"
+
+namespace weft::cuda {
+
+template <typename S>
+void Inference<S>::normalize(std::int64_t rows, const float* residual, const Norm<S>& norm, S* out,
+                             const Norm<S>* norm2, S* out2) {
+  ResidualNormShape shape;
+  shape.rows = rows;
+  shape.C = config_.hidden_size;
+  shape.kind = config_.norm;
+  shape.eps = static_cast<float>(config_.norm_eps);
+  ResidualNormForward<S, float> io;
+  io.residual = residual;
+  io.weight = norm.weight;
+  io.bias = norm.bias;
+  io.out = out;
+  if (norm2 != nullptr) {
+    io.weight2 = norm2->weight;
+    io.bias2 = norm2->bias;
+    io.out2 = out2;
+  }
+  named("norm", [&] { residual_norm_forward(shape, io, stream_, norm_shared_memory(), device_.overlapping); });
+}
+
+template <typename S>
+void Inference<S>::multiply(RowsMatmul<S> io, const DeviceLinear<S>& w, const DeviceLinear<S>& w2) {
+  io.bias = w.bias;
+  io.bias2 = w2.bias;
+  if constexpr (!std::is_same_v<S, float>) {
+    if (w.weight.packed) return quantized_matmul(io, w.weight.packed, w2.weight.packed, device_, stream_);
+  }
+  io.weight = w.weight.plain;
+  io.weight2 = w2.weight.plain;
+  rows_matmul(io, device_, stream_);
+}
+
+template <typename S>
+void Inference<S>::multiply(const S* x, const DeviceLinear<S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
+                            RowsEpilogue epilogue, S* out, float* out_fp32, bool x_is_older) {
+  RowsMatmul<S> io;
+  io.x = x;
+  io.rows = rows;
+  io.K = K;
+  io.OC = OC;
+  io.epilogue = epilogue;
+  io.out = out;
+  io.out_fp32 = out_fp32;
+  io.x_is_older = x_is_older;
+  multiply(io, w, {});
+}
+
+// The parallel residual's two branches, as one sum: attention Woutput^T + product Wdown^T.
+template <typename S>
+void Inference<S>::add_branches(const DeviceBlock<S>& w, std::int64_t rows) {
+  RowsMatmul<S> io;
+  io.x = b_.attention;
+  io.K = config_.q_size();
+  io.x2 = b_.product;
+  io.K2 = config_.ffn_size;
+  io.rows = rows;
+  io.OC = config_.hidden_size;
+  io.epilogue = RowsEpilogue::add;
+  io.out_fp32 = b_.residual;
+  named("output projection, MLP down", [&] { multiply(io, w.output, w.down); });
+}
+
+// ---- attention --------------------------------------------------------------------------------------------------------
+
+template <typename S>
+PagedKv<S> Inference<S>::pages_of_layer(std::int64_t l) const {
+  const std::int64_t layer = pool_.num_pages * pool_.page_size * config_.kv_size();
+  S* keys = kv_arena_.template at<S>(0) + l * layer;
+  return {keys, keys + config_.num_layers * layer, pool_.page_size, config_.num_kv_heads, config_.head_dim};
+}
+
+template <typename S>
+HeadViewOf<S> Inference<S>::heads(std::int64_t first_element) const {
+  return {b_.qkv + first_element, 0, qkv_size(), per_head() ? 3 * config_.head_dim : config_.head_dim};
+}
+
+template <typename S>
+void Inference<S>::attend(std::int64_t l, const StepArrays& step, std::int64_t rows) {
+  const PagedRows paged_rows{step.positions, step.tables, step.begin, rows};
+  PagedAttention<S> io;
+  io.shape = attention_shape(config_, pool_);
+  io.scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim));
+  io.q = queries();
+  io.kv = pages_of_layer(l);
+  io.rows = paged_rows;
+  io.work = step.work;
+  io.workspace = b_.attention_workspace;
+  io.out = b_.attention;
+  if (step.decodes) {
+    io.k = keys();
+    io.v = values();
+    io.rope = rope_;
+  } else {
+    const AppendToPages<S> append = {queries(), keys(), values(), config_.num_heads, io.kv, paged_rows, rope_};
+    named("RoPE, pages", [&] { append_to_pages(append, device_, stream_); });
+  }
+  named("attention", [&] { paged_attention(io, device_, stream_); });
+  keep_heads(l);
+}
+
+// ---- the list ---------------------------------------------------------------------------------------------------------
+
+template <typename S>
+void Inference<S>::run_layers(const StepArrays& step, std::int64_t rows) {
+  const std::int64_t C = config_.hidden_size;
+  named("embedding", [&] { embed_rows(b_.residual, step.ids, b_.last_ids, weights_.embedding, rows, C, stream_); });
+  keep("embedding", b_.residual, C);
+  for (std::int64_t l = 0; l < config_.num_layers; ++l) run_layer(l, step, rows);
+}
+
+template <typename S>
+void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_t rows) {
+  const DeviceBlock<S>& w = weights_.blocks[static_cast<std::size_t>(l)];
+  const std::int64_t C = config_.hidden_size, F = config_.ffn_size, q = config_.q_size();
+  const std::string prefix = keep_ ? "layers." + std::to_string(l) + "." : "";
+  const S* norm2 = parallel() ? b_.norm2 : b_.norm1;
+  if (parallel()) {
+    normalize(rows, b_.residual, w.input_norm, b_.norm1, &w.post_norm, b_.norm2);
+  } else {
+    normalize(rows, b_.residual, w.input_norm, b_.norm1);
+  }
+  keep(prefix + "input_norm", b_.norm1, C);
+  named("QKV", [&] { multiply(b_.norm1, w.qkv, rows, C, qkv_size(), RowsEpilogue::store, b_.qkv); });
+  attend(l, step, rows);
+  const auto up = [&] {
+    const RowsEpilogue epilogue = config_.gated() ? RowsEpilogue::swiglu : RowsEpilogue::gelu;
+    named("MLP up", [&] { multiply(norm2, w.up, rows, C, F, epilogue, b_.product, nullptr, parallel()); });
+  };
+  if (parallel()) {  // up does not depend on attention and overlaps with it
+    up();
+    add_branches(w, rows);
+  } else {
+    named("output projection",
+          [&] { multiply(b_.attention, w.output, rows, q, C, RowsEpilogue::add, nullptr, b_.residual); });
+    normalize(rows, b_.residual, w.post_norm, b_.norm1);
+    up();
+    named("MLP down", [&] { multiply(b_.product, w.down, rows, F, C, RowsEpilogue::add, nullptr, b_.residual); });
+  }
+  keep(prefix + "post_attention_norm", norm2, C);
+  keep(prefix + "mlp_product", b_.product, F);
+  keep(prefix + "residual", b_.residual, C);
+}
+
+template <typename S>
+void Inference<S>::run_head(const StepArrays& step, std::int64_t first, std::int64_t count) {
+  const std::int64_t C = config_.hidden_size, V = config_.vocab_size;
+  const float* residual = b_.residual + first * C;
+  if (!step.all_wanted) {
+    residual = b_.gathered;
+    named("wanted rows", [&] {
+      gather_rows(b_.gathered, b_.residual, step.wanted_rows + first, count, C, device_.overlapping, stream_);
+    });
+  }
+  normalize(count, residual, weights_.final_norm, b_.final_norm);
+  named("head",
+        [&] { multiply(b_.final_norm, {weights_.head}, count, C, V, RowsEpilogue::store_fp32, nullptr, b_.logits); });
+  sample_and_score(step, first, count);
+}
+
+template <typename S>
+void Inference<S>::sample_and_score(const StepArrays& step, std::int64_t first, std::int64_t count) {
+  const std::int64_t V = config_.vocab_size;
+  named("sampling", [&] {
+    sample_rows(b_.sampled_ids, b_.errors, b_.logits, count, V, V, step.plans + first, step.sample_positions + first,
+                device_.overlapping, stream_);
+  });
+  ScoreRows io;
+  io.logits = b_.logits;
+  io.rows = count;
+  io.V = V;
+  io.tokenizer_vocab = config_.tokenizer_vocab;
+  io.slots = step.slots + first;
+  io.targets = step.targets + first;
+  io.alternatives = step.alternatives + first;
+  io.ids = b_.sampled_ids;
+  io.errors = b_.errors;
+  io.last_ids = b_.last_ids;
+  io.scores = step.scores + first;
+  io.most_likely = b_.most_likely + first * kMaxAlternatives;
+  named("scores", [&] { score_rows(io, device_.overlapping, stream_); });
+}
+
+// ---- activations ------------------------------------------------------------------------------------------------------
+
+template <typename S>
+template <typename T>
+std::vector<float> Inference<S>::download(const T* data, std::int64_t count) {
+  std::vector<T> raw(static_cast<std::size_t>(count));
+  cuda::check(cudaMemcpyAsync(raw.data(), data, raw.size() * sizeof(T), cudaMemcpyDeviceToHost, stream_), "activation");
+  stream_.synchronize("activation");
+  std::vector<float> values(raw.size());
+  convert_to_f32(raw.data(), storage_dtype<T>(), values.data(), values.size());
+  return values;
+}
+
+template <typename S>
+template <typename T>
+void Inference<S>::keep(const std::string& name, const T* data, std::int64_t columns) {
+  if (!keep_ || logits_alone_) return;
+  const std::vector<float> values = download(data, kept_step_rows_ * columns);
+  std::vector<float>& kept = kept_[name];
+  kept.insert(kept.end(), values.begin(), values.end());
+}
+
+// Keeps q (rotated) from the packed rows, and k (rotated) and v from the pages.
+template <typename S>
+void Inference<S>::keep_heads(std::int64_t l) {
+  if (!keep_ || logits_alone_) return;
+  const std::int64_t NH = config_.num_heads, HS = config_.head_dim, P = pool_.page_size;
+  const PagedKv<S> kv = pages_of_layer(l);
+  const std::int64_t elements = pool_.num_pages * P * config_.kv_size();
+  const std::vector<float> packed = download(b_.qkv, kept_step_rows_ * qkv_size()), k = download(kv.keys, elements),
+                           v = download(kv.values, elements);
+  const std::int64_t head_stride = queries().head_stride;
+  const std::string prefix = "layers." + std::to_string(l) + ".";
+  const auto append = [HS](std::vector<float>& kept, const std::vector<float>& from, std::int64_t offset) {
+    kept.insert(kept.end(), from.begin() + offset, from.begin() + offset + HS);
+  };
+  std::vector<float>&kept_q = kept_[prefix + "q"], &kept_k = kept_[prefix + "k"], &kept_v = kept_[prefix + "v"];
+  for (std::int64_t r = 0; r < kept_step_rows_; ++r) {
+    const auto [page, place] = kept_places_[static_cast<std::size_t>(r)];
+    for (std::int64_t h = 0; h < NH; ++h) append(kept_q, packed, r * qkv_size() + h * head_stride);
+    for (std::int64_t h = 0; h < kv.NKV; ++h) {
+      const std::int64_t at = ((page * kv.NKV + h) * P + place) * HS;
+      append(kept_k, k, at);
+      append(kept_v, v, at);
+    }
+  }
+  keep(prefix + "attention", b_.attention, NH * HS);
+}
+
+// Computes and keeps the final norm and the logits of every row of the step.
+template <typename S>
+void Inference<S>::keep_logits_of_all_rows() {
+  if (!keep_) return;
+  const std::int64_t C = config_.hidden_size, V = config_.vocab_size, all = kept_step_rows_;
+  normalize(all, b_.residual, weights_.final_norm, b_.norm1);
+  keep("final_norm", b_.norm1, C);
+  const std::int64_t piece = std::min(kLogitRows, row_bucket(pool_.max_rows));
+  for (std::int64_t first = 0; first < all; first += piece) {
+    const std::int64_t count = std::min(piece, all - first);
+    multiply(b_.norm1 + first * C, {weights_.head}, count, C, V, RowsEpilogue::store_fp32, nullptr, b_.logits);
+    const std::vector<float> values = download(b_.logits, count * V);
+    std::vector<float>& kept = kept_["logits"];
+    kept.insert(kept.end(), values.begin(), values.end());
+  }
+}
+
+#define WEFT_INSTANTIATE(S)                                                                    \
+  template void Inference<S>::run_layers(const StepArrays&, std::int64_t);                     \
+  template void Inference<S>::run_head(const StepArrays&, std::int64_t, std::int64_t);         \
+  template void Inference<S>::sample_and_score(const StepArrays&, std::int64_t, std::int64_t); \
+  template void Inference<S>::keep_logits_of_all_rows();
+WEFT_INSTANTIATE(float)
+WEFT_INSTANTIATE(bf16)
+WEFT_INSTANTIATE(fp16)
+#undef WEFT_INSTANTIATE
+
+}  // namespace weft::cuda

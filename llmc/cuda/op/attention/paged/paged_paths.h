@@ -1,0 +1,21 @@
+// The paths of paged_attention(), which checks their arguments.
+#pragma once
+
+#include "llmc/cuda/op/attention/paged/paged_attention.h"
+
+namespace weft::cuda {
+
+// 16-bit types: the items of splits. With io.k, for a list that decodes; it also appends keys and values. Otherwise
+// after paged_hopper_tiles(), for the same head dimensions.
+template <typename S>
+void paged_items(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream);
+
+// 16-bit types, head dimensions up to 128, on Hopper: the tiles of a step.
+bool paged_hopper_computes(std::int64_t HS);
+template <typename S>
+void paged_hopper_tiles(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream);
+
+// fp32: all of a step; appends keys and values where io.k is given.
+void paged_plain(const PagedAttention<float>& io, const LaunchDevice& device, cudaStream_t stream);
+
+}  // namespace weft::cuda

@@ -1,0 +1,45 @@
+// The work list of paged_attention.h as it lies in memory: a header, tiles, items of splits.
+//
+// For one span and K/V head, the query rows are its positions times the G = NH / NKV query heads that read this K/V
+// head: row i is position first_position + i / G and query head kv_head * G + i % G. A tile is up to paged_tile_rows()
+// of them; a block computes it over all keys. An item of splits is up to kPagedItemRows of them over one split of
+// kPagedSplit positions; a warp computes it, and the warp that finishes the last split of its rows merges all of them.
+// Both ways give the same bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "llmc/cuda/op/attention/paged/paged_attention.h"
+
+namespace weft::cuda {
+
+inline constexpr std::int64_t kPagedSplit = 256;    // positions; split s begins at position s * kPagedSplit
+inline constexpr std::int64_t kPagedItemRows = 16;  // the rows of an m16 mma
+
+// Query rows of a tile.
+constexpr std::int64_t paged_tile_rows(std::int64_t HS) {
+  return HS <= 128 ? 128 : 64;
+}
+
+struct alignas(16) PagedWorkHeader {
+  std::int32_t tiles = 0, items = 0;
+  std::int32_t decodes = 0;  // 1: paged_work_decodes()
+};
+struct alignas(16) PagedItem {
+  std::uint16_t first_row = 0, rows = 0;  // the whole span's, as in PagedSpan
+  std::int32_t first_position = 0;        // likewise
+  std::int32_t partials = -1;             // first workspace slot of the item's splits; -1: no slots, a single split
+  std::uint16_t tile = 0;                 // index in the span, in units of paged_tile_rows() or kPagedItemRows
+  std::uint16_t split = 0;
+};
+static_assert(sizeof(PagedWorkHeader) == 16 && sizeof(PagedItem) == 16);
+
+// Slots in the workspace. A slot holds the result of one row and one split for every K/V head.
+std::int64_t paged_partial_slots(const PagedAttentionShape& shape);
+// Floats of a slot for one K/V head: HS sums, the maximum, the sum of weights, padding to 16 bytes.
+constexpr std::int64_t paged_slot_floats(std::int64_t HS) {
+  return HS + 4;
+}
+
+}  // namespace weft::cuda

@@ -1,0 +1,72 @@
+// One block a row. Bytes moved a row: C elements are read and 4 C bytes written.
+#include "llmc/cuda/op/elementwise/step_rows.h"
+
+#include "llmc/cuda/hw/elements.cuh"
+#include "llmc/cuda/hw/launch.cuh"
+
+namespace weft::cuda {
+
+namespace {
+
+constexpr int kThreads = 128;
+
+template <typename S>
+__global__ void __launch_bounds__(kThreads)
+    embed_kernel(float* out, const std::int32_t* ids, const std::int32_t* last_ids, const S* weight, std::int64_t C) {
+  constexpr int kCount = 8;
+  launch_dependents();
+  const std::int32_t given = ids[blockIdx.x], id = given >= 0 ? given : last_ids[-1 - given];
+  const S* from = weight + id * C;
+  float* to = out + blockIdx.x * C;
+  for (std::int64_t c = threadIdx.x * kCount; c < C; c += kThreads * kCount) {
+    Elements<S, kCount> row;
+    row.load(from + c);
+    float values[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = row.get(i);
+    Elements<float, kCount> result;
+    result.set(values);
+    result.store(to + c);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    gather_kernel(float* out, const float* in, const std::int32_t* rows, std::int64_t C) {
+  constexpr int kCount = 4;
+  wait_for_predecessors();
+  launch_dependents();
+  const float* from = in + rows[blockIdx.x] * C;
+  float* to = out + blockIdx.x * C;
+  for (std::int64_t c = threadIdx.x * kCount; c < C; c += kThreads * kCount) {
+    Elements<float, kCount> values;
+    values.load(from + c);
+    values.store(to + c);
+  }
+}
+
+}  // namespace
+
+template <typename S>
+void embed_rows(float* out, const std::int32_t* ids, const std::int32_t* last_ids, const S* weight, std::int64_t rows,
+                std::int64_t C, cudaStream_t stream) {
+  if (rows == 0) return;
+  embed_kernel<S><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(out, ids, last_ids, weight, C);
+  check_launch("embed_rows");
+}
+
+void gather_rows(float* out, const float* in, const std::int32_t* rows, std::int64_t count, std::int64_t C,
+                 bool overlapping, cudaStream_t stream) {
+  if (count == 0) return;
+  launch_chained(gather_kernel, dim3(static_cast<unsigned>(count)), dim3(kThreads), 0, stream, overlapping,
+                 "gather_rows", out, in, rows, C);
+}
+
+#define WEFT_INSTANTIATE(S)                                                                                           \
+  template void embed_rows<S>(float*, const std::int32_t*, const std::int32_t*, const S*, std::int64_t, std::int64_t, \
+                              cudaStream_t);
+WEFT_INSTANTIATE(float)
+WEFT_INSTANTIATE(bf16)
+WEFT_INSTANTIATE(fp16)
+#undef WEFT_INSTANTIATE
+
+}  // namespace weft::cuda

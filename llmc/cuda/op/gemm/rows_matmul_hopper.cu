@@ -1,0 +1,76 @@
+// rows_matmul() with wgmma, for Hopper and 16 bits.
+//
+// K is cut into splits (split_count(), a function of the weight's size). Within a split one accumulator takes 16 values
+// of k an instruction, in order; the splits' sums are added in order. Three kernels compute this. Each gives the same
+// sum for an element, so the number of rows may choose the kernel. (wgmma adds in the same order whichever operand the
+// weight is; the tests hold the kernels to that.)
+//
+//  - split_kernel (rows_matmul_split.cu), for steps that are bound by reading the weight. Rows of the weight are rows
+//    of operand A (M), rows of x are columns of B (N), so a step of few rows wastes no tensor core work on rows that do
+//    not exist. The splits of a tile are the blocks of a cluster and meet in distributed shared memory: each block
+//    leaves its sums in its own, then adds up and finishes a share of the tile. The ring keeps 48 to 88 KB of the
+//    weight in flight. With 64 rows of the weight two blocks fit in a multiprocessor, so the next kernel of the chain
+//    can fetch weights before this one has ended.
+//  - column_kernel (rows_matmul_column.cu), for the same steps where there is one split and tiles of 64 rows would give
+//    some multiprocessors twice as many tiles as others. Rows of the weight are columns of B, so a tile may have 80 or
+//    224 of them, and each multiprocessor gets one.
+//  - tile_kernel (rows_matmul_tile.cu), for steps that are bound by the tensor cores. A block walks all splits of a
+//    tile and adds each to a total in registers. Blocks are persistent. Two of them form a cluster that shares rows of
+//    x, of which each fetches half for both.
+//
+// All fetch their first stages of weights before they wait for the kernel that writes x.
+//
+// With two inputs the stages of the second follow those of the first; a stage never holds both.
+//
+// With SwiGLU a tile of 16 n rows of the weight is n times 8 rows of gate and the 8 rows of up for the same units. The
+// tensor map is [units / 8][gate, up][8][K]: in the 128-byte swizzle 8 rows are a pattern of their own.
+
+#include "llmc/cuda/op/gemm/rows_matmul_hopper.cuh"
+
+namespace weft::cuda::rows {
+
+namespace {
+
+// The height of column_kernel's tiles with which the busiest multiprocessor has the fewest rows of the weight; 0 if no
+// height is better than tiles of 64 rows by more than a tenth.
+template <int... kHeights>
+int best_height(std::int64_t weight_rows) {
+  constexpr std::int64_t kMultiprocessors = 132;
+  const auto most_rows = [&](std::int64_t height) {
+    return ceil_div(ceil_div(weight_rows, height), kMultiprocessors) * height;
+  };
+  int best = 0;
+  std::int64_t least = most_rows(kWeightRows) * 9 / 10;
+  for (const int height : {kHeights...}) {
+    if (most_rows(height) < least) best = height, least = most_rows(height);
+  }
+  return best;
+}
+
+}  // namespace
+
+template <typename T>
+bool hopper_computes(const RowsMatmul<T>& io) {
+  return (io.epilogue != RowsEpilogue::swiglu || io.OC % 8 == 0) && hopper_multiprocessors() > 0;
+}
+
+// The choice of the kernel affects time only. Above 64 rows a layer with one split has enough tiles for tile_kernel,
+// which reads x and weight fewer times. With several splits its tiles would occupy only a third of the multiprocessors.
+template <typename T>
+void hopper(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
+  const int splits = splits_of(io), height = best_height<80, 224>(weight_rows(io));
+  const std::int64_t most_rows = height == 80 ? 192 : 128;  // the most rows of x for column_kernel
+  if (splits == 1 && io.K2 == 0 && io.rows <= most_rows && height > 0)
+    return launch_column_kernel(io, height, device, stream);
+  if (io.rows <= (splits > 1 ? 256 : 64)) return launch_split_kernel(io, device, stream);
+  launch_tile_kernel(io, device, stream);
+}
+
+#define WEFT_INSTANTIATE(T)                            \
+  template bool hopper_computes(const RowsMatmul<T>&); \
+  template void hopper(const RowsMatmul<T>&, const LaunchDevice&, cudaStream_t);
+WEFT_INSTANTIATE(bf16)
+WEFT_INSTANTIATE(fp16)
+#undef WEFT_INSTANTIATE
+
+}  // namespace weft::cuda::rows

@@ -1,0 +1,267 @@
+// What the Hopper kernels of rows_matmul share: the order of sums, tensor maps, the stages of both operands and the sum
+// over them. Which kernel is for what: rows_matmul_hopper.cu.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "llmc/cuda/hw/barriers.cuh"
+#include "llmc/cuda/hw/cluster.cuh"
+#include "llmc/cuda/hw/hopper.cuh"
+#include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/hw/ring.cuh"
+#include "llmc/cuda/hw/tensor_map.h"
+#include "llmc/cuda/hw/tile.cuh"
+#include "llmc/cuda/op/gemm/rows_matmul.cuh"
+
+#if !WEFT_WGMMA
+#pragma nv_diag_suppress 177  // "declared but never referenced": the kernels' bodies are compiled for sm_90a only
+#endif
+
+namespace weft::cuda::rows {
+
+using namespace hopper;
+
+constexpr int kWeightRows = 64, kDepth = 64;  // rows of a warpgroup's weight tile; values of k in a stage
+constexpr int kMostSplits = 8;
+constexpr int kWarps = kWarpgroupSize / kWarpSize;
+constexpr int kSumsStride = kWeightRows + kSumsPadding;
+constexpr int kAlignment = 1024;  // required for a tile in the 128-byte swizzle
+// the most for a block: a multiprocessor has 228 KB and reserves 1 KB a block
+constexpr int kMostSharedBytes = 227 << 10;
+constexpr int block_shared_bytes(int blocks) {  // shared memory a block if `blocks` share a multiprocessor
+  return kMostSharedBytes / blocks - (blocks - 1) * 512;
+}
+
+template <typename T>
+using WeightTile = SwizzledTile<T, kWeightRows, kDepth>;
+
+// The number of splits of K for a sum over `steps` stages. 1 if the tiles alone occupy 132 multiprocessors; otherwise
+// the fewest with which blocks of 64 rows of the weight by one split would occupy them nearly one and a half times, but
+// no split shorter than 256 values. (6 and 7 are left out: clusters of these sizes leave multiprocessors idle.) This
+// defines the order of every sum: a change of it changes bits. Split s has the stages from split_begin(s) to
+// split_begin(s + 1).
+inline int split_count(std::int64_t weight_rows, std::int64_t steps) {
+  constexpr std::int64_t kEnoughTiles = 128, kEnoughBlocks = 185, kFewestSteps = 4;
+  const std::int64_t tiles = ceil_div(weight_rows, kWeightRows);
+  if (tiles >= kEnoughTiles) return 1;
+  const std::int64_t wanted = std::min(ceil_div(kEnoughBlocks, tiles), steps / kFewestSteps);
+  if (wanted >= kMostSplits) return kMostSplits;
+  return static_cast<int>(std::clamp<std::int64_t>(wanted, 1, 5));
+}
+__device__ inline int split_begin(int split, int steps, int splits) {
+  return static_cast<int>(static_cast<std::int64_t>(split) * steps / splits);
+}
+
+template <typename T>
+struct Arguments {
+  CUtensorMap weight[2], x[2];  // [input]
+  CUtensorMap out;              // tile_kernel, where copies_out()
+  Output<T> output;
+  int first_steps, steps;  // stages of the first input, of both inputs
+  int splits;              // splits of all stages
+  int stages;              // split_kernel: stages of the ring
+  bool x_is_older;
+  int tile_pairs, row_tiles;  // tile_kernel: tiles of 256 rows of the weight, tiles of rows of x
+  bool copies_out;            // tile_kernel
+};
+
+template <typename T>
+constexpr CUtensorMapDataType kMapType =
+    std::is_same_v<T, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+
+// Boxes of 64 rows: coordinates (k, row, 0, 0), or with SwiGLU (k, 0, 0, unit / 8).
+template <typename T>
+CUtensorMap weight_map(const T* weight, std::int64_t columns, std::int64_t rows, bool swiglu, std::uint32_t box) {
+  const auto K = static_cast<std::uint64_t>(columns), OC = static_cast<std::uint64_t>(rows);
+  const std::int64_t row = columns * static_cast<std::int64_t>(sizeof(T));
+  if (swiglu)
+    return encode_tensor_map(weight, kMapType<T>, {K, 8, 2, OC / 8}, {row, rows * row, 8 * row},
+                             {kDepth, 8, 2, box / 16});
+  return encode_tensor_map(weight, kMapType<T>, {K, OC, 1, 1}, {row, row, row}, {kDepth, box, 1, 1});
+}
+template <typename T>
+CUtensorMap x_map(const T* x, std::int64_t columns, std::int64_t rows, int box_rows) {
+  return encode_tensor_map(x, kMapType<T>, {static_cast<std::uint64_t>(columns), static_cast<std::uint64_t>(rows)},
+                           {columns * static_cast<std::int64_t>(sizeof(T))},
+                           {kDepth, static_cast<std::uint32_t>(box_rows)});
+}
+
+// Stages of a sum; no stage holds both inputs.
+template <typename T>
+std::int64_t steps_of(const RowsMatmul<T>& io) {
+  return ceil_div(io.K, kDepth) + ceil_div(io.K2, kDepth);
+}
+template <typename T>
+int splits_of(const RowsMatmul<T>& io) {
+  return split_count(weight_rows(io), steps_of(io));
+}
+
+template <typename T>
+Arguments<T> arguments_of(const RowsMatmul<T>& io, int box_rows, std::uint32_t weight_box = kWeightRows) {
+  Arguments<T> arguments{};
+  arguments.weight[0] = weight_map(io.weight, io.K, io.OC, io.epilogue == RowsEpilogue::swiglu, weight_box);
+  arguments.x[0] = x_map(io.x, io.K, io.rows, box_rows);
+  if (io.K2 > 0) {
+    arguments.weight[1] = weight_map(io.weight2, io.K2, io.OC, false, weight_box);
+    arguments.x[1] = x_map(io.x2, io.K2, io.rows, box_rows);
+  }
+  arguments.output = Output<T>::of(io);
+  arguments.first_steps = static_cast<int>(ceil_div(io.K, kDepth));
+  arguments.steps = static_cast<int>(steps_of(io));
+  arguments.splits = splits_of(io);
+  return arguments;
+}
+
+// Both operands of a stage, as a warpgroup reads them: 64 rows of A, B::kRows columns of B.
+template <typename A, typename B>
+struct Operands {
+  A a;
+  B b;
+};
+
+#if WEFT_WGMMA
+
+// The input that stage `step` belongs to, and its first value of k there.
+struct Source {
+  int input, k;
+};
+template <typename T>
+__device__ inline Source source_of(const Arguments<T>& p, int step) {
+  const int input = step >= p.first_steps ? 1 : 0;
+  return {input, (step - input * p.first_steps) * kDepth};
+}
+// Copies one stage of weight tile `tile`: 64 rows, kDepth values of k.
+template <typename T>
+__device__ void load_weight(const Arguments<T>& p, unsigned shared, unsigned barrier, int step, int tile, L2 keep) {
+  const bool swiglu = p.output.swiglu();
+  const Source source = source_of(p, step);
+  tensor_load(shared, &p.weight[source.input], barrier, source.k, swiglu ? 0 : tile * kWeightRows, 0,
+              swiglu ? tile * (kWeightRows / 16) : 0, keep);
+}
+
+// d = a b (First) or d += a b over one stage: 16 values of k an instruction, in order. The same in all three kernels.
+template <bool First, typename A, typename B>
+__device__ inline void multiply_stage(float (&d)[B::kRows / 2], const Operands<A, B>& stage) {
+  const auto a = stage.a.k_major();
+  const auto b = stage.b.k_major();
+  if constexpr (First) forget(d);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < a.kSteps; ++i) wgmma_async<typename A::Element>(d, a.step(i), b.step(i), !First || i > 0);
+  wgmma_commit();
+}
+
+// d = the sum over `steps` stages of the ring from `at` on. operands_at(stage) returns a stage's operands;
+// release(stage) hands the stage back to the producer.
+template <int R, typename OperandsAt, typename Release>
+__device__ inline void sum_stages(float (&d)[R], int steps, RingPosition& at, const RingBarriers& ring, int stages,
+                                  const OperandsAt& operands_at, const Release& release) {
+  const auto multiply = [&]<bool First>() {
+    ring.wait_full(at);
+    multiply_stage<First>(d, operands_at(at.stage));
+  };
+  multiply.template operator()<true>();
+  for (int step = 1; step < steps; ++step) {
+    const int previous = at.stage;
+    at.advance(stages);
+    multiply.template operator()<false>();
+    wgmma_wait<1>();
+    release(previous);
+  }
+  wgmma_wait<0>();
+  pin(d);
+  release(at.stage);
+  at.advance(stages);
+}
+
+// Initialises the ring and runs the producer of split_kernel and column_kernel; called by all threads of the block. The
+// producer initialises the barriers and fetches the first round of weights, which needs neither the other threads nor
+// the preceding kernel. Then the block synchronises, and the producer fetches x and the remaining stages.
+// load_weights(stage, step) and load_x(stage, step) fetch one stage.
+template <typename T, typename LoadWeights, typename LoadX>
+__device__ inline void fill_ring(const Arguments<T>& p, const RingBarriers& ring, int stages, int steps,
+                                 unsigned consumer_warps, bool producer, const LoadWeights& load_weights,
+                                 const LoadX& load_x) {
+  const int ahead = min(steps, stages);
+  launch_dependents();
+  if (producer) {
+    for (int stage = 0; stage < stages; ++stage) ring.init(stage, 1, consumer_warps);
+    fence_barrier_init();
+    for (int i = 0; i < ahead; ++i) load_weights(i, i);
+    prefetch_tensor_map(&p.x[0]);
+    if (p.steps > p.first_steps) prefetch_tensor_map(&p.x[1]), prefetch_tensor_map(&p.weight[1]);
+  }
+  __syncthreads();
+  if (!producer) return;
+  if (!p.x_is_older) wait_for_predecessors();
+  for (int i = 0; i < ahead; ++i) load_x(i, i);
+  RingPosition at = RingPosition::at(ahead, stages);
+  for (int step = ahead; step < steps; ++step) {
+    ring.wait_empty(at);
+    load_weights(at.stage, step);
+    load_x(at.stage, step);
+    at.advance(stages);
+  }
+}
+
+// The sum of four floats that each block of the cluster has at shared address `at`, in the order of the blocks.
+__device__ inline float4 sum_of_splits(unsigned at, int splits) {
+  float4 parts[kMostSplits];
+#pragma unroll
+  for (int s = 0; s < kMostSplits; ++s)
+    if (s < splits) parts[s] = cluster_load(cluster_address(at, static_cast<unsigned>(s)));
+  float4 sum = parts[0];
+#pragma unroll
+  for (int s = 1; s < kMostSplits; ++s) {
+    if (s < splits) sum.x += parts[s].x, sum.y += parts[s].y, sum.z += parts[s].z, sum.w += parts[s].w;
+  }
+  return sum;
+}
+
+// The end of split_kernel, called by all threads. Every block of the cluster has stored its split's sums,
+// [N][kSumsStride] for each warpgroup of consumers, at the same shared address `sums`. The blocks, of which this one is
+// number `rank`, divide the rows from first_row to `rows` among them, add all blocks' sums of a row, and finish it.
+// `count`: threads for a row of a warpgroup's tile.
+template <int N, int kConsumerThreads, typename Columns>
+__device__ __forceinline__ void finish_splits(const Columns& columns, unsigned sums, bool consumer, int thread,
+                                              int count, int splits, int rank, std::int64_t first_row,
+                                              std::int64_t rows) {
+  __syncwarp();  // reconverges the producer's warp
+  if (splits > 1) {
+    cluster_barrier();
+  } else {
+    __syncthreads();
+  }
+  if (consumer) {
+    const int all = count * (kConsumerThreads / kWarpgroupSize), group = thread % all / count;
+    const int shared_rows = kConsumerThreads / all * splits;  // rows that the cluster's threads finish at a time
+    const int end = static_cast<int>(min(std::int64_t{N}, rows - first_row));
+    for (int r = thread / all * splits + rank; r < end; r += shared_rows) {
+      columns.finish(first_row + r,
+                     [&](int i) { return sum_of_splits(sums + ((group * N + r) * kSumsStride + i) * 4, splits); });
+    }
+  }
+  __syncwarp();
+  if (splits > 1) {  // no block may exit while others read its sums
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+
+#endif  // WEFT_WGMMA
+
+// For up to 64 rows, with several splits up to 256.
+template <typename T>
+void launch_split_kernel(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream);
+// For up to 128 rows, with `height` 80 up to 192; one split, one input. `height`: rows of the weight in a block, 80 or
+// 224.
+template <typename T>
+void launch_column_kernel(const RowsMatmul<T>& io, int height, const LaunchDevice& device, cudaStream_t stream);
+// For any number of rows.
+template <typename T>
+void launch_tile_kernel(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream);
+
+}  // namespace weft::cuda::rows

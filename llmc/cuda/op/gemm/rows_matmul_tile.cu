@@ -1,0 +1,313 @@
+// rows_matmul() for many rows: a block walks all splits of a tile. See rows_matmul_hopper.cu.
+#include "llmc/cuda/op/gemm/rows_matmul_hopper.cuh"
+
+namespace weft::cuda::rows {
+
+namespace {
+
+constexpr int kTileConsumers = 2, kTileThreads = (1 + kTileConsumers) * kWarpgroupSize, kCluster = 2;
+constexpr int kPairRows = kCluster * kTileConsumers * kWeightRows;  // rows of the weight that a cluster computes
+constexpr int kSumsRows = 32;  // rows of x that are in shared memory for the epilogue at a time
+
+template <typename T, int N>
+struct TileShape {
+  using XTile = SwizzledTile<T, N, kDepth>;
+  static_assert(N % kSumsRows == 0);
+  static constexpr int kStageBytes = kTileConsumers * WeightTile<T>::kBytes + XTile::kBytes;
+  // Shared memory in which a consumer stages its results: fp32 sums for the epilogue, or 16-bit values for tensor
+  // copies.
+  using OutTile = SwizzledTile<T, N / 2, kWeightRows>;
+  static constexpr int kSumsBytes =
+      (std::max(kSumsRows * kSumsStride * 4, OutTile::kBytes) + kAlignment - 1) / kAlignment * kAlignment;
+  static constexpr int kRest = kAlignment + kTileConsumers * kSumsBytes;
+  static constexpr int kBarrierBytes = 2 * static_cast<int>(sizeof(BarrierStorage));
+  static constexpr int kStages = (kMostSharedBytes - kRest) / (kStageBytes + kBarrierBytes);
+  static constexpr int kBytes = kRest + kStages * (kStageBytes + kBarrierBytes);
+  static_assert(kStages >= 4 && kStageBytes % kAlignment == 0);
+};
+
+#if WEFT_WGMMA
+
+// The order of tiles: patches of kPatch pairs of weight tiles, within a patch one x tile after another. So the tiles
+// that are computed at the same time share few rows of the weight and of x, which stay in L2.
+constexpr int kPatch = 8;
+template <typename T>
+__device__ inline int pair_of(const Arguments<T>& p, int tile) {
+  const int patch = kPatch * p.row_tiles, first = tile / patch * kPatch;
+  return first + tile % patch % min(kPatch, p.tile_pairs - first);
+}
+template <typename T>
+__device__ inline int row_tile_of(const Arguments<T>& p, int tile) {
+  const int patch = kPatch * p.row_tiles, first = tile / patch * kPatch;
+  return tile % patch / min(kPatch, p.tile_pairs - first);
+}
+
+template <typename T, int N>
+struct TileMemory {
+  using Shape = TileShape<T, N>;
+
+  unsigned base;
+  unsigned char* memory;  // the same address as a pointer
+
+  __device__ explicit TileMemory(unsigned char* dynamic) {
+    base = shared_address(dynamic, kAlignment);
+    memory = dynamic + (base - shared_address(dynamic));
+  }
+  __device__ WeightTile<T> weight(int stage, int consumer) const {
+    return {base + stage * Shape::kStageBytes + consumer * WeightTile<T>::kBytes};
+  }
+  __device__ typename Shape::XTile x(int stage) const { return {weight(stage, kTileConsumers).address}; }
+  __device__ float* sums(int consumer) const {
+    return reinterpret_cast<float*>(memory + Shape::kStages * Shape::kStageBytes + consumer * Shape::kSumsBytes);
+  }
+  __device__ typename Shape::OutTile out(int consumer) const {
+    return {base + Shape::kStages * Shape::kStageBytes + consumer * Shape::kSumsBytes};
+  }
+  __device__ RingBarriers ring() const {
+    return {base + Shape::kStages * Shape::kStageBytes + kTileConsumers * Shape::kSumsBytes, Shape::kStages};
+  }
+};
+
+template <typename T, int N>
+__device__ void produce_tiles(const Arguments<T>& p, const TileMemory<T, N>& shared) {
+  using Shape = TileShape<T, N>;
+  constexpr int kHalf = N / kCluster;
+  constexpr std::uint16_t kAll = (1u << kCluster) - 1;
+  const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
+  const int count = p.tile_pairs * p.row_tiles;
+  const RingBarriers ring = shared.ring();
+  const auto weight_tile = [&](int tile) { return (pair_of(p, tile) * kCluster + rank) * kTileConsumers; };
+  const auto load_weights = [&](int stage, int step, int first_tile) {
+    mbarrier_arrive_expect(ring.full(stage), Shape::kStageBytes);
+#pragma unroll
+    for (int i = 0; i < kTileConsumers; ++i)
+      load_weight(p, shared.weight(stage, i).address, ring.full(stage), step, first_tile + i, L2::normal);
+  };
+  int tile = static_cast<int>(blockIdx.x) / kCluster;
+  int ahead = min(p.steps, Shape::kStages);  // the first weights need not wait for the preceding kernel
+  for (int i = 0; i < ahead; ++i) load_weights(i, i, weight_tile(tile));
+  if (!p.x_is_older) wait_for_predecessors();
+  RingPosition at;
+  for (; tile < count; tile += clusters) {
+    const int first_tile = weight_tile(tile), row = row_tile_of(p, tile) * N + rank * kHalf;
+    for (int step = 0; step < p.steps; ++step) {
+      if (ahead > 0) {
+        --ahead;
+      } else {
+        ring.wait_empty(at);
+        load_weights(at.stage, step, first_tile);
+      }
+      const Source source = source_of(p, step);
+      tensor_load_to_cluster(shared.x(at.stage).template rows<kHalf>(rank * kHalf).address, &p.x[source.input],
+                             ring.full(at.stage), source.k, row, kAll);
+      at.advance(Shape::kStages);
+    }
+  }
+}
+
+// Writes a warpgroup's sums of 64 rows of the weight, from `first` on, by N rows of x, from `row` on, to `out`. Bias
+// (of this thread's two rows of the weight) and GELU are applied in registers, the result is transposed on its way to
+// shared memory and leaves by tensor copies, which clip at the bounds.
+template <typename T, int N>
+__device__ void copy_out(const Arguments<T>& p, const typename TileShape<T, N>::OutTile& staging, int barrier,
+                         std::int64_t first, int row, const float (&sum)[N / 2], const float (&bias)[2]) {
+  using OutTile = typename TileShape<T, N>::OutTile;
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize;
+  const int warp = thread / kWarpSize;
+  const bool biased = p.output.bias != nullptr, gelu = p.output.epilogue == RowsEpilogue::gelu;
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+    if (thread == 0) bulk_wait_read();
+    named_barrier_wait(barrier, kWarpgroupSize);  // the previous copy has read the buffer
+#pragma unroll
+    for (int i = 0; i < OutTile::kRows / 16; ++i) {
+      unsigned words[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {  // 8x8 matrices: rows of x by m / 2, rows of the weight by m % 2
+        const int at = 4 * (part * (OutTile::kRows / 8) + 2 * i + m / 2) + 2 * (m % 2);
+        float pair[2] = {sum[at], sum[at + 1]};
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          if (biased) pair[k] += bias[m % 2];
+          if (gelu) pair[k] = gelu_for<T>(pair[k]);
+        }
+        words[m] = pack<T>(pair[0], pair[1]);
+      }
+      const int r = 16 * i + lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
+      store_matrices_transposed(staging.address + OutTile::offset(r, chunk), words[0], words[1], words[2], words[3]);
+    }
+    fence_async_proxy_shared();
+    named_barrier_wait(barrier, kWarpgroupSize);
+    if (thread == 0) {
+      tensor_store(&p.out, staging.address, static_cast<int>(first), row + part * OutTile::kRows, 0);
+      bulk_commit();
+    }
+  }
+}
+
+template <typename T, int N, bool kSplits>
+__device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& shared, int consumer) {
+  using Shape = TileShape<T, N>;
+  const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
+  const int count = p.tile_pairs * p.row_tiles;
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize;
+  const RingBarriers ring = shared.ring();
+  const auto release = [&](int stage) {  // in both blocks of the cluster, since both fill the stage
+    if (lane < kCluster) cluster_mbarrier_arrive(ring.empty(stage), static_cast<unsigned>(lane));
+  };
+  const auto operands_at = [&](int stage) {
+    return Operands<WeightTile<T>, typename Shape::XTile>{shared.weight(stage, consumer), shared.x(stage)};
+  };
+  float* const sums = shared.sums(consumer);
+  const int fours = Columns<T>::count(p.output, kWeightRows);
+  RingPosition at;
+  for (int tile = static_cast<int>(blockIdx.x) / kCluster; tile < count; tile += clusters) {
+    const int pair = pair_of(p, tile), row_tile = row_tile_of(p, tile);
+    const std::int64_t first =
+        static_cast<std::int64_t>((pair * kCluster + rank) * kTileConsumers + consumer) * kWeightRows;
+    float bias[2] = {};  // loaded before it is needed
+    if (p.copies_out && p.output.bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const std::int64_t column = first + thread / kWarpSize * 16 + i * 8 + lane / 4;
+        if (column < p.output.OC) bias[i] = to_float(p.output.bias[column]);
+      }
+    }
+    float d[N / 2];
+    const auto finish = [&](const float(&total)[N / 2]) {
+      wait_for_predecessors();  // they may still read what is written here
+      if (p.copies_out) return copy_out<T, N>(p, shared.out(consumer), 1 + consumer, first, row_tile * N, total, bias);
+      const Columns<T> columns(p.output, first, thread % fours);
+#pragma unroll
+      for (int chunk = 0; chunk < N / kSumsRows; ++chunk) {
+        const std::int64_t row = static_cast<std::int64_t>(row_tile) * N + chunk * kSumsRows;
+        named_barrier_wait(1 + consumer, kWarpgroupSize);  // the previous chunk has been read
+        store_sums<kSumsRows / 2>(sums + thread / kWarpSize * 16, kSumsStride, total + chunk * (kSumsRows / 2), lane);
+        named_barrier_wait(1 + consumer, kWarpgroupSize);
+#pragma unroll 2
+        for (int r = thread / fours; r < kSumsRows; r += kWarpgroupSize / fours) {
+          columns.finish(row + r, [&](int i) { return *reinterpret_cast<const float4*>(sums + r * kSumsStride + i); });
+        }
+      }
+    };
+    if constexpr (kSplits) {
+      float total[N / 2];
+      for (int split = 0; split < p.splits; ++split) {
+        const int steps = split_begin(split + 1, p.steps, p.splits) - split_begin(split, p.steps, p.splits);
+        sum_stages(d, steps, at, ring, Shape::kStages, operands_at, release);
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) total[i] = split == 0 ? d[i] : total[i] + d[i];
+      }
+      finish(total);
+    } else {
+      sum_stages(d, p.steps, at, ring, Shape::kStages, operands_at, release);
+      finish(d);
+    }
+  }
+  if (p.copies_out && thread == 0) bulk_wait();  // shared memory must outlive the copies
+}
+
+#endif  // WEFT_WGMMA
+
+template <typename T, int N, bool kSplits>
+__global__ void __launch_bounds__(kTileThreads, 1)
+    tile_kernel([[maybe_unused]] const __grid_constant__ Arguments<T> p) {
+#if WEFT_WGMMA
+  using Shape = TileShape<T, N>;
+  extern __shared__ unsigned char dynamic[];
+  const TileMemory<T, N> shared(dynamic);
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Shape::kStages; ++stage)
+      shared.ring().init(stage, 1, kTileConsumers * kWarps * kCluster);
+    fence_barrier_init();
+  }
+  launch_dependents();
+  cluster_barrier();
+  // tells the compiler that it is uniform in a warp
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);
+  if (warpgroup == 0) {
+    decrease_registers<24>();
+    if (threadIdx.x == 0) produce_tiles(p, shared);
+  } else {
+    increase_registers<240>();
+    consume_tiles<T, N, kSplits>(p, shared, warpgroup - 1);
+  }
+  cluster_barrier();  // neither block may exit while the other still writes or arrives in its shared memory
+#else
+  __trap();
+#endif
+}
+
+// Whether results are written by tensor copies, which need rows that begin at multiples of 16 bytes.
+template <typename T>
+bool copies_out(const RowsMatmul<T>& io) {
+  return (io.epilogue == RowsEpilogue::store || io.epilogue == RowsEpilogue::gelu) && io.OC % 8 == 0 &&
+         aligned_to_16(io.out);
+}
+
+template <typename T, int N, bool kSplits>
+void launch_tiles(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
+  const auto kernel = tile_kernel<T, N, kSplits>;
+  constexpr int kBytes = TileShape<T, N>::kBytes;
+  Arguments<T> arguments = arguments_of(io, N / kCluster);
+  arguments.tile_pairs = static_cast<int>(ceil_div(weight_rows(io), kPairRows));
+  arguments.row_tiles = static_cast<int>(ceil_div(io.rows, N));
+  arguments.copies_out = copies_out(io);
+  arguments.x_is_older = io.x_is_older;
+  if (arguments.copies_out)
+    arguments.out = encode_tensor_map(io.out, kMapType<T>,
+                                      {static_cast<std::uint64_t>(io.OC), static_cast<std::uint64_t>(io.rows), 1},
+                                      {io.OC * static_cast<std::int64_t>(sizeof(T)), 0}, {kWeightRows, N / 2, 1});
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+        "rows_matmul: shared memory");
+  const int clusters = std::min(device.multiprocessors / kCluster, arguments.tile_pairs * arguments.row_tiles);
+  launch_chained_clusters(kernel, dim3(static_cast<unsigned>(clusters * kCluster)), dim3(kTileThreads), kBytes, stream,
+                          device.overlapping, kCluster, "rows_matmul", arguments);
+}
+
+// The width of tile_kernel's tiles with the least estimated time: the number of rounds of tiles, times a tile's width
+// plus a constant for its beginning and end. If equal, the wider one, which reads less.
+template <int... kWidths>
+int best_width(std::int64_t rows, std::int64_t tile_pairs, int clusters) {
+  constexpr std::int64_t kOverhead = 24;
+  int best = 0;
+  std::int64_t least = INT64_MAX;
+  for (const int width : {kWidths...}) {
+    const std::int64_t time = ceil_div(tile_pairs * ceil_div(rows, width), clusters) * (width + kOverhead);
+    if (time <= least) best = width, least = time;
+  }
+  return best;
+}
+
+}  // namespace
+
+template <typename T>
+void launch_tile_kernel(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
+  const std::int64_t pairs = ceil_div(weight_rows(io), kPairRows);
+  const int clusters = device.multiprocessors / kCluster;
+  if (splits_of(io) > 1) {  // sums and totals need twice the registers, so tiles are narrower
+    switch (best_width<128, 160, 192>(io.rows, pairs, clusters)) {
+      case 128:
+        return launch_tiles<T, 128, true>(io, device, stream);
+      case 160:
+        return launch_tiles<T, 160, true>(io, device, stream);
+      default:
+        return launch_tiles<T, 192, true>(io, device, stream);
+    }
+  }
+  switch (best_width<96, 128, 192, 256>(io.rows, pairs, clusters)) {
+    case 96:
+      return launch_tiles<T, 96, false>(io, device, stream);
+    case 128:
+      return launch_tiles<T, 128, false>(io, device, stream);
+    case 192:
+      return launch_tiles<T, 192, false>(io, device, stream);
+    default:
+      return launch_tiles<T, 256, false>(io, device, stream);
+  }
+}
+
+template void launch_tile_kernel(const RowsMatmul<bf16>&, const LaunchDevice&, cudaStream_t);
+template void launch_tile_kernel(const RowsMatmul<fp16>&, const LaunchDevice&, cudaStream_t);
+
+}  // namespace weft::cuda::rows

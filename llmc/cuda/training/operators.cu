@@ -1,0 +1,332 @@
+// The operators of the training step as lists.cu call them. Each launches its kernels under the name that
+// the operator clock, nsys and ncu show, and states the minimum that the mathematics requires: the operations of its
+// GEMMs, and the bytes of every operand read once and every result written once.
+#include <algorithm>
+
+#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/attention/train/attention.h"
+#include "llmc/cuda/op/elementwise/embedding.h"
+#include "llmc/cuda/op/elementwise/swiglu.h"
+#include "llmc/cuda/op/gemm/matmul_swiglu.h"
+#include "llmc/cuda/runtime/fork.h"
+#include "llmc/cuda/training/training_model.h"
+
+namespace weft::cuda {
+
+// ---- linear layers --------------------------------------------------------------------------------------------------
+
+// out = x W^T, plus addend [N, OC] unless it is null.
+template <typename S>
+void TrainingModel<S>::linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const S* weight,
+                              std::int64_t N, const S* addend) {
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (in_fp8(layer)) return fp8_->forward(*layer.block, l, out, x, addend, layer.forward, fp8_pass());
+  }
+  const double n = static_cast<double>(N), C = static_cast<double>(layer.C), OC = static_cast<double>(layer.OC);
+  clock_.run(layer.forward, 2 * n * C * OC, (n * C + C * OC + (addend != nullptr ? 2 : 1) * n * OC) * sizeof(S),
+             [&] { matmul_.forward<S>(out, x, weight, nullptr, N, layer.C, layer.OC, Accumulate::no, addend); });
+}
+
+// dx = dout W.
+template <typename S>
+void TrainingModel<S>::input_grad(const LinearLayer& layer, std::int64_t l, S* dx, const S* dout, const S* weight,
+                                  std::int64_t N) {
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (in_fp8(layer)) return fp8_->input_grad(*layer.block, l, dx, layer.input_grad);
+  }
+  const double n = static_cast<double>(N), C = static_cast<double>(layer.C), OC = static_cast<double>(layer.OC);
+  clock_.run(layer.input_grad, 2 * n * C * OC, (n * C + C * OC + n * OC) * sizeof(S),
+             [&] { matmul_.input_grad<S>(dx, dout, weight, N, layer.C, layer.OC); });
+}
+
+// dweight (+)= dout^T x.
+template <typename S>
+void TrainingModel<S>::weight_grad(const LinearLayer& layer, std::int64_t l, float* dweight, const S* dout, const S* x,
+                                   std::int64_t N, Accumulate accumulate) {
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (in_fp8(layer)) {
+      const bool taken = layer.block == BlockLinear::down || layer.block == BlockLinear::up ||
+                         (layer.block == BlockLinear::qkv && attention_rounds());
+      if (!taken) fp8_->take_gradient(*layer.block, l, dout);
+      return fp8_->weight_grad(*layer.block, l, dweight, x, accumulate, layer.weight_grad);
+    }
+  }
+  const double n = static_cast<double>(N), C = static_cast<double>(layer.C), OC = static_cast<double>(layer.OC);
+  const double passes = accumulate == Accumulate::yes ? 2 : 1;
+  clock_.run(layer.weight_grad, 2 * n * C * OC, n * (C + OC) * sizeof(S) + passes * C * OC * sizeof(float),
+             [&] { matmul_.weight_grad<S>(dweight, dout, x, N, layer.C, layer.OC, accumulate); });
+}
+
+// ---- embedding ------------------------------------------------------------------------------------------------------
+
+template <typename S>
+void TrainingModel<S>::embed() {
+  const std::int64_t C = config_.hidden_size;
+  clock_.run("embedding", 0, 2 * row_bytes(C),
+             [&] { embedding_forward(acts_.residual[0], work_.tokens, weights_.embedding, rows(), C, stream_); });
+}
+
+// The order in which embed_backward() adds rows depends on the tokens alone, so it is found beside the backward pass,
+// in a second stream that waits for the tokens.
+template <typename S>
+void TrainingModel<S>::sort_tokens() {
+  fork_stream(stream_, side_stream_, tokens_ready_, "backward");
+  embedding_sort(work_.sorted_tokens, work_.tokens, rows(), config_.vocab_size, side_stream_);
+  check(cudaEventRecord(tokens_sorted_, side_stream_), "backward");
+}
+
+template <typename S>
+void TrainingModel<S>::embed_backward() {
+  check(cudaStreamWaitEvent(stream_, tokens_sorted_), "backward");
+  const std::int64_t C = config_.hidden_size, touched = std::min(rows(), config_.vocab_size);
+  clock_.run("embedding backward", 0, row_bytes(C) + 2.0 * static_cast<double>(touched * C) * sizeof(float), [&] {
+    embedding_backward(d_weights_.embedding, branch_gradient(), work_.sorted_tokens, rows(), C, work_.scratch, stream_);
+  });
+}
+
+// ---- norms ----------------------------------------------------------------------------------------------------------
+
+template <typename S>
+typename TrainingModel<S>::NormSite TrainingModel<S>::norm_after(std::int64_t branch) const {
+  const std::int64_t layer = (branch + 1) / 2;
+  const auto l = static_cast<std::size_t>(layer);
+  S* residual = acts_.residual[l];
+  if (branch == 2 * config_.num_layers - 1) {
+    return {branch,           kNoLayer,         std::nullopt,    residual, weights_.final_norm, d_weights_.final_norm,
+            acts_.final_norm, acts_.final_mean, acts_.final_rstd};
+  }
+  const BlockWeights<S>& w = weights_.blocks[l];
+  const BlockWeights<float>& dw = d_weights_.blocks[l];
+  const LayerActivations<S>& a = acts_.layers[l];
+  if (branch % 2 == 0) {
+    return {branch, layer, BlockLinear::up, a.residual_mid, w.post_norm, dw.post_norm, a.post_norm, a.mean2, a.rstd2};
+  }
+  return {branch, layer, BlockLinear::qkv, residual, w.input_norm, dw.input_norm, a.input_norm, a.mean1, a.rstd1};
+}
+
+// No dropout is applied to the embedding.
+template <typename S>
+ResidualNormShape TrainingModel<S>::norm_shape(std::int64_t branch) const {
+  ResidualNormShape shape;
+  shape.rows = rows();
+  shape.C = config_.hidden_size;
+  shape.kind = config_.norm;
+  shape.eps = static_cast<float>(config_.norm_eps);
+  shape.dropout = training_ && branch >= 0 ? options_.dropout : 0;
+  shape.seed = options_.seed;
+  shape.offset = dropout_offset(micro_step_, std::max<std::int64_t>(branch, 0), 2 * config_.num_layers);
+  return shape;
+}
+
+template <typename S>
+ResidualNormForward<S, S> TrainingModel<S>::norm_operands(const NormSite& site) const {
+  ResidualNormForward<S, S> norm;
+  norm.residual = site.residual;
+  norm.weight = site.weights.weight;
+  norm.bias = site.weights.bias;
+  norm.out = site.out;
+  norm.mean = site.mean;
+  norm.rstd = site.rstd;
+  return norm;
+}
+
+template <typename S>
+void TrainingModel<S>::launch_norm(const NormSite& site, const ResidualNormForward<S, S>& norm) {
+  const ResidualNormShape shape = norm_shape(norm.x != nullptr ? site.branch : -1);  // dropout is that of a branch
+  const int passes = (norm.x != nullptr) + (norm.residual != nullptr) + (norm.residual_out != nullptr);
+  const double bytes = passes * row_bytes(config_.hidden_size);
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (fp8_ && site.reader) {
+      const double codes = static_cast<double>(rows() * config_.hidden_size);
+      return fp8_->write_input(*site.reader, site.layer, bytes + codes, fp8_pass(), [&](const Fp8Target& to) {
+        ResidualNormForward<S, S> rounding = norm;
+        rounding.codes = to;
+        residual_norm_forward(shape, rounding, stream_);
+      });
+    }
+  }
+  clock_.run("norm", 0, bytes + row_bytes(config_.hidden_size), [&] { residual_norm_forward(shape, norm, stream_); });
+}
+
+// out = norm(residual): the first norm, and norms that are recomputed. residual_norm.h promises the bits of the call
+// that stored the stream, so no dropout is needed here.
+template <typename S>
+void TrainingModel<S>::normalize(const NormSite& site) {
+  launch_norm(site, norm_operands(site));
+}
+
+// residual = skip + dropout(x W^T), out = norm(residual). Without dropout the GEMM adds skip in its epilogue; with it
+// the GEMM writes `branch` [N, C], and the norm's kernel applies dropout, adds and normalises.
+template <typename S>
+void TrainingModel<S>::linear_and_normalize(const LinearLayer& layer, std::int64_t l, const NormSite& site, const S* x,
+                                            const S* weight, const S* skip, S* branch) {
+  ResidualNormForward<S, S> norm = norm_operands(site);
+  if (residual_in_epilogue()) {
+    linear(layer, l, site.residual, x, weight, rows(), skip);
+  } else {
+    linear(layer, l, branch, x, weight, rows());
+    norm.x = branch;
+    norm.residual = skip;
+    norm.residual_out = site.residual;
+  }
+  launch_norm(site, norm);
+}
+
+// Backward of a norm. `d_out`: the gradient of its output; with a skip connection acts_.d_residual holds the gradient
+// of the residual stream after the norm. Afterwards branch_gradient() is the gradient of the branch that was added,
+// acts_.d_residual that of the stream before it.
+template <typename S>
+void TrainingModel<S>::normalize_backward(const NormSite& site, const S* d_out, bool has_skip) {
+  const bool one_gradient = residual_in_epilogue();
+  ResidualNormBackward<S, S> norm;
+  norm.dout = d_out;
+  norm.dresidual_out = has_skip ? acts_.d_residual : nullptr;
+  norm.residual_out = site.residual;
+  norm.weight = site.weights.weight;
+  norm.mean = site.mean;
+  norm.rstd = site.rstd;
+  norm.dx = one_gradient ? nullptr : branch_gradient();
+  norm.dresidual = acts_.d_residual;
+  norm.dweight = site.d_weights.weight;
+  norm.dbias = site.d_weights.bias;
+  norm.workspace = work_.scratch;
+  clock_.run("norm backward", 0, ((has_skip ? 4 : 3) + (one_gradient ? 0 : 1)) * row_bytes(config_.hidden_size),
+             [&] { residual_norm_backward(norm_shape(site.branch), norm, stream_); });
+}
+
+// ---- attention ------------------------------------------------------------------------------------------------------
+
+// Rotates q and k in place.
+template <typename S>
+void TrainingModel<S>::rope(S* qkv) {
+  clock_.run("rope", 0, 2 * row_bytes(config_.q_size() + config_.kv_size()), [&] {
+    rope_forward(q_heads(qkv), k_heads(qkv), rope_, options_.micro_batch, options_.seq_len, config_.num_heads,
+                 config_.num_kv_heads, 0, stream_);
+  });
+}
+
+template <typename S>
+void TrainingModel<S>::attend(const LayerActivations<S>& a) {
+  const std::int64_t q = config_.q_size();
+  clock_.run("attention", attention_flops(), row_bytes(q + qkv_size()), [&] {
+    attention_forward<S>(attention_shape(config_, options_), heads(a.attention, q), a.lse, q_heads(a.qkv),
+                         k_heads(a.qkv), v_heads(a.qkv), stream_);
+  });
+}
+
+// d_attention -> d_qkv, the gradient of q and k before RoPE. Five GEMMs where the forward pass has two.
+template <typename S>
+void TrainingModel<S>::attend_backward(std::int64_t l, const LayerActivations<S>& a) {
+  const std::int64_t q = config_.q_size();
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (attention_rounds()) {
+      const double bytes = row_bytes(2 * q + qkv_size()) + static_cast<double>(rows() * qkv_size());
+      return fp8_->write_gradient(BlockLinear::qkv, l, [&](const Fp8Target& to) {
+        const AttentionCodes codes{q_heads(to.codes), k_heads(to.codes), v_heads(to.codes), to.scale, to.tally};
+        clock_.run("attention backward, quantise", 2.5 * attention_flops(), bytes, [&] {
+          attention_backward_fp8(attention_shape(config_, options_), codes, heads(acts_.d_attention, q),
+                                 heads(a.attention, q), a.lse, q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv),
+                                 work_.scratch, stream_, rope_);
+        });
+      });
+    }
+  }
+  clock_.run("attention backward", 2.5 * attention_flops(), row_bytes(2 * (q + qkv_size())), [&] {
+    attention_backward<S>(attention_shape(config_, options_), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv),
+                          v_heads(acts_.d_qkv), heads(acts_.d_attention, q), heads(a.attention, q), a.lse,
+                          q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv), work_.scratch, stream_, rope_);
+  });
+}
+
+// ---- MLP ------------------------------------------------------------------------------------------------------------
+
+// gate_up [N, 2F] and, unless it is null, swiglu_out [N, F] of layer l.
+template <typename S>
+void TrainingModel<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
+  const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size;
+  const S* weight = weights_.blocks[static_cast<std::size_t>(l)].up.weight.plain;
+  const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (fp8_) return fp8_->gate_up_and_swiglu(l, a.gate_up, gate_up_.forward, fp8_pass());
+    if (swiglu_in_epilogue_) {
+      const double n = static_cast<double>(N), c = static_cast<double>(C), f = static_cast<double>(F);
+      clock_.run("gate, up, swiglu", 4 * n * c * f,
+                 (n * c + 2 * f * c + (swiglu_out != nullptr ? 3 : 2) * n * f) * sizeof(S),
+                 [&] { gate_up_swiglu(a.gate_up, swiglu_out, a.post_norm, weight, N, C, F, stream_); });
+      return;
+    }
+  }
+  linear(gate_up_, l, a.gate_up, a.post_norm, weight, N);
+  if (swiglu_out == nullptr) return;
+  clock_.run("swiglu", 0, 3 * row_bytes(F), [&] { swiglu_forward(swiglu_out, a.gate_up, N, F, stream_); });
+}
+
+// Replaces gate_up of layer l by its gradient, from the gradient of the down projection's output; in fp8 gate_up stays,
+// and fp8_ has the gradient. swiglu_out, unless null, gets the forward pass's values again.
+template <typename S>
+void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out) {
+  const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size;
+  const S* weight = weights_.blocks[static_cast<std::size_t>(l)].down.weight.plain;
+  S* gate_up = acts_.layers[static_cast<std::size_t>(l)].gate_up;
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (fp8_) {
+      fp8_->take_gradient(BlockLinear::down, l, branch_gradient());
+      return fp8_->down_input_grad_and_swiglu(l, acts_.d_swiglu_out, gate_up, down_.input_grad);
+    }
+    if (swiglu_in_epilogue_) {
+      const double n = static_cast<double>(N), c = static_cast<double>(C), f = static_cast<double>(F);
+      clock_.run("down dgrad, swiglu", 2 * n * c * f,
+                 (n * c + f * c + (swiglu_out != nullptr ? 5 : 4) * n * f) * sizeof(S),
+                 [&] { down_input_grad_swiglu(gate_up, swiglu_out, branch_gradient(), weight, N, C, F, stream_); });
+      return;
+    }
+  }
+  input_grad(down_, l, acts_.d_swiglu_out, branch_gradient(), weight, N);
+  clock_.run("swiglu backward", 0, (swiglu_out == nullptr ? 5 : 6) * row_bytes(F),
+             [&] { swiglu_backward(gate_up, acts_.d_swiglu_out, gate_up, N, F, swiglu_out, stream_); });
+}
+
+// ---- classifier -----------------------------------------------------------------------------------------------------
+
+// Losses of `count` rows of logits; in training the logits are replaced by their gradient.
+template <typename S>
+void TrainingModel<S>::softmax_and_loss(float* losses, const std::int32_t* labels, std::int64_t count,
+                                        float loss_scale) {
+  const std::int64_t V = config_.vocab_size;
+  const double bytes = static_cast<double>(count * V) * sizeof(S);
+  clock_.run("softmax, loss", 0, training_ ? 2 * bytes : bytes,
+             [&] { classifier(acts_.logits, losses, labels, count, V, V, loss_scale, training_, stream_); });
+}
+
+template <typename S>
+void TrainingModel<S>::sum_losses(LossTotal* total) {
+  clock_.run("loss sum", 0, static_cast<double>(rows()) * (sizeof(float) + sizeof(std::int32_t)),
+             [&] { add_losses(total, acts_.losses, work_.labels, rows(), stream_); });
+}
+
+#define WEFT_INSTANTIATE(S)                                                                                           \
+  template void TrainingModel<S>::linear(const LinearLayer&, std::int64_t, S*, const S*, const S*, std::int64_t,      \
+                                         const S*);                                                                   \
+  template void TrainingModel<S>::input_grad(const LinearLayer&, std::int64_t, S*, const S*, const S*, std::int64_t); \
+  template void TrainingModel<S>::weight_grad(const LinearLayer&, std::int64_t, float*, const S*, const S*,           \
+                                              std::int64_t, Accumulate);                                              \
+  template void TrainingModel<S>::embed();                                                                            \
+  template void TrainingModel<S>::sort_tokens();                                                                      \
+  template void TrainingModel<S>::embed_backward();                                                                   \
+  template TrainingModel<S>::NormSite TrainingModel<S>::norm_after(std::int64_t) const;                               \
+  template void TrainingModel<S>::normalize(const NormSite&);                                                         \
+  template void TrainingModel<S>::linear_and_normalize(const LinearLayer&, std::int64_t, const NormSite&, const S*,   \
+                                                       const S*, const S*, S*);                                       \
+  template void TrainingModel<S>::normalize_backward(const NormSite&, const S*, bool);                                \
+  template void TrainingModel<S>::rope(S*);                                                                           \
+  template void TrainingModel<S>::attend(const LayerActivations<S>&);                                                 \
+  template void TrainingModel<S>::attend_backward(std::int64_t, const LayerActivations<S>&);                          \
+  template void TrainingModel<S>::gate_up_and_swiglu(std::int64_t, S*);                                               \
+  template void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t, S*);                                       \
+  template void TrainingModel<S>::softmax_and_loss(float*, const std::int32_t*, std::int64_t, float);                 \
+  template void TrainingModel<S>::sum_losses(LossTotal*);
+WEFT_INSTANTIATE(float)
+WEFT_INSTANTIATE(bf16)
+#undef WEFT_INSTANTIATE
+
+}  // namespace weft::cuda

@@ -1,0 +1,185 @@
+// Construction of the training model: GEMM plans first, then the arenas, then their initial contents.
+#include <vector>
+
+#include "llmc/base/error.h"
+#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/gemm/matmul_swiglu.h"
+#include "llmc/cuda/op/gemm/matmul_swiglu_fp8.h"
+#include "llmc/cuda/training/training.h"
+#include "llmc/cuda/training/training_model.h"
+
+namespace weft::cuda {
+
+// GEMM plans are timed before the arenas exist, because timing needs scratch memory of the size of the operands.
+template <typename S>
+TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& options, const Peers& peers)
+    : config_(config),
+      options_(options),
+      peers_(peers),
+      table_(config, kStorage<S>),
+      sharding_(config, table_, peers.share),
+      swiglu_in_epilogue_(options.precision == Precision::bf16
+                              ? matmul_swiglu_computes(config.hidden_size, config.ffn_size)
+                              : options.precision == Precision::fp8 && matmul_swiglu_fp8_computes()),
+      clock_(stream_),
+      matmul_(stream_, peers.share.rank == 0 ? options.matmul_plans : std::string()),
+      acts_(config, options, classifier_rows(rows())),
+      work_(config, options, peers.share, sharding_),
+      parameter_arena_((prepare_matmuls(), read_parameters_plan(table_, sharding_, sizeof(S)))),
+      own_parameter_arena_(state_plan("parameters", sharding_, sharding_.parameters_sharded ? sizeof(S) : 0)),
+      low_arena_(state_plan("low halves of fp32 masters", sharding_, kSplitMaster<S> ? sizeof(std::int16_t) : 0)),
+      gradient_arena_(gradient_plan(sharding_)),
+      part_sum_arena_(part_sum_plan(sharding_)),
+      rank_sum_arena_(rank_sum_plan(table_, options)),
+      received_arena_(received_plan(sharding_)),
+      moment1_arena_(state_plan("first moments", sharding_, moment_bytes(options))),
+      moment2_arena_(state_plan("second moments", sharding_, moment_bytes(options))),
+      activation_arena_(acts_.plan()),
+      workspace_arena_(work_.layout.plan()),
+      weights_(bind_weights(config, table_, parameter_arena_.at<S>(0), Offsets::bytes)),
+      d_weights_(bind_weights(config, table_, gradient_arena_.at<float>(0), Offsets::elements)),
+      upload_(rows()),
+      results_(sizeof(GradientNorm) +
+               (1 + static_cast<std::uint64_t>(peers.share.ranks * peers.share.rounds)) * sizeof(LossTotal)),
+      buffers_(sharding_.places),
+      sent_(sharding_.buckets.size()) {
+  if (options.precision == Precision::fp8) {
+    fp8_.emplace(config, options, table_, sharding_, swiglu_in_epilogue_, matmul_, clock_, stream_);
+  }
+  acts_.bind(activation_arena_);
+  work_.layout.bind(workspace_arena_);
+  place_sections();
+  for (DeviceArena* arena :
+       {&parameter_arena_, &own_parameter_arena_, &low_arena_, &gradient_arena_, &part_sum_arena_, &rank_sum_arena_,
+        &received_arena_, &moment1_arena_, &moment2_arena_, &activation_arena_, &workspace_arena_}) {
+    arena->clear(stream_);
+  }
+  const RopeTable table = rope_table(config.rope, options.seq_len);
+  rope_ = upload_rope_table(table, work_.rope_cos, work_.rope_sin, stream_);
+  const auto upload = [&](auto* to, const auto& list) {
+    check(cudaMemcpyAsync(to, list.data(), list.size() * sizeof(list[0]), cudaMemcpyHostToDevice, stream_),
+          "optimizer blocks");
+  };
+  upload(work_.adamw_blocks, sharding_.blocks);
+  if (!sharding_.squares_order.empty()) upload(work_.squares_order, sharding_.squares_order);
+  if (has_peers()) {
+    for (const DeviceArena* arena : {&parameter_arena_, &gradient_arena_, &workspace_arena_}) {
+      peers_.device_ranks->share(arena->at<std::byte>(0), arena->bytes());
+    }
+    constexpr int kBeforeOthers = -1;  // a higher priority: gradients from other ranks are added as soon as they arrive
+    exchange_stream_.emplace(kBeforeOthers);
+    const auto new_event = [] { return std::make_unique<Event>(cudaEventDisableTiming); };
+    for (std::size_t s = 0; s < sharding_.sections.size(); ++s) gradients_ready_.push_back(new_event());
+    for (std::size_t b = 0; b < sharding_.buckets.size(); ++b) {
+      gradients_exchanged_.push_back(new_event());
+      parameters_ready_.push_back(new_event());
+    }
+  }
+  stream_.synchronize("start");
+}
+
+// Moves the pointers to gradients, and to sharded parameters, to where the sharding places them.
+template <typename S>
+void TrainingModel<S>::place_sections() {
+  std::vector<std::int64_t> of_gradients, of_parameters;
+  for (std::size_t s = 0; s < sharding_.sections.size(); ++s) {
+    of_gradients.push_back(gradient_shift(s));
+    of_parameters.push_back(sharding_.parameters_sharded ? parameter_shift(s) : 0);
+  }
+  d_weights_.move_sections(of_gradients);
+  weights_.move_sections(of_parameters);
+}
+
+// Every GEMM of the step: four linear layers and the head, each forward and for both gradients. The first micro-batch
+// of a step stores weight gradients, the others accumulate. Where SwiGLU is in the epilogue of a kernel of the project,
+// the two GEMMs beside it need no plan: in fp8 the first step alone takes down's dgrad from cuBLASLt, by its first suggestion.
+template <typename S>
+void TrainingModel<S>::prepare_matmuls() {
+  const std::int64_t N = rows(), chunk = classifier_rows(N);
+  constexpr bool kIsFloat = std::is_same_v<S, float>;
+  std::vector<MatmulShape> shapes;
+  struct WeightGrads {
+    bool stored, accumulated;
+  };
+  const auto prepare = [&](const LinearLayer& layer, std::int64_t n, bool addend, WeightGrads weight_grads) {
+    const std::int64_t C = layer.C, OC = layer.OC;
+    const cudaDataType_t type = options_.precision == Precision::fp8 && layer.block ? CUDA_R_8F_E4M3
+                                : kIsFloat                                          ? CUDA_R_32F
+                                                                                    : CUDA_R_16BF;
+    if (!swiglu_in_epilogue_ || &layer != &gate_up_) {
+      shapes.push_back({Gemm::forward, n, C, OC, type, Accumulate::no, false, addend});
+    }
+    if (!swiglu_in_epilogue_ || &layer != &down_) {
+      shapes.push_back({Gemm::input_grad, n, C, OC, type, Accumulate::no, false});
+    }
+    if (weight_grads.stored) shapes.push_back({Gemm::weight_grad, n, C, OC, type, Accumulate::no, false});
+    if (weight_grads.accumulated) shapes.push_back({Gemm::weight_grad, n, C, OC, type, Accumulate::yes, false});
+  };
+  const bool addend = residual_in_epilogue(), accumulates = options_.accumulates;
+  prepare(qkv_, N, false, {true, accumulates});
+  prepare(output_, N, addend, {true, accumulates});
+  prepare(gate_up_, N, false, {true, accumulates});
+  prepare(down_, N, addend, {true, accumulates});
+  prepare(head_, chunk, false, {true, accumulates || N > chunk});
+  if (N % chunk != 0) prepare(head_, N % chunk, false, {false, true});
+  // Rank 0 chooses: another algorithm may add in another order, and then the bits would depend on which rank computes.
+  if (peers_.share.rank == 0) matmul_.prepare(shapes);
+  if (!has_peers()) return;
+  matmul_.adopt_plans(peers_.ranks->broadcast_text(matmul_.plans()));
+  if (peers_.share.rank != 0) matmul_.prepare(shapes);
+}
+
+namespace {
+
+// Tensor cores with fp8 came with compute capability 8.9.
+void require_fp8() {
+  const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
+  const int minor = device_attribute(cudaDevAttrComputeCapabilityMinor);
+  if (10 * major + minor >= 89) return;
+  fail(Exit::environment,
+       "--precision: got fp8, which needs a GPU of compute capability 8.9 or later. This one has %d.%d: use "
+       "--precision bf16",
+       major, minor);
+}
+
+std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& options, Communicator* ranks,
+                                 DeviceRanks* device_ranks, const RankShare& share) {
+  check_sizes(config);
+  if (options.moments == Precision::bf16 && options.precision == Precision::fp32) {
+    fail(Exit::internal, "moments in bf16 beside parameters in fp32");
+  }
+  if (options.precision == Precision::fp8) {
+    check_fp8_sizes(config, options.micro_batch, options.seq_len);
+    require_fp8();
+  }
+  const auto make_as = [&](auto storage) -> std::unique_ptr<TrainModel> {
+    using Model = TrainingModel<decltype(storage)>;
+    return std::make_unique<Model>(config, options, typename Model::Peers{ranks, device_ranks, share});
+  };
+  if (options.precision == Precision::fp32) return make_as(float{});
+  return make_as(bf16{});
+}
+
+}  // namespace
+
+std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options) {
+  return make(config, options, nullptr, nullptr, {});
+}
+
+std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options,
+                                                Communicator& ranks, DeviceRanks& device_ranks, Shard shard,
+                                                std::int64_t bucket_elements) {
+  if (options.virtual_ranks % ranks.size() != 0) {
+    fail(Exit::internal, "%d ranks for a step of %lld", ranks.size(), static_cast<long long>(options.virtual_ranks));
+  }
+  if ((shard == Shard::gradients || shard == Shard::parameters) && options.rank_micro_batches > 1) {
+    fail(Exit::internal,
+         "sharded gradients with %lld micro-batches a rank: the sum of a rank has to be complete before it is added",
+         static_cast<long long>(options.rank_micro_batches));
+  }
+  const std::int64_t rounds = options.virtual_ranks / ranks.size();
+  return make(config, of_one_rank(options), &ranks, &device_ranks,
+              {ranks.rank(), ranks.size(), shard, rounds, bucket_elements});
+}
+
+}  // namespace weft::cuda

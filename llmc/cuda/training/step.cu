@@ -1,0 +1,364 @@
+// What surrounds lists.cu in a training step: the upload of tokens, CUDA graphs, storing or accumulating
+// gradients, statistics, the update, validation, and the timing of operators.
+#include <algorithm>
+#include <cstring>
+#include <span>
+#include <tuple>
+
+#include "llmc/base/error.h"
+#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/optim/rank_sum.h"
+#include "llmc/cuda/op/gemm/ceilings.h"
+#include "llmc/cuda/runtime/fork.h"
+#include "llmc/cuda/training/training_model.h"
+
+namespace weft::cuda {
+
+// ---- micro-batches --------------------------------------------------------------------------------------------------
+
+// The launches of forward() and of backward() are one graph each. `scale` and, with dropout, micro_step_ are all that
+// differs from one run of a list to the next.
+template <typename S>
+void TrainingModel<S>::replay(StepGraph& graph, float scale, const std::function<void()>& launches) {
+  // Launches that later steps do not have: a search for scales, or rounding that was due before.
+  const bool special = fp8_ && (!fp8_->scales_known() || (!rounds_weights_ && !fp8_->has_all_weights()));
+  if (!options_.graph || clock_.timing() || special) return launches();
+  std::uint32_t scale_bits = 0;
+  std::memcpy(&scale_bits, &scale, sizeof scale_bits);
+  graph.run(stream_, {scale_bits, options_.dropout > 0 ? micro_step_ : 0}, launches);
+}
+
+template <typename S>
+void TrainingModel<S>::forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) {
+  const TraceRange range("forward");
+  if (has_peers() && rank_micro_batches_ == 0) begin_round();
+  micro_step_ = micro_step;
+  training_ = true;
+  const Accumulate head = head_stale_ ? Accumulate::no : Accumulate::yes;
+  round_stale_weights();
+  // In the first micro-batch of each round, not when they are stale: what is captured once is replayed in every step.
+  rounds_weights_ = fp8_ && sharding_.sharded && !sharding_.parameters_sharded && head == Accumulate::no;
+  upload(batch);
+  const auto launches = [&] {
+    forward_layers();
+    classify(loss_scale, head, work_.loss_total);
+  };
+  if (sharding_.parameters_sharded) {  // no graph: it waits for parameters whose transfer is queued along with it
+    launches();
+  } else {
+    replay(forward_graphs_[static_cast<int>(head)], loss_scale, launches);
+  }
+  if (rounds_weights_) fp8_->all_weights_rounded();
+  rounds_weights_ = false;
+  head_stale_ = false;
+  if (is_last_micro_batch() && head_section() != kEmbeddingSection) exchange_from(head_section());
+}
+
+template <typename S>
+void TrainingModel<S>::backward() {
+  if (!training_) fail(Exit::internal, "backward() without a forward()");
+  const TraceRange range("backward");
+  const Accumulate accumulate = others_stale_ ? Accumulate::no : Accumulate::yes;
+  delay_point(stream_, DelayPoint::step);
+  if (sharding_.gradients_sharded) {  // no graph: it waits for exchanges that are queued along with it
+    backward_layers(accumulate);
+  } else {
+    replay(backward_graphs_[static_cast<int>(accumulate)], 0, [&] { backward_layers(accumulate); });
+  }
+  others_stale_ = false;
+  if (fp8_) fp8_->end_micro_batch();
+  const bool last = is_last_micro_batch();
+  ++rank_micro_batches_;
+  if (!last) return;
+  if (has_peers()) finish_round();
+  if (options_.virtual_ranks > 1) finish_rank();
+}
+
+// Before a pass: rounds the weights whose codes no update has written. If ranks divide the update, the lists do that.
+template <typename S>
+void TrainingModel<S>::round_stale_weights() {
+  if (sharding_.sharded) return;
+  for (std::int64_t l = 0; l < config_.num_layers; ++l) use_fp8_weights(l, false);
+}
+
+// Called in the lists: what follows reads the codes of layer l's weights, whose parameters are there. `again`: in the
+// backward pass.
+template <typename S>
+void TrainingModel<S>::use_fp8_weights(std::int64_t l, bool again) {
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (!fp8_ || (fp8_->has_weights(l) && !rounds_weights_)) return;
+    fp8_->round_weights(l, weights_.blocks[static_cast<std::size_t>(l)], again);
+  }
+}
+
+// The gradients of a virtual rank are complete: adds them, and its loss, to those of the ranks before it.
+template <typename S>
+void TrainingModel<S>::finish_rank() {
+  if (ranks_added_ == options_.virtual_ranks) fail(Exit::internal, "more micro-batches than the ranks of a step have");
+  float* const sum = rank_sum_arena_.at<float>(0);
+  const float* const pieces[] = {sum, gradient_arena_.at<float>(0)};
+  const double passes = ranks_added_ == 0 ? 2 : 3;
+  clock_.run("sum of ranks", 0, passes * static_cast<double>(table_.arena_elements()) * sizeof(float), [&] {
+    add_ranks(sum, std::span(pieces).subspan(ranks_added_ == 0 ? 1 : 0), table_.arena_elements(), stream_);
+  });
+  move_losses(work_.rank_totals, work_.loss_total, stream_);
+  head_stale_ = others_stale_ = true;
+  rank_micro_batches_ = 0;
+  ++ranks_added_;
+}
+
+template <typename S>
+double TrainingModel<S>::evaluate(const Batch& batch, std::int64_t* label_count) {
+  const TraceRange range("evaluate");
+  training_ = false;
+  LossTotal* total = work_.evaluation_total;
+  check(cudaMemsetAsync(total, 0, sizeof *total, stream_), "evaluate");
+  round_stale_weights();
+  upload(batch);
+  forward_layers();
+  classify(0, Accumulate::yes, total);
+  LossTotal* result = results_.at<LossTotal>(0);
+  check(cudaMemcpyAsync(result, total, sizeof *total, cudaMemcpyDeviceToHost, stream_), "evaluate");
+  synchronize("evaluate");
+  *label_count = result->label_count;
+  return result->loss_sum;
+}
+
+// ---- gradients since the last zero_gradients() ----------------------------------------------------------------------
+
+template <typename S>
+void TrainingModel<S>::zero_gradients() {
+  // An abandoned step may still be sending gradients. After a complete step only parameters are in transfer, for which
+  // the next forward pass waits where it reads them.
+  if (has_peers() && !exchanged_) finish_exchange();
+  head_stale_ = others_stale_ = true;
+  exchanged_ = false;
+  rounds_done_ = 0;
+  std::fill(sent_.begin(), sent_.end(), false);
+  rank_micro_batches_ = ranks_added_ = 0;
+  if (fp8_) fp8_->begin_step();
+  check(cudaMemsetAsync(work_.loss_total, 0, sizeof(LossTotal), stream_), "zero_gradients");
+  check(cudaMemsetAsync(work_.rank_totals, 0, rank_totals() * sizeof(LossTotal), stream_), "zero_gradients");
+}
+
+template <typename S>
+void TrainingModel<S>::zero_gradient(const TensorSpec& spec) {
+  float* const gradient = gradient_arena_.at<float>(0) + spec.offset + gradient_shift(section_of(spec));
+  check(cudaMemsetAsync(gradient, 0, static_cast<std::size_t>(spec.elements) * sizeof(float), stream_),
+        "zero_gradients");
+}
+
+template <typename S>
+std::size_t TrainingModel<S>::section_of(const TensorSpec& spec) const {
+  const auto behind = std::find_if(sharding_.sections.begin(), sharding_.sections.end(),
+                                   [&](const Range& section) { return spec.offset < section.end; });
+  return static_cast<std::size_t>(behind - sharding_.sections.begin());
+}
+
+// Zeroes the gradients that backward accumulates even in the first micro-batch: those of norms, and of an embedding
+// that is not also the head.
+template <typename S>
+void TrainingModel<S>::zero_accumulated_gradients() {
+  for (std::size_t section = 0; section < sharding_.sections.size(); ++section) {
+    const bool takes_turns = sharding_.gradients_sharded && section != kEmbeddingSection && section != head_section();
+    if (!takes_turns) zero_accumulated_gradients(section);
+  }
+}
+
+template <typename S>
+void TrainingModel<S>::zero_accumulated_gradients(std::size_t section) {
+  for (const TensorSpec& spec : table_.specs()) {
+    if (section_of(spec) != section) continue;
+    const bool is_norm = spec.shape.size() == 1;
+    if (is_norm || (section == kEmbeddingSection && !config_.tied_embeddings)) zero_gradient(spec);
+  }
+}
+
+// With sharded gradients: waits until the ranks have exchanged the gradients that were in layer l's place before.
+template <typename S>
+void TrainingModel<S>::take_gradient_slot(std::int64_t l) {
+  if (!sharding_.gradients_sharded) return;
+  const std::int64_t before = l + static_cast<std::int64_t>(kGradientSlots);
+  for (std::size_t b = 0; b < sharding_.buckets.size() && before < config_.num_layers; ++b) {
+    if (sharding_.buckets[b].section != section_of_layer(before)) continue;
+    check(cudaStreamWaitEvent(stream_, *gradients_exchanged_[b]), "backward");
+  }
+  zero_accumulated_gradients(section_of_layer(l));
+}
+
+// Zeroes the gradients that no micro-batch has stored since zero_gradients(); call it before they are read. Those of
+// virtual ranks are read from their sum.
+template <typename S>
+void TrainingModel<S>::zero_stale_gradients() {
+  if (ranks_added_ > 0) return;
+  if (sharding_.gradients_sharded) {
+    zero_unsent_gradients();
+  } else {
+    for (const TensorSpec& spec : table_.specs()) {
+      if (section_of(spec) == head_section() ? head_stale_ : others_stale_) zero_gradient(spec);
+    }
+  }
+  head_stale_ = others_stale_ = false;
+}
+
+// ---- statistics and update ------------------------------------------------------------------------------------------
+
+template <typename S>
+StepStatistics TrainingModel<S>::statistics() {
+  const TraceRange range("statistics");
+  zero_stale_gradients();
+  // If passes wait for other ranks, there is no work that is this rank's alone: the event is never recorded and counts
+  // as complete.
+  if (!sharding_.gradients_sharded) check(cudaEventRecord(own_work_, stream_), "statistics");
+  if (has_peers() && !exchanged_) {
+    if (rounds_done_ != peers_.share.rounds && peers_.share.rounds > 1) {
+      fail(Exit::internal, "statistics of a step before its last round");
+    }
+    for (const std::unique_ptr<Event>& event : gradients_ready_) check(cudaEventRecord(*event, stream_), "statistics");
+    if (rounds_done_ == 0) finish_round();
+    finish_exchange();
+    exchanged_ = true;
+  }
+  const auto blocks = static_cast<std::int64_t>(sharding_.blocks.size());
+  double* const squares = work_.squares + (sharding_.sharded ? sharding_.squares_of_rank[my_rank()].begin : 0);
+  clock_.run("gradient norm", 0, static_cast<double>(sharding_.state_elements) * sizeof(float),
+             [&] { block_squares(squares, gradients(), work_.adamw_blocks, blocks, stream_); });
+  if (has_peers()) gather_statistics();
+  gradient_norm(work_.gradient_norm, work_.squares, work_.squares_order, sharding_.squares, 0, stream_);
+  GradientNorm* norm = results_.at<GradientNorm>(0);
+  LossTotal* total = results_.at<LossTotal>(sizeof(GradientNorm));
+  LossTotal* totals = total + 1;
+  check(cudaMemcpyAsync(norm, work_.gradient_norm, sizeof *norm, cudaMemcpyDeviceToHost, stream_), "statistics");
+  check(cudaMemcpyAsync(total, work_.loss_total, sizeof *total, cudaMemcpyDeviceToHost, stream_), "statistics");
+  check(cudaMemcpyAsync(totals, work_.rank_totals, rank_totals() * sizeof *total, cudaMemcpyDeviceToHost, stream_),
+        "statistics");
+  if (fp8_) fp8_->download_tallies(work_.rank_tallies != nullptr ? work_.rank_tallies : fp8_->tallies());
+  if (has_peers()) {
+    peers_.device_ranks->wait(stream_, own_work_, "training step");
+  } else {
+    stream_.synchronize("training step");
+  }
+  StepStatistics statistics{0, 0, norm->norm};
+  if (fp8_) statistics.fp8 = fp8_->statistics();
+  for (std::size_t r = 0; r < rank_totals(); ++r) {  // added in the order of the ranks
+    statistics.loss_sum += totals[r].loss_sum;
+    statistics.label_count += totals[r].label_count;
+  }
+  if (has_peers()) return statistics;  // this rank's total is among them
+  statistics.loss_sum += total->loss_sum;
+  statistics.label_count += total->label_count;
+  return statistics;
+}
+
+template <typename S>
+void TrainingModel<S>::update(const AdamWStep& step) {
+  const TraceRange range("update");
+  zero_stale_gradients();
+  delay_point(stream_, DelayPoint::step);
+  check(cudaStreamWaitEvent(stream_, state_copied_), "update");  // no wait if the event was never recorded
+  if (fp8_) fp8_->end_step();
+  if (fp8_ && fp8_->scales_known() && !sharding_.sharded) return update_and_round(step);
+  if (!sharding_.sharded) return update_blocks({0, static_cast<std::int64_t>(sharding_.blocks.size())}, step);
+  // Parameters that other ranks are still reading must not change.
+  for (const std::unique_ptr<Event>& event : parameters_ready_) check(cudaStreamWaitEvent(stream_, *event), "update");
+  buffers_.forget();
+  // Divided parameters with which the next forward pass begins are fetched while the others are updated.
+  const std::size_t first = section_of_layer(std::min(config_.num_layers, kLayerBuffers));
+  for (std::size_t b = 0; b < sharding_.buckets.size(); ++b) {
+    update_blocks(sharding_.blocks_of_bucket[b], step);
+    if (!sharding_.parameters_sharded) {
+      gather_parameters(b);
+      continue;
+    }
+    const std::size_t section = sharding_.buckets[b].section;
+    const bool complete = b + 1 == sharding_.buckets.size() || sharding_.buckets[b + 1].section != section;
+    if (complete && section < first) fetch_parameters(section);
+  }
+}
+
+// Updates a range of sharding_.blocks.
+template <typename S>
+void TrainingModel<S>::update_blocks(const Range& range, const AdamWStep& step) {
+  std::int64_t elements = 0;
+  for (std::int64_t i = range.begin; i < range.end; ++i)
+    elements += sharding_.blocks[static_cast<std::size_t>(i)].count;
+  update_listed(work_.adamw_blocks + range.begin, range.size(), elements, step);
+}
+
+// `blocks` [count], on the device, of `elements` in all.
+template <typename S>
+void TrainingModel<S>::update_listed(const AdamWBlock* blocks, std::int64_t count, std::int64_t elements,
+                                     const AdamWStep& step) {
+  clock_.run("adamw", 0, static_cast<double>(elements) * update_bytes(), [&] {
+    with_moments([&](auto* moment1, auto* moment2, auto... seed) {
+      if constexpr (kSplitMaster<S>) {
+        adamw(own_parameters().template at<bf16>(0), low_arena_.at<std::int16_t>(0), gradients(), moment1, moment2,
+              blocks, count, step, nullptr, seed..., stream_);
+      } else {
+        adamw(own_parameters().template at<float>(0), gradients(), moment1, moment2, blocks, count, step, nullptr,
+              stream_);
+      }
+    });
+  });
+}
+
+// Updates everything, and writes the codes of the linear layers for the next step.
+template <typename S>
+void TrainingModel<S>::update_and_round(const AdamWStep& step) {
+  if constexpr (kSplitMaster<S>) {
+    const Fp8Linears::Update& work = fp8_->begin_update();
+    clock_.run("adamw, quantise", 0, static_cast<double>(work.elements) * (update_bytes() + 2), [&] {
+      with_moments([&](auto* moment1, auto* moment2, auto... seed) {
+        adamw_fp8(own_parameters().template at<bf16>(0), low_arena_.at<std::int16_t>(0), gradients(), moment1, moment2,
+                  work.matrices, work.count, work.tiles, step, seed..., stream_);
+      });
+    });
+    update_listed(work.others, work.other_count, work.other_elements, step);
+  }
+}
+
+// Calls update() with the moments as they are stored and, for those that are rounded at random, the seed.
+template <typename S>
+template <typename Update>
+void TrainingModel<S>::with_moments(const Update& update) const {
+  if constexpr (kSplitMaster<S>) {
+    if (options_.moments == Precision::bf16) {
+      return update(moment1_arena_.at<bf16>(0), moment2_arena_.at<bf16>(0), options_.seed);
+    }
+  }
+  update(moment1_arena_.at<float>(0), moment2_arena_.at<float>(0));
+}
+
+template <typename S>
+OperatorTable TrainingModel<S>::time_operators(const std::function<void()>& step) {
+  if (!ceilings_) ceilings_ = measure_ceilings(stream_);
+  synchronize("timing operators");
+  clock_.start();
+  {
+    // The first timed step has a name of its own, so that a profiler can be told to record it alone.
+    const TraceRange range(timed_before_ ? "timed again" : "timed step");
+    timed_before_ = true;
+    step();
+  }
+  OperatorTable table = clock_.stop();
+  std::tie(table.bytes_per_s, table.flops_per_s) = *ceilings_;
+  return table;
+}
+
+#define WEFT_INSTANTIATE(S)                                                    \
+  template void TrainingModel<S>::forward(const Batch&, std::uint64_t, float); \
+  template void TrainingModel<S>::backward();                                  \
+  template double TrainingModel<S>::evaluate(const Batch&, std::int64_t*);     \
+  template void TrainingModel<S>::use_fp8_weights(std::int64_t, bool);         \
+  template void TrainingModel<S>::zero_gradients();                            \
+  template void TrainingModel<S>::zero_accumulated_gradients();                \
+  template void TrainingModel<S>::take_gradient_slot(std::int64_t);            \
+  template void TrainingModel<S>::zero_stale_gradients();                      \
+  template StepStatistics TrainingModel<S>::statistics();                      \
+  template void TrainingModel<S>::update(const AdamWStep&);                    \
+  template OperatorTable TrainingModel<S>::time_operators(const std::function<void()>&);
+WEFT_INSTANTIATE(float)
+WEFT_INSTANTIATE(bf16)
+#undef WEFT_INSTANTIATE
+
+}  // namespace weft::cuda

@@ -1,0 +1,345 @@
+// The Llama in training on the GPU: one class, implemented by job in several files.
+//
+//   lists.cu        forward and backward: the model as two lists of operators
+//   operators.cu    each operator of the lists: what it launches, under which name, and what it has to compute and move
+//   setup.cu        construction: GEMM plans, arenas, tables
+//   step.cu         what surrounds the lists in a step: upload, graphs, statistics, update, timing
+//   ranks.cu        the exchange of gradients and parameters between ranks
+//   tensor_io.cu    parameters, gradients and moments to and from the host
+//   activations.cu  activations by name, for comparison with PyTorch
+//   plan.{h,cu}     sizes of everything that is allocated
+//   fp8_linears.{h,cu}  the linear layers of the blocks with --precision fp8
+//
+// Letters: B batch, T sequence, N = B T rows, C hidden, NH / NKV query and K/V heads, HS head size, q = NH HS,
+// kv = NKV HS, F FFN width, V vocabulary, L layers. d_x is the gradient of x. S is the storage type of parameters and
+// activations: bf16 or float.
+//
+// Numbers: all arithmetic is fp32; gradients of parameters, moments and statistics are stored in fp32 (moments
+// optionally in bf16). With S = bf16 each parameter has 16 low bits beside it that make it an exact fp32 master
+// (llmc/cuda/op/optim/adamw.h).
+//
+// Only statistics(), evaluate(), and access to tensors and activations wait for the GPU.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/comm/communicator.h"
+#include "llmc/cuda/comm/device_ranks.h"
+#include "llmc/cuda/inference/inference.h"
+#include "llmc/cuda/op/attention/train/attention.h"
+#include "llmc/cuda/op/elementwise/rope.h"
+#include "llmc/cuda/op/gemm/matmul.h"
+#include "llmc/cuda/op/norm/residual_norm.h"
+#include "llmc/cuda/runtime/arena.h"
+#include "llmc/cuda/runtime/operator_clock.h"
+#include "llmc/cuda/runtime/step_graph.h"
+#include "llmc/cuda/runtime/stream.h"
+#include "llmc/cuda/training/fp8_linears.h"
+#include "llmc/cuda/training/plan.h"
+#include "llmc/cuda/training/token_upload.h"
+#include "llmc/model/block_weights.h"
+#include "llmc/model/single_sequence.h"
+#include "llmc/model/training_activations.h"
+
+namespace weft::cuda {
+
+template <typename S>
+class TrainingModel final : public TrainModel {
+ public:
+  // The rank of a run; the pointers are null without other ranks.
+  struct Peers {
+    Communicator* ranks = nullptr;
+    DeviceRanks* device_ranks = nullptr;
+    RankShare share;
+  };
+  TrainingModel(const ModelConfig& config, const TrainOptions& options, const Peers& peers);
+
+  const ModelConfig& config() const override { return config_; }
+  const TensorTable& table() const override { return table_; }
+  std::vector<MemoryLine> memory() const override { return llama_memory<S>(config_, options_, peers_.share); }
+
+  void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) override;
+  void backward() override;
+  void zero_gradients() override;
+  StepStatistics statistics() override;
+  void update(const AdamWStep& step) override;
+  OperatorTable time_operators(const std::function<void()>& step) override;
+  double evaluate(const Batch& batch, std::int64_t* label_count) override;
+  bool evaluates_together() const override { return sharding_.parameters_sharded; }
+  void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override;
+  void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override;
+  std::vector<float> fp8_state() const override { return fp8_ ? fp8_->state() : std::vector<float>(); }
+  void set_fp8_state(std::span<const float> state) override {
+    if (!fp8_) return TrainModel::set_fp8_state(state);
+    fp8_->set_state(state);
+  }
+  std::unique_ptr<StateCopy> make_state_copy() override;
+  std::vector<Range> own_elements() const override;
+  std::unique_ptr<StateCopy> make_own_copy() override;
+  std::vector<float> activation(const std::string& name) override;
+  void inject_device_fault() override { launch_faulty_kernel(stream_); }
+  std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
+    if (sharding_.parameters_sharded) fail(Exit::internal, "a decoder of sharded parameters");
+    // Inference has its own stream: updates, and the exchange of parameters, must have ended before.
+    return single_sequence(make_inference<S>(config_, table_, parameter_arena_.at<S>(0), one_sequence(capacity)),
+                           capacity, [this] { synchronize("parameters"); });
+  }
+
+ private:
+  std::int64_t rows() const { return options_.micro_batch * options_.seq_len; }
+  std::int64_t qkv_size() const { return config_.qkv_size(); }
+
+  // Views of a packed [N, q + 2 kv] tensor: q heads, then k heads, then v heads. T is S, or fp8's codes.
+  template <typename T>
+  HeadViewOf<T> q_heads(T* qkv) const {
+    return heads(qkv, qkv_size());
+  }
+  template <typename T>
+  HeadViewOf<T> k_heads(T* qkv) const {
+    return heads(qkv + config_.q_size(), qkv_size());
+  }
+  template <typename T>
+  HeadViewOf<T> v_heads(T* qkv) const {
+    return heads(qkv + config_.q_size() + config_.kv_size(), qkv_size());
+  }
+  template <typename T>
+  HeadViewOf<T> heads(T* data, std::int64_t row) const {
+    return {data, options_.seq_len * row, row, config_.head_dim};
+  }
+
+  // ---- lists.cu: the two lists
+  void forward_layers();
+  void forward_layer(std::int64_t l);
+  void forward_to_swiglu(std::int64_t l, S* branch, S* swiglu_out);
+  void classify(float loss_scale, Accumulate head, LossTotal* total);
+  void backward_layers(Accumulate accumulate);
+  void recompute_layer(std::int64_t l);
+  void backward_layer(std::int64_t l, Accumulate accumulate);
+
+  // ---- operators.cu
+  // A linear layer without bias, out [N, OC] = x [N, C] W^T, with the names of its three GEMMs.
+  struct LinearLayer {
+    const char *forward, *input_grad, *weight_grad;
+    std::int64_t C, OC;
+    std::optional<BlockLinear> block;  // empty: the head
+  };
+  static constexpr std::int64_t kNoLayer = -1;  // in the place of the head's layer
+  // The norm that reads the residual stream after branch `branch`: 2 l is the attention of layer l, 2 l + 1 its MLP, -1
+  // the embedding. So layer l has norm_after(2 l - 1) and norm_after(2 l); the final norm is norm_after(2 L - 1).
+  struct NormSite {
+    std::int64_t branch, layer;
+    std::optional<BlockLinear> reader;  // of its output; empty: the head
+    S* residual;                        // [N, C], the norm's input
+    NormWeights<S> weights;
+    NormWeights<float> d_weights;
+    S* out;
+    float *mean, *rstd;
+  };
+  NormSite norm_after(std::int64_t branch) const;
+  ResidualNormShape norm_shape(std::int64_t branch) const;
+  // The norm of site.residual alone.
+  ResidualNormForward<S, S> norm_operands(const NormSite& site) const;
+  void launch_norm(const NormSite& site, const ResidualNormForward<S, S>& norm);
+
+  void embed();
+  void normalize(const NormSite& site);
+  void linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const S* weight, std::int64_t N,
+              const S* addend = nullptr);
+  void rope(S* qkv);
+  void attend(const LayerActivations<S>& a);
+  void linear_and_normalize(const LinearLayer& layer, std::int64_t l, const NormSite& site, const S* x, const S* weight,
+                            const S* skip, S* branch);
+  void gate_up_and_swiglu(std::int64_t l, S* swiglu_out);
+  void softmax_and_loss(float* losses, const std::int32_t* labels, std::int64_t count, float loss_scale);
+  void sum_losses(LossTotal* total);
+
+  void sort_tokens();
+  void embed_backward();
+  void normalize_backward(const NormSite& site, const S* d_out, bool has_skip);
+  void input_grad(const LinearLayer& layer, std::int64_t l, S* dx, const S* dout, const S* weight, std::int64_t N);
+  void weight_grad(const LinearLayer& layer, std::int64_t l, float* dweight, const S* dout, const S* x, std::int64_t N,
+                   Accumulate accumulate);
+  // Whether a linear layer computes in fp8. If so, both gradients read codes of dout, which fp8_ keeps from one layer to
+  // the next: weight_grad() rounds that of the output projection, and of qkv if attention has not done so,
+  // down_input_grad_and_swiglu() that of down, and SwiGLU's derivative writes that of gate and up; gate_up itself stays.
+  // The outputs of norms and of SwiGLU exist in fp8 only: the arguments that stand for them are null.
+  bool in_fp8(const LinearLayer& layer) const { return fp8_ && layer.block; }
+  Fp8Linears::Pass fp8_pass() const {
+    return !training_     ? Fp8Linears::Pass::evaluation
+           : recomputing_ ? Fp8Linears::Pass::again
+                          : Fp8Linears::Pass::training;
+  }
+  // Whether attention's backward pass writes the gradient of qkv in fp8, so that acts_.d_qkv is not used: on Hopper, from
+  // the second step on.
+  bool attention_rounds() const {
+    return fp8_ && fp8_->scales_known() && attention_backward_rounds(attention_shape(config_, options_), rope_);
+  }
+  void attend_backward(std::int64_t l, const LayerActivations<S>& a);
+  void down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out);
+
+  // Without dropout the GEMM of a branch adds the residual in its epilogue, and the branch and the residual have the
+  // same gradient.
+  bool residual_in_epilogue() const { return options_.dropout == 0; }
+  S* branch_gradient() const { return residual_in_epilogue() ? acts_.d_residual : acts_.branch; }
+
+  // Bytes and operations of operators, for the table of time_operators().
+  double row_bytes(std::int64_t columns) const { return static_cast<double>(rows() * columns) * sizeof(S); }
+  double attention_flops() const {  // forward pass: two GEMMs of T x T / 2 by HS for each head
+    return 2.0 * static_cast<double>(rows() * options_.seq_len) * static_cast<double>(config_.q_size());
+  }
+
+  // ---- step.cu
+  void upload(const Batch& batch) { upload_.upload(batch, work_.tokens, work_.labels, stream_); }
+  void round_stale_weights();
+  void use_fp8_weights(std::int64_t l, bool again);
+  void replay(StepGraph& graph, float scale, const std::function<void()>& launches);
+  void zero_gradient(const TensorSpec& spec);
+  void zero_accumulated_gradients();
+  void zero_accumulated_gradients(std::size_t section);
+  void take_gradient_slot(std::int64_t l);
+  void zero_stale_gradients();
+
+  // Number of loss totals: one for each rank and round.
+  std::size_t rank_totals() const { return static_cast<std::size_t>(peers_.share.ranks * peers_.share.rounds); }
+  bool is_last_micro_batch() const { return rank_micro_batches_ + 1 == options_.rank_micro_batches; }
+  void finish_rank();
+  void update_blocks(const Range& range, const AdamWStep& step);
+  void update_listed(const AdamWBlock* blocks, std::int64_t count, std::int64_t elements, const AdamWStep& step);
+  void update_and_round(const AdamWStep& step);
+  template <typename Update>
+  void with_moments(const Update& update) const;
+  // Bytes that AdamW moves for an element: the gradient, the master read and written, and the moments likewise.
+  double update_bytes() const { return 3 * sizeof(float) + 4.0 * static_cast<double>(moment_bytes(options_)); }
+  // The gradients of the step, or of the virtual ranks that have been computed.
+  float* gradients() const {
+    const DeviceArena& arena = sharding_.gradients_sharded ? part_sum_arena_
+                               : ranks_added_ > 0          ? rank_sum_arena_
+                                                           : gradient_arena_;
+    return arena.at<float>(0);
+  }
+  // Offset of a section's gradient, while it is computed, from its position in the table's layout.
+  std::int64_t gradient_shift(std::size_t section) const {
+    return sharding_.gradient_begins[section] - sharding_.sections[section].begin;
+  }
+  std::size_t section_of(const TensorSpec& spec) const;
+  // The same for sharded parameters while a pass uses them.
+  std::int64_t parameter_shift(std::size_t section) const {
+    return sharding_.places.begin_of(section) - sharding_.sections[section].begin;
+  }
+  const DeviceArena& own_parameters() const {
+    return sharding_.parameters_sharded ? own_parameter_arena_ : parameter_arena_;
+  }
+
+  // ---- ranks.cu
+  static constexpr auto kLayerBuffers = static_cast<std::int64_t>(SectionBuffers::kLayerBuffers);
+  // Sections of the arena (parameter_sections()).
+  static constexpr std::size_t kEmbeddingSection = 0;
+  static std::size_t section_of_layer(std::int64_t l) { return static_cast<std::size_t>(l) + 1; }
+  std::size_t head_section() const {
+    return config_.tied_embeddings ? kEmbeddingSection : section_of_layer(config_.num_layers);
+  }
+  bool has_peers() const { return peers_.ranks != nullptr; }
+  std::size_t my_rank() const { return static_cast<std::size_t>(peers_.share.rank); }
+  void gradients_ready(std::size_t section);
+  void parameters_needed(std::size_t section);
+  void parameters_needed_again(std::size_t section);
+  void fetch_parameters(std::size_t section);
+  void exchange_from(std::size_t section);
+  void exchange(std::size_t bucket);
+  void begin_round();
+  void finish_round();
+  void zero_unsent_gradients();
+  void finish_exchange();
+  void gather_statistics();
+  void gather_parameters(std::size_t bucket);
+  void synchronize(const char* action);
+
+  // ---- setup.cu
+  void prepare_matmuls();
+  void place_sections();
+
+  // A range of a tensor that this model holds: its position in arenas of the table's layout, and in those of the state.
+  struct Piece {
+    std::int64_t element, state, count;
+  };
+  bool is_moment(TensorRole role) const { return role == TensorRole::moment1 || role == TensorRole::moment2; }
+  // Whether each rank holds only its own part.
+  bool is_sharded(TensorRole role) const {
+    if (role == TensorRole::gradient) return sharding_.gradients_sharded || (sharding_.sharded && exchanged_);
+    return sharding_.sharded && (is_moment(role) || kSplitMaster<S> || sharding_.parameters_sharded);
+  }
+  Range held(TensorRole role, const Bucket& bucket) const {
+    return is_sharded(role) ? bucket.parts[my_rank()] : bucket.range;
+  }
+  void read_piece(TensorRole role, const Piece& piece, float* values);
+  void write_piece(TensorRole role, const Piece& piece, const float* values);
+  void write_values(std::byte* to, const void* values, std::size_t bytes);
+  std::byte* address_of(TensorRole role, const Piece& piece) const;
+
+  const ModelConfig config_;
+  const TrainOptions options_;
+  const Peers peers_;
+  const TensorTable table_;
+  const Sharding sharding_;
+  // Whether SwiGLU, and its derivative, are computed in the epilogues of the adjacent GEMMs: bf16 and fp8 on Hopper.
+  const bool swiglu_in_epilogue_;
+  const LinearLayer qkv_{"qkv", "qkv dgrad", "qkv wgrad", config_.hidden_size, qkv_size(), BlockLinear::qkv};
+  const LinearLayer output_{"output",         "output dgrad",      "output wgrad",
+                            config_.q_size(), config_.hidden_size, BlockLinear::output};
+  const LinearLayer gate_up_{"gate, up",          "gate, up dgrad",     "gate, up wgrad",
+                             config_.hidden_size, 2 * config_.ffn_size, BlockLinear::up};
+  const LinearLayer down_{"down", "down dgrad", "down wgrad", config_.ffn_size, config_.hidden_size, BlockLinear::down};
+  const LinearLayer head_{"head", "head dgrad", "head wgrad", config_.hidden_size, config_.vocab_size, std::nullopt};
+
+  Stream stream_, side_stream_;
+  Event tokens_ready_{cudaEventDisableTiming}, tokens_sorted_{cudaEventDisableTiming};
+  OperatorClock clock_;
+  Matmul matmul_;
+  TrainingActivations<S> acts_;
+  TrainingWorkspace work_;
+  DeviceArena parameter_arena_;      // parameters that the passes read
+  DeviceArena own_parameter_arena_;  // this rank's parameters, if they are sharded
+  DeviceArena low_arena_, gradient_arena_;
+  DeviceArena part_sum_arena_;  // see Sharding::sum_begins
+  DeviceArena rank_sum_arena_;  // sum of the gradients of completed virtual ranks; empty without them
+  DeviceArena received_arena_;  // gradients received from other ranks, before they are added; empty without other ranks
+  DeviceArena moment1_arena_, moment2_arena_, activation_arena_, workspace_arena_;
+  std::optional<Fp8Linears> fp8_;  // with --precision fp8
+  ModelWeights<S> weights_;
+  ModelWeights<float> d_weights_;
+  DeviceRopeTable rope_;
+  TokenUpload upload_;
+  PinnedBuffer results_;  // GradientNorm, LossTotal, then the LossTotal of each rank
+  // end of the last StateCopy::take(), before which the state must not change
+  Event state_copied_{cudaEventDisableTiming};
+
+  StepGraph forward_graphs_[2], backward_graphs_[2];  // by Accumulate
+  std::optional<std::pair<double, double>> ceilings_;
+  bool timed_before_ = false;
+
+  std::uint64_t micro_step_ = 0;
+  bool training_ = false, recomputing_ = false;
+  bool rounds_weights_ = false;  // this forward pass rounds the weights of all layers to fp8
+  // zero_gradients() writes nothing: the first micro-batch after it stores its gradients instead of adding them. Until
+  // then the gradient of the head, or of everything else, is stale.
+  bool head_stale_ = false, others_stale_ = false;
+
+  std::int64_t rank_micro_batches_ = 0,
+               ranks_added_ = 0;  // micro-batches of the current rank; virtual ranks that are complete
+  // With other ranks: exchanges run in their own stream, beside the passes. Events: the gradients of a section are
+  // complete; those of a bucket have been exchanged; a bucket's parameters have arrived from all ranks.
+  std::optional<Stream> exchange_stream_;
+  std::vector<std::unique_ptr<Event>> gradients_ready_, gradients_exchanged_, parameters_ready_;
+  Event forked_{cudaEventDisableTiming}, own_work_{cudaEventDisableTiming};
+  SectionBuffers buffers_;  // places in parameter_arena_, if parameters are sharded
+  std::vector<bool> sent_;  // buckets whose exchange has been queued since the last zero_gradients()
+  std::int64_t rounds_done_ = 0;
+  bool exchanged_ = false;  // the gradients that this model holds are sums over all ranks
+};
+
+}  // namespace weft::cuda

@@ -1,0 +1,72 @@
+#include "llmc/infer/steps_in_flight.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "llmc/base/error.h"
+
+namespace weft {
+
+void StepsInFlight::submit(std::span<const PlannedSpan> plan, bool drafts_on_device) {
+  Flight flight;
+  if (!unused_flights_.empty()) {
+    flight = std::move(unused_flights_.back());
+    unused_flights_.pop_back();
+  }
+  flight.clear();
+  spans_.clear();
+  verified_ids_.clear();  // spans point into it: it has room for all rows of a step, and never moves
+  for (const PlannedSpan& planned : plan) {
+    RequestState& s = request_of(*planned.sequence);
+    const auto first = static_cast<std::size_t>(planned.first_position);
+    const auto rows = static_cast<std::size_t>(planned.rows);
+    Span span;
+    span.pages = s.table.pages();
+    span.first_position = planned.first_position;
+    span.slot = s.slot;
+    if (planned.drafts > 0) {
+      const std::size_t begin = verified_ids_.size();
+      verified_ids_.push_back(s.ids[first]);
+      verified_ids_.insert(verified_ids_.end(), s.drafts.begin(), s.drafts.end());
+      span.ids = std::span(verified_ids_).subspan(begin);
+      span.drafts = planned.drafts;
+      span.drafts_on_device = drafts_on_device;
+    } else if (!planned.id_on_device) {
+      span.ids = std::span(s.ids).subspan(first, rows);
+    }
+    if (planned.sample) span.sampling = &s.asked.sampling;
+    span.alternatives = s.asked.alternatives;
+    // Row i gives the log-probability of the id after it. Rows that are computed again after a preemption are not
+    // scored again once all scores are there.
+    const std::int64_t rows_to_score = s.scored_rows < s.rows_to_score ? s.rows_to_score : 0;
+    const std::int64_t targets =
+        std::min(planned.first_position + planned.rows, rows_to_score) - planned.first_position;
+    if (targets > 0) span.targets = std::span(s.ids).subspan(first + 1, static_cast<std::size_t>(targets));
+    spans_.push_back(span);
+    flight.push_back({&s, planned.first_position, std::max<std::int64_t>(targets, 0), planned.sample, planned.drafts});
+    rows_ += planned.rows;
+  }
+  model_.submit(spans_);
+  ++steps_;
+  flights_.push_back(std::move(flight));
+}
+
+void StepsInFlight::set_drafts(std::span<const std::int32_t> drafts) {
+  if (flights_.empty() || flights_.back().front().drafts == 0) return;  // there was no room for a draft
+  std::vector<std::int32_t>& planned = flights_.back().front().request->drafts;
+  for (std::size_t i = 0; i < planned.size(); ++i) {
+    verified_ids_[1 + i] = i < drafts.size() ? drafts[i] : -1;
+    planned[i] = std::max(verified_ids_[1 + i], 0);
+  }
+}
+
+void StepsInFlight::collect(const std::function<void(const FlightSpan&, const SpanResult&)>& take) {
+  const std::span<const SpanResult> results = model_.collect();
+  Flight flight = std::move(flights_.front());
+  flights_.pop_front();
+  if (results.size() != flight.size()) fail(Exit::internal, "engine: a step has another number of results than spans");
+  for (std::size_t i = 0; i < flight.size(); ++i) take(flight[i], results[i]);
+  unused_flights_.push_back(std::move(flight));
+}
+
+}  // namespace weft

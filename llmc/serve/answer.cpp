@@ -1,0 +1,72 @@
+#include "llmc/serve/answer.h"
+
+namespace weft {
+
+void Answer::submit(Engine& engine, std::vector<Completion> completions, Reservation& places) {
+  const std::lock_guard lock(mutex_);
+  engine_ = &engine;
+  unfinished_ = completions.size();
+  for (Completion& completion : completions) {
+    ids_.push_back(engine.submit(std::move(completion.request), std::move(completion.listener)));
+    places.pass_on();
+  }
+}
+
+void Answer::cancel() {
+  if (cancelled_.exchange(true)) return;
+  const std::lock_guard lock(mutex_);
+  for (const RequestId id : ids_) engine_->cancel(id);
+}
+
+void Answer::take_piece(std::size_t choice, const CompletionPiece& piece) {
+  if (!wanted()) return;
+  choices[choice].add(piece);
+  if (stream && choices[choice].pending()) send(completions_event(head, choices[choice].write()));
+}
+
+void Answer::take_end(std::size_t choice, const CompletionEnd& end) {
+  --unfinished_;
+  if (!wanted()) return;
+  if (end.reason == FinishedBy::error) return fail(500, end.message);
+  usage.completion_tokens += end.generated_ids;
+  choices[choice].finish(end.reason);
+  if (stream) send(completions_event(head, choices[choice].write()));
+  if (unfinished_ > 0) return;
+  if (!stream) return respond(200, completions_body(head, choices, usage));
+  if (include_usage) send(completions_usage_event(head, usage));
+  send(kLastEvent);
+  send_unsent();
+  exchange->end_stream();
+}
+
+void Answer::send(const std::string& data) {
+  if (!std::exchange(begun_, true)) {
+    metrics_.answered(200);
+    exchange->begin_stream("text/event-stream");
+  }
+  unsent_ += data;
+}
+
+void Answer::send_unsent() {
+  if (!unsent_.empty()) exchange->send(std::exchange(unsent_, {}));
+}
+
+void Answer::respond(int status, std::string body) {
+  metrics_.answered(status);
+  exchange->respond({status, "application/json", std::move(body), {}});
+}
+
+void Answer::fail(int status, const std::string& message) {
+  if (failed_.exchange(true)) return;
+  if (begun_) {
+    send(error_event(status, message));
+    send(kLastEvent);
+    send_unsent();
+    exchange->end_stream();
+  } else {
+    respond(status, error_body(status, message));
+  }
+  cancel();
+}
+
+}  // namespace weft

@@ -1,0 +1,17 @@
+// The bytes of answers (RFC 9112).
+#pragma once
+
+#include <string>
+
+#include "llmc/serve/http.h"
+
+namespace weft {
+
+// All that stands before a body. `close`: no further answer follows on this connection.
+std::string response_head(const HttpResponse& response, bool close);
+// Of a stream, in chunks, or up to the end of the connection.
+std::string stream_head(const std::string& content_type, bool chunked, bool close);
+std::string chunk(const std::string& data);  // not empty: an empty one ends the stream
+inline constexpr const char* kLastChunk = "0\r\n\r\n";
+
+}  // namespace weft
