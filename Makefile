@@ -84,7 +84,7 @@ INFER_OBJ := $(INFER_SRC:%.cpp=$B/%.o)
 # ---- GPU code --------------------------------------------------------------------------------------------------------
 ifneq ($(strip $(NVCC)),)
 CUDA_HOME := $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
-CUDA_SRC  := $(sort $(wildcard llmc/cuda/*/*.cu llmc/cuda/*/*/*.cu llmc/cuda/*/*/*/*.cu llmc/cuda/*/*/*/*/*.cu))
+CUDA_SRC  := $(sort $(wildcard llmc/cuda/*/*.cu llmc/cuda/*/*/*.cu llmc/cuda/*/*/*/*.cu))
 CUDA_OBJ  := $(CUDA_SRC:%.cu=$B/%.o)
 NVCCFLAGS += -std=c++20 -O3 -I. -MMD -MP --Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror \
              $(foreach a,$(GPU_ARCH),-gencode arch=compute_$a,code=sm_$a) \
@@ -285,7 +285,7 @@ $B/thread_tests: $(THREAD_TESTS:%=$B/test/cpp/%_test.o) $(LIBS)
 
 # Each header compiles alone: no hidden order of includes. Those of GPU code need the CUDA toolkit; without nvcc they are
 # skipped, and said to be. Of a .cuh nvcc compiles the device code, which parses all of it, for one architecture.
-ALL_HEADERS   := $(sort $(wildcard $(foreach d,llmc/* llmc/*/* llmc/*/*/* llmc/*/*/*/* llmc/*/*/*/*/* test/* dev/*,$d/*.h $d/*.cuh)))
+ALL_HEADERS   := $(sort $(wildcard $(foreach d,llmc/* llmc/*/* llmc/*/*/* llmc/*/*/*/* test/* dev/*,$d/*.h $d/*.cuh)))
 CUDA_HEADERS  := $(filter llmc/cuda/% test/gpu/% dev/ladder/% %.cuh,$(ALL_HEADERS))
 SKIPPED_HEADERS := $(if $(strip $(NVCC)),,$(CUDA_HEADERS))
 HEADERS       := $(filter-out $(SKIPPED_HEADERS),$(ALL_HEADERS))
