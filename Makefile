@@ -84,7 +84,7 @@ INFER_OBJ := $(INFER_SRC:%.cpp=$B/%.o)
 # ---- GPU code --------------------------------------------------------------------------------------------------------
 ifneq ($(strip $(NVCC)),)
 CUDA_HOME := $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
-CUDA_SRC  := $(sort $(wildcard llmc/cuda/*/*.cu llmc/cuda/*/*/*.cu llmc/cuda/*/*/*/*.cu llmc/cuda/*/*/*/*/*.cu))
+CUDA_SRC  := $(sort $(wildcard llmc/cuda/*/*.cu llmc/cuda/*/*/*.cu llmc/cuda/*/*/*/*.cu))
 CUDA_OBJ  := $(CUDA_SRC:%.cu=$B/%.o)
 NVCCFLAGS += -std=c++20 -O3 -I. -MMD -MP --Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror \
              $(foreach a,$(GPU_ARCH),-gencode arch=compute_$a,code=sm_$a) \
@@ -208,9 +208,10 @@ $B/unit_tests: $(TEST_OBJ) $(LIBS)
 $B/gpu_tests: $(GPU_TEST_OBJ) $(LIBS)
 	@$(call say,LINK  $@)
 	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -lgtest -lpthread -o $@
-# The tests of kernels compute much themselves: at -O0 they take six times as long.
-$B/test/gpu/%.o: private CXXFLAGS += -isystem $(CUDA_HOME)/include
-$B/test/gpu/%: PRECOMPILED := $B/precompiled.h
+# The tests of kernels compute much themselves: at -O0 they take six times as long. Where no GPU runs them, that costs nothing.
+$B/test/gpu/%.o: private CXXFLAGS += -isystem $(CUDA_HOME)/include $(if $(strip $(FOUND_ARCH)),,$(TEST_LEVEL))
+$B/test/gpu/%: PRECOMPILED := $B/$(if $(strip $(FOUND_ARCH)),,test/)precompiled.h
+$(GPU_TEST_OBJ): $B/test/precompiled.h.gch
 $(TEST_TOOLS): $B/%: $B/test/cpp/%_main.o $(LIBS)
 	@$(call say,LINK  $@)
 	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -o $@
@@ -252,7 +253,7 @@ test-all: deps venv
 	@$(MAKE) --no-print-directory $(GPU_CODE) tests bits
 	@$(MAKE) --no-print-directory tests MODE=asan NVCC=
 	@$(MAKE) --no-print-directory tsan
-	@GPU=$(GPU) $(GPU_CODE) .venv/bin/python test/run.py $(TEST_ADD:%=--add %)
+	@GPU=$(GPU) $(GPU_CODE) .venv/bin/python test/run.py $(TEST_ADD:%=--add %) $(TEST_QUICK:%=--after-quick %)
 
 # One operator's tests as a program of their own: those whose names contain OP, whatever the case of its letters.
 OP_FILES := $(if $(OP),$(shell grep -liE '^(TYPED_)?TEST(_[FP])?.[A-Za-z0-9_, ]*$(OP)' $(wildcard test/cpp/*_test.cpp $(if $(strip $(NVCC)),test/gpu/*_test.cpp))))
@@ -285,7 +286,7 @@ $B/thread_tests: $(THREAD_TESTS:%=$B/test/cpp/%_test.o) $(LIBS)
 
 # Each header compiles alone: no hidden order of includes. Those of GPU code need the CUDA toolkit; without nvcc they are
 # skipped, and said to be. Of a .cuh nvcc compiles the device code, which parses all of it, for one architecture.
-ALL_HEADERS   := $(sort $(wildcard $(foreach d,llmc/* llmc/*/* llmc/*/*/* llmc/*/*/*/* llmc/*/*/*/*/* test/* dev/*,$d/*.h $d/*.cuh)))
+ALL_HEADERS   := $(sort $(wildcard $(foreach d,llmc/* llmc/*/* llmc/*/*/* llmc/*/*/*/* test/* dev/*,$d/*.h $d/*.cuh)))
 CUDA_HEADERS  := $(filter llmc/cuda/% test/gpu/% dev/ladder/% %.cuh,$(ALL_HEADERS))
 SKIPPED_HEADERS := $(if $(strip $(NVCC)),,$(CUDA_HEADERS))
 HEADERS       := $(filter-out $(SKIPPED_HEADERS),$(ALL_HEADERS))
@@ -352,7 +353,8 @@ demo: deps
 GPU_MISSING := $(if $(NVCC_FOUND)$(strip $(NVCC)),$(if $(strip $(FOUND_ARCH)),$(if $(strip $(NVCC)),,NVCC is empty: got a build for the CPU alone),no GPU found: nvidia-smi lists none of compute capability 8.0 or later),no nvcc found: install the CUDA toolkit or name one with NVCC=)
 on_gpu = @$(if $(GPU_MISSING),echo "$@: $(GPU_MISSING). It runs on a GPU" >&2; exit 4,$1)
 ifeq ($(strip $(NVCC)),)
-$(patsubst %.cu,$B/%,$(wildcard dev/bench/*.cu)):
+# FORCE: a build with GPU code may have left the program there.
+$(patsubst %.cu,$B/%,$(wildcard dev/bench/*.cu)): FORCE
 	@echo "$(@F): $(GPU_MISSING). It runs on a GPU" >&2; exit 4
 endif
 

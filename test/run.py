@@ -13,13 +13,14 @@ which have built what it needs. Suites:
     gpu *       build/release/gpu_tests       kernels against the CPU reference; needs a GPU
     fuzz        test/fuzz                     each target for FUZZ_S seconds, where FUZZ_S is in the environment
 
-    python3 test/run.py [--quick | --without-cuda] [--save FILE] [--add FILE]
+    python3 test/run.py [--quick | --without-cuda | --after-quick FILE] [--save FILE] [--add FILE]
     python3 test/run.py --op WORD PROGRAM     the tests of PROGRAM whose names contain WORD (make test-op)
 
 Suites run beside each other, a file of test/python being one of them: TEST_JOBS at a time (default: half the cores, at least
 2), because most of them use one core most of the time; what mostly waits comes on top. What needs the GPU runs alone, at the end.
 --without-cuda runs what a build for the CPU alone could answer otherwise than one with GPU code. --save keeps the rows,
---add counts the rows of an earlier run in. GPU=must in the environment refuses to skip the GPU suite. A suite that dies, or
+--add counts the rows of an earlier run in; so does --after-quick with those of a run with --quick, whose tests are left out unless
+GPU code may change the answer. GPU=must in the environment refuses to skip the GPU suite. A suite that dies, or
 that runs no test, counts as a failure.
 """
 
@@ -57,6 +58,8 @@ QUICK_PYTHON = {
 # Unit tests that it leaves to test-all: those of more than some seconds.
 SLOW_UNITS = ("FusedTolerance.*", "*EncodesEveryCodePoint*", "*Soak*", "TokenizerFile.RefusesMoreAddedTokens*",
               "BatchTest.AnAnswerOfMillions*", "Json.NoMoreValues*", "StateTest.AnyOrder*", "*.ARankThatHangsIsNamed*")
+# Words in the names of tests whose answers may depend on whether the build has GPU code.
+OF_THE_BUILD = "device or gpu or build or machine_lacks or auto_says or help_and_version or dry_run_checks"
 # Suites share the cores: threads that wait must not keep the others from running.
 SHARED = {"OMP_WAIT_POLICY": "passive"}
 
@@ -139,8 +142,14 @@ def python_files() -> list[Path]:
     return sorted((ROOT / "test" / "python").glob("test_*.py"), key=lambda path: -path.stat().st_size)
 
 
-def run_python_file(path: Path) -> list[Outcome]:
-    return [run_pytest(f"python {path.stem}", (str(path.relative_to(ROOT)),))]
+def run_python_file(path: Path, words: str = "") -> list[Outcome]:
+    return [run_pytest(f"python {path.stem}", (str(path.relative_to(ROOT)), *(("-k", words) if words else ())))]
+
+
+def run_quick_again() -> list[Outcome]:
+    """Of the files that --quick runs whole, what may depend on the build."""
+    files = (f"test/python/{name}.py" for name, words in QUICK_PYTHON.items() if not words)
+    return [run_pytest("python again", (*files, "-k", OF_THE_BUILD))]
 
 
 def joined(name: str, parts: list[Outcome]) -> Outcome:
@@ -176,7 +185,7 @@ def run_headers(compilers: int = max(1, CORES // 2)) -> Outcome:
 
 def run_without_cuda() -> Outcome:
     """Whole programs, and the build itself, where the answer may depend on whether there is GPU code."""
-    return run_pytest("no cuda", ("test/python", "-k", "device or gpu or build or machine_lacks or auto_says or help_and_version or dry_run_checks",
+    return run_pytest("no cuda", ("test/python", "-k", OF_THE_BUILD,
                                   "--ignore=test/python/test_train_gpu.py", "--ignore=test/python/test_infer_gpu.py"))
 
 
@@ -293,11 +302,12 @@ def run_quick() -> list[Outcome]:
             joined("python", [row for name in QUICK_PYTHON for row in done[name]]), run_gpu(release)]
 
 
-def run_everything() -> list[Outcome]:
+def run_everything(after_quick: bool = False) -> list[Outcome]:
     """The rows, in the order of the table."""
     release, asan = ROOT / "build" / "release", ROOT / "build" / "asan"
     sanitizer = {"ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
     checked = ("--gtest_filter=-FusedTolerance.*",)  # minutes of arithmetic on models that other tests load and run, too
+    rest = (f"--gtest_filter={':'.join(SLOW_UNITS)}",) if after_quick else ()
     files = python_files()
     on_gpu = [path for path in files if "_gpu" in path.stem]
     jobs: dict[str, Callable[[], list[Outcome]]] = {}  # begun in this order: the long ones first
@@ -306,15 +316,19 @@ def run_everything() -> list[Outcome]:
     jobs |= {
         "unit asan": lambda: [run_googletest("unit asan", asan / "unit_tests", sanitizer, arguments=checked)],
         "threads": lambda: run_threads(ROOT / "build" / "tsan"),
-        "unit": lambda: [run_googletest("unit", release / "unit_tests")],
+        "unit": lambda: [run_googletest("unit", release / "unit_tests", arguments=rest)],
         "bits": lambda: [run_bits(release)],
         "headers": lambda: [run_headers()],
     }
+    if after_quick:
+        jobs["again"] = run_quick_again
     for path in files:
-        if path not in on_gpu:
-            jobs[path.stem] = partial(run_python_file, path)
+        words = QUICK_PYTHON.get(path.stem) if after_quick else None
+        if path not in on_gpu and words != "":
+            jobs[path.stem] = partial(run_python_file, path, f"not ({words}) or {OF_THE_BUILD}" if words else "")
     done = run_jobs(jobs)
-    python = [done[path.stem][0] for path in files if path not in on_gpu] + [run_python_file(path)[0] for path in on_gpu]
+    python = [done[name][0] for name in ("again", *(path.stem for path in files)) if name in done]
+    python += [run_python_file(path)[0] for path in on_gpu]
     return [*done["unit"], *done["bits"], *done["unit asan"], *done["threads"], joined("python", python), *done["headers"], run_gpu(release),
             *done.get("fuzz", [])]
 
@@ -324,6 +338,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="what a user waits for")
     parser.add_argument("--op", nargs=2, metavar=("WORD", "PROGRAM"), help="only the tests of PROGRAM whose names contain WORD")
     parser.add_argument("--without-cuda", action="store_true", help="only what may differ in a build for the CPU alone")
+    parser.add_argument("--after-quick", type=Path, metavar="FILE", help="what --quick, which saved FILE, left")
     parser.add_argument("--save", type=Path, metavar="FILE", help="keep the rows as JSON")
     parser.add_argument("--add", type=Path, metavar="FILE", action="append", default=[], help="count the rows of an earlier run in")
     options = parser.parse_args()
@@ -334,13 +349,14 @@ def main() -> int:
     elif options.without_cuda:
         outcomes = [run_without_cuda(), run_headers(CORES)]
     else:
-        outcomes = run_quick() if options.quick else run_everything()
+        outcomes = run_quick() if options.quick else run_everything(options.after_quick is not None)
     for outcome in outcomes:
         if outcome.name not in ("gpu", "fuzz") and outcome.passed + outcome.failed == 0:
             outcome.fail("no test ran")
     if options.save:
         options.save.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
-    outcomes = [Outcome(**row) for file in options.add for row in json.loads(file.read_text())] + outcomes
+    earlier = [file for file in (options.after_quick, *options.add) if file]
+    outcomes = [Outcome(**row) for file in earlier for row in json.loads(file.read_text())] + outcomes
     print(f"\n{'suite':<10} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
     for outcome in outcomes:
         print(f"{outcome.name:<10} {outcome.passed:>7} {outcome.failed:>7} {outcome.skipped:>8} {outcome.seconds:>8.0f}")

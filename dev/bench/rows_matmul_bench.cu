@@ -19,12 +19,12 @@
 
 #include "dev/bench/gpu_main.h"
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/gemm/ceilings.h"
 #include "llmc/cuda/op/gemm/matmul.h"
 #include "llmc/cuda/op/gemm/quantized_matmul.h"
 #include "llmc/cuda/op/gemm/rows_matmul.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/captured_graph.h"
-#include "llmc/cuda/op/gemm/ceilings.h"
 #include "llmc/cuda/runtime/stream.h"
 
 namespace {

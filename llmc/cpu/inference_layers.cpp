@@ -13,6 +13,7 @@
 #include "llmc/cpu/residual_norm.h"
 #include "llmc/cpu/rope.h"
 #include "llmc/cpu/swiglu.h"
+#include "llmc/model/qkv_heads.h"
 
 namespace weft::cpu {
 
@@ -105,8 +106,7 @@ void Inference::normalize(const float* branch, const Norm& norm, float* out, con
 // ---- attention ------------------------------------------------------------------------------------------------------
 
 HeadView Inference::heads(std::int64_t first_element) {
-  const std::int64_t HS = config_.head_dim, stride = config_.qkv_layout == QkvLayout::per_head ? 3 * HS : HS;
-  return {qkv_.data() + first_element, 0, config_.qkv_size(), stride};
+  return {qkv_.data() + first_element, 0, config_.qkv_size(), qkv_heads(config_).stride};
 }
 
 PagedKv Inference::pages_of_layer(std::int64_t l) const {
@@ -117,9 +117,8 @@ PagedKv Inference::pages_of_layer(std::int64_t l) const {
 
 void Inference::attend(std::int64_t l) {
   const std::int64_t NH = config_.num_heads, NKV = config_.num_kv_heads, HS = config_.head_dim, P = options_.page_size;
-  const bool per_head = config_.qkv_layout == QkvLayout::per_head;
-  const HeadView q = heads(0), k = heads(per_head ? HS : config_.q_size()),
-                 v = heads(per_head ? 2 * HS : config_.q_size() + config_.kv_size());
+  const QkvHeads layout = qkv_heads(config_);
+  const HeadView q = heads(0), k = heads(layout.keys), v = heads(layout.values);
   const PagedKv kv = pages_of_layer(l);
   const auto from_row = [](HeadView view, std::int64_t row) {
     view.data += row * view.token_stride;

@@ -227,7 +227,7 @@ class TrainingModel final : public TrainModel {
   }
 
   std::int64_t rows() const { return options_.micro_batch * options_.seq_len; }
-  std::int64_t qkv_size() const { return config_.q_size() + 2 * config_.kv_size(); }
+  std::int64_t qkv_size() const { return config_.qkv_size(); }
 
   // Heads of one packed [N, q + 2 kv] row block: q heads, then k heads, then v heads.
   HeadView q_heads(float* qkv) const { return heads(qkv, qkv_size()); }
@@ -245,18 +245,8 @@ class TrainingModel final : public TrainModel {
             1.0f / std::sqrt(static_cast<float>(config_.head_dim))};
   }
 
-  // The shape of the norm after branch `branch`: 2 l is the attention of layer l, 2 l + 1 its MLP; -1 the embedding, to
-  // which no dropout is applied.
   ResidualNormShape norm_shape(std::int64_t branch) const {
-    ResidualNormShape shape;
-    shape.rows = rows();
-    shape.C = config_.hidden_size;
-    shape.kind = config_.norm;
-    shape.eps = static_cast<float>(config_.norm_eps);
-    shape.dropout = training_ && branch >= 0 ? options_.dropout : 0;
-    shape.seed = options_.seed;
-    shape.offset = dropout_offset(micro_step_, std::max<std::int64_t>(branch, 0), 2 * config_.num_layers);
-    return shape;
+    return norm_shape_after(branch, config_, options_, micro_step_, training_);
   }
   // The norm that reads the residual stream after branch `branch`: a layer's two norms and the final one.
   struct NormSite {

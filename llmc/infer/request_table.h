@@ -27,7 +27,7 @@ class RequestTable {
  public:
   RequestTable(Scheduler& scheduler, Drafter& drafter) : scheduler_(scheduler), drafter_(drafter) {}
 
-  void add(std::unique_ptr<RequestState> request);
+  void add(std::unique_ptr<RequestState> owned);
   void cancel(RequestId id) {
     if (const auto found = requests_.find(id); found != requests_.end()) end(*found->second, RequestEnd::cancelled);
   }

@@ -103,20 +103,20 @@ struct ModelWeights {
 };
 
 // The weights of a model whose tensors `source` finds:
-//   T* source.floats(name)        null where there is no such tensor, or where it is quantised
+//   T* source.weight(module)      null where it is quantised; Exit::internal where there is none
+//   T* source.bias(module)        null where there is none
 //   Packed source.packed(modules) the quantised matrix of modules that are neighbours; empty where they are floats
 template <typename T, typename Packed, typename Source>
 ModelWeights<T, Packed> bind_weights(const ModelConfig& config, const Source& source) {
   const ModelNames& names = names_of(config);
   const auto norm = [&](const std::string& module) {
-    return NormWeights<T>{source.floats(weight_of(module)), source.floats(bias_of(module))};
+    return NormWeights<T>{source.weight(module), source.bias(module)};
   };
   const auto linear = [&](const std::vector<std::string>& modules) {
-    return Linear<T, Packed>{{source.floats(weight_of(modules.front())), source.packed(modules)},
-                             source.floats(bias_of(modules.front()))};
+    return Linear<T, Packed>{{source.weight(modules.front()), source.packed(modules)}, source.bias(modules.front())};
   };
   ModelWeights<T, Packed> weights;
-  weights.embedding = source.floats(weight_of(names.embedding));
+  weights.embedding = source.weight(names.embedding);
   for (std::int64_t l = 0; l < config.num_layers; ++l) {
     const BlockNames block = names.block(l);
     weights.blocks.push_back({norm(block.input_norm), norm(block.post_norm), linear(block.qkv), linear(block.output),
@@ -140,27 +140,21 @@ class ArenaSource {
  public:
   ArenaSource(const TensorTable& table, T* arena, Offsets offsets) : table_(table), arena_(arena), offsets_(offsets) {}
 
-  T* floats(const std::string& name) const {
-    const TensorSpec* spec = table_.find(name);
-    if (spec == nullptr || spec->kind != ValueKind::floats) return nullptr;
-    if (offsets_ == Offsets::elements) return arena_ + spec->offset;
-    if (dtype_bytes(spec->dtype) != sizeof(T)) {
-      fail(Exit::internal, "%s: stored as %s, bound as a type of %zu bytes", name.c_str(), dtype_name(spec->dtype),
-           sizeof(T));
-    }
-    return reinterpret_cast<T*>(bytes(*spec));
+  T* weight(const std::string& module) const { return floats(table_.at(weight_of(module))); }
+  T* bias(const std::string& module) const {
+    const TensorSpec* spec = table_.find(bias_of(module));
+    return spec != nullptr ? floats(*spec) : nullptr;
   }
-
   QuantizedMatrix packed(const std::vector<std::string>& modules) const {
     const std::string name = weight_of(modules.front());
-    const TensorSpec* spec = table_.find(name);
+    const TensorSpec& spec = table_.at(name);
     QuantizedMatrix matrix;
-    if (spec == nullptr || spec->kind != ValueKind::quants) return matrix;
+    if (spec.kind != ValueKind::quants) return matrix;
     if (offsets_ != Offsets::bytes) fail(Exit::internal, "%s: quantised, in an arena of one type", name.c_str());
     const std::byte* const scales = bytes(table_.at(scales_of(name)));
-    matrix.data = bytes(*spec);
-    matrix.dtype = spec->dtype;
-    if (spec->dtype == DType::u4) {
+    matrix.data = bytes(spec);
+    matrix.dtype = spec.dtype;
+    if (spec.dtype == DType::u4) {
       matrix.group_scales = reinterpret_cast<const std::uint16_t*>(scales);
       matrix.zeros = reinterpret_cast<const std::uint8_t*>(bytes(table_.at(zeros_of(name))));
     } else {
@@ -170,6 +164,15 @@ class ArenaSource {
   }
 
  private:
+  T* floats(const TensorSpec& spec) const {
+    if (spec.kind != ValueKind::floats) return nullptr;
+    if (offsets_ == Offsets::elements) return arena_ + spec.offset;
+    if (dtype_bytes(spec.dtype) != sizeof(T)) {
+      fail(Exit::internal, "%s: stored as %s, bound as a type of %zu bytes", spec.name.c_str(), dtype_name(spec.dtype),
+           sizeof(T));
+    }
+    return reinterpret_cast<T*>(bytes(spec));
+  }
   using Byte = std::conditional_t<std::is_const_v<T>, const std::byte, std::byte>;
   Byte* bytes(const TensorSpec& spec) const { return reinterpret_cast<Byte*>(arena_) + spec.byte_offset; }
 

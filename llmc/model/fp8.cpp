@@ -131,7 +131,7 @@ void check_fp8_sizes(const ModelConfig& config, std::int64_t micro_batch, std::i
   }
   check("hidden_size", config.hidden_size);
   check("num_heads x head_dim", config.q_size());
-  check("(num_heads + 2 num_kv_heads) x head_dim", config.q_size() + 2 * config.kv_size());
+  check("(num_heads + 2 num_kv_heads) x head_dim", config.qkv_size());
   check("ffn_size", config.ffn_size);
   check("--micro-batch x --seq-len", micro_batch * seq_len);
 }

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "llmc/base/arena_layout.h"
-#include "llmc/model/fp8.h"
+#include "llmc/model/norm_shape.h"
 #include "llmc/model/train_model.h"
 
 namespace weft {
@@ -65,7 +65,7 @@ TrainingActivations<T>::TrainingActivations(const ModelConfig& config, const Tra
                                             std::int64_t classifier_rows) {
   const std::int64_t L = config.num_layers, C = config.hidden_size, F = config.ffn_size, V = config.vocab_size;
   const std::int64_t N = options.micro_batch * options.seq_len;
-  const std::int64_t q = config.q_size(), qkv = q + 2 * config.kv_size();
+  const std::int64_t q = config.q_size(), qkv = config.qkv_size();
   const bool share_norms = options.recompute != Recompute::none;  // norms and SwiGLU's output
   // With --precision fp8 a GPU stores the norms' and SwiGLU's outputs in fp8 alone, in memory of its own.
   const bool only_in_fp8 = options.precision == Precision::fp8 && !std::is_same_v<T, float>;
@@ -122,6 +122,20 @@ TrainingActivations<T>::TrainingActivations(const ModelConfig& config, const Tra
 // 262,144 micro-steps of a model of 32 layers, the first comes again, for other tokens.
 inline std::uint64_t dropout_offset(std::uint64_t micro_step, std::int64_t branch, std::int64_t branches) {
   return (micro_step * static_cast<std::uint64_t>(branches) + static_cast<std::uint64_t>(branch)) << 40;
+}
+
+// The shape of the norm after branch `branch`; -1: after the embedding, to which no dropout is applied.
+inline ResidualNormShape norm_shape_after(std::int64_t branch, const ModelConfig& config, const TrainOptions& options,
+                                          std::uint64_t micro_step, bool training) {
+  ResidualNormShape shape;
+  shape.rows = options.micro_batch * options.seq_len;
+  shape.C = config.hidden_size;
+  shape.kind = config.norm;
+  shape.eps = static_cast<float>(config.norm_eps);
+  shape.dropout = training && branch >= 0 ? options.dropout : 0;
+  shape.seed = options.seed;
+  shape.offset = dropout_offset(micro_step, std::max<std::int64_t>(branch, 0), 2 * config.num_layers);
+  return shape;
 }
 
 }  // namespace weft

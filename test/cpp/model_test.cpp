@@ -250,6 +250,23 @@ TEST(Layout, NeoxPointersAreThoseOfTheNamedTensors) {
   }
 }
 
+// A model of more layers than the table has would compute with null.
+TEST(Layout, AParameterThatTheTableLacksIsNotBound) {
+  ModelConfig config = preset_config("tiny");
+  const TensorTable table(config);
+  std::vector<float> arena(static_cast<std::size_t>(table.arena_elements()));
+  ++config.num_layers;
+  try {
+    bind_weights(config, table, arena.data(), Offsets::bytes);
+    ADD_FAILURE() << "a layer without parameters was bound";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Exit::internal);
+    EXPECT_NE(std::string(error.what()).find("no parameter is called 'model.layers.4.input_layernorm.weight'"),
+              std::string::npos)
+        << error.what();
+  }
+}
+
 // A pointer of the wrong size would read a neighbour's bytes.
 TEST(Layout, AParameterOfAnotherTypeIsNotBound) {
   const ModelConfig config = preset_config("tiny");

@@ -233,6 +233,14 @@ def model_value(name: str, value: Any, *words: str, number: str = "model") -> Ca
     return model_content(f"{number} {name} {json.dumps(value)[:24]}", change, *(words or (name,)))
 
 
+def newer_value(name: str, value: Any) -> Case:
+    """A key of the model's configuration that the file of these cases is too old to have."""
+    def change(config: dict, _: Tensors) -> None:
+        assert name not in config["model"]
+        config["model"][name] = value
+    return model_content(f"model {name} {json.dumps(value)}", change, name)
+
+
 def without(*keys: str) -> Callable[[dict, Tensors], None]:
     def change(config: dict, _: Tensors) -> None:
         place = config
@@ -415,10 +423,10 @@ MODEL_FILES = [
     model_value("rotary_dim", 7, number="B47"),
     model_value("rotary_dim", 34, number="B47"),
     model_value("type", "longrope", number="B42"),
-    model_value("type", "yarn", "yarn", number="B43"),
-    model_value("mlp_bias", True, "mlp_bias"),
-    model_value("activation", "silu", "activation"),
-    model_value("activation", "relu", "activation"),
+    model_value("type", "yarn", "beta_fast: missing", number="B43"),
+    newer_value("mlp_bias", True),
+    newer_value("activation", "silu"),
+    newer_value("activation", "relu"),
     model_value("type", "llama3", "llama3", number="B43"),
     model_content("B35 hidden_size missing", without("model", "hidden_size"), "hidden_size: missing"),
     model_content("B44 rope missing", without("model", "rope"), "rope: missing"),
@@ -887,7 +895,7 @@ CHECKPOINTS = [
     checkpoint("B92 other settings", lambda step: None, "--lr", code=USAGE, lr=0.5),
     checkpoint("B92 fewer steps", lambda step: None, "--steps", code=USAGE, steps=STEPS - 1),
     checkpoint("B92 another model", lambda step: None, "--config or --model", code=USAGE, model=None, config="tiny"),
-    checkpoint("B71 one of the shards is missing", lambda step: None, "--train", "1 shards", "with 2",
+    checkpoint("B71 one of the shards is missing", lambda step: None, "--train", "now 1 shard", "then 2",
                train=BASE / "data" / "train_0.bin"),
     checkpoint("B72 shards of other content", lambda step: [
         write_shard(step.parents[1] / f"train_{i}.bin", np.arange(count) * 5 % 64) for i, count in ((0, 400), (1, 200))],
@@ -1175,7 +1183,8 @@ HUB = [
     weights("B34 convert_hf.py: not a number", lambda w: w.update({NORM: with_nan(w[NORM])}), NORM, "NaN", code=OK),
     weights("B34 convert_hf.py: all zero", lambda w: w.update({NORM: w[NORM] * 0}), NORM, "zero", code=OK),
     shards("B14 convert_hf.py: a tensor in two files", lambda folder, names: checkpoints.write_safetensors(
-        folder / "model-0.safetensors", checkpoints.weights_of(checkpoints.LLAMA)), "model-1.safetensors", "is also in"),
+        folder / "model-0.safetensors", {name: values + 1 for name, values in checkpoints.weights_of(checkpoints.LLAMA).items()}),
+           "model-1.safetensors", "is also in", "with other values"),
     shards("B31 convert_hf.py: a file missing", lambda folder, names: (folder / "model-1.safetensors").unlink(),
            "index.json", "model-1.safetensors", "not there"),
     shards("B32 convert_hf.py: a path upwards", lambda folder, names: names.update({NORM: "../model-1.safetensors"}),

@@ -17,7 +17,7 @@ NVCC = "/nonexistent/nvcc"
 
 def make(*words, **environment):
     """As from a shell: `make test` hands its settings down to every make below it."""
-    own = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MODE", "CPU_FLAGS", "GPU_ARCH", "NVCC", "CXX", "PYTHON", "TEST_ADD", "TEST_SAVE"}
+    own = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MODE", "CPU_FLAGS", "GPU_ARCH", "NVCC", "CXX", "PYTHON", "TEST_ADD", "TEST_QUICK", "TEST_SAVE"}
     done = subprocess.run(["make", "-C", str(ROOT), "--no-print-directory", *map(str, words)], capture_output=True, text=True,
                           timeout=120, env={**{k: v for k, v in os.environ.items() if k not in own}, **environment})
     assert done.returncode == 0, done.stderr
@@ -124,12 +124,17 @@ def test_progress_counts_to_the_end(tmp_path):
     assert total > 50 and [(int(n), int(of)) for n, of in said] == [(n, total) for n in range(1, total + 1)]
 
 
-@pytest.mark.parametrize("target", ["bench", "profile-infer", "build/release/dev/bench/operators_bench"])
+@pytest.mark.parametrize("target", ["bench", "profile-infer", "operators_bench"])
 def test_what_runs_on_a_gpu_says_so_before_it_compiles(target, no_gpu, tmp_path):
+    if target == "operators_bench":
+        left = tmp_path / "dev" / "bench" / target  # by a build with GPU code
+        left.parent.mkdir(parents=True)
+        left.touch()
+        target = str(left)
     for nvcc, words in (("", "no nvcc found: install the CUDA toolkit or name one with NVCC="), (NVCC, "no GPU found")):
         if nvcc and "/" in target:
             continue  # such a program is built without a GPU, too
-        done = subprocess.run(["make", "-C", str(ROOT), "--no-print-directory", f"NVCC={nvcc}", "NVCC_FOUND=", target], capture_output=True,
+        done = subprocess.run(["make", "-C", str(ROOT), "--no-print-directory", f"B={tmp_path}", f"NVCC={nvcc}", "NVCC_FOUND=", target], capture_output=True,
                               text=True, timeout=120, env={**os.environ, **no_gpu})
         said = [line for line in done.stderr.splitlines() if not line.startswith("make")]
         assert done.returncode != 0 and "Error 4" in done.stderr and done.stdout == "", done
@@ -158,7 +163,7 @@ def test_the_runner_adds_an_earlier_run_up(tmp_path, monkeypatch, capsys):
     sys.path.insert(0, str(ROOT / "test"))
     import run
     monkeypatch.setattr(run, "RESULTS", tmp_path)
-    monkeypatch.setattr(run, "run_everything", lambda: [run.Outcome("unit", passed=2)])
+    monkeypatch.setattr(run, "run_everything", lambda after_quick: [run.Outcome("unit", passed=2)])
     (tmp_path / "rows.json").write_text('[{"name": "no cuda", "passed": 3, "failed": 1, "skipped": 4, "seconds": 1.0, '
                                         '"failures": ["a"]}]')
     monkeypatch.setattr(sys, "argv", ["run.py", "--add", str(tmp_path / "rows.json"), "--save", str(tmp_path / "own.json")])
@@ -166,3 +171,23 @@ def test_the_runner_adds_an_earlier_run_up(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == "5 passed, 1 failed, 4 skipped" and "FAILED a" in out
     assert '"unit"' in (tmp_path / "own.json").read_text() and "no cuda" not in (tmp_path / "own.json").read_text()
+
+
+def test_what_quick_ran_is_left_out_after_it(monkeypatch):
+    sys.path.insert(0, str(ROOT / "test"))
+    import run
+    jobs = {}
+    monkeypatch.setattr(run, "run_jobs", lambda chosen: jobs.update(chosen) or {name: [run.Outcome(name)] for name in chosen})
+    monkeypatch.setattr(run, "run_gpu", lambda release: run.Outcome("gpu"))
+    selections = {}
+    monkeypatch.setattr(run, "run_pytest", lambda name, selection: selections.setdefault(name, selection) and run.Outcome(name))
+    for after_quick in (False, True):
+        jobs.clear()
+        run.run_everything(after_quick)
+        left_out = {name for name, words in run.QUICK_PYTHON.items() if not words}
+        assert ("again" in jobs) == after_quick and left_out.isdisjoint(jobs) == after_quick
+    jobs["again"]()
+    jobs["test_serve"]()
+    again, serve = selections["python again"], selections["python test_serve"]
+    assert {Path(name).stem for name in again[:-2]} == left_out and again[-2:] == ("-k", run.OF_THE_BUILD)
+    assert serve[-1] == f"not ({run.QUICK_PYTHON['test_serve']}) or {run.OF_THE_BUILD}"

@@ -31,8 +31,6 @@ ROWS = [
            gpu("StreamOrder.SamplesFollowTheUpdates")),
     Mutant("GPU: the embedding's gradient does not wait for the sort", "embed_backward",
            'check(cudaStreamWaitEvent(stream_, tokens_sorted_), "backward");', "", gpu("StreamOrder.Training*")),
-    Mutant("GPU: one dropout mask for all branches", "norm_shape", "std::max<std::int64_t>(branch, 0)", "0",
-           gpu("CudaWholeModel.EachBranch*")),
     Mutant("GPU: the own gradients of a rank are added last", "TrainingModel::exchange",
            "{ pieces.push_back(gradients + mine.begin); } else { pieces.push_back(received); received += mine.size(); } }",
            "continue; pieces.push_back(received); received += mine.size(); } pieces.push_back(gradients + mine.begin);",

@@ -78,7 +78,7 @@ ArenaLayout plan_workspace(const ModelConfig& config, const Plan& plan, Sequenti
   layout.reserve(&p.control, 1);
   layout.reserve(&p.x, C);
   layout.reserve(&p.x_mid, C);
-  layout.reserve(&p.qkv, config.q_size() + 2 * config.kv_size());
+  layout.reserve(&p.qkv, config.qkv_size());
   layout.reserve(&p.attention, config.q_size());
   layout.reserve(&p.h, config.ffn_size);
   layout.reserve(&p.splits, config.num_heads * max_splits_of(config, blocks) * (config.head_dim + 2));

@@ -4,6 +4,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/fused/weight_stream.cuh"
+#include "llmc/model/qkv_heads.h"
 
 namespace weft::cuda {
 
@@ -271,7 +272,7 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
       2 * shape.warps_r * std::max(kRows * row, kChunkLoads / part_loads * std::max(first_part, F - first_part));
   shape.stage_bytes = static_cast<int>(ceil_div(stage, 128) * 128);
 
-  const bool per_head = config.qkv_layout == QkvLayout::per_head, gated = config.gated();
+  const bool gated = config.gated();
   plan.blocks = blocks_for(config, device.multiprocessors, tuning.blocks);
   int most_rows = 0;
   for (int b = 0; b < plan.blocks; ++b) {
@@ -287,14 +288,14 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
   plan.sizes.partial_rows = warps * kWarpSize;
 
   SequentialSizes& p = plan.sequential_sizes;
-  const int HS = plan.sizes.HS, kv_size = static_cast<int>(config.kv_size());
+  const QkvHeads heads = qkv_heads(config);
   p.NKV = static_cast<int>(config.num_kv_heads);
   p.group = group;
   p.q_size = static_cast<int>(config.q_size());
-  p.q_stride = per_head ? 3 * HS : group * HS;
-  p.kv_stride = per_head ? 3 * HS : HS;
-  p.key_begin = per_head ? HS : p.q_size;
-  p.value_begin = per_head ? 2 * HS : p.q_size + kv_size;
+  p.q_stride = group * static_cast<int>(heads.stride);
+  p.kv_stride = static_cast<int>(heads.stride);
+  p.key_begin = static_cast<int>(heads.keys);
+  p.value_begin = static_cast<int>(heads.values);
   p.first_part = static_cast<int>(first_part);
   p.gated = gated;
   p.rms = config.norm == NormKind::rmsnorm;

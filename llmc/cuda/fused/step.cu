@@ -113,7 +113,7 @@ StepPlan step_plan(const ModelConfig& config, const Device& device, const FusedT
 template <typename S>
 ArenaLayout plan_workspace(const ModelConfig& config, int blocks, StepParameters<S>& p) {
   ArenaLayout layout("fused steps: workspace");
-  p.qkv_stride = static_cast<int>(config.q_size() + 2 * config.kv_size());
+  p.qkv_stride = static_cast<int>(config.qkv_size());
   layout.reserve(&p.control, 1);
   layout.reserve(&p.x, kStepRows * ceil_div(config.hidden_size, kWarpElements) * kWarpElements);
   layout.reserve(&p.qkv, std::int64_t{kStepRows} * p.qkv_stride);

@@ -90,7 +90,7 @@ PagedKv<S> Inference<S>::pages_of_layer(std::int64_t l) const {
 
 template <typename S>
 HeadViewOf<S> Inference<S>::heads(std::int64_t first_element) const {
-  return {b_.qkv + first_element, 0, qkv_size(), per_head() ? 3 * config_.head_dim : config_.head_dim};
+  return {b_.qkv + first_element, 0, qkv_size(), qkv_heads(config_).stride};
 }
 
 template <typename S>

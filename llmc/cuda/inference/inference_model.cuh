@@ -38,6 +38,7 @@
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/captured_graph.h"
 #include "llmc/cuda/runtime/stream.h"
+#include "llmc/model/qkv_heads.h"
 
 namespace weft::cuda {
 
@@ -208,11 +209,8 @@ class Inference final : public InferenceModel {
   // view of queries, keys or values, which begin at this element of a row of qkv
   HeadViewOf<S> heads(std::int64_t first_element) const;
   HeadViewOf<S> queries() const { return heads(0); }
-  HeadViewOf<S> keys() const { return heads(per_head() ? config_.head_dim : config_.q_size()); }
-  HeadViewOf<S> values() const {
-    return heads(per_head() ? 2 * config_.head_dim : config_.q_size() + config_.kv_size());
-  }
-  bool per_head() const { return config_.qkv_layout == QkvLayout::per_head; }
+  HeadViewOf<S> keys() const { return heads(qkv_heads(config_).keys); }
+  HeadViewOf<S> values() const { return heads(qkv_heads(config_).values); }
   bool parallel() const { return config_.parallel_residual; }
   std::int64_t qkv_size() const { return config_.qkv_size(); }
   // Runs `work` under a name for the profiler, if operators are launched singly.

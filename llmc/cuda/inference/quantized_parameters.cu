@@ -85,10 +85,9 @@ std::vector<ParameterTarget<S>> QuantizedParameters<S>::targets(std::byte* arena
 }
 
 template <typename S>
-const S* QuantizedParameters<S>::Source::floats(const std::string& name) const {
-  const TensorSpec* spec = of.table_.find(name);
-  if (spec == nullptr || spec->kind != ValueKind::floats) return nullptr;
-  return reinterpret_cast<const S*>(arena + of.targets_[of.table_.index_of(name)].floats_at);
+const S* QuantizedParameters<S>::Source::floats(std::size_t index) const {
+  if (of.table_.specs()[index].kind != ValueKind::floats) return nullptr;
+  return reinterpret_cast<const S*>(arena + of.targets_[index].floats_at);
 }
 template <typename S>
 PackedMatrix QuantizedParameters<S>::Source::packed(const std::vector<std::string>& modules) const {

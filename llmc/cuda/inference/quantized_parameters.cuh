@@ -43,7 +43,12 @@ class QuantizedParameters {
   struct Source {
     const QuantizedParameters& of;
     std::byte* arena;
-    const S* floats(const std::string& name) const;
+    const S* weight(const std::string& module) const { return floats(of.table_.index_of(weight_of(module))); }
+    const S* bias(const std::string& module) const {
+      const std::string name = bias_of(module);
+      return of.table_.find(name) != nullptr ? floats(of.table_.index_of(name)) : nullptr;
+    }
+    const S* floats(std::size_t index) const;  // of the table's specs
     PackedMatrix packed(const std::vector<std::string>& modules) const;
   };
 

@@ -104,20 +104,6 @@ typename TrainingModel<S>::NormSite TrainingModel<S>::norm_after(std::int64_t br
   return {branch, layer, BlockLinear::qkv, residual, w.input_norm, dw.input_norm, a.input_norm, a.mean1, a.rstd1};
 }
 
-// No dropout is applied to the embedding.
-template <typename S>
-ResidualNormShape TrainingModel<S>::norm_shape(std::int64_t branch) const {
-  ResidualNormShape shape;
-  shape.rows = rows();
-  shape.C = config_.hidden_size;
-  shape.kind = config_.norm;
-  shape.eps = static_cast<float>(config_.norm_eps);
-  shape.dropout = training_ && branch >= 0 ? options_.dropout : 0;
-  shape.seed = options_.seed;
-  shape.offset = dropout_offset(micro_step_, std::max<std::int64_t>(branch, 0), 2 * config_.num_layers);
-  return shape;
-}
-
 template <typename S>
 ResidualNormForward<S, S> TrainingModel<S>::norm_operands(const NormSite& site) const {
   ResidualNormForward<S, S> norm;

@@ -7,8 +7,8 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/hw/common.cuh"
-#include "llmc/cuda/op/optim/rank_sum.h"
 #include "llmc/cuda/op/gemm/ceilings.h"
+#include "llmc/cuda/op/optim/rank_sum.h"
 #include "llmc/cuda/runtime/fork.h"
 #include "llmc/cuda/training/training_model.h"
 

@@ -141,7 +141,9 @@ class TrainingModel final : public TrainModel {
     float *mean, *rstd;
   };
   NormSite norm_after(std::int64_t branch) const;
-  ResidualNormShape norm_shape(std::int64_t branch) const;
+  ResidualNormShape norm_shape(std::int64_t branch) const {
+    return norm_shape_after(branch, config_, options_, micro_step_, training_);
+  }
   // The norm of site.residual alone.
   ResidualNormForward<S, S> norm_operands(const NormSite& site) const;
   void launch_norm(const NormSite& site, const ResidualNormForward<S, S>& norm);
