@@ -66,15 +66,17 @@ TEST(MatmulRows, ARowHasTheSameBitsAmongAnyNumberOfOthers) {
 }
 
 // Two sequences in shuffled pages against attention over contiguous keys: every split of the rows into calls, heads that
-// share keys, head sizes that are no multiple of a vector, several pages and a ragged last one.
+// share keys, head sizes that are no multiple of a vector, several pages and a ragged last one, windows around a page's size.
 TEST(PagedAttention, MatchesContiguousKeysWhateverThePages) {
   constexpr std::int64_t P = 8;
   struct Shape {
-    std::int64_t NH, NKV, HS;
+    std::int64_t NH, NKV, HS, window = 0;
   };
-  for (const auto& [NH, NKV, HS] :
+  for (const auto& [NH, NKV, HS, window] :
        {Shape{4, 2, 16}, Shape{3, 1, 20}, Shape{2, 2, 5}, Shape{10, 2, 5}, Shape{12, 2, 8}, Shape{14, 2, 3},
-        Shape{16, 2, 4}, Shape{15, 3, 6}, Shape{9, 1, 4}, Shape{22, 2, 4}}) {
+        Shape{16, 2, 4}, Shape{15, 3, 6}, Shape{9, 1, 4}, Shape{22, 2, 4}, Shape{4, 2, 5, 1}, Shape{4, 2, 5, P - 1},
+        Shape{4, 2, 5, P}, Shape{4, 2, 5, P + 1}, Shape{2, 1, 5, 2 * P - 1}, Shape{2, 1, 5, 2 * P + 3},
+        Shape{2, 1, 5, 100}}) {
     const std::int64_t T = 3 * P + 5;
     const Floats q = random_floats(T * NH * HS, 5), k = random_floats(T * NKV * HS, 6),
                  v = random_floats(T * NKV * HS, 7);
@@ -82,6 +84,7 @@ TEST(PagedAttention, MatchesContiguousKeysWhateverThePages) {
     Floats want(q.size());
     AttentionShape shape;
     shape.B = 1, shape.TQ = T, shape.TK = T, shape.NH = NH, shape.NKV = NKV, shape.HS = HS, shape.scale = scale;
+    shape.window = window;
     const auto view = [HS = HS](const Floats& data, std::int64_t heads) {
       return cpu::ConstHeadView{data.data(), 0, heads * HS, HS};
     };
@@ -104,11 +107,36 @@ TEST(PagedAttention, MatchesContiguousKeysWhateverThePages) {
         Floats got(q.size());
         std::vector<cpu::PagedRows> work;
         for (std::int64_t t = 0; t < T; t += piece) work.push_back({pages, t, std::min(piece, T - t), t});
-        cpu::paged_attention({NH, scale, NH * HS, HS}, got.data(), q.data(), kv, work);
+        cpu::paged_attention({NH, scale, NH * HS, HS, window}, got.data(), q.data(), kv, work);
         expect_close(got, want, "paged attention");
         if (first.empty()) first = got;
-        EXPECT_EQ(got, first) << "pieces of " << piece;
+        EXPECT_EQ(got, first) << "pieces of " << piece << ", window " << window;
       }
+    }
+  }
+}
+
+// The positions in front of the window of every row hold NaN, and of pages wholly in front of it the table has no number.
+TEST(PagedAttention, WhatLiesInFrontOfTheWindowIsNotRead) {
+  constexpr std::int64_t P = 8, T = 4 * P + 3, HS = 5;
+  const Floats q = random_floats(T * HS, 5), k = random_floats(5 * P * HS, 6), v = random_floats(5 * P * HS, 7);
+  for (const std::int64_t window : {std::int64_t{1}, P - 1, P, P + 1, 2 * P + 3}) {
+    for (const std::int64_t rows : {1, 2, 4, 5, 11}) {
+      const std::int64_t position = T - rows, first = std::max<std::int64_t>(position - window + 1, 0);
+      std::vector<std::int32_t> pages = {0, 1, 2, 3, 4};
+      const auto attend = [&](Floats keys, Floats values) {
+        Floats out(rows * HS);
+        const std::vector<cpu::PagedRows> work = {{pages, position, rows, 0}};
+        cpu::paged_attention({1, 0.4f, HS, HS, window}, out.data(), q.data(), {keys.data(), values.data(), P, 1, HS},
+                             work);
+        return out;
+      };
+      const Floats want = attend(k, v);
+      Floats keys = k, values = v;
+      std::fill_n(keys.begin(), first * HS, std::nanf(""));
+      std::fill_n(values.begin(), first * HS, std::nanf(""));
+      std::fill_n(pages.begin(), first / P, std::numeric_limits<std::int32_t>::min());
+      EXPECT_EQ(attend(keys, values), want) << window << ", " << rows << " rows";
     }
   }
 }
