@@ -12,6 +12,8 @@ ROWS = [
     Mutant("blocks: hidden queries are multiplied by what they have of a key", "BlockVisibility",
            "while (end < queries.size() && keys_of[end].begin <= j) ++end;", "end = queries.size();",
            unit("Attention.HiddenKeys*")),
+    Mutant("every layer trains with the window of the first", "attention_shape", "config_.window(l)", "config_.window(0)",
+           unit("WholeModel.ATokenReaches*")),
     Mutant("paged attention: a window begins where its page begins", "attend", "(here.begin - page * P) * HS", "0 * HS",
            unit("PagedAttention.*")),
     Mutant("more than 4 query heads have the wrong keys, a few rows", "forward_row", "shape.HS, kv = h",
