@@ -9,6 +9,8 @@ ROWS = [
            unit("Odd/AttentionShapes.*")),
     Mutant("a window has one key too many", "first_key", "row - window + 1", "row - window",
            unit("Windows/AttentionShapes.*", "PagedAttention.*")),
+    Mutant("pages are given back in front of the shortest window", "longest_window", ": *longest", ": *shortest",
+           unit("CpuInference.OnlyPages*", "CpuInference.PagesInFront*")),
     Mutant("documents of a sequence are those of the first one", "visibility", "document_starts + b * TQ", "document_starts",
            unit("Documents/AttentionShapes.*")),
     Mutant("NaN passes a comparison", "distance", "finite && row", "row", unit("Distance.*")),
