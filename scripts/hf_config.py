@@ -78,9 +78,13 @@ class Model:
     trainable: bool
     hf_config: dict[str, Any] | None = field(compare=False)  # a config.json for it
     problem: str = field(compare=False)                      # why there is none
+    # In the file if a layer has one:
+    windows: list[int] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        beside = ("tensors", "embedding", "head", "linears", "trainable", "hf_config", "problem")
+        beside = ["tensors", "embedding", "head", "linears", "trainable", "hf_config", "problem"]
+        if not self.windows:
+            beside.append("windows")
         return {key: value for key, value in asdict(self).items() if key not in beside}
 
 

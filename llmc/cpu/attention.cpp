@@ -19,11 +19,6 @@ namespace weft::cpu::plain {
 
 namespace {
 
-// Query t is the token at position TK - TQ + t.
-std::int64_t visible_keys(const AttentionShape& shape, std::int64_t t) {
-  return shape.causal ? shape.TK - shape.TQ + t + 1 : shape.TK;
-}
-
 float dot(const float* a, const float* b, std::int64_t size) {
   float sum = 0;
   for (std::int64_t i = 0; i < size; ++i) sum += a[i] * b[i];
@@ -44,15 +39,18 @@ void attention_forward(const AttentionShape& shape, HeadView out, float* lse, Co
   for (std::int64_t b = 0; b < shape.B; ++b) {
     for (std::int64_t h = 0; h < shape.NH; ++h) {
       for (std::int64_t t = 0; t < shape.TQ; ++t) {
-        std::vector<float> p(static_cast<std::size_t>(visible_keys(shape, t)));
-        const std::int64_t keys = static_cast<std::int64_t>(p.size()), kv = h / group;
-        for (std::int64_t j = 0; j < keys; ++j) p[j] = shape.scale * dot(q.at(b, t, h), k.at(b, j, kv), HS);
+        const std::int64_t kv = h / group;
+        const Range keys = visible_keys(shape.visibility(b), t);
+        std::vector<float> p(static_cast<std::size_t>(keys.size()));
+        for (std::int64_t j = keys.begin; j < keys.end; ++j)
+          p[j - keys.begin] = shape.scale * dot(q.at(b, t, h), k.at(b, j, kv), HS);
         const float maximum = *std::max_element(p.begin(), p.end());
         float sum = 0;
         for (float& score : p) sum += score = std::exp(score - maximum);
         float* result = out.at(b, t, h);
         std::fill(result, result + HS, 0.0f);
-        for (std::int64_t j = 0; j < keys; ++j) add_scaled(result, p[j] / sum, v.at(b, j, kv), HS);
+        for (std::int64_t j = keys.begin; j < keys.end; ++j)
+          add_scaled(result, p[j - keys.begin] / sum, v.at(b, j, kv), HS);
         if (lse) lse[(b * shape.NH + h) * shape.TQ + t] = maximum + std::log(sum);
       }
     }
@@ -74,7 +72,8 @@ void attention_backward(const AttentionShape& shape, HeadView dq, HeadView dk, H
           const float *query = q.at(b, t, h), *gradient = dout.at(b, t, h);
           const float log_sum = lse[(b * shape.NH + h) * shape.TQ + t], D = dot(gradient, out.at(b, t, h), HS);
           std::fill_n(dq.at(b, t, h), HS, 0.0f);
-          for (std::int64_t j = 0; j < visible_keys(shape, t); ++j) {
+          const Range keys = visible_keys(shape.visibility(b), t);
+          for (std::int64_t j = keys.begin; j < keys.end; ++j) {
             const float p = std::exp(shape.scale * dot(query, k.at(b, j, kv), HS) - log_sum);
             const float ds = p * (dot(gradient, v.at(b, j, kv), HS) - D);
             add_scaled(dv.at(b, j, kv), p, gradient, HS);

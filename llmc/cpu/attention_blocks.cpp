@@ -12,9 +12,10 @@
 //   dV += P^T dO;  dP = dO V^T;  dS = P * (dP - D);  dQ += scale dS K;  dK += scale dS^T Q.
 //
 // Blocks of 64 queries by 64 keys: S fits the first-level cache for every head dimension, and each copied block of K and V
-// serves 64 queries. Blocks that the causal mask hides completely are skipped. The blocks are copied into scratch whose rows
-// are padded with zeros to full vectors, so that the GEMMs share one kernel without remainders in their inner loop; K and V
-// are also stored transposed where a GEMM sums over the head dimension.
+// serves 64 queries. Pairs of blocks without a visible key are skipped, and a GEMM that sums over keys or queries adds what is
+// visible alone: what a query does not see is not multiplied by 0, so that a NaN there does not reach it. The blocks are
+// copied into scratch whose rows are padded with zeros to full vectors, so that the GEMMs share one kernel without remainders
+// in their inner loop; K and V are also stored transposed where a GEMM sums over the head dimension.
 //
 // With few queries (decode) those copies would cost more than the arithmetic: such a call goes row by row over K and V where
 // they lie.
@@ -81,18 +82,45 @@ void register_gemm(float* c, std::int64_t c_stride, const Strided& a, const floa
   }
 }
 
-// c [M, N] += a [M, K] b [K, N]; M a multiple of 4, N of kLanes.
-void add_gemm(float* c, std::int64_t c_stride, const Strided& a, const float* b, std::int64_t b_stride, std::int64_t M,
-              std::int64_t N, std::int64_t K) {
-  constexpr int kRows = 4;
-  for (std::int64_t m = 0; m < M; m += kRows) {
-    const Strided a_rows = {a.data + m * a.row, a.row, a.column};
-    float* c_rows = c + m * c_stride;
-    std::int64_t n = 0;
-    for (; n + 2 * kLanes <= N; n += 2 * kLanes) {
-      register_gemm<kRows, 2>(c_rows + n, c_stride, a_rows, b + n, b_stride, K);
-    }
-    if (n < N) register_gemm<kRows, 1>(c_rows + n, c_stride, a_rows, b + n, b_stride, K);
+// Rows of c [Rows, N] += those of a [Rows, K] b [K, N] over the terms k of a range alone, in order; N a multiple of kLanes.
+template <int Rows>
+void add_terms(float* c, std::int64_t c_stride, const Strided& a, const float* b, std::int64_t b_stride, std::int64_t N,
+               const Range& terms) {
+  if (terms.size() <= 0) return;
+  const Strided first = {a.data + terms.begin * a.column, a.row, a.column};
+  b += terms.begin * b_stride;
+  std::int64_t n = 0;
+  for (; n + 2 * kLanes <= N; n += 2 * kLanes) {
+    register_gemm<Rows, 2>(c + n, c_stride, first, b + n, b_stride, terms.size());
+  }
+  if (n < N) register_gemm<Rows, 1>(c + n, c_stride, first, b + n, b_stride, terms.size());
+}
+
+constexpr int kGemmRows = 4;
+
+// c [64, N] += a [64, K] b [K, N].
+void add_gemm(float* c, std::int64_t c_stride, const Strided& a, const float* b, std::int64_t b_stride, std::int64_t N,
+              std::int64_t K) {
+  for (std::int64_t m = 0; m < kBlock; m += kGemmRows) {
+    add_terms<kGemmRows>(c + m * c_stride, c_stride, {a.data + m * a.row, a.row, a.column}, b, b_stride, N, {0, K});
+  }
+}
+
+// The same over terms[m] alone for row m, with the bits of add_gemm() where the other terms of a are 0.
+void add_visible_gemm(float* c, std::int64_t c_stride, const Strided& a, const float* b, std::int64_t b_stride,
+                      std::int64_t N, const Range* terms) {
+  for (std::int64_t m = 0; m < kBlock; m += kGemmRows) {
+    Range shared = terms[m];
+    for (int i = 1; i < kGemmRows; ++i) shared = common(shared, terms[m + i]);
+    const auto add_alone = [&](std::int64_t from, std::int64_t to) {
+      for (std::int64_t row = m; row < m + kGemmRows; ++row) {
+        add_terms<1>(c + row * c_stride, c_stride, {a.data + row * a.row, a.row, a.column}, b, b_stride, N,
+                     common(terms[row], {from, to}));
+      }
+    };
+    add_alone(0, shared.begin);
+    add_terms<kGemmRows>(c + m * c_stride, c_stride, {a.data + m * a.row, a.row, a.column}, b, b_stride, N, shared);
+    add_alone(shared.end, kBlock);
   }
 }
 
@@ -150,26 +178,44 @@ void store_tokens(HeadView view, const float* block, std::int64_t HP, std::int64
   for (std::int64_t t = 0; t < count; ++t) std::copy(block + t * HP, block + t * HP + HS, view.at(b, first + t, h));
 }
 
-// How many of the keys query t sees.
-std::int64_t visible_keys(const AttentionShape& shape, std::int64_t t) {
-  return shape.causal ? shape.TK - shape.TQ + t + 1 : shape.TK;
-}
+// What a block of queries sees of a block of keys, both numbered from the beginning of their blocks. Ranges of what is hidden
+// or past the last one are empty.
+struct BlockVisibility {
+  Range keys_of[kBlock], queries_of[kBlock];  // of each query, of each key
 
-// The keys that any of the queries [first, first + count) sees.
-std::int64_t visible_to_block(const AttentionShape& shape, std::int64_t first, std::int64_t count) {
-  return visible_keys(shape, first + count - 1);
+  BlockVisibility(const Visibility& visibility, const Range& queries, const Range& keys) {
+    for (std::int64_t t = 0; t < queries.size(); ++t) {
+      const Range seen = visible_keys(visibility, queries.begin + t);
+      keys_of[t] = {std::clamp(seen.begin, keys.begin, keys.end) - keys.begin,
+                    std::clamp(seen.end, keys.begin, keys.end) - keys.begin};
+    }
+    // Both bounds of a query's keys rise with the query.
+    std::int64_t begin = 0, end = 0;
+    for (std::int64_t j = 0; j < keys.size(); ++j) {
+      while (begin < queries.size() && keys_of[begin].end <= j) ++begin;
+      while (end < queries.size() && keys_of[end].begin <= j) ++end;
+      queries_of[j] = {begin, end};
+    }
+  }
+};
+
+// The keys that any of these queries sees.
+Range visible_to_block(const Visibility& visibility, const Range& queries) {
+  return {visible_keys(visibility, queries.begin).begin, visible_keys(visibility, queries.end - 1).end};
 }
 
 // ---- forward ----------------------------------------------------------------------------------------------
 
-// Row by row: the scores of one query over all its keys, their softmax, the weighted sum of the values.
+// Row by row: the scores of one query over the keys that it sees, their softmax, the weighted sum of the values.
 void forward_row(const AttentionShape& shape, HeadView out, float* lse, ConstHeadView q, ConstHeadView k,
                  ConstHeadView v, std::int64_t b, std::int64_t h, std::int64_t t, float* scores) {
-  const std::int64_t HS = shape.HS, kv = h / (shape.NH / shape.NKV), keys = visible_keys(shape, t);
+  const std::int64_t HS = shape.HS, kv = h / (shape.NH / shape.NKV);
+  const Range seen = visible_keys(shape.visibility(b), t);
+  const std::int64_t keys = seen.size();
   const float* query = q.at(b, t, h);
   float maximum = -kInfinity;
   for (std::int64_t j = 0; j < keys; ++j) {
-    const float* key = k.at(b, j, kv);
+    const float* key = k.at(b, seen.begin + j, kv);
     scores[j] = dot_product(query, key, HS) * shape.scale;
     maximum = scores[j] > maximum ? scores[j] : maximum;
   }
@@ -180,7 +226,7 @@ void forward_row(const AttentionShape& shape, HeadView out, float* lse, ConstHea
   std::fill(result, result + HS, 0.0f);
   for (std::int64_t j = 0; j < keys; ++j) {
     const float weight = scores[j] / sum;
-    const float* value = v.at(b, j, kv);
+    const float* value = v.at(b, seen.begin + j, kv);
 #pragma omp simd
     for (std::int64_t d = 0; d < HS; ++d) result[d] = multiply_add(weight, value[d], result[d]);
   }
@@ -200,12 +246,12 @@ void forward_by_rows(const AttentionShape& shape, HeadView out, float* lse, Cons
   }
 }
 
-// Keys that a query does not see get the score -infinity. Columns past `keys` are the block's padding.
-void mask_scores(float* scores, const AttentionShape& shape, std::int64_t first_query, std::int64_t first_key) {
+// Keys that a query does not see get the score -infinity. Columns past the last key are the block's padding.
+void mask_scores(float* scores, const Range* keys_of) {
   for (std::int64_t t = 0; t < kBlock; ++t) {
-    const std::int64_t seen = std::min(visible_keys(shape, first_query + t), shape.TK) - first_key;
     float* row = scores + t * kBlock;
-    if (seen < kBlock) std::fill(row + std::max<std::int64_t>(seen, 0), row + kBlock, -kInfinity);
+    std::fill(row, row + keys_of[t].begin, -kInfinity);
+    std::fill(row + keys_of[t].end, row + kBlock, -kInfinity);
   }
 }
 
@@ -218,9 +264,11 @@ struct OnlineSoftmax {
     std::fill(sum, sum + kBlock, 0.0f);
   }
 
-  // Scores become weights relative to the new maximum; what was accumulated before shrinks to it.
-  void update(float* scores, float* accumulated, std::int64_t HP) {
+  // Scores become weights relative to the new maximum; what was accumulated before shrinks to it. A row that sees no key of
+  // this block stays as it is: it may not have a maximum yet.
+  void update(float* scores, const Range* keys_of, float* accumulated, std::int64_t HP) {
     for (std::int64_t t = 0; t < kBlock; ++t) {
+      if (keys_of[t].size() == 0) continue;
       float* row = scores + t * kBlock;
       float largest = maximum[t];
 #pragma omp simd reduction(max : largest)
@@ -241,23 +289,25 @@ void forward_block(const AttentionShape& shape, HeadView out, float* lse, ConstH
                    ConstHeadView v, std::int64_t b, std::int64_t h, std::int64_t first_query, Scratch& scratch) {
   const std::int64_t HS = shape.HS, HP = padded(HS), kv = h / (shape.NH / shape.NKV);
   const std::int64_t queries = std::min(kBlock, shape.TQ - first_query);
+  const Visibility visibility = shape.visibility(b);
   float *Q = scratch.head_block(0), *K = scratch.head_block(1), *KT = scratch.head_block(2);
   float* V = K;  // K is done with once it is transposed
   float *O = scratch.head_block(3), *S = scratch.score_block(0);
   copy_tokens(Q, HP, q, b, first_query, h, queries, HS, shape.scale);
   std::fill(O, O + kBlock * HP, 0.0f);
   OnlineSoftmax softmax;
-  const std::int64_t end = visible_to_block(shape, first_query, queries);
-  for (std::int64_t first_key = 0; first_key < end; first_key += kBlock) {
+  const Range rows = {first_query, first_query + queries}, seen = visible_to_block(visibility, rows);
+  for (std::int64_t first_key = seen.begin / kBlock * kBlock; first_key < seen.end; first_key += kBlock) {
     const std::int64_t keys = std::min(kBlock, shape.TK - first_key);
+    const BlockVisibility visible(visibility, rows, {first_key, first_key + keys});
     copy_tokens(K, HP, k, b, first_key, kv, keys, HS, 1.0f);
     transpose(KT, K, HP);
     std::fill(S, S + kBlock * kBlock, 0.0f);
-    add_gemm(S, kBlock, {Q, HP, 1}, KT, kBlock, kBlock, kBlock, HP);
-    mask_scores(S, shape, first_query, first_key);
-    softmax.update(S, O, HP);
+    add_gemm(S, kBlock, {Q, HP, 1}, KT, kBlock, kBlock, HP);
+    mask_scores(S, visible.keys_of);
+    softmax.update(S, visible.keys_of, O, HP);
     copy_tokens(V, HP, v, b, first_key, kv, keys, HS, 1.0f);
-    add_gemm(O, HP, {S, kBlock, 1}, V, HP, kBlock, HP, kBlock);
+    add_visible_gemm(O, HP, {S, kBlock, 1}, V, HP, HP, visible.keys_of);
   }
   for (std::int64_t t = 0; t < queries; ++t) {
     const float inverse = 1.0f / softmax.sum[t];
@@ -277,15 +327,10 @@ void row_products(float* D, const AttentionShape& shape, ConstHeadView dout, Con
   }
 }
 
-// Scores become P = e^(S - lse), dP becomes dS = P * (dP - D); rows past `queries` become 0.
+// Scores become P = e^(S - lse), dP becomes dS = P * (dP - D). Those of hidden keys have no meaning before and after.
 void softmax_backward(float* S, float* dP, const float* lse, const float* D, std::int64_t queries) {
-  for (std::int64_t t = 0; t < kBlock; ++t) {
+  for (std::int64_t t = 0; t < queries; ++t) {
     float *score = S + t * kBlock, *gradient = dP + t * kBlock;
-    if (t >= queries) {
-      std::fill(score, score + kBlock, 0.0f);
-      std::fill(gradient, gradient + kBlock, 0.0f);
-      continue;
-    }
     const float log_sum = lse[t], mean = D[t];
 #pragma omp simd
     for (std::int64_t j = 0; j < kBlock; ++j) {
@@ -306,6 +351,7 @@ struct BackwardViews {
 void backward_kv_head(const AttentionShape& shape, const BackwardViews& views, std::int64_t b, std::int64_t kv,
                       Scratch& scratch, float* D) {
   const std::int64_t HS = shape.HS, HP = padded(HS), group = shape.NH / shape.NKV;
+  const Visibility visibility = shape.visibility(b);
   float *Q = scratch.head_block(0), *K = scratch.head_block(1), *KT = scratch.head_block(2);
   float *VT = scratch.head_block(3), *dO = scratch.head_block(4), *dQ = scratch.head_block(5);
   float *dK = scratch.head_block(6), *dV = scratch.head_block(7);
@@ -329,19 +375,20 @@ void backward_kv_head(const AttentionShape& shape, const BackwardViews& views, s
       const std::int64_t h = kv * group + g;
       for (std::int64_t first = 0; first < shape.TQ; first += kBlock) {
         const std::int64_t queries = std::min(kBlock, shape.TQ - first);
-        if (visible_to_block(shape, first, queries) <= first_key) continue;
+        const Range rows = {first, first + queries}, columns = {first_key, first_key + keys};
+        if (common(visible_to_block(visibility, rows), columns).size() == 0) continue;
+        const BlockVisibility visible(visibility, rows, columns);
         copy_tokens(Q, HP, views.q, b, first, h, queries, HS, shape.scale);
         copy_tokens(dO, HP, views.dout, b, first, h, queries, HS, 1.0f);
         std::fill(S, S + kBlock * kBlock, 0.0f);
         std::fill(dS, dS + kBlock * kBlock, 0.0f);
-        add_gemm(S, kBlock, {Q, HP, 1}, KT, kBlock, kBlock, kBlock, HP);
-        mask_scores(S, shape, first, first_key);
-        add_gemm(dS, kBlock, {dO, HP, 1}, VT, kBlock, kBlock, kBlock, HP);
+        add_gemm(S, kBlock, {Q, HP, 1}, KT, kBlock, kBlock, HP);
+        add_gemm(dS, kBlock, {dO, HP, 1}, VT, kBlock, kBlock, HP);
         softmax_backward(S, dS, views.lse + (b * shape.NH + h) * shape.TQ + first, D + g * shape.TQ + first, queries);
-        add_gemm(dV, HP, {S, 1, kBlock}, dO, HP, kBlock, HP, kBlock);
-        add_gemm(dK, HP, {dS, 1, kBlock}, Q, HP, kBlock, HP, kBlock);  // Q carries the scale
+        add_visible_gemm(dV, HP, {S, 1, kBlock}, dO, HP, HP, visible.queries_of);
+        add_visible_gemm(dK, HP, {dS, 1, kBlock}, Q, HP, HP, visible.queries_of);  // Q carries the scale
         std::fill(dQ, dQ + kBlock * HP, 0.0f);
-        add_gemm(dQ, HP, {dS, kBlock, 1}, K, HP, kBlock, HP, kBlock);
+        add_visible_gemm(dQ, HP, {dS, kBlock, 1}, K, HP, HP, visible.keys_of);
         for (std::int64_t t = 0; t < queries; ++t) {
           float* row = views.dq.at(b, first + t, h);
 #pragma omp simd

@@ -58,7 +58,7 @@ std::uint64_t Inference::bytes_per_step(std::int64_t sequences, std::int64_t con
 
 void Inference::submit(std::span<const Span> work) {
   if (uncollected_) fail(Exit::internal, "inference: the step before was not collected");
-  check_step(work, options_);
+  check_step(work, options_, config_.longest_window());
   take_rows(work);
   const auto run = [&] {
     run_layers();

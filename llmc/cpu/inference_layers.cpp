@@ -137,7 +137,7 @@ void Inference::attend(std::int64_t l) {
     }
   }
   const float scale = 1.0f / std::sqrt(static_cast<float>(HS));
-  paged_attention({NH, scale, q.token_stride, q.head_stride}, attention_.data(), q.data, kv, rows_);
+  paged_attention({NH, scale, q.token_stride, q.head_stride, config_.window(l)}, attention_.data(), q.data, kv, rows_);
   if (!keep_) return;
   const std::string prefix = "layers." + std::to_string(l) + ".";
   keep_heads(prefix + "q", q, NH);

@@ -1,13 +1,16 @@
-// Pages that several neighbouring rows see in full are read once for up to kGroupRows of them; the pages at the rows' own
-// positions are taken row by row. Every row does the same operations in the same order either way.
+// Pages that several neighbouring rows see in full are read once for up to kGroupRows of them; those at the rows' own
+// positions, and where their windows begin, are taken row by row. Every row does the same operations in the same order either
+// way.
 #include "llmc/cpu/paged_attention.h"
 
 #include <algorithm>
 #include <limits>
 #include <vector>
 
+#include "llmc/base/ceil_div.h"
 #include "llmc/cpu/dot_products.h"
 #include "llmc/cpu/exp.h"
+#include "llmc/model/visibility.h"
 
 namespace weft::cpu {
 
@@ -75,7 +78,7 @@ void add_values(RowState* rows, float* const* weights, const float* values, std:
       [rest](float* p, const Lanes& v) { std::memcpy(p, &v, static_cast<std::size_t>(rest) * sizeof(float)); });
 }
 
-// One page, of which the rows see the first `count` positions.
+// One page, of which the rows see `count` positions from `keys` and `values` on.
 template <int Rows>
 void take_page(RowState* rows, float* const* scores, const float* q, std::int64_t q_stride, const float* keys,
                const float* values, std::int64_t count, float scale, std::int64_t HS) {
@@ -107,17 +110,28 @@ void attend(const PagedAttentionShape& shape, float* out, const float* q, const 
   const auto keys = [&](std::int64_t page) { return kv.keys + kv.offset(group.work->pages[page], kv_head); };
   const auto values = [&](std::int64_t page) { return kv.values + kv.offset(group.work->pages[page], kv_head); };
 
-  // The pages that lie wholly at or before the first row's position.
-  const std::int64_t common = group.rows == kGroupRows ? (position + 1) / P : 0;
-  for (std::int64_t page = 0; page < common; ++page) {
+  const Visibility visibility = {.first_position = static_cast<int>(position),
+                                 .window = static_cast<int>(shape.window)};
+  // A row's own part of these pages.
+  const auto take_alone = [&](std::int64_t r, const Range& pages) {
+    const Range seen = visible_keys(visibility, r);
+    for (std::int64_t page = std::max(pages.begin, seen.begin / P); page < pages.end && page * P < seen.end; ++page) {
+      const Range here = common(seen, {page * P, (page + 1) * P});
+      const std::int64_t first = (here.begin - page * P) * HS;
+      take_page<1>(rows + r, scores + r, queries + r * shape.q_row_stride, 0, keys(page) + first, values(page) + first,
+                   here.size(), shape.scale, HS);
+    }
+  };
+
+  // The pages that all of the rows see in full.
+  const std::int64_t begin = ceil_div(visible_keys(visibility, group.rows - 1).begin, P);
+  const Range together = {begin, group.rows == kGroupRows ? (position + 1) / P : begin};
+  for (std::int64_t r = 0; r < group.rows; ++r) take_alone(r, {0, together.begin});
+  for (std::int64_t page = together.begin; page < together.end; ++page) {
     take_page<kGroupRows>(rows, scores, queries, shape.q_row_stride, keys(page), values(page), P, shape.scale, HS);
   }
   for (std::int64_t r = 0; r < group.rows; ++r) {
-    const std::int64_t visible = position + r + 1;
-    for (std::int64_t page = common; page * P < visible; ++page) {
-      take_page<1>(rows + r, scores + r, queries + r * shape.q_row_stride, 0, keys(page), values(page),
-                   std::min(P, visible - page * P), shape.scale, HS);
-    }
+    take_alone(r, {std::max(together.begin, together.end), (position + group.rows - 1) / P + 1});
     const float normalizer = 1 / rows[r].sum;
 #pragma omp simd
     for (std::int64_t d = 0; d < HS; ++d) rows[r].out[d] *= normalizer;

@@ -1,5 +1,6 @@
 // Attention over keys and values in pages, for rows of many sequences: out = softmax(q k^T * scale) v, where row r sees the
-// positions 0 .. position of its own sequence, and query head h reads K/V head h / (NH / NKV).
+// positions 0 .. position of its own sequence, of those at most the last `window`, and query head h reads K/V head
+// h / (NH / NKV).
 //
 // The softmax is taken page by page in the order of positions (Dao et al., FlashAttention, 2022, algorithm 1): a row's bits
 // depend on its query and on the keys and values of its positions, not on the other rows of the call, nor on which pages of
@@ -21,7 +22,7 @@ struct PagedKv {
 
 // Consecutive positions of one sequence.
 struct PagedRows {
-  std::span<const std::int32_t> pages;  // block table; covers the last of the rows
+  std::span<const std::int32_t> pages;  // block table; covers the last of the rows. Pages that no row sees are not read
   std::int64_t first_position = 0, rows = 0;
   std::int64_t first_row = 0;  // in q and out
 };
@@ -30,6 +31,7 @@ struct PagedAttentionShape {
   std::int64_t NH = 0;
   float scale = 0;
   std::int64_t q_row_stride = 0, q_head_stride = 0;  // in elements
+  std::int64_t window = 0;                           // 0: none (Visibility)
 };
 
 // q: rows of NH heads; out [rows, NH, HS].

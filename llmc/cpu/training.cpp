@@ -234,7 +234,7 @@ class TrainingModel final : public TrainModel {
   HeadView k_heads(float* qkv) const { return heads(qkv + config_.q_size(), qkv_size()); }
   HeadView v_heads(float* qkv) const { return heads(qkv + config_.q_size() + config_.kv_size(), qkv_size()); }
   HeadView heads(float* data, std::int64_t row) const { return {data, options_.seq_len * row, row, config_.head_dim}; }
-  AttentionShape attention_shape() const {
+  AttentionShape attention_shape(std::int64_t l) const {
     return {options_.micro_batch,
             options_.seq_len,
             options_.seq_len,
@@ -242,7 +242,8 @@ class TrainingModel final : public TrainModel {
             config_.num_kv_heads,
             config_.head_dim,
             true,
-            1.0f / std::sqrt(static_cast<float>(config_.head_dim))};
+            1.0f / std::sqrt(static_cast<float>(config_.head_dim)),
+            config_.window(l)};
   }
 
   ResidualNormShape norm_shape(std::int64_t branch) const {
@@ -360,7 +361,7 @@ void TrainingModel::forward_to_swiglu(std::int64_t l, float* branch) {
   linear(BlockLinear::qkv, l, a.qkv, a.input_norm);
   rope_forward(q_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_heads, 0);
   rope_forward(k_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0);
-  attention_forward(attention_shape(), heads(a.attention, config_.q_size()), a.lse, q_heads(a.qkv), k_heads(a.qkv),
+  attention_forward(attention_shape(l), heads(a.attention, config_.q_size()), a.lse, q_heads(a.qkv), k_heads(a.qkv),
                     v_heads(a.qkv));
   linear(BlockLinear::output, l, branch, a.attention);
   add_and_normalize(norm_after(2 * l), branch, acts_.residual[l]);
@@ -457,7 +458,7 @@ void TrainingModel::backward_layer(std::int64_t l) {
   norm_backward(norm_after(2 * l), acts_.d_norm, true);
 
   linear_backward(BlockLinear::output, l, acts_.d_attention, acts_.branch, a.attention);
-  attention_backward(attention_shape(), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv), v_heads(acts_.d_qkv),
+  attention_backward(attention_shape(l), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv), v_heads(acts_.d_qkv),
                      heads(acts_.d_attention, config_.q_size()), heads(a.attention, config_.q_size()), a.lse,
                      q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv));
   rope_backward(q_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_heads, 0);

@@ -54,7 +54,7 @@ bool Drafter::waits_for_ids() {
   for (Sequence* s : running) s->drafts.clear();
   return std::ranges::any_of(running, [&](Sequence* s) {
     RequestState& request = request_of(*s);
-    return s->in_flight > 0 && wants(request) && (has_model() || !looked_up(request).empty());
+    return s->in_flight() && wants(request) && (has_model() || !looked_up(request).empty());
   });
 }
 
@@ -62,7 +62,7 @@ void Drafter::draft() {
   if (model_) return draft_with_model();
   for (Sequence* s : scheduler_.running_sequences()) {
     RequestState& request = request_of(*s);
-    if (s->in_flight > 0 || !wants(request)) continue;
+    if (s->in_flight() || !wants(request)) continue;
     if (sequence_) {
       draft_with_sequence(request);
     } else {
@@ -103,7 +103,7 @@ void Drafter::draft_with_model() {
   for (Sequence* s : scheduler_.running_sequences()) {
     if (s->max_ids < 2) continue;
     RequestState& request = request_of(*s);
-    const bool generates = std::ssize(s->ids) > s->prompt_size, drafts = s->in_flight == 0 && wants(request);
+    const bool generates = std::ssize(s->ids) > s->prompt_size, drafts = !s->in_flight() && wants(request);
     if (generates && !drafts) continue;
     std::optional<DraftModel::State>& state = request.drafting.state;
     if (!state.has_value()) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <utility>
 
 #include "llmc/base/error.h"
 #include "llmc/base/hash.h"
@@ -202,12 +203,19 @@ void BlockTable::name_full_pages(std::span<const std::int32_t> ids, std::int64_t
   }
 }
 
+void BlockTable::release_before(std::int64_t position) {
+  for (; (released_ + 1) * pool_.page_size() <= position && released_ < std::ssize(pages_); ++released_) {
+    pool_.release(std::exchange(pages_[static_cast<std::size_t>(released_)], -1));
+  }
+}
+
 void BlockTable::release(bool forget) {
-  for (; !pages_.empty(); pages_.pop_back()) {
+  for (; held() > 0; pages_.pop_back()) {
     if (forget) pool_.forget(pages_.back());
     pool_.release(pages_.back());
   }
-  named_ = 0;
+  pages_.clear();
+  named_ = released_ = 0;
   name_ = PagePool::kNoPrefix;
 }
 

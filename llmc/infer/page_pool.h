@@ -89,7 +89,9 @@ class BlockTable {
   // Reserves memory for this many pages, so that grow() allocates none.
   void reserve(std::int64_t pages) { pages_.reserve(static_cast<std::size_t>(pages)); }
 
+  // -1: given back by release_before().
   std::span<const std::int32_t> pages() const { return pages_; }
+  std::int64_t held() const { return std::ssize(pages_) - released_; }
   // Pages that are missing for `positions` positions.
   std::int64_t missing(std::int64_t positions) const;
   // Takes the missing pages. False, with none of them taken, if the pool has too few.
@@ -114,6 +116,10 @@ class BlockTable {
   // Names the pages that the first `positions` positions fill. `ids`: the sequence's, at least `positions` of them.
   void name_full_pages(std::span<const std::int32_t> ids, std::int64_t positions);
 
+  // Releases the pages that lie wholly in front of `position`, for a sequence of which no row reads them again. Those that have
+  // names keep them, so others find them until their memory is needed.
+  void release_before(std::int64_t position);
+
   // Releases all pages, the last one first, so that a cached prefix is kept longer than what continues it. `forget`:
   // takes their names away, for a sequence whose content is not to be trusted.
   void release(bool forget = false);
@@ -123,7 +129,8 @@ class BlockTable {
 
   PagePool& pool_;
   std::vector<std::int32_t> pages_;
-  std::int64_t named_ = 0;  // pages that name_full_pages() or extend_by_prefix() has processed
+  std::int64_t named_ = 0;     // pages that name_full_pages() or extend_by_prefix() has processed
+  std::int64_t released_ = 0;  // pages that release_before() has given back
   PagePool::Name name_ = PagePool::kNoPrefix;
 };
 

@@ -78,7 +78,7 @@ std::string RequestTable::inconsistency() const {
     const std::optional<DraftModel::State>& drafts = request->drafting.state;
     of_drafts += drafts.has_value() && drafts->slot >= 0;
     if (!request->running && drafts.has_value()) return "drafts are held for a request that does not run";
-    if (!request->running && request->in_flight == 0 && (request->slot >= 0 || !request->table.pages().empty())) {
+    if (!request->running && !request->in_flight() && (request->slot >= 0 || !request->table.pages().empty())) {
       return "a slot or pages are held by a request that does not run";
     }
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "llmc/base/error.h"
+#include "llmc/model/visibility.h"
 
 namespace weft {
 
@@ -118,7 +119,7 @@ std::span<const PlannedSpan> Scheduler::plan() {
     s.drafts.resize(static_cast<std::size_t>(share.drafts));
     PlannedSpan span{&s, s.rows, share.rows, share.decodes && s.id_on_device && share.drafts == 0, false, share.drafts};
     s.rows += share.rows;
-    ++s.in_flight;
+    s.rows_in_flight.push_back(s.rows);
     span.sample = s.max_ids > 0 && (share.decodes || s.rows == s.known_rows());
     if (span.sample) {
       s.sampled += 1 + share.drafts;
@@ -137,7 +138,7 @@ void Scheduler::admit() {
   const std::int64_t limit = std::min(options_.max_running, options_.rows_per_step);
   for (auto group = next_waiting(); group != groups_.end(); group = next_waiting()) {
     const Sequence& next = *group->waiting.front();
-    if (next.in_flight > 0) break;  // preempted, and an id of it is not known yet
+    if (next.in_flight()) break;  // preempted, and an id of it is not known yet
     if (running() < limit && !slots_.empty() && pages_needed(next) <= pool_.available()) {
       start(group);
     } else if (!make_room(next)) {
@@ -167,7 +168,7 @@ bool Scheduler::make_room(const Sequence& next) {
   if (most == nullptr) return false;
   std::int64_t room = pool_.available();
   for (const Sequence* s : running_) {
-    if (may_give(*s)) room += std::ssize(s->table.pages()) + 1 + s->table.missing(s->known_rows());
+    if (may_give(*s)) room += s->table.held() + 1 + s->table.missing(s->known_rows());
   }
   if (pages_needed(next) > room) return false;
   preempt(*most);
@@ -286,10 +287,10 @@ void Scheduler::stop_running(Sequence& s) {
   --s.shares_with->running;
   s.running = false;
   name_pages(s);
-  if (s.in_flight == 0) {
+  if (!s.in_flight()) {
     give_back(s);
   } else {
-    pages_in_flight_ += std::ssize(s.table.pages());
+    pages_in_flight_ += s.table.held();
   }
 }
 
@@ -307,11 +308,21 @@ void Scheduler::verified(Sequence& s, std::int64_t accepted) {
 }
 
 void Scheduler::collected(Sequence& s) {
-  if (s.in_flight <= 0) fail(Exit::internal, "scheduler: a step was collected that has no rows of this sequence");
-  --s.in_flight;
-  if (s.in_flight > 0 || s.running) return;
-  pages_in_flight_ -= std::ssize(s.table.pages());
+  if (!s.in_flight()) fail(Exit::internal, "scheduler: a step was collected that has no rows of this sequence");
+  const std::int64_t next = std::min(s.rows_in_flight.front(), s.rows);  // fewer after wrong drafts
+  s.rows_in_flight.pop_front();
+  if (s.running) return give_back_unseen(s, next);
+  if (s.in_flight()) return;
+  pages_in_flight_ -= s.table.held();
   give_back(s);
+}
+
+// Gives back the pages that no row from `row` on sees: all before it are collected.
+void Scheduler::give_back_unseen(Sequence& s, std::int64_t row) {
+  if (options_.window == 0) return;
+  name_pages(s);  // a page without users cannot get its name later, so those whose ids are not known yet stay
+  const Visibility visibility = {.window = static_cast<int>(options_.window)};
+  s.table.release_before(std::min<std::int64_t>(visibility.first_key(static_cast<int>(row)), std::ssize(s.ids)));
 }
 
 void Scheduler::end(Sequence& s, bool forget_pages) {
@@ -326,7 +337,7 @@ void Scheduler::end(Sequence& s, bool forget_pages) {
 }
 
 bool Scheduler::released(const Sequence& s) {
-  return s.ended && s.in_flight == 0;
+  return s.ended && !s.in_flight();
 }
 
 std::string Scheduler::held_when_idle() const {

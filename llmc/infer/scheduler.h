@@ -46,12 +46,13 @@ struct Sequence {
   std::int64_t scored_rows = 0;    // of them, those that were collected
 
   BlockTable table;
-  std::int32_t slot = -1;      // of the model; -1: none
-  std::int64_t rows = 0;       // rows that were submitted since it was admitted, or found in shared pages
-  std::int64_t sampled = 0;    // ids that were sampled, or that a submitted step will sample
-  std::int64_t in_flight = 0;  // submitted steps with rows of this sequence that were not collected
-  bool id_on_device = false;   // its last id was sampled in its slot, so a step needs no id from the host
-  bool id_on_host = false;     // its last id came from a verification: it is in `ids` alone
+  std::int32_t slot = -1;     // of the model; -1: none
+  std::int64_t rows = 0;      // rows that were submitted since it was admitted, or found in shared pages
+  std::int64_t sampled = 0;   // ids that were sampled, or that a submitted step will sample
+  bool id_on_device = false;  // its last id was sampled in its slot, so a step needs no id from the host
+  bool id_on_host = false;    // its last id came from a verification: it is in `ids` alone
+  // `rows` as it was after each submitted step with rows of this sequence that was not collected, the oldest first.
+  std::deque<std::int64_t> rows_in_flight;
   // Guesses of what follows `ids`, for the next step: set before plan() if no row of the sequence is in flight. plan()
   // cuts them to those that the step computes.
   std::vector<std::int32_t> drafts;
@@ -60,6 +61,7 @@ struct Sequence {
   bool ended = false;
   bool forget_pages = false;  // ended: its pages are not to be shared
 
+  bool in_flight() const { return !rows_in_flight.empty(); }
   // known_rows(): rows to compute whose ids are known. first_needed_row(): the first of them whose result is needed;
   // rows before it may be found in the prefix cache.
   std::int64_t known_rows() const { return max_ids > 0 ? std::ssize(ids) : prompt_size - 1; }
@@ -83,6 +85,7 @@ struct SchedulerOptions {
   std::int64_t prompt_rows = 0;  // the most rows of prompts in a step that also decodes
   std::int64_t slots = 0;
   bool share_prefixes = true;
+  std::int64_t window = 0;  // the model's longest_window(): pages in front of it are given back
 };
 
 // Rows of one sequence in a step.
@@ -151,6 +154,7 @@ class Scheduler {
   bool get_pages(Share& share);
   bool preempt_younger_than(const Sequence& sequence);
   void name_pages(Sequence& sequence);
+  void give_back_unseen(Sequence& sequence, std::int64_t row);
   void stop_running(Sequence& sequence);
   void give_back(Sequence& sequence);
 

@@ -77,6 +77,20 @@ std::vector<std::int32_t> ids_from_json(const Json& object, const std::string& k
   return ids;
 }
 
+std::vector<std::int64_t> windows_from_json(const Json& object, std::int64_t layers, const std::string& source) {
+  const auto found = object.find("windows");
+  if (found == object.end()) return {};
+  if (!found->is_array() || std::ssize(*found) != layers) {
+    refuse(source, format("windows: expected an array of num_layers = %lld integers", static_cast<long long>(layers)));
+  }
+  std::vector<std::int64_t> windows;
+  for (const Json& value : *found) {
+    windows.push_back(json_int(Json{{"windows", value}}, "windows", 0, kMaxPositions, source));
+  }
+  const bool any = std::any_of(windows.begin(), windows.end(), [](std::int64_t window) { return window > 0; });
+  return any ? windows : std::vector<std::int64_t>{};
+}
+
 const Family& family_from_json(const Json& object, const std::string& source) {
   const std::string name = json_string(object, "family", source);
   if (const Family* family = find_family(name); family != nullptr) return *family;
@@ -155,6 +169,11 @@ LinearSize linear_size(const ModelConfig& config, BlockLinear linear) {
   fail(Exit::internal, "unknown linear layer");
 }
 
+std::int64_t ModelConfig::longest_window() const {
+  const auto [shortest, longest] = std::minmax_element(windows.begin(), windows.end());
+  return windows.empty() || *shortest == 0 ? 0 : *longest;
+}
+
 ModelConfig config_from_json(const Json& object, const std::string& source) {
   ModelConfig config;
   const Family& family = family_from_json(object, source);
@@ -175,6 +194,7 @@ ModelConfig config_from_json(const Json& object, const std::string& source) {
   config.tied_embeddings = json_bool(object, "tied_embeddings", source);
   config.parallel_residual = json_bool(object, "parallel_residual", source);
   config.attention_bias = json_bool(object, "attention_bias", source);
+  config.windows = windows_from_json(object, config.num_layers, source);
   config.tokenizer_vocab = json_int(object, "tokenizer_vocab", 1, config.vocab_size, source);
   config.eos_ids = ids_from_json(object, "eos_ids", config.vocab_size, source);
   const auto bos = object.find("bos_id");
@@ -193,7 +213,7 @@ Json config_to_json(const ModelConfig& config) {
   const RopeConfig& rope = config.rope;
   ModelConfig fixed;  // what a family has always is not written
   set_family(fixed, config.family);
-  return {
+  Json object = {
       {"family", config.family},
       {"vocab_size", config.vocab_size},
       {"hidden_size", config.hidden_size},
@@ -226,6 +246,8 @@ Json config_to_json(const ModelConfig& config) {
       {"eos_ids", config.eos_ids},
       {"bos_id", config.bos_id ? Json(*config.bos_id) : Json(nullptr)},
   };
+  if (!config.windows.empty()) object["windows"] = config.windows;
+  return object;
 }
 
 const std::vector<std::string>& preset_names() {

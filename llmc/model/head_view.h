@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "llmc/base/host_device.h"
+#include "llmc/model/visibility.h"
 
 namespace weft {
 
@@ -30,8 +31,17 @@ struct AttentionShape {
   std::int64_t TQ = 0;                   // queries; they are the last TQ of the TK positions
   std::int64_t TK = 0;                   // keys and values, >= TQ
   std::int64_t NH = 0, NKV = 0, HS = 0;  // query head h reads K/V head h / (NH / NKV)
-  bool causal = true;                    // query t sees keys 0 .. TK - TQ + t
-  float scale = 0;                       // 1 / sqrt(HS) in every model here
+  bool causal = true;
+  float scale = 0;                                // 1 / sqrt(HS) in every model here
+  std::int64_t window = 0;                        // keys that a query sees, its own included; 0: no limit
+  const std::int32_t* document_starts = nullptr;  // [B, TQ] positions, null: one document (Visibility)
+
+  // What the queries of sequence b see.
+  WEFT_HOST_DEVICE Visibility visibility(std::int64_t b) const {
+    const int queries = static_cast<int>(TQ), keys = static_cast<int>(TK);
+    return {keys - queries, keys, causal, static_cast<int>(window),
+            document_starts ? document_starts + b * TQ : nullptr};
+  }
 };
 
 }  // namespace weft

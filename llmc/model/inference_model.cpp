@@ -6,6 +6,7 @@
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
 #include "llmc/model/tensor_table.h"
+#include "llmc/model/visibility.h"
 
 namespace weft {
 
@@ -52,7 +53,7 @@ MemoryPlan plan_pages(const ModelConfig& config, const InferenceOptions& options
   return plan;
 }
 
-void check_step(std::span<const Span> work, const InferenceOptions& options) {
+void check_step(std::span<const Span> work, const InferenceOptions& options, std::int64_t window) {
   std::int64_t rows = 0;
   for (const Span& span : work) {
     const std::int64_t end = span.first_position + span.rows();
@@ -62,8 +63,13 @@ void check_step(std::span<const Span> work, const InferenceOptions& options) {
            static_cast<long long>(span.first_position), static_cast<long long>(end), static_cast<long long>(covered),
            static_cast<long long>(options.max_positions));
     }
-    for (const std::int32_t page : span.pages) {
-      if (page < 0 || page >= options.num_pages) fail(Exit::internal, "inference: page %d does not exist", page);
+    const Visibility visibility = {.window = static_cast<int>(window)};
+    const std::int64_t hidden = visibility.first_key(static_cast<int>(span.first_position)) / options.page_size;
+    for (std::int64_t i = 0; i < std::ssize(span.pages); ++i) {
+      const std::int32_t page = span.pages[static_cast<std::size_t>(i)];
+      const bool none = page == -1 && i < hidden;
+      if (!none && (page < 0 || page >= options.num_pages))
+        fail(Exit::internal, "inference: page %d does not exist", page);
     }
     if (span.slot < 0 || span.slot >= options.slots)
       fail(Exit::internal, "inference: slot %d does not exist", span.slot);
@@ -107,7 +113,11 @@ std::uint64_t read_bytes_of_step(const ModelConfig& config, std::int64_t sequenc
   std::uint64_t weights = 0;
   for (const TensorSpec& spec : table.specs()) weights += spec.bytes;
   if (!config.tied_embeddings) weights -= table.specs()[0].bytes;  // of the embedding only a row is read
-  const std::int64_t of_sequence = config.hidden_size + 2 * config.num_layers * config.kv_size() * context;
+  std::int64_t positions = 0;                                      // of keys and values, in all layers
+  for (std::int64_t l = 0; l < config.num_layers; ++l) {
+    positions += config.window(l) > 0 ? std::min(config.window(l), context) : context;
+  }
+  const std::int64_t of_sequence = config.hidden_size + 2 * positions * config.kv_size();
   return weights + static_cast<std::uint64_t>(sequences * of_sequence) * element_bytes;
 }
 

@@ -56,7 +56,8 @@ struct DeviceDrafts {
 // Rows of one sequence for one step.
 struct Span {
   // Block table: page i holds the positions [i * page_size, (i + 1) * page_size). It covers the span's last position. Pages
-  // that two spans of a step share are only read by both: the positions that a span appends lie in pages of its own.
+  // that two spans of a step share are only read by both: the positions that a span appends lie in pages of its own. A page
+  // that is -1 is none: it lies in front of what the first row sees in any layer.
   std::span<const std::int32_t> pages;
   std::int64_t first_position = 0;  // the positions before it are in the pages already
   // In [0, vocab_size). Empty: one row, with the id that was sampled last in `slot`; after a SampleError, which the caller may
@@ -89,8 +90,8 @@ struct Span {
 };
 
 // Exit::internal if a span would read or write memory that is not its own, or if the step is larger than `options`,
-// which are completed(), allow.
-void check_step(std::span<const Span> work, const InferenceOptions& options);
+// which are completed(), allow. `window`: the model's longest_window().
+void check_step(std::span<const Span> work, const InferenceOptions& options, std::int64_t window);
 
 // InferenceModel::bytes_per_step() of a model whose weights, keys and values are elements of `element_bytes`.
 std::uint64_t read_bytes_of_step(const ModelConfig& config, std::int64_t sequences, std::int64_t context,

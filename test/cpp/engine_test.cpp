@@ -971,6 +971,64 @@ TEST(Engine, RandomSchedulesGiveTheIdsOfEachRequestAlone) {
   EXPECT_GT(sum.prefix_ids, 1000);
 }
 
+// With a window pages return while their sequence lives. The model finds every page that it reads and no other one's, the ids
+// are those of each request alone: with preemptions, shared prefixes, drafts, and steps in flight.
+TEST(Engine, PagesInFrontOfAWindowChangeNoId) {
+  EngineStatistics sum;
+  std::uint64_t seed = 500;
+  for (const std::int64_t depth : {1, 2, 3}) {
+    for (const bool share : {true, false}) {
+      for (const std::int64_t lookup : {0, 4}) {
+        for (const std::int64_t page_size : {1, 4}) {
+          for (const std::int64_t window : {2, 4, 9}) {
+            const PagedFakeSizes sizes{.vocab_size = 8,
+                                       .page_size = page_size,
+                                       .num_pages = 28,
+                                       .slots = 7,
+                                       .max_rows = 40,
+                                       .max_positions = 80,
+                                       .depth = depth,
+                                       .window = window};
+            EngineOptions options{
+                .max_running = 6, .rows_per_step = 10 + static_cast<std::int64_t>(seed % 15), .share_prefixes = share};
+            options.drafts.lookup = lookup;
+            options.drafts.row_cost = 1e-3;
+            options.drafts.draft_cost = 1;
+            const EngineStatistics one = run_schedule(sizes, options, ++seed, 500);
+            sum.preemptions += one.preemptions;
+            sum.prefix_ids += one.prefix_ids;
+            sum.drafts.accepted += one.drafts.accepted;
+            if (HasFailure()) FAIL() << "seed " << seed;
+          }
+        }
+      }
+    }
+  }
+  EXPECT_GT(sum.preemptions, 100);
+  EXPECT_GT(sum.prefix_ids, 1000);
+  EXPECT_GT(sum.drafts.accepted, 100);
+}
+
+// A sequence holds the pages of its window, one at each end that it fills in part, and those of the steps in flight.
+TEST(Engine, ALongSequenceHoldsThePagesOfItsWindow) {
+  for (const std::int64_t depth : {1, 2}) {
+    for (const std::int64_t window : {0, 2, 4, 5, 16}) {
+      PagedFake model({.num_pages = 50, .depth = depth, .window = window});
+      Engine engine(model, {.max_running = 2, .rows_per_step = 8});
+      const auto recorder = submit(engine, request_of(random_ids(30, 1), 150));
+      std::int64_t most = 0;
+      while (engine.step()) {
+        if (std::ssize(recorder->ids) > 2) most = std::max(most, engine.statistics().pages_in_use);
+      }
+      EXPECT_EQ(std::ssize(recorder->ids), 150);
+      EXPECT_EQ(recorder->ids, PagedFake::ids_after(random_ids(30, 1), 150, 0, 64));
+      EXPECT_LE(most, window == 0 ? 45 : (window + depth + 2) / 4 + 1) << "window " << window;
+      EXPECT_GE(most, window == 0 ? 45 : (window + 3) / 4) << "window " << window;
+      expect_all_free(engine);
+    }
+  }
+}
+
 // ---- shares of places ------------------------------------------------------------------------------------------------
 
 // `count` sequences of one group with prompts of their own.

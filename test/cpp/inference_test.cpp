@@ -66,15 +66,17 @@ TEST(MatmulRows, ARowHasTheSameBitsAmongAnyNumberOfOthers) {
 }
 
 // Two sequences in shuffled pages against attention over contiguous keys: every split of the rows into calls, heads that
-// share keys, head sizes that are no multiple of a vector, several pages and a ragged last one.
+// share keys, head sizes that are no multiple of a vector, several pages and a ragged last one, windows around a page's size.
 TEST(PagedAttention, MatchesContiguousKeysWhateverThePages) {
   constexpr std::int64_t P = 8;
   struct Shape {
-    std::int64_t NH, NKV, HS;
+    std::int64_t NH, NKV, HS, window = 0;
   };
-  for (const auto& [NH, NKV, HS] :
+  for (const auto& [NH, NKV, HS, window] :
        {Shape{4, 2, 16}, Shape{3, 1, 20}, Shape{2, 2, 5}, Shape{10, 2, 5}, Shape{12, 2, 8}, Shape{14, 2, 3},
-        Shape{16, 2, 4}, Shape{15, 3, 6}, Shape{9, 1, 4}, Shape{22, 2, 4}}) {
+        Shape{16, 2, 4}, Shape{15, 3, 6}, Shape{9, 1, 4}, Shape{22, 2, 4}, Shape{4, 2, 5, 1}, Shape{4, 2, 5, P - 1},
+        Shape{4, 2, 5, P}, Shape{4, 2, 5, P + 1}, Shape{2, 1, 5, 2 * P - 1}, Shape{2, 1, 5, 2 * P + 3},
+        Shape{2, 1, 5, 100}}) {
     const std::int64_t T = 3 * P + 5;
     const Floats q = random_floats(T * NH * HS, 5), k = random_floats(T * NKV * HS, 6),
                  v = random_floats(T * NKV * HS, 7);
@@ -82,6 +84,7 @@ TEST(PagedAttention, MatchesContiguousKeysWhateverThePages) {
     Floats want(q.size());
     AttentionShape shape;
     shape.B = 1, shape.TQ = T, shape.TK = T, shape.NH = NH, shape.NKV = NKV, shape.HS = HS, shape.scale = scale;
+    shape.window = window;
     const auto view = [HS = HS](const Floats& data, std::int64_t heads) {
       return cpu::ConstHeadView{data.data(), 0, heads * HS, HS};
     };
@@ -104,11 +107,36 @@ TEST(PagedAttention, MatchesContiguousKeysWhateverThePages) {
         Floats got(q.size());
         std::vector<cpu::PagedRows> work;
         for (std::int64_t t = 0; t < T; t += piece) work.push_back({pages, t, std::min(piece, T - t), t});
-        cpu::paged_attention({NH, scale, NH * HS, HS}, got.data(), q.data(), kv, work);
+        cpu::paged_attention({NH, scale, NH * HS, HS, window}, got.data(), q.data(), kv, work);
         expect_close(got, want, "paged attention");
         if (first.empty()) first = got;
-        EXPECT_EQ(got, first) << "pieces of " << piece;
+        EXPECT_EQ(got, first) << "pieces of " << piece << ", window " << window;
       }
+    }
+  }
+}
+
+// The positions in front of the window of every row hold NaN, and of pages wholly in front of it the table has no number.
+TEST(PagedAttention, WhatLiesInFrontOfTheWindowIsNotRead) {
+  constexpr std::int64_t P = 8, T = 4 * P + 3, HS = 5;
+  const Floats q = random_floats(T * HS, 5), k = random_floats(5 * P * HS, 6), v = random_floats(5 * P * HS, 7);
+  for (const std::int64_t window : {std::int64_t{1}, P - 1, P, P + 1, 2 * P + 3}) {
+    for (const std::int64_t rows : {1, 2, 4, 5, 11}) {
+      const std::int64_t position = T - rows, first = std::max<std::int64_t>(position - window + 1, 0);
+      std::vector<std::int32_t> pages = {0, 1, 2, 3, 4};
+      const auto attend = [&](Floats keys, Floats values) {
+        Floats out(rows * HS);
+        const std::vector<cpu::PagedRows> work = {{pages, position, rows, 0}};
+        cpu::paged_attention({1, 0.4f, HS, HS, window}, out.data(), q.data(), {keys.data(), values.data(), P, 1, HS},
+                             work);
+        return out;
+      };
+      const Floats want = attend(k, v);
+      Floats keys = k, values = v;
+      std::fill_n(keys.begin(), first * HS, std::nanf(""));
+      std::fill_n(values.begin(), first * HS, std::nanf(""));
+      std::fill_n(pages.begin(), first / P, std::numeric_limits<std::int32_t>::min());
+      EXPECT_EQ(attend(keys, values), want) << window << ", " << rows << " rows";
     }
   }
 }
@@ -159,6 +187,33 @@ TEST(CpuInference, BitsOfASequenceDoNotDependOnWhatElseRuns) {
   }
 }
 
+// The parameters of a model file under a configuration with windows.
+std::unique_ptr<InferenceModel> with_windows(const ModelFile& file, const std::vector<std::int64_t>& windows,
+                                             const InferenceOptions& options) {
+  ModelConfig config = file.config();
+  config.windows = windows;
+  const auto fill = [&file](const TensorSpec& spec, std::byte* values) { file.read_tensor(spec, values); };
+  return cpu::make_inference(config, options, fill);
+}
+
+TEST(CpuInference, BitsOfASequenceWithWindowsDoNotDependOnWhatElseRuns) {
+  const ModelFile file = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin");
+  const auto all_keys = cpu::load_inference(file, pool(90));
+  const std::vector<Sequence> all = sequences(file.config());
+  const std::int64_t layers = file.config().num_layers;
+  for (const std::int64_t window : {std::int64_t{1}, kPage - 1, kPage, 2 * kPage + 3, std::int64_t{100}}) {
+    std::vector<std::int64_t> windows(static_cast<std::size_t>(layers), window);
+    windows.back() = 5;
+    const auto model = with_windows(file, windows, pool(90));
+    std::vector<Trace> alone;
+    for (const Sequence& sequence : all) alone.push_back(run(*model, {sequence}, 64, false, 1)[0]);
+    EXPECT_FALSE(alone == run(*all_keys, all, 64, false, 9));
+    for (const std::int64_t chunk : {1, 5, 64}) {
+      EXPECT_TRUE(run(*model, all, chunk, chunk == 5, 9) == alone) << "chunks of " << chunk << ", window " << window;
+    }
+  }
+}
+
 // The same through the engine, which preempts, shares prefixes and delays as the few pages demand.
 TEST(CpuInference, BitsDoNotDependOnTheEnginesSchedule) {
   for (const char* name : {"neox-hs32-padded", "llama-hs32-gqa2"}) {
@@ -172,6 +227,54 @@ TEST(CpuInference, BitsDoNotDependOnTheEnginesSchedule) {
 }
 
 // Every token but the first is compared once, however the windows lie, and the losses are those of the perplexity.
+TEST(CpuInference, PagesInFrontOfWindowsAreGivenBackWithoutAChange) {
+  const ModelFile file = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin");
+  std::int64_t preemptions = 0;
+  for (const std::int64_t longest : {5, 23}) {
+    std::vector<std::int64_t> windows(static_cast<std::size_t>(file.config().num_layers), longest);
+    windows.front() = kPage - 1;
+    const auto model = with_windows(file, windows, pool(13));
+    const EngineStatistics sum = test::expect_engine_changes_nothing(*model, 3, 20, 1);
+    EXPECT_GT(sum.prefix_ids, 10);
+    preemptions += sum.preemptions;
+    DraftOptions drafts;
+    drafts.lookup = 4;
+    drafts.row_cost = 1e-3;
+    drafts.draft_cost = 1;  // neither is measured
+    EXPECT_GT(test::expect_engine_changes_nothing(*model, 2, 20, 2, drafts).drafts.verifications, 0);
+  }
+  EXPECT_GT(preemptions, 10);
+}
+
+// Pages that no row of a span sees may be missing, others may not.
+TEST(CpuInference, OnlyPagesInFrontOfAllWindowsMayBeMissing) {
+  const ModelFile file = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin");
+  const auto layers = static_cast<std::size_t>(file.config().num_layers);
+  std::vector<std::int64_t> windows(layers, 3);
+  windows.back() = 5;
+  const std::vector<std::int32_t> ids = {1, 2, 3, 4, 5, 6, 7, 8, 9}, next = {3, 4};
+  const std::vector<std::int32_t> all = {4, 2, 6, 0}, without_first = {-1, 2, 6, 0}, without_two = {-1, -1, 6, 0};
+  const auto logits_of = [&](InferenceModel& model, const std::vector<std::int32_t>& pages, std::int64_t position) {
+    Span span;
+    span.pages = all, span.ids = ids;
+    model.submit({&span, 1});
+    model.collect();
+    span.pages = pages, span.first_position = position, span.ids = next, span.keep_logits = true;
+    model.submit({&span, 1});
+    const std::span<const float> logits = model.collect()[0].logits;
+    return Floats(logits.begin(), logits.end());
+  };
+  const auto model = with_windows(file, windows, pool(8));
+  EXPECT_EQ(logits_of(*model, without_first, 8), logits_of(*model, all, 8));  // sees the positions 4 and 5 on
+  EXPECT_EQ(logits_of(*model, without_first, 9), logits_of(*model, all, 9));
+  for (const auto& [pages, position] : {std::pair{&without_first, 7}, {&without_two, 8}}) {
+    expect_contains(error_of(Exit::internal, [&] { logits_of(*model, *pages, position); }), "page -1 does not exist");
+  }
+  windows.front() = 0;  // a layer that sees everything
+  const auto mixed = with_windows(file, windows, pool(8));
+  expect_contains(error_of(Exit::internal, [&] { logits_of(*mixed, without_first, 8); }), "page -1 does not exist");
+}
+
 TEST(Divergence, ComparesEachTokenOnce) {
   const ModelFile file = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin");
   ASSERT_EQ(file.config().tokenizer_vocab, file.config().vocab_size) << "the perplexity is over padding rows, too";
@@ -318,6 +421,13 @@ TEST(InferencePool, AStepReadsTheHeadAndNotTheEmbedding) {
                 (parameters - (tied ? 0 : embedding) + 3 * of_sequence) * bytes);
     }
   }
+}
+
+TEST(InferencePool, AStepReadsTheKeysOfEachLayersWindow) {
+  ModelConfig config = preset_config("tiny");
+  const std::uint64_t all = read_bytes_of_step(config, 2, 100, 4);
+  config.windows = {0, 30, 100, 200};
+  EXPECT_EQ(all - read_bytes_of_step(config, 2, 100, 4), static_cast<std::uint64_t>(2 * 2 * config.kv_size() * 70 * 4));
 }
 
 // A Llama whose parameters a test may change.

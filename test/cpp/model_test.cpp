@@ -319,6 +319,37 @@ TEST(ModelConfig, JsonRoundTrip) {
   EXPECT_EQ(config_from_json(config_to_json(config), "test"), config);
 }
 
+TEST(ModelConfig, WindowsAreOneForEachLayerOrAbsent) {
+  ModelConfig config = preset_config("tiny");
+  EXPECT_FALSE(config_to_json(config).contains("windows"));
+  EXPECT_EQ(config.window(3), 0);
+  config.windows = {4096, 0, 1, 0};
+  EXPECT_EQ(config.window(0), 4096);
+  EXPECT_EQ(config.window(1), 0);
+  EXPECT_EQ(config_from_json(config_to_json(config), "test"), config);
+  Json json = config_to_json(config);
+  json["windows"] = {0, 0, 0, 0};
+  EXPECT_EQ(config_from_json(json, "test"), preset_config("tiny"));
+  for (const auto& [value, words] : {std::pair<Json, const char*>{{1, 1, 1}, "an array of num_layers = 4 integers"},
+                                     {{1, 1, 1, 1, 1}, "num_layers = 4"},
+                                     {Json::array(), "num_layers = 4"},
+                                     {4096, "num_layers = 4"},
+                                     {nullptr, "num_layers = 4"},
+                                     {{1, -1, 1, 1}, "windows"},
+                                     {{1, 1, (1 << 24) + 1, 1}, "windows"},
+                                     {{1, 1.5, 1, 1}, "windows"}}) {
+    json["windows"] = value;
+    try {
+      config_from_json(json, "file.bin");
+      ADD_FAILURE() << value.dump() << " was accepted";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::bad_file);
+      EXPECT_NE(std::string(error.what()).find("file.bin: windows: "), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
+    }
+  }
+}
+
 // No key has a default but bos_id, whose absence means that there is none, and those that older files lack.
 TEST(ModelConfig, EveryKeyIsNeeded) {
   const Json good = config_to_json(preset_config("llama3.2-1b"));

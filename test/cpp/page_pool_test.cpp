@@ -165,6 +165,37 @@ TEST(PagePool, AThirdSequenceFindsWhatTwoComputedAtTheSameTime) {
   EXPECT_EQ(pool.inconsistency(), "");
 }
 
+// What lies in front of a window is free while the sequence goes on; what has a name is found by others.
+TEST(PagePool, PagesInFrontOfAPositionAreGivenBack) {
+  PagePool pool(5, 2);
+  BlockTable table(pool), other(pool);
+  compute(table, counted(7));
+  const std::vector<std::int32_t> pages(table.pages().begin(), table.pages().end());
+  table.release_before(1);
+  EXPECT_EQ(table.held(), 4);
+  table.release_before(5);
+  table.release_before(3);
+  EXPECT_EQ(table.held(), 2);
+  EXPECT_EQ(Ids(table.pages().begin(), table.pages().end()), (Ids{-1, -1, pages[2], pages[3]}));
+  EXPECT_EQ(pool.in_use(), 2);
+  EXPECT_EQ(pool.cached(), 2);
+  EXPECT_EQ(other.extend_by_prefix(counted(7), 7), 6);
+  EXPECT_EQ(Ids(other.pages().begin(), other.pages().end()), Ids(pages.begin(), pages.begin() + 3));
+  other.release();
+
+  EXPECT_TRUE(table.grow(13));  // into the pages that it has given back
+  EXPECT_FALSE(other.grow(1));
+  table.name_full_pages(counted(13), 13);
+  table.release_before(100);
+  EXPECT_EQ(table.held(), 0);
+  table.release();
+  EXPECT_TRUE(table.pages().empty());
+  EXPECT_EQ(pool.in_use(), 0);
+  EXPECT_EQ(pool.inconsistency(), "");
+  EXPECT_TRUE(table.grow(10));
+  EXPECT_EQ(table.held(), 5);
+}
+
 TEST(PagePool, WhatIsForgottenIsNotFound) {
   PagePool pool(4, 2);
   BlockTable a(pool), b(pool);

@@ -32,6 +32,7 @@ struct PagedFakeSizes {
   std::int64_t wrong_of = 0;    // for a draft model: one of so many ids that it samples is another one; 0: none
   bool device_drafts = false;   // it has a place for guesses
   bool read_everything = true;  // each row reads all ids before it; otherwise the state of the one before alone
+  std::int64_t window = 0;      // of them it reads so many, its own included; at least 2. 0: all
 };
 
 class PagedFake : public InferenceModel {
@@ -41,6 +42,7 @@ class PagedFake : public InferenceModel {
   explicit PagedFake(const PagedFakeSizes& sizes) : sizes_(sizes) {
     config_.vocab_size = config_.tokenizer_vocab = sizes.vocab_size;
     config_.max_positions = sizes.max_positions;
+    if (sizes.window > 0) config_.num_layers = 1, config_.windows = {sizes.window};
     cells_.resize(static_cast<std::size_t>(sizes.num_pages * sizes.page_size));
     used_.resize(static_cast<std::size_t>(sizes.num_pages));
     slots_.resize(static_cast<std::size_t>(sizes.slots));
@@ -136,7 +138,7 @@ class PagedFake : public InferenceModel {
     std::uint64_t state = 0;
     bool poisoned = false;
   };
-  // The last step that has a page in a block table, and the slot of the span; -2: of several.
+  // The last step that reads a page or appends to it, and the slot of the span; -2: of several.
   struct Use {
     std::int64_t step = 0;
     std::int32_t slot = -1;
@@ -157,8 +159,13 @@ class PagedFake : public InferenceModel {
     const std::int64_t end = span.first_position + rows_of(span);
     if (span.first_position < 0 || end > sizes_.max_positions) fail(Exit::internal, "fake: position %lld", wide(end));
     if (std::ssize(span.pages) * sizes_.page_size < end) fail(Exit::internal, "fake: too few pages");
-    const std::set<std::int32_t> pages(span.pages.begin(), span.pages.end());
-    if (pages.size() != span.pages.size()) fail(Exit::internal, "fake: a page twice in one table");
+    std::span<const std::int32_t> held = span.pages;
+    const std::int64_t hidden = first_read(span.first_position) / sizes_.page_size;
+    while (span.pages.size() - held.size() < static_cast<std::size_t>(hidden) && held.front() == -1) {
+      held = held.subspan(1);
+    }
+    const std::set<std::int32_t> pages(held.begin(), held.end());
+    if (pages.size() != held.size()) fail(Exit::internal, "fake: a page twice in one table");
     if (*pages.begin() < 0 || *pages.rbegin() >= sizes_.num_pages) fail(Exit::internal, "fake: page out of range");
     for (const std::int32_t id : span.ids) {
       if (id < 0 || id >= sizes_.vocab_size) fail(Exit::internal, "fake: id %d", id);
@@ -190,7 +197,8 @@ class PagedFake : public InferenceModel {
       }
     }
     for (const Span& span : work) {
-      for (const std::int32_t page : span.pages) {
+      const std::int64_t first = first_read(span.first_position) / sizes_.page_size;
+      for (const std::int32_t page : span.pages.subspan(static_cast<std::size_t>(first))) {
         Use& use = used_[static_cast<std::size_t>(page)];
         const bool others = use.step >= oldest_in_flight && use.slot != span.slot;
         use = {step_, others ? -2 : span.slot};
@@ -262,14 +270,20 @@ class PagedFake : public InferenceModel {
     return other == kPoison ? kPoison + 1 : other;
   }
 
+  // The first position that the row at `position` reads.
+  std::int64_t first_read(std::int64_t position) const {
+    const std::int64_t before = !sizes_.read_everything ? 1 : sizes_.window > 0 ? sizes_.window - 1 : position;
+    return std::max<std::int64_t>(position - before, 0);
+  }
+
   void read_before(const Span& span, std::int64_t position, std::uint64_t& state, bool& poisoned) {
     state = 0;
     poisoned = false;
-    for (std::int64_t i = sizes_.read_everything ? 0 : std::max<std::int64_t>(position - 1, 0); i < position; ++i) {
+    const std::int64_t first = first_read(position);
+    for (std::int64_t i = first; i < position; ++i) {
       const Cell& before = cell(span, i);
       if (before.id < 0) fail(Exit::internal, "fake: position %lld was not written", wide(i));
-      if (!sizes_.read_everything) state = before.state;
-      if (sizes_.read_everything) state = state_after(state, before.id);
+      state = i > 0 && i == first ? before.state : state_after(state, before.id);
       if (before.state != state) fail(Exit::internal, "fake: position %lld is another sequence's", wide(i));
       poisoned = before.poisoned;
     }

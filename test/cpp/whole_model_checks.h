@@ -181,7 +181,8 @@ inline void expect_no_dropout_in_evaluate(const MakeModel& make, double toleranc
 // Backward with dropout is the derivative of forward with the same masks: for each tensor, the slope of the loss along the
 // tensor's own gradient is the gradient's 2-norm. A mask that differs between the two passes changes it by about the
 // dropout probability; the loss is good to some 1e-7 in fp32 and the step is chosen so that 1 % shows.
-inline void expect_gradients_with_dropout(const MakeModel& make, Recompute recompute, NormKind norm) {
+inline void expect_gradients_with_dropout(const MakeModel& make, Recompute recompute, NormKind norm,
+                                          const std::vector<std::int64_t>& windows = {}) {
   TrainOptions options;
   options.micro_batch = 2;
   options.seq_len = 19;
@@ -190,6 +191,7 @@ inline void expect_gradients_with_dropout(const MakeModel& make, Recompute recom
   options.recompute = recompute;
   ModelConfig config = small_llama();
   config.norm = norm;
+  config.windows = windows;
   const TokenBatch text = random_tokens(config, 2 * 19, 3);
   const auto model = make(config, options);
   randomize_parameters(*model);

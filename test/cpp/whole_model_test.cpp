@@ -30,6 +30,41 @@ TEST(WholeModel, GradientsWithDropout) {
   }
 }
 
+TEST(WholeModel, GradientsWithWindows) {
+  for (const Recompute recompute : {Recompute::none, Recompute::block}) {
+    test::expect_gradients_with_dropout(make_cpu, recompute, NormKind::rmsnorm, {2, 0, 5});
+  }
+}
+
+// With windows w of the layers a token reaches the next sum of (w - 1) positions, and none behind them.
+TEST(WholeModel, ATokenReachesAsFarAsTheWindowsOfAllLayers) {
+  constexpr std::int64_t T = 40, kChanged = 3;
+  ModelConfig config = test::small_llama();
+  TrainOptions options;
+  options.seq_len = T;
+  for (const auto& [windows, reach] : {std::pair<std::vector<std::int64_t>, std::int64_t>{{1, 1, 1}, 0},
+                                       {{4, 4, 4}, 9},
+                                       {{2, 17, 5}, 21},
+                                       {{4, 0, 1}, T}}) {
+    config.windows = windows;
+    const auto model = make_cpu(config, options);
+    test::randomize_parameters(*model);
+    test::TokenBatch text = test::random_tokens(config, T, 1);
+    const auto logits = [&] {
+      model->forward(text.batch(), 0, 1.0f);
+      return model->activation("final_norm");
+    };
+    const test::Floats before = logits();
+    text.tokens[kChanged] = (text.tokens[kChanged] + 1) % static_cast<std::int32_t>(config.vocab_size);
+    const test::Floats after = logits();
+    for (std::int64_t t = 0; t < T; ++t) {
+      const auto at = t * config.hidden_size;
+      const bool same = std::equal(before.begin() + at, before.begin() + at + config.hidden_size, after.begin() + at);
+      EXPECT_EQ(same, t < kChanged || t > kChanged + reach) << "position " << t << ", reach " << reach;
+    }
+  }
+}
+
 // The classifier takes 512 rows at once: 1,100 are two pieces and a rest.
 TEST(WholeModel, PiecesOfAMicroBatchAddUp) {
   test::expect_pieces_add_up(make_cpu, 11, 100, test::kTolerance);
@@ -81,6 +116,7 @@ TEST(WholeModel, ActivationsAreThoseOfTheirLayerOrNone) {
 
 // The decoder of a model in training computes what the model computes, in every variant of a Llama.
 TEST(WholeModel, ItsDecoderComputesWhatItComputes) {
+  const std::vector<std::int64_t> windows = {3, 0, 7};
   for (const NormKind norm : {NormKind::rmsnorm, NormKind::layernorm}) {
     for (const bool tied : {false, true}) {
       for (const std::int64_t rotary_dim : {24, 10}) {
@@ -90,6 +126,7 @@ TEST(WholeModel, ItsDecoderComputesWhatItComputes) {
         config.tied_embeddings = tied;
         config.head_dim = 24;
         config.rope.rotary_dim = rotary_dim;
+        if (rotary_dim == 10) config.windows = windows;
         TrainOptions options;
         options.seq_len = 9;
         const auto model = make_cpu(config, options);

@@ -435,6 +435,9 @@ TEST(CudaInference, ShapesWithoutKernelsAreRefusedByName) {
   EXPECT_NE(reason([](ModelConfig& c) { c.head_dim = 48; }).find("head_dim: got 48"), std::string::npos);
   EXPECT_NE(reason([](ModelConfig& c) { c.hidden_size = 36; }).find("hidden_size: got 36"), std::string::npos);
   EXPECT_NE(reason([](ModelConfig& c) { c.ffn_size = 100; }), "");
+  EXPECT_NE(
+      reason([](ModelConfig& c) { c.windows.assign(static_cast<std::size_t>(c.num_layers), 8); }).find("windows: "),
+      std::string::npos);
 }
 
 TEST(CudaInference, ThePlanIsWhatIsAllocated) {

@@ -5,6 +5,10 @@ from mutant import Mutant, unit
 ROOM = "llmc/infer"
 
 ROWS = [
+    Mutant("pages in front of a window are given back while a step reads them", "collected",
+           "std::min(s.rows_in_flight.front(), s.rows)", "s.rows", unit("Engine.PagesInFront*")),
+    Mutant("the page in which a window begins is given back", "release_before", "(released_ + 1) * pool_.page_size()",
+           "released_ * pool_.page_size()", unit("PagePool.PagesInFront*", "Engine.PagesInFront*")),
     Mutant("half a line of a killed batch stays", "AnswerFile::read", "torn && ::ftruncate",
            "torn && line_number == 0 && ::ftruncate", unit("BatchTest.*")),
     Mutant("a quote inside an id ends it", "is_torn_answer", "if (line[end] == '\\\\') ++end;", "", unit("BatchTest.*")),
@@ -53,7 +57,7 @@ ROWS = [
            unit("Engine.ASmall*", "Engine.RequestsShare*")),
     Mutant("sequences are displaced in vain", "make_room", "if (pages_needed(next) > room) return false;", "",
            unit("Engine.NobodyIs*")),
-    Mutant("pages are free while a step uses them", "stop_running", "s.in_flight == 0", "s.in_flight >= 0", unit("Engine.*")),
+    Mutant("pages are free while a step uses them", "stop_running", "!s.in_flight()", "true", unit("Engine.*")),
     Mutant("prompts fill the steps of those who generate", "divide",
            "if (any_decodes) budget = std::min(budget, options_.prompt_rows);", "", unit("Engine.PromptRows*")),
     Mutant("rows of wrong guesses stay", "Scheduler::verified", "s.rows -= wrong;", "", unit("Engine.Drafts*")),

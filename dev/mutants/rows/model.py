@@ -5,6 +5,14 @@ from mutant import Mutant, unit
 ROOM = "llmc/model"
 
 ROWS = [
+    Mutant("causal mask shows one key too many", "end_key", "first_position + row + 1", "first_position + row + 2",
+           unit("Odd/AttentionShapes.*")),
+    Mutant("a window has one key too many", "first_key", "row - window + 1", "row - window",
+           unit("Windows/AttentionShapes.*", "PagedAttention.*")),
+    Mutant("pages are given back in front of the shortest window", "longest_window", ": *longest", ": *shortest",
+           unit("CpuInference.OnlyPages*", "CpuInference.PagesInFront*")),
+    Mutant("documents of a sequence are those of the first one", "visibility", "document_starts + b * TQ", "document_starts",
+           unit("Documents/AttentionShapes.*")),
     Mutant("NaN passes a comparison", "distance", "finite && row", "row", unit("Distance.*")),
     Mutant("a dump may not err what an ulp leads to", "check", "? kFactor * ulp_distance", "? 0 * kFactor * ulp_distance",
            unit("CompareDump.SteppedParameters*")),

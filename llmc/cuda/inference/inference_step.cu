@@ -49,7 +49,7 @@ void Inference<S>::check(std::span<const Span> work) const {
   if (submitted_ - collected_ >= kDepth) {
     fail(Exit::internal, "inference: %lld steps were not collected", static_cast<long long>(kDepth));
   }
-  check_step(work, pool_);
+  check_step(work, pool_, config_.longest_window());
   for (const Span& span : work) {
     if (span.alternatives > kMaxAlternatives) {
       fail(Exit::internal, "inference: %d alternatives, at most %lld are possible", span.alternatives,

@@ -117,6 +117,7 @@ const char* decode_mode_name(DecodeMode mode) {
 
 std::string neox_unsupported_reason(const ModelConfig& c, DType dtype) {
   if (const std::string reason = head_dim_unsupported_reason(c.head_dim); !reason.empty()) return reason;
+  if (!c.windows.empty()) return "windows: the GPU has no attention with a sliding window";
   if (c.activation == Activation::gelu_tanh)
     return "activation: the GPU has GELU with erf alone, not its approximation by tanh";
   const std::int64_t element = static_cast<std::int64_t>(dtype_bytes(dtype));

@@ -223,6 +223,9 @@ template std::vector<MemoryLine> llama_memory<float>(const ModelConfig&, const T
 template std::vector<MemoryLine> llama_memory<bf16>(const ModelConfig&, const TrainOptions&, const RankShare&);
 
 void check_sizes(const ModelConfig& config) {
+  if (!config.windows.empty()) {
+    fail(Exit::usage, "windows: the GPU trains models without sliding windows. Use --device cpu");
+  }
   if (config.has_linear_biases()) {
     fail(Exit::usage, "attention_bias, mlp_bias: the GPU trains Llamas without biases. Use --device cpu");
   }

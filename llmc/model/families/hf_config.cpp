@@ -506,7 +506,7 @@ Json hf_from_model(const ModelConfig& model, const Json& original, const std::st
   again.eos_ids = model.eos_ids;  // a file may have one twice
   const Json want = config_to_json(model), got = config_to_json(again);
   for (const auto& [key, value] : want.items()) {
-    if (value == got[key]) continue;
+    if (got.contains(key) && value == got[key]) continue;
     problem = format("model.%s: got %s, which no Hugging Face configuration of a %s model describes", key.c_str(),
                      shown(value).c_str(), family.name);
     return nullptr;
