@@ -331,6 +331,18 @@ TrainOptions TrainSettings::model_options() const {
   return options;
 }
 
+OptimizerStep TrainSettings::optimizer_step(std::int64_t update, std::int64_t step, float gradient_scale) const {
+  AdamWStep adamw;
+  adamw.step = update;
+  adamw.learning_rate = static_cast<float>(learning_rate().at(step));
+  adamw.beta1 = static_cast<float>(beta1);
+  adamw.beta2 = static_cast<float>(beta2);
+  adamw.eps = static_cast<float>(eps);
+  adamw.weight_decay = static_cast<float>(weight_decay);
+  adamw.gradient_scale = gradient_scale;
+  return adamw;
+}
+
 ResumeMode TrainSettings::resume_mode() const {
   return resume == "must" ? ResumeMode::must : resume == "never" ? ResumeMode::never : ResumeMode::automatic;
 }

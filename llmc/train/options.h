@@ -86,6 +86,8 @@ struct TrainSettings {
   std::int64_t rank_accumulation() const { return accumulation() / virtual_ranks; }
   Schedule learning_rate() const;
   TrainOptions model_options() const;
+  // What the optimizer is given in step `step`, counted from 1, which is the `update`-th that changes the parameters.
+  OptimizerStep optimizer_step(std::int64_t update, std::int64_t step, float gradient_scale) const;
   ResumeMode resume_mode() const;
   Shard shard_kind() const;
   // The fields that decide the numbers of a run, by option name: what a checkpoint must agree with. --steps

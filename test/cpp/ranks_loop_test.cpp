@@ -106,14 +106,15 @@ class RanksLoop : public testing::Test {
     DataLoader loader(data, settings.micro_batch, static_cast<std::uint64_t>(settings.seed), begin.windows,
                       {ranks.rank(), ranks.size(), settings.rank_accumulation()});
     const bool joint = beside != nullptr && shard != Shard::none;
-    TrainLoop loop(
-        {settings, model, loader, checkpoints, first ? *log : silent, &data, nullptr,
-         joint   ? model.make_own_copy()
-         : first ? model.make_state_copy()
-                 : nullptr,
-         several,
-         joint ? std::make_unique<JointSave>(*beside, checkpoints, model.table(), model.own_elements()) : nullptr},
-        begin);
+    TrainLoop loop({settings, model, loader, checkpoints, first ? *log : silent, &data, nullptr,
+                    joint   ? model.make_own_copy()
+                    : first ? model.make_state_copy()
+                            : nullptr,
+                    several,
+                    joint ? std::make_unique<JointSave>(*beside, checkpoints, model.optimizer(), model.table(),
+                                                        model.own_elements())
+                          : nullptr},
+                   begin);
     try {
       outcome.exit = loop.run();
       outcome.tensors = whole_state(*inner);

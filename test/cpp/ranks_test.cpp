@@ -290,7 +290,7 @@ TEST_F(VirtualRanks, TheUpdateIsThatOfTheSum) {
   step.beta1 = 0;
   step.beta2 = 0;
   model->update(step);
-  EXPECT_EQ(tensors(*model, TensorRole::moment1), gradient);
+  EXPECT_EQ(tensors(*model, TensorRole::state1), gradient);
 }
 
 // One rank is a run without the option: the sum of one, and no buffer for more.

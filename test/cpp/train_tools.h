@@ -102,7 +102,7 @@ inline std::vector<float> tensors(TrainModel& model, TensorRole role) {
 // Parameters and both moments: what must agree bit for bit.
 inline std::vector<float> whole_state(TrainModel& model) {
   std::vector<float> all = tensors(model, TensorRole::parameter);
-  for (const TensorRole role : {TensorRole::moment1, TensorRole::moment2}) {
+  for (const TensorRole role : {TensorRole::state1, TensorRole::state2}) {
     const std::vector<float> more = tensors(model, role);
     all.insert(all.end(), more.begin(), more.end());
   }
@@ -170,6 +170,7 @@ class HookedModel : public TrainModel {
 
   const ModelConfig& config() const override { return inner().config(); }
   const TensorTable& table() const override { return inner().table(); }
+  const Optimizer& optimizer() const override { return inner().optimizer(); }
   std::vector<MemoryLine> memory() const override { return inner().memory(); }
   void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) override {
     if (before_forward) before_forward(micro_step);
@@ -185,8 +186,8 @@ class HookedModel : public TrainModel {
     if (after_statistics) after_statistics(statistics);
     return statistics;
   }
-  void update(const AdamWStep& step) override {
-    if (before_update) before_update(step);
+  void update(const OptimizerStep& step) override {
+    if (before_update) before_update(step.adamw);
     inner().update(step);
   }
   double evaluate(const Batch& batch, std::int64_t* label_count) override {
