@@ -13,6 +13,9 @@ void adamw(float* parameters, const float* gradients, float* moment1, float* mom
            const AdamWStep& step);
 // The same for one tensor of a model.
 void adamw_update(const TensorUpdate& tensor, const OptimizerStep& step);
+inline std::int64_t adamw_workspace(const TensorSpec& /*spec*/) {
+  return 0;
+}
 
 // adamw() and both functions below work in blocks of this many elements: a tensor that is cut between blocks gives the
 // same bits.

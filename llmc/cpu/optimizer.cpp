@@ -2,11 +2,13 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/adamw.h"
+#include "llmc/cpu/muon.h"
 
 namespace weft::cpu {
 
 const OptimizerUpdate& update_of(const Optimizer& optimizer) {
-  static const OptimizerUpdate kUpdates[] = {{adamw_optimizer(), adamw_update}};
+  static const OptimizerUpdate kUpdates[] = {{adamw_optimizer(), adamw_update, adamw_workspace},
+                                             {muon_optimizer(), muon_update, muon_workspace}};
   for (const OptimizerUpdate& row : kUpdates) {
     if (&row.optimizer == &optimizer) return row;
   }

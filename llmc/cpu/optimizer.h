@@ -15,6 +15,7 @@ struct TensorUpdate {
   float* parameters;
   const float* gradients;
   std::array<float*, 2> states;  // state1 and state2; null where the optimizer has none
+  float* workspace;              // OptimizerUpdate::workspace() elements
 };
 
 struct OptimizerUpdate {
@@ -22,6 +23,8 @@ struct OptimizerUpdate {
   // Updates parameters and states. The same bits for any number of threads and, where a tensor may be cut, for any cut
   // between blocks of kAdamWBlock elements.
   void (*update)(const TensorUpdate& tensor, const OptimizerStep& step);
+  // Elements of fp32 that update() writes to for this tensor.
+  std::int64_t (*workspace)(const TensorSpec& spec);
 };
 
 // Exit::internal for an optimizer without a row.

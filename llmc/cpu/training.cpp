@@ -50,6 +50,16 @@ MemoryPlan state_plan(const char* name, const PackedRanges& elements) {
   return part_plan(name, {0, elements.size()});
 }
 
+// For the largest tensor in `own`.
+MemoryPlan update_workspace_plan(const TrainOptions& options, const TensorTable& table, const Range& own) {
+  std::int64_t largest = 0;
+  for (const TensorSpec& spec : table.specs()) {
+    if (common({spec.offset, spec.offset + spec.elements}, own).size() == 0) continue;
+    largest = std::max(largest, update_of(*options.optimizer).workspace(spec));
+  }
+  return part_plan("workspace of the optimizer", {0, largest});
+}
+
 // For the sum of the gradients of the ranks before, if a process computes several ranks. `part`: the elements that it
 // adds.
 MemoryPlan rank_sum_plan(std::int64_t rounds, const Range& part) {
@@ -69,7 +79,7 @@ struct RankShard {
 RankShard shard_of(const ModelConfig& config, const TensorTable& table, const TrainOptions& options, int rank,
                    int ranks, Shard shard) {
   const Range all{0, table.arena_elements()};
-  const Range part = cut_arena(table, ranks, kAdamWBlock)[static_cast<std::size_t>(rank)];
+  const Range part = cut_arena(table, ranks, kAdamWBlock, *options.optimizer)[static_cast<std::size_t>(rank)];
   RankShard own{options.virtual_ranks / ranks, part, shard == Shard::none ? all : part, {}};
   if (shard == Shard::parameters && ranks > 1) {
     own.places = SectionBuffers(parameter_sections(config, table), config.num_layers);
@@ -107,6 +117,9 @@ std::vector<MemoryLine> memory_lines(const ModelConfig& config, const TrainOptio
     states += state_plan("state", states_of(options, table, role, shard.own)).bytes();
   }
   lines.push_back({format("%s (fp32)", options.optimizer->state_name()), states});
+  if (const std::uint64_t bytes = update_workspace_plan(options, table, shard.own).bytes(); bytes > 0) {
+    lines.push_back({"workspace of the optimizer (fp32)", bytes});
+  }
   lines.push_back({"activations (fp32)", TrainingActivations<float>(config, options, kClassifierRows).plan().bytes()});
   if (options.precision == Precision::fp8) {
     const std::uint64_t bytes = Fp8Linears::planned_bytes(config, options, shard.places.elements() > 0);
@@ -131,7 +144,7 @@ class TrainingModel final : public TrainModel {
         update_(update_of(*options.optimizer)),
         ranks_(ranks),
         sharded_(ranks != nullptr && shard != Shard::none),
-        parts_(cut_arena(table_, ranks != nullptr ? ranks->size() : 1, kAdamWBlock)),
+        parts_(cut_arena(table_, ranks != nullptr ? ranks->size() : 1, kAdamWBlock, *options.optimizer)),
         shard_(shard_of(config, table_, options, ranks != nullptr ? ranks->rank() : 0,
                         ranks != nullptr ? ranks->size() : 1, shard)),
         own_(shard_.own),
@@ -144,6 +157,7 @@ class TrainingModel final : public TrainModel {
         state2_(states_of(options, table_, TensorRole::state2, own_)),
         state1_arena_(state_plan("optimizer's first state", state1_)),
         state2_arena_(state_plan("optimizer's second state", state2_)),
+        update_workspace_(update_workspace_plan(options, table_, own_)),
         weights_(bind_weights(config, table_, parameter_arena_.at<float>(0), Offsets::bytes)),
         d_weights_(bind_weights(config, table_, gradient_arena_.at<float>(0), Offsets::elements)),
         acts_(config, options, kClassifierRows),
@@ -325,7 +339,7 @@ class TrainingModel final : public TrainModel {
   HostArena gradient_arena_;
   HostArena rank_sum_arena_;      // the gradients of the ranks that are complete; empty where a process has one
   PackedRanges state1_, state2_;  // of the arena: whose state tensors this model has
-  HostArena state1_arena_, state2_arena_;
+  HostArena state1_arena_, state2_arena_, update_workspace_;
   ModelWeights<float> weights_, d_weights_;
   TrainingActivations<float> acts_;
   HostArena activation_arena_;
@@ -655,7 +669,8 @@ void TrainingModel::update(const OptimizerStep& step) {
          part.size(),
          at(TensorRole::parameter, part),
          at(TensorRole::gradient, part),
-         {states > 0 ? at(TensorRole::state1, part) : nullptr, states > 1 ? at(TensorRole::state2, part) : nullptr}},
+         {states > 0 ? at(TensorRole::state1, part) : nullptr, states > 1 ? at(TensorRole::state2, part) : nullptr},
+         update_workspace_.at<float>(0)},
         step);
   }
   if (fp8_) fp8_->end_step();

@@ -12,7 +12,7 @@ std::size_t state_index(TensorRole role) {
 }
 
 const std::vector<const Optimizer*>& optimizers() {
-  static const std::vector<const Optimizer*> all = {&adamw_optimizer()};
+  static const std::vector<const Optimizer*> all = {&adamw_optimizer(), &muon_optimizer()};
   return all;
 }
 

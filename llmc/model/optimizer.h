@@ -1,6 +1,6 @@
 // What an optimizer is: which state it keeps for each parameter, and what its step is given. Memory, checkpoints, copies,
 // ranks and the training loop know optimizers by this description alone; the arithmetic is in llmc/cpu and llmc/cuda.
-// doc/new_optimizer.md says how to add one.
+// dev/ARCHITECTURE.md says how to add one.
 #pragma once
 
 #include <cstddef>
@@ -11,6 +11,7 @@
 
 #include "llmc/base/range.h"
 #include "llmc/model/optimizers/adamw.h"
+#include "llmc/model/optimizers/muon.h"
 #include "llmc/model/tensor_table.h"
 
 namespace weft {
@@ -38,8 +39,9 @@ const Optimizer* find_optimizer(std::string_view name);
 
 // What one update is given: the hyperparameters of each kind of update.
 struct OptimizerStep {
-  OptimizerStep(const AdamWStep& step) : adamw(step) {}
+  OptimizerStep(const AdamWStep& step) : adamw(step), muon(muon_step(step)) {}
   AdamWStep adamw;
+  MuonStep muon;
 };
 
 // A tensor of the state of a run.

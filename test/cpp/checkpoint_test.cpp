@@ -872,8 +872,8 @@ TEST(NumericSettings, AreAllOptionsButThese) {
       "gpus",         "shard",  // any number of them, and any sharding, gives the same bits
       "comm-timeout",
   };
-  const char* words[] = {"train_llama", "--config",  "tiny", "--print-config",  "--schedule",
-                         "wsd",         "--moments", "bf16", "--virtual-ranks", "2"};
+  const char* words[] = {"train_llama", "--config",        "tiny", "--print-config", "--schedule", "wsd", "--moments",
+                         "bf16",        "--virtual-ranks", "2",    "--optimizer",    "muon"};
   const TrainSettings settings = *parse_train_options(static_cast<int>(std::size(words)), words, "test");
   std::set<std::string> expected, got = others;
   for (const auto& [name, value] : settings.effective) expected.insert(name);
@@ -885,12 +885,13 @@ TEST(NumericSettings, AreAllOptionsButThese) {
 // The text of each option reaches the field that the checkpoint holds.
 TEST(NumericSettings, FollowTheCommandLine) {
   const std::map<std::string, std::string> given = {
-      {"micro-batch", "3"}, {"seq-len", "5"},         {"batch-tokens", "30"},
-      {"lr", "0.5"},        {"min-lr-ratio", "0.25"}, {"warmup-steps", "7"},
-      {"schedule", "wsd"},  {"weight-decay", "0.5"},  {"beta1", "0.5"},
-      {"beta2", "0.25"},    {"eps", "0.5"},           {"grad-clip", "0"},
-      {"dropout", "0.5"},   {"seed", "77"},           {"precision", "fp32"},
-      {"moments", "bf16"},  {"virtual-ranks", "2"},   {"wsd-decay-fraction", "0.5"}};
+      {"micro-batch", "3"},  {"seq-len", "5"},         {"batch-tokens", "30"},
+      {"lr", "0.5"},         {"min-lr-ratio", "0.25"}, {"warmup-steps", "7"},
+      {"schedule", "wsd"},   {"weight-decay", "0.5"},  {"beta1", "0.5"},
+      {"beta2", "0.25"},     {"eps", "0.5"},           {"grad-clip", "0"},
+      {"dropout", "0.5"},    {"seed", "77"},           {"precision", "fp32"},
+      {"moments", "bf16"},   {"virtual-ranks", "2"},   {"wsd-decay-fraction", "0.5"},
+      {"optimizer", "muon"}, {"muon-lr", "0.5"},       {"muon-momentum", "0.25"}};
   std::vector<std::string> words = {"train_llama", "--config", "tiny", "--print-config"};
   for (const auto& [name, value] : given) words.insert(words.end(), {"--" + name, value});
   std::vector<const char*> argv;

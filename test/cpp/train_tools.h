@@ -92,6 +92,7 @@ inline std::unique_ptr<TrainModel> micro_model(const TrainSettings& settings) {
 inline std::vector<float> tensors(TrainModel& model, TensorRole role) {
   std::vector<float> all;
   for (const TensorSpec& spec : model.table().specs()) {
+    if (!has_tensor(model.optimizer(), role, spec)) continue;
     const std::size_t begin = all.size();
     all.resize(begin + static_cast<std::size_t>(spec.elements));
     model.read_tensor(role, spec, all.data() + begin);
@@ -99,7 +100,7 @@ inline std::vector<float> tensors(TrainModel& model, TensorRole role) {
   return all;
 }
 
-// Parameters and both moments: what must agree bit for bit.
+// Parameters and state tensors: what must agree bit for bit.
 inline std::vector<float> whole_state(TrainModel& model) {
   std::vector<float> all = tensors(model, TensorRole::parameter);
   for (const TensorRole role : {TensorRole::state1, TensorRole::state2}) {

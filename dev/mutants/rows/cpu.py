@@ -7,6 +7,13 @@ ROOM = "llmc/cpu"
 ROWS = [
     Mutant("AdamW bias correction off by one", "adamw", "double>(step.step)", "double>(step.step + 1)", unit("AdamW.*")),
     Mutant("AdamW ignores eps", "adamw", "+ eps", "+ 1e-8f + 0 * eps", unit("AdamW.*", "OperatorVectors.AdamW")),
+    Mutant("Muon without Nesterov's form", "muon_update", "return g + momentum * (m[i] - g);", "return m[i];",
+           unit("OperatorVectors.Muon", "MuonModel.TenSteps*")),
+    Mutant("Muon's scale is that of the shorter side", "muon_update", "std::max(rows, columns)", "std::min(rows, columns)",
+           unit("OperatorVectors.Muon", "MuonModel.TenSteps*")),
+    Mutant("a tall matrix orthogonalised without its last term", "orthogonalize",
+           "matmul_forward(next, x, polynomial, nullptr, rows, columns, columns, Accumulate::yes);", "",
+           unit("Muon.SingularValues*", "OperatorVectors.Muon")),
     Mutant("causal mask shows one key too many", "mask_scores", "visible_keys(shape, first_query + t)",
            "visible_keys(shape, first_query + t) + 1", unit("Odd/AttentionShapes.*")),
     Mutant("more than 4 query heads have the wrong keys, a few rows", "forward_row", "shape.HS, kv = h",
