@@ -103,10 +103,10 @@ void add_ranks(OptionTable& table, TrainSettings& s) {
       "gpus", s.gpus, 0, kMaxLocalRanks,
       "train on so many GPUs of this machine, one process each; 0: as many ranks as torchrun, srun or mpirun have "
       "started, or one");
-  table.choice(
-      "shard", s.shard, {"none", "optimizer", "gradients", "parameters"},
-      "what the ranks divide: nothing, AdamW's moments and the update, on GPUs gradients too, or parameters too. The "
-      "numbers are the same");
+  table.choice("shard", s.shard, {"none", "optimizer", "gradients", "parameters"},
+               "what the ranks divide: nothing, the optimizer's state and the update, on GPUs gradients too, or "
+               "parameters too. The "
+               "numbers are the same");
   table.number("comm-timeout", s.comm_timeout, 1, 86400,
                "seconds that a rank waits for another one before the run ends");
 }
