@@ -150,8 +150,8 @@ void add_savers(TrainLoop::Parts& parts, const TrainSettings& settings, RankTeam
   if (writers.all) {
     log_info("saves: each rank writes its part, in the background");
     parts.copy = parts.model.make_own_copy();
-    parts.joint_save = std::make_unique<JointSave>(team.save_communicator(), parts.checkpoints, parts.model.table(),
-                                                   parts.model.own_elements());
+    parts.joint_save = std::make_unique<JointSave>(team.save_communicator(), parts.checkpoints, parts.model.optimizer(),
+                                                   parts.model.table(), parts.model.own_elements());
     return;
   }
   if (!writers.reason.empty()) log_info("saves: rank 0 writes for all, because %s", writers.reason.c_str());

@@ -103,6 +103,8 @@ def read_description(run: Path) -> RunDescription:
     exported_config(model, path)
     if setting(options, "dropout", float, path) != 0:
         bad_file(path, "settings.dropout", f"got {shown(options['dropout'])}, expected 0: PyTorch draws other masks")
+    if (optimizer := options.get("optimizer", "adamw")) != "adamw":
+        bad_file(path, "settings.optimizer", f"got {shown(optimizer)}, expected adamw, the only one here")
     shards = config.get("train", [])
     return RunDescription(read_settings(options, path), model, shards if isinstance(shards, list) else [])
 

@@ -33,7 +33,7 @@ double seconds_of(const auto& work) {
 
 class Copy final : public StateCopy {
  public:
-  explicit Copy(const TensorTable& table) : table_(table), bytes_(state_copy_bytes(table)) {
+  explicit Copy(const TensorTable& table) : table_(table), bytes_(state_copy_bytes(adamw_optimizer(), table)) {
     void* memory = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) fail(Exit::resources, "no memory for a copy of the state");
     values_ = static_cast<float*>(memory);
@@ -44,7 +44,7 @@ class Copy final : public StateCopy {
   }
   const float* read(TensorRole role, const TensorSpec& spec, std::size_t first, std::size_t /*count*/,
                     float* /*buffer*/) const override {
-    const std::int64_t part = role == TensorRole::parameter ? 0 : role == TensorRole::moment1 ? 1 : 2;
+    const std::int64_t part = role == TensorRole::parameter ? 0 : role == TensorRole::state1 ? 1 : 2;
     return values_ + part * table_.arena_elements() + spec.offset + first;
   }
   const void* data() const {

@@ -40,6 +40,11 @@ void adamw(float* parameters, const float* gradients, float* moment1, float* mom
   }
 }
 
+void adamw_update(const TensorUpdate& tensor, const OptimizerStep& step) {
+  adamw(tensor.parameters, tensor.gradients, tensor.states[0], tensor.states[1], tensor.count, tensor.spec.decay,
+        step.adamw);
+}
+
 void block_squares(double* sums, const float* values, std::int64_t count) {
   const std::int64_t blocks = ceil_div(count, kAdamWBlock);
 #pragma omp parallel for schedule(static)

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "llmc/model/train_model.h"
+#include "llmc/cpu/optimizer.h"
 
 namespace weft::cpu {
 
@@ -11,6 +11,11 @@ namespace weft::cpu {
 // p -= lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps).
 void adamw(float* parameters, const float* gradients, float* moment1, float* moment2, std::int64_t count, bool decay,
            const AdamWStep& step);
+// The same for one tensor of a model.
+void adamw_update(const TensorUpdate& tensor, const OptimizerStep& step);
+inline std::int64_t adamw_workspace(const TensorSpec& /*spec*/) {
+  return 0;
+}
 
 // adamw() and both functions below work in blocks of this many elements: a tensor that is cut between blocks gives the
 // same bits.

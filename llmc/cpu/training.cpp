@@ -20,6 +20,7 @@
 #include "llmc/cpu/fp8_linears.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/cpu/matmul.h"
+#include "llmc/cpu/optimizer.h"
 #include "llmc/cpu/rank_sum.h"
 #include "llmc/cpu/residual_norm.h"
 #include "llmc/cpu/rope.h"
@@ -38,6 +39,25 @@ MemoryPlan part_plan(const char* name, const Range& part) {
   MemoryPlan plan(name);
   plan.add(checked_mul(static_cast<std::uint64_t>(part.size()), sizeof(float), name));
   return plan;
+}
+
+// The elements of a process's part that have a state tensor of this role.
+PackedRanges states_of(const TrainOptions& options, const TensorTable& table, TensorRole role, const Range& own) {
+  return PackedRanges(state_ranges(*options.optimizer, table, role, own));
+}
+
+MemoryPlan state_plan(const char* name, const PackedRanges& elements) {
+  return part_plan(name, {0, elements.size()});
+}
+
+// For the largest tensor in `own`.
+MemoryPlan update_workspace_plan(const TrainOptions& options, const TensorTable& table, const Range& own) {
+  std::int64_t largest = 0;
+  for (const TensorSpec& spec : table.specs()) {
+    if (common({spec.offset, spec.offset + spec.elements}, own).size() == 0) continue;
+    largest = std::max(largest, update_of(*options.optimizer).workspace(spec));
+  }
+  return part_plan("workspace of the optimizer", {0, largest});
 }
 
 // For the sum of the gradients of the ranks before, if a process computes several ranks. `part`: the elements that it
@@ -59,7 +79,7 @@ struct RankShard {
 RankShard shard_of(const ModelConfig& config, const TensorTable& table, const TrainOptions& options, int rank,
                    int ranks, Shard shard) {
   const Range all{0, table.arena_elements()};
-  const Range part = cut_arena(table, ranks, kAdamWBlock)[static_cast<std::size_t>(rank)];
+  const Range part = cut_arena(table, ranks, kAdamWBlock, *options.optimizer)[static_cast<std::size_t>(rank)];
   RankShard own{options.virtual_ranks / ranks, part, shard == Shard::none ? all : part, {}};
   if (shard == Shard::parameters && ranks > 1) {
     own.places = SectionBuffers(parameter_sections(config, table), config.num_layers);
@@ -92,7 +112,14 @@ std::vector<MemoryLine> memory_lines(const ModelConfig& config, const TrainOptio
   if (shard.rounds > 1) {
     lines.push_back({"sum of the ranks (fp32)", rank_sum_plan(shard.rounds, shard.added).bytes()});
   }
-  lines.push_back({"AdamW moments (fp32)", 2 * part_plan("moments", shard.own).bytes()});
+  std::uint64_t states = 0;
+  for (const TensorRole role : {TensorRole::state1, TensorRole::state2}) {
+    states += state_plan("state", states_of(options, table, role, shard.own)).bytes();
+  }
+  lines.push_back({format("%s (fp32)", options.optimizer->state_name()), states});
+  if (const std::uint64_t bytes = update_workspace_plan(options, table, shard.own).bytes(); bytes > 0) {
+    lines.push_back({"workspace of the optimizer (fp32)", bytes});
+  }
   lines.push_back({"activations (fp32)", TrainingActivations<float>(config, options, kClassifierRows).plan().bytes()});
   if (options.precision == Precision::fp8) {
     const std::uint64_t bytes = Fp8Linears::planned_bytes(config, options, shard.places.elements() > 0);
@@ -114,9 +141,10 @@ class TrainingModel final : public TrainModel {
       : config_(config),
         options_(options),
         table_(config),
+        update_(update_of(*options.optimizer)),
         ranks_(ranks),
         sharded_(ranks != nullptr && shard != Shard::none),
-        parts_(cut_arena(table_, ranks != nullptr ? ranks->size() : 1, kAdamWBlock)),
+        parts_(cut_arena(table_, ranks != nullptr ? ranks->size() : 1, kAdamWBlock, *options.optimizer)),
         shard_(shard_of(config, table_, options, ranks != nullptr ? ranks->rank() : 0,
                         ranks != nullptr ? ranks->size() : 1, shard)),
         own_(shard_.own),
@@ -125,8 +153,11 @@ class TrainingModel final : public TrainModel {
         own_parameter_arena_(own_parameters_plan(shard_)),
         gradient_arena_(per_parameter_plan("gradients", table_, sizeof(float))),
         rank_sum_arena_(rank_sum_plan(shard_.rounds, shard_.added)),
-        moment1_arena_(part_plan("first moments", own_)),
-        moment2_arena_(part_plan("second moments", own_)),
+        state1_(states_of(options, table_, TensorRole::state1, own_)),
+        state2_(states_of(options, table_, TensorRole::state2, own_)),
+        state1_arena_(state_plan("optimizer's first state", state1_)),
+        state2_arena_(state_plan("optimizer's second state", state2_)),
+        update_workspace_(update_workspace_plan(options, table_, own_)),
         weights_(bind_weights(config, table_, parameter_arena_.at<float>(0), Offsets::bytes)),
         d_weights_(bind_weights(config, table_, gradient_arena_.at<float>(0), Offsets::elements)),
         acts_(config, options, kClassifierRows),
@@ -142,6 +173,7 @@ class TrainingModel final : public TrainModel {
 
   const ModelConfig& config() const override { return config_; }
   const TensorTable& table() const override { return table_; }
+  const Optimizer& optimizer() const override { return *options_.optimizer; }
   std::vector<MemoryLine> memory() const override { return memory_lines(config_, options_, table_, shard_); }
 
   void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) override {
@@ -172,9 +204,10 @@ class TrainingModel final : public TrainModel {
     if (fp8_) fp8_->begin_step();
   }
   StepStatistics statistics() override;
-  void update(const AdamWStep& step) override;
+  void update(const OptimizerStep& step) override;
   void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override;
   void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override {
+    require_tensor(role, spec);
     const Range part = common(elements_of(spec), held(role));
     if (part.size() > 0) std::copy_n(values + (part.begin - spec.offset), part.size(), at(role, part));
     if (role == TensorRole::parameter) shard_.places.forget();
@@ -187,9 +220,12 @@ class TrainingModel final : public TrainModel {
   }
   std::vector<Range> own_elements() const override { return {sharded_ ? own_ : Range{0, table_.arena_elements()}}; }
   std::unique_ptr<StateCopy> make_own_copy() override {
-    return make_host_copy(own_elements(), [this](TensorRole role, std::size_t, float* values) {
-      const Range own = own_elements()[0];
-      std::copy_n(at(role, own), own.size(), values);
+    std::vector<RoleRanges> of_roles;
+    for (const TensorRole role : kStateRoles) {
+      of_roles.push_back({role, state_ranges(optimizer(), table_, role, own_elements()[0])});
+    }
+    return make_host_copy(of_roles, [this](TensorRole role, const Range& range, float* values) {
+      std::copy_n(at(role, range), range.size(), values);
     });
   }
   std::vector<float> activation(const std::string& name) override;
@@ -201,6 +237,9 @@ class TrainingModel final : public TrainModel {
 
  private:
   static Range elements_of(const TensorSpec& spec) { return {spec.offset, spec.offset + spec.elements}; }
+  void require_tensor(TensorRole role, const TensorSpec& spec) const {
+    if (!has_tensor(optimizer(), role, spec)) fail(Exit::internal, "%s has no such state", spec.name.c_str());
+  }
   // The elements of the arena that this model has.
   Range held(TensorRole role) const { return is_sharded(role) ? own_ : Range{0, table_.arena_elements()}; }
   // Whether each rank has only its own part of these tensors.
@@ -212,16 +251,16 @@ class TrainingModel final : public TrainModel {
   // The values of elements that this model has; null if there are none.
   float* at(TensorRole role, const Range& part) const {
     if (part.size() == 0) return nullptr;
-    const auto own = [&](const HostArena& arena) { return arena.at<float>(0) + (part.begin - own_.begin); };
     switch (role) {
       case TensorRole::parameter:
-        return parameters_sharded() ? own(own_parameter_arena_) : parameter_arena_.at<float>(0) + part.begin;
+        return parameters_sharded() ? own_parameter_arena_.at<float>(0) + (part.begin - own_.begin)
+                                    : parameter_arena_.at<float>(0) + part.begin;
       case TensorRole::gradient:
         return (ranks_ == nullptr && ranks_added_ > 0 ? rank_sum_arena_ : gradient_arena_).at<float>(0) + part.begin;
-      case TensorRole::moment1:
-        return own(moment1_arena_);
-      case TensorRole::moment2:
-        return own(moment2_arena_);
+      case TensorRole::state1:
+        return state1_arena_.at<float>(0) + state1_.position_of(part.begin);
+      case TensorRole::state2:
+        return state2_arena_.at<float>(0) + state2_.position_of(part.begin);
     }
     fail(Exit::internal, "unknown tensor role");
   }
@@ -289,17 +328,19 @@ class TrainingModel final : public TrainModel {
   ModelConfig config_;
   TrainOptions options_;
   TensorTable table_;
+  const OptimizerUpdate& update_;
   Communicator* ranks_;       // null: alone
-  bool sharded_;              // the moments and the update, between the ranks
+  bool sharded_;              // the optimizer's state and the update, between the ranks
   std::vector<Range> parts_;  // of the arena: one for each rank
   RankShard shard_;
-  Range own_;  // whose moments this model has: of all parameters, or of the part of its rank
+  Range own_;  // whose state this model has: of all parameters, or of the part of its rank
   std::vector<Range> sections_;
   HostArena parameter_arena_;      // what passes read
   HostArena own_parameter_arena_;  // of this rank, where they are sharded
   HostArena gradient_arena_;
-  HostArena rank_sum_arena_;  // the gradients of the ranks that are complete; empty where a process has one
-  HostArena moment1_arena_, moment2_arena_;
+  HostArena rank_sum_arena_;      // the gradients of the ranks that are complete; empty where a process has one
+  PackedRanges state1_, state2_;  // of the arena: whose state tensors this model has
+  HostArena state1_arena_, state2_arena_, update_workspace_;
   ModelWeights<float> weights_, d_weights_;
   TrainingActivations<float> acts_;
   HostArena activation_arena_;
@@ -619,11 +660,19 @@ double TrainingModel::sum_of_block_squares() const {
   return total;
 }
 
-void TrainingModel::update(const AdamWStep& step) {
+void TrainingModel::update(const OptimizerStep& step) {
   for (const TensorSpec& spec : table_.specs()) {
     const Range part = common(elements_of(spec), own_);
-    adamw(at(TensorRole::parameter, part), at(TensorRole::gradient, part), at(TensorRole::moment1, part),
-          at(TensorRole::moment2, part), part.size(), spec.decay, step);
+    if (part.size() == 0) continue;
+    const std::size_t states = optimizer().state_tensors(spec).size();
+    update_.update(
+        {spec,
+         part.size(),
+         at(TensorRole::parameter, part),
+         at(TensorRole::gradient, part),
+         {states > 0 ? at(TensorRole::state1, part) : nullptr, states > 1 ? at(TensorRole::state2, part) : nullptr},
+         update_workspace_.at<float>(0)},
+        step);
   }
   if (fp8_) fp8_->end_step();
   shard_.places.forget();
@@ -633,6 +682,7 @@ void TrainingModel::update(const AdamWStep& step) {
 // ---- access ---------------------------------------------------------------------------------------------------------
 
 void TrainingModel::read_tensor(TensorRole role, const TensorSpec& spec, float* values) {
+  require_tensor(role, spec);
   const Range part = common(elements_of(spec), held(role));
   if (part.size() > 0) std::copy_n(at(role, part), part.size(), values + (part.begin - spec.offset));
   if (!is_sharded(role)) return;

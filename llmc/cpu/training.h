@@ -16,7 +16,7 @@ std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOpti
 std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
                                       Shard shard);
 
-// All parameters, gradients and moments start as zeros; write_tensor() sets them. Exit::usage if options.precision is
+// All parameters, gradients and state tensors start as zeros; write_tensor() sets them. Exit::usage if options.precision is
 // bf16, or fp8 with sizes that check_fp8_sizes() refuses; Exit::resources if the memory cannot be had.
 std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options);
 
@@ -25,8 +25,8 @@ std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const
 // micro-batches. Together they give the bits of one model that computes all ranks. `ranks` must outlive the model.
 //
 // All processes must make these calls in the same order: backward(), if a process has several ranks; statistics(),
-// which makes the gradients those of the step; update(); with Shard::optimizer read_tensor() of moments and, after
-// statistics(), of gradients. write_tensor() of a moment keeps the part that the process has. Shard::parameters divides
+// which makes the gradients those of the step; update(); with Shard::optimizer read_tensor() of the optimizer's state and, after
+// statistics(), of gradients. write_tensor() of a state tensor keeps the part that the process has. Shard::parameters divides
 // parameters in the same way, so that read_tensor() of parameters, forward(), backward() and evaluate() are calls of
 // all processes, too: each layer's parameters come from all of them. Gradients are those of Shard::optimizer.
 std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options,

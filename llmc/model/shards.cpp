@@ -10,10 +10,16 @@ namespace weft {
 
 namespace {
 
-// The first element at or after `element` where a block begins; the end of the arena if there is none.
-std::int64_t next_block(const TensorTable& table, std::int64_t element, std::int64_t block) {
+// The first element at or after `element` where a block begins, or the nearer end of a tensor that must not be cut; the end
+// of the arena if there is none.
+std::int64_t next_block(const TensorTable& table, std::int64_t element, std::int64_t block,
+                        const Optimizer& optimizer) {
   for (const TensorSpec& spec : table.specs()) {
     if (element <= spec.offset) return spec.offset;
+    if (optimizer.needs_whole(spec)) {
+      if (element - spec.offset <= spec.elements / 2) return spec.offset;
+      continue;
+    }
     const std::int64_t begin = spec.offset + ceil_div(element - spec.offset, block) * block;
     if (begin < spec.offset + spec.elements) return begin;
   }
@@ -22,11 +28,12 @@ std::int64_t next_block(const TensorTable& table, std::int64_t element, std::int
 
 }  // namespace
 
-std::vector<Range> cut_arena(const TensorTable& table, int ranks, std::int64_t block) {
+std::vector<Range> cut_arena(const TensorTable& table, int ranks, std::int64_t block, const Optimizer& optimizer) {
   const std::int64_t size = table.arena_elements();
   std::vector<Range> parts;
   for (std::int64_t r = 0, begin = 0; r < ranks; ++r) {
-    const std::int64_t end = r + 1 == ranks ? size : next_block(table, even_border(size, ranks, r + 1), block);
+    const std::int64_t end =
+        r + 1 == ranks ? size : next_block(table, even_border(size, ranks, r + 1), block, optimizer);
     parts.push_back({begin, end});
     begin = end;
   }

@@ -9,6 +9,7 @@
 
 #include "llmc/base/range.h"
 #include "llmc/model/config.h"
+#include "llmc/model/optimizer.h"
 #include "llmc/model/tensor_table.h"
 
 namespace weft {
@@ -23,9 +24,10 @@ enum class Shard {
 
 // The ranges of `ranks` ranks, in elements of the arenas that have one type for all tensors: neighbours from 0 to
 // arena_elements(), of about the same size. A border lies where a block begins, when each tensor is cut into blocks of
-// `block` elements from its first one on; so what is computed in such blocks does not depend on the number of ranks. A model
-// of fewer blocks than ranks leaves ranks with nothing.
-std::vector<Range> cut_arena(const TensorTable& table, int ranks, std::int64_t block);
+// `block` elements from its first one on, and tensors that the optimizer needs whole are one block; so what is computed in
+// such blocks does not depend on the number of ranks. A model of fewer blocks than ranks leaves ranks with nothing.
+std::vector<Range> cut_arena(const TensorTable& table, int ranks, std::int64_t block,
+                             const Optimizer& optimizer = adamw_optimizer());
 
 // The arena of a Llama in the order of the forward pass: the embedding, each layer, a head that is not tied. Neighbours from
 // 0 to arena_elements(); the last layer's section has the final norm as well. Backward completes the gradients of a section

@@ -95,7 +95,11 @@ void TensorTable::add_linear(const ModelConfig& config, std::int64_t layer, Bloc
                                   : (matrices.empty() ? config.q_size() : config.kv_size());
     matrices.push_back({module, rows, C, writes_residual ? Init::normal_residual : Init::normal});
   }
+  const std::size_t first = specs_.size();
   add_matrices(config.quantization.weights, matrices);
+  for (std::size_t s = first; s < specs_.size(); ++s) {
+    specs_[s].hidden_matrix = specs_[s].kind == ValueKind::floats || specs_[s].kind == ValueKind::quants;
+  }
   if (!(of_attention ? config.attention_bias : config.mlp_bias)) return;
   begin_group();
   for (const Matrix& m : matrices) add(bias_of(m.module), {m.out}, Init::zeros, false);

@@ -23,7 +23,8 @@ struct TensorSpec {
   std::string name;
   std::vector<std::int64_t> shape;
   Init init = Init::normal;
-  bool decay = false;  // AdamW weight decay: matrices, not norms and biases
+  bool decay = false;          // weight decay: matrices, not norms and biases
+  bool hidden_matrix = false;  // a matrix of a block, neither embedding nor head. q, k and v are three, gate and up two
   ValueKind kind = ValueKind::floats;
   std::int64_t elements = 0;
 

@@ -1,58 +1,92 @@
 #include "llmc/model/train_model.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace weft {
 
 namespace {
 
-using Read = std::function<void(TensorRole, std::size_t range, float* values)>;
+using Read = std::function<void(TensorRole, const Range&, float* values)>;
 
-MemoryPlan copy_plan(const PackedRanges& elements) {
+MemoryPlan copy_plan(const std::vector<RoleRanges>& of_roles) {
+  std::uint64_t elements = 0;
+  for (const RoleRanges& each : of_roles) {
+    for (const Range& range : each.ranges) elements += static_cast<std::uint64_t>(range.size());
+  }
   MemoryPlan plan("copy of the training state");
-  plan.add(state_copy_bytes(elements.size()));
+  plan.add(sizeof(float) * elements);
   return plan;
 }
 
 class HostStateCopy final : public StateCopy {
  public:
-  HostStateCopy(std::vector<Range> ranges, Read read)
-      : elements_(std::move(ranges)), read_(std::move(read)), arena_(copy_plan(elements_)) {
+  HostStateCopy(const std::vector<RoleRanges>& of_roles, Read read)
+      : read_(std::move(read)), arena_(copy_plan(of_roles)) {
     arena_.clear();  // touches every page now, so that the first take() need not
+    std::int64_t begin = 0;
+    for (const RoleRanges& each : of_roles) {
+      parts_.push_back({each.role, begin, PackedRanges(each.ranges)});
+      begin += parts_.back().elements.size();
+    }
   }
 
   void take() override {
-    for (const TensorRole role : kStateRoles) {
-      for (std::size_t i = 0; i < elements_.ranges().size(); ++i) read_(role, i, at(role, elements_.begin_of(i)));
+    for (const Part& part : parts_) {
+      const std::vector<Range>& ranges = part.elements.ranges();
+      for (std::size_t i = 0; i < ranges.size(); ++i) read_(part.role, ranges[i], at(part, part.elements.begin_of(i)));
     }
   }
   const float* read(TensorRole role, const TensorSpec& spec, std::size_t first, std::size_t /*count*/,
                     float* /*buffer*/) const override {
-    return at(role, elements_.position_of(spec.offset + static_cast<std::int64_t>(first)));
+    for (const Part& part : parts_) {
+      if (part.role != role) continue;
+      return at(part, part.elements.position_of(spec.offset + static_cast<std::int64_t>(first)));
+    }
+    fail(Exit::internal, "a copy of the state without a tensor of %s", escaped(spec.name).c_str());
   }
 
  private:
-  float* at(TensorRole role, std::int64_t position) const {
-    const std::int64_t part = role == TensorRole::parameter ? 0 : role == TensorRole::moment1 ? 1 : 2;
-    return arena_.at<float>(0) + part * elements_.size() + position;
-  }
+  struct Part {
+    TensorRole role;
+    std::int64_t begin;  // in the copy
+    PackedRanges elements;
+  };
+  float* at(const Part& part, std::int64_t position) const { return arena_.at<float>(0) + part.begin + position; }
 
-  const PackedRanges elements_;
   const Read read_;
   HostArena arena_;
+  std::vector<Part> parts_;
 };
 
 }  // namespace
 
-std::unique_ptr<StateCopy> make_host_copy(std::vector<Range> ranges, Read read) {
-  return std::make_unique<HostStateCopy>(std::move(ranges), std::move(read));
+std::uint64_t state_copy_bytes(const Optimizer& optimizer, const TensorTable& table) {
+  std::uint64_t elements = 0;
+  for (const TensorRole role : kStateRoles) {
+    for (const Range& range : state_ranges(optimizer, table, role, {0, table.arena_elements()})) {
+      elements += static_cast<std::uint64_t>(range.size());
+    }
+  }
+  return sizeof(float) * elements;
+}
+
+std::unique_ptr<StateCopy> make_host_copy(const std::vector<RoleRanges>& of_roles, Read read) {
+  return std::make_unique<HostStateCopy>(of_roles, std::move(read));
 }
 
 std::unique_ptr<StateCopy> TrainModel::make_state_copy() {
-  std::vector<Range> tensors;
-  for (const TensorSpec& spec : table().specs()) tensors.push_back({spec.offset, spec.offset + spec.elements});
-  return make_host_copy(std::move(tensors), [this](TensorRole role, std::size_t i, float* values) {
-    read_tensor(role, table().specs()[i], values);
+  std::vector<RoleRanges> of_roles;
+  for (const StateTensor& tensor : state_tensors(optimizer(), table())) {
+    if (of_roles.empty() || of_roles.back().role != tensor.role) of_roles.push_back({tensor.role, {}});
+    const TensorSpec& spec = table().specs()[tensor.spec];
+    of_roles.back().ranges.push_back({spec.offset, spec.offset + spec.elements});
+  }
+  return make_host_copy(of_roles, [this](TensorRole role, const Range& range, float* values) {
+    const auto specs = table().specs();
+    const auto spec =
+        std::find_if(specs.begin(), specs.end(), [&](const TensorSpec& s) { return s.offset == range.begin; });
+    read_tensor(role, *spec, values);
   });
 }
 

@@ -16,6 +16,7 @@
 #include "llmc/model/decode_model.h"
 #include "llmc/model/fp8.h"
 #include "llmc/model/operator_table.h"
+#include "llmc/model/optimizer.h"
 #include "llmc/model/tensor_table.h"
 
 namespace weft {
@@ -34,8 +35,9 @@ struct TrainOptions {
   std::int64_t seq_len = 0;      // T
   Precision precision = Precision::fp32;
   Recompute recompute = Recompute::none;
-  float dropout = 0;                    // probability; applied to each branch before it is added to the residual
-  std::uint64_t seed = 0;               // of the dropout masks, and of the rounding of moments
+  float dropout = 0;       // probability; applied to each branch before it is added to the residual
+  std::uint64_t seed = 0;  // of the dropout masks, and of the rounding of moments
+  const Optimizer* optimizer = &adamw_optimizer();
   Precision moments = Precision::fp32;  // in which AdamW's moments are stored; bf16: on a GPU, not with Precision::fp32
 
   // A step is the work of this many ranks, which the model does one after the other (--virtual-ranks), with
@@ -56,12 +58,6 @@ struct Batch {
   std::span<const std::int32_t> labels;
 };
 
-struct AdamWStep {
-  std::int64_t step = 1;  // 1 for the first update: the exponent of the bias correction
-  float learning_rate = 0, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0;
-  float gradient_scale = 1;  // the clip factor; multiplies every gradient
-};
-
 // What a step needs to know before it may update. Reading it is the only synchronisation of a step.
 struct StepStatistics {
   double loss_sum = 0;  // sum over counted labels of -log p(label), of all micro-batches since zero_gradients()
@@ -70,11 +66,7 @@ struct StepStatistics {
   std::optional<Fp8Statistics> fp8 = std::nullopt;  // with Precision::fp8
 };
 
-enum class TensorRole { parameter, gradient, moment1, moment2 };
-// The state with which a run resumes, in the order in which ranks read it together.
-inline constexpr TensorRole kStateRoles[] = {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2};
-
-// Parameters and moments as they were at one moment, in host memory: what a thread can write to disk while training
+// Parameters and state tensors as they were at one moment, in host memory: what a thread can write to disk while training
 // goes on.
 class StateCopy {
  public:
@@ -88,18 +80,17 @@ class StateCopy {
   virtual const float* read(TensorRole role, const TensorSpec& spec, std::size_t first, std::size_t count,
                             float* buffer) const = 0;
 };
-// What a StateCopy keeps on the host: a parameter and its two moments, four bytes each on every device.
-inline std::uint64_t state_copy_bytes(std::int64_t elements) {
-  return 3 * sizeof(float) * static_cast<std::uint64_t>(elements);
-}
-inline std::uint64_t state_copy_bytes(const TensorTable& table) {
-  return state_copy_bytes(table.arena_elements());
-}
+// What a StateCopy keeps on the host: a parameter and its state tensors, four bytes each on every device.
+std::uint64_t state_copy_bytes(const Optimizer& optimizer, const TensorTable& table);
 
-// A StateCopy in plain host memory. take() calls read(role, i, values) for each role of kStateRoles and each range i of the
-// arena, which together hold what the copy is of.
-std::unique_ptr<StateCopy> make_host_copy(std::vector<Range> ranges,
-                                          std::function<void(TensorRole, std::size_t range, float* values)> read);
+// The ranges of the arena that a copy has of one role.
+struct RoleRanges {
+  TensorRole role;
+  std::vector<Range> ranges;
+};
+// A StateCopy in plain host memory. take() calls read(role, range, values) for each of these ranges, in this order.
+std::unique_ptr<StateCopy> make_host_copy(const std::vector<RoleRanges>& of_roles,
+                                          std::function<void(TensorRole, const Range&, float* values)> read);
 
 class TrainModel {
  public:
@@ -107,6 +98,8 @@ class TrainModel {
 
   virtual const ModelConfig& config() const = 0;
   virtual const TensorTable& table() const = 0;
+  // What update() does, and which state tensors there are.
+  virtual const Optimizer& optimizer() const { return adamw_optimizer(); }
   virtual std::vector<MemoryLine> memory() const = 0;
 
   // Forward over one micro-batch in training mode (dropout on); micro_step numbers the micro-batches of a run
@@ -119,7 +112,7 @@ class TrainModel {
   virtual void backward() = 0;
   virtual void zero_gradients() = 0;
   virtual StepStatistics statistics() = 0;
-  virtual void update(const AdamWStep& step) = 0;
+  virtual void update(const OptimizerStep& step) = 0;
 
   // Mean loss of a batch without dropout and without touching gradients or the statistics: validation.
   // Returns the sum over counted labels; *label_count gets their number.
@@ -134,7 +127,7 @@ class TrainModel {
     return {};
   }
 
-  // A parameter, gradient or moment as fp32, to and from the host; `values` holds spec.elements. Exact for
+  // A parameter, gradient or state tensor as fp32, to and from the host; `values` holds spec.elements. Exact for
   // every dtype in which weft keeps state. `spec` may be that of another table of the same configuration (a file's, say).
   virtual void read_tensor(TensorRole role, const TensorSpec& spec, float* values) = 0;
   virtual void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) = 0;

@@ -34,8 +34,18 @@ std::string hash_text(std::uint64_t hash) {
   return format("%016llx", static_cast<unsigned long long>(hash));
 }
 
-std::string moment_name(TensorRole role, const TensorSpec& spec) {
-  return (role == TensorRole::moment1 ? "moment1." : "moment2.") + spec.name;
+// The optimizer that a run's settings name.
+const Optimizer& optimizer_of(const Json& settings, const std::string& source) {
+  const std::string name = settings.contains("optimizer") ? json_string(settings, "optimizer", source) : "adamw";
+  if (const Optimizer* optimizer = find_optimizer(name)) return *optimizer;
+  fail(Exit::bad_file, "%s: optimizer: got %s, which this version does not have", source.c_str(),
+       escaped(name).c_str());
+}
+
+std::vector<StateTensor> without_parameters(const Optimizer& optimizer, const TensorTable& table) {
+  std::vector<StateTensor> tensors = state_tensors(optimizer, table);
+  std::erase_if(tensors, [](const StateTensor& tensor) { return tensor.role == TensorRole::parameter; });
+  return tensors;
 }
 
 Json optional_number(const std::optional<double>& value) {
@@ -85,24 +95,24 @@ void write_tensor_of(const TensorSource& source, TensorRole role, const TensorSp
   });
 }
 
-std::string bad_value_text(TensorRole role, const TensorSpec& spec, std::size_t element, float value) {
-  return format("%s: element %zu is %g", state_tensor_name(role, spec).c_str(), element, static_cast<double>(value));
+std::string bad_value_text(const std::string& tensor, std::size_t element, float value) {
+  return format("%s: element %zu is %g", tensor.c_str(), element, static_cast<double>(value));
 }
 
 // "moment2.NAME: element 3 is inf" for the first value that is not finite; empty if there is none.
-std::string first_not_finite(const TensorTable& table, const TensorSource& source) {
+std::string first_not_finite(const Optimizer& optimizer, const TensorTable& table, const TensorSource& source) {
   constexpr std::size_t kPiece = 1 << 18;  // values that are read at once
   std::vector<float> buffer(kPiece);
-  for (const TensorRole role : kStateRoles) {
-    for (const TensorSpec& spec : table.specs()) {
-      const auto count = static_cast<std::size_t>(spec.elements);
-      for (std::size_t first = 0; first < count; first += kPiece) {
-        const std::size_t size = std::min(kPiece, count - first);
-        const float* values = source.read(role, spec, first, size, buffer.data());
-        const float* bad = std::find_if(values, values + size, [](float value) { return !std::isfinite(value); });
-        if (bad == values + size) continue;
-        return bad_value_text(role, spec, first + static_cast<std::size_t>(bad - values), *bad);
-      }
+  for (const StateTensor& tensor : state_tensors(optimizer, table)) {
+    const TensorSpec& spec = table.specs()[tensor.spec];
+    const auto count = static_cast<std::size_t>(spec.elements);
+    for (std::size_t first = 0; first < count; first += kPiece) {
+      const std::size_t size = std::min(kPiece, count - first);
+      const float* values = source.read(tensor.role, spec, first, size, buffer.data());
+      const float* bad = std::find_if(values, values + size, [](float value) { return !std::isfinite(value); });
+      if (bad == values + size) continue;
+      return bad_value_text(state_tensor_name(optimizer, tensor.role, spec),
+                            first + static_cast<std::size_t>(bad - values), *bad);
     }
   }
   return {};
@@ -124,8 +134,6 @@ void fill_model(const RunIdentity& run, const TensorTable& table, const TensorSo
   if (!run.tokenizer.empty()) writer.write(run.tokenizer.data(), run.tokenizer.size());
 }
 
-constexpr TensorRole kMoments[] = {TensorRole::moment1, TensorRole::moment2};
-
 std::vector<std::int64_t> fp8_shape(const ModelConfig& model) {
   return {kFp8History, Fp8Slots{model.num_layers}.count()};
 }
@@ -137,18 +145,19 @@ TensorFileWriter declare_training_state(const std::string& path, const RunIdenti
                          {"world_size", 1}};
   TensorFileWriter writer(path, FileKind::training_state,
                           {{"model", config_to_json(run.model)}, {"run", identity}, {"training", state.to_json()}});
-  for (const TensorRole role : kMoments) {
-    for (const TensorSpec& spec : table.specs()) {
-      writer.declare(moment_name(role, spec), DType::f32, spec.shape);
-    }
+  const Optimizer& optimizer = optimizer_of(run.settings, path);
+  for (const StateTensor& tensor : without_parameters(optimizer, table)) {
+    const TensorSpec& spec = table.specs()[tensor.spec];
+    writer.declare(state_tensor_name(optimizer, tensor.role, spec), DType::f32, spec.shape);
   }
   if (has_fp8) writer.declare(kFp8Tensor, DType::f32, fp8_shape(run.model));
   return writer;
 }
 
-void fill_training_state(const TensorTable& table, const TensorSource& source, TensorFileWriter& writer) {
-  for (const TensorRole role : kMoments) {
-    for (const TensorSpec& spec : table.specs()) write_tensor_of(source, role, spec, writer);
+void fill_training_state(const Optimizer& optimizer, const TensorTable& table, const TensorSource& source,
+                         TensorFileWriter& writer) {
+  for (const StateTensor& tensor : without_parameters(optimizer, table)) {
+    write_tensor_of(source, tensor.role, table.specs()[tensor.spec], writer);
   }
   if (!source.fp8_state.empty()) writer.write(source.fp8_state.data(), source.fp8_state.size() * sizeof(float));
 }
@@ -242,10 +251,6 @@ std::string value_text(const Json& object, const std::string& key) {
 
 }  // namespace
 
-std::string state_tensor_name(TensorRole role, const TensorSpec& spec) {
-  return role == TensorRole::parameter ? spec.name : moment_name(role, spec);
-}
-
 Json TrainState::to_json() const {
   Json json = {{"step", step},
                {"updates", updates},
@@ -317,17 +322,20 @@ void Checkpoint::read_state(const Json& manifest, std::int64_t step) {
 }
 
 void Checkpoint::check_tensors() const {
-  const auto specs = model_.table().specs();
-  in_parallel(3 * specs.size(), helper_threads(), [&](std::size_t i) {
-    const TensorSpec& spec = specs[i / 3];
-    if (i % 3 == 0) {
-      check_values(model_.file(), spec.name, spec.shape);
-    } else {
-      check_values(training_, moment_name(kMoments[i % 3 - 1], spec), spec.shape);
-    }
+  const Optimizer& made_with = optimizer();
+  const std::vector<StateTensor> tensors = state_tensors(made_with, model_.table());
+  in_parallel(tensors.size(), helper_threads(), [&](std::size_t i) {
+    const TensorRole role = tensors[i].role;
+    const TensorSpec& spec = model_.table().specs()[tensors[i].spec];
+    check_values(role == TensorRole::parameter ? model_.file() : training_, state_tensor_name(made_with, role, spec),
+                 spec.shape);
   });
   if (model_.has_tokenizer()) model_.tokenizer_json();  // verifies its hash
   if (in_fp8()) check_values(training_, kFp8Tensor, fp8_shape(model()));
+}
+
+const Optimizer& Checkpoint::optimizer() const {
+  return optimizer_of(run_["settings"], escaped(training_.path()));
 }
 
 // Decided by the settings, not by the file, so that a missing history of scales is found to be damage.
@@ -383,6 +391,13 @@ void Checkpoint::require_same_run(const RunIdentity& run) const {
   require_same_model(run, source);
   require_same_beginning(run, source);
   const Json& saved = json_object(run_, "settings", source);
+  const std::string now = optimizer_of(run.settings, source).name(), before = optimizer().name();
+  if (now != before) {
+    fail(Exit::usage,
+         "--optimizer: got %s, but %s was made with %s, whose state it cannot continue. Give the same one, or start in "
+         "another --out",
+         now.c_str(), source.c_str(), before.c_str());
+  }
   if (const std::string key = first_difference(saved, run.settings); !key.empty()) {
     fail(Exit::usage, "--%s: got %s, but %s was made with %s. Give the same value, or start in another --out",
          run.settings.contains(key) ? key.c_str() : escaped(key).c_str(), value_text(run.settings, key).c_str(),
@@ -415,10 +430,13 @@ void Checkpoint::load(TrainModel& model) const {
     values.resize(static_cast<std::size_t>(spec.elements));
     model_.read_parameter(spec, values.data());
     model.write_tensor(TensorRole::parameter, spec, values.data());
-    for (const TensorRole role : kMoments) {
-      training_.read_f32(training_.at(moment_name(role, spec)), values.data());
-      model.write_tensor(role, spec, values.data());
-    }
+  }
+  const Optimizer& made_with = optimizer();
+  for (const StateTensor& tensor : without_parameters(made_with, model.table())) {
+    const TensorSpec& spec = model.table().specs()[tensor.spec];
+    values.resize(static_cast<std::size_t>(spec.elements));
+    training_.read_f32(training_.at(state_tensor_name(made_with, tensor.role, spec)), values.data());
+    model.write_tensor(tensor.role, spec, values.data());
   }
   if (!in_fp8()) return;
   const TensorInfo& tensor = training_.at(kFp8Tensor);
@@ -531,11 +549,10 @@ TensorSource tensors_of(const StateCopy& copy, std::vector<float> fp8_state) {
 
 void take_part_in_copy(TrainModel& model) {
   std::vector<float> values;
-  for (const TensorRole role : kStateRoles) {
-    for (const TensorSpec& spec : model.table().specs()) {
-      values.resize(static_cast<std::size_t>(spec.elements));
-      model.read_tensor(role, spec, values.data());
-    }
+  for (const StateTensor& tensor : state_tensors(model.optimizer(), model.table())) {
+    const TensorSpec& spec = model.table().specs()[tensor.spec];
+    values.resize(static_cast<std::size_t>(spec.elements));
+    model.read_tensor(tensor.role, spec, values.data());
   }
 }
 
@@ -569,7 +586,7 @@ void CheckpointKeeper::write(const std::string& path, const TrainState& state, c
       fill_model(identity_, table, source, model);
       model.publish();
     } else {
-      fill_training_state(table, source, training);
+      fill_training_state(optimizer_of(identity_.settings, path), table, source, training);
     }
   });
   training.publish();
@@ -620,21 +637,22 @@ SharedCheckpoint CheckpointKeeper::begin_shared(const TrainState& state, const T
   files.training_path = files.training.share();
   const std::size_t count = table.specs().size();
   for (std::size_t i = 0; i < count; ++i) files.offsets.push_back(files.model.tensors()[i].offset);
-  for (std::size_t i = 0; i < std::size(kMoments) * count; ++i) {
-    files.offsets.push_back(files.training.tensors()[i].offset);
-  }
+  const std::size_t states = without_parameters(optimizer_of(identity_.settings, path), table).size();
+  for (std::size_t i = 0; i < states; ++i) files.offsets.push_back(files.training.tensors()[i].offset);
   return files;
 }
 
 std::string CheckpointKeeper::commit_shared(SharedCheckpoint& files, const TrainState& state, const TensorTable& table,
                                             std::span<const TensorRead> tensors) {
-  const std::size_t count = table.specs().size();
+  const Optimizer& optimizer = optimizer_of(identity_.settings, files.directory);
+  const std::vector<StateTensor> all = state_tensors(optimizer, table);
   for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const TensorRole role = all[i].role;
     if (tensors[i].first_bad >= 0) {
-      throw not_finite(state, bad_value_text(kStateRoles[i / count], table.specs()[i % count],
+      throw not_finite(state, bad_value_text(state_tensor_name(optimizer, role, table.specs()[all[i].spec]),
                                              static_cast<std::size_t>(tensors[i].first_bad), tensors[i].bad_value));
     }
-    (i < count ? files.model : files.training).written_by_others(tensors[i].hash);
+    (role == TensorRole::parameter ? files.model : files.training).written_by_others(tensors[i].hash);
   }
   if (!identity_.tokenizer.empty()) files.model.write(identity_.tokenizer.data(), identity_.tokenizer.size());
   if (!files.fp8_state.empty()) files.training.write(files.fp8_state.data(), files.fp8_state.size() * sizeof(float));
@@ -661,7 +679,9 @@ void CheckpointKeeper::read_back(const std::string& path, const TrainState& stat
     Checkpoint::open(path, state.step);
   } catch (const Error& error) {
     if (error.code() != Exit::bad_file) throw;
-    if (const std::string value = first_not_finite(table, source); !value.empty()) throw not_finite(state, value);
+    if (const std::string value = first_not_finite(optimizer_of(identity_.settings, path), table, source);
+        !value.empty())
+      throw not_finite(state, value);
     throw;
   }
 }

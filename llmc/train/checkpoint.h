@@ -1,7 +1,7 @@
 // Checkpoints: everything that a run needs to go on as if it had never stopped.
 //
 // step_00000100/ holds model.bin (a model file with the parameters in fp32 and the tokenizer, for --model and
-// export_hf.py), state.bin (a training state: both moments, with --precision fp8 the history of its scales, and a JSON
+// export_hf.py), state.bin (a training state: the optimizer's tensors, with --precision fp8 the history of its scales, and a JSON
 // object with TrainState and RunIdentity) and manifest.json (names, sizes and hashes of both). A save writes
 // step_N.tmp, syncs it and renames it; a load refuses a checkpoint whose sizes, hashes, steps or values do not agree.
 #pragma once
@@ -26,7 +26,7 @@
 
 namespace weft {
 
-// The state of the training loop: with the parameters and moments all that a run needs to go on. Random numbers are
+// The state of the training loop: with the parameters and the optimizer's tensors all that a run needs to go on. Random numbers are
 // functions of (seed, position), so positions are kept in place of generators.
 struct TrainState {
   std::int64_t step = 0;                    // steps finished
@@ -84,6 +84,7 @@ class Checkpoint {
   void require_same_model(const RunIdentity& run, const std::string& source) const;
   void check_tensors() const;
   bool in_fp8() const;
+  const Optimizer& optimizer() const;
 
   ModelFile model_;
   TensorFile training_;
@@ -105,9 +106,6 @@ TensorSource tensors_of(const StateCopy& copy, std::vector<float> fp8_state);
 // Called on the other ranks while the first one is in StateCopy::take(): sends it the part of the state that only this
 // rank has, role by role and tensor by tensor, in the order in which TrainModel::make_state_copy() reads.
 void take_part_in_copy(TrainModel& model);
-
-// What a tensor of kStateRoles is called in the file that holds it.
-std::string state_tensor_name(TensorRole role, const TensorSpec& spec);
 
 // Saves checkpoints of one run and removes old ones.
 class CheckpointKeeper {

@@ -183,11 +183,12 @@ void inject_gradient_fault(FaultPlan& plan, std::int64_t step, TrainModel& model
 
 void inject_moment_fault(const FaultPlan& plan, std::int64_t step, TrainModel& model) {
   if (plan.inf_moment != step) return;
-  const TensorSpec& spec = model.table().specs().back();
+  const StateTensor last = state_tensors(model.optimizer(), model.table()).back();
+  const TensorSpec& spec = model.table().specs()[last.spec];
   std::vector<float> values(static_cast<std::size_t>(spec.elements));
-  model.read_tensor(TensorRole::moment2, spec, values.data());
+  model.read_tensor(last.role, spec, values.data());
   values.back() = std::numeric_limits<float>::infinity();
-  model.write_tensor(TensorRole::moment2, spec, values.data());
+  model.write_tensor(last.role, spec, values.data());
 }
 
 bool log_record_allowed() {

@@ -38,10 +38,10 @@ std::vector<std::vector<Range>> gather_ranges(Communicator& ranks, const std::ve
 
 }  // namespace
 
-JointSave::JointSave(Communicator& ranks, CheckpointKeeper* keeper, const TensorTable& table,
-                     const std::vector<Range>& own)
-    : ranks_(ranks), keeper_(keeper), table_(table) {
-  const std::size_t specs = table.specs().size(), tensors = std::size(kStateRoles) * specs;
+JointSave::JointSave(Communicator& ranks, CheckpointKeeper* keeper, const Optimizer& optimizer,
+                     const TensorTable& table, const std::vector<Range>& own)
+    : ranks_(ranks), keeper_(keeper), optimizer_(optimizer), table_(table), state_(state_tensors(optimizer, table)) {
+  const std::size_t tensors = state_.size();
   for (const std::vector<Range>& ranges : gather_ranges(ranks, own)) {
     const std::int64_t first = std::ssize(parts_);
     for (std::size_t t = 0; t < tensors; ++t) {
@@ -69,20 +69,20 @@ JointSave::JointSave(Communicator& ranks, CheckpointKeeper* keeper, const Tensor
     }
   }
   // Laid end to end the tensors have `all` elements; each is read back by the rank in whose equal share it begins.
-  const std::int64_t all = std::ssize(kStateRoles) * table.arena_elements();
+  std::int64_t all = 0;
+  for (std::size_t t = 0; t < tensors; ++t) all += spec_of(t).elements;
   std::size_t next = 0;
+  std::int64_t begin_of_next = 0;
   for (std::int64_t r = 1; r <= ranks.size(); ++r) {
     const auto first = static_cast<std::int64_t>(next);
-    const auto begin_of = [&](std::size_t t) {
-      return static_cast<std::int64_t>(t / specs) * table.arena_elements() + spec_of(t).offset;
-    };
-    while (next < tensors && begin_of(next) < even_border(all, ranks.size(), r)) ++next;
+    while (next < tensors && begin_of_next < even_border(all, ranks.size(), r))
+      begin_of_next += spec_of(next++).elements;
     read_by_.push_back({first, static_cast<std::int64_t>(next)});
   }
 }
 
 std::string JointSave::name_of(std::size_t tensor) const {
-  return state_tensor_name(role_of(tensor), spec_of(tensor));
+  return state_tensor_name(optimizer_, role_of(tensor), spec_of(tensor));
 }
 
 bool JointSave::ended() const {

@@ -34,7 +34,8 @@ class JointSave {
   // All ranks construct one together. `ranks`: a communicator that nothing else uses. `keeper`: on the first rank; null
   // on the others. `own`: TrainModel::own_elements() of this rank. Exit::internal unless each element belongs to one
   // rank.
-  JointSave(Communicator& ranks, CheckpointKeeper* keeper, const TensorTable& table, const std::vector<Range>& own);
+  JointSave(Communicator& ranks, CheckpointKeeper* keeper, const Optimizer& optimizer, const TensorTable& table,
+            const std::vector<Range>& own);
 
   // Called by all ranks with the same state and the same TrainModel::fp8_state(), each with the copy of its own part, on
   // any thread. Returns the checkpoint's path on the first rank and an empty text on the others, which do not wait for
@@ -51,7 +52,7 @@ class JointSave {
  private:
   // A contiguous part of one tensor that one rank has.
   struct Part {
-    std::size_t tensor;  // role by role of kStateRoles, each in the order of the table
+    std::size_t tensor;  // of `state_`
     Range elements;      // of the tensor
   };
   // The names and the layout of the files.
@@ -66,14 +67,16 @@ class JointSave {
   TensorRead read_tensor(std::span<const std::byte> data, std::size_t tensor, const std::string& path) const;
 
   std::size_t rank() const { return static_cast<std::size_t>(ranks_.rank()); }
-  const TensorSpec& spec_of(std::size_t tensor) const { return table_.specs()[tensor % table_.specs().size()]; }
-  TensorRole role_of(std::size_t tensor) const { return kStateRoles[tensor / table_.specs().size()]; }
+  const TensorSpec& spec_of(std::size_t tensor) const { return table_.specs()[state_[tensor].spec]; }
+  TensorRole role_of(std::size_t tensor) const { return state_[tensor].role; }
   std::string name_of(std::size_t tensor) const;
   bool in_model_file(std::size_t tensor) const { return role_of(tensor) == TensorRole::parameter; }
 
   Communicator& ranks_;
   CheckpointKeeper* const keeper_;
+  const Optimizer& optimizer_;
   const TensorTable& table_;
+  const std::vector<StateTensor> state_;                   // state_tensors()
   std::vector<Part> parts_;                                // of all ranks, rank by rank
   std::vector<Range> parts_of_rank_;                       // of `parts_`
   std::vector<std::vector<std::size_t>> parts_of_tensor_;  // for each tensor the numbers of its parts, by first element

@@ -263,15 +263,8 @@ bool TrainLoop::recover(std::int64_t step, const std::vector<MicroBatch>& batche
 
 void TrainLoop::apply(const Step& step) {
   const TrainSettings& settings = parts_.settings;
-  AdamWStep update;
-  update.step = state_.updates + 1;
-  update.learning_rate = static_cast<float>(step.learning_rate);
-  update.beta1 = static_cast<float>(settings.beta1);
-  update.beta2 = static_cast<float>(settings.beta2);
-  update.eps = static_cast<float>(settings.eps);
-  update.weight_decay = static_cast<float>(settings.weight_decay);
-  update.gradient_scale = clip_factor(step.gradient_norm, settings.grad_clip);
-  parts_.model.update(update);
+  const float clip = clip_factor(step.gradient_norm, settings.grad_clip);
+  parts_.model.update(settings.optimizer_step(state_.updates + 1, step.number, clip));
   inject_moment_fault(faults_, step.number, parts_.model);
   ++state_.updates;
   state_.loss = step.loss;

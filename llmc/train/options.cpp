@@ -78,7 +78,12 @@ void add_optimization(OptionTable& table, TrainSettings& s) {
   table.default_note("warmup-steps", "200, at most a quarter of the steps");
   table.choice("schedule", s.schedule, schedule_names(), "shape after the warm-up");
   table.number("wsd-decay-fraction", s.wsd_decay_fraction, 0, 1, "share of all steps that decays, with wsd");
-  table.number("weight-decay", s.weight_decay, 0, 10, "AdamW decay of the matrices");
+  table.choice("optimizer", s.optimizer, optimizer_names(),
+               "muon: the matrices of the blocks by Muon, the rest by AdamW; on the CPU (doc/hyperparameters.md)");
+  table.number("muon-lr", s.muon_lr, 0, 10, "Muon's peak learning rate, on the schedule of --lr");
+  table.default_note("muon-lr", "--lr");
+  table.number("muon-momentum", s.muon_momentum, 0, 0.9999999, "Muon");
+  table.number("weight-decay", s.weight_decay, 0, 10, "decay of the matrices");
   table.number("beta1", s.beta1, 0, 0.9999999, "AdamW");
   table.number("beta2", s.beta2, 0, 0.9999999, "AdamW");
   table.number("eps", s.eps, 1e-20, 1, "AdamW");
@@ -98,10 +103,10 @@ void add_ranks(OptionTable& table, TrainSettings& s) {
       "gpus", s.gpus, 0, kMaxLocalRanks,
       "train on so many GPUs of this machine, one process each; 0: as many ranks as torchrun, srun or mpirun have "
       "started, or one");
-  table.choice(
-      "shard", s.shard, {"none", "optimizer", "gradients", "parameters"},
-      "what the ranks divide: nothing, AdamW's moments and the update, on GPUs gradients too, or parameters too. The "
-      "numbers are the same");
+  table.choice("shard", s.shard, {"none", "optimizer", "gradients", "parameters"},
+               "what the ranks divide: nothing, the optimizer's state and the update, on GPUs gradients too, or "
+               "parameters too. The "
+               "numbers are the same");
   table.number("comm-timeout", s.comm_timeout, 1, 86400,
                "seconds that a rank waits for another one before the run ends");
 }
@@ -214,6 +219,16 @@ void check_batch(TrainSettings& s) {
   }
 }
 
+void check_optimizer(const TrainSettings& s, const OptionTable& table) {
+  for (const char* option : {"muon-lr", "muon-momentum"}) {
+    if (table.given(option) && s.optimizer != "muon") fail(Exit::usage, "--%s: only with --optimizer muon", option);
+  }
+  s.require_optimizer(s.device == "cuda" || !s.gpu_memory.empty());
+  if (!s.compare.empty() && s.optimizer != "adamw") {
+    fail(Exit::usage, "--compare: dumps have steps of AdamW. Leave --optimizer %s out", s.optimizer.c_str());
+  }
+}
+
 void check_purpose(TrainSettings& s) {
   if (!s.compare.empty() && s.model.empty())
     fail(Exit::usage, "--compare: needs --model, the file that the dump was made from");
@@ -256,6 +271,7 @@ void check_together(TrainSettings& s, const OptionTable& table, std::int64_t lau
   if (!s.config.empty() && !s.config_is_file()) preset_config(s.config);  // refuses an unknown name
   check_ranks(s, launched);
   check_samples(s, table.given("sample-every"));
+  check_optimizer(s, table);
   check_batch(s);
   if (!table.given("warmup-steps")) s.warmup_steps = std::min(s.warmup_steps, s.steps / kWarmupShare);
   check_schedule(s, table.given("warmup-steps"), table.given("wsd-decay-fraction"));
@@ -323,12 +339,38 @@ TrainOptions TrainSettings::model_options() const {
   options.recompute = recompute == "block" ? Recompute::block : recompute == "norm" ? Recompute::norm : Recompute::none;
   options.dropout = static_cast<float>(dropout);
   options.seed = static_cast<std::uint64_t>(seed);
+  options.optimizer = find_optimizer(optimizer);
   options.moments = moments == "bf16" ? Precision::bf16 : Precision::fp32;
   options.virtual_ranks = virtual_ranks;
   options.rank_micro_batches = rank_accumulation();
   options.accumulates = accumulation() > 1;
   options.graph = !no_graph;
   return options;
+}
+
+OptimizerStep TrainSettings::optimizer_step(std::int64_t update, std::int64_t step, float gradient_scale) const {
+  AdamWStep adamw;
+  adamw.step = update;
+  adamw.learning_rate = static_cast<float>(learning_rate().at(step));
+  adamw.beta1 = static_cast<float>(beta1);
+  adamw.beta2 = static_cast<float>(beta2);
+  adamw.eps = static_cast<float>(eps);
+  adamw.weight_decay = static_cast<float>(weight_decay);
+  adamw.gradient_scale = gradient_scale;
+  OptimizerStep result(adamw);
+  if (muon_lr > 0) {
+    Schedule schedule_of_muon = learning_rate();
+    schedule_of_muon.peak = muon_lr;
+    result.muon.learning_rate = static_cast<float>(schedule_of_muon.at(step));
+  }
+  result.muon.momentum = static_cast<float>(muon_momentum);
+  return result;
+}
+
+void TrainSettings::require_optimizer(bool gpu) const {
+  if (gpu && optimizer != "adamw") {
+    fail(Exit::usage, "--optimizer: got %s, but GPUs have adamw only. Give --device cpu", optimizer.c_str());
+  }
 }
 
 ResumeMode TrainSettings::resume_mode() const {
@@ -359,6 +401,8 @@ Json TrainSettings::numeric_settings() const {
                  {"seed", seed},
                  {"precision", precision}};
   if (moments != "fp32") fields["moments"] = moments;
+  if (optimizer != "adamw") fields["optimizer"] = optimizer;
+  if (optimizer == "muon") fields.update({{"muon-lr", muon_lr > 0 ? muon_lr : lr}, {"muon-momentum", muon_momentum}});
   if (virtual_ranks != 1) fields["virtual-ranks"] = virtual_ranks;
   if (schedule == "wsd") fields["wsd-decay-fraction"] = wsd_decay_fraction;
   return fields;

@@ -35,6 +35,8 @@ struct TrainSettings {
   std::int64_t warmup_steps = 200;  // without --warmup-steps at most a quarter of the steps, or what a resumed run has
   std::string schedule = "cosine";
   double wsd_decay_fraction = 0.2;
+  std::string optimizer = "adamw";
+  double muon_lr = 0, muon_momentum = 0.95;  // muon_lr 0: lr
   double weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, grad_clip = 1.0;
   double dropout = 0;
   std::int64_t seed = 1;
@@ -86,6 +88,10 @@ struct TrainSettings {
   std::int64_t rank_accumulation() const { return accumulation() / virtual_ranks; }
   Schedule learning_rate() const;
   TrainOptions model_options() const;
+  // What the optimizer is given in step `step`, counted from 1, which is the `update`-th that changes the parameters.
+  OptimizerStep optimizer_step(std::int64_t update, std::int64_t step, float gradient_scale) const;
+  // Exit::usage if a GPU does not have the optimizer.
+  void require_optimizer(bool gpu) const;
   ResumeMode resume_mode() const;
   Shard shard_kind() const;
   // The fields that decide the numbers of a run, by option name: what a checkpoint must agree with. --steps

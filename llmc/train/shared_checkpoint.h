@@ -15,8 +15,7 @@ struct SharedCheckpoint {
   std::string directory;  // step_N.tmp
   TensorFileWriter model, training;
   std::vector<float> fp8_state;  // written by the first rank at the end; empty without fp8
-  // The names under which the files are written, and the offset of each tensor in its file: role by role of
-  // kStateRoles, each in the order of the table.
+  // The names under which the files are written, and the offset of each of state_tensors() in its file.
   std::string model_path, training_path;
   std::vector<std::uint64_t> offsets;
 };

@@ -51,8 +51,8 @@ class CheckpointTest : public testing::Test {
   // A state that differs from step to step in everything that a checkpoint keeps.
   TrainState make_state(std::int64_t step) {
     fill(TensorRole::parameter, static_cast<float>(step));
-    fill(TensorRole::moment1, static_cast<float>(step) + 0.25f);
-    fill(TensorRole::moment2, static_cast<float>(step) + 0.5f);
+    fill(TensorRole::state1, static_cast<float>(step) + 0.25f);
+    fill(TensorRole::state2, static_cast<float>(step) + 0.5f);
     TrainState state;
     state.step = step;
     state.updates = step > 0 ? step - 1 : 0;
@@ -367,7 +367,7 @@ TEST_F(CheckpointTest, NotFiniteValuesAreNoState) {
   const TensorSpec& spec = model_->table().specs().back();
   std::vector<float> values(static_cast<std::size_t>(spec.elements), 1.0f);
   values.back() = std::numeric_limits<float>::quiet_NaN();
-  model_->write_tensor(TensorRole::moment2, spec, values.data());
+  model_->write_tensor(TensorRole::state2, spec, values.data());
   const std::string message = error_of(Exit::numeric, [&] { keeper.save(state, *model_); });
   expect_contains(message, format("step 6: moment2.%s: element %zu is nan", spec.name.c_str(), values.size() - 1));
   EXPECT_FALSE(fs::exists(step_path(6))) << "nothing of it stays";
@@ -393,7 +393,7 @@ TEST_F(CheckpointTest, TheValueThatIsNotFiniteIsNamedInAnyPiece) {
   const TensorSource source = {[&](TensorRole role, const TensorSpec& asked, std::size_t first, std::size_t size,
                                    float* buffer) -> const float* {
                                  std::fill_n(buffer, size, 1.0f);
-                                 const bool here = role == TensorRole::moment1 && asked.name == spec.name &&
+                                 const bool here = role == TensorRole::state1 && asked.name == spec.name &&
                                                    bad >= first && bad < first + size;
                                  if (here) buffer[bad - first] = -std::numeric_limits<float>::infinity();
                                  return buffer;
@@ -777,7 +777,7 @@ TEST_F(CheckpointTest, AWholeFileThatIsNotTheManifestsIsRefused) {
     const RunDirectory run(run_path());
     const TrainState state = make_state(3);
     fill(TensorRole::parameter, 40);
-    fill(TensorRole::moment2, 50);
+    fill(TensorRole::state2, 50);
     CheckpointKeeper(run, identity(), 2).save(state, *model_);
   }
   for (const char* name : {"/model.bin", "/state.bin"}) {
@@ -872,8 +872,8 @@ TEST(NumericSettings, AreAllOptionsButThese) {
       "gpus",         "shard",  // any number of them, and any sharding, gives the same bits
       "comm-timeout",
   };
-  const char* words[] = {"train_llama", "--config",  "tiny", "--print-config",  "--schedule",
-                         "wsd",         "--moments", "bf16", "--virtual-ranks", "2"};
+  const char* words[] = {"train_llama", "--config",        "tiny", "--print-config", "--schedule", "wsd", "--moments",
+                         "bf16",        "--virtual-ranks", "2",    "--optimizer",    "muon"};
   const TrainSettings settings = *parse_train_options(static_cast<int>(std::size(words)), words, "test");
   std::set<std::string> expected, got = others;
   for (const auto& [name, value] : settings.effective) expected.insert(name);
@@ -885,12 +885,13 @@ TEST(NumericSettings, AreAllOptionsButThese) {
 // The text of each option reaches the field that the checkpoint holds.
 TEST(NumericSettings, FollowTheCommandLine) {
   const std::map<std::string, std::string> given = {
-      {"micro-batch", "3"}, {"seq-len", "5"},         {"batch-tokens", "30"},
-      {"lr", "0.5"},        {"min-lr-ratio", "0.25"}, {"warmup-steps", "7"},
-      {"schedule", "wsd"},  {"weight-decay", "0.5"},  {"beta1", "0.5"},
-      {"beta2", "0.25"},    {"eps", "0.5"},           {"grad-clip", "0"},
-      {"dropout", "0.5"},   {"seed", "77"},           {"precision", "fp32"},
-      {"moments", "bf16"},  {"virtual-ranks", "2"},   {"wsd-decay-fraction", "0.5"}};
+      {"micro-batch", "3"},  {"seq-len", "5"},         {"batch-tokens", "30"},
+      {"lr", "0.5"},         {"min-lr-ratio", "0.25"}, {"warmup-steps", "7"},
+      {"schedule", "wsd"},   {"weight-decay", "0.5"},  {"beta1", "0.5"},
+      {"beta2", "0.25"},     {"eps", "0.5"},           {"grad-clip", "0"},
+      {"dropout", "0.5"},    {"seed", "77"},           {"precision", "fp32"},
+      {"moments", "bf16"},   {"virtual-ranks", "2"},   {"wsd-decay-fraction", "0.5"},
+      {"optimizer", "muon"}, {"muon-lr", "0.5"},       {"muon-momentum", "0.25"}};
   std::vector<std::string> words = {"train_llama", "--config", "tiny", "--print-config"};
   for (const auto& [name, value] : given) words.insert(words.end(), {"--" + name, value});
   std::vector<const char*> argv;
@@ -1236,7 +1237,7 @@ TEST_F(BackgroundSaveTest, BothSourcesGiveEveryPieceOfATensor) {
   const std::unique_ptr<StateCopy> copy = model_->make_state_copy();
   copy->take();
   const TensorSource sources[] = {tensors_of(*model_), tensors_of(*copy, {})};
-  for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+  for (const TensorRole role : {TensorRole::parameter, TensorRole::state1, TensorRole::state2}) {
     for (const TensorSpec& spec : model_->table().specs()) {
       const auto count = static_cast<std::size_t>(spec.elements);
       std::vector<float> expected(count);

@@ -542,7 +542,7 @@ TEST(Fp8Model, TheHistoryHasTheLargestOfAllMicroBatchesOfAStep) {
       model->backward();
     }
     model->statistics();
-    model->update({});
+    model->update(AdamWStep{});
     std::vector<float> newest = model->fp8_state();
     newest.resize(newest.size() / kFp8History);
     return newest;

@@ -109,7 +109,7 @@ class JointSaveTest : public testing::Test {
       const bool first = rank == 0;
       PartCopy copy(arenas_, ranges[rank]);
       if (prepare) prepare(ranks.rank(), copy);
-      JointSave save(ranks, first ? &keeper : nullptr, *table_, ranges[rank]);
+      JointSave save(ranks, first ? &keeper : nullptr, adamw_optimizer(), *table_, ranges[rank]);
       EXPECT_EQ(save.is_first(), first);
       const std::optional<Error> error = error_from([&] {
         const std::string path = save.save(state_of(step), copy, {});
@@ -190,7 +190,7 @@ TEST_F(JointSaveTest, AnErrorOfOneRankIsOneOfAll) {
     const std::vector<std::string> errors = save_together("run", 3, in_turns(3, 100), [&](int rank, PartCopy& copy) {
       if (rank != broken) return;
       copy.before_read = [](TensorRole role, const TensorSpec&) {
-        if (role == TensorRole::moment1) fail(Exit::resources, "no space left");
+        if (role == TensorRole::state1) fail(Exit::resources, "no space left");
       };
     });
     for (int r = 0; r < 3; ++r) {
@@ -219,8 +219,9 @@ TEST_F(JointSaveTest, AFailureAtTheEndIsSaidByTheFirstRank) {
     copy->before_read = [rank](TensorRole, const TensorSpec&) {
       if (rank == 1) fail(Exit::resources, "no space left");
     };
-    BackgroundSave saves(std::make_unique<JointSave>(ranks, rank == 0 ? &keeper : nullptr, *table_, ranges[rank]),
-                         std::move(copy));
+    BackgroundSave saves(
+        std::make_unique<JointSave>(ranks, rank == 0 ? &keeper : nullptr, adamw_optimizer(), *table_, ranges[rank]),
+        std::move(copy));
     saves.start(state_of(3), *model);
   });
   EXPECT_EQ(testing::internal::GetCapturedStderr(), "warning: no checkpoint of step 3: rank 1: no space left\n");
@@ -289,10 +290,10 @@ TEST_F(JointSaveTest, WhatDoesNotComeBackIsAnErrorThatNamesItsWriter) {
     std::int64_t element;
   };
   for (const Case& one :
-       {Case{0, TensorRole::parameter, first, 0}, Case{0, TensorRole::moment2, first, 99},
-        Case{2, TensorRole::parameter, first, 100}, Case{2, TensorRole::moment2, before_cut, before_cut.elements - 1},
-        Case{3, TensorRole::parameter, behind_cut, 0}, Case{3, TensorRole::moment2, last, last.elements - 1}}) {
-    const std::string name = state_tensor_name(one.role, one.spec);
+       {Case{0, TensorRole::parameter, first, 0}, Case{0, TensorRole::state2, first, 99},
+        Case{2, TensorRole::parameter, first, 100}, Case{2, TensorRole::state2, before_cut, before_cut.elements - 1},
+        Case{3, TensorRole::parameter, behind_cut, 0}, Case{3, TensorRole::state2, last, last.elements - 1}}) {
+    const std::string name = state_tensor_name(adamw_optimizer(), one.role, one.spec);
     const TensorFile& file = one.role == TensorRole::parameter ? model : training;
     damaged = step_path("run", 3) + ".tmp/" + fs::path(file.path()).filename().string() + ".tmp." +
               std::to_string(::getpid());
@@ -354,11 +355,11 @@ TEST_F(JointSaveTest, ALaterSaveIsThatOfFreshObjects) {
     std::int64_t now = 0;
     PartCopy copy(arenas_, ranges[rank]);
     copy.before_read = [&](TensorRole role, const TensorSpec&) {
-      if (rank == 1 && role == TensorRole::moment2 && is_one_of(kCannotWrite, now)) {
+      if (rank == 1 && role == TensorRole::state2 && is_one_of(kCannotWrite, now)) {
         fail(Exit::resources, "no space left");
       }
     };
-    JointSave save(ranks, rank == 0 ? &keeper : nullptr, *table_, ranges[rank]);
+    JointSave save(ranks, rank == 0 ? &keeper : nullptr, adamw_optimizer(), *table_, ranges[rank]);
     for (now = 3; now <= kLast; ++now) {
       ranks.barrier();
       if (rank == 0) {
@@ -393,7 +394,8 @@ TEST_F(JointSaveTest, AValueThatIsNotFiniteIsFoundInTheFirstAndTheLastPlaceOfATe
       const float before = std::exchange(value, std::numeric_limits<float>::infinity());
       const std::vector<std::string> errors = save_together("run", 3, in_turns(2, 100));
       value = before;
-      expect_contains(errors[0], format("%s: element %lld is inf", state_tensor_name(kStateRoles[a], spec).c_str(),
+      expect_contains(errors[0], format("%s: element %lld is inf",
+                                        state_tensor_name(adamw_optimizer(), kStateRoles[a], spec).c_str(),
                                         static_cast<long long>(place)));
       EXPECT_FALSE(fs::exists(step_path("run", 3)));
     }
@@ -422,7 +424,8 @@ TEST_F(JointSaveTest, WithoutARankNoLaterSaveCanSucceed) {
   error_of(Exit::environment, [&] {
     run_thread_ranks(3, 20, [&](Communicator& ranks) {
       const std::vector<Range> own = in_turns(3, 100)[static_cast<std::size_t>(ranks.rank())];
-      auto save = std::make_unique<JointSave>(ranks, ranks.rank() == 0 ? &keeper : nullptr, *table_, own);
+      auto save =
+          std::make_unique<JointSave>(ranks, ranks.rank() == 0 ? &keeper : nullptr, adamw_optimizer(), *table_, own);
       if (ranks.rank() == 1) return;
       BackgroundSave saves(std::move(save), std::make_unique<PartCopy>(arenas_, own));
       for (const std::int64_t step : {3, 4}) {

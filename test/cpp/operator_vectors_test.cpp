@@ -10,6 +10,7 @@
 #include "llmc/cpu/embedding.h"
 #include "llmc/cpu/gelu.h"
 #include "llmc/cpu/matmul.h"
+#include "llmc/cpu/muon.h"
 #include "llmc/cpu/residual_norm.h"
 #include "llmc/cpu/rope.h"
 #include "llmc/cpu/swiglu.h"
@@ -231,6 +232,33 @@ TEST(OperatorVectors, AdamW) {
     c.expect(parameters, "parameters");
     c.expect(moment1, "moment1");
     c.expect(moment2, "moment2");
+  });
+}
+
+// Not from PyTorch: scripts/make_muon_vectors.py, in float64 by singular values.
+TEST(OperatorVectors, Muon) {
+  for_each_case("muon", [](const Case& c) {
+    TensorSpec spec;
+    spec.shape = {c.size("rows"), c.size("columns")};
+    spec.elements = spec.shape[0] * spec.shape[1];
+    spec.hidden_matrix = true;
+    spec.decay = c["decay"];
+    const Floats gradients = c.floats("gradients"), scales = c.floats("scales");
+    Floats parameters = c.floats("start"), momentum(spec.elements), workspace(muon_workspace(spec));
+    OptimizerStep step{AdamWStep{}};
+    step.muon = {c.number("lr"), c.number("momentum"), c.number("weight_decay"), 1};
+    for (std::int64_t t = 0; t < c.size("steps"); ++t) {
+      step.muon.gradient_scale = scales[t];
+      muon_update({spec,
+                   spec.elements,
+                   parameters.data(),
+                   gradients.data() + t * spec.elements,
+                   {momentum.data(), nullptr},
+                   workspace.data()},
+                  step);
+    }
+    c.expect(parameters, "parameters");
+    c.expect(momentum, "momentum");
   });
 }
 

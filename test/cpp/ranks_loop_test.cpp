@@ -52,6 +52,13 @@ class RanksLoop : public testing::Test {
     omp_set_num_threads(threads_);
     arm_save_fault({});
   }
+  // Matrices of several blocks, which ranks must not cut.
+  void train_with_muon() {
+    settings_.optimizer = "muon";
+    config_.hidden_size = 64;
+    config_.num_heads = 8;
+    config_.ffn_size = 160;
+  }
   // Sizes that fp8 takes, and more layers than there are places for divided parameters.
   void train_in_fp8() {
     settings_.precision = "fp8";
@@ -106,14 +113,15 @@ class RanksLoop : public testing::Test {
     DataLoader loader(data, settings.micro_batch, static_cast<std::uint64_t>(settings.seed), begin.windows,
                       {ranks.rank(), ranks.size(), settings.rank_accumulation()});
     const bool joint = beside != nullptr && shard != Shard::none;
-    TrainLoop loop(
-        {settings, model, loader, checkpoints, first ? *log : silent, &data, nullptr,
-         joint   ? model.make_own_copy()
-         : first ? model.make_state_copy()
-                 : nullptr,
-         several,
-         joint ? std::make_unique<JointSave>(*beside, checkpoints, model.table(), model.own_elements()) : nullptr},
-        begin);
+    TrainLoop loop({settings, model, loader, checkpoints, first ? *log : silent, &data, nullptr,
+                    joint   ? model.make_own_copy()
+                    : first ? model.make_state_copy()
+                            : nullptr,
+                    several,
+                    joint ? std::make_unique<JointSave>(*beside, checkpoints, model.optimizer(), model.table(),
+                                                        model.own_elements())
+                          : nullptr},
+                   begin);
     try {
       outcome.exit = loop.run();
       outcome.tensors = whole_state(*inner);
@@ -211,6 +219,63 @@ TEST_F(RanksLoop, NRanksAreOneProcessBitForBit) {
         EXPECT_EQ(std::count(result_lines_.begin(), result_lines_.end(), '\n'), 1) << "the first rank's alone";
       }
     }
+  }
+}
+
+TEST_F(RanksLoop, MuonOnRanksIsMuonInOneProcessBitForBit) {
+  train_with_muon();
+  for (const auto& [ranks, accumulation] : {std::pair{2, 1}, {3, 2}, {8, 1}}) {
+    step_of(ranks, accumulation);
+    const std::string run = format("%d_%d", ranks, accumulation);
+    const Outcome alone = run_alone("alone_" + run);
+    ASSERT_EQ(alone.exit, Exit::ok) << alone.error;
+    for (const Shard shard : kShards) {
+      expect_ranks_give(alone, "alone_" + run, format("ranks_%s_%d", run.c_str(), static_cast<int>(shard)), shard);
+    }
+  }
+  for (all_save_ = false; const Shard shard : kShards) {
+    expect_ranks_give(run_alone("alone_first"), "alone_first", format("first_%d", static_cast<int>(shard)), shard);
+  }
+}
+
+TEST_F(RanksLoop, AnyNumberOfProcessesResumesAnyOtherWithMuon) {
+  train_with_muon();
+  settings_.micro_batch = 1;
+  step_of(6, 1);
+  settings_.schedule = "constant";
+  const Outcome whole = run_alone("whole");
+  for (const auto& [saved, resumed] : {std::pair{1, 1}, {1, 3}, {3, 1}, {2, 3}, {6, 2}}) {
+    const std::string name = format("run%d_%d", saved, resumed);
+    const auto run = [&](std::int64_t processes, std::int64_t steps) {
+      settings_.steps = steps;
+      processes_ = processes;
+      return processes == 1 ? std::vector<Outcome>{run_alone(name)} : run_ranks(name, Shard::optimizer);
+    };
+    run(saved, 2);
+    for (const Outcome& rank : run(resumed, 4)) {
+      EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
+      EXPECT_TRUE(rank.state == whole.state) << name;
+      EXPECT_EQ(rank.tensors, whole.tensors) << name;
+    }
+    EXPECT_EQ(read_bytes(checkpoint(name, 4) + "/state.bin").size(),
+              read_bytes(checkpoint("whole", 4) + "/state.bin").size());
+    EXPECT_EQ(read_bytes(checkpoint(name, 4) + "/model.bin"), read_bytes(checkpoint("whole", 4) + "/model.bin"));
+  }
+}
+
+// Of a run with another optimizer nothing can go on, in either direction.
+TEST_F(RanksLoop, AnotherOptimizerCannotGoOn) {
+  for (const auto& [first, second] : {std::pair{"adamw", "muon"}, {"muon", "adamw"}}) {
+    step_of(1, 1);
+    settings_.steps = 2;
+    settings_.optimizer = first;
+    ASSERT_EQ(run_alone(first).exit, Exit::ok);
+    settings_.optimizer = second;
+    settings_.steps = 4;
+    const Outcome outcome = run_alone(first);
+    EXPECT_EQ(outcome.error_code, Exit::usage);
+    expect_contains(outcome.error, format("--optimizer: got %s, but", second));
+    expect_contains(outcome.error, format("was made with %s", first));
   }
 }
 

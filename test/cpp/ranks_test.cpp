@@ -133,6 +133,34 @@ TEST(CutArena, AModelOfFewBlocksLeavesRanksWithNothing) {
   EXPECT_GT(with_something, 3);
 }
 
+// However many ranks: a border lies at an end of a matrix of a block, at the nearer one, and elsewhere where blocks begin.
+TEST(CutArena, WhatTheOptimizerNeedsWholeIsNotCut) {
+  for (const char* name : {"tiny", "d12", "llama3.2-1b"}) {
+    const TensorTable table(preset_config(name));
+    std::int64_t largest = 0;
+    for (const TensorSpec& spec : table.specs()) {
+      if (muon_optimizer().needs_whole(spec)) largest = std::max(largest, spec.elements);
+    }
+    for (const int ranks : {1, 2, 3, 5, 8, 64, 512}) {
+      const std::vector<Range> parts = cut_arena(table, ranks, cpu::kAdamWBlock, muon_optimizer());
+      ASSERT_EQ(std::ssize(parts), ranks);
+      std::int64_t begin = 0;
+      for (const Range& part : parts) {
+        EXPECT_EQ(part.begin, begin);
+        begin = part.end;
+        EXPECT_LE(part.size(), table.arena_elements() / ranks + largest + cpu::kAdamWBlock + 128);
+        for (const TensorSpec& spec : table.specs()) {
+          const std::int64_t inside = part.begin - spec.offset;
+          if (inside <= 0 || inside >= spec.elements) continue;
+          EXPECT_FALSE(spec.name.find("_proj.weight") != std::string::npos) << spec.name << ", " << ranks << " ranks";
+          EXPECT_EQ(inside % cpu::kAdamWBlock, 0) << spec.name;
+        }
+      }
+      EXPECT_EQ(begin, table.arena_elements());
+    }
+  }
+}
+
 // Three layers in two places; embedding and head, which are not in use together, in one.
 TEST(SectionBuffers, SectionsTakeTurns) {
   const std::vector<Range> sections = {{0, 100}, {100, 140}, {140, 180}, {180, 230}, {230, 350}};
@@ -290,7 +318,7 @@ TEST_F(VirtualRanks, TheUpdateIsThatOfTheSum) {
   step.beta1 = 0;
   step.beta2 = 0;
   model->update(step);
-  EXPECT_EQ(tensors(*model, TensorRole::moment1), gradient);
+  EXPECT_EQ(tensors(*model, TensorRole::state1), gradient);
 }
 
 // One rank is a run without the option: the sum of one, and no buffer for more.

@@ -957,7 +957,7 @@ TEST_F(TrainLoopTest, TheFirstGradientThatIsNotFiniteIsNamed) {
   model.bad = {{{specs.front().name, 0}, std::numeric_limits<float>::max()}};
   EXPECT_EQ(first_bad_gradient(model), "") << "large is finite";
   model.bad = {{{specs.front().name, 0}, kInfinity}};
-  for (const TensorRole other : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+  for (const TensorRole other : {TensorRole::parameter, TensorRole::state1, TensorRole::state2}) {
     model.role = other;
     EXPECT_EQ(first_bad_gradient(model), "");
   }

@@ -299,7 +299,7 @@ class SavingTest : public StateTest, public testing::WithParamInterface<const ch
     std::shared_ptr<BackgroundSave> saves;
     if (way == "Joint") {
       saves = std::make_shared<BackgroundSave>(
-          std::make_unique<JointSave>(alone_, &keeper, model_->table(), model_->own_elements()),
+          std::make_unique<JointSave>(alone_, &keeper, model_->optimizer(), model_->table(), model_->own_elements()),
           model_->make_own_copy());
     } else {
       saves = std::make_shared<BackgroundSave>(keeper, way == "Waiting" ? nullptr : model_->make_state_copy());
@@ -404,8 +404,8 @@ TEST_P(SavingTest, BehindAValueThatIsNotFiniteASaveIsThatOfFreshObjects) {
     fill(step);
     model_->write_tensor(role, spec, values.data());
     const std::string error = error_of(Exit::numeric, [&] { save(some_state(step)); });
-    EXPECT_TRUE(error.starts_with(
-        format("step %lld: %s: element 3 is inf", static_cast<long long>(step), state_tensor_name(role, spec).c_str())))
+    EXPECT_TRUE(error.starts_with(format("step %lld: %s: element 3 is inf", static_cast<long long>(step),
+                                         state_tensor_name(adamw_optimizer(), role, spec).c_str())))
         << error;
     expect_contains(error, step == 80 ? "There is no older checkpoint" : step_path("run", step - 1));
     EXPECT_FALSE(fs::exists(step_path("run", step)));

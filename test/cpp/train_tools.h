@@ -92,6 +92,7 @@ inline std::unique_ptr<TrainModel> micro_model(const TrainSettings& settings) {
 inline std::vector<float> tensors(TrainModel& model, TensorRole role) {
   std::vector<float> all;
   for (const TensorSpec& spec : model.table().specs()) {
+    if (!has_tensor(model.optimizer(), role, spec)) continue;
     const std::size_t begin = all.size();
     all.resize(begin + static_cast<std::size_t>(spec.elements));
     model.read_tensor(role, spec, all.data() + begin);
@@ -99,10 +100,10 @@ inline std::vector<float> tensors(TrainModel& model, TensorRole role) {
   return all;
 }
 
-// Parameters and both moments: what must agree bit for bit.
+// Parameters and state tensors: what must agree bit for bit.
 inline std::vector<float> whole_state(TrainModel& model) {
   std::vector<float> all = tensors(model, TensorRole::parameter);
-  for (const TensorRole role : {TensorRole::moment1, TensorRole::moment2}) {
+  for (const TensorRole role : {TensorRole::state1, TensorRole::state2}) {
     const std::vector<float> more = tensors(model, role);
     all.insert(all.end(), more.begin(), more.end());
   }
@@ -170,6 +171,7 @@ class HookedModel : public TrainModel {
 
   const ModelConfig& config() const override { return inner().config(); }
   const TensorTable& table() const override { return inner().table(); }
+  const Optimizer& optimizer() const override { return inner().optimizer(); }
   std::vector<MemoryLine> memory() const override { return inner().memory(); }
   void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) override {
     if (before_forward) before_forward(micro_step);
@@ -185,8 +187,8 @@ class HookedModel : public TrainModel {
     if (after_statistics) after_statistics(statistics);
     return statistics;
   }
-  void update(const AdamWStep& step) override {
-    if (before_update) before_update(step);
+  void update(const OptimizerStep& step) override {
+    if (before_update) before_update(step.adamw);
     inner().update(step);
   }
   double evaluate(const Batch& batch, std::int64_t* label_count) override {

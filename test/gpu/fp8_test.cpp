@@ -495,7 +495,7 @@ TrainOptions small_options(Precision precision = Precision::fp8) {
 
 std::vector<float> all_of(TrainModel& model) {
   std::vector<float> all = model.fp8_state();
-  for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+  for (const TensorRole role : {TensorRole::parameter, TensorRole::state1, TensorRole::state2}) {
     for (const TensorSpec& spec : model.table().specs()) {
       const Floats values = read_values(model, role, spec);
       all.insert(all.end(), values.begin(), values.end());
@@ -715,8 +715,8 @@ TEST_F(CudaFp8Model, TheUpdateIsThatOfAdamW) {
     step.weight_decay = 0.5f;
     std::vector<std::array<Floats, 3>> want;
     for (const TensorSpec& spec : model->table().specs()) {
-      want.push_back({read_values(*model, TensorRole::parameter, spec), read_values(*model, TensorRole::moment1, spec),
-                      read_values(*model, TensorRole::moment2, spec)});
+      want.push_back({read_values(*model, TensorRole::parameter, spec), read_values(*model, TensorRole::state1, spec),
+                      read_values(*model, TensorRole::state2, spec)});
       auto& [p, m, v] = want.back();
       cpu::adamw(p.data(), read_values(*model, TensorRole::gradient, spec).data(), m.data(), v.data(), spec.elements,
                  spec.decay, step);
@@ -725,8 +725,8 @@ TEST_F(CudaFp8Model, TheUpdateIsThatOfAdamW) {
     for (std::size_t i = 0; i < want.size(); ++i) {
       const TensorSpec& spec = model->table().specs()[i];
       expect_near<float>(read_values(*model, TensorRole::parameter, spec), want[i][0], spec.name);
-      expect_near<float>(read_values(*model, TensorRole::moment1, spec), want[i][1], spec.name + " moment1");
-      expect_near<float>(read_values(*model, TensorRole::moment2, spec), want[i][2], spec.name + " moment2");
+      expect_near<float>(read_values(*model, TensorRole::state1, spec), want[i][1], spec.name + " moment1");
+      expect_near<float>(read_values(*model, TensorRole::state2, spec), want[i][2], spec.name + " moment2");
     }
   }
 }

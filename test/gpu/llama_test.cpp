@@ -266,7 +266,7 @@ TEST(CudaLlama, GraphsGiveTheBitsOfSingleLaunches) {
             all.push_back(static_cast<float>(statistics.loss_sum));
             model->update(adamw_step(step, statistics));
           }
-          for (const TensorRole role : {TensorRole::parameter, TensorRole::gradient, TensorRole::moment2}) {
+          for (const TensorRole role : {TensorRole::parameter, TensorRole::gradient, TensorRole::state2}) {
             const std::vector<float> part = read_all(*model, role);
             all.insert(all.end(), part.begin(), part.end());
           }
@@ -419,7 +419,7 @@ TEST(CudaLlama, StateMovedToANewModelGoesOnBitForBit) {
     run_steps(*whole, text, 1, 6);
     run_steps(*first, text, 1, 3);
     const auto second = cuda::make_training_model(config, options);
-    for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+    for (const TensorRole role : {TensorRole::parameter, TensorRole::state1, TensorRole::state2}) {
       for (const TensorSpec& spec : first->table().specs()) {
         std::vector<float> values(static_cast<std::size_t>(spec.elements));
         first->read_tensor(role, spec, values.data());
@@ -427,7 +427,7 @@ TEST(CudaLlama, StateMovedToANewModelGoesOnBitForBit) {
       }
     }
     run_steps(*second, text, 4, 6);
-    for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+    for (const TensorRole role : {TensorRole::parameter, TensorRole::state1, TensorRole::state2}) {
       EXPECT_TRUE(same_bits(read_all(*whole, role), read_all(*second, role)));
     }
   }
@@ -452,7 +452,7 @@ TEST(CudaLlama, RoundedMomentsMoveExactlyAndLearnAlike) {
   run_steps(*first, text, 1, 30);
   const auto copy = first->make_state_copy();
   copy->take();
-  for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+  for (const TensorRole role : {TensorRole::parameter, TensorRole::state1, TensorRole::state2}) {
     for (const TensorSpec& spec : first->table().specs()) {
       std::vector<float> values(static_cast<std::size_t>(spec.elements)), copied(values.size());
       first->read_tensor(role, spec, values.data());
@@ -463,7 +463,7 @@ TEST(CudaLlama, RoundedMomentsMoveExactlyAndLearnAlike) {
     }
   }
   run_steps(*second, text, 31, 60);
-  for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+  for (const TensorRole role : {TensorRole::parameter, TensorRole::state1, TensorRole::state2}) {
     EXPECT_TRUE(same_bits(read_all(*whole, role), read_all(*second, role)));
   }
   EXPECT_LT(exact_losses.back(), 0.6 * exact_losses.front());

@@ -300,8 +300,7 @@ Outcome train(TrainModel& model, const Case& c, const std::vector<Range>& turns,
     update.gradient_scale = clip_factor(statistics.gradient_norm, 1.0);
     model.update(update);
   }
-  for (const TensorRole role :
-       {TensorRole::parameter, TensorRole::gradient, TensorRole::moment1, TensorRole::moment2}) {
+  for (const TensorRole role : {TensorRole::parameter, TensorRole::gradient, TensorRole::state1, TensorRole::state2}) {
     const Floats values = all_values(model, role);
     outcome.values.insert(outcome.values.end(), values.begin(), values.end());
   }
@@ -611,7 +610,7 @@ TEST(CudaRanks, StateMovesBetweenNumbersOfRanks) {
       run_thread_ranks(size, 60, [&, size = size, shard = shard](Communicator& ranks) {
         const auto plane = cuda::make_staged_ranks(ranks);
         const auto model = cuda::make_training_model(config_of(c), options_of(c, size), ranks, *plane, shard, 8'192);
-        for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+        for (const TensorRole role : {TensorRole::parameter, TensorRole::state1, TensorRole::state2}) {
           for (const TensorSpec& spec : model->table().specs()) {
             Floats values;
             if (ranks.rank() == 0) values = test::read_values(*source, role, spec);
@@ -623,7 +622,7 @@ TEST(CudaRanks, StateMovesBetweenNumbersOfRanks) {
         }
         const auto copy = model->make_state_copy();  // on all ranks, as take() reads from all
         copy->take();
-        for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+        for (const TensorRole role : {TensorRole::parameter, TensorRole::state1, TensorRole::state2}) {
           for (const TensorSpec& spec : model->table().specs()) {
             const Floats values = test::read_values(*model, role, spec);
             Floats buffer(values.size());

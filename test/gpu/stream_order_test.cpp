@@ -72,7 +72,7 @@ test::Floats train(bool graph, Precision precision) {
     copy->take();
     update.step = 2 * step;
     model->update(update);  // queued at once: its wait alone keeps it from overtaking the copy
-    for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+    for (const TensorRole role : {TensorRole::parameter, TensorRole::state1, TensorRole::state2}) {
       const float* values = copy->read(role, watched, 0, buffer.size(), buffer.data());
       result.insert(result.end(), values, values + buffer.size());
     }

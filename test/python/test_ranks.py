@@ -115,6 +115,18 @@ def test_ranks_in_fp8_are_one_process(data, tmp_path):
         assert counts[0] == counts[1]
 
 
+def test_muon_on_ranks_is_one_process(data, tmp_path):
+    muon = ["--optimizer", "muon"]
+    whole = tmp_path / "whole"
+    assert train(data, whole, *muon, "--virtual-ranks", 2).returncode == 0
+    for shard in ("none", "optimizer", "parameters"):
+        out = tmp_path / shard
+        for more in (["--debug-inject", "term@step=6"], []):
+            ends = run_ranks(data, out, 2, *muon, "--shard", shard, *more)
+            assert [end.returncode for end in ends] == ([143, 143] if more else [0, 0]), ends[0].stderr
+        assert_same_run(out, whole)
+
+
 def test_any_number_of_processes_goes_on(data, tmp_path):
     """Three steps each, by 1, 2, 3 and 4 processes, in both directions; the C++ tests have every pair."""
     whole = tmp_path / "whole"

@@ -29,6 +29,10 @@ import tensor_file
     (["--seq-len", "600"], ["--seq-len", "512"]),
     (["--precision", "bf16", "--device", "cpu"], ["--precision"]),
     (["--keep-best"], ["--keep-best", "--val"]),
+    (["--optimizer", "lion"], ["--optimizer", "adamw", "muon"]),
+    (["--optimizer", "muon", "--device", "cuda"], ["--optimizer", "muon", "--device cpu"]),
+    (["--optimizer", "muon", "--gpus", "2"], ["--optimizer", "muon", "--device cpu"]),
+    (["--muon-lr", "0.1"], ["--muon-lr", "--optimizer muon"]),
     (["--gpu-memory", "80", "--dry-run"], ["--gpu-memory", "80GB"]),
     (["--vocab-size", "63", "--seq-len", "16"], ["--vocab-size", "64"]),
     (["--steps", "1000000000000", "--micro-batch", "1000000"], ["--steps", "tokens"]),
@@ -493,6 +497,26 @@ def test_killed_at_a_step_and_resumed_bit_for_bit(data, tmp_path, whole, step):
     assert not resumed or step > 4
     assert resumed or step <= 8, "the checkpoint of step 4 is complete before that of step 8 begins"
     assert_same_run(out, whole)
+
+
+def test_muon_goes_on_bit_for_bit_and_only_with_itself(data, tmp_path):
+    muon = ["--optimizer", "muon", "--muon-lr", 0.02, "--muon-momentum", 0.9]
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    assert train(data, whole, *muon).returncode == 0
+    assert train(data, out, *muon, "--debug-inject", "term@step=6").returncode == 143
+    assert_refused(train(data, out), 2, "--optimizer: got adamw", "was made with muon")
+    assert_refused(train(data, out, *muon[:2]), 2, "--muon-lr: got", "0.02")
+    done = train(data, out, *muon)
+    assert done.returncode == 0 and "resuming after step 6" in done.stderr, done.stderr
+    assert "momentum, AdamW moments (fp32)" in done.stderr
+    assert_same_run(out, whole)
+    settings = json.loads((out / "config.json").read_text())["settings"]
+    assert settings["optimizer"] == "muon" and settings["muon-lr"] == "0.02"
+    assert records(out)[0]["settings"]["optimizer"] == "muon"
+    assert losses(out)[12][0] < losses(out)[1][0], "it learns"
+    assert train(data, tmp_path / "adamw").returncode == 0
+    assert losses(out) != losses(tmp_path / "adamw")
+    assert_refused(train(data, tmp_path / "adamw", *muon), 2, "--optimizer: got muon", "was made with adamw")
 
 
 def test_killed_while_saving_and_resumed_bit_for_bit(data, tmp_path, whole):

@@ -271,7 +271,7 @@ def test_a_setting_that_is_missing_or_no_text_is_named(tmp_path, name):
 @pytest.mark.parametrize("changes, more, words", [
     ({"steps": "0"}, {}, "do not fit together"), ({"micro-batch": "0"}, {}, "do not fit together"), ({"seq-len": "-16"}, {}, "do not fit together"),
     ({"batch-tokens": "48"}, {}, "do not fit together"), ({"lr": "inf"}, {}, "settings.lr"), ({"steps": "5.0"}, {}, "settings.steps"),
-    ({"virtual-ranks": "x"}, {}, "settings.virtual-ranks"), ({}, {"settings": []}, "missing: this is no config.json"),
+    ({"optimizer": "muon"}, {}, "settings.optimizer: got 'muon'"), ({"virtual-ranks": "x"}, {}, "settings.virtual-ranks"), ({}, {"settings": []}, "missing: this is no config.json"),
     ({}, {"model": train_reference.read_model(GOLDEN / "neox-hs128.model.bin")[1].to_json()}, "model.family: got 'gpt_neox'")])
 def test_settings_that_are_refused(tmp_path, changes, more, words):
     with pytest.raises(FileError, match=words) as refused:

@@ -7,6 +7,13 @@ ROOM = "llmc/cpu"
 ROWS = [
     Mutant("AdamW bias correction off by one", "adamw", "double>(step.step)", "double>(step.step + 1)", unit("AdamW.*")),
     Mutant("AdamW ignores eps", "adamw", "+ eps", "+ 1e-8f + 0 * eps", unit("AdamW.*", "OperatorVectors.AdamW")),
+    Mutant("Muon without Nesterov's form", "muon_update", "return g + momentum * (m[i] - g);", "return m[i];",
+           unit("OperatorVectors.Muon", "MuonModel.TenSteps*")),
+    Mutant("Muon's scale is that of the shorter side", "muon_update", "std::max(rows, columns)", "std::min(rows, columns)",
+           unit("OperatorVectors.Muon", "MuonModel.TenSteps*")),
+    Mutant("a tall matrix orthogonalised without its last term", "orthogonalize",
+           "matmul_forward(next, x, polynomial, nullptr, rows, columns, columns, Accumulate::yes);", "",
+           unit("Muon.SingularValues*", "OperatorVectors.Muon")),
     Mutant("blocks: a row takes a maximum where it sees no key", "update", "keys_of[t].size() == 0", "keys_of[t].size() < 0",
            unit("Windows/AttentionShapes.*", "Documents/AttentionShapes.*")),
     Mutant("blocks: hidden queries are multiplied by what they have of a key", "BlockVisibility",

@@ -5,6 +5,8 @@ from mutant import Mutant, unit
 ROOM = "llmc/train"
 
 ROWS = [
+    Mutant("another optimizer goes on", "Checkpoint::require_same_run", "now != before", "false",
+           unit("RanksLoop.AnotherOptimizer*")),
     Mutant("the thread that saves reads the tensors of the model", "start",
            "] { write(state_, table, tensors_of(*copy_, fp8_state_)", ", &model] { write(state_, table, tensors_of(model)",
            unit("*SavingTest.OnlyTheTrainingThread*")),
@@ -50,7 +52,7 @@ ROWS = [
            unit("JointSaveTest.NothingIsNamed*")),
     Mutant("ranks may have an element twice", "JointSave::JointSave", "begin_of(p) == end", "begin_of(p) <= end",
            unit("JointSaveTest.RanksThatDoNotHave*")),
-    Mutant("updates counted as steps", "apply", "updates + 1;", "step + 1;", unit("TrainLoopTest.Skip*")),
+    Mutant("updates counted as steps", "apply", "state_.updates + 1", "step.number", unit("TrainLoopTest.Skip*")),
     Mutant("accumulated batches weigh as if alone", "compute", "float>(labels)", "float>(batch.labels.size())",
            unit("TrainLoopTest.AccumulationEqualsOneBigBatch")),
     Mutant("every rank draws the dropout masks of the first", "compute", "+ ranks_.rank()", "", unit("RanksLoop.*BitForBit*")),

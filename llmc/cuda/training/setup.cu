@@ -145,6 +145,9 @@ void require_fp8() {
 std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& options, Communicator* ranks,
                                  DeviceRanks* device_ranks, const RankShare& share) {
   check_sizes(config);
+  if (options.optimizer != &adamw_optimizer()) {
+    fail(Exit::usage, "--optimizer: got %s, but GPUs have adamw only", options.optimizer->name());
+  }
   if (options.moments == Precision::bf16 && options.precision == Precision::fp32) {
     fail(Exit::internal, "moments in bf16 beside parameters in fp32");
   }

@@ -24,16 +24,16 @@ PinnedStateCopy::PinnedStateCopy(std::vector<Range> elements, const Source& sour
       source_(source),
       training_(training),
       copied_(copied),
-      buffer_(state_copy_bytes(elements_.size())) {}
+      buffer_(3 * sizeof(float) * count_) {}
 
 std::uint64_t PinnedStateCopy::begin_of(TensorRole role) const {
   const std::uint64_t arena = sizeof(float) * count_;
   switch (role) {
     case TensorRole::parameter:
       return 0;
-    case TensorRole::moment1:
+    case TensorRole::state1:
       return arena;
-    case TensorRole::moment2:
+    case TensorRole::state2:
       return 2 * arena;
     case TensorRole::gradient:
       break;
@@ -65,8 +65,8 @@ void PinnedStateCopy::take() {
   } else {
     copy_parameters(sizeof(float));
   }
-  copy(begin_of(TensorRole::moment1), source_.moment1, source_.moment_bytes * count_);
-  copy(begin_of(TensorRole::moment2), source_.moment2, source_.moment_bytes * count_);
+  copy(begin_of(TensorRole::state1), source_.moment1, source_.moment_bytes * count_);
+  copy(begin_of(TensorRole::state2), source_.moment2, source_.moment_bytes * count_);
   check(cudaEventRecord(copied_, stream_), "copying the state");
 }
 

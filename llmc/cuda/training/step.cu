@@ -251,7 +251,8 @@ StepStatistics TrainingModel<S>::statistics() {
 }
 
 template <typename S>
-void TrainingModel<S>::update(const AdamWStep& step) {
+void TrainingModel<S>::update(const OptimizerStep& of_optimizer) {
+  const AdamWStep& step = of_optimizer.adamw;
   const TraceRange range("update");
   zero_stale_gradients();
   delay_point(stream_, DelayPoint::step);
@@ -355,7 +356,7 @@ OperatorTable TrainingModel<S>::time_operators(const std::function<void()>& step
   template void TrainingModel<S>::take_gradient_slot(std::int64_t);            \
   template void TrainingModel<S>::zero_stale_gradients();                      \
   template StepStatistics TrainingModel<S>::statistics();                      \
-  template void TrainingModel<S>::update(const AdamWStep&);                    \
+  template void TrainingModel<S>::update(const OptimizerStep&);                \
   template OperatorTable TrainingModel<S>::time_operators(const std::function<void()>&);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)

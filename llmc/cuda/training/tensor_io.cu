@@ -18,9 +18,9 @@ std::byte* TrainingModel<S>::address_of(TensorRole role, const Piece& piece) con
       return own_parameters().template at<std::byte>((sharding_.parameters_sharded ? state : element) * sizeof(S));
     case TensorRole::gradient:
       return reinterpret_cast<std::byte*>(gradients() + (sharding_.gradients_sharded ? state : element));
-    case TensorRole::moment1:
+    case TensorRole::state1:
       return moment1_arena_.at<std::byte>(state * moment_bytes(options_));
-    case TensorRole::moment2:
+    case TensorRole::state2:
       return moment2_arena_.at<std::byte>(state * moment_bytes(options_));
   }
   fail(Exit::internal, "unknown tensor role");

@@ -67,7 +67,7 @@ class TrainingModel final : public TrainModel {
   void backward() override;
   void zero_gradients() override;
   StepStatistics statistics() override;
-  void update(const AdamWStep& step) override;
+  void update(const OptimizerStep& step) override;
   OperatorTable time_operators(const std::function<void()>& step) override;
   double evaluate(const Batch& batch, std::int64_t* label_count) override;
   bool evaluates_together() const override { return sharding_.parameters_sharded; }
@@ -269,7 +269,7 @@ class TrainingModel final : public TrainModel {
   struct Piece {
     std::int64_t element, state, count;
   };
-  bool is_moment(TensorRole role) const { return role == TensorRole::moment1 || role == TensorRole::moment2; }
+  bool is_moment(TensorRole role) const { return role == TensorRole::state1 || role == TensorRole::state2; }
   // Whether each rank holds only its own part.
   bool is_sharded(TensorRole role) const {
     if (role == TensorRole::gradient) return sharding_.gradients_sharded || (sharding_.sharded && exchanged_);
