@@ -28,6 +28,11 @@ llama-3.2-1b     meta-llama/Llama-3.2-1B   1.2B   gated
 llama-3.2-3b     meta-llama/Llama-3.2-3B   3.2B   gated
 llama-3.1-8b     meta-llama/Llama-3.1-8B   8.0B   gated
 smollm2-135m     HuggingFaceTB/SmolLM2-135M  135M  open
+qwen2.5-0.5b     Qwen/Qwen2.5-0.5B         494M   open
+qwen2.5-1.5b     Qwen/Qwen2.5-1.5B         1.5B   open
+qwen3-0.6b       Qwen/Qwen3-0.6B-Base      596M   open
+qwen3-1.7b       Qwen/Qwen3-1.7B-Base      1.7B   open
+mistral-7b       mistralai/Mistral-7B-v0.3  7.2B  gated
 tinyllama-1.1b   TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T  1.1B  open
 '
 readonly DEFAULT_PACK=(tinyshakespeare pythia-160m)

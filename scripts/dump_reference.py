@@ -184,7 +184,7 @@ class Parts:
 
 
 def parts_of(model: torch.nn.Module, family: str) -> Parts:
-    if family == "llama":
+    if family != "gpt_neox":
         base = model.model
         return Parts(base.embed_tokens, list(base.layers), base.norm, lambda layer: layer.self_attn,
                      lambda layer: layer.self_attn.o_proj, lambda layer: layer.mlp.down_proj)
@@ -250,12 +250,12 @@ class Recorder:
         self._handles.append(module.register_forward_pre_hook(lambda _module, inputs: self._keep(name, inputs[0])))
 
     def _projections(self, attention: torch.nn.Module, prefix: str) -> None:
-        """q, k and v as projected, [B, T, heads, HS]."""
+        """q, k and v as projected and, where their heads have norms, normalised: [B, T, heads, HS]."""
         head_dim = self.description.head_dim
 
         def split(name: str) -> Callable[..., None]:
             def hook(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
-                self._keep_projected(prefix, name, output.unflatten(-1, (-1, head_dim)))
+                self._keep_projected(prefix, name, output.reshape(*output.shape[:2], -1, head_dim))
 
             return hook
 
@@ -264,10 +264,10 @@ class Recorder:
             for index, name in enumerate("qkv"):
                 self._keep_projected(prefix, name, fused[..., index, :])
 
-        if self.description.family == "llama":
+        if self.description.family != "gpt_neox":
             for name in "qkv":
-                projection = getattr(attention, f"{name}_proj")
-                self._handles.append(projection.register_forward_hook(split(name)))
+                last = getattr(attention, f"{name}_norm", None) or getattr(attention, f"{name}_proj")
+                self._handles.append(last.register_forward_hook(split(name)))
         else:
             self._handles.append(attention.query_key_value.register_forward_hook(split_fused))
 

@@ -143,6 +143,8 @@ class Layers:
             heads = qkv[0].reshape(len(x), -1, 3, model.head_dim)
             qkv = [heads[:, :, index] for index in range(3)]
         q, k, v = (part.reshape(len(x), -1, model.head_dim) for part in qkv)
+        if f"{prefix}self_attn.q_norm.weight" in model.tensors:
+            q, k = self._norm(q, prefix + "self_attn.q_norm"), self._norm(k, prefix + "self_attn.k_norm")
         attended = self.x + linear("output", self._attention(q, k, v))[0]
         x = self._norm(self.x if model.parallel_residual else attended, prefix + "post_attention_layernorm")
         self.x = attended + linear("down", self._by_window(ACTIVATIONS[model.activation], *linear("up", x)))[0]

@@ -64,13 +64,19 @@ class Case:
 
 def llama(name: str, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, tied: bool,
           theta: float, length: int, scaling: dict[str, Any] | None = None, layers: int = 2, eps: float = 1e-5,
-          biases: tuple[str, ...] = (), **options: Any) -> Case:
+          biases: tuple[str, ...] = (), keys: dict[str, Any] | None = None, **options: Any) -> Case:
     config = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
               "head_dim": head_dim, "intermediate_size": ffn, "vocab_size": vocab, "tie_word_embeddings": tied,
               "num_hidden_layers": layers, "rms_norm_eps": eps, "max_position_embeddings": 96}
-    config |= {key: True for key in biases}
+    config |= {key: True for key in biases} | (keys or {})
     return Case(f"llama-{name}", "llama", config, (scaling or {"rope_type": "default"}) | {"rope_theta": theta}, length,
                 **options)
+
+
+def of_family(family: str, name: str, *sizes: Any, **options: Any) -> Case:
+    """A case of another family whose configuration has a Llama's keys."""
+    case = llama(name, *sizes, **options)
+    return replace(case, name=f"{family}-{name}", family=family)
 
 
 def neox(name: str, hidden: int, heads: int, ffn: int, vocab: int, rotary: float, parallel: bool, bias: bool,
@@ -99,6 +105,13 @@ CASES = [
     llama("yarn-attention-bias", 16, 2, 2, 32, 24, 47, True, 500.0, 13, YARN_FREE, layers=1, biases=("attention_bias",),
           groups=NO_PARAMETERS),
     llama("mlp-bias", 16, 2, 1, 32, 24, 43, False, 10000.0, 13, layers=1, biases=("mlp_bias",), groups=NO_PARAMETERS),
+    of_family("mistral", "gqa2", 16, 4, 2, 16, 24, 47, False, 10000.0, 13, keys={"sliding_window": None}, layers=1,
+              groups=NO_PARAMETERS),
+    of_family("qwen2", "gqa3-tied", 24, 3, 1, 16, 40, 43, True, 1e6, 13, layers=1, groups=NO_PARAMETERS),
+    of_family("qwen2", "mha", 16, 2, 2, 16, 24, 47, False, 1e6, 12, eps=1e-6, groups=NO_PARAMETERS),
+    of_family("qwen3", "gqa2", 24, 4, 2, 16, 28, 47, False, 1e6, 12, eps=1e-6),
+    of_family("qwen3", "biases-tied", 16, 2, 1, 32, 24, 43, True, 1e6, 13, layers=1, biases=("attention_bias",),
+              groups=NO_PARAMETERS),
     neox("tanh-linear", 64, 2, 64, 41, 0.5, True, True, 10000.0, 13, LINEAR, layers=1, activation="gelu_fast", dtype="float16"),
     neox("tanh-yarn", 64, 2, 64, 41, 1.0, False, True, 500.0, 13, YARN, layers=1, activation="gelu_new", dtype="float16"),
     neox("hs32-padded", 64, 2, 96, 256 + 1 + PADDED_ROWS, 0.25, True, True, 10000.0, 13, tokenizer=True,
@@ -136,11 +149,9 @@ def make_checkpoint(case: Case, directory: Path) -> None:
     """The case as a Hugging Face directory."""
     torch, transformers = libraries()
     torch.manual_seed(case.seed)
-    config_class, model_class = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "gpt_neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM)}[case.family]
-    config = config_class(**case.config, rope_parameters=dict(case.rope), bos_token_id=None, eos_token_id=None)
-    model = model_class(config)
+    config = transformers.AutoConfig.for_model(case.family, **case.config, rope_parameters=dict(case.rope), bos_token_id=None,
+                                               eos_token_id=None)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     draw_weights(model, PADDED_ROWS if case.tokenizer else 0)
     model.to(getattr(torch, case.dtype)).save_pretrained(directory)
     if case.tokenizer:
@@ -197,7 +208,7 @@ def make_case(case: Case, output: Path) -> None:
             make_checkpoint(tried, directory)
             checkpoint = read_checkpoint(directory)
             ids, labels = batch(checkpoint, tried)
-            trains = case.family == "llama"
+            trains = checkpoint.model.trainable
             request = Request(ids, labels, half_dtype="bf16" if trains else None, backward=trains,
                               adamw=OPTIMIZER if trains else None, greedy=GREEDY_IDS)
             continuation, lead = greedy(directory, checkpoint.model, request)

@@ -34,6 +34,7 @@ VERSION = 1
 BYTE_ORDER = 0x01020304
 KINDS = {1: "model", 2: "training state", 3: "reference dump"}
 FAMILIES = {0: None, 1: "llama", 2: "gpt_neox"}
+OTHER_FAMILY = 3  # one that came later: the configuration names it
 DTYPES = ("f32", "f16", "bf16", "u8", "u16", "u32", "i32", "i64", "i8", "u4", "e4m3")  # by their number
 NUMPY_DTYPES = {"f32": "<f4", "f16": "<f2", "bf16": "<u2", "u8": "u1", "u16": "<u2", "u32": "<u4", "i32": "<i4",
                 "i64": "<i8", "i8": "i1", "u4": "u1", "e4m3": "u1"}  # bits for bf16 and e4m3, which numpy lacks; u4: pairs
@@ -492,12 +493,19 @@ def parse_config(path: str, raw: bytes) -> dict[str, Any]:
     return config
 
 
+def family_number(family: Any) -> int | None:
+    """The header's number of model_family(); None if that is no name."""
+    if family is not None and not isinstance(family, str):
+        return None
+    return next((number for number, name in FAMILIES.items() if name == family), OTHER_FAMILY)
+
+
 def _check_family(path: str, family: int, config: dict[str, Any]) -> None:
-    if family not in FAMILIES:
-        fail(path, f"family: got {family}, expected 0 (none), 1 (llama) or 2 (gpt_neox)")
+    if family not in FAMILIES and family != OTHER_FAMILY:
+        fail(path, f"family: got {family}, expected 0 (none), 1 (llama), 2 (gpt_neox) or 3 (another)")
     named = model_family(config)
-    if named != FAMILIES[family]:
-        fail(path, f"family: got {FAMILIES[family] or 'none'}, expected the configuration's model.family, "
+    if family_number(named) != family:
+        fail(path, f"family: got {FAMILIES.get(family, 'another') or 'none'}, expected the configuration's model.family, "
              + ("none" if named is None else escaped(named if isinstance(named, str) else json.dumps(named))))
 
 
@@ -576,11 +584,12 @@ class Writer:
     def __init__(self, path: str | os.PathLike[str], kind: str, config: dict[str, Any]):
         if kind not in KINDS.values():
             raise ValueError(f"kind {kind!r}: expected one of {', '.join(KINDS.values())}")
-        if model_family(config) not in FAMILIES.values():
-            raise ValueError(f"model.family {model_family(config)!r}: expected llama or gpt_neox")
+        number = family_number(model_family(config))
+        if number is None:
+            raise ValueError(f"model.family {model_family(config)!r}: expected a name")
         self.path, self.kind = os.fspath(path), kind
         self.tensors: list[TensorInfo] = []
-        self._family = next(number for number, name in FAMILIES.items() if name == model_family(config))
+        self._family = number
         self._config = configuration_text(config)
         if len(self._config) > MAX_CONFIG_BYTES:
             raise ValueError(f"configuration of {len(self._config)} bytes: at most {MAX_CONFIG_BYTES} are accepted")

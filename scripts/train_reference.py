@@ -6,7 +6,7 @@
 
 RUN is a run directory, its config.json, or a file with what train_llama --print-config printed; paths in it are taken
 relative to the current directory. Model, data order, micro-batches, schedule, AdamW and clipping follow its settings.
-The model is transformers' LlamaForCausalLM, everything else is PyTorch's own.
+The model is transformers' class for it, everything else is PyTorch's own.
 
 Prints one JSON object a step (step, loss, lr, grad_norm, seconds), and with --against a last one with the largest
 differences of the two runs; --output writes them to a file instead. Needs torch and transformers. Exit codes: 1 the losses
@@ -308,10 +308,11 @@ def header_hash(path: str) -> str:
 
 
 def make_model(description: RunDescription, model_file: str, device: str) -> torch.nn.Module:
-    """LlamaForCausalLM in fp32 with the weights that the run began with."""
+    """The model in fp32 with the weights that the run began with."""
     torch, transformers = libraries()
     config = exported_config(description.model, "model") | {"torch_dtype": "float32", "dtype": "float32"}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, attn_implementation="sdpa"))
+    config = transformers.AutoConfig.for_model(**config, attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_config(config)
     tensors = (file_tensors(Path(model_file), description.model) if model_file
                else initial_tensors(description.model, description.settings.seed))
     parameters = named_parameters(model, description.model)

@@ -76,7 +76,7 @@ ModelConfig config_of(const Shape& shape) {
   config.norm = NormKind::layernorm;
   config.rope.theta = 10000;
   config.rope.rotary_dim = shape.head_dim / 4;
-  config.parallel_residual = config.attention_bias = true;
+  config.parallel_residual = config.qkv_bias = config.output_bias = true;
   return config;
 }
 

@@ -85,7 +85,7 @@ class Inference final : public InferenceModel {
   using Norm = NormWeights<const float>;
   void normalize(const float* branch, const Norm& norm, float* out, const Norm& norm2 = {}, float* out2 = nullptr);
   PagedKv pages_of_layer(std::int64_t l) const;
-  // Rotates q and k, appends k and v of all rows to layer l's pages, and attends: from qkv_ to attention_.
+  // Normalises (qk_norm) and rotates q and k, appends k and v of all rows to layer l's pages, and attends: from qkv_ to attention_.
   void attend(std::int64_t l);
   HeadView heads(std::int64_t first_element);  // q, k or v, which begin there in a row of qkv_
   // Adds `count` values, or all rows, to the activation `name`.

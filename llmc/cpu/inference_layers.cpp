@@ -9,6 +9,7 @@
 #include "llmc/base/dtype.h"
 #include "llmc/cpu/embedding.h"
 #include "llmc/cpu/gelu.h"
+#include "llmc/cpu/head_norm.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/cpu/residual_norm.h"
 #include "llmc/cpu/rope.h"
@@ -120,6 +121,12 @@ void Inference::attend(std::int64_t l) {
   const QkvHeads layout = qkv_heads(config_);
   const HeadView q = heads(0), k = heads(layout.keys), v = heads(layout.values);
   const PagedKv kv = pages_of_layer(l);
+  if (config_.qk_norm) {
+    const BlockWeights<const float>& w = weights_.blocks[static_cast<std::size_t>(l)];
+    const auto eps = static_cast<float>(config_.norm_eps);
+    head_norm_forward({1, rows(), NH, HS, eps}, q, q, w.q_norm.weight);
+    head_norm_forward({1, rows(), NKV, HS, eps}, k, k, w.k_norm.weight);
+  }
   const auto from_row = [](HeadView view, std::int64_t row) {
     view.data += row * view.token_stride;
     return view;

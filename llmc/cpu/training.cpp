@@ -18,6 +18,7 @@
 #include "llmc/cpu/classifier.h"
 #include "llmc/cpu/embedding.h"
 #include "llmc/cpu/fp8_linears.h"
+#include "llmc/cpu/head_norm.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/optimizer.h"
@@ -305,6 +306,13 @@ class TrainingModel final : public TrainModel {
   // become those of x and skip.
   void norm_backward(const NormSite& site, const float* d_norm, bool has_skip);
 
+  // The norms of q's and k's heads: from a.qkv as projected, which a.qk keeps; of d_qkv in place.
+  HeadNormShape head_norm_shape(std::int64_t heads) const {
+    return {options_.micro_batch, options_.seq_len, heads, config_.head_dim, static_cast<float>(config_.norm_eps)};
+  }
+  void normalize_heads(std::int64_t l);
+  void head_norms_backward(std::int64_t l);
+
   static std::size_t section_of_layer(std::int64_t l) { return static_cast<std::size_t>(l) + 1; }
   void gather_parameters(std::size_t section);
   std::size_t head_section() const { return config_.tied_embeddings ? 0 : sections_.size() - 1; }
@@ -400,6 +408,7 @@ void TrainingModel::forward_to_swiglu(std::int64_t l, float* branch) {
   const LayerActivations<float>& a = acts_.layers[l];
 
   linear(BlockLinear::qkv, l, a.qkv, a.input_norm);
+  if (config_.qk_norm) normalize_heads(l);
   rope_forward(q_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_heads, 0);
   rope_forward(k_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0);
   attention_forward(attention_shape(l), heads(a.attention, config_.q_size()), a.lse, q_heads(a.qkv), k_heads(a.qkv),
@@ -504,6 +513,7 @@ void TrainingModel::backward_layer(std::int64_t l) {
                      q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv));
   rope_backward(q_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_heads, 0);
   rope_backward(k_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0);
+  if (config_.qk_norm) head_norms_backward(l);
   linear_backward(BlockLinear::qkv, l, acts_.d_norm, acts_.d_qkv, a.input_norm);
   norm_backward(norm_after(2 * l - 1), acts_.d_norm, true);
 }
@@ -585,6 +595,25 @@ void TrainingModel::norm_backward(const NormSite& site, const float* d_norm, boo
   norm.dweight = site.d_weights.weight;
   norm.dbias = site.d_weights.bias;
   residual_norm_backward(norm_shape(site.branch), norm);
+}
+
+void TrainingModel::normalize_heads(std::int64_t l) {
+  const LayerActivations<float>& a = acts_.layers[l];
+  const BlockWeights<float>& w = weights_.blocks[l];
+  const std::int64_t q = config_.q_size(), qk = q + config_.kv_size();
+  for (std::int64_t n = 0; n < rows(); ++n) std::copy_n(a.qkv + n * qkv_size(), qk, a.qk + n * qk);
+  head_norm_forward(head_norm_shape(config_.num_heads), q_heads(a.qkv), heads(a.qk, qk), w.q_norm.weight);
+  head_norm_forward(head_norm_shape(config_.num_kv_heads), k_heads(a.qkv), heads(a.qk + q, qk), w.k_norm.weight);
+}
+
+void TrainingModel::head_norms_backward(std::int64_t l) {
+  const LayerActivations<float>& a = acts_.layers[l];
+  const BlockWeights<float>&w = weights_.blocks[l], &dw = d_weights_.blocks[l];
+  const std::int64_t q = config_.q_size(), qk = q + config_.kv_size();
+  const HeadView dq = q_heads(acts_.d_qkv), dk = k_heads(acts_.d_qkv);
+  head_norm_backward(head_norm_shape(config_.num_heads), dq, dw.q_norm.weight, dq, heads(a.qk, qk), w.q_norm.weight);
+  head_norm_backward(head_norm_shape(config_.num_kv_heads), dk, dw.k_norm.weight, dk, heads(a.qk + q, qk),
+                     w.k_norm.weight);
 }
 
 // ---- step -----------------------------------------------------------------------------------------------------------

@@ -50,7 +50,8 @@ constexpr std::size_t kWorthAThread = 4 << 20;
 constexpr const char* kDamaged = "The file is damaged: get or make it again";
 constexpr const char* kAgain = "Get or make the file again";
 
-constexpr std::array<const char*, 3> kFamilies = {"none", "llama", "gpt_neox"};  // by their number
+// The header's numbers of families. Those that came later have the last one: the configuration names them.
+constexpr std::array<const char*, 4> kFamilies = {"none", "llama", "gpt_neox", "another"};
 
 // model.family of a configuration; null where there is none.
 Json model_family(const Json& config) {
@@ -59,12 +60,15 @@ Json model_family(const Json& config) {
   return model->value("family", Json(nullptr));
 }
 
+// Nothing if it is no name.
 std::optional<std::uint32_t> family_number(const Json& family) {
   if (family.is_null()) return 0;
-  for (std::uint32_t i = 1; i < kFamilies.size(); ++i) {
+  if (!family.is_string()) return std::nullopt;
+  constexpr std::uint32_t kAnother = kFamilies.size() - 1;
+  for (std::uint32_t i = 1; i < kAnother; ++i) {
     if (family == kFamilies[i]) return i;
   }
-  return std::nullopt;
+  return kAnother;
 }
 
 // Bytes of a tensor; nothing if they reach 2^63. Sizes of 0 are left out of that product, so that the answer does not
@@ -167,8 +171,8 @@ class Validator {
 
   void family(const Header& header, const Json& config) const {
     if (header.family >= kFamilies.size()) {
-      fail(Exit::bad_file, "%s: family: got %u, expected 0 (none), 1 (llama) or 2 (gpt_neox)", where_.c_str(),
-           header.family);
+      fail(Exit::bad_file, "%s: family: got %u, expected 0 (none), 1 (llama), 2 (gpt_neox) or 3 (another)",
+           where_.c_str(), header.family);
     }
     const Json named = model_family(config);
     if (family_number(named) == header.family) return;
@@ -472,7 +476,7 @@ struct TensorFileWriter::Hasher : Xxh3Stream {};
 TensorFileWriter::TensorFileWriter(const std::string& path, FileKind kind, const Json& config)
     : path_(path), kind_(kind), hasher_(std::make_shared<Hasher>()) {
   const std::optional<std::uint32_t> family = config.is_object() ? family_number(model_family(config)) : std::nullopt;
-  if (!family) fail(Exit::internal, "%s: the configuration names no known family", escaped(path).c_str());
+  if (!family) fail(Exit::internal, "%s: model.family of the configuration is no name", escaped(path).c_str());
   family_ = *family;
   try {
     config_text_ = config.dump();  // compact, keys sorted: scripts/tensor_file.py writes the same

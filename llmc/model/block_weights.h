@@ -22,7 +22,7 @@ namespace weft {
 
 template <typename T>
 struct NormWeights {
-  T* weight = nullptr;  // [C]
+  T* weight = nullptr;  // [C]; of heads [HS]
   T* bias = nullptr;    // [C]; null with RMSNorm
 };
 
@@ -53,10 +53,11 @@ struct Linear {
 template <typename T, typename Packed = QuantizedMatrix>
 struct BlockWeights {
   NormWeights<T> input_norm, post_norm;
-  Linear<T, Packed> qkv;     // [q + 2 kv, C]; the order of its rows is ModelConfig::qkv_layout
-  Linear<T, Packed> output;  // [C, q]
-  Linear<T, Packed> up;      // [F, C]; with SwiGLU [2 F, C]: gate, then up
-  Linear<T, Packed> down;    // [C, F]
+  Linear<T, Packed> qkv;                    // [q + 2 kv, C]; the order of its rows is ModelConfig::qkv_layout
+  Linear<T, Packed> output;                 // [C, q]
+  Linear<T, Packed> up;                     // [F, C]; with SwiGLU [2 F, C]: gate, then up
+  Linear<T, Packed> down;                   // [C, F]
+  NormWeights<T> q_norm = {}, k_norm = {};  // of each head; null without ModelConfig::qk_norm
 
   const Linear<T, Packed>& linear(BlockLinear which) const {
     switch (which) {
@@ -90,7 +91,9 @@ struct ModelWeights {
     };
     for (std::size_t l = 0; l < blocks.size(); ++l) {
       BlockWeights<T, Packed>& block = blocks[l];
-      for (NormWeights<T>* norm : {&block.input_norm, &block.post_norm}) move(by[1 + l], {&norm->weight, &norm->bias});
+      for (NormWeights<T>* norm : {&block.input_norm, &block.post_norm, &block.q_norm, &block.k_norm}) {
+        move(by[1 + l], {&norm->weight, &norm->bias});
+      }
       for (Linear<T, Packed>* linear : {&block.qkv, &block.output, &block.up, &block.down}) {
         move(by[1 + l], {&linear->weight.plain, &linear->bias});
       }
@@ -121,6 +124,9 @@ ModelWeights<T, Packed> bind_weights(const ModelConfig& config, const Source& so
     const BlockNames block = names.block(l);
     weights.blocks.push_back({norm(block.input_norm), norm(block.post_norm), linear(block.qkv), linear(block.output),
                               linear(block.up), linear(block.down)});
+    if (!config.qk_norm) continue;
+    weights.blocks.back().q_norm = norm(block.q_norm);
+    weights.blocks.back().k_norm = norm(block.k_norm);
   }
   weights.final_norm = norm(names.final_norm);
   weights.head = config.tied_embeddings ? Weight<T, Packed>{weights.embedding, {}} : linear({names.head}).weight;

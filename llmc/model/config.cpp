@@ -174,6 +174,19 @@ std::int64_t ModelConfig::longest_window() const {
   return windows.empty() || *shortest == 0 ? 0 : *longest;
 }
 
+bool has_bias(const ModelConfig& config, BlockLinear linear) {
+  switch (linear) {
+    case BlockLinear::qkv:
+      return config.qkv_bias;
+    case BlockLinear::output:
+      return config.output_bias;
+    case BlockLinear::up:
+    case BlockLinear::down:
+      return config.mlp_bias;
+  }
+  fail(Exit::internal, "unknown linear layer");
+}
+
 ModelConfig config_from_json(const Json& object, const std::string& source) {
   ModelConfig config;
   const Family& family = family_from_json(object, source);
@@ -193,7 +206,8 @@ ModelConfig config_from_json(const Json& object, const std::string& source) {
   config.rope = rope_from_json(*rope, config.head_dim, source + ": rope");
   config.tied_embeddings = json_bool(object, "tied_embeddings", source);
   config.parallel_residual = json_bool(object, "parallel_residual", source);
-  config.attention_bias = json_bool(object, "attention_bias", source);
+  config.output_bias = json_bool(object, "attention_bias", source);
+  config.qkv_bias |= config.output_bias;
   config.windows = windows_from_json(object, config.num_layers, source);
   config.tokenizer_vocab = json_int(object, "tokenizer_vocab", 1, config.vocab_size, source);
   config.eos_ids = ids_from_json(object, "eos_ids", config.vocab_size, source);
@@ -239,7 +253,7 @@ Json config_to_json(const ModelConfig& config) {
         {"attention_factor", rope.attention_factor}}},
       {"tied_embeddings", config.tied_embeddings},
       {"parallel_residual", config.parallel_residual},
-      {"attention_bias", config.attention_bias},
+      {"attention_bias", config.output_bias},
       {"mlp_bias", config.mlp_bias && !fixed.mlp_bias},
       {"activation", activation_name(config.activation)},
       {"tokenizer_vocab", config.tokenizer_vocab},

@@ -60,10 +60,11 @@ struct ModelConfig {
   double norm_eps = 0;
   NormKind norm = NormKind::rmsnorm;
   RopeConfig rope;
-  bool tied_embeddings = false;    // the classifier uses the embedding's matrix
-  bool parallel_residual = false;  // x + attention(norm1(x)) + mlp(norm2(x))
-  bool attention_bias = false;     // biases of the linear layers of attention
-  bool mlp_bias = false;           // biases of the linear layers of the MLP
+  bool tied_embeddings = false;                // the classifier uses the embedding's matrix
+  bool parallel_residual = false;              // x + attention(norm1(x)) + mlp(norm2(x))
+  bool qkv_bias = false, output_bias = false;  // of the linear layers of attention
+  bool mlp_bias = false;                       // of both linear layers of the MLP
+  bool qk_norm = false;  // RMSNorm of each head of q and of k, before they rotate (Henry et al., 2020)
   Activation activation = Activation::swiglu;
   QkvLayout qkv_layout = QkvLayout::concatenated;
   // Of each layer, the keys that a position sees, its own included (Beltagy et al., "Longformer", 2020); 0: all before it.
@@ -79,7 +80,7 @@ struct ModelConfig {
   std::int64_t kv_size() const { return num_kv_heads * head_dim; }
   std::int64_t qkv_size() const { return q_size() + 2 * kv_size(); }
   bool gated() const { return activation == Activation::swiglu; }  // `up` has gate and up, [2 F, C]
-  bool has_linear_biases() const { return attention_bias || mlp_bias; }
+  bool has_linear_biases() const { return qkv_bias || output_bias || mlp_bias; }
   std::int64_t window(std::int64_t layer) const {
     return windows.empty() ? 0 : windows[static_cast<std::size_t>(layer)];
   }
@@ -99,6 +100,7 @@ struct LinearSize {
   std::int64_t C, OC;  // in, out
 };
 LinearSize linear_size(const ModelConfig& config, BlockLinear linear);
+bool has_bias(const ModelConfig& config, BlockLinear linear);
 
 // Makes `config` a model of this family: its name, and the capabilities that all its models have. Exit::internal if there is no
 // such family.

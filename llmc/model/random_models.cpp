@@ -35,7 +35,7 @@ ModelConfig pythia_config(const Size& size) {
   config.rope.theta = 10000;
   config.rope.rotary_dim = config.head_dim / 4;
   config.parallel_residual = true;
-  config.attention_bias = true;
+  config.qkv_bias = config.output_bias = true;
   config.tokenizer_vocab = 50277;
   config.eos_ids = {0};
   return config;

@@ -33,6 +33,7 @@ struct BlockNames {
   std::vector<std::string> output;
   std::vector<std::string> up;  // gate, up; or up
   std::vector<std::string> down;
+  std::string q_norm = {}, k_norm = {};  // with ModelConfig::qk_norm
 
   const std::vector<std::string>& linear(BlockLinear which) const {
     return which == BlockLinear::qkv      ? qkv

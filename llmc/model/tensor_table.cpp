@@ -14,6 +14,9 @@ TensorTable::TensorTable(const ModelConfig& config, DType storage) : storage_(st
     add_norm(config, block.input_norm);
     if (names.norms_first) add_norm(config, block.post_norm);
     add_linear(config, l, BlockLinear::qkv);
+    for (const std::string& norm : {block.q_norm, block.k_norm}) {
+      if (config.qk_norm) add_vector(weight_of(norm), config.head_dim, Init::ones);
+    }
     add_linear(config, l, BlockLinear::output);
     if (!names.norms_first) add_norm(config, block.post_norm);
     add_linear(config, l, BlockLinear::up);
@@ -73,18 +76,19 @@ void TensorTable::add_matrices(WeightScheme scheme, const std::vector<Matrix>& m
   }
 }
 
+void TensorTable::add_vector(std::string name, std::int64_t size, Init init) {
+  begin_group();
+  add(std::move(name), {size}, init, false);
+}
+
 void TensorTable::add_norm(const ModelConfig& config, const std::string& module) {
-  begin_group();
-  add(weight_of(module), {config.hidden_size}, Init::ones, false);
-  if (config.norm != NormKind::layernorm) return;
-  begin_group();
-  add(bias_of(module), {config.hidden_size}, Init::zeros, false);
+  add_vector(weight_of(module), config.hidden_size, Init::ones);
+  if (config.norm == NormKind::layernorm) add_vector(bias_of(module), config.hidden_size, Init::zeros);
 }
 
 // Neighbouring matrices and, behind them, their biases, which are neighbours too.
 void TensorTable::add_linear(const ModelConfig& config, std::int64_t layer, BlockLinear linear) {
   const std::vector<std::string> modules = names_of(config).block(layer).linear(linear);
-  const bool of_attention = linear == BlockLinear::qkv || linear == BlockLinear::output;
   const bool writes_residual = linear == BlockLinear::output || linear == BlockLinear::down;
   const auto [C, OC] = linear_size(config, linear);
   std::vector<Matrix> matrices;
@@ -100,7 +104,7 @@ void TensorTable::add_linear(const ModelConfig& config, std::int64_t layer, Bloc
   for (std::size_t s = first; s < specs_.size(); ++s) {
     specs_[s].hidden_matrix = specs_[s].kind == ValueKind::floats || specs_[s].kind == ValueKind::quants;
   }
-  if (!(of_attention ? config.attention_bias : config.mlp_bias)) return;
+  if (!has_bias(config, linear)) return;
   begin_group();
   for (const Matrix& m : matrices) add(bias_of(m.module), {m.out}, Init::zeros, false);
 }

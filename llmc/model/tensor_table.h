@@ -66,6 +66,7 @@ class TensorTable {
            std::optional<DType> dtype = {});
   void add_matrices(WeightScheme scheme, const std::vector<Matrix>& matrices);
   void begin_group();
+  void add_vector(std::string name, std::int64_t size, Init init);
   void add_norm(const ModelConfig& config, const std::string& module);
   void add_linear(const ModelConfig& config, std::int64_t layer, BlockLinear linear);
 

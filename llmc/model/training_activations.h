@@ -19,6 +19,7 @@ struct LayerActivations {
   T* input_norm = nullptr;                   // [N, C]
   float *mean1 = nullptr, *rstd1 = nullptr;  // [N]; the mean with LayerNorm only
   T* qkv = nullptr;                          // [N, q + 2 kv], q and k after RoPE
+  T* qk = nullptr;                           // [N, q + kv], with qk_norm: what their norms read
   T* attention = nullptr;                    // [N, q], before the output projection
   float* lse = nullptr;                      // [B, NH, T]: log of the sum of exponentials of each query's scores
   T* residual_mid = nullptr;                 // [N, C], the residual stream after attention
@@ -92,6 +93,7 @@ TrainingActivations<T>::TrainingActivations(const ModelConfig& config, const Tra
     reserve(&Layer::mean1, N, share_block);
     reserve(&Layer::rstd1, N, share_block);
     reserve(&Layer::qkv, N * qkv, share_block);
+    if (config.qk_norm) reserve(&Layer::qk, N * (q + config.kv_size()), share_block);
     reserve(&Layer::attention, N * q, share_block);
     reserve(&Layer::lse, N * config.num_heads, share_block);
     reserve(&Layer::residual_mid, N * C, share_block);

@@ -46,6 +46,15 @@ inline std::vector<GoldenCase> golden_cases(const std::string& family) {
   return cases;
 }
 
+// Of models that can be trained.
+inline std::vector<GoldenCase> trainable_goldens() {
+  std::vector<GoldenCase> cases = golden_cases();
+  std::erase_if(cases, [](const GoldenCase& golden) {
+    return !training_unsupported_reason(ModelFile::open(golden.model).config()).empty();
+  });
+  return cases;
+}
+
 // Copies every parameter of the file into the model.
 inline void load_parameters(const ModelFile& file, TrainModel& model) {
   for (const TensorSpec& spec : file.table().specs()) {  // not the model's own table: both name the same parameters

@@ -47,7 +47,7 @@ TEST(Golden, FixturesCoverBothFamilies) {
 }
 
 TEST(Golden, LlamaTrainingMatchesPyTorch) {
-  for (const GoldenCase& golden : golden_cases("llama")) {
+  for (const GoldenCase& golden : trainable_goldens()) {
     SCOPED_TRACE(golden.name);
     const ModelFile file = ModelFile::open(golden.model);
     const TensorFile dump = TensorFile::open(golden.dump, FileKind::reference_dump);
@@ -125,7 +125,7 @@ TEST(Golden, NeoxDecodingMatchesPyTorch) {
 
 // The decoder that samples during training is another code path over the same weights: it must agree with PyTorch too.
 TEST(Golden, LlamaDecodingMatchesPyTorch) {
-  for (const GoldenCase& golden : golden_cases("llama")) {
+  for (const GoldenCase& golden : trainable_goldens()) {
     SCOPED_TRACE(golden.name);
     const ModelFile file = ModelFile::open(golden.model);
     TrainOptions options;
@@ -168,7 +168,7 @@ TEST(Golden, ADumpMayFillTheContext) {
 
 // --recompute trades time for memory, never bits.
 TEST(Golden, RecomputationGivesTheSameBits) {
-  for (const GoldenCase& golden : golden_cases("llama")) {
+  for (const GoldenCase& golden : trainable_goldens()) {
     SCOPED_TRACE(golden.name);
     const TensorFile dump = TensorFile::open(golden.dump, FileKind::reference_dump);
     const ModelFile file = ModelFile::open(golden.model);

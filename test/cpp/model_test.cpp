@@ -34,7 +34,7 @@ ModelConfig pythia(std::int64_t layers, std::int64_t hidden, std::int64_t heads,
   config.max_positions = 2048;
   config.rope.theta = 10000;
   config.rope.rotary_dim = config.head_dim / 4;
-  config.parallel_residual = config.attention_bias = true;
+  config.parallel_residual = config.qkv_bias = config.output_bias = true;
   return config;
 }
 
@@ -192,7 +192,7 @@ TEST(Layout, BiasesOfALlamaAreThoseOfTheNamedTensors) {
   for (const bool attention : {true, false}) {
     for (const bool mlp : {true, false}) {
       ModelConfig config = preset_config("tiny");
-      config.attention_bias = attention;
+      config.qkv_bias = config.output_bias = attention;
       config.mlp_bias = mlp;
       const TensorTable table(config);
       const std::vector<float> arena(static_cast<std::size_t>(table.arena_elements()));
@@ -226,7 +226,7 @@ TEST(Layout, BiasesOfALlamaAreThoseOfTheNamedTensors) {
 TEST(Layout, NeoxPointersAreThoseOfTheNamedTensors) {
   for (const bool bias : {true, false}) {
     ModelConfig config = pythia(3, 64, 2, 100);
-    config.attention_bias = bias;
+    config.qkv_bias = config.output_bias = bias;
     const TensorTable table(config);
     const std::vector<float> arena(static_cast<std::size_t>(table.arena_elements()));
     const auto at = [&](const std::string& name) { return arena.data() + table.at(name).offset; };
@@ -685,7 +685,7 @@ TEST(ModelConfig, RopeAndBiasesSurviveAFile) {
     config.rope.beta_slow = 2;
     config.rope.truncate = false;
     config.rope.attention_factor = 1.5;
-    config.attention_bias = true;
+    config.qkv_bias = config.output_bias = true;
     config.mlp_bias = type == RopeType::linear;
     Json json = config_to_json(config);
     const ModelConfig read = config_from_json(json, "x");
@@ -694,7 +694,7 @@ TEST(ModelConfig, RopeAndBiasesSurviveAFile) {
     }
     EXPECT_EQ(read.rope.type, type);
     EXPECT_EQ(read.mlp_bias, config.mlp_bias);
-    EXPECT_EQ(read.attention_bias, true);
+    EXPECT_TRUE(read.qkv_bias && read.output_bias);
     EXPECT_EQ(config_to_json(read)["rope"]["type"], json["rope"]["type"]);
     for (const char* key : {"beta_fast", "beta_slow", "truncate", "attention_factor"}) json["rope"].erase(key);
     json.erase("mlp_bias");

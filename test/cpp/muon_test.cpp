@@ -160,7 +160,7 @@ ModelConfig mixed_config() {
   ModelConfig config = micro_config();
   config.num_layers = 2;
   config.tied_embeddings = false;
-  config.attention_bias = config.mlp_bias = true;
+  config.qkv_bias = config.output_bias = config.mlp_bias = true;
   return config;
 }
 

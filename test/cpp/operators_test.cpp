@@ -11,6 +11,7 @@
 #include "llmc/cpu/embedding.h"
 #include "llmc/cpu/exp.h"
 #include "llmc/cpu/gelu.h"
+#include "llmc/cpu/head_norm.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/rope.h"
 #include "llmc/cpu/swiglu.h"
@@ -315,6 +316,78 @@ TEST(Rope, OffsetsAre64Bit) {
   EXPECT_FLOAT_EQ(x[stride], std::cos(1.0f));
   EXPECT_FLOAT_EQ(x[stride + 4], std::sin(1.0f));
   munmap(memory, bytes);
+}
+
+// ---- norms of heads -----------------------------------------------------------------------------------------
+
+Doubles naive_head_norm(const Doubles& x, const Doubles& weight, std::int64_t heads, std::int64_t HS, double eps) {
+  Doubles y(x.size());
+  for (std::int64_t h = 0; h < heads; ++h) {
+    double squares = 0;
+    for (std::int64_t d = 0; d < HS; ++d) squares += x[h * HS + d] * x[h * HS + d];
+    const double r = 1 / std::sqrt(squares / static_cast<double>(HS) + eps);
+    for (std::int64_t d = 0; d < HS; ++d) y[h * HS + d] = x[h * HS + d] * r * weight[d];
+  }
+  return y;
+}
+
+// Sizes beside the lanes of a sum, and tokens beside the blocks of dweight.
+TEST(HeadNorm, ForwardAndBackwardAreTheDefinition) {
+  for (const HeadNormShape shape : {HeadNormShape{1, 1, 1, 2, 1e-6f}, HeadNormShape{2, 5, 3, 7, 1e-5f},
+                                    HeadNormShape{1, 67, 2, 33, 1e-3f}, HeadNormShape{3, 11, 1, 16, 1e-6f}}) {
+    const std::int64_t heads = shape.B * shape.T * shape.heads, row = shape.heads * shape.HS, HS = shape.HS;
+    const Floats x = random_floats(heads * HS, 1, 2.0f), w = random_floats(HS, 2, 0.3f, 1.0f);
+    const Floats dout = random_floats(heads * HS, 3), before = random_floats(HS, 4);
+    const auto view = [&](auto& data) { return HeadViewOf{data.data(), shape.T * row, row, HS}; };
+    const auto forward = [&](const Doubles& v, const Doubles& weight) {
+      return naive_head_norm(v, weight, heads, HS, static_cast<double>(shape.eps));
+    };
+    Floats y(x.size()), in_place = x;
+    head_norm_forward(shape, view(y), view(x), w.data());
+    expect_close(y, forward(widen(x), widen(w)), "y");
+    head_norm_forward(shape, view(in_place), view(in_place), w.data());
+    EXPECT_EQ(in_place, y);
+
+    Floats dx(x.size()), dweight = before, none(static_cast<std::size_t>(HS));
+    head_norm_backward(shape, view(dx), dweight.data(), view(dout), view(x), w.data());
+    expect_gradient(
+        "dx", [&](const Doubles& v) { return weighted_sum(forward(v, widen(w)), dout); }, x, dx);
+    Floats in_place_dx = dout;
+    head_norm_backward(shape, view(in_place_dx), none.data(), view(in_place_dx), view(x), w.data());
+    EXPECT_EQ(in_place_dx, dx);
+    expect_gradient(
+        "dweight", [&](const Doubles& v) { return weighted_sum(forward(widen(x), v), dout); }, w, none);
+    for (std::int64_t d = 0; d < HS; ++d) EXPECT_FLOAT_EQ(dweight[d], before[d] + none[d]) << "added to";
+  }
+}
+
+// q and k are parts of wider rows, and a head's bits are its own.
+TEST(HeadNorm, BitsDoNotDependOnThreadsOrNeighbours) {
+  const std::int64_t T = 70, HS = 24, row = 5 * HS;
+  const Floats packed = random_floats(T * row, 1), w = random_floats(HS, 2), dout = random_floats(T * row, 3);
+  const auto run = [&](int threads) {
+    omp_set_num_threads(threads);
+    Floats y = packed, dx = dout, dweight(static_cast<std::size_t>(HS));
+    const auto middle = [&](auto& data) { return HeadViewOf{data.data() + HS, T * row, row, HS}; };
+    head_norm_forward({1, T, 2, HS, 1e-6f}, middle(y), middle(packed), w.data());
+    head_norm_backward({1, T, 2, HS, 1e-6f}, middle(dx), dweight.data(), middle(dout), middle(packed), w.data());
+    Floats all = y;
+    all.insert(all.end(), dx.begin(), dx.end());
+    all.insert(all.end(), dweight.begin(), dweight.end());
+    return all;
+  };
+  const int before = omp_get_max_threads();
+  const Floats one = run(1);
+  for (const int threads : {2, 3, 8}) EXPECT_EQ(run(threads), one) << threads;
+  omp_set_num_threads(before);
+  for (std::int64_t i = 0; i < T * row; ++i) {
+    const bool inside = i % row >= HS && i % row < 3 * HS;
+    EXPECT_EQ(one[static_cast<std::size_t>(i)] != packed[static_cast<std::size_t>(i)], inside) << i;
+  }
+  Floats alone(packed.begin() + 3 * row + HS, packed.begin() + 3 * row + 2 * HS);
+  const HeadView head{alone.data(), HS, HS, HS};
+  head_norm_forward({1, 1, 1, HS, 1e-6f}, head, head, w.data());
+  EXPECT_TRUE(std::equal(alone.begin(), alone.end(), one.begin() + 3 * row + HS));
 }
 
 // ---- SwiGLU and GELU --------------------------------------------------------------------------------------

@@ -355,7 +355,7 @@ TEST(TensorFileWriter, RefusesMisuse) {
   EXPECT_NE(error_of(Exit::internal, [&] { declare("b", {1, 1, 1, 1, 1, 1, 1, 1, 1}); }), "");
   EXPECT_NE(error_of(Exit::internal,
                      [&] {
-                       TensorFileWriter(path, FileKind::model, {{"model", {{"family", "mamba"}}}});
+                       TensorFileWriter(path, FileKind::model, {{"model", {{"family", 7}}}});
                      }),
             "");
   // Each tensor fits in 63 bits, and no file holds both of them.

@@ -44,7 +44,7 @@ ModelConfig neox_config(std::int64_t heads, std::int64_t head_dim, std::int64_t 
   config.rope.theta = 10000;
   config.rope.rotary_dim = head_dim / 4 / 2 * 2;
   config.parallel_residual = true;
-  config.attention_bias = true;
+  config.qkv_bias = config.output_bias = true;
   return config;
 }
 
@@ -72,7 +72,7 @@ TEST(FusedDecode, MatchesTheCpuAtTheLayersOf6_9BAnd12B) {
 
 TEST(FusedDecode, MatchesTheCpuWithoutAttentionBiasAndWithFewBlocks) {
   ModelConfig config = neox_config(4, 64, 2, 507);
-  config.attention_bias = false;
+  config.qkv_bias = config.output_bias = false;
   config.rope.rotary_dim = 64;
   check_steps<fp16>(config, 5);
   cuda::FusedTuning tuning;

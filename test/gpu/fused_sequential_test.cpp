@@ -46,7 +46,7 @@ ModelConfig sequential_neox_config(std::int64_t heads, std::int64_t head_dim, st
   set_family(config, "gpt_neox");
   config.norm = NormKind::layernorm;
   config.rope.rotary_dim = head_dim / 4 / 2 * 2;
-  config.attention_bias = true;
+  config.qkv_bias = config.output_bias = true;
   return config;
 }
 

@@ -39,7 +39,7 @@ inline ModelConfig neox_config(const NeoxShape& shape) {
   config.rope.theta = 10000;
   config.rope.rotary_dim = shape.head_dim / 4;
   config.parallel_residual = shape.parallel;
-  config.attention_bias = shape.bias;
+  config.qkv_bias = config.output_bias = shape.bias;
   config.tokenizer_vocab = shape.vocab - 13;  // 13 rows of padding
   config.eos_ids = {0};
   return config;

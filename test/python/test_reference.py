@@ -129,7 +129,7 @@ class NumpyModel:
 
     def forward(self, ids):
         """Activations of one text by their names in a dump; [T, ...]."""
-        llama = self.model["family"] == "llama"
+        llama = self.model["family"] != "gpt_neox"
         x = self.weight("model.embed_tokens.weight" if llama else "gpt_neox.embed_in.weight")[ids]
         self.values = {"embedding": x}
         angles = rope_angles(self.model["rope"], len(ids))
@@ -152,6 +152,9 @@ class NumpyModel:
         prefix, name = f"layers.{number}.", f"model.layers.{number}."
         normed = self.values[prefix + "input_norm"] = self.norm(name + "input_layernorm", x)
         q, k, v = (self.linear(f"{name}self_attn.{part}_proj", normed) for part in "qkv")
+        if f"{name}self_attn.q_norm.weight" in self.file.tensors:
+            q, k = (self.norm(f"{name}self_attn.{part}_norm", values.reshape(len(x), -1, self.model["head_dim"]))
+                    for part, values in (("q", q), ("k", k)))
         x = x + self.linear(name + "self_attn.o_proj", self.attend(prefix, q, k, v, angles))
         normed = self.values[prefix + "post_attention_norm"] = self.norm(name + "post_attention_layernorm", x)
         product = silu(self.linear(name + "mlp.gate_proj", normed)) * self.linear(name + "mlp.up_proj", normed)
@@ -296,9 +299,9 @@ def test_golden_is_complete(name, tmp_path):
     expected |= {f"act.{activation}" for activation in dump_reference.activation_names(model)}
     if "act16_dtype" in settings:
         expected |= {f"act16.{activation}" for activation in dump_reference.activation_names(model)}
-    if model.family == "llama" and name not in TRAINED:
+    if model.trainable and name not in TRAINED:
         expected |= {"loss16", "adamw16.losses"} | {f"grad16.{tensor}" for tensor in model.tensors}
-    if model.family == "llama":
+    if model.trainable:
         expected |= {"adamw.losses"} | {f"grad.{tensor}" for tensor in model.tensors}
     stepped = {f"adamw.param.{tensor}" for tensor in model.tensors}
     assert set(dump.tensors) - stepped == expected
@@ -307,7 +310,7 @@ def test_golden_is_complete(name, tmp_path):
         for prefix in ("grad.", "adamw.param."):
             assert prefix + tensor not in dump.tensors or dump.at(prefix + tensor).shape == shape
     assert {"torch", "transformers", "model_sha256", "dtype"} <= set(settings) and settings["dtype"] == "f32"
-    if model.family == "llama":
+    if model.trainable:
         assert settings["adamw"] == {"steps": 10, "learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8,
                                      "weight_decay": 0.1, "grad_clip": 1.0}
         losses = dump.f32("adamw.losses")

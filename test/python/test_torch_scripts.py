@@ -79,7 +79,7 @@ class Hooked(Module):
     def __init__(self, file):
         super().__init__(self.compute)
         self.numpy = NumpyModel(file)
-        self.llama, self.description = file.config["model"]["family"] == "llama", file.config["model"]
+        self.llama, self.description = file.config["model"]["family"] != "gpt_neox", file.config["model"]
         layers = [self.layer(number) for number in range(self.description["num_layers"])]
         embed, end = ("model.embed_tokens", "model.norm") if self.llama else ("gpt_neox.embed_in", "gpt_neox.final_layer_norm")
         embed, end = Module(lambda ids, name=f"{embed}.weight": tensor(self.numpy.weight(name)[ids])), self.norm(end)
@@ -97,13 +97,19 @@ class Hooked(Module):
         names = ([*(f"self_attn.{each}_proj" for each in "qkvo"), *(f"mlp.{each}_proj" for each in ("gate", "up", "down"))] if self.llama
                  else ["attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"])
         parts = {each.split(".")[1]: self.linear(name + each) for each in names}
+        parts |= {each: self.norm(f"{name}self_attn.{each}") for each in ("q_norm", "k_norm")
+                  if f"{name}self_attn.{each}.weight" in self.numpy.file.tensors}
         first, second = self.norm(name + "input_layernorm"), self.norm(name + "post_attention_layernorm")
         layer = Module(input_layernorm=first, post_attention_layernorm=second)
         layer.self_attn = layer.attention = layer.mlp = Module(**parts)
 
         def llama(x):
             normed = first(x)
-            x = x + parts["o_proj"](self.attend(*(parts[f"{each}_proj"](normed) for each in "qkv")))
+            qkv = {each: parts[f"{each}_proj"](normed) for each in "qkv"}
+            if "q_norm" in parts:
+                heads = (-1, self.description["head_dim"])
+                qkv |= {each: parts[f"{each}_norm"](qkv[each].unflatten(-1, heads)).flatten(-2) for each in "qk"}
+            x = x + parts["o_proj"](self.attend(*qkv.values()))
             normed = second(x)
             return x + parts["down_proj"](tensor(silu(parts["gate_proj"](normed)) * parts["up_proj"](normed)))
 
@@ -381,8 +387,9 @@ def test_the_model_begins_as_the_run_did(torch, monkeypatch, from_file):
     parameters, done = {name: tensor(np.zeros(shape, np.float32)) for name, shape in model.tensors.items()}, []
     built = SimpleNamespace(named_parameters=parameters.items, to=lambda device: done.append(device) or built, train=lambda: done.append("train") or built)
     transformers = sys.modules["transformers"]
-    monkeypatch.setattr(transformers, "LlamaConfig", lambda **options: config.append(options), raising=False)
-    monkeypatch.setattr(transformers, "LlamaForCausalLM", lambda _: built, raising=False)
+    for_model = SimpleNamespace(for_model=lambda **options: config.append(options))
+    monkeypatch.setattr(transformers, "AutoConfig", for_model, raising=False)
+    monkeypatch.setattr(transformers, "AutoModelForCausalLM", SimpleNamespace(from_config=lambda _: built), raising=False)
     description = SimpleNamespace(model=model, settings=replace(SETTINGS, seed=6))
     assert train_reference.make_model(description, str(file.path) if from_file else "", "cuda") is built and done == ["cuda", "train"]
     assert config == [model.hf_config | {"torch_dtype": "float32", "dtype": "float32", "attn_implementation": "sdpa"}]

@@ -68,8 +68,11 @@ ROWS = [
            unit("HfConfig.SomeModels*")),
     Mutant("-128 passes as int8", "first_invalid_value", "q == INT8_MIN;", "q != q;", unit("QuantizedModel.Refuses*")),
     Mutant("the cache may overflow", "check_room", "capacity_ - length_", "capacity_", unit("CpuDecoder.NothingIsWritten*")),
-    Mutant("weight decay on norms", "add_norm", "Init::ones, false", "Init::ones, true",
+    Mutant("weight decay on norms", "add_vector", "init, false", "init, true",
            unit("TensorTable.OnlyMatricesDecay")),
     Mutant("a copy of the state read from its first value each time", "read", "static_cast<std", "0 * static_cast<std",
            unit("BackgroundSaveTest.BothSourcesGiveEveryPieceOfATensor")),
+    Mutant("Qwen2 without its biases", "set_fixed", "config.qkv_bias = true;", "", unit("Golden.*", "HfConfig.*")),
+    Mutant("Mistral's window is not looked at", "window", "return config.integer(\"sliding_window\", 1, kMaxPositions, 4096);",
+           "return std::nullopt;", unit("HfConfig.Cases")),
 ]

@@ -192,6 +192,7 @@ std::unique_ptr<InferenceModel> filled_inference(const ModelConfig& config, cons
 std::string inference_unsupported_reason(const ModelConfig& c, DType dtype) {
   if (const std::string reason = head_dim_unsupported_reason(c.head_dim); !reason.empty()) return reason;
   if (!c.windows.empty()) return "windows: the GPU has no attention with a sliding window";
+  if (c.qk_norm) return "q_norm, k_norm: the GPU has no norms of heads";
   if (c.gated() && c.mlp_bias) return "mlp_bias: the GPU has no SwiGLU with biases";
   if (c.activation == Activation::gelu_tanh)
     return "activation: the GPU has GELU with erf alone, not its approximation by tanh";

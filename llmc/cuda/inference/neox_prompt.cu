@@ -25,7 +25,7 @@ bool NeoxDecoder<S>::prepare_matmuls() {
   const cudaDataType_t type = std::is_same_v<S, float>  ? CUDA_R_32F
                               : std::is_same_v<S, bf16> ? CUDA_R_16BF
                                                         : CUDA_R_16F;
-  const bool bias = config_.attention_bias;
+  const bool bias = config_.qkv_bias;
   const Accumulate accumulate = config_.parallel_residual ? Accumulate::yes : Accumulate::no;
   const MatmulShape shapes[] = {{Gemm::forward, kChunk, C, 3 * C, type, Accumulate::no, bias},
                                 {Gemm::forward, kChunk, C, C, type, Accumulate::no, bias},

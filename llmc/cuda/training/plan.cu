@@ -227,8 +227,9 @@ void check_sizes(const ModelConfig& config) {
     fail(Exit::usage, "windows: the GPU trains models without sliding windows. Use --device cpu");
   }
   if (config.has_linear_biases()) {
-    fail(Exit::usage, "attention_bias, mlp_bias: the GPU trains Llamas without biases. Use --device cpu");
+    fail(Exit::usage, "the model has biases of linear layers, with which the GPU does not train. Use --device cpu");
   }
+  if (config.qk_norm) fail(Exit::usage, "q_norm, k_norm: the GPU does not train norms of heads. Use --device cpu");
   if (config.hidden_size % 8 != 0 || config.hidden_size > kMaxNormWidth) {
     fail(Exit::usage, "hidden_size: got %lld, the GPU kernels need a multiple of 8 up to %lld. Use --device cpu",
          static_cast<long long>(config.hidden_size), static_cast<long long>(kMaxNormWidth));

@@ -2,6 +2,7 @@
 // have. This folder is the only place, beside the converter, that knows a family by its name.
 #pragma once
 
+#include <optional>
 #include <span>
 #include <string>
 
@@ -29,6 +30,8 @@ struct HfRules {
   // Reads what is in no other family, or not in all of them: heads, biases, norms.
   void (*from_hf)(const HfObject& config, ModelConfig& model);
   void (*to_hf)(const ModelConfig& model, Json& config);  // writes the same keys
+  // The sliding window of some layer, if any has one; null: the family has none.
+  std::optional<std::int64_t> (*window)(const HfObject& config, const ModelConfig& model) = nullptr;
   std::int64_t max_positions = 2048;
   double rope_theta = 10000;
   const char* rope_theta_key = nullptr;       // another name of rope_theta
@@ -48,7 +51,14 @@ struct Family {
   HfRules hf;
 };
 
-extern const Family kLlama, kGptNeox;
+extern const Family kLlama, kMistral, kQwen2, kQwen3, kGptNeox;
+
+// Of the families whose blocks are Llama's: sequential, with RMSNorm, SwiGLU, q, k and v in matrices of their own.
+BlockNames llama_block_names(std::int64_t layer);
+void set_llama_block(ModelConfig& config);
+void read_llama_block(const Json& object, const std::string& source, ModelConfig& config);
+inline constexpr ModelNames kLlamaNames = {"model.embed_tokens", "model.norm", "lm_head", llama_block_names, false};
+inline constexpr HfActivation kSilu[] = {{"silu", Activation::swiglu}, {"swish", Activation::swiglu}};
 
 std::span<const Family* const> families();
 // Null: there is none of this name.

@@ -59,12 +59,12 @@ void from_hf(const HfObject& config, ModelConfig& model) {
   model.norm = NormKind::layernorm;
   model.tied_embeddings = false;  // weft stores a head of its own
   model.parallel_residual = config.flag("use_parallel_residual", true);
-  model.attention_bias = config.flag("attention_bias", true);
+  model.qkv_bias = model.output_bias = config.flag("attention_bias", true);
 }
 
 void to_hf(const ModelConfig& model, Json& config) {
   config["use_parallel_residual"] = model.parallel_residual;
-  config["attention_bias"] = model.attention_bias;
+  config["attention_bias"] = model.output_bias;
 }
 
 }  // namespace

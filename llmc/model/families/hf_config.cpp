@@ -285,6 +285,15 @@ std::vector<std::int32_t> read_ids(const HfObject& config, const HfObject& gener
   return ids;
 }
 
+// A sequence that is not longer than the window sees what it would see without one.
+void end_with_window(const HfObject& config, std::optional<std::int64_t> window, ModelConfig& model) {
+  if (!window || *window >= model.max_positions) return;
+  config.warn("sliding_window", format("the model ends at %lld positions, not at max_position_embeddings = %lld: there "
+                                       "are no sliding windows here, and up to their length they make no difference",
+                                       static_cast<long long>(*window), static_cast<long long>(model.max_positions)));
+  model.max_positions = *window;
+}
+
 Json parse(const std::string& path, std::vector<std::string>& warnings) {
   return parse_json(read_text_file(path, kMaxBytes), escaped(path),
                     {.bytes = kMaxBytes, .values = kMaxConfigValues, .tolerated = &warnings});
@@ -415,13 +424,44 @@ std::int64_t divided_head_dim(const HfObject& config, const ModelConfig& model) 
   return size;
 }
 
-void read_grouped_heads(const HfObject& config, ModelConfig& model) {
-  const bool own_size = config.has("head_dim"), grouped = config.has("num_key_value_heads");
-  model.head_dim = own_size ? config.integer("head_dim", 2, kMaxHeadDim) : divided_head_dim(config, model);
-  model.num_kv_heads = grouped ? config.integer("num_key_value_heads", 1, model.num_heads) : model.num_heads;
+void read_grouped_heads(const HfObject& config, ModelConfig& model, HeadDefaults absent) {
+  const auto size = [&](const char* key, std::int64_t low, std::int64_t high, std::int64_t default_of_absent) {
+    const bool says = config.values().contains(key);
+    if (!config.has(key) && (says || default_of_absent == 0)) return std::int64_t{0};
+    return config.integer(key, low, high, default_of_absent);
+  };
+  model.head_dim = size("head_dim", 2, kMaxHeadDim, absent.head_dim);
+  if (model.head_dim == 0) model.head_dim = divided_head_dim(config, model);
+  model.num_kv_heads = size("num_key_value_heads", 1, model.num_heads, absent.kv_heads);
+  if (model.num_kv_heads == 0) model.num_kv_heads = model.num_heads;
   if (model.num_heads % model.num_kv_heads != 0) {
     config.expected("num_key_value_heads", "a divisor of num_attention_heads = " + std::to_string(model.num_heads));
   }
+}
+
+std::optional<std::int64_t> window_of_some_layer(const HfObject& config, const ModelConfig& model) {
+  const Json& types = config["layer_types"];
+  bool slides = config.flag("use_sliding_window");
+  if (!types.is_null()) {
+    const bool all_layers = types.is_array() && std::ssize(types) == model.num_layers;
+    const auto known = [](const Json& type) { return type == "full_attention" || type == "sliding_attention"; };
+    if (!all_layers || !std::all_of(types.begin(), types.end(), known)) {
+      config.refuse("layer_types", "expected full_attention or sliding_attention for each of " +
+                                       std::to_string(model.num_layers) + " layers");
+    }
+    slides = slides && std::find(types.begin(), types.end(), Json("sliding_attention")) != types.end();
+  } else if (slides) {
+    slides = config.integer("max_window_layers", 0, kMaxLayers, 28) < model.num_layers;
+  }
+  const bool none = config.values().contains("sliding_window") && !config.has("sliding_window");
+  if (!slides || none) return std::nullopt;
+  return config.integer("sliding_window", 1, kMaxPositions, 4096);
+}
+
+void write_no_window(Json& config) {
+  config["use_sliding_window"] = false;
+  config["sliding_window"] = nullptr;
+  for (const char* key : {"layer_types", "max_window_layers"}) config.erase(key);
 }
 
 // ---- the whole ------------------------------------------------------------------------------------------------------
@@ -466,6 +506,7 @@ HfModel model_from_hf(const HfConfig& hf, std::vector<std::string>& warnings) {
   const bool ties_head = model.tied_embeddings;
   rules.from_hf(config, model);
   model.rope = RopeReader(config, rules).read(model, hf.rope_theta);
+  if (rules.window != nullptr) end_with_window(config, rules.window(config, model), model);
   model.eos_ids = read_ids(config, generation, "eos_token_id", model.vocab_size, kMaxEosIds);
   const std::vector<std::int32_t> bos = read_ids(config, generation, "bos_token_id", model.vocab_size, 1);
   if (!bos.empty()) model.bos_id = bos.front();

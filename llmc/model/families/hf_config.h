@@ -72,9 +72,17 @@ class HfObject {
   std::vector<std::string>* warnings_;
 };
 
-// num_key_value_heads, otherwise as many as heads; head_dim, otherwise divided_head_dim().
-void read_grouped_heads(const HfObject& config, ModelConfig& model);
+// What a family's classes take for keys that are absent; 0: what they do where the key is null.
+struct HeadDefaults {
+  std::int64_t kv_heads = 0, head_dim = 0;
+};
+// num_key_value_heads, if null as many as heads; head_dim, if null divided_head_dim().
+void read_grouped_heads(const HfObject& config, ModelConfig& model, HeadDefaults absent = {});
 // hidden_size / num_attention_heads.
 std::int64_t divided_head_dim(const HfObject& config, const ModelConfig& model);
+// The sliding window of some layer, if any has one, by use_sliding_window, max_window_layers or layer_types.
+std::optional<std::int64_t> window_of_some_layer(const HfObject& config, const ModelConfig& model);
+// Says so of no layer.
+void write_no_window(Json& config);
 
 }  // namespace weft

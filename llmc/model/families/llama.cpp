@@ -6,9 +6,7 @@
 
 namespace weft {
 
-namespace {
-
-BlockNames block_names(std::int64_t layer) {
+BlockNames llama_block_names(std::int64_t layer) {
   const std::string prefix = "model.layers." + std::to_string(layer) + ".";
   const std::string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
   return {prefix + "input_layernorm",
@@ -16,15 +14,17 @@ BlockNames block_names(std::int64_t layer) {
           {attention + "q_proj", attention + "k_proj", attention + "v_proj"},
           {attention + "o_proj"},
           {mlp + "gate_proj", mlp + "up_proj"},
-          {mlp + "down_proj"}};
+          {mlp + "down_proj"},
+          attention + "q_norm",
+          attention + "k_norm"};
 }
 
-void set_fixed(ModelConfig& config) {
+void set_llama_block(ModelConfig& config) {
   config.activation = Activation::swiglu;
   config.qkv_layout = QkvLayout::concatenated;
 }
 
-void read(const Json& object, const std::string& source, ModelConfig& config) {
+void read_llama_block(const Json& object, const std::string& source, ModelConfig& config) {
   if (object.contains("activation")) {
     const std::string name = json_string(object, "activation", source);
     if (name != activation_name(Activation::swiglu)) {
@@ -34,22 +34,23 @@ void read(const Json& object, const std::string& source, ModelConfig& config) {
   }
   if (object.contains("mlp_bias")) config.mlp_bias = json_bool(object, "mlp_bias", source);
   if (config.parallel_residual) {
-    fail(Exit::bad_file, "%s: llama: parallel_residual does not exist in this family", source.c_str());
+    fail(Exit::bad_file, "%s: %s: parallel_residual does not exist in this family", source.c_str(),
+         config.family.c_str());
   }
 }
 
-constexpr HfActivation kActivations[] = {{"silu", Activation::swiglu}, {"swish", Activation::swiglu}};
+namespace {
 
 void from_hf(const HfObject& config, ModelConfig& model) {
   read_grouped_heads(config, model);
-  model.attention_bias = config.flag("attention_bias");
+  model.qkv_bias = model.output_bias = config.flag("attention_bias");
   model.mlp_bias = config.flag("mlp_bias");
 }
 
 void to_hf(const ModelConfig& model, Json& config) {
   config["num_key_value_heads"] = model.num_kv_heads;
   config["head_dim"] = model.head_dim;
-  config["attention_bias"] = model.attention_bias;
+  config["attention_bias"] = model.output_bias;
   config["mlp_bias"] = model.mlp_bias;
 }
 
@@ -57,12 +58,12 @@ void to_hf(const ModelConfig& model, Json& config) {
 
 constinit const Family kLlama = {
     .name = "llama",
-    .names = {"model.embed_tokens", "model.norm", "lm_head", block_names, false},
+    .names = kLlamaNames,
     .published = DType::bf16,
-    .set_fixed = set_fixed,
-    .read = read,
+    .set_fixed = set_llama_block,
+    .read = read_llama_block,
     .hf = {.architecture = "LlamaForCausalLM",
-           .activations = kActivations,
+           .activations = kSilu,
            .norm_eps_key = "rms_norm_eps",
            .norm_eps = 1e-6,
            .from_hf = from_hf,

@@ -31,6 +31,9 @@ void check_shape(const AttentionShape& shape) {
          static_cast<long long>(shape.NH), static_cast<long long>(shape.NKV), static_cast<long long>(shape.B),
          static_cast<long long>(kMaxHeads));
   if (!(shape.scale > 0)) fail(Exit::usage, "attention: scale: got %g, expected > 0", shape.scale);
+  if (shape.window != 0 || shape.document_starts != nullptr)
+    fail(Exit::internal, "attention: a window of %lld%s: the GPU has neither windows nor documents",
+         static_cast<long long>(shape.window), shape.document_starts != nullptr ? " and documents" : "");
 }
 
 // Whether 16-byte copies can read the view's rows.

@@ -1,0 +1,87 @@
+// With r = 1 / sqrt(mean(x^2) + eps), xhat = x r and g = dout w:
+//   y = xhat w,   dx = r (g - xhat mean(g xhat)),   dw = sum of dout xhat over all heads
+// r is taken again in backward: a pass over HS elements, which are in the cache for dx anyway.
+//
+// dw is summed over blocks of a fixed number of tokens, then over the blocks in order: the same bits for any number of threads.
+
+#include "llmc/cpu/head_norm.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "llmc/base/ceil_div.h"
+#include "llmc/cpu/lanes.h"
+
+namespace weft::cpu {
+
+namespace {
+
+constexpr std::int64_t kBlockTokens = 32;
+
+float inverse_rms(const float* x, const HeadNormShape& shape) {
+  const double squares = sum_in_double(shape.HS, [x](const auto& load) { return load(x) * load(x); });
+  return static_cast<float>(1.0 / std::sqrt(squares / static_cast<double>(shape.HS) + shape.eps));
+}
+
+void backward_head(const HeadNormShape& shape, float* dx, float* dweight, const float* dout, const float* x,
+                   const float* weight, float* g, float* xhat) {
+  const std::int64_t HS = shape.HS;
+  const float r = inverse_rms(x, shape);
+#pragma omp simd
+  for (std::int64_t d = 0; d < HS; ++d) {
+    xhat[d] = x[d] * r;
+    g[d] = dout[d] * weight[d];
+    dweight[d] += dout[d] * xhat[d];
+  }
+  const double sum = sum_in_double(HS, [g, xhat](const auto& load) { return load(g) * load(xhat); });
+  const auto mean = static_cast<float>(sum / static_cast<double>(HS));
+#pragma omp simd
+  for (std::int64_t d = 0; d < HS; ++d) dx[d] = r * (g[d] - xhat[d] * mean);
+}
+
+}  // namespace
+
+void head_norm_forward(const HeadNormShape& shape, HeadView out, ConstHeadView x, const float* weight) {
+  const std::int64_t tokens = shape.B * shape.T;
+#pragma omp parallel for schedule(static)
+  for (std::int64_t n = 0; n < tokens; ++n) {
+    for (std::int64_t h = 0; h < shape.heads; ++h) {
+      const float* const from = x.at(n / shape.T, n % shape.T, h);
+      float* const to = out.at(n / shape.T, n % shape.T, h);
+      const float r = inverse_rms(from, shape);
+#pragma omp simd
+      for (std::int64_t d = 0; d < shape.HS; ++d) to[d] = from[d] * r * weight[d];
+    }
+  }
+}
+
+void head_norm_backward(const HeadNormShape& shape, HeadView dx, float* dweight, ConstHeadView dout, ConstHeadView x,
+                        const float* weight) {
+  const std::int64_t tokens = shape.B * shape.T, blocks = ceil_div(tokens, kBlockTokens), HS = shape.HS;
+  std::vector<float> partial(static_cast<std::size_t>(blocks * HS));
+#pragma omp parallel
+  {
+    std::vector<float> scratch(static_cast<std::size_t>(2 * HS));
+#pragma omp for schedule(static)
+    for (std::int64_t block = 0; block < blocks; ++block) {
+      const std::int64_t end = std::min((block + 1) * kBlockTokens, tokens);
+      for (std::int64_t n = block * kBlockTokens; n < end; ++n) {
+        const std::int64_t b = n / shape.T, t = n % shape.T;
+        for (std::int64_t h = 0; h < shape.heads; ++h) {
+          backward_head(shape, dx.at(b, t, h), partial.data() + block * HS, dout.at(b, t, h), x.at(b, t, h), weight,
+                        scratch.data(), scratch.data() + HS);
+        }
+      }
+    }
+  }
+  for (std::int64_t d = 0; d < HS; ++d) {
+    double sum = 0;
+    for (std::int64_t block = 0; block < blocks; ++block) {
+      sum += static_cast<double>(partial[static_cast<std::size_t>(block * HS + d)]);
+    }
+    dweight[d] += static_cast<float>(sum);
+  }
+}
+
+}  // namespace weft::cpu

@@ -1,0 +1,45 @@
+// Qwen3 (Yang et al., 2025), the dense models: a Llama with norms of q's and k's heads.
+#include "llmc/base/json.h"
+#include "llmc/model/families/family.h"
+#include "llmc/model/families/hf_config.h"
+
+namespace weft {
+
+namespace {
+
+void set_fixed(ModelConfig& config) {
+  set_llama_block(config);
+  config.qk_norm = true;
+}
+
+void from_hf(const HfObject& config, ModelConfig& model) {
+  read_grouped_heads(config, model, {.kv_heads = 32, .head_dim = 128});
+  model.qkv_bias = model.output_bias = config.flag("attention_bias");
+}
+
+void to_hf(const ModelConfig& model, Json& config) {
+  config["num_key_value_heads"] = model.num_kv_heads;
+  config["head_dim"] = model.head_dim;
+  config["attention_bias"] = model.output_bias;
+  write_no_window(config);
+}
+
+}  // namespace
+
+constinit const Family kQwen3 = {
+    .name = "qwen3",
+    .names = kLlamaNames,
+    .published = DType::bf16,
+    .set_fixed = set_fixed,
+    .read = read_llama_block,
+    .hf = {.architecture = "Qwen3ForCausalLM",
+           .activations = kSilu,
+           .norm_eps_key = "rms_norm_eps",
+           .norm_eps = 1e-6,
+           .from_hf = from_hf,
+           .to_hf = to_hf,
+           .window = window_of_some_layer,
+           .max_positions = 32768},
+};
+
+}  // namespace weft
