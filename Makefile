@@ -446,7 +446,7 @@ clean:
 
 help:
 	@echo "make            build train_llama and infer_pythia ($(BUILD_KIND))"
-	@echo "make demo       build, train a tiny Llama on generated stories, sample, plot, run the tiny Pythia (under 4 minutes)"
+	@echo "make demo       build, train a tiny Llama on generated stories, sample, plot, run the tiny Pythia (4 to 9 minutes on 2 cores)"
 	@echo "make test       the programs as you build them: units, goldens, hostile files, whole runs, a server (about 10 minutes on 2 cores)"
 	@echo "make test-all   every test this machine can run, with sanitizers; GPU=must refuses to skip those that need a GPU"
 	@echo "make test-op    OP=swiglu: the tests of one operator, as a program of their own"
