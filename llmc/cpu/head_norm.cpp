@@ -7,11 +7,10 @@
 #include "llmc/cpu/head_norm.h"
 
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "llmc/base/ceil_div.h"
-#include "llmc/cpu/lanes.h"
+#include "llmc/cpu/norm_row.h"
 
 namespace weft::cpu {
 
@@ -20,8 +19,7 @@ namespace {
 constexpr std::int64_t kBlockTokens = 32;
 
 float inverse_rms(const float* x, const HeadNormShape& shape) {
-  const double squares = sum_in_double(shape.HS, [x](const auto& load) { return load(x) * load(x); });
-  return static_cast<float>(1.0 / std::sqrt(squares / static_cast<double>(shape.HS) + shape.eps));
+  return norm_statistics(x, shape.HS, NormKind::rmsnorm, shape.eps).rstd;
 }
 
 void backward_head(const HeadNormShape& shape, float* dx, float* dweight, const float* dout, const float* x,
@@ -34,10 +32,8 @@ void backward_head(const HeadNormShape& shape, float* dx, float* dweight, const 
     g[d] = dout[d] * weight[d];
     dweight[d] += dout[d] * xhat[d];
   }
-  const double sum = sum_in_double(HS, [g, xhat](const auto& load) { return load(g) * load(xhat); });
-  const auto mean = static_cast<float>(sum / static_cast<double>(HS));
-#pragma omp simd
-  for (std::int64_t d = 0; d < HS; ++d) dx[d] = r * (g[d] - xhat[d] * mean);
+  norm_gradient(g, xhat, r, HS, NormKind::rmsnorm);
+  std::copy_n(g, HS, dx);
 }
 
 }  // namespace

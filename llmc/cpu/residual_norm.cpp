@@ -1,6 +1,5 @@
-// The operator works row by row: the row h is computed once, in residual_out or in a thread's own buffer, its
-// statistics are taken in double (two passes for the variance: E[h^2] - E[h]^2 cancels where the mean is
-// large), then normalised.
+// The operator works row by row: the row h is computed once, in residual_out or in a thread's own buffer, its statistics are
+// taken (norm_row.h), then normalised.
 //
 // Backward of z = xhat w + b with xhat = (h - mean) rstd, for g = dout w + dout2 w2:
 //   dh = rstd (g - [mean(g)] - xhat mean(g xhat)) + dresidual_out      [mean(g)] for LayerNorm only
@@ -14,12 +13,11 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "llmc/base/ceil_div.h"
 #include "llmc/base/philox.h"
-#include "llmc/cpu/lanes.h"
+#include "llmc/cpu/norm_row.h"
 
 namespace weft::cpu {
 
@@ -80,26 +78,8 @@ void add_branch(float* h, const float* x, const float* factors, const float* col
   }
 }
 
-struct Statistics {
-  float mean, rstd;
-};
-
-Statistics statistics(const float* h, const ResidualNormShape& shape) {
-  const std::int64_t C = shape.C;
-  double mean = 0;
-  if (shape.kind == NormKind::layernorm) {
-    mean = sum_in_double(C, [h](const auto& load) { return load(h); }) / static_cast<double>(C);
-  }
-  const double squares = sum_in_double(C, [h, mean](const auto& load) {
-    const auto deviation = load(h) - mean;
-    return deviation * deviation;
-  });
-  const double variance = squares / static_cast<double>(C);
-  return {static_cast<float>(mean), static_cast<float>(1.0 / std::sqrt(variance + shape.eps))};
-}
-
 // out = (h - mean) * rstd * weight + bias.
-void normalise(float* out, const float* h, Statistics s, const float* weight, const float* bias, std::int64_t C) {
+void normalise(float* out, const float* h, NormStatistics s, const float* weight, const float* bias, std::int64_t C) {
 #pragma omp simd
   for (std::int64_t c = 0; c < C; ++c) {
     const float value = (h[c] - s.mean) * s.rstd * weight[c];
@@ -128,18 +108,6 @@ void add_output(float* g, float* dweight, float* dbias, const float* dout, const
   }
 }
 
-// g becomes dh without the skip path.
-void norm_gradient(float* g, const float* xhat, float rstd, const ResidualNormShape& shape) {
-  const std::int64_t C = shape.C;
-  const auto mean_of = [C](const auto& term) {
-    return static_cast<float>(sum_in_double(C, term) / static_cast<double>(C));
-  };
-  const float mean_g = shape.kind == NormKind::layernorm ? mean_of([g](const auto& load) { return load(g); }) : 0.0f;
-  const float mean_gx = mean_of([g, xhat](const auto& load) { return load(g) * load(xhat); });
-#pragma omp simd
-  for (std::int64_t c = 0; c < C; ++c) g[c] = rstd * (g[c] - mean_g - xhat[c] * mean_gx);
-}
-
 void backward_row(const ResidualNormShape& shape, const ResidualNormBackward& io, std::int64_t row, ColumnSums sums,
                   RowBuffers& buffers) {
   const std::int64_t C = shape.C;
@@ -158,7 +126,7 @@ void backward_row(const ResidualNormShape& shape, const ResidualNormBackward& io
   std::fill(g, g + C, 0.0f);
   add_output(g, sums.dweight, sums.dbias, io.dout + row * C, xhat, io.weight, C);
   if (io.weight2) add_output(g, sums.dweight2, sums.dbias2, io.dout2 + row * C, xhat, io.weight2, C);
-  norm_gradient(g, xhat, rstd, shape);
+  norm_gradient(g, xhat, rstd, C, shape.kind);
   float* dh = g;
   if (const float* skip = at_row(io.dresidual_out, row, C)) {
 #pragma omp simd
@@ -191,7 +159,7 @@ void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormFor
     float* factors = buffers.get(1);
     branch_factors(factors, shape, io.rowscale, row);
     add_branch(h, at_row(io.x, row, C), factors, io.colscale, at_row(io.residual, row, C), C);
-    const Statistics s = statistics(h, shape);
+    const NormStatistics s = norm_statistics(h, C, shape.kind, shape.eps);
     normalise(io.out + row * C, h, s, io.weight, io.bias, C);
     if (io.weight2) normalise(io.out2 + row * C, h, s, io.weight2, io.bias2, C);
     if (io.mean) io.mean[row] = s.mean;

@@ -86,7 +86,7 @@ ROWS = [
            "up = gate_up + n * 2 * F; const float* gate = up", unit("Swiglu.*")),
     Mutant("a sum that begins anew where a row of x ends", "dot_products", "if (whole < C)", "if (whole < C && Rows > 1)",
            unit("MatmulRows.*")),
-    Mutant("the norm of a head: its gradient lacks the mean", "backward_head", "(g[d] - xhat[d] * mean)", "g[d]", unit("HeadNorm.*")),
+    Mutant("the norm of a head: its weight has the gradient of none", "backward_head", "dout[d] * xhat[d]", "dout[d] * x[d]", unit("HeadNorm.*")),
     Mutant("the norms of q and k share a weight", "normalize_heads", "heads(a.qk + q, qk), w.k_norm.weight",
            "heads(a.qk + q, qk), w.q_norm.weight", unit("Golden.*")),
 ]
