@@ -73,6 +73,6 @@ ROWS = [
     Mutant("a copy of the state read from its first value each time", "read", "static_cast<std", "0 * static_cast<std",
            unit("BackgroundSaveTest.BothSourcesGiveEveryPieceOfATensor")),
     Mutant("Qwen2 without its biases", "set_fixed", "config.qkv_bias = true;", "", unit("Golden.*", "HfConfig.*")),
-    Mutant("Mistral's window is not looked at", "window", "return config.integer(\"sliding_window\", 1, kMaxPositions, 4096);",
+    Mutant("Mistral's window is not looked at", "window", "return sliding_window(config);",
            "return std::nullopt;", unit("HfConfig.Cases")),
 ]

@@ -21,12 +21,19 @@ struct HfActivation {
   Activation activation;
 };
 
+// Of the families whose blocks are Llama's, which are the defaults below: sequential, with RMSNorm, SwiGLU, q, k and v in matrices of their own.
+BlockNames llama_block_names(std::int64_t layer);
+void set_llama_block(ModelConfig& config);
+void read_llama_block(const Json& object, const std::string& source, ModelConfig& config);
+inline constexpr ModelNames kLlamaNames = {"model.embed_tokens", "model.norm", "lm_head", llama_block_names, false};
+inline constexpr HfActivation kSilu[] = {{"silu", Activation::swiglu}, {"swish", Activation::swiglu}};
+
 // What a family's config.json has of its own. The values are those that transformers takes for absent keys.
 struct HfRules {
-  const char* architecture;                   // of its models with a head: "LlamaForCausalLM"
-  std::span<const HfActivation> activations;  // that it may have; the first where none is named
-  const char* norm_eps_key;
-  double norm_eps;
+  const char* architecture;                           // of its models with a head: "LlamaForCausalLM"
+  std::span<const HfActivation> activations = kSilu;  // that it may have; the first where none is named
+  const char* norm_eps_key = "rms_norm_eps";
+  double norm_eps = 1e-6;
   // Reads what is in no other family, or not in all of them: heads, biases, norms.
   void (*from_hf)(const HfObject& config, ModelConfig& model);
   void (*to_hf)(const ModelConfig& model, Json& config);  // writes the same keys
@@ -41,24 +48,17 @@ struct HfRules {
 
 struct Family {
   const char* name;  // model_type of config.json, and the family of a model file
-  ModelNames names;
-  DType published;  // the type of its checkpoints, in which programs compute unless they are told another
+  ModelNames names = kLlamaNames;
+  DType published = DType::bf16;  // the type of its checkpoints, in which programs compute unless they are told another
   // Sets the capabilities that all its models have.
-  void (*set_fixed)(ModelConfig& config);
+  void (*set_fixed)(ModelConfig& config) = set_llama_block;
   // Reads what configurations of this family alone have, from the object "model" of a model file, and checks all of it:
   // Exit::bad_file.
-  void (*read)(const Json& object, const std::string& source, ModelConfig& config);
+  void (*read)(const Json& object, const std::string& source, ModelConfig& config) = read_llama_block;
   HfRules hf;
 };
 
 extern const Family kLlama, kMistral, kQwen2, kQwen3, kGptNeox;
-
-// Of the families whose blocks are Llama's: sequential, with RMSNorm, SwiGLU, q, k and v in matrices of their own.
-BlockNames llama_block_names(std::int64_t layer);
-void set_llama_block(ModelConfig& config);
-void read_llama_block(const Json& object, const std::string& source, ModelConfig& config);
-inline constexpr ModelNames kLlamaNames = {"model.embed_tokens", "model.norm", "lm_head", llama_block_names, false};
-inline constexpr HfActivation kSilu[] = {{"silu", Activation::swiglu}, {"swish", Activation::swiglu}};
 
 std::span<const Family* const> families();
 // Null: there is none of this name.

@@ -426,8 +426,7 @@ std::int64_t divided_head_dim(const HfObject& config, const ModelConfig& model) 
 
 void read_grouped_heads(const HfObject& config, ModelConfig& model, HeadDefaults absent) {
   const auto size = [&](const char* key, std::int64_t low, std::int64_t high, std::int64_t default_of_absent) {
-    const bool says = config.values().contains(key);
-    if (!config.has(key) && (says || default_of_absent == 0)) return std::int64_t{0};
+    if (!config.has(key) && (config.says_null(key) || default_of_absent == 0)) return std::int64_t{0};
     return config.integer(key, low, high, default_of_absent);
   };
   model.head_dim = size("head_dim", 2, kMaxHeadDim, absent.head_dim);
@@ -437,6 +436,16 @@ void read_grouped_heads(const HfObject& config, ModelConfig& model, HeadDefaults
   if (model.num_heads % model.num_kv_heads != 0) {
     config.expected("num_key_value_heads", "a divisor of num_attention_heads = " + std::to_string(model.num_heads));
   }
+}
+
+void write_grouped_heads(const ModelConfig& model, Json& config) {
+  config["num_key_value_heads"] = model.num_kv_heads;
+  config["head_dim"] = model.head_dim;
+}
+
+std::optional<std::int64_t> sliding_window(const HfObject& config) {
+  if (config.says_null("sliding_window")) return std::nullopt;
+  return config.integer("sliding_window", 1, kMaxPositions, 4096);
 }
 
 std::optional<std::int64_t> window_of_some_layer(const HfObject& config, const ModelConfig& model) {
@@ -453,9 +462,7 @@ std::optional<std::int64_t> window_of_some_layer(const HfObject& config, const M
   } else if (slides) {
     slides = config.integer("max_window_layers", 0, kMaxLayers, 28) < model.num_layers;
   }
-  const bool none = config.values().contains("sliding_window") && !config.has("sliding_window");
-  if (!slides || none) return std::nullopt;
-  return config.integer("sliding_window", 1, kMaxPositions, 4096);
+  return slides ? sliding_window(config) : std::nullopt;
 }
 
 void write_no_window(Json& config) {

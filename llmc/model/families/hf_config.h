@@ -49,6 +49,7 @@ class HfObject {
 
   const Json& operator[](const std::string& key) const;
   bool has(const std::string& key) const { return !(*this)[key].is_null(); }
+  bool says_null(const std::string& key) const { return !has(key) && values_.contains(key); }
   // `fallback`: what a value that is absent is taken for, with a warning; null: it has to be there.
   std::int64_t integer(const std::string& key, std::int64_t low, std::int64_t high,
                        const Json& fallback = nullptr) const;
@@ -78,8 +79,11 @@ struct HeadDefaults {
 };
 // num_key_value_heads, if null as many as heads; head_dim, if null divided_head_dim().
 void read_grouped_heads(const HfObject& config, ModelConfig& model, HeadDefaults absent = {});
+void write_grouped_heads(const ModelConfig& model, Json& config);
 // hidden_size / num_attention_heads.
 std::int64_t divided_head_dim(const HfObject& config, const ModelConfig& model);
+// sliding_window; nothing if it is null.
+std::optional<std::int64_t> sliding_window(const HfObject& config);
 // The sliding window of some layer, if any has one, by use_sliding_window, max_window_layers or layer_types.
 std::optional<std::int64_t> window_of_some_layer(const HfObject& config, const ModelConfig& model);
 // Says so of no layer.

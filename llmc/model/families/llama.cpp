@@ -48,8 +48,7 @@ void from_hf(const HfObject& config, ModelConfig& model) {
 }
 
 void to_hf(const ModelConfig& model, Json& config) {
-  config["num_key_value_heads"] = model.num_kv_heads;
-  config["head_dim"] = model.head_dim;
+  write_grouped_heads(model, config);
   config["attention_bias"] = model.output_bias;
   config["mlp_bias"] = model.mlp_bias;
 }
@@ -58,16 +57,7 @@ void to_hf(const ModelConfig& model, Json& config) {
 
 constinit const Family kLlama = {
     .name = "llama",
-    .names = kLlamaNames,
-    .published = DType::bf16,
-    .set_fixed = set_llama_block,
-    .read = read_llama_block,
-    .hf = {.architecture = "LlamaForCausalLM",
-           .activations = kSilu,
-           .norm_eps_key = "rms_norm_eps",
-           .norm_eps = 1e-6,
-           .from_hf = from_hf,
-           .to_hf = to_hf},
+    .hf = {.architecture = "LlamaForCausalLM", .from_hf = from_hf, .to_hf = to_hf},
 };
 
 }  // namespace weft

@@ -2,7 +2,6 @@
 #include "llmc/base/json.h"
 #include "llmc/model/families/family.h"
 #include "llmc/model/families/hf_config.h"
-#include "llmc/model/limits.h"
 
 namespace weft {
 
@@ -13,13 +12,11 @@ void from_hf(const HfObject& config, ModelConfig& model) {
 }
 
 std::optional<std::int64_t> window(const HfObject& config, const ModelConfig& /*model*/) {
-  if (config.values().contains("sliding_window") && !config.has("sliding_window")) return std::nullopt;
-  return config.integer("sliding_window", 1, kMaxPositions, 4096);
+  return sliding_window(config);
 }
 
 void to_hf(const ModelConfig& model, Json& config) {
-  config["num_key_value_heads"] = model.num_kv_heads;
-  config["head_dim"] = model.head_dim;
+  write_grouped_heads(model, config);
   config["sliding_window"] = nullptr;
 }
 
@@ -27,14 +24,7 @@ void to_hf(const ModelConfig& model, Json& config) {
 
 constinit const Family kMistral = {
     .name = "mistral",
-    .names = kLlamaNames,
-    .published = DType::bf16,
-    .set_fixed = set_llama_block,
-    .read = read_llama_block,
     .hf = {.architecture = "MistralForCausalLM",
-           .activations = kSilu,
-           .norm_eps_key = "rms_norm_eps",
-           .norm_eps = 1e-6,
            .from_hf = from_hf,
            .to_hf = to_hf,
            .window = window,

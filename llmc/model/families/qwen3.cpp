@@ -18,8 +18,7 @@ void from_hf(const HfObject& config, ModelConfig& model) {
 }
 
 void to_hf(const ModelConfig& model, Json& config) {
-  config["num_key_value_heads"] = model.num_kv_heads;
-  config["head_dim"] = model.head_dim;
+  write_grouped_heads(model, config);
   config["attention_bias"] = model.output_bias;
   write_no_window(config);
 }
@@ -28,14 +27,8 @@ void to_hf(const ModelConfig& model, Json& config) {
 
 constinit const Family kQwen3 = {
     .name = "qwen3",
-    .names = kLlamaNames,
-    .published = DType::bf16,
     .set_fixed = set_fixed,
-    .read = read_llama_block,
     .hf = {.architecture = "Qwen3ForCausalLM",
-           .activations = kSilu,
-           .norm_eps_key = "rms_norm_eps",
-           .norm_eps = 1e-6,
            .from_hf = from_hf,
            .to_hf = to_hf,
            .window = window_of_some_layer,
