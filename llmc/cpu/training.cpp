@@ -55,7 +55,7 @@ MemoryPlan state_plan(const char* name, const PackedRanges& elements) {
 MemoryPlan update_workspace_plan(const TrainOptions& options, const TensorTable& table, const Range& own) {
   std::int64_t largest = 0;
   for (const TensorSpec& spec : table.specs()) {
-    if (common({spec.offset, spec.offset + spec.elements}, own).size() == 0) continue;
+    if (common(elements_of(spec), own).size() == 0) continue;
     largest = std::max(largest, update_of(*options.optimizer).workspace(spec));
   }
   return part_plan("workspace of the optimizer", {0, largest});
@@ -221,13 +221,10 @@ class TrainingModel final : public TrainModel {
   }
   std::vector<Range> own_elements() const override { return {sharded_ ? own_ : Range{0, table_.arena_elements()}}; }
   std::unique_ptr<StateCopy> make_own_copy() override {
-    std::vector<RoleRanges> of_roles;
-    for (const TensorRole role : kStateRoles) {
-      of_roles.push_back({role, state_ranges(optimizer(), table_, role, own_elements()[0])});
-    }
-    return make_host_copy(of_roles, [this](TensorRole role, const Range& range, float* values) {
-      std::copy_n(at(role, range), range.size(), values);
-    });
+    return make_host_copy(state_ranges(optimizer(), table_, own_elements()[0]),
+                          [this](TensorRole role, const Range& range, float* values) {
+                            std::copy_n(at(role, range), range.size(), values);
+                          });
   }
   std::vector<float> activation(const std::string& name) override;
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
@@ -237,7 +234,6 @@ class TrainingModel final : public TrainModel {
   }
 
  private:
-  static Range elements_of(const TensorSpec& spec) { return {spec.offset, spec.offset + spec.elements}; }
   void require_tensor(TensorRole role, const TensorSpec& spec) const {
     if (!has_tensor(optimizer(), role, spec)) fail(Exit::internal, "%s has no such state", spec.name.c_str());
   }

@@ -71,4 +71,10 @@ std::vector<Range> state_ranges(const Optimizer& optimizer, const TensorTable& t
   return ranges;
 }
 
+std::vector<RoleRanges> state_ranges(const Optimizer& optimizer, const TensorTable& table, const Range& within) {
+  std::vector<RoleRanges> of_roles;
+  for (const TensorRole role : kStateRoles) of_roles.push_back({role, state_ranges(optimizer, table, role, within)});
+  return of_roles;
+}
+
 }  // namespace weft

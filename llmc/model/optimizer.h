@@ -1,6 +1,6 @@
 // What an optimizer is: which state it keeps for each parameter, and what its step is given. Memory, checkpoints, copies,
 // ranks and the training loop know optimizers by this description alone; the arithmetic is in llmc/cpu and llmc/cuda.
-// dev/ARCHITECTURE.md says how to add one.
+// dev/recipes/optimizer.md says how to add one.
 #pragma once
 
 #include <cstddef>
@@ -59,5 +59,13 @@ std::string state_tensor_name(const Optimizer& optimizer, TensorRole role, const
 // arenas of state tensors they lie one range after another (PackedRanges).
 std::vector<Range> state_ranges(const Optimizer& optimizer, const TensorTable& table, TensorRole role,
                                 const Range& within);
+
+// The ranges of the arena that one has of a role.
+struct RoleRanges {
+  TensorRole role;
+  std::vector<Range> ranges;
+};
+// state_ranges() of each role of kStateRoles.
+std::vector<RoleRanges> state_ranges(const Optimizer& optimizer, const TensorTable& table, const Range& within);
 
 }  // namespace weft

@@ -13,6 +13,7 @@
 
 #include "llmc/base/arena.h"
 #include "llmc/base/dtype.h"
+#include "llmc/base/range.h"
 #include "llmc/model/config.h"
 
 namespace weft {
@@ -34,6 +35,11 @@ struct TensorSpec {
   // In arenas with one type for all tensors (gradients, moments), in elements of that type.
   std::int64_t offset = 0;
 };
+
+// In the arenas with one type for all tensors.
+inline Range elements_of(const TensorSpec& spec) {
+  return {spec.offset, spec.offset + spec.elements};
+}
 
 class TensorTable {
  public:

@@ -9,13 +9,17 @@ namespace {
 
 using Read = std::function<void(TensorRole, const Range&, float* values)>;
 
-MemoryPlan copy_plan(const std::vector<RoleRanges>& of_roles) {
+std::uint64_t bytes_of(const std::vector<RoleRanges>& of_roles) {
   std::uint64_t elements = 0;
   for (const RoleRanges& each : of_roles) {
     for (const Range& range : each.ranges) elements += static_cast<std::uint64_t>(range.size());
   }
+  return sizeof(float) * elements;
+}
+
+MemoryPlan copy_plan(const std::vector<RoleRanges>& of_roles) {
   MemoryPlan plan("copy of the training state");
-  plan.add(sizeof(float) * elements);
+  plan.add(bytes_of(of_roles));
   return plan;
 }
 
@@ -62,13 +66,7 @@ class HostStateCopy final : public StateCopy {
 }  // namespace
 
 std::uint64_t state_copy_bytes(const Optimizer& optimizer, const TensorTable& table) {
-  std::uint64_t elements = 0;
-  for (const TensorRole role : kStateRoles) {
-    for (const Range& range : state_ranges(optimizer, table, role, {0, table.arena_elements()})) {
-      elements += static_cast<std::uint64_t>(range.size());
-    }
-  }
-  return sizeof(float) * elements;
+  return bytes_of(state_ranges(optimizer, table, {0, table.arena_elements()}));
 }
 
 std::unique_ptr<StateCopy> make_host_copy(const std::vector<RoleRanges>& of_roles, Read read) {
@@ -80,7 +78,7 @@ std::unique_ptr<StateCopy> TrainModel::make_state_copy() {
   for (const StateTensor& tensor : state_tensors(optimizer(), table())) {
     if (of_roles.empty() || of_roles.back().role != tensor.role) of_roles.push_back({tensor.role, {}});
     const TensorSpec& spec = table().specs()[tensor.spec];
-    of_roles.back().ranges.push_back({spec.offset, spec.offset + spec.elements});
+    of_roles.back().ranges.push_back(elements_of(spec));
   }
   return make_host_copy(of_roles, [this](TensorRole role, const Range& range, float* values) {
     const auto specs = table().specs();

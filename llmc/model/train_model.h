@@ -83,11 +83,6 @@ class StateCopy {
 // What a StateCopy keeps on the host: a parameter and its state tensors, four bytes each on every device.
 std::uint64_t state_copy_bytes(const Optimizer& optimizer, const TensorTable& table);
 
-// The ranges of the arena that a copy has of one role.
-struct RoleRanges {
-  TensorRole role;
-  std::vector<Range> ranges;
-};
 // A StateCopy in plain host memory. take() calls read(role, range, values) for each of these ranges, in this order.
 std::unique_ptr<StateCopy> make_host_copy(const std::vector<RoleRanges>& of_roles,
                                           std::function<void(TensorRole, const Range&, float* values)> read);

@@ -47,7 +47,7 @@ JointSave::JointSave(Communicator& ranks, CheckpointKeeper* keeper, const Optimi
     for (std::size_t t = 0; t < tensors; ++t) {
       const TensorSpec& spec = spec_of(t);
       for (const Range& range : ranges) {
-        const Range part = common(range, {spec.offset, spec.offset + spec.elements});
+        const Range part = common(range, elements_of(spec));
         if (part.size() > 0) parts_.push_back({t, {part.begin - spec.offset, part.end - spec.offset}});
       }
     }

@@ -32,7 +32,7 @@ void TrainingModel<S>::read_tensor(TensorRole role, const TensorSpec& named, flo
   if (role == TensorRole::gradient) zero_stale_gradients();
   synchronize("reading a tensor");
   const TensorSpec& spec = table_.at(named.name);
-  const Range tensor{spec.offset, spec.offset + spec.elements};
+  const Range tensor = elements_of(spec);
   for (std::size_t b = 0; b < sharding_.buckets.size(); ++b) {
     const Bucket& bucket = sharding_.buckets[b];
     if (common(tensor, bucket.range).size() == 0) continue;
@@ -78,7 +78,7 @@ void TrainingModel<S>::write_tensor(TensorRole role, const TensorSpec& named, co
   if (role == TensorRole::parameter) buffers_.forget();
   if (role == TensorRole::parameter && fp8_) fp8_->weights_replaced();
   const TensorSpec& spec = table_.at(named.name);
-  const Range tensor{spec.offset, spec.offset + spec.elements};
+  const Range tensor = elements_of(spec);
   for (std::size_t b = 0; b < sharding_.buckets.size(); ++b) {
     const Bucket& bucket = sharding_.buckets[b];
     const Range own = held(role, bucket);
