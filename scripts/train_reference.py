@@ -226,7 +226,7 @@ def initial_tensors(model: Model, seed: int) -> Iterator[tuple[str, np.ndarray]]
     residual = INIT_DEVIATION / math.sqrt(2 * model.num_layers)
     for number, (name, shape) in enumerate(model.tensors.items()):
         if len(shape) == 1:
-            yield name, np.ones(shape, dtype=np.float32)
+            yield name, (np.zeros if name.endswith(".bias") else np.ones)(shape, dtype=np.float32)
             continue
         deviation = residual if name.endswith(RESIDUAL_PROJECTIONS) else INIT_DEVIATION
         yield name, normal_values(math.prod(shape), deviation, number, seed).reshape(shape)
