@@ -105,8 +105,7 @@ void add_ranks(OptionTable& table, TrainSettings& s) {
       "started, or one");
   table.choice("shard", s.shard, {"none", "optimizer", "gradients", "parameters"},
                "what the ranks divide: nothing, the optimizer's state and the update, on GPUs gradients too, or "
-               "parameters too. The "
-               "numbers are the same");
+               "parameters too. The numbers are the same");
   table.number("comm-timeout", s.comm_timeout, 1, 86400,
                "seconds that a rank waits for another one before the run ends");
 }
