@@ -1,4 +1,4 @@
-// Checks the arguments, chooses a path, and packs matrices.
+// Checks the arguments, chooses an implementation, and packs matrices.
 
 #include "llmc/cuda/op/gemm/quantized_matmul.h"
 
@@ -6,6 +6,7 @@
 
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/op/gemm/quantized_matmul.cuh"
+#include "llmc/cuda/runtime/implementation.h"
 
 namespace weft::cuda {
 
@@ -106,6 +107,32 @@ void check_arguments(const RowsMatmul<T>& io, const PackedMatrix& weight, const 
     fail(Exit::internal, "quantized_matmul: a bias with SwiGLU");
 }
 
+// Two inputs are two launches.
+template <typename T>
+void portable_in_turn(const RowsMatmul<T>& io, const PackedMatrix& weight, const PackedMatrix& weight2,
+                      const LaunchDevice& device, cudaStream_t stream) {
+  RowsMatmul<T> first = io;
+  first.K2 = 0;
+  quantized::portable(first, weight, device, stream);
+  if (io.K2 == 0) return;
+  RowsMatmul<T> second = first;
+  second.x = io.x2, second.bias = io.bias2, second.K = io.K2;
+  second.x_is_older = false;
+  quantized::portable(second, weight2, device, stream);
+}
+
+template <typename T>
+constexpr Implementation<RowsMatmul<T>, PackedMatrix, PackedMatrix, LaunchDevice> kImplementations[] = {
+    {"wgmma",
+     [](const RowsMatmul<T>&, const PackedMatrix&, const PackedMatrix&, const LaunchDevice&) {
+       return hopper_multiprocessors() > 0;
+     },
+     quantized::hopper<T>},
+    {"mma.sync",
+     [](const RowsMatmul<T>&, const PackedMatrix&, const PackedMatrix&, const LaunchDevice&) { return true; },
+     portable_in_turn<T>},
+};
+
 }  // namespace
 
 std::int64_t packed_rows(std::int64_t OC, bool swiglu) {
@@ -159,16 +186,8 @@ void quantized_matmul(const RowsMatmul<T>& io, const PackedMatrix& weight, const
                       const LaunchDevice& device, cudaStream_t stream, RowsPath path) {
   if (io.rows == 0) return;
   check_arguments(io, weight, weight2);
-  if (path == RowsPath::automatic && hopper_multiprocessors() > 0)
-    return quantized::hopper(io, weight, weight2, device, stream);
-  RowsMatmul<T> first = io;
-  first.K2 = 0;
-  quantized::portable(first, weight, device, stream);
-  if (io.K2 == 0) return;
-  RowsMatmul<T> second = first;
-  second.x = io.x2, second.bias = io.bias2, second.K = io.K2;
-  second.x_is_older = false;
-  quantized::portable(second, weight2, device, stream);
+  if (path == RowsPath::portable) return portable_in_turn(io, weight, weight2, device, stream);
+  launch_first("quantized_matmul", kImplementations<T>, stream, io, weight, weight2, device);
 }
 
 template void quantized_matmul<bf16>(const RowsMatmul<bf16>&, const PackedMatrix&, const PackedMatrix&,
