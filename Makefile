@@ -74,7 +74,7 @@ EDIT_FLAGS := -DWEFT_EDITLINE
 LDLIBS     += -ledit
 endif
 
-HOST_SRC := $(wildcard llmc/base/*.cpp llmc/file/*.cpp llmc/text/*.cpp llmc/model/*.cpp llmc/model/families/*.cpp llmc/model/optimizers/*.cpp llmc/comm/*.cpp llmc/cpu/*.cpp llmc/train/*.cpp llmc/infer/*.cpp llmc/serve/*.cpp llmc/app/*.cpp)
+HOST_SRC := $(wildcard llmc/base/*.cpp llmc/file/*.cpp llmc/text/*.cpp llmc/model/*.cpp llmc/model/families/*.cpp llmc/model/formats/*.cpp llmc/model/optimizers/*.cpp llmc/comm/*.cpp llmc/cpu/*.cpp llmc/train/*.cpp llmc/infer/*.cpp llmc/serve/*.cpp llmc/app/*.cpp)
 HOST_OBJ := $(HOST_SRC:%.cpp=$B/%.o)
 # What infer_pythia has beyond train_llama, in an archive of its own: make demo trains before these are compiled.
 TRAIN_NEEDS := $(addprefix llmc/infer/,generate.cpp prompt.cpp stop_text.cpp text_output.cpp text_stream.cpp)

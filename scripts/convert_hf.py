@@ -36,7 +36,7 @@ from hf_config import (MAX_INDEX_BYTES, Checkpoint, Model, Shape, is_ignorable_b
 from hf_tokenizer import encode, left_out, missing_tokenizer
 from safetensors_reader import Entry, SafetensorsFile
 from tensor_file import (MAGIC, MAX_CONFIG_BYTES, MAX_CONFIG_VALUES, NUMPY_DTYPES, Writer, bf16_to_f32, configuration_text, escaped,
-                         f32_to_bf16, shape_text)
+                         f32_to_bf16, shape_text, whole_bytes)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Other files that weights come in, and what to do with them.
@@ -52,7 +52,7 @@ MAX_NAME_BYTES = 255  # of a file: Linux refuses longer names with an error even
 FLOAT_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16", "F64": "f32"}  # safetensors: tensor file
 DTYPE_OPTIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 CHUNK_ELEMENTS = 4 << 20
-HEADS = {"16": "none", "int8": "int8"}  # --head: in the configuration
+HEADS = {"16": "none"} | {name: name for name, each in quantization.FORMATS.items() if each.of_head}  # --head: in the configuration
 PARTS = ("qkv", "output", "up", "down", "head")  # --only
 TOKENIZER_TENSOR = "tokenizer.json"
 
@@ -282,7 +282,7 @@ class Target:
 
     dtype: str | None = None   # of the float tensors; None: each as it is
     scheme: str | None = None  # of the linear layers of the blocks; None: they stay floats
-    head: str = "none"         # "int8": of the head
+    head: str = "none"         # scheme of the head
     only: tuple[str, ...] = () # keys of PARTS: only these are quantised, and stored dequantised in float32. Empty: all
 
     def scheme_of(self, name: str, shape: Shape, model: Model) -> str | None:
@@ -298,8 +298,8 @@ class Target:
         scheme = self.scheme_of(name, source.entry.shape, model)
         if scheme is None:
             return [(name, self.dtype or source.dtype, source.entry.shape)]
-        if scheme == "int4" and source.entry.shape[1] % 2:
-            bad_file(source.file.path, name, f"got {source.entry.shape[1]} columns, expected an even number for int4",
+        if not whole_bytes(quantization.FORMATS[scheme].dtype, source.entry.shape):
+            bad_file(source.file.path, name, f"got {source.entry.shape[1]} columns, expected an even number for {scheme}",
                      "Use --quantize int8 or fp8")
         return [(name, "f32", source.entry.shape)] if self.only else quantization.stored_tensors(scheme, name, source.entry.shape)
 
@@ -313,7 +313,7 @@ def finite_rows(name: str, source: Source, first: int, last: int) -> np.ndarray:
 
 
 class QuantizedConversion:
-    """Quantises matrices piece by piece and adds up the squared error. With a `calibration` int4 is chosen by GPTQ."""
+    """Quantises matrices piece by piece and adds up the squared error. With a `calibration` gptq.SCHEME is chosen by GPTQ."""
 
     def __init__(self, conversion: Conversion, calibration: Calibration | None, tensors: dict[str, Source]):
         self.conversion, self.calibration, self.tensors = conversion, calibration, tensors
@@ -330,7 +330,7 @@ class QuantizedConversion:
 
         writer.write(name, stream())
         writer.write(f"{name}.scales", np.concatenate([piece.scales for piece in pieces]))
-        if scheme == "int4":
+        if quantization.FORMATS[scheme].grouped:
             writer.write(f"{name}.zeros", np.concatenate([piece.zeros for piece in pieces if piece.zeros is not None]))
 
     def write_again(self, writer: Writer, name: str, source: Source, scheme: str) -> None:
@@ -361,14 +361,14 @@ class QuantizedConversion:
         bad_file(path, name, f"got weights too large for {scheme} and its scales", "Use --quantize int8 or fp8")
 
     def _pieces(self, name: str, source: Source, scheme: str) -> Iterator[quantization.Quantized]:
-        if self.calibration is None or scheme != "int4":
+        if self.calibration is None or scheme != gptq.SCHEME:
             return quantization.quantize_matrix(lambda first, last: finite_rows(name, source, first, last),
                                                 source.entry.shape, scheme)
         return iter([self.calibration.take(int(name.split(".layers.")[1].split(".")[0]), name)])
 
     def summary(self, target: Target) -> str:
         share = math.sqrt(self.error / self.square) if self.square > 0 else 0.0
-        head = ", head int8" if target.head == "int8" else ""
+        head = f", head {target.head}" if target.head != "none" else ""
         only = f", {' and '.join(target.only)} alone and stored as floats" if target.only else ""
         return f"{self.matrices} matrices to {target.scheme}{head}{only}, {share:.2%} off in the root mean square"
 
@@ -407,7 +407,7 @@ def calibration_of(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source
         bad_file(path, "", f"got id {ids.max()}, expected ids below vocab_size = {model.vocab_size}")
 
     def chosen(name: str) -> bool:
-        return target.scheme_of(name, tensors[name].entry.shape, model) == "int4"
+        return target.scheme_of(name, tensors[name].entry.shape, model) == gptq.SCHEME
 
     def read(name: str) -> np.ndarray:
         source = tensors[name]
@@ -528,13 +528,14 @@ def check_output(path: Path, directory: Path) -> None:
 def target_of(options: argparse.Namespace) -> Target:
     if options.head is not None and options.quantize is None:
         raise FileError(cli.USAGE, "--head: only with --quantize")
-    if options.gptq is not None and options.quantize != "int4":
-        raise FileError(cli.USAGE, "--gptq: only with --quantize int4")
+    if options.gptq is not None and options.quantize != gptq.SCHEME:
+        raise FileError(cli.USAGE, f"--gptq: only with --quantize {gptq.SCHEME}")
     if options.only and options.quantize is None:
         raise FileError(cli.USAGE, "--only: only with --quantize")
-    if ("head" in options.only) != (options.head == "int8") and options.only:
+    head = HEADS[options.head or "16"]
+    if ("head" in options.only) != (head != "none") and options.only:
         raise FileError(cli.USAGE, "--only: its head goes with --head int8")
-    return Target(DTYPE_OPTIONS.get(options.dtype), options.quantize, HEADS[options.head or "16"], options.only)
+    return Target(DTYPE_OPTIONS.get(options.dtype), options.quantize, head, options.only)
 
 
 def main() -> int:

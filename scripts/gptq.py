@@ -21,6 +21,8 @@ from cli import bad_file
 from hf_config import Model, Rope
 from quantization import GROUP, Quantized
 
+SCHEME = "int4"  # its grid is chosen here
+
 DAMPING = 0.01  # this share of H's mean diagonal is added to its diagonal
 MAX_TOKENS, MAX_WINDOW = 32_768, 512  # tokens of the calibration text that are used, and tokens of a window
 MAX_COLUMNS = 8192
@@ -213,7 +215,7 @@ def quantize(weights: np.ndarray, factor: np.ndarray) -> Quantized:
     zeros = np.empty(scales.shape, np.uint8)
     for group, begin in enumerate(range(0, columns, GROUP)):
         end = min(begin + GROUP, columns)
-        nearest = quantization.quantize_rows(left[:, begin:end].astype(np.float32), "int4")
+        nearest = quantization.quantize_rows(left[:, begin:end].astype(np.float32), SCHEME)
         scales[:, group], zeros[:, group] = nearest.scales[:, 0], nearest.zeros[:, 0] if nearest.zeros is not None else 0
         scale, zero = scales[:, group].astype(np.float64), zeros[:, group].astype(np.float64)
         of_group = np.ascontiguousarray(left[:, begin:end].T)  # column by column

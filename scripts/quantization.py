@@ -1,7 +1,7 @@
 """Weights in int8, int4 and fp8: quantising a matrix, its tensors in a file, and dequantising it.
 
-The schemes are those of doc/tensor_file.md, "Quantised weights". A scale covers a row of int8 or fp8, and a group of 128
-columns of int4. Each is searched: of a few factors by which the range is clipped, the one with the least squared error
+The schemes are the formats of llmc/model/formats, and doc/tensor_file.md, "Quantised weights", describes them. A scale covers a
+row, or a group of 128 columns. Each is searched: of a few factors by which the range is clipped, the one with the least squared error
 is taken. Rounding is to nearest even, and every sum has a fixed order, so the same weights give the same bits on any machine.
 """
 
@@ -17,10 +17,7 @@ import numpy as np
 
 from tensor_file import TensorFile, fail, shape_text
 
-SCHEMES = ("int8", "int4", "fp8")
-GROUP = 128  # columns of int4 that share a scale and a zero
-DTYPES = {"int8": "i8", "int4": "u4", "fp8": "e4m3"}
-SCHEME_OF_DTYPE = {dtype: scheme for scheme, dtype in DTYPES.items()}
+GROUP = 128  # columns that share a scale and a zero in a grouped format
 E4M3_MAX = 448.0
 SMALLEST_SCALE = np.float32(2.0**-126)  # for rows whose weights are so small that their scale would not be a normal number of fp32
 PIECE_ELEMENTS = 1 << 18  # quantised at once: few enough that the copies stay in the cache
@@ -40,15 +37,16 @@ def groups_of(columns: int) -> int:
 
 def stored_tensors(scheme: str, name: str, shape: Shape) -> list[tuple[str, str, Shape]]:
     """The tensors of a quantised matrix, in the order in which they are stored: name, dtype and shape of each."""
-    if scheme != "int4":
-        return [(name, DTYPES[scheme], shape), (f"{name}.scales", "f32", shape[:1])]
+    dtype = FORMATS[scheme].dtype
+    if not FORMATS[scheme].grouped:
+        return [(name, dtype, shape), (f"{name}.scales", "f32", shape[:1])]
     groups = (shape[0], groups_of(shape[1]))
-    return [(name, "u4", shape), (f"{name}.scales", "f16", groups), (f"{name}.zeros", "u8", groups)]
+    return [(name, dtype, shape), (f"{name}.scales", "f16", groups), (f"{name}.zeros", "u8", groups)]
 
 
 def to_json(scheme: str, head: str) -> dict[str, Any]:
-    """The object "quantization" of a model file's configuration. `head`: "none" or "int8"."""
-    return {"scheme": scheme, "group": GROUP if scheme == "int4" else 0, "head": head}
+    """The object "quantization" of a model file's configuration. `head`: "none" or the scheme of the head."""
+    return {"scheme": scheme, "group": GROUP if FORMATS[scheme].grouped else 0, "head": head}
 
 
 # ---- e4m3 ------------------------------------------------------------------------------------------------------------
@@ -96,12 +94,49 @@ def f32_to_e4m3(values: np.ndarray) -> np.ndarray:
     return (np.where(magnitude < 0x3C800000, small, normal) | bits >> np.uint32(24) & np.uint32(0x80)).astype(np.uint8)
 
 
+# ---- the formats -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What q of a format with scales of rows is."""
+
+    largest: float
+    nearest: Callable[[np.ndarray], np.ndarray]  # of finite float32, in float32
+    encode: Callable[[np.ndarray], np.ndarray]   # the same as it is stored
+    decode: Callable[[np.ndarray], np.ndarray]   # in float32
+
+
+@dataclass(frozen=True)
+class Format:
+    """As WeightFormat (llmc/model/formats/weight_format.h): test/fixtures/weight_formats.json holds both to one table."""
+
+    dtype: str        # of q
+    grouped: bool     # a scale in f16 and a zero in u8 for GROUP columns; else a scale in f32 for each row
+    of_head: bool
+    numbers: Numbers | None = None  # None: grouped
+
+
+def _nearest_int8(values: np.ndarray) -> np.ndarray:
+    return np.clip(np.rint(values), -127, 127)
+
+
+FORMATS = {
+    "int8": Format("i8", False, True, Numbers(127, _nearest_int8, lambda values: _nearest_int8(values).astype(np.int8),
+                                              lambda q: q.astype(np.float32))),
+    "int4": Format("u4", True, False),
+    "fp8": Format("e4m3", False, False, Numbers(E4M3_MAX, round_to_e4m3, f32_to_e4m3, e4m3_to_f32)),
+}
+SCHEMES = tuple(FORMATS)
+SCHEME_OF_DTYPE = {each.dtype: scheme for scheme, each in FORMATS.items()}
+
+
 # ---- quantising ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """Rows of a quantised matrix, as they are stored. q: [rows, columns] in int8 or uint8; int4: pairs [rows, columns / 2]."""
+    """Rows of a quantised matrix, as they are stored. q: [rows, columns] in int8 or uint8; u4: pairs [rows, columns / 2]."""
 
     q: np.ndarray
     scales: np.ndarray
@@ -116,10 +151,10 @@ def quantize_rows(weights: np.ndarray, scheme: str) -> Quantized:
     padded = np.zeros((rows, groups_of(columns), GROUP), dtype=np.float32)
     padded.reshape(rows, -1)[:, :columns] = weights
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        q, scales, zeros, error = _search_groups(padded) if scheme == "int4" else _search_rows(padded, scheme)
+        q, scales, zeros, error = _search_groups(padded) if FORMATS[scheme].grouped else _search_rows(padded, scheme)
         square = _sums(padded * padded)
     q = q.reshape(rows, -1)[:, :columns]
-    stored = q[:, 0::2] | q[:, 1::2] << 4 if scheme == "int4" else np.ascontiguousarray(q)
+    stored = q[:, 0::2] | q[:, 1::2] << 4 if FORMATS[scheme].dtype == "u4" else np.ascontiguousarray(q)
     return Quantized(stored, scales, zeros, float(error.sum(dtype=np.float64)), float(square.sum(dtype=np.float64)))
 
 
@@ -141,14 +176,15 @@ def _row_sums(values: np.ndarray) -> np.ndarray:
 
 
 def _search_rows(weights: np.ndarray, scheme: str) -> tuple[np.ndarray, np.ndarray, None, np.ndarray]:
-    """int8 and fp8: a scale for each row of [rows, groups, GROUP]."""
+    """A scale for each row of [rows, groups, GROUP]."""
     largest = np.abs(weights).max(axis=(1, 2))
-    limit = np.float32(127 if scheme == "int8" else E4M3_MAX)
-    nearest = _nearest_int8 if scheme == "int8" else round_to_e4m3
+    numbers = FORMATS[scheme].numbers
+    assert numbers is not None
+    limit = np.float32(numbers.largest)
     best: list[np.ndarray] = []
     for factor in FACTORS[scheme]:
         scales = np.where(largest > 0, np.maximum(largest * np.float32(factor) / limit, SMALLEST_SCALE), np.float32(1))
-        difference = nearest(weights / scales[:, None, None])
+        difference = numbers.nearest(weights / scales[:, None, None])
         difference *= scales[:, None, None]
         difference -= weights
         difference *= difference
@@ -156,13 +192,7 @@ def _search_rows(weights: np.ndarray, scheme: str) -> tuple[np.ndarray, np.ndarr
     scales, error = best
     if not np.isfinite(scales * limit).all():
         raise OverflowError("scale")
-    scaled = weights / scales[:, None, None]
-    q = _nearest_int8(scaled).astype(np.int8) if scheme == "int8" else f32_to_e4m3(scaled)
-    return q, scales, None, error
-
-
-def _nearest_int8(values: np.ndarray) -> np.ndarray:
-    return np.clip(np.rint(values), -127, 127)
+    return numbers.encode(weights / scales[:, None, None]), scales, None, error
 
 
 def _search_groups(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -232,7 +262,7 @@ def is_quantized(file: TensorFile, name: str) -> bool:
 
 
 def dequantized(file: TensorFile, name: str) -> np.ndarray:
-    """The weights of a quantised matrix in float32: scale x q; for int4 scale x (q - zero), without rounding."""
+    """The weights of a quantised matrix in float32: scale x q; grouped scale x (q - zero), without rounding."""
     info = file.at(name)
     scheme = SCHEME_OF_DTYPE[info.dtype]
     for part, dtype, shape in stored_tensors(scheme, name, info.shape):
@@ -240,15 +270,14 @@ def dequantized(file: TensorFile, name: str) -> np.ndarray:
         if (found.dtype, found.shape) != (dtype, shape):
             fail(file.path, f"{part}: got {found.dtype} {shape_text(found.shape)}, expected {dtype} {shape_text(shape)}")
         file.verify_tensor(part)
-    zeros = file.array(f"{name}.zeros") if scheme == "int4" else None
+    zeros = file.array(f"{name}.zeros") if FORMATS[scheme].grouped else None
     return weights_again(Quantized(file.array(name), file.array(f"{name}.scales"), zeros, 0, 0), scheme, info.shape[1])
 
 
 def weights_again(rows: Quantized, scheme: str, columns: int) -> np.ndarray:
     """The weights of quantised rows, [rows, columns] in float32."""
-    if scheme == "int4":
-        return int4_again(rows, columns)
-    return (e4m3_to_f32(rows.q) if scheme == "fp8" else rows.q.astype(np.float32)) * rows.scales[:, None]
+    numbers = FORMATS[scheme].numbers
+    return int4_again(rows, columns) if numbers is None else numbers.decode(rows.q) * rows.scales[:, None]
 
 
 def int4_again(rows: Quantized, columns: int) -> np.ndarray:

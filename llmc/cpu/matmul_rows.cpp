@@ -6,7 +6,6 @@
 #include <memory>
 
 #include "llmc/base/ceil_div.h"
-#include "llmc/cpu/dequantize.h"
 #include "llmc/cpu/dot_products.h"
 
 namespace weft::cpu {
@@ -66,16 +65,17 @@ void matmul_rows_forward(float* out, const float* x, const Weight<const float>& 
   const std::int64_t panel =
       ceil_div(std::max<std::int64_t>(std::min(of_cache, of_thread), 1), kLeastPanel) * kLeastPanel;
   // A panel of a quantised weight for each thread. Allocated here: no exception can leave the loop.
-  const std::size_t panel_floats = weight.packed ? static_cast<std::size_t>(panel * C) : 0;
+  const WeightFormat* const format = weight.packed ? &weight_format(weight.packed.dtype) : nullptr;
+  const std::size_t panel_floats = format != nullptr ? static_cast<std::size_t>(panel * C) : 0;
   const auto panels =
       std::make_unique_for_overwrite<float[]>(panel_floats * static_cast<std::size_t>(omp_get_max_threads()));
 #pragma omp parallel for schedule(dynamic) if (N * C * OC >= kEnoughForThreads)
   for (std::int64_t first = 0; first < OC; first += panel) {
     const std::int64_t last = std::min(first + panel, OC);
     const float* of_panel = nullptr;
-    if (weight.packed) {
+    if (format != nullptr) {
       float* dequantized = panels.get() + panel_floats * static_cast<std::size_t>(omp_get_thread_num());
-      dequantize_rows(dequantized, weight.packed, first, last, C);
+      format->dequantize(dequantized, weight.packed, first, last, C);
       of_panel = dequantized;
     } else {
       of_panel = weight.plain + first * C;

@@ -160,7 +160,7 @@ class ArenaSource {
     const std::byte* const scales = bytes(table_.at(scales_of(name)));
     matrix.data = bytes(spec);
     matrix.dtype = spec.dtype;
-    if (spec.dtype == DType::u4) {
+    if (weight_format(spec.dtype).grouped) {
       matrix.group_scales = reinterpret_cast<const std::uint16_t*>(scales);
       matrix.zeros = reinterpret_cast<const std::uint8_t*>(bytes(table_.at(zeros_of(name))));
     } else {

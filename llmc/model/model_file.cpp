@@ -66,8 +66,9 @@ ModelConfig read_config(const TensorFile& file) {
   if (quantization == file.config().end()) return config;
   const std::string where = escaped(file.path()) + ": quantization";
   config.quantization = quantization_from_json(*quantization, where);
-  if (config.tied_embeddings && config.quantization.head != WeightScheme::none) {
-    fail(Exit::bad_file, "%s: head: got int8, but it is the embedding, which is not quantised", where.c_str());
+  if (config.tied_embeddings && config.quantization.head != nullptr) {
+    fail(Exit::bad_file, "%s: head: got %s, but it is the embedding, which is not quantised", where.c_str(),
+         config.quantization.head->name);
   }
   return config;
 }

@@ -10,6 +10,7 @@ namespace weft {
 // One operator, added up over its calls in one step.
 struct OperatorTime {
   std::string name;
+  std::string implementation;  // which of several kernels computed it; empty: there is one, or the library chooses
   std::int64_t calls = 0;
   double milliseconds = 0;
   // What the mathematics asks for: the multiplications and additions of GEMMs, and the bytes of every operand read once

@@ -44,12 +44,12 @@ ModelConfig pythia_config(const Size& size) {
 Quantization quantization_named(const std::string& text, const char* option) {
   constexpr std::string_view kHead = "+head";
   const bool head = text.ends_with(kHead);
-  const std::string scheme = head ? text.substr(0, text.size() - kHead.size()) : text;
-  for (const WeightScheme each : {WeightScheme::int8, WeightScheme::int4, WeightScheme::fp8}) {
-    if (scheme == weight_scheme_name(each)) return {each, head ? WeightScheme::int8 : WeightScheme::none};
+  const WeightFormat* const format = find_weight_format(head ? text.substr(0, text.size() - kHead.size()) : text);
+  if (format == nullptr) {
+    fail(Exit::usage, "%s: got weights in %s, expected %s, and +head for a head in %s", option, escaped(text).c_str(),
+         weight_format_names().c_str(), weight_format_names(true).c_str());
   }
-  fail(Exit::usage, "%s: got weights in %s, expected int8, int4 or fp8, and +head for a head in int8", option,
-       escaped(text).c_str());
+  return {format, head ? *std::ranges::find_if(weight_formats(), &WeightFormat::of_head) : nullptr};
 }
 
 }  // namespace
@@ -58,7 +58,7 @@ ModelConfig random_model_config(const std::string& name, const char* option) {
   if (const std::size_t colon = name.find(':'); colon != std::string::npos) {
     ModelConfig config = random_model_config(name.substr(0, colon), option);
     config.quantization = quantization_named(name.substr(colon + 1), option);
-    if (config.quantization.head != WeightScheme::none) config.tied_embeddings = false;  // as convert_hf.py has it
+    if (config.quantization.head != nullptr) config.tied_embeddings = false;  // as convert_hf.py has it
     return config;
   }
   for (const Size& size : kSizes) {

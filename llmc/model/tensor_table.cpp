@@ -8,7 +8,7 @@ namespace weft {
 TensorTable::TensorTable(const ModelConfig& config, DType storage) : storage_(storage) {
   const ModelNames& names = names_of(config);
   const std::int64_t C = config.hidden_size, V = config.vocab_size;
-  add_matrices(WeightScheme::none, {{names.embedding, V, C, Init::normal}});
+  add_matrices(nullptr, {{names.embedding, V, C, Init::normal}});
   for (std::int64_t l = 0; l < config.num_layers; ++l) {
     const BlockNames block = names.block(l);
     add_norm(config, block.input_norm);
@@ -53,26 +53,27 @@ void TensorTable::add(std::string name, std::vector<std::int64_t> shape, Init in
   specs_.push_back(std::move(spec));
 }
 
-// Adds neighbouring matrices, which a GEMM reads as one.
-void TensorTable::add_matrices(WeightScheme scheme, const std::vector<Matrix>& matrices) {
+// Adds neighbouring matrices, which a GEMM reads as one. `format`: null: floats.
+void TensorTable::add_matrices(const WeightFormat* format, const std::vector<Matrix>& matrices) {
   begin_group();
-  if (scheme == WeightScheme::none) {
+  if (format == nullptr) {
     for (const Matrix& m : matrices) add(weight_of(m.module), {m.out, m.in}, m.init, true);
     return;
   }
   quantized_ = true;
-  const bool grouped = scheme == WeightScheme::int4;
-  const DType q = grouped ? DType::u4 : scheme == WeightScheme::int8 ? DType::i8 : DType::e4m3;
-  for (const Matrix& m : matrices) add(weight_of(m.module), {m.out, m.in}, m.init, true, ValueKind::quants, q);
+  for (const Matrix& m : matrices) {
+    add(weight_of(m.module), {m.out, m.in}, m.init, true, ValueKind::quants, format->dtype);
+  }
   const auto of_groups = [](const Matrix& m) { return std::vector<std::int64_t>{m.out, quant_groups(m.in)}; };
   begin_group();
   for (const Matrix& m : matrices) {
-    add(scales_of(weight_of(m.module)), grouped ? of_groups(m) : std::vector<std::int64_t>{m.out}, Init::ones, false,
-        ValueKind::scales, grouped ? DType::f16 : DType::f32);
+    add(scales_of(weight_of(m.module)), format->grouped ? of_groups(m) : std::vector<std::int64_t>{m.out}, Init::ones,
+        false, ValueKind::scales, format->scale_dtype());
   }
   begin_group();
   for (const Matrix& m : matrices) {
-    if (grouped) add(zeros_of(weight_of(m.module)), of_groups(m), Init::zeros, false, ValueKind::zeros, DType::u8);
+    if (format->grouped)
+      add(zeros_of(weight_of(m.module)), of_groups(m), Init::zeros, false, ValueKind::zeros, DType::u8);
   }
 }
 

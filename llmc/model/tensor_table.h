@@ -44,7 +44,7 @@ inline Range elements_of(const TensorSpec& spec) {
 class TensorTable {
  public:
   // `storage`: the dtype in which the float parameters are kept in memory. What a model file stores of them is the file's own
-  // matter. Matrices that config.quantization names have the dtype of their scheme, in memory as in the file, and their
+  // matter. Matrices that config.quantization names have the dtype of their format, in memory as in the file, and their
   // scales and zeros are tensors of the table too.
   explicit TensorTable(const ModelConfig& config, DType storage = DType::f32);
 
@@ -70,7 +70,7 @@ class TensorTable {
   };
   void add(std::string name, std::vector<std::int64_t> shape, Init init, bool decay, ValueKind kind = ValueKind::floats,
            std::optional<DType> dtype = {});
-  void add_matrices(WeightScheme scheme, const std::vector<Matrix>& matrices);
+  void add_matrices(const WeightFormat* format, const std::vector<Matrix>& matrices);
   void begin_group();
   void add_vector(std::string name, std::int64_t size, Init init);
   void add_norm(const ModelConfig& config, const std::string& module);

@@ -167,15 +167,16 @@ std::vector<std::string> operator_table_text(const OperatorTable& table, const s
       format("%s: a step's operators, each between two events, median of five steps", device_name.c_str()),
       format("floor: the longer of bytes / %.0f GB/s (a copy) and flops / %.0f TF/s (a GEMM of 8192 x 8192)",
              table.bytes_per_s * 1e-9, table.flops_per_s * 1e-12),
-      format("%-20s %6s %9s %7s %8s %8s %8s", "operator", "calls", "us each", "% step", "GB/s", "TF/s", "% floor")};
+      format("%-20s %6s %9s %7s %8s %8s %8s  %s", "operator", "calls", "us each", "% step", "GB/s", "TF/s", "% floor",
+             "kernel")};
   OperatorTime all;
   double floor = 0;
   const auto line = [&](const OperatorTime& time, double floor_ms) {
-    lines.push_back(format("%-20s %6lld %9.1f %7.2f %8.0f %8.0f %8.1f", time.name.c_str(),
-                           static_cast<long long>(time.calls),
-                           1e3 * time.milliseconds / static_cast<double>(time.calls),
-                           100 * time.milliseconds / table.milliseconds, time.bytes / time.milliseconds * 1e-6,
-                           time.flops / time.milliseconds * 1e-9, 100 * floor_ms / time.milliseconds));
+    lines.push_back(format(
+        "%-20s %6lld %9.1f %7.2f %8.0f %8.0f %8.1f%s", time.name.c_str(), static_cast<long long>(time.calls),
+        1e3 * time.milliseconds / static_cast<double>(time.calls), 100 * time.milliseconds / table.milliseconds,
+        time.bytes / time.milliseconds * 1e-6, time.flops / time.milliseconds * 1e-9,
+        100 * floor_ms / time.milliseconds, time.implementation.empty() ? "" : ("  " + time.implementation).c_str()));
   };
   for (const OperatorTime& time : table.operators) {
     line(time, table.floor_milliseconds(time));
@@ -205,6 +206,7 @@ Json operator_table_json(const OperatorTable& table, const TrainSettings& s, con
   Json operators = Json::array();
   for (const OperatorTime& time : table.operators) {
     operators.push_back({{"name", time.name},
+                         {"implementation", time.implementation},
                          {"calls", time.calls},
                          {"ms", time.milliseconds},
                          {"flops", time.flops},

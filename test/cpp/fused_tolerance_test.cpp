@@ -18,7 +18,6 @@ namespace weft {
 namespace {
 
 constexpr int kSteps = 5, kTileRows = 8;
-constexpr WeightScheme kSchemes[] = {WeightScheme::int8, WeightScheme::int4, WeightScheme::fp8};
 
 DType cache_of(const ModelConfig& config) {
   return config.parallel_residual ? DType::f16 : DType::bf16;
@@ -129,10 +128,10 @@ test::QuantizedEdits planted(const Bug& bug, const std::string& tensor) {
 
 TEST(FusedTolerance, NoiseOfSumsLiesBelow) {
   for (const test::NamedConfig& model : models()) {
-    for (const WeightScheme scheme : kSchemes) {
+    for (const WeightFormat* scheme : kWeightFormats) {
       const ModelConfig config = test::quantized(model.config, scheme, true);
       const DType cache = cache_of(config);
-      SCOPED_TRACE(model.name + ", " + weight_scheme_name(scheme));
+      SCOPED_TRACE(model.name + ", " + scheme->name);
       const auto want = logits_of(config, cache);
       const double off = share(logits_of(config, cache, noise()), want, cache);
       EXPECT_LT(off, 1);
@@ -144,8 +143,8 @@ TEST(FusedTolerance, NoiseOfSumsLiesBelow) {
 // FusedQuantized.MatchesTheCpuOverPagesAndSplits on the CPU: other noise, and keys and values of one position that are wrong.
 TEST(FusedTolerance, OneWrongPositionOfManyLiesAbove) {
   constexpr int kMany = 210, kFirst = 60;
-  for (const WeightScheme scheme : kSchemes) {
-    SCOPED_TRACE(weight_scheme_name(scheme));
+  for (const WeightFormat* scheme : kWeightFormats) {
+    SCOPED_TRACE(scheme->name);
     const ModelConfig config = test::quantized(test::neox_config({"", 2, 80, 2, 640, true, true, 307}), scheme, false);
     const DType cache = cache_of(config);
     const auto want = logits_of(config, cache, {}, kMany);
@@ -164,7 +163,7 @@ TEST(FusedTolerance, OneWrongPositionOfManyLiesAbove) {
 TEST(FusedTolerance, BugsOfOneWarpLieAbove) {
   for (const std::size_t which : {2u, 0u, 3u}) {
     const test::NamedConfig model = models()[which];
-    for (const WeightScheme scheme : kSchemes) {
+    for (const WeightFormat* scheme : kWeightFormats) {
       const ModelConfig config = test::quantized(model.config, scheme, true);
       const DType cache = cache_of(config);
       const TensorTable table(config);
@@ -175,16 +174,15 @@ TEST(FusedTolerance, BugsOfOneWarpLieAbove) {
         if (spec.kind != ValueKind::quants || spec.name.find(last_layer) == std::string::npos) continue;
         for (const Bug& bug : kBugs) {
           const bool of_zeros = &bug == &kBugs[1];
-          if (of_zeros && (scheme != WeightScheme::int4 || spec.shape[1] <= kQuantGroup)) continue;
+          if (of_zeros && (scheme != &kInt4 || spec.shape[1] <= kQuantGroup)) continue;
           const double off = share(logits_of(config, cache, planted(bug, spec.name)), want, cache);
-          EXPECT_GT(off, 1) << model.name << ", " << weight_scheme_name(scheme) << ", " << bug.name << " in "
-                            << spec.name;
+          EXPECT_GT(off, 1) << model.name << ", " << scheme->name << ", " << bug.name << " in " << spec.name;
           least = std::min(least, off);
         }
       }
       char text[32];
       std::snprintf(text, sizeof text, "%.2f", least);
-      RecordProperty("metric_" + std::string(weight_scheme_name(scheme)) + "_" + std::to_string(which), text);
+      RecordProperty("metric_" + std::string(scheme->name) + "_" + std::to_string(which), text);
     }
   }
 }

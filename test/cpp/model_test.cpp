@@ -12,6 +12,7 @@
 #include "llmc/base/json.h"
 #include "llmc/model/block_weights.h"
 #include "llmc/model/config.h"
+#include "llmc/model/formats/formats.h"
 #include "llmc/model/random_models.h"
 #include "llmc/model/tensor_table.h"
 #include "llmc/model/training_activations.h"
@@ -546,18 +547,18 @@ TEST(ModelConfig, RandomPythiasAreThePublishedOnes) {
 TEST(ModelConfig, RandomModelsAreQuantisedByName) {
   const auto quantization_of = [](const char* name) { return random_model_config(name).quantization; };
   EXPECT_EQ(quantization_of("pythia-14m"), Quantization{});
-  EXPECT_EQ(quantization_of("pythia-14m:fp8"), (Quantization{WeightScheme::fp8, WeightScheme::none}));
-  EXPECT_EQ(quantization_of("pythia-14m:int4+head"), (Quantization{WeightScheme::int4, WeightScheme::int8}));
-  EXPECT_EQ(quantization_of("tiny:int8"), (Quantization{WeightScheme::int8, WeightScheme::none}));
+  EXPECT_EQ(quantization_of("pythia-14m:fp8"), (Quantization{&kFp8, nullptr}));
+  EXPECT_EQ(quantization_of("pythia-14m:int4+head"), (Quantization{&kInt4, &kInt8}));
+  EXPECT_EQ(quantization_of("tiny:int8"), (Quantization{&kInt8, nullptr}));
   for (const std::string& name : random_model_names()) {
     const ModelConfig plain = random_model_config(name);
-    for (const WeightScheme scheme : {WeightScheme::int8, WeightScheme::int4, WeightScheme::fp8}) {
+    for (const WeightFormat* scheme : kWeightFormats) {
       for (const bool head : {false, true}) {
-        const std::string text = name + ":" + weight_scheme_name(scheme) + (head ? "+head" : "");
+        const std::string text = name + ":" + scheme->name + (head ? "+head" : "");
         ModelConfig expected = plain;
         expected.quantization.weights = scheme;
         if (head) {  // which is then not the embedding
-          expected.quantization.head = WeightScheme::int8;
+          expected.quantization.head = &kInt8;
           expected.tied_embeddings = false;
         }
         EXPECT_EQ(random_model_config(text), expected) << text;

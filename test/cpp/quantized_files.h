@@ -11,6 +11,7 @@
 
 #include "llmc/base/json.h"
 #include "llmc/file/tensor_file.h"
+#include "llmc/model/formats/formats.h"
 #include "llmc/model/model_file.h"
 #include "llmc/model/tensor_names.h"
 
@@ -85,7 +86,7 @@ struct RandomMatrix {
 inline void write_quantized_pair(const ModelFile& source, Quantization quantization, const std::string& quantized,
                                  const std::string& floats) {
   ModelConfig config = source.config();
-  if (config.tied_embeddings) quantization.head = WeightScheme::none;
+  if (config.tied_embeddings) quantization.head = nullptr;
   config.quantization = quantization;
   const TensorTable table(config);
   Json with = source.file().config(), without = with;

@@ -28,6 +28,7 @@
 #include "llmc/base/dtype.h"
 #include "llmc/base/json.h"
 #include "llmc/file/tensor_file.h"
+#include "llmc/model/formats/formats.h"
 #include "llmc/model/model_file.h"
 #include "test/cpp/quantized_files.h"
 
@@ -51,8 +52,8 @@ inline double logits_error(std::span<const float> got, std::span<const float> wa
   return worst / largest;
 }
 
-inline ModelConfig quantized(ModelConfig config, WeightScheme weights, bool head) {
-  config.quantization = {weights, head && !config.tied_embeddings ? WeightScheme::int8 : WeightScheme::none};
+inline ModelConfig quantized(ModelConfig config, const WeightFormat* weights, bool head) {
+  config.quantization = {weights, head && !config.tied_embeddings ? &kInt8 : nullptr};
   return config;
 }
 

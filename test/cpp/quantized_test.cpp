@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <random>
 
@@ -11,6 +12,7 @@
 #include "llmc/cpu/inference.h"
 #include "llmc/cpu/matmul_rows.h"
 #include "llmc/model/block_weights.h"
+#include "llmc/model/formats/formats.h"
 #include "quantized_files.h"
 #include "test_files.h"
 
@@ -76,7 +78,7 @@ TEST(QuantizedMatmul, GivesTheSumsOverItsWeights) {
 
 // ---- the table --------------------------------------------------------------------------------------------------------
 
-Quantization scheme_of(WeightScheme weights, WeightScheme head = WeightScheme::none) {
+Quantization scheme_of(const WeightFormat* weights, const WeightFormat* head = nullptr) {
   Quantization quantization;
   quantization.weights = weights;
   quantization.head = head;
@@ -91,7 +93,7 @@ ModelConfig llama_with(Quantization quantization) {
 }
 
 TEST(QuantizedTable, ListsScalesAndZerosInTheirTypes) {
-  const TensorTable table(llama_with(scheme_of(WeightScheme::int4, WeightScheme::int8)), DType::bf16);
+  const TensorTable table(llama_with(scheme_of(&kInt4, &kInt8)), DType::bf16);
   const auto expect = [&](const std::string& name, ValueKind kind, DType dtype, std::vector<std::int64_t> shape,
                           std::uint64_t bytes) {
     const TensorSpec& spec = table.at(name);
@@ -126,8 +128,8 @@ TEST(QuantizedTable, ListsScalesAndZerosInTheirTypes) {
 
 // q, k and v, and gate and up, are one matrix each with one list of scales.
 TEST(QuantizedTable, APackedMatrixHasItsScalesAndZerosSideBySide) {
-  for (const WeightScheme scheme : {WeightScheme::int8, WeightScheme::int4, WeightScheme::fp8}) {
-    const ModelConfig config = llama_with(scheme_of(scheme, WeightScheme::int8));
+  for (const WeightFormat* scheme : kWeightFormats) {
+    const ModelConfig config = llama_with(scheme_of(scheme, &kInt8));
     const TensorTable table(config);
     const std::vector<std::byte> arena(table.arena_bytes());
     const ModelWeights<const float> bound =
@@ -141,10 +143,9 @@ TEST(QuantizedTable, APackedMatrixHasItsScalesAndZerosSideBySide) {
       const std::string first = prefix + names[0] + ".weight";
       EXPECT_EQ(matrix.data, at(first));
       EXPECT_EQ(matrix.dtype, table.at(first).dtype);
-      const void* scales =
-          scheme == WeightScheme::int4 ? static_cast<const void*>(matrix.group_scales) : matrix.row_scales;
+      const void* scales = scheme == &kInt4 ? static_cast<const void*>(matrix.group_scales) : matrix.row_scales;
       EXPECT_EQ(scales, at(first + ".scales"));
-      EXPECT_EQ(matrix.zeros, scheme == WeightScheme::int4 ? at(first + ".zeros") : nullptr);
+      EXPECT_EQ(matrix.zeros, scheme == &kInt4 ? at(first + ".zeros") : nullptr);
       for (const char* suffix : {"", ".scales", ".zeros"}) {
         std::uint64_t end = 0;
         for (const std::string& name : names) {
@@ -181,12 +182,12 @@ InferenceOptions pool(std::int64_t sequences) {
 TEST(QuantizedModel, ComputesWhatItsWeightsGiveAsFloats) {
   const TemporaryDirectory directory;
   const std::string packed = directory.file("packed.bin"), plain = directory.file("plain.bin");
-  for (const WeightScheme scheme : {WeightScheme::int8, WeightScheme::int4, WeightScheme::fp8}) {
+  for (const WeightFormat* scheme : kWeightFormats) {
     for (const GoldenCase& golden : golden_cases()) {
-      SCOPED_TRACE(golden.name + " " + weight_scheme_name(scheme));
+      SCOPED_TRACE(golden.name + " " + scheme->name);
       const bool int8_head = golden.name.size() % 2 == 0;
-      test::write_quantized_pair(ModelFile::open(golden.model),
-                                 scheme_of(scheme, int8_head ? WeightScheme::int8 : WeightScheme::none), packed, plain);
+      test::write_quantized_pair(ModelFile::open(golden.model), scheme_of(scheme, int8_head ? &kInt8 : nullptr), packed,
+                                 plain);
       const ModelFile file = ModelFile::open(packed);
       EXPECT_EQ(file.config().quantization.weights, scheme);
       const auto quantized = cpu::load_inference(file, pool(3)),
@@ -195,7 +196,7 @@ TEST(QuantizedModel, ComputesWhatItsWeightsGiveAsFloats) {
       const std::vector<test::Trace> got = test::run(*quantized, all, 5, true, 4);
       EXPECT_EQ(test::run(*quantized, {all[1]}, 64, false, 1)[0], got[1]);
       const std::vector<test::Trace> want = test::run(*floats, all, 5, true, 4);
-      if (scheme == WeightScheme::int4 && file.config().quantization.head == WeightScheme::none) {
+      if (scheme == &kInt4 && file.config().quantization.head == nullptr) {
         EXPECT_EQ(got, want);
         continue;
       }
@@ -212,7 +213,8 @@ TEST(QuantizedModel, ComputesWhatItsWeightsGiveAsFloats) {
 // ---- refused ----------------------------------------------------------------------------------------------------------
 
 // A golden model with one byte of `tensor` replaced and every hash right.
-void write_damaged(const std::string& path, WeightScheme scheme, const std::string& tensor, const std::string& value) {
+void write_damaged(const std::string& path, const WeightFormat* scheme, const std::string& tensor,
+                   const std::string& value) {
   const TemporaryDirectory directory;
   test::write_quantized_pair(ModelFile::open("test/fixtures/golden/neox-hs64-sequential.model.bin"), scheme_of(scheme),
                              directory.file("a.bin"), directory.file("b.bin"));
@@ -232,22 +234,22 @@ TEST(QuantizedModel, RefusesValuesThatNoSchemeGives) {
   const std::string path = directory.file("bad.bin"), name = "gpt_neox.layers.1.mlp.dense_h_to_4h.weight";
   const auto bytes = [](auto value) { return std::string(reinterpret_cast<const char*>(&value), sizeof value); };
   struct Bad {
-    WeightScheme scheme;
+    const WeightFormat* scheme;
     std::string tensor, value, expected;
   };
   const float not_a_number = std::nanf("");
   const Bad cases[] = {
-      {WeightScheme::int8, name, "\x80", "-127 to 127"},
-      {WeightScheme::fp8, name, "\x7F", "a number, not NaN"},
-      {WeightScheme::fp8, name, "\xFF", "a number, not NaN"},
-      {WeightScheme::int8, name + ".scales", bytes(0.0f), "a finite number above 0"},
-      {WeightScheme::int8, name + ".scales", bytes(-0.5f), "a finite number above 0"},
-      {WeightScheme::int8, name + ".scales", bytes(HUGE_VALF), "a finite number above 0"},
-      {WeightScheme::fp8, name + ".scales", bytes(not_a_number), "a finite number above 0"},
-      {WeightScheme::int4, name + ".scales", bytes(std::uint16_t{0x7C00}), "a finite number above 0"},
-      {WeightScheme::int4, name + ".scales", bytes(std::uint16_t{0x0000}), "a finite number above 0"},
-      {WeightScheme::int4, name + ".scales", bytes(std::uint16_t{0x8001}), "a finite number above 0"},
-      {WeightScheme::int4, name + ".zeros", "\x10", "0 to 15"},
+      {&kInt8, name, "\x80", "-127 to 127"},
+      {&kFp8, name, "\x7F", "a number, not NaN"},
+      {&kFp8, name, "\xFF", "a number, not NaN"},
+      {&kInt8, name + ".scales", bytes(0.0f), "a finite number above 0"},
+      {&kInt8, name + ".scales", bytes(-0.5f), "a finite number above 0"},
+      {&kInt8, name + ".scales", bytes(HUGE_VALF), "a finite number above 0"},
+      {&kFp8, name + ".scales", bytes(not_a_number), "a finite number above 0"},
+      {&kInt4, name + ".scales", bytes(std::uint16_t{0x7C00}), "a finite number above 0"},
+      {&kInt4, name + ".scales", bytes(std::uint16_t{0x0000}), "a finite number above 0"},
+      {&kInt4, name + ".scales", bytes(std::uint16_t{0x8001}), "a finite number above 0"},
+      {&kInt4, name + ".zeros", "\x10", "0 to 15"},
   };
   for (const Bad& bad : cases) {
     write_damaged(path, bad.scheme, bad.tensor, bad.value);
@@ -255,15 +257,62 @@ TEST(QuantizedModel, RefusesValuesThatNoSchemeGives) {
     const std::string message = error_of(Exit::bad_file, [&] { cpu::load_inference(file, pool(1)); });
     EXPECT_NE(message.find(bad.tensor + ": element 3: expected " + bad.expected), std::string::npos) << message;
   }
-  write_damaged(path, WeightScheme::int8, name + ".scales", bytes(0x1p-126f));  // the least that is allowed
+  write_damaged(path, &kInt8, name + ".scales", bytes(0x1p-126f));  // the least that is allowed
   EXPECT_NO_THROW(cpu::load_inference(ModelFile::open(path), pool(1)));
+}
+
+// test_quantisation.py holds the writer in Python to the same file.
+TEST(WeightFormats, AreThoseOfTheTable) {
+  const Json table = parse_json(read_text_file("test/fixtures/weight_formats.json", 1 << 20), "weight_formats.json");
+  ASSERT_EQ(table.size(), weight_formats().size());
+  EXPECT_EQ(weight_format_names(), "int8, int4 or fp8");
+  EXPECT_EQ(weight_format_names(true), "int8");
+  for (std::size_t i = 0; i < table.size(); ++i) {
+    const WeightFormat& format = *weight_formats()[i];
+    SCOPED_TRACE(format.name);
+    EXPECT_EQ(table[i]["name"], format.name);
+    EXPECT_EQ(table[i]["dtype"], dtype_name(format.dtype));
+    EXPECT_EQ(table[i]["group"], format.group());
+    EXPECT_EQ(table[i]["scales"], dtype_name(format.scale_dtype()));
+    EXPECT_EQ(table[i]["head"], format.of_head);
+    EXPECT_EQ(find_weight_format(format.name), &format);
+    EXPECT_EQ(&weight_format(format.dtype), &format);
+    const std::vector<int> invalid = table[i]["invalid"];
+    for (int byte = 0; byte < 256; ++byte) {
+      const auto q = static_cast<std::byte>(byte);
+      const std::optional<std::size_t> bad = first_invalid_value(ValueKind::quants, format.dtype, {&q, 1});
+      EXPECT_EQ(bad.has_value(), std::ranges::count(invalid, byte) > 0) << byte;
+    }
+  }
+  EXPECT_EQ(find_weight_format("none"), nullptr);
+  EXPECT_NE(error_of(Exit::internal, [] { weight_format(DType::bf16); }), "");
+}
+
+// Of the q that random models have: their scale is made of it.
+TEST(WeightFormats, KnowTheDeviationOfRandomValues) {
+  for (const WeightFormat* format : weight_formats()) {
+    std::vector<std::uint8_t> q;
+    for (int byte = 0; byte < 256; ++byte) {
+      const auto value = static_cast<std::uint8_t>(byte & format->random_mask);
+      q.push_back(format->valid(value) ? value : 0);
+    }
+    const auto K = static_cast<std::int64_t>(q.size() * 8 / dtype_bits(format->dtype));
+    const std::vector<std::uint16_t> scales(8, f32_to_f16(1));
+    const std::vector<std::uint8_t> zeros(8, kRandomZero);
+    Floats values(static_cast<std::size_t>(K));
+    format->dequantize(values.data(), {q.data(), format->dtype, nullptr, scales.data(), zeros.data()}, 0, 1, K);
+    double sum = 0, square = 0;
+    for (const float value : values) sum += value, square += double{value} * value;
+    const double mean = sum / static_cast<double>(K), variance = square / static_cast<double>(K) - mean * mean;
+    EXPECT_NEAR(std::sqrt(variance) / format->random_deviation, 1, 0.02) << format->name;
+  }
 }
 
 // One bit of any tensor of the file, where the value that it becomes is as valid as the one before.
 TEST(QuantizedModel, DamageIsFoundInEveryTensor) {
   const TemporaryDirectory directory;
   const std::string path = directory.file("a.bin");
-  for (const WeightScheme scheme : {WeightScheme::int8, WeightScheme::int4, WeightScheme::fp8}) {
+  for (const WeightFormat* scheme : kWeightFormats) {
     test::write_quantized_pair(ModelFile::open("test/fixtures/golden/neox-hs64-sequential.model.bin"),
                                scheme_of(scheme), path, directory.file("b.bin"));
     const std::string whole = read_bytes(path);
@@ -285,8 +334,8 @@ TEST(QuantizedModel, DamageIsFoundInEveryTensor) {
 }
 
 TEST(QuantizedModel, RefusesAConfigurationThatItDoesNotKnow) {
-  const Json good = quantization_to_json(scheme_of(WeightScheme::int4, WeightScheme::int8));
-  EXPECT_EQ(quantization_from_json(good, "file"), scheme_of(WeightScheme::int4, WeightScheme::int8));
+  const Json good = quantization_to_json(scheme_of(&kInt4, &kInt8));
+  EXPECT_EQ(quantization_from_json(good, "file"), scheme_of(&kInt4, &kInt8));
   const auto refused = [&](const char* key, const Json& value, const char* words) {
     Json changed = good;
     changed[key] = value;
@@ -306,8 +355,7 @@ TEST(QuantizedModel, RefusesAConfigurationThatItDoesNotKnow) {
 TEST(QuantizedModel, IsNotTrained) {
   const TemporaryDirectory directory;
   test::write_quantized_pair(ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin"),
-                             scheme_of(WeightScheme::int4, WeightScheme::int8), directory.file("a.bin"),
-                             directory.file("b.bin"));
+                             scheme_of(&kInt4, &kInt8), directory.file("a.bin"), directory.file("b.bin"));
   const ModelFile file = ModelFile::open(directory.file("a.bin"));
   const std::string message = error_of(Exit::bad_file, [&] { file.require_trainable(); });
   EXPECT_NE(message.find("its weights are quantised (int4, head int8), and training needs floats"), std::string::npos)

@@ -16,6 +16,7 @@
 
 #include "colliding_names.h"
 #include "llmc/base/hash.h"
+#include "llmc/model/formats/formats.h"
 #include "llmc/model/model_file.h"
 #include "processor_time.h"
 #include "quantized_files.h"
@@ -597,8 +598,8 @@ TEST(ModelFile, EachTensorIsAsTheConfigurationSays) {
     }
   };
   for (const std::string& golden : goldens) check(golden, false);
-  for (const WeightScheme scheme : {WeightScheme::int8, WeightScheme::int4, WeightScheme::fp8}) {
-    test::write_quantized_pair(ModelFile::open(goldens[1]), {scheme, WeightScheme::int8}, packed, plain);
+  for (const WeightFormat* scheme : kWeightFormats) {
+    test::write_quantized_pair(ModelFile::open(goldens[1]), {scheme, &kInt8}, packed, plain);
     check(packed, true);
   }
 }
@@ -622,7 +623,7 @@ TEST(ModelFile, FamilyTiedHeadAndTokenizerAreChecked) {
     writer.publish();
   };
   Json config = TensorFile::open(tied, FileKind::model).config();
-  config["quantization"] = quantization_to_json({WeightScheme::int8, WeightScheme::int8});
+  config["quantization"] = quantization_to_json({&kInt8, &kInt8});
   copy(tied, config, "{}");
   expect_contains(error_of(Exit::bad_file, [&] { ModelFile::open(path); }), "head: got int8, but it is the embedding");
 

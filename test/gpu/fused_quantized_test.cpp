@@ -25,8 +25,6 @@ using test::generated;
 using test::quantized;
 using Ids = std::vector<std::int32_t>;
 
-constexpr WeightScheme kSchemes[] = {WeightScheme::int8, WeightScheme::int4, WeightScheme::fp8};
-
 // What the kernel wants beside quantised weights.
 DType storage_of(const ModelConfig& config) {
   return config.parallel_residual ? DType::f16 : DType::bf16;
@@ -86,10 +84,9 @@ ModelConfig parallel_config(std::int64_t heads, std::int64_t head_dim, std::int6
 // Widths that are not whole groups of 128 or whole loads of a warp, that leave warps without weights, one to eight tiles a block.
 TEST(FusedQuantized, MatchesTheCpuAtEveryShapeOfTheParallelResidual) {
   const std::pair<int, int> shapes[] = {{4, 32}, {3, 32}, {5, 32}, {2, 80}, {11, 64}, {16, 64}, {4, 256}};
-  for (const WeightScheme scheme : kSchemes) {
+  for (const WeightFormat* scheme : kWeightFormats) {
     for (const auto& [heads, head_dim] : shapes) {
-      SCOPED_TRACE(std::string(weight_scheme_name(scheme)) + ", " + std::to_string(heads) + " heads of " +
-                   std::to_string(head_dim));
+      SCOPED_TRACE(std::string(scheme->name) + ", " + std::to_string(heads) + " heads of " + std::to_string(head_dim));
       const ModelConfig config =
           quantized(parallel_config(heads, head_dim, heads * head_dim > 700 ? 1 : 3, 1003), scheme, heads % 2 == 0);
       if (!refusal_of(config).empty()) GTEST_SKIP() << refusal_of(config);
@@ -101,14 +98,14 @@ TEST(FusedQuantized, MatchesTheCpuAtEveryShapeOfTheParallelResidual) {
 
 // Two loads of a lane in a row: two halves of a band.
 TEST(FusedQuantized, MatchesTheCpuAtTheLayersOf6_9B) {
-  const ModelConfig config = quantized(parallel_config(32, 128, 1, 301), WeightScheme::int4, true);
+  const ModelConfig config = quantized(parallel_config(32, 128, 1, 301), &kInt4, true);
   if (!refusal_of(config).empty()) GTEST_SKIP() << refusal_of(config);
   check_steps(config, 2);
 }
 
 TEST(FusedQuantized, MatchesTheCpuOverPagesAndSplits) {
-  for (const WeightScheme scheme : kSchemes) {
-    SCOPED_TRACE(weight_scheme_name(scheme));
+  for (const WeightFormat* scheme : kWeightFormats) {
+    SCOPED_TRACE(scheme->name);
     const ModelConfig config = quantized(parallel_config(2, 80, 2, 307), scheme, false);
     if (!refusal_of(config).empty()) GTEST_SKIP() << refusal_of(config);
     check_steps(config, 210, 60, test::kManyPositions);
@@ -161,9 +158,9 @@ TEST(FusedQuantized, MatchesTheCpuWithTheSequentialResidual) {
   }
   models.push_back({"one part", test::llama_config({"", 4, 2, 32, 2, 136, 200, false, false, 1003})});
   models.push_back({"wide", test::llama_config({"", 4, 2, 64, 1, 2696, 1000})});
-  for (const WeightScheme scheme : kSchemes) {
+  for (const WeightFormat* scheme : kWeightFormats) {
     for (std::size_t i = 0; i < models.size(); ++i) {
-      SCOPED_TRACE(std::string(weight_scheme_name(scheme)) + ", " + models[i].name);
+      SCOPED_TRACE(std::string(scheme->name) + ", " + models[i].name);
       const ModelConfig config = quantized(models[i].config, scheme, i % 2 == 0);
       if (!refusal_of(config).empty()) GTEST_SKIP() << refusal_of(config);
       check_steps(config, 5);
@@ -174,9 +171,9 @@ TEST(FusedQuantized, MatchesTheCpuWithTheSequentialResidual) {
 }
 
 TEST(FusedQuantized, ManyTokensInOneLaunchAreThoseOfOneAtATimeAndOfTheGraph) {
-  for (const WeightScheme scheme : kSchemes) {
-    SCOPED_TRACE(weight_scheme_name(scheme));
-    const ModelConfig parallel = quantized(parallel_config(11, 64, 3, 1003), scheme, scheme != WeightScheme::fp8),
+  for (const WeightFormat* scheme : kWeightFormats) {
+    SCOPED_TRACE(scheme->name);
+    const ModelConfig parallel = quantized(parallel_config(11, 64, 3, 1003), scheme, scheme != &kFp8),
                       sequential = quantized(test::llama_config(test::small_llamas()[1]), scheme, false);
     if (!refusal_of(parallel).empty()) GTEST_SKIP() << refusal_of(parallel);
     expect_ids(parallel);
@@ -185,15 +182,15 @@ TEST(FusedQuantized, ManyTokensInOneLaunchAreThoseOfOneAtATimeAndOfTheGraph) {
 }
 
 TEST(FusedQuantized, OtherTypesBesideTheWeightsAreRefused) {
-  const ModelConfig parallel = quantized(parallel_config(4, 32, 2, 307), WeightScheme::int8, false),
-                    llama = quantized(test::llama_config(test::small_llamas()[0]), WeightScheme::int4, false);
+  const ModelConfig parallel = quantized(parallel_config(4, 32, 2, 307), &kInt8, false),
+                    llama = quantized(test::llama_config(test::small_llamas()[0]), &kInt4, false);
   EXPECT_EQ(cuda::fused_unsupported_reason(parallel, DType::bf16),
             "the fused kernel reads quantised weights of models with the parallel residual beside fp16, not bf16");
   EXPECT_EQ(cuda::fused_unsupported_reason(llama, DType::f16),
             "the fused kernel reads quantised weights of Llamas and models without the parallel residual beside bf16, "
             "not fp16");
   ModelConfig head = parallel;
-  head.quantization = {WeightScheme::none, WeightScheme::int8};
+  head.quantization = {nullptr, &kInt8};
   EXPECT_EQ(cuda::fused_unsupported_reason(head, DType::f16),
             "the fused kernel reads quantised heads beside quantised layers, not beside layers in 16 bits");
 }
@@ -202,17 +199,17 @@ TEST(FusedQuantized, WithoutBeingAskedForUpToAWidth) {
   const ModelConfig parallel = parallel_config(32, 80, 1, 307), llama = test::llama_config(test::small_llamas()[0]);
   EXPECT_TRUE(cuda::fused_by_default(parallel));
   EXPECT_TRUE(cuda::fused_by_default(llama));
-  EXPECT_TRUE(cuda::fused_by_default(quantized(parallel, WeightScheme::int8, true)));
-  EXPECT_TRUE(cuda::fused_by_default(quantized(parallel, WeightScheme::int4, false)));
-  EXPECT_TRUE(cuda::fused_by_default(quantized(parallel, WeightScheme::fp8, true)));
-  EXPECT_FALSE(cuda::fused_by_default(quantized(parallel_config(32, 128, 1, 307), WeightScheme::int8, true)));
-  EXPECT_TRUE(cuda::fused_by_default(quantized(llama, WeightScheme::int4, true)));
+  EXPECT_TRUE(cuda::fused_by_default(quantized(parallel, &kInt8, true)));
+  EXPECT_TRUE(cuda::fused_by_default(quantized(parallel, &kInt4, false)));
+  EXPECT_TRUE(cuda::fused_by_default(quantized(parallel, &kFp8, true)));
+  EXPECT_FALSE(cuda::fused_by_default(quantized(parallel_config(32, 128, 1, 307), &kInt8, true)));
+  EXPECT_TRUE(cuda::fused_by_default(quantized(llama, &kInt4, true)));
 }
 
 // Digits are integers or numbers near 1: that an activation was infinite must not get lost.
 TEST(FusedQuantized, InfiniteActivationsAreAnError) {
-  for (const WeightScheme scheme : kSchemes) {
-    SCOPED_TRACE(weight_scheme_name(scheme));
+  for (const WeightFormat* scheme : kWeightFormats) {
+    SCOPED_TRACE(scheme->name);
     const ModelConfig config = quantized(parallel_config(4, 32, 2, 307), scheme, true);
     if (!refusal_of(config).empty()) GTEST_SKIP() << refusal_of(config);
     const QuantizedModel model(config, 1e38f);

@@ -17,8 +17,6 @@
 namespace weft {
 namespace {
 
-constexpr WeightScheme kSchemes[] = {WeightScheme::int8, WeightScheme::fp8, WeightScheme::int4};
-
 InferenceOptions pool_of(std::int64_t pages) {
   InferenceOptions pool;
   pool.page_size = 16;
@@ -28,8 +26,8 @@ InferenceOptions pool_of(std::int64_t pages) {
   return pool;
 }
 
-Quantization quantization_of(WeightScheme weights, bool head) {
-  return {weights, head ? WeightScheme::int8 : WeightScheme::none};
+Quantization quantization_of(const WeightFormat* weights, bool head) {
+  return {weights, head ? &kInt8 : nullptr};
 }
 
 // A quantised random model in a file, and the same weights as floats in another.
@@ -80,9 +78,9 @@ std::vector<float> logits_of(InferenceModel& model, std::int64_t size) {
 // not). How near that is depends on the model: random e4m3 makes weights of very different sizes.
 TEST(CudaQuantizedInference, LogitsMatchTheCpu) {
   for (const test::NamedConfig& each : test::small_models()) {
-    for (const WeightScheme scheme : kSchemes) {
+    for (const WeightFormat* scheme : kWeightFormats) {
       for (const DType dtype : {DType::f16, DType::bf16}) {
-        SCOPED_TRACE(each.name + ", " + weight_scheme_name(scheme) + ", " + dtype_name(dtype));
+        SCOPED_TRACE(each.name + ", " + scheme->name + ", " + dtype_name(dtype));
         const Pair pair(each.config, quantization_of(scheme, dtype == DType::f16), dtype);
         const auto gpu = pair.on_gpu(pair.quantized(), pool_of(6)), floats = pair.on_gpu(pair.floats(), pool_of(6)),
                    cpu = pair.on_cpu(pool_of(6));
@@ -104,7 +102,7 @@ TEST(CudaQuantizedInference, Int4HasTheBitsOfItsWeightsAsFloats) {
   for (const test::NamedConfig& each : test::small_models()) {
     for (const DType dtype : {DType::f16, DType::bf16}) {
       SCOPED_TRACE(each.name + ", " + dtype_name(dtype));
-      const Pair pair(each.config, quantization_of(WeightScheme::int4, false), dtype);
+      const Pair pair(each.config, quantization_of(&kInt4, false), dtype);
       const auto quantized = pair.on_gpu(pair.quantized(), pool_of(60)),
                  floats = pair.on_gpu(pair.floats(), pool_of(60));
       const std::vector<test::Sequence> all = test::random_sequences(each.config, test::kSlots, 60);
@@ -115,8 +113,8 @@ TEST(CudaQuantizedInference, Int4HasTheBitsOfItsWeightsAsFloats) {
 
 TEST(CudaQuantizedInference, BitsOfASequenceDoNotDependOnWhatElseRuns) {
   for (const test::NamedConfig& each : test::small_models()) {
-    for (const WeightScheme scheme : kSchemes) {
-      SCOPED_TRACE(each.name + ", " + weight_scheme_name(scheme));
+    for (const WeightFormat* scheme : kWeightFormats) {
+      SCOPED_TRACE(each.name + ", " + scheme->name);
       const Pair pair(each.config, quantization_of(scheme, true), DType::f16);
       const auto model = pair.on_gpu(pair.quantized(), pool_of(60));
       const std::vector<test::Sequence> all = test::random_sequences(each.config, test::kSlots, 60);
@@ -130,8 +128,8 @@ TEST(CudaQuantizedInference, BitsOfASequenceDoNotDependOnWhatElseRuns) {
 
 TEST(CudaQuantizedInference, BitsDoNotDependOnTheEnginesSchedule) {
   for (const bool llama : {false, true}) {
-    for (const WeightScheme scheme : kSchemes) {
-      SCOPED_TRACE(std::string(llama ? "llama, " : "neox, ") + weight_scheme_name(scheme));
+    for (const WeightFormat* scheme : kWeightFormats) {
+      SCOPED_TRACE(std::string(llama ? "llama, " : "neox, ") + scheme->name);
       const Pair pair(llama ? test::llama_config(test::small_llamas()[1]) : test::neox_config(test::small_shapes()[3]),
                       quantization_of(scheme, !llama), llama ? DType::bf16 : DType::f16);
       const auto model = pair.on_gpu(pair.quantized(), pool_of(14));
@@ -144,7 +142,7 @@ TEST(CudaQuantizedInference, BitsDoNotDependOnTheEnginesSchedule) {
 
 TEST(CudaQuantizedInference, ThePlanIsWhatIsAllocated) {
   for (const test::NamedConfig& each : test::small_models()) {
-    for (const WeightScheme scheme : kSchemes) {
+    for (const WeightFormat* scheme : kWeightFormats) {
       ModelConfig config = each.config;
       config.quantization = quantization_of(scheme, !config.tied_embeddings);
       cuda::GpuInferenceOptions options;
@@ -155,7 +153,7 @@ TEST(CudaQuantizedInference, ThePlanIsWhatIsAllocated) {
         EXPECT_EQ(planned[i].name, reported[i].name);
         EXPECT_EQ(planned[i].bytes, reported[i].bytes) << planned[i].name;
       }
-      EXPECT_NE(planned[0].name.find(weight_scheme_name(scheme)), std::string::npos) << planned[0].name;
+      EXPECT_NE(planned[0].name.find(scheme->name), std::string::npos) << planned[0].name;
       for (const float logit : logits_of(*model, 20)) ASSERT_TRUE(std::isfinite(logit));
     }
   }
@@ -163,7 +161,7 @@ TEST(CudaQuantizedInference, ThePlanIsWhatIsAllocated) {
 
 TEST(CudaQuantizedInference, NeedsSixteenBits) {
   ModelConfig config = test::llama_config(test::small_llamas()[0]);
-  config.quantization = quantization_of(WeightScheme::int8, false);
+  config.quantization = quantization_of(&kInt8, false);
   EXPECT_EQ(cuda::inference_unsupported_reason(config, DType::f16), "");
   EXPECT_EQ(cuda::inference_unsupported_reason(config, DType::f32),
             "quantised weights on a GPU need fp16 or bf16 beside them. Use --dtype fp16 or bf16");
@@ -191,16 +189,16 @@ TEST(CudaQuantizedInference, MatricesAreLoadedInPieces) {
   const ModelConfig config = test::neox_config(shape);
   constexpr std::int64_t kPieceBytes = 4 << 20;
   EXPECT_GT(config.hidden_size * config.ffn_size / 2, 2 * kPieceBytes) << "of int4";
-  for (const WeightScheme scheme : {WeightScheme::int8, WeightScheme::int4}) {
-    SCOPED_TRACE(weight_scheme_name(scheme));
+  for (const WeightFormat* scheme : {&kInt8, &kInt4}) {
+    SCOPED_TRACE(scheme->name);
     const Pair pair(config, quantization_of(scheme, false), DType::f16);
     {
       const auto quantized = pair.on_gpu(pair.quantized(), pool_of(6)), floats = pair.on_gpu(pair.floats(), pool_of(6));
       const std::vector<float> got = logits_of(*quantized, 9), want = logits_of(*floats, 9);
-      EXPECT_EQ(got == want, scheme == WeightScheme::int4);
+      EXPECT_EQ(got == want, scheme == &kInt4);
       EXPECT_LT(distance("logits", got, want, 1, Norm::l2).relative, 1e-2);
     }
-    if (scheme != WeightScheme::int8) continue;
+    if (scheme != &kInt8) continue;
     const std::string name = weight_of(names_of(config).block(0).up.front());
     const TemporaryDirectory directory;
     write_with(pair.quantized(), directory.file("bad.bin"), name, {0x80, 1});
@@ -215,7 +213,8 @@ TEST(CudaQuantizedInference, ValuesThatNoModelHasAreRefusedByElement) {
   const std::string module = names_of(config).block(1).down.front();
   const std::string name = weight_of(module);
   const std::int64_t elements = config.hidden_size * config.ffn_size;
-  const auto message_of = [&](WeightScheme scheme, const std::string& tensor, const std::vector<unsigned char>& end) {
+  const auto message_of = [&](const WeightFormat* scheme, const std::string& tensor,
+                              const std::vector<unsigned char>& end) {
     const Pair pair(config, quantization_of(scheme, false), DType::f16);
     const TemporaryDirectory directory;
     const std::string path = directory.file("model.bin");
@@ -226,10 +225,10 @@ TEST(CudaQuantizedInference, ValuesThatNoModelHasAreRefusedByElement) {
     EXPECT_NE(message.find(tensor + ":"), std::string::npos) << message;
     EXPECT_NE(message.find("element " + std::to_string(element)), std::string::npos) << message;
   };
-  expect(message_of(WeightScheme::int8, name, {0x80, 1}), name, elements - 2);
-  expect(message_of(WeightScheme::fp8, name, {0xff}), name, elements - 1);
-  expect(message_of(WeightScheme::int8, scales_of(name), {0, 0, 0xc0, 0x7f}), scales_of(name), config.hidden_size - 1);
-  expect(message_of(WeightScheme::int4, zeros_of(name), {16}), zeros_of(name),
+  expect(message_of(&kInt8, name, {0x80, 1}), name, elements - 2);
+  expect(message_of(&kFp8, name, {0xff}), name, elements - 1);
+  expect(message_of(&kInt8, scales_of(name), {0, 0, 0xc0, 0x7f}), scales_of(name), config.hidden_size - 1);
+  expect(message_of(&kInt4, zeros_of(name), {16}), zeros_of(name),
          config.hidden_size * quant_groups(config.ffn_size) - 1);
 }
 

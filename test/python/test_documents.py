@@ -68,7 +68,7 @@ def test_every_command_of_readme_exists():
 # ---- rooms ----------------------------------------------------------------------------------------------------------
 # Which rooms a room may include. dev/ARCHITECTURE.md explains the rule.
 BELOW_MODEL = {"base", "file", "text"}
-CUDA_ROOMS = ["runtime", "comm", "hw", "op", "fused", "inference", "training"]  # each may include those before it
+CUDA_ROOMS = ["runtime", "comm", "hw", "formats", "op", "fused", "inference", "training"]  # each may include those before it
 MAY_INCLUDE = {
     "base": set(),
     "file": {"base"},

@@ -56,6 +56,25 @@ def weights_of(file: tensor_file.TensorFile, name: str) -> np.ndarray:
     return scales[row, column // 128] * (q - file.array(name + ".zeros")[row, column // 128])
 
 
+# ---- the table ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_formats_are_those_of_the_table():
+    """WeightFormat.Table of the unit tests holds C++ to the same file."""
+    table = json.loads((ck.ROOT / "test/fixtures/weight_formats.json").read_text())
+    assert [each["name"] for each in table] == list(quantization.SCHEMES)
+    weights = np.random.default_rng(1).standard_normal((64, 256)).astype(np.float32)
+    for each in table:
+        scheme, groups = each["name"], -(-300 // each["group"]) if each["group"] else 0
+        scales = (7, groups) if groups else (7,)
+        expected = [("w", each["dtype"], (7, 300)), ("w.scales", each["scales"], scales)]
+        assert quantization.stored_tensors(scheme, "w", (7, 300)) == expected + [("w.zeros", "u8", scales)] * (groups > 0)
+        assert quantization.to_json(scheme, "none")["group"] == each["group"]
+        assert (scheme in convert_hf.HEADS) == each["head"]
+        rows = quantization.quantize_rows(weights, scheme)
+        assert not np.isin(rows.q.view(np.uint8), each["invalid"]).any()
+
+
 # ---- rounding --------------------------------------------------------------------------------------------------------
 
 

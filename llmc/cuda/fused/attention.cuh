@@ -10,7 +10,7 @@ namespace weft::cuda::fused {
 // Adds the cached keys and values of one item, chunk by chunk, divided among all warps; kLanes lanes share a position.
 template <typename K>
 template <int kLanes>
-__device__ __forceinline__ void Consumer<K>::attend_cached(SoftmaxState<KV>& r, const float (&q)[kLaneElements],
+__device__ __forceinline__ void Consumer<K>::attend_cached(SoftmaxState<S>& r, const float (&q)[kLaneElements],
                                                            Positions cached) {
   const Parameters& p = c.p;
   constexpr int kGroups = kWarpSize / kLanes;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void Consumer<K>::attend_cached(SoftmaxState<KV>& r, 
           k = load_shared(keys + at_position[u] * position_bytes);
           v[u] = load_shared(values + at_position[u] * position_bytes);
         }
-        dot<KV>(score[u], k, q);
+        dot<S>(score[u], k, q);
       }
 #pragma unroll
       for (int offset = kLanes / 2; offset > 0; offset /= 2) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void Consumer<K>::attend_item(int layer, int position
   const int HS = p.HS, split = item % splits, slice = lane % kLanes;
   const bool active = slice * kLaneElements < HS;
   const Positions cached = positions_of(position, splits, split);
-  const KV* added = reinterpret_cast<const KV*>(shared + at.added);
+  const S* added = reinterpret_cast<const S*>(shared + at.added);
   const float* query = reinterpret_cast<const float*>(shared + at.query);
   c.wait_barrier(c.query_here, item_phase);
   item_phase ^= 1;
@@ -66,7 +66,7 @@ __device__ __forceinline__ void Consumer<K>::attend_item(int layer, int position
 #pragma unroll
   for (int j = 0; j < kLaneElements; ++j) q[j] = active ? query[slice * kLaneElements + j] : 0.0f;
 
-  SoftmaxState<KV> r;
+  SoftmaxState<S> r;
   attend_cached<kLanes>(r, q, cached);
   if (split == splits - 1 && warp == 0) {  // the new token itself
     uint4 k = make_uint4(0, 0, 0, 0), v = k;
@@ -75,7 +75,7 @@ __device__ __forceinline__ void Consumer<K>::attend_item(int layer, int position
       v = *reinterpret_cast<const uint4*>(added + HS + slice * kLaneElements);
     }
     float score = 0;
-    dot<KV>(score, k, q);
+    dot<S>(score, k, q);
 #pragma unroll
     for (int offset = kLanes / 2; offset > 0; offset /= 2) score += __shfl_xor_sync(~0u, score, offset);
     r.add(lane < kLanes ? score : -INFINITY, -INFINITY, v, make_uint4(0, 0, 0, 0));

@@ -11,28 +11,25 @@
 
 namespace weft::cuda::fused {
 
-// What a kernel is compiled for: the storage types of matrices, of the embedding, biases and norms, and of the cache;
-// the 16-byte loads that a lane makes of a row of C elements (KernelShape::row_loads); and whether it is instrumented
+// What a kernel is compiled for: the storage type; the format of quantised matrices, or void where they are in the storage
+// type; the 16-byte loads that a lane makes of a row of C elements (KernelShape::row_loads); and whether it is instrumented
 // for measurements and tests (Parameters::instruments).
-template <typename Weight, typename Vector, typename Cache, int kLoads, bool kWithInstruments>
+template <typename Storage, typename Matrices, int kLoads, bool kWithInstruments>
 struct Variant {
-  using W = Weight;
-  using A = Vector;
-  using KV = Cache;
+  using S = Storage;
+  using Format = Matrices;
   static constexpr int kRowLoads = kLoads;
-  static constexpr bool kQuantized = kIsQuantized<Weight>;
+  static constexpr bool kQuantized = !std::is_void_v<Matrices>;
   static constexpr bool kInstrumented = kWithInstruments;
   static constexpr bool kSequential = false;  // false: layers as in layer.cuh; true: as in sequential_layer.cuh
 };
-template <typename Weight, typename Vector, typename Cache, int kLoads, bool kWithInstruments>
-struct SequentialVariant : Variant<Weight, Vector, Cache, kLoads, kWithInstruments> {
+template <typename Storage, typename Matrices, int kLoads, bool kWithInstruments>
+struct SequentialVariant : Variant<Storage, Matrices, kLoads, kWithInstruments> {
   static constexpr bool kSequential = true;
 };
 
 template <typename K>
-using ParametersOf =
-    std::conditional_t<K::kSequential, SequentialParameters<typename K::W, typename K::A, typename K::KV>,
-                       Parameters<typename K::W, typename K::A, typename K::KV>>;
+using ParametersOf = std::conditional_t<K::kSequential, SequentialParameters<typename K::S>, Parameters<typename K::S>>;
 
 #if WEFT_BULK_COPY
 
@@ -59,7 +56,7 @@ static __device__ __noinline__ void time_out(Control* control, HostWords* host, 
 template <typename K>
 struct Block {
   using Parameters = ParametersOf<K>;
-  using Layer = fused::Layer<typename K::W, typename K::A>;
+  using Layer = std::conditional_t<K::kQuantized, QuantizedLayer<typename K::S>, fused::Layer<typename K::S>>;
 
   const Parameters& p;
   Flags& flags;

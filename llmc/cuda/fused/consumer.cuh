@@ -28,10 +28,7 @@ template <typename K>
 struct Consumer {
   using Parameters = typename Block<K>::Parameters;
   using Layer = typename Block<K>::Layer;
-  using A = typename K::A;
-  // The type of 16-bit matrices; a quantised model may have its head in 16 bits.
-  using W = std::conditional_t<K::kQuantized, A, typename K::W>;
-  using KV = typename K::KV;
+  using S = typename K::S;
   static constexpr int kRowLoads = K::kRowLoads;             // 16-byte loads a thread from a row of C elements
   static constexpr int kRows = kChunkLoads / kRowLoads;      // rows of C elements that a warp multiplies from a chunk
   static constexpr int kInputs = kRowLoads * kLaneElements;  // elements of a row of C that this thread multiplies
@@ -82,26 +79,25 @@ struct Consumer {
   template <int kLoads>
   __device__ __forceinline__ void multiply_rows(int count, int size, float (&input)[kLoads * kLaneElements]);
   struct RowTerms;
-  __device__ __forceinline__ RowTerms load_terms(const A* bias, const float* scales, RowRange rows) const;
+  __device__ __forceinline__ RowTerms load_terms(const S* bias, const float* scales, RowRange rows) const;
   __device__ __forceinline__ static float load_scale(const float* scale);
 
   // ---- quantized_rows.cuh
-  template <DType Q>
+  template <typename Format>
   struct Digits;
-  template <DType Q>
-  __device__ __forceinline__ void make_digits(Digits<Q>& d, const float* x) const;
-  template <DType Q>
-  __device__ __forceinline__ void multiply_band(int rows, int groups, const Digits<Q>& x, bool accumulate);
-  template <DType Q, int kLoads>
+  template <typename Format>
+  __device__ __forceinline__ void make_digits(Digits<Format>& d, const float* x) const;
+  template <typename Format>
+  __device__ __forceinline__ void multiply_band(int rows, int groups, const Digits<Format>& x, bool accumulate);
+  template <typename Format, int kLoads>
   __device__ __forceinline__ void multiply_stream(int rows, int size, float (&input)[kLoads * kLaneElements],
                                                   bool accumulate);
-  __device__ __forceinline__ static void e4m3_pairs(unsigned word, unsigned& low, unsigned& high);
 
   // ---- norm.cuh
   struct NormWeight {
     uint4 weight[kRowLoads], bias[kRowLoads];
   };
-  __device__ __forceinline__ NormWeight load_norm(const A* weight, const A* bias) const;
+  __device__ __forceinline__ NormWeight load_norm(const S* weight, const S* bias) const;
   __device__ __forceinline__ void normalize_one(const NormWeight& n, float (&x)[kInputs]);
   struct NormWeights {
     uint4 weight1[kRowLoads], bias1[kRowLoads], weight2[kRowLoads], bias2[kRowLoads];
@@ -118,7 +114,7 @@ struct Consumer {
   template <int kLanes>
   __device__ __forceinline__ void attend_item(int layer, int position, int item, int splits);
   template <int kLanes>
-  __device__ __forceinline__ void attend_cached(SoftmaxState<KV>& r, const float (&q)[kLaneElements], Positions cached);
+  __device__ __forceinline__ void attend_cached(SoftmaxState<S>& r, const float (&q)[kLaneElements], Positions cached);
 
   // ---- sequential_layer.cuh
   static constexpr int kPartLoads = 2 * kRowLoads;  // 16-byte loads a thread from one part of a row of F elements

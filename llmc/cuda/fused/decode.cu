@@ -35,7 +35,7 @@
 // Reusing a global buffer needs no further synchronisation: a block writes a buffer again only after it has read
 // results that every reader of the old contents computed after reading them.
 //
-// Weights in 8 and 4 bits are repacked once (weight_stream.cuh) and multiplied by other code (quantized_rows.cuh).
+// Quantised weights are repacked once (weight_stream.cuh) and multiplied by other code (quantized_rows.cuh).
 // Everything else is the same.
 //
 // Every wait has a time limit: a block that has waited too long raises a flag, which all others check while they wait.
@@ -51,6 +51,7 @@
 #include "llmc/base/arena_layout.h"
 #include "llmc/base/error.h"
 #include "llmc/base/hash.h"
+#include "llmc/cuda/formats/formats.cuh"
 #include "llmc/cuda/fused/kernel.h"
 #include "llmc/cuda/fused/layer_table.cuh"
 #include "llmc/cuda/fused/parameters.cuh"
@@ -71,7 +72,7 @@ using namespace fused;
 
 // The layout before `rows` are zeroed before each launch.
 template <typename S>
-ArenaLayout plan_workspace(const ModelConfig& config, const Plan& plan, SequentialParameters<S, S, S>& p) {
+ArenaLayout plan_workspace(const ModelConfig& config, const Plan& plan, SequentialParameters<S>& p) {
   const int blocks = plan.blocks;
   const std::int64_t C = config.hidden_size;
   ArenaLayout layout("fused decoding: workspace");
@@ -110,15 +111,15 @@ MemoryPlan plan_streams(const ModelConfig& config, const Plan& plan) {
   return memory;
 }
 
-// The kernel for weights of type Q with everything else in S.
-template <typename S, DType Q>
+// The kernel for matrices in Format with everything else in S.
+template <typename S, typename Format>
 const void* quantized_kernel(const Plan& plan, bool instrumented) {
   if constexpr (std::is_same_v<S, fp16>) {
-    if (!plan.sequential) return fused_kernel<Quantized<Q>, S, S>(plan.shape.row_loads, instrumented);
+    if (!plan.sequential) return fused_kernel<S, Format>(plan.shape.row_loads, instrumented);
   } else {
-    if (plan.sequential) return fused_sequential_kernel<Quantized<Q>, S, S>(plan.shape.row_loads, instrumented);
+    if (plan.sequential) return fused_sequential_kernel<S, Format>(plan.shape.row_loads, instrumented);
   }
-  fail(Exit::internal, "fused decoding: weights in %s are not compiled for this model", dtype_name(Q));
+  fail(Exit::internal, "fused decoding: weights in %s are not compiled for this model", dtype_name(Format::kType));
 }
 
 }  // namespace
@@ -132,7 +133,7 @@ struct FusedDecode<S>::State {
   const Plan plan;
   DType quantized;  // type of quantised weights; f32: not quantised
   int blocks, threads, shared_bytes;
-  SequentialParameters<S, S, S> parameters{};  // the kernel of the parallel residual takes its base class, Parameters
+  SequentialParameters<S> parameters{};  // the kernel of the parallel residual takes its base class, Parameters
   ArenaLayout layout;
   DeviceArena workspace;
   std::unique_ptr<DeviceArena> streams;  // repacked quantised weights; null without
@@ -165,17 +166,11 @@ struct FusedDecode<S>::State {
   bool is_of_launch(std::uint64_t word) const { return word >> 32 == parameters.sequence; }
   bool instrumented() const { return tuning.layer_only || tuning.lose_an_arrival || timeline.wanted(); }
   const void* kernel_of_type() const {
-    switch (quantized) {
-      case DType::i8:
-        return quantized_kernel<S, DType::i8>(plan, instrumented());
-      case DType::u4:
-        return quantized_kernel<S, DType::u4>(plan, instrumented());
-      case DType::e4m3:
-        return quantized_kernel<S, DType::e4m3>(plan, instrumented());
-      default:
-        return plan.sequential ? fused_sequential_kernel<S, S, S>(plan.shape.row_loads, instrumented())
-                               : fused_kernel<S, S, S>(plan.shape.row_loads, instrumented());
+    if (quantized == DType::f32) {
+      return plan.sequential ? fused_sequential_kernel<S>(plan.shape.row_loads, instrumented())
+                             : fused_kernel<S>(plan.shape.row_loads, instrumented());
     }
+    return for_format(quantized, [&]<typename Format>() { return quantized_kernel<S, Format>(plan, instrumented()); });
   }
   // The kernel for the next launch; raises its limit of dynamic shared memory.
   const void* kernel() const {
@@ -216,7 +211,7 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const DeviceWeights<S>& w
   state_ = std::make_unique<State>(config, tuning, plan, type, mailbox, stream);
   State& s = *state_;
 
-  SequentialParameters<S, S, S>& p = s.parameters;
+  SequentialParameters<S>& p = s.parameters;
   static_cast<Sizes&>(p) = plan.sizes;
   static_cast<SequentialSizes&>(p) = plan.sequential_sizes;
   p.embedding = weights.embedding;
@@ -244,8 +239,8 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const DeviceWeights<S>& w
 
 template <typename S>
 void FusedDecode<S>::State::upload_layers(const DeviceWeights<S>& weights) {
-  const std::vector<Layer<S, S>> layers = layer_table<S>(weights);
-  upload(parameters.layers, layers.data(), layers.size() * sizeof(Layer<S, S>));
+  const std::vector<Layer<S>> layers = layer_table<S>(weights);
+  upload(parameters.layers, layers.data(), layers.size() * sizeof(Layer<S>));
   check(cudaStreamSynchronize(stream), "fused decoding");
 }
 
@@ -295,7 +290,7 @@ template <typename S>
 std::vector<MemoryLine> FusedDecode<S>::memory(const ModelConfig& config) {
   const Plan plan = plan_of(config, current_device(), {});
   if (!plan.reason.empty()) fail(Exit::environment, "%s", plan.reason.c_str());
-  SequentialParameters<S, S, S> parameters{};
+  SequentialParameters<S> parameters{};
   std::vector<MemoryLine> lines = {
       {"fused decoding: workspace", plan_workspace(config, plan, parameters).plan().bytes()}};
   if (config.quantization.any()) lines.push_back({"fused decoding: weights", plan_streams(config, plan).bytes()});
@@ -305,7 +300,7 @@ std::vector<MemoryLine> FusedDecode<S>::memory(const ModelConfig& config) {
 template <typename S>
 void FusedDecode<S>::launch(const FusedRequest& request) {
   State& s = *state_;
-  Parameters<S, S, S>& p = s.parameters;
+  Parameters<S>& p = s.parameters;
   const std::size_t more = request.more_ids.size();
   const auto is_id = [&](std::int32_t id) { return id >= 0 && id < p.V; };
   const bool valid = !s.launched && request.count >= 1 && request.count <= kFusedTokens && request.position >= 0 &&

@@ -5,8 +5,8 @@
 // It computes what llmc/cpu/inference_layers.cpp specifies, in fp32. S is the storage type of weights and cache, fp16 or bf16.
 // The order of sums depends on the model and on the number of multiprocessors only, so every run gives the same bits.
 //
-// Quantised weights (llmc/model/quantization.h): int8 or int4, for a GPT-NeoX with the parallel residual, beside fp16.
-// Activations stay in fp32 there, too, and int4 weights are scale * (q - zero) without rounding to 16 bits. The
+// Quantised weights (llmc/cuda/formats): with the parallel residual beside fp16, else beside bf16. Activations stay in fp32
+// there, too, and weights of grouped formats are scale * (q - zero) without rounding to 16 bits. The
 // constructor copies the weights into the order in which blocks read them, so a model that another decoder reads for
 // its prompts holds them twice.
 #pragma once

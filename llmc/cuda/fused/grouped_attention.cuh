@@ -36,7 +36,7 @@ __device__ __forceinline__ void Consumer<K>::fetch_heads(int head, bool newest) 
   const int HS = p.HS, half = p.rope_half, queries = p.group * HS, wanted = queries + (newest ? 2 * HS : 0);
   float* raw = reinterpret_cast<float*>(shared + at.raw);
   float* query = reinterpret_cast<float*>(shared + at.query);
-  KV* added = reinterpret_cast<KV*>(shared + at.added);
+  S* added = reinterpret_cast<S*>(shared + at.added);
   for (int e = 4 * thread; e < wanted; e += 4 * threads) {
     const int place = e < queries        ? head * p.q_stride + e
                       : e < queries + HS ? head * p.kv_stride + p.key_begin + e - queries
@@ -60,7 +60,7 @@ __device__ __forceinline__ void Consumer<K>::fetch_heads(int head, bool newest) 
     if (e < queries) {
       query[e] = value * p.scale;
     } else {
-      added[e - queries] = from_float<KV>(value);
+      added[e - queries] = from_float<S>(value);
     }
   }
   sync();
@@ -94,18 +94,18 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, int spli
 #pragma unroll
   for (int u = 0; u < kWarpQueries; ++u) r.largest[u] = -INFINITY;
   if (split == splits - 1 && set_warp == 0) {  // the new token itself
-    const KV* added = reinterpret_cast<const KV*>(shared + at.added);
+    const S* added = reinterpret_cast<const S*>(shared + at.added);
     uint4 k = zero, v = zero;
     if (active && lane < kLanes) {
       k = *reinterpret_cast<const uint4*>(added + slice * kLaneElements);
       v = *reinterpret_cast<const uint4*>(added + HS + slice * kLaneElements);
     }
     float values[kLaneElements];
-    widen<KV>(v, values);
+    widen<S>(v, values);
 #pragma unroll
     for (int u = 0; u < kWarpQueries; ++u) {
       float score = 0;
-      dot<KV>(score, k, q[u]);
+      dot<S>(score, k, q[u]);
 #pragma unroll
       for (int offset = kLanes / 2; offset > 0; offset /= 2) score += __shfl_xor_sync(~0u, score, offset);
       if (lane >= kLanes) continue;
@@ -120,10 +120,10 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, int spli
   // compiler from interleaving the others.
   const auto attend_two = [&](const uint4(&k)[2], const uint4(&v)[2], bool first_is_there, bool second_is_there) {
     float keys[2][kLaneElements], values[2][kLaneElements];
-    widen<KV>(k[0], keys[0]);
-    widen<KV>(k[1], keys[1]);
-    widen<KV>(v[0], values[0]);
-    widen<KV>(v[1], values[1]);
+    widen<S>(k[0], keys[0]);
+    widen<S>(k[1], keys[1]);
+    widen<S>(v[0], values[0]);
+    widen<S>(v[1], values[1]);
 #pragma unroll
     for (int u = 0; u < kWarpQueries; ++u) {
       float score[2] = {0, 0};

@@ -32,26 +32,26 @@ __device__ __forceinline__ void Consumer<K>::run_head(int token) {
   std::uint64_t best = 0;
   unsigned bad = 0;
   struct Nothing {};
-  [[maybe_unused]] std::conditional_t<K::kQuantized, Digits<DType::i8>, Nothing> digits;
-  [[maybe_unused]] bool in_int8 = false;
+  [[maybe_unused]] std::conditional_t<K::kQuantized, Digits<HeadFormat>, Nothing> digits;
+  [[maybe_unused]] bool quantized = false;
   if constexpr (K::kQuantized) {
-    in_int8 = layers[p.L].stream != nullptr;
-    if (in_int8) make_digits<DType::i8>(digits, input);
+    quantized = layers[p.L].stream != nullptr;
+    if (quantized) make_digits<HeadFormat>(digits, input);
   }
   // Rows whose partial sums fit and that have a thread each, rounded down to whole stages.
-  const int chunk_rows = (K::kQuantized ? set_rows(DType::i8) : kRows) * p.warps_r,
+  const int chunk_rows = (K::kQuantized ? kSetRows<HeadFormat> : kRows) * p.warps_r,
             batch = (K::kQuantized ? min(p.partial_rows, threads) : p.partial_rows) / chunk_rows * chunk_rows;
   const std::int64_t limit = p.sampling.vocab_limit > 0 ? p.sampling.vocab_limit : p.V;
   for (int first = own.head.begin; first < own.head.end; first += batch) {
     const int rows = min(batch, own.head.end - first);
     [[maybe_unused]] float scale = 1;
     if constexpr (K::kQuantized) {
-      if (in_int8) {
+      if (quantized) {
         scale = thread < rows ? load_scale(layers[p.L].qkv_scales + first + thread) : 1.0f;
-        multiply_band<DType::i8>(rows, groups_of(p.C), digits, false);
+        multiply_band<HeadFormat>(rows, groups_of(p.C), digits, false);
       }
     }
-    if (!in_int8) narrow_rows(rows, input);
+    if (!quantized) narrow_rows(rows, input);
     finish_rows(rows, [&](int row, float sum) {
       const int id = first + row;
       const float logit = K::kQuantized ? sum * scale : sum;

@@ -16,7 +16,7 @@ namespace weft::cuda::fused {
 template <typename K>
 struct Helper {
   using Parameters = typename Block<K>::Parameters;
-  using KV = typename K::KV;
+  using S = typename K::S;
 
   const Block<K>& c;
   char* shared;
@@ -54,7 +54,7 @@ struct Helper {
     const int HS = p.HS, half = p.rope_half;
     float* raw = reinterpret_cast<float*>(shared + at.raw);
     float* query = reinterpret_cast<float*>(shared + at.query);
-    KV* added = reinterpret_cast<KV*>(shared + at.added);
+    S* added = reinterpret_cast<S*>(shared + at.added);
     const TaggedValue* from = p.qkv + head * 3 * HS;
     for (int first = lane; first - lane < 3 * HS; first += kAhead * kWarpSize) {
       TaggedValue values[kAhead];
@@ -83,8 +83,8 @@ struct Helper {
     for (int d = lane; d < HS; d += kWarpSize) {
       query[d] = rotated_element(raw, d, cosine, sine, half) * p.scale;
       if (newest) {
-        const KV key = from_float<KV>(rotated_element(raw + HS, d, cosine, sine, half)),
-                 value = from_float<KV>(raw[2 * HS + d]);
+        const S key = from_float<S>(rotated_element(raw + HS, d, cosine, sine, half)),
+                value = from_float<S>(raw[2 * HS + d]);
         added[d] = key;
         added[HS + d] = value;
       }

@@ -80,26 +80,26 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
 #endif
 }
 
-// Defines fused_kernel() or fused_sequential_kernel() for these storage types: four kernels, with 1 or 2 row loads,
-// each with and without instruments.
-#define WEFT_FUSED_KERNELS(function, Variant, W, A, KV)                                                             \
-  template <>                                                                                                       \
-  const void* function<W, A, KV>(int row_loads, bool instrumented) {                                                \
-    const auto of = [](auto variant) {                                                                              \
-      return reinterpret_cast<const void*>(fused_decode_kernel<decltype(variant)>);                                 \
-    };                                                                                                              \
-    if (row_loads == 1) return instrumented ? of(Variant<W, A, KV, 1, true>()) : of(Variant<W, A, KV, 1, false>()); \
-    return instrumented ? of(Variant<W, A, KV, 2, true>()) : of(Variant<W, A, KV, 2, false>());                     \
+// Defines fused_kernel() or fused_sequential_kernel() for matrices in the storage type S: four kernels, with 1 or 2 row
+// loads, each with and without instruments.
+#define WEFT_FUSED_KERNELS(function, Variant, S)                                                                  \
+  template <>                                                                                                     \
+  const void* function<S, void>(int row_loads, bool instrumented) {                                               \
+    const auto of = [](auto variant) {                                                                            \
+      return reinterpret_cast<const void*>(fused_decode_kernel<decltype(variant)>);                               \
+    };                                                                                                            \
+    if (row_loads == 1) return instrumented ? of(Variant<S, void, 1, true>()) : of(Variant<S, void, 1, false>()); \
+    return instrumented ? of(Variant<S, void, 2, true>()) : of(Variant<S, void, 2, false>());                     \
   }
 
-// The same for quantised weights: two kernels, always instrumented, so that half as many are compiled.
-#define WEFT_QUANTIZED_FUSED_KERNELS(function, Variant, W, A, KV)                                \
-  template <>                                                                                    \
-  const void* function<W, A, KV>(int row_loads, bool) {                                          \
-    const auto of = [](auto variant) {                                                           \
-      return reinterpret_cast<const void*>(fused_decode_kernel<decltype(variant)>);              \
-    };                                                                                           \
-    return row_loads == 1 ? of(Variant<W, A, KV, 1, true>()) : of(Variant<W, A, KV, 2, true>()); \
+// The same for quantised matrices: two kernels, always instrumented, so that half as many are compiled.
+#define WEFT_QUANTIZED_FUSED_KERNELS(function, Variant, S, Format)                                 \
+  template <>                                                                                      \
+  const void* function<S, Format>(int row_loads, bool) {                                           \
+    const auto of = [](auto variant) {                                                             \
+      return reinterpret_cast<const void*>(fused_decode_kernel<decltype(variant)>);                \
+    };                                                                                             \
+    return row_loads == 1 ? of(Variant<S, Format, 1, true>()) : of(Variant<S, Format, 2, true>()); \
   }
 
 }  // namespace weft::cuda::fused

@@ -3,13 +3,12 @@
 
 namespace weft::cuda::fused {
 
-// The kernel function for matrices in W, vectors in A and a cache in KV, for `row_loads` (1 or 2) 16-byte loads a lane
-// from a row of C elements. Its one parameter is Parameters<W, A, KV>.
-// The second function: for the sequential residual; its parameter is SequentialParameters<W, A, KV>.
-template <typename W, typename A, typename KV>
+// The kernel function for storage type S and quantised matrices in Format (void: matrices in S), for `row_loads` (1 or 2)
+// 16-byte loads a lane from a row of C elements. Its one parameter is Parameters<S>.
+template <typename S, typename Format = void>
 const void* fused_kernel(int row_loads, bool instrumented);
-// The same for the sequential residual. One parameter: SequentialParameters<W, A, KV>.
-template <typename W, typename A, typename KV>
+// The same for the sequential residual. One parameter: SequentialParameters<S>.
+template <typename S, typename Format = void>
 const void* fused_sequential_kernel(int row_loads, bool instrumented);
 
 }  // namespace weft::cuda::fused

@@ -3,6 +3,6 @@
 
 namespace weft::cuda::fused {
 
-WEFT_FUSED_KERNELS(fused_kernel, Variant, bf16, bf16, bf16)
+WEFT_FUSED_KERNELS(fused_kernel, Variant, bf16)
 
 }  // namespace weft::cuda::fused

@@ -3,6 +3,6 @@
 
 namespace weft::cuda::fused {
 
-WEFT_FUSED_KERNELS(fused_kernel, Variant, fp16, fp16, fp16)
+WEFT_FUSED_KERNELS(fused_kernel, Variant, fp16)
 
 }  // namespace weft::cuda::fused

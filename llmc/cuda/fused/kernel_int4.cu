@@ -4,6 +4,6 @@
 
 namespace weft::cuda::fused {
 
-WEFT_QUANTIZED_FUSED_KERNELS(fused_kernel, Variant, Quantized<DType::u4>, fp16, fp16)
+WEFT_QUANTIZED_FUSED_KERNELS(fused_kernel, Variant, fp16, Int4)
 
 }  // namespace weft::cuda::fused

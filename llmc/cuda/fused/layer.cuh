@@ -77,7 +77,7 @@ __device__ __forceinline__ void Consumer<K>::load_embedding(std::int32_t id, flo
     if (piece(i) * kLaneElements < c.p.C) {
       packed = __ldg(reinterpret_cast<const uint4*>(c.p.embedding + static_cast<std::int64_t>(id) * c.p.C) + piece(i));
     }
-    widen<A>(packed, x + i * kLaneElements);
+    widen<S>(packed, x + i * kLaneElements);
   }
 }
 

@@ -10,14 +10,14 @@
 namespace weft::cuda::fused {
 
 template <typename S>
-std::vector<Layer<S, S>> layer_table(const DeviceWeights<S>& weights) {
-  std::vector<Layer<S, S>> layers;
+std::vector<Layer<S>> layer_table(const DeviceWeights<S>& weights) {
+  std::vector<Layer<S>> layers;
   for (const DeviceBlock<S>& w : weights.blocks) {
     layers.push_back({w.qkv.weight.plain, w.up.weight.plain, w.down.weight.plain, w.output.weight.plain, w.qkv.bias,
                       w.up.bias, w.down.bias, w.output.bias, w.input_norm.weight, w.input_norm.bias, w.post_norm.weight,
                       w.post_norm.bias});
   }
-  Layer<S, S> last{};
+  Layer<S> last{};
   last.qkv = weights.head.plain;
   last.norm1_weight = weights.final_norm.weight;
   last.norm1_bias = weights.final_norm.bias;

@@ -17,7 +17,7 @@ __device__ __forceinline__ typename Consumer<K>::NormWeights Consumer<K>::load_n
 #pragma unroll
   for (int i = 0; i < kRowLoads; ++i) {
     const bool inside = piece(i) * kLaneElements < c.p.C;
-    const auto get = [&](const A* from) { return load_early(reinterpret_cast<const uint4*>(from) + piece(i)); };
+    const auto get = [&](const S* from) { return load_early(reinterpret_cast<const uint4*>(from) + piece(i)); };
     n.weight1[i] = inside ? get(layer.norm1_weight) : zero;
     n.bias1[i] = inside ? get(layer.norm1_bias) : zero;
     n.weight2[i] = inside && both ? get(layer.norm2_weight) : zero;
@@ -75,13 +75,13 @@ __device__ __forceinline__ void Consumer<K>::normalize(const NormWeights& n, flo
 #pragma unroll
   for (int i = 0; i < kRowLoads; ++i) {
     float w[kLaneElements], b[kLaneElements];
-    widen<A>(n.weight2[i], w);
-    widen<A>(n.bias2[i], b);
+    widen<S>(n.weight2[i], w);
+    widen<S>(n.bias2[i], b);
 #pragma unroll
     for (int j = 0; j < kLaneElements; ++j)
       other[i * kLaneElements + j] = fmaf(x[i * kLaneElements + j] * rstd, w[j], b[j]);
-    widen<A>(n.weight1[i], w);
-    widen<A>(n.bias1[i], b);
+    widen<S>(n.weight1[i], w);
+    widen<S>(n.bias1[i], b);
 #pragma unroll
     for (int j = 0; j < kLaneElements; ++j)
       x[i * kLaneElements + j] = fmaf(x[i * kLaneElements + j] * rstd, w[j], b[j]);
@@ -90,13 +90,13 @@ __device__ __forceinline__ void Consumer<K>::normalize(const NormWeights& n, flo
 
 // This thread's elements of one norm's weight and bias; `bias` is null for RMSNorm.
 template <typename K>
-__device__ __forceinline__ typename Consumer<K>::NormWeight Consumer<K>::load_norm(const A* weight,
-                                                                                   const A* bias) const {
+__device__ __forceinline__ typename Consumer<K>::NormWeight Consumer<K>::load_norm(const S* weight,
+                                                                                   const S* bias) const {
   NormWeight n;
 #pragma unroll
   for (int i = 0; i < kRowLoads; ++i) {
     const bool inside = piece(i) * kLaneElements < c.p.C;
-    const auto get = [&](const A* from) { return load_early(reinterpret_cast<const uint4*>(from) + piece(i)); };
+    const auto get = [&](const S* from) { return load_early(reinterpret_cast<const uint4*>(from) + piece(i)); };
     n.weight[i] = inside ? get(weight) : make_uint4(0, 0, 0, 0);
     n.bias[i] = inside && bias != nullptr ? get(bias) : make_uint4(0, 0, 0, 0);
   }
@@ -110,8 +110,8 @@ __device__ __forceinline__ void Consumer<K>::normalize_one(const NormWeight& n, 
 #pragma unroll
   for (int i = 0; i < kRowLoads; ++i) {
     float w[kLaneElements], b[kLaneElements];
-    widen<A>(n.weight[i], w);
-    widen<A>(n.bias[i], b);
+    widen<S>(n.weight[i], w);
+    widen<S>(n.bias[i], b);
 #pragma unroll
     for (int j = 0; j < kLaneElements; ++j) {
       float& value = x[i * kLaneElements + j];

@@ -23,37 +23,27 @@ constexpr int kSamplerThreads = 256;
 constexpr int kMaxWarps = 10;
 constexpr int kMinSplitPositions = 64;  // positions of a split, at least; the last split may have fewer
 
-template <typename W, typename A>
+template <typename S>
 struct Layer {
-  const W *qkv, *up, *down, *dense;                                // weights, [out, in]
-  const A *qkv_bias, *up_bias, *down_bias, *dense_bias;            // or null
-  const A *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias;  // [C]
+  const S *qkv, *up, *down, *dense;                                // weights, [out, in]
+  const S *qkv_bias, *up_bias, *down_bias, *dense_bias;            // or null
+  const S *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias;  // [C]
   static constexpr const float *qkv_scales = nullptr, *up_scales = nullptr, *down_scales = nullptr,
                                *dense_scales = nullptr;
 };
-// sizeof(Layer<W, A>) for all types: the host lays out shared memory without knowing them.
+// sizeof(Layer<S>) for all types: the host lays out shared memory without knowing them.
 constexpr int kLayerBytes = 12 * static_cast<int>(sizeof(void*));
 
-// In the place of a weight type: matrices of the layers in i8, e4m3 or u4, in the order of weight_stream.cuh.
-template <DType Q>
-struct Quantized {
-  static constexpr DType kType = Q;
-};
-template <typename W>
-constexpr bool kIsQuantized = false;
-template <DType Q>
-constexpr bool kIsQuantized<Quantized<Q>> = true;
-
-template <typename A>
+// A layer with quantised matrices, in the order of weight_stream.cuh.
+template <typename S>
 struct QuantizedLayer {
-  const std::byte* stream;  // one stream a block, Sizes::stream_bytes apart; last entry: the head in int8, or null
-  const A* qkv;             // last entry: the head in 16 bits, or null
-  const float *qkv_scales, *up_scales, *down_scales, *dense_scales;  // one scale a row, as in PackedMatrix; int4: null
-  const A *qkv_bias, *up_bias, *down_bias, *dense_bias;
-  const A *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias;
+  const std::byte* stream;  // one stream a block, Sizes::stream_bytes apart; last entry: the quantised head, or null
+  const S* qkv;             // last entry: the head in 16 bits, or null
+  const float *qkv_scales, *up_scales, *down_scales,
+      *dense_scales;  // one scale a row, as in PackedMatrix; null where grouped
+  const S *qkv_bias, *up_bias, *down_bias, *dense_bias;
+  const S *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias;
 };
-template <DType Q, typename A>
-struct Layer<Quantized<Q>, A> : QuantizedLayer<A> {};
 constexpr int kQuantizedLayerBytes = 14 * static_cast<int>(sizeof(void*));
 
 // The rows of each matrix that a block owns; out: of MLP-down and of the output projection.
@@ -131,12 +121,13 @@ struct Instruments {
   std::uint64_t* timeline;  // FusedTimeline::times, or null
 };
 
-template <typename W, typename A, typename KV>
+template <typename S>
 struct Parameters : Sizes {
-  Layer<W, A>* layers;  // [L + 1]: the last one holds the head in `qkv` and the final norm in norm1
-  BlockRows* rows;      // [blocks]
-  const A* embedding;
-  KV *keys, *values;
+  // [L + 1] of Layer<S>, or of QuantizedLayer<S>: the last one holds the head in `qkv` and the final norm in norm1.
+  std::byte* layers;
+  BlockRows* rows;  // [blocks]
+  const S* embedding;
+  S *keys, *values;
   std::int64_t capacity;
   const float *rope_cos, *rope_sin;
   float eps, scale;  // scale: log2(e) / sqrt(head_dim)
@@ -175,8 +166,8 @@ struct SequentialSizes {
 // Query heads of a K/V head that one warp computes.
 constexpr int kWarpQueries = 4;
 
-template <typename W, typename A, typename KV>
-struct SequentialParameters : Parameters<W, A, KV>, SequentialSizes {
+template <typename S>
+struct SequentialParameters : Parameters<S>, SequentialSizes {
   TaggedValue* x_mid;  // [C]: the residual stream between attention and MLP
 };
 

@@ -146,37 +146,23 @@ std::string model_unsupported_reason(const ModelConfig& config, const Device& de
   return "";
 }
 
-DType weight_type(const ModelConfig& config) {
-  switch (config.quantization.weights) {
-    case WeightScheme::int8:
-      return DType::i8;
-    case WeightScheme::int4:
-      return DType::u4;
-    case WeightScheme::fp8:
-      return DType::e4m3;
-    case WeightScheme::none:
-      break;
-  }
-  return DType::f16;
-}
-
 // Bytes of a stage of quantised weights: a set of rows for each group of warps, one load of each warp along K.
-int stream_stage_bytes(DType q, const KernelShape& shape) {
-  return set_bytes(q, set_rows(q) * shape.warps_r, kWarpGroups * shape.warps_k);
+template <typename Format>
+int stream_stage_bytes(const KernelShape& shape) {
+  return set_bytes<Format>(kSetRows<Format> * shape.warps_r, kWarpGroups * shape.warps_k);
 }
 
-// Adds to a plan what quantised weights need. Stages must also hold rows of the head, in 8 or 16 bits.
+// Adds to a plan what quantised weights need. Stages must also hold rows of the head, quantised or in 16 bits.
+template <typename Format>
 void set_quantized(Plan& plan, const ModelConfig& config, int most_rows) {
-  if (!config.quantization.any()) return;
   Sizes& p = plan.sizes;
-  const DType q = weight_type(config);
   const int kRows = kChunkLoads / plan.shape.row_loads;
-  p.stage_bytes = std::max(stream_stage_bytes(q, plan.shape), stream_stage_bytes(DType::i8, plan.shape));
+  p.stage_bytes = std::max(stream_stage_bytes<Format>(plan.shape), stream_stage_bytes<HeadFormat>(plan.shape));
   p.stage_bytes = std::max(p.stage_bytes, static_cast<int>(2 * config.hidden_size) * kRows * plan.shape.warps_r);
   p.stage_bytes = static_cast<int>(ceil_div(p.stage_bytes, 128) * 128);
   p.layer_bytes = kQuantizedLayerBytes;
   p.digit_bytes = kDigitBytes;
-  const int unit = set_rows(DType::u4) * plan.shape.warps_r;
+  const int unit = most_set_rows(WeightFormats{}) * plan.shape.warps_r;
   p.partial_rows = static_cast<int>(ceil_div(most_rows, unit) * unit);
   const StreamShape shape(p, plan.shape.row_loads);
   const auto aligned = [](std::int64_t bytes) { return ceil_div(bytes, 128) * 128; };
@@ -184,12 +170,17 @@ void set_quantized(Plan& plan, const ModelConfig& config, int most_rows) {
     const BlockRows& own = plan.rows[static_cast<std::size_t>(b)];
     const LayerParts parts = layer_parts(p, plan.sequential ? &plan.sequential_sizes : nullptr, own, b, plan.blocks);
     std::int64_t bytes = 0;
-    for (int i = 0; i < parts.count; ++i) bytes += part_bytes(q, shape, parts.part[i]);
+    for (int i = 0; i < parts.count; ++i) bytes += part_bytes<Format>(shape, parts.part[i]);
     p.stream_bytes = std::max(p.stream_bytes, aligned(bytes));
-    if (config.quantization.head == WeightScheme::none) continue;
+    if (config.quantization.head == nullptr) continue;
     const StreamPart head = {own.head.end - own.head.begin, groups_of(config.hidden_size)};
-    p.head_stream_bytes = std::max(p.head_stream_bytes, aligned(part_bytes(DType::i8, shape, head)));
+    p.head_stream_bytes = std::max(p.head_stream_bytes, aligned(part_bytes<HeadFormat>(shape, head)));
   }
+}
+void set_quantized(Plan& plan, const ModelConfig& config, int most_rows) {
+  if (config.quantization.weights == nullptr) return;
+  for_format(config.quantization.weights->dtype,
+             [&]<typename Format>() { set_quantized<Format>(plan, config, most_rows); });
 }
 
 // Each consumer thread finishes one row, so a block can own at most that many.

@@ -66,8 +66,8 @@ struct Producer {
     }
     return true;
   }
-  using W = std::conditional_t<K::kQuantized, typename K::A, typename K::W>;  // the type of 16-bit matrices
-  __device__ bool rows(const W* matrix, RowRange rows, int columns) {
+  using S = typename K::S;
+  __device__ bool rows(const S* matrix, RowRange rows, int columns) {
     return bytes(matrix + static_cast<std::int64_t>(rows.begin) * columns,
                  static_cast<std::int64_t>(rows.end - rows.begin) * columns * static_cast<int>(sizeof(*matrix)),
                  c.p.stage_bytes);
@@ -78,7 +78,7 @@ struct Producer {
   __device__ bool cache(int token, int layer, int position) {
     const Parameters& p = c.p;
     const int splits = splits_at(position, p.max_splits);
-    const int position_bytes = p.HS * static_cast<int>(sizeof(typename K::KV));
+    const int position_bytes = p.HS * static_cast<int>(sizeof(S));
     const std::int64_t layer_begin = p.capacity * p.NH * p.HS * layer;
     bool checked = token == 0;  // the first token reads only what earlier launches wrote
     for (int item = c.first_item(layer); item < p.NH * splits; item += c.blocks) {
@@ -115,13 +115,13 @@ struct Producer {
 
   // ---- sequential_producer.cuh
   __device__ bool chunk(const void* from, int copies, int amount, std::int64_t apart, int stage_apart);
-  __device__ bool part_rows(const W* matrix, RowRange rows, int columns, int begin, int width, int chunk_rows);
-  __device__ bool gated_rows(const W* matrix, RowRange rows, int half);
+  __device__ bool part_rows(const S* matrix, RowRange rows, int columns, int begin, int width, int chunk_rows);
+  __device__ bool gated_rows(const S* matrix, RowRange rows, int half);
   __device__ bool pages(int token, int layer, int position);
   __device__ bool sequential_layer(const BlockRows& own, int token, int l);
 
   // ---- quantized_rows.cuh
-  template <DType Q>
+  template <typename Format>
   __device__ bool stream_part(const std::byte*& source, int rows, int groups);
   __device__ bool quantized_layer(const LayerParts& parts, int token, int l);
 
@@ -156,7 +156,7 @@ struct Producer {
       if constexpr (K::kQuantized) {
         if (more && layers[p.L].stream != nullptr) {
           const std::byte* source = layers[p.L].stream + c.block * p.head_stream_bytes;
-          more = stream_part<DType::i8>(source, own.head.end - own.head.begin, groups_of(p.C));
+          more = stream_part<HeadFormat>(source, own.head.end - own.head.begin, groups_of(p.C));
           continue;
         }
       }

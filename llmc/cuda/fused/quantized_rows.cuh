@@ -1,26 +1,22 @@
-// GEMV over the chunks of the ring with weights in int8, int4 or fp8, on tensor cores (PTX ISA, "Matrix Fragments for
-// mma.m16n8k32"). int8 and int4 go through the integer mma.m16n8k32. The weights are operand A, as stored (int8) or
-// after one mask for 8 of them (int4). Operand B holds the activations in fixed point: each warp scales its fp32
-// activations by a power of two, so that the largest becomes a 31-bit integer, and splits each integer into four signed
-// 8-bit digits. A column of B is one digit of the activations. Sums of digits times weights are exact in int32; they are
-// scaled and added in fp32. So the result is as exact as fp32 activations times the weights would be, without unpacking
-// weights to floats.
+// GEMV over the chunks of the ring with quantised weights, on tensor cores (PTX ISA, "Matrix Fragments for mma.m16n8k32").
+// Formats of integers go through the integer mma.m16n8k32. The weights are operand A, as stored or after one mask for 8 of them.
+// Operand B holds the activations in fixed point: each warp scales its fp32 activations by a power of two, so that the
+// largest becomes a 31-bit integer, and splits each integer into four signed 8-bit digits. A column of B is one digit of
+// the activations. Sums of digits times weights are exact in int32; they are scaled and added in fp32. So the result is as
+// exact as fp32 activations times the weights would be, without unpacking weights to floats.
 //
-// fp8 goes through mma.m16n8k16: two instructions make four weights fp16, exactly, and the activations are three fp16
-// digits of 11 bits relative to the largest. Products are exact, sums are fp32.
+// Formats of floats (kIntegers false) go through mma.m16n8k16: the weights become fp16, exactly, and the activations are
+// three fp16 digits of 11 bits relative to the largest. Products are exact, sums are fp32.
 //
-// Four digits (of fp8 three and zeros) fill half of the 8 columns; the other half serves another part of K. Rows g and
+// Four digits (of floats three and zeros) fill half of the 8 columns; the other half serves another part of K. Rows g and
 // g + 8 of A are both weight row g, over the two parts of K; columns 0 to 3 of B are the digits of the first part,
 // columns 4 to 7 those of the second. Wanted are the sums of row g with columns 0 to 3 and of row g + 8 with columns 4
 // to 7; the others are discarded. A tile therefore has 8 rows of weights, not 16. With 8 bits the parts are pieces of 16
 // in a group: of the four words w0 w1 w2 w3 that a lane loads from weight row g, the mma takes w0 and w2 as row g of A,
 // w1 and w3 as row g + 8.
 //
-// With int4 the parts are the warp's two groups, so that a lane has sums of one group, and scales them once for a tile.
-// The weights of high nibbles are multiplied as the whole bytes that they are in: for a byte 16 high + low and the
-// activations x and y of the low and the high nibble, 16 (low x + high y) = low (16 x - y) + (16 high + low) y. So only
-// the low nibbles are masked, and B holds the digits of 16 x - y and of y. To leave room for 17 times the largest
-// activation these have 22 bits below the largest, rather than 30.
+// With 4 bits the parts are the warp's two groups, so that a lane has sums of one group, and scales them once for a tile.
+// How high and low halves of a byte are multiplied: int4.cuh.
 #pragma once
 
 #include <type_traits>
@@ -32,29 +28,6 @@
 namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
-
-// c [16, 8] += a [16, 32] b [32, 8]. With int4, `a` is unsigned.
-template <DType Q>
-__device__ __forceinline__ void multiply_add(int (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-  if constexpr (Q == DType::u4) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-        "%3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-  } else {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-        "%3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-  }
-}
-// c [16, 8] += a [16, 16] b [16, 8] in fp16.
-__device__ __forceinline__ void multiply_add(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
 
 __device__ __forceinline__ unsigned load_shared_word(unsigned address) {
   unsigned value;
@@ -84,32 +57,27 @@ __device__ __forceinline__ float sum_of_tile(const float (&v)[kTiles], int t) {
   }
 }
 
-template <DType Q>
-constexpr bool kIntegers = Q != DType::e4m3;
 // mma for one tile and all K of a load of the warp; each takes two words of B a lane.
-template <DType Q>
-constexpr int kFragments = kIntegers<Q> ? 4 : 8;
-static_assert(kWarpGroups == 2);  // the two parts of K of int4
+template <typename Format>
+constexpr int kFragments = Format::kIntegers ? 4 : 8;
+static_assert(kWarpGroups == 2);  // the two parts of K with 4 bits
 // The digits of one band of activations (weight_stream.cuh), as this lane's B fragments.
 template <typename K>
-template <DType Q>
+template <typename Format>
 struct Consumer<K>::Digits {
-  unsigned b[kRowLoads][kFragments<Q>][2];
-  int sums[kRowLoads];  // int4: the sum of the lane's group of activations in its two digits, times 16
+  unsigned b[kRowLoads][kFragments<Format>][2];
+  int sums[kRowLoads];  // with groups: Format::sum_of_group() of the lane's group
   float scale;          // factor from the sum over this lane's two digits to activations
 };
-
-// Rounds to integers of up to 22 bits: the float 1.5 * 2^23 + n ends in n.
-constexpr float kRounder = 12582912.0f;
-constexpr unsigned kRounderBits = 0x4b400000u;
 
 // Splits this warp's activations into digits and distributes them to its lanes as B fragments, through shared memory.
 // If any is infinite or NaN, all sums of the warp become NaN.
 template <typename K>
-template <DType Q>
-__device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const float* x) const {
-  // |x| < 2^(exponent - 126) for the largest biased exponent, which is scaled to 2^30, for int4 to 2^22, for fp8 to 2^9.
-  constexpr unsigned kUp = Q == DType::u4 ? 275 : kIntegers<Q> ? 283 : 262;
+template <typename Format>
+__device__ __forceinline__ void Consumer<K>::make_digits(Digits<Format>& d, const float* x) const {
+  constexpr bool kNibbles = Format::kBits == 4;
+  // |x| < 2^(exponent - 126) for the largest biased exponent, which is scaled to 2^kDigitBits.
+  constexpr unsigned kUp = 127 + 126 + Format::kDigitBits;
   unsigned most = 0;
 #pragma unroll
   for (int j = 0; j < kInputs; ++j) most = max(most, __float_as_uint(x[j]) & 0x7fffffffu);
@@ -117,9 +85,9 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const flo
   const float up = __uint_as_float((kUp - exponent) << 23);
   const int column = lane / 4, t = lane % 4;
   d.scale = exponent == 255 ? __uint_as_float(0x7fffffffu) : __uint_as_float((exponent + 254 - kUp) << 23);
-  if constexpr (kIntegers<Q>) {
+  if constexpr (Format::kIntegers) {
     if (t % 2 == 1) d.scale *= 65536.0f;
-    if (Q == DType::u4) d.scale *= 0.0625f;
+    if (kNibbles) d.scale *= 0.0625f;  // the digits are of 16 times the activations
   } else if (t % 2 == 1) {
     d.scale *= 0x1p-22f;
   }
@@ -128,21 +96,14 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const flo
 #pragma unroll
   for (int i = 0; i < kRowLoads; ++i) {
     const float* const own = x + i * kLaneElements;
-    if constexpr (kIntegers<Q>) {
+    if constexpr (Format::kIntegers) {
       unsigned plane[4][2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         unsigned v[4];  // four signed digits in the bytes of a word, the least significant in the lowest byte
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          if constexpr (Q == DType::u4) {
-            const unsigned low = __float_as_uint(fmaf(own[j], up, kRounder)),
-                           high = __float_as_uint(fmaf(own[4 + j], up, kRounder));
-            const unsigned wanted = half == 0 ? 16 * low - high - 15 * kRounderBits : high - kRounderBits;
-            v[j] = (wanted + 0x80808080u) ^ 0x80808080u;
-          } else {
-            v[j] = (static_cast<unsigned>(__float2int_rn(own[4 * half + j] * up)) + 0x80808080u) ^ 0x80808080u;
-          }
+          v[j] = (Format::fixed_point(own, half, j, up) + 0x80808080u) ^ 0x80808080u;
         }
         const unsigned low01 = __byte_perm(v[0], v[1], 0x5140), high01 = __byte_perm(v[0], v[1], 0x7362),
                        low23 = __byte_perm(v[2], v[3], 0x5140), high23 = __byte_perm(v[2], v[3], 0x7362);
@@ -154,7 +115,7 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const flo
       __syncwarp();  // the digits of the previous load have been read
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        if constexpr (Q == DType::u4) {  // of two lanes, the words of 16 x - y before those of y: neighbours for mma
+        if constexpr (kNibbles) {  // of two lanes, the words of half 0 before those of half 1: neighbours for mma
           const unsigned to = planes + n * kDigitPlane + lane / 2 * 16 + lane % 2 * 4;
           store_shared(to, plane[n][0]);
           store_shared(to + 8, plane[n][1]);
@@ -163,7 +124,7 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const flo
         }
       }
       __syncwarp();
-      if constexpr (Q == DType::u4) {  // of the group of this lane's column
+      if constexpr (kNibbles) {  // of the group of this lane's column
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const uint4 words = load_shared(from + column / 4 * 128 + 32 * t + 16 * half);
@@ -172,7 +133,7 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const flo
         }
       } else {
 #pragma unroll
-        for (int f = 0; f < kFragments<Q>; ++f) {
+        for (int f = 0; f < kFragments<Format>; ++f) {
           const unsigned word = from + f / 2 * 128 + 32 * t + 16 * (f % 2) + (column >= 4 ? 4 : 0);
           d.b[i][f][0] = load_shared_word(word);
           d.b[i][f][1] = load_shared_word(word + 8);
@@ -211,51 +172,46 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const flo
         }
       }
     }
-    if constexpr (Q == DType::u4) {  // 16 x = (16 x - y) + y and 16 y, so y counts 17 times
-      constexpr unsigned kOnce = 0x01010101u, kWeights[2][4] = {{kOnce, kOnce, kOnce, kOnce},
-                                                                {17 * kOnce, 17 * kOnce, 17 * kOnce, 17 * kOnce}};
-      int sums[4] = {};
-#pragma unroll
-      for (int f = 0; f < kFragments<Q>; ++f) multiply_add<Q>(sums, kWeights[f % 2], d.b[i][f]);
-      d.sums[i] = sums[0] + 256 * sums[1];
-    }
+    if constexpr (Format::kGrouped) d.sums[i] = Format::sum_of_group(d.b[i]);
   }
 }
 
 // Partial sums of `rows` rows (at most partial_rows) over one band of activations of `groups` groups of K; the last
 // band may have fewer than the others. `accumulate`: added to the sums that are there.
 template <typename K>
-template <DType Q>
-__device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups, const Digits<Q>& x, bool accumulate) {
-  constexpr int kTiles = warp_tiles(Q), kSetRows = set_rows(Q);
+template <typename Format>
+__device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups, const Digits<Format>& x,
+                                                           bool accumulate) {
+  constexpr int kTiles = Format::kTiles, kSetRows = fused::kSetRows<Format>;
   const Parameters& p = c.p;
   const int g = lane / 4, t = lane % 4, stage_rows = kSetRows * p.warps_r, load_groups = kWarpGroups * p.warps_k;
-  groups = stored_groups(Q, groups);
+  groups = stored_groups<Format>(groups);
   float* partial =
       reinterpret_cast<float*>(shared + at.partials) + (partial_buffer * p.warps_k + warp_k) * p.partial_rows;
   for (int first = 0; first < rows; first += stage_rows) {
     const int begin = first + warp_r * kSetRows, own_rows = max(0, min(kSetRows, rows - begin));
     // independent accumulators, so that the mma overlap
-    std::conditional_t<kIntegers<Q>, int, float> sums[kTiles][kWarpGroups][4] = {};
+    std::conditional_t<Format::kIntegers, int, float> sums[kTiles][kWarpGroups][4] = {};
     float scaled[kTiles] = {};
 #pragma unroll
     for (int i = 0; i < kRowLoads; ++i) {
       const int here = min(groups - i * load_groups, load_groups);  // groups of K in this stage
       if (here <= 0) continue;
-      const unsigned set = begin_chunk() + warp_r * (kSetRows * group_bytes(Q)) * here;
+      const unsigned set = begin_chunk() + warp_r * (kSetRows * kGroupBytes<Format>)*here;
       // Rows and groups of K that the stage does not have are stale numbers, but finite ones: sums of such rows are
       // discarded, and the digits of such groups are 0. Where the numbers are floats they might be NaN: a scale is that
-      // of the last group, and weights in fp8 are not loaded.
-      constexpr int kGroupLoads = group_pieces(Q);
+      // of the last group, and weights that are floats are not loaded.
+      constexpr int kGroupLoads = kGroupPieces<Format>;
       const unsigned piece_bytes = own_rows * kPieceBytes,
                      own_pieces = set + warp_k * (kWarpGroups * kGroupLoads) * piece_bytes + g * kPieceBytes + t * 16;
       uint4 w[kTiles][kWarpGroups][kGroupLoads];
-      [[maybe_unused]] unsigned words[kTiles];  // int4: scale and zero of this lane's group
+      [[maybe_unused]] unsigned words[kTiles];  // scale and zero of this lane's group
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
         for (int group = 0; group < kWarpGroups; ++group) {
-          const bool mine = kIntegers<Q> || (tile * kTileRows + g < own_rows && warp_k * kWarpGroups + group < here);
+          const bool mine =
+              Format::kIntegers || (tile * kTileRows + g < own_rows && warp_k * kWarpGroups + group < here);
 #pragma unroll
           for (int n = 0; n < kGroupLoads; ++n) {
             w[tile][group][n] = make_uint4(0, 0, 0, 0);
@@ -263,7 +219,7 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
             if (mine) w[tile][group][n] = load_shared(piece + tile * (kTileRows * kPieceBytes));
           }
         }
-        if constexpr (Q == DType::u4) {
+        if constexpr (Format::kGrouped) {
           const int word = min(warp_k * kWarpGroups + t / 2, here - 1) * own_rows + g;
           words[tile] = load_shared_word(set + here * piece_bytes + word * 4 + tile * (kTileRows * 4));
         }
@@ -271,43 +227,20 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
       end_chunk();
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        if constexpr (Q == DType::u4) {
-          constexpr unsigned kLow = 0x0f0f0f0fu;
+        const auto multiply = [&](int group, auto& c) {
+          Format::multiply(c, w[tile][group], x.b[i] + group * (kFragments<Format> / kWarpGroups));
+        };
+        if constexpr (Format::kGrouped) {
           int each[4] = {};
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const uint4 v = w[tile][half][0];
-            multiply_add<Q>(each, {v.x, v.y, v.z, v.w}, x.b[i][2 * half + 1]);
-            multiply_add<Q>(each, {v.x & kLow, v.y & kLow, v.z & kLow, v.w & kLow}, x.b[i][2 * half]);
-          }
+          for (int group = 0; group < kWarpGroups; ++group) multiply(group, each);
           const int low = t < 2 ? each[0] : each[2], high = t < 2 ? each[1] : each[3];
           const int zero = static_cast<int>(words[tile] >> 16);
           const float scale = __half2float(__ushort_as_half(static_cast<unsigned short>(words[tile])));
           scaled[tile] = fmaf(static_cast<float>(low + 256 * high - zero * x.sums[i]), scale, scaled[tile]);
         } else {
 #pragma unroll
-          for (int group = 0; group < kWarpGroups; ++group) {
-            const auto* b = x.b[i] + group * (kFragments<Q> / kWarpGroups);
-            if constexpr (Q == DType::i8) {
-#pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                const uint4 v = w[tile][group][half];
-                multiply_add<Q>(sums[tile][group], {v.x, v.y, v.z, v.w}, b[half]);
-              }
-            } else if constexpr (Q == DType::e4m3) {
-#pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                const uint4 v = w[tile][group][half];
-                unsigned a[8];
-                e4m3_pairs(v.x, a[0], a[1]);
-                e4m3_pairs(v.y, a[2], a[3]);
-                e4m3_pairs(v.z, a[4], a[5]);
-                e4m3_pairs(v.w, a[6], a[7]);
-                multiply_add(sums[tile][group], {a[0], a[1], a[2], a[3]}, b[2 * half]);
-                multiply_add(sums[tile][group], {a[4], a[5], a[6], a[7]}, b[2 * half + 1]);
-              }
-            }
-          }
+          for (int group = 0; group < kWarpGroups; ++group) multiply(group, sums[tile][group]);
         }
       }
     }
@@ -315,11 +248,11 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       float sum = scaled[tile];
-      if constexpr (Q != DType::u4) {
+      if constexpr (!Format::kGrouped) {
         const auto& s = sums[tile];
         const auto low = t < 2 ? s[0][0] + s[1][0] : s[0][2] + s[1][2];
         const auto high = t < 2 ? s[0][1] + s[1][1] : s[0][3] + s[1][3];
-        constexpr float kDigit = kIntegers<Q> ? 256.0f : 0x1p-11f;
+        constexpr float kDigit = Format::kIntegers ? 256.0f : 0x1p-11f;
         sum = fmaf(static_cast<float>(high), kDigit, static_cast<float>(low));
       }
       of_tile[tile] = sum * x.scale;
@@ -333,26 +266,18 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
   }
 }
 
-// Four numbers in e4m3 as fp16.
-template <typename K>
-__device__ __forceinline__ void Consumer<K>::e4m3_pairs(unsigned word, unsigned& low, unsigned& high) {
-  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
-      : "=r"(low), "=r"(high)
-      : "r"(word));
-}
-
 // Partial sums of `rows` rows of `size` elements over this thread's part of `input`, band by band. With several bands,
 // `input` is overwritten.
 template <typename K>
-template <DType Q, int kLoads>
+template <typename Format, int kLoads>
 __device__ __forceinline__ void Consumer<K>::multiply_stream(int rows, int size, float (&input)[kLoads * kLaneElements],
                                                              bool accumulate) {
   const int band_groups = kRowLoads * kWarpGroups * c.p.warps_k;
 #pragma unroll 1
   for (int groups = groups_of(size); groups > 0; groups -= band_groups) {
-    Digits<Q> digits;
-    make_digits<Q>(digits, input);
-    multiply_band<Q>(rows, groups, digits, accumulate);
+    Digits<Format> digits;
+    make_digits<Format>(digits, input);
+    multiply_band<Format>(rows, groups, digits, accumulate);
     accumulate = true;
     if constexpr (kLoads > kRowLoads) {  // registers cannot be indexed at run time: move the next band to the front
 #pragma unroll
@@ -367,18 +292,18 @@ __device__ __forceinline__ void Consumer<K>::multiply_stream(int rows, int size,
 
 // Copies one part of the stream from `source`, which is advanced past it.
 template <typename K>
-template <DType Q>
+template <typename Format>
 __device__ bool Producer<K>::stream_part(const std::byte*& source, int rows, int groups) {
-  return for_each_stage(
-      Q, StreamShape(c.p, K::kRowLoads), {rows, groups}, [&](int, int stage_rows, int, int stage_groups) {
+  return for_each_stage<Format>(
+      StreamShape(c.p, K::kRowLoads), {rows, groups}, [&](int, int stage_rows, int, int stage_groups) {
         if (!acquire()) return false;
-        const auto amount = static_cast<unsigned>(set_bytes(Q, stage_rows, stage_groups));
+        const auto amount = static_cast<unsigned>(set_bytes<Format>(stage_rows, stage_groups));
         const unsigned barrier = c.full + 8 * next.stage;
         hopper::mbarrier_arrive_expect(barrier, amount);
-        // A stage of three tiles is more than should be in flight beside the one before it: small accesses of other blocks
+        // A stage of several tiles is more than should be in flight beside the one before it: small accesses of other blocks
         // queue behind what is (dev/performance/fused.md). So most of it is asked for once all others have come.
         const unsigned to = c.ring + next.stage * c.p.stage_bytes;
-        const unsigned first = Q == DType::u4 ? amount / 4 / 16 * 16 : amount;
+        const unsigned first = Format::kTiles > 1 ? amount / 4 / 16 * 16 : amount;
         if (first > 0) hopper::bulk_load(to, source, first, barrier, hopper::L2::evict_first);
         bool good = true;
         if (first < amount) {
@@ -408,7 +333,7 @@ __device__ bool Producer<K>::quantized_layer(const LayerParts& parts, int token,
       }
       if (!good) return false;
     }
-    if (!stream_part<K::W::kType>(source, parts.part[i].rows, parts.part[i].groups)) return false;
+    if (!stream_part<typename K::Format>(source, parts.part[i].rows, parts.part[i].groups)) return false;
   }
   return true;
 }

@@ -49,13 +49,13 @@ __device__ __forceinline__ void Consumer<K>::narrow_rows(int count, const float 
 #pragma unroll
     for (int i = 0; i < kRowLoads; ++i) {
 #pragma unroll
-      for (int j = 0; j < kRows; ++j) dot<W>(sums[j], w[0][j][i], input + i * kLaneElements);
+      for (int j = 0; j < kRows; ++j) dot<S>(sums[j], w[0][j][i], input + i * kLaneElements);
     }
     if (first + 2 * chunk_rows < count) load_chunk(w[0], own_bytes, row_bytes, offset);
 #pragma unroll
     for (int i = 0; i < kRowLoads; ++i) {
 #pragma unroll
-      for (int j = 0; j < kRows; ++j) dot<W>(sums[kRows + j], w[1][j][i], input + i * kLaneElements);
+      for (int j = 0; j < kRows; ++j) dot<S>(sums[kRows + j], w[1][j][i], input + i * kLaneElements);
     }
     const float sum = warp_fold(sums, lane);
     constexpr int kSpan = kWarpSize / (2 * kRows);
@@ -81,10 +81,10 @@ __device__ __forceinline__ void Consumer<K>::wide_rows(int count, const float (&
     float sums[2][4] = {}, rows[2];
     if (kRowLoads > 1 || first + p.warps_r < count) load_chunk(w[1], own_bytes, 0, offset);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) dot<W>(sums[0][i], w[0][0][i], input + i * kLaneElements);
+    for (int i = 0; i < 4; ++i) dot<S>(sums[0][i], w[0][0][i], input + i * kLaneElements);
     if (first + rows_at_once < count) load_chunk(w[0], own_bytes, 0, offset);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) dot<W>(sums[1][i], w[1][0][i], input + ((kRowLoads == 1 ? 0 : 4) + i) * kLaneElements);
+    for (int i = 0; i < 4; ++i) dot<S>(sums[1][i], w[1][0][i], input + ((kRowLoads == 1 ? 0 : 4) + i) * kLaneElements);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       rows[half] = (sums[half][0] + sums[half][1]) + (sums[half][2] + sums[half][3]);
@@ -129,13 +129,13 @@ struct Consumer<K>::RowTerms {
 
   __device__ __forceinline__ float of(float sum) const {
     float low, high;
-    widen<A>(bias, low, high);
+    widen<S>(bias, low, high);
     if constexpr (K::kQuantized) return fmaf(sum, scale, low);
     return sum + low;
   }
 };
 template <typename K>
-__device__ __forceinline__ typename Consumer<K>::RowTerms Consumer<K>::load_terms(const A* bias, const float* scales,
+__device__ __forceinline__ typename Consumer<K>::RowTerms Consumer<K>::load_terms(const S* bias, const float* scales,
                                                                                   RowRange rows) const {
   const bool mine = thread < rows.end - rows.begin;
   RowTerms terms{0, 1};
@@ -157,7 +157,7 @@ template <int kLoads>
 __device__ __forceinline__ void Consumer<K>::multiply_rows(int count, int size,
                                                            float (&input)[kLoads * kLaneElements]) {
   if constexpr (K::kQuantized) {
-    multiply_stream<K::W::kType, kLoads>(count, size, input, false);
+    multiply_stream<typename K::Format, kLoads>(count, size, input, false);
   } else if constexpr (kLoads == kRowLoads) {
     narrow_rows(count, input);
   } else {

@@ -23,7 +23,7 @@ __device__ bool Helper<K>::append(int layer, int position, int head) {
       (p.capacity * p.NKV * layer + page * p.page_size + position % p.page_size) * static_cast<std::int64_t>(p.HS);
   const int pieces = p.HS / kLaneElements;
   for (int i = lane; i < 2 * pieces; i += kWarpSize) {
-    KV* to = i < pieces ? p.keys + row + i * kLaneElements : p.values + row + (i - pieces) * kLaneElements;
+    S* to = i < pieces ? p.keys + row + i * kLaneElements : p.values + row + (i - pieces) * kLaneElements;
     *reinterpret_cast<uint4*>(to) = added[i];
   }
   hopper::fence_async_proxy_global();

@@ -3,6 +3,6 @@
 
 namespace weft::cuda::fused {
 
-WEFT_FUSED_KERNELS(fused_sequential_kernel, SequentialVariant, bf16, bf16, bf16)
+WEFT_FUSED_KERNELS(fused_sequential_kernel, SequentialVariant, bf16)
 
 }  // namespace weft::cuda::fused

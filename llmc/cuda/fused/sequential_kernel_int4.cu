@@ -4,6 +4,6 @@
 
 namespace weft::cuda::fused {
 
-WEFT_QUANTIZED_FUSED_KERNELS(fused_sequential_kernel, SequentialVariant, Quantized<DType::u4>, bf16, bf16)
+WEFT_QUANTIZED_FUSED_KERNELS(fused_sequential_kernel, SequentialVariant, bf16, Int4)
 
 }  // namespace weft::cuda::fused

@@ -4,6 +4,6 @@
 
 namespace weft::cuda::fused {
 
-WEFT_QUANTIZED_FUSED_KERNELS(fused_sequential_kernel, SequentialVariant, Quantized<DType::i8>, bf16, bf16)
+WEFT_QUANTIZED_FUSED_KERNELS(fused_sequential_kernel, SequentialVariant, bf16, Int8)
 
 }  // namespace weft::cuda::fused

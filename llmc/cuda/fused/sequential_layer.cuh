@@ -98,7 +98,7 @@ __device__ __forceinline__ void Consumer<K>::multiply_chunks(int rows, int chunk
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
 #pragma unroll
-      for (int j = 0; j < kEach; ++j) dot<W>(each[i][j], of[j][i], input + i * kLaneElements);
+      for (int j = 0; j < kEach; ++j) dot<S>(each[i][j], of[j][i], input + i * kLaneElements);
     }
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
@@ -133,7 +133,7 @@ template <int kLoads, int kEach>
 __device__ __forceinline__ void Consumer<K>::multiply_part(int rows, int matrices, int width,
                                                            float (&input)[kLoads * kLaneElements], bool accumulate) {
   if constexpr (K::kQuantized) {
-    multiply_stream<K::W::kType, kLoads>(matrices * rows, width, input, accumulate);
+    multiply_stream<typename K::Format, kLoads>(matrices * rows, width, input, accumulate);
   } else {
     multiply_chunks<kLoads, kEach>(rows, kEach * c.p.warps_r / matrices, width, input, accumulate);
   }

@@ -25,7 +25,7 @@ __device__ bool Producer<K>::chunk(const void* from, int copies, int amount, std
 
 // Copies columns begin to begin + width - 1 of `rows` of a matrix with `columns` columns, chunk_rows rows a stage.
 template <typename K>
-__device__ bool Producer<K>::part_rows(const W* matrix, RowRange rows, int columns, int begin, int width,
+__device__ bool Producer<K>::part_rows(const S* matrix, RowRange rows, int columns, int begin, int width,
                                        int chunk_rows) {
   if (width == 0) return true;
   constexpr int kBytes = sizeof(*matrix);
@@ -43,7 +43,7 @@ __device__ bool Producer<K>::part_rows(const W* matrix, RowRange rows, int colum
 // Copies rows of gate and the same rows of up, which lie F rows further on. A stage has `half` rows of gate, then the
 // same rows of up.
 template <typename K>
-__device__ bool Producer<K>::gated_rows(const W* matrix, RowRange rows, int half) {
+__device__ bool Producer<K>::gated_rows(const S* matrix, RowRange rows, int half) {
   const int row_bytes = c.p.C * static_cast<int>(sizeof(*matrix));
   for (int row = rows.begin; row < rows.end; row += half) {
     const int count = min(half, rows.end - row);
@@ -60,7 +60,7 @@ template <typename K>
 __device__ bool Producer<K>::pages(int token, int layer, int position) {
   const Parameters& p = c.p;
   const int splits = splits_at(position, p.max_splits);
-  const int position_bytes = p.HS * static_cast<int>(sizeof(typename K::KV));
+  const int position_bytes = p.HS * static_cast<int>(sizeof(S));
   const std::int64_t layer_begin = p.capacity * p.NKV * p.HS * layer;
   bool checked = token == 0;  // the first token reads only what earlier launches wrote
   for (int item = c.block; item < p.NKV * splits; item += c.blocks) {

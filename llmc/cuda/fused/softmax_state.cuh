@@ -9,7 +9,7 @@ namespace weft::cuda::fused {
 
 // The largest score, the sum of 2^(score - largest), and the sum of these weights times the values, in this lane's
 // dimensions.
-template <typename KV>
+template <typename S>
 struct SoftmaxState {
   float largest = -INFINITY, sum = 0, out[kLaneElements] = {};
 
@@ -19,8 +19,8 @@ struct SoftmaxState {
     const float base = most == -INFINITY ? 0.0f : most;
     const float keep = exp2f(largest - base), p0 = exp2f(score0 - base), p1 = exp2f(score1 - base);
     float a[kLaneElements], b[kLaneElements];
-    widen<KV>(v0, a);
-    widen<KV>(v1, b);
+    widen<S>(v0, a);
+    widen<S>(v1, b);
     largest = most;
     sum = fmaf(sum, keep, p0 + p1);
 #pragma unroll

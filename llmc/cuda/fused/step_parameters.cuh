@@ -19,13 +19,13 @@ constexpr int kItemSlots = 2;                              // one item is comput
 constexpr int kMinStepSplit = 128;  // positions of a split, at least; the last split may have fewer
 
 template <typename S>
-struct StepVariant : SequentialVariant<S, S, S, 1, false> {};
+struct StepVariant : SequentialVariant<S, void, 1, false> {};
 
 // Two counters announce the 16-bit exchanges: Control::head counts blocks that have written their rows of `hidden`,
 // Control::attention counts heads whose rows of `attended` are written. Counters and tags continue from launch to
 // launch, so nothing is cleared in between.
 template <typename S>
-struct StepParameters : SequentialParameters<S, S, S> {
+struct StepParameters : SequentialParameters<S> {
   int step_rows;
   FusedStepRow row[kStepRows];  // rows from step_rows on: id 0, no logits
   const std::int32_t *pages, *last_ids;

@@ -3,21 +3,23 @@
 //
 // A stream is one block's share of one layer: its rows of each matrix, one part after another (layer_parts()). A part
 // is a range of rows over all of K, in groups of 128. It is cut into stages: K is cut into bands, as many groups as the
-// consumers hold activations for at a time; within a band the rows are cut into stage_rows() at a time; within these
-// the groups are cut into load_groups at a time. In a stage each group of warps along the rows has its own set of rows,
-// set_rows() of them or what is left:
+// consumers hold activations for at a time; within a band the rows are cut into kSetRows for each group of warps along the
+// rows; within these the groups are cut into load_groups at a time. In a stage each group of warps has its own set of rows,
+// kSetRows of them or what is left:
 //
 //   8 bits  [group][half][row][64 bytes]: byte 16 t + i of half h is k = 32 t + 16 h + i of the group
 //   4 bits  [two groups][half][row][64 bytes]: byte 16 t + 4 n + i of half h has, of group n % 2 of the two,
-//           k = 32 t + 16 h + 8 (n / 2) + i in its low bits, k + 4 in the high ones;
-//           then [group][row] words: the scale's fp16 bits in the low half, the zero point in the high half
+//           k = 32 t + 16 h + 8 (n / 2) + i in its low bits, k + 4 in the high ones
 //
-// The stride is the number of rows that there are, not set_rows(): the only padding of rows is at the end of an int4
-// set, to 16 bytes. K is padded with zeros to whole groups, of int4 to two groups.
+// With groups a set ends with [group][row] words: the scale's fp16 bits in the low half, the zero point in the high half.
+// The stride is the number of rows that there are, not kSetRows: the only padding of rows is at the end of a set with
+// such words, to 16 bytes. K is padded with zeros to whole groups, with 4 bits to two groups.
 #pragma once
 
+#include <algorithm>
+
+#include "llmc/cuda/formats/formats.cuh"
 #include "llmc/cuda/fused/parameters.cuh"
-#include "llmc/model/quantization.h"
 
 namespace weft::cuda::fused {
 
@@ -25,29 +27,28 @@ constexpr int kTileRows = 8;  // rows of weights in an mma
 // groups that a warp covers with kWarpElements elements
 constexpr int kWarpGroups = kWarpElements / static_cast<int>(kQuantGroup);
 
-// Tiles of a warp in a stage: three of int4 hold the 20 rows of MLP-down and of the output projection that a block of
-// Pythia-2.8B has. With 8 bits two were slower than one (dev/performance/fused.md, "Quantised weights").
-__host__ __device__ constexpr int warp_tiles(DType q) {
-  return q == DType::u4 ? 3 : 1;
-}
-__host__ __device__ constexpr int set_rows(DType q) {
-  return warp_tiles(q) * kTileRows;
-}
-static_assert(set_rows(DType::u4) >= set_rows(DType::i8));  // partial_rows holds a stage of a head in int8, too
-__host__ __device__ constexpr int group_bytes(DType q) {
-  return q == DType::u4 ? 68 : 128;
-}
+template <typename Format>
+constexpr int kSetRows = Format::kTiles* kTileRows;
+template <typename Format>
+constexpr int kGroupBytes = static_cast<int>(kQuantGroup) * Format::kBits / 8 + (Format::kGrouped ? 4 : 0);  // of a row
 constexpr int kPieceBytes = 64;  // consecutive bytes of a row
-// Pieces of a row in a group of K; of int4 two groups share two.
-__host__ __device__ constexpr int group_pieces(DType q) {
-  return q == DType::u4 ? 1 : 2;
-}
+// Groups of K that share pieces of a row, and the pieces of one group.
+template <typename Format>
+constexpr int kSharedGroups = 8 / Format::kBits;
+template <typename Format>
+constexpr int kGroupPieces = static_cast<int>(kQuantGroup) * Format::kBits / 8 / kPieceBytes;
 // The groups of a set that has `groups` groups of K.
-__host__ __device__ constexpr int stored_groups(DType q, int groups) {
-  return q == DType::u4 ? (groups + 1) / 2 * 2 : groups;
+template <typename Format>
+__host__ __device__ constexpr int stored_groups(int groups) {
+  return (groups + kSharedGroups<Format> - 1) / kSharedGroups<Format> * kSharedGroups<Format>;
 }
-__host__ __device__ constexpr int set_bytes(DType q, int rows, int groups) {
-  return (rows * stored_groups(q, groups) * group_bytes(q) + 15) / 16 * 16;
+template <typename Format>
+__host__ __device__ constexpr int set_bytes(int rows, int groups) {
+  return (rows * stored_groups<Format>(groups) * kGroupBytes<Format> + 15) / 16 * 16;
+}
+template <typename... Formats>
+constexpr int most_set_rows(FormatList<Formats...>) {
+  return std::max({kSetRows<Formats>...});
 }
 __host__ __device__ inline int groups_of(std::int64_t K) {
   return static_cast<int>((K + kQuantGroup - 1) / kQuantGroup);
@@ -64,7 +65,6 @@ struct StreamShape {
 
   __host__ __device__ StreamShape(const Sizes& p, int row_loads)
       : load_groups(kWarpGroups * p.warps_k), band_groups(row_loads * load_groups), warps_r(p.warps_r) {}
-  __host__ __device__ int stage_rows(DType q) const { return set_rows(q) * warps_r; }
 };
 
 struct StreamPart {
@@ -72,10 +72,9 @@ struct StreamPart {
 };
 // Calls visit(first row, rows, first group, groups) for each stage of a part, in order, until it returns false; returns
 // whether all were visited.
-template <typename Visit>
-__host__ __device__ inline bool for_each_stage(DType q, const StreamShape& shape, const StreamPart& part,
-                                               const Visit& visit) {
-  const int stage_rows = shape.stage_rows(q);
+template <typename Format, typename Visit>
+__host__ __device__ inline bool for_each_stage(const StreamShape& shape, const StreamPart& part, const Visit& visit) {
+  const int stage_rows = kSetRows<Format> * shape.warps_r;
   for (int band = 0; band < part.groups; band += shape.band_groups) {
     const int band_end = band + shape.band_groups < part.groups ? band + shape.band_groups : part.groups;
     for (int row = 0; row < part.rows; row += stage_rows) {
@@ -88,10 +87,11 @@ __host__ __device__ inline bool for_each_stage(DType q, const StreamShape& shape
   }
   return true;
 }
-__host__ __device__ inline std::int64_t part_bytes(DType q, const StreamShape& shape, const StreamPart& part) {
+template <typename Format>
+__host__ __device__ inline std::int64_t part_bytes(const StreamShape& shape, const StreamPart& part) {
   std::int64_t bytes = 0;
-  for_each_stage(q, shape, part, [&](int, int rows, int, int groups) {
-    bytes += set_bytes(q, rows, groups);
+  for_each_stage<Format>(shape, part, [&](int, int rows, int, int groups) {
+    bytes += set_bytes<Format>(rows, groups);
     return true;
   });
   return bytes;

@@ -15,12 +15,12 @@ struct SequentialSizes;
 struct Sizes;
 
 // Writes one layer's streams (weight_stream.cuh) for all blocks to `to`: blocks * sizes.stream_bytes bytes of device
-// memory. `from`: qkv, up, down and output (LayerParts::Matrix), in int8, int4 or fp8 in the layout of quantized_matmul.cuh, on the device; `rows`: [blocks] on the
-// device; `sequential`: null with the parallel residual. Queued in `stream`. Exit::internal for another type.
+// memory. `from`: qkv, up, down and output (LayerParts::Matrix), all in one format, in the layout of quantized_matmul.cuh, on the
+// device; `rows`: [blocks] on the device; `sequential`: null with the parallel residual. Queued in `stream`.
 void pack_layer(std::byte* to, const std::array<PackedMatrix, 4>& from, const Sizes& sizes,
                 const SequentialSizes* sequential, int row_loads, const BlockRows* rows, int blocks,
                 cudaStream_t stream);
-// The same for the head, which must be int8: blocks * sizes.head_stream_bytes bytes.
+// The same for the head, which must have HeadFormat: blocks * sizes.head_stream_bytes bytes.
 void pack_head(std::byte* to, const PackedMatrix& from, const Sizes& sizes, int row_loads, const BlockRows* rows,
                int blocks, cudaStream_t stream);
 

@@ -176,7 +176,7 @@ class Worker {
       pack_weights(target.packed, place, target.K, staged, count, stream_);
     } else if (spec.kind == ValueKind::zeros) {
       pack_zeros(target.packed, place, target.K, reinterpret_cast<const std::uint8_t*>(staged), count, stream_);
-    } else if (target.packed.dtype == DType::u4) {
+    } else if (weight_format(target.packed.dtype).grouped) {
       pack_group_scales(target.packed, place, target.K, reinterpret_cast<const std::uint16_t*>(staged), count, stream_);
     } else {
       pack_row_scales(target.packed, place, reinterpret_cast<const float*>(staged), count, stream_);
@@ -294,15 +294,14 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Random quantised values, of all that a file may contain.
-__global__ void __launch_bounds__(kThreads) randomize_quants_kernel(std::uint8_t* out, std::int64_t count, DType dtype,
-                                                                    std::uint64_t seed, std::uint64_t offset) {
+__global__ void __launch_bounds__(kThreads)
+    randomize_quants_kernel(std::uint8_t* out, std::int64_t count, WeightFormat format, std::uint64_t seed,
+                            std::uint64_t offset) {
   for (std::int64_t i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
     const PhiloxWords words =
         philox(seed, offset + static_cast<std::uint64_t>(i), static_cast<std::uint64_t>(RandomStream::init));
-    auto value = static_cast<std::uint8_t>(words.word[0]);
-    if (dtype == DType::i8 && value == 0x80) value = 0;
-    if (dtype == DType::e4m3) value &= 0xbf;  // magnitude below 2, and not a NaN
-    out[i] = value;
+    const auto value = static_cast<std::uint8_t>(words.word[0] & format.random_mask);
+    out[i] = (value & format.invalid_mask) == format.invalid_bits ? std::uint8_t{0} : value;
   }
 }
 template <typename T>
@@ -310,26 +309,26 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(T* out, T value, std::in
   for (std::int64_t i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) out[i] = value;
 }
 
-// A packed matrix with random values, scales and zero points. `deviation` is the standard deviation of a uniform q.
+// A packed matrix with random values, scales and zero points.
 void randomize_packed(const TensorSpec& spec, std::uint64_t seed, const PackedMatrix& to, const PackedPlace& place,
                       std::int64_t K) {
-  const double deviation = to.dtype == DType::i8 ? 73.3 : to.dtype == DType::e4m3 ? 0.59 : 4.6;
-  const auto scale = static_cast<float>(0.02 / deviation);
+  const WeightFormat& format = weight_format(to.dtype);
+  const auto scale = static_cast<float>(0.02 / format.random_deviation);
   const std::int64_t rows = spec.shape[0], groups = rows * quant_groups(K);
   MemoryPlan plan("random parameters");
   const std::uint64_t quants_at = plan.add(spec.bytes), scales_at = plan.add(static_cast<std::uint64_t>(groups) * 4),
                       zeros_at = plan.add(static_cast<std::uint64_t>(groups));
   const DeviceArena arena(plan);
   auto* const quants = arena.at<std::uint8_t>(quants_at);
-  randomize_quants_kernel<<<kBlocks, kThreads>>>(quants, static_cast<std::int64_t>(spec.bytes), to.dtype, seed,
+  randomize_quants_kernel<<<kBlocks, kThreads>>>(quants, static_cast<std::int64_t>(spec.bytes), format, seed,
                                                  static_cast<std::uint64_t>(spec.offset));
   check_launch("random parameters");
   pack_weights(to, place, K, reinterpret_cast<const std::byte*>(quants), rows, nullptr);
-  if (to.dtype == DType::u4) {
+  if (format.grouped) {
     auto* const scales = arena.at<std::uint16_t>(scales_at);
     auto* const zeros = arena.at<std::uint8_t>(zeros_at);
     fill_kernel<<<kBlocks, kThreads>>>(scales, f32_to_f16(scale), groups);
-    fill_kernel<<<kBlocks, kThreads>>>(zeros, std::uint8_t{8}, groups);
+    fill_kernel<<<kBlocks, kThreads>>>(zeros, kRandomZero, groups);
     check_launch("random parameters");
     pack_group_scales(to, place, K, scales, rows, nullptr);
     pack_zeros(to, place, K, zeros, rows, nullptr);

@@ -47,7 +47,8 @@ void QuantizedParameters<S>::place_matrix(const std::vector<std::string>& module
   matrix.dtype = first.dtype;
   matrix.K = first.shape[1];
   matrix.blocks_at = plan_.add(packed_block_bytes(matrix.dtype, rows, matrix.K));
-  if (matrix.dtype != DType::u4) matrix.scales_at = plan_.add(packed_scale_bytes(matrix.dtype, rows));
+  const std::uint64_t scale_bytes = packed_scale_bytes(matrix.dtype, rows);
+  if (scale_bytes > 0) matrix.scales_at = plan_.add(scale_bytes);
   std::int64_t before = 0;
   for (const std::string& module : modules) {
     const std::string name = weight_of(module);
@@ -69,7 +70,7 @@ PackedMatrix QuantizedParameters<S>::Matrix::in(std::byte* arena) const {
   PackedMatrix packed;
   if (dtype == DType::f32) return packed;
   packed.blocks = arena + blocks_at;
-  packed.row_scales = dtype == DType::u4 ? nullptr : reinterpret_cast<float*>(arena + scales_at);
+  packed.row_scales = weight_format(dtype).grouped ? nullptr : reinterpret_cast<float*>(arena + scales_at);
   packed.dtype = dtype;
   return packed;
 }

@@ -6,6 +6,7 @@ namespace weft::cuda {
 
 void OperatorClock::begin(const char* name, double flops, double bytes) {
   calls_.emplace_back(name, flops, bytes);
+  forget_implementation();
   check(cudaEventRecord(calls_.back().start, stream_), "operator clock");
 }
 
@@ -23,6 +24,7 @@ OperatorTable OperatorClock::stop() {
     const auto same = [&](const OperatorTime& time) { return time.name == call.name; };
     auto row = std::find_if(table.operators.begin(), table.operators.end(), same);
     if (row == table.operators.end()) row = table.operators.insert(row, OperatorTime{call.name});
+    row->implementation = call.implementation;
     ++row->calls;
     row->milliseconds += elapsed(call.start, call.stop);
     row->flops += call.flops;

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/cuda/runtime/implementation.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/operator_table.h"
 
@@ -24,6 +25,7 @@ class OperatorClock {
     if (!timing_) return std::forward<Launch>(launch)();
     begin(name, flops, bytes);
     std::forward<Launch>(launch)();
+    calls_.back().implementation = last_implementation();
     check(cudaEventRecord(calls_.back().stop, stream_), "operator clock");
   }
 
@@ -40,6 +42,7 @@ class OperatorClock {
     Call(const char* name_, double flops_, double bytes_) : name(name_), flops(flops_), bytes(bytes_) {}
     const char* name;
     double flops, bytes;
+    const char* implementation = "";
     Event start, stop;
   };
   void begin(const char* name, double flops, double bytes);

@@ -1,8 +1,8 @@
-// Linear layers as in rows_matmul.h, also batch-invariant, with weights in int8, fp8 e4m3 or int4 (defined in
-// llmc/model/quantization.h). Weights are read in their stored type and converted to 16-bit values in registers.
+// Linear layers as in rows_matmul.h, also batch-invariant, with quantised weights
+// (llmc/model/formats/weight_format.h; on the GPU llmc/cuda/formats). Weights are read in their stored type and converted to 16-bit values in registers.
 //
-// Order of sums. int4: that of rows_matmul() on the same path, so the result has the bits of rows_matmul() with the
-// weights rounded to S. int8 and fp8: the same splits, except that with two inputs each split belongs to one of them; a
+// Order of sums. Grouped formats: that of rows_matmul() on the same path, so the result has the bits of rows_matmul() with
+// the weights rounded to S. Others: the same splits, except that with two inputs each split belongs to one of them; a
 // split's sum over x q is multiplied by the row's scale, then the splits are added in order.
 //
 // Weights are stored in the order in which threads need them (PackedMatrix).
@@ -16,18 +16,18 @@
 
 #include "llmc/base/dtype.h"
 #include "llmc/cuda/op/gemm/rows_matmul.h"
-#include "llmc/model/quantization.h"
+#include "llmc/model/formats/weight_format.h"
 
 namespace weft::cuda {
 
 // A packed matrix [rows, K] on the device, aligned to 128 bytes: blocks of 64 rows by 128 of K, all blocks of 64 rows
-// one after another along K; rows and K are padded with zeros. A block of int8 or fp8 has 8,192 bytes. A block of int4
-// has 4,096 and then one word for each row: the scale's fp16 bits in its low half, the zero point in its high half.
+// one after another along K; rows and K are padded with zeros. A block has 8,192 bytes with 8 bits a weight, 4,096 with 4; with
+// groups then one word for each row: the scale's fp16 bits in its low half, the zero point in its high half.
 // Where in a block a weight lies: quantized_matmul.cuh.
 struct PackedMatrix {
   std::byte* blocks = nullptr;
-  float* row_scales = nullptr;  // int8, fp8: [rows padded to a multiple of 64]
-  DType dtype = DType::f32;     // i8, e4m3 or u4; f32: no matrix
+  float* row_scales = nullptr;  // [rows padded to a multiple of 64]; null where grouped
+  DType dtype = DType::f32;     // of q, which tells the format; f32: no matrix
 
   explicit operator bool() const { return dtype != DType::f32; }
 };
@@ -35,7 +35,7 @@ struct PackedMatrix {
 // Rows of the packed matrix of a layer with OC outputs. With SwiGLU, gate and up alternate: 8 rows of gate, then the 8
 // rows of up for the same units, each padded to a multiple of 8.
 std::int64_t packed_rows(std::int64_t OC, bool swiglu);
-// Bytes of `rows` packed rows without int8 or fp8 scales, and bytes of these scales (0 for int4).
+// Bytes of `rows` packed rows without scales of rows, and bytes of these scales (0 where grouped).
 std::uint64_t packed_block_bytes(DType dtype, std::int64_t rows, std::int64_t K);
 std::uint64_t packed_scale_bytes(DType dtype, std::int64_t rows);
 
@@ -50,10 +50,11 @@ struct PackedPlace {
 // `to` must be zeroed before its first rows are packed.
 void pack_weights(const PackedMatrix& to, const PackedPlace& place, std::int64_t K, const std::byte* from,
                   std::int64_t count, cudaStream_t stream);
-// Packs the fp32 scales [count] of rows (int8, fp8).
+// Packs the fp32 scales [count] of rows.
 void pack_row_scales(const PackedMatrix& to, const PackedPlace& place, const float* from, std::int64_t count,
                      cudaStream_t stream);
-// Packs the fp16 scales, and the zero points, [count, groups of K] each (int4). The calls may come in any order.
+// Packs the fp16 scales, and the zero points, [count, groups of K] each. The calls may come in any order.
+// Exit::internal with a format without groups.
 void pack_group_scales(const PackedMatrix& to, const PackedPlace& place, std::int64_t K, const std::uint16_t* from,
                        std::int64_t count, cudaStream_t stream);
 void pack_zeros(const PackedMatrix& to, const PackedPlace& place, std::int64_t K, const std::uint8_t* from,

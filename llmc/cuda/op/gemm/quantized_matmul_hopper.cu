@@ -31,15 +31,15 @@ struct Arguments {
   bool x_is_older;
 };
 
-template <typename T, DType Q, int N, int kConsumers, int kBlocks>
+template <typename T, typename Format, int N, int kConsumers, int kBlocks>
 struct Shape {
   using XTile = SwizzledTile<T, N, kBlockDepth>;
   static constexpr int kBlockThreads = kConsumers * kWarpgroupSize + 2 * kWarpSize;
-  static constexpr int kWeightBytes = kConsumers * block_bytes(Q), kLoadBytes = XTile::kBytes + kWeightBytes;
+  static constexpr int kWeightBytes = kConsumers * kBlockBytes<Format>, kLoadBytes = XTile::kBytes + kWeightBytes;
   static constexpr int kBarrierBytes = 2 * static_cast<int>(sizeof(BarrierStorage));
   static constexpr int kStages = (rows::block_shared_bytes(kBlocks) - kAlignment) / (kLoadBytes + kBarrierBytes);
   static constexpr int kBytes = kAlignment + kStages * (kLoadBytes + kBarrierBytes);
-  static_assert(kStages >= 2 && XTile::kBytes % kAlignment == 0 && block_bytes(Q) % 16 == 0);
+  static_assert(kStages >= 2 && XTile::kBytes % kAlignment == 0 && kBlockBytes<Format> % 16 == 0);
   static_assert(kConsumers * N * kSumsStride * 4 <= kStages * kLoadBytes);  // the sums reuse the memory of the stages
 };
 
@@ -72,27 +72,27 @@ struct Split {
 
 // Loads this thread's words of half `half` of the block at shared address `block`; load_groups() loads the scales and
 // zero points of its rows.
-template <DType Q>
-__device__ inline void load_half(unsigned (&words)[kWords<Q>], unsigned block, int half) {
-  const unsigned from = block + half * kHalfBytes<Q> + threadIdx.x % kThreads * 16;
+template <typename Format>
+__device__ inline void load_half(unsigned (&words)[kWords<Format>], unsigned block, int half) {
+  const unsigned from = block + half * kHalfBytes<Format> + threadIdx.x % kThreads * 16;
 #pragma unroll
-  for (int i = 0; i < kWords<Q> / 4; ++i)
+  for (int i = 0; i < kWords<Format> / 4; ++i)
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[4 * i]), "=r"(words[4 * i + 1]), "=r"(words[4 * i + 2]), "=r"(words[4 * i + 3])
                  : "r"(from + i * kPieceBytes)
                  : "memory");
 }
-template <typename T, DType Q>
-__device__ inline void load_groups(GroupScale<T> (&groups)[2], unsigned block, int row) {
-  if constexpr (Q == DType::u4) {
+template <typename T, typename Format>
+__device__ inline void load_groups(typename Format::template Group<T> (&groups)[2], unsigned block, int row) {
+  if constexpr (Format::kGrouped) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       unsigned word;
       asm volatile("ld.shared.u32 %0, [%1];"
                    : "=r"(word)
-                   : "r"(block + 2 * kPieceBytes + (row + 8 * i) * 4)
+                   : "r"(block + 2 * kHalfBytes<Format> + (row + 8 * i) * 4)
                    : "memory");
-      groups[i] = GroupScale<T>(word);
+      groups[i] = typename Format::template Group<T>(word);
     }
   }
 }
@@ -112,11 +112,11 @@ __device__ inline void multiply_half(float (&d)[R], unsigned (&a)[16], const B& 
 
 #endif  // WEFT_WGMMA
 
-template <typename T, DType Q, int N, int kConsumers, int kBlocks>
-__global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThreads, kBlocks)
+template <typename T, typename Format, int N, int kConsumers, int kBlocks>
+__global__ void __launch_bounds__(Shape<T, Format, N, kConsumers, kBlocks>::kBlockThreads, kBlocks)
     quantized_kernel([[maybe_unused]] const __grid_constant__ Arguments<T> p) {
 #if WEFT_WGMMA
-  using Shape = quantized::Shape<T, Q, N, kConsumers, kBlocks>;
+  using Shape = quantized::Shape<T, Format, N, kConsumers, kBlocks>;
   using XTile = typename Shape::XTile;
   constexpr int kConsumerThreads = kConsumers * kWarpgroupSize;
   extern __shared__ unsigned char dynamic[];
@@ -146,8 +146,8 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
 #pragma unroll
     for (int i = 0; i < kConsumers; ++i) {
       const std::int64_t at = static_cast<std::int64_t>(min(tile + i, p.tiles - 1)) * blocks + block;
-      bulk_load(weights_at(stage) + i * block_bytes(Q), p.blocks[input] + at * block_bytes(Q), block_bytes(Q),
-                ring.full(stage), L2::evict_first);
+      bulk_load(weights_at(stage) + i * kBlockBytes<Format>, p.blocks[input] + at * kBlockBytes<Format>,
+                kBlockBytes<Format>, ring.full(stage), L2::evict_first);
     }
   };
   launch_dependents();
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
   if (consumer) {
     const int group = warp / kWarps, row = warp % kWarps * 16 + lane / 4;  // and row + 8, in the block
     float scales[2];
-    if constexpr (Q != DType::u4) {
+    if constexpr (!Format::kGrouped) {
       const std::int64_t at = static_cast<std::int64_t>(min(tile + group, p.tiles - 1)) * kBlockRows + row;
 #pragma unroll
       for (int i = 0; i < 2; ++i) scales[i] = p.scales[first_stages > 0 ? 0 : 1][at + 8 * i];
@@ -208,19 +208,19 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
       at.advance(Shape::kStages);
     };
     const auto x = x_at(0).column_tile(0).k_major();
-    const unsigned first_block = weights_at(0) + group * block_bytes(Q);
+    const unsigned first_block = weights_at(0) + group * kBlockBytes<Format>;
     unsigned a[2][16];
-    GroupScale<T> groups[2];
+    typename Format::template Group<T> groups[2];
     // Multiplies the one half of a stage that belongs to the split.
     const auto multiply_half_stage = [&](int half) {
       const unsigned block = first_block + at.stage * Shape::kWeightBytes;
-      unsigned words[kWords<Q>];
+      unsigned words[kWords<Format>];
       ring.wait_full(at);
-      load_groups<T, Q>(groups, block, row);
-      load_half<Q>(words, block, half);
+      load_groups<T, Format>(groups, block, row);
+      load_half<Format>(words, block, half);
       wgmma_wait<0>();
       release(previous);
-      convert_half<T, Q>(a[0], words, groups);
+      convert_half<T, Format>(a[0], words, groups);
       multiply_half(d, a[0], x.moved(at.stage * XTile::kBytes + half * XTile::kColumnTileBytes));
       wgmma_wait<0>();
       next();
@@ -230,13 +230,13 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
       const int end = split.input(input).end;
       if (step < end && step % 2 == 1) multiply_half_stage(1), ++step;
       // The words of whole stages are loaded one stage ahead, while wgmma runs.
-      unsigned words[2][kWords<Q>];
+      unsigned words[2][kWords<Format>];
       const auto load = [&] {
         const unsigned block = first_block + at.stage * Shape::kWeightBytes;
         ring.wait_full(at);
-        load_groups<T, Q>(groups, block, row);
+        load_groups<T, Format>(groups, block, row);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) load_half<Q>(words[i], block, i);
+        for (int i = 0; i < 2; ++i) load_half<Format>(words[i], block, i);
       };
       if (step + 1 < end) load();
       for (; step + 1 < end; step += 2) {
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
         for (int i = 0; i < 2; ++i) {
           wgmma_wait<1>();  // at most the wgmma of the other half is in flight
           if (i == 1) release(previous);
-          convert_half<T, Q>(a[i], words[i], groups);
+          convert_half<T, Format>(a[i], words[i], groups);
           multiply_half(d, a[i], x.moved(at.stage * XTile::kBytes + i * XTile::kColumnTileBytes));
         }
         next();
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
     }
     wgmma_wait<0>();
     pin(d);
-    if constexpr (Q != DType::u4) {
+    if constexpr (!Format::kGrouped) {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) d[i] *= scales[i / 2 % 2];
     }
@@ -282,11 +282,11 @@ void divide(Arguments<T>& arguments, const RowsMatmul<T>& io, bool row_scales) {
   arguments.first_splits = std::clamp(rounded, 1, arguments.splits - 1);
 }
 
-template <typename T, DType Q, int N, int kConsumers, int kBlocks>
+template <typename T, typename Format, int N, int kConsumers, int kBlocks>
 void launch(const RowsMatmul<T>& io, const PackedMatrix& weight, const PackedMatrix& weight2,
             const LaunchDevice& device, cudaStream_t stream) {
-  using Shape = quantized::Shape<T, Q, N, kConsumers, kBlocks>;
-  const auto kernel = quantized_kernel<T, Q, N, kConsumers, kBlocks>;
+  using Shape = quantized::Shape<T, Format, N, kConsumers, kBlocks>;
+  const auto kernel = quantized_kernel<T, Format, N, kConsumers, kBlocks>;
   Arguments<T> arguments{};
   arguments.x[0] = rows::x_map(io.x, io.K, io.rows, N);
   if (io.K2 > 0) arguments.x[1] = rows::x_map(io.x2, io.K2, io.rows, N);
@@ -295,7 +295,7 @@ void launch(const RowsMatmul<T>& io, const PackedMatrix& weight, const PackedMat
   arguments.output = rows::Output<T>::of(io);
   arguments.tiles = static_cast<int>(ceil_div(rows::weight_rows(io), kBlockRows));
   arguments.x_is_older = io.x_is_older;
-  divide(arguments, io, Q != DType::u4);
+  divide(arguments, io, !Format::kGrouped);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kBytes),
         "quantized_matmul: shared memory");
   const dim3 grid(static_cast<unsigned>(ceil_div(arguments.tiles, kConsumers) * arguments.splits),
@@ -304,7 +304,7 @@ void launch(const RowsMatmul<T>& io, const PackedMatrix& weight, const PackedMat
                           arguments.splits, "quantized_matmul", arguments);
 }
 
-template <typename T, DType Q>
+template <typename T, typename Format>
 void launch_rows(const RowsMatmul<T>& io, const PackedMatrix& weight, const PackedMatrix& weight2,
                  const LaunchDevice& device, cudaStream_t stream) {
   if (io.rows <= 16) {
@@ -312,11 +312,11 @@ void launch_rows(const RowsMatmul<T>& io, const PackedMatrix& weight, const Pack
     // and others none.
     const std::int64_t blocks = ceil_div(rows::weight_rows(io), kBlockRows) * rows::splits_of(io);
     if (blocks >= 4 * std::int64_t{device.multiprocessors})
-      return launch<T, Q, 16, 1, 3>(io, weight, weight2, device, stream);
-    return launch<T, Q, 16, 1, 2>(io, weight, weight2, device, stream);
+      return launch<T, Format, 16, 1, 3>(io, weight, weight2, device, stream);
+    return launch<T, Format, 16, 1, 2>(io, weight, weight2, device, stream);
   }
-  if (io.rows <= 64) return launch<T, Q, 64, 1, 2>(io, weight, weight2, device, stream);
-  launch<T, Q, 128, 2, 1>(io, weight, weight2, device, stream);
+  if (io.rows <= 64) return launch<T, Format, 64, 1, 2>(io, weight, weight2, device, stream);
+  launch<T, Format, 128, 2, 1>(io, weight, weight2, device, stream);
 }
 
 }  // namespace
@@ -324,9 +324,7 @@ void launch_rows(const RowsMatmul<T>& io, const PackedMatrix& weight, const Pack
 template <typename T>
 void hopper(const RowsMatmul<T>& io, const PackedMatrix& weight, const PackedMatrix& weight2,
             const LaunchDevice& device, cudaStream_t stream) {
-  if (weight.dtype == DType::i8) return launch_rows<T, DType::i8>(io, weight, weight2, device, stream);
-  if (weight.dtype == DType::e4m3) return launch_rows<T, DType::e4m3>(io, weight, weight2, device, stream);
-  launch_rows<T, DType::u4>(io, weight, weight2, device, stream);
+  for_format(weight.dtype, [&]<typename Format>() { launch_rows<T, Format>(io, weight, weight2, device, stream); });
 }
 
 template void hopper(const RowsMatmul<bf16>&, const PackedMatrix&, const PackedMatrix&, const LaunchDevice&,

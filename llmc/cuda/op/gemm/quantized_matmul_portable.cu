@@ -29,36 +29,38 @@ template <typename T, int kRows>
 constexpr int kSharedBytes = std::max(kStages* kStageBytes<T, kRows>, kRows* kSumsStride * 4);
 
 // One thread's words for step `step` of 64 of K, and the group words of its two rows.
-template <typename T, DType Q>
+template <typename Format>
 struct Words {
-  unsigned words[kWords<Q>];
+  unsigned words[kWords<Format>];
   unsigned groups[2] = {};
 
   __device__ void load(const std::byte* blocks, int step, int row) {
-    const std::byte* const block = blocks + std::int64_t{step / 2} * block_bytes(Q);
-    const std::byte* const half = block + step % 2 * kHalfBytes<Q>;
+    const std::byte* const block = blocks + std::int64_t{step / 2} * kBlockBytes<Format>;
+    const std::byte* const half = block + step % 2 * kHalfBytes<Format>;
 #pragma unroll
-    for (int i = 0; i < kWords<Q> / 4; ++i) {
+    for (int i = 0; i < kWords<Format> / 4; ++i) {
       const uint4 four = __ldcs(reinterpret_cast<const uint4*>(half + i * kPieceBytes) + threadIdx.x);
       words[4 * i] = four.x, words[4 * i + 1] = four.y, words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
     }
-    if constexpr (Q == DType::u4) {
+    if constexpr (Format::kGrouped) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) groups[i] = reinterpret_cast<const unsigned*>(block + 2 * kPieceBytes)[row + 8 * i];
+      for (int i = 0; i < 2; ++i)
+        groups[i] = reinterpret_cast<const unsigned*>(block + 2 * kHalfBytes<Format>)[row + 8 * i];
     }
   }
 };
 
-template <typename T, DType Q, int kRows>
+template <typename T, typename Format, int kRows>
 __global__ void __launch_bounds__(kThreads) quantized_portable_kernel(const Arguments<T> p) {
   extern __shared__ __align__(16) unsigned char dynamic[];
   using XTile = Tile<T, kHalfDepth>;
+  using Group = typename Format::template Group<T>;
   const unsigned base = shared_address(dynamic);
   const std::int64_t first_row = static_cast<std::int64_t>(blockIdx.x) * kRows;
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.y) * kBlockRows;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpSize, warp = thread / kWarpSize;
   const int row = warp * 16 + lane / 4, steps = static_cast<int>(ceil_div(p.K, kHalfDepth));
-  const std::byte* const blocks = p.blocks + block_of(first, 0, p.K) * block_bytes(Q);
+  const std::byte* const blocks = p.blocks + block_of(first, 0, p.K) * kBlockBytes<Format>;
   const auto stage = [&](int step) { return base + step % kStages * kStageBytes<T, kRows>; };
   const auto load_x = [&](int step) {
     if (step < steps) {
@@ -73,10 +75,10 @@ __global__ void __launch_bounds__(kThreads) quantized_portable_kernel(const Argu
     commit_copies();
   };
   launch_dependents();
-  Words<T, Q> next;
+  Words<Format> next;
   next.load(blocks, 0, row);
   float scales[2] = {1, 1};
-  if constexpr (Q != DType::u4) {
+  if constexpr (!Format::kGrouped) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) scales[i] = p.scales[first + row + 8 * i];
   }
@@ -86,14 +88,14 @@ __global__ void __launch_bounds__(kThreads) quantized_portable_kernel(const Argu
   Accumulators<1, kRows / 8> sums;
   sums.clear();
   for (int step = 0; step < steps; ++step) {
-    const Words<T, Q> words = next;
+    const Words<Format> words = next;
     if (step + 1 < steps) next.load(blocks, step + 1, row);
     wait_for_older_copies<kStages - 2>();
     __syncthreads();  // the stage is complete, and no thread reads the previous one any more
     load_x(step + kStages - 1);
     unsigned a[16];
-    const GroupScale<T> groups[2] = {GroupScale<T>(words.groups[0]), GroupScale<T>(words.groups[1])};
-    convert_half<T, Q>(a, words.words, groups);
+    const Group groups[2] = {Group(words.groups[0]), Group(words.groups[1])};
+    convert_half<T, Format>(a, words.words, groups);
     const unsigned x = stage(step) + XTile::lane_by_columns();
 #pragma unroll
     for (int k = 0; k < kHalfDepth / 16; ++k) {
@@ -119,9 +121,9 @@ __global__ void __launch_bounds__(kThreads) quantized_portable_kernel(const Argu
   }
 }
 
-template <typename T, DType Q, int kRows>
+template <typename T, typename Format, int kRows>
 void launch(const RowsMatmul<T>& io, const PackedMatrix& weight, const LaunchDevice& device, cudaStream_t stream) {
-  const auto kernel = quantized_portable_kernel<T, Q, kRows>;
+  const auto kernel = quantized_portable_kernel<T, Format, kRows>;
   constexpr int kBytes = kSharedBytes<T, kRows>;
   static_assert(kBytes <= 48 << 10);
   const dim3 grid(static_cast<unsigned>(ceil_div(io.rows, kRows)),
@@ -129,19 +131,17 @@ void launch(const RowsMatmul<T>& io, const PackedMatrix& weight, const LaunchDev
   launch_chained(kernel, grid, dim3(kThreads), kBytes, stream, device.overlapping, "quantized_matmul",
                  Arguments<T>{io.x, weight.blocks, weight.row_scales, io.K, rows::Output<T>::of(io)});
 }
-template <typename T, DType Q>
+template <typename T, typename Format>
 void launch_rows(const RowsMatmul<T>& io, const PackedMatrix& weight, const LaunchDevice& device, cudaStream_t stream) {
-  if (io.rows <= 16) return launch<T, Q, 16>(io, weight, device, stream);
-  launch<T, Q, 64>(io, weight, device, stream);
+  if (io.rows <= 16) return launch<T, Format, 16>(io, weight, device, stream);
+  launch<T, Format, 64>(io, weight, device, stream);
 }
 
 }  // namespace
 
 template <typename T>
 void portable(const RowsMatmul<T>& io, const PackedMatrix& weight, const LaunchDevice& device, cudaStream_t stream) {
-  if (weight.dtype == DType::i8) return launch_rows<T, DType::i8>(io, weight, device, stream);
-  if (weight.dtype == DType::e4m3) return launch_rows<T, DType::e4m3>(io, weight, device, stream);
-  launch_rows<T, DType::u4>(io, weight, device, stream);
+  for_format(weight.dtype, [&]<typename Format>() { launch_rows<T, Format>(io, weight, device, stream); });
 }
 
 template void portable(const RowsMatmul<bf16>&, const PackedMatrix&, const LaunchDevice&, cudaStream_t);

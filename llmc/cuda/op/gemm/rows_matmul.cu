@@ -1,4 +1,4 @@
-// Checks the arguments and chooses a path.
+// Checks the arguments and chooses an implementation.
 
 #include "llmc/cuda/op/gemm/rows_matmul.h"
 
@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "llmc/cuda/op/gemm/rows_matmul.cuh"
+#include "llmc/cuda/runtime/implementation.h"
 
 namespace weft::cuda {
 
@@ -40,6 +41,25 @@ void check_arguments(const RowsMatmul<S>& io) {
     fail(Exit::internal, "rows_matmul: a bias with SwiGLU");
 }
 
+// Two inputs are two launches.
+template <typename S>
+void portable_in_turn(const RowsMatmul<S>& io, const LaunchDevice& device, cudaStream_t stream) {
+  RowsMatmul<S> first = io;
+  first.K2 = 0;
+  rows::portable(first, device, stream);
+  if (io.K2 == 0) return;
+  RowsMatmul<S> second = first;
+  second.x = io.x2, second.weight = io.weight2, second.bias = io.bias2, second.K = io.K2;
+  second.x_is_older = false;
+  rows::portable(second, device, stream);
+}
+
+template <typename S>
+constexpr Implementation<RowsMatmul<S>, LaunchDevice> kImplementations[] = {
+    {"wgmma", rows::hopper_computes<S>, rows::hopper<S>},
+    {"mma.sync", [](const RowsMatmul<S>&, const LaunchDevice&) { return true; }, portable_in_turn<S>},
+};
+
 }  // namespace
 
 std::string rows_matmul_unsupported_reason(std::int64_t K, std::int64_t OC, DType dtype) {
@@ -64,17 +84,13 @@ template <typename S>
 void rows_matmul(const RowsMatmul<S>& io, const LaunchDevice& device, cudaStream_t stream, RowsPath path) {
   if (io.rows == 0) return;
   check_arguments(io);
-  if constexpr (!std::is_same_v<S, float>) {
-    if (path == RowsPath::automatic && rows::hopper_computes(io)) return rows::hopper(io, device, stream);
+  if constexpr (std::is_same_v<S, float>) {
+    portable_in_turn(io, device, stream);
+  } else if (path == RowsPath::portable) {
+    portable_in_turn(io, device, stream);
+  } else {
+    launch_first("rows_matmul", kImplementations<S>, stream, io, device);
   }
-  RowsMatmul<S> first = io;
-  first.K2 = 0;
-  rows::portable(first, device, stream);
-  if (io.K2 == 0) return;
-  RowsMatmul<S> second = first;
-  second.x = io.x2, second.weight = io.weight2, second.bias = io.bias2, second.K = io.K2;
-  second.x_is_older = false;
-  rows::portable(second, device, stream);
 }
 
 template void rows_matmul<float>(const RowsMatmul<float>&, const LaunchDevice&, cudaStream_t, RowsPath);

@@ -165,7 +165,7 @@ class Columns {
 
 // Whether the Hopper path computes this layer: it depends on the GPU and on the size of the weight alone.
 template <typename S>
-bool hopper_computes(const RowsMatmul<S>& io);
+bool hopper_computes(const RowsMatmul<S>& io, const LaunchDevice& device);
 template <typename S>
 void hopper(const RowsMatmul<S>& io, const LaunchDevice& device, cudaStream_t stream);
 

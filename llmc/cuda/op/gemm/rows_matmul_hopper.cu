@@ -50,7 +50,7 @@ int best_height(std::int64_t weight_rows) {
 }  // namespace
 
 template <typename T>
-bool hopper_computes(const RowsMatmul<T>& io) {
+bool hopper_computes(const RowsMatmul<T>& io, const LaunchDevice&) {
   return (io.epilogue != RowsEpilogue::swiglu || io.OC % 8 == 0) && hopper_multiprocessors() > 0;
 }
 
@@ -66,8 +66,8 @@ void hopper(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t st
   launch_tile_kernel(io, device, stream);
 }
 
-#define WEFT_INSTANTIATE(T)                            \
-  template bool hopper_computes(const RowsMatmul<T>&); \
+#define WEFT_INSTANTIATE(T)                                                 \
+  template bool hopper_computes(const RowsMatmul<T>&, const LaunchDevice&); \
   template void hopper(const RowsMatmul<T>&, const LaunchDevice&, cudaStream_t);
 WEFT_INSTANTIATE(bf16)
 WEFT_INSTANTIATE(fp16)
