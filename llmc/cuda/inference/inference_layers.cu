@@ -66,16 +66,16 @@ void Inference<S>::multiply(const S* x, const DeviceLinear<S>& w, std::int64_t r
 
 // The parallel residual's two branches, as one sum: attention Woutput^T + product Wdown^T.
 template <typename S>
-void Inference<S>::add_branches(const DeviceBlock<S>& w, std::int64_t rows) {
+void Inference<S>::add_branches(const DeviceBlock<S>& w, RowRange rows) {
   RowsMatmul<S> io;
-  io.x = b_.attention;
   io.K = config_.q_size();
-  io.x2 = b_.product;
   io.K2 = config_.ffn_size;
-  io.rows = rows;
+  io.x = b_.attention + rows.begin * io.K;
+  io.x2 = b_.product + rows.begin * io.K2;
+  io.rows = rows.end - rows.begin;
   io.OC = config_.hidden_size;
   io.epilogue = RowsEpilogue::add;
-  io.out_fp32 = b_.residual;
+  io.out_fp32 = b_.residual + rows.begin * io.OC;
   named("output projection, MLP down", [&] { multiply(io, w.output, w.down); });
 }
 
@@ -94,7 +94,7 @@ HeadViewOf<S> Inference<S>::heads(std::int64_t first_element) const {
 }
 
 template <typename S>
-void Inference<S>::attend(std::int64_t l, const StepArrays& step, std::int64_t rows) {
+void Inference<S>::attend(std::int64_t l, const StepArrays& step, std::int64_t rows, bool output) {
   const PagedRows paged_rows{step.positions, step.tables, step.begin, rows};
   PagedAttention<S> io;
   io.shape = attention_shape(config_, pool_);
@@ -112,6 +112,7 @@ void Inference<S>::attend(std::int64_t l, const StepArrays& step, std::int64_t r
   } else {
     const AppendToPages<S> append = {queries(), keys(), values(), config_.num_heads, io.kv, paged_rows, rope_};
     named("RoPE, pages", [&] { append_to_pages(append, device_, stream_); });
+    if (!output) return;
   }
   named("attention", [&] { paged_attention(io, device_, stream_); });
   keep_heads(l);
@@ -132,7 +133,9 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
   const DeviceBlock<S>& w = weights_.blocks[static_cast<std::size_t>(l)];
   const std::int64_t C = config_.hidden_size, F = config_.ffn_size, q = config_.q_size();
   const std::string prefix = keep_ ? "layers." + std::to_string(l) + "." : "";
-  const S* norm2 = parallel() ? b_.norm2 : b_.norm1;
+  S* const norm2 = parallel() ? b_.norm2 : b_.norm1;
+  // What follows attention is computed for rows `first` to `rows` - 1.
+  const std::int64_t first = l + 1 == config_.num_layers ? step.first_wanted : 0, count = rows - first;
   if (parallel()) {
     normalize(rows, b_.residual, w.input_norm, b_.norm1, &w.post_norm, b_.norm2);
   } else {
@@ -140,20 +143,25 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
   }
   keep(prefix + "input_norm", b_.norm1, C);
   named("QKV", [&] { multiply(b_.norm1, w.qkv, rows, C, qkv_size(), RowsEpilogue::store, b_.qkv); });
-  attend(l, step, rows);
+  attend(l, step, rows, count > 0);
+  if (count == 0) return;
   const auto up = [&] {
     const RowsEpilogue epilogue = config_.gated() ? RowsEpilogue::swiglu : RowsEpilogue::gelu;
-    named("MLP up", [&] { multiply(norm2, w.up, rows, C, F, epilogue, b_.product, nullptr, parallel()); });
+    named("MLP up", [&] {
+      multiply(norm2 + first * C, w.up, count, C, F, epilogue, b_.product + first * F, nullptr, parallel());
+    });
   };
+  float* const residual = b_.residual + first * C;
   if (parallel()) {  // up does not depend on attention and overlaps with it
     up();
-    add_branches(w, rows);
+    add_branches(w, {static_cast<int>(first), static_cast<int>(rows)});
   } else {
     named("output projection",
-          [&] { multiply(b_.attention, w.output, rows, q, C, RowsEpilogue::add, nullptr, b_.residual); });
-    normalize(rows, b_.residual, w.post_norm, b_.norm1);
+          [&] { multiply(b_.attention + first * q, w.output, count, q, C, RowsEpilogue::add, nullptr, residual); });
+    normalize(count, residual, w.post_norm, norm2 + first * C);
     up();
-    named("MLP down", [&] { multiply(b_.product, w.down, rows, F, C, RowsEpilogue::add, nullptr, b_.residual); });
+    named("MLP down",
+          [&] { multiply(b_.product + first * F, w.down, count, F, C, RowsEpilogue::add, nullptr, residual); });
   }
   keep(prefix + "post_attention_norm", norm2, C);
   keep(prefix + "mlp_product", b_.product, F);

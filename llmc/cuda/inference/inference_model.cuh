@@ -62,6 +62,8 @@ struct StepArrays {
   const std::int32_t* begin;                     // the beginning of the copy
   bool decodes = false;        // attention rotates and appends the rows itself, so the launches differ
   bool all_wanted = false;     // wanted_rows is 0, 1, ...: nothing has to be gathered
+  // No row before it is wanted, so the last layer computes only keys and values of these; `rows`: of all.
+  std::int64_t first_wanted = 0;
   RowScore* scores = nullptr;  // [wanted], page-locked: kernels write results where the host reads them
 };
 StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted);
@@ -171,6 +173,7 @@ class Inference final : public InferenceModel {
     std::int64_t wanted = 0;  // wanted rows, without padding
     bool decodes = false;     // paged_work_decodes()
     bool all_wanted = false;  // the logits of every row are wanted
+    std::int64_t first_wanted = 0;  // StepArrays::first_wanted
     std::vector<FlightSpan> spans;
     std::vector<std::int64_t> kept_rows;  // wanted rows whose logits are kept, ascending
   };
@@ -193,7 +196,8 @@ class Inference final : public InferenceModel {
   // ---- the launches (inference_layers.cu)
   void run_layers(const StepArrays& step, std::int64_t rows);
   void run_layer(std::int64_t l, const StepArrays& step, std::int64_t rows);
-  void attend(std::int64_t l, const StepArrays& step, std::int64_t rows);
+  // Without `output` only keys and values reach their pages.
+  void attend(std::int64_t l, const StepArrays& step, std::int64_t rows, bool output);
   // From the residual stream of `count` wanted rows, at most kLogitRows, from wanted row `first` on, to their results.
   void run_head(const StepArrays& step, std::int64_t first, std::int64_t count);
   // The second half of run_head(), from the logits on.
@@ -204,7 +208,7 @@ class Inference final : public InferenceModel {
                 RowsEpilogue epilogue, S* out, float* out_fp32 = nullptr, bool x_is_older = false);
   // With the matrices of these layers, w2 for io's second input.
   void multiply(RowsMatmul<S> io, const DeviceLinear<S>& w, const DeviceLinear<S>& w2);
-  void add_branches(const DeviceBlock<S>& w, std::int64_t rows);
+  void add_branches(const DeviceBlock<S>& w, RowRange rows);
   PagedKv<S> pages_of_layer(std::int64_t l) const;
   // view of queries, keys or values, which begin at this element of a row of qkv
   HeadViewOf<S> heads(std::int64_t first_element) const;

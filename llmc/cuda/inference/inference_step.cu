@@ -142,6 +142,7 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
     step.positions[row] = -1;
     step.tables[row] = 0;
   }
+  flight.first_wanted = used_wanted > 0 ? step.wanted_rows[0] : rows;  // they ascend
   for (; next < wanted; ++next) {
     step.wanted_rows[next] = 0;
     step.sample_positions[next] = -1;
@@ -191,6 +192,8 @@ void Inference<S>::launch(const Flight& flight, std::int64_t rows, std::int64_t 
       return;
     }
   }
+  // A graph serves steps that want other rows, so only direct launches leave rows out.
+  if (!keep_) step.first_wanted = flight.first_wanted;
   run_layers(step, rows);
   keep_logits_of_all_rows();
   for (std::int64_t first = 0; first < wanted; first += kLogitRows) {
