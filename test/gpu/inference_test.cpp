@@ -53,7 +53,10 @@ class Fixture {
   std::string path() const { return directory_.file("model.bin"); }
   const ModelConfig& config() const { return config_; }
   std::unique_ptr<InferenceModel> on_gpu(const InferenceOptions& pool, bool direct = false) const {
-    return cuda::load_inference(ModelFile::open(path()), pool, options_of(dtype_, direct));
+    return on_gpu(pool, options_of(dtype_, direct));
+  }
+  std::unique_ptr<InferenceModel> on_gpu(const InferenceOptions& pool, const cuda::GpuInferenceOptions& options) const {
+    return cuda::load_inference(ModelFile::open(path()), pool, options);
   }
   std::unique_ptr<InferenceModel> on_cpu(const InferenceOptions& pool) const {
     return cpu::load_inference(ModelFile::open(path()), pool);
@@ -339,8 +342,9 @@ TEST(CudaInference, ScoresOfManyRowsAreThoseOfFew) {
   }
 }
 
-// The last layer leaves out rows that nobody wants, if a step is launched directly: a long prompt in one step gives what it gives
-// in pieces of any size, beside other sequences, and where every row is wanted; and so do the keys and values that it leaves.
+// The last layer leaves out rows that nobody wants, if a step is launched directly, and steps of many rows have a second stream
+// (or those of one row already, also in graphs): a long prompt in one step gives what it gives in pieces of any size, beside
+// other sequences, and where every row is wanted; and so do the keys and values that it leaves.
 TEST(CudaInference, LongPromptsGiveTheBitsOfShortPieces) {
   constexpr std::int64_t kRows = 601;
   const ModelConfig configs[] = {test::neox_config(test::small_shapes()[3]), test::neox_config(test::small_shapes()[1]),
@@ -351,7 +355,7 @@ TEST(CudaInference, LongPromptsGiveTheBitsOfShortPieces) {
       const Fixture fixture(config, dtype);
       InferenceOptions pool = pool_of(60, 32);
       pool.max_rows = 1024;
-      const auto model = fixture.on_gpu(pool);
+      std::unique_ptr<InferenceModel> model;
       const Ids ids = test::random_tokens(kRows + 1, config.tokenizer_vocab, 6);
       Ids pages(20), other_pages(20);
       std::iota(pages.begin(), pages.end(), 7);
@@ -396,17 +400,33 @@ TEST(CudaInference, LongPromptsGiveTheBitsOfShortPieces) {
       std::vector<std::int64_t> short_pieces;
       for (std::int64_t end = 47; end < kRows; end += 47) short_pieces.push_back(end);
       short_pieces.push_back(kRows);
-      const Floats want = logits_of(short_pieces, 0, false);
-      ASSERT_EQ(std::ssize(want), 2 * config.vocab_size);
-      for (const std::vector<std::int64_t>& ends : std::vector<std::vector<std::int64_t>>{
-               {kRows}, {300, kRows}, {256, kRows}, {257, kRows}, {600, kRows}, {1, 500, kRows}}) {
-        for (const int others : {0, 1, 2}) {
-          if (others > 0 && ends.front() > 500) continue;  // more rows than a step has
-          EXPECT_TRUE(same_bits(logits_of(ends, others, false), want))
-              << ends.size() << " pieces, the first of " << ends[0] << ", others " << others;
+      Floats want;
+      const auto check_pieces = [&] {
+        for (int run = 0; run < 3; ++run) {  // in the third, all steps of few rows are graphs
+          const Floats got = logits_of(short_pieces, 0, false);
+          if (want.empty()) want = got;
+          EXPECT_TRUE(same_bits(got, want)) << "short pieces, run " << run;
         }
+        ASSERT_EQ(std::ssize(want), 2 * config.vocab_size);
+        for (const std::vector<std::int64_t>& ends : std::vector<std::vector<std::int64_t>>{
+                 {kRows}, {300, kRows}, {256, kRows}, {257, kRows}, {600, kRows}, {1, 500, kRows}}) {
+          for (const int others : {0, 1, 2}) {
+            if (others > 0 && ends.front() > 500) continue;  // more rows than a step has
+            EXPECT_TRUE(same_bits(logits_of(ends, others, false), want))
+                << ends.size() << " pieces, the first of " << ends[0] << ", others " << others;
+          }
+        }
+        EXPECT_TRUE(same_bits(logits_of({kRows}, 0, true), want)) << "every row wanted";
+      };
+      for (const std::int64_t two_stream_rows : {std::int64_t{1} << 40, std::int64_t{1}, cuda::kTwoStreamRows}) {
+        SCOPED_TRACE("two streams from " + std::to_string(two_stream_rows) + " rows on");
+        cuda::GpuInferenceOptions options = options_of(dtype);
+        options.two_stream_rows = two_stream_rows;
+        model = fixture.on_gpu(pool, options);
+        check_pieces();
       }
-      EXPECT_TRUE(same_bits(logits_of({kRows}, 0, true), want)) << "every row wanted";
+      model = fixture.on_gpu(pool, true);
+      check_pieces();
     }
   }
 }

@@ -16,6 +16,7 @@
 namespace weft::cuda {
 
 inline constexpr std::int64_t kInferenceRows = 2048;  // rows of a step: enough for a prompt to use the GPU well
+inline constexpr std::int64_t kTwoStreamRows = 257;   // GpuInferenceOptions::two_stream_rows
 
 struct GpuInferenceOptions {
   // f16, bf16 or f32: of weights, activations, keys and values; sums and the residual stream are fp32
@@ -26,6 +27,9 @@ struct GpuInferenceOptions {
   // fused_steps_unsupported_reason() is not empty.
   bool fused_steps = false;
   LoadProgress progress = nullptr;
+  // Steps of so many rows compute the first half of a parallel residual's MLP in a second stream, beside QKV and
+  // attention: the same bits. Not with `direct`.
+  std::int64_t two_stream_rows = kTwoStreamRows;
 };
 
 // Empty if the GPU kernels can run this model with this storage type, otherwise one line for the user that says why

@@ -60,8 +60,8 @@ struct StepArrays {
   std::int32_t *slots, *targets, *alternatives;  // [wanted], see ScoreRows
   std::byte* work;                               // attention's work list
   const std::int32_t* begin;                     // the beginning of the copy
-  bool decodes = false;        // attention rotates and appends the rows itself, so the launches differ
-  bool all_wanted = false;     // wanted_rows is 0, 1, ...: nothing has to be gathered
+  bool decodes = false;     // attention rotates and appends the rows itself, so the launches differ
+  bool all_wanted = false;  // wanted_rows is 0, 1, ...: nothing has to be gathered
   // No row before it is wanted, so the last layer computes only keys and values of these; `rows`: of all.
   std::int64_t first_wanted = 0;
   RowScore* scores = nullptr;  // [wanted], page-locked: kernels write results where the host reads them
@@ -170,9 +170,9 @@ class Inference final : public InferenceModel {
     Event uploaded{cudaEventDisableTiming};
     std::unique_ptr<PinnedBuffer> logits;  // logits of the spans that keep them; grows on demand
     Event done{cudaEventDisableTiming};
-    std::int64_t wanted = 0;  // wanted rows, without padding
-    bool decodes = false;     // paged_work_decodes()
-    bool all_wanted = false;  // the logits of every row are wanted
+    std::int64_t wanted = 0;        // wanted rows, without padding
+    bool decodes = false;           // paged_work_decodes()
+    bool all_wanted = false;        // the logits of every row are wanted
     std::int64_t first_wanted = 0;  // StepArrays::first_wanted
     std::vector<FlightSpan> spans;
     std::vector<std::int64_t> kept_rows;  // wanted rows whose logits are kept, ascending
@@ -205,10 +205,20 @@ class Inference final : public InferenceModel {
   void normalize(std::int64_t rows, const float* residual, const Norm<S>& norm, S* out, const Norm<S>* norm2 = nullptr,
                  S* out2 = nullptr);
   void multiply(const S* x, const DeviceLinear<S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
-                RowsEpilogue epilogue, S* out, float* out_fp32 = nullptr, bool x_is_older = false);
+                RowsEpilogue epilogue, S* out, float* out_fp32 = nullptr);
+  // How a GEMM is launched.
+  struct Launch {
+    cudaStream_t stream;
+    LaunchDevice device;
+  };
+  Launch in_chain() const { return {stream_, device_}; }
+  // As an ordinary launch: an event is a predecessor, too, and the chain does not know it (hw/launch.cuh).
+  Launch behind_event(cudaStream_t stream) const { return {stream, {device_.multiprocessors, false}}; }
   // With the matrices of these layers, w2 for io's second input.
-  void multiply(RowsMatmul<S> io, const DeviceLinear<S>& w, const DeviceLinear<S>& w2);
-  void add_branches(const DeviceBlock<S>& w, RowRange rows);
+  void multiply(RowsMatmul<S> io, const DeviceLinear<S>& w, const DeviceLinear<S>& w2, const Launch& launch);
+  // product = activation(norm2 Wup^T)
+  void multiply_up(const DeviceBlock<S>& w, RowRange rows, const Launch& launch);
+  void add_branches(const DeviceBlock<S>& w, RowRange rows, const Launch& launch);
   PagedKv<S> pages_of_layer(std::int64_t l) const;
   // view of queries, keys or values, which begin at this element of a row of qkv
   HeadViewOf<S> heads(std::int64_t first_element) const;
@@ -216,6 +226,7 @@ class Inference final : public InferenceModel {
   HeadViewOf<S> keys() const { return heads(qkv_heads(config_).keys); }
   HeadViewOf<S> values() const { return heads(qkv_heads(config_).values); }
   bool parallel() const { return config_.parallel_residual; }
+  S* norm2() const { return parallel() ? b_.norm2 : b_.norm1; }  // input of the MLP
   std::int64_t qkv_size() const { return config_.qkv_size(); }
   // Runs `work` under a name for the profiler, if operators are launched singly.
   template <typename Work>
@@ -239,8 +250,8 @@ class Inference final : public InferenceModel {
   std::unique_ptr<DeviceArena> own_;
   DeviceWeights<S> weights_;
   LaunchDevice device_;
-  Stream stream_, upload_stream_;
-  Event drafts_written_{cudaEventDisableTiming};
+  Stream stream_{-1}, upload_stream_, side_stream_;
+  Event drafts_written_{cudaEventDisableTiming}, forked_{cudaEventDisableTiming}, up_done_{cudaEventDisableTiming};
   InferenceBuffers<S> b_{};
   DeviceArena kv_arena_;
   ArenaLayout layout_;
