@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <iostream>
+#include <map>
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/inference.h"
@@ -71,9 +72,11 @@ class Fixture {
 // ---- against PyTorch and the CPU ---------------------------------------------------------------------------------------
 
 TEST(CudaInference, Fp32MatchesPyTorchTensorByTensor) {
+  std::map<std::string, int> compared;  // by family
   for (const GoldenCase& golden : golden_cases()) {
     const ModelFile file = ModelFile::open(golden.model);
     if (!cuda::inference_unsupported_reason(file.config(), DType::f32).empty()) continue;
+    ++compared[golden.family];
     const TensorFile dump = TensorFile::open(golden.dump, FileKind::reference_dump);
     const std::int64_t capacity = file.config().max_positions;
     for (const bool direct : {false, true}) {
@@ -86,6 +89,8 @@ TEST(CudaInference, Fp32MatchesPyTorchTensorByTensor) {
       for (const std::string& line : result.table()) std::cout << line << "\n";
     }
   }
+  EXPECT_GE(compared["gpt_neox"], 6);
+  EXPECT_GE(compared["llama"], 6);
 }
 
 // keep_logits() gives what keep_activations() gives of "logits", and nothing else.

@@ -30,7 +30,6 @@
 #include "llmc/cuda/op/attention/paged/paged_attention.h"
 #include "llmc/cuda/op/elementwise/rope.h"
 #include "llmc/cuda/op/gemm/device_weights.h"
-#include "llmc/cuda/op/gemm/gemv.h"
 #include "llmc/cuda/op/gemm/linear.h"
 #include "llmc/cuda/op/gemm/quantized_matmul.h"
 #include "llmc/cuda/op/gemm/rows_matmul.h"

@@ -4,6 +4,7 @@
 // previous step runs, the last kernel writes results to page-locked memory, and an event follows it.
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <utility>
 
 #include "llmc/base/error.h"
@@ -242,7 +243,15 @@ void Inference<S>::submit(std::span<const Span> work) {
   if (std::ranges::any_of(work, [](const Span& span) { return span.drafts_on_device; })) {
     cuda::check(cudaStreamWaitEvent(stream_, drafts_written_, 0), "inference step");
   }
-  launch(flight, rows, wanted);
+  {
+    std::optional<TraceRange> range;  // dev/bench/profile_decode.py knows these names
+    if (options_.direct && kept_step_rows_ == 1) {
+      range.emplace(format("token %lld", static_cast<long long>(work[0].first_position)).c_str());
+    } else if (options_.direct) {
+      range.emplace(format("step of %lld", static_cast<long long>(kept_step_rows_)).c_str());
+    }
+    launch(flight, rows, wanted);
+  }
   if (std::ranges::any_of(work, [](const Span& span) { return span.alternatives > 0; })) {
     cuda::check(cudaMemcpyAsync(flight.most_likely.template at<IdLogprob>(0), b_.most_likely,
                                 static_cast<std::size_t>(flight.wanted) * kMaxAlternatives * sizeof(IdLogprob),
