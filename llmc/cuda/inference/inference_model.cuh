@@ -45,7 +45,7 @@ constexpr std::int64_t kLogitRows = 256;  // rows of logits that exist at the sa
 constexpr std::int64_t kGraphRows = 256;  // steps of up to so many rows are replayed as captured graphs
 constexpr std::int64_t kDepth = 2;        // steps in flight: one runs, one is queued
 
-// Rows of a step after padding, so that few captured graphs serve every number of rows.
+// Rows of a step after padding, so that few captured graphs serve every number of rows; more than kGraphRows stay as they are.
 std::int64_t row_bucket(std::int64_t rows);
 
 // The description of a step, uploaded in one copy: these arrays, attention's work list, and then the block tables of

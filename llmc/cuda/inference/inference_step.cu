@@ -17,7 +17,7 @@ std::int64_t row_bucket(std::int64_t rows) {
   for (const std::int64_t bucket : {0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256}) {
     if (rows <= bucket) return bucket;
   }
-  return ceil_div(rows, 128) * 128;
+  return rows;
 }
 
 StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted) {
