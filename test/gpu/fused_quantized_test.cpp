@@ -9,13 +9,12 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cuda/inference/neox.h"
 #include "test/cpp/inference_tools.h"
 #include "test/cpp/quantized_models.h"
 #include "test/gpu/decode_tools.h"
-#include "test/gpu/fused_sequences.h"
 #include "test/gpu/fused_tools.h"
 #include "test/gpu/neox_models.h"
+#include "test/gpu/sequences.h"
 
 namespace weft {
 namespace {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <iostream>
+#include <map>
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/inference.h"
@@ -53,7 +54,10 @@ class Fixture {
   std::string path() const { return directory_.file("model.bin"); }
   const ModelConfig& config() const { return config_; }
   std::unique_ptr<InferenceModel> on_gpu(const InferenceOptions& pool, bool direct = false) const {
-    return cuda::load_inference(ModelFile::open(path()), pool, options_of(dtype_, direct));
+    return on_gpu(pool, options_of(dtype_, direct));
+  }
+  std::unique_ptr<InferenceModel> on_gpu(const InferenceOptions& pool, const cuda::GpuInferenceOptions& options) const {
+    return cuda::load_inference(ModelFile::open(path()), pool, options);
   }
   std::unique_ptr<InferenceModel> on_cpu(const InferenceOptions& pool) const {
     return cpu::load_inference(ModelFile::open(path()), pool);
@@ -68,9 +72,11 @@ class Fixture {
 // ---- against PyTorch and the CPU ---------------------------------------------------------------------------------------
 
 TEST(CudaInference, Fp32MatchesPyTorchTensorByTensor) {
+  std::map<std::string, int> compared;  // by family
   for (const GoldenCase& golden : golden_cases()) {
     const ModelFile file = ModelFile::open(golden.model);
     if (!cuda::inference_unsupported_reason(file.config(), DType::f32).empty()) continue;
+    ++compared[golden.family];
     const TensorFile dump = TensorFile::open(golden.dump, FileKind::reference_dump);
     const std::int64_t capacity = file.config().max_positions;
     for (const bool direct : {false, true}) {
@@ -83,6 +89,8 @@ TEST(CudaInference, Fp32MatchesPyTorchTensorByTensor) {
       for (const std::string& line : result.table()) std::cout << line << "\n";
     }
   }
+  EXPECT_GE(compared["gpt_neox"], 6);
+  EXPECT_GE(compared["llama"], 6);
 }
 
 // keep_logits() gives what keep_activations() gives of "logits", and nothing else.
@@ -335,6 +343,95 @@ TEST(CudaInference, ScoresOfManyRowsAreThoseOfFew) {
       std::int32_t id = -1;
       EXPECT_TRUE(same_bits(scores_in_chunks(chunk, &id), whole)) << "chunks of " << chunk;
       EXPECT_EQ(id, first_id);
+    }
+  }
+}
+
+// The last layer leaves out rows that nobody wants, if a step is launched directly, and steps of many rows have a second stream
+// (or those of one row already, also in graphs): a long prompt in one step gives what it gives in pieces of any size, beside
+// other sequences, and where every row is wanted; and so do the keys and values that it leaves.
+TEST(CudaInference, LongPromptsGiveTheBitsOfShortPieces) {
+  constexpr std::int64_t kRows = 601;
+  const ModelConfig configs[] = {test::neox_config(test::small_shapes()[3]), test::neox_config(test::small_shapes()[1]),
+                                 test::llama_config(test::small_llamas()[1])};
+  for (const ModelConfig& config : configs) {
+    for (const DType dtype : {DType::bf16, DType::f32}) {
+      SCOPED_TRACE(std::to_string(config.head_dim) + " in " + dtype_name(dtype));
+      const Fixture fixture(config, dtype);
+      InferenceOptions pool = pool_of(60, 32);
+      pool.max_rows = 1024;
+      std::unique_ptr<InferenceModel> model;
+      const Ids ids = test::random_tokens(kRows + 1, config.tokenizer_vocab, 6);
+      Ids pages(20), other_pages(20);
+      std::iota(pages.begin(), pages.end(), 7);
+      std::iota(other_pages.begin(), other_pages.end(), 30);
+      const SamplingPlan greedy;
+      const auto span_of = [&](std::int64_t begin, std::int64_t end) {
+        Span span;
+        span.pages = pages;
+        span.first_position = begin;
+        span.ids = std::span(ids).subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin));
+        if (end == kRows) span.sampling = &greedy, span.keep_logits = true;
+        return span;
+      };
+      // The logits behind the prompt, whose pieces end at `ends`, and behind one more id.
+      const auto logits_of = [&](std::vector<std::int64_t> ends, int others_before, bool score) {
+        Floats all;
+        std::int64_t begin = 0;
+        for (const std::int64_t end : ends) {
+          Span span = span_of(begin, end), other = span;
+          if (score) span.targets = std::span(ids).subspan(static_cast<std::size_t>(begin) + 1, span.ids.size());
+          other.pages = other_pages;
+          other.slot = 1;
+          other.sampling = nullptr, other.keep_logits = false;  // nobody wants one of its rows
+          std::vector<Span> work = {span};
+          if (others_before > 0) work.insert(others_before == 1 ? work.begin() : work.end(), other);
+          model->submit(work);
+          const std::span<const SpanResult> results = model->collect();
+          const Floats logits = [&] {
+            const SpanResult& own = results[others_before == 1 ? 1 : 0];
+            return Floats(own.logits.begin(), own.logits.end());
+          }();
+          all.insert(all.end(), logits.begin(), logits.end());
+          begin = end;
+        }
+        Span next = span_of(kRows, kRows);
+        next.ids = std::span(ids).last(1);
+        model->submit({&next, 1});
+        const std::span<const float> logits = model->collect()[0].logits;
+        all.insert(all.end(), logits.begin(), logits.end());
+        return all;
+      };
+      std::vector<std::int64_t> short_pieces;
+      for (std::int64_t end = 47; end < kRows; end += 47) short_pieces.push_back(end);
+      short_pieces.push_back(kRows);
+      Floats want;
+      const auto check_pieces = [&] {
+        for (int run = 0; run < 3; ++run) {  // in the third, all steps of few rows are graphs
+          const Floats got = logits_of(short_pieces, 0, false);
+          if (want.empty()) want = got;
+          EXPECT_TRUE(same_bits(got, want)) << "short pieces, run " << run;
+        }
+        ASSERT_EQ(std::ssize(want), 2 * config.vocab_size);
+        for (const std::vector<std::int64_t>& ends : std::vector<std::vector<std::int64_t>>{
+                 {kRows}, {300, kRows}, {256, kRows}, {257, kRows}, {600, kRows}, {1, 500, kRows}}) {
+          for (const int others : {0, 1, 2}) {
+            if (others > 0 && ends.front() > 500) continue;  // more rows than a step has
+            EXPECT_TRUE(same_bits(logits_of(ends, others, false), want))
+                << ends.size() << " pieces, the first of " << ends[0] << ", others " << others;
+          }
+        }
+        EXPECT_TRUE(same_bits(logits_of({kRows}, 0, true), want)) << "every row wanted";
+      };
+      for (const std::int64_t two_stream_rows : {std::int64_t{1} << 40, std::int64_t{1}, cuda::kTwoStreamRows}) {
+        SCOPED_TRACE("two streams from " + std::to_string(two_stream_rows) + " rows on");
+        cuda::GpuInferenceOptions options = options_of(dtype);
+        options.two_stream_rows = two_stream_rows;
+        model = fixture.on_gpu(pool, options);
+        check_pieces();
+      }
+      model = fixture.on_gpu(pool, true);
+      check_pieces();
     }
   }
 }

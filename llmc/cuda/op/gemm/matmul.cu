@@ -65,8 +65,6 @@ ColumnMajor fp8_columns(const MatmulShape& s) {
       return {s.OC, s.C, s.OC, s.N, s.C, s.N, CUBLAS_OP_T, CUBLAS_OP_N, CUDA_R_16BF, kInput, kGradient};
     case Gemm::weight_grad:
       return {s.N, s.C, s.N, s.OC, s.C, s.OC, CUBLAS_OP_T, CUBLAS_OP_N, CUDA_R_32F, kInput, kGradient};
-    case Gemm::wide:
-      break;
   }
   fail(Exit::internal, "matmul: a GEMM that has no fp8");
 }
@@ -76,8 +74,6 @@ ColumnMajor columns(const MatmulShape& s) {
   switch (s.gemm) {
     case Gemm::forward:
       return {s.C, s.OC, s.C, s.N, s.OC, s.N, CUBLAS_OP_T, CUBLAS_OP_N, s.type, s.type, s.type};
-    case Gemm::wide:
-      return {s.C, s.OC, s.C, s.N, s.OC, s.N, CUBLAS_OP_T, CUBLAS_OP_N, CUDA_R_32F, s.type, s.type};
     case Gemm::input_grad:
       return {s.C, s.OC, s.OC, s.N, s.C, s.N, CUBLAS_OP_N, CUBLAS_OP_N, s.type, s.type, s.type};
     case Gemm::weight_grad:
@@ -229,7 +225,6 @@ std::string cublaslt_version() {
 
 const char* gemm_name(Gemm gemm) {
   return gemm == Gemm::forward      ? "forward"
-         : gemm == Gemm::wide       ? "wide forward"
          : gemm == Gemm::input_grad ? "input grad"
                                     : "weight grad";
 }
@@ -585,11 +580,6 @@ void Matmul::forward(T* out, const T* x, const T* weight, const T* bias, std::in
 }
 
 template <typename T>
-void Matmul::wide(float* out, const T* x, const T* weight, std::int64_t N, std::int64_t C, std::int64_t OC) {
-  run({Gemm::wide, N, C, OC, data_type<T>(), Accumulate::no, false, false}, weight, x, nullptr, nullptr, out);
-}
-
-template <typename T>
 void Matmul::input_grad(T* dx, const T* dout, const T* weight, std::int64_t N, std::int64_t C, std::int64_t OC,
                         Accumulate accumulate) {
   run({Gemm::input_grad, N, C, OC, data_type<T>(), accumulate, false}, weight, dout, nullptr, nullptr, dx);
@@ -622,7 +612,6 @@ void Matmul::weight_grad_fp8(float* dweight, const Fp8Matrix& dout_transposed, c
 #define WEFT_INSTANTIATE(T)                                                                                          \
   template void Matmul::forward<T>(T*, const T*, const T*, const T*, std::int64_t, std::int64_t, std::int64_t,       \
                                    Accumulate, const T*);                                                            \
-  template void Matmul::wide<T>(float*, const T*, const T*, std::int64_t, std::int64_t, std::int64_t);               \
   template void Matmul::input_grad<T>(T*, const T*, const T*, std::int64_t, std::int64_t, std::int64_t, Accumulate); \
   template void Matmul::weight_grad<T>(float*, const T*, const T*, std::int64_t, std::int64_t, std::int64_t,         \
                                        Accumulate);

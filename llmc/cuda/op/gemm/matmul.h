@@ -38,7 +38,6 @@ enum class Accumulate { no, yes };  // = or +=
 // The GEMMs of a linear layer with N rows, C inputs and OC outputs.
 enum class Gemm {
   forward,      // out [N, OC] (+)= x [N, C] W^T, plus bias [OC], plus addend [N, OC]
-  wide,         // out [N, OC] = x W^T, written in fp32: logits that are scored
   input_grad,   // dx [N, C] (+)= dout [N, OC] W
   weight_grad,  // dW [OC, C] (+)= dout^T x, written in fp32
 };
@@ -74,28 +73,6 @@ class Matmul {
 
   static constexpr std::size_t kWorkspaceBytes = 64 << 20;
 
-  // While this object exists, the GEMMs of `matmul` run in another stream with the same plans, and use a workspace of
-  // kWorkspaceBytes that nothing else may use meanwhile.
-  class OnStream {
-   public:
-    OnStream(Matmul& matmul, cudaStream_t stream, void* workspace)
-        : matmul_(matmul), stream_(stream), workspace_(workspace) {
-      exchange();
-    }
-    ~OnStream() { exchange(); }
-    OnStream(const OnStream&) = delete;
-    OnStream& operator=(const OnStream&) = delete;
-
-   private:
-    void exchange() {
-      std::swap(matmul_.stream_, stream_);
-      std::swap(matmul_.workspace_, workspace_);
-    }
-    Matmul& matmul_;
-    cudaStream_t stream_;
-    void* workspace_;
-  };
-
   // Chooses the plans of these shapes: remembered ones, or by timing on scratch memory that is freed again. Call it
   // once for all shapes, before the arenas are allocated. A shape that was not prepared uses cuBLASLt's first
   // suggestion.
@@ -110,8 +87,6 @@ class Matmul {
   template <typename T>
   void forward(T* out, const T* x, const T* weight, const T* bias, std::int64_t N, std::int64_t C, std::int64_t OC,
                Accumulate accumulate = Accumulate::no, const T* addend = nullptr);
-  template <typename T>
-  void wide(float* out, const T* x, const T* weight, std::int64_t N, std::int64_t C, std::int64_t OC);
   template <typename T>
   void input_grad(T* dx, const T* dout, const T* weight, std::int64_t N, std::int64_t C, std::int64_t OC,
                   Accumulate accumulate = Accumulate::no);

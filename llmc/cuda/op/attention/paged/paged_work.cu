@@ -11,6 +11,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/op/attention/train/attention.h"
+#include "llmc/model/limits.h"
 
 namespace weft::cuda {
 
@@ -19,7 +20,8 @@ namespace {
 // Limit of the workspace, whatever the length of a sequence. Spans that find no free slot are computed as tiles.
 constexpr std::int64_t kMaxPartialBytes = std::int64_t{256} << 20;
 constexpr std::int64_t kLengthUnit = 16;  // granularity, in positions, of sorting items by length
-constexpr std::int64_t kMaxRows = 65535, kMaxTiles = 65535, kMaxPositions = 65535 * kPagedSplit;
+constexpr std::int64_t kMaxRows = 65535, kMaxTiles = 65535, kMaxPositions = 65536 * kPagedSplit;
+static_assert(kMaxPositions >= weft::kMaxPositions, "the longest context of a model");
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
