@@ -131,11 +131,17 @@ TEST(CudaLlama, Bf16TrainingMatchesPyTorch) {
   }
 }
 
-// Each tensor against the CPU's: dropout masks, LayerNorm's biases and ignored labels included.
+// Windows of odd_config()'s layers: shorter than its text, none, and one that ends within a tile.
+const std::vector<std::int64_t> kWindows = {5, 0, 33};
+
+// Each tensor against the CPU's: dropout masks, LayerNorm's biases, windows and ignored labels included.
 TEST(CudaLlama, Fp32MatchesTheCpuOnOddSizes) {
-  for (const NormKind norm : {NormKind::rmsnorm, NormKind::layernorm}) {
+  for (const auto& [norm, windows] : {std::pair<NormKind, std::vector<std::int64_t>>{NormKind::rmsnorm, {}},
+                                      {NormKind::layernorm, {}},
+                                      {NormKind::rmsnorm, kWindows}}) {
     ModelConfig config = odd_config();
     config.norm = norm;
+    config.windows = windows;
     TrainOptions options = odd_options(Precision::fp32);
     options.dropout = 0.2f;
     const auto reference = cpu::make_training_model(config, options),
@@ -167,25 +173,29 @@ TEST(CudaLlama, Fp32MatchesTheCpuOnOddSizes) {
 // bf16 rounds each stored value to 2^-9 of itself; through three layers a gradient errs by a
 // few of those in the 2-norm. A wrong operator errs by tens of percent.
 TEST(CudaLlama, Bf16GradientsPointWhereFp32GradientsPoint) {
-  const ModelConfig config = odd_config();
-  const auto reference = cpu::make_training_model(config, odd_options(Precision::fp32));
-  const auto model = cuda::make_training_model(config, odd_options(Precision::bf16));
-  randomize(*reference);
-  randomize(*model);
-  const Text text = random_text(config, odd_options(Precision::bf16), 6);
-  for (TrainModel* each : {reference.get(), model.get()}) {
-    each->zero_gradients();
-    each->forward(text.batch(), 0, 0.01f);
-    each->backward();
-  }
-  EXPECT_NEAR(model->statistics().loss_sum, reference->statistics().loss_sum, 5e-3 * reference->statistics().loss_sum);
-  for (const TensorSpec& spec : model->table().specs()) {
-    std::vector<float> a(static_cast<std::size_t>(spec.elements)), b(a.size());
-    model->read_tensor(TensorRole::gradient, spec, a.data());
-    reference->read_tensor(TensorRole::gradient, spec, b.data());
-    const TensorDistance row = distance(spec.name, a, b, 0.05, Norm::l2);
-    EXPECT_TRUE(row.pass) << spec.name << " " << row.relative;
-    EXPECT_GT(row.cosine, 0.998) << spec.name;
+  for (const std::vector<std::int64_t>& windows : {std::vector<std::int64_t>{}, kWindows}) {
+    ModelConfig config = odd_config();
+    config.windows = windows;
+    const auto reference = cpu::make_training_model(config, odd_options(Precision::fp32));
+    const auto model = cuda::make_training_model(config, odd_options(Precision::bf16));
+    randomize(*reference);
+    randomize(*model);
+    const Text text = random_text(config, odd_options(Precision::bf16), 6);
+    for (TrainModel* each : {reference.get(), model.get()}) {
+      each->zero_gradients();
+      each->forward(text.batch(), 0, 0.01f);
+      each->backward();
+    }
+    EXPECT_NEAR(model->statistics().loss_sum, reference->statistics().loss_sum,
+                5e-3 * reference->statistics().loss_sum);
+    for (const TensorSpec& spec : model->table().specs()) {
+      std::vector<float> a(static_cast<std::size_t>(spec.elements)), b(a.size());
+      model->read_tensor(TensorRole::gradient, spec, a.data());
+      reference->read_tensor(TensorRole::gradient, spec, b.data());
+      const TensorDistance row = distance(spec.name, a, b, 0.05, Norm::l2);
+      EXPECT_TRUE(row.pass) << spec.name << " " << row.relative;
+      EXPECT_GT(row.cosine, 0.998) << spec.name;
+    }
   }
 }
 
@@ -220,6 +230,7 @@ TEST(CudaLlama, RecomputationAndRerunGiveTheSameBits) {
       ModelConfig config = odd_config();
       config.hidden_size = each.hidden_size;
       config.norm = each.norm;
+      if (each.norm == NormKind::layernorm) config.windows = kWindows;
       TrainOptions options = odd_options(precision);
       options.dropout = each.dropout;
       const Text text = random_text(config, options, 7);

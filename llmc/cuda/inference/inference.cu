@@ -21,7 +21,8 @@ namespace weft::cuda {
 // ---- memory -----------------------------------------------------------------------------------------------------------
 
 PagedAttentionShape attention_shape(const ModelConfig& c, const InferenceOptions& pool) {
-  return {c.num_heads, c.num_kv_heads, c.head_dim, row_bucket(pool.max_rows), pool.slots, pool.max_positions};
+  return {c.num_heads, c.num_kv_heads,     c.head_dim,        row_bucket(pool.max_rows),
+          pool.slots,  pool.max_positions, c.longest_window()};
 }
 
 std::size_t step_bytes(const ModelConfig& c, const InferenceOptions& pool) {
@@ -191,7 +192,6 @@ std::unique_ptr<InferenceModel> filled_inference(const ModelConfig& config, cons
 
 std::string inference_unsupported_reason(const ModelConfig& c, DType dtype) {
   if (const std::string reason = head_dim_unsupported_reason(c.head_dim); !reason.empty()) return reason;
-  if (!c.windows.empty()) return "windows: the GPU has no attention with a sliding window";
   if (c.qk_norm) return "q_norm, k_norm: the GPU has no norms of heads";
   if (c.gated() && c.mlp_bias) return "mlp_bias: the GPU has no SwiGLU with biases";
   if (c.activation == Activation::gelu_tanh)

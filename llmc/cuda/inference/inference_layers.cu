@@ -113,6 +113,7 @@ void Inference<S>::attend(std::int64_t l, const StepArrays& step, std::int64_t r
   PagedAttention<S> io;
   io.shape = attention_shape(config_, pool_);
   io.scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim));
+  io.window = config_.window(l);
   io.q = queries();
   io.kv = pages_of_layer(l);
   io.rows = paged_rows;

@@ -49,7 +49,7 @@ void TrainingModel<S>::forward_to_swiglu(std::int64_t l, S* branch, S* swiglu_ou
 
   linear(qkv_, l, a.qkv, a.input_norm, w.qkv.weight.plain, N);
   rope(a.qkv);
-  attend(a);
+  attend(l, a);
   linear_and_normalize(output_, l, norm_after(2 * l), a.attention, w.output.weight.plain, residual, branch);
 
   gate_up_and_swiglu(l, swiglu_out);

@@ -192,10 +192,10 @@ void TrainingModel<S>::rope(S* qkv) {
 }
 
 template <typename S>
-void TrainingModel<S>::attend(const LayerActivations<S>& a) {
+void TrainingModel<S>::attend(std::int64_t l, const LayerActivations<S>& a) {
   const std::int64_t q = config_.q_size();
-  clock_.run("attention", attention_flops(), row_bytes(q + qkv_size()), [&] {
-    attention_forward<S>(attention_shape(config_, options_), heads(a.attention, q), a.lse, q_heads(a.qkv),
+  clock_.run("attention", attention_flops(l), row_bytes(q + qkv_size()), [&] {
+    attention_forward<S>(attention_shape(config_, options_, l), heads(a.attention, q), a.lse, q_heads(a.qkv),
                          k_heads(a.qkv), v_heads(a.qkv), stream_);
   });
 }
@@ -209,16 +209,16 @@ void TrainingModel<S>::attend_backward(std::int64_t l, const LayerActivations<S>
       const double bytes = row_bytes(2 * q + qkv_size()) + static_cast<double>(rows() * qkv_size());
       return fp8_->write_gradient(BlockLinear::qkv, l, [&](const Fp8Target& to) {
         const AttentionCodes codes{q_heads(to.codes), k_heads(to.codes), v_heads(to.codes), to.scale, to.tally};
-        clock_.run("attention backward, quantise", 2.5 * attention_flops(), bytes, [&] {
-          attention_backward_fp8(attention_shape(config_, options_), codes, heads(acts_.d_attention, q),
+        clock_.run("attention backward, quantise", 2.5 * attention_flops(l), bytes, [&] {
+          attention_backward_fp8(attention_shape(config_, options_, l), codes, heads(acts_.d_attention, q),
                                  heads(a.attention, q), a.lse, q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv),
                                  work_.scratch, stream_, rope_);
         });
       });
     }
   }
-  clock_.run("attention backward", 2.5 * attention_flops(), row_bytes(2 * (q + qkv_size())), [&] {
-    attention_backward<S>(attention_shape(config_, options_), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv),
+  clock_.run("attention backward", 2.5 * attention_flops(l), row_bytes(2 * (q + qkv_size())), [&] {
+    attention_backward<S>(attention_shape(config_, options_, l), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv),
                           v_heads(acts_.d_qkv), heads(acts_.d_attention, q), heads(a.attention, q), a.lse,
                           q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv), work_.scratch, stream_, rope_);
   });
@@ -305,7 +305,7 @@ void TrainingModel<S>::sum_losses(LossTotal* total) {
                                                        const S*, const S*, S*);                                       \
   template void TrainingModel<S>::normalize_backward(const NormSite&, const S*, bool);                                \
   template void TrainingModel<S>::rope(S*);                                                                           \
-  template void TrainingModel<S>::attend(const LayerActivations<S>&);                                                 \
+  template void TrainingModel<S>::attend(std::int64_t, const LayerActivations<S>&);                                   \
   template void TrainingModel<S>::attend_backward(std::int64_t, const LayerActivations<S>&);                          \
   template void TrainingModel<S>::gate_up_and_swiglu(std::int64_t, S*);                                               \
   template void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t, S*);                                       \

@@ -25,7 +25,7 @@ std::int64_t classifier_rows(std::int64_t N) {
   return std::min(N, kRows);
 }
 
-AttentionShape attention_shape(const ModelConfig& config, const TrainOptions& options) {
+AttentionShape attention_shape(const ModelConfig& config, const TrainOptions& options, std::int64_t layer) {
   return {options.micro_batch,
           options.seq_len,
           options.seq_len,
@@ -33,7 +33,8 @@ AttentionShape attention_shape(const ModelConfig& config, const TrainOptions& op
           config.num_kv_heads,
           config.head_dim,
           true,
-          1.0f / std::sqrt(static_cast<float>(config.head_dim))};
+          1.0f / std::sqrt(static_cast<float>(config.head_dim)),
+          config.window(layer)};
 }
 
 namespace {
@@ -188,7 +189,7 @@ TrainingWorkspace::TrainingWorkspace(const ModelConfig& config, const TrainOptio
   if (!sharding.squares_order.empty()) layout.reserve(&squares_order, sharding.squares);
   const int norm_sums = config.norm == NormKind::layernorm ? 2 : 1;  // column sums: weight and, for LayerNorm, bias
   layout.reserve_bytes(&scratch, std::max({residual_norm_backward_workspace(config.hidden_size, norm_sums),
-                                           attention_backward_workspace(attention_shape(config, options)),
+                                           attention_backward_workspace(attention_shape(config, options, 0)),
                                            embedding_backward_workspace(N, config.hidden_size)}));
   // Last, because its size differs between ranks, and what ranks exchange must have the same offset on all.
   layout.reserve(&adamw_blocks, static_cast<std::int64_t>(sharding.blocks.size()));
@@ -223,9 +224,6 @@ template std::vector<MemoryLine> llama_memory<float>(const ModelConfig&, const T
 template std::vector<MemoryLine> llama_memory<bf16>(const ModelConfig&, const TrainOptions&, const RankShare&);
 
 void check_sizes(const ModelConfig& config) {
-  if (!config.windows.empty()) {
-    fail(Exit::usage, "windows: the GPU trains models without sliding windows. Use --device cpu");
-  }
   if (config.has_linear_biases()) {
     fail(Exit::usage, "the model has biases of linear layers, with which the GPU does not train. Use --device cpu");
   }

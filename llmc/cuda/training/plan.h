@@ -32,7 +32,8 @@ inline std::size_t moment_bytes(const TrainOptions& options) {
 
 // Number of the N rows of logits that exist at the same time.
 std::int64_t classifier_rows(std::int64_t N);
-AttentionShape attention_shape(const ModelConfig& config, const TrainOptions& options);
+// Of layer `layer`.
+AttentionShape attention_shape(const ModelConfig& config, const TrainOptions& options, std::int64_t layer);
 // Which rank of a run a model is, and what the ranks divide. One rank: alone.
 struct RankShare {
   int rank = 0, ranks = 1;

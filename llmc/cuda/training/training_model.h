@@ -21,6 +21,7 @@
 // Only statistics(), evaluate(), and access to tensors and activations wait for the GPU.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -153,7 +154,7 @@ class TrainingModel final : public TrainModel {
   void linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const S* weight, std::int64_t N,
               const S* addend = nullptr);
   void rope(S* qkv);
-  void attend(const LayerActivations<S>& a);
+  void attend(std::int64_t l, const LayerActivations<S>& a);
   void linear_and_normalize(const LinearLayer& layer, std::int64_t l, const NormSite& site, const S* x, const S* weight,
                             const S* skip, S* branch);
   void gate_up_and_swiglu(std::int64_t l, S* swiglu_out);
@@ -179,7 +180,7 @@ class TrainingModel final : public TrainModel {
   // Whether attention's backward pass writes the gradient of qkv in fp8, so that acts_.d_qkv is not used: on Hopper, from
   // the second step on.
   bool attention_rounds() const {
-    return fp8_ && fp8_->scales_known() && attention_backward_rounds(attention_shape(config_, options_), rope_);
+    return fp8_ && fp8_->scales_known() && attention_backward_rounds(attention_shape(config_, options_, 0), rope_);
   }
   void attend_backward(std::int64_t l, const LayerActivations<S>& a);
   void down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out);
@@ -191,8 +192,11 @@ class TrainingModel final : public TrainModel {
 
   // Bytes and operations of operators, for the table of time_operators().
   double row_bytes(std::int64_t columns) const { return static_cast<double>(rows() * columns) * sizeof(S); }
-  double attention_flops() const {  // forward pass: two GEMMs of T x T / 2 by HS for each head
-    return 2.0 * static_cast<double>(rows() * options_.seq_len) * static_cast<double>(config_.q_size());
+  // Forward pass: for each head two GEMMs by HS of the T x T / 2 pairs that see each other; with a window w T - w^2 / 2.
+  double attention_flops(std::int64_t l) const {
+    const double T = static_cast<double>(options_.seq_len), window = static_cast<double>(config_.window(l));
+    const double w = window > 0 ? std::min(window, T) : T;
+    return 4.0 * static_cast<double>(rows()) * w * (1 - w / (2 * T)) * static_cast<double>(config_.q_size());
   }
 
   // ---- step.cu
