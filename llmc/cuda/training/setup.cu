@@ -17,14 +17,14 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
       options_(options),
       peers_(peers),
       table_(config, kStorage<S>),
-      sharding_(config, table_, peers.share),
+      sharding_(config, table_, *options.optimizer, peers.share),
       swiglu_in_epilogue_(options.precision == Precision::bf16
                               ? matmul_swiglu_computes(config.hidden_size, config.ffn_size)
                               : options.precision == Precision::fp8 && matmul_swiglu_fp8_computes()),
       clock_(stream_),
       matmul_(stream_, peers.share.rank == 0 ? options.matmul_plans : std::string()),
       acts_(config, options, classifier_rows(rows())),
-      work_(config, options, peers.share, sharding_),
+      work_(config, options, peers.share, sharding_, muon_shapes(table_, *options.optimizer)),
       parameter_arena_((prepare_matmuls(), read_parameters_plan(table_, sharding_, sizeof(S)))),
       own_parameter_arena_(state_plan("parameters", sharding_, sharding_.parameters_sharded ? sizeof(S) : 0)),
       low_arena_(state_plan("low halves of fp32 masters", sharding_, kSplitMaster<S> ? sizeof(std::int16_t) : 0)),
@@ -32,8 +32,8 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
       part_sum_arena_(part_sum_plan(sharding_)),
       rank_sum_arena_(rank_sum_plan(table_, options)),
       received_arena_(received_plan(sharding_)),
-      moment1_arena_(state_plan("first moments", sharding_, moment_bytes(options))),
-      moment2_arena_(state_plan("second moments", sharding_, moment_bytes(options))),
+      state1_arena_(state_plan("first states of the optimizer", sharding_, moment_bytes(options))),
+      state2_arena_(second_state_plan(sharding_, moment_bytes(options))),
       activation_arena_(acts_.plan()),
       workspace_arena_(work_.layout.plan()),
       weights_(bind_weights(config, table_, parameter_arena_.at<S>(0), Offsets::bytes)),
@@ -51,7 +51,7 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
   place_sections();
   for (DeviceArena* arena :
        {&parameter_arena_, &own_parameter_arena_, &low_arena_, &gradient_arena_, &part_sum_arena_, &rank_sum_arena_,
-        &received_arena_, &moment1_arena_, &moment2_arena_, &activation_arena_, &workspace_arena_}) {
+        &received_arena_, &state1_arena_, &state2_arena_, &activation_arena_, &workspace_arena_}) {
     arena->clear(stream_);
   }
   const RopeTable table = rope_table(config.rope, options.seq_len);
@@ -90,8 +90,8 @@ void TrainingModel<S>::place_sections() {
   weights_.move_sections(of_parameters);
 }
 
-// Every GEMM of the step: four linear layers and the head, each forward and for both gradients. The first micro-batch
-// of a step stores weight gradients, the others accumulate. Where SwiGLU is in the epilogue of a kernel of the project,
+// Every GEMM of the step: four linear layers and the head, each forward and for both gradients, and those of Muon. The first
+// micro-batch of a step stores weight gradients, the others accumulate. Where SwiGLU is in the epilogue of a kernel of the project,
 // the two GEMMs beside it need no plan: in fp8 the first step alone takes down's dgrad from cuBLASLt, by its first suggestion.
 template <typename S>
 void TrainingModel<S>::prepare_matmuls() {
@@ -122,6 +122,10 @@ void TrainingModel<S>::prepare_matmuls() {
   prepare(down_, N, addend, {true, accumulates});
   prepare(head_, chunk, false, {true, accumulates || N > chunk});
   if (N % chunk != 0) prepare(head_, N % chunk, false, {false, true});
+  for (const MuonShape& shape : muon_shapes(table_, optimizer())) {
+    const MuonMatmuls gemms = muon_matmuls(shape, kIsFloat ? CUDA_R_32F : CUDA_R_16BF);
+    shapes.insert(shapes.end(), {gemms.gram, gemms.polynomial, gemms.next});
+  }
   // Rank 0 chooses: another algorithm may add in another order, and then the bits would depend on which rank computes.
   if (peers_.share.rank == 0) matmul_.prepare(shapes);
   if (!has_peers()) return;
@@ -145,8 +149,8 @@ void require_fp8() {
 std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& options, Communicator* ranks,
                                  DeviceRanks* device_ranks, const RankShare& share) {
   check_sizes(config);
-  if (options.optimizer != &adamw_optimizer()) {
-    fail(Exit::usage, "--optimizer: got %s, but GPUs have adamw only", options.optimizer->name());
+  if (options.optimizer != &adamw_optimizer() && options.optimizer != &muon_optimizer()) {
+    fail(Exit::internal, "%s has no update on the GPU", options.optimizer->name());
   }
   if (options.moments == Precision::bf16 && options.precision == Precision::fp32) {
     fail(Exit::internal, "moments in bf16 beside parameters in fp32");

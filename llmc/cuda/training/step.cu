@@ -2,8 +2,10 @@
 // gradients, statistics, the update, validation, and the timing of operators.
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <span>
 #include <tuple>
+#include <vector>
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/hw/common.cuh"
@@ -251,22 +253,24 @@ StepStatistics TrainingModel<S>::statistics() {
 }
 
 template <typename S>
-void TrainingModel<S>::update(const OptimizerStep& of_optimizer) {
-  const AdamWStep& step = of_optimizer.adamw;
+void TrainingModel<S>::update(const OptimizerStep& step) {
   const TraceRange range("update");
   zero_stale_gradients();
   delay_point(stream_, DelayPoint::step);
   check(cudaStreamWaitEvent(stream_, state_copied_), "update");  // no wait if the event was never recorded
   if (fp8_) fp8_->end_step();
-  if (fp8_ && fp8_->scales_known() && !sharding_.sharded) return update_and_round(step);
-  if (!sharding_.sharded) return update_blocks({0, static_cast<std::int64_t>(sharding_.blocks.size())}, step);
+  const bool adamw_alone = sharding_.matrices.empty();
+  if (fp8_ && fp8_->scales_known() && adamw_alone && !sharding_.sharded) return update_and_round(step.adamw);
+  if (!sharding_.sharded) {
+    return update_parts({0, sharding_.blocks_of_bucket.back().end}, {0, std::ssize(sharding_.matrices)}, step);
+  }
   // Parameters that other ranks are still reading must not change.
   for (const std::unique_ptr<Event>& event : parameters_ready_) check(cudaStreamWaitEvent(stream_, *event), "update");
   buffers_.forget();
   // Divided parameters with which the next forward pass begins are fetched while the others are updated.
   const std::size_t first = section_of_layer(std::min(config_.num_layers, kLayerBuffers));
   for (std::size_t b = 0; b < sharding_.buckets.size(); ++b) {
-    update_blocks(sharding_.blocks_of_bucket[b], step);
+    update_parts(sharding_.blocks_of_bucket[b], sharding_.matrices_of_bucket[b], step);
     if (!sharding_.parameters_sharded) {
       gather_parameters(b);
       continue;
@@ -277,13 +281,48 @@ void TrainingModel<S>::update(const OptimizerStep& of_optimizer) {
   }
 }
 
-// Updates a range of sharding_.blocks.
+// Updates ranges of sharding_.blocks and of sharding_.matrices.
 template <typename S>
-void TrainingModel<S>::update_blocks(const Range& range, const AdamWStep& step) {
+void TrainingModel<S>::update_parts(const Range& blocks, const Range& matrices, const OptimizerStep& step) {
   std::int64_t elements = 0;
-  for (std::int64_t i = range.begin; i < range.end; ++i)
+  for (std::int64_t i = blocks.begin; i < blocks.end; ++i)
     elements += sharding_.blocks[static_cast<std::size_t>(i)].count;
-  update_listed(work_.adamw_blocks + range.begin, range.size(), elements, step);
+  update_listed(work_.adamw_blocks + blocks.begin, blocks.size(), elements, step.adamw);
+  std::map<MuonShape, std::vector<MuonMatrix>> of_shape;
+  for (std::int64_t i = matrices.begin; i < matrices.end; ++i) {
+    const MuonMatrix& matrix = sharding_.matrices[static_cast<std::size_t>(i)];
+    of_shape[matrix.shape].push_back(matrix);
+  }
+  for (const auto& [shape, all] : of_shape) {
+    const auto batch = static_cast<std::size_t>(muon_batch(shape));
+    for (std::size_t first = 0; first < all.size(); first += batch) {
+      update_matrices(std::span(all).subspan(first, std::min(batch, all.size() - first)), step.muon);
+    }
+  }
+}
+
+// Matrices of one shape, at most a batch.
+template <typename S>
+void TrainingModel<S>::update_matrices(std::span<const MuonMatrix> matrices, const MuonStep& step) {
+  const MuonShape& shape = matrices[0].shape;
+  const double count = static_cast<double>(matrices.size()), elements = count * static_cast<double>(shape.elements());
+  // The gradient, the momentum read and written; u and x are written, and u is read.
+  const double read = sizeof(float) + 2.0 * static_cast<double>(moment_bytes(options_));
+  clock_.run("muon momentum", 0, elements * (read + 3 * sizeof(S)), [&] {
+    with_moments([&](auto* momentum, auto*, auto... seed) {
+      muon_momentum<S>(work_.muon, matrices, gradients(), momentum, step, seed..., stream_);
+    });
+  });
+  clock_.run("newton-schulz", count * muon_flops(shape), count * muon_moves(shape) * sizeof(S),
+             [&] { orthogonalize<S>(matmul_, shape, work_.muon); });
+  clock_.run("muon", 0, elements * (2 * sizeof(float) + sizeof(S)), [&] {
+    if constexpr (kSplitMaster<S>) {
+      muon_apply(work_.muon, matrices, own_parameters().template at<bf16>(0), low_arena_.at<std::int16_t>(0), step,
+                 stream_);
+    } else {
+      muon_apply(work_.muon, matrices, own_parameters().template at<float>(0), step, stream_);
+    }
+  });
 }
 
 // `blocks` [count], on the device, of `elements` in all.
@@ -324,10 +363,10 @@ template <typename Update>
 void TrainingModel<S>::with_moments(const Update& update) const {
   if constexpr (kSplitMaster<S>) {
     if (options_.moments == Precision::bf16) {
-      return update(moment1_arena_.at<bf16>(0), moment2_arena_.at<bf16>(0), options_.seed);
+      return update(state1_arena_.at<bf16>(0), state2_arena_.at<bf16>(0), options_.seed);
     }
   }
-  update(moment1_arena_.at<float>(0), moment2_arena_.at<float>(0));
+  update(state1_arena_.at<float>(0), state2_arena_.at<float>(0));
 }
 
 template <typename S>

@@ -25,6 +25,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -62,6 +63,7 @@ class TrainingModel final : public TrainModel {
 
   const ModelConfig& config() const override { return config_; }
   const TensorTable& table() const override { return table_; }
+  const Optimizer& optimizer() const override { return *options_.optimizer; }
   std::vector<MemoryLine> memory() const override { return llama_memory<S>(config_, options_, peers_.share); }
 
   void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) override;
@@ -214,8 +216,9 @@ class TrainingModel final : public TrainModel {
   std::size_t rank_totals() const { return static_cast<std::size_t>(peers_.share.ranks * peers_.share.rounds); }
   bool is_last_micro_batch() const { return rank_micro_batches_ + 1 == options_.rank_micro_batches; }
   void finish_rank();
-  void update_blocks(const Range& range, const AdamWStep& step);
+  void update_parts(const Range& blocks, const Range& matrices, const OptimizerStep& step);
   void update_listed(const AdamWBlock* blocks, std::int64_t count, std::int64_t elements, const AdamWStep& step);
+  void update_matrices(std::span<const MuonMatrix> matrices, const MuonStep& step);
   void update_and_round(const AdamWStep& step);
   template <typename Update>
   void with_moments(const Update& update) const;
@@ -269,15 +272,17 @@ class TrainingModel final : public TrainModel {
   void prepare_matmuls();
   void place_sections();
 
-  // A range of a tensor that this model holds: its position in arenas of the table's layout, and in those of the state.
+  // A range of a tensor that this model holds: its position in arenas of the table's layout, and in those of low halves and
+  // first states.
   struct Piece {
     std::int64_t element, state, count;
   };
-  bool is_moment(TensorRole role) const { return role == TensorRole::state1 || role == TensorRole::state2; }
+  bool is_state(TensorRole role) const { return role == TensorRole::state1 || role == TensorRole::state2; }
+  void require_tensor(TensorRole role, const TensorSpec& spec) const;
   // Whether each rank holds only its own part.
   bool is_sharded(TensorRole role) const {
     if (role == TensorRole::gradient) return sharding_.gradients_sharded || (sharding_.sharded && exchanged_);
-    return sharding_.sharded && (is_moment(role) || kSplitMaster<S> || sharding_.parameters_sharded);
+    return sharding_.sharded && (is_state(role) || kSplitMaster<S> || sharding_.parameters_sharded);
   }
   Range held(TensorRole role, const Bucket& bucket) const {
     return is_sharded(role) ? bucket.parts[my_rank()] : bucket.range;
@@ -314,7 +319,7 @@ class TrainingModel final : public TrainModel {
   DeviceArena part_sum_arena_;  // see Sharding::sum_begins
   DeviceArena rank_sum_arena_;  // sum of the gradients of completed virtual ranks; empty without them
   DeviceArena received_arena_;  // gradients received from other ranks, before they are added; empty without other ranks
-  DeviceArena moment1_arena_, moment2_arena_, activation_arena_, workspace_arena_;
+  DeviceArena state1_arena_, state2_arena_, activation_arena_, workspace_arena_;
   std::optional<Fp8Linears> fp8_;  // with --precision fp8
   ModelWeights<S> weights_;
   ModelWeights<float> d_weights_;

@@ -1,7 +1,7 @@
 // cuBLASLt's matrices are column-major: a row-major [N, C] is its column-major [C, N] with leading dimension C. So
 //   forward      out^T [OC, N] = (W as [C, OC])^T  (x as [C, N])
 //   input_grad   dx^T  [C, N]  = (W as [C, OC])    (dout as [OC, N])
-//   weight_grad  dW^T  [C, OC] = (x as [C, N])     (dout as [OC, N])^T
+//   weight_grad  dW^T  [C, OC] = (x as [C, N])     (dout as [OC, N])^T, and gram likewise
 // In fp8 the first factor is always transposed and the second never, since the sum runs along the columns of both. So
 // the gradients take W, x and dout transposed: W^T as [OC, C], x^T as [N, C], dout^T as [N, OC].
 #include "llmc/cuda/op/gemm/matmul.h"
@@ -65,6 +65,8 @@ ColumnMajor fp8_columns(const MatmulShape& s) {
       return {s.OC, s.C, s.OC, s.N, s.C, s.N, CUBLAS_OP_T, CUBLAS_OP_N, CUDA_R_16BF, kInput, kGradient};
     case Gemm::weight_grad:
       return {s.N, s.C, s.N, s.OC, s.C, s.OC, CUBLAS_OP_T, CUBLAS_OP_N, CUDA_R_32F, kInput, kGradient};
+    case Gemm::gram:
+      break;
   }
   fail(Exit::internal, "matmul: a GEMM that has no fp8");
 }
@@ -78,6 +80,8 @@ ColumnMajor columns(const MatmulShape& s) {
       return {s.C, s.OC, s.OC, s.N, s.C, s.N, CUBLAS_OP_N, CUBLAS_OP_N, s.type, s.type, s.type};
     case Gemm::weight_grad:
       return {s.C, s.N, s.OC, s.N, s.C, s.OC, CUBLAS_OP_N, CUBLAS_OP_T, CUDA_R_32F, s.type, s.type};
+    case Gemm::gram:
+      return {s.C, s.N, s.OC, s.N, s.C, s.OC, CUBLAS_OP_N, CUBLAS_OP_T, s.type, s.type, s.type};
   }
   fail(Exit::internal, "matmul: unknown GEMM");
 }
@@ -160,9 +164,11 @@ __global__ void any_difference_kernel(const std::uint32_t* a, const std::uint32_
 // The name under which a plan is remembered.
 std::string gemm_key(const MatmulShape& s) {
   const char* type = s.type == CUDA_R_32F ? "fp32" : s.type == CUDA_R_16BF ? "bf16" : in_fp8(s) ? "fp8" : "fp16";
-  return format("%s N %lld C %lld OC %lld %s%s%s%s", gemm_name(s.gemm), static_cast<long long>(s.N),
+  const std::string batch = s.batch > 1 ? format(" batch %lld", static_cast<long long>(s.batch)) : std::string();
+  return format("%s N %lld C %lld OC %lld %s%s%s%s%s", gemm_name(s.gemm), static_cast<long long>(s.N),
                 static_cast<long long>(s.C), static_cast<long long>(s.OC), type,
-                s.accumulate == Accumulate::yes ? " accumulate" : "", s.bias ? " bias" : "", s.addend ? " addend" : "");
+                s.accumulate == Accumulate::yes ? " accumulate" : "", s.bias ? " bias" : "", s.addend ? " addend" : "",
+                batch.c_str());
 }
 
 // Everything that the meaning of a remembered algorithm depends on.
@@ -226,6 +232,7 @@ std::string cublaslt_version() {
 const char* gemm_name(Gemm gemm) {
   return gemm == Gemm::forward      ? "forward"
          : gemm == Gemm::input_grad ? "input grad"
+         : gemm == Gemm::gram       ? "gram"
                                     : "weight grad";
 }
 
@@ -256,9 +263,17 @@ Matmul::Plan Matmul::make_plan(const MatmulShape& shape) const {
   set(CUBLASLT_MATMUL_DESC_TRANSA, c.a_operation);
   set(CUBLASLT_MATMUL_DESC_TRANSB, c.b_operation);
   if (shape.bias) set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-  const auto layout = [](cublasLtMatrixLayout_t* out, cudaDataType_t type, std::int64_t rows, std::int64_t cols) {
+  const auto layout = [&](cublasLtMatrixLayout_t* out, cudaDataType_t type, std::int64_t rows, std::int64_t cols) {
     check_blas(
         cublasLtMatrixLayoutCreate(out, type, static_cast<std::uint64_t>(rows), static_cast<std::uint64_t>(cols), rows),
+        "matmul layout");
+    if (shape.batch == 1) return;
+    const auto batch = static_cast<std::int32_t>(shape.batch);
+    const std::int64_t stride = batch_stride(rows * cols);
+    check_blas(cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batch, sizeof batch),
+               "matmul layout");
+    check_blas(
+        cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride),
         "matmul layout");
   };
   if (in_fp8(shape)) {
@@ -345,7 +360,7 @@ bool Matmul::usable(const Plan& plan, const cublasLtMatmulAlgo_t& algorithm) con
 }
 
 void Matmul::run(const MatmulShape& shape, const void* a, const void* b, const void* bias, const void* addend, void* d,
-                 const float* a_scale, const float* b_scale) {
+                 const float* a_scale, const float* b_scale, float product, float factor) {
   if (shape.N == 0) return;
   Plan& chosen = plan(shape);
   const auto set = [&](cublasLtMatmulDescAttributes_t attribute, const auto& value) {
@@ -356,7 +371,7 @@ void Matmul::run(const MatmulShape& shape, const void* a, const void* b, const v
     set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, a_scale);
     set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, b_scale);
   }
-  const float alpha = 1, beta = shape.accumulate == Accumulate::yes || shape.addend ? 1.0f : 0.0f;
+  const float alpha = product, beta = shape.accumulate == Accumulate::yes || shape.addend ? factor : 0.0f;
   const cublasStatus_t status =
       cublasLtMatmul(handle_, chosen.descriptor, &alpha, a, chosen.a, b, chosen.b, &beta, shape.addend ? addend : d,
                      chosen.d, d, chosen.d, &chosen.algorithm, workspace_, kWorkspaceBytes, stream_);
@@ -375,8 +390,12 @@ struct Matmul::Trial {
   Scratch a, b, bias, addend, expected, result, differences, scale;
   Event start, stop;
 
-  static std::size_t result_bytes(const ColumnMajor& c) {
-    return (static_cast<std::size_t>(c.d_rows * c.d_columns) * type_bytes(c.d_type) + 3) / 4 * 4;
+  // Of the matrices [rows, columns] of an operand.
+  static std::int64_t elements_of(const MatmulShape& s, std::int64_t rows, std::int64_t columns) {
+    return s.batch == 1 ? rows * columns : s.batch * batch_stride(rows * columns);
+  }
+  static std::size_t result_bytes(const MatmulShape& s, const ColumnMajor& c) {
+    return (static_cast<std::size_t>(elements_of(s, c.d_rows, c.d_columns)) * type_bytes(c.d_type) + 3) / 4 * 4;
   }
   Trial(Matmul& matmul_, const MatmulShape& shape_, const ColumnMajor& c)
       : matmul(matmul_),
@@ -394,12 +413,12 @@ struct Matmul::Trial {
                   false,
                   7},
         bias_operand{shape.OC, 1, shape.OC, true, false, 13},
-        a(static_cast<std::size_t>(c.a_rows * c.a_columns) * type_bytes(c.a_type)),
-        b(static_cast<std::size_t>(c.b_rows * c.b_columns) * type_bytes(c.b_type)),
+        a(static_cast<std::size_t>(elements_of(shape, c.a_rows, c.a_columns)) * type_bytes(c.a_type)),
+        b(static_cast<std::size_t>(elements_of(shape, c.b_rows, c.b_columns)) * type_bytes(c.b_type)),
         bias(static_cast<std::size_t>(shape.OC) * type_bytes(shape.type)),
-        addend(shape.addend ? result_bytes(c) : 4),
-        expected(result_bytes(c)),
-        result(result_bytes(c)),
+        addend(shape.addend ? result_bytes(shape, c) : 4),
+        expected(result_bytes(shape, c)),
+        result(result_bytes(shape, c)),
         differences(2 * sizeof(unsigned)),
         scale(sizeof(float)) {
     clear(addend);
@@ -410,8 +429,15 @@ struct Matmul::Trial {
   // Sets the algorithm for the next run.
   void select(const cublasLtMatmulAlgo_t& algorithm) const { matmul.plan(shape).algorithm = algorithm; }
   void fill_operands(Data data) const {
-    fill(a.data(), columns(shape).a_type, a_operand, data, matmul.stream_);
-    fill(b.data(), columns(shape).b_type, b_operand, data, matmul.stream_);
+    for (std::int64_t i = 0; i < shape.batch; ++i) {
+      const auto at = [&](const Scratch& scratch, const Operand& operand, cudaDataType_t type) {
+        const std::int64_t elements = i * batch_stride(operand.rows * operand.columns);
+        return static_cast<std::byte*>(scratch.data()) + static_cast<std::size_t>(elements) * type_bytes(type);
+      };
+      const ColumnMajor c = columns(shape);
+      fill(at(a, a_operand, c.a_type), c.a_type, a_operand, data, matmul.stream_);
+      fill(at(b, b_operand, c.b_type), c.b_type, b_operand, data, matmul.stream_);
+    }
     fill(bias.data(), shape.type, bias_operand, Data::uniform, matmul.stream_);
     if (data == Data::cancelling) clear(bias);  // a bias would hide the noise
   }
@@ -446,7 +472,7 @@ struct Matmul::Trial {
   // tile.
   template <typename T>
   bool near_expected_as() const {
-    const std::int64_t count = static_cast<std::int64_t>(columns(shape).d_rows * columns(shape).d_columns);
+    const std::int64_t count = elements_of(shape, columns(shape).d_rows, columns(shape).d_columns);
     clear(result);
     clear(differences);
     run(result);
@@ -548,8 +574,8 @@ cublasLtMatmulAlgo_t Matmul::choose(const MatmulShape& shape) {
     best = timing.index;
     best_ms = timing.median();
   }
-  const double flops =
-      2.0 * static_cast<double>(shape.N) * static_cast<double>(shape.C) * static_cast<double>(shape.OC);
+  const double flops = 2.0 * static_cast<double>(shape.batch) * static_cast<double>(shape.N) *
+                       static_cast<double>(shape.C) * static_cast<double>(shape.OC);
   report_.push_back(format("%-55s %7.1f us %4.0f TF/s (first suggestion %4.0f; number %zu of %zu)",
                            gemm_key(shape).c_str(), best_ms * 1e3, flops / best_ms * 1e-9, flops / first_ms * 1e-9,
                            best, list.size()));

@@ -40,6 +40,7 @@ enum class Gemm {
   forward,      // out [N, OC] (+)= x [N, C] W^T, plus bias [OC], plus addend [N, OC]
   input_grad,   // dx [N, C] (+)= dout [N, OC] W
   weight_grad,  // dW [OC, C] (+)= dout^T x, written in fp32
+  gram,         // [OC, C] = dout^T x, written in T: with dout = x all dot products of x's columns
 };
 const char* gemm_name(Gemm gemm);
 
@@ -57,7 +58,8 @@ struct MatmulShape {
   cudaDataType_t type = CUDA_R_16BF;  // CUDA_R_8F_E4M3: fp8 operands, in e4m3 or e5m2 as described above
   Accumulate accumulate = Accumulate::no;
   bool bias = false;
-  bool addend = false;  // Gemm::forward only, without accumulation
+  bool addend = false;     // Gemm::forward and, in a batch, others; without accumulation
+  std::int64_t batch = 1;  // GEMMs at once: see Matmul::batched()
 
   auto operator<=>(const MatmulShape&) const = default;  // the key of the plan cache
 };
@@ -94,6 +96,16 @@ class Matmul {
   void weight_grad(float* dweight, const T* dout, const T* x, std::int64_t N, std::int64_t C, std::int64_t OC,
                    Accumulate accumulate = Accumulate::yes);
 
+  // A batch of GEMMs, out = product * (left right^T, left right or left^T right) + factor * addend, as shape.gemm says: left
+  // is x of forward and dout of the gradients, right the weight or x. The matrices of each operand lie behind each other,
+  // batch_stride() of their size apart. The addend, unless it is null, has the shape of out; it may be an operand too, out not.
+  static constexpr std::int64_t batch_stride(std::int64_t elements) { return (elements + 7) / 8 * 8; }
+  template <typename T>
+  void batched(const MatmulShape& shape, T* out, const T* left, const T* right, float product = 1,
+               const T* addend = nullptr, float factor = 1) {
+    run(shape, right, left, nullptr, addend, out, nullptr, nullptr, product, factor);
+  }
+
   // The same in fp8. All sizes are multiples of 16, codes are aligned to 16 bytes.
   // out [N, OC] = x [N, C] W^T, plus addend [N, OC] unless it is null.
   void forward_fp8(__nv_bfloat16* out, const Fp8Matrix& x, const Fp8Matrix& weight, std::int64_t N, std::int64_t C,
@@ -128,7 +140,7 @@ class Matmul {
   bool usable(const Plan& plan, const cublasLtMatmulAlgo_t& algorithm) const;
   cublasLtMatmulAlgo_t choose(const MatmulShape& shape);
   void run(const MatmulShape& shape, const void* a, const void* b, const void* bias, const void* addend, void* d,
-           const float* a_scale = nullptr, const float* b_scale = nullptr);
+           const float* a_scale = nullptr, const float* b_scale = nullptr, float product = 1, float factor = 1);
 
   cudaStream_t stream_;
   cublasLtHandle_t handle_ = nullptr;
