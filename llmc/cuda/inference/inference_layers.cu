@@ -11,6 +11,8 @@
 #include "llmc/cuda/inference/parameters.h"
 #include "llmc/cuda/op/attention/paged/append_to_pages.h"
 #include "llmc/cuda/op/elementwise/step_rows.h"
+#include "llmc/cuda/op/elementwise/swiglu.h"
+#include "llmc/cuda/op/norm/head_norm.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
 #include "llmc/cuda/op/sample/sampler.h"
 
@@ -94,7 +96,17 @@ HeadViewOf<S> Inference<S>::heads(std::int64_t first_element) const {
 }
 
 template <typename S>
+void Inference<S>::normalize_heads(std::int64_t l, std::int64_t rows) {
+  const DeviceBlock<S>& w = weights_.blocks[static_cast<std::size_t>(l)];
+  const HeadNormShape shape = {
+      1, rows, config_.num_heads, config_.num_kv_heads, config_.head_dim, static_cast<float>(config_.norm_eps)};
+  const HeadNormForward<S> io = {queries(), keys(), w.q_norm.weight, w.k_norm.weight};
+  named("q norm, k norm", [&] { head_norm_forward(shape, io, stream_, device_.overlapping); });
+}
+
+template <typename S>
 void Inference<S>::attend(std::int64_t l, const StepArrays& step, std::int64_t rows) {
+  if (config_.qk_norm) normalize_heads(l, rows);
   const PagedRows paged_rows{step.positions, step.tables, step.begin, rows};
   PagedAttention<S> io;
   io.shape = attention_shape(config_, pool_);
@@ -142,6 +154,7 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
   named("QKV", [&] { multiply(b_.norm1, w.qkv, rows, C, qkv_size(), RowsEpilogue::store, b_.qkv); });
   attend(l, step, rows);
   const auto up = [&] {
+    if (gate_up_in_memory(config_)) return gate_up_with_biases(w, norm2, rows);
     const RowsEpilogue epilogue = config_.gated() ? RowsEpilogue::swiglu : RowsEpilogue::gelu;
     named("MLP up", [&] { multiply(norm2, w.up, rows, C, F, epilogue, b_.product, nullptr, parallel()); });
   };
@@ -158,6 +171,14 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
   keep(prefix + "post_attention_norm", norm2, C);
   keep(prefix + "mlp_product", b_.product, F);
   keep(prefix + "residual", b_.residual, C);
+}
+
+// With biases, which the epilogue with SwiGLU has not.
+template <typename S>
+void Inference<S>::gate_up_with_biases(const DeviceBlock<S>& w, const S* x, std::int64_t rows) {
+  const std::int64_t C = config_.hidden_size, F = config_.ffn_size;
+  named("MLP up", [&] { multiply(x, w.up, rows, C, 2 * F, RowsEpilogue::store, b_.gate_up); });
+  named("SwiGLU", [&] { swiglu_forward(b_.product, b_.gate_up, rows, F, stream_); });
 }
 
 template <typename S>
