@@ -80,7 +80,6 @@ struct ModelConfig {
   std::int64_t kv_size() const { return num_kv_heads * head_dim; }
   std::int64_t qkv_size() const { return q_size() + 2 * kv_size(); }
   bool gated() const { return activation == Activation::swiglu; }  // `up` has gate and up, [2 F, C]
-  bool has_linear_biases() const { return qkv_bias || output_bias || mlp_bias; }
   std::int64_t window(std::int64_t layer) const {
     return windows.empty() ? 0 : windows[static_cast<std::size_t>(layer)];
   }

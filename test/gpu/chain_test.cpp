@@ -12,6 +12,7 @@
 #include "llmc/cuda/op/attention/paged/paged_attention.h"
 #include "llmc/cuda/op/elementwise/step_rows.h"
 #include "llmc/cuda/op/gemm/rows_matmul.h"
+#include "llmc/cuda/op/norm/head_norm.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
 #include "llmc/cuda/op/sample/score_rows.h"
 #include "llmc/cuda/runtime/captured_graph.h"
@@ -377,6 +378,26 @@ struct PagedStep {
   cuda::PagedKv<T> kv() const { return {keys.data(), values.data(), page_size, shape.NKV, shape.HS}; }
   cuda::PagedRows paged_rows() const { return {positions.data(), tables.data(), pages.data(), rows()}; }
 };
+
+TYPED_TEST(ChainedRows, HeadNorm) {
+  for (const std::int64_t rows : {1, 70}) {
+    for (const std::int64_t HS : {32, 80, 256}) {
+      SCOPED_TRACE(testing::Message() << rows << " rows, HS " << HS);
+      const std::int64_t NH = 5, NKV = 2, row = (NH + 2 * NKV) * HS;
+      const auto qkv = random_buffer<TypeParam>(rows * row, 1), weight = random_buffer<TypeParam>(HS, 2);
+      const auto kept = zeros<TypeParam>(rows * (NH + NKV) * HS);
+      const cuda::HeadNormForward<TypeParam> io = {
+          {qkv.data(), 0, row, HS}, {qkv.data() + NH * HS, 0, row, HS}, weight.data(), weight.data(), kept.data()};
+      Chain chain;
+      chain.late(qkv, "qkv");
+      chain.late(kept, "kept");
+      EXPECT_EQ(chain.differing([&](cudaStream_t stream) {
+        cuda::head_norm_forward({1, rows, NH, NKV, HS, 1e-6f}, io, stream, chain.device().overlapping);
+      }),
+                Names{});
+    }
+  }
+}
 
 TYPED_TEST(ChainedRows, AppendToPages) {
   for (const std::int64_t HS : {64, 80}) {

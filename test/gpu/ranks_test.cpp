@@ -196,21 +196,26 @@ struct Case {
   bool graph = true;
   std::int64_t layers = 3;
   const Optimizer* optimizer = &adamw_optimizer();
+  bool qwen = false;  // norms of heads, and every bias
 };
 
 std::string name_of(const Case& c) {
   const char* const precision = c.precision == Precision::fp32   ? "fp32"
                                 : c.precision == Precision::bf16 ? "bf16"
                                                                  : "fp8";
-  return format("%s, %s%s%s, dropout %g, %lld micro-batches", c.optimizer->name(), precision,
-                c.moments == Precision::bf16 ? " with bf16 moments" : "", c.tied ? ", tied" : "", c.dropout,
-                static_cast<long long>(c.accumulation));
+  return format("%s, %s%s%s%s, dropout %g, %lld micro-batches", c.optimizer->name(), precision,
+                c.moments == Precision::bf16 ? " with bf16 moments" : "", c.tied ? ", tied" : "",
+                c.qwen ? ", norms of heads, biases" : "", c.dropout, static_cast<long long>(c.accumulation));
 }
 
 ModelConfig config_of(const Case& c) {
   ModelConfig config = test::small_llama();
   config.tied_embeddings = c.tied;
   config.num_layers = c.layers;
+  if (c.qwen) {
+    set_family(config, "qwen3");
+    config.qkv_bias = config.output_bias = config.mlp_bias = true;
+  }
   if (c.precision != Precision::fp8) return config;
   config.hidden_size = 144;
   config.ffn_size = 208;
@@ -371,12 +376,14 @@ std::vector<Case> cases() {
       kWithDropout,
       with_muon({Precision::fp32, Precision::fp32, true, 0.1f, 3}),
       with_muon({Precision::bf16, Precision::bf16, false, 0, 1}),
+      {.recompute = Recompute::block, .qwen = true},
   };
   if (test::has_fp8()) {
     all.push_back(kInFp8);
     all.push_back(with_muon(kInFp8));
     all.push_back({Precision::fp8, Precision::bf16, true, 0.1f, 1, Recompute::block});
     all.push_back({Precision::fp8, Precision::bf16, false, 0.1f, 2, Recompute::norm});
+    all.push_back({.precision = Precision::fp8, .qwen = true});
   }
   return all;
 }

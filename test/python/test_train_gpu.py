@@ -194,6 +194,14 @@ def test_auto_takes_the_gpu_and_bf16(data, tmp_path, whole):
         assert_same_run(tmp_path / name, whole)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["mistral-gqa2", "qwen2-gqa3-tied", "qwen3-gqa2", "qwen3-biases-tied", "llama-yarn-biases"])
+def test_training_of_every_family_is_that_of_pytorch(name, precision):
+    model, dump = (train_runs.GOLDEN / f"{name}.{kind}.bin" for kind in ("model", "dump"))
+    done = run_program("--device", "cuda", "--precision", precision, "--model", model, "--compare", dump)
+    assert done.returncode == 0 and " 0 failed" in done.stdout, done.stdout + done.stderr
+
+
 def test_precision_is_that_of_the_activations(data, tmp_path):
     """fp32 on the GPU follows the CPU; bf16 has other numbers, near them."""
     loss = {}

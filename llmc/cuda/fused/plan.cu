@@ -141,7 +141,7 @@ std::string model_unsupported_reason(const ModelConfig& config, const Device& de
   }
   if (!config.windows.empty()) return "fused decoding has no attention with a sliding window";
   if (config.qk_norm) return "fused decoding has no norms of heads";
-  if (config.gated() && config.has_linear_biases()) return "fused decoding has no biases beside SwiGLU";
+  if (config.gated() && config.mlp_bias) return "fused decoding has no biases beside SwiGLU";
   if (config.activation == Activation::gelu_tanh) return "fused decoding has GELU with erf alone";
   return "";
 }

@@ -11,6 +11,8 @@
 #include "llmc/cuda/inference/parameters.h"
 #include "llmc/cuda/op/attention/paged/append_to_pages.h"
 #include "llmc/cuda/op/elementwise/step_rows.h"
+#include "llmc/cuda/op/elementwise/swiglu.h"
+#include "llmc/cuda/op/norm/head_norm.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
 #include "llmc/cuda/op/sample/sampler.h"
 #include "llmc/cuda/runtime/fork.h"
@@ -67,15 +69,22 @@ void Inference<S>::multiply(const S* x, const DeviceLinear<S>& w, std::int64_t r
 
 template <typename S>
 void Inference<S>::multiply_up(const DeviceBlock<S>& w, RowRange rows, const Launch& launch) {
+  const std::int64_t C = config_.hidden_size, F = config_.ffn_size;
   RowsMatmul<S> io;
-  io.K = config_.hidden_size;
-  io.OC = config_.ffn_size;
-  io.x = norm2() + rows.begin * io.K;
+  io.x = norm2() + rows.begin * C;
   io.rows = rows.end - rows.begin;
+  io.K = C;
+  io.OC = F;
   io.epilogue = config_.gated() ? RowsEpilogue::swiglu : RowsEpilogue::gelu;
-  io.out = b_.product + rows.begin * io.OC;
+  io.out = b_.product + rows.begin * F;
   io.x_is_older = parallel();  // it follows attention, or an event
+  if (!gate_up_in_memory(config_)) return named("MLP up", [&] { multiply(io, w.up, {}, launch); });
+  // With biases, which the epilogue with SwiGLU has not.
+  io.OC = 2 * F;
+  io.epilogue = RowsEpilogue::store;
+  io.out = b_.gate_up + rows.begin * 2 * F;
   named("MLP up", [&] { multiply(io, w.up, {}, launch); });
+  named("SwiGLU", [&] { swiglu_forward(b_.product + rows.begin * F, io.out, io.rows, F, launch.stream); });
 }
 
 // The parallel residual's two branches, as one sum: attention Woutput^T + product Wdown^T.
@@ -108,7 +117,17 @@ HeadViewOf<S> Inference<S>::heads(std::int64_t first_element) const {
 }
 
 template <typename S>
+void Inference<S>::normalize_heads(std::int64_t l, std::int64_t rows) {
+  const DeviceBlock<S>& w = weights_.blocks[static_cast<std::size_t>(l)];
+  const HeadNormShape shape = {
+      1, rows, config_.num_heads, config_.num_kv_heads, config_.head_dim, static_cast<float>(config_.norm_eps)};
+  const HeadNormForward<S> io = {queries(), keys(), w.q_norm.weight, w.k_norm.weight};
+  named("q norm, k norm", [&] { head_norm_forward(shape, io, stream_, device_.overlapping); });
+}
+
+template <typename S>
 void Inference<S>::attend(std::int64_t l, const StepArrays& step, std::int64_t rows, bool output) {
+  if (config_.qk_norm) normalize_heads(l, rows);
   const PagedRows paged_rows{step.positions, step.tables, step.begin, rows};
   PagedAttention<S> io;
   io.shape = attention_shape(config_, pool_);

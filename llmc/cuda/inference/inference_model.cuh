@@ -73,6 +73,7 @@ struct InferenceBuffers {
   std::byte* step[kDepth];                       // descriptions (StepArrays) of the running step and of the next one
   float* residual;                               // [rows, C]
   S *norm1, *norm2, *qkv, *attention, *product;  // [rows, ...]; norm2: of the parallel residual only
+  S* gate_up;                                    // [rows, 2F]; with gate_up_in_memory() only
   float* gathered;                               // [logit rows, C]: the residual stream of rows whose logits are wanted
   S* final_norm;                                 // [logit rows, C]
   float* logits;                                 // [logit rows, V]
@@ -83,6 +84,11 @@ struct InferenceBuffers {
   float *cos, *sin;
   std::byte* attention_workspace;
 };
+
+// Whether gate and up are stored before SwiGLU reads them: where they have biases.
+inline bool gate_up_in_memory(const ModelConfig& config) {
+  return config.gated() && config.mlp_bias;
+}
 
 // Plans the workspace; the pointers are filled when it is bound.
 template <typename S>
@@ -195,6 +201,7 @@ class Inference final : public InferenceModel {
   // ---- the launches (inference_layers.cu)
   void run_layers(const StepArrays& step, std::int64_t rows);
   void run_layer(std::int64_t l, const StepArrays& step, std::int64_t rows);
+  void normalize_heads(std::int64_t l, std::int64_t rows);
   // Without `output` only keys and values reach their pages.
   void attend(std::int64_t l, const StepArrays& step, std::int64_t rows, bool output);
   // From the residual stream of `count` wanted rows, at most kLogitRows, from wanted row `first` on, to their results.

@@ -10,11 +10,14 @@
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/op/attention/train/attention.h"
 #include "llmc/cuda/op/elementwise/embedding.h"
+#include "llmc/cuda/op/gemm/bias_grad.h"
 #include "llmc/cuda/op/gemm/matmul.h"
+#include "llmc/cuda/op/norm/head_norm.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
 #include "llmc/cuda/training/fp8_linears.h"
 #include "llmc/cuda/training/training.h"
 #include "llmc/model/block_weights.h"
+#include "llmc/model/model_file.h"
 #include "llmc/model/training_activations.h"
 
 namespace weft::cuda {
@@ -251,9 +254,15 @@ TrainingWorkspace::TrainingWorkspace(const ModelConfig& config, const TrainOptio
   layout.reserve(&squares, sharding.squares);
   if (!sharding.squares_order.empty()) layout.reserve(&squares_order, sharding.squares);
   const int norm_sums = config.norm == NormKind::layernorm ? 2 : 1;  // column sums: weight and, for LayerNorm, bias
-  layout.reserve_bytes(&scratch, std::max({residual_norm_backward_workspace(config.hidden_size, norm_sums),
-                                           attention_backward_workspace(attention_shape(config, options, 0)),
-                                           embedding_backward_workspace(N, config.hidden_size)}));
+  std::size_t scratch_bytes = std::max({residual_norm_backward_workspace(config.hidden_size, norm_sums),
+                                        attention_backward_workspace(attention_shape(config, options, 0)),
+                                        embedding_backward_workspace(N, config.hidden_size)});
+  if (config.qk_norm) scratch_bytes = std::max(scratch_bytes, head_norm_backward_workspace(config.head_dim));
+  for (const BlockLinear linear : kBlockLinears) {
+    if (!has_bias(config, linear)) continue;
+    scratch_bytes = std::max(scratch_bytes, bias_grad_workspace(linear_size(config, linear).OC));
+  }
+  layout.reserve_bytes(&scratch, scratch_bytes);
   // Last, because its size differs between ranks, and what ranks exchange must have the same offset on all.
   layout.reserve(&adamw_blocks, static_cast<std::int64_t>(sharding.blocks.size()));
 }
@@ -288,10 +297,9 @@ template std::vector<MemoryLine> llama_memory<float>(const ModelConfig&, const T
 template std::vector<MemoryLine> llama_memory<bf16>(const ModelConfig&, const TrainOptions&, const RankShare&);
 
 void check_sizes(const ModelConfig& config) {
-  if (config.has_linear_biases()) {
-    fail(Exit::usage, "the model has biases of linear layers, with which the GPU does not train. Use --device cpu");
+  if (const std::string reason = training_unsupported_reason(config); !reason.empty()) {
+    fail(Exit::usage, "the model: %s", reason.c_str());
   }
-  if (config.qk_norm) fail(Exit::usage, "q_norm, k_norm: the GPU does not train norms of heads. Use --device cpu");
   if (config.hidden_size % 8 != 0 || config.hidden_size > kMaxNormWidth) {
     fail(Exit::usage, "hidden_size: got %lld, the GPU kernels need a multiple of 8 up to %lld. Use --device cpu",
          static_cast<long long>(config.hidden_size), static_cast<long long>(kMaxNormWidth));

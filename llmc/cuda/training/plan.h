@@ -142,7 +142,7 @@ MemoryPlan part_sum_plan(const Sharding& sharding);
 // The options of one rank: `options` without the micro-batches of the others.
 TrainOptions of_one_rank(TrainOptions options);
 
-// Exit::usage for a width or head size that the kernels do not have.
+// Exit::usage for a width, a head size or a block that the kernels do not have.
 void check_sizes(const ModelConfig& config);
 
 }  // namespace weft::cuda

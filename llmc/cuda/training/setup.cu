@@ -18,9 +18,10 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
       peers_(peers),
       table_(config, kStorage<S>),
       sharding_(config, table_, *options.optimizer, peers.share),
-      swiglu_in_epilogue_(options.precision == Precision::bf16
-                              ? matmul_swiglu_computes(config.hidden_size, config.ffn_size)
-                              : options.precision == Precision::fp8 && matmul_swiglu_fp8_computes()),
+      swiglu_in_epilogue_(!config.mlp_bias &&
+                          (options.precision == Precision::bf16
+                               ? matmul_swiglu_computes(config.hidden_size, config.ffn_size)
+                               : options.precision == Precision::fp8 && matmul_swiglu_fp8_computes())),
       clock_(stream_),
       matmul_(stream_, peers.share.rank == 0 ? options.matmul_plans : std::string()),
       acts_(config, options, classifier_rows(rows())),
@@ -107,7 +108,8 @@ void TrainingModel<S>::prepare_matmuls() {
                                 : kIsFloat                                          ? CUDA_R_32F
                                                                                     : CUDA_R_16BF;
     if (!swiglu_in_epilogue_ || &layer != &gate_up_) {
-      shapes.push_back({Gemm::forward, n, C, OC, type, Accumulate::no, false, addend});
+      const bool bias = layer.block && has_bias(config_, *layer.block);
+      shapes.push_back({Gemm::forward, n, C, OC, type, Accumulate::no, bias, addend});
     }
     if (!swiglu_in_epilogue_ || &layer != &down_) {
       shapes.push_back({Gemm::input_grad, n, C, OC, type, Accumulate::no, false});

@@ -157,8 +157,8 @@ std::size_t TrainingModel<S>::section_of(const TensorSpec& spec) const {
   return static_cast<std::size_t>(behind - sharding_.sections.begin());
 }
 
-// Zeroes the gradients that backward accumulates even in the first micro-batch: those of norms, and of an embedding
-// that is not also the head.
+// Zeroes the gradients that backward accumulates even in the first micro-batch: those of norms and biases, and of an
+// embedding that is not also the head.
 template <typename S>
 void TrainingModel<S>::zero_accumulated_gradients() {
   for (std::size_t section = 0; section < sharding_.sections.size(); ++section) {
@@ -171,8 +171,8 @@ template <typename S>
 void TrainingModel<S>::zero_accumulated_gradients(std::size_t section) {
   for (const TensorSpec& spec : table_.specs()) {
     if (section_of(spec) != section) continue;
-    const bool is_norm = spec.shape.size() == 1;
-    if (is_norm || (section == kEmbeddingSection && !config_.tied_embeddings)) zero_gradient(spec);
+    const bool is_vector = spec.shape.size() == 1;
+    if (is_vector || (section == kEmbeddingSection && !config_.tied_embeddings)) zero_gradient(spec);
   }
 }
 

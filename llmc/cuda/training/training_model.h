@@ -36,6 +36,7 @@
 #include "llmc/cuda/op/attention/train/attention.h"
 #include "llmc/cuda/op/elementwise/rope.h"
 #include "llmc/cuda/op/gemm/matmul.h"
+#include "llmc/cuda/op/norm/head_norm.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/operator_clock.h"
@@ -125,7 +126,7 @@ class TrainingModel final : public TrainModel {
   void backward_layer(std::int64_t l, Accumulate accumulate);
 
   // ---- operators.cu
-  // A linear layer without bias, out [N, OC] = x [N, C] W^T, with the names of its three GEMMs.
+  // A linear layer, out [N, OC] = x [N, C] W^T + bias, with the names of its three GEMMs.
   struct LinearLayer {
     const char *forward, *input_grad, *weight_grad;
     std::int64_t C, OC;
@@ -153,12 +154,14 @@ class TrainingModel final : public TrainModel {
 
   void embed();
   void normalize(const NormSite& site);
-  void linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const S* weight, std::int64_t N,
+  void linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const Linear<S>& w, std::int64_t N,
               const S* addend = nullptr);
+  HeadNormShape head_norm_shape() const;
+  void normalize_heads(std::int64_t l);
   void rope(S* qkv);
   void attend(std::int64_t l, const LayerActivations<S>& a);
-  void linear_and_normalize(const LinearLayer& layer, std::int64_t l, const NormSite& site, const S* x, const S* weight,
-                            const S* skip, S* branch);
+  void linear_and_normalize(const LinearLayer& layer, std::int64_t l, const NormSite& site, const S* x,
+                            const Linear<S>& w, const S* skip, S* branch);
   void gate_up_and_swiglu(std::int64_t l, S* swiglu_out);
   void softmax_and_loss(float* losses, const std::int32_t* labels, std::int64_t count, float loss_scale);
   void sum_losses(LossTotal* total);
@@ -167,8 +170,9 @@ class TrainingModel final : public TrainModel {
   void embed_backward();
   void normalize_backward(const NormSite& site, const S* d_out, bool has_skip);
   void input_grad(const LinearLayer& layer, std::int64_t l, S* dx, const S* dout, const S* weight, std::int64_t N);
-  void weight_grad(const LinearLayer& layer, std::int64_t l, float* dweight, const S* dout, const S* x, std::int64_t N,
-                   Accumulate accumulate);
+  void weight_grad(const LinearLayer& layer, std::int64_t l, const Linear<float>& dw, const S* dout, const S* x,
+                   std::int64_t N, Accumulate accumulate);
+  void normalize_heads_backward(std::int64_t l);
   // Whether a linear layer computes in fp8. If so, both gradients read codes of dout, which fp8_ keeps from one layer to
   // the next: weight_grad() rounds that of the output projection, and of qkv if attention has not done so,
   // down_input_grad_and_swiglu() that of down, and SwiGLU's derivative writes that of gate and up; gate_up itself stays.
@@ -180,9 +184,10 @@ class TrainingModel final : public TrainModel {
                           : Fp8Linears::Pass::training;
   }
   // Whether attention's backward pass writes the gradient of qkv in fp8, so that acts_.d_qkv is not used: on Hopper, from
-  // the second step on.
+  // the second step on. Not where the norms of heads come between.
   bool attention_rounds() const {
-    return fp8_ && fp8_->scales_known() && attention_backward_rounds(attention_shape(config_, options_, 0), rope_);
+    return fp8_ && fp8_->scales_known() && !config_.qk_norm &&
+           attention_backward_rounds(attention_shape(config_, options_, 0), rope_);
   }
   void attend_backward(std::int64_t l, const LayerActivations<S>& a);
   void down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out);
@@ -297,7 +302,8 @@ class TrainingModel final : public TrainModel {
   const Peers peers_;
   const TensorTable table_;
   const Sharding sharding_;
-  // Whether SwiGLU, and its derivative, are computed in the epilogues of the adjacent GEMMs: bf16 and fp8 on Hopper.
+  // Whether SwiGLU, and its derivative, are computed in the epilogues of the adjacent GEMMs: bf16 and fp8 on Hopper,
+  // without biases.
   const bool swiglu_in_epilogue_;
   const LinearLayer qkv_{"qkv", "qkv dgrad", "qkv wgrad", config_.hidden_size, qkv_size(), BlockLinear::qkv};
   const LinearLayer output_{"output",         "output dgrad",      "output wgrad",

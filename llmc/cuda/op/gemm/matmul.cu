@@ -56,6 +56,10 @@ bool in_fp8(const MatmulShape& s) {
   return s.type == CUDA_R_8F_E4M3;
 }
 
+cudaDataType_t bias_type(const MatmulShape& s) {
+  return in_fp8(s) ? CUDA_R_16BF : s.type;
+}
+
 ColumnMajor fp8_columns(const MatmulShape& s) {
   constexpr cudaDataType_t kInput = CUDA_R_8F_E4M3, kGradient = CUDA_R_8F_E5M2;
   switch (s.gemm) {
@@ -283,6 +287,7 @@ Matmul::Plan Matmul::make_plan(const MatmulShape& shape) const {
     const void* const scale = workspace_;
     set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, scale);
     set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, scale);
+    if (shape.bias) set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, bias_type(shape));
   }
   layout(&plan.a, c.a_type, c.a_rows, c.a_columns);
   layout(&plan.b, c.b_type, c.b_rows, c.b_columns);
@@ -415,7 +420,7 @@ struct Matmul::Trial {
         bias_operand{shape.OC, 1, shape.OC, true, false, 13},
         a(static_cast<std::size_t>(elements_of(shape, c.a_rows, c.a_columns)) * type_bytes(c.a_type)),
         b(static_cast<std::size_t>(elements_of(shape, c.b_rows, c.b_columns)) * type_bytes(c.b_type)),
-        bias(static_cast<std::size_t>(shape.OC) * type_bytes(shape.type)),
+        bias(static_cast<std::size_t>(shape.OC) * type_bytes(bias_type(shape))),
         addend(shape.addend ? result_bytes(shape, c) : 4),
         expected(result_bytes(shape, c)),
         result(result_bytes(shape, c)),
@@ -438,7 +443,7 @@ struct Matmul::Trial {
       fill(at(a, a_operand, c.a_type), c.a_type, a_operand, data, matmul.stream_);
       fill(at(b, b_operand, c.b_type), c.b_type, b_operand, data, matmul.stream_);
     }
-    fill(bias.data(), shape.type, bias_operand, Data::uniform, matmul.stream_);
+    fill(bias.data(), bias_type(shape), bias_operand, Data::uniform, matmul.stream_);
     if (data == Data::cancelling) clear(bias);  // a bias would hide the noise
   }
   void clear(const Scratch& scratch) const {
@@ -618,9 +623,9 @@ void Matmul::weight_grad(float* dweight, const T* dout, const T* x, std::int64_t
 }
 
 void Matmul::forward_fp8(bf16* out, const Fp8Matrix& x, const Fp8Matrix& weight, std::int64_t N, std::int64_t C,
-                         std::int64_t OC, const bf16* addend) {
-  run({Gemm::forward, N, C, OC, CUDA_R_8F_E4M3, Accumulate::no, false, addend != nullptr}, weight.codes, x.codes,
-      nullptr, addend, out, weight.scale, x.scale);
+                         std::int64_t OC, const bf16* addend, const bf16* bias) {
+  run({Gemm::forward, N, C, OC, CUDA_R_8F_E4M3, Accumulate::no, bias != nullptr, addend != nullptr}, weight.codes,
+      x.codes, bias, addend, out, weight.scale, x.scale);
 }
 
 void Matmul::input_grad_fp8(bf16* dx, const Fp8Matrix& dout, const Fp8Matrix& weight_transposed, std::int64_t N,

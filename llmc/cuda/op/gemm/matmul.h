@@ -107,9 +107,9 @@ class Matmul {
   }
 
   // The same in fp8. All sizes are multiples of 16, codes are aligned to 16 bytes.
-  // out [N, OC] = x [N, C] W^T, plus addend [N, OC] unless it is null.
+  // out [N, OC] = x [N, C] W^T, plus addend [N, OC] and bias [OC] unless they are null.
   void forward_fp8(__nv_bfloat16* out, const Fp8Matrix& x, const Fp8Matrix& weight, std::int64_t N, std::int64_t C,
-                   std::int64_t OC, const __nv_bfloat16* addend = nullptr);
+                   std::int64_t OC, const __nv_bfloat16* addend = nullptr, const __nv_bfloat16* bias = nullptr);
   // dx [N, C] = dout [N, OC] W, from the transposed weight [C, OC].
   void input_grad_fp8(__nv_bfloat16* dx, const Fp8Matrix& dout, const Fp8Matrix& weight_transposed, std::int64_t N,
                       std::int64_t C, std::int64_t OC);
