@@ -48,11 +48,10 @@ __device__ __forceinline__ void load_units(const Arguments<S>& a, const S* from,
     const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
     const S* at = from + page_offset<HS>(a, page, kv_head, position) + lane * 8;
     const int chunks = (end - position) * T::kChunks - lane;  // from this lane's first one on
-    const int hidden = (begin - position) * T::kChunks - lane;
 #pragma unroll
     for (int i = 0; i < kUnitChunks / kWarpSize; ++i) {
       const int index = lane + i * kWarpSize, row = unit * kPageUnit + index / T::kChunks;
-      const bool inside = i * kWarpSize < chunks && (!kWindowed || i * kWarpSize >= hidden);
+      const bool inside = i * kWarpSize < chunks && (!kWindowed || position + index / T::kChunks >= begin);
       copy_async(tile + row * T::kRowBytes + index % T::kChunks * 16, at + i * kWarpSize * 8, inside, policy);
     }
   }
@@ -225,12 +224,12 @@ struct ItemStream {
   int step, number;
   int4 entry;
   int next_first, next_end, table_or_page;
-  int next_begin = 0;  // kWindowed: the first position that is seen
+  int next_begin;  // kWindowed: the first position that is seen
   // The copy in progress.
   int load_first = 0, load_end = 0, load_pages = 0, load_head = 0;
-  int load_begin = 0;  // kWindowed
-  int copy_end = 0;    // kAppends: excludes the appended row
-  int load_part = 0;   // which part of the key block: of its keys, then of its values
+  int load_begin;     // kWindowed
+  int copy_end = 0;   // kAppends: excludes the appended row
+  int load_part = 0;  // which part of the key block: of its keys, then of its values
 
   static __device__ int lane() { return threadIdx.x % kWarpSize; }
   // The next item number, in lane 0.
@@ -278,11 +277,10 @@ struct ItemStream {
     } else if (number < count) {
       if (step == 2) {
         const PagedItem& item = reinterpret_cast<const PagedItem&>(entry);
-        const Rows rows(a, item, 0, kItemRows);
         next_first = item.split * kSplit;
-        next_end = min(next_first + kSplit, rows.end());
+        next_end = min(next_first + kSplit, Rows(a, item, 0, kItemRows).end());
         if constexpr (kWindowed) {
-          next_begin = max(next_first, rows.first_visible(0, a.window));
+          next_begin = max(next_first, Rows(a, item, 0, kItemRows).first_visible(0, a.window));
           if (next_begin >= next_end) {  // its number is not counted, and the next one takes its place
             step = 0;
             return;
@@ -291,7 +289,8 @@ struct ItemStream {
         table_or_page = a.tables[item.first_row];
         if constexpr (kAppends) prefetch_angles(item.first_position);
       } else {
-        table_or_page = split_pages<kWindowed>(a, table_or_page, next_first / kSplit, next_end, next_begin);
+        table_or_page =
+            split_pages<kWindowed>(a, table_or_page, next_first / kSplit, next_end, kWindowed ? next_begin : 0);
       }
     }
     ++step;
@@ -312,7 +311,7 @@ struct ItemStream {
   // Begins to copy the item that has been looked up.
   __device__ __forceinline__ void take_item() {
     load_first = kWindowed ? next_begin / kKeys * kKeys : next_first;
-    load_begin = next_begin;
+    if constexpr (kWindowed) load_begin = next_begin;
     load_end = next_end;
     load_pages = table_or_page;
     load_head = number % a.NKV;
@@ -332,7 +331,7 @@ struct ItemStream {
       if constexpr (kCopy == SlotCopy::threads) {
         load_units<HS, kSlotKeys<HS>, kWindowed>(a, load_part < kParts ? a.keys : a.values,
                                                  ring + load_slot * kSlotBytes, load_pages, load_head, first,
-                                                 load_begin, end, policy);
+                                                 kWindowed ? load_begin : 0, end, policy);
       } else {
         start_copy(load_part < kParts, first, min(max(end - first, 0), kSlotKeys<HS>));
       }
