@@ -71,7 +71,7 @@ void TrainingModel<S>::classify(float loss_scale, Accumulate head, LossTotal* to
     input_grad(head_, kNoLayer, acts_.d_final_norm + row * C, acts_.logits, weights_.head.plain, count);
     weight_grad(head_, kNoLayer, {d_weights_.head}, acts_.logits, hidden, count, row == 0 ? head : Accumulate::yes);
   }
-  if (training_ && head_section() != kEmbeddingSection) gradients_ready(head_section());
+  if (training_ && head_section() != kEmbeddingSection) gradients_.ready(head_section());
   sum_losses(total);
 }
 
@@ -79,22 +79,22 @@ void TrainingModel<S>::classify(float loss_scale, Accumulate head, LossTotal* to
 
 template <typename S>
 void TrainingModel<S>::backward_layers(Accumulate accumulate) {
-  if (accumulate == Accumulate::no) zero_accumulated_gradients();
+  if (accumulate == Accumulate::no) gradients_.zero_accumulated();
   sort_tokens();  // for embed_backward(), in another stream
-  take_gradient_slot(config_.num_layers - 1);
+  gradients_.take_slot(config_.num_layers - 1);
   parameters_needed_again(section_of_layer(config_.num_layers - 1));
   normalize_backward(norm_after(2 * config_.num_layers - 1), acts_.d_final_norm, false);
   for (std::int64_t l = config_.num_layers - 1; l >= 0; --l) {
-    if (l + 1 < config_.num_layers) take_gradient_slot(l);
+    if (l + 1 < config_.num_layers) gradients_.take_slot(l);
     parameters_needed_again(section_of_layer(l));
     use_fp8_weights(l, true);
     if (l > 0) fetch_parameters(section_of_layer(l - 1));
     recompute_layer(l);
     backward_layer(l, accumulate);
-    gradients_ready(section_of_layer(l));
+    gradients_.ready(section_of_layer(l));
   }
   embed_backward();
-  gradients_ready(kEmbeddingSection);
+  gradients_.ready(kEmbeddingSection);
 }
 
 // Recomputes what --recompute let other layers overwrite, by the same operators on the same inputs: the same bits.

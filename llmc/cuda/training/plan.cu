@@ -75,6 +75,7 @@ Sharding::Sharding(const ModelConfig& config, const TensorTable& table, const Op
       gradients_sharded(share.ranks > 1 && (share.shard == Shard::gradients || share.shard == Shard::parameters)),
       parameters_sharded(share.ranks > 1 && share.shard == Shard::parameters),
       sections(parameter_sections(config, table)) {
+  if (!config.tied_embeddings) head_section = sections.size() - 1;
   place_gradients(config);
   if (parameters_sharded) places = SectionBuffers(sections, config.num_layers);
   const auto cut = [&](std::span<const Range> some) {
@@ -161,6 +162,12 @@ Sharding::Sharding(const ModelConfig& config, const TensorTable& table, const Op
     }
     squares_of_rank.back().end = position;
   }
+}
+
+std::size_t Sharding::section_of(const TensorSpec& spec) const {
+  const auto behind =
+      std::find_if(sections.begin(), sections.end(), [&](const Range& section) { return spec.offset < section.end; });
+  return static_cast<std::size_t>(behind - sections.begin());
 }
 
 void Sharding::place_gradients(const ModelConfig& config) {

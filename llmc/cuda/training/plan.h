@@ -63,7 +63,8 @@ struct Sharding {
   bool gradients_sharded = false;   // likewise the gradients of the step
   bool parameters_sharded = false;  // likewise the parameters, stored like the moments
   std::vector<Bucket> buckets;      // in the order of the arena
-  std::vector<Range> sections;
+  std::vector<Range> sections;      // parameter_sections(): embedding, layers and, unless it is tied, the head
+  std::size_t head_section = 0;     // the embedding's if it is tied
   // Where the gradients of each section lie while they are computed. With sharded gradients, layers take turns in
   // kGradientSlots places, and the ranks' sums are stored like the moments.
   std::vector<std::int64_t> gradient_begins;
@@ -88,6 +89,13 @@ struct Sharding {
   std::vector<std::int32_t> squares_order;
   std::int64_t squares = 0;
   std::int64_t received = 0;  // the most elements received from other ranks for one bucket
+
+  std::size_t end_of_layers() const {
+    return sections.size() - (head_section > 0 ? 1 : 0);
+  }  // layer l has section l + 1
+  std::size_t section_of(const TensorSpec& spec) const;
+  // Offset of a section's gradient, while it is computed, from its position in the table's layout.
+  std::int64_t gradient_shift(std::size_t section) const { return gradient_begins[section] - sections[section].begin; }
 
  private:
   void place_gradients(const ModelConfig& config);

@@ -29,30 +29,25 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
       parameter_arena_((prepare_matmuls(), read_parameters_plan(table_, sharding_, sizeof(S)))),
       own_parameter_arena_(state_plan("parameters", sharding_, sharding_.parameters_sharded ? sizeof(S) : 0)),
       low_arena_(state_plan("low halves of fp32 masters", sharding_, kSplitMaster<S> ? sizeof(std::int16_t) : 0)),
-      gradient_arena_(gradient_plan(sharding_)),
-      part_sum_arena_(part_sum_plan(sharding_)),
-      rank_sum_arena_(rank_sum_plan(table_, options)),
-      received_arena_(received_plan(sharding_)),
+      gradients_(table_, options_, sharding_, peers_, clock_, stream_),
       state1_arena_(state_plan("first states of the optimizer", sharding_, moment_bytes(options))),
       state2_arena_(second_state_plan(sharding_, moment_bytes(options))),
       activation_arena_(acts_.plan()),
       workspace_arena_(work_.layout.plan()),
       weights_(bind_weights(config, table_, parameter_arena_.at<S>(0), Offsets::bytes)),
-      d_weights_(bind_weights(config, table_, gradient_arena_.at<float>(0), Offsets::elements)),
+      d_weights_(bind_weights(config, table_, gradients_.computed().at<float>(0), Offsets::elements)),
       upload_(rows()),
       results_(sizeof(GradientNorm) +
                (1 + static_cast<std::uint64_t>(peers.share.ranks * peers.share.rounds)) * sizeof(LossTotal)),
-      buffers_(sharding_.places),
-      sent_(sharding_.buckets.size()) {
+      buffers_(sharding_.places) {
   if (options.precision == Precision::fp8) {
     fp8_.emplace(config, options, table_, sharding_, swiglu_in_epilogue_, matmul_, clock_, stream_);
   }
   acts_.bind(activation_arena_);
   work_.layout.bind(workspace_arena_);
   place_sections();
-  for (DeviceArena* arena :
-       {&parameter_arena_, &own_parameter_arena_, &low_arena_, &gradient_arena_, &part_sum_arena_, &rank_sum_arena_,
-        &received_arena_, &state1_arena_, &state2_arena_, &activation_arena_, &workspace_arena_}) {
+  for (DeviceArena* arena : {&parameter_arena_, &own_parameter_arena_, &low_arena_, &state1_arena_, &state2_arena_,
+                             &activation_arena_, &workspace_arena_}) {
     arena->clear(stream_);
   }
   const RopeTable table = rope_table(config.rope, options.seq_len);
@@ -64,16 +59,12 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
   upload(work_.adamw_blocks, sharding_.blocks);
   if (!sharding_.squares_order.empty()) upload(work_.squares_order, sharding_.squares_order);
   if (has_peers()) {
-    for (const DeviceArena* arena : {&parameter_arena_, &gradient_arena_, &workspace_arena_}) {
+    const DeviceArena* const shared[] = {&parameter_arena_, &gradients_.computed(), &workspace_arena_};
+    for (const DeviceArena* arena : shared) {
       peers_.device_ranks->share(arena->at<std::byte>(0), arena->bytes());
     }
-    constexpr int kBeforeOthers = -1;  // a higher priority: gradients from other ranks are added as soon as they arrive
-    exchange_stream_.emplace(kBeforeOthers);
-    const auto new_event = [] { return std::make_unique<Event>(cudaEventDisableTiming); };
-    for (std::size_t s = 0; s < sharding_.sections.size(); ++s) gradients_ready_.push_back(new_event());
     for (std::size_t b = 0; b < sharding_.buckets.size(); ++b) {
-      gradients_exchanged_.push_back(new_event());
-      parameters_ready_.push_back(new_event());
+      parameters_ready_.push_back(std::make_unique<Event>(cudaEventDisableTiming));
     }
   }
   stream_.synchronize("start");
@@ -84,7 +75,7 @@ template <typename S>
 void TrainingModel<S>::place_sections() {
   std::vector<std::int64_t> of_gradients, of_parameters;
   for (std::size_t s = 0; s < sharding_.sections.size(); ++s) {
-    of_gradients.push_back(gradient_shift(s));
+    of_gradients.push_back(sharding_.gradient_shift(s));
     of_parameters.push_back(sharding_.parameters_sharded ? parameter_shift(s) : 0);
   }
   d_weights_.move_sections(of_gradients);
@@ -163,7 +154,7 @@ std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& 
   }
   const auto make_as = [&](auto storage) -> std::unique_ptr<TrainModel> {
     using Model = TrainingModel<decltype(storage)>;
-    return std::make_unique<Model>(config, options, typename Model::Peers{ranks, device_ranks, share});
+    return std::make_unique<Model>(config, options, Peers{ranks, device_ranks, share});
   };
   if (options.precision == Precision::fp32) return make_as(float{});
   return make_as(bf16{});

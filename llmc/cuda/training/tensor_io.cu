@@ -17,7 +17,7 @@ std::byte* TrainingModel<S>::address_of(TensorRole role, const Piece& piece) con
     case TensorRole::parameter:
       return own_parameters().template at<std::byte>((sharding_.parameters_sharded ? state : element) * sizeof(S));
     case TensorRole::gradient:
-      return reinterpret_cast<std::byte*>(gradients() + (sharding_.gradients_sharded ? state : element));
+      return reinterpret_cast<std::byte*>(gradients_.values() + (sharding_.gradients_sharded ? state : element));
     case TensorRole::state1:
       return state1_arena_.at<std::byte>(state * moment_bytes(options_));
     case TensorRole::state2:
@@ -35,7 +35,7 @@ void TrainingModel<S>::require_tensor(TensorRole role, const TensorSpec& spec) c
 // The tensor is found by its name, since `named` may come from the table of a file, whose tensors have other types.
 template <typename S>
 void TrainingModel<S>::read_tensor(TensorRole role, const TensorSpec& named, float* values) {
-  if (role == TensorRole::gradient) zero_stale_gradients();
+  if (role == TensorRole::gradient) gradients_.zero_stale();
   synchronize("reading a tensor");
   const TensorSpec& spec = table_.at(named.name);
   require_tensor(role, spec);
@@ -79,7 +79,7 @@ void TrainingModel<S>::read_piece(TensorRole role, const Piece& piece, float* va
 
 template <typename S>
 void TrainingModel<S>::write_tensor(TensorRole role, const TensorSpec& named, const float* values) {
-  if (role == TensorRole::gradient) zero_stale_gradients();
+  if (role == TensorRole::gradient) gradients_.zero_stale();
   synchronize("writing a tensor");
   check(cudaEventSynchronize(state_copied_), "writing a tensor");
   if (role == TensorRole::parameter) buffers_.forget();
