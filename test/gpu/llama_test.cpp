@@ -219,12 +219,9 @@ void expect_gradients_of_fp32(const ModelConfig& config) {
     std::vector<float> a(static_cast<std::size_t>(spec.elements)), b(a.size());
     model->read_tensor(TensorRole::gradient, spec, a.data());
     reference->read_tensor(TensorRole::gradient, spec, b.data());
-    // What is added to all keys of a row changes its softmax only as far as keys rotate apart: the gradient of the keys' bias
-    // is a small sum of large terms.
-    const bool cancels = spec.name.ends_with("k_proj.bias");
-    const TensorDistance row = distance(spec.name, a, b, cancels ? 0.2 : 0.05, Norm::l2);
+    const TensorDistance row = distance(spec.name, a, b, 0.05, Norm::l2);
     EXPECT_TRUE(row.pass) << spec.name << " " << row.relative;
-    EXPECT_GT(row.cosine, cancels ? 0.98 : 0.998) << spec.name;
+    EXPECT_GT(row.cosine, 0.998) << spec.name;
   }
 }
 TEST(CudaLlama, Bf16GradientsPointWhereFp32GradientsPoint) {
@@ -238,8 +235,8 @@ TEST(CudaLlama, Bf16GradientsPointWhereFp32GradientsPoint) {
   }
 }
 
-// Ten steps of AdamW in fp32: the losses of the CPU. What the rounding of two orders of sums makes of an update with a nearly
-// vanishing gradient shows in parameters, not in losses.
+// Ten steps of AdamW. On the CPU another last bit of every weight changes the last loss by 5e-8 of it, and weights rounded to
+// bf16 by 5e-4.
 TEST(CudaLlama, TenStepsOfEveryFamilyHaveTheLossesOfTheCpu) {
   for (const ModelConfig& config : odd_families()) {
     SCOPED_TRACE(name_of(config));
@@ -251,10 +248,10 @@ TEST(CudaLlama, TenStepsOfEveryFamilyHaveTheLossesOfTheCpu) {
     const std::vector<double> want = losses(cpu::make_training_model(config, odd_options(Precision::fp32)));
     const std::vector<double> fp32 = losses(cuda::make_training_model(config, odd_options(Precision::fp32)));
     const std::vector<double> bf16 = losses(cuda::make_training_model(config, odd_options(Precision::bf16)));
-    EXPECT_LT(want.back(), 0.95 * want.front());
+    EXPECT_LT(want.back(), 0.7 * want.front());
     for (std::size_t i = 0; i < want.size(); ++i) {
-      EXPECT_NEAR(fp32[i], want[i], 1e-4 * want[i]) << i;
-      EXPECT_NEAR(bf16[i], want[i], 2e-2 * want[i]) << i;
+      EXPECT_NEAR(fp32[i], want[i], 1e-5 * want[i]) << i;
+      EXPECT_NEAR(bf16[i], want[i], 1e-2 * want[i]) << i;
     }
   }
 }
