@@ -87,6 +87,11 @@ ROWS = [
     Mutant("a copy of the state read from its first value each time", "read", "static_cast<std", "0 * static_cast<std",
            unit("BackgroundSaveTest.BothSourcesGiveEveryPieceOfATensor")),
     Mutant("Qwen2 without its biases", "set_fixed", "config.qkv_bias = true;", "", unit("Golden.*", "HfConfig.*")),
-    Mutant("Mistral's window is not looked at", "window", "return sliding_window(config);",
-           "return std::nullopt;", unit("HfConfig.Cases")),
+    Mutant("a window is one key shorter", "read_windows", "slides(l) ? window : 0", "slides(l) ? window - 1 : 0",
+           unit("HfConfig.Cases")),
+    Mutant("SmolLM3's layers without RoPE are the others", "read_nope_layers",
+           "if (layers[static_cast<std::size_t>(l)] == 0) model", "if (layers[static_cast<std::size_t>(l)] == 1) model",
+           unit("HfConfig.Cases", "Golden.*")),
+    Mutant("every layer rotates", "rotates", "return !std::binary_search", "return true || !std::binary_search",
+           unit("Golden.*", "CpuInference.*")),
 ]
