@@ -99,7 +99,9 @@ TEST(FusedTokens, GreedyIdsOfTheGoldenLlamas) {
                                                       {"llama-mlp-bias", "biases beside SwiGLU"},
                                                       {"qwen3-gqa2", "norms of heads"},
                                                       {"qwen3-biases-tied", "norms of heads"},
-                                                      {"qwen2-mha", "head_dim: got 16"}};
+                                                      {"qwen2-mha", "head_dim: got 16"},
+                                                      {"mistral-window", "sliding window"},
+                                                      {"smollm3-window-tied", "sliding window"}};
   const auto reason = [](const ModelConfig& config) {
     const std::string of_kernel = cuda::fused_unsupported_reason(config, DType::f16);
     return of_kernel.empty() ? cuda::inference_unsupported_reason(config, DType::f16) : of_kernel;

@@ -60,12 +60,15 @@ ModelConfig odd_config() {
 
 // What the families have beside it: biases of q, k and v; norms of the heads; both, with all other biases.
 std::vector<ModelConfig> odd_families() {
-  std::vector<ModelConfig> all(3, odd_config());
+  std::vector<ModelConfig> all(4, odd_config());
   set_family(all[0], "qwen2");
   set_family(all[1], "qwen3");
   set_family(all[2], "qwen3");
   all[2].qkv_bias = all[2].output_bias = all[2].mlp_bias = true;
   all[2].head_dim = all[2].rope.rotary_dim = 80;
+  set_family(all[3], "smollm3");
+  all[3].nope_layers = {1};
+  all[3].windows = {0, 5, 0};
   return all;
 }
 

@@ -142,9 +142,9 @@ void Inference<S>::attend(std::int64_t l, const StepArrays& step, std::int64_t r
   if (step.decodes) {
     io.k = keys();
     io.v = values();
-    io.rope = rope_;
+    io.rope = rope_of(l);
   } else {
-    const AppendToPages<S> append = {queries(), keys(), values(), config_.num_heads, io.kv, paged_rows, rope_};
+    const AppendToPages<S> append = {queries(), keys(), values(), config_.num_heads, io.kv, paged_rows, rope_of(l)};
     named("RoPE, pages", [&] { append_to_pages(append, device_, stream_); });
     if (!output) return;
   }

@@ -202,6 +202,7 @@ class Inference final : public InferenceModel {
   void run_layers(const StepArrays& step, std::int64_t rows);
   void run_layer(std::int64_t l, const StepArrays& step, std::int64_t rows);
   void normalize_heads(std::int64_t l, std::int64_t rows);
+  DeviceRopeTable rope_of(std::int64_t l) const { return config_.rotates(l) ? rope_ : DeviceRopeTable{}; }
   // Without `output` only keys and values reach their pages.
   void attend(std::int64_t l, const StepArrays& step, std::int64_t rows, bool output);
   // From the residual stream of `count` wanted rows, at most kLogitRows, from wanted row `first` on, to their results.

@@ -49,7 +49,7 @@ void TrainingModel<S>::forward_to_swiglu(std::int64_t l, S* branch, S* swiglu_ou
 
   linear(qkv_, l, a.qkv, a.input_norm, w.qkv, N);
   if (config_.qk_norm) normalize_heads(l);
-  rope(a.qkv);
+  if (config_.rotates(l)) rope(a.qkv);
   attend(l, a);
   linear_and_normalize(output_, l, norm_after(2 * l), a.attention, w.output, residual, branch);
 

@@ -238,6 +238,7 @@ void TrainingModel<S>::attend(std::int64_t l, const LayerActivations<S>& a) {
 template <typename S>
 void TrainingModel<S>::attend_backward(std::int64_t l, const LayerActivations<S>& a) {
   const std::int64_t q = config_.q_size();
+  const DeviceRopeTable rope = config_.rotates(l) ? rope_ : DeviceRopeTable{};
   if constexpr (std::is_same_v<S, bf16>) {
     if (attention_rounds()) {
       const double bytes = row_bytes(2 * q + qkv_size()) + static_cast<double>(rows() * qkv_size());
@@ -246,7 +247,7 @@ void TrainingModel<S>::attend_backward(std::int64_t l, const LayerActivations<S>
         clock_.run("attention backward, quantise", 2.5 * attention_flops(l), bytes, [&] {
           attention_backward_fp8(attention_shape(config_, options_, l), codes, heads(acts_.d_attention, q),
                                  heads(a.attention, q), a.lse, q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv),
-                                 work_.scratch, stream_, rope_);
+                                 work_.scratch, stream_, rope);
         });
       });
     }
@@ -254,7 +255,7 @@ void TrainingModel<S>::attend_backward(std::int64_t l, const LayerActivations<S>
   clock_.run("attention backward", 2.5 * attention_flops(l), row_bytes(2 * (q + qkv_size())), [&] {
     attention_backward<S>(attention_shape(config_, options_, l), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv),
                           v_heads(acts_.d_qkv), heads(acts_.d_attention, q), heads(a.attention, q), a.lse,
-                          q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv), work_.scratch, stream_, rope_);
+                          q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv), work_.scratch, stream_, rope);
   });
 }
 
