@@ -443,6 +443,37 @@ TEST(CudaVirtualRanks, MoreMicroBatchesThanTheirStepHasAreRefused) {
   EXPECT_THROW(compute(*model, c, 1, {2, 3}, 2), Error);
 }
 
+// A pass without the one before it, a step that is read too early, and one that goes on after it has been read.
+TEST(CudaRanks, CallsOutOfOrderAreRefused) {
+  const Case c;
+  const auto expect_refused = [](const char* words, const std::function<void()>& call) {
+    try {
+      call();
+      ADD_FAILURE() << "no error: " << words;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::internal);
+      EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
+    }
+  };
+  const auto alone = cuda::make_training_model(config_of(c), options_of(c, 2));
+  alone->zero_gradients();
+  expect_refused("without a forward()", [&] { alone->backward(); });
+  compute(*alone, c, 1, {0, 1}, 2);
+  expect_refused("without a forward()", [&] { alone->backward(); });
+  run_thread_ranks(2, 60, [&](Communicator& ranks) {
+    const auto plane = cuda::make_staged_ranks(ranks);
+    const auto model = cuda::make_training_model(config_of(c), options_of(c, 4), ranks, *plane, Shard::optimizer);
+    test::randomize_parameters(*model);
+    const std::int64_t mine = ranks.rank();
+    model->zero_gradients();
+    compute(*model, c, 1, {mine, mine + 1}, 4);
+    expect_refused("before its last round", [&] { model->statistics(); });
+    compute(*model, c, 1, {mine + 2, mine + 3}, 4);
+    EXPECT_GT(model->statistics().gradient_norm, 0);
+    expect_refused("more micro-batches", [&] { compute(*model, c, 1, {mine, mine + 1}, 4); });
+  });
+}
+
 // The plan is what is allocated: printed numbers are promises. The first rank has the largest parts.
 TEST(CudaVirtualRanks, TheirMemoryIsPlanned) {
   const Case c;

@@ -11,9 +11,8 @@
 
 namespace weft::cuda {
 
-std::vector<Range> in_bytes(std::vector<Range> parts, std::size_t size) {
-  const auto bytes = static_cast<std::int64_t>(size);
-  for (Range& part : parts) part = {part.begin * bytes, part.end * bytes};
+std::vector<Range> shifted(std::vector<Range> parts, std::int64_t by) {
+  for (Range& part : parts) part = {part.begin + by, part.end + by};
   return parts;
 }
 
@@ -91,25 +90,20 @@ std::optional<std::int64_t> GradientExchange::end_backward() {
   return complete_rank();
 }
 
+// Sends what has not been sent. The gradients of a virtual rank are added to those of the ranks before it.
 std::int64_t GradientExchange::complete_rank() {
-  if (has_peers()) {
-    exchange_from(0);
-  } else {
-    add_rank();
+  exchange_from(0);
+  if (!has_peers()) {
+    float* const sum = rank_sum_.at<float>(0);
+    const float* const pieces[] = {sum, computed_.at<float>(0)};
+    const std::size_t first = ranks_done_ == 0 ? 1 : 0;
+    const std::int64_t count = table_.arena_elements();
+    clock_.run("sum of ranks", 0, static_cast<double>(3 - first) * static_cast<double>(count) * sizeof(float),
+               [&] { add_ranks(sum, std::span(pieces).subspan(first), count, passes_); });
   }
   state_ = State::complete;
   micro_batches_ = 0;
   return ranks_done_++;
-}
-
-// The gradients of a virtual rank are complete: adds them to those of the ranks before it.
-void GradientExchange::add_rank() {
-  float* const sum = rank_sum_.at<float>(0);
-  const float* const pieces[] = {sum, computed_.at<float>(0)};
-  const std::size_t first = ranks_done_ == 0 ? 1 : 0;
-  const std::int64_t count = table_.arena_elements();
-  clock_.run("sum of ranks", 0, static_cast<double>(3 - first) * static_cast<double>(count) * sizeof(float),
-             [&] { add_ranks(sum, std::span(pieces).subspan(first), count, passes_); });
 }
 
 // Those of virtual ranks are read from their sum. Sharded gradients are zeroed where they are summed.
@@ -123,10 +117,9 @@ void GradientExchange::zero_stale() {
       check(cudaMemsetAsync(sum, 0, static_cast<std::size_t>(count) * sizeof(float), passes_), "zero_gradients");
     }
   } else if (state_ == State::stale || state_ == State::head) {
-    for (const TensorSpec& spec : table_.specs()) {
-      const bool of_head = sharding_.section_of(spec) == sharding_.head_section;
-      if (state_ == State::stale || !of_head) zero(spec);
-    }
+    zero_where([&](const TensorSpec&, std::size_t section) {
+      return state_ == State::stale || section != sharding_.head_section;
+    });
   }
   if (state_ == State::stale || state_ == State::head) state_ = State::computed;
 }
@@ -148,25 +141,23 @@ std::optional<std::int64_t> GradientExchange::finish() {
 
 // ---- in the lists ---------------------------------------------------------------------------------------------------
 
-void GradientExchange::zero(const TensorSpec& spec) {
-  float* const gradient = computed_.at<float>(0) + spec.offset + sharding_.gradient_shift(sharding_.section_of(spec));
-  check(cudaMemsetAsync(gradient, 0, static_cast<std::size_t>(spec.elements) * sizeof(float), passes_),
-        "zero_gradients");
-}
-
-void GradientExchange::zero_accumulated(std::size_t section) {
+// Zeroes the gradients for which which(spec, section).
+template <typename Which>
+void GradientExchange::zero_where(const Which& which) {
   for (const TensorSpec& spec : table_.specs()) {
-    if (sharding_.section_of(spec) != section) continue;
-    const bool is_vector = spec.shape.size() == 1;
-    if (is_vector || (section == 0 && sharding_.head_section != 0)) zero(spec);
+    const std::size_t section = sharding_.section_of(spec);
+    if (!which(spec, section)) continue;
+    float* const gradient = computed_.at<float>(0) + spec.offset + sharding_.gradient_shift(section);
+    check(cudaMemsetAsync(gradient, 0, static_cast<std::size_t>(spec.elements) * sizeof(float), passes_),
+          "zero_gradients");
   }
 }
 
 void GradientExchange::zero_accumulated() {
-  for (std::size_t section = 0; section < sharding_.sections.size(); ++section) {
+  zero_where([&](const TensorSpec& spec, std::size_t section) {
     const bool takes_turns = sharding_.gradients_sharded && section != 0 && section != sharding_.head_section;
-    if (!takes_turns) zero_accumulated(section);
-  }
+    return !takes_turns && accumulates(spec, section);
+  });
 }
 
 void GradientExchange::take_slot(std::int64_t l) {
@@ -175,7 +166,7 @@ void GradientExchange::take_slot(std::int64_t l) {
   for (std::size_t b = 0; b < sharding_.buckets.size() && before < sharding_.end_of_layers(); ++b) {
     if (sharding_.buckets[b].section == before) check(cudaStreamWaitEvent(passes_, *exchanged_[b]), "backward");
   }
-  zero_accumulated(section);
+  zero_where([&](const TensorSpec& spec, std::size_t s) { return s == section && accumulates(spec, s); });
 }
 
 void GradientExchange::ready(std::size_t section) {
@@ -208,11 +199,7 @@ void GradientExchange::exchange(std::size_t number) {
   const Bucket& bucket = sharding_.buckets[number];
   check(cudaStreamWaitEvent(*exchanges_, *ready_[bucket.section]), "exchange between ranks");
   delay_point(*exchanges_, DelayPoint::forked);
-  std::vector<Range> parts = bucket.parts;  // shifted to where they lie while they are computed
-  for (Range& part : parts) {
-    part.begin += sharding_.gradient_shift(bucket.section);
-    part.end += sharding_.gradient_shift(bucket.section);
-  }
+  const std::vector<Range> parts = shifted(bucket.parts, sharding_.gradient_shift(bucket.section));
   float* const gradients = computed_.at<float>(0);
   const float* received = received_.at<float>(0);
   const Range mine = parts[my_rank()];
@@ -231,10 +218,7 @@ void GradientExchange::exchange(std::size_t number) {
   const bool last = ranks_done_ + 1 == ranks_of_process();
   add_ranks(last && !sharding_.gradients_sharded ? gradients + mine.begin : part_sum, pieces, mine.size(), *exchanges_);
   check(cudaEventRecord(*exchanged_[number], *exchanges_), "exchange between ranks");
-  if (last && !sharding_.sharded) {
-    peers_.device_ranks->gather(reinterpret_cast<std::byte*>(gradients), in_bytes(bucket.parts, sizeof(float)),
-                                *exchanges_);
-  }
+  if (last && !sharding_.sharded) gather(gradients, bucket.parts);
 }
 
 }  // namespace weft::cuda

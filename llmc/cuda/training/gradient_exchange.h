@@ -36,8 +36,7 @@ struct Peers {
   RankShare share;
 };
 
-// Parts of arrays in bytes, of elements of `size` bytes.
-std::vector<Range> in_bytes(std::vector<Range> parts, std::size_t size);
+std::vector<Range> shifted(std::vector<Range> parts, std::int64_t by);
 // Whether what is queued in `stream` now becomes a part of a graph. Then events are external to it, so that work outside can wait
 // for a part of a graph and a part of a graph for work outside.
 bool is_captured(cudaStream_t stream);
@@ -69,8 +68,8 @@ class GradientExchange {
   cudaEvent_t own_work() const { return own_work_; }
 
   // ---- in the lists of the passes
-  // Zeroes the gradients that backward accumulates even in the first micro-batch: those of norms and biases, and of an embedding that is not
-  // also the head. With sharded gradients layers do it in take_slot().
+  // Zeroes the gradients that backward accumulates even in the first micro-batch. With sharded gradients layers do it in
+  // take_slot().
   void zero_accumulated();
   // With sharded gradients: waits until the ranks have exchanged the gradients that were in layer l's place before.
   void take_slot(std::int64_t l);
@@ -82,6 +81,14 @@ class GradientExchange {
   // Makes it wait for what is queued in the stream of the passes, and that wait for all exchanges.
   void fork(const char* action);
   void join();
+  // Every rank gets all parts of `values`, of which each has one.
+  template <typename T>
+  void gather(T* values, const std::vector<Range>& parts) {
+    constexpr auto kBytes = static_cast<std::int64_t>(sizeof(T));
+    std::vector<Range> bytes;
+    for (const Range& part : parts) bytes.push_back({part.begin * kBytes, part.end * kBytes});
+    peers_.device_ranks->gather(reinterpret_cast<std::byte*>(values), bytes, *exchanges_);
+  }
 
  private:
   enum class State { stale, head, computed, complete, summed };
@@ -90,11 +97,15 @@ class GradientExchange {
   std::int64_t ranks_of_process() const { return has_peers() ? peers_.share.rounds : options_.virtual_ranks; }
   bool is_last_micro_batch() const { return micro_batches_ + 1 == options_.rank_micro_batches; }
   std::int64_t complete_rank();
-  void add_rank();
   void exchange_from(std::size_t section);
   void exchange(std::size_t bucket);
-  void zero_accumulated(std::size_t section);
-  void zero(const TensorSpec& spec);
+  template <typename Which>
+  void zero_where(const Which& which);
+  // Whether backward accumulates a gradient even in the first micro-batch: those of norms, and of an embedding that is not also
+  // the head.
+  bool accumulates(const TensorSpec& spec, std::size_t section) const {
+    return spec.shape.size() == 1 || (section == 0 && sharding_.head_section != 0);
+  }
 
   const TensorTable& table_;
   const TrainOptions& options_;

@@ -1,6 +1,5 @@
 // What ranks exchange beside gradients: parameters that a rank has updated arrive before the next pass needs them, which the lists
 // of lists.cu mark by section of the arena; and the statistics of a step.
-#include <utility>
 #include <vector>
 
 #include "llmc/base/error.h"
@@ -38,11 +37,7 @@ void TrainingModel<S>::fetch_parameters(std::size_t section) {
   gradients_.fork("parameters");
   for (std::size_t b = 0; b < sharding_.buckets.size(); ++b) {
     if (sharding_.buckets[b].section != section) continue;
-    std::vector<Range> parts = sharding_.buckets[b].parts;
-    for (Range& part : parts) {
-      part.begin += parameter_shift(section);
-      part.end += parameter_shift(section);
-    }
+    const std::vector<Range> parts = shifted(sharding_.buckets[b].parts, parameter_shift(section));
     const Range mine = parts[my_rank()];
     if (mine.size() > 0) {
       const auto begin = static_cast<std::uint64_t>(mine.begin) * sizeof(S),
@@ -51,7 +46,7 @@ void TrainingModel<S>::fetch_parameters(std::size_t section) {
                             static_cast<std::size_t>(mine.size()) * sizeof(S), cudaMemcpyDeviceToDevice, stream),
             "parameters");
     }
-    peers_.device_ranks->gather(parameter_arena_.at<std::byte>(0), in_bytes(std::move(parts), sizeof(S)), stream);
+    gradients_.gather(parameter_arena_.at<S>(0), parts);
     check(cudaEventRecord(*parameters_ready_[b], stream), "parameters");
   }
 }
@@ -60,25 +55,21 @@ void TrainingModel<S>::fetch_parameters(std::size_t section) {
 template <typename S>
 void TrainingModel<S>::gather_statistics() {
   gradients_.fork("statistics");
-  const auto gather = [&](auto* values, const std::vector<Range>& parts) {
-    peers_.device_ranks->gather(reinterpret_cast<std::byte*>(values), in_bytes(parts, sizeof *values),
-                                gradients_.stream());
-  };
   for (std::int64_t round = 0; round < peers_.share.rounds; ++round) {
     std::vector<Range> totals;
     for (std::int64_t r = round * peers_.share.ranks; std::ssize(totals) < peers_.share.ranks; ++r) {
       totals.push_back({r, r + 1});
     }
-    gather(work_.rank_totals, totals);
+    gradients_.gather(work_.rank_totals, totals);
   }
-  if (sharding_.sharded) gather(work_.squares, sharding_.squares_of_rank);
+  if (sharding_.sharded) gradients_.gather(work_.squares, sharding_.squares_of_rank);
   if (work_.rank_tallies != nullptr) {
     const std::int64_t slots = fp8_->slots();
     check(cudaMemcpyAsync(work_.rank_tallies + peers_.share.rank * slots, fp8_->tallies(),
                           static_cast<std::size_t>(slots) * sizeof(Fp8Tally), cudaMemcpyDeviceToDevice,
                           gradients_.stream()),
           "statistics");
-    gather(work_.rank_tallies, shares(peers_.share.ranks * slots, peers_.share.ranks));
+    gradients_.gather(work_.rank_tallies, shares(peers_.share.ranks * slots, peers_.share.ranks));
   }
   gradients_.join();
 }
@@ -87,8 +78,7 @@ void TrainingModel<S>::gather_statistics() {
 template <typename S>
 void TrainingModel<S>::gather_parameters(std::size_t bucket) {
   gradients_.fork("update");
-  peers_.device_ranks->gather(parameter_arena_.at<std::byte>(0), in_bytes(sharding_.buckets[bucket].parts, sizeof(S)),
-                              gradients_.stream());
+  gradients_.gather(parameter_arena_.at<S>(0), sharding_.buckets[bucket].parts);
   check(cudaEventRecord(*parameters_ready_[bucket], gradients_.stream()), "update");
 }
 
