@@ -12,7 +12,7 @@
 namespace weft::cpu {
 
 // out [N, OC] (+)= x [N, C] * weight [OC, C]^T + bias [OC] (null: none). With a scale for each row of the weight the sum runs
-// over x * q, and is multiplied by the scale as the bias is added (one rounding). An int4 weight gives the bits of its
+// over x * q, and is multiplied by the scale as the bias is added (one rounding). A grouped weight gives the bits of its
 // dequantised floats.
 void matmul_rows_forward(float* out, const float* x, const Weight<const float>& weight, const float* bias,
                          std::int64_t N, std::int64_t C, std::int64_t OC, Accumulate accumulate = Accumulate::no);
