@@ -203,7 +203,10 @@ Exit run_bench(const InferSettings& settings, const ModelConfig& config, const D
     }
   }
   if (settings.bench_layer) {
-    if (!device.gpu()) fail(Exit::environment, "--bench-layer: needs a GPU");
+    if (path.decode != "fused") {
+      fail(Exit::environment, "--bench-layer: only the fused kernel computes a layer alone, and this is --decode %s",
+           path.decode.c_str());
+    }
     const LayerBenchResult result = run_layer_bench(*make(2 * kLayerContext), seed);
     write_stdout(settings.json ? json_line(layer_bench_json(result, path)) : layer_bench_text(result, path));
     return Exit::ok;

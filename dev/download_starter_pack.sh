@@ -32,6 +32,7 @@ qwen2.5-0.5b     Qwen/Qwen2.5-0.5B         494M   open
 qwen2.5-1.5b     Qwen/Qwen2.5-1.5B         1.5B   open
 qwen3-0.6b       Qwen/Qwen3-0.6B-Base      596M   open
 qwen3-1.7b       Qwen/Qwen3-1.7B-Base      1.7B   open
+smollm3-3b       HuggingFaceTB/SmolLM3-3B-Base  3.1B  open
 mistral-7b       mistralai/Mistral-7B-v0.3  7.2B  gated
 tinyllama-1.1b   TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T  1.1B  open
 '

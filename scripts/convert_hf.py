@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Converts a Hugging Face model directory (Llama, Mistral, Qwen2, Qwen3 or GPT-NeoX/Pythia) into one weft model file.
+"""Converts a Hugging Face model directory (Llama, Mistral, Qwen2, Qwen3, SmolLM3 or GPT-NeoX/Pythia) into one weft model file.
 
     python3 scripts/convert_hf.py models/pythia-160m -o pythia-160m.bin
     python3 scripts/convert_hf.py models/Llama-3.2-1B -o llama.bin --dtype bf16

@@ -272,7 +272,8 @@ class Recorder:
             self._handles.append(attention.query_key_value.register_forward_hook(split_fused))
 
     def _keep_projected(self, prefix: str, name: str, value: torch.Tensor) -> None:
-        target = self.values if name == "v" else self.projected
+        rotates = name != "v" and self.layer not in self.description.nope_layers
+        target = self.projected if rotates else self.values
         target[prefix + name] = value.detach().float().clone()
 
     def _keep_rotated(self, name: str, value: torch.Tensor) -> None:
@@ -297,25 +298,27 @@ def rotate(values: torch.Tensor, rope: Rope) -> torch.Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention; q [B, T, NH, HS], k and v [B, T, NKV, HS]; result [B, T, NH * HS]."""
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+    """Causal attention; q [B, T, NH, HS], k and v [B, T, NKV, HS]; result [B, T, NH * HS]. A position sees `window` keys, with 0 all
+    before it."""
     torch, _ = libraries()
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
     scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.shape[-1])
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
+    every = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+    hidden = every.triu(1) | every.tril(-window) if window else every.triu(1)
+    weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
     return torch.einsum("bhts,bshd->bthd", weights, v).flatten(2)
 
 
 def check_recomputed(recorder: Recorder, dtype: str) -> None:
     """Refuses a recording whose q, k or attention differ from their definition."""
-    values, rope = recorder.values, recorder.description.rope
-    for number in range(recorder.description.num_layers):
+    values, description = recorder.values, recorder.description
+    for number in range(description.num_layers):
         prefix = f"layers.{number}."
-        for name in "qk":
-            check_close(prefix + name, values[prefix + name], rotate(recorder.projected[prefix + name], rope), dtype)
-        attention = attend(values[prefix + "q"], values[prefix + "k"], values[prefix + "v"])
+        for name in "qk" if number not in description.nope_layers else "":
+            check_close(prefix + name, values[prefix + name], rotate(recorder.projected[prefix + name], description.rope), dtype)
+        attention = attend(values[prefix + "q"], values[prefix + "k"], values[prefix + "v"], description.window(number))
         check_close(prefix + "attention", values[prefix + "attention"], attention, dtype)
 
 

@@ -87,14 +87,17 @@ def rotate(x: np.ndarray, rope: Rope) -> np.ndarray:
     return np.concatenate([low * cos - high * sin, high * cos + low * sin, x[..., 2 * half:]], axis=-1)
 
 
-def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Causal attention of one window; q [T, NH, HS], k and v [T, NKV, HS]; result [T, NH * HS]."""
+def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int) -> np.ndarray:
+    """Causal attention of one window of the text; q [T, NH, HS], k and v [T, NKV, HS]; result [T, NH * HS]. A position sees `window`
+    keys, with 0 all before it."""
     length, heads, size = q.shape
     repeat = heads // k.shape[1]
     out = np.empty_like(q)
-    future = np.triu(np.full((length, length), -np.inf, np.float32), 1)
+    hidden = np.triu(np.full((length, length), -np.inf, np.float32), 1)
+    if window:
+        hidden += np.tril(np.full((length, length), -np.inf, np.float32), -window)
     for head in range(heads):
-        scores = q[:, head] @ k[:, head // repeat].T / np.float32(math.sqrt(size)) + future
+        scores = q[:, head] @ k[:, head // repeat].T / np.float32(math.sqrt(size)) + hidden
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ v[:, head // repeat]
     return out.reshape(length, heads * size)
@@ -147,7 +150,7 @@ class Layers:
         q, k, v = (part.reshape(len(x), -1, model.head_dim) for part in qkv)
         if f"{prefix}self_attn.q_norm.weight" in model.tensors:
             q, k = self._norm(q, prefix + "self_attn.q_norm"), self._norm(k, prefix + "self_attn.k_norm")
-        attended = self.x + linear("output", self._attention(q, k, v))[0]
+        attended = self.x + linear("output", self._attention(layer, q, k, v))[0]
         x = self._norm(self.x if model.parallel_residual else attended, prefix + "post_attention_layernorm")
         self.x = attended + linear("down", self._by_window(ACTIVATIONS[model.activation], *linear("up", x)))[0]
 
@@ -163,10 +166,12 @@ class Layers:
     def _norm(self, x: np.ndarray, module: str) -> np.ndarray:
         return self._by_window(lambda rows: norm(rows, self.model, self.read, module), x)
 
-    def _attention(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    def _attention(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Of all windows: q, k, v [N, heads, HS]."""
-        rope = self.model.rope
-        return self._by_window(lambda q, k, v: attend(rotate(q, rope), rotate(k, rope), v), q, k, v)
+        model = self.model
+        if layer not in model.nope_layers:
+            q, k = (self._by_window(lambda x: rotate(x, model.rope), part) for part in (q, k))
+        return self._by_window(lambda q, k, v: attend(q, k, v, model.window(layer)), q, k, v)
 
 
 # ---- rounding ----------------------------------------------------------------------------------------------------------

@@ -78,14 +78,18 @@ class Model:
     trainable: bool
     hf_config: dict[str, Any] | None = field(compare=False)  # a config.json for it
     problem: str = field(compare=False)                      # why there is none
-    # In the file if a layer has one:
+    # In the file if there are some:
     windows: list[int] = field(default_factory=list)
+    nope_layers: list[int] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         beside = ["tensors", "embedding", "head", "linears", "trainable", "hf_config", "problem"]
-        if not self.windows:
-            beside.append("windows")
+        beside += [key for key in ("windows", "nope_layers") if not getattr(self, key)]
         return {key: value for key, value in asdict(self).items() if key not in beside}
+
+    def window(self, layer: int) -> int:
+        """The keys that a position sees, its own included; 0: all before it."""
+        return self.windows[layer] if self.windows else 0
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     python3 scripts/make_goldens.py
 
 For each case NAME.model.bin is the converted model and NAME.dump.bin the reference dump. Between them the cases cover
-head dimensions 32, 64, 80, 128 and 256, grouped heads, tied and untied embeddings, llama3 scaling, odd vocabularies,
+head dimensions 32, 64, 80, 128 and 256, grouped heads, sliding windows, layers without RoPE, tied and untied embeddings, llama3 scaling, odd vocabularies,
 rotary fractions, parallel and sequential residuals, absent biases, padded vocabularies and 16-bit weights. Weights are
 drawn so that mistakes become visible: norms far from 1, biases far from 0, attention far from uniform. Dumps of the two
 trained models under models/ are made too if those exist. Needs torch and transformers 5.
@@ -13,6 +13,7 @@ trained models under models/ are made too if those exist. Needs torch and transf
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -105,13 +106,17 @@ CASES = [
     llama("yarn-attention-bias", 16, 2, 2, 32, 24, 47, True, 500.0, 13, YARN_FREE, layers=1, biases=("attention_bias",),
           groups=NO_PARAMETERS),
     llama("mlp-bias", 16, 2, 1, 32, 24, 43, False, 10000.0, 13, layers=1, biases=("mlp_bias",), groups=NO_PARAMETERS),
-    of_family("mistral", "gqa2", 16, 4, 2, 16, 24, 47, False, 10000.0, 13, keys={"sliding_window": None}, layers=1,
+    of_family("mistral", "gqa2", 8, 4, 2, 32, 24, 47, False, 10000.0, 9, keys={"sliding_window": None}, layers=1,
               groups=NO_PARAMETERS),
-    of_family("qwen2", "gqa3-tied", 24, 3, 1, 16, 40, 43, True, 1e6, 13, layers=1, groups=NO_PARAMETERS),
+    of_family("mistral", "window", 8, 2, 1, 32, 24, 47, False, 10000.0, 11, keys={"sliding_window": 5}, layers=1,
+              groups=NO_PARAMETERS),
+    of_family("qwen2", "gqa3-tied", 16, 3, 1, 32, 24, 43, True, 1e6, 11, layers=1, groups=NO_PARAMETERS),
     of_family("qwen2", "mha", 16, 2, 2, 16, 24, 47, False, 1e6, 12, eps=1e-6, groups=NO_PARAMETERS),
-    of_family("qwen3", "gqa2", 16, 4, 2, 16, 20, 43, False, 1e6, 12, eps=1e-6),
+    of_family("qwen3", "gqa2", 8, 4, 2, 32, 16, 43, False, 1e6, 9, eps=1e-6),
     of_family("qwen3", "biases-tied", 16, 2, 1, 32, 24, 43, True, 1e6, 13, layers=1, biases=("attention_bias",),
               groups=NO_PARAMETERS),
+    of_family("smollm3", "window-tied", 8, 2, 1, 32, 24, 43, True, 5000.0, 11, eps=1e-6,
+              keys={"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 4}, groups=NO_PARAMETERS),
     neox("tanh-linear", 64, 2, 64, 41, 0.5, True, True, 10000.0, 13, LINEAR, layers=1, activation="gelu_fast", dtype="float16"),
     neox("tanh-yarn", 64, 2, 64, 41, 1.0, False, True, 500.0, 13, YARN, layers=1, activation="gelu_new", dtype="float16"),
     neox("hs32-padded", 64, 2, 96, 256 + 1 + PADDED_ROWS, 0.25, True, True, 10000.0, 13, tokenizer=True,
@@ -262,7 +267,14 @@ def make_trained(name: str, output: Path) -> None:
     request = Request(text, shifted_labels(text), half_dtype="bf16" if trains else "f16", backward=trains,
                       adamw=OPTIMIZER if trains else None, greedy=80, greedy_prompt=prompt[0])
     path = output / f"{name}.dump.bin"
-    write_dump(path, directory, checkpoint, request, selection(["act", "grad", "losses", "greedy"], None))
+    keep, last = selection(["act", "grad", "losses", "greedy"], None), checkpoint.model.num_layers - 1
+
+    def keep_outer(tensor: str) -> bool:
+        """Of the gradients those of the first and the last layer alone: a gradient has the size of its weight."""
+        layer = re.match(r"grad\d*\..*\.layers\.(\d+)\.", tensor)
+        return keep(tensor) and (layer is None or int(layer[1]) in (0, last))
+
+    write_dump(path, directory, checkpoint, request, keep_outer)
     print(f"{name}: {len(continuation)} greedy ids, smallest lead {lead:.4f}")
     report(path)
 

@@ -1,6 +1,8 @@
 // Speed of flash attention, forward and backward, on the shapes that flash-attention's charts use: causal, 16k tokens a
 // batch, bf16, random data; 32 query heads and 8 K/V heads. Prints TF/s; the backward pass is counted as 2.5 times the
-// forward's operations, a causal mask as half of them. dev/bench/attention_peer.py measures PyTorch on the same shapes.
+// forward's operations, a causal mask as half of them. Then at T 8192 a window of 1024, documents of 512 tokens, and one
+// document, which shows what the kernels that can hide past keys cost where none is hidden; only pairs that see each other are
+// counted. dev/bench/attention_peer.py measures PyTorch on the same causal shapes.
 //
 //   attention_bench [portable] [repetitions [head dimension ...]]
 //
@@ -11,9 +13,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "dev/bench/gpu_main.h"
+#include "llmc/base/error.h"
 #include "llmc/base/philox.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/op/attention/train/attention.h"
@@ -65,8 +69,21 @@ float median_ms(int repetitions, const std::function<void()>& run) {
   return times[times.size() / 2];
 }
 
-void measure(std::int64_t T, std::int64_t HS, int repetitions, bool portable) {
+// `window`, `document`: tokens; 0: none.
+void measure(std::int64_t T, std::int64_t HS, int repetitions, bool portable, std::int64_t window = 0,
+             std::int64_t document = 0) {
   AttentionShape shape;
+  shape.window = window;
+  std::int32_t* starts = nullptr;
+  if (document > 0) {
+    std::vector<std::int32_t> of_tokens;
+    for (std::int64_t i = 0; i < kTokens; ++i)
+      of_tokens.push_back(static_cast<std::int32_t>(i % T / document * document));
+    starts = allocate<std::int32_t>(kTokens);
+    check(cudaMemcpy(starts, of_tokens.data(), of_tokens.size() * sizeof(std::int32_t), cudaMemcpyHostToDevice),
+          "benchmark: documents");
+    shape.document_starts = starts;
+  }
   shape.B = kTokens / T, shape.TQ = T, shape.TK = T, shape.NH = kHeads, shape.NKV = kKVHeads, shape.HS = HS;
   shape.scale = 1 / sqrtf(static_cast<float>(HS));
   const std::int64_t row = (kHeads + 2 * kKVHeads) * HS, out_row = kHeads * HS;
@@ -95,12 +112,19 @@ void measure(std::int64_t T, std::int64_t HS, int repetitions, bool portable) {
                              out_view, lse, packed(qkv, 0), packed(qkv, kHeads), packed(qkv, kHeads + kKVHeads),
                              workspace, nullptr);
   });
-  const double operations = 4.0 * kTokens * T * kHeads * HS / 2;
-  std::printf("hd%-4d T %-6d forward %7.3f ms %6.1f TF/s   backward %7.3f ms %6.1f TF/s\n", int(HS), int(T), forward,
-              operations / forward / 1e9, backward, 2.5 * operations / backward / 1e9);
+  // Keys that a query sees, on average.
+  const double longest = static_cast<double>(document > 0 ? document : T), w = static_cast<double>(window);
+  const double seen = window > 0 ? w * (1 - w / (2 * longest)) : longest / 2;
+  const double operations = 4.0 * kTokens * seen * kHeads * HS;
+  const std::string what = window > 0     ? format("window %d", int(window))
+                           : document > 0 ? format("documents of %d", int(document))
+                                          : "";
+  std::printf("hd%-4d T %-6d forward %7.3f ms %6.1f TF/s   backward %7.3f ms %6.1f TF/s   %s\n", int(HS), int(T),
+              forward, operations / forward / 1e9, backward, 2.5 * operations / backward / 1e9, what.c_str());
   std::fflush(stdout);
-  for (void* memory : {static_cast<void*>(qkv), static_cast<void*>(dqkv), static_cast<void*>(out),
-                       static_cast<void*>(dout), static_cast<void*>(lse), static_cast<void*>(workspace)})
+  for (void* memory :
+       {static_cast<void*>(qkv), static_cast<void*>(dqkv), static_cast<void*>(out), static_cast<void*>(dout),
+        static_cast<void*>(lse), static_cast<void*>(workspace), static_cast<void*>(starts)})
     check(cudaFree(memory), "benchmark: free");
 }
 
@@ -116,7 +140,11 @@ int main(int argc, char** argv) {
     std::vector<std::int64_t> head_dims = {64, 80, 128};
     if (argc > 2) head_dims.clear();
     for (int i = 2; i < argc; ++i) head_dims.push_back(std::atoi(argv[i]));
-    for (const std::int64_t HS : head_dims)
+    for (const std::int64_t HS : head_dims) {
       for (const std::int64_t T : {1024, 2048, 4096, 8192, 16384}) measure(T, HS, repetitions, portable);
+      measure(8192, HS, repetitions, portable, 1024);
+      measure(8192, HS, repetitions, portable, 0, 512);
+      measure(8192, HS, repetitions, portable, 0, 8192);
+    }
   });
 }

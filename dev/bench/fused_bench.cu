@@ -200,9 +200,8 @@ void run(const std::string& name, const Options& options, double ceiling) {
   check(cudaMemcpyAsync(rope_memory.at<float>(0) + rope.cos.size(), rope.sin.data(), rope.sin.size() * 4,
                         cudaMemcpyHostToDevice, stream),
         "rope");
-  const bool llama = config.gated();
   const DeviceWeights<S> w = bind_plain<S>(config, table, memory.at<S>(0));
-  const KvCache<S> cache{cache_memory.at<S>(0), cache_memory.at<S>(0) + cached, kCapacity, llama ? kFusedPageSize : 0};
+  const KvCache<S> cache{cache_memory.at<S>(0), cache_memory.at<S>(0) + cached, kCapacity, kFusedPageSize};
   const DeviceRopeTable device_rope{rope_memory.at<float>(0), rope_memory.at<float>(0) + rope.cos.size(),
                                     rope.positions, rope.half};
   stream.synchronize("benchmark");

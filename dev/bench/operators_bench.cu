@@ -22,10 +22,8 @@
 #include <vector>
 
 #include "dev/bench/gpu_main.h"
-#include "llmc/cuda/op/attention/paged/decode_attention.h"
 #include "llmc/cuda/op/classifier/classifier.h"
 #include "llmc/cuda/op/elementwise/embedding.h"
-#include "llmc/cuda/op/elementwise/gelu.h"
 #include "llmc/cuda/op/elementwise/rope.h"
 #include "llmc/cuda/op/elementwise/swiglu.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
@@ -276,15 +274,6 @@ void bench_rope(Bench& bench) {
     const HeadViewOf<bf16> q{qkv, T * row, row, HS}, k{qkv + NH * HS, T * row, row, HS};
     rope_forward(q, k, {table, table, T, HS / 2}, kRows / T, T, NH, NKV, 0, nullptr);
   });
-  // A prompt of Pythia-2.8B: a quarter of queries and keys turns; keys and values go to the cache.
-  const NeoxHeads heads{32, 80};
-  const std::int64_t C = heads.NH * heads.HS, turned = C / 4;
-  const std::size_t prompt = static_cast<std::size_t>(T * (3 + 2) * C) * 2;
-  bench.row("rope and cache of a prompt", 2.0 * T * (2 * C + turned) * 2, "2 T (k + v + q / 4) 2", prompt,
-            [&](Pool& pool) {
-              bf16 *qkv = pool.take<bf16>(T * 3 * C), *keys = pool.take<bf16>(T * C), *values = pool.take<bf16>(T * C);
-              rope_and_append(qkv, keys, values, heads, T, T, 0, {table, table, T, heads.HS / 8}, nullptr);
-            });
 }
 
 void bench_activations(Bench& bench) {
@@ -303,14 +292,6 @@ void bench_activations(Bench& bench) {
   };
   bench.row("swiglu backward", 5.0 * size, "5 N F 2", 3 * size, backward(false));
   bench.row("swiglu backward + product", 6.0 * size, "6 N F 2", 3 * size, backward(true));
-  bench.row("gelu forward", 2.0 * size, "2 N F 2", 2 * size, [&](Pool& pool) {
-    const bf16* x = pool.take<bf16>(n);
-    gelu_forward(pool.take<bf16>(n), x, n, nullptr);
-  });
-  bench.row("gelu backward", 3.0 * size, "3 N F 2", 3 * size, [&](Pool& pool) {
-    const bf16 *x = pool.take<bf16>(n), *dout = pool.take<bf16>(n);
-    gelu_backward(pool.take<bf16>(n), dout, x, n, nullptr);
-  });
 }
 
 void bench_classifier(Bench& bench) {

@@ -4,7 +4,7 @@
     python3 dev/bench/profile_decode.py --model pythia-410m --context 64
     python3 dev/bench/profile_decode.py --prompt --context 2048           a prompt of that many ids
 
-infer_pythia --decode reference names each operator by an NVTX range inside one that is called "token N" or "prompt of N"; ncu
+infer_pythia --decode reference names each operator by an NVTX range inside one that is called "token N" or "step of N"; ncu
 measures the kernels of that range alone, one after another, and here they are added up by operator (dev/bench/ncu.py). So what
 overlaps in a real run (a kernel's first loads under the one before) does not overlap here: the sum is more than the time of a
 token.
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=int, default=300, help="seconds that ncu may take")
     options = parser.parse_args()
     # The warm-up of --bench decodes the first four tokens of a context, so that the sixth comes by once.
-    place = f"prompt of {options.context}" if options.prompt else f"token {options.context + 5}"
+    place = f"step of {options.context}" if options.prompt else f"token {options.context + 5}"
     program = [str(ncu.ROOT / "infer_pythia"), "--device", "cuda", "--decode", "reference", "--dtype", options.dtype,
                "--random-model", options.model, "--bench", "--max-tokens", "4", "--bench-contexts", str(options.context)]
     sums = ncu.by_operator(first_pass(ncu.measure(program, place, options.kernels, options.timeout)))

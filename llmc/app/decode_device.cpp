@@ -13,7 +13,6 @@
 #ifdef WEFT_CUDA
 #include "llmc/cuda/inference/fused_tokens.h"
 #include "llmc/cuda/inference/inference.h"
-#include "llmc/cuda/inference/neox.h"
 #include "llmc/cuda/op/gemm/ceilings.h"
 #endif
 
@@ -108,12 +107,6 @@ std::unique_ptr<DecodeModel> random_decoder_on_cpu(const ModelConfig& config, st
 
 namespace {
 
-cuda::DecodeMode decode_mode(const std::string& name) {
-  return name == "reference" ? cuda::DecodeMode::reference
-         : name == "graph"   ? cuda::DecodeMode::graph
-                             : cuda::DecodeMode::fused;
-}
-
 // Loads a model with a progress line, and logs how long it took. load(progress) returns it.
 template <typename Load>
 auto load_on_gpu(const ModelFile& file, const Load& load) {
@@ -134,10 +127,6 @@ auto load_on_gpu(const ModelFile& file, const Load& load) {
 
 constexpr double kGpuKvShare = 0.9;  // of the memory that is free beside parameters and workspace
 
-// Llamas and quantised models use the paged model even for one sequence.
-bool through_pages(const ModelConfig& config) {
-  return config.qkv_layout != QkvLayout::per_head || config.quantization.any();
-}
 InferenceOptions one_sequence_on_gpu(std::int64_t capacity, bool fused) {
   InferenceOptions pool = one_sequence(capacity);
   pool.max_rows = std::min(cuda::kInferenceRows, capacity);
@@ -148,15 +137,13 @@ InferenceOptions one_sequence_on_gpu(std::int64_t capacity, bool fused) {
   return pool;
 }
 std::unique_ptr<DecodeModel> sequence_on_gpu(std::unique_ptr<InferenceModel> model, std::int64_t capacity, bool fused,
-                                             DType dtype) {
-  std::unique_ptr<IdDecoder> decoder = fused ? cuda::fused_tokens(*model, dtype) : nullptr;
+                                             DType dtype, bool layer_only = false) {
+  std::unique_ptr<IdDecoder> decoder = fused ? cuda::fused_tokens(*model, dtype, layer_only) : nullptr;
   return single_sequence(std::move(model), capacity, nullptr, std::move(decoder));
 }
 
 // What a model for one sequence, decoded in the fused kernel, will allocate.
 std::vector<MemoryLine> plan_fused(const ModelConfig& config, std::int64_t capacity, DType dtype) {
-  if (!through_pages(config))
-    return cuda::plan_neox(config, {dtype, cuda::DecodeMode::fused, capacity, nullptr, false});
   std::vector<MemoryLine> lines = cuda::plan_inference(config, one_sequence_on_gpu(capacity, true), dtype);
   for (const MemoryLine& line : cuda::plan_fused_tokens(config)) lines.push_back(line);
   return lines;
@@ -170,10 +157,8 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored) {
            : settings_.dtype == "bf16"                                         ? DType::bf16
            : settings_.dtype == "fp32" || settings_.task == InferTask::compare ? DType::f32
                                                                                : stored;
-  const bool many = settings_.many_sequences() || settings_.drafts();
-  const std::string reason = many || through_pages(config) ? cuda::inference_unsupported_reason(config, dtype_)
-                                                           : cuda::neox_unsupported_reason(config, dtype_);
-  if (reason.empty()) return choose_decode(config, many);
+  const std::string reason = cuda::inference_unsupported_reason(config, dtype_);
+  if (reason.empty()) return choose_decode(config, settings_.many_sequences() || settings_.drafts());
   if (settings_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", reason.c_str());
   use_cpu(choose_cpu(reason));
 }
@@ -181,9 +166,9 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored) {
 // --decode auto: fused if this GPU and model have it, otherwise graph, with a line that says why. Many sequences and
 // drafts take graph unless fused is asked for, so that the bits of a request do not depend on how much else runs.
 void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
-  if (settings_.bench_layer && through_pages(config)) {
-    fail(Exit::usage, "--bench-layer: only for GPT-NeoX models in 16 or 32 bits, and this is %s",
-         config.quantization.any() ? "quantised" : "a Llama");
+  if (settings_.bench_layer && (!config.parallel_residual || config.quantization.any())) {
+    fail(Exit::usage, "--bench-layer: only for models with the parallel residual in 16 bits, and this one %s",
+         config.quantization.any() ? "is quantised" : "has the sequential residual");
   }
   if (many) {
     decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;
@@ -225,18 +210,11 @@ void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity
   if (!choice_.gpu) return;
   const bool fused = decode_ == "fused" && !settings_.drafts();
   const auto planned = [&](std::int64_t positions, DType dtype) {
-    const std::uint64_t of_draft =
-        !draft_ ? 0
-        : fuses_draft(*draft_)
-            ? total_bytes(plan_fused(*draft_, positions, dtype))
-            : total_bytes(cuda::plan_inference(*draft_, one_sequence_on_gpu(positions, false), dtype));
-    if (!through_pages(config) && !settings_.drafts()) {
-      return total_bytes(
-          cuda::plan_neox(config, {dtype, decode_mode(decode_), positions, nullptr, settings_.bench_layer}));
-    }
-    return of_draft + steps_memory(config) +
-           total_bytes(cuda::plan_inference(config, one_sequence_on_gpu(positions, fused), dtype)) +
-           (fused ? total_bytes(cuda::plan_fused_tokens(config)) : 0);
+    const auto of = [&](const ModelConfig& each, bool in_kernel) {
+      return total_bytes(in_kernel ? plan_fused(each, positions, dtype)
+                                   : cuda::plan_inference(each, one_sequence_on_gpu(positions, false), dtype));
+    };
+    return (draft_ ? of(*draft_, fuses_draft(*draft_)) : 0) + steps_memory(config) + of(config, fused);
   };
   const std::uint64_t available = choice_.available_bytes, needed = planned(capacity, dtype_);
   if (needed <= available) return;
@@ -255,25 +233,18 @@ std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int6
   if (!choice_.gpu) return cpu::load_decoder(file, capacity);
   announce_gpu();
   check_memory(file.config(), capacity);
-  if (!through_pages(file.config())) {
-    return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
-      return cuda::load_neox(file, {dtype_, decode_mode(decode_), capacity, progress, settings_.bench_layer});
-    });
-  }
   const bool fused = decode_ == "fused";
-  return sequence_on_gpu(load_pages(file, one_sequence_on_gpu(capacity, fused)), capacity, fused, dtype_);
+  return sequence_on_gpu(load_pages(file, one_sequence_on_gpu(capacity, fused)), capacity, fused, dtype_,
+                         settings_.bench_layer);
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
   if (!choice_.gpu) return random_decoder_on_cpu(config, capacity, settings_.seed);
   announce_gpu();
   check_memory(config, capacity);
-  if (!through_pages(config)) {
-    return cuda::random_neox(config, static_cast<std::uint64_t>(settings_.seed),
-                             {dtype_, decode_mode(decode_), capacity, nullptr, settings_.bench_layer});
-  }
   const bool fused = decode_ == "fused";
-  return sequence_on_gpu(random_pages(config, one_sequence_on_gpu(capacity, fused)), capacity, fused, dtype_);
+  return sequence_on_gpu(random_pages(config, one_sequence_on_gpu(capacity, fused)), capacity, fused, dtype_,
+                         settings_.bench_layer);
 }
 
 std::uint64_t DecodeDevice::steps_memory(const ModelConfig& config) const {
@@ -299,23 +270,13 @@ SequenceDraft DecodeDevice::load_sequence_draft(const ModelFile& file, const Inf
   const ModelConfig& config = file.config();
   if (!fuses_draft(config)) return {load_draft(file, model), nullptr};
   const std::int64_t capacity = std::min(config.max_positions, model.max_positions());
-  if (through_pages(config)) {
-    return {nullptr, sequence_on_gpu(load_pages(file, one_sequence_on_gpu(capacity, true)), capacity, true, dtype_)};
-  }
-  return {nullptr, load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
-            return cuda::load_neox(file, {dtype_, cuda::DecodeMode::fused, capacity, progress, false});
-          })};
+  return {nullptr, sequence_on_gpu(load_pages(file, one_sequence_on_gpu(capacity, true)), capacity, true, dtype_)};
 }
 
 SequenceDraft DecodeDevice::make_random_draft(const ModelConfig& config, const InferenceModel& model) const {
   if (!fuses_draft(config)) return {random_pages(config, draft_pool(config, model)), nullptr};
   const std::int64_t capacity = std::min(config.max_positions, model.max_positions());
-  if (through_pages(config)) {
-    return {nullptr,
-            sequence_on_gpu(random_pages(config, one_sequence_on_gpu(capacity, true)), capacity, true, dtype_)};
-  }
-  return {nullptr, cuda::random_neox(config, static_cast<std::uint64_t>(settings_.seed),
-                                     {dtype_, cuda::DecodeMode::fused, capacity, nullptr, false})};
+  return {nullptr, sequence_on_gpu(random_pages(config, one_sequence_on_gpu(capacity, true)), capacity, true, dtype_)};
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_pages(const ModelFile& file, const InferenceOptions& pool) const {

@@ -75,7 +75,6 @@ TrainDevice::TrainDevice(TrainSettings& settings, const RankTeam& team)
         settings.shard.c_str(), static_cast<long long>(settings.rank_accumulation()),
         static_cast<long long>(settings.accumulation()));
   }
-  settings.require_optimizer(choice_.gpu);
   if (settings.moments == "bf16" && (!choice_.gpu || precision == "fp32")) {
     fail(Exit::usage, "--moments: got bf16, which needs a GPU and --precision bf16 or fp8");
   }

@@ -132,8 +132,10 @@ void Inference::attend(std::int64_t l) {
     return view;
   };
   for (const PagedRows& span : rows_) {
-    rope_forward(from_row(q, span.first_row), rope_, 1, span.rows, NH, span.first_position);
-    rope_forward(from_row(k, span.first_row), rope_, 1, span.rows, NKV, span.first_position);
+    if (config_.rotates(l)) {
+      rope_forward(from_row(q, span.first_row), rope_, 1, span.rows, NH, span.first_position);
+      rope_forward(from_row(k, span.first_row), rope_, 1, span.rows, NKV, span.first_position);
+    }
     for (std::int64_t t = 0; t < span.rows; ++t) {
       const std::int64_t position = span.first_position + t;
       for (std::int64_t h = 0; h < NKV; ++h) {

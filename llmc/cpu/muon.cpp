@@ -10,10 +10,6 @@ namespace weft::cpu {
 
 namespace {
 
-constexpr int kIterations = 5;
-constexpr float kA = 3.4445f, kB = -4.7750f, kC = 2.0315f;
-constexpr float kAdamRms = 0.2f;  // of AdamW's updates (Liu et al., 2025)
-
 // value(i) for each element, in blocks of a fixed size: the same code for an element, whatever the number of threads.
 template <typename Value>
 void for_each_element(float* out, std::int64_t count, const Value& value) {
@@ -42,7 +38,7 @@ void orthogonalize(float* x, std::int64_t rows, std::int64_t columns, float* wor
   const float norm = static_cast<float>(std::sqrt(sum_of_squares(x, count)));
   if (norm == 0) return;  // no gradient: no update
   for_each_element(x, count, [&](std::int64_t i) { return x[i] / norm; });
-  for (int iteration = 0; iteration < kIterations; ++iteration) {
+  for (int iteration = 0; iteration < kMuonIterations; ++iteration) {
     if (rows > columns) {
       std::fill_n(gram, shorter * shorter, 0.0f);
       matmul_backward(nullptr, gram, nullptr, x, x, nullptr, rows, columns, columns);
@@ -50,8 +46,9 @@ void orthogonalize(float* x, std::int64_t rows, std::int64_t columns, float* wor
       matmul_forward(gram, x, x, nullptr, rows, columns, rows);
     }
     matmul_forward(polynomial, gram, gram, nullptr, shorter, shorter, shorter);
-    for_each_element(polynomial, shorter * shorter, [&](std::int64_t i) { return kB * gram[i] + kC * polynomial[i]; });
-    for_each_element(next, count, [&](std::int64_t i) { return kA * x[i]; });
+    for_each_element(polynomial, shorter * shorter,
+                     [&](std::int64_t i) { return kMuonB * gram[i] + kMuonC * polynomial[i]; });
+    for_each_element(next, count, [&](std::int64_t i) { return kMuonA * x[i]; });
     if (rows > columns) {
       matmul_forward(next, x, polynomial, nullptr, rows, columns, columns, Accumulate::yes);
     } else {
@@ -81,9 +78,7 @@ void muon_update(const TensorUpdate& tensor, const OptimizerStep& step) {
     return g + momentum * (m[i] - g);
   });
   orthogonalize(update, rows, columns, update + tensor.count);
-  const float scale = kAdamRms * std::sqrt(static_cast<float>(std::max(rows, columns)));
-  const float step_size = muon.learning_rate * scale;
-  const float keep = tensor.spec.decay ? 1.0f - muon.learning_rate * muon.weight_decay : 1.0f;
+  const float step_size = muon_step_size(muon, rows, columns), keep = muon_keep(muon, tensor.spec.decay);
   float* const p = tensor.parameters;
   for_each_element(p, tensor.count, [&](std::int64_t i) { return p[i] * keep - step_size * update[i]; });
 }

@@ -405,8 +405,10 @@ void TrainingModel::forward_to_swiglu(std::int64_t l, float* branch) {
 
   linear(BlockLinear::qkv, l, a.qkv, a.input_norm);
   if (config_.qk_norm) normalize_heads(l);
-  rope_forward(q_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_heads, 0);
-  rope_forward(k_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0);
+  if (config_.rotates(l)) {
+    rope_forward(q_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_heads, 0);
+    rope_forward(k_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0);
+  }
   attention_forward(attention_shape(l), heads(a.attention, config_.q_size()), a.lse, q_heads(a.qkv), k_heads(a.qkv),
                     v_heads(a.qkv));
   linear(BlockLinear::output, l, branch, a.attention);
@@ -507,8 +509,10 @@ void TrainingModel::backward_layer(std::int64_t l) {
   attention_backward(attention_shape(l), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv), v_heads(acts_.d_qkv),
                      heads(acts_.d_attention, config_.q_size()), heads(a.attention, config_.q_size()), a.lse,
                      q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv));
-  rope_backward(q_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_heads, 0);
-  rope_backward(k_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0);
+  if (config_.rotates(l)) {
+    rope_backward(q_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_heads, 0);
+    rope_backward(k_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0);
+  }
   if (config_.qk_norm) head_norms_backward(l);
   linear_backward(BlockLinear::qkv, l, acts_.d_norm, acts_.d_qkv, a.input_norm);
   norm_backward(norm_after(2 * l - 1), acts_.d_norm, true);

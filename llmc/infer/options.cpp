@@ -134,7 +134,7 @@ void add_measurements(OptionTable& table, InferSettings& s) {
              "also decode after prompts of these lengths; default: none on the CPU, 64,1024,2000 on the GPU");
   table.integer("bench-prompt", s.bench_prompt, 1, kNoLimit, "ids of each prompt of --bench-batch");
   table.flag("bench-layer", s.bench_layer,
-             "instead: attention, MLP-up and GELU of one layer at context 64; needs a GPU");
+             "instead: attention, MLP-up and GELU of one layer at context 64; needs --decode fused");
   table.flag("bench-timeline", s.bench_timeline,
              "also when the phases of a fused token at context 64 end; needs --decode fused");
   table.text("random-model", s.random_model, "NAME",

@@ -91,6 +91,21 @@ std::vector<std::int64_t> windows_from_json(const Json& object, std::int64_t lay
   return any ? windows : std::vector<std::int64_t>{};
 }
 
+std::vector<std::int64_t> nope_layers_from_json(const Json& object, std::int64_t layers, const std::string& source) {
+  const auto found = object.find("nope_layers");
+  if (found == object.end()) return {};
+  if (!found->is_array() || std::ssize(*found) > layers) {
+    refuse(source, format("nope_layers: expected an array of at most num_layers = %lld integers",
+                          static_cast<long long>(layers)));
+  }
+  std::vector<std::int64_t> nope;
+  for (const Json& value : *found) {
+    const std::int64_t least = nope.empty() ? 0 : nope.back() + 1;
+    nope.push_back(json_int(Json{{"nope_layers", value}}, "nope_layers", least, layers - 1, source));
+  }
+  return nope;
+}
+
 const Family& family_from_json(const Json& object, const std::string& source) {
   const std::string name = json_string(object, "family", source);
   if (const Family* family = find_family(name); family != nullptr) return *family;
@@ -169,6 +184,10 @@ LinearSize linear_size(const ModelConfig& config, BlockLinear linear) {
   fail(Exit::internal, "unknown linear layer");
 }
 
+bool ModelConfig::rotates(std::int64_t layer) const {
+  return !std::binary_search(nope_layers.begin(), nope_layers.end(), layer);
+}
+
 std::int64_t ModelConfig::longest_window() const {
   const auto [shortest, longest] = std::minmax_element(windows.begin(), windows.end());
   return windows.empty() || *shortest == 0 ? 0 : *longest;
@@ -209,6 +228,7 @@ ModelConfig config_from_json(const Json& object, const std::string& source) {
   config.output_bias = json_bool(object, "attention_bias", source);
   config.qkv_bias |= config.output_bias;
   config.windows = windows_from_json(object, config.num_layers, source);
+  config.nope_layers = nope_layers_from_json(object, config.num_layers, source);
   config.tokenizer_vocab = json_int(object, "tokenizer_vocab", 1, config.vocab_size, source);
   config.eos_ids = ids_from_json(object, "eos_ids", config.vocab_size, source);
   const auto bos = object.find("bos_id");
@@ -261,6 +281,7 @@ Json config_to_json(const ModelConfig& config) {
       {"bos_id", config.bos_id ? Json(*config.bos_id) : Json(nullptr)},
   };
   if (!config.windows.empty()) object["windows"] = config.windows;
+  if (!config.nope_layers.empty()) object["nope_layers"] = config.nope_layers;
   return object;
 }
 

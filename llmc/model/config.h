@@ -70,6 +70,8 @@ struct ModelConfig {
   // Of each layer, the keys that a position sees, its own included (Beltagy et al., "Longformer", 2020); 0: all before it.
   // Empty: 0 in every layer. In transformers: sliding_window for the layers that layer_types calls sliding_attention.
   std::vector<std::int64_t> windows;
+  // Layers whose q and k do not rotate, ascending ("NoPE": Kazemnejad et al., 2023). In transformers: 0 in no_rope_layers.
+  std::vector<std::int64_t> nope_layers;
   std::int64_t tokenizer_vocab = 0;  // ids >= this are padding rows and are never sampled
   std::vector<std::int32_t> eos_ids;
   std::optional<std::int32_t> bos_id;
@@ -80,10 +82,10 @@ struct ModelConfig {
   std::int64_t kv_size() const { return num_kv_heads * head_dim; }
   std::int64_t qkv_size() const { return q_size() + 2 * kv_size(); }
   bool gated() const { return activation == Activation::swiglu; }  // `up` has gate and up, [2 F, C]
-  bool has_linear_biases() const { return qkv_bias || output_bias || mlp_bias; }
   std::int64_t window(std::int64_t layer) const {
     return windows.empty() ? 0 : windows[static_cast<std::size_t>(layer)];
   }
+  bool rotates(std::int64_t layer) const;
   std::int64_t longest_window() const;  // 0 where a layer has none
 
   bool operator==(const ModelConfig&) const = default;

@@ -126,9 +126,6 @@ void check_fp8_sizes(const ModelConfig& config, std::int64_t micro_batch, std::i
     fail(Exit::usage, "%s: got %lld, --precision fp8 needs a multiple of %lld. Use --precision bf16 or fp32", name,
          static_cast<long long>(value), static_cast<long long>(kMultiple));
   };
-  if (config.has_linear_biases()) {
-    fail(Exit::usage, "--precision fp8: linear layers with biases are not supported. Use --precision fp32");
-  }
   check("hidden_size", config.hidden_size);
   check("num_heads x head_dim", config.q_size());
   check("(num_heads + 2 num_kv_heads) x head_dim", config.qkv_size());

@@ -42,6 +42,8 @@ struct AttentionShape {
     return {keys - queries, keys, causal, static_cast<int>(window),
             document_starts ? document_starts + b * TQ : nullptr};
   }
+  // Whether some query may not see all keys before it.
+  bool hides_past() const { return document_starts != nullptr || (window > 0 && window < TK); }
 };
 
 }  // namespace weft

@@ -80,28 +80,56 @@ void SectionBuffers::forget() {
   std::fill(occupants_.begin(), occupants_.end(), -1);
 }
 
-std::vector<Bucket> cut_buckets(std::span<const Range> sections, int ranks, std::int64_t block, std::int64_t elements) {
-  const auto at_block = [block](std::int64_t element) { return ceil_div(element, block) * block; };
+namespace {
+
+// The tensors that the optimizer needs whole, with the padding behind each, in the order of the arena.
+std::vector<Range> whole_ranges(const TensorTable& table, const Optimizer& optimizer) {
+  std::vector<Range> ranges;
+  const auto specs = table.specs();
+  for (std::size_t s = 0; s < specs.size(); ++s) {
+    if (!optimizer.needs_whole(specs[s])) continue;
+    ranges.push_back({specs[s].offset, s + 1 < specs.size() ? specs[s + 1].offset : table.arena_elements()});
+  }
+  return ranges;
+}
+
+// Where to cut behind `after`, if at `element` is best: at the next multiple of `block` or, where that is not in front of the
+// next of these ranges, at that one's begin or nearer end.
+std::int64_t next_cut(std::span<const Range> whole, std::int64_t element, std::int64_t block, std::int64_t after) {
+  const std::int64_t cut = ceil_div(element, block) * block;
+  const auto range = std::partition_point(whole.begin(), whole.end(), [&](const Range& r) { return r.end <= element; });
+  if (range == whole.end() || range->begin >= cut) return cut;
+  const bool begin_is_nearer = element - range->begin <= range->size() / 2;
+  return begin_is_nearer && range->begin > after ? range->begin : range->end;
+}
+
+}  // namespace
+
+std::vector<Bucket> cut_buckets(const TensorTable& table, std::span<const Range> sections, int ranks,
+                                std::int64_t block, std::int64_t elements, const Optimizer& optimizer) {
+  const std::vector<Range> whole = whole_ranges(table, optimizer);
   std::vector<Bucket> buckets;
   const auto add = [&](std::size_t section, const Range& range) {
     Bucket bucket{section, range, {}};
     std::int64_t begin = range.begin;
     for (std::int64_t r = 0; r < ranks; ++r) {
       const std::int64_t even = range.begin + even_border(range.size(), ranks, r + 1);
-      const std::int64_t end = r + 1 == ranks ? range.end : std::min(at_block(even), range.end);
+      const std::int64_t end =
+          r + 1 == ranks ? range.end : std::min(next_cut(whole, even, block, begin - 1), range.end);
       bucket.parts.push_back({begin, end});
       begin = end;
     }
     buckets.push_back(std::move(bucket));
   };
-  const std::int64_t largest = at_block(4 * elements);
+  const std::int64_t largest = ceil_div(4 * elements, block) * block;
   for (std::size_t s = 0; s < sections.size();) {
     const std::size_t first = s;
     Range range = sections[s++];
     while (range.size() < elements && s < sections.size() && sections[s].size() < elements)
       range.end = sections[s++].end;
     while (range.size() > largest) {
-      const std::int64_t cut = at_block(range.begin + 1) + largest - block;
+      const std::int64_t cut = next_cut(whole, range.begin / block * block + largest, block, range.begin);
+      if (cut >= range.end) break;
       add(first, {range.begin, cut});
       range.begin = cut;
     }

@@ -70,7 +70,10 @@ struct Bucket {
 };
 
 // The sections as buckets, in their order: small ones together until they have `elements`, large ones in pieces of up to
-// four times as many. Cuts within a section lie at multiples of `block` of the arena; parts may be empty.
-std::vector<Bucket> cut_buckets(std::span<const Range> sections, int ranks, std::int64_t block, std::int64_t elements);
+// four times as many. Cuts within a section lie at multiples of `block` of the arena, but where the optimizer needs a tensor
+// whole, which makes a piece longer or shorter: at its nearer end. Parts may be empty.
+std::vector<Bucket> cut_buckets(const TensorTable& table, std::span<const Range> sections, int ranks,
+                                std::int64_t block, std::int64_t elements,
+                                const Optimizer& optimizer = adamw_optimizer());
 
 }  // namespace weft

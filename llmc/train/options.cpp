@@ -79,7 +79,7 @@ void add_optimization(OptionTable& table, TrainSettings& s) {
   table.choice("schedule", s.schedule, schedule_names(), "shape after the warm-up");
   table.number("wsd-decay-fraction", s.wsd_decay_fraction, 0, 1, "share of all steps that decays, with wsd");
   table.choice("optimizer", s.optimizer, optimizer_names(),
-               "muon: the matrices of the blocks by Muon, the rest by AdamW; on the CPU (doc/hyperparameters.md)");
+               "muon: the matrices of the blocks by Muon, the rest by AdamW (doc/hyperparameters.md)");
   table.number("muon-lr", s.muon_lr, 0, 10, "Muon's peak learning rate, on the schedule of --lr");
   table.default_note("muon-lr", "--lr");
   table.number("muon-momentum", s.muon_momentum, 0, 0.9999999, "Muon");
@@ -222,7 +222,6 @@ void check_optimizer(const TrainSettings& s, const OptionTable& table) {
   for (const char* option : {"muon-lr", "muon-momentum"}) {
     if (table.given(option) && s.optimizer != "muon") fail(Exit::usage, "--%s: only with --optimizer muon", option);
   }
-  s.require_optimizer(s.device == "cuda" || !s.gpu_memory.empty());
   if (!s.compare.empty() && s.optimizer != "adamw") {
     fail(Exit::usage, "--compare: dumps have steps of AdamW. Leave --optimizer %s out", s.optimizer.c_str());
   }
@@ -364,12 +363,6 @@ OptimizerStep TrainSettings::optimizer_step(std::int64_t update, std::int64_t st
   }
   result.muon.momentum = static_cast<float>(muon_momentum);
   return result;
-}
-
-void TrainSettings::require_optimizer(bool gpu) const {
-  if (gpu && optimizer != "adamw") {
-    fail(Exit::usage, "--optimizer: got %s, but GPUs have adamw only. Give --device cpu", optimizer.c_str());
-  }
 }
 
 ResumeMode TrainSettings::resume_mode() const {

@@ -90,8 +90,6 @@ struct TrainSettings {
   TrainOptions model_options() const;
   // What the optimizer is given in step `step`, counted from 1, which is the `update`-th that changes the parameters.
   OptimizerStep optimizer_step(std::int64_t update, std::int64_t step, float gradient_scale) const;
-  // Exit::usage if a GPU does not have the optimizer.
-  void require_optimizer(bool gpu) const;
   ResumeMode resume_mode() const;
   Shard shard_kind() const;
   // The fields that decide the numbers of a run, by option name: what a checkpoint must agree with. --steps

@@ -391,8 +391,16 @@ TrainOptions small_options(Precision precision = Precision::fp8) {
   return options;
 }
 
-std::unique_ptr<TrainModel> small_model(const TrainOptions& options) {
-  std::unique_ptr<TrainModel> model = cpu::make_training_model(small_config(), options);
+// The same with norms of heads and every bias.
+ModelConfig small_qwen() {
+  ModelConfig config = small_config();
+  set_family(config, "qwen3");
+  config.qkv_bias = config.output_bias = config.mlp_bias = true;
+  return config;
+}
+
+std::unique_ptr<TrainModel> small_model(const TrainOptions& options, const ModelConfig& config = small_config()) {
+  std::unique_ptr<TrainModel> model = cpu::make_training_model(config, options);
   test::randomize_parameters(*model);
   return model;
 }
@@ -451,9 +459,9 @@ void move_by_an_ulp(TrainModel& model, unsigned seed) {
 
 // Rounding errs by at most 2^-4 of each x and W and 2^-3 of each dY, by 0.03 and 0.06 in the mean, in all directions: the
 // few in a row between a gradient and the loss make it 0.1 in the 2-norm, and leave the direction.
-TEST(Fp8Model, GradientsPointWhereThoseOfFp32Point) {
-  const auto exact = small_model(small_options(Precision::fp32)), model = small_model(small_options());
-  const test::TokenBatch text = test::random_tokens(small_config(), 32, 5);
+void expect_gradients_of_fp32(const ModelConfig& config) {
+  const auto exact = small_model(small_options(Precision::fp32), config), model = small_model(small_options(), config);
+  const test::TokenBatch text = test::random_tokens(config, 32, 5);
   for (TrainModel* each : {exact.get(), model.get()}) {
     scale_matrices(*each, 0.3f);
     each->zero_gradients();
@@ -471,6 +479,10 @@ TEST(Fp8Model, GradientsPointWhereThoseOfFp32Point) {
     EXPECT_GT(row.cosine, 0.97) << spec.name;
     EXPECT_GT(row.relative, 1e-3) << spec.name << " is that of fp32";
   }
+}
+TEST(Fp8Model, GradientsPointWhereThoseOfFp32Point) {
+  expect_gradients_of_fp32(small_config());
+  expect_gradients_of_fp32(small_qwen());
 }
 
 // The three GEMMs of one linear layer, with all three operands rounded through scales of their own: the down projection is the
@@ -515,17 +527,19 @@ TEST(Fp8Model, TheLastLinearLayerHasRoundedOperands) {
 TEST(Fp8Model, RecomputationAndRerunGiveTheSameBits) {
   TrainOptions options = small_options();
   options.dropout = 0.1f;
-  const auto run = [&](Recompute recompute) {
-    options.recompute = recompute;
-    const auto model = small_model(options);
-    std::vector<double> shown = take_steps(*model, 1, 4);
-    const std::vector<float> all = everything(*model);
-    shown.insert(shown.end(), all.begin(), all.end());
-    return shown;
-  };
-  const std::vector<double> expected = run(Recompute::none);
-  for (const Recompute recompute : {Recompute::none, Recompute::norm, Recompute::block}) {
-    EXPECT_EQ(run(recompute), expected) << static_cast<int>(recompute);
+  for (const ModelConfig& config : {small_config(), small_qwen()}) {
+    const auto run = [&](Recompute recompute) {
+      options.recompute = recompute;
+      const auto model = small_model(options, config);
+      std::vector<double> shown = take_steps(*model, 1, 4);
+      const std::vector<float> all = everything(*model);
+      shown.insert(shown.end(), all.begin(), all.end());
+      return shown;
+    };
+    const std::vector<double> expected = run(Recompute::none);
+    for (const Recompute recompute : {Recompute::none, Recompute::norm, Recompute::block}) {
+      EXPECT_EQ(run(recompute), expected) << config.family << " " << static_cast<int>(recompute);
+    }
   }
 }
 

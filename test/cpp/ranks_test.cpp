@@ -222,7 +222,7 @@ TEST(CutBuckets, AllOfTheArenaOnceAndEachRankAPartOfEveryBucket) {
       for (const std::int64_t elements : {table.arena_elements() / 100, std::int64_t{16} << 20}) {
         std::int64_t begin = 0;
         std::size_t section = 0;
-        for (const Bucket& bucket : cut_buckets(sections, ranks, kBlock, elements)) {
+        for (const Bucket& bucket : cut_buckets(table, sections, ranks, kBlock, elements)) {
           EXPECT_EQ(bucket.range.begin, begin);
           EXPECT_GE(bucket.section, section);
           section = bucket.section;
@@ -240,6 +240,52 @@ TEST(CutBuckets, AllOfTheArenaOnceAndEachRankAPartOfEveryBucket) {
           EXPECT_EQ(begin, bucket.range.end);
         }
         EXPECT_EQ(begin, table.arena_elements()) << name << ", " << ranks << " ranks";
+      }
+    }
+  }
+}
+
+// Cuts within matrices move to their nearer end; everything else is cut as without Muon.
+TEST(CutBuckets, WhatTheOptimizerNeedsWholeIsNotCut) {
+  constexpr std::int64_t kBlock = 8192;
+  for (const char* name : {"tiny", "d12", "llama3.2-1b", "llama3.1-8b"}) {
+    const ModelConfig config = preset_config(name);
+    const TensorTable table(config);
+    const std::vector<Range> sections = parameter_sections(config, table);
+    const auto is_cut = [&](std::int64_t element, const TensorSpec& spec) {
+      return element > spec.offset && element < spec.offset + spec.elements;
+    };
+    std::int64_t largest = 0;
+    for (const TensorSpec& spec : table.specs()) {
+      if (muon_optimizer().needs_whole(spec)) largest = std::max(largest, spec.elements);
+    }
+    for (const int ranks : {1, 2, 3, 8, 512}) {
+      // Buckets of many layers, of a part of one, and of less than a matrix.
+      for (const std::int64_t elements : {table.arena_elements() / 3, std::int64_t{1} << 20, std::int64_t{20000}}) {
+        std::int64_t begin = 0;
+        std::size_t busy = 0;  // ranks with a part of the widest bucket
+        for (const Bucket& bucket : cut_buckets(table, sections, ranks, kBlock, elements, muon_optimizer())) {
+          EXPECT_EQ(bucket.range.begin, begin);
+          EXPECT_LT(begin, bucket.range.end);
+          EXPECT_LE(bucket.range.size(), 4 * elements + 2 * kBlock + largest);
+          ASSERT_EQ(std::ssize(bucket.parts), ranks);
+          std::size_t parts = 0;
+          for (const Range& part : bucket.parts) {
+            EXPECT_EQ(part.begin, begin);
+            EXPECT_LE(part.begin, part.end);
+            begin = part.end;
+            parts += part.size() > 0;
+            for (const TensorSpec& spec : table.specs()) {
+              if (!is_cut(begin, spec)) continue;
+              EXPECT_EQ(spec.name.find("_proj.weight"), std::string::npos) << spec.name << ", " << ranks << " ranks";
+              EXPECT_EQ(begin % kBlock, 0) << spec.name;
+            }
+          }
+          busy = std::max(busy, parts);
+          EXPECT_EQ(begin, bucket.range.end);
+        }
+        EXPECT_EQ(begin, table.arena_elements()) << name << ", " << ranks << " ranks";
+        EXPECT_GE(busy, static_cast<std::size_t>(std::min(ranks, 3))) << name;
       }
     }
   }

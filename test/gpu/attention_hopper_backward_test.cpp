@@ -34,10 +34,21 @@ using namespace test;
 struct Case {
   AttentionShape shape;
   Packing packing = Packing::llama_rows;
-  std::int64_t guard = 0;   // tokens after the last of each sequence, in every tensor
-  float magnitude = 1;      // standard deviation of q and k
-  std::int64_t rotary = 0;  // dimensions of a head that RoPE has rotated
+  std::int64_t guard = 0;     // tokens after the last of each sequence, in every tensor
+  float magnitude = 1;        // standard deviation of q and k
+  std::int64_t rotary = 0;    // dimensions of a head that RoPE has rotated
+  std::int64_t document = 0;  // tokens of each document; 0: one document
 };
+// Position of the first token of query t's document.
+std::int64_t document_start(const Case& c, std::int64_t t) {
+  return c.document > 0 ? t / c.document * c.document : 0;
+}
+std::vector<std::int32_t> document_starts(const Case& c) {
+  std::vector<std::int32_t> starts;
+  for (std::int64_t i = 0; c.document > 0 && i < c.shape.B * c.shape.TQ; ++i)
+    starts.push_back(static_cast<std::int32_t>(document_start(c, i % c.shape.TQ)));
+  return starts;
+}
 Layouts layouts(const Case& c) {
   const AttentionShape& s = c.shape;
   const std::int64_t q = s.NH * s.HS, kv = s.NKV * s.HS, capacity = s.TK + c.guard;
@@ -111,6 +122,10 @@ struct Tensors {
 // gradients these are, is returned by forward().
 struct Exact {
   AttentionShape s;
+  Case c = {};
+  std::int64_t first_key(std::int64_t t) const {
+    return std::max(document_start(c, t), s.window > 0 ? t + 1 - s.window : 0);
+  }
   std::size_t at(std::int64_t b, std::int64_t t, std::int64_t h, std::int64_t heads) const {
     return static_cast<std::size_t>(((b * s.TQ + t) * heads + h) * s.HS);
   }
@@ -128,15 +143,18 @@ struct Exact {
           const std::int64_t kv = h / (s.NH / s.NKV);
           const std::size_t query = at(b, t, h, s.NH);
           Doubles score;
-          for (std::int64_t j = 0; j <= t; ++j) score.push_back(dot(x.q, query, x.k, at(b, j, kv, s.NKV)) * s.scale);
+          const std::int64_t first = first_key(t);
+          for (std::int64_t j = first; j <= t; ++j)
+            score.push_back(dot(x.q, query, x.k, at(b, j, kv, s.NKV)) * s.scale);
           const double largest = *std::max_element(score.begin(), score.end());
           double sum = 0;
           for (const double value : score) sum += std::exp(value - largest);
           const double lse = largest + std::log(sum);
           x.lse[static_cast<std::size_t>((b * s.NH + h) * s.TQ + t)] = lse;
-          for (std::int64_t j = 0; j <= t; ++j)
+          for (std::int64_t j = first; j <= t; ++j)
             for (std::size_t d = 0; d < static_cast<std::size_t>(s.HS); ++d)
-              x.out[query + d] += std::exp(score[static_cast<std::size_t>(j)] - lse) * x.v[at(b, j, kv, s.NKV) + d];
+              x.out[query + d] +=
+                  std::exp(score[static_cast<std::size_t>(j - first)] - lse) * x.v[at(b, j, kv, s.NKV) + d];
         }
     double sum = 0;
     for (std::size_t i = 0; i < x.out.size(); ++i) sum += x.out[i] * x.dout[i];
@@ -151,7 +169,7 @@ struct Exact {
           for (std::int64_t t = 0; t < s.TQ; ++t) {
             const std::size_t query = at(b, t, h, s.NH);
             const double D = dot(x.dout, query, x.out, query);
-            for (std::int64_t j = 0; j <= t; ++j) {
+            for (std::int64_t j = first_key(t); j <= t; ++j) {
               const std::size_t key = at(b, j, kv, s.NKV);
               const double P = std::exp(dot(x.q, query, x.k, key) * s.scale -
                                         x.lse[static_cast<std::size_t>((b * s.NH + h) * s.TQ + t)]);
@@ -210,6 +228,7 @@ struct OnDevice {
   DeviceBuffer<T> q, k, v, dout, out, dq, dk, dv;
   DeviceBuffer<float> lse;
   DeviceBuffer<char> workspace;
+  DeviceBuffer<std::int32_t> starts;
 
   OnDevice(const Case& given, const Tensors& x, float beside = NAN)
       : c(given),
@@ -223,7 +242,10 @@ struct OnDevice {
         dk(elements(at.k)),
         dv(elements(at.v)),
         lse(std::vector<float>(x.lse.begin(), x.lse.end())),
-        workspace(attention_backward_workspace(c.shape)) {}
+        workspace(attention_backward_workspace(c.shape)),
+        starts(document_starts(c)) {
+    if (c.document > 0) c.shape.document_starts = starts.data();
+  }
 
   BackwardArguments<T> arguments() const {
     const auto input = [](const Layout& layout, const DeviceBuffer<T>& buffer) {
@@ -286,8 +308,8 @@ void unrotate(const Case& c, const RopeTable& table, Doubles& gradient, std::int
 
 std::string name(const Case& c) {
   const AttentionShape& s = c.shape;
-  return format("B %d T %d NH %d NKV %d HS %d packing %d", int(s.B), int(s.TQ), int(s.NH), int(s.NKV), int(s.HS),
-                int(c.packing));
+  return format("B %d T %d NH %d NKV %d HS %d packing %d window %d documents of %d", int(s.B), int(s.TQ), int(s.NH),
+                int(s.NKV), int(s.HS), int(c.packing), int(s.window), int(c.document));
 }
 
 template <typename T>
@@ -323,7 +345,7 @@ class AttentionHopperBackward : public testing::Test {
   void compare(const Case& c) {
     SCOPED_TRACE(name(c));
     Tensors x = random_tensors<T>(c);
-    const Exact exact{c.shape};
+    const Exact exact{c.shape, c};
     exact.forward(x);
     for (double& value : x.out) value = widen(rounded<T>(static_cast<float>(value)));
     OnDevice<T> device(c, x);
@@ -338,7 +360,7 @@ class AttentionHopperBackward : public testing::Test {
     const BackwardArguments<T> a = device.arguments();
     const DeviceBuffer<float> lse(x.lse.size());
     const DeviceBuffer<T> out(elements(device.at.out));
-    plain_forward<T>({c.shape, device.at.out.view(out.data()), lse.data(), a.q, a.k, a.v}, nullptr);
+    plain_forward<T>({a.shape, device.at.out.view(out.data()), lse.data(), a.q, a.k, a.v}, nullptr);
     x.out = covered(c.shape, device.at.out, out.download(), c.shape.NH);
     const std::vector<float> values = lse.download();
     x.lse.assign(values.begin(), values.end());
@@ -362,6 +384,19 @@ TYPED_TEST(AttentionHopperBackward, OddLengths) {
 TYPED_TEST(AttentionHopperBackward, GroupsOfQueryHeads) {
   for (const std::int64_t group : {1, 2, 3, 4, 8})
     for (const std::int64_t HS : kHeadDims) this->compare(square(2, 150, 2 * group, 2, HS));
+}
+
+// The blocks of keys that a tile of queries sees begin anywhere: the first of them stores dQ, the others add.
+TYPED_TEST(AttentionHopperBackward, WindowsAndDocuments) {
+  for (const std::int64_t HS : kHeadDims)
+    for (const std::int64_t T : {130, 517, 1030})
+      for (const std::int64_t bound : {1, 2, 63, 64, 65, 127, 128, 129, 200, 257, 513}) {
+        Case window = square(1, T, 4, 2, HS), documents = window, both = window;
+        window.shape.window = bound;
+        documents.document = bound;
+        both.shape.window = 100, both.document = bound;
+        for (const Case& c : {window, documents, both}) this->compare(c);
+      }
 }
 
 // Work is ordered by sections of 16 K/V heads at this length: two of them, and one of 8.
@@ -427,12 +462,12 @@ TYPED_TEST(AttentionHopperBackward, LongSequencesAgreeWithThePlainKernel) {
 class AttentionHopperCodes : public AttentionHopperBackward<bf16> {
  protected:
   void compare_codes(const Case& c, bool finite = true) {
-    const AttentionShape& s = c.shape;
     SCOPED_TRACE(name(c) + ", rotary " + std::to_string(c.rotary) + (finite ? "" : ", not finite"));
     Tensors x = large(c);
     if (!finite) x.dout[x.dout.size() / 2] = NAN;
     OnDevice<bf16> device(c, x);
     const BackwardArguments<bf16> a = device.arguments();
+    const AttentionShape& s = a.shape;
     const RopeTable table = angles(c);
     const DeviceBuffer<float> cosines(table.cos), sines(table.sin);
     const DeviceRopeTable rope =
@@ -484,6 +519,9 @@ TEST_F(AttentionHopperCodes, AreThoseOfThePass) {
       for (const std::int64_t group : {1, 3, 4, 5, 8}) compare(square(2, 150, 2 * group, 2, HS));
       compare(square(2, 1111, 24, 8, HS));
       compare(square(2, 150, 4, 2, HS), false);
+      Case bounded = square(2, 1111, 6, 2, HS);
+      bounded.shape.window = 200, bounded.document = 300;
+      compare(bounded);
     }
 }
 

@@ -31,9 +31,10 @@ using namespace test;
 struct Case {
   AttentionShape shape;
   Packing packing = Packing::llama_rows;
-  std::int64_t guard = 0;  // tokens after the last of each sequence of out
-  float magnitude = 1;     // standard deviation of q and k
-  float ramp = 0;          // k's magnitude at the last key is 1 + ramp times that at the first
+  std::int64_t guard = 0;     // tokens after the last of each sequence of out
+  float magnitude = 1;        // standard deviation of q and k
+  float ramp = 0;             // k's magnitude at the last key is 1 + ramp times that at the first
+  std::int64_t document = 0;  // tokens of each document; 0: one document
 };
 Layouts layouts(const Case& c) {
   const AttentionShape& s = c.shape;
@@ -110,8 +111,15 @@ Results<T> run(const Problem<T>& p, const Kernel<T>& kernel, bool with_lse = tru
   const AttentionShape& s = p.c.shape;
   const DeviceBuffer<T> q(p.q), k(p.k), v(p.v), out(static_cast<std::size_t>(p.at.out.elements));
   const DeviceBuffer<float> lse(static_cast<std::size_t>(s.B * s.NH * s.TQ));
-  kernel({s, p.at.out.view(out.data()), with_lse ? lse.data() : nullptr, p.at.q.view(static_cast<const T*>(q.data())),
-          p.at.k.view(static_cast<const T*>(k.data())), p.at.v.view(static_cast<const T*>(v.data()))},
+  AttentionShape on_device = s;
+  std::vector<std::int32_t> starts;
+  for (std::int64_t i = 0; p.c.document > 0 && i < s.B * s.TQ; ++i)
+    starts.push_back(static_cast<std::int32_t>(i % s.TQ / p.c.document * p.c.document));
+  const DeviceBuffer<std::int32_t> document_starts(starts);
+  if (p.c.document > 0) on_device.document_starts = document_starts.data();
+  kernel({on_device, p.at.out.view(out.data()), with_lse ? lse.data() : nullptr,
+          p.at.q.view(static_cast<const T*>(q.data())), p.at.k.view(static_cast<const T*>(k.data())),
+          p.at.v.view(static_cast<const T*>(v.data()))},
          stream);
   check(cudaDeviceSynchronize(), "test: kernel");
   return {out.download(), lse.download()};
@@ -137,17 +145,19 @@ Exact exact(const Problem<T>& p) {
     for (std::int64_t h = 0; h < s.NH; ++h)
       for (std::int64_t t = 0; t < s.TQ; ++t) {
         const std::int64_t keys = s.causal ? s.TK - s.TQ + t + 1 : s.TK, kv = h / (s.NH / s.NKV);
+        std::int64_t first = s.window > 0 ? std::max<std::int64_t>(s.TK - s.TQ + t + 1 - s.window, 0) : 0;
+        if (p.c.document > 0) first = std::max(first, t / p.c.document * p.c.document);
         Doubles score(static_cast<std::size_t>(keys)), mean(static_cast<std::size_t>(s.HS), 0.0);
         const float* query = p.at.q.view(q.data()).at(b, t, h);
         double largest = -INFINITY, sum = 0;
-        for (std::int64_t j = 0; j < keys; ++j) {
+        for (std::int64_t j = first; j < keys; ++j) {
           const float* key = p.at.k.view(k.data()).at(b, j, kv);
           double dot = 0;
           for (std::int64_t d = 0; d < s.HS; ++d) dot += static_cast<double>(query[d]) * key[d];
           score[static_cast<std::size_t>(j)] = dot * s.scale;
           largest = std::max(largest, dot * s.scale);
         }
-        for (std::int64_t j = 0; j < keys; ++j) {
+        for (std::int64_t j = first; j < keys; ++j) {
           const double weight = std::exp(score[static_cast<std::size_t>(j)] - largest);
           const float* value = p.at.v.view(v.data()).at(b, j, kv);
           sum += weight;
@@ -192,8 +202,9 @@ class AttentionHopper : public testing::Test {
 
   static std::string name(const Case& c) {
     const AttentionShape& s = c.shape;
-    return format("B %d TQ %d TK %d NH %d NKV %d HS %d causal %d packing %d ramp %g", int(s.B), int(s.TQ), int(s.TK),
-                  int(s.NH), int(s.NKV), int(s.HS), int(s.causal), int(c.packing), c.ramp);
+    return format("B %d TQ %d TK %d NH %d NKV %d HS %d causal %d packing %d ramp %g window %d documents of %d",
+                  int(s.B), int(s.TQ), int(s.TK), int(s.NH), int(s.NKV), int(s.HS), int(s.causal), int(c.packing),
+                  c.ramp, int(s.window), int(c.document));
   }
 
   // Against fp64. `noise` is the relative error of the scores' exponentials that fp32 products bring.
@@ -269,22 +280,42 @@ TYPED_TEST(AttentionHopper, GrowingScores) {
       }
 }
 
+// Rows of a tile begin at different keys: some have no maximum yet while others raise theirs. The largest scores are at the
+// end of each row, or at its beginning.
+TYPED_TEST(AttentionHopper, WindowsAndDocuments) {
+  for (const std::int64_t HS : kHeadDims)
+    for (const std::int64_t T : {200, 1000})
+      for (const float ramp : {0.0f, 20.0f, -0.99f})
+        for (const std::int64_t bound : {1, 2, 63, 64, 65, 100, 191, 193, 400}) {
+          Case window = {shape(1, T, T, 2, 1, HS), Packing::llama_rows, 0, 1, ramp}, documents = window;
+          window.shape.window = bound;
+          documents.document = bound;
+          const double noise = 5 * (1 + std::fabs(ramp)) * 0x1p-23;
+          this->compare(window, noise);
+          this->compare(documents, noise);
+        }
+}
+
 // More tiles than multiprocessors: a block takes several, its rings go round, Q's buffers are used again.
 TYPED_TEST(AttentionHopper, ManyTilesAgreeWithTheWitnesses) {
   for (const std::int64_t HS : kHeadDims)
     for (const bool causal : {true, false}) {
-      const Case c = {shape(3, 1111, 1111, 24, 8, HS, causal), Packing::llama_rows};
-      SCOPED_TRACE(this->name(c));
-      const Problem<TypeParam> p(c);
-      const Doubles hopper = covered(p, this->hopper(p).out);
-      // A result rounded to nearest errs by half a unit in the last place at most, by 0.58 of that on average
-      // (uniform).
-      for (const auto& witness : {this->portable(p), this->plain(p)}) {
-        const Doubles other = covered(p, witness.out);
-        this->check_close(hopper, other, 0.4 * kHalfUlp<TypeParam> * norm(other));
+      for (const std::int64_t window : {0, 300}) {
+        Case c = {shape(3, 1111, 1111, 24, 8, HS, causal), Packing::llama_rows};
+        c.shape.window = window;
+        c.document = window > 0 ? 450 : 0;
+        SCOPED_TRACE(this->name(c));
+        const Problem<TypeParam> p(c);
+        const Doubles hopper = covered(p, this->hopper(p).out);
+        // A result rounded to nearest errs by half a unit in the last place at most, by 0.58 of that on average
+        // (uniform).
+        for (const auto& witness : {this->portable(p), this->plain(p)}) {
+          const Doubles other = covered(p, witness.out);
+          this->check_close(hopper, other, 0.4 * kHalfUlp<TypeParam> * norm(other));
+        }
+        const Results<TypeParam> a = this->hopper(p), b = this->plain(p);
+        EXPECT_LE(largest(difference(Doubles(a.lse.begin(), a.lse.end()), Doubles(b.lse.begin(), b.lse.end()))), 2e-4);
       }
-      const Results<TypeParam> a = this->hopper(p), b = this->plain(p);
-      EXPECT_LE(largest(difference(Doubles(a.lse.begin(), a.lse.end()), Doubles(b.lse.begin(), b.lse.end()))), 2e-4);
     }
 }
 

@@ -74,7 +74,8 @@ enum class Packing { separate, llama_rows, neox_rows, cache, odd, odd_q, odd_k, 
 struct Case {
   AttentionShape shape;
   Packing packing = Packing::separate;
-  float magnitude = 1;  // standard deviation of q and k
+  float magnitude = 1;                    // standard deviation of q and k
+  std::vector<std::int32_t> starts = {};  // document_starts; none: one document
 };
 
 struct Layouts {
@@ -180,7 +181,9 @@ struct Problem {
   std::vector<T> q, k, v, dout, out_rounded;
   Floats out, lse, dq, dk, dv;
 
+  Problem(const Problem&) = delete;
   explicit Problem(const Case& given) : c(given), at(layouts(given)) {
+    if (!c.starts.empty()) c.shape.document_starts = c.starts.data();
     const AttentionShape& s = c.shape;
     q = rounded<T>(random_normal(at.q, 1, c.magnitude));
     k = rounded<T>(random_normal(at.k, 2, c.magnitude));
@@ -209,7 +212,9 @@ struct Results {
 // `shared_limit`: of the portable kernels; 0: by the kernels that this device gets.
 template <typename T>
 Results<T> run_gpu(const Problem<T>& p, int shared_limit = 0) {
-  const AttentionShape& s = p.c.shape;
+  AttentionShape s = p.c.shape;
+  const DeviceBuffer<std::int32_t> starts(p.c.starts);
+  if (!p.c.starts.empty()) s.document_starts = starts.data();
   const DeviceBuffer<T> q(p.q), k(p.k), v(p.v), dout(p.dout), out_given(p.out_rounded);
   const DeviceBuffer<T> out(p.dout.size()), dq(p.q.size()), dk(p.k.size()), dv(p.v.size());  // all poisoned
   const DeviceBuffer<float> lse(p.lse.size()), lse_given(p.lse);
@@ -268,8 +273,9 @@ struct WorstOfAll {
 template <typename T>
 void compare(const Case& c, WorstOfAll& worst, int shared_limit = 0) {
   const AttentionShape& s = c.shape;
-  SCOPED_TRACE(format("B %d TQ %d TK %d NH %d NKV %d HS %d causal %d packing %d", int(s.B), int(s.TQ), int(s.TK),
-                      int(s.NH), int(s.NKV), int(s.HS), int(s.causal), int(c.packing)));
+  SCOPED_TRACE(format("B %d TQ %d TK %d NH %d NKV %d HS %d causal %d packing %d window %d documents %d", int(s.B),
+                      int(s.TQ), int(s.TK), int(s.NH), int(s.NKV), int(s.HS), int(s.causal), int(c.packing),
+                      int(s.window), int(!c.starts.empty())));
   const Problem<T> p(c);
   const Results<T> gpu = run_gpu(p, shared_limit);
   const auto check = [&](const char* name, const std::vector<T>& result, const Floats& reference, const Layout& layout,
@@ -357,6 +363,196 @@ TYPED_TEST(Attention, Layouts) {
   }
 }
 
+// ---- windows and documents --------------------------------------------------------------------------------------------
+
+AttentionShape windowed(AttentionShape s, std::int64_t window) {
+  s.window = window;
+  return s;
+}
+
+// [T] document starts of documents of these lengths, one after the other and again from the first, until T is full.
+std::vector<std::int32_t> documents(const std::vector<std::int64_t>& lengths, std::int64_t T) {
+  std::vector<std::int32_t> starts;
+  for (std::size_t i = 0; std::ssize(starts) < T; ++i) {
+    const auto start = static_cast<std::int32_t>(starts.size());
+    starts.insert(starts.end(), static_cast<std::size_t>(lengths[i % lengths.size()]), start);
+  }
+  starts.resize(static_cast<std::size_t>(T));
+  return starts;
+}
+std::vector<std::int32_t> joined(std::vector<std::int32_t> a, const std::vector<std::int32_t>& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+// Tiles of queries and keys, of all kernels.
+constexpr std::int64_t kTileSizes[] = {16, 32, 64, 80, 96, 128, 192};
+// Crosses each of them twice and ends within one.
+constexpr std::int64_t kLength = 517;
+
+TYPED_TEST(Attention, Windows) {
+  for (const std::int64_t HS : kHeadDims) {
+    std::int64_t group = 0;
+    const auto run = [&](std::int64_t window) {
+      group = group % 4 + 1;
+      this->run({windowed(shape(1, kLength, kLength, group, 1, HS), window)});
+    };
+    for (const std::int64_t window : {std::int64_t{1}, std::int64_t{7}, kLength - 1, kLength, kLength + 83})
+      run(window);
+    for (const std::int64_t tile : kTileSizes)
+      for (const std::int64_t window : {tile - 1, tile, tile + 1}) run(window);
+    this->run({windowed(shape(2, 333, 333, 4, 2, HS), 70), Packing::llama_rows});
+    this->run({windowed(shape(2, 333, 333, 4, 2, HS), 70), Packing::odd});
+  }
+}
+
+// Keys that no query sees have no gradient.
+TYPED_TEST(Attention, WindowsBehindLongerKeys) {
+  for (const std::int64_t HS : kHeadDims)
+    for (const std::int64_t window : {1, 65, 200, 459})
+      for (const std::int64_t TQ : {1, 130}) {
+        this->run({windowed(shape(2, TQ, TQ + 330, 4, 2, HS), window)});
+        this->run({windowed(shape(1, TQ, TQ + 330, 3, 1, HS, false), window)});
+      }
+}
+
+TYPED_TEST(Attention, Documents) {
+  const std::vector<std::int64_t> ragged = {37, 1, 1, 200, 5, 129, 64}, single = {1};
+  for (const std::int64_t HS : kHeadDims) {
+    const auto run = [&](const std::vector<std::int64_t>& one, const std::vector<std::int64_t>& other,
+                         std::int64_t window = 0) {
+      Case c = {windowed(shape(2, kLength, kLength, 4, 2, HS), window)};
+      c.starts = joined(documents(one, kLength), documents(other, kLength));
+      this->run(c);
+    };
+    run(ragged, single);
+    run({kLength}, {516, 1});
+    run({1, 516}, ragged, 50);
+    for (const std::int64_t tile : kTileSizes)
+      run({tile, 2 * tile}, {tile - 1, tile, 2, 2 * tile}, tile == 64 ? 65 : 0);
+    Case behind = {shape(1, 200, 330, 2, 1, HS)};  // documents that began before the first query
+    behind.starts = std::vector<std::int32_t>(200, 100);
+    std::fill(behind.starts.begin() + 30, behind.starts.end(), 160);
+    this->run(behind);
+  }
+}
+
+TYPED_TEST(AttentionOfSmallBlocks, WindowsAndDocuments) {
+  for (const std::int64_t HS : kHeadDims) {
+    for (const std::int64_t window : {1, 33, 64, 100, 129, 516})
+      this->run({windowed(shape(1, kLength, kLength, 4, 2, HS), window)}, kSharedBytesEverywhere);
+    Case c = {shape(2, kLength, kLength, 3, 1, HS)};
+    c.starts = joined(documents({37, 1, 1, 200, 5, 129, 64}, kLength), documents({128, 192}, kLength));
+    this->run(c, kSharedBytesEverywhere);
+    c.shape.window = 40;
+    this->run(c, kSharedBytesEverywhere);
+  }
+}
+
+template <typename T>
+bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+template <typename T>
+void expect_same(const Results<T>& a, const Results<T>& b, std::int64_t HS) {
+  EXPECT_TRUE(same_bits(a.out, b.out)) << "out, HS " << HS;
+  EXPECT_TRUE(same_bits(a.lse, b.lse)) << "lse, HS " << HS;
+  EXPECT_TRUE(same_bits(a.dq, b.dq)) << "dq, HS " << HS;
+  EXPECT_TRUE(same_bits(a.dk, b.dk)) << "dk, HS " << HS;
+  EXPECT_TRUE(same_bits(a.dv, b.dv)) << "dv, HS " << HS;
+}
+
+// One document is computed by the kernels that hide past keys, a window as long as the text by the causal ones.
+TYPED_TEST(Attention, WhatHidesNothingHasTheBitsOfCausal) {
+  for (const std::int64_t HS : kHeadDims) {
+    const Case causal = {shape(2, kLength, kLength, 4, 2, HS)};
+    Case one_document = causal, long_window = causal;
+    one_document.starts.assign(2 * kLength, 0);
+    long_window.shape.window = kLength;
+    const Results<TypeParam> want = run_gpu(Problem<TypeParam>(causal));
+    expect_same(run_gpu(Problem<TypeParam>(one_document)), want, HS);
+    expect_same(run_gpu(Problem<TypeParam>(long_window)), want, HS);
+  }
+}
+
+TYPED_TEST(Attention, WindowsAndDocumentsGiveTheSameBitsAgain) {
+  for (const std::int64_t HS : kHeadDims) {
+    Case c = {windowed(shape(2, 700, 700, 8, 2, HS), 150)};
+    c.starts = joined(documents({37, 1, 300}, 700), documents({700}, 700));
+    const Problem<TypeParam> p(c);
+    const Results<TypeParam> first = run_gpu(p);
+    for (int i = 0; i < 3; ++i) expect_same(run_gpu(p), first, HS);
+  }
+}
+
+// A document that begins where tiles of every size begin has, packed behind another, the bits that it has alone, and they do
+// not change when all of the other is NaN: its tiles are not read. (The Hopper kernels have tiles of 80, 96 and 128 keys and
+// of 128 and 192 queries: all begin at multiples of 1920.)
+TYPED_TEST(Attention, ADocumentHasItsBitsWhereverItLies) {
+  constexpr std::int64_t kFirst = 1920, kOwn = 333, T = kFirst + kOwn, NH = 2, NKV = 1;
+  for (const std::int64_t HS : kHeadDims) {
+    const auto random = [&](std::int64_t heads, unsigned seed) {
+      return rounded<TypeParam>(random_normal({0, 0, 0, 0, T * heads * HS}, seed, 1));
+    };
+    const std::vector<TypeParam> q = random(NH, 1), k = random(NKV, 2), v = random(NKV, 3), dout = random(NH, 4);
+    // The tokens from `first` on; those of the first document are NaN if `poisoned`.
+    const auto run = [&](std::int64_t first, bool poisoned) {
+      const std::int64_t tokens = T - first;
+      AttentionShape s = shape(1, tokens, tokens, NH, NKV, HS);
+      const DeviceBuffer<std::int32_t> starts(documents({kFirst}, T));
+      if (first == 0) s.document_starts = starts.data();
+      const auto input = [&](const std::vector<TypeParam>& all, std::int64_t heads) {
+        std::vector<TypeParam> values(all.begin() + first * heads * HS, all.end());
+        if (poisoned) std::fill_n(values.begin(), kFirst * heads * HS, rounded<TypeParam>(Floats{NAN})[0]);
+        return DeviceBuffer<TypeParam>(values);
+      };
+      const auto view = [&](const DeviceBuffer<TypeParam>& buffer, std::int64_t heads) {
+        return HeadViewOf<TypeParam>{buffer.data(), 0, heads * HS, HS};
+      };
+      const DeviceBuffer<TypeParam> Q = input(q, NH), K = input(k, NKV), V = input(v, NKV), dO = input(dout, NH);
+      const DeviceBuffer<TypeParam> out(Q.size()), dq(Q.size()), dk(K.size()), dv(K.size());
+      const DeviceBuffer<float> lse(static_cast<std::size_t>(NH * tokens));
+      const DeviceBuffer<char> workspace(attention_backward_workspace(s));
+      attention_forward<TypeParam>(s, view(out, NH), lse.data(), view(Q, NH), view(K, NKV), view(V, NKV), nullptr);
+      attention_backward<TypeParam>(s, view(dq, NH), view(dk, NKV), view(dv, NKV), view(dO, NH), view(out, NH),
+                                    lse.data(), view(Q, NH), view(K, NKV), view(V, NKV), workspace.data(), nullptr);
+      const auto own = [&](const auto& buffer, std::int64_t width) {
+        const auto all = buffer.download();
+        return std::vector(all.end() - kOwn * width, all.end());
+      };
+      Floats own_lse;
+      const Floats all = lse.download();
+      for (std::int64_t h = 0; h < NH; ++h)
+        own_lse.insert(own_lse.end(), all.begin() + (h + 1) * tokens - kOwn, all.begin() + (h + 1) * tokens);
+      return Results<TypeParam>{own(out, NH * HS), own(dq, NH * HS), own(dk, NKV * HS), own(dv, NKV * HS), own_lse};
+    };
+    const Results<TypeParam> alone = run(kFirst, false);
+    for (const float value : widened(alone.dq)) ASSERT_TRUE(std::isfinite(value)) << "HS " << HS;
+    expect_same(run(0, false), alone, HS);
+    expect_same(run(0, true), alone, HS);
+  }
+}
+
+// The same for a window: 64 keys before the last rows lie behind the NaN.
+TYPED_TEST(Attention, TilesInFrontOfAWindowAreNotRead) {
+  constexpr std::int64_t kFirst = 1920, kRest = 400, T = kFirst + kRest, kWindow = 65;
+  for (const std::int64_t HS : kHeadDims) {
+    Case c = {windowed(shape(1, T, T, 2, 1, HS), kWindow)};
+    Problem<TypeParam> p(c);
+    const Results<TypeParam> want = run_gpu(p);
+    const TypeParam nan = rounded<TypeParam>(Floats{NAN})[0];
+    std::fill_n(p.k.begin(), kFirst * HS, nan);
+    std::fill_n(p.v.begin(), kFirst * HS, nan);
+    const Results<TypeParam> got = run_gpu(p);
+    // Rows from kFirst + 192 on: in the first tile of queries behind kFirst some rows see keys before it.
+    const auto tail = [&](const std::vector<TypeParam>& values) {
+      return std::vector<TypeParam>(values.end() - (kRest - 192) * 2 * HS, values.end());
+    };
+    EXPECT_TRUE(same_bits(tail(want.out), tail(got.out))) << "HS " << HS;
+    EXPECT_TRUE(same_bits(tail(want.dq), tail(got.dq))) << "HS " << HS;
+  }
+}
+
 // Scores of some hundreds: one key has almost all the weight, exponentials under- and would overflow.
 TYPED_TEST(Attention, LargeMagnitudesStayFinite) {
   for (const std::int64_t HS : kHeadDims) {
@@ -378,11 +574,7 @@ TYPED_TEST(Attention, TwoRunsGiveTheSameBits) {
   for (const std::int64_t HS : kHeadDims) {
     const Problem<TypeParam> p({shape(2, 700, 700, 8, 2, HS)});
     const Results<TypeParam> first = run_gpu(p), second = run_gpu(p);
-    const auto same = [](const auto& a, const auto& b) {
-      return std::memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0;
-    };
-    EXPECT_TRUE(same(first.out, second.out) && same(first.lse, second.lse)) << "HS " << HS;
-    EXPECT_TRUE(same(first.dq, second.dq) && same(first.dk, second.dk) && same(first.dv, second.dv)) << "HS " << HS;
+    expect_same(first, second, HS);
   }
 }
 
@@ -425,6 +617,7 @@ TEST(AttentionShapes, WhatNoKernelComputesIsRefused) {
   EXPECT_NE(reason(shape(134'217'728, 8, 8, 2, 2, 64)).find("B 134217728"), std::string::npos);
   AttentionShape no_scale = shape(1, 8, 8, 2, 2, 64);
   no_scale.scale = 0;
+  EXPECT_NE(reason(windowed(shape(1, 8, 8, 2, 2, 64), -1)).find("window: got -1"), std::string::npos);
   EXPECT_NE(reason(no_scale).find("scale: got 0"), std::string::npos);
 }
 

@@ -9,11 +9,10 @@
 #include <vector>
 
 #include "llmc/cuda/op/attention/paged/append_to_pages.h"
-#include "llmc/cuda/op/attention/paged/decode_attention.h"
 #include "llmc/cuda/op/attention/paged/paged_attention.h"
 #include "llmc/cuda/op/elementwise/step_rows.h"
-#include "llmc/cuda/op/gemm/gemv.h"
 #include "llmc/cuda/op/gemm/rows_matmul.h"
+#include "llmc/cuda/op/norm/head_norm.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
 #include "llmc/cuda/op/sample/score_rows.h"
 #include "llmc/cuda/runtime/captured_graph.h"
@@ -380,6 +379,26 @@ struct PagedStep {
   cuda::PagedRows paged_rows() const { return {positions.data(), tables.data(), pages.data(), rows()}; }
 };
 
+TYPED_TEST(ChainedRows, HeadNorm) {
+  for (const std::int64_t rows : {1, 70}) {
+    for (const std::int64_t HS : {32, 80, 256}) {
+      SCOPED_TRACE(testing::Message() << rows << " rows, HS " << HS);
+      const std::int64_t NH = 5, NKV = 2, row = (NH + 2 * NKV) * HS;
+      const auto qkv = random_buffer<TypeParam>(rows * row, 1), weight = random_buffer<TypeParam>(HS, 2);
+      const auto kept = zeros<TypeParam>(rows * (NH + NKV) * HS);
+      const cuda::HeadNormForward<TypeParam> io = {
+          {qkv.data(), 0, row, HS}, {qkv.data() + NH * HS, 0, row, HS}, weight.data(), weight.data(), kept.data()};
+      Chain chain;
+      chain.late(qkv, "qkv");
+      chain.late(kept, "kept");
+      EXPECT_EQ(chain.differing([&](cudaStream_t stream) {
+        cuda::head_norm_forward({1, rows, NH, NKV, HS, 1e-6f}, io, stream, chain.device().overlapping);
+      }),
+                Names{});
+    }
+  }
+}
+
 TYPED_TEST(ChainedRows, AppendToPages) {
   for (const std::int64_t HS : {64, 80}) {
     const PagedStep<TypeParam> step(2, 2, HS, 16, {{1, 700}, {5, 14}, {1, 0}});
@@ -554,63 +573,6 @@ TEST(ChainedHead, ScoreRows) {
   chain.late(most_likely, "most_likely");
   EXPECT_EQ(chain.differing([&](cudaStream_t stream) { cuda::score_rows(io, chain.device().overlapping, stream); }),
             Names{});
-}
-
-// ---- one token of a Pythia --------------------------------------------------------------------------------------------
-
-TYPED_TEST(ChainedRows, GemvsOfOneToken) {
-  using T = TypeParam;
-  constexpr std::int64_t K = 2560, kFirst = 333, kSecond = 1111;
-  const auto norm = random_buffer<T>(K, 1), weight = random_buffer<T>(kSecond * K, 2, 0.02f),
-             bias = random_buffer<T>(kSecond, 3), x = random_buffer<T>(K, 4);
-  const auto residual = random_buffer<float>(K, 5);
-  const auto out = zeros<T>(kFirst), out2 = zeros<T>(kSecond);
-  cuda::NormGemv<T, T> io;
-  io.residual = residual.data();
-  io.K = K;
-  io.eps = 1e-5f;
-  io.outputs[0] = {{norm.data(), norm.data()}, {weight.data(), bias.data()}, kFirst, true, out.data(), nullptr};
-  io.outputs[1] = {{norm.data(), norm.data()}, {weight.data(), nullptr}, kSecond, false, out2.data(), nullptr};
-  {
-    Chain chain;
-    chain.late(residual, "residual");
-    chain.late(out, "out");
-    chain.late(out2, "out2");
-    EXPECT_EQ(chain.differing([&](cudaStream_t stream) { cuda::norm_gemv(io, chain.device(), stream); }), Names{});
-  }
-  cuda::ResidualGemv<T, T> down;
-  down.inputs[0] = {x.data(), {weight.data(), bias.data()}, K};
-  down.residual = residual.data();
-  down.rows = kSecond;
-  Chain chain;
-  chain.late(x, "x");
-  chain.late(residual, "residual");
-  EXPECT_EQ(chain.differing([&](cudaStream_t stream) { cuda::residual_gemv(down, chain.device(), stream); }), Names{});
-}
-
-TYPED_TEST(ChainedRows, DecodeAttention) {
-  using T = TypeParam;
-  constexpr std::int64_t NH = 4, HS = 80, kCapacity = 1000, kPosition = 900;
-  const auto qkv = random_buffer<T>(NH * 3 * HS, 1), keys = random_buffer<T>(NH * kCapacity * HS, 2),
-             values = random_buffer<T>(NH * kCapacity * HS, 3);
-  const auto cosine = random_buffer<float>(kCapacity * 10, 4), sine = random_buffer<float>(kCapacity * 10, 5);
-  const DeviceBuffer<std::int64_t> position(std::vector<std::int64_t>{kPosition});
-  const auto out = zeros<T>(NH * HS);
-  const auto partials =
-      zeros<char>(static_cast<std::int64_t>(cuda::decode_attention_workspace({NH, HS}, cuda::launch_device())));
-  cuda::DecodeAttention<T, T> io;
-  io.heads = {NH, HS};
-  io.qkv = qkv.data();
-  io.keys = keys.data(), io.values = values.data();
-  io.capacity = kCapacity;
-  io.position = position.data();
-  io.rope = {cosine.data(), sine.data(), kCapacity, 10};
-  io.out = out.data();
-  io.partials = reinterpret_cast<float*>(partials.data());
-  Chain chain;  // the cache is older than a chain (decode_attention.h)
-  chain.late(qkv, "qkv");
-  chain.late(out, "out");
-  EXPECT_EQ(chain.differing([&](cudaStream_t stream) { cuda::decode_attention(io, chain.device(), stream); }), Names{});
 }
 
 }  // namespace

@@ -9,12 +9,12 @@
 
 #include "llmc/cuda/inference/fused_tokens.h"
 #include "llmc/cuda/inference/inference.h"
-#include "llmc/cuda/inference/neox.h"
 #include "llmc/infer/engine_sequence.h"
 #include "llmc/model/single_sequence.h"
 #include "test/cpp/generated_ids.h"
 #include "test/cpp/inference_tools.h"
 #include "test/gpu/neox_models.h"
+#include "test/gpu/sequences.h"
 
 namespace weft {
 namespace {
@@ -31,15 +31,7 @@ class Fixture {
     return cuda::load_inference(file(), one_sequence(capacity), {});
   }
   std::unique_ptr<DecodeModel> fused(std::int64_t capacity) const {
-    if (file().config().qkv_layout == QkvLayout::per_head) {
-      return cuda::load_neox(file(), {DType::f16, cuda::DecodeMode::fused, capacity, nullptr, false});
-    }
-    InferenceOptions pool = one_sequence(capacity);
-    pool.page_size = cuda::kFusedPageSize;
-    pool.num_pages = (capacity + pool.page_size - 1) / pool.page_size;
-    auto model = cuda::load_inference(file(), pool, {});
-    auto decoder = cuda::fused_tokens(*model, DType::f16);
-    return single_sequence(std::move(model), capacity, nullptr, std::move(decoder));
+    return test::fused_sequence(file(), DType::f16, capacity);
   }
 
  private:

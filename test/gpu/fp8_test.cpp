@@ -432,6 +432,7 @@ TEST(CudaFp8, GemmsAreThoseOfTheCpuOnTheSameCodes) {
       const Matrix x(N, C, Fp8Format::e4m3, 1, exact), w(OC, C, Fp8Format::e4m3, 2, exact);
       const Matrix dout(N, OC, Fp8Format::e5m2, 3, exact);
       const Floats skip = random_stored<bf16>(N * OC, 4), before = random_floats(OC * C, 5);
+      const Floats bias = random_stored<bf16>(OC, 6, 4.0f);
       Floats out(static_cast<std::size_t>(N * OC)), dx(static_cast<std::size_t>(N * C)), dw = Floats(before.size());
       cpu::matmul_forward(out.data(), x.values.data(), w.values.data(), nullptr, N, C, OC);
       cpu::matmul_backward(dx.data(), dw.data(), nullptr, dout.values.data(), x.values.data(), w.values.data(), N, C,
@@ -441,17 +442,21 @@ TEST(CudaFp8, GemmsAreThoseOfTheCpuOnTheSameCodes) {
       const double fast = exact ? kArithmeticTolerance : static_cast<double>(C) / 32 * 0x1p-13;
       const double full = exact ? kArithmeticTolerance : 128.0 / 32 * 0x1p-13;
 
-      const DeviceBuffer<bf16> gpu_out(out.size()), with_skip(out.size()), gpu_dx(dx.size()),
-          addend = on_device<bf16>(skip);
+      const DeviceBuffer<bf16> gpu_out(out.size()), with_skip(out.size()), with_bias(out.size()), with_both(out.size()),
+          gpu_dx(dx.size()), addend = on_device<bf16>(skip), gpu_bias = on_device<bf16>(bias);
       const DeviceBuffer<float> stored_dw(dw.size()), added_dw(before);
       // Plans of some of one size; the others use cuBLASLt's first suggestion.
       if (N == 512) {
         const MatmulShape shapes[] = {{Gemm::forward, N, C, OC, CUDA_R_8F_E4M3},
+                                      {Gemm::forward, N, C, OC, CUDA_R_8F_E4M3, Accumulate::no, true},
+                                      {Gemm::forward, N, C, OC, CUDA_R_8F_E4M3, Accumulate::no, true, true},
                                       {Gemm::weight_grad, N, C, OC, CUDA_R_8F_E4M3, Accumulate::yes}};
         matmul.prepare(shapes);
       }
       matmul.forward_fp8(gpu_out.data(), x.matrix(false), w.matrix(false), N, C, OC);
       matmul.forward_fp8(with_skip.data(), x.matrix(false), w.matrix(false), N, C, OC, addend.data());
+      matmul.forward_fp8(with_bias.data(), x.matrix(false), w.matrix(false), N, C, OC, nullptr, gpu_bias.data());
+      matmul.forward_fp8(with_both.data(), x.matrix(false), w.matrix(false), N, C, OC, addend.data(), gpu_bias.data());
       matmul.input_grad_fp8(gpu_dx.data(), dout.matrix(false), w.matrix(true), N, C, OC);
       matmul.weight_grad_fp8(stored_dw.data(), dout.matrix(true), x.matrix(true), N, C, OC, Accumulate::no);
       matmul.weight_grad_fp8(added_dw.data(), dout.matrix(true), x.matrix(true), N, C, OC, Accumulate::yes);
@@ -460,6 +465,11 @@ TEST(CudaFp8, GemmsAreThoseOfTheCpuOnTheSameCodes) {
       Floats sum = out;
       for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += skip[i];
       expect_near<bf16>(on_host(with_skip), sum, "out with addend", fast);
+      const auto column = [&](std::size_t i) { return bias[i % static_cast<std::size_t>(OC)]; };
+      for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += column(i);
+      expect_near<bf16>(on_host(with_both), sum, "out with addend and bias", fast);
+      for (std::size_t i = 0; i < sum.size(); ++i) sum[i] = out[i] + column(i);
+      expect_near<bf16>(on_host(with_bias), sum, "out with bias", fast);
       expect_near<bf16>(on_host(gpu_dx), dx, "dx", full);
       expect_near<float>(on_host(stored_dw), dw, "dw", full);
       for (std::size_t i = 0; i < dw.size(); ++i) dw[i] += before[i];
@@ -483,6 +493,15 @@ ModelConfig small_config(std::int64_t head_dim = 32) {
   config.head_dim = config.rope.rotary_dim = head_dim;
   config.ffn_size = 208;
   return config;
+}
+
+// Biases of q, k and v; norms of the heads and every bias.
+std::vector<ModelConfig> small_families() {
+  std::vector<ModelConfig> all(2, small_config(64));
+  set_family(all[0], "qwen2");
+  set_family(all[1], "qwen3");
+  all[1].qkv_bias = all[1].output_bias = all[1].mlp_bias = true;
+  return all;
 }
 
 TrainOptions small_options(Precision precision = Precision::fp8) {
@@ -601,6 +620,10 @@ TEST_F(CudaFp8Model, StepsAreThoseOfTheCpuThatRoundsInTheSamePlaces) {
     SCOPED_TRACE("head dimension " + std::to_string(head_dim));
     expect_the_steps_of_the_cpu(small_config(head_dim), of_largest);
   }
+  for (const ModelConfig& config : small_families()) {
+    SCOPED_TRACE(config.family);
+    expect_the_steps_of_the_cpu(config, 0.3f);
+  }
 }
 
 // Within the tolerances that the dump brings: what bf16 makes of each tensor in PyTorch's own emulation of fp8.
@@ -621,9 +644,13 @@ TEST_F(CudaFp8Model, TrainingMatchesPyTorch) {
 }
 
 TEST_F(CudaFp8Model, RecomputationRerunAndGraphsGiveTheSameBits) {
-  for (const auto& [dropout, head_dim] : {std::pair{0.0f, 32}, {0.1f, 32}, {0.0f, 64}, {0.1f, 64}}) {
-    SCOPED_TRACE("head dimension " + std::to_string(head_dim));
-    const ModelConfig config = small_config(head_dim);
+  for (const auto& [dropout, config] : {std::pair{0.0f, small_config(32)},
+                                        {0.1f, small_config(32)},
+                                        {0.0f, small_config(64)},
+                                        {0.1f, small_config(64)},
+                                        {0.0f, small_families()[0]},
+                                        {0.1f, small_families()[1]}}) {
+    SCOPED_TRACE(config.family + ", head dimension " + std::to_string(config.head_dim));
     TrainOptions options = small_options();
     options.dropout = dropout;
     const auto run = [&](Recompute recompute, bool graph) {

@@ -12,8 +12,8 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/sampler.h"
-#include "llmc/cuda/inference/neox.h"
 #include "test/gpu/fused_tools.h"
+#include "test/gpu/sequences.h"
 
 namespace weft {
 namespace {
@@ -85,10 +85,11 @@ TEST(FusedDecode, MatchesTheCpuWithoutAttentionBiasAndWithFewBlocks) {
 }
 
 template <typename S>
-void check_contexts(const ModelConfig& config) {
+void check_contexts(const ModelConfig& config, std::int64_t page_size = 0) {
   constexpr std::int64_t kCapacity = 2048;
-  SCOPED_TRACE(test::type_name<S>() + ", head_dim " + std::to_string(config.head_dim));
-  Model<S> model(config, kCapacity);
+  SCOPED_TRACE(test::type_name<S>() + ", head_dim " + std::to_string(config.head_dim) + ", pages of " +
+               std::to_string(page_size));
+  Model<S> model(config, kCapacity, 1, page_size);
   const auto cpu = model.on_cpu();
   const auto fused = model.fused();
   std::int64_t fed = 0;
@@ -108,6 +109,7 @@ void check_contexts(const ModelConfig& config) {
 
 TEST(FusedDecode, EveryContextUpToTheLimit) {
   for (const int head_dim : {32, 64, 80, 128, 256}) check_contexts<fp16>(neox_config(2, head_dim, 2, 307));
+  for (const int head_dim : {64, 80}) check_contexts<fp16>(neox_config(2, head_dim, 2, 307), cuda::kFusedPageSize);
   check_contexts<bf16>(neox_config(4, 64, 2, 307));
   check_contexts<fp16>(neox_config(32, 80, 1, 307));
 }
@@ -263,10 +265,7 @@ TEST(FusedDecode, TheWatchdogEndsAHang) {
 // More ids than a launch has: the same ids however the text is divided into launches.
 TEST(FusedDecode, TextLongerThanALaunch) {
   constexpr std::int64_t kLength = cuda::kFusedTokens + 200;
-  cuda::NeoxOptions options;
-  options.mode = cuda::DecodeMode::fused;
-  options.capacity = kLength + 8;
-  const auto model = cuda::random_neox(neox_config(4, 32, 6, 1003), 1, options);
+  const auto model = test::random_sequence(neox_config(4, 32, 6, 1003), 1, test::Way::fused, DType::f16, kLength + 8);
   SamplerOptions sampler;
   sampler.temperature = 1;
   std::vector<std::int32_t> ids = {5};

@@ -9,13 +9,12 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cuda/inference/neox.h"
 #include "test/cpp/inference_tools.h"
 #include "test/cpp/quantized_models.h"
 #include "test/gpu/decode_tools.h"
-#include "test/gpu/fused_sequences.h"
 #include "test/gpu/fused_tools.h"
 #include "test/gpu/neox_models.h"
+#include "test/gpu/sequences.h"
 
 namespace weft {
 namespace {
@@ -148,7 +147,7 @@ void expect_ids(const ModelConfig& config) {
   }
 }
 
-// Every kind of attention, a hidden size that is not that of the heads, parts of gate and up that end within a group, an MLP
+// Every kind of attention, biases of q, k and v, a hidden size that is not that of the heads, parts of gate and up that end within a group, an MLP
 // of a single part, and rows that take two loads of a lane.
 TEST(FusedQuantized, MatchesTheCpuWithTheSequentialResidual) {
   std::vector<test::NamedConfig> models;
@@ -156,6 +155,7 @@ TEST(FusedQuantized, MatchesTheCpuWithTheSequentialResidual) {
   for (const test::NeoxShape& shape : test::small_shapes()) {
     if (!shape.parallel) models.push_back({shape.name, test::neox_config(shape)});
   }
+  models.push_back(test::small_qwens().front());
   models.push_back({"one part", test::llama_config({"", 4, 2, 32, 2, 136, 200, false, false, 1003})});
   models.push_back({"wide", test::llama_config({"", 4, 2, 64, 1, 2696, 1000})});
   for (const WeightFormat* scheme : kWeightFormats) {

@@ -32,11 +32,11 @@ namespace weft::test {
 template <typename S>
 class Model {
  public:
-  // page_size: of the cache; 0: it has no pages.
+  // page_size: of the cache; 0: the whole cache is one page.
   Model(const ModelConfig& config, std::int64_t capacity, unsigned seed = 1, std::int64_t page_size = 0)
       : config_(config),
         capacity_(page_size == 0 ? capacity : (capacity + page_size - 1) / page_size * page_size),
-        page_size_(page_size),
+        page_size_(page_size == 0 ? capacity : page_size),
         arena_(static_cast<std::size_t>(TensorTable(config).arena_elements())),
         keys_(cache_elements()),
         values_(cache_elements()) {

@@ -9,7 +9,6 @@
 #include "llmc/cuda/op/attention/train/attention.h"
 #include "llmc/cuda/op/classifier/classifier.h"
 #include "llmc/cuda/op/elementwise/embedding.h"
-#include "llmc/cuda/op/elementwise/gelu.h"
 #include "llmc/cuda/op/elementwise/rope.h"
 #include "llmc/cuda/op/elementwise/swiglu.h"
 #include "llmc/cuda/op/gemm/matmul.h"
@@ -150,21 +149,6 @@ TEST(Large, MatmulSwigluFp8) {
   // The last row of the transposed layouts ends with these rows.
   EXPECT_EQ(last(all.gradient_turned, R), last(end.gradient_turned, R));
   EXPECT_EQ(last(all.out_turned, R), last(end.out_turned, R));
-}
-
-TEST(Large, Gelu) {
-  const std::int64_t count = kBeyond + 4104, R = 4104;
-  SKIP_WITHOUT(8 * count);
-  const auto values = random_rows(R, 3), gradient = random_rows(R, 4);
-  const auto x = ending_with<bf16>(count, values), dout = ending_with<bf16>(count, gradient);
-  const DeviceBuffer<bf16> x_end(values), dout_end(gradient), out_end(values.size()), dx_end(values.size());
-  const DeviceBuffer<bf16> out(static_cast<std::size_t>(count));
-  gelu_forward(out.data(), x.data(), count, nullptr);
-  gelu_forward(out_end.data(), x_end.data(), R, nullptr);
-  expect_same_end(out, out_end, "gelu_forward");
-  gelu_backward(out.data(), dout.data(), x.data(), count, nullptr);
-  gelu_backward(dx_end.data(), dout_end.data(), x_end.data(), R, nullptr);
-  expect_same_end(out, dx_end, "gelu_backward");
 }
 
 TEST(Large, Rope) {

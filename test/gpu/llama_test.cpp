@@ -13,8 +13,8 @@
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/cuda/training/training.h"
 #include "llmc/model/compare.h"
-#include "test/cpp/golden_cases.h"
 #include "test/gpu/device_buffer.h"
+#include "test/gpu/gpu_goldens.h"
 
 namespace weft {
 namespace {
@@ -25,6 +25,21 @@ std::unique_ptr<TrainModel> load_llama(const ModelFile& file, const TrainOptions
   auto model = cuda::make_training_model(file.config(), options);
   load_parameters(file, *model);
   return model;
+}
+
+// Those of every family whose training the GPU has.
+std::vector<GoldenCase> trained_goldens() {
+  const auto reason = [](const ModelConfig& config) -> std::string {
+    TrainOptions options;
+    options.seq_len = 1;
+    try {
+      cuda::plan_training(config, options);
+      return "";
+    } catch (const Error& error) {
+      return error.what();
+    }
+  };
+  return test::computed_goldens(trainable_goldens(), reason, {{"qwen2-mha", "head_dim: got 16"}});
 }
 
 void expect_passed(const Comparison& result) {
@@ -41,6 +56,21 @@ ModelConfig odd_config() {
   config.hidden_size = 72;
   config.ffn_size = 200;
   return config;
+}
+
+// What the families have beside it: biases of q, k and v; norms of the heads; both, with all other biases.
+std::vector<ModelConfig> odd_families() {
+  std::vector<ModelConfig> all(3, odd_config());
+  set_family(all[0], "qwen2");
+  set_family(all[1], "qwen3");
+  set_family(all[2], "qwen3");
+  all[2].qkv_bias = all[2].output_bias = all[2].mlp_bias = true;
+  all[2].head_dim = all[2].rope.rotary_dim = 80;
+  return all;
+}
+
+std::string name_of(const ModelConfig& config) {
+  return config.family + (config.mlp_bias ? ", all biases" : "");
 }
 
 TrainOptions odd_options(Precision precision) {
@@ -107,10 +137,9 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
 }
 
 TEST(CudaLlama, Fp32TrainingMatchesPyTorch) {
-  for (const GoldenCase& golden : golden_cases("llama")) {
+  for (const GoldenCase& golden : trained_goldens()) {
     SCOPED_TRACE(golden.name);
     const ModelFile file = ModelFile::open(golden.model);
-    if (file.config().has_linear_biases()) continue;  // trained on the CPU alone
     expect_passed(compare_training(TensorFile::open(golden.dump, FileKind::reference_dump), Precision::fp32,
                                    kFp32Tolerance,
                                    [&](const TrainOptions& options) { return load_llama(file, options); }));
@@ -119,10 +148,9 @@ TEST(CudaLlama, Fp32TrainingMatchesPyTorch) {
 
 // Every tensor may err three times what PyTorch's own bf16 run errs against its fp32 run.
 TEST(CudaLlama, Bf16TrainingMatchesPyTorch) {
-  for (const GoldenCase& golden : golden_cases("llama")) {
+  for (const GoldenCase& golden : trained_goldens()) {
     SCOPED_TRACE(golden.name);
     const ModelFile file = ModelFile::open(golden.model);
-    if (file.config().has_linear_biases()) continue;  // trained on the CPU alone
     const Comparison result =
         compare_training(TensorFile::open(golden.dump, FileKind::reference_dump), Precision::bf16, 0,
                          [&](const TrainOptions& options) { return load_llama(file, options); });
@@ -131,11 +159,20 @@ TEST(CudaLlama, Bf16TrainingMatchesPyTorch) {
   }
 }
 
-// Each tensor against the CPU's: dropout masks, LayerNorm's biases and ignored labels included.
+// Windows of odd_config()'s layers: shorter than its text, none, and one that ends within a tile.
+const std::vector<std::int64_t> kWindows = {5, 0, 33};
+
+// Each tensor against the CPU's: dropout masks, biases, norms of heads, windows and ignored labels included.
 TEST(CudaLlama, Fp32MatchesTheCpuOnOddSizes) {
+  std::vector<ModelConfig> configs = odd_families();
   for (const NormKind norm : {NormKind::rmsnorm, NormKind::layernorm}) {
-    ModelConfig config = odd_config();
-    config.norm = norm;
+    configs.push_back(odd_config());
+    configs.back().norm = norm;
+  }
+  configs.push_back(odd_config());
+  configs.back().windows = kWindows;
+  for (const ModelConfig& config : configs) {
+    SCOPED_TRACE(name_of(config) + ", " + norm_kind_name(config.norm) + (config.windows.empty() ? "" : ", windows"));
     TrainOptions options = odd_options(Precision::fp32);
     options.dropout = 0.2f;
     const auto reference = cpu::make_training_model(config, options),
@@ -166,8 +203,7 @@ TEST(CudaLlama, Fp32MatchesTheCpuOnOddSizes) {
 
 // bf16 rounds each stored value to 2^-9 of itself; through three layers a gradient errs by a
 // few of those in the 2-norm. A wrong operator errs by tens of percent.
-TEST(CudaLlama, Bf16GradientsPointWhereFp32GradientsPoint) {
-  const ModelConfig config = odd_config();
+void expect_gradients_of_fp32(const ModelConfig& config) {
   const auto reference = cpu::make_training_model(config, odd_options(Precision::fp32));
   const auto model = cuda::make_training_model(config, odd_options(Precision::bf16));
   randomize(*reference);
@@ -186,6 +222,37 @@ TEST(CudaLlama, Bf16GradientsPointWhereFp32GradientsPoint) {
     const TensorDistance row = distance(spec.name, a, b, 0.05, Norm::l2);
     EXPECT_TRUE(row.pass) << spec.name << " " << row.relative;
     EXPECT_GT(row.cosine, 0.998) << spec.name;
+  }
+}
+TEST(CudaLlama, Bf16GradientsPointWhereFp32GradientsPoint) {
+  expect_gradients_of_fp32(odd_config());
+  ModelConfig with_windows = odd_config();
+  with_windows.windows = kWindows;
+  expect_gradients_of_fp32(with_windows);
+  for (const ModelConfig& config : odd_families()) {
+    SCOPED_TRACE(name_of(config));
+    expect_gradients_of_fp32(config);
+  }
+}
+
+// Ten steps of AdamW. On the CPU another last bit of every weight changes the last loss by 5e-8 of it, and weights rounded to
+// bf16 by 5e-4.
+TEST(CudaLlama, TenStepsOfEveryFamilyHaveTheLossesOfTheCpu) {
+  for (const ModelConfig& config : odd_families()) {
+    SCOPED_TRACE(name_of(config));
+    const Text text = random_text(config, odd_options(Precision::fp32), 5);
+    const auto losses = [&](std::unique_ptr<TrainModel> model) {
+      randomize(*model);
+      return run_steps(*model, text, 1, 10);
+    };
+    const std::vector<double> want = losses(cpu::make_training_model(config, odd_options(Precision::fp32)));
+    const std::vector<double> fp32 = losses(cuda::make_training_model(config, odd_options(Precision::fp32)));
+    const std::vector<double> bf16 = losses(cuda::make_training_model(config, odd_options(Precision::bf16)));
+    EXPECT_LT(want.back(), 0.7 * want.front());
+    for (std::size_t i = 0; i < want.size(); ++i) {
+      EXPECT_NEAR(fp32[i], want[i], 1e-5 * want[i]) << i;
+      EXPECT_NEAR(bf16[i], want[i], 1e-2 * want[i]) << i;
+    }
   }
 }
 
@@ -208,18 +275,23 @@ TEST(CudaLlama, RecomputationAndRerunGiveTheSameBits) {
     std::int64_t hidden_size;
     NormKind norm;
     float dropout;
+    ModelConfig config = odd_config();
   };
   const Case cases[] = {{72, NormKind::rmsnorm, 0.0f},
                         {72, NormKind::rmsnorm, 0.1f},
                         {264, NormKind::rmsnorm, 0.1f},
-                        {264, NormKind::layernorm, 0.1f}};
+                        {264, NormKind::layernorm, 0.1f},
+                        {72, NormKind::rmsnorm, 0.0f, odd_families()[1]},
+                        {264, NormKind::rmsnorm, 0.1f, odd_families()[2]}};
   for (const Precision precision : {Precision::fp32, Precision::bf16}) {
     for (const Case& each : cases) {
-      SCOPED_TRACE(format("%s, C = %lld, %s, dropout %g", precision == Precision::fp32 ? "fp32" : "bf16",
-                          static_cast<long long>(each.hidden_size), norm_kind_name(each.norm), each.dropout));
-      ModelConfig config = odd_config();
+      SCOPED_TRACE(format("%s, %s, C = %lld, %s, dropout %g", precision == Precision::fp32 ? "fp32" : "bf16",
+                          name_of(each.config).c_str(), static_cast<long long>(each.hidden_size),
+                          norm_kind_name(each.norm), each.dropout));
+      ModelConfig config = each.config;
       config.hidden_size = each.hidden_size;
       config.norm = each.norm;
+      if (each.norm == NormKind::layernorm) config.windows = kWindows;
       TrainOptions options = odd_options(precision);
       options.dropout = each.dropout;
       const Text text = random_text(config, options, 7);
@@ -348,9 +420,13 @@ TEST(CudaStepGraph, WhatCannotBeCapturedRunsEagerly) {
 
 // zero_gradients() writes nothing by itself: what is read must be the same as if it had.
 TEST(CudaLlama, GradientsAreThoseSinceTheLastZero) {
+  std::vector<ModelConfig> configs = odd_families();
   for (const bool tied : {true, false}) {
-    ModelConfig config = odd_config();
-    config.tied_embeddings = tied;
+    configs.push_back(odd_config());
+    configs.back().tied_embeddings = tied;
+  }
+  for (const ModelConfig& config : configs) {
+    SCOPED_TRACE(name_of(config));
     const TrainOptions options = odd_options(Precision::bf16);
     const auto model = cuda::make_training_model(config, options);
     randomize(*model);
@@ -489,11 +565,10 @@ TEST(CudaLlama, TrainingLowersTheLossAndEvaluationAgrees) {
 
 // The decoder with its K/V cache against the training forward: prompts in one piece, and one token at a time.
 TEST(CudaLlama, DecodingMatchesPyTorch) {
-  for (const GoldenCase& golden : golden_cases("llama")) {
+  for (const GoldenCase& golden : trained_goldens()) {
     SCOPED_TRACE(golden.name);
     const TensorFile dump = TensorFile::open(golden.dump, FileKind::reference_dump);
     const ModelFile file = ModelFile::open(golden.model);
-    if (file.config().has_linear_biases()) continue;  // trained on the CPU alone
     TrainOptions options;
     options.seq_len = 1;
     const auto model = load_llama(file, options);
@@ -528,12 +603,26 @@ TEST(CudaLlama, SizesWithoutKernelsAreRefusedByName) {
 
 // The plan is what is allocated: printed numbers are promises.
 TEST(CudaLlama, PlanMatchesWhatTheModelReports) {
-  const ModelConfig config = odd_config();
-  const TrainOptions options = odd_options(Precision::bf16);
-  const auto planned = cuda::plan_training(config, options),
-             reported = cuda::make_training_model(config, options)->memory();
-  ASSERT_EQ(planned.size(), reported.size());
-  for (std::size_t i = 0; i < planned.size(); ++i) EXPECT_EQ(planned[i].bytes, reported[i].bytes) << planned[i].name;
+  for (const ModelConfig& config : {odd_config(), odd_families().back()}) {
+    const TrainOptions options = odd_options(Precision::bf16);
+    const auto planned = cuda::plan_training(config, options),
+               reported = cuda::make_training_model(config, options)->memory();
+    ASSERT_EQ(planned.size(), reported.size());
+    for (std::size_t i = 0; i < planned.size(); ++i) EXPECT_EQ(planned[i].bytes, reported[i].bytes) << planned[i].name;
+  }
+}
+
+// Llama's block is the only one that it trains.
+TEST(CudaLlama, OtherBlocksAreRefused) {
+  ModelConfig config = odd_config();
+  config.parallel_residual = true;
+  try {
+    cuda::plan_training(config, odd_options(Precision::bf16));
+    ADD_FAILURE() << "a parallel residual was accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Exit::usage);
+    EXPECT_NE(std::string(error.what()).find("a sequential residual"), std::string::npos);
+  }
 }
 
 }  // namespace

@@ -101,15 +101,31 @@ inline std::vector<LlamaShape> small_llamas() {
           {"hs32 gqa3", 6, 2, 32, 2, 72, 200, false, false, 1003}};
 }
 
-// Those of both families.
 struct NamedConfig {
   std::string name;
   ModelConfig config;
 };
+
+// What other families have beside a Llama: biases of q, k and v; norms of the heads; both, and a bias of the output projection.
+inline std::vector<NamedConfig> small_qwens() {
+  const auto of = [](const std::string& family, const LlamaShape& shape) {
+    ModelConfig config = llama_config(shape);
+    set_family(config, family);
+    return NamedConfig{family + " " + shape.name, config};
+  };
+  std::vector<NamedConfig> all = {of("qwen2", {"hs64 gqa3", 6, 2, 64, 2, 192, 512}),
+                                  of("qwen3", {"hs128 gqa2 tied", 4, 2, 128, 2, 256, 520, true}),
+                                  of("qwen3", {"hs32 biases", 6, 3, 32, 3, 72, 200, false, false, 1003})};
+  all.back().config.qkv_bias = all.back().config.output_bias = true;
+  return all;
+}
+
+// Of all families.
 inline std::vector<NamedConfig> small_models() {
   std::vector<NamedConfig> all;
   for (const NeoxShape& shape : small_shapes()) all.push_back({shape.name, neox_config(shape)});
   for (const LlamaShape& shape : small_llamas()) all.push_back({shape.name, llama_config(shape)});
+  for (const NamedConfig& qwen : small_qwens()) all.push_back(qwen);
   return all;
 }
 

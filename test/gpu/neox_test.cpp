@@ -1,43 +1,37 @@
-// Pythia on the GPU: against PyTorch's dumps, against the CPU reference, each way of decoding against the others.
+// One sequence of a Pythia on the GPU: against the CPU reference, each way of decoding against the others, and to the end of its
+// context. inference_test.cpp compares the tensors with PyTorch's.
 #include <gtest/gtest.h>
 
-#include <cstring>
-#include <iostream>
+#include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include "llmc/base/error.h"
+#include "llmc/base/sampler.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/cuda/inference/neox.h"
+#include "llmc/infer/engine_sequence.h"
 #include "llmc/infer/generate.h"
-#include "llmc/model/compare.h"
 #include "test/cpp/golden_cases.h"
 #include "test/gpu/decode_tools.h"
 #include "test/gpu/neox_models.h"
+#include "test/gpu/sequences.h"
 
 namespace weft {
 namespace {
 
-using cuda::DecodeMode;
 using test::expect_close;
 using test::host_sampled;
-using test::kFp32Tolerance;
 using test::NeoxShape;
 using test::same_bits;
+using test::Way;
 
 constexpr std::int64_t kContexts[] = {0, 1, 31, 32, 33, 127, 128, 129, 1000, 2047};
 
-cuda::NeoxOptions options_of(DType dtype, DecodeMode mode, std::int64_t capacity) {
-  cuda::NeoxOptions options;
-  options.dtype = dtype;
-  options.mode = mode;
-  options.capacity = capacity;
-  return options;
-}
-
 // The ways of decoding that exist for a storage type on this GPU.
-std::vector<DecodeMode> modes_for(const ModelConfig& config, DType dtype) {
-  std::vector<DecodeMode> modes = {DecodeMode::reference, DecodeMode::graph};
-  if (cuda::fused_unsupported_reason(config, dtype).empty()) modes.push_back(DecodeMode::fused);
-  return modes;
+std::vector<Way> ways_for(const ModelConfig& config, DType dtype) {
+  std::vector<Way> ways = {Way::reference, Way::graph};
+  if (cuda::fused_unsupported_reason(config, dtype).empty()) ways.push_back(Way::fused);
+  return ways;
 }
 
 std::vector<float> copy(std::span<const float> values) {
@@ -53,11 +47,9 @@ class Fixture {
   }
   std::string path() const { return directory_.file("model.bin"); }
   const ModelConfig& config() const { return config_; }
-  std::unique_ptr<DecodeModel> on_gpu(DecodeMode mode, std::int64_t capacity) const {
-    return on_gpu(mode, capacity, dtype_);
-  }
-  std::unique_ptr<DecodeModel> on_gpu(DecodeMode mode, std::int64_t capacity, DType dtype) const {
-    return cuda::load_neox(ModelFile::open(path()), options_of(dtype, mode, capacity));
+  std::unique_ptr<DecodeModel> on_gpu(Way way, std::int64_t capacity) const { return on_gpu(way, capacity, dtype_); }
+  std::unique_ptr<DecodeModel> on_gpu(Way way, std::int64_t capacity, DType dtype) const {
+    return test::loaded_sequence(ModelFile::open(path()), way, dtype, capacity);
   }
   std::unique_ptr<DecodeModel> on_cpu(std::int64_t capacity) const {
     return cpu::load_decoder(ModelFile::open(path()), capacity);
@@ -69,57 +61,6 @@ class Fixture {
   DType dtype_;
 };
 
-TEST(CudaNeox, Fp32MatchesPyTorchTensorByTensor) {
-  int cases = 0;
-  for (const GoldenCase& golden : golden_cases("gpt_neox")) {
-    const ModelFile file = ModelFile::open(golden.model);
-    if (!cuda::neox_unsupported_reason(file.config(), DType::f32).empty()) continue;
-    const TensorFile dump = TensorFile::open(golden.dump, FileKind::reference_dump);
-    for (const DecodeMode mode : {DecodeMode::reference, DecodeMode::graph}) {
-      SCOPED_TRACE(golden.name + ", " + cuda::decode_mode_name(mode));
-      const auto model = cuda::load_neox(file, options_of(DType::f32, mode, file.config().max_positions));
-      const Comparison result = compare_decoding(dump, kFp32Tolerance, *model);
-      EXPECT_TRUE(result.passed());
-      if (!result.passed()) {
-        for (const std::string& line : result.table()) std::cout << line << "\n";
-      }
-    }
-    ++cases;
-  }
-  EXPECT_GE(cases, 6);
-}
-
-// keep_logits() gives what keep_activations() gives of "logits", and nothing else.
-TEST(CudaNeox, LogitsAloneAreThoseBesideAllActivations) {
-  const GoldenCase golden = golden_cases("gpt_neox").front();
-  const ModelFile file = ModelFile::open(golden.model);
-  const auto model = cuda::load_neox(file, options_of(DType::f32, DecodeMode::graph, file.config().max_positions));
-  const std::vector<std::int32_t> ids = test::random_tokens(11, file.config().tokenizer_vocab, 5);
-  model->keep_activations(true);
-  model->prefill(ids);
-  const std::vector<float> all = model->activation("logits");
-  EXPECT_EQ(all.size(), ids.size() * static_cast<std::size_t>(file.config().vocab_size));
-  model->reset();
-  model->keep_logits(true);
-  model->prefill(ids);
-  EXPECT_EQ(model->activation("logits"), all);
-  EXPECT_TRUE(model->activation("final_norm").empty() && model->activation("layers.0.residual").empty());
-}
-
-// More rows than have their logits at once, twice and a rest.
-TEST(CudaNeox, LogitsOfManyRowsMatchTheCpu) {
-  const Fixture fixture(test::small_shapes()[0], DType::f32);
-  const std::vector<std::int32_t> ids = test::random_tokens(600, fixture.config().vocab_size, 15);
-  const auto reference = fixture.on_cpu(600), model = fixture.on_gpu(DecodeMode::graph, 600);
-  for (DecodeModel* each : {reference.get(), model.get()}) {
-    each->keep_logits(true);
-    each->prefill(ids);
-  }
-  const std::vector<float> want = reference->activation("logits");
-  EXPECT_EQ(want.size(), ids.size() * static_cast<std::size_t>(fixture.config().vocab_size));
-  expect_close("logits", model->activation("logits"), want, DType::f32);
-}
-
 // One token after contexts of every awkward length, in every storage type and mode, and the prompt that led there.
 void compare_contexts(const NeoxShape& shape, DType dtype) {
   SCOPED_TRACE(shape.name);
@@ -128,7 +69,7 @@ void compare_contexts(const NeoxShape& shape, DType dtype) {
   const auto reference = fixture.on_cpu(capacity);
   const std::vector<std::int32_t> ids = test::random_tokens(2048, fixture.config().vocab_size, 5);
   std::vector<std::unique_ptr<DecodeModel>> models;
-  for (const DecodeMode mode : modes_for(fixture.config(), dtype)) models.push_back(fixture.on_gpu(mode, capacity));
+  for (const Way way : ways_for(fixture.config(), dtype)) models.push_back(fixture.on_gpu(way, capacity));
   for (const std::int64_t context : kContexts) {
     SCOPED_TRACE(context);
     const auto prompt = std::span(ids).first(static_cast<std::size_t>(context));
@@ -167,7 +108,7 @@ TEST(CudaNeox, PromptsInPiecesMatchTheCpu) {
   shape.positions = 5000;
   const Fixture fixture(shape, DType::f16);
   const std::vector<std::int32_t> ids = test::random_tokens(4700, fixture.config().vocab_size, 6);
-  const auto reference = fixture.on_cpu(5000), model = fixture.on_gpu(DecodeMode::graph, 5000);
+  const auto reference = fixture.on_cpu(5000), model = fixture.on_gpu(Way::graph, 5000);
   for (DecodeModel* each : {reference.get(), model.get()}) {
     each->prefill(std::span(ids).first(17));
     each->decode(ids[17]);
@@ -177,21 +118,30 @@ TEST(CudaNeox, PromptsInPiecesMatchTheCpu) {
   expect_close("decode", model->decode(ids[4618]), reference->decode(ids[4618]), DType::f16);
 }
 
-// The reference launches one kernel after the other; the other modes compute the MLP of a prompt beside its attention, and
-// of the last layer all of them no more than somebody reads. Neither may show in a bit, in an empty cache nor on a full one.
+// The reference launches one kernel after the other; in a graph's place prompts of many rows compute the MLP beside attention, or
+// do not, and of the last layer no more than somebody wants. None of it may show in a bit, in an empty cache nor on a full one.
 TEST(CudaNeox, PromptsAreTheSameBitsWhateverRunsAtOnce) {
   const ModelConfig config = test::neox_config(test::shape_2_8b());
-  const auto serial = cuda::random_neox(config, 4, options_of(DType::f16, DecodeMode::reference, 2048));
-  const auto overlapped = cuda::random_neox(config, 4, options_of(DType::f16, DecodeMode::graph, 2048));
+  const auto with_streams_from = [&](std::int64_t rows) {
+    return test::sequence_of(Way::graph, DType::f16, 2048,
+                             [&](const InferenceOptions& pool, cuda::GpuInferenceOptions options) {
+                               options.two_stream_rows = rows;
+                               return cuda::random_inference(config, 4, pool, options);
+                             });
+  };
+  const auto serial = test::random_sequence(config, 4, Way::reference, DType::f16, 2048);
+  const auto overlapped = with_streams_from(1), alone = with_streams_from(std::numeric_limits<std::int64_t>::max());
   const std::vector<std::int32_t> ids = test::random_tokens(2048, config.vocab_size, 13);
-  for (const std::size_t first : {1, 7, 64, 129, 1000, 2000}) {
-    for (DecodeModel* model : {serial.get(), overlapped.get()}) model->reset();
+  for (const std::size_t first : {1, 7, 64, 129, 256, 257, 1000, 2000}) {
+    for (DecodeModel* model : {serial.get(), overlapped.get(), alone.get()}) model->reset();
     for (const auto& piece : {std::span(ids).first(first), std::span(ids).subspan(first, 40)}) {
       const std::vector<float> want = copy(serial->prefill(piece));
       EXPECT_TRUE(same_bits(overlapped->prefill(piece), want)) << first << ", then " << piece.size();
+      EXPECT_TRUE(same_bits(alone->prefill(piece), want)) << first << ", then " << piece.size() << ", one stream";
     }
     const std::vector<float> want = copy(serial->decode(5));
     EXPECT_TRUE(same_bits(overlapped->decode(5), want)) << first << ", then a token";
+    EXPECT_TRUE(same_bits(alone->decode(5), want)) << first << ", then a token, one stream";
   }
 }
 
@@ -214,9 +164,9 @@ TEST(CudaNeox, SampledIdsAreThoseOfTheHost) {
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
     const Fixture fixture(test::small_shapes()[3], dtype);
     const std::vector<std::int32_t> prompt = test::random_tokens(40, fixture.config().vocab_size, 7);
-    for (const DecodeMode mode : modes_for(fixture.config(), dtype)) {
-      SCOPED_TRACE(std::string(cuda::decode_mode_name(mode)) + " " + dtype_name(dtype));
-      const auto model = fixture.on_gpu(mode, 256);
+    for (const Way way : ways_for(fixture.config(), dtype)) {
+      SCOPED_TRACE(std::string(test::name_of(way)) + " " + dtype_name(dtype));
+      const auto model = fixture.on_gpu(way, 256);
       ASSERT_TRUE(model->samples());
       GenerateOptions options = generate_options(fixture.config(), 100);
       const auto check = [&] {
@@ -249,22 +199,78 @@ TEST(CudaNeox, GreedyTextIsTheSameInEveryModeAndOnTheCpu) {
     const std::vector<std::int32_t> prompt = test::random_tokens(20, fixture.config().vocab_size, 8);
     const GenerateOptions options = generate_options(fixture.config(), 24);
     const std::vector<std::int32_t> want = generated(*fixture.on_cpu(64), prompt, options).ids;
-    EXPECT_EQ(generated(*fixture.on_gpu(DecodeMode::graph, 64, DType::f32), prompt, options).ids, want);
+    EXPECT_EQ(generated(*fixture.on_gpu(Way::graph, 64, DType::f32), prompt, options).ids, want);
     std::vector<std::int32_t> first;
-    for (const DecodeMode mode : modes_for(fixture.config(), DType::f16)) {
-      const std::vector<std::int32_t> ids = generated(*fixture.on_gpu(mode, 64), prompt, options).ids;
+    for (const Way way : ways_for(fixture.config(), DType::f16)) {
+      const std::vector<std::int32_t> ids = generated(*fixture.on_gpu(way, 64), prompt, options).ids;
       if (first.empty()) first = ids;
-      EXPECT_EQ(ids, first) << cuda::decode_mode_name(mode);
+      EXPECT_EQ(ids, first) << test::name_of(way);
     }
   }
+}
+
+// The greedy ids of the reference dumps' models in fp16, in every way of decoding, are those of the CPU in fp32, or the two greatest
+// logits are closer than the storage type's rounding. Drafts change none of them, whichever guesses they are.
+TEST(CudaNeox, GreedyIdsOfTheGoldens) {
+  constexpr std::int64_t kCapacity = 40, kIds = 30;
+  int goldens = 0, equal = 0, accepted = 0;
+  for (const GoldenCase& golden : golden_cases("gpt_neox")) {
+    const ModelFile file = ModelFile::open(golden.model);
+    const ModelConfig& config = file.config();
+    if (!cuda::inference_unsupported_reason(config, DType::f16).empty()) continue;
+    ++goldens;
+    SCOPED_TRACE(golden.name);
+    const std::vector<std::int32_t> prompt = test::random_tokens(9, config.tokenizer_vocab, 5);
+    SamplerOptions sampler;
+    sampler.temperature = 0;
+    sampler.vocab_limit = config.tokenizer_vocab;
+    std::vector<std::int32_t> of_graph;
+    for (const Way way : ways_for(config, DType::f16)) {
+      SCOPED_TRACE(test::name_of(way));
+      const auto model = test::loaded_sequence(file, way, DType::f16, kCapacity);
+      const std::vector<std::int32_t> ids = test::generated(*model, prompt, sampler, kIds);
+      if (way == Way::graph) of_graph = ids;
+      const auto cpu = cpu::load_decoder(file, kCapacity);
+      Sampler host(sampler);
+      std::span<const float> logits = cpu->prefill(prompt);
+      for (const std::int32_t id : ids) {
+        const std::int32_t best = host.sample(logits, 0);
+        const auto logit = [&](std::int32_t of) { return logits[static_cast<std::size_t>(of)]; };
+        const float largest = std::max(std::abs(*std::max_element(logits.begin(), logits.end())), 1.0f);
+        if (id == best) {
+          ++equal;
+        } else {
+          EXPECT_LT(logit(best) - logit(id), 4e-3f * largest);
+        }
+        logits = cpu->decode(id);
+      }
+    }
+    const auto drafted = [&](SequenceDraft draft, const DraftOptions& options) {
+      const auto model = engine_sequence(cuda::load_inference(file, one_sequence(kCapacity), {DType::f16}), kCapacity,
+                                         std::move(draft), options);
+      EXPECT_EQ(test::generated(*model, prompt, sampler, kIds), of_graph);
+      accepted += static_cast<int>(model->draft_counts()->accepted);
+    };
+    const DraftOptions costs = {.row_cost = 1e-3, .draft_cost = 0.05};
+    DraftOptions lookup = costs;
+    lookup.lookup = 5;
+    drafted({}, lookup);
+    drafted({cuda::load_inference(file, one_sequence(kCapacity), {DType::f16}), nullptr}, costs);
+    if (cuda::fused_unsupported_reason(config, DType::f16).empty()) {
+      drafted({nullptr, test::fused_sequence(file, DType::f16, kCapacity)}, costs);
+    }
+  }
+  EXPECT_GE(goldens, 6);
+  EXPECT_GT(equal, 2 * 20 * goldens);
+  EXPECT_GT(accepted, 10 * goldens);
 }
 
 TEST(CudaNeox, TheSameBitsEveryTime) {
   const Fixture fixture(test::small_shapes()[0], DType::f16);
   const std::vector<std::int32_t> prompt = test::random_tokens(300, fixture.config().vocab_size, 9);
-  for (const DecodeMode mode : modes_for(fixture.config(), DType::f16)) {
-    SCOPED_TRACE(cuda::decode_mode_name(mode));
-    const auto model = fixture.on_gpu(mode, 512);
+  for (const Way way : ways_for(fixture.config(), DType::f16)) {
+    SCOPED_TRACE(test::name_of(way));
+    const auto model = fixture.on_gpu(way, 512);
     std::vector<float> first;
     for (int run = 0; run < 100; ++run) {
       model->reset();
@@ -279,9 +285,9 @@ TEST(CudaNeox, TheSameBitsEveryTime) {
 TEST(CudaNeox, GenerationEndsWhereItShould) {
   const Fixture fixture(test::small_shapes()[1], DType::f16);
   const std::vector<std::int32_t> prompt = test::random_tokens(10, fixture.config().vocab_size, 10);
-  for (const DecodeMode mode : modes_for(fixture.config(), DType::f16)) {
-    SCOPED_TRACE(cuda::decode_mode_name(mode));
-    const auto model = fixture.on_gpu(mode, 64);
+  for (const Way way : ways_for(fixture.config(), DType::f16)) {
+    SCOPED_TRACE(test::name_of(way));
+    const auto model = fixture.on_gpu(way, 64);
     GenerateOptions options = generate_options(fixture.config(), 40);
     options.sampler.temperature = 2;
     const std::vector<std::int32_t> all = generated(*model, prompt, options).ids;
@@ -340,12 +346,12 @@ TEST(CudaNeox, GenerationEndsWhereItShould) {
 TEST(CudaNeox, OnlyFusedDecodingHasATimeline) {
   const Fixture fixture(test::small_shapes()[0], DType::f16);
   const std::vector<std::int32_t> prompt = test::random_tokens(10, fixture.config().vocab_size, 10);
-  for (const DecodeMode mode : modes_for(fixture.config(), DType::f16)) {
-    SCOPED_TRACE(cuda::decode_mode_name(mode));
-    const auto model = fixture.on_gpu(mode, 64);
+  for (const Way way : ways_for(fixture.config(), DType::f16)) {
+    SCOPED_TRACE(test::name_of(way));
+    const auto model = fixture.on_gpu(way, 64);
     model->prefill(prompt);
     const std::string text = model->decode_timeline(1);
-    if (mode != DecodeMode::fused) {
+    if (way != Way::fused) {
       EXPECT_EQ(text, "");
       continue;
     }
@@ -366,15 +372,15 @@ TEST(CudaNeox, OnlyFusedDecodingHasATimeline) {
 TEST(CudaNeox, ManyStopIds) {
   const Fixture fixture(test::small_shapes()[0], DType::f16);
   const std::vector<std::int32_t> prompt = test::random_tokens(10, fixture.config().vocab_size, 10);
-  for (const DecodeMode mode : modes_for(fixture.config(), DType::f16)) {
-    const auto model = fixture.on_gpu(mode, 64);
+  for (const Way way : ways_for(fixture.config(), DType::f16)) {
+    const auto model = fixture.on_gpu(way, 64);
     GenerateOptions options = generate_options(fixture.config(), 30);
     options.sampler.temperature = 2;
     const std::vector<std::int32_t> all = generated(*model, prompt, options).ids;
     const auto stop = std::find(all.begin(), all.end(), all[12]);
     for (const std::size_t others :
          {std::size_t{0}, std::size_t{20}, std::size_t{63}, std::size_t{64}, std::size_t{100}}) {
-      SCOPED_TRACE(testing::Message() << cuda::decode_mode_name(mode) << " behind " << others << " others");
+      SCOPED_TRACE(testing::Message() << test::name_of(way) << " behind " << others << " others");
       options.stop_ids.assign(others, 1 << 20);
       options.stop_ids.push_back(all[12]);
       const GenerateResult stopped = generated(*model, prompt, options);
@@ -393,8 +399,8 @@ TEST(CudaNeox, DamagedLogitsAreAnError) {
     }
   });
   const std::vector<std::int32_t> prompt = {1, 2, 3};
-  for (const DecodeMode mode : {DecodeMode::reference, DecodeMode::graph}) {
-    const auto model = fixture.on_gpu(mode, 32);
+  for (const Way way : {Way::reference, Way::graph}) {
+    const auto model = fixture.on_gpu(way, 32);
     error_of(Exit::numeric, [&] { generated(*model, prompt, generate_options(fixture.config(), 5)); });
   }
 }
@@ -404,7 +410,7 @@ TEST(CudaNeox, ScoresMatchTheCpu) {
     const Fixture fixture(test::small_shapes()[0], dtype);
     const std::vector<std::int32_t> ids = test::random_tokens(700, fixture.config().vocab_size, 11);
     const std::vector<double> want = fixture.on_cpu(700)->score(ids);
-    const std::vector<double> got = fixture.on_gpu(DecodeMode::graph, 700)->score(ids);
+    const std::vector<double> got = fixture.on_gpu(Way::graph, 700)->score(ids);
     ASSERT_EQ(got.size(), want.size());
     double mean_got = 0, mean_want = 0;
     for (std::size_t i = 0; i < got.size(); ++i) {
@@ -425,7 +431,7 @@ TEST(CudaNeox, ScoresOfSeveralChunksMatchTheCpu) {
   const Fixture fixture(shape, DType::f32);
   const std::vector<std::int32_t> ids = test::random_tokens(4300, fixture.config().vocab_size, 14);
   const std::vector<double> want = fixture.on_cpu(4300)->score(ids);
-  const std::vector<double> got = fixture.on_gpu(DecodeMode::graph, 4300)->score(ids);
+  const std::vector<double> got = fixture.on_gpu(Way::graph, 4300)->score(ids);
   ASSERT_EQ(got.size(), want.size());
   for (std::size_t i = 0; i < got.size(); ++i) ASSERT_NEAR(got[i], want[i], 1e-3) << i;
 }
@@ -437,7 +443,7 @@ TEST(CudaNeox, FilesConvertToEveryStorageType) {
   const std::vector<std::int32_t> prompt = test::random_tokens(50, fixture.config().vocab_size, 12);
   const std::vector<float> want = copy(fixture.on_cpu(64)->prefill(prompt));
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
-    expect_close("prompt", fixture.on_gpu(DecodeMode::graph, 64, dtype)->prefill(prompt), want, dtype);
+    expect_close("prompt", fixture.on_gpu(Way::graph, 64, dtype)->prefill(prompt), want, dtype);
   }
 }
 
@@ -449,7 +455,7 @@ TEST(CudaNeox, DamagedFilesAreRefusedByName) {
       if (spec.name == name) values[77] = value;
     });
   };
-  const auto load = [](const Fixture& fixture, DType dtype) { fixture.on_gpu(DecodeMode::graph, 32, dtype); };
+  const auto load = [](const Fixture& fixture, DType dtype) { fixture.on_gpu(Way::graph, 32, dtype); };
 
   for (const DType stored : {DType::f32, DType::f16, DType::bf16}) {
     const Fixture broken = with_value(std::nanf(""), stored);
@@ -473,27 +479,13 @@ TEST(CudaNeox, DamagedFilesAreRefusedByName) {
   expect_contains(flipped, "XXH3-64");
 }
 
-TEST(CudaNeox, SizesWithoutKernelsAreRefused) {
-  ModelConfig config = test::neox_config(test::small_shapes()[0]);
-  EXPECT_EQ(cuda::neox_unsupported_reason(config, DType::f16), "");
-  config.head_dim = 48;
-  config.hidden_size = 48 * config.num_heads;
-  expect_contains(cuda::neox_unsupported_reason(config, DType::f16), "head_dim: got 48");
-  expect_contains(
-      error_of(Exit::usage, [&] { cuda::random_neox(config, 1, options_of(DType::f16, DecodeMode::graph, 8)); }),
-      "head_dim");
-  config = test::neox_config(test::small_shapes()[0]);
-  config.ffn_size = 100;
-  expect_contains(cuda::neox_unsupported_reason(config, DType::f16), "ffn_size 100");
-  EXPECT_EQ(cuda::neox_unsupported_reason(config, DType::f32), "");
-}
-
 TEST(CudaNeox, ThePlanIsWhatIsAllocated) {
   const ModelConfig config = test::neox_config(test::small_shapes()[2]);
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
-    for (const DecodeMode mode : modes_for(config, dtype)) {
-      const cuda::NeoxOptions options = options_of(dtype, mode, 300);
-      const auto planned = cuda::plan_neox(config, options), reported = cuda::random_neox(config, 1, options)->memory();
+    for (const Way way : ways_for(config, dtype)) {
+      std::vector<MemoryLine> planned = cuda::plan_inference(config, test::pool_for(way, 300), dtype);
+      if (way == Way::fused) std::ranges::copy(cuda::plan_fused_tokens(config), std::back_inserter(planned));
+      const std::vector<MemoryLine> reported = test::random_sequence(config, 1, way, dtype, 300)->memory();
       ASSERT_EQ(planned.size(), reported.size());
       for (std::size_t i = 0; i < planned.size(); ++i) {
         EXPECT_EQ(planned[i].name, reported[i].name);
@@ -510,7 +502,7 @@ TEST(Sanitized, DecodingOfNeox) {
   for (const auto& [shape, dtype] :
        {std::pair(shapes[0], DType::f16), std::pair(shapes[4], DType::f16), std::pair(shapes[3], DType::f32)}) {
     const ModelConfig config = test::neox_config(shape);
-    const auto model = cuda::random_neox(config, 1, options_of(dtype, DecodeMode::reference, 310));
+    const auto model = test::random_sequence(config, 1, Way::reference, dtype, 310);
     const std::vector<std::int32_t> prompt = test::random_tokens(301, config.vocab_size, 1);
     GenerateOptions options = generate_options(config, 3);
     options.sampler.temperature = 1;

@@ -3,6 +3,7 @@
 #include "llmc/cuda/op/attention/paged/paged_attention.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <map>
@@ -67,6 +68,7 @@ std::int64_t rows_of(const std::vector<Piece>& pieces) {
 // The pages of a step's sequences, in a random order of a pool that has more of them.
 struct Tables {
   std::int64_t page_size, num_pages = 0;
+  std::int32_t unused = 0;  // a page of no sequence
   std::vector<std::vector<std::int32_t>> of_sequence;
 
   Tables(const std::vector<std::int64_t>& lengths, std::int64_t size, unsigned seed) : page_size(size) {
@@ -76,11 +78,18 @@ struct Tables {
     std::vector<std::int32_t> ids(static_cast<std::size_t>(num_pages));
     std::iota(ids.begin(), ids.end(), 0);
     std::shuffle(ids.begin(), ids.end(), std::mt19937(seed));
+    unused = ids.back();
     auto next = ids.begin();
     for (const std::int64_t count : counts) {
       of_sequence.emplace_back(next, next + count);
       next += count;
     }
+  }
+  // A sequence's table in which pages in front of `position` are given back: another one, full of NaN, stands there.
+  std::vector<std::int32_t> from(std::size_t sequence, std::int64_t position) const {
+    std::vector<std::int32_t> pages = of_sequence[sequence];
+    std::fill_n(pages.begin(), position / page_size, unused);
+    return pages;
   }
   // Element of a page pool [page][NKV][page_size][HS].
   std::size_t at(std::size_t sequence, std::int64_t position, std::int64_t kv_head, const Heads& heads) const {
@@ -89,25 +98,37 @@ struct Tables {
   }
 };
 
+// The windows of the layer and of the list of work; 0: none.
+struct Windows {
+  std::int64_t layer = 0, list = 0;
+  // The first position that the row at `position` sees.
+  std::int64_t first(std::int64_t position) const {
+    return layer > 0 ? std::max<std::int64_t>(position + 1 - layer, 0) : 0;
+  }
+};
+
 // The results of a step by row, and the rows' places in their sequences. kPadding rows follow, of which nothing is written.
 constexpr std::int64_t kPadding = 3;
 
 // One step on the GPU: the outputs of the pieces, one after another. Positions of a sequence behind the last one that the
-// step has of it are NaN, as is everything else in the pool. Runs twice, overlapping: the second finds the counters of the first.
+// step has of it, and in front of what its first row sees, are NaN, as is everything else in the pool. Runs twice, overlapping: the second finds the counters of the first.
 template <typename T>
 std::vector<T> attend(const Sequences<T>& sequences, const std::vector<Piece>& pieces, std::int64_t page_size,
                       unsigned seed, cuda::PagedPath path = cuda::PagedPath::automatic,
-                      const cuda::LaunchDevice& device = cuda::launch_device()) {
+                      const cuda::LaunchDevice& device = cuda::launch_device(), const Windows& windows = {}) {
   const Heads& heads = sequences.heads;
   const Tables tables(sequences.lengths, page_size, seed);
   const auto pool = static_cast<std::size_t>(tables.num_pages * heads.NKV * page_size * heads.HS);
   std::vector<T> keys(pool), values(pool);
   std::memset(static_cast<void*>(keys.data()), 0xff, pool * sizeof(T));
   std::memset(static_cast<void*>(values.data()), 0xff, pool * sizeof(T));
-  std::vector<std::int64_t> ends(sequences.lengths.size());
-  for (const Piece& piece : pieces) ends[piece.sequence] = std::max(ends[piece.sequence], piece.first + piece.rows);
+  std::vector<std::int64_t> begins = sequences.lengths, ends(sequences.lengths.size());
+  for (const Piece& piece : pieces) {
+    begins[piece.sequence] = std::min(begins[piece.sequence], windows.first(piece.first));
+    ends[piece.sequence] = std::max(ends[piece.sequence], piece.first + piece.rows);
+  }
   for (std::size_t s = 0; s < ends.size(); ++s) {
-    for (std::int64_t position = 0; position < ends[s]; ++position) {
+    for (std::int64_t position = begins[s]; position < ends[s]; ++position) {
       for (std::int64_t h = 0; h < heads.NKV; ++h) {
         const auto from = (position * heads.NKV + h) * heads.HS;
         const std::size_t to = tables.at(s, position, h, heads);
@@ -127,7 +148,7 @@ std::vector<T> attend(const Sequences<T>& sequences, const std::vector<Piece>& p
   for (const Piece& piece : pieces) {
     spans.push_back({row, piece.rows, piece.first});
     const auto table = static_cast<std::int32_t>(block_tables.size());
-    const std::vector<std::int32_t>& pages = tables.of_sequence[piece.sequence];
+    const std::vector<std::int32_t> pages = tables.from(piece.sequence, windows.first(piece.first));
     block_tables.insert(block_tables.end(), pages.begin(), pages.end());
     for (std::int64_t i = 0; i < piece.rows; ++i, ++row) {
       positions.push_back(static_cast<std::int32_t>(piece.first + i));
@@ -147,6 +168,7 @@ std::vector<T> attend(const Sequences<T>& sequences, const std::vector<Piece>& p
   shape.max_rows = all_rows;
   shape.max_spans = static_cast<std::int64_t>(pieces.size());
   shape.max_positions = *std::max_element(sequences.lengths.begin(), sequences.lengths.end());
+  shape.window = windows.list;
   std::vector<std::int64_t> work(cuda::paged_work_bytes(shape) / sizeof(std::int64_t));
   EXPECT_LE(cuda::write_paged_work(work.data(), shape, spans), work.size() * sizeof(std::int64_t));
 
@@ -160,6 +182,7 @@ std::vector<T> attend(const Sequences<T>& sequences, const std::vector<Piece>& p
   cuda::PagedAttention<T> io;
   io.shape = shape;
   io.scale = heads.scale();
+  io.window = windows.layer;
   io.q = {gpu_q.data(), 0, heads.NH() * head_stride, head_stride};
   io.kv = {gpu_keys.data(), gpu_values.data(), page_size, heads.NKV, heads.HS};
   io.rows = {gpu_positions.data(), gpu_tables.data(), gpu_pages.data(), all_rows};
@@ -181,7 +204,7 @@ std::vector<T> attend(const Sequences<T>& sequences, const std::vector<Piece>& p
 
 // The same by the CPU, in fp32.
 template <typename T>
-Floats attend_on_cpu(const Sequences<T>& sequences, const std::vector<Piece>& pieces) {
+Floats attend_on_cpu(const Sequences<T>& sequences, const std::vector<Piece>& pieces, std::int64_t window) {
   const Heads& heads = sequences.heads;
   constexpr std::int64_t kPage = 32;
   const Tables tables(sequences.lengths, kPage, 5);
@@ -208,7 +231,7 @@ Floats attend_on_cpu(const Sequences<T>& sequences, const std::vector<Piece>& pi
     row += piece.rows;
   }
   Floats out(q.size());
-  cpu::paged_attention({heads.NH(), heads.scale(), heads.NH() * heads.HS, heads.HS}, out.data(), q.data(),
+  cpu::paged_attention({heads.NH(), heads.scale(), heads.NH() * heads.HS, heads.HS, window}, out.data(), q.data(),
                        {keys.data(), values.data(), kPage, heads.NKV, heads.HS}, work);
   return out;
 }
@@ -220,15 +243,16 @@ constexpr double tolerance() {
 }
 
 template <typename T>
-void check_with_cpu(const Heads& heads, std::int64_t page_size) {
+void check_with_cpu(const Heads& heads, std::int64_t page_size, const Windows& windows = {}) {
   SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " NKV " << heads.NKV << " G " << heads.G << " pages of "
-                                  << page_size);
+                                  << page_size << " window " << windows.layer << " of " << windows.list);
   // Lengths beside the ends of key blocks, pages, splits and tiles; prompts, chunks of prompts, decoded rows.
   const Sequences<T> sequences(heads, {1, 33, 300, 530, 65, 31, 257, 513, 17});
   const std::vector<Piece> pieces = {{0, 0, 1},  {1, 0, 33},  {2, 0, 300}, {3, 529, 1}, {4, 60, 5},
                                      {5, 30, 1}, {6, 250, 7}, {7, 511, 2}, {8, 3, 14}};
-  expect_near<T>(widened(attend(sequences, pieces, page_size, 7)), attend_on_cpu(sequences, pieces), "out",
-                 tolerance<T>());
+  const std::vector<T> got =
+      attend(sequences, pieces, page_size, 7, cuda::PagedPath::automatic, cuda::launch_device(), windows);
+  expect_near<T>(widened(got), attend_on_cpu(sequences, pieces, windows.layer), "out", tolerance<T>());
 }
 
 TYPED_TEST(CudaPagedAttention, MatchesTheCpu) {
@@ -239,19 +263,35 @@ TYPED_TEST(CudaPagedAttention, MatchesTheCpu) {
   }
 }
 
+// Beside the sizes of pages, key blocks and splits, and longer than some of the sequences or all of them.
+TYPED_TEST(CudaPagedAttention, WindowsMatchTheCpu) {
+  std::size_t turn = 0;
+  for (const std::int64_t HS : kHeadDims) {
+    for (const std::int64_t window : {1, 7, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 400, 529, 530, 900}) {
+      for (const std::int64_t list : {window, 2 * window, std::int64_t{0}}) {
+        const std::int64_t G = std::array{1, 2, 3, 4, 20}[turn % 5];
+        check_with_cpu<TypeParam>({2, G, HS}, kPageSizes[turn++ % std::size(kPageSizes)], {window, list});
+      }
+    }
+  }
+}
+
 // Everything that a step may do differently, for one sequence of several splits: the same bits.
 template <typename T>
 class Invariance {
  public:
-  Invariance(const Heads& heads, std::int64_t length)
-      : length_(length), sequences_(heads, {length, 70, 600}), row_(static_cast<std::size_t>(heads.NH() * heads.HS)) {
-    want_ = attend(sequences_, {{0, 0, length}}, 32, 1);
+  Invariance(const Heads& heads, std::int64_t length, const Windows& windows = {})
+      : length_(length),
+        sequences_(heads, {length, 70, 600}),
+        row_(static_cast<std::size_t>(heads.NH() * heads.HS)),
+        windows_(windows) {
+    want_ = attend(sequences_, {{0, 0, length}}, 32, 1, cuda::PagedPath::automatic, cuda::launch_device(), windows);
   }
 
   void expect_same(const std::vector<Piece>& pieces, std::int64_t page_size, unsigned seed, const char* what,
                    cuda::PagedPath path = cuda::PagedPath::automatic,
                    const cuda::LaunchDevice& device = cuda::launch_device()) const {
-    const std::vector<T> got = attend(sequences_, pieces, page_size, seed, path, device);
+    const std::vector<T> got = attend(sequences_, pieces, page_size, seed, path, device, windows_);
     std::size_t at = 0;
     std::int64_t different = 0, first_different = -1;
     for (const Piece& piece : pieces) {
@@ -284,38 +324,75 @@ class Invariance {
   std::int64_t length_;
   Sequences<T> sequences_;
   std::size_t row_;  // elements
+  Windows windows_;
   std::vector<T> want_;
 };
+
+template <typename T>
+void check_invariance(const Heads& heads, std::int64_t length, const Windows& windows, std::mt19937& random) {
+  SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " NKV " << heads.NKV << " G " << heads.G << " window "
+                                  << windows.layer << " of " << windows.list);
+  const Invariance<T> same(heads, length, windows);
+  // In each its later positions are NaN.
+  for (const std::int64_t position :
+       {0, 1, 15, 16, 31, 32, 63, 127, 255, 256, 257, 511, 512, 513, 548, 1023, 1024, 1299}) {
+    if (position >= same.length()) continue;
+    same.expect_same({{0, position, 1}}, 16, 2, "one row");
+    const std::int64_t before = std::min<std::int64_t>(position, 6);
+    same.expect_same({{0, position - before, before + 1}}, 64, 3, "at most 7 rows");
+  }
+  std::vector<Piece> rows;
+  for (std::int64_t position = 0; position < same.length(); ++position) rows.push_back({0, position, 1});
+  std::shuffle(rows.begin(), rows.end(), random);
+  same.expect_same(rows, 32, 4, "row by row");
+  // Steps of at most 256 rows are computed by other blocks; with so many items a warp takes several, of different lengths.
+  const std::int64_t some = same.length() - 225;
+  same.expect_same({{0, some, 225}}, 32, 8, "a chunk in a small step");
+  rows.resize(225);
+  same.expect_same(rows, 16, 9, "single rows in a small step");
+  for (const std::int64_t page_size : kPageSizes) {
+    same.expect_same({{0, 0, same.length()}}, page_size, 5, "other pages");
+    same.expect_same(same.random_pieces(random), page_size, 6, "chunks among others");
+    same.expect_same(same.random_pieces(random), page_size, 10, "on mma.sync", cuda::PagedPath::portable);
+  }
+}
 
 TYPED_TEST(CudaPagedAttention, ARowsBitsAreItsOwn) {
   const Heads kinds[] = {{2, 1, 32}, {1, 4, 64},  {2, 1, 80},   {1, 3, 80},
                          {1, 3, 96}, {1, 4, 128}, {1, 20, 128}, {1, 2, 256}};
   std::mt19937 random(3);
+  for (const Heads& heads : kinds) check_invariance<TypeParam>(heads, heads.G > 8 ? 550 : 1300, {}, random);
+}
+
+// The windows begin within key blocks and splits; the list has splits that the layer does not see.
+TYPED_TEST(CudaPagedAttention, ARowsBitsAreItsOwnWithWindows) {
+  const Heads kinds[] = {{2, 1, 32}, {1, 4, 64}, {1, 3, 80}, {1, 4, 128}, {1, 20, 128}, {1, 2, 256}};
+  std::mt19937 random(7);
+  std::size_t turn = 0;
   for (const Heads& heads : kinds) {
-    SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " NKV " << heads.NKV << " G " << heads.G);
-    const Invariance<TypeParam> same(heads, heads.G > 8 ? 550 : 1300);
-    // In each its later positions are NaN.
-    for (const std::int64_t position :
-         {0, 1, 15, 16, 31, 32, 63, 127, 255, 256, 257, 511, 512, 513, 548, 1023, 1024, 1299}) {
-      if (position >= same.length()) continue;
-      same.expect_same({{0, position, 1}}, 16, 2, "one row");
-      const std::int64_t before = std::min<std::int64_t>(position, 6);
-      same.expect_same({{0, position - before, before + 1}}, 64, 3, "at most 7 rows");
+    for (const Windows& windows : {Windows{100, 100}, {257, 600}, {40, 0}, {700, 700}}) {
+      if (turn++ % 2 == 0 || heads.HS == 128)
+        check_invariance<TypeParam>(heads, heads.G > 8 ? 550 : 1300, windows, random);
     }
-    std::vector<Piece> rows;
-    for (std::int64_t position = 0; position < same.length(); ++position) rows.push_back({0, position, 1});
-    std::shuffle(rows.begin(), rows.end(), random);
-    same.expect_same(rows, 32, 4, "row by row");
-    // Steps of at most 256 rows are computed by other blocks; with so many items a warp takes several, of different lengths.
-    const std::int64_t some = same.length() - 225;
-    same.expect_same({{0, some, 225}}, 32, 8, "a chunk in a small step");
-    rows.resize(225);
-    same.expect_same(rows, 16, 9, "single rows in a small step");
-    for (const std::int64_t page_size : kPageSizes) {
-      same.expect_same({{0, 0, same.length()}}, page_size, 5, "other pages");
-      same.expect_same(same.random_pieces(random), page_size, 6, "chunks among others");
-      same.expect_same(same.random_pieces(random), page_size, 10, "on mma.sync", cuda::PagedPath::portable);
-    }
+  }
+}
+
+// The same window, whatever the list begins with, and one as long as the text.
+TYPED_TEST(CudaPagedAttention, TheListsWindowChangesNoBit) {
+  for (const Heads& heads : {Heads{2, 1, 64}, Heads{2, 1, 80}, Heads{1, 4, 128}, Heads{1, 2, 256}}) {
+    const Sequences<TypeParam> sequences(heads, {1300, 70, 600});
+    const std::vector<Piece> pieces = {{0, 1299, 1}, {0, 900, 3}, {1, 69, 1}, {2, 400, 200}, {0, 1000, 1}};
+    const auto run = [&](const Windows& windows) {
+      return attend(sequences, pieces, 16, 5, cuda::PagedPath::automatic, cuda::launch_device(), windows);
+    };
+    for (const std::int64_t list : {0, 310, 1299, 5000})
+      EXPECT_EQ(
+          std::memcmp(run({300, list}).data(), run({300, 300}).data(), 206 * heads.NH() * heads.HS * sizeof(TypeParam)),
+          0)
+          << "HS " << heads.HS << ", a list of " << list;
+    for (const Windows& whole : {Windows{1300, 1300}, {1300, 0}, {5000, 5000}})
+      EXPECT_EQ(std::memcmp(run(whole).data(), run({}).data(), 206 * heads.NH() * heads.HS * sizeof(TypeParam)), 0)
+          << "HS " << heads.HS << ", a window of " << whole.layer;
   }
 }
 
@@ -326,15 +403,17 @@ TYPED_TEST(CudaPagedAttention, BlocksThatComputeManyTilesChangeNoBit) {
   std::mt19937 random(5);
   for (const Heads& heads : kinds) {
     SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " NKV " << heads.NKV << " G " << heads.G);
-    const Invariance<TypeParam> same(heads, 1300);
-    std::vector<Piece> rows;
-    for (std::int64_t position = 0; position < same.length(); ++position) rows.push_back({0, position, 1});
-    std::shuffle(rows.begin(), rows.end(), random);
-    const auto automatic = cuda::PagedPath::automatic;
-    same.expect_same({{0, 0, same.length()}}, 32, 11, "a prompt", automatic, few);
-    same.expect_same(rows, 16, 12, "row by row", automatic, few);
-    same.expect_same(same.random_pieces(random), 64, 13, "chunks among others", automatic, few);
-    same.expect_same(same.random_pieces(random), 32, 14, "on mma.sync", cuda::PagedPath::portable, few);
+    for (const Windows& windows : {Windows{}, Windows{300, 0}, Windows{300, 500}}) {
+      const Invariance<TypeParam> same(heads, 1300, windows);
+      std::vector<Piece> rows;
+      for (std::int64_t position = 0; position < same.length(); ++position) rows.push_back({0, position, 1});
+      std::shuffle(rows.begin(), rows.end(), random);
+      const auto automatic = cuda::PagedPath::automatic;
+      same.expect_same({{0, 0, same.length()}}, 32, 11, "a prompt", automatic, few);
+      same.expect_same(rows, 16, 12, "row by row", automatic, few);
+      same.expect_same(same.random_pieces(random), 64, 13, "chunks among others", automatic, few);
+      same.expect_same(same.random_pieces(random), 32, 14, "on mma.sync", cuda::PagedPath::portable, few);
+    }
   }
 }
 
@@ -343,9 +422,11 @@ TYPED_TEST(CudaPagedAttention, ManySplitsAreMergedInOrder) {
   const Heads kinds[] = {{1, 4, 64}, {2, 1, 80}, {1, 2, 256}};
   for (const Heads& heads : kinds) {
     SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " NKV " << heads.NKV << " G " << heads.G);
-    const Invariance<TypeParam> same(heads, 4400);  // 18 splits
-    for (const std::int64_t position : {2047, 2048, 2303, 2304, 4095, 4096, 4399})
-      same.expect_same({{0, position, 1}, {2, 599, 1}, {0, position - 2, 2}}, 32, 15, "decoded rows");
+    for (const Windows& windows : {Windows{}, Windows{2500, 0}, Windows{2500, 3000}}) {
+      const Invariance<TypeParam> same(heads, 4400, windows);  // 18 splits
+      for (const std::int64_t position : {2047, 2048, 2303, 2304, 4095, 4096, 4399})
+        same.expect_same({{0, position, 1}, {2, 599, 1}, {0, position - 2, 2}}, 32, 15, "decoded rows");
+    }
   }
 }
 
@@ -381,7 +462,10 @@ Listed check_list(const cuda::PagedAttentionShape& shape, const std::vector<cuda
     const std::int64_t tile_rows = tile ? cuda::paged_tile_rows(shape.HS) : cuda::kPagedItemRows;
     const std::int64_t first = item.tile * tile_rows, end = std::min<std::int64_t>(item.rows * G, first + tile_rows);
     EXPECT_LT(first, end);
-    const std::int64_t seen = item.first_position + (end - 1) / G + 1, splits = (seen + 255) / 256;
+    const std::int64_t seen = item.first_position + (end - 1) / G + 1;
+    const std::int64_t hidden =
+        shape.window > 0 ? std::max<std::int64_t>(item.first_position + 1 - shape.window, 0) : 0;
+    const std::int64_t splits = (seen + 255) / 256 - hidden / 256;
     const std::int64_t length = tile ? seen : (std::min<std::int64_t>(seen - item.split * 256, 256) + 15) / 16;
     EXPECT_LE(length, longest) << "the longest first";
     EXPECT_GT(length, 0);
@@ -401,8 +485,8 @@ Listed check_list(const cuda::PagedAttentionShape& shape, const std::vector<cuda
   return listed;
 }
 
-// Every row and head exactly once: as a part of a tile, or by all of the splits that it sees, and by none that its span's last
-// row does not see.
+// Every row and head exactly once: as a part of a tile, or by all of the splits that it sees, and by none that neither its span's
+// first nor last row sees.
 void expect_complete(const Listed& listed, const cuda::PagedAttentionShape& shape,
                      const std::vector<cuda::PagedSpan>& spans) {
   std::size_t expected = 0;
@@ -413,7 +497,9 @@ void expect_complete(const Listed& listed, const cuda::PagedAttentionShape& shap
           ++expected;
           continue;
         }
-        for (std::int64_t split = 0; split * 256 < span.first_position + span.rows; ++split, ++expected)
+        const std::int64_t begin =
+            shape.window > 0 ? std::max<std::int64_t>(span.first_position + 1 - shape.window, 0) : 0;
+        for (std::int64_t split = begin / 256; split * 256 < span.first_position + span.rows; ++split, ++expected)
           ASSERT_EQ(listed.parts.count({span.first_row + i, g, split}), 1u) << "row " << span.first_row + i;
       }
     }
@@ -439,8 +525,11 @@ TEST(CudaPagedWork, ListsEveryRowOnce) {
           row += rows;
           if (row == 700) break;
         }
-        SCOPED_TRACE(testing::Message() << "G " << G << " HS " << HS << " step " << step);
-        expect_complete(check_list(shape, spans), shape, spans);
+        for (const std::int64_t window : {0, 1, 256, 700, 2999}) {
+          SCOPED_TRACE(testing::Message() << "G " << G << " HS " << HS << " step " << step << " window " << window);
+          shape.window = window;
+          expect_complete(check_list(shape, spans), shape, spans);
+        }
       }
     }
   }
@@ -571,8 +660,10 @@ enum class Appends { before, attention };
 template <typename T>
 class PagedSteps {
  public:
-  PagedSteps(const Heads& heads, std::int64_t rotary, std::int64_t page_size, const std::vector<std::int64_t>& lengths)
+  PagedSteps(const Heads& heads, std::int64_t rotary, std::int64_t page_size, const std::vector<std::int64_t>& lengths,
+             const Windows& windows = {})
       : heads_(heads),
+        windows_(windows),
         tables_(lengths, page_size, 11),
         width_((heads.NH() + 2 * heads.NKV) * heads.HS),
         keys_(pool_size()),
@@ -582,6 +673,7 @@ class PagedSteps {
     shape_.NH = heads.NH(), shape_.NKV = heads.NKV, shape_.HS = heads.HS;
     shape_.max_positions = *std::max_element(lengths.begin(), lengths.end());
     shape_.max_spans = std::ssize(lengths);
+    shape_.window = windows.list;
     shape_.max_rows = std::accumulate(lengths.begin(), lengths.end(), kPadding);
     rope_ = {cos_.data(), sin_.data(), shape_.max_positions, rotary / 2};
     workspace_ = std::make_unique<DeviceBuffer<char>>(cuda::paged_attention_workspace(shape_));
@@ -604,7 +696,7 @@ class PagedSteps {
         positions.push_back(static_cast<std::int32_t>(piece.first + i));
         row_tables.push_back(static_cast<std::int32_t>(block_tables.size()));
       }
-      const std::vector<std::int32_t>& pages = tables_.of_sequence[piece.sequence];
+      const std::vector<std::int32_t> pages = tables_.from(piece.sequence, windows_.first(piece.first));
       block_tables.insert(block_tables.end(), pages.begin(), pages.end());
     }
     const auto rows = std::ssize(positions), all_rows = rows + kPadding;
@@ -637,6 +729,7 @@ class PagedSteps {
     cuda::PagedAttention<T> io;
     io.shape = shape_;
     io.scale = heads_.scale();
+    io.window = windows_.layer;
     io.q = append.q;
     io.kv = append.kv;
     io.rows = append.rows;
@@ -676,6 +769,7 @@ class PagedSteps {
   }
 
   Heads heads_;
+  Windows windows_;
   Tables tables_;
   std::int64_t width_;  // elements of a packed row
   DeviceBuffer<T> keys_, values_;
@@ -694,9 +788,9 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
 // A row of each sequence, then the next one: beside the ends of key blocks, of pages and of splits. Once on so few multiprocessors
 // that all warps of a block compute, several items each.
 template <typename T>
-void check_decoding(const Heads& heads, std::int64_t rotary, std::int64_t page_size) {
+void check_decoding(const Heads& heads, std::int64_t rotary, std::int64_t page_size, const Windows& windows = {}) {
   SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " NKV " << heads.NKV << " G " << heads.G << " rotary "
-                                  << rotary << " pages of " << page_size);
+                                  << rotary << " pages of " << page_size << " window " << windows.layer);
   const std::vector<std::int64_t> positions = {0, 1, 15, 16, 31, 32, 47, 63, 254, 255, 256, 300, 511, 512, 600};
   std::vector<std::int64_t> lengths;
   std::vector<Piece> before, step;
@@ -705,7 +799,7 @@ void check_decoding(const Heads& heads, std::int64_t rotary, std::int64_t page_s
     if (positions[s] > 0) before.push_back({s, 0, positions[s]});
     step.push_back({s, positions[s], 1});
   }
-  PagedSteps<T> want(heads, rotary, page_size, lengths), got(heads, rotary, page_size, lengths);
+  PagedSteps<T> want(heads, rotary, page_size, lengths, windows), got(heads, rotary, page_size, lengths, windows);
   want.run(before, Appends::before);
   got.run(before, Appends::before);
   const cuda::LaunchDevice all = cuda::launch_device(), few{2, all.overlapping};
@@ -728,13 +822,29 @@ TYPED_TEST(CudaPagedAttention, StepsThatDecodeHaveTheBitsOfTwoLaunches) {
   }
 }
 
+TYPED_TEST(CudaPagedAttention, StepsThatDecodeWithWindows) {
+  std::size_t turn = 0;
+  for (const std::int64_t HS : kHeadDims) {
+    for (const Windows& windows : {Windows{1, 1}, {17, 40}, {64, 0}, {300, 300}}) {
+      for (const Heads& heads : {Heads{3, 1, HS}, Heads{2, 4, HS}, Heads{1, 20, HS}})
+        check_decoding<TypeParam>(heads, HS / 4, kPageSizes[turn++ % std::size(kPageSizes)], windows);
+    }
+  }
+}
+
 // Every position of three sequences, decoded one by one, against the prompts at once.
 TYPED_TEST(CudaPagedAttention, DecodedRowByRowIsAChunk) {
   const Heads kinds[] = {{2, 1, 64}, {2, 1, 80}, {1, 4, 128}};
-  for (const Heads& heads : kinds) {
-    SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " G " << heads.G);
+  for (const auto& [heads, windows] : {std::pair{kinds[0], Windows{}},
+                                       {kinds[1], Windows{}},
+                                       {kinds[2], Windows{}},
+                                       {kinds[0], Windows{33, 0}},
+                                       {kinds[1], Windows{100, 100}},
+                                       {kinds[2], Windows{20, 30}}}) {
+    SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " G " << heads.G << " window " << windows.layer);
     const std::vector<std::int64_t> lengths = {290, 270, 40};
-    PagedSteps<TypeParam> chunk(heads, heads.HS / 4, 16, lengths), decoded(heads, heads.HS / 4, 16, lengths);
+    PagedSteps<TypeParam> chunk(heads, heads.HS / 4, 16, lengths, windows),
+        decoded(heads, heads.HS / 4, 16, lengths, windows);
     const std::vector<TypeParam> want = chunk.run({{0, 0, 290}, {1, 0, 270}, {2, 0, 40}}, Appends::before);
     const std::size_t row = chunk.row_size();
     for (std::int64_t position = 0; position < lengths[0]; ++position) {
@@ -776,6 +886,12 @@ TYPED_TEST(CudaPagedAttention, RefusesOtherPagesAndViews) {
   io.v = io.q;
   io.rope.half = 33;
   EXPECT_THROW(cuda::paged_attention(io, cuda::launch_device(), nullptr), Error);
+  io.rope.half = 0;
+  io.shape.window = 5;
+  for (const std::int64_t window : {-1, 0, 6}) {
+    io.window = window;
+    EXPECT_THROW(cuda::paged_attention(io, cuda::launch_device(), nullptr), Error) << "a window of " << window;
+  }
   cuda::AppendToPages<TypeParam> append;
   append.NH = 1;
   append.q = {memory.data(), 0, 64, 64};

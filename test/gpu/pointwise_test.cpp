@@ -1,9 +1,7 @@
-// RoPE, SwiGLU, GELU and the arenas on the GPU, against the CPU.
+// RoPE, SwiGLU and the arenas on the GPU, against the CPU.
 
-#include "llmc/cpu/gelu.h"
 #include "llmc/cpu/rope.h"
 #include "llmc/cpu/swiglu.h"
-#include "llmc/cuda/op/elementwise/gelu.h"
 #include "llmc/cuda/op/elementwise/rope.h"
 #include "llmc/cuda/op/elementwise/swiglu.h"
 #include "llmc/cuda/runtime/arena.h"
@@ -103,73 +101,6 @@ TEST(SwiGlu, Bf16) {
 }
 TEST(SwiGlu, Fp16) {
   check_swiglu_shapes<fp16>();
-}
-
-// ---- GELU -------------------------------------------------------------------------------------------------------------
-template <typename T>
-void check_gelu(std::int64_t count) {
-  SCOPED_TRACE("gelu " + type_name<T>() + " " + std::to_string(count));
-  const auto n = static_cast<std::size_t>(count);
-  const Floats x = random_stored<T>(count, 1, 4), dout = random_stored<T>(count, 2);
-  Floats out(n), dx(n);
-  cpu::gelu_forward(out.data(), x.data(), count);
-  cpu::gelu_backward(dx.data(), dout.data(), x.data(), count);
-  const DeviceBuffer<T> gpu_x = on_device<T>(x), gpu_dout = on_device<T>(dout), gpu_out(n), gpu_dx(n);
-  gelu_forward(gpu_out.data(), gpu_x.data(), count, nullptr);
-  gelu_backward(gpu_dx.data(), gpu_dout.data(), gpu_x.data(), count, nullptr);
-  expect_near<T>(on_host(gpu_out), out, "out");
-  expect_near<T>(on_host(gpu_dx), dx, "dx");
-  gelu_backward(gpu_dout.data(), gpu_dout.data(), gpu_x.data(), count, nullptr);
-  gelu_forward(gpu_x.data(), gpu_x.data(), count, nullptr);
-  expect_same_bits(gpu_x, gpu_out, "out in place");
-  expect_same_bits(gpu_dout, gpu_dx, "dx in place");
-}
-
-// Addresses that no 16-byte access may touch: of all operands, and of each one alone.
-template <typename T>
-void check_unaligned_gelu() {
-  const std::int64_t count = 1000;
-  const Floats x = random_stored<T>(count + 1, 3), dout = random_stored<T>(count + 1, 4);
-  const DeviceBuffer<T> gpu_x = on_device<T>(x), gpu_dout = on_device<T>(dout), out(x.size()), dx(x.size());
-  gelu_forward(out.data(), gpu_x.data(), count + 1, nullptr);
-  gelu_backward(dx.data(), gpu_dout.data(), gpu_x.data(), count + 1, nullptr);
-  const Floats want_out = on_host(out), want_dx = on_host(dx);
-  struct Places {
-    std::int64_t x, dout, result;
-  };
-  for (const Places& at : {Places{1, 1, 1}, Places{1, 0, 0}, Places{0, 1, 0}, Places{0, 0, 1}}) {
-    const auto shifted = [](const Floats& values, std::int64_t from, std::int64_t to) {
-      Floats all(static_cast<std::size_t>(to), 0.0f);
-      all.insert(all.end(), values.begin() + from, values.end());
-      return on_device<T>(all);
-    };
-    // Elements 1 to `count` of the tensors above, wherever they lie.
-    const DeviceBuffer<T> own_x = shifted(x, 1, at.x), own_dout = shifted(dout, 1, at.dout), own_out(x.size()),
-                          own_dx(x.size());
-    gelu_forward(own_out.data() + at.result, own_x.data() + at.x, count, nullptr);
-    gelu_backward(own_dx.data() + at.result, own_dout.data() + at.dout, own_x.data() + at.x, count, nullptr);
-    const auto values_of = [&](const DeviceBuffer<T>& buffer) {
-      const Floats all = on_host(buffer);
-      return Floats(all.begin() + at.result, all.begin() + at.result + count);
-    };
-    EXPECT_EQ(values_of(own_out), Floats(want_out.begin() + 1, want_out.end())) << at.x << at.dout << at.result;
-    EXPECT_EQ(values_of(own_dx), Floats(want_dx.begin() + 1, want_dx.end())) << at.x << at.dout << at.result;
-  }
-}
-
-template <typename T>
-void check_gelu_sizes() {
-  for (const std::int64_t count : {1, 7, 8, 9, 255, 2048, 100'003}) check_gelu<T>(count);
-  check_unaligned_gelu<T>();
-}
-TEST(Gelu, Fp32) {
-  check_gelu_sizes<float>();
-}
-TEST(Gelu, Bf16) {
-  check_gelu_sizes<bf16>();
-}
-TEST(Gelu, Fp16) {
-  check_gelu_sizes<fp16>();
 }
 
 // ---- RoPE -------------------------------------------------------------------------------------------------------------

@@ -195,21 +195,27 @@ struct Case {
   Recompute recompute = Recompute::none;
   bool graph = true;
   std::int64_t layers = 3;
+  const Optimizer* optimizer = &adamw_optimizer();
+  bool qwen = false;  // norms of heads, and every bias
 };
 
 std::string name_of(const Case& c) {
   const char* const precision = c.precision == Precision::fp32   ? "fp32"
                                 : c.precision == Precision::bf16 ? "bf16"
                                                                  : "fp8";
-  return format("%s%s%s, dropout %g, %lld micro-batches", precision,
-                c.moments == Precision::bf16 ? " with bf16 moments" : "", c.tied ? ", tied" : "", c.dropout,
-                static_cast<long long>(c.accumulation));
+  return format("%s, %s%s%s%s, dropout %g, %lld micro-batches", c.optimizer->name(), precision,
+                c.moments == Precision::bf16 ? " with bf16 moments" : "", c.tied ? ", tied" : "",
+                c.qwen ? ", norms of heads, biases" : "", c.dropout, static_cast<long long>(c.accumulation));
 }
 
 ModelConfig config_of(const Case& c) {
   ModelConfig config = test::small_llama();
   config.tied_embeddings = c.tied;
   config.num_layers = c.layers;
+  if (c.qwen) {
+    set_family(config, "qwen3");
+    config.qkv_bias = config.output_bias = config.mlp_bias = true;
+  }
   if (c.precision != Precision::fp8) return config;
   config.hidden_size = 144;
   config.ffn_size = 208;
@@ -234,6 +240,7 @@ TrainOptions options_of(const Case& c, std::int64_t ranks) {
   options.seq_len = seq_len_of(c);
   options.precision = c.precision;
   options.moments = c.moments;
+  options.optimizer = c.optimizer;
   options.dropout = c.dropout;
   options.recompute = c.recompute;
   options.graph = c.graph;
@@ -256,6 +263,7 @@ void compute(TrainModel& model, const Case& c, std::int64_t step, const Range& m
 Floats all_values(TrainModel& model, TensorRole role) {
   Floats all;
   for (const TensorSpec& spec : model.table().specs()) {
+    if (!has_tensor(model.optimizer(), role, spec)) continue;
     const Floats values = test::read_values(model, role, spec);
     all.insert(all.end(), values.begin(), values.end());
   }
@@ -351,8 +359,13 @@ void expect_ranks_give(const Outcome& expected, const Case& c, int size, Shard s
   }
 }
 
-constexpr Case kWithDropout = {Precision::bf16, Precision::bf16, false, 0.1f, 2};
-constexpr Case kInFp8 = {Precision::fp8, Precision::fp32, false, 0, 1};
+const Case kWithDropout = {Precision::bf16, Precision::bf16, false, 0.1f, 2};
+const Case kInFp8 = {Precision::fp8, Precision::fp32, false, 0, 1};
+
+Case with_muon(Case c) {
+  c.optimizer = &muon_optimizer();
+  return c;
+}
 
 std::vector<Case> cases() {
   std::vector<Case> all = {
@@ -361,11 +374,16 @@ std::vector<Case> cases() {
       {Precision::bf16, Precision::fp32, false, 0, 1},
       {Precision::bf16, Precision::fp32, true, 0, 3, Recompute::block},
       kWithDropout,
+      with_muon({Precision::fp32, Precision::fp32, true, 0.1f, 3}),
+      with_muon({Precision::bf16, Precision::bf16, false, 0, 1}),
+      {.recompute = Recompute::block, .qwen = true},
   };
   if (test::has_fp8()) {
     all.push_back(kInFp8);
+    all.push_back(with_muon(kInFp8));
     all.push_back({Precision::fp8, Precision::bf16, true, 0.1f, 1, Recompute::block});
     all.push_back({Precision::fp8, Precision::bf16, false, 0.1f, 2, Recompute::norm});
+    all.push_back({.precision = Precision::fp8, .qwen = true});
   }
   return all;
 }
@@ -472,7 +490,7 @@ TEST(CudaRanks, FewerRanksGiveTheBitsOfMore) {
 // Every wait between the stream of the step and that of the exchange, made to matter.
 TEST(CudaRanks, DelaysChangeNothing) {
   for (const bool graph : {false, true}) {
-    for (Case c : {kWithDropout, kInFp8}) {
+    for (Case c : {kWithDropout, kInFp8, with_muon({})}) {
       if (c.precision == Precision::fp8 && !test::has_fp8()) continue;
       c.graph = graph;
       c.accumulation = 1;
@@ -595,9 +613,9 @@ TEST(CudaRanks, SeveralMicroBatchesOfDividedGradientsAreRefused) {
 
 // A state that ranks give, another number of ranks takes: what a checkpoint does.
 TEST(CudaRanks, StateMovesBetweenNumbersOfRanks) {
-  for (const Precision moments : {Precision::fp32, Precision::bf16}) {
-    Case c;
-    c.moments = moments;
+  const Case in_bf16 = {Precision::bf16, Precision::bf16};
+  for (const Case& c : {Case{}, in_bf16, with_muon({}), with_muon(in_bf16)}) {
+    SCOPED_TRACE(name_of(c));
     const auto source = cuda::make_training_model(config_of(c), options_of(c, 1));
     test::randomize_parameters(*source);
     source->zero_gradients();
@@ -610,40 +628,38 @@ TEST(CudaRanks, StateMovesBetweenNumbersOfRanks) {
       run_thread_ranks(size, 60, [&, size = size, shard = shard](Communicator& ranks) {
         const auto plane = cuda::make_staged_ranks(ranks);
         const auto model = cuda::make_training_model(config_of(c), options_of(c, size), ranks, *plane, shard, 8'192);
-        for (const TensorRole role : {TensorRole::parameter, TensorRole::state1, TensorRole::state2}) {
-          for (const TensorSpec& spec : model->table().specs()) {
-            Floats values;
-            if (ranks.rank() == 0) values = test::read_values(*source, role, spec);
-            values.resize(static_cast<std::size_t>(spec.elements));
-            ranks.broadcast_bytes(reinterpret_cast<std::byte*>(values.data()), 4 * spec.elements, 0);
-            model->write_tensor(role, spec, values.data());
-            EXPECT_EQ(test::read_values(*model, role, spec), values) << spec.name;
-          }
+        const std::vector<StateTensor> state = state_tensors(model->optimizer(), model->table());
+        for (const auto& [role, s] : state) {
+          const TensorSpec& spec = model->table().specs()[s];
+          Floats values;
+          if (ranks.rank() == 0) values = test::read_values(*source, role, spec);
+          values.resize(static_cast<std::size_t>(spec.elements));
+          ranks.broadcast_bytes(reinterpret_cast<std::byte*>(values.data()), 4 * spec.elements, 0);
+          model->write_tensor(role, spec, values.data());
+          EXPECT_EQ(test::read_values(*model, role, spec), values) << spec.name;
         }
         const auto copy = model->make_state_copy();  // on all ranks, as take() reads from all
         copy->take();
-        for (const TensorRole role : {TensorRole::parameter, TensorRole::state1, TensorRole::state2}) {
-          for (const TensorSpec& spec : model->table().specs()) {
-            const Floats values = test::read_values(*model, role, spec);
-            Floats buffer(values.size());
-            const float* copied = copy->read(role, spec, 0, buffer.size(), buffer.data());
-            EXPECT_TRUE(std::equal(values.begin(), values.end(), copied)) << spec.name;
-          }
+        for (const auto& [role, s] : state) {
+          const TensorSpec& spec = model->table().specs()[s];
+          const Floats values = test::read_values(*model, role, spec);
+          Floats buffer(values.size());
+          const float* copied = copy->read(role, spec, 0, buffer.size(), buffer.data());
+          EXPECT_TRUE(std::equal(values.begin(), values.end(), copied)) << spec.name;
         }
         const auto own = model->make_own_copy();
         own->take();
-        for (const TensorRole role : kStateRoles) {
-          for (const TensorSpec& spec : model->table().specs()) {
-            const Floats values = test::read_values(*model, role, spec);
-            for (const Range& range : model->own_elements()) {
-              const Range part = common(range, {spec.offset, spec.offset + spec.elements});
-              if (part.size() == 0) continue;
-              const auto first = static_cast<std::size_t>(part.begin - spec.offset);
-              Floats buffer(static_cast<std::size_t>(part.size()));
-              const float* copied = own->read(role, spec, first, buffer.size(), buffer.data());
-              EXPECT_TRUE(std::equal(copied, copied + buffer.size(), values.begin() + part.begin - spec.offset))
-                  << spec.name;
-            }
+        for (const auto& [role, s] : state) {
+          const TensorSpec& spec = model->table().specs()[s];
+          const Floats values = test::read_values(*model, role, spec);
+          for (const Range& range : model->own_elements()) {
+            const Range part = common(range, {spec.offset, spec.offset + spec.elements});
+            if (part.size() == 0) continue;
+            const auto first = static_cast<std::size_t>(part.begin - spec.offset);
+            Floats buffer(static_cast<std::size_t>(part.size()));
+            const float* copied = own->read(role, spec, first, buffer.size(), buffer.data());
+            EXPECT_TRUE(std::equal(copied, copied + buffer.size(), values.begin() + part.begin - spec.offset))
+                << spec.name;
           }
         }
       });

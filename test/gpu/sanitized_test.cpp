@@ -49,7 +49,7 @@ void train(const ModelConfig& config, const TrainOptions& options, int steps) {
 }
 
 void train_with(Precision precision, std::int64_t head_dim, std::int64_t T, float dropout, NormKind norm,
-                Recompute recompute = Recompute::none) {
+                Recompute recompute = Recompute::none, const char* family = "llama") {
   const bool fp8 = precision == Precision::fp8;
   ModelConfig config = preset_config("tiny");
   config.num_layers = 1;
@@ -60,6 +60,8 @@ void train_with(Precision precision, std::int64_t head_dim, std::int64_t T, floa
   config.ffn_size = fp8 ? 208 : 200;
   config.vocab_size = config.tokenizer_vocab = 1003;
   config.norm = norm;
+  set_family(config, family);
+  if (config.qk_norm) config.qkv_bias = config.output_bias = config.mlp_bias = true;
   TrainOptions options;
   options.micro_batch = 2;
   options.seq_len = T;
@@ -88,6 +90,13 @@ TEST(Sanitized, Fp8HeadsOf64) {
   if (!test::has_fp8()) GTEST_SKIP() << "needs a GPU of compute capability 8.9";
   train_with(Precision::fp8, 64, 152, 0, NormKind::rmsnorm);
 }
+TEST(Sanitized, Bf16NormsOfHeadsAndBiases) {
+  train_with(Precision::bf16, 80, 70, 0, NormKind::rmsnorm, Recompute::block, "qwen3");
+}
+TEST(Sanitized, Fp8BiasesOfQkv) {
+  if (!test::has_fp8()) GTEST_SKIP() << "needs a GPU of compute capability 8.9";
+  train_with(Precision::fp8, 64, 152, 0, NormKind::rmsnorm, Recompute::none, "qwen2");
+}
 TEST(Sanitized, Fp32HeadsOf32) {
   train_with(Precision::fp32, 32, 40, 0.1f, NormKind::rmsnorm);
 }
@@ -114,6 +123,7 @@ void infer_with(const ModelConfig& config, DType dtype) {
 TEST(Sanitized, InferenceInBf16) {
   infer_with(test::llama_config(test::small_llamas()[1]), DType::bf16);  // heads of 64
   infer_with(test::llama_config(test::small_llamas()[2]), DType::bf16);  // of 128
+  infer_with(test::small_qwens()[1].config, DType::bf16);                // with norms of heads
 }
 TEST(Sanitized, InferenceInFp16) {
   infer_with(test::neox_config(test::small_shapes()[3]), DType::f16);  // of 80, parallel residual

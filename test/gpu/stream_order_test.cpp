@@ -8,7 +8,6 @@
 #include <cstring>
 
 #include "llmc/cuda/inference/inference.h"
-#include "llmc/cuda/inference/neox.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/fork.h"
 #include "llmc/cuda/runtime/stream.h"
@@ -17,6 +16,7 @@
 #include "test/cpp/whole_model_checks.h"
 #include "test/gpu/device_buffer.h"
 #include "test/gpu/neox_models.h"
+#include "test/gpu/sequences.h"
 
 namespace weft {
 namespace {
@@ -141,11 +141,7 @@ TEST(StreamOrder, APassWaitsForTheTensorThatWasWrittenBefore) {
 }
 
 test::Floats prompt_logits(const std::string& path, std::int64_t ids) {
-  cuda::NeoxOptions options;
-  options.dtype = DType::f16;
-  options.mode = cuda::DecodeMode::graph;
-  options.capacity = ids + 1;
-  const auto model = cuda::load_neox(ModelFile::open(path), options);
+  const auto model = test::loaded_sequence(ModelFile::open(path), test::Way::graph, DType::f16, ids + 1);
   const std::vector<std::int32_t> prompt = test::random_tokens(ids, model->config().vocab_size, 5);
   const std::span<const float> logits = model->prefill(prompt);
   return {logits.begin(), logits.end()};

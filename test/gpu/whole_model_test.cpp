@@ -33,6 +33,12 @@ TEST(CudaWholeModel, GradientsWithDropout) {
   }
 }
 
+TEST(CudaWholeModel, GradientsWithWindows) {
+  for (const Recompute recompute : {Recompute::none, Recompute::block}) {
+    test::expect_gradients_with_dropout(make_gpu, recompute, NormKind::rmsnorm, {2, 0, 5});
+  }
+}
+
 // The classifier takes 4,096 rows at once: 8,281 are two pieces and a rest.
 TEST(CudaWholeModel, PiecesOfAMicroBatchAddUp) {
   test::expect_pieces_add_up(make_gpu, 91, 91, 1e-4);

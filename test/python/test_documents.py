@@ -115,7 +115,7 @@ def test_rooms_include_in_one_direction():
 
 
 @pytest.mark.parametrize("name, included", [
-    ("llmc/cpu/rope.cpp", "llmc/cuda/op/elementwise/rope.h"), ("llmc/cuda/op/elementwise/gelu.cu", "llmc/cuda/fused/decode.h"),
+    ("llmc/cpu/rope.cpp", "llmc/cuda/op/elementwise/rope.h"), ("llmc/cuda/op/elementwise/rope.cu", "llmc/cuda/fused/decode.h"),
     ("llmc/base/log.cpp", "llmc/file/run_dir.h"), ("llmc/cuda/flat.cu", "llmc/base/error.h")])
 def test_an_include_against_the_direction_is_found(name, included):
     assert wrong_includes({name: f'#include "{included}"\n'})

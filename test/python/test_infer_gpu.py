@@ -221,12 +221,18 @@ def test_bf16_rounds_the_weights_of_an_fp16_file(tiny, tmp_path):
 
 # ---- Llama -----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", sorted(set(inference_goldens("llama-")) - CPU_ALONE))
-def test_every_shape_of_llama_matches_pytorch(name):
+@pytest.mark.parametrize("name", [name for name in inference_goldens() if name not in CPU_ALONE])
+def test_every_shape_matches_pytorch(name):
     for decode in ("reference", "graph"):
         done = run("--device", "cuda", "--decode", decode, "--model", GOLDENS / f"{name}.model.bin", "--compare",
                    GOLDENS / f"{name}.dump.bin")
         assert done.returncode == OK and b", 0 failed" in done.stdout, done.stdout.decode() + done.stderr.decode()
+
+
+@pytest.mark.parametrize("name", CPU_ALONE)
+def test_what_the_gpu_does_not_compute_is_refused_by_name(name):
+    assert CPU_ALONE[name] in refused(USAGE, "--device", "cuda", "--model", GOLDENS / f"{name}.model.bin", "--prompt-ids", "1",
+                                      "--max-tokens", 2)
 
 
 def test_the_llama_that_comes_with_weft_matches_pytorch(llama):
@@ -275,6 +281,14 @@ def test_what_a_llama_has_not(llama):
     assert "--bench-timeline" in refused(ENVIRONMENT, *common, "--bench", "--bench-timeline", "--decode", "graph")
 
 
+def test_a_layer_alone_is_measured_in_the_fused_kernel():
+    words = ["--device", "cuda", "--random-model", "pythia-14m", "--bench", "--bench-layer"]
+    assert "only the fused kernel" in refused(ENVIRONMENT, *words, "--decode", "graph")
+    if "fused" in modes("fp16"):
+        done = run(*words, "--json")
+        assert done.returncode == OK and 0 < json.loads(done.stdout)["layer_ms"] < 1, done.stderr.decode()
+
+
 # ---- many requests at once -------------------------------------------------------------------------------------------
 
 def requests_of(count: int, **more) -> list[dict]:
@@ -303,9 +317,9 @@ def test_answers_of_a_batch_do_not_depend_on_each_other(tiny, llama, tmp_path):
         for i, options in enumerate([["--max-running", 24], ["--max-running", 24, "--kv-memory", "0.4MB"],
                                      ["--decode", "reference"]]):
             assert batch(model, folder / str(i), requests, *options) == want, options
-    alone = object_of("--model", llama, "--prompt", "The hen", "--max-tokens", 40, "--ignore-eos", "--seed", 0, "--decode",
-                      "graph")
-    assert want[0]["ids"] == alone["ids"], "a Llama alone is the same model"
+        alone = object_of("--model", model, "--prompt", "The hen", "--max-tokens", 40, "--ignore-eos", "--seed", 0,
+                          "--decode", "graph")
+        assert want[0]["ids"] == alone["ids"], "one text alone has the same model"
 
 
 def test_kv_memory_beyond_the_gpu_says_what_would_fit(llama, tmp_path):

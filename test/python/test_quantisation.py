@@ -472,17 +472,17 @@ def test_gptq_runs_the_model_that_pytorch_runs(name):
 def test_heads_of_one_group_attend_with_the_same_keys_and_values(heads, groups):
     random = np.random.default_rng(8)
     q, k, v = (random.standard_normal((5, count, 3)).astype(np.float32) for count in (heads, groups, groups))
-    got = gptq.attend(q, k, v).reshape(5, heads, 3)
+    got = gptq.attend(q, k, v, 0).reshape(5, heads, 3)
     for head in range(heads):
         group = head * groups // heads
-        np.testing.assert_allclose(got[:, head], gptq.attend(q[:, [head]], k[:, [group]], v[:, [group]]), rtol=1e-6)
+        np.testing.assert_allclose(got[:, head], gptq.attend(q[:, [head]], k[:, [group]], v[:, [group]], 0), rtol=1e-6)
         weights = np.exp(q[:, head] @ k[:, group].T / np.sqrt(3)) * np.tri(5)
         np.testing.assert_allclose(got[:, head], weights @ v[:, group] / weights.sum(axis=1, keepdims=True), rtol=1e-5, atol=1e-6)
 
 
 def test_attention_and_gelu_of_large_numbers():
     large = np.full((3, 1, 4), 100, np.float32)
-    np.testing.assert_allclose(gptq.attend(large, large, large), np.full((3, 4), 100), rtol=1e-6)
+    np.testing.assert_allclose(gptq.attend(large, large, large, 0), np.full((3, 4), 100), rtol=1e-6)
     x = np.linspace(-30, 30, 4001).astype(np.float32)
     exact = np.array([value * (1 + math.erf(value / math.sqrt(2))) / 2 for value in x.tolist()])
     assert np.abs(gptq.gelu(x) - exact).max() < 5e-6 and np.abs((gptq.gelu(x) - exact)[np.abs(x) < 2]).max() < 5e-7

@@ -53,6 +53,19 @@ def test_two_gpus_are_one_in_fp8(data, tmp_path):
         assert_same_run(out, whole)
 
 
+def test_two_gpus_are_one_with_muon(data, tmp_path):
+    muon = ["--optimizer", "muon", "--dropout", 0.1]
+    whole = tmp_path / "whole"
+    done = train(data, whole, *muon, "--device", "cuda", "--virtual-ranks", 2)
+    assert done.returncode == 0, done.stderr
+    for shard in ("none", "optimizer", "gradients", "parameters"):
+        out = tmp_path / shard
+        for more in (["--debug-inject", "term@step=6"], []):
+            done = train(data, out, *muon, "--gpus", 2, "--shard", shard, *more)
+            assert done.returncode == (143 if more else 0), done.stderr
+        assert_same_run(out, whole)
+
+
 def test_one_gpu_goes_on_where_two_stopped_and_back(data, tmp_path, whole):
     """The run is stopped after a third and after two thirds."""
     for first, second in ((["--gpus", 2], ["--device", "cuda"]), (["--device", "cuda"], ["--gpus", 2])):

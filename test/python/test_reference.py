@@ -93,14 +93,17 @@ def rotated(values, angles, scale=1.0):
     return result
 
 
-def attention(q, k, v):
-    """One text: q [T, NH, HS], k and v [T, NKV, HS]; position t sees 0..t; query head h reads h / (NH / NKV)."""
+def attention(q, k, v, window=0):
+    """One text: q [T, NH, HS], k and v [T, NKV, HS]; position t sees 0..t, of these the last `window` (0: all); query head h reads
+    h / (NH / NKV)."""
     length, heads, head_dim = q.shape
     out = np.zeros((length, heads, head_dim))
     for head in range(heads):
         source = head // (heads // k.shape[1])
         scores = q[:, head] @ k[:, source].T / math.sqrt(head_dim)
         scores[np.triu_indices(length, 1)] = -np.inf
+        if window:
+            scores[np.tril_indices(length, -window)] = -np.inf
         out[:, head] = softmax(scores) @ v[:, source]
     return out.reshape(length, heads * head_dim)
 
@@ -140,11 +143,14 @@ class NumpyModel:
         self.values["logits"] = x @ self.weight(f"{head}.weight").T
         return self.values
 
-    def attend(self, prefix, q, k, v, angles):
+    def attend(self, number, q, k, v, angles):
         heads = (q.shape[0], -1, self.model["head_dim"])
         scale = self.model["rope"].get("attention_factor", 1)
-        q, k, v = rotated(q.reshape(heads), angles, scale), rotated(k.reshape(heads), angles, scale), v.reshape(heads)
-        out = attention(q, k, v)
+        q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(heads)
+        if number not in self.model.get("nope_layers", []):
+            q, k = rotated(q, angles, scale), rotated(k, angles, scale)
+        out = attention(q, k, v, self.model["windows"][number] if "windows" in self.model else 0)
+        prefix = f"layers.{number}."
         self.values |= {prefix + "q": q, prefix + "k": k, prefix + "v": v, prefix + "attention": out}
         return out
 
@@ -155,7 +161,7 @@ class NumpyModel:
         if f"{name}self_attn.q_norm.weight" in self.file.tensors:
             q, k = (self.norm(f"{name}self_attn.{part}_norm", values.reshape(len(x), -1, self.model["head_dim"]))
                     for part, values in (("q", q), ("k", k)))
-        x = x + self.linear(name + "self_attn.o_proj", self.attend(prefix, q, k, v, angles))
+        x = x + self.linear(name + "self_attn.o_proj", self.attend(number, q, k, v, angles))
         normed = self.values[prefix + "post_attention_norm"] = self.norm(name + "post_attention_layernorm", x)
         product = silu(self.linear(name + "mlp.gate_proj", normed)) * self.linear(name + "mlp.up_proj", normed)
         self.values[prefix + "mlp_product"] = product
@@ -167,7 +173,7 @@ class NumpyModel:
         normed = self.values[prefix + "input_norm"] = self.norm(name + "input_layernorm", x)
         fused = self.linear(name + "attention.query_key_value", normed)
         fused = fused.reshape(len(x), self.model["num_heads"], 3, self.model["head_dim"])
-        branch = self.linear(name + "attention.dense", self.attend(prefix, *np.moveaxis(fused, 2, 0), angles))
+        branch = self.linear(name + "attention.dense", self.attend(number, *np.moveaxis(fused, 2, 0), angles))
         middle = x if self.model["parallel_residual"] else x + branch
         normed = self.values[prefix + "post_attention_norm"] = self.norm(name + "post_attention_layernorm", middle)
         activation = gelu_tanh if self.model.get("activation") == "gelu_pytorch_tanh" else gelu

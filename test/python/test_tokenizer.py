@@ -108,11 +108,61 @@ def test_the_pinned_library_is_the_one_the_tables_were_measured_against():
     assert f"tokenizers=={measured[1]} " in (ROOT / "scripts" / "requirements.txt").read_text()
 
 
-# ---- SentencePiece-style ---------------------------------------------------------------------------------------------
-
-
 def fixture(name):
     return json.loads((ROOT / "test" / "fixtures" / "tokenizer" / f"{name}.tokenizer.json").read_text(encoding="utf-8"))
+
+
+def added(content, **flags):
+    return {"id": 0, "content": content, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+            "special": False} | flags
+
+
+# ---- the families' -----------------------------------------------------------------------------------------------------
+
+# As published with Qwen 2.5 and 3, Mistral Nemo and Small (tekken), and SmolLM 1 and 2. SmolLM 3 has that of Llama 3.
+QWEN_PATTERN = vectors.LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+TEKKEN_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def byte_level(*steps, use_regex=False):
+    return {"type": "Sequence", "pretokenizers": [
+        *steps, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": use_regex}]}
+
+
+def isolated(pattern):
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+QWEN_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
+FAMILY_STYLES = {
+    "qwen": ({"type": "NFC"}, byte_level(isolated(QWEN_PATTERN)), QWEN_TOKENS),
+    "tekken": (None, byte_level(isolated(TEKKEN_PATTERN)), ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]"]),
+    "smollm": (None, byte_level({"type": "Digits", "individual_digits": True}, use_regex=True), ["<|im_start|>", "<|im_end|>", "<repo_name>"]),
+}
+
+
+@pytest.mark.parametrize("style", FAMILY_STYLES)
+def test_byte_level_tokenizers_of_the_families(style, tmp_path):
+    normalizer, pre_tokenizer, names = FAMILY_STYLES[style]
+    document = fixture("llama3_style")
+    first = max(document["model"]["vocab"].values()) + 1
+    document.update(normalizer=normalizer, pre_tokenizer=pre_tokenizer, added_tokens=[
+        added(name, special="call" not in name and "think" not in name) | {"id": first + index} for index, name in enumerate(names)],
+        post_processor=None)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    original, rng = tokenizers.Tokenizer.from_file(str(path)), random.Random(style)
+    strings = [(rng.choice([0, 1]), vectors.fuzz_bytes(rng, names)) for _ in range(10_000)]
+    for (flags, data), (ids, text) in zip(strings, weft(path, strings)):
+        assert ids == vectors.expected_ids(original, data, flags), data[:200]
+        assert text == original.decode(ids, skip_special_tokens=False), data[:200]
+
+
+# ---- SentencePiece-style ---------------------------------------------------------------------------------------------
 
 
 STYLES = ["llama2_style", "mistral_style", "metaspace_style"]
@@ -134,11 +184,6 @@ PRE_TOKENIZERS = [None, *(STEP(scheme, split) for scheme in ("always", "first", 
 DECODERS = [sequence("decoders", MARK, BYTES, FUSE, vectors.STRIP_SPACE), sequence("decoders", BYTES, FUSE, MARK, vectors.STRIP_SPACE),
             sequence("decoders", MARK, BYTES, FUSE), sequence("decoders", BYTES, STEP("always", True)), STEP("first", False),
             STEP("never", True), sequence("decoders", MARK, FUSE, vectors.STRIP_SPACE | {"start": 3})]
-
-
-def added(content, **flags):
-    return {"id": 0, "content": content, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-            "special": False} | flags
 
 
 ADDED = [added("<sp>", special=True, lstrip=True), added("<both>", lstrip=True, rstrip=True), added("ba", single_word=True),
@@ -210,6 +255,26 @@ def test_sentencepiece_styles_in_many_configurations(tmp_path):
             skipped = bool(flags & vectors.SKIP_SPECIAL)
             assert text == original.decode(ids, skip_special_tokens=skipped), (ids, skipped, document["decoder"])
     assert compared > 15_000
+
+
+def test_a_tokenizer_of_gemma(tmp_path):
+    document = fixture("llama2_style")
+    document["model"].update(byte_fallback=True, fuse_unk=True, unk_token="<unk>", ignore_merges=False)
+    document.update(normalizer=SPACE, decoder=sequence("decoders", MARK, BYTES, FUSE),
+                    pre_tokenizer={"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False})
+    names = ["<start_of_turn>", "<end_of_turn>", "<unused0>", "\n\n", "\n\n\n", "\t\t", "▁▁", "<table>"]
+    document["added_tokens"] = [token for token in document["added_tokens"] if token["id"] < 3]
+    known = document["model"]["vocab"] | {token["content"]: token["id"] for token in document["added_tokens"]}
+    for name in names:
+        known.setdefault(name, max(known.values()) + 1)
+        document["added_tokens"].append(added(name, special="turn" in name) | {"id": known[name]})
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    original, rng = tokenizers.Tokenizer.from_file(str(path)), random.Random("gemma")
+    strings = [(rng.choice([0, 1]), vectors.fuzz_bytes(rng, names)) for _ in range(10_000)]
+    for (flags, data), (ids, text) in zip(strings, weft(path, strings)):
+        assert ids == vectors.expected_ids(original, data, flags), data[:200]
+        assert text == original.decode(ids, skip_special_tokens=False), data[:200]
 
 
 def test_a_sentencepiece_word_of_a_megabyte(tmp_path):

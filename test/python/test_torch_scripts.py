@@ -109,13 +109,13 @@ class Hooked(Module):
             if "q_norm" in parts:
                 heads = (-1, self.description["head_dim"])
                 qkv |= {each: parts[f"{each}_norm"](qkv[each].unflatten(-1, heads)).flatten(-2) for each in "qk"}
-            x = x + parts["o_proj"](self.attend(*qkv.values()))
+            x = x + parts["o_proj"](self.attend(number, *qkv.values()))
             normed = second(x)
             return x + parts["down_proj"](tensor(silu(parts["gate_proj"](normed)) * parts["up_proj"](normed)))
 
         def neox(x):
             fused = parts["query_key_value"](first(x)).unflatten(-1, (-1, 3, self.description["head_dim"]))
-            branch = parts["dense"](self.attend(*(fused[..., each, :].flatten(-2) for each in range(3))))
+            branch = parts["dense"](self.attend(number, *(fused[..., each, :].flatten(-2) for each in range(3))))
             normed = second(x if self.description["parallel_residual"] else x + branch)
             activation = gelu_tanh if self.description.get("activation") == "gelu_pytorch_tanh" else gelu
             return x + branch + parts["dense_4h_to_h"](tensor(activation(parts["dense_h_to_4h"](normed)))), None
@@ -123,13 +123,15 @@ class Hooked(Module):
         layer.forward = llama if self.llama else neox
         return layer
 
-    def attend(self, *qkv):
+    def attend(self, number, *qkv):
         q, k, v = (values.unflatten(-1, (-1, self.description["head_dim"])).transpose(1, 2) for values in qkv)
         rope = self.description["rope"]
         size = rope["rotary_dim"] if not self.llama else None
-        turned = apply_rotary_pos_emb(q[..., :size], k[..., :size], rope_angles(rope, q.shape[2]), rope.get("attention_factor", 1))
-        q, k = (np.concatenate([new, old[..., size or new.shape[-1]:]], axis=-1) for new, old in zip(turned, (q, k)))
-        return tensor([attention(*(values.swapaxes(0, 1) for values in row)) for row in zip(*map(np.array, (q, k, v)))])
+        if number not in self.description.get("nope_layers", []):
+            turned = apply_rotary_pos_emb(q[..., :size], k[..., :size], rope_angles(rope, q.shape[2]), rope.get("attention_factor", 1))
+            q, k = (np.concatenate([new, old[..., size or new.shape[-1]:]], axis=-1) for new, old in zip(turned, (q, k)))
+        window = self.description["windows"][number] if "windows" in self.description else 0
+        return tensor([attention(*(values.swapaxes(0, 1) for values in row), window) for row in zip(*map(np.array, (q, k, v)))])
 
     def compute(self, ids):
         x = self.model.embed_tokens(ids)

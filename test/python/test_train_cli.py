@@ -30,8 +30,6 @@ import tensor_file
     (["--precision", "bf16", "--device", "cpu"], ["--precision"]),
     (["--keep-best"], ["--keep-best", "--val"]),
     (["--optimizer", "lion"], ["--optimizer", "adamw", "muon"]),
-    (["--optimizer", "muon", "--device", "cuda"], ["--optimizer", "muon", "--device cpu"]),
-    (["--optimizer", "muon", "--gpus", "2"], ["--optimizer", "muon", "--device cpu"]),
     (["--muon-lr", "0.1"], ["--muon-lr", "--optimizer muon"]),
     (["--gpu-memory", "80", "--dry-run"], ["--gpu-memory", "80GB"]),
     (["--vocab-size", "63", "--seq-len", "16"], ["--vocab-size", "64"]),

@@ -123,6 +123,21 @@ def test_killed_at_a_step_and_resumed_bit_for_bit(data, tmp_path, whole, step):
     assert_same_run(out, whole)
 
 
+@pytest.mark.parametrize("options", [[], ["--moments", "bf16"], ["--precision", "fp32"], ["--precision", "fp8"]])
+def test_muon_goes_on_bit_for_bit(data, tmp_path, options):
+    shape = fp8_shape(tmp_path / "shape") if "fp8" in options else []
+    muon = ["--optimizer", "muon", "--muon-lr", 0.02, "--muon-momentum", 0.9, *options, *shape]
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    done = train(data, whole, *muon)
+    assert done.returncode == 0, done.stderr
+    assert train(data, out, *muon, "--debug-inject", "kill@step=6").returncode == -signal.SIGKILL
+    assert_refused(train(data, out, *options, *shape), 2, "--optimizer: got adamw", "was made with muon")
+    done = train(data, out, *muon)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(out, whole)
+    assert losses(out)[12][0] < losses(out)[1][0], "it learns"
+
+
 def test_killed_from_outside_many_times(data, tmp_path):
     """kill -9 at moments that nobody chose: while the GPU is set up, in a step, while a checkpoint is written."""
     options = ("--device", "cuda", "--dropout", 0.1)
@@ -177,6 +192,14 @@ def test_auto_takes_the_gpu_and_bf16(data, tmp_path, whole):
         settings = header(tmp_path / name)["settings"]
         assert (header(tmp_path / name)["device"], settings["device"], settings["precision"]) == ("cuda", "cuda", "bf16")
         assert_same_run(tmp_path / name, whole)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["mistral-gqa2", "qwen2-gqa3-tied", "qwen3-gqa2", "qwen3-biases-tied", "llama-yarn-biases"])
+def test_training_of_every_family_is_that_of_pytorch(name, precision):
+    model, dump = (train_runs.GOLDEN / f"{name}.{kind}.bin" for kind in ("model", "dump"))
+    done = run_program("--device", "cuda", "--precision", precision, "--model", model, "--compare", dump)
+    assert done.returncode == 0 and " 0 failed" in done.stdout, done.stdout + done.stderr
 
 
 def test_precision_is_that_of_the_activations(data, tmp_path):

@@ -9,8 +9,6 @@ ROWS = [
     Mutant("AdamW ignores eps", "adamw", "+ eps", "+ 1e-8f + 0 * eps", unit("AdamW.*", "OperatorVectors.AdamW")),
     Mutant("Muon without Nesterov's form", "muon_update", "return g + momentum * (m[i] - g);", "return m[i];",
            unit("OperatorVectors.Muon", "MuonModel.TenSteps*")),
-    Mutant("Muon's scale is that of the shorter side", "muon_update", "std::max(rows, columns)", "std::min(rows, columns)",
-           unit("OperatorVectors.Muon", "MuonModel.TenSteps*")),
     Mutant("a tall matrix orthogonalised without its last term", "orthogonalize",
            "matmul_forward(next, x, polynomial, nullptr, rows, columns, columns, Accumulate::yes);", "",
            unit("Muon.SingularValues*", "OperatorVectors.Muon")),

@@ -218,7 +218,7 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const DeviceWeights<S>& w
   p.keys = cache.keys;
   p.values = cache.values;
   p.capacity = cache.capacity;
-  p.page_size = static_cast<int>(cache.page_size > 0 ? cache.page_size : cache.capacity);
+  p.page_size = static_cast<int>(cache.page_size);
   p.rope_cos = rope.cos;
   p.rope_sin = rope.sin;
   p.eps = static_cast<float>(config.norm_eps);

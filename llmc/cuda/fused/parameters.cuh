@@ -107,7 +107,7 @@ struct Sizes {
   int item_shift;       // how far a block's first item of attention moves from layer to layer
   int vector_bytes;     // shared memory in which a block collects other blocks' results; 0: each thread loads its own
   int chunk_positions;  // positions whose keys and values fit in a stage of the ring
-  int page_size;        // positions in a page; without pages the whole capacity
+  int page_size;        // positions in a page
   int layer_bytes;      // sizeof(Layer) of the kernel
   // Quantised weights: bytes of shared memory for the digits of a warp's activations; bytes of one block's stream of a
   // layer, and of the head.

@@ -140,8 +140,9 @@ std::string model_unsupported_reason(const ModelConfig& config, const Device& de
     return format("fused decoding needs at most %d layers and fewer than 2^20 ids", kMaxLayers);
   }
   if (!config.windows.empty()) return "fused decoding has no attention with a sliding window";
+  if (!config.nope_layers.empty()) return "fused decoding rotates the heads of every layer";
   if (config.qk_norm) return "fused decoding has no norms of heads";
-  if (config.gated() && config.has_linear_biases()) return "fused decoding has no biases beside SwiGLU";
+  if (config.gated() && config.mlp_bias) return "fused decoding has no biases beside SwiGLU";
   if (config.activation == Activation::gelu_tanh) return "fused decoding has GELU with erf alone";
   return "";
 }

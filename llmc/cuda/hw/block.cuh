@@ -27,11 +27,16 @@ __device__ inline void named_barrier_wait(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Butterfly reduction over the warp: every lane gets the result, in an order that does not depend on timing.
-__device__ inline float warp_sum(float value) {
+// Butterfly reduction over kLanes neighbouring lanes, a power of two: every lane gets the result, in an order that does
+// not depend on timing. All lanes of the warp call it.
+template <int kLanes>
+__device__ inline float lanes_sum(float value) {
 #pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
   return value;
+}
+__device__ inline float warp_sum(float value) {
+  return lanes_sum<kWarpSize>(value);
 }
 __device__ inline float warp_max(float value) {
 #pragma unroll

@@ -14,10 +14,10 @@ namespace {
 template <typename S>
 class FusedTokens final : public IdDecoder {
  public:
-  explicit FusedTokens(Inference<S>& model)
+  FusedTokens(Inference<S>& model, const FusedTuning& tuning)
       : config_(model.config()),
         stream_(model.parts().stream),
-        fused_(config_, *model.parts().weights, model.parts().cache, model.parts().rope, mailbox_, stream_),
+        fused_(config_, *model.parts().weights, model.parts().cache, model.parts().rope, mailbox_, stream_, tuning),
         logits_(static_cast<std::uint64_t>(config_.vocab_size) * sizeof(float)) {}
 
   std::vector<MemoryLine> memory() const override { return FusedDecode<S>::memory(config_); }
@@ -78,13 +78,43 @@ class FusedTokens final : public IdDecoder {
 
 }  // namespace
 
+std::string fused_unsupported_reason(const ModelConfig& config, DType dtype) {
+  if (dtype == DType::f32) return "the fused kernel computes with fp16 or bf16 weights, not fp32";
+  if (config.quantization.any()) {
+    const bool parallel = config.parallel_residual;
+    if (config.quantization.weights == nullptr) {
+      return "the fused kernel reads quantised heads beside quantised layers, not beside layers in 16 bits";
+    }
+    if (dtype != (parallel ? DType::f16 : DType::bf16)) {
+      return format("the fused kernel reads quantised weights of %s beside %s, not %s",
+                    parallel ? "models with the parallel residual" : "Llamas and models without the parallel residual",
+                    parallel ? "fp16" : "bf16", parallel ? "bf16" : "fp16");
+    }
+  }
+  return fused_decode_unsupported_reason(config, probe_device());
+}
+
+bool graph_is_faster(const ModelConfig& config) {
+  constexpr std::int64_t kLoadedElements = 2048;
+  const bool parallel = config.parallel_residual;
+  return !parallel && config.hidden_size % kLoadedElements != 0;
+}
+
+bool fused_by_default(const ModelConfig& config) {
+  constexpr std::int64_t kWidest = 2560;  // one 16-byte load a lane covers a row
+  const bool parallel = config.parallel_residual;
+  return !config.quantization.any() || !parallel || config.hidden_size <= kWidest;
+}
+
 std::vector<MemoryLine> plan_fused_tokens(const ModelConfig& config) {
   return FusedDecode<fp16>::memory(config);
 }
 
-std::unique_ptr<IdDecoder> fused_tokens(InferenceModel& model, DType dtype) {
-  if (dtype == DType::bf16) return std::make_unique<FusedTokens<bf16>>(static_cast<Inference<bf16>&>(model));
-  if (dtype == DType::f16) return std::make_unique<FusedTokens<fp16>>(static_cast<Inference<fp16>&>(model));
+std::unique_ptr<IdDecoder> fused_tokens(InferenceModel& model, DType dtype, bool layer_only) {
+  FusedTuning tuning;
+  tuning.layer_only = layer_only;
+  if (dtype == DType::bf16) return std::make_unique<FusedTokens<bf16>>(static_cast<Inference<bf16>&>(model), tuning);
+  if (dtype == DType::f16) return std::make_unique<FusedTokens<fp16>>(static_cast<Inference<fp16>&>(model), tuning);
   fail(Exit::internal, "fused decoding in %s", dtype_name(dtype));
 }
 

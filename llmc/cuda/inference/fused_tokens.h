@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "llmc/base/dtype.h"
@@ -14,11 +15,21 @@ namespace weft::cuda {
 // Positions of a page in a model for fused decoding: a stage of the kernel's ring must not span pages.
 inline constexpr std::int64_t kFusedPageSize = 64;
 
+// Empty if this GPU can run it in fused mode, otherwise one line for the user that says why not.
+std::string fused_unsupported_reason(const ModelConfig& config, DType dtype);
+// Whether the captured graph decodes a token faster than the fused kernel: with the sequential residual, whose five
+// exchanges a layer cost more than overlapping launches, unless rows of the weights fill the loads of the warps
+// (measured: dev/performance/fused.md).
+bool graph_is_faster(const ModelConfig& config);
+// Whether the fused kernel is the default for these weights, if the graph is not faster: not for quantised weights with
+// the parallel residual and a hidden_size above 2,560, which have not been measured beside the graph.
+bool fused_by_default(const ModelConfig& config);
+
 // Memory that fused_tokens() will allocate on the current GPU.
 std::vector<MemoryLine> plan_fused_tokens(const ModelConfig& config);
 
 // `model`: from load_inference() or random_inference() in `dtype`, fp16 or bf16; it must outlive the decoder.
-// Exit::environment where fused_unsupported_reason() is not empty.
-std::unique_ptr<IdDecoder> fused_tokens(InferenceModel& model, DType dtype);
+// Exit::environment where fused_unsupported_reason() is not empty. `layer_only`, for measurements: FusedTuning.
+std::unique_ptr<IdDecoder> fused_tokens(InferenceModel& model, DType dtype, bool layer_only = false);
 
 }  // namespace weft::cuda

@@ -21,7 +21,8 @@ namespace weft::cuda {
 // ---- memory -----------------------------------------------------------------------------------------------------------
 
 PagedAttentionShape attention_shape(const ModelConfig& c, const InferenceOptions& pool) {
-  return {c.num_heads, c.num_kv_heads, c.head_dim, row_bucket(pool.max_rows), pool.slots, pool.max_positions};
+  return {c.num_heads, c.num_kv_heads,     c.head_dim,        row_bucket(pool.max_rows),
+          pool.slots,  pool.max_positions, c.longest_window()};
 }
 
 std::size_t step_bytes(const ModelConfig& c, const InferenceOptions& pool) {
@@ -43,6 +44,7 @@ ArenaLayout plan_inference_workspace(const ModelConfig& c, const InferenceOption
   layout.reserve(&b.qkv, rows * c.qkv_size());
   layout.reserve(&b.attention, rows * c.q_size());
   layout.reserve(&b.product, rows * c.ffn_size);
+  layout.reserve(&b.gate_up, gate_up_in_memory(c) ? rows * 2 * c.ffn_size : 0);
   layout.reserve(&b.gathered, logit_rows * C);
   layout.reserve(&b.final_norm, logit_rows * C);
   layout.reserve(&b.logits, logit_rows * c.vocab_size);
@@ -191,9 +193,8 @@ std::unique_ptr<InferenceModel> filled_inference(const ModelConfig& config, cons
 
 std::string inference_unsupported_reason(const ModelConfig& c, DType dtype) {
   if (const std::string reason = head_dim_unsupported_reason(c.head_dim); !reason.empty()) return reason;
-  if (!c.windows.empty()) return "windows: the GPU has no attention with a sliding window";
-  if (c.qk_norm) return "q_norm, k_norm: the GPU has no norms of heads";
-  if (c.gated() && c.mlp_bias) return "mlp_bias: the GPU has no SwiGLU with biases";
+  if (gate_up_in_memory(c) && c.quantization.any())
+    return "mlp_bias: the GPU has no quantised gate and up with biases";
   if (c.activation == Activation::gelu_tanh)
     return "activation: the GPU has GELU with erf alone, not its approximation by tanh";
   if (c.quantization.any() && dtype == DType::f32)

@@ -3,12 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "llmc/base/dtype.h"
-#include "llmc/cuda/inference/neox.h"
 #include "llmc/model/inference_model.h"
 #include "llmc/model/model_file.h"
 #include "llmc/model/train_model.h"
@@ -16,16 +16,24 @@
 namespace weft::cuda {
 
 inline constexpr std::int64_t kInferenceRows = 2048;  // rows of a step: enough for a prompt to use the GPU well
+inline constexpr std::int64_t kTwoStreamRows = 257;   // GpuInferenceOptions::two_stream_rows
+
+// Called a few times a second while a file is read, from the calling thread.
+using LoadProgress = std::function<void(std::uint64_t bytes_done, std::uint64_t bytes_all)>;
 
 struct GpuInferenceOptions {
   // f16, bf16 or f32: of weights, activations, keys and values; sums and the residual stream are fp32
   DType dtype = DType::f16;
-  bool direct = false;  // single launches with NVTX ranges instead of captured graphs: the same bits
+  // Single launches with NVTX ranges, by step and operator, instead of captured graphs: the same bits.
+  bool direct = false;
   // Steps of up to kFusedStepRows rows run in one persistent kernel (llmc/cuda/fused/step.h), which adds in another
   // order: the bits of a row then depend on whether its step is that small. Exit::environment where
   // fused_steps_unsupported_reason() is not empty.
   bool fused_steps = false;
   LoadProgress progress = nullptr;
+  // Steps of so many rows compute the first half of a parallel residual's MLP in a second stream, beside QKV and
+  // attention: the same bits. Not with `direct`.
+  std::int64_t two_stream_rows = kTwoStreamRows;
 };
 
 // Empty if the GPU kernels can run this model with this storage type, otherwise one line for the user that says why

@@ -11,8 +11,11 @@
 #include "llmc/cuda/inference/parameters.h"
 #include "llmc/cuda/op/attention/paged/append_to_pages.h"
 #include "llmc/cuda/op/elementwise/step_rows.h"
+#include "llmc/cuda/op/elementwise/swiglu.h"
+#include "llmc/cuda/op/norm/head_norm.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
 #include "llmc/cuda/op/sample/sampler.h"
+#include "llmc/cuda/runtime/fork.h"
 
 namespace weft::cuda {
 
@@ -38,20 +41,21 @@ void Inference<S>::normalize(std::int64_t rows, const float* residual, const Nor
 }
 
 template <typename S>
-void Inference<S>::multiply(RowsMatmul<S> io, const DeviceLinear<S>& w, const DeviceLinear<S>& w2) {
+void Inference<S>::multiply(RowsMatmul<S> io, const DeviceLinear<S>& w, const DeviceLinear<S>& w2,
+                            const Launch& launch) {
   io.bias = w.bias;
   io.bias2 = w2.bias;
   if constexpr (!std::is_same_v<S, float>) {
-    if (w.weight.packed) return quantized_matmul(io, w.weight.packed, w2.weight.packed, device_, stream_);
+    if (w.weight.packed) return quantized_matmul(io, w.weight.packed, w2.weight.packed, launch.device, launch.stream);
   }
   io.weight = w.weight.plain;
   io.weight2 = w2.weight.plain;
-  rows_matmul(io, device_, stream_);
+  rows_matmul(io, launch.device, launch.stream);
 }
 
 template <typename S>
 void Inference<S>::multiply(const S* x, const DeviceLinear<S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
-                            RowsEpilogue epilogue, S* out, float* out_fp32, bool x_is_older) {
+                            RowsEpilogue epilogue, S* out, float* out_fp32) {
   RowsMatmul<S> io;
   io.x = x;
   io.rows = rows;
@@ -60,23 +64,42 @@ void Inference<S>::multiply(const S* x, const DeviceLinear<S>& w, std::int64_t r
   io.epilogue = epilogue;
   io.out = out;
   io.out_fp32 = out_fp32;
-  io.x_is_older = x_is_older;
-  multiply(io, w, {});
+  multiply(io, w, {}, in_chain());
+}
+
+template <typename S>
+void Inference<S>::multiply_up(const DeviceBlock<S>& w, RowRange rows, const Launch& launch) {
+  const std::int64_t C = config_.hidden_size, F = config_.ffn_size;
+  RowsMatmul<S> io;
+  io.x = norm2() + rows.begin * C;
+  io.rows = rows.end - rows.begin;
+  io.K = C;
+  io.OC = F;
+  io.epilogue = config_.gated() ? RowsEpilogue::swiglu : RowsEpilogue::gelu;
+  io.out = b_.product + rows.begin * F;
+  io.x_is_older = parallel();  // it follows attention, or an event
+  if (!gate_up_in_memory(config_)) return named("MLP up", [&] { multiply(io, w.up, {}, launch); });
+  // With biases, which the epilogue with SwiGLU has not.
+  io.OC = 2 * F;
+  io.epilogue = RowsEpilogue::store;
+  io.out = b_.gate_up + rows.begin * 2 * F;
+  named("MLP up", [&] { multiply(io, w.up, {}, launch); });
+  named("SwiGLU", [&] { swiglu_forward(b_.product + rows.begin * F, io.out, io.rows, F, launch.stream); });
 }
 
 // The parallel residual's two branches, as one sum: attention Woutput^T + product Wdown^T.
 template <typename S>
-void Inference<S>::add_branches(const DeviceBlock<S>& w, std::int64_t rows) {
+void Inference<S>::add_branches(const DeviceBlock<S>& w, RowRange rows, const Launch& launch) {
   RowsMatmul<S> io;
-  io.x = b_.attention;
   io.K = config_.q_size();
-  io.x2 = b_.product;
   io.K2 = config_.ffn_size;
-  io.rows = rows;
+  io.x = b_.attention + rows.begin * io.K;
+  io.x2 = b_.product + rows.begin * io.K2;
+  io.rows = rows.end - rows.begin;
   io.OC = config_.hidden_size;
   io.epilogue = RowsEpilogue::add;
-  io.out_fp32 = b_.residual;
-  named("output projection, MLP down", [&] { multiply(io, w.output, w.down); });
+  io.out_fp32 = b_.residual + rows.begin * io.OC;
+  named("output projection, MLP down", [&] { multiply(io, w.output, w.down, launch); });
 }
 
 // ---- attention --------------------------------------------------------------------------------------------------------
@@ -94,11 +117,22 @@ HeadViewOf<S> Inference<S>::heads(std::int64_t first_element) const {
 }
 
 template <typename S>
-void Inference<S>::attend(std::int64_t l, const StepArrays& step, std::int64_t rows) {
+void Inference<S>::normalize_heads(std::int64_t l, std::int64_t rows) {
+  const DeviceBlock<S>& w = weights_.blocks[static_cast<std::size_t>(l)];
+  const HeadNormShape shape = {
+      1, rows, config_.num_heads, config_.num_kv_heads, config_.head_dim, static_cast<float>(config_.norm_eps)};
+  const HeadNormForward<S> io = {queries(), keys(), w.q_norm.weight, w.k_norm.weight};
+  named("q norm, k norm", [&] { head_norm_forward(shape, io, stream_, device_.overlapping); });
+}
+
+template <typename S>
+void Inference<S>::attend(std::int64_t l, const StepArrays& step, std::int64_t rows, bool output) {
+  if (config_.qk_norm) normalize_heads(l, rows);
   const PagedRows paged_rows{step.positions, step.tables, step.begin, rows};
   PagedAttention<S> io;
   io.shape = attention_shape(config_, pool_);
   io.scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim));
+  io.window = config_.window(l);
   io.q = queries();
   io.kv = pages_of_layer(l);
   io.rows = paged_rows;
@@ -112,6 +146,7 @@ void Inference<S>::attend(std::int64_t l, const StepArrays& step, std::int64_t r
   } else {
     const AppendToPages<S> append = {queries(), keys(), values(), config_.num_heads, io.kv, paged_rows, rope_};
     named("RoPE, pages", [&] { append_to_pages(append, device_, stream_); });
+    if (!output) return;
   }
   named("attention", [&] { paged_attention(io, device_, stream_); });
   keep_heads(l);
@@ -127,35 +162,47 @@ void Inference<S>::run_layers(const StepArrays& step, std::int64_t rows) {
   for (std::int64_t l = 0; l < config_.num_layers; ++l) run_layer(l, step, rows);
 }
 
+// With the parallel residual MLP up depends on the norm alone, so it need not wait for attention: it starts where
+// attention's blocks have ended, or in steps of many rows beside QKV and attention, in a stream of lower priority.
 template <typename S>
 void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_t rows) {
   const DeviceBlock<S>& w = weights_.blocks[static_cast<std::size_t>(l)];
   const std::int64_t C = config_.hidden_size, F = config_.ffn_size, q = config_.q_size();
   const std::string prefix = keep_ ? "layers." + std::to_string(l) + "." : "";
-  const S* norm2 = parallel() ? b_.norm2 : b_.norm1;
+  // What follows attention is computed for these rows.
+  const RowRange needed{static_cast<int>(l + 1 == config_.num_layers ? step.first_wanted : 0), static_cast<int>(rows)};
+  const std::int64_t first = needed.begin, count = rows - first;
+  const bool beside = parallel() && !options_.direct && first == 0 && rows >= options_.two_stream_rows;
   if (parallel()) {
     normalize(rows, b_.residual, w.input_norm, b_.norm1, &w.post_norm, b_.norm2);
   } else {
     normalize(rows, b_.residual, w.input_norm, b_.norm1);
   }
   keep(prefix + "input_norm", b_.norm1, C);
+  if (beside) fork_stream(stream_, side_stream_, forked_, "inference step");
   named("QKV", [&] { multiply(b_.norm1, w.qkv, rows, C, qkv_size(), RowsEpilogue::store, b_.qkv); });
-  attend(l, step, rows);
-  const auto up = [&] {
-    const RowsEpilogue epilogue = config_.gated() ? RowsEpilogue::swiglu : RowsEpilogue::gelu;
-    named("MLP up", [&] { multiply(norm2, w.up, rows, C, F, epilogue, b_.product, nullptr, parallel()); });
-  };
-  if (parallel()) {  // up does not depend on attention and overlaps with it
-    up();
-    add_branches(w, rows);
+  if (beside) {
+    multiply_up(w, needed, behind_event(side_stream_));
+    cuda::check(cudaEventRecord(up_done_, side_stream_), "inference step");
+  }
+  attend(l, step, rows, count > 0);
+  if (count == 0) return;
+  float* const residual = b_.residual + first * C;
+  if (beside) {
+    cuda::check(cudaStreamWaitEvent(stream_, up_done_), "inference step");
+    add_branches(w, needed, behind_event(stream_));
+  } else if (parallel()) {
+    multiply_up(w, needed, in_chain());
+    add_branches(w, needed, in_chain());
   } else {
     named("output projection",
-          [&] { multiply(b_.attention, w.output, rows, q, C, RowsEpilogue::add, nullptr, b_.residual); });
-    normalize(rows, b_.residual, w.post_norm, b_.norm1);
-    up();
-    named("MLP down", [&] { multiply(b_.product, w.down, rows, F, C, RowsEpilogue::add, nullptr, b_.residual); });
+          [&] { multiply(b_.attention + first * q, w.output, count, q, C, RowsEpilogue::add, nullptr, residual); });
+    normalize(count, residual, w.post_norm, norm2() + first * C);
+    multiply_up(w, needed, in_chain());
+    named("MLP down",
+          [&] { multiply(b_.product + first * F, w.down, count, F, C, RowsEpilogue::add, nullptr, residual); });
   }
-  keep(prefix + "post_attention_norm", norm2, C);
+  keep(prefix + "post_attention_norm", norm2(), C);
   keep(prefix + "mlp_product", b_.product, F);
   keep(prefix + "residual", b_.residual, C);
 }

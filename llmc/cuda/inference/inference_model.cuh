@@ -30,7 +30,6 @@
 #include "llmc/cuda/op/attention/paged/paged_attention.h"
 #include "llmc/cuda/op/elementwise/rope.h"
 #include "llmc/cuda/op/gemm/device_weights.h"
-#include "llmc/cuda/op/gemm/gemv.h"
 #include "llmc/cuda/op/gemm/linear.h"
 #include "llmc/cuda/op/gemm/quantized_matmul.h"
 #include "llmc/cuda/op/gemm/rows_matmul.h"
@@ -46,7 +45,7 @@ constexpr std::int64_t kLogitRows = 256;  // rows of logits that exist at the sa
 constexpr std::int64_t kGraphRows = 256;  // steps of up to so many rows are replayed as captured graphs
 constexpr std::int64_t kDepth = 2;        // steps in flight: one runs, one is queued
 
-// Rows of a step after padding, so that few captured graphs serve every number of rows.
+// Rows of a step after padding, so that few captured graphs serve every number of rows; more than kGraphRows stay as they are.
 std::int64_t row_bucket(std::int64_t rows);
 
 // The description of a step, uploaded in one copy: these arrays, attention's work list, and then the block tables of
@@ -60,8 +59,10 @@ struct StepArrays {
   std::int32_t *slots, *targets, *alternatives;  // [wanted], see ScoreRows
   std::byte* work;                               // attention's work list
   const std::int32_t* begin;                     // the beginning of the copy
-  bool decodes = false;        // attention rotates and appends the rows itself, so the launches differ
-  bool all_wanted = false;     // wanted_rows is 0, 1, ...: nothing has to be gathered
+  bool decodes = false;     // attention rotates and appends the rows itself, so the launches differ
+  bool all_wanted = false;  // wanted_rows is 0, 1, ...: nothing has to be gathered
+  // No row before it is wanted, so the last layer computes only keys and values of these; `rows`: of all.
+  std::int64_t first_wanted = 0;
   RowScore* scores = nullptr;  // [wanted], page-locked: kernels write results where the host reads them
 };
 StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted);
@@ -72,6 +73,7 @@ struct InferenceBuffers {
   std::byte* step[kDepth];                       // descriptions (StepArrays) of the running step and of the next one
   float* residual;                               // [rows, C]
   S *norm1, *norm2, *qkv, *attention, *product;  // [rows, ...]; norm2: of the parallel residual only
+  S* gate_up;                                    // [rows, 2F]; with gate_up_in_memory() only
   float* gathered;                               // [logit rows, C]: the residual stream of rows whose logits are wanted
   S* final_norm;                                 // [logit rows, C]
   float* logits;                                 // [logit rows, V]
@@ -82,6 +84,11 @@ struct InferenceBuffers {
   float *cos, *sin;
   std::byte* attention_workspace;
 };
+
+// Whether gate and up are stored before SwiGLU reads them: where they have biases.
+inline bool gate_up_in_memory(const ModelConfig& config) {
+  return config.gated() && config.mlp_bias;
+}
 
 // Plans the workspace; the pointers are filled when it is bound.
 template <typename S>
@@ -168,9 +175,10 @@ class Inference final : public InferenceModel {
     Event uploaded{cudaEventDisableTiming};
     std::unique_ptr<PinnedBuffer> logits;  // logits of the spans that keep them; grows on demand
     Event done{cudaEventDisableTiming};
-    std::int64_t wanted = 0;  // wanted rows, without padding
-    bool decodes = false;     // paged_work_decodes()
-    bool all_wanted = false;  // the logits of every row are wanted
+    std::int64_t wanted = 0;        // wanted rows, without padding
+    bool decodes = false;           // paged_work_decodes()
+    bool all_wanted = false;        // the logits of every row are wanted
+    std::int64_t first_wanted = 0;  // StepArrays::first_wanted
     std::vector<FlightSpan> spans;
     std::vector<std::int64_t> kept_rows;  // wanted rows whose logits are kept, ascending
   };
@@ -193,7 +201,9 @@ class Inference final : public InferenceModel {
   // ---- the launches (inference_layers.cu)
   void run_layers(const StepArrays& step, std::int64_t rows);
   void run_layer(std::int64_t l, const StepArrays& step, std::int64_t rows);
-  void attend(std::int64_t l, const StepArrays& step, std::int64_t rows);
+  void normalize_heads(std::int64_t l, std::int64_t rows);
+  // Without `output` only keys and values reach their pages.
+  void attend(std::int64_t l, const StepArrays& step, std::int64_t rows, bool output);
   // From the residual stream of `count` wanted rows, at most kLogitRows, from wanted row `first` on, to their results.
   void run_head(const StepArrays& step, std::int64_t first, std::int64_t count);
   // The second half of run_head(), from the logits on.
@@ -201,10 +211,20 @@ class Inference final : public InferenceModel {
   void normalize(std::int64_t rows, const float* residual, const Norm<S>& norm, S* out, const Norm<S>* norm2 = nullptr,
                  S* out2 = nullptr);
   void multiply(const S* x, const DeviceLinear<S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
-                RowsEpilogue epilogue, S* out, float* out_fp32 = nullptr, bool x_is_older = false);
+                RowsEpilogue epilogue, S* out, float* out_fp32 = nullptr);
+  // How a GEMM is launched.
+  struct Launch {
+    cudaStream_t stream;
+    LaunchDevice device;
+  };
+  Launch in_chain() const { return {stream_, device_}; }
+  // As an ordinary launch: an event is a predecessor, too, and the chain does not know it (hw/launch.cuh).
+  Launch behind_event(cudaStream_t stream) const { return {stream, {device_.multiprocessors, false}}; }
   // With the matrices of these layers, w2 for io's second input.
-  void multiply(RowsMatmul<S> io, const DeviceLinear<S>& w, const DeviceLinear<S>& w2);
-  void add_branches(const DeviceBlock<S>& w, std::int64_t rows);
+  void multiply(RowsMatmul<S> io, const DeviceLinear<S>& w, const DeviceLinear<S>& w2, const Launch& launch);
+  // product = activation(norm2 Wup^T)
+  void multiply_up(const DeviceBlock<S>& w, RowRange rows, const Launch& launch);
+  void add_branches(const DeviceBlock<S>& w, RowRange rows, const Launch& launch);
   PagedKv<S> pages_of_layer(std::int64_t l) const;
   // view of queries, keys or values, which begin at this element of a row of qkv
   HeadViewOf<S> heads(std::int64_t first_element) const;
@@ -212,6 +232,7 @@ class Inference final : public InferenceModel {
   HeadViewOf<S> keys() const { return heads(qkv_heads(config_).keys); }
   HeadViewOf<S> values() const { return heads(qkv_heads(config_).values); }
   bool parallel() const { return config_.parallel_residual; }
+  S* norm2() const { return parallel() ? b_.norm2 : b_.norm1; }  // input of the MLP
   std::int64_t qkv_size() const { return config_.qkv_size(); }
   // Runs `work` under a name for the profiler, if operators are launched singly.
   template <typename Work>
@@ -235,8 +256,8 @@ class Inference final : public InferenceModel {
   std::unique_ptr<DeviceArena> own_;
   DeviceWeights<S> weights_;
   LaunchDevice device_;
-  Stream stream_, upload_stream_;
-  Event drafts_written_{cudaEventDisableTiming};
+  Stream stream_{-1}, upload_stream_, side_stream_;
+  Event drafts_written_{cudaEventDisableTiming}, forked_{cudaEventDisableTiming}, up_done_{cudaEventDisableTiming};
   InferenceBuffers<S> b_{};
   DeviceArena kv_arena_;
   ArenaLayout layout_;

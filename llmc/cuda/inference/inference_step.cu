@@ -4,6 +4,7 @@
 // previous step runs, the last kernel writes results to page-locked memory, and an event follows it.
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <utility>
 
 #include "llmc/base/error.h"
@@ -16,7 +17,7 @@ std::int64_t row_bucket(std::int64_t rows) {
   for (const std::int64_t bucket : {0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256}) {
     if (rows <= bucket) return bucket;
   }
-  return ceil_div(rows, 128) * 128;
+  return rows;
 }
 
 StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted) {
@@ -142,6 +143,7 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
     step.positions[row] = -1;
     step.tables[row] = 0;
   }
+  flight.first_wanted = used_wanted > 0 ? step.wanted_rows[0] : rows;  // they ascend
   for (; next < wanted; ++next) {
     step.wanted_rows[next] = 0;
     step.sample_positions[next] = -1;
@@ -191,6 +193,8 @@ void Inference<S>::launch(const Flight& flight, std::int64_t rows, std::int64_t 
       return;
     }
   }
+  // A graph serves steps that want other rows, so only direct launches leave rows out.
+  if (!keep_) step.first_wanted = flight.first_wanted;
   run_layers(step, rows);
   keep_logits_of_all_rows();
   for (std::int64_t first = 0; first < wanted; first += kLogitRows) {
@@ -239,7 +243,15 @@ void Inference<S>::submit(std::span<const Span> work) {
   if (std::ranges::any_of(work, [](const Span& span) { return span.drafts_on_device; })) {
     cuda::check(cudaStreamWaitEvent(stream_, drafts_written_, 0), "inference step");
   }
-  launch(flight, rows, wanted);
+  {
+    std::optional<TraceRange> range;  // dev/bench/profile_decode.py knows these names
+    if (options_.direct && kept_step_rows_ == 1) {
+      range.emplace(format("token %lld", static_cast<long long>(work[0].first_position)).c_str());
+    } else if (options_.direct) {
+      range.emplace(format("step of %lld", static_cast<long long>(kept_step_rows_)).c_str());
+    }
+    launch(flight, rows, wanted);
+  }
   if (std::ranges::any_of(work, [](const Span& span) { return span.alternatives > 0; })) {
     cuda::check(cudaMemcpyAsync(flight.most_likely.template at<IdLogprob>(0), b_.most_likely,
                                 static_cast<std::size_t>(flight.wanted) * kMaxAlternatives * sizeof(IdLogprob),

@@ -11,7 +11,7 @@
 
 #include "llmc/base/dtype.h"
 #include "llmc/base/error.h"
-#include "llmc/cuda/inference/neox.h"
+#include "llmc/cuda/inference/inference.h"
 #include "llmc/cuda/op/gemm/device_weights.h"
 #include "llmc/cuda/op/gemm/quantized_matmul.h"
 #include "llmc/model/model_file.h"

@@ -65,4 +65,9 @@ Device probe_device(int injected_arch, int index) {
   return device;
 }
 
+LaunchDevice launch_device() {
+  return {.multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount),
+          .overlapping = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9};
+}
+
 }  // namespace weft::cuda

@@ -31,4 +31,11 @@ int visible_gpus();
 // the architecture that the GPU reports (--debug-inject arch@gpu=N); 0: none.
 Device probe_device(int injected_arch = 0, int index = 0);
 
+// What launches need to know about the current GPU.
+struct LaunchDevice {
+  int multiprocessors = 0;
+  bool overlapping = false;  // programmatic dependent launch: sm_90 and later
+};
+LaunchDevice launch_device();
+
 }  // namespace weft::cuda

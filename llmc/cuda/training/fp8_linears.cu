@@ -5,6 +5,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/gemm/bias_grad.h"
 #include "llmc/cuda/op/gemm/matmul_swiglu_fp8.h"
 
 namespace weft::cuda {
@@ -194,8 +195,8 @@ void Fp8Linears::write_input(BlockLinear linear, std::int64_t layer, double byte
   clock_.run("norm, quantise", 0, bytes, [&] { norm(target(slot, input_codes(linear, layer), nullptr, pass)); });
 }
 
-void Fp8Linears::forward(BlockLinear linear, std::int64_t layer, bf16* out, const bf16* x, const bf16* addend,
-                         const char* name, Pass pass) {
+void Fp8Linears::forward(BlockLinear linear, std::int64_t layer, bf16* out, const bf16* x, const bf16* bias,
+                         const bf16* addend, const char* name, Pass pass) {
   const LinearSize size = linear_size(config_, linear);
   const std::int64_t slot = scales_.slots().at(Fp8Kind::input, layer, linear);
   const double n = static_cast<double>(rows_), C = static_cast<double>(size.C), OC = static_cast<double>(size.OC);
@@ -209,12 +210,12 @@ void Fp8Linears::forward(BlockLinear linear, std::int64_t layer, bf16* out, cons
   const std::int64_t weight_slot = scales_.slots().at(Fp8Kind::weight, layer, linear);
   clock_.run(name, 2 * n * C * OC, n * C + C * OC + (addend != nullptr ? 4 : 2) * n * OC, [&] {
     matmul_.forward_fp8(out, matrix(slot, input_codes(linear, layer)), matrix(weight_slot, weight(linear, layer).codes),
-                        rows_, size.C, size.OC, addend);
+                        rows_, size.C, size.OC, addend, bias);
   });
 }
 
 // Until the scales are known the epilogue cannot round: it stores gate_up, and swiglu() finds the scale and rounds.
-void Fp8Linears::gate_up_and_swiglu(std::int64_t layer, bf16* gate_up, const char* name, Pass pass) {
+void Fp8Linears::gate_up_and_swiglu(std::int64_t layer, bf16* gate_up, const bf16* bias, const char* name, Pass pass) {
   const bool rounds = swiglu_in_epilogue_ && scales_.known() && pass != Pass::again;
   if (swiglu_in_epilogue_) {
     const Fp8Slots& slots = scales_.slots();
@@ -230,7 +231,7 @@ void Fp8Linears::gate_up_and_swiglu(std::int64_t layer, bf16* gate_up, const cha
                          operand(Fp8Kind::weight, weight(BlockLinear::up, layer).codes), rows_, C, F, stream_);
     });
   } else {
-    forward(BlockLinear::up, layer, gate_up, nullptr, nullptr, name, pass);
+    forward(BlockLinear::up, layer, gate_up, nullptr, bias, nullptr, name, pass);
   }
   if (!rounds && pass != Pass::again) swiglu(layer, gate_up, pass);
 }
@@ -268,13 +269,17 @@ void Fp8Linears::take_gradient(BlockLinear linear, std::int64_t layer, const bf1
 void Fp8Linears::input_grad(BlockLinear linear, std::int64_t layer, bf16* dx, const char* name) {
   const LinearSize size = linear_size(config_, linear);
   const double n = static_cast<double>(rows_), C = static_cast<double>(size.C), OC = static_cast<double>(size.OC);
-  const std::uint8_t* const codes = linear == BlockLinear::up ? memory_.d_gate_up : memory_.gradient;
-  const Fp8Slots& slots = scales_.slots();
+  const std::int64_t weight_slot = scales_.slots().at(Fp8Kind::weight, layer, linear);
   clock_.run(name, 2 * n * C * OC, n * OC + C * OC + 2 * n * C, [&] {
-    matmul_.input_grad_fp8(dx, matrix(slots.at(Fp8Kind::gradient, layer, linear), codes),
-                           matrix(slots.at(Fp8Kind::weight, layer, linear), weight(linear, layer).transposed), rows_,
+    matmul_.input_grad_fp8(dx, gradient(linear, layer), matrix(weight_slot, weight(linear, layer).transposed), rows_,
                            size.C, size.OC);
   });
+}
+
+void Fp8Linears::bias_grad(BlockLinear linear, std::int64_t layer, float* dbias, void* workspace) {
+  const std::int64_t OC = linear_size(config_, linear).OC;
+  clock_.run("bias grad", 0, static_cast<double>(rows_ * OC),
+             [&] { bias_grad_fp8(dbias, gradient(linear, layer), rows_, OC, workspace, stream_); });
 }
 
 void Fp8Linears::weight_grad(BlockLinear linear, std::int64_t layer, float* dweight, const bf16* x,

@@ -85,12 +85,14 @@ class Fp8Linears {
   // first step once before that to find its scale. `bytes`: what norm() moves.
   void write_input(BlockLinear linear, std::int64_t layer, double bytes, Pass pass,
                    const std::function<void(const Fp8Target&)>& norm);
-  // out [N, OC] = x [N, C] W^T, plus addend [N, OC] unless it is null. x is null but for the output projection: the
-  // input is what write_input() or, for the down projection, gate_up_and_swiglu() has made.
+  // out [N, OC] = x [N, C] W^T, plus bias [OC] and addend [N, OC] unless they are null. x is null but for the output
+  // projection: the input is what write_input() or, for the down projection, gate_up_and_swiglu() has made.
   void forward(BlockLinear linear, std::int64_t layer, __nv_bfloat16* out, const __nv_bfloat16* x,
-               const __nv_bfloat16* addend, const char* name, Pass pass);
+               const __nv_bfloat16* bias, const __nv_bfloat16* addend, const char* name, Pass pass);
   // gate_up [N, 2F] from what write_input() has made, and, unless it is computed again, the down projection's input.
-  void gate_up_and_swiglu(std::int64_t layer, __nv_bfloat16* gate_up, const char* name, Pass pass);
+  // `bias` [2F] or null; null where SwiGLU is in the epilogue.
+  void gate_up_and_swiglu(std::int64_t layer, __nv_bfloat16* gate_up, const __nv_bfloat16* bias, const char* name,
+                          Pass pass);
 
   // The gradient of qkv, for input_grad() and weight_grad(), where attention's backward pass writes its codes: calls
   // attention() with where they go. Scales are known.
@@ -104,6 +106,8 @@ class Fp8Linears {
   // for the down projection, down_input_grad_and_swiglu() has made.
   void weight_grad(BlockLinear linear, std::int64_t layer, float* dweight, const __nv_bfloat16* x,
                    Accumulate accumulate, const char* name);
+  // dbias [OC] += the sum of the rows of dout, as it was rounded. `workspace` as for bias_grad().
+  void bias_grad(BlockLinear linear, std::int64_t layer, float* dbias, void* workspace);
   // From the gradient that take_gradient() has made for the down projection, and gate_up [N, 2F]: the fp8 gradient of
   // gate_up, and SwiGLU's result again. d_swiglu_out [N, F] is scratch.
   void down_input_grad_and_swiglu(std::int64_t layer, __nv_bfloat16* d_swiglu_out, const __nv_bfloat16* gate_up,
@@ -150,6 +154,11 @@ class Fp8Linears {
   std::uint8_t* input_codes(BlockLinear linear, std::int64_t layer) const {
     if (linear != BlockLinear::qkv && linear != BlockLinear::up) return memory_.input;
     return memory_.norms[static_cast<std::size_t>(2 * layer) + (linear == BlockLinear::up ? 1 : 0)];
+  }
+  // The gradient of a linear layer's output, as rows.
+  Fp8Matrix gradient(BlockLinear linear, std::int64_t layer) const {
+    return matrix(scales_.slots().at(Fp8Kind::gradient, layer, linear),
+                  linear == BlockLinear::up ? memory_.d_gate_up : memory_.gradient);
   }
   const Fp8Memory::Weight& weight(BlockLinear linear, std::int64_t layer) const {
     return memory_.weights[static_cast<std::size_t>(4 * buffers_.of(layer)) + static_cast<std::size_t>(linear)];

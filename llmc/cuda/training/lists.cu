@@ -26,7 +26,7 @@ template <typename S>
 void TrainingModel<S>::forward_layer(std::int64_t l) {
   const TraceRange range("layer");
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
-  const S* down = weights_.blocks[static_cast<std::size_t>(l)].down.weight.plain;
+  const Linear<S>& down = weights_.blocks[static_cast<std::size_t>(l)].down;
 
   forward_to_swiglu(l, acts_.branch, a.swiglu_out);
   if (l + 1 < config_.num_layers) {
@@ -47,10 +47,11 @@ void TrainingModel<S>::forward_to_swiglu(std::int64_t l, S* branch, S* swiglu_ou
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
   const S* residual = acts_.residual[static_cast<std::size_t>(l)];
 
-  linear(qkv_, l, a.qkv, a.input_norm, w.qkv.weight.plain, N);
+  linear(qkv_, l, a.qkv, a.input_norm, w.qkv, N);
+  if (config_.qk_norm) normalize_heads(l);
   rope(a.qkv);
-  attend(a);
-  linear_and_normalize(output_, l, norm_after(2 * l), a.attention, w.output.weight.plain, residual, branch);
+  attend(l, a);
+  linear_and_normalize(output_, l, norm_after(2 * l), a.attention, w.output, residual, branch);
 
   gate_up_and_swiglu(l, swiglu_out);
 }
@@ -64,13 +65,13 @@ void TrainingModel<S>::classify(float loss_scale, Accumulate head, LossTotal* to
   for (std::int64_t row = 0; row < N; row += chunk) {
     const std::int64_t count = std::min(chunk, N - row);
     const S* hidden = acts_.final_norm + row * C;
-    linear(head_, kNoLayer, acts_.logits, hidden, weights_.head.plain, count);
+    linear(head_, kNoLayer, acts_.logits, hidden, {weights_.head}, count);
     softmax_and_loss(acts_.losses + row, work_.labels + row, count, loss_scale);  // logits now hold their gradient
     if (!training_) continue;
     input_grad(head_, kNoLayer, acts_.d_final_norm + row * C, acts_.logits, weights_.head.plain, count);
-    weight_grad(head_, kNoLayer, d_weights_.head.plain, acts_.logits, hidden, count, row == 0 ? head : Accumulate::yes);
+    weight_grad(head_, kNoLayer, {d_weights_.head}, acts_.logits, hidden, count, row == 0 ? head : Accumulate::yes);
   }
-  if (training_ && head_section() != kEmbeddingSection) gradients_ready(head_section());
+  if (training_ && head_section() != kEmbeddingSection) gradients_.ready(head_section());
   sum_losses(total);
 }
 
@@ -78,22 +79,22 @@ void TrainingModel<S>::classify(float loss_scale, Accumulate head, LossTotal* to
 
 template <typename S>
 void TrainingModel<S>::backward_layers(Accumulate accumulate) {
-  if (accumulate == Accumulate::no) zero_accumulated_gradients();
+  if (accumulate == Accumulate::no) gradients_.zero_accumulated();
   sort_tokens();  // for embed_backward(), in another stream
-  take_gradient_slot(config_.num_layers - 1);
+  gradients_.take_slot(config_.num_layers - 1);
   parameters_needed_again(section_of_layer(config_.num_layers - 1));
   normalize_backward(norm_after(2 * config_.num_layers - 1), acts_.d_final_norm, false);
   for (std::int64_t l = config_.num_layers - 1; l >= 0; --l) {
-    if (l + 1 < config_.num_layers) take_gradient_slot(l);
+    if (l + 1 < config_.num_layers) gradients_.take_slot(l);
     parameters_needed_again(section_of_layer(l));
     use_fp8_weights(l, true);
     if (l > 0) fetch_parameters(section_of_layer(l - 1));
     recompute_layer(l);
     backward_layer(l, accumulate);
-    gradients_ready(section_of_layer(l));
+    gradients_.ready(section_of_layer(l));
   }
   embed_backward();
-  gradients_ready(kEmbeddingSection);
+  gradients_.ready(kEmbeddingSection);
 }
 
 // Recomputes what --recompute let other layers overwrite, by the same operators on the same inputs: the same bits.
@@ -124,15 +125,16 @@ void TrainingModel<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
 
   // null: it still exists
   down_input_grad_and_swiglu(l, options_.recompute == Recompute::none ? nullptr : a.swiglu_out);
-  weight_grad(down_, l, dw.down.weight.plain, branch_gradient(), a.swiglu_out, N, accumulate);
-  weight_grad(gate_up_, l, dw.up.weight.plain, a.gate_up, a.post_norm, N, accumulate);  // a.gate_up: now its gradient
+  weight_grad(down_, l, dw.down, branch_gradient(), a.swiglu_out, N, accumulate);
+  weight_grad(gate_up_, l, dw.up, a.gate_up, a.post_norm, N, accumulate);  // a.gate_up: now its gradient
   input_grad(gate_up_, l, acts_.d_norm, a.gate_up, w.up.weight.plain, N);
   normalize_backward(norm_after(2 * l), acts_.d_norm, true);
 
-  weight_grad(output_, l, dw.output.weight.plain, branch_gradient(), a.attention, N, accumulate);
+  weight_grad(output_, l, dw.output, branch_gradient(), a.attention, N, accumulate);
   input_grad(output_, l, acts_.d_attention, branch_gradient(), w.output.weight.plain, N);
   attend_backward(l, a);  // and RoPE's
-  weight_grad(qkv_, l, dw.qkv.weight.plain, acts_.d_qkv, a.input_norm, N, accumulate);
+  if (config_.qk_norm) normalize_heads_backward(l);
+  weight_grad(qkv_, l, dw.qkv, acts_.d_qkv, a.input_norm, N, accumulate);
   input_grad(qkv_, l, acts_.d_norm, acts_.d_qkv, w.qkv.weight.plain, N);
   normalize_backward(norm_after(2 * l - 1), acts_.d_norm, true);
 }

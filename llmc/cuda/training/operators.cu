@@ -7,6 +7,7 @@
 #include "llmc/cuda/op/attention/train/attention.h"
 #include "llmc/cuda/op/elementwise/embedding.h"
 #include "llmc/cuda/op/elementwise/swiglu.h"
+#include "llmc/cuda/op/gemm/bias_grad.h"
 #include "llmc/cuda/op/gemm/matmul_swiglu.h"
 #include "llmc/cuda/runtime/fork.h"
 #include "llmc/cuda/training/training_model.h"
@@ -15,16 +16,16 @@ namespace weft::cuda {
 
 // ---- linear layers --------------------------------------------------------------------------------------------------
 
-// out = x W^T, plus addend [N, OC] unless it is null.
+// out = x W^T + bias, plus addend [N, OC] unless it is null.
 template <typename S>
-void TrainingModel<S>::linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const S* weight,
+void TrainingModel<S>::linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const Linear<S>& w,
                               std::int64_t N, const S* addend) {
   if constexpr (std::is_same_v<S, bf16>) {
-    if (in_fp8(layer)) return fp8_->forward(*layer.block, l, out, x, addend, layer.forward, fp8_pass());
+    if (in_fp8(layer)) return fp8_->forward(*layer.block, l, out, x, w.bias, addend, layer.forward, fp8_pass());
   }
   const double n = static_cast<double>(N), C = static_cast<double>(layer.C), OC = static_cast<double>(layer.OC);
   clock_.run(layer.forward, 2 * n * C * OC, (n * C + C * OC + (addend != nullptr ? 2 : 1) * n * OC) * sizeof(S),
-             [&] { matmul_.forward<S>(out, x, weight, nullptr, N, layer.C, layer.OC, Accumulate::no, addend); });
+             [&] { matmul_.forward<S>(out, x, w.weight.plain, w.bias, N, layer.C, layer.OC, Accumulate::no, addend); });
 }
 
 // dx = dout W.
@@ -39,22 +40,26 @@ void TrainingModel<S>::input_grad(const LinearLayer& layer, std::int64_t l, S* d
              [&] { matmul_.input_grad<S>(dx, dout, weight, N, layer.C, layer.OC); });
 }
 
-// dweight (+)= dout^T x.
+// dweight (+)= dout^T x, dbias += the sum of dout's rows.
 template <typename S>
-void TrainingModel<S>::weight_grad(const LinearLayer& layer, std::int64_t l, float* dweight, const S* dout, const S* x,
-                                   std::int64_t N, Accumulate accumulate) {
+void TrainingModel<S>::weight_grad(const LinearLayer& layer, std::int64_t l, const Linear<float>& dw, const S* dout,
+                                   const S* x, std::int64_t N, Accumulate accumulate) {
   if constexpr (std::is_same_v<S, bf16>) {
     if (in_fp8(layer)) {
       const bool taken = layer.block == BlockLinear::down || layer.block == BlockLinear::up ||
                          (layer.block == BlockLinear::qkv && attention_rounds());
       if (!taken) fp8_->take_gradient(*layer.block, l, dout);
-      return fp8_->weight_grad(*layer.block, l, dweight, x, accumulate, layer.weight_grad);
+      if (dw.bias != nullptr) fp8_->bias_grad(*layer.block, l, dw.bias, work_.scratch);
+      return fp8_->weight_grad(*layer.block, l, dw.weight.plain, x, accumulate, layer.weight_grad);
     }
   }
   const double n = static_cast<double>(N), C = static_cast<double>(layer.C), OC = static_cast<double>(layer.OC);
   const double passes = accumulate == Accumulate::yes ? 2 : 1;
   clock_.run(layer.weight_grad, 2 * n * C * OC, n * (C + OC) * sizeof(S) + passes * C * OC * sizeof(float),
-             [&] { matmul_.weight_grad<S>(dweight, dout, x, N, layer.C, layer.OC, accumulate); });
+             [&] { matmul_.weight_grad<S>(dw.weight.plain, dout, x, N, layer.C, layer.OC, accumulate); });
+  if (dw.bias == nullptr) return;
+  clock_.run("bias grad", 0, n * OC * sizeof(S),
+             [&] { bias_grad<S>(dw.bias, dout, N, layer.OC, work_.scratch, stream_); });
 }
 
 // ---- embedding ------------------------------------------------------------------------------------------------------
@@ -141,16 +146,16 @@ void TrainingModel<S>::normalize(const NormSite& site) {
   launch_norm(site, norm_operands(site));
 }
 
-// residual = skip + dropout(x W^T), out = norm(residual). Without dropout the GEMM adds skip in its epilogue; with it
-// the GEMM writes `branch` [N, C], and the norm's kernel applies dropout, adds and normalises.
+// residual = skip + dropout(x W^T + bias), out = norm(residual). Without dropout the GEMM adds skip in its epilogue; with
+// it the GEMM writes `branch` [N, C], and the norm's kernel applies dropout, adds and normalises.
 template <typename S>
 void TrainingModel<S>::linear_and_normalize(const LinearLayer& layer, std::int64_t l, const NormSite& site, const S* x,
-                                            const S* weight, const S* skip, S* branch) {
+                                            const Linear<S>& w, const S* skip, S* branch) {
   ResidualNormForward<S, S> norm = norm_operands(site);
   if (residual_in_epilogue()) {
-    linear(layer, l, site.residual, x, weight, rows(), skip);
+    linear(layer, l, site.residual, x, w, rows(), skip);
   } else {
-    linear(layer, l, branch, x, weight, rows());
+    linear(layer, l, branch, x, w, rows());
     norm.x = branch;
     norm.residual = skip;
     norm.residual_out = site.residual;
@@ -182,6 +187,35 @@ void TrainingModel<S>::normalize_backward(const NormSite& site, const S* d_out, 
 
 // ---- attention ------------------------------------------------------------------------------------------------------
 
+template <typename S>
+HeadNormShape TrainingModel<S>::head_norm_shape() const {
+  return {options_.micro_batch, options_.seq_len, config_.num_heads,
+          config_.num_kv_heads, config_.head_dim, static_cast<float>(config_.norm_eps)};
+}
+
+// Normalises the heads of q and k in place, and keeps them as they were.
+template <typename S>
+void TrainingModel<S>::normalize_heads(std::int64_t l) {
+  const BlockWeights<S>& w = weights_.blocks[static_cast<std::size_t>(l)];
+  const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
+  const HeadNormForward<S> io = {q_heads(a.qkv), k_heads(a.qkv), w.q_norm.weight, w.k_norm.weight, a.qk};
+  clock_.run("head norm", 0, 3 * row_bytes(config_.q_size() + config_.kv_size()),
+             [&] { head_norm_forward(head_norm_shape(), io, stream_); });
+}
+
+// The gradients of q and k in d_qkv become those before their norms.
+template <typename S>
+void TrainingModel<S>::normalize_heads_backward(std::int64_t l) {
+  const BlockWeights<S>& w = weights_.blocks[static_cast<std::size_t>(l)];
+  const BlockWeights<float>& dw = d_weights_.blocks[static_cast<std::size_t>(l)];
+  const HeadNormBackward<S> io = {
+      q_heads(acts_.d_qkv), k_heads(acts_.d_qkv), acts_.layers[static_cast<std::size_t>(l)].qk,
+      w.q_norm.weight,      w.k_norm.weight,      dw.q_norm.weight,
+      dw.k_norm.weight,     work_.scratch};
+  clock_.run("head norm backward", 0, 3 * row_bytes(config_.q_size() + config_.kv_size()),
+             [&] { head_norm_backward(head_norm_shape(), io, stream_); });
+}
+
 // Rotates q and k in place.
 template <typename S>
 void TrainingModel<S>::rope(S* qkv) {
@@ -192,10 +226,10 @@ void TrainingModel<S>::rope(S* qkv) {
 }
 
 template <typename S>
-void TrainingModel<S>::attend(const LayerActivations<S>& a) {
+void TrainingModel<S>::attend(std::int64_t l, const LayerActivations<S>& a) {
   const std::int64_t q = config_.q_size();
-  clock_.run("attention", attention_flops(), row_bytes(q + qkv_size()), [&] {
-    attention_forward<S>(attention_shape(config_, options_), heads(a.attention, q), a.lse, q_heads(a.qkv),
+  clock_.run("attention", attention_flops(l), row_bytes(q + qkv_size()), [&] {
+    attention_forward<S>(attention_shape(config_, options_, l), heads(a.attention, q), a.lse, q_heads(a.qkv),
                          k_heads(a.qkv), v_heads(a.qkv), stream_);
   });
 }
@@ -209,16 +243,16 @@ void TrainingModel<S>::attend_backward(std::int64_t l, const LayerActivations<S>
       const double bytes = row_bytes(2 * q + qkv_size()) + static_cast<double>(rows() * qkv_size());
       return fp8_->write_gradient(BlockLinear::qkv, l, [&](const Fp8Target& to) {
         const AttentionCodes codes{q_heads(to.codes), k_heads(to.codes), v_heads(to.codes), to.scale, to.tally};
-        clock_.run("attention backward, quantise", 2.5 * attention_flops(), bytes, [&] {
-          attention_backward_fp8(attention_shape(config_, options_), codes, heads(acts_.d_attention, q),
+        clock_.run("attention backward, quantise", 2.5 * attention_flops(l), bytes, [&] {
+          attention_backward_fp8(attention_shape(config_, options_, l), codes, heads(acts_.d_attention, q),
                                  heads(a.attention, q), a.lse, q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv),
                                  work_.scratch, stream_, rope_);
         });
       });
     }
   }
-  clock_.run("attention backward", 2.5 * attention_flops(), row_bytes(2 * (q + qkv_size())), [&] {
-    attention_backward<S>(attention_shape(config_, options_), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv),
+  clock_.run("attention backward", 2.5 * attention_flops(l), row_bytes(2 * (q + qkv_size())), [&] {
+    attention_backward<S>(attention_shape(config_, options_, l), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv),
                           v_heads(acts_.d_qkv), heads(acts_.d_attention, q), heads(a.attention, q), a.lse,
                           q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv), work_.scratch, stream_, rope_);
   });
@@ -230,19 +264,19 @@ void TrainingModel<S>::attend_backward(std::int64_t l, const LayerActivations<S>
 template <typename S>
 void TrainingModel<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
   const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size;
-  const S* weight = weights_.blocks[static_cast<std::size_t>(l)].up.weight.plain;
+  const Linear<S>& up = weights_.blocks[static_cast<std::size_t>(l)].up;
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
   if constexpr (std::is_same_v<S, bf16>) {
-    if (fp8_) return fp8_->gate_up_and_swiglu(l, a.gate_up, gate_up_.forward, fp8_pass());
+    if (fp8_) return fp8_->gate_up_and_swiglu(l, a.gate_up, up.bias, gate_up_.forward, fp8_pass());
     if (swiglu_in_epilogue_) {
       const double n = static_cast<double>(N), c = static_cast<double>(C), f = static_cast<double>(F);
       clock_.run("gate, up, swiglu", 4 * n * c * f,
                  (n * c + 2 * f * c + (swiglu_out != nullptr ? 3 : 2) * n * f) * sizeof(S),
-                 [&] { gate_up_swiglu(a.gate_up, swiglu_out, a.post_norm, weight, N, C, F, stream_); });
+                 [&] { gate_up_swiglu(a.gate_up, swiglu_out, a.post_norm, up.weight.plain, N, C, F, stream_); });
       return;
     }
   }
-  linear(gate_up_, l, a.gate_up, a.post_norm, weight, N);
+  linear(gate_up_, l, a.gate_up, a.post_norm, up, N);
   if (swiglu_out == nullptr) return;
   clock_.run("swiglu", 0, 3 * row_bytes(F), [&] { swiglu_forward(swiglu_out, a.gate_up, N, F, stream_); });
 }
@@ -291,21 +325,23 @@ void TrainingModel<S>::sum_losses(LossTotal* total) {
 }
 
 #define WEFT_INSTANTIATE(S)                                                                                           \
-  template void TrainingModel<S>::linear(const LinearLayer&, std::int64_t, S*, const S*, const S*, std::int64_t,      \
-                                         const S*);                                                                   \
+  template void TrainingModel<S>::linear(const LinearLayer&, std::int64_t, S*, const S*, const Linear<S>&,            \
+                                         std::int64_t, const S*);                                                     \
   template void TrainingModel<S>::input_grad(const LinearLayer&, std::int64_t, S*, const S*, const S*, std::int64_t); \
-  template void TrainingModel<S>::weight_grad(const LinearLayer&, std::int64_t, float*, const S*, const S*,           \
-                                              std::int64_t, Accumulate);                                              \
+  template void TrainingModel<S>::weight_grad(const LinearLayer&, std::int64_t, const Linear<float>&, const S*,       \
+                                              const S*, std::int64_t, Accumulate);                                    \
   template void TrainingModel<S>::embed();                                                                            \
   template void TrainingModel<S>::sort_tokens();                                                                      \
   template void TrainingModel<S>::embed_backward();                                                                   \
   template TrainingModel<S>::NormSite TrainingModel<S>::norm_after(std::int64_t) const;                               \
   template void TrainingModel<S>::normalize(const NormSite&);                                                         \
   template void TrainingModel<S>::linear_and_normalize(const LinearLayer&, std::int64_t, const NormSite&, const S*,   \
-                                                       const S*, const S*, S*);                                       \
+                                                       const Linear<S>&, const S*, S*);                               \
   template void TrainingModel<S>::normalize_backward(const NormSite&, const S*, bool);                                \
+  template void TrainingModel<S>::normalize_heads(std::int64_t);                                                      \
+  template void TrainingModel<S>::normalize_heads_backward(std::int64_t);                                             \
   template void TrainingModel<S>::rope(S*);                                                                           \
-  template void TrainingModel<S>::attend(const LayerActivations<S>&);                                                 \
+  template void TrainingModel<S>::attend(std::int64_t, const LayerActivations<S>&);                                   \
   template void TrainingModel<S>::attend_backward(std::int64_t, const LayerActivations<S>&);                          \
   template void TrainingModel<S>::gate_up_and_swiglu(std::int64_t, S*);                                               \
   template void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t, S*);                                       \

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <type_traits>
 #include <vector>
 
@@ -13,7 +14,9 @@
 #include "llmc/base/range.h"
 #include "llmc/cuda/op/classifier/classifier.h"
 #include "llmc/cuda/op/optim/adamw.h"
+#include "llmc/cuda/op/optim/muon.h"
 #include "llmc/model/head_view.h"
+#include "llmc/model/optimizer.h"
 #include "llmc/model/shards.h"
 #include "llmc/model/train_model.h"
 
@@ -30,9 +33,13 @@ inline std::size_t moment_bytes(const TrainOptions& options) {
   return options.moments == Precision::bf16 ? sizeof(__nv_bfloat16) : sizeof(float);
 }
 
+// The shapes of the matrices that the optimizer needs whole, each once.
+std::vector<MuonShape> muon_shapes(const TensorTable& table, const Optimizer& optimizer);
+
 // Number of the N rows of logits that exist at the same time.
 std::int64_t classifier_rows(std::int64_t N);
-AttentionShape attention_shape(const ModelConfig& config, const TrainOptions& options);
+// Of layer `layer`.
+AttentionShape attention_shape(const ModelConfig& config, const TrainOptions& options, std::int64_t layer);
 // Which rank of a run a model is, and what the ranks divide. One rank: alone.
 struct RankShare {
   int rank = 0, ranks = 1;
@@ -46,26 +53,32 @@ struct RankShare {
 };
 
 // How the ranks divide the arenas, and the work of this rank. The blocks of the update and of the norm do not depend on
-// the number of ranks: they end where sections end and at multiples of kAdamWBlockElements, where parts of buckets may
-// end.
+// the number of ranks: they end where sections end, at multiples of kAdamWBlockElements, and where a tensor that the optimizer
+// needs whole begins or ends. Parts of buckets end there too, but within no such tensor.
 struct Sharding {
-  Sharding(const ModelConfig& config, const TensorTable& table, const RankShare& share);
+  Sharding(const ModelConfig& config, const TensorTable& table, const Optimizer& optimizer, const RankShare& share);
 
   std::int64_t ranks = 1;
   bool sharded = false;             // a rank has moments, low halves and the update of its own parts only
   bool gradients_sharded = false;   // likewise the gradients of the step
   bool parameters_sharded = false;  // likewise the parameters, stored like the moments
   std::vector<Bucket> buckets;      // in the order of the arena
-  std::vector<Range> sections;
+  std::vector<Range> sections;      // parameter_sections(): embedding, layers and, unless it is tied, the head
+  std::size_t head_section = 0;     // the embedding's if it is tied
   // Where the gradients of each section lie while they are computed. With sharded gradients, layers take turns in
   // kGradientSlots places, and the ranks' sums are stored like the moments.
   std::vector<std::int64_t> gradient_begins;
   std::int64_t gradient_elements = 0;
-  SectionBuffers places;                   // where sharded parameters lie while a pass uses them
-  std::vector<AdamWBlock> blocks;          // the work of the update, in the order of the buckets
-  std::vector<Range> blocks_of_bucket;     // ranges of `blocks`
-  std::vector<std::int64_t> state_begins;  // where the moments of this rank's part of each bucket begin
-  std::int64_t state_elements = 0;         // number of moments that this rank has
+  SectionBuffers places;  // where sharded parameters lie while a pass uses them
+  // The work of this rank: the blocks that AdamW updates and the matrices that Muon does, each in the order of the buckets.
+  // Behind all of AdamW's, `blocks` has those of the matrices, for the norm.
+  std::vector<AdamWBlock> blocks;
+  std::vector<MuonMatrix> matrices;
+  std::vector<Range> blocks_of_bucket, matrices_of_bucket;  // ranges of the two
+  std::vector<std::int64_t> state_begins;  // where low halves and first states of this rank's part of each bucket begin
+  std::int64_t state_elements = 0;         // number of first states that this rank has
+  // The elements of the arena of which it has second states. If all tensors have one, those are where the first are.
+  PackedRanges seconds{{}};
   // Where the sums of this rank's parts of buckets lie if they are apart from the gradients: with sharded gradients,
   // and in rounds before the last.
   std::vector<std::int64_t> sum_begins;
@@ -76,6 +89,13 @@ struct Sharding {
   std::vector<std::int32_t> squares_order;
   std::int64_t squares = 0;
   std::int64_t received = 0;  // the most elements received from other ranks for one bucket
+
+  std::size_t end_of_layers() const {
+    return sections.size() - (head_section > 0 ? 1 : 0);
+  }  // layer l has section l + 1
+  std::size_t section_of(const TensorSpec& spec) const;
+  // Offset of a section's gradient, while it is computed, from its position in the table's layout.
+  std::int64_t gradient_shift(std::size_t section) const { return gradient_begins[section] - sections[section].begin; }
 
  private:
   void place_gradients(const ModelConfig& config);
@@ -89,7 +109,7 @@ inline constexpr std::size_t kGradientSlots = 3;
 // operators.
 struct TrainingWorkspace {
   TrainingWorkspace(const ModelConfig& config, const TrainOptions& options, const RankShare& share,
-                    const Sharding& sharding);
+                    const Sharding& sharding, std::span<const MuonShape> muon_shapes);
   TrainingWorkspace(const TrainingWorkspace&) = delete;  // `layout` holds the addresses of the pointers below
   TrainingWorkspace& operator=(const TrainingWorkspace&) = delete;
 
@@ -102,6 +122,7 @@ struct TrainingWorkspace {
   Fp8Tally* rank_tallies = nullptr;  // with fp8 and several ranks: what each has met, [ranks, slots]
   GradientNorm* gradient_norm = nullptr;
   AdamWBlock* adamw_blocks = nullptr;
+  MuonWorkspace muon;
   double* squares = nullptr;              // sums of squares of the gradients of each block, of all ranks
   std::int32_t* squares_order = nullptr;  // null: the order of `squares`
   std::byte* scratch = nullptr;           // scratch shared by operators that never run at the same time
@@ -115,6 +136,7 @@ std::vector<MemoryLine> llama_memory(const ModelConfig& config, const TrainOptio
 
 // Memory for each element of the arena, or for those whose state this rank has.
 MemoryPlan state_plan(const char* name, const Sharding& sharding, std::size_t element_bytes);
+MemoryPlan second_state_plan(const Sharding& sharding, std::size_t element_bytes);
 // The gradients' sum over completed virtual ranks; empty with one.
 MemoryPlan rank_sum_plan(const TensorTable& table, const TrainOptions& options);
 MemoryPlan received_plan(const Sharding& sharding);
@@ -128,7 +150,7 @@ MemoryPlan part_sum_plan(const Sharding& sharding);
 // The options of one rank: `options` without the micro-batches of the others.
 TrainOptions of_one_rank(TrainOptions options);
 
-// Exit::usage for a width or head size that the kernels do not have.
+// Exit::usage for a width, a head size or a block that the kernels do not have.
 void check_sizes(const ModelConfig& config);
 
 }  // namespace weft::cuda

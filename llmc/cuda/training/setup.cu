@@ -17,41 +17,37 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
       options_(options),
       peers_(peers),
       table_(config, kStorage<S>),
-      sharding_(config, table_, peers.share),
-      swiglu_in_epilogue_(options.precision == Precision::bf16
-                              ? matmul_swiglu_computes(config.hidden_size, config.ffn_size)
-                              : options.precision == Precision::fp8 && matmul_swiglu_fp8_computes()),
+      sharding_(config, table_, *options.optimizer, peers.share),
+      swiglu_in_epilogue_(!config.mlp_bias &&
+                          (options.precision == Precision::bf16
+                               ? matmul_swiglu_computes(config.hidden_size, config.ffn_size)
+                               : options.precision == Precision::fp8 && matmul_swiglu_fp8_computes())),
       clock_(stream_),
       matmul_(stream_, peers.share.rank == 0 ? options.matmul_plans : std::string()),
       acts_(config, options, classifier_rows(rows())),
-      work_(config, options, peers.share, sharding_),
+      work_(config, options, peers.share, sharding_, muon_shapes(table_, *options.optimizer)),
       parameter_arena_((prepare_matmuls(), read_parameters_plan(table_, sharding_, sizeof(S)))),
       own_parameter_arena_(state_plan("parameters", sharding_, sharding_.parameters_sharded ? sizeof(S) : 0)),
       low_arena_(state_plan("low halves of fp32 masters", sharding_, kSplitMaster<S> ? sizeof(std::int16_t) : 0)),
-      gradient_arena_(gradient_plan(sharding_)),
-      part_sum_arena_(part_sum_plan(sharding_)),
-      rank_sum_arena_(rank_sum_plan(table_, options)),
-      received_arena_(received_plan(sharding_)),
-      moment1_arena_(state_plan("first moments", sharding_, moment_bytes(options))),
-      moment2_arena_(state_plan("second moments", sharding_, moment_bytes(options))),
+      gradients_(table_, options_, sharding_, peers_, clock_, stream_),
+      state1_arena_(state_plan("first states of the optimizer", sharding_, moment_bytes(options))),
+      state2_arena_(second_state_plan(sharding_, moment_bytes(options))),
       activation_arena_(acts_.plan()),
       workspace_arena_(work_.layout.plan()),
       weights_(bind_weights(config, table_, parameter_arena_.at<S>(0), Offsets::bytes)),
-      d_weights_(bind_weights(config, table_, gradient_arena_.at<float>(0), Offsets::elements)),
+      d_weights_(bind_weights(config, table_, gradients_.computed().at<float>(0), Offsets::elements)),
       upload_(rows()),
       results_(sizeof(GradientNorm) +
                (1 + static_cast<std::uint64_t>(peers.share.ranks * peers.share.rounds)) * sizeof(LossTotal)),
-      buffers_(sharding_.places),
-      sent_(sharding_.buckets.size()) {
+      buffers_(sharding_.places) {
   if (options.precision == Precision::fp8) {
     fp8_.emplace(config, options, table_, sharding_, swiglu_in_epilogue_, matmul_, clock_, stream_);
   }
   acts_.bind(activation_arena_);
   work_.layout.bind(workspace_arena_);
   place_sections();
-  for (DeviceArena* arena :
-       {&parameter_arena_, &own_parameter_arena_, &low_arena_, &gradient_arena_, &part_sum_arena_, &rank_sum_arena_,
-        &received_arena_, &moment1_arena_, &moment2_arena_, &activation_arena_, &workspace_arena_}) {
+  for (DeviceArena* arena : {&parameter_arena_, &own_parameter_arena_, &low_arena_, &state1_arena_, &state2_arena_,
+                             &activation_arena_, &workspace_arena_}) {
     arena->clear(stream_);
   }
   const RopeTable table = rope_table(config.rope, options.seq_len);
@@ -63,16 +59,12 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
   upload(work_.adamw_blocks, sharding_.blocks);
   if (!sharding_.squares_order.empty()) upload(work_.squares_order, sharding_.squares_order);
   if (has_peers()) {
-    for (const DeviceArena* arena : {&parameter_arena_, &gradient_arena_, &workspace_arena_}) {
+    const DeviceArena* const shared[] = {&parameter_arena_, &gradients_.computed(), &workspace_arena_};
+    for (const DeviceArena* arena : shared) {
       peers_.device_ranks->share(arena->at<std::byte>(0), arena->bytes());
     }
-    constexpr int kBeforeOthers = -1;  // a higher priority: gradients from other ranks are added as soon as they arrive
-    exchange_stream_.emplace(kBeforeOthers);
-    const auto new_event = [] { return std::make_unique<Event>(cudaEventDisableTiming); };
-    for (std::size_t s = 0; s < sharding_.sections.size(); ++s) gradients_ready_.push_back(new_event());
     for (std::size_t b = 0; b < sharding_.buckets.size(); ++b) {
-      gradients_exchanged_.push_back(new_event());
-      parameters_ready_.push_back(new_event());
+      parameters_ready_.push_back(std::make_unique<Event>(cudaEventDisableTiming));
     }
   }
   stream_.synchronize("start");
@@ -83,15 +75,15 @@ template <typename S>
 void TrainingModel<S>::place_sections() {
   std::vector<std::int64_t> of_gradients, of_parameters;
   for (std::size_t s = 0; s < sharding_.sections.size(); ++s) {
-    of_gradients.push_back(gradient_shift(s));
+    of_gradients.push_back(sharding_.gradient_shift(s));
     of_parameters.push_back(sharding_.parameters_sharded ? parameter_shift(s) : 0);
   }
   d_weights_.move_sections(of_gradients);
   weights_.move_sections(of_parameters);
 }
 
-// Every GEMM of the step: four linear layers and the head, each forward and for both gradients. The first micro-batch
-// of a step stores weight gradients, the others accumulate. Where SwiGLU is in the epilogue of a kernel of the project,
+// Every GEMM of the step: four linear layers and the head, each forward and for both gradients, and those of Muon. The first
+// micro-batch of a step stores weight gradients, the others accumulate. Where SwiGLU is in the epilogue of a kernel of the project,
 // the two GEMMs beside it need no plan: in fp8 the first step alone takes down's dgrad from cuBLASLt, by its first suggestion.
 template <typename S>
 void TrainingModel<S>::prepare_matmuls() {
@@ -107,7 +99,8 @@ void TrainingModel<S>::prepare_matmuls() {
                                 : kIsFloat                                          ? CUDA_R_32F
                                                                                     : CUDA_R_16BF;
     if (!swiglu_in_epilogue_ || &layer != &gate_up_) {
-      shapes.push_back({Gemm::forward, n, C, OC, type, Accumulate::no, false, addend});
+      const bool bias = layer.block && has_bias(config_, *layer.block);
+      shapes.push_back({Gemm::forward, n, C, OC, type, Accumulate::no, bias, addend});
     }
     if (!swiglu_in_epilogue_ || &layer != &down_) {
       shapes.push_back({Gemm::input_grad, n, C, OC, type, Accumulate::no, false});
@@ -122,6 +115,10 @@ void TrainingModel<S>::prepare_matmuls() {
   prepare(down_, N, addend, {true, accumulates});
   prepare(head_, chunk, false, {true, accumulates || N > chunk});
   if (N % chunk != 0) prepare(head_, N % chunk, false, {false, true});
+  for (const MuonShape& shape : muon_shapes(table_, optimizer())) {
+    const MuonMatmuls gemms = muon_matmuls(shape, kIsFloat ? CUDA_R_32F : CUDA_R_16BF);
+    shapes.insert(shapes.end(), {gemms.gram, gemms.polynomial, gemms.next});
+  }
   // Rank 0 chooses: another algorithm may add in another order, and then the bits would depend on which rank computes.
   if (peers_.share.rank == 0) matmul_.prepare(shapes);
   if (!has_peers()) return;
@@ -145,8 +142,8 @@ void require_fp8() {
 std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& options, Communicator* ranks,
                                  DeviceRanks* device_ranks, const RankShare& share) {
   check_sizes(config);
-  if (options.optimizer != &adamw_optimizer()) {
-    fail(Exit::usage, "--optimizer: got %s, but GPUs have adamw only", options.optimizer->name());
+  if (options.optimizer != &adamw_optimizer() && options.optimizer != &muon_optimizer()) {
+    fail(Exit::internal, "%s has no update on the GPU", options.optimizer->name());
   }
   if (options.moments == Precision::bf16 && options.precision == Precision::fp32) {
     fail(Exit::internal, "moments in bf16 beside parameters in fp32");
@@ -157,7 +154,7 @@ std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& 
   }
   const auto make_as = [&](auto storage) -> std::unique_ptr<TrainModel> {
     using Model = TrainingModel<decltype(storage)>;
-    return std::make_unique<Model>(config, options, typename Model::Peers{ranks, device_ranks, share});
+    return std::make_unique<Model>(config, options, Peers{ranks, device_ranks, share});
   };
   if (options.precision == Precision::fp32) return make_as(float{});
   return make_as(bf16{});

@@ -17,14 +17,15 @@ void join_host_masters(const std::uint16_t* high, const std::int16_t* low, float
   }
 }
 
-PinnedStateCopy::PinnedStateCopy(std::vector<Range> elements, const Source& source, cudaStream_t training,
-                                 cudaEvent_t copied)
+PinnedStateCopy::PinnedStateCopy(std::vector<Range> elements, PackedRanges seconds, const Source& source,
+                                 cudaStream_t training, cudaEvent_t copied)
     : elements_(std::move(elements)),
+      seconds_(std::move(seconds)),
       count_(static_cast<std::uint64_t>(elements_.size())),
       source_(source),
       training_(training),
       copied_(copied),
-      buffer_(3 * sizeof(float) * count_) {}
+      buffer_(sizeof(float) * (2 * count_ + static_cast<std::uint64_t>(seconds_.size()))) {}
 
 std::uint64_t PinnedStateCopy::begin_of(TensorRole role) const {
   const std::uint64_t arena = sizeof(float) * count_;
@@ -65,8 +66,8 @@ void PinnedStateCopy::take() {
   } else {
     copy_parameters(sizeof(float));
   }
-  copy(begin_of(TensorRole::state1), source_.moment1, source_.moment_bytes * count_);
-  copy(begin_of(TensorRole::state2), source_.moment2, source_.moment_bytes * count_);
+  copy(begin_of(TensorRole::state1), source_.state1, source_.state_bytes * count_);
+  copy(begin_of(TensorRole::state2), source_.state2, source_.state_bytes * static_cast<std::uint64_t>(seconds_.size()));
   check(cudaEventRecord(copied_, stream_), "copying the state");
 }
 
@@ -74,14 +75,14 @@ const float* PinnedStateCopy::read(TensorRole role, const TensorSpec& spec, std:
                                    float* buffer) const {
   check(cudaEventSynchronize(copied_), "copying the state");
   const std::uint64_t begin = begin_of(role);
-  const auto element =
-      static_cast<std::uint64_t>(elements_.position_of(spec.offset + static_cast<std::int64_t>(first)));
+  const PackedRanges& ranges = role == TensorRole::state2 ? seconds_ : elements_;
+  const auto element = static_cast<std::uint64_t>(ranges.position_of(spec.offset + static_cast<std::int64_t>(first)));
   if (role == TensorRole::parameter && source_.low != nullptr) {
     join_host_masters(buffer_.at<std::uint16_t>(sizeof(std::uint16_t) * element),
                       buffer_.at<std::int16_t>(sizeof(std::uint16_t) * (count_ + element)), buffer, count);
     return buffer;
   }
-  if (role == TensorRole::parameter || source_.moment_bytes == sizeof(float)) {
+  if (role == TensorRole::parameter || source_.state_bytes == sizeof(float)) {
     return buffer_.at<float>(begin + sizeof(float) * element);
   }
   convert_to_f32(buffer_.at<std::byte>(begin + sizeof(std::uint16_t) * element), DType::bf16, buffer, count);

@@ -1,14 +1,15 @@
-// What surrounds lists.cu in a training step: the upload of tokens, CUDA graphs, storing or accumulating
-// gradients, statistics, the update, validation, and the timing of operators.
+// What surrounds lists.cu in a training step: the upload of tokens, CUDA graphs, statistics, the update, validation, and the
+// timing of operators.
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <span>
 #include <tuple>
+#include <vector>
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/op/gemm/ceilings.h"
-#include "llmc/cuda/op/optim/rank_sum.h"
 #include "llmc/cuda/runtime/fork.h"
 #include "llmc/cuda/training/training_model.h"
 
@@ -31,10 +32,9 @@ void TrainingModel<S>::replay(StepGraph& graph, float scale, const std::function
 template <typename S>
 void TrainingModel<S>::forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) {
   const TraceRange range("forward");
-  if (has_peers() && rank_micro_batches_ == 0) begin_round();
+  const Accumulate head = gradients_.begin_forward();
   micro_step_ = micro_step;
   training_ = true;
-  const Accumulate head = head_stale_ ? Accumulate::no : Accumulate::yes;
   round_stale_weights();
   // In the first micro-batch of each round, not when they are stale: what is captured once is replayed in every step.
   rounds_weights_ = fp8_ && sharding_.sharded && !sharding_.parameters_sharded && head == Accumulate::no;
@@ -50,28 +50,31 @@ void TrainingModel<S>::forward(const Batch& batch, std::uint64_t micro_step, flo
   }
   if (rounds_weights_) fp8_->all_weights_rounded();
   rounds_weights_ = false;
-  head_stale_ = false;
-  if (is_last_micro_batch() && head_section() != kEmbeddingSection) exchange_from(head_section());
+  gradients_.end_forward();
 }
 
 template <typename S>
 void TrainingModel<S>::backward() {
   if (!training_) fail(Exit::internal, "backward() without a forward()");
   const TraceRange range("backward");
-  const Accumulate accumulate = others_stale_ ? Accumulate::no : Accumulate::yes;
+  const Accumulate accumulate = gradients_.begin_backward();
   delay_point(stream_, DelayPoint::step);
   if (sharding_.gradients_sharded) {  // no graph: it waits for exchanges that are queued along with it
     backward_layers(accumulate);
   } else {
     replay(backward_graphs_[static_cast<int>(accumulate)], 0, [&] { backward_layers(accumulate); });
   }
-  others_stale_ = false;
   if (fp8_) fp8_->end_micro_batch();
-  const bool last = is_last_micro_batch();
-  ++rank_micro_batches_;
-  if (!last) return;
-  if (has_peers()) finish_round();
-  if (options_.virtual_ranks > 1) finish_rank();
+  if (const std::optional<std::int64_t> rank = gradients_.end_backward()) store_loss(*rank);
+}
+
+// The loss of a rank of the step is complete: it goes to its place or, of virtual ranks, to the sum.
+template <typename S>
+void TrainingModel<S>::store_loss(std::int64_t rank) {
+  if (!has_peers()) return move_losses(work_.rank_totals, work_.loss_total, stream_);
+  LossTotal* const total = work_.rank_totals + rank * peers_.share.ranks + peers_.share.rank;
+  check(cudaMemcpyAsync(total, work_.loss_total, sizeof *total, cudaMemcpyDeviceToDevice, stream_), "losses");
+  check(cudaMemsetAsync(work_.loss_total, 0, sizeof *total, stream_), "losses");
 }
 
 // Before a pass: rounds the weights whose codes no update has written. If ranks divide the update, the lists do that.
@@ -91,22 +94,6 @@ void TrainingModel<S>::use_fp8_weights(std::int64_t l, bool again) {
   }
 }
 
-// The gradients of a virtual rank are complete: adds them, and its loss, to those of the ranks before it.
-template <typename S>
-void TrainingModel<S>::finish_rank() {
-  if (ranks_added_ == options_.virtual_ranks) fail(Exit::internal, "more micro-batches than the ranks of a step have");
-  float* const sum = rank_sum_arena_.at<float>(0);
-  const float* const pieces[] = {sum, gradient_arena_.at<float>(0)};
-  const double passes = ranks_added_ == 0 ? 2 : 3;
-  clock_.run("sum of ranks", 0, passes * static_cast<double>(table_.arena_elements()) * sizeof(float), [&] {
-    add_ranks(sum, std::span(pieces).subspan(ranks_added_ == 0 ? 1 : 0), table_.arena_elements(), stream_);
-  });
-  move_losses(work_.rank_totals, work_.loss_total, stream_);
-  head_stale_ = others_stale_ = true;
-  rank_micro_batches_ = 0;
-  ++ranks_added_;
-}
-
 template <typename S>
 double TrainingModel<S>::evaluate(const Batch& batch, std::int64_t* label_count) {
   const TraceRange range("evaluate");
@@ -124,81 +111,12 @@ double TrainingModel<S>::evaluate(const Batch& batch, std::int64_t* label_count)
   return result->loss_sum;
 }
 
-// ---- gradients since the last zero_gradients() ----------------------------------------------------------------------
-
 template <typename S>
 void TrainingModel<S>::zero_gradients() {
-  // An abandoned step may still be sending gradients. After a complete step only parameters are in transfer, for which
-  // the next forward pass waits where it reads them.
-  if (has_peers() && !exchanged_) finish_exchange();
-  head_stale_ = others_stale_ = true;
-  exchanged_ = false;
-  rounds_done_ = 0;
-  std::fill(sent_.begin(), sent_.end(), false);
-  rank_micro_batches_ = ranks_added_ = 0;
+  gradients_.begin();
   if (fp8_) fp8_->begin_step();
   check(cudaMemsetAsync(work_.loss_total, 0, sizeof(LossTotal), stream_), "zero_gradients");
   check(cudaMemsetAsync(work_.rank_totals, 0, rank_totals() * sizeof(LossTotal), stream_), "zero_gradients");
-}
-
-template <typename S>
-void TrainingModel<S>::zero_gradient(const TensorSpec& spec) {
-  float* const gradient = gradient_arena_.at<float>(0) + spec.offset + gradient_shift(section_of(spec));
-  check(cudaMemsetAsync(gradient, 0, static_cast<std::size_t>(spec.elements) * sizeof(float), stream_),
-        "zero_gradients");
-}
-
-template <typename S>
-std::size_t TrainingModel<S>::section_of(const TensorSpec& spec) const {
-  const auto behind = std::find_if(sharding_.sections.begin(), sharding_.sections.end(),
-                                   [&](const Range& section) { return spec.offset < section.end; });
-  return static_cast<std::size_t>(behind - sharding_.sections.begin());
-}
-
-// Zeroes the gradients that backward accumulates even in the first micro-batch: those of norms, and of an embedding
-// that is not also the head.
-template <typename S>
-void TrainingModel<S>::zero_accumulated_gradients() {
-  for (std::size_t section = 0; section < sharding_.sections.size(); ++section) {
-    const bool takes_turns = sharding_.gradients_sharded && section != kEmbeddingSection && section != head_section();
-    if (!takes_turns) zero_accumulated_gradients(section);
-  }
-}
-
-template <typename S>
-void TrainingModel<S>::zero_accumulated_gradients(std::size_t section) {
-  for (const TensorSpec& spec : table_.specs()) {
-    if (section_of(spec) != section) continue;
-    const bool is_norm = spec.shape.size() == 1;
-    if (is_norm || (section == kEmbeddingSection && !config_.tied_embeddings)) zero_gradient(spec);
-  }
-}
-
-// With sharded gradients: waits until the ranks have exchanged the gradients that were in layer l's place before.
-template <typename S>
-void TrainingModel<S>::take_gradient_slot(std::int64_t l) {
-  if (!sharding_.gradients_sharded) return;
-  const std::int64_t before = l + static_cast<std::int64_t>(kGradientSlots);
-  for (std::size_t b = 0; b < sharding_.buckets.size() && before < config_.num_layers; ++b) {
-    if (sharding_.buckets[b].section != section_of_layer(before)) continue;
-    check(cudaStreamWaitEvent(stream_, *gradients_exchanged_[b]), "backward");
-  }
-  zero_accumulated_gradients(section_of_layer(l));
-}
-
-// Zeroes the gradients that no micro-batch has stored since zero_gradients(); call it before they are read. Those of
-// virtual ranks are read from their sum.
-template <typename S>
-void TrainingModel<S>::zero_stale_gradients() {
-  if (ranks_added_ > 0) return;
-  if (sharding_.gradients_sharded) {
-    zero_unsent_gradients();
-  } else {
-    for (const TensorSpec& spec : table_.specs()) {
-      if (section_of(spec) == head_section() ? head_stale_ : others_stale_) zero_gradient(spec);
-    }
-  }
-  head_stale_ = others_stale_ = false;
 }
 
 // ---- statistics and update ------------------------------------------------------------------------------------------
@@ -206,23 +124,11 @@ void TrainingModel<S>::zero_stale_gradients() {
 template <typename S>
 StepStatistics TrainingModel<S>::statistics() {
   const TraceRange range("statistics");
-  zero_stale_gradients();
-  // If passes wait for other ranks, there is no work that is this rank's alone: the event is never recorded and counts
-  // as complete.
-  if (!sharding_.gradients_sharded) check(cudaEventRecord(own_work_, stream_), "statistics");
-  if (has_peers() && !exchanged_) {
-    if (rounds_done_ != peers_.share.rounds && peers_.share.rounds > 1) {
-      fail(Exit::internal, "statistics of a step before its last round");
-    }
-    for (const std::unique_ptr<Event>& event : gradients_ready_) check(cudaEventRecord(*event, stream_), "statistics");
-    if (rounds_done_ == 0) finish_round();
-    finish_exchange();
-    exchanged_ = true;
-  }
+  if (const std::optional<std::int64_t> rank = gradients_.finish()) store_loss(*rank);
   const auto blocks = static_cast<std::int64_t>(sharding_.blocks.size());
   double* const squares = work_.squares + (sharding_.sharded ? sharding_.squares_of_rank[my_rank()].begin : 0);
   clock_.run("gradient norm", 0, static_cast<double>(sharding_.state_elements) * sizeof(float),
-             [&] { block_squares(squares, gradients(), work_.adamw_blocks, blocks, stream_); });
+             [&] { block_squares(squares, gradients_.values(), work_.adamw_blocks, blocks, stream_); });
   if (has_peers()) gather_statistics();
   gradient_norm(work_.gradient_norm, work_.squares, work_.squares_order, sharding_.squares, 0, stream_);
   GradientNorm* norm = results_.at<GradientNorm>(0);
@@ -234,7 +140,7 @@ StepStatistics TrainingModel<S>::statistics() {
         "statistics");
   if (fp8_) fp8_->download_tallies(work_.rank_tallies != nullptr ? work_.rank_tallies : fp8_->tallies());
   if (has_peers()) {
-    peers_.device_ranks->wait(stream_, own_work_, "training step");
+    peers_.device_ranks->wait(stream_, gradients_.own_work(), "training step");
   } else {
     stream_.synchronize("training step");
   }
@@ -251,22 +157,24 @@ StepStatistics TrainingModel<S>::statistics() {
 }
 
 template <typename S>
-void TrainingModel<S>::update(const OptimizerStep& of_optimizer) {
-  const AdamWStep& step = of_optimizer.adamw;
+void TrainingModel<S>::update(const OptimizerStep& step) {
   const TraceRange range("update");
-  zero_stale_gradients();
+  gradients_.zero_stale();
   delay_point(stream_, DelayPoint::step);
   check(cudaStreamWaitEvent(stream_, state_copied_), "update");  // no wait if the event was never recorded
   if (fp8_) fp8_->end_step();
-  if (fp8_ && fp8_->scales_known() && !sharding_.sharded) return update_and_round(step);
-  if (!sharding_.sharded) return update_blocks({0, static_cast<std::int64_t>(sharding_.blocks.size())}, step);
+  const bool adamw_alone = sharding_.matrices.empty();
+  if (fp8_ && fp8_->scales_known() && adamw_alone && !sharding_.sharded) return update_and_round(step.adamw);
+  if (!sharding_.sharded) {
+    return update_parts({0, sharding_.blocks_of_bucket.back().end}, {0, std::ssize(sharding_.matrices)}, step);
+  }
   // Parameters that other ranks are still reading must not change.
   for (const std::unique_ptr<Event>& event : parameters_ready_) check(cudaStreamWaitEvent(stream_, *event), "update");
   buffers_.forget();
   // Divided parameters with which the next forward pass begins are fetched while the others are updated.
   const std::size_t first = section_of_layer(std::min(config_.num_layers, kLayerBuffers));
   for (std::size_t b = 0; b < sharding_.buckets.size(); ++b) {
-    update_blocks(sharding_.blocks_of_bucket[b], step);
+    update_parts(sharding_.blocks_of_bucket[b], sharding_.matrices_of_bucket[b], step);
     if (!sharding_.parameters_sharded) {
       gather_parameters(b);
       continue;
@@ -277,13 +185,48 @@ void TrainingModel<S>::update(const OptimizerStep& of_optimizer) {
   }
 }
 
-// Updates a range of sharding_.blocks.
+// Updates ranges of sharding_.blocks and of sharding_.matrices.
 template <typename S>
-void TrainingModel<S>::update_blocks(const Range& range, const AdamWStep& step) {
+void TrainingModel<S>::update_parts(const Range& blocks, const Range& matrices, const OptimizerStep& step) {
   std::int64_t elements = 0;
-  for (std::int64_t i = range.begin; i < range.end; ++i)
+  for (std::int64_t i = blocks.begin; i < blocks.end; ++i)
     elements += sharding_.blocks[static_cast<std::size_t>(i)].count;
-  update_listed(work_.adamw_blocks + range.begin, range.size(), elements, step);
+  update_listed(work_.adamw_blocks + blocks.begin, blocks.size(), elements, step.adamw);
+  std::map<MuonShape, std::vector<MuonMatrix>> of_shape;
+  for (std::int64_t i = matrices.begin; i < matrices.end; ++i) {
+    const MuonMatrix& matrix = sharding_.matrices[static_cast<std::size_t>(i)];
+    of_shape[matrix.shape].push_back(matrix);
+  }
+  for (const auto& [shape, all] : of_shape) {
+    const auto batch = static_cast<std::size_t>(muon_batch(shape));
+    for (std::size_t first = 0; first < all.size(); first += batch) {
+      update_matrices(std::span(all).subspan(first, std::min(batch, all.size() - first)), step.muon);
+    }
+  }
+}
+
+// Matrices of one shape, at most a batch.
+template <typename S>
+void TrainingModel<S>::update_matrices(std::span<const MuonMatrix> matrices, const MuonStep& step) {
+  const MuonShape& shape = matrices[0].shape;
+  const double count = static_cast<double>(matrices.size()), elements = count * static_cast<double>(shape.elements());
+  // The gradient, the momentum read and written; u and x are written, and u is read.
+  const double read = sizeof(float) + 2.0 * static_cast<double>(moment_bytes(options_));
+  clock_.run("muon momentum", 0, elements * (read + 3 * sizeof(S)), [&] {
+    with_moments([&](auto* momentum, auto*, auto... seed) {
+      muon_momentum<S>(work_.muon, matrices, gradients_.values(), momentum, step, seed..., stream_);
+    });
+  });
+  clock_.run("newton-schulz", count * muon_flops(shape), count * muon_moves(shape) * sizeof(S),
+             [&] { orthogonalize<S>(matmul_, shape, work_.muon); });
+  clock_.run("muon", 0, elements * (2 * sizeof(float) + sizeof(S)), [&] {
+    if constexpr (kSplitMaster<S>) {
+      muon_apply(work_.muon, matrices, own_parameters().template at<bf16>(0), low_arena_.at<std::int16_t>(0), step,
+                 stream_);
+    } else {
+      muon_apply(work_.muon, matrices, own_parameters().template at<float>(0), step, stream_);
+    }
+  });
 }
 
 // `blocks` [count], on the device, of `elements` in all.
@@ -293,11 +236,11 @@ void TrainingModel<S>::update_listed(const AdamWBlock* blocks, std::int64_t coun
   clock_.run("adamw", 0, static_cast<double>(elements) * update_bytes(), [&] {
     with_moments([&](auto* moment1, auto* moment2, auto... seed) {
       if constexpr (kSplitMaster<S>) {
-        adamw(own_parameters().template at<bf16>(0), low_arena_.at<std::int16_t>(0), gradients(), moment1, moment2,
-              blocks, count, step, nullptr, seed..., stream_);
+        adamw(own_parameters().template at<bf16>(0), low_arena_.at<std::int16_t>(0), gradients_.values(), moment1,
+              moment2, blocks, count, step, nullptr, seed..., stream_);
       } else {
-        adamw(own_parameters().template at<float>(0), gradients(), moment1, moment2, blocks, count, step, nullptr,
-              stream_);
+        adamw(own_parameters().template at<float>(0), gradients_.values(), moment1, moment2, blocks, count, step,
+              nullptr, stream_);
       }
     });
   });
@@ -310,8 +253,8 @@ void TrainingModel<S>::update_and_round(const AdamWStep& step) {
     const Fp8Linears::Update& work = fp8_->begin_update();
     clock_.run("adamw, quantise", 0, static_cast<double>(work.elements) * (update_bytes() + 2), [&] {
       with_moments([&](auto* moment1, auto* moment2, auto... seed) {
-        adamw_fp8(own_parameters().template at<bf16>(0), low_arena_.at<std::int16_t>(0), gradients(), moment1, moment2,
-                  work.matrices, work.count, work.tiles, step, seed..., stream_);
+        adamw_fp8(own_parameters().template at<bf16>(0), low_arena_.at<std::int16_t>(0), gradients_.values(), moment1,
+                  moment2, work.matrices, work.count, work.tiles, step, seed..., stream_);
       });
     });
     update_listed(work.others, work.other_count, work.other_elements, step);
@@ -324,10 +267,10 @@ template <typename Update>
 void TrainingModel<S>::with_moments(const Update& update) const {
   if constexpr (kSplitMaster<S>) {
     if (options_.moments == Precision::bf16) {
-      return update(moment1_arena_.at<bf16>(0), moment2_arena_.at<bf16>(0), options_.seed);
+      return update(state1_arena_.at<bf16>(0), state2_arena_.at<bf16>(0), options_.seed);
     }
   }
-  update(moment1_arena_.at<float>(0), moment2_arena_.at<float>(0));
+  update(state1_arena_.at<float>(0), state2_arena_.at<float>(0));
 }
 
 template <typename S>
@@ -352,9 +295,6 @@ OperatorTable TrainingModel<S>::time_operators(const std::function<void()>& step
   template double TrainingModel<S>::evaluate(const Batch&, std::int64_t*);     \
   template void TrainingModel<S>::use_fp8_weights(std::int64_t, bool);         \
   template void TrainingModel<S>::zero_gradients();                            \
-  template void TrainingModel<S>::zero_accumulated_gradients();                \
-  template void TrainingModel<S>::take_gradient_slot(std::int64_t);            \
-  template void TrainingModel<S>::zero_stale_gradients();                      \
   template StepStatistics TrainingModel<S>::statistics();                      \
   template void TrainingModel<S>::update(const OptimizerStep&);                \
   template OperatorTable TrainingModel<S>::time_operators(const std::function<void()>&);

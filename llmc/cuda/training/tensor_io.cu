@@ -17,21 +17,28 @@ std::byte* TrainingModel<S>::address_of(TensorRole role, const Piece& piece) con
     case TensorRole::parameter:
       return own_parameters().template at<std::byte>((sharding_.parameters_sharded ? state : element) * sizeof(S));
     case TensorRole::gradient:
-      return reinterpret_cast<std::byte*>(gradients() + (sharding_.gradients_sharded ? state : element));
+      return reinterpret_cast<std::byte*>(gradients_.values() + (sharding_.gradients_sharded ? state : element));
     case TensorRole::state1:
-      return moment1_arena_.at<std::byte>(state * moment_bytes(options_));
+      return state1_arena_.at<std::byte>(state * moment_bytes(options_));
     case TensorRole::state2:
-      return moment2_arena_.at<std::byte>(state * moment_bytes(options_));
+      return state2_arena_.at<std::byte>(static_cast<std::uint64_t>(sharding_.seconds.position_of(piece.element)) *
+                                         moment_bytes(options_));
   }
   fail(Exit::internal, "unknown tensor role");
+}
+
+template <typename S>
+void TrainingModel<S>::require_tensor(TensorRole role, const TensorSpec& spec) const {
+  if (!has_tensor(optimizer(), role, spec)) fail(Exit::internal, "%s has no such state", spec.name.c_str());
 }
 
 // The tensor is found by its name, since `named` may come from the table of a file, whose tensors have other types.
 template <typename S>
 void TrainingModel<S>::read_tensor(TensorRole role, const TensorSpec& named, float* values) {
-  if (role == TensorRole::gradient) zero_stale_gradients();
+  if (role == TensorRole::gradient) gradients_.zero_stale();
   synchronize("reading a tensor");
   const TensorSpec& spec = table_.at(named.name);
+  require_tensor(role, spec);
   const Range tensor = elements_of(spec);
   for (std::size_t b = 0; b < sharding_.buckets.size(); ++b) {
     const Bucket& bucket = sharding_.buckets[b];
@@ -53,7 +60,7 @@ template <typename S>
 void TrainingModel<S>::read_piece(TensorRole role, const Piece& piece, float* values) {
   const auto count = static_cast<std::size_t>(piece.count);
   const bool split = role == TensorRole::parameter && kSplitMaster<S>;
-  const bool is_bf16_moment = is_moment(role) && options_.moments == Precision::bf16;
+  const bool is_bf16_moment = is_state(role) && options_.moments == Precision::bf16;
   if (!split && !is_bf16_moment) {
     check(cudaMemcpy(values, address_of(role, piece), count * sizeof(float), cudaMemcpyDeviceToHost),
           "reading a tensor");
@@ -72,12 +79,13 @@ void TrainingModel<S>::read_piece(TensorRole role, const Piece& piece, float* va
 
 template <typename S>
 void TrainingModel<S>::write_tensor(TensorRole role, const TensorSpec& named, const float* values) {
-  if (role == TensorRole::gradient) zero_stale_gradients();
+  if (role == TensorRole::gradient) gradients_.zero_stale();
   synchronize("writing a tensor");
   check(cudaEventSynchronize(state_copied_), "writing a tensor");
   if (role == TensorRole::parameter) buffers_.forget();
   if (role == TensorRole::parameter && fp8_) fp8_->weights_replaced();
   const TensorSpec& spec = table_.at(named.name);
+  require_tensor(role, spec);
   const Range tensor = elements_of(spec);
   for (std::size_t b = 0; b < sharding_.buckets.size(); ++b) {
     const Bucket& bucket = sharding_.buckets[b];
@@ -108,7 +116,7 @@ void TrainingModel<S>::write_values(std::byte* to, const void* values, std::size
 template <typename S>
 void TrainingModel<S>::write_piece(TensorRole role, const Piece& piece, const float* values) {
   const auto count = static_cast<std::size_t>(piece.count);
-  if (is_moment(role) && options_.moments == Precision::bf16) {  // exact for values from read_tensor()
+  if (is_state(role) && options_.moments == Precision::bf16) {  // exact for values from read_tensor()
     std::vector<std::uint16_t> stored(count);
     convert_from_f32(values, DType::bf16, stored.data(), count);
     return write_values(address_of(role, piece), stored.data(), count * sizeof(std::uint16_t));
@@ -158,10 +166,10 @@ std::unique_ptr<StateCopy> TrainingModel<S>::make_own_copy() {
   source.parameters = own_parameters().template at<std::byte>(0);
   source.parameters_packed = sharding_.parameters_sharded;
   source.low = kSplitMaster<S> ? low_arena_.at<std::byte>(0) : nullptr;
-  source.moment1 = moment1_arena_.at<std::byte>(0);
-  source.moment2 = moment2_arena_.at<std::byte>(0);
-  source.moment_bytes = moment_bytes(options_);
-  return std::make_unique<PinnedStateCopy>(own_elements(), source, stream_, state_copied_);
+  source.state1 = state1_arena_.at<std::byte>(0);
+  source.state2 = state2_arena_.at<std::byte>(0);
+  source.state_bytes = moment_bytes(options_);
+  return std::make_unique<PinnedStateCopy>(own_elements(), sharding_.seconds, source, stream_, state_copied_);
 }
 
 #define WEFT_INSTANTIATE(S)                                                                  \

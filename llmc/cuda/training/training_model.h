@@ -4,7 +4,8 @@
 //   operators.cu    each operator of the lists: what it launches, under which name, and what it has to compute and move
 //   setup.cu        construction: GEMM plans, arenas, tables
 //   step.cu         what surrounds the lists in a step: upload, graphs, statistics, update, timing
-//   ranks.cu        the exchange of gradients and parameters between ranks
+//   gradient_exchange.{h,cu}  the gradients of a step, and their exchange between ranks
+//   ranks.cu        the exchange of parameters and statistics between ranks
 //   tensor_io.cu    parameters, gradients and moments to and from the host
 //   activations.cu  activations by name, for comparison with PyTorch
 //   plan.{h,cu}     sizes of everything that is allocated
@@ -21,25 +22,27 @@
 // Only statistics(), evaluate(), and access to tensors and activations wait for the GPU.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "llmc/comm/communicator.h"
-#include "llmc/cuda/comm/device_ranks.h"
 #include "llmc/cuda/inference/inference.h"
 #include "llmc/cuda/op/attention/train/attention.h"
 #include "llmc/cuda/op/elementwise/rope.h"
 #include "llmc/cuda/op/gemm/matmul.h"
+#include "llmc/cuda/op/norm/head_norm.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/operator_clock.h"
 #include "llmc/cuda/runtime/step_graph.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/cuda/training/fp8_linears.h"
+#include "llmc/cuda/training/gradient_exchange.h"
 #include "llmc/cuda/training/plan.h"
 #include "llmc/cuda/training/token_upload.h"
 #include "llmc/model/block_weights.h"
@@ -51,16 +54,11 @@ namespace weft::cuda {
 template <typename S>
 class TrainingModel final : public TrainModel {
  public:
-  // The rank of a run; the pointers are null without other ranks.
-  struct Peers {
-    Communicator* ranks = nullptr;
-    DeviceRanks* device_ranks = nullptr;
-    RankShare share;
-  };
   TrainingModel(const ModelConfig& config, const TrainOptions& options, const Peers& peers);
 
   const ModelConfig& config() const override { return config_; }
   const TensorTable& table() const override { return table_; }
+  const Optimizer& optimizer() const override { return *options_.optimizer; }
   std::vector<MemoryLine> memory() const override { return llama_memory<S>(config_, options_, peers_.share); }
 
   void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) override;
@@ -122,7 +120,7 @@ class TrainingModel final : public TrainModel {
   void backward_layer(std::int64_t l, Accumulate accumulate);
 
   // ---- operators.cu
-  // A linear layer without bias, out [N, OC] = x [N, C] W^T, with the names of its three GEMMs.
+  // A linear layer, out [N, OC] = x [N, C] W^T + bias, with the names of its three GEMMs.
   struct LinearLayer {
     const char *forward, *input_grad, *weight_grad;
     std::int64_t C, OC;
@@ -150,12 +148,14 @@ class TrainingModel final : public TrainModel {
 
   void embed();
   void normalize(const NormSite& site);
-  void linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const S* weight, std::int64_t N,
+  void linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const Linear<S>& w, std::int64_t N,
               const S* addend = nullptr);
+  HeadNormShape head_norm_shape() const;
+  void normalize_heads(std::int64_t l);
   void rope(S* qkv);
-  void attend(const LayerActivations<S>& a);
-  void linear_and_normalize(const LinearLayer& layer, std::int64_t l, const NormSite& site, const S* x, const S* weight,
-                            const S* skip, S* branch);
+  void attend(std::int64_t l, const LayerActivations<S>& a);
+  void linear_and_normalize(const LinearLayer& layer, std::int64_t l, const NormSite& site, const S* x,
+                            const Linear<S>& w, const S* skip, S* branch);
   void gate_up_and_swiglu(std::int64_t l, S* swiglu_out);
   void softmax_and_loss(float* losses, const std::int32_t* labels, std::int64_t count, float loss_scale);
   void sum_losses(LossTotal* total);
@@ -164,8 +164,9 @@ class TrainingModel final : public TrainModel {
   void embed_backward();
   void normalize_backward(const NormSite& site, const S* d_out, bool has_skip);
   void input_grad(const LinearLayer& layer, std::int64_t l, S* dx, const S* dout, const S* weight, std::int64_t N);
-  void weight_grad(const LinearLayer& layer, std::int64_t l, float* dweight, const S* dout, const S* x, std::int64_t N,
-                   Accumulate accumulate);
+  void weight_grad(const LinearLayer& layer, std::int64_t l, const Linear<float>& dw, const S* dout, const S* x,
+                   std::int64_t N, Accumulate accumulate);
+  void normalize_heads_backward(std::int64_t l);
   // Whether a linear layer computes in fp8. If so, both gradients read codes of dout, which fp8_ keeps from one layer to
   // the next: weight_grad() rounds that of the output projection, and of qkv if attention has not done so,
   // down_input_grad_and_swiglu() that of down, and SwiGLU's derivative writes that of gate and up; gate_up itself stays.
@@ -177,9 +178,10 @@ class TrainingModel final : public TrainModel {
                           : Fp8Linears::Pass::training;
   }
   // Whether attention's backward pass writes the gradient of qkv in fp8, so that acts_.d_qkv is not used: on Hopper, from
-  // the second step on.
+  // the second step on. Not where the norms of heads come between.
   bool attention_rounds() const {
-    return fp8_ && fp8_->scales_known() && attention_backward_rounds(attention_shape(config_, options_), rope_);
+    return fp8_ && fp8_->scales_known() && !config_.qk_norm &&
+           attention_backward_rounds(attention_shape(config_, options_, 0), rope_);
   }
   void attend_backward(std::int64_t l, const LayerActivations<S>& a);
   void down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out);
@@ -191,8 +193,11 @@ class TrainingModel final : public TrainModel {
 
   // Bytes and operations of operators, for the table of time_operators().
   double row_bytes(std::int64_t columns) const { return static_cast<double>(rows() * columns) * sizeof(S); }
-  double attention_flops() const {  // forward pass: two GEMMs of T x T / 2 by HS for each head
-    return 2.0 * static_cast<double>(rows() * options_.seq_len) * static_cast<double>(config_.q_size());
+  // Forward pass: for each head two GEMMs by HS of the T x T / 2 pairs that see each other; with a window w T - w^2 / 2.
+  double attention_flops(std::int64_t l) const {
+    const double T = static_cast<double>(options_.seq_len), window = static_cast<double>(config_.window(l));
+    const double w = window > 0 ? std::min(window, T) : T;
+    return 4.0 * static_cast<double>(rows()) * w * (1 - w / (2 * T)) * static_cast<double>(config_.q_size());
   }
 
   // ---- step.cu
@@ -200,36 +205,18 @@ class TrainingModel final : public TrainModel {
   void round_stale_weights();
   void use_fp8_weights(std::int64_t l, bool again);
   void replay(StepGraph& graph, float scale, const std::function<void()>& launches);
-  void zero_gradient(const TensorSpec& spec);
-  void zero_accumulated_gradients();
-  void zero_accumulated_gradients(std::size_t section);
-  void take_gradient_slot(std::int64_t l);
-  void zero_stale_gradients();
-
   // Number of loss totals: one for each rank and round.
   std::size_t rank_totals() const { return static_cast<std::size_t>(peers_.share.ranks * peers_.share.rounds); }
-  bool is_last_micro_batch() const { return rank_micro_batches_ + 1 == options_.rank_micro_batches; }
-  void finish_rank();
-  void update_blocks(const Range& range, const AdamWStep& step);
+  void store_loss(std::int64_t rank);
+  void update_parts(const Range& blocks, const Range& matrices, const OptimizerStep& step);
   void update_listed(const AdamWBlock* blocks, std::int64_t count, std::int64_t elements, const AdamWStep& step);
+  void update_matrices(std::span<const MuonMatrix> matrices, const MuonStep& step);
   void update_and_round(const AdamWStep& step);
   template <typename Update>
   void with_moments(const Update& update) const;
   // Bytes that AdamW moves for an element: the gradient, the master read and written, and the moments likewise.
   double update_bytes() const { return 3 * sizeof(float) + 4.0 * static_cast<double>(moment_bytes(options_)); }
-  // The gradients of the step, or of the virtual ranks that have been computed.
-  float* gradients() const {
-    const DeviceArena& arena = sharding_.gradients_sharded ? part_sum_arena_
-                               : ranks_added_ > 0          ? rank_sum_arena_
-                                                           : gradient_arena_;
-    return arena.at<float>(0);
-  }
-  // Offset of a section's gradient, while it is computed, from its position in the table's layout.
-  std::int64_t gradient_shift(std::size_t section) const {
-    return sharding_.gradient_begins[section] - sharding_.sections[section].begin;
-  }
-  std::size_t section_of(const TensorSpec& spec) const;
-  // The same for sharded parameters while a pass uses them.
+  // Offset of a section's sharded parameters, while a pass uses them, from their position in the table's layout.
   std::int64_t parameter_shift(std::size_t section) const {
     return sharding_.places.begin_of(section) - sharding_.sections[section].begin;
   }
@@ -239,24 +226,15 @@ class TrainingModel final : public TrainModel {
 
   // ---- ranks.cu
   static constexpr auto kLayerBuffers = static_cast<std::int64_t>(SectionBuffers::kLayerBuffers);
-  // Sections of the arena (parameter_sections()).
+  // Sharding::sections.
   static constexpr std::size_t kEmbeddingSection = 0;
   static std::size_t section_of_layer(std::int64_t l) { return static_cast<std::size_t>(l) + 1; }
-  std::size_t head_section() const {
-    return config_.tied_embeddings ? kEmbeddingSection : section_of_layer(config_.num_layers);
-  }
+  std::size_t head_section() const { return sharding_.head_section; }
   bool has_peers() const { return peers_.ranks != nullptr; }
   std::size_t my_rank() const { return static_cast<std::size_t>(peers_.share.rank); }
-  void gradients_ready(std::size_t section);
   void parameters_needed(std::size_t section);
   void parameters_needed_again(std::size_t section);
   void fetch_parameters(std::size_t section);
-  void exchange_from(std::size_t section);
-  void exchange(std::size_t bucket);
-  void begin_round();
-  void finish_round();
-  void zero_unsent_gradients();
-  void finish_exchange();
   void gather_statistics();
   void gather_parameters(std::size_t bucket);
   void synchronize(const char* action);
@@ -265,15 +243,17 @@ class TrainingModel final : public TrainModel {
   void prepare_matmuls();
   void place_sections();
 
-  // A range of a tensor that this model holds: its position in arenas of the table's layout, and in those of the state.
+  // A range of a tensor that this model holds: its position in arenas of the table's layout, and in those of low halves and
+  // first states.
   struct Piece {
     std::int64_t element, state, count;
   };
-  bool is_moment(TensorRole role) const { return role == TensorRole::state1 || role == TensorRole::state2; }
+  bool is_state(TensorRole role) const { return role == TensorRole::state1 || role == TensorRole::state2; }
+  void require_tensor(TensorRole role, const TensorSpec& spec) const;
   // Whether each rank holds only its own part.
   bool is_sharded(TensorRole role) const {
-    if (role == TensorRole::gradient) return sharding_.gradients_sharded || (sharding_.sharded && exchanged_);
-    return sharding_.sharded && (is_moment(role) || kSplitMaster<S> || sharding_.parameters_sharded);
+    if (role == TensorRole::gradient) return sharding_.gradients_sharded || (sharding_.sharded && gradients_.summed());
+    return sharding_.sharded && (is_state(role) || kSplitMaster<S> || sharding_.parameters_sharded);
   }
   Range held(TensorRole role, const Bucket& bucket) const {
     return is_sharded(role) ? bucket.parts[my_rank()] : bucket.range;
@@ -288,7 +268,8 @@ class TrainingModel final : public TrainModel {
   const Peers peers_;
   const TensorTable table_;
   const Sharding sharding_;
-  // Whether SwiGLU, and its derivative, are computed in the epilogues of the adjacent GEMMs: bf16 and fp8 on Hopper.
+  // Whether SwiGLU, and its derivative, are computed in the epilogues of the adjacent GEMMs: bf16 and fp8 on Hopper,
+  // without biases.
   const bool swiglu_in_epilogue_;
   const LinearLayer qkv_{"qkv", "qkv dgrad", "qkv wgrad", config_.hidden_size, qkv_size(), BlockLinear::qkv};
   const LinearLayer output_{"output",         "output dgrad",      "output wgrad",
@@ -306,11 +287,9 @@ class TrainingModel final : public TrainModel {
   TrainingWorkspace work_;
   DeviceArena parameter_arena_;      // parameters that the passes read
   DeviceArena own_parameter_arena_;  // this rank's parameters, if they are sharded
-  DeviceArena low_arena_, gradient_arena_;
-  DeviceArena part_sum_arena_;  // see Sharding::sum_begins
-  DeviceArena rank_sum_arena_;  // sum of the gradients of completed virtual ranks; empty without them
-  DeviceArena received_arena_;  // gradients received from other ranks, before they are added; empty without other ranks
-  DeviceArena moment1_arena_, moment2_arena_, activation_arena_, workspace_arena_;
+  DeviceArena low_arena_;
+  GradientExchange gradients_;
+  DeviceArena state1_arena_, state2_arena_, activation_arena_, workspace_arena_;
   std::optional<Fp8Linears> fp8_;  // with --precision fp8
   ModelWeights<S> weights_;
   ModelWeights<float> d_weights_;
@@ -327,21 +306,9 @@ class TrainingModel final : public TrainModel {
   std::uint64_t micro_step_ = 0;
   bool training_ = false, recomputing_ = false;
   bool rounds_weights_ = false;  // this forward pass rounds the weights of all layers to fp8
-  // zero_gradients() writes nothing: the first micro-batch after it stores its gradients instead of adding them. Until
-  // then the gradient of the head, or of everything else, is stale.
-  bool head_stale_ = false, others_stale_ = false;
-
-  std::int64_t rank_micro_batches_ = 0,
-               ranks_added_ = 0;  // micro-batches of the current rank; virtual ranks that are complete
-  // With other ranks: exchanges run in their own stream, beside the passes. Events: the gradients of a section are
-  // complete; those of a bucket have been exchanged; a bucket's parameters have arrived from all ranks.
-  std::optional<Stream> exchange_stream_;
-  std::vector<std::unique_ptr<Event>> gradients_ready_, gradients_exchanged_, parameters_ready_;
-  Event forked_{cudaEventDisableTiming}, own_work_{cudaEventDisableTiming};
+  // With other ranks: a bucket's parameters have arrived from all of them.
+  std::vector<std::unique_ptr<Event>> parameters_ready_;
   SectionBuffers buffers_;  // places in parameter_arena_, if parameters are sharded
-  std::vector<bool> sent_;  // buckets whose exchange has been queued since the last zero_gradients()
-  std::int64_t rounds_done_ = 0;
-  bool exchanged_ = false;  // the gradients that this model holds are sums over all ranks
 };
 
 }  // namespace weft::cuda

@@ -2,7 +2,6 @@
 // have. This folder is the only place, beside the converter, that knows a family by its name.
 #pragma once
 
-#include <optional>
 #include <span>
 #include <string>
 
@@ -28,6 +27,9 @@ void read_llama_block(const Json& object, const std::string& source, ModelConfig
 inline constexpr ModelNames kLlamaNames = {"model.embed_tokens", "model.norm", "lm_head", llama_block_names, false};
 inline constexpr HfActivation kSilu[] = {{"silu", Activation::swiglu}, {"swish", Activation::swiglu}};
 
+// The windows of Qwen2 and Qwen3: of the layers from max_window_layers on, where layer_types does not say.
+void read_qwen_windows(const HfObject& config, ModelConfig& model);
+
 // What a family's config.json has of its own. The values are those that transformers takes for absent keys.
 struct HfRules {
   const char* architecture;                           // of its models with a head: "LlamaForCausalLM"
@@ -37,8 +39,7 @@ struct HfRules {
   // Reads what is in no other family, or not in all of them: heads, biases, norms.
   void (*from_hf)(const HfObject& config, ModelConfig& model);
   void (*to_hf)(const ModelConfig& model, Json& config);  // writes the same keys
-  // The sliding window of some layer, if any has one; null: the family has none.
-  std::optional<std::int64_t> (*window)(const HfObject& config, const ModelConfig& model) = nullptr;
+  bool tied = false;                                      // tie_word_embeddings
   std::int64_t max_positions = 2048;
   double rope_theta = 10000;
   const char* rope_theta_key = nullptr;       // another name of rope_theta
@@ -58,7 +59,7 @@ struct Family {
   HfRules hf;
 };
 
-extern const Family kLlama, kMistral, kQwen2, kQwen3, kGptNeox;
+extern const Family kLlama, kMistral, kQwen2, kQwen3, kSmolLm3, kGptNeox;
 
 std::span<const Family* const> families();
 // Null: there is none of this name.

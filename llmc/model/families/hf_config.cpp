@@ -285,15 +285,6 @@ std::vector<std::int32_t> read_ids(const HfObject& config, const HfObject& gener
   return ids;
 }
 
-// A sequence that is not longer than the window sees what it would see without one.
-void end_with_window(const HfObject& config, std::optional<std::int64_t> window, ModelConfig& model) {
-  if (!window || *window >= model.max_positions) return;
-  config.warn("sliding_window", format("the model ends at %lld positions, not at max_position_embeddings = %lld: there "
-                                       "are no sliding windows here, and up to their length they make no difference",
-                                       static_cast<long long>(*window), static_cast<long long>(model.max_positions)));
-  model.max_positions = *window;
-}
-
 Json parse(const std::string& path, std::vector<std::string>& warnings) {
   return parse_json(read_text_file(path, kMaxBytes), escaped(path),
                     {.bytes = kMaxBytes, .values = kMaxConfigValues, .tolerated = &warnings});
@@ -443,14 +434,17 @@ void write_grouped_heads(const ModelConfig& model, Json& config) {
   config["head_dim"] = model.head_dim;
 }
 
-std::optional<std::int64_t> sliding_window(const HfObject& config) {
-  if (config.says_null("sliding_window")) return std::nullopt;
-  return config.integer("sliding_window", 1, kMaxPositions, 4096);
+void read_windows(const HfObject& config, ModelConfig& model, const std::function<bool(std::int64_t layer)>& slides,
+                  std::int64_t absent) {
+  if (config.says_null("sliding_window") || (!config.has("sliding_window") && absent == 0)) return;
+  const std::int64_t window = config.integer("sliding_window", 1, kMaxPositions, absent > 0 ? Json(absent) : Json());
+  if (window >= model.max_positions) return;
+  for (std::int64_t l = 0; l < model.num_layers; ++l) model.windows.push_back(slides(l) ? window : 0);
 }
 
-std::optional<std::int64_t> window_of_some_layer(const HfObject& config, const ModelConfig& model) {
+void read_layer_windows(const HfObject& config, ModelConfig& model,
+                        const std::function<bool(std::int64_t layer)>& slides, std::int64_t absent) {
   const Json& types = config["layer_types"];
-  bool slides = config.flag("use_sliding_window");
   if (!types.is_null()) {
     const bool all_layers = types.is_array() && std::ssize(types) == model.num_layers;
     const auto known = [](const Json& type) { return type == "full_attention" || type == "sliding_attention"; };
@@ -458,17 +452,21 @@ std::optional<std::int64_t> window_of_some_layer(const HfObject& config, const M
       config.refuse("layer_types", "expected full_attention or sliding_attention for each of " +
                                        std::to_string(model.num_layers) + " layers");
     }
-    slides = slides && std::find(types.begin(), types.end(), Json("sliding_attention")) != types.end();
-  } else if (slides) {
-    slides = config.integer("max_window_layers", 0, kMaxLayers, 28) < model.num_layers;
   }
-  return slides ? sliding_window(config) : std::nullopt;
+  if (!config.flag("use_sliding_window")) return;
+  if (types.is_null()) return read_windows(config, model, slides, absent);
+  read_windows(
+      config, model, [&](std::int64_t l) { return types[static_cast<std::size_t>(l)] == "sliding_attention"; }, absent);
 }
 
-void write_no_window(Json& config) {
-  config["use_sliding_window"] = false;
-  config["sliding_window"] = nullptr;
+void write_layer_windows(const ModelConfig& model, Json& config) {
   for (const char* key : {"layer_types", "max_window_layers"}) config.erase(key);
+  config["use_sliding_window"] = !model.windows.empty();
+  config["sliding_window"] = nullptr;
+  for (const std::int64_t window : model.windows) {
+    if (window > 0) config["sliding_window"] = window;
+    config["layer_types"].push_back(window > 0 ? "sliding_attention" : "full_attention");
+  }
 }
 
 // ---- the whole ------------------------------------------------------------------------------------------------------
@@ -509,11 +507,10 @@ HfModel model_from_hf(const HfConfig& hf, std::vector<std::string>& warnings) {
   model.max_positions = config.integer("max_position_embeddings", 1, kMaxPositions, rules.max_positions);
   model.activation = read_activation(config, rules);
   model.norm_eps = config.positive(rules.norm_eps_key, rules.norm_eps);
-  model.tied_embeddings = config.flag("tie_word_embeddings");
+  model.tied_embeddings = config.flag("tie_word_embeddings", rules.tied);
   const bool ties_head = model.tied_embeddings;
   rules.from_hf(config, model);
   model.rope = RopeReader(config, rules).read(model, hf.rope_theta);
-  if (rules.window != nullptr) end_with_window(config, rules.window(config, model), model);
   model.eos_ids = read_ids(config, generation, "eos_token_id", model.vocab_size, kMaxEosIds);
   const std::vector<std::int32_t> bos = read_ids(config, generation, "bos_token_id", model.vocab_size, 1);
   if (!bos.empty()) model.bos_id = bos.front();

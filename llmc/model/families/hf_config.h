@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -82,11 +83,14 @@ void read_grouped_heads(const HfObject& config, ModelConfig& model, HeadDefaults
 void write_grouped_heads(const ModelConfig& model, Json& config);
 // hidden_size / num_attention_heads.
 std::int64_t divided_head_dim(const HfObject& config, const ModelConfig& model);
-// sliding_window; nothing if it is null.
-std::optional<std::int64_t> sliding_window(const HfObject& config);
-// The sliding window of some layer, if any has one, by use_sliding_window, max_window_layers or layer_types.
-std::optional<std::int64_t> window_of_some_layer(const HfObject& config, const ModelConfig& model);
-// Says so of no layer.
-void write_no_window(Json& config);
+// Gives model.windows the window to the layers that `slides` names: sliding_window, if it is not null, of which `absent` is
+// the default (0: it has to be there). A window that all positions fit in is none.
+void read_windows(const HfObject& config, ModelConfig& model, const std::function<bool(std::int64_t layer)>& slides,
+                  std::int64_t absent = 0);
+// The same by use_sliding_window and layer_types; where there are no layer_types, by `slides`.
+void read_layer_windows(const HfObject& config, ModelConfig& model,
+                        const std::function<bool(std::int64_t layer)>& slides, std::int64_t absent = 0);
+// sliding_window, use_sliding_window and layer_types.
+void write_layer_windows(const ModelConfig& model, Json& config);
 
 }  // namespace weft

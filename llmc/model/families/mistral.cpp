@@ -9,15 +9,12 @@ namespace {
 
 void from_hf(const HfObject& config, ModelConfig& model) {
   read_grouped_heads(config, model, {.kv_heads = 8});
-}
-
-std::optional<std::int64_t> window(const HfObject& config, const ModelConfig& /*model*/) {
-  return sliding_window(config);
+  read_windows(config, model, [](std::int64_t) { return true; }, 4096);
 }
 
 void to_hf(const ModelConfig& model, Json& config) {
   write_grouped_heads(model, config);
-  config["sliding_window"] = nullptr;
+  config["sliding_window"] = model.windows.empty() ? Json(nullptr) : Json(model.windows.front());
 }
 
 }  // namespace
@@ -27,7 +24,6 @@ constinit const Family kMistral = {
     .hf = {.architecture = "MistralForCausalLM",
            .from_hf = from_hf,
            .to_hf = to_hf,
-           .window = window,
            .max_positions = 4096 * 32},
 };
 

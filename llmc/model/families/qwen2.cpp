@@ -2,8 +2,16 @@
 #include "llmc/base/json.h"
 #include "llmc/model/families/family.h"
 #include "llmc/model/families/hf_config.h"
+#include "llmc/model/limits.h"
 
 namespace weft {
+
+void read_qwen_windows(const HfObject& config, ModelConfig& model) {
+  std::int64_t first = 0;
+  if (config.flag("use_sliding_window") && !config.has("layer_types"))
+    first = config.integer("max_window_layers", 0, kMaxLayers, 28);
+  read_layer_windows(config, model, [first](std::int64_t l) { return l >= first; }, 4096);
+}
 
 namespace {
 
@@ -14,11 +22,12 @@ void set_fixed(ModelConfig& config) {
 
 void from_hf(const HfObject& config, ModelConfig& model) {
   read_grouped_heads(config, model, {.kv_heads = 32});
+  read_qwen_windows(config, model);
 }
 
 void to_hf(const ModelConfig& model, Json& config) {
   write_grouped_heads(model, config);
-  write_no_window(config);
+  write_layer_windows(model, config);
 }
 
 }  // namespace
@@ -29,7 +38,6 @@ constinit const Family kQwen2 = {
     .hf = {.architecture = "Qwen2ForCausalLM",
            .from_hf = from_hf,
            .to_hf = to_hf,
-           .window = window_of_some_layer,
            .max_positions = 32768},
 };
 

@@ -15,12 +15,13 @@ void set_fixed(ModelConfig& config) {
 void from_hf(const HfObject& config, ModelConfig& model) {
   read_grouped_heads(config, model, {.kv_heads = 32, .head_dim = 128});
   model.qkv_bias = model.output_bias = config.flag("attention_bias");
+  read_qwen_windows(config, model);
 }
 
 void to_hf(const ModelConfig& model, Json& config) {
   write_grouped_heads(model, config);
   config["attention_bias"] = model.output_bias;
-  write_no_window(config);
+  write_layer_windows(model, config);
 }
 
 }  // namespace
@@ -31,7 +32,6 @@ constinit const Family kQwen3 = {
     .hf = {.architecture = "Qwen3ForCausalLM",
            .from_hf = from_hf,
            .to_hf = to_hf,
-           .window = window_of_some_layer,
            .max_positions = 32768},
 };
 

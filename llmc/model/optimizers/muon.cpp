@@ -1,5 +1,8 @@
 #include "llmc/model/optimizers/muon.h"
 
+#include <algorithm>
+#include <cmath>
+
 #include "llmc/model/optimizer.h"
 
 namespace weft {
@@ -7,6 +10,7 @@ namespace weft {
 namespace {
 
 constexpr const char* kStates[] = {"momentum"};
+constexpr float kAdamRms = 0.2f;  // of AdamW's updates (Liu et al., 2025)
 
 class Muon final : public Optimizer {
  public:
@@ -21,7 +25,12 @@ class Muon final : public Optimizer {
 }  // namespace
 
 MuonStep muon_step(const AdamWStep& adamw, float momentum) {
-  return {adamw.learning_rate, momentum, adamw.weight_decay, adamw.gradient_scale};
+  return {adamw.learning_rate, momentum, adamw.weight_decay, adamw.gradient_scale, adamw.step};
+}
+
+float muon_step_size(const MuonStep& step, std::int64_t rows, std::int64_t columns) {
+  const float scale = kAdamRms * std::sqrt(static_cast<float>(std::max(rows, columns)));
+  return step.learning_rate * scale;
 }
 
 const Optimizer& muon_optimizer() {

@@ -1,7 +1,7 @@
 // cuBLASLt's matrices are column-major: a row-major [N, C] is its column-major [C, N] with leading dimension C. So
 //   forward      out^T [OC, N] = (W as [C, OC])^T  (x as [C, N])
 //   input_grad   dx^T  [C, N]  = (W as [C, OC])    (dout as [OC, N])
-//   weight_grad  dW^T  [C, OC] = (x as [C, N])     (dout as [OC, N])^T
+//   weight_grad  dW^T  [C, OC] = (x as [C, N])     (dout as [OC, N])^T, and gram likewise
 // In fp8 the first factor is always transposed and the second never, since the sum runs along the columns of both. So
 // the gradients take W, x and dout transposed: W^T as [OC, C], x^T as [N, C], dout^T as [N, OC].
 #include "llmc/cuda/op/gemm/matmul.h"
@@ -56,6 +56,10 @@ bool in_fp8(const MatmulShape& s) {
   return s.type == CUDA_R_8F_E4M3;
 }
 
+cudaDataType_t bias_type(const MatmulShape& s) {
+  return in_fp8(s) ? CUDA_R_16BF : s.type;
+}
+
 ColumnMajor fp8_columns(const MatmulShape& s) {
   constexpr cudaDataType_t kInput = CUDA_R_8F_E4M3, kGradient = CUDA_R_8F_E5M2;
   switch (s.gemm) {
@@ -65,7 +69,7 @@ ColumnMajor fp8_columns(const MatmulShape& s) {
       return {s.OC, s.C, s.OC, s.N, s.C, s.N, CUBLAS_OP_T, CUBLAS_OP_N, CUDA_R_16BF, kInput, kGradient};
     case Gemm::weight_grad:
       return {s.N, s.C, s.N, s.OC, s.C, s.OC, CUBLAS_OP_T, CUBLAS_OP_N, CUDA_R_32F, kInput, kGradient};
-    case Gemm::wide:
+    case Gemm::gram:
       break;
   }
   fail(Exit::internal, "matmul: a GEMM that has no fp8");
@@ -76,12 +80,12 @@ ColumnMajor columns(const MatmulShape& s) {
   switch (s.gemm) {
     case Gemm::forward:
       return {s.C, s.OC, s.C, s.N, s.OC, s.N, CUBLAS_OP_T, CUBLAS_OP_N, s.type, s.type, s.type};
-    case Gemm::wide:
-      return {s.C, s.OC, s.C, s.N, s.OC, s.N, CUBLAS_OP_T, CUBLAS_OP_N, CUDA_R_32F, s.type, s.type};
     case Gemm::input_grad:
       return {s.C, s.OC, s.OC, s.N, s.C, s.N, CUBLAS_OP_N, CUBLAS_OP_N, s.type, s.type, s.type};
     case Gemm::weight_grad:
       return {s.C, s.N, s.OC, s.N, s.C, s.OC, CUBLAS_OP_N, CUBLAS_OP_T, CUDA_R_32F, s.type, s.type};
+    case Gemm::gram:
+      return {s.C, s.N, s.OC, s.N, s.C, s.OC, CUBLAS_OP_N, CUBLAS_OP_T, s.type, s.type, s.type};
   }
   fail(Exit::internal, "matmul: unknown GEMM");
 }
@@ -164,9 +168,11 @@ __global__ void any_difference_kernel(const std::uint32_t* a, const std::uint32_
 // The name under which a plan is remembered.
 std::string gemm_key(const MatmulShape& s) {
   const char* type = s.type == CUDA_R_32F ? "fp32" : s.type == CUDA_R_16BF ? "bf16" : in_fp8(s) ? "fp8" : "fp16";
-  return format("%s N %lld C %lld OC %lld %s%s%s%s", gemm_name(s.gemm), static_cast<long long>(s.N),
+  const std::string batch = s.batch > 1 ? format(" batch %lld", static_cast<long long>(s.batch)) : std::string();
+  return format("%s N %lld C %lld OC %lld %s%s%s%s%s", gemm_name(s.gemm), static_cast<long long>(s.N),
                 static_cast<long long>(s.C), static_cast<long long>(s.OC), type,
-                s.accumulate == Accumulate::yes ? " accumulate" : "", s.bias ? " bias" : "", s.addend ? " addend" : "");
+                s.accumulate == Accumulate::yes ? " accumulate" : "", s.bias ? " bias" : "", s.addend ? " addend" : "",
+                batch.c_str());
 }
 
 // Everything that the meaning of a remembered algorithm depends on.
@@ -229,8 +235,8 @@ std::string cublaslt_version() {
 
 const char* gemm_name(Gemm gemm) {
   return gemm == Gemm::forward      ? "forward"
-         : gemm == Gemm::wide       ? "wide forward"
          : gemm == Gemm::input_grad ? "input grad"
+         : gemm == Gemm::gram       ? "gram"
                                     : "weight grad";
 }
 
@@ -261,9 +267,17 @@ Matmul::Plan Matmul::make_plan(const MatmulShape& shape) const {
   set(CUBLASLT_MATMUL_DESC_TRANSA, c.a_operation);
   set(CUBLASLT_MATMUL_DESC_TRANSB, c.b_operation);
   if (shape.bias) set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-  const auto layout = [](cublasLtMatrixLayout_t* out, cudaDataType_t type, std::int64_t rows, std::int64_t cols) {
+  const auto layout = [&](cublasLtMatrixLayout_t* out, cudaDataType_t type, std::int64_t rows, std::int64_t cols) {
     check_blas(
         cublasLtMatrixLayoutCreate(out, type, static_cast<std::uint64_t>(rows), static_cast<std::uint64_t>(cols), rows),
+        "matmul layout");
+    if (shape.batch == 1) return;
+    const auto batch = static_cast<std::int32_t>(shape.batch);
+    const std::int64_t stride = batch_stride(rows * cols);
+    check_blas(cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batch, sizeof batch),
+               "matmul layout");
+    check_blas(
+        cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride),
         "matmul layout");
   };
   if (in_fp8(shape)) {
@@ -273,6 +287,7 @@ Matmul::Plan Matmul::make_plan(const MatmulShape& shape) const {
     const void* const scale = workspace_;
     set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, scale);
     set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, scale);
+    if (shape.bias) set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, bias_type(shape));
   }
   layout(&plan.a, c.a_type, c.a_rows, c.a_columns);
   layout(&plan.b, c.b_type, c.b_rows, c.b_columns);
@@ -350,7 +365,7 @@ bool Matmul::usable(const Plan& plan, const cublasLtMatmulAlgo_t& algorithm) con
 }
 
 void Matmul::run(const MatmulShape& shape, const void* a, const void* b, const void* bias, const void* addend, void* d,
-                 const float* a_scale, const float* b_scale) {
+                 const float* a_scale, const float* b_scale, float product, float factor) {
   if (shape.N == 0) return;
   Plan& chosen = plan(shape);
   const auto set = [&](cublasLtMatmulDescAttributes_t attribute, const auto& value) {
@@ -361,7 +376,7 @@ void Matmul::run(const MatmulShape& shape, const void* a, const void* b, const v
     set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, a_scale);
     set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, b_scale);
   }
-  const float alpha = 1, beta = shape.accumulate == Accumulate::yes || shape.addend ? 1.0f : 0.0f;
+  const float alpha = product, beta = shape.accumulate == Accumulate::yes || shape.addend ? factor : 0.0f;
   const cublasStatus_t status =
       cublasLtMatmul(handle_, chosen.descriptor, &alpha, a, chosen.a, b, chosen.b, &beta, shape.addend ? addend : d,
                      chosen.d, d, chosen.d, &chosen.algorithm, workspace_, kWorkspaceBytes, stream_);
@@ -380,8 +395,12 @@ struct Matmul::Trial {
   Scratch a, b, bias, addend, expected, result, differences, scale;
   Event start, stop;
 
-  static std::size_t result_bytes(const ColumnMajor& c) {
-    return (static_cast<std::size_t>(c.d_rows * c.d_columns) * type_bytes(c.d_type) + 3) / 4 * 4;
+  // Of the matrices [rows, columns] of an operand.
+  static std::int64_t elements_of(const MatmulShape& s, std::int64_t rows, std::int64_t columns) {
+    return s.batch == 1 ? rows * columns : s.batch * batch_stride(rows * columns);
+  }
+  static std::size_t result_bytes(const MatmulShape& s, const ColumnMajor& c) {
+    return (static_cast<std::size_t>(elements_of(s, c.d_rows, c.d_columns)) * type_bytes(c.d_type) + 3) / 4 * 4;
   }
   Trial(Matmul& matmul_, const MatmulShape& shape_, const ColumnMajor& c)
       : matmul(matmul_),
@@ -399,12 +418,12 @@ struct Matmul::Trial {
                   false,
                   7},
         bias_operand{shape.OC, 1, shape.OC, true, false, 13},
-        a(static_cast<std::size_t>(c.a_rows * c.a_columns) * type_bytes(c.a_type)),
-        b(static_cast<std::size_t>(c.b_rows * c.b_columns) * type_bytes(c.b_type)),
-        bias(static_cast<std::size_t>(shape.OC) * type_bytes(shape.type)),
-        addend(shape.addend ? result_bytes(c) : 4),
-        expected(result_bytes(c)),
-        result(result_bytes(c)),
+        a(static_cast<std::size_t>(elements_of(shape, c.a_rows, c.a_columns)) * type_bytes(c.a_type)),
+        b(static_cast<std::size_t>(elements_of(shape, c.b_rows, c.b_columns)) * type_bytes(c.b_type)),
+        bias(static_cast<std::size_t>(shape.OC) * type_bytes(bias_type(shape))),
+        addend(shape.addend ? result_bytes(shape, c) : 4),
+        expected(result_bytes(shape, c)),
+        result(result_bytes(shape, c)),
         differences(2 * sizeof(unsigned)),
         scale(sizeof(float)) {
     clear(addend);
@@ -415,9 +434,16 @@ struct Matmul::Trial {
   // Sets the algorithm for the next run.
   void select(const cublasLtMatmulAlgo_t& algorithm) const { matmul.plan(shape).algorithm = algorithm; }
   void fill_operands(Data data) const {
-    fill(a.data(), columns(shape).a_type, a_operand, data, matmul.stream_);
-    fill(b.data(), columns(shape).b_type, b_operand, data, matmul.stream_);
-    fill(bias.data(), shape.type, bias_operand, Data::uniform, matmul.stream_);
+    for (std::int64_t i = 0; i < shape.batch; ++i) {
+      const auto at = [&](const Scratch& scratch, const Operand& operand, cudaDataType_t type) {
+        const std::int64_t elements = i * batch_stride(operand.rows * operand.columns);
+        return static_cast<std::byte*>(scratch.data()) + static_cast<std::size_t>(elements) * type_bytes(type);
+      };
+      const ColumnMajor c = columns(shape);
+      fill(at(a, a_operand, c.a_type), c.a_type, a_operand, data, matmul.stream_);
+      fill(at(b, b_operand, c.b_type), c.b_type, b_operand, data, matmul.stream_);
+    }
+    fill(bias.data(), bias_type(shape), bias_operand, Data::uniform, matmul.stream_);
     if (data == Data::cancelling) clear(bias);  // a bias would hide the noise
   }
   void clear(const Scratch& scratch) const {
@@ -451,7 +477,7 @@ struct Matmul::Trial {
   // tile.
   template <typename T>
   bool near_expected_as() const {
-    const std::int64_t count = static_cast<std::int64_t>(columns(shape).d_rows * columns(shape).d_columns);
+    const std::int64_t count = elements_of(shape, columns(shape).d_rows, columns(shape).d_columns);
     clear(result);
     clear(differences);
     run(result);
@@ -553,8 +579,8 @@ cublasLtMatmulAlgo_t Matmul::choose(const MatmulShape& shape) {
     best = timing.index;
     best_ms = timing.median();
   }
-  const double flops =
-      2.0 * static_cast<double>(shape.N) * static_cast<double>(shape.C) * static_cast<double>(shape.OC);
+  const double flops = 2.0 * static_cast<double>(shape.batch) * static_cast<double>(shape.N) *
+                       static_cast<double>(shape.C) * static_cast<double>(shape.OC);
   report_.push_back(format("%-55s %7.1f us %4.0f TF/s (first suggestion %4.0f; number %zu of %zu)",
                            gemm_key(shape).c_str(), best_ms * 1e3, flops / best_ms * 1e-9, flops / first_ms * 1e-9,
                            best, list.size()));
@@ -585,11 +611,6 @@ void Matmul::forward(T* out, const T* x, const T* weight, const T* bias, std::in
 }
 
 template <typename T>
-void Matmul::wide(float* out, const T* x, const T* weight, std::int64_t N, std::int64_t C, std::int64_t OC) {
-  run({Gemm::wide, N, C, OC, data_type<T>(), Accumulate::no, false, false}, weight, x, nullptr, nullptr, out);
-}
-
-template <typename T>
 void Matmul::input_grad(T* dx, const T* dout, const T* weight, std::int64_t N, std::int64_t C, std::int64_t OC,
                         Accumulate accumulate) {
   run({Gemm::input_grad, N, C, OC, data_type<T>(), accumulate, false}, weight, dout, nullptr, nullptr, dx);
@@ -602,9 +623,9 @@ void Matmul::weight_grad(float* dweight, const T* dout, const T* x, std::int64_t
 }
 
 void Matmul::forward_fp8(bf16* out, const Fp8Matrix& x, const Fp8Matrix& weight, std::int64_t N, std::int64_t C,
-                         std::int64_t OC, const bf16* addend) {
-  run({Gemm::forward, N, C, OC, CUDA_R_8F_E4M3, Accumulate::no, false, addend != nullptr}, weight.codes, x.codes,
-      nullptr, addend, out, weight.scale, x.scale);
+                         std::int64_t OC, const bf16* addend, const bf16* bias) {
+  run({Gemm::forward, N, C, OC, CUDA_R_8F_E4M3, Accumulate::no, bias != nullptr, addend != nullptr}, weight.codes,
+      x.codes, bias, addend, out, weight.scale, x.scale);
 }
 
 void Matmul::input_grad_fp8(bf16* dx, const Fp8Matrix& dout, const Fp8Matrix& weight_transposed, std::int64_t N,
@@ -622,7 +643,6 @@ void Matmul::weight_grad_fp8(float* dweight, const Fp8Matrix& dout_transposed, c
 #define WEFT_INSTANTIATE(T)                                                                                          \
   template void Matmul::forward<T>(T*, const T*, const T*, const T*, std::int64_t, std::int64_t, std::int64_t,       \
                                    Accumulate, const T*);                                                            \
-  template void Matmul::wide<T>(float*, const T*, const T*, std::int64_t, std::int64_t, std::int64_t);               \
   template void Matmul::input_grad<T>(T*, const T*, const T*, std::int64_t, std::int64_t, std::int64_t, Accumulate); \
   template void Matmul::weight_grad<T>(float*, const T*, const T*, std::int64_t, std::int64_t, std::int64_t,         \
                                        Accumulate);

@@ -38,9 +38,9 @@ enum class Accumulate { no, yes };  // = or +=
 // The GEMMs of a linear layer with N rows, C inputs and OC outputs.
 enum class Gemm {
   forward,      // out [N, OC] (+)= x [N, C] W^T, plus bias [OC], plus addend [N, OC]
-  wide,         // out [N, OC] = x W^T, written in fp32: logits that are scored
   input_grad,   // dx [N, C] (+)= dout [N, OC] W
   weight_grad,  // dW [OC, C] (+)= dout^T x, written in fp32
+  gram,         // [OC, C] = dout^T x, written in T: with dout = x all dot products of x's columns
 };
 const char* gemm_name(Gemm gemm);
 
@@ -58,7 +58,8 @@ struct MatmulShape {
   cudaDataType_t type = CUDA_R_16BF;  // CUDA_R_8F_E4M3: fp8 operands, in e4m3 or e5m2 as described above
   Accumulate accumulate = Accumulate::no;
   bool bias = false;
-  bool addend = false;  // Gemm::forward only, without accumulation
+  bool addend = false;     // Gemm::forward and, in a batch, others; without accumulation
+  std::int64_t batch = 1;  // GEMMs at once: see Matmul::batched()
 
   auto operator<=>(const MatmulShape&) const = default;  // the key of the plan cache
 };
@@ -73,28 +74,6 @@ class Matmul {
   Matmul& operator=(const Matmul&) = delete;
 
   static constexpr std::size_t kWorkspaceBytes = 64 << 20;
-
-  // While this object exists, the GEMMs of `matmul` run in another stream with the same plans, and use a workspace of
-  // kWorkspaceBytes that nothing else may use meanwhile.
-  class OnStream {
-   public:
-    OnStream(Matmul& matmul, cudaStream_t stream, void* workspace)
-        : matmul_(matmul), stream_(stream), workspace_(workspace) {
-      exchange();
-    }
-    ~OnStream() { exchange(); }
-    OnStream(const OnStream&) = delete;
-    OnStream& operator=(const OnStream&) = delete;
-
-   private:
-    void exchange() {
-      std::swap(matmul_.stream_, stream_);
-      std::swap(matmul_.workspace_, workspace_);
-    }
-    Matmul& matmul_;
-    cudaStream_t stream_;
-    void* workspace_;
-  };
 
   // Chooses the plans of these shapes: remembered ones, or by timing on scratch memory that is freed again. Call it
   // once for all shapes, before the arenas are allocated. A shape that was not prepared uses cuBLASLt's first
@@ -111,18 +90,26 @@ class Matmul {
   void forward(T* out, const T* x, const T* weight, const T* bias, std::int64_t N, std::int64_t C, std::int64_t OC,
                Accumulate accumulate = Accumulate::no, const T* addend = nullptr);
   template <typename T>
-  void wide(float* out, const T* x, const T* weight, std::int64_t N, std::int64_t C, std::int64_t OC);
-  template <typename T>
   void input_grad(T* dx, const T* dout, const T* weight, std::int64_t N, std::int64_t C, std::int64_t OC,
                   Accumulate accumulate = Accumulate::no);
   template <typename T>
   void weight_grad(float* dweight, const T* dout, const T* x, std::int64_t N, std::int64_t C, std::int64_t OC,
                    Accumulate accumulate = Accumulate::yes);
 
+  // A batch of GEMMs, out = product * (left right^T, left right or left^T right) + factor * addend, as shape.gemm says: left
+  // is x of forward and dout of the gradients, right the weight or x. The matrices of each operand lie behind each other,
+  // batch_stride() of their size apart. The addend, unless it is null, has the shape of out; it may be an operand too, out not.
+  static constexpr std::int64_t batch_stride(std::int64_t elements) { return (elements + 7) / 8 * 8; }
+  template <typename T>
+  void batched(const MatmulShape& shape, T* out, const T* left, const T* right, float product = 1,
+               const T* addend = nullptr, float factor = 1) {
+    run(shape, right, left, nullptr, addend, out, nullptr, nullptr, product, factor);
+  }
+
   // The same in fp8. All sizes are multiples of 16, codes are aligned to 16 bytes.
-  // out [N, OC] = x [N, C] W^T, plus addend [N, OC] unless it is null.
+  // out [N, OC] = x [N, C] W^T, plus addend [N, OC] and bias [OC] unless they are null.
   void forward_fp8(__nv_bfloat16* out, const Fp8Matrix& x, const Fp8Matrix& weight, std::int64_t N, std::int64_t C,
-                   std::int64_t OC, const __nv_bfloat16* addend = nullptr);
+                   std::int64_t OC, const __nv_bfloat16* addend = nullptr, const __nv_bfloat16* bias = nullptr);
   // dx [N, C] = dout [N, OC] W, from the transposed weight [C, OC].
   void input_grad_fp8(__nv_bfloat16* dx, const Fp8Matrix& dout, const Fp8Matrix& weight_transposed, std::int64_t N,
                       std::int64_t C, std::int64_t OC);
@@ -153,7 +140,7 @@ class Matmul {
   bool usable(const Plan& plan, const cublasLtMatmulAlgo_t& algorithm) const;
   cublasLtMatmulAlgo_t choose(const MatmulShape& shape);
   void run(const MatmulShape& shape, const void* a, const void* b, const void* bias, const void* addend, void* d,
-           const float* a_scale = nullptr, const float* b_scale = nullptr);
+           const float* a_scale = nullptr, const float* b_scale = nullptr, float product = 1, float factor = 1);
 
   cudaStream_t stream_;
   cublasLtHandle_t handle_ = nullptr;

@@ -22,7 +22,7 @@
 #include <string>
 
 #include "llmc/base/dtype.h"
-#include "llmc/cuda/op/gemm/gemv.h"
+#include "llmc/cuda/runtime/device.h"
 
 namespace weft::cuda {
 

@@ -14,6 +14,7 @@
 // The layout of rows: llmc/cuda/op/norm/residual_norm.cuh.
 
 #include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/op/norm/column_sums.cuh"
 #include "llmc/cuda/op/norm/residual_norm.cuh"
 
 namespace weft::cuda {
@@ -23,29 +24,6 @@ namespace {
 using namespace norm_detail;
 
 constexpr int kMaxBackwardBlocks = 640;
-constexpr int kColumnSums = 5;  // dweight, dbias, dweight2, dbias2, dcolscale
-
-// slot[k]: the index of sum k among those that are requested; -1: not requested. Each takes `capacity` floats: C
-// rounded up to whole groups of the row's threads.
-struct ColumnSums {
-  float* target[kColumnSums];
-  int slot[kColumnSums];
-  int count;
-  int capacity;
-};
-
-// Position of column c in a sum: a thread's columns are chunks of 4, and chunks of adjacent threads are adjacent, so
-// that a warp's 16-byte accesses have no bank conflicts.
-template <int kRowThreads, int kGroup>
-__host__ __device__ constexpr int sum_position(int c) {
-  const int group = c / kGroup, chunk = c % kGroup / 4;
-  return ((group / kRowThreads * (kGroup / 4) + chunk) * kRowThreads + group % kRowThreads) * 4 + c % 4;
-}
-template <int kRowThreads, int kGroup>
-__device__ constexpr int column_at(int position) {
-  const int piece = position / 4, rest = piece / kRowThreads, chunks = kGroup / 4;
-  return (rest / chunks * kRowThreads + piece % kRowThreads) * kGroup + rest % chunks * 4 + position % 4;
-}
 
 template <typename S>
 __device__ void add_columns(float* sums, const ColumnSums& columns, int which, int g,
@@ -90,37 +68,6 @@ __device__ void write_columns(float* partial, const float* sums, const ColumnSum
     for (int slot = 1; slot < S::kRows; ++slot) sum += sums[slot * size + i];
     partial[i] = sum;
   }
-}
-
-constexpr int kFinishPositions = 8, kFinishLanes = kWarpSize;  // a sector of memory; one warp for each of its sums
-
-// target[c] += sum of partial[block][k][c] over the blocks: 32 lanes take every 32nd block each and are then added as a
-// tree. May start before the kernel that writes the partial sums has ended.
-template <int kRowThreads, int kGroup>
-__global__ void __launch_bounds__(kFinishPositions* kFinishLanes)
-    finish_columns_kernel(ColumnSums columns, const float* partial, int blocks, int C) {
-  __shared__ float lane_sum[kFinishLanes][kFinishPositions + 1];
-  float* target = nullptr;  // selected with constant indices: a run-time index would put the struct in local memory
-  int slot = 0;
-#pragma unroll
-  for (int k = 0; k < kColumnSums; ++k) {
-    if (columns.slot[k] == static_cast<int>(blockIdx.y)) target = columns.target[k], slot = columns.slot[k];
-  }
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int c = column_at<kRowThreads, kGroup>(blockIdx.x * kFinishPositions + warp);
-  float old = 0;
-  if (lane == 0 && c < C) old = target[c];  // no kernel of the chain writes it
-  wait_for_predecessors();
-  const int x = threadIdx.x % kFinishPositions, y = threadIdx.x / kFinishPositions;
-  const std::int64_t size = static_cast<std::int64_t>(columns.count) * columns.capacity;
-  const float* first = partial + slot * columns.capacity + blockIdx.x * kFinishPositions + x;
-  float sum = 0;
-#pragma unroll 8
-  for (int block = y; block < blocks; block += kFinishLanes) sum += first[block * size];
-  lane_sum[y][x] = sum;
-  __syncthreads();
-  sum = warp_sum(lane_sum[lane][warp]);
-  if (lane == 0 && c < C) target[c] = old + sum;
 }
 
 // ---- backward ---------------------------------------------------------------------------------------------------------
@@ -425,17 +372,6 @@ ColumnSums column_sums(const ResidualNormBackward<T, R>& io, std::int64_t capaci
   return columns;
 }
 
-template <typename S>
-void finish_columns(const ColumnSums& columns, const void* workspace, unsigned blocks, std::int64_t C,
-                    cudaStream_t stream) {
-  if (columns.count == 0) return;
-  const dim3 grid(static_cast<unsigned>(columns.capacity / kFinishPositions), static_cast<unsigned>(columns.count));
-  const bool overlapping = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-  launch_chained(finish_columns_kernel<S::kRowThreads, S::kGroup>, grid, dim3(kFinishPositions * kFinishLanes), 0,
-                 stream, overlapping, "residual_norm_backward: column sums", columns,
-                 static_cast<const float*>(workspace), static_cast<int>(blocks), static_cast<int>(C));
-}
-
 template <typename T, typename R, typename S>
 void launch_full_backward(const ResidualNormShape& shape, const ResidualNormBackward<T, R>& io, cudaStream_t stream,
                           int shared_limit) {
@@ -448,7 +384,7 @@ void launch_full_backward(const ResidualNormShape& shape, const ResidualNormBack
   const unsigned blocks = blocks_for(kernel, S::kThreads, shared_bytes, work, shared_limit);
   kernel<<<blocks, S::kThreads, shared_bytes, stream>>>(shape, io, columns, sums_shared);
   check_launch("residual_norm_backward");
-  finish_columns<S>(columns, io.workspace, blocks, shape.C, stream);
+  finish_columns<S::kRowThreads, S::kGroup>(columns, io.workspace, blocks, shape.C, stream);
 }
 
 template <typename T, typename R>
@@ -479,7 +415,7 @@ void launch_plain_backward(const ResidualNormShape& shape, const ResidualNormBac
   const unsigned blocks = blocks_for(kernel, S::kThreads, shared_bytes, work, shared_limit);
   kernel<<<blocks, S::kThreads, shared_bytes, stream>>>(shape, io, columns, staged);
   check_launch("residual_norm_backward");
-  finish_columns<S>(columns, io.workspace, blocks, shape.C, stream);
+  finish_columns<S::kRowThreads, S::kGroup>(columns, io.workspace, blocks, shape.C, stream);
 }
 
 }  // namespace

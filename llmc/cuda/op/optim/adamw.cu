@@ -21,13 +21,13 @@
 
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/op/fp8/fp8.cuh"
+#include "llmc/cuda/op/optim/update.cuh"
 
 namespace weft::cuda {
 
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kQuad = 4;  // elements that a thread processes at once: 16 bytes of every fp32 array
 
 struct Scalars {
   float step_size, inv_sqrt_correction2, keep, beta1, beta2, eps, gradient_scale;
@@ -53,60 +53,11 @@ __device__ float updated(float p, float gradient, float& m, float& v, const Scal
   return p * s.keep - s.step_size * m / (sqrtf(v) * s.inv_sqrt_correction2 + s.eps);
 }
 
-// The moments and the low half of parameter element i are at j (AdamWBlock::state).
-struct Fp32Masters {
-  float* p;
-
-  __device__ void shift(std::int64_t elements) { p += elements; }
-  __device__ float get(std::int64_t i, std::int64_t) const { return p[i]; }
-  __device__ void set(std::int64_t i, std::int64_t, float value) const { p[i] = value; }
-  __device__ float4 get_quad(std::int64_t i, std::int64_t) const {
-    return __ldcs(reinterpret_cast<const float4*>(p + i));
-  }
-  __device__ void set_quad(std::int64_t i, std::int64_t, float4 value) const {
-    __stcs(reinterpret_cast<float4*>(p + i), value);
-  }
-};
-
-struct SplitMasters {
-  std::uint16_t* p;  // the bits of bf16
-  std::int16_t* low;
-
-  __device__ void shift(std::int64_t elements) { p += elements; }
-  static __device__ float join(unsigned high, unsigned low) {
-    return __uint_as_float(
-        join_master({static_cast<std::uint16_t>(high), static_cast<std::int16_t>(static_cast<std::uint16_t>(low))}));
-  }
-  // Two consecutive elements are in one 32-bit word, the first in its low half.
-  static __device__ void split(float first, float second, unsigned& high, unsigned& low) {
-    const SplitMaster a = split_master(__float_as_uint(first)), b = split_master(__float_as_uint(second));
-    high = a.high | static_cast<unsigned>(b.high) << 16;
-    low = static_cast<std::uint16_t>(a.low) | static_cast<unsigned>(static_cast<std::uint16_t>(b.low)) << 16;
-  }
-
-  __device__ float get(std::int64_t i, std::int64_t j) const { return join(p[i], static_cast<std::uint16_t>(low[j])); }
-  __device__ void set(std::int64_t i, std::int64_t j, float value) const {
-    const SplitMaster split = split_master(__float_as_uint(value));
-    p[i] = split.high;
-    low[j] = split.low;
-  }
-  __device__ float4 get_quad(std::int64_t i, std::int64_t j) const {
-    const uint2 h = __ldcs(reinterpret_cast<const uint2*>(p + i)), l = __ldcs(reinterpret_cast<const uint2*>(low + j));
-    return {join(h.x, l.x), join(h.x >> 16, l.x >> 16), join(h.y, l.y), join(h.y >> 16, l.y >> 16)};
-  }
-  __device__ void set_quad(std::int64_t i, std::int64_t j, float4 value) const {
-    uint2 h, l;
-    split(value.x, value.y, h.x, l.x);
-    split(value.z, value.w, h.y, l.y);
-    __stcs(reinterpret_cast<uint2*>(p + i), h);
-    __stcs(reinterpret_cast<uint2*>(low + j), l);
-  }
-};
-
 // ---- storage of the moments --------------------------------------------------------------------------------------------
 struct Fp32Moments {
   float *m, *v;
 
+  __device__ void shift_second(std::int64_t elements) { v += elements; }
   __device__ void get(std::int64_t j, float& first, float& second) const {
     first = m[j];
     second = v[j];
@@ -137,6 +88,7 @@ struct RoundedMoments {
   static __device__ float4 wide(uint2 bits) {
     return {wide(bits.x & 0xffffu), wide(bits.x >> 16), wide(bits.y & 0xffffu), wide(bits.y >> 16)};
   }
+  __device__ void shift_second(std::int64_t elements) { v += elements; }
   __device__ void get(std::int64_t j, float& first, float& second) const {
     first = wide(m[j]);
     second = wide(v[j]);
@@ -203,6 +155,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t state = block.state - block.begin;
   gradients += block.gradient - block.begin;
   masters.shift(block.parameter - block.begin);
+  moments.shift_second(block.second);
   // Tensors of a group are adjacent without padding, so a block may begin and end inside a quad.
   const std::int64_t end = block.begin + block.count;
   const std::int64_t first_quad = min(ceil_div(block.begin, kQuad) * kQuad, end);
@@ -284,10 +237,6 @@ void launch_fp8(const SplitMasters& masters, const float* gradients, const Momen
   check_launch("adamw_fp8");
 }
 
-SplitMasters split_arrays(const bf16* parameters, const std::int16_t* low) {
-  return {reinterpret_cast<std::uint16_t*>(const_cast<bf16*>(parameters)), const_cast<std::int16_t*>(low)};
-}
-
 RoundedMoments rounded_moments(bf16* moment1, bf16* moment2, std::uint64_t seed, std::int64_t step) {
   return {reinterpret_cast<std::uint16_t*>(moment1), reinterpret_cast<std::uint16_t*>(moment2), seed, step};
 }
@@ -312,17 +261,6 @@ void convert_masters(To to, From from, std::int64_t count, cudaStream_t stream) 
 
 // ---- global norm ------------------------------------------------------------------------------------------------------
 constexpr int kSumThreads = 1024;
-
-template <int kCount>
-__device__ double block_sum_double(double value, double* scratch) {
-  scratch[threadIdx.x] = value;
-  __syncthreads();
-  for (unsigned half = kCount / 2; half > 0; half /= 2) {
-    if (threadIdx.x < half) scratch[threadIdx.x] += scratch[threadIdx.x + half];
-    __syncthreads();
-  }
-  return scratch[0];
-}
 
 // Each thread loads eight quads, all in flight at once.
 __global__ void __launch_bounds__(kThreads)

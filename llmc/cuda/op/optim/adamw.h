@@ -56,14 +56,15 @@ struct AdamWBlock {
   // unless an arena holds only a part.
   std::int64_t state = 0, gradient = 0, parameter = 0;
   std::int32_t count = 0, decay = 0;
+  std::int64_t second = 0;  // where its second moments begin, behind `state`, if their arena has another layout
 };
 // Blocks are cut at multiples of this many elements of the arena.
 inline constexpr std::int64_t kAdamWBlockElements = 8192;
 // Adjacent ranges with the same decay are merged; elements between ranges (padding) are never accessed.
 std::vector<AdamWBlock> adamw_blocks(std::span<const AdamWRange> ranges);
 
-// Updates `block_count` blocks. Parameters, gradients, and moments with low parts are in arenas of up to three layouts,
-// aligned to 16 bytes; a block's positions in them differ by multiples of 4. `blocks` is on the device. norm: on the
+// Updates `block_count` blocks. Parameters, gradients, first moments with low parts, and second moments are in arenas of up to
+// four layouts, aligned to 16 bytes; a block's positions in them differ by multiples of 4. `blocks` is on the device. norm: on the
 // device; its gradient_scale replaces step.gradient_scale, and if it is non_finite nothing is written. norm null:
 // step.gradient_scale is used.
 void adamw(float* parameters, const float* gradients, float* moment1, float* moment2, const AdamWBlock* blocks,

@@ -7,7 +7,7 @@
 
 #include "llmc/cuda/op/attention/paged/paged_kv.h"
 #include "llmc/cuda/op/elementwise/rope.h"
-#include "llmc/cuda/op/gemm/gemv.h"
+#include "llmc/cuda/runtime/device.h"
 #include "llmc/model/head_view.h"
 
 namespace weft::cuda {

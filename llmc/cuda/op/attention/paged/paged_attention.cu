@@ -43,8 +43,9 @@ namespace {
 
 // StageKeys positions in each of the Stages stages of a tile's ring. Two blocks of 4 warps share a multiprocessor, or
 // one of 8 warps where O needs more registers.
-template <int HeadDim, int StageKeys, int Stages, bool SumsInRegisters>
+template <bool Windowed, int HeadDim, int StageKeys, int Stages, bool SumsInRegisters>
 struct Tiling {
+  static constexpr bool kWindowed = Windowed;
   static constexpr int HS = HeadDim, kStageKeys = StageKeys, kStages = Stages;
   static constexpr SlotCopy kCopy = SlotCopy::threads;
   // where O of the earlier splits is kept; false: in shared memory
@@ -65,11 +66,11 @@ struct Tiling {
 };
 
 // Starts the copy of positions first to first + Rows - 1 of one split and head, by `Threads` threads of which this one
-// is number `thread`; positions from `end` on become zeros. For one or two tensors of the same layout, to tiles
-// `distance` bytes apart.
-template <int HS, int Rows, int Threads, int Tensors, typename S>
+// is number `thread`; positions from `end` on, and with kWindowed those before `begin`, become zeros. For one or two tensors
+// of the same layout, to tiles `distance` bytes apart.
+template <int HS, int Rows, int Threads, bool kWindowed, int Tensors, typename S>
 __device__ __forceinline__ void load_positions(const Arguments<S>& a, const S* const (&from)[Tensors], unsigned tile,
-                                               unsigned distance, int pages, int kv_head, int first, int end,
+                                               unsigned distance, int pages, int kv_head, int first, int begin, int end,
                                                int thread) {
   using T = Tile<S, HS>;
   static_assert(Rows * T::kChunks % kWarpSize == 0, "all of a warp's lanes take part in a shuffle, or none");
@@ -80,7 +81,7 @@ __device__ __forceinline__ void load_positions(const Arguments<S>& a, const S* c
     const int position = first + row;
     const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
     const std::int64_t at = page_offset<HS>(a, page, kv_head, position) + chunk * 8;
-    const bool inside = position < end;
+    const bool inside = position < end && (!kWindowed || position >= begin);
 #pragma unroll
     for (int n = 0; n < Tensors; ++n) {
       copy_async(tile + n * distance + row * T::kRowBytes + chunk * 16, from[n] + (inside ? at : 0), inside);
@@ -94,6 +95,8 @@ struct TileRows {
   static constexpr int HS = Tiling::HS, M = Tiling::M, kKeys = Tiling::kKeys;
   QueryRows<S> rows;
   int end, unmasked_end;  // positions that the last row sees, and that the first row sees
+  int begin = 0,
+      unmasked_begin = 0;  // kWindowed: the first position that the first row sees, and that the last row sees
   int visible[M][2];
   RegisterOperand<S, HS, M> Q;
   SplitState<S, HS, M> state;
@@ -104,19 +107,25 @@ struct TileRows {
         end(of_warp.end()),
         unmasked_end(of_warp.count > 0 ? of_warp.visible(0) : 0),
         earlier(shared, threadIdx.x / kWarpSize) {
+    if constexpr (Tiling::kWindowed) {
+      if (rows.count > 0)
+        begin = rows.first_visible(0, a.window), unmasked_begin = rows.first_visible(rows.count - 1, a.window);
+    }
     visible_positions(visible, rows);
     Q.load([&](int i) { return rows.query(a, i); });
     state.clear();
   }
 
   // Adds one key block, whose keys and values are at these addresses in shared memory.
-  __device__ __forceinline__ void add(unsigned keys, unsigned values, int first_key, float c) {
-    if (first_key >= end) return;
+  __device__ __forceinline__ void add(unsigned keys, unsigned values, int first_key, float c, int window) {
+    if (first_key >= end || (Tiling::kWindowed && first_key + kKeys <= begin)) return;
     Accumulators<M, kKeys / 8> scores;
     scores.clear();
     multiply_by_rows<S, HS>(scores, Q, keys + Tile<S, HS>::lane_by_columns());
     float shrink[M][2];
-    if (state.weigh(scores, shrink, visible, first_key + kKeys > unmasked_end, first_key, c)) state.rescale(shrink);
+    const bool masked = first_key + kKeys > unmasked_end || (Tiling::kWindowed && first_key < unmasked_begin);
+    if (state.template weigh<2, Tiling::kWindowed>(scores, shrink, visible, masked, first_key, c, window))
+      state.rescale(shrink);
     multiply_by_columns<S, HS>(state.O, scores, values + Tile<S, HS>::lane_by_rows());
     if ((first_key + kKeys) % kSplit == 0 && first_key + kKeys < end) {
       merge_split(c);
@@ -146,31 +155,36 @@ __device__ void compute_tile(const Arguments<S>& a, const PagedItem& item, int k
   constexpr int HS = Tiling::HS, kKeys = Tiling::kKeys, kStageKeys = Tiling::kStageKeys, kStages = Tiling::kStages;
   constexpr unsigned kStageBytes = Tile<S, HS>::bytes(2 * kStageKeys), kValues = Tile<S, HS>::bytes(kStageKeys);
   const QueryRows<S> rows(a, item, kv_head, Tiling::kTileRows);
+  constexpr bool kWindowed = Tiling::kWindowed;
   const int end = rows.end(), stages = static_cast<int>(ceil_div(end, kStageKeys));
+  const int begin = kWindowed ? rows.first_visible(0, a.window) : 0, first_stage = begin / kStageKeys;
+  const int first_split = first_stage * kStageKeys / kSplit;
   const unsigned ring = shared_address(shared) + Tiling::kSumBytes;
   // Page numbers are looked up one split ahead, so that no copy waits for them.
   const int table = a.tables[rows.first_row];
-  int pages = split_pages(a, table, 0, end), next_pages = split_pages(a, table, 1, end);
+  int pages = split_pages<kWindowed>(a, table, first_split, end, begin);
+  int next_pages = split_pages<kWindowed>(a, table, first_split + 1, end, begin);
   int load_slot = 0;
   const auto load = [&](int stage) {
     const int first = stage * kStageKeys;
     if (first < end) {
-      if (first > 0 && first % kSplit == 0) {
+      if (stage > first_stage && first % kSplit == 0) {
         pages = next_pages;
-        next_pages = split_pages(a, table, first / kSplit + 1, end);
+        next_pages = split_pages<kWindowed>(a, table, first / kSplit + 1, end, begin);
       }
       const S* const tensors[] = {a.keys, a.values};
-      load_positions<HS, kStageKeys, Tiling::kThreads>(a, tensors, ring + load_slot * kStageBytes, kValues, pages,
-                                                       kv_head, first, end, static_cast<int>(threadIdx.x));
+      load_positions<HS, kStageKeys, Tiling::kThreads, kWindowed>(a, tensors, ring + load_slot * kStageBytes, kValues,
+                                                                  pages, kv_head, first, begin, end,
+                                                                  static_cast<int>(threadIdx.x));
     }
     commit_copies();  // also for a stage that does not exist: the number of commit groups in flight stays the same
     load_slot = load_slot + 1 == kStages ? 0 : load_slot + 1;
   };
 #pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) load(stage);
+  for (int stage = 0; stage < kStages - 1; ++stage) load(first_stage + stage);
   TileRows<S, Tiling> warp(a, rows.part(threadIdx.x / kWarpSize * Tiling::kWarpRows, Tiling::kWarpRows), shared);
   int slot = 0;
-  for (int stage = 0; stage < stages; ++stage) {
+  for (int stage = first_stage; stage < stages; ++stage) {
     wait_for_older_copies<kStages - 2>();
     __syncthreads();  // the stage is complete, and no thread reads the one that is overwritten next
     load(stage + kStages - 1);
@@ -178,7 +192,7 @@ __device__ void compute_tile(const Arguments<S>& a, const PagedItem& item, int k
 #pragma unroll 1
     for (int k = 0; k < kStageKeys; k += kKeys) {
       const unsigned offset = k * Tile<S, HS>::kRowBytes;
-      warp.add(keys + offset, keys + kValues + offset, stage * kStageKeys + k, a.c);
+      warp.add(keys + offset, keys + kValues + offset, stage * kStageKeys + k, a.c, a.window);
     }
     slot = slot + 1 == kStages ? 0 : slot + 1;
   }
@@ -261,6 +275,11 @@ void check_arguments(const PagedAttention<S>& io) {
          static_cast<long long>(kv.page_size), static_cast<long long>(kv.NKV), static_cast<long long>(kv.HS),
          static_cast<long long>(io.rows.rows), static_cast<long long>(shape.NKV), static_cast<long long>(shape.HS));
   }
+  if (io.window < 0 || shape.window < 0 || (shape.window > 0 && (io.window == 0 || io.window > shape.window))) {
+    fail(Exit::internal,
+         "paged attention: a window of %lld for a list of %lld: expected at most the list's, if it has one",
+         static_cast<long long>(io.window), static_cast<long long>(shape.window));
+  }
   constexpr std::int64_t pack = 16 / static_cast<std::int64_t>(sizeof(S));
   const auto fits = [](const HeadViewOf<const S>& view) {
     return aligned_to_16(view.data) && view.token_stride % pack == 0 && view.head_stride % pack == 0;
@@ -297,18 +316,18 @@ void launch(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_
                  kName, arguments);
 }
 
-template <typename S, int HS>
+template <typename S, int HS, bool kWindowed>
 void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
   const int limit = shared_bytes_per_block();
   if constexpr (HS == 256) {
-    launch<S, Tiling<HS, 16, 2, false>>(io, device, stream, limit);
+    launch<S, Tiling<kWindowed, HS, 16, 2, false>>(io, device, stream, limit);
   } else if constexpr (HS == 128) {
-    using Large = Tiling<HS, 64, 3, false>;
+    using Large = Tiling<kWindowed, HS, 64, 3, false>;
     if (limit > Large::kTileBytes) return launch<S, Large>(io, device, stream, limit);
     // spills O of earlier splits, which is accessed once a split
-    launch<S, Tiling<HS, 64, 2, true>>(io, device, stream, limit);
+    launch<S, Tiling<kWindowed, HS, 64, 2, true>>(io, device, stream, limit);
   } else {
-    launch<S, Tiling<HS, 64, HS <= 64 ? 3 : 2, (HS > 64)>>(io, device, stream, limit);
+    launch<S, Tiling<kWindowed, HS, 64, HS <= 64 ? 3 : 2, (HS > 64)>>(io, device, stream, limit);
   }
 }
 
@@ -331,7 +350,9 @@ void paged_attention(const PagedAttention<S>& io, const LaunchDevice& device, cu
     paged_hopper_tiles(io, device, stream);
     paged_items(io, device, stream);
   } else {
-    for_head_dimension(io.shape.HS, "paged attention", [&]<int HS>() { launch_for<S, HS>(io, device, stream); });
+    for_head_dimension(io.shape.HS, "paged attention", [&]<int HS>() {
+      for_window(io, [&]<bool kWindowed>() { launch_for<S, HS, kWindowed>(io, device, stream); });
+    });
   }
 }
 

@@ -1,13 +1,13 @@
 // Attention over keys and values in pages, for rows of many sequences: out = softmax(q k^T * scale) v. A row sees
-// positions 0 to its own of its sequence; query head h reads K/V head h / (NH / NKV). The specification is
-// llmc/cpu/paged_attention.h.
+// positions 0 to its own of its sequence, of those at most the last `window`; query head h reads K/V head h / (NH / NKV). The
+// specification is llmc/cpu/paged_attention.h.
 //
-// The bits of a row depend on its query and on the (finite) keys and values of its positions only: not on the other
+// The bits of a row depend on its query and on the (finite) keys and values that it sees only: not on the other
 // rows of the step, nor on how the sequence was cut into spans, nor on which pages hold it, nor on the GPU's size.
 //
 // A work list, which the host writes for each step (write_paged_work()) and which lies in device memory, says what is
 // computed where. The launch itself is the same for every step with as many rows, so one captured graph serves them
-// all. All layers of a step use the same list.
+// all. All layers of a step use the same list: what a layer with a shorter window does not see of it costs a lookup.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,7 +18,7 @@
 
 #include "llmc/cuda/op/attention/paged/paged_kv.h"
 #include "llmc/cuda/op/elementwise/rope.h"
-#include "llmc/cuda/op/gemm/gemv.h"
+#include "llmc/cuda/runtime/device.h"
 #include "llmc/model/head_view.h"
 
 namespace weft::cuda {
@@ -29,6 +29,7 @@ struct PagedAttentionShape {
   std::int64_t max_rows = 0;       // rows in a step
   std::int64_t max_spans = 0;      // spans in a step
   std::int64_t max_positions = 0;  // positions in a sequence
+  std::int64_t window = 0;         // the longest of the model's layers; 0: some layer has none
 };
 
 // Consecutive positions of one sequence: rows first_row to first_row + rows - 1 of the step are positions from
@@ -57,9 +58,12 @@ template <typename S>
 struct PagedAttention {
   PagedAttentionShape shape;
   float scale = 0;
-  HeadViewOf<const S> q;  // rotated by append_to_pages(), unless k is given
-  PagedKv<S> kv;          // positions after a row's own may hold anything, even NaN
-  PagedRows rows;         // the rows of a span are consecutive, as in its PagedSpan
+  HeadViewOf<const S> q;    // rotated by append_to_pages(), unless k is given
+  std::int64_t window = 0;  // of this layer, at most shape.window unless that is 0; 0: none
+  // Positions after a row's own may hold anything, even NaN. Pages wholly in front of what the rows of a span see are not
+  // read, whatever their numbers are.
+  PagedKv<S> kv;
+  PagedRows rows;  // the rows of a span are consecutive, as in its PagedSpan
   // list of write_paged_work() in device memory; must be complete as early as `rows` (paged_kv.h)
   const void* work = nullptr;
   void* workspace = nullptr;

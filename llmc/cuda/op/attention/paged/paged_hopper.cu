@@ -47,9 +47,10 @@ constexpr int kWarps = kWarpgroupSize / kWarpSize;  // warps of a warpgroup
 // The producer's spare registers go to the consumers; together at most 64K.
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 
-template <typename T, int HeadDim, int Stages, int TileColumns>
+template <typename T, bool Windowed, int HeadDim, int Stages, int TileColumns>
 struct HopperTiling {
   using Element = T;
+  static constexpr bool kWindowed = Windowed;
   static constexpr int HS = HeadDim, kStages = Stages, kKeys = kBlockKeys<HS>, kTileColumns = TileColumns;
   static_assert(paged_tile_rows(HS) == kConsumers * kRows && kSplit % kKeys == 0);
   using KeyTile = SwizzledTile<T, kKeys, HS, 2 * TileColumns>;
@@ -121,11 +122,11 @@ __device__ __forceinline__ void copy_stage(const HopperArguments<S>& p, const ty
   }
 }
 
-// Copies a key block's keys and values; positions from `end` on become zeros.
+// Copies a key block's keys and values; positions from `end` on, and with a window those before `begin`, become zeros.
 template <typename Tiling, typename S = typename Tiling::Element>
 __device__ __forceinline__ void load_stage(const Arguments<S>& a, const typename Tiling::KeyTile& keys,
                                            const typename Tiling::KeyTile& values, unsigned full, int pages,
-                                           int kv_head, int first, int end) {
+                                           int kv_head, int first, int begin, int end) {
   using KeyTile = typename Tiling::KeyTile;
   constexpr int HS = Tiling::HS, kChunks = HS / 8, kEach = Tiling::kKeys * kChunks / kWarpgroupSize;
   static_assert(kEach * kWarpgroupSize == Tiling::kKeys * kChunks);
@@ -135,7 +136,7 @@ __device__ __forceinline__ void load_stage(const Arguments<S>& a, const typename
               chunk = index % kChunks;
     const int position = first + row;
     const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
-    const bool inside = position < end;
+    const bool inside = position < end && (!Tiling::kWindowed || position >= begin);
     const std::int64_t at = inside ? page_offset<HS>(a, page, kv_head, position) + chunk * 8 : 0;
     const int to = KeyTile::offset(row, chunk);
     copy_async(keys.address + to, a.keys + at, inside);
@@ -152,6 +153,7 @@ __device__ __forceinline__ void load_stage(const Arguments<S>& a, const typename
 template <typename Tiling, typename S = typename Tiling::Element>
 __device__ void produce(const HopperArguments<S>& p, const PagedItem* tiles, int count,
                         const SharedMemory<Tiling>& shared) {
+  constexpr bool kWindowed = Tiling::kWindowed;
   const Arguments<S>& a = p.a;
   const RingBarriers ring = shared.ring();
   RingPosition next;
@@ -159,19 +161,22 @@ __device__ void produce(const HopperArguments<S>& p, const PagedItem* tiles, int
     const int n = tile_index(i), kv_head = n % a.NKV;
     const QueryRows<S> rows(a, tiles[n / a.NKV], kv_head, kConsumers * kRows);
     const int end = rows.end(), table = a.tables[rows.first_row];
-    int pages = split_pages(a, table, 0, end), next_pages = split_pages(a, table, 1, end);
-    for (int first = 0; first < end; first += Tiling::kKeys) {
-      if (first > 0 && first % kSplit == 0) {
+    const int begin = kWindowed ? rows.first_visible(0, a.window) : 0, first_block = begin / Tiling::kKeys;
+    const int first_split = begin / kSplit;
+    int pages = split_pages<kWindowed>(a, table, first_split, end, begin);
+    int next_pages = split_pages<kWindowed>(a, table, first_split + 1, end, begin);
+    for (int first = first_block * Tiling::kKeys; first < end; first += Tiling::kKeys) {
+      if (first > first_split * kSplit && first % kSplit == 0) {
         pages = next_pages;
-        next_pages = split_pages(a, table, first / kSplit + 1, end);
+        next_pages = split_pages<kWindowed>(a, table, first / kSplit + 1, end, begin);
       }
       ring.wait_empty(next);
       __syncwarp();
       const unsigned full = ring.full(next.stage);
-      if (first + Tiling::kKeys <= end) {
+      if (first + Tiling::kKeys <= end && (!kWindowed || first >= begin)) {
         copy_stage<Tiling>(p, shared.k(next.stage), shared.v(next.stage), full, pages, kv_head, first);
       } else {
-        load_stage<Tiling>(a, shared.k(next.stage), shared.v(next.stage), full, pages, kv_head, first, end);
+        load_stage<Tiling>(a, shared.k(next.stage), shared.v(next.stage), full, pages, kv_head, first, begin, end);
       }
       next.advance(Tiling::kStages);
     }
@@ -189,6 +194,7 @@ template <typename Tiling, typename S = typename Tiling::Element>
 __device__ void consume(const Arguments<S>& a, const PagedItem* tiles, int count, const SharedMemory<Tiling>& shared,
                         int consumer) {
   constexpr int HS = Tiling::HS, kKeys = Tiling::kKeys, kSplitBlocks = kSplit / kKeys, kStages = Tiling::kStages;
+  constexpr bool kWindowed = Tiling::kWindowed;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int gemm_slot = 1 + consumer, next_gemm_slot = 1 + (consumer + 1) % kConsumers;  // named barriers
   const RingBarriers ring = shared.ring();
@@ -232,14 +238,29 @@ __device__ void consume(const Arguments<S>& a, const PagedItem* tiles, int count
     const QueryRows<S> of_group = of_tile.part(consumer * kRows, kRows), rows = of_group.part(warp * 16, 16);
     const int tile_blocks = static_cast<int>(ceil_div(of_tile.end(), kKeys));
     const int blocks = static_cast<int>(ceil_div(of_group.end(), kKeys));
+    // The first key blocks that the tile's and the consumer's rows see.
+    const int tile_begin = kWindowed ? of_tile.first_visible(0, a.window) / kKeys : 0;
+    const int begin = kWindowed && blocks > 0 ? of_group.first_visible(0, a.window) / kKeys : tile_begin;
+    // Key blocks that only the other consumer's rows see.
+    const auto skip_blocks = [&](int from, int to) {
+      for (int j = from; j < to; ++j, at.advance(kStages)) {
+        wait_for_gemm_slot();
+        pass_gemm_slot();
+        ring.wait_full(at);
+        release(at.stage);
+      }
+    };
+    if constexpr (kWindowed) skip_blocks(tile_begin, begin);
     if (blocks > 0) {
       const int unmasked_end = rows.count > 0 ? rows.visible(0) : 0;
+      const int unmasked_begin = kWindowed && rows.count > 0 ? rows.first_visible(rows.count - 1, a.window) : 0;
       int visible[1][2];
       visible_positions(visible, rows);
       typename Tiling::Earlier earlier(shared.sums(), consumer * kWarps + warp);
       float shrink[1][2];
       const auto weigh = [&](int j) {
-        return state.weigh(scores, shrink, visible, (j + 1) * kKeys > unmasked_end, j * kKeys, a.c);
+        const bool masked = (j + 1) * kKeys > unmasked_end || (kWindowed && j * kKeys < unmasked_begin);
+        return state.template weigh<2, kWindowed>(scores, shrink, visible, masked, j * kKeys, a.c, a.window);
       };
 
       state.clear();
@@ -249,16 +270,16 @@ __device__ void consume(const Arguments<S>& a, const PagedItem* tiles, int count
       pass_gemm_slot();
       wgmma_wait<0>();
       pin(flat(scores));
-      weigh(0);
+      weigh(begin);
       round_to_operand<S>(P, flat(scores));
 #pragma unroll 1
-      for (int j = 1; j < blocks; ++j) {
+      for (int j = begin + 1; j < blocks; ++j) {
         const int before = at.stage;  // stage of key block j - 1
         at.advance(kStages);
         ring.wait_full(at);
         wait_for_gemm_slot();
         start_scores(at.stage);
-        start_output(before, (j - 1) % kSplitBlocks != 0);
+        start_output(before, (j - 1) % kSplitBlocks != 0 && (!kWindowed || j - 1 > begin));
         pass_gemm_slot();
         wgmma_wait<1>();
         pin(flat(scores));
@@ -283,7 +304,7 @@ __device__ void consume(const Arguments<S>& a, const PagedItem* tiles, int count
         }
         round_to_operand<S>(P, flat(scores));
       }
-      start_output(at.stage, (blocks - 1) % kSplitBlocks != 0);
+      start_output(at.stage, (blocks - 1) % kSplitBlocks != 0 && (!kWindowed || blocks - 1 > begin));
       if (next_n < count) load_queries(next_n);
       wgmma_wait<0>();
       pin(flat(state.O)), pin(P);
@@ -297,13 +318,7 @@ __device__ void consume(const Arguments<S>& a, const PagedItem* tiles, int count
     } else if (next_n < count) {
       load_queries(next_n);
     }
-    // Key blocks that only the other consumer's rows see.
-    for (int j = blocks; j < tile_blocks; ++j, at.advance(kStages)) {
-      wait_for_gemm_slot();
-      pass_gemm_slot();
-      ring.wait_full(at);
-      release(at.stage);
-    }
+    skip_blocks(kWindowed && blocks == 0 ? tile_begin : blocks, tile_blocks);
   }
 }
 
@@ -339,9 +354,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <typename S, int HS>
+template <typename S, int HS, bool kWindowed>
 void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
-  using Tiling = HopperTiling<S, HS, 4, HS == 64 || HS == 128 ? 64 : 32>;
+  using Tiling = HopperTiling<S, kWindowed, HS, 4, HS == 64 || HS == 128 ? 64 : 32>;
   constexpr const char* kName = "paged_attention (Hopper)";
   const auto kernel = paged_hopper_kernel<Tiling, S>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiling::kSharedBytes), kName);
@@ -367,7 +382,8 @@ bool paged_hopper_computes(std::int64_t HS) {
 template <typename S>
 void paged_hopper_tiles(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
   for_head_dimension(io.shape.HS, "paged attention", [&]<int HS>() {
-    if constexpr (HS <= 128) launch_for<S, HS>(io, device, stream);
+    if constexpr (HS <= 128)
+      for_window(io, [&]<bool kWindowed>() { launch_for<S, HS, kWindowed>(io, device, stream); });
   });
 }
 

@@ -36,10 +36,11 @@ constexpr int kMostBytes = 113 * 1024;
 // With many rows that GEMM is not bound by memory bandwidth, so memory has time for the prefetch.
 constexpr std::int64_t kEarlyEntries = 12, kEarlyBytes = std::int64_t{32} << 20;
 
-template <int HeadDim, SlotCopy Copy>
+template <int HeadDim, SlotCopy Copy, bool Windowed>
 struct DecodeTiling {
   static constexpr int HS = HeadDim;
   static constexpr SlotCopy kCopy = Copy;
+  static constexpr bool kWindowed = Windowed;
   static constexpr int kWarps = 4, kThreads = kWarps * kWarpSize, kBlocksPerMultiprocessor = 2;
   static constexpr int kSlotBytes = SlotLayout<bf16, HS, kCopy>::bytes(kSlotKeys<HS>);
   // Slots of a warp's ring if four warps of a block compute (kRing), two (kPairRing), or one (kLongRing). A split needs
@@ -76,8 +77,10 @@ __device__ __forceinline__ void prefetch_entry(const Arguments<S>& a, const Page
 template <typename S, typename Tiling, bool kAppends>
 __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiprocessor)
     paged_items_kernel(const __grid_constant__ Arguments<S> a) {
-  // Of the two kernels for a head dimension each architecture uses one, according to how it copies.
-  if constexpr (Tiling::kCopy != (WEFT_BULK_COPY ? kFastCopy<Tiling::HS> : SlotCopy::threads)) {
+  // Of the two kernels for a head dimension each architecture uses one, according to how it copies; with a window always the
+  // one whose threads copy, because they can leave out positions in front of the window.
+  constexpr SlotCopy kUsed = WEFT_BULK_COPY && !Tiling::kWindowed ? kFastCopy<Tiling::HS> : SlotCopy::threads;
+  if constexpr (Tiling::kCopy != kUsed) {
     __trap();
   } else {
     extern __shared__ __align__(16) unsigned char shared[];
@@ -101,7 +104,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
     stream.look_up_first();
     stream.start_assigned();
 #if WEFT_BULK_COPY
-    if constexpr (kAppends) {
+    if constexpr (kAppends && !Tiling::kWindowed) {
       const int entry = block / 2;
       if (count > 2 * blocks && entry < min(a.early_entries, a.work->items))
         prefetch_entry<Tiling::HS>(a, items[entry], block % 2 == 1);
@@ -124,9 +127,9 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
   }
 }
 
-template <typename S, int HS, SlotCopy kCopy, bool kAppends>
+template <typename S, int HS, SlotCopy kCopy, bool kWindowed, bool kAppends>
 void launch_with(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
-  using Tiling = DecodeTiling<HS, kCopy>;
+  using Tiling = DecodeTiling<HS, kCopy, kWindowed>;
   constexpr const char* kName = "paged_attention (items)";
   const int most = std::min(shared_bytes_per_block(), kMostBytes);
   const int warps = std::min<int>(Tiling::kWarps, (most - Tiling::kBeginBytes) / Tiling::kRingBytes);
@@ -145,11 +148,13 @@ void launch_with(const PagedAttention<S>& io, const LaunchDevice& device, cudaSt
 }
 template <typename S, int HS, bool kAppends>
 void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
-  if constexpr (kFastCopy<HS> != SlotCopy::threads) {
-    if (device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9)
-      return launch_with<S, HS, kFastCopy<HS>, kAppends>(io, device, stream);
-  }
-  launch_with<S, HS, SlotCopy::threads, kAppends>(io, device, stream);
+  for_window(io, [&]<bool kWindowed>() {
+    if constexpr (kFastCopy<HS> != SlotCopy::threads && !kWindowed) {
+      if (device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9)
+        return launch_with<S, HS, kFastCopy<HS>, false, kAppends>(io, device, stream);
+    }
+    launch_with<S, HS, SlotCopy::threads, kWindowed, kAppends>(io, device, stream);
+  });
 }
 
 }  // namespace

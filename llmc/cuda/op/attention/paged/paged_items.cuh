@@ -33,11 +33,11 @@ constexpr SlotCopy kFastCopy = HS == 80 ? SlotCopy::bulk : SlotCopy::threads;
 template <typename T, int HS, SlotCopy kCopy>
 using SlotLayout = Tile<T, HS, kCopy == SlotCopy::bulk ? 0 : 8>;
 
-// Starts a warp's copy of positions first to first + Rows - 1 of one split, head and tensor; positions from `end` on
-// become zeros. Works in units of kPageUnit positions, which are contiguous in their page.
-template <int HS, int Rows, typename S>
+// Starts a warp's copy of positions first to first + Rows - 1 of one split, head and tensor; positions from `end` on, and
+// with kWindowed those before `begin`, become zeros. Works in units of kPageUnit positions, which are contiguous in their page.
+template <int HS, int Rows, bool kWindowed, typename S>
 __device__ __forceinline__ void load_units(const Arguments<S>& a, const S* from, unsigned tile, int pages, int kv_head,
-                                           int first, int end, std::uint64_t policy) {
+                                           int first, int begin, int end, std::uint64_t policy) {
   using T = Tile<S, HS>;
   constexpr int kUnitChunks = kPageUnit * T::kChunks;
   static_assert(Rows % kPageUnit == 0 && kUnitChunks % kWarpSize == 0);
@@ -51,8 +51,8 @@ __device__ __forceinline__ void load_units(const Arguments<S>& a, const S* from,
 #pragma unroll
     for (int i = 0; i < kUnitChunks / kWarpSize; ++i) {
       const int index = lane + i * kWarpSize, row = unit * kPageUnit + index / T::kChunks;
-      copy_async(tile + row * T::kRowBytes + index % T::kChunks * 16, at + i * kWarpSize * 8, i * kWarpSize < chunks,
-                 policy);
+      const bool inside = i * kWarpSize < chunks && (!kWindowed || position + index / T::kChunks >= begin);
+      copy_async(tile + row * T::kRowBytes + index % T::kChunks * 16, at + i * kWarpSize * 8, inside, policy);
     }
   }
 }
@@ -191,7 +191,8 @@ __device__ void merge_partials(const Arguments<S>& a, const Rows& rows, int spli
 // -------------------------------------------------------------------------------------------------------------
 // The items of a warp, in the order in which it computes them, and its ring of keys and values, kSlotKeys positions a
 // slot: the keys of a key block, its values, the next block's keys, and so on, item after item; slots after an item's
-// last position are skipped. Copies run up to the whole ring ahead of the computation. Lookups (item number -> entry ->
+// last position are skipped. With a window an item begins with the key block in which its first row's window begins; items of
+// which no row sees anything are passed over when they are looked up. Copies run up to the whole ring ahead of the computation. Lookups (item number -> entry ->
 // block table -> pages) run one item ahead of the copies, one step with each copy, so that no lookup waits for the
 // previous one.
 template <typename S, typename Tiling, bool kAppends>
@@ -199,6 +200,8 @@ struct ItemStream {
   static constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>, kParts = kKeys / kSlotKeys<HS>;
   static constexpr int kRing = Tiling::kRing, kPairRing = Tiling::kPairRing, kLongRing = Tiling::kLongRing;
   static constexpr SlotCopy kCopy = Tiling::kCopy;
+  static constexpr bool kWindowed = Tiling::kWindowed;
+  static_assert(!kWindowed || kCopy == SlotCopy::threads);
   using Rows = QueryRows<S, kAppends>;
   using Slot = SlotLayout<S, HS, kCopy>;
   static constexpr unsigned kSlotBytes = Slot::bytes(kSlotKeys<HS>);
@@ -221,8 +224,10 @@ struct ItemStream {
   int step, number;
   int4 entry;
   int next_first, next_end, table_or_page;
+  int next_begin;  // kWindowed: the first position that is seen
   // The copy in progress.
   int load_first = 0, load_end = 0, load_pages = 0, load_head = 0;
+  int load_begin;     // kWindowed
   int copy_end = 0;   // kAppends: excludes the appended row
   int load_part = 0;  // which part of the key block: of its keys, then of its values
 
@@ -274,10 +279,18 @@ struct ItemStream {
         const PagedItem& item = reinterpret_cast<const PagedItem&>(entry);
         next_first = item.split * kSplit;
         next_end = min(next_first + kSplit, Rows(a, item, 0, kItemRows).end());
+        if constexpr (kWindowed) {
+          next_begin = max(next_first, Rows(a, item, 0, kItemRows).first_visible(0, a.window));
+          if (next_begin >= next_end) {  // its number is not counted, and the next one takes its place
+            step = 0;
+            return;
+          }
+        }
         table_or_page = a.tables[item.first_row];
         if constexpr (kAppends) prefetch_angles(item.first_position);
       } else {
-        table_or_page = split_pages(a, table_or_page, next_first / kSplit, next_end);
+        table_or_page =
+            split_pages<kWindowed>(a, table_or_page, next_first / kSplit, next_end, kWindowed ? next_begin : 0);
       }
     }
     ++step;
@@ -289,14 +302,16 @@ struct ItemStream {
     const float* table = lane() < 16 ? a.appended.cos : a.appended.sin;
     prefetch_to_l2(table + static_cast<std::int64_t>(position) * half + min(d, half - 1));
   }
+  // Of an item that was assigned. Where nothing of it is seen, the next one is for load_next() to find.
   __device__ void look_up_first() {
 #pragma unroll 1
-    while (step < 4) look_up();
+    while (step < 4 && (!kWindowed || step > 0)) look_up();
   }
 
   // Begins to copy the item that has been looked up.
   __device__ __forceinline__ void take_item() {
-    load_first = next_first;
+    load_first = kWindowed ? next_begin / kKeys * kKeys : next_first;
+    if constexpr (kWindowed) load_begin = next_begin;
     load_end = next_end;
     load_pages = table_or_page;
     load_head = number % a.NKV;
@@ -314,8 +329,9 @@ struct ItemStream {
     if (load_first < load_end) {
       const int first = load_first + load_part % kParts * kSlotKeys<HS>, end = kAppends ? copy_end : load_end;
       if constexpr (kCopy == SlotCopy::threads) {
-        load_units<HS, kSlotKeys<HS>>(a, load_part < kParts ? a.keys : a.values, ring + load_slot * kSlotBytes,
-                                      load_pages, load_head, first, end, policy);
+        load_units<HS, kSlotKeys<HS>, kWindowed>(a, load_part < kParts ? a.keys : a.values,
+                                                 ring + load_slot * kSlotBytes, load_pages, load_head, first,
+                                                 kWindowed ? load_begin : 0, end, policy);
       } else {
         start_copy(load_part < kParts, first, min(max(end - first, 0), kSlotKeys<HS>));
       }
@@ -369,7 +385,7 @@ struct ItemStream {
   // Both are called before the first block is read and fill all slots but one. start_assigned() uses no cursor, so it
   // may precede wait_for_predecessors() if no predecessor writes what it copies.
   __device__ void start_assigned() {
-    if (number >= count) return;
+    if (number >= count || (kWindowed && step < 4)) return;
     take_item();
 #pragma unroll 1
     while (load_slot < slots - 1 && load_first < load_end) copy_next();
@@ -416,7 +432,9 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
   static_assert(kParts <= 2);
   using Rows = QueryRows<S, kAppends>;
   using Slot = SlotLayout<S, HS, Tiling::kCopy>;
+  constexpr bool kWindowed = Tiling::kWindowed;
   int begin, end, unmasked_end, visible[1][2];
+  int unmasked_begin = 0;
   bool few_rows;
   RegisterOperand<S, HS, 1> Q;
   [[maybe_unused]] AppendedRow<S, HS> own;
@@ -426,6 +444,10 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
     const Rows rows(a, item, kv_head, kItemRows);
     begin = item.split * kSplit;
     end = min(begin + kSplit, rows.end());
+    if constexpr (kWindowed) {
+      begin = max(begin, rows.first_visible(0, a.window)) / kKeys * kKeys;
+      unmasked_begin = rows.first_visible(rows.count - 1, a.window);
+    }
     visible_positions(visible, rows);
     unmasked_end = rows.visible(0);
     few_rows = rows.count <= 8;
@@ -489,12 +511,14 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
       ++part;
       if (!last_part) continue;
       part = kParts;
-      const bool masked = first_key + kKeys > unmasked_end;
+      const bool masked = first_key + kKeys > unmasked_end || (kWindowed && first_key < unmasked_begin);
       float shrink[1][2];
       if (few_rows) {
-        if (state.template weigh<1>(scores, shrink, visible, masked, first_key, a.c)) state.template rescale<1>(shrink);
+        if (state.template weigh<1, kWindowed>(scores, shrink, visible, masked, first_key, a.c, a.window))
+          state.template rescale<1>(shrink);
       } else {
-        if (state.weigh(scores, shrink, visible, masked, first_key, a.c)) state.rescale(shrink);
+        if (state.template weigh<2, kWindowed>(scores, shrink, visible, masked, first_key, a.c, a.window))
+          state.rescale(shrink);
       }
     } else {
       if (part == kParts) {
@@ -513,15 +537,24 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
   const Rows rows(a, item, kv_head, kItemRows);
   if (item.partials < 0) return state.store(a, rows);
 
-  const int lane = threadIdx.x % kWarpSize, splits = (rows.end() + kSplit - 1) / kSplit;
-  store_partial(a, state, rows.count, item.partials + static_cast<std::int64_t>(item.split) * rows.count, kv_head);
+  const int lane = threadIdx.x % kWarpSize;
+  int splits = (rows.end() + kSplit - 1) / kSplit, split = item.split;
+  std::int64_t first_slot = item.partials;
+  if constexpr (kWindowed) {  // of the splits that the list has, those that this layer's window reaches
+    const int first_split = rows.first_visible(0, a.window) / kSplit;
+    const int listed = a.list_window > 0 ? rows.first_visible(0, a.list_window) / kSplit : 0;
+    splits -= first_split;
+    split -= first_split;
+    first_slot += static_cast<std::int64_t>(first_split - listed) * rows.count;
+  }
+  store_partial(a, state, rows.count, first_slot + static_cast<std::int64_t>(split) * rows.count, kv_head);
   int* merged = a.merged + static_cast<std::int64_t>(item.partials) * a.NKV + kv_head;
   __syncwarp();
   int before = 0;
   if (lane == 0) before = fetch_add_acquire_release(merged, 1);
   if (__shfl_sync(~0u, before, 0) != splits - 1) return;
   __syncwarp();
-  merge_partials<S, HS>(a, rows, splits, item.partials, kv_head);
+  merge_partials<S, HS>(a, rows, splits, first_slot, kv_head);
   if (lane == 0) *merged = 0;  // for the next layer
 }
 

@@ -27,6 +27,7 @@ struct PlainArguments {
   float* out;
   int NH;
   float c;
+  int window;  // 0: none
 };
 
 template <int HS, bool kAppends>
@@ -67,8 +68,11 @@ __global__ void __launch_bounds__(kPlainWarps* kWarpSize) plain_kernel(const __g
   __syncthreads();
 
   float maximum = -INFINITY, sum = 0, o[kPerLane] = {};
-  for (int first = warp * kWarpSize; first <= position; first += kPlainWarps * kWarpSize) {
-    const int own = min(first + lane, position);
+  const int begin = a.window > 0 ? max(0, position + 1 - a.window) : 0;
+  // What lies in front of the window is not read: its pages may be gone.
+  for (int first = begin / kWarpSize * kWarpSize + warp * kWarpSize; first <= position;
+       first += kPlainWarps * kWarpSize) {
+    const int own = max(begin, min(first + lane, position));
     const std::int64_t at = offset(own);
     const float* own_or_page = kAppends && own == position ? own_key : a.kv.keys + at;
     float score = 0;
@@ -80,15 +84,15 @@ __global__ void __launch_bounds__(kPlainWarps* kWarpSize) plain_kernel(const __g
       score = fmaf(query[d + 2], k.z, score);
       score = fmaf(query[d + 3], k.w, score);
     }
-    if (first + lane > position) score = -INFINITY;
-    const float largest = fmaxf(maximum, warp_max(score));  // the block's first key is visible
+    if (first + lane > position || first + lane < begin) score = -INFINITY;
+    const float largest = fmaxf(maximum, warp_max(score));  // some key of the block is visible
     const float shrink = exp2f((maximum - largest) * a.c), p = exp2f((score - largest) * a.c);
     maximum = largest;
     sum = fmaf(sum, shrink, warp_sum(p));
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) o[j] *= shrink;
     const int count = min(kWarpSize, position + 1 - first);
-    for (int key = 0; key < count; ++key) {
+    for (int key = max(0, begin - first); key < count; ++key) {
       const float weight = __shfl_sync(~0u, p, key);
       const std::int64_t of_key = __shfl_sync(~0u, at, key);
       const float* v = kAppends && first + key == position ? own_value : a.kv.values + of_key;
@@ -129,8 +133,16 @@ void launch(const PlainArguments& arguments, const LaunchDevice& device, cudaStr
 }  // namespace
 
 void paged_plain(const PagedAttention<float>& io, const LaunchDevice& device, cudaStream_t stream) {
-  const PlainArguments arguments = {
-      io.q, io.k, io.v, io.kv, io.rows, io.rope, io.out, static_cast<int>(io.shape.NH), io.scale * kLog2E};
+  const PlainArguments arguments = {io.q,
+                                    io.k,
+                                    io.v,
+                                    io.kv,
+                                    io.rows,
+                                    io.rope,
+                                    io.out,
+                                    static_cast<int>(io.shape.NH),
+                                    io.scale * kLog2E,
+                                    static_cast<int>(io.window)};
   for_head_dimension(io.shape.HS, "paged attention", [&]<int HS>() {
     if (io.k.data != nullptr) return launch<HS, true>(arguments, device, stream);
     launch<HS, false>(arguments, device, stream);

@@ -65,6 +65,7 @@ struct Arguments {
   int early_entries;               // entries of items to prefetch, see paged_items.cu
   float c;                         // scale log2 e
   AppendedRows<S> appended;        // used with kAppends
+  int window, list_window;         // with kWindowed: of the layer, and of the list (0: none)
 };
 
 template <typename S>
@@ -93,7 +94,16 @@ Arguments<S> arguments_of(const PagedAttention<S>& io, int item_warps) {
   arguments.appended = {io.k.data,        io.v.data,         io.k.token_stride,
                         io.k.head_stride, io.v.token_stride, io.v.head_stride,
                         io.rope.cos,      io.rope.sin,       static_cast<int>(io.rope.half)};
+  arguments.window = static_cast<int>(io.window);
+  arguments.list_window = static_cast<int>(io.shape.window);
   return arguments;
+}
+
+// Calls launch.operator()<kWindowed>(): the kernels without a window have no instructions for it.
+template <typename S, typename Launch>
+void for_window(const PagedAttention<S>& io, const Launch& launch) {
+  if (io.window > 0 && io.window < io.shape.max_positions) return launch.template operator()<true>();
+  launch.template operator()<false>();
 }
 
 // Query rows of a span for a K/V head (paged_work.h). kSingle: the span is one row, so no division by the group is
@@ -122,6 +132,8 @@ struct QueryRows {
   // Number of positions that row i sees.
   __device__ int visible(int i) const { return first_position + row_of(i) + 1; }
   __device__ int end() const { return count > 0 ? visible(count - 1) : 0; }
+  // With a window, the first position that row i sees.
+  __device__ int first_visible(int i, int window) const { return max(0, visible(i) - window); }
   __device__ const S* query(const Arguments<S>& a, int i) const {
     if (i >= count) return nullptr;
     return a.q + (first_row + row_of(i)) * a.q_row_stride + head_of(i) * a.q_head_stride;
@@ -138,11 +150,12 @@ struct QueryRows {
 };
 
 // The pages of a split: lane u holds the page of positions split * kSplit + 16 u and following; 0 from position `end`
-// on.
-template <typename S>
-__device__ int split_pages(const Arguments<S>& a, int table, int split, int end) {
+// on, and with kWindowed in front of `begin`, where the table may name no page.
+template <bool kWindowed = false, typename S>
+__device__ int split_pages(const Arguments<S>& a, int table, int split, int end, int begin = 0) {
   const int position = split * kSplit + threadIdx.x % kWarpSize * kPageUnit;
   if (threadIdx.x % kWarpSize >= kSplitUnits || position >= end) return 0;
+  if (kWindowed && position + kPageUnit <= begin) return 0;
   return a.pages[table + (position >> a.page_shift)];
 }
 
@@ -165,8 +178,9 @@ __device__ void reset_cursors(const Arguments<S>& a, int blocks) {
 struct MergeFactors {
   float before, added;
 };
-// Merges (maximum, sum) of a split into those of the earlier splits. Every row sees a position of the first split. A
-// split of which a row sees nothing has maximum -infinity and sum 0 and changes nothing.
+// Merges (maximum, sum) of a split into those of the earlier splits. Every row sees a position of the first split, or with a
+// window of the second: the rows of an item or tile are of fewer positions than a split has. A split of which a row sees
+// nothing has maximum -infinity, sum 0 and sums of weighted values 0, and changes nothing.
 __device__ inline MergeFactors merge(float& maximum, float& sum, float added_maximum, float added_sum, float c) {
   const float largest = fmaxf(maximum, added_maximum);
   const MergeFactors factors = {exp2_approximate(__fmul_rn(__fsub_rn(maximum, largest), c)),
@@ -201,10 +215,11 @@ struct SplitState {
 
   // Turns the scores of the keys from `first_key` on into weights; row (m, half) sees the positions below
   // visible[m][half]. Returns whether any row's maximum has moved: O must then be multiplied by `shrink`. Halves = 1:
-  // the rows of half 1 are padding, whose scores and sums are left alone and not used.
-  template <int Halves = 2, int N>
+  // the rows of half 1 are padding, whose scores and sums are left alone and not used. With kWindowed a row sees the last
+  // `window` of its positions alone.
+  template <int Halves = 2, bool kWindowed = false, int N>
   __device__ bool weigh(Accumulators<M, N>& scores, float (&shrink)[M][2], const int (&visible)[M][2], bool masked,
-                        int first_key, float c) {
+                        int first_key, float c, int window = 0) {
     const int t = threadIdx.x % 4;
     if (masked) {
 #pragma unroll
@@ -214,6 +229,15 @@ struct SplitState {
 #pragma unroll
           for (int i = 0; i < 2 * Halves; ++i)
             if (first_key + n * 8 + t * 2 + i % 2 >= visible[m][i / 2]) scores.at[m][n][i] = -INFINITY;
+      if constexpr (kWindowed) {
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+          for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int i = 0; i < 2 * Halves; ++i)
+              if (first_key + n * 8 + t * 2 + i % 2 < visible[m][i / 2] - window) scores.at[m][n][i] = -INFINITY;
+      }
     }
     bool any_grown = false;
 #pragma unroll

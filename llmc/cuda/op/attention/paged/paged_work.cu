@@ -11,6 +11,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/op/attention/train/attention.h"
+#include "llmc/model/limits.h"
 
 namespace weft::cuda {
 
@@ -19,7 +20,8 @@ namespace {
 // Limit of the workspace, whatever the length of a sequence. Spans that find no free slot are computed as tiles.
 constexpr std::int64_t kMaxPartialBytes = std::int64_t{256} << 20;
 constexpr std::int64_t kLengthUnit = 16;  // granularity, in positions, of sorting items by length
-constexpr std::int64_t kMaxRows = 65535, kMaxTiles = 65535, kMaxPositions = 65535 * kPagedSplit;
+constexpr std::int64_t kMaxRows = 65535, kMaxTiles = 65535, kMaxPositions = 65536 * kPagedSplit;
+static_assert(kMaxPositions >= weft::kMaxPositions, "the longest context of a model");
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
@@ -105,14 +107,17 @@ class Plan {
   bool add_splits(const PagedSpan& span) {
     const std::int64_t rows = span.rows * G_;
     if (span.rows > 1 && rows > kPagedItemRows) return false;
-    const std::int64_t splits = ceil_div(span.first_position + span.rows, kPagedSplit);
+    const std::int64_t before =
+        shape_.window > 0 ? span.first_position + 1 - shape_.window : 0;  // hidden by the window
+    const std::int64_t first_split = std::max<std::int64_t>(before, 0) / kPagedSplit;
+    const std::int64_t splits = ceil_div(span.first_position + span.rows, kPagedSplit) - first_split;
     if (splits > 1 && rows * splits > free_slots_) return false;
     PagedItem item = item_of(span);
     for (std::int64_t first = 0; first < rows; first += kPagedItemRows, ++item.tile) {
       const std::int64_t slots = splits > 1 ? std::min(kPagedItemRows, rows - first) * splits : 0;
       item.partials = splits > 1 ? static_cast<std::int32_t>(used_slots_) : -1;
       for (std::int64_t split = 0; split < splits; ++split) {
-        item.split = static_cast<std::uint16_t>(split);
+        item.split = static_cast<std::uint16_t>(first_split + split);
         items_.push_back(item);
       }
       used_slots_ += slots;

@@ -3,7 +3,7 @@
 // For one span and K/V head, the query rows are its positions times the G = NH / NKV query heads that read this K/V
 // head: row i is position first_position + i / G and query head kv_head * G + i % G. A tile is up to paged_tile_rows()
 // of them; a block computes it over all keys. An item of splits is up to kPagedItemRows of them over one split of
-// kPagedSplit positions; a warp computes it, and the warp that finishes the last split of its rows merges all of them.
+// kPagedSplit positions, of the splits that they see with the list's window; a warp computes it, and the warp that finishes the last split of its rows merges all of them.
 // Both ways give the same bits.
 #pragma once
 

@@ -16,6 +16,7 @@ namespace {
 
 // Limits of a grid: y counts blocks of at least 8 tokens, x batch and heads.
 constexpr std::int64_t kMaxTokens = 65535 * 8, kMaxHeads = 0x7fffffff / 8;
+constexpr std::int64_t kMaxWindow = 0x7fffffff;
 
 void check_shape(const AttentionShape& shape) {
   constexpr std::int64_t kHeadDims[] = {32, 64, 80, 96, 128, 256};
@@ -31,9 +32,9 @@ void check_shape(const AttentionShape& shape) {
          static_cast<long long>(shape.NH), static_cast<long long>(shape.NKV), static_cast<long long>(shape.B),
          static_cast<long long>(kMaxHeads));
   if (!(shape.scale > 0)) fail(Exit::usage, "attention: scale: got %g, expected > 0", shape.scale);
-  if (shape.window != 0 || shape.document_starts != nullptr)
-    fail(Exit::internal, "attention: a window of %lld%s: the GPU has neither windows nor documents",
-         static_cast<long long>(shape.window), shape.document_starts != nullptr ? " and documents" : "");
+  if (shape.window < 0 || shape.window > kMaxWindow)
+    fail(Exit::usage, "attention: window: got %lld, expected 0 to %lld", static_cast<long long>(shape.window),
+         static_cast<long long>(kMaxWindow));
 }
 
 // Whether 16-byte copies can read the view's rows.

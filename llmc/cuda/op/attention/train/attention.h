@@ -3,7 +3,9 @@
 // llmc/cpu/attention.h.
 //
 // T is bf16, fp16 or float; softmax, its statistics and all sums are fp32. Head dimensions: 32, 64, 80, 96, 128, 256.
-// Any TQ >= 1, TK >= TQ, any NH / NKV, scale > 0; other shapes fail with Exit::usage.
+// Any TQ >= 1, TK >= TQ, any NH / NKV, scale > 0, any window; other shapes fail with Exit::usage. document_starts are in the
+// GPU's memory. Tiles of keys that no query of a tile sees are neither read nor multiplied. Within a tile what is hidden gets
+// the weight 0, so that a NaN there reaches queries that do not see it, as a NaN after a query always did.
 //
 // bf16 and fp16 run on tensor cores if every view is 16-byte aligned (data and strides). float, and 16-bit views with
 // other addresses, take a plain, slow path.
@@ -36,7 +38,7 @@ void attention_forward(const AttentionShape& shape, HeadViewOf<T> out, float* ls
                        HeadViewOf<const T> k, HeadViewOf<const T> v, cudaStream_t stream);
 
 // Bytes of workspace for attention_backward(): 8 for each query and head, and for shapes with a Hopper kernel another 4
-// HS (dQ in fp32). Any 16-byte aligned address will do.
+// HS (dQ in fp32) and 4 for each token. The same for every window and with documents. Any 16-byte aligned address will do.
 std::size_t attention_backward_workspace(const AttentionShape& shape);
 
 // dq, dk, dv are written (=) completely and may not overlap the inputs. `out` and `lse` are the results of

@@ -34,6 +34,9 @@
 // that took their work earlier, which are therefore running. The first block of keys sees every tile and stores instead
 // of adding; the last block of a tile rounds the sum to T.
 //
+// Where past keys are hidden (Tiling::kHidesPast), a block ends at the last query tile that sees its keys, and the first
+// block that a tile sees is the one that stores. The first kernel writes down each query's first visible key.
+//
 // Where RoPE has rotated q and k, dQ and dK are rotated back in fp32 before they are stored: dK in the accumulators,
 // whose threads hold both halves of a head, dQ by the block that rounds it.
 //
@@ -55,6 +58,7 @@
 #include "llmc/cuda/hw/ring.cuh"
 #include "llmc/cuda/hw/tensor_map.h"
 #include "llmc/cuda/hw/tile.cuh"
+#include "llmc/cuda/op/attention/train/hide_past.cuh"
 #include "llmc/cuda/op/attention/train/launch.cuh"
 #include "llmc/cuda/op/attention/train/paths.h"
 #include "llmc/cuda/op/elementwise/rotate_pair.cuh"
@@ -70,10 +74,10 @@ constexpr int kKeys = 128, kGroupKeys = 64;  // keys of a block, of a warpgroup
 constexpr int kStages = 2;                   // stages of every ring
 constexpr int kSumBytes = 64 * 64 * 4;       // a warpgroup's share of dQ in one step: 64 x 64 in fp32
 
-template <typename T, int HeadDim, bool Codes = false>
+template <typename T, int HeadDim, bool HidesPast, bool Codes = false>
 struct Tiling {
   using Element = T;
-  static constexpr bool kCodes = Codes;
+  static constexpr bool kHidesPast = HidesPast, kCodes = Codes;
   static constexpr int HS = HeadDim, kQueries = HeadDim == 64 ? 128 : 64;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroupSize;
   using KeyTile = SwizzledTile<T, kKeys, HS>;          // K or V of a block
@@ -112,16 +116,23 @@ struct Arguments {
   int key_blocks, section;
   float scale;
   AttentionCodes codes;  // with Tiling::kCodes, in the place of dq, dk and dv
+  int* first_keys;       // [B, stored tiles, queries of a tile], with Tiling::kHidesPast
+
+  // Of the queries of a tile.
+  __device__ const int* first_keys_of(int b, int tile, int queries) const {
+    return first_keys + (static_cast<std::int64_t>(b) * stored_tiles + tile) * queries;
+  }
 };
 
 // ---- statistics -----------------------------------------------------------------------------------------------------
 
 // Grid: x = batch and head, y = kStatisticsBlock queries; 256 threads. Queries past the last get lse2 = infinity, so P
-// = 0.
+// = 0. The first head of a sequence writes first_keys, for `shape`.
 template <typename Tiling, typename T = typename Tiling::Element>
 __global__ void __launch_bounds__(256)
     row_statistics_kernel(HeadViewOf<const T> dout, HeadViewOf<const T> out, const float* lse, float* statistics,
-                          int* order, int* ticket, int heads, int tokens) {
+                          int* order, int* ticket, int heads, int tokens, const __grid_constant__ AttentionShape shape,
+                          int* first_keys) {
   constexpr int kLanes = Tiling::HS / 8, kRows = 256 / kLanes, kRounds = kStatisticsBlock / kRows;
   constexpr int kQueries = Tiling::kQueries;
   const std::int64_t b = blockIdx.x / heads, h = blockIdx.x % heads;
@@ -149,6 +160,11 @@ __global__ void __launch_bounds__(256)
       tile[kQueries] = valid ? D : 0;
     }
   }
+  if constexpr (Tiling::kHidesPast) {
+    const int row = static_cast<int>(threadIdx.x);
+    if (h == 0 && row < kStatisticsBlock)
+      first_keys[(b * gridDim.y + blockIdx.y) * kStatisticsBlock + row] = first_visible_key(shape, b, first + row);
+  }
   constexpr int kTiles = kStatisticsBlock / kQueries;
   if (threadIdx.x < kTiles)
     order[(static_cast<std::int64_t>(blockIdx.x) * gridDim.y + blockIdx.y) * kTiles + threadIdx.x] = 0;
@@ -163,13 +179,13 @@ __global__ void __launch_bounds__(256)
 // consumer's turn at exponentials.
 constexpr int kAllConsumers = 1, kOneConsumer = 2, kExpSlot = 4;
 
-// Waits until `block` blocks of keys, all those before this one, have been added to a tile. Traps after a time limit,
+// Waits until `blocks` blocks of keys, all those before this one, have been added to a tile. Traps after a time limit,
 // like mbarrier_wait(). (A __trap() is harmless here: the warpgroup that calls this releases registers and requests
 // none.)
-__device__ inline void wait_for_order(const int* added, int block) {
+__device__ inline void wait_for_order(const int* added, int blocks) {
   constexpr long long kWatchdog = 5LL << 32;
   const long long start = clock64();
-  while (load_acquire(added) != block)
+  while (load_acquire(added) != blocks)
     if (clock64() - start > kWatchdog) __trap();
   fence_async_proxy_global();
 }
@@ -178,6 +194,7 @@ __device__ inline void wait_for_order(const int* added, int block) {
 struct Work {
   int b, kv, block;  // block: of keys
   int first_tile;    // first tile of queries that see the keys
+  int end_tile;      // past the last one, with Tiling::kHidesPast; otherwise all later ones see them
 };
 
 // The work for a ticket. Work is ordered by sections of a few K/V heads, whose operands stay in L2; within a section
@@ -186,8 +203,19 @@ template <typename Tiling, typename T>
 __device__ Work work_of(const Arguments<T>& a, int ticket) {
   const int first = ticket / (a.section * a.key_blocks) * a.section;
   const int width = min(a.section, a.batch_kv_heads - first), rest = ticket - first * a.key_blocks;
-  const int head = first + rest % width, block = rest / width;
-  return {head / a.kv_heads, head % a.kv_heads, block, block * kKeys / Tiling::kQueries};
+  const int head = first + rest % width, block = rest / width, b = head / a.kv_heads;
+  int end_tile = 0;
+  if constexpr (Tiling::kHidesPast) {
+    const int* first_keys = a.first_keys_of(b, 0, Tiling::kQueries);
+    end_tile =
+        leading_rows(a.tiles, [&](int tile) { return first_keys[tile * Tiling::kQueries] < (block + 1) * kKeys; });
+  }
+  return {b, head % a.kv_heads, block, block * kKeys / Tiling::kQueries, end_tile};
+}
+
+template <typename Tiling, typename T>
+__device__ int end_tile(const Arguments<T>& a, const Work& work) {
+  return Tiling::kHidesPast ? work.end_tile : a.tiles;
 }
 
 template <typename Tiling>
@@ -237,7 +265,7 @@ __device__ void load(const Arguments<T>& a, const Work& work, const SharedMemory
   mbarrier_arrive_expect(shared.k_full(), Tiling::KeyTile::kBytes);
   tensor_load(shared.k(), a.k, shared.k_full(), work.block * kKeys, work.kv, work.b);
   int step = 0;
-  for (int tile = a.tiles - 1; tile >= work.first_tile; --tile) {
+  for (int tile = end_tile<Tiling>(a, work) - 1; tile >= work.first_tile; --tile) {
     for (int h = work.kv * group; h < (work.kv + 1) * group; ++h) {
       const RingPosition now = RingPosition::at(step, kStages);
       q_ring.wait_empty(now);
@@ -267,17 +295,19 @@ __device__ void add_sums(const Arguments<T>& a, const Work& work, const SharedMe
   constexpr unsigned kBytes = Tiling::kConsumers * kSumBytes;
   const RingBarriers sum_ring = shared.sum_ring();
   int step = 0;
-  for (int tile = a.tiles - 1; tile >= work.first_tile; --tile) {
+  for (int tile = end_tile<Tiling>(a, work) - 1; tile >= work.first_tile; --tile) {
+    int earlier = work.block;  // blocks of keys before this one that the tile sees
+    if constexpr (Tiling::kHidesPast) earlier -= a.first_keys_of(work.b, tile, Tiling::kQueries)[0] / kKeys;
     for (int h = work.kv * group; h < (work.kv + 1) * group; ++h, ++step) {
       const RingPosition now = RingPosition::at(step, kStages);
       const std::int64_t row = (static_cast<std::int64_t>(work.b) * a.heads + h) * a.stored_tiles + tile;
       sum_ring.wait_full(now);
       const unsigned from = shared.sums(now.stage);
       float* to = a.sums + row * (kBytes / 4);
-      if (work.block == 0) {
-        bulk_store(to, from, kBytes);  // the first block sees every tile and stores, so nothing need be zeroed
+      if (earlier == 0) {
+        bulk_store(to, from, kBytes);  // a tile's first block stores, so nothing need be zeroed
       } else {
-        wait_for_order(a.order + row, work.block);
+        wait_for_order(a.order + row, earlier);
         bulk_add(to, from, kBytes);
       }
       bulk_commit();
@@ -285,7 +315,7 @@ __device__ void add_sums(const Arguments<T>& a, const Work& work, const SharedMe
       mbarrier_arrive(sum_ring.empty(now.stage));
       bulk_wait();
       fence_async_proxy_global();
-      store_release(a.order + row, work.block + 1);
+      store_release(a.order + row, earlier + 1);
     }
   }
   mbarrier_arrive(shared.sums_added());
@@ -471,6 +501,18 @@ __device__ __forceinline__ void exponentials(float (&S)[R], const float* lse2, f
         if (hidden > j * 8 + i % 2 - i / 2 * 8) S[4 * j + i] = 0;
   }
 }
+// P^T of keys in front of what a query sees becomes 0. `first_keys`: of the thread's first two queries.
+template <int R>
+__device__ __forceinline__ void hide_past(float (&P)[R], const int* first_keys, int first_key) {
+  const int key = first_key + static_cast<int>(threadIdx.x) % kWarpSize / 4;
+#pragma unroll
+  for (int j = 0; j < R / 4; ++j) {
+    const int2 first = __ldg(reinterpret_cast<const int2*>(first_keys + j * 8));
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (key + i / 2 * 8 < (i % 2 ? first.y : first.x)) P[4 * j + i] = 0;
+  }
+}
 // dS^T = P^T (dP^T - D), in the place of dP^T. `D` points to the thread's first two queries.
 template <int R>
 __device__ __forceinline__ void score_gradients(float (&dP)[R], const float (&P)[R], const float* D) {
@@ -524,11 +566,15 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
   pin(dK);
   pin(dV);
 
-  const int group = a.heads / a.kv_heads, steps = (a.tiles - work.first_tile) * group;
+  const int group = a.heads / a.kv_heads, steps = (end_tile<Tiling>(a, work) - work.first_tile) * group;
   const float c = a.scale * kLog2E;
   int head = 0;
   // The warp's first key minus the tile's first query.
-  int ahead = work.block * kKeys + warp_row - (a.tiles - 1) * kQueries;
+  int ahead = work.block * kKeys + warp_row - (end_tile<Tiling>(a, work) - 1) * kQueries;
+  // The first key that a tile's last query sees; read a step before it is used.
+  const auto last_first_key = [&](int tile) { return a.first_keys_of(work.b, tile, kQueries)[kQueries - 1]; };
+  int tile = end_tile<Tiling>(a, work) - 1, all_seen_from = 0;
+  if constexpr (Tiling::kHidesPast) all_seen_from = last_first_key(tile);
 
   if (consumer == 1) named_barrier_arrive(kExpSlot, Tiling::kConsumers * kWarpgroupSize);
   mbarrier_wait(shared.k_full(), 0);
@@ -550,6 +596,11 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
     named_barrier_wait(kExpSlot + consumer, Tiling::kConsumers * kWarpgroupSize);
     unsigned P[kR / 2];
     exponentials(S, lse2, c, ahead);
+    if constexpr (Tiling::kHidesPast) {
+      const int first_key = work.block * kKeys + warp_row;
+      if (first_key < all_seen_from)
+        hide_past(S, a.first_keys_of(work.b, tile, kQueries) + threadIdx.x % 4 * 2, first_key);
+    }
     round_to_operand<T>(P, S);
     pin(P);  // keeps the exponentials before the wait
     if (consumer == 0 || step + 1 < steps)
@@ -596,7 +647,10 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
     wgmma_wait<1>();
     pin(S);
 
-    if (++head == group) head = 0, ahead += kQueries;
+    if (++head == group) {
+      head = 0, ahead += kQueries;
+      if constexpr (Tiling::kHidesPast) all_seen_from = last_first_key(max(--tile, 0));
+    }
   }
 
   wgmma_wait<0>();
@@ -724,12 +778,13 @@ void launch(const BackwardArguments<T>& arguments, int section, cudaStream_t str
   a.heads = static_cast<int>(shape.NH), a.kv_heads = static_cast<int>(shape.NKV);
   a.batch_kv_heads = static_cast<int>(shape.B * shape.NKV);
   a.key_blocks = static_cast<int>(ceil_div(shape.TK, kKeys)), a.section = section;
-  a.scale = shape.scale;
+  a.scale = shape.scale, a.first_keys = workspace.first_keys;
 
   const unsigned batch_heads = static_cast<unsigned>(shape.B * shape.NH);
   const dim3 blocks(batch_heads, static_cast<unsigned>(padded_queries(shape.TQ) / kStatisticsBlock));
   row_statistics_kernel<Tiling><<<blocks, 256, 0, stream>>>(arguments.dout, arguments.out, arguments.lse,
-                                                            workspace.statistics, a.order, a.ticket, a.heads, a.tokens);
+                                                            workspace.statistics, a.order, a.ticket, a.heads, a.tokens,
+                                                            shape, workspace.first_keys);
   check_launch("attention backward, statistics");
 
   launch_attention(key_block_kernel<Tiling>, "attention backward, blocks of keys",
@@ -753,10 +808,11 @@ HopperWorkspace hopper_workspace(const AttentionShape& shape, RowStatistics* mem
   HopperWorkspace workspace;
   workspace.statistics = reinterpret_cast<float*>(memory);
   workspace.sums = workspace.statistics + queries * 2;
-  workspace.order = reinterpret_cast<int*>(workspace.sums + queries * shape.HS);
+  workspace.first_keys = reinterpret_cast<int*>(workspace.sums + queries * shape.HS);
+  workspace.order = workspace.first_keys + shape.B * padded_queries(shape.TQ);
   workspace.ticket = workspace.order + queries / 64;
   workspace.bytes = static_cast<std::size_t>(queries) * (static_cast<std::size_t>(shape.HS) + 2) * sizeof(float) +
-                    static_cast<std::size_t>(queries / 64 + 4) * sizeof(int);
+                    static_cast<std::size_t>(shape.B * padded_queries(shape.TQ) + queries / 64 + 4) * sizeof(int);
   return workspace;
 }
 
@@ -767,14 +823,16 @@ void hopper_backward(const BackwardArguments<T>& arguments, cudaStream_t stream)
   // for every multiprocessor. At 64: 8 to 16 heads.
   const int key_blocks = static_cast<int>(ceil_div(shape.TK, kKeys));
   const int of_64 = key_blocks > 32 ? 8 : 16, of_128 = std::clamp(256 / key_blocks, 2, 16);
-  if constexpr (std::is_same_v<T, bf16>) {
-    const bool codes = arguments.codes.dq.data != nullptr;
-    if (codes && shape.HS == 64) return launch<Tiling<T, 64, true>>(arguments, of_64, stream);
-    if (codes && shape.HS == 128) return launch<Tiling<T, 128, true>>(arguments, of_128, stream);
-  }
-  if (shape.HS == 64) return launch<Tiling<T, 64>>(arguments, of_64, stream);
-  if (shape.HS == 128) return launch<Tiling<T, 128>>(arguments, of_128, stream);
-  fail(Exit::internal, "attention backward: no Hopper kernel for head dimension %d", static_cast<int>(shape.HS));
+  for_visibility(shape, [&]<bool HidesPast>() {
+    if constexpr (std::is_same_v<T, bf16>) {
+      const bool codes = arguments.codes.dq.data != nullptr;
+      if (codes && shape.HS == 64) return launch<Tiling<T, 64, HidesPast, true>>(arguments, of_64, stream);
+      if (codes && shape.HS == 128) return launch<Tiling<T, 128, HidesPast, true>>(arguments, of_128, stream);
+    }
+    if (shape.HS == 64) return launch<Tiling<T, 64, HidesPast>>(arguments, of_64, stream);
+    if (shape.HS == 128) return launch<Tiling<T, 128, HidesPast>>(arguments, of_128, stream);
+    fail(Exit::internal, "attention backward: no Hopper kernel for head dimension %d", static_cast<int>(shape.HS));
+  });
 }
 
 template void hopper_backward<bf16>(const BackwardArguments<bf16>&, cudaStream_t);

@@ -10,8 +10,7 @@
 //    their sum.
 //  - Consumers issue their GEMMs in a fixed order (section 3.1 there): one multiplies while another exponentiates.
 //  - The running maximum moves only when a row exceeds it by 2^8, so that O is rarely rescaled.
-//  - Each consumer stops at its own last visible key, and masks only blocks that cross the diagonal or the end of the
-//    keys.
+//  - Each consumer begins and stops at its own visible keys, and masks only blocks that cross a bound of what its rows see.
 //  - Tiles are assigned longest first, forth and back over the blocks, which balances them; heads are adjacent, so that
 //    a group's K and V are read from L2. Q has two buffers where there is room (not at head dimension 256), so that a
 //    tile's first GEMM does not wait; O is written out through the tile's own Q buffer.
@@ -28,6 +27,7 @@
 #include "llmc/cuda/hw/ring.cuh"
 #include "llmc/cuda/hw/tensor_map.h"
 #include "llmc/cuda/hw/tile.cuh"
+#include "llmc/cuda/op/attention/train/hide_past.cuh"
 #include "llmc/cuda/op/attention/train/hold_back.cuh"
 #include "llmc/cuda/op/attention/train/launch.cuh"
 #include "llmc/cuda/op/attention/train/paths.h"
@@ -47,9 +47,11 @@ constexpr int kRows = 64;  // queries of a warpgroup: the M of its GEMMs
 // The columns of a head lie in shared memory as column tiles of TileColumns (64, 32 or 16), with the swizzle of that
 // width. The copy engine fills what the last one has beyond the head dimension with zeros, which are never multiplied.
 // A GEMM is one instruction for 16 values of k in any case.
-template <typename T, int HeadDim, int Consumers, int Keys, int Stages, int TileColumns = 64, int QueryBuffers = 2>
+template <typename T, bool HidesPast, int HeadDim, int Consumers, int Keys, int Stages, int TileColumns = 64,
+          int QueryBuffers = 2>
 struct HopperForwardTiling {
   using Element = T;
+  static constexpr bool kHidesPast = HidesPast;
   static constexpr int HS = HeadDim, kConsumers = Consumers, kKeys = Keys, kStages = Stages;
   static constexpr int kQueries = kConsumers * kRows, kThreads = (kConsumers + 1) * kWarpgroupSize;
   // The producer's spare registers go to the consumers; together at most 64K.
@@ -79,7 +81,8 @@ struct HopperForwardArguments {
 // A tile: one block of queries of one head.
 template <typename Tiling>
 struct WorkTile {
-  int b, h, first_query, blocks;  // blocks: of keys that its last query sees
+  int b, h, first_query;
+  int begin = 0, blocks;  // its queries see the blocks of keys [begin, blocks)
 
   __device__ WorkTile(const AttentionShape& shape, int index) {
     const int heads = static_cast<int>(shape.B * shape.NH), TQ = static_cast<int>(shape.TQ);
@@ -88,7 +91,8 @@ struct WorkTile {
     b = head / static_cast<int>(shape.NH), h = head % static_cast<int>(shape.NH);
     first_query = (levels - 1 - level) * Tiling::kQueries;
     const int last = min(first_query + Tiling::kQueries, TQ) - 1;
-    blocks = (visible_keys(shape, last) + Tiling::kKeys - 1) / Tiling::kKeys;
+    if constexpr (Tiling::kHidesPast) begin = first_visible_key(shape, b, first_query) / Tiling::kKeys;
+    blocks = (end_visible_key(shape, last) + Tiling::kKeys - 1) / Tiling::kKeys;
   }
 };
 
@@ -144,11 +148,11 @@ __device__ void produce(const HopperForwardArguments& arguments, const SharedMem
   for (int i = 0; tile_index(i) < arguments.tiles; ++i) {
     const WorkTile<Tiling> tile(shape, tile_index(i));
     const int kv = tile.h / group;
-    for (int j = 0; j < tile.blocks; ++j) {
+    for (int j = tile.begin; j < tile.blocks; ++j) {
       k_ring.wait_empty(k);
       load(arguments.k, shared.k(k), k_ring.full(k.stage), j * Tiling::kKeys, kv, tile.b, L2::evict_last);
       k.advance(Tiling::kStages);
-      if (j == 0) {
+      if (j == tile.begin) {
         for (int consumer = 0; consumer < Tiling::kConsumers; ++consumer) {
           const RingPosition its = shared.of_consumer(q, consumer);
           q_ring.wait_empty(its);
@@ -170,7 +174,7 @@ __device__ void mask_scores(float (&S)[R], const AttentionShape& shape, int thre
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int limit = visible_keys(shape, thread_row + half * 8) - first_key - t * 2;
+    const int limit = end_visible_key(shape, thread_row + half * 8) - first_key - t * 2;
 #pragma unroll
     for (int n = 0; n < R / 4; ++n) {
 #pragma unroll
@@ -180,8 +184,25 @@ __device__ void mask_scores(float (&S)[R], const AttentionShape& shape, int thre
   }
 }
 
+// Scores of keys in front of what a row sees become -infinity.
+template <int R>
+__device__ void hide_past(float (&S)[R], const AttentionShape& shape, int b, int thread_row, int first_key) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int begin = first_visible_key(shape, b, thread_row + half * 8) - first_key - t * 2;
+#pragma unroll
+    for (int n = 0; n < R / 4; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (n * 8 + i < begin) S[n * 4 + half * 2 + i] = -INFINITY;
+    }
+  }
+}
+
 // The online softmax of a thread's rows g and g + 8. The four threads of a quad share a row and agree on its maximum;
 // each sums its own columns until the end.
+template <bool HidesPast>
 struct RunningSoftmax {
   static constexpr float kSlack = 8;  // a weight may reach 2^kSlack before the maximum in use moves
   float maximum[2], sum[2], shrink[2];
@@ -209,13 +230,13 @@ struct RunningSoftmax {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float raised = fmaxf(maximum[half], largest[half]);
-          shrink[half] = exp2_approximate((maximum[half] - raised) * c);
+          shrink[half] = exp2_approximate((maximum[half] - finite_maximum<HidesPast>(raised)) * c);
           maximum[half] = raised;
           sum[half] *= shrink[half];
         }
       }
     }
-    const float offset[2] = {maximum[0] * c, maximum[1] * c};
+    const float offset[2] = {finite_maximum<HidesPast>(maximum[0]) * c, finite_maximum<HidesPast>(maximum[1]) * c};
 #pragma unroll
     for (int n = 0; n < R / 4; ++n) {
 #pragma unroll
@@ -239,6 +260,7 @@ template <typename Tiling>
 __device__ void consume(const HopperForwardArguments& arguments, const SharedMemory<Tiling>& shared, int consumer) {
   using T = typename Tiling::Element;
   constexpr int HS = Tiling::HS, kKeys = Tiling::kKeys, kConsumers = Tiling::kConsumers, kStages = Tiling::kStages;
+  constexpr bool kHidesPast = Tiling::kHidesPast;
   const AttentionShape& shape = arguments.shape;
   const int TQ = static_cast<int>(shape.TQ);
   const int thread = threadIdx.x % kWarpgroupSize, lane = threadIdx.x % kWarpSize, warp = thread / kWarpSize;
@@ -248,7 +270,7 @@ __device__ void consume(const HopperForwardArguments& arguments, const SharedMem
   RingPosition k, v, q;
   float S[kKeys / 2], O[HS / 2];
   unsigned P[kKeys / 4];
-  RunningSoftmax softmax;
+  RunningSoftmax<kHidesPast> softmax;
   softmax.c = shape.scale * kLog2E;
   int q_to_release = -1;  // the Q buffer from which the previous tile's O is being copied out
 
@@ -285,13 +307,29 @@ __device__ void consume(const HopperForwardArguments& arguments, const SharedMem
   for (int i = 0; tile_index(i) < arguments.tiles; ++i) {
     const WorkTile<Tiling> tile(shape, tile_index(i));
     const int first_row = tile.first_query + consumer * kRows, thread_row = first_row + warp * 16 + lane / 4;
-    const int end = first_row < TQ ? visible_keys(shape, min(first_row + kRows, TQ) - 1) : 0;
-    const int blocks = (end + kKeys - 1) / kKeys, unmasked_blocks = visible_keys(shape, first_row) / kKeys;
+    const int end = first_row < TQ ? end_visible_key(shape, min(first_row + kRows, TQ) - 1) : 0;
+    const int blocks = (end + kKeys - 1) / kKeys, unmasked_blocks = end_visible_key(shape, first_row) / kKeys;
+    // The first block that its queries see, and the first key that all of them see.
+    const int begin = kHidesPast ? first_visible_key(shape, tile.b, first_row) / kKeys : 0;
+    const int full_begin = kHidesPast ? first_visible_key(shape, tile.b, first_row + kRows - 1) : 0;
     const RingPosition own_q = shared.of_consumer(q, consumer);
     const auto q_tile = shared.q(own_q);
     q_ring.wait_full(own_q);
 
+    // Key blocks that only other consumers' queries see.
+    const auto skip_blocks = [&](int from, int to) {
+      for (int j = from; j < to; ++j) {
+        wait_for_gemm_slot();
+        pass_gemm_slot();
+        k_ring.wait_full(k);
+        release(k_ring, k);
+        v_ring.wait_full(v);
+        release(v_ring, v);
+      }
+    };
+
     if (blocks > 0) {
+      if constexpr (kHidesPast) skip_blocks(tile.begin, begin);
       k_ring.wait_full(k);
       wait_for_gemm_slot();
       start_scores(q_tile, shared.k(k));
@@ -299,8 +337,12 @@ __device__ void consume(const HopperForwardArguments& arguments, const SharedMem
       wgmma_wait();
       pin(S);
       release(k_ring, k);
-      if (unmasked_blocks == 0) mask_scores(S, shape, thread_row, 0);
-      softmax.update<true>(S);
+      if (kHidesPast ? unmasked_blocks <= begin : unmasked_blocks == 0)
+        mask_scores(S, shape, thread_row, begin * kKeys);
+      if constexpr (kHidesPast) {
+        if (begin * kKeys < full_begin) hide_past(S, shape, tile.b, thread_row, begin * kKeys);
+      }
+      softmax.template update<true>(S);
       round_to_operand<T>(P, S);
       release_q();
 
@@ -309,12 +351,15 @@ __device__ void consume(const HopperForwardArguments& arguments, const SharedMem
         wait_for_gemm_slot();
         start_scores(q_tile, shared.k(k));  // S of block j
         v_ring.wait_full(v);
-        start_output(shared.v(v), j > 1);  // O of block j - 1
+        start_output(shared.v(v), j > begin + 1);  // O of block j - 1
         pass_gemm_slot();
         wgmma_wait<1>();
         pin(S);
         release(k_ring, k);
         if constexpr (Masked) mask_scores(S, shape, thread_row, j * kKeys);
+        if constexpr (kHidesPast) {
+          if (j * kKeys < full_begin) hide_past(S, shape, tile.b, thread_row, j * kKeys);
+        }
         softmax.template update<false>(S);
         hold_back(softmax.sum[0] + softmax.sum[1], q_tile.address);
         wgmma_wait<0>();
@@ -323,27 +368,19 @@ __device__ void consume(const HopperForwardArguments& arguments, const SharedMem
         if (softmax.grown) multiply_rows(O, softmax.shrink);
         round_to_operand<T>(P, S);
       };
-      int j = 1;
+      int j = begin + 1;
       for (; j < min(unmasked_blocks, blocks); ++j) step.template operator()<false>(j);
       for (; j < blocks; ++j) step.template operator()<true>(j);
 
       v_ring.wait_full(v);
-      start_output(shared.v(v), blocks > 1);
+      start_output(shared.v(v), blocks > begin + 1);
       wgmma_wait<0>();
       pin(O);
       release(v_ring, v);
     } else {
       release_q();
     }
-    // Key blocks that only later consumers' queries see.
-    for (int j = blocks; j < tile.blocks; ++j) {
-      wait_for_gemm_slot();
-      pass_gemm_slot();
-      k_ring.wait_full(k);
-      release(k_ring, k);
-      v_ring.wait_full(v);
-      release(v_ring, v);
-    }
+    skip_blocks(kHidesPast && blocks == 0 ? tile.begin : blocks, tile.blocks);
 
     if (blocks > 0) {
       float inverse[2];
@@ -435,13 +472,15 @@ bool hopper_forward_computes(const AttentionShape& shape) {
 template <typename T>
 void hopper_forward(const ForwardArguments<T>& arguments, cudaStream_t stream) {
   const int multiprocessors = hopper_multiprocessors();
-  if (arguments.shape.HS == 64)
-    return launch<HopperForwardTiling<T, 64, 3, 128, 4>>(arguments, multiprocessors, stream);
-  if (arguments.shape.HS == 80)
-    return launch<HopperForwardTiling<T, 80, 3, 96, 4, 32>>(arguments, multiprocessors, stream);
-  if (arguments.shape.HS == 256)
-    return launch<HopperForwardTiling<T, 256, 2, 80, 2, 64, 1>>(arguments, multiprocessors, stream);
-  launch<HopperForwardTiling<T, 128, 2, 128, 2>>(arguments, multiprocessors, stream);
+  for_visibility(arguments.shape, [&]<bool HidesPast>() {
+    if (arguments.shape.HS == 64)
+      return launch<HopperForwardTiling<T, HidesPast, 64, 3, 128, 4>>(arguments, multiprocessors, stream);
+    if (arguments.shape.HS == 80)
+      return launch<HopperForwardTiling<T, HidesPast, 80, 3, 96, 4, 32>>(arguments, multiprocessors, stream);
+    if (arguments.shape.HS == 256)
+      return launch<HopperForwardTiling<T, HidesPast, 256, 2, 80, 2, 64, 1>>(arguments, multiprocessors, stream);
+    launch<HopperForwardTiling<T, HidesPast, 128, 2, 128, 2>>(arguments, multiprocessors, stream);
+  });
 }
 
 template void hopper_forward<bf16>(const ForwardArguments<bf16>&, cudaStream_t);

@@ -8,6 +8,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/runtime/error.h"
+#include "llmc/model/head_view.h"
 
 namespace weft::cuda {
 
@@ -43,6 +44,13 @@ void for_head_dimension(std::int64_t HS, const char* name, const Launch& launch)
     default:
       fail(Exit::internal, "%s: no kernel for head dimension %lld", name, static_cast<long long>(HS));
   }
+}
+
+// Calls launch.operator()<HidesPast>(): the kernels that hide no past keys have no instructions for it.
+template <typename Launch>
+void for_visibility(const AttentionShape& shape, const Launch& launch) {
+  if (shape.hides_past()) return launch.template operator()<true>();
+  launch.template operator()<false>();
 }
 
 }  // namespace weft::cuda

@@ -45,9 +45,15 @@ WEFT_HOST_DEVICE inline std::int64_t padded_queries(std::int64_t TQ) {
   return ceil_div(TQ, kStatisticsBlock) * kStatisticsBlock;
 }
 
-// Number of keys that query t sees; t may be past the last query (padding of a block). Token counts are 32-bit
-// (kMaxTokens bounds them), which saves registers; everything that is multiplied by a stride is 64-bit.
-WEFT_HOST_DEVICE inline int visible_keys(const AttentionShape& shape, int t) {
+// The keys that query t of sequence b sees lie in [first_visible_key(), end_visible_key()). t may be past the last query, the
+// padding of a block: it sees from the last query's first key on. Token counts are 32-bit (kMaxTokens bounds them), which
+// saves registers; everything that is multiplied by a stride is 64-bit.
+WEFT_HOST_DEVICE inline int first_visible_key(const AttentionShape& shape, std::int64_t b, int t) {
+  const int last = static_cast<int>(shape.TQ) - 1;
+  return shape.visibility(b).first_key(t < last ? t : last);
+}
+// Visibility::end_key(), written out: from the struct the compiler makes more instructions of it.
+WEFT_HOST_DEVICE inline int end_visible_key(const AttentionShape& shape, int t) {
   const int TK = static_cast<int>(shape.TK), seen = TK - static_cast<int>(shape.TQ) + t + 1;
   return shape.causal && seen < TK ? seen : TK;
 }
@@ -69,7 +75,7 @@ void portable_backward(const BackwardArguments<T>& arguments, cudaStream_t strea
 // Parts of hopper_backward()'s workspace, which begins with the statistics: see hopper_backward.cu.
 struct HopperWorkspace {
   float *statistics, *sums;
-  int *order, *ticket;
+  int *first_keys, *order, *ticket;
   std::size_t bytes;
 };
 HopperWorkspace hopper_workspace(const AttentionShape& shape, RowStatistics* memory);

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/attention/train/hide_past.cuh"
 #include "llmc/cuda/op/attention/train/launch.cuh"
 #include "llmc/cuda/op/attention/train/paths.h"
 
@@ -97,6 +98,11 @@ __device__ QueryBlock query_block(const AttentionShape& shape) {
           first_query + warp_row};
 }
 
+// The first key of the first tile that a block of queries sees.
+__device__ inline int first_tile(const AttentionShape& shape, std::int64_t b, int first_query) {
+  return first_visible_key(shape, b, first_query) / kTile * kTile;
+}
+
 // ---- forward ----------------------------------------------------------------------------------------------------------
 
 template <typename T, int HeadDims>
@@ -111,10 +117,11 @@ __global__ void __launch_bounds__(kThreads)
 
   const float c = shape.scale * kLog2E;
   float maximum[R], sum[R], O[R][kSlots] = {};
+  int begin[R];
 #pragma unroll
-  for (int r = 0; r < R; ++r) maximum[r] = -INFINITY, sum[r] = 0;
-  const int end = visible_keys(shape, first_query + kBlockRows - 1);
-  for (int first_key = 0; first_key < end; first_key += kTile) {
+  for (int r = 0; r < R; ++r) maximum[r] = -INFINITY, sum[r] = 0, begin[r] = first_visible_key(shape, b, first_row + r);
+  const int end = end_visible_key(shape, first_query + kBlockRows - 1);
+  for (int first_key = first_tile(shape, b, first_query); first_key < end; first_key += kTile) {
     __syncthreads();  // no thread reads the previous tile any more
     load_rows(K, HS + 1, kTile, arguments.k, b, first_key, kv, shape.TK - first_key, HS);
     load_rows(V, HS + 1, kTile, arguments.v, b, first_key, kv, shape.TK - first_key, HS);
@@ -123,9 +130,11 @@ __global__ void __launch_bounds__(kThreads)
     dot_products(P, Q + warp_row * HS, K, HS);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const float score = first_key + lane < visible_keys(shape, first_row + r) ? P[r] * c : -INFINITY;
-      const float raised = fmaxf(maximum[r], warp_max(score)), shrink = exp2f(maximum[r] - raised);
-      P[r] = exp2f(score - raised);
+      const int key = first_key + lane;
+      const bool visible = key >= begin[r] && key < end_visible_key(shape, first_row + r);
+      const float score = visible ? P[r] * c : -INFINITY, raised = fmaxf(maximum[r], warp_max(score));
+      const float shrink = exp2f(maximum[r] - finite_maximum<true>(raised));
+      P[r] = exp2f(score - finite_maximum<true>(raised));
       sum[r] = sum[r] * shrink + warp_sum(P[r]);
       maximum[r] = raised;
 #pragma unroll
@@ -175,16 +184,18 @@ __global__ void __launch_bounds__(kThreads)
   load_rows(Q, HS, kBlockRows, arguments.q, b, first_query, h, shape.TQ - first_query, HS);
   load_rows(dO, HS, kBlockRows, arguments.dout, b, first_query, h, shape.TQ - first_query, HS);
   RowStatistics rows[R];
+  int begin[R];
   float scale[R], dQ[R][kSlots] = {};
 #pragma unroll
   for (int r = 0; r < R; ++r) {
+    begin[r] = first_visible_key(shape, b, first_row + r);
     const std::int64_t row = blockIdx.x * padded_queries(shape.TQ) + first_row + r;
     rows[r] = first_row + r < shape.TQ ? arguments.statistics[row] : RowStatistics{INFINITY, 0};
     scale[r] = shape.scale;
   }
 
-  const int end = visible_keys(shape, first_query + kBlockRows - 1);
-  for (int first_key = 0; first_key < end; first_key += kTile) {
+  const int end = end_visible_key(shape, first_query + kBlockRows - 1);
+  for (int first_key = first_tile(shape, b, first_query); first_key < end; first_key += kTile) {
     __syncthreads();  // no thread reads the previous tile any more
     load_rows(K, HS + 1, kTile, arguments.k, b, first_key, kv, shape.TK - first_key, HS);
     load_rows(V, HS + 1, kTile, arguments.v, b, first_key, kv, shape.TK - first_key, HS);
@@ -194,7 +205,8 @@ __global__ void __launch_bounds__(kThreads)
     dot_products(dP, dO + warp_row * HS, V, HS);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const bool visible = first_key + lane < visible_keys(shape, first_row + r);
+      const int key = first_key + lane;
+      const bool visible = key >= begin[r] && key < end_visible_key(shape, first_row + r);
       dS[r] = visible ? exp2f(S[r] * shape.scale * kLog2E - rows[r].lse2) * (dP[r] - rows[r].D) : 0.0f;
     }
     add_weighted(dQ, dS, K, HS);
@@ -221,8 +233,9 @@ __global__ void __launch_bounds__(kThreads)
   // The first query that sees a key of this block, rounded down to the first of a tile.
   const int past = static_cast<int>(shape.causal ? shape.TK - shape.TQ : shape.TK);
   const int begin = first_key > past ? (first_key - past) / kTile * kTile : 0;
+  const int end = queries_before(shape, b, first_key + kBlockRows);
   for (std::int64_t h = kv * group; h < (kv + 1) * group; ++h) {
-    for (int first_query = begin; first_query < shape.TQ; first_query += kTile) {
+    for (int first_query = begin; first_query < end; first_query += kTile) {
       __syncthreads();  // no thread reads the previous tile any more
       load_rows(Q, HS + 1, kTile, arguments.q, b, first_query, h, shape.TQ - first_query, HS);
       load_rows(dO, HS + 1, kTile, arguments.dout, b, first_query, h, shape.TQ - first_query, HS);
@@ -230,12 +243,13 @@ __global__ void __launch_bounds__(kThreads)
       const int t = first_query + lane;
       const std::int64_t row = (b * shape.NH + h) * padded_queries(shape.TQ) + t;
       const RowStatistics own = t < shape.TQ ? arguments.statistics[row] : RowStatistics{INFINITY, 0};
+      const int seen = first_visible_key(shape, b, t);
       float S[R], dP[R], P[R], dS[R];
       dot_products(S, K + warp_row * HS, Q, HS);
       dot_products(dP, V + warp_row * HS, dO, HS);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        const bool visible = first_row + r < visible_keys(shape, t);
+        const bool visible = first_row + r >= seen && first_row + r < end_visible_key(shape, t);
         P[r] = visible ? exp2f(S[r] * shape.scale * kLog2E - own.lse2) : 0.0f;
         dS[r] = P[r] * (dP[r] - own.D);
       }

@@ -28,6 +28,7 @@
 #include <type_traits>
 
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/attention/train/hide_past.cuh"
 #include "llmc/cuda/op/attention/train/launch.cuh"
 #include "llmc/cuda/op/attention/train/mma.cuh"
 #include "llmc/cuda/op/attention/train/paths.h"
@@ -38,9 +39,10 @@ namespace {
 
 // ---- dQ and the row statistics ----------------------------------------------------------------------------------------
 
-template <int HeadDim, int Stages>
+template <int HeadDim, int Stages, bool HidesPast>
 struct QueryTiling {
   static constexpr int HS = HeadDim, kStages = Stages;
+  static constexpr bool kHidesPast = HidesPast;
   static constexpr int kWarps = 4, kThreads = kWarps * kWarpSize;
   static constexpr int M = HS <= 128 ? 2 : 1;
   static constexpr int kWarpRows = M * 16, kQueries = kWarps * kWarpRows;
@@ -98,7 +100,7 @@ __device__ void score_gradient(Accumulators<M, N>& S, const Accumulators<M, N>& 
         }
       }
       if (!masked) continue;
-      const int limit = visible_keys(shape, first_row + m * 16 + half * 8 + g) - first_key;
+      const int limit = end_visible_key(shape, first_row + m * 16 + half * 8 + g) - first_key;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -115,6 +117,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
     query_gradient_kernel(const __grid_constant__ BackwardArguments<T> arguments) {
   constexpr int HS = Tiling::HS, M = Tiling::M, kThreads = Tiling::kThreads;
   constexpr int kQueries = Tiling::kQueries, kKeys = Tiling::kKeys, kChunk = Tiling::kChunk;
+  constexpr bool kHidesPast = Tiling::kHidesPast;
   using Rows = Tile<T, HS>;
   extern __shared__ __align__(16) unsigned char shared[];
   const AttentionShape& shape = arguments.shape;
@@ -137,7 +140,13 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
                                           static_cast<int>(shape.TQ) - first_query);
   Rows::template load<kQueries, kThreads>(do_tile, arguments.dout.at(b, first_query, h), arguments.dout.token_stride,
                                           static_cast<int>(shape.TQ) - first_query);
-  load_keys(0, 0);
+  int begin = 0, warp_begin = 0, unmasked_begin = 0;
+  if constexpr (kHidesPast) {
+    begin = first_visible_key(shape, b, first_query) / kKeys * kKeys;
+    warp_begin = first_visible_key(shape, b, first_row);
+    unmasked_begin = first_visible_key(shape, b, first_row + Tiling::kWarpRows - 1);
+  }
+  load_keys(begin, 0);
   wait_for_copies();
   __syncthreads();
 
@@ -152,17 +161,18 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
   Accumulators<M, HS / 8> dQ;
   dQ.clear();
   const float c = shape.scale * kLog2E;
-  const int end = visible_keys(shape, first_query + kQueries - 1);
-  const int warp_end = visible_keys(shape, first_row + Tiling::kWarpRows - 1);
-  const int unmasked_end = visible_keys(shape, first_row);
+  const int end = end_visible_key(shape, first_query + kQueries - 1);
+  const int warp_end = end_visible_key(shape, first_row + Tiling::kWarpRows - 1);
+  const int unmasked_end = end_visible_key(shape, first_row);
   int stage = 0;
-  for (int first_key = 0; first_key < end; first_key += kKeys) {
+  for (int first_key = begin; first_key < end; first_key += kKeys) {
     wait_for_copies();
     __syncthreads();  // this stage is complete, and no thread reads the other one any more
     const unsigned k_tile = kv_tiles + stage * Rows::bytes(2 * kKeys), v_tile = k_tile + Rows::bytes(kKeys);
     if (Tiling::kStages == 2 && first_key + kKeys < end) load_keys(first_key + kKeys, stage ^ 1);
 #pragma unroll 1
     for (int chunk = 0; chunk < kKeys && first_key + chunk < warp_end; chunk += kChunk) {
+      if (kHidesPast && first_key + chunk + kChunk <= warp_begin) continue;
       const unsigned k_chunk = k_tile + Rows::bytes(chunk), v_chunk = v_tile + Rows::bytes(chunk);
       Accumulators<M, kChunk / 8> S, dP;
       S.clear();
@@ -171,6 +181,9 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
       multiply_by_rows<T, HS>(dP, dO, v_chunk + Rows::lane_by_columns());
       const bool masked = first_key + chunk + kChunk > unmasked_end;
       score_gradient(S, dP, rows, c, masked, shape, first_row, first_key + chunk);
+      if constexpr (kHidesPast) {
+        if (first_key + chunk < unmasked_begin) hide_past(S, shape, b, first_row, first_key + chunk, 0.0f);
+      }
       multiply_by_columns<T, HS>(dQ, S, k_chunk + Rows::lane_by_rows());
     }
     if (Tiling::kStages == 2) {
@@ -197,9 +210,10 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
 //    and dV, the key warp dP^T, dS^T and dK. The key warp receives P^T through shared memory, rounded to T as the value
 //    warp uses it. A whole warp with only 16 keys would be bound by reading shared memory (at head dimension 128, 80
 //    KiB for 32 keys and 32 queries; a pair moves 44). Up to head dimension 80 the exchange costs more than it saves.
-template <int HeadDim, bool Roomy>
+template <int HeadDim, bool Roomy, bool HidesPast>
 struct KeyTiling {
   static constexpr int HS = HeadDim, kStages = 2;
+  static constexpr bool kHidesPast = HidesPast;
   static constexpr bool kPaired = HS >= 96, kLarge = HS == 128 && Roomy;
   static constexpr int M = HS <= 128 ? 2 : 1;  // m16 tiles of keys
   static constexpr int kTeams = kPaired && !kLarge ? 2 : 4, kThreads = (kPaired ? 2 : 1) * kTeams * kWarpSize;
@@ -221,6 +235,38 @@ struct QueryChunk {
   const RowStatistics* statistics;  // of the first query, in shared memory
   int hidden;                       // key i of the warp is hidden from query j of the chunk if hidden + i > j
   int first;                        // index of the first query in the stage
+};
+
+// Where a warp's chunk lies, for the keys in front of what its queries see.
+struct ChunkPosition {
+  const AttentionShape& shape;
+  std::int64_t b;
+  int first_query, first_key;
+
+  __device__ int first_visible(int query) const { return first_visible_key(shape, b, first_query + query); }
+  // Whether all of the warp's keys are in front of what each of the queries sees.
+  template <typename Tiling>
+  __device__ bool hidden() const {
+    return first_key + Tiling::kTeamRows <= first_visible(0);
+  }
+  // P^T of hidden keys becomes 0.
+  template <int M, int N>
+  __device__ void hide(Accumulators<M, N>& P) const {
+    const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
+    if (first_visible(N * 8 - 1) <= first_key) return;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int begin = first_visible(n * 8 + t * 2 + i) - first_key - g;
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+          if (m * 16 < begin) P.at[m][n][i] = 0;
+          if (m * 16 + 8 < begin) P.at[m][n][2 + i] = 0;
+        }
+      }
+    }
+  }
 };
 
 // S^T becomes P^T.
@@ -277,7 +323,7 @@ struct WholeWarp {
     dK.clear();
     dV.clear();
   }
-  __device__ void add(const QueryChunk& chunk, float c) {
+  __device__ void add(const QueryChunk& chunk, float c, const ChunkPosition& position) {
     using Rows = Tile<T, HS>;
     Accumulators<M, Tiling::kChunk / 8> S, dP;
     S.clear();
@@ -285,6 +331,7 @@ struct WholeWarp {
     multiply_by_rows<T, HS>(S, K, chunk.q + Rows::lane_by_columns());
     multiply_by_rows<T, HS>(dP, V, chunk.dO + Rows::lane_by_columns());
     probabilities(S, chunk, c);
+    if constexpr (Tiling::kHidesPast) position.hide(S);
     score_gradient_transposed(dP, chunk, [&](int m, int n, int i) { return S.at[m][n][i]; });
     multiply_by_columns<T, HS>(dV, S, chunk.dO + Rows::lane_by_rows());
     multiply_by_columns<T, HS>(dK, dP, chunk.q + Rows::lane_by_rows());
@@ -312,7 +359,7 @@ struct PairedWarp {
       : left(value_warp ? team.k : team.v), exchange(exchange) {
     gradient.clear();
   }
-  __device__ void add(const QueryChunk& chunk, float c) {
+  __device__ void add(const QueryChunk& chunk, float c, const ChunkPosition& position) {
     using Rows = Tile<T, HS>;
     Accumulators<M, N> S;  // S^T and P^T, or dP^T and dS^T
     S.clear();
@@ -323,6 +370,7 @@ struct PairedWarp {
     Fragment* const P = exchange + chunk.first * Tiling::kTeamRows * 2 / 16;
     if (value_warp) {
       probabilities(S, chunk, c);
+      if constexpr (Tiling::kHidesPast) position.hide(S);
 #pragma unroll
       for (int i = 0; i < M * N / 2; ++i) P[i * kWarpSize] = as_operand<T>(S, i / (N / 2), i % (N / 2));
       named_barrier_arrive(ready, 2 * kWarpSize);
@@ -361,7 +409,11 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
   // Queries before the first that sees a key are skipped; query t sees the keys up to past + t.
   const int past = shape.causal ? TK - TQ : TK;
   const int skipped = first_key > past ? (first_key - past) / kQueries : 0;
-  const int blocks = (TQ + kQueries - 1) / kQueries - skipped;  // blocks of queries of each head
+  int blocks = (TQ + kQueries - 1) / kQueries - skipped;  // blocks of queries of each head
+  if constexpr (Tiling::kHidesPast) {
+    // At least one, which adds nothing where no query sees the keys.
+    blocks = max((queries_before(shape, b, first_key + kKeys) + kQueries - 1) / kQueries - skipped, 1);
+  }
 
   constexpr int kStatisticsAt = Rows::bytes(2 * kKeys + 2 * kStages * kQueries);
   const unsigned k_tile = shared_address(shared), v_tile = k_tile + Rows::bytes(kKeys);
@@ -409,7 +461,9 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
     for (int first = 0; first < kQueries; first += kChunk) {
       const int hidden = team.first - past - (skipped + block) * kQueries - first;
       if (hidden >= kChunk) continue;  // hidden from every query of the chunk
-      warp.add({q_tile + Rows::bytes(first), do_tile + Rows::bytes(first), rows + first, hidden, first}, c);
+      const ChunkPosition position = {shape, b, (skipped + block) * kQueries + first, team.first};
+      if (Tiling::kHidesPast && position.hidden<Tiling>()) continue;
+      warp.add({q_tile + Rows::bytes(first), do_tile + Rows::bytes(first), rows + first, hidden, first}, c, position);
     }
     head_in_group = next_head;
     block = next_block;
@@ -435,13 +489,15 @@ void launch(const BackwardArguments<T>& arguments, cudaStream_t stream) {
 template <typename T>
 void portable_backward(const BackwardArguments<T>& arguments, cudaStream_t stream, int shared_limit) {
   for_head_dimension(arguments.shape.HS, "attention backward", [&]<int HS>() {
-    using Queries = QueryTiling<HS, HS <= 128 ? 2 : 1>;
-    using Keys = KeyTiling<HS, true>;
-    if constexpr (Queries::kSharedBytes > kSharedBytesEverywhere || Keys::kSharedBytes > kSharedBytesEverywhere) {
-      if (shared_limit < Queries::kSharedBytes || shared_limit < Keys::kSharedBytes)
-        return launch<T, QueryTiling<HS, 1>, KeyTiling<HS, false>>(arguments, stream);
-    }
-    launch<T, Queries, Keys>(arguments, stream);
+    for_visibility(arguments.shape, [&]<bool HidesPast>() {
+      using Queries = QueryTiling<HS, HS <= 128 ? 2 : 1, HidesPast>;
+      using Keys = KeyTiling<HS, true, HidesPast>;
+      if constexpr (Queries::kSharedBytes > kSharedBytesEverywhere || Keys::kSharedBytes > kSharedBytesEverywhere) {
+        if (shared_limit < Queries::kSharedBytes || shared_limit < Keys::kSharedBytes)
+          return launch<T, QueryTiling<HS, 1, HidesPast>, KeyTiling<HS, false, HidesPast>>(arguments, stream);
+      }
+      launch<T, Queries, Keys>(arguments, stream);
+    });
   });
 }
 

@@ -13,17 +13,19 @@
 //  - S, P and O stay in registers from the first key to the last; shared memory holds Q, and K and V in two stages, so
 //    that the copies of the next block overlap with this block's GEMMs, with one barrier a block. Devices with 99 KiB a
 //    block run head dimension 128 with one stage.
-//  - Keys go from first to last: the first block has a visible key for every row, so m is finite from then on.
+//  - Keys go from first to last: the first block has a visible key for every row, so m is finite from then on. Unless past
+//    keys are hidden: then a block of queries begins at the first key that one of them sees, rows without a visible key yet
+//    have the maximum -infinity, and their weights are 0.
 //  - The running maximum moves only when a row exceeds it by 2^8. Until then P is at most 256, which costs no accuracy
 //    in the fp32 sums and the 16-bit floating-point P, and O need not be rescaled.
-//  - Only blocks that cross the diagonal or the end of the keys are masked; a warp skips blocks of which it sees
-//    nothing.
+//  - Only blocks that cross a bound of what the rows see are masked; a warp skips blocks of which it sees nothing.
 //  - The query blocks with the most keys start first, and heads are adjacent, so that the heads of a group read their K
 //    and V from L2 at the same time and the last blocks to finish are short.
 
 #include <cstdint>
 
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/attention/train/hide_past.cuh"
 #include "llmc/cuda/op/attention/train/launch.cuh"
 #include "llmc/cuda/op/attention/train/mma.cuh"
 #include "llmc/cuda/op/attention/train/paths.h"
@@ -32,9 +34,10 @@ namespace weft::cuda {
 
 namespace {
 
-template <int HeadDim, int Stages>
+template <int HeadDim, int Stages, bool HidesPast>
 struct ForwardTiling {
   static constexpr int HS = HeadDim, kStages = Stages;
+  static constexpr bool kHidesPast = HidesPast;
   static constexpr int kWarps = 4, kThreads = kWarps * kWarpSize;
   static constexpr int M = HS <= 128 ? 2 : 1;  // m16 tiles of a warp
   static constexpr int kWarpRows = M * 16, kQueries = kWarps * kWarpRows;
@@ -51,7 +54,7 @@ __device__ void mask_scores(Accumulators<M, N>& S, const AttentionShape& shape, 
   for (int m = 0; m < M; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int limit = visible_keys(shape, first_row + m * 16 + half * 8 + g) - first_key;
+      const int limit = end_visible_key(shape, first_row + m * 16 + half * 8 + g) - first_key;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -64,7 +67,7 @@ __device__ void mask_scores(Accumulators<M, N>& S, const AttentionShape& shape, 
 
 // The online softmax of a warp's rows. A thread has rows g and g + 8 of each m16 tile. The four threads of a quad share
 // a row and agree on its maximum; each sums its own columns until the end.
-template <int M>
+template <int M, bool HidesPast>
 struct OnlineSoftmax {
   static constexpr float kSlack = 8;  // a weight may reach 2^kSlack before the maximum in use moves
   float maximum[M][2], sum[M][2];
@@ -93,7 +96,7 @@ struct OnlineSoftmax {
     for (int m = 0; m < M; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float offset = maximum[m][half] * c;
+        const float offset = finite_maximum<HidesPast>(maximum[m][half]) * c;
 #pragma unroll
         for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -123,7 +126,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float raised = fmaxf(maximum[m][half], largest[m][half]);
-        const float shrink = exp2_approximate((maximum[m][half] - raised) * c);
+        const float shrink = exp2_approximate((maximum[m][half] - finite_maximum<HidesPast>(raised)) * c);
         maximum[m][half] = raised;
         sum[m][half] *= shrink;
 #pragma unroll
@@ -158,6 +161,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
     forward_kernel(const __grid_constant__ ForwardArguments<T> arguments) {
   constexpr int HS = Tiling::HS, M = Tiling::M, kThreads = Tiling::kThreads;
   constexpr int kQueries = Tiling::kQueries, kKeys = Tiling::kKeys, kStages = Tiling::kStages;
+  constexpr bool kHidesPast = Tiling::kHidesPast;
   using Rows = Tile<T, HS>;
   extern __shared__ __align__(16) unsigned char shared[];
   const AttentionShape& shape = arguments.shape;
@@ -177,26 +181,35 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
   };
   Rows::template load<kQueries, kThreads>(q_tile, arguments.q.at(b, first_query, h), arguments.q.token_stride,
                                           static_cast<int>(shape.TQ) - first_query);
-  load_keys(0, 0);
+  int begin = 0, warp_begin = 0, unmasked_begin = 0;
+  if constexpr (kHidesPast) {
+    begin = first_visible_key(shape, b, first_query) / kKeys * kKeys;
+    warp_begin = first_visible_key(shape, b, first_row);
+    unmasked_begin = first_visible_key(shape, b, first_row + Tiling::kWarpRows - 1);
+  }
+  load_keys(begin, 0);
 
   const LeftOperand<T, HS, M> Q(q_tile + Rows::bytes(warp_row));
   Accumulators<M, HS / 8> O;
   O.clear();
-  OnlineSoftmax<M> softmax(shape.scale);
-  const int end = visible_keys(shape, first_query + kQueries - 1);
-  const int warp_end = visible_keys(shape, first_row + Tiling::kWarpRows - 1);
-  const int unmasked_end = visible_keys(shape, first_row);
+  OnlineSoftmax<M, kHidesPast> softmax(shape.scale);
+  const int end = end_visible_key(shape, first_query + kQueries - 1);
+  const int warp_end = end_visible_key(shape, first_row + Tiling::kWarpRows - 1);
+  const int unmasked_end = end_visible_key(shape, first_row);
   int stage = 0;
-  for (int first_key = 0; first_key < end; first_key += kKeys) {
+  for (int first_key = begin; first_key < end; first_key += kKeys) {
     wait_for_copies();
     __syncthreads();  // this stage is complete, and no thread reads the other one any more
     const unsigned k_tile = kv_tiles + stage * Rows::bytes(2 * kKeys), v_tile = k_tile + Rows::bytes(kKeys);
     if (kStages == 2 && first_key + kKeys < end) load_keys(first_key + kKeys, stage ^ 1);
-    if (first_key < warp_end) {
+    if (first_key < warp_end && (!kHidesPast || first_key + kKeys > warp_begin)) {
       Accumulators<M, kKeys / 8> S;
       S.clear();
       multiply_by_rows<T, HS>(S, Q, k_tile + Rows::lane_by_columns());
       if (first_key + kKeys > unmasked_end) mask_scores(S, shape, first_row, first_key);
+      if constexpr (kHidesPast) {
+        if (first_key < unmasked_begin) hide_past(S, shape, b, first_row, first_key, -INFINITY);
+      }
       softmax.update(S, O);
       multiply_by_columns<T, HS>(O, S, v_tile + Rows::lane_by_rows());
     }
@@ -228,11 +241,14 @@ void launch(const ForwardArguments<T>& arguments, cudaStream_t stream) {
 template <typename T>
 void portable_forward(const ForwardArguments<T>& arguments, cudaStream_t stream, int shared_limit) {
   for_head_dimension(arguments.shape.HS, "attention forward", [&]<int HS>() {
-    using TwoStages = ForwardTiling<HS, 2>;
-    if constexpr (TwoStages::kSharedBytes > kSharedBytesEverywhere) {
-      if (shared_limit < TwoStages::kSharedBytes) return launch<T, ForwardTiling<HS, 1>>(arguments, stream);
-    }
-    launch<T, TwoStages>(arguments, stream);
+    for_visibility(arguments.shape, [&]<bool HidesPast>() {
+      using TwoStages = ForwardTiling<HS, 2, HidesPast>;
+      if constexpr (TwoStages::kSharedBytes > kSharedBytesEverywhere) {
+        if (shared_limit < TwoStages::kSharedBytes)
+          return launch<T, ForwardTiling<HS, 1, HidesPast>>(arguments, stream);
+      }
+      launch<T, TwoStages>(arguments, stream);
+    });
   });
 }
 
