@@ -82,7 +82,7 @@ std::string fused_unsupported_reason(const ModelConfig& config, DType dtype) {
   if (dtype == DType::f32) return "the fused kernel computes with fp16 or bf16 weights, not fp32";
   if (config.quantization.any()) {
     const bool parallel = config.parallel_residual;
-    if (config.quantization.weights == WeightScheme::none) {
+    if (config.quantization.weights == nullptr) {
       return "the fused kernel reads quantised heads beside quantised layers, not beside layers in 16 bits";
     }
     if (dtype != (parallel ? DType::f16 : DType::bf16)) {
