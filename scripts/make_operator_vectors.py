@@ -141,23 +141,43 @@ def rope() -> Vectors:
     return vectors
 
 
+def add_attention(vectors: Vectors, name: str, sizes: dict, mask: torch.Tensor) -> None:
+    batch, queries, keys, heads, kv_heads, head_dim = (sizes[key] for key in ("B", "TQ", "TK", "NH", "NKV", "HS"))
+    q, k, v = (normal(batch, count, n, head_dim) for count, n in
+               ((queries, heads), (keys, kv_heads), (keys, kv_heads)))
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True)
+    scores = heads_first[0] @ heads_first[1].repeat_interleave(heads // kv_heads, 1).transpose(2, 3) / head_dim**0.5
+    lse = scores.masked_fill(~mask, -torch.inf).logsumexp(-1)
+    vectors.add(name, sizes, {"q": q, "k": k, "v": v}, {"out": out.transpose(1, 2), "lse": lse}, {"lse": None})
+
+
 def attention() -> Vectors:
     vectors = Vectors()
     for name, batch, queries, keys, heads, kv_heads, head_dim, causal in (
             ("causal", 2, 33, 33, 4, 2, 16, True), ("two_blocks", 1, 70, 70, 3, 1, 8, True),
             ("all_heads", 1, 9, 9, 2, 2, 80, True), ("chunk", 1, 12, 75, 4, 2, 8, True),
             ("decode", 2, 1, 40, 6, 2, 16, True), ("bidirectional", 1, 10, 14, 2, 1, 12, False)):
-        q, k, v = (normal(batch, count, n, head_dim) for count, n in
-                   ((queries, heads), (keys, kv_heads), (keys, kv_heads)))
         mask = torch.ones(queries, keys, dtype=torch.bool)
         if causal:
             mask = mask.tril(diagonal=keys - queries)
-        heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-        out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True)
-        scores = heads_first[0] @ heads_first[1].repeat_interleave(heads // kv_heads, 1).transpose(2, 3) / head_dim**0.5
-        lse = scores.masked_fill(~mask, -torch.inf).logsumexp(-1)
         sizes = {"B": batch, "TQ": queries, "TK": keys, "NH": heads, "NKV": kv_heads, "HS": head_dim, "causal": causal}
-        vectors.add(name, sizes, {"q": q, "k": k, "v": v}, {"out": out.transpose(1, 2), "lse": lse}, {"lse": None})
+        add_attention(vectors, name, sizes, mask)
+    return vectors
+
+
+def attention_masks() -> Vectors:
+    """Windows and documents: a query sees keys of its own document, and of those at most the last `window`."""
+    vectors = Vectors()
+    for name, queries, keys, window, lengths in (("window", 7, 13, 5, [13]), ("documents", 13, 13, 4, [5, 1, 1, 6])):
+        document = torch.tensor([d for d, length in enumerate(lengths) for _ in range(length)])
+        position = torch.arange(keys)
+        away = position[keys - queries:, None] - position[None, :]
+        mask = (away >= 0) & (away < window) & (document[keys - queries:, None] == document[None, :])
+        starts = [int((document == d).nonzero()[0]) for d in document[keys - queries:]]
+        sizes = {"B": 1, "TQ": queries, "TK": keys, "NH": 2, "NKV": 1, "HS": 4, "causal": True, "window": window,
+                 "document_starts": starts}
+        add_attention(vectors, name, sizes, mask)
     return vectors
 
 
@@ -214,7 +234,7 @@ def adamw() -> Vectors:
 def main() -> None:
     torch.manual_seed(20)
     OUT.mkdir(parents=True, exist_ok=True)
-    for make in (embedding, matmul, residual_norm, rope, attention, swiglu, gelu, classifier, adamw):
+    for make in (embedding, matmul, residual_norm, rope, attention, swiglu, gelu, classifier, adamw, attention_masks):
         make().write(make.__name__)
     sizes = {path.name: path.stat().st_size for path in sorted(OUT.glob("*.bin"))}
     for name, size in sizes.items():

@@ -161,23 +161,37 @@ TEST(OperatorVectors, Rope) {
   });
 }
 
-TEST(OperatorVectors, Attention) {
-  for_each_case("attention", [](const Case& c) {
-    AttentionShape s{c.size("B"),   c.size("TQ"), c.size("TK"), c.size("NH"),
-                     c.size("NKV"), c.size("HS"), c["causal"],  0};
-    s.scale = 1.0f / std::sqrt(static_cast<float>(s.HS));
+// Both forms against PyTorch's. `s`: without its sizes.
+void expect_attention(const Case& c, AttentionShape s) {
+  s.B = c.size("B"), s.TQ = c.size("TQ"), s.TK = c.size("TK");
+  s.NH = c.size("NH"), s.NKV = c.size("NKV"), s.HS = c.size("HS"), s.causal = c["causal"];
+  s.scale = 1.0f / std::sqrt(static_cast<float>(s.HS));
+  for (const auto& [forward, backward] :
+       {std::pair{&attention_forward, &attention_backward}, {&plain::attention_forward, &plain::attention_backward}}) {
     const Floats q = c.floats("q"), k = c.floats("k"), v = c.floats("v"), dout = c.floats("dout");
     Floats out(q.size()), lse(s.B * s.NH * s.TQ), dq(q.size()), dk(k.size()), dv(v.size());
     const auto queries = [&](auto& values) { return HeadViewOf{values.data(), s.TQ * s.NH * s.HS, s.NH * s.HS, s.HS}; };
     const auto keys = [&](auto& values) { return HeadViewOf{values.data(), s.TK * s.NKV * s.HS, s.NKV * s.HS, s.HS}; };
-    attention_forward(s, queries(out), lse.data(), queries(q), keys(k), keys(v));
-    attention_backward(s, queries(dq), keys(dk), keys(dv), queries(dout), queries(out), lse.data(), queries(q), keys(k),
-                       keys(v));
+    forward(s, queries(out), lse.data(), queries(q), keys(k), keys(v));
+    backward(s, queries(dq), keys(dk), keys(dv), queries(dout), queries(out), lse.data(), queries(q), keys(k), keys(v));
     c.expect(out, "out");
     c.expect(lse, "lse");
     c.expect(dq, "dq");
     c.expect(dk, "dk");
     c.expect(dv, "dv");
+  }
+}
+
+TEST(OperatorVectors, Attention) {
+  for_each_case("attention", [](const Case& c) { expect_attention(c, {}); });
+}
+
+TEST(OperatorVectors, AttentionWithWindowsAndDocuments) {
+  for_each_case("attention_masks", [](const Case& c) {
+    const std::vector<std::int32_t> starts = c["document_starts"];
+    AttentionShape s;
+    s.window = c.size("window"), s.document_starts = starts.data();
+    expect_attention(c, s);
   });
 }
 
