@@ -1,4 +1,6 @@
 // SmolLM3 (Bakouch et al., 2025): a Llama of which every fourth layer does not rotate q and k.
+#include <algorithm>
+
 #include "llmc/base/json.h"
 #include "llmc/model/families/family.h"
 #include "llmc/model/families/hf_config.h"
