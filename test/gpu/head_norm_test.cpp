@@ -6,7 +6,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/head_norm.h"
-#include "llmc/cuda/op/gemm/gemv.h"
+#include "llmc/cuda/runtime/device.h"
 #include "test/cpp/test_files.h"
 #include "test/gpu/operator_tools.h"
 

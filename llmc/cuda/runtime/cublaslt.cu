@@ -94,6 +94,12 @@ cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) {
   return LOADED(cublasLtMatrixLayoutDestroy)(layout);
 }
 
+cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout,
+                                                cublasLtMatrixLayoutAttribute_t attribute, const void* value,
+                                                std::size_t bytes) {
+  return LOADED(cublasLtMatrixLayoutSetAttribute)(layout, attribute, value, bytes);
+}
+
 cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* preference) {
   return LOADED(cublasLtMatmulPreferenceCreate)(preference);
 }

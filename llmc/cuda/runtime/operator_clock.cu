@@ -23,8 +23,9 @@ OperatorTable OperatorClock::stop() {
   for (const Call& call : calls_) {
     const auto same = [&](const OperatorTime& time) { return time.name == call.name; };
     auto row = std::find_if(table.operators.begin(), table.operators.end(), same);
-    if (row == table.operators.end()) row = table.operators.insert(row, OperatorTime{call.name});
-    row->implementation = call.implementation;
+    if (row == table.operators.end()) {
+      row = table.operators.insert(row, {.name = call.name, .implementation = call.implementation});
+    }
     ++row->calls;
     row->milliseconds += elapsed(call.start, call.stop);
     row->flops += call.flops;
