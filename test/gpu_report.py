@@ -2,6 +2,8 @@
 
     python3 test/gpu_report.py               run build/release/gpu_tests, write test/reports/gpu_<name>.json; 1 on failure
     python3 test/gpu_report.py --shards 4    the same in four processes at once: most of the time is the CPU reference's
+    python3 test/gpu_report.py --again       only those that its report of this GPU has not as passed; the report keeps the others, and
+                                             says in "first_run" when they ran
     python3 test/gpu_report.py --check       compare the newest report's source hash with the tree (exit 0 either way)
 """
 
@@ -68,11 +70,11 @@ def last_lines(log: Path) -> str:
     return begun[-1] if begun else "before its first test"
 
 
-def run_shards(count: int, limit: float) -> tuple[bool, list[dict]]:
+def run_shards(tests: list[str], count: int, limit: float) -> tuple[bool, list[dict]]:
     """Whether every process ended well within `limit` seconds, and the suites of all of them."""
     build = ROOT / "build"
     processes = []
-    for index, names in enumerate(shards_of(test_names(), count)):
+    for index, names in enumerate(shards_of(tests, count)):
         output, log = build / f"gpu_tests_{index}.json", build / f"gpu_tests_{index}.log"
         output.unlink(missing_ok=True)
         threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))} if count > 1 else {}
@@ -100,28 +102,32 @@ def run_shards(count: int, limit: float) -> tuple[bool, list[dict]]:
     return ended_well, suites
 
 
-def run_tests(shards: int, limit: float) -> int:
+def run_tests(shards: int, limit: float, again: bool) -> int:
     REPORTS.mkdir(exist_ok=True)
-    ended_well, suites = run_shards(shards, limit)
+    facts, names = gpu_facts(), test_names()
+    path = REPORTS / f"gpu_{''.join(c if c.isalnum() else '_' for c in facts['gpu'].lower())}.json"
+    earlier = json.loads(path.read_text()) if again else {"tests": []}
+    kept = [test for test in earlier["tests"] if test["result"] == "passed" and test["name"] in names]
+    done = {test["name"] for test in kept}
+    ended_well, suites = run_shards([name for name in names if name not in done], shards, limit)
     tests = [dict(test, suite=suite["name"]) for suite in suites for test in suite["testsuite"]]
     failed = [t for t in tests if t.get("failures")]
     skipped = [t for t in tests if t.get("result") == "SKIPPED"]
-    facts = gpu_facts()
     report = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         **facts,
         "nvcc": subprocess.run("nvcc --version | sed -n 's/.*release //p'", shell=True, text=True,
                                capture_output=True).stdout.strip(),
         "source_sha256": source_hash(),
-        "passed": len(tests) - len(failed) - len(skipped),
+        **({"first_run": earlier.get("first_run", earlier["date"])} if again else {}),
+        "passed": len(kept) + len(tests) - len(failed) - len(skipped),
         "failed": len(failed),
         "skipped": len(skipped),
-        "tests": [{"name": f"{t['suite']}.{t['name']}", "result": "failed" if t.get("failures") else
+        "tests": kept + [{"name": f"{t['suite']}.{t['name']}", "result": "failed" if t.get("failures") else
                    "skipped" if t.get("result") == "SKIPPED" else "passed", "seconds": t["time"].rstrip("s"),
                    **{k: v for k, v in t.items() if k.startswith("metric_")}} for t in tests],
     }
-    name = "".join(c if c.isalnum() else "_" for c in facts["gpu"].lower())
-    (REPORTS / f"gpu_{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"{report['passed']} passed, {report['failed']} failed, {report['skipped']} skipped")
     return 0 if ended_well and tests and not failed else 1
 
@@ -141,10 +147,11 @@ def check() -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say whether the newest report fits this tree")
+    parser.add_argument("--again", action="store_true", help="only the tests that this GPU's report has not as passed")
     parser.add_argument("--shards", type=int, default=1, metavar="N", help="processes at once (default 1)")
     parser.add_argument("--limit", type=float, default=1800, metavar="S",
                         help="seconds after which what still runs is ended and named (default 1800)")
     options = parser.parse_args()
     if options.shards < 1:
         parser.error(f"--shards: got {options.shards}, expected 1 or more")
-    sys.exit(check() if options.check else run_tests(options.shards, options.limit))
+    sys.exit(check() if options.check else run_tests(options.shards, options.limit, options.again))

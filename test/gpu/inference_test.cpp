@@ -291,7 +291,7 @@ TEST(CudaInference, BitsOfASequenceWithWindowsDoNotDependOnWhatElseRuns) {
 TEST(CudaInference, PagesInFrontOfWindowsAreGivenBackWithoutAChange) {
   std::int64_t preemptions = 0;
   for (const DType dtype : kDTypes) {
-    for (const std::int64_t longest : {5, 23}) {
+    for (const std::int64_t longest : {23, 100}) {  // with 100 the pages of all do not fit
       SCOPED_TRACE(format("%s, windows up to %d", dtype_name(dtype), static_cast<int>(longest)));
       const Fixture fixture(windowed_llama(longest, 4), dtype);
       const auto model = fixture.on_gpu(pool_of(14)), draft = fixture.on_gpu(pool_of(14));
@@ -303,7 +303,7 @@ TEST(CudaInference, PagesInFrontOfWindowsAreGivenBackWithoutAChange) {
       }
     }
   }
-  EXPECT_GT(preemptions, 10);
+  EXPECT_GT(preemptions, 0);
 }
 
 // A real vocabulary and rows enough for every bucket: a sequence among 63 others.

@@ -259,9 +259,12 @@ TYPED_TEST(CudaMuon, TenStepsOfABatchAreTheCpus) {
           const float keep = matrix.decay ? 1.0f - step.learning_rate * step.weight_decay : 1.0f;
           for (std::size_t i = 0; i < p.size(); ++i) update[i] = (p[i] * keep - got[i]) / size;
           // p - size x is rounded to fp32: a share of 2^-24 / size of p.
-          const Floats want = std::is_same_v<T, float> ? exact(x, shape) : iterated<T>(x, shape);
-          EXPECT_LE(distance_of(update, want), (std::is_same_v<T, float> ? 2e-4 : 0.02) * norm_of(want))
-              << "step " << t;
+          // In bf16 two orders of sums round apart: the GPU may be half as far again from the exact result as the
+          // specification is.
+          const Floats want = exact(x, shape);
+          const double allowed =
+              std::is_same_v<T, float> ? 2e-4 * norm_of(want) : 1.5 * distance_of(iterated<T>(x, shape), want);
+          EXPECT_LE(distance_of(update, want), allowed) << "step " << t;
           std::copy(got.begin(), got.end(), touched.begin() + matrix.parameter);
         }
         EXPECT_EQ(after, touched) << "an element between the matrices has changed";

@@ -260,7 +260,7 @@ TEST(CudaNeox, GreedyIdsOfTheGoldens) {
       drafted({nullptr, test::fused_sequence(file, DType::f16, kCapacity)}, costs);
     }
   }
-  EXPECT_GE(goldens, 6);
+  EXPECT_GE(goldens, 5);  // in 16 bits one has a width that no kernel has
   EXPECT_GT(equal, 2 * 20 * goldens);
   EXPECT_GT(accepted, 10 * goldens);
 }

@@ -130,7 +130,7 @@ def test_muon_goes_on_bit_for_bit(data, tmp_path, options):
     whole, out = tmp_path / "whole", tmp_path / "run"
     done = train(data, whole, *muon)
     assert done.returncode == 0, done.stderr
-    assert train(data, out, *muon, "--debug-inject", "kill@step=6").returncode == -signal.SIGKILL
+    assert train(data, out, *muon, "--debug-inject", "kill@step=9").returncode == -signal.SIGKILL
     assert_refused(train(data, out, *options, *shape), 2, "--optimizer: got adamw", "was made with muon")
     done = train(data, out, *muon)
     assert done.returncode == 0, done.stderr
