@@ -24,6 +24,8 @@ CUTS = ("after_last", "after_first", "before_first", "before_last")
 STRIPS = ("strip", "lstrip", "rstrip")
 STEPS = {name: (2, 2) for name in (*CUTS, "delete")} | {name: (1, 2) for name in STRIPS} | {"remove": (3, 3)}  # least and most members
 
+PROOF_CONVERSATIONS = 300  # that a learned format and its template render alike
+MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES = 1 << 20, 100_000_000
 MAX_FORMAT_BYTES = 1 << 20
 MAX_TEXT_BYTES = 64 << 10   # of a literal, a marker, a message to the user
 MAX_RULES, MAX_KINDS, MAX_PARTS, MAX_STEPS = 4096, 64, 16, 8
@@ -190,13 +192,19 @@ def render_text(form: ChatFormat, messages: list[Message], generation: bool) -> 
 
 
 def to_json(form: ChatFormat) -> dict[str, Any]:
+    def steps(value: Any) -> Any:
+        return [list(step) for step in value]
+
     def part(value: Part) -> Any:
-        return {"from": value.source, "steps": [list(step) for step in value.steps]} if value.source else value.text
+        return {"from": value.source, "steps": steps(value.steps)} if value.source else value.text
+
+    def tests(kind: Kind) -> dict[str, Any]:
+        return {name: steps(value) if name == "gone" else value for name, value in kind.tests.items()}
 
     result: dict[str, Any] = {"version": VERSION, "order": form.order, "rules": [
         {"previous": rule.previous, "role": rule.role, "parts": [part(one) for one in rule.parts]}
         | ({"when": rule.when} if rule.when else {}) for rule in form.rules]}
-    result["kinds"] = [{"role": kind.role, "tests": kind.tests} | ({"refuse": kind.refuse} if kind.refuse else {"kind": kind.name})
+    result["kinds"] = [{"role": kind.role, "tests": tests(kind)} | ({"refuse": kind.refuse} if kind.refuse else {"kind": kind.name})
                        for kind in form.kinds]
     result["refusals"] = [{"previous": one.previous, "role": one.role, "message": one.parts[0].text} for one in form.refusals]
     result["end"] = form.end
@@ -333,6 +341,72 @@ def from_json(value: Any, source: object) -> ChatFormat:
 def read_format(path: Path) -> ChatFormat:
     """The format in a JSON file. FileError BAD_FILE for anything else."""
     return from_json(cli.read_json_object(path, MAX_FORMAT_BYTES), path)
+
+
+def parse_option(text: str, error: Callable[[str], Exception]) -> tuple[str, Any]:
+    """KEY=VALUE of --chat-option: a value that is JSON is that, any other a text. Raises `error` of anything else."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier() or key in ("messages", "add_generation_prompt"):
+        raise error(f"got {shown(text)}, expected KEY=VALUE with the name of a variable of the chat template")
+    try:
+        return key, cli.parse_json(value.encode("utf-8", "replace"), "--chat-option")
+    except cli.FileError:
+        return key, value
+
+
+# ---- the template of a model -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Source:
+    """What the files beside a model's weights say about its chats."""
+
+    template: str
+    source: str                                                          # where the template was
+    variables: dict[str, Any] = field(default_factory=dict)              # bos_token and so on
+    added: dict[str, bool] = field(default_factory=dict)                 # added tokens of tokenizer.json; whether each is special
+
+
+def read_model(path: Path) -> Source | None:
+    """The template of a model's directory, or of a file; None for a directory without one. FileError BAD_FILE for a damaged file."""
+    if path.is_file():
+        return Source(_read_template(path), path.name)
+    config_path, jinja_path, tokenizer_path = path / "tokenizer_config.json", path / "chat_template.jinja", path / "tokenizer.json"
+    config = cli.read_json_object(config_path, MAX_TEMPLATE_BYTES * 16, lambda _: None) if config_path.exists() else {}
+    template = _read_template(jinja_path) if jinja_path.exists() else _named_default(config.get("chat_template"), config_path)
+    if template is None:
+        return None
+    variables = {}
+    for key, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            variables[key] = text
+    added: dict[str, bool] = {}
+    if tokenizer_path.exists():
+        tokens = cli.read_json_object(tokenizer_path, MAX_TOKENIZER_BYTES).get("added_tokens") or []
+        added = {token["content"]: bool(token.get("special")) for token in tokens if isinstance(token, dict) and token.get("content")}
+    return Source(template, "chat_template.jinja" if jinja_path.exists() else "chat_template", variables, added)
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return cli.read_bytes(path, MAX_TEMPLATE_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        bad_file(path, "", f"not UTF-8 (byte {error.start}), expected a template")
+
+
+def _named_default(value: Any, source: Path) -> str | None:
+    """A chat_template: a text, or a list of named ones, of which `default` is taken."""
+    if isinstance(value, list):
+        named = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
+        value = named.get("default")
+        if value is None and named:
+            bad_file(source, "chat_template", f"got templates named {', '.join(shown(name) for name in named)}, expected one named default")
+    if value is not None and not isinstance(value, str):
+        bad_file(source, "chat_template", f"got {cli.json_type(value)}, expected a text or a list of named ones")
+    if value and len(value.encode()) > MAX_TEMPLATE_BYTES:
+        bad_file(source, "chat_template", f"got {len(value.encode())} bytes, expected at most {MAX_TEMPLATE_BYTES}")
+    return value or None
 
 
 # ---- formats by name -------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 """Learns chat formats (doc/chat.md) from the chat templates of Hugging Face models, and proves them.
 
     python3 scripts/chat_template.py models/Llama-3.2-1B-Instruct -o format.json
-    python3 scripts/chat_template.py a.jinja b.jinja --set enable_thinking=false
+    python3 scripts/chat_template.py a.jinja b.jinja --chat-option enable_thinking=false
 
 A directory is that of a model: chat_template.jinja, or chat_template in tokenizer_config.json. Templates are rendered by Jinja2,
 in its sandbox and with the settings of transformers; time and memory are limited. A format is taken only if it renders 300
@@ -15,16 +15,19 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
+import re
 import resource
+import signal
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain, combinations, product
 from pathlib import Path
 from random import Random
-from typing import Any, Callable
+from typing import Any, NoReturn
 
-import needs
+import needs  # noqa: F401  before the packages
 
 import jinja2
 import jinja2.ext
@@ -32,16 +35,14 @@ import jinja2.nodes as nodes
 import jinja2.sandbox
 
 import cli
-import hf_tokenizer
-from chat_format import (ABSENT, END, FEATURES, GENERATION, PLAIN, ROLES, START, ChatFormat, Kind, Message, Part, Refused, Rule,
-                         apply_steps, features, from_json, kind_of, matches, render_text, to_json)
-from cli import FileError, bad_file, shown
+from chat_format import (ABSENT, END, FEATURES, GENERATION, PLAIN, PROOF_CONVERSATIONS, ROLES, START, ChatFormat, Kind, Message, Part, Refused, Rule,
+                         apply_steps, features, from_json, kind_of, parse_option, read_model, render_text, to_json)
+from cli import FileError, escaped, shown
 
-MAX_TEMPLATE_BYTES = 1 << 20
 MAX_SECONDS, MAX_MEMORY_BYTES = 120, 4 << 30  # of the process that runs a template
 MAX_OUTPUT = 4 << 20  # characters of one rendered conversation
-PROOF_CONVERSATIONS = 300
-MAX_SLOTS = 2  # pieces of one content in a rule
+MAX_SLOTS = 2   # pieces of one content in a rule
+MAX_PLACES = 8  # in which markers are tried
 MAX_MARKERS = 40
 Steps = tuple[tuple[str, ...], ...]
 
@@ -197,6 +198,7 @@ class Learner:
         self.parts_found: dict[Any, tuple[Part, ...]] = {}
         self.probes: dict[tuple[str, str], list[str]] = {}            # by role and kind; without: probes()
         self.rendered: dict[Any, str | Raised] = {}
+        self.chunks_found: dict[Any, list[Skeleton]] = {}
 
     def render(self, messages: list[Message], generation: bool) -> str:
         """What the template prints, each conversation once. Raised as ChatTemplate.render()."""
@@ -221,6 +223,12 @@ class Learner:
 
     def chunks(self, trial: Trial) -> list[Skeleton]:
         """What is printed for each message and for the tail: each ends with its content, except for the tail."""
+        key = (tuple(self.messages(trial)), trial.generation, self.moved)
+        if key not in self.chunks_found:
+            self.chunks_found[key] = self.cut(trial)
+        return self.chunks_found[key]
+
+    def cut(self, trial: Trial) -> list[Skeleton]:
         output = self.render(self.messages(trial), trial.generation)
         found: list[tuple[int, int, int, str]] = []
         for i, role in enumerate(trial.roles):
@@ -287,9 +295,9 @@ class Learner:
             if trial.roles[0] == "system" and len(trial.roles) > 1 and 0 <= output.find(mark(1)) < output.find(mark(0)):
                 self.moved = True
         pairs = {pair for trial in taken for pair in self.pairs(trial)}
-        for trial, error in refused:
+        for trial, why in refused:
             if new := [pair for pair in self.pairs(trial) if pair not in pairs]:
-                self.refusals.setdefault(new[0], str(error) if error.by_template else f"the chat template fails: {error}")
+                self.refusals.setdefault(new[0], str(why) if why.by_template else f"the chat template fails: {why}")
         if not any("user" in trial.roles for trial in taken):
             raise NotLearned("it takes no conversation that begins with a user: " + shown(str(refused[0][1]) if refused else ""))
         return taken
@@ -372,12 +380,12 @@ class Learner:
         table: dict[tuple[Any, ...], tuple[Part, ...]] = {}
         for trial in self.survey():
             chunks = self.chunks(trial)
-            for i, chunk in enumerate(chunks):
+            for i in range(len(chunks)):
                 key, parts = self.full_key(trial, i), self.parts(trial, chunks, i)
                 if table.setdefault(key, parts) != parts:
                     raise NotLearned(f"what is printed between a {key[0]} and a {key[1]} message depends on more than its place: "
                                      f"{shown(parts_text(table[key]))} or {shown(parts_text(parts))}")
-        pairs = dict.fromkeys(key[:2] for key in table)
+        pairs: dict[tuple[str, str], None] = dict.fromkeys((key[0], key[1]) for key in table)
         rules = [rule for pair in pairs for rule in smallest_rules(pair, {k[2:]: v for k, v in table.items() if k[:2] == pair})]
         refusals = [Rule(*pair, {}, (Part(text or "the chat template refuses this"),)) for pair, text in self.refusals.items() if pair not in pairs]
         return ChatFormat(self.order, self.kinds, rules, refusals)
@@ -447,7 +455,7 @@ class Learner:
         messages = self.messages(trial)
         rest = messages[:i] + messages[i + 1:]
         messages[i] = Message(trial.roles[i], content)
-        results = []
+        results: list[str | None] = []
         for conversation in (messages, rest):
             try:
                 results.append(self.render(conversation, trial.generation))
@@ -456,12 +464,14 @@ class Learner:
         return results[0] == results[1]
 
     def find_marked(self, role: str, places: list[tuple[Trial, int]]) -> None:
-        alone = [m for m in self.markers if not self.all_plain(places, [f"a {m} b", f"{m}\nb", f"a{m}", m, f"a{m}b{m}c"])]
+        """Looks at a few places, the shortest conversations first; the proof looks at all of them."""
+        few = places[:MAX_PLACES]
+        alone = [m for m in self.markers if not self.all_plain(few, [f"a {m} b", f"{m}\nb", f"a{m}", m, f"a{m}b{m}c"])]
         for end in alone:
             self.add_marked(role, end, places)
         rest = [m for m in self.markers if m not in alone]
         for first, last in product(rest, rest):
-            if first != last and not self.all_plain(places, [f"{first}a{last}", f"{first}\na\n{last}"]):
+            if first != last and not self.all_plain(few[:1] + few[-1:], [f"{first}a{last}", f"{first}\na\n{last}"]):
                 self.kinds.append(Kind(role, {"starts": first, "ends": last},
                                        refuse=f"a {role} message from {first} to {last} has a meaning of its own in this chat format"))
 
@@ -558,7 +568,7 @@ def parts_text(parts: tuple[Part, ...]) -> str:
     return "".join(part.text or "[...]" for part in parts)
 
 
-def smallest_rules(pair: tuple[Any, ...], table: dict[tuple[Any, ...], tuple[Part, ...]]) -> list[Rule]:
+def smallest_rules(pair: tuple[str, str], table: dict[tuple[Any, ...], tuple[Part, ...]]) -> list[Rule]:
     """The rules of a pair of roles, by as few features as tell them apart."""
     for subset in chain.from_iterable(combinations(range(len(FEATURES)), n) for n in range(len(FEATURES) + 1)):
         by: dict[tuple[Any, ...], tuple[Part, ...]] = {}
@@ -681,6 +691,7 @@ def difference(got: str, want: str | None) -> str:
 
 # ---- from a template to a format -------------------------------------------------------------------------------------
 
+# Orders of roles, and whether contents with markers are refused unlearned.
 ATTEMPTS: list[tuple[str, frozenset[str]]] = [("any", frozenset()), ("alternate", frozenset()), ("any", frozenset(ROLES)),
                                               ("alternate", frozenset(ROLES))]
 
@@ -701,17 +712,127 @@ def working_template(text: str, variables: dict[str, Any], now: datetime.datetim
 
 
 def learn(text: str, variables: dict[str, Any], now: datetime.datetime) -> tuple[ChatFormat, Proof]:
-    """The format of a template, proved. NotLearned with what is in the way, for the order that templates document."""
+    """The format of a template, proved; of several the one that refuses the fewest conversations. NotLearned with what is in the
+    way, for the order of roles that templates document."""
     template = working_template(text, variables, now)
-    markers, problems = template.markers(), []
+    markers, problem = template.markers(), ""
+    found: list[tuple[ChatFormat, Proof]] = []
     for order, refuse_marked in ATTEMPTS:
+        if refuse_marked and found:
+            break
         try:
             form = Learner(template, order, markers, refuse_marked).learn()
             form = from_json(to_json(form), "the learned format")
-            proof = prove(template, form, markers)
-        except (NotLearned, Raised, FileError) as problem:
-            problems.append(str(problem))
+            found.append((form, prove(template, form, markers)))
+        except (NotLearned, Raised, FileError) as error:
+            problem = str(error)
             continue
-        form.date = now.date().isoformat() if template.asked_date else ""
-        return form, proof
-    raise NotLearned(problems[-1])
+        if not found[-1][1].narrow:
+            break
+    if not found:
+        raise NotLearned(problem)
+    form, proof = min(found, key=lambda one: one[1].narrow)
+    form.date = now.date().isoformat() if template.asked_date else ""
+    return form, proof
+
+
+# ---- the template of a model -----------------------------------------------------------------------------------------
+
+
+THOUGHTS = re.compile(r"</([\w:]*think\w*)>|\[/(THINK)\]|<\|END_(THINKING)\|>")
+
+
+def thoughts_of(template: str) -> tuple[str, str] | None:
+    """What a template marks thoughts with: the first pair of which both occur."""
+    for found in THOUGHTS.finditer(template):
+        name = found[1] or found[2] or found[3]
+        begin = f"<{name}>" if found[1] else f"[{name}]" if found[2] else f"<|START_{name}|>"
+        if begin in template:
+            return begin, found[0]
+    return None
+
+
+def end_tokens(form: ChatFormat, tokens: Iterable[str]) -> list[str]:
+    """The tokens that follow an answer in the format."""
+    after = [rule.parts[0].text for rule in form.rules if rule.previous == "assistant" and rule.parts]
+    longest = [max((token for token in tokens if text.startswith(token)), key=len, default="") for text in after]
+    return [token for token in dict.fromkeys(longest) if token]
+
+
+def unprotected(form: ChatFormat, added: dict[str, bool]) -> list[str]:
+    """Tokens that mark turns although tokenizer.json does not call them special: a message that names one gets its id."""
+    literals = "".join(part.text for rule in form.rules if rule.role not in ("assistant", GENERATION) for part in rule.parts)
+    return [token for token, special in added.items() if not special and token.strip() and (token in form.end or token in literals)]
+
+
+def learn_model(path: Path, options: dict[str, Any]) -> tuple[ChatFormat, Proof, list[str]] | None:
+    """The format of a model's directory or of a template file, proved, with warnings; None without a template. NotLearned, FileError."""
+    model = read_model(path)
+    if model is None:
+        return None
+    form, proof = learn(model.template, model.variables | options, datetime.datetime.now())
+    form.thoughts, form.source, form.options = thoughts_of(model.template), model.source, options
+    form.end = end_tokens(form, [*model.added, *model.variables.values()])
+    return form, proof, [f"the token {shown(token)} of the chat format is not special in tokenizer.json: a message that names it gets its id"
+                         for token in unprotected(form, model.added)]
+
+
+def option(text: str) -> tuple[str, Any]:
+    """argparse's type of --chat-option."""
+    return parse_option(text, argparse.ArgumentTypeError)
+
+
+def limit_resources() -> None:
+    """A template is a program that somebody else wrote: it may not take the machine."""
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    signal.signal(signal.SIGXCPU, out_of_time)
+
+
+def out_of_time(number: int, frame: Any) -> NoReturn:
+    print(f"error: a chat template took {MAX_SECONDS} s and was not learned", file=sys.stderr, flush=True)
+    os._exit(cli.BAD_FILE)
+
+
+def main() -> int:
+    parser = cli.Parser(description=__doc__, prog="chat_template.py")
+    parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="a model's directory, or a template")
+    parser.add_argument("--chat-option", type=option, action="append", default=[], metavar="KEY=VALUE", help="a variable of the templates")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the format of the only PATH; - is stdout")
+    options = parser.parse_args()
+    if options.output and len(options.paths) > 1:
+        raise FileError(cli.USAGE, f"--output: got {len(options.paths)} paths, expected one")
+    learned, to_stdout = 0, options.output == Path("-")
+    limit_resources()
+    for path in options.paths:
+        try:
+            result = learn_model(path, dict(options.chat_option))
+        except NotLearned as problem:
+            bad_file_line(path, str(problem))
+            continue
+        if result is None:
+            bad_file_line(path, "it has no chat template")
+            continue
+        form, proof, warnings = result
+        for warning in warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        learned += 1
+        text = json.dumps(to_json(form), ensure_ascii=False, indent=None if to_stdout else 1)
+        if to_stdout:
+            print(text)
+            continue
+        if options.output:
+            options.output.write_text(text + "\n")
+        print(f"{escaped(str(path), 300)}: learned from {form.source}, proved on {proof.equal} conversations"
+              + (f"; {proof.narrow} more were refused that the template takes" if proof.narrow else ""))
+    if len(options.paths) > 1:
+        print(f"{learned} of {len(options.paths)} learned")
+    return cli.OK if learned == len(options.paths) else cli.BAD_FILE
+
+
+def bad_file_line(path: Path, problem: str) -> None:
+    print(f"error: {escaped(str(path), 300)}: chat template not learned: {problem}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    cli.run(main)
