@@ -158,9 +158,9 @@ def find_rule(form: ChatFormat, previous: str, role: str, found: dict[str, Any])
     raise Refused(f"the chat format takes no {role} message {'first' if previous == START else f'after {previous}'} here")
 
 
-def render(form: ChatFormat, messages: list[Message], generation: bool, tail: bool = True) -> list[Segment]:
+def render(form: ChatFormat, messages: list[Message], generation: bool, tail: bool = True, used: list[Rule] | None = None) -> list[Segment]:
     """The conversation as segments. `generation`: with the prompt for an answer. Without `tail` the last message stays open, so
-    that an answer continues it. Refused if the format does not take it."""
+    that an answer continues it. `used` gets the rules. Refused if the format does not take it."""
     if len(messages) > MAX_MESSAGES:
         raise Refused(f"got {len(messages)} messages, expected at most {MAX_MESSAGES}")
     messages = [Message("system", m.content) if m.role == "developer" else m for m in messages]
@@ -177,15 +177,18 @@ def render(form: ChatFormat, messages: list[Message], generation: bool, tail: bo
     segments: list[Segment] = []
     path = [*roles, GENERATION if generation else END] if tail else roles
     for i, (previous, role) in enumerate(zip([START, *roles], path)):
-        for part in find_rule(form, previous, role, features(roles, kinds, i, generation)).parts:
+        rule = find_rule(form, previous, role, features(roles, kinds, i, generation))
+        if used is not None:
+            used.append(rule)
+        for part in rule.parts:
             text = part.text if not part.source else apply_steps(messages[i if part.source == "content" else 0].content, part.steps)
             if text:
                 segments.append(Segment(text, not part.source))
     return segments
 
 
-def render_text(form: ChatFormat, messages: list[Message], generation: bool) -> str:
-    return "".join(segment.text for segment in render(form, messages, generation))
+def render_text(form: ChatFormat, messages: list[Message], generation: bool, used: list[Rule] | None = None) -> str:
+    return "".join(segment.text for segment in render(form, messages, generation, used=used))
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, combinations, product
 from pathlib import Path
 from random import Random
@@ -43,6 +43,7 @@ MAX_SECONDS, MAX_MEMORY_BYTES = 120, 4 << 30  # of the process that runs a templ
 MAX_OUTPUT = 4 << 20  # characters of one rendered conversation
 MAX_SLOTS = 2   # pieces of one content in a rule
 MAX_PLACES = 8  # in which markers are tried
+MORE = 6        # times PROOF_CONVERSATIONS, until every rule of a format was needed
 MAX_MARKERS = 40
 Steps = tuple[tuple[str, ...], ...]
 
@@ -136,8 +137,8 @@ class ChatTemplate:
 
 
 def mark(i: int, label: str = "x") -> str:
-    """A content, or a piece of one, that is found again in what a template prints."""
-    return f"\u2983{i}{label}\u2984"
+    """A content, or a piece of one, that is found again in what a template prints, in capitals as well."""
+    return f"\u2983{i}.{ord(label)}\u2984"
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,20 @@ class Learner:
                 pending = []
             position = at + len(text)
         result[-1] = pending + ([output[position:]] if position < len(output) else [])
+        self.give_back(trial, result)
         return [tuple(chunk) for chunk in result]
+
+    def give_back(self, trial: Trial, chunks: list[list[Any]]) -> None:
+        """A message of which nothing is found gets what stands before its successor, but for what always stands there."""
+        plain = Trial(trial.roles, (PLAIN,) * len(trial.roles), trial.generation)
+        for i, kind in enumerate(trial.kinds):
+            if kind == PLAIN or chunks[i] or not chunks[i + 1] or not isinstance(text := chunks[i + 1][0], str):
+                continue
+            usual = self.chunks(plain)[i + 1]
+            lead = usual[0] if usual and isinstance(usual[0], str) else ""
+            if text.endswith(lead) and text != lead:
+                chunks[i] = [text.removesuffix(lead)]
+                chunks[i + 1] = [*([lead] if lead else []), *chunks[i + 1][1:]]
 
     def variants(self, trial: Trial, chunk: Skeleton, i: int) -> list[Skeleton]:
         """The chunk, and before it the chunk with those slots joined that are printed with the marker, or with nothing, between."""
@@ -639,15 +653,19 @@ class Proof:
     equal: int = 0    # conversations that both render, to the same text
     refused: int = 0  # that both refuse
     narrow: int = 0   # that the format alone refuses
+    unused: list[Rule] = field(default_factory=list)  # rules that no conversation needed
 
 
 def prove(template: ChatTemplate, form: ChatFormat, markers: list[str], count: int = PROOF_CONVERSATIONS, seed: int = 1) -> Proof:
-    """Compares `count` random conversations that the format takes. NotLearned for the first that differs, or if it takes few."""
-    random, proof = Random(seed), Proof()
-    while proof.equal < count:
+    """Compares `count` random conversations that the format takes, and up to MORE times as many until each rule was needed.
+    NotLearned for the first that differs, or if it takes few."""
+    random, proof, unused = Random(seed), Proof(), {id(rule): rule for rule in form.rules}
+    while proof.equal < count or unused and proof.equal < MORE * count:
         messages, generation = random_conversation(random, markers, form.order)
+        used: list[Rule] = []
+        got: str | None
         try:
-            got = render_text(form, messages, generation)
+            got = render_text(form, messages, generation, used)
         except Refused:
             got = None
         try:
@@ -658,11 +676,15 @@ def prove(template: ChatTemplate, form: ChatFormat, markers: list[str], count: i
             raise NotLearned(f"no rule for {conversation_text(messages, generation)}")
         if got is not None and got != want:
             raise NotLearned(f"{conversation_text(messages, generation)} differs: " + difference(got, want))
+        if got is not None:
+            for rule in used:
+                unused.pop(id(rule), None)
         proof.equal += got is not None
         proof.refused += got is None and want is None
         proof.narrow += got is None and want is not None
         if proof.refused + proof.narrow > 20 * count + proof.equal:
             raise NotLearned(f"it takes {proof.equal} of {proof.equal + proof.refused + proof.narrow} conversations")
+    proof.unused = list(unused.values())
     return proof
 
 
@@ -731,7 +753,8 @@ def learn(text: str, variables: dict[str, Any], now: datetime.datetime) -> tuple
             break
     if not found:
         raise NotLearned(problem)
-    form, proof = min(found, key=lambda one: one[1].narrow)
+    form, proof = min(found, key=lambda one: one[1].narrow / (one[1].equal + one[1].narrow))
+    form.rules = [rule for rule in form.rules if rule not in proof.unused]  # nothing proves them
     form.date = now.date().isoformat() if template.asked_date else ""
     return form, proof
 
