@@ -131,6 +131,17 @@ def test_a_format_that_is_wrong_in_one_place_is_refuted(ct, learned):
     assert not missed and refuted > 40
 
 
+def test_a_rule_that_no_conversation_needs_is_left_out(ct, monkeypatch):
+    """The conversations of the proof have no system message here: the rules for one are not proved."""
+    whole = ct.random_conversation
+    monkeypatch.setattr(ct, "random_conversation", lambda *arguments: next(
+        one for one in iter(lambda: whole(*arguments), None) if all(message.role != "system" for message in one[0])))
+    form, proof = ct.learn(TEMPLATES["chatml"], TOKENS, NOW)
+    assert proof.unused and {rule.role for rule in form.rules} == {"user", "assistant", "end", "generation"}
+    with pytest.raises(cf.Refused, match="no system message first"):
+        text_of(form, ("system", "a"), ("user", "b"))
+
+
 def test_what_a_template_refuses_is_refused_in_its_words(learned):
     with pytest.raises(cf.Refused, match="No system messages here"):
         text_of(learned("no system role"), ("system", "a"), ("user", "b"))
