@@ -209,6 +209,32 @@ def test_a_developer_is_the_system_and_another_role_is_refused():
         cf.render(form, [Message("user", "a")] * 4097, True)
 
 
+def by_feature(name):
+    """A format that prints the value of one feature before each content and at the end."""
+    values = {"zone": cf.ZONES, "last": (False, True), "generation": (False, True)}.get(name, ("plain", "none", "blank"))
+    kinds = [cf.Kind("system", {"empty": True}, "absent"), *(cf.Kind(role, {"blank": True}, "blank") for role in cf.ROLES)]
+    return cf.ChatFormat("any", kinds, [
+        cf.Rule(previous, role, {name: value}, (cf.Part(f"<{value}>"), *([cf.Part(source="content")] if role in cf.ROLES else [])))
+        for previous in ("start", *cf.ROLES) for role in (*cf.ROLES, "end", "generation") for value in values])
+
+
+@pytest.mark.parametrize("name, text", [
+    ("zone", "<before>s<before>a<before>b<last_user>c<after>d<after>"), ("last", "<False>s<False>a<False>b<False>c<True>d<True>"),
+    ("generation", "<False>s<False>a<False>b<False>c<False>d<False>"), ("system", "<plain>s<plain>a<plain>b<plain>c<plain>d<plain>"),
+    ("kind", "<plain>s<plain>a<plain>b<plain>c<plain>d<plain>"), ("previous_kind", "<plain>s<plain>a<plain>b<plain>c<plain>d<plain>")])
+def test_features(name, text):
+    """What each feature is, apart from what the learner and the renderer agree on."""
+    turns = ("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")
+    form = by_feature(name)
+    assert text_of(form, *turns) == text
+    others = {"zone": "<after>x<after>", "last": "<True>x<True>", "generation": "<True>x<True>"}
+    assert text_of(form, ("assistant", "x"), generation=True) == others.get(name, "<none>x<none>" if name == "system" else "<plain>x<plain>")
+    blank = {"kind": "<blank> <plain>", "previous_kind": "<plain> <blank>", "system": "<blank> <blank>"}
+    if name in blank:
+        assert text_of(form, ("system", " ")) == blank[name]
+        assert text_of(form, ("system", ""), ("user", "x")) == ("<none>x<none>" if name == "system" else "<plain>x<plain>")
+
+
 def test_without_a_tail_the_last_message_stays_open():
     segments = cf.render(cf.NAMED["chatml"](), [Message("user", "a"), Message("assistant", "Sure, ")], False, tail=False)
     assert "".join(s.text for s in segments) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nSure, "
