@@ -48,11 +48,11 @@ def every_step() -> ChatFormat:
              (("before_first", "|"), ("rstrip", " ")), (("before_last", "|"),), (("delete", "/fast"), ("strip",)),
              (("remove", "<think>", "</think>"), ("lstrip", "\n")), (("before_first", "</think>"), ("after_last", "<think>"))]
     parts = tuple(part for step in steps for part in (Part("["), Part(source="content", steps=step)))
-    rules = [Rule(START, "system", {}, ()), Rule(START, "user", {"system": "none"}, parts)]
+    rules = [Rule(START, "system", {}, ()), Rule(START, "user", {"system": "none"}, parts[:16])]
     for previous in ("system", "assistant"):
         rules += [Rule(previous, "user", {"zone": "last_user", "system": "plain"}, (Part(source="system", steps=(("rstrip",),)), *parts[:14])),
                   Rule(previous, "user", {"zone": "before"}, parts[8:]), Rule(previous, "user", {"system": "none"}, parts[8:])]
-    rules += [Rule("user", "assistant", {}, parts[4:]), Rule("user", GENERATION, {}, (Part("<a>"),)), Rule("assistant", END, {}, (Part("<e>"),))]
+    rules += [Rule("user", "assistant", {}, parts[6:]), Rule("user", GENERATION, {}, (Part("<a>"),)), Rule("assistant", END, {}, (Part("<e>"),))]
     return ChatFormat("alternate", rules=rules, end=["<e>"])
 
 
@@ -71,7 +71,8 @@ def case(form: ChatFormat, random: Random) -> dict[str, Any]:
 
 
 def vectors() -> list[dict[str, Any]]:
-    formats = [every_feature(), every_step(), *(make() for make in cf.NAMED.values())]
+    made = [every_feature(), every_step(), *(make() for make in cf.NAMED.values())]
+    formats = [cf.from_json(cf.to_json(form), "a format of the vectors") for form in made]
     return [{"format": cf.to_json(form), "cases": [case(form, Random(1000 * number + i)) for i in range(CASES)]}
             for number, form in enumerate(formats)]
 

@@ -12,6 +12,7 @@ import pytest
 import checkpoints as ck
 import chat_format as cf
 import convert_hf
+import make_chat_vectors
 import tensor_file
 from chat_format import Message
 
@@ -233,6 +234,10 @@ def test_features(name, text):
     if name in blank:
         assert text_of(form, ("system", " ")) == blank[name]
         assert text_of(form, ("system", ""), ("user", "x")) == ("<none>x<none>" if name == "system" else "<plain>x<plain>")
+
+
+def test_the_vectors_of_the_cpp_renderer_are_those_of_this_one():
+    assert json.loads((ck.ROOT / "test/fixtures/chat/vectors.json").read_text()) == json.loads(json.dumps(make_chat_vectors.vectors()))
 
 
 def test_without_a_tail_the_last_message_stays_open():
