@@ -84,6 +84,20 @@ TEST(ChatFormat, EveryCharacterOfWhiteSpaceIsStripped) {
             "a\u00BC");  // shares a byte
 }
 
+TEST(ChatFormat, StepsCutAtTheFirstOrTheLastMarker) {
+  const auto done = [](ChatStepKind kind, const char* end = "") {
+    return apply_chat_steps("a|b|c>d|e", {{kind, "|", end}});
+  };
+  EXPECT_EQ(done(ChatStepKind::after_first), "b|c>d|e");
+  EXPECT_EQ(done(ChatStepKind::after_last), "e");
+  EXPECT_EQ(done(ChatStepKind::before_first), "a");
+  EXPECT_EQ(done(ChatStepKind::before_last), "a|b|c>d");
+  EXPECT_EQ(done(ChatStepKind::delete_all), "abc>de");
+  EXPECT_EQ(done(ChatStepKind::remove_spans, ">"), "ad");
+  EXPECT_EQ(apply_chat_steps("abc", {{ChatStepKind::after_last, "|", ""}, {ChatStepKind::before_first, "|", ""}}),
+            "abc");
+}
+
 TEST(ChatFormat, TheLongestConversationIsRendered) {
   const ChatFormat chatml = ChatFormat::from_json(vectors()[2]["format"], kVectors);
   std::vector<ChatMessage> messages(ChatFormat::kMaxMessages, {"user", "a"});
