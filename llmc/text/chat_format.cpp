@@ -333,6 +333,11 @@ class ChatRenderer {
     std::string_view content;
   };
 
+  // With the words of the template.
+  [[noreturn]] static void refuse(const std::string& why) {
+    fail(Exit::usage, "the chat format refuses this conversation: %s", escaped(why, 400).c_str());
+  }
+
   void take(const ChatMessage& message) {
     const std::string role = message.role == "developer" ? "system" : message.role;
     if (role != "system" && role != "user" && role != "assistant") {
@@ -341,7 +346,7 @@ class ChatRenderer {
     std::string_view kind = "plain";
     for (const ChatFormat::Kind& one : format_.kinds_) {
       if (one.role != role || !one.tests.hold(message.content)) continue;
-      if (one.name.empty()) fail(Exit::usage, "%s", one.refuse.c_str());
+      if (one.name.empty()) refuse(one.refuse);
       kind = one.name;
       break;
     }
@@ -377,7 +382,7 @@ class ChatRenderer {
       if (one.previous == previous && one.role == role && fits(one.when, i)) return one;
     }
     for (const ChatFormat::Refusal& one : format_.refusals_) {
-      if (one.previous == previous && one.role == role) fail(Exit::usage, "%s", one.message.c_str());
+      if (one.previous == previous && one.role == role) refuse(one.message);
     }
     if (i == turns_.size())
       fail(Exit::usage, "the conversation cannot end with a message of the role %s here", previous.c_str());

@@ -68,6 +68,16 @@ TEST(ChatFormat, RendersWhatThePythonRendererRenders) {
   EXPECT_GT(refused, 20U);
 }
 
+TEST(ChatFormat, RefusesInTheWordsOfTheFormat) {
+  const ChatFormat format = ChatFormat::from_json(vectors()[0]["format"], kVectors);
+  const auto error = [&](const std::vector<ChatMessage>& messages) {
+    return error_of(Exit::usage, [&] { format.render(messages, false); });
+  };
+  EXPECT_NE(error({{"system", "a|b"}, {"user", "c"}}).find("'no | in a system message'"), std::string::npos);
+  EXPECT_NE(error({{"tool", "a"}}).find("'tool'"), std::string::npos);
+  EXPECT_NE(error({{"system", ""}}).find("no message"), std::string::npos);
+}
+
 TEST(ChatFormat, KnowsEndAndThoughts) {
   const ChatFormat format = ChatFormat::from_json(vectors()[0]["format"], kVectors);
   EXPECT_EQ(format.end_tokens(), std::vector<std::string>{"<|im_end|>"});
