@@ -421,6 +421,31 @@ def test_the_converter_stores_the_learned_format(ct, tmp_path, template):
     assert text_of(cf.from_json(stored, "x"), ("user", " a ")) == "<s><|h|>user<|/h|>\n\na<|eot|>"
 
 
+def test_end_thoughts_and_unprotected_tokens(ct, learned):
+    """What ends an answer is the longest token that follows one; a token that marks turns should be special."""
+    added = {"<|im_end|>": False, "<|im_end|>\n": True, "<|im": True, "<|im_start|>": True, "<think>": False, " ": False}
+    form = cf.from_json(cf.to_json(learned("chatml")), "x")
+    form.end = ct.end_tokens(form, added)
+    assert form.end == ["<|im_end|>\n"]
+    assert ct.unprotected(form, added) == ["<|im_end|>"]
+    assert ct.end_tokens(learned("no system role"), ["</s>", "[INST]"]) == ["</s>"]
+    assert ct.end_tokens(learned("a date"), added) == []
+    assert ct.thoughts_of("{{ '<think>' }}</think>") == ("<think>", "</think>")
+    assert ct.thoughts_of("[THINK] [/THINK]") == ("[THINK]", "[/THINK]")
+    assert ct.thoughts_of("<|START_THINKING|><|END_THINKING|>") == ("<|START_THINKING|>", "<|END_THINKING|>")
+    assert ct.thoughts_of("</think>") is None and ct.thoughts_of("") is None
+
+
+def test_a_token_of_turns_that_is_not_special_is_warned_of(ct, tmp_path):
+    directory = model_with(tmp_path, TEMPLATES["chatml"].replace("<|im_end|>", "t5"))
+    tokenizer = ck.tokenizer_of(37)
+    tokenizer["added_tokens"] = [{"id": 5, "content": "t5", "special": False}]
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    done = ck.run_script("convert_hf.py", directory, "-o", tmp_path / "out.bin")
+    assert done.returncode == 0 and "the token 't5' of the chat format is not special" in done.stderr, done
+    assert tensor_file.read(tmp_path / "out.bin").config["chat_format"]["end"] == ["t5"]
+
+
 def test_a_template_that_is_not_learned_leaves_the_conversion_alone(ct, tmp_path):
     line, stored = converted(model_with(tmp_path, HOPELESS["the number of a turn"][0]))
     assert line.startswith("chat format: none: ") and "depends on more than its place" in line and stored is None
