@@ -132,6 +132,14 @@ class ChatTemplate:
         texts = dict.fromkeys(text for text in found if isinstance(text, str) and text.strip() and text not in ROLES)
         return list(texts)[:MAX_MARKERS]
 
+    def affixes(self) -> list[tuple[str, str]]:
+        """Pairs of texts that the template looks for at the beginning and at the end of others."""
+        found: dict[str, list[str]] = {"startswith": [], "endswith": []}
+        for call in self.syntax.find_all(nodes.Call):
+            if isinstance(call.node, nodes.Getattr) and call.node.attr in found:
+                found[call.node.attr] += [one.value for one in call.args if isinstance(one, nodes.Const) and isinstance(one.value, str)]
+        return list(dict.fromkeys(product(found["startswith"], found["endswith"])))[:MAX_MARKERS]
+
 
 # ---- learning: literals ----------------------------------------------------------------------------------------------
 
@@ -483,9 +491,8 @@ class Learner:
         alone = [m for m in self.markers if not self.all_plain(few, [f"a {m} b", f"{m}\nb", f"a{m}", m, f"a{m}b{m}c"])]
         for end in alone:
             self.add_marked(role, end, places)
-        rest = [m for m in self.markers if m not in alone]
-        for first, last in product(rest, rest):
-            if first != last and not self.all_plain(few[:1] + few[-1:], [f"{first}a{last}", f"{first}\na\n{last}"]):
+        for first, last in self.template.affixes():
+            if not {first, last} & {*alone} and not self.all_plain(few, [f"{first}a{last}", f"{first}\na\n{last}"]):
                 self.kinds.append(Kind(role, {"starts": first, "ends": last},
                                        refuse=f"a {role} message from {first} to {last} has a meaning of its own in this chat format"))
 
@@ -635,6 +642,8 @@ PIECES = ("Hello", "a b", " hi ", "\n", "\n\n", "line\n", "  ", "\t", "\u00fcn\u
 def random_content(random: Random, markers: list[str]) -> str:
     if random.random() < 0.06:
         return random.choice(("", " ", "\n"))
+    if markers and random.random() < 0.04:
+        return random.choice(markers) + random.choice(PIECES) + random.choice(markers)
     special = [*SPECIAL_NAMES, *markers]
     return "".join(random.choice(special) if random.random() < 0.15 else random.choice(PIECES) for _ in range(random.randrange(1, 7)))
 

@@ -180,6 +180,17 @@ def test_markers_are_the_texts_that_a_template_looks_for(ct):
     assert sorted(ct.ChatTemplate(template, {}, NOW).markers()) == ["</t>", "<x>", "<y>"]
 
 
+def test_a_user_message_that_is_none_to_the_template_is_refused(ct):
+    """A message from <r> to </r> is no question: where another user message is the last one depends on it."""
+    question = "m.role == 'user' and not (m.content.startswith('<r>') and m.content.endswith('</r>'))"
+    template = ("{% set ns = namespace(last=99) %}" + LOOP + "{% if " + question + " %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}" + LOOP +
+                "<{{ m.role }}>{% if m.role == 'assistant' and loop.index0 > ns.last %}<think></think>{% endif %}{{ m.content }}{% endfor %}")
+    form, _ = ct.learn(template, TOKENS, NOW)
+    assert text_of(form, ("user", "<r>a"), ("assistant", "b")) == "<user><r>a<assistant><think></think>b"
+    with pytest.raises(cf.Refused, match="from <r> to </r> has a meaning of its own"):
+        text_of(form, ("user", "<r>a</r>"), ("assistant", "b"))
+
+
 def test_time_and_memory_of_a_template_are_limited(ct, tmp_path):
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     (tmp_path / "slow.jinja").write_text(loops)
