@@ -39,4 +39,11 @@ ROWS = [
            unit("TokenizerFile.ARepeatedMerge*")),
     Mutant("the longest token is refused", "add_token", "size() > kMaxTokenBytes", "size() >= kMaxTokenBytes",
            unit("TokenizerFile.TheLimits*")),
+    Mutant("chat format of the programs: the last user message is one of those before it", "ChatRenderer::zone", 'i == *last_user_ ? "last_user" : "before"',
+           '"before"', unit("ChatFormat.*")),
+    Mutant("chat format of the programs: a content is a literal, and forges a turn", "ChatRenderer::append", "std::move(text), literal", "std::move(text), true",
+           unit("ChatFormat.*")),
+    Mutant("chat format: white space of several bytes stays at the end", "stripped_right", "last_character(text)",
+           "std::max(last_character(text), text.size() - 1)", unit("ChatFormat.*")),
+    Mutant("chat format: a span begins at its last marker", "applied", "piece.find(step.text)", "piece.rfind(step.text)", unit("ChatFormat.*")),
 ]
