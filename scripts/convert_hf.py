@@ -6,9 +6,9 @@
     python3 scripts/convert_hf.py models/pythia-2.8b -o pythia-int4.bin --quantize int4 --head int8
 
 Reads config.json, generation_config.json, tokenizer.json, the chat template and model.safetensors (or its shards and index);
-checks all of it before anything is written. The chat template becomes a chat format (doc/chat.md). Tensors keep their names, shapes and, without --dtype and --quantize, their bits. One
-tensor at most is in memory at a time. --quantize stores the linear layers in fewer bits (doc/quantisation.md). Exit codes:
-2 usage, 3 bad input, 4 cannot write, 5 disk or memory full.
+checks all of it before anything is written. The chat template becomes a chat format (doc/chat.md). Tensors keep their names, shapes
+and, without --dtype and --quantize, their bits. One tensor at most is in memory at a time. --quantize stores the linear layers
+in fewer bits (doc/quantisation.md). Exit codes: 2 usage, 3 bad input, 4 cannot write, 5 disk or memory full.
 """
 
 from __future__ import annotations
@@ -376,46 +376,61 @@ class QuantizedConversion:
         return f"{self.matrices} matrices to {target.scheme}{head}{only}, {share:.2%} off in the root mean square"
 
 
-def learned_format(directory: Path, options: list[str]) -> tuple[dict[str, Any] | None, str, list[str]]:
+@dataclass(frozen=True)
+class Chat:
+    """What a model file says of its chats, and what to say of that."""
+
+    said: str
+    format: dict[str, Any] | None = None
+    source: chat_format.Source | None = None  # that the format was learned from: an export hands it on
+    warnings: tuple[str, ...] = ()
+
+    def members(self) -> dict[str, Any]:
+        """Of the configuration of the model file."""
+        learned = {"chat_template": self.source.template, "chat_tokens": self.source.variables} if self.source else {}
+        return ({"chat_format": self.format} if self.format else {}) | learned
+
+
+def learned_format(directory: Path, source: chat_format.Source, options: list[str]) -> Chat:
     """The chat format that scripts/chat_template.py learns from the directory's template, in a process of its own: a template is a
-    program. The format is None where it cannot be learned, and the text says why. The rest are warnings."""
+    program. Where it cannot be learned the text says why."""
     command = [sys.executable, str(Path(__file__).with_name("chat_template.py")), "-o", "-", *options, "--", str(directory)]
     done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
     lines = done.stderr.decode("utf-8", "replace").splitlines()
-    warnings = [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
+    warnings = tuple(line.removeprefix("warning: ") for line in lines if line.startswith("warning: "))
     if done.returncode:
-        return None, "none: " + (lines or ["the process that learns it was ended"])[-1].removeprefix("error: "), warnings
+        return Chat("none: " + (lines or ["the process that learns it was ended"])[-1].removeprefix("error: "), warnings=warnings)
     learned = cli.parse_json(done.stdout, "the chat format", max_objects=MAX_CONFIG_VALUES)
     form = chat_format.from_json(learned, "the chat format")
     date = f", with the date {form.date}" if form.date else ""
-    return learned, f"learned from {form.source}, proved on {chat_format.PROOF_CONVERSATIONS} conversations{date}", warnings
+    said = f"learned from {form.source}, proved on {chat_format.PROOF_CONVERSATIONS} conversations{date}"
+    return Chat(said, learned, source, warnings)
 
 
-def format_of(directory: Path, choice: str | None, options: list[str]) -> tuple[dict[str, Any] | None, str, list[str]]:
-    """The chat format for the model file, what to say of it, and warnings. `choice`: --chat-format. FileError for a bad choice."""
+def chat_of(directory: Path, choice: str | None, options: list[str]) -> Chat:
+    """`choice`: --chat-format. FileError for a bad one."""
     if choice == "none":
-        return None, "none, as --chat-format says", []
+        return Chat("none, as --chat-format says")
     if choice in chat_format.NAMED:
-        return chat_format.to_json(chat_format.NAMED[choice]()), f"{choice}, as --chat-format says", []
+        return Chat(f"{choice}, as --chat-format says", chat_format.to_json(chat_format.NAMED[choice]()))
     if choice is not None:
         if not choice.endswith(".json"):
             raise FileError(cli.USAGE, f"--chat-format: got {shown(choice)}, expected {', '.join(chat_format.NAMED)}, none or a .json file")
-        return chat_format.to_json(chat_format.read_format(Path(choice))), f"that of {escaped(choice, 300)}", []
+        return Chat(f"that of {escaped(choice, 300)}", chat_format.to_json(chat_format.read_format(Path(choice))))
     try:
-        template = chat_format.read_model(directory)
+        found = chat_format.read_model(directory)
     except FileError as problem:
-        return None, f"none: {problem}", []
-    return learned_format(directory, options) if template else (None, "none: the directory has no chat template", [])
+        return Chat(f"none: {problem}")
+    return learned_format(directory, found, options) if found else Chat("none: the directory has no chat template")
 
 
 def file_configuration(checkpoint: Checkpoint, source: Path, target: Target, chat: dict[str, Any] | None = None) -> dict[str, Any]:
     """The configuration of the model file, which contains that of `source` (config.json). FileError BAD_FILE if it is too large
-    or too deep for the readers of model files."""
+    or too deep for the readers of model files. `chat`: Chat.members()."""
     config = {"model": checkpoint.model.to_json(), "made_by": "scripts/convert_hf.py", "hf_config": checkpoint.hf_config}
     if target.scheme is not None and not target.only:
         config["quantization"] = quantization.to_json(target.scheme, target.head)
-    if chat is not None:
-        config["chat_format"] = chat
+    config |= chat or {}
     (depth, values), size = cli.json_extent(config), len(configuration_text(config))
     if depth > cli.MAX_JSON_DEPTH:
         bad_file(source, "", f"got JSON nested {depth - 1} levels deep, expected at most "
@@ -603,16 +618,16 @@ def main() -> int:
     target, chat_options = target_of(options), check_chat_options(options)
     if target.head != "none":
         checkpoint = with_own_head(checkpoint)
-    chat, chat_text, chat_warnings = format_of(options.directory, options.chat_format, chat_options)
-    for one in chat_warnings:
+    chat = chat_of(options.directory, options.chat_format, chat_options)
+    for one in chat.warnings:
         warnings.add(one)
-    file_configuration(checkpoint, options.directory / "config.json", target, chat)  # refused before the weights are read
+    file_configuration(checkpoint, options.directory / "config.json", target, chat.members())  # refused before the weights are read
     found = open_weights(options.directory, warnings)
     checkpoint, tensors = match_tensors(checkpoint, found, options.directory, warnings)
     calibration = calibration_of(options.gptq, checkpoint, tensors, options.directory, target) if options.gptq else None
-    quantized = write_model(options.output, checkpoint, tensors, target, options.strict, warnings, calibration, chat)
+    quantized = write_model(options.output, checkpoint, tensors, target, options.strict, warnings, calibration, chat.members())
     warnings.finish()
-    print_summary(checkpoint, tensors, options.directory, options.output, target, quantized, chat_text)
+    print_summary(checkpoint, tensors, options.directory, options.output, target, quantized, chat.said)
     return cli.OK
 
 

@@ -320,7 +320,7 @@ class ChatRenderer {
     }
   }
 
-  std::vector<ChatSegment> render(bool tail) {
+  std::vector<TextSegment> render(bool tail) {
     for (std::size_t i = 0; i < turns_.size(); ++i) append(i, turns_[i].role);
     if (tail) append(turns_.size(), generation_ ? "generation" : "end");
     return std::move(segments_);
@@ -403,10 +403,10 @@ class ChatRenderer {
   bool generation_;
   std::vector<Turn> turns_;
   std::optional<std::size_t> last_user_;
-  std::vector<ChatSegment> segments_;
+  std::vector<TextSegment> segments_;
 };
 
-std::vector<ChatSegment> ChatFormat::render(std::span<const ChatMessage> messages, bool generation, bool tail) const {
+std::vector<TextSegment> ChatFormat::render(std::span<const ChatMessage> messages, bool generation, bool tail) const {
   if (messages.size() > kMaxMessages) {
     fail(Exit::usage, "got %zu messages, expected at most %zu", messages.size(), kMaxMessages);
   }

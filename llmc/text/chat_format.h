@@ -10,18 +10,13 @@
 #include <vector>
 
 #include "llmc/base/json_fwd.h"
+#include "llmc/text/text_segment.h"
 
 namespace weft {
 
 struct ChatMessage {
   std::string role;     // system, developer (the same), user, assistant
   std::string content;  // valid UTF-8
-};
-
-// A piece of a rendered conversation. Special tokens are looked for in literals alone.
-struct ChatSegment {
-  std::string text;
-  bool literal = false;
 };
 
 enum class ChatStepKind {
@@ -62,7 +57,7 @@ class ChatFormat {
 
   // The conversation. `generation`: with the prompt for an answer. Without `tail`, and then without `generation`, the last
   // message stays open. A conversation that the format does not take: Exit::usage with the reason.
-  std::vector<ChatSegment> render(std::span<const ChatMessage> messages, bool generation, bool tail = true) const;
+  std::vector<TextSegment> render(std::span<const ChatMessage> messages, bool generation, bool tail = true) const;
 
   const std::vector<std::string>& end_tokens() const { return end_; }  // beside the model's eos_ids
   const std::optional<Thoughts>& thoughts() const { return thoughts_; }

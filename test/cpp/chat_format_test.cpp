@@ -32,9 +32,9 @@ std::string error_of(Exit code, const std::function<void()>& run) {
   return {};
 }
 
-std::string text_of(const std::vector<ChatSegment>& segments) {
+std::string text_of(const std::vector<TextSegment>& segments) {
   std::string text;
-  for (const ChatSegment& segment : segments) text += segment.text;
+  for (const TextSegment& segment : segments) text += segment.text;
   return text;
 }
 
@@ -46,7 +46,7 @@ void check_case(const ChatFormat& format, const Json& one) {
     EXPECT_FALSE(error_of(Exit::usage, render).empty()) << one;
     return;
   }
-  const std::vector<ChatSegment> segments = render();
+  const std::vector<TextSegment> segments = render();
   ASSERT_EQ(segments.size(), one["segments"].size()) << one;
   for (std::size_t i = 0; i < segments.size(); ++i) {
     EXPECT_EQ(segments[i].text, one["segments"][i][0].get<std::string>()) << one;
