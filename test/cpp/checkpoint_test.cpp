@@ -119,7 +119,7 @@ TEST_F(CheckpointTest, ItsModelIsAModelFileWithTheTokenizerAndTheChatFormat) {
   RunIdentity run = identity();
   run.chat = {{"chat_format", {{"version", 1}}}, {"chat_template", "{{ messages }}"}, {"chat_tokens", Json::object()}};
   const RunDirectory directory(run_path());
-  CheckpointKeeper(directory, run, 1).save(make_state(3), *model_);
+  CheckpointKeeper(directory, run, 2).save(make_state(3), *model_);
   const ModelFile file = ModelFile::open(step_path(3) + "/model.bin");
   EXPECT_TRUE(file.config() == micro_config());
   EXPECT_EQ(file.tokenizer_json(), identity().tokenizer);

@@ -5,6 +5,12 @@ from mutant import Mutant, unit
 ROOM = "llmc/text"
 
 ROWS = [
+    Mutant("special tokens are looked for in contents", "SegmentEncoder", "if (!segment.literal) {", "if (segment.text.empty()) {",
+           unit("Tokenizer.SegmentsHave*")),
+    Mutant("a special token leaves the white space of the content behind it", "SegmentEncoder", "if (after_taking_) run_", "if (false) run_",
+           unit("Tokenizer.SpecialTokensOfLiterals*")),
+    Mutant("half a mark of thoughts is shown", "begun_mark", "std::min(text.size(), mark.size() - 1)", "0",
+           unit("ThoughtDivider.*")),
     Mutant("a matcher that looks no further than its block", "find_matches", "std::min(text.size(), end + longest_ - 1)", "end",
            unit("AddedTokens.*")),
     Mutant("special tokens in user text", "AddedTokenMatcher::split", "if (token->special && !allow_special)",
