@@ -82,8 +82,8 @@ class ChatAnswerer : public LineAnswerer {
     log_info(system_.empty() ? "(there is no system message)" : "(this is the system message now)");
   }
 
-  // The ids of the conversation. Without the oldest turns, if all do not fit. Nothing, and a warning says why, if the message cannot
-  // be answered.
+  // The ids of the conversation. Without the oldest turns, if all do not fit. Nothing, with a warning that says why, if
+  // the message cannot be answered.
   std::optional<std::vector<std::int32_t>> next_prompt() {
     const std::int64_t capacity = model_.capacity();
     for (;;) {

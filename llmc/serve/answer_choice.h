@@ -1,5 +1,5 @@
-// One choice of an answer: collects the pieces of a completion, as JSON, and writes what has come since the last write(). The shape
-// of the JSON is that of an API: completions_choice.h, chat_choice.h.
+// One choice of an answer: collects the pieces of a completion, as JSON, and writes what has come since the last write().
+// The shape of the JSON is that of an API: completions_choice.h, chat_choice.h.
 //
 // Every token has its entry in the lists of log-probabilities, which comes with the token's text. The text between a token's
 // offset and that of the next one is the token's; of a stop id, or of a token that a stop text removes, it is empty, and the

@@ -14,8 +14,8 @@ namespace weft {
 
 class ChatChoice : public AnswerChoice {
  public:
-  // `stream`: write() gives deltas, the first one with the role. `thoughts`: those of the model's chat format, if it has any, which
-  // become reasoning_content.
+  // `stream`: write() gives deltas, the first one with the role. `thoughts`: those of the model's chat format, if it has any;
+  // they become reasoning_content.
   ChatChoice(std::int64_t index, const Tokenizer* tokenizer, std::int32_t alternatives,
              std::shared_ptr<const CompletionPrompt> prompt, bool stream, std::optional<ThoughtDivider> thoughts);
 

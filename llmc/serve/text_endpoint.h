@@ -1,5 +1,5 @@
-// What all APIs for text have in common, from a body to the choices that the engine works on. An API is an adapter: it parses its
-// body to a TextRequest, and its choices write its JSON.
+// What all APIs for text have in common, from a body to the choices that the engine works on. An API is an adapter: it
+// parses its body to a TextRequest, and its choices write its JSON.
 #pragma once
 
 #include <cstdint>

@@ -64,7 +64,7 @@ void check_model_name(const std::string& name, const std::string& served);
 // the prompts, which come in one event.
 std::int64_t answer_values(const TextRequest& request, const ModelConfig& config);
 
-// ---- for the parsers, in the order of their use. All throw RequestError, which names the field -----------------------------------
+// ---- for the parsers, in the order of their use: all throw RequestError, which names the field ----------------------
 
 // The object that is the body.
 Json parse_request(std::string_view text);

@@ -122,8 +122,8 @@ TEST(ChatRequest, PlacesAndSizes) {
   EXPECT_EQ(refusal(R"({"messages": [{"role": "user", "content": "a"}], "n": 9})", context(), reserve).param(), "n");
   EXPECT_EQ(reserved, 0);
   const RequestError long_one =
-      refusal(R"({"n": 3, "messages": [{"role": "user", "content": ")" + std::string(20'000, 'a') + R"("}]})", context(),
-              reserve);
+      refusal(R"({"n": 3, "messages": [{"role": "user", "content": ")" + std::string(20'000, 'a') + R"("}]})",
+              context(), reserve);
   EXPECT_EQ(reserved, 3);
   EXPECT_EQ(long_one.api_code(), "context_length_exceeded");
   EXPECT_NE(std::string(long_one.what()).find("are at least"), std::string::npos) << long_one.what();

@@ -4,8 +4,8 @@
 #include <iterator>
 
 #include "llmc/base/json.h"
-#include "llmc/serve/completions_request.h"
 #include "llmc/serve/answer_json.h"
+#include "llmc/serve/completions_request.h"
 #include "test/fuzz/target.h"
 
 namespace weft::fuzz {
@@ -62,8 +62,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   Input input(data, size);
   const auto flags = input.take<std::uint8_t>();
   const RequestContext context{"tiny", (flags & 1) != 0 ? nullptr : &tokenizer(),
-                                   (flags & 2) != 0 ? Tokenizer::Special::allow : Tokenizer::Special::text, &config(),
-                                   kMaxSequences};
+                               (flags & 2) != 0 ? Tokenizer::Special::allow : Tokenizer::Special::text, &config(),
+                               kMaxSequences};
   const std::string_view body = input.take_rest();
   accepts([&] {
     try {
