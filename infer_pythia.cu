@@ -24,6 +24,7 @@
 #include "llmc/infer/batch.h"
 #include "llmc/infer/batch_bench.h"
 #include "llmc/infer/bench.h"
+#include "llmc/infer/chat_terminal.h"
 #include "llmc/infer/describe.h"
 #include "llmc/infer/engine.h"
 #include "llmc/infer/fault_injection.h"
@@ -87,6 +88,14 @@ Exit run_interactive(const DecodeSession& s) {
   const Tokenizer& tokenizer = s.need_tokenizer();
   const std::unique_ptr<DecodeModel> model = s.load_model(choose_capacity(s.settings(), s.config(), kDefaultWindow));
   return run_interactive(*model, tokenizer, s.special(), s.generate_options(), s.settings().stats);
+}
+
+Exit run_chat(const DecodeSession& s) {
+  const Chat& chat = s.need_chat();
+  const InferSettings& settings = s.settings();
+  check_system_message(chat, settings.system);
+  const std::unique_ptr<DecodeModel> model = s.load_model(choose_capacity(settings, s.config(), kDefaultWindow));
+  return run_chat(*model, s.need_tokenizer(), chat, settings.system, s.generate_options(), settings.stats);
 }
 
 // The engine for many requests on this model.
@@ -284,6 +293,17 @@ ServerOptions server_options(const InferSettings& s) {
   return options;
 }
 
+ServedChat served_chat(const DecodeSession& s) {
+  ServedChat served{s.chat()};
+  const Json members = s.file().chat_members();
+  const auto add = [&](const Json& from, const char* name) {
+    if (from.is_object() && from.contains(name) && from[name].is_string()) served.tokenizer_info[name] = from[name];
+  };
+  add(members, kChatTemplate);
+  for (const char* name : {"bos_token", "eos_token", "pad_token"}) add(members.value(kChatTokens, Json()), name);
+  return served;
+}
+
 Exit run_serve(const DecodeSession& s) {
   const InferSettings& settings = s.settings();
   // It listens from here on, and answers 503 until run(): the model is still being loaded.
@@ -292,7 +312,7 @@ Exit run_serve(const DecodeSession& s) {
   const std::unique_ptr<InferenceModel> draft = s.load_draft(*model);
   const EngineOptions options = engine_options(settings, *model, s.draft_options(draft.get()));
   Engine engine(*model, options);
-  return server.run(engine, options, s.config(), s.tokenizer(), s.special());
+  return server.run(engine, options, s.config(), s.tokenizer(), s.special(), served_chat(s));
 }
 
 Exit run_describe(const std::string& path) {
@@ -318,6 +338,8 @@ Exit run(int argc, char** argv) {
   switch (settings->task) {
     case InferTask::interactive:
       return run_interactive(session);
+    case InferTask::chat:
+      return run_chat(session);
     case InferTask::batch:
       return run_batch(session);
     case InferTask::perplexity:

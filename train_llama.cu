@@ -166,7 +166,8 @@ Exit train(TrainDevice& device, const TrainSettings& settings, const TrainInputs
   const RunIdentity identity{inputs.config,    settings.numeric_settings(),
                              settings.steps,   inputs.train->fingerprint(),
                              settings.device,  WEFT_VERSION,
-                             inputs.tokenizer, inputs.began_from};
+                             inputs.tokenizer, inputs.began_from,
+                             inputs.weights ? inputs.weights->chat_members() : Json::object()};
   std::optional<Records> records;
   if (team.first()) records.emplace(settings, identity);
   TrainOptions options = settings.model_options();

@@ -846,6 +846,7 @@ download_model() { # download_model NAME
   fetch generation_config.json optional || true
   fetch tokenizer.json required
   fetch tokenizer_config.json optional || true
+  fetch chat_template.jinja optional || true
   fetch special_tokens_map.json optional || true
   find_weights
   require_space_for_weights

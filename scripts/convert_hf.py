@@ -5,10 +5,10 @@
     python3 scripts/convert_hf.py models/Llama-3.2-1B -o llama.bin --dtype bf16
     python3 scripts/convert_hf.py models/pythia-2.8b -o pythia-int4.bin --quantize int4 --head int8
 
-Reads config.json, generation_config.json, tokenizer.json and model.safetensors (or its shards and index); checks all of
-it before anything is written. Tensors keep their names, shapes and, without --dtype and --quantize, their bits. One
-tensor at most is in memory at a time. --quantize stores the linear layers in fewer bits (doc/quantisation.md). Exit codes:
-2 usage, 3 bad input, 4 cannot write, 5 disk or memory full.
+Reads config.json, generation_config.json, tokenizer.json, the chat template and model.safetensors (or its shards and index);
+checks all of it before anything is written. The chat template becomes a chat format (doc/chat.md). Tensors keep their names, shapes
+and, without --dtype and --quantize, their bits. One tensor at most is in memory at a time. --quantize stores the linear layers
+in fewer bits (doc/quantisation.md). Exit codes: 2 usage, 3 bad input, 4 cannot write, 5 disk or memory full.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +28,7 @@ import needs  # before the packages
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # quantising has threads of its own; read when numpy is loaded
 import numpy as np
 
+import chat_format
 import cli
 import gptq
 import quantization
@@ -373,12 +376,61 @@ class QuantizedConversion:
         return f"{self.matrices} matrices to {target.scheme}{head}{only}, {share:.2%} off in the root mean square"
 
 
-def file_configuration(checkpoint: Checkpoint, source: Path, target: Target) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Chat:
+    """What a model file says of its chats, and what to say of that."""
+
+    said: str
+    format: dict[str, Any] | None = None
+    source: chat_format.Source | None = None  # that the format was learned from: an export hands it on
+    warnings: tuple[str, ...] = ()
+
+    def members(self) -> dict[str, Any]:
+        """Of the configuration of the model file."""
+        learned = {"chat_template": self.source.template, "chat_tokens": self.source.variables} if self.source else {}
+        return ({"chat_format": self.format} if self.format else {}) | learned
+
+
+def learned_format(directory: Path, source: chat_format.Source, options: list[str]) -> Chat:
+    """The chat format that scripts/chat_template.py learns from the directory's template, in a process of its own: a template is a
+    program. Where it cannot be learned the text says why."""
+    command = [sys.executable, str(Path(__file__).with_name("chat_template.py")), "-o", "-", *options, "--", str(directory)]
+    done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
+    lines = done.stderr.decode("utf-8", "replace").splitlines()
+    warnings = tuple(line.removeprefix("warning: ") for line in lines if line.startswith("warning: "))
+    if done.returncode:
+        return Chat("none: " + (lines or ["the process that learns it was ended"])[-1].removeprefix("error: "), warnings=warnings)
+    learned = cli.parse_json(done.stdout, "the chat format", max_objects=MAX_CONFIG_VALUES)
+    form = chat_format.from_json(learned, "the chat format")
+    date = f", with the date {form.date}" if form.date else ""
+    said = f"learned from {form.source}, proved on {chat_format.PROOF_CONVERSATIONS} conversations{date}"
+    return Chat(said, learned, source, warnings)
+
+
+def chat_of(directory: Path, choice: str | None, options: list[str]) -> Chat:
+    """`choice`: --chat-format. FileError for a bad one."""
+    if choice == "none":
+        return Chat("none, as --chat-format says")
+    if choice in chat_format.NAMED:
+        return Chat(f"{choice}, as --chat-format says", chat_format.to_json(chat_format.NAMED[choice]()))
+    if choice is not None:
+        if not choice.endswith(".json"):
+            raise FileError(cli.USAGE, f"--chat-format: got {shown(choice)}, expected {', '.join(chat_format.NAMED)}, none or a .json file")
+        return Chat(f"that of {escaped(choice, 300)}", chat_format.to_json(chat_format.read_format(Path(choice))))
+    try:
+        found = chat_format.read_model(directory)
+    except FileError as problem:
+        return Chat(f"none: {problem}")
+    return learned_format(directory, found, options) if found else Chat("none: the directory has no chat template")
+
+
+def file_configuration(checkpoint: Checkpoint, source: Path, target: Target, chat: dict[str, Any] | None = None) -> dict[str, Any]:
     """The configuration of the model file, which contains that of `source` (config.json). FileError BAD_FILE if it is too large
-    or too deep for the readers of model files."""
+    or too deep for the readers of model files. `chat`: Chat.members()."""
     config = {"model": checkpoint.model.to_json(), "made_by": "scripts/convert_hf.py", "hf_config": checkpoint.hf_config}
     if target.scheme is not None and not target.only:
         config["quantization"] = quantization.to_json(target.scheme, target.head)
+    config |= chat or {}
     (depth, values), size = cli.json_extent(config), len(configuration_text(config))
     if depth > cli.MAX_JSON_DEPTH:
         bad_file(source, "", f"got JSON nested {depth - 1} levels deep, expected at most "
@@ -418,9 +470,9 @@ def calibration_of(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source
 
 
 def write_model(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], target: Target, strict: bool,
-                warnings: Warnings, calibration: Calibration | None = None) -> str:
+                warnings: Warnings, calibration: Calibration | None = None, chat: dict[str, Any] | None = None) -> str:
     """Writes the model file; nothing is left behind if a value is refused. Returns the summary's line about quantisation."""
-    config, model = file_configuration(checkpoint, Path("config.json"), target), checkpoint.model
+    config, model = file_configuration(checkpoint, Path("config.json"), target, chat), checkpoint.model
     progress = cli.Progress("converting", parameter_count(checkpoint.model))
     conversion = Conversion(warnings, progress)
     quantized = QuantizedConversion(conversion, calibration, tensors)
@@ -450,7 +502,7 @@ def write_model(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], 
 
 
 def print_summary(checkpoint: Checkpoint, tensors: dict[str, Source], directory: Path, path: Path,
-                  target: Target, quantized: str) -> None:
+                  target: Target, quantized: str, chat: str) -> None:
     model, rope = checkpoint.model, checkpoint.model.rope
     scaling = "" if rope.type == "standard" else f", {rope.type} x{rope.factor:g}"
     scaling += f" of {rope.original_max_positions}" if rope.original_max_positions else ""
@@ -469,6 +521,7 @@ def print_summary(checkpoint: Checkpoint, tensors: dict[str, Source], directory:
         rows["quantised"] = quantized
     for label, text in rows.items():
         print(f"{label:12}{text}")
+    print(f"chat format: {chat}")
     for command in next_commands(checkpoint, directory, path, target):
         print(f"next        {command}")
 
@@ -510,6 +563,10 @@ def arguments() -> argparse.Namespace:
                         "on this text (GPTQ)")
     parser.add_argument("--rope-theta", type=cli.number_in(1e-6, 1e12), metavar="X",
                         help="base of the rotary embedding, for a config.json that names none")
+    parser.add_argument("--chat-format", metavar="NAME|FILE", help="instead of that of the chat template: "
+                        f"{', '.join(chat_format.NAMED)}, none, or a .json file that scripts/chat_template.py wrote")
+    parser.add_argument("--chat-option", action="append", default=[], metavar="KEY=VALUE",
+                        help="a variable of the chat template, such as enable_thinking=false; may be given several times")
     parser.add_argument("--strict", action="store_true", help="refuse NaN, infinity and all-zero tensors")
     return parser.parse_args()
 
@@ -523,6 +580,15 @@ def check_output(path: Path, directory: Path) -> None:
             earlier_result = file.read(len(MAGIC)) == MAGIC
         if not earlier_result:
             raise FileError(cli.USAGE, f"--output: {escaped(str(path))} is one of the input files. Choose another name")
+
+
+def check_chat_options(options: argparse.Namespace) -> list[str]:
+    """The options of chat_template.py. FileError for one that it would refuse."""
+    if options.chat_option and options.chat_format is not None:
+        raise FileError(cli.USAGE, "--chat-option: only without --chat-format")
+    for text in options.chat_option:
+        chat_format.parse_option(text, lambda problem: FileError(cli.USAGE, f"--chat-option: {problem}"))
+    return [f"--chat-option={text}" for text in options.chat_option]
 
 
 def target_of(options: argparse.Namespace) -> Target:
@@ -550,16 +616,19 @@ def main() -> int:
     else:
         for one in left_out(checkpoint.tokenizer, options.directory / TOKENIZER_TENSOR):
             warnings.add(one)
-    target = target_of(options)
+    target, chat_options = target_of(options), check_chat_options(options)
     if target.head != "none":
         checkpoint = with_own_head(checkpoint)
-    file_configuration(checkpoint, options.directory / "config.json", target)  # refused before the weights are read
+    chat = chat_of(options.directory, options.chat_format, chat_options)
+    for one in chat.warnings:
+        warnings.add(one)
+    file_configuration(checkpoint, options.directory / "config.json", target, chat.members())  # refused before the weights are read
     found = open_weights(options.directory, warnings)
     checkpoint, tensors = match_tensors(checkpoint, found, options.directory, warnings)
     calibration = calibration_of(options.gptq, checkpoint, tensors, options.directory, target) if options.gptq else None
-    quantized = write_model(options.output, checkpoint, tensors, target, options.strict, warnings, calibration)
+    quantized = write_model(options.output, checkpoint, tensors, target, options.strict, warnings, calibration, chat.members())
     warnings.finish()
-    print_summary(checkpoint, tensors, options.directory, options.output, target, quantized)
+    print_summary(checkpoint, tensors, options.directory, options.output, target, quantized, chat.said)
     return cli.OK
 
 

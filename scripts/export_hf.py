@@ -4,7 +4,8 @@
     python3 scripts/export_hf.py runs/mine/step_00001000/model.bin -o exported
 
 Writes config.json, generation_config.json, model.safetensors (several shards and an index where it is large) and, where
-the model carries a tokenizer, tokenizer.json and tokenizer_config.json. DIR appears when it is complete. Exit codes: 2
+the model carries them, tokenizer.json with tokenizer_config.json, and chat_template.jinja. A chat format that was given by hand
+has no template: it becomes chat_format.json, for --chat-format of convert_hf.py. DIR appears when it is complete. Exit codes: 2
 usage, 3 bad input, 4 cannot write, 5 disk or memory full.
 """
 
@@ -33,7 +34,7 @@ TOKENIZER_TENSOR = "tokenizer.json"
 MAX_SHARD_BYTES = 5 << 30
 # The files of an export, besides shards: --force replaces only directories that hold nothing else.
 EXPORTED_NAMES = {"config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json",
-                  "tokenizer.json", "tokenizer_config.json"}
+                  "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_format.json"}
 
 
 def read_model(path: Path) -> tuple[TensorFile, Model, bytes | None]:
@@ -110,8 +111,9 @@ def write_json(path: Path, value: Any) -> None:
         output.write((json.dumps(value, indent=2, ensure_ascii=True) + "\n").encode("ascii"))
 
 
-def tokenizer_config(model: Model, tokenizer: bytes) -> dict[str, Any]:
-    """The smallest tokenizer_config.json with which AutoTokenizer reads the tokenizer.json beside it."""
+def tokenizer_config(model: Model, tokenizer: bytes, tokens: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The smallest tokenizer_config.json with which AutoTokenizer reads the tokenizer.json beside it. `tokens`: those that the
+    chat template names, as `bos_token`."""
     parsed = json.loads(tokenizer)
     names = {token_id: name for name, token_id in parsed["model"]["vocab"].items()}
     names |= {token["id"]: token["content"] for token in parsed.get("added_tokens") or []}
@@ -121,7 +123,16 @@ def tokenizer_config(model: Model, tokenizer: bytes) -> dict[str, Any]:
         config["bos_token"] = names[model.bos_id]
     if model.eos_ids and model.eos_ids[0] in names:
         config["eos_token"] = names[model.eos_ids[0]]
-    return config
+    return config | (tokens or {})
+
+
+def write_chat(directory: Path, config: dict[str, Any]) -> None:
+    """The chat template of a model file's configuration or, without one, its chat format."""
+    if isinstance(config.get("chat_template"), str):
+        with AtomicFile(directory / "chat_template.jinja") as output:
+            output.write(config["chat_template"].encode("utf-8"))
+    elif "chat_format" in config:
+        write_json(directory / "chat_format.json", config["chat_format"])
 
 
 def write_directory(directory: Path, file: TensorFile, model: Model, tokenizer: bytes | None, limit: int) -> list[str]:
@@ -132,7 +143,8 @@ def write_directory(directory: Path, file: TensorFile, model: Model, tokenizer: 
     if tokenizer is not None:
         with AtomicFile(directory / "tokenizer.json") as output:
             output.write(tokenizer)
-        write_json(directory / "tokenizer_config.json", tokenizer_config(model, tokenizer))
+        write_json(directory / "tokenizer_config.json", tokenizer_config(model, tokenizer, file.config.get("chat_tokens")))
+    write_chat(directory, file.config)
     return write_weights(directory, file, model, limit)
 
 
@@ -200,7 +212,8 @@ def main() -> int:
         shutil.rmtree(temporary, ignore_errors=True)
     print(f"exported    {len(model.tensors)} tensors in {len(shards)} file{'s' * (len(shards) > 1)} to "
           f"{escaped(str(options.output))}")
-    print(f"next        {needs.command('scripts/convert_hf.py')} {cli.pasteable(options.output)} -o again.bin")
+    by_hand = f" --chat-format {cli.pasteable(options.output / 'chat_format.json')}" if (directory / "chat_format.json").exists() else ""
+    print(f"next        {needs.command('scripts/convert_hf.py')} {cli.pasteable(options.output)} -o again.bin{by_hand}")
     print(f"or          transformers.AutoModelForCausalLM.from_pretrained({str(options.output)!a})")
     return cli.OK
 

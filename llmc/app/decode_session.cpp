@@ -9,6 +9,7 @@
 #include "llmc/app/paths.h"
 #include "llmc/base/error.h"
 #include "llmc/base/file.h"
+#include "llmc/base/json.h"
 #include "llmc/base/log.h"
 #include "llmc/base/utf8.h"
 #include "llmc/infer/engine_sequence.h"
@@ -35,6 +36,16 @@ std::optional<Tokenizer> load_tokenizer(const ModelFile& file) {
          static_cast<long long>(tokenizer.vocab_size()), static_cast<long long>(file.config().vocab_size));
   }
   return tokenizer;
+}
+
+// Empty if the file has no chat format, or no tokenizer.
+std::optional<Chat> load_chat(const ModelFile& file, const std::optional<Tokenizer>& tokenizer) {
+  const Json members = file.chat_members();
+  if (!members.contains(kChatFormat)) return std::nullopt;
+  const std::string source = escaped(file.file().path()) + ": " + kChatFormat;
+  ChatFormat format = ChatFormat::from_json(members[kChatFormat], source);
+  if (!tokenizer) return std::nullopt;
+  return Chat(std::move(format), *tokenizer);
 }
 
 std::string read_standard_input() {
@@ -118,7 +129,11 @@ DraftOptions drafts_of(const InferSettings& settings, const DecodeDevice& device
 }  // namespace
 
 DecodeSession::DecodeSession(const InferSettings& settings)
-    : settings_(settings), device_(settings), file_(open_model(settings.model)), tokenizer_(load_tokenizer(file_)) {
+    : settings_(settings),
+      device_(settings),
+      file_(open_model(settings.model)),
+      tokenizer_(load_tokenizer(file_)),
+      chat_(load_chat(file_, tokenizer_)) {
   if (!settings.draft.empty()) {
     draft_file_.emplace(open_model(settings.draft));
     check_same_tokens(file_, tokenizer(), *draft_file_, "draft");
@@ -159,6 +174,16 @@ const Tokenizer& DecodeSession::need_tokenizer() const {
   fail(Exit::bad_file,
        "%s: %s: missing, so text cannot be read. Convert the model again with its tokenizer, or use --prompt-ids",
        escaped(settings_.model).c_str(), kTokenizerTensor);
+}
+
+const Chat& DecodeSession::need_chat() const {
+  need_tokenizer();
+  if (chat_) return *chat_;
+  fail(Exit::bad_file,
+       "%s: %s: missing, so there are no chats with this model. Convert a model that has a chat template, or give one "
+       "to "
+       "scripts/convert_hf.py with --chat-format; --interactive continues text",
+       escaped(settings_.model).c_str(), kChatFormat);
 }
 
 Tokenizer::Special DecodeSession::special() const {

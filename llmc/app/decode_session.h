@@ -10,6 +10,7 @@
 
 #include "llmc/app/decode_device.h"
 #include "llmc/base/sampling.h"
+#include "llmc/infer/chat.h"
 #include "llmc/infer/engine.h"
 #include "llmc/infer/generate.h"
 #include "llmc/infer/options.h"
@@ -39,6 +40,10 @@ class DecodeSession {
   // Exit::bad_file if the file has none.
   const Tokenizer& need_tokenizer() const;
   Tokenizer::Special special() const;
+  // Null if the file has no chat format, or no tokenizer.
+  const Chat* chat() const { return chat_ ? &*chat_ : nullptr; }
+  // Exit::bad_file if the file has none.
+  const Chat& need_chat() const;
 
   // --prompt, --prompt-file or --prompt-ids. `text`: as it was given, or that of the ids; empty without a tokenizer.
   struct Prompt {
@@ -63,6 +68,7 @@ class DecodeSession {
   DecodeDevice device_;
   ModelFile file_;
   std::optional<Tokenizer> tokenizer_;
+  std::optional<Chat> chat_;
   std::optional<ModelFile> draft_file_;
 };
 

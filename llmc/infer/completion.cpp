@@ -65,6 +65,7 @@ class CompletionListener : public RequestListener {
         stop_ids_(std::move(stop_ids)),
         sink_(std::move(sink)) {}
 
+  void on_cached(std::int64_t ids) override { cached_ = ids; }
   void on_prompt(std::span<const ScoredId> scored) override { echo_prompt(scored); }
 
   bool on_id(const ScoredId& id) override {
@@ -79,6 +80,7 @@ class CompletionListener : public RequestListener {
     CompletionEnd end = end_of(reason);
     end.prompt_ids = prompt_ids_;
     end.generated_ids = generated_;
+    end.cached_ids = cached_;
     if (end.reason == FinishedBy::stop || end.reason == FinishedBy::length) {
       echo_prompt({});
       std::string rest = text_.finish();
@@ -101,22 +103,22 @@ class CompletionListener : public RequestListener {
   CompletionEnd end_of(RequestEnd reason) const {
     switch (reason) {
       case RequestEnd::stop_id:
-        return {FinishedBy::stop, "", 0, 0};
+        return {FinishedBy::stop, ""};
       case RequestEnd::listener:
-        if (text_.stopped()) return {FinishedBy::stop, "", 0, 0};
-        return {FinishedBy::cancelled, "the receiver has gone", 0, 0};
+        if (text_.stopped()) return {FinishedBy::stop, ""};
+        return {FinishedBy::cancelled, "the receiver has gone"};
       case RequestEnd::max_ids:
       case RequestEnd::full:
-        return {FinishedBy::length, "", 0, 0};
+        return {FinishedBy::length, ""};
       case RequestEnd::cancelled:
-        return {FinishedBy::cancelled, "cancelled", 0, 0};
+        return {FinishedBy::cancelled, "cancelled"};
       case RequestEnd::deadline:
-        return {FinishedBy::cancelled, "the time limit of this request is over", 0, 0};
+        return {FinishedBy::cancelled, "the time limit of this request is over"};
       case RequestEnd::not_finite:
         break;
     }
     return {FinishedBy::error,
-            "the logits of this request are not finite: the model's weights or its arithmetic are damaged", 0, 0};
+            "the logits of this request are not finite: the model's weights or its arithmetic are damaged"};
   }
 
   const std::int64_t prompt_ids_;
@@ -126,6 +128,7 @@ class CompletionListener : public RequestListener {
   const std::vector<std::int32_t> stop_ids_;
   const std::shared_ptr<CompletionSink> sink_;
   std::int64_t generated_ = 0;
+  std::int64_t cached_ = 0;
   bool gone_ = false;  // the sink takes no more pieces
 };
 
@@ -222,7 +225,10 @@ Completion make_completion(CompletionPrompt prompt, const CompletionOptions& opt
   EngineRequest request;
   request.prompt = prompt.ids;
   request.sampling = sampling_plan(sampler);
-  if (!options.ignore_eos) request.stop_ids = config.eos_ids;
+  if (!options.ignore_eos) {
+    request.stop_ids = config.eos_ids;
+    request.stop_ids.insert(request.stop_ids.end(), options.stop_ids.begin(), options.stop_ids.end());
+  }
   request.max_ids = options.max_tokens;
   request.alternatives = options.logprobs;
   request.score_prompt = options.echo && (options.logprobs >= 0 || options.max_tokens == 0);

@@ -23,7 +23,8 @@ struct CompletionOptions {
   std::int64_t max_tokens = 128;  // 0 with echo alone: the prompt is scored and nothing is generated
   SamplerOptions sampler = {};    // vocab_limit: make_completion() sets it
   std::vector<std::string> stop = {};
-  bool ignore_eos = false;
+  std::vector<std::int32_t> stop_ids = {};  // beside the model's eos_ids, and as these without text
+  bool ignore_eos = false;                  // nor stop_ids
   std::int32_t logprobs = -1;  // number of likeliest ids whose log-probabilities come with each id's own; -1: no scores
   bool echo = false;           // the prompt's text comes first; with logprobs, those of the prompt's ids too
   std::optional<std::chrono::steady_clock::time_point> deadline = {};
@@ -72,6 +73,7 @@ struct CompletionEnd {
   std::string message;             // of an error or a cancellation: one line, otherwise empty
   std::int64_t prompt_ids = 0;     // ids of the prompt
   std::int64_t generated_ids = 0;  // sampled ids, a stop id included
+  std::int64_t cached_ids = 0;     // ids of the prompt that were found in the prefix cache
 };
 
 // Takes what a completion produces, on the thread that calls Engine::step(). Must not throw and must not block.

@@ -65,6 +65,9 @@ class Engine::State {
   }
 
   std::string refusal(std::int64_t prompt_ids, std::int64_t max_ids) const;
+  std::int64_t most_ids(std::int64_t prompt_ids) const {
+    return std::min(longest_, pool_.num_pages() * pool_.page_size() + 1) - prompt_ids;
+  }
   std::unique_ptr<RequestState> admitted(EngineRequest asked, std::shared_ptr<RequestListener> listener);
   bool step();
   std::string inconsistency() const;
@@ -258,6 +261,9 @@ Engine::~Engine() = default;
 
 std::string Engine::refusal(std::int64_t prompt_ids, std::int64_t max_ids) const {
   return state_->refusal(prompt_ids, max_ids);
+}
+std::int64_t Engine::most_ids(std::int64_t prompt_ids) const {
+  return state_->most_ids(prompt_ids);
 }
 RequestId Engine::submit(EngineRequest request, std::shared_ptr<RequestListener> listener) {
   return state_->inbox.submit(state_->admitted(std::move(request), std::move(listener)));

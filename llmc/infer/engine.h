@@ -42,7 +42,7 @@ enum class RequestEnd {
 };
 
 // Receives what the engine produces for one request. Called from step(), in this order: on_prompt once if asked for,
-// on_id for each id, on_end once. A request that ends early may not get all of the former. May call submit() and
+// on_id for each id, on_cached, on_end once. A request that ends early may not get all of the former. May call submit() and
 // cancel(). Must not throw.
 class RequestListener {
  public:
@@ -51,6 +51,7 @@ class RequestListener {
   virtual void on_prompt(std::span<const ScoredId> /*scored*/) {}
   // Returns false to end the request: then this id was its last.
   virtual bool on_id(const ScoredId& id) = 0;
+  virtual void on_cached(std::int64_t /*ids*/) {}  // of the prompt: found in the prefix cache
   virtual void on_end(RequestEnd end) = 0;
 };
 
@@ -118,6 +119,8 @@ class Engine {
   // max_ids - 1 further positions, all in the pool at once; max_ids is cut to what the model was made for, so that only a
   // prompt that leaves no room for one id is refused for its length.
   std::string refusal(std::int64_t prompt_ids, std::int64_t max_ids) const;
+  // The largest max_ids that refusal() does not refuse and that is not cut; less than 1 if there is none.
+  std::int64_t most_ids(std::int64_t prompt_ids) const;
 
   // From any thread. The request waits until step() takes it up. A request that refusal() refuses is Exit::usage.
   RequestId submit(EngineRequest request, std::shared_ptr<RequestListener> listener);

@@ -23,12 +23,6 @@ enum Phase { waiting, reading_prompt, writing };
 std::atomic<Phase> phase{waiting};
 std::atomic<int> received_signal{0};
 static_assert(std::atomic<Phase>::is_always_lock_free && std::atomic<int>::is_always_lock_free);
-constexpr const char* kInteractiveHelp =
-    "A line that you type is added to the text, and the model continues it.\n"
-    "  /reset   forget the text and begin anew\n"
-    "  /help    print this\n"
-    "  /quit    leave, as Ctrl-D does\n"
-    "Ctrl-C stops an answer. To add one of these words to the text, put a space before it.";
 constexpr unsigned kPromptSeconds = 1;  // after Ctrl-C, a prefill that takes longer than this is ended with the program
 
 extern "C" void on_signal(int signal_number) {
@@ -59,14 +53,56 @@ void install_handlers() {
   if (!is_ignored(SIGHUP)) sigaction(SIGHUP, &action, nullptr);
 }
 
-class Conversation {
+}  // namespace
+
+GenerateHooks answer_hooks(TextOutput& output) {
+  GenerateHooks hooks;
+  hooks.on_text = [&output](std::string_view piece) { output.write(piece); };
+  hooks.on_id = [] { phase = writing; };
+  hooks.interrupted = [] { return received_signal != 0; };
+  return hooks;
+}
+
+Exit answer_lines(LineAnswerer& answerer) {
+  install_handlers();
+  // A signal that came while the model was loaded was caught by the handlers that these replace.
+  if (stop_signal() != 0) return exit_after_signal(stop_signal());
+  LineInput input;
+  std::string line;
+  while (true) {
+    const LineInput::Result result = input.read(line);
+    if (result == LineInput::Result::end) break;
+    if (result == LineInput::Result::too_long) {
+      log_warning("this line has more than %s: it is left out", human_bytes(kMaxLineBytes).c_str());
+      continue;
+    }
+    if (line == "/quit") break;
+    if (answerer.command(line)) continue;
+    received_signal = 0;
+    phase = reading_prompt;
+    answerer.answer(line);
+    phase = waiting;
+    if (received_signal == SIGTERM || received_signal == SIGHUP) return Exit::terminated;
+  }
+  return Exit::ok;
+}
+
+namespace {
+
+constexpr const char* kInteractiveHelp =
+    "A line that you type is added to the text, and the model continues it.\n"
+    "  /reset   forget the text and begin anew\n"
+    "  /help    print this\n"
+    "  /quit    leave, as Ctrl-D does\n"
+    "Ctrl-C stops an answer. To add one of these words to the text, put a space before it.";
+
+class GrowingText : public LineAnswerer {
  public:
-  Conversation(DecodeModel& model, const Tokenizer& tokenizer, Tokenizer::Special special,
-               const GenerateOptions& options, bool statistics)
+  GrowingText(DecodeModel& model, const Tokenizer& tokenizer, Tokenizer::Special special,
+              const GenerateOptions& options, bool statistics)
       : model_(model), tokenizer_(tokenizer), special_(special), options_(options), statistics_(statistics) {}
 
-  // Whether the line is a command, which is then carried out. Any other line, with a slash or without, is text.
-  bool command(const std::string& line) {
+  bool command(const std::string& line) override {
     if (line == "/reset") {
       model_.reset();
       log_info("(the text begins anew)");
@@ -78,14 +114,10 @@ class Conversation {
     return true;
   }
 
-  void answer(const std::string& line) {
+  void answer(const std::string& line) override {
     const std::optional<std::vector<std::int32_t>> ids = next_ids(line);
     if (!ids.has_value()) return;
-    GenerateHooks hooks;
-    hooks.on_text = [this](std::string_view piece) { output_.write(piece); };
-    hooks.on_id = [] { phase = writing; };
-    hooks.interrupted = [] { return received_signal != 0; };
-    const GenerateResult result = generate(model_, &tokenizer_, *ids, options_, hooks);
+    const GenerateResult result = generate(model_, &tokenizer_, *ids, options_, answer_hooks(output_));
     last_id_ = result.ids.back();
     output_.write("\n");
     if (statistics_) log_info("(%s)", statistics_line(model_, result).c_str());
@@ -122,28 +154,8 @@ class Conversation {
 
 Exit run_interactive(DecodeModel& model, const Tokenizer& tokenizer, Tokenizer::Special special,
                      const GenerateOptions& options, bool statistics) {
-  install_handlers();
-  // A signal that came while the model was loaded was caught by the handlers that these replace.
-  if (stop_signal() != 0) return exit_after_signal(stop_signal());
-  LineInput input;
-  Conversation conversation(model, tokenizer, special, options, statistics);
-  std::string line;
-  while (true) {
-    const LineInput::Result result = input.read(line);
-    if (result == LineInput::Result::end) break;
-    if (result == LineInput::Result::too_long) {
-      log_warning("this line has more than %s: it is left out", human_bytes(kMaxLineBytes).c_str());
-      continue;
-    }
-    if (line == "/quit") break;
-    if (conversation.command(line)) continue;
-    received_signal = 0;
-    phase = reading_prompt;
-    conversation.answer(line);
-    phase = waiting;
-    if (received_signal == SIGTERM || received_signal == SIGHUP) return Exit::terminated;
-  }
-  return Exit::ok;
+  GrowingText text(model, tokenizer, special, options, statistics);
+  return answer_lines(text);
 }
 
 }  // namespace weft

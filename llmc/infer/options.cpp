@@ -35,6 +35,7 @@ constexpr TaskName kTasks[] = {
     {InferTask::prompt_file, "prompt-file"},
     {InferTask::prompt_ids, "prompt-ids"},
     {InferTask::interactive, "interactive"},
+    {InferTask::chat, "chat"},
     {InferTask::batch, "batch"},
     {InferTask::serve, "serve"},
     {InferTask::perplexity, "perplexity"},
@@ -71,6 +72,9 @@ void add_tasks(OptionTable& table, InferSettings& s) {
   table.text("prompt-ids", s.prompt_ids, "1,2,3", "continue these token ids; works without a tokenizer");
   table.flag("interactive", s.interactive,
              "continue each line of stdin, in one growing text; /help, /reset and /quit are commands");
+  table.flag("chat", s.chat,
+             "answer each line of stdin as a message, in the model's chat format; /help, /reset, /system and /quit are "
+             "commands; without --max-tokens an answer has as many tokens as fit");
   table.text("batch", s.batch, "FILE",
              "answer each line of this file of requests, see doc/batch.md; - is stdin; needs --output");
   table.text("perplexity", s.perplexity, "FILE", "score the text of this file");
@@ -82,14 +86,16 @@ void add_tasks(OptionTable& table, InferSettings& s) {
       "describe", s.describe, "PATH",
       "print what a model is, as JSON: of a Hugging Face directory, its config.json, or a model file; - reads the "
       "configuration from stdin; needs no --model and no GPU");
-  table.text("serve", s.serve, "HOST:PORT",
-             "serve OpenAI's completions API and a page for browsers, as 127.0.0.1:8000; port 0: a free one");
+  table.text(
+      "serve", s.serve, "HOST:PORT",
+      "serve OpenAI's APIs for completions and chats, and a page for browsers, as 127.0.0.1:8000; port 0: a free one");
 }
 
 void add_generation(OptionTable& table, InferSettings& s) {
   table.group("Generation");
   table.integer("max-tokens", s.max_tokens, 1, kNoLimit, "stop after so many tokens");
   table.short_name('n', "max-tokens");
+  table.text("system", s.system, "TEXT", "of --chat: the system message");
   table.repeated("stop", s.stop, "TEXT", "stop before this text");
   table.flag("ignore-eos", s.ignore_eos, "do not stop at the end-of-text token");
   table.flag("special", s.special, "names of special tokens in the prompt are tokens, not text");
@@ -279,17 +285,22 @@ void check_together(const OptionTable& table, InferSettings& s) {
   }
   check_many(table, s);
   check_server(table, s);
-  if (s.json && (s.task == InferTask::interactive || s.task == InferTask::batch || s.task == InferTask::serve ||
-                 s.task == InferTask::compare)) {
+  if (s.json && (s.task == InferTask::interactive || s.task == InferTask::chat || s.task == InferTask::batch ||
+                 s.task == InferTask::serve || s.task == InferTask::compare)) {
     fail(Exit::usage, "--json: does not go with %s", given.c_str());
   }
   if (table.given("stride") && s.task != InferTask::perplexity) fail(Exit::usage, "--stride: only for --perplexity");
   if (table.given("against") && s.task != InferTask::perplexity) fail(Exit::usage, "--against: only for --perplexity");
   if (s.no_echo && !s.prompted()) fail(Exit::usage, "--no-echo: only for --prompt, --prompt-file and --prompt-ids");
-  const bool generates = s.prompted() || s.task == InferTask::interactive;
+  const bool chats = s.task == InferTask::chat;
+  if (table.given("system") && !chats) fail(Exit::usage, "--system: only for --chat");
+  if (s.special && chats)
+    fail(Exit::usage, "--special: does not go with --chat, whose messages name no special tokens");
+  if (chats && !table.given("max-tokens")) s.max_tokens = std::numeric_limits<std::int64_t>::max();
+  const bool generates = s.prompted() || s.task == InferTask::interactive || chats;
   for (const auto& [name, given_flag] : {std::pair("stats", s.stats), std::pair("print-special", s.print_special)}) {
     if (given_flag && !generates) {
-      fail(Exit::usage, "--%s: only for --prompt, --prompt-file, --prompt-ids and --interactive", name);
+      fail(Exit::usage, "--%s: only for --prompt, --prompt-file, --prompt-ids, --interactive and --chat", name);
     }
   }
   if (s.task == InferTask::compare && (s.dtype == "fp16" || s.dtype == "bf16")) {

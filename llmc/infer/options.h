@@ -18,6 +18,7 @@ enum class InferTask {
   prompt_file,
   prompt_ids,
   interactive,
+  chat,
   batch,
   serve,
   perplexity,
@@ -35,7 +36,8 @@ struct InferSettings {
   std::int64_t context = 0, threads = 0;
 
   std::string prompt, prompt_file, prompt_ids, batch, perplexity, bench_batch, compare, describe;
-  bool interactive = false, bench = false;
+  bool interactive = false, chat = false, bench = false;
+  std::string system;  // of --chat
 
   std::int64_t max_tokens = 128, top_k = 0, seed = 0;
   double temperature = 0, top_p = 1, min_p = 0;

@@ -66,7 +66,9 @@ void RequestTable::end(RequestState& request, RequestEnd reason) {
   drafter_.release(request);
   if (request.asked.deadline.has_value()) deadlines_.erase({*request.asked.deadline, request.id});
   const std::shared_ptr<RequestListener> listener = std::move(request.listener);
+  const std::int64_t cached = request.cached_ids;
   erase_if_released(request);
+  listener->on_cached(cached);
   listener->on_end(reason);
 }
 

@@ -200,7 +200,9 @@ void Scheduler::use_prefix(Sequence& s) {
   const std::int64_t covered = std::ssize(s.table.pages()) * pool_.page_size();
   if (!options_.share_prefixes || !has_prompt_rows(s) || s.rows != covered) return;
   s.rows = s.table.extend_by_prefix(s.ids, s.first_needed_row());
-  if (!s.preempted) prefix_ids_ += s.rows - covered;
+  if (s.preempted) return;
+  prefix_ids_ += s.rows - covered;
+  s.cached_ids += s.rows - covered;
 }
 
 // Whether an older prompt is about to fill a page that this one can use: then this one waits for it.

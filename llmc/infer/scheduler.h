@@ -46,11 +46,12 @@ struct Sequence {
   std::int64_t scored_rows = 0;    // of them, those that were collected
 
   BlockTable table;
-  std::int32_t slot = -1;     // of the model; -1: none
-  std::int64_t rows = 0;      // rows that were submitted since it was admitted, or found in shared pages
-  std::int64_t sampled = 0;   // ids that were sampled, or that a submitted step will sample
-  bool id_on_device = false;  // its last id was sampled in its slot, so a step needs no id from the host
-  bool id_on_host = false;    // its last id came from a verification: it is in `ids` alone
+  std::int32_t slot = -1;       // of the model; -1: none
+  std::int64_t rows = 0;        // rows that were submitted since it was admitted, or found in shared pages
+  std::int64_t cached_ids = 0;  // of the prompt, that were found in shared pages when it was first admitted
+  std::int64_t sampled = 0;     // ids that were sampled, or that a submitted step will sample
+  bool id_on_device = false;    // its last id was sampled in its slot, so a step needs no id from the host
+  bool id_on_host = false;      // its last id came from a verification: it is in `ids` alone
   // `rows` as it was after each submitted step with rows of this sequence that was not collected, the oldest first.
   std::deque<std::int64_t> rows_in_flight;
   // Guesses of what follows `ids`, for the next step: set before plan() if no row of the sequence is in flight. plan()

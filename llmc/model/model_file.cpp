@@ -126,6 +126,14 @@ std::string ModelFile::tokenizer_json() const {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
+Json ModelFile::chat_members() const {
+  Json members = Json::object();
+  for (const char* name : {kChatFormat, kChatTemplate, kChatTokens}) {
+    if (const auto found = file_.config().find(name); found != file_.config().end()) members[name] = *found;
+  }
+  return members;
+}
+
 void ModelFile::read_parameter(const TensorSpec& spec, float* out) const {
   file_.read_finite_f32(file_.at(spec.name), out);
 }

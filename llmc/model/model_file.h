@@ -12,6 +12,11 @@ namespace weft {
 
 inline constexpr const char* kTokenizerTensor = "tokenizer.json";  // u8, the text of tokenizer.json
 
+// Members of the configuration, beside "model".
+inline constexpr const char* kChatFormat = "chat_format";      // doc/chat.md
+inline constexpr const char* kChatTemplate = "chat_template";  // that the format was learned from
+inline constexpr const char* kChatTokens = "chat_tokens";  // and the tokens that it names: bos_token, eos_token, ...
+
 // Why the model cannot be trained: its weights are quantised, or a capability has no backward pass. Empty: it can.
 std::string training_unsupported_reason(const ModelConfig& config);
 // Exit::bad_file with that reason, if there is one, for the model of the file `path`.
@@ -30,6 +35,8 @@ class ModelFile {
   DType dtype() const;  // of the embedding: what the start-up line names
   bool has_tokenizer() const;
   std::string tokenizer_json() const;  // verified; empty if the file carries none
+  // What the configuration says of chats, as far as the file has it, and not checked.
+  Json chat_members() const;
   // Reads one parameter as fp32 and verifies its hash. A value that is not finite is Exit::bad_file. Only for
   // ValueKind::floats.
   void read_parameter(const TensorSpec& spec, float* out) const;

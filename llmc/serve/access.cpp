@@ -7,7 +7,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/file.h"
-#include "llmc/serve/completions_request.h"
+#include "llmc/serve/text_request.h"
 
 namespace weft {
 

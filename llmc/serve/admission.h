@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "llmc/base/error.h"
-#include "llmc/serve/completions_request.h"
+#include "llmc/serve/request_error.h"
 
 namespace weft {
 

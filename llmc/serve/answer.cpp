@@ -20,20 +20,25 @@ void Answer::cancel() {
 
 void Answer::take_piece(std::size_t choice, const CompletionPiece& piece) {
   if (!wanted()) return;
-  choices[choice].add(piece);
-  if (stream && choices[choice].pending()) send(completions_event(head, choices[choice].write()));
+  usage.completion_tokens += piece.id.has_value() ? 1 : 0;
+  choices[choice]->add(piece);
+  if (stream) send_choice(*choices[choice]);
+}
+
+void Answer::send_choice(AnswerChoice& choice) {
+  while (choice.pending()) send(answer_event(head, choice.write(), usage_in_events ? &usage : nullptr));
 }
 
 void Answer::take_end(std::size_t choice, const CompletionEnd& end) {
   --unfinished_;
   if (!wanted()) return;
   if (end.reason == FinishedBy::error) return fail(500, end.message);
-  usage.completion_tokens += end.generated_ids;
-  choices[choice].finish(end.reason);
-  if (stream) send(completions_event(head, choices[choice].write()));
+  if (choice % choices_of_prompt == 0) usage.cached_tokens += end.cached_ids;
+  choices[choice]->finish(end.reason);
+  if (stream) send_choice(*choices[choice]);
   if (unfinished_ > 0) return;
-  if (!stream) return respond(200, completions_body(head, choices, usage));
-  if (include_usage) send(completions_usage_event(head, usage));
+  if (!stream) return respond(200, answer_body(head, choices, usage));
+  if (include_usage) send(usage_event(head, usage));
   send(kLastEvent);
   send_unsent();
   exchange->end_stream();

@@ -1,4 +1,4 @@
-// The answer to one request for completions: from what the engine hands out for its choices to JSON, or to events of a
+// The answer to one request for text: from what the engine hands out for its choices to JSON, or to events of a
 // stream.
 //
 // It is written on the thread of the connections alone, and once: fail() may have the last word before the engine has
@@ -18,7 +18,7 @@
 #include "llmc/infer/completion.h"
 #include "llmc/infer/engine.h"
 #include "llmc/serve/admission.h"
-#include "llmc/serve/completions_response.h"
+#include "llmc/serve/answer_json.h"
 #include "llmc/serve/http.h"
 #include "llmc/serve/metrics.h"
 
@@ -30,14 +30,15 @@ class Answer {
 
   // Set before submit(), constant from then on.
   std::shared_ptr<HttpExchange> exchange;
-  CompletionsHead head;
+  AnswerHead head;
   std::chrono::steady_clock::time_point arrival;
-  bool stream = false, include_usage = false;
+  bool stream = false, include_usage = false, usage_in_events = false;
+  std::size_t choices_of_prompt = 1;
   Reservation values;
 
   // From then on they change on the thread of the connections alone.
-  std::vector<CompletionsChoice> choices;
-  CompletionsUsage usage;
+  std::vector<std::unique_ptr<AnswerChoice>> choices;
+  AnswerUsage usage;
 
   // Hands the completions of all choices to the engine, in their order, and passes their places on.
   void submit(Engine& engine, std::vector<Completion> completions, Reservation& places);
@@ -59,6 +60,7 @@ class Answer {
  private:
   bool wanted() const { return !failed_ && !exchange->gone(); }
   void send(const std::string& data);
+  void send_choice(AnswerChoice& choice);
   void respond(int status, std::string body);
 
   ServerMetrics& metrics_;

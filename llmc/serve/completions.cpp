@@ -1,79 +1,26 @@
-// POST /v1/completions: from a body to completions that the engine works on.
-#include <chrono>
-#include <cstdint>
+// POST /v1/completions.
 #include <memory>
-#include <optional>
-#include <random>
 #include <utility>
-#include <vector>
 
-#include "llmc/base/clock.h"
-#include "llmc/infer/completion.h"
-#include "llmc/serve/access.h"
-#include "llmc/serve/answer.h"
+#include "llmc/serve/completions_choice.h"
 #include "llmc/serve/completions_request.h"
-#include "llmc/serve/routes.h"
+#include "llmc/serve/text_endpoint.h"
 
 namespace weft {
 
 namespace {
 
-// 63 random bits.
-std::uint64_t random_seed() {
-  std::random_device random;  // 32 bits each
-  const std::uint64_t high = random(), low = random();
-  return high << 31 | low >> 1;
+std::unique_ptr<AnswerChoice> make_choice(std::int64_t index, const TextRequest& request, const RequestContext& context,
+                                          std::shared_ptr<const CompletionPrompt> prompt) {
+  return std::make_unique<CompletionsChoice>(index, context.tokenizer, request.options.logprobs, std::move(prompt));
 }
 
-void submit(Service& service, const std::shared_ptr<Answer>& answer, const CompletionsRequest& request,
-            Reservation& places) {
-  service.admission.take_values(answer->values, request.values);
-  service
-      .check_ready();  // again after the reservation: a server that drains waits for all completions that are reserved
-  const CompletionsContext& context = service.context;
-  const bool scored = request.options.logprobs >= 0;
-  const std::uint64_t group = service.admission.new_group();
-  std::vector<Completion> completions;
-  for (const CompletionPrompt& prompt : request.prompts) {
-    answer->usage.prompt_tokens += static_cast<std::int64_t>(prompt.ids.size());
-    const auto shared = scored ? std::make_shared<const CompletionPrompt>(prompt) : nullptr;
-    for (std::int64_t i = 0; i < request.n; ++i) {
-      const std::size_t choice = answer->choices.size();
-      CompletionOptions own = request.options;
-      own.sampler.seed += static_cast<std::uint64_t>(i);
-      answer->choices.emplace_back(static_cast<std::int64_t>(choice), context.tokenizer, own.logprobs, shared);
-      completions.push_back(
-          make_completion(prompt, own, context.tokenizer, *context.config, service.answers.sink(answer, choice)));
-      completions.back().request.group = group;
-    }
-  }
-  service.answers.submit(answer, *service.engine, std::move(completions), places);
-}
+constexpr TextAdapter kAdapter = {"cmpl-", "text_completion", "text_completion", false, parse_completions, make_choice};
 
 }  // namespace
 
 std::optional<HttpResponse> create_completion(const Call& call) {
-  Service& service = call.service;
-  const auto answer = std::make_shared<Answer>(service.metrics, service.admission);
-  answer->arrival = std::chrono::steady_clock::now();
-  service.check_ready();
-  check_json_body(call.exchange->request());
-  Reservation places = service.admission.of_completions();
-  CompletionsRequest request =
-      parse_completions(call.exchange->take_body(), service.context, [&](std::int64_t completions) {
-        service.admission.take_completions(places, completions, service.context.max_sequences);
-      });
-  if (!request.seeded) request.options.sampler.seed = random_seed();
-  if (service.options.request_seconds > 0) {
-    request.options.deadline = answer->arrival + duration_of(service.options.request_seconds);
-  }
-  answer->exchange = call.exchange;
-  answer->head = completions_head(service.options.model);
-  answer->head.usage_follows = request.include_usage;
-  answer->stream = request.stream;
-  answer->include_usage = request.include_usage;
-  submit(service, answer, request, places);
-  return std::nullopt;
+  return create_text(kAdapter, call);
 }
 
 }  // namespace weft

@@ -3,11 +3,11 @@
 #include <string>
 
 #include "llmc/base/json.h"
-#include "llmc/serve/completions_request.h"
-#include "llmc/serve/completions_response.h"
+#include "llmc/serve/answer_json.h"
 #include "llmc/serve/metrics.h"
 #include "llmc/serve/page.h"
 #include "llmc/serve/routes.h"
+#include "llmc/serve/text_request.h"
 
 namespace weft {
 
@@ -19,7 +19,9 @@ HttpResponse json_response(const Json& json) {
 
 Json model_of(const Service& service) {
   Json model = {{"id", service.options.model}, {"object", "model"}, {"created", 0}, {"owned_by", "weft"}};
-  if (service.phase != Service::Phase::loading) model["max_model_len"] = service.context.config->max_positions;
+  if (service.phase == Service::Phase::loading) return model;
+  model["max_model_len"] = service.context.config->max_positions;
+  if (service.context.chat != nullptr) model["chat"] = true;
   return model;
 }
 

@@ -1,7 +1,8 @@
 #include "llmc/serve/request_fields.h"
 
 #include <algorithm>
-#include <array>
+#include <optional>
+#include <span>
 #include <string_view>
 
 #include "llmc/base/error.h"
@@ -20,7 +21,7 @@ struct Refused {
   const char* way = "";  // how to ask this server for the same
 };
 constexpr Refused kRefused[] = {
-    // OpenAI; the last ones belong to chats
+    // OpenAI
     {"suffix", R"([""])"},
     {"presence_penalty", "[0]"},
     {"frequency_penalty", "[0]"},
@@ -28,14 +29,14 @@ constexpr Refused kRefused[] = {
     {"response_format", R"([{"type": "text"}])"},
     {"prediction", "[]"},
     {"modalities", R"([["text"]])"},
-    {"max_completion_tokens", "[]", "max_tokens"},
-    {"top_logprobs", "[0]", "logprobs"},
-    {"messages", "[]", "prompt"},
     {"tools", "[[]]"},
-    {"tool_choice", R"(["none"])"},
+    {"tool_choice", R"(["none", "auto"])"},
     {"functions", "[[]]"},
     {"function_call", R"(["none"])"},
     {"reasoning_effort", R"(["none"])"},
+    {"verbosity", R"(["medium"])"},
+    {"web_search_options", "[]"},
+    {"audio", "[]"},
     // vLLM
     {"repetition_penalty", "[1]"},
     {"length_penalty", "[1]"},
@@ -47,10 +48,9 @@ constexpr Refused kRefused[] = {
     {"skip_special_tokens", "[false]"},  // weft writes them by name
     {"allowed_token_ids", "[[]]"},
     {"bad_words", "[[]]"},
-    {"add_special_tokens", "[true]"},
     {"truncate_prompt_tokens", "[]"},
     {"prompt_embeds", "[]"},
-    {"prompt_logprobs", "[]", "echo with logprobs"},
+    {"prompt_logprobs", "[]"},
     {"logprob_token_ids", "[[]]"},
     {"logits_processors", "[[]]"},
     {"structured_outputs", "[]"},
@@ -113,7 +113,7 @@ constexpr Refused kRefused[] = {
     {"max_new_tokens", "[]", "max_tokens"},
     {"sampling_seed", "[]", "seed"},
     {"sampling_params", "[{}]", "the fields by themselves"},
-    {"input_ids", "[]", "prompt"},
+    {"input_ids", "[]"},
     {"input_embeds", "[]"},
     {"return_logprob", "[false]", "logprobs"},
     {"top_logprobs_num", "[0]", "logprobs"},
@@ -135,6 +135,32 @@ constexpr Refused kRefused[] = {
     {"smoothing_factor", "[0]"},
     {"guidance_scale", "[1]"},
     {"negative_prompt", R"([""])"},
+};
+
+// Of one API alone: looked at before those of all.
+constexpr Refused kRefusedInCompletions[] = {
+    {"max_completion_tokens", "[]", "max_tokens"},
+    {"top_logprobs", "[0]", "logprobs"},
+    {"messages", "[]", "prompt, or POST /v1/chat/completions"},
+    {"add_special_tokens", "[true]"},
+    {"prompt_logprobs", "[]", "echo with logprobs"},
+    {"input_ids", "[]", "prompt"},
+};
+constexpr Refused kRefusedInChat[] = {
+    {"prompt", "[]", "messages, or POST /v1/completions"},
+    {"best_of", "[1]", "n"},
+    {"add_special_tokens", "[false]"},  // the chat format has those that it wants
+    {"chat_template", "[]"},
+    {"chat_template_kwargs", "[{}]", "--chat-option of the converter"},
+    {"documents", "[[]]"},
+    {"mm_processor_kwargs", "[{}]"},
+    {"include_reasoning", "[true]"},
+    {"separate_reasoning", "[true]"},
+    {"stream_reasoning", "[true]"},
+    {"reasoning_format", R"(["auto", "deepseek"])"},
+    {"reasoning_in_content", "[false]"},
+    {"thinking_forced_open", "[false]"},
+    {"enable_thinking", "[]", "--chat-option of the converter"},
 };
 
 // Fields that change no text of this server, whatever they hold: names for the client's own use, hints for caches, queues and
@@ -200,16 +226,44 @@ constexpr std::string_view kIgnored[] = {
     "return_cached_tokens_details",
 };
 
+const Refused* row_of(std::span<const Refused> rows, const std::string& name) {
+  const auto found = std::ranges::find(rows, name, &Refused::name);
+  return found == rows.end() ? nullptr : &*found;
+}
+
 std::string got(const std::string& name, const Json& value) {
   return escaped(name, 60) + ": got " + escaped(json_text(value), 60);
 }
 
 }  // namespace
 
-std::string foreign_field_error(const std::string& name, const Json& value) {
+[[noreturn]] void refuse_field(const std::string& name, const Json& got, const std::string& expected) {
+  const std::string shown = escaped(json_text(got), 60);
+  throw RequestError(400, format("%s: got %s, expected %s", name.c_str(), shown.c_str(), expected.c_str()), name);
+}
+
+bool read_flag(const Json& body, const std::string& name, bool otherwise) {
+  const auto found = body.find(name);
+  if (found == body.end() || found->is_null()) return otherwise;
+  if (!found->is_boolean()) refuse_field(name, *found, "true or false");
+  return found->get<bool>();
+}
+
+std::int64_t read_count(const Json& body, const std::string& name, std::int64_t otherwise, std::int64_t high) {
+  const auto found = body.find(name);
+  if (found == body.end() || found->is_null()) return otherwise;
+  const std::optional<std::int64_t> count = json_integer(*found);
+  if (count && *count >= 1 && *count <= high) return *count;
+  refuse_field(name, *found,
+               high == INT64_MAX ? "an integer of at least 1"
+                                 : format("an integer from 1 to %lld", static_cast<long long>(high)));
+}
+
+std::string foreign_field_error(const std::string& name, const Json& value, TextApi api) {
   if (std::ranges::find(kIgnored, name) != std::end(kIgnored)) return "";
-  const auto field = std::ranges::find(kRefused, name, &Refused::name);
-  if (field == std::end(kRefused)) {
+  const Refused* field = api == TextApi::chat ? row_of(kRefusedInChat, name) : row_of(kRefusedInCompletions, name);
+  if (field == nullptr) field = row_of(kRefused, name);
+  if (field == nullptr) {
     return got(name, value) + ", a field that this server does not know: it would have no effect. Leave it out";
   }
   std::string expected = "null";

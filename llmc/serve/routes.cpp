@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "llmc/base/error.h"
-#include "llmc/serve/completions_request.h"
+#include "llmc/serve/text_request.h"
 
 namespace weft {
 
@@ -23,7 +23,11 @@ constexpr Route kRoutes[] = {
     {"GET", "/metrics", show_metrics},
     {"GET", "/v1/models", list_models},
     {"GET", "/v1/models/{name}", show_model},
+    {"GET", "/tokenizer_info", show_tokenizer},
     {"POST", "/v1/completions", create_completion},
+    {"POST", "/v1/chat/completions", create_chat_completion},
+    {"POST", "/tokenize", tokenize},
+    {"POST", "/detokenize", detokenize},
 };
 
 // What stands for {name} in `path`; nothing if it is not the route's.

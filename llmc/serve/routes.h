@@ -31,5 +31,7 @@ bool is_open(std::string_view path);
 
 Endpoint show_page, show_health, show_version, show_metrics, list_models, show_model;  // endpoints.cpp
 Endpoint create_completion;                                                            // completions.cpp
+Endpoint create_chat_completion;                                                       // chat_completions.cpp
+Endpoint tokenize, detokenize, show_tokenizer;                                         // tokenize.cpp
 
 }  // namespace weft

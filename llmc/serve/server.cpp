@@ -8,10 +8,10 @@
 #include "llmc/base/clock.h"
 #include "llmc/base/log.h"
 #include "llmc/base/signals.h"
-#include "llmc/serve/completions_request.h"
-#include "llmc/serve/completions_response.h"
+#include "llmc/serve/answer_json.h"
 #include "llmc/serve/routes.h"
 #include "llmc/serve/service.h"
+#include "llmc/serve/text_request.h"
 
 namespace weft {
 
@@ -134,7 +134,7 @@ std::string CompletionsServer::held() const {
 }
 
 Exit CompletionsServer::run(Engine& engine, const EngineOptions& engine_options, const ModelConfig& config,
-                            const Tokenizer* tokenizer, Tokenizer::Special special) {
+                            const Tokenizer* tokenizer, Tokenizer::Special special, const ServedChat& chat) {
   Service& s = *service_;
   s.engine = &engine;
   s.context = {
@@ -144,7 +144,10 @@ Exit CompletionsServer::run(Engine& engine, const EngineOptions& engine_options,
       &config,
       engine_options.max_running + s.options.max_queue,
       s.options.answer_values,
-      [&engine](std::int64_t prompt_ids, std::int64_t max_tokens) { return engine.refusal(prompt_ids, max_tokens); }};
+      [&engine](std::int64_t prompt_ids, std::int64_t max_tokens) { return engine.refusal(prompt_ids, max_tokens); },
+      chat.chat,
+      [&engine](std::int64_t prompt_ids) { return engine.most_ids(prompt_ids); },
+      chat.tokenizer_info};
   on_stop(OnStop::finish, "stopping: requests under way are finished; a second signal leaves at once",
           "left: requests under way were cut off");
   s.phase = Phase::ready;

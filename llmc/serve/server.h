@@ -1,4 +1,4 @@
-// The server of infer_pythia --serve: the completions API of OpenAI over one engine (doc/serving.md).
+// The server of infer_pythia --serve: the APIs of OpenAI for completions and chats over one engine (doc/serving.md).
 //
 // Three kinds of threads: the one that calls run() steps the engine; one reads and writes connections and makes JSON of
 // what the engine hands out; workers parse and tokenize requests. The first passes its results to the second in
@@ -12,8 +12,8 @@
 #include "llmc/base/error.h"
 #include "llmc/infer/engine.h"
 #include "llmc/model/config.h"
-#include "llmc/serve/completions_request.h"
 #include "llmc/serve/http.h"
+#include "llmc/serve/text_request.h"
 #include "llmc/text/tokenizer.h"
 
 namespace weft {
@@ -28,6 +28,12 @@ struct ServerOptions {
   std::int64_t answer_values = kMostAnswerValues;  // the most of one answer; of all under way four times as many
   double drain_seconds = 30;
   double request_seconds = 0;  // a completion that takes longer ends; 0: no limit
+};
+
+// What a model may have beside its tokenizer.
+struct ServedChat {
+  const Chat* chat = nullptr;            // null: it has no chat format
+  Json tokenizer_info = Json::object();  // of GET /tokenizer_info: chat_template and the tokens that it names
 };
 
 struct Service;
@@ -49,7 +55,7 @@ class CompletionsServer {
   // drain_seconds, and returns the exit code of the signal. If the engine fails, all requests end with an error, and its
   // error goes on to the caller. `tokenizer` may be null. Called once; everything given must live as long as the call.
   Exit run(Engine& engine, const EngineOptions& engine_options, const ModelConfig& config, const Tokenizer* tokenizer,
-           Tokenizer::Special special);
+           Tokenizer::Special special, const ServedChat& chat = {});
 
  private:
   std::unique_ptr<Service> service_;

@@ -8,10 +8,10 @@
 #include "llmc/serve/access.h"
 #include "llmc/serve/admission.h"
 #include "llmc/serve/answers.h"
-#include "llmc/serve/completions_request.h"
 #include "llmc/serve/http.h"
 #include "llmc/serve/metrics.h"
 #include "llmc/serve/server.h"
+#include "llmc/serve/text_request.h"
 
 namespace weft {
 
@@ -36,7 +36,7 @@ struct Service {
 
   // Set before phase is `ready`, constant from then on.
   Engine* engine = nullptr;
-  CompletionsContext context;
+  RequestContext context;
 
   HttpServer http;  // last: its threads use all of the above
 };

@@ -79,6 +79,14 @@ std::size_t skip_spaces_forward(std::string_view text, std::size_t position) {
 
 }  // namespace
 
+std::size_t spaces_begin(std::string_view text) {
+  return skip_spaces_backward(text, text.size(), 0);
+}
+
+std::size_t spaces_end(std::string_view text) {
+  return skip_spaces_forward(text, 0);
+}
+
 AddedTokenMatcher::AddedTokenMatcher(std::vector<AddedToken> tokens, std::size_t block)
     : tokens_(std::move(tokens)), block_(block) {
   const auto reversed_order = [](const AddedToken& a, const AddedToken& b) {

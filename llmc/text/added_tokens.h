@@ -29,6 +29,10 @@ struct AddedToken {
   bool single_word = false;  // only between characters that are not part of a word
 };
 
+// What lstrip and rstrip take: where the white space at the end of `text` begins, and where that at its beginning ends.
+std::size_t spaces_begin(std::string_view text);
+std::size_t spaces_end(std::string_view text);
+
 // Finds the added tokens of one pass. The first pass finds those that are not `normalized`, in the raw text; the second
 // finds the others, in the normalized text between them.
 class AddedTokenMatcher {

@@ -24,6 +24,12 @@ AddedTokenMatcher matcher_of(const TokenizerSpec& spec, bool normalized) {
   return AddedTokenMatcher(std::move(tokens));
 }
 
+std::vector<AddedToken> special_of(const TokenizerSpec& spec) {
+  std::vector<AddedToken> tokens;
+  std::ranges::copy_if(spec.added, std::back_inserter(tokens), &AddedToken::special);
+  return tokens;
+}
+
 // How many times as long as its result the text before `step` can be; 0: any number of times.
 double most_shrinking(const NormalizerStep& step) {
   // A code point of at most 4 bytes becomes one byte or more. Where the result is composed, at most 3 of them become 2 bytes, or
@@ -64,11 +70,12 @@ class Encoder {
  public:
   Encoder(const Tokenizer& tokenizer, std::vector<std::int32_t>& ids) : tokenizer_(tokenizer), ids_(ids) {}
 
-  void encode(std::string_view text, bool allow_special) {
+  // `in_front`: nothing comes before the text.
+  void encode(std::string_view text, bool allow_special, bool in_front = true) {
     split_scratch_.begin_text(text.size());
     const auto on_token = [&](std::int32_t id) { ids_.push_back(id); };
     const auto on_raw_part = [&](std::string_view part) {
-      const bool at_start = part.data() == text.data();
+      const bool at_start = in_front && part.data() == text.data();
       std::string normalized;
       if (!tokenizer_.normalizer_.changes_nothing()) part = normalized = tokenizer_.normalizer_.apply(part);
       tokenizer_.normalized_added_.split(
@@ -129,11 +136,54 @@ class Encoder {
   std::string key_;  // kept for its capacity
 };
 
+// One call of encode() for segments: joins what lies between two special tokens to runs.
+class SegmentEncoder {
+ public:
+  SegmentEncoder(const Tokenizer& tokenizer, std::vector<std::int32_t>& ids)
+      : tokenizer_(tokenizer), ids_(ids), encoder_(tokenizer, ids) {}
+
+  void add(const TextSegment& segment) {
+    const std::string text = utf8_replace_invalid(segment.text);
+    if (!segment.literal) {
+      run_ += text;
+      return;
+    }
+    tokenizer_.special_names_.split(
+        text, true, [&](std::string_view part) { run_ += part; }, [&](std::int32_t id) { add_token(id); });
+  }
+  // Ends the run.
+  void end() {
+    if (after_taking_) run_.erase(0, spaces_end(run_));
+    if (!run_.empty()) encoder_.encode(run_, false, in_front_);
+    run_.clear();
+  }
+
+ private:
+  void add_token(std::int32_t id) {
+    const auto index = static_cast<std::size_t>(id);
+    if (tokenizer_.takes_before_[index]) run_.resize(spaces_begin(run_));
+    end();
+    ids_.push_back(id);
+    in_front_ = false;
+    after_taking_ = tokenizer_.takes_after_[index];
+  }
+
+  const Tokenizer& tokenizer_;
+  std::vector<std::int32_t>& ids_;
+  Encoder encoder_;
+  std::string run_;
+  bool in_front_ = true;       // no special token has come
+  bool after_taking_ = false;  // the run stands behind a token that takes white space
+};
+
 Tokenizer::Tokenizer(TokenizerSpec spec)
     : contents_(std::move(spec.contents)),
       special_(contents_.size(), false),
+      takes_before_(contents_.size(), false),
+      takes_after_(contents_.size(), false),
       left_out_(std::move(spec.left_out)),
       normalizer_(spec.normalizers),
+      special_names_(special_of(spec)),
       raw_added_(matcher_of(spec, false)),
       normalized_added_(matcher_of(spec, true)),
       pre_tokenizer_(spec.steps),
@@ -146,7 +196,12 @@ Tokenizer::Tokenizer(TokenizerSpec spec)
   for (std::size_t id = 0; id < contents_.size(); ++id) {
     id_by_content_.emplace(contents_[id], static_cast<std::int32_t>(id));
   }
-  for (const AddedToken& token : spec.added) special_[static_cast<std::size_t>(token.id)] = token.special;
+  for (const AddedToken& token : spec.added) {
+    const auto id = static_cast<std::size_t>(token.id);
+    special_[id] = token.special;
+    takes_before_[id] = token.lstrip;
+    takes_after_[id] = token.rstrip;
+  }
   id_by_word_.reserve(spec.words.size());
   for (TokenizerSpec::Word& word : spec.words) id_by_word_.emplace(std::move(word.bytes), word.id);
 }
@@ -159,6 +214,14 @@ std::vector<std::int32_t> Tokenizer::encode(std::string_view text, bool add_bos,
   std::vector<std::int32_t> ids;
   if (add_bos && bos_) ids.push_back(*bos_);
   Encoder(*this, ids).encode(utf8_replace_invalid(text), special == Special::allow);
+  return ids;
+}
+
+std::vector<std::int32_t> Tokenizer::encode(std::span<const TextSegment> segments) const {
+  std::vector<std::int32_t> ids;
+  SegmentEncoder encoder(*this, ids);
+  for (const TextSegment& segment : segments) encoder.add(segment);
+  encoder.end();
   return ids;
 }
 

@@ -23,6 +23,7 @@
 #include "llmc/text/bpe.h"
 #include "llmc/text/normalizer.h"
 #include "llmc/text/pretokenize.h"
+#include "llmc/text/text_segment.h"
 #include "llmc/text/token_decoder.h"
 
 namespace weft {
@@ -48,6 +49,10 @@ class Tokenizer {
   // piece of more than 256 MiB: Exit::resources. A text on which a pattern takes too long (pretokenize.h): Exit::usage.
   std::vector<std::int32_t> encode(std::string_view text, bool add_bos, Special special = Special::text) const;
 
+  // The ids of the segments, joined to one text: special tokens are those that stand in one literal, and names of special tokens
+  // anywhere else are text. Nothing is put in front. doc/chat.md, "Ids", says what holds at the borders.
+  std::vector<std::int32_t> encode(std::span<const TextSegment> segments) const;
+
   // No text of this many bytes has fewer ids, BOS not counted. 0: nothing is known without encoding it, because this tokenizer
   // leaves bytes out, or makes one token of any number of them.
   std::int64_t least_ids(std::string_view text) const;
@@ -67,6 +72,7 @@ class Tokenizer {
 
  private:
   friend class Encoder;
+  friend class SegmentEncoder;
   friend class StreamingDecoder;
   explicit Tokenizer(TokenizerSpec spec);
   void check_id(std::int32_t id) const;
@@ -75,8 +81,10 @@ class Tokenizer {
   std::unordered_map<std::string_view, std::int32_t, SeededHash> id_by_content_;
   std::unordered_map<std::string, std::int32_t, SeededHash> id_by_word_;  // empty without ignore_merges
   std::vector<bool> special_;
-  std::vector<bool> left_out_;  // by decode(skip_special)
+  std::vector<bool> takes_before_, takes_after_;  // AddedToken::lstrip and rstrip, by id
+  std::vector<bool> left_out_;                    // by decode(skip_special)
   Normalizer normalizer_;
+  AddedTokenMatcher special_names_;  // as they are spelled, normalized or not
   AddedTokenMatcher raw_added_;
   AddedTokenMatcher normalized_added_;
   PreTokenizer pre_tokenizer_;

@@ -119,8 +119,9 @@ std::string first_not_finite(const Optimizer& optimizer, const TensorTable& tabl
 }
 
 TensorFileWriter declare_model(const std::string& path, const RunIdentity& run, const TensorTable& table) {
-  TensorFileWriter writer(path, FileKind::model,
-                          {{"model", config_to_json(run.model)}, {"made_by", "weft train_llama " + run.version}});
+  Json config = {{"model", config_to_json(run.model)}, {"made_by", "weft train_llama " + run.version}};
+  config.update(run.chat);
+  TensorFileWriter writer(path, FileKind::model, config);
   for (const TensorSpec& spec : table.specs()) writer.declare(spec.name, DType::f32, spec.shape);
   if (!run.tokenizer.empty()) {
     writer.declare(kTokenizerTensor, DType::u8, {static_cast<std::int64_t>(run.tokenizer.size())});

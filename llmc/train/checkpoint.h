@@ -56,8 +56,9 @@ struct RunIdentity {
   Json data;               // TokenDataset::fingerprint() of the training shards
   std::string device;      // "cpu", "cuda": another one is allowed, with a warning
   std::string version;
-  std::string tokenizer;   // text of tokenizer.json; may be empty
-  std::string began_from;  // header hash of the model file (--model) that the run began with; empty: new parameters
+  std::string tokenizer;       // text of tokenizer.json; may be empty
+  std::string began_from;      // header hash of the model file (--model) that the run began with; empty: new parameters
+  Json chat = Json::object();  // chat_members() of that file: its checkpoints have them too
 };
 
 // A checkpoint that was read completely and found intact.

@@ -115,11 +115,16 @@ TEST_F(CheckpointTest, WhatTheRunItselfHasWrittenDoesNotMakeADirectoryUsed) {
   EXPECT_FALSE(CheckpointKeeper(run, identity(), 2).resume(ResumeMode::never, *model_).has_value());
 }
 
-TEST_F(CheckpointTest, ItsModelIsAModelFileWithTheTokenizer) {
-  save(3);
+TEST_F(CheckpointTest, ItsModelIsAModelFileWithTheTokenizerAndTheChatFormat) {
+  RunIdentity run = identity();
+  run.chat = {{"chat_format", {{"version", 1}}}, {"chat_template", "{{ messages }}"}, {"chat_tokens", Json::object()}};
+  const RunDirectory directory(run_path());
+  CheckpointKeeper(directory, run, 2).save(make_state(3), *model_);
   const ModelFile file = ModelFile::open(step_path(3) + "/model.bin");
   EXPECT_TRUE(file.config() == micro_config());
   EXPECT_EQ(file.tokenizer_json(), identity().tokenizer);
+  EXPECT_EQ(file.chat_members(), run.chat);
+  EXPECT_EQ(file.file().config().size(), 5u);
 }
 
 TEST_F(CheckpointTest, TheNewestWins) {

@@ -28,7 +28,7 @@ ModelConfig config() {
   return c;
 }
 
-CompletionsRequest parse(const std::string& body) {
+TextRequest parse(const std::string& body) {
   static const ModelConfig c = config();
   return parse_completions(body, {"tiny", &tokenizer(), Tokenizer::Special::text, &c, 256});
 }
@@ -89,7 +89,7 @@ Refusal refusal(const std::string& body) {
 }
 
 TEST(CompletionsRequest, DefaultsAreThoseOfTheApi) {
-  const CompletionsRequest request = parse(R"({"model": "tiny", "prompt": "Once"})");
+  const TextRequest request = parse(R"({"model": "tiny", "prompt": "Once"})");
   ASSERT_EQ(request.prompts.size(), 1u);
   EXPECT_EQ(request.prompts[0].ids, tokenizer().encode("Once", true));
   EXPECT_EQ(request.prompts[0].text, "Once");
@@ -103,7 +103,7 @@ TEST(CompletionsRequest, DefaultsAreThoseOfTheApi) {
 }
 
 TEST(CompletionsRequest, EveryFieldArrives) {
-  const CompletionsRequest request = parse(R"({"prompt": ["a", "b"], "n": 3, "max_tokens": 7, "temperature": 0.5,
+  const TextRequest request = parse(R"({"prompt": ["a", "b"], "n": 3, "max_tokens": 7, "temperature": 0.5,
       "top_p": 0.25, "top_k": 4, "min_p": 0.125, "seed": 11, "stop": ["x", "yz"], "logprobs": 5, "echo": true,
       "stream": true, "stream_options": {"include_usage": true}, "ignore_eos": true, "best_of": 3, "user": "me"})");
   EXPECT_EQ(request.prompts.size(), 2u);
@@ -123,11 +123,11 @@ TEST(CompletionsRequest, EveryFieldArrives) {
 TEST(CompletionsRequest, PromptsOfEveryKind) {
   EXPECT_EQ(parse(R"({"prompt": "ab"})").prompts.size(), 1u);
   EXPECT_EQ(parse(R"({"prompt": ["ab"]})").prompts.size(), 1u);
-  const CompletionsRequest ids = parse(R"({"prompt": [5, 6, 7]})");
+  const TextRequest ids = parse(R"({"prompt": [5, 6, 7]})");
   ASSERT_EQ(ids.prompts.size(), 1u);
   EXPECT_EQ(ids.prompts[0].ids, (std::vector<std::int32_t>{5, 6, 7}));
   EXPECT_EQ(ids.prompts[0].text, tokenizer().decode(ids.prompts[0].ids));
-  const CompletionsRequest lists = parse(R"({"prompt": [[5], [6, 7]]})");
+  const TextRequest lists = parse(R"({"prompt": [[5], [6, 7]]})");
   ASSERT_EQ(lists.prompts.size(), 2u);
   EXPECT_EQ(lists.prompts[1].ids, (std::vector<std::int32_t>{6, 7}));
   // An empty text is the token that begins a document.
@@ -135,7 +135,7 @@ TEST(CompletionsRequest, PromptsOfEveryKind) {
 }
 
 TEST(CompletionsRequest, NullIsTheDefault) {
-  const CompletionsRequest request = parse(R"({"prompt": "a", "n": null, "max_tokens": null, "temperature": null,
+  const TextRequest request = parse(R"({"prompt": "a", "n": null, "max_tokens": null, "temperature": null,
       "stop": null, "logprobs": null, "echo": null, "stream": null, "stream_options": null, "suffix": null,
       "logit_bias": null, "best_of": null, "model": null, "seed": null, "something_new": null, "top_k": -1})");
   EXPECT_EQ(request.options.max_tokens, 16);
@@ -177,7 +177,7 @@ TEST(CompletionsRequest, SeedsOfEveryKind) {
 // A text that certainly has too many ids is refused by its bytes; one that may fit is tokenized, and refused by its ids.
 TEST(CompletionsRequest, APromptThatCannotFitIsNotTokenized) {
   static const ModelConfig c = config();
-  CompletionsContext context{"tiny", &tokenizer(), Tokenizer::Special::text, &c, 256};
+  RequestContext context{"tiny", &tokenizer(), Tokenizer::Special::text, &c, 256};
   context.refusal = [](std::int64_t ids, std::int64_t) {
     return ids > 64 ? format("at most 64, not %d", static_cast<int>(ids)) : "";
   };
@@ -211,7 +211,7 @@ TEST(CompletionsRequest, APromptThatCannotFitIsNotTokenized) {
 // Nothing is tokenized where there is no place.
 TEST(CompletionsRequest, ThereIsRoomBeforeAnythingIsTokenized) {
   static const ModelConfig c = config();
-  const CompletionsContext context{"tiny", &tokenizer(), Tokenizer::Special::text, &c, 256};
+  const RequestContext context{"tiny", &tokenizer(), Tokenizer::Special::text, &c, 256};
   std::int64_t asked = 0;
   try {
     parse_completions(R"({"prompt": ["a", "b", 5], "n": 4})", context, [&](std::int64_t completions) {
@@ -226,7 +226,7 @@ TEST(CompletionsRequest, ThereIsRoomBeforeAnythingIsTokenized) {
 }
 
 TEST(CompletionsRequest, ZeroAndFalseAreValuesAndNotTheDefault) {
-  const CompletionsRequest request = parse(R"({"prompt": "a", "max_tokens": 0, "temperature": 0, "top_p": 0, "top_k": 0,
+  const TextRequest request = parse(R"({"prompt": "a", "max_tokens": 0, "temperature": 0, "top_p": 0, "top_k": 0,
       "min_p": 0, "seed": 0, "logprobs": 0, "echo": true, "ignore_eos": false, "stream": false, "stop": []})");
   EXPECT_EQ(request.options.max_tokens, 0);
   EXPECT_EQ(request.options.sampler.temperature, 0);
@@ -465,7 +465,7 @@ TEST(CompletionsRequest, NamesOfSpecialTokensAreReadAsTheServerSays) {
   const std::string name = "<|endoftext|>";
   const std::int32_t id = tokenizer().id_of(name).value();
   for (const auto special : {Tokenizer::Special::text, Tokenizer::Special::allow}) {
-    const CompletionsContext context{"tiny", &tokenizer(), special, &c, 256};
+    const RequestContext context{"tiny", &tokenizer(), special, &c, 256};
     for (const std::string& body :
          {R"({"prompt": ")" + name + "\"}", R"({"prompt": [")" + name + R"(", ")" + name + "\"]}"}) {
       for (const CompletionPrompt& prompt : parse_completions(body, context).prompts) {
@@ -514,7 +514,7 @@ TEST(CompletionsRequest, CompletionsOfOneRequestAreLimited) {
   };
   for (const std::string prompt : {"\"a\"", "[5, 6]"}) {
     for (const auto& [prompts, n] : {std::pair(1, 128), {2, 128}, {256, 1}, {85, 3}}) {
-      const CompletionsRequest request = parse(body(prompt, prompts, n));
+      const TextRequest request = parse(body(prompt, prompts, n));
       EXPECT_EQ(request.sequences(), prompts * n);
       EXPECT_EQ(request.prompts.size(), static_cast<std::size_t>(prompts));
     }
@@ -541,7 +541,7 @@ TEST(CompletionsRequest, TooManyValuesAreRefusedWhileTheyAreRead) {
 
 TEST(CompletionsRequest, WithoutATokenizerIdsAreServed) {
   const ModelConfig c = config();
-  const CompletionsContext context{"tiny", nullptr, Tokenizer::Special::text, &c, 256};
+  const RequestContext context{"tiny", nullptr, Tokenizer::Special::text, &c, 256};
   EXPECT_EQ(parse_completions(R"({"prompt": [5]})", context).prompts[0].ids, (std::vector<std::int32_t>{5}));
   EXPECT_THROW(parse_completions(R"({"prompt": "a"})", context), RequestError);
   EXPECT_THROW(parse_completions(R"({"prompt": [5], "stop": "x"})", context), RequestError);

@@ -1,4 +1,4 @@
-#include "llmc/serve/completions_response.h"
+#include "llmc/serve/completions_choice.h"
 
 #include <gtest/gtest.h>
 
@@ -6,11 +6,16 @@
 #include <ctime>
 #include <limits>
 #include <map>
+#include <memory>
+#include <random>
 #include <string>
+#include <vector>
 
 #include "llmc/base/json.h"
 #include "llmc/base/utf8.h"
 #include "llmc/serve/access.h"
+#include "llmc/serve/answer_json.h"
+#include "llmc/serve/chat_choice.h"
 #include "llmc/serve/metrics.h"
 #include "llmc/serve/page.h"
 #include "test/cpp/test_files.h"
@@ -399,22 +404,27 @@ TEST(CompletionsChoice, WithoutATokenizerIdsAreNamed) {
   EXPECT_EQ(written(choice)["logprobs"]["tokens"], Json({"token_id:7"}));
 }
 
-TEST(CompletionsResponse, Objects) {
-  CompletionsHead head{"cmpl-1", 5, "a \"model\"", false};
-  std::vector<CompletionsChoice> choices;
-  for (int i = 0; i < 2; ++i) choices.emplace_back(i, nullptr, -1, nullptr);
-  const Json body = Json::parse(completions_body(head, choices, {3, 4}));
+TEST(AnswerJson, Objects) {
+  AnswerHead head{"cmpl-1", 5, "a \"model\""};
+  std::vector<std::unique_ptr<AnswerChoice>> choices;
+  for (int i = 0; i < 2; ++i) choices.push_back(std::make_unique<CompletionsChoice>(i, nullptr, -1, nullptr));
+  const Json body = Json::parse(answer_body(head, choices, {3, 4, 2}));
   EXPECT_EQ(body, Json::parse(R"({"id": "cmpl-1", "object": "text_completion", "created": 5, "model": "a \"model\"",
       "choices": [{"index": 0, "text": "", "logprobs": null, "finish_reason": null},
                   {"index": 1, "text": "", "logprobs": null, "finish_reason": null}],
       "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}})"));
-  EXPECT_NE(completions_head("a").id, completions_head("a").id);
+  EXPECT_NE(answer_head("", "a").id, answer_head("", "a").id);
+  head.prompt_details = true;
+  head.object = "chat.completion";
+  const Json with_details = Json::parse(answer_body(head, choices, {3, 4, 2}));
+  EXPECT_EQ(with_details["usage"]["prompt_tokens_details"], Json({{"cached_tokens", 2}}));
+  EXPECT_EQ(with_details["object"], "chat.completion");
 }
 
 // The time in seconds, as the API has it, and an id of 128 random bits.
-TEST(CompletionsResponse, AHeadIsOfNow) {
+TEST(AnswerJson, AHeadIsOfNow) {
   const std::int64_t before = std::time(nullptr);
-  const CompletionsHead head = completions_head("tiny");
+  const AnswerHead head = answer_head("cmpl-", "tiny");
   EXPECT_GE(head.created, before);
   EXPECT_LE(head.created, std::time(nullptr));
   EXPECT_EQ(head.model, "tiny");
@@ -427,21 +437,26 @@ TEST(CompletionsResponse, AHeadIsOfNow) {
   }
 }
 
-TEST(CompletionsResponse, Events) {
-  CompletionsHead head{"cmpl-1", 5, "m", false};
-  std::string event = completions_event(head, R"({"text":"a\nb"})");
+TEST(AnswerJson, Events) {
+  AnswerHead head{"cmpl-1", 5, "m"};
+  head.event_object = "chat.completion.chunk";
+  std::string event = answer_event(head, R"({"text":"a\nb"})");
   ASSERT_TRUE(event.starts_with("data: {") && event.ends_with("}\n\n"));
   EXPECT_EQ(event.find('\n'), event.size() - 2);  // one line: a line end in the text is escaped
   EXPECT_FALSE(Json::parse(event.substr(6)).contains("usage"));
   head.usage_follows = true;
-  event = completions_event(head, "{}");
+  event = answer_event(head, "{}");
   EXPECT_TRUE(Json::parse(event.substr(6))["usage"].is_null());
-  event = completions_usage_event(head, {1, 2});
+  event = usage_event(head, {1, 2});
   EXPECT_EQ(Json::parse(event.substr(6))["choices"], Json::array());
   EXPECT_EQ(Json::parse(event.substr(6))["usage"]["total_tokens"], 3);
+  EXPECT_EQ(Json::parse(event.substr(6))["object"], "chat.completion.chunk");
+  const AnswerUsage so_far{5, 1, 0};
+  event = answer_event(head, "{}", &so_far);
+  EXPECT_EQ(Json::parse(event.substr(6))["usage"]["total_tokens"], 6);
 }
 
-TEST(CompletionsResponse, ErrorsHaveTheFormOfTheApi) {
+TEST(AnswerJson, ErrorsHaveTheFormOfTheApi) {
   EXPECT_EQ(Json::parse(error_body(400, "n: got 0", "n")),
             Json::parse(
                 R"({"error": {"message": "n: got 0", "type": "invalid_request_error", "param": "n", "code": null}})"));
@@ -450,7 +465,7 @@ TEST(CompletionsResponse, ErrorsHaveTheFormOfTheApi) {
 }
 
 // Clients choose by the type whether to try again: what is their fault, and what the server's.
-TEST(CompletionsResponse, EachStatusHasItsTypeOfError) {
+TEST(AnswerJson, EachStatusHasItsTypeOfError) {
   const std::pair<int, const char*> types[] = {
       {400, "invalid_request_error"}, {401, "authentication_error"},  {403, "permission_error"},
       {404, "not_found_error"},       {405, "invalid_request_error"}, {413, "invalid_request_error"},

@@ -1,7 +1,7 @@
 // tokenize TOKENIZER_JSON < strings > tokens: lets a script compare weft's tokenizer with another one.
 //
 // Input (little endian), for each string: u8 flags (1: special tokens allowed, 2: add BOS, 4: the bytes are i32 ids, 8: leave
-// special tokens out of the text), u32 length, bytes. Output for each: u32 count, i32 ids, u32 length, the text of the ids.
+// special tokens out of the text, 16: the bytes are segments, each u8 literal, u32 length, bytes), u32 length, bytes. Output for each: u32 count, i32 ids, u32 length, the text of the ids.
 // The text comes through StreamingDecoder, piece by piece, and must be what decode() gives.
 #include <cstdint>
 #include <cstdio>
@@ -43,11 +43,28 @@ std::string streamed(const Tokenizer& tokenizer, const std::vector<std::int32_t>
   return text;
 }
 
+std::vector<TextSegment> segments_of(std::string_view bytes) {
+  std::vector<TextSegment> segments;
+  while (!bytes.empty()) {
+    std::uint32_t length = 0;
+    if (bytes.size() < 1 + sizeof length) fail(Exit::bad_file, "standard input: a segment ends early");
+    std::memcpy(&length, bytes.data() + 1, sizeof length);
+    const bool literal = bytes[0] != 0;
+    bytes.remove_prefix(1 + sizeof length);
+    if (bytes.size() < length) fail(Exit::bad_file, "standard input: a segment ends early");
+    segments.push_back({std::string(bytes.substr(0, length)), literal});
+    bytes.remove_prefix(length);
+  }
+  return segments;
+}
+
 void answer(const Tokenizer& tokenizer, std::uint8_t flags, const std::string& text) {
   std::vector<std::int32_t> ids;
   if (flags & 4) {
     ids.resize(text.size() / sizeof ids[0]);
     std::memcpy(ids.data(), text.data(), ids.size() * sizeof ids[0]);
+  } else if (flags & 16) {
+    ids = tokenizer.encode(segments_of(text));
   } else {
     const auto special = flags & 1 ? Tokenizer::Special::allow : Tokenizer::Special::text;
     ids = tokenizer.encode(text, flags & 2, special);

@@ -19,6 +19,7 @@
 #include "llmc/text/byte_alphabet.h"
 #include "llmc/text/normalize.h"
 #include "llmc/text/split_pattern.h"
+#include "test/cpp/byte_tokenizer.h"
 #include "test/cpp/processor_time.h"
 #include "test/cpp/sanitized.h"
 #include "test/cpp/test_files.h"
@@ -351,6 +352,39 @@ TEST(Tokenizer, SpecialTokensAreTextUnlessAllowed) {
   const std::int32_t spaces = tokenizer.id_of("    ").value();  // added, not special: a token in both modes
   EXPECT_FALSE(tokenizer.is_special(spaces));
   EXPECT_EQ(tokenizer.encode("    ", false), Ids{spaces});
+}
+
+// What lies between two special tokens of literals is one run, whatever it is joined from. Names in contents, and those that only a
+// border makes, are text.
+TEST(Tokenizer, SegmentsHaveSpecialTokensInLiteralsAlone) {
+  const Tokenizer tokenizer = Tokenizer::from_json(byte_tokenizer_json().dump(), "test");
+  const auto joined = [](std::initializer_list<Ids> parts) {
+    Ids ids;
+    for (const Ids& part : parts) ids.insert(ids.end(), part.begin(), part.end());
+    return ids;
+  };
+  const Ids padding = tokenizer.encode("<|padding|>", false), end = tokenizer.encode("<|endoftext|>", false);
+  EXPECT_EQ(tokenizer.encode(std::vector<TextSegment>{
+                {"<|endoftext|>a", true}, {"b<|padding|>", false}, {"<|end", true}, {"oftext|>", true}, {"", false}}),
+            joined({{kEndOfText, kAb}, padding, end}));
+  EXPECT_EQ(tokenizer.encode(std::vector<TextSegment>{{"<|padding|", false}, {"><|padding|><|pad", true}}),
+            joined({padding, {1}, tokenizer.encode("<|pad", false)}));
+  EXPECT_EQ(tokenizer.encode(std::span<const TextSegment>()), Ids());
+  EXPECT_EQ(tokenizer.encode(std::vector<TextSegment>{{"\xC3", false}, {"\xA9", true}}),
+            tokenizer.encode("\uFFFD\uFFFD", false));
+}
+
+// A special token takes the white space beside it, from contents too; an unknown one of another literal is not looked for there.
+TEST(Tokenizer, SpecialTokensOfLiteralsTakeTheWhiteSpaceBesideThem) {
+  Json json = byte_tokenizer_json();
+  json["added_tokens"][0]["lstrip"] = json["added_tokens"][0]["rstrip"] = true;
+  const Tokenizer tokenizer = Tokenizer::from_json(json.dump(), "test");
+  EXPECT_EQ(
+      tokenizer.encode(std::vector<TextSegment>{
+          {"a \n", false}, {"\t<|endoftext|>\n", true}, {" \u3000", false}, {"b <|padding|> ", true}, {" ", false}}),
+      (Ids{byte_id('a'), kEndOfText, byte_id('b'), byte_id(' '), 1, byte_id(' '), byte_id(' ')}));
+  EXPECT_EQ(tokenizer.encode(std::vector<TextSegment>{{"<|endoftext|>", true}, {" ", false}, {"<|endoftext|>", true}}),
+            (Ids{kEndOfText, kEndOfText}));
 }
 
 TEST(Tokenizer, AddBosFollowsThePostProcessor) {

@@ -241,7 +241,7 @@ TEST_F(StateTest, TheHistoryOfScalesIsThatOfItsSave) {
 // What a start may find changed: each member of what identifies a run. A new one does not compile until it is here.
 TEST_F(StateTest, EachMemberOfARunsIdentityIsWrittenAndCompared) {
   RunIdentity same = identity();
-  [[maybe_unused]] auto& [model, settings, steps, data, device, version, tokenizer, began_from] = same;
+  [[maybe_unused]] auto& [model, settings, steps, data, device, version, tokenizer, began_from, chat] = same;
   struct Case {
     const char* name;
     std::function<void(RunIdentity&)> change;
@@ -258,7 +258,8 @@ TEST_F(StateTest, EachMemberOfARunsIdentityIsWrittenAndCompared) {
       {"device", [](RunIdentity& run) { run.device = "cuda"; }, Exit::ok, "goes on with cuda"},
       {"version", [](RunIdentity& run) { run.version = "another"; }, Exit::ok, ""},
       {"tokenizer", [](RunIdentity& run) { run.tokenizer = "{}"; }, Exit::ok, ""},
-      {"began_from", [](RunIdentity& run) { run.began_from = "0123"; }, Exit::usage, "--model: "}};
+      {"began_from", [](RunIdentity& run) { run.began_from = "0123"; }, Exit::usage, "--model: "},
+      {"chat", [](RunIdentity& run) { run.chat["chat_format"] = 1; }, Exit::ok, ""}};
   fill(3);
   const TrainState state = some_state(90);
   {
@@ -286,7 +287,7 @@ TEST_F(StateTest, EachMemberOfARunsIdentityIsWrittenAndCompared) {
     fs::remove_all(step_path("other", 90));
   }
   EXPECT_EQ(written, (std::set<std::string>{"model", "settings", "steps", "data", "device", "version", "tokenizer",
-                                            "began_from"}));
+                                            "began_from", "chat"}));
 }
 
 // The ways in which a checkpoint is made. Each of them is an object that is used again and again.

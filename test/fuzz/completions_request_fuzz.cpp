@@ -4,8 +4,8 @@
 #include <iterator>
 
 #include "llmc/base/json.h"
+#include "llmc/serve/answer_json.h"
 #include "llmc/serve/completions_request.h"
-#include "llmc/serve/completions_response.h"
 #include "test/fuzz/target.h"
 
 namespace weft::fuzz {
@@ -37,7 +37,7 @@ const ModelConfig& config() {
   return one;
 }
 
-void use(const CompletionsRequest& request) {
+void use(const TextRequest& request) {
   FUZZ_CHECK(!request.prompts.empty() && request.n >= 1 && request.n <= kMaxChoices);
   FUZZ_CHECK(request.sequences() <= kMaxSequences);
   for (const CompletionPrompt& prompt : request.prompts) {
@@ -61,9 +61,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   using namespace weft::fuzz;
   Input input(data, size);
   const auto flags = input.take<std::uint8_t>();
-  const CompletionsContext context{"tiny", (flags & 1) != 0 ? nullptr : &tokenizer(),
-                                   (flags & 2) != 0 ? Tokenizer::Special::allow : Tokenizer::Special::text, &config(),
-                                   kMaxSequences};
+  const RequestContext context{"tiny", (flags & 1) != 0 ? nullptr : &tokenizer(),
+                               (flags & 2) != 0 ? Tokenizer::Special::allow : Tokenizer::Special::text, &config(),
+                               kMaxSequences};
   const std::string_view body = input.take_rest();
   accepts([&] {
     try {

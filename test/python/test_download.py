@@ -1032,14 +1032,14 @@ def test_a_cache_is_that_of_the_revision(box):
 
 
 def test_files_that_a_model_may_have_are_received(box):
-    for name in ("generation_config.json", "special_tokens_map.json"):
+    for name in ("generation_config.json", "special_tokens_map.json", "chat_template.jinja"):
         box.hub.add(REPO, name, name.encode())
     box.succeeds()
-    for name in ("generation_config.json", "special_tokens_map.json"):
+    for name in ("generation_config.json", "special_tokens_map.json", "chat_template.jinja"):
         assert box.path(name).read_bytes() == name.encode()
 
 
-@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"])
 def test_an_error_of_an_optional_file_is_an_error(box, name):
     """Only one that is not there may be left out."""
     box.hub.fault(name, "status", status=403)

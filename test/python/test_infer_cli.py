@@ -86,10 +86,11 @@ def shapes() -> dict[str, tuple[int, ...]]:
                     "embed_out.weight": (ROWS, C)}
 
 
-def write_model(path: Path, tokenizer: str | None = None, head: np.ndarray | None = None, **changes) -> Path:
-    """A random model. `head` replaces its classifier; its rows of padding are far ahead of every token otherwise."""
+def write_model(path: Path, tokenizer: str | None = None, head: np.ndarray | None = None, beside: dict | None = None, **changes) -> Path:
+    """A random model. `head` replaces its classifier; its rows of padding are far ahead of every token otherwise. `beside`: of the
+    configuration, beside the model's."""
     random = np.random.default_rng(5)
-    with tensor_file.Writer(path, "model", {"model": model_config(**changes)}) as writer:
+    with tensor_file.Writer(path, "model", {"model": model_config(**changes)} | (beside or {})) as writer:
         for name, shape in shapes().items():
             writer.declare(name, "f32", shape)
         if tokenizer is not None:

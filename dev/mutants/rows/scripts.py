@@ -63,4 +63,12 @@ ROWS = [
     Mutant("reference run: a short shard stands alone", "joined_texts",
            "texts and (shard.count <= seq_len or sum(part.size for part in texts[-1]) <= seq_len)", "False",
            py("test_train_reference.py::test_a_short_shard_is_joined_to_its_neighbour")),
+    Mutant("chat format: a literal that the proof refutes is taken", "prove", "got is not None and got != want", "False",
+           py("test_chat_format.py::test_a_format_that_is_wrong_in_one_place_is_refuted")),
+    Mutant("chat format: the last user message is one of those before it", "features", "(i >= user) + (i > user)", "(i > user) * 2",
+           py("test_chat_format.py::test_features")),
+    Mutant("chat format: a content is a literal, and forges a turn", "render", "Segment(text, not part.source)", "Segment(text, True)",
+           py("test_chat_format.py::test_no_content_makes_a_special_id", "test_chat_format.py::test_only_literals_are_literals")),
+    Mutant("chat format: a rule that nothing proves is kept", "learn", "if rule not in proof.unused", "",
+           py("test_chat_format.py::test_a_rule_that_no_conversation_needs_is_left_out")),
 ]

@@ -1,20 +1,20 @@
 """Planted bugs in llmc/serve."""
 
-from mutant import Mutant, unit
+from mutant import Mutant, py, unit
 
 ROOM = "llmc/serve"
 
 ROWS = [
-    Mutant("the seed 0 is none", "read_options", "seeded = true;", "seeded = options.sampler.seed != 0;",
+    Mutant("the seed 0 is none", "read_option", "seeded = true;", "seeded = request.options.sampler.seed != 0;",
            unit("CompletionsRequest.Zero*", "CompletionsServerTest.TheSeed*")),
-    Mutant("prompts that cannot fit are tokenized", "check_size",
+    Mutant("prompts that cannot fit are tokenized", "check_text_size",
            'refusal = least > 0 ? context.refusal(least, max_tokens) : ""', "refusal",
            unit("CompletionsRequest.APromptThatCannotFit*")),
     Mutant("the alternatives of an answer count nothing", "answer_values", "options.logprobs + 2", "2",
            unit("CompletionsRequest.Values*")),
     Mutant("what a stream echoes counts nothing", "answer_values", "if (options.echo && scored)",
            "if (options.echo && scored && !request.stream)", unit("CompletionsRequest.Values*")),
-    Mutant("a generated token without text has no entry", "CompletionsChoice::finish", "token.unconditional = true;", "",
+    Mutant("a generated token without text has no entry", "AnswerChoice::finish", "token.unconditional = true;", "",
            unit("CompletionsChoice.EveryGenerated*", "CompletionsChoice.TokensOfAStop*")),
     Mutant("offsets of a prompt beyond its text", "places_of",
            "for (std::int64_t& place : places) place = std::min(place, places.back());", "",
@@ -25,6 +25,14 @@ ROWS = [
            "decoded.size() < piece.text.size() / 2", unit("CompletionsChoice.OffsetsSurvive*")),
     Mutant("tokens take each other's places behind one without text", "decode", "waiting_.pop_front();",
            "if (waiting_.size() > 1) waiting_.pop_front();", unit("CompletionsChoice.BytesInARow*")),
+    Mutant("a stream of a chat begins without a role", "ChatChoice::write", "stream_ && !std::exchange(role_written_, true)",
+           "stream_ && !std::exchange(role_written_, true) && index() > 99", unit("ChatChoice.Deltas")),
+    Mutant("a message of the user is continued", "read_conversation", 'result.messages.back().role != "assistant"', "false",
+           py("test_chat.py::test_fields_that_are_refused_by_name")),
+    Mutant("a chat that is refused takes places", "parse_chat",
+           "const Conversation conversation = read_conversation(body);\n  reserve_places(request, 1, context, reserve);",
+           "reserve_places(request, 1, context, reserve);\n  const Conversation conversation = read_conversation(body);",
+           unit("ChatRequest.PlacesAndSizes")),
     Mutant("who sends far ahead is cut off", "read_ahead", "watch();", "close();",
            unit("Http.AllRequestsThatCome*", "Http.AClientThatSendsFarAhead*")),
     Mutant("nobody looks whether a client that is held back is still there", "read_ahead", "watch();", "",

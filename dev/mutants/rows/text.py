@@ -5,6 +5,12 @@ from mutant import Mutant, unit
 ROOM = "llmc/text"
 
 ROWS = [
+    Mutant("special tokens are looked for in contents", "SegmentEncoder", "if (!segment.literal) {", "if (segment.text.empty()) {",
+           unit("Tokenizer.SegmentsHave*")),
+    Mutant("a special token leaves the white space of the content behind it", "SegmentEncoder", "if (after_taking_) run_", "if (false) run_",
+           unit("Tokenizer.SpecialTokensOfLiterals*")),
+    Mutant("half a mark of thoughts is shown", "begun_mark", "std::min(text.size(), mark.size() - 1)", "0",
+           unit("ThoughtDivider.*")),
     Mutant("a matcher that looks no further than its block", "find_matches", "std::min(text.size(), end + longest_ - 1)", "end",
            unit("AddedTokens.*")),
     Mutant("special tokens in user text", "AddedTokenMatcher::split", "if (token->special && !allow_special)",
@@ -39,4 +45,11 @@ ROWS = [
            unit("TokenizerFile.ARepeatedMerge*")),
     Mutant("the longest token is refused", "add_token", "size() > kMaxTokenBytes", "size() >= kMaxTokenBytes",
            unit("TokenizerFile.TheLimits*")),
+    Mutant("chat format of the programs: the last user message is one of those before it", "ChatRenderer::zone", 'i == *last_user_ ? "last_user" : "before"',
+           '"before"', unit("ChatFormat.*")),
+    Mutant("chat format of the programs: a content is a literal, and forges a turn", "ChatRenderer::append", "std::move(text), literal", "std::move(text), true",
+           unit("ChatFormat.*")),
+    Mutant("chat format: white space of several bytes stays at the end", "stripped_right", "last_character(text)",
+           "std::max(last_character(text), text.size() - 1)", unit("ChatFormat.*")),
+    Mutant("chat format: a span begins at its last marker", "applied", "piece.find(step.text)", "piece.rfind(step.text)", unit("ChatFormat.*")),
 ]
