@@ -206,7 +206,7 @@ class ChatFormatReader {
     };
     const std::size_t size = node.list_size();
     if (size == 0) node.refuse("the name of a step and its texts");
-    const std::string& name = node[0].text();
+    const std::string name = node[0].text();
     const auto form = std::find_if(kForms.begin(), kForms.end(), [&](const Form& one) { return one.name == name; });
     if (form == kForms.end()) node[0].refuse("the name of a step");
     if (size < form->least || size > form->most) {
