@@ -26,10 +26,10 @@ SOURCES = ("llmc/cuda/**/*", "test/gpu/**/*")
 
 
 def source_hash() -> str:
-    """sha256 over the names and contents of everything that runs on the GPU, and of its tests."""
+    """sha256 over the names and contents, without white space, of everything that runs on the GPU, and of its tests."""
     digest = hashlib.sha256()
     for path in sorted({p for pattern in SOURCES for p in ROOT.glob(pattern) if p.is_file()}):
-        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + b"".join(path.read_bytes().split()) + b"\0")
     return digest.hexdigest()
 
 

@@ -9,7 +9,8 @@ namespace {
 
 void from_hf(const HfObject& config, ModelConfig& model) {
   read_grouped_heads(config, model, {.kv_heads = 8});
-  read_windows(config, model, [](std::int64_t) { return true; }, 4096);
+  read_windows(
+      config, model, [](std::int64_t) { return true; }, 4096);
 }
 
 void to_hf(const ModelConfig& model, Json& config) {
@@ -21,10 +22,7 @@ void to_hf(const ModelConfig& model, Json& config) {
 
 constinit const Family kMistral = {
     .name = "mistral",
-    .hf = {.architecture = "MistralForCausalLM",
-           .from_hf = from_hf,
-           .to_hf = to_hf,
-           .max_positions = 4096 * 32},
+    .hf = {.architecture = "MistralForCausalLM", .from_hf = from_hf, .to_hf = to_hf, .max_positions = 4096 * 32},
 };
 
 }  // namespace weft

@@ -10,7 +10,8 @@ void read_qwen_windows(const HfObject& config, ModelConfig& model) {
   std::int64_t first = 0;
   if (config.flag("use_sliding_window") && !config.has("layer_types"))
     first = config.integer("max_window_layers", 0, kMaxLayers, 28);
-  read_layer_windows(config, model, [first](std::int64_t l) { return l >= first; }, 4096);
+  read_layer_windows(
+      config, model, [first](std::int64_t l) { return l >= first; }, 4096);
 }
 
 namespace {
@@ -35,10 +36,7 @@ void to_hf(const ModelConfig& model, Json& config) {
 constinit const Family kQwen2 = {
     .name = "qwen2",
     .set_fixed = set_fixed,
-    .hf = {.architecture = "Qwen2ForCausalLM",
-           .from_hf = from_hf,
-           .to_hf = to_hf,
-           .max_positions = 32768},
+    .hf = {.architecture = "Qwen2ForCausalLM", .from_hf = from_hf, .to_hf = to_hf, .max_positions = 32768},
 };
 
 }  // namespace weft

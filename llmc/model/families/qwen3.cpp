@@ -29,10 +29,7 @@ void to_hf(const ModelConfig& model, Json& config) {
 constinit const Family kQwen3 = {
     .name = "qwen3",
     .set_fixed = set_fixed,
-    .hf = {.architecture = "Qwen3ForCausalLM",
-           .from_hf = from_hf,
-           .to_hf = to_hf,
-           .max_positions = 32768},
+    .hf = {.architecture = "Qwen3ForCausalLM", .from_hf = from_hf, .to_hf = to_hf, .max_positions = 32768},
 };
 
 }  // namespace weft
