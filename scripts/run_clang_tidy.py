@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CLEAN = ROOT / "build" / "tidy"
-FOLDERS = ("base", "file", "text", "model", "model/families", "model/optimizers", "cpu", "train", "infer", "serve", "app", "comm")
+FOLDERS = ("base", "file", "text", "model", "model/families", "model/formats", "model/optimizers", "cpu", "train", "infer", "serve", "app", "comm")
 FLAGS = ["-xc++", "-std=c++20", "-march=native", "-fopenmp", "-I.", "-Ibuild/tidy"]
 
 
