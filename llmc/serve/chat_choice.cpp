@@ -13,7 +13,7 @@ ChatChoice::ChatChoice(std::int64_t index, const Tokenizer* tokenizer, std::int3
       stream_(stream),
       thoughts_(std::move(thoughts)) {}
 
-void ChatChoice::take(ThoughtDivider::Parts parts) {
+void ChatChoice::take(const ThoughtDivider::Parts& parts) {
   said_ += parts.said;
   reasons_ += parts.thoughts;
 }

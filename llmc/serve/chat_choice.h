@@ -30,7 +30,7 @@ class ChatChoice : public AnswerChoice {
 
  private:
   bool has_news() const { return !said_.empty() || !reasons_.empty() || !entries_.empty() || !finish_reason().empty(); }
-  void take(ThoughtDivider::Parts parts);
+  void take(const ThoughtDivider::Parts& parts);
   std::string text_members(bool whole);
 
   const bool stream_;

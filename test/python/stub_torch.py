@@ -84,6 +84,9 @@ class Tensor(np.ndarray):
     def triu(self, diagonal: int) -> Any:
         return np.triu(self, diagonal)
 
+    def tril(self, diagonal: int) -> Any:
+        return np.tril(self, diagonal)
+
     def masked_fill(self, mask: Any, value: Any) -> Any:
         return tensor(np.where(mask, value, self))
 
