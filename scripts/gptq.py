@@ -169,9 +169,11 @@ class Layers:
     def _attention(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Of all windows: q, k, v [N, heads, HS]."""
         model = self.model
-        if layer not in model.nope_layers:
-            q, k = (self._by_window(lambda x: rotate(x, model.rope), part) for part in (q, k))
-        return self._by_window(lambda q, k, v: attend(q, k, v, model.window(layer)), q, k, v)
+
+        def turned(x: np.ndarray) -> np.ndarray:
+            return x if layer in model.nope_layers else rotate(x, model.rope)
+
+        return self._by_window(lambda q, k, v: attend(turned(q), turned(k), v, model.window(layer)), q, k, v)
 
 
 # ---- rounding ----------------------------------------------------------------------------------------------------------

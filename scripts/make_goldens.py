@@ -4,9 +4,9 @@
     python3 scripts/make_goldens.py
 
 For each case NAME.model.bin is the converted model and NAME.dump.bin the reference dump. Between them the cases cover
-head dimensions 32, 64, 80, 128 and 256, grouped heads, sliding windows, layers without RoPE, tied and untied embeddings, llama3 scaling, odd vocabularies,
-rotary fractions, parallel and sequential residuals, absent biases, padded vocabularies and 16-bit weights. Weights are
-drawn so that mistakes become visible: norms far from 1, biases far from 0, attention far from uniform. Dumps of the two
+head dimensions 32, 64, 80, 128 and 256, grouped heads, sliding windows, layers without RoPE, tied and untied embeddings,
+llama3 scaling, odd vocabularies, rotary fractions, parallel and sequential residuals, absent biases, padded vocabularies and
+16-bit weights. Weights are drawn so that mistakes become visible: norms far from 1, biases far from 0, attention far from uniform. Dumps of the two
 trained models under models/ are made too if those exist. Needs torch and transformers 5.
 """
 

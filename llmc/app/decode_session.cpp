@@ -181,8 +181,7 @@ const Chat& DecodeSession::need_chat() const {
   if (chat_) return *chat_;
   fail(Exit::bad_file,
        "%s: %s: missing, so there are no chats with this model. Convert a model that has a chat template, or give one "
-       "to "
-       "scripts/convert_hf.py with --chat-format; --interactive continues text",
+       "to scripts/convert_hf.py with --chat-format; --interactive continues text",
        escaped(settings_.model).c_str(), kChatFormat);
 }
 

@@ -20,9 +20,8 @@ bool Chat::in_thoughts(std::span<const TextSegment> conversation) const {
   if (!thoughts()) return false;
   const auto last =
       std::find_if(conversation.rbegin(), conversation.rend(), [](const TextSegment& one) { return one.literal; });
-  const std::string text = joined_text(conversation.subspan(
-      last == conversation.rend() ? 0
-                                  : conversation.size() - 1 - static_cast<std::size_t>(last - conversation.rbegin())));
+  const auto behind = static_cast<std::size_t>(last - conversation.rbegin());
+  const std::string text = joined_text(conversation.last(std::min(behind + 1, conversation.size())));
   const std::size_t begin = text.rfind(thoughts()->begin);
   return begin != std::string::npos && text.find(thoughts()->end, begin) == std::string::npos;
 }

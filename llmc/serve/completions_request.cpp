@@ -15,8 +15,7 @@ constexpr const char* kPrompts = "a text, a list of texts, a list of token ids, 
 // Refuses a prompt by its size, which is known at once: a text that certainly has too many ids is not tokenized.
 void check_size(const Json& prompt, const std::string& name, std::int64_t max_tokens, const RequestContext& context) {
   if (prompt.is_array()) {
-    const std::string refusal = context.refusal ? context.refusal(std::ssize(prompt), max_tokens) : "";
-    if (!refusal.empty()) throw RequestError(400, name + ": " + refusal, "prompt", "context_length_exceeded");
+    check_prompt_size(std::ssize(prompt), "prompt", max_tokens, context, name);
   } else if (prompt.is_string()) {
     check_text_size(prompt.get_ref<const std::string&>(), name, "prompt", max_tokens, context);
   }

@@ -11,11 +11,11 @@
 
 namespace weft {
 
-namespace {
-
 HttpResponse json_response(const Json& json) {
   return {200, "application/json", json_text(json), {}};
 }
+
+namespace {
 
 Json model_of(const Service& service) {
   Json model = {{"id", service.options.model}, {"object", "model"}, {"created", 0}, {"owned_by", "weft"}};

@@ -24,8 +24,8 @@ std::uint64_t random_seed() {
 void submit(Service& service, const std::shared_ptr<Answer>& answer, const TextAdapter& adapter,
             const TextRequest& request, Reservation& places) {
   service.admission.take_values(answer->values, request.values);
-  service
-      .check_ready();  // again after the reservation: a server that drains waits for all completions that are reserved
+  // Again after the reservation: a server that drains waits for all completions that are reserved.
+  service.check_ready();
   const RequestContext& context = service.context;
   const bool scored = request.options.logprobs >= 0;
   const std::uint64_t group = service.admission.new_group();

@@ -16,13 +16,6 @@ constexpr const char* kBody = "request body";
   throw RequestError(400, message, param, "context_length_exceeded");
 }
 
-void check_model(const Json& body, const std::string& served) {
-  const auto found = body.find("model");
-  if (found == body.end() || found->is_null()) return;
-  if (!found->is_string()) refuse_field("model", *found, "a text");
-  check_model_name(found->get_ref<const std::string&>(), served);
-}
-
 // Any 64 bits, as in OpenAI's API, whose seeds may be negative.
 std::uint64_t read_seed(const Json& value) {
   if (value.is_number_unsigned()) return value.get<std::uint64_t>();
@@ -49,6 +42,13 @@ void check_model_name(const std::string& name, const std::string& served) {
                      format("model: got %s, expected %s: this server has one model", escaped(name, 60).c_str(),
                             escaped(served).c_str()),
                      "model", "model_not_found");
+}
+
+void check_model(const Json& body, const std::string& served) {
+  const auto found = body.find("model");
+  if (found == body.end() || found->is_null()) return;
+  if (!found->is_string()) refuse_field("model", *found, "a text");
+  check_model_name(found->get_ref<const std::string&>(), served);
 }
 
 std::int64_t answer_values(const TextRequest& request, const ModelConfig& config) {
@@ -125,9 +125,9 @@ void check_text_size(std::string_view text, const std::string& name, const std::
 }
 
 void check_prompt_size(std::int64_t ids, const std::string& param, std::int64_t max_tokens,
-                       const RequestContext& context) {
+                       const RequestContext& context, const std::string& place) {
   const std::string refusal = context.refusal ? context.refusal(ids, max_tokens) : "";
-  if (!refusal.empty()) refuse_length(refusal, param);
+  if (!refusal.empty()) refuse_length(place.empty() ? refusal : place + ": " + refusal, param);
 }
 
 void check_answer_values(TextRequest& request, const RequestContext& context) {

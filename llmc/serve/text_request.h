@@ -59,6 +59,8 @@ using Reserve = std::function<void(std::int64_t completions)>;
 
 // A name other than that of the model that is served: 404.
 void check_model_name(const std::string& name, const std::string& served);
+// The same of the field "model" of a body, if it has one.
+void check_model(const Json& body, const std::string& served);
 
 // How many tokens and log-probabilities an answer may have to hold at once: all of a whole answer, and of a stream those of
 // the prompts, which come in one event.
@@ -80,9 +82,9 @@ void reserve_places(const TextRequest& request, std::int64_t prompts, const Requ
 // Refuses a text that certainly has too many ids. `name`: of the field.
 void check_text_size(std::string_view text, const std::string& name, const std::string& param, std::int64_t max_tokens,
                      const RequestContext& context);
-// Refuses a prompt of too many ids. `param`: its field.
+// Refuses a prompt of too many ids. `param`: its field. `place`: what the message begins with; may be empty.
 void check_prompt_size(std::int64_t ids, const std::string& param, std::int64_t max_tokens,
-                       const RequestContext& context);
+                       const RequestContext& context, const std::string& place = {});
 // Sets request.values.
 void check_answer_values(TextRequest& request, const RequestContext& context);
 

@@ -29,10 +29,7 @@ Json read_body(const Call& call) {
   call.service.check_ready();
   check_json_body(call.exchange->request());
   Json body = parse_request(call.exchange->take_body());
-  if (const auto model = body.find("model"); model != body.end() && !model->is_null()) {
-    if (!model->is_string()) refuse_field("model", *model, "a text");
-    check_model_name(model->get_ref<const std::string&>(), call.service.context.model);
-  }
+  check_model(body, call.service.context.model);
   return body;
 }
 
@@ -64,10 +61,6 @@ std::vector<std::int32_t> ids_of_messages(const Json& body, const RequestContext
   const Chat& chat = need_chat(context);
   const Conversation conversation = read_conversation(body);
   return for_field("messages", [&] { return chat.ids(chat.render(conversation.messages, conversation.tail)); });
-}
-
-HttpResponse json_response(const Json& json) {
-  return {200, "application/json", json_text(json), {}};
 }
 
 Json text_or_null(const Tokenizer& tokenizer, std::optional<std::int32_t> id) {

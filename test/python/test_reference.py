@@ -109,6 +109,11 @@ def attention(q, k, v, window=0):
     return out.reshape(length, heads * head_dim)
 
 
+def window_of(model, number):
+    """Of a layer: the keys that a position sees, 0: all before it. `model`: the object of a model file."""
+    return model["windows"][number] if "windows" in model else 0
+
+
 class NumpyModel:
     """A model file evaluated in double precision."""
 
@@ -150,7 +155,7 @@ class NumpyModel:
         q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(heads)
         if number not in self.model.get("nope_layers", []):
             q, k = rotated(q, angles, scale), rotated(k, angles, scale)
-        out = attention(q, k, v, self.model["windows"][number] if "windows" in self.model else 0)
+        out = attention(q, k, v, window_of(self.model, number))
         prefix = f"layers.{number}."
         self.values |= {prefix + "q": q, prefix + "k": k, prefix + "v": v, prefix + "attention": out}
         return out

@@ -72,6 +72,13 @@ def weft(path, strings):
         position += 4 + length
 
 
+def assert_same(path, original, strings):
+    """Ids of each string, and their text, as the library's tokenizer gives them."""
+    for (flags, data), (ids, text) in zip(strings, weft(path, strings)):
+        assert ids == vectors.expected_ids(original, data, flags), data[:200]
+        assert text == original.decode(ids, skip_special_tokens=False), data[:200]
+
+
 @published
 @pytest.mark.parametrize("make", [neox, llama3])
 def test_published_vocabulary(make, tmp_path):
@@ -82,9 +89,7 @@ def test_published_vocabulary(make, tmp_path):
     strings = [(rng.randrange(4), vectors.fuzz_bytes(rng, added)) for _ in range(STRINGS)]
     strings += [(0, vectors.chunk_text(form, chunk).encode()) for form in (0, 1) for chunk in range(vectors.CHUNKS)]
     strings += [(2, text.read_bytes()) for text in sorted(DATA.glob("*.txt"))]
-    for (flags, data), (ids, text) in zip(strings, weft(path, strings)):
-        assert ids == vectors.expected_ids(original, data, flags), data[:200]
-        assert text == original.decode(ids, skip_special_tokens=False), data[:200]
+    assert_same(path, original, strings)
 
 
 @pytest.mark.parametrize("name", ["neox_style", "llama3_style"])
@@ -157,9 +162,7 @@ def test_byte_level_tokenizers_of_the_families(style, tmp_path):
     path.write_text(json.dumps(document), encoding="utf-8")
     original, rng = tokenizers.Tokenizer.from_file(str(path)), random.Random(style)
     strings = [(rng.choice([0, 1]), vectors.fuzz_bytes(rng, names)) for _ in range(10_000)]
-    for (flags, data), (ids, text) in zip(strings, weft(path, strings)):
-        assert ids == vectors.expected_ids(original, data, flags), data[:200]
-        assert text == original.decode(ids, skip_special_tokens=False), data[:200]
+    assert_same(path, original, strings)
 
 
 # ---- SentencePiece-style ---------------------------------------------------------------------------------------------
@@ -272,9 +275,7 @@ def test_a_tokenizer_of_gemma(tmp_path):
     path.write_text(json.dumps(document), encoding="utf-8")
     original, rng = tokenizers.Tokenizer.from_file(str(path)), random.Random("gemma")
     strings = [(rng.choice([0, 1]), vectors.fuzz_bytes(rng, names)) for _ in range(10_000)]
-    for (flags, data), (ids, text) in zip(strings, weft(path, strings)):
-        assert ids == vectors.expected_ids(original, data, flags), data[:200]
-        assert text == original.decode(ids, skip_special_tokens=False), data[:200]
+    assert_same(path, original, strings)
 
 
 def test_a_sentencepiece_word_of_a_megabyte(tmp_path):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from test_reference import CASES, GOLDEN, NumpyModel, assert_close, attention, dump_of, gelu, gelu_tanh, np, rope_angles, rotated, silu, tensor_file
+from test_reference import CASES, GOLDEN, NumpyModel, assert_close, attention, dump_of, gelu, gelu_tanh, np, rope_angles, rotated, silu, tensor_file, window_of
 from test_train_reference import SETTINGS
 
 import checkpoints as ck
@@ -130,7 +130,7 @@ class Hooked(Module):
         if number not in self.description.get("nope_layers", []):
             turned = apply_rotary_pos_emb(q[..., :size], k[..., :size], rope_angles(rope, q.shape[2]), rope.get("attention_factor", 1))
             q, k = (np.concatenate([new, old[..., size or new.shape[-1]:]], axis=-1) for new, old in zip(turned, (q, k)))
-        window = self.description["windows"][number] if "windows" in self.description else 0
+        window = window_of(self.description, number)
         return tensor([attention(*(values.swapaxes(0, 1) for values in row), window) for row in zip(*map(np.array, (q, k, v)))])
 
     def compute(self, ids):

@@ -55,7 +55,7 @@ ROWS = [
            "linear(block.output)", unit("Layout.Llama*")),
     Mutant("damaged quantised weights are loaded", "read_quantized", "file_.verify(tensor);", "",
            unit("QuantizedModel.DamageIsFound*")),
-    Mutant("config.json: mlp_bias is that of attention", "from_hf", 'flag("mlp_bias"); }', 'flag("attention_bias"); }',
+    Mutant("config.json: mlp_bias is that of attention", "read_biases", 'flag("mlp_bias")', 'flag("attention_bias")',
            unit("HfConfig.Cases")),
     Mutant("config.json: a factor of attention is left out", "RopeReader::read_yarn", 'number("attention_factor") : attention',
            "attention : attention", unit("HfConfig.Cases")),

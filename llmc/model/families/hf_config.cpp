@@ -429,6 +429,16 @@ void read_grouped_heads(const HfObject& config, ModelConfig& model, HeadDefaults
   }
 }
 
+void read_biases(const HfObject& config, ModelConfig& model) {
+  model.qkv_bias = model.output_bias = config.flag("attention_bias");
+  model.mlp_bias = config.flag("mlp_bias");
+}
+
+void write_biases(const ModelConfig& model, Json& config) {
+  config["attention_bias"] = model.output_bias;
+  config["mlp_bias"] = model.mlp_bias;
+}
+
 void write_grouped_heads(const ModelConfig& model, Json& config) {
   config["num_key_value_heads"] = model.num_kv_heads;
   config["head_dim"] = model.head_dim;
@@ -437,7 +447,7 @@ void write_grouped_heads(const ModelConfig& model, Json& config) {
 void read_windows(const HfObject& config, ModelConfig& model, const std::function<bool(std::int64_t layer)>& slides,
                   std::int64_t absent) {
   if (config.says_null("sliding_window") || (!config.has("sliding_window") && absent == 0)) return;
-  const std::int64_t window = config.integer("sliding_window", 1, kMaxPositions, absent > 0 ? Json(absent) : Json());
+  const std::int64_t window = config.integer("sliding_window", 1, kMaxPositions, absent);
   if (window >= model.max_positions) return;
   for (std::int64_t l = 0; l < model.num_layers; ++l) model.windows.push_back(slides(l) ? window : 0);
 }

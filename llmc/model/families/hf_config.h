@@ -81,10 +81,13 @@ struct HeadDefaults {
 // num_key_value_heads, if null as many as heads; head_dim, if null divided_head_dim().
 void read_grouped_heads(const HfObject& config, ModelConfig& model, HeadDefaults absent = {});
 void write_grouped_heads(const ModelConfig& model, Json& config);
+// attention_bias, of q, k, v and o; mlp_bias, of gate, up and down.
+void read_biases(const HfObject& config, ModelConfig& model);
+void write_biases(const ModelConfig& model, Json& config);
 // hidden_size / num_attention_heads.
 std::int64_t divided_head_dim(const HfObject& config, const ModelConfig& model);
-// Gives model.windows the window to the layers that `slides` names: sliding_window, if it is not null, of which `absent` is
-// the default (0: it has to be there). A window that all positions fit in is none.
+// Gives model.windows the window of the layers that `slides` names: sliding_window, if it is not null. `absent`: what it is
+// taken for where it is absent; 0: none. A window that all positions fit in is none.
 void read_windows(const HfObject& config, ModelConfig& model, const std::function<bool(std::int64_t layer)>& slides,
                   std::int64_t absent = 0);
 // The same by use_sliding_window and layer_types; where there are no layer_types, by `slides`.

@@ -43,14 +43,12 @@ namespace {
 
 void from_hf(const HfObject& config, ModelConfig& model) {
   read_grouped_heads(config, model);
-  model.qkv_bias = model.output_bias = config.flag("attention_bias");
-  model.mlp_bias = config.flag("mlp_bias");
+  read_biases(config, model);
 }
 
 void to_hf(const ModelConfig& model, Json& config) {
   write_grouped_heads(model, config);
-  config["attention_bias"] = model.output_bias;
-  config["mlp_bias"] = model.mlp_bias;
+  write_biases(model, config);
 }
 
 }  // namespace

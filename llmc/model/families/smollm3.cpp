@@ -28,16 +28,14 @@ void read_nope_layers(const HfObject& config, ModelConfig& model) {
 
 void from_hf(const HfObject& config, ModelConfig& model) {
   read_grouped_heads(config, model, {.kv_heads = 4});
-  model.qkv_bias = model.output_bias = config.flag("attention_bias");
-  model.mlp_bias = config.flag("mlp_bias");
+  read_biases(config, model);
   read_nope_layers(config, model);
   read_layer_windows(config, model, [&](std::int64_t l) { return !model.rotates(l); });
 }
 
 void to_hf(const ModelConfig& model, Json& config) {
   write_grouped_heads(model, config);
-  config["attention_bias"] = model.output_bias;
-  config["mlp_bias"] = model.mlp_bias;
+  write_biases(model, config);
   config.erase("no_rope_layer_interval");
   config["no_rope_layers"] = Json::array();
   for (std::int64_t l = 0; l < model.num_layers; ++l) config["no_rope_layers"].push_back(model.rotates(l) ? 1 : 0);
