@@ -81,11 +81,23 @@ TRAIN_NEEDS := $(addprefix llmc/infer/,generate.cpp prompt.cpp stop_text.cpp tex
 INFER_SRC := $(filter-out $(TRAIN_NEEDS),$(filter llmc/infer/% llmc/serve/% llmc/app/decode_%,$(HOST_SRC)))
 INFER_OBJ := $(INFER_SRC:%.cpp=$B/%.o)
 
+# Instrumented builds are made whole and once: the files of these rooms are compiled as one source each, which halves the time.
+ifneq ($(filter asan tsan,$(MODE)),)
+JOINED_ROOMS := base text model train infer serve
+joined_files  = $(filter-out $(TRAIN_NEEDS),$(wildcard llmc/$1/*.cpp))
+JOINED       := $(JOINED_ROOMS:%=$B/llmc/%/joined.o)
+instead_of    = $(filter-out $(patsubst %.cpp,$B/%.o,$(foreach r,$2,$(call joined_files,$r))),$1) $(patsubst %,$B/llmc/%/joined.o,$2)
+HOST_OBJ     := $(call instead_of,$(HOST_OBJ),$(JOINED_ROOMS))
+INFER_OBJ    := $(call instead_of,$(INFER_OBJ),infer serve)
+$(foreach r,$(JOINED_ROOMS),$(eval $B/llmc/$r/joined.o: $(call joined_files,$r)))
+endif
+
 # ---- GPU code --------------------------------------------------------------------------------------------------------
 ifneq ($(strip $(NVCC)),)
 CUDA_HOME := $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
-CUDA_SRC  := $(sort $(wildcard llmc/cuda/*/*.cu llmc/cuda/*/*/*.cu llmc/cuda/*/*/*/*.cu))
-CUDA_OBJ  := $(CUDA_SRC:%.cu=$B/%.o)
+# What has no device code there is a .cpp, which g++ compiles once: nvcc would parse it once more for each architecture.
+CUDA_SRC  := $(sort $(wildcard $(foreach e,cu cpp,llmc/cuda/*/*.$e llmc/cuda/*/*/*.$e llmc/cuda/*/*/*/*.$e)))
+CUDA_OBJ  := $(patsubst %,$B/%.o,$(basename $(CUDA_SRC)))
 NVCCFLAGS += -std=c++20 -O3 -I. -MMD -MP --Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror \
              $(foreach a,$(GPU_ARCH),-gencode arch=compute_$a,code=sm_$a) \
              $(if $(GPU_PTX),-gencode arch=compute_$(GPU_PTX)$(,)code=compute_$(GPU_PTX)) $(GPU_FLAGS)
@@ -147,8 +159,8 @@ PRECOMPILED := $B/precompiled.h
 $B/precompiled.h.gch: llmc/base/precompiled.h
 $B/test/precompiled.h.gch: test/cpp/precompiled.h
 $B/%.h.gch: $B/host-flags
-	@mkdir -p $(@D); $(call say,CXX   $(firstword $(filter %/precompiled.h,$^)))
-	$Q$(CXX) $(CXXFLAGS) -MF $(@:.gch=.d) -MT $@ -x c++-header $(firstword $(filter %/precompiled.h,$^)) -o $@.new && mv $@.new $@
+	@mkdir -p $(@D); $(call say,CXX   $(firstword $(filter %/precompiled.h %/standard.h,$^)))
+	$Q$(CXX) $(CXXFLAGS) -MF $(@:.gch=.d) -MT $@ -x c++-header $(firstword $(filter %/precompiled.h %/standard.h,$^)) -o $@.new && mv $@.new $@
 $B/test/%: PRECOMPILED := $B/test/precompiled.h
 # private: what is said of one object holds for it alone, not for what it needs.
 $B/test/precompiled.h.gch: private CXXFLAGS += $(TEST_LEVEL)
@@ -158,24 +170,32 @@ $B/%.o: %.cpp $B/host-flags $B/precompiled.h.gch
 	$Q$(CXX) $(CXXFLAGS) -include $(PRECOMPILED) -c $< -o $@
 $(TEST_OBJ) $(TEST_TOOLS:$B/%=$B/test/cpp/%_main.o): $B/test/precompiled.h.gch
 
+# A class with a member of a private type is one where it is included, and still has but one definition.
+$(JOINED): private CXXFLAGS += -Wno-subobject-linkage
+$(JOINED): $B/llmc/%/joined.o: $B/host-flags $B/precompiled.h.gch
+	@mkdir -p $(@D); $(call say,CXX   llmc/$*/*.cpp)
+	@printf '#include "%s"\n' $(call joined_files,$*) >$(@:.o=.cpp)
+	$Q$(CXX) $(CXXFLAGS) -include $(PRECOMPILED) -c $(@:.o=.cpp) -o $@
+
 # llmc/app is the host code that knows both devices: what it contains depends on the build, as for the mains.
 $B/llmc/app/%.o: private CXXFLAGS += $(MAIN_FLAGS)
 $(patsubst %.cpp,$B/%.o,$(wildcard llmc/app/*.cpp)): $B/link-flags
 
 # Asio's fences stand between handlers that a mutex orders anyway: that ThreadSanitizer does not know fences loses nothing.
-$(patsubst %.cpp,$B/%.o,$(wildcard llmc/serve/http*.cpp)): private CXXFLAGS += -Wno-tsan
+$(patsubst %.cpp,$B/%.o,$(wildcard llmc/serve/http*.cpp)) $B/llmc/serve/joined.o: private CXXFLAGS += -Wno-tsan
 
 # The page is put in by the assembler, of which -MMD knows nothing.
-$B/llmc/serve/page.o: llmc/serve/page.html
+$B/llmc/serve/page.o $B/llmc/serve/joined.o: llmc/serve/page.html
 
-$B/llmc/infer/line_input.o: private CXXFLAGS += $(EDIT_FLAGS)
-$B/llmc/infer/line_input.o: $B/link-flags
+$B/llmc/infer/line_input.o $B/llmc/infer/joined.o: private CXXFLAGS += $(EDIT_FLAGS)
+$B/llmc/infer/line_input.o $B/llmc/infer/joined.o: $B/link-flags
 
 # The mains are plain C++ under the name that their readers look for.
 $B/%.main.o: %.cu $B/host-flags $B/link-flags $B/version.h $B/precompiled.h.gch
 	@mkdir -p $(@D); $(call say,CXX   $<)
 	$Q$(CXX) $(CXXFLAGS) $(MAIN_FLAGS) -I$B -include $(PRECOMPILED) -x c++ -c $< -o $@
 
+$B/llmc/cuda/%.o: private CXXFLAGS += -isystem $(CUDA_HOME)/include
 $B/llmc/cuda/%.o: llmc/cuda/%.cu $B/link-flags
 	@mkdir -p $(@D); $(call say,NVCC  $<)
 	$Q$(NVCC) $(NVCCFLAGS) -c $< -o $@
@@ -297,9 +317,13 @@ headers: $(HEADERS:%=$B/headers/%.ok)
 list-headers:
 	@printf '%s\n' $(HEADERS:%='compiled %') $(SKIPPED_HEADERS:%='skipped %')
 $(CUDA_HEADERS:%=$B/headers/%.ok): private CXXFLAGS += $(if $(strip $(NVCC)),-isystem $(CUDA_HOME)/include)
-$B/headers/%.h.ok: %.h $B/host-flags
+# The standard library's headers are parsed once for all: that each file names those it needs, test_includes.py sees.
+$B/headers/standard.h: llmc/base/precompiled.h
+	@mkdir -p $(@D); grep '#include <' $< >$@
+$B/headers/standard.h.gch: $B/headers/standard.h
+$B/headers/%.h.ok: %.h $B/host-flags $B/headers/standard.h.gch
 	@mkdir -p $(@D); rm -f $@
-	@$(CXX) $(CXXFLAGS) -MF $(@:.ok=.d) -MT $@ -w -fsyntax-only -x c++ $< && touch $@ || { echo "header FAILED $<"; exit 1; }
+	@$(CXX) $(CXXFLAGS) -include $B/headers/standard.h -MF $(@:.ok=.d) -MT $@ -w -fsyntax-only -x c++ $< && touch $@ || { echo "header FAILED $<"; exit 1; }
 $B/headers/%.cuh.ok: %.cuh $B/link-flags
 	@mkdir -p $(@D); rm -f $@
 	@$(NVCC) -std=c++20 -I. -arch=sm_$(ONE_ARCH) -w -MD -MF $(@:.ok=.d) -MT $@ -ptx -x cu $< -o $@.ptx && rm $@.ptx && touch $@ || \

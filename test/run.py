@@ -5,8 +5,8 @@ which have built what it needs. Suites:
 
     unit *      build/release/unit_tests      C++ (GoogleTest)
     bits        build/release/bits            equal bits on CPU kernels compiled for other CPUs, and equal bits among these
-    unit asan   build/asan/unit_tests         the same under AddressSanitizer and UndefinedBehaviorSanitizer, but for FusedTolerance
-    threads     build/tsan/thread_tests       the threads that read ahead, save and serve, under ThreadSanitizer
+    unit asan   build/asan/unit_tests         the same under AddressSanitizer and UndefinedBehaviorSanitizer, but for MINUTES
+    threads     build/tsan/thread_tests       the threads that read ahead, save and serve, under ThreadSanitizer, but for MINUTES
     runs tsan   test/python/test_train_cli.py whole runs of build/tsan/train_llama, with signals, faults and saves
     python *    test/python                   scripts and whole programs (pytest); of these, QUICK_PYTHON
     headers     make headers                  each header compiles alone
@@ -58,6 +58,8 @@ QUICK_PYTHON = {
 # Unit tests that it leaves to test-all: those of more than some seconds.
 SLOW_UNITS = ("FusedTolerance.*", "*EncodesEveryCodePoint*", "*Soak*", "TokenizerFile.RefusesMoreAddedTokens*",
               "BatchTest.AnAnswerOfMillions*", "Json.NoMoreValues*", "StateTest.AnyOrder*", "*.ARankThatHangsIsNamed*")
+# Minutes of arithmetic, or of schedules, under a sanitizer, in code that other tests run there, too.
+MINUTES = "--gtest_filter=-FusedTolerance.*:*Soak*"
 # Words in the names of tests whose answers may depend on whether the build has GPU code.
 OF_THE_BUILD = "device or gpu or build or machine_lacks or auto_says or help_and_version or dry_run_checks"
 # Suites share the cores: threads that wait must not keep the others from running.
@@ -189,7 +191,16 @@ def run_without_cuda() -> Outcome:
                                   "--ignore=test/python/test_train_gpu.py", "--ignore=test/python/test_infer_gpu.py"))
 
 
-def run_threads(tsan: Path) -> list[Outcome]:
+def run_shards(name: str, program: Path, shards: int, environment: dict[str, str] | None = None, prefix: tuple[str, ...] = (),
+               arguments: tuple[str, ...] = ()) -> dict[str, Callable[[], list[Outcome]]]:
+    """A program's tests as jobs that run beside each other."""
+    def shard(index: int) -> list[Outcome]:
+        part = {**(environment or {}), "GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(index)}
+        return [run_googletest(f"{name} {index}", program, part, prefix, arguments)]
+    return {f"{name} {index}": partial(shard, index) for index in range(shards)}
+
+
+def tsan_jobs(tsan: Path) -> dict[str, Callable[[], list[Outcome]]]:
     """Any race ends the program with 66. libgomp is not built for the tool, so there is one OpenMP thread; and GCC 12's
     run time does not know the address layouts of newer kernels, so their randomisation is off. A process waits 50 ms at its end
     for races that only show there, not the second that is usual: some tests end hundreds."""
@@ -200,16 +211,10 @@ def run_threads(tsan: Path) -> list[Outcome]:
     runs = ("test_a_run_and_what_it_leaves", "test_signals_from_outside", "test_terminated_saves_and_resumes",
             "test_a_failed_save_costs_a_checkpoint", "test_not_finite_numbers_skipped_or_run_again",
             "test_a_shard_replaced_meanwhile")
-    return [run_googletest("threads", tsan / "thread_tests", environment, prefix),
-            run_pytest("runs tsan", tuple(f"test/python/test_train_cli.py::{name}" for name in runs), environment, prefix)]
-
-
-def run_unit_shards(release: Path, shards: int, arguments: tuple[str, ...]) -> list[Callable[[], list[Outcome]]]:
-    """The unit tests as jobs that run beside each other."""
-    def shard(index: int) -> list[Outcome]:
-        environment = {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(index)}
-        return [run_googletest(f"unit {index}", release / "unit_tests", environment, arguments=arguments)]
-    return [partial(shard, index) for index in range(shards)]
+    jobs = run_shards("threads", tsan / "thread_tests", 2, environment, prefix, (MINUTES,))
+    jobs["runs tsan"] = lambda: [run_pytest("runs tsan", tuple(f"test/python/test_train_cli.py::{name}" for name in runs), environment,
+                                            prefix)]
+    return jobs
 
 
 def run_bits(release: Path) -> Outcome:
@@ -290,15 +295,19 @@ def run_jobs(jobs: dict[str, Callable[[], list[Outcome]]]) -> dict[str, list[Out
     return {name: future.result() for name, future in running.items()}
 
 
+def rows_of(name: str, done: dict[str, list[Outcome]]) -> Outcome:
+    """One row of the shards of `name`."""
+    return joined(name, [row for job in done if re.fullmatch(rf"{name} \d+", job) for row in done[job]])
+
+
 def run_quick() -> list[Outcome]:
     release = ROOT / "build" / "release"
-    jobs = {f"unit {index}": job for index, job in enumerate(
-        run_unit_shards(release, 2, (f"--gtest_filter=-{':'.join(SLOW_UNITS)}",)))}
+    jobs = run_shards("unit", release / "unit_tests", 2, arguments=(f"--gtest_filter=-{':'.join(SLOW_UNITS)}",))
     jobs |= {name: partial(lambda name, selection: [run_pytest(f"python {name}", selection)], name,
                            (f"test/python/{name}.py", *(("-k", words) if words else ())))
              for name, words in QUICK_PYTHON.items()}
     done = run_jobs(jobs)
-    return [joined("unit", [row for name in done if name.startswith("unit ") for row in done[name]]),
+    return [rows_of("unit", done),
             joined("python", [row for name in QUICK_PYTHON for row in done[name]]), run_gpu(release)]
 
 
@@ -306,16 +315,15 @@ def run_everything(after_quick: bool = False) -> list[Outcome]:
     """The rows, in the order of the table."""
     release, asan = ROOT / "build" / "release", ROOT / "build" / "asan"
     sanitizer = {"ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
-    checked = ("--gtest_filter=-FusedTolerance.*",)  # minutes of arithmetic on models that other tests load and run, too
     rest = (f"--gtest_filter={':'.join(SLOW_UNITS)}",) if after_quick else ()
     files = python_files()
     on_gpu = [path for path in files if "_gpu" in path.stem]
     jobs: dict[str, Callable[[], list[Outcome]]] = {}  # begun in this order: the long ones first
     if os.environ.get("FUZZ_S", "0") != "0":
         jobs["fuzz"] = lambda: [run_fuzz(os.environ["FUZZ_S"])]
+    jobs |= run_shards("unit asan", asan / "unit_tests", 4, sanitizer, arguments=(MINUTES,))
+    jobs |= tsan_jobs(ROOT / "build" / "tsan")
     jobs |= {
-        "unit asan": lambda: [run_googletest("unit asan", asan / "unit_tests", sanitizer, arguments=checked)],
-        "threads": lambda: run_threads(ROOT / "build" / "tsan"),
         "unit": lambda: [run_googletest("unit", release / "unit_tests", arguments=rest)],
         "bits": lambda: [run_bits(release)],
         "headers": lambda: [run_headers()],
@@ -329,8 +337,8 @@ def run_everything(after_quick: bool = False) -> list[Outcome]:
     done = run_jobs(jobs)
     python = [done[name][0] for name in ("again", *(path.stem for path in files)) if name in done]
     python += [run_python_file(path)[0] for path in on_gpu]
-    return [*done["unit"], *done["bits"], *done["unit asan"], *done["threads"], joined("python", python), *done["headers"], run_gpu(release),
-            *done.get("fuzz", [])]
+    return [*done["unit"], *done["bits"], rows_of("unit asan", done), rows_of("threads", done), *done["runs tsan"],
+            joined("python", python), *done["headers"], run_gpu(release), *done.get("fuzz", [])]
 
 
 def main() -> int:

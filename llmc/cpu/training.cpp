@@ -1,5 +1,5 @@
 // The Llama training step (Touvron et al., 2023) on the CPU, as two straight-line lists of operator calls: forward_layer()
-// and backward_layer() mirror each other, and llmc/cuda/training/lists.cu is the same list on the GPU.
+// and backward_layer() mirror each other, and llmc/cuda/training/lists.cpp is the same list on the GPU.
 //
 // Letters: B batch, T sequence, N = B T rows, C hidden, NH / NKV query and K/V heads, HS head size, q = NH HS, kv = NKV HS,
 // F FFN width, V vocabulary, L layers. d_x is the gradient of x.

@@ -17,7 +17,7 @@ namespace weft {
 
 namespace {
 
-constexpr int kRequestDepth = JsonLimits{}.depth + 1;  // a config.json of the largest depth, in an object
+constexpr int kDescribeDepth = JsonLimits{}.depth + 1;  // a config.json of the largest depth, in an object
 constexpr std::size_t kShownPath = 300;
 
 std::string last_part(const std::string& module) {
@@ -70,7 +70,7 @@ Json describe_file(const std::string& path) {
 
 Json describe_request(const std::string& text, std::vector<std::string>& warnings) {
   const std::string stdin_name = "--describe -";
-  const Json request = parse_json(text, stdin_name, {.depth = kRequestDepth});
+  const Json request = parse_json(text, stdin_name, {.depth = kDescribeDepth});
   const auto name = [&](const char* key) {
     return request.contains(key) ? escaped(json_string(request, key, stdin_name), kShownPath) : stdin_name;
   };

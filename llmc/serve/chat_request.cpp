@@ -91,7 +91,7 @@ ChatMessage read_message(const Json& message, const std::string& place) {
   return result;
 }
 
-bool is_read_elsewhere(const std::string& name) {
+bool is_read_by_chat(const std::string& name) {
   constexpr std::string_view kNames[] = {
       "model", "n", "stream", "stream_options", "logprobs", "top_logprobs", "max_tokens", "max_completion_tokens"};
   return std::ranges::find(kNames, name) != std::end(kNames) || is_of_conversation(name);
@@ -195,7 +195,7 @@ TextRequest parse_chat(std::string_view text, const RequestContext& context, con
   request.options.logprobs = read_logprobs(body);
   const std::optional<std::int64_t> max_tokens = read_max_tokens(body);
   for (const auto& [name, value] : body.items()) {
-    if (value.is_null() || is_read_elsewhere(name)) continue;
+    if (value.is_null() || is_read_by_chat(name)) continue;
     if (name == "echo") {
       if (value != false) refuse_field(name, value, "false: it is not supported");
       continue;

@@ -66,7 +66,7 @@ void check_best_of(const Json& body, std::int64_t n) {
   }
 }
 
-bool is_read_elsewhere(const std::string& name) {
+bool is_read_by_completions(const std::string& name) {
   constexpr std::string_view kNames[] = {"model", "prompt", "n", "best_of", "stream", "stream_options"};
   return std::ranges::find(kNames, name) != std::end(kNames);
 }
@@ -81,7 +81,7 @@ TextRequest parse_completions(std::string_view text, const RequestContext& conte
   request.options.max_tokens = kDefaultMaxTokens;
   request.options.sampler.temperature = 1;
   for (const auto& [name, value] : body.items()) {
-    if (!value.is_null() && !is_read_elsewhere(name)) read_option(name, value, TextApi::completions, request);
+    if (!value.is_null() && !is_read_by_completions(name)) read_option(name, value, TextApi::completions, request);
   }
   check_options(request, context);
 

@@ -8,6 +8,7 @@
 #include <limits>
 #include <numeric>
 #include <set>
+#include <utility>
 
 #include "llmc/base/error.h"
 #include "llmc/base/sampling_math.h"

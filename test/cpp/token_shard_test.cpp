@@ -6,6 +6,8 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <filesystem>
+#include <utility>
 #include <vector>
 
 #include "llmc/base/hash.h"

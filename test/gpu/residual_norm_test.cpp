@@ -3,6 +3,7 @@
 #include "llmc/cuda/op/norm/residual_norm.h"
 
 #include <optional>
+#include <utility>
 
 #include "llmc/cpu/residual_norm.h"
 #include "test/gpu/operator_tools.h"

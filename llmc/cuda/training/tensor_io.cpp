@@ -4,7 +4,8 @@
 
 #include "llmc/base/arena_layout.h"
 #include "llmc/base/error.h"
-#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/hw/types.cuh"
+#include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/training/state_copy.h"
 #include "llmc/cuda/training/training_model.h"
 

@@ -24,7 +24,7 @@
 
 #include "llmc/base/arena_layout.h"
 #include "llmc/cuda/fused/step.h"
-#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/hw/types.cuh"
 #include "llmc/cuda/inference/inference.h"
 #include "llmc/cuda/op/attention/paged/kv_cache.h"
 #include "llmc/cuda/op/attention/paged/paged_attention.h"
@@ -36,6 +36,7 @@
 #include "llmc/cuda/op/sample/score_rows.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/captured_graph.h"
+#include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/qkv_heads.h"
 

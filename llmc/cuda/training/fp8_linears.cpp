@@ -4,9 +4,10 @@
 #include <bit>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/hw/types.cuh"
 #include "llmc/cuda/op/gemm/bias_grad.h"
 #include "llmc/cuda/op/gemm/matmul_swiglu_fp8.h"
+#include "llmc/cuda/runtime/error.h"
 
 namespace weft::cuda {
 

@@ -5,7 +5,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/fused/decode.h"
-#include "llmc/cuda/inference/inference_model.cuh"
+#include "llmc/cuda/inference/inference_model.h"
 
 namespace weft::cuda {
 

@@ -3,7 +3,8 @@
 // training_model.h has the letters, operators.cu what each line launches.
 #include <algorithm>
 
-#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/hw/types.cuh"
+#include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/training/training_model.h"
 
 namespace weft::cuda {

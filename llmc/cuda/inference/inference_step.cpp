@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/inference/inference_model.cuh"
+#include "llmc/cuda/inference/inference_model.h"
 #include "llmc/cuda/runtime/fork.h"
 
 namespace weft::cuda {

@@ -2,7 +2,8 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/hw/types.cuh"
+#include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/training/training_model.h"
 
 namespace weft::cuda {

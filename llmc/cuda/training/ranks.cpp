@@ -3,7 +3,8 @@
 #include <vector>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/hw/types.cuh"
+#include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/training/training_model.h"
 
 namespace weft::cuda {

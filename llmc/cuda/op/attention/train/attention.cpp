@@ -7,8 +7,9 @@
 #include <type_traits>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/hw/types.cuh"
 #include "llmc/cuda/op/attention/train/paths.h"
+#include "llmc/cuda/runtime/error.h"
 
 namespace weft::cuda {
 

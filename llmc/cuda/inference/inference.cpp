@@ -1,5 +1,5 @@
 // The inference model's memory, and the functions that the programs call. The rest is in the files that
-// inference_model.cuh lists.
+// inference_model.h lists.
 #include "llmc/cuda/inference/inference.h"
 
 #include <algorithm>
@@ -9,9 +9,9 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/sampling_math.h"
-#include "llmc/cuda/inference/inference_model.cuh"
+#include "llmc/cuda/inference/inference_model.h"
 #include "llmc/cuda/inference/parameters.h"
-#include "llmc/cuda/inference/quantized_parameters.cuh"
+#include "llmc/cuda/inference/quantized_parameters.h"
 #include "llmc/cuda/op/attention/train/attention.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
 #include "llmc/model/single_sequence.h"

@@ -8,8 +8,9 @@
 #include <vector>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/hw/types.cuh"
 #include "llmc/cuda/op/gemm/ceilings.h"
+#include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/runtime/fork.h"
 #include "llmc/cuda/training/training_model.h"
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "llmc/base/arena.h"
-#include "llmc/cuda/inference/inference_model.cuh"
+#include "llmc/cuda/inference/inference_model.h"
 #include "llmc/cuda/inference/parameters.h"
 #include "llmc/model/tensor_table.h"
 

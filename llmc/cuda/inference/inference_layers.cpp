@@ -7,7 +7,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "llmc/cuda/inference/inference_model.cuh"
+#include "llmc/cuda/inference/inference_model.h"
 #include "llmc/cuda/inference/parameters.h"
 #include "llmc/cuda/op/attention/paged/append_to_pages.h"
 #include "llmc/cuda/op/elementwise/step_rows.h"

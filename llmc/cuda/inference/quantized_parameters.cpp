@@ -1,4 +1,4 @@
-#include "llmc/cuda/inference/quantized_parameters.cuh"
+#include "llmc/cuda/inference/quantized_parameters.h"
 
 #include "llmc/model/tensor_names.h"
 

@@ -5,8 +5,9 @@
 #include <utility>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/hw/types.cuh"
 #include "llmc/cuda/op/optim/rank_sum.h"
+#include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/runtime/fork.h"
 
 namespace weft::cuda {

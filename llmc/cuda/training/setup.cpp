@@ -2,9 +2,10 @@
 #include <vector>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/hw/types.cuh"
 #include "llmc/cuda/op/gemm/matmul_swiglu.h"
 #include "llmc/cuda/op/gemm/matmul_swiglu_fp8.h"
+#include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/training/training.h"
 #include "llmc/cuda/training/training_model.h"
 

@@ -3,12 +3,13 @@
 // GEMMs, and the bytes of every operand read once and every result written once.
 #include <algorithm>
 
-#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/hw/types.cuh"
 #include "llmc/cuda/op/attention/train/attention.h"
 #include "llmc/cuda/op/elementwise/embedding.h"
 #include "llmc/cuda/op/elementwise/swiglu.h"
 #include "llmc/cuda/op/gemm/bias_grad.h"
 #include "llmc/cuda/op/gemm/matmul_swiglu.h"
+#include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/runtime/fork.h"
 #include "llmc/cuda/training/training_model.h"
 
