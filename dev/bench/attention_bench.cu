@@ -2,7 +2,7 @@
 // batch, bf16, random data; 32 query heads and 8 K/V heads. Prints TF/s; the backward pass is counted as 2.5 times the
 // forward's operations, a causal mask as half of them. Then at T 8192 a window of 1024, documents of 512 tokens, and one
 // document, which shows what the kernels that can hide past keys cost where none is hidden; only pairs that see each other are
-// counted. dev/bench/attention_peer.py measures PyTorch on the same causal shapes.
+// counted. dev/bench/attention_baseline.py measures PyTorch on the same causal shapes.
 //
 //   attention_bench [portable] [repetitions [head dimension ...]]
 //

@@ -42,7 +42,7 @@ def peer(model: str, mode: str) -> dict[int, dict[str, Any]] | str:
     """By context."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
-    command = [sys.executable, str(ROOT / "dev/bench/decode_peer.py"), "--model", model, "--mode", mode, "--contexts",
+    command = [sys.executable, str(ROOT / "dev/bench/decode_baseline.py"), "--model", model, "--mode", mode, "--contexts",
                *map(str, CONTEXTS)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]

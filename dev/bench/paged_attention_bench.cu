@@ -218,10 +218,10 @@ class Step {
   }
   static std::vector<char> list(const PagedAttentionShape& shape, std::int64_t sequences, std::int64_t rows,
                                 std::int64_t context) {
-    std::vector<PagedSpan> spans;
-    for (std::int64_t s = 0; s < sequences; ++s) spans.push_back({s * rows, rows, context - rows});
+    std::vector<PagedChunk> chunks;
+    for (std::int64_t s = 0; s < sequences; ++s) chunks.push_back({s * rows, rows, context - rows});
     std::vector<char> work(paged_work_bytes(shape));
-    work.resize(write_paged_work(work.data(), shape, spans));
+    work.resize(write_paged_work(work.data(), shape, chunks));
     return work;
   }
 

@@ -70,11 +70,11 @@ class TimedModel final : public InferenceModel {
   void keep_activations(bool) override {}
   std::vector<float> activation(const std::string&) override { return {}; }
 
-  void submit(std::span<const Span> work) override {
+  void submit(std::span<const Chunk> work) override {
     const Clock::time_point begin = Clock::now();
     if (flights_.size() >= 2) fail(Exit::internal, "timed model: too many steps");
     last_ready_ = std::max(last_ready_, begin) + step_;
-    std::vector<SpanResult> results(work.size());
+    std::vector<ChunkResult> results(work.size());
     for (std::size_t i = 0; i < work.size(); ++i) {
       without_ids += work[i].ids.empty();
       if (work[i].sampling == nullptr) continue;
@@ -86,7 +86,7 @@ class TimedModel final : public InferenceModel {
     deepest = std::max(deepest, flights_.size());
     taken += Clock::now() - begin;
   }
-  std::span<const SpanResult> collect() override {
+  std::span<const ChunkResult> collect() override {
     const Clock::time_point begin = Clock::now();
     std::this_thread::sleep_until(flights_.front().ready);
     collected_ = std::move(flights_.front().results);
@@ -97,18 +97,18 @@ class TimedModel final : public InferenceModel {
 
   Clock::duration taken{0};  // in submit() and collect()
   std::size_t deepest = 0;
-  std::int64_t without_ids = 0;  // spans whose id was sampled by the step before
+  std::int64_t without_ids = 0;  // chunks whose id was sampled by the step before
 
  private:
   struct Flight {
     Clock::time_point ready;
-    std::vector<SpanResult> results;
+    std::vector<ChunkResult> results;
   };
   const Clock::duration step_;
   const std::int64_t slots_;
   ModelConfig config_;
   std::deque<Flight> flights_;
-  std::vector<SpanResult> collected_;
+  std::vector<ChunkResult> collected_;
   Clock::time_point last_ready_;
   std::uint64_t word_ = 1;
 };

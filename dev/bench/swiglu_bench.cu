@@ -107,9 +107,9 @@ void run_fp8(const Shape& shape, Matmul& matmul, cudaStream_t stream) {
   auto *gate_up = arena.at<bf16>(gate_up_at), *dswiglu_out = arena.at<bf16>(dswiglu_out_at),
        *random = arena.at<bf16>(random_at);
   auto *scale = arena.at<float>(numbers_at), *inverse = arena.at<float>(numbers_at + 256);
-  auto* tally = arena.at<Fp8Tally>(numbers_at + 512);
+  auto* counters = arena.at<Fp8Counters>(numbers_at + 512);
   const float value = 256, inverse_value = 1 / value;
-  check(cudaMemset(tally, 0, sizeof *tally), "bench");
+  check(cudaMemset(counters, 0, sizeof *counters), "bench");
   check(cudaMemcpy(scale, &value, sizeof value, cudaMemcpyHostToDevice), "bench");
   check(cudaMemcpy(inverse, &inverse_value, sizeof value, cudaMemcpyHostToDevice), "bench");
   matmul.fill_random(gate_up, N * C);
@@ -120,9 +120,9 @@ void run_fp8(const Shape& shape, Matmul& matmul, cudaStream_t stream) {
   const MatmulShape shapes[] = {{Gemm::forward, N, C, 2 * F, CUDA_R_8F_E4M3, Accumulate::no, false, false},
                                 {Gemm::input_grad, N, F, C, CUDA_R_8F_E4M3, Accumulate::no, false, false}};
   matmul.prepare(shapes);
-  const Fp8Target out{arena.at<std::uint8_t>(out_at), nullptr, scale, tally},
+  const Fp8Target out{arena.at<std::uint8_t>(out_at), nullptr, scale, counters},
       out_again{nullptr, arena.at<std::uint8_t>(turned_at), scale, nullptr},
-      gradient{arena.at<std::uint8_t>(gradient_at), arena.at<std::uint8_t>(gradient_turned_at), inverse, tally};
+      gradient{arena.at<std::uint8_t>(gradient_at), arena.at<std::uint8_t>(gradient_turned_at), inverse, counters};
   const Side forward{"GEMM", [=, &matmul] { matmul.forward_fp8(gate_up, a, b, N, C, 2 * F); }};
   const Side backward{"GEMM", [=, &matmul] { matmul.input_grad_fp8(dswiglu_out, a, b, N, F, C); }};
   const double flops = 2.0 * static_cast<double>(N) * static_cast<double>(C) * static_cast<double>(F);

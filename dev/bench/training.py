@@ -6,7 +6,7 @@
     python3 dev/bench/training.py --fp8         --precision fp8 beside bf16, and beside torch.compile with torchao's float8
 
 Both sides train on random tokens with AdamW and clipping; both report the median of a step. The peer is torch.compile with the
-faster of its attention kernels' choice (dev/bench/train_peer.py); it is left out, and said to be, where torch is missing.
+faster of its attention kernels' choice (dev/bench/train_baseline.py); it is left out, and said to be, where torch is missing.
 Prints a table and writes build/bench_training.json.
 """
 
@@ -77,7 +77,7 @@ def peer(run: Run, *more: str) -> dict[str, Any] | str:
     for package in ("torch", "torchao") if "--float8" in more else ("torch",):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
-    command = [sys.executable, str(ROOT / "dev/bench/train_peer.py"), "--config", run.config, "--precision",
+    command = [sys.executable, str(ROOT / "dev/bench/train_baseline.py"), "--config", run.config, "--precision",
                run.peer_precision, "--seq-len", str(run.seq_len), "--micro-batch", str(run.peer_micro_batch), *more]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     lines = [line for line in result.stdout.splitlines() if line.startswith("{")]

@@ -52,7 +52,7 @@ class DecodeSession {
   };
   Prompt prompt() const;
   GenerateOptions generate_options() const;
-  // With --lookup or --draft (else no drafts): where guesses come from. `draft`: what load_draft() returned.
+  // With --lookup or --draft (else no drafts): where draft tokens come from. `draft`: what load_draft() returned.
   DraftOptions draft_options(InferenceModel* draft) const;
   // The model of --draft for the sequences of `model`; null without it.
   std::unique_ptr<InferenceModel> load_draft(const InferenceModel& model) const;

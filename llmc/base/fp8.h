@@ -47,13 +47,13 @@ WEFT_HOST_DEVICE constexpr std::uint32_t fp8_scale_bits(int e) {
 
 // What was lost in rounding a tensor, and its largest magnitude. All are sums or maxima of integers: the same in any
 // order.
-struct Fp8Tally {
+struct Fp8Counters {
   std::uint64_t saturated = 0;  // values beyond the largest number: stored as that
   std::uint64_t flushed = 0;    // values that are not zero and were stored as zero
   std::uint32_t amax_bits = 0;  // of the largest magnitude, before scaling; above those of infinity: a NaN
   std::uint32_t unused = 0;
 
-  bool operator==(const Fp8Tally&) const = default;
+  bool operator==(const Fp8Counters&) const = default;
 };
 
 // ---- on the host ----------------------------------------------------------------------------------------------------

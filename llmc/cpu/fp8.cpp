@@ -6,11 +6,11 @@
 
 namespace weft::cpu {
 
-void round_fp8(float* out, const float* x, std::int64_t count, Fp8Format format, int exponent, Fp8Tally* tally) {
+void round_fp8(float* out, const float* x, std::int64_t count, Fp8Format format, int exponent, Fp8Counters* counters) {
   const float scale = std::bit_cast<float>(fp8_scale_bits(exponent));
   const float inverse = std::bit_cast<float>(fp8_scale_bits(-exponent));
   std::int64_t saturated = 0, flushed = 0;
-  if (tally != nullptr) tally->amax_bits = std::max(tally->amax_bits, amax_bits(x, count));
+  if (counters != nullptr) counters->amax_bits = std::max(counters->amax_bits, amax_bits(x, count));
 #pragma omp parallel for schedule(static) reduction(+ : saturated, flushed)
   for (std::int64_t i = 0; i < count; ++i) {
     const float value = x[i], scaled = std::abs(value * scale);
@@ -20,9 +20,9 @@ void round_fp8(float* out, const float* x, std::int64_t count, Fp8Format format,
     const float finite = std::clamp(value * scale, -fp8_largest(format), fp8_largest(format));
     out[i] = round_to_fp8(std::isinf(value) ? value : finite, format) * inverse;
   }
-  if (tally == nullptr) return;
-  tally->saturated += static_cast<std::uint64_t>(saturated);
-  tally->flushed += static_cast<std::uint64_t>(flushed);
+  if (counters == nullptr) return;
+  counters->saturated += static_cast<std::uint64_t>(saturated);
+  counters->flushed += static_cast<std::uint64_t>(flushed);
 }
 
 std::uint32_t amax_bits(const float* x, std::int64_t count) {

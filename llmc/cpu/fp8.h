@@ -8,8 +8,8 @@
 
 namespace weft::cpu {
 
-// out[i] = the fp8 number nearest to x[i] 2^exponent, times 2^-exponent; out may be x. Adds to `tally` unless it is null.
-void round_fp8(float* out, const float* x, std::int64_t count, Fp8Format format, int exponent, Fp8Tally* tally);
+// out[i] = the fp8 number nearest to x[i] 2^exponent, times 2^-exponent; out may be x. Adds to `counters` unless it is null.
+void round_fp8(float* out, const float* x, std::int64_t count, Fp8Format format, int exponent, Fp8Counters* counters);
 
 // The bits of the largest magnitude; a NaN is the largest.
 std::uint32_t amax_bits(const float* x, std::int64_t count);

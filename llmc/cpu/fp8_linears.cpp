@@ -34,7 +34,7 @@ Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, b
       rows_(options.micro_batch * options.seq_len),
       scales_(config.num_layers),
       exponents_(static_cast<std::size_t>(scales_.slots().count())),
-      tallies_(exponents_.size()),
+      counters_(exponents_.size()),
       buffers_(config.num_layers, parameters_sharded),
       arena_(plan(layout_, config, rows_, buffers_.count(), weights_, input_, gradient_)) {
   layout_.bind(arena_);
@@ -55,7 +55,7 @@ void Fp8Linears::round(float* out, std::int64_t slot, const float* x, std::int64
   if (pass != Pass::again) {
     exponents_[index] = scales_.known() ? scales_.exponent(slot) : fp8_exponent(amax_bits(x, count), format);
   }
-  round_fp8(out, x, count, format, exponents_[index], pass == Pass::training ? &tallies_[index] : nullptr);
+  round_fp8(out, x, count, format, exponents_[index], pass == Pass::training ? &counters_[index] : nullptr);
 }
 
 void Fp8Linears::use_weights(std::int64_t layer, const BlockWeights<float>& weights, bool again) {
@@ -64,7 +64,7 @@ void Fp8Linears::use_weights(std::int64_t layer, const BlockWeights<float>& weig
   for (const BlockLinear linear : kBlockLinears) {
     const LinearSize size = linear_size(config_, linear);
     const std::int64_t slot = scales_.slots().at(Fp8Kind::weight, layer, linear);
-    if (!again) tallies_[static_cast<std::size_t>(slot)] = {};
+    if (!again) counters_[static_cast<std::size_t>(slot)] = {};
     round(weight_of(linear, layer), slot, weights.linear(linear).weight.plain, size.C * size.OC,
           again ? Pass::again : Pass::training);
   }
@@ -84,27 +84,27 @@ const float* Fp8Linears::gradient(BlockLinear linear, std::int64_t layer, const 
 void Fp8Linears::begin_step() {
   const Fp8Slots& slots = scales_.slots();
   for (const Fp8Kind kind : {Fp8Kind::input, Fp8Kind::gradient}) {
-    std::fill_n(tallies_.begin() + slots.first(kind), slots.of_a_kind(), Fp8Tally{});
+    std::fill_n(counters_.begin() + slots.first(kind), slots.of_a_kind(), Fp8Counters{});
   }
   micro_batches_ = 0;
   of_ranks_.clear();
 }
 
-void Fp8Linears::gather_tallies(Communicator& ranks) {
+void Fp8Linears::gather_counters(Communicator& ranks) {
   const std::int64_t slots = scales_.slots().count();
-  std::vector<Fp8Tally> all(static_cast<std::size_t>(ranks.size() * slots));
-  std::copy(tallies_.begin(), tallies_.end(), all.begin() + ranks.rank() * slots);
+  std::vector<Fp8Counters> all(static_cast<std::size_t>(ranks.size() * slots));
+  std::copy(counters_.begin(), counters_.end(), all.begin() + ranks.rank() * slots);
   ranks.gather(all.data(), shares(std::ssize(all), ranks.size()));
   of_ranks_ = of_all_ranks(scales_.slots(), all);
   micro_batches_ *= ranks.size();
 }
 
 Fp8Statistics Fp8Linears::statistics() const {
-  return fp8_statistics(config_, step_tallies(), rows_, micro_batches_);
+  return fp8_statistics(config_, step_counters(), rows_, micro_batches_);
 }
 
 void Fp8Linears::end_step() {
-  scales_.push(step_tallies());
+  scales_.push(step_counters());
   buffers_.forget();
 }
 

@@ -38,7 +38,7 @@ class Fp8Linears {
 
   void begin_step();  // forgets what the micro-batches of an earlier attempt have met
   void end_micro_batch() { ++micro_batches_; }
-  void gather_tallies(Communicator& ranks);  // all ranks have done their micro-batches: a call of all
+  void gather_counters(Communicator& ranks);  // all ranks have done their micro-batches: a call of all
   Fp8Statistics statistics() const;
   void end_step();          // the parameters have been updated
   void weights_replaced();  // from outside: their history says nothing about them
@@ -54,14 +54,14 @@ class Fp8Linears {
     return weights_[static_cast<std::size_t>(4 * buffers_.of(layer)) + static_cast<std::size_t>(linear)];
   }
   // Of all ranks, if there are several.
-  const std::vector<Fp8Tally>& step_tallies() const { return of_ranks_.empty() ? tallies_ : of_ranks_; }
+  const std::vector<Fp8Counters>& step_counters() const { return of_ranks_.empty() ? counters_ : of_ranks_; }
 
   ModelConfig config_;
   std::int64_t rows_;
   Fp8Scales scales_;
-  std::vector<int> exponents_;      // of this step
-  std::vector<Fp8Tally> tallies_;   // of this step; of weights since they were rounded
-  std::vector<Fp8Tally> of_ranks_;  // of all ranks, once they have been gathered
+  std::vector<int> exponents_;         // of this step
+  std::vector<Fp8Counters> counters_;  // of this step; of weights since they were rounded
+  std::vector<Fp8Counters> of_ranks_;  // of all ranks, once they have been gathered
   Fp8Buffers buffers_;
   std::vector<float*> weights_;  // by place and linear layer
   float *input_ = nullptr, *gradient_ = nullptr;

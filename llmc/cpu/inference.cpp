@@ -56,7 +56,7 @@ std::uint64_t Inference::bytes_per_step(std::int64_t sequences, std::int64_t con
 
 // ---- a step ---------------------------------------------------------------------------------------------------------
 
-void Inference::submit(std::span<const Span> work) {
+void Inference::submit(std::span<const Chunk> work) {
   if (uncollected_) fail(Exit::internal, "inference: the step before was not collected");
   check_step(work, options_, config_.longest_window());
   take_rows(work);
@@ -72,28 +72,28 @@ void Inference::submit(std::span<const Span> work) {
   uncollected_ = true;
 }
 
-std::span<const SpanResult> Inference::collect() {
+std::span<const ChunkResult> Inference::collect() {
   if (!uncollected_) fail(Exit::internal, "inference: collect() without a step");
   uncollected_ = false;
   return results_;
 }
 
-void Inference::take_rows(std::span<const Span> work) {
+void Inference::take_rows(std::span<const Chunk> work) {
   ids_.clear();
   rows_.clear();
-  for (const Span& span : work) {
-    rows_.push_back({span.pages, span.first_position, span.rows(), static_cast<std::int64_t>(ids_.size())});
-    if (span.ids.empty()) {
-      ids_.push_back(last_ids_[static_cast<std::size_t>(span.slot)]);
+  for (const Chunk& chunk : work) {
+    rows_.push_back({chunk.pages, chunk.first_position, chunk.rows(), static_cast<std::int64_t>(ids_.size())});
+    if (chunk.ids.empty()) {
+      ids_.push_back(last_ids_[static_cast<std::size_t>(chunk.slot)]);
     } else {
-      ids_.insert(ids_.end(), span.ids.begin(), span.ids.end());
+      ids_.insert(ids_.end(), chunk.ids.begin(), chunk.ids.end());
     }
   }
 }
 
 // ---- logits ---------------------------------------------------------------------------------------------------------
 
-std::vector<Inference::WantedRow> Inference::wanted_rows(std::span<const Span> work) const {
+std::vector<Inference::WantedRow> Inference::wanted_rows(std::span<const Chunk> work) const {
   std::vector<WantedRow> wanted;
   for (std::size_t s = 0; s < work.size(); ++s) {
     const std::int64_t rows = rows_[s].rows, targets = static_cast<std::int64_t>(work[s].targets.size());
@@ -109,7 +109,7 @@ std::vector<Inference::WantedRow> Inference::wanted_rows(std::span<const Span> w
   return wanted;
 }
 
-void Inference::compute_logits(std::span<const Span> work) {
+void Inference::compute_logits(std::span<const Chunk> work) {
   const std::int64_t C = config_.hidden_size, V = config_.vocab_size;
   results_.assign(work.size(), {});
   kept_logits_.assign(work.size(), {});
@@ -131,7 +131,7 @@ void Inference::compute_logits(std::span<const Span> work) {
 #pragma omp parallel for schedule(dynamic)
     for (std::int64_t i = 0; i < rows; ++i) {
       const WantedRow& row = wanted[static_cast<std::size_t>(first + i)];
-      finish_row(work[row.span], row, {logits.data() + i * V, static_cast<std::size_t>(V)});
+      finish_row(work[row.chunk], row, {logits.data() + i * V, static_cast<std::size_t>(V)});
     }
   }
   for (std::size_t s = 0; s < work.size(); ++s) {
@@ -140,31 +140,31 @@ void Inference::compute_logits(std::span<const Span> work) {
   }
 }
 
-void Inference::finish_row(const Span& span, const WantedRow& wanted, std::span<const float> logits) {
-  SpanResult& result = results_[wanted.span];
+void Inference::finish_row(const Chunk& chunk, const WantedRow& wanted, std::span<const float> logits) {
+  ChunkResult& result = results_[wanted.chunk];
   if (wanted.target >= 0) {
     const std::size_t target = static_cast<std::size_t>(wanted.target);
-    result.targets[target] = scored(span.targets[target], logits, span.alternatives);
+    result.targets[target] = scored(chunk.targets[target], logits, chunk.alternatives);
   }
   if (wanted.draft >= 0) {
-    VerifiedRow& verified = verified_[wanted.span][static_cast<std::size_t>(wanted.draft)];
-    const std::int64_t position = span.first_position + wanted.row - rows_[wanted.span].first_row + 1;
+    VerifiedRow& verified = verified_[wanted.chunk][static_cast<std::size_t>(wanted.draft)];
+    const std::int64_t position = chunk.first_position + wanted.row - rows_[wanted.chunk].first_row + 1;
     std::int32_t id = 0;
-    verified.error = Sampler(*span.sampling).try_sample(logits, position, &id);
-    if (verified.error == SampleError::none) verified.id = sampled_id(id, logits, span.alternatives);
+    verified.error = Sampler(*chunk.sampling).try_sample(logits, position, &id);
+    if (verified.error == SampleError::none) verified.id = sampled_id(id, logits, chunk.alternatives);
     return;
   }
   if (!wanted.last) return;
-  if (span.keep_logits) {
-    kept_logits_[wanted.span].assign(logits.begin(), logits.end());
-    result.logits = kept_logits_[wanted.span];
+  if (chunk.keep_logits) {
+    kept_logits_[wanted.chunk].assign(logits.begin(), logits.end());
+    result.logits = kept_logits_[wanted.chunk];
   }
-  if (span.sampling == nullptr) return;
+  if (chunk.sampling == nullptr) return;
   std::int32_t id = 0;
-  result.error = Sampler(*span.sampling).try_sample(logits, span.first_position + rows_[wanted.span].rows, &id);
+  result.error = Sampler(*chunk.sampling).try_sample(logits, chunk.first_position + rows_[wanted.chunk].rows, &id);
   if (result.error != SampleError::none) return;
-  last_ids_[static_cast<std::size_t>(span.slot)] = id;
-  result.sampled = sampled_id(id, logits, span.alternatives);
+  last_ids_[static_cast<std::size_t>(chunk.slot)] = id;
+  result.sampled = sampled_id(id, logits, chunk.alternatives);
 }
 
 ScoredId Inference::sampled_id(std::int32_t id, std::span<const float> logits, std::int32_t alternatives) const {

@@ -57,8 +57,8 @@ class Inference final : public InferenceModel {
   std::int64_t max_rows() const final { return options_.max_rows; }
   std::int64_t max_positions() const final { return options_.max_positions; }
   std::int64_t depth() const final { return 1; }
-  void submit(std::span<const Span> work) final;
-  std::span<const SpanResult> collect() final;
+  void submit(std::span<const Chunk> work) final;
+  std::span<const ChunkResult> collect() final;
   void keep_activations(bool keep) final;
   std::vector<float> activation(const std::string& name) final;
 
@@ -68,10 +68,10 @@ class Inference final : public InferenceModel {
  private:
   struct WantedRow {
     std::int64_t row;  // of the step
-    std::size_t span;
-    std::int64_t target;  // index in the span's targets; -1: none
-    bool last;            // of its span: sampled and kept where that is asked for
-    std::int64_t draft;   // index among the rows that verify the span's drafts; -1: none of them
+    std::size_t chunk;
+    std::int64_t target;  // index in the chunk's targets; -1: none
+    bool last;            // of its chunk: sampled and kept where that is asked for
+    std::int64_t draft;   // index among the rows that verify the chunk's drafts; -1: none of them
   };
 
   // ---- the list of operators (inference_layers.cpp)
@@ -97,10 +97,10 @@ class Inference final : public InferenceModel {
   std::int64_t rows() const { return std::ssize(ids_); }
 
   // ---- a step (inference.cpp)
-  void take_rows(std::span<const Span> work);
-  std::vector<WantedRow> wanted_rows(std::span<const Span> work) const;
-  void compute_logits(std::span<const Span> work);
-  void finish_row(const Span& span, const WantedRow& wanted, std::span<const float> logits);
+  void take_rows(std::span<const Chunk> work);
+  std::vector<WantedRow> wanted_rows(std::span<const Chunk> work) const;
+  void compute_logits(std::span<const Chunk> work);
+  void finish_row(const Chunk& chunk, const WantedRow& wanted, std::span<const float> logits);
   ScoredId sampled_id(std::int32_t id, std::span<const float> logits, std::int32_t alternatives) const;
   ScoredId scored(std::int32_t id, std::span<const float> logits, std::int32_t alternatives) const;
 
@@ -117,9 +117,9 @@ class Inference final : public InferenceModel {
   // Of the step.
   std::vector<std::int32_t> ids_;
   std::vector<PagedRows> rows_;
-  std::vector<SpanResult> results_;
-  std::vector<std::vector<float>> kept_logits_;     // by span
-  std::vector<std::vector<VerifiedRow>> verified_;  // by span, then by row
+  std::vector<ChunkResult> results_;
+  std::vector<std::vector<float>> kept_logits_;     // by chunk
+  std::vector<std::vector<VerifiedRow>> verified_;  // by chunk, then by row
   bool uncollected_ = false;
   DType cache_type_ = DType::f32;
   StepThreads threads_;  // for steps of one row

@@ -131,17 +131,17 @@ void Inference::attend(std::int64_t l) {
     view.data += row * view.token_stride;
     return view;
   };
-  for (const PagedRows& span : rows_) {
+  for (const PagedRows& chunk : rows_) {
     if (config_.rotates(l)) {
-      rope_forward(from_row(q, span.first_row), rope_, 1, span.rows, NH, span.first_position);
-      rope_forward(from_row(k, span.first_row), rope_, 1, span.rows, NKV, span.first_position);
+      rope_forward(from_row(q, chunk.first_row), rope_, 1, chunk.rows, NH, chunk.first_position);
+      rope_forward(from_row(k, chunk.first_row), rope_, 1, chunk.rows, NKV, chunk.first_position);
     }
-    for (std::int64_t t = 0; t < span.rows; ++t) {
-      const std::int64_t position = span.first_position + t;
+    for (std::int64_t t = 0; t < chunk.rows; ++t) {
+      const std::int64_t position = chunk.first_position + t;
       for (std::int64_t h = 0; h < NKV; ++h) {
-        const std::int64_t at = kv.offset(span.pages[position / P], h) + position % P * HS;
-        append_rounded(k.at(0, span.first_row + t, h), HS, cache_type_, kv.keys + at);
-        append_rounded(v.at(0, span.first_row + t, h), HS, cache_type_, kv.values + at);
+        const std::int64_t at = kv.offset(chunk.pages[position / P], h) + position % P * HS;
+        append_rounded(k.at(0, chunk.first_row + t, h), HS, cache_type_, kv.keys + at);
+        append_rounded(v.at(0, chunk.first_row + t, h), HS, cache_type_, kv.values + at);
       }
     }
   }

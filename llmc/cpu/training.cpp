@@ -636,7 +636,7 @@ void TrainingModel::complete_gradients() {
   if (!sharded_) ranks_->gather(gradients, parts_);
   const std::vector<std::int64_t> labels = ranks_->gather(label_count_);
   label_count_ = std::accumulate(labels.begin(), labels.end(), std::int64_t{0});
-  if (fp8_) fp8_->gather_tallies(*ranks_);
+  if (fp8_) fp8_->gather_counters(*ranks_);
   exchanged_ = true;
 }
 

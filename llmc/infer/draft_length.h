@@ -55,7 +55,7 @@ class StepCosts {
 // Ids that a verification of k drafts yields on average, if each is right with probability `acceptance`, given that those
 // before it are: 1 + a + ... + a^k (Leviathan et al., eq. 1).
 double expected_ids(double acceptance, std::int64_t k);
-// The k from 0 to `most` with the lowest cost per generated id. A step of `sequences` spans of k + 1 rows each costs
+// The k from 0 to `most` with the lowest cost per generated id. A step of `sequences` chunks of k + 1 rows each costs
 // 1 + row * (sequences * (k + 1) - 1) and k drafts; both are shared by the sequences.
 std::int64_t best_draft_length(double acceptance, std::int64_t most, std::int64_t sequences, const DraftCosts& costs);
 

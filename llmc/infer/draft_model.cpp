@@ -22,10 +22,10 @@ void DraftModel::release(State& state) {
   slots_.push_back(state.slot);
   state.slot = -1;
   state.rows = state.checked = 0;
-  state.guesses.clear();
+  state.draft_tokens.clear();
 }
 
-// Gets pages for the rows of the job's first step and, as far as there are free ones, for its guesses. False if the job
+// Gets pages for the rows of the job's first step and, as far as there are free ones, for its draft tokens. False if the job
 // gets no row.
 bool DraftModel::prepare(Job& job, std::int64_t& budget) {
   State& s = *job.state;
@@ -39,11 +39,11 @@ bool DraftModel::prepare(Job& job, std::int64_t& budget) {
     s.slot = slots_.back();
     slots_.pop_back();
   }
-  for (const std::int32_t guess : s.guesses) {
-    if (s.rows >= size - 1 || id(s.rows) != guess) break;
+  for (const std::int32_t draft_token : s.draft_tokens) {
+    if (s.rows >= size - 1 || id(s.rows) != draft_token) break;
     ++s.rows;
   }
-  s.guesses.clear();
+  s.draft_tokens.clear();
   // The row of the last id is computed by the step that samples from it, so its page cannot be named yet.
   s.table.name_full_pages(job.ids, std::min(s.rows, size - 1));
   const bool ends_with_a_page = s.rows == std::ssize(s.table.pages()) * pool_.page_size();
@@ -57,17 +57,17 @@ bool DraftModel::prepare(Job& job, std::int64_t& budget) {
   while (job.count > 1 && !s.table.grow(size + job.count - 1)) --job.count;
   budget -= rows;
 
-  Span span;
-  span.pages = s.table.pages();
-  span.first_position = s.rows;
-  span.ids = job.ids.subspan(static_cast<std::size_t>(s.rows), static_cast<std::size_t>(rows));
-  span.slot = s.slot;
+  Chunk chunk;
+  chunk.pages = s.table.pages();
+  chunk.first_position = s.rows;
+  chunk.ids = job.ids.subspan(static_cast<std::size_t>(s.rows), static_cast<std::size_t>(rows));
+  chunk.slot = s.slot;
   if (job.count > 0) {
     s.plan = *job.sampling;
     s.plan.vocab_limit = s.plan.vocab_limit > 0 ? std::min(s.plan.vocab_limit, vocab_size_) : vocab_size_;
-    span.sampling = &s.plan;
+    chunk.sampling = &s.plan;
   }
-  spans_.push_back(span);
+  chunks_.push_back(chunk);
   s.rows += rows;
   return true;
 }
@@ -75,7 +75,7 @@ bool DraftModel::prepare(Job& job, std::int64_t& budget) {
 void DraftModel::draft(std::span<Job> jobs) {
   const auto start = std::chrono::steady_clock::now();
   std::int64_t budget = model_.max_rows(), steps = 1;
-  spans_.clear();
+  chunks_.clear();
   std::vector<Job*> working;
   for (Job& job : jobs) {
     if (prepare(job, budget)) {
@@ -85,9 +85,9 @@ void DraftModel::draft(std::span<Job> jobs) {
     }
   }
   if (working.empty()) return;
-  const bool only_guesses = model_.max_rows() - budget <= 2 * std::ssize(working);
+  const bool only_draft_tokens = model_.max_rows() - budget <= 2 * std::ssize(working);
   std::deque<std::vector<Job*>> flights;
-  model_.submit(spans_);
+  model_.submit(chunks_);
   flights.push_back(working);
   for (std::int64_t i = 1; i < kMostDrafted; ++i) {
     std::erase_if(working, [&](const Job* job) { return job->count <= i; });
@@ -96,32 +96,32 @@ void DraftModel::draft(std::span<Job> jobs) {
       collect(flights.front());
       flights.pop_front();
     }
-    spans_.clear();
+    chunks_.clear();
     for (const Job* job : working) {
-      Span span;
-      span.pages = job->state->table.pages();
-      span.first_position = std::ssize(job->ids) + i - 1;
-      span.slot = job->state->slot;
-      span.sampling = &job->state->plan;
-      spans_.push_back(span);
+      Chunk chunk;
+      chunk.pages = job->state->table.pages();
+      chunk.first_position = std::ssize(job->ids) + i - 1;
+      chunk.slot = job->state->slot;
+      chunk.sampling = &job->state->plan;
+      chunks_.push_back(chunk);
     }
-    model_.submit(spans_);
+    model_.submit(chunks_);
     flights.push_back(working);
     ++steps;
   }
   for (std::vector<Job*>& flight : flights) collect(flight);
-  // The row of the last guess was not computed.
+  // The row of the last draft token was not computed.
   for (Job& job : jobs) {
-    if (!job.drafts->empty()) job.state->guesses.assign(job.drafts->begin(), job.drafts->end() - 1);
+    if (!job.drafts->empty()) job.state->draft_tokens.assign(job.drafts->begin(), job.drafts->end() - 1);
   }
-  if (only_guesses) step_times_.add(seconds_since(start) / static_cast<double>(steps));
+  if (only_draft_tokens) step_times_.add(seconds_since(start) / static_cast<double>(steps));
 }
 
 // Adds the ids of one step to the jobs' drafts. If one could not be sampled, the job gets no further ones.
 void DraftModel::collect(std::vector<Job*>& flight) {
-  const std::span<const SpanResult> results = model_.collect();
+  const std::span<const ChunkResult> results = model_.collect();
   if (results.size() != flight.size()) {
-    fail(Exit::internal, "draft model: a step has another number of results than spans");
+    fail(Exit::internal, "draft model: a step has another number of results than chunks");
   }
   for (std::size_t i = 0; i < flight.size(); ++i) {
     Job& job = *flight[i];

@@ -1,7 +1,7 @@
 // Drafts by a second, smaller model with the same tokenizer (Leviathan et al., "Fast Inference from Transformers via Speculative
 // Decoding", ICML 2023). It has pages, slots and prefixes of its own.
 //
-// It draws each guess with the random number that the sequence's own model will use at that position: sampling is a
+// It draws each draft token with the random number that the sequence's own model will use at that position: sampling is a
 // function of logits, seed and position (llmc/base/sampling.h), so the closer the two distributions are, the more often
 // both pick the same id. At temperature 0 both take the likeliest.
 #pragma once
@@ -26,10 +26,10 @@ class DraftModel {
   struct State {
     explicit State(PagePool& pool) : table(pool) {}
     BlockTable table;
-    std::int32_t slot = -1;             // -1: none, and no pages
-    std::int64_t rows = 0;              // number of the sequence's ids whose rows are in the pages
-    std::vector<std::int32_t> guesses;  // their rows follow in the pages, and are kept if these ids are generated
-    std::int64_t checked = 0;           // number of the sequence's ids that are known to be below vocab_size
+    std::int32_t slot = -1;                  // -1: none, and no pages
+    std::int64_t rows = 0;                   // number of the sequence's ids whose rows are in the pages
+    std::vector<std::int32_t> draft_tokens;  // their rows follow in the pages, and are kept if these ids are generated
+    std::int64_t checked = 0;                // number of the sequence's ids that are known to be below vocab_size
     SamplingPlan plan;
   };
   PagePool& pool() { return pool_; }
@@ -41,7 +41,7 @@ class DraftModel {
     std::int64_t count = 0;                       // ids to draft; 0: only the rows of `ids` are computed, for later
     std::vector<std::int32_t>* drafts = nullptr;  // empty
   };
-  // Appends at most job.count guesses, and at most kMostDrafted, to *job.drafts, which is empty. Fewer or none: if the
+  // Appends at most job.count draft tokens, and at most kMostDrafted, to *job.drafts, which is empty. Fewer or none: if the
   // model has not caught up with the ids yet (a call computes at most max_rows() of all jobs together), if pages are
   // missing, if an id is not in its vocabulary, or beyond its longest sequence. Waits until everything is computed.
   void draft(std::span<Job> jobs);
@@ -61,7 +61,7 @@ class DraftModel {
   const std::int64_t vocab_size_;
   PagePool pool_;
   std::vector<std::int32_t> slots_;  // free
-  std::vector<Span> spans_;
+  std::vector<Chunk> chunks_;
   RecentTimes step_times_;
 };
 

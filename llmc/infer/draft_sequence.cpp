@@ -33,16 +33,16 @@ std::int64_t DraftSequence::start(std::span<const std::int32_t> ids, const Sampl
 }
 
 std::span<const std::int32_t> DraftSequence::finish() {
-  guesses_.clear();
+  draft_tokens_.clear();
   for (std::int64_t i = 0; i < started_; ++i) {
     const std::optional<std::int32_t> id = model_.drafted(i);
     if (!id.has_value()) break;
-    guesses_.push_back(*id);
+    draft_tokens_.push_back(*id);
   }
   if (started_ > 0 && timed_) step_times_.add(seconds_since(start_) / static_cast<double>(steps_));
-  if (!guesses_.empty()) held_.insert(held_.end(), guesses_.begin(), guesses_.end() - 1);
+  if (!draft_tokens_.empty()) held_.insert(held_.end(), draft_tokens_.begin(), draft_tokens_.end() - 1);
   started_ = 0;
-  return guesses_;
+  return draft_tokens_;
 }
 
 }  // namespace weft

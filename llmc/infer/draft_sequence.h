@@ -1,6 +1,6 @@
 // Drafts for one sequence by a DecodeModel. On a GPU that is the fused kernel: one launch computes the ids that
-// the model does not have yet and all guesses. llmc/infer/draft_model.h is the counterpart for many sequences,
-// and says how guesses are drawn.
+// the model does not have yet and all draft tokens. llmc/infer/draft_model.h is the counterpart for many sequences,
+// and says how draft tokens are drawn.
 //
 // After a verification nothing has to be undone: start() keeps the rows of all leading ids that the model
 // and the sequence have in common. So the next turn of a conversation, or another text with the same
@@ -23,12 +23,12 @@ class DraftSequence {
   // Drafted ids are below the vocab_size of both models. `model`: can_draft() is true; it must outlive this.
   DraftSequence(DecodeModel& model, std::int64_t vocab_size);
 
-  // Starts drafting at most `count` guesses of what follows `ids`, which are all known ids of the sequence, at least
+  // Starts drafting at most `count` draft tokens to follow `ids`, which are all known ids of the sequence, at least
   // one. Returns how many were started: fewer or none if an id is not in the model's vocabulary, or at its longest
-  // sequence. Where `to` is given, the guesses are written there too.
+  // sequence. Where `to` is given, the draft tokens are written there too.
   std::int64_t start(std::span<const std::int32_t> ids, const SamplingPlan& sampling, std::int64_t count,
                      const DeviceDrafts& to = {});
-  // Waits for the guesses that start() has begun: fewer or none if logits were not finite. Valid until the next call.
+  // Waits for the draft tokens that start() has begun: fewer or none if logits were not finite. Valid until the next call.
   std::span<const std::int32_t> finish();
 
   // Median time of a step of the model in seconds; 0: not known yet.
@@ -38,7 +38,7 @@ class DraftSequence {
   DecodeModel& model_;
   const std::int64_t vocab_size_;
   std::vector<std::int32_t> held_;  // ids whose rows the model has
-  std::vector<std::int32_t> guesses_;
+  std::vector<std::int32_t> draft_tokens_;
   // About the draft that was started last.
   std::int64_t started_ = 0, steps_ = 0;
   bool timed_ = false;

@@ -132,7 +132,7 @@ void Drafter::release_preempted() {
 
 // Under DraftOptions::acceptance, how many count as right is a function of the request and the position.
 std::vector<ScoredId> Drafter::accepted(const RequestState& request, std::int64_t drafts,
-                                        const SpanResult& result) const {
+                                        const ChunkResult& result) const {
   if (!options_.acceptance.has_value()) return result.accepted;
   std::vector<ScoredId> ids;
   for (std::int64_t i = 0; i < drafts; ++i) {
@@ -146,7 +146,7 @@ std::vector<ScoredId> Drafter::accepted(const RequestState& request, std::int64_
 
 void Drafter::verified(RequestState& request, std::int64_t drafts, std::int64_t right, std::int64_t ids) {
   request.drafting.length.verified(drafts, right);
-  ++counts_.spans;
+  ++counts_.chunks;
   ++counts_.verifications;
   counts_.ids += ids;
   counts_.drafted += drafts;
@@ -154,7 +154,7 @@ void Drafter::verified(RequestState& request, std::int64_t drafts, std::int64_t 
 }
 
 void Drafter::generated_plainly(RequestState& request) {
-  ++counts_.spans;
+  ++counts_.chunks;
   ++counts_.ids;
   if (any() && length(request) == 0) request.drafting.length.generated_plainly();
 }

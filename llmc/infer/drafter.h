@@ -40,11 +40,11 @@ class Drafter {
   void release_preempted();
   void release(RequestState& request);
 
-  // The drafts of a span that count as right.
-  std::vector<ScoredId> accepted(const RequestState& request, std::int64_t drafts, const SpanResult& result) const;
-  // The span has yielded `ids` ids; the first `right` of its `drafts` drafts are among them.
+  // The drafts of a chunk that count as right.
+  std::vector<ScoredId> accepted(const RequestState& request, std::int64_t drafts, const ChunkResult& result) const;
+  // The chunk has yielded `ids` ids; the first `right` of its `drafts` drafts are among them.
   void verified(RequestState& request, std::int64_t drafts, std::int64_t right, std::int64_t ids);
-  // A span without drafts has yielded an id.
+  // A chunk without drafts has yielded an id.
   void generated_plainly(RequestState& request);
   // A step of `rows` rows, which verified and did little else, took `seconds`.
   void took(std::int64_t rows, double seconds) { step_costs_.add(rows, seconds); }

@@ -83,8 +83,8 @@ class Engine::State {
   void collect_all() {
     while (!steps_.empty()) collect_step();
   }
-  void take_result(const FlightSpan& span, const SpanResult& result);
-  void verify(const FlightSpan& span, const SpanResult& result);
+  void take_result(const FlightChunk& chunk, const ChunkResult& result);
+  void verify(const FlightChunk& chunk, const ChunkResult& result);
   std::string held_when_idle() const;
   bool publish_statistics();
 
@@ -149,7 +149,7 @@ bool Engine::State::step() {
     if (drafter_.waits_for_ids()) collect_all();
     drafter_.draft();
   }
-  const std::span<const PlannedSpan> plan = scheduler_.plan();
+  const std::span<const PlannedChunk> plan = scheduler_.plan();
   drafter_.release_preempted();
   Clock::time_point start = Clock::now();
   if (!plan.empty()) steps_.submit(plan, drafter_.on_device());
@@ -157,12 +157,13 @@ bool Engine::State::step() {
     steps_.set_drafts(drafter_.finish());
     start = Clock::now();
   }
-  const bool verifies = std::ranges::any_of(plan, [](const PlannedSpan& span) { return span.drafts > 0; });
+  const bool verifies = std::ranges::any_of(plan, [](const PlannedChunk& chunk) { return chunk.drafts > 0; });
   if (verifies) {
-    const bool alone = steps_.size() == 1 &&
-                       !std::ranges::any_of(plan, [](const PlannedSpan& span) { return span.rows > 1 + span.drafts; });
+    const bool alone = steps_.size() == 1 && !std::ranges::any_of(plan, [](const PlannedChunk& chunk) {
+                         return chunk.rows > 1 + chunk.drafts;
+                       });
     std::int64_t rows = 0;
-    for (const PlannedSpan& span : plan) rows += span.rows;
+    for (const PlannedChunk& chunk : plan) rows += chunk.rows;
     collect_all();
     if (alone) drafter_.took(rows, seconds_since(start));
   } else if (steps_.full() || (plan.empty() && !steps_.empty())) {
@@ -187,20 +188,20 @@ void Engine::State::take_commands() {
 }
 
 void Engine::State::collect_step() {
-  steps_.collect([this](const FlightSpan& span, const SpanResult& result) {
-    if (!span.request->ended) take_result(span, result);
-    requests_.collected(*span.request);
+  steps_.collect([this](const FlightChunk& chunk, const ChunkResult& result) {
+    if (!chunk.request->ended) take_result(chunk, result);
+    requests_.collected(*chunk.request);
   });
 }
 
-void Engine::State::take_result(const FlightSpan& span, const SpanResult& result) {
-  RequestState& request = *span.request;
-  if (span.drafts > 0) return verify(span, result);
-  if (result.error != SampleError::none || !requests_.take_scores(span, result)) {
+void Engine::State::take_result(const FlightChunk& chunk, const ChunkResult& result) {
+  RequestState& request = *chunk.request;
+  if (chunk.drafts > 0) return verify(chunk, result);
+  if (result.error != SampleError::none || !requests_.take_scores(chunk, result)) {
     return requests_.end(request, RequestEnd::not_finite);
   }
   if (request.max_ids == 0 && request.prompt_told) return requests_.end(request, RequestEnd::max_ids);
-  if (!span.sampled) return;
+  if (!chunk.sampled) return;
   if (!result.sampled.has_value()) fail(Exit::internal, "engine: a step has no id where one was asked for");
   drafter_.generated_plainly(request);
   requests_.take_id(request, *result.sampled);
@@ -208,13 +209,13 @@ void Engine::State::take_result(const FlightSpan& span, const SpanResult& result
 
 // Rows of wrong drafts are taken back before a listener hears of any id, because a page is named by the ids that it
 // holds.
-void Engine::State::verify(const FlightSpan& span, const SpanResult& result) {
-  RequestState& request = *span.request;
-  std::vector<ScoredId> ids = drafter_.accepted(request, span.drafts, result);
+void Engine::State::verify(const FlightChunk& chunk, const ChunkResult& result) {
+  RequestState& request = *chunk.request;
+  std::vector<ScoredId> ids = drafter_.accepted(request, chunk.drafts, result);
   const std::int64_t right = std::ssize(ids);
   Scheduler::verified(request, right);
   if (result.sampled.has_value()) ids.push_back(*result.sampled);
-  drafter_.verified(request, span.drafts, right, std::ssize(ids));
+  drafter_.verified(request, chunk.drafts, right, std::ssize(ids));
   for (const ScoredId& id : ids) {
     requests_.take_id(request, id);
     if (request.ended) return;

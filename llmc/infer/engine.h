@@ -7,11 +7,11 @@
 // recomputation). Full pages are shared between sequences that begin with the same ids. llmc/infer/scheduler.h and page_pool.h
 // say how.
 //
-// With EngineOptions::drafts a sequence that generates may get a row for each of several guesses of what comes next, and all
-// that are right are generated in one step (doc/speculation.md). The guesses are looked up in the sequence's own ids or come from
-// a draft model. Each row is sampled as it would be without guesses, by the random number of its position, and a guess counts if
-// it is the id that was sampled in its place: so the ids are those of plain decoding at any temperature, not only their
-// distribution.
+// With EngineOptions::drafts a sequence that generates may get a row for each of several draft tokens, and all
+// that are right are generated in one step (doc/speculation.md). The draft tokens are looked up in the sequence's own ids or
+// come from a draft model. Each row is sampled as it would be without draft tokens, by the random number of its position, and a
+// draft token counts if it is the id that was sampled in its place: so the ids are those of plain decoding at any temperature,
+// not only their distribution.
 //
 // None of this changes a request's ids or bits: InferenceModel promises that.
 #pragma once
@@ -60,7 +60,7 @@ struct EngineRequest {
   SamplingPlan sampling;
   std::vector<std::int32_t> stop_ids;
   std::int64_t max_ids = 0;        // at least 1; 0 only with score_prompt: nothing is sampled
-  std::int32_t alternatives = -1;  // InferenceModel's Span::alternatives
+  std::int32_t alternatives = -1;  // InferenceModel's Chunk::alternatives
   bool score_prompt = false;       // on_prompt() is wanted
   std::optional<std::chrono::steady_clock::time_point> deadline;
   // Requests of one group share places among those that run, and take turns, as one (llmc/infer/scheduler.h). 0: a group
@@ -68,18 +68,18 @@ struct EngineRequest {
   std::uint64_t group = 0;
 };
 
-// Where guesses come from; nowhere by default. At most one of lookup, model and sequence.
+// Where draft tokens come from; nowhere by default. At most one of lookup, model and sequence.
 struct DraftOptions {
   std::int64_t lookup = 0;          // 0 to kMostDrafted: at most this many ids that followed the same ids before
   InferenceModel* model = nullptr;  // drafts up to kMostDrafted ids; needs max_running slots; must outlive the engine
   DecodeModel* sequence = nullptr;  // the same for max_running = 1; its can_draft() is true
-  // Cost of a further row in a step, in steps of one row: it makes guesses too expensive where many sequences run. Used
+  // Cost of a further row in a step, in steps of one row: it makes draft tokens too expensive where many sequences run. Used
   // until the cost is measured.
   double row_cost = 0.01;
   // Cost of one step of `model` or `sequence`, in steps of the engine's model. 0: this and row_cost are measured;
   // otherwise both are used as given.
   double draft_cost = 0;
-  // For tests and measurements: a guess counts as right with this probability, whatever was sampled.
+  // For tests and measurements: a draft token counts as right with this probability, whatever was sampled.
   std::optional<double> acceptance = {};
 
   bool any() const { return lookup > 0 || model != nullptr || sequence != nullptr; }

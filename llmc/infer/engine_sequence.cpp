@@ -155,7 +155,7 @@ void EngineSequence::generate_ids(std::span<const std::int32_t> prompt, const Ge
   while (engine.step()) {
   }
   const DraftCounts after = engine.statistics().drafts;
-  counts_ = {after.spans - before.spans, after.ids - before.ids, after.verifications - before.verifications,
+  counts_ = {after.chunks - before.chunks, after.ids - before.ids, after.verifications - before.verifications,
              after.drafted - before.drafted, after.accepted - before.accepted};
   if (listener->thrown) std::rethrow_exception(listener->thrown);
   if (listener->ended == RequestEnd::not_finite) check_sample(SampleError::not_a_number);

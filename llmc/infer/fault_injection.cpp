@@ -145,11 +145,11 @@ class FaultyInference final : public InferenceModel {
   std::int64_t max_rows() const override { return inner_->max_rows(); }
   std::int64_t max_positions() const override { return inner_->max_positions(); }
   std::int64_t depth() const override { return inner_->depth(); }
-  void submit(std::span<const Span> work) override { inner_->submit(work); }
-  std::span<const SpanResult> collect() override {
-    const std::span<const SpanResult> results = inner_->collect();
+  void submit(std::span<const Chunk> work) override { inner_->submit(work); }
+  std::span<const ChunkResult> collect() override {
+    const std::span<const ChunkResult> results = inner_->collect();
     results_.assign(results.begin(), results.end());
-    for (SpanResult& result : results_) {
+    for (ChunkResult& result : results_) {
       for (std::size_t i = 0; i < result.accepted.size(); ++i) {
         if (!count()) continue;
         result.accepted.resize(i);
@@ -167,14 +167,14 @@ class FaultyInference final : public InferenceModel {
     faults_.count();
     return faults_.nan();
   }
-  static void fail_sample(SpanResult& result) {
+  static void fail_sample(ChunkResult& result) {
     result.sampled.reset();
     result.error = SampleError::not_a_number;
   }
 
   std::unique_ptr<InferenceModel> inner_;
   TokenFaults faults_;
-  std::vector<SpanResult> results_;
+  std::vector<ChunkResult> results_;
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
 // Drafts without a model (prompt lookup): the ids that end a text are looked for earlier in it, prompt and output
-// alike, and what came after them there is the guess. Pays where a text repeats itself or its prompt.
+// alike, and what came after them there is the draft. Pays where a text repeats itself or its prompt.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,15 @@ namespace weft {
 
 class Lookup {
  public:
-  // Ids that must be the same before a guess is made, and the most that are compared.
+  // Ids that must be the same before a draft token is made, and the most that are compared.
   static constexpr std::int64_t kFewestSame = 2, kMostSame = 16;
   // The number of earlier places that are compared, the latest first: it bounds the time of a text that repeats one
   // pair.
   static constexpr int kMostPlaces = 64;
 
-  // At most `count` guesses of what follows `ids`, copied from the earlier place with the most equal ids before it; of
-  // several such places the latest. A guess that reaches the end of `ids` continues with the guesses themselves, as in
-  // a text that repeats itself. Empty if there is no such place. `ids`: those of the previous call and what was
+  // At most `count` draft tokens to follow `ids`, copied from the earlier place with the most equal ids before it; of
+  // several such places the latest. A draft token that reaches the end of `ids` continues with the draft tokens themselves, as
+  // in a text that repeats itself. Empty if there is no such place. `ids`: those of the previous call and what was
   // appended to them. Valid until the next call.
   std::span<const std::int32_t> find(std::span<const std::int32_t> ids, std::int64_t count);
 

@@ -27,13 +27,13 @@ MemoryTraffic memory_traffic(const DecodeModel& model, std::int64_t context, dou
 }
 
 std::string drafts_text(const DraftCounts& counts) {
-  return format("%.2f tokens a step, %.0f %% of %lld drafted accepted", counts.ids_per_span(),
+  return format("%.2f tokens a step, %.0f %% of %lld drafted accepted", counts.ids_per_chunk(),
                 100 * counts.acceptance(), static_cast<long long>(counts.drafted));
 }
 
 Json drafts_json(const DraftCounts& counts) {
-  return {{"steps", counts.spans},
-          {"tokens_per_step", counts.ids_per_span()},
+  return {{"steps", counts.chunks},
+          {"tokens_per_step", counts.ids_per_chunk()},
           {"verifications", counts.verifications},
           {"drafted", counts.drafted},
           {"accepted", counts.accepted}};

@@ -25,18 +25,18 @@ void RequestTable::end_late() {
   }
 }
 
-bool RequestTable::take_scores(const FlightSpan& span, const SpanResult& result) {
-  RequestState& request = *span.request;
-  if (std::ssize(result.targets) != span.targets) {
+bool RequestTable::take_scores(const FlightChunk& chunk, const ChunkResult& result) {
+  RequestState& request = *chunk.request;
+  if (std::ssize(result.targets) != chunk.targets) {
     fail(Exit::internal, "engine: a step has another number of log-probabilities than targets");
   }
   for (const ScoredId& target : result.targets) {
     if (std::isnan(target.logprob)) return false;
   }
-  if (span.targets > 0) {
+  if (chunk.targets > 0) {
     request.scored.resize(static_cast<std::size_t>(request.rows_to_score));
-    std::ranges::copy(result.targets, request.scored.begin() + span.first_target);
-    request.scored_rows = std::max(request.scored_rows, span.first_target + span.targets);
+    std::ranges::copy(result.targets, request.scored.begin() + chunk.first_target);
+    request.scored_rows = std::max(request.scored_rows, chunk.first_target + chunk.targets);
   }
   if (request.asked.score_prompt && !request.prompt_told && request.scored_rows == request.rows_to_score) {
     request.prompt_told = true;

@@ -33,9 +33,9 @@ class RequestTable {
   }
   void end_late();  // those whose deadline is over
 
-  // The log-probabilities of the span's targets. Tells the listener if they complete the prompt's. False if one is not
+  // The log-probabilities of the chunk's targets. Tells the listener if they complete the prompt's. False if one is not
   // a number.
-  bool take_scores(const FlightSpan& span, const SpanResult& result);
+  bool take_scores(const FlightChunk& chunk, const ChunkResult& result);
   // The next id of a request. May end it.
   void take_id(RequestState& request, const ScoredId& id);
   // A step with rows of it was collected, and its result taken. Erases the request if it has ended.

@@ -106,31 +106,32 @@ void Scheduler::erase_if_empty(Groups::iterator group) {
   if (group->waiting.empty() && group->running == 0) groups_.erase(group);
 }
 
-std::span<const PlannedSpan> Scheduler::plan() {
+std::span<const PlannedChunk> Scheduler::plan() {
   admit();
   for (Sequence* s : running_) use_prefix(*s);
   divide();
   plan_.clear();
-  // In the order of admission: whoever is preempted for a page is younger and has no span yet.
+  // In the order of admission: whoever is preempted for a page is younger and has no chunk yet.
   for (std::size_t i = 0; i < shares_.size(); ++i) {
     Share& share = shares_[i];
     Sequence& s = *share.sequence;
     if (!s.running || !get_pages(share)) continue;
     s.drafts.resize(static_cast<std::size_t>(share.drafts));
-    PlannedSpan span{&s, s.rows, share.rows, share.decodes && s.id_on_device && share.drafts == 0, false, share.drafts};
+    PlannedChunk chunk{&s,    s.rows,      share.rows, share.decodes && s.id_on_device && share.drafts == 0,
+                       false, share.drafts};
     s.rows += share.rows;
     s.rows_in_flight.push_back(s.rows);
-    span.sample = s.max_ids > 0 && (share.decodes || s.rows == s.known_rows());
-    if (span.sample) {
+    chunk.sample = s.max_ids > 0 && (share.decodes || s.rows == s.known_rows());
+    if (chunk.sample) {
       s.sampled += 1 + share.drafts;
       s.id_on_device = share.drafts == 0;
       s.id_on_host = share.drafts > 0;
     }
-    plan_.push_back(span);
+    plan_.push_back(chunk);
   }
   // Pages get their names after all prefixes were looked up: a page that this step fills is for later steps.
-  for (const PlannedSpan& span : plan_) name_pages(*span.sequence);
-  std::stable_partition(plan_.begin(), plan_.end(), [](const PlannedSpan& span) { return span.id_on_device; });
+  for (const PlannedChunk& chunk : plan_) name_pages(*chunk.sequence);
+  std::stable_partition(plan_.begin(), plan_.end(), [](const PlannedChunk& chunk) { return chunk.id_on_device; });
   return plan_;
 }
 

@@ -54,7 +54,7 @@ struct Sequence {
   bool id_on_host = false;      // its last id came from a verification: it is in `ids` alone
   // `rows` as it was after each submitted step with rows of this sequence that was not collected, the oldest first.
   std::deque<std::int64_t> rows_in_flight;
-  // Guesses of what follows `ids`, for the next step: set before plan() if no row of the sequence is in flight. plan()
+  // Draft tokens that may follow `ids`, for the next step: set before plan() if no row of the sequence is in flight. plan()
   // cuts them to those that the step computes.
   std::vector<std::int32_t> drafts;
   bool running = false;
@@ -90,7 +90,7 @@ struct SchedulerOptions {
 };
 
 // Rows of one sequence in a step.
-struct PlannedSpan {
+struct PlannedChunk {
   Sequence* sequence = nullptr;
   std::int64_t first_position = 0, rows = 0;
   bool id_on_device = false;  // one row, whose id is the one that was sampled last in the sequence's slot
@@ -106,7 +106,7 @@ class Scheduler {
   void add(Sequence& sequence);
   // The rows of the next step, decodes first; the caller submits them. Empty if nothing can be computed before a submitted
   // step is collected, or at all. Valid until the next call.
-  std::span<const PlannedSpan> plan();
+  std::span<const PlannedChunk> plan();
   // Only the first `accepted` drafts of `sequence` in the step that is being collected were right: the rows of the
   // others are computed again. Called before ids are appended, and before collected().
   static void verified(Sequence& sequence, std::int64_t accepted);
@@ -168,7 +168,7 @@ class Scheduler {
   std::vector<std::int32_t> slots_;   // free
   std::int64_t pages_in_flight_ = 0;  // of sequences that do not run any more but have rows in flight
   std::vector<Share> shares_;
-  std::vector<PlannedSpan> plan_;
+  std::vector<PlannedChunk> plan_;
   std::int64_t preemptions_ = 0, prompt_ids_ = 0, prefix_ids_ = 0;
 };
 

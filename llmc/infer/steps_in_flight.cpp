@@ -7,46 +7,46 @@
 
 namespace weft {
 
-void StepsInFlight::submit(std::span<const PlannedSpan> plan, bool drafts_on_device) {
+void StepsInFlight::submit(std::span<const PlannedChunk> plan, bool drafts_on_device) {
   Flight flight;
   if (!unused_flights_.empty()) {
     flight = std::move(unused_flights_.back());
     unused_flights_.pop_back();
   }
   flight.clear();
-  spans_.clear();
-  verified_ids_.clear();  // spans point into it: it has room for all rows of a step, and never moves
-  for (const PlannedSpan& planned : plan) {
+  chunks_.clear();
+  verified_ids_.clear();  // chunks point into it: it has room for all rows of a step, and never moves
+  for (const PlannedChunk& planned : plan) {
     RequestState& s = request_of(*planned.sequence);
     const auto first = static_cast<std::size_t>(planned.first_position);
     const auto rows = static_cast<std::size_t>(planned.rows);
-    Span span;
-    span.pages = s.table.pages();
-    span.first_position = planned.first_position;
-    span.slot = s.slot;
+    Chunk chunk;
+    chunk.pages = s.table.pages();
+    chunk.first_position = planned.first_position;
+    chunk.slot = s.slot;
     if (planned.drafts > 0) {
       const std::size_t begin = verified_ids_.size();
       verified_ids_.push_back(s.ids[first]);
       verified_ids_.insert(verified_ids_.end(), s.drafts.begin(), s.drafts.end());
-      span.ids = std::span(verified_ids_).subspan(begin);
-      span.drafts = planned.drafts;
-      span.drafts_on_device = drafts_on_device;
+      chunk.ids = std::span(verified_ids_).subspan(begin);
+      chunk.drafts = planned.drafts;
+      chunk.drafts_on_device = drafts_on_device;
     } else if (!planned.id_on_device) {
-      span.ids = std::span(s.ids).subspan(first, rows);
+      chunk.ids = std::span(s.ids).subspan(first, rows);
     }
-    if (planned.sample) span.sampling = &s.asked.sampling;
-    span.alternatives = s.asked.alternatives;
+    if (planned.sample) chunk.sampling = &s.asked.sampling;
+    chunk.alternatives = s.asked.alternatives;
     // Row i gives the log-probability of the id after it. Rows that are computed again after a preemption are not
     // scored again once all scores are there.
     const std::int64_t rows_to_score = s.scored_rows < s.rows_to_score ? s.rows_to_score : 0;
     const std::int64_t targets =
         std::min(planned.first_position + planned.rows, rows_to_score) - planned.first_position;
-    if (targets > 0) span.targets = std::span(s.ids).subspan(first + 1, static_cast<std::size_t>(targets));
-    spans_.push_back(span);
+    if (targets > 0) chunk.targets = std::span(s.ids).subspan(first + 1, static_cast<std::size_t>(targets));
+    chunks_.push_back(chunk);
     flight.push_back({&s, planned.first_position, std::max<std::int64_t>(targets, 0), planned.sample, planned.drafts});
     rows_ += planned.rows;
   }
-  model_.submit(spans_);
+  model_.submit(chunks_);
   ++steps_;
   flights_.push_back(std::move(flight));
 }
@@ -60,11 +60,11 @@ void StepsInFlight::set_drafts(std::span<const std::int32_t> drafts) {
   }
 }
 
-void StepsInFlight::collect(const std::function<void(const FlightSpan&, const SpanResult&)>& take) {
-  const std::span<const SpanResult> results = model_.collect();
+void StepsInFlight::collect(const std::function<void(const FlightChunk&, const ChunkResult&)>& take) {
+  const std::span<const ChunkResult> results = model_.collect();
   Flight flight = std::move(flights_.front());
   flights_.pop_front();
-  if (results.size() != flight.size()) fail(Exit::internal, "engine: a step has another number of results than spans");
+  if (results.size() != flight.size()) fail(Exit::internal, "engine: a step has another number of results than chunks");
   for (std::size_t i = 0; i < flight.size(); ++i) take(flight[i], results[i]);
   unused_flights_.push_back(std::move(flight));
 }

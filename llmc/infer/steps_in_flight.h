@@ -1,6 +1,6 @@
 // The steps that the model has been given and whose results have not been collected, the oldest first.
 //
-// Turns what the scheduler has planned into the model's spans, keeps what they point to, and hands back each span's
+// Turns what the scheduler has planned into the model's chunks, keeps what they point to, and hands back each chunk's
 // result with the request that it belongs to. Knows neither why rows are computed nor what becomes of their results.
 #pragma once
 
@@ -18,7 +18,7 @@
 namespace weft {
 
 // Rows of one request in a submitted step.
-struct FlightSpan {
+struct FlightChunk {
   RequestState* request;
   std::int64_t first_target = 0, targets = 0;  // rows
   bool sampled = false;
@@ -32,12 +32,12 @@ class StepsInFlight {
   }
 
   // `drafts_on_device`: the device is still drawing the drafts of this step, and set_drafts() follows.
-  void submit(std::span<const PlannedSpan> plan, bool drafts_on_device);
+  void submit(std::span<const PlannedChunk> plan, bool drafts_on_device);
   // The drafts that the device has drawn for the only sequence of the step that was submitted last. Fewer than the step
   // has rows for them: the others are wrong.
   void set_drafts(std::span<const std::int32_t> drafts);
-  // Waits for the oldest step and gives `take` each span with its result.
-  void collect(const std::function<void(const FlightSpan&, const SpanResult&)>& take);
+  // Waits for the oldest step and gives `take` each chunk with its result.
+  void collect(const std::function<void(const FlightChunk&, const ChunkResult&)>& take);
 
   std::size_t size() const { return flights_.size(); }
   bool empty() const { return flights_.empty(); }
@@ -47,13 +47,13 @@ class StepsInFlight {
   std::int64_t rows() const { return rows_; }
 
  private:
-  using Flight = std::vector<FlightSpan>;
+  using Flight = std::vector<FlightChunk>;
 
   InferenceModel& model_;
   std::deque<Flight> flights_;
   std::vector<Flight> unused_flights_;      // their memory, for later steps
-  std::vector<Span> spans_;                 // of the step that is submitted
-  std::vector<std::int32_t> verified_ids_;  // of its spans with drafts
+  std::vector<Chunk> chunks_;               // of the step that is submitted
+  std::vector<std::int32_t> verified_ids_;  // of its chunks with drafts
   std::int64_t steps_ = 0, rows_ = 0;
 };
 

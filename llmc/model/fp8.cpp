@@ -30,15 +30,15 @@ std::string Fp8Slots::name(std::int64_t slot) const {
                 kLinears[static_cast<int>(linear(slot))], kKinds[static_cast<int>(kind(slot))]);
 }
 
-std::vector<Fp8Tally> of_all_ranks(const Fp8Slots& slots, std::span<const Fp8Tally> tallies) {
+std::vector<Fp8Counters> of_all_ranks(const Fp8Slots& slots, std::span<const Fp8Counters> counters) {
   const auto count = static_cast<std::size_t>(slots.count());
-  std::vector<Fp8Tally> sum(tallies.begin(), tallies.begin() + slots.count());
-  for (std::size_t i = count; i < tallies.size(); ++i) {
+  std::vector<Fp8Counters> sum(counters.begin(), counters.begin() + slots.count());
+  for (std::size_t i = count; i < counters.size(); ++i) {
     if (slots.kind(static_cast<std::int64_t>(i % count)) == Fp8Kind::weight) continue;
-    Fp8Tally& all = sum[i % count];
-    all.saturated += tallies[i].saturated;
-    all.flushed += tallies[i].flushed;
-    all.amax_bits = std::max(all.amax_bits, tallies[i].amax_bits);
+    Fp8Counters& all = sum[i % count];
+    all.saturated += counters[i].saturated;
+    all.flushed += counters[i].flushed;
+    all.amax_bits = std::max(all.amax_bits, counters[i].amax_bits);
   }
   return sum;
 }
@@ -61,12 +61,12 @@ Fp8Scales::Fp8Scales(std::int64_t layers)
       amax_(static_cast<std::size_t>(kFp8History * slots_.count())),
       exponents_(static_cast<std::size_t>(slots_.count())) {}
 
-void Fp8Scales::push(std::span<const Fp8Tally> tallies) {
+void Fp8Scales::push(std::span<const Fp8Counters> counters) {
   const auto slots = static_cast<std::size_t>(slots_.count());
-  if (tallies.size() != slots) fail(Exit::internal, "fp8: %zu tallies for %zu slots", tallies.size(), slots);
+  if (counters.size() != slots) fail(Exit::internal, "fp8: %zu counters for %zu slots", counters.size(), slots);
   std::copy_backward(amax_.begin(), amax_.end() - static_cast<std::ptrdiff_t>(slots), amax_.end());
   for (std::size_t slot = 0; slot < slots; ++slot) {
-    const float amax = std::bit_cast<float>(tallies[slot].amax_bits);
+    const float amax = std::bit_cast<float>(counters[slot].amax_bits);
     if (std::isfinite(amax)) amax_[slot] = amax;
   }
   find_exponents();
@@ -97,21 +97,22 @@ void Fp8Scales::find_exponents() {
   }
 }
 
-Fp8Statistics fp8_statistics(const ModelConfig& config, std::span<const Fp8Tally> tallies, std::int64_t rows,
+Fp8Statistics fp8_statistics(const ModelConfig& config, std::span<const Fp8Counters> counters, std::int64_t rows,
                              std::int64_t micro_batches) {
   const Fp8Slots slots{config.num_layers};
   Fp8Statistics statistics;
   for (std::int64_t slot = 0; slot < slots.count(); ++slot) {
-    const Fp8Tally& tally = tallies[static_cast<std::size_t>(slot)];
+    const Fp8Counters& of_slot = counters[static_cast<std::size_t>(slot)];
     const Fp8Kind kind = slots.kind(slot);
     const LinearSize size = linear_size(config, slots.linear(slot));
     const std::int64_t values =
         kind == Fp8Kind::weight ? size.C * size.OC : micro_batches * rows * (kind == Fp8Kind::input ? size.C : size.OC);
     Fp8Statistics::Kind& sum = statistics.kinds[static_cast<std::size_t>(kind)];
     sum.values += static_cast<std::uint64_t>(values);
-    sum.saturated += tally.saturated;
-    sum.flushed += tally.flushed;
-    const double share = static_cast<double>(tally.saturated) / static_cast<double>(std::max<std::int64_t>(values, 1));
+    sum.saturated += of_slot.saturated;
+    sum.flushed += of_slot.flushed;
+    const double share =
+        static_cast<double>(of_slot.saturated) / static_cast<double>(std::max<std::int64_t>(values, 1));
     if (share <= statistics.worst_share) continue;
     statistics.worst_share = share;
     statistics.worst = slots.name(slot);

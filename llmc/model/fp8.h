@@ -45,9 +45,9 @@ struct Fp8Slots {
   std::string name(std::int64_t slot) const;  // "layers.3 gate, up gradient"
 };
 
-// The tallies of a whole step from those of its ranks, [ranks, slots]: what the micro-batches of all of them have met. Weights
+// The counters of a whole step from those of its ranks, [ranks, slots]: what the micro-batches of all of them have met. Weights
 // are the first rank's, because every rank has rounded all of them.
-std::vector<Fp8Tally> of_all_ranks(const Fp8Slots& slots, std::span<const Fp8Tally> tallies);
+std::vector<Fp8Counters> of_all_ranks(const Fp8Slots& slots, std::span<const Fp8Counters> counters);
 
 // Where rounded weights lie, and which are up to date. Every layer has a place of its own or, where ranks divide the
 // parameters, layers take turns in as many places as their parameters do (SectionBuffers).
@@ -80,8 +80,9 @@ class Fp8Scales {
   // Whether there is a history.
   bool known() const { return known_; }
   int exponent(std::int64_t slot) const { return exponents_[static_cast<std::size_t>(slot)]; }
-  // A step has changed the parameters: its tensors, one tally a slot. What is not finite leaves that tensor's history as it is.
-  void push(std::span<const Fp8Tally> tallies);
+  // A step has changed the parameters: its tensors, one set of counters a slot. What is not finite leaves that tensor's history
+  // as it is.
+  void push(std::span<const Fp8Counters> counters);
   void forget();
 
   // [kFp8History, slots]: the newest step first; zeros where there were not so many.
@@ -109,7 +110,7 @@ struct Fp8Statistics {
   double worst_share = 0;
 };
 // Of `micro_batches`, of all ranks, with `rows` rows each.
-Fp8Statistics fp8_statistics(const ModelConfig& config, std::span<const Fp8Tally> tallies, std::int64_t rows,
+Fp8Statistics fp8_statistics(const ModelConfig& config, std::span<const Fp8Counters> counters, std::int64_t rows,
                              std::int64_t micro_batches);
 // Beyond this share of a tensor saturation is more than a few outliers of one step.
 inline constexpr double kFp8SaturationWarning = 1e-3;

@@ -53,41 +53,41 @@ MemoryPlan plan_pages(const ModelConfig& config, const InferenceOptions& options
   return plan;
 }
 
-void check_step(std::span<const Span> work, const InferenceOptions& options, std::int64_t window) {
+void check_step(std::span<const Chunk> work, const InferenceOptions& options, std::int64_t window) {
   std::int64_t rows = 0;
-  for (const Span& span : work) {
-    const std::int64_t end = span.first_position + span.rows();
-    const std::int64_t covered = std::ssize(span.pages) * options.page_size;
-    if (span.first_position < 0 || end > std::min(covered, options.max_positions)) {
+  for (const Chunk& chunk : work) {
+    const std::int64_t end = chunk.first_position + chunk.rows();
+    const std::int64_t covered = std::ssize(chunk.pages) * options.page_size;
+    if (chunk.first_position < 0 || end > std::min(covered, options.max_positions)) {
       fail(Exit::internal, "inference: positions %lld to %lld: %lld are covered by pages, %lld are possible",
-           static_cast<long long>(span.first_position), static_cast<long long>(end), static_cast<long long>(covered),
+           static_cast<long long>(chunk.first_position), static_cast<long long>(end), static_cast<long long>(covered),
            static_cast<long long>(options.max_positions));
     }
     const Visibility visibility = {.window = static_cast<int>(window)};
-    const std::int64_t hidden = visibility.first_key(static_cast<int>(span.first_position)) / options.page_size;
-    for (std::int64_t i = 0; i < std::ssize(span.pages); ++i) {
-      const std::int32_t page = span.pages[static_cast<std::size_t>(i)];
+    const std::int64_t hidden = visibility.first_key(static_cast<int>(chunk.first_position)) / options.page_size;
+    for (std::int64_t i = 0; i < std::ssize(chunk.pages); ++i) {
+      const std::int32_t page = chunk.pages[static_cast<std::size_t>(i)];
       const bool none = page == -1 && i < hidden;
       if (!none && (page < 0 || page >= options.num_pages))
         fail(Exit::internal, "inference: page %d does not exist", page);
     }
-    if (span.slot < 0 || span.slot >= options.slots)
-      fail(Exit::internal, "inference: slot %d does not exist", span.slot);
-    if (std::ssize(span.targets) > span.rows()) {
-      fail(Exit::internal, "inference: %zu targets for %lld rows", span.targets.size(),
-           static_cast<long long>(span.rows()));
+    if (chunk.slot < 0 || chunk.slot >= options.slots)
+      fail(Exit::internal, "inference: slot %d does not exist", chunk.slot);
+    if (std::ssize(chunk.targets) > chunk.rows()) {
+      fail(Exit::internal, "inference: %zu targets for %lld rows", chunk.targets.size(),
+           static_cast<long long>(chunk.rows()));
     }
-    const bool verifies = span.drafts > 0 && span.drafts < std::ssize(span.ids) && span.sampling != nullptr &&
-                          span.targets.empty() && !span.keep_logits;
-    if (span.drafts != 0 && !verifies) {
-      fail(Exit::internal, "inference: %lld drafts in a span of %lld rows%s", static_cast<long long>(span.drafts),
-           static_cast<long long>(span.rows()), span.sampling == nullptr ? " that samples nothing" : "");
+    const bool verifies = chunk.drafts > 0 && chunk.drafts < std::ssize(chunk.ids) && chunk.sampling != nullptr &&
+                          chunk.targets.empty() && !chunk.keep_logits;
+    if (chunk.drafts != 0 && !verifies) {
+      fail(Exit::internal, "inference: %lld drafts in a chunk of %lld rows%s", static_cast<long long>(chunk.drafts),
+           static_cast<long long>(chunk.rows()), chunk.sampling == nullptr ? " that samples nothing" : "");
     }
-    if (span.drafts_on_device && (span.drafts < 1 || span.drafts > kDeviceDrafts)) {
+    if (chunk.drafts_on_device && (chunk.drafts < 1 || chunk.drafts > kDeviceDrafts)) {
       fail(Exit::internal, "inference: %lld drafts on the device, expected 1 to %lld",
-           static_cast<long long>(span.drafts), static_cast<long long>(kDeviceDrafts));
+           static_cast<long long>(chunk.drafts), static_cast<long long>(kDeviceDrafts));
     }
-    rows += span.rows();
+    rows += chunk.rows();
   }
   if (work.empty() || rows > options.max_rows) {
     fail(Exit::internal, "inference: a step of %lld rows, expected 1 to %lld", static_cast<long long>(rows),
@@ -95,7 +95,7 @@ void check_step(std::span<const Span> work, const InferenceOptions& options, std
   }
 }
 
-void accept_drafts(std::span<const std::int32_t> drafted, std::span<VerifiedRow> rows, SpanResult& result) {
+void accept_drafts(std::span<const std::int32_t> drafted, std::span<VerifiedRow> rows, ChunkResult& result) {
   for (std::size_t i = 0; i < rows.size(); ++i) {
     result.error = rows[i].error;
     if (result.error != SampleError::none) return;

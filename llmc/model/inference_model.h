@@ -1,13 +1,13 @@
 // A model that runs many sequences at once: one interface, implemented on the CPU and on the GPU.
 //
-// A step takes rows of several sequences. One row is one position of one sequence; a prompt is a span of many rows, a decode
-// step a span of one, a chunk of a prompt a span in the middle. Keys and values lie in pages of one pool; a block table, the
+// A step takes rows of several sequences. One row is one position of one sequence; a prompt is a chunk of many rows, a decode
+// step a chunk of one, a chunk of a prompt a chunk in the middle. Keys and values lie in pages of one pool; a block table, the
 // list of a sequence's pages, says where its positions are (Kwon et al., "Efficient Memory Management for Large Language
 // Model Serving with PagedAttention", SOSP 2023). Who owns which page is decided above (llmc/infer/page_pool.h): the model
-// reads and writes the pages that a span names.
+// reads and writes the pages that a chunk names.
 //
 // The bits of a row depend on its sequence alone: on the ids up to its position. Not on the other rows of the step, nor on
-// how the sequence was cut into spans, nor on which pages hold it.
+// how the sequence was cut into chunks, nor on which pages hold it.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +46,7 @@ InferenceOptions completed(InferenceOptions options, const ModelConfig& config);
 // Keys and values of the whole pool.
 MemoryPlan plan_pages(const ModelConfig& config, const InferenceOptions& options, std::uint64_t element_bytes);
 
-// Where a model on a device writes guesses for a step that is submitted before the host knows them.
+// Where a model on a device writes draft tokens for a step that is submitted before the host knows them.
 inline constexpr std::int64_t kDeviceDrafts = 7;
 struct DeviceDrafts {
   std::int32_t* ids = nullptr;    // [kDeviceDrafts], all in [0, vocab_size) at any time; null: the host must know them
@@ -54,9 +54,9 @@ struct DeviceDrafts {
 };
 
 // Rows of one sequence for one step.
-struct Span {
-  // Block table: page i holds the positions [i * page_size, (i + 1) * page_size). It covers the span's last position. Pages
-  // that two spans of a step share are only read by both: the positions that a span appends lie in pages of its own. A page
+struct Chunk {
+  // Block table: page i holds the positions [i * page_size, (i + 1) * page_size). It covers the chunk's last position. Pages
+  // that two chunks of a step share are only read by both: the positions that a chunk appends lie in pages of its own. A page
   // that is -1 is none: it lies in front of what the first row sees in any layer.
   std::span<const std::int32_t> pages;
   std::int64_t first_position = 0;  // the positions before it are in the pages already
@@ -64,7 +64,7 @@ struct Span {
   // not have collected yet, with any id in [0, vocab_size).
   std::span<const std::int32_t> ids;
 
-  // Where an id that is sampled here is kept for the next span without ids, in [0, slots()). One sequence a slot.
+  // Where an id that is sampled here is kept for the next chunk without ids, in [0, slots()). One sequence a slot.
   std::int32_t slot = 0;
   // Not null: an id is sampled from the last row, for position first_position + rows. Valid until submit() returns.
   const SamplingPlan* sampling = nullptr;
@@ -73,15 +73,15 @@ struct Span {
   // Of the sampled id and of each target, this many most likely ids are reported with it; -1: not even the log-probability
   // of the sampled id.
   std::int32_t alternatives = -1;
-  bool keep_logits = false;  // of the last row, for SpanResult::logits
-  // This many ids at the end of `ids` are drafts: guesses of what is sampled after the ids before them
+  bool keep_logits = false;  // of the last row, for ChunkResult::logits
+  // This many ids at the end of `ids` are drafts: what may be sampled after the ids before them
   // (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023). An id is sampled
-  // from each of the last drafts + 1 rows, for the position after it: the one that a span of one row would
-  // sample there. SpanResult::accepted says how many guesses were right; the keys and values of the others are
-  // overwritten by a later span. Needs `sampling` and at least one id before the drafts; without targets and
-  // keep_logits. The next span of `slot` has ids.
+  // from each of the last drafts + 1 rows, for the position after it: the one that a chunk of one row would
+  // sample there. ChunkResult::accepted says how many draft tokens were right; the keys and values of the others are
+  // overwritten by a later chunk. Needs `sampling` and at least one id before the drafts; without targets and
+  // keep_logits. The next chunk of `slot` has ids.
   std::int64_t drafts = 0;
-  // A device writes the drafts to InferenceModel::device_drafts(): at most kDeviceDrafts, for one span of a step.
+  // A device writes the drafts to InferenceModel::device_drafts(): at most kDeviceDrafts, for one chunk of a step.
   // Then `ids` only reserves their places: before collect() the caller writes the drafts, or -1 for a missing one,
   // there and leaves them until then.
   bool drafts_on_device = false;
@@ -89,9 +89,9 @@ struct Span {
   std::int64_t rows() const { return ids.empty() ? 1 : std::ssize(ids); }
 };
 
-// Exit::internal if a span would read or write memory that is not its own, or if the step is larger than `options`,
+// Exit::internal if a chunk would read or write memory that is not its own, or if the step is larger than `options`,
 // which are completed(), allow. `window`: the model's longest_window().
-void check_step(std::span<const Span> work, const InferenceOptions& options, std::int64_t window);
+void check_step(std::span<const Chunk> work, const InferenceOptions& options, std::int64_t window);
 
 // InferenceModel::bytes_per_step() of a model whose weights, keys and values are elements of `element_bytes`.
 std::uint64_t read_bytes_of_step(const ModelConfig& config, std::int64_t sequences, std::int64_t context,
@@ -108,10 +108,10 @@ struct ScoredId {
   std::vector<IdLogprob> alternatives;  // the most likely first, equal ones by id; no padding rows
 };
 
-struct SpanResult {
+struct ChunkResult {
   std::optional<ScoredId> sampled;
   SampleError error =
-      SampleError::none;  // why nothing was sampled although it was asked for: only this span is affected
+      SampleError::none;  // why nothing was sampled although it was asked for: only this chunk is affected
   // Of the drafts, those that equal the ids sampled in their place, up to the first that does not. `sampled` is what follows
   // them, or `error` says why there is none.
   std::vector<ScoredId> accepted;
@@ -119,13 +119,13 @@ struct SpanResult {
   std::span<const float> logits;  // [vocab_size], valid until the next submit(); empty unless asked for
 };
 
-// What was sampled from one of the last rows of a span with drafts.
+// What was sampled from one of the last rows of a chunk with drafts.
 struct VerifiedRow {
   ScoredId id;
   SampleError error = SampleError::none;
 };
 // Fills accepted, sampled and error of `result` from drafted.size() + 1 rows, in order. Moves the ids out of `rows`.
-void accept_drafts(std::span<const std::int32_t> drafted, std::span<VerifiedRow> rows, SpanResult& result);
+void accept_drafts(std::span<const std::int32_t> drafted, std::span<VerifiedRow> rows, ChunkResult& result);
 
 class InferenceModel {
  public:
@@ -140,23 +140,23 @@ class InferenceModel {
   virtual std::int64_t page_size() const = 0;      // positions a page
   virtual std::int64_t num_pages() const = 0;      // of the pool: ids 0 .. num_pages() - 1
   virtual std::int64_t slots() const = 0;          // sequences that may have an id on the device
-  virtual std::int64_t max_rows() const = 0;       // of a step, all spans together
+  virtual std::int64_t max_rows() const = 0;       // of a step, all chunks together
   virtual std::int64_t max_positions() const = 0;  // longest sequence
   virtual std::int64_t depth() const = 0;  // steps that may be submitted before the first is collected; at least 1
 
-  // Queues a step: appends the keys and values of all rows, and computes what the spans ask for. At least one span, at most
-  // max_rows() rows, at most one span a sequence. The caller has checked ids and pages. More than depth() uncollected steps,
+  // Queues a step: appends the keys and values of all rows, and computes what the chunks ask for. At least one chunk, at most
+  // max_rows() rows, at most one chunk a sequence. The caller has checked ids and pages. More than depth() uncollected steps,
   // or rows that do not fit: Exit::internal.
-  virtual void submit(std::span<const Span> work) = 0;
-  // Where a device writes guesses for Span::drafts_on_device. It may do so when all steps that read earlier guesses are
-  // collected.
+  virtual void submit(std::span<const Chunk> work) = 0;
+  // Where a device writes draft tokens for Chunk::drafts_on_device. It may do so when all steps that read earlier draft tokens
+  // are collected.
   virtual DeviceDrafts device_drafts() { return {}; }
-  // Waits for the oldest step that was not collected: one result a span, in the order of submit(). Valid until the next
+  // Waits for the oldest step that was not collected: one result a chunk, in the order of submit(). Valid until the next
   // collect() or submit().
-  virtual std::span<const SpanResult> collect() = 0;
+  virtual std::span<const ChunkResult> collect() = 0;
 
   // The activation `name` (names of scripts/dump_reference.py) of all steps since keep_activations(true), fp32, rows in the
-  // order of the steps and their spans; empty if not kept.
+  // order of the steps and their chunks; empty if not kept.
   virtual void keep_activations(bool keep) = 0;
   virtual std::vector<float> activation(const std::string& name) = 0;
   // The same for activation("logits") alone.

@@ -79,26 +79,26 @@ class SingleSequence final : public DecodeModel {
            static_cast<long long>(length_), static_cast<long long>(capacity_));
     }
   }
-  // A span of `rows` positions from `first` on.
-  Span span_at(std::int64_t first, std::int64_t rows) const {
-    Span span;
+  // A chunk of `rows` positions from `first` on.
+  Chunk chunk_at(std::int64_t first, std::int64_t rows) const {
+    Chunk chunk;
     const std::int64_t size = model_->page_size(), covering = (first + rows + size - 1) / size;
-    span.pages = std::span(pages_).first(static_cast<std::size_t>(covering));
-    span.first_position = first;
-    return span;
+    chunk.pages = std::span(pages_).first(static_cast<std::size_t>(covering));
+    chunk.first_position = first;
+    return chunk;
   }
-  // Appends `ids`, max_rows() of them a step, until `ends` returns true. `want` completes the span of a step that begins at
+  // Appends `ids`, max_rows() of them a step, until `ends` returns true. `want` completes the chunk of a step that begins at
   // ids[begin].
   template <typename Want, typename Take, typename Ends>
   void append(std::span<const std::int32_t> ids, const Want& want, const Take& take, const Ends& ends) {
     const std::size_t most = static_cast<std::size_t>(model_->max_rows());
     for (std::size_t begin = 0; begin < ids.size() && !ends(); begin += most) {
       const std::size_t count = std::min(most, ids.size() - begin);
-      Span span = span_at(length_, static_cast<std::int64_t>(count));
-      span.ids = ids.subspan(begin, count);
-      want(span, begin);
-      model_->submit({&span, 1});
-      length_ += static_cast<std::int64_t>(span.ids.size());
+      Chunk chunk = chunk_at(length_, static_cast<std::int64_t>(count));
+      chunk.ids = ids.subspan(begin, count);
+      want(chunk, begin);
+      model_->submit({&chunk, 1});
+      length_ += static_cast<std::int64_t>(chunk.ids.size());
       take(model_->collect()[0]);
     }
   }
@@ -120,8 +120,8 @@ std::span<const float> SingleSequence::prefill(std::span<const std::int32_t> ids
   set_keep(keep_);  // forgets what was kept of the prompt before
   std::span<const float> logits;
   append(
-      ids, [&](Span& span, std::size_t begin) { span.keep_logits = begin + span.ids.size() == ids.size(); },
-      [&](const SpanResult& result) { logits = result.logits; }, [] { return false; });
+      ids, [&](Chunk& chunk, std::size_t begin) { chunk.keep_logits = begin + chunk.ids.size() == ids.size(); },
+      [&](const ChunkResult& result) { logits = result.logits; }, [] { return false; });
   return logits;
 }
 
@@ -152,13 +152,13 @@ void SingleSequence::generate_ids(std::span<const std::int32_t> prompt, const Ge
   std::int64_t fed = 0, sampled = 0;  // rows and ids that were queued
   const auto submit_next = [&] {
     const std::int64_t left = prompt_size - fed, rows = left > 0 ? std::min(left, model_->max_rows()) : 1;
-    Span span = span_at(begin + fed, rows);
-    if (left > 0) span.ids = prompt.subspan(static_cast<std::size_t>(fed), static_cast<std::size_t>(rows));
+    Chunk chunk = chunk_at(begin + fed, rows);
+    if (left > 0) chunk.ids = prompt.subspan(static_cast<std::size_t>(fed), static_cast<std::size_t>(rows));
     if (left <= rows) {
-      span.sampling = &request.sampling;
+      chunk.sampling = &request.sampling;
       ++sampled;
     }
-    model_->submit({&span, 1});
+    model_->submit({&chunk, 1});
     fed += rows;
     ++queue.steps;
   };
@@ -166,7 +166,7 @@ void SingleSequence::generate_ids(std::span<const std::int32_t> prompt, const Ge
     // With a decoder only the first id is sampled here.
     while (queue.steps < model_->depth() && sampled < (decoder_ != nullptr ? 1 : request.max_ids)) submit_next();
     --queue.steps;
-    const SpanResult& result = model_->collect()[0];
+    const ChunkResult& result = model_->collect()[0];
     check_sample(result.error);
     if (!result.sampled.has_value()) continue;  // a chunk of the prompt
     const std::int32_t id = result.sampled->id;
@@ -204,7 +204,7 @@ void SingleSequence::start_draft(std::int64_t kept, std::span<const std::int32_t
   check_room(ids.size() + static_cast<std::size_t>(count) - 1);
   if (std::ssize(ids) > decoder_->most_first_ids()) {
     append(
-        ids.first(ids.size() - 1), [](Span&, std::size_t) {}, [](const SpanResult&) {}, [] { return false; });
+        ids.first(ids.size() - 1), [](Chunk&, std::size_t) {}, [](const ChunkResult&) {}, [] { return false; });
     ids = ids.last(1);
   }
   GenerationRequest request;
@@ -220,8 +220,8 @@ std::vector<double> SingleSequence::score(std::span<const std::int32_t> ids) {
   if (ids.size() < 2) return nll;
   append(
       ids.first(ids.size() - 1),
-      [&](Span& span, std::size_t begin) { span.targets = ids.subspan(begin + 1, span.ids.size()); },
-      [&](const SpanResult& result) {
+      [&](Chunk& chunk, std::size_t begin) { chunk.targets = ids.subspan(begin + 1, chunk.ids.size()); },
+      [&](const ChunkResult& result) {
         for (const ScoredId& target : result.targets) nll.push_back(-static_cast<double>(target.logprob));
       },
       [&] { return score_interrupted(); });

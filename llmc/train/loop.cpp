@@ -135,12 +135,12 @@ void TrainLoop::announce_stop(const std::string& doing) const {
 Exit TrainLoop::run() {
   while (state_.step < parts_.settings.steps) {
     const std::optional<Error> failed_save = saves_ ? report_save(saves_->poll()) : std::nullopt;
-    const Wishes wishes = wishes_of_all(failed_save.has_value());
-    if (wishes.failed) fail_together(ranks_, failed_save);
-    if (wishes.stop) break;  // finish() saves
+    const ControlFlags flags = flags_of_all(failed_save.has_value());
+    if (flags.failed) fail_together(ranks_, failed_save);
+    if (flags.stop) break;  // finish() saves
     announce_stop(format("finishing step %lld, then saving", wide(state_.step + 1)));
     try {
-      if (wishes.save && begun_save_ != state_.step) begin_save();
+      if (flags.save && begun_save_ != state_.step) begin_save();
       Step step = train_step();
       after_step(step);
     } catch (const Error& error) {
@@ -162,12 +162,12 @@ Exit TrainLoop::run() {
 }
 
 // All that the ranks tell each other between two steps, in one call: meanwhile a GPU may be idle.
-TrainLoop::Wishes TrainLoop::wishes_of_all(bool failed) {
+TrainLoop::ControlFlags TrainLoop::flags_of_all(bool failed) {
   // A save requested before the first step waits until that step is done: before it there is nothing new to save.
-  Wishes any{stop_requested(), state_.step >= first_step_ && take_save_request(), failed, state_.best};
-  const std::vector<Wishes> all = ranks_.gather(any);
+  ControlFlags any{stop_requested(), state_.step >= first_step_ && take_save_request(), failed, state_.best};
+  const std::vector<ControlFlags> all = ranks_.gather(any);
   state_.best = all[0].best;
-  for (const Wishes& of_rank : all) {
+  for (const ControlFlags& of_rank : all) {
     any.stop |= of_rank.stop;
     any.save |= of_rank.save;
     any.failed |= of_rank.failed;

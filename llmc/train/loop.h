@@ -75,13 +75,13 @@ class TrainLoop {
     std::optional<Fp8Statistics> fp8;
   };
 
-  struct Wishes {
+  struct ControlFlags {
     // stop: a signal or the time limit; save: SIGUSR1; failed: a save's error has to end the run
     bool stop, save, failed;
     std::optional<TrainState::Best> best;  // the first rank's counts: it knows what could be saved
   };
 
-  Wishes wishes_of_all(bool failed);
+  ControlFlags flags_of_all(bool failed);
   Step train_step();
   StepStatistics compute(std::int64_t step, const std::vector<MicroBatch>& batches);
   bool recover(std::int64_t step, const std::vector<MicroBatch>& batches, StepStatistics& statistics);

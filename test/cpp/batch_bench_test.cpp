@@ -20,7 +20,7 @@ class Measured : public PagedFake {
   std::uint64_t bytes_per_step(std::int64_t sequences, std::int64_t context) const override {
     return static_cast<std::uint64_t>(1'000'000 * sequences + context);
   }
-  std::span<const SpanResult> collect() override {
+  std::span<const ChunkResult> collect() override {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return PagedFake::collect();
   }
@@ -126,8 +126,8 @@ TEST(BatchBench, LogitsOfAnySequenceThatAreNotFiniteAreAnError) {
   class PoisonedOnce : public Measured {
    public:
     PoisonedOnce(std::int64_t step, std::size_t sequence) : Measured(sizes(1)), step_(step), sequence_(sequence) {}
-    std::span<const SpanResult> collect() override {
-      const std::span<const SpanResult> good = PagedFake::collect();
+    std::span<const ChunkResult> collect() override {
+      const std::span<const ChunkResult> good = PagedFake::collect();
       results_.assign(good.begin(), good.end());
       if (++steps == step_) {
         results_.at(sequence_).sampled.reset();
@@ -140,7 +140,7 @@ TEST(BatchBench, LogitsOfAnySequenceThatAreNotFiniteAreAnError) {
    private:
     const std::int64_t step_;
     const std::size_t sequence_;
-    std::vector<SpanResult> results_;
+    std::vector<ChunkResult> results_;
   };
   BatchBenchOptions options;
   options.sequences = {3};

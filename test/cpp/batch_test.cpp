@@ -483,7 +483,7 @@ TEST_F(BatchTest, NothingIsWrittenThroughALinkOrBesideAnotherRun) {
 class Stopped : public PagedFake {
  public:
   using PagedFake::PagedFake;
-  void submit(std::span<const Span> work) override {
+  void submit(std::span<const Chunk> work) override {
     if (++steps_ == 10) ::raise(SIGINT);
     PagedFake::submit(work);
   }

@@ -302,7 +302,7 @@ TEST(Engine, EqualPromptsWaitForPagesThatTheyCanShare) {
   struct Case {
     bool share;
     std::int64_t ids;
-    std::vector<std::int64_t> rows;  // of the first step's spans
+    std::vector<std::int64_t> rows;  // of the first step's chunks
   };
   for (const auto& [share, ids, rows] : {Case{true, 10, {10}}, Case{false, 10, {10, 10}}, Case{true, 5, {5}},
                                          Case{true, 4, {4, 4}}, Case{false, 4, {4, 4}}, Case{true, 3, {3, 3}}}) {
@@ -313,7 +313,7 @@ TEST(Engine, EqualPromptsWaitForPagesThatTheyCanShare) {
     const auto one = submit(engine, request), other = submit(engine, request);
     engine.step();
     std::vector<std::int64_t> got;
-    for (const PagedFake::SpanRows& span : model.rows_of_last_step) got.push_back(span.rows);
+    for (const PagedFake::ChunkRows& chunk : model.rows_of_last_step) got.push_back(chunk.rows);
     EXPECT_EQ(got, rows);
     finish(engine);
     EXPECT_EQ(one->ids, alone(request, model).ids);
@@ -332,7 +332,7 @@ TEST(Engine, DraftsLeaveRowsForPrompts) {
   const auto second = submit(engine, request_of(random_ids(20, 2), 5));
   engine.step();
   std::vector<std::int64_t> rows;
-  for (const PagedFake::SpanRows& span : model.rows_of_last_step) rows.push_back(span.rows);
+  for (const PagedFake::ChunkRows& chunk : model.rows_of_last_step) rows.push_back(chunk.rows);
   EXPECT_EQ(rows, (std::vector<std::int64_t>{4, 4}));
   finish(engine);
   EXPECT_EQ(second->ids, alone(request_of(random_ids(20, 2), 5), model).ids);
@@ -426,12 +426,12 @@ TEST(Engine, EachStepDecodesEveryRunningSequenceWhilePromptsArrive) {
 class Pipeline : public PagedFake {
  public:
   using PagedFake::PagedFake;
-  void submit(std::span<const Span> work) override {
+  void submit(std::span<const Chunk> work) override {
     PagedFake::submit(work);
     ++queued_;
-    for (const Span& span : work) (span.ids.empty() ? on_device : from_host) += 1;
+    for (const Chunk& chunk : work) (chunk.ids.empty() ? on_device : from_host) += 1;
   }
-  std::span<const SpanResult> collect() override {
+  std::span<const ChunkResult> collect() override {
     deepest = std::max(deepest, queued_);
     if (--queued_ == 0) ++idle;
     return PagedFake::collect();
@@ -471,7 +471,7 @@ TEST(Engine, PromptRowsBesideDecodingAreLimited) {
   while (!late->end.has_value()) {
     engine.step();
     std::int64_t rows = 0;
-    for (const PagedFake::SpanRows& span : model.rows_of_last_step) rows += span.rows;
+    for (const PagedFake::ChunkRows& chunk : model.rows_of_last_step) rows += chunk.rows;
     ASSERT_LE(rows, 2 + 6);
     prompt_rows += std::max<std::int64_t>(rows - 2, 0);
   }
@@ -774,7 +774,7 @@ TEST(Engine, NoMoreSequencesRunThanAStepHasRows) {
     more = engine.step();
     EXPECT_LE(engine.statistics().running, 2);
     std::int64_t rows = 0;
-    for (const PagedFake::SpanRows& span : model.rows_of_last_step) rows += span.rows;
+    for (const PagedFake::ChunkRows& chunk : model.rows_of_last_step) rows += chunk.rows;
     EXPECT_LE(rows, 2);
   }
   EXPECT_FALSE(more);
@@ -1219,8 +1219,8 @@ TEST(Engine, DraftsOfASequenceThatIsDisplacedAreGivenBack) {
   }
 }
 
-// Guesses of every kind, right and wrong, in the schedules above: by the draft model's share of wrong ids, or from a vocabulary
-// so small that every pair of ids comes again.
+// Draft tokens of every kind, right and wrong, in the schedules above: by the draft model's share of wrong ids, or from a
+// vocabulary so small that every pair of ids comes again.
 TEST(Engine, DraftsChangeNoIdOfAnySchedule) {
   DraftCounts lookups, drafts;
   std::int64_t preemptions = 0;
@@ -1249,7 +1249,7 @@ TEST(Engine, DraftsChangeNoIdOfAnySchedule) {
         add(lookups, run_schedule(sizes, options, ++seed, 1200));
 
         PagedFakeSizes of_drafts = sizes;
-        of_drafts.num_pages = seed % 2 == 0 ? 60 : 20;  // few: sequences go on without guesses
+        of_drafts.num_pages = seed % 2 == 0 ? 60 : 20;  // few: sequences go on without draft tokens
         of_drafts.max_rows = 9;
         of_drafts.wrong_of = 2 + static_cast<std::int64_t>(seed % 4);
         of_drafts.max_positions = seed % 3 == 0 ? 30 : 80;
@@ -1268,7 +1268,7 @@ TEST(Engine, DraftsChangeNoIdOfAnySchedule) {
   }
 }
 
-// A draft model that is always right: every verification yields all its guesses and one more.
+// A draft model that is always right: every verification yields all its draft tokens and one more.
 TEST(Engine, RightDraftsTakeFewSteps) {
   for (const std::int64_t depth : {1, 2}) {
     PagedFake model({.depth = depth}), draft({.depth = depth});
@@ -1283,7 +1283,7 @@ TEST(Engine, RightDraftsTakeFewSteps) {
     const DraftCounts drafts = engine.statistics().drafts;
     EXPECT_EQ(drafts.accepted, drafts.drafted);
     EXPECT_EQ(drafts.ids, 41);
-    // The first id is the prompt's; the next 40 are five times 7 guesses and one more.
+    // The first id is the prompt's; the next 40 are five times 7 draft tokens and one more.
     EXPECT_EQ(drafts.verifications, 5);
     EXPECT_LE(steps, 8);
     expect_all_free(engine);
@@ -1364,7 +1364,7 @@ TEST(Engine, ASequenceEndsInTheMiddleOfAVerification) {
     EXPECT_EQ(*stop->end, RequestEnd::stop_id);
     EXPECT_EQ(*told->end, count < 30 ? RequestEnd::listener : RequestEnd::max_ids);
     expect_all_free(engine);
-    // What it leaves behind for others is what was generated: the rows of guesses that nobody took have no name.
+    // What it leaves behind for others is what was generated: the rows of draft tokens that nobody took have no name.
     const auto again = submit(engine, request_of(prompt, 30, 4));
     Ids longer = prompt;
     longer.insert(longer.end(), all.begin(), all.end());
@@ -1386,7 +1386,7 @@ TEST(Engine, DraftOptionsOutOfRange) {
   expect_contains(refused({.lookup = 2, .model = &model}, Exit::internal), "only one of them");
 }
 
-// Of --debug-inject accept=P: about that share of the guesses counts, whatever is sampled, and the text goes on with them.
+// Of --debug-inject accept=P: about that share of the draft tokens counts, whatever is sampled, and the text goes on with them.
 TEST(Engine, AnAcceptanceOnDemand) {
   PagedFake model({.num_pages = 600, .max_positions = 2000}),
       draft({.num_pages = 600, .max_positions = 2000, .wrong_of = 1});
@@ -1397,8 +1397,8 @@ TEST(Engine, AnAcceptanceOnDemand) {
   finish(engine);
   EXPECT_EQ(recorder->ids.size(), 1500u);
   const DraftCounts drafts = engine.statistics().drafts;
-  EXPECT_GT(drafts.ids_per_span(), 2.4);  // 1 / (1 - 0.7) at most
-  EXPECT_LT(drafts.ids_per_span(), 3.34);
+  EXPECT_GT(drafts.ids_per_chunk(), 2.4);  // 1 / (1 - 0.7) at most
+  EXPECT_LT(drafts.ids_per_chunk(), 3.34);
 }
 
 std::int64_t resident_pages() {

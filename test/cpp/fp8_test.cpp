@@ -117,8 +117,8 @@ TEST(CpuFp8, RoundsThroughTheScaleAndCounts) {
     x[9] = -1.01f * fp8_largest(format) / 8;    // beyond the range
     x[10] = std::numeric_limits<float>::max();  // the product is infinite, the number is not
     test::Floats out(x.size());
-    Fp8Tally tally;
-    cpu::round_fp8(out.data(), x.data(), std::ssize(x), format, e, &tally);
+    Fp8Counters counters;
+    cpu::round_fp8(out.data(), x.data(), std::ssize(x), format, e, &counters);
     std::uint64_t saturated = 0, flushed = 0;
     for (std::size_t i = 0; i < x.size(); ++i) {
       ASSERT_EQ(out[i], round_to_fp8(std::min(8 * x[i], 1e30f), format) / 8) << i;
@@ -127,9 +127,9 @@ TEST(CpuFp8, RoundsThroughTheScaleAndCounts) {
     }
     EXPECT_EQ(out[8], 0.0f);
     EXPECT_EQ(saturated, 2u);
-    EXPECT_EQ(tally.saturated, saturated);
-    EXPECT_EQ(tally.flushed, flushed);
-    EXPECT_EQ(std::bit_cast<float>(tally.amax_bits), std::numeric_limits<float>::max());
+    EXPECT_EQ(counters.saturated, saturated);
+    EXPECT_EQ(counters.flushed, flushed);
+    EXPECT_EQ(std::bit_cast<float>(counters.amax_bits), std::numeric_limits<float>::max());
     x[11] = INFINITY;
     cpu::round_fp8(x.data(), x.data(), std::ssize(x), format, e, nullptr);
     EXPECT_TRUE(std::isnan(x[11]));
@@ -138,35 +138,35 @@ TEST(CpuFp8, RoundsThroughTheScaleAndCounts) {
   }
   test::expect_same_bits_for_any_threads("rounding", [] {
     test::Floats x = test::random_floats(1237, 3);
-    Fp8Tally tally;
-    cpu::round_fp8(x.data(), x.data(), std::ssize(x), Fp8Format::e4m3, 9, &tally);
-    x.push_back(static_cast<float>(tally.saturated));
-    x.push_back(std::bit_cast<float>(tally.amax_bits));
+    Fp8Counters counters;
+    cpu::round_fp8(x.data(), x.data(), std::ssize(x), Fp8Format::e4m3, 9, &counters);
+    x.push_back(static_cast<float>(counters.saturated));
+    x.push_back(std::bit_cast<float>(counters.amax_bits));
     return std::vector<test::Floats>{x};
   });
 }
 
-// A tally of several calls is that of one call with all their values, whichever comes first.
-TEST(CpuFp8, ATallyAddsUpOverCalls) {
+// The counters of several calls are those of one call with all their values, whichever comes first.
+TEST(CpuFp8, CountersAddsUpOverCalls) {
   for (const Fp8Format format : kFormats) {
     test::Floats x = test::random_floats(300, 1, 1.0f);
     for (const std::size_t i : {7u, 120u, 121u}) x[i] = 1e-9f;
     for (const std::size_t i : {10u, 130u, 299u}) x[i] = -2 * fp8_largest(format) * static_cast<float>(1 + i);
-    const auto tally_of = [&](const std::vector<std::pair<std::int64_t, std::int64_t>>& parts) {
-      Fp8Tally tally;
+    const auto counters_of = [&](const std::vector<std::pair<std::int64_t, std::int64_t>>& parts) {
+      Fp8Counters counters;
       test::Floats out(x.size());
       for (const auto& [begin, end] : parts) {
-        cpu::round_fp8(out.data(), x.data() + begin, end - begin, format, 0, &tally);
+        cpu::round_fp8(out.data(), x.data() + begin, end - begin, format, 0, &counters);
       }
-      return tally;
+      return counters;
     };
-    const Fp8Tally whole = tally_of({{0, 300}});
+    const Fp8Counters whole = counters_of({{0, 300}});
     EXPECT_EQ(whole.saturated, 3u);
     EXPECT_EQ(whole.flushed, 3u);
     for (const auto& parts : {std::vector<std::pair<std::int64_t, std::int64_t>>{{0, 100}, {100, 300}},
                               {{100, 300}, {0, 100}},
                               {{299, 300}, {0, 0}, {0, 50}, {50, 299}}}) {
-      EXPECT_TRUE(tally_of(parts) == whole);
+      EXPECT_TRUE(counters_of(parts) == whole);
     }
   }
 }
@@ -177,10 +177,10 @@ TEST(Fp8Scales, FollowTheLargestOfTheLastSteps) {
   ASSERT_EQ(slots.count(), 24);
   const std::int64_t slot = slots.at(Fp8Kind::gradient, 1, BlockLinear::up);
   EXPECT_EQ(slots.name(slot), "layers.1 gate, up gradient");
-  std::vector<Fp8Tally> tallies(24);
+  std::vector<Fp8Counters> counters(24);
   const auto push = [&](float amax) {
-    tallies[static_cast<std::size_t>(slot)].amax_bits = std::bit_cast<std::uint32_t>(amax);
-    scales.push(tallies);
+    counters[static_cast<std::size_t>(slot)].amax_bits = std::bit_cast<std::uint32_t>(amax);
+    scales.push(counters);
     return scales.exponent(slot);
   };
   // Gradients have 2^5 of headroom beyond the factor of two.
@@ -212,13 +212,13 @@ TEST(Fp8Scales, WhatIsNotFiniteRepeatsTheNewestValue) {
   for (const std::uint32_t bad : {0x7F800000u, 0x7F800001u, 0x7FC00000u, 0x7FFFFFFFu}) {
     Fp8Scales scales(1);
     const auto slots = static_cast<std::size_t>(scales.slots().count());
-    std::vector<Fp8Tally> tallies(slots);
+    std::vector<Fp8Counters> counters(slots);
     const auto push = [&](float factor, std::size_t not_finite) {
       for (std::size_t slot = 0; slot < slots; ++slot) {
-        tallies[slot].amax_bits = std::bit_cast<std::uint32_t>(factor * static_cast<float>(slot + 1));
+        counters[slot].amax_bits = std::bit_cast<std::uint32_t>(factor * static_cast<float>(slot + 1));
       }
-      if (not_finite < slots) tallies[not_finite].amax_bits = bad;
-      scales.push(tallies);
+      if (not_finite < slots) counters[not_finite].amax_bits = bad;
+      scales.push(counters);
       return scales.state();
     };
     push(8, slots);
@@ -231,28 +231,29 @@ TEST(Fp8Scales, WhatIsNotFiniteRepeatsTheNewestValue) {
       EXPECT_EQ(state[slots + slot], value) << slot;
       EXPECT_EQ(state[2 * slots + slot], 8 * value) << slot;
     }
-    for (Fp8Tally& tally : tallies) tally.amax_bits = bad;
+    for (Fp8Counters& slot : counters) slot.amax_bits = bad;
     Fp8Scales nothing_known(1);
-    nothing_known.push(tallies);
+    nothing_known.push(counters);
     EXPECT_FALSE(nothing_known.known());
     EXPECT_EQ(nothing_known.exponent(0), 0);
-    tallies[3].amax_bits = std::bit_cast<std::uint32_t>(1.0f);
-    nothing_known.push(tallies);
-    tallies[3].amax_bits = bad;
-    nothing_known.push(tallies);
+    counters[3].amax_bits = std::bit_cast<std::uint32_t>(1.0f);
+    nothing_known.push(counters);
+    counters[3].amax_bits = bad;
+    nothing_known.push(counters);
     EXPECT_TRUE(nothing_known.known()) << "one tensor is";
   }
   Fp8Scales scales(1);
-  EXPECT_EQ(error_of(Exit::internal, [&] { scales.push(std::vector<Fp8Tally>(11)); }), "fp8: 11 tallies for 12 slots");
+  EXPECT_EQ(error_of(Exit::internal, [&] { scales.push(std::vector<Fp8Counters>(11)); }),
+            "fp8: 11 counters for 12 slots");
 }
 
 // Of x and W what doubles is still in range, of gradients what grows sixty-fourfold: in single steps they do, in all layers.
 TEST(Fp8Scales, LeaveEachKindItsHeadroom) {
   Fp8Scales scales(1);
-  std::vector<Fp8Tally> tallies(12);
+  std::vector<Fp8Counters> counters(12);
   for (const float amax : {3e-9f, 0.7f, 1.0f, 1.76f, 400.0f}) {
-    for (Fp8Tally& tally : tallies) tally.amax_bits = std::bit_cast<std::uint32_t>(amax);
-    for (std::int64_t step = 0; step < kFp8History; ++step) scales.push(tallies);
+    for (Fp8Counters& slot : counters) slot.amax_bits = std::bit_cast<std::uint32_t>(amax);
+    for (std::int64_t step = 0; step < kFp8History; ++step) scales.push(counters);
     for (const Fp8Kind kind : kFp8Kinds) {
       SCOPED_TRACE(scales.slots().name(scales.slots().first(kind)));
       const int e = scales.exponent(scales.slots().first(kind));
@@ -263,8 +264,8 @@ TEST(Fp8Scales, LeaveEachKindItsHeadroom) {
     }
   }
   for (const float amax : {0.0f, std::numeric_limits<float>::max()}) {
-    for (Fp8Tally& tally : tallies) tally.amax_bits = std::bit_cast<std::uint32_t>(amax);
-    for (std::int64_t step = 0; step < kFp8History; ++step) scales.push(tallies);
+    for (Fp8Counters& slot : counters) slot.amax_bits = std::bit_cast<std::uint32_t>(amax);
+    for (std::int64_t step = 0; step < kFp8History; ++step) scales.push(counters);
     const int e = scales.exponent(scales.slots().first(Fp8Kind::gradient));
     EXPECT_EQ(e, amax == 0 ? 0 : -119);
     EXPECT_TRUE(std::isfinite(std::ldexp(1.0f, -e)));
@@ -272,27 +273,27 @@ TEST(Fp8Scales, LeaveEachKindItsHeadroom) {
 }
 
 // Every rank has rounded all weights, and inputs and gradients of its own micro-batches.
-TEST(Fp8Tallies, OfAllRanksAreSumsAndMaximaButWeightsCountOnce) {
+TEST(Fp8Counters, OfAllRanksAreSumsAndMaximaButWeightsCountOnce) {
   const Fp8Slots slots{2};
   constexpr std::int64_t kRanks = 3;
-  std::vector<Fp8Tally> tallies;
+  std::vector<Fp8Counters> counters;
   for (std::uint32_t r = 0; r < kRanks; ++r) {
     for (std::uint32_t slot = 0; slot < slots.count(); ++slot) {
       const bool is_weight = slots.kind(slot) == Fp8Kind::weight;
       const std::uint32_t i =
           is_weight ? slot : 100 * ((r + slot) % kRanks) + slot;  // the largest: another rank each time
-      tallies.push_back({1 + i, 1000 + i, 5000 + i});
+      counters.push_back({1 + i, 1000 + i, 5000 + i});
     }
   }
-  const std::vector<Fp8Tally> all = of_all_ranks(slots, tallies);
+  const std::vector<Fp8Counters> all = of_all_ranks(slots, counters);
   ASSERT_EQ(std::ssize(all), slots.count());
   for (std::uint32_t slot = 0; slot < slots.count(); ++slot) {
     const bool is_weight = slots.kind(slot) == Fp8Kind::weight;
-    const Fp8Tally expected = is_weight ? Fp8Tally{1 + slot, 1000 + slot, 5000 + slot}
-                                        : Fp8Tally{3 + 300 + 3 * slot, 3000 + 300 + 3 * slot, 5200 + slot};
+    const Fp8Counters expected = is_weight ? Fp8Counters{1 + slot, 1000 + slot, 5000 + slot}
+                                           : Fp8Counters{3 + 300 + 3 * slot, 3000 + 300 + 3 * slot, 5200 + slot};
     EXPECT_EQ(all[slot], expected) << slots.name(slot);
   }
-  const std::span<const Fp8Tally> alone = std::span(tallies).first(static_cast<std::size_t>(slots.count()));
+  const std::span<const Fp8Counters> alone = std::span(counters).first(static_cast<std::size_t>(slots.count()));
   EXPECT_TRUE(std::ranges::equal(of_all_ranks(slots, alone), alone));
 }
 
@@ -332,17 +333,17 @@ TEST(Fp8Statistics, SharesAreThoseOfAllMicroBatchesButWeightsCountOnce) {
   config.ffn_size = 56;
   const Fp8Slots slots{config.num_layers};
   for (const std::uint64_t micro_batches : {1, 3}) {
-    std::vector<Fp8Tally> tallies(static_cast<std::size_t>(slots.count()));
-    const auto tally = [&](Fp8Kind kind, std::int64_t layer, BlockLinear linear) -> Fp8Tally& {
-      return tallies[static_cast<std::size_t>(slots.at(kind, layer, linear))];
+    std::vector<Fp8Counters> counters(static_cast<std::size_t>(slots.count()));
+    const auto counters_of = [&](Fp8Kind kind, std::int64_t layer, BlockLinear linear) -> Fp8Counters& {
+      return counters[static_cast<std::size_t>(slots.at(kind, layer, linear))];
     };
     const std::uint64_t rows = 10 * micro_batches;
-    tally(Fp8Kind::input, 1, BlockLinear::down).saturated = rows / 10;  // of 56 rows: 1 of 560
-    tally(Fp8Kind::weight, 0, BlockLinear::output).saturated = 2;       // 1 of 480, the most
-    tally(Fp8Kind::gradient, 1, BlockLinear::up).saturated = rows / 5;  // of 112 rows: 1 of 560
-    tally(Fp8Kind::gradient, 0, BlockLinear::qkv).flushed = 5;
-    tally(Fp8Kind::gradient, 1, BlockLinear::down).flushed = 7;
-    const Fp8Statistics got = fp8_statistics(config, tallies, 10, static_cast<std::int64_t>(micro_batches));
+    counters_of(Fp8Kind::input, 1, BlockLinear::down).saturated = rows / 10;  // of 56 rows: 1 of 560
+    counters_of(Fp8Kind::weight, 0, BlockLinear::output).saturated = 2;       // 1 of 480, the most
+    counters_of(Fp8Kind::gradient, 1, BlockLinear::up).saturated = rows / 5;  // of 112 rows: 1 of 560
+    counters_of(Fp8Kind::gradient, 0, BlockLinear::qkv).flushed = 5;
+    counters_of(Fp8Kind::gradient, 1, BlockLinear::down).flushed = 7;
+    const Fp8Statistics got = fp8_statistics(config, counters, 10, static_cast<std::int64_t>(micro_batches));
     const auto expect = [&](Fp8Kind kind, std::uint64_t values, std::uint64_t saturated, std::uint64_t flushed) {
       const Fp8Statistics::Kind& sum = got.kinds[static_cast<std::size_t>(kind)];
       EXPECT_EQ(sum.values, values);
@@ -361,16 +362,16 @@ TEST(Fp8Statistics, SharesAreThoseOfAllMicroBatchesButWeightsCountOnce) {
 TEST(Fp8Statistics, TheWorstTensorIsOneThatSaturates) {
   const ModelConfig config = micro_config();
   const Fp8Slots slots{config.num_layers};
-  std::vector<Fp8Tally> tallies(static_cast<std::size_t>(slots.count()));
-  for (Fp8Tally& tally : tallies) tally.flushed = 3;
-  const Fp8Statistics none = fp8_statistics(config, tallies, 16, 1);
+  std::vector<Fp8Counters> counters(static_cast<std::size_t>(slots.count()));
+  for (Fp8Counters& slot : counters) slot.flushed = 3;
+  const Fp8Statistics none = fp8_statistics(config, counters, 16, 1);
   EXPECT_EQ(none.worst, "");
   EXPECT_EQ(none.worst_share, 0);
   for (const BlockLinear linear : {BlockLinear::output, BlockLinear::down}) {
     const std::int64_t slot = slots.at(Fp8Kind::gradient, 0, linear);  // of equal sizes
-    tallies[static_cast<std::size_t>(slot)].saturated = 8;
+    counters[static_cast<std::size_t>(slot)].saturated = 8;
   }
-  EXPECT_EQ(fp8_statistics(config, tallies, 16, 1).worst, "layers.0 output gradient");
+  EXPECT_EQ(fp8_statistics(config, counters, 16, 1).worst, "layers.0 output gradient");
 }
 
 // ---- the model ------------------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ TEST(Generate, AModelThatSamplesIsAskedForTheSame) {
         prefill({&id, 1});
       }
     }
-    std::optional<DraftCounts> draft_counts() const override { return DraftCounts{.spans = 5}; }
+    std::optional<DraftCounts> draft_counts() const override { return DraftCounts{.chunks = 5}; }
     GenerationRequest request;
   };
   const auto generated = [](GenerateOptions options, std::int64_t max_ids) {
@@ -194,7 +194,7 @@ TEST(Generate, AModelThatSamplesIsAskedForTheSame) {
     EXPECT_EQ(model.request.sampling.seed, 3u);
     EXPECT_EQ(model.request.sampling.top_k, 9u);
     EXPECT_FALSE(model.request.sampling.greedy);
-    EXPECT_EQ(result.drafts->spans, 5);
+    EXPECT_EQ(result.drafts->chunks, 5);
     EXPECT_EQ(result.context, std::ssize(result.ids) + 1);
     return result.text + ": " + finish_reason_text(result.finish_reason);
   };
@@ -875,7 +875,7 @@ TEST(Faults, OfManySequencesOneFails) {
   class Scripted : public PagedFake {
    public:
     Scripted() : PagedFake(PagedFakeSizes{.slots = 5, .depth = 3}) {}
-    std::span<const SpanResult> collect() override {
+    std::span<const ChunkResult> collect() override {
       results_.assign(4, {});
       for (std::int32_t id = 0; id < 3; ++id) results_[0].accepted.push_back({id, 0, {}});
       results_[0].sampled = ScoredId{3, 0, {}};
@@ -886,7 +886,7 @@ TEST(Faults, OfManySequencesOneFails) {
     }
 
    private:
-    std::vector<SpanResult> results_;
+    std::vector<ChunkResult> results_;
   };
   for (int token = 1; token <= 11; ++token) {
     SCOPED_TRACE(token);
@@ -900,14 +900,15 @@ TEST(Faults, OfManySequencesOneFails) {
     EXPECT_EQ(model->max_rows(), plain.max_rows());
     EXPECT_EQ(model->max_positions(), plain.max_positions());
     EXPECT_EQ(model->config(), plain.config());
-    // An id that is dropped because of a bad one before it is no token: after a bad draft the count goes on with the next span.
+    // An id that is dropped because of a bad one before it is no token: after a bad draft the count goes on with the next
+    // chunk.
     int counted = 0;
     for (int step = 0; step < 2; ++step) {
       std::size_t accepted = 0;
       bool bad = false;
       for (; accepted < 3 && !bad; accepted += bad ? 0 : 1) bad = ++counted == token;
       const bool first = !bad && ++counted != token, last = ++counted != token;
-      const std::span<const SpanResult> results = model->collect();
+      const std::span<const ChunkResult> results = model->collect();
       ASSERT_EQ(results.size(), 4u);
       EXPECT_EQ(results[0].accepted.size(), accepted);
       EXPECT_EQ(results[0].sampled.has_value(), first);
@@ -926,7 +927,7 @@ TEST(Faults, OfOneSequenceTheLogitsOfTheTokenAreDamaged) {
   struct Sampling : ScriptedModel {
     Sampling() : ScriptedModel({}, 8) {}
     bool samples() const override { return true; }
-    std::optional<DraftCounts> draft_counts() const override { return DraftCounts{.spans = 3}; }
+    std::optional<DraftCounts> draft_counts() const override { return DraftCounts{.chunks = 3}; }
   };
   const auto made = [](const char* spec) {
     return with_faults(std::make_unique<Sampling>(), parse_decode_faults({spec}));
@@ -939,7 +940,7 @@ TEST(Faults, OfOneSequenceTheLogitsOfTheTokenAreDamaged) {
   }
   EXPECT_FALSE(model->samples());
   EXPECT_TRUE(made("kill@token=9")->samples());
-  EXPECT_EQ(made("kill@token=9")->draft_counts()->spans, 3);
+  EXPECT_EQ(made("kill@token=9")->draft_counts()->chunks, 3);
   EXPECT_EQ(model->capacity(), 8);
   EXPECT_EQ(model->length(), 3);
   model->reset();

@@ -246,7 +246,7 @@ TEST(CpuInference, PagesInFrontOfWindowsAreGivenBackWithoutAChange) {
   EXPECT_GT(preemptions, 10);
 }
 
-// Pages that no row of a span sees may be missing, others may not.
+// Pages that no row of a chunk sees may be missing, others may not.
 TEST(CpuInference, OnlyPagesInFrontOfAllWindowsMayBeMissing) {
   const ModelFile file = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin");
   const auto layers = static_cast<std::size_t>(file.config().num_layers);
@@ -255,12 +255,12 @@ TEST(CpuInference, OnlyPagesInFrontOfAllWindowsMayBeMissing) {
   const std::vector<std::int32_t> ids = {1, 2, 3, 4, 5, 6, 7, 8, 9}, next = {3, 4};
   const std::vector<std::int32_t> all = {4, 2, 6, 0}, without_first = {-1, 2, 6, 0}, without_two = {-1, -1, 6, 0};
   const auto logits_of = [&](InferenceModel& model, const std::vector<std::int32_t>& pages, std::int64_t position) {
-    Span span;
-    span.pages = all, span.ids = ids;
-    model.submit({&span, 1});
+    Chunk chunk;
+    chunk.pages = all, chunk.ids = ids;
+    model.submit({&chunk, 1});
     model.collect();
-    span.pages = pages, span.first_position = position, span.ids = next, span.keep_logits = true;
-    model.submit({&span, 1});
+    chunk.pages = pages, chunk.first_position = position, chunk.ids = next, chunk.keep_logits = true;
+    model.submit({&chunk, 1});
     const std::span<const float> logits = model.collect()[0].logits;
     return Floats(logits.begin(), logits.end());
   };
@@ -309,17 +309,17 @@ TEST(CpuInference, PositionsEndWhereThePagesEnd) {
 TEST(CpuInference, LogprobsFollowTheLogits) {
   const auto model = cpu::load_inference(ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin"), pool(8));
   const std::vector<std::int32_t> pages = {3, 1}, ids = {5, 9, 2, 40, 7};
-  Span span;
-  span.pages = pages;
-  span.ids = ids;
-  span.targets = std::span(ids).subspan(1);
-  span.alternatives = 4;
-  span.keep_logits = true;
+  Chunk chunk;
+  chunk.pages = pages;
+  chunk.ids = ids;
+  chunk.targets = std::span(ids).subspan(1);
+  chunk.alternatives = 4;
+  chunk.keep_logits = true;
   SamplingPlan plan;
   plan.vocab_limit = model->config().tokenizer_vocab;
-  span.sampling = &plan;
-  model->submit({&span, 1});
-  const SpanResult result = model->collect()[0];
+  chunk.sampling = &plan;
+  model->submit({&chunk, 1});
+  const ChunkResult result = model->collect()[0];
   ASSERT_TRUE(result.sampled.has_value());
   double sum = 0;
   for (const float logit : result.logits) sum += std::exp(static_cast<double>(logit));
@@ -333,9 +333,9 @@ TEST(CpuInference, LogprobsFollowTheLogits) {
     EXPECT_LT(other.id, model->config().tokenizer_vocab);
     EXPECT_LE(other.logprob, result.sampled->alternatives[i == 0 ? 0 : i - 1].logprob);
   }
-  span.alternatives = 0;  // the log-probability is wanted, and none beside it
-  model->submit({&span, 1});
-  const SpanResult& alone = model->collect()[0];
+  chunk.alternatives = 0;  // the log-probability is wanted, and none beside it
+  model->submit({&chunk, 1});
+  const ChunkResult& alone = model->collect()[0];
   EXPECT_EQ(alone.sampled->logprob, result.sampled->logprob);
   EXPECT_TRUE(alone.sampled->alternatives.empty());
   EXPECT_EQ(alone.targets.at(3).logprob, result.targets.at(3).logprob);
@@ -371,23 +371,23 @@ TEST(CpuInference, ItsMemoryHasALineForEachUse) {
 
 TEST(CpuInference, RefusesWhatWouldTouchMemoryOfOthers) {
   const auto model = cpu::load_inference(ModelFile::open("test/fixtures/golden/neox-hs128.model.bin"), pool(8));
-  const Span good = test::expect_refuses_memory_of_others(*model);
-  // Drafts stand behind an id that is known, and a span that verifies does nothing else.
+  const Chunk good = test::expect_refuses_memory_of_others(*model);
+  // Drafts stand behind an id that is known, and a chunk that verifies does nothing else.
   const SamplingPlan greedy;
   const std::vector<std::int32_t> target = {1};
-  const std::pair<const char*, std::function<void(Span&)>> damages[] = {
-      {"3 drafts in a span of 3 rows", [](Span& s) { s.drafts = 3; }},
-      {"-1 drafts in a span", [](Span& s) { s.drafts = -1; }},
-      {"rows that samples nothing", [](Span& s) { s.sampling = nullptr; }},
-      {"2 drafts in a span", [&](Span& s) { s.targets = target; }},
-      {"2 drafts in a span", [](Span& s) { s.keep_logits = true; }},
-      {"0 drafts on the device, expected 1 to", [](Span& s) { s.drafts = 0, s.drafts_on_device = true; }}};
+  const std::pair<const char*, std::function<void(Chunk&)>> damages[] = {
+      {"3 drafts in a chunk of 3 rows", [](Chunk& s) { s.drafts = 3; }},
+      {"-1 drafts in a chunk", [](Chunk& s) { s.drafts = -1; }},
+      {"rows that samples nothing", [](Chunk& s) { s.sampling = nullptr; }},
+      {"2 drafts in a chunk", [&](Chunk& s) { s.targets = target; }},
+      {"2 drafts in a chunk", [](Chunk& s) { s.keep_logits = true; }},
+      {"0 drafts on the device, expected 1 to", [](Chunk& s) { s.drafts = 0, s.drafts_on_device = true; }}};
   for (const auto& [message, damage] : damages) {
-    Span span = good;
-    span.sampling = &greedy;
-    span.drafts = 2;
-    damage(span);
-    expect_contains(error_of(Exit::internal, [&] { model->submit({&span, 1}); }), message);
+    Chunk chunk = good;
+    chunk.sampling = &greedy;
+    chunk.drafts = 2;
+    damage(chunk);
+    expect_contains(error_of(Exit::internal, [&] { model->submit({&chunk, 1}); }), message);
   }
   model->submit({&good, 1});
   EXPECT_NE(error_of(Exit::internal, [&] { model->submit({&good, 1}); }).find("not collected"), std::string::npos);
@@ -451,34 +451,34 @@ TEST_F(ChangedLlama, EqualLogitsAreInTheOrderOfTheIds) {
   const auto model = cpu::make_inference(config_, table_, arena_.data(), pool(4));
   const SamplingPlan greedy;
   const std::vector<std::int32_t> pages = {0}, ids = {1, 2};
-  Span span;
-  span.pages = pages;
-  span.ids = ids;
-  span.targets = std::span(ids).subspan(1);
-  span.alternatives = 5;
-  span.sampling = &greedy;
-  model->submit({&span, 1});
-  const SpanResult result = model->collect()[0];
+  Chunk chunk;
+  chunk.pages = pages;
+  chunk.ids = ids;
+  chunk.targets = std::span(ids).subspan(1);
+  chunk.alternatives = 5;
+  chunk.sampling = &greedy;
+  model->submit({&chunk, 1});
+  const ChunkResult result = model->collect()[0];
   ASSERT_TRUE(result.sampled);
   EXPECT_EQ(result.sampled->id, 0);
   for (const ScoredId& scored : {*result.sampled, result.targets.at(0)}) {
     ASSERT_EQ(scored.alternatives.size(), 5u);
     for (std::size_t i = 0; i < 5; ++i) EXPECT_EQ(scored.alternatives[i].id, static_cast<std::int32_t>(i));
   }
-  span.alternatives = static_cast<std::int32_t>(config_.vocab_size) + 1;  // more than there are: all
-  model->submit({&span, 1});
+  chunk.alternatives = static_cast<std::int32_t>(config_.vocab_size) + 1;  // more than there are: all
+  model->submit({&chunk, 1});
   EXPECT_EQ(std::ssize(model->collect()[0].targets.at(0).alternatives), config_.tokenizer_vocab);
 }
 
-// A span whose logits are not finite says so, and the others get what they would get without it.
-TEST_F(ChangedLlama, ASpanThatCannotBeSampledFailsAlone) {
+// A chunk whose logits are not finite says so, and the others get what they would get without it.
+TEST_F(ChangedLlama, AChunkThatCannotBeSampledFailsAlone) {
   constexpr std::int32_t kDamaged = 5;
   values_of("model.embed_tokens.weight")[kDamaged * config_.hidden_size] = std::nanf("");
 
   const auto model = cpu::make_inference(config_, table_, arena_.data(), pool(4));
   const SamplingPlan greedy;
   const std::vector<std::vector<std::int32_t>> pages = {{0}, {1}, {2}}, ids = {{1, 2}, {1, kDamaged}, {3}};
-  std::vector<Span> work(3);
+  std::vector<Chunk> work(3);
   for (std::size_t s = 0; s < 3; ++s) {
     work[s].pages = pages[s];
     work[s].ids = ids[s];
@@ -486,13 +486,13 @@ TEST_F(ChangedLlama, ASpanThatCannotBeSampledFailsAlone) {
     work[s].sampling = &greedy;
   }
   model->submit(work);
-  std::vector<SpanResult> together(3);
+  std::vector<ChunkResult> together(3);
   std::ranges::copy(model->collect(), together.begin());
   EXPECT_EQ(together[1].error, SampleError::not_a_number);
   EXPECT_FALSE(together[1].sampled.has_value());
   for (const std::size_t s : {0, 2}) {
     model->submit({&work[s], 1});
-    const SpanResult alone = model->collect()[0];
+    const ChunkResult alone = model->collect()[0];
     ASSERT_TRUE(alone.sampled && together[s].sampled);
     EXPECT_EQ(alone.sampled->id, together[s].sampled->id);
   }

@@ -1,5 +1,5 @@
 // Drivers for tests of an InferenceModel on either device: what a sequence gives must not depend on what else runs. One deals
-// out pages and spans itself, the other is the engine with few pages.
+// out pages and chunks itself, the other is the engine with few pages.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -22,9 +22,9 @@
 
 namespace weft::test {
 
-// ---- spans and pages dealt out at random --------------------------------------------------------------------------------
+// ---- chunks and pages dealt out at random --------------------------------------------------------------------------------
 
-// What a sequence gives: a sampled id and the logits after every span, and the log-probabilities of its prompt.
+// What a sequence gives: a sampled id and the logits after every chunk, and the log-probabilities of its prompt.
 struct Trace {
   std::vector<std::int32_t> ids;
   std::vector<std::vector<float>> logits;
@@ -57,7 +57,7 @@ inline std::vector<Sequence> random_sequences(const ModelConfig& config, std::in
   return all;
 }
 
-// Runs the sequences side by side: their prompts in chunks of random sizes up to `chunk`, their spans in random order, in
+// Runs the sequences side by side: their prompts in chunks of random sizes up to `chunk`, their chunks in random order, in
 // pages that are dealt out at random. With `chained` a decode step takes its id from the slot.
 inline std::vector<Trace> run(InferenceModel& model, const std::vector<Sequence>& all, std::int64_t chunk, bool chained,
                               std::uint32_t seed) {
@@ -80,7 +80,7 @@ inline std::vector<Trace> run(InferenceModel& model, const std::vector<Sequence>
       if (!ended(s) && random() % 4 != 0) order.push_back(s);  // a sequence may wait a step
     }
     std::shuffle(order.begin(), order.end(), random);
-    std::vector<Span> work;
+    std::vector<Chunk> work;
     std::int64_t rows = 0;
     for (const std::size_t s : order) {
       State& state = states[s];
@@ -92,17 +92,17 @@ inline std::vector<Trace> run(InferenceModel& model, const std::vector<Sequence>
         state.pages.push_back(free.back());
         free.pop_back();
       }
-      Span span;
-      span.pages = state.pages;
-      span.first_position = state.done;
-      span.slot = static_cast<std::int32_t>(s);
-      span.alternatives = 2;
+      Chunk chunk;
+      chunk.pages = state.pages;
+      chunk.first_position = state.done;
+      chunk.slot = static_cast<std::int32_t>(s);
+      chunk.alternatives = 2;
       const std::span<const std::int32_t> ids = std::span(state.ids).subspan(static_cast<std::size_t>(state.done));
       const bool in_prompt = state.done < std::ssize(all[s].prompt);
-      if (!(chained && !in_prompt)) span.ids = ids.first(static_cast<std::size_t>(count));
-      if (in_prompt) span.targets = ids.subspan(1, static_cast<std::size_t>(std::min(count, left - 1)));
-      if (count == left) span.sampling = &all[s].plan, span.keep_logits = true;
-      work.push_back(span);
+      if (!(chained && !in_prompt)) chunk.ids = ids.first(static_cast<std::size_t>(count));
+      if (in_prompt) chunk.targets = ids.subspan(1, static_cast<std::size_t>(std::min(count, left - 1)));
+      if (count == left) chunk.sampling = &all[s].plan, chunk.keep_logits = true;
+      work.push_back(chunk);
       state.done += count;
     }
     if (work.empty()) {
@@ -110,7 +110,7 @@ inline std::vector<Trace> run(InferenceModel& model, const std::vector<Sequence>
       continue;
     }
     model.submit(work);
-    const std::span<const SpanResult> results = model.collect();
+    const std::span<const ChunkResult> results = model.collect();
     for (std::size_t w = 0; w < work.size(); ++w) {
       const std::size_t s = static_cast<std::size_t>(work[w].slot);
       for (const ScoredId& target : results[w].targets) traces[s].logprobs.push_back(target.logprob);
@@ -142,8 +142,8 @@ class WithDepth final : public InferenceModel {
   std::int64_t max_rows() const override { return inner_.max_rows(); }
   std::int64_t max_positions() const override { return inner_.max_positions(); }
   std::int64_t depth() const override { return depth_; }
-  void submit(std::span<const Span> work) override { inner_.submit(work); }
-  std::span<const SpanResult> collect() override { return inner_.collect(); }
+  void submit(std::span<const Chunk> work) override { inner_.submit(work); }
+  std::span<const ChunkResult> collect() override { return inner_.collect(); }
   void keep_activations(bool keep) override { inner_.keep_activations(keep); }
   std::vector<float> activation(const std::string& name) override { return inner_.activation(name); }
 
@@ -270,8 +270,8 @@ inline EngineStatistics expect_engine_changes_nothing(InferenceModel& model, int
   return sum;
 }
 
-// A span with drafts gives the ids and log-probabilities that spans of one row give, as far as its drafts are right, and leaves
-// pages from which the sequence goes on whatever was drafted. `model`: at least 24 pages, 48 positions a sequence.
+// A chunk with drafts gives the ids and log-probabilities that chunks of one row give, as far as its drafts are right, and
+// leaves pages from which the sequence goes on whatever was drafted. `model`: at least 24 pages, 48 positions a sequence.
 inline void expect_drafts_verified(InferenceModel& model) {
   constexpr std::int64_t kIds = 20, kPrompt = 7;
   std::vector<std::int32_t> pages(static_cast<std::size_t>(48 / model.page_size()));
@@ -284,17 +284,17 @@ inline void expect_drafts_verified(InferenceModel& model) {
     sampler.vocab_limit = vocab;
     const SamplingPlan plan = sampling_plan(sampler);
     std::vector<std::int32_t> ids = {3, 1, 4, 1, 5, 9, 2};
-    Span span;
-    span.pages = pages;
-    span.slot = 2;
-    span.alternatives = 3;
-    span.sampling = &plan;
+    Chunk chunk;
+    chunk.pages = pages;
+    chunk.slot = 2;
+    chunk.alternatives = 3;
+    chunk.sampling = &plan;
     const auto run = [&](std::int64_t first, std::span<const std::int32_t> rows, std::int64_t drafts) {
-      span.first_position = first;
-      span.ids = rows;
-      span.drafts = drafts;
-      model.submit({&span, 1});
-      return SpanResult(model.collect()[0]);
+      chunk.first_position = first;
+      chunk.ids = rows;
+      chunk.drafts = drafts;
+      model.submit({&chunk, 1});
+      return ChunkResult(model.collect()[0]);
     };
     std::vector<ScoredId> plain = {*run(0, ids, 0).sampled};
     for (std::int64_t i = 0; i < kIds; ++i) {
@@ -314,7 +314,7 @@ inline void expect_drafts_verified(InferenceModel& model) {
         const std::int32_t id = plain[static_cast<std::size_t>(begin + i)].id;
         rows.push_back(i <= right ? id : (id + 1) % vocab);
       }
-      const SpanResult result = run(kPrompt + begin, rows, k);
+      const ChunkResult result = run(kPrompt + begin, rows, k);
       EXPECT_EQ(result.error, SampleError::none);
       ASSERT_EQ(std::ssize(result.accepted), right);
       ASSERT_TRUE(result.sampled.has_value());
@@ -326,49 +326,54 @@ inline void expect_drafts_verified(InferenceModel& model) {
       k = k % kMostDrafted + 1;
       right = std::min(k, (right + 3) % 6);
     }
-    span.drafts = 0;
+    chunk.drafts = 0;
   }
   const auto refused = [&](const auto& change) {
     const std::vector<std::int32_t> ids = {5, 9, 2};
     const SamplingPlan plan = sampling_plan({});
-    Span span;
-    span.pages = pages;
-    span.ids = ids;
-    span.sampling = &plan;
-    span.drafts = 2;
-    change(span);
-    EXPECT_NE(error_of(Exit::internal, [&] { model.submit({&span, 1}); }).find("drafts in a span"), std::string::npos);
+    Chunk chunk;
+    chunk.pages = pages;
+    chunk.ids = ids;
+    chunk.sampling = &plan;
+    chunk.drafts = 2;
+    change(chunk);
+    EXPECT_NE(error_of(Exit::internal,
+                       [&] {
+                         model.submit({&chunk, 1});
+                       })
+                  .find("drafts in a chunk"),
+              std::string::npos);
   };
-  refused([](Span& s) { s.drafts = 3; });
-  refused([](Span& s) { s.drafts = -1; });
-  refused([](Span& s) { s.sampling = nullptr; });
-  refused([](Span& s) { s.keep_logits = true; });
-  refused([](Span& s) { s.targets = s.ids; });
+  refused([](Chunk& s) { s.drafts = 3; });
+  refused([](Chunk& s) { s.drafts = -1; });
+  refused([](Chunk& s) { s.sampling = nullptr; });
+  refused([](Chunk& s) { s.keep_logits = true; });
+  refused([](Chunk& s) { s.targets = s.ids; });
 }
 
-// What a step may not do on any device. `model`: 8 pages of `page_size` positions, 64 rows, kSlots slots. Returns a span that is
-// in order, of three rows.
-inline Span expect_refuses_memory_of_others(InferenceModel& model) {
+// What a step may not do on any device. `model`: 8 pages of `page_size` positions, 64 rows, kSlots slots. Returns a chunk that
+// is in order, of three rows.
+inline Chunk expect_refuses_memory_of_others(InferenceModel& model) {
   static const std::vector<std::int32_t> pages = {3, 1}, ids = {5, 9, 2}, absent = {3, 8}, negative = {-1},
                                          four = {1, 2, 3, 4};
-  Span good;
+  Chunk good;
   good.pages = pages;
   good.ids = ids;
   const auto refused = [&](const std::string& what, const auto& change) {
-    Span span = good;
-    change(span);
-    const std::string message = error_of(Exit::internal, [&] { model.submit({&span, 1}); });
+    Chunk chunk = good;
+    change(chunk);
+    const std::string message = error_of(Exit::internal, [&] { model.submit({&chunk, 1}); });
     EXPECT_NE(message.find(what), std::string::npos) << message;
   };
   const std::int64_t covered = 2 * model.page_size();
-  refused(std::to_string(covered) + " are covered", [&](Span& s) { s.first_position = covered - 2; });
-  refused("positions -1", [](Span& s) { s.first_position = -1; });
-  refused("page 8", [&](Span& s) { s.pages = absent; });
-  refused("page -1", [&](Span& s) { s.pages = negative; });
-  refused("slot 7", [](Span& s) { s.slot = kSlots; });
-  refused("4 targets", [&](Span& s) { s.targets = four; });
+  refused(std::to_string(covered) + " are covered", [&](Chunk& s) { s.first_position = covered - 2; });
+  refused("positions -1", [](Chunk& s) { s.first_position = -1; });
+  refused("page 8", [&](Chunk& s) { s.pages = absent; });
+  refused("page -1", [&](Chunk& s) { s.pages = negative; });
+  refused("slot 7", [](Chunk& s) { s.slot = kSlots; });
+  refused("4 targets", [&](Chunk& s) { s.targets = four; });
   EXPECT_NE(error_of(Exit::internal, [&] { model.submit({}); }).find("0 rows"), std::string::npos);
-  const std::vector<Span> many(22, good);
+  const std::vector<Chunk> many(22, good);
   EXPECT_NE(error_of(Exit::internal, [&] { model.submit(many); }).find("66 rows"), std::string::npos);
   EXPECT_NE(error_of(Exit::internal, [&] { model.collect(); }).find("without a step"), std::string::npos);
   return good;

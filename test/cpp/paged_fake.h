@@ -30,7 +30,7 @@ struct PagedFakeSizes {
   std::int64_t finite_positions = 1 << 30;  // from this position on no logit is a number
   std::int64_t depth = 1;
   std::int64_t wrong_of = 0;    // for a draft model: one of so many ids that it samples is another one; 0: none
-  bool device_drafts = false;   // it has a place for guesses
+  bool device_drafts = false;   // it has a place for draft tokens
   bool read_everything = true;  // each row reads all ids before it; otherwise the state of the one before alone
   std::int64_t window = 0;      // of them it reads so many, its own included; at least 2. 0: all
 };
@@ -99,36 +99,36 @@ class PagedFake : public InferenceModel {
   void keep_activations(bool) override {}
   std::vector<float> activation(const std::string&) override { return {}; }
 
-  void submit(std::span<const Span> work) override {
+  void submit(std::span<const Chunk> work) override {
     if (std::ssize(flights_) >= sizes_.depth) fail(Exit::internal, "fake: too many steps");
     ++step_;
     rows_of_last_step.clear();
     std::int64_t rows = 0;
     std::set<std::int32_t> slots;
-    for (const Span& span : work) {
-      rows += rows_of(span);
-      check_span(span);
-      if (!slots.insert(span.slot).second) fail(Exit::internal, "fake: slot %d twice", span.slot);
-      rows_of_last_step.push_back({span.slot, rows_of(span)});
+    for (const Chunk& chunk : work) {
+      rows += rows_of(chunk);
+      check_chunk(chunk);
+      if (!slots.insert(chunk.slot).second) fail(Exit::internal, "fake: slot %d twice", chunk.slot);
+      rows_of_last_step.push_back({chunk.slot, rows_of(chunk)});
     }
     if (work.empty() || rows > sizes_.max_rows) fail(Exit::internal, "fake: a step of %lld rows", wide(rows));
     check_pages(work);
-    std::vector<SpanResult>& results = flights_.emplace_back();
-    for (const Span& span : work) results.push_back(run(span));
+    std::vector<ChunkResult>& results = flights_.emplace_back();
+    for (const Chunk& chunk : work) results.push_back(run(chunk));
   }
 
-  std::span<const SpanResult> collect() override {
+  std::span<const ChunkResult> collect() override {
     if (flights_.empty()) fail(Exit::internal, "fake: nothing to collect");
     collected_ = std::move(flights_.front());
     flights_.pop_front();
     return collected_;
   }
 
-  struct SpanRows {
+  struct ChunkRows {
     std::int32_t slot;
     std::int64_t rows;
   };
-  std::vector<SpanRows> rows_of_last_step;
+  std::vector<ChunkRows> rows_of_last_step;
 
  private:
   std::array<std::int32_t, kDeviceDrafts> device_ids_{};
@@ -138,7 +138,7 @@ class PagedFake : public InferenceModel {
     std::uint64_t state = 0;
     bool poisoned = false;
   };
-  // The last step that reads a page or appends to it, and the slot of the span; -2: of several.
+  // The last step that reads a page or appends to it, and the slot of the chunk; -2: of several.
   struct Use {
     std::int64_t step = 0;
     std::int32_t slot = -1;
@@ -149,117 +149,117 @@ class PagedFake : public InferenceModel {
   };
 
   static long long wide(std::int64_t value) { return value; }
-  static std::int64_t rows_of(const Span& span) { return std::max<std::int64_t>(std::ssize(span.ids), 1); }
-  Cell& cell(const Span& span, std::int64_t position) {
-    const std::int64_t page = span.pages[static_cast<std::size_t>(position / sizes_.page_size)];
+  static std::int64_t rows_of(const Chunk& chunk) { return std::max<std::int64_t>(std::ssize(chunk.ids), 1); }
+  Cell& cell(const Chunk& chunk, std::int64_t position) {
+    const std::int64_t page = chunk.pages[static_cast<std::size_t>(position / sizes_.page_size)];
     return cells_[static_cast<std::size_t>(page * sizes_.page_size + position % sizes_.page_size)];
   }
 
-  void check_span(const Span& span) const {
-    const std::int64_t end = span.first_position + rows_of(span);
-    if (span.first_position < 0 || end > sizes_.max_positions) fail(Exit::internal, "fake: position %lld", wide(end));
-    if (std::ssize(span.pages) * sizes_.page_size < end) fail(Exit::internal, "fake: too few pages");
-    std::span<const std::int32_t> held = span.pages;
-    const std::int64_t hidden = first_read(span.first_position) / sizes_.page_size;
-    while (span.pages.size() - held.size() < static_cast<std::size_t>(hidden) && held.front() == -1) {
+  void check_chunk(const Chunk& chunk) const {
+    const std::int64_t end = chunk.first_position + rows_of(chunk);
+    if (chunk.first_position < 0 || end > sizes_.max_positions) fail(Exit::internal, "fake: position %lld", wide(end));
+    if (std::ssize(chunk.pages) * sizes_.page_size < end) fail(Exit::internal, "fake: too few pages");
+    std::span<const std::int32_t> held = chunk.pages;
+    const std::int64_t hidden = first_read(chunk.first_position) / sizes_.page_size;
+    while (chunk.pages.size() - held.size() < static_cast<std::size_t>(hidden) && held.front() == -1) {
       held = held.subspan(1);
     }
     const std::set<std::int32_t> pages(held.begin(), held.end());
     if (pages.size() != held.size()) fail(Exit::internal, "fake: a page twice in one table");
     if (*pages.begin() < 0 || *pages.rbegin() >= sizes_.num_pages) fail(Exit::internal, "fake: page out of range");
-    for (const std::int32_t id : span.ids) {
+    for (const std::int32_t id : chunk.ids) {
       if (id < 0 || id >= sizes_.vocab_size) fail(Exit::internal, "fake: id %d", id);
     }
-    if (span.slot < 0 || span.slot >= sizes_.slots) fail(Exit::internal, "fake: slot %d", span.slot);
-    const Slot& slot = slots_[static_cast<std::size_t>(span.slot)];
-    const bool verifies = span.drafts > 0 && span.drafts < std::ssize(span.ids) && span.sampling != nullptr &&
-                          span.targets.empty() && !span.keep_logits;
-    if (span.drafts != 0 && !verifies) fail(Exit::internal, "fake: %lld drafts", wide(span.drafts));
-    if (span.drafts_on_device && (span.drafts < 1 || !sizes_.device_drafts)) fail(Exit::internal, "fake: no device");
-    if (span.ids.empty() && (slot.id < 0 || slot.position != span.first_position)) {
-      fail(Exit::internal, "fake: slot %d has no id for position %lld", span.slot, wide(span.first_position));
+    if (chunk.slot < 0 || chunk.slot >= sizes_.slots) fail(Exit::internal, "fake: slot %d", chunk.slot);
+    const Slot& slot = slots_[static_cast<std::size_t>(chunk.slot)];
+    const bool verifies = chunk.drafts > 0 && chunk.drafts < std::ssize(chunk.ids) && chunk.sampling != nullptr &&
+                          chunk.targets.empty() && !chunk.keep_logits;
+    if (chunk.drafts != 0 && !verifies) fail(Exit::internal, "fake: %lld drafts", wide(chunk.drafts));
+    if (chunk.drafts_on_device && (chunk.drafts < 1 || !sizes_.device_drafts)) fail(Exit::internal, "fake: no device");
+    if (chunk.ids.empty() && (slot.id < 0 || slot.position != chunk.first_position)) {
+      fail(Exit::internal, "fake: slot %d has no id for position %lld", chunk.slot, wide(chunk.first_position));
     }
-    if (std::ssize(span.targets) > rows_of(span)) fail(Exit::internal, "fake: more targets than rows");
-    for (const std::int32_t id : span.targets) {
+    if (std::ssize(chunk.targets) > rows_of(chunk)) fail(Exit::internal, "fake: more targets than rows");
+    for (const std::int32_t id : chunk.targets) {
       if (id < 0 || id >= sizes_.vocab_size) fail(Exit::internal, "fake: target %d", id);
     }
   }
 
-  // Appended pages belong to one span, in this step and in those that are not collected.
-  void check_pages(std::span<const Span> work) {
+  // Appended pages belong to one chunk, in this step and in those that are not collected.
+  void check_pages(std::span<const Chunk> work) {
     const std::int64_t oldest_in_flight = step_ - std::ssize(flights_);
-    for (const Span& span : work) {
-      for (std::size_t i = first_appended(span); i < span.pages.size(); ++i) {
-        const Use& use = used_[static_cast<std::size_t>(span.pages[i])];
-        if (use.step >= oldest_in_flight && use.slot != span.slot) {
-          fail(Exit::internal, "fake: page %d is appended to while slot %d uses it", span.pages[i], use.slot);
+    for (const Chunk& chunk : work) {
+      for (std::size_t i = first_appended(chunk); i < chunk.pages.size(); ++i) {
+        const Use& use = used_[static_cast<std::size_t>(chunk.pages[i])];
+        if (use.step >= oldest_in_flight && use.slot != chunk.slot) {
+          fail(Exit::internal, "fake: page %d is appended to while slot %d uses it", chunk.pages[i], use.slot);
         }
       }
     }
-    for (const Span& span : work) {
-      const std::int64_t first = first_read(span.first_position) / sizes_.page_size;
-      for (const std::int32_t page : span.pages.subspan(static_cast<std::size_t>(first))) {
+    for (const Chunk& chunk : work) {
+      const std::int64_t first = first_read(chunk.first_position) / sizes_.page_size;
+      for (const std::int32_t page : chunk.pages.subspan(static_cast<std::size_t>(first))) {
         Use& use = used_[static_cast<std::size_t>(page)];
-        const bool others = use.step >= oldest_in_flight && use.slot != span.slot;
-        use = {step_, others ? -2 : span.slot};
+        const bool others = use.step >= oldest_in_flight && use.slot != chunk.slot;
+        use = {step_, others ? -2 : chunk.slot};
       }
     }
-    for (const Span& span : work) {
-      for (std::size_t i = first_appended(span); i < span.pages.size(); ++i) {
-        if (used_[static_cast<std::size_t>(span.pages[i])].slot == span.slot) continue;
-        fail(Exit::internal, "fake: page %d is appended to and in another span", span.pages[i]);
+    for (const Chunk& chunk : work) {
+      for (std::size_t i = first_appended(chunk); i < chunk.pages.size(); ++i) {
+        if (used_[static_cast<std::size_t>(chunk.pages[i])].slot == chunk.slot) continue;
+        fail(Exit::internal, "fake: page %d is appended to and in another chunk", chunk.pages[i]);
       }
     }
   }
-  std::size_t first_appended(const Span& span) const {
-    return static_cast<std::size_t>(span.first_position / sizes_.page_size);
+  std::size_t first_appended(const Chunk& chunk) const {
+    return static_cast<std::size_t>(chunk.first_position / sizes_.page_size);
   }
 
-  SpanResult run(const Span& span) {
-    SpanResult result;
-    Slot& slot = slots_[static_cast<std::size_t>(span.slot)];
+  ChunkResult run(const Chunk& chunk) {
+    ChunkResult result;
+    Slot& slot = slots_[static_cast<std::size_t>(chunk.slot)];
     std::uint64_t state = 0;
     bool poisoned = false;
     std::vector<VerifiedRow> verified;
-    for (std::int64_t row = 0; row < rows_of(span); ++row) {
-      const std::int64_t position = span.first_position + row;
-      read_before(span, position, state, poisoned);
-      const std::int64_t draft = row - (rows_of(span) - span.drafts);
-      const bool on_device = span.drafts_on_device && draft >= 0;
-      const std::int32_t id = span.ids.empty() ? slot.id
-                              : on_device      ? device_ids_[static_cast<std::size_t>(draft)]
-                                               : span.ids[static_cast<std::size_t>(row)];
+    for (std::int64_t row = 0; row < rows_of(chunk); ++row) {
+      const std::int64_t position = chunk.first_position + row;
+      read_before(chunk, position, state, poisoned);
+      const std::int64_t draft = row - (rows_of(chunk) - chunk.drafts);
+      const bool on_device = chunk.drafts_on_device && draft >= 0;
+      const std::int32_t id = chunk.ids.empty() ? slot.id
+                              : on_device       ? device_ids_[static_cast<std::size_t>(draft)]
+                                                : chunk.ids[static_cast<std::size_t>(row)];
       state = state_after(state, id);
       poisoned = poisoned || id == kPoison || position >= sizes_.finite_positions;
-      cell(span, position) = {id, state, poisoned};
-      if (row < std::ssize(span.targets)) {
-        result.targets.push_back(scored(span, state, span.targets[static_cast<std::size_t>(row)]));
+      cell(chunk, position) = {id, state, poisoned};
+      if (row < std::ssize(chunk.targets)) {
+        result.targets.push_back(scored(chunk, state, chunk.targets[static_cast<std::size_t>(row)]));
         if (poisoned) result.targets.back().logprob = std::numeric_limits<float>::quiet_NaN();
       }
-      if (span.drafts == 0 || row + 1 + span.drafts < rows_of(span)) continue;
+      if (chunk.drafts == 0 || row + 1 + chunk.drafts < rows_of(chunk)) continue;
       VerifiedRow& sampled = verified.emplace_back();
       if (poisoned) {
         sampled.error = SampleError::not_a_number;
       } else {
-        sampled.id = scored(span, state, sampled_here(state, *span.sampling, position + 1));
+        sampled.id = scored(chunk, state, sampled_here(state, *chunk.sampling, position + 1));
       }
     }
-    if (span.sampling == nullptr) return result;
-    if (span.drafts > 0) {
-      const auto drafts = static_cast<std::size_t>(span.drafts);
+    if (chunk.sampling == nullptr) return result;
+    if (chunk.drafts > 0) {
+      const auto drafts = static_cast<std::size_t>(chunk.drafts);
       const std::span<const std::int32_t> on_device(device_ids_);
-      accept_drafts(span.drafts_on_device ? on_device.first(drafts) : span.ids.last(drafts), verified, result);
+      accept_drafts(chunk.drafts_on_device ? on_device.first(drafts) : chunk.ids.last(drafts), verified, result);
       slot = {};
       return result;
     }
-    slot.position = span.first_position + rows_of(span);
+    slot.position = chunk.first_position + rows_of(chunk);
     if (poisoned) {
       result.error = SampleError::not_a_number;
       slot.id = 0;
       return result;
     }
-    slot.id = sampled_here(state, *span.sampling, slot.position);
-    result.sampled = scored(span, state, slot.id);
+    slot.id = sampled_here(state, *chunk.sampling, slot.position);
+    result.sampled = scored(chunk, state, slot.id);
     return result;
   }
 
@@ -276,12 +276,12 @@ class PagedFake : public InferenceModel {
     return std::max<std::int64_t>(position - before, 0);
   }
 
-  void read_before(const Span& span, std::int64_t position, std::uint64_t& state, bool& poisoned) {
+  void read_before(const Chunk& chunk, std::int64_t position, std::uint64_t& state, bool& poisoned) {
     state = 0;
     poisoned = false;
     const std::int64_t first = first_read(position);
     for (std::int64_t i = first; i < position; ++i) {
-      const Cell& before = cell(span, i);
+      const Cell& before = cell(chunk, i);
       if (before.id < 0) fail(Exit::internal, "fake: position %lld was not written", wide(i));
       state = i > 0 && i == first ? before.state : state_after(state, before.id);
       if (before.state != state) fail(Exit::internal, "fake: position %lld is another sequence's", wide(i));
@@ -289,9 +289,9 @@ class PagedFake : public InferenceModel {
     }
   }
 
-  static ScoredId scored(const Span& span, std::uint64_t state, std::int32_t id) {
+  static ScoredId scored(const Chunk& chunk, std::uint64_t state, std::int32_t id) {
     ScoredId result{id, logprob_from(state, id), {}};
-    for (std::int32_t i = 0; i < span.alternatives; ++i) result.alternatives.push_back({i, logprob_from(state, i)});
+    for (std::int32_t i = 0; i < chunk.alternatives; ++i) result.alternatives.push_back({i, logprob_from(state, i)});
     return result;
   }
 
@@ -300,8 +300,8 @@ class PagedFake : public InferenceModel {
   std::vector<Cell> cells_;
   std::vector<Use> used_;
   std::vector<Slot> slots_;
-  std::deque<std::vector<SpanResult>> flights_;
-  std::vector<SpanResult> collected_;
+  std::deque<std::vector<ChunkResult>> flights_;
+  std::vector<ChunkResult> collected_;
   std::int64_t step_ = 0;
 };
 

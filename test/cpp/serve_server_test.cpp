@@ -22,7 +22,7 @@ namespace {
 class Breakable : public PagedFake {
  public:
   explicit Breakable(const PagedFakeSizes& sizes) : PagedFake(sizes) {}
-  void submit(std::span<const Span> work) override {
+  void submit(std::span<const Chunk> work) override {
     if (broken) fail(Exit::internal, "the device is lost");
     if (slow) std::this_thread::sleep_for(std::chrono::milliseconds(2));
     PagedFake::submit(work);

@@ -1,4 +1,5 @@
-// Where guesses come from and how many are made: prompt lookup, the length of drafts; and verification by the CPU's models.
+// Where draft tokens come from and how many are made: prompt lookup, the length of drafts; and verification by the CPU's
+// models.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -137,7 +138,7 @@ TEST(DraftLength, EndsWhenNothingIsRightAndBeginsAgain) {
     if (k > 0) length.verified(k, 0);
   }
   EXPECT_EQ(length.next(7, 1, costs), 0);
-  // A trial of one guess now and then, more and more rarely.
+  // A trial of one draft token now and then, more and more rarely.
   std::vector<int> trials;
   for (int i = 0; i < 200; ++i) {
     length.generated_plainly();
@@ -174,7 +175,7 @@ TEST(DraftLength, TheAcceptanceIsOfWhatWasCompared) {
 
 // Pauses double up to 256 ids; a trial that is right makes the next one short again.
 TEST(DraftLength, PausesAreOfSixteenTo256Ids) {
-  const DraftCosts costs{0.01, 0.5};  // a guess pays from an acceptance of 0.51 on
+  const DraftCosts costs{0.01, 0.5};  // a draft token pays from an acceptance of 0.51 on
   DraftLength length;
   while (length.next(7, 1, costs) > 0) length.verified(7, 0);
   const auto pause = [&](std::int64_t most) {
@@ -299,7 +300,7 @@ Ids drafts_for(DraftSequence& drafts, const Ids& ids, std::int64_t count, std::u
   return {result.begin(), result.end()};
 }
 
-// However many of k guesses are right, the next ones are those of a model that computes the sequence anew; and nothing is
+// However many of k draft tokens are right, the next ones are those of a model that computes the sequence anew; and nothing is
 // computed that was there.
 TEST(DraftSequence, KeepsWhatWasRightOfEveryDraft) {
   for (std::int64_t k = 1; k <= kMostDrafted; ++k) {
@@ -330,7 +331,7 @@ TEST(DraftSequence, OtherTextsAndTheSameAgain) {
 TEST(DraftSequence, EndsWhereTheModelDoes) {
   FakeDrafter model(10, 20);
   DraftSequence drafts(model, 64);
-  EXPECT_EQ(drafts_for(drafts, {4, 9, 2, 1 + 1, 5, 6, 7}, 7).size(), 4u);  // the last guess needs no position
+  EXPECT_EQ(drafts_for(drafts, {4, 9, 2, 1 + 1, 5, 6, 7}, 7).size(), 4u);  // the last draft token needs no position
   EXPECT_EQ(drafts_for(drafts, Ids(10, 3), 7).size(), 1u);
   EXPECT_EQ(drafts_for(drafts, Ids(11, 3), 7), Ids{});
   EXPECT_EQ(drafts_for(drafts, {4, 20}, 2), Ids{}) << "an id that it does not know";
@@ -346,7 +347,7 @@ PagedFakeSizes sizes_of_one(std::int64_t depth) {
   return {.page_size = 4, .num_pages = 20, .slots = 1, .max_rows = 12, .max_positions = kCapacity, .depth = depth};
 }
 
-// `paged`: the form of the draft model; if it is not, `on_device`: guesses go to the model's place for them.
+// `paged`: the form of the draft model; if it is not, `on_device`: draft tokens go to the model's place for them.
 std::unique_ptr<DecodeModel> fake_sequence(std::int64_t depth, std::int64_t wrong_of, bool paged = true,
                                            bool on_device = false) {
   PagedFakeSizes of_draft = sizes_of_one(depth);
@@ -397,14 +398,14 @@ TEST(EngineSequence, TurnsGiveTheIdsOfPlainDecoding) {
         accepted += drafted->draft_counts()->accepted;
       }
       const DraftCounts counts = *drafted->draft_counts();
-      EXPECT_GT(counts.spans, 0);
+      EXPECT_GT(counts.chunks, 0);
       EXPECT_LE(counts.accepted, counts.drafted);
-      // The counts are of the last turn alone: one id has no guesses.
+      // The counts are of the last turn alone: one id has no draft tokens.
       drafted->reset();
       request.max_ids = 1;
       generated(*drafted, {7, 4, 9}, request, 1);
       const DraftCounts one = *drafted->draft_counts();
-      EXPECT_EQ(one.spans, 1);
+      EXPECT_EQ(one.chunks, 1);
       EXPECT_EQ(one.ids, 1);
       EXPECT_EQ(one.verifications + one.drafted + one.accepted, 0);
     }
@@ -412,8 +413,9 @@ TEST(EngineSequence, TurnsGiveTheIdsOfPlainDecoding) {
   }
 }
 
-// Every count of a text, from the ids that the draft model gets wrong: how many guesses are made is DraftLength's to say, and those
-// before the first wrong one count. A wrong guess that stayed in the draft model's pages would make all later ones wrong.
+// Every count of a text, from the ids that the draft model gets wrong: how many draft tokens are made is DraftLength's to say,
+// and those before the first wrong one count. A wrong draft token that stayed in the draft model's pages would make all later
+// ones wrong.
 TEST(EngineSequence, DraftsAreThoseThatDraftLengthAsksFor) {
   constexpr std::int64_t kIds = 76;
   const DraftCosts costs{1e-3, 0.05};
@@ -433,14 +435,14 @@ TEST(EngineSequence, DraftsAreThoseThatDraftLengthAsksFor) {
 
     Ids all = prompt;
     all.insert(all.end(), ids.begin(), ids.end());
-    const auto is_wrong = [&](std::int64_t number) {  // the guess of id `number`
+    const auto is_wrong = [&](std::int64_t number) {  // the draft token of id `number`
       const auto before = static_cast<std::size_t>(std::ssize(prompt) + number);
       return wrong_of > 0 &&
              PagedFake::state_of(std::span(all).first(before)) % static_cast<std::uint64_t>(wrong_of) == 0;
     };
     DraftLength length;
     DraftCounts expected;
-    for (std::int64_t done = 0; done < kIds; ++expected.spans) {
+    for (std::int64_t done = 0; done < kIds; ++expected.chunks) {
       const std::int64_t wanted = length.next(kMostDrafted, 1, costs), drafted = std::min(wanted, kIds - done - 1);
       std::int64_t right = 0;
       if (done > 0 && drafted > 0) {  // the first id is that of the prompt's step
@@ -455,7 +457,7 @@ TEST(EngineSequence, DraftsAreThoseThatDraftLengthAsksFor) {
       done += right + 1;
     }
     const DraftCounts counts = *model->draft_counts();
-    EXPECT_EQ(counts.spans, expected.spans);
+    EXPECT_EQ(counts.chunks, expected.chunks);
     EXPECT_EQ(counts.ids, kIds);
     EXPECT_EQ(counts.verifications, expected.verifications);
     EXPECT_EQ(counts.drafted, expected.drafted);
@@ -470,7 +472,7 @@ TEST(EngineSequence, WhatDraftsCostIsMeasured) {
   class Slow : public PagedFake {
    public:
     Slow(const PagedFakeSizes& sizes, int ms) : PagedFake(sizes), ms_(ms) {}
-    std::span<const SpanResult> collect() override {
+    std::span<const ChunkResult> collect() override {
       std::this_thread::sleep_for(std::chrono::milliseconds(ms_));
       return PagedFake::collect();
     }
@@ -653,7 +655,7 @@ TEST(CheckSameTokens, EveryPairOfTokenizers) {
 }
 
 // Whatever it guessed before, and wherever that was wrong: what it drafts is what it would draft after these ids alone.
-TEST(DraftModel, OnlyGuessesThatWereRightAreKept) {
+TEST(DraftModel, OnlyDraftTokensThatWereRightAreKept) {
   PagedFake model({});
   DraftModel drafts(model, 64);
   DraftModel::State state(drafts.pool());

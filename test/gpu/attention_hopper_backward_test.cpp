@@ -485,18 +485,18 @@ class AttentionHopperCodes : public AttentionHopperBackward<bf16> {
     for (const int exponent : {-8, 18}) {  // flushes values; saturates
       SCOPED_TRACE(exponent);
       const DeviceBuffer<float> scale(std::vector<float>{std::ldexp(1.0f, exponent)});
-      const Fp8Tally before{3, 5, 1, 0};  // tallies are added to
-      const DeviceBuffer<Fp8Tally> tallies(std::vector<Fp8Tally>{before, before});
+      const Fp8Counters before{3, 5, 1, 0};  // counters are added to
+      const DeviceBuffer<Fp8Counters> counters(std::vector<Fp8Counters>{before, before});
       const DeviceBuffer<std::uint8_t> want(gradients.size() + 16), got(gradients.size() + 16);
-      quantize_fp8(Fp8Format::e5m2, {want.data(), nullptr, scale.data(), tallies.data()}, gradients.data(), N, row,
+      quantize_fp8(Fp8Format::e5m2, {want.data(), nullptr, scale.data(), counters.data()}, gradients.data(), N, row,
                    nullptr);
       device.poison();
       attention_backward_fp8(
-          s, {view(got.data(), 0), view(got.data(), q), view(got.data(), q + kv), scale.data(), tallies.data() + 1},
+          s, {view(got.data(), 0), view(got.data(), q), view(got.data(), q + kv), scale.data(), counters.data() + 1},
           a.dout, a.out, a.lse, a.q, a.k, a.v, a.statistics, nullptr, rope);
       check(cudaDeviceSynchronize(), "test: kernels");
       EXPECT_EQ(got.download(), want.download());
-      const std::vector<Fp8Tally> both = tallies.download();
+      const std::vector<Fp8Counters> both = counters.download();
       EXPECT_EQ(both[1], both[0]);
       if (!finite) {
         EXPECT_GT(both[1].amax_bits, 0x7F800000u);

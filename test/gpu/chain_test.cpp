@@ -331,15 +331,15 @@ struct Rows {
 
 constexpr std::int64_t kMaxPositions = 900;
 
-// Which pages the rows of a step use. Each span is of a sequence of its own, whose pages follow one another backwards.
+// Which pages the rows of a step use. Each chunk is of a sequence of its own, whose pages follow one another backwards.
 struct StepRows {
-  std::vector<cuda::PagedSpan> spans;
+  std::vector<cuda::PagedChunk> chunks;
   std::vector<std::int32_t> positions, tables, pages;
 
-  StepRows(const std::vector<Rows>& of_spans, std::int64_t page_size) {
-    const std::int64_t each = (kMaxPositions + page_size - 1) / page_size, all = each * std::ssize(of_spans);
-    for (const Rows& rows : of_spans) {
-      spans.push_back({std::ssize(positions), rows.count, rows.first_position});
+  StepRows(const std::vector<Rows>& of_chunks, std::int64_t page_size) {
+    const std::int64_t each = (kMaxPositions + page_size - 1) / page_size, all = each * std::ssize(of_chunks);
+    for (const Rows& rows : of_chunks) {
+      chunks.push_back({std::ssize(positions), rows.count, rows.first_position});
       for (std::int64_t i = 0; i < rows.count; ++i) {
         positions.push_back(static_cast<std::int32_t>(rows.first_position + i));
         tables.push_back(static_cast<std::int32_t>(pages.size()));
@@ -357,9 +357,9 @@ struct PagedStep {
   DeviceBuffer<std::int32_t> positions, tables, pages;
   DeviceBuffer<T> qkv, keys, values;  // rows of [NH q heads | NKV k heads | NKV v heads]
 
-  PagedStep(std::int64_t NKV, std::int64_t G, std::int64_t HS, std::int64_t of_page, const std::vector<Rows>& spans)
+  PagedStep(std::int64_t NKV, std::int64_t G, std::int64_t HS, std::int64_t of_page, const std::vector<Rows>& chunks)
       : page_size(of_page),
-        host(spans, of_page),
+        host(chunks, of_page),
         positions(host.positions),
         tables(host.tables),
         pages(host.pages),
@@ -368,7 +368,7 @@ struct PagedStep {
         values(random_buffer<T>(std::ssize(host.pages) * of_page * NKV * HS, 3)) {
     shape.NH = NKV * G, shape.NKV = NKV, shape.HS = HS;
     shape.max_rows = rows();
-    shape.max_spans = std::ssize(spans);
+    shape.max_chunks = std::ssize(chunks);
     shape.max_positions = kMaxPositions;
   }
 
@@ -459,7 +459,7 @@ class Attention {
  private:
   static std::vector<std::int64_t> work_of(const PagedStep<T>& step) {
     std::vector<std::int64_t> work(cuda::paged_work_bytes(step.shape) / sizeof(std::int64_t));
-    cuda::write_paged_work(work.data(), step.shape, step.host.spans);
+    cuda::write_paged_work(work.data(), step.shape, step.host.chunks);
     return work;
   }
 
@@ -476,10 +476,10 @@ TYPED_TEST(ChainedRows, PagedAttention) {
   };
   for (const Heads& heads : {Heads{2, 1, 32}, Heads{2, 2, 64}, Heads{2, 1, 80}, Heads{1, 3, 96}, Heads{1, 4, 128},
                              Heads{1, 20, 128}, Heads{1, 2, 256}}) {
-    for (const auto& spans : kSteps) {
+    for (const auto& chunks : kSteps) {
       SCOPED_TRACE(testing::Message() << "HS " << heads.HS << ", NKV " << heads.NKV << ", G " << heads.G << ", "
-                                      << spans.size() << " spans, the first of " << spans[0].count);
-      const PagedStep<TypeParam> step(heads.NKV, heads.G, heads.HS, 32, spans);
+                                      << chunks.size() << " chunks, the first of " << chunks[0].count);
+      const PagedStep<TypeParam> step(heads.NKV, heads.G, heads.HS, 32, chunks);
       const Attention<TypeParam> attention(step);
       Chain chain;
       attention.operands(chain);
@@ -493,8 +493,8 @@ TYPED_TEST(ChainedRows, PagedAttention) {
 TYPED_TEST(ChainedRows, WhatIsOlderThanAttentionIsThereWhenItsSuccessorStarts) {
   using T = TypeParam;
   constexpr std::int64_t K = 512, OC = 264;
-  for (const auto& spans : kSteps) {
-    const PagedStep<T> step(2, 2, 64, 32, spans);
+  for (const auto& chunks : kSteps) {
+    const PagedStep<T> step(2, 2, 64, 32, chunks);
     const Attention<T> attention(step);
     const auto weight = random_buffer<T>(OC * K, 1, 0.1f), x = random_buffer<T>(step.rows() * K, 2);
     const DeviceBuffer<T> out = zeros<T>(step.rows() * OC);
@@ -513,7 +513,7 @@ TYPED_TEST(ChainedRows, WhatIsOlderThanAttentionIsThereWhenItsSuccessorStarts) {
       cuda::rows_matmul(io, chain.device(), stream);
     }),
               Names{})
-        << spans.size() << " spans, the first of " << spans[0].count;
+        << chunks.size() << " chunks, the first of " << chunks[0].count;
   }
 }
 

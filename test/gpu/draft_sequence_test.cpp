@@ -1,5 +1,5 @@
-// A draft model in the fused kernel: its guesses are those of a model that is fed id by id, whatever was right before, and what an
-// engine makes of them is the plain output.
+// A draft model in the fused kernel: its draft tokens are those of a model that is fed id by id, whatever was right before, and
+// what an engine makes of them is the plain output.
 #include "llmc/infer/draft_sequence.h"
 
 #include <gtest/gtest.h>
@@ -74,7 +74,7 @@ Ids one_by_one(DecodeModel& model, const Ids& ids, std::int64_t given, std::int6
   return sampled;
 }
 
-TEST(CudaDraftSequence, GuessesAreThoseOfAModelThatIsFedIdById) {
+TEST(CudaDraftSequence, DraftTokensAreThoseOfAModelThatIsFedIdById) {
   if (!reason().empty()) GTEST_SKIP() << reason();
   for (const bool llama : {false, true}) {
     const Fixture fixture(config_of(llama), 3);
@@ -107,14 +107,15 @@ TEST(CudaDraftSequence, GuessesAreThoseOfAModelThatIsFedIdById) {
     }
     DraftSequence drafts(*model, 10000);
     const SamplingPlan plan = plan_of(0, model->config());
-    EXPECT_EQ(drafts.start(Ids(58, 3), plan, 7), 3) << "two positions are left, and the last guess needs none";
+    EXPECT_EQ(drafts.start(Ids(58, 3), plan, 7), 3) << "two positions are left, and the last draft token needs none";
     EXPECT_EQ(drafts.finish().size(), 3u);
     EXPECT_EQ(drafts.start(Ids(61, 3), plan, 7), 0);
   }
 }
 
-// The ids of a model that verifies guesses are those of the model without: over prompts, turns, stop ids, temperatures, to the last
-// position of both. The draft model is the same one, whose kernel adds in another order, another one, and a shorter one.
+// The ids of a model that verifies draft tokens are those of the model without: over prompts, turns, stop ids, temperatures, to
+// the last position of both. The draft model is the same one, whose kernel adds in another order, another one, and a shorter
+// one.
 TEST(CudaDraftSequence, AnEngineGivesThePlainOutput) {
   if (!reason().empty()) GTEST_SKIP() << reason();
   constexpr std::int64_t kCapacity = 120;

@@ -41,7 +41,7 @@ Codes transpose(const Codes& codes, std::int64_t rows, std::int64_t columns) {
 
 constexpr std::pair<std::int64_t, std::int64_t> kSizes[] = {{16, 16}, {144, 80}, {128, 64}, {272, 1040}};
 
-TEST(CudaFp8, CodesAndTalliesAreThoseOfTheCpu) {
+TEST(CudaFp8, CodesAndCountersAreThoseOfTheCpu) {
   const Stream stream;
   for (const Fp8Format format : {Fp8Format::e4m3, Fp8Format::e5m2}) {
     for (const auto& [N, C] : kSizes) {
@@ -54,9 +54,9 @@ TEST(CudaFp8, CodesAndTalliesAreThoseOfTheCpu) {
         x[5] = std::bit_cast<float>(0x7F7F0000u);  // the largest of bf16
         x[last] = -std::ldexp(1.0f, -126);
         x[last - 1] = fp8_largest(format) / scale_of(exponent);
-        Fp8Tally tally;
+        Fp8Counters counters;
         Floats unused(x.size());
-        cpu::round_fp8(unused.data(), x.data(), N * C, format, exponent, &tally);
+        cpu::round_fp8(unused.data(), x.data(), N * C, format, exponent, &counters);
         Codes want(x.size());
         for (std::size_t i = 0; i < x.size(); ++i) {
           want[i] = f32_to_fp8(std::clamp(x[i] * scale_of(exponent), -1e30f, 1e30f), format);
@@ -67,15 +67,15 @@ TEST(CudaFp8, CodesAndTalliesAreThoseOfTheCpu) {
         stream.synchronize("test");
         EXPECT_EQ(to.codes.download(), want);
         EXPECT_EQ(to.transposed.download(), transpose(want, N, C));
-        EXPECT_EQ(to.tally.download()[0], tally);
+        EXPECT_EQ(to.counters.download()[0], counters);
 
-        // One layout alone gives the same codes; without any the tally gets amax alone.
+        // One layout alone gives the same codes; without any the counters get amax alone.
         const Written one(N * C, exponent);
         quantize_fp8(format, {nullptr, one.transposed.data(), one.scale.data(), nullptr}, source.data(), N, C, stream);
-        quantize_fp8(format, {nullptr, nullptr, nullptr, one.tally.data()}, source.data(), N, C, stream);
+        quantize_fp8(format, {nullptr, nullptr, nullptr, one.counters.data()}, source.data(), N, C, stream);
         stream.synchronize("test");
         EXPECT_EQ(one.transposed.download(), to.transposed.download());
-        EXPECT_EQ(one.tally.download()[0], (Fp8Tally{0, 0, tally.amax_bits, 0}));
+        EXPECT_EQ(one.counters.download()[0], (Fp8Counters{0, 0, counters.amax_bits, 0}));
         EXPECT_EQ(one.codes.download(), Codes(x.size(), 0xFF)) << "not wanted, not written";
       }
     }
@@ -97,7 +97,7 @@ TEST(CudaFp8, WhatIsNotFiniteStaysSo) {
     for (std::size_t i = 0; i < x.size(); ++i) {
       EXPECT_EQ(std::isnan(fp8_to_f32(codes[i], format)), !std::isfinite(x[i])) << i;
     }
-    EXPECT_GT(to.tally.download()[0].amax_bits, 0x7F800000u) << "a NaN is the largest";
+    EXPECT_GT(to.counters.download()[0].amax_bits, 0x7F800000u) << "a NaN is the largest";
   }
 }
 
@@ -127,7 +127,7 @@ struct NormCase {
   bool finite = true;
 };
 
-// The norm that writes codes against the norm in bf16 with quantize_fp8() behind it: codes, tallies, and what else the norm
+// The norm that writes codes against the norm in bf16 with quantize_fp8() behind it: codes, counters, and what else the norm
 // stores, bit for bit. One column of weights saturates, one is flushed.
 void expect_the_codes_of_the_pass(const NormCase& c) {
   SCOPED_TRACE(std::string(c.kind == NormKind::layernorm ? "layernorm " : "rmsnorm ") + std::to_string(c.rows) + " x " +
@@ -171,22 +171,22 @@ void expect_the_codes_of_the_pass(const NormCase& c) {
     return Result{DeviceBuffer<bf16>(n), DeviceBuffer<float>(c.rows), DeviceBuffer<float>(c.rows)};
   };
   constexpr int kExponent = 4;
-  const Fp8Tally before{7, 9, std::bit_cast<std::uint32_t>(0.001f), 0};  // tallies are added to
+  const Fp8Counters before{7, 9, std::bit_cast<std::uint32_t>(0.001f), 0};  // counters are added to
   const Stream stream;
   const Result of_pass = result(), of_norm = result(), of_look = result();
   const DeviceBuffer<bf16> out(n);
   Written want(n, kExponent), got(n, kExponent), looked(n, kExponent), again(n, kExponent);
-  for (Written* each : {&want, &got, &looked}) each->tally.upload({before});
+  for (Written* each : {&want, &got, &looked}) each->counters.upload({before});
   ResidualNormForward<bf16, bf16> io = operands(of_pass);
   io.out = out.data();
   residual_norm_forward(shape, io, stream, c.shared_limit);
-  quantize_fp8(Fp8Format::e4m3, {want.codes.data(), nullptr, want.scale.data(), want.tally.data()}, out.data(), c.rows,
-               c.C, stream);
+  quantize_fp8(Fp8Format::e4m3, {want.codes.data(), nullptr, want.scale.data(), want.counters.data()}, out.data(),
+               c.rows, c.C, stream);
   io = operands(of_norm);
-  io.codes = {got.codes.data(), nullptr, got.scale.data(), got.tally.data()};
+  io.codes = {got.codes.data(), nullptr, got.scale.data(), got.counters.data()};
   residual_norm_forward(shape, io, stream, c.shared_limit);
   io = operands(of_look);
-  io.codes = {nullptr, nullptr, nullptr, looked.tally.data()};  // as in the first step
+  io.codes = {nullptr, nullptr, nullptr, looked.counters.data()};  // as in the first step
   residual_norm_forward(shape, io, stream, c.shared_limit);
   io.codes = {again.codes.data(), nullptr, again.scale.data(), nullptr};  // as in recomputation
   residual_norm_forward(shape, io, stream, c.shared_limit);
@@ -194,14 +194,14 @@ void expect_the_codes_of_the_pass(const NormCase& c) {
 
   EXPECT_EQ(got.codes.download(), want.codes.download());
   EXPECT_EQ(again.codes.download(), want.codes.download());
-  const Fp8Tally tally = want.tally.download()[0];
-  EXPECT_EQ(got.tally.download()[0], tally);
-  EXPECT_EQ(looked.tally.download()[0], (Fp8Tally{before.saturated, before.flushed, tally.amax_bits, 0}));
+  const Fp8Counters counters = want.counters.download()[0];
+  EXPECT_EQ(got.counters.download()[0], counters);
+  EXPECT_EQ(looked.counters.download()[0], (Fp8Counters{before.saturated, before.flushed, counters.amax_bits, 0}));
   if (c.finite) {
-    EXPECT_GT(tally.saturated, before.saturated);
-    EXPECT_GT(tally.flushed, before.flushed);
+    EXPECT_GT(counters.saturated, before.saturated);
+    EXPECT_GT(counters.flushed, before.flushed);
   } else {
-    EXPECT_GE(tally.amax_bits, 0x7F800000u);
+    EXPECT_GE(counters.amax_bits, 0x7F800000u);
   }
   for (const Result* each : {&of_norm, &of_look}) {
     expect_same_bits(each->h, of_pass.h, "h");
@@ -234,7 +234,7 @@ TEST(CudaFp8, NormsWriteTheCodesOfThePass) {
 // ---- AdamW that writes codes ----------------------------------------------------------------------------------------
 
 // Matrices of an arena, with gaps between them, by adamw() and quantize_fp8() and by adamw_fp8(): the same bits of
-// everything that is stored, codes, tallies and the gaps included.
+// everything that is stored, codes, counters and the gaps included.
 template <typename M>
 void expect_the_codes_of_the_update(std::int64_t number) {
   SCOPED_TRACE(type_name<M>() + " moments, step " + std::to_string(number));
@@ -310,11 +310,11 @@ void expect_the_codes_of_the_update(std::int64_t number) {
     check(cudaDeviceSynchronize(), "test");
     EXPECT_EQ(got[m].codes.download(), want[m].codes.download());
     EXPECT_EQ(got[m].transposed.download(), want[m].transposed.download());
-    const Fp8Tally tally = want[m].tally.download()[0];
-    EXPECT_EQ(got[m].tally.download()[0], tally);
-    EXPECT_GT(tally.saturated, 0u);
-    EXPECT_GT(tally.flushed, 0u);
-    EXPECT_GE(tally.amax_bits, 0x7F800000u);
+    const Fp8Counters counters = want[m].counters.download()[0];
+    EXPECT_EQ(got[m].counters.download()[0], counters);
+    EXPECT_GT(counters.saturated, 0u);
+    EXPECT_GT(counters.flushed, 0u);
+    EXPECT_GE(counters.amax_bits, 0x7F800000u);
   }
 }
 
@@ -329,13 +329,13 @@ TEST(CudaFp8, TheCurrentScaleIsThatOfTheCpu) {
   const Stream stream;
   for (const Fp8Format format : {Fp8Format::e4m3, Fp8Format::e5m2}) {
     for (const float amax : {0.0f, 1e-40f, 3e-6f, 1.75f, 1.8f, 448.0f, 1e30f, INFINITY}) {
-      Fp8Tally tally;
-      tally.amax_bits = std::bit_cast<std::uint32_t>(amax);
-      const DeviceBuffer<Fp8Tally> on_gpu(std::vector<Fp8Tally>{tally});
+      Fp8Counters counters;
+      counters.amax_bits = std::bit_cast<std::uint32_t>(amax);
+      const DeviceBuffer<Fp8Counters> on_gpu(std::vector<Fp8Counters>{counters});
       const DeviceBuffer<float> scale(1), inverse(1);
       fp8_current_scale(scale.data(), inverse.data(), on_gpu.data(), format, stream);
       stream.synchronize("test");
-      const int exponent = std::isfinite(amax) ? fp8_exponent(tally.amax_bits, format) : 0;
+      const int exponent = std::isfinite(amax) ? fp8_exponent(counters.amax_bits, format) : 0;
       EXPECT_EQ(scale.download()[0], scale_of(exponent)) << amax;
       EXPECT_EQ(inverse.download()[0], scale_of(-exponent)) << amax;
     }
@@ -378,20 +378,20 @@ TEST(CudaFp8, SwigluIsRoundedInBothLayoutsAndBothPasses) {
     EXPECT_EQ(again.codes.download(), codes);
     EXPECT_EQ(again.transposed.download(), transpose(codes, N, F));
     EXPECT_EQ(backward.transposed.download(), transpose(gradients, N, 2 * F));
-    EXPECT_EQ(again.tally.download(), forward.tally.download());
-    const Fp8Tally tally = backward.tally.download()[0];
-    Fp8Tally want;
+    EXPECT_EQ(again.counters.download(), forward.counters.download());
+    const Fp8Counters counters = backward.counters.download()[0];
+    Fp8Counters want;
     cpu::round_fp8(d_gate_up.data(), d_gate_up.data(), 2 * N * F, Fp8Format::e5m2, kGradient, &want);
-    EXPECT_NEAR(std::bit_cast<float>(tally.amax_bits), std::bit_cast<float>(want.amax_bits),
+    EXPECT_NEAR(std::bit_cast<float>(counters.amax_bits), std::bit_cast<float>(want.amax_bits),
                 1e-5 * std::bit_cast<float>(want.amax_bits));
-    EXPECT_NEAR(static_cast<double>(tally.flushed), static_cast<double>(want.flushed), 1 + 0.01 * want.flushed);
+    EXPECT_NEAR(static_cast<double>(counters.flushed), static_cast<double>(want.flushed), 1 + 0.01 * want.flushed);
 
     // The gradients' amax alone, before there is a scale.
     const Written amax(2 * N * F, 0);
-    swiglu_backward_fp8({nullptr, nullptr, nullptr, amax.tally.data()}, {}, gradient.data(), source.data(), N, F,
+    swiglu_backward_fp8({nullptr, nullptr, nullptr, amax.counters.data()}, {}, gradient.data(), source.data(), N, F,
                         stream);
     stream.synchronize("test");
-    EXPECT_EQ(amax.tally.download()[0], (Fp8Tally{0, 0, tally.amax_bits, 0}));
+    EXPECT_EQ(amax.counters.download()[0], (Fp8Counters{0, 0, counters.amax_bits, 0}));
   }
 }
 

@@ -17,22 +17,22 @@ inline float scale_of(int exponent) {
   return std::bit_cast<float>(fp8_scale_bits(exponent));
 }
 
-// What a kernel writes of one tensor of `count` elements. The arrays have `more` elements behind it; the tally, to which
+// What a kernel writes of one tensor of `count` elements. The arrays have `more` elements behind it; the counters, to which
 // kernels add, is `before`.
 struct Written {
-  Written(std::int64_t count, int exponent, std::int64_t more = 0, const Fp8Tally& before = {})
+  Written(std::int64_t count, int exponent, std::int64_t more = 0, const Fp8Counters& before = {})
       : codes(static_cast<std::size_t>(count + more)),
         transposed(codes.size()),
         scale(std::vector<float>{scale_of(exponent)}),
-        tally(std::vector<Fp8Tally>{before}) {}
-  // Both layouts and the tally; the rows alone; the columns alone, of a tensor that was counted before.
-  cuda::Fp8Target target() const { return {codes.data(), transposed.data(), scale.data(), tally.data()}; }
-  cuda::Fp8Target rows() const { return {codes.data(), nullptr, scale.data(), tally.data()}; }
+        counters(std::vector<Fp8Counters>{before}) {}
+  // Both layouts and the counters; the rows alone; the columns alone, of a tensor that was counted before.
+  cuda::Fp8Target target() const { return {codes.data(), transposed.data(), scale.data(), counters.data()}; }
+  cuda::Fp8Target rows() const { return {codes.data(), nullptr, scale.data(), counters.data()}; }
   cuda::Fp8Target columns() const { return {nullptr, transposed.data(), scale.data(), nullptr}; }
 
   DeviceBuffer<std::uint8_t> codes, transposed;
   DeviceBuffer<float> scale;
-  DeviceBuffer<Fp8Tally> tally;
+  DeviceBuffer<Fp8Counters> counters;
 };
 
 }  // namespace weft::test

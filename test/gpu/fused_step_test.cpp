@@ -65,17 +65,17 @@ class Fixture {
   DType dtype_;
 };
 
-// Feeds `ids` in spans of up to `chunk` rows; the logits of the last row of each.
+// Feeds `ids` in chunks of up to `chunk` rows; the logits of the last row of each.
 std::vector<std::vector<float>> logits_of(InferenceModel& model, const Ids& ids, const Ids& pages, std::int64_t chunk) {
   std::vector<std::vector<float>> all;
   for (std::int64_t begin = 0; begin < std::ssize(ids); begin += chunk) {
     const auto count = std::min<std::int64_t>(chunk, std::ssize(ids) - begin);
-    Span span;
-    span.pages = pages;
-    span.first_position = begin;
-    span.ids = std::span(ids).subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(count));
-    span.keep_logits = true;
-    model.submit({&span, 1});
+    Chunk chunk;
+    chunk.pages = pages;
+    chunk.first_position = begin;
+    chunk.ids = std::span(ids).subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(count));
+    chunk.keep_logits = true;
+    model.submit({&chunk, 1});
     const std::span<const float> logits = model.collect()[0].logits;
     all.emplace_back(logits.begin(), logits.end());
   }
@@ -93,7 +93,7 @@ TEST(FusedStep, MatchesTheCpuAtEveryShape) {
       for (const std::int64_t chunk : {1, 7}) {
         const auto got = logits_of(*gpu, ids, pages, chunk), want = logits_of(*cpu, ids, pages, chunk);
         for (std::size_t i = 0; i < want.size(); ++i) {
-          expect_close("span " + std::to_string(i) + " of " + std::to_string(chunk), got[i], want[i], dtype);
+          expect_close("chunk " + std::to_string(i) + " of " + std::to_string(chunk), got[i], want[i], dtype);
           if (HasFailure()) return;
         }
       }
@@ -112,13 +112,13 @@ TEST(FusedStep, MatchesTheCpuAtTheLayersOf2_8BAndThreeSplits) {
     std::iota(pages.rbegin(), pages.rend(), 2);
     const auto got = logits_of(*gpu, ids, pages, 8), want = logits_of(*cpu, ids, pages, 8);
     for (std::size_t i = 0; i < want.size(); ++i) {
-      expect_close("span " + std::to_string(i), got[i], want[i], dtype);
+      expect_close("chunk " + std::to_string(i), got[i], want[i], dtype);
       if (HasFailure()) return;
     }
   }
 }
 
-// 1 to 8 rows: sequences side by side, whose prompts come in spans of every length, against each alone, a row at a time.
+// 1 to 8 rows: sequences side by side, whose prompts come in chunks of every length, against each alone, a row at a time.
 TEST(FusedStep, BitsOfARowAreItsOwn) {
   std::int64_t page_size = 16;  // another one each time
   for (const test::NamedConfig& each : models(false)) {
@@ -144,10 +144,10 @@ TEST(FusedStep, BitsOfARowAreItsOwnAcrossSplits) {
   const Ids ids = test::random_tokens(421, fixture.config().tokenizer_vocab, 7), pages = {3, 9, 1, 0, 12, 5, 2};
   const auto singly = logits_of(*model, ids, pages, 1);
   for (const std::int64_t chunk : {2, 3, 8}) {
-    const auto spans = logits_of(*model, ids, pages, chunk);
-    for (std::size_t i = 0; i < spans.size(); ++i) {
+    const auto chunks = logits_of(*model, ids, pages, chunk);
+    for (std::size_t i = 0; i < chunks.size(); ++i) {
       const std::size_t row = std::min(ids.size(), (i + 1) * static_cast<std::size_t>(chunk)) - 1;
-      ASSERT_TRUE(test::same_bits(spans[i], singly[row])) << "position " << row << ", spans of " << chunk;
+      ASSERT_TRUE(test::same_bits(chunks[i], singly[row])) << "position " << row << ", chunks of " << chunk;
     }
   }
 }
@@ -168,7 +168,7 @@ TEST(FusedStep, ContinuesWhatAStepOfManyRowsBegan) {
     const auto gpu = fixture.on_gpu(pool), cpu = fixture.on_cpu(pool);
     const Ids ids = test::random_tokens(62, fixture.config().tokenizer_vocab, 5), pages = {4, 1};
     const auto got = logits_of(*gpu, ids, pages, 57), want = logits_of(*cpu, ids, pages, 57);
-    for (std::size_t i = 0; i < want.size(); ++i) expect_close("span " + std::to_string(i), got[i], want[i], dtype);
+    for (std::size_t i = 0; i < want.size(); ++i) expect_close("chunk " + std::to_string(i), got[i], want[i], dtype);
   }
 }
 

@@ -142,25 +142,25 @@ void compare_prompt(const Fixture& fixture, DType dtype, std::int64_t size) {
   SamplingPlan plan;  // greedy
   plan.vocab_limit = fixture.config().tokenizer_vocab;
   const auto result_of = [&](InferenceModel& model, std::int64_t begin, std::int64_t count, bool last) {
-    Span span;
-    span.pages = pages;
-    span.first_position = begin;
-    span.ids = std::span(ids).subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(count));
+    Chunk chunk;
+    chunk.pages = pages;
+    chunk.first_position = begin;
+    chunk.ids = std::span(ids).subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(count));
     if (last) {
-      span.targets = std::span(ids).subspan(static_cast<std::size_t>(begin) + 1, static_cast<std::size_t>(count) - 1);
-      span.sampling = &plan;
-      span.alternatives = 20;
-      span.keep_logits = true;
+      chunk.targets = std::span(ids).subspan(static_cast<std::size_t>(begin) + 1, static_cast<std::size_t>(count) - 1);
+      chunk.sampling = &plan;
+      chunk.alternatives = 20;
+      chunk.keep_logits = true;
     }
-    model.submit({&span, 1});
+    model.submit({&chunk, 1});
     return model.collect()[0];
   };
   const std::int64_t before = size / 3;  // in a step of its own
   for (InferenceModel* model : {gpu.get(), cpu.get()}) {
     if (before > 0) result_of(*model, 0, before, false);
   }
-  const SpanResult got = result_of(*gpu, before, size - before, true),
-                   want = result_of(*cpu, before, size - before, true);
+  const ChunkResult got = result_of(*gpu, before, size - before, true),
+                    want = result_of(*cpu, before, size - before, true);
   expect_close("logits", got.logits, want.logits, dtype);
   ASSERT_EQ(got.targets.size(), want.targets.size());
   Floats got_scores, want_scores;
@@ -229,13 +229,13 @@ TEST(CudaInference, AlternativesOfEqualLogitsAreInOrderOfId) {
   });
   const auto model = fixture.on_gpu(pool_of(4));
   const Ids pages = {2}, ids = {7};
-  Span span;
-  span.pages = pages;
-  span.ids = ids;
-  span.targets = ids;
-  span.alternatives = 20;
-  model->submit({&span, 1});
-  const SpanResult result = model->collect()[0];
+  Chunk chunk;
+  chunk.pages = pages;
+  chunk.ids = ids;
+  chunk.targets = ids;
+  chunk.alternatives = 20;
+  model->submit({&chunk, 1});
+  const ChunkResult result = model->collect()[0];
   ASSERT_EQ(result.targets.size(), 1u);
   const float expected = -std::log(static_cast<float>(config.vocab_size));
   EXPECT_NEAR(result.targets[0].logprob, expected, 1e-5);
@@ -340,8 +340,8 @@ TEST(CudaInference, BitsDoNotDependOnTheEnginesSchedule) {
   }
 }
 
-// Spans with drafts give what spans of one row give, and the engine's requests what they give alone: with lookups, and with the
-// model as its own draft model.
+// Chunks with drafts give what chunks of one row give, and the engine's requests what they give alone: with lookups, and with
+// the model as its own draft model.
 TEST(CudaInference, DraftsChangeNoBit) {
   for (const bool llama : {false, true}) {
     for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
@@ -378,15 +378,15 @@ TEST(CudaInference, ScoresOfManyRowsAreThoseOfFew) {
       for (std::int64_t begin = 0; begin < 601; begin += chunk) {
         const auto first = static_cast<std::size_t>(begin),
                    rows = static_cast<std::size_t>(std::min(chunk, 601 - begin));
-        Span span;
-        span.pages = pages;
-        span.first_position = begin;
-        span.ids = std::span(ids).subspan(first, rows);
-        span.targets = std::span(ids).subspan(first + 1, rows);
-        span.alternatives = 3;
-        if (first + rows == 601) span.sampling = &greedy, span.keep_logits = true;
-        model->submit({&span, 1});
-        const SpanResult& result = model->collect()[0];
+        Chunk chunk;
+        chunk.pages = pages;
+        chunk.first_position = begin;
+        chunk.ids = std::span(ids).subspan(first, rows);
+        chunk.targets = std::span(ids).subspan(first + 1, rows);
+        chunk.alternatives = 3;
+        if (first + rows == 601) chunk.sampling = &greedy, chunk.keep_logits = true;
+        model->submit({&chunk, 1});
+        const ChunkResult& result = model->collect()[0];
         for (const ScoredId& target : result.targets) {
           scores.push_back(target.logprob);
           for (const IdLogprob& other : target.alternatives) scores.push_back(other.logprob);
@@ -426,36 +426,36 @@ TEST(CudaInference, LongPromptsGiveTheBitsOfShortPieces) {
       std::iota(pages.begin(), pages.end(), 7);
       std::iota(other_pages.begin(), other_pages.end(), 30);
       const SamplingPlan greedy;
-      const auto span_of = [&](std::int64_t begin, std::int64_t end) {
-        Span span;
-        span.pages = pages;
-        span.first_position = begin;
-        span.ids = std::span(ids).subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin));
-        if (end == kRows) span.sampling = &greedy, span.keep_logits = true;
-        return span;
+      const auto chunk_of = [&](std::int64_t begin, std::int64_t end) {
+        Chunk chunk;
+        chunk.pages = pages;
+        chunk.first_position = begin;
+        chunk.ids = std::span(ids).subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin));
+        if (end == kRows) chunk.sampling = &greedy, chunk.keep_logits = true;
+        return chunk;
       };
       // The logits behind the prompt, whose pieces end at `ends`, and behind one more id.
       const auto logits_of = [&](std::vector<std::int64_t> ends, int others_before, bool score) {
         Floats all;
         std::int64_t begin = 0;
         for (const std::int64_t end : ends) {
-          Span span = span_of(begin, end), other = span;
-          if (score) span.targets = std::span(ids).subspan(static_cast<std::size_t>(begin) + 1, span.ids.size());
+          Chunk chunk = chunk_of(begin, end), other = chunk;
+          if (score) chunk.targets = std::span(ids).subspan(static_cast<std::size_t>(begin) + 1, chunk.ids.size());
           other.pages = other_pages;
           other.slot = 1;
           other.sampling = nullptr, other.keep_logits = false;  // nobody wants one of its rows
-          std::vector<Span> work = {span};
+          std::vector<Chunk> work = {chunk};
           if (others_before > 0) work.insert(others_before == 1 ? work.begin() : work.end(), other);
           model->submit(work);
-          const std::span<const SpanResult> results = model->collect();
+          const std::span<const ChunkResult> results = model->collect();
           const Floats logits = [&] {
-            const SpanResult& own = results[others_before == 1 ? 1 : 0];
+            const ChunkResult& own = results[others_before == 1 ? 1 : 0];
             return Floats(own.logits.begin(), own.logits.end());
           }();
           all.insert(all.end(), logits.begin(), logits.end());
           begin = end;
         }
-        Span next = span_of(kRows, kRows);
+        Chunk next = chunk_of(kRows, kRows);
         next.ids = std::span(ids).last(1);
         model->submit({&next, 1});
         const std::span<const float> logits = model->collect()[0].logits;
@@ -515,15 +515,15 @@ struct DamagedLlama {
   test::DeviceBuffer<float> arena;
 };
 
-// A span whose logits are not finite says so, and the others get what they would get without it: in the same step, in one that
+// A chunk whose logits are not finite says so, and the others get what they would get without it: in the same step, in one that
 // was queued behind it, and in the pages and the slot that it leaves.
-TEST(CudaInference, ASpanThatCannotBeSampledFailsAlone) {
+TEST(CudaInference, AChunkThatCannotBeSampledFailsAlone) {
   const DamagedLlama llama;
   const auto model =
       cuda::make_inference<float>(llama.file.config(), llama.file.table(), llama.arena.data(), pool_of(4));
   const SamplingPlan greedy;
   const std::vector<Ids> pages = {{0}, {1}, {2}}, ids = {{1, 2}, {1, DamagedLlama::kDamaged}, {3}};
-  std::vector<Span> work(3), next(3);
+  std::vector<Chunk> work(3), next(3);
   for (std::size_t s = 0; s < 3; ++s) {
     work[s].pages = next[s].pages = pages[s];
     work[s].ids = ids[s];
@@ -533,24 +533,24 @@ TEST(CudaInference, ASpanThatCannotBeSampledFailsAlone) {
     next[s].first_position = std::ssize(ids[s]);  // the id is in the slot
   }
   const auto copied = [&] {
-    const std::span<const SpanResult> results = model->collect();
-    return std::vector<SpanResult>(results.begin(), results.end());
+    const std::span<const ChunkResult> results = model->collect();
+    return std::vector<ChunkResult>(results.begin(), results.end());
   };
   model->submit(work);
   model->submit(next);
-  const std::vector<SpanResult> together = copied(), behind = copied();
+  const std::vector<ChunkResult> together = copied(), behind = copied();
   EXPECT_EQ(together[1].error, SampleError::not_a_number);
   EXPECT_FALSE(together[1].sampled.has_value());
   EXPECT_EQ(behind[1].error, SampleError::not_a_number) << "the damaged keys are still there";
-  const auto expect_same = [](const SpanResult& got, const SpanResult& want) {
+  const auto expect_same = [](const ChunkResult& got, const ChunkResult& want) {
     ASSERT_TRUE(got.sampled && want.sampled);
     EXPECT_EQ(got.error, SampleError::none);
     EXPECT_EQ(got.sampled->id, want.sampled->id);
     EXPECT_EQ(got.sampled->logprob, want.sampled->logprob);
   };
-  const std::vector<Span> healthy = {work[0], work[2]};  // row 1 of the logits was the damaged one's
+  const std::vector<Chunk> healthy = {work[0], work[2]};  // row 1 of the logits was the damaged one's
   model->submit(healthy);
-  const std::vector<SpanResult> without = copied();
+  const std::vector<ChunkResult> without = copied();
   expect_same(without[0], together[0]);
   expect_same(without[1], together[2]);
   for (const std::size_t s : {0, 2}) {
@@ -571,11 +571,11 @@ TEST(CudaInference, ASpanThatCannotBeSampledFailsAlone) {
 TEST(CudaInference, RefusesWhatWouldTouchMemoryOfOthers) {
   const auto model = cuda::load_inference(ModelFile::open("test/fixtures/golden/neox-hs128.model.bin"), pool_of(8),
                                           options_of(DType::f32));
-  const Span good = test::expect_refuses_memory_of_others(*model);
-  Span more = good;
+  const Chunk good = test::expect_refuses_memory_of_others(*model);
+  Chunk more = good;
   more.alternatives = 21;
   EXPECT_NE(error_of(Exit::internal, [&] { model->submit({&more, 1}); }).find("21 alternatives"), std::string::npos);
-  const std::vector<Span> sequences(8, good);
+  const std::vector<Chunk> sequences(8, good);
   EXPECT_NE(error_of(Exit::internal, [&] { model->submit(sequences); }).find("8 sequences"), std::string::npos);
   model->submit({&good, 1});
   model->submit({&good, 1});

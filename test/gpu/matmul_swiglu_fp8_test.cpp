@@ -75,20 +75,20 @@ TEST_F(MatmulSwigluFp8, Forward) {
     swiglu_forward_fp8(want.rows(), separate.data(), N, F, stream_);
     gate_up_swiglu_fp8(fused.data(), got.rows(), x.matrix(), w.matrix(), N, C, F, stream_);
     gate_up_swiglu_fp8(alone.data(), {}, x.matrix(), w.matrix(), N, C, F, stream_);
-    Fp8Target without_tally = again.rows();
-    without_tally.tally = nullptr;
-    gate_up_swiglu_fp8(alone.data(), without_tally, x.matrix(), w.matrix(), N, C, F, stream_);
+    Fp8Target without_counters = again.rows();
+    without_counters.counters = nullptr;
+    gate_up_swiglu_fp8(alone.data(), without_counters, x.matrix(), w.matrix(), N, C, F, stream_);
     stream_.synchronize("test");
     expect_same_bits(fused, separate, "gate_up");
     expect_same_bits(alone, separate, "gate_up alone");
     EXPECT_EQ(got.codes.download(), want.codes.download());
     EXPECT_EQ(again.codes.download(), want.codes.download());
-    EXPECT_EQ(got.tally.download(), want.tally.download());
-    EXPECT_EQ(again.tally.download()[0], (Fp8Tally{3, 5, 0, 0}));
-    const Fp8Tally tally = got.tally.download()[0];
+    EXPECT_EQ(got.counters.download(), want.counters.download());
+    EXPECT_EQ(again.counters.download()[0], (Fp8Counters{3, 5, 0, 0}));
+    const Fp8Counters counters = got.counters.download()[0];
     if (N * F > 1000 && C > 64) {
-      EXPECT_GT(tally.saturated, 3u);
-      EXPECT_GT(tally.flushed, 5u);
+      EXPECT_GT(counters.saturated, 3u);
+      EXPECT_GT(counters.flushed, 5u);
     }
 
     Floats sums(static_cast<std::size_t>(count));
@@ -130,28 +130,28 @@ TEST_F(MatmulSwigluFp8, Backward) {
                     again = written(2 * N * F, v.gradient), again_out = written(N * F, v.out);
       matmul_.input_grad_fp8(dswiglu_out.data(), dout.matrix(), w.matrix(), N, F, C);
       swiglu_backward_fp8(want.target(), want_out.columns(), dswiglu_out.data(), gate_up.data(), N, F, stream_);
-      Fp8Target counted = got_out.columns(), without_tally = again.target();
-      counted.tally = got_out.tally.data();
-      without_tally.tally = nullptr;
+      Fp8Target counted = got_out.columns(), without_counters = again.target();
+      counted.counters = got_out.counters.data();
+      without_counters.counters = nullptr;
       down_input_grad_swiglu_fp8(got.target(), counted, dout.matrix(), w.matrix(), gate_up.data(), N, C, F, stream_);
-      down_input_grad_swiglu_fp8(without_tally, again_out.columns(), dout.matrix(), w.matrix(), gate_up.data(), N, C, F,
-                                 stream_);
+      down_input_grad_swiglu_fp8(without_counters, again_out.columns(), dout.matrix(), w.matrix(), gate_up.data(), N, C,
+                                 F, stream_);
       stream_.synchronize("test");
       EXPECT_EQ(got.codes.download(), want.codes.download());
       EXPECT_EQ(got.transposed.download(), want.transposed.download());
       EXPECT_EQ(got_out.transposed.download(), want_out.transposed.download());
-      EXPECT_EQ(got.tally.download(), want.tally.download());
-      EXPECT_EQ(got_out.tally.download()[0], (Fp8Tally{3, 5, 0, 0})) << "counted in the forward pass";
+      EXPECT_EQ(got.counters.download(), want.counters.download());
+      EXPECT_EQ(got_out.counters.download()[0], (Fp8Counters{3, 5, 0, 0})) << "counted in the forward pass";
       EXPECT_EQ(again.codes.download(), want.codes.download());
       EXPECT_EQ(again.transposed.download(), want.transposed.download());
       EXPECT_EQ(again_out.transposed.download(), want_out.transposed.download());
-      EXPECT_EQ(again.tally.download()[0], (Fp8Tally{3, 5, 0, 0}));
-      const Fp8Tally tally = got.tally.download()[0];
-      EXPECT_EQ(tally.amax_bits < 0x7F800000u, v.finite);
+      EXPECT_EQ(again.counters.download()[0], (Fp8Counters{3, 5, 0, 0}));
+      const Fp8Counters counters = got.counters.download()[0];
+      EXPECT_EQ(counters.amax_bits < 0x7F800000u, v.finite);
       if (N * F > 1000 && C > 64 && v.finite) {
         const auto few = 5 + static_cast<std::uint64_t>(N * F) / 1000;  // so that most squares have none
-        EXPECT_EQ(tally.saturated > (v.saturates ? 3 : few), v.saturates);
-        EXPECT_EQ(tally.flushed > (v.flushes ? 5 : few), v.flushes);
+        EXPECT_EQ(counters.saturated > (v.saturates ? 3 : few), v.saturates);
+        EXPECT_EQ(counters.flushed > (v.flushes ? 5 : few), v.flushes);
       }
       expect_same_bits(gate_up, before, "gate_up, which is read only");
 

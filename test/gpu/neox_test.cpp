@@ -210,7 +210,7 @@ TEST(CudaNeox, GreedyTextIsTheSameInEveryModeAndOnTheCpu) {
 }
 
 // The greedy ids of the reference dumps' models in fp16, in every way of decoding, are those of the CPU in fp32, or the two greatest
-// logits are closer than the storage type's rounding. Drafts change none of them, whichever guesses they are.
+// logits are closer than the storage type's rounding. Drafts change none of them, whichever draft tokens they are.
 TEST(CudaNeox, GreedyIdsOfTheGoldens) {
   constexpr std::int64_t kCapacity = 40, kIds = 30;
   int goldens = 0, equal = 0, accepted = 0;

@@ -143,10 +143,10 @@ std::vector<T> attend(const Sequences<T>& sequences, const std::vector<Piece>& p
   std::vector<T> q(static_cast<std::size_t>(all_rows * heads.NH() * head_stride));
   std::memset(static_cast<void*>(q.data()), 0xff, q.size() * sizeof(T));
   std::vector<std::int32_t> positions, row_tables, block_tables;
-  std::vector<cuda::PagedSpan> spans;
+  std::vector<cuda::PagedChunk> chunks;
   std::int64_t row = 0;
   for (const Piece& piece : pieces) {
-    spans.push_back({row, piece.rows, piece.first});
+    chunks.push_back({row, piece.rows, piece.first});
     const auto table = static_cast<std::int32_t>(block_tables.size());
     const std::vector<std::int32_t> pages = tables.from(piece.sequence, windows.first(piece.first));
     block_tables.insert(block_tables.end(), pages.begin(), pages.end());
@@ -166,11 +166,11 @@ std::vector<T> attend(const Sequences<T>& sequences, const std::vector<Piece>& p
   cuda::PagedAttentionShape shape;
   shape.NH = heads.NH(), shape.NKV = heads.NKV, shape.HS = heads.HS;
   shape.max_rows = all_rows;
-  shape.max_spans = static_cast<std::int64_t>(pieces.size());
+  shape.max_chunks = static_cast<std::int64_t>(pieces.size());
   shape.max_positions = *std::max_element(sequences.lengths.begin(), sequences.lengths.end());
   shape.window = windows.list;
   std::vector<std::int64_t> work(cuda::paged_work_bytes(shape) / sizeof(std::int64_t));
-  EXPECT_LE(cuda::write_paged_work(work.data(), shape, spans), work.size() * sizeof(std::int64_t));
+  EXPECT_LE(cuda::write_paged_work(work.data(), shape, chunks), work.size() * sizeof(std::int64_t));
 
   const DeviceBuffer<T> gpu_q(q), gpu_keys(keys), gpu_values(values);
   const DeviceBuffer<std::int32_t> gpu_positions(positions), gpu_tables(row_tables), gpu_pages(block_tables);
@@ -305,7 +305,7 @@ class Invariance {
     EXPECT_EQ(different, 0) << what << ": rows differ, the first at position " << first_different;
   }
 
-  // Spans of random lengths that cover the sequence, in a random order, between those of other sequences.
+  // Chunks of random lengths that cover the sequence, in a random order, between those of other sequences.
   std::vector<Piece> random_pieces(std::mt19937& random) const {
     std::vector<Piece> pieces = {{1, 69, 1}, {2, 0, 600}, {1, 3, 40}, {2, 599, 1}};
     for (std::int64_t first = 0; first < length_;) {
@@ -438,25 +438,26 @@ struct Listed {
   bool decodes = false;
 };
 
-Listed check_list(const cuda::PagedAttentionShape& shape, const std::vector<cuda::PagedSpan>& spans) {
+Listed check_list(const cuda::PagedAttentionShape& shape, const std::vector<cuda::PagedChunk>& chunks) {
   const std::int64_t G = shape.NH / shape.NKV;
   const std::size_t bound = cuda::paged_work_bytes(shape);
   std::vector<std::int64_t> work(bound / sizeof(std::int64_t));
-  const std::size_t bytes = cuda::write_paged_work(work.data(), shape, spans);
+  const std::size_t bytes = cuda::write_paged_work(work.data(), shape, chunks);
   EXPECT_LE(bytes, bound);
   const auto* header = reinterpret_cast<const cuda::PagedWorkHeader*>(work.data());
-  const auto* entries = reinterpret_cast<const cuda::PagedItem*>(header + 1);
+  const auto* entries = reinterpret_cast<const cuda::PagedWorkUnit*>(header + 1);
   EXPECT_EQ(bytes, sizeof *header + static_cast<std::size_t>(header->tiles + header->items) * sizeof *entries);
   Listed listed;
   listed.tiles = header->tiles;
   listed.items = header->items;
   listed.decodes = cuda::paged_work_decodes(work.data());
-  EXPECT_EQ(listed.decodes, header->tiles == 0 &&
-                                std::ranges::all_of(spans, [](const cuda::PagedSpan& span) { return span.rows <= 1; }));
+  EXPECT_EQ(listed.decodes, header->tiles == 0 && std::ranges::all_of(chunks, [](const cuda::PagedChunk& chunk) {
+                              return chunk.rows <= 1;
+                            }));
   std::map<std::int64_t, std::int64_t> slots;  // first: how many, once for each tile
   std::int64_t longest = INT64_MAX;
   for (std::int64_t e = 0; e < listed.tiles + listed.items; ++e) {
-    const cuda::PagedItem& item = entries[e];
+    const cuda::PagedWorkUnit& item = entries[e];
     const bool tile = e < listed.tiles;
     if (e == listed.tiles) longest = INT64_MAX;
     const std::int64_t tile_rows = tile ? cuda::paged_tile_rows(shape.HS) : cuda::kPagedItemRows;
@@ -485,22 +486,22 @@ Listed check_list(const cuda::PagedAttentionShape& shape, const std::vector<cuda
   return listed;
 }
 
-// Every row and head exactly once: as a part of a tile, or by all of the splits that it sees, and by none that neither its span's
-// first nor last row sees.
+// Every row and head exactly once: as a part of a tile, or by all of the splits that it sees, and by none that neither its
+// chunk's first nor last row sees.
 void expect_complete(const Listed& listed, const cuda::PagedAttentionShape& shape,
-                     const std::vector<cuda::PagedSpan>& spans) {
+                     const std::vector<cuda::PagedChunk>& chunks) {
   std::size_t expected = 0;
-  for (const cuda::PagedSpan& span : spans) {
-    for (std::int64_t i = 0; i < span.rows; ++i) {
+  for (const cuda::PagedChunk& chunk : chunks) {
+    for (std::int64_t i = 0; i < chunk.rows; ++i) {
       for (std::int64_t g = 0; g < shape.NH / shape.NKV; ++g) {
-        if (listed.parts.count({span.first_row + i, g, -1}) == 1) {
+        if (listed.parts.count({chunk.first_row + i, g, -1}) == 1) {
           ++expected;
           continue;
         }
         const std::int64_t begin =
-            shape.window > 0 ? std::max<std::int64_t>(span.first_position + 1 - shape.window, 0) : 0;
-        for (std::int64_t split = begin / 256; split * 256 < span.first_position + span.rows; ++split, ++expected)
-          ASSERT_EQ(listed.parts.count({span.first_row + i, g, split}), 1u) << "row " << span.first_row + i;
+            shape.window > 0 ? std::max<std::int64_t>(chunk.first_position + 1 - shape.window, 0) : 0;
+        for (std::int64_t split = begin / 256; split * 256 < chunk.first_position + chunk.rows; ++split, ++expected)
+          ASSERT_EQ(listed.parts.count({chunk.first_row + i, g, split}), 1u) << "row " << chunk.first_row + i;
       }
     }
   }
@@ -513,49 +514,49 @@ TEST(CudaPagedWork, ListsEveryRowOnce) {
     for (const std::int64_t HS : {80, 256}) {
       cuda::PagedAttentionShape shape;
       shape.NKV = 2, shape.NH = 2 * G, shape.HS = HS;
-      shape.max_rows = 700, shape.max_spans = 40, shape.max_positions = 3000;
+      shape.max_rows = 700, shape.max_chunks = 40, shape.max_positions = 3000;
       for (int step = 0; step < 20; ++step) {
-        std::vector<cuda::PagedSpan> spans;
+        std::vector<cuda::PagedChunk> chunks;
         std::int64_t row = random() % 5;
         for (std::size_t s = 0, count = random() % 41; s < count; ++s) {
           const std::int64_t longest = random() % 4 == 0 ? 300 : random() % 2 == 0 ? 1 : 20;
           const std::int64_t rows = std::min<std::int64_t>(1 + random() % static_cast<unsigned>(longest), 700 - row);
           const std::int64_t position = random() % 3 == 0 ? 0 : random() % static_cast<unsigned>(3000 - rows + 1);
-          spans.push_back({row, rows, position});
+          chunks.push_back({row, rows, position});
           row += rows;
           if (row == 700) break;
         }
         for (const std::int64_t window : {0, 1, 256, 700, 2999}) {
           SCOPED_TRACE(testing::Message() << "G " << G << " HS " << HS << " step " << step << " window " << window);
           shape.window = window;
-          expect_complete(check_list(shape, spans), shape, spans);
+          expect_complete(check_list(shape, chunks), shape, chunks);
         }
       }
     }
   }
 }
 
-TEST(CudaPagedWork, SpansThatFindNoSlotAreTiles) {
+TEST(CudaPagedWork, ChunksThatFindNoSlotAreTiles) {
   cuda::PagedAttentionShape shape;
   shape.NKV = 8, shape.NH = 32, shape.HS = 128;
-  shape.max_rows = 512, shape.max_spans = 256, shape.max_positions = 1'000'000;
+  shape.max_rows = 512, shape.max_chunks = 256, shape.max_positions = 1'000'000;
   EXPECT_LE(cuda::paged_attention_workspace(shape), std::size_t{280} << 20);
-  std::vector<cuda::PagedSpan> spans;
-  for (std::int64_t row = 0; row < 256; ++row) spans.push_back({row, 1, 200'000 + 1000 * row});
-  const Listed listed = check_list(shape, spans);
+  std::vector<cuda::PagedChunk> chunks;
+  for (std::int64_t row = 0; row < 256; ++row) chunks.push_back({row, 1, 200'000 + 1000 * row});
+  const Listed listed = check_list(shape, chunks);
   EXPECT_GT(listed.tiles, 0);
   EXPECT_GT(listed.items, 0);
   EXPECT_FALSE(listed.decodes);
-  expect_complete(listed, shape, spans);
+  expect_complete(listed, shape, chunks);
 }
 
 TEST(CudaPagedWork, RefusesWhatIsBeyondTheShape) {
   cuda::PagedAttentionShape shape;
   shape.NKV = shape.NH = 2, shape.HS = 64;
-  shape.max_rows = 8, shape.max_spans = 2, shape.max_positions = 100;
+  shape.max_rows = 8, shape.max_chunks = 2, shape.max_positions = 100;
   std::vector<std::int64_t> work(cuda::paged_work_bytes(shape) / sizeof(std::int64_t));
-  const auto write = [&](const std::vector<cuda::PagedSpan>& spans) {
-    return cuda::write_paged_work(work.data(), shape, spans);
+  const auto write = [&](const std::vector<cuda::PagedChunk>& chunks) {
+    return cuda::write_paged_work(work.data(), shape, chunks);
   };
   EXPECT_EQ(write({}), sizeof(cuda::PagedWorkHeader));
   EXPECT_NO_THROW(write({{0, 8, 92}}));
@@ -672,7 +673,7 @@ class PagedSteps {
         sin_(table(rotary, lengths).sin) {
     shape_.NH = heads.NH(), shape_.NKV = heads.NKV, shape_.HS = heads.HS;
     shape_.max_positions = *std::max_element(lengths.begin(), lengths.end());
-    shape_.max_spans = std::ssize(lengths);
+    shape_.max_chunks = std::ssize(lengths);
     shape_.window = windows.list;
     shape_.max_rows = std::accumulate(lengths.begin(), lengths.end(), kPadding);
     rope_ = {cos_.data(), sin_.data(), shape_.max_positions, rotary / 2};
@@ -687,9 +688,9 @@ class PagedSteps {
                      const cuda::LaunchDevice& device = cuda::launch_device()) {
     std::vector<T> packed;
     std::vector<std::int32_t> positions, row_tables, block_tables;
-    std::vector<cuda::PagedSpan> spans;
+    std::vector<cuda::PagedChunk> chunks;
     for (const Piece& piece : pieces) {
-      spans.push_back({std::ssize(positions), piece.rows, piece.first});
+      chunks.push_back({std::ssize(positions), piece.rows, piece.first});
       const auto begin = packed_[piece.sequence].begin() + piece.first * width_;
       packed.insert(packed.end(), begin, begin + piece.rows * width_);
       for (std::int64_t i = 0; i < piece.rows; ++i) {
@@ -704,7 +705,7 @@ class PagedSteps {
     row_tables.insert(row_tables.end(), kPadding, 1 << 30);
     packed.resize(static_cast<std::size_t>(all_rows * width_));
     std::vector<std::int64_t> work(cuda::paged_work_bytes(shape_) / sizeof(std::int64_t));
-    EXPECT_LE(cuda::write_paged_work(work.data(), shape_, spans), work.size() * sizeof(std::int64_t));
+    EXPECT_LE(cuda::write_paged_work(work.data(), shape_, chunks), work.size() * sizeof(std::int64_t));
     const bool single = std::ranges::all_of(pieces, [](const Piece& piece) { return piece.rows == 1; });
     EXPECT_EQ(cuda::paged_work_decodes(work.data()), single);
 
@@ -868,7 +869,7 @@ TYPED_TEST(CudaPagedAttention, RefusesOtherPagesAndViews) {
   const DeviceBuffer<TypeParam> memory(4096);
   cuda::PagedAttention<TypeParam> io;
   io.shape.NH = io.shape.NKV = 1, io.shape.HS = 64;
-  io.shape.max_rows = io.shape.max_spans = io.shape.max_positions = 1;
+  io.shape.max_rows = io.shape.max_chunks = io.shape.max_positions = 1;
   io.kv = {memory.data(), memory.data(), 48, 1, 64};
   EXPECT_THROW(cuda::paged_attention(io, cuda::launch_device(), nullptr), Error);
   io.kv.page_size = 16;

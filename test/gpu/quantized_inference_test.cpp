@@ -61,14 +61,14 @@ std::vector<float> logits_of(InferenceModel& model, std::int64_t size) {
   std::iota(pages.begin(), pages.end(), 0);
   std::vector<float> logits;
   for (std::int64_t done = 0; done < size; done += 64) {
-    Span span;
-    span.pages = pages;
-    span.first_position = done;
-    span.ids = std::span(ids).subspan(static_cast<std::size_t>(done),
-                                      static_cast<std::size_t>(std::min<std::int64_t>(64, size - done)));
-    span.keep_logits = done + 64 >= size;
-    model.submit({&span, 1});
-    const SpanResult& result = model.collect()[0];
+    Chunk chunk;
+    chunk.pages = pages;
+    chunk.first_position = done;
+    chunk.ids = std::span(ids).subspan(static_cast<std::size_t>(done),
+                                       static_cast<std::size_t>(std::min<std::int64_t>(64, size - done)));
+    chunk.keep_logits = done + 64 >= size;
+    model.submit({&chunk, 1});
+    const ChunkResult& result = model.collect()[0];
     logits.assign(result.logits.begin(), result.logits.end());
   }
   return logits;

@@ -41,7 +41,7 @@ ROWS = [
            "amax_[slot] = std::isfinite(amax) ? amax : 0", unit("Fp8Scales.WhatIsNotFinite*")),
     Mutant("fp8: a place has every layer that was in it", "has", "== layer;", "!= kNone;",
            unit("Fp8Buffers.*", "RanksLoop.RanksInFp8*")),
-    Mutant("a guess counts whatever was sampled", "accept_drafts", "|| rows[i].id.id != drafted[i]", "",
+    Mutant("a draft token counts whatever was sampled", "accept_drafts", "|| rows[i].id.id != drafted[i]", "",
            unit("CpuSpeculation.*", "Engine.Drafts*")),
     Mutant("biases of a Llama begin behind its weights", "bind_weights", "source.bias(modules.front())",
            "source.bias(modules.back())", unit("Layout.BiasesOfALlama*")),

@@ -52,7 +52,7 @@ __device__ __forceinline__ void Consumer<K>::attend_cached(SoftmaxState<S>& r, c
 // states.
 template <typename K>
 template <int kLanes>
-__device__ __forceinline__ void Consumer<K>::attend_item(int layer, int position, int item, int splits) {
+__device__ __forceinline__ void Consumer<K>::attend_work_unit(int layer, int position, int item, int splits) {
   const Parameters& p = c.p;
   const int HS = p.HS, split = item % splits, slice = lane % kLanes;
   const bool active = slice * kLaneElements < HS;
@@ -89,15 +89,15 @@ __device__ __forceinline__ void Consumer<K>::attend_item(int layer, int position
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::attend(int layer, int position, int splits) {
   const Parameters& p = c.p;
-  for (int item = c.first_item(layer); item < p.NH * splits; item += c.blocks) {
+  for (int item = c.first_work_unit(layer); item < p.NH * splits; item += c.blocks) {
     if (p.HS <= 32) {
-      attend_item<4>(layer, position, item, splits);
+      attend_work_unit<4>(layer, position, item, splits);
     } else if (p.HS <= 64) {
-      attend_item<8>(layer, position, item, splits);
+      attend_work_unit<8>(layer, position, item, splits);
     } else if (p.HS <= 128) {
-      attend_item<16>(layer, position, item, splits);
+      attend_work_unit<16>(layer, position, item, splits);
     } else {
-      attend_item<32>(layer, position, item, splits);
+      attend_work_unit<32>(layer, position, item, splits);
     }
   }
   stamp(layer, FusedPhase::attention_done);

@@ -89,7 +89,7 @@ struct Block {
   }
   // The first item of attention of this block in a layer; may be past the last item. The block's next items are
   // `blocks` further on each.
-  __device__ int first_item(int layer) const {
+  __device__ int first_work_unit(int layer) const {
     return (block + layer * p.item_shift) % blocks;
   }
 

@@ -112,7 +112,7 @@ struct Consumer {
   // ---- attention.cuh
   __device__ __forceinline__ void attend(int layer, int position, int splits);
   template <int kLanes>
-  __device__ __forceinline__ void attend_item(int layer, int position, int item, int splits);
+  __device__ __forceinline__ void attend_work_unit(int layer, int position, int item, int splits);
   template <int kLanes>
   __device__ __forceinline__ void attend_cached(SoftmaxState<S>& r, const float (&q)[kLaneElements], Positions cached);
 

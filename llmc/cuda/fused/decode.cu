@@ -35,7 +35,7 @@
 // Reusing a global buffer needs no further synchronisation: a block writes a buffer again only after it has read
 // results that every reader of the old contents computed after reading them.
 //
-// Quantised weights are repacked once (weight_stream.cuh) and multiplied by other code (quantized_rows.cuh).
+// Quantised weights are repacked once (packed_tiles.cuh) and multiplied by other code (quantized_rows.cuh).
 // Everything else is the same.
 //
 // Every wait has a time limit: a block that has waited too long raises a flag, which all others check while they wait.
@@ -54,10 +54,10 @@
 #include "llmc/cuda/formats/formats.cuh"
 #include "llmc/cuda/fused/kernel.h"
 #include "llmc/cuda/fused/layer_table.cuh"
+#include "llmc/cuda/fused/packed_tiles.h"
 #include "llmc/cuda/fused/parameters.cuh"
 #include "llmc/cuda/fused/plan.cuh"
 #include "llmc/cuda/fused/timeline_recorder.h"
-#include "llmc/cuda/fused/weight_stream.h"
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/error.h"

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "llmc/cuda/fused/consumer.cuh"
-#include "llmc/cuda/fused/weight_stream.cuh"
+#include "llmc/cuda/fused/packed_tiles.cuh"
 
 namespace weft::cuda::fused {
 

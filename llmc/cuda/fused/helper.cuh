@@ -107,7 +107,7 @@ struct Helper {
     const Parameters& p = c.p;
     if (!wait([&] { return hopper::mbarrier_try(c.item_done, phase); })) return false;
     phase ^= 1;
-    return merge_item(
+    return merge_work_unit(
         reinterpret_cast<const float*>(shared + at.states), lane, warps, p.HS,
         p.splits + static_cast<std::int64_t>(head) * p.max_splits * (p.HS + 2), split, splits, step,
         [&](const auto& try_once) { return wait(try_once); },
@@ -128,7 +128,7 @@ struct Helper {
       const int position = p.position + token, splits = splits_at(position, p.max_splits);
       load_rope(position);
       for (int l = 0; l < p.L; ++l) {
-        for (int item = c.first_item(l); item < p.NH * splits; item += c.blocks) {
+        for (int item = c.first_work_unit(l); item < p.NH * splits; item += c.blocks) {
           const int head = item / splits, split = item % splits;
           if (!prepare(l, position, head, split == splits - 1, step + 1)) return;
           if (!collect(head, split, splits, step + 1)) return;

@@ -90,9 +90,9 @@ class SplitSum {
 // wait() as in SplitSum, and calls finish(d, values) for dimensions d and d + 1 of the result; the others store theirs.
 // Returns false if the launch is aborted.
 template <typename Wait, typename Finish>
-__device__ __forceinline__ bool merge_item(const float* states, int lane, int warps, int HS, std::uint64_t* stored,
-                                           int split, int splits, unsigned step, const Wait& wait,
-                                           const Finish& finish) {
+__device__ __forceinline__ bool merge_work_unit(const float* states, int lane, int warps, int HS, std::uint64_t* stored,
+                                                int split, int splits, unsigned step, const Wait& wait,
+                                                const Finish& finish) {
   // Lane w holds the factor by which the state of warp w is rescaled.
   const float own = lane < warps ? states[lane * (HS + 2)] : -INFINITY, largest = warp_max(own);
   const float own_weight = exp2f(own - (largest == -INFINITY ? 0.0f : largest));

@@ -34,7 +34,7 @@ struct Layer {
 // sizeof(Layer<S>) for all types: the host lays out shared memory without knowing them.
 constexpr int kLayerBytes = 12 * static_cast<int>(sizeof(void*));
 
-// A layer with quantised matrices, in the order of weight_stream.cuh.
+// A layer with quantised matrices, in the order of packed_tiles.cuh.
 template <typename S>
 struct QuantizedLayer {
   const std::byte* stream;  // one stream a block, Sizes::stream_bytes apart; last entry: the quantised head, or null

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/fused/weight_stream.cuh"
+#include "llmc/cuda/fused/packed_tiles.cuh"
 #include "llmc/model/qkv_heads.h"
 
 namespace weft::cuda {

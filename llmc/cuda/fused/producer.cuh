@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "llmc/cuda/fused/block.cuh"
-#include "llmc/cuda/fused/weight_stream.cuh"
+#include "llmc/cuda/fused/packed_tiles.cuh"
 #include "llmc/cuda/hw/ring.cuh"
 
 namespace weft::cuda::fused {
@@ -81,7 +81,7 @@ struct Producer {
     const int position_bytes = p.HS * static_cast<int>(sizeof(S));
     const std::int64_t layer_begin = p.capacity * p.NH * p.HS * layer;
     bool checked = token == 0;  // the first token reads only what earlier launches wrote
-    for (int item = c.first_item(layer); item < p.NH * splits; item += c.blocks) {
+    for (int item = c.first_work_unit(layer); item < p.NH * splits; item += c.blocks) {
       const Positions cached = positions_of(position, splits, item % splits);
       if (cached.begin == cached.end) continue;
       if (!checked) {

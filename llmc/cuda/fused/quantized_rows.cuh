@@ -22,8 +22,8 @@
 #include <type_traits>
 
 #include "llmc/cuda/fused/consumer.cuh"
+#include "llmc/cuda/fused/packed_tiles.cuh"
 #include "llmc/cuda/fused/producer.cuh"
-#include "llmc/cuda/fused/weight_stream.cuh"
 
 namespace weft::cuda::fused {
 
@@ -61,7 +61,7 @@ __device__ __forceinline__ float sum_of_tile(const float (&v)[kTiles], int t) {
 template <typename Format>
 constexpr int kFragments = Format::kIntegers ? 4 : 8;
 static_assert(kWarpGroups == 2);  // the two parts of K with 4 bits
-// The digits of one band of activations (weight_stream.cuh), as this lane's B fragments.
+// The digits of one band of activations (packed_tiles.cuh), as this lane's B fragments.
 template <typename K>
 template <typename Format>
 struct Consumer<K>::Digits {

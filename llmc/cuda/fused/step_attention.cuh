@@ -20,11 +20,11 @@ namespace weft::cuda::fused {
 // states. kLanes lanes share a position.
 template <typename S, int kRows>
 template <int kLanes>
-__device__ __forceinline__ void StepConsumer<S, kRows>::attend_item(const StepItem& item, int slot) {
+__device__ __forceinline__ void StepConsumer<S, kRows>::attend_work_unit(const StepWorkUnit& item, int slot) {
   constexpr int kGroups = kWarpSize / kLanes;
   const int HS = p.HS, position_bytes = 2 * HS, group = lane / kLanes, lane_bytes = lane % kLanes * 16;
   const bool active = lane % kLanes * kLaneElements < HS;
-  const ItemPositions positions = positions_of_item(p, item);
+  const ItemPositions positions = positions_of_work_unit(p, item);
   const float* query = reinterpret_cast<const float*>(shared + at.query) + slot * HS + lane % kLanes * kLaneElements;
   float q[kLaneElements];
 #pragma unroll
@@ -68,19 +68,19 @@ __device__ __forceinline__ void StepConsumer<S, kRows>::attend_item(const StepIt
 
 template <typename S, int kRows>
 __device__ __forceinline__ void StepConsumer<S, kRows>::attend(int layer) {
-  StepItem item;
+  StepWorkUnit item;
   for (int round = 0; item_at(p, c.block, c.blocks, round, item); ++round, ++items) {
     const int slot = static_cast<int>(items % kItemSlots);
     c.wait_barrier(c.query_here + 8 * slot, items / kItemSlots & 1);
     stamp(layer, FusedPhase::query_here);
     if (p.HS <= 32) {
-      attend_item<4>(item, slot);
+      attend_work_unit<4>(item, slot);
     } else if (p.HS <= 64) {
-      attend_item<8>(item, slot);
+      attend_work_unit<8>(item, slot);
     } else if (p.HS <= 128) {
-      attend_item<16>(item, slot);
+      attend_work_unit<16>(item, slot);
     } else {
-      attend_item<32>(item, slot);
+      attend_work_unit<32>(item, slot);
     }
     __syncwarp();
     if (lane == 0) hopper::mbarrier_arrive(c.item_done + 8 * slot);
@@ -108,11 +108,11 @@ struct StepHelper {
   // Fills `slot` with the item's query, rotated and scaled, and with the keys and values of those of its positions that
   // are rows of this step, rounded as the pages hold them. The item of the last split also writes the key and value of
   // its own row to their page.
-  __device__ bool prepare(int layer, const StepItem& item, int slot, unsigned step) {
+  __device__ bool prepare(int layer, const StepWorkUnit& item, int slot, unsigned step) {
     constexpr int kAhead = 4, kSpan = 4 * kWarpSize;
     const int HS = p.HS, half = p.rope_half;
     const FusedStepRow& row = p.row[item.row];
-    const ItemPositions positions = positions_of_item(p, item);
+    const ItemPositions positions = positions_of_work_unit(p, item);
     const bool newest = item.split == item.splits - 1, in_step = positions.end > positions.cached;
     const int first_key = in_step ? row.first : item.row, key_rows = in_step ? item.row - first_key + 1 : 0;
     float* raw = reinterpret_cast<float*>(shared + at.raw);  // the query, then keys
@@ -191,10 +191,10 @@ struct StepHelper {
   }
 
   // Merges the softmax states of the consumer warps and, in the block with the last split of a head, all splits.
-  __device__ bool collect(const StepItem& item, int slot, unsigned phase, unsigned step) {
+  __device__ bool collect(const StepWorkUnit& item, int slot, unsigned phase, unsigned step) {
     const int HS = p.HS;
     if (!wait([&] { return hopper::mbarrier_try(c.item_done + 8 * slot, phase); })) return false;
-    return merge_item(
+    return merge_work_unit(
         reinterpret_cast<const float*>(shared + at.states) + slot * warps * (HS + 2), lane, warps, HS,
         p.splits + static_cast<std::int64_t>(item.row * p.NH + item.head) * p.max_splits * (HS + 2), item.split,
         item.splits, step, [&](const auto& try_once) { return wait(try_once); },
@@ -210,7 +210,7 @@ struct StepHelper {
     unsigned items = 0;
     for (int l = 0; l < p.L; ++l) {
       const unsigned step = p.first_step + static_cast<unsigned>(l) + 1;
-      StepItem item, next;
+      StepWorkUnit item, next;
       if (!item_at(p, c.block, c.blocks, 0, item)) return;
       if (!prepare(l, item, static_cast<int>(items % kItemSlots), step)) return;
       unsigned heads = 0;

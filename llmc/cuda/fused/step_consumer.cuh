@@ -319,7 +319,7 @@ struct StepConsumer {
   // ---- step_attention.cuh
   __device__ __forceinline__ void attend(int layer);
   template <int kLanes>
-  __device__ __forceinline__ void attend_item(const StepItem& item, int slot);
+  __device__ __forceinline__ void attend_work_unit(const StepWorkUnit& item, int slot);
 
   // ---- order of the operators in a layer
   __device__ __forceinline__ void run() {

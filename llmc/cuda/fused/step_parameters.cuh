@@ -52,14 +52,14 @@ __host__ __device__ inline int step_splits(int position, int max_splits) {
 }
 
 // An item of attention: one row, one head, one split of the row's positions.
-struct StepItem {
+struct StepWorkUnit {
   int row, head, split, splits;
 };
 // The item that `block` computes in `round`; false if it has none. The same in every layer. The assignment shifts by
 // one block each round, so that the last splits of heads, which also merge the others, do not always fall to the same
 // blocks.
 template <typename S>
-__device__ inline bool item_at(const StepParameters<S>& p, int block, int blocks, int round, StepItem& item) {
+__device__ inline bool item_at(const StepParameters<S>& p, int block, int blocks, int round, StepWorkUnit& item) {
   int index = round * blocks + (block + round) % blocks;
   for (int row = 0; row < p.step_rows; ++row) {
     const int splits = step_splits(p.row[row].position, p.max_splits), items = p.NH * splits;
@@ -78,7 +78,7 @@ struct ItemPositions {
   int begin, end, cached;
 };
 template <typename S>
-__device__ inline ItemPositions positions_of_item(const StepParameters<S>& p, const StepItem& item) {
+__device__ inline ItemPositions positions_of_work_unit(const StepParameters<S>& p, const StepWorkUnit& item) {
   const FusedStepRow& row = p.row[item.row];
   const Positions all = positions_of<kPageUnit>(row.position + 1, item.splits, item.split);
   return {all.begin, all.end, p.row[row.first].position};

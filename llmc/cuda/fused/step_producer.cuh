@@ -40,9 +40,9 @@ struct StepProducer {
   __device__ bool pages(int layer) {
     const std::int64_t layer_begin = p.capacity * p.NKV * p.HS * layer;
     const int position_bytes = p.HS * static_cast<int>(sizeof(S));
-    StepItem item;
+    StepWorkUnit item;
     for (int round = 0; item_at(p, ring.c.block, ring.c.blocks, round, item); ++round) {
-      const ItemPositions positions = positions_of_item(p, item);
+      const ItemPositions positions = positions_of_work_unit(p, item);
       const int end = min(positions.end, positions.cached);
       const std::int32_t* table = p.pages + p.row[item.row].table;
       for (int begin = positions.begin; begin < end; begin += p.chunk_positions) {

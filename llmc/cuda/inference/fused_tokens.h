@@ -12,7 +12,7 @@
 
 namespace weft::cuda {
 
-// Positions of a page in a model for fused decoding: a stage of the kernel's ring must not span pages.
+// Positions of a page in a model for fused decoding: a stage of the kernel's ring must not chunk pages.
 inline constexpr std::int64_t kFusedPageSize = 64;
 
 // Empty if this GPU can run it in fused mode, otherwise one line for the user that says why not.

@@ -50,7 +50,7 @@ constexpr std::int64_t kDepth = 2;        // steps in flight: one runs, one is q
 std::int64_t row_bucket(std::int64_t rows);
 
 // The description of a step, uploaded in one copy: these arrays, attention's work list, and then the block tables of
-// the spans. `rows` and `wanted` are padded by row_bucket(): the arrays' positions depend on these two alone, so that a
+// the chunks. `rows` and `wanted` are padded by row_bucket(): the arrays' positions depend on these two alone, so that a
 // captured graph finds them. The indices in `tables` count from the beginning of the copy.
 struct StepArrays {
   std::int64_t* sample_positions;                // [wanted]: position of the id that is sampled; -1: none
@@ -127,9 +127,9 @@ class Inference final : public InferenceModel {
   std::int64_t max_rows() const override { return pool_.max_rows; }
   std::int64_t max_positions() const override { return pool_.max_positions; }
   std::int64_t depth() const override { return kDepth; }
-  void submit(std::span<const Span> work) override;
+  void submit(std::span<const Chunk> work) override;
   DeviceDrafts device_drafts() override { return {b_.last_ids + pool_.slots, drafts_written_}; }
-  std::span<const SpanResult> collect() override;
+  std::span<const ChunkResult> collect() override;
   void keep_activations(bool keep) override {
     keep_ = keep;
     logits_alone_ = false;
@@ -154,8 +154,8 @@ class Inference final : public InferenceModel {
   }
 
  private:
-  // Indices of a span's results among the wanted rows; -1: not requested.
-  struct FlightSpan {
+  // Indices of a chunk's results among the wanted rows; -1: not requested.
+  struct FlightChunk {
     std::int64_t targets_begin = 0;
     std::vector<std::int32_t> targets;
     std::int64_t last = -1;  // wanted row
@@ -174,13 +174,13 @@ class Inference final : public InferenceModel {
     PinnedBuffer upload, scores, most_likely;
     std::byte* step = nullptr;  // destination of the upload
     Event uploaded{cudaEventDisableTiming};
-    std::unique_ptr<PinnedBuffer> logits;  // logits of the spans that keep them; grows on demand
+    std::unique_ptr<PinnedBuffer> logits;  // logits of the chunks that keep them; grows on demand
     Event done{cudaEventDisableTiming};
     std::int64_t wanted = 0;        // wanted rows, without padding
     bool decodes = false;           // paged_work_decodes()
     bool all_wanted = false;        // the logits of every row are wanted
     std::int64_t first_wanted = 0;  // StepArrays::first_wanted
-    std::vector<FlightSpan> spans;
+    std::vector<FlightChunk> chunks;
     std::vector<std::int64_t> kept_rows;  // wanted rows whose logits are kept, ascending
   };
 
@@ -190,9 +190,9 @@ class Inference final : public InferenceModel {
   };
 
   // ---- a step (inference_step.cu)
-  void check(std::span<const Span> work) const;
+  void check(std::span<const Chunk> work) const;
   // Fills the flight and its upload; returns the bytes to copy. `rows` and `wanted` become buckets.
-  std::size_t describe(std::span<const Span> work, Flight& flight, std::int64_t& rows, std::int64_t& wanted);
+  std::size_t describe(std::span<const Chunk> work, Flight& flight, std::int64_t& rows, std::int64_t& wanted);
   void launch(const Flight& flight, std::int64_t rows, std::int64_t wanted);
   // The same with one kernel up to the logits.
   void launch_fused(const Flight& flight, const StepArrays& step, std::int64_t rows, std::int64_t wanted);
@@ -272,9 +272,9 @@ class Inference final : public InferenceModel {
   std::map<std::tuple<std::int64_t, std::int64_t, bool, bool, const Flight*>, BucketGraph> graphs_;
   std::vector<std::unique_ptr<Flight>> flights_;  // [kDepth], used in turn
   std::int64_t submitted_ = 0, collected_ = 0;
-  std::vector<SpanResult> results_;
+  std::vector<ChunkResult> results_;
   std::vector<VerifiedRow> verified_;
-  std::vector<PagedSpan> paged_spans_;  // spans of the step being submitted
+  std::vector<PagedChunk> paged_chunks_;  // chunks of the step being submitted
 
   bool keep_ = false, logits_alone_ = false;
   // For the step being launched, without padding: its number of rows, and where the keys and values of each row lie.

@@ -44,16 +44,16 @@ StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted)
 
 // ---- submit -----------------------------------------------------------------------------------------------------------
 
-// Rejects steps that would access memory of other spans.
+// Rejects steps that would access memory of other chunks.
 template <typename S>
-void Inference<S>::check(std::span<const Span> work) const {
+void Inference<S>::check(std::span<const Chunk> work) const {
   if (submitted_ - collected_ >= kDepth) {
     fail(Exit::internal, "inference: %lld steps were not collected", static_cast<long long>(kDepth));
   }
   check_step(work, pool_, config_.longest_window());
-  for (const Span& span : work) {
-    if (span.alternatives > kMaxAlternatives) {
-      fail(Exit::internal, "inference: %d alternatives, at most %lld are possible", span.alternatives,
+  for (const Chunk& chunk : work) {
+    if (chunk.alternatives > kMaxAlternatives) {
+      fail(Exit::internal, "inference: %d alternatives, at most %lld are possible", chunk.alternatives,
            static_cast<long long>(kMaxAlternatives));
     }
   }
@@ -64,31 +64,31 @@ void Inference<S>::check(std::span<const Span> work) const {
 }
 
 template <typename S>
-std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, std::int64_t& rows,
+std::size_t Inference<S>::describe(std::span<const Chunk> work, Flight& flight, std::int64_t& rows,
                                    std::int64_t& wanted) {
-  // Rows and wanted rows of the spans.
-  flight.spans.resize(work.size());
+  // Rows and wanted rows of the chunks.
+  flight.chunks.resize(work.size());
   flight.kept_rows.clear();
-  paged_spans_.clear();
+  paged_chunks_.clear();
   rows = wanted = 0;
   for (std::size_t s = 0; s < work.size(); ++s) {
-    const Span& span = work[s];
-    FlightSpan& out = flight.spans[s];
-    const std::int64_t count = span.rows(), targets = std::ssize(span.targets);
-    const bool last_is_wanted = span.sampling != nullptr || span.keep_logits;
-    out.drafts.assign(span.ids.end() - span.drafts, span.ids.end());
-    out.later_drafts = span.drafts_on_device ? std::to_address(span.ids.end() - span.drafts) : nullptr;
-    paged_spans_.push_back({rows, count, span.first_position});
+    const Chunk& chunk = work[s];
+    FlightChunk& out = flight.chunks[s];
+    const std::int64_t count = chunk.rows(), targets = std::ssize(chunk.targets);
+    const bool last_is_wanted = chunk.sampling != nullptr || chunk.keep_logits;
+    out.drafts.assign(chunk.ids.end() - chunk.drafts, chunk.ids.end());
+    out.later_drafts = chunk.drafts_on_device ? std::to_address(chunk.ids.end() - chunk.drafts) : nullptr;
+    paged_chunks_.push_back({rows, count, chunk.first_position});
     out.targets_begin = wanted;
-    out.targets.assign(span.targets.begin(), span.targets.end());
-    wanted += targets + span.drafts;  // a span has targets or drafts, not both
+    out.targets.assign(chunk.targets.begin(), chunk.targets.end());
+    wanted += targets + chunk.drafts;  // a chunk has targets or drafts, not both
     out.last = -1;
     // either the last target's row or an additional one
     if (last_is_wanted) out.last = targets == count ? wanted - 1 : wanted++;
-    out.sampled = span.sampling != nullptr;
-    out.alternatives = span.alternatives;
-    out.logits = span.keep_logits ? std::ssize(flight.kept_rows) : -1;
-    if (span.keep_logits) flight.kept_rows.push_back(out.last);
+    out.sampled = chunk.sampling != nullptr;
+    out.alternatives = chunk.alternatives;
+    out.logits = chunk.keep_logits ? std::ssize(flight.kept_rows) : -1;
+    if (chunk.keep_logits) flight.kept_rows.push_back(out.last);
     rows += count;
   }
   const std::int64_t used_rows = rows, used_wanted = wanted;
@@ -99,43 +99,43 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
   std::byte* const begin = flight.upload.template at<std::byte>(0);
   const StepArrays step = step_arrays(begin, rows, wanted);
   // Block tables follow attention's work list; `table` counts elements of 4 bytes.
-  const std::size_t work_bytes = write_paged_work(step.work, attention_shape(config_, pool_), paged_spans_);
+  const std::size_t work_bytes = write_paged_work(step.work, attention_shape(config_, pool_), paged_chunks_);
   flight.decodes = paged_work_decodes(step.work);
   auto* const base = reinterpret_cast<std::int32_t*>(begin);
   std::int64_t table = ceil_div(step.work + work_bytes - begin, sizeof(std::int32_t));
   std::int64_t row = 0, next = 0;
   kept_places_.clear();
   for (std::size_t s = 0; s < work.size(); ++s) {
-    const Span& span = work[s];
-    const std::int64_t count = span.rows(), targets = std::ssize(span.targets);
+    const Chunk& chunk = work[s];
+    const std::int64_t count = chunk.rows(), targets = std::ssize(chunk.targets);
     for (std::int64_t t = 0; t < count; ++t, ++row) {
-      const std::int64_t position = span.first_position + t;
-      const std::int64_t draft = t - (count - span.drafts);  // index among the drafts
-      const bool on_device = span.drafts_on_device && draft >= 0;
-      step.ids[row] = span.ids.empty() ? -1 - span.slot
-                      : on_device      ? -1 - static_cast<std::int32_t>(pool_.slots + draft)
-                                       : span.ids[static_cast<std::size_t>(t)];
+      const std::int64_t position = chunk.first_position + t;
+      const std::int64_t draft = t - (count - chunk.drafts);  // index among the drafts
+      const bool on_device = chunk.drafts_on_device && draft >= 0;
+      step.ids[row] = chunk.ids.empty() ? -1 - chunk.slot
+                      : on_device       ? -1 - static_cast<std::int32_t>(pool_.slots + draft)
+                                        : chunk.ids[static_cast<std::size_t>(t)];
       step.positions[row] = static_cast<std::int32_t>(position);
       step.tables[row] = static_cast<std::int32_t>(table);
       if (keep_) {
         kept_places_.push_back(
-            {span.pages[static_cast<std::size_t>(position / pool_.page_size)], position % pool_.page_size});
+            {chunk.pages[static_cast<std::size_t>(position / pool_.page_size)], position % pool_.page_size});
       }
-      const bool last = t + 1 == count && flight.spans[s].last >= 0;
-      const bool verified = span.drafts > 0 && t + 1 + span.drafts >= count;
-      const bool sampled = (last && span.sampling != nullptr) || verified;
+      const bool last = t + 1 == count && flight.chunks[s].last >= 0;
+      const bool verified = chunk.drafts > 0 && t + 1 + chunk.drafts >= count;
+      const bool sampled = (last && chunk.sampling != nullptr) || verified;
       if (t >= targets && !last && !verified) continue;
       step.wanted_rows[next] = static_cast<std::int32_t>(row);
       step.sample_positions[next] = sampled ? position + 1 : -1;
-      if (sampled) step.plans[next] = *span.sampling;
-      step.slots[next] = verified ? kSampledForHost : sampled ? span.slot : kNotSampled;
-      step.targets[next] = t < targets ? span.targets[static_cast<std::size_t>(t)] : -1;
-      step.alternatives[next] = span.alternatives;
+      if (sampled) step.plans[next] = *chunk.sampling;
+      step.slots[next] = verified ? kSampledForHost : sampled ? chunk.slot : kNotSampled;
+      step.targets[next] = t < targets ? chunk.targets[static_cast<std::size_t>(t)] : -1;
+      step.alternatives[next] = chunk.alternatives;
       ++next;
     }
-    // the span's table may have more pages
-    const std::int64_t pages = ceil_div(span.first_position + count, pool_.page_size);
-    std::copy_n(span.pages.begin(), pages, base + table);
+    // the chunk's table may have more pages
+    const std::int64_t pages = ceil_div(chunk.first_position + count, pool_.page_size);
+    std::copy_n(chunk.pages.begin(), pages, base + table);
     table += pages;
   }
   for (; row < rows; ++row) {  // padding rows compute on an embedding, so that they stay finite
@@ -155,7 +155,7 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
   return static_cast<std::size_t>(table) * sizeof(std::int32_t);
 }
 
-// Copies the logits of wanted rows first to first + count - 1 from the workspace to the spans that keep them.
+// Copies the logits of wanted rows first to first + count - 1 from the workspace to the chunks that keep them.
 template <typename S>
 void Inference<S>::keep_logits(const Flight& flight, std::int64_t first, std::int64_t count) {
   const std::int64_t V = config_.vocab_size;
@@ -211,7 +211,7 @@ void Inference<S>::launch_fused(const Flight& flight, const StepArrays& step, st
   const auto count = static_cast<std::size_t>(kept_step_rows_);
   for (std::size_t r = 0; r < count; ++r) {
     all[r] = {host.ids[r], host.positions[r], host.tables[r], static_cast<std::int32_t>(r), -1};
-    if (r > 0 && all[r].table == all[r - 1].table) all[r].first = all[r - 1].first;  // every span has its own table
+    if (r > 0 && all[r].table == all[r - 1].table) all[r].first = all[r - 1].first;  // every chunk has its own table
   }
   for (std::int64_t i = 0; i < flight.wanted; ++i) {
     all[static_cast<std::size_t>(host.wanted_rows[i])].logits = static_cast<std::int32_t>(i);
@@ -223,7 +223,7 @@ void Inference<S>::launch_fused(const Flight& flight, const StepArrays& step, st
 }
 
 template <typename S>
-void Inference<S>::submit(std::span<const Span> work) {
+void Inference<S>::submit(std::span<const Chunk> work) {
   check(work);
   Flight& flight = *flights_[static_cast<std::size_t>(submitted_ % kDepth)];
   std::int64_t rows = 0, wanted = 0;
@@ -240,7 +240,7 @@ void Inference<S>::submit(std::span<const Span> work) {
               "inference step");
   cuda::check(cudaEventRecord(flight.uploaded, upload_stream_), "inference step");
   cuda::check(cudaStreamWaitEvent(stream_, flight.uploaded, 0), "inference step");
-  if (std::ranges::any_of(work, [](const Span& span) { return span.drafts_on_device; })) {
+  if (std::ranges::any_of(work, [](const Chunk& chunk) { return chunk.drafts_on_device; })) {
     cuda::check(cudaStreamWaitEvent(stream_, drafts_written_, 0), "inference step");
   }
   {
@@ -252,7 +252,7 @@ void Inference<S>::submit(std::span<const Span> work) {
     }
     launch(flight, rows, wanted);
   }
-  if (std::ranges::any_of(work, [](const Span& span) { return span.alternatives > 0; })) {
+  if (std::ranges::any_of(work, [](const Chunk& chunk) { return chunk.alternatives > 0; })) {
     cuda::check(cudaMemcpyAsync(flight.most_likely.template at<IdLogprob>(0), b_.most_likely,
                                 static_cast<std::size_t>(flight.wanted) * kMaxAlternatives * sizeof(IdLogprob),
                                 cudaMemcpyDeviceToHost, stream_),
@@ -275,7 +275,7 @@ ScoredId Inference<S>::scored(const Flight& flight, std::int64_t row, std::int32
 }
 
 template <typename S>
-std::span<const SpanResult> Inference<S>::collect() {
+std::span<const ChunkResult> Inference<S>::collect() {
   if (submitted_ == collected_) fail(Exit::internal, "inference: collect() without a step");
   const Flight& flight = *flights_[static_cast<std::size_t>(collected_ % kDepth)];
   ++collected_;
@@ -283,40 +283,40 @@ std::span<const SpanResult> Inference<S>::collect() {
   if (fused_ != nullptr) fused_->check();
   const RowScore* scores = flight.scores.template at<RowScore>(0);
   results_.clear();
-  for (const FlightSpan& span : flight.spans) {
-    SpanResult& result = results_.emplace_back();
+  for (const FlightChunk& chunk : flight.chunks) {
+    ChunkResult& result = results_.emplace_back();
     const std::span<const std::int32_t> drafts =
-        span.later_drafts != nullptr ? std::span(span.later_drafts, span.drafts.size()) : std::span(span.drafts);
-    for (std::size_t t = 0; t < span.targets.size(); ++t) {
-      const std::int64_t row = span.targets_begin + static_cast<std::int64_t>(t);
-      result.targets.push_back(scored(flight, row, span.targets[t], scores[row].target, span.alternatives));
+        chunk.later_drafts != nullptr ? std::span(chunk.later_drafts, chunk.drafts.size()) : std::span(chunk.drafts);
+    for (std::size_t t = 0; t < chunk.targets.size(); ++t) {
+      const std::int64_t row = chunk.targets_begin + static_cast<std::int64_t>(t);
+      result.targets.push_back(scored(flight, row, chunk.targets[t], scores[row].target, chunk.alternatives));
     }
-    if (span.logits >= 0) {
+    if (chunk.logits >= 0) {
       const auto V = static_cast<std::size_t>(config_.vocab_size);
-      result.logits = {flight.logits->template at<float>(0) + static_cast<std::size_t>(span.logits) * V, V};
+      result.logits = {flight.logits->template at<float>(0) + static_cast<std::size_t>(chunk.logits) * V, V};
     }
-    if (!span.sampled) continue;
+    if (!chunk.sampled) continue;
     if (!drafts.empty()) {
-      const std::int64_t begin = span.last - std::ssize(drafts);
+      const std::int64_t begin = chunk.last - std::ssize(drafts);
       verified_.clear();
-      for (std::int64_t row = begin; row <= span.last; ++row) {
+      for (std::int64_t row = begin; row <= chunk.last; ++row) {
         const RowScore& score = scores[row];
-        verified_.push_back({scored(flight, row, score.id, score.sampled, span.alternatives), score.error});
+        verified_.push_back({scored(flight, row, score.id, score.sampled, chunk.alternatives), score.error});
       }
       accept_drafts(drafts, verified_, result);
       continue;
     }
-    const RowScore& score = scores[span.last];
+    const RowScore& score = scores[chunk.last];
     result.error = score.error;
     if (score.error != SampleError::none) continue;
-    result.sampled = scored(flight, span.last, score.id, score.sampled, span.alternatives);
+    result.sampled = scored(flight, chunk.last, score.id, score.sampled, chunk.alternatives);
   }
   return results_;
 }
 
-#define WEFT_INSTANTIATE(S)                                  \
-  template void Inference<S>::submit(std::span<const Span>); \
-  template std::span<const SpanResult> Inference<S>::collect();
+#define WEFT_INSTANTIATE(S)                                   \
+  template void Inference<S>::submit(std::span<const Chunk>); \
+  template std::span<const ChunkResult> Inference<S>::collect();
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)
 WEFT_INSTANTIATE(fp16)

@@ -37,7 +37,7 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-// A named span of the host thread; the kernels launched in it are found under its name.
+// A named chunk of the host thread; the kernels launched in it are found under its name.
 class TraceRange {
  public:
   explicit TraceRange(const char* name) { nvtxRangePushA(name); }

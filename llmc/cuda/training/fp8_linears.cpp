@@ -79,7 +79,7 @@ Fp8Memory::Fp8Memory(const ModelConfig& config, const TrainOptions& options, con
   layout.reserve(&others, static_cast<std::int64_t>(other_list.size()));
   layout.reserve(&scales, slots);
   layout.reserve(&inverses, kScaleStride * slots);
-  layout.reserve(&tallies, slots + 1);
+  layout.reserve(&counters, slots + 1);
   norms.resize(static_cast<std::size_t>(2 * config.num_layers));  // sized once: `layout` keeps addresses
   for (std::size_t i = 0; i < norms.size(); ++i) {
     if (i >= 2 && options.recompute != Recompute::none) {
@@ -109,11 +109,11 @@ Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, c
       memory_(config, options, table, sharding),
       buffers_(config.num_layers, sharding.parameters_sharded),
       arena_(memory_.layout.plan()),
-      results_(static_cast<std::uint64_t>(ranks_ * slots()) * sizeof(Fp8Tally)),
+      results_(static_cast<std::uint64_t>(ranks_ * slots()) * sizeof(Fp8Counters)),
       upload_((1 + Fp8Memory::kScaleStride) * static_cast<std::uint64_t>(slots()) * sizeof(float)) {
   memory_.layout.bind(arena_);
   arena_.clear(stream_);
-  std::fill_n(results_.at<Fp8Tally>(0), ranks_ * slots(), Fp8Tally{});
+  std::fill_n(results_.at<Fp8Counters>(0), ranks_ * slots(), Fp8Counters{});
   if (!sharding.sharded) prepare_update();
 }
 
@@ -146,29 +146,29 @@ void Fp8Linears::prepare_update() {
 // ---- rounding -------------------------------------------------------------------------------------------------------
 
 Fp8Target Fp8Linears::target(std::int64_t slot, std::uint8_t* codes, std::uint8_t* transposed, Pass pass) const {
-  return {codes, transposed, memory_.scales + slot, pass == Pass::training ? memory_.tallies + slot : nullptr};
+  return {codes, transposed, memory_.scales + slot, pass == Pass::training ? memory_.counters + slot : nullptr};
 }
 
 // In the first step, and in an evaluation before it, the history has no scale yet: finds a tensor's scale from its own
 // largest magnitude, for which `look` reads it once.
 void Fp8Linears::find_scale(std::int64_t slot, Pass pass, const std::function<void(const Fp8Target&)>& look) {
   if (scales_.known() || pass == Pass::again) return;
-  Fp8Tally* const tally = memory_.tallies + scales_.slots().count();
-  check(cudaMemsetAsync(tally, 0, sizeof *tally, stream_), "fp8 scale");
-  look({nullptr, nullptr, nullptr, tally});
-  fp8_current_scale(memory_.scales + slot, memory_.inverse(slot), tally, fp8_format(scales_.slots().kind(slot)),
+  Fp8Counters* const counters = memory_.counters + scales_.slots().count();
+  check(cudaMemsetAsync(counters, 0, sizeof *counters, stream_), "fp8 scale");
+  look({nullptr, nullptr, nullptr, counters});
+  fp8_current_scale(memory_.scales + slot, memory_.inverse(slot), counters, fp8_format(scales_.slots().kind(slot)),
                     stream_);
 }
 
-void Fp8Linears::clear_weight_tallies(std::int64_t first_layer, std::int64_t layers) {
-  Fp8Tally* const first = memory_.tallies + scales_.slots().at(Fp8Kind::weight, first_layer, kBlockLinears[0]);
-  const std::size_t bytes = std::size(kBlockLinears) * static_cast<std::size_t>(layers) * sizeof(Fp8Tally);
+void Fp8Linears::clear_weight_counters(std::int64_t first_layer, std::int64_t layers) {
+  Fp8Counters* const first = memory_.counters + scales_.slots().at(Fp8Kind::weight, first_layer, kBlockLinears[0]);
+  const std::size_t bytes = std::size(kBlockLinears) * static_cast<std::size_t>(layers) * sizeof(Fp8Counters);
   check(cudaMemsetAsync(first, 0, bytes, stream_), "fp8 weights");
 }
 
 void Fp8Linears::round_weights(std::int64_t layer, const BlockWeights<bf16>& weights, bool again) {
   const Pass pass = again ? Pass::again : Pass::training;
-  if (!again) clear_weight_tallies(layer, 1);
+  if (!again) clear_weight_counters(layer, 1);
   for (const BlockLinear linear : kBlockLinears) {
     const LinearSize size = linear_size(config_, linear);
     const std::int64_t slot = scales_.slots().at(Fp8Kind::weight, layer, linear);
@@ -346,30 +346,30 @@ void Fp8Linears::swiglu_backward(std::int64_t layer, const bf16* d_swiglu_out, c
 void Fp8Linears::begin_step() {
   const Fp8Slots& slots = scales_.slots();
   for (const Fp8Kind kind : {Fp8Kind::input, Fp8Kind::gradient}) {
-    check(cudaMemsetAsync(memory_.tallies + slots.first(kind), 0,
-                          static_cast<std::size_t>(slots.of_a_kind()) * sizeof(Fp8Tally), stream_),
+    check(cudaMemsetAsync(memory_.counters + slots.first(kind), 0,
+                          static_cast<std::size_t>(slots.of_a_kind()) * sizeof(Fp8Counters), stream_),
           "zero_gradients");
   }
   micro_batches_ = 0;
 }
 
-void Fp8Linears::download_tallies(const Fp8Tally* tallies) {
-  check(cudaMemcpyAsync(results_.at<Fp8Tally>(0), tallies, results_.bytes(), cudaMemcpyDeviceToHost, stream_),
+void Fp8Linears::download_counters(const Fp8Counters* counters) {
+  check(cudaMemcpyAsync(results_.at<Fp8Counters>(0), counters, results_.bytes(), cudaMemcpyDeviceToHost, stream_),
         "statistics");
 }
 
 Fp8Statistics Fp8Linears::statistics() const {
-  return fp8_statistics(config_, step_tallies(), rows_, ranks_ * micro_batches_);
+  return fp8_statistics(config_, step_counters(), rows_, ranks_ * micro_batches_);
 }
 
 void Fp8Linears::end_step() {
-  scales_.push(step_tallies());
+  scales_.push(step_counters());
   upload_scales();
   buffers_.forget();
 }
 
 const Fp8Linears::Update& Fp8Linears::begin_update() {
-  clear_weight_tallies(0, config_.num_layers);
+  clear_weight_counters(0, config_.num_layers);
   all_weights_rounded();
   return update_;
 }

@@ -49,7 +49,7 @@ struct Fp8Memory {
   AdamWMatrix* matrices = nullptr;  // the two lists on the device
   AdamWBlock* others = nullptr;
   float *scales = nullptr, *inverses = nullptr;  // [slots]: 2^e; [slots, kScaleStride]: 2^-e
-  Fp8Tally* tallies = nullptr;                   // [slots], and one for current scaling
+  Fp8Counters* counters = nullptr;               // [slots], and one for current scaling
   // The outputs of the two norms of each layer [2 layer + norm], [N, C]; with recomputation all layers share one pair.
   std::vector<std::uint8_t*> norms;
   std::uint8_t* input = nullptr;  // [N, C] of the widest input: of any, transposed
@@ -66,7 +66,7 @@ class Fp8Linears {
   Fp8Linears(const ModelConfig& config, const TrainOptions& options, const TensorTable& table, const Sharding& sharding,
              bool swiglu_in_epilogue, Matmul& matmul, OperatorClock& clock, cudaStream_t stream);
 
-  // Which pass a call belongs to. Only `training`, the first computation of a training step, adds to the tallies from
+  // Which pass a call belongs to. Only `training`, the first computation of a training step, adds to the counters from
   // which later scales follow; `again` recomputes with the scales of the first time.
   enum class Pass { training, again, evaluation };
 
@@ -113,18 +113,18 @@ class Fp8Linears {
   void down_input_grad_and_swiglu(std::int64_t layer, __nv_bfloat16* d_swiglu_out, const __nv_bfloat16* gate_up,
                                   const char* name);
 
-  void begin_step();  // clears the tallies of inputs and gradients
+  void begin_step();  // clears the counters of inputs and gradients
   void end_micro_batch() { ++micro_batches_; }
   std::int64_t slots() const { return scales_.slots().count(); }
-  // The tallies of this rank, on the device [slots].
-  const Fp8Tally* tallies() const { return memory_.tallies; }
-  // `tallies`: on the device, those of each rank of the run [ranks, slots]. Queued in the stream; synchronise before
+  // The counters of this rank, on the device [slots].
+  const Fp8Counters* counters() const { return memory_.counters; }
+  // `counters`: on the device, those of each rank of the run [ranks, slots]. Queued in the stream; synchronise before
   // statistics() and end_step(), which read them.
-  void download_tallies(const Fp8Tally* tallies);
+  void download_counters(const Fp8Counters* counters);
   Fp8Statistics statistics() const;
   void end_step();  // before the update: the scales of the next step
   // The work of the update behind end_step(), if scales are known: for adamw_fp8() the matrices with their codes, whose
-  // tallies it clears, and for adamw() the blocks of everything else. Not for an update that ranks divide.
+  // counters it clears, and for adamw() the blocks of everything else. Not for an update that ranks divide.
   struct Update {
     const AdamWMatrix* matrices;
     std::int64_t count, tiles, elements;
@@ -142,11 +142,11 @@ class Fp8Linears {
   void swiglu(std::int64_t layer, const __nv_bfloat16* gate_up, Pass pass);
   void swiglu_backward(std::int64_t layer, const __nv_bfloat16* d_swiglu_out, const __nv_bfloat16* gate_up);
   void prepare_update();
-  void clear_weight_tallies(std::int64_t first_layer, std::int64_t layers);
+  void clear_weight_counters(std::int64_t first_layer, std::int64_t layers);
   void upload_scales();
   // Of all ranks.
-  std::vector<Fp8Tally> step_tallies() const {
-    return of_all_ranks(scales_.slots(), {results_.at<Fp8Tally>(0), static_cast<std::size_t>(ranks_ * slots())});
+  std::vector<Fp8Counters> step_counters() const {
+    return of_all_ranks(scales_.slots(), {results_.at<Fp8Counters>(0), static_cast<std::size_t>(ranks_ * slots())});
   }
   // An operand of a GEMM.
   Fp8Matrix matrix(std::int64_t slot, const std::uint8_t* codes) const { return {codes, memory_.inverse(slot)}; }
@@ -174,7 +174,7 @@ class Fp8Linears {
   Fp8Memory memory_;
   Fp8Buffers buffers_;
   DeviceArena arena_;
-  PinnedBuffer results_, upload_;  // tallies of all ranks; scales and their inverses
+  PinnedBuffer results_, upload_;  // counters of all ranks; scales and their inverses
   Update update_{};
   std::int64_t micro_batches_ = 0;
 };

@@ -244,7 +244,7 @@ void TrainingModel<S>::attend_backward(std::int64_t l, const LayerActivations<S>
     if (attention_rounds()) {
       const double bytes = row_bytes(2 * q + qkv_size()) + static_cast<double>(rows() * qkv_size());
       return fp8_->write_gradient(BlockLinear::qkv, l, [&](const Fp8Target& to) {
-        const AttentionCodes codes{q_heads(to.codes), k_heads(to.codes), v_heads(to.codes), to.scale, to.tally};
+        const AttentionCodes codes{q_heads(to.codes), k_heads(to.codes), v_heads(to.codes), to.scale, to.counters};
         clock_.run("attention backward, quantise", 2.5 * attention_flops(l), bytes, [&] {
           attention_backward_fp8(attention_shape(config_, options_, l), codes, heads(acts_.d_attention, q),
                                  heads(a.attention, q), a.lse, q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv),

@@ -255,7 +255,7 @@ TrainingWorkspace::TrainingWorkspace(const ModelConfig& config, const TrainOptio
   layout.reserve(&evaluation_total, 1);
   layout.reserve(&rank_totals, share.ranks * share.rounds);
   if (options.precision == Precision::fp8 && share.ranks > 1) {
-    layout.reserve(&rank_tallies, share.ranks * Fp8Slots{config.num_layers}.count());
+    layout.reserve(&rank_counters, share.ranks * Fp8Slots{config.num_layers}.count());
   }
   layout.reserve(&gradient_norm, 1);
   muon.reserve(layout, muon_shapes, options.precision == Precision::fp32 ? sizeof(float) : sizeof(__nv_bfloat16));

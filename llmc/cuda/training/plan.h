@@ -119,7 +119,7 @@ struct TrainingWorkspace {
   LossTotal *loss_total = nullptr, *evaluation_total = nullptr;  // loss of the rank so far; loss of one evaluate()
   // [ranks]: losses of the ranks of a run; with virtual ranks the first one is their sum
   LossTotal* rank_totals = nullptr;
-  Fp8Tally* rank_tallies = nullptr;  // with fp8 and several ranks: what each has met, [ranks, slots]
+  Fp8Counters* rank_counters = nullptr;  // with fp8 and several ranks: what each has met, [ranks, slots]
   GradientNorm* gradient_norm = nullptr;
   AdamWBlock* adamw_blocks = nullptr;
   MuonWorkspace muon;

@@ -64,13 +64,13 @@ void TrainingModel<S>::gather_statistics() {
     gradients_.gather(work_.rank_totals, totals);
   }
   if (sharding_.sharded) gradients_.gather(work_.squares, sharding_.squares_of_rank);
-  if (work_.rank_tallies != nullptr) {
+  if (work_.rank_counters != nullptr) {
     const std::int64_t slots = fp8_->slots();
-    check(cudaMemcpyAsync(work_.rank_tallies + peers_.share.rank * slots, fp8_->tallies(),
-                          static_cast<std::size_t>(slots) * sizeof(Fp8Tally), cudaMemcpyDeviceToDevice,
+    check(cudaMemcpyAsync(work_.rank_counters + peers_.share.rank * slots, fp8_->counters(),
+                          static_cast<std::size_t>(slots) * sizeof(Fp8Counters), cudaMemcpyDeviceToDevice,
                           gradients_.stream()),
           "statistics");
-    gradients_.gather(work_.rank_tallies, shares(peers_.share.ranks * slots, peers_.share.ranks));
+    gradients_.gather(work_.rank_counters, shares(peers_.share.ranks * slots, peers_.share.ranks));
   }
   gradients_.join();
 }

@@ -139,7 +139,7 @@ StepStatistics TrainingModel<S>::statistics() {
   check(cudaMemcpyAsync(total, work_.loss_total, sizeof *total, cudaMemcpyDeviceToHost, stream_), "statistics");
   check(cudaMemcpyAsync(totals, work_.rank_totals, rank_totals() * sizeof *total, cudaMemcpyDeviceToHost, stream_),
         "statistics");
-  if (fp8_) fp8_->download_tallies(work_.rank_tallies != nullptr ? work_.rank_tallies : fp8_->tallies());
+  if (fp8_) fp8_->download_counters(work_.rank_counters != nullptr ? work_.rank_counters : fp8_->counters());
   if (has_peers()) {
     peers_.device_ranks->wait(stream_, gradients_.own_work(), "training step");
   } else {

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t first_column = static_cast<std::int64_t>(blockIdx.x) * kTileColumns;
   const std::int64_t column = first_column + threadIdx.x % kRowThreads * kNeighbours;
   const float scale = to.writes() ? *to.scale : 1.0f;
-  ThreadTally tally;
+  ThreadCounters counters;
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
     const int tile_row = round * (kThreads / kRowThreads) + threadIdx.x / kRowThreads;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
     source.load(values, row, column);
     unsigned words[kNeighbours / 4];
 #pragma unroll
-    for (int i = 0; i < kNeighbours / 4; ++i) words[i] = round_four<kFormat>(values + 4 * i, scale, tally);
+    for (int i = 0; i < kNeighbours / 4; ++i) words[i] = round_four<kFormat>(values + 4 * i, scale, counters);
     if (to.codes != nullptr) {
       *reinterpret_cast<uint4*>(to.codes + row * C + column) = make_uint4(words[0], words[1], words[2], words[3]);
     }
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     store_transposed(to.transposed, tile, first_row, first_column, N, C, 0);
   }
-  add_tally(to, tally, scratch);
+  add_counters(to, counters, scratch);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t first_column = static_cast<std::int64_t>(blockIdx.x) * kTileColumns;
   const std::int64_t column = first_column + threadIdx.x % kRowThreads * kNeighbours;
   const float gradient_scale = dgate_up.writes() ? *dgate_up.scale : 1.0f, out_scale = out.writes() ? *out.scale : 1.0f;
-  ThreadTally gradient_tally, out_tally;
+  ThreadCounters gradient_counters, out_counters;
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
     const int tile_row = round * (kThreads / kRowThreads) + threadIdx.x / kRowThreads;
@@ -109,9 +109,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int i = 0; i < kHalf / 4; ++i) {
         const int word = half * (kHalf / 4) + i;
-        words[0][word] = round_four<Fp8Format::e5m2>(dgate + 4 * i, gradient_scale, gradient_tally);
-        words[1][word] = round_four<Fp8Format::e5m2>(dup + 4 * i, gradient_scale, gradient_tally);
-        words[2][word] = round_four<Fp8Format::e4m3>(again + 4 * i, out_scale, out_tally);
+        words[0][word] = round_four<Fp8Format::e5m2>(dgate + 4 * i, gradient_scale, gradient_counters);
+        words[1][word] = round_four<Fp8Format::e5m2>(dup + 4 * i, gradient_scale, gradient_counters);
+        words[2][word] = round_four<Fp8Format::e4m3>(again + 4 * i, out_scale, out_counters);
       }
     }
     const auto store = [](std::uint8_t* codes, const unsigned* w) {
@@ -136,8 +136,8 @@ __global__ void __launch_bounds__(kThreads)
     store_transposed(dgate_up.transposed, tiles[1], first_row, first_column, N, F, F);
   }
   if (out.transposed != nullptr) store_transposed(out.transposed, tiles[2], first_row, first_column, N, F, 0);
-  add_tally(dgate_up, gradient_tally, scratch);
-  add_tally(out, out_tally, scratch);
+  add_counters(dgate_up, gradient_counters, scratch);
+  add_counters(out, out_counters, scratch);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -163,8 +163,8 @@ __global__ void __launch_bounds__(kThreads)
   store_transposed(transposed, tile, first_row, first_column, N, C, 0);
 }
 
-__global__ void current_scale_kernel(float* scale, float* inverse, const Fp8Tally* tally, Fp8Format format) {
-  const std::uint32_t amax = tally->amax_bits;
+__global__ void current_scale_kernel(float* scale, float* inverse, const Fp8Counters* counters, Fp8Format format) {
+  const std::uint32_t amax = counters->amax_bits;
   const int exponent = amax < 0x7F800000u ? fp8_exponent(amax, format) : 0;
   *scale = __uint_as_float(fp8_scale_bits(exponent));
   *inverse = __uint_as_float(fp8_scale_bits(-exponent));
@@ -208,8 +208,9 @@ void swiglu_backward_fp8(const Fp8Target& dgate_up, const Fp8Target& out, const 
   check_launch("swiglu_backward_fp8");
 }
 
-void fp8_current_scale(float* scale, float* inverse, const Fp8Tally* tally, Fp8Format format, cudaStream_t stream) {
-  current_scale_kernel<<<1, 1, 0, stream>>>(scale, inverse, tally, format);
+void fp8_current_scale(float* scale, float* inverse, const Fp8Counters* counters, Fp8Format format,
+                       cudaStream_t stream) {
+  current_scale_kernel<<<1, 1, 0, stream>>>(scale, inverse, counters, format);
   check_launch("fp8_current_scale");
 }
 

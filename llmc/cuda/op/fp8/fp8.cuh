@@ -1,4 +1,4 @@
-// Rounding to fp8 inside a kernel, for kernels that write the codes of what they compute. What a tensor's codes and tally
+// Rounding to fp8 inside a kernel, for kernels that write the codes of what they compute. What a tensor's codes and counters
 // are is in llmc/cuda/op/fp8/fp8.h: those of quantize_fp8() on the same values, bit for bit.
 #pragma once
 
@@ -9,8 +9,8 @@
 
 namespace weft::cuda {
 
-// One thread's part of a tensor's tally.
-struct ThreadTally {
+// One thread's part of a tensor's counters.
+struct ThreadCounters {
   unsigned amax = 0, saturated = 0, flushed = 0;
 };
 
@@ -37,30 +37,31 @@ __device__ inline unsigned zero_codes(unsigned codes) {
   return 4 - __popc(((codes & kMagnitudes) + kMagnitudes) & ~kMagnitudes);
 }
 
-// Rounds four values to four codes, and counts them in `tally`. Infinity becomes NaN.
+// Rounds four values to four codes, and counts them in `counters`. Infinity becomes NaN.
 template <Fp8Format kFormat>
-__device__ unsigned round_four(const float* values, float scale, ThreadTally& tally) {
+__device__ unsigned round_four(const float* values, float scale, ThreadCounters& counters) {
   float scaled[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const unsigned bits = __float_as_uint(values[i]) & 0x7FFFFFFFu;
-    tally.amax = max(tally.amax, bits);
+    counters.amax = max(counters.amax, bits);
     scaled[i] = values[i] * scale;
     const float magnitude = fabsf(scaled[i]);
-    tally.saturated += magnitude > fp8_largest(kFormat);
-    tally.flushed += bits != 0 && magnitude <= fp8_flushed(kFormat);
+    counters.saturated += magnitude > fp8_largest(kFormat);
+    counters.flushed += bits != 0 && magnitude <= fp8_flushed(kFormat);
     // infinity becomes NaN: only finite values saturate
     if (bits == 0x7F800000u) scaled[i] = __uint_as_float(0x7FC00000u);
   }
   return codes_of<kFormat>(scaled);
 }
 
-// Adds a block's tallies to the tensor's. All are integers, so the order of the atomics does not matter. Every thread of
+// Adds a block's counters to the tensor's. All are integers, so the order of the atomics does not matter. Every thread of
 // the block calls it; `scratch`: three words of shared memory.
-__device__ inline void add_tally(const Fp8Target& to, const ThreadTally& tally, unsigned* scratch) {
-  if (to.tally == nullptr) return;
-  const unsigned amax = __reduce_max_sync(~0u, tally.amax);
-  const unsigned saturated = __reduce_add_sync(~0u, tally.saturated), flushed = __reduce_add_sync(~0u, tally.flushed);
+__device__ inline void add_counters(const Fp8Target& to, const ThreadCounters& counters, unsigned* scratch) {
+  if (to.counters == nullptr) return;
+  const unsigned amax = __reduce_max_sync(~0u, counters.amax);
+  const unsigned saturated = __reduce_add_sync(~0u, counters.saturated),
+                 flushed = __reduce_add_sync(~0u, counters.flushed);
   __syncthreads();
   if (threadIdx.x < 3) scratch[threadIdx.x] = 0;
   __syncthreads();
@@ -72,19 +73,20 @@ __device__ inline void add_tally(const Fp8Target& to, const ThreadTally& tally, 
   __syncthreads();
   if (threadIdx.x != 0) return;
   // Most blocks find a larger amax already stored and skip the atomic.
-  if (scratch[0] > *reinterpret_cast<volatile std::uint32_t*>(&to.tally->amax_bits)) {
-    atomicMax(&to.tally->amax_bits, scratch[0]);
+  if (scratch[0] > *reinterpret_cast<volatile std::uint32_t*>(&to.counters->amax_bits)) {
+    atomicMax(&to.counters->amax_bits, scratch[0]);
   }
   if (!to.writes()) return;
   using Count = unsigned long long;
-  if (scratch[1] != 0) atomicAdd(reinterpret_cast<Count*>(&to.tally->saturated), static_cast<Count>(scratch[1]));
-  if (scratch[2] != 0) atomicAdd(reinterpret_cast<Count*>(&to.tally->flushed), static_cast<Count>(scratch[2]));
+  if (scratch[1] != 0) atomicAdd(reinterpret_cast<Count*>(&to.counters->saturated), static_cast<Count>(scratch[1]));
+  if (scratch[2] != 0) atomicAdd(reinterpret_cast<Count*>(&to.counters->flushed), static_cast<Count>(scratch[2]));
 }
 
 // The same for one warp, whose lanes all call it: where a block's warps have different work.
-__device__ inline void add_warp_tally(Fp8Tally* to, const ThreadTally& tally) {
-  const unsigned amax = __reduce_max_sync(~0u, tally.amax);
-  const unsigned saturated = __reduce_add_sync(~0u, tally.saturated), flushed = __reduce_add_sync(~0u, tally.flushed);
+__device__ inline void add_warp_counters(Fp8Counters* to, const ThreadCounters& counters) {
+  const unsigned amax = __reduce_max_sync(~0u, counters.amax);
+  const unsigned saturated = __reduce_add_sync(~0u, counters.saturated),
+                 flushed = __reduce_add_sync(~0u, counters.flushed);
   if (threadIdx.x % kWarpSize != 0) return;
   if (amax > *reinterpret_cast<volatile std::uint32_t*>(&to->amax_bits)) atomicMax(&to->amax_bits, amax);
   using Count = unsigned long long;

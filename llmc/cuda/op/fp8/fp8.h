@@ -1,4 +1,4 @@
-// Rounds bf16 tensors to fp8, as operands of Matmul's fp8 GEMMs. The specification is llmc/cpu/fp8.h; codes and tallies
+// Rounds bf16 tensors to fp8, as operands of Matmul's fp8 GEMMs. The specification is llmc/cpu/fp8.h; codes and counters
 // equal those of the CPU bit for bit.
 //
 // A kernel reads its source once and writes the codes in one or both layouts: as the source lies, and transposed. What
@@ -15,12 +15,12 @@
 
 namespace weft::cuda {
 
-// Where the codes of a tensor [N, C] go, its scale and its tally; all on the device.
+// Where the codes of a tensor [N, C] go, its scale and its counters; all on the device.
 struct Fp8Target {
   std::uint8_t* codes = nullptr;       // [N, C]; null: not wanted
   std::uint8_t* transposed = nullptr;  // [C, N]; null: not wanted
   const float* scale = nullptr;        // 2^exponent; may be null where no codes are wanted
-  Fp8Tally* tally = nullptr;           // accumulated into: amax and, with codes, the counts; null: not wanted
+  Fp8Counters* counters = nullptr;     // accumulated into: amax and, with codes, the counts; null: not wanted
 
   WEFT_HOST_DEVICE bool writes() const { return codes != nullptr || transposed != nullptr; }
 };
@@ -42,8 +42,9 @@ void swiglu_forward_fp8(const Fp8Target& out, const __nv_bfloat16* gate_up, std:
 void swiglu_backward_fp8(const Fp8Target& dgate_up, const Fp8Target& out, const __nv_bfloat16* dout,
                          const __nv_bfloat16* gate_up, std::int64_t N, std::int64_t F, cudaStream_t stream);
 
-// Current scaling: *scale = 2^e and *inverse = 2^-e with e = fp8_exponent(amax) of the tensor's own tally, or 1 where
+// Current scaling: *scale = 2^e and *inverse = 2^-e with e = fp8_exponent(amax) of the tensor's own counters, or 1 where
 // amax is not finite.
-void fp8_current_scale(float* scale, float* inverse, const Fp8Tally* tally, Fp8Format format, cudaStream_t stream);
+void fp8_current_scale(float* scale, float* inverse, const Fp8Counters* counters, Fp8Format format,
+                       cudaStream_t stream);
 
 }  // namespace weft::cuda

@@ -79,7 +79,7 @@ struct Forward : InFp8<Fp8Format::e4m3> {
   struct Epilogue : Scaled {
     Fp8Target out;
     float out_scale;
-    ThreadTally tally;
+    ThreadCounters counters;
 
     __device__ explicit Epilogue(const Tensors& t)
         : Scaled{*t.x_scale * *t.weight_scale}, out(t.out), out_scale(t.out.codes != nullptr ? *t.out.scale : 1.0f) {}
@@ -101,13 +101,13 @@ struct Forward : InFp8<Fp8Format::e4m3> {
         float values[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) values[j] = swiglu<bf16>(gate.get(j), up.get(j));
-        const unsigned low = round_four<Fp8Format::e4m3>(values, out_scale, tally);
-        const unsigned high = round_four<Fp8Format::e4m3>(values + 4, out_scale, tally);
+        const unsigned low = round_four<Fp8Format::e4m3>(values, out_scale, counters);
+        const unsigned high = round_four<Fp8Format::e4m3>(values + 4, out_scale, counters);
         *reinterpret_cast<uint2*>(out.codes + row * p.F + column) = make_uint2(low, high);
       }
     }
     __device__ void end() const {
-      if (out.tally != nullptr) add_warp_tally(out.tally, tally);
+      if (out.counters != nullptr) add_warp_counters(out.counters, counters);
     }
   };
 #endif
@@ -139,14 +139,14 @@ struct Backward : InFp8<Fp8Format::e5m2> {
     static_assert(kWarpSize / kLanesOfARow * kLaneRows == kChunk && kGroups * kGroupColumns == kColumns);
 
     float gradient_scale, out_scale;
-    Fp8Tally* gradient_total;
-    ThreadTally tally;
+    Fp8Counters* gradient_total;
+    ThreadCounters counters;
 
     __device__ explicit Epilogue(const Tensors& t)
         : Scaled{*t.dout_scale * *t.weight_scale},
           gradient_scale(*t.dgate_up.scale),
           out_scale(*t.out.scale),
-          gradient_total(t.dgate_up.tally) {}
+          gradient_total(t.dgate_up.counters) {}
 
     struct Input {
       Eight gate[kLaneRows], up[kLaneRows];
@@ -251,8 +251,8 @@ struct Backward : InFp8<Fp8Format::e5m2> {
       }
       const bool fits = most * gradient_scale <= fp8_largest(Fp8Format::e5m2) && most_out < INFINITY;
       if (!fits || least == 0) return false;
-      tally.amax = max(tally.amax, __float_as_uint(most));
-      tally.flushed += zeros;
+      counters.amax = max(counters.amax, __float_as_uint(most));
+      counters.flushed += zeros;
       return true;
     }
     static __device__ void store_fragment(const Arguments<Backward>& p, std::int64_t row, std::int64_t column,
@@ -280,7 +280,7 @@ struct Backward : InFp8<Fp8Format::e5m2> {
     __device__ void write_each_value(const Arguments<Backward>& p, const Eight (&gradient)[kLaneRows],
                                      const Chunk& chunk, int piece, int lane_row, std::int64_t row,
                                      std::int64_t column) {
-      ThreadTally of_out;  // counted in the forward pass
+      ThreadCounters of_out;  // counted in the forward pass
 #pragma unroll 1
       for (int n = 0; n < 2 * kLaneRows; ++n) {
         const int i = n / 2, first = n % 2 * 4;
@@ -298,8 +298,8 @@ struct Backward : InFp8<Fp8Format::e5m2> {
           ups[j] = d.up;
           outs[j] = d.out;
         }
-        const unsigned codes[kOutputs] = {round_four<Fp8Format::e5m2>(gates, gradient_scale, tally),
-                                          round_four<Fp8Format::e5m2>(ups, gradient_scale, tally),
+        const unsigned codes[kOutputs] = {round_four<Fp8Format::e5m2>(gates, gradient_scale, counters),
+                                          round_four<Fp8Format::e5m2>(ups, gradient_scale, counters),
                                           round_four<Fp8Format::e4m3>(outs, out_scale, of_out)};
         std::uint8_t* const to = p.tensors.dgate_up.codes + (row + i) * 2 * p.F + column + first;
         *reinterpret_cast<unsigned*>(to) = codes[0];
@@ -335,7 +335,7 @@ struct Backward : InFp8<Fp8Format::e5m2> {
       }
     }
     __device__ void end() const {
-      if (gradient_total != nullptr) add_warp_tally(gradient_total, tally);
+      if (gradient_total != nullptr) add_warp_counters(gradient_total, counters);
     }
   };
 #endif

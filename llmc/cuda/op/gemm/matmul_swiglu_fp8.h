@@ -1,6 +1,6 @@
 // GEMMs on codes of fp8 with SwiGLU, or its derivative, in the epilogue, which rounds the results to codes at once
 // (sm_90a). That saves two passes over memory: swiglu_forward_fp8() and swiglu_backward_fp8() (fp8.h). Sums are rounded
-// to bf16 before SwiGLU, as Matmul rounds them, so what follows from equal sums is equal: codes and tallies bit for bit.
+// to bf16 before SwiGLU, as Matmul rounds them, so what follows from equal sums is equal: codes and counters bit for bit.
 // Sums stay in the tensor core, which keeps about 14 bits of them (fast accumulation). Forward that is how Matmul adds,
 // up to the order; the gradient of an input Matmul adds in fp32. The order is fixed: the same bits every time.
 //
@@ -30,7 +30,7 @@ void gate_up_swiglu_fp8(__nv_bfloat16* gate_up, const Fp8Target& out, const Fp8M
 
 // With dout [N, C] W as the gradient of SwiGLU's result, dout in e5m2, and the transposed weight [F, C] in e4m3:
 // dgate_up [N, 2F], the gradient of gate_up, in e5m2 in both layouts, and the result again, in e4m3, transposed [F, N].
-// All three are written. A tally of `out` is not added to.
+// All three are written. The counters of `out` are not added to.
 void down_input_grad_swiglu_fp8(const Fp8Target& dgate_up, const Fp8Target& out, const Fp8Matrix& dout,
                                 const Fp8Matrix& weight_transposed, const __nv_bfloat16* gate_up, std::int64_t N,
                                 std::int64_t C, std::int64_t F, cudaStream_t stream);

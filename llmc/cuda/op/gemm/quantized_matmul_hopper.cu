@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(Shape<T, Format, N, kConsumers, kBlocks>::kBlo
 #endif
 }
 
-// With one scale a row, no split may span both inputs: each input gets splits in proportion to its steps, at least one.
+// With one scale a row, no split may chunk both inputs: each input gets splits in proportion to its steps, at least one.
 template <typename T>
 void divide(Arguments<T>& arguments, const RowsMatmul<T>& io, bool row_scales) {
   arguments.first_steps = static_cast<int>(ceil_div(io.K, kHalfDepth));

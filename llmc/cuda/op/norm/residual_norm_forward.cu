@@ -93,10 +93,10 @@ __device__ void write_output(T* out, const float (&h)[S::kGroups][S::kGroup], fl
 // What an output in fp8 needs beside Fp8Target.
 struct Rounding {
   float scale = 1.0f;
-  ThreadTally tally;
+  ThreadCounters counters;
 };
 
-// codes [C] of one row; null: only the tally.
+// codes [C] of one row; null: only the counters.
 template <typename T, typename S, typename Weights>
 __device__ void write_codes(std::uint8_t* codes, Rounding& rounding, const float (&h)[S::kGroups][S::kGroup],
                             float mean, float rstd, const Weights& weights, std::int64_t C) {
@@ -108,8 +108,8 @@ __device__ void write_codes(std::uint8_t* codes, Rounding& rounding, const float
     float stored[S::kGroup];  // as the norm in bf16 would have stored it
 #pragma unroll
     for (int i = 0; i < S::kGroup; ++i) stored[i] = z.get(i);
-    const unsigned low = round_four<Fp8Format::e4m3>(stored, rounding.scale, rounding.tally);
-    const unsigned high = round_four<Fp8Format::e4m3>(stored + 4, rounding.scale, rounding.tally);
+    const unsigned low = round_four<Fp8Format::e4m3>(stored, rounding.scale, rounding.counters);
+    const unsigned high = round_four<Fp8Format::e4m3>(stored + 4, rounding.scale, rounding.counters);
     if (codes != nullptr) *reinterpret_cast<uint2*>(codes + S::column(g)) = make_uint2(low, high);
   }
 }
@@ -224,8 +224,8 @@ __global__ void __launch_bounds__(S::kThreads)
     }
   }
   if constexpr (kCodes) {
-    __shared__ unsigned tally_scratch[3];
-    add_tally(io.codes, rounding.tally, tally_scratch);
+    __shared__ unsigned counters_scratch[3];
+    add_counters(io.codes, rounding.counters, counters_scratch);
   }
 }
 
@@ -293,7 +293,7 @@ void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormFor
                            int shared_limit, bool overlapping) {
   check_shape(shape);
   if (shape.rows == 0) return;
-  const bool in_codes = io.codes.writes() || io.codes.tally != nullptr;
+  const bool in_codes = io.codes.writes() || io.codes.counters != nullptr;
   if (in_codes) check_codes(shape, io);
   Form form = Form::plain;
   if (shape.dropout != 0 || io.rowscale != nullptr || io.colscale != nullptr) {

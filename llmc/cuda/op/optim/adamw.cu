@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(fp8_tile::kThreads)
   const std::int64_t first_row = number / across * kTileRows, first_column = number % across * kTileColumns;
   const int word = threadIdx.x % kRowThreads, first = threadIdx.x / kRowThreads;
   const std::int64_t column = first_column + word * kQuad;
-  ThreadTally tally;
+  ThreadCounters counters;
   if (column < matrix.columns) {
     const int rows = static_cast<int>(min(matrix.rows - first_row, static_cast<std::int64_t>(kTileRows)));
 #pragma unroll 2
@@ -217,14 +217,14 @@ __global__ void __launch_bounds__(fp8_tile::kThreads)
       const float4 p = update_quad(masters, gradients, moments, i, i, scalars);
       const float values[kQuad] = {stored_parameter(p.x), stored_parameter(p.y), stored_parameter(p.z),
                                    stored_parameter(p.w)};
-      const unsigned codes = round_four<Fp8Format::e4m3>(values, scale, tally);
+      const unsigned codes = round_four<Fp8Format::e4m3>(values, scale, counters);
       *reinterpret_cast<unsigned*>(matrix.codes.codes + at) = codes;
       tile[row * kTileStride + word] = codes;
     }
   }
   __syncthreads();
   store_transposed(matrix.codes.transposed, tile, first_row, first_column, matrix.rows, matrix.columns, 0);
-  add_tally(matrix.codes, tally, scratch);
+  add_counters(matrix.codes, counters, scratch);
 }
 
 template <typename Moments>

@@ -12,7 +12,7 @@
 //    Positions after the last row of a tile are zeroed in shared memory, since 0 times what another sequence left there
 //    may be NaN.
 //
-// Where it runs. On Hopper: paged_hopper.cu and paged_items.cu. Elsewhere, and for heads of 256: here, in one kernel of
+// Where it runs. On Hopper: paged_hopper.cu and paged_work_units.cu. Elsewhere, and for heads of 256: here, in one kernel of
 // persistent blocks. A block first computes tiles (paged_work.h), whose warps share the keys and values in shared
 // memory. Then each warp on its own computes items of splits, with a ring of key and value blocks of its own; as many
 // warps as shared memory has rings for. Copies run ahead across the ends of items. Since tiles and items differ in
@@ -27,10 +27,10 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/hw/launch.cuh"
-#include "llmc/cuda/op/attention/paged/paged_items.cuh"
 #include "llmc/cuda/op/attention/paged/paged_paths.h"
 #include "llmc/cuda/op/attention/paged/paged_recurrence.cuh"
 #include "llmc/cuda/op/attention/paged/paged_work.h"
+#include "llmc/cuda/op/attention/paged/paged_work_units.cuh"
 #include "llmc/cuda/op/attention/train/attention.h"
 #include "llmc/cuda/op/attention/train/launch.cuh"
 #include "llmc/cuda/op/attention/train/paths.h"
@@ -151,7 +151,7 @@ struct TileRows {
 };
 
 template <typename S, typename Tiling>
-__device__ void compute_tile(const Arguments<S>& a, const PagedItem& item, int kv_head, unsigned char* shared) {
+__device__ void compute_tile(const Arguments<S>& a, const PagedWorkUnit& item, int kv_head, unsigned char* shared) {
   constexpr int HS = Tiling::HS, kKeys = Tiling::kKeys, kStageKeys = Tiling::kStageKeys, kStages = Tiling::kStages;
   constexpr unsigned kStageBytes = Tile<S, HS>::bytes(2 * kStageKeys), kValues = Tile<S, HS>::bytes(kStageKeys);
   const QueryRows<S> rows(a, item, kv_head, Tiling::kTileRows);
@@ -200,7 +200,7 @@ __device__ void compute_tile(const Arguments<S>& a, const PagedItem& item, int k
 }
 
 template <typename S, typename Tiling>
-__device__ void compute_tiles(const Arguments<S>& a, const PagedItem* tiles, int count, unsigned char* shared) {
+__device__ void compute_tiles(const Arguments<S>& a, const PagedWorkUnit* tiles, int count, unsigned char* shared) {
   __shared__ int next;
   for (int n = blockIdx.x; n < count * a.NKV;) {
     int fetched = 0;
@@ -215,7 +215,7 @@ __device__ void compute_tiles(const Arguments<S>& a, const PagedItem* tiles, int
 
 // In a launch without tiles this is the beginning, so the first lookups precede the wait for the predecessors.
 template <typename S, typename Tiling>
-__device__ void compute_items(const Arguments<S>& a, const PagedItem* items, int entries, bool tiles_before,
+__device__ void compute_items(const Arguments<S>& a, const PagedWorkUnit* items, int entries, bool tiles_before,
                               unsigned char* shared) {
   const int warp = threadIdx.x / kWarpSize, count = entries * a.NKV, blocks = gridDim.x;
   // With few items, few warps of a block compute, with longer rings. The first items are assigned statically, unless
@@ -242,7 +242,7 @@ __device__ void compute_items(const Arguments<S>& a, const PagedItem* items, int
   for (int i = 0;; ++i) {
     const int n = stream.item(i);
     if (n >= count) break;
-    compute_item(a, items + n / a.NKV, n % a.NKV, i, stream);
+    compute_work_unit(a, items + n / a.NKV, n % a.NKV, i, stream);
   }
 }
 
@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
     paged_attention_kernel(const __grid_constant__ Arguments<S> a) {
   extern __shared__ __align__(16) unsigned char shared[];
   const PagedWorkHeader work = *a.work;
-  const PagedItem* entries = reinterpret_cast<const PagedItem*>(a.work + 1);
+  const PagedWorkUnit* entries = reinterpret_cast<const PagedWorkUnit*>(a.work + 1);
   if (work.tiles > 0) {
     wait_for_predecessors();
     launch_dependents();
@@ -345,10 +345,10 @@ void paged_attention(const PagedAttention<S>& io, const LaunchDevice& device, cu
   if constexpr (std::is_same_v<S, float>) {
     paged_plain(io, device, stream);
   } else if (io.k.data != nullptr) {
-    paged_items(io, device, stream);
+    paged_work_units(io, device, stream);
   } else if (path == PagedPath::automatic && paged_hopper_computes(io.shape.HS)) {
     paged_hopper_tiles(io, device, stream);
-    paged_items(io, device, stream);
+    paged_work_units(io, device, stream);
   } else {
     for_head_dimension(io.shape.HS, "paged attention", [&]<int HS>() {
       for_window(io, [&]<bool kWindowed>() { launch_for<S, HS, kWindowed>(io, device, stream); });

@@ -3,7 +3,7 @@
 // specification is llmc/cpu/paged_attention.h.
 //
 // The bits of a row depend on its query and on the (finite) keys and values that it sees only: not on the other
-// rows of the step, nor on how the sequence was cut into spans, nor on which pages hold it, nor on the GPU's size.
+// rows of the step, nor on how the sequence was cut into chunks, nor on which pages hold it, nor on the GPU's size.
 //
 // A work list, which the host writes for each step (write_paged_work()) and which lies in device memory, says what is
 // computed where. The launch itself is the same for every step with as many rows, so one captured graph serves them
@@ -27,25 +27,25 @@ namespace weft::cuda {
 struct PagedAttentionShape {
   std::int64_t NH = 0, NKV = 0, HS = 0;
   std::int64_t max_rows = 0;       // rows in a step
-  std::int64_t max_spans = 0;      // spans in a step
+  std::int64_t max_chunks = 0;     // chunks in a step
   std::int64_t max_positions = 0;  // positions in a sequence
   std::int64_t window = 0;         // the longest of the model's layers; 0: some layer has none
 };
 
 // Consecutive positions of one sequence: rows first_row to first_row + rows - 1 of the step are positions from
 // first_position on.
-struct PagedSpan {
+struct PagedChunk {
   std::int64_t first_row = 0, rows = 0, first_position = 0;
 };
 
 // Bytes of the longest list of work. The list begins on a 16-byte boundary.
 std::size_t paged_work_bytes(const PagedAttentionShape& shape);
 // Writes the work list of a step to `work` in host memory, [paged_work_bytes()]; returns the bytes written, which the
-// caller copies to the device. Spans without rows are skipped. Makes no CUDA call. Spans beyond the limits of the
+// caller copies to the device. Chunks without rows are skipped. Makes no CUDA call. Chunks beyond the limits of the
 // shape: Exit::internal.
-std::size_t write_paged_work(void* work, const PagedAttentionShape& shape, std::span<const PagedSpan> spans);
+std::size_t write_paged_work(void* work, const PagedAttentionShape& shape, std::span<const PagedChunk> chunks);
 
-// Whether every span of the list is one row and none is computed as a tile. Only then can paged_attention() append keys
+// Whether every chunk of the list is one row and none is computed as a tile. Only then can paged_attention() append keys
 // and values itself.
 bool paged_work_decodes(const void* work);
 
@@ -60,10 +60,10 @@ struct PagedAttention {
   float scale = 0;
   HeadViewOf<const S> q;    // rotated by append_to_pages(), unless k is given
   std::int64_t window = 0;  // of this layer, at most shape.window unless that is 0; 0: none
-  // Positions after a row's own may hold anything, even NaN. Pages wholly in front of what the rows of a span see are not
+  // Positions after a row's own may hold anything, even NaN. Pages wholly in front of what the rows of a chunk see are not
   // read, whatever their numbers are.
   PagedKv<S> kv;
-  PagedRows rows;  // the rows of a span are consecutive, as in its PagedSpan
+  PagedRows rows;  // the rows of a chunk are consecutive, as in its PagedChunk
   // list of write_paged_work() in device memory; must be complete as early as `rows` (paged_kv.h)
   const void* work = nullptr;
   void* workspace = nullptr;

@@ -151,7 +151,7 @@ __device__ __forceinline__ void load_stage(const Arguments<S>& a, const typename
 
 // Called by all threads of the first warpgroup.
 template <typename Tiling, typename S = typename Tiling::Element>
-__device__ void produce(const HopperArguments<S>& p, const PagedItem* tiles, int count,
+__device__ void produce(const HopperArguments<S>& p, const PagedWorkUnit* tiles, int count,
                         const SharedMemory<Tiling>& shared) {
   constexpr bool kWindowed = Tiling::kWindowed;
   const Arguments<S>& a = p.a;
@@ -191,8 +191,8 @@ __device__ inline float (&flat(Accumulators<1, N>& accumulators))[4 * N] {
 }
 
 template <typename Tiling, typename S = typename Tiling::Element>
-__device__ void consume(const Arguments<S>& a, const PagedItem* tiles, int count, const SharedMemory<Tiling>& shared,
-                        int consumer) {
+__device__ void consume(const Arguments<S>& a, const PagedWorkUnit* tiles, int count,
+                        const SharedMemory<Tiling>& shared, int consumer) {
   constexpr int HS = Tiling::HS, kKeys = Tiling::kKeys, kSplitBlocks = kSplit / kKeys, kStages = Tiling::kStages;
   constexpr bool kWindowed = Tiling::kWindowed;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
@@ -331,7 +331,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Arguments<S>& a = p.a;
   extern __shared__ unsigned char dynamic[];
   const SharedMemory<Tiling> shared(dynamic);
-  const PagedItem* tiles = reinterpret_cast<const PagedItem*>(a.work + 1);
+  const PagedWorkUnit* tiles = reinterpret_cast<const PagedWorkUnit*>(a.work + 1);
   const int count = a.work->tiles * a.NKV;
   // block 0 stays: some block must wait for the predecessors, as every kernel of a chain does
   if (blockIdx.x > 0 && static_cast<int>(blockIdx.x) >= count) return;

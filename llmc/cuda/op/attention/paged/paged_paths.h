@@ -8,7 +8,7 @@ namespace weft::cuda {
 // 16-bit types: the items of splits. With io.k, for a list that decodes; it also appends keys and values. Otherwise
 // after paged_hopper_tiles(), for the same head dimensions.
 template <typename S>
-void paged_items(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream);
+void paged_work_units(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream);
 
 // 16-bit types, head dimensions up to 128, on Hopper: the tiles of a step.
 bool paged_hopper_computes(std::int64_t HS);

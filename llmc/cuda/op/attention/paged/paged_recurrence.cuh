@@ -62,7 +62,7 @@ struct Arguments {
   S* out;
   int NH, NKV, group, page_shift;  // group: NH / NKV
   int item_warps;                  // warps of a block that compute items
-  int early_entries;               // entries of items to prefetch, see paged_items.cu
+  int early_entries;               // entries of items to prefetch, see paged_work_units.cu
   float c;                         // scale log2 e
   AppendedRows<S> appended;        // used with kAppends
   int window, list_window;         // with kWindowed: of the layer, and of the list (0: none)
@@ -106,15 +106,15 @@ void for_window(const PagedAttention<S>& io, const Launch& launch) {
   launch.template operator()<false>();
 }
 
-// Query rows of a span for a K/V head (paged_work.h). kSingle: the span is one row, so no division by the group is
+// Query rows of a chunk for a K/V head (paged_work.h). kSingle: the chunk is one row, so no division by the group is
 // needed.
 template <typename S, bool kSingle = false>
 struct QueryRows {
-  int first_row, first_position;  // as in PagedSpan
+  int first_row, first_position;  // as in PagedChunk
   int group, first_head;
-  int first, count;  // the range of the span's query rows
+  int first, count;  // the range of the chunk's query rows
 
-  __device__ QueryRows(const Arguments<S>& a, const PagedItem& item, int kv_head, int tile_rows) {
+  __device__ QueryRows(const Arguments<S>& a, const PagedWorkUnit& item, int kv_head, int tile_rows) {
     group = a.group;
     first_head = kv_head * group;
     first_row = item.first_row;
@@ -144,7 +144,7 @@ struct QueryRows {
   }
 
  private:
-  // Row of the span, and head.
+  // Row of the chunk, and head.
   __device__ int row_of(int i) const { return kSingle ? 0 : (first + i) / group; }
   __device__ int head_of(int i) const { return first_head + (kSingle ? first + i : (first + i) % group); }
 };

@@ -1,6 +1,6 @@
 // The work list of paged_attention.h as it lies in memory: a header, tiles, items of splits.
 //
-// For one span and K/V head, the query rows are its positions times the G = NH / NKV query heads that read this K/V
+// For one chunk and K/V head, the query rows are its positions times the G = NH / NKV query heads that read this K/V
 // head: row i is position first_position + i / G and query head kv_head * G + i % G. A tile is up to paged_tile_rows()
 // of them; a block computes it over all keys. An item of splits is up to kPagedItemRows of them over one split of
 // kPagedSplit positions, of the splits that they see with the list's window; a warp computes it, and the warp that finishes the last split of its rows merges all of them.
@@ -26,14 +26,14 @@ struct alignas(16) PagedWorkHeader {
   std::int32_t tiles = 0, items = 0;
   std::int32_t decodes = 0;  // 1: paged_work_decodes()
 };
-struct alignas(16) PagedItem {
-  std::uint16_t first_row = 0, rows = 0;  // the whole span's, as in PagedSpan
+struct alignas(16) PagedWorkUnit {
+  std::uint16_t first_row = 0, rows = 0;  // the whole chunk's, as in PagedChunk
   std::int32_t first_position = 0;        // likewise
   std::int32_t partials = -1;             // first workspace slot of the item's splits; -1: no slots, a single split
-  std::uint16_t tile = 0;                 // index in the span, in units of paged_tile_rows() or kPagedItemRows
+  std::uint16_t tile = 0;                 // index in the chunk, in units of paged_tile_rows() or kPagedItemRows
   std::uint16_t split = 0;
 };
-static_assert(sizeof(PagedWorkHeader) == 16 && sizeof(PagedItem) == 16);
+static_assert(sizeof(PagedWorkHeader) == 16 && sizeof(PagedWorkUnit) == 16);
 
 // Slots in the workspace. A slot holds the result of one row and one split for every K/V head.
 std::int64_t paged_partial_slots(const PagedAttentionShape& shape);

@@ -50,11 +50,11 @@ void attention_backward(const AttentionShape& shape, HeadViewOf<T> dq, HeadViewO
                         HeadViewOf<const T> k, HeadViewOf<const T> v, void* workspace, cudaStream_t stream,
                         const DeviceRopeTable& rope = {});
 
-// Codes of dq, dk and dv as parts of one tensor, with one scale and one tally; views as those of the gradients.
+// Codes of dq, dk and dv as parts of one tensor, with one scale and one set of counters; views as those of the gradients.
 struct AttentionCodes {
   HeadViewOf<std::uint8_t> dq, dk, dv;
   const float* scale = nullptr;
-  Fp8Tally* tally = nullptr;
+  Fp8Counters* counters = nullptr;
 };
 // Whether this GPU has attention_backward_fp8() for the shape and the table.
 bool attention_backward_rounds(const AttentionShape& shape, const DeviceRopeTable& rope);

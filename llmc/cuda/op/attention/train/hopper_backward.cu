@@ -349,7 +349,7 @@ __device__ void unrotate_keys(const Arguments<T>& a, int first_key, float (&d)[R
 // What rounding to fp8 needs in a thread.
 struct Rounding {
   float scale = 1.0f;
-  ThreadTally tally;
+  ThreadCounters counters;
 
   // The codes of eight values of T.
   template <typename T>
@@ -360,8 +360,8 @@ struct Rounding {
       const float2 pair = unpack<T>(words[i]);
       values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
     }
-    const unsigned low = round_four<Fp8Format::e5m2>(values, scale, tally);
-    return make_uint2(low, round_four<Fp8Format::e5m2>(values + 4, scale, tally));
+    const unsigned low = round_four<Fp8Format::e5m2>(values, scale, counters);
+    return make_uint2(low, round_four<Fp8Format::e5m2>(values + 4, scale, counters));
   }
 };
 
@@ -697,7 +697,7 @@ __device__ __forceinline__ void store_gradients(const Arguments<T>& a, const Wor
     mbarrier_wait(shared.sums_added(), 0);
     convert_sums<Tiling>(a, work, consumer * kWarpgroupSize + thread, rounding);
     __syncwarp();
-    add_warp_tally(a.codes.tally, rounding.tally);
+    add_warp_counters(a.codes.counters, rounding.counters);
     return;
   }
   fence_async_proxy_shared();

@@ -1,6 +1,6 @@
-// A kernel that computes only items of splits (paged_items.cuh), used in two places:
+// A kernel that computes only items of splits (paged_work_units.cuh), used in two places:
 //
-// In a step in which every span is one row: RoPE, the append to pages and attention in one launch. No key or value of
+// In a step in which every chunk is one row: RoPE, the append to pages and attention in one launch. No key or value of
 // an earlier position is written in this step, so the first copies start before the predecessor, the GEMM of q, k and
 // v, has ended: as much as all rings hold, 220 KiB a multiprocessor. What the step's own rows need comes after the
 // wait.
@@ -16,8 +16,8 @@
 #include <cstdint>
 
 #include "llmc/cuda/hw/launch.cuh"
-#include "llmc/cuda/op/attention/paged/paged_items.cuh"
 #include "llmc/cuda/op/attention/paged/paged_paths.h"
+#include "llmc/cuda/op/attention/paged/paged_work_units.cuh"
 #include "llmc/cuda/op/attention/train/attention.h"
 #include "llmc/cuda/op/attention/train/launch.cuh"
 #include "llmc/cuda/op/attention/train/paths.h"
@@ -57,7 +57,7 @@ struct DecodeTiling {
 
 // Called by all warps of a block: prefetches the keys, or the values, of an entry's earlier positions for all heads.
 template <int HS, typename S>
-__device__ __forceinline__ void prefetch_entry(const Arguments<S>& a, const PagedItem& item, bool values) {
+__device__ __forceinline__ void prefetch_entry(const Arguments<S>& a, const PagedWorkUnit& item, bool values) {
   const int lane = threadIdx.x % kWarpSize, first = item.split * kSplit;
   const int end = min(first + kSplit, item.first_position);
   const int pages = split_pages(a, a.tables[item.first_row], item.split, end);
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
     __trap();
   } else {
     extern __shared__ __align__(16) unsigned char shared[];
-    const PagedItem* items = reinterpret_cast<const PagedItem*>(a.work + 1) + a.work->tiles;
+    const PagedWorkUnit* items = reinterpret_cast<const PagedWorkUnit*>(a.work + 1) + a.work->tiles;
     const int count = a.work->items * a.NKV, blocks = gridDim.x, block = blockIdx.x;
     // block 0 stays: some block must wait for the predecessors, as every kernel of a chain does
     if (block > 0 && block >= count) return;
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
       for (int i = 0;; ++i) {
         const int n = stream.item(i);
         if (n >= count) break;
-        compute_item(a, items + n / a.NKV, n % a.NKV, i, stream);
+        compute_work_unit(a, items + n / a.NKV, n % a.NKV, i, stream);
       }
     }
 
@@ -160,14 +160,14 @@ void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStr
 }  // namespace
 
 template <typename S>
-void paged_items(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
+void paged_work_units(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
   for_head_dimension(io.shape.HS, "paged attention", [&]<int HS>() {
     if (io.k.data != nullptr) return launch_for<S, HS, true>(io, device, stream);
     if constexpr (HS <= 128) launch_for<S, HS, false>(io, device, stream);
   });
 }
 
-template void paged_items<bf16>(const PagedAttention<bf16>&, const LaunchDevice&, cudaStream_t);
-template void paged_items<fp16>(const PagedAttention<fp16>&, const LaunchDevice&, cudaStream_t);
+template void paged_work_units<bf16>(const PagedAttention<bf16>&, const LaunchDevice&, cudaStream_t);
+template void paged_work_units<fp16>(const PagedAttention<fp16>&, const LaunchDevice&, cudaStream_t);
 
 }  // namespace weft::cuda

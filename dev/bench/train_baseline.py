@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """The peer of train_llama: a Llama training step in PyTorch, as fast as its compiler makes it.
 
-    python3 dev/bench/train_peer.py                                  all configurations, one JSON line each
-    python3 dev/bench/train_peer.py --config llama3.2-1b --precision bf16 --attention cudnn
-    python3 dev/bench/train_peer.py --config smoke --device cpu --no-compile
-    python3 dev/bench/train_peer.py --config llama3.2-1b --precision master --float8
-    torchrun --nproc-per-node 2 dev/bench/train_peer.py --config llama3.2-1b --precision master
+    python3 dev/bench/train_baseline.py                                  all configurations, one JSON line each
+    python3 dev/bench/train_baseline.py --config llama3.2-1b --precision bf16 --attention cudnn
+    python3 dev/bench/train_baseline.py --config smoke --device cpu --no-compile
+    python3 dev/bench/train_baseline.py --config llama3.2-1b --precision master --float8
+    torchrun --nproc-per-node 2 dev/bench/train_baseline.py --config llama3.2-1b --precision master
 
 A step is forward, backward, clipping to norm 1 and AdamW on one micro-batch of random tokens: torch.compile, scaled dot
 product attention on grouped heads, fused AdamW, q, k, v and gate, up as one product each. Two precisions: "master"

@@ -1,7 +1,7 @@
 """The peer of infer_pythia: GPT-NeoX at batch 1 in PyTorch, random weights, a static K/V cache.
 
-    python3 dev/bench/decode_peer.py --model pythia-2.8b                      every mode, contexts 64, 1024, 2000
-    python3 dev/bench/decode_peer.py --model pythia-410m --mode compile --contexts 64
+    python3 dev/bench/decode_baseline.py --model pythia-2.8b                      every mode, contexts 64, 1024, 2000
+    python3 dev/bench/decode_baseline.py --model pythia-410m --mode compile --contexts 64
 
 Modes: eager; graph, one step of eager captured in a CUDA graph; compile, torch.compile with mode reduce-overhead (which
 captures graphs itself). A step is what infer_pythia's is: embedding, all layers, head, greedy choice, and the next

@@ -14,9 +14,9 @@ struct BlockRows;
 struct SequentialSizes;
 struct Sizes;
 
-// Writes one layer's streams (weight_stream.cuh) for all blocks to `to`: blocks * sizes.stream_bytes bytes of device
-// memory. `from`: qkv, up, down and output (LayerParts::Matrix), all in one format, in the layout of quantized_matmul.cuh, on the
-// device; `rows`: [blocks] on the device; `sequential`: null with the parallel residual. Queued in `stream`.
+// Writes one layer's streams (packed_tiles.cuh) for all blocks to `to`: blocks * sizes.stream_bytes bytes of device
+// memory. `from`: qkv, up, down and output (LayerParts::Matrix), all in one format, in the layout of quantized_matmul.cuh, on
+// the device; `rows`: [blocks] on the device; `sequential`: null with the parallel residual. Queued in `stream`.
 void pack_layer(std::byte* to, const std::array<PackedMatrix, 4>& from, const Sizes& sizes,
                 const SequentialSizes* sequential, int row_loads, const BlockRows* rows, int blocks,
                 cudaStream_t stream);

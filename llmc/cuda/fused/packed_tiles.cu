@@ -1,7 +1,7 @@
-#include "llmc/cuda/fused/weight_stream.h"
+#include "llmc/cuda/fused/packed_tiles.h"
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/fused/weight_stream.cuh"
+#include "llmc/cuda/fused/packed_tiles.cuh"
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/op/gemm/quantized_matmul.cuh"
 

@@ -1,7 +1,7 @@
 // Items of splits (paged_work.h): a warp computes one split of up to 16 rows, with its own ring of key and value
 // blocks.
 //
-// kAppends: each span is one row, whose query and key are not rotated yet and whose key and value are not in their page
+// kAppends: each chunk is one row, whose query and key are not rotated yet and whose key and value are not in their page
 // yet. Every item rotates the queries that it reads. The items of the row's own split also rotate its key and put key
 // and value at their place in shared memory, rounded as the page stores them, so that they are multiplied as if they
 // came from the page; the first of these items writes them to the page.
@@ -96,7 +96,7 @@ __device__ __forceinline__ void clear_rows(unsigned slot, int row) {
                  : "memory");
 }
 
-// Q = the rotated queries of an item whose span is one row, which are consecutive heads. The next head is loaded while
+// Q = the rotated queries of an item whose chunk is one row, which are consecutive heads. The next head is loaded while
 // one is rotated. The loop is not unrolled: instructions are fetched from memory at each launch, and here that costs
 // more than the arithmetic.
 template <typename S, int HS>
@@ -192,9 +192,9 @@ __device__ void merge_partials(const Arguments<S>& a, const Rows& rows, int spli
 // The items of a warp, in the order in which it computes them, and its ring of keys and values, kSlotKeys positions a
 // slot: the keys of a key block, its values, the next block's keys, and so on, item after item; slots after an item's
 // last position are skipped. With a window an item begins with the key block in which its first row's window begins; items of
-// which no row sees anything are passed over when they are looked up. Copies run up to the whole ring ahead of the computation. Lookups (item number -> entry ->
-// block table -> pages) run one item ahead of the copies, one step with each copy, so that no lookup waits for the
-// previous one.
+// which no row sees anything are passed over when they are looked up. Copies run up to the whole ring ahead of the computation.
+// Lookups (item number -> entry -> block table -> pages) run one item ahead of the copies, one step with each copy, so that no
+// lookup waits for the previous one.
 template <typename S, typename Tiling, bool kAppends>
 struct ItemStream {
   static constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>, kParts = kKeys / kSlotKeys<HS>;
@@ -207,7 +207,7 @@ struct ItemStream {
   static constexpr unsigned kSlotBytes = Slot::bytes(kSlotKeys<HS>);
 
   const Arguments<S>& a;
-  const PagedItem* entries;
+  const PagedWorkUnit* entries;
   int count;     // of item numbers; item n is entry n / NKV, K/V head n % NKV
   int assigned;  // items assigned statically, one a warp; the others come from the cursor
   unsigned ring;
@@ -239,7 +239,7 @@ struct ItemStream {
   }
 
   // `first`: this warp's statically assigned item; `numbers_of_items` if it has none.
-  __device__ ItemStream(const Arguments<S>& arguments, const PagedItem* list, int numbers_of_items,
+  __device__ ItemStream(const Arguments<S>& arguments, const PagedWorkUnit* list, int numbers_of_items,
                         int assigned_beforehand, int first, unsigned shared_ring, int ring_slots)
       : a(arguments),
         entries(list),
@@ -276,7 +276,7 @@ struct ItemStream {
       if (number < count) entry = *reinterpret_cast<const int4*>(entries + number / a.NKV);
     } else if (number < count) {
       if (step == 2) {
-        const PagedItem& item = reinterpret_cast<const PagedItem&>(entry);
+        const PagedWorkUnit& item = reinterpret_cast<const PagedWorkUnit&>(entry);
         next_first = item.split * kSplit;
         next_end = min(next_first + kSplit, Rows(a, item, 0, kItemRows).end());
         if constexpr (kWindowed) {
@@ -309,14 +309,14 @@ struct ItemStream {
   }
 
   // Begins to copy the item that has been looked up.
-  __device__ __forceinline__ void take_item() {
+  __device__ __forceinline__ void take_work_unit() {
     load_first = kWindowed ? next_begin / kKeys * kKeys : next_first;
     if constexpr (kWindowed) load_begin = next_begin;
     load_end = next_end;
     load_pages = table_or_page;
     load_head = number % a.NKV;
     if constexpr (kAppends) {
-      const int position = reinterpret_cast<const PagedItem&>(entry).first_position;
+      const int position = reinterpret_cast<const PagedWorkUnit&>(entry).first_position;
       copy_end = min(load_end, position);
       const int own_page = __shfl_sync(~0u, load_pages, position % kSplit / kPageUnit);
       if (lane() == looked_up % kWarpSize) own_pages = own_page;
@@ -379,14 +379,14 @@ struct ItemStream {
       look_up();
       if (!ended) break;
     }
-    if (ended && number < count) take_item();
+    if (ended && number < count) take_work_unit();
     copy_next();
   }
   // Both are called before the first block is read and fill all slots but one. start_assigned() uses no cursor, so it
   // may precede wait_for_predecessors() if no predecessor writes what it copies.
   __device__ void start_assigned() {
     if (number >= count || (kWindowed && step < 4)) return;
-    take_item();
+    take_work_unit();
 #pragma unroll 1
     while (load_slot < slots - 1 && load_first < load_end) copy_next();
   }
@@ -426,8 +426,8 @@ struct ItemStream {
 
 // Computes the i-th item of the stream.
 template <typename S, typename Tiling, bool kAppends>
-__device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int kv_head, int i,
-                             ItemStream<S, Tiling, kAppends>& blocks) {
+__device__ void compute_work_unit(const Arguments<S>& a, const PagedWorkUnit* entry, int kv_head, int i,
+                                  ItemStream<S, Tiling, kAppends>& blocks) {
   constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>, kParts = kKeys / kSlotKeys<HS>;
   static_assert(kParts <= 2);
   using Rows = QueryRows<S, kAppends>;
@@ -440,7 +440,7 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
   [[maybe_unused]] AppendedRow<S, HS> own;
   [[maybe_unused]] bool has_own = false;  // the appended row belongs to this split
   {
-    const PagedItem item = *entry;
+    const PagedWorkUnit item = *entry;
     const Rows rows(a, item, kv_head, kItemRows);
     begin = item.split * kSplit;
     end = min(begin + kSplit, rows.end());
@@ -533,7 +533,7 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
     }
   }
   state.close();
-  const PagedItem item = *entry;  // loaded again to save registers in the loop
+  const PagedWorkUnit item = *entry;  // loaded again to save registers in the loop
   const Rows rows(a, item, kv_head, kItemRows);
   if (item.partials < 0) return state.store(a, rows);
 
