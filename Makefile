@@ -359,7 +359,7 @@ venv: .venv/ready
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-# torch and transformers, for references and for the peers of make bench. The versions of the scripts' own packages stay.
+# torch and transformers, for references and for the baselines of make bench. The versions of the scripts' own packages stay.
 torch: venv
 	.venv/bin/python -m pip install --disable-pip-version-check -r scripts/requirements-torch.txt
 
@@ -483,7 +483,7 @@ help:
 	@echo "make doctor     check compiler, CUDA, GPU, libraries, Python, disk; say what to install"
 	@echo "make deps       install the system packages that are missing (needs root or sudo)"
 	@echo "make venv       Python packages of the scripts, into .venv"
-	@echo "make torch      PyTorch and transformers into .venv, for references and peers"
+	@echo "make torch      PyTorch and transformers into .venv, for references and baselines"
 	@echo "make install    programs, scripts as commands, manual pages; PREFIX=$(PREFIX) DESTDIR=; also: make uninstall"
 	@echo "make dist       a tarball that runs on machines without a compiler"
 	@echo "make format     clang-format over the sources"

@@ -1,12 +1,12 @@
-"""The speed of decoding at batch 1: infer_pythia and its PyTorch peer, in one run on one GPU.
+"""The speed of decoding at batch 1: infer_pythia and its PyTorch baseline, in one run on one GPU.
 
     make bench                                             with the training benchmark; or: python3 dev/bench/decode.py
     python3 dev/bench/decode.py --only pythia-2.8b         one size
-    python3 dev/bench/decode.py --no-peer --decode fused   weft alone, one way of decoding
+    python3 dev/bench/decode.py --no-baseline --decode fused   weft alone, one way of decoding
 
 Both sides run random fp16 weights of the Pythia shapes, decode 64 tokens greedily after prompts of 64, 1,024 and 2,000 ids,
 and report the median of a token. "of read" is the share of what a plain read reaches on this GPU, measured by infer_pythia
-in the same run; bytes are weights and K/V cache. The peer is left out, and said to be, where torch is missing. Prints tables
+in the same run; bytes are weights and K/V cache. The baseline is left out, and said to be, where torch is missing. Prints tables
 and writes build/bench_decode.json.
 """
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MODELS = ["pythia-410m", "pythia-1.4b", "pythia-2.8b", "pythia-6.9b", "pythia-12b"]
 CONTEXTS = [64, 1024, 2000]
 DECODES = ["fused", "graph", "reference"]
-PEERS = ["eager", "graph", "compile"]
+BASELINES = ["eager", "graph", "compile"]
 
 
 def last_line(text: str) -> str:
@@ -38,7 +38,7 @@ def weft(model: str, decode: str) -> dict[str, Any] | str:
     return json.loads(result.stdout) if result.returncode == 0 else last_line(result.stderr)
 
 
-def peer(model: str, mode: str) -> dict[int, dict[str, Any]] | str:
+def baseline(model: str, mode: str) -> dict[int, dict[str, Any]] | str:
     """By context."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
@@ -57,7 +57,7 @@ def tell(row: dict[str, Any]) -> None:
     print(f"{row['model']}, {row['program']} {row['mode']}: {what}", file=sys.stderr, flush=True)
 
 
-def rows_of(model: str, decodes: list[str], peers: list[str]) -> list[dict[str, Any]]:
+def rows_of(model: str, decodes: list[str], baselines: list[str]) -> list[dict[str, Any]]:
     """One row a program and mode: what there is to say of each context, or why there is nothing."""
     rows: list[dict[str, Any]] = []
     for decode in decodes:
@@ -70,8 +70,8 @@ def rows_of(model: str, decodes: list[str], peers: list[str]) -> list[dict[str, 
                                for point in result["contexts"]}
         rows.append(row)
         tell(row)
-    for mode in peers:
-        theirs = peer(model, mode)
+    for mode in baselines:
+        theirs = baseline(model, mode)
         row = {"model": model, "program": "PyTorch", "mode": mode, "result": theirs}
         if not isinstance(theirs, str):
             row["contexts"] = {context: {"ms": point["ms"], "prompt_ms": point.get("prompt_ms")}
@@ -111,12 +111,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=MODELS, metavar="NAME", default=MODELS, help=", ".join(MODELS))
     parser.add_argument("--decode", nargs="+", choices=DECODES, default=DECODES)
-    parser.add_argument("--peer", nargs="+", choices=PEERS, default=PEERS)
-    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--baseline", nargs="+", choices=BASELINES, default=BASELINES)
+    parser.add_argument("--no-baseline", action="store_true")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for model in options.only:
-        rows += rows_of(model, options.decode, [] if options.no_peer else options.peer)
+        rows += rows_of(model, options.decode, [] if options.no_baseline else options.baseline)
     print(table(rows))
     target = ROOT / "build/bench_decode.json"
     target.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The peer of infer_pythia: GPT-NeoX at batch 1 in PyTorch, random weights, a static K/V cache.
+"""The baseline of infer_pythia: GPT-NeoX at batch 1 in PyTorch, random weights, a static K/V cache.
 
     python3 dev/bench/decode_baseline.py --model pythia-2.8b                      every mode, contexts 64, 1024, 2000
     python3 dev/bench/decode_baseline.py --model pythia-410m --mode compile --contexts 64
@@ -6,7 +6,7 @@
 Modes: eager; graph, one step of eager captured in a CUDA graph; compile, torch.compile with mode reduce-overhead (which
 captures graphs itself). A step is what infer_pythia's is: embedding, all layers, head, greedy choice, and the next
 position, all on the GPU. The cache of each measurement is no longer than it must be (the context and the tokens decoded,
-rounded up to 64), which favours the peer: a graph that served every context would always read the longest.
+rounded up to 64), which favours the baseline: a graph that served every context would always read the longest.
 
 Prints one JSON object a measurement: ms of a token (median and p99 of CUDA events around each step), tokens/s, and for
 eager the ms of the prompt.

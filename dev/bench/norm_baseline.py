@@ -1,4 +1,4 @@
-"""Times residual add + RMSNorm in PyTorch, eager and compiled: the peer of the norm rows of operators_bench.cu.
+"""Times residual add + RMSNorm in PyTorch, eager and compiled: the baseline of the norm rows of operators_bench.cu.
 
 Same shapes, same bytes, same method: bf16, 16,384 rows, buffers that rotate past L2, median of 9 batches of 10.
 Forward reads x and residual and writes h and the norm; backward is the whole of autograd for both outputs.

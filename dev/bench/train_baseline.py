@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The peer of train_llama: a Llama training step in PyTorch, as fast as its compiler makes it.
+"""The baseline of train_llama: a Llama training step in PyTorch, as fast as its compiler makes it.
 
     python3 dev/bench/train_baseline.py                                  all configurations, one JSON line each
     python3 dev/bench/train_baseline.py --config llama3.2-1b --precision bf16 --attention cudnn
