@@ -119,8 +119,8 @@ std::string ServerMetrics::text(const std::string& model, const EngineStatistics
     one("weft:kv_pages_cached", "gauge", "Pages kept for a prefix that may come again.",
         static_cast<double>(e.pages_cached));
     one("weft:steps_total", "counter", "Steps of the model.", static_cast<double>(e.steps));
-    one("weft:sampled_spans_total", "counter", "Steps of sequences that ended with an id.",
-        static_cast<double>(e.drafts.spans));
+    one("weft:sampled_chunks_total", "counter", "Steps of sequences that ended with an id.",
+        static_cast<double>(e.drafts.chunks));
     one("weft:rows_total", "counter", "Rows of all steps.", static_cast<double>(e.rows));
   }
   one("weft:connections", "gauge", "Open connections.", static_cast<double>(http.connections));

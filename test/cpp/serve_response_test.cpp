@@ -507,7 +507,7 @@ TEST(ServerMetrics, NamesAreThoseOfVllm) {
       .generated_ids = 5'000'000'000,
       .prefix_ids = 13,
       .preemptions = 17,
-      .drafts = {.spans = 43, .ids = 1, .verifications = 31, .drafted = 41, .accepted = 37}};
+      .drafts = {.chunks = 43, .ids = 1, .verifications = 31, .drafted = 41, .accepted = 37}};
   const std::string text = metrics.text("a\"b", &engine,
                                         {.connections = 19,
                                          .refused = 23,
@@ -529,7 +529,7 @@ TEST(ServerMetrics, NamesAreThoseOfVllm) {
                                           {"vllm:spec_decode_num_drafts_total", "31"},
                                           {"vllm:spec_decode_num_draft_tokens_total", "41"},
                                           {"vllm:spec_decode_num_accepted_tokens_total", "37"},
-                                          {"weft:sampled_spans_total", "43"},
+                                          {"weft:sampled_chunks_total", "43"},
                                           {"weft:kv_pages", "64"},
                                           {"weft:kv_pages_in_use", "16"},
                                           {"weft:kv_pages_cached", "5"},

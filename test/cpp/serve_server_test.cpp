@@ -282,7 +282,7 @@ TEST_F(CompletionsServerTest, MetricsAddUpToWhatWasAnswered) {
   for (const char* line :
        {"vllm:num_requests_running{L} 0", "vllm:prompt_tokens_total{L} 7",  // each choice computes its prompt
         "vllm:generation_tokens_total{L} 19", "vllm:num_preemptions_total{L} 0", "weft:kv_pages{L} 4096",
-        "weft:kv_pages_in_use{L} 0", "weft:rows_total{L} 23", "weft:sampled_spans_total{L} 19",
+        "weft:kv_pages_in_use{L} 0", "weft:rows_total{L} 23", "weft:sampled_chunks_total{L} 19",
         "vllm:time_to_first_token_seconds_count{L} 3", "vllm:inter_token_latency_seconds_count{L} 16",
         "vllm:e2e_request_latency_seconds_count{L} 3", "vllm:request_success_total{L,finished_reason=\"length\"} 3",
         "vllm:request_success_total{L,finished_reason=\"stop\"} 0", "weft:http_responses_total{L,code=\"400\"} 1"}) {
