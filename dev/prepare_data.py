@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Turns text into token shards for train_llama.
+"""Turns text, or conversations, into token shards for train_llama.
 
     python3 dev/prepare_data.py data/stories/train.txt --val data/stories/val.txt --tokenizer tokenizer.json -o data/stories
     python3 dev/prepare_data.py corpus-*.jsonl.gz --tokenizer tokenizer.json -o data/corpus --val-fraction 0.01
+    python3 dev/prepare_data.py --chat chats.jsonl --model model.bin -o data/chats
 
 Input is UTF-8 text, whose documents are separated by a line that holds only the separator, or JSON lines, one document
 a line; either may be gzip-compressed. Writes train_00000.bin ..., val_00000.bin ... (doc/token_shard.md) and a copy of
@@ -10,7 +11,10 @@ the tokenizer, tokenizer.json. They get their names when all are complete; shard
 
 Documents: CR LF becomes LF, empty lines at the beginning and the end are dropped, empty documents are left out. Every
 document is followed by the end-of-text token. A beginning-of-text token is put before it only if the tokenizer itself
-puts one before a text. Special tokens that occur in the text are encoded as plain text.
+puts one before a text. Special tokens that occur in the text are encoded as plain text, unless --special says otherwise.
+
+Conversations: with --chat each line is a conversation (doc/fine_tuning.md). It is rendered by the model's chat format; the shards say
+which tokens are learned, and where each conversation begins.
 
 Validation: the files of --val, or a share of the documents chosen by a hash of their number and --seed. Where that
 would give fewer than ten documents, each document is cut instead and its last part is for validation.
@@ -25,6 +29,7 @@ import contextlib
 import fcntl
 import glob
 import gzip
+import heapq
 import json
 import os
 import re
@@ -45,8 +50,12 @@ import numpy as np  # noqa: E402
 import tokenizers  # noqa: E402
 import xxhash  # noqa: E402
 
+import chat_format  # noqa: E402
 import cli  # noqa: E402
+import conversations  # noqa: E402
+import tensor_file  # noqa: E402
 from cli import Progress, bad_file, shown  # noqa: E402
+from conversations import Conversation, Counts, LeftOut, Line  # noqa: E402
 from hf_config import MAX_TOKENIZER_BYTES  # noqa: E402
 from hf_tokenizer import MAKE_TOKENIZER_JSON, missing_tokenizer, other_kind, tokenizer_vocabulary  # noqa: E402
 from tensor_file import AtomicFile, FileError  # noqa: E402
@@ -138,14 +147,19 @@ class Source:
     separator: str
     cut: re.Pattern[str] | None
 
+    def values(self, progress: Progress | None = None) -> Iterator[tuple[Line, Any]]:
+        """The values of JSON lines."""
+        for number, line in enumerate(self.lines(progress), 1):
+            if line.strip():
+                yield Line(self.path, number), cli.parse_json(line.encode("utf-8"), self.path, f"line {number}")
+
     def documents(self, progress: Progress | None = None) -> Iterator[Iterator[str]]:
         """The documents, each as an iterator of its pieces, which is used up before the next document is asked for."""
-        lines = self._lines(progress)
         if self.jsonl:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield pieces_of([self._text_of(line, number)], self.cut)
+            for line_of_value, value in self.values(progress):
+                yield pieces_of([self._text_of(value, line_of_value.number)], self.cut)
             return
+        lines = self.lines(progress)
         for line in lines:  # the first line of a document
             yield pieces_of(self._until_separator(line, lines), self.cut)
 
@@ -154,9 +168,8 @@ class Source:
             yield line
             line = next(lines, None)
 
-    def _text_of(self, line: str, number: int) -> str:
+    def _text_of(self, value: Any, number: int) -> str:
         where = f"line {number}"
-        value = cli.parse_json(line.encode("utf-8"), self.path, where)
         if not isinstance(value, dict):
             bad_file(self.path, where, f"got a JSON {cli.json_type(value)}, expected an object")
         text = value.get(self.json_field)
@@ -168,7 +181,7 @@ class Source:
             bad_file(self.path, where, "got half of a surrogate pair, expected Unicode text")
         return text.replace("\r\n", "\n")
 
-    def _lines(self, progress: Progress | None) -> Iterator[str]:
+    def lines(self, progress: Progress | None = None) -> Iterator[str]:
         """Lines with LF at their end. No more than one is in memory."""
         number = 0
         try:
@@ -248,11 +261,12 @@ def check_tokenizer(tokenizer: dict[str, Any], path: Path) -> None:
                  for child in (node.values() if isinstance(node, dict) else node)]
 
 
-def tokenizer_from(text: str) -> tokenizers.Tokenizer:
+def tokenizer_from(text: str, special: bool = False) -> tokenizers.Tokenizer:
+    """`special`: names of special tokens in a text are these tokens; otherwise they are text."""
     tokenizer = tokenizers.Tokenizer.from_str(text)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # as plain text
+    tokenizer.encode_special_tokens = not special
     return tokenizer
 
 
@@ -314,33 +328,47 @@ def words_begin_at_spaces(tokenizer: dict[str, Any], normalizers: list[dict[str,
                    or prepends and token.get("normalized", not token.get("special")) for token in tokenizer.get("added_tokens") or [])
 
 
+def cuts_no_special_token(tokenizer: dict[str, Any]) -> bool:
+    """Whether no special token is found otherwise in the pieces of a text than in the whole."""
+    special = [token for token in tokenizer.get("added_tokens") or [] if token.get("special")]
+    return not any(token.get("lstrip") or token.get("rstrip") or token.get("single_word") or re.search(r"\s", token["content"])
+                   for token in special)
+
+
+def read_tokenizer(path: Path) -> bytes:
+    """The text of a tokenizer.json."""
+    if not path.exists() and (why := missing_tokenizer(path.parent)):
+        bad_file(path, "", "no such file", why)
+    text = cli.read_bytes(path, MAX_TOKENIZER_BYTES)
+    if kind := other_kind(text):
+        bad_file(path, "", f"this is {kind}, expected tokenizer.json", MAKE_TOKENIZER_JSON)
+    return text
+
+
 class Encoder:
     """A tokenizer.json, and what it takes to make documents of token ids with it."""
 
-    def __init__(self, path: Path, end_of_text: str | None):
+    def __init__(self, path: Path, end_of_text: str | None, text: bytes | None = None, chat: bool = False, special: bool = False):
+        """`text`: that of the tokenizer.json in the model file `path`. `chat`: no document ends by an end-of-text token."""
         self.path = path
-        if not path.exists() and (why := missing_tokenizer(path.parent)):
-            bad_file(path, "", "no such file", why)
-        self.text = cli.read_bytes(path, MAX_TOKENIZER_BYTES)
-        if kind := other_kind(self.text):
-            bad_file(path, "", f"this is {kind}, expected tokenizer.json", MAKE_TOKENIZER_JSON)
-        parsed = cli.parse_json_object(self.text, path)
+        self.text = read_tokenizer(path) if text is None else text
+        self.parsed = parsed = cli.parse_json_object(self.text, path)
         if not isinstance(parsed.get("model"), dict):
             bad_file(path, "model", "missing", "A tokenizer.json of the Hugging Face tokenizers library is needed")
         check_tokenizer(parsed, path)
         with library_speaks_through_us(path):
-            self._tokenizer = tokenizer_from(self.text.decode("utf-8"))
+            self._tokenizer = tokenizer_from(self.text.decode("utf-8"), special)
         self.hash = xxhash.xxh3_64_intdigest(self.text)
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if not 1 <= self.vocab_size <= MAX_VOCABULARY:
             bad_file(path, "vocabulary", f"got {self.vocab_size} tokens, expected 1 to {MAX_VOCABULARY}")
-        self.end_of_text = self._find_end_of_text(end_of_text)
+        self.end_of_text = -1 if chat else self._find_end_of_text(end_of_text)
         self.prefix = self._find_prefix()
         tokenizer_vocabulary(self.text, path)
-        self.cut = safe_cut(parsed)
+        self.cut = safe_cut(parsed) if not special or cuts_no_special_token(parsed) else None
         # Of the later pieces of a document, which begin with a space: without what is put in front of a text.
         rest = parsed | {"normalizer": without_prepend(parsed.get("normalizer"))}
-        self._rest = self._tokenizer if rest == parsed else tokenizer_from(json.dumps(rest))
+        self._rest = self._tokenizer if rest == parsed else tokenizer_from(json.dumps(rest), special)
 
     def _find_end_of_text(self, wanted: str | None) -> int:
         for token in [wanted] if wanted is not None else END_OF_TEXT:
@@ -357,6 +385,14 @@ class Encoder:
             full = self._tokenizer.encode("a", add_special_tokens=True).ids
         begin = next((i for i in range(len(full)) if full[i:i + len(plain)] == plain), 0)
         return np.array(full[:begin], dtype=np.uint32)
+
+    def tokens(self, ids: list[int]) -> list[str]:
+        """The spelling of those ids that are tokens."""
+        return [token for token in map(self._tokenizer.id_to_token, ids) if token]
+
+    def decode(self, ids: list[int]) -> str:
+        with library_speaks_through_us(self.path):
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def encode(self, texts: list[str], begins: list[bool] | None = None) -> list[np.ndarray]:
         """The ids of each text. `begins`: whether it begins a document; without it they are the pieces of one document."""
@@ -386,20 +422,40 @@ class Split:
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
+    turns: int = 0    # of conversations, and their learned tokens and lengths
+    learned: int = 0
+    lengths: list[int] = field(default_factory=list)
     shards: list[str] = field(default_factory=list)
     _writer: ShardWriter | None = None
     _held: list[np.ndarray] = field(default_factory=list)  # behind a full shard, too few for one of their own
     _held_tokens: int = 0
 
+    def _open_writer(self) -> ShardWriter:
+        if self._writer is None:
+            self.shards.append(f"{self.name}_{len(self.shards):05d}.bin")
+            self._writer = ShardWriter(self.directory / self.shards[-1], self.encoder.vocab_size, self.encoder.hash,
+                                       self.encoder.end_of_text)
+        return self._writer
+
+    def write_conversation(self, conversation: Conversation) -> None:
+        """Conversations are not cut: a shard ends with the one that fills it."""
+        self.documents += 1
+        self.tokens += conversation.ids.size
+        self.turns += conversation.turns
+        self.learned += int(conversation.learned.sum())
+        self.lengths.append(conversation.ids.size)
+        writer = self._open_writer()
+        writer.write_document(conversation.ids, conversation.learned)
+        if writer.count >= self.shard_tokens:
+            writer.close()
+            self._writer = None
+
     def write(self, ids: np.ndarray) -> None:
         self.tokens += ids.size
         while ids.size:
-            if self._writer is None:
-                self.shards.append(f"{self.name}_{len(self.shards):05d}.bin")
-                self._writer = ShardWriter(self.directory / self.shards[-1], self.encoder.vocab_size,
-                                           self.encoder.hash, self.encoder.end_of_text)
-            taken = ids[:self.shard_tokens - self._writer.count]
-            self._writer.write(taken)
+            writer = self._open_writer()
+            taken = ids[:self.shard_tokens - writer.count]
+            writer.write(taken)
             ids = ids[taken.size:]
             if ids.size:  # the shard is full
                 self._held.append(ids)
@@ -407,7 +463,7 @@ class Split:
                 if self._held_tokens < min(self.shard_tokens, SMALLEST_LAST_SHARD):
                     return
                 ids, self._held, self._held_tokens = np.concatenate(self._held), [], 0
-                self._writer.close()
+                writer.close()
                 self._writer = None
 
     def close(self) -> None:
@@ -522,6 +578,154 @@ def add_with_split(sources: list[Source], pipeline: Pipeline, train: Split, val:
             index += 1
 
 
+# ---- conversations ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What a model file says of texts."""
+
+    tokenizer: bytes
+    chat_format: Any        # as JSON, or None
+    end_ids: list[int]      # of tokens that end an answer
+    positions: int
+
+
+def parts_of_model(path: Path) -> ModelParts:
+    file = tensor_file.read(path, expected="model")
+    if "tokenizer.json" not in file.tensors:
+        bad_file(path, "tokenizer.json", "missing: the model was converted without one", "Give it by --tokenizer")
+    file.verify_tensor("tokenizer.json")
+    model = file.config.get("model")
+    ends, positions = (model.get("eos_ids"), model.get("max_positions")) if isinstance(model, dict) else (None, None)
+    if not isinstance(ends, list) or not all(type(one) is int and 0 <= one < MAX_VOCABULARY for one in ends):
+        bad_file(path, "model.eos_ids", f"got {shown(ends)}, expected a list of ids")
+    if type(positions) is not int or not 1 <= positions <= MAX_SEQ_LEN:
+        bad_file(path, "model.max_positions", f"got {shown(positions)}, expected 1 to {MAX_SEQ_LEN}")
+    return ModelParts(bytes(file.bytes("tokenizer.json")), file.config.get("chat_format"), ends, positions)
+
+
+def chosen_format(choice: str | None, stored: Any, path: Path) -> chat_format.ChatFormat:
+    """That of --chat-format, or that which the file `path` has."""
+    if choice in chat_format.NAMED:
+        return chat_format.NAMED[choice]()
+    if choice is not None:
+        if not choice.endswith(".json"):
+            raise FileError(cli.USAGE, f"--chat-format: got {shown(choice)}, expected {', '.join(chat_format.NAMED)} or a .json file")
+        return chat_format.read_format(Path(choice))
+    if stored is None:
+        bad_file(path, "chat_format", "missing: the model has no chat format", "Convert it with its chat template, or name one by "
+                 "--chat-format")
+    return chat_format.from_json(stored, f"{path}: chat_format")
+
+
+class ChatPipeline:
+    """Reads conversations, encodes them in batches, in order, and counts what is left out."""
+
+    def __init__(self, encoder: Encoder, form: chat_format.ChatFormat, ends: list[str], options: argparse.Namespace):
+        self.counts = Counts()
+        self.first: tuple[Line, Conversation] | None = None  # of those that are written
+        self._encoder, self._options = encoder, options
+        stand_ins = conversations.StandIns(encoder.parsed, form)
+        with library_speaks_through_us(encoder.path):
+            tokenizer = tokenizer_from(json.dumps(stand_ins.document))
+        self._renderer = conversations.Renderer(form, ends, stand_ins, tokenizer, options.learn == "all")
+        self._batch: list[tuple[Split, Line, list[chat_format.Message]]] = []
+        self._characters = 0
+
+    def add(self, split: Split, line: Line, value: Any) -> None:
+        try:
+            messages = conversations.messages_of(value, self._options.fields, line)
+        except LeftOut as why:
+            return self.counts.leave_out(str(why), line)
+        self._batch.append((split, line, messages))
+        self._characters += sum(len(message.content) for message in messages)
+        if self._characters >= BATCH_CHARACTERS:
+            self.flush()
+
+    def flush(self) -> None:
+        batch, self._batch, self._characters = self._batch, [], 0
+        with library_speaks_through_us(self._encoder.path):
+            found = self._renderer.encode([messages for _, _, messages in batch])
+        for (split, line, messages), conversation in zip(batch, found, strict=True):
+            if isinstance(conversation, LeftOut):
+                self.counts.leave_out(str(conversation), line)
+            elif (fitting := self._fitting(messages, conversation, line)) is not None:
+                self.first = self.first or (line, fitting)
+                split.write_conversation(fitting)
+
+    def _fitting(self, messages: list[chat_format.Message], conversation: Conversation, line: Line) -> Conversation | None:
+        """The conversation with as many tokens as --seq-len allows."""
+        longest = self._options.seq_len + 1
+        if len(conversation.ids) <= longest:
+            return conversation
+        if self._options.truncate:
+            cut = Conversation(conversation.turns, conversation.ids[:longest], conversation.learned[:longest], [])
+            fitting = cut if cut.learned[1:].any() else None
+            self.counts.truncated += fitting is not None
+        else:
+            with library_speaks_through_us(self._encoder.path):
+                fitting = conversations.fit(self._renderer, messages, conversation, longest)
+            self.counts.cut += fitting is not None
+        if fitting is None:
+            self.counts.leave_out(f"no answer within {longest:,} tokens", line)
+        return fitting
+
+
+def prepare_chat(options: argparse.Namespace, staging: Path) -> tuple[Encoder, list[Split], ChatPipeline]:
+    """Writes all shards of conversations into `staging`."""
+    model = parts_of_model(options.model) if options.model else None
+    form = chosen_format(options.chat_format, model and model.chat_format, options.model or options.tokenizer)
+    options.seq_len = options.seq_len or (model.positions if model else MAX_SEQ_LEN)
+    encoder = Encoder(options.model or options.tokenizer, None, model.tokenizer if model else None, chat=True)
+    pipeline = ChatPipeline(encoder, form, [*form.end, *encoder.tokens(model.end_ids if model else [])], options)
+    sources, val_sources = (open_sources(paths, options, None) for paths in (options.text, options.val or []))
+    train, val = (Split(name, staging, encoder, options.shard_tokens) for name in ("train", "val"))
+    chosen: set[int] = set()
+    if options.val_fraction > 0:
+        count = sum(1 for source in sources for line in source.lines() if line.strip())
+        chosen = chosen_for_validation(count, options.seed, options.val_fraction)
+    progress = Progress("encoding", sum(source.path.stat().st_size for source in sources + val_sources))
+    number = 0
+    for group, of_val in ((sources, False), (val_sources, True)):
+        for source in group:
+            for line, value in source.values(progress):
+                pipeline.add(val if of_val or number in chosen else train, line, value)
+                number += not of_val
+    pipeline.flush()
+    progress.finish()
+    finish_splits(train, val, options, "conversation", "".join(f"; {said}" for said in pipeline.counts.lines(options.seq_len + 1)))
+    return encoder, [split for split in (train, val) if split.tokens], pipeline
+
+
+def chosen_for_validation(count: int, seed: int, fraction: float) -> set[int]:
+    """At least one of several conversations, by their numbers and the seed alone."""
+    if count < 2:
+        return set()
+    return set(heapq.nsmallest(max(1, round(count * fraction)), range(count), lambda i: xxhash.xxh3_64_intdigest(i.to_bytes(8, "little"), seed)))
+
+
+def report_chat(options: argparse.Namespace, encoder: Encoder, splits: list[Split], pipeline: ChatPipeline) -> None:
+    for split in splits:
+        print(f"{split.name:<5} {split.documents:>10,} conversations {split.turns:>10,} turns {split.tokens:>14,} tokens "
+              f"{100 * split.learned / split.tokens:5.1f} % learned   {shards_text(split)}")
+    lengths = np.sort(np.concatenate([split.lengths for split in splits]))
+    shares = ", ".join(f"{share} % up to {lengths[(len(lengths) - 1) * share // 100]:,}" for share in (50, 90, 99))
+    print(f"lengths: {shares}, longest {lengths[-1]:,} tokens")
+    for said in pipeline.counts.lines(options.seq_len + 1):
+        print(said)
+    if pipeline.first is not None:
+        line, conversation = pipeline.first
+        colour = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+        print(f"\n{tensor_file.escaped(line.path.name)[1:-1]} line {line.number}:")
+        for said in conversations.example(conversation, encoder.decode, colour):
+            print(f"  {said}")
+    model = f"--model {cli.pasteable(options.model)}" if options.model else f"--config {preset_for(splits[0].tokens, encoder.vocab_size)}"
+    seq_len = min(options.seq_len, -(-(int(lengths[-1]) - 1) // 64) * 64)
+    print(f"\nNext:\n  {needs.program('train_llama')} {model} {shard_arguments(options.output, splits)} --seq-len {seq_len} "
+          "--epochs 2 --out runs/mine")
+
+
 # ---- the whole -------------------------------------------------------------------------------------------------------
 
 
@@ -553,7 +757,8 @@ def staging_directory(output: Path) -> Iterator[Path]:
 
 def prepare(options: argparse.Namespace, staging: Path) -> tuple[Encoder, list[Split]]:
     """Writes all shards into `staging`."""
-    encoder = Encoder(options.tokenizer, options.eos)
+    text = parts_of_model(options.model).tokenizer if options.model else None
+    encoder = Encoder(options.model or options.tokenizer, options.eos, text, special=options.special)
     sources, val_sources = (open_sources(paths, options, encoder.cut) for paths in (options.text, options.val or []))
     train, val = (Split(name, staging, encoder, options.shard_tokens) for name in ("train", "val"))
     pipeline = Pipeline(encoder)
@@ -567,12 +772,17 @@ def prepare(options: argparse.Namespace, staging: Path) -> tuple[Encoder, list[S
         add_with_split(sources, pipeline, train, val, options, progress)
     pipeline.flush()
     progress.finish()
+    finish_splits(train, val, options, "document")
+    return encoder, [split for split in (train, val) if split.tokens]
+
+
+def finish_splits(train: Split, val: Split, options: argparse.Namespace, unit: str, why: str = "") -> None:
+    """Closes the shards. FileError BAD_FILE for a split without text; `why` there is none."""
     for split, group in ((train, options.text), (val, options.val or [])):
         split.close()
         if split.tokens < 2 and (group or options.val_fraction > 0):
             bad_file(", ".join(map(str, group or options.text)), "", f"no text for {split.name}, expected at least one "
-                     "document", "Give more text" if group else "Give more text, or --val-fraction 0")
-    return encoder, [split for split in (train, val) if split.tokens]
+                     f"{unit}{why}", "Give more text" if group else "Give more text, or --val-fraction 0")
 
 
 def publish(output: Path, staging: Path, encoder: Encoder, splits: list[Split]) -> int:
@@ -588,13 +798,20 @@ def publish(output: Path, staging: Path, encoder: Encoder, splits: list[Split]) 
     return len(old)
 
 
+def shards_text(split: Split) -> str:
+    return f"{len(split.shards)} shard" + ("s" if len(split.shards) > 1 else "")
+
+
+def shard_arguments(output: Path, splits: list[Split]) -> str:
+    return " ".join(f"--{split.name} {cli.pasteable(glob.escape(str(output / split.name)) + '_*.bin')}" for split in splits)
+
+
 def report(output: Path, encoder: Encoder, splits: list[Split]) -> None:
     for split in splits:
-        shards = f"{len(split.shards)} shard" + ("s" if len(split.shards) > 1 else "")
         print(f"{split.name:<5} {split.documents:>10,} documents {split.tokens:>14,} tokens "
-              f"{split.text_bytes / split.tokens:5.2f} bytes per token   {shards}")
+              f"{split.text_bytes / split.tokens:5.2f} bytes per token   {shards_text(split)}")
     print(f"vocabulary {encoder.vocab_size:,}, end of text {encoder.end_of_text}")
-    arguments = " ".join(f"--{split.name} {cli.pasteable(glob.escape(str(output / split.name)) + '_*.bin')}" for split in splits)
+    arguments = shard_arguments(output, splits)
     preset = preset_for(splits[0].tokens, encoder.vocab_size)
     if splits[0].tokens <= DEFAULT_SEQ_LEN:  # of less there is no sequence
         arguments += f" --seq-len {splits[0].tokens - 1}"
@@ -603,7 +820,7 @@ def report(output: Path, encoder: Encoder, splits: list[Split]) -> None:
           f"(a new model; to tune one with this tokenizer: --model FILE in the place of --config {preset})")
 
 
-DEFAULT_SEQ_LEN = 256  # of train_llama
+DEFAULT_SEQ_LEN, MAX_SEQ_LEN = 256, 1 << 24  # of train_llama
 
 
 # The presets of train_llama, smaller models first: parameters of the layers, and for each token of the vocabulary.
@@ -625,7 +842,10 @@ def preset_for(tokens: int, vocabulary: int) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = cli.Parser(prog="prepare_data.py", description=__doc__)
     parser.add_argument("text", nargs="+", type=Path, metavar="TEXT", help="text or JSON lines, also .gz")
-    parser.add_argument("--tokenizer", required=True, type=Path, metavar="FILE", help="tokenizer.json")
+    vocabulary = parser.add_mutually_exclusive_group(required=True)
+    vocabulary.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json")
+    vocabulary.add_argument("--model", type=Path, metavar="FILE", help="or the model file to be trained: it has its tokenizer, and its "
+                            "chat format")
     parser.add_argument("-o", "--output", required=True, type=Path, metavar="DIR", help="made if absent")
     parser.add_argument("--val", nargs="+", type=Path, metavar="FILE", help="files of validation text")
     parser.add_argument("--val-fraction", type=cli.number_in(0, 0.5), metavar="F",
@@ -640,11 +860,39 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--document-separator", default="<|endoftext|>", metavar="LINE",
                         help="the line between documents of a text file (default <|endoftext|>)")
     parser.add_argument("--eos", metavar="TOKEN", help=f"end-of-text token (default: {', '.join(END_OF_TEXT)})")
+    parser.add_argument("--special", action="store_true", help="names of special tokens in a text become these tokens: for text that "
+                        "something else has rendered")
+    chat = parser.add_argument_group("conversations")
+    chat.add_argument("--chat", action="store_true", help="each line is a conversation in JSON: messages; prompt and completion; or "
+                      "instruction, input and output")
+    chat.add_argument("--chat-format", metavar="NAME|FILE", help="chatml, llama3, mistral, gemma or a .json file (default: that of --model)")
+    chat.add_argument("--fields", metavar="NAME,...", help="members of a line: those of the question, joined by an empty line, and "
+                      "last that of the answer")
+    chat.add_argument("--learn", choices=("all", "last"), help="which answers are learned (default all)")
+    chat.add_argument("--seq-len", type=cli.number_in(1, MAX_SEQ_LEN, int), metavar="T", help="that of train_llama: longer conversations "
+                      "are cut behind an answer (default: the positions of --model)")
+    chat.add_argument("--truncate", action="store_true", help="longer conversations are cut at T + 1 tokens, also within an answer")
     options = parser.parse_args()
+    check_chat_options(parser, options)
     if options.val and options.val_fraction is not None:
         parser.error("--val and --val-fraction exclude each other")
     options.val_fraction = 0.0 if options.val else 0.05 if options.val_fraction is None else options.val_fraction
     return options
+
+
+def check_chat_options(parser: cli.Parser, options: argparse.Namespace) -> None:
+    given = [f"--{name.replace('_', '-')}" for name in ("chat_format", "fields", "learn", "seq_len", "truncate") if getattr(options, name)]
+    if not options.chat and given:
+        parser.error(f"{given[0]}: only with --chat")
+    if options.chat and (options.special or options.eos or options.format == "text"):
+        parser.error("--chat excludes --special, --eos and --format text: the chat format says how a conversation is written")
+    if options.chat and options.tokenizer and not options.chat_format:
+        parser.error("--chat with --tokenizer: --chat-format is needed, or --model in the place of --tokenizer")
+    options.format = "jsonl" if options.chat else options.format
+    options.fields = tuple(options.fields.split(",")) if options.fields else None
+    if options.fields and (len(options.fields) < 2 or not all(options.fields)):
+        parser.error(f"--fields: got {shown(','.join(options.fields))}, expected at least two names with commas between them")
+    options.learn = options.learn or "all"
 
 
 def main() -> None:
@@ -654,7 +902,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # through the end of the staging directory
     try:
         with staging_directory(options.output) as staging:
-            encoder, splits = prepare(options, staging)
+            pipeline = None
+            if options.chat:
+                encoder, splits, pipeline = prepare_chat(options, staging)
+            else:
+                encoder, splits = prepare(options, staging)
             replaced = publish(options.output, staging, encoder, splits)
     finally:
         if not existed:
@@ -662,7 +914,10 @@ def main() -> None:
                 options.output.rmdir()
     if replaced:
         print(f"removed {replaced} shards of an earlier run", file=sys.stderr)
-    report(options.output, encoder, splits)
+    if pipeline is not None:
+        report_chat(options, encoder, splits, pipeline)
+    else:
+        report(options.output, encoder, splits)
 
 
 if __name__ == "__main__":

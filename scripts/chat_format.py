@@ -5,7 +5,7 @@ conversations with it into segments: literals of the format, and pieces of the m
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,16 @@ class Segment:
 
     text: str
     literal: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model writes of an assistant message: characters `begin` to `end` of the rendered conversation, and up to `turn_end`
+    what ends its turn."""
+
+    begin: int
+    end: int
+    turn_end: int
 
 
 @dataclass(frozen=True)
@@ -158,9 +168,8 @@ def find_rule(form: ChatFormat, previous: str, role: str, found: dict[str, Any])
     raise Refused(f"the chat format takes no {role} message {'first' if previous == START else f'after {previous}'} here")
 
 
-def render(form: ChatFormat, messages: list[Message], generation: bool, tail: bool = True, used: list[Rule] | None = None) -> list[Segment]:
-    """The conversation as segments. `generation`: with the prompt for an answer. Without `tail` the last message stays open, so
-    that an answer continues it. `used` gets the rules. Refused if the format does not take it."""
+def with_kinds(form: ChatFormat, messages: list[Message]) -> tuple[list[Message], list[str]]:
+    """The messages that are printed, and the kind of each. Refused if the format does not take them."""
     if len(messages) > MAX_MESSAGES:
         raise Refused(f"got {len(messages)} messages, expected at most {MAX_MESSAGES}")
     messages = [Message("system", m.content) if m.role == "developer" else m for m in messages]
@@ -174,21 +183,78 @@ def render(form: ChatFormat, messages: list[Message], generation: bool, tail: bo
         raise Refused("got no message, expected at least one that is not empty")
     if form.order == "alternate":
         check_order(roles)
-    segments: list[Segment] = []
+    return messages, kinds
+
+
+def printed(form: ChatFormat, messages: list[Message], kinds: list[str], generation: bool, tail: bool = True,
+            used: list[Rule] | None = None) -> Iterator[list[Segment]]:
+    """What is printed of each message, and in the end of the tail, as render() has it."""
+    roles = [message.role for message in messages]
     path = [*roles, GENERATION if generation else END] if tail else roles
     for i, (previous, role) in enumerate(zip([START, *roles], path)):
         rule = find_rule(form, previous, role, features(roles, kinds, i, generation))
         if used is not None:
             used.append(rule)
-        for part in rule.parts:
-            text = part.text if not part.source else apply_steps(messages[i if part.source == "content" else 0].content, part.steps)
-            if text:
-                segments.append(Segment(text, not part.source))
-    return segments
+        yield segments_of(rule, messages, i)
+
+
+def segments_of(rule: Rule, messages: list[Message], i: int) -> list[Segment]:
+    """What the rule prints of message i."""
+    texts = [part.text if not part.source else apply_steps(messages[i if part.source == "content" else 0].content, part.steps)
+             for part in rule.parts]
+    return [Segment(text, not part.source) for text, part in zip(texts, rule.parts)]
+
+
+def render(form: ChatFormat, messages: list[Message], generation: bool, tail: bool = True, used: list[Rule] | None = None) -> list[Segment]:
+    """The conversation as segments. `generation`: with the prompt for an answer. Without `tail` the last message stays open, so
+    that an answer continues it. `used` gets the rules. Refused if the format does not take it."""
+    kept, kinds = with_kinds(form, messages)
+    return [segment for segments in printed(form, kept, kinds, generation, tail, used) for segment in segments if segment.text]
+
+
+def joined(segments: list[Segment]) -> str:
+    return "".join(segment.text for segment in segments)
+
+
+def answers(form: ChatFormat, messages: list[Message], ends: list[str]) -> list[Answer]:
+    """Where the answers are in what render() makes of the conversation. An answer begins behind the prompt with which one asks a
+    model for it: so it has what the format itself writes there, such as empty thoughts. Where the format prints another text than
+    that prompt, it begins with the content. The first of `ends` in the literals behind it ends its turn."""
+    kept, kinds = with_kinds(form, messages)
+    text = ""
+    contents: list[int] = []  # where each begins
+    spans: list[tuple[int, int]] = []
+    for i, segments in enumerate(printed(form, kept, kinds, False)):
+        if i < len(kept) and kept[i].role == "assistant":
+            own = [number for number, segment in enumerate(segments) if not segment.literal] or [len(segments)]
+            head = joined(segments[:own[0]])
+            prompt = prompt_after(form, kept[:i], kinds[:i])
+            begin = len(prompt) if prompt is not None and head.startswith(prompt) else len(head)
+            spans.append((len(text) + begin, len(text) + len(joined(segments[:own[-1] + 1]))))
+        for segment in segments:
+            contents += [len(text)] * (not segment.literal and segment.text != "")
+            text += segment.text
+    found = []
+    for begin, end in spans:
+        behind = text[end:min((at for at in contents if at >= end), default=len(text))]
+        turn_ends = [(behind.index(one), -len(one)) for one in ends if one in behind]
+        at, length = min(turn_ends, default=(0, 0))
+        found.append(Answer(begin, end, end + at - length))
+    return found
+
+
+def prompt_after(form: ChatFormat, messages: list[Message], kinds: list[str]) -> str | None:
+    """What is printed behind `messages` to ask for an answer; None if the format does not ask there."""
+    roles = [message.role for message in messages]
+    try:
+        rule = find_rule(form, roles[-1], GENERATION, features(roles, kinds, len(roles), True)) if roles else None
+    except Refused:
+        rule = None
+    return None if rule is None else joined(segments_of(rule, messages, 0))
 
 
 def render_text(form: ChatFormat, messages: list[Message], generation: bool, used: list[Rule] | None = None) -> str:
-    return "".join(segment.text for segment in render(form, messages, generation, used=used))
+    return joined(render(form, messages, generation, used=used))
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ import xxhash
 
 import cli
 from cli import ENVIRONMENT, INTERNAL, USAGE, FileError, bad_file, shown
-from dump_reference import libraries, named_parameters
+from dump_reference import IGNORED_LABEL, libraries, named_parameters
 from export_hf import read_model
 from hf_config import Model, exported_config, model_from_json
 from plot_log import is_number, read_run, smoothed
@@ -258,7 +258,8 @@ def joined_texts(shards: list[TokenShard], seq_len: int) -> list[np.ndarray]:
 
 
 class Windows:
-    """The training shards cut into windows of T + 1 tokens, handed out in the run's order."""
+    """The training shards as windows of T + 1 tokens, handed out in the run's order. Of shards with documents, a window is one of
+    those documents that have at most T + 1 tokens and a learned one behind the first, with zeros behind its end."""
 
     def __init__(self, description: RunDescription, pattern: str):
         settings = description.settings
@@ -269,18 +270,46 @@ class Windows:
                             f"{escaped(os.getcwd(), 300)}. Give the shards of the run with --train")
         shards = [TokenShard(path) for path in paths]
         check_shards(shards, description)
-        self.texts = joined_texts(shards, self.seq_len)
+        self.documents: list[tuple[np.ndarray, np.ndarray]] = []  # tokens, and which of them are learned
+        self.texts: list[np.ndarray] = []
+        if any(shard.starts is not None for shard in shards):
+            self.documents = [document for shard in shards for document in documents_of(shard, self.seq_len + 1)]
+        else:
+            self.texts = joined_texts(shards, self.seq_len)
         self.first_window = np.cumsum([0] + [(text.size - 1) // self.seq_len for text in self.texts])
-        self.order = DataOrder(int(self.first_window[-1]), settings.seed)
+        if not (windows := len(self.documents) + int(self.first_window[-1])):
+            bad_file(shards[0].path, "documents", f"none has at most {self.seq_len + 1} tokens and a learned one")
+        self.order = DataOrder(windows, settings.seed)
 
     def batch(self, begin: int, number: int) -> np.ndarray:
         """i64 [number, T + 1]: the windows at positions begin to begin + number - 1 of the run."""
         return np.stack([self._window(int(window)) for window in self.order.windows(begin, number)])
 
+    def learned(self, begin: int, number: int) -> np.ndarray | None:
+        """bool [number, T]: which labels of batch() count; None if all do."""
+        if not self.documents:
+            return None
+        return np.stack([self._row(self.documents[int(window)][1])[1:] for window in self.order.windows(begin, number)])
+
+    def _row(self, values: np.ndarray) -> np.ndarray:
+        return np.pad(values, (0, self.seq_len + 1 - values.size))
+
     def _window(self, window: int) -> np.ndarray:
+        if self.documents:
+            return self._row(self.documents[window][0]).astype(np.int64)
         text = int(np.searchsorted(self.first_window, window, side="right")) - 1
         begin = (window - int(self.first_window[text])) * self.seq_len
         return self.texts[text][begin:begin + self.seq_len + 1].astype(np.int64)
+
+
+def documents_of(shard: TokenShard, longest: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The documents that are trained on."""
+    if shard.starts is None:
+        bad_file(shard.path, "version", "got plain text, expected conversations as in the other shards")
+    learned = shard.learned()
+    for begin, end in zip(shard.starts[:-1], shard.starts[1:]):
+        if end - begin <= longest and learned[begin + 1:end].any():
+            yield shard.tokens[begin:end], learned[begin:end]
 
 
 def check_shards(shards: list[TokenShard], description: RunDescription) -> None:
@@ -351,18 +380,22 @@ class Trainer:
         return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.dtype == "bf16" else nullcontext()
 
     def gradients(self, begin: int) -> float:
-        """Accumulates the gradients of the step whose data begins at window `begin`. Returns the mean loss."""
+        """Accumulates the gradients of the step whose data begins at window `begin`. Returns the mean loss, over all of its labels
+        that count."""
         torch, _ = libraries()
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         batch = self.settings.micro_batch
+        learned = self.windows.learned(begin, batch * self.settings.accumulation)
+        count = self.settings.batch_tokens if learned is None else int(learned.sum())
         for number in range(self.settings.accumulation):
-            tokens = torch.from_numpy(self.windows.batch(begin + number * batch, batch)).to(self.device)
+            ids = self.windows.batch(begin + number * batch, batch)
+            labels = ids[:, 1:] if learned is None else np.where(learned[number * batch:(number + 1) * batch], ids[:, 1:], IGNORED_LABEL)
             with self.precision():
-                logits = self.model(tokens[:, :-1], use_cache=False).logits.float()
-            part = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-            (part / self.settings.batch_tokens).backward()
+                logits = self.model(torch.from_numpy(ids[:, :-1]).to(self.device), use_cache=False).logits.float()
+            part = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(labels).to(self.device).flatten(), reduction="sum")
+            (part / count).backward()
             loss += part.detach().double()
-        return float(loss) / self.settings.batch_tokens
+        return float(loss) / count
 
     def step(self) -> dict[str, Any]:
         """Takes one step. Returns its record."""

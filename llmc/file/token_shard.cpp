@@ -19,7 +19,7 @@ namespace {
 using u64 = unsigned long long;  // what printf's %llu takes
 
 constexpr std::uint64_t kHeaderBytes = 256;
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kPlain = 1, kOfDocuments = 2;  // versions
 constexpr std::uint64_t kMaxVocabulary = 1'000'000;
 constexpr std::int64_t kPiece = 1 << 18;  // tokens that verify() reads at once
 
@@ -28,7 +28,7 @@ struct Header {
   char magic[8];
   std::uint32_t version, dtype;
   std::uint64_t count, vocab_size, tokenizer_hash;
-  std::int64_t end_of_document_id;
+  std::int64_t number;  // kPlain: end_of_document_id; kOfDocuments: how many documents
   std::uint64_t data_hash, header_hash;
 };
 static_assert(sizeof(Header) == 64 && offsetof(Header, header_hash) == 56);
@@ -46,8 +46,9 @@ class Validator {
     }
     Header header;
     std::memcpy(&header, file_.data(), sizeof header);
-    if (header.version != kVersion) {
-      fail(Exit::bad_file, "%s: version: got %u, expected %u. %s", where_.c_str(), header.version, kVersion,
+    if (header.version != kPlain && header.version != kOfDocuments) {
+      fail(Exit::bad_file, "%s: version: got %u, expected %u or %u. %s", where_.c_str(), header.version, kPlain,
+           kOfDocuments,
            header.version != 0 ? "It was made by a newer tool: update weft"
                                : "The shard is damaged: get or make it again");
     }
@@ -84,7 +85,8 @@ class Validator {
       fail(Exit::bad_file, "%s: vocab_size: got %llu, expected 1 to %llu for %s", where_.c_str(),
            u64{header.vocab_size}, u64{limit}, is_u32 ? "u32" : "u16");
     }
-    const std::int64_t id = header.end_of_document_id;
+    const std::int64_t id = header.number;
+    if (header.version != kPlain) return;
     if (id < -1 || id >= static_cast<std::int64_t>(header.vocab_size)) {
       fail(Exit::bad_file, "%s: end_of_document_id: got %lld, expected -1 to %llu", where_.c_str(),
            static_cast<long long>(id), u64{header.vocab_size - 1});
@@ -93,9 +95,17 @@ class Validator {
 
   void check_size(const Header& header) const {
     if (header.count == 0) fail(Exit::bad_file, "%s: count: got 0, expected at least one token", where_.c_str());
-    const std::uint64_t token_bytes = dtype_bytes(static_cast<DType>(header.dtype));
-    const std::uint64_t bytes = checked_mul(header.count, token_bytes, where_ + ": count");
-    const std::uint64_t expected = checked_add(bytes, kHeaderBytes, where_ + ": count");
+    const bool of_documents = header.version == kOfDocuments;
+    const auto documents = of_documents ? static_cast<std::uint64_t>(header.number) : 0;
+    if (of_documents && (header.number < 1 || documents > header.count)) {
+      fail(Exit::bad_file, "%s: documents: got %lld, expected 1 to %llu", where_.c_str(),
+           static_cast<long long>(header.number), u64{header.count});
+    }
+    const std::string where = where_ + ": count";
+    std::uint64_t expected = checked_mul(header.count, dtype_bytes(static_cast<DType>(header.dtype)), where);
+    expected = checked_add(expected, kHeaderBytes, where);
+    expected = checked_add(expected, checked_mul(documents, sizeof(std::uint64_t), where), where);
+    if (of_documents) expected = checked_add(expected, header.count / 8 + (header.count % 8 != 0 ? 1 : 0), where);
     if (expected > file_.size()) {
       fail(Exit::bad_file, "%s: truncated: got %llu bytes, expected %llu for %llu tokens. Get or make the shard again",
            where_.c_str(), u64{file_.size()}, u64{expected}, u64{header.count});
@@ -134,8 +144,12 @@ TokenShard TokenShard::open(const std::string& path) {
   shard.count_ = static_cast<std::int64_t>(header.count);
   shard.vocab_size_ = static_cast<std::int64_t>(header.vocab_size);
   shard.tokenizer_hash_ = header.tokenizer_hash;
-  shard.end_of_document_id_ = header.end_of_document_id;
   shard.data_hash_ = header.data_hash;
+  if (header.version == kPlain) {
+    shard.end_of_document_id_ = header.number;
+  } else {
+    shard.read_starts(static_cast<std::size_t>(header.number));
+  }
   return shard;
 }
 
@@ -143,8 +157,26 @@ const std::byte* TokenShard::tokens() const {
   return file_.data() + kHeaderBytes;
 }
 
-void TokenShard::read(std::int64_t begin, std::span<std::int32_t> out) const {
-  const std::int64_t wanted = static_cast<std::int64_t>(out.size());
+const std::byte* TokenShard::behind_tokens() const {
+  return tokens() + static_cast<std::uint64_t>(count_) * dtype_bytes(dtype_);
+}
+
+void TokenShard::read_starts(std::size_t documents) {
+  starts_.resize(documents);
+  std::memcpy(starts_.data(), behind_tokens(), documents * sizeof starts_[0]);
+  for (std::size_t i = 0; i < documents; ++i) {
+    const std::int64_t least = i == 0 ? 0 : starts_[i - 1] + 1, most = i == 0 ? 0 : count_ - 1;
+    if (starts_[i] >= least && starts_[i] <= most) continue;
+    fail(Exit::bad_file,
+         "%s: document %zu: begins at token %llu, expected %lld to %lld. The shard is damaged: get or make it again",
+         escaped(path()).c_str(), i, static_cast<u64>(starts_[i]), static_cast<long long>(least),
+         static_cast<long long>(most));
+  }
+  starts_.push_back(count_);
+}
+
+void TokenShard::check_read(std::int64_t begin, std::size_t size) const {
+  const std::int64_t wanted = static_cast<std::int64_t>(size);
   if (begin < 0 || begin > count_ || wanted > count_ - begin) {
     fail(Exit::internal, "%s: tokens %lld to %lld asked for, the shard has %lld", escaped(path()).c_str(),
          static_cast<long long>(begin), static_cast<long long>(begin + wanted), static_cast<long long>(count_));
@@ -154,6 +186,10 @@ void TokenShard::read(std::int64_t begin, std::span<std::int32_t> out) const {
          "%s: the shard was replaced or changed while it was in use. Keep shards unchanged during a run",
          escaped(path()).c_str());
   }
+}
+
+void TokenShard::read(std::int64_t begin, std::span<std::int32_t> out) const {
+  check_read(begin, out.size());
   const std::byte* source = tokens() + static_cast<std::uint64_t>(begin) * dtype_bytes(dtype_);
   const std::uint32_t largest =
       dtype_ == DType::u16 ? widen<std::uint16_t>(source, out) : widen<std::uint32_t>(source, out);
@@ -167,6 +203,16 @@ void TokenShard::read(std::int64_t begin, std::span<std::int32_t> out) const {
        static_cast<std::uint32_t>(*first), static_cast<long long>(vocab_size_ - 1));
 }
 
+void TokenShard::read_learned(std::int64_t begin, std::span<std::uint8_t> out) const {
+  check_read(begin, out.size());
+  if (starts_.empty()) return std::fill(out.begin(), out.end(), std::uint8_t{1});
+  const std::byte* bits = behind_tokens() + (starts_.size() - 1) * sizeof(std::uint64_t);
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    const std::size_t token = static_cast<std::size_t>(begin) + i;
+    out[i] = static_cast<std::uint8_t>(bits[token / 8] >> token % 8 & std::byte{1});
+  }
+}
+
 void TokenShard::verify() const {
   std::vector<std::int32_t> ids(static_cast<std::size_t>(std::min(kPiece, count_)));
   Xxh3Stream stream;
@@ -176,6 +222,7 @@ void TokenShard::verify() const {
     stream.update(tokens() + static_cast<std::uint64_t>(begin) * bytes, piece * bytes);
     read(begin, std::span(ids).first(piece));
   }
+  stream.update(behind_tokens(), static_cast<std::size_t>(file_.data() + file_.size() - behind_tokens()));
   if (stream.digest() != data_hash_) {
     fail(Exit::bad_file,
          "%s: data_hash: got %016llx, expected %016llx. The tokens are damaged: get or make the shard again",

@@ -99,7 +99,7 @@ class TrainModel {
 
   // Forward over one micro-batch in training mode (dropout on); micro_step numbers the micro-batches of a run
   // and addresses the dropout masks. Keeps what backward() needs, adds to the statistics. loss_scale
-  // multiplies the gradient of the loss sum: 1 / (labels of the whole step) makes it that of the mean. It is a
+  // multiplies the gradient of the loss sum: 1 / (tokens of the whole step) makes it that of the mean over all. It is a
   // parameter of forward(), not of backward(), because the classifier turns each chunk of logits into its gradient
   // in the same pass and never holds all of them.
   virtual void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) = 0;

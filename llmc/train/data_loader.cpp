@@ -22,6 +22,14 @@ void require_same_tokenizer(const TokenShard& first, const TokenShard& shard) {
        escaped(shard.path()).c_str(), escaped(first.path()).c_str());
 }
 
+void require_same_kind(const TokenShard& first, const TokenShard& shard) {
+  if (first.document_starts().empty() == shard.document_starts().empty()) return;
+  const bool documents = !shard.document_starts().empty();
+  fail(Exit::bad_file, "%s: holds %s, and %s %s. Train on one kind", escaped(shard.path()).c_str(),
+       documents ? "conversations" : "plain text", escaped(first.path()).c_str(),
+       documents ? "plain text" : "conversations");
+}
+
 std::string header_hash(const TokenShard& shard) {
   const MappedFile file(shard.path());
   return format("%016llx",
@@ -34,31 +42,76 @@ TokenDataset::TokenDataset(const std::string& pattern, std::int64_t seq_len, Win
     : seq_len_(seq_len), use_(use) {
   for (const std::string& path : expand_glob(pattern)) {
     TokenShard shard = TokenShard::open(path);
-    if (!shards_.empty()) require_same_tokenizer(shards_.front(), shard);
-    const std::int64_t begin = tokens(), end = begin + shard.count();
-    const bool joined = use == WindowUse::training && !texts_.empty() &&
-                        (shard.count() <= seq_len || texts_.back().end - texts_.back().begin <= seq_len);
-    if (joined) {
-      texts_.back().end = end;
-    } else {
-      texts_.push_back({begin, end});
+    if (!shards_.empty()) {
+      require_same_tokenizer(shards_.front(), shard);
+      require_same_kind(shards_.front(), shard);
     }
-    first_token_.push_back(end);
     shards_.push_back(std::move(shard));
+    if (of_documents()) {
+      add_documents(shards_.size() - 1);
+    } else {
+      add_text(shards_.back().count());
+    }
+    first_token_.push_back(tokens() + shards_.back().count());
   }
+  windows_ = documents_.size();
   for (Text& text : texts_) {
     text.first_window = windows_;
     windows_ += windows_of(text);
   }
+  require_windows(pattern);
+}
+
+// The shard that follows those before: tokens() is where it begins.
+void TokenDataset::add_text(std::int64_t count) {
+  const std::int64_t begin = tokens(), end = begin + count;
+  const bool joined = use_ == WindowUse::training && !texts_.empty() &&
+                      (count <= seq_len_ || texts_.back().end - texts_.back().begin <= seq_len_);
+  if (joined) {
+    texts_.back().end = end;
+  } else {
+    texts_.push_back({begin, end});
+  }
+}
+
+void TokenDataset::add_documents(std::size_t shard) {
+  const std::span<const std::int64_t> starts = shards_[shard].document_starts();
+  std::vector<std::uint8_t> learned(static_cast<std::size_t>(seq_len_));
+  for (std::size_t i = 0; i + 1 < starts.size(); ++i) {
+    const std::int64_t tokens = starts[i + 1] - starts[i];
+    if (tokens - 1 > seq_len_) {
+      ++too_long_;
+      continue;
+    }
+    const auto of_labels = std::span(learned).first(static_cast<std::size_t>(tokens - 1));
+    shards_[shard].read_learned(starts[i] + 1, of_labels);
+    const auto labels = std::count(of_labels.begin(), of_labels.end(), std::uint8_t{1});
+    if (labels == 0) {
+      ++unlearned_;
+      continue;
+    }
+    documents_.push_back({shard, starts[i], tokens});
+    learned_ += labels;
+  }
+}
+
+void TokenDataset::require_windows(const std::string& pattern) const {
   if (windows_ > 0) return;
+  if (of_documents()) {
+    fail(Exit::bad_file,
+         "%s: of %lld conversations %lld are longer than --seq-len %lld, and in the others nothing is learned. Raise "
+         "--seq-len, or prepare them with this --seq-len",
+         escaped(pattern).c_str(), static_cast<long long>(too_long_ + unlearned_), static_cast<long long>(too_long_),
+         static_cast<long long>(seq_len_));
+  }
   const std::string what = format("%s: %lld tokens", escaped(pattern).c_str(), static_cast<long long>(tokens()));
-  if (use == WindowUse::measurement) {
+  if (use_ == WindowUse::measurement) {
     fail(Exit::bad_file,
          "%s, at least 2 in a shard are needed: a loss is that of a token after another one. Give more text",
          what.c_str());
   }
   fail(Exit::bad_file, "%s, at least %lld are needed for --seq-len %lld. Lower --seq-len, or give more text",
-       what.c_str(), static_cast<long long>(seq_len + 1), static_cast<long long>(seq_len));
+       what.c_str(), static_cast<long long>(seq_len_ + 1), static_cast<long long>(seq_len_));
 }
 
 std::uint64_t TokenDataset::windows_of(const Text& text) const {
@@ -67,10 +120,11 @@ std::uint64_t TokenDataset::windows_of(const Text& text) const {
 }
 
 std::int64_t TokenDataset::left_out() const {
-  return tokens() - std::ssize(texts_) - labels();
+  return of_documents() ? 0 : tokens() - std::ssize(texts_) - labels();
 }
 
 std::int64_t TokenDataset::labels() const {
+  if (of_documents()) return learned_;
   return use_ == WindowUse::training ? static_cast<std::int64_t>(windows_) * seq_len_ : tokens() - std::ssize(texts_);
 }
 
@@ -80,6 +134,29 @@ std::string TokenDataset::directory() const {
 
 void TokenDataset::read_window(std::uint64_t window, std::span<std::int32_t> tokens,
                                std::span<std::int32_t> labels) const {
+  const std::size_t count =
+      of_documents() ? read_document(documents_[window], tokens, labels) : read_text(window, tokens, labels);
+  for (std::size_t t = count; t < tokens.size(); ++t) tokens[t] = tokens[t - count];
+  std::fill(labels.begin() + static_cast<std::ptrdiff_t>(count), labels.end(), kIgnoredLabel);
+}
+
+// These two read what a window has, and return how many inputs and labels that is.
+std::size_t TokenDataset::read_document(const Document& document, std::span<std::int32_t> tokens,
+                                        std::span<std::int32_t> labels) const {
+  const TokenShard& shard = shards_[document.shard];
+  const auto count = static_cast<std::size_t>(document.tokens - 1);
+  std::vector<std::uint8_t> learned(count);
+  shard.read(document.begin, tokens.first(count));
+  shard.read(document.begin + 1, labels.first(count));
+  shard.read_learned(document.begin + 1, learned);
+  for (std::size_t t = 0; t < count; ++t) {
+    if (learned[t] == 0) labels[t] = kIgnoredLabel;
+  }
+  return count;
+}
+
+std::size_t TokenDataset::read_text(std::uint64_t window, std::span<std::int32_t> tokens,
+                                    std::span<std::int32_t> labels) const {
   const auto after = std::upper_bound(texts_.begin(), texts_.end(), window,
                                       [](std::uint64_t w, const Text& text) { return w < text.first_window; });
   const Text& text = *(after - 1);
@@ -87,8 +164,7 @@ void TokenDataset::read_window(std::uint64_t window, std::span<std::int32_t> tok
   const auto count = static_cast<std::size_t>(std::min(seq_len_, text.end - 1 - begin));
   read(begin, tokens.first(count));
   read(begin + 1, labels.first(count));
-  for (std::size_t t = count; t < tokens.size(); ++t) tokens[t] = tokens[t - count];
-  std::fill(labels.begin() + static_cast<std::ptrdiff_t>(count), labels.end(), kIgnoredLabel);
+  return count;
 }
 
 // Tokens from number `begin` of all shards on: those of a joined text may lie in several.

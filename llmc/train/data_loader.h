@@ -1,4 +1,4 @@
-// Training data: token shards cut into windows of T + 1 tokens, in shuffled order, read ahead by a thread.
+// Training data: token shards as windows of T inputs and T labels, in shuffled order, read ahead by a thread.
 #pragma once
 
 #include <condition_variable>
@@ -26,10 +26,14 @@ enum class WindowUse { training, measurement };
 // last label of one and the first input of the next, and no window crosses the end of a text. A text is a shard. In
 // training a shard too short for a window is joined to the text before it, or the next one if it is the first; what is left
 // over at the end of a text, fewer than T tokens, is not used.
+//
+// Of shards with documents, such as conversations, a window is one document from its first token on, whatever it is for.
+// Labels are the tokens that are learned. Documents of more than T + 1 tokens, and those in which nothing is learned, have
+// no window.
 class TokenDataset {
  public:
   // `pattern`: a shell pattern; the files that match are used in lexicographic order. Exit::bad_file: nothing matches,
-  // there is no window, or the shards were made with different tokenizers.
+  // there is no window, or the shards were made with different tokenizers, or some with documents and some without.
   TokenDataset(const std::string& pattern, std::int64_t seq_len, WindowUse use = WindowUse::training);
 
   std::int64_t seq_len() const { return seq_len_; }
@@ -37,14 +41,17 @@ class TokenDataset {
   std::int64_t tokens() const { return first_token_.back(); }
   std::int64_t labels() const;    // of all windows
   std::int64_t left_out() const;  // tokens that are no label although another one stands before them in their text
+  bool of_documents() const { return !shards_.front().document_starts().empty(); }
+  std::int64_t too_long() const { return too_long_; }    // documents that have no window because of their length
+  std::int64_t unlearned() const { return unlearned_; }  // those in which nothing is learned
   std::int64_t vocab_size() const { return shards_.front().vocab_size(); }
   std::uint64_t tokenizer_hash() const { return shards_.front().tokenizer_hash(); }
   std::span<const TokenShard> shards() const { return shards_; }
   std::string directory() const;  // where the first shard lies
 
-  // tokens and labels of one window, each [T]. Behind the end of a shorter one the tokens begin again at its first, for
-  // the ranges that fp8 sees to be those of text, and the labels are kIgnoredLabel. Exit::bad_file if the shard was
-  // replaced since it was opened.
+  // tokens and labels of one window, each [T]. A label that is not learned is kIgnoredLabel. So are those behind the end of
+  // a shorter window, where the tokens begin again at its first, for the ranges that fp8 sees to be those of text.
+  // Exit::bad_file if the shard was replaced since it was opened.
   void read_window(std::uint64_t window, std::span<std::int32_t> tokens, std::span<std::int32_t> labels) const;
   void verify() const;  // every shard's data hash and every id
 
@@ -60,14 +67,26 @@ class TokenDataset {
     std::int64_t begin, end;  // of the tokens of all shards, one after another
     std::uint64_t first_window = 0;
   };
+  struct Document {
+    std::size_t shard;
+    std::int64_t begin, tokens;  // in the shard
+  };
+  void add_text(std::int64_t count);
+  void add_documents(std::size_t shard);
+  void require_windows(const std::string& pattern) const;
   std::uint64_t windows_of(const Text& text) const;
+  std::size_t read_text(std::uint64_t window, std::span<std::int32_t> tokens, std::span<std::int32_t> labels) const;
+  std::size_t read_document(const Document& document, std::span<std::int32_t> tokens,
+                            std::span<std::int32_t> labels) const;
   void read(std::int64_t begin, std::span<std::int32_t> tokens) const;
 
   std::int64_t seq_len_;
   WindowUse use_;
   std::vector<TokenShard> shards_;
-  std::vector<std::int64_t> first_token_ = {0};  // of each shard, and their end
-  std::vector<Text> texts_;
+  std::vector<std::int64_t> first_token_ = {0};              // of each shard, and their end
+  std::vector<Text> texts_;                                  // of shards without documents
+  std::vector<Document> documents_;                          // that have a window
+  std::int64_t too_long_ = 0, unlearned_ = 0, learned_ = 0;  // documents without one; labels of those that have one
   std::uint64_t windows_ = 0;
 };
 

@@ -22,13 +22,26 @@ Exit evaluate(TrainModel& model, const TrainSettings& settings, const TrainInput
   }
   if (ranks.rank() != 0) return Exit::ok;
   if (settings.json) {
-    write_stdout(json_text({{"model", settings.model},
-                            {"val", settings.val},
-                            {"val_loss", loss},
-                            {"perplexity", std::exp(loss)},
-                            {"tokens", tokens},
-                            {"of_tokens", data.tokens()}}) +
-                 "\n");
+    Json record = {{"model", settings.model},      {"val", settings.val}, {"val_loss", loss},
+                   {"perplexity", std::exp(loss)}, {"tokens", tokens},    {"of_tokens", data.tokens()}};
+    if (data.of_documents()) {
+      record.update({{"of_learned_tokens", data.labels()},
+                     {"conversations", data.windows()},
+                     {"left_out", data.too_long() + data.unlearned()}});
+    }
+    write_stdout(json_text(record) + "\n");
+    return Exit::ok;
+  }
+  if (data.of_documents()) {
+    const std::string which =
+        tokens < data.labels() ? "--val-batches " + std::to_string(settings.val_batches) : std::string("all");
+    const std::string longer =
+        data.too_long() > 0 ? format(", %lld longer ones left out", static_cast<long long>(data.too_long())) : "";
+    write_stdout(format(
+        "val loss %.4f  perplexity %.4f  %lld of %lld learned tokens (%s) of %llu conversations in rows "
+        "of %lld%s\n",
+        loss, std::exp(loss), static_cast<long long>(tokens), static_cast<long long>(data.labels()), which.c_str(),
+        static_cast<unsigned long long>(data.windows()), static_cast<long long>(data.seq_len()), longer.c_str()));
     return Exit::ok;
   }
   const std::size_t shards = data.shards().size();

@@ -186,6 +186,7 @@ TrainLoop::Step TrainLoop::train_step() {
   StepStatistics statistics = compute(step.number, batches);
   step.skipped = !is_finite(statistics) && !recover(step.number, batches, statistics);
   step.loss = statistics.loss_sum / static_cast<double>(statistics.label_count);
+  step.labels = statistics.label_count;
   step.gradient_norm = statistics.gradient_norm;
   step.fp8 = statistics.fp8;
   step.learning_rate = parts_.settings.learning_rate().at(step.number);
@@ -209,10 +210,15 @@ std::vector<MicroBatch> TrainLoop::read_batches() {
   return batches;
 }
 
+// The loss of a step is the sum over its learned tokens, of all micro-batches and ranks, divided by their number. The ranks
+// know that number when all have computed, so the model divides by the tokens of the step, and this factor turns its
+// gradient into that of the mean. It is exactly 1 where every token is learned.
+double TrainLoop::tokens_per_label(std::int64_t labels) const {
+  return static_cast<double>(parts_.settings.batch_tokens) / static_cast<double>(labels);
+}
+
 StepStatistics TrainLoop::compute(std::int64_t step, const std::vector<MicroBatch>& batches) {
-  std::int64_t labels = 0;
-  for (const MicroBatch& batch : batches) labels += static_cast<std::int64_t>(batch.labels.size());
-  labels *= ranks_.size();
+  const float loss_scale = 1.0f / static_cast<float>(parts_.settings.batch_tokens);
   parts_.model.zero_gradients();
   const std::int64_t own = parts_.settings.rank_accumulation();
   for (std::int64_t i = 0; i < std::ssize(batches); ++i) {
@@ -220,11 +226,13 @@ StepStatistics TrainLoop::compute(std::int64_t step, const std::vector<MicroBatc
     // them.
     const std::int64_t number = (i / own * ranks_.size() + ranks_.rank()) * own + i % own;
     parts_.model.forward(batches[static_cast<std::size_t>(i)].view(),
-                         state_.micro_steps + static_cast<std::uint64_t>(number), 1.0f / static_cast<float>(labels));
+                         state_.micro_steps + static_cast<std::uint64_t>(number), loss_scale);
     parts_.model.backward();
   }
   inject_gradient_fault(faults_, step, parts_.model);
-  return parts_.model.statistics();
+  StepStatistics statistics = parts_.model.statistics();
+  statistics.gradient_norm *= tokens_per_label(statistics.label_count);
+  return statistics;
 }
 
 // Called when loss or norm is not finite. True: the step was computed again and may be applied. False: it is
@@ -264,7 +272,8 @@ bool TrainLoop::recover(std::int64_t step, const std::vector<MicroBatch>& batche
 void TrainLoop::apply(const Step& step) {
   const TrainSettings& settings = parts_.settings;
   const float clip = clip_factor(step.gradient_norm, settings.grad_clip);
-  parts_.model.update(settings.optimizer_step(state_.updates + 1, step.number, clip));
+  const auto scale = clip * static_cast<float>(tokens_per_label(step.labels));
+  parts_.model.update(settings.optimizer_step(state_.updates + 1, step.number, scale));
   inject_moment_fault(faults_, step.number, parts_.model);
   ++state_.updates;
   state_.loss = step.loss;
@@ -352,6 +361,7 @@ void TrainLoop::report(const Step& step) {
                  {"tokens_per_s", tokens_per_s},
                  {"dt_ms", step.seconds * 1000},
                  {"skipped", step.skipped}};
+  if (step.labels != settings.batch_tokens) record["learned_tokens"] = step.labels;
   if (ranks_.size() > 1) record["tokens_per_s_rank"] = tokens_per_s / ranks_.size();
   if (step.val) {
     record["val_loss"] = step.val->loss;

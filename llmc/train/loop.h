@@ -67,8 +67,8 @@ class TrainLoop {
   const TrainState& state() const { return state_; }
 
  private:
-  struct Step {  // what the reports say of one step
-    std::int64_t number = 0;
+  struct Step {                           // what the reports say of one step
+    std::int64_t number = 0, labels = 0;  // labels: of the tokens that are learned
     double loss = 0, gradient_norm = 0, learning_rate = 0, seconds = 0;
     bool skipped = false;
     std::optional<MeanLoss> val;
@@ -90,6 +90,7 @@ class TrainLoop {
   void report_saturation(const Step& step);
   bool due(std::int64_t every) const;
   bool first_rank() const { return ranks_.rank() == 0; }
+  double tokens_per_label(std::int64_t labels) const;
   std::int64_t micro_batches() const { return parts_.settings.accumulation() / ranks_.size(); }
   bool stop_requested() const;
   std::vector<MicroBatch> read_batches();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -65,6 +66,8 @@ void add_model_and_data(OptionTable& table, TrainSettings& s) {
 void add_optimization(OptionTable& table, TrainSettings& s) {
   table.group("Optimisation");
   table.integer("steps", s.steps, 1, kMaxSteps, "optimizer steps of the whole run");
+  table.number("epochs", s.epochs, 0, 1'000'000,
+               "in the place of --steps: how often the run sees all of --train; 0: --steps decides");
   table.integer("micro-batch", s.micro_batch, 1, 1'000'000, "sequences computed at once");
   table.integer("seq-len", s.seq_len, 1, 1 << 24, "tokens of a sequence");
   table.integer(
@@ -212,10 +215,12 @@ void check_batch(TrainSettings& s) {
          "--micro-batch x --seq-len)",
          static_cast<long long>(s.virtual_ranks), static_cast<long long>(s.accumulation()));
   }
-  if (s.batch_tokens > kMaxRunTokens / s.steps) {
-    fail(Exit::usage, "--steps: %lld steps of %lld tokens are more than %lld tokens", static_cast<long long>(s.steps),
-         static_cast<long long>(s.batch_tokens), static_cast<long long>(kMaxRunTokens));
-  }
+}
+
+void check_run_tokens(const TrainSettings& s) {
+  if (s.batch_tokens <= kMaxRunTokens / s.steps) return;
+  fail(Exit::usage, "--steps: %lld steps of %lld tokens are more than %lld tokens", static_cast<long long>(s.steps),
+       static_cast<long long>(s.batch_tokens), static_cast<long long>(kMaxRunTokens));
 }
 
 void check_optimizer(const TrainSettings& s, const OptionTable& table) {
@@ -237,12 +242,19 @@ void check_purpose(TrainSettings& s) {
   }
   if (s.json && !s.bench && !s.eval) fail(Exit::usage, "--json: only for --bench and --eval");
   if (s.operators && !s.bench) fail(Exit::usage, "--operators: only for --bench");
+  if (s.epochs > 0 && (s.bench || s.eval || !s.compare.empty() || s.train.empty())) {
+    fail(Exit::usage, "--epochs: only for training on --train");
+  }
   if (s.keep_best && s.val.empty()) fail(Exit::usage, "--keep-best: needs --val, the token shards to measure on");
   if (s.vocab_size > 0 && !s.model.empty()) fail(Exit::usage, "--vocab-size: only with --config, a new model");
   if (s.gpu_memory.empty()) return;
   if (!s.dry_run) fail(Exit::usage, "--gpu-memory: only with --dry-run");
   if (s.device == "cpu") fail(Exit::usage, "--gpu-memory: not with --device cpu");
   s.gpu_memory_bytes = memory_size("--gpu-memory", s.gpu_memory);
+}
+
+std::int64_t default_warmup_steps(std::int64_t steps) {
+  return std::min(TrainSettings().warmup_steps, steps / kWarmupShare);
 }
 
 // Values that were given have to fit together.
@@ -271,8 +283,12 @@ void check_together(TrainSettings& s, const OptionTable& table, std::int64_t lau
   check_samples(s, table.given("sample-every"));
   check_optimizer(s, table);
   check_batch(s);
-  if (!table.given("warmup-steps")) s.warmup_steps = std::min(s.warmup_steps, s.steps / kWarmupShare);
-  check_schedule(s, table.given("warmup-steps"), table.given("wsd-decay-fraction"));
+  if (s.epochs > 0 && table.given("steps")) fail(Exit::usage, "--epochs and --steps: only one of the two can be given");
+  if (!table.given("warmup-steps")) s.warmup_steps = default_warmup_steps(s.steps);
+  if (s.epochs == 0) {
+    check_run_tokens(s);
+    check_schedule(s, table.given("warmup-steps"), table.given("wsd-decay-fraction"));
+  }
   check_purpose(s);
   if (s.eval && !table.given("val-batches")) s.val_batches = 0;
   if (s.print_config || s.bench || s.eval || !s.compare.empty()) return;
@@ -281,6 +297,21 @@ void check_together(TrainSettings& s, const OptionTable& table, std::int64_t lau
 }
 
 }  // namespace
+
+void TrainSettings::set_steps_of_epochs(std::uint64_t windows) {
+  const std::int64_t sequences = batch_tokens / seq_len;  // of a step
+  const double count = std::max(1.0, std::ceil(epochs * static_cast<double>(windows) / static_cast<double>(sequences)));
+  if (count > static_cast<double>(kMaxSteps)) {
+    fail(Exit::usage, "--epochs: got %g, which is more than %lld steps", epochs, static_cast<long long>(kMaxSteps));
+  }
+  steps = static_cast<std::int64_t>(count);
+  for (auto& [name, value] : effective) {
+    if (name == "steps") value = std::to_string(steps);
+  }
+  check_run_tokens(*this);
+  if (!given.contains("warmup-steps")) set_warmup_steps(default_warmup_steps(steps));
+  check_schedule(*this, given.contains("warmup-steps"), given.contains("wsd-decay-fraction"));
+}
 
 void TrainSettings::set_threads(std::int64_t count) {
   threads = count;

@@ -30,6 +30,7 @@ struct TrainSettings {
   std::int64_t save_every = 100, keep = 2;
   bool keep_best = false;
 
+  double epochs = 0;  // not 0: the number of steps follows from it once the data is known
   std::int64_t steps = 400, micro_batch = 8, seq_len = 256, batch_tokens = 0;
   double lr = 0, min_lr_ratio = 0.1;  // lr without --lr: default_learning_rate() of the model, once that is known
   std::int64_t warmup_steps = 200;  // without --warmup-steps at most a quarter of the steps, or what a resumed run has
@@ -73,6 +74,9 @@ struct TrainSettings {
 
   std::set<std::string> given;  // names of those on the command line
 
+  // Sets the number of steps of a run with --epochs, in the table of effective values too: so many that each of `windows`
+  // windows is seen at least epochs times. The default warm-up follows. Exit::usage if other options do not fit to it.
+  void set_steps_of_epochs(std::uint64_t windows);
   // Replaces 0 by the number of CPU threads that the run has, in the table of effective values too.
   void set_threads(std::int64_t count);
   // Replaces "auto" by what it means on this machine, in the table of effective values too.

@@ -24,9 +24,21 @@ Json host_facts() {
 }
 
 std::string data_line(const char* name, const TokenDataset& data) {
-  return format("  %s: %zu shard%s, %.2f M tokens, %llu windows of %lld", name, data.shards().size(),
+  return format("  %s: %zu shard%s, %.2f M tokens, %llu %s of %lld", name, data.shards().size(),
                 data.shards().size() == 1 ? "" : "s", static_cast<double>(data.tokens()) / 1e6,
-                static_cast<unsigned long long>(data.windows()), static_cast<long long>(data.seq_len()));
+                static_cast<unsigned long long>(data.windows()),
+                data.of_documents() ? "conversations in rows" : "windows", static_cast<long long>(data.seq_len()));
+}
+
+// Of shards with documents: how much of the rows is learned, and what has no row.
+std::string documents_text(const TokenDataset& data) {
+  if (!data.of_documents()) return "";
+  std::string text = format(", %.1f %% of the rows learned",
+                            100.0 * static_cast<double>(data.labels()) /
+                                (static_cast<double>(data.windows()) * static_cast<double>(data.seq_len())));
+  if (data.too_long() > 0) text += format(", %lld longer ones left out", static_cast<long long>(data.too_long()));
+  if (data.unlearned() > 0) text += format(", %lld without a learned token", static_cast<long long>(data.unlearned()));
+  return text;
 }
 
 // Without --verbose only the settings that the user gave, and those that say most about a run.
@@ -64,7 +76,8 @@ std::vector<std::string> plan_lines(const TrainSettings& s, const TrainInputs& i
   const double epoch = static_cast<double>(inputs.train->windows()) * static_cast<double>(s.seq_len);
   const std::int64_t left_out = inputs.train->left_out();
   lines.push_back(data_line("train", *inputs.train) + format(", %.2f epochs", all_tokens / epoch) +
-                  (left_out > 0 ? format(", %lld tokens fill no window", static_cast<long long>(left_out)) : ""));
+                  (left_out > 0 ? format(", %lld tokens fill no window", static_cast<long long>(left_out)) : "") +
+                  documents_text(*inputs.train));
   if (!inputs.val) {
     lines.push_back("  no validation data (--val)");
     return lines;
@@ -74,7 +87,7 @@ std::vector<std::string> plan_lines(const TrainSettings& s, const TrainInputs& i
       asked > 0 && asked < inputs.val->windows()
           ? format(", measured on %llu of them", static_cast<unsigned long long>(asked))
           : format(", measured on all: %lld tokens", static_cast<long long>(inputs.val->labels()));
-  lines.push_back(data_line("val", *inputs.val) + share);
+  lines.push_back(data_line("val", *inputs.val) + share + documents_text(*inputs.val));
   return lines;
 }
 

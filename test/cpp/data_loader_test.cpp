@@ -283,6 +283,66 @@ TEST_F(Loader, AMeasurementHasEveryTokenOnce) {
       "val_*.bin': 1 tokens, at least 2 in a shard are needed");
 }
 
+// Conversations of 4, 9, 2, 10, 3 and 1 tokens in two shards, at T = 8: the fourth is too long, in the fifth only the first
+// token is learned, which is no label, and the last has no label.
+TEST_F(Loader, AConversationIsOneRowWhoseLabelsAreWhatIsLearned) {
+  std::vector<std::uint16_t> first(15), second(14);
+  std::iota(first.begin(), first.end(), std::uint16_t{0});
+  std::iota(second.begin(), second.end(), std::uint16_t{15});
+  const std::set<std::size_t> learned = {2, 3, 4, 9, 12, 14};
+  write_document_shard(
+      directory_.file("chat_0.bin"), first, {4, 9, 2}, [&](std::size_t t) { return learned.contains(t); }, 1000);
+  write_document_shard(
+      directory_.file("chat_1.bin"), second, {10, 3, 1}, [](std::size_t t) { return t <= 10 || t == 13; }, 1000);
+  constexpr std::int32_t kNo = kIgnoredLabel;
+  for (const WindowUse use : {WindowUse::training, WindowUse::measurement}) {
+    const TokenDataset data(directory_.file("chat_*.bin"), 8, use);
+    ASSERT_TRUE(data.of_documents());
+    ASSERT_EQ(data.windows(), 3u);
+    EXPECT_EQ(data.tokens(), 29);
+    EXPECT_EQ(data.labels(), 2 + 2 + 1) << "token 4 is the first of its conversation: nothing predicts it";
+    EXPECT_EQ(data.left_out(), 0);
+    EXPECT_EQ(data.too_long(), 1);
+    EXPECT_EQ(data.unlearned(), 2);
+    const std::vector<std::vector<std::int32_t>> tokens = {
+        {0, 1, 2, 0, 1, 2, 0, 1}, {4, 5, 6, 7, 8, 9, 10, 11}, {13, 13, 13, 13, 13, 13, 13, 13}};
+    const std::vector<std::vector<std::int32_t>> labels = {{kNo, 2, 3, kNo, kNo, kNo, kNo, kNo},
+                                                           {kNo, kNo, kNo, kNo, 9, kNo, kNo, 12},
+                                                           {14, kNo, kNo, kNo, kNo, kNo, kNo, kNo}};
+    std::vector<std::int32_t> got_tokens(8), got_labels(8);
+    for (std::uint64_t window = 0; window < 3; ++window) {
+      data.read_window(window, got_tokens, got_labels);
+      EXPECT_EQ(got_tokens, tokens[window]);
+      EXPECT_EQ(got_labels, labels[window]);
+    }
+  }
+  const TokenDataset longer(directory_.file("chat_*.bin"), 9);
+  EXPECT_EQ(longer.windows(), 4u);
+  EXPECT_EQ(longer.labels(), 5 + 9);
+  EXPECT_EQ(longer.too_long(), 0);
+  expect_contains(error_of(Exit::bad_file, [&] { TokenDataset(directory_.file("chat_1.bin"), 8); }),
+                  "of 3 conversations 1 are longer than --seq-len 8, and in the others nothing is learned");
+}
+
+TEST_F(Loader, ConversationsAndPlainTextAreNotMixed) {
+  write_document_shard(
+      directory_.file("train_9.bin"), patterned_tokens(20), {20}, [](std::size_t) { return true; }, 1000);
+  expect_contains(error_of(Exit::bad_file, [&] { TokenDataset(pattern(), 8); }),
+                  "train_9.bin': holds conversations, and");
+  write_document_shard(
+      shard_path(0), patterned_tokens(9), {9}, [](std::size_t) { return true; }, 1000);
+  expect_contains(error_of(Exit::bad_file, [&] { TokenDataset(pattern(), 8); }), "train_1.bin': holds plain text, and");
+}
+
+TEST_F(Loader, FingerprintKnowsWhatIsLearned) {
+  const auto written = [&](std::size_t learned) {
+    write_document_shard(
+        directory_.file("chat_0.bin"), patterned_tokens(9), {9}, [&](std::size_t t) { return t == learned; }, 1000);
+    return TokenDataset(directory_.file("chat_0.bin"), 8).fingerprint();
+  };
+  EXPECT_NE(written(3), written(4));
+}
+
 TEST_F(Loader, RefusesShardsThatDoNotFit) {
   expect_contains(error_of(Exit::bad_file, [&] { TokenDataset(directory_.file("none_*.bin"), 8); }), "none_");
   EXPECT_EQ(TokenDataset(pattern(), 8).shards().size(), 3u);

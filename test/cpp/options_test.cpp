@@ -396,6 +396,44 @@ TEST(TrainOptionParser, TheScheduleFitsIntoTheRun) {
 }
 
 // Defaults that follow other options, and that the user's own value replaces, also where it is the usual default.
+// Each window is seen at least as often as --epochs says, and the default warm-up is that of so many steps.
+TEST(TrainOptionParser, StepsFollowFromEpochs) {
+  const auto parsed = [](const std::string& more) {
+    std::vector<std::string> words = {"train_llama", "--config=tiny",   "--train=x",
+                                      "--out=y",     "--micro-batch=2", "--seq-len=8"};
+    std::istringstream options(more);
+    for (std::string word; options >> word;) words.push_back(word);
+    std::vector<const char*> argv;
+    for (const std::string& word : words) argv.push_back(word.c_str());
+    return *parse_train_options(static_cast<int>(argv.size()), argv.data(), "test");
+  };
+  for (const auto& [options, windows, steps, warmup] : {std::tuple("--epochs 1", 10u, 5, 1),
+                                                        {"--epochs 1", 11u, 6, 1},
+                                                        {"--epochs 3", 11u, 17, 4},
+                                                        {"--epochs 0.5", 10u, 3, 0},
+                                                        {"--epochs 1e-9", 10u, 1, 0},
+                                                        {"--epochs 2 --batch-tokens 64", 100u, 25, 6},
+                                                        {"--epochs 100", 100u, 5000, 200},
+                                                        {"--epochs 100 --warmup-steps 7", 100u, 5000, 7}}) {
+    TrainSettings settings = parsed(options);
+    settings.set_steps_of_epochs(windows);
+    EXPECT_EQ(settings.steps, steps) << options;
+    EXPECT_EQ(settings.warmup_steps, warmup) << options;
+    const std::map<std::string, std::string> effective(settings.effective.begin(), settings.effective.end());
+    EXPECT_EQ(effective.at("steps"), std::to_string(steps));
+    EXPECT_EQ(effective.at("warmup-steps"), std::to_string(warmup));
+  }
+  TrainSettings long_warmup = parsed("--epochs 1 --warmup-steps 500");
+  expect_contains(error_of(Exit::usage, [&] { long_warmup.set_steps_of_epochs(100); }),
+                  "--warmup-steps: got 500, expected at most --steps 50");
+  TrainSettings endless = parsed("--epochs 1000000");
+  expect_contains(error_of(Exit::usage, [&] { endless.set_steps_of_epochs(std::uint64_t{1} << 40); }),
+                  "--epochs: got 1e+06");
+  expect_contains(error_of(Exit::usage, [&] { parsed("--epochs 1 --steps 3"); }), "--epochs and --steps: only one");
+  expect_contains(error_of(Exit::usage, [&] { parsed("--epochs 1 --bench"); }),
+                  "--epochs: only for training on --train");
+}
+
 TEST(TrainOptionParser, DefaultsThatFollowOtherOptionsYieldToWhatIsGiven) {
   const std::string eval = "--eval --model m --val v", train = "--config tiny --train t --out o";
   const struct {

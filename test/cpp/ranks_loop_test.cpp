@@ -11,6 +11,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <set>
 #include <sstream>
 #include <thread>
 #include <tuple>
@@ -51,6 +52,13 @@ class RanksLoop : public testing::Test {
   void TearDown() override {
     omp_set_num_threads(threads_);
     arm_save_fault({});
+  }
+  void train_on_conversations() {
+    for (int shard = 0; shard < 2; ++shard) {
+      const std::vector<std::size_t> lengths = {9, 5, 2, 8, 9, 3, 7, 6, 4, 9, 9, 2, 5};
+      write_document_shard(temporary_.file(format("train_%d.bin", shard)), patterned_tokens(78, 100u * shard), lengths,
+                           [](std::size_t token) { return token % 7 < 3 || token == 17; });
+    }
   }
   // Matrices of several blocks, which ranks must not cut.
   void train_with_muon() {
@@ -220,6 +228,32 @@ TEST_F(RanksLoop, NRanksAreOneProcessBitForBit) {
       }
     }
   }
+}
+
+// Of conversations each rank has another number of learned tokens, and learns that of all only when the gradients are there.
+TEST_F(RanksLoop, ConversationsOnRanksAreOneProcessBitForBit) {
+  train_on_conversations();
+  for (const auto& [ranks, accumulation] : {std::pair{2, 1}, {3, 2}, {4, 1}}) {
+    step_of(ranks, accumulation);
+    const std::string run = format("%d_%d", ranks, accumulation);
+    const Outcome alone = run_alone("alone_" + run);
+    ASSERT_EQ(alone.exit, Exit::ok) << alone.error;
+    std::set<std::int64_t> learned;
+    for (const Json& record : records("alone_" + run)) {
+      if (record["type"] == "step") learned.insert(record["learned_tokens"].get<std::int64_t>());
+    }
+    EXPECT_GT(learned.size(), 1u);
+    for (const Shard shard : kShards) {
+      expect_ranks_give(alone, "alone_" + run, format("ranks_%s_%d", run.c_str(), static_cast<int>(shard)), shard);
+    }
+  }
+  // Two steps, and two more in another start, by one process and by ranks.
+  settings_.steps = 2;
+  settings_.schedule = "constant";
+  run_alone("again");
+  settings_.steps = 4;
+  const Outcome alone = run_alone("whole");
+  for (const Outcome& rank : run_ranks("again", Shard::optimizer)) EXPECT_EQ(rank.tensors, alone.tensors) << rank.error;
 }
 
 TEST_F(RanksLoop, MuonOnRanksIsMuonInOneProcessBitForBit) {

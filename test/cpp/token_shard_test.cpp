@@ -59,6 +59,28 @@ TEST(TokenShard, ReadsWhatPythonWrote) {
   EXPECT_EQ(read(wide, 0, wide.count()), (std::vector<std::int32_t>{128255, 0, 65536}));
 }
 
+TEST(TokenShard, DocumentsAndWhatIsLearnedAreThoseThatPythonWrote) {
+  const TokenShard shard = TokenShard::open(kFixtures + "documents.bin");
+  shard.verify();
+  const std::span<const std::int64_t> starts = shard.document_starts();
+  EXPECT_EQ(std::vector<std::int64_t>(starts.begin(), starts.end()), (std::vector<std::int64_t>{0, 2, 9, 11}));
+  EXPECT_EQ(shard.end_of_document_id(), -1);
+  EXPECT_EQ(read(shard, 0, 11).back(), 100'010);
+  const std::vector<std::uint8_t> all = {0, 1, 0, 1, 1, 0, 0, 1, 0, 0, 1};
+  for (std::size_t begin = 0; begin <= all.size(); ++begin) {
+    std::vector<std::uint8_t> learned(all.size() - begin, 7);
+    shard.read_learned(static_cast<std::int64_t>(begin), learned);
+    EXPECT_EQ(learned, std::vector<std::uint8_t>(all.begin() + static_cast<std::ptrdiff_t>(begin), all.end()));
+  }
+  std::vector<std::uint8_t> one(1);
+  EXPECT_NE(error_of(Exit::internal, [&] { shard.read_learned(11, one); }), "");
+
+  const TokenShard plain = TokenShard::open(kFixtures + "u16.bin");
+  EXPECT_TRUE(plain.document_starts().empty());
+  plain.read_learned(3, one);
+  EXPECT_EQ(one[0], 1) << "without documents everything is learned";
+}
+
 TEST(TokenShard, RefusesDamageInTheWordsOfThePythonReader) {
   const Json cases = parse_json(read_bytes(kFixtures + "damaged.json"), "damaged.json");
   ASSERT_GT(cases.size(), 25u);
@@ -80,15 +102,17 @@ TEST(TokenShard, RefusesDamageInTheWordsOfThePythonReader) {
 TEST(TokenShard, RefusesATruncationAtEveryByteAndOneFlippedBitAnywhere) {
   const TemporaryDirectory directory;
   const std::string path = directory.file("x.bin");
-  const std::string whole = read_bytes(kFixtures + "u32.bin");
   const auto use = [&] { TokenShard::open(path).verify(); };
-  for (std::size_t i = 0; i < whole.size(); ++i) {
-    write_bytes(path, whole.substr(0, i));
-    ASSERT_NE(error_of(Exit::bad_file, use), "") << "cut to " << i;
-    std::string flipped = whole;
-    flipped[i] = static_cast<char>(flipped[i] ^ (1 << (i % 8)));
-    write_bytes(path, flipped);
-    ASSERT_NE(error_of(Exit::bad_file, use), "") << "flipped at " << i;
+  for (const char* name : {"u32.bin", "documents.bin"}) {
+    const std::string whole = read_bytes(kFixtures + name);
+    for (std::size_t i = 0; i < whole.size(); ++i) {
+      write_bytes(path, whole.substr(0, i));
+      ASSERT_NE(error_of(Exit::bad_file, use), "") << name << " cut to " << i;
+      std::string flipped = whole;
+      flipped[i] = static_cast<char>(flipped[i] ^ (1 << (i % 8)));
+      write_bytes(path, flipped);
+      ASSERT_NE(error_of(Exit::bad_file, use), "") << name << " flipped at " << i;
+    }
   }
 }
 

@@ -43,6 +43,35 @@ inline void write_shard(const std::string& path, const std::vector<std::uint16_t
   write_bytes(path, bytes + data);
 }
 
+// A shard with documents: one for each of `lengths`, of which the tokens are learned that `learned` says.
+inline void write_document_shard(const std::string& path, const std::vector<std::uint16_t>& tokens,
+                                 const std::vector<std::size_t>& lengths,
+                                 const std::function<bool(std::size_t token)>& learned, std::uint64_t vocab = 32) {
+  std::string data;
+  for (const std::uint16_t token : tokens) append(data, token);
+  std::uint64_t begin = 0;
+  for (const std::size_t length : lengths) {
+    append(data, begin);
+    begin += length;
+  }
+  std::string bits((tokens.size() + 7) / 8, '\0');
+  for (std::size_t t = 0; t < tokens.size(); ++t) {
+    if (learned(t)) bits[t / 8] = static_cast<char>(bits[t / 8] | 1 << t % 8);
+  }
+  data += bits;
+  std::string bytes("\x89WTOK\r\n\x1a", 8);
+  append<std::uint32_t>(bytes, 2);
+  append<std::uint32_t>(bytes, static_cast<std::uint32_t>(DType::u16));
+  append<std::uint64_t>(bytes, tokens.size());
+  append<std::uint64_t>(bytes, vocab);
+  append<std::uint64_t>(bytes, 7);
+  append<std::uint64_t>(bytes, lengths.size());
+  append<std::uint64_t>(bytes, xxh3_64(data));
+  append<std::uint64_t>(bytes, xxh3_64(bytes));
+  bytes.resize(256);
+  write_bytes(path, bytes + data);
+}
+
 // `count` tokens that follow a rule a model can learn, beginning at `begin` of an endless text.
 inline std::vector<std::uint16_t> patterned_tokens(std::size_t count, std::size_t begin = 0) {
   std::vector<std::uint16_t> tokens(count);

@@ -150,12 +150,17 @@ def token_shard() -> dict[str, bytes]:
         head = b"\x89WTOK\r\n\x1a" + struct.pack("<IIQQQqQQ", version, dtype, len(ids) if count is None else count,
                                                   vocabulary, 7, end, 0, 0)
         return bytes([flags]) + head.ljust(256, b"\0") + struct.pack(f"<{len(ids)}{'H' if dtype == U16 else 'I'}", *ids)
+
+    def documents(starts: list[int], learned: bytes, flags: int = 0) -> bytes:
+        return shard(U16, list(range(40)), end=len(starts), version=2, flags=flags) + struct.pack(f"<{len(starts)}Q", *starts) + learned
     return {
+        "documents": documents([0, 3, 39], b"\1\2\3\4\5"), "documents-order": documents([0, 39, 3], bytes(5)),
+        "documents-late": documents([1], bytes(5)), "documents-cut": documents([0, 7], bytes(4)), "documents-far": documents([0, 2**63], bytes(5)),
         "u16": shard(U16, list(range(40))), "u32": shard(U32, list(range(40)), 128_256),
         "no-end": shard(U16, [1, 2, 3], end=-1), "id-64": shard(U16, [1, 64, 3]),
         "id-2-31": shard(U32, [1, 2**31, 3], 1_000_000), "one-token": shard(U16, [5]),
         "count-large": shard(U16, [5], count=2**63), "count-0": shard(U16, [], count=0),
-        "version-2": shard(U16, [5], version=2), "bad-hash": shard(U16, [5], flags=3),
+        "version-3": shard(U16, [5], version=3), "bad-hash": shard(U16, [5], flags=3),
         "tensor-file": b"\3\x89WEFT\r\n\x1a" + bytes(60),
     }
 

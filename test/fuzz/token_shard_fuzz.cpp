@@ -27,6 +27,12 @@ void use(const TokenShard& shard) {
   const bool readable = accepts([&] { shard.read(0, ids); });
   for (const std::int32_t id : ids) FUZZ_CHECK(!readable || (id >= 0 && id < shard.vocab_size()));
   accepts([&] { shard.read(shard.count() - 1, std::span(ids).first(1)); });
+  std::vector<std::uint8_t> learned(ids.size());
+  shard.read_learned(0, learned);
+  for (const std::uint8_t one : learned) FUZZ_CHECK(one <= 1);
+  const std::span<const std::int64_t> starts = shard.document_starts();
+  FUZZ_CHECK(starts.empty() || (starts.front() == 0 && starts.back() == shard.count()));
+  for (std::size_t i = 1; i < starts.size(); ++i) FUZZ_CHECK(starts[i - 1] < starts[i]);
   FUZZ_CHECK(!accepts([&] { shard.verify(); }) || readable);
 }
 

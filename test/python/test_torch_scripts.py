@@ -293,8 +293,9 @@ class Bigram:
 
     def cross_entropy(self, logits, labels, reduction):
         assert reduction == "sum" and logits.dtype == np.float32
-        ids = np.concatenate(self.batches[-1])
-        probabilities = logits.softmax(-1)
+        counted = np.array(labels) != -100
+        ids, labels = np.concatenate(self.batches[-1])[counted], np.array(labels)[counted]
+        probabilities = np.array(logits.softmax(-1))[counted]
 
         def backward(scale):
             gradient = np.zeros((8, 8), np.float32)
@@ -320,7 +321,13 @@ STEP = replace(SETTINGS, steps=4, micro_batch=2, seq_len=4, batch_tokens=24, lr=
 
 
 class Ids:
-    """Windows whose content follows from their position in the run."""
+    """Windows whose content follows from their position in the run. `learned`: whether all labels count."""
+
+    def __init__(self, all_learned):
+        self.all_learned = all_learned
+
+    def learned(self, begin, number):
+        return None if self.all_learned else np.array([[(begin + row) % 3 == at or at == 3 for at in range(4)] for row in range(number)])
 
     def batch(self, begin, number):
         return np.array([[(begin + row) * (at + 1) % 8 for at in range(5)] for row in range(number)])
@@ -336,13 +343,13 @@ def trainer(torch, monkeypatch):
         for parameter in parameters:
             parameter.grad = tensor(parameter.grad * min(1.0, limit / (float(norm) + 1e-6)))
 
-    def make(**more):
+    def make(all_learned=True, **more):
         log = []
         torch.optim = SimpleNamespace(AdamW=lambda groups, **options: Optimizer(groups, log, **options))
         torch.nn.utils = SimpleNamespace(clip_grads_with_norm_=clip)
         model = Bigram(torch)
         settings = replace(STEP, **more)
-        return train_reference.Trainer(SimpleNamespace(settings=settings), Ids(), model, "fp32"), log, model
+        return train_reference.Trainer(SimpleNamespace(settings=settings), Ids(all_learned), model, "fp32"), log, model
 
     yield make
 
@@ -357,7 +364,7 @@ def test_a_step_has_the_gradient_of_all_its_windows_and_clips_at_the_limit_but_f
     assert [(group["weight_decay"], [each.ndim for each in group["params"]]) for group in optimizer.param_groups] == [(0.25, [2]), (0.0, [1])]
     norms = []
     for number, step in enumerate(steps):
-        windows = Ids().batch(number * 2 * accumulation, 2 * accumulation)
+        windows = Ids(True).batch(number * 2 * accumulation, 2 * accumulation)
         seen = model.batches[number * accumulation:(number + 1) * accumulation]
         assert np.concatenate(seen).tolist() == windows[:, :-1].tolist() and [len(each) for each in seen] == [2] * accumulation
         want = gradients_of(seen, windows[:, 1:])
@@ -372,6 +379,18 @@ def test_a_step_has_the_gradient_of_all_its_windows_and_clips_at_the_limit_but_f
     assert [record["loss"] for record in records] == pytest.approx([math.log(8)] * 4, rel=1e-6)
     assert [(record["type"], record["step"]) for record in records] == [("step", step) for step in (1, 2, 3, 4)]
     assert trainer.steps_done == 4
+
+
+def test_a_step_of_conversations_is_the_mean_over_all_of_its_learned_labels(trainer):
+    """Not a mean of the micro-batches' means: these have other numbers of learned labels."""
+    trainer, log, model = trainer(all_learned=False, batch_tokens=24, micro_batch=1, grad_clip=0.0)
+    records = [trainer.step() for _ in range(2)]
+    for number, step in enumerate(log[1:]):
+        ids, learned = Ids(False).batch(number * 6, 6), Ids(False).learned(number * 6, 6)
+        want = gradients_of([ids[:, :-1][learned]], ids[:, 1:][learned])
+        for (_, (got,)), gradient in zip(step, want):
+            np.testing.assert_allclose(got, gradient, rtol=1e-4, atol=1e-7)
+        assert records[number]["loss"] == pytest.approx(math.log(8), rel=1e-6)
 
 
 def test_the_norm_is_that_of_all_gradients_together_in_double(torch):

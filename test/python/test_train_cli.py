@@ -1,6 +1,7 @@
 """train_llama as its users meet it: options, exit codes, one-line errors, run directories, signals, kills and resume."""
 
 import json
+import math
 import os
 import re
 import resource
@@ -12,8 +13,8 @@ import time
 import pytest
 
 from train_runs import (MODEL, NEOX, ROOT, SECONDS, arguments, assert_refused, assert_same_run, checkpoints, environment,
-                        has_checkpoint, losses, np, preload, records, run_program, start, state_bytes, train, wait_for,
-                        write_shard, xxhash)
+                        has_checkpoint, losses, np, preload, records, run_program, start, state_bytes, token_shard, train, wait_for,
+                        write_conversations, write_shard, xxhash)
 from train_runs import data_fixture, end_started, whole_fixture  # noqa: F401, pytest finds them here
 
 import tensor_file
@@ -862,3 +863,32 @@ def test_kept_checkpoints(data, tmp_path):
     out = tmp_path / "run"
     assert train(data, out, "--save-every", 2, "--keep", 3).returncode == 0
     assert checkpoints(out) == ["step_00000008", "step_00000010", "step_00000012"]
+
+
+def test_a_run_on_conversations(tmp_path):
+    """Epochs, what the start says of the rows, the learned tokens of each step, and the bits of a resumed run."""
+    chats = write_conversations(tmp_path / "chats")
+    lengths = np.concatenate([np.diff(token_shard.TokenShard(path).starts) for path in sorted(chats.iterdir())])
+
+    def run(out, *length):
+        command = arguments(chats, out, "--train", chats / "train_*.bin", "--val", chats / "train_1.bin", "--batch-tokens", 128,
+                            "--device", "cpu", "--schedule", "constant", *length)
+        if "--epochs" in length:
+            del command[command.index("--steps"):command.index("--steps") + 2]
+        return subprocess.run(command, capture_output=True, text=True, env=environment())
+
+    done = run(tmp_path / "whole", "--epochs", 2)
+    assert done.returncode == 0, done.stderr
+    (rows,) = re.findall(r"train: 2 shards, 0\.00 M tokens, (\d+) conversations in rows of 16", done.stderr)
+    assert f", {(lengths > 17).sum()} longer ones left out" in done.stderr and "% of the rows learned" in done.stderr
+    steps = math.ceil(2 * int(rows) / 8)
+    assert list(losses(tmp_path / "whole")) == list(range(1, steps + 1))
+    learned = [record["learned_tokens"] for record in records(tmp_path / "whole") if record["type"] == "step"]
+    assert len(set(learned)) > 1 and all(0 < one < 128 for one in learned)
+    assert run(tmp_path / "parts", "--steps", 4).returncode == 0 and run(tmp_path / "parts", "--epochs", 2).returncode == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert state_bytes(tmp_path / "parts", steps) == state_bytes(tmp_path / "whole", steps)
+    done = run_program("--model", MODEL, "--val", chats / "train_1.bin", "--seq-len", 16, "--eval", "--device", "cpu")
+    assert done.returncode == 0 and re.search(r"perplexity [0-9.]+  (\d+) of \1 learned tokens \(all\) of \d+ conversations in rows of 16", done.stdout), done
+    write_shard(chats / "train_2.bin", 100)
+    assert_refused(run(tmp_path / "mixed", "--epochs", 2), 3, "train_2.bin", "holds plain text")

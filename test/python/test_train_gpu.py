@@ -216,6 +216,24 @@ def test_precision_is_that_of_the_activations(data, tmp_path):
     assert "  activations (bf16) " in train(data, tmp_path / "no", "--precision", "bf16", "--dry-run").stdout
 
 
+@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-4), ("bf16", 2e-2)])
+def test_conversations_are_learned_as_on_the_cpu(tmp_path, precision, tolerance):
+    """The same learned tokens in each step, and the loss and the gradient's norm of their mean. A resumed run has the same bits."""
+    chats = train_runs.write_conversations(tmp_path / "chats")
+    shards = ("--train", chats / "train_*.bin", "--val=", "--grad-clip", 0, "--precision")
+    cpu, gpu, again = (tmp_path / name for name in ("cpu", "gpu", "again"))
+    assert train_runs.train(chats, cpu, *shards, "fp32", "--device", "cpu", steps=6).returncode == 0
+    assert train(chats, gpu, *shards, precision, steps=6).returncode == 0
+    assert train(chats, again, *shards, precision, "--schedule", "constant", steps=3).returncode == 0
+    assert train(chats, again, *shards, precision, "--schedule", "constant", steps=6).returncode == 0
+    assert train(chats, tmp_path / "whole", *shards, precision, "--schedule", "constant", steps=6).returncode == 0
+    learned = [[record["learned_tokens"] for record in records(out) if record["type"] == "step"] for out in (cpu, gpu)]
+    assert learned[0] == learned[1] and len(set(learned[0])) > 1
+    for on_cpu, on_gpu in zip(losses(cpu).values(), losses(gpu).values()):
+        assert abs(on_gpu[0] / on_cpu[0] - 1) < tolerance and abs(on_gpu[1] / on_cpu[1] - 1) < 10 * tolerance
+    assert losses(again) == losses(tmp_path / "whole")
+
+
 def test_moments_are_stored_as_asked_for(data, tmp_path):
     """A checkpoint holds fp32: of moments that were bf16 the lower 16 bits are zero."""
     low_bits = {}

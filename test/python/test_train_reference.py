@@ -61,7 +61,9 @@ def train(tmp_path, steps=5, model=GOLDEN / "llama-hs64-gqa3-tied.model.bin", **
     """A short run of train_llama on random tokens; its directory. `options` replace those here."""
     data = write_shards(tmp_path / "shards")
     start = {"model": model} if model else {"config": "tiny"}
-    chosen = start | {"train": data / "train_*.bin", "out": tmp_path / "run", "device": "cpu", "steps": steps,
+    if "epochs" not in options:
+        start["steps"] = steps
+    chosen = start | {"train": data / "train_*.bin", "out": tmp_path / "run", "device": "cpu",
                       "micro_batch": 2, "seq_len": 16, "warmup_steps": 1, "lr": 3e-3, "eps": EPS,
                       "save_every": 0} | options
     done = run([PROGRAM, *(f"--{name.replace('_', '-')}={value}" for name, value in chosen.items())])
@@ -174,6 +176,50 @@ def test_losses_equal_those_of_weft(tmp_path, model, options):
     got = verdict(directory, tolerance=1e-6)  # fp32 resolves 1e-7 of a loss
     assert got["passed"] and got["steps"] == options.get("steps", 5), got
     assert got["grad_norm_max_relative"] < 1e-5, got
+
+
+def write_conversations(directory):
+    """Conversations of 2 to 20 tokens, of which answers of very different lengths are learned; some are longer than a row."""
+    directory.mkdir()
+    generator = np.random.default_rng(8)
+    for number, documents in enumerate((30, 11)):
+        writer = token_shard.ShardWriter(directory / f"train_{number}.bin", 59, tokenizer_hash=7)
+        for _ in range(documents):
+            length = int(generator.integers(2, 21))
+            writer.write_document(generator.integers(0, 59, length), generator.random(length) < generator.choice([0.05, 0.9]))
+        writer.close()
+    return directory
+
+
+@needs_program
+@needs_torch
+@pytest.mark.parametrize("options", [{"batch_tokens": 96, "grad_clip": 0.5}, {"batch_tokens": 64, "grad_clip": 0, "epochs": 1.5}])
+def test_losses_of_conversations_equal_those_of_weft(tmp_path, options):
+    data = write_conversations(tmp_path / "chats")
+    directory = train(tmp_path, model=GOLDEN / "llama-hs32-gqa2.model.bin", train=data / "train_*.bin", **options)
+    got = verdict(directory, tolerance=1e-6)
+    assert got["passed"] and got["grad_norm_max_relative"] < 1e-5, got
+
+
+@needs_program
+def test_rows_of_conversations_are_those_of_weft(tmp_path):
+    """The witness reads the shards itself: what the run logs of each step is the number of learned labels in its rows."""
+    data = write_conversations(tmp_path / "chats")
+    directory = train(tmp_path, steps=8, model=GOLDEN / "llama-hs32-gqa2.model.bin", train=data / "train_*.bin", batch_tokens=96)
+    windows = train_reference.Windows(train_reference.read_description(directory), str(data / "train_*.bin"))
+    rows = []
+    for shard in map(token_shard.TokenShard, sorted(data.iterdir())):
+        learned = shard.learned()
+        for begin, end in zip(shard.starts, shard.starts[1:]):
+            if end - begin <= 17 and learned[begin + 1:end].any():
+                rows.append((shard.tokens[begin:end], learned[begin + 1:end]))
+    assert 20 < len(rows) < 41 and windows.order.count == len(rows)
+    for position, window in enumerate(windows.order.windows(0, 50)):
+        tokens, learned = rows[int(window)]
+        assert windows.batch(position, 1)[0, :tokens.size].tolist() == tokens.tolist()
+        assert windows.learned(position, 1)[0].tolist() == learned.tolist() + [False] * (16 - learned.size)
+    logged = [record["learned_tokens"] for record in train_reference.read_losses(directory, 8)]
+    assert logged == [int(windows.learned(6 * step, 6).sum()) for step in range(8)] and len(set(logged)) > 1
 
 
 @needs_program

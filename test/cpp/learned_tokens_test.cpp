@@ -1,0 +1,254 @@
+// Training on conversations, of which only some tokens are learned: the loss of a step is the mean over all of its learned
+// tokens. The witness runs each conversation alone, at its own length, and divides once.
+#include <gtest/gtest.h>
+#include <omp.h>
+
+#include <cmath>
+#include <numeric>
+#include <random>
+
+#include "llmc/base/json.h"
+#include "llmc/comm/thread_ranks.h"
+#include "llmc/train/evaluate.h"
+#include "llmc/train/loop.h"
+#include "test/cpp/train_tools.h"
+
+namespace weft {
+namespace {
+
+// Conversations of very different shares: of the first ones nearly everything is learned, of the last ones one token.
+const std::vector<std::size_t> kLengths = {9, 3, 7, 2, 9, 5, 8, 4};
+
+bool is_learned(std::size_t token) {
+  return token < 14 ? token % 9 != 0 : token % 4 == 3 || token == 20 || token == 45;
+}
+
+class LearnedTokens : public testing::Test {
+ protected:
+  void SetUp() override {
+    omp_set_num_threads(1);
+    tokens_ = patterned_tokens(std::accumulate(kLengths.begin(), kLengths.end(), std::size_t{0}));
+    write_document_shard(temporary_.file("chat_0.bin"), tokens_, kLengths, is_learned);
+    settings_ = micro_settings();
+    settings_.steps = 1;
+    settings_.batch_tokens = 8 * 8;  // all conversations, in four micro-batches
+    settings_.warmup_steps = 0;
+    settings_.grad_clip = 0;
+  }
+  void TearDown() override { omp_set_num_threads(threads_); }
+
+  std::string shards() const { return temporary_.file("chat_*.bin"); }
+
+  struct Sum {
+    double loss = 0;
+    std::int64_t labels = 0;
+    double mean() const { return loss / static_cast<double>(labels); }
+  };
+  // The losses of one conversation without padding, from a model that has the parameters of `model`.
+  Sum witness_of(TrainModel& model, std::size_t conversation) const {
+    const std::size_t begin =
+        std::accumulate(kLengths.begin(), kLengths.begin() + static_cast<std::ptrdiff_t>(conversation), std::size_t{0});
+    const std::size_t count = kLengths[conversation] - 1;
+    TrainOptions options = settings_.model_options();
+    options.micro_batch = 1;
+    options.seq_len = static_cast<std::int64_t>(count);
+    const std::unique_ptr<TrainModel> alone = cpu::make_training_model(micro_config(), options);
+    for (const TensorSpec& spec : model.table().specs()) {
+      std::vector<float> values(static_cast<std::size_t>(spec.elements));
+      model.read_tensor(TensorRole::parameter, spec, values.data());
+      alone->write_tensor(TensorRole::parameter, spec, values.data());
+    }
+    std::vector<std::int32_t> tokens(count), labels(count);
+    for (std::size_t t = 0; t < count; ++t) {
+      tokens[t] = tokens_[begin + t];
+      labels[t] = is_learned(begin + t + 1) ? tokens_[begin + t + 1] : kIgnoredLabel;
+    }
+    Sum sum;
+    sum.loss = alone->evaluate({tokens, labels}, &sum.labels);
+    return sum;
+  }
+  Sum witness(TrainModel& model) const {
+    Sum all;
+    for (std::size_t i = 0; i < kLengths.size(); ++i) {
+      const Sum one = witness_of(model, i);
+      all.loss += one.loss;
+      all.labels += one.labels;
+    }
+    return all;
+  }
+
+  // Runs the loop; `at_update` sees the model and the step before each update. Returns the record of the last step.
+  Json train(TrainModel& inner, const std::string& name, const std::function<void(const AdamWStep&)>& at_update) {
+    HookedModel model(inner);
+    model.before_update = at_update;
+    const TokenDataset data(shards(), settings_.seq_len);
+    const RunDirectory directory(temporary_.file(name));
+    CheckpointKeeper checkpoints(directory, micro_identity(settings_, data), settings_.keep);
+    RunLog log(directory.file("log.jsonl"));
+    DataLoader loader(data, settings_.micro_batch, 1, 0);
+    testing::internal::CaptureStdout();
+    TrainLoop({settings_, model, loader, &checkpoints, log, nullptr, nullptr, model.make_state_copy()}, {}).run();
+    testing::internal::GetCapturedStdout();
+    Json last;
+    for (const Json& record : json_lines(directory.file("log.jsonl"))) {
+      if (record["type"] == "step") last = record;
+    }
+    return last;
+  }
+
+  const int threads_ = omp_get_max_threads();
+  TemporaryDirectory temporary_;
+  std::vector<std::uint16_t> tokens_;
+  TrainSettings settings_;
+};
+
+TEST_F(LearnedTokens, TheLossOfAStepIsTheMeanOverTheLearnedTokensOfTheWholeStep) {
+  for (const std::int64_t micro_batch : {1, 2, 4, 8}) {
+    settings_.micro_batch = micro_batch;
+    const std::unique_ptr<TrainModel> model = micro_model(settings_);
+    const Sum expected = witness(*model);
+    ASSERT_EQ(expected.labels, 10 + 8);
+    const Json step = train(*model, format("run_%lld", static_cast<long long>(micro_batch)), {});
+    EXPECT_NEAR(step["loss"].get<double>(), expected.mean(), 1e-6 * expected.mean());
+    EXPECT_EQ(step["learned_tokens"], expected.labels);
+  }
+}
+
+// A mean of the means of conversations would be something else.
+TEST_F(LearnedTokens, ItIsNoMeanOfMeans) {
+  const std::unique_ptr<TrainModel> model = micro_model(settings_);
+  for (const TensorSpec& spec : model->table().specs()) {  // far from uniform, so that conversations differ
+    std::vector<float> values(static_cast<std::size_t>(spec.elements));
+    model->read_tensor(TensorRole::parameter, spec, values.data());
+    for (float& value : values) value *= 20;
+    model->write_tensor(TensorRole::parameter, spec, values.data());
+  }
+  double means = 0;
+  for (std::size_t i = 0; i < kLengths.size(); ++i) means += witness_of(*model, i).mean() / kLengths.size();
+  const double expected = witness(*model).mean();
+  ASSERT_GT(std::abs(means - expected), 0.01 * expected);
+  EXPECT_NEAR(train(*model, "run", {})["loss"].get<double>(), expected, 1e-5 * expected);
+}
+
+// What the optimizer is given is the derivative of that mean, by central differences along several directions.
+TEST_F(LearnedTokens, TheGradientIsTheDerivativeOfThatMean) {
+  for (const std::int64_t virtual_ranks : {1, 2}) {
+    settings_.virtual_ranks = virtual_ranks;
+    const std::unique_ptr<TrainModel> model = micro_model(settings_);
+    std::vector<float> gradient;
+    const std::unique_ptr<TrainModel> before = micro_model(settings_);
+    const Json step =
+        train(*model, format("run_%lld", static_cast<long long>(virtual_ranks)), [&](const AdamWStep& update) {
+          gradient = tensors(*model, TensorRole::gradient);
+          for (float& value : gradient) value *= update.gradient_scale;
+        });
+    double squares = 0;
+    for (const float value : gradient) squares += static_cast<double>(value) * value;
+    EXPECT_NEAR(step["grad_norm"].get<double>(), std::sqrt(squares), 1e-5 * std::sqrt(squares));
+
+    const std::vector<float> start = tensors(*before, TensorRole::parameter);
+    const auto loss_at = [&](const std::vector<float>& direction, float distance) {
+      std::size_t at = 0;
+      for (const TensorSpec& spec : before->table().specs()) {
+        std::vector<float> values(static_cast<std::size_t>(spec.elements));
+        for (float& value : values) {
+          value = start[at] + distance * direction[at];
+          ++at;
+        }
+        before->write_tensor(TensorRole::parameter, spec, values.data());
+      }
+      return witness(*before).mean();
+    };
+    std::mt19937 generator(5);
+    std::normal_distribution<float> normal;
+    for (int trial = 0; trial < 4; ++trial) {
+      std::vector<float> direction =
+          gradient;  // the first one; then noise with the gradient in it, so that it is no zero
+      const float noise = trial == 0 ? 0.0f : 0.05f;
+      for (float& value : direction) value = value / static_cast<float>(std::sqrt(squares)) + noise * normal(generator);
+      double expected = 0;
+      for (std::size_t i = 0; i < gradient.size(); ++i) expected += static_cast<double>(gradient[i]) * direction[i];
+      const float distance = 1e-3f;
+      const double got = (loss_at(direction, distance) - loss_at(direction, -distance)) / (2 * distance);
+      EXPECT_NEAR(got, expected, 2e-3 * std::abs(expected) + 1e-4) << trial;
+    }
+  }
+}
+
+// Where everything is learned, a row for each conversation is what plain text of the same rows is: the same bits.
+TEST_F(LearnedTokens, WithEveryTokenLearnedTheBitsAreThoseOfText) {
+  const std::vector<std::uint16_t> text = patterned_tokens(8 * 8 + 1);
+  write_shard(temporary_.file("text_0.bin"), text);
+  std::vector<std::uint16_t> documents;
+  for (std::size_t window = 0; window < 8; ++window) {
+    for (std::size_t t = 0; t < 9; ++t) documents.push_back(text[window * 8 + t]);
+  }
+  write_document_shard(temporary_.file("rows_0.bin"), documents, std::vector<std::size_t>(8, 9),
+                       [](std::size_t token) { return token % 9 != 0; });
+  settings_.steps = 3;
+  settings_.grad_clip = 0.5;
+  settings_.dropout = 0.25;
+  settings_.batch_tokens = 32;
+  std::vector<float> states[2];
+  int i = 0;
+  for (const char* name : {"text_0.bin", "rows_0.bin"}) {
+    std::filesystem::copy_file(temporary_.file(name), temporary_.file("chat_0.bin"),
+                               std::filesystem::copy_options::overwrite_existing);
+    const std::unique_ptr<TrainModel> model = micro_model(settings_);
+    EXPECT_EQ(train(*model, std::string("run_") + name, {}).contains("learned_tokens"), false);
+    states[i++] = whole_state(*model);
+  }
+  EXPECT_EQ(states[0], states[1]);
+}
+
+TEST_F(LearnedTokens, AMicroBatchInWhichNothingIsLearnedAddsNothing) {
+  const std::unique_ptr<TrainModel> model = micro_model(settings_);
+  const std::vector<std::int32_t> tokens(16, 3), none(16, kIgnoredLabel), some(16, 4);
+  const auto step = [&](bool with_empty) {
+    model->zero_gradients();
+    model->forward({tokens, some}, 0, 0.1f);
+    model->backward();
+    if (with_empty) {
+      model->forward({tokens, none}, 1, 0.1f);
+      model->backward();
+    }
+    const StepStatistics statistics = model->statistics();
+    return std::tuple(tensors(*model, TensorRole::gradient), statistics.loss_sum, statistics.label_count);
+  };
+  EXPECT_EQ(step(true), step(false));
+}
+
+// Perplexity on the answers: over all learned tokens, whatever the micro-batches and the ranks.
+TEST_F(LearnedTokens, EvaluationIsTheMeanOverAllLearnedTokens) {
+  TrainInputs inputs;
+  inputs.config = micro_config();
+  inputs.val.emplace(shards(), 8, WindowUse::measurement);
+  settings_.json = true;
+  settings_.val_batches = 0;
+  const auto evaluated = [&](int ranks, std::int64_t micro_batch) {
+    settings_.micro_batch = micro_batch;
+    testing::internal::CaptureStdout();
+    run_thread_ranks(ranks, 20, [&](Communicator& all) {
+      const std::unique_ptr<TrainModel> model = micro_model(settings_);
+      EXPECT_EQ(evaluate(*model, settings_, inputs, all), Exit::ok);
+    });
+    return testing::internal::GetCapturedStdout();
+  };
+  const std::unique_ptr<TrainModel> model = micro_model(settings_);
+  const Sum expected = witness(*model);
+  for (const std::int64_t micro_batch : {1, 3, 8}) {
+    const std::string text = evaluated(1, micro_batch);
+    const Json record = Json::parse(text);
+    EXPECT_NEAR(record["val_loss"].get<double>(), expected.mean(), 1e-6 * expected.mean());
+    EXPECT_NEAR(record["perplexity"].get<double>(), std::exp(expected.mean()), 1e-5 * std::exp(expected.mean()));
+    EXPECT_EQ(record["tokens"], expected.labels);
+    EXPECT_EQ(record["of_learned_tokens"], expected.labels);
+    EXPECT_EQ(record["conversations"], kLengths.size());
+    for (const int ranks : {2, 3}) EXPECT_EQ(evaluated(ranks, micro_batch), text);
+  }
+  settings_.json = false;
+  expect_contains(evaluated(1, 2), "  18 of 18 learned tokens (all) of 8 conversations in rows of 8\n");
+}
+
+}  // namespace
+}  // namespace weft
