@@ -123,7 +123,8 @@ Exit run_batch(const DecodeSession& s) {
   const CompletionOptions defaults = {.max_tokens = settings.max_tokens,
                                       .sampler = generate.sampler,
                                       .stop = settings.stop,
-                                      .ignore_eos = settings.ignore_eos};
+                                      .ignore_eos = settings.ignore_eos,
+                                      .rules = s.requested_rules()};
   const EngineOptions engine = engine_options(settings, *model, s.draft_options(draft.get()));
   return run_batch(*model, s.tokenizer(), {defaults, s.special(), engine}, input, output);
 }

@@ -209,9 +209,35 @@ GenerateOptions DecodeSession::generate_options() const {
   generate.sampler = sampler_options(settings_);
   generate.sampler.vocab_limit = tokenizer_ ? tokenizer_->vocab_size() : config().tokenizer_vocab;
   if (!settings_.ignore_eos) generate.stop_ids = config().eos_ids;
+  const RequestedRules rules = requested_rules();
+  generate.stop_ids.insert(generate.stop_ids.end(), rules.stop_token_ids.begin(), rules.stop_token_ids.end());
+  generate.rules = logit_rules(rules, config().eos_ids, settings_.max_tokens, tokenizer(), config());
   generate.stop_texts = settings_.stop;
   generate.hide_special = !settings_.print_special && !settings_.json;  // JSON is for programs, as --batch and --serve
   return generate;
+}
+
+RequestedRules DecodeSession::requested_rules() const {
+  RequestedRules rules;
+  rules.penalties.presence = static_cast<float>(settings_.presence_penalty);
+  rules.penalties.frequency = static_cast<float>(settings_.frequency_penalty);
+  rules.penalties.repetition = repetition_of(settings_.repetition_penalty);
+  rules.min_tokens = settings_.min_tokens;
+  // With the checks of the fields of requests, whose names their messages have.
+  if (!settings_.bad_words.empty()) read_rule("bad_words", settings_.bad_words, rules);
+  if (!settings_.logit_bias.empty()) {
+    Json bias;
+    try {
+      bias = parse_json(settings_.logit_bias, "--logit-bias");
+    } catch (const Error& error) {
+      fail(Exit::usage, "%s", error.what());
+    }
+    read_rule("logit_bias", bias, rules);
+  }
+  if (!settings_.stop_token_ids.empty()) {
+    rules.stop_token_ids = parse_ids(settings_.stop_token_ids, config().vocab_size, "--stop-token-ids");
+  }
+  return rules;
 }
 
 DraftOptions DecodeSession::draft_options(InferenceModel* draft) const {

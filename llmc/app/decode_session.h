@@ -14,6 +14,7 @@
 #include "llmc/infer/engine.h"
 #include "llmc/infer/generate.h"
 #include "llmc/infer/options.h"
+#include "llmc/infer/requested_rules.h"
 #include "llmc/model/decode_model.h"
 #include "llmc/model/model_file.h"
 #include "llmc/text/tokenizer.h"
@@ -52,6 +53,7 @@ class DecodeSession {
   };
   Prompt prompt() const;
   GenerateOptions generate_options() const;
+  RequestedRules requested_rules() const;
   // With --lookup or --draft (else no drafts): where draft tokens come from. `draft`: what load_draft() returned.
   DraftOptions draft_options(InferenceModel* draft) const;
   // The model of --draft for the sequences of `model`; null without it.

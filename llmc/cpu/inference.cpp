@@ -150,7 +150,7 @@ void Inference::finish_row(const Chunk& chunk, const WantedRow& wanted, std::spa
     VerifiedRow& verified = verified_[wanted.chunk][static_cast<std::size_t>(wanted.draft)];
     const std::int64_t position = chunk.first_position + wanted.row - rows_[wanted.chunk].first_row + 1;
     std::int32_t id = 0;
-    verified.error = Sampler(*chunk.sampling).try_sample(logits, position, &id);
+    verified.error = try_sample(chunk, wanted.draft, logits, position, &id);
     if (verified.error == SampleError::none) verified.id = sampled_id(id, logits, chunk.alternatives);
     return;
   }
@@ -161,10 +161,19 @@ void Inference::finish_row(const Chunk& chunk, const WantedRow& wanted, std::spa
   }
   if (chunk.sampling == nullptr) return;
   std::int32_t id = 0;
-  result.error = Sampler(*chunk.sampling).try_sample(logits, chunk.first_position + rows_[wanted.chunk].rows, &id);
+  result.error = try_sample(chunk, 0, logits, chunk.first_position + rows_[wanted.chunk].rows, &id);
   if (result.error != SampleError::none) return;
   last_ids_[static_cast<std::size_t>(chunk.slot)] = id;
   result.sampled = sampled_id(id, logits, chunk.alternatives);
+}
+
+SampleError Inference::try_sample(const Chunk& chunk, std::int64_t i, std::span<const float> logits,
+                                  std::int64_t position, std::int32_t* id) const {
+  Sampler sampler(*chunk.sampling);
+  if (chunk.logit_rows.empty()) return sampler.try_sample(logits, position, id);
+  std::vector<float> changed(logits.begin(), logits.end());
+  apply(chunk.logit_rows[static_cast<std::size_t>(i)], last_ids_[static_cast<std::size_t>(chunk.slot)], changed);
+  return sampler.try_sample(changed, position, id);
 }
 
 ScoredId Inference::sampled_id(std::int32_t id, std::span<const float> logits, std::int32_t alternatives) const {

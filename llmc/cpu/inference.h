@@ -101,6 +101,9 @@ class Inference final : public InferenceModel {
   std::vector<WantedRow> wanted_rows(std::span<const Chunk> work) const;
   void compute_logits(std::span<const Chunk> work);
   void finish_row(const Chunk& chunk, const WantedRow& wanted, std::span<const float> logits);
+  // From sampled row i of the chunk.
+  SampleError try_sample(const Chunk& chunk, std::int64_t i, std::span<const float> logits, std::int64_t position,
+                         std::int32_t* id) const;
   ScoredId sampled_id(std::int32_t id, std::span<const float> logits, std::int32_t alternatives) const;
   ScoredId scored(std::int32_t id, std::span<const float> logits, std::int32_t alternatives) const;
 

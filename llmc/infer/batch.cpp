@@ -83,11 +83,12 @@ class Collector : public CompletionSink {
 // Identifies a request: a hash of the prompt's ids, every option, and the model's configuration.
 std::string fingerprint(const BatchRequest& request, const ModelConfig& config) {
   const CompletionOptions& o = request.options;
-  const Json all = {{"prompt", ids_text(request.prompt.ids)},
-                    {"options",
-                     {o.max_tokens, o.sampler.temperature, o.sampler.top_k, o.sampler.top_p, o.sampler.min_p,
-                      o.sampler.seed, o.stop, o.ignore_eos, o.logprobs, o.echo}},
-                    {"model", config_to_json(config)}};
+  Json all = {{"prompt", ids_text(request.prompt.ids)},
+              {"options",
+               {o.max_tokens, o.sampler.temperature, o.sampler.top_k, o.sampler.top_p, o.sampler.min_p, o.sampler.seed,
+                o.stop, o.ignore_eos, o.logprobs, o.echo}},
+              {"model", config_to_json(config)}};
+  if (o.rules.any()) all["rules"] = rules_json(o.rules);  // answers to requests without any keep their fingerprint
   return format("%016llx", static_cast<unsigned long long>(xxh3_64(json_text(all))));
 }
 
@@ -209,7 +210,8 @@ void Batch::read_request(const Json& object, BatchRequest& request) const {
     if (read_completion_option(name, value, request.options)) continue;
     fail(Exit::usage,
          "%s: unknown field, expected id, prompt or prompt_ids, max_tokens, temperature, top_k, top_p, min_p, seed, "
-         "stop, ignore_eos, logprobs, echo",
+         "stop, ignore_eos, logprobs, echo, presence_penalty, frequency_penalty, repetition_penalty, logit_bias, "
+         "bad_words, min_tokens, stop_token_ids",
          escaped(name).c_str());
   }
   check_completion_options(request.options);

@@ -38,7 +38,9 @@ class ChatAnswerer : public LineAnswerer {
         statistics_(statistics),
         system_(std::move(system)) {
     options_.hide_special = false;  // marks of thoughts may be special tokens, and the format drops thoughts by them
-    options_.stop_ids.insert(options_.stop_ids.end(), chat.stop_ids().begin(), chat.stop_ids().end());
+    for (std::vector<std::int32_t>* ids : {&options_.stop_ids, &options_.rules.end_ids}) {
+      ids->insert(ids->end(), chat.stop_ids().begin(), chat.stop_ids().end());
+    }
     options_.stop_texts.insert(options_.stop_texts.end(), chat.stop_texts().begin(), chat.stop_texts().end());
   }
 
@@ -63,7 +65,9 @@ class ChatAnswerer : public LineAnswerer {
       turns_.pop_back();
       return;
     }
-    const GenerateResult result = generate(model_, &tokenizer_, not_in_cache(*prompt), options_, answer_hooks(output_));
+    const std::span<const std::int32_t> added = not_in_cache(*prompt);
+    options_.earlier.assign(prompt->begin(), prompt->end() - std::ssize(added));
+    const GenerateResult result = generate(model_, &tokenizer_, added, options_, answer_hooks(output_));
     in_cache_ = *prompt;
     in_cache_.insert(in_cache_.end(), result.ids.begin(), result.ids.end() - 1);
     turns_.push_back({"assistant", result.text});

@@ -9,36 +9,13 @@
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
 #include "llmc/base/utf8.h"
+#include "llmc/infer/option_values.h"
 #include "llmc/infer/prompt.h"
 #include "llmc/infer/text_stream.h"
 
 namespace weft {
 
 namespace {
-
-[[noreturn]] void refuse(const std::string& name, const Json& got, const std::string& expected) {
-  fail(Exit::usage, "%s: got %s, expected %s", name.c_str(), escaped(json_text(got)).c_str(), expected.c_str());
-}
-
-std::int64_t read_integer(const std::string& name, const Json& value, std::int64_t low, std::int64_t high) {
-  const std::optional<std::int64_t> number = json_integer(value);
-  if (number.has_value() && *number >= low && *number <= high) return *number;
-  refuse(name, value,
-         high == INT64_MAX
-             ? format("an integer of at least %lld", static_cast<long long>(low))
-             : format("an integer from %lld to %lld", static_cast<long long>(low), static_cast<long long>(high)));
-}
-
-double read_number(const std::string& name, const Json& value, double high) {
-  const double number = value.is_number() ? value.get<double>() : -1;
-  if (std::isfinite(number) && number >= 0 && number <= high) return number;
-  refuse(name, value, high == 1 ? "a number from 0 to 1" : "a number of at least 0");
-}
-
-bool read_bool(const std::string& name, const Json& value) {
-  if (value.is_boolean()) return value.get<bool>();
-  refuse(name, value, "true or false");
-}
 
 std::vector<std::string> read_stop(const std::string& name, const Json& value) {
   const Json list = value.is_string() ? Json::array({value}) : value;
@@ -47,8 +24,9 @@ std::vector<std::string> read_stop(const std::string& name, const Json& value) {
            text.get_ref<const std::string&>().size() <= kMaxStopTextBytes;
   };
   if (!list.is_array() || list.size() > kMaxStopTexts || !std::all_of(list.begin(), list.end(), is_stop)) {
-    refuse(name, value,
-           format("a text of 1 to %zu bytes, or a list of at most %zu of them", kMaxStopTextBytes, kMaxStopTexts));
+    refuse_option(
+        name, value,
+        format("a text of 1 to %zu bytes, or a list of at most %zu of them", kMaxStopTextBytes, kMaxStopTexts));
   }
   return list.get<std::vector<std::string>>();
 }
@@ -61,7 +39,7 @@ class CompletionListener : public RequestListener {
       : prompt_ids_(static_cast<std::int64_t>(prompt.ids.size())),
         prompt_text_(std::move(prompt.text)),
         echo_(options.echo),
-        text_(tokenizer, prompt.ids, options.stop),
+        text_(tokenizer, prompt.ids, options.stop, false, options.rules.min_tokens),
         stop_ids_(std::move(stop_ids)),
         sink_(std::move(sink)) {}
 
@@ -136,27 +114,27 @@ class CompletionListener : public RequestListener {
 
 bool read_completion_option(const std::string& name, const Json& value, CompletionOptions& options) {
   if (name == "max_tokens") {
-    options.max_tokens = read_integer(name, value, 0, INT64_MAX);
+    options.max_tokens = integer_option(name, value, 0, INT64_MAX);
   } else if (name == "temperature") {
-    options.sampler.temperature = read_number(name, value, std::numeric_limits<double>::max());
+    options.sampler.temperature = number_option(name, value, 0, std::numeric_limits<double>::max());
   } else if (name == "top_k") {
-    options.sampler.top_k = read_integer(name, value, 0, INT64_MAX);
+    options.sampler.top_k = integer_option(name, value, 0, INT64_MAX);
   } else if (name == "top_p") {
-    options.sampler.top_p = read_number(name, value, 1);
+    options.sampler.top_p = number_option(name, value, 0, 1);
   } else if (name == "min_p") {
-    options.sampler.min_p = read_number(name, value, 1);
+    options.sampler.min_p = number_option(name, value, 0, 1);
   } else if (name == "seed") {
-    options.sampler.seed = static_cast<std::uint64_t>(read_integer(name, value, 0, INT64_MAX));
+    options.sampler.seed = static_cast<std::uint64_t>(integer_option(name, value, 0, INT64_MAX));
   } else if (name == "stop") {
     options.stop = read_stop(name, value);
   } else if (name == "ignore_eos") {
-    options.ignore_eos = read_bool(name, value);
+    options.ignore_eos = bool_option(name, value);
   } else if (name == "logprobs") {
-    options.logprobs = static_cast<std::int32_t>(read_integer(name, value, 0, kMaxLogprobs));
+    options.logprobs = static_cast<std::int32_t>(integer_option(name, value, 0, kMaxLogprobs));
   } else if (name == "echo") {
-    options.echo = read_bool(name, value);
+    options.echo = bool_option(name, value);
   } else {
-    return false;
+    return read_rule(name, value, options.rules);
   }
   return true;
 }
@@ -165,6 +143,13 @@ void check_completion_options(const CompletionOptions& options) {
   if (options.max_tokens == 0 && !options.echo) {
     fail(Exit::usage, "max_tokens: got 0, expected at least 1. 0 is for echo, which then scores the prompt alone");
   }
+}
+
+LogitRuleOptions completion_rules(const CompletionOptions& options, const Tokenizer* tokenizer,
+                                  const ModelConfig& config) {
+  std::vector<std::int32_t> end_ids = config.eos_ids;
+  end_ids.insert(end_ids.end(), options.stop_ids.begin(), options.stop_ids.end());
+  return logit_rules(options.rules, std::move(end_ids), options.max_tokens, tokenizer, config);
 }
 
 CompletionPrompt prompt_from_text(std::string_view text, const Tokenizer* tokenizer, Tokenizer::Special special,
@@ -181,13 +166,13 @@ CompletionPrompt prompt_from_ids(const Json& list, const Tokenizer* tokenizer, c
                                  const std::string& name) {
   const std::string expected =
       format("integers from 0 to %lld in a list of at least one", static_cast<long long>(config.vocab_size - 1));
-  if (!list.is_array() || list.empty()) refuse(name, list, expected);
+  if (!list.is_array() || list.empty()) refuse_option(name, list, expected);
   CompletionPrompt prompt;
   prompt.ids.reserve(list.size());
   for (const Json& item : list) {
     const std::optional<std::int64_t> id = json_integer(item);
     if (!id.has_value() || *id < 0 || *id >= config.vocab_size) {
-      refuse(format("%s: id %zu", name.c_str(), prompt.ids.size() + 1), item, expected);
+      refuse_option(format("%s: id %zu", name.c_str(), prompt.ids.size() + 1), item, expected);
     }
     prompt.ids.push_back(static_cast<std::int32_t>(*id));
   }
@@ -225,10 +210,8 @@ Completion make_completion(CompletionPrompt prompt, const CompletionOptions& opt
   EngineRequest request;
   request.prompt = prompt.ids;
   request.sampling = sampling_plan(sampler);
-  if (!options.ignore_eos) {
-    request.stop_ids = config.eos_ids;
-    request.stop_ids.insert(request.stop_ids.end(), options.stop_ids.begin(), options.stop_ids.end());
-  }
+  request.rules = options.logit_rules ? *options.logit_rules : completion_rules(options, tokenizer, config);
+  request.stop_ids = options.ignore_eos ? options.rules.stop_token_ids : request.rules.end_ids;
   request.max_ids = options.max_tokens;
   request.alternatives = options.logprobs;
   request.score_prompt = options.echo && (options.logprobs >= 0 || options.max_tokens == 0);

@@ -13,6 +13,7 @@
 #include "llmc/base/json_fwd.h"
 #include "llmc/base/sampling.h"
 #include "llmc/infer/engine.h"
+#include "llmc/infer/requested_rules.h"
 #include "llmc/model/config.h"
 #include "llmc/text/tokenizer.h"
 
@@ -25,6 +26,9 @@ struct CompletionOptions {
   std::vector<std::string> stop = {};
   std::vector<std::int32_t> stop_ids = {};  // beside the model's eos_ids, and as these without text
   bool ignore_eos = false;                  // nor stop_ids
+  RequestedRules rules = {};
+  // What make_completion() makes of `rules`, for the one prompt or for all, if it was made before.
+  std::optional<LogitRuleOptions> logit_rules = {};
   std::int32_t logprobs = -1;  // number of likeliest ids whose log-probabilities come with each id's own; -1: no scores
   bool echo = false;           // the prompt's text comes first; with logprobs, those of the prompt's ids too
   std::optional<std::chrono::steady_clock::time_point> deadline = {};
@@ -35,11 +39,15 @@ inline constexpr std::size_t kMaxStopTexts = 16;
 inline constexpr std::size_t kMaxStopTextBytes = 1024;
 
 // Sets the option that the JSON member `name` stands for: max_tokens, temperature, top_k, top_p, min_p, seed, stop (a
-// string or a list of strings), ignore_eos, logprobs, echo. Returns false if `name` is none of them. A value of the wrong
-// type or out of range is Exit::usage: "<name>: got X, expected Y".
+// string or a list of strings), ignore_eos, logprobs, echo, or one of read_rule(). Returns false if `name` is none of
+// them. A value of the wrong type or out of range is Exit::usage: "<name>: got X, expected Y".
 bool read_completion_option(const std::string& name, const Json& value, CompletionOptions& options);
 // Checks options against each other: max_tokens of 0 without echo is Exit::usage. Call it once all members are read.
 void check_completion_options(const CompletionOptions& options);
+
+// The rules of a completion, all other options of which are set. Exit::usage as logit_rules().
+LogitRuleOptions completion_rules(const CompletionOptions& options, const Tokenizer* tokenizer,
+                                  const ModelConfig& config);
 
 struct CompletionPrompt {
   std::vector<std::int32_t> ids;

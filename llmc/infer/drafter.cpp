@@ -72,7 +72,8 @@ void Drafter::draft() {
 }
 
 void Drafter::draft_with_sequence(RequestState& request) {
-  const DeviceDrafts place = verifier_.device_drafts();
+  // Rules need the drafts on the host.
+  const DeviceDrafts place = request.rules ? DeviceDrafts{} : verifier_.device_drafts();
   const std::int64_t started = sequence_->start(request.ids, request.asked.sampling, count(request), place);
   // The step is submitted while the device draws the drafts. The zeros keep their places; the step does not read them.
   request.drafts.assign(static_cast<std::size_t>(started), 0);

@@ -131,6 +131,7 @@ void Engine::State::check(const EngineRequest& asked) const {
   if (asked.max_ids < (asked.score_prompt ? 0 : 1)) {
     fail(Exit::usage, "got %lld ids to generate, expected at least 1", static_cast<long long>(asked.max_ids));
   }
+  check_logit_rules(asked.rules, vocab_size, asked.sampling.vocab_limit);
   const std::string reason = refusal(std::ssize(asked.prompt), asked.max_ids);
   if (!reason.empty()) fail(Exit::usage, "%s", reason.c_str());
 }

@@ -24,6 +24,7 @@
 #include <string>
 #include <vector>
 
+#include "llmc/base/logit_rules.h"
 #include "llmc/base/sampling.h"
 #include "llmc/model/decode_model.h"
 #include "llmc/model/draft_counts.h"
@@ -58,6 +59,7 @@ class RequestListener {
 struct EngineRequest {
   std::vector<std::int32_t> prompt;  // at least one id, all in [0, vocab_size)
   SamplingPlan sampling;
+  LogitRuleOptions rules;  // none by default
   std::vector<std::int32_t> stop_ids;
   std::int64_t max_ids = 0;        // at least 1; 0 only with score_prompt: nothing is sampled
   std::int32_t alternatives = -1;  // InferenceModel's Chunk::alternatives

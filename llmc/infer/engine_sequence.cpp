@@ -139,6 +139,7 @@ void EngineSequence::generate_ids(std::span<const std::int32_t> prompt, const Ge
   EngineRequest asked;
   asked.prompt = ids_;
   asked.sampling = request.sampling;
+  asked.rules = request.rules;
   asked.stop_ids = request.stop_ids;
   asked.max_ids = request.max_ids;
   bool first = true;

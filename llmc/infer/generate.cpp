@@ -16,6 +16,28 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// Picks ids on the host.
+class HostSampling {
+ public:
+  HostSampling(const GenerateOptions& options, std::span<const std::int32_t> prompt) : sampler_(options.sampler) {
+    if (!options.rules.any()) return;
+    std::vector<std::int32_t> ids = options.earlier;
+    ids.insert(ids.end(), prompt.begin(), prompt.end());
+    rules_.emplace(options.rules, ids);
+  }
+  std::int32_t next(std::span<const float> logits, std::int64_t position, std::span<const std::int32_t> generated) {
+    if (!rules_) return sampler_.sample(logits, position);
+    changed_.assign(logits.begin(), logits.end());
+    apply(rules_->row(generated), kUnknownId, changed_);
+    return sampler_.sample(changed_, position);
+  }
+
+ private:
+  Sampler sampler_;
+  std::optional<LogitRules> rules_;
+  std::vector<float> changed_;
+};
+
 }  // namespace
 
 const char* finish_reason_name(FinishReason reason) {
@@ -61,7 +83,8 @@ GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::spa
     fail(Exit::usage, "a stop text needs a tokenizer, and the model file has none");
   }
   GenerateResult result;
-  TextStream text(tokenizer, prompt, options.stop_texts, options.hide_special);
+  check_logit_rules(options.rules, model.config().vocab_size, options.sampler.vocab_limit);
+  TextStream text(tokenizer, prompt, options.stop_texts, options.hide_special, options.rules.min_tokens);
   const auto emit = [&](const std::string& piece) {
     if (piece.empty()) return;
     result.text += piece;
@@ -99,12 +122,13 @@ GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::spa
     return !(hooks.interrupted && hooks.interrupted());
   };
   if (model.samples()) {
-    model.generate_ids(prompt, {sampling_plan(options.sampler), options.stop_ids, max_ids}, take);
+    model.generate_ids(
+        prompt, {sampling_plan(options.sampler), options.stop_ids, max_ids, options.rules, options.earlier}, take);
     result.drafts = model.draft_counts();
   } else {
-    Sampler sampler(options.sampler);
+    HostSampling sampling(options, prompt);
     std::span<const float> logits = model.prefill(prompt);
-    while (take(sampler.sample(logits, model.length()))) logits = model.decode(result.ids.back());
+    while (take(sampling.next(logits, model.length(), result.ids))) logits = model.decode(result.ids.back());
   }
   emit(text.finish());
   if (text.stopped()) result.finish_reason = FinishReason::stop_text;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "llmc/base/logit_rules.h"
 #include "llmc/base/percentile.h"
 #include "llmc/base/sampler.h"
 #include "llmc/model/decode_model.h"
@@ -21,6 +22,8 @@ struct GenerateOptions {
   std::vector<std::int32_t> stop_ids = {};   // usually the model's eos_ids
   std::vector<std::string> stop_texts = {};  // need a tokenizer
   bool hide_special = false;                 // the text lacks special tokens; stop texts see them
+  LogitRuleOptions rules = {};               // min_tokens: stop texts do not count before, either
+  std::vector<std::int32_t> earlier = {};    // GenerationRequest::earlier
 };
 
 enum class FinishReason {

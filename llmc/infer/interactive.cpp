@@ -104,7 +104,7 @@ class GrowingText : public LineAnswerer {
 
   bool command(const std::string& line) override {
     if (line == "/reset") {
-      model_.reset();
+      begin_anew();
       log_info("(the text begins anew)");
     } else if (line == "/help") {
       log_info("%s", kInteractiveHelp);
@@ -119,11 +119,18 @@ class GrowingText : public LineAnswerer {
     if (!ids.has_value()) return;
     const GenerateResult result = generate(model_, &tokenizer_, *ids, options_, answer_hooks(output_));
     last_id_ = result.ids.back();
+    std::vector<std::int32_t>& all = options_.earlier;
+    all.insert(all.end(), ids->begin(), ids->end());
+    all.insert(all.end(), result.ids.begin(), result.ids.end() - 1);
     output_.write("\n");
     if (statistics_) log_info("(%s)", statistics_line(model_, result).c_str());
   }
 
  private:
+  void begin_anew() {
+    model_.reset();
+    options_.earlier.clear();
+  }
   // The ids that the line adds to the text; empty if even a new context could not hold them.
   std::optional<std::vector<std::int32_t>> next_ids(const std::string& line) {
     if (model_.length() > 0) {
@@ -132,7 +139,7 @@ class GrowingText : public LineAnswerer {
       ids.insert(ids.end(), added.begin(), added.end());
       if (model_.length() + static_cast<std::int64_t>(ids.size()) < model_.capacity()) return ids;
       log_info("(the context of %lld tokens is full: the text begins anew)", static_cast<long long>(model_.capacity()));
-      model_.reset();
+      begin_anew();
     }
     std::vector<std::int32_t> ids = start_ids(tokenizer_.encode(line, true, special_), model_.config());
     if (static_cast<std::int64_t>(ids.size()) < model_.capacity()) return ids;
@@ -144,7 +151,7 @@ class GrowingText : public LineAnswerer {
   DecodeModel& model_;
   const Tokenizer& tokenizer_;
   Tokenizer::Special special_;
-  const GenerateOptions& options_;
+  GenerateOptions options_;
   const bool statistics_;
   TextOutput output_;
   std::int32_t last_id_ = 0;

@@ -6,6 +6,7 @@
 #include "llmc/base/error.h"
 #include "llmc/base/installed.h"
 #include "llmc/base/log.h"
+#include "llmc/base/logit_rules.h"
 #include "llmc/base/threads.h"
 #include "llmc/infer/draft_length.h"
 #include "llmc/infer/fault_injection.h"
@@ -104,6 +105,17 @@ void add_generation(OptionTable& table, InferSettings& s) {
   table.number("top-p", s.top_p, 0, 1, "then keep the likeliest tokens that make up this share");
   table.number("min-p", s.min_p, 0, 1, "then keep tokens of at least this share of the likeliest one");
   table.integer("seed", s.seed, 0, kNoLimit, "of the random numbers");
+  table.number("presence-penalty", s.presence_penalty, -kMostPenalty, kMostPenalty,
+               "make each generated token less likely by this much; doc/serving.md has the order of these");
+  table.number("frequency-penalty", s.frequency_penalty, -kMostPenalty, kMostPenalty,
+               "the same for each time that it was generated");
+  table.number("repetition-penalty", s.repetition_penalty, 0, std::numeric_limits<double>::max(),
+               "make tokens of the prompt and generated ones less likely by this factor; more than 0");
+  table.text("logit-bias", s.logit_bias, "JSON",
+             "make tokens more or less likely: {\"50256\": -100, ...} by their ids");
+  table.repeated("bad-words", s.bad_words, "TEXT", "never generate this text");
+  table.integer("min-tokens", s.min_tokens, 0, kNoLimit, "let nothing end the text before so many tokens");
+  table.text("stop-token-ids", s.stop_token_ids, "1,2,3", "stop at these tokens, too");
   table.integer(
       "lookup", s.lookup, 0, kMostDrafted,
       "guess at most so many tokens at once from what followed the same ones before, and verify them in one step: "
@@ -207,11 +219,25 @@ void check_server(const OptionTable& table, const InferSettings& s) {
                            "read-seconds", "idle-seconds", "write-seconds", "drain-seconds"}) {
     if (table.given(name) && !serve) fail(Exit::usage, "--%s: only for --serve", name);
   }
-  for (const char* name : {"max-tokens", "temperature", "top-k", "top-p", "min-p", "seed", "stop", "ignore-eos"}) {
+  for (const char* name :
+       {"max-tokens", "temperature", "top-k", "top-p", "min-p", "seed", "stop", "ignore-eos", "presence-penalty",
+        "frequency-penalty", "repetition-penalty", "logit-bias", "bad-words", "min-tokens", "stop-token-ids"}) {
     if (table.given(name) && serve) fail(Exit::usage, "--%s: not for --serve, where each request has its own", name);
   }
   for (const auto& [name, value] : {std::pair("serve", &s.serve), std::pair("served-name", &s.served_name),
                                     std::pair("api-key-file", &s.api_key_file)}) {
+    if (table.given(name) && value->empty()) fail(Exit::usage, "--%s: got '', expected a value", name);
+  }
+}
+
+void check_rules(const OptionTable& table, const InferSettings& s) {
+  if (s.repetition_penalty == 0) fail(Exit::usage, "--repetition-penalty: got 0, expected a number greater than 0");
+  if (s.min_tokens > s.max_tokens) {
+    fail(Exit::usage, "--min-tokens: got %lld, expected at most the %lld of --max-tokens",
+         static_cast<long long>(s.min_tokens), static_cast<long long>(s.max_tokens));
+  }
+  for (const auto& [name, value] :
+       {std::pair("logit-bias", &s.logit_bias), std::pair("stop-token-ids", &s.stop_token_ids)}) {
     if (table.given(name) && value->empty()) fail(Exit::usage, "--%s: got '', expected a value", name);
   }
 }
@@ -307,6 +333,7 @@ void check_together(const OptionTable& table, InferSettings& s) {
     fail(Exit::usage, "--dtype: got %s, --compare is for fp32: what a dump holds", s.dtype.c_str());
   }
   if (table.given("random-model")) random_model_config(s.random_model);  // refuses an unknown name
+  check_rules(table, s);
   check_drafts(table, s);
 }
 

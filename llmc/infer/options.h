@@ -41,6 +41,10 @@ struct InferSettings {
 
   std::int64_t max_tokens = 128, top_k = 0, seed = 0;
   double temperature = 0, top_p = 1, min_p = 0;
+  double presence_penalty = 0, frequency_penalty = 0, repetition_penalty = 1;
+  std::string logit_bias, stop_token_ids;  // as they were given
+  std::vector<std::string> bad_words;
+  std::int64_t min_tokens = 0;
   std::int64_t lookup = 0;
   std::string draft;
   std::vector<std::string> stop;

@@ -19,7 +19,7 @@ std::vector<std::int32_t> start_ids(std::vector<std::int32_t> ids, const ModelCo
   fail(Exit::usage, "the prompt is empty, and this model has no token that begins a document: give some text");
 }
 
-std::vector<std::int32_t> parse_ids(const std::string& text, std::int64_t vocab_size) {
+std::vector<std::int32_t> parse_ids(const std::string& text, std::int64_t vocab_size, const char* option) {
   std::vector<std::int32_t> ids;
   for (std::size_t begin = 0; begin <= text.size();) {
     const std::size_t comma = text.find(',', begin);
@@ -27,7 +27,7 @@ std::vector<std::int32_t> parse_ids(const std::string& text, std::int64_t vocab_
     std::int32_t id = 0;
     const std::from_chars_result parsed = std::from_chars(text.data() + begin, text.data() + end, id);
     if (parsed.ec != std::errc{} || parsed.ptr != text.data() + end || id < 0 || id >= vocab_size) {
-      fail(Exit::usage, "--prompt-ids: id %zu: got %s, expected integers from 0 to %lld, separated by commas",
+      fail(Exit::usage, "%s: id %zu: got %s, expected integers from 0 to %lld, separated by commas", option,
            ids.size() + 1, escaped(text.substr(begin, end - begin)).c_str(), static_cast<long long>(vocab_size - 1));
     }
     ids.push_back(id);

@@ -19,9 +19,10 @@ std::optional<std::int32_t> document_start(const ModelConfig& config);
 // `ids`, or the id of document_start() if `ids` is empty; Exit::usage if the model has no such id.
 std::vector<std::int32_t> start_ids(std::vector<std::int32_t> ids, const ModelConfig& config);
 
-// "1,2,3" as ids in [0, vocab_size). Anything else, also an empty text, is Exit::usage with a message that names the
-// item.
-std::vector<std::int32_t> parse_ids(const std::string& text, std::int64_t vocab_size);
+// "1,2,3", the value of `option`, as ids in [0, vocab_size). Anything else, also an empty text, is Exit::usage with a message
+// that names the item.
+std::vector<std::int32_t> parse_ids(const std::string& text, std::int64_t vocab_size,
+                                    const char* option = "--prompt-ids");
 
 // The inverse of parse_ids: the ids as "1,2,3".
 std::string ids_text(std::span<const std::int32_t> ids);

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/base/logit_rules.h"
 #include "llmc/infer/draft_length.h"
 #include "llmc/infer/draft_model.h"
 #include "llmc/infer/engine.h"
@@ -34,6 +35,8 @@ struct RequestState : Sequence {
     max_ids = max;
     group = asked.group;
     if (asked.score_prompt) rows_to_score = prompt_size - 1;
+    if (asked.rules.any()) rules.emplace(asked.rules, ids);
+    one_unknown_id = rules.has_value();
   }
 
   EngineRequest asked;  // the prompt is moved into `ids`
@@ -41,6 +44,7 @@ struct RequestState : Sequence {
   bool cut;                      // max_ids is less than was asked for
   std::vector<ScoredId> scored;  // of the prompt, by row
   bool prompt_told = false;
+  std::optional<LogitRules> rules;  // their state
   RequestDrafts drafting;
 };
 

@@ -10,7 +10,7 @@ namespace weft {
 namespace {
 
 bool decodes(const Sequence& s) {
-  if (s.sampled >= s.max_ids) return false;
+  if (s.sampled >= s.max_ids || (s.one_unknown_id && s.sampled > std::ssize(s.generated()) + 1)) return false;
   const std::int64_t missing = s.known_rows() - s.rows;
   return s.id_on_device ? missing <= 1 : s.id_on_host && missing == 1;
 }

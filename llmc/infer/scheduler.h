@@ -52,6 +52,7 @@ struct Sequence {
   std::int64_t sampled = 0;     // ids that were sampled, or that a submitted step will sample
   bool id_on_device = false;    // its last id was sampled in its slot, so a step needs no id from the host
   bool id_on_host = false;      // its last id came from a verification: it is in `ids` alone
+  bool one_unknown_id = false;  // when a step samples an id, at most one before it may not be in `ids` yet
   // `rows` as it was after each submitted step with rows of this sequence that was not collected, the oldest first.
   std::deque<std::int64_t> rows_in_flight;
   // Draft tokens that may follow `ids`, for the next step: set before plan() if no row of the sequence is in flight. plan()
@@ -63,6 +64,9 @@ struct Sequence {
   bool forget_pages = false;  // ended: its pages are not to be shared
 
   bool in_flight() const { return !rows_in_flight.empty(); }
+  std::span<const std::int32_t> generated() const {
+    return std::span(ids).subspan(static_cast<std::size_t>(prompt_size));
+  }
   // known_rows(): rows to compute whose ids are known. first_needed_row(): the first of them whose result is needed;
   // rows before it may be found in the prefix cache.
   std::int64_t known_rows() const { return max_ids > 0 ? std::ssize(ids) : prompt_size - 1; }

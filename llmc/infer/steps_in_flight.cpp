@@ -16,6 +16,7 @@ void StepsInFlight::submit(std::span<const PlannedChunk> plan, bool drafts_on_de
   flight.clear();
   chunks_.clear();
   verified_ids_.clear();  // chunks point into it: it has room for all rows of a step, and never moves
+  logit_rows_.clear();    // and so has this, once a request has rules
   for (const PlannedChunk& planned : plan) {
     RequestState& s = request_of(*planned.sequence);
     const auto first = static_cast<std::size_t>(planned.first_position);
@@ -35,6 +36,7 @@ void StepsInFlight::submit(std::span<const PlannedChunk> plan, bool drafts_on_de
       chunk.ids = std::span(s.ids).subspan(first, rows);
     }
     if (planned.sample) chunk.sampling = &s.asked.sampling;
+    if (planned.sample && s.rules) chunk.logit_rows = add_logit_rows(s, chunk);
     chunk.alternatives = s.asked.alternatives;
     // Row i gives the log-probability of the id after it. Rows that are computed again after a preemption are not
     // scored again once all scores are there.
@@ -49,6 +51,25 @@ void StepsInFlight::submit(std::span<const PlannedChunk> plan, bool drafts_on_de
   model_.submit(chunks_);
   ++steps_;
   flights_.push_back(std::move(flight));
+}
+
+// plan() has counted what the chunk samples as sampled already.
+std::span<const LogitRow> StepsInFlight::add_logit_rows(RequestState& request, const Chunk& chunk) {
+  logit_rows_.reserve(verified_ids_.capacity());
+  const std::size_t begin = logit_rows_.size();
+  const std::int64_t unknown = request.sampled - 1 - chunk.drafts - std::ssize(request.generated());
+  if (unknown < 0 || unknown > (chunk.ids.empty() ? 1 : 0)) {
+    fail(Exit::internal, "engine: rules for a row behind %lld unknown ids", static_cast<long long>(unknown));
+  }
+  if (unknown > 0) {
+    logit_rows_.push_back(request.rules->row(request.generated(), {&kUnknownId, 1}));
+  } else {
+    const std::span<const std::int32_t> drafts = chunk.ids.last(static_cast<std::size_t>(chunk.drafts));
+    for (std::size_t i = 0; i <= drafts.size(); ++i) {
+      logit_rows_.push_back(request.rules->row(request.generated(), drafts.first(i)));
+    }
+  }
+  return std::span(logit_rows_).subspan(begin);
 }
 
 void StepsInFlight::set_drafts(std::span<const std::int32_t> drafts) {

@@ -49,11 +49,14 @@ class StepsInFlight {
  private:
   using Flight = std::vector<FlightChunk>;
 
+  std::span<const LogitRow> add_logit_rows(RequestState& request, const Chunk& chunk);
+
   InferenceModel& model_;
   std::deque<Flight> flights_;
   std::vector<Flight> unused_flights_;      // their memory, for later steps
   std::vector<Chunk> chunks_;               // of the step that is submitted
   std::vector<std::int32_t> verified_ids_;  // of its chunks with drafts
+  std::vector<LogitRow> logit_rows_;        // of its chunks whose request has rules
   std::int64_t steps_ = 0, rows_ = 0;
 };
 

@@ -13,7 +13,7 @@ StopTextFilter::StopTextFilter(std::vector<std::string> stops) : stops_(std::mov
   }
 }
 
-std::string StopTextFilter::push(std::string_view text) {
+std::string StopTextFilter::push(std::string_view text, bool ends) {
   std::string out;
   for (const char byte : text) {
     if (stopped_) break;
@@ -21,7 +21,7 @@ std::string StopTextFilter::push(std::string_view text) {
     std::size_t complete = 0;  // bytes of the longest stop text that ends here
     std::size_t begun = 0;     // bytes of the longest prefix of a stop text that ends here
     for (const std::string& stop : stops_) {
-      for (std::size_t length = std::min(stop.size(), held_.size()); length > 0; --length) {
+      for (std::size_t length = std::min(ends ? stop.size() : stop.size() - 1, held_.size()); length > 0; --length) {
         if (!held_.ends_with(std::string_view(stop).substr(0, length))) continue;
         if (length == stop.size()) complete = std::max(complete, length);
         begun = std::max(begun, length);

@@ -15,8 +15,9 @@ class StopTextFilter {
   // An empty stop text is Exit::usage.
   explicit StopTextFilter(std::vector<std::string> stops);
 
-  std::string push(std::string_view text);  // empty once stopped()
-  std::string finish();                     // what is still held back: no stop text came of it
+  // Empty once stopped(). `ends` false: a stop text that this completes does not end anything; what it begins counts.
+  std::string push(std::string_view text, bool ends = true);
+  std::string finish();  // what is still held back: no stop text came of it
   bool stopped() const { return stopped_; }
 
  private:

@@ -8,17 +8,18 @@
 namespace weft {
 
 TextStream::TextStream(const Tokenizer* tokenizer, std::span<const std::int32_t> before, std::vector<std::string> stops,
-                       bool hide_special)
-    : tokenizer_(tokenizer), stops_(std::move(stops)), hide_special_(hide_special) {
+                       bool hide_special, std::int64_t min_tokens)
+    : tokenizer_(tokenizer), stops_(std::move(stops)), hide_special_(hide_special), unstoppable_(min_tokens) {
   if (tokenizer != nullptr) decoder_.emplace(*tokenizer, before);
 }
 
 std::string TextStream::push(std::int32_t id) {
   if (!decoder_.has_value()) return "";
+  const bool ends = unstoppable_-- <= 0;
   if (!hide_special_ || !tokenizer_->is_special(id)) {
     const std::string text = decoder_->push(id);
     decoded_ += text.size();
-    return shown(stops_.push(text));
+    return shown(stops_.push(text, ends));
   }
   // What the decoder held back comes before the token.
   std::vector<std::size_t> begins;
@@ -27,12 +28,12 @@ std::string TextStream::push(std::int32_t id) {
   for (std::size_t i = 0; i < begins.back(); ++i) begin += utf8_sequence_length(std::string_view(text).substr(begin));
   hidden_.push_back({decoded_ + begin, decoded_ + text.size()});
   decoded_ += text.size();
-  return shown(stops_.push(text));
+  return shown(stops_.push(text, ends));
 }
 
 std::string TextStream::finish() {
   if (!decoder_.has_value()) return "";
-  std::string text = stops_.push(decoder_->finish());
+  std::string text = stops_.push(decoder_->finish(), unstoppable_ < 0);
   return shown(text += stops_.finish());
 }
 

@@ -11,6 +11,7 @@
 
 #include "llmc/base/arena.h"
 #include "llmc/base/error.h"
+#include "llmc/base/logit_rules.h"
 #include "llmc/base/sampling.h"
 #include "llmc/model/config.h"
 #include "llmc/model/draft_counts.h"
@@ -23,6 +24,9 @@ struct GenerationRequest {
   SamplingPlan sampling;
   std::vector<std::int32_t> stop_ids = {};
   std::int64_t max_ids = 0;
+  LogitRuleOptions rules = {};
+  std::vector<std::int32_t> earlier =
+      {};  // in the cache before the prompt, as far as repetition_penalty is to count them
 };
 
 // The id that wait() returns, for DecodeModel::drafted(): nothing where it throws Exit::numeric.

@@ -83,6 +83,11 @@ void check_step(std::span<const Chunk> work, const InferenceOptions& options, st
       fail(Exit::internal, "inference: %lld drafts in a chunk of %lld rows%s", static_cast<long long>(chunk.drafts),
            static_cast<long long>(chunk.rows()), chunk.sampling == nullptr ? " that samples nothing" : "");
     }
+    const std::int64_t changed = std::ssize(chunk.logit_rows);
+    if (changed != 0 && (chunk.sampling == nullptr || chunk.drafts_on_device || changed != 1 + chunk.drafts)) {
+      fail(Exit::internal, "inference: rules for %lld rows of a chunk with %lld drafts",
+           static_cast<long long>(changed), static_cast<long long>(chunk.drafts));
+    }
     if (chunk.drafts_on_device && (chunk.drafts < 1 || chunk.drafts > kDeviceDrafts)) {
       fail(Exit::internal, "inference: %lld drafts on the device, expected 1 to %lld",
            static_cast<long long>(chunk.drafts), static_cast<long long>(kDeviceDrafts));

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "llmc/base/arena.h"
+#include "llmc/base/logit_row.h"
 #include "llmc/base/sampling.h"
 #include "llmc/model/config.h"
 
@@ -68,6 +69,10 @@ struct Chunk {
   std::int32_t slot = 0;
   // Not null: an id is sampled from the last row, for position first_position + rows. Valid until submit() returns.
   const SamplingPlan* sampling = nullptr;
+  // What changes in the logits before: nothing, or one element for each row that an id is sampled from, in order. Scores and
+  // kept logits are of the row as the model has computed it. Valid until submit() returns. kUnknownId is the id of a chunk
+  // without ids.
+  std::span<const LogitRow> logit_rows;
   // The log-probability of targets[i] by row i is reported; at most as many as there are rows.
   std::span<const std::int32_t> targets;
   // Of the sampled id and of each target, this many most likely ids are reported with it; -1: not even the log-probability

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "llmc/base/error.h"
+#include "llmc/base/logit_rules.h"
 
 namespace weft {
 
@@ -149,13 +151,26 @@ void SingleSequence::generate_ids(std::span<const std::int32_t> prompt, const Ge
       }
     }
   } queue{*model_};
+  // With rules the model samples all ids itself, and at most one id is not known when a step is queued.
+  std::optional<LogitRules> rules;
+  std::vector<std::int32_t> ids = request.earlier;
+  ids.insert(ids.end(), prompt.begin(), prompt.end());
+  if (request.rules.any()) rules.emplace(request.rules, ids);
+  ids.clear();  // from here on those that were generated
+  const bool decodes = decoder_ != nullptr && !rules;
+  const std::int64_t depth = rules ? std::min<std::int64_t>(model_->depth(), 2) : model_->depth();
   std::int64_t fed = 0, sampled = 0;  // rows and ids that were queued
   const auto submit_next = [&] {
     const std::int64_t left = prompt_size - fed, rows = left > 0 ? std::min(left, model_->max_rows()) : 1;
     Chunk chunk = chunk_at(begin + fed, rows);
     if (left > 0) chunk.ids = prompt.subspan(static_cast<std::size_t>(fed), static_cast<std::size_t>(rows));
+    LogitRow row;
     if (left <= rows) {
       chunk.sampling = &request.sampling;
+      if (rules) {
+        row = rules->row(ids, std::span(&kUnknownId, static_cast<std::size_t>(sampled - std::ssize(ids))));
+        chunk.logit_rows = {&row, 1};
+      }
       ++sampled;
     }
     model_->submit({&chunk, 1});
@@ -163,17 +178,18 @@ void SingleSequence::generate_ids(std::span<const std::int32_t> prompt, const Ge
     ++queue.steps;
   };
   for (std::int64_t seen = 0; seen < request.max_ids;) {
-    // With a decoder only the first id is sampled here.
-    while (queue.steps < model_->depth() && sampled < (decoder_ != nullptr ? 1 : request.max_ids)) submit_next();
+    // With a decoder only the first id is sampled here, unless there are rules.
+    while (queue.steps < depth && sampled < (decodes ? 1 : request.max_ids)) submit_next();
     --queue.steps;
     const ChunkResult& result = model_->collect()[0];
     check_sample(result.error);
     if (!result.sampled.has_value()) continue;  // a chunk of the prompt
     const std::int32_t id = result.sampled->id;
     length_ = end + seen++;
+    if (rules) ids.push_back(id);
     const bool stop = std::find(request.stop_ids.begin(), request.stop_ids.end(), id) != request.stop_ids.end();
     if (!on_id(id) || stop) return;
-    if (decoder_ != nullptr) return decode_ids(id, seen, request, on_id);
+    if (decodes) return decode_ids(id, seen, request, on_id);
   }
 }
 

@@ -210,6 +210,7 @@ TextRequest parse_chat(std::string_view text, const RequestContext& context, con
   CompletionOptions& options = request.options;
   options.stop_ids = chat.stop_ids();
   if (!options.ignore_eos) options.stop.insert(options.stop.end(), chat.stop_texts().begin(), chat.stop_texts().end());
+  complete_rules(request, context);
   check_answer_values(request, context);
   return request;
 }

@@ -90,6 +90,7 @@ TextRequest parse_completions(std::string_view text, const RequestContext& conte
   reserve_places(request, list ? static_cast<std::int64_t>(std::min(prompt->size(), kMaxPrompts)) : 1, context,
                  reserve);
   request.prompts = read_prompts(body, request.options.max_tokens, context);
+  complete_rules(request, context);
   check_answer_values(request, context);
   return request;
 }

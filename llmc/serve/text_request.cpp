@@ -130,6 +130,16 @@ void check_prompt_size(std::int64_t ids, const std::string& param, std::int64_t 
   if (!refusal.empty()) refuse_length(place.empty() ? refusal : place + ": " + refusal, param);
 }
 
+void complete_rules(TextRequest& request, const RequestContext& context) {
+  try {
+    request.options.logit_rules = completion_rules(request.options, context.tokenizer, *context.config);
+  } catch (const Error& error) {
+    if (error.code() != Exit::usage) throw;
+    const std::string message = error.what();
+    throw RequestError(400, message, message.substr(0, message.find(':')));  // it begins with the field
+  }
+}
+
 void check_answer_values(TextRequest& request, const RequestContext& context) {
   request.values = answer_values(request, *context.config);
   if (request.values > context.max_values) {

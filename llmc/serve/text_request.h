@@ -85,6 +85,8 @@ void check_text_size(std::string_view text, const std::string& name, const std::
 // Refuses a prompt of too many ids. `param`: its field. `place`: what the message begins with; may be empty.
 void check_prompt_size(std::int64_t ids, const std::string& param, std::int64_t max_tokens,
                        const RequestContext& context, const std::string& place = {});
+// Sets request.options.logit_rules, once for all choices. All else is read.
+void complete_rules(TextRequest& request, const RequestContext& context);
 // Sets request.values.
 void check_answer_values(TextRequest& request, const RequestContext& context);
 

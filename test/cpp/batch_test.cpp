@@ -435,6 +435,13 @@ TEST_F(BatchTest, AnotherRequestUnderAnIdThatWasAnsweredIsRefused) {
         std::string(R"({"id": "a", "prompt": "x", "ignore_eos": true})"),
         std::string(R"({"id": "a", "prompt": "x", "logprobs": 1})"),
         std::string(R"({"id": "a", "prompt": "x", "echo": true})"),
+        std::string(R"({"id": "a", "prompt": "x", "presence_penalty": 1})"),
+        std::string(R"({"id": "a", "prompt": "x", "frequency_penalty": 1})"),
+        std::string(R"({"id": "a", "prompt": "x", "repetition_penalty": 2})"),
+        std::string(R"({"id": "a", "prompt": "x", "logit_bias": {"5": 1}})"),
+        std::string(R"({"id": "a", "prompt": "x", "bad_words": ["q"]})"),
+        std::string(R"({"id": "a", "prompt": "x", "min_tokens": 1})"),
+        std::string(R"({"id": "a", "prompt": "x", "stop_token_ids": [5]})"),
         std::string(R"({"id": "a", "prompt": "x", "stop": "q"})")}) {
     EXPECT_EQ(run(changed + "\n{\"id\": \"b\", \"prompt\": \"x\"}\n"), Exit::bad_file) << changed;
     EXPECT_EQ(answer("a"), before);

@@ -127,42 +127,175 @@ TEST(Completion, TheLimitsOfEachOptionAreValues) {
   }
 }
 
+TEST(Completion, RulesAreRead) {
+  CompletionOptions o;
+  const auto read = [&](const char* name, const Json& value) { EXPECT_TRUE(read_completion_option(name, value, o)); };
+  EXPECT_FALSE(o.rules.any());
+  for (const double penalty : {-2.0, 2.0, 0.25}) {
+    read("presence_penalty", penalty);
+    EXPECT_EQ(o.rules.penalties.presence, static_cast<float>(penalty));
+    read("frequency_penalty", -penalty);
+    EXPECT_EQ(o.rules.penalties.frequency, static_cast<float>(-penalty));
+  }
+  read("repetition_penalty", 1.25);
+  EXPECT_EQ(o.rules.penalties.repetition, 1.25f);
+  for (const double far : {5e-324, std::numeric_limits<double>::max()}) {  // what no fp32 is
+    read("repetition_penalty", far);
+    EXPECT_TRUE(std::isnormal(o.rules.penalties.repetition));
+  }
+  read("logit_bias", {{"0", -100}, {"258", 100}, {"17", 0.5}});
+  auto bias = o.rules.logit_bias;
+  std::ranges::sort(bias);
+  EXPECT_EQ(bias, (std::vector<std::pair<std::int32_t, float>>{{0, -100.0f}, {17, 0.5f}, {258, 100.0f}}));
+  read("logit_bias", Json::array());
+  EXPECT_TRUE(o.rules.logit_bias.empty());
+  const std::vector<std::string> most(kMaxBadWords, std::string(kMaxStopTextBytes, 'x'));
+  read("bad_words", most);
+  EXPECT_EQ(o.rules.bad_words, most);
+  read("min_tokens", 7);
+  EXPECT_EQ(o.rules.min_tokens, 7);
+  read("stop_token_ids", {5, 0});
+  EXPECT_EQ(o.rules.stop_token_ids, (Ids{5, 0}));
+  Json all = Json::object();
+  for (std::size_t id = 0; id < kMaxLogitBias; ++id) all[std::to_string(id)] = 1;
+  read("logit_bias", all);
+  EXPECT_EQ(o.rules.logit_bias.size(), kMaxLogitBias);
+  read("stop_token_ids", std::vector<int>(kMaxStopTokenIds, 3));
+}
+
+// A bad word is its ids at the beginning of a text and behind a space; both once, if they are the same.
+TEST(Completion, ARequestHasTheRulesOfItsOptions) {
+  CompletionOptions options;
+  options.max_tokens = 9;
+  options.stop_ids = {7};
+  options.rules = {.penalties = {1.5, 0.5, -1},
+                   .logit_bias = {{5, 2.0f}},
+                   .bad_words = {"ab", "  xy", "<|padding|>"},
+                   .min_tokens = 9,
+                   .stop_token_ids = {299, 8}};
+  const auto make = [&](const Tokenizer* tokenizer = &byte_tokenizer()) {
+    return make_completion({{1, 2}, ""}, options, tokenizer, byte_config(), std::make_shared<Pieces>()).request;
+  };
+  const EngineRequest made = make();
+  EXPECT_EQ(made.rules.penalties.repetition, 1.5f);
+  EXPECT_EQ(made.rules.penalties.frequency, 0.5f);
+  EXPECT_EQ(made.rules.penalties.presence, -1.0f);
+  EXPECT_EQ(made.rules.logit_bias, options.rules.logit_bias);
+  const std::int32_t space = byte_id(' '), x = byte_id('x'), y = byte_id('y');
+  EXPECT_EQ(made.rules.bad_words, (std::vector<Ids>{{kAb}, {space, kAb}, {x, y}, {space, x, y}, {1}, {space, 1}}));
+  EXPECT_EQ(made.rules.min_tokens, 9);
+  EXPECT_EQ(made.rules.end_ids, (Ids{kEndOfText, 7, 299, 8}));
+  EXPECT_EQ(made.stop_ids, made.rules.end_ids);
+  // The end of the text is not looked at then, but it is still no text before min_tokens.
+  options.ignore_eos = true;
+  EXPECT_EQ(make().stop_ids, (Ids{299, 8}));
+  EXPECT_EQ(make().rules.end_ids, made.rules.end_ids);
+  // What was made before is used.
+  options.logit_rules = LogitRuleOptions{};
+  EXPECT_FALSE(make().rules.any());
+  options.logit_rules.reset();
+  EXPECT_NE(error_of(Exit::usage, [&] { make(nullptr); }).find("bad_words: they need a tokenizer"), std::string::npos);
+  options.rules.bad_words.clear();
+  EXPECT_EQ(make(nullptr).rules.min_tokens, 9);
+  options.rules.min_tokens = 10;
+  EXPECT_EQ(error_of(Exit::usage, [&] { make(); }),
+            "min_tokens: got 10, expected at most the 9 tokens that may be generated");
+  options.rules = {.logit_bias = {{300, 1.0f}}};
+  EXPECT_EQ(error_of(Exit::usage, [&] { make(); }), "logit_bias: got id 300, expected 0 to 299");
+}
+
+// Text that came before min_tokens ids is not searched; a stop text may begin in it.
+TEST(Completion, StopTextsCountAfterMinTokens) {
+  CompletionOptions options;
+  options.stop = {"lo"};
+  for (const auto& [min, text] : {std::pair(0, "hel"),
+                                  {4, "hel"},
+                                  {5, "hello, hel"},
+                                  {11, "hello, hel"},
+                                  {12, "hello, hello"},
+                                  {13, "hello, hello"}}) {
+    options.rules.min_tokens = min;
+    const auto got = feed(options, ids_of("hello, hello"), RequestEnd::max_ids);
+    EXPECT_EQ(got->text, text) << min;
+    EXPECT_EQ(got->end->reason, min < 12 ? FinishedBy::stop : FinishedBy::length) << min;
+  }
+}
+
 TEST(Completion, ValuesThatCannotBeAreRefusedByName) {
   const std::string long_stop(kMaxStopTextBytes + 1, 'x');
   const Json many(std::vector<std::string>(kMaxStopTexts + 1, "x"));
-  const std::vector<std::pair<std::string, Json>> bad = {{"max_tokens", -1},
-                                                         {"max_tokens", 1.5},
-                                                         {"max_tokens", "8"},
-                                                         {"max_tokens", nullptr},
-                                                         {"max_tokens", true},
-                                                         {"max_tokens", 9223372036854775808u},
-                                                         {"temperature", -0.1},
-                                                         {"temperature", "1"},
-                                                         {"temperature", true},
-                                                         {"top_k", -1},
-                                                         {"top_k", 2.0},
-                                                         {"top_p", 1.01},
-                                                         {"top_p", -0.01},
-                                                         {"min_p", 2},
-                                                         {"seed", -1},
-                                                         {"seed", 1e30},
-                                                         {"stop", ""},
-                                                         {"stop", 3},
-                                                         {"stop", Json::array({"a", 3})},
-                                                         {"stop", Json::array({""})},
-                                                         {"stop", long_stop},
-                                                         {"stop", many},
-                                                         {"ignore_eos", 1},
-                                                         {"logprobs", -1},
-                                                         {"logprobs", 21},
-                                                         {"logprobs", true},
-                                                         {"echo", "yes"}};
+  Json too_much_bias = Json::object();
+  for (std::size_t id = 0; id <= kMaxLogitBias; ++id) too_much_bias[std::to_string(id)] = 1;
+  const std::vector<std::pair<std::string, Json>> bad = {
+      {"max_tokens", -1},
+      {"max_tokens", 1.5},
+      {"max_tokens", "8"},
+      {"max_tokens", nullptr},
+      {"max_tokens", true},
+      {"max_tokens", 9223372036854775808u},
+      {"temperature", -0.1},
+      {"temperature", "1"},
+      {"temperature", true},
+      {"top_k", -1},
+      {"top_k", 2.0},
+      {"top_p", 1.01},
+      {"top_p", -0.01},
+      {"min_p", 2},
+      {"seed", -1},
+      {"seed", 1e30},
+      {"stop", ""},
+      {"stop", 3},
+      {"stop", Json::array({"a", 3})},
+      {"stop", Json::array({""})},
+      {"stop", long_stop},
+      {"stop", many},
+      {"ignore_eos", 1},
+      {"logprobs", -1},
+      {"logprobs", 21},
+      {"logprobs", true},
+      {"echo", "yes"},
+      {"presence_penalty", 2.01},
+      {"presence_penalty", -2.01},
+      {"presence_penalty", "1"},
+      {"frequency_penalty", 2.01},
+      {"frequency_penalty", true},
+      {"repetition_penalty", 0},
+      {"repetition_penalty", -1},
+      {"repetition_penalty", nullptr},
+      {"logit_bias", 5},
+      {"logit_bias", Json::array({1})},
+      {"logit_bias", {{"a", 1}}},
+      {"logit_bias", {{"-1", 1}}},
+      {"logit_bias", {{"01", 1}}},
+      {"logit_bias", {{"1 ", 1}}},
+      {"logit_bias", {{"", 1}}},
+      {"logit_bias", {{"2147483648", 1}}},
+      {"logit_bias", too_much_bias},
+      {"bad_words", "x"},
+      {"bad_words", Json::array({1})},
+      {"bad_words", Json::array({""})},
+      {"bad_words", Json::array({" \n"})},
+      {"bad_words", Json::array({long_stop})},
+      {"bad_words", Json(std::vector<std::string>(kMaxBadWords + 1, "x"))},
+      {"min_tokens", -1},
+      {"min_tokens", 1.5},
+      {"stop_token_ids", 5},
+      {"stop_token_ids", Json::array({-1})},
+      {"stop_token_ids", Json::array({1.0})},
+      {"stop_token_ids", Json::array({2147483648u})},
+      {"stop_token_ids", Json(std::vector<int>(kMaxStopTokenIds + 1, 3))}};
   for (const auto& each : bad) {
     CompletionOptions o;
     const std::string message = error_of(Exit::usage, [&] { read_completion_option(each.first, each.second, o); });
     EXPECT_EQ(message.find(std::string(each.first) + ": got "), 0u) << message;
     EXPECT_NE(message.find(", expected "), std::string::npos) << message;
   }
+  CompletionOptions o;
+  EXPECT_EQ(error_of(Exit::usage,
+                     [&] {
+                       read_completion_option("logit_bias", {{"5", 100.5}}, o);
+                     }),
+            "logit_bias: 5: got '100.5', expected a number from -100 to 100");
   CompletionOptions nothing;
   nothing.max_tokens = 0;
   EXPECT_EQ(error_of(Exit::usage, [&] { check_completion_options(nothing); }).find("max_tokens: got 0"), 0u);

@@ -12,6 +12,7 @@
 
 #include "llmc/infer/scheduler.h"
 #include "test/cpp/checked_engine.h"
+#include "test/cpp/naive_rules.h"
 #include "test/cpp/paged_fake.h"
 #include "test/cpp/sanitized.h"
 #include "test/cpp/test_files.h"
@@ -44,8 +45,13 @@ Alone alone(const EngineRequest& request, const InferenceModel& model) {
       result.end = RequestEnd::full;
       break;
     }
-    const std::int32_t id =
-        PagedFake::sampled_from(state, request.sampling.seed, std::ssize(ids), model.config().vocab_size);
+    const std::int64_t vocab_size = model.config().vocab_size;
+    std::int32_t id = PagedFake::sampled_from(state, request.sampling.seed, std::ssize(ids), vocab_size);
+    if (request.rules.any()) {
+      std::vector<float> logits = PagedFake::logits_after(state, request.sampling.seed, std::ssize(ids), vocab_size);
+      change_naively(request.rules, request.prompt, result.ids, logits);
+      id = static_cast<std::int32_t>(std::ranges::max_element(logits) - logits.begin());
+    }
     result.ids.push_back(id);
     result.logprobs.push_back(PagedFake::logprob_from(state, id));
     ids.push_back(id);
@@ -147,6 +153,27 @@ TEST(Engine, ARequestAloneGivesTheModelsIds) {
     EXPECT_EQ(statistics.generated_ids, 20);
     EXPECT_EQ(statistics.rows, 49);  // the last id is not appended
     expect_all_free(engine);
+  }
+}
+
+// A step is queued behind another one also for a request with rules, which knows all ids but the last; no more than that.
+TEST(Engine, RulesDoNotHoldAStepUp) {
+  for (const std::int64_t depth : {1, 2, 3}) {
+    PagedFake model({.depth = depth});
+    Engine engine(model, {.max_running = 4, .rows_per_step = 7});
+    EngineRequest request = request_of(random_ids(7, 1), 40, 3);
+    request.rules.penalties = {.repetition = 2, .frequency = 0.5, .presence = 0.25};
+    request.rules.bad_words = {{9}, {3, 4}, {3, 5}};
+    const auto got = submit(engine, request);
+    const auto steps = finish(engine);
+    EXPECT_EQ(got->ids, alone(request, model).ids);
+    if (depth <= 2) {
+      EXPECT_EQ(steps, 38 + depth);  // the first of them fills the queue
+    }
+    error_of(Exit::usage, [&] {
+      request.rules.logit_bias = {{64, 1.0f}};
+      submit(engine, request);
+    });
   }
 }
 
@@ -877,6 +904,10 @@ EngineRequest random_request(std::mt19937_64& random, std::int64_t max_prompt, s
   if (below(4) == 0) request.score_prompt = true;
   if (request.score_prompt && below(4) == 0) request.max_ids = 0;
   request.alternatives = static_cast<std::int32_t>(below(3)) - 1;
+  if (below(3) == 0) {
+    std::mt19937 of_rules(static_cast<unsigned>(random()));
+    request.rules = random_rules(of_rules, vocab_size);
+  }
   return request;
 }
 

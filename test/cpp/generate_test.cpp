@@ -273,6 +273,33 @@ TEST(Generate, NoPieceEverHoldsABeginningOfTheStopText) {
 }
 
 // Special tokens are left out of the text, wherever they come; stop texts see them, and ids have them.
+// A model whose logits come to the host, and what the rules make of them: the script's ids are the likeliest, by much.
+TEST(Generate, RulesAreObeyedOnTheHost) {
+  const std::vector<std::int32_t> script = ids_of("abcabc");
+  GenerateOptions options{.max_tokens = 6};
+  EXPECT_EQ(run(script, options).result.text, "abcabc");
+  options.rules.bad_words = {ids_of("bc")};
+  EXPECT_EQ(run(script, options).result.ids[2], kEndOfText) << "the lowest of all that are left";
+  options.rules = {.logit_bias = {{byte_id('z'), 100.0f}}};
+  EXPECT_EQ(run(script, options).result.text, "zzzzzz");
+  options.rules.penalties.frequency = 2;
+  options.max_tokens = 60;
+  EXPECT_TRUE(run(ids_of(std::string(60, 'a')), options).result.text.starts_with(std::string(45, 'z') + "a"))
+      << "100 - 45 * 2 is the 10 of the script";
+  options = {.max_tokens = 6};
+  options.rules = {.min_tokens = 2, .end_ids = {byte_id('a'), kEndOfText}};
+  options.stop_ids = options.rules.end_ids;
+  EXPECT_EQ(run(script, options).result.ids.size(), 4u) << "the second 'a' ends it";
+  // What was said before counts for one of the penalties.
+  options = {.max_tokens = 1};
+  options.rules = {.penalties = {.repetition = 1000}, .logit_bias = {{byte_id('z'), 8.0f}}};
+  EXPECT_EQ(run(ids_of("a"), options).result.text, "a");
+  options.earlier = ids_of("a");
+  EXPECT_EQ(run(ids_of("a"), options).result.text, "z");
+  options.rules.logit_bias = {{300, 1.0f}};
+  EXPECT_EQ(code_of([&] { run(script, options); }), Exit::usage);
+}
+
 TEST(Generate, SpecialTokensAreHiddenButStop) {
   constexpr std::int32_t kPadding = 1;
   const std::vector<std::int32_t> script = {kPadding, byte_id('a'), kPadding,        kPadding,       byte_id('\xc3'),
@@ -393,6 +420,20 @@ TEST(StopText, EndsWithTheFirstByteThatCompletesOne) {
     StopTextFilter filter(stops);
     EXPECT_EQ(filter.push("xabc"), "x") << "of several that end together the longest counts";
     EXPECT_EQ(filter.push("more"), "");
+  }
+}
+
+// A stop text that ends in the piece where none may end is no stop text; one that only begins there is.
+TEST(StopText, OneMayBeginWhereNoneMayEnd) {
+  for (std::size_t cut = 0; cut <= 8; ++cut) {
+    StopTextFilter filter({"aba", "b"});
+    const std::string text = "xabaaba-";
+    std::string shown;
+    for (std::size_t i = 0; i < cut; ++i) shown += filter.push(text.substr(i, 1), false);
+    shown += filter.push(text.substr(cut));
+    shown += filter.finish();
+    const char* const expected[] = {"xa", "xa", "xa", "x", "xabaa", "xabaa", "xaba", "xabaaba-", "xabaaba-"};
+    EXPECT_EQ(shown, expected[cut]) << cut;
   }
 }
 

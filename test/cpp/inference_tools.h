@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -14,10 +15,13 @@
 #include <string>
 #include <vector>
 
+#include "llmc/base/logit_rules.h"
+#include "llmc/base/sampler.h"
 #include "llmc/base/sampling.h"
 #include "llmc/infer/draft_length.h"
 #include "llmc/infer/engine.h"
 #include "llmc/model/inference_model.h"
+#include "test/cpp/naive_rules.h"
 #include "test/cpp/test_files.h"
 
 namespace weft::test {
@@ -183,7 +187,7 @@ class EngineRecorder : public RequestListener {
 
 // Prompts that begin like one of three texts, and everything else that a request may ask for.
 inline std::vector<EngineRequest> random_requests(const InferenceModel& model, std::int64_t count, unsigned seed) {
-  std::mt19937 random(seed);
+  std::mt19937 random(seed), of_rules(seed);
   const auto below = [&](std::int64_t limit) {
     return static_cast<std::int64_t>(random() % static_cast<unsigned>(limit));
   };
@@ -210,6 +214,7 @@ inline std::vector<EngineRequest> random_requests(const InferenceModel& model, s
     }
     request.alternatives = static_cast<std::int32_t>(below(5)) - 1;
     request.score_prompt = below(4) == 0;
+    if (i % 3 == 0) request.rules = random_rules(of_rules, static_cast<std::int32_t>(vocab));
     requests.push_back(std::move(request));
   }
   return requests;
@@ -351,6 +356,96 @@ inline void expect_drafts_verified(InferenceModel& model) {
   refused([](Chunk& s) { s.targets = s.ids; });
 }
 
+// With rules a chunk samples what the host's sampler picks from the changed logits, whether it knows the id before or finds it
+// in the slot, and as the verification of a draft; scores and kept logits are those of the model. `model`: as above.
+inline void expect_rules_obeyed(InferenceModel& model) {
+  constexpr std::size_t kIds = 20;
+  const std::vector<std::int32_t> prompt = {3, 1, 4, 1, 5, 9, 2};
+  std::vector<std::int32_t> pages(static_cast<std::size_t>(48 / model.page_size()));
+  std::iota(pages.rbegin(), pages.rend(), 2);
+  const auto vocab = static_cast<std::int32_t>(model.config().tokenizer_vocab);
+  std::mt19937 random(1);
+  int changed = 0;
+  for (int round = 0; round < 8; ++round) {
+    SCOPED_TRACE(round);
+    LogitRuleOptions options = random_rules(random, vocab);
+    if (round == 0) options = {.penalties = {1.5, 0.25, 0.5}, .logit_bias = {{3, 4.0f}, {7, -2.0f}}};
+    const SamplingPlan plan = sampling_plan({.temperature = round % 2 * 1.5, .seed = 5, .vocab_limit = vocab});
+    Chunk chunk;
+    chunk.pages = pages;
+    chunk.slot = 2;
+    chunk.alternatives = 3;
+    chunk.sampling = &plan;
+    const auto run = [&](std::int64_t first, std::span<const std::int32_t> ids, std::span<const LogitRow> rows) {
+      chunk.first_position = first;
+      chunk.ids = ids;
+      chunk.logit_rows = rows;
+      chunk.drafts = std::max<std::int64_t>(std::ssize(rows), 1) - 1;
+      model.submit({&chunk, 1});
+      return ChunkResult(model.collect()[0]);
+    };
+    // Each id by itself, checked.
+    LogitRules rules(options, prompt);
+    std::vector<std::int32_t> all = prompt;
+    std::vector<ScoredId> scores;
+    std::vector<std::int32_t> ids;
+    chunk.keep_logits = true;
+    for (std::size_t i = 0; i < kIds; ++i) {
+      const std::int64_t first = i == 0 ? 0 : std::ssize(all) - 1;
+      const std::vector<std::int32_t> added(all.begin() + first, all.end());
+      const std::vector<float> raw = [&] {
+        const ChunkResult result = run(first, added, {});
+        return std::vector<float>(result.logits.begin(), result.logits.end());
+      }();
+      const LogitRow row = rules.row(ids);
+      const ChunkResult result = run(first, added, {&row, 1});
+      EXPECT_TRUE(std::ranges::equal(result.logits, raw));
+      ASSERT_TRUE(result.sampled.has_value());
+      std::vector<float> expected = raw;
+      change_naively(options, prompt, ids, expected);
+      const std::int32_t id = Sampler(plan).sample(expected, std::ssize(all));
+      ASSERT_EQ(result.sampled->id, id) << "id " << i;
+      double sum = 0;
+      for (const float logit : raw) sum += std::exp(static_cast<double>(logit));
+      EXPECT_NEAR(result.sampled->logprob, raw[static_cast<std::size_t>(id)] - std::log(sum), 1e-3);
+      changed += id != Sampler(plan).sample(raw, std::ssize(all));
+      all.push_back(id);
+      ids.push_back(id);
+      scores.push_back(*result.sampled);
+    }
+    chunk.keep_logits = false;
+    const auto expect_same = [&](const ScoredId& got, std::size_t i) {
+      EXPECT_EQ(got.id, ids[i]) << "id " << i;
+      EXPECT_EQ(got.logprob, scores[i].logprob) << "id " << i;
+    };
+    // From the slot: the host does not know the id before.
+    LogitRules late(options, prompt);
+    const LogitRow first_row = late.row({});
+    expect_same(*run(0, prompt, {&first_row, 1}).sampled, 0);
+    for (std::size_t i = 1; i < kIds; ++i) {
+      const LogitRow row = late.row(std::span(ids).first(i - 1), {&kUnknownId, 1});
+      expect_same(*run(std::ssize(prompt) + static_cast<std::int64_t>(i) - 1, {}, {&row, 1}).sampled, i);
+    }
+    // As drafts, of which the last one may be wrong.
+    LogitRules verified(options, prompt);
+    for (std::size_t i = 1; i < kIds;) {
+      const std::size_t drafts = std::min<std::size_t>(1 + random() % 4, kIds - i - (i + 1 < kIds ? 1 : 0));
+      std::vector<std::int32_t> span_ids(ids.begin() + static_cast<std::ptrdiff_t>(i) - 1,
+                                         ids.begin() + static_cast<std::ptrdiff_t>(i + drafts));
+      if (random() % 2 == 0) span_ids.back() = span_ids.back() == 1 ? 2 : 1;
+      std::vector<LogitRow> rows;
+      for (std::size_t d = 0; d < span_ids.size(); ++d) {
+        rows.push_back(verified.row(std::span(ids).first(i), std::span(span_ids).subspan(1, d)));
+      }
+      const ChunkResult result = run(std::ssize(prompt) + static_cast<std::int64_t>(i) - 1, span_ids, rows);
+      for (const ScoredId& id : result.accepted) expect_same(id, i++);
+      ASSERT_TRUE(result.sampled.has_value());
+      if (i < kIds) expect_same(*result.sampled, i++);
+    }
+  }
+  EXPECT_GT(changed, 20);
+}
+
 // What a step may not do on any device. `model`: 8 pages of `page_size` positions, 64 rows, kSlots slots. Returns a chunk that
 // is in order, of three rows.
 inline Chunk expect_refuses_memory_of_others(InferenceModel& model) {
@@ -372,6 +467,10 @@ inline Chunk expect_refuses_memory_of_others(InferenceModel& model) {
   refused("page -1", [&](Chunk& s) { s.pages = negative; });
   refused("slot 7", [](Chunk& s) { s.slot = kSlots; });
   refused("4 targets", [&](Chunk& s) { s.targets = four; });
+  static const std::vector<LogitRow> rows(2);
+  static const SamplingPlan plan;
+  refused("rules for 1 rows", [&](Chunk& s) { s.logit_rows = std::span(rows).first(1); });
+  refused("rules for 2 rows", [&](Chunk& s) { s.logit_rows = rows, s.sampling = &plan; });
   EXPECT_NE(error_of(Exit::internal, [&] { model.submit({}); }).find("0 rows"), std::string::npos);
   const std::vector<Chunk> many(22, good);
   EXPECT_NE(error_of(Exit::internal, [&] { model.submit(many); }).find("66 rows"), std::string::npos);

@@ -68,6 +68,18 @@ class PagedFake : public InferenceModel {
     const auto id = static_cast<std::int32_t>(random % static_cast<std::uint64_t>(vocab_size));
     return id == kPoison ? kPoison + 1 : id;
   }
+  // With rules it samples the greatest of these after they are changed.
+  static std::vector<float> logits_after(std::uint64_t state, std::uint64_t seed, std::int64_t position,
+                                         std::int64_t vocab_size) {
+    const std::uint64_t here =
+        state_after(state_after(state, static_cast<std::int32_t>(position)), static_cast<std::int32_t>(seed) + 7);
+    std::vector<float> logits;
+    for (std::int32_t id = 0; id < vocab_size; ++id) {
+      logits.push_back(static_cast<float>(state_after(here, id) >> 40) * 0x1p-21f - 4);
+    }
+    logits[kPoison] = -std::numeric_limits<float>::infinity();
+    return logits;
+  }
   // `count` ids after a prompt.
   static std::vector<std::int32_t> ids_after(const std::vector<std::int32_t>& prompt, std::int64_t count,
                                              std::uint64_t seed, std::int64_t vocab_size) {
@@ -174,6 +186,15 @@ class PagedFake : public InferenceModel {
     const Slot& slot = slots_[static_cast<std::size_t>(chunk.slot)];
     const bool verifies = chunk.drafts > 0 && chunk.drafts < std::ssize(chunk.ids) && chunk.sampling != nullptr &&
                           chunk.targets.empty() && !chunk.keep_logits;
+    const auto sampled = static_cast<std::size_t>(chunk.sampling != nullptr ? 1 + chunk.drafts : 0);
+    if (!chunk.logit_rows.empty() && (chunk.logit_rows.size() != sampled || chunk.drafts_on_device)) {
+      fail(Exit::internal, "fake: rules for %zu rows of %zu", chunk.logit_rows.size(), sampled);
+    }
+    for (const LogitRow& row : chunk.logit_rows) {
+      if (row.recent.size() == 1 && row.recent[0] == kUnknownId && !chunk.ids.empty()) {
+        fail(Exit::internal, "fake: an unknown id before one that is given");
+      }
+    }
     if (chunk.drafts != 0 && !verifies) fail(Exit::internal, "fake: %lld drafts", wide(chunk.drafts));
     if (chunk.drafts_on_device && (chunk.drafts < 1 || !sizes_.device_drafts)) fail(Exit::internal, "fake: no device");
     if (chunk.ids.empty() && (slot.id < 0 || slot.position != chunk.first_position)) {
@@ -241,7 +262,7 @@ class PagedFake : public InferenceModel {
       if (poisoned) {
         sampled.error = SampleError::not_a_number;
       } else {
-        sampled.id = scored(chunk, state, sampled_here(state, *chunk.sampling, position + 1));
+        sampled.id = scored(chunk, state, sampled_here(state, chunk, verified.size() - 1, position + 1, slot.id));
       }
     }
     if (chunk.sampling == nullptr) return result;
@@ -258,13 +279,21 @@ class PagedFake : public InferenceModel {
       slot.id = 0;
       return result;
     }
-    slot.id = sampled_here(state, *chunk.sampling, slot.position);
+    slot.id = sampled_here(state, chunk, 0, slot.position, slot.id);
     result.sampled = scored(chunk, state, slot.id);
     return result;
   }
 
-  std::int32_t sampled_here(std::uint64_t state, const SamplingPlan& plan, std::int64_t position) const {
-    const std::int32_t id = sampled_from(state, plan.seed, position, sizes_.vocab_size);
+  // From sampled row i of the chunk. `last`: what was sampled last in its slot.
+  std::int32_t sampled_here(std::uint64_t state, const Chunk& chunk, std::size_t i, std::int64_t position,
+                            std::int32_t last) const {
+    const std::uint64_t seed = chunk.sampling->seed;
+    if (!chunk.logit_rows.empty()) {
+      std::vector<float> logits = logits_after(state, seed, position, sizes_.vocab_size);
+      apply(chunk.logit_rows[i], last, logits);
+      return static_cast<std::int32_t>(std::ranges::max_element(logits) - logits.begin());
+    }
+    const std::int32_t id = sampled_from(state, seed, position, sizes_.vocab_size);
     if (sizes_.wrong_of == 0 || state % static_cast<std::uint64_t>(sizes_.wrong_of) != 0) return id;
     const std::int32_t other = (id + 1) % static_cast<std::int32_t>(sizes_.vocab_size);
     return other == kPoison ? kPoison + 1 : other;

@@ -102,6 +102,23 @@ TEST(ChatRequest, ThePromptAndWhatEndsAnAnswer) {
   EXPECT_EQ(parse(R"(, "logprobs": true)").options.logprobs, 0);
 }
 
+// min_tokens is about every end, that of the format, too, and about what there is room for.
+TEST(ChatRequest, RulesKnowTheFormat) {
+  const LogitRuleOptions rules =
+      *parse(R"(, "min_tokens": 20, "stop_token_ids": [9], "ignore_eos": true)").options.logit_rules;
+  EXPECT_EQ(rules.end_ids, (std::vector<std::int32_t>{kEndOfText, kAb, 9}));
+  EXPECT_EQ(rules.min_tokens, 20);
+  const auto refused = [](const std::string& fields) {
+    const RequestError error = refusal(R"({"messages": [{"role": "user", "content": "Hi"}], )" + fields + "}");
+    EXPECT_EQ(error.status(), 400);
+    return error.param();
+  };
+  EXPECT_EQ(refused(R"("min_tokens": 60)"), "min_tokens");
+  EXPECT_EQ(refused(R"("min_tokens": 6, "max_tokens": 5)"), "min_tokens");
+  EXPECT_EQ(refused(R"("presence_penalty": 3)"), "presence_penalty");
+  EXPECT_EQ(refused(R"("logit_bias": {"9999": 1})"), "logit_bias");
+}
+
 TEST(ChatRequest, AnAnswerThatIsContinuedIsInThoughtsIfItOpensThem) {
   const auto in_thoughts = [](const std::string& content) {
     return parse_chat(R"({"messages": [{"role": "user", "content": "<t>"}, {"role": "assistant", "content": ")" +

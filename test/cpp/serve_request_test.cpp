@@ -120,6 +120,29 @@ TEST(CompletionsRequest, EveryFieldArrives) {
   EXPECT_TRUE(request.options.echo && request.options.ignore_eos);
 }
 
+TEST(CompletionsRequest, RulesArrive) {
+  const TextRequest request =
+      parse(R"({"prompt": "a", "max_tokens": 7, "presence_penalty": 0.5, "frequency_penalty": -1,
+      "repetition_penalty": 1.25, "logit_bias": {"5": 1}, "min_tokens": 7, "stop_token_ids": [5], "bad_words": ["x"],
+      "stop": null})");
+  ASSERT_TRUE(request.options.logit_rules.has_value());
+  const LogitRuleOptions& rules = *request.options.logit_rules;
+  EXPECT_EQ(rules.penalties.presence, 0.5f);
+  EXPECT_EQ(rules.penalties.frequency, -1.0f);
+  EXPECT_EQ(rules.penalties.repetition, 1.25f);
+  EXPECT_EQ(rules.logit_bias, (std::vector<std::pair<std::int32_t, float>>{{5, 1.0f}}));
+  EXPECT_EQ(rules.min_tokens, 7);
+  EXPECT_EQ(rules.end_ids, (std::vector<std::int32_t>{0, 5}));
+  ASSERT_EQ(rules.bad_words.size(), 2u);
+  EXPECT_EQ(rules.bad_words[0], tokenizer().encode("x", false));
+  EXPECT_EQ(rules.bad_words[1], tokenizer().encode(" x", false));
+  EXPECT_FALSE(parse(R"({"prompt": "a", "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+      "logit_bias": {}, "min_tokens": 0, "stop_token_ids": [], "bad_words": []})")
+                   .options.logit_rules->any());
+  EXPECT_FALSE(parse(R"({"prompt": "a", "presence_penalty": null, "logit_bias": null, "bad_words": null})")
+                   .options.logit_rules->any());
+}
+
 TEST(CompletionsRequest, PromptsOfEveryKind) {
   EXPECT_EQ(parse(R"({"prompt": "ab"})").prompts.size(), 1u);
   EXPECT_EQ(parse(R"({"prompt": ["ab"]})").prompts.size(), 1u);
@@ -241,12 +264,9 @@ TEST(CompletionsRequest, ZeroAndFalseAreValuesAndNotTheDefault) {
 }
 
 TEST(CompletionsRequest, WhatWouldChangeTheTextIsRefusedUnlessNeutral) {
-  parse(R"({"prompt": "a", "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "suffix": "",
-      "repetition_penalty": 1.0, "use_beam_search": false, "response_format": {"type": "text"}})");
-  for (const char* field :
-       {R"("presence_penalty": 0.5)", R"("frequency_penalty": -1)", R"("logit_bias": {"5": 1})", R"("suffix": "x")",
-        R"("repetition_penalty": 1.1)", R"("use_beam_search": true)", R"("min_tokens": 1)", R"("best_of": 2)",
-        R"("guided_regex": "a*")", R"("response_format": {"type": "json_object"})"}) {
+  parse(R"({"prompt": "a", "suffix": "", "use_beam_search": false, "response_format": {"type": "text"}})");
+  for (const char* field : {R"("suffix": "x")", R"("use_beam_search": true)", R"("best_of": 2)",
+                            R"("guided_regex": "a*")", R"("response_format": {"type": "json_object"})"}) {
     const Refusal got = refusal(std::string(R"({"prompt": "a", )") + field + "}");
     EXPECT_EQ(got.status, 400) << field;
     EXPECT_EQ("\"" + got.param + "\"", std::string(field).substr(0, std::string(field).find(':'))) << got.message;
@@ -260,15 +280,8 @@ TEST(CompletionsRequest, EachUnsupportedFieldIsRefusedUnlessNeutral) {
     const char *name, *neutral, *other;
   };
   for (const Field& field : std::vector<Field>{{"suffix", R"("")", R"("x")"},
-                                               {"presence_penalty", "0", "0.5"},
-                                               {"frequency_penalty", "0", "-1"},
-                                               {"repetition_penalty", "1", "1.1"},
                                                {"length_penalty", "1", "0"},
-                                               {"logit_bias", "{}", R"({"5": 1})"},
-                                               {"min_tokens", "0", "1"},
                                                {"use_beam_search", "false", "true"},
-                                               {"stop_token_ids", "[]", "[5]"},
-                                               {"bad_words", "[]", R"(["x"])"},
                                                {"allowed_token_ids", "[]", "[5]"},
                                                {"response_format", R"({"type": "text"})", R"({"type": "json_object"})"},
                                                {"guided_json", "null", R"({"type": "object"})"},
@@ -418,6 +431,17 @@ TEST(CompletionsRequest, EveryRefusalNamesItsField) {
            {R"({"prompt": "a", "stop": ["1","2","3","4","5","6","7","8","9","a","b","c","d","e","f","g","h"]})", "stop",
             "at most 16"},
            {R"({"prompt": "a", "stop": 5})", "stop", "a text"},
+           {R"({"prompt": "a", "presence_penalty": 2.5})", "presence_penalty", "from -2 to 2"},
+           {R"({"prompt": "a", "frequency_penalty": "1"})", "frequency_penalty", "from -2 to 2"},
+           {R"({"prompt": "a", "repetition_penalty": 0})", "repetition_penalty", "greater than 0"},
+           {R"({"prompt": "a", "logit_bias": {"5": 101}})", "logit_bias", "logit_bias: 5: got '101'"},
+           {R"({"prompt": "a", "logit_bias": {"x": 1}})", "logit_bias", "got '\"x\"'"},
+           {R"({"prompt": "a", "logit_bias": {"1000000": 1}})", "logit_bias", "got id 1000000, expected 0 to"},
+           {R"({"prompt": "a", "bad_words": "x"})", "bad_words", "at most 256"},
+           {R"({"prompt": "a", "min_tokens": 17})", "min_tokens", "at most the 16"},
+           {R"({"prompt": "a", "stop_token_ids": [1000000]})", "stop_token_ids", "got id 1000000"},
+           {R"({"prompt": "a", "stop_token_ids": ["a"]})", "stop_token_ids", "an integer"},
+           {R"({"prompt": "a", "repeat_penalty": 1.5})", "repeat_penalty", "Here it is repetition_penalty"},
            {R"({"prompt": "a", "logprobs": 21})", "logprobs", "from 0 to 20"},
            {R"({"prompt": "a", "logprobs": -1})", "logprobs", "from 0 to 20"},
            {R"({"prompt": "a", "logprobs": true})", "logprobs", "from 0 to 20"},

@@ -6,11 +6,13 @@
 
 #include <algorithm>
 #include <numeric>
+#include <random>
 
 #include "generated_ids.h"
 #include "golden_cases.h"
 #include "llmc/base/sampler.h"
 #include "llmc/cpu/inference.h"
+#include "naive_rules.h"
 #include "paged_fake.h"
 #include "test_files.h"
 
@@ -105,6 +107,33 @@ TEST(SingleSequence, KeepsAheadAndGivesTheSameIds) {
       const auto stop = std::find(want.begin(), want.end(), want[6]) + 1;
       model->reset();
       EXPECT_EQ(generated(*model, prompt, stopping), Ids(want.begin(), stop));
+    }
+  }
+}
+
+// Rules count what was in the cache before, as far as they are told.
+TEST(SingleSequence, RulesAreObeyedAhead) {
+  for (const std::int64_t depth : {1, 2, 3}) {
+    std::mt19937 random(static_cast<unsigned>(depth));
+    for (int round = 0; round < 20; ++round) {
+      const auto model = fake_sequence(depth, 4);
+      GenerationRequest request = request_of(20);
+      request.rules = random_rules(random, 64);
+      request.rules.penalties.repetition = 1.5;
+      const Ids earlier = {9, 8, 9}, prompt = prompt_of(5);
+      model->prefill(earlier);
+      request.earlier = earlier;
+      Ids all = earlier, ids;
+      all.insert(all.end(), prompt.begin(), prompt.end());
+      const Ids before = all;
+      while (std::ssize(ids) < request.max_ids) {
+        std::vector<float> logits =
+            PagedFake::logits_after(PagedFake::state_of(all), request.sampling.seed, std::ssize(all), 64);
+        change_naively(request.rules, before, ids, logits);
+        ids.push_back(static_cast<std::int32_t>(std::ranges::max_element(logits) - logits.begin()));
+        all.push_back(ids.back());
+      }
+      EXPECT_EQ(generated(*model, prompt, request), ids) << "depth " << depth << ", round " << round;
     }
   }
 }
@@ -240,6 +269,13 @@ TEST(SingleSequence, ADecoderGoesOnAfterThePrompt) {
   model->reset();
   EXPECT_EQ(generated(*model, prompt, stopping), Ids(want.begin(), stop));
   EXPECT_FALSE(decoder.runs);
+  // It does not know rules: the model samples itself.
+  const int launches = decoder.launches;
+  GenerationRequest biased = request_of(9);
+  biased.rules.logit_bias = {{17, 100.0f}};
+  model->reset();
+  EXPECT_EQ(generated(*model, prompt, biased), Ids(9, 17));
+  EXPECT_EQ(decoder.launches, launches);
   model->reset();
   int ids = 0;
   EXPECT_THROW(model->generate_ids(prompt, request_of(9),

@@ -22,6 +22,7 @@
 #include "llmc/infer/fault_injection.h"
 #include "llmc/infer/lookup.h"
 #include "llmc/model/single_sequence.h"
+#include "naive_rules.h"
 #include "paged_fake.h"
 #include "test_files.h"
 
@@ -413,6 +414,31 @@ TEST(EngineSequence, TurnsGiveTheIdsOfPlainDecoding) {
   }
 }
 
+// Rules are told what is drafted, so the device does not draw drafts for them on its own.
+TEST(EngineSequence, RulesGiveTheIdsOfPlainDecoding) {
+  std::mt19937 random(1);
+  std::int64_t verifications = 0;
+  for (const std::int64_t form : {0, 1, 2, 3, 4, 5}) {
+    const std::int64_t depth = 1 + form % 2;
+    const auto drafted = fake_sequence(depth, 3, form<2, form> 3);
+    const auto plain = single_sequence(std::make_unique<PagedFake>(sizes_of_one(depth)), kCapacity);
+    GenerationRequest request;
+    request.sampling.seed = 3;
+    Ids prompt = {7, 4, 9};
+    for (int turn = 0; plain->length() + std::ssize(prompt) < kCapacity - 14; ++turn) {
+      request.max_ids = 14;
+      request.rules = random_rules(random, 64);
+      const Ids expected = generated(*plain, prompt, request);
+      EXPECT_EQ(generated(*drafted, prompt, request), expected) << "turn " << turn;
+      verifications += drafted->draft_counts()->verifications;
+      request.earlier.insert(request.earlier.end(), prompt.begin(), prompt.end());
+      request.earlier.insert(request.earlier.end(), expected.begin(), expected.end() - 1);
+      prompt = {expected.back(), 5, static_cast<std::int32_t>(8 + turn)};
+    }
+  }
+  EXPECT_GT(verifications, 20);
+}
+
 // Every count of a text, from the ids that the draft model gets wrong: how many draft tokens are made is DraftLength's to say,
 // and those before the first wrong one count. A wrong draft token that stayed in the draft model's pages would make all later
 // ones wrong.
@@ -728,6 +754,14 @@ TEST(CpuSpeculation, AVerificationSamplesWhatSingleRowsSample) {
     SCOPED_TRACE(name);
     const auto model = cpu::load_inference(ModelFile::open(model_path(name)), pool(24));
     test::expect_drafts_verified(*model);
+  }
+}
+
+TEST(CpuInference, RulesAreObeyedWhateverIsKnown) {
+  for (const char* name : kModels) {
+    SCOPED_TRACE(name);
+    const auto model = cpu::load_inference(ModelFile::open(model_path(name)), pool(24));
+    test::expect_rules_obeyed(*model);
   }
 }
 

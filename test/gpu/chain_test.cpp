@@ -14,6 +14,7 @@
 #include "llmc/cuda/op/gemm/rows_matmul.h"
 #include "llmc/cuda/op/norm/head_norm.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
+#include "llmc/cuda/op/sample/logit_rows.h"
 #include "llmc/cuda/op/sample/score_rows.h"
 #include "llmc/cuda/runtime/captured_graph.h"
 #include "llmc/cuda/runtime/stream.h"
@@ -546,6 +547,33 @@ TEST(ChainedHead, GatherRows) {
     cuda::gather_rows(out.data(), in.data(), rows.data(), 4, kWidth, chain.device().overlapping, stream);
   }),
             Names{});
+}
+
+TEST(ChainedHead, LogitRows) {
+  constexpr std::int64_t kRows = 2, kVocab = 5000;
+  const auto logits = random_buffer<float>(kRows * kVocab, 1, 3.0f);
+  const DeviceBuffer<std::int32_t> last_ids(std::vector<std::int32_t>{1, 2, 3});
+  const std::vector<LogitEdit> edits = {{7, 2, 3, 1}, {4999, -1, 0, 1}, {2, 0, 1, 0}};
+  LogitRow row;
+  row.edits = edits;
+  row.penalties = {1.5, 0.25, 0.5};
+  row.recent = {&kUnknownId, 1};
+  row.forbidden = {{7}, {8, 3}, {9, 2}};
+  cuda::LogitRowUpload upload(kRows);
+  upload.begin(kRows);
+  upload.set(1, row, 1);
+  for (const bool restored : {false, true}) {
+    Chain chain;
+    chain.late(logits, "logits");
+    chain.late(last_ids, "last_ids", 0);
+    const auto launches = [&](cudaStream_t stream) {
+      const bool overlapping = chain.device().overlapping;
+      cuda::edit_logits(upload.rows(), kRows, logits.data(), kVocab, last_ids.data(), overlapping, stream);
+      if (!restored) return;
+      cuda::restore_logits(upload.rows(), kRows, logits.data(), kVocab, last_ids.data(), overlapping, stream);
+    };
+    EXPECT_EQ(chain.differing(launches), Names{}) << (restored ? "restored" : "edited");
+  }
 }
 
 TEST(ChainedHead, ScoreRows) {

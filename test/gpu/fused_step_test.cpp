@@ -157,6 +157,7 @@ TEST(FusedStep, DraftsAreVerified) {
     SCOPED_TRACE(dtype_name(dtype));
     const Fixture fixture(test::neox_config({"hs80", 2, 80, 2, 640}), dtype);
     test::expect_drafts_verified(*fixture.on_gpu(pool_of(24, 16)));
+    test::expect_rules_obeyed(*fixture.on_gpu(pool_of(24, 16)));
   }
 }
 

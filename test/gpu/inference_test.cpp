@@ -340,6 +340,17 @@ TEST(CudaInference, BitsDoNotDependOnTheEnginesSchedule) {
   }
 }
 
+TEST(CudaInference, RulesAreObeyedWhateverIsKnown) {
+  for (const bool llama : {false, true}) {
+    for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
+      SCOPED_TRACE(std::string(llama ? "llama in " : "neox in ") + dtype_name(dtype));
+      const Fixture fixture(
+          llama ? test::llama_config(test::small_llamas()[1]) : test::neox_config(test::small_shapes()[3]), dtype);
+      test::expect_rules_obeyed(*fixture.on_gpu(pool_of(14)));
+    }
+  }
+}
+
 // Chunks with drafts give what chunks of one row give, and the engine's requests what they give alone: with lookups, and with
 // the model as its own draft model.
 TEST(CudaInference, DraftsChangeNoBit) {

@@ -301,7 +301,7 @@ def test_messages_that_are_refused(server, messages, words):
     ({"stream": 1}, "stream"), ({"stream_options": {}}, "stream_options"), ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "continuous_usage_stats"),
     ({"tools": [{"type": "function"}]}, "tools"), ({"tool_choice": "required"}, "tool_choice"), ({"functions": [{}]}, "functions"),
     ({"response_format": {"type": "json_object"}}, "response_format"), ({"prompt": "a"}, "prompt"), ({"echo": True}, "echo"), ({"suffix": "a"}, "suffix"),
-    ({"presence_penalty": 1}, "presence_penalty"), ({"logit_bias": {"5": 1}}, "logit_bias"), ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"presence_penalty": 3}, "presence_penalty"), ({"logit_bias": {"5": 101}}, "logit_bias"), ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {}}, "audio"), ({"chat_template": "x"}, "chat_template"), ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
     ({"add_special_tokens": True}, "add_special_tokens"), ({"add_generation_prompt": 1}, "add_generation_prompt"),
     ({"continue_final_message": True}, "continue_final_message"), ({"best_of": 2}, "best_of"), ({"unheard_of": 1}, "unheard_of"),

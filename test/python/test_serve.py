@@ -397,7 +397,7 @@ def test_a_long_prompt_is_refused_with_the_number_that_fits(server):
     ({"prompt": "a", "n": -1}, "n"), ({"prompt": "a", "max_tokens": -(2**63)}, "max_tokens"),
     ({"prompt": "a", "max_tokens": 2**64}, "max_tokens"), ({"prompt": "a", "logprobs": 10**9}, "logprobs"),
     ({"prompt": "a", "temperature": -1}, "temperature"), ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
-    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"), ({"prompt": ["a"] * 1025}, "prompt"), ({"prompt": ["a"] * 1000, "n": 128}, "n"),
+    ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"), ({"prompt": ["a"] * 1025}, "prompt"), ({"prompt": ["a"] * 1000, "n": 128}, "n"),
     (b'{"prompt": "\xff"}', None), (b'{"prompt": "a", "prompt": "b"}', None),
 ])
 def test_a_bad_request_names_its_field_and_stops_nobody(server, body, param):

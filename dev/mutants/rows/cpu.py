@@ -80,4 +80,6 @@ ROWS = [
     Mutant("the norm of a head: its weight has the gradient of none", "backward_head", "dout[d] * xhat[d]", "dout[d] * x[d]", unit("HeadNorm.*")),
     Mutant("the norms of q and k share a weight", "normalize_heads", "heads(a.qk + q, qk), w.k_norm.weight",
            "heads(a.qk + q, qk), w.q_norm.weight", unit("Golden.*")),
+    Mutant("each row of a verification has the rules of the first", "finish_row", "try_sample(chunk, wanted.draft, ", "try_sample(chunk, 0, ",
+           unit("CpuInference.RulesAre*")),
 ]

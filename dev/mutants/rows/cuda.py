@@ -140,4 +140,12 @@ ROWS = [
            "0", gpu("CudaInference.BitsDoNotDependOnTheEngines*")),
     Mutant("GPU: loading overwrites a piece that is still copied", "Worker::load",
            'check(cudaEventSynchronize(copied_[turn_]), "loading parameters");', "", gpu("StreamOrder.Prompts*")),
+    Mutant("GPU: scores are of the changed logits", "sample_and_score", "with_rules(restore_logits);", "",
+           gpu("CudaInference.RulesAre*")),
+    Mutant("GPU: logits are changed before they are written", "load_row", "wait_for_predecessors();", "",
+           gpu("ChainedHead.LogitRows")),
+    Mutant("GPU: a recent id among the edits is changed twice", "edit_logits_kernel", "&& !shared.found[thread]", "",
+           gpu("LogitRows.*")),
+    Mutant("GPU: steps with rules replay the graph of those without", "launch", "step.logit_rows != nullptr, &flight", "false, &flight",
+           gpu("CudaInference.RulesAre*", "CudaInference.BitsDoNot*")),
 ]

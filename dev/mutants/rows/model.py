@@ -94,4 +94,6 @@ ROWS = [
            unit("HfConfig.Cases", "Golden.*")),
     Mutant("every layer rotates", "rotates", "return !std::binary_search", "return true || !std::binary_search",
            unit("Golden.*", "CpuInference.*")),
+    Mutant("a decoder decodes what rules are about", "generate_ids", "decodes = decoder_ != nullptr && !rules", "decodes = decoder_ != nullptr",
+           unit("SingleSequence.ADecoderGoesOn*")),
 ]

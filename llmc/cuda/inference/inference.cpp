@@ -99,9 +99,7 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
   kv_arena_.clear(stream_);
   const std::int64_t rows = row_bucket(pool_.max_rows);
   for (std::int64_t i = 0; i < kDepth; ++i) {
-    flights_.push_back(
-        std::make_unique<Flight>(step_bytes(config_, pool_), static_cast<std::uint64_t>(rows) * sizeof(RowScore),
-                                 static_cast<std::uint64_t>(rows * kMaxAlternatives) * sizeof(IdLogprob)));
+    flights_.push_back(std::make_unique<Flight>(step_bytes(config_, pool_), rows));
     flights_.back()->step = b_.step[i];
   }
   const RopeTable table = rope_table(config.rope, pool_.max_positions);

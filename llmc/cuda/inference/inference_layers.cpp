@@ -226,10 +226,18 @@ void Inference<S>::run_head(const StepArrays& step, std::int64_t first, std::int
 template <typename S>
 void Inference<S>::sample_and_score(const StepArrays& step, std::int64_t first, std::int64_t count) {
   const std::int64_t V = config_.vocab_size;
+  // Scores, and logits that are kept, are those of the model.
+  const auto with_rules = [&](const auto& change) {
+    if (step.logit_rows == nullptr) return;
+    named("rules",
+          [&] { change(step.logit_rows + first, count, b_.logits, V, b_.last_ids, device_.overlapping, stream_); });
+  };
+  with_rules(edit_logits);
   named("sampling", [&] {
     sample_rows(b_.sampled_ids, b_.errors, b_.logits, count, V, V, step.plans + first, step.sample_positions + first,
                 device_.overlapping, stream_);
   });
+  with_rules(restore_logits);
   ScoreRows io;
   io.logits = b_.logits;
   io.rows = count;

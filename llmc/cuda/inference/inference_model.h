@@ -33,6 +33,7 @@
 #include "llmc/cuda/op/gemm/linear.h"
 #include "llmc/cuda/op/gemm/quantized_matmul.h"
 #include "llmc/cuda/op/gemm/rows_matmul.h"
+#include "llmc/cuda/op/sample/logit_rows.h"
 #include "llmc/cuda/op/sample/score_rows.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/captured_graph.h"
@@ -64,7 +65,8 @@ struct StepArrays {
   bool all_wanted = false;  // wanted_rows is 0, 1, ...: nothing has to be gathered
   // No row before it is wanted, so the last layer computes only keys and values of these; `rows`: of all.
   std::int64_t first_wanted = 0;
-  RowScore* scores = nullptr;  // [wanted], page-locked: kernels write results where the host reads them
+  RowScore* scores = nullptr;                  // [wanted], page-locked: kernels write results where the host reads them
+  const DeviceLogitRow* logit_rows = nullptr;  // [wanted]; null: no request of the step has rules
 };
 StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted);
 
@@ -168,10 +170,14 @@ class Inference final : public InferenceModel {
   };
   // A step between submit() and collect().
   struct Flight {
-    explicit Flight(std::uint64_t upload_bytes, std::uint64_t score_bytes, std::uint64_t most_likely_bytes)
-        : upload(upload_bytes), scores(score_bytes), most_likely(most_likely_bytes) {}
+    Flight(std::uint64_t upload_bytes, std::int64_t rows)
+        : upload(upload_bytes),
+          scores(static_cast<std::uint64_t>(rows) * sizeof(RowScore)),
+          most_likely(static_cast<std::uint64_t>(rows * kMaxAlternatives) * sizeof(IdLogprob)),
+          logit_rows(rows) {}
 
     PinnedBuffer upload, scores, most_likely;
+    LogitRowUpload logit_rows;
     std::byte* step = nullptr;  // destination of the upload
     Event uploaded{cudaEventDisableTiming};
     std::unique_ptr<PinnedBuffer> logits;  // logits of the chunks that keep them; grows on demand
@@ -267,9 +273,9 @@ class Inference final : public InferenceModel {
   DeviceRopeTable rope_;
   // For 16-bit models with GpuInferenceOptions::fused_steps.
   std::unique_ptr<FusedStep<std::conditional_t<std::is_same_v<S, float>, fp16, S>>> fused_;
-  // Keyed by padded rows and wanted rows, StepArrays::decodes and all_wanted, and by the flight, whose memory a graph
-  // reads and writes.
-  std::map<std::tuple<std::int64_t, std::int64_t, bool, bool, const Flight*>, BucketGraph> graphs_;
+  // Keyed by padded rows and wanted rows, StepArrays::decodes, all_wanted and whether there are logit_rows, and by the
+  // flight, whose memory a graph reads and writes.
+  std::map<std::tuple<std::int64_t, std::int64_t, bool, bool, bool, const Flight*>, BucketGraph> graphs_;
   std::vector<std::unique_ptr<Flight>> flights_;  // [kDepth], used in turn
   std::int64_t submitted_ = 0, collected_ = 0;
   std::vector<ChunkResult> results_;

@@ -95,6 +95,7 @@ std::size_t Inference<S>::describe(std::span<const Chunk> work, Flight& flight, 
   flight.all_wanted = wanted == rows;
   rows = row_bucket(rows);
   wanted = row_bucket(wanted);
+  flight.logit_rows.begin(wanted);
 
   std::byte* const begin = flight.upload.template at<std::byte>(0);
   const StepArrays step = step_arrays(begin, rows, wanted);
@@ -128,6 +129,10 @@ std::size_t Inference<S>::describe(std::span<const Chunk> work, Flight& flight, 
       step.wanted_rows[next] = static_cast<std::int32_t>(row);
       step.sample_positions[next] = sampled ? position + 1 : -1;
       if (sampled) step.plans[next] = *chunk.sampling;
+      if (sampled && !chunk.logit_rows.empty()) {
+        const auto i = static_cast<std::size_t>(t + 1 + chunk.drafts - count);  // among the sampled rows
+        flight.logit_rows.set(next, chunk.logit_rows[i], chunk.slot);
+      }
       step.slots[next] = verified ? kSampledForHost : sampled ? chunk.slot : kNotSampled;
       step.targets[next] = t < targets ? chunk.targets[static_cast<std::size_t>(t)] : -1;
       step.alternatives[next] = chunk.alternatives;
@@ -173,13 +178,14 @@ template <typename S>
 void Inference<S>::launch(const Flight& flight, std::int64_t rows, std::int64_t wanted) {
   StepArrays step = step_arrays(flight.step, rows, wanted);
   step.scores = flight.scores.template at<RowScore>(0);
+  step.logit_rows = flight.logit_rows.rows();
   step.decodes = flight.decodes && !keep_;  // kept activations need rotated queries in memory
   step.all_wanted = flight.all_wanted;
   if (fused_ != nullptr && !keep_ && kept_step_rows_ <= kFusedStepRows) {
     return launch_fused(flight, step, rows, wanted);
   }
   if (!options_.direct && !keep_ && rows <= kGraphRows && wanted <= kLogitRows) {
-    BucketGraph& bucket = graphs_[{rows, wanted, step.decodes, step.all_wanted, &flight}];
+    BucketGraph& bucket = graphs_[{rows, wanted, step.decodes, step.all_wanted, step.logit_rows != nullptr, &flight}];
     // The first step with these sizes is launched directly: kernels are loaded in it, and the sizes may not recur.
     if (std::exchange(bucket.ran, true)) {
       if (bucket.graph.empty()) {
