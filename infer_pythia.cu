@@ -281,6 +281,8 @@ ServerOptions server_options(const InferSettings& s) {
   options.model = s.served_name;
   if (options.model.empty()) options.model = utf8_replace_invalid(std::filesystem::path(s.model).stem().string());
   options.api_key = read_api_key(s.api_key_file);
+  options.allowed_hosts = parse_allowed_hosts(s.allowed_host);
+  options.log_requests = s.log_requests;
   options.version = WEFT_VERSION;
   options.http.connections = s.max_connections;
   options.http.body_bytes = static_cast<std::size_t>(s.max_body);

@@ -169,6 +169,9 @@ void add_server(OptionTable& table, InferSettings& s) {
   table.text("served-name", s.served_name, "NAME", "the model's name in the API; default: that of its file");
   table.text("api-key-file", s.api_key_file, "FILE",
              "ask for the key that this file holds; without it for that of WEFT_API_KEY, if there is one");
+  table.repeated("allowed-host", s.allowed_host, "NAME",
+                 "answer requests for this host, too, as a proxy passes them on, and no other but the server's own");
+  table.flag("log-requests", s.log_requests, "a line of the log for each request: id, tokens, times, why it ended");
   table.integer("max-queue", s.max_queue, 0, kMostConnections, "completions that may wait, further ones are refused");
   table.integer("max-connections", s.max_connections, 1, kMostConnections,
                 "open at once; a new one displaces an idle one");
@@ -215,8 +218,9 @@ InferTask requested_task(const OptionTable& table, std::string& given) {
 // The server's options are for the server alone; options of a generation come with each request instead.
 void check_server(const OptionTable& table, const InferSettings& s) {
   const bool serve = s.task == InferTask::serve;
-  for (const char* name : {"served-name", "api-key-file", "max-queue", "max-connections", "max-body", "request-seconds",
-                           "read-seconds", "idle-seconds", "write-seconds", "drain-seconds"}) {
+  for (const char* name :
+       {"served-name", "api-key-file", "allowed-host", "log-requests", "max-queue", "max-connections", "max-body",
+        "request-seconds", "read-seconds", "idle-seconds", "write-seconds", "drain-seconds"}) {
     if (table.given(name) && !serve) fail(Exit::usage, "--%s: only for --serve", name);
   }
   for (const char* name :

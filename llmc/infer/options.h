@@ -63,6 +63,8 @@ struct InferSettings {
   bool bench_layer = false, bench_timeline = false;
 
   std::string serve, served_name, api_key_file;
+  std::vector<std::string> allowed_host;
+  bool log_requests = false;
   std::int64_t max_queue = 1024, max_connections = 1024, max_body = 4 << 20;
   double drain_seconds = 30, request_seconds = 0, read_seconds = 30, idle_seconds = 60, write_seconds = 30;
 

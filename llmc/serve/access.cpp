@@ -7,6 +7,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/file.h"
+#include "llmc/serve/request_target.h"
 #include "llmc/serve/text_request.h"
 
 namespace weft {
@@ -49,10 +50,17 @@ void check_access(const HttpRequest& request, const AccessRules& rules, bool ope
   const std::string field = lower_case(request.host), address = lower_case(rules.host);
   const std::string_view host = host_of(field);
   const bool known = host.empty() || host == "localhost" || host == "[::1]" || host == "127.0.0.1" || host == address ||
-                     host == "[" + address + "]";
-  if (rules.loopback && !known) {
-    throw RequestError(403, format("Host: got %s, expected localhost: this server is for its own machine",
+                     host == "[" + address + "]" ||
+                     std::ranges::find(rules.allowed_hosts, host) != rules.allowed_hosts.end();
+  if (!known && !rules.allowed_hosts.empty()) {
+    throw RequestError(403, format("Host: got %s, expected localhost or a host that --allowed-host names",
                                    escaped(request.host).c_str()));
+  }
+  if (!known && rules.loopback) {
+    throw RequestError(403,
+                       format("Host: got %s, expected localhost: this server is for its own machine. --allowed-host "
+                              "names another host",
+                              escaped(request.host).c_str()));
   }
   if (!request.origin.empty() && request.origin != "http://" + request.host &&
       request.origin != "https://" + request.host) {
@@ -81,6 +89,20 @@ void check_json_body(const HttpRequest& request) {
   if (!type.empty() && type != "application/json") {
     throw RequestError(415, format("Content-Type: got %s, expected application/json", escaped(type).c_str()));
   }
+}
+
+std::vector<std::string> parse_allowed_hosts(const std::vector<std::string>& names) {
+  std::vector<std::string> hosts;
+  for (const std::string& name : names) {
+    hosts.push_back(lower_case(name));
+    // "*" may be part of a name, but here it would be taken for one that stands for all.
+    const bool plain = !name.empty() && is_host(name) && name.find('*') == std::string::npos;
+    if (plain && host_of(hosts.back()) == hosts.back()) continue;
+    fail(Exit::usage,
+         "--allowed-host: got %s, expected the name of a host, as weft.example.org, without scheme and port",
+         escaped(name).c_str());
+  }
+  return hosts;
 }
 
 std::string read_api_key(const std::string& file) {

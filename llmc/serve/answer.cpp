@@ -29,11 +29,12 @@ void Answer::send_choice(AnswerChoice& choice) {
   while (choice.pending()) send(answer_event(head, choice.write(), usage_in_events ? &usage : nullptr));
 }
 
-void Answer::take_end(std::size_t choice, const CompletionEnd& end) {
+void Answer::take_end(std::size_t choice, const CompletionEnd& end, const TokenTimes& times) {
   --unfinished_;
+  figures_.add(end.reason, end.generated_ids, times);
+  if (choice % choices_of_prompt == 0) usage.cached_tokens += end.cached_ids;
   if (!wanted()) return;
   if (end.reason == FinishedBy::error) return fail(500, end.message);
-  if (choice % choices_of_prompt == 0) usage.cached_tokens += end.cached_ids;
   choices[choice]->finish(end.reason);
   if (stream) send_choice(*choices[choice]);
   if (unfinished_ > 0) return;
@@ -45,8 +46,8 @@ void Answer::take_end(std::size_t choice, const CompletionEnd& end) {
 }
 
 void Answer::send(const std::string& data) {
-  if (!std::exchange(begun_, true)) {
-    metrics_.answered(200);
+  if (status_ == 0) {
+    metrics_.answered(status_ = 200);
     exchange->begin_stream("text/event-stream");
   }
   unsent_ += data;
@@ -57,13 +58,13 @@ void Answer::send_unsent() {
 }
 
 void Answer::respond(int status, std::string body) {
-  metrics_.answered(status);
+  metrics_.answered(status_ = status);
   exchange->respond({status, "application/json", std::move(body), {}});
 }
 
 void Answer::fail(int status, const std::string& message) {
   if (failed_.exchange(true)) return;
-  if (begun_) {
+  if (status_ != 0) {
     send(error_event(status, message));
     send(kLastEvent);
     send_unsent();
@@ -72,6 +73,15 @@ void Answer::fail(int status, const std::string& message) {
     respond(status, error_body(status, message));
   }
   cancel();
+}
+
+std::string Answer::line() const {
+  if (status_ == 0 && !exchange->gone()) return "";
+  RequestFigures all = figures_;
+  all.prompt_tokens = usage.prompt_tokens;
+  all.cached_tokens = usage.cached_tokens;
+  if (!complete()) all.add(FinishedBy::error, 0, {});  // the engine has failed
+  return request_line(exchange->request(), status_ == 0 ? kClientClosed : status_, &all);
 }
 
 }  // namespace weft

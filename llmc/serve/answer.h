@@ -21,6 +21,7 @@
 #include "llmc/serve/answer_json.h"
 #include "llmc/serve/http.h"
 #include "llmc/serve/metrics.h"
+#include "llmc/serve/request_log.h"
 
 namespace weft {
 
@@ -52,10 +53,12 @@ class Answer {
 
   // On the thread of the connections.
   void take_piece(std::size_t choice, const CompletionPiece& piece);
-  void take_end(std::size_t choice, const CompletionEnd& end);
+  void take_end(std::size_t choice, const CompletionEnd& end, const TokenTimes& times);
   bool complete() const { return unfinished_ == 0; }  // the engine has nothing more of it
   void send_unsent();
   void fail(int status, const std::string& message);
+  // Of the log, once it is complete or has failed. Empty after give_up(): whoever answers has a line.
+  std::string line() const;
 
  private:
   bool wanted() const { return !failed_ && !exchange->gone(); }
@@ -71,8 +74,9 @@ class Answer {
   std::vector<RequestId> ids_;  // in the engine
 
   std::size_t unfinished_ = 0;
-  bool begun_ = false;
-  std::string unsent_;  // events of a stream
+  RequestFigures figures_;  // but for those of `usage`
+  int status_ = 0;          // of the answer; 0: none, as yet
+  std::string unsent_;      // events of a stream
 };
 
 }  // namespace weft

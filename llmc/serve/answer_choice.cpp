@@ -63,6 +63,10 @@ std::vector<std::int64_t> places_of(std::u32string_view decoded, std::u32string_
 
 }  // namespace
 
+const char* finish_reason_name(FinishedBy reason) {
+  return reason == FinishedBy::cancelled ? "abort" : finished_by_name(reason);
+}
+
 std::string json_quoted(std::string_view text) {
   const auto is_plain = [](char c) { return c >= ' ' && c < '\x7F' && c != '"' && c != '\\'; };
   if (!std::ranges::all_of(text, is_plain)) return json_text(Json(text));
@@ -149,7 +153,7 @@ void AnswerChoice::finish(FinishedBy reason) {
   }
   add_due_entries();
   end_text();
-  finish_reason_ = reason == FinishedBy::stop || reason == FinishedBy::length ? finished_by_name(reason) : "abort";
+  finish_reason_ = finish_reason_name(reason);
 }
 
 bool AnswerChoice::token_is_due() const {

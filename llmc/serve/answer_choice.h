@@ -83,6 +83,8 @@ class AnswerChoice {
   std::string finish_reason_;    // not yet written; empty: not finished
 };
 
+// In the words of the API: "stop", "length", "abort" (cancelled), "error".
+const char* finish_reason_name(FinishedBy reason);
 // `text` as a JSON string.
 std::string json_quoted(std::string_view text);
 // A log-probability. -9999 for -infinity, which JSON does not have.

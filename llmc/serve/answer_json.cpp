@@ -1,7 +1,6 @@
 #include "llmc/serve/answer_json.h"
 
 #include <chrono>
-#include <random>
 
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
@@ -45,14 +44,9 @@ const char* error_type(int status) {
 
 }  // namespace
 
-std::string random_word() {
-  std::random_device random;
-  return format("%08x%08x%08x%08x", random(), random(), random(), random());
-}
-
-AnswerHead answer_head(std::string_view prefix, const std::string& model) {
+AnswerHead answer_head(std::string_view prefix, const std::string& request_id, const std::string& model) {
   AnswerHead head;
-  head.id = std::string(prefix) + random_word();
+  head.id = std::string(prefix) + request_id;
   head.created =
       std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
   head.model = model;

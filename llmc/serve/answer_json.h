@@ -21,10 +21,8 @@ struct AnswerHead {
   bool usage_follows = false;                         // in the last event of a stream: all others say "usage":null
   bool prompt_details = false;                        // usage says how many tokens of the prompts were cached
 };
-// With a random id, `prefix` and 32 hexadecimal digits, and the time.
-AnswerHead answer_head(std::string_view prefix, const std::string& model);
-// 128 random bits in hexadecimal, for ids and nonces.
-std::string random_word();
+// With the id of the request behind `prefix`, and the time.
+AnswerHead answer_head(std::string_view prefix, const std::string& request_id, const std::string& model);
 
 struct AnswerUsage {
   std::int64_t prompt_tokens = 0;      // each prompt once, however many choices it has

@@ -20,21 +20,24 @@ class Answers::Sink : public CompletionSink {
     if (piece.id.has_value()) {
       const auto now = std::chrono::steady_clock::now();
       const double seconds = in_seconds(now - last_);
-      if (std::exchange(first_, false)) {
+      if (!times_.first_seconds) {
+        times_.first_seconds = seconds;
         answers_.metrics_.first_token(seconds);
       } else {
+        times_.later_seconds += seconds;
+        ++times_.later_tokens;
         answers_.metrics_.inter_token(seconds);
       }
       last_ = now;
     }
-    answers_.outbox_.push_back({answer_, choice_, std::move(piece), {}});
+    answers_.outbox_.push_back({answer_, choice_, std::move(piece), {}, {}});
     return !answer_->cancelled();
   }
 
   void on_end(const CompletionEnd& end) override {
     answers_.metrics_.ended(end.reason, seconds_since(answer_->arrival));
     answers_.admission_.completion_ended();
-    answers_.outbox_.push_back({answer_, choice_, {}, end});
+    answers_.outbox_.push_back({answer_, choice_, {}, end, times_});
   }
 
  private:
@@ -42,7 +45,7 @@ class Answers::Sink : public CompletionSink {
   const std::shared_ptr<Answer> answer_;
   const std::size_t choice_;
   std::chrono::steady_clock::time_point last_;
-  bool first_ = true;
+  TokenTimes times_;
 };
 
 std::shared_ptr<CompletionSink> Answers::sink(std::shared_ptr<Answer> answer, std::size_t choice) {
@@ -68,7 +71,11 @@ void Answers::submit(const std::shared_ptr<Answer>& answer, Engine& engine, std:
 void Answers::fail_all(const std::string& message) {
   flush();
   for (const std::shared_ptr<Answer>& answer : all()) {
-    post_([answer, message] { answer->fail(500, message); });
+    post_([this, answer, message] {
+      if (answer->complete()) return;
+      answer->fail(500, message);
+      log(*answer);
+    });
   }
 }
 
@@ -97,15 +104,22 @@ void Answers::deliver_inbox() {
   for (const Event& event : delivering_) {
     Answer& answer = *event.answer;
     attempt(answer, [&] {
-      if (event.end.has_value()) return answer.take_end(event.choice, *event.end);
+      if (event.end.has_value()) return answer.take_end(event.choice, *event.end, event.times);
       answer.take_piece(event.choice, event.piece);
     });
-    if (event.end.has_value() && answer.complete()) erase(event.answer);
+    if (!event.end.has_value() || !answer.complete()) continue;
+    attempt(answer, [&] { log(answer); });
+    erase(event.answer);
   }
   for (const Event& event : delivering_) {
     attempt(*event.answer, [&] { event.answer->send_unsent(); });
   }
   delivering_.clear();
+}
+
+void Answers::log(const Answer& answer) const {
+  if (!log_) return;
+  if (const std::string line = answer.line(); !line.empty()) log_info("%s", line.c_str());
 }
 
 // Calls `action`, which makes a part of the answer; ends the answer if it throws. There may not even be enough memory

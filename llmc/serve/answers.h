@@ -27,9 +27,9 @@ namespace weft {
 
 class Answers {
  public:
-  // `post` runs a task on the thread of the connections.
-  Answers(ServerMetrics& metrics, Admission& admission, std::function<void(std::function<void()>)> post)
-      : metrics_(metrics), admission_(admission), post_(std::move(post)) {}
+  // `post` runs a task on the thread of the connections. `log`: each answer has a line in the log.
+  Answers(ServerMetrics& metrics, Admission& admission, bool log, std::function<void(std::function<void()>)> post)
+      : metrics_(metrics), admission_(admission), log_(log), post_(std::move(post)) {}
 
   // Takes what the engine makes for one choice.
   std::shared_ptr<CompletionSink> sink(std::shared_ptr<Answer> answer, std::size_t choice);
@@ -56,9 +56,11 @@ class Answers {
     std::size_t choice = 0;
     CompletionPiece piece;             // if there is no `end`
     std::optional<CompletionEnd> end;  // the last event of the choice
+    TokenTimes times;                  // with the end
   };
 
   void deliver_inbox();
+  void log(const Answer& answer) const;
   template <typename Action>
   void attempt(Answer& answer, const Action& action);
   std::vector<std::shared_ptr<Answer>> all() const {
@@ -72,6 +74,7 @@ class Answers {
 
   ServerMetrics& metrics_;
   Admission& admission_;
+  const bool log_;
   const std::function<void(std::function<void()>)> post_;
   RepeatedError failures_;
 

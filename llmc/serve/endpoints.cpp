@@ -3,9 +3,9 @@
 #include <string>
 
 #include "llmc/base/json.h"
-#include "llmc/serve/answer_json.h"
 #include "llmc/serve/metrics.h"
 #include "llmc/serve/page.h"
+#include "llmc/serve/request_id.h"
 #include "llmc/serve/routes.h"
 #include "llmc/serve/text_request.h"
 

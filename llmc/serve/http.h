@@ -9,7 +9,8 @@
 //
 // What is refused without asking the handler, with a JSON error and a closed connection: malformed requests (400), bodies
 // over the limit (413), headers over the limit (431), requests beyond the memory for bodies (503). Requests whose header the
-// check refuses are answered before their body is read; the connection is closed if there is one.
+// check refuses are answered before their body is read; the connection is closed if there is one. Every answer has the id of
+// its request, as X-Request-Id.
 #pragma once
 
 #include <cstddef>
@@ -47,6 +48,7 @@ struct HttpLimits {
 };
 
 struct HttpRequest {
+  std::string id;                                                           // request_id() of X-Request-Id
   std::string method;                                                       // "GET"; HEAD is handed over as GET
   std::string path;                                                         // decoded, without the query
   std::string host, origin, authorization, content_type, content_encoding;  // header fields; empty: none
@@ -86,8 +88,9 @@ using HttpHandler = std::function<void(const std::shared_ptr<HttpExchange>&)>;
 // that is refused. Must not throw.
 using HttpHeaderCheck = std::function<std::optional<HttpResponse>(const HttpRequest&)>;
 
-// The body of an answer that HTTP itself gives, such as 413, in the form that the handler's clients expect.
-using HttpErrorBody = std::function<std::string(int status, const std::string& message)>;
+// The body of an answer that HTTP itself gives, such as 413, in the form that the handler's clients expect. `request`: as far as
+// it could be read.
+using HttpErrorBody = std::function<std::string(const HttpRequest& request, int status, const std::string& message)>;
 
 // HOST:PORT, as "127.0.0.1:8000", "[::1]:8000" or "localhost:0". Exit::usage with `option` if it is not.
 struct HostPort {

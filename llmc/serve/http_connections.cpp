@@ -129,6 +129,7 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   void refuse(const HttpRefusal& refusal);
   void refuse_or_close(const error_code& error);
   HttpResponse error_response(const HttpRefusal& refusal) const;
+  const HttpRequest& request() const;  // that is read or answered
   void hand_over();
   void finish_answer();
   void queue(std::string data, std::string more = {});
@@ -306,8 +307,8 @@ void HttpConnection::read_header() {
 }
 
 void HttpConnection::on_header(const error_code& error) {
+  const std::string wrong = reader_->take_header();  // with an error as far as it came
   if (error) return refuse_or_close(error);
-  const std::string wrong = reader_->take_header();
   head_only_ = reader_->head_only();
   if (!wrong.empty()) return refuse({400, wrong});
   if (std::optional<HttpResponse> refusal = server_.check ? server_.check(reader_->request()) : std::nullopt) {
@@ -351,9 +352,13 @@ void HttpConnection::refuse(const HttpRefusal& refusal) {
 
 HttpResponse HttpConnection::error_response(const HttpRefusal& refusal) const {
   const auto& [status, message] = refusal;
-  HttpResponse response{status, "application/json", server_.error_body(status, message), {}};
+  HttpResponse response{status, "application/json", server_.error_body(request(), status, message), {}};
   if (status == 503) response.headers.emplace_back("Retry-After", "1");
   return response;
+}
+
+const HttpRequest& HttpConnection::request() const {
+  return exchange_ ? exchange_->request() : reader_->request();
 }
 
 void HttpConnection::hand_over() {
@@ -385,14 +390,14 @@ void HttpConnection::respond(HttpResponse response) {
   if (!head_only_ && !queue_.has_room(response.body.size())) {
     response = error_response({503, "too many answers wait for their clients: try again later"});
   }
-  std::string head = response_head(response, close_after_);
+  std::string head = response_head(response, request().id, close_after_);
   queue(std::move(head), head_only_ ? std::string() : std::move(response.body));
   finish_answer();
 }
 
 void HttpConnection::begin_stream(const std::string& content_type) {
   if (!chunked_) close_after_ = true;
-  queue(stream_head(content_type, chunked_, close_after_));
+  queue(stream_head(content_type, request().id, chunked_, close_after_));
 }
 
 void HttpConnection::send(const std::string& data) {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "llmc/base/error.h"
+#include "llmc/serve/request_id.h"
 #include "llmc/serve/request_target.h"
 
 namespace weft {
@@ -18,6 +19,7 @@ RequestReader::RequestReader(const HttpLimits& limits) {
 
 std::string RequestReader::take_header() {
   const auto& message = parser_.get();
+  request_.id = request_id(std::string(message["X-Request-Id"]));
   // Beast treats a body in another transfer encoding as absent, and would parse its bytes as the next request.
   const auto encoding = message[http::field::transfer_encoding];
   if (!encoding.empty() && (!iequals(encoding, "chunked") || !knows_chunks())) {

@@ -22,7 +22,8 @@ class RequestReader {
 
   // Reads the header: for http::async_read_header().
   Parser& parser() { return parser_; }
-  // The header is complete. Returns what is wrong with it, which is 400; empty: nothing, and request() has its fields.
+  // The header is complete, or as far as it came: request() has its fields. Returns what is wrong with it, which is 400; empty:
+  // nothing.
   std::string take_header();
   const HttpRequest& request() const { return request_; }
   // What can be said of it from here on.

@@ -38,23 +38,24 @@ const char* reason(int status) {
   }
 }
 
-std::string head_of(int status, const std::string& content_type, bool close) {
+std::string head_of(int status, const std::string& content_type, const std::string& id, bool close) {
   std::string head = format("HTTP/1.1 %d %s\r\n", status, reason(status));
   head += "Content-Type: " + content_type + "\r\nCache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n";
+  head += "X-Request-Id: " + id + "\r\n";
   if (close) head += "Connection: close\r\n";
   return head;
 }
 
 }  // namespace
 
-std::string response_head(const HttpResponse& response, bool close) {
-  std::string head = head_of(response.status, response.content_type, close);
+std::string response_head(const HttpResponse& response, const std::string& id, bool close) {
+  std::string head = head_of(response.status, response.content_type, id, close);
   for (const auto& [name, value] : response.headers) head += format("%s: %s\r\n", name.c_str(), value.c_str());
   return head + format("Content-Length: %zu\r\n\r\n", response.body.size());
 }
 
-std::string stream_head(const std::string& content_type, bool chunked, bool close) {
-  return head_of(200, content_type, close) + (chunked ? "Transfer-Encoding: chunked\r\n\r\n" : "\r\n");
+std::string stream_head(const std::string& content_type, const std::string& id, bool chunked, bool close) {
+  return head_of(200, content_type, id, close) + (chunked ? "Transfer-Encoding: chunked\r\n\r\n" : "\r\n");
 }
 
 std::string chunk(const std::string& data) {

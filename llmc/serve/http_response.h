@@ -7,10 +7,10 @@
 
 namespace weft {
 
-// All that stands before a body. `close`: no further answer follows on this connection.
-std::string response_head(const HttpResponse& response, bool close);
+// All that stands before a body. `id`: of the request. `close`: no further answer follows on this connection.
+std::string response_head(const HttpResponse& response, const std::string& id, bool close);
 // Of a stream, in chunks, or up to the end of the connection.
-std::string stream_head(const std::string& content_type, bool chunked, bool close);
+std::string stream_head(const std::string& content_type, const std::string& id, bool chunked, bool close);
 std::string chunk(const std::string& data);  // not empty: an empty one ends the stream
 inline constexpr const char* kLastChunk = "0\r\n\r\n";
 

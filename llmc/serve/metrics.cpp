@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "llmc/base/error.h"
+#include "llmc/serve/answer_choice.h"
 
 namespace weft {
 
@@ -18,8 +19,6 @@ const std::vector<double> kInterTokenBounds = {0.0005, 0.001, 0.0015, 0.002, 0.0
                                                1,      2.5,   5,      7.5,   10,    20,    40,     80};
 const std::vector<double> kRequestBounds = {0.3, 0.5, 0.8, 1,  1.5, 2,   2.5, 5,   10,   15,  20,
                                             30,  40,  50,  60, 120, 240, 480, 960, 1920, 7680};
-
-constexpr std::array<const char*, 4> kFinishedReasons = {"stop", "length", "abort", "error"};
 
 // A label's value: backslash, quote and line end are escaped.
 std::string label_value(const std::string& text) {
@@ -147,7 +146,8 @@ std::string ServerMetrics::text(const std::string& model, const EngineStatistics
   out += request_.text("vllm:e2e_request_latency_seconds", "From a request to the end of a completion.", label);
   out += head("vllm:request_success_total", "counter", "Completions that ended, by reason.");
   for (std::size_t i = 0; i < ended_.size(); ++i) {
-    out += line("vllm:request_success_total", label + ",finished_reason=\"" + kFinishedReasons[i] + "\"",
+    out += line("vllm:request_success_total",
+                label + ",finished_reason=\"" + finish_reason_name(static_cast<FinishedBy>(i)) + "\"",
                 static_cast<double>(ended_[i]));
   }
   out += head("weft:http_responses_total", "counter", "HTTP answers, by status.");

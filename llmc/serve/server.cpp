@@ -41,14 +41,14 @@ std::optional<HttpResponse> refused_header(Service& s, const HttpRequest& reques
     check_access(request, s.access, is_open(request.path));
     return std::nullopt;
   } catch (const RequestError& error) {
-    s.metrics.answered(error.status());
+    s.answered(request, error.status());
     return refused(request, error);
   }
 }
 
 void handle(Service& s, const std::shared_ptr<HttpExchange>& exchange) {
   const auto respond = [&](HttpResponse response) {
-    s.metrics.answered(response.status);
+    s.answered(exchange->request(), response.status);
     exchange->respond(std::move(response));
   };
   const auto refuse = [&](const RequestError& error) { respond(refused(exchange->request(), error)); };
@@ -99,16 +99,17 @@ void finish_cancelled(Service& s) {
 Service::Service(const ServerOptions& options_of_server)
     : options(options_of_server),
       admission(options.answer_values),
-      answers(metrics, admission, [this](std::function<void()> task) { http.post(std::move(task)); }),
+      answers(metrics, admission, options.log_requests,
+              [this](std::function<void()> task) { http.post(std::move(task)); }),
       http(
           options.address, options.http,
           [this](const std::shared_ptr<HttpExchange>& exchange) { handle(*this, exchange); },
-          [this](int status, const std::string& message) {
-            metrics.answered(status);
+          [this](const HttpRequest& request, int status, const std::string& message) {
+            answered(request, status);
             return error_body(status, message);
           },
           [this](const HttpRequest& request) { return refused_header(*this, request); }) {
-  access = {options.address.host, http.loopback(), options.api_key};
+  access = {options.address.host, options.allowed_hosts, http.loopback(), options.api_key};
 }
 
 CompletionsServer::CompletionsServer(const ServerOptions& options) : service_(std::make_unique<Service>(options)) {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "llmc/base/error.h"
 #include "llmc/infer/engine.h"
@@ -23,11 +24,13 @@ struct ServerOptions {
   HttpLimits http;
   std::string model;                               // its name in the API
   std::string api_key;                             // empty: none is asked for
+  std::vector<std::string> allowed_hosts;          // AccessRules::allowed_hosts
   std::string version;                             // for /version
   std::int64_t max_queue = 1024;                   // sequences that may wait beside those that run
   std::int64_t answer_values = kMostAnswerValues;  // the most of one answer; of all under way four times as many
   double drain_seconds = 30;
   double request_seconds = 0;  // a completion that takes longer ends; 0: no limit
+  bool log_requests = false;   // each has a line in the log (request_log.h)
 };
 
 // What a model may have beside its tokenizer.

@@ -10,6 +10,7 @@
 #include "llmc/serve/answers.h"
 #include "llmc/serve/http.h"
 #include "llmc/serve/metrics.h"
+#include "llmc/serve/request_log.h"
 #include "llmc/serve/server.h"
 #include "llmc/serve/text_request.h"
 
@@ -22,6 +23,12 @@ struct Service {
   void check_ready() const {
     if (phase == Phase::loading) throw RequestError(503, "the model is still being loaded");
     if (phase == Phase::draining) throw RequestError(503, "the server is stopping");
+  }
+
+  // A request has its answer.
+  void answered(const HttpRequest& request, int status) {
+    metrics.answered(status);
+    if (options.log_requests) log_info("%s", request_line(request, status).c_str());
   }
 
   enum class Phase { loading, ready, draining };

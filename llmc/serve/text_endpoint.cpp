@@ -63,7 +63,7 @@ std::optional<HttpResponse> create_text(const TextAdapter& adapter, const Call& 
     request.options.deadline = answer->arrival + duration_of(service.options.request_seconds);
   }
   answer->exchange = call.exchange;
-  answer->head = answer_head(adapter.id_prefix, service.options.model);
+  answer->head = answer_head(adapter.id_prefix, call.exchange->request().id, service.options.model);
   answer->head.object = adapter.object;
   answer->head.event_object = adapter.event_object;
   answer->head.prompt_details = adapter.prompt_details;

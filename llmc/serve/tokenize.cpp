@@ -1,66 +1,24 @@
 // What the model's tokens are: POST /tokenize and /detokenize, GET /tokenizer_info. Names and shapes are those of vLLM.
-#include <algorithm>
-#include <initializer_list>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "llmc/base/json.h"
 #include "llmc/base/utf8.h"
-#include "llmc/infer/completion.h"
-#include "llmc/infer/prompt.h"
 #include "llmc/serve/access.h"
-#include "llmc/serve/chat_request.h"
 #include "llmc/serve/routes.h"
 #include "llmc/serve/text_request.h"
+#include "llmc/serve/tokenize_request.h"
 
 namespace weft {
 
 namespace {
 
-const Tokenizer& need_tokenizer(const RequestContext& context) {
-  if (context.tokenizer != nullptr) return *context.tokenizer;
-  throw RequestError(400, "the model file has no tokenizer: its tokens have no text");
-}
-
-// The body of a POST, checked but for its own fields.
-Json read_body(const Call& call) {
+// The body of a POST.
+std::string take_body(const Call& call) {
   call.service.check_ready();
   check_json_body(call.exchange->request());
-  Json body = parse_request(call.exchange->take_body());
-  check_model(body, call.service.context.model);
-  return body;
-}
-
-void refuse_others(const Json& body, std::initializer_list<std::string_view> known) {
-  for (const auto& [name, value] : body.items()) {
-    if (value.is_null() || name == "model" || std::ranges::find(known, name) != known.end()) continue;
-    throw RequestError(400, "got " + escaped(name, 60) + ", a field that this endpoint does not have. Leave it out",
-                       name);
-  }
-}
-
-// Text as it stands in a document: names of special tokens are those tokens.
-std::vector<std::int32_t> ids_of_text(const Json& body, const Tokenizer& tokenizer) {
-  refuse_others(body, {"prompt", "add_special_tokens", "return_token_strs"});
-  const Json& prompt = body["prompt"];
-  if (!prompt.is_string()) refuse_field("prompt", prompt, "a text");
-  const bool in_front = read_flag(body, "add_special_tokens", true);
-  return for_field("prompt", [&] {
-    return tokenizer.encode(prompt.get_ref<const std::string&>(), in_front, Tokenizer::Special::allow);
-  });
-}
-
-std::vector<std::int32_t> ids_of_messages(const Json& body, const RequestContext& context) {
-  refuse_others(
-      body, {"messages", "add_generation_prompt", "continue_final_message", "add_special_tokens", "return_token_strs"});
-  if (read_flag(body, "add_special_tokens")) {
-    refuse_field("add_special_tokens", true, "false beside messages: the chat format has those that it wants");
-  }
-  const Chat& chat = need_chat(context);
-  const Conversation conversation = read_conversation(body);
-  return for_field("messages", [&] { return chat.ids(chat.render(conversation.messages, conversation.tail)); });
+  return call.exchange->take_body();
 }
 
 Json text_or_null(const Tokenizer& tokenizer, std::optional<std::int32_t> id) {
@@ -71,34 +29,11 @@ Json text_or_null(const Tokenizer& tokenizer, std::optional<std::int32_t> id) {
 }  // namespace
 
 std::optional<HttpResponse> tokenize(const Call& call) {
-  const Json body = read_body(call);
-  const RequestContext& context = call.service.context;
-  const Tokenizer& tokenizer = need_tokenizer(context);
-  const bool has_prompt = body.contains("prompt"), has_messages = body.contains("messages");
-  if (has_prompt == has_messages) throw RequestError(400, "expected either prompt or messages", "prompt");
-  const std::vector<std::int32_t> ids = has_prompt ? ids_of_text(body, tokenizer) : ids_of_messages(body, context);
-  Json strings;
-  if (read_flag(body, "return_token_strs")) {
-    strings = Json::array();
-    for (const std::int32_t id : ids) strings.push_back(utf8_replace_invalid(tokenizer.token_bytes(id)));
-  }
-  return json_response({{"count", ids.size()},
-                        {"max_model_len", context.config->max_positions},
-                        {"tokens", ids},
-                        {"token_strs", strings}});
+  return json_response(tokenized(take_body(call), call.service.context));
 }
 
 std::optional<HttpResponse> detokenize(const Call& call) {
-  const Json body = read_body(call);
-  refuse_others(body, {"tokens"});
-  const RequestContext& context = call.service.context;
-  need_tokenizer(context);
-  const auto tokens = body.find("tokens");
-  if (tokens == body.end()) throw RequestError(400, "tokens: missing, expected a list of token ids", "tokens");
-  if (*tokens == Json::array()) return json_response({{"prompt", ""}});
-  return json_response({{"prompt", for_field("tokens", [&] {
-                           return prompt_from_ids(*tokens, context.tokenizer, *context.config, "tokens").text;
-                         })}});
+  return json_response(detokenized(take_body(call), call.service.context));
 }
 
 std::optional<HttpResponse> show_tokenizer(const Call& call) {

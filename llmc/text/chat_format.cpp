@@ -395,6 +395,13 @@ class ChatRenderer {
       const bool literal = part.source == ChatFormat::Source::literal;
       const std::size_t from = part.source == ChatFormat::Source::content ? i : 0;
       std::string text = literal ? part.text : apply_chat_steps(turns_[from].content, part.steps);
+      // A rule may repeat the system message in every turn.
+      rendered_bytes_ += text.size();
+      if (rendered_bytes_ > ChatFormat::kMaxRenderedBytes) {
+        fail(Exit::usage,
+             "the conversation has more than the %zu bytes that are accepted, in the form that the model wants",
+             ChatFormat::kMaxRenderedBytes);
+      }
       if (!text.empty()) segments_.push_back({std::move(text), literal});
     }
   }
@@ -404,6 +411,7 @@ class ChatRenderer {
   std::vector<Turn> turns_;
   std::optional<std::size_t> last_user_;
   std::vector<TextSegment> segments_;
+  std::size_t rendered_bytes_ = 0;
 };
 
 std::vector<TextSegment> ChatFormat::render(std::span<const ChatMessage> messages, bool generation, bool tail) const {

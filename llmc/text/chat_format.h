@@ -63,6 +63,7 @@ class ChatFormat {
   const std::optional<Thoughts>& thoughts() const { return thoughts_; }
 
   static constexpr std::size_t kMaxMessages = 4096;
+  static constexpr std::size_t kMaxRenderedBytes = 64 << 20;
 
  private:
   friend class ChatFormatReader;

@@ -68,6 +68,23 @@ TEST(ChatFormat, RendersWhatThePythonRendererRenders) {
   EXPECT_GT(refused, 20U);
 }
 
+// A format that repeats the system message in every turn makes much of little.
+TEST(ChatFormat, WhatIsRenderedIsLimited) {
+  const ChatFormat format =
+      ChatFormat::from_json(parse_json(R"({"version": 1, "order": "any", "kinds": [], "refusals": [],
+      "end": [], "rules": [{"previous": "start", "role": "system", "parts": []},
+        {"previous": "system", "role": "user", "parts": [{"from": "content", "steps": []}]},
+        {"previous": "user", "role": "user", "when": {"system": "plain"}, "parts": [{"from": "system", "steps": []}]},
+        {"previous": "user", "role": "end", "parts": []}]})",
+                                       "a format"),
+                            "a format");
+  std::vector<ChatMessage> messages = {{"system", std::string(1 << 20, 'a')}, {"user", ""}};
+  messages.resize(2 + 64, {"user", ""});
+  EXPECT_EQ(text_of(format.render(messages, false)).size(), std::size_t{64} << 20);
+  messages.push_back({"user", ""});
+  EXPECT_NE(error_of(Exit::usage, [&] { format.render(messages, false); }).find("67108864 bytes"), std::string::npos);
+}
+
 TEST(ChatFormat, RefusesInTheWordsOfTheFormat) {
   const ChatFormat format = ChatFormat::from_json(vectors()[0]["format"], kVectors);
   const auto error = [&](const std::vector<ChatMessage>& messages) {

@@ -807,9 +807,9 @@ TEST(InferOptionParser, EachOptionIsForItsTasks) {
       {"--bench-prompt=3", {"bench-batch"}},
       {"--lookup=3", all_but({"perplexity", "compare", "bench-batch"})},
       {"--draft=w", all_but({"perplexity", "compare", "bench-batch"})}};
-  for (const char* option :
-       {"--served-name=w", "--api-key-file=w", "--max-queue=3", "--max-connections=3", "--max-body=3",
-        "--request-seconds=3", "--read-seconds=3", "--idle-seconds=3", "--write-seconds=3", "--drain-seconds=3"}) {
+  for (const char* option : {"--served-name=w", "--api-key-file=w", "--allowed-host=w", "--log-requests",
+                             "--max-queue=3", "--max-connections=3", "--max-body=3", "--request-seconds=3",
+                             "--read-seconds=3", "--idle-seconds=3", "--write-seconds=3", "--drain-seconds=3"}) {
     rules.push_back({option, {"serve"}});
   }
   for (const char* option : {"--max-tokens=3", "--temperature=1", "--top-k=3", "--top-p=0.5", "--min-p=0.5", "--seed=3",

@@ -31,7 +31,8 @@ std::string post(const std::string& body, const std::string& fields = "") {
          "\r\n\r\n" + body;
 }
 constexpr const char* kGet = "GET /hello HTTP/1.1\r\nHost: localhost\r\n\r\n";
-constexpr const char* kLastGet = "GET /last HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
+constexpr const char* kLastGet =
+    "GET /last HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-Request-Id: the-last\r\n\r\n";
 
 HttpLimits quick_limits() {
   HttpLimits limits;
@@ -43,7 +44,7 @@ HttpLimits quick_limits() {
   return limits;
 }
 
-std::string error_text(int status, const std::string& message) {
+std::string error_text(const HttpRequest&, int status, const std::string& message) {
   return std::to_string(status) + ": " + message;
 }
 
@@ -107,6 +108,23 @@ std::string numbered(std::size_t bytes) {
   for (std::size_t i = 0; text.size() < bytes; ++i) text += std::to_string(10'000'000 + i);
   text.resize(bytes);
   return text;
+}
+
+// The ids of the requests, in their order.
+std::vector<std::string> ids_of(const std::string& answers) {
+  constexpr std::string_view kField = "\r\nX-Request-Id: ";
+  std::vector<std::string> found;
+  for (std::size_t at = answers.find(kField); at != std::string::npos; at = answers.find(kField, at + 1)) {
+    const std::size_t begin = at + kField.size();
+    found.push_back(answers.substr(begin, answers.find("\r\n", begin) - begin));
+  }
+  return found;
+}
+
+// An answer as it is but for the id, which is another each time.
+std::string without_id(std::string answer) {
+  for (const std::string& id : ids_of(answer)) answer.replace(answer.find(id), id.size(), "");
+  return answer;
 }
 
 TEST(Http, AddressesAreHostAndPort) {
@@ -266,7 +284,7 @@ TEST(Http, ARequestHasOneHost) {
 }
 
 // A connection that has served a request serves the next one as a new connection does: byte for byte, after a request of
-// any kind.
+// any kind, but for its id.
 TEST(Http, NothingIsLeftOfTheRequestBefore) {
   Running running([](const std::shared_ptr<HttpExchange>& exchange) {
     if (exchange->request().path != "/stream") return echo(exchange);
@@ -302,7 +320,7 @@ TEST(Http, NothingIsLeftOfTheRequestBefore) {
       client.send(before);
       ASSERT_TRUE(client.receive(end).ends_with(end)) << before;
       client.send(request);
-      EXPECT_EQ(client.receive(), fresh) << before << request;
+      EXPECT_EQ(without_id(client.receive()), without_id(fresh)) << before << request;
     }
   }
 }
@@ -382,11 +400,43 @@ TEST(Http, EachStatusHasItsReasonAndEachAnswerItsFields) {
                                      {500, "Internal Server Error"},
                                      {503, "Service Unavailable"}}) {
     status = code;
-    EXPECT_EQ(running.ask(kLastGet),
-              format("HTTP/1.1 %d %s\r\n", code, reason) +
-                  "Content-Type: a/b\r\nCache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
-                  "Connection: close\r\nFirst: 1\r\nSecond: 2\r\nContent-Length: 4\r\n\r\nbody");
+    EXPECT_EQ(running.ask(kLastGet), format("HTTP/1.1 %d %s\r\n", code, reason) +
+                                         "Content-Type: a/b\r\nCache-Control: no-store\r\nX-Content-Type-Options: "
+                                         "nosniff\r\nX-Request-Id: the-last\r\n"
+                                         "Connection: close\r\nFirst: 1\r\nSecond: 2\r\nContent-Length: 4\r\n\r\nbody");
   }
+}
+
+// The client's id of a request or a new one, in every answer: also of a stream, and where no handler was asked.
+TEST(Http, EveryAnswerHasTheIdOfItsRequest) {
+  Running running([](const std::shared_ptr<HttpExchange>& exchange) {
+    if (exchange->request().path != "/stream") return echo(exchange);
+    exchange->begin_stream("text/event-stream");
+    exchange->send(exchange->request().id);
+    exchange->end_stream();
+  });
+  // Of the requests of one connection each has its own, whether or not the one before had one.
+  const std::string stream = "GET /stream HTTP/1.1\r\nHost: a\r\nX-Request-Id: of-a-stream\r\n\r\n";
+  const std::string several =
+      running.ask(post("1", "X-Request-Id: first\r\n") + kGet + stream +
+                  "HEAD / HTTP/1.1\r\nHost: a\r\nX-Request-Id: head\r\n\r\n" +
+                  "GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nX-Request-Id: two words\r\n\r\n");
+  const std::vector<std::string> found = ids_of(several);
+  ASSERT_EQ(found.size(), 5u) << several;
+  EXPECT_EQ(found[0], "first");
+  EXPECT_EQ(found[2], "of-a-stream");
+  EXPECT_NE(several.find("\r\n\r\nb\r\nof-a-stream\r\n"), std::string::npos);
+  EXPECT_EQ(found[3], "head");
+  for (const std::string& made : {found[1], found[4]}) EXPECT_EQ(made.size(), 32u) << made;
+  EXPECT_NE(found[1], found[4]);
+  // Refused without the handler: a body that is too long, another transfer encoding, what is no HTTP.
+  EXPECT_EQ(ids_of(running.ask("POST / HTTP/1.1\r\nHost: a\r\nX-Request-Id: long\r\nContent-Length: 9999\r\n\r\n")),
+            std::vector<std::string>{"long"});
+  EXPECT_EQ(ids_of(running.ask("POST / HTTP/1.1\r\nHost: a\r\nX-Request-Id: gzip\r\nTransfer-Encoding: gzip\r\n\r\n")),
+            std::vector<std::string>{"gzip"});
+  const std::vector<std::string> of_nothing = ids_of(running.ask("nothing\r\n\r\n"));
+  ASSERT_EQ(of_nothing.size(), 1u);
+  EXPECT_EQ(of_nothing[0].size(), 32u);
 }
 
 // Further requests that the server reads while it answers one.

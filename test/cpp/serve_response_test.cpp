@@ -18,6 +18,9 @@
 #include "llmc/serve/chat_choice.h"
 #include "llmc/serve/metrics.h"
 #include "llmc/serve/page.h"
+#include "llmc/serve/request_error.h"
+#include "llmc/serve/request_id.h"
+#include "llmc/serve/request_log.h"
 #include "test/cpp/test_files.h"
 
 namespace weft {
@@ -413,7 +416,7 @@ TEST(AnswerJson, Objects) {
       "choices": [{"index": 0, "text": "", "logprobs": null, "finish_reason": null},
                   {"index": 1, "text": "", "logprobs": null, "finish_reason": null}],
       "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}})"));
-  EXPECT_NE(answer_head("", "a").id, answer_head("", "a").id);
+  EXPECT_NE(answer_head("x-", "1", "a").id, answer_head("x-", "2", "a").id);
   head.prompt_details = true;
   head.object = "chat.completion";
   const Json with_details = Json::parse(answer_body(head, choices, {3, 4, 2}));
@@ -421,20 +424,15 @@ TEST(AnswerJson, Objects) {
   EXPECT_EQ(with_details["object"], "chat.completion");
 }
 
-// The time in seconds, as the API has it, and an id of 128 random bits.
+// The time in seconds, as the API has it, and the id of the request.
 TEST(AnswerJson, AHeadIsOfNow) {
   const std::int64_t before = std::time(nullptr);
-  const AnswerHead head = answer_head("cmpl-", "tiny");
+  const AnswerHead head = answer_head("cmpl-", "a-request", "tiny");
   EXPECT_GE(head.created, before);
   EXPECT_LE(head.created, std::time(nullptr));
   EXPECT_EQ(head.model, "tiny");
   EXPECT_FALSE(head.usage_follows);
-  EXPECT_TRUE(head.id.starts_with("cmpl-"));
-  for (const std::string& word : {head.id.substr(5), random_word()}) {
-    EXPECT_EQ(word.size(), 32u);
-    EXPECT_EQ(word.find_first_not_of("0123456789abcdef"), std::string::npos) << word;
-    EXPECT_NE(word.substr(0, 8), word.substr(8, 8));
-  }
+  EXPECT_EQ(head.id, "cmpl-a-request");
 }
 
 TEST(AnswerJson, Events) {
@@ -475,6 +473,54 @@ TEST(AnswerJson, EachStatusHasItsTypeOfError) {
     EXPECT_EQ(Json::parse(error_body(status, "x"))["error"]["type"], type) << status;
     EXPECT_EQ(Json::parse(error_event(status, "x").substr(6))["error"]["type"], type) << status;
   }
+}
+
+// ---- ids and the log -----------------------------------------------------------------------------------------------
+
+TEST(RequestId, IsTheClientsIfItIsSane) {
+  for (const std::string& given :
+       {std::string("a"), std::string(128, 'x'), std::string("Root=1-67891233:azAZ09_./+=@")}) {
+    EXPECT_EQ(request_id(given), given);
+  }
+  for (const std::string& given :
+       {std::string(), std::string(129, 'x'), std::string("a b"), std::string("a\"b"), std::string("a\\b"),
+        std::string("a\nb"), std::string("\x7f"), std::string("caf\xC3\xA9"), std::string("a\0b", 3),
+        std::string("a,b"), std::string("<b>")}) {
+    const std::string made = request_id(given);
+    EXPECT_EQ(made.size(), 32u) << given;
+    EXPECT_EQ(made.find_first_not_of("0123456789abcdef"), std::string::npos) << made;
+    EXPECT_NE(made.substr(0, 8), made.substr(8, 8));
+    EXPECT_NE(made, request_id(given));
+  }
+}
+
+TEST(RequestLog, ALineSaysWhatWasComputed) {
+  HttpRequest request;
+  request.id = "an-id";
+  request.method = "GET";
+  request.path = "/a 'b'\n";
+  EXPECT_EQ(request_line(request, 404), R"(request id=an-id method=GET path='/a \'b\'\x0a' status=404)");
+
+  RequestFigures figures;
+  figures.prompt_tokens = 9;
+  figures.cached_tokens = 4;
+  request.path = "/v1/completions";
+  const auto tail = [&](int status) {
+    const std::string line = request_line(request, status, &figures);
+    return line.substr(line.find(" status="));
+  };
+  EXPECT_EQ(tail(kClientClosed),
+            " status=499 prompt_tokens=9 cached_tokens=4 completion_tokens=0 first_ms=- token_ms=- finish=");
+  figures.add(FinishedBy::stop, 1, {0.5, 0, 0});
+  EXPECT_EQ(tail(200),
+            " status=200 prompt_tokens=9 cached_tokens=4 completion_tokens=1 first_ms=500.00 token_ms=- finish=stop");
+  // The first token of all choices, the mean time between tokens of the same choice, and each reason once.
+  figures.add(FinishedBy::length, 4, {0.25, 0.009, 3});
+  figures.add(FinishedBy::length, 2, {0.75, 0.007, 1});
+  figures.add(FinishedBy::cancelled, 0, {});
+  EXPECT_EQ(tail(200),
+            " status=200 prompt_tokens=9 cached_tokens=4 completion_tokens=7 first_ms=250.00 token_ms=4.00 "
+            "finish=stop,length,abort");
 }
 
 // ---- metrics ----------------------------------------------------------------------------------------------------------
@@ -583,6 +629,44 @@ TEST(ServerMetrics, EndsAreCountedByTheirReason) {
   expect_contains(text, "\nvllm:e2e_request_latency_seconds_count{model_name=\"m\"} 10\n");
   expect_contains(text, "\nvllm:e2e_request_latency_seconds_sum{model_name=\"m\"} 2.5\n");
   expect_contains(text, "\nvllm:time_to_first_token_seconds_count{model_name=\"m\"} 0\n");
+}
+
+// ---- hosts -----------------------------------------------------------------------------------------------------------
+
+TEST(ServerAccess, AllowedHostsAreAnsweredToAndNoOthers) {
+  const std::vector<std::string> named = parse_allowed_hosts({"Weft.Example", "[2001:db8::1]", "10.0.0.7"});
+  const auto allows = [](const AccessRules& rules, const std::string& host, const std::string& origin = "") {
+    HttpRequest request;
+    request.host = host;
+    request.origin = origin;
+    try {
+      check_access(request, rules, true);
+    } catch (const RequestError& error) {
+      EXPECT_EQ(error.status(), 403);
+      return false;
+    }
+    return true;
+  };
+  for (const bool loopback : {true, false}) {
+    const AccessRules rules{"127.0.0.1", named, loopback, ""};
+    for (const char* host :
+         {"weft.example", "WEFT.example:8443", "[2001:DB8::1]", "10.0.0.7:80", "localhost:8000", "127.0.0.1"}) {
+      EXPECT_TRUE(allows(rules, host)) << host;
+    }
+    for (const char* host :
+         {"example", "weft.example.org", "a.weft.example", "10.0.0.8", "[2001:db8::2]", "2001:db8::1"}) {
+      EXPECT_FALSE(allows(rules, host)) << host;
+    }
+    // A page that the server has sent through a proxy with TLS may use it, those of others may not.
+    EXPECT_TRUE(allows(rules, "weft.example", "https://weft.example"));
+    EXPECT_FALSE(allows(rules, "weft.example", "https://other.example"));
+  }
+  EXPECT_FALSE(allows({"127.0.0.1", {}, true, ""}, "weft.example"));
+  EXPECT_TRUE(allows({"0.0.0.0", {}, false, ""}, "weft.example"));  // anybody's name for it
+  for (const char* bad :
+       {"", "https://weft.example", "weft.example:443", "a b", "weft.example/", "*", "::1", "[::1]:80"}) {
+    expect_contains(error_of(Exit::usage, [&] { parse_allowed_hosts({"a", bad}); }), "--allowed-host: got");
+  }
 }
 
 // ---- keys and the page ------------------------------------------------------------------------------------------------

@@ -567,6 +567,70 @@ def test_a_pipelining_client_gets_every_answer_and_leaves_no_line_in_the_log(mod
         assert server.lines[lines:] == []
 
 
+# ---- the log ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_request_has_its_line_in_the_log(model):
+    def line_of(name: str) -> dict[str, str]:
+        """The fields of the one line about the request of this id, when it is there."""
+        def found() -> list[str]:
+            return [line for line in server.lines if line.startswith(f"request id={name} ")]
+        until(found)
+        assert len(found()) == 1, found()
+        return dict(re.findall(r"(\w+)=('(?:\\.|[^'])*'|\S*)", found()[0]))
+
+    def ask(name: str, body: object, path: str = "/v1/completions") -> tuple[int, bytes]:
+        status, headers, text = server.ask("POST", path, body, X_Request_Id=name)
+        assert headers["X-Request-Id"] == name
+        return status, text
+
+    with Server(model, "--log-requests", "--max-body", "2000") as server:
+        prompt = "x" * 100
+        status, text = ask("whole", {"prompt": prompt, "max_tokens": 9, "ignore_eos": True})
+        assert status == 200 and json.loads(text)["id"] == "cmpl-whole"
+        line = line_of("whole")
+        assert line | {"first_ms": "", "token_ms": ""} == {
+            "id": "whole", "method": "POST", "path": "'/v1/completions'", "status": "200", "prompt_tokens": "100", "cached_tokens": "0",
+            "completion_tokens": "9", "first_ms": "", "token_ms": "", "finish": "length"}
+        assert float(line["first_ms"]) > 0 and float(line["token_ms"]) > 0
+        # The same prompt again, streamed, with two choices: found in the cache once.
+        status, text = ask("streamed", {"prompt": prompt, "max_tokens": 5, "n": 2, "ignore_eos": True, "stream": True,
+                                        "stream_options": {"include_usage": True}})
+        usage = json.loads(text.decode().split("\n\n")[-3][6:])["usage"]
+        line = line_of("streamed")
+        assert [line["prompt_tokens"], line["completion_tokens"]] == [str(usage["prompt_tokens"]), str(usage["completion_tokens"])] == ["100", "10"]
+        assert 0 < int(line["cached_tokens"]) < 100
+        ask("one", {"prompt": "a", "max_tokens": 1, "ignore_eos": True})
+        assert line_of("one")["token_ms"] == "-" and float(line_of("one")["first_ms"]) > 0
+        assert ask("scored", {"prompt": "a", "max_tokens": 0, "echo": True})[0] == 200
+        assert [line_of("scored")[field] for field in ("completion_tokens", "first_ms", "token_ms")] == ["0", "-", "-"]
+        # What is refused, by an endpoint and before one, and what generates nothing.
+        for name, status, body, path in (("wrong", 400, {"prompt": 5}, "/v1/completions"), ("large", 413, {"prompt": "a" * 2000}, "/v1/completions"),
+                                         ("nowhere", 404, {}, "/no\twhere%20at=all"), ("ids", 200, {"prompt": "a"}, "/tokenize")):
+            assert ask(name, body, path.replace("\t", "%09"))[0] == status
+            assert "prompt_tokens" not in line_of(name) and line_of(name)["status"] == str(status)
+        assert line_of("nowhere")["path"] == r"'/no\x09where at=all'"
+        assert server.get("/health", X_Request_Id="get")[0] == 200 and line_of("get")["method"] == "GET"
+        assert server.get("/health", X_Request_Id="host", Host="other.example")[0] == 403 and line_of("host")["status"] == "403"
+        # Whose client leaves, with nothing and within the stream.
+        for name, more, status in (("left", {}, "499"), ("left-stream", {"stream": True}, "200")):
+            with socket.create_connection((server.host, server.port), timeout=60) as client:
+                client.sendall(request(json.dumps({**LONG, "n": 64, **more}).encode(), f"X-Request-Id: {name}"))
+                if more:
+                    receive(client, b"data: ")
+                until(lambda: server.metric("vllm:num_requests_running") == 64)
+            line = line_of(name)
+            assert (line["status"], line["finish"], line["prompt_tokens"]) == (status, "abort", "1")
+            assert 0 < int(line["completion_tokens"]) < 64 * LONG["max_tokens"]
+        # One that has no sane id gets one, and no part of its own is in the log.
+        status, headers, _ = server.get("/health", X_Request_Id="a b=c")
+        assert line_of(headers["X-Request-Id"])["path"] == "'/health'" and not any("a b=c" in line for line in server.lines)
+        assert not any(prompt in line for line in server.lines)
+    with Server(model) as quiet:
+        quiet.complete(prompt="a", max_tokens=1)
+        assert not any("request" in line for line in quiet.lines)
+
+
 # ---- limits ----------------------------------------------------------------------------------------------------------
 
 
@@ -643,7 +707,18 @@ def test_it_answers_to_the_address_at_which_it_listens(model):
             assert server.ask("GET", "/health", Host=host)[0] == status, host
 
 
+def test_it_answers_to_allowed_hosts_and_no_others(model):
+    with Server(model, "--allowed-host", "Weft.example", "--allowed-host", "other.example") as server:
+        for host, status in (("weft.example", 200), ("other.example:8443", 200), ("localhost", 200), ("third.example", 403)):
+            assert server.get("/health", Host=host)[0] == status, host
+    for address, status in (("127.0.0.1:0", 403), ("0.0.0.0:0", 200)):  # without such a list
+        with Server(model, address=address, WEFT_API_KEY="k") as server:
+            server.fields = {"Authorization": "Bearer k"}
+            assert server.get("/health", Host="weft.example")[0] == status, address
+
+
 @pytest.mark.parametrize("options, code, words", [
+    (["--serve", "127.0.0.1:0", "--allowed-host", "https://a"], USAGE, "--allowed-host: got 'https://a', expected the name of a host"),
     (["--serve", "8000"], USAGE, "expected HOST:PORT"),
     (["--serve", "localhost:99999"], USAGE, "expected HOST:PORT"),
     (["--serve", "192.0.2.1:0"], ENVIRONMENT, "cannot listen on"),

@@ -67,4 +67,10 @@ ROWS = [
            unit("CompletionsServerTest.RequestsTakeTurns")),
     Mutant("all threads do large work", "WorkQueue::WorkQueue", "std::max(1, threads - 1)", "threads",
            unit("WorkQueue.SmallWork*")),
+    Mutant("an allowed host allows all others", "check_access", "!known && !rules.allowed_hosts.empty()", "false",
+           unit("ServerAccess.*")),
+    Mutant("a client's id may be of any length", "request_id", "given.size() <= kMaxIdBytes &&", "", unit("RequestId.*")),
+    Mutant("the log has nothing of a client that left", "Answer::take_end", "figures_.add(end.reason, end.generated_ids, times);",
+           "if (wanted()) figures_.add(end.reason, end.generated_ids, times);",
+           py("test_serve.py::test_each_request_has_its_line_in_the_log")),
 ]

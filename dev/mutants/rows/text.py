@@ -52,4 +52,6 @@ ROWS = [
     Mutant("chat format: white space of several bytes stays at the end", "stripped_right", "last_character(text)",
            "std::max(last_character(text), text.size() - 1)", unit("ChatFormat.*")),
     Mutant("chat format: a span begins at its last marker", "applied", "piece.find(step.text)", "piece.rfind(step.text)", unit("ChatFormat.*")),
+    Mutant("a chat format makes any amount of text", "append", "rendered_bytes_ += text.size();", "",
+           unit("ChatFormat.WhatIsRendered*")),
 ]
