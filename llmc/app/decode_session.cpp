@@ -140,6 +140,7 @@ DecodeSession::DecodeSession(const InferSettings& settings)
     device_.expect_draft(draft_file_->config());
   }
   device_.choose(file_.config(), file_.dtype());
+  generate_options();  // refuses rules that cannot be before a model is loaded
 }
 
 void check_same_tokens(const ModelFile& model, const Tokenizer* tokenizer, const ModelFile& other,
