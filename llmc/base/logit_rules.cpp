@@ -54,8 +54,7 @@ LogitRow LogitRules::row(std::span<const std::int32_t> generated, std::span<cons
   const auto repeats = [](const ForbiddenId& a, const ForbiddenId& b) {
     return a.id == b.id && (a.after == ForbiddenId::kAlways || a.after == b.after);
   };
-  const auto rest = std::ranges::unique(row.forbidden, repeats);
-  row.forbidden.erase(rest.begin(), rest.end());
+  row.forbidden.erase(std::unique(row.forbidden.begin(), row.forbidden.end(), repeats), row.forbidden.end());
   return row;
 }
 

@@ -10,8 +10,8 @@
 namespace weft {
 
 // Both throw RequestError, which names the field; 400 without a tokenizer.
-Json tokenized(std::string_view body, const RequestContext& context);
-Json detokenized(std::string_view body, const RequestContext& context);
+Json tokenized(std::string_view text, const RequestContext& context);
+Json detokenized(std::string_view text, const RequestContext& context);
 // The tokenizer of the model. 400 without one.
 const Tokenizer& need_tokenizer(const RequestContext& context);
 
