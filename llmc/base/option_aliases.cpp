@@ -48,7 +48,7 @@ constexpr OptionAlias kAliases[] = {
     {"--save-total-limit", "keep"},
     {"--keep-last", "keep"},
     {"--max-checkpoints", "keep"},
-    {"--epochs", "steps"},
+    {"--num-train-epochs", "epochs"},
     {"--num-epochs", "steps"},
     {"--num-train-epochs", "steps"},
     {"--max-steps", "steps"},

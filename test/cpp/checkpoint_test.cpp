@@ -867,7 +867,7 @@ TEST(NumericSettings, AreAllOptionsButThese) {
   const std::set<std::string> others = {
       "config",       "model",        "norm",  // held as the model's configuration and began_from
       "train",                                 // held as the shards' fingerprint
-      "steps",                                 // held by itself: it may grow
+      "steps",        "epochs",                // held by themselves: they may grow
       "tokenizer",    "device",                // held, and said
       "vocab-size",                            // held as the model's configuration
       "val",          "out",          "resume",        "save-every",    "keep",        "keep-best",    "eval",

@@ -333,7 +333,7 @@ TEST(OptionAliases, NamesOfOtherToolsAreUnderstood) {
       {"--batch_size=8", "--micro-batch", "--max-running"},
       {"--learning-rate", "--lr", nullptr},
       {"--learning_rate", "--lr", nullptr},
-      {"--epochs", "--steps", nullptr},
+      {"--num_train_epochs", "--epochs", nullptr},
       {"--ctx-size", "--seq-len", "--context"},
       {"--n-predict", nullptr, "--max-tokens"},
       {"--max_new_tokens", nullptr, "--max-tokens"},
