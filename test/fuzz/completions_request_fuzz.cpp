@@ -1,11 +1,9 @@
 // The body of POST /v1/completions: u8 flags, then the JSON. Flag 1: the model has no tokenizer; 2: names of special tokens
 // are tokens.
-#include <fstream>
-#include <iterator>
-
 #include "llmc/base/json.h"
 #include "llmc/serve/answer_json.h"
 #include "llmc/serve/completions_request.h"
+#include "test/fuzz/served_chat.h"
 #include "test/fuzz/target.h"
 
 namespace weft::fuzz {
@@ -13,36 +11,12 @@ namespace {
 
 constexpr std::int64_t kMaxSequences = 64;
 
-const Tokenizer& tokenizer() {
-  static const Tokenizer* one = [] {
-    const std::string path = "test/fixtures/tokenizer/neox_style.tokenizer.json";
-    std::ifstream file(path, std::ios::binary);
-    const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-    if (text.empty()) {
-      std::fprintf(stderr, "%s: cannot read; run from the root of the repository\n", path.c_str());
-      std::exit(1);
-    }
-    return new Tokenizer(Tokenizer::from_json(text, path));
-  }();
-  return *one;
-}
-
-const ModelConfig& config() {
-  static const ModelConfig one = [] {
-    ModelConfig made;
-    made.vocab_size = tokenizer().vocab_size() + 6;
-    made.eos_ids = {0};
-    return made;
-  }();
-  return one;
-}
-
 void use(const TextRequest& request) {
   FUZZ_CHECK(!request.prompts.empty() && request.n >= 1 && request.n <= kMaxChoices);
   FUZZ_CHECK(request.sequences() <= kMaxSequences);
   for (const CompletionPrompt& prompt : request.prompts) {
     FUZZ_CHECK(!prompt.ids.empty());
-    for (const std::int32_t id : prompt.ids) FUZZ_CHECK(id >= 0 && id < config().vocab_size);
+    for (const std::int32_t id : prompt.ids) FUZZ_CHECK(id >= 0 && id < neox_config().vocab_size);
     FUZZ_CHECK(Json::parse(json_text(Json(prompt.text))) == prompt.text);
   }
   const CompletionOptions& options = request.options;
@@ -61,8 +35,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   using namespace weft::fuzz;
   Input input(data, size);
   const auto flags = input.take<std::uint8_t>();
-  const RequestContext context{"tiny", (flags & 1) != 0 ? nullptr : &tokenizer(),
-                               (flags & 2) != 0 ? Tokenizer::Special::allow : Tokenizer::Special::text, &config(),
+  const RequestContext context{"tiny", (flags & 1) != 0 ? nullptr : &neox_tokenizer(),
+                               (flags & 2) != 0 ? Tokenizer::Special::allow : Tokenizer::Special::text, &neox_config(),
                                kMaxSequences};
   const std::string_view body = input.take_rest();
   accepts([&] {

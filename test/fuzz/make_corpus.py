@@ -302,14 +302,60 @@ def completions_request() -> dict[str, bytes]:
     return {name: b"\0" + json.dumps(body).encode() for name, body in bodies.items()}
 
 
+def chat_request() -> dict[str, bytes]:
+    user = {"role": "user", "content": "Tell me a story."}
+    answer: dict[str, object] = {"role": "assistant", "content": "<think>hm</think>\nOnce", "reasoning_content": "hm", "refusal": None, "tool_calls": []}
+    parts = {"role": "developer", "name": "me", "content": [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "<|endoftext|>"}]}
+    bodies: dict[str, tuple[int, object]] = {
+        "chat": (0, {"model": "tiny", "messages": [user], "max_completion_tokens": 7, "temperature": 0.5, "user": "me"}),
+        "turns": (0, {"messages": [parts, user, answer, user], "logprobs": True, "top_logprobs": 3, "n": 2, "stop": ["x"], "seed": -7}),
+        "open": (0, {"messages": [user, answer], "continue_final_message": True, "add_generation_prompt": False, "max_tokens": 1}),
+        "stream": (0, {"messages": [user], "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+        "tools": (0, {"messages": [user], "tools": [], "tool_choice": "none", "response_format": {"type": "json_object"}}),
+        "image": (0, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
+        "refused": (0, {"messages": [{"role": "user", "content": "!"}, {"role": "tool", "content": "", "tool_call_id": "1"}]}),
+        "empty": (0, {"messages": [{"role": "system", "content": ""}]}), "none": (4, {"messages": [user]}),
+        "tokenize": (1, {"prompt": "a<|endoftext|>b", "add_special_tokens": False, "return_token_strs": True}),
+        "tokenize-chat": (1, {"messages": [parts, user], "add_generation_prompt": False}),
+        "detokenize": (2, {"tokens": [0, 5, 6, 70]}), "detokenize-none": (2, {"tokens": []}), "large-id": (2, {"tokens": [2**31, -1, 1e3]}),
+    }
+    return {name: bytes([flags]) + json.dumps(body).encode() for name, (flags, body) in bodies.items()}
+
+
+def chat_format() -> dict[str, bytes]:
+    """The formats of the vectors, with a few of their rules, and conversations."""
+    seeds = {}
+    for number, vector in enumerate(json.loads((ROOT / "test/fixtures/chat/vectors.json").read_text())):
+        form = vector["format"]
+        while len(text := json.dumps(form, separators=(",", ":")).encode()) > 1500:
+            form["rules"] = form["rules"][::2]
+        messages = b"".join(b"\0" + content.encode() for content in ("Be brief.", " Hi<|endoftext|>\n", "<think>a</think> b", ""))
+        seeds[f"vector-{number}"] = bytes([number]) + text + messages
+    chatml = {"version": 1, "order": "any", "kinds": [{"role": "system", "tests": {"empty": True}, "kind": "absent"}], "refusals": [], "end": ["<|im_end|>"],
+              "thoughts": {"begin": "<think>", "end": "</think>"},
+              "rules": [{"previous": before, "role": role, "parts": [f"<|endoftext|>{role}\n", {"from": "content", "steps": [["strip"]]}, "<|im_end|>\n"]}
+                        for before in ("start", "system", "user", "assistant") for role in ("system", "user", "assistant")]
+              + [{"previous": "user", "role": "generation", "parts": ["assistant\n<think>"]}, {"previous": "assistant", "role": "end", "parts": []}]}
+    text = json.dumps(chatml, separators=(",", ":")).encode()
+    for flags in (4, 5, 6):
+        seeds[f"chatml-{flags}"] = bytes([flags]) + text + b"\0 Be brief.\0Hi\0<think>a</think>b\0more"
+    kind = {"role": "user", "tests": {"starts": "a", "ends": "b", "contains": "c", "blank": True, "gone": [["before_last", "x"]]}, "refuse": "no"}
+    steps = [["lstrip", "x"], ["rstrip"], ["after_first", "a"], ["after_last", "a"], ["before_first", "b"], ["delete", "c"], ["remove", "<", ">"]]
+    rest = chatml | {"kinds": [kind], "order": "alternate", "rules": [
+        {"previous": "start", "role": "user", "when": {"zone": "after", "last": False, "generation": True, "kind": "plain",
+                                                       "previous_kind": "plain", "system": "none"}, "parts": [{"from": "content", "steps": steps}]}]}
+    return seeds | {"rest": b"\1" + json.dumps(rest, separators=(",", ":")).encode() + b"\0b<xac>"}
+
+
 # What no seed holds.
 MORE_WORDS = {"options": ("--help", "--version", "1e400", "nan"), "train_options": (
     "--precision", "--on-nan", "--recompute", "--batch-tokens", "--seq-len", "--micro-batch", "--warmup-steps",
     "--max-minutes", "--compare", "--val", "--resume", "nan@step=", "io-error@save="),
     "infer_options": ("--prompt-file", "--special", "--seed", "--top-k", "--min-p", "--device", "--color", "--threads",
-                      "--bench-timeline", "--debug-inject", "hang@token=", "io-error@load"),
+                      "--bench-timeline", "--allowed-host", "--log-requests", "--debug-inject", "hang@token=", "io-error@load"),
     "completions_request": ("1e999", "18446744073709551615", "-9223372036854775808", "\\ud800", "repetition_penalty",
                             "use_beam_search", "min_tokens", "stop_token_ids", "guided_json"),
+    "chat_request": ("1e999", "\\ud800", "reasoning", "function_call", "annotations", "echo", "chat_template_kwargs"),
     "encode": ("'s", "'LL", "\r\n", "<|endoftext|>", "\u0301", "\u1100", "\u00a0", "\u200d", "\ufeff")}
 
 
@@ -330,7 +376,7 @@ def main() -> int:
     targets = {"tensor_file": tensor_file, "token_shard": token_shard, "model_config": model_config_seeds,
                "tokenizer_json": tokenizer_json, "encode": encode, "checkpoint": checkpoint, "options": options,
                "train_options": train_options, "infer_options": infer_options, "completions_request": completions_request,
-               "request_target": request_target}
+               "request_target": request_target, "chat_request": chat_request, "chat_format": chat_format}
     shutil.rmtree(CORPUS, ignore_errors=True)
     total = 0
     for target, make in targets.items():

@@ -1,0 +1,75 @@
+// A tokenizer, a model's configuration and a chat format for the targets that read requests.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <string>
+
+#include "llmc/base/json.h"
+#include "llmc/infer/chat.h"
+#include "llmc/model/config.h"
+#include "llmc/text/tokenizer.h"
+
+namespace weft::fuzz {
+
+// memory_files.h has its own files, so that this one is read directly.
+inline std::string read_fixture(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  if (text.empty()) {
+    std::fprintf(stderr, "%s: cannot read; run from the root of the repository\n", path.c_str());
+    std::exit(1);
+  }
+  return text;
+}
+
+inline const Tokenizer& neox_tokenizer() {
+  static const auto* one = [] {
+    const std::string path = "test/fixtures/tokenizer/neox_style.tokenizer.json";
+    return new Tokenizer(Tokenizer::from_json(read_fixture(path), path));
+  }();
+  return *one;
+}
+
+// Six ids more than the tokenizer has.
+inline const ModelConfig& neox_config() {
+  static const ModelConfig one = [] {
+    ModelConfig made;
+    made.vocab_size = neox_tokenizer().vocab_size() + 6;
+    made.max_positions = 4096;
+    made.eos_ids = {0};
+    return made;
+  }();
+  return one;
+}
+
+// With a special token of neox_tokenizer(), and one that ends its turns.
+inline const Chat& neox_chat() {
+  static const Chat* one = [] {
+    const char* const format = R"({"version": 1, "order": "any",
+        "kinds": [{"role": "system", "tests": {"empty": true}, "kind": "absent"},
+                  {"role": "assistant", "tests": {"contains": "</think>"}, "kind": "thought"},
+                  {"role": "user", "tests": {"starts": "!"}, "refuse": "no commands"}],
+        "rules": [{"previous": "start", "role": "system", "parts": ["<|endoftext|>S", {"from": "content", "steps": [["strip"]]}]},
+                  {"previous": "start", "role": "user", "parts": ["<|endoftext|>U", {"from": "content", "steps": []}]},
+                  {"previous": "system", "role": "user", "parts": ["\nU", {"from": "content", "steps": [["rstrip"]]}]},
+                  {"previous": "user", "role": "user", "when": {"zone": "last_user", "system": "plain"},
+                   "parts": ["\nU", {"from": "system", "steps": []}, "\n", {"from": "content", "steps": []}]},
+                  {"previous": "user", "role": "user", "parts": ["\nU", {"from": "content", "steps": []}]},
+                  {"previous": "user", "role": "assistant", "when": {"kind": "thought"},
+                   "parts": ["\nA", {"from": "content", "steps": [["remove", "<think>", "</think>"], ["lstrip", "\n"]]}, "<|endoftext|>"]},
+                  {"previous": "user", "role": "assistant", "parts": ["\nA", {"from": "content", "steps": []}, "<|endoftext|>"]},
+                  {"previous": "assistant", "role": "user", "parts": ["\nU", {"from": "content", "steps": []}]},
+                  {"previous": "assistant", "role": "end", "parts": []},
+                  {"previous": "user", "role": "end", "when": {"last": true}, "parts": ["\n"]},
+                  {"previous": "user", "role": "generation", "parts": ["\nA<think>"]}],
+        "refusals": [{"previous": "assistant", "role": "assistant", "message": "one answer at a time"}],
+        "end": ["<|endoftext|>", "\nU"], "thoughts": {"begin": "<think>", "end": "</think>"}})";
+    return new Chat(ChatFormat::from_json(parse_json(format, "chat_format"), "chat_format"), neox_tokenizer());
+  }();
+  return *one;
+}
+
+}  // namespace weft::fuzz
