@@ -12,12 +12,13 @@ import time
 
 import pytest
 
-from train_runs import (MODEL, NEOX, ROOT, SECONDS, arguments, assert_refused, assert_same_run, checkpoints, environment,
+from train_runs import (MODEL, NEOX, ROOT, SECONDS, SEED, VOCABULARY, arguments, assert_refused, assert_same_run, checkpoints, environment,
                         has_checkpoint, losses, np, preload, records, run_program, start, state_bytes, token_shard, train, wait_for,
-                        write_conversations, write_shard, xxhash)
+                        write_shard, xxhash)
 from train_runs import data_fixture, end_started, whole_fixture  # noqa: F401, pytest finds them here
 
 import tensor_file
+from conversation_shards import write_conversations
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
@@ -867,7 +868,7 @@ def test_kept_checkpoints(data, tmp_path):
 
 def test_a_run_on_conversations(tmp_path):
     """Epochs, what the start says of the rows, the learned tokens of each step, and the bits of a resumed run."""
-    chats = write_conversations(tmp_path / "chats")
+    chats = write_conversations(tmp_path / "chats", VOCABULARY, SEED)
     lengths = np.concatenate([np.diff(token_shard.TokenShard(path).starts) for path in sorted(chats.iterdir())])
 
     def run(out, *length):

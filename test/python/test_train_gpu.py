@@ -19,6 +19,7 @@ from train_runs import (ROOT, arguments, assert_refused, assert_same_run, checkp
 from train_runs import data_fixture  # noqa: F401, pytest finds it here
 import tensor_file
 import train_runs
+from conversation_shards import write_conversations
 
 GPU_TESTS = ROOT / "build" / "release" / "gpu_tests"
 MINUTES = 60
@@ -219,7 +220,7 @@ def test_precision_is_that_of_the_activations(data, tmp_path):
 @pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-4), ("bf16", 2e-2)])
 def test_conversations_are_learned_as_on_the_cpu(tmp_path, precision, tolerance):
     """The same learned tokens in each step, and the loss and the gradient's norm of their mean. A resumed run has the same bits."""
-    chats = train_runs.write_conversations(tmp_path / "chats")
+    chats = write_conversations(tmp_path / "chats", train_runs.VOCABULARY, train_runs.SEED)
     shards = ("--train", chats / "train_*.bin", "--val=", "--grad-clip", 0, "--precision")
     cpu, gpu, again = (tmp_path / name for name in ("cpu", "gpu", "again"))
     assert train_runs.train(chats, cpu, *shards, "fp32", "--device", "cpu", steps=6).returncode == 0

@@ -22,6 +22,7 @@ np = pytest.importorskip("numpy")
 pytest.importorskip("xxhash")
 
 import token_shard  # noqa: E402
+from conversation_shards import write_conversations  # noqa: E402
 import train_reference  # noqa: E402
 from tensor_file import FileError  # noqa: E402
 
@@ -178,24 +179,11 @@ def test_losses_equal_those_of_weft(tmp_path, model, options):
     assert got["grad_norm_max_relative"] < 1e-5, got
 
 
-def write_conversations(directory):
-    """Conversations of 2 to 20 tokens, of which answers of very different lengths are learned; some are longer than a row."""
-    directory.mkdir()
-    generator = np.random.default_rng(8)
-    for number, documents in enumerate((30, 11)):
-        writer = token_shard.ShardWriter(directory / f"train_{number}.bin", 59, tokenizer_hash=7)
-        for _ in range(documents):
-            length = int(generator.integers(2, 21))
-            writer.write_document(generator.integers(0, 59, length), generator.random(length) < generator.choice([0.05, 0.9]))
-        writer.close()
-    return directory
-
-
 @needs_program
 @needs_torch
 @pytest.mark.parametrize("options", [{"batch_tokens": 96, "grad_clip": 0.5}, {"batch_tokens": 64, "grad_clip": 0, "epochs": 1.5}])
 def test_losses_of_conversations_equal_those_of_weft(tmp_path, options):
-    data = write_conversations(tmp_path / "chats")
+    data = write_conversations(tmp_path / "chats", 59, 7)
     directory = train(tmp_path, model=GOLDEN / "llama-hs32-gqa2.model.bin", train=data / "train_*.bin", **options)
     got = verdict(directory, tolerance=1e-6)
     assert got["passed"] and got["grad_norm_max_relative"] < 1e-5, got
@@ -204,7 +192,7 @@ def test_losses_of_conversations_equal_those_of_weft(tmp_path, options):
 @needs_program
 def test_rows_of_conversations_are_those_of_weft(tmp_path):
     """The witness reads the shards itself: what the run logs of each step is the number of learned labels in its rows."""
-    data = write_conversations(tmp_path / "chats")
+    data = write_conversations(tmp_path / "chats", 59, 7)
     directory = train(tmp_path, steps=8, model=GOLDEN / "llama-hs32-gqa2.model.bin", train=data / "train_*.bin", batch_tokens=96)
     windows = train_reference.Windows(train_reference.read_description(directory), str(data / "train_*.bin"))
     rows = []

@@ -36,19 +36,6 @@ def write_shard(path, count, begin=0, vocabulary=VOCABULARY, tokenizer_hash=SEED
     return path
 
 
-def write_conversations(directory):
-    """Conversations of 2 to 20 tokens, of which answers of very different lengths are learned."""
-    directory.mkdir()
-    generator = np.random.default_rng(8)
-    for number, documents in enumerate((30, 11)):
-        writer = token_shard.ShardWriter(directory / f"train_{number}.bin", VOCABULARY, SEED)
-        for _ in range(documents):
-            length = int(generator.integers(2, 21))
-            writer.write_document(generator.integers(0, VOCABULARY, length), generator.random(length) < generator.choice([0.05, 0.9]))
-        writer.close()
-    return directory
-
-
 def make_data(directory):
     directory.mkdir()
     for i, count in enumerate((400, 170, 90)):
