@@ -28,7 +28,7 @@ std::vector<ChatMessage> messages_of(std::string_view text, bool in_turns) {
 }
 
 std::size_t specials(const std::vector<std::int32_t>& ids) {
-  for (const std::int32_t id : ids) FUZZ_CHECK(id >= 0 && id < neox_tokenizer().vocab_size());
+  check_ids(ids, neox_tokenizer().vocab_size());
   return static_cast<std::size_t>(
       std::ranges::count_if(ids, [](std::int32_t id) { return neox_tokenizer().is_special(id); }));
 }

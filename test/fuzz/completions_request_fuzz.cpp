@@ -1,7 +1,6 @@
 // The body of POST /v1/completions: u8 flags, then the JSON. Flag 1: the model has no tokenizer; 2: names of special tokens
 // are tokens.
 #include "llmc/base/json.h"
-#include "llmc/serve/answer_json.h"
 #include "llmc/serve/completions_request.h"
 #include "test/fuzz/served_chat.h"
 #include "test/fuzz/target.h"
@@ -16,7 +15,7 @@ void use(const TextRequest& request) {
   FUZZ_CHECK(request.sequences() <= kMaxSequences);
   for (const CompletionPrompt& prompt : request.prompts) {
     FUZZ_CHECK(!prompt.ids.empty());
-    for (const std::int32_t id : prompt.ids) FUZZ_CHECK(id >= 0 && id < neox_config().vocab_size);
+    check_ids(prompt.ids, neox_config().vocab_size);
     FUZZ_CHECK(Json::parse(json_text(Json(prompt.text))) == prompt.text);
   }
   const CompletionOptions& options = request.options;
@@ -39,16 +38,6 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                                (flags & 2) != 0 ? Tokenizer::Special::allow : Tokenizer::Special::text, &neox_config(),
                                kMaxSequences};
   const std::string_view body = input.take_rest();
-  accepts([&] {
-    try {
-      use(parse_completions(body, context));
-    } catch (const RequestError& error) {
-      // The answer is JSON, whatever the request held.
-      FUZZ_CHECK(error.status() == 400 || error.status() == 404);
-      const Json answer = Json::parse(error_body(error.status(), error.what(), error.param(), error.api_code()));
-      FUZZ_CHECK(answer["error"]["message"].is_string());
-      throw;
-    }
-  });
+  answers([&] { use(parse_completions(body, context)); });
   return 0;
 }

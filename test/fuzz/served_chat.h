@@ -1,16 +1,22 @@
-// A tokenizer, a model's configuration and a chat format for the targets that read requests.
+// What the targets that read requests share: a tokenizer, a model's configuration, a chat format, and what is checked.
 #pragma once
 
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "llmc/base/json.h"
 #include "llmc/infer/chat.h"
 #include "llmc/model/config.h"
+#include "llmc/serve/answer_json.h"
+#include "llmc/serve/request_error.h"
 #include "llmc/text/tokenizer.h"
+#include "test/fuzz/target.h"
 
 namespace weft::fuzz {
 
@@ -70,6 +76,25 @@ inline const Chat& neox_chat() {
     return new Chat(ChatFormat::from_json(parse_json(format, "chat_format"), "chat_format"), neox_tokenizer());
   }();
   return *one;
+}
+
+inline void check_ids(const std::vector<std::int32_t>& ids, std::int64_t vocab_size) {
+  for (const std::int32_t id : ids) FUZZ_CHECK(id >= 0 && id < vocab_size);
+}
+
+// accepts() for what reads the body of a request: the answer to one that is refused is JSON, whatever the request held.
+template <typename Read>
+void answers(Read&& read) {
+  accepts([&] {
+    try {
+      std::forward<Read>(read)();
+    } catch (const RequestError& error) {
+      FUZZ_CHECK(error.status() == 400 || error.status() == 404);
+      const Json answer = Json::parse(error_body(error.status(), error.what(), error.param(), error.api_code()));
+      FUZZ_CHECK(answer["error"]["message"].is_string());
+      throw;
+    }
+  });
 }
 
 }  // namespace weft::fuzz
