@@ -119,7 +119,7 @@ Exit run_batch(const DecodeSession& s) {
   AnswerFile output(settings.output);  // before the model is loaded, so that an error of the files is reported at once
   const std::unique_ptr<InferenceModel> model = s.load_inference(settings.kv_bytes, settings.max_running);
   const std::unique_ptr<InferenceModel> draft = s.load_draft(*model);
-  const GenerateOptions generate = s.generate_options();
+  const GenerateOptions& generate = s.generate_options();
   const CompletionOptions defaults = {.max_tokens = settings.max_tokens,
                                       .sampler = generate.sampler,
                                       .stop = settings.stop,

@@ -140,7 +140,8 @@ DecodeSession::DecodeSession(const InferSettings& settings)
     device_.expect_draft(draft_file_->config());
   }
   device_.choose(file_.config(), file_.dtype());
-  generate_options();  // refuses rules that cannot be before a model is loaded
+  rules_ = read_rules();
+  generate_ = make_generate_options();
 }
 
 void check_same_tokens(const ModelFile& model, const Tokenizer* tokenizer, const ModelFile& other,
@@ -204,21 +205,20 @@ DecodeSession::Prompt DecodeSession::prompt() const {
   return {std::move(ids), std::move(text)};
 }
 
-GenerateOptions DecodeSession::generate_options() const {
+GenerateOptions DecodeSession::make_generate_options() const {
   GenerateOptions generate;
   generate.max_tokens = settings_.max_tokens;
   generate.sampler = sampler_options(settings_);
   generate.sampler.vocab_limit = tokenizer_ ? tokenizer_->vocab_size() : config().tokenizer_vocab;
   if (!settings_.ignore_eos) generate.stop_ids = config().eos_ids;
-  const RequestedRules rules = requested_rules();
-  generate.stop_ids.insert(generate.stop_ids.end(), rules.stop_token_ids.begin(), rules.stop_token_ids.end());
-  generate.rules = logit_rules(rules, config().eos_ids, settings_.max_tokens, tokenizer(), config());
+  generate.stop_ids.insert(generate.stop_ids.end(), rules_.stop_token_ids.begin(), rules_.stop_token_ids.end());
+  generate.rules = logit_rules(rules_, config().eos_ids, settings_.max_tokens, tokenizer(), config());
   generate.stop_texts = settings_.stop;
   generate.hide_special = !settings_.print_special && !settings_.json;  // JSON is for programs, as --batch and --serve
   return generate;
 }
 
-RequestedRules DecodeSession::requested_rules() const {
+RequestedRules DecodeSession::read_rules() const {
   RequestedRules rules;
   rules.penalties.presence = static_cast<float>(settings_.presence_penalty);
   rules.penalties.frequency = static_cast<float>(settings_.frequency_penalty);

@@ -52,8 +52,8 @@ class DecodeSession {
     std::string text;
   };
   Prompt prompt() const;
-  GenerateOptions generate_options() const;
-  RequestedRules requested_rules() const;
+  const GenerateOptions& generate_options() const { return generate_; }
+  const RequestedRules& requested_rules() const { return rules_; }
   // With --lookup or --draft (else no drafts): where draft tokens come from. `draft`: what load_draft() returned.
   DraftOptions draft_options(InferenceModel* draft) const;
   // The model of --draft for the sequences of `model`; null without it.
@@ -66,12 +66,17 @@ class DecodeSession {
   std::unique_ptr<InferenceModel> load_inference(std::uint64_t kv_memory, std::int64_t sequences) const;
 
  private:
+  RequestedRules read_rules() const;
+  GenerateOptions make_generate_options() const;
+
   const InferSettings& settings_;
   DecodeDevice device_;
   ModelFile file_;
   std::optional<Tokenizer> tokenizer_;
   std::optional<Chat> chat_;
   std::optional<ModelFile> draft_file_;
+  RequestedRules rules_;
+  GenerateOptions generate_;
 };
 
 // Exit::usage unless both models have the same tokens: those of their tokenizers or, if neither file has a tokenizer,

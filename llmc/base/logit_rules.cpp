@@ -58,4 +58,12 @@ LogitRow LogitRules::row(std::span<const std::int32_t> generated, std::span<cons
   return row;
 }
 
+std::optional<LogitRules> begun_rules(const LogitRuleOptions& options, std::span<const std::int32_t> earlier,
+                                      std::span<const std::int32_t> prompt) {
+  if (!options.any()) return std::nullopt;
+  std::vector<std::int32_t> ids(earlier.begin(), earlier.end());
+  ids.insert(ids.end(), prompt.begin(), prompt.end());
+  return LogitRules(options, ids);
+}
+
 }  // namespace weft

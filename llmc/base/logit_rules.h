@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -51,5 +52,9 @@ class LogitRules {
   LogitEdits edits_;
   std::size_t taken_ = 0;  // generated ids
 };
+
+// The rules that `options` ask for, if any, of a text that begins with `earlier` and goes on with `prompt`.
+std::optional<LogitRules> begun_rules(const LogitRuleOptions& options, std::span<const std::int32_t> earlier,
+                                      std::span<const std::int32_t> prompt);
 
 }  // namespace weft

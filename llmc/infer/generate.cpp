@@ -19,12 +19,8 @@ using Clock = std::chrono::steady_clock;
 // Picks ids on the host.
 class HostSampling {
  public:
-  HostSampling(const GenerateOptions& options, std::span<const std::int32_t> prompt) : sampler_(options.sampler) {
-    if (!options.rules.any()) return;
-    std::vector<std::int32_t> ids = options.earlier;
-    ids.insert(ids.end(), prompt.begin(), prompt.end());
-    rules_.emplace(options.rules, ids);
-  }
+  HostSampling(const GenerateOptions& options, std::span<const std::int32_t> prompt)
+      : sampler_(options.sampler), rules_(begun_rules(options.rules, options.earlier, prompt)) {}
   std::int32_t next(std::span<const float> logits, std::int64_t position, std::span<const std::int32_t> generated) {
     if (!rules_) return sampler_.sample(logits, position);
     changed_.assign(logits.begin(), logits.end());

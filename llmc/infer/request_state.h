@@ -35,7 +35,7 @@ struct RequestState : Sequence {
     max_ids = max;
     group = asked.group;
     if (asked.score_prompt) rows_to_score = prompt_size - 1;
-    if (asked.rules.any()) rules.emplace(asked.rules, ids);
+    rules = begun_rules(asked.rules, {}, ids);
     one_unknown_id = rules.has_value();
   }
 

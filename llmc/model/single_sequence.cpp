@@ -152,11 +152,8 @@ void SingleSequence::generate_ids(std::span<const std::int32_t> prompt, const Ge
     }
   } queue{*model_};
   // With rules the model samples all ids itself, and at most one id is not known when a step is queued.
-  std::optional<LogitRules> rules;
-  std::vector<std::int32_t> ids = request.earlier;
-  ids.insert(ids.end(), prompt.begin(), prompt.end());
-  if (request.rules.any()) rules.emplace(request.rules, ids);
-  ids.clear();  // from here on those that were generated
+  std::optional<LogitRules> rules = begun_rules(request.rules, request.earlier, prompt);
+  std::vector<std::int32_t> ids;  // that were generated; only with rules
   const bool decodes = decoder_ != nullptr && !rules;
   const std::int64_t depth = rules ? std::min<std::int64_t>(model_->depth(), 2) : model_->depth();
   std::int64_t fed = 0, sampled = 0;  // rows and ids that were queued
