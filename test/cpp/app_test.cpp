@@ -329,11 +329,11 @@ TEST(DecodeSession, WhatWasAskedForReachesTheGeneration) {
   EXPECT_EQ(options.max_tokens, 11);
   EXPECT_EQ(options.stop_texts, settings.stop);
   EXPECT_TRUE(options.hide_special);
-  settings.json = true;
-  EXPECT_FALSE(session.generate_options().hide_special);
-  settings.json = false;
-  settings.print_special = true;
-  EXPECT_FALSE(session.generate_options().hide_special);
+  for (bool InferSettings::*const shows : {&InferSettings::json, &InferSettings::print_special}) {
+    InferSettings other = settings;
+    other.*shows = true;
+    EXPECT_FALSE(DecodeSession(other).generate_options().hide_special);
+  }
   EXPECT_EQ(options.stop_ids, (std::vector<std::int32_t>{4, 7}));
   EXPECT_EQ(options.sampler.temperature, 0.25);
   EXPECT_EQ(options.sampler.top_k, 12);
@@ -343,7 +343,7 @@ TEST(DecodeSession, WhatWasAskedForReachesTheGeneration) {
   EXPECT_EQ(options.sampler.vocab_limit, session.config().tokenizer_vocab);
   EXPECT_LT(session.config().tokenizer_vocab, session.config().vocab_size);
   settings.ignore_eos = true;
-  EXPECT_TRUE(session.generate_options().stop_ids.empty());
+  EXPECT_TRUE(DecodeSession(settings).generate_options().stop_ids.empty());
 
   EXPECT_EQ(session.special(), Tokenizer::Special::text);
   settings.special = true;
