@@ -163,20 +163,23 @@ Exit train(TrainDevice& device, const TrainSettings& settings, const TrainInputs
   Communicator& ranks = team.communicator();
   device.check_memory(inputs.config, settings.model_options(), batch_sequences(settings),
                       sample != nullptr ? sample->positions() : 0);
+  const bool whole = !inputs.trains_adapter;  // else the tokenizer stays with the frozen model
   const RunIdentity identity{inputs.config,
                              settings.numeric_settings(),
                              settings.steps,
                              inputs.train->fingerprint(),
                              settings.device,
                              WEFT_VERSION,
-                             inputs.tokenizer,
+                             whole ? inputs.tokenizer : std::string(),
                              inputs.began_from,
-                             inputs.weights ? inputs.weights->chat_members() : Json::object()};
+                             whole && inputs.weights ? inputs.weights->chat_members() : Json::object(),
+                             whole ? std::nullopt : std::optional(TrainedAdapter{*settings.lora(), inputs.base})};
   std::optional<Records> records;
   if (team.first()) records.emplace(settings, identity);
   TrainOptions options = settings.model_options();
   if (records) options.matmul_plans = records->directory.file("matmul_plans.txt");
   const std::unique_ptr<TrainModel> model = device.make(inputs.config, options, ranks);
+  load_frozen(inputs, *model);
   const TrainState state = begin(settings, inputs, records ? &*records : nullptr, *model, ranks);
 
   std::optional<RunLog> log;
@@ -232,7 +235,7 @@ Exit run_rank(TrainSettings& settings, RankTeam& team) {
   if (settings.epochs > 0) settings.set_steps_of_epochs(inputs.train->windows());
   if (!settings.given.contains("lr")) {
     settings.set_learning_rate(
-        default_learning_rate(TensorTable(inputs.config).parameters(), inputs.weights.has_value()));
+        default_learning_rate(TensorTable(inputs.config).parameters(), inputs.weights && !inputs.trains_adapter));
   }
   keep_warmup_steps(settings, team);
   if (ranks.size() > 1) {

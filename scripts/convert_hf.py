@@ -8,7 +8,11 @@
 Reads config.json, generation_config.json, tokenizer.json, the chat template and model.safetensors (or its shards and index);
 checks all of it before anything is written. The chat template becomes a chat format (doc/chat.md). Tensors keep their names, shapes
 and, without --dtype and --quantize, their bits. One tensor at most is in memory at a time. --quantize stores the linear layers
-in fewer bits (doc/quantisation.md). Exit codes: 2 usage, 3 bad input, 4 cannot write, 5 disk or memory full.
+in fewer bits (doc/quantisation.md).
+
+    python3 scripts/convert_hf.py lora-directory --base llama.bin -o adapter.bin
+
+makes an adapter file of PEFT's adapter_config.json and adapter_model.safetensors, for --adapter beside that model. Exit codes: 2 usage, 3 bad input, 4 cannot write, 5 disk or memory full.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ import numpy as np
 import chat_format
 import cli
 import gptq
+import peft_format
 import quantization
 from cli import BAD_FILE, FileError, Warnings, bad_file, json_type, shown
 from gptq import Calibration
@@ -44,7 +49,7 @@ from tensor_file import (MAGIC, MAX_CONFIG_BYTES, MAX_CONFIG_VALUES, NUMPY_DTYPE
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Other files that weights come in, and what to do with them.
 OTHER_WEIGHTS = {
-    "adapter_model.*": "It is an adapter: merge it into its base model (peft: merge_and_unload()) and save that",
+    "adapter_model.*": "It is an adapter without adapter_config.json: download that too, and name its model file with --base",
     "consolidated*.safetensors": "Its tensors have other names: load it with transformers, then save_pretrained(DIR)",
     "*.gguf": "Get the original checkpoint: a GGUF file cannot be converted",
     "model*.safetensors": "Get the index as well or, if this file is the whole model, rename it",
@@ -561,6 +566,7 @@ def arguments() -> argparse.Namespace:
                         f"{','.join(PARTS)}, and store the floats that they mean")
     parser.add_argument("--gptq", type=Path, metavar="TEXT", help="choose the weights of int4 by what they do to the outputs "
                         "on this text (GPTQ)")
+    parser.add_argument("--base", type=Path, metavar="FILE", help="of an adapter: the model file that it belongs to")
     parser.add_argument("--rope-theta", type=cli.number_in(1e-6, 1e12), metavar="X",
                         help="base of the rotary embedding, for a config.json that names none")
     parser.add_argument("--chat-format", metavar="NAME|FILE", help="instead of that of the chat template: "
@@ -604,10 +610,30 @@ def target_of(options: argparse.Namespace) -> Target:
     return Target(DTYPE_OPTIONS.get(options.dtype), options.quantize, head, options.only)
 
 
+def convert_adapter(options: argparse.Namespace, warnings: Warnings) -> int:
+    """The directory is an adapter of PEFT's."""
+    for name in ("dtype", "quantize", "head", "only", "gptq", "rope_theta", "chat_format", "chat_option"):
+        if getattr(options, name):
+            raise FileError(cli.USAGE, f"--{name.replace('_', '-')}: not for an adapter, which is stored as it is")
+    if options.base is None:
+        raise FileError(cli.USAGE, f"--base: needed, because {escaped(str(options.directory))} is an adapter: the model file that it belongs to")
+    said = peft_format.convert(options.directory, options.base, options.output, warnings.add)
+    warnings.finish()
+    print(f"adapter     {said}")
+    print(f"file        {escaped(str(options.output))}, {options.output.stat().st_size:,} bytes")
+    print(f"next        {needs.program('infer_pythia')} --model {cli.pasteable(options.base)} --adapter {cli.pasteable(options.output)} "
+          '--prompt "Hello"')
+    return cli.OK
+
+
 def main() -> int:
     options = arguments()
     check_output(options.output, options.directory)
     warnings = Warnings()
+    if peft_format.is_adapter(options.directory):
+        return convert_adapter(options, warnings)
+    if options.base is not None:
+        raise FileError(cli.USAGE, f"--base: only for an adapter, and {escaped(str(options.directory))} has no {peft_format.CONFIG}")
     checkpoint = read_checkpoint(options.directory, options.rope_theta, warnings.add)
     if checkpoint.tokenizer is None:
         why = missing_tokenizer(options.directory)

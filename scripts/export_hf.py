@@ -5,8 +5,13 @@
 
 Writes config.json, generation_config.json, model.safetensors (several shards and an index where it is large) and, where
 the model carries them, tokenizer.json with tokenizer_config.json, and chat_template.jinja. A chat format that was given by hand
-has no template: it becomes chat_format.json, for --chat-format of convert_hf.py. DIR appears when it is complete. Exit codes: 2
-usage, 3 bad input, 4 cannot write, 5 disk or memory full.
+has no template: it becomes chat_format.json, for --chat-format of convert_hf.py. DIR appears when it is complete.
+
+    python3 scripts/export_hf.py model.bin --adapter runs/mine/step_00001000/adapter.bin -o merged
+    python3 scripts/export_hf.py runs/mine/step_00001000/adapter.bin -o adapter
+
+The first adds a LoRA adapter to the weights; the second writes the adapter alone, as PEFT reads it. Exit codes: 2 usage, 3 bad
+input, 4 cannot write, 5 disk or memory full.
 """
 
 from __future__ import annotations
@@ -17,11 +22,14 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import needs
+import peft_format
 import tensor_file
+from peft_format import Adapter
 from tensor_file import AtomicFile, FileError, TensorFile, escaped
 
 import cli
@@ -34,7 +42,8 @@ TOKENIZER_TENSOR = "tokenizer.json"
 MAX_SHARD_BYTES = 5 << 30
 # The files of an export, besides shards: --force replaces only directories that hold nothing else.
 EXPORTED_NAMES = {"config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json",
-                  "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_format.json"}
+                  "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_format.json", peft_format.CONFIG,
+                  peft_format.WEIGHTS}
 
 
 def read_model(path: Path) -> tuple[TensorFile, Model, bytes | None]:
@@ -69,13 +78,24 @@ def plan_shards(file: TensorFile, names: list[str], limit: int) -> list[list[str
     return shards
 
 
-def write_shard(path: Path, file: TensorFile, names: list[str], progress: cli.Progress) -> None:
-    """One safetensors file; every tensor's hash is verified on the way."""
+def values_of(file: TensorFile, name: str, adapter: Adapter | None) -> Any:
+    """The bytes of a tensor, with the adapter in it: rounded to the file's type."""
+    file.verify_tensor(name)
+    merged = adapter.merged(file, name) if adapter else None
+    if merged is None:
+        return file.bytes(name)
+    dtype = file.at(name).dtype
+    return (tensor_file.f32_to_bf16(merged) if dtype == "bf16" else merged.astype(tensor_file.NUMPY_DTYPES[dtype])).tobytes()
+
+
+def write_shard(path: Path, file: TensorFile, names: list[str], progress: cli.Progress, adapter: Adapter | None = None,
+                exported: dict[str, str] | None = None) -> None:
+    """One safetensors file; every tensor's hash is verified on the way. `exported`: other names that tensors have there."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
         info = file.at(name)
-        header[name] = {"dtype": SAFETENSORS_DTYPES[info.dtype], "shape": list(info.shape),
+        header[(exported or {}).get(name, name)] = {"dtype": SAFETENSORS_DTYPES[info.dtype], "shape": list(info.shape),
                         "data_offsets": [end, end + info.bytes]}
         end += info.bytes
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
@@ -83,12 +103,11 @@ def write_shard(path: Path, file: TensorFile, names: list[str], progress: cli.Pr
     with AtomicFile(path, expected_bytes=8 + len(text) + end) as output:
         output.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            file.verify_tensor(name)
-            output.write(file.bytes(name))
+            output.write(values_of(file, name, adapter))
             progress.advance(file.at(name).bytes)
 
 
-def write_weights(directory: Path, file: TensorFile, model: Model, limit: int) -> list[str]:
+def write_weights(directory: Path, file: TensorFile, model: Model, limit: int, adapter: Adapter | None) -> list[str]:
     """Writes all shards, and the index if there are several. Returns the names of the shards."""
     names = list(model.tensors)
     shards = plan_shards(file, names, limit)
@@ -96,7 +115,7 @@ def write_weights(directory: Path, file: TensorFile, model: Model, limit: int) -
     shard_names = ["model.safetensors"] if len(shards) == 1 else [
         f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for shard_name, shard in zip(shard_names, shards):
-        write_shard(directory / shard_name, file, shard, progress)
+        write_shard(directory / shard_name, file, shard, progress, adapter)
     progress.finish()
     if len(shards) > 1:
         weight_map = {name: shard_name for shard_name, shard in zip(shard_names, shards) for name in shard}
@@ -135,7 +154,8 @@ def write_chat(directory: Path, config: dict[str, Any]) -> None:
         write_json(directory / "chat_format.json", config["chat_format"])
 
 
-def write_directory(directory: Path, file: TensorFile, model: Model, tokenizer: bytes | None, limit: int) -> list[str]:
+def write_directory(directory: Path, file: TensorFile, model: Model, tokenizer: bytes | None, limit: int,
+                    adapter: Adapter | None = None) -> list[str]:
     """Writes every file of the export into an existing empty directory. Returns the names of the weight files."""
     config = exported_config(model, file.path)
     write_json(directory / "config.json", config)
@@ -145,7 +165,16 @@ def write_directory(directory: Path, file: TensorFile, model: Model, tokenizer: 
             output.write(tokenizer)
         write_json(directory / "tokenizer_config.json", tokenizer_config(model, tokenizer, file.config.get("chat_tokens")))
     write_chat(directory, file.config)
-    return write_weights(directory, file, model, limit)
+    return write_weights(directory, file, model, limit, adapter)
+
+
+def write_adapter(directory: Path, adapter: Adapter, base: str | None) -> None:
+    """Writes the files of PEFT into an existing empty directory."""
+    exported = {name: there for there, name in adapter.tensors()}
+    write_json(directory / peft_format.CONFIG, adapter.peft_config(base))
+    progress = cli.Progress("exporting", sum(adapter.file.at(name).bytes for name in exported))
+    write_shard(directory / peft_format.WEIGHTS, adapter.file, list(exported), progress, exported=exported)
+    progress.finish()
 
 
 # ---- replacing a directory -------------------------------------------------------------------------------------------
@@ -189,27 +218,54 @@ def arguments() -> argparse.Namespace:
     parser = cli.Parser(description=__doc__, prog="export_hf.py")
     parser.add_argument("file", type=Path, metavar="FILE", help="weft model file")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="the directory to make")
+    parser.add_argument("--adapter", type=Path, metavar="FILE", help="LoRA adapter to add to the weights")
+    parser.add_argument("--base-name", metavar="NAME", help="of an adapter's export: what PEFT loads as its base model, a directory "
+                        "or a name on the hub")
     parser.add_argument("--force", action="store_true", help="replace DIR if it is an earlier export")
     parser.add_argument("--max-shard-bytes", type=cli.number_in(1, 1 << 50, int), default=MAX_SHARD_BYTES, metavar="N",
                         help="size above which the weights are split (default: 5 GiB)")
     return parser.parse_args()
 
 
+def in_new_directory(directory: Path, write: Callable[[Path], None]) -> None:
+    """Calls write() with a temporary directory, which then gets the name."""
+    temporary = directory.with_name(f"{directory.name}.tmp.{os.getpid()}")
+    os.mkdir(temporary)
+    try:
+        write(temporary)
+        publish(temporary, directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def export_adapter(options: argparse.Namespace, directory: Path) -> int:
+    if options.adapter is not None:
+        raise FileError(cli.USAGE, f"--adapter: {escaped(str(options.file))} is an adapter itself, expected a model file to add it to")
+    adapter = Adapter(options.file)
+    in_new_directory(directory, lambda temporary: write_adapter(temporary, adapter, options.base_name))
+    print(f"exported    adapter of rank {adapter.rank} for {', '.join(adapter.targets)} to {escaped(str(options.output))}")
+    print(f"next        peft.PeftModel.from_pretrained(model, {str(options.output)!a})")
+    return cli.OK
+
+
 def main() -> int:
     options = arguments()
     directory = Path(os.path.abspath(options.output))
     check_target(directory, options.force)
+    if tensor_file.read(options.file).kind == "LoRA adapter":
+        return export_adapter(options, directory)
+    if options.base_name is not None:
+        raise FileError(cli.USAGE, "--base-name: only for the export of an adapter")
     file, model, tokenizer = read_model(options.file)
+    adapter = Adapter(options.adapter) if options.adapter else None
+    if adapter:
+        adapter.check_base(file)
     if model.hidden_size % model.num_heads:
         print(f"warning: hidden_size {model.hidden_size} is not a multiple of num_heads {model.num_heads}: "
               "transformers 5 refuses such a configuration", file=sys.stderr)
-    temporary = directory.with_name(f"{directory.name}.tmp.{os.getpid()}")
-    os.mkdir(temporary)
-    try:
-        shards = write_directory(temporary, file, model, tokenizer, options.max_shard_bytes)
-        publish(temporary, directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    shards: list[str] = []
+    in_new_directory(directory, lambda temporary: shards.extend(
+        write_directory(temporary, file, model, tokenizer, options.max_shard_bytes, adapter)))
     print(f"exported    {len(model.tensors)} tensors in {len(shards)} file{'s' * (len(shards) > 1)} to "
           f"{escaped(str(options.output))}")
     by_hand = f" --chat-format {cli.pasteable(options.output / 'chat_format.json')}" if (directory / "chat_format.json").exists() else ""

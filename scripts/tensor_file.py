@@ -32,7 +32,7 @@ MAGIC = b"\x89WEFT\r\n\x1a"
 SHARD_MAGIC = b"\x89WTOK\r\n\x1a"
 VERSION = 1
 BYTE_ORDER = 0x01020304
-KINDS = {1: "model", 2: "training state", 3: "reference dump"}
+KINDS = {1: "model", 2: "training state", 3: "reference dump", 4: "LoRA adapter"}
 FAMILIES = {0: None, 1: "llama", 2: "gpt_neox"}
 OTHER_FAMILY = 3  # one that came later: the configuration names it
 DTYPES = ("f32", "f16", "bf16", "u8", "u16", "u32", "i32", "i64", "i8", "u4", "e4m3")  # by their number
@@ -339,6 +339,11 @@ class TensorFile:
         self.path, self.kind, self.config, self.tensors = path, kind, config, tensors
         self._data, self._data_offset = data, data_offset
 
+    @property
+    def header_hash(self) -> int:
+        """Stands for the content of the whole file: the table has the hash of every tensor."""
+        return int(HEADER.unpack_from(self._data)[-1])
+
     def at(self, name: str) -> TensorInfo:
         if name not in self.tensors:
             fail(self.path, f"tensor {escaped(name)}: missing")
@@ -390,7 +395,7 @@ def read(path: str | os.PathLike[str], expected: str | None = None) -> TensorFil
     data = map_file(path)
     kind, family, config_bytes, count, table_offset, data_offset = _read_header(path, data)
     if KINDS.get(kind) is None:
-        fail(path, f"kind: got {kind}, expected 1 (model), 2 (training state) or 3 (reference dump)")
+        fail(path, f"kind: got {kind}, expected 1 (model), 2 (training state), 3 (reference dump) or 4 (LoRA adapter)")
     if expected is not None and KINDS[kind] != expected:
         fail(path, f"kind: this is a {KINDS[kind]}, expected a {expected}")
     config = parse_config(path, data[HEADER_PAGE:HEADER_PAGE + config_bytes])

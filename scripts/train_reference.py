@@ -33,6 +33,7 @@ import numpy as np
 import xxhash
 
 import cli
+import peft_format
 from cli import ENVIRONMENT, INTERNAL, USAGE, FileError, bad_file, shown
 from dump_reference import IGNORED_LABEL, libraries, named_parameters
 from export_hf import read_model
@@ -84,10 +85,20 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """Of a run with --lora-r."""
+
+    rank: int
+    alpha: float
+    targets: list[str]  # of peft_format.TARGETS
+
+
+@dataclass(frozen=True)
 class RunDescription:
     settings: Settings
     model: Model
     shards: list[dict[str, Any]]  # name, tokens and header hash of each training shard; empty: unknown
+    adapter: Adapter | None = None
 
 
 def read_description(run: Path) -> RunDescription:
@@ -106,7 +117,19 @@ def read_description(run: Path) -> RunDescription:
     if (optimizer := options.get("optimizer", "adamw")) != "adamw":
         bad_file(path, "settings.optimizer", f"got {shown(optimizer)}, expected adamw, the only one here")
     shards = config.get("train", [])
-    return RunDescription(read_settings(options, path), model, shards if isinstance(shards, list) else [])
+    return RunDescription(read_settings(options, path), model, shards if isinstance(shards, list) else [],
+                          read_adapter(options, path))
+
+
+def read_adapter(options: dict[str, Any], path: Path) -> Adapter | None:
+    if options.get("lora-r", "0") == "0":
+        return None
+    if setting(options, "lora-dropout", float, path) != 0:
+        bad_file(path, "settings.lora-dropout", f"got {shown(options['lora-dropout'])}, expected 0: PyTorch draws other masks")
+    rank, alpha = setting(options, "lora-r", int, path), setting(options, "lora-alpha", float, path)
+    names = setting(options, "lora-targets", str, path).split(",")
+    targets = [target for target in peft_format.TARGETS if target in names or names == ["all"]]
+    return Adapter(rank, alpha or 2.0 * rank, targets)
 
 
 def read_settings(options: dict[str, Any], path: Path) -> Settings:
@@ -232,6 +255,26 @@ def initial_tensors(model: Model, seed: int) -> Iterator[tuple[str, np.ndarray]]
         yield name, normal_values(math.prod(shape), deviation, number, seed).reshape(shape)
 
 
+def uniform_values(count: int, bound: float, tensor: int, seed: int) -> np.ndarray:
+    """f32 [count] between -bound and bound, four from each Philox block."""
+    blocks = np.arange((count + 3) // 4, dtype=np.uint64)
+    words = philox(seed, blocks, INIT_STREAM << 32 | tensor)
+    uniform = (words >> np.uint32(8)).astype(np.float64) * 2.0**-24
+    return (bound * (2 * uniform - 1)).astype(np.float32).T.reshape(-1)[:count]
+
+
+def initial_adapter(description: RunDescription) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors that a new adapter begins with: A uniform, B zero."""
+    adapter, model = description.adapter, description.model
+    assert adapter is not None
+    for number, module in enumerate(peft_format.modules(model.num_layers, adapter.targets)):
+        rows, columns = model.tensors[f"{module}.weight"]
+        down, up = peft_format.names_of(module)
+        count = adapter.rank * columns
+        yield down, uniform_values(count, 1 / math.sqrt(columns), 2 * number, description.settings.seed).reshape(adapter.rank, columns)
+        yield up, np.zeros((rows, adapter.rank), dtype=np.float32)
+
+
 def file_tensors(path: Path, model: Model) -> Iterator[tuple[str, np.ndarray]]:
     """The parameters in a model file; FileError if they are those of another model."""
     file, found, _ = read_model(path)
@@ -348,21 +391,43 @@ def make_model(description: RunDescription, model_file: str, device: str) -> tor
     with torch.no_grad():
         for name, values in tensors:
             parameters[name].copy_(torch.from_numpy(np.array(values)))
-    return model.to(device).train()
+    return (with_adapter(model, description) if description.adapter else model).to(device).train()
+
+
+def with_adapter(model: torch.nn.Module, description: RunDescription) -> torch.nn.Module:
+    """The model as PEFT trains an adapter beside it."""
+    torch, _ = libraries()
+    import peft
+    adapter = description.adapter
+    assert adapter is not None
+    names = [peft_format.TARGETS[target].split(".")[1] for target in adapter.targets]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=names))
+    parameters = {name.replace(".default.", "."): parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    tensors = {peft_format.PREFIX + name: values for name, values in initial_adapter(description)}
+    if parameters.keys() != tensors.keys():
+        raise FileError(INTERNAL, f"PEFT trains {len(parameters)} tensors, expected the {len(tensors)} of the adapter")
+    with torch.no_grad():
+        for name, values in tensors.items():
+            parameters[name].copy_(torch.from_numpy(values))
+    return adapted
+
+
+def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def make_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """AdamW that decays only matrices."""
     torch, _ = libraries()
-    groups = [{"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": settings.weight_decay},
-              {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+    groups = [{"params": [p for p in trained(model) if p.ndim >= 2], "weight_decay": settings.weight_decay},
+              {"params": [p for p in trained(model) if p.ndim < 2], "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps)
 
 
 def gradient_norm(model: torch.nn.Module) -> torch.Tensor:
     """The norm of all gradients, summed in double: with ten million squares in fp32 clip_grad_norm_ is off by 5e-5 on the CPU."""
     torch, _ = libraries()
-    norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) for parameter in model.parameters()]
+    norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) for parameter in trained(model)]
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
@@ -405,7 +470,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.gradients(self.steps_done * settings.accumulation * settings.micro_batch)
         norm = gradient_norm(self.model)
-        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.grad_clip or math.inf, norm.float())
+        torch.nn.utils.clip_grads_with_norm_(trained(self.model), settings.grad_clip or math.inf, norm.float())
         rate = learning_rate(settings, number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

@@ -21,9 +21,11 @@ namespace weft {
 
 namespace {
 
-ModelFile open_model(const std::string& path) {
+ModelFile open_model(const std::string& path, const std::string& adapter = "") {
   refuse_model_directory(path);
-  return ModelFile::open(path);
+  ModelFile file = ModelFile::open(path);
+  if (!adapter.empty()) file.add_adapter("--adapter", ModelFile::open_adapter(adapter));
+  return file;
 }
 
 // Empty if the file has none.
@@ -104,11 +106,14 @@ std::string pool_of(const InferenceModel& model, std::int64_t sequences) {
 constexpr const char* kRandomSource = "a random generator";
 constexpr const char* kDrafts = "drafts";
 
-// Where the parameters come from: "bf16", "bf16, weights int4".
+// Where the parameters come from: "bf16", "bf16, weights int4", "bf16, with an adapter of rank 16".
 std::string source_of(const ModelFile& file) {
   const Quantization& quantization = file.config().quantization;
   return std::string(dtype_name(file.dtype())) +
-         (quantization.any() ? ", weights " + quantization_text(quantization) : "");
+         (quantization.any() ? ", weights " + quantization_text(quantization) : "") +
+         (file.adapter_rank() > 0
+              ? format(", with an adapter of rank %lld", static_cast<long long>(file.adapter_rank()))
+              : "");
 }
 
 void announce_draft(const SequenceDraft& draft, const std::string& name, const std::string& source,
@@ -131,7 +136,7 @@ DraftOptions drafts_of(const InferSettings& settings, const DecodeDevice& device
 DecodeSession::DecodeSession(const InferSettings& settings)
     : settings_(settings),
       device_(settings),
-      file_(open_model(settings.model)),
+      file_(open_model(settings.model, settings.adapter)),
       tokenizer_(load_tokenizer(file_)),
       chat_(load_chat(file_, tokenizer_)) {
   if (!settings.draft.empty()) {

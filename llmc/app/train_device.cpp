@@ -75,6 +75,10 @@ TrainDevice::TrainDevice(TrainSettings& settings, const RankTeam& team)
         settings.shard.c_str(), static_cast<long long>(settings.rank_accumulation()),
         static_cast<long long>(settings.accumulation()));
   }
+  if (choice_.gpu && settings.lora_r > 0) {
+    fail(Exit::usage, "--lora-r: got %lld, but adapters are trained on the CPU so far. Use --device cpu",
+         static_cast<long long>(settings.lora_r));
+  }
   if (settings.moments == "bf16" && (!choice_.gpu || precision == "fp32")) {
     fail(Exit::usage, "--moments: got bf16, which needs a GPU and --precision bf16 or fp8");
   }

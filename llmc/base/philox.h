@@ -47,7 +47,8 @@ enum class RandomStream : std::uint64_t {
   data_order = 2,
   dropout = 3,
   sampling = 4,
-  stochastic_rounding = 5
+  stochastic_rounding = 5,
+  adapter_dropout = 6
 };
 
 }  // namespace weft

@@ -71,7 +71,7 @@ void head_norm_backward(const HeadNormShape& shape, HeadView dx, float* dweight,
       }
     }
   }
-  for (std::int64_t d = 0; d < HS; ++d) {
+  for (std::int64_t d = 0; d < (dweight != nullptr ? HS : 0); ++d) {
     double sum = 0;
     for (std::int64_t block = 0; block < blocks; ++block) {
       sum += static_cast<double>(partial[static_cast<std::size_t>(block * HS + d)]);

@@ -20,6 +20,7 @@
 #include "llmc/cpu/fp8_linears.h"
 #include "llmc/cpu/head_norm.h"
 #include "llmc/cpu/inference.h"
+#include "llmc/cpu/low_rank.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/optimizer.h"
 #include "llmc/cpu/rank_sum.h"
@@ -27,6 +28,7 @@
 #include "llmc/cpu/rope.h"
 #include "llmc/cpu/swiglu.h"
 #include "llmc/model/block_weights.h"
+#include "llmc/model/lora.h"
 #include "llmc/model/single_sequence.h"
 #include "llmc/model/training_activations.h"
 
@@ -35,6 +37,37 @@ namespace weft::cpu {
 namespace {
 
 constexpr std::int64_t kClassifierRows = 512;  // of logits at once
+
+// All tensors of a model, in memory.
+struct HostModel {
+  explicit HostModel(const ModelConfig& config) : table(config), arena(parameter_plan(table)) {}
+  TensorTable table;
+  HostArena arena;
+};
+
+// What an adapter adds to a linear layer.
+LowRankShape low_rank_shape(const ModelConfig& config, const TrainOptions& options, BlockLinear which) {
+  const LinearSize size = linear_size(config, which);
+  LowRankShape shape;
+  shape.N = options.micro_batch * options.seq_len;
+  shape.in = size.C;
+  shape.out = size.OC;
+  shape.rank = options.lora->rank;
+  shape.scale = options.lora->scale();
+  shape.dropout = options.adapter_dropout;
+  shape.seed = options.seed;
+  return shape;
+}
+
+MemoryPlan adapter_workspace_plan(const ModelConfig& config, const TrainOptions& options) {
+  MemoryPlan plan("workspace of the adapter");
+  std::int64_t largest = 0;
+  for (const BlockLinear which : kBlockLinears) {
+    if (options.lora) largest = std::max(largest, low_rank_workspace(low_rank_shape(config, options, which)));
+  }
+  plan.add(checked_mul(static_cast<std::uint64_t>(largest), sizeof(float), "workspace of the adapter"));
+  return plan;
+}
 
 MemoryPlan part_plan(const char* name, const Range& part) {
   MemoryPlan plan(name);
@@ -109,6 +142,10 @@ std::vector<MemoryLine> memory_lines(const ModelConfig& config, const TrainOptio
   } else {
     lines.push_back({"parameters (fp32)", read});
   }
+  if (options.lora) {
+    lines.push_back({"frozen parameters (fp32)", parameter_plan(TensorTable(config)).bytes()});
+    lines.push_back({"workspace of the adapter (fp32)", adapter_workspace_plan(config, options).bytes()});
+  }
   lines.push_back({"gradients (fp32)", all});
   if (shard.rounds > 1) {
     lines.push_back({"sum of the ranks (fp32)", rank_sum_plan(shard.rounds, shard.added).bytes()});
@@ -132,6 +169,11 @@ std::vector<MemoryLine> memory_lines(const ModelConfig& config, const TrainOptio
 void check_precision(const ModelConfig& config, const TrainOptions& options) {
   if (options.precision == Precision::bf16)
     fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 and fp8 only");
+  if (options.lora) {
+    if (options.precision == Precision::fp8) fail(Exit::usage, "--precision: got fp8, an adapter is trained in fp32");
+    const std::string reason = lora_unsupported_reason(*options.lora, config);
+    if (!reason.empty()) fail(Exit::usage, "--lora-r: %s", reason.c_str());
+  }
   if (options.precision == Precision::fp8) check_fp8_sizes(config, options.micro_batch, options.seq_len);
 }
 
@@ -141,7 +183,7 @@ class TrainingModel final : public TrainModel {
   TrainingModel(const ModelConfig& config, const TrainOptions& options, Communicator* ranks, Shard shard)
       : config_(config),
         options_(options),
-        table_(config),
+        table_(trained_table(config, options)),
         update_(update_of(*options.optimizer)),
         ranks_(ranks),
         sharded_(ranks != nullptr && shard != Shard::none),
@@ -149,7 +191,7 @@ class TrainingModel final : public TrainModel {
         shard_(shard_of(config, table_, options, ranks != nullptr ? ranks->rank() : 0,
                         ranks != nullptr ? ranks->size() : 1, shard)),
         own_(shard_.own),
-        sections_(parameter_sections(config, table_)),
+        sections_(parameters_sharded() ? parameter_sections(config, table_) : std::vector<Range>()),
         parameter_arena_(read_parameters_plan(table_, shard_)),
         own_parameter_arena_(own_parameters_plan(shard_)),
         gradient_arena_(per_parameter_plan("gradients", table_, sizeof(float))),
@@ -159,12 +201,20 @@ class TrainingModel final : public TrainModel {
         state1_arena_(state_plan("optimizer's first state", state1_)),
         state2_arena_(state_plan("optimizer's second state", state2_)),
         update_workspace_(update_workspace_plan(options, table_, own_)),
-        weights_(bind_weights(config, table_, parameter_arena_.at<float>(0), Offsets::bytes)),
-        d_weights_(bind_weights(config, table_, gradient_arena_.at<float>(0), Offsets::elements)),
+        frozen_(options.lora ? std::make_unique<HostModel>(config) : nullptr),
+        adapter_workspace_(adapter_workspace_plan(config, options)),
+        weights_(frozen_ ? bind_weights(config, frozen_->table, frozen_->arena.at<float>(0), Offsets::bytes)
+                         : bind_weights(config, table_, parameter_arena_.at<float>(0), Offsets::bytes)),
+        d_weights_(frozen_ ? nothing_trained(config)
+                           : bind_weights(config, table_, gradient_arena_.at<float>(0), Offsets::elements)),
         acts_(config, options, kClassifierRows),
         activation_arena_(acts_.plan()),
         rope_(rope_table(config.rope, options.seq_len)) {
     acts_.bind(activation_arena_);
+    if (frozen_) {
+      bind_adapter(config, *options.lora, table_, parameter_arena_.at<float>(0), Offsets::bytes, weights_);
+      bind_adapter(config, *options.lora, table_, gradient_arena_.at<float>(0), Offsets::elements, d_weights_);
+    }
     if (options.precision == Precision::fp8) fp8_.emplace(config, options, parameters_sharded());
     if (!parameters_sharded()) return;
     std::vector<std::int64_t> moves;
@@ -211,8 +261,13 @@ class TrainingModel final : public TrainModel {
     require_tensor(role, spec);
     const Range part = common(elements_of(spec), held(role));
     if (part.size() > 0) std::copy_n(values + (part.begin - spec.offset), part.size(), at(role, part));
-    if (role == TensorRole::parameter) shard_.places.forget();
+    if (role == TensorRole::parameter) parameters_changed();
     if (role == TensorRole::parameter && fp8_) fp8_->weights_replaced();
+  }
+  void write_frozen(const TensorSpec& spec, const float* values) override {
+    if (!frozen_) return TrainModel::write_frozen(spec, values);
+    std::copy_n(values, spec.elements, frozen_->arena.at<float>(frozen_->table.at(spec.name).byte_offset));
+    parameters_changed();
   }
   std::vector<float> fp8_state() const override { return fp8_ ? fp8_->state() : std::vector<float>(); }
   void set_fp8_state(std::span<const float> state) override {
@@ -229,6 +284,13 @@ class TrainingModel final : public TrainModel {
   std::vector<float> activation(const std::string& name) override;
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
     if (parameters_sharded()) fail(Exit::internal, "a decoder of sharded parameters");
+    if (frozen_) {
+      if (!merged_) merged_ = std::make_unique<HostModel>(config_);
+      merge_adapter();
+      const float* const merged = merged_->arena.at<float>(0);
+      return single_sequence(make_inference(config_, merged_->table, merged, one_sequence(capacity)), capacity,
+                             [this] { merge_adapter(); });
+    }
     return single_sequence(make_inference(config_, table_, parameter_arena_.at<float>(0), one_sequence(capacity)),
                            capacity);
   }
@@ -260,6 +322,19 @@ class TrainingModel final : public TrainModel {
         return state2_arena_.at<float>(0) + state2_.position_of(part.begin);
     }
     fail(Exit::internal, "unknown tensor role");
+  }
+
+  // Called whenever values of parameters are no longer what they were.
+  void parameters_changed() {
+    shard_.places.forget();
+    merged_is_stale_ = true;
+  }
+  void merge_adapter();
+  // The gradients of a model whose parameters are all frozen: none exists.
+  static ModelWeights<float> nothing_trained(const ModelConfig& config) {
+    ModelWeights<float> none;
+    none.blocks.resize(static_cast<std::size_t>(config.num_layers));
+    return none;
   }
 
   std::int64_t rows() const { return options_.micro_batch * options_.seq_len; }
@@ -317,6 +392,7 @@ class TrainingModel final : public TrainModel {
   // and b.
   void linear(BlockLinear which, std::int64_t l, float* out, const float* x);
   void linear_backward(BlockLinear which, std::int64_t l, float* dx, const float* dout, const float* x);
+  LowRankShape adapter_shape(BlockLinear which, std::int64_t l) const;
 
   void forward_layers();
   void forward_layer(std::int64_t l);
@@ -345,7 +421,11 @@ class TrainingModel final : public TrainModel {
   HostArena rank_sum_arena_;      // the gradients of the ranks that are complete; empty where a process has one
   PackedRanges state1_, state2_;  // of the arena: whose state tensors this model has
   HostArena state1_arena_, state2_arena_, update_workspace_;
+  std::unique_ptr<HostModel> frozen_;  // with an adapter
+  HostArena adapter_workspace_;
   ModelWeights<float> weights_, d_weights_;
+  std::unique_ptr<HostModel> merged_;  // what decoder() reads: the frozen model with the adapter in it
+  bool merged_is_stale_ = true;
   TrainingActivations<float> acts_;
   HostArena activation_arena_;
   std::optional<Fp8Linears> fp8_;  // with --precision fp8
@@ -453,7 +533,8 @@ void TrainingModel::backward() {
     recompute_layer(l);
     backward_layer(l);
   }
-  embedding_backward(d_weights_.embedding, acts_.branch, tokens_.data(), rows(), config_.hidden_size);
+  if (d_weights_.embedding != nullptr)
+    embedding_backward(d_weights_.embedding, acts_.branch, tokens_.data(), rows(), config_.hidden_size);
   if (fp8_) fp8_->end_micro_batch();
   if (shard_.rounds > 1 && ++rank_micro_batches_ == options_.rank_micro_batches) finish_rank();
 }
@@ -530,11 +611,15 @@ void TrainingModel::linear(BlockLinear which, std::int64_t l, float* out, const 
     weight = fp8_->weight(which, l);
   }
   matmul_forward(out, x, weight, layer.bias, rows(), size.C, size.OC);
+  for (const LowRank<float>& adapter : layer.low_rank) {
+    low_rank_forward(adapter_shape(which, l), out, x, adapter, adapter_workspace_.at<float>(0));
+  }
 }
 
 void TrainingModel::linear_backward(BlockLinear which, std::int64_t l, float* dx, const float* dout, const float* x) {
   const LinearSize size = linear_size(config_, which);
-  const float* weight = weights_.blocks[static_cast<std::size_t>(l)].linear(which).weight.plain;
+  const Linear<float>& layer = weights_.blocks[static_cast<std::size_t>(l)].linear(which);
+  const float* weight = layer.weight.plain;
   if (fp8_) {
     x = fp8_->input(which, l, x, Fp8Linears::Pass::again);
     dout = fp8_->gradient(which, l, dout);
@@ -542,6 +627,20 @@ void TrainingModel::linear_backward(BlockLinear which, std::int64_t l, float* dx
   }
   const Linear<float>& d_layer = d_weights_.blocks[static_cast<std::size_t>(l)].linear(which);
   matmul_backward(dx, d_layer.weight.plain, d_layer.bias, dout, x, weight, rows(), size.C, size.OC);
+  for (std::size_t i = 0; i < d_layer.low_rank.size(); ++i) {
+    low_rank_backward(adapter_shape(which, l), dx, d_layer.low_rank[i], dout, x, layer.low_rank[i],
+                      adapter_workspace_.at<float>(0));
+  }
+}
+
+// Each layer of each micro-batch has dropout masks of its own, and evaluation none.
+LowRankShape TrainingModel::adapter_shape(BlockLinear which, std::int64_t l) const {
+  LowRankShape shape = low_rank_shape(config_, options_, which);
+  if (!training_) shape.dropout = 0;
+  constexpr auto kLinears = static_cast<std::int64_t>(std::size(kBlockLinears));
+  shape.offset =
+      dropout_offset(micro_step_, kLinears * l + static_cast<std::int64_t>(which), kLinears * config_.num_layers);
+  return shape;
 }
 
 // ---- norms ----------------------------------------------------------------------------------------------------------
@@ -704,8 +803,25 @@ void TrainingModel::update(const OptimizerStep& step) {
         step);
   }
   if (fp8_) fp8_->end_step();
-  shard_.places.forget();
+  parameters_changed();
   if (sharded_ && !parameters_sharded()) ranks_->gather(parameter_arena_.at<float>(0), parts_);
+}
+
+// Into merged_, unless it has the newest parameters already.
+void TrainingModel::merge_adapter() {
+  if (!merged_is_stale_) return;
+  std::memcpy(merged_->arena.at<std::byte>(0), frozen_->arena.at<std::byte>(0), parameter_plan(merged_->table).bytes());
+  const ModelWeights<float> merged = bind_weights(config_, merged_->table, merged_->arena.at<float>(0), Offsets::bytes);
+  for (std::size_t l = 0; l < merged.blocks.size(); ++l) {
+    for (const BlockLinear which : kBlockLinears) {
+      const std::int64_t in = linear_size(config_, which).C;
+      for (const LowRank<float>& adapter : weights_.blocks[l].linear(which).low_rank) {
+        add_low_rank(merged.blocks[l].linear(which).weight.plain + adapter.rows.begin * in, adapter.down, adapter.up,
+                     adapter.rows.size(), in, options_.lora->rank, options_.lora->scale());
+      }
+    }
+  }
+  merged_is_stale_ = false;
 }
 
 // ---- access ---------------------------------------------------------------------------------------------------------
@@ -765,7 +881,7 @@ std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOpti
 
 std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
                                       Shard shard) {
-  const TensorTable table(config);
+  const TensorTable table = trained_table(config, options);
   return memory_lines(config, options, table, shard_of(config, table, options, rank, ranks, shard));
 }
 
@@ -780,6 +896,8 @@ std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const
   if (options.virtual_ranks % ranks.size() != 0) {
     fail(Exit::internal, "%d ranks for a step of %lld", ranks.size(), static_cast<long long>(options.virtual_ranks));
   }
+  if (options.lora && shard == Shard::parameters)
+    fail(Exit::usage, "--shard: got parameters, and those of an adapter are few. Use optimizer");
   if (shard == Shard::gradients)
     fail(Exit::usage, "--shard: got gradients, which needs a GPU. Use optimizer or parameters");
   return std::make_unique<TrainingModel>(config, options, &ranks, shard);

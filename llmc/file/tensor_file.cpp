@@ -149,8 +149,9 @@ class Validator {
   }
 
   FileKind kind(const Header& header, FileKind expected) const {
-    if (header.kind < 1 || header.kind > 3) {
-      fail(Exit::bad_file, "%s: kind: got %u, expected 1 (model), 2 (training state) or 3 (reference dump)",
+    if (header.kind < 1 || header.kind > 4) {
+      fail(Exit::bad_file,
+           "%s: kind: got %u, expected 1 (model), 2 (training state), 3 (reference dump) or 4 (LoRA adapter)",
            where_.c_str(), header.kind);
     }
     const FileKind kind = static_cast<FileKind>(header.kind);
@@ -341,6 +342,8 @@ const char* file_kind_name(FileKind kind) {
       return "training state";
     case FileKind::reference_dump:
       return "reference dump";
+    case FileKind::adapter:
+      return "LoRA adapter";
   }
   return "unknown kind";
 }

@@ -26,8 +26,8 @@
 
 namespace weft {
 
-enum class FileKind : std::uint32_t { model = 1, training_state = 2, reference_dump = 3 };
-const char* file_kind_name(FileKind kind);  // "model", "training state", "reference dump"
+enum class FileKind : std::uint32_t { model = 1, training_state = 2, reference_dump = 3, adapter = 4 };
+const char* file_kind_name(FileKind kind);  // "model", "training state", "reference dump", "LoRA adapter"
 
 inline constexpr std::uint32_t kTensorFileVersion = 1;
 inline constexpr std::uint64_t kTensorAlignment = 256;  // of each tensor's data within the file

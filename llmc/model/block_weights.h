@@ -11,9 +11,11 @@
 #include <span>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "llmc/base/error.h"
+#include "llmc/base/range.h"
 #include "llmc/model/quantization.h"
 #include "llmc/model/tensor_names.h"
 #include "llmc/model/tensor_table.h"
@@ -33,21 +35,20 @@ struct Weight {
   Packed packed = {};  // empty where it is plain
 };
 
-// The low-rank addition of LoRA (Hu et al., 2021): y = x W^T + scale (x down^T) up^T.
+// What an adapter (lora.h) adds to some outputs of a linear layer: y[:, rows] += scale (x down^T) up^T. Rank and scale are those
+// of the adapter.
 template <typename T>
 struct LowRank {
-  T* down = nullptr;  // [rank, in]; null: there is none
-  T* up = nullptr;    // [out, rank]
-  std::int64_t rank = 0;
-  float scale = 0;  // alpha / rank
+  T* down = nullptr;  // [rank, in]
+  T* up = nullptr;    // [rows.size(), rank]
+  Range rows;         // of one module
 };
 
 template <typename T, typename Packed = QuantizedMatrix>
 struct Linear {
   Weight<T, Packed> weight;  // [out, in]
   T* bias = nullptr;         // [out]; null where the layer has none
-  LowRank<T> low_rank = {};
-  bool trainable = true;
+  std::vector<LowRank<T>> low_rank = {};
 };
 
 template <typename T, typename Packed = QuantizedMatrix>
@@ -59,6 +60,9 @@ struct BlockWeights {
   Linear<T, Packed> down;                   // [C, F]
   NormWeights<T> q_norm = {}, k_norm = {};  // of each head; null without ModelConfig::qk_norm
 
+  Linear<T, Packed>& linear(BlockLinear which) {
+    return const_cast<Linear<T, Packed>&>(std::as_const(*this).linear(which));
+  }
   const Linear<T, Packed>& linear(BlockLinear which) const {
     switch (which) {
       case BlockLinear::qkv:

@@ -1,9 +1,13 @@
 #include "llmc/model/model_file.h"
 
 #include <cstring>
+#include <utility>
 
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
+#include "llmc/base/log.h"
+#include "llmc/model/block_weights.h"
+#include "llmc/model/formats/weight_format.h"
 
 namespace weft {
 
@@ -92,8 +96,11 @@ void require_trainable(const ModelConfig& config, const std::string& path) {
   if (!reason.empty()) fail(Exit::bad_file, "%s: %s", escaped(path).c_str(), reason.c_str());
 }
 
-ModelFile::ModelFile(TensorFile file, ModelConfig config)
-    : file_(std::move(file)), config_(std::move(config)), table_(config_) {}
+ModelFile::ModelFile(TensorFile file, ModelConfig config, std::optional<LoraConfig> lora)
+    : file_(std::move(file)),
+      config_(std::move(config)),
+      lora_(std::move(lora)),
+      table_(lora_ ? TensorTable(config_, *lora_) : TensorTable(config_)) {}
 
 ModelFile ModelFile::open(const std::string& path) {
   TensorFile file = TensorFile::open(path, FileKind::model);
@@ -103,11 +110,75 @@ ModelFile ModelFile::open(const std::string& path) {
     fail(Exit::bad_file, "%s: %zu tensors cannot hold %lld layers", escaped(path).c_str(), file.tensors().size(),
          static_cast<long long>(config.num_layers));
   }
-  ModelFile model(std::move(file), std::move(config));
-  for (const TensorSpec& spec : model.table_.specs()) check_tensor(model.file_, spec);
-  check_tokenizer(model.file_);
-  refuse_unknown_tensors(model.file_, model.table_);
+  ModelFile model(std::move(file), std::move(config), std::nullopt);
+  model.check_tensors();
   return model;
+}
+
+ModelFile ModelFile::open_adapter(const std::string& path) {
+  TensorFile file = TensorFile::open(path, FileKind::adapter);
+  ModelConfig config = read_config(file);
+  config.quantization = {};
+  const std::string source = escaped(path) + ": " + kLora;
+  LoraConfig lora = lora_from_json(file.config().value(kLora, Json()), source);
+  if (const std::string reason = lora_unsupported_reason(lora, config); !reason.empty()) {
+    fail(Exit::bad_file, "%s: %s", source.c_str(), reason.c_str());
+  }
+  ModelFile adapter(std::move(file), std::move(config), std::move(lora));
+  adapter.check_tensors();
+  return adapter;
+}
+
+void ModelFile::check_tensors() const {
+  for (const TensorSpec& spec : table_.specs()) check_tensor(file_, spec);
+  check_tokenizer(file_);
+  refuse_unknown_tensors(file_, table_);
+}
+
+void ModelFile::require_fitting(const std::string& option, const ModelFile& adapter) const {
+  const std::string name = escaped(adapter.file_.path()), own = escaped(file_.path());
+  // Ids at which a text ends, and padding, make no difference to an adapter.
+  const auto shape_of = [](ModelConfig config) {
+    config.eos_ids.clear();
+    config.bos_id.reset();
+    config.tokenizer_vocab = 0;
+    config.quantization = {};
+    return config_to_json(config);
+  };
+  const Json mine = shape_of(config_), its = shape_of(adapter.config_);
+  for (const auto& [key, value] : mine.items()) {
+    if (its.value(key, Json()) == value) continue;
+    fail(Exit::bad_file,
+         "%s: %s: %s: got an adapter of a model with %s, but %s has %s. Take the model that it was made for",
+         option.c_str(), name.c_str(), key.c_str(), its.value(key, Json()).dump().c_str(), own.c_str(),
+         value.dump().c_str());
+  }
+  const std::string hash = format("%016llx", static_cast<unsigned long long>(file_.header_hash()));
+  const Json base = adapter.file_.config().value(kAdapterBase, Json());
+  if (base.is_string() && base != hash) {
+    log_warning(
+        "%s: %s was trained beside a file with header hash %s, and %s has %s: the same weights in another type will "
+        "do, "
+        "others will not",
+        option.c_str(), name.c_str(), escaped(base.get<std::string>()).c_str(), own.c_str(), hash.c_str());
+  }
+}
+
+void ModelFile::add_adapter(const std::string& option, ModelFile adapter) {
+  require_fitting(option, adapter);
+  if (config_.quantization.any()) {
+    fail(Exit::bad_file,
+         "%s: the weights of %s are quantised (%s), and an adapter is added to floats. Take the file it was converted "
+         "from",
+         option.c_str(), escaped(file_.path()).c_str(), quantization_text(config_.quantization).c_str());
+  }
+  adapter_ = std::make_shared<const ModelFile>(std::move(adapter));
+}
+
+const TensorSpec* ModelFile::part_for(const TensorSpec& spec) const {
+  constexpr std::string_view kWeight = ".weight";
+  if (!spec.name.ends_with(kWeight)) return nullptr;
+  return table_.find(weight_of(lora_down_of(spec.name.substr(0, spec.name.size() - kWeight.size()))));
 }
 
 DType ModelFile::dtype() const {
@@ -136,6 +207,40 @@ Json ModelFile::chat_members() const {
 
 void ModelFile::read_parameter(const TensorSpec& spec, float* out) const {
   file_.read_finite_f32(file_.at(spec.name), out);
+  if (as_stored(spec)) return;
+  const std::string module = spec.name.substr(0, spec.name.rfind('.'));
+  const TensorSpec& down = *adapter_->part_for(spec);
+  const TensorSpec& up = adapter_->table_.at(weight_of(lora_up_of(module)));
+  std::vector<float> a(static_cast<std::size_t>(down.elements)), b(static_cast<std::size_t>(up.elements));
+  adapter_->read_parameter(down, a.data());
+  adapter_->read_parameter(up, b.data());
+  add_low_rank(out, a.data(), b.data(), spec.shape[0], spec.shape[1], adapter_->lora_->rank, adapter_->lora_->scale());
+}
+
+void ModelFile::read_values(const TensorSpec& spec, float* out) const {
+  const TensorSpec& stored = table_.at(spec.name);
+  if (stored.kind == ValueKind::floats) return read_parameter(stored, out);
+  const WeightFormat& weights = weight_format(stored.dtype);
+  const auto bytes_of = [&](const TensorSpec& part) {
+    std::vector<std::byte> bytes(part.bytes);
+    read_quantized(part, bytes.data());
+    return bytes;
+  };
+  const std::vector<std::byte> quants = bytes_of(stored), scales = bytes_of(table_.at(scales_of(spec.name)));
+  const std::vector<std::byte> zeros =
+      weights.grouped ? bytes_of(table_.at(zeros_of(spec.name))) : std::vector<std::byte>();
+  QuantizedMatrix matrix;
+  matrix.data = quants.data();
+  matrix.dtype = stored.dtype;
+  if (weights.grouped) {
+    matrix.group_scales = reinterpret_cast<const std::uint16_t*>(scales.data());
+    matrix.zeros = reinterpret_cast<const std::uint8_t*>(zeros.data());
+  } else {
+    matrix.row_scales = reinterpret_cast<const float*>(scales.data());
+  }
+  const std::int64_t rows = spec.shape[0], columns = spec.shape[1];
+  weights.dequantize(out, matrix, 0, rows, columns);
+  for (std::int64_t i = 0; i < (weights.grouped ? 0 : rows * columns); ++i) out[i] *= matrix.row_scales[i / columns];
 }
 
 void ModelFile::read_quantized(const TensorSpec& spec, void* out) const {

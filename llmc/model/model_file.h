@@ -2,10 +2,13 @@
 // inside.
 #pragma once
 
+#include <memory>
+#include <optional>
 #include <string>
 
 #include "llmc/file/tensor_file.h"
 #include "llmc/model/config.h"
+#include "llmc/model/lora.h"
 #include "llmc/model/tensor_table.h"
 
 namespace weft {
@@ -13,6 +16,8 @@ namespace weft {
 inline constexpr const char* kTokenizerTensor = "tokenizer.json";  // u8, the text of tokenizer.json
 
 // Members of the configuration, beside "model".
+inline constexpr const char* kLora = "lora";                   // of an adapter: lora_to_json()
+inline constexpr const char* kAdapterBase = "base";            // and the header hash of the model it was trained beside
 inline constexpr const char* kChatFormat = "chat_format";      // doc/chat.md
 inline constexpr const char* kChatTemplate = "chat_template";  // that the format was learned from
 inline constexpr const char* kChatTokens = "chat_tokens";  // and the tokens that it names: bos_token, eos_token, ...
@@ -28,6 +33,20 @@ class ModelFile {
   // shape and a float dtype or, where it belongs to a quantised matrix, that of its scheme, nothing missing.
   // Exit::bad_file names what does not fit.
   static ModelFile open(const std::string& path);
+  // The same for an adapter: config() is that of the model it belongs to, table() has the adapter's tensors alone.
+  static ModelFile open_adapter(const std::string& path);
+
+  // Of an adapter; empty for a model.
+  const std::optional<LoraConfig>& lora() const { return lora_; }
+  // Exit::bad_file, with `option`, if an adapter belongs to a model of another shape; a warning if it was trained beside another
+  // file.
+  void require_fitting(const std::string& option, const ModelFile& adapter) const;
+  // From here on the matrices that read_parameter() and read_tensor() give have the adapter in them. Exit::bad_file also if they
+  // are quantised.
+  void add_adapter(const std::string& option, ModelFile adapter);
+  std::int64_t adapter_rank() const { return adapter_ ? adapter_->lora_->rank : 0; }  // 0: none was added
+  // Whether read_parameter() gives a tensor's values as the file has them.
+  bool as_stored(const TensorSpec& spec) const { return !adapter_ || adapter_->part_for(spec) == nullptr; }
 
   const ModelConfig& config() const { return config_; }
   const TensorTable& table() const { return table_; }
@@ -40,6 +59,8 @@ class ModelFile {
   // Reads one parameter as fp32 and verifies its hash. A value that is not finite is Exit::bad_file. Only for
   // ValueKind::floats.
   void read_parameter(const TensorSpec& spec, float* out) const;
+  // The fp32 values of a matrix or vector, quantised or not. `spec` may be that of the same model without quantisation.
+  void read_values(const TensorSpec& spec, float* out) const;
   // Copies the spec.bytes of a tensor of another kind, which lie in memory as in the file, and verifies hash and
   // values.
   void read_quantized(const TensorSpec& spec, void* out) const;
@@ -51,10 +72,16 @@ class ModelFile {
   void require_trainable() const { weft::require_trainable(config_, file_.path()); }
 
  private:
-  ModelFile(TensorFile file, ModelConfig config);
+  ModelFile(TensorFile file, ModelConfig config, std::optional<LoraConfig> lora);
+  void check_tensors() const;
+  // An adapter's A for the matrix `spec` of its model; null: it has none.
+  const TensorSpec* part_for(const TensorSpec& spec) const;
+
   TensorFile file_;
   ModelConfig config_;
+  std::optional<LoraConfig> lora_;
   TensorTable table_;
+  std::shared_ptr<const ModelFile> adapter_;
 };
 
 }  // namespace weft

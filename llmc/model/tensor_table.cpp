@@ -1,6 +1,7 @@
 #include "llmc/model/tensor_table.h"
 
 #include "llmc/base/checked.h"
+#include "llmc/model/lora.h"
 #include "llmc/model/tensor_names.h"
 
 namespace weft {
@@ -25,6 +26,21 @@ TensorTable::TensorTable(const ModelConfig& config, DType storage) : storage_(st
   add_norm(config, names.final_norm);
   if (!config.tied_embeddings) add_matrices(config.quantization.head, {{names.head, V, C, Init::normal}});
   begin_group();  // the arenas end on a group boundary too
+}
+
+TensorTable::TensorTable(const ModelConfig& config, const LoraConfig& lora, DType storage) : storage_(storage) {
+  for (std::int64_t l = 0; l < config.num_layers; ++l) {
+    const BlockNames block = names_of(config).block(l);
+    for (const LoraTarget& target : lora.targets) {
+      const std::string& module = block.linear(target.linear)[target.module];
+      const std::int64_t in = linear_size(config, target.linear).C;
+      const std::int64_t rows = module_rows(config, target.linear, target.module).size();
+      add_matrices(nullptr, {{lora_down_of(module), lora.rank, in, Init::uniform}});
+      add_matrices(nullptr, {{lora_up_of(module), rows, lora.rank, Init::zeros}});
+    }
+  }
+  for (TensorSpec& spec : specs_) spec.hidden_matrix = true;
+  begin_group();
 }
 
 void TensorTable::begin_group() {
@@ -91,14 +107,10 @@ void TensorTable::add_norm(const ModelConfig& config, const std::string& module)
 void TensorTable::add_linear(const ModelConfig& config, std::int64_t layer, BlockLinear linear) {
   const std::vector<std::string> modules = names_of(config).block(layer).linear(linear);
   const bool writes_residual = linear == BlockLinear::output || linear == BlockLinear::down;
-  const auto [C, OC] = linear_size(config, linear);
   std::vector<Matrix> matrices;
   for (const std::string& module : modules) {
-    // q, k and v where they are three; others are of one size.
-    const std::int64_t rows = linear != BlockLinear::qkv || modules.size() == 1
-                                  ? OC / std::ssize(modules)
-                                  : (matrices.empty() ? config.q_size() : config.kv_size());
-    matrices.push_back({module, rows, C, writes_residual ? Init::normal_residual : Init::normal});
+    matrices.push_back({module, module_rows(config, linear, matrices.size()).size(), linear_size(config, linear).C,
+                        writes_residual ? Init::normal_residual : Init::normal});
   }
   const std::size_t first = specs_.size();
   add_matrices(config.quantization.weights, matrices);

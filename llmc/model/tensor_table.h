@@ -18,7 +18,10 @@
 
 namespace weft {
 
-enum class Init { normal, normal_residual, ones, zeros };  // normal: N(0, 0.02^2); _residual: 0.02 / sqrt(2 L)
+struct LoraConfig;  // lora.h
+
+// normal: N(0, 0.02^2); _residual: 0.02 / sqrt(2 L); uniform: between -1 / sqrt(columns) and 1 / sqrt(columns)
+enum class Init { normal, normal_residual, ones, zeros, uniform };
 
 struct TensorSpec {
   std::string name;
@@ -47,6 +50,8 @@ class TensorTable {
   // matter. Matrices that config.quantization names have the dtype of their format, in memory as in the file, and their
   // scales and zeros are tensors of the table too.
   explicit TensorTable(const ModelConfig& config, DType storage = DType::f32);
+  // The tensors of an adapter for a model: layer by layer, for each target A [rank, in] and B [rows, rank].
+  TensorTable(const ModelConfig& config, const LoraConfig& lora, DType storage = DType::f32);
 
   std::span<const TensorSpec> specs() const { return specs_; }
   const TensorSpec* find(std::string_view name) const;

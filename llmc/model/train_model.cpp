@@ -5,6 +5,10 @@
 
 namespace weft {
 
+TensorTable trained_table(const ModelConfig& config, const TrainOptions& options) {
+  return options.lora ? TensorTable(config, *options.lora) : TensorTable(config);
+}
+
 namespace {
 
 using Read = std::function<void(TensorRole, const Range&, float* values)>;

@@ -15,6 +15,7 @@
 #include "llmc/base/range.h"
 #include "llmc/model/decode_model.h"
 #include "llmc/model/fp8.h"
+#include "llmc/model/lora.h"
 #include "llmc/model/operator_table.h"
 #include "llmc/model/optimizer.h"
 #include "llmc/model/tensor_table.h"
@@ -37,6 +38,10 @@ struct TrainOptions {
   Recompute recompute = Recompute::none;
   float dropout = 0;       // probability; applied to each branch before it is added to the residual
   std::uint64_t seed = 0;  // of the dropout masks, and of the rounding of moments
+  // An adapter is trained beside a frozen model: table(), parameters, gradients and the optimizer's state are the adapter's
+  // alone. adapter_dropout: probability, of the adapter's inputs.
+  std::optional<LoraConfig> lora = std::nullopt;
+  float adapter_dropout = 0;
   const Optimizer* optimizer = &adamw_optimizer();
   Precision moments = Precision::fp32;  // in which AdamW's moments are stored; bf16: on a GPU, not with Precision::fp32
 
@@ -50,6 +55,9 @@ struct TrainOptions {
   bool graph = true;         // replay the launches of a step as CUDA graphs
   std::string matmul_plans;  // the run's file of GEMM plans (llmc/cuda/op/gemm/matmul_plans.h); empty: none
 };
+
+// The tensors that are trained: a model's, or an adapter's.
+TensorTable trained_table(const ModelConfig& config, const TrainOptions& options);
 
 // One micro-batch: tokens and labels, each [B, T] row-major. labels[b, t] is the token after tokens[b, t], or
 // kIgnoredLabel.
@@ -126,6 +134,11 @@ class TrainModel {
   // every dtype in which weft keeps state. `spec` may be that of another table of the same configuration (a file's, say).
   virtual void read_tensor(TensorRole role, const TensorSpec& spec, float* values) = 0;
   virtual void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) = 0;
+
+  // With TrainOptions::lora: sets a parameter of the frozen model. `spec` is one of TensorTable(config()).
+  virtual void write_frozen(const TensorSpec& spec, const float* /*values*/) {
+    fail(Exit::internal, "%s: nothing is frozen", spec.name.c_str());
+  }
 
   // With Precision::fp8 what the scales of the next step depend on (Fp8Scales::state()), otherwise empty. A resumed run
   // sets it after it has written all parameters, because parameters that are written make the model forget it.

@@ -23,7 +23,8 @@ std::string bytes_text(std::uint64_t bytes) {
 SavePlan plan_saves(const TrainSettings& settings, const ModelConfig& config, std::uint64_t planned_host_bytes) {
   const bool in_between = settings.save_every > 0 && settings.save_every < settings.steps;
   if (!in_between && !settings.keep_best) return {};
-  const std::uint64_t copy = state_copy_bytes(*settings.model_options().optimizer, TensorTable(config)),
+  const TrainOptions options = settings.model_options();
+  const std::uint64_t copy = state_copy_bytes(*options.optimizer, trained_table(config, options)),
                       free = free_host_memory();
   const double limit = kShareOfFreeMemory * static_cast<double>(free);
   if (static_cast<double>(planned_host_bytes) + static_cast<double>(copy) <= limit) {

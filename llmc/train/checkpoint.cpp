@@ -19,7 +19,8 @@ namespace weft {
 
 namespace {
 
-constexpr const char* kModelName = "model.bin";
+constexpr const char* kModelName = "model.bin";  // one of the two
+constexpr const char* kAdapterName = "adapter.bin";
 constexpr const char* kStateName = "state.bin";
 constexpr const char* kFp8Tensor = "fp8.amax";
 constexpr const char* kManifestName = "manifest.json";
@@ -29,6 +30,10 @@ constexpr std::size_t kMaxManifestBytes = 16 << 20;  // a model of 1,024 layers,
 constexpr std::int64_t kMaxCount = std::numeric_limits<std::int64_t>::max();
 // Limit for counters read from a file: they are counted on, and must stay far below 2^63.
 constexpr std::int64_t kMaxCounter = 1'000'000'000'000'000'000;
+
+const char* parameters_name(bool adapter) {
+  return adapter ? kAdapterName : kModelName;
+}
 
 std::string hash_text(std::uint64_t hash) {
   return format("%016llx", static_cast<unsigned long long>(hash));
@@ -121,7 +126,8 @@ std::string first_not_finite(const Optimizer& optimizer, const TensorTable& tabl
 TensorFileWriter declare_model(const std::string& path, const RunIdentity& run, const TensorTable& table) {
   Json config = {{"model", config_to_json(run.model)}, {"made_by", "weft train_llama " + run.version}};
   config.update(run.chat);
-  TensorFileWriter writer(path, FileKind::model, config);
+  if (run.adapter) config.update({{kLora, lora_to_json(run.adapter->lora)}, {kAdapterBase, run.adapter->base}});
+  TensorFileWriter writer(path, run.adapter ? FileKind::adapter : FileKind::model, config);
   for (const TensorSpec& spec : table.specs()) writer.declare(spec.name, DType::f32, spec.shape);
   if (!run.tokenizer.empty()) {
     writer.declare(kTokenizerTensor, DType::u8, {static_cast<std::int64_t>(run.tokenizer.size())});
@@ -218,7 +224,7 @@ std::string shard_difference(const Json& saved, const Json& now, std::size_t i) 
                 renamed ? ", with the same content" : "");
 }
 
-void require_same_data(const Json& saved, const Json& now, const std::string& directory) {
+void require_same_data(const Json& saved, const Json& now, const std::string& directory, bool adapter) {
   if (saved == now) return;
   std::string difference;
   if (!saved.is_array() || saved.size() != now.size()) {
@@ -230,8 +236,9 @@ void require_same_data(const Json& saved, const Json& now, const std::string& di
   }
   fail(Exit::bad_file,
        "--train: %s was trained on other data: %s. Bring that data back to resume, or start in another --out; there "
-       "--model %s continues from these weights",
-       escaped(directory).c_str(), difference.c_str(), escaped(directory + "/" + kModelName).c_str());
+       "--%s %s continues from these weights",
+       escaped(directory).c_str(), difference.c_str(), adapter ? "adapter" : "model",
+       escaped(directory + "/" + parameters_name(adapter)).c_str());
 }
 
 // The first key in which two objects differ; empty if there is none.
@@ -291,9 +298,11 @@ Checkpoint Checkpoint::open(const std::string& path, std::int64_t step, Values v
   const auto files = manifest.is_object() ? manifest.find("files") : manifest.end();
   if (files == manifest.end() || !files->is_array() || files->size() != 2 || !(*files)[0].is_object() ||
       !(*files)[1].is_object()) {
-    fail(Exit::bad_file, "%s: files: expected %s and %s", source.c_str(), kModelName, kStateName);
+    fail(Exit::bad_file, "%s: files: expected %s or %s, and %s", source.c_str(), kModelName, kAdapterName, kStateName);
   }
-  Checkpoint checkpoint(ModelFile::open(path + "/" + kModelName),
+  const bool adapter = (*files)[0].value("name", Json()) == kAdapterName;
+  const std::string parameters = path + "/" + parameters_name(adapter);
+  Checkpoint checkpoint(adapter ? ModelFile::open_adapter(parameters) : ModelFile::open(parameters),
                         TensorFile::open(path + "/" + kStateName, FileKind::training_state));
   checkpoint.model_.require_trainable();
   check_against_manifest((*files)[0], checkpoint.model_.file(), source);
@@ -318,7 +327,7 @@ void Checkpoint::read_state(const Json& manifest, std::int64_t step) {
          static_cast<long long>(state_.step), static_cast<long long>(step));
   }
   if (training_.config().value("model", Json()) != model_.file().config()["model"]) {
-    fail(Exit::bad_file, "%s: model: not that of %s", source.c_str(), kModelName);
+    fail(Exit::bad_file, "%s: model: not that of %s", source.c_str(), parameters_name(model_.lora().has_value()));
   }
 }
 
@@ -345,6 +354,10 @@ bool Checkpoint::in_fp8() const {
 }
 
 void Checkpoint::require_same_model(const RunIdentity& run, const std::string& source) const {
+  if (model_.lora().has_value() != run.adapter.has_value()) {
+    fail(Exit::usage, "--lora-r: %s was made %s it. %s, or start in another --out", source.c_str(),
+         model_.lora() ? "with" : "without", model_.lora() ? "Give it again" : "Leave it out");
+  }
   const Json saved = config_to_json(model());
   Json now = config_to_json(run.model);
   // A new model takes these keys from its tokenizer. If nothing else differs, the tokenizer was replaced.
@@ -417,7 +430,8 @@ void Checkpoint::require_same_run(const RunIdentity& run) const {
     log_info("--steps: extended from %lld to %lld; the learning rate now follows the longer schedule",
              static_cast<long long>(saved_steps), static_cast<long long>(run.steps));
   }
-  require_same_data(run_.value("data", Json()), run.data, parent_directory(training_.path()));
+  require_same_data(run_.value("data", Json()), run.data, parent_directory(training_.path()),
+                    model_.lora().has_value());
   const std::string saved_device = json_string(run_, "device", source);
   if (saved_device != run.device) {
     log_warning("%s was computed on %s, this run goes on with %s: the numbers will differ in rounding", source.c_str(),
@@ -577,7 +591,8 @@ std::optional<TrainState> resume_on_all(Communicator& ranks, CheckpointKeeper* k
 
 void CheckpointKeeper::write(const std::string& path, const TrainState& state, const TensorTable& table,
                              const TensorSource& source) const {
-  const std::string model_path = path + "/" + kModelName, training_path = path + "/" + kStateName;
+  const std::string model_path = path + "/" + parameters_name(identity_.adapter.has_value()),
+                    training_path = path + "/" + kStateName;
   TensorFileWriter model = declare_model(model_path, identity_, table);
   TensorFileWriter training = declare_training_state(training_path, identity_, state, table, !source.fp8_state.empty());
   // Both files may be filled at the same time, unless an injected fault counts bytes in the order of the files. They
@@ -598,7 +613,7 @@ void CheckpointKeeper::write_manifest(const std::string& directory, const TrainS
                                       const TensorFileWriter& model, const TensorFileWriter& training) const {
   Json manifest = manifest_head(state, identity_.model, identity_.settings);
   manifest["made_by"] = "weft train_llama " + identity_.version;
-  manifest["files"] = {describe_file(directory + "/" + kModelName, model.tensors()),
+  manifest["files"] = {describe_file(directory + "/" + parameters_name(identity_.adapter.has_value()), model.tensors()),
                        describe_file(directory + "/" + kStateName, training.tensors())};
   write_file_atomically(directory + "/" + kManifestName, manifest.dump(1) + "\n");
 }
@@ -628,7 +643,7 @@ SharedCheckpoint CheckpointKeeper::begin_shared(const TrainState& state, const T
                                                 std::vector<float> fp8_state) const {
   const std::string path = directory_.begin_checkpoint(state.step);
   SharedCheckpoint files{path,
-                         declare_model(path + "/" + kModelName, identity_, table),
+                         declare_model(path + "/" + parameters_name(identity_.adapter.has_value()), identity_, table),
                          declare_training_state(path + "/" + kStateName, identity_, state, table, !fp8_state.empty()),
                          std::move(fp8_state),
                          {},

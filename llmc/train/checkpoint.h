@@ -2,7 +2,8 @@
 //
 // step_00000100/ holds model.bin (a model file with the parameters in fp32 and the tokenizer, for --model and
 // export_hf.py), state.bin (a training state: the optimizer's tensors, with --precision fp8 the history of its scales, and a JSON
-// object with TrainState and RunIdentity) and manifest.json (names, sizes and hashes of both). A save writes
+// object with TrainState and RunIdentity) and manifest.json (names, sizes and hashes of both). A run that trains an adapter has
+// adapter.bin in the place of model.bin: the model it belongs to is frozen. A save writes
 // step_N.tmp, syncs it and renames it; a load refuses a checkpoint whose sizes, hashes, steps or values do not agree.
 #pragma once
 
@@ -48,6 +49,12 @@ struct TrainState {
   bool operator==(const TrainState&) const = default;
 };
 
+// Of a run that trains an adapter: what it is, and the header hash of the frozen model.
+struct TrainedAdapter {
+  LoraConfig lora;
+  std::string base;
+};
+
 // What identifies a run: a checkpoint may only be continued by a run with the same identity.
 struct RunIdentity {
   ModelConfig model;
@@ -59,6 +66,7 @@ struct RunIdentity {
   std::string tokenizer;       // text of tokenizer.json; may be empty
   std::string began_from;      // header hash of the model file (--model) that the run began with; empty: new parameters
   Json chat = Json::object();  // chat_members() of that file: its checkpoints have them too
+  std::optional<TrainedAdapter> adapter = {};  // such a run has neither tokenizer nor chat: they stay with the model
 };
 
 // A checkpoint that was read completely and found intact.

@@ -11,6 +11,7 @@
 namespace weft {
 
 Exit evaluate(TrainModel& model, const TrainSettings& settings, const TrainInputs& inputs, Communicator& ranks) {
+  load_frozen(inputs, model);
   load_parameters(inputs, static_cast<std::uint64_t>(settings.seed), model);
   const TokenDataset& data = *inputs.val;
   const std::optional<MeanLoss> measured = mean_loss(model, data, settings.micro_batch, settings.val_batches, ranks);

@@ -37,6 +37,18 @@ void fill_normal(std::span<float> values, double deviation, std::uint64_t tensor
   }
 }
 
+// Between -bound and bound.
+void fill_uniform(std::span<float> values, double bound, std::uint64_t tensor, std::uint64_t seed) {
+  const std::uint64_t stream = static_cast<std::uint64_t>(RandomStream::init) << 32 | tensor;
+#pragma omp parallel for schedule(static)
+  for (std::size_t i = 0; i < values.size(); i += 4) {
+    const PhiloxWords words = philox(seed, i / 4, stream);
+    for (std::size_t j = 0; j < 4 && i + j < values.size(); ++j) {
+      values[i + j] = static_cast<float>(bound * (2.0 * static_cast<double>(uniform01(words.word[j])) - 1.0));
+    }
+  }
+}
+
 }  // namespace
 
 void initial_values(const TensorSpec& spec, std::uint64_t tensor, std::int64_t num_layers, std::uint64_t seed,
@@ -53,6 +65,9 @@ void initial_values(const TensorSpec& spec, std::uint64_t tensor, std::int64_t n
       break;
     case Init::normal_residual:
       fill_normal(values, kStandardDeviation / std::sqrt(2.0 * static_cast<double>(num_layers)), tensor, seed);
+      break;
+    case Init::uniform:
+      fill_uniform(values, 1 / std::sqrt(static_cast<double>(spec.shape.back())), tensor, seed);
       break;
   }
 }

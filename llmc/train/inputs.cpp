@@ -36,15 +36,44 @@ ModelConfig trainable_config(const std::string& path) {
   return config;
 }
 
+std::string hash_of(const ModelFile& file) {
+  return format("%016llx", static_cast<unsigned long long>(file.file().header_hash()));
+}
+
+// An adapter that is trained further begins with the values of --adapter; any other one is added to the weights.
+void open_adapter(const TrainSettings& settings, TrainInputs& inputs) {
+  const std::optional<LoraConfig> lora = settings.lora();
+  if (lora) {
+    if (const std::string reason = lora_unsupported_reason(*lora, inputs.config); !reason.empty()) {
+      fail(Exit::usage, "--lora-r: %s", reason.c_str());
+    }
+  }
+  if (settings.adapter.empty()) return;
+  ModelFile adapter = ModelFile::open_adapter(settings.adapter);
+  if (lora && *lora != *adapter.lora()) {
+    fail(Exit::usage,
+         "--adapter: %s has --lora-r %lld --lora-alpha %g --lora-targets %s. Give the same to train it further",
+         escaped(settings.adapter).c_str(), static_cast<long long>(adapter.lora()->rank), adapter.lora()->alpha,
+         adapter.lora()->target_names().c_str());
+  }
+  inputs.began_from += format(" %s", hash_of(adapter).c_str());
+  if (!lora) return inputs.weights->add_adapter("--adapter", std::move(adapter));
+  inputs.weights->require_fitting("--adapter", adapter);
+  inputs.adapter = std::move(adapter);
+}
+
 void open_model(const TrainSettings& settings, TrainInputs& inputs) {
   if (settings.model.empty()) {
     inputs.config = settings.config_is_file() ? trainable_config(settings.config) : preset_config(settings.config);
     inputs.config.norm = settings.norm == "layernorm" ? NormKind::layernorm : NormKind::rmsnorm;
   } else {
     inputs.weights = ModelFile::open(settings.model);
-    inputs.weights->require_trainable();
     inputs.config = inputs.weights->config();
-    inputs.began_from = format("%016llx", static_cast<unsigned long long>(inputs.weights->file().header_hash()));
+    inputs.began_from = inputs.base = hash_of(*inputs.weights);
+    inputs.trains_adapter = settings.lora_r > 0;
+    if (inputs.trains_adapter) inputs.config.quantization = {};  // a frozen model may be quantised: its values are read
+    require_trainable(inputs.config, settings.model);
+    open_adapter(settings, inputs);
     if (settings.norm_given && settings.norm != norm_kind_name(inputs.config.norm)) {
       fail(Exit::usage, "--norm: got %s, but %s has %s", settings.norm.c_str(), escaped(settings.model).c_str(),
            norm_kind_name(inputs.config.norm));
@@ -168,12 +197,24 @@ TrainInputs open_inputs(const TrainSettings& settings) {
 }
 
 void load_parameters(const TrainInputs& inputs, std::uint64_t seed, TrainModel& model) {
-  if (!inputs.weights) return initialize_parameters(model, seed);
+  const std::optional<ModelFile>& source = inputs.trains_adapter ? inputs.adapter : inputs.weights;
+  if (!source) return initialize_parameters(model, seed);
   std::vector<float> values;
   for (const TensorSpec& spec : model.table().specs()) {
     values.resize(static_cast<std::size_t>(spec.elements));
-    inputs.weights->read_parameter(spec, values.data());
+    source->read_parameter(spec, values.data());
     model.write_tensor(TensorRole::parameter, spec, values.data());
+  }
+}
+
+void load_frozen(const TrainInputs& inputs, TrainModel& model) {
+  if (!inputs.trains_adapter) return;
+  std::vector<float> values;
+  const TensorTable table(model.config());
+  for (const TensorSpec& spec : table.specs()) {
+    values.resize(static_cast<std::size_t>(spec.elements));
+    inputs.weights->read_values(spec, values.data());
+    model.write_frozen(spec, values.data());
   }
 }
 

@@ -14,8 +14,10 @@ namespace weft {
 
 struct TrainInputs {
   ModelConfig config;                       // of the model; a new one has the vocabulary of its data
-  std::optional<ModelFile> weights;         // of --model
-  std::string began_from;                   // its header hash (RunIdentity); empty without one
+  std::optional<ModelFile> weights;         // of --model, with the adapter of --adapter unless that is trained
+  bool trains_adapter = false;              // --lora-r
+  std::optional<ModelFile> adapter;         // of --adapter, if it is trained further
+  std::string base, began_from;             // header hash of --model, and RunIdentity's; empty without one
   std::string tokenizer, tokenizer_source;  // text of tokenizer.json and the file it is from; empty without one
   std::optional<TokenDataset> train, val;   // absent if not asked for
 };
@@ -24,7 +26,9 @@ struct TrainInputs {
 // tokenizer and damaged files Exit::bad_file. Allocates no memory for the model.
 TrainInputs open_inputs(const TrainSettings& settings);
 
-// The parameters of --model, or initial ones.
+// What is trained: the parameters of --model, or initial ones; of an adapter those of --adapter, or initial ones.
 void load_parameters(const TrainInputs& inputs, std::uint64_t seed, TrainModel& model);
+// The frozen model beside which `model`, made with TrainOptions::lora, trains an adapter.
+void load_frozen(const TrainInputs& inputs, TrainModel& model);
 
 }  // namespace weft

@@ -46,6 +46,8 @@ void add_model_and_data(OptionTable& table, TrainSettings& s) {
   table.integer("vocab-size", s.vocab_size, 0, 1'000'000,
                 "rows of a new model's embedding; 0: the vocabulary of the shards, padded to a multiple of 128");
   table.text("model", s.model, "FILE", "or go on from the weights of a model file");
+  table.text("adapter", s.adapter, "FILE",
+             "with an adapter in the weights of --model; with --lora-r this adapter is trained further");
   table.choice("norm", s.norm, {"rmsnorm", "layernorm"}, "kind of normalisation, with --config");
   table.group("Data and output");
   table.text("train", s.train, "GLOB", "token shards to train on (quote the pattern)");
@@ -98,6 +100,16 @@ void add_optimization(OptionTable& table, TrainSettings& s) {
                 "compute what so many ranks would, one after the other, and add their gradients in the order of the "
                 "ranks. The number of ranks that share the step is a divisor of it");
   table.default_note("virtual-ranks", "1, or the number of ranks of the run");
+}
+
+void add_adapter(OptionTable& table, TrainSettings& s) {
+  table.group("LoRA: train an adapter beside a frozen --model (doc/fine_tuning.md)");
+  table.integer("lora-r", s.lora_r, 0, 4096, "rank of the adapter's matrices; 0: no adapter, all weights are trained");
+  table.number("lora-alpha", s.lora_alpha, 0, 1e6, "the adapter's product is multiplied by alpha / r");
+  table.default_note("lora-alpha", "twice --lora-r");
+  table.text("lora-targets", s.lora_targets, "LIST",
+             "matrices of each block that get one: all, or some of q,k,v,o,gate,up,down");
+  table.number("lora-dropout", s.lora_dropout, 0, 0.99, "probability, of the adapter's inputs");
 }
 
 void add_ranks(OptionTable& table, TrainSettings& s) {
@@ -232,6 +244,24 @@ void check_optimizer(const TrainSettings& s, const OptionTable& table) {
   }
 }
 
+void check_adapter(const TrainSettings& s, const OptionTable& table) {
+  if (!s.adapter.empty() && s.model.empty()) fail(Exit::usage, "--adapter: needs --model, which it belongs to");
+  if (s.lora_r == 0) {
+    for (const char* option : {"lora-alpha", "lora-targets", "lora-dropout"}) {
+      if (table.given(option)) fail(Exit::usage, "--%s: needs --lora-r, the rank of the adapter", option);
+    }
+    return;
+  }
+  if (s.model.empty()) fail(Exit::usage, "--lora-r: needs --model, beside whose weights the adapter is trained");
+  if (!s.compare.empty()) fail(Exit::usage, "--compare: compares whole models. Leave --lora-r out");
+  if (s.bench) fail(Exit::usage, "--bench: times the training of whole models. Leave --lora-r out");
+  if (s.ranks > 1 && (s.shard_kind() == Shard::parameters || s.shard_kind() == Shard::gradients)) {
+    fail(Exit::usage, "--shard: got %s, and the %s of an adapter are few. Use optimizer", s.shard.c_str(),
+         s.shard.c_str());
+  }
+  s.lora();  // refuses other targets
+}
+
 void check_purpose(TrainSettings& s) {
   if (!s.compare.empty() && s.model.empty())
     fail(Exit::usage, "--compare: needs --model, the file that the dump was made from");
@@ -282,6 +312,7 @@ void check_together(TrainSettings& s, const OptionTable& table, std::int64_t lau
   check_ranks(s, launched);
   check_samples(s, table.given("sample-every"));
   check_optimizer(s, table);
+  check_adapter(s, table);
   check_batch(s);
   if (s.epochs > 0 && table.given("steps")) fail(Exit::usage, "--epochs and --steps: only one of the two can be given");
   if (!table.given("warmup-steps")) s.warmup_steps = default_warmup_steps(s.steps);
@@ -360,6 +391,12 @@ Schedule TrainSettings::learning_rate() const {
   return result;
 }
 
+std::optional<LoraConfig> TrainSettings::lora() const {
+  if (lora_r == 0) return std::nullopt;
+  return LoraConfig{lora_r, lora_alpha > 0 ? lora_alpha : 2.0 * static_cast<double>(lora_r),
+                    parse_lora_targets("--lora-targets", lora_targets)};
+}
+
 TrainOptions TrainSettings::model_options() const {
   TrainOptions options;
   options.micro_batch = micro_batch;
@@ -368,6 +405,8 @@ TrainOptions TrainSettings::model_options() const {
   options.recompute = recompute == "block" ? Recompute::block : recompute == "norm" ? Recompute::norm : Recompute::none;
   options.dropout = static_cast<float>(dropout);
   options.seed = static_cast<std::uint64_t>(seed);
+  options.lora = lora();
+  options.adapter_dropout = static_cast<float>(lora_dropout);
   options.optimizer = find_optimizer(optimizer);
   options.moments = moments == "bf16" ? Precision::bf16 : Precision::fp32;
   options.virtual_ranks = virtual_ranks;
@@ -426,6 +465,12 @@ Json TrainSettings::numeric_settings() const {
   if (moments != "fp32") fields["moments"] = moments;
   if (optimizer != "adamw") fields["optimizer"] = optimizer;
   if (optimizer == "muon") fields.update({{"muon-lr", muon_lr > 0 ? muon_lr : lr}, {"muon-momentum", muon_momentum}});
+  if (const std::optional<LoraConfig> adapter_config = lora()) {
+    fields.update({{"lora-r", lora_r},
+                   {"lora-alpha", adapter_config->alpha},
+                   {"lora-targets", adapter_config->target_names()},
+                   {"lora-dropout", lora_dropout}});
+  }
   if (virtual_ranks != 1) fields["virtual-ranks"] = virtual_ranks;
   if (schedule == "wsd") fields["wsd-decay-fraction"] = wsd_decay_fraction;
   return fields;
@@ -437,6 +482,7 @@ TrainOptionParser::TrainOptionParser(const std::string& version)
   table_.footer(kFooter);
   add_model_and_data(table_, settings_);
   add_optimization(table_, settings_);
+  add_adapter(table_, settings_);
   add_execution(table_, settings_);
   add_ranks(table_, settings_);
   add_reports(table_, settings_);

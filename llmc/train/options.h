@@ -23,7 +23,7 @@ enum class ResumeMode { automatic, must, never };
 
 // One field for each option, with its default; names and meanings are those of --help. A size of zero means "not given".
 struct TrainSettings {
-  std::string model, config, norm = "rmsnorm";
+  std::string model, adapter, config, norm = "rmsnorm";
   std::int64_t vocab_size = 0;
   std::string train, val, tokenizer;
   std::string out, resume = "auto";
@@ -40,6 +40,10 @@ struct TrainSettings {
   double muon_lr = 0, muon_momentum = 0.95;  // muon_lr 0: lr
   double weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, grad_clip = 1.0;
   double dropout = 0;
+  std::int64_t lora_r = 0;  // 0: all parameters are trained
+  double lora_alpha = 0;    // 0: twice the rank
+  std::string lora_targets = "all";
+  double lora_dropout = 0;
   std::int64_t seed = 1;
   std::int64_t virtual_ranks = 1;
 
@@ -91,6 +95,8 @@ struct TrainSettings {
   // Micro-batches of one rank in a step; those of rank r follow those of rank r - 1.
   std::int64_t rank_accumulation() const { return accumulation() / virtual_ranks; }
   Schedule learning_rate() const;
+  // Of the adapter that is trained; empty: none.
+  std::optional<LoraConfig> lora() const;
   TrainOptions model_options() const;
   // What the optimizer is given in step `step`, counted from 1, which is the `update`-th that changes the parameters.
   OptimizerStep optimizer_step(std::int64_t update, std::int64_t step, float gradient_scale) const;

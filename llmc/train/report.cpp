@@ -111,6 +111,11 @@ std::vector<std::string> start_report(const TrainSettings& settings, const Train
                          static_cast<long long>(model.num_heads), static_cast<long long>(model.num_kv_heads),
                          static_cast<long long>(model.vocab_size), of_data.c_str(),
                          static_cast<double>(TensorTable(model).parameters()) / 1e6));
+  if (const std::optional<LoraConfig> lora = settings.lora()) {
+    lines.push_back(format("adapter: rank %lld, alpha %g, targets %s, %.2f M parameters; the model is frozen",
+                           static_cast<long long>(lora->rank), lora->alpha, lora->target_names().c_str(),
+                           static_cast<double>(TensorTable(model, *lora).parameters()) / 1e6));
+  }
   lines.push_back("data");
   append(plan_lines(settings, inputs));
   lines.push_back(settings.ranks == 1
@@ -134,6 +139,9 @@ Json header_record(const TrainSettings& settings, const TrainInputs& inputs, con
   record["version"] = version;
   record["device"] = settings.device;
   record["parameters"] = TensorTable(inputs.config).parameters();
+  if (inputs.trains_adapter) {
+    record["trained_parameters"] = trained_table(inputs.config, settings.model_options()).parameters();
+  }
   record["tokens_per_step"] = settings.batch_tokens;
   record["memory_bytes"] = total_bytes(memory);
   record["host"] = host_facts();

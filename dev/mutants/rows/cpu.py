@@ -82,4 +82,12 @@ ROWS = [
            "heads(a.qk + q, qk), w.q_norm.weight", unit("Golden.*")),
     Mutant("each row of a verification has the rules of the first", "finish_row", "try_sample(chunk, wanted.draft, ", "try_sample(chunk, 0, ",
            unit("CpuInference.RulesAre*")),
+    Mutant("a decoder keeps the adapter that it began with", "TrainingModel::parameters_changed", "merged_is_stale_ = true;", "",
+           unit("LoraModel.ADecoder*")),
+    Mutant("dropout of an adapter in a validation", "TrainingModel::adapter_shape", "if (!training_)", "if (false)",
+           unit("LoraModel.TheFrozenModel*")),
+    Mutant("one dropout mask for all layers of an adapter", "TrainingModel::adapter_shape", "kLinears * l +", "0 * l +",
+           unit("LoraModel.EachLayer*")),
+    Mutant("the gradient of x does not pass through an adapter", "low_rank_backward", "dx, d_adapter.down", "nullptr, d_adapter.down",
+           unit("LowRank.*", "LoraModel.IsTheModel*")),
 ]

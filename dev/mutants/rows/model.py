@@ -96,4 +96,11 @@ ROWS = [
            unit("Golden.*", "CpuInference.*")),
     Mutant("a decoder decodes what rules are about", "generate_ids", "decodes = decoder_ != nullptr && !rules", "decodes = decoder_ != nullptr",
            unit("SingleSequence.ADecoderGoesOn*")),
+    Mutant("an adapter is scaled by its rank as well", "LoraConfig::scale", "alpha / static_cast<double>(rank)", "alpha",
+           unit("LowRank.*", "LoraModel.IsTheModel*", "Lora.Targets")),
+    Mutant("the rows of v are those of k", "module_rows", "q + kv * (i - 1)", "q", unit("LoraModel.IsTheModel*")),
+    Mutant("an adapter is added to its model twice", "read_parameter", "adapter_->lora_->scale()", "2 * adapter_->lora_->scale()",
+           unit("LoraFiles.AnAddedAdapter*")),
+    Mutant("an adapter of another model is added", "require_fitting", "== value) continue;", "== value || true) continue;",
+           unit("LoraFiles.AnAdapterOfAnother*")),
 ]

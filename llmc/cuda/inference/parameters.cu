@@ -128,11 +128,18 @@ class Worker {
  private:
   void load(const TensorSpec& spec, std::size_t index) {
     const TensorInfo& tensor = job_.file.file().at(spec.name);
-    const std::span<const std::byte> data = job_.file.file().bytes(tensor);
-    const bool floats = spec.kind == ValueKind::floats;
+    std::span<const std::byte> data = job_.file.file().bytes(tensor);
+    const bool floats = spec.kind == ValueKind::floats, as_stored = job_.file.as_stored(spec);
+    DType dtype = tensor.dtype;
+    std::vector<float> changed;  // by an adapter
+    if (!as_stored) {
+      changed.resize(static_cast<std::size_t>(spec.elements));
+      job_.file.read_parameter(spec, changed.data());
+      data = std::as_bytes(std::span(changed));
+      dtype = DType::f32;
+    }
     // Pieces are whole elements or, for packed matrices, whole rows.
-    const std::size_t unit = floats ? dtype_bytes(tensor.dtype) : row_bytes(spec),
-                      piece = job_.piece_bytes / unit * unit;
+    const std::size_t unit = floats ? dtype_bytes(dtype) : row_bytes(spec), piece = job_.piece_bytes / unit * unit;
     std::optional<std::size_t> invalid;
     Xxh3Stream hash;
     for (std::size_t done = 0; done < data.size() && !job_.failed; done += piece, turn_ ^= 1) {
@@ -151,7 +158,7 @@ class Worker {
       const auto first = static_cast<std::int64_t>(done / unit), count = static_cast<std::int64_t>(bytes / unit);
       if (floats) {
         check(cudaEventRecord(copied_[turn_], stream_), "loading parameters");
-        convert(job_.targets[index].floats + first, staged, tensor.dtype, count, first, job_.bad + index, stream_);
+        convert(job_.targets[index].floats + first, staged, dtype, count, first, job_.bad + index, stream_);
       } else {
         if (!invalid) {
           invalid = first_invalid_value(spec.kind, spec.dtype, {pinned, bytes});
@@ -160,10 +167,10 @@ class Worker {
         check(cudaEventRecord(copied_[turn_], stream_), "loading parameters");
         pack(spec, job_.targets[index], staged, first, count);
       }
-      job_.bytes_done += bytes;
+      job_.bytes_done += as_stored ? bytes : bytes / sizeof(float) * dtype_bytes(tensor.dtype);
     }
     if (job_.failed) return;
-    job_.file.file().compare_hash(tensor, hash.digest());
+    if (as_stored) job_.file.file().compare_hash(tensor, hash.digest());
     if (invalid) job_.file.refuse_value(spec, *invalid);
   }
 

@@ -1,0 +1,36 @@
+// What an adapter adds to a linear layer (LoRA, Hu et al., 2021, section 4.1), with `down` A and `up` B:
+//
+//   y[n, rows] += scale (dropout(x)[n] down^T) up^T
+//
+// Dropout scales what it keeps by 1 / (1 - p). Its mask is not stored: element e = n * in + c is kept iff
+// uniform01(philox(seed, offset + e / 4, RandomStream::adapter_dropout).word[e % 4]) >= p, forward and backward alike. All
+// modules of one layer, q, k and v say, have one mask.
+//
+// Computed by the GEMMs of matmul.h; the same bits for any number of threads.
+#pragma once
+
+#include <cstdint>
+
+#include "llmc/model/block_weights.h"
+
+namespace weft::cpu {
+
+struct LowRankShape {
+  std::int64_t N = 0, in = 0, out = 0;  // x is [N, in], y [N, out]
+  std::int64_t rank = 0;
+  float scale = 0;
+  float dropout = 0;  // p in [0, 1)
+  std::uint64_t seed = 0, offset = 0;
+};
+
+// floats of the workspace that both functions need.
+std::int64_t low_rank_workspace(const LowRankShape& shape);
+
+void low_rank_forward(const LowRankShape& shape, float* y, const float* x, const LowRank<float>& adapter,
+                      float* workspace);
+
+// Adds to the gradients of x, down and up; dx null: not computed. dy [N, out] is the gradient of y.
+void low_rank_backward(const LowRankShape& shape, float* dx, const LowRank<float>& d_adapter, const float* dy,
+                       const float* x, const LowRank<float>& adapter, float* workspace);
+
+}  // namespace weft::cpu

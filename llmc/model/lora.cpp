@@ -1,0 +1,145 @@
+#include "llmc/model/lora.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "llmc/base/error.h"
+#include "llmc/base/json.h"
+#include "llmc/model/tensor_names.h"
+
+namespace weft {
+
+namespace {
+
+constexpr LoraTarget kTargets[] = {{"q", BlockLinear::qkv, 0},    {"k", BlockLinear::qkv, 1},
+                                   {"v", BlockLinear::qkv, 2},    {"o", BlockLinear::output, 0},
+                                   {"gate", BlockLinear::up, 0},  {"up", BlockLinear::up, 1},
+                                   {"down", BlockLinear::down, 0}};
+constexpr std::int64_t kMaxRank = 1 << 16;
+
+const LoraTarget* find_target(const std::string& name) {
+  const auto found = std::find_if(std::begin(kTargets), std::end(kTargets),
+                                  [&](const LoraTarget& target) { return name == target.name; });
+  return found == std::end(kTargets) ? nullptr : found;
+}
+
+std::string joined_names(std::span<const LoraTarget> targets, const char* between) {
+  std::string names;
+  for (const LoraTarget& target : targets) {
+    if (!names.empty()) names += between;
+    names += target.name;
+  }
+  return names;
+}
+
+std::string all_names() {
+  return joined_names(kTargets, ", ");
+}
+
+// The targets of these names, in the order of kTargets, each once.
+std::vector<LoraTarget> in_order(const std::vector<const LoraTarget*>& named) {
+  std::vector<LoraTarget> targets;
+  for (const LoraTarget& target : kTargets) {
+    if (std::find(named.begin(), named.end(), &target) != named.end()) targets.push_back(target);
+  }
+  return targets;
+}
+
+}  // namespace
+
+std::span<const LoraTarget> lora_targets() {
+  return kTargets;
+}
+
+std::string LoraConfig::target_names() const {
+  return targets.size() == std::size(kTargets) ? "all" : joined_names(targets, ",");
+}
+
+std::vector<LoraTarget> parse_lora_targets(const std::string& option, const std::string& text) {
+  if (text == "all") return {std::begin(kTargets), std::end(kTargets)};
+  std::vector<const LoraTarget*> named;
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    const std::string name = text.substr(begin, end - begin);
+    named.push_back(find_target(name));
+    if (named.back() == nullptr) {
+      fail(Exit::usage, "%s: got '%s', expected all, or some of %s with commas between them", option.c_str(),
+           escaped(name).c_str(), all_names().c_str());
+    }
+    begin = end + 1;
+  }
+  return in_order(named);
+}
+
+std::string lora_unsupported_reason(const LoraConfig& lora, const ModelConfig& config) {
+  if (!config.gated() || config.qkv_layout != QkvLayout::concatenated) {
+    return format("adapters are for models with SwiGLU and with q, k and v in matrices of their own, not for %s",
+                  config.family.c_str());
+  }
+  for (const LoraTarget& target : lora.targets) {
+    const std::int64_t in = linear_size(config, target.linear).C;
+    const std::int64_t rows = module_rows(config, target.linear, target.module).size();
+    if (lora.rank <= std::min(in, rows)) continue;
+    return format("rank %lld is more than the smaller side of the model's matrix %s, [%lld, %lld]",
+                  static_cast<long long>(lora.rank), target.name, static_cast<long long>(rows),
+                  static_cast<long long>(in));
+  }
+  return {};
+}
+
+Json lora_to_json(const LoraConfig& lora) {
+  Json names = Json::array();
+  for (const LoraTarget& target : lora.targets) names.push_back(target.name);
+  return {{"rank", lora.rank}, {"alpha", lora.alpha}, {"targets", names}};
+}
+
+LoraConfig lora_from_json(const Json& object, const std::string& source) {
+  if (!object.is_object()) fail(Exit::bad_file, "%s: expected an object", source.c_str());
+  LoraConfig lora;
+  lora.rank = json_int(object, "rank", 1, kMaxRank, source);
+  lora.alpha = json_number(object, "alpha", source);
+  const auto names = object.find("targets");
+  if (names == object.end() || !names->is_array() || names->empty()) {
+    fail(Exit::bad_file, "%s: targets: expected a list of names", source.c_str());
+  }
+  std::vector<const LoraTarget*> named;
+  for (const Json& name : *names) {
+    named.push_back(name.is_string() ? find_target(name.get<std::string>()) : nullptr);
+    if (named.back() != nullptr) continue;
+    fail(Exit::bad_file, "%s: targets: got %s, expected some of %s", source.c_str(), escaped(name.dump()).c_str(),
+         all_names().c_str());
+  }
+  lora.targets = in_order(named);
+  if (!std::isfinite(lora.scale()))
+    fail(Exit::bad_file, "%s: alpha: got %g, which is too large", source.c_str(), lora.alpha);
+  return lora;
+}
+
+std::string lora_down_of(const std::string& module) {
+  return module + ".lora_A";
+}
+std::string lora_up_of(const std::string& module) {
+  return module + ".lora_B";
+}
+
+Range module_rows(const ModelConfig& config, BlockLinear linear, std::size_t module) {
+  const auto i = static_cast<std::int64_t>(module);
+  const std::int64_t rows = linear_size(config, linear).OC;
+  const auto modules = std::ssize(names_of(config).block(0).linear(linear));
+  if (linear != BlockLinear::qkv || modules == 1) return {rows / modules * i, rows / modules * (i + 1)};
+  const std::int64_t q = config.q_size(), kv = config.kv_size();
+  return i == 0 ? Range{0, q} : Range{q + kv * (i - 1), q + kv * i};
+}
+
+void add_low_rank(float* weight, const float* down, const float* up, std::int64_t rows, std::int64_t in,
+                  std::int64_t rank, float scale) {
+#pragma omp parallel for schedule(static)
+  for (std::int64_t o = 0; o < rows; ++o) {
+    for (std::int64_t r = 0; r < rank; ++r) {
+      const float factor = scale * up[o * rank + r];
+      for (std::int64_t c = 0; c < in; ++c) weight[o * in + c] += factor * down[r * in + c];
+    }
+  }
+}
+
+}  // namespace weft

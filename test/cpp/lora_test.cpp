@@ -1,0 +1,784 @@
+// Adapters: the operator by finite differences; a model with an adapter against the same model with the product in its
+// weights, whose gradients give those of A and B by the chain rule; and an adapter's way through training, files and
+// inference.
+#include <gtest/gtest.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <functional>
+#include <map>
+
+#include "llmc/base/philox.h"
+#include "llmc/comm/thread_ranks.h"
+#include "llmc/cpu/inference.h"
+#include "llmc/cpu/low_rank.h"
+#include "llmc/model/single_sequence.h"
+#include "llmc/train/inputs.h"
+#include "llmc/train/loop.h"
+#include "test/cpp/gradient_check.h"
+#include "test/cpp/quantized_files.h"
+#include "test/cpp/train_tools.h"
+
+namespace weft {
+namespace {
+
+using namespace weft::test;
+
+// ---- the operator ----
+
+// y + scale (dropout(x) A^T) B^T, as it is defined.
+Doubles low_rank_sum(const cpu::LowRankShape& s, const Range& rows, Doubles y, const Doubles& x, const Doubles& down,
+                     const Doubles& up) {
+  const auto at = [](const Doubles& values, std::int64_t i) { return values[static_cast<std::size_t>(i)]; };
+  for (std::int64_t n = 0; n < s.N; ++n) {
+    for (std::int64_t r = 0; r < s.rank; ++r) {
+      double hidden = 0;
+      for (std::int64_t c = 0; c < s.in; ++c) {
+        const auto e = static_cast<std::uint64_t>(n * s.in + c);
+        const PhiloxWords random =
+            philox(s.seed, s.offset + e / 4, static_cast<std::uint64_t>(RandomStream::adapter_dropout));
+        if (uniform01(random.word[e % 4]) < s.dropout) continue;
+        hidden += at(x, n * s.in + c) * at(down, r * s.in + c) / (1 - static_cast<double>(s.dropout));
+      }
+      for (std::int64_t o = 0; o < rows.size(); ++o) {
+        y[static_cast<std::size_t>(n * s.out + rows.begin + o)] +=
+            static_cast<double>(s.scale) * hidden * at(up, o * s.rank + r);
+      }
+    }
+  }
+  return y;
+}
+
+TEST(LowRank, ProductAndGradients) {
+  struct Case {
+    std::int64_t N, in, out, rank;
+    Range rows;
+    float dropout;
+  };
+  // On both sides of few rows, and of the blocks of a GEMM (256 x 512, at least 96).
+  for (const Case& c : {Case{1, 7, 9, 1, {0, 9}, 0},
+                        {5, 33, 20, 3, {4, 15}, 0},
+                        {5, 33, 20, 3, {4, 15}, 0.3f},
+                        {301, 130, 97, 17, {50, 97}, 0},
+                        {130, 70, 530, 16, {1, 530}, 0.1f}}) {
+    cpu::LowRankShape shape{c.N, c.in, c.out, c.rank, 0.75f, c.dropout, 11, 1ull << 40};
+    const std::int64_t rows = c.rows.size();
+    Floats x = random_floats(c.N * c.in, 1), down = random_floats(c.rank * c.in, 2),
+           up = random_floats(rows * c.rank, 3);
+    const Floats before = random_floats(c.N * c.out, 4), dy = random_floats(c.N * c.out, 5);
+    const LowRank<float> adapter{down.data(), up.data(), c.rows};
+    Floats workspace(static_cast<std::size_t>(cpu::low_rank_workspace(shape)), NAN);
+    const std::string what = format("%lld x %lld, dropout %g", static_cast<long long>(c.N),
+                                    static_cast<long long>(c.in), static_cast<double>(c.dropout));
+
+    Floats y = before;
+    cpu::low_rank_forward(shape, y.data(), x.data(), adapter, workspace.data());
+    expect_close(y, low_rank_sum(shape, c.rows, widen(before), widen(x), widen(down), widen(up)), what);
+
+    Floats dx(x.size(), 1), d_down(down.size(), 2), d_up(up.size(), 3);  // what is there before is added to
+    cpu::low_rank_backward(shape, dx.data(), {d_down.data(), d_up.data(), c.rows}, dy.data(), x.data(), adapter,
+                           workspace.data());
+    const auto minus = [](Floats values, float start) {
+      for (float& value : values) value -= start;
+      return values;
+    };
+    const Doubles zeros(before.size());
+    const auto loss = [&](const Doubles& at_x, const Doubles& at_down, const Doubles& at_up) {
+      return weighted_sum(low_rank_sum(shape, c.rows, zeros, at_x, at_down, at_up), dy);
+    };
+    const std::size_t samples = c.N > 100 ? 5 : 60;
+    expect_gradient(
+        what + ", x", [&](const Doubles& at) { return loss(at, widen(down), widen(up)); }, x, minus(dx, 1), samples);
+    expect_gradient(
+        what + ", down", [&](const Doubles& at) { return loss(widen(x), at, widen(up)); }, down, minus(d_down, 2),
+        samples);
+    expect_gradient(
+        what + ", up", [&](const Doubles& at) { return loss(widen(x), widen(down), at); }, up, minus(d_up, 3), samples);
+
+    Floats without_dx(down.size(), 2), up_again(up.size(), 3);
+    cpu::low_rank_backward(shape, nullptr, {without_dx.data(), up_again.data(), c.rows}, dy.data(), x.data(), adapter,
+                           workspace.data());
+    expect_close(without_dx, widen(d_down), what);
+    EXPECT_EQ(up_again, d_up) << what;
+
+    expect_same_bits_for_any_threads(what, [&] {
+      Floats out = before, gx(x.size()), gd(down.size()), gu(up.size());
+      cpu::low_rank_forward(shape, out.data(), x.data(), adapter, workspace.data());
+      cpu::low_rank_backward(shape, gx.data(), {gd.data(), gu.data(), c.rows}, dy.data(), x.data(), adapter,
+                             workspace.data());
+      return std::vector<Floats>{out, gx, gd, gu};
+    });
+  }
+}
+
+// ---- names and sizes ----
+
+LoraConfig lora_of(std::int64_t rank, const std::string& targets, double alpha = 6) {
+  return {rank, alpha, parse_lora_targets("--lora-targets", targets)};
+}
+
+TEST(Lora, Targets) {
+  EXPECT_EQ(lora_of(2, "all").targets.size(), 7u);
+  EXPECT_EQ(lora_of(2, "v,q,v").target_names(), "q,v");
+  EXPECT_EQ(lora_of(2, "down,up,gate,o,v,k,q").target_names(), "all");
+  for (const char* bad : {"", "q,", "x", "q,all", "Q"}) {
+    expect_contains(error_of(Exit::usage, [&] { lora_of(2, bad); }),
+                    "expected all, or some of q, k, v, o, gate, up, down with commas between them");
+  }
+  const LoraConfig lora = lora_of(3, "q,down", 4.5);
+  EXPECT_EQ(lora_from_json(lora_to_json(lora), "x"), lora);
+  EXPECT_EQ(lora.scale(), 1.5f);
+}
+
+TEST(Lora, WhatAFileMayNotSay) {
+  const auto message = [](const char* json) {
+    return error_of(Exit::bad_file, [&] { lora_from_json(Json::parse(json), "file: lora"); });
+  };
+  EXPECT_EQ(message("3"), "file: lora: expected an object");
+  expect_contains(message(R"({"rank": 0, "alpha": 1, "targets": ["q"]})"), "rank");
+  expect_contains(message(R"({"rank": 1, "targets": ["q"]})"), "alpha");
+  expect_contains(message(R"({"rank": 1, "alpha": 1e300, "targets": ["q"]})"), "alpha: got 1e+300, which is too large");
+  expect_contains(message(R"({"rank": 1, "alpha": 1, "targets": []})"), "targets: expected a list of names");
+  expect_contains(message(R"({"rank": 1, "alpha": 1, "targets": ["q", 3]})"), "targets: got");
+  expect_contains(message(R"({"rank": 1, "alpha": 1, "targets": ["w"]})"), "targets: got");
+}
+
+TEST(Lora, ARankIsAtMostTheSmallerSideOfEachMatrix) {
+  const ModelConfig config = micro_config();  // k and v have 8 rows
+  EXPECT_EQ(lora_unsupported_reason(lora_of(8, "all"), config), "");
+  EXPECT_EQ(lora_unsupported_reason(lora_of(16, "q,o,gate,up,down"), config), "");
+  EXPECT_EQ(lora_unsupported_reason(lora_of(9, "q,k"), config),
+            "rank 9 is more than the smaller side of the model's matrix k, [8, 16]");
+  ModelConfig neox = config;
+  neox.qkv_layout = QkvLayout::per_head;
+  expect_contains(lora_unsupported_reason(lora_of(1, "q"), neox), "adapters are for models with SwiGLU");
+}
+
+// Kaiming-uniform as PyTorch and PEFT have it: A between -1 / sqrt(in) and 1 / sqrt(in), B zero.
+TEST(Lora, ANewAdapterChangesNothing) {
+  const TensorTable table(micro_config(), lora_of(4, "all"));
+  ASSERT_EQ(table.specs().size(), 14u);
+  for (std::size_t s = 0; s < table.specs().size(); ++s) {
+    const TensorSpec& spec = table.specs()[s];
+    Floats values(static_cast<std::size_t>(spec.elements));
+    initial_values(spec, s, 1, 5, values);
+    const auto [low, high] = std::minmax_element(values.begin(), values.end());
+    if (spec.name.ends_with("lora_B.weight")) {
+      EXPECT_EQ(std::pair(*low, *high), std::pair(0.0f, 0.0f)) << spec.name;
+      continue;
+    }
+    const double bound = 1 / std::sqrt(static_cast<double>(spec.shape[1]));
+    EXPECT_GE(*low, -bound);
+    EXPECT_LE(*high, bound);
+    double squares = 0;
+    for (const float value : values) squares += static_cast<double>(value) * value;
+    EXPECT_NEAR(squares / static_cast<double>(values.size()), bound * bound / 3, 0.25 * bound * bound / 3) << spec.name;
+  }
+}
+
+// ---- the model ----
+
+ModelConfig two_layers() {
+  ModelConfig config = micro_config();
+  config.num_layers = 2;
+  config.qk_norm = true;
+  config.qkv_bias = true;
+  return config;
+}
+
+using Tensors = std::map<std::string, Floats>;
+
+Tensors random_base(const ModelConfig& config) {
+  Tensors base;
+  unsigned seed = 100;
+  const TensorTable table(config);
+  for (const TensorSpec& spec : table.specs()) {
+    base[spec.name] = random_floats(spec.elements, ++seed, 0.2f, spec.init == Init::ones ? 1.0f : 0.0f);
+  }
+  return base;
+}
+
+Tensors random_adapter(const ModelConfig& config, const LoraConfig& lora) {
+  Tensors adapter;
+  unsigned seed = 500;
+  const TensorTable table(config, lora);
+  for (const TensorSpec& spec : table.specs()) {
+    adapter[spec.name] = random_floats(spec.elements, ++seed, 0.3f);
+  }
+  return adapter;
+}
+
+TrainOptions options_of(std::optional<LoraConfig> lora, Recompute recompute = Recompute::none) {
+  TrainOptions options;
+  options.micro_batch = 2;
+  options.seq_len = 8;
+  options.recompute = recompute;
+  options.lora = std::move(lora);
+  return options;
+}
+
+void set(TrainModel& model, const Tensors& values) {
+  for (const TensorSpec& spec : model.table().specs()) {
+    model.write_tensor(TensorRole::parameter, spec, values.at(spec.name).data());
+  }
+}
+
+std::unique_ptr<TrainModel> model_with(const ModelConfig& config, const TrainOptions& options, const Tensors& base,
+                                       const Tensors& adapter) {
+  std::unique_ptr<TrainModel> model = cpu::make_training_model(config, options);
+  const TensorTable table(config);
+  for (const TensorSpec& spec : table.specs()) model->write_frozen(spec, base.at(spec.name).data());
+  set(*model, adapter);
+  return model;
+}
+
+std::string module_of(const std::string& name) {
+  return name.substr(0, name.rfind(".weight"));
+}
+
+// The base with the adapter's product in it, element by element in double.
+Tensors merged(const ModelConfig& config, const LoraConfig& lora, Tensors base, const Tensors& adapter) {
+  const TensorTable table(config);
+  for (const TensorSpec& spec : table.specs()) {
+    const auto a = adapter.find(module_of(spec.name) + ".lora_A.weight");
+    if (a == adapter.end()) continue;
+    const Floats& b = adapter.at(module_of(spec.name) + ".lora_B.weight");
+    const std::size_t in = static_cast<std::size_t>(spec.shape[1]), rank = static_cast<std::size_t>(lora.rank);
+    Floats& weight = base[spec.name];
+    for (std::size_t i = 0; i < weight.size(); ++i) {
+      double sum = weight[i];
+      for (std::size_t r = 0; r < rank; ++r) {
+        sum += lora.alpha / static_cast<double>(lora.rank) * static_cast<double>(b[i / in * rank + r]) *
+               static_cast<double>(a->second[r * in + i % in]);
+      }
+      weight[i] = static_cast<float>(sum);
+    }
+  }
+  return base;
+}
+
+std::vector<std::int32_t> some_tokens(std::uint16_t begin) {
+  const std::vector<std::uint16_t> tokens = patterned_tokens(17, begin);
+  return {tokens.begin(), tokens.end()};
+}
+
+struct Pass {
+  double loss = 0;
+  Tensors gradients;
+};
+
+Pass pass_of(TrainModel& model, std::uint16_t begin = 0) {
+  const std::vector<std::int32_t> tokens = some_tokens(begin);
+  model.zero_gradients();
+  model.forward({{tokens.data(), 16}, {tokens.data() + 1, 16}}, 3, 1.0f / 16);
+  model.backward();
+  Pass pass{model.statistics().loss_sum, {}};
+  for (const TensorSpec& spec : model.table().specs()) {
+    Floats& values = pass.gradients[spec.name];
+    values.resize(static_cast<std::size_t>(spec.elements));
+    model.read_tensor(TensorRole::gradient, spec, values.data());
+  }
+  return pass;
+}
+
+// With W' = W + s B A: dA = s B^T dW' and dB = s dW' A^T.
+TEST(LoraModel, IsTheModelWithTheProductInItsWeights) {
+  const ModelConfig config = two_layers();
+  for (const char* targets : {"all", "q,v", "k", "o,down", "gate", "up"}) {
+    const LoraConfig lora = lora_of(3, targets, 4.5);
+    const Tensors base = random_base(config), adapter = random_adapter(config, lora);
+    const std::unique_ptr<TrainModel> model = model_with(config, options_of(lora), base, adapter);
+    const std::unique_ptr<TrainModel> whole = cpu::make_training_model(config, options_of(std::nullopt));
+    set(*whole, merged(config, lora, base, adapter));
+    const Pass pass = pass_of(*model), witness = pass_of(*whole);
+    EXPECT_NEAR(pass.loss, witness.loss, 1e-6 * witness.loss) << targets;
+    ASSERT_EQ(pass.gradients.size(), 2 * 2 * lora.targets.size()) << targets;
+    for (const TensorSpec& spec : whole->table().specs()) {
+      const std::string module = module_of(spec.name);
+      if (!adapter.contains(module + ".lora_A.weight")) continue;
+      const Floats &a = adapter.at(module + ".lora_A.weight"), &b = adapter.at(module + ".lora_B.weight");
+      const Floats& dw = witness.gradients.at(spec.name);
+      const std::size_t rows = static_cast<std::size_t>(spec.shape[0]), in = static_cast<std::size_t>(spec.shape[1]),
+                        rank = 3;
+      Doubles da(a.size()), db(b.size());
+      for (std::size_t o = 0; o < rows; ++o) {
+        for (std::size_t c = 0; c < in; ++c) {
+          for (std::size_t r = 0; r < rank; ++r) {
+            da[r * in + c] += 1.5 * static_cast<double>(b[o * rank + r]) * static_cast<double>(dw[o * in + c]);
+            db[o * rank + r] += 1.5 * static_cast<double>(dw[o * in + c]) * static_cast<double>(a[r * in + c]);
+          }
+        }
+      }
+      expect_close(pass.gradients.at(module + ".lora_A.weight"), da, module + ", A");
+      expect_close(pass.gradients.at(module + ".lora_B.weight"), db, module + ", B");
+    }
+  }
+}
+
+TEST(LoraModel, RecomputationAndThreadsChangeNoBit) {
+  const ModelConfig config = two_layers();
+  const LoraConfig lora = lora_of(3, "all");
+  const Tensors base = random_base(config), adapter = random_adapter(config, lora);
+  TrainOptions options = options_of(lora);
+  options.adapter_dropout = 0.25;
+  options.dropout = 0.1f;
+  const Pass expected = pass_of(*model_with(config, options, base, adapter));
+  for (const Recompute recompute : {Recompute::norm, Recompute::block}) {
+    options.recompute = recompute;
+    const Pass again = pass_of(*model_with(config, options, base, adapter));
+    EXPECT_EQ(again.loss, expected.loss);
+    EXPECT_EQ(again.gradients, expected.gradients);
+  }
+  const int threads = omp_get_max_threads();
+  omp_set_num_threads(3);
+  EXPECT_EQ(pass_of(*model_with(config, options, base, adapter)).gradients, expected.gradients);
+  omp_set_num_threads(threads);
+  options.adapter_dropout = 0;
+  EXPECT_NE(pass_of(*model_with(config, options, base, adapter)).loss, expected.loss);
+}
+
+// Of one token: a column of A whose input was dropped has no gradient.
+TEST(LoraModel, EachLayerAndMicroBatchHasMasksOfItsOwn) {
+  const ModelConfig config = two_layers();
+  const LoraConfig lora = lora_of(1, "q,v,gate");
+  TrainOptions options = options_of(lora);
+  options.micro_batch = options.seq_len = 1;
+  options.adapter_dropout = 0.5;
+  const std::unique_ptr<TrainModel> model =
+      model_with(config, options, random_base(config), random_adapter(config, lora));
+  const auto kept = [&](const std::string& module, std::uint64_t micro_step) {
+    const std::vector<std::int32_t> token = {3}, label = {4};
+    model->zero_gradients();
+    model->forward({token, label}, micro_step, 1);
+    model->backward();
+    const TensorSpec& spec = model->table().at(module + ".lora_A.weight");
+    Floats gradient(static_cast<std::size_t>(spec.elements));
+    model->read_tensor(TensorRole::gradient, spec, gradient.data());
+    std::vector<bool> columns;
+    for (const float value : gradient) columns.push_back(value != 0);
+    return columns;
+  };
+  const std::string v0 = "model.layers.0.self_attn.v_proj", v1 = "model.layers.1.self_attn.v_proj",
+                    gate0 = "model.layers.0.mlp.gate_proj";
+  const std::vector<bool> first = kept(v0, 3);
+  EXPECT_EQ(kept(v0, 3), first);
+  for (const std::vector<bool>& other : {kept(v1, 3), kept(gate0, 3), kept(v0, 4)}) {
+    EXPECT_NE(other, first);
+    EXPECT_NE(other, std::vector<bool>(16, true));
+    EXPECT_NE(other, std::vector<bool>(16, false));
+  }
+}
+
+TEST(LoraModel, TheFrozenModelStaysAsItWas) {
+  const ModelConfig config = two_layers();
+  const LoraConfig lora = lora_of(3, "all");
+  const Tensors base = random_base(config);
+  TrainOptions options = options_of(lora);
+  options.adapter_dropout = 0.5;
+  const std::unique_ptr<TrainModel> model = model_with(config, options, base, random_adapter(config, lora));
+  const std::unique_ptr<TrainModel> whole = cpu::make_training_model(config, options_of(std::nullopt));
+  set(*whole, base);
+  const std::vector<std::int32_t> tokens = some_tokens(7);
+  const Batch batch{{tokens.data(), 16}, {tokens.data() + 1, 16}};
+  std::int64_t labels = 0;
+  const double before = model->evaluate(batch, &labels);
+  AdamWStep step;
+  step.learning_rate = 0.01f;
+  for (step.step = 1; step.step <= 3; ++step.step) {
+    pass_of(*model);
+    model->update(step);
+  }
+  EXPECT_LT(std::abs(model->evaluate(batch, &labels) - before), before);
+  EXPECT_NE(model->evaluate(batch, &labels), before);
+  for (const TensorSpec& spec : model->table().specs()) {
+    const Floats zeros(static_cast<std::size_t>(spec.elements));
+    model->write_tensor(TensorRole::parameter, spec, zeros.data());
+  }
+  EXPECT_EQ(model->evaluate(batch, &labels), whole->evaluate(batch, &labels));
+}
+
+TEST(LoraModel, TheLossFalls) {
+  const ModelConfig config = two_layers();
+  for (const char* optimizer : {"adamw", "muon"}) {
+    TrainOptions options = options_of(lora_of(4, "all"));
+    options.optimizer = find_optimizer(optimizer);
+    Tensors adapter;
+    const TensorTable table(config, *options.lora);
+    for (std::size_t s = 0; s < table.specs().size(); ++s) {
+      Floats& values = adapter[table.specs()[s].name];
+      values.resize(static_cast<std::size_t>(table.specs()[s].elements));
+      initial_values(table.specs()[s], s, 2, 1, values);
+    }
+    const std::unique_ptr<TrainModel> model = model_with(config, options, random_base(config), adapter);
+    const double first = pass_of(*model).loss;
+    AdamWStep step;
+    step.learning_rate = 0.02f;
+    for (step.step = 1; step.step <= 30; ++step.step) {
+      pass_of(*model);
+      model->update(step);
+    }
+    EXPECT_LT(pass_of(*model).loss, 0.5 * first) << optimizer;
+  }
+}
+
+// What a decoder generates from is the adapter as it is, not as it was when the decoder was made.
+TEST(LoraModel, ADecoderHasTheNewestAdapter) {
+  const ModelConfig config = two_layers();
+  const LoraConfig lora = lora_of(3, "q,v,down");
+  const Tensors base = random_base(config);
+  Tensors adapter = random_adapter(config, lora);
+  const std::unique_ptr<TrainModel> model = model_with(config, options_of(lora), base, adapter);
+  const std::unique_ptr<DecodeModel> decoder = model->decoder(16);
+  const std::vector<std::int32_t> prompt = {3, 1, 4, 1, 5};
+  const auto expected = [&] {
+    const Tensors all = merged(config, lora, base, adapter);
+    const TensorTable table(config);
+    const auto whole = single_sequence(cpu::make_inference(config, one_sequence(16),
+                                                           [&](const TensorSpec& spec, std::byte* out) {
+                                                             std::copy_n(all.at(spec.name).data(), spec.elements,
+                                                                         reinterpret_cast<float*>(out));
+                                                           }),
+                                       16);
+    const std::span<const float> logits = whole->prefill(prompt);
+    return Doubles(logits.begin(), logits.end());
+  };
+  const auto got = [&] {
+    decoder->reset();
+    const std::span<const float> logits = decoder->prefill(prompt);
+    return Floats(logits.begin(), logits.end());
+  };
+  expect_close(got(), expected(), "first");
+  for (auto& [name, values] : adapter) {
+    for (float& value : values) value = 0.5f - value;
+  }
+  set(*model, adapter);
+  expect_close(got(), expected(), "after new parameters");
+}
+
+// Ranks add their gradients in the order of the ranks: the bits of one process with --virtual-ranks.
+TEST(LoraModel, RanksHaveTheBitsOfOneProcess) {
+  const ModelConfig config = two_layers();
+  const LoraConfig lora = lora_of(3, "all");
+  const Tensors base = random_base(config), adapter = random_adapter(config, lora);
+  TrainOptions options = options_of(lora);
+  options.virtual_ranks = 4;
+  options.adapter_dropout = 0.25;
+  const int threads = omp_get_max_threads();
+  omp_set_num_threads(1);
+  AdamWStep step;
+  step.step = 1;
+  step.learning_rate = 0.01f;
+  const auto micro_batch = [&](TrainModel& model, std::uint64_t rank) {
+    const std::vector<std::int32_t> tokens = some_tokens(static_cast<std::uint16_t>(40 * rank));
+    model.forward({{tokens.data(), 16}, {tokens.data() + 1, 16}}, rank, 1.0f / 64);
+    model.backward();
+  };
+  const std::unique_ptr<TrainModel> alone = model_with(config, options, base, adapter);
+  alone->zero_gradients();
+  for (std::uint64_t rank = 0; rank < 4; ++rank) micro_batch(*alone, rank);
+  alone->statistics();
+  alone->update(step);
+  const std::vector<float> expected = tensors(*alone, TensorRole::parameter);
+  for (const Shard shard : {Shard::none, Shard::optimizer}) {
+    run_thread_ranks(2, 20, [&](Communicator& ranks) {
+      const std::unique_ptr<TrainModel> model = cpu::make_training_model(config, options, ranks, shard);
+      const TensorTable table(config);
+      for (const TensorSpec& spec : table.specs()) model->write_frozen(spec, base.at(spec.name).data());
+      set(*model, adapter);
+      model->zero_gradients();
+      for (const int round : {0, 1}) micro_batch(*model, static_cast<std::uint64_t>(2 * round + ranks.rank()));
+      model->statistics();
+      model->update(step);
+      EXPECT_EQ(tensors(*model, TensorRole::parameter), expected);
+    });
+  }
+  omp_set_num_threads(threads);
+}
+
+TEST(LoraModel, WhatItRefuses) {
+  TrainOptions options = options_of(lora_of(3, "all"));
+  options.precision = Precision::fp8;
+  ModelConfig config = micro_config();
+  expect_contains(error_of(Exit::usage, [&] { cpu::make_training_model(config, options); }), "--precision: got fp8");
+  options.precision = Precision::fp32;
+  options.lora = lora_of(9, "all");
+  expect_contains(error_of(Exit::usage, [&] { cpu::make_training_model(config, options); }), "--lora-r: rank 9");
+  run_thread_ranks(2, 20, [&](Communicator& ranks) {
+    TrainOptions two = options_of(lora_of(3, "all"));
+    two.virtual_ranks = 2;
+    expect_contains(error_of(Exit::usage, [&] { cpu::make_training_model(config, two, ranks, Shard::parameters); }),
+                    "--shard: got parameters");
+  });
+}
+
+// ---- files ----
+
+void write_model(const std::string& path, const ModelConfig& config, const Tensors& values) {
+  TensorFileWriter writer(path, FileKind::model, {{"model", config_to_json(config)}});
+  const TensorTable table(config);
+  for (const TensorSpec& spec : table.specs()) writer.declare(spec.name, DType::f32, spec.shape);
+  for (const TensorSpec& spec : table.specs())
+    writer.write(values.at(spec.name).data(), values.at(spec.name).size() * sizeof(float));
+  writer.publish();
+}
+
+void write_adapter(const std::string& path, const ModelConfig& config, const LoraConfig& lora, const Tensors& values,
+                   const Json& more = Json::object()) {
+  Json members = {{"model", config_to_json(config)}, {kLora, lora_to_json(lora)}};
+  members.update(more);
+  TensorFileWriter writer(path, FileKind::adapter, members);
+  const TensorTable table(config, lora);
+  for (const TensorSpec& spec : table.specs()) writer.declare(spec.name, DType::f32, spec.shape);
+  for (const TensorSpec& spec : table.specs())
+    writer.write(values.at(spec.name).data(), values.at(spec.name).size() * sizeof(float));
+  writer.publish();
+}
+
+ModelConfig two_plain_layers() {
+  ModelConfig config = micro_config();
+  config.num_layers = 2;
+  return config;
+}
+
+class LoraFiles : public testing::Test {
+ protected:
+  void SetUp() override {
+    write_model(path("model.bin"), config_, base_);
+    write_adapter(path("adapter.bin"), config_, lora_, adapter_);
+  }
+  std::string path(const std::string& name) const { return temporary_.file(name); }
+  ModelFile with_adapter() const {
+    ModelFile model = ModelFile::open(path("model.bin"));
+    model.add_adapter("--adapter", ModelFile::open_adapter(path("adapter.bin")));
+    return model;
+  }
+
+  TemporaryDirectory temporary_;
+  const ModelConfig config_ = two_plain_layers();
+  const LoraConfig lora_ = lora_of(3, "q,o,up", 4.5);
+  const Tensors base_ = random_base(config_), adapter_ = random_adapter(config_, lora_);
+};
+
+TEST_F(LoraFiles, AnAddedAdapterIsInTheWeights) {
+  const ModelFile model = with_adapter();
+  EXPECT_EQ(model.adapter_rank(), 3);
+  const Tensors expected = merged(config_, lora_, base_, adapter_);
+  std::size_t changed = 0;
+  for (const TensorSpec& spec : model.table().specs()) {
+    Floats values(static_cast<std::size_t>(spec.elements));
+    model.read_parameter(spec, values.data());
+    changed += !model.as_stored(spec);
+    if (model.as_stored(spec)) {
+      EXPECT_EQ(values, base_.at(spec.name)) << spec.name;
+    } else {
+      expect_close(values, widen(expected.at(spec.name)), spec.name, 1e-6);
+    }
+  }
+  EXPECT_EQ(changed, 2 * lora_.targets.size());
+
+  // In inference: the logits of the training model beside which the adapter stands.
+  const std::unique_ptr<TrainModel> training = model_with(config_, options_of(lora_), base_, adapter_);
+  const std::vector<std::int32_t> prompt = {1, 2, 3, 4, 5, 6, 7};
+  const auto logits_of = [&](DecodeModel& decoder) {
+    const std::span<const float> logits = decoder.prefill(prompt);
+    return Floats(logits.begin(), logits.end());
+  };
+  EXPECT_EQ(logits_of(*cpu::load_decoder(model, 16)), logits_of(*training->decoder(16)));
+}
+
+TEST_F(LoraFiles, EachKindIsOpenedAsWhatItIs) {
+  expect_contains(error_of(Exit::bad_file, [&] { ModelFile::open(path("adapter.bin")); }),
+                  "kind: this is a LoRA adapter, expected a model");
+  expect_contains(error_of(Exit::bad_file, [&] { ModelFile::open_adapter(path("model.bin")); }),
+                  "kind: this is a model, expected a LoRA adapter");
+}
+
+TEST_F(LoraFiles, AnAdapterOfAnotherModelIsRefused) {
+  ModelConfig other = config_;
+  other.ffn_size += 8;
+  write_adapter(path("adapter.bin"), other, lora_, random_adapter(other, lora_));
+  expect_contains(error_of(Exit::bad_file, [&] { with_adapter(); }),
+                  "ffn_size: got an adapter of a model with 32, but ");
+  ModelConfig ids = config_;  // of a tuned model these may differ
+  ids.eos_ids = {3};
+  write_adapter(path("adapter.bin"), ids, lora_, adapter_);
+  EXPECT_EQ(with_adapter().adapter_rank(), 3);
+}
+
+TEST_F(LoraFiles, AnAdapterOfAnotherFileIsWarnedOf) {
+  const auto warning = [&](const std::string& base) {
+    write_adapter(path("adapter.bin"), config_, lora_, adapter_, {{kAdapterBase, base}});
+    testing::internal::CaptureStderr();
+    with_adapter();
+    return testing::internal::GetCapturedStderr();
+  };
+  const std::string hash =
+      format("%016llx", static_cast<unsigned long long>(ModelFile::open(path("model.bin")).file().header_hash()));
+  EXPECT_EQ(warning(hash), "");
+  expect_contains(warning("0123456789abcdef"), "was trained beside a file with header hash '0123456789abcdef'");
+}
+
+TEST_F(LoraFiles, WhatAnAdapterLacks) {
+  Tensors wide = random_adapter(config_, lora_of(4, "q,o,up"));
+  write_adapter(path("rank.bin"), config_, lora_of(4, "q,o,up"), wide, {{kLora, lora_to_json(lora_)}});
+  expect_contains(error_of(Exit::bad_file, [&] { ModelFile::open_adapter(path("rank.bin")); }),
+                  "got shape [4, 16], expected [3, 16] by the configuration");
+  write_adapter(path("less.bin"), config_, lora_of(3, "q,o"), adapter_, {{kLora, lora_to_json(lora_)}});
+  expect_contains(error_of(Exit::bad_file, [&] { ModelFile::open_adapter(path("less.bin")); }),
+                  "tensor model.layers.0.mlp.up_proj.lora_A.weight is missing");
+  write_adapter(path("more.bin"), config_, lora_, adapter_, {{kLora, lora_to_json(lora_of(3, "q,o"))}});
+  expect_contains(error_of(Exit::bad_file, [&] { ModelFile::open_adapter(path("more.bin")); }),
+                  "tensor 'model.layers.0.mlp.up_proj.lora_A.weight' does not belong");
+  write_adapter(path("none.bin"), config_, lora_, adapter_, {{kLora, nullptr}});
+  expect_contains(error_of(Exit::bad_file, [&] { ModelFile::open_adapter(path("none.bin")); }),
+                  "lora: expected an object");
+}
+
+// The frozen model of an adapter may be quantised: it is what its values are. An adapter cannot be added to it.
+TEST_F(LoraFiles, AQuantisedModelIsReadAsItsValues) {
+  for (const WeightFormat* weights : weight_formats()) {
+    Quantization quantization;
+    quantization.weights = weights;
+    write_quantized_pair(ModelFile::open(path("model.bin")), quantization, path("quantised.bin"), path("floats.bin"));
+    ModelFile quantised = ModelFile::open(path("quantised.bin"));
+    const ModelFile floats = ModelFile::open(path("floats.bin"));
+    for (const TensorSpec& spec : floats.table().specs()) {
+      Floats values(static_cast<std::size_t>(spec.elements)), expected(values.size());
+      quantised.read_values(spec, values.data());
+      floats.read_values(spec, expected.data());
+      EXPECT_EQ(values, expected) << weights->name << ", " << spec.name;
+    }
+    expect_contains(error_of(Exit::bad_file,
+                             [&] { quantised.add_adapter("--adapter", ModelFile::open_adapter(path("adapter.bin"))); }),
+                    std::string("are quantised (") + weights->name);
+  }
+}
+
+// ---- a run ----
+
+class LoraRun : public testing::Test {
+ protected:
+  void SetUp() override {
+    omp_set_num_threads(1);
+    write_shard(path("train_0.bin"), patterned_tokens(303));
+    write_model(path("model.bin"), micro_config(), random_base(micro_config()));
+    settings_ = micro_settings();
+    settings_.model = path("model.bin");
+    settings_.train = path("train_*.bin");
+    settings_.lora_r = 3;
+    settings_.lora_targets = "q,v,down";
+    settings_.lora_dropout = 0.25;
+  }
+  void TearDown() override { omp_set_num_threads(threads_); }
+  std::string path(const std::string& name) const { return temporary_.file(name); }
+
+  // Runs up to `steps` in a directory, which goes on from what is there; returns the whole state.
+  std::vector<float> run(const std::string& name, std::int64_t steps) {
+    TrainSettings settings = settings_;
+    settings.steps = steps;
+    const TrainInputs inputs = open_inputs(settings);
+    RunIdentity identity = micro_identity(settings, *inputs.train);
+    identity.tokenizer.clear();
+    identity.began_from = inputs.began_from;
+    if (inputs.trains_adapter) identity.adapter = TrainedAdapter{*settings.lora(), inputs.base};
+    const RunDirectory directory(path(name));
+    CheckpointKeeper checkpoints(directory, identity, settings.keep);
+    const std::unique_ptr<TrainModel> model = cpu::make_training_model(inputs.config, settings.model_options());
+    load_frozen(inputs, *model);
+    const std::optional<TrainState> resumed = checkpoints.resume(ResumeMode::automatic, *model);
+    if (!resumed) load_parameters(inputs, 1, *model);
+    RunLog log(directory.file("log.jsonl"));
+    DataLoader loader(*inputs.train, settings.micro_batch, 1, resumed ? resumed->windows : 0);
+    testing::internal::CaptureStdout();
+    TrainLoop({settings, *model, loader, &checkpoints, log, nullptr, nullptr, model->make_state_copy()},
+              resumed.value_or(TrainState()))
+        .run();
+    testing::internal::GetCapturedStdout();
+    return whole_state(*model);
+  }
+
+  const int threads_ = omp_get_max_threads();
+  TemporaryDirectory temporary_;
+  TrainSettings settings_;
+};
+
+TEST_F(LoraRun, GoesOnBitForBitAndWritesAnAdapter) {
+  const std::vector<float> whole = run("whole", 8);
+  run("parts", 3);
+  EXPECT_EQ(run("parts", 8), whole);
+  ModelFile adapter = ModelFile::open_adapter(path("whole/step_00000008/adapter.bin"));
+  EXPECT_EQ(adapter.lora(), settings_.lora());
+  EXPECT_FALSE(std::filesystem::exists(path("whole/step_00000008/model.bin")));
+  testing::internal::CaptureStderr();
+  ModelFile model = ModelFile::open(path("model.bin"));
+  model.add_adapter("--adapter", std::move(adapter));
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");  // it knows its base
+
+  settings_.adapter = path("whole/step_00000008/adapter.bin");  // trained further: it begins where that one ended
+  const std::vector<float> further = run("further", 1);
+  settings_.lr = 0;
+  const std::vector<float> started = run("started", 1);
+  const std::size_t parameters = further.size() / 3;
+  const std::vector<float> last(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(parameters));
+  EXPECT_EQ(std::vector<float>(started.begin(), started.begin() + static_cast<std::ptrdiff_t>(parameters)), last);
+  EXPECT_NE(std::vector<float>(further.begin(), further.begin() + static_cast<std::ptrdiff_t>(parameters)), last);
+}
+
+TEST_F(LoraRun, IsContinuedByTheSameRunAlone) {
+  run("run", 2);
+  const auto message = [&](const std::function<void(TrainSettings&)>& change) {
+    const TrainSettings before = settings_;
+    change(settings_);
+    const std::string text = error_of(Exit::usage, [&] { run("run", 4); });
+    settings_ = before;
+    return text;
+  };
+  expect_contains(message([](TrainSettings& s) { s.lora_r = 2; }), "--lora-alpha: got '4.0', but ");
+  expect_contains(message([](TrainSettings& s) { s.lora_alpha = 7; }), "--lora-alpha: got '7.0'");
+  expect_contains(message([](TrainSettings& s) { s.lora_targets = "all"; }), "--lora-targets: got 'all'");
+  expect_contains(message([](TrainSettings& s) { s.lora_dropout = 0; }), "--lora-dropout: got '0.0'");
+  expect_contains(message([](TrainSettings& s) { s.lora_r = 0; }), "--lora-r: ");
+  Tensors other = random_base(micro_config());
+  other.begin()->second[0] += 1;
+  write_model(path("model.bin"), micro_config(), other);
+  expect_contains(message([](TrainSettings&) {}), "began from a model file with header hash");
+}
+
+TEST_F(LoraRun, WhatOpeningRefuses) {
+  settings_.lora_r = 9;
+  expect_contains(error_of(Exit::usage, [&] { open_inputs(settings_); }), "--lora-r: rank 9 is more than");
+  settings_.lora_r = 3;
+  run("run", 1);
+  settings_.adapter = path("run/step_00000001/adapter.bin");
+  settings_.lora_alpha = 1;
+  expect_contains(error_of(Exit::usage, [&] { open_inputs(settings_); }),
+                  "has --lora-r 3 --lora-alpha 6 --lora-targets q,v,down. Give the same to train it further");
+  settings_.adapter = path("model.bin");
+  expect_contains(error_of(Exit::bad_file, [&] { open_inputs(settings_); }), "expected a LoRA adapter");
+}
+
+// Without --lora-r an adapter is in the weights: --eval measures it, and training goes on from both.
+TEST_F(LoraRun, AnAdapterIsMeasuredInTheWeights) {
+  run("run", 4);
+  settings_.adapter = path("run/step_00000004/adapter.bin");
+  const std::vector<std::int32_t> tokens = some_tokens(3);
+  const auto loss = [&](const TrainSettings& settings) {
+    const TrainInputs inputs = open_inputs(settings);
+    const std::unique_ptr<TrainModel> model = cpu::make_training_model(inputs.config, settings.model_options());
+    load_frozen(inputs, *model);
+    load_parameters(inputs, 1, *model);
+    std::int64_t labels = 0;
+    return model->evaluate({{tokens.data(), 16}, {tokens.data() + 1, 16}}, &labels);
+  };
+  TrainSettings whole = settings_;
+  whole.lora_r = 0;
+  const double beside = loss(settings_), within = loss(whole);
+  EXPECT_NEAR(beside, within, 1e-6 * within);
+  whole.adapter.clear();
+  EXPECT_GT(std::abs(loss(whole) - within), 1e-3 * within);
+}
+
+}  // namespace
+}  // namespace weft

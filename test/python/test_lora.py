@@ -1,0 +1,213 @@
+"""Adapters from end to end: trained by train_llama --lora-r, run by infer_pythia --adapter, exchanged with PEFT's files, merged.
+
+PEFT itself is the witness of a whole run where torch, transformers and peft are installed.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from train_runs import MODEL, ROOT, data_fixture, environment, train  # noqa: F401
+
+np = pytest.importorskip("numpy")
+
+import checkpoints as ck  # noqa: E402
+import tensor_file  # noqa: E402
+
+INFER = Path(os.environ.get("WEFT_BIN_DIR", ROOT)).absolute() / "infer_pythia"
+ADAPTER = ["--lora-r=3", "--lora-targets=q,v,o,down", "--lora-alpha=4.5", "--lr=0.02", "--steps=8", "--device=cpu"]
+STEP = "step_00000008/adapter.bin"
+needs_infer = pytest.mark.skipif(not INFER.exists(), reason=f"{INFER} is not built")
+needs_peft = pytest.mark.skipif(not all(importlib.util.find_spec(name) for name in ("torch", "transformers", "peft")),
+                                reason="torch, transformers or peft is not installed")
+
+
+@pytest.fixture(name="adapter")
+def adapter_fixture(data, tmp_path):
+    done = train(data, tmp_path / "run", *ADAPTER)
+    assert done.returncode == 0, done.stderr
+    return tmp_path / "run" / STEP
+
+
+def infer(*options):
+    return subprocess.run([INFER, "--device=cpu", *map(str, options)], capture_output=True, text=True, timeout=120, env=environment())
+
+
+def greedy(*options):
+    done = infer(*options, "--prompt-ids=3,1,4,1,5", "--max-tokens=24", "--temperature=0", "--ignore-eos", "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def losses(run):
+    return [record["loss"] for record in map(json.loads, (run / "log.jsonl").read_text().splitlines()) if record["type"] == "step"]
+
+
+def export(*arguments):
+    done = ck.run_script("export_hf.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_a_run_says_what_it_trains(data, tmp_path):
+    done = train(data, tmp_path / "run", *ADAPTER)
+    log = done.stdout + done.stderr
+    assert "adapter: rank 3, alpha 4.5, targets q,v,o,down, 0.00 M parameters; the model is frozen" in log
+    assert "frozen parameters (fp32)" in log
+    header = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[0])
+    file = tensor_file.read(tmp_path / "run" / STEP, expected="LoRA adapter")
+    assert header["trained_parameters"] == sum(int(np.prod(info.shape)) for info in file.tensors.values())
+    assert file.config["lora"] == {"rank": 3, "alpha": 4.5, "targets": ["q", "v", "o", "down"]}
+    assert file.config["base"] == f"{tensor_file.read(MODEL).header_hash:016x}"
+    curve = losses(tmp_path / "run")
+    assert curve[-1] < curve[0]
+
+
+def test_resume_is_bit_for_bit(data, adapter, tmp_path):
+    assert train(data, tmp_path / "parts", *ADAPTER, "--steps=8", "--debug-inject=term@step=3").returncode in (0, 143)
+    assert train(data, tmp_path / "parts", *ADAPTER).returncode == 0
+    assert (tmp_path / "parts" / STEP).read_bytes() == adapter.read_bytes()
+
+
+@needs_infer
+def test_an_adapter_is_a_merged_model(adapter, tmp_path):
+    """The same ids from an adapter beside its model and from the exported model with the adapter in it, which is fp32 here."""
+    beside = greedy("--model", MODEL, "--adapter", adapter)
+    assert beside != greedy("--model", MODEL)
+    export(MODEL, "--adapter", adapter, "-o", tmp_path / "merged")
+    ck.convert(tmp_path / "merged", tmp_path / "merged.bin")
+    assert greedy("--model", tmp_path / "merged.bin") == beside
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text(json.dumps({"custom_id": "one", "prompt": [3, 1, 4, 1, 5], "max_tokens": 24, "temperature": 0,
+                                    "ignore_eos": True, "return_token_ids": True}) + "\n")
+    answers = []
+    for options in (["--model", MODEL, "--adapter", adapter], ["--model", tmp_path / "merged.bin"]):
+        done = infer(*options, "--batch", requests, "--output", tmp_path / "answers.jsonl")
+        assert done.returncode == 0, done.stderr
+        answers.append([json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()][0])
+        (tmp_path / "answers.jsonl").unlink()
+    texts = [answer["choices"] if "choices" in answer else answer["response"]["body"]["choices"] for answer in answers]
+    assert texts[0] == texts[1]
+
+
+def test_evaluation_measures_the_adapter(data, adapter, tmp_path):
+    def loss(*options):
+        done = train(data, tmp_path / "unused", "--eval", "--json", "--device=cpu", *options)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["val_loss"]
+
+    assert loss("--adapter", adapter) == pytest.approx(loss("--adapter", adapter, *ADAPTER[:3]), rel=1e-6)
+    assert loss("--adapter", adapter) != pytest.approx(loss(), rel=1e-3)
+
+
+def test_peft_form_and_back(adapter, tmp_path):
+    export(adapter, "-o", tmp_path / "peft", "--base-name", "someone/model")
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert config["r"] == 3 and config["lora_alpha"] == 4.5 and config["base_model_name_or_path"] == "someone/model"
+    assert config["target_modules"] == ["down_proj", "o_proj", "q_proj", "v_proj"]
+    done = ck.run_script("convert_hf.py", tmp_path / "peft", "--base", MODEL, "-o", tmp_path / "again.bin")
+    assert done.returncode == 0, done.stderr
+    first, again = (tensor_file.read(path, expected="LoRA adapter") for path in (adapter, tmp_path / "again.bin"))
+    assert first.config["lora"] == again.config["lora"] and first.config["base"] == again.config["base"]
+    assert [(info.name, info.hash) for info in first.tensors.values()] == [(info.name, info.hash) for info in again.tensors.values()]
+    export(adapter, "-o", tmp_path / "peft", "--force")  # replaces its own kind
+    with pytest.raises(AssertionError, match="expected a model file to add it to"):
+        export(adapter, "--adapter", adapter, "-o", tmp_path / "other")
+
+
+def rewritten(directory, **changes):
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return directory
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"peft_type": "IA3"}, ["peft_type", '"IA3"']),
+    ({"use_dora": True}, ["use_dora", "more than plain LoRA"]),
+    ({"bias": "all"}, ["bias", "more than plain LoRA"]),
+    ({"modules_to_save": ["lm_head"]}, ["modules_to_save", "merge_and_unload"]),
+    ({"rank_pattern": {"q_proj": 8}}, ["rank_pattern"]),
+    ({"r": 4}, ["got shape [3, ", "expected [4, "]),
+    ({"r": 0}, ["r: got 0"]),
+    ({"lora_alpha": "x"}, ["lora_alpha"]),
+])
+def test_what_peft_says_and_weft_does_not_have(adapter, tmp_path, changes, words):
+    export(adapter, "-o", tmp_path / "peft")
+    done = ck.run_script("convert_hf.py", rewritten(tmp_path / "peft", **changes), "--base", MODEL, "-o", tmp_path / "x.bin")
+    ck.assert_refused(done, 3, *words, output=tmp_path / "x.bin")
+
+
+def test_rank_stabilised_scale(adapter, tmp_path):
+    export(adapter, "-o", tmp_path / "peft")
+    done = ck.run_script("convert_hf.py", rewritten(tmp_path / "peft", use_rslora=True), "--base", MODEL, "-o", tmp_path / "x.bin")
+    assert done.returncode == 0, done.stderr
+    assert tensor_file.read(tmp_path / "x.bin").config["lora"]["alpha"] == pytest.approx(4.5 * 3**0.5)
+
+
+def test_another_base_is_refused(adapter, tmp_path):
+    export(adapter, "-o", tmp_path / "peft")
+    other = ck.convert(ck.write_checkpoint(tmp_path / "other", ck.LLAMA), tmp_path / "other.bin").path
+    ck.assert_refused(ck.run_script("convert_hf.py", tmp_path / "peft", "--base", other, "-o", tmp_path / "x.bin"), 3, "Is this its base model?")
+    ck.assert_refused(ck.run_script("convert_hf.py", tmp_path / "peft", "-o", tmp_path / "x.bin"), 2, "--base: needed")
+    ck.assert_refused(ck.run_script("convert_hf.py", tmp_path / "other", "--base", MODEL, "-o", tmp_path / "x.bin"), 2, "only for an adapter")
+    ck.assert_refused(ck.run_script("convert_hf.py", tmp_path / "peft", "--base", MODEL, "--dtype", "bf16", "-o", tmp_path / "x.bin"), 2,
+                      "--dtype: not for an adapter")
+    ck.assert_refused(ck.run_script("export_hf.py", other, "--adapter", adapter, "-o", tmp_path / "x"), 3, "Take the model that the adapter was made for")
+    if INFER.exists():
+        done = infer("--model", other, "--adapter", adapter, "--prompt-ids=1", "--max-tokens=1")
+        assert done.returncode == 3 and "got an adapter of a model with" in done.stderr
+
+
+def test_what_the_program_refuses(data, adapter, tmp_path):
+    for options, code, words in (
+            (["--lora-r=0", "--lora-alpha=3"], 2, "--lora-alpha: needs --lora-r"),
+            (["--lora-r=3", "--model=", "--config=tiny"], 2, "--lora-r: needs --model"),
+            (["--lora-r=3", "--lora-targets=q,w"], 2, "--lora-targets: got 'w', expected all, or some of q, k, v, o, gate, up, down"),
+            (["--lora-r=999"], 2, "--lora-r: rank 999 is more than the smaller side of the model's matrix"),
+            (["--lora-r=3", "--bench"], 2, "--bench: times the training of whole models"),
+            (["--lora-r=3", "--precision=fp8"], 2, "--precision: got fp8"),
+            (["--lora-r=2", "--adapter", adapter], 2, "Give the same to train it further"),
+            (["--model", adapter], 3, "this is a LoRA adapter, expected a model")):
+        done = train(data, tmp_path / "out", "--device=cpu", *options)
+        assert (done.returncode, words in done.stderr) == (code, True), done.stderr
+        assert done.stderr.count("error:") == 1
+
+
+@needs_peft
+def test_losses_are_those_of_peft(data, tmp_path):
+    options = ["--lora-r=3", "--lora-alpha=4.5", "--lora-dropout=0", "--lr=0.01", "--eps=1e-5", "--steps=10", "--device=cpu", "--grad-clip=0.5"]
+    for targets in ("all", "q,v"):
+        run = tmp_path / targets
+        done = train(data, run, *options, f"--lora-targets={targets}")
+        assert done.returncode == 0, done.stderr
+        done = subprocess.run([sys.executable, ROOT / "scripts" / "train_reference.py", run, "--against", run / "log.jsonl", "--tolerance", "1e-5"],
+                              capture_output=True, text=True, env=environment())
+        assert done.returncode == 0, done.stderr
+        records = [json.loads(line) for line in done.stdout.splitlines()]
+        ours = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+        norms = [record["grad_norm"] for record in ours if record["type"] == "step"]
+        assert [record["grad_norm"] for record in records if record.get("type") == "step"] == pytest.approx(norms, rel=1e-4)
+        assert norms[-1] > 0
+
+
+@needs_peft
+@needs_infer
+def test_peft_loads_what_was_trained(adapter, tmp_path):
+    """transformers and PEFT, with the exported model and adapter, choose the same ids."""
+    import peft
+    import torch
+    import transformers
+
+    export(MODEL, "-o", tmp_path / "base")
+    export(adapter, "-o", tmp_path / "peft")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "peft").eval()
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    with torch.no_grad():
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False)
+    assert greedy("--model", MODEL, "--adapter", adapter)["ids"] == out[0, 5:].tolist()
