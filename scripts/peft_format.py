@@ -53,7 +53,7 @@ def read_config(directory: Path, warn: Callable[[str], None]) -> tuple[int, floa
     path = directory / CONFIG
     config = cli.read_json_object(path, MAX_CONFIG_BYTES, warn)
     if config.get("peft_type") != "LORA":
-        bad_file(path, "peft_type", f"got {shown(config.get('peft_type'))}, expected \"LORA\"")
+        bad_file(path, "peft_type", f"got {shown(config.get('peft_type'))}, expected 'LORA'")
     for key, plain in PLAIN.items():
         if key in config and config[key] not in plain:
             bad_file(path, key, f"got {shown(config[key])}, expected {shown(plain[0])}: this is more than plain LoRA",
@@ -101,7 +101,7 @@ def convert(directory: Path, base: Path, output: Path, warn: Callable[[str], Non
             writer.declare(name, FLOAT_DTYPES[entry.dtype], shape)
         for name in expected:
             dtype = FLOAT_DTYPES[found[name].dtype]
-            writer.write(name, weights.bytes(found[name]).view(tensor_file.NUMPY_DTYPES[dtype]))
+            writer.write(name, weights.bytes(found[name]).view(tensor_file.NUMPY_DTYPES[dtype]).reshape(found[name].shape))
     return f"rank {rank}, alpha {alpha:g}, targets {','.join(targets)}"
 
 

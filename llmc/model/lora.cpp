@@ -63,7 +63,7 @@ std::vector<LoraTarget> parse_lora_targets(const std::string& option, const std:
     const std::string name = text.substr(begin, end - begin);
     named.push_back(find_target(name));
     if (named.back() == nullptr) {
-      fail(Exit::usage, "%s: got '%s', expected all, or some of %s with commas between them", option.c_str(),
+      fail(Exit::usage, "%s: got %s, expected all, or some of %s with commas between them", option.c_str(),
            escaped(name).c_str(), all_names().c_str());
     }
     begin = end + 1;

@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <set>
 
 #include "llmc/base/philox.h"
 #include "llmc/comm/thread_ranks.h"
@@ -744,6 +745,22 @@ TEST_F(LoraRun, IsContinuedByTheSameRunAlone) {
   other.begin()->second[0] += 1;
   write_model(path("model.bin"), micro_config(), other);
   expect_contains(message([](TrainSettings&) {}), "began from a model file with header hash");
+}
+
+// QLoRA: beside a quantised model an adapter becomes, bit for bit, what it becomes beside the floats that the model has.
+TEST_F(LoraRun, BesideAQuantisedModel) {
+  std::set<std::vector<float>> states;
+  for (const WeightFormat* weights : weight_formats()) {
+    Quantization quantization;
+    quantization.weights = weights;
+    write_quantized_pair(ModelFile::open(path("model.bin")), quantization, path("quantised.bin"), path("floats.bin"));
+    settings_.model = path("quantised.bin");
+    const std::vector<float> state = run(std::string(weights->name), 4);
+    settings_.model = path("floats.bin");
+    EXPECT_EQ(run(std::string("floats of ") + weights->name, 4), state) << weights->name;
+    states.insert(state);
+  }
+  EXPECT_EQ(states.size(), weight_formats().size());
 }
 
 TEST_F(LoraRun, WhatOpeningRefuses) {

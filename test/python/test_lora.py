@@ -41,7 +41,7 @@ def infer(*options):
 def greedy(*options):
     done = infer(*options, "--prompt-ids=3,1,4,1,5", "--max-tokens=24", "--temperature=0", "--ignore-eos", "--json")
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(done.stdout)["ids"]
 
 
 def losses(run):
@@ -69,30 +69,29 @@ def test_a_run_says_what_it_trains(data, tmp_path):
 
 
 def test_resume_is_bit_for_bit(data, adapter, tmp_path):
-    assert train(data, tmp_path / "parts", *ADAPTER, "--steps=8", "--debug-inject=term@step=3").returncode in (0, 143)
+    assert train(data, tmp_path / "parts", *ADAPTER, "--debug-inject=term@step=3").returncode in (0, 143)
     assert train(data, tmp_path / "parts", *ADAPTER).returncode == 0
     assert (tmp_path / "parts" / STEP).read_bytes() == adapter.read_bytes()
 
 
 @needs_infer
 def test_an_adapter_is_a_merged_model(adapter, tmp_path):
-    """The same ids from an adapter beside its model and from the exported model with the adapter in it, which is fp32 here."""
-    beside = greedy("--model", MODEL, "--adapter", adapter)
-    assert beside != greedy("--model", MODEL)
-    export(MODEL, "--adapter", adapter, "-o", tmp_path / "merged")
+    """The same ids from an adapter beside its model and from the exported model with the adapter in it. In fp32, which rounds neither."""
+    export(MODEL, "-o", tmp_path / "base")
+    ck.convert(tmp_path / "base", tmp_path / "base.bin", "--dtype=fp32")
+    export(tmp_path / "base.bin", "--adapter", adapter, "-o", tmp_path / "merged")
     ck.convert(tmp_path / "merged", tmp_path / "merged.bin")
-    assert greedy("--model", tmp_path / "merged.bin") == beside
+    beside, merged = ["--model", tmp_path / "base.bin", "--adapter", adapter], ["--model", tmp_path / "merged.bin"]
+    assert greedy(*beside) == greedy(*merged) != greedy("--model", tmp_path / "base.bin")
     requests = tmp_path / "requests.jsonl"
-    requests.write_text(json.dumps({"custom_id": "one", "prompt": [3, 1, 4, 1, 5], "max_tokens": 24, "temperature": 0,
-                                    "ignore_eos": True, "return_token_ids": True}) + "\n")
+    requests.write_text(json.dumps({"id": "one", "prompt_ids": [3, 1, 4, 1, 5], "max_tokens": 24, "temperature": 0}) + "\n")
     answers = []
-    for options in (["--model", MODEL, "--adapter", adapter], ["--model", tmp_path / "merged.bin"]):
+    for options in (beside, merged):
         done = infer(*options, "--batch", requests, "--output", tmp_path / "answers.jsonl")
         assert done.returncode == 0, done.stderr
-        answers.append([json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()][0])
+        answers.append([json.loads(line)["ids"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()])
         (tmp_path / "answers.jsonl").unlink()
-    texts = [answer["choices"] if "choices" in answer else answer["response"]["body"]["choices"] for answer in answers]
-    assert texts[0] == texts[1]
+    assert answers[0] == answers[1] and answers[0][0]
 
 
 def test_evaluation_measures_the_adapter(data, adapter, tmp_path):
@@ -127,7 +126,7 @@ def rewritten(directory, **changes):
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"peft_type": "IA3"}, ["peft_type", '"IA3"']),
+    ({"peft_type": "IA3"}, ["peft_type", "'IA3'"]),
     ({"use_dora": True}, ["use_dora", "more than plain LoRA"]),
     ({"bias": "all"}, ["bias", "more than plain LoRA"]),
     ({"modules_to_save": ["lm_head"]}, ["modules_to_save", "merge_and_unload"]),
@@ -210,4 +209,4 @@ def test_peft_loads_what_was_trained(adapter, tmp_path):
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     with torch.no_grad():
         out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False)
-    assert greedy("--model", MODEL, "--adapter", adapter)["ids"] == out[0, 5:].tolist()
+    assert greedy("--model", MODEL, "--adapter", adapter) == out[0, 5:].tolist()
