@@ -865,11 +865,11 @@ TEST_F(CheckpointTest, EachNumericSettingIsHeldByTheCheckpoint) {
 // What the options table has and the checkpoint does not hold decides no number, or is held in another way.
 TEST(NumericSettings, AreAllOptionsButThese) {
   const std::set<std::string> others = {
-      "config",       "model",        "norm",  // held as the model's configuration and began_from
-      "train",                                 // held as the shards' fingerprint
-      "steps",        "epochs",                // held by themselves: they may grow
-      "tokenizer",    "device",                // held, and said
-      "vocab-size",                            // held as the model's configuration
+      "config",       "model",        "norm",          "adapter",  // held as the model's configuration and began_from
+      "train",                                                     // held as the shards' fingerprint
+      "steps",        "epochs",                                    // held by themselves: they may grow
+      "tokenizer",    "device",                                    // held, and said
+      "vocab-size",                                                // held as the model's configuration
       "val",          "out",          "resume",        "save-every",    "keep",        "keep-best",    "eval",
       "gpu-memory",   "recompute",    "no-graph",      "max-minutes",   "on-nan",      "debug-inject", "val-every",
       "val-batches",  "sample-every", "sample-prompt", "sample-tokens", "temperature", "compare",      "bench",
@@ -877,8 +877,9 @@ TEST(NumericSettings, AreAllOptionsButThese) {
       "gpus",         "shard",  // any number of them, and any sharding, gives the same bits
       "comm-timeout",
   };
-  const char* words[] = {"train_llama", "--config",        "tiny", "--print-config", "--schedule", "wsd", "--moments",
-                         "bf16",        "--virtual-ranks", "2",    "--optimizer",    "muon"};
+  const char* words[] = {
+      "train_llama", "--model",         "m.bin", "--print-config", "--schedule", "wsd",      "--moments",
+      "bf16",        "--virtual-ranks", "2",     "--optimizer",    "muon",       "--lora-r", "3"};
   const TrainSettings settings = *parse_train_options(static_cast<int>(std::size(words)), words, "test");
   std::set<std::string> expected, got = others;
   for (const auto& [name, value] : settings.effective) expected.insert(name);
@@ -890,14 +891,16 @@ TEST(NumericSettings, AreAllOptionsButThese) {
 // The text of each option reaches the field that the checkpoint holds.
 TEST(NumericSettings, FollowTheCommandLine) {
   const std::map<std::string, std::string> given = {
-      {"micro-batch", "3"},  {"seq-len", "5"},         {"batch-tokens", "30"},
-      {"lr", "0.5"},         {"min-lr-ratio", "0.25"}, {"warmup-steps", "7"},
-      {"schedule", "wsd"},   {"weight-decay", "0.5"},  {"beta1", "0.5"},
-      {"beta2", "0.25"},     {"eps", "0.5"},           {"grad-clip", "0"},
-      {"dropout", "0.5"},    {"seed", "77"},           {"precision", "fp32"},
-      {"moments", "bf16"},   {"virtual-ranks", "2"},   {"wsd-decay-fraction", "0.5"},
-      {"optimizer", "muon"}, {"muon-lr", "0.5"},       {"muon-momentum", "0.25"}};
-  std::vector<std::string> words = {"train_llama", "--config", "tiny", "--print-config"};
+      {"micro-batch", "3"},    {"seq-len", "5"},         {"batch-tokens", "30"},
+      {"lr", "0.5"},           {"min-lr-ratio", "0.25"}, {"warmup-steps", "7"},
+      {"schedule", "wsd"},     {"weight-decay", "0.5"},  {"beta1", "0.5"},
+      {"beta2", "0.25"},       {"eps", "0.5"},           {"grad-clip", "0"},
+      {"dropout", "0.5"},      {"seed", "77"},           {"precision", "fp32"},
+      {"moments", "bf16"},     {"virtual-ranks", "2"},   {"wsd-decay-fraction", "0.5"},
+      {"optimizer", "muon"},   {"muon-lr", "0.5"},       {"muon-momentum", "0.25"},
+      {"lora-r", "3"},         {"lora-alpha", "0.5"},    {"lora-targets", "q,v"},
+      {"lora-dropout", "0.25"}};
+  std::vector<std::string> words = {"train_llama", "--model", "m.bin", "--print-config"};
   for (const auto& [name, value] : given) words.insert(words.end(), {"--" + name, value});
   std::vector<const char*> argv;
   for (const std::string& word : words) argv.push_back(word.c_str());
