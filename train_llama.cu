@@ -125,8 +125,10 @@ TrainState begin(const TrainSettings& settings, const TrainInputs& inputs, Recor
              escaped(checkpoints != nullptr ? checkpoints->last_path() : std::string()).c_str());
     return *std::move(resumed);
   }
-  log_info("%s holds no checkpoint: starting from step 1 with %s", escaped(settings.out).c_str(),
-           inputs.weights ? escaped(settings.model).c_str() : "new parameters");
+  const std::string start = inputs.trains_adapter ? (inputs.adapter ? escaped(settings.adapter) : "a new adapter")
+                            : inputs.weights      ? escaped(settings.model)
+                                                  : "new parameters";
+  log_info("%s holds no checkpoint: starting from step 1 with %s", escaped(settings.out).c_str(), start.c_str());
   load_parameters(inputs, static_cast<std::uint64_t>(settings.seed), model);
   return {};
 }

@@ -71,7 +71,7 @@ bool is_real_directory(const std::string& path) {
   return fs::symlink_status(path, error).type() == fs::file_type::directory;
 }
 
-constexpr const char* kFilesOfASave[] = {"model.bin", "state.bin", "manifest.json"};
+constexpr const char* kFilesOfASave[] = {"model.bin", "adapter.bin", "state.bin", "manifest.json"};
 
 // Whether an error of open() or stat() says something of what has the name (ENXIO: a socket), and not of the system.
 bool is_of_the_name(int error) {

@@ -727,6 +727,16 @@ TEST_F(LoraRun, GoesOnBitForBitAndWritesAnAdapter) {
   EXPECT_NE(std::vector<float>(further.begin(), further.begin() + static_cast<std::ptrdiff_t>(parameters)), last);
 }
 
+TEST_F(LoraRun, OldCheckpointsAreRemoved) {
+  settings_.save_every = 1;
+  settings_.keep = 2;
+  run("run", 5);
+  std::set<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(path("run"))) names.insert(entry.path().filename());
+  EXPECT_TRUE(names.contains("step_00000004") && names.contains("step_00000005"));
+  for (const char* old : {"step_00000001", "step_00000002", "step_00000003"}) EXPECT_FALSE(names.contains(old)) << old;
+}
+
 TEST_F(LoraRun, IsContinuedByTheSameRunAlone) {
   run("run", 2);
   const auto message = [&](const std::function<void(TrainSettings&)>& change) {
