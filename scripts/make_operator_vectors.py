@@ -2,13 +2,14 @@
 """Writes the vectors from PyTorch that the CPU operators are tested with: test/fixtures/operators/NAME.bin, one tensor
 file for each operator.
 
-    python3 scripts/make_operator_vectors.py     needs torch and transformers; rewrites the files
+    python3 scripts/make_operator_vectors.py [NAME]...     needs torch and transformers; rewrites these files, or all
 
 Inputs are fp32. PyTorch computes in float64 from them and the results are rounded to fp32 once, so the vectors carry no
 rounding of their own. Tensors are named CASE.TENSOR, a gradient CASE.dTENSOR; the configuration lists each case with
 its sizes. test/cpp/operator_vectors_test.cpp reads them.
 """
 
+import argparse
 from pathlib import Path
 
 import needs  # noqa: F401, before the packages
@@ -231,11 +232,23 @@ def adamw() -> Vectors:
     return vectors
 
 
+# All draw from one sequence of random numbers: one that is new stands last, and the others keep their values.
+OPERATORS = (embedding, matmul, residual_norm, rope, attention, swiglu, gelu, classifier, adamw, attention_masks)
+
+
 def main() -> None:
+    names = [make.__name__ for make in OPERATORS]
+    parser = argparse.ArgumentParser(description="Writes the vectors of the CPU operators, computed by PyTorch.")
+    parser.add_argument("only", nargs="*", metavar="NAME", help=f"of {' '.join(names)}; none: all")
+    only = parser.parse_args().only or names
+    if unknown := set(only) - set(names):
+        parser.error(f"NAME: got {' '.join(sorted(unknown))}, expected some of {' '.join(names)}")
     torch.manual_seed(20)
     OUT.mkdir(parents=True, exist_ok=True)
-    for make in (embedding, matmul, residual_norm, rope, attention, swiglu, gelu, classifier, adamw, attention_masks):
-        make().write(make.__name__)
+    for make in OPERATORS:
+        vectors = make()
+        if make.__name__ in only:
+            vectors.write(make.__name__)
     sizes = {path.name: path.stat().st_size for path in sorted(OUT.glob("*.bin"))}
     for name, size in sizes.items():
         print(f"{name:24} {size:8}")

@@ -30,15 +30,14 @@ Floats random_floats(std::int64_t count, std::uint32_t seed) {
   return values;
 }
 
-constexpr DType kTypes[] = {DType::i8, DType::u4, DType::e4m3};
-
 // Against sums in double; a row's bits whatever the others; u4 against its weights as floats, bit for bit. The columns are
 // ragged for groups of 128 and for vectors, the outputs for blocks and panels.
 TEST(QuantizedMatmul, GivesTheSumsOverItsWeights) {
   struct Shape {
     std::int64_t C, OC;
   };
-  for (const DType dtype : kTypes) {
+  for (const WeightFormat* each : weight_formats()) {
+    const DType dtype = each->dtype;
     for (const auto& [C, OC] : {Shape{2, 1}, Shape{38, 5}, Shape{128, 50}, Shape{130, 24}, Shape{3002, 61}}) {
       SCOPED_TRACE(format("%s, %lld x %lld", dtype_name(dtype), static_cast<long long>(OC), static_cast<long long>(C)));
       constexpr std::int64_t kMost = 13;
