@@ -157,9 +157,7 @@ void ModelFile::require_fitting(const std::string& option, const ModelFile& adap
   const Json base = adapter.file_.config().value(kAdapterBase, Json());
   if (base.is_string() && base != hash) {
     log_warning(
-        "%s: %s was trained beside a file with header hash %s, and %s has %s: the same weights in another type will "
-        "do, "
-        "others will not",
+        "%s: %s was trained beside a file with header hash %s, and %s has %s. It fits if the weights are the same",
         option.c_str(), name.c_str(), escaped(base.get<std::string>()).c_str(), own.c_str(), hash.c_str());
   }
 }
@@ -168,8 +166,7 @@ void ModelFile::add_adapter(const std::string& option, ModelFile adapter) {
   require_fitting(option, adapter);
   if (config_.quantization.any()) {
     fail(Exit::bad_file,
-         "%s: the weights of %s are quantised (%s), and an adapter is added to floats. Take the file it was converted "
-         "from",
+         "%s: the weights of %s are quantised (%s), and adapters are added to floats. Take the file it was made from",
          option.c_str(), escaped(file_.path()).c_str(), quantization_text(config_.quantization).c_str());
   }
   adapter_ = std::make_shared<const ModelFile>(std::move(adapter));
