@@ -93,7 +93,7 @@ ModelConfig llama_with(Quantization quantization) {
 
 TEST(QuantizedTable, ListsScalesAndZerosInTheirTypes) {
   const TensorTable table(llama_with(scheme_of(&kInt4, &kInt8)), DType::bf16);
-  const auto expect = [&](const std::string& name, ValueKind kind, DType dtype, std::vector<std::int64_t> shape,
+  const auto expect = [&](const std::string& name, ValueKind kind, DType dtype, const std::vector<std::int64_t>& shape,
                           std::uint64_t bytes) {
     const TensorSpec& spec = table.at(name);
     EXPECT_EQ(spec.kind, kind) << name;
