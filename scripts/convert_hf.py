@@ -299,7 +299,8 @@ class Target:
             return None
         if name == model.head:
             return self.head if self.head != "none" else None
-        return self.scheme if ".layers." in name and len(shape) == 2 else None
+        of_block = any(name.split(".")[-2] in model.linears[part] for part in PARTS if part != "head")
+        return self.scheme if of_block and len(shape) == 2 else None
 
     def stored(self, name: str, source: Source, model: Model) -> list[tuple[str, str, Shape]]:
         """Name, dtype and shape of what is stored of a tensor. FileError BAD_FILE for one that its scheme cannot hold."""

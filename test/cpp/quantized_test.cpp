@@ -93,7 +93,7 @@ ModelConfig llama_with(Quantization quantization) {
 
 TEST(QuantizedTable, ListsScalesAndZerosInTheirTypes) {
   const TensorTable table(llama_with(scheme_of(&kInt4, &kInt8)), DType::bf16);
-  const auto expect = [&](const std::string& name, ValueKind kind, DType dtype, std::vector<std::int64_t> shape,
+  const auto expect = [&](const std::string& name, ValueKind kind, DType dtype, const std::vector<std::int64_t>& shape,
                           std::uint64_t bytes) {
     const TensorSpec& spec = table.at(name);
     EXPECT_EQ(spec.kind, kind) << name;
@@ -335,13 +335,13 @@ TEST(QuantizedModel, DamageIsFoundInEveryTensor) {
 TEST(QuantizedModel, RefusesAConfigurationThatItDoesNotKnow) {
   const Json good = quantization_to_json(scheme_of(&kInt4, &kInt8));
   EXPECT_EQ(quantization_from_json(good, "file"), scheme_of(&kInt4, &kInt8));
-  const auto refused = [&](const char* key, const Json& value, const char* words) {
+  const auto refused = [&](const char* key, const Json& value, const std::string& words) {
     Json changed = good;
     changed[key] = value;
     const std::string message = error_of(Exit::bad_file, [&] { quantization_from_json(changed, "file"); });
     EXPECT_NE(message.find(words), std::string::npos) << message;
   };
-  refused("scheme", "int2", "scheme: got 'int2', expected int8, int4 or fp8");
+  refused("scheme", "int2", "scheme: got 'int2', expected " + weight_format_names());
   refused("scheme", "none", "scheme: got 'none'");
   refused("scheme", 4, "scheme");
   refused("group", 64, "group: got 64, expected 128 with int4");

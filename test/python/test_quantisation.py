@@ -60,7 +60,7 @@ def weights_of(file: tensor_file.TensorFile, name: str) -> np.ndarray:
 
 
 def test_the_formats_are_those_of_the_table():
-    """WeightFormat.Table of the unit tests holds C++ to the same file."""
+    """WeightFormats.AreThoseOfTheTable of the unit tests holds C++ to the same file."""
     table = json.loads((ck.ROOT / "test/fixtures/weight_formats.json").read_text())
     assert [each["name"] for each in table] == list(quantization.SCHEMES)
     weights = np.random.default_rng(1).standard_normal((64, 256)).astype(np.float32)
@@ -97,10 +97,9 @@ def test_e4m3_is_the_nearest_value_and_ties_go_to_even():
 
 
 def weights_again(rows: quantization.Quantized, scheme: str, columns: int) -> np.ndarray:
-    if scheme == "int8":
-        return rows.q.astype(np.float32) * rows.scales[:, None]
-    if scheme == "fp8":
-        return quantization.e4m3_to_f32(rows.q) * rows.scales[:, None]
+    numbers = quantization.FORMATS[scheme].numbers
+    if numbers is not None:
+        return numbers.decode(rows.q) * rows.scales[:, None]
     q = np.stack([rows.q & 15, rows.q >> 4], axis=-1).reshape(len(rows.q), -1).astype(np.float32)
     assert rows.zeros is not None
     return (np.repeat(rows.scales.astype(np.float32), 128, axis=1)[:, :columns]
@@ -240,7 +239,7 @@ def test_a_converted_model_is_near_its_source(tmp_path, family, scheme, monkeypa
             continue
         seen += 1
         own = scheme if of_layer else "int8"
-        assert got.dtype == {"int8": "i8", "int4": "u4", "fp8": "e4m3"}[own]
+        assert got.dtype == quantization.FORMATS[own].dtype
         want, have = floats.f32(name), weights_of(packed, name)
         np.testing.assert_array_equal(quantization.dequantized(packed, name), have)
         worst = {"int8": 1 / 200, "int4": 1 / 8, "fp8": 1 / 16}[own] * np.abs(want).max()  # clipping included
@@ -413,6 +412,20 @@ def test_a_part_alone_is_stored_as_the_floats_that_it_means(tmp_path, family, sc
         else:
             assert alone.at(name).dtype == floats.at(name).dtype
             np.testing.assert_array_equal(alone.array(name), floats.array(name))
+
+
+def test_linear_layers_are_known_by_the_description_of_the_family(tmp_path):
+    """Not by how most families call their modules."""
+    def renamed(name):
+        return name.replace("model.layers.", "transformer.h.").replace("_proj", "")
+
+    model = hf_config.read_checkpoint(ck.write_checkpoint(tmp_path / "hf", LLAMA)).model
+    other = replace(model, tensors={renamed(name): shape for name, shape in model.tensors.items()},
+                    linears={part: [renamed(module) for module in modules] for part, modules in model.linears.items()})
+    target = convert_hf.Target(scheme="int8", head="int8")
+    schemes = {name: target.scheme_of(name, shape, other) for name, shape in other.tensors.items()}
+    assert schemes == {renamed(name): target.scheme_of(name, shape, model) for name, shape in model.tensors.items()}
+    assert list(schemes.values()).count("int8") == 2 * 7 + 1
 
 
 @pytest.mark.parametrize("options, words", [

@@ -31,7 +31,7 @@ from conversation_shards import write_conversations
     (["--seq-len", "600"], ["--seq-len", "512"]),
     (["--precision", "bf16", "--device", "cpu"], ["--precision"]),
     (["--keep-best"], ["--keep-best", "--val"]),
-    (["--optimizer", "lion"], ["--optimizer", "adamw", "muon"]),
+    (["--optimizer", "none"], ["--optimizer", "adamw", "muon"]),
     (["--muon-lr", "0.1"], ["--muon-lr", "--optimizer muon"]),
     (["--gpu-memory", "80", "--dry-run"], ["--gpu-memory", "80GB"]),
     (["--vocab-size", "63", "--seq-len", "16"], ["--vocab-size", "64"]),

@@ -30,6 +30,8 @@ ROWS = [
            py("test_hf_config.py::test_warnings_name_the_file_that_they_are_about")),
     Mutant("converter: a refusal of the program is none", "describe", "if done.returncode:", "if done.returncode < 0:",
            py("test_hf_config.py::test_a_refusal_comes_with_its_line_and_its_code")),
+    Mutant("converter: quantises what most families call a layer", "scheme_of", "of_block and", '".layers." in name and',
+           py("test_quantisation.py::test_linear_layers_are_known_by_the_description_of_the_family")),
     Mutant("converter: int8 has a -128", "_nearest_int8", "rint(values), -127", "rint(values), -128",
            py("test_quantisation.py::test_clipped_weights_of_int8_end_at_127_on_both_sides")),
     Mutant("converter: e4m3 ties away from even", "round_to_e4m3", "+= np.uint32(0x7FFFF)", "= np.uint32(0x80000)",
