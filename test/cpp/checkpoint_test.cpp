@@ -877,9 +877,11 @@ TEST(NumericSettings, AreAllOptionsButThese) {
       "gpus",         "shard",  // any number of them, and any sharding, gives the same bits
       "comm-timeout",
   };
-  const char* words[] = {"train_llama", "--config",        "tiny", "--print-config", "--schedule", "wsd", "--moments",
-                         "bf16",        "--virtual-ranks", "2",    "--optimizer",    "muon"};
-  const TrainSettings settings = *parse_train_options(static_cast<int>(std::size(words)), words, "test");
+  const char* words[] = {"train_llama", "--config",  "tiny",           "--print-config",  "--schedule",
+                         "wsd",         "--moments", "bf16",           "--virtual-ranks", "2",
+                         "--optimizer", "muon",      "--document-mask"};
+  TrainSettings settings = *parse_train_options(static_cast<int>(std::size(words)), words, "test");
+  settings.packed = true;  // as conversations make it
   std::set<std::string> expected, got = others;
   for (const auto& [name, value] : settings.effective) expected.insert(name);
   const Json fields = settings.numeric_settings();
