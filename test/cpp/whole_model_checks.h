@@ -256,7 +256,8 @@ inline std::vector<Floats> all_gradients(TrainModel& model) {
 }
 
 // The loss of each document of packed rows, and the gradients of all of them, are those of the documents alone, each a row of
-// its own length: attention sees nothing else, and positions begin anew.
+// its own length: attention sees nothing else. Positions begin anew, which q and k show: scores depend on their differences
+// alone.
 inline void expect_packed_documents_are_those_alone(const MakeModel& make, const std::vector<std::int64_t>& windows,
                                                     double tolerance, Recompute recompute = Recompute::none) {
   const std::vector<std::vector<std::int64_t>> rows = {{64, 1, 70, 15},
@@ -277,6 +278,8 @@ inline void expect_packed_documents_are_those_alone(const MakeModel& make, const
   packed->backward();
   const StepStatistics all = packed->statistics();
   const std::vector<Floats> gradients = all_gradients(*packed);
+  const std::string rotated[] = {"layers.0.q", "layers.0.k"};
+  const Floats packed_rotated[] = {packed->activation(rotated[0]), packed->activation(rotated[1])};
 
   std::vector<std::vector<double>> sums;  // of the gradients of the documents alone
   for (const Floats& gradient : gradients) sums.emplace_back(gradient.size());
@@ -294,6 +297,11 @@ inline void expect_packed_documents_are_those_alone(const MakeModel& make, const
       alone->backward();
       const double own = alone->statistics().loss_sum;
       loss += own;
+      for (int i = 0; i < 2 && recompute == Recompute::none; ++i) {
+        const Floats want = alone->activation(rotated[i]);
+        const auto first = packed_rotated[i].begin() + static_cast<std::ptrdiff_t>(begin * (want.size() / count));
+        expect_close(Floats(first, first + std::ssize(want)), want, rotated[i], 10 * tolerance);
+      }
       const std::vector<Floats> parts = all_gradients(*alone);
       for (std::size_t t = 0; t < parts.size(); ++t) {
         for (std::size_t i = 0; i < parts[t].size(); ++i) sums[t][i] += static_cast<double>(parts[t][i]);
