@@ -48,9 +48,10 @@ Exit evaluate(TrainModel& model, const TrainSettings& settings, const TrainInput
     return Exit::ok;
   }
   const std::size_t shards = data.shards().size();
-  const std::string which = tokens < data.labels() ? "--val-batches " + std::to_string(settings.val_batches)
-                            : shards == 1          ? std::string("all but the first")
-                                                   : format("all but the first of each of %zu shards", shards);
+  const std::string which = tokens < data.labels()   ? "--val-batches " + std::to_string(settings.val_batches)
+                            : data.masks_documents() ? std::string("all but the first of each document")
+                            : shards == 1            ? std::string("all but the first")
+                                                     : format("all but the first of each of %zu shards", shards);
   write_stdout(format("val loss %.4f  perplexity %.4f  %lld of %lld tokens (%s) in windows of %lld\n", loss,
                       std::exp(loss), static_cast<long long>(tokens), static_cast<long long>(data.tokens()),
                       which.c_str(), static_cast<long long>(data.seq_len())));

@@ -928,6 +928,8 @@ def test_a_run_on_documents_of_a_text(tmp_path):
     ends = int((token_shard.TokenShard(texts / "train_0.bin").tokens[:-1] == 3).sum())
     steps = [record for record in records(tmp_path / "masked") if record["type"] == "step"]
     assert all(0 < record["learned_tokens"] < 64 for record in steps) and steps[-1]["val_tokens"] == 599 - ends
+    done = run_program("--model", MODEL, "--val", texts / "train_0.bin", "--seq-len", 16, "--eval", "--document-mask", "--device", "cpu")
+    assert done.returncode == 0 and f"  {599 - ends} of 600 tokens (all but the first of each document) in windows of 16\n" in done.stdout, done
     assert run(tmp_path / "plain", "train_0.bin").returncode == 0
     assert losses(tmp_path / "plain")[1] != losses(tmp_path / "masked")[1]
     assert_refused(run(tmp_path / "masked", "train_0.bin"), 2, "--'document-mask': got nothing, but", "was made with 'true'")
