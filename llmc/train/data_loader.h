@@ -71,11 +71,11 @@ class TokenDataset {
   // What attention computes in packed rows, as a share of what it would in rows of one document each: by tiles of kTile
   // queries by kTile keys.
   double attention_share() const;
-  std::int64_t shortened() const {
-    return shortened_;
-  }                                                    // documents with a window that end early because of their length
-  std::int64_t too_long() const { return too_long_; }  // documents that have no window because of their length
-  std::int64_t unlearned() const { return unlearned_; }  // those in which nothing is learned
+  // Of the documents: those with a window that end early because of their length, those without one because of their length,
+  // and those in which nothing is learned.
+  std::int64_t shortened() const { return shortened_; }
+  std::int64_t too_long() const { return too_long_; }
+  std::int64_t unlearned() const { return unlearned_; }
   std::int64_t vocab_size() const { return shards_.front().vocab_size(); }
   std::uint64_t tokenizer_hash() const { return shards_.front().tokenizer_hash(); }
   std::span<const TokenShard> shards() const { return shards_; }
