@@ -234,6 +234,8 @@ Exit run_rank(TrainSettings& settings, RankTeam& team) {
   refuse_model_directory(settings.model);
   refuse_tokenizer_directory(settings.tokenizer);
   const TrainInputs inputs = open_inputs(settings);
+  settings.packed = inputs.packed();
+  settings.masks_documents = inputs.masks_documents();
   if (settings.epochs > 0) settings.set_steps_of_epochs(inputs.train->windows());
   if (!settings.given.contains("lr")) {
     settings.set_learning_rate(

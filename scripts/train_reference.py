@@ -16,6 +16,7 @@ differ, 2 usage, 3 bad input, 4 torch, transformers or the GPU missing.
 from __future__ import annotations
 
 import argparse
+import bisect
 import glob
 import json
 import math
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import needs  # noqa: F401, before the packages
 import numpy as np
@@ -78,6 +79,8 @@ class Settings:
     eps: float
     grad_clip: float
     seed: int
+    packed: bool = False  # rows hold several conversations; runs that do not say so have a row for each
+    document_mask: bool = False
 
     @property
     def accumulation(self) -> int:
@@ -146,7 +149,8 @@ def read_settings(options: dict[str, Any], path: Path) -> Settings:
         bad_file(path, "settings", "steps, micro-batch, seq-len and batch-tokens do not fit together")
     if values["schedule"] not in ("cosine", "linear", "constant", "wsd"):
         bad_file(path, "settings.schedule", f"got {shown(values['schedule'])}, expected a schedule of train_llama")
-    return Settings(model_file=setting(options, "model", str, path), **values)
+    return Settings(model_file=setting(options, "model", str, path), packed=options.get("no-pack") == "false",
+                    document_mask=options.get("document-mask") == "true", **values)
 
 
 def setting(options: dict[str, Any], name: str, kind: Callable[[str], Any], path: Path) -> Any:
@@ -300,12 +304,38 @@ def joined_texts(shards: list[TokenShard], seq_len: int) -> list[np.ndarray]:
     return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in texts]
 
 
+def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Rows of documents, as pack_rows() of llmc/train/packing.h makes them: the longest first, each into the fullest row that has room;
+    of equally full ones into that which became so last."""
+    rows: list[list[int]] = []
+    room: list[tuple[int, int, int]] = []  # of each row that is not full: tokens that fit, since when, and its number; ascending
+    for turn, document in enumerate(sorted(range(len(lengths)), key=lambda each: -lengths[each])):
+        length, left, row = lengths[document], capacity, len(rows)
+        if (at := bisect.bisect_left(room, (length,))) < len(room):
+            left, _, row = room.pop(at)
+        else:
+            rows.append([])
+        rows[row].append(document)
+        if left > length:
+            bisect.insort(room, (left - length, -turn, row))
+    return rows
+
+
+class Rows(NamedTuple):
+    """Some rows of the run, i64 [number, T] each. labels: IGNORED_LABEL where none is learned. starts: where in the row the document of
+    each token begins, for an attention that sees its own document alone; None: a row is one document."""
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    starts: np.ndarray | None
+
+
 class Windows:
-    """The training shards as windows of T + 1 tokens, handed out in the run's order. Of shards with documents, a window is one of
-    those documents that have at most T + 1 tokens and a learned one behind the first, with zeros behind its end."""
+    """The training shards as rows of T tokens, handed out in the run's order. A row of plain text is T + 1 tokens, of which neighbours
+    share one. A row of shards with documents has whole ones, without their last tokens, and zeros behind them."""
 
     def __init__(self, description: RunDescription, pattern: str):
-        settings = description.settings
+        self.settings = settings = description.settings
         self.seq_len = settings.seq_len
         paths = sorted(path for path in glob.glob(pattern) if os.path.isfile(path))
         if not paths:
@@ -315,43 +345,61 @@ class Windows:
         check_shards(shards, description)
         self.documents: list[tuple[np.ndarray, np.ndarray]] = []  # tokens, and which of them are learned
         self.texts: list[np.ndarray] = []
+        self.end_of_document = shards[0].end_of_document_id
         if any(shard.starts is not None for shard in shards):
             self.documents = [document for shard in shards for document in documents_of(shard, self.seq_len + 1)]
         else:
             self.texts = joined_texts(shards, self.seq_len)
+        self.masks = settings.packed if self.documents else settings.document_mask
+        if self.masks and any(description.model.window(layer) for layer in range(description.model.num_layers)):
+            bad_file(shards[0].path, "documents", "expected a model without windows: transformers takes one mask for all layers")
+        lengths = [tokens.size - 1 for tokens, _ in self.documents]
+        self.rows_of = best_fit(lengths, self.seq_len) if settings.packed else [[number] for number in range(len(lengths))]
         self.first_window = np.cumsum([0] + [(text.size - 1) // self.seq_len for text in self.texts])
-        if not (windows := len(self.documents) + int(self.first_window[-1])):
+        if not (windows := len(self.rows_of) + int(self.first_window[-1])):
             bad_file(shards[0].path, "documents", f"none has at most {self.seq_len + 1} tokens and a learned one")
         self.order = DataOrder(windows, settings.seed)
 
-    def batch(self, begin: int, number: int) -> np.ndarray:
-        """i64 [number, T + 1]: the windows at positions begin to begin + number - 1 of the run."""
-        return np.stack([self._window(int(window)) for window in self.order.windows(begin, number)])
+    def rows(self, begin: int, number: int) -> Rows:
+        """Those at positions begin to begin + number - 1 of the run."""
+        read = self._packed if self.documents else self._of_text
+        inputs, labels, starts = zip(*(read(int(window)) for window in self.order.windows(begin, number)), strict=True)
+        return Rows(np.stack(inputs), np.stack(labels), np.stack(starts) if self.masks else None)
 
-    def learned(self, begin: int, number: int) -> np.ndarray | None:
-        """bool [number, T]: which labels of batch() count; None if all do."""
-        if not self.documents:
-            return None
-        return np.stack([self._row(self.documents[int(window)][1])[1:] for window in self.order.windows(begin, number)])
+    def _packed(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        inputs, labels = np.zeros(self.seq_len, np.int64), np.full(self.seq_len, IGNORED_LABEL, np.int64)
+        starts, begin = np.zeros(self.seq_len, np.int64), 0
+        for document in self.rows_of[row]:
+            tokens, learned = self.documents[document]
+            end = begin + tokens.size - 1
+            inputs[begin:end] = tokens[:-1]
+            labels[begin:end] = np.where(learned[1:], tokens[1:].astype(np.int64), IGNORED_LABEL)
+            starts[begin:end], begin = begin, end
+        starts[begin:] = begin
+        return inputs, labels, starts
 
-    def _row(self, values: np.ndarray) -> np.ndarray:
-        return np.pad(values, (0, self.seq_len + 1 - values.size))
-
-    def _window(self, window: int) -> np.ndarray:
-        if self.documents:
-            return self._row(self.documents[window][0]).astype(np.int64)
+    def _of_text(self, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         text = int(np.searchsorted(self.first_window, window, side="right")) - 1
         begin = (window - int(self.first_window[text])) * self.seq_len
-        return self.texts[text][begin:begin + self.seq_len + 1].astype(np.int64)
+        tokens = self.texts[text][begin:begin + self.seq_len + 1].astype(np.int64)
+        inputs, labels, starts = tokens[:-1], tokens[1:], np.zeros(self.seq_len, np.int64)
+        if self.masks:
+            ends = inputs == self.end_of_document
+            labels = np.where(ends, IGNORED_LABEL, labels)
+            starts[1:] = np.maximum.accumulate(np.where(ends[:-1], np.arange(1, self.seq_len), 0))
+        return inputs, labels, starts
 
 
 def documents_of(shard: TokenShard, longest: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The documents that are trained on."""
+    """The documents that are trained on. One of more than `longest` tokens ends behind its last answer that fits."""
     if shard.starts is None:
         bad_file(shard.path, "version", "got plain text, expected conversations as in the other shards")
     learned = shard.learned()
     for begin, end in zip(shard.starts[:-1], shard.starts[1:]):
-        if end - begin <= longest and learned[begin + 1:end].any():
+        if end - begin > longest:
+            ends = np.flatnonzero(learned[begin + 1:begin + longest] & ~learned[begin + 2:begin + longest + 1])
+            end = begin + 2 + ends[-1] if ends.size else begin
+        if learned[begin + 1:end].any():
             yield shard.tokens[begin:end], learned[begin:end]
 
 
@@ -431,6 +479,15 @@ def gradient_norm(model: torch.nn.Module) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
+def document_arguments(starts: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What makes a model of transformers see each document of a row for itself: a causal mask without the keys before the document,
+    and positions that begin with it. `starts`: i64 [B, T]."""
+    torch, _ = libraries()
+    tokens = torch.arange(starts.shape[1], device=starts.device)
+    seen = (tokens <= tokens[:, None]) & (tokens >= starts[:, :, None])
+    return {"attention_mask": seen[:, None], "position_ids": tokens - starts}
+
+
 class Trainer:
     """Takes one step after the other."""
 
@@ -450,14 +507,14 @@ class Trainer:
         torch, _ = libraries()
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         batch = self.settings.micro_batch
-        learned = self.windows.learned(begin, batch * self.settings.accumulation)
-        count = self.settings.batch_tokens if learned is None else int(learned.sum())
-        for number in range(self.settings.accumulation):
-            ids = self.windows.batch(begin + number * batch, batch)
-            labels = ids[:, 1:] if learned is None else np.where(learned[number * batch:(number + 1) * batch], ids[:, 1:], IGNORED_LABEL)
+        rows = self.windows.rows(begin, batch * self.settings.accumulation)
+        count = int((rows.labels != IGNORED_LABEL).sum())
+        for first in range(0, len(rows.inputs), batch):
+            inputs, labels = (torch.from_numpy(each[first:first + batch]).to(self.device) for each in (rows.inputs, rows.labels))
+            of_documents = {} if rows.starts is None else document_arguments(torch.from_numpy(rows.starts[first:first + batch]).to(self.device))
             with self.precision():
-                logits = self.model(torch.from_numpy(ids[:, :-1]).to(self.device), use_cache=False).logits.float()
-            part = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(labels).to(self.device).flatten(), reduction="sum")
+                logits = self.model(inputs, use_cache=False, **of_documents).logits.float()
+            part = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
             (part / count).backward()
             loss += part.detach().double()
         return float(loss) / count

@@ -230,14 +230,14 @@ class TrainingModel final : public TrainModel {
   void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) override {
     micro_step_ = micro_step;
     training_ = true;
-    tokens_.assign(batch.tokens.begin(), batch.tokens.end());
+    take(batch);
     forward_layers();
     loss_sum_ += classify(batch.labels, loss_scale, &label_count_);
   }
 
   double evaluate(const Batch& batch, std::int64_t* label_count) override {
     training_ = false;
-    tokens_.assign(batch.tokens.begin(), batch.tokens.end());
+    take(batch);
     forward_layers();
     *label_count = 0;
     return classify(batch.labels, 0, label_count);
@@ -354,7 +354,15 @@ class TrainingModel final : public TrainModel {
             config_.head_dim,
             true,
             1.0f / std::sqrt(static_cast<float>(config_.head_dim)),
-            config_.window(l)};
+            config_.window(l),
+            document_starts()};
+  }
+  // [B, T]; null: a row is one document.
+  const std::int32_t* document_starts() const { return document_starts_.empty() ? nullptr : document_starts_.data(); }
+  void take(const Batch& batch) {
+    check_documents(batch, options_);
+    tokens_.assign(batch.tokens.begin(), batch.tokens.end());
+    document_starts_.assign(batch.document_starts.begin(), batch.document_starts.end());
   }
 
   ResidualNormShape norm_shape(std::int64_t branch) const {
@@ -431,7 +439,8 @@ class TrainingModel final : public TrainModel {
   std::optional<Fp8Linears> fp8_;  // with --precision fp8
   RopeTable rope_;
 
-  std::vector<std::int32_t> tokens_;  // [N] of the last forward
+  std::vector<std::int32_t> tokens_;           // [N] of the last forward
+  std::vector<std::int32_t> document_starts_;  // [N], or none
   std::uint64_t micro_step_ = 0;
   bool training_ = false, recomputing_ = false;
   std::int64_t rank_micro_batches_ = 0,
@@ -486,8 +495,8 @@ void TrainingModel::forward_to_swiglu(std::int64_t l, float* branch) {
   linear(BlockLinear::qkv, l, a.qkv, a.input_norm);
   if (config_.qk_norm) normalize_heads(l);
   if (config_.rotates(l)) {
-    rope_forward(q_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_heads, 0);
-    rope_forward(k_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0);
+    rope_forward(q_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_heads, 0, document_starts());
+    rope_forward(k_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0, document_starts());
   }
   attention_forward(attention_shape(l), heads(a.attention, config_.q_size()), a.lse, q_heads(a.qkv), k_heads(a.qkv),
                     v_heads(a.qkv));
@@ -591,8 +600,8 @@ void TrainingModel::backward_layer(std::int64_t l) {
                      heads(acts_.d_attention, config_.q_size()), heads(a.attention, config_.q_size()), a.lse,
                      q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv));
   if (config_.rotates(l)) {
-    rope_backward(q_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_heads, 0);
-    rope_backward(k_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0);
+    rope_backward(q_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_heads, 0, document_starts());
+    rope_backward(k_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0, document_starts());
   }
   if (config_.qk_norm) head_norms_backward(l);
   linear_backward(BlockLinear::qkv, l, acts_.d_norm, acts_.d_qkv, a.input_norm);

@@ -34,6 +34,7 @@ enum class Recompute { none, norm, block };
 struct TrainOptions {
   std::int64_t micro_batch = 1;  // B
   std::int64_t seq_len = 0;      // T
+  bool document_mask = false;    // batches may have document_starts
   Precision precision = Precision::fp32;
   Recompute recompute = Recompute::none;
   float dropout = 0;       // probability; applied to each branch before it is added to the residual
@@ -60,11 +61,21 @@ struct TrainOptions {
 TensorTable trained_table(const ModelConfig& config, const TrainOptions& options);
 
 // One micro-batch: tokens and labels, each [B, T] row-major. labels[b, t] is the token after tokens[b, t], or
-// kIgnoredLabel.
+// kIgnoredLabel. document_starts [B, T]: where in the row the document of each token begins. Attention then sees its own document
+// alone, and the token at a start has position 0. Empty: a row is one document; TrainOptions::document_mask is needed for others.
 struct Batch {
   std::span<const std::int32_t> tokens;
   std::span<const std::int32_t> labels;
+  std::span<const std::int32_t> document_starts = {};
 };
+
+// For a model at the begin of a pass: Exit::internal for a batch with document_starts that its options do not announce.
+inline void check_documents(const Batch& batch, const TrainOptions& options) {
+  if (batch.document_starts.empty()) return;
+  if (!options.document_mask || batch.document_starts.size() != batch.tokens.size()) {
+    fail(Exit::internal, "a batch with the documents of %zu tokens", batch.document_starts.size());
+  }
+}
 
 // What a step needs to know before it may update. Reading it is the only synchronisation of a step.
 struct StepStatistics {

@@ -38,8 +38,8 @@ std::string header_hash(const TokenShard& shard) {
 
 }  // namespace
 
-TokenDataset::TokenDataset(const std::string& pattern, std::int64_t seq_len, WindowUse use)
-    : seq_len_(seq_len), use_(use) {
+TokenDataset::TokenDataset(const std::string& pattern, std::int64_t seq_len, WindowUse use, RowOptions rows)
+    : seq_len_(seq_len), use_(use), options_(rows) {
   for (const std::string& path : expand_glob(pattern)) {
     TokenShard shard = TokenShard::open(path);
     if (!shards_.empty()) {
@@ -54,11 +54,21 @@ TokenDataset::TokenDataset(const std::string& pattern, std::int64_t seq_len, Win
     }
     first_token_.push_back(tokens() + shards_.back().count());
   }
-  windows_ = documents_.size();
+  if (!of_documents() && options_.document_mask) require_document_ends();
+  if (options_.pack) {
+    std::vector<std::int64_t> lengths;
+    lengths.reserve(documents_.size());
+    for (const Document& document : documents_) lengths.push_back(document.tokens - 1);
+    rows_ = pack_rows(lengths, seq_len_);
+  } else {
+    rows_ = single_rows(documents_.size());
+  }
+  windows_ = rows_.count();
   for (Text& text : texts_) {
     text.first_window = windows_;
     windows_ += windows_of(text);
   }
+  if (masks_documents() && use_ == WindowUse::measurement) count_unlearned_ends();
   require_windows(pattern);
 }
 
@@ -76,35 +86,96 @@ void TokenDataset::add_text(std::int64_t count) {
 
 void TokenDataset::add_documents(std::size_t shard) {
   const std::span<const std::int64_t> starts = shards_[shard].document_starts();
-  std::vector<std::uint8_t> learned(static_cast<std::size_t>(seq_len_));
+  std::vector<std::uint8_t> learned(static_cast<std::size_t>(seq_len_) + 1);
   for (std::size_t i = 0; i + 1 < starts.size(); ++i) {
-    const std::int64_t tokens = starts[i + 1] - starts[i];
-    if (tokens - 1 > seq_len_) {
+    std::int64_t tokens = starts[i + 1] - starts[i];
+    const bool longer = tokens - 1 > seq_len_;
+    const auto marks = std::span(learned).first(static_cast<std::size_t>(longer ? seq_len_ + 1 : tokens - 1));
+    shards_[shard].read_learned(starts[i] + 1, marks);
+    if (longer) tokens = longest_cut(marks);
+    if (tokens == 0) {
       ++too_long_;
       continue;
     }
-    const auto of_labels = std::span(learned).first(static_cast<std::size_t>(tokens - 1));
-    shards_[shard].read_learned(starts[i] + 1, of_labels);
-    const auto labels = std::count(of_labels.begin(), of_labels.end(), std::uint8_t{1});
+    const auto labels = std::count(marks.begin(), marks.begin() + (tokens - 1), std::uint8_t{1});
     if (labels == 0) {
       ++unlearned_;
       continue;
     }
     documents_.push_back({shard, starts[i], tokens});
+    inputs_ += tokens - 1;
+    shortened_ += longer ? 1 : 0;
     learned_ += labels;
   }
 }
 
+// Of a document of more than T + 1 tokens: how many it has up to the end of the last answer that fits; 0: none does.
+// `learned` [T + 1]: of the tokens behind the first.
+std::int64_t TokenDataset::longest_cut(std::span<const std::uint8_t> learned) const {
+  for (std::size_t end = learned.size() - 1; end > 0; --end) {
+    if (learned[end - 1] != 0 && learned[end] == 0) return static_cast<std::int64_t>(end) + 1;
+  }
+  return 0;
+}
+
+void TokenDataset::require_document_ends() const {
+  for (const TokenShard& shard : shards_) {
+    if (shard.end_of_document_id() < 0) {
+      fail(Exit::bad_file,
+           "%s: does not say where documents end (end_of_document_id), which --document-mask has to know. Prepare the "
+           "text "
+           "again, with a token for that (--eos)",
+           escaped(shard.path()).c_str());
+    }
+    if (shard.end_of_document_id() != shards_.front().end_of_document_id()) {
+      fail(Exit::bad_file, "%s: end_of_document_id: got %lld, but %s has %lld. Prepare all shards with one --eos",
+           escaped(shard.path()).c_str(), static_cast<long long>(shard.end_of_document_id()),
+           escaped(shards_.front().path()).c_str(), static_cast<long long>(shards_.front().end_of_document_id()));
+    }
+  }
+}
+
+// Reads every token, as validation that measures all of them will do.
+void TokenDataset::count_unlearned_ends() {
+  constexpr std::int64_t kPiece = 1 << 18;  // tokens that are read at once
+  std::vector<std::int32_t> ids;
+  for (const Text& text : texts_) {
+    for (std::int64_t begin = text.begin; begin < text.end - 1; begin += kPiece) {
+      ids.resize(static_cast<std::size_t>(std::min(kPiece, text.end - 1 - begin)));
+      read(begin, ids);
+      unlearned_ends_ +=
+          std::count(ids.begin(), ids.end(), static_cast<std::int32_t>(shards_.front().end_of_document_id()));
+    }
+  }
+}
+
+double TokenDataset::attention_share() const {
+  if (windows_ == 0) return 1;
+  std::int64_t tiles = 0;
+  std::vector<std::int64_t> lengths;
+  for (std::size_t r = 0; r < rows_.count(); ++r) {
+    lengths.clear();
+    for (const std::size_t document : rows_.row(r)) lengths.push_back(documents_[document].tokens - 1);
+    tiles += visible_tiles(lengths, seq_len_, kTile);
+  }
+  const std::int64_t whole_row = visible_tiles({}, seq_len_, kTile);
+  return static_cast<double>(tiles) / (static_cast<double>(whole_row) * static_cast<double>(windows_));
+}
+
 void TokenDataset::require_windows(const std::string& pattern) const {
-  if (windows_ > 0) return;
+  if (windows_ > 0 && labels() > 0) return;
   if (of_documents()) {
     fail(Exit::bad_file,
-         "%s: of %lld conversations %lld are longer than --seq-len %lld, and in the others nothing is learned. Raise "
-         "--seq-len, or prepare them with this --seq-len",
+         "%s: of %lld conversations %lld have no answer that ends within --seq-len %lld, and in the others nothing is "
+         "learned. Raise --seq-len, or prepare them with this --seq-len and --truncate",
          escaped(pattern).c_str(), static_cast<long long>(too_long_ + unlearned_), static_cast<long long>(too_long_),
          static_cast<long long>(seq_len_));
   }
   const std::string what = format("%s: %lld tokens", escaped(pattern).c_str(), static_cast<long long>(tokens()));
+  if (windows_ > 0) {
+    fail(Exit::bad_file, "%s, each of them a document: with --document-mask there is nothing to learn. Leave it out",
+         what.c_str());
+  }
   if (use_ == WindowUse::measurement) {
     fail(Exit::bad_file,
          "%s, at least 2 in a shard are needed: a loss is that of a token after another one. Give more text",
@@ -120,27 +191,65 @@ std::uint64_t TokenDataset::windows_of(const Text& text) const {
 }
 
 std::int64_t TokenDataset::left_out() const {
-  return of_documents() ? 0 : tokens() - std::ssize(texts_) - labels();
+  return of_documents() || use_ == WindowUse::measurement ? 0 : tokens() - std::ssize(texts_) - labels();
 }
 
 std::int64_t TokenDataset::labels() const {
   if (of_documents()) return learned_;
-  return use_ == WindowUse::training ? static_cast<std::int64_t>(windows_) * seq_len_ : tokens() - std::ssize(texts_);
+  return use_ == WindowUse::training ? static_cast<std::int64_t>(windows_) * seq_len_
+                                     : tokens() - std::ssize(texts_) - unlearned_ends_;
 }
 
 std::string TokenDataset::directory() const {
   return parent_directory(shards_.front().path());
 }
 
-void TokenDataset::read_window(std::uint64_t window, std::span<std::int32_t> tokens,
-                               std::span<std::int32_t> labels) const {
+void TokenDataset::read_window(std::uint64_t window, std::span<std::int32_t> tokens, std::span<std::int32_t> labels,
+                               std::span<std::int32_t> document_starts) const {
+  if (document_starts.empty() == masks_documents()) {
+    fail(Exit::internal, "window %llu: read %s where documents begin", static_cast<unsigned long long>(window),
+         masks_documents() ? "without" : "with");
+  }
   const std::size_t count =
-      of_documents() ? read_document(documents_[window], tokens, labels) : read_text(window, tokens, labels);
+      of_documents() ? read_documents(window, tokens, labels, document_starts) : read_text(window, tokens, labels);
+  if (!of_documents() && options_.document_mask) {
+    part_documents(tokens.first(count), labels.first(count), document_starts.first(count));
+  }
   for (std::size_t t = count; t < tokens.size(); ++t) tokens[t] = tokens[t - count];
   std::fill(labels.begin() + static_cast<std::ptrdiff_t>(count), labels.end(), kIgnoredLabel);
+  for (std::size_t t = count; t < document_starts.size(); ++t) document_starts[t] = static_cast<std::int32_t>(count);
 }
 
-// These two read what a window has, and return how many inputs and labels that is.
+MicroBatch TokenDataset::make_batch(std::int64_t rows) const {
+  const auto size = static_cast<std::size_t>(rows * seq_len_);
+  return {std::vector<std::int32_t>(size), std::vector<std::int32_t>(size),
+          std::vector<std::int32_t>(masks_documents() ? size : 0)};
+}
+
+void TokenDataset::read_row(std::uint64_t window, MicroBatch& batch, std::int64_t row) const {
+  const auto T = static_cast<std::size_t>(seq_len_), begin = static_cast<std::size_t>(row) * T;
+  const auto of_row = [&](std::vector<std::int32_t>& all) {
+    return all.empty() ? std::span<std::int32_t>() : std::span(all).subspan(begin, T);
+  };
+  read_window(window, of_row(batch.tokens), of_row(batch.labels), of_row(batch.document_starts));
+}
+
+// These three read what a window or a document has, and return how many inputs and labels that is.
+std::size_t TokenDataset::read_documents(std::uint64_t window, std::span<std::int32_t> tokens,
+                                         std::span<std::int32_t> labels,
+                                         std::span<std::int32_t> document_starts) const {
+  std::size_t begin = 0;
+  for (const std::size_t document : rows_.row(window)) {
+    const std::size_t count = read_document(documents_[document], tokens.subspan(begin), labels.subspan(begin));
+    if (!document_starts.empty()) {
+      const std::span<std::int32_t> own = document_starts.subspan(begin, count);
+      std::fill(own.begin(), own.end(), static_cast<std::int32_t>(begin));
+    }
+    begin += count;
+  }
+  return begin;
+}
+
 std::size_t TokenDataset::read_document(const Document& document, std::span<std::int32_t> tokens,
                                         std::span<std::int32_t> labels) const {
   const TokenShard& shard = shards_[document.shard];
@@ -153,6 +262,18 @@ std::size_t TokenDataset::read_document(const Document& document, std::span<std:
     if (learned[t] == 0) labels[t] = kIgnoredLabel;
   }
   return count;
+}
+
+// Of a window of plain text: the first token of a document is no label, since the document before it does not predict it.
+void TokenDataset::part_documents(std::span<const std::int32_t> tokens, std::span<std::int32_t> labels,
+                                  std::span<std::int32_t> document_starts) const {
+  std::size_t start = 0;
+  for (std::size_t t = 0; t < tokens.size(); ++t) {
+    document_starts[t] = static_cast<std::int32_t>(start);
+    if (tokens[t] != shards_.front().end_of_document_id()) continue;
+    labels[t] = kIgnoredLabel;
+    start = t + 1;
+  }
 }
 
 std::size_t TokenDataset::read_text(std::uint64_t window, std::span<std::int32_t> tokens,
@@ -218,13 +339,9 @@ DataLoader::~DataLoader() {
 }
 
 MicroBatch DataLoader::read(std::uint64_t position) const {
-  const auto T = static_cast<std::size_t>(data_.seq_len());
-  MicroBatch batch;
-  batch.tokens.resize(static_cast<std::size_t>(micro_batch_) * T);
-  batch.labels.resize(batch.tokens.size());
-  for (std::size_t b = 0; b < static_cast<std::size_t>(micro_batch_); ++b) {
-    data_.read_window(order_.window_at(position + b), std::span(batch.tokens).subspan(b * T, T),
-                      std::span(batch.labels).subspan(b * T, T));
+  MicroBatch batch = data_.make_batch(micro_batch_);
+  for (std::int64_t b = 0; b < micro_batch_; ++b) {
+    data_.read_row(order_.window_at(position + static_cast<std::uint64_t>(b)), batch, b);
   }
   return batch;
 }

@@ -27,7 +27,8 @@ Exit evaluate(TrainModel& model, const TrainSettings& settings, const TrainInput
                    {"perplexity", std::exp(loss)}, {"tokens", tokens},    {"of_tokens", data.tokens()}};
     if (data.of_documents()) {
       record.update({{"of_learned_tokens", data.labels()},
-                     {"conversations", data.windows()},
+                     {"conversations", data.documents()},
+                     {"cut", data.shortened()},
                      {"left_out", data.too_long() + data.unlearned()}});
     }
     write_stdout(json_text(record) + "\n");
@@ -36,19 +37,22 @@ Exit evaluate(TrainModel& model, const TrainSettings& settings, const TrainInput
   if (data.of_documents()) {
     const std::string which =
         tokens < data.labels() ? "--val-batches " + std::to_string(settings.val_batches) : std::string("all");
-    const std::string longer =
-        data.too_long() > 0 ? format(", %lld longer ones left out", static_cast<long long>(data.too_long())) : "";
-    write_stdout(format(
-        "val loss %.4f  perplexity %.4f  %lld of %lld learned tokens (%s) of %llu conversations in rows "
-        "of %lld%s\n",
-        loss, std::exp(loss), static_cast<long long>(tokens), static_cast<long long>(data.labels()), which.c_str(),
-        static_cast<unsigned long long>(data.windows()), static_cast<long long>(data.seq_len()), longer.c_str()));
+    const auto longer = [](std::int64_t count, const char* what) {
+      return count > 0 ? format(", %lld longer ones %s", static_cast<long long>(count), what) : std::string();
+    };
+    write_stdout(
+        format("val loss %.4f  perplexity %.4f  %lld of %lld learned tokens (%s) of %lld conversations in rows "
+               "of %lld%s%s\n",
+               loss, std::exp(loss), static_cast<long long>(tokens), static_cast<long long>(data.labels()),
+               which.c_str(), static_cast<long long>(data.documents()), static_cast<long long>(data.seq_len()),
+               longer(data.shortened(), "cut behind an answer").c_str(), longer(data.too_long(), "left out").c_str()));
     return Exit::ok;
   }
   const std::size_t shards = data.shards().size();
-  const std::string which = tokens < data.labels() ? "--val-batches " + std::to_string(settings.val_batches)
-                            : shards == 1          ? std::string("all but the first")
-                                                   : format("all but the first of each of %zu shards", shards);
+  const std::string which = tokens < data.labels()   ? "--val-batches " + std::to_string(settings.val_batches)
+                            : data.masks_documents() ? std::string("all but the first of each document")
+                            : shards == 1            ? std::string("all but the first")
+                                                     : format("all but the first of each of %zu shards", shards);
   write_stdout(format("val loss %.4f  perplexity %.4f  %lld of %lld tokens (%s) in windows of %lld\n", loss,
                       std::exp(loss), static_cast<long long>(tokens), static_cast<long long>(data.tokens()),
                       which.c_str(), static_cast<long long>(data.seq_len())));

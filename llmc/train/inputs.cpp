@@ -181,9 +181,10 @@ void check_output(const TrainSettings& settings, const TrainInputs& inputs) {
 TrainInputs open_inputs(const TrainSettings& settings) {
   TrainInputs inputs;
   open_model(settings, inputs);
-  if (!settings.train.empty()) inputs.train.emplace(settings.train, settings.seq_len);
+  const RowOptions rows{settings.document_mask, !settings.no_pack};
+  if (!settings.train.empty()) inputs.train.emplace(settings.train, settings.seq_len, WindowUse::training, rows);
   if (!settings.val.empty() && (inputs.train || settings.eval)) {
-    inputs.val.emplace(settings.val, settings.seq_len, WindowUse::measurement);
+    inputs.val.emplace(settings.val, settings.seq_len, WindowUse::measurement, rows);
   }
   choose_vocabulary(settings, inputs);
   open_tokenizer(settings, inputs);

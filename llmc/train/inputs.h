@@ -20,6 +20,9 @@ struct TrainInputs {
   std::string base, began_from;             // header hash of --model, and RunIdentity's; empty without one
   std::string tokenizer, tokenizer_source;  // text of tokenizer.json and the file it is from; empty without one
   std::optional<TokenDataset> train, val;   // absent if not asked for
+
+  bool packed() const { return train && train->packs(); }
+  bool masks_documents() const { return (train && train->masks_documents()) || (val && val->masks_documents()); }
 };
 
 // Opens everything that the settings name. Sizes that do not fit together are Exit::usage, shards of another

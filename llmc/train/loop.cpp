@@ -34,15 +34,15 @@ std::optional<MeanLoss> mean_loss(TrainModel& model, const TokenDataset& data, s
   const std::uint64_t all_batches = (data.windows() + B - 1) / B;
   const std::uint64_t count = batches == 0 ? all_batches : std::min(static_cast<std::uint64_t>(batches), all_batches);
   const auto T = static_cast<std::size_t>(data.seq_len());
-  MicroBatch batch{std::vector<std::int32_t>(B * T), std::vector<std::int32_t>(B * T)};
+  MicroBatch batch = data.make_batch(micro_batch);
   const auto read = [&](std::uint64_t i) {
     for (std::uint64_t b = 0; b < B; ++b) {
       const std::uint64_t row = i * B + b;
       const bool exists = row < data.windows();  // rows that only fill up the last micro-batch do not count
       const std::uint64_t rows = std::min(count * B, data.windows());
       const std::uint64_t window = exists ? TokenDataset::spread_window(row, rows, data.windows()) : 0;
+      data.read_row(window, batch, static_cast<std::int64_t>(b));
       const auto row_labels = std::span(batch.labels).subspan(b * T, T);
-      data.read_window(window, std::span(batch.tokens).subspan(b * T, T), row_labels);
       if (!exists) std::fill(row_labels.begin(), row_labels.end(), kIgnoredLabel);
     }
   };
@@ -184,6 +184,13 @@ TrainLoop::Step TrainLoop::train_step() {
   // and a step that is run again sees the same windows.
   const std::vector<MicroBatch> batches = read_batches();
   StepStatistics statistics = compute(step.number, batches);
+  if (statistics.label_count == 0) {
+    fail(Exit::bad_file,
+         "step %lld: nothing is learned in its rows, where each document has a single token. Leave --document-mask "
+         "out, or "
+         "raise --batch-tokens",
+         wide(step.number));
+  }
   step.skipped = !is_finite(statistics) && !recover(step.number, batches, statistics);
   step.loss = statistics.loss_sum / static_cast<double>(statistics.label_count);
   step.labels = statistics.label_count;

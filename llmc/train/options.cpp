@@ -52,6 +52,11 @@ void add_model_and_data(OptionTable& table, TrainSettings& s) {
   table.group("Data and output");
   table.text("train", s.train, "GLOB", "token shards to train on (quote the pattern)");
   table.text("val", s.val, "GLOB", "token shards to measure on");
+  table.flag("document-mask", s.document_mask,
+             "plain text: attention sees its own document alone, and positions begin with it, as conversations always "
+             "have it");
+  table.flag("no-pack", s.no_pack,
+             "conversations: a row of --seq-len for each, in the place of rows that hold several");
   table.text("tokenizer", s.tokenizer, "FILE",
              "tokenizer.json of the shards; default: that of --model, else "
              "tokenizer.json beside the training shards");
@@ -276,6 +281,8 @@ void check_purpose(TrainSettings& s) {
   if (s.epochs > 0 && (s.bench || s.eval || !s.compare.empty() || s.train.empty())) {
     fail(Exit::usage, "--epochs: only for training on --train");
   }
+  const char* const rows = s.document_mask ? "--document-mask" : s.no_pack ? "--no-pack" : nullptr;
+  if (rows != nullptr && (s.bench || !s.compare.empty())) fail(Exit::usage, "%s: only for --train and --val", rows);
   if (s.keep_best && s.val.empty()) fail(Exit::usage, "--keep-best: needs --val, the token shards to measure on");
   if (s.vocab_size > 0 && !s.model.empty()) fail(Exit::usage, "--vocab-size: only with --config, a new model");
   if (s.gpu_memory.empty()) return;
@@ -402,6 +409,7 @@ TrainOptions TrainSettings::model_options() const {
   TrainOptions options;
   options.micro_batch = micro_batch;
   options.seq_len = seq_len;
+  options.document_mask = masks_documents;
   options.precision = precision == "bf16" ? Precision::bf16 : precision == "fp8" ? Precision::fp8 : Precision::fp32;
   options.recompute = recompute == "block" ? Recompute::block : recompute == "norm" ? Recompute::norm : Recompute::none;
   options.dropout = static_cast<float>(dropout);
@@ -463,6 +471,8 @@ Json TrainSettings::numeric_settings() const {
                  {"dropout", dropout},
                  {"seed", seed},
                  {"precision", precision}};
+  if (packed) fields["no-pack"] = false;  // runs of conversations that do not have it have a row for each
+  if (document_mask) fields["document-mask"] = true;
   if (moments != "fp32") fields["moments"] = moments;
   if (optimizer != "adamw") fields["optimizer"] = optimizer;
   if (optimizer == "muon") fields.update({{"muon-lr", muon_lr > 0 ? muon_lr : lr}, {"muon-momentum", muon_momentum}});

@@ -26,6 +26,7 @@ struct TrainSettings {
   std::string model, adapter, config, norm = "rmsnorm";
   std::int64_t vocab_size = 0;
   std::string train, val, tokenizer;
+  bool document_mask = false, no_pack = false;
   std::string out, resume = "auto";
   std::int64_t save_every = 100, keep = 2;
   bool keep_best = false;
@@ -69,6 +70,9 @@ struct TrainSettings {
   std::string gpu_memory;
   std::uint64_t gpu_memory_bytes = 0;  // what gpu_memory says; 0: nothing
   std::string color = "auto";
+
+  // Known once the data is: whether rows of --train hold several conversations, and whether any rows say where documents begin.
+  bool packed = false, masks_documents = false;
 
   std::int64_t ranks = 1;        // processes of this run
   std::int64_t start_ranks = 0;  // of them, those that this process has to start; 0: a launcher has, or there is one

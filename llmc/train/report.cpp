@@ -24,18 +24,29 @@ Json host_facts() {
 }
 
 std::string data_line(const char* name, const TokenDataset& data) {
-  return format("  %s: %zu shard%s, %.2f M tokens, %llu %s of %lld", name, data.shards().size(),
-                data.shards().size() == 1 ? "" : "s", static_cast<double>(data.tokens()) / 1e6,
-                static_cast<unsigned long long>(data.windows()),
-                data.of_documents() ? "conversations in rows" : "windows", static_cast<long long>(data.seq_len()));
+  const auto windows = static_cast<unsigned long long>(data.windows());
+  const std::string rows =
+      !data.of_documents() ? format("%llu windows", windows)
+      : !data.packs()      ? format("%llu conversations in rows", windows)
+                      : format("%lld conversations in %llu rows", static_cast<long long>(data.documents()), windows);
+  return format("  %s: %zu shard%s, %.2f M tokens, %s of %lld", name, data.shards().size(),
+                data.shards().size() == 1 ? "" : "s", static_cast<double>(data.tokens()) / 1e6, rows.c_str(),
+                static_cast<long long>(data.seq_len()));
 }
 
-// Of shards with documents: how much of the rows is learned, and what has no row.
+// Of shards with documents: how full the rows are, how much of them is learned, and what is cut or has no row.
 std::string documents_text(const TokenDataset& data) {
-  if (!data.of_documents()) return "";
-  std::string text = format(", %.1f %% of the rows learned",
-                            100.0 * static_cast<double>(data.labels()) /
-                                (static_cast<double>(data.windows()) * static_cast<double>(data.seq_len())));
+  if (!data.of_documents()) return data.masks_documents() ? ", each document for itself" : "";
+  const double places = static_cast<double>(data.windows()) * static_cast<double>(data.seq_len());
+  std::string text;
+  if (data.packs()) {
+    text += format(" (%.1f %% full, %.1f %% of the attention of whole rows)",
+                   100.0 * static_cast<double>(data.inputs()) / places, 100.0 * data.attention_share());
+  }
+  text += format(", %.1f %% of the rows learned", 100.0 * static_cast<double>(data.labels()) / places);
+  if (data.shortened() > 0) {
+    text += format(", %lld longer ones cut behind an answer", static_cast<long long>(data.shortened()));
+  }
   if (data.too_long() > 0) text += format(", %lld longer ones left out", static_cast<long long>(data.too_long()));
   if (data.unlearned() > 0) text += format(", %lld without a learned token", static_cast<long long>(data.unlearned()));
   return text;
@@ -75,9 +86,9 @@ std::vector<std::string> plan_lines(const TrainSettings& s, const TrainInputs& i
   if (!inputs.train) return lines;
   const double epoch = static_cast<double>(inputs.train->windows()) * static_cast<double>(s.seq_len);
   const std::int64_t left_out = inputs.train->left_out();
-  lines.push_back(data_line("train", *inputs.train) + format(", %.2f epochs", all_tokens / epoch) +
-                  (left_out > 0 ? format(", %lld tokens fill no window", static_cast<long long>(left_out)) : "") +
-                  documents_text(*inputs.train));
+  lines.push_back(data_line("train", *inputs.train) + documents_text(*inputs.train) +
+                  format(", %.2f epochs", all_tokens / epoch) +
+                  (left_out > 0 ? format(", %lld tokens fill no window", static_cast<long long>(left_out)) : ""));
   if (!inputs.val) {
     lines.push_back("  no validation data (--val)");
     return lines;
@@ -87,7 +98,7 @@ std::vector<std::string> plan_lines(const TrainSettings& s, const TrainInputs& i
       asked > 0 && asked < inputs.val->windows()
           ? format(", measured on %llu of them", static_cast<unsigned long long>(asked))
           : format(", measured on all: %lld tokens", static_cast<long long>(inputs.val->labels()));
-  lines.push_back(data_line("val", *inputs.val) + share + documents_text(*inputs.val));
+  lines.push_back(data_line("val", *inputs.val) + documents_text(*inputs.val) + share);
   return lines;
 }
 

@@ -880,9 +880,10 @@ TEST(NumericSettings, AreAllOptionsButThese) {
   std::set<std::string> expected, got = others;
   for (const std::string& optimizer : optimizer_names()) {  // each has its own options
     const char* words[] = {
-        "train_llama", "--model",         "m.bin", "--print-config", "--schedule",      "wsd",      "--moments",
-        "bf16",        "--virtual-ranks", "2",     "--optimizer",    optimizer.c_str(), "--lora-r", "3"};
-    const TrainSettings settings = *parse_train_options(static_cast<int>(std::size(words)), words, "test");
+        "train_llama",     "--model", "m.bin",       "--print-config",  "--schedule", "wsd", "--moments",      "bf16",
+        "--virtual-ranks", "2",       "--optimizer", optimizer.c_str(), "--lora-r",   "3",   "--document-mask"};
+    TrainSettings settings = *parse_train_options(static_cast<int>(std::size(words)), words, "test");
+    settings.packed = true;  // as conversations make it
     for (const auto& [name, value] : settings.effective) expected.insert(name);
     const Json fields = settings.numeric_settings();
     for (const auto& [name, value] : fields.items()) {

@@ -283,8 +283,8 @@ TEST_F(Loader, AMeasurementHasEveryTokenOnce) {
       "val_*.bin': 1 tokens, at least 2 in a shard are needed");
 }
 
-// Conversations of 4, 9, 2, 10, 3 and 1 tokens in two shards, at T = 8: the fourth is too long, in the fifth only the first
-// token is learned, which is no label, and the last has no label.
+// Conversations of 4, 9, 2, 10, 3 and 1 tokens in two shards, at T = 8: the fourth is too long and has no answer that ends
+// in time, in the fifth only the first token is learned, which is no label, and the last has no label.
 TEST_F(Loader, AConversationIsOneRowWhoseLabelsAreWhatIsLearned) {
   std::vector<std::uint16_t> first(15), second(14);
   std::iota(first.begin(), first.end(), std::uint16_t{0});
@@ -296,8 +296,9 @@ TEST_F(Loader, AConversationIsOneRowWhoseLabelsAreWhatIsLearned) {
       directory_.file("chat_1.bin"), second, {10, 3, 1}, [](std::size_t t) { return t <= 10 || t == 13; }, 1000);
   constexpr std::int32_t kNo = kIgnoredLabel;
   for (const WindowUse use : {WindowUse::training, WindowUse::measurement}) {
-    const TokenDataset data(directory_.file("chat_*.bin"), 8, use);
+    const TokenDataset data(directory_.file("chat_*.bin"), 8, use, {.pack = false});
     ASSERT_TRUE(data.of_documents());
+    EXPECT_FALSE(data.masks_documents());
     ASSERT_EQ(data.windows(), 3u);
     EXPECT_EQ(data.tokens(), 29);
     EXPECT_EQ(data.labels(), 2 + 2 + 1) << "token 4 is the first of its conversation: nothing predicts it";
@@ -316,12 +317,153 @@ TEST_F(Loader, AConversationIsOneRowWhoseLabelsAreWhatIsLearned) {
       EXPECT_EQ(got_labels, labels[window]);
     }
   }
-  const TokenDataset longer(directory_.file("chat_*.bin"), 9);
+  const TokenDataset longer(directory_.file("chat_*.bin"), 9, WindowUse::training, {.pack = false});
   EXPECT_EQ(longer.windows(), 4u);
   EXPECT_EQ(longer.labels(), 5 + 9);
   EXPECT_EQ(longer.too_long(), 0);
-  expect_contains(error_of(Exit::bad_file, [&] { TokenDataset(directory_.file("chat_1.bin"), 8); }),
-                  "of 3 conversations 1 are longer than --seq-len 8, and in the others nothing is learned");
+  expect_contains(
+      error_of(Exit::bad_file, [&] { TokenDataset(directory_.file("chat_1.bin"), 8); }),
+      "of 3 conversations 1 have no answer that ends within --seq-len 8, and in the others nothing is learned");
+}
+
+// The same conversations and three more, of 5, 3 and 3 tokens: rows that hold several, and what their labels and documents are.
+TEST_F(Loader, ConversationsArePackedIntoRows) {
+  std::vector<std::uint16_t> first(15), second(11);
+  std::iota(first.begin(), first.end(), std::uint16_t{0});
+  std::iota(second.begin(), second.end(), std::uint16_t{15});
+  const std::set<std::size_t> learned = {2, 3, 4, 9, 12, 14};
+  write_document_shard(
+      directory_.file("chat_0.bin"), first, {4, 9, 2}, [&](std::size_t t) { return learned.contains(t); }, 1000);
+  write_document_shard(
+      directory_.file("chat_1.bin"), second, {5, 3, 3}, [](std::size_t t) { return t > 2; }, 1000);
+  constexpr std::int32_t kNo = kIgnoredLabel;
+  const std::vector<std::vector<std::int32_t>> tokens = {
+      {4, 5, 6, 7, 8, 9, 10, 11}, {15, 16, 17, 18, 0, 1, 2, 13}, {20, 21, 23, 24, 20, 21, 23, 24}};
+  const std::vector<std::vector<std::int32_t>> labels = {
+      {kNo, kNo, kNo, kNo, 9, kNo, kNo, 12}, {kNo, kNo, 18, 19, kNo, 2, 3, 14}, {21, 22, 24, 25, kNo, kNo, kNo, kNo}};
+  const std::vector<std::vector<std::int32_t>> starts = {
+      {0, 0, 0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 4, 4, 4, 7}, {0, 0, 2, 2, 4, 4, 4, 4}};
+  for (const WindowUse use : {WindowUse::training, WindowUse::measurement}) {
+    const TokenDataset data(directory_.file("chat_*.bin"), 8, use);
+    ASSERT_TRUE(data.packs() && data.masks_documents());
+    ASSERT_EQ(data.windows(), 3u);
+    EXPECT_EQ(data.documents(), 6);
+    EXPECT_EQ(data.inputs(), 8 + 8 + 4);
+    EXPECT_EQ(data.labels(), 2 + 5 + 4);
+    EXPECT_EQ(data.attention_share(), 1) << "a row is a single tile";
+    MicroBatch batch = data.make_batch(3);
+    for (std::uint64_t row = 0; row < 3; ++row) data.read_row(row, batch, static_cast<std::int64_t>(row));
+    for (std::size_t row = 0; row < 3; ++row) {
+      const auto part = [&](const std::vector<std::int32_t>& all) {
+        return std::vector<std::int32_t>(all.begin() + static_cast<std::ptrdiff_t>(8 * row),
+                                         all.begin() + static_cast<std::ptrdiff_t>(8 * row + 8));
+      };
+      EXPECT_EQ(part(batch.tokens), tokens[row]);
+      EXPECT_EQ(part(batch.labels), labels[row]);
+      EXPECT_EQ(part(batch.document_starts), starts[row]);
+    }
+    EXPECT_THROW(data.read_window(0, std::span(batch.tokens).first(8), std::span(batch.labels).first(8)), Error)
+        << "rows without where documents begin";
+    EXPECT_EQ(data.fingerprint(), TokenDataset(directory_.file("chat_*.bin"), 8, use, {.pack = false}).fingerprint());
+  }
+}
+
+// A conversation of 14 tokens, with answers at tokens 2 and 3, 6, and 9 to 11.
+TEST_F(Loader, ALongConversationEndsBehindAnAnswer) {
+  const std::set<std::size_t> learned = {2, 3, 6, 9, 10, 11};
+  write_document_shard(
+      directory_.file("chat_0.bin"), patterned_tokens(14), {14}, [&](std::size_t t) { return learned.contains(t); },
+      1000);
+  struct Cut {
+    std::int64_t seq_len, tokens, labels;
+  };
+  for (const Cut& cut : {Cut{13, 14, 6}, {12, 12, 6}, {11, 12, 6}, {10, 7, 3}, {6, 7, 3}, {5, 4, 2}, {3, 4, 2}}) {
+    for (const bool pack : {true, false}) {
+      const TokenDataset data(directory_.file("chat_*.bin"), cut.seq_len, WindowUse::training, {.pack = pack});
+      EXPECT_EQ(data.inputs(), cut.tokens - 1) << cut.seq_len;
+      EXPECT_EQ(data.labels(), cut.labels) << cut.seq_len;
+      EXPECT_EQ(data.shortened(), cut.seq_len < 13 ? 1 : 0);
+      EXPECT_EQ(data.too_long(), 0);
+    }
+  }
+  expect_contains(error_of(Exit::bad_file, [&] { TokenDataset(directory_.file("chat_0.bin"), 2); }),
+                  "of 1 conversations 1 have no answer that ends within --seq-len 2");
+}
+
+// Documents that end by the id 9, in windows of 4 over joined shards.
+TEST_F(Loader, WindowsOfTextKnowTheirDocuments) {
+  const auto written = [&](int shard, const std::vector<std::uint16_t>& tokens, std::int64_t end = 9) {
+    write_shard(directory_.file(format("text_%d.bin", shard)), tokens, 32, 7, end);
+  };
+  const std::string pattern = directory_.file("text_*.bin");
+  written(0, {1, 2, 9, 3, 9, 9, 4, 5, 6, 7, 9});
+  written(1, {8, 9, 1});
+  constexpr std::int32_t kNo = kIgnoredLabel;
+  const RowOptions masked{.document_mask = true};
+  const TokenDataset data(pattern, 4, WindowUse::training, masked), plain(pattern, 4);
+  ASSERT_EQ(data.windows(), 3u);
+  EXPECT_EQ(plain.windows(), 3u);
+  const std::vector<std::vector<std::int32_t>> labels = {{2, 9, kNo, 9}, {kNo, kNo, 5, 6}, {7, 9, kNo, 9}};
+  const std::vector<std::vector<std::int32_t>> starts = {{0, 0, 0, 3}, {0, 1, 2, 2}, {0, 0, 0, 3}};
+  std::vector<std::int32_t> tokens(4), same(4), own(4), begin(4);
+  for (std::uint64_t window = 0; window < 3; ++window) {
+    plain.read_window(window, same, own);
+    data.read_window(window, tokens, own, begin);
+    EXPECT_EQ(tokens, same);
+    EXPECT_EQ(own, labels[window]);
+    EXPECT_EQ(begin, starts[window]);
+  }
+  const TokenDataset measured(pattern, 4, WindowUse::measurement, masked);
+  EXPECT_EQ(measured.labels(), 13 - 1 - 4) << "between the shards, and behind four of the five ends of documents";
+  EXPECT_EQ(measured.left_out(), 0);
+  std::int64_t counted = 0;
+  for (std::uint64_t window = 0; window < measured.windows(); ++window) {
+    measured.read_window(window, tokens, own, begin);
+    counted += std::count_if(own.begin(), own.end(), [](std::int32_t label) { return label != kNo; });
+  }
+  EXPECT_EQ(counted, measured.labels());
+  measured.read_window(2, tokens, own, begin);  // tokens 8 to 10: two labels, and no third
+  EXPECT_EQ(begin, (std::vector<std::int32_t>{0, 0, 2, 2}));
+
+  written(1, {8, 9, 1}, -1);
+  expect_contains(
+      error_of(Exit::bad_file, [&] { TokenDataset(pattern, 4, WindowUse::training, masked); }),
+      "text_1.bin': does not say where documents end (end_of_document_id), which --document-mask has to know");
+  EXPECT_EQ(TokenDataset(pattern, 4).windows(), 3u);
+  written(1, {8, 9, 1}, 8);
+  expect_contains(error_of(Exit::bad_file, [&] { TokenDataset(pattern, 4, WindowUse::training, masked); }),
+                  "text_1.bin': end_of_document_id: got 8, but ");
+  written(0, {9, 9, 9, 9, 9, 9});
+  written(1, {9});
+  expect_contains(error_of(Exit::bad_file, [&] { TokenDataset(pattern, 4, WindowUse::measurement, masked); }),
+                  ": 7 tokens, each of them a document");
+}
+
+// What each rank reads of packed rows is its share of one order, from any position on.
+TEST_F(Loader, RanksDivideThePackedRows) {
+  std::vector<std::size_t> lengths;
+  for (std::size_t i = 0; i < 40; ++i) lengths.push_back(2 + i * 7 % 8);
+  write_document_shard(directory_.file("chat_0.bin"),
+                       patterned_tokens(std::accumulate(lengths.begin(), lengths.end(), std::size_t{0})), lengths,
+                       [](std::size_t) { return true; });
+  const TokenDataset data(directory_.file("chat_0.bin"), 8), again(directory_.file("chat_0.bin"), 8);
+  for (const std::int64_t ranks : {1, 2, 3}) {
+    DataLoader all(data, 2, 9, 12);
+    std::vector<std::unique_ptr<DataLoader>> readers;
+    for (std::int64_t rank = 0; rank < ranks; ++rank) {
+      readers.push_back(std::make_unique<DataLoader>(again, 2, 9, 12, DataShare{rank, ranks, 2}));
+    }
+    for (int step = 0; step < 8; ++step) {
+      for (const auto& reader : readers) {
+        for (int i = 0; i < 2; ++i) {
+          const MicroBatch got = reader->next(), want = all.next();
+          ASSERT_EQ(got.tokens, want.tokens);
+          ASSERT_EQ(got.labels, want.labels);
+          ASSERT_EQ(got.document_starts, want.document_starts);
+        }
+      }
+    }
+  }
 }
 
 TEST_F(Loader, ConversationsAndPlainTextAreNotMixed) {

@@ -81,7 +81,7 @@ class LearnedTokens : public testing::Test {
   Json train(TrainModel& inner, const std::string& name, const std::function<void(const AdamWStep&)>& at_update) {
     HookedModel model(inner);
     model.before_update = at_update;
-    const TokenDataset data(shards(), settings_.seq_len);
+    const TokenDataset data(shards(), settings_.seq_len, WindowUse::training, {.pack = settings_.masks_documents});
     const RunDirectory directory(temporary_.file(name));
     CheckpointKeeper checkpoints(directory, micro_identity(settings_, data), settings_.keep);
     RunLog log(directory.file("log.jsonl"));
@@ -101,6 +101,20 @@ class LearnedTokens : public testing::Test {
   std::vector<std::uint16_t> tokens_;
   TrainSettings settings_;
 };
+
+// The same with several conversations in a row: the witness has each alone.
+TEST_F(LearnedTokens, PackedConversationsHaveTheLossOfEachAlone) {
+  settings_.masks_documents = true;
+  settings_.batch_tokens = 8 * 5;
+  for (const std::int64_t micro_batch : {1, 5}) {
+    settings_.micro_batch = micro_batch;
+    const std::unique_ptr<TrainModel> model = micro_model(settings_);
+    const Sum expected = witness(*model);
+    const Json step = train(*model, format("run_%lld", static_cast<long long>(micro_batch)), {});
+    EXPECT_NEAR(step["loss"].get<double>(), expected.mean(), 1e-6 * expected.mean());
+    EXPECT_EQ(step["learned_tokens"], expected.labels);
+  }
+}
 
 TEST_F(LearnedTokens, TheLossOfAStepIsTheMeanOverTheLearnedTokensOfTheWholeStep) {
   for (const std::int64_t micro_batch : {1, 2, 4, 8}) {
@@ -132,8 +146,13 @@ TEST_F(LearnedTokens, ItIsNoMeanOfMeans) {
 
 // What the optimizer is given is the derivative of that mean, by central differences along several directions.
 TEST_F(LearnedTokens, TheGradientIsTheDerivativeOfThatMean) {
-  for (const std::int64_t virtual_ranks : {1, 2}) {
+  for (const std::int64_t virtual_ranks : {1, 2, 5}) {
     settings_.virtual_ranks = virtual_ranks;
+    if (virtual_ranks == 5) {  // a packed row each
+      settings_.masks_documents = true;
+      settings_.micro_batch = 1;
+      settings_.batch_tokens = 8 * 5;
+    }
     const std::unique_ptr<TrainModel> model = micro_model(settings_);
     std::vector<float> gradient;
     const std::unique_ptr<TrainModel> before = micro_model(settings_);
@@ -222,7 +241,7 @@ TEST_F(LearnedTokens, AMicroBatchInWhichNothingIsLearnedAddsNothing) {
 TEST_F(LearnedTokens, EvaluationIsTheMeanOverAllLearnedTokens) {
   TrainInputs inputs;
   inputs.config = micro_config();
-  inputs.val.emplace(shards(), 8, WindowUse::measurement);
+  inputs.val.emplace(shards(), 8, WindowUse::measurement, RowOptions{.pack = false});
   settings_.json = true;
   settings_.val_batches = 0;
   const auto evaluated = [&](int ranks, std::int64_t micro_batch) {
@@ -236,15 +255,20 @@ TEST_F(LearnedTokens, EvaluationIsTheMeanOverAllLearnedTokens) {
   };
   const std::unique_ptr<TrainModel> model = micro_model(settings_);
   const Sum expected = witness(*model);
-  for (const std::int64_t micro_batch : {1, 3, 8}) {
-    const std::string text = evaluated(1, micro_batch);
-    const Json record = Json::parse(text);
-    EXPECT_NEAR(record["val_loss"].get<double>(), expected.mean(), 1e-6 * expected.mean());
-    EXPECT_NEAR(record["perplexity"].get<double>(), std::exp(expected.mean()), 1e-5 * std::exp(expected.mean()));
-    EXPECT_EQ(record["tokens"], expected.labels);
-    EXPECT_EQ(record["of_learned_tokens"], expected.labels);
-    EXPECT_EQ(record["conversations"], kLengths.size());
-    for (const int ranks : {2, 3}) EXPECT_EQ(evaluated(ranks, micro_batch), text);
+  for (const bool packed : {false, true}) {
+    if (packed) inputs.val.emplace(shards(), 8, WindowUse::measurement);
+    settings_.masks_documents = inputs.masks_documents();
+    EXPECT_EQ(inputs.val->windows(), packed ? 5u : 8u);
+    for (const std::int64_t micro_batch : {1, 3, 8}) {
+      const std::string text = evaluated(1, micro_batch);
+      const Json record = Json::parse(text);
+      EXPECT_NEAR(record["val_loss"].get<double>(), expected.mean(), 1e-6 * expected.mean());
+      EXPECT_NEAR(record["perplexity"].get<double>(), std::exp(expected.mean()), 1e-5 * std::exp(expected.mean()));
+      EXPECT_EQ(record["tokens"], expected.labels);
+      EXPECT_EQ(record["of_learned_tokens"], expected.labels);
+      EXPECT_EQ(record["conversations"], kLengths.size());
+      for (const int ranks : {2, 3}) EXPECT_EQ(evaluated(ranks, micro_batch), text);
+    }
   }
   settings_.json = false;
   expect_contains(evaluated(1, 2), "  18 of 18 learned tokens (all) of 8 conversations in rows of 8\n");

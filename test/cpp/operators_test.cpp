@@ -257,10 +257,10 @@ RopeTable make_rope_table(std::int64_t positions, std::int64_t rotary_dim, doubl
 
 // Dimension d turns with its partner half a rotary_dim away, as a multiplication of complex numbers.
 Doubles naive_rope(const Doubles& x, const RopeTable& table, std::int64_t B, std::int64_t T, std::int64_t NH,
-                   std::int64_t HS, std::int64_t first_position) {
+                   std::int64_t HS, std::int64_t first_position, const std::int32_t* starts = nullptr) {
   Doubles y = x;
   for (std::int64_t row = 0; row < B * T * NH; ++row) {
-    const std::int64_t position = first_position + row / NH % T;
+    const std::int64_t position = first_position + row / NH % T - (starts != nullptr ? starts[row / NH] : 0);
     for (std::int64_t d = 0; d < 2 * table.half; ++d) {
       const std::int64_t i = d % table.half;
       const double c = static_cast<double>(table.cos[position * table.half + i]);
@@ -275,19 +275,22 @@ Doubles naive_rope(const Doubles& x, const RopeTable& table, std::int64_t B, std
 TEST(Rope, ForwardAndBackwardAreTheDefinition) {
   struct Size {
     std::int64_t B, T, NH, HS, rotary, first;
+    std::vector<std::int32_t> starts = {};
   };
-  for (const Size s : {Size{2, 5, 3, 8, 8, 0}, Size{1, 7, 2, 10, 4, 3}, Size{2, 1, 1, 80, 20, 9}}) {
+  for (const Size& s : {Size{2, 5, 3, 8, 8, 0}, Size{1, 7, 2, 10, 4, 3}, Size{2, 1, 1, 80, 20, 9},
+                        Size{2, 5, 3, 8, 8, 0, {0, 0, 2, 3, 3, 0, 1, 1, 1, 4}}}) {
+    const std::int32_t* const starts = s.starts.empty() ? nullptr : s.starts.data();
     const RopeTable table = make_rope_table(s.first + s.T, s.rotary, 100.0);
     const Floats x = random_floats(s.B * s.T * s.NH * s.HS, 1), dout = random_floats(s.B * s.T * s.NH * s.HS, 2);
     const auto view = [&](Floats& data) { return HeadView{data.data(), s.T * s.NH * s.HS, s.NH * s.HS, s.HS}; };
-    const auto forward = [&](const Doubles& v) { return naive_rope(v, table, s.B, s.T, s.NH, s.HS, s.first); };
+    const auto forward = [&](const Doubles& v) { return naive_rope(v, table, s.B, s.T, s.NH, s.HS, s.first, starts); };
     Floats y = x, dx = dout;
-    rope_forward(view(y), table, s.B, s.T, s.NH, s.first);
+    rope_forward(view(y), table, s.B, s.T, s.NH, s.first, starts);
     expect_close(y, forward(widen(x)), "y");
-    rope_backward(view(dx), table, s.B, s.T, s.NH, s.first);
+    rope_backward(view(dx), table, s.B, s.T, s.NH, s.first, starts);
     expect_gradient(
         "dx", [&](const Doubles& v) { return weighted_sum(forward(v), dout); }, x, dx);
-    rope_backward(view(y), table, s.B, s.T, s.NH, s.first);  // a rotation back
+    rope_backward(view(y), table, s.B, s.T, s.NH, s.first, starts);  // a rotation back
     expect_close(y, x, "there and back");
   }
 }

@@ -53,7 +53,9 @@ class RanksLoop : public testing::Test {
     omp_set_num_threads(threads_);
     arm_save_fault({});
   }
+  // In packed rows.
   void train_on_conversations() {
+    settings_.packed = settings_.masks_documents = true;
     for (int shard = 0; shard < 2; ++shard) {
       const std::vector<std::size_t> lengths = {9, 5, 2, 8, 9, 3, 7, 6, 4, 9, 9, 2, 5};
       write_document_shard(temporary_.file(format("train_%d.bin", shard)), patterned_tokens(78, 100u * shard), lengths,

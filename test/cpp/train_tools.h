@@ -26,7 +26,7 @@ void append(std::string& bytes, T value) {
 
 // A token shard (layout in llmc/file/token_shard.h) of u16 tokens, or u32 for a vocabulary that needs them.
 inline void write_shard(const std::string& path, const std::vector<std::uint16_t>& tokens, std::uint64_t vocab = 32,
-                        std::uint64_t tokenizer_hash = 7) {
+                        std::uint64_t tokenizer_hash = 7, std::int64_t end_of_document = -1) {
   const bool wide = vocab > 65'536;
   std::string data;
   for (const std::uint16_t token : tokens) wide ? append<std::uint32_t>(data, token) : append(data, token);
@@ -36,7 +36,7 @@ inline void write_shard(const std::string& path, const std::vector<std::uint16_t
   append<std::uint64_t>(bytes, tokens.size());
   append<std::uint64_t>(bytes, vocab);
   append<std::uint64_t>(bytes, tokenizer_hash);
-  append<std::int64_t>(bytes, -1);
+  append<std::int64_t>(bytes, end_of_document);
   append<std::uint64_t>(bytes, xxh3_64(data));
   append<std::uint64_t>(bytes, xxh3_64(bytes));
   bytes.resize(256);

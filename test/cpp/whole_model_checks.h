@@ -23,8 +23,8 @@ namespace weft::test {
 using MakeModel = std::function<std::unique_ptr<TrainModel>(const ModelConfig&, const TrainOptions&)>;
 
 struct TokenBatch {
-  std::vector<std::int32_t> tokens, labels;
-  Batch batch() const { return {tokens, labels}; }
+  std::vector<std::int32_t> tokens, labels, document_starts = {};
+  Batch batch() const { return {tokens, labels, document_starts}; }
   Batch part(std::size_t first, std::size_t count) const {
     return {std::span(tokens).subspan(first, count), std::span(labels).subspan(first, count)};
   }
@@ -66,6 +66,19 @@ inline Floats read_values(TrainModel& model, TensorRole role, const TensorSpec& 
   Floats values(static_cast<std::size_t>(spec.elements));
   model.read_tensor(role, spec, values.data());
   return values;
+}
+
+// Batch::document_starts of rows that hold documents of these lengths.
+inline std::vector<std::int32_t> packed_starts(const std::vector<std::vector<std::int64_t>>& rows) {
+  std::vector<std::int32_t> starts;
+  for (const std::vector<std::int64_t>& row : rows) {
+    std::int64_t begin = 0;
+    for (const std::int64_t length : row) {
+      starts.insert(starts.end(), static_cast<std::size_t>(length), static_cast<std::int32_t>(begin));
+      begin += length;
+    }
+  }
+  return starts;
 }
 
 inline double training_loss(TrainModel& model, const Batch& batch, std::uint64_t micro_step) {
@@ -182,8 +195,10 @@ inline void expect_no_dropout_in_evaluate(const MakeModel& make, double toleranc
 // tensor's own gradient is the gradient's 2-norm. A mask that differs between the two passes changes it by about the
 // dropout probability; the loss is good to some 1e-7 in fp32 and the step is chosen so that 1 % shows.
 inline void expect_gradients_with_dropout(const MakeModel& make, Recompute recompute, NormKind norm,
-                                          const std::vector<std::int64_t>& windows = {}) {
+                                          const std::vector<std::int64_t>& windows = {},
+                                          const std::vector<std::vector<std::int64_t>>& documents = {}) {
   TrainOptions options;
+  options.document_mask = !documents.empty();
   options.micro_batch = 2;
   options.seq_len = 19;
   options.dropout = 0.3f;
@@ -192,7 +207,8 @@ inline void expect_gradients_with_dropout(const MakeModel& make, Recompute recom
   ModelConfig config = small_llama();
   config.norm = norm;
   config.windows = windows;
-  const TokenBatch text = random_tokens(config, 2 * 19, 3);
+  TokenBatch text = random_tokens(config, 2 * 19, 3);
+  text.document_starts = packed_starts(documents);
   const auto model = make(config, options);
   randomize_parameters(*model);
   constexpr std::uint64_t kMicroStep = 6;
@@ -227,6 +243,117 @@ inline void expect_gradients_with_dropout(const MakeModel& make, Recompute recom
     EXPECT_NEAR((4 * narrow - wide) / 3, slope, 0.01 * slope) << spec.name;
     model->write_tensor(TensorRole::parameter, spec, values.data());
   }
+}
+
+// ---- documents ------------------------------------------------------------------------------------------------------
+
+inline std::vector<Floats> all_gradients(TrainModel& model) {
+  std::vector<Floats> gradients;
+  for (const TensorSpec& spec : model.table().specs()) {
+    gradients.push_back(read_values(model, TensorRole::gradient, spec));
+  }
+  return gradients;
+}
+
+// The loss of each document of packed rows, and the gradients of all of them, are those of the documents alone, each a row of
+// its own length: attention sees nothing else. Positions begin anew, which q and k show: scores depend on their differences
+// alone.
+inline void expect_packed_documents_are_those_alone(const MakeModel& make, const std::vector<std::int64_t>& windows,
+                                                    double tolerance, Recompute recompute = Recompute::none) {
+  const std::vector<std::vector<std::int64_t>> rows = {{64, 1, 70, 15},
+                                                       {9, 130, 11}};  // 64: a block of the CPU's attention
+  ModelConfig config = small_llama();
+  config.windows = windows;
+  TrainOptions options;
+  options.micro_batch = 2;
+  options.seq_len = 150;
+  options.document_mask = true;
+  options.recompute = recompute;
+  TokenBatch text = random_tokens(config, 2 * 150, 8);
+  text.document_starts = packed_starts(rows);
+  const auto packed = make(config, options);
+  randomize_parameters(*packed);
+  packed->zero_gradients();
+  packed->forward(text.batch(), 0, 0.01f);
+  packed->backward();
+  const StepStatistics all = packed->statistics();
+  const std::vector<Floats> gradients = all_gradients(*packed);
+  const std::string rotated[] = {"layers.0.q", "layers.0.k"};
+  const Floats packed_rotated[] = {packed->activation(rotated[0]), packed->activation(rotated[1])};
+
+  std::vector<std::vector<double>> sums;  // of the gradients of the documents alone
+  for (const Floats& gradient : gradients) sums.emplace_back(gradient.size());
+  double loss = 0;
+  std::size_t begin = 0;
+  for (const std::vector<std::int64_t>& row : rows) {
+    for (const std::int64_t length : row) {
+      const auto count = static_cast<std::size_t>(length);
+      options.micro_batch = 1;
+      options.seq_len = length;
+      const auto alone = make(config, options);
+      randomize_parameters(*alone);
+      alone->zero_gradients();
+      alone->forward(text.part(begin, count), 0, 0.01f);
+      alone->backward();
+      const double own = alone->statistics().loss_sum;
+      loss += own;
+      for (int i = 0; i < 2 && recompute == Recompute::none; ++i) {
+        const Floats want = alone->activation(rotated[i]);
+        const auto first = packed_rotated[i].begin() + static_cast<std::ptrdiff_t>(begin * (want.size() / count));
+        expect_close(Floats(first, first + std::ssize(want)), want, rotated[i], 10 * tolerance);
+      }
+      const std::vector<Floats> parts = all_gradients(*alone);
+      for (std::size_t t = 0; t < parts.size(); ++t) {
+        for (std::size_t i = 0; i < parts[t].size(); ++i) sums[t][i] += static_cast<double>(parts[t][i]);
+      }
+      TokenBatch masked = text;  // the document's own labels alone
+      std::fill(masked.labels.begin(), masked.labels.end(), kIgnoredLabel);
+      const auto at = static_cast<std::ptrdiff_t>(begin), end = at + static_cast<std::ptrdiff_t>(length);
+      std::copy(text.labels.begin() + at, text.labels.begin() + end, masked.labels.begin() + at);
+      std::int64_t labels = 0;
+      EXPECT_NEAR(packed->evaluate(masked.batch(), &labels), own, tolerance * own) << "document of " << length;
+      begin += count;
+    }
+  }
+  EXPECT_NEAR(all.loss_sum, loss, tolerance * loss);
+  for (std::size_t t = 0; t < sums.size(); ++t) {
+    expect_close(gradients[t], Floats(sums[t].begin(), sums[t].end()), packed->table().specs()[t].name, 10 * tolerance);
+  }
+}
+
+// Other tokens of one document change no bit of the loss and the gradients of the documents before and behind it in the row.
+inline void expect_documents_do_not_touch(const MakeModel& make, const std::vector<std::int64_t>& windows) {
+  ModelConfig config = small_llama();
+  config.windows = windows;
+  TrainOptions options;
+  options.seq_len = 150;
+  options.document_mask = true;
+  TokenBatch text = random_tokens(config, 150, 9);
+  text.document_starts = packed_starts({{40, 60, 50}});
+  // The document in the middle has the larger ids, so that whatever they are the others' are sorted alike, and no label.
+  for (std::size_t t = 0; t < 150; ++t) {
+    const bool middle = t >= 40 && t < 100;
+    text.tokens[t] = text.tokens[t] % 400 + (middle ? 500 : 0);
+    if (middle) text.labels[t] = kIgnoredLabel;
+  }
+  const auto model = make(config, options);
+  randomize_parameters(*model);
+  const auto computed = [&] {
+    model->zero_gradients();
+    model->forward(text.batch(), 0, 0.01f);
+    model->backward();
+    return std::pair(model->statistics().loss_sum, all_gradients(*model));
+  };
+  const auto before = computed();
+  for (std::size_t t = 40; t < 100; ++t) text.tokens[t] = 500 + (text.tokens[t] - 500 + 123) % 400;
+  const auto after = computed();
+  EXPECT_EQ(before.first, after.first);
+  for (std::size_t i = 0; i < before.second.size(); ++i) {
+    EXPECT_EQ(before.second[i], after.second[i]) << model->table().specs()[i].name;
+  }
+  // Where it is one document with the one behind it, that one's loss is another.
+  text.document_starts = packed_starts({{40, 110}});
+  EXPECT_NE(computed().first, before.first);
 }
 
 // ---- pieces ---------------------------------------------------------------------------------------------------------

@@ -36,6 +36,45 @@ TEST(WholeModel, GradientsWithWindows) {
   }
 }
 
+const std::vector<std::vector<std::int64_t>> kDocuments = {{7, 1, 11}, {19}};  // of two rows
+
+TEST(WholeModel, GradientsWithDocuments) {
+  test::expect_gradients_with_dropout(make_cpu, Recompute::none, NormKind::rmsnorm, {}, kDocuments);
+  test::expect_gradients_with_dropout(make_cpu, Recompute::block, NormKind::rmsnorm, {2, 0, 5}, kDocuments);
+}
+
+TEST(WholeModel, PackedDocumentsAreThoseAlone) {
+  test::expect_packed_documents_are_those_alone(make_cpu, {}, 1e-6);
+  test::expect_packed_documents_are_those_alone(make_cpu, {30, 0, 5}, 1e-6, Recompute::block);
+}
+
+TEST(WholeModel, DocumentsDoNotTouchEachOther) {
+  test::expect_documents_do_not_touch(make_cpu, {});
+  test::expect_documents_do_not_touch(make_cpu, {0, 70, 5});
+}
+
+// A row of one document is a row without any, bit for bit; and documents are for models that were made for them.
+TEST(WholeModel, OneDocumentIsNone) {
+  const ModelConfig config = test::small_llama();
+  TrainOptions options;
+  options.micro_batch = 2;
+  options.seq_len = 19;
+  test::TokenBatch text = test::random_tokens(config, 2 * 19, 3);
+  const auto plain = make_cpu(config, options);
+  options.document_mask = true;
+  const auto masked = make_cpu(config, options);
+  test::randomize_parameters(*plain);
+  test::randomize_parameters(*masked);
+  std::int64_t labels = 0;
+  const double loss = plain->evaluate(text.batch(), &labels);
+  EXPECT_EQ(masked->evaluate(text.batch(), &labels), loss);
+  text.document_starts = test::packed_starts({{19}, {19}});
+  EXPECT_EQ(masked->evaluate(text.batch(), &labels), loss);
+  EXPECT_THROW(plain->evaluate(text.batch(), &labels), Error);
+  text.document_starts.pop_back();
+  EXPECT_THROW(masked->forward(text.batch(), 0, 1.0f), Error);
+}
+
 // With windows w of the layers a token reaches the next sum of (w - 1) positions, and none behind them.
 TEST(WholeModel, ATokenReachesAsFarAsTheWindowsOfAllLayers) {
   constexpr std::int64_t T = 40, kChanged = 3;

@@ -291,11 +291,12 @@ RopeTable angles(const Case& c) {
   return table;
 }
 
-// The transpose of y = (x cos - z sin, z cos + x sin), the rotation of llmc/cpu/rope.h.
+// The transpose of y = (x cos - z sin, z cos + x sin), the rotation of llmc/cpu/rope.h. Positions begin with each document.
 void unrotate(const Case& c, const RopeTable& table, Doubles& gradient, std::int64_t heads) {
   const auto half = static_cast<std::size_t>(table.half);
   for (std::size_t row = 0; row < gradient.size() / static_cast<std::size_t>(c.shape.HS); ++row) {
-    const std::size_t t = row / static_cast<std::size_t>(heads) % static_cast<std::size_t>(c.shape.TQ);
+    const auto token = static_cast<std::int64_t>(row) / heads % c.shape.TQ;
+    const auto t = static_cast<std::size_t>(token - document_start(c, token));
     for (std::size_t i = 0; i < half; ++i) {
       const double cosine = table.cos[t * half + i], sine = table.sin[t * half + i];
       double &x = gradient[row * static_cast<std::size_t>(c.shape.HS) + i], &z = (&x)[half];
@@ -416,12 +417,20 @@ TYPED_TEST(AttentionHopperBackward, GradientsOfWhatWasBeforeRope) {
   using T = TypeParam;
   for (const std::int64_t HS : kHeadDims)
     for (const std::int64_t part : {1, 2})
-      for (const auto& [length, group] : {std::array{1, 1}, {65, 3}, {127, 4}, {200, 5}, {300, 8}}) {
+      for (const auto& [length, group, document] : {std::array{1, 1, 0},
+                                                    {65, 3, 0},
+                                                    {127, 4, 0},
+                                                    {200, 5, 0},
+                                                    {300, 8, 0},
+                                                    {65, 3, 64},
+                                                    {200, 5, 1},
+                                                    {200, 2, 37},
+                                                    {300, 1, 129}}) {
         Case c = square(2, length, 2 * group, 2, HS);
-        c.rotary = HS / part;
+        c.rotary = HS / part, c.document = document;
         SCOPED_TRACE(name(c));
         Tensors x = random_tensors<T>(c);
-        const Exact exact{c.shape};
+        const Exact exact{c.shape, c};
         exact.forward(x);
         for (double& value : x.out) value = widen(rounded<T>(static_cast<float>(value)));
         Gradients want = exact.backward(x);
@@ -429,8 +438,9 @@ TYPED_TEST(AttentionHopperBackward, GradientsOfWhatWasBeforeRope) {
         unrotate(c, table, want.dq, c.shape.NH);
         unrotate(c, table, want.dk, c.shape.NKV);
         const DeviceBuffer<float> cosines(table.cos), sines(table.sin);
-        const DeviceRopeTable rope = {cosines.data(), sines.data(), table.positions, table.half};
         OnDevice<T> device(c, x);
+        const DeviceRopeTable rope = {cosines.data(), sines.data(), table.positions, table.half,
+                                      device.c.shape.document_starts};
         EXPECT_EQ(part == 1, hopper_backward_unrotates(c.shape, rope));
         this->check_close(device.values(device.run([&](const BackwardArguments<T>& a, cudaStream_t stream) {
           attention_backward<T>(a.shape, a.dq, a.dk, a.dv, a.dout, a.out, a.lse, a.q, a.k, a.v, a.statistics, stream,
@@ -471,7 +481,8 @@ class AttentionHopperCodes : public AttentionHopperBackward<bf16> {
     const RopeTable table = angles(c);
     const DeviceBuffer<float> cosines(table.cos), sines(table.sin);
     const DeviceRopeTable rope =
-        c.rotary > 0 ? DeviceRopeTable{cosines.data(), sines.data(), table.positions, table.half} : DeviceRopeTable{};
+        c.rotary > 0 ? DeviceRopeTable{cosines.data(), sines.data(), table.positions, table.half, s.document_starts}
+                     : DeviceRopeTable{};
     ASSERT_TRUE(attention_backward_rounds(s, rope));
 
     const std::int64_t q = s.NH * s.HS, kv = s.NKV * s.HS, row = q + 2 * kv, N = s.B * s.TQ;

@@ -85,8 +85,8 @@ TrainOptions odd_options(Precision precision) {
 }
 
 struct Text {
-  std::vector<std::int32_t> tokens, labels;
-  Batch batch() const { return {tokens, labels}; }
+  std::vector<std::int32_t> tokens, labels, document_starts = {};
+  Batch batch() const { return {tokens, labels, document_starts}; }
 };
 
 Text random_text(const ModelConfig& config, const TrainOptions& options, unsigned seed) {
@@ -97,6 +97,11 @@ Text random_text(const ModelConfig& config, const TrainOptions& options, unsigne
   for (std::int32_t& token : text.tokens) token = static_cast<std::int32_t>(generator() % vocab);
   for (std::int32_t& label : text.labels) {
     label = generator() % 10 == 0 ? kIgnoredLabel : static_cast<std::int32_t>(generator() % vocab);
+  }
+  for (std::size_t i = 0; options.document_mask && i < count; ++i) {  // documents of 8 tokens or so
+    const std::size_t t = i % static_cast<std::size_t>(options.seq_len);
+    const bool begins = t == 0 || generator() % 8 == 0;
+    text.document_starts.push_back(begins ? static_cast<std::int32_t>(t) : text.document_starts.back());
   }
   return text;
 }
@@ -174,10 +179,15 @@ TEST(CudaLlama, Fp32MatchesTheCpuOnOddSizes) {
   }
   configs.push_back(odd_config());
   configs.back().windows = kWindows;
-  for (const ModelConfig& config : configs) {
-    SCOPED_TRACE(name_of(config) + ", " + norm_kind_name(config.norm) + (config.windows.empty() ? "" : ", windows"));
+  const std::size_t plain = configs.size();
+  for (std::size_t i = 0; i < plain; ++i) configs.push_back(configs[i]);  // once more, with documents
+  for (std::size_t i = 0; i < configs.size(); ++i) {
+    const ModelConfig& config = configs[i];
+    SCOPED_TRACE(name_of(config) + ", " + norm_kind_name(config.norm) + (config.windows.empty() ? "" : ", windows") +
+                 (i < plain ? "" : ", documents"));
     TrainOptions options = odd_options(Precision::fp32);
     options.dropout = 0.2f;
+    options.document_mask = i >= plain;
     const auto reference = cpu::make_training_model(config, options),
                model = cuda::make_training_model(config, options);
     randomize(*reference);
@@ -206,12 +216,15 @@ TEST(CudaLlama, Fp32MatchesTheCpuOnOddSizes) {
 
 // bf16 rounds each stored value to 2^-9 of itself; through three layers a gradient errs by a
 // few of those in the 2-norm. A wrong operator errs by tens of percent.
-void expect_gradients_of_fp32(const ModelConfig& config) {
-  const auto reference = cpu::make_training_model(config, odd_options(Precision::fp32));
-  const auto model = cuda::make_training_model(config, odd_options(Precision::bf16));
+void expect_gradients_of_fp32(const ModelConfig& config, bool documents = false) {
+  TrainOptions options = odd_options(Precision::fp32);
+  options.document_mask = documents;
+  const auto reference = cpu::make_training_model(config, options);
+  options.precision = Precision::bf16;
+  const auto model = cuda::make_training_model(config, options);
   randomize(*reference);
   randomize(*model);
-  const Text text = random_text(config, odd_options(Precision::bf16), 6);
+  const Text text = random_text(config, options, 6);
   for (TrainModel* each : {reference.get(), model.get()}) {
     each->zero_gradients();
     each->forward(text.batch(), 0, 0.01f);
@@ -235,6 +248,7 @@ TEST(CudaLlama, Bf16GradientsPointWhereFp32GradientsPoint) {
   for (const ModelConfig& config : odd_families()) {
     SCOPED_TRACE(name_of(config));
     expect_gradients_of_fp32(config);
+    expect_gradients_of_fp32(config, true);
   }
 }
 
@@ -324,6 +338,7 @@ TEST(CudaLlama, GraphsGiveTheBitsOfSingleLaunches) {
         TrainOptions options = odd_options(precision);
         options.dropout = dropout;
         options.recompute = recompute;
+        options.document_mask = recompute == Recompute::none;  // others in each micro-batch
         const auto state = [&](bool graph) {
           options.graph = graph;
           const auto model = cuda::make_training_model(config, options);

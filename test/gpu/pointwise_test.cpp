@@ -106,6 +106,7 @@ TEST(SwiGlu, Fp16) {
 // ---- RoPE -------------------------------------------------------------------------------------------------------------
 struct RopeCase {
   std::int64_t B, T, NH, NKV, HS, rotary_dim, first_position;
+  std::vector<std::int32_t> starts = {};  // document_starts; none: one document
 };
 
 RopeConfig rope_config(std::int64_t rotary_dim) {
@@ -130,8 +131,9 @@ struct PackedRows {
 Floats cpu_rotated(const RopeCase& c, Floats values, const RopeTable& table, bool forward) {
   const std::int64_t row = (c.NH + 2 * c.NKV) * c.HS;
   const auto rotate = forward ? cpu::rope_forward : cpu::rope_backward;
-  rotate({values.data(), c.T * row, row, c.HS}, table, c.B, c.T, c.NH, c.first_position);
-  rotate({values.data() + c.NH * c.HS, c.T * row, row, c.HS}, table, c.B, c.T, c.NKV, c.first_position);
+  const std::int32_t* const starts = c.starts.empty() ? nullptr : c.starts.data();
+  rotate({values.data(), c.T * row, row, c.HS}, table, c.B, c.T, c.NH, c.first_position, starts);
+  rotate({values.data() + c.NH * c.HS, c.T * row, row, c.HS}, table, c.B, c.T, c.NKV, c.first_position, starts);
   return values;
 }
 
@@ -140,7 +142,9 @@ void check_rope(const RopeCase& c) {
   SCOPED_TRACE("rope " + type_name<T>() + " HS " + std::to_string(c.HS) + " rotary " + std::to_string(c.rotary_dim));
   const RopeTable table = rope_table(rope_config(c.rotary_dim), c.first_position + c.T);
   const DeviceBuffer<float> cosine(table.cos), sine(table.sin);
-  const DeviceRopeTable gpu_table{cosine.data(), sine.data(), table.positions, table.half};
+  const DeviceBuffer<std::int32_t> starts(c.starts);
+  const DeviceRopeTable gpu_table{cosine.data(), sine.data(), table.positions, table.half,
+                                  c.starts.empty() ? nullptr : starts.data()};
   const Floats x = random_stored<T>(c.B * c.T * (c.NH + 2 * c.NKV) * c.HS, 1);
   for (const bool forward : {true, false}) {
     const PackedRows<T> pair{c, on_device<T>(x)}, apart{c, on_device<T>(x)};
@@ -168,6 +172,8 @@ void check_rope_shapes() {
   check_rope<T>({3, 100, 40, 8, 32, 16, 11});
   check_rope<T>({1, 3, 66, 7, 128, 128, 0});  // more heads than a block takes at once, twice and a rest
   check_rope<T>({1, 2, 40, 13, 20, 20, 0});
+  check_rope<T>({2, 5, 4, 2, 64, 64, 0, {0, 0, 2, 3, 3, 0, 1, 1, 1, 4}});  // documents
+  check_rope<T>({1, 4, 2, 1, 20, 16, 0, {0, 1, 1, 3}});
   check_rope<T>({2, 3, 2, 1, 20, 16, 1});  // pairs fill 16 bytes, but not every head begins at a multiple of them
 }
 TEST(Rope, Fp32) {

@@ -39,6 +39,28 @@ TEST(CudaWholeModel, GradientsWithWindows) {
   }
 }
 
+TEST(CudaWholeModel, GradientsWithDocuments) {
+  for (const Recompute recompute : {Recompute::none, Recompute::block}) {
+    test::expect_gradients_with_dropout(make_gpu, recompute, NormKind::rmsnorm, {}, {{7, 1, 11}, {19}});
+    test::expect_gradients_with_dropout(make_gpu, recompute, NormKind::rmsnorm, {2, 0, 5}, {{7, 1, 11}, {19}});
+  }
+}
+
+// In bf16 an activation errs by 2^-9 of itself, in the row as well as alone.
+TEST(CudaWholeModel, PackedDocumentsAreThoseAlone) {
+  test::expect_packed_documents_are_those_alone(make_gpu, {}, 1e-5);
+  test::expect_packed_documents_are_those_alone(make_gpu, {30, 0, 5}, 1e-5, Recompute::block);
+  test::expect_packed_documents_are_those_alone(make_gpu_bf16, {}, 5e-3);
+  test::expect_packed_documents_are_those_alone(make_gpu_bf16, {30, 0, 5}, 5e-3);
+}
+
+TEST(CudaWholeModel, DocumentsDoNotTouchEachOther) {
+  for (const auto& make : {test::MakeModel(make_gpu), test::MakeModel(make_gpu_bf16)}) {
+    test::expect_documents_do_not_touch(make, {});
+    test::expect_documents_do_not_touch(make, {0, 70, 5});
+  }
+}
+
 // The classifier takes 4,096 rows at once: 8,281 are two pieces and a rest.
 TEST(CudaWholeModel, PiecesOfAMicroBatchAddUp) {
   test::expect_pieces_add_up(make_gpu, 91, 91, 1e-4);

@@ -286,7 +286,7 @@ class Bigram:
     def parameters(self):
         return iter(self.parameter.values())
 
-    def __call__(self, tokens, use_cache):
+    def __call__(self, tokens, use_cache):  # no mask and no positions: its rows are single documents
         assert not use_cache
         self.batches.append(tokens.tolist())
         return SimpleNamespace(logits=tensor(np.array(self.parameter["matrix"])[np.array(tokens)].astype(np.float16)))
@@ -331,6 +331,10 @@ class Ids:
 
     def batch(self, begin, number):
         return np.array([[(begin + row) * (at + 1) % 8 for at in range(5)] for row in range(number)])
+
+    def rows(self, begin, number):
+        ids, learned = self.batch(begin, number), self.learned(begin, number)
+        return train_reference.Rows(ids[:, :-1], ids[:, 1:] if learned is None else np.where(learned, ids[:, 1:], -100), None)
 
 
 @pytest.fixture

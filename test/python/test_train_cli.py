@@ -880,8 +880,11 @@ def test_a_run_on_conversations(tmp_path):
 
     done = run(tmp_path / "whole", "--epochs", 2)
     assert done.returncode == 0, done.stderr
-    (rows,) = re.findall(r"train: 2 shards, 0\.00 M tokens, (\d+) conversations in rows of 16", done.stderr)
-    assert f", {(lengths > 17).sum()} longer ones left out" in done.stderr and "% of the rows learned" in done.stderr
+    (conversations, rows, full), = re.findall(r"train: 2 shards, 0\.00 M tokens, (\d+) conversations in (\d+) rows of 16 \((\d+)\.\d % full, "
+                                              r"\d+\.\d % of the attention of whole rows\), \d+\.\d % of the rows learned", done.stderr)
+    assert int(rows) < int(conversations) and 70 < int(full) <= 100
+    (cut, left_out), = re.findall(r"train: 2 .*, (\d+) longer ones cut behind an answer, (\d+) longer ones left out", done.stderr)
+    assert int(cut) + int(left_out) == (lengths > 17).sum()
     steps = math.ceil(2 * int(rows) / 8)
     assert list(losses(tmp_path / "whole")) == list(range(1, steps + 1))
     learned = [record["learned_tokens"] for record in records(tmp_path / "whole") if record["type"] == "step"]
@@ -889,7 +892,46 @@ def test_a_run_on_conversations(tmp_path):
     assert run(tmp_path / "parts", "--steps", 4).returncode == 0 and run(tmp_path / "parts", "--epochs", 2).returncode == 0
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert state_bytes(tmp_path / "parts", steps) == state_bytes(tmp_path / "whole", steps)
+    assert_refused(run(tmp_path / "parts", "--epochs", 2, "--no-pack"), 2, "--'no-pack': got nothing, but", "was made with 'false'")
+    done = run(tmp_path / "single", "--epochs", 2, "--no-pack")
+    (single,) = re.findall(r"train: 2 shards, 0\.00 M tokens, (\d+) conversations in rows of 16", done.stderr)
+    assert done.returncode == 0 and single == conversations
+    assert list(losses(tmp_path / "single")) == list(range(1, math.ceil(2 * int(single) / 8) + 1))
+    assert_refused(run(tmp_path / "single", "--epochs", 2), 2, "--no-pack: got 'false', but", "was made with nothing")
+    measured = [run_program("--model", MODEL, "--val", chats / "train_1.bin", "--seq-len", 16, "--eval", "--json", "--device", "cpu", *more)
+                for more in ((), ("--no-pack",))]
+    packed, apart = (json.loads(done.stdout) for done in measured)
+    assert packed["val_loss"] == pytest.approx(apart["val_loss"], rel=1e-6)
+    assert [packed[key] for key in ("conversations", "cut", "left_out", "tokens")] == [apart[key] for key in ("conversations", "cut", "left_out", "tokens")]
     done = run_program("--model", MODEL, "--val", chats / "train_1.bin", "--seq-len", 16, "--eval", "--device", "cpu")
     assert done.returncode == 0 and re.search(r"perplexity [0-9.]+  (\d+) of \1 learned tokens \(all\) of \d+ conversations in rows of 16", done.stdout), done
     write_shard(chats / "train_2.bin", 100)
     assert_refused(run(tmp_path / "mixed", "--epochs", 2), 3, "train_2.bin", "holds plain text")
+
+
+def test_a_run_on_documents_of_a_text(tmp_path):
+    """Windows are the same with --document-mask and without, and one label fewer is learned for each document that ends in them."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    generator = np.random.default_rng(2)
+    for name, end in (("train_0", 3), ("other_0", -1)):
+        writer = token_shard.ShardWriter(texts / f"{name}.bin", VOCABULARY, SEED, end)
+        writer.write(np.where(generator.random(600) < 0.1, 3, generator.integers(4, VOCABULARY, 600)))
+        writer.close()
+
+    def run(out, shards, *more):
+        return subprocess.run(arguments(texts, out, "--train", texts / shards, "--val", texts / shards, "--device", "cpu", *more),
+                              capture_output=True, text=True, env=environment())
+
+    done = run(tmp_path / "masked", "train_0.bin", "--document-mask", "--val-batches", 0)
+    assert done.returncode == 0 and "train: 1 shard, 0.00 M tokens, 37 windows of 16, each document for itself, " in done.stderr, done
+    ends = int((token_shard.TokenShard(texts / "train_0.bin").tokens[:-1] == 3).sum())
+    steps = [record for record in records(tmp_path / "masked") if record["type"] == "step"]
+    assert all(0 < record["learned_tokens"] < 64 for record in steps) and steps[-1]["val_tokens"] == 599 - ends
+    done = run_program("--model", MODEL, "--val", texts / "train_0.bin", "--seq-len", 16, "--eval", "--document-mask", "--device", "cpu")
+    assert done.returncode == 0 and f"  {599 - ends} of 600 tokens (all but the first of each document) in windows of 16\n" in done.stdout, done
+    assert run(tmp_path / "plain", "train_0.bin").returncode == 0
+    assert losses(tmp_path / "plain")[1] != losses(tmp_path / "masked")[1]
+    assert_refused(run(tmp_path / "masked", "train_0.bin"), 2, "--'document-mask': got nothing, but", "was made with 'true'")
+    assert_refused(run(tmp_path / "none", "other_0.bin", "--document-mask"), 3, "other_0.bin", "does not say where documents end")
+    assert_refused(run_program("--config", "tiny", "--bench", "--document-mask"), 2, "--document-mask: only for --train and --val")

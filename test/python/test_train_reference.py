@@ -44,12 +44,12 @@ def run(command, **more):
                           env={**os.environ, "OMP_NUM_THREADS": "1"}, **more)
 
 
-def write_shards(directory, vocabulary=59, counts=(300, 170, 90)):
+def write_shards(directory, vocabulary=59, counts=(300, 170, 90), end_of_document=-1):
     """Tokens without a period, so that no two windows are alike."""
     directory.mkdir()
     generator = np.random.default_rng(3)
     for number, count in enumerate(counts):
-        writer = token_shard.ShardWriter(directory / f"train_{number}.bin", vocabulary, tokenizer_hash=7)
+        writer = token_shard.ShardWriter(directory / f"train_{number}.bin", vocabulary, tokenizer_hash=7, end_of_document_id=end_of_document)
         writer.write(generator.integers(0, vocabulary, count) // generator.integers(1, 5, count))
         writer.close()
     return directory
@@ -67,7 +67,7 @@ def train(tmp_path, steps=5, model=GOLDEN / "llama-hs64-gqa3-tied.model.bin", **
     chosen = start | {"train": data / "train_*.bin", "out": tmp_path / "run", "device": "cpu",
                       "micro_batch": 2, "seq_len": 16, "warmup_steps": 1, "lr": 3e-3, "eps": EPS,
                       "save_every": 0} | options
-    done = run([PROGRAM, *(f"--{name.replace('_', '-')}={value}" for name, value in chosen.items())])
+    done = run([PROGRAM, *(f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in chosen.items())])
     assert done.returncode == 0, done.stderr
     return tmp_path / "run"
 
@@ -99,9 +99,9 @@ def test_windows_do_not_cross_shards(tmp_path):
     windows = train_reference.Windows(description, description.settings.train)
     assert windows.first_window.tolist() == [0, 18, 28, 33]  # 299, 169 and 89 tokens with a label, 16 a window
     tokens = [token_shard.TokenShard(path).tokens for path in sorted((tmp_path / "shards").iterdir())]
-    assert np.array_equal(windows._window(17), tokens[0][17 * 16:18 * 16 + 1])
-    assert np.array_equal(windows._window(18), tokens[1][:17])
-    assert np.array_equal(windows._window(32), tokens[2][4 * 16:5 * 16 + 1])
+    for window, want in ((17, tokens[0][17 * 16:18 * 16 + 1]), (18, tokens[1][:17]), (32, tokens[2][4 * 16:5 * 16 + 1])):
+        inputs, labels, _ = windows._of_text(window)
+        assert np.array_equal(inputs, want[:-1]) and np.array_equal(labels, want[1:])
 
 
 # ---- initialisation and schedule -------------------------------------------------------------------------------------
@@ -181,33 +181,74 @@ def test_losses_equal_those_of_weft(tmp_path, model, options):
 
 @needs_program
 @needs_torch
-@pytest.mark.parametrize("options", [{"batch_tokens": 96, "grad_clip": 0.5}, {"batch_tokens": 64, "grad_clip": 0, "epochs": 1.5}])
-def test_losses_of_conversations_equal_those_of_weft(tmp_path, options):
-    data = write_conversations(tmp_path / "chats", 59, 7)
-    directory = train(tmp_path, model=GOLDEN / "llama-hs32-gqa2.model.bin", train=data / "train_*.bin", **options)
+@pytest.mark.parametrize("options", [{"batch_tokens": 96, "grad_clip": 0.5}, {"batch_tokens": 64, "grad_clip": 0, "epochs": 1.5},
+                                     {"seq_len": 40, "batch_tokens": 160}, {"batch_tokens": 64, "no_pack": True}])
+@pytest.mark.parametrize("model", ["llama-hs32-gqa2", "qwen3-gqa2"])
+def test_losses_of_conversations_equal_those_of_weft(tmp_path, model, options):
+    """In packed rows, with a mask of blocks and position_ids for transformers, and in rows of their own."""
+    data = write_conversations(tmp_path / "chats", 43, 7)
+    directory = train(tmp_path, model=GOLDEN / f"{model}.model.bin", train=data / "train_*.bin", **options)
     got = verdict(directory, tolerance=1e-6)
     assert got["passed"] and got["grad_norm_max_relative"] < 1e-5, got
 
 
 @needs_program
-def test_rows_of_conversations_are_those_of_weft(tmp_path):
-    """The witness reads the shards itself: what the run logs of each step is the number of learned labels in its rows."""
+@needs_torch
+def test_losses_of_masked_text_equal_those_of_weft(tmp_path):
+    data = write_shards(tmp_path / "texts", end_of_document=0)
+    directory = train(tmp_path, train=data / "train_*.bin", document_mask=True)
+    got = verdict(directory, tolerance=1e-6)
+    assert got["passed"] and got["grad_norm_max_relative"] < 1e-5, got
+    learned = [record["learned_tokens"] for record in train_reference.read_losses(directory, 5)]
+    assert len(set(learned)) > 1 and all(10 < count < 32 for count in learned)
+
+
+@needs_program
+@pytest.mark.parametrize("seq_len", [9, 16, 23])
+def test_packed_rows_are_those_of_weft(tmp_path, seq_len):
+    """The witness packs for itself: what the run logs of each step is the number of learned labels in its rows."""
     data = write_conversations(tmp_path / "chats", 59, 7)
-    directory = train(tmp_path, steps=8, model=GOLDEN / "llama-hs32-gqa2.model.bin", train=data / "train_*.bin", batch_tokens=96)
+    directory = train(tmp_path, steps=8, model=GOLDEN / "llama-hs32-gqa2.model.bin", train=data / "train_*.bin", seq_len=seq_len)
+    windows = train_reference.Windows(train_reference.read_description(directory), str(data / "train_*.bin"))
+    assert len(windows.documents) > 15 and len(windows.rows_of) < 0.9 * len(windows.documents)
+    assert sorted(sum(windows.rows_of, [])) == list(range(len(windows.documents)))
+    for row, documents in enumerate(windows.rows_of):
+        inputs, labels, starts = windows._packed(row)
+        parts = [windows.documents[document] for document in documents]
+        tokens = np.concatenate([tokens[:-1] for tokens, _ in parts])
+        assert inputs[:tokens.size].tolist() == tokens.tolist() and not (labels[tokens.size:] != -100).any()
+        assert sum(int(learned[1:].sum()) for _, learned in parts) == (labels != -100).sum()
+        begins = np.cumsum([0] + [tokens.size - 1 for tokens, _ in parts])
+        assert sorted(set(starts.tolist()) - {seq_len}) == [begin for begin in begins.tolist() if begin < seq_len]
+    logged = [record["learned_tokens"] for record in train_reference.read_losses(directory, 8)]
+    assert logged == [int((windows.rows(2 * step, 2).labels != -100).sum()) for step in range(8)] and len(set(logged)) > 1
+
+
+@needs_program
+def test_rows_of_conversations_are_those_of_weft(tmp_path):
+    """The same with a row for each conversation. One that is too long ends behind an answer."""
+    data = write_conversations(tmp_path / "chats", 59, 7)
+    directory = train(tmp_path, steps=8, model=GOLDEN / "llama-hs32-gqa2.model.bin", train=data / "train_*.bin", batch_tokens=96,
+                      no_pack=True)
     windows = train_reference.Windows(train_reference.read_description(directory), str(data / "train_*.bin"))
     rows = []
     for shard in map(token_shard.TokenShard, sorted(data.iterdir())):
         learned = shard.learned()
         for begin, end in zip(shard.starts, shard.starts[1:]):
-            if end - begin <= 17 and learned[begin + 1:end].any():
+            if end - begin > 17:
+                end = begin + 17
+                while end > begin and not (learned[end - 1] and not learned[end]):
+                    end -= 1
+            if learned[begin + 1:end].any():
                 rows.append((shard.tokens[begin:end], learned[begin + 1:end]))
     assert 20 < len(rows) < 41 and windows.order.count == len(rows)
     for position, window in enumerate(windows.order.windows(0, 50)):
         tokens, learned = rows[int(window)]
-        assert windows.batch(position, 1)[0, :tokens.size].tolist() == tokens.tolist()
-        assert windows.learned(position, 1)[0].tolist() == learned.tolist() + [False] * (16 - learned.size)
+        inputs, labels, starts = windows.rows(position, 1)
+        want = np.where(learned, tokens[1:].astype(np.int64), -100).tolist() + [-100] * (16 - learned.size)
+        assert inputs[0, :learned.size].tolist() == tokens[:-1].tolist() and labels[0].tolist() == want and starts is None
     logged = [record["learned_tokens"] for record in train_reference.read_losses(directory, 8)]
-    assert logged == [int(windows.learned(6 * step, 6).sum()) for step in range(8)] and len(set(logged)) > 1
+    assert logged == [int((windows.rows(6 * step, 6).labels != -100).sum()) for step in range(8)] and len(set(logged)) > 1
 
 
 @needs_program
@@ -334,8 +375,9 @@ def test_windows_are_cut_from_each_shard_and_handed_out_in_order(tmp_path):
     assert len(every) == 33
     order = train_reference.DataOrder(33, 7).windows(0, 70).tolist()
     for begin, number in ((0, 33), (30, 8), (64, 3), (5, 1)):
-        batch = windows.batch(begin, number)
-        assert batch.dtype == np.int64 and batch.tolist() == [every[order[begin + row]] for row in range(number)]
+        rows, want = windows.rows(begin, number), np.array([every[order[begin + row]] for row in range(number)])
+        assert rows.inputs.dtype == np.int64 and rows.starts is None
+        assert rows.inputs.tolist() == want[:, :-1].tolist() and rows.labels.tolist() == want[:, 1:].tolist()
 
 
 @pytest.mark.parametrize("counts, lengths", [

@@ -1,6 +1,6 @@
 """Planted bugs in llmc/train."""
 
-from mutant import Mutant, unit
+from mutant import Mutant, py, unit
 
 ROOM = "llmc/train"
 
@@ -71,6 +71,20 @@ ROWS = [
     Mutant("warm-up begins at zero", "at", "double>(step) /", "double>(step - 1) /", unit("Schedule.*")),
     Mutant("a step's gradient is divided by its tokens, not by the learned ones", "TrainLoop::apply",
            "clip * static_cast<float>(tokens_per_label(step.labels))", "clip", unit("LearnedTokens.TheGradient*")),
+    Mutant("a document is put where it leaves the most room", "pack_rows", "rows_with_room.lower_bound(lengths[document])",
+           "rows_with_room.empty() || rows_with_room.rbegin()->first < lengths[document] ? rows_with_room.end() "
+           ": std::prev(rows_with_room.end())", unit("Packing.*")),
+    Mutant("packed rows: each document sees those before it", "TokenDataset::read_documents", "static_cast<std::int32_t>(begin)", "0",
+           unit("Loader.ConversationsArePacked*", "LearnedTokens.Packed*")),
+    Mutant("packed rows: ranks have an order of their own", "DataLoader::read", "order_.window_at(position + static_cast<std::uint64_t>(b))",
+           "order_.window_at(position + static_cast<std::uint64_t>(b + share_.rank))",
+           unit("Loader.RanksDivideThePacked*", "RanksLoop.ConversationsOnRanks*")),
+    Mutant("packed rows: a run goes on with rows of single conversations", "TrainSettings::numeric_settings",
+           'if (packed) fields["no-pack"] = false;', "", py("test_train_cli.py::test_a_run_on_conversations")),
+    Mutant("a document of a text predicts the next one", "TokenDataset::part_documents", "labels[t] = kIgnoredLabel;", "labels[t] += 0;",
+           unit("Loader.WindowsOfText*")),
+    Mutant("a long conversation ends within an answer", "TokenDataset::longest_cut", "learned[end - 1] != 0 && learned[end] == 0",
+           "learned[end - 1] != 0", unit("Loader.ALongConversation*")),
     Mutant("of a conversation everything is learned", "TokenDataset::read_document", "if (learned[t] == 0) labels[t] = kIgnoredLabel;", "",
            unit("Loader.AConversation*")),
     Mutant("a token's mark is that of the token before", "TokenDataset::read_document", "read_learned(document.begin + 1, learned)",

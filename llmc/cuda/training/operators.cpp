@@ -230,8 +230,8 @@ template <typename S>
 void TrainingModel<S>::attend(std::int64_t l, const LayerActivations<S>& a) {
   const std::int64_t q = config_.q_size();
   clock_.run("attention", attention_flops(l), row_bytes(q + qkv_size()), [&] {
-    attention_forward<S>(attention_shape(config_, options_, l), heads(a.attention, q), a.lse, q_heads(a.qkv),
-                         k_heads(a.qkv), v_heads(a.qkv), stream_);
+    attention_forward<S>(attention_shape(l), heads(a.attention, q), a.lse, q_heads(a.qkv), k_heads(a.qkv),
+                         v_heads(a.qkv), stream_);
   });
 }
 
@@ -246,17 +246,16 @@ void TrainingModel<S>::attend_backward(std::int64_t l, const LayerActivations<S>
       return fp8_->write_gradient(BlockLinear::qkv, l, [&](const Fp8Target& to) {
         const AttentionCodes codes{q_heads(to.codes), k_heads(to.codes), v_heads(to.codes), to.scale, to.counters};
         clock_.run("attention backward, quantise", 2.5 * attention_flops(l), bytes, [&] {
-          attention_backward_fp8(attention_shape(config_, options_, l), codes, heads(acts_.d_attention, q),
-                                 heads(a.attention, q), a.lse, q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv),
-                                 work_.scratch, stream_, rope);
+          attention_backward_fp8(attention_shape(l), codes, heads(acts_.d_attention, q), heads(a.attention, q), a.lse,
+                                 q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv), work_.scratch, stream_, rope);
         });
       });
     }
   }
   clock_.run("attention backward", 2.5 * attention_flops(l), row_bytes(2 * (q + qkv_size())), [&] {
-    attention_backward<S>(attention_shape(config_, options_, l), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv),
-                          v_heads(acts_.d_qkv), heads(acts_.d_attention, q), heads(a.attention, q), a.lse,
-                          q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv), work_.scratch, stream_, rope);
+    attention_backward<S>(attention_shape(l), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv), v_heads(acts_.d_qkv),
+                          heads(acts_.d_attention, q), heads(a.attention, q), a.lse, q_heads(a.qkv), k_heads(a.qkv),
+                          v_heads(a.qkv), work_.scratch, stream_, rope);
   });
 }
 

@@ -113,9 +113,10 @@ struct TrainingWorkspace {
   TrainingWorkspace(const TrainingWorkspace&) = delete;  // `layout` holds the addresses of the pointers below
   TrainingWorkspace& operator=(const TrainingWorkspace&) = delete;
 
-  std::int32_t *tokens = nullptr, *labels = nullptr;             // [N]
-  std::byte* sorted_tokens = nullptr;                            // of embedding_sort(), for embedding_backward()
-  float *rope_cos = nullptr, *rope_sin = nullptr;                // [T, rotary_dim / 2]
+  std::int32_t *tokens = nullptr, *labels = nullptr;  // [N]
+  std::int32_t* document_starts = nullptr;            // [B, T] of Batch; null without TrainOptions::document_mask
+  std::byte* sorted_tokens = nullptr;                 // of embedding_sort(), for embedding_backward()
+  float *rope_cos = nullptr, *rope_sin = nullptr;     // [T, rotary_dim / 2]
   LossTotal *loss_total = nullptr, *evaluation_total = nullptr;  // loss of the rank so far; loss of one evaluate()
   // [ranks]: losses of the ranks of a run; with virtual ranks the first one is their sum
   LossTotal* rank_totals = nullptr;

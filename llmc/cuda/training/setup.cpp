@@ -53,6 +53,7 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
   }
   const RopeTable table = rope_table(config.rope, options.seq_len);
   rope_ = upload_rope_table(table, work_.rope_cos, work_.rope_sin, stream_);
+  rope_.document_starts = work_.document_starts;
   const auto upload = [&](auto* to, const auto& list) {
     check(cudaMemcpyAsync(to, list.data(), list.size() * sizeof(list[0]), cudaMemcpyHostToDevice, stream_),
           "optimizer blocks");

@@ -153,6 +153,12 @@ class TrainingModel final : public TrainModel {
   HeadNormShape head_norm_shape() const;
   void normalize_heads(std::int64_t l);
   void rope(S* qkv);
+  // Of layer l, in the batch that was uploaded last.
+  AttentionShape attention_shape(std::int64_t l) const {
+    AttentionShape shape = cuda::attention_shape(config_, options_, l);
+    shape.document_starts = work_.document_starts;
+    return shape;
+  }
   void attend(std::int64_t l, const LayerActivations<S>& a);
   void linear_and_normalize(const LinearLayer& layer, std::int64_t l, const NormSite& site, const S* x,
                             const Linear<S>& w, const S* skip, S* branch);
@@ -180,8 +186,7 @@ class TrainingModel final : public TrainModel {
   // Whether attention's backward pass writes the gradient of qkv in fp8, so that acts_.d_qkv is not used: on Hopper, from
   // the second step on. Not where the norms of heads come between.
   bool attention_rounds() const {
-    return fp8_ && fp8_->scales_known() && !config_.qk_norm &&
-           attention_backward_rounds(attention_shape(config_, options_, 0), rope_);
+    return fp8_ && fp8_->scales_known() && !config_.qk_norm && attention_backward_rounds(attention_shape(0), rope_);
   }
   void attend_backward(std::int64_t l, const LayerActivations<S>& a);
   void down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out);
@@ -201,7 +206,10 @@ class TrainingModel final : public TrainModel {
   }
 
   // ---- step.cu
-  void upload(const Batch& batch) { upload_.upload(batch, work_.tokens, work_.labels, stream_); }
+  void upload(const Batch& batch) {
+    check_documents(batch, options_);
+    upload_.upload(batch, work_.tokens, work_.labels, work_.document_starts, stream_);
+  }
   void round_stale_weights();
   void use_fp8_weights(std::int64_t l, bool again);
   void replay(StepGraph& graph, float scale, const std::function<void()>& launches);

@@ -33,8 +33,9 @@ __global__ void __launch_bounds__(kMaxThreads)
                 float direction) {
   const std::int64_t b = blockIdx.x / T, t = blockIdx.x % T;
   const int half = static_cast<int>(table.half), per_head = half / kCount;
-  const float* cos_row = table.cos + (first_position + t) * table.half;
-  const float* sin_row = table.sin + (first_position + t) * table.half;
+  const std::int64_t start = table.document_starts != nullptr ? table.document_starts[blockIdx.x] : 0;
+  const float* cos_row = table.cos + (first_position + t - start) * table.half;
+  const float* sin_row = table.sin + (first_position + t - start) * table.half;
   for (int item = threadIdx.x; item < (heads.NH + heads.NKV) * per_head; item += blockDim.x) {
     const int head = item / per_head, i = item % per_head * kCount;
     Storage* low_half = (head < heads.NH ? heads.q.at(b, t, head) : heads.k.at(b, t, head - heads.NH)) + i;

@@ -15,13 +15,16 @@ struct DeviceRopeTable {
   const float* cos = nullptr;
   const float* sin = nullptr;
   std::int64_t positions = 0, half = 0;
+  // In training, [B, T]: where the document of each token begins (Visibility). Its tokens have positions from 0 on. Null: one
+  // document.
+  const std::int32_t* document_starts = nullptr;
 };
 
 // Copies the table to cos and sin [positions, half] on the device, queued in `stream`; `table` must outlive the copy.
 DeviceRopeTable upload_rope_table(const RopeTable& table, float* cos, float* sin, cudaStream_t stream);
 
-// Rotates x in place: B x T tokens of NH heads in float, bf16 or fp16; token t has position first_position + t, which
-// must be below table.positions.
+// Rotates x in place: B x T tokens of NH heads in float, bf16 or fp16; token t has position first_position + t, less where its
+// document begins, which must be below table.positions.
 template <typename Storage>
 void rope_forward(HeadViewOf<Storage> x, const DeviceRopeTable& table, std::int64_t B, std::int64_t T, std::int64_t NH,
                   std::int64_t first_position, cudaStream_t stream);

@@ -83,6 +83,8 @@ void check_table(const AttentionShape& shape, const DeviceRopeTable& rope) {
   if (rope.half > 0 && (rope.positions < shape.TQ || shape.TQ != shape.TK))
     fail(Exit::internal, "attention: a RoPE table of %lld positions for %lld queries and %lld keys",
          static_cast<long long>(rope.positions), static_cast<long long>(shape.TQ), static_cast<long long>(shape.TK));
+  if (rope.document_starts != nullptr && rope.document_starts != shape.document_starts)
+    fail(Exit::internal, "attention: RoPE has other documents than the mask");
 }
 
 }  // namespace

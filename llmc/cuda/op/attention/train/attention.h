@@ -43,7 +43,7 @@ std::size_t attention_backward_workspace(const AttentionShape& shape);
 
 // dq, dk, dv are written (=) completely and may not overlap the inputs. `out` and `lse` are the results of
 // attention_forward() for these inputs. `rope`: the table with which rope_forward() rotated q and k, tokens from
-// position 0 on; dq and dk are then the gradients of the unrotated q and k.
+// position 0 on; dq and dk are then the gradients of the unrotated q and k. Its document_starts are null or those of the shape.
 template <typename T>
 void attention_backward(const AttentionShape& shape, HeadViewOf<T> dq, HeadViewOf<T> dk, HeadViewOf<T> dv,
                         HeadViewOf<const T> dout, HeadViewOf<const T> out, const float* lse, HeadViewOf<const T> q,

@@ -115,8 +115,9 @@ struct Arguments {
   int heads, kv_heads, batch_kv_heads;
   int key_blocks, section;
   float scale;
-  AttentionCodes codes;  // with Tiling::kCodes, in the place of dq, dk and dv
-  int* first_keys;       // [B, stored tiles, queries of a tile], with Tiling::kHidesPast
+  AttentionCodes codes;        // with Tiling::kCodes, in the place of dq, dk and dv
+  int* first_keys;             // [B, stored tiles, queries of a tile], with Tiling::kHidesPast
+  const int* document_starts;  // [B, tokens], with Tiling::kHidesPast; null: RoPE's positions count through a sequence
 
   // Of the queries of a tile.
   __device__ const int* first_keys_of(int b, int tile, int queries) const {
@@ -326,16 +327,26 @@ __device__ inline void unrotate(float& low, float& high, float cosine, float sin
   rotate_pair(low, high, cosine, -sine);
 }
 
+// The position by which RoPE has rotated a token.
+template <typename Tiling, typename T>
+__device__ int position_of(const Arguments<T>& a, int b, int token) {
+  if constexpr (Tiling::kHidesPast) {
+    if (a.document_starts != nullptr) token -= a.document_starts[static_cast<std::int64_t>(b) * a.tokens + token];
+  }
+  return token;
+}
+
 // Rotates a warpgroup's dK back. Dimensions i and i + HS / 2 of a key are R / 2 accumulators apart. `first_key`: the
 // first of the thread's two keys, which are 8 apart.
-template <typename T, int R>
-__device__ void unrotate_keys(const Arguments<T>& a, int first_key, float (&d)[R]) {
+template <typename Tiling, typename T, int R>
+__device__ void unrotate_keys(const Arguments<T>& a, int b, int first_key, float (&d)[R]) {
   // half of HS: R = HS / 2 accumulators hold two keys of HS dimensions, spread over four threads
   constexpr int kHalf = R;
   const int column = threadIdx.x % 4 * 2;
 #pragma unroll
   for (int key = 0; key < 2; ++key) {
-    const std::int64_t at = static_cast<std::int64_t>(min(first_key + key * 8, a.tokens - 1)) * kHalf + column;
+    const int position = position_of<Tiling>(a, b, min(first_key + key * 8, a.tokens - 1));
+    const std::int64_t at = static_cast<std::int64_t>(position) * kHalf + column;
 #pragma unroll
     for (int i = 0; i < R / 8; ++i) {
       const float2 cosine = __ldg(reinterpret_cast<const float2*>(a.cos + at + i * 8));
@@ -407,8 +418,8 @@ __device__ void convert_sums(const Arguments<T>& a, const Work& work, int thread
     float4 cosine[2][2], sine[2][2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = min(first_row + i / 2 * 8, a.tokens - 1);
-      const std::int64_t at = static_cast<std::int64_t>(row) * (HS / 2) + column * 8 + i % 2 * 4;
+      const int position = position_of<Tiling>(a, work.b, min(first_row + i / 2 * 8, a.tokens - 1));
+      const std::int64_t at = static_cast<std::int64_t>(position) * (HS / 2) + column * 8 + i % 2 * 4;
       cosine[i / 2][i % 2] = a.cos == nullptr ? make_float4(1, 1, 1, 1) : *reinterpret_cast<const float4*>(a.cos + at);
       sine[i / 2][i % 2] = a.cos == nullptr ? make_float4(0, 0, 0, 0) : *reinterpret_cast<const float4*>(a.sin + at);
     }
@@ -681,7 +692,7 @@ __device__ __forceinline__ void store_gradients(const Arguments<T>& a, const Wor
   const unsigned lane_offset = Tiling::KeyTile::lane_offset(warp_row);
 #pragma unroll
   for (int i = 0; i < HS / 2; ++i) dK[i] *= a.scale;
-  if (a.cos != nullptr) unrotate_keys(a, work.block * kKeys + warp_row + g, dK);
+  if (a.cos != nullptr) unrotate_keys<Tiling>(a, work.b, work.block * kKeys + warp_row + g, dK);
   unsigned words[HS / 4];
   named_barrier_wait(kAllConsumers, Tiling::kConsumers * kWarpgroupSize);  // no consumer reads K and V any more
   round_to_operand<T>(words, dV);
@@ -762,6 +773,7 @@ void launch(const BackwardArguments<T>& arguments, int section, cudaStream_t str
   const HopperWorkspace workspace = hopper_workspace(shape, arguments.statistics);
   Arguments<T> a;
   a.dq = arguments.dq, a.cos = arguments.rope.cos, a.sin = arguments.rope.sin;
+  a.document_starts = arguments.rope.document_starts;
   a.q = encode_head_map(arguments.q, shape.B, shape.TQ, shape.NH, shape.HS, kQueries);
   a.dout = encode_head_map(arguments.dout, shape.B, shape.TQ, shape.NH, shape.HS, kQueries);
   a.k = encode_head_map(arguments.k, shape.B, shape.TK, shape.NKV, shape.HS, kKeys);
