@@ -163,15 +163,11 @@ Exit train(TrainDevice& device, const TrainSettings& settings, const TrainInputs
   Communicator& ranks = team.communicator();
   device.check_memory(inputs.config, settings.model_options(), batch_sequences(settings),
                       sample != nullptr ? sample->positions() : 0);
-  const RunIdentity identity{inputs.config,
-                             settings.numeric_settings(),
-                             settings.steps,
-                             inputs.train->fingerprint(),
-                             settings.device,
-                             WEFT_VERSION,
-                             inputs.tokenizer,
-                             inputs.began_from,
-                             inputs.weights ? inputs.weights->chat_members() : Json::object()};
+  const RunIdentity identity{inputs.config,    settings.numeric_settings(),
+                             settings.steps,   inputs.train->fingerprint(),
+                             settings.device,  WEFT_VERSION,
+                             inputs.tokenizer, inputs.began_from,
+                             inputs.chat};
   std::optional<Records> records;
   if (team.first()) records.emplace(settings, identity);
   TrainOptions options = settings.model_options();

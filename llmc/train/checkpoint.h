@@ -58,7 +58,7 @@ struct RunIdentity {
   std::string version;
   std::string tokenizer;       // text of tokenizer.json; may be empty
   std::string began_from;      // header hash of the model file (--model) that the run began with; empty: new parameters
-  Json chat = Json::object();  // chat_members() of that file: its checkpoints have them too
+  Json chat = Json::object();  // TrainInputs::chat
 };
 
 // A checkpoint that was read completely and found intact.

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 
+#include "llmc/base/json.h"
 #include "llmc/model/model_file.h"
 #include "llmc/model/train_model.h"
 #include "llmc/train/data_loader.h"
@@ -18,6 +19,9 @@ struct TrainInputs {
   std::string began_from;                   // its header hash (RunIdentity); empty without one
   std::string tokenizer, tokenizer_source;  // text of tokenizer.json and the file it is from; empty without one
   std::optional<TokenDataset> train, val;   // absent if not asked for
+  // What its checkpoints say of chats: as chat_members() of --model, or with the chat format of the training shards, which
+  // dev/prepare_data.py --chat writes beside them.
+  Json chat;
 };
 
 // Opens everything that the settings name. Sizes that do not fit together are Exit::usage, shards of another
