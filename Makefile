@@ -372,6 +372,7 @@ demo: deps
 	@printf '\n== building infer_pythia\n'
 	@$(MAKE) --no-print-directory DEPS_DONE=1 all
 	@scripts/run_demo.sh infer
+	@scripts/run_demo.sh chat
 
 # What runs on a GPU alone says so before anything is compiled for it.
 GPU_MISSING := $(if $(NVCC_FOUND)$(strip $(NVCC)),$(if $(strip $(FOUND_ARCH)),$(if $(strip $(NVCC)),,NVCC is empty: got a build for the CPU alone),no GPU found: nvidia-smi lists none of compute capability 8.0 or later),no nvcc found: install the CUDA toolkit or name one with NVCC=)
@@ -470,7 +471,7 @@ clean:
 
 help:
 	@echo "make            build train_llama and infer_pythia ($(BUILD_KIND))"
-	@echo "make demo       build, train a tiny Llama on generated stories, sample, plot, run the tiny Pythia (4 to 9 minutes on 2 cores)"
+	@echo "make demo       build, train a tiny Llama on generated stories, plot, run the tiny Pythia, tune and chat (4 to 9 minutes on 2 cores)"
 	@echo "make test       the programs as you build them: units, goldens, hostile files, whole runs, a server (about 10 minutes on 2 cores)"
 	@echo "make test-all   every test this machine can run, with sanitizers; GPU=must refuses to skip those that need a GPU"
 	@echo "make test-op    OP=swiglu: the tests of one operator, as a program of their own"

@@ -165,17 +165,17 @@ Exit train(TrainDevice& device, const TrainSettings& settings, const TrainInputs
   Communicator& ranks = team.communicator();
   device.check_memory(inputs.config, settings.model_options(), batch_sequences(settings),
                       sample != nullptr ? sample->positions() : 0);
-  const bool whole = !inputs.trains_adapter;  // else the tokenizer stays with the frozen model
-  const RunIdentity identity{inputs.config,
-                             settings.numeric_settings(),
-                             settings.steps,
-                             inputs.train->fingerprint(),
-                             settings.device,
-                             WEFT_VERSION,
-                             whole ? inputs.tokenizer : std::string(),
-                             inputs.began_from,
-                             whole && inputs.weights ? inputs.weights->chat_members() : Json::object(),
-                             whole ? std::nullopt : std::optional(TrainedAdapter{*settings.lora(), inputs.base})};
+  const RunIdentity identity{
+      inputs.config,
+      settings.numeric_settings(),
+      settings.steps,
+      inputs.train->fingerprint(),
+      settings.device,
+      WEFT_VERSION,
+      inputs.trains_adapter ? std::string() : inputs.tokenizer,
+      inputs.began_from,
+      inputs.chat,
+      inputs.trains_adapter ? std::optional(TrainedAdapter{*settings.lora(), inputs.base}) : std::nullopt};
   std::optional<Records> records;
   if (team.first()) records.emplace(settings, identity);
   TrainOptions options = settings.model_options();

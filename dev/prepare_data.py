@@ -13,8 +13,9 @@ Documents: CR LF becomes LF, empty lines at the beginning and the end are droppe
 document is followed by the end-of-text token. A beginning-of-text token is put before it only if the tokenizer itself
 puts one before a text. Special tokens that occur in the text are encoded as plain text, unless --special says otherwise.
 
-Conversations: with --chat each line is a conversation (doc/fine_tuning.md). It is rendered by the model's chat format; the shards say
-which tokens are learned, and where each conversation begins.
+Conversations: with --chat each line is a conversation (doc/fine_tuning.md). It is rendered by the model's chat format, or by that of
+--chat-format; the shards say which tokens are learned, and where each conversation begins. chat_format.json beside them is that format,
+which train_llama gives the model.
 
 Validation: the files of --val, or a share of the documents chosen by a hash of their number and --seed. Where that
 would give fewer than ten documents, each document is cut instead and its last part is for validation.
@@ -605,25 +606,28 @@ def parts_of_model(path: Path) -> ModelParts:
     return ModelParts(bytes(file.bytes("tokenizer.json")), file.config.get("chat_format"), ends, positions)
 
 
-def chosen_format(choice: str | None, stored: Any, path: Path) -> chat_format.ChatFormat:
-    """That of --chat-format, or that which the file `path` has."""
+def chosen_format(choice: str | None, stored: Any, path: Path) -> tuple[chat_format.ChatFormat, Any]:
+    """That of --chat-format, or that which the file `path` has; and as JSON."""
     if choice in chat_format.NAMED:
-        return chat_format.NAMED[choice]()
-    if choice is not None:
+        form = chat_format.NAMED[choice]()
+    elif choice is not None:
         if not choice.endswith(".json"):
             raise FileError(cli.USAGE, f"--chat-format: got {shown(choice)}, expected {', '.join(chat_format.NAMED)} or a .json file")
-        return chat_format.read_format(Path(choice))
-    if stored is None:
+        form = chat_format.read_format(Path(choice))
+    elif stored is None:
         bad_file(path, "chat_format", "missing: the model has no chat format", "Convert it with its chat template, or name one by "
                  "--chat-format")
-    return chat_format.from_json(stored, f"{path}: chat_format")
+    else:
+        return chat_format.from_json(stored, f"{path}: chat_format"), stored
+    return form, chat_format.to_json(form)
 
 
 class ChatPipeline:
     """Reads conversations, encodes them in batches, in order, and counts what is left out."""
 
-    def __init__(self, encoder: Encoder, form: chat_format.ChatFormat, ends: list[str], options: argparse.Namespace):
+    def __init__(self, encoder: Encoder, form: chat_format.ChatFormat, form_as_json: Any, ends: list[str], options: argparse.Namespace):
         self.counts = Counts()
+        self.form_as_json = form_as_json
         self.first: tuple[Line, Conversation] | None = None  # of those that are written
         self._encoder, self._options = encoder, options
         stand_ins = conversations.StandIns(encoder.parsed, form)
@@ -675,10 +679,10 @@ class ChatPipeline:
 def prepare_chat(options: argparse.Namespace, staging: Path) -> tuple[Encoder, list[Split], ChatPipeline]:
     """Writes all shards of conversations into `staging`."""
     model = parts_of_model(options.model) if options.model else None
-    form = chosen_format(options.chat_format, model and model.chat_format, options.model or options.tokenizer)
+    form, form_as_json = chosen_format(options.chat_format, model and model.chat_format, options.model or options.tokenizer)
     options.seq_len = options.seq_len or (model.positions if model else MAX_SEQ_LEN)
     encoder = Encoder(options.model or options.tokenizer, None, model.tokenizer if model else None, chat=True)
-    pipeline = ChatPipeline(encoder, form, [*form.end, *encoder.tokens(model.end_ids if model else [])], options)
+    pipeline = ChatPipeline(encoder, form, form_as_json, [*form.end, *encoder.tokens(model.end_ids if model else [])], options)
     sources, val_sources = (open_sources(paths, options, None) for paths in (options.text, options.val or []))
     train, val = (Split(name, staging, encoder, options.shard_tokens) for name in ("train", "val"))
     chosen: set[int] = set()
@@ -785,14 +789,21 @@ def finish_splits(train: Split, val: Split, options: argparse.Namespace, unit: s
                      f"{unit}{why}", "Give more text" if group else "Give more text, or --val-fraction 0")
 
 
-def publish(output: Path, staging: Path, encoder: Encoder, splits: list[Split]) -> int:
-    """Moves the finished shards to their names; returns how many shards of an earlier run had no successor."""
+def publish(output: Path, staging: Path, encoder: Encoder, splits: list[Split], form: Any = None) -> int:
+    """Moves the finished shards to their names; returns how many shards of an earlier run had no successor. `form`: the chat format of
+    conversations, as JSON."""
     new = {name for split in splits for name in split.shards}
     for name in sorted(new):
         os.replace(staging / name, output / name)
     old = [path for path in output.iterdir() if SHARD_NAME.fullmatch(path.name) and path.name not in new]
     for path in old:
         path.unlink()
+    if form is None:
+        (output / "chat_format.json").unlink(missing_ok=True)
+    else:
+        text = json.dumps(form).encode()
+        with AtomicFile(output / "chat_format.json", len(text)) as file:
+            file.write(text)
     with AtomicFile(output / "tokenizer.json", len(encoder.text)) as file:  # its sync of the directory covers the renames
         file.write(encoder.text)
     return len(old)
@@ -907,7 +918,7 @@ def main() -> None:
                 encoder, splits, pipeline = prepare_chat(options, staging)
             else:
                 encoder, splits = prepare(options, staging)
-            replaced = publish(options.output, staging, encoder, splits)
+            replaced = publish(options.output, staging, encoder, splits, pipeline and pipeline.form_as_json)
     finally:
         if not existed:
             with contextlib.suppress(OSError):  # it holds the result

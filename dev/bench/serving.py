@@ -2,11 +2,16 @@
 
     python3 dev/bench/serving.py --model pythia-2.8b.bin                      starts the server and stops it
     python3 dev/bench/serving.py --url http://127.0.0.1:8000                  a server that runs already
+    python3 dev/bench/serving.py --model chats.bin --chat                     what chats cost beside completions
 
 Loads, each with prompts that share nothing and with prompts that share 90 % of their ids (--prefixes):
     closed   so many clients, each of which asks again when it has its answer
     open     requests come at random (Poisson), at 50, 80 and 95 % of the peak of the closed loads
     long     as open at 50 %, and every tenth request is a prompt of 2,000 ids: what the others see of it
+
+With --chat there are closed loads alone: for each number of clients in turns completions, chats, chats and completions. A completion's
+prompt is the ids that POST /tokenize makes of a chat's messages, so that both compute the same; only the first word tells a load's
+conversations from those of another, which keeps them out of its prefix cache.
 
 Prompts are random ids, answers are streams that do not end early. A figure counts what comes in --seconds after --warmup. The
 times between tokens are those between events; ids that complete no character make no event. Clients are spread over
@@ -39,6 +44,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 FIRST_ID, LAST_ID = 10, 249  # of random prompts: every vocabulary has them
 LONG_TOKENS = 16  # generated after a long prompt
 LONG_EVERY = 10  # requests
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+WORDS = "the of and a to in is you that it he was for on are as with his they at be this have from or one had by but not what all were we when".split()
 DRAIN_SECONDS = 60  # for the answers to the last requests of an open load
 
 
@@ -59,11 +66,20 @@ class Sizes:
         common = 0 if prompt else int(self.shared * count)
         ids = random.Random(self.seed).choices(range(FIRST_ID, LAST_ID), k=common)
         ids += random.Random(f"{self.seed}, {number}").choices(range(FIRST_ID, LAST_ID), k=count - common)
-        return json.dumps({"prompt": ids, "max_tokens": output or self.output, "temperature": 0, "ignore_eos": True,
-                           "stream": True, "stream_options": {"include_usage": True}}).encode()
+        return self.generating(output or self.output, prompt=ids)
 
-    def request(self, body: bytes) -> bytes:
-        lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json",
+    @staticmethod
+    def generating(output: int, **prompt: Any) -> bytes:
+        return json.dumps({**prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True, "stream": True,
+                           "stream_options": {"include_usage": True}}).encode()
+
+    def messages(self, number: int, load: int) -> list[dict[str, str]]:
+        """Conversation `number` of a load: a message of `prompt` words."""
+        words = random.Random(f"{self.seed}, chat {number}").choices(WORDS, k=self.prompt - 1)
+        return [{"role": "user", "content": " ".join([str(load), *words])}]
+
+    def request(self, body: bytes, path: str = COMPLETIONS) -> bytes:
+        lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json",
                  f"Content-Length: {len(body)}", *([f"Authorization: Bearer {self.key}"] if self.key else [])]
         return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
@@ -121,7 +137,7 @@ class Connection(asyncio.Protocol):
                 self.transport.close()
             return self._end()
         for piece in pieces:
-            if b'"choices":[{' in piece:
+            if b'"choices":[{' in piece and b'"role":' not in piece:  # a chat's role comes with its first token
                 answer.events.append(now)
             elif usage := re.search(rb'"completion_tokens":(\d+)', piece):
                 answer.tokens = int(usage[1])
@@ -144,6 +160,7 @@ class Load:
     step: int = 1
     begin: float = 0
     end: float = 0  # no request begins later
+    requests: list[bytes] = field(default_factory=list)  # closed: these in turn, in the place of those of `sizes`
     arrivals: list[tuple[float, int, int]] = field(default_factory=list)  # open: time, number, ids of a long prompt or 0
 
 
@@ -161,12 +178,12 @@ async def closed(load: Load) -> list[Answer]:
         connection = await connect(load)
         await asyncio.sleep(max(0, load.begin - time.monotonic()))
         while time.monotonic() < load.end:
-            body = load.sizes.body(number)
+            request = load.requests[number % len(load.requests)] if load.requests else load.sizes.request(load.sizes.body(number))
             number += load.step
             if connection.transport is None:
                 connection = await connect(load)
             answers.append(Answer(False, time.monotonic()))
-            await connection.ask(load.sizes.request(body), answers[-1])
+            await connection.ask(request, answers[-1])
         if connection.transport is not None:
             connection.transport.close()
 
@@ -245,6 +262,7 @@ class Bench:
         self.host, self.port, self.url = parts.hostname, parts.port or 80, url
         self.options, self.pool = options, pool
         self.number = 0  # of the next request: no prompt comes twice
+        self.chat_loads = 0
 
     def sizes(self, shared: float) -> Sizes:
         return Sizes(self.options.prompt, self.options.output, shared, self.options.seed, self.options.key)
@@ -253,16 +271,38 @@ class Bench:
         self.number += count
         return self.number - count
 
-    def closed(self, clients: int, shared: float) -> dict[str, Any]:
+    def closed(self, clients: int, shared: float, requests: list[bytes] | None = None) -> dict[str, Any]:
         options = self.options
         processes = min(options.processes, clients)
         begin = time.monotonic() + 0.5
         window = (begin + options.warmup, begin + options.warmup + options.seconds)
         first = self._numbers(1_000_000)
         loads = [Load(self.host, self.port, self.sizes(shared), clients // processes + (i < clients % processes),
-                      first + i, processes, begin, window[1]) for i in range(processes)]
+                      first + i, processes, begin, window[1], requests or []) for i in range(processes)]
         answers = [answer for part in self.pool.map(run_load, loads, 1) for answer in part]
         return {"load": "closed", "clients": clients, "shared": shared, **figures(answers, *window)}
+
+    def chats(self, clients: int, path: str) -> dict[str, Any]:
+        """A closed load of chats, or of completions of the same ids."""
+        sizes, count = self.sizes(0), self.options.conversations
+        self.chat_loads += 1
+        requests = []
+        for number in range(count):
+            messages = sizes.messages(number, self.chat_loads)
+            prompt: dict[str, Any] = {"messages": messages}
+            if path == COMPLETIONS:
+                prompt = {"prompt": json.loads(self.ask("/tokenize", prompt))["tokens"]}
+            requests.append(sizes.request(sizes.generating(sizes.output, **prompt), path))
+        row = {**self.closed(clients, 0, requests), "path": path}
+        if row["requests"] > count:
+            sys.exit(f"--conversations: got {count}, but there were {row['requests']} requests: prompts would be found in the prefix cache")
+        return row
+
+    def ask(self, path: str, body: Any = None) -> str:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.options.key}"} if self.options.key else {})
+        data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers), timeout=60) as answer:
+            return answer.read().decode()
 
     def open(self, share: float, peak: float, shared: float, long_prompt: int = 0) -> dict[str, Any]:
         """At `share` of the peak, in tokens/s."""
@@ -283,9 +323,7 @@ class Bench:
                 **figures(answers, *window)}
 
     def metrics(self) -> dict[str, float]:
-        headers = {"Authorization": f"Bearer {self.options.key}"} if self.options.key else {}
-        with urllib.request.urlopen(urllib.request.Request(self.url + "/metrics", headers=headers), timeout=60) as answer:
-            text = answer.read().decode()
+        text = self.ask("/metrics")
         names = ["vllm:num_preemptions_total", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total",
                  "weft:steps_total", "weft:rows_total", "weft:streams_cut_off_total", "vllm:generation_tokens_total"]
         found = {name: re.search(rf"^{name}(?:\{{.*\}})? (\S+)$", text, re.M) for name in names}
@@ -299,11 +337,14 @@ COLUMNS = ["load", "shared", "output tokens/s", "TTFT p50 / p99 ms", "between to
            "failed"]
 
 
+NAMES = {None: "", COMPLETIONS: ", completions", CHATS: ", chats"}
+
+
 def cells(row: dict[str, Any]) -> list[str]:
     def pair(name: str) -> str:
         values = [row[f"{name}_p50"], row[f"{name}_p99"]]
         return " / ".join("–" if value is None else f"{value:.2f}" for value in values)
-    name = f"{row['clients']} clients" if row["load"] == "closed" else f"{row['load']}, {100 * row['share_of_peak']:.0f} % of the peak"
+    name = f"{row['clients']} clients{NAMES[row.get('path')]}" if row["load"] == "closed" else f"{row['load']}, {100 * row['share_of_peak']:.0f} % of the peak"
     ratio = f"{row['itl_ms_p99'] / row['itl_ms_p50']:.2f}" if row["itl_ms_p50"] else "–"
     return [name, f"{100 * row['shared']:.0f} %", f"{row['tokens_per_s']:.0f}", pair("ttft_ms"), pair("itl_ms"), ratio,
             str(row["requests"]), str(row["failed"] + row["unfinished"])]
@@ -316,7 +357,10 @@ def run_all(bench: Bench, options: argparse.Namespace, tell: Callable[[dict[str,
         rows.append(row)
         tell(row)
 
-    for shared in options.prefixes:
+    for clients in options.clients if options.chat else ():
+        for path in (COMPLETIONS, CHATS, CHATS, COMPLETIONS):
+            add(bench.chats(clients, path))
+    for shared in () if options.chat else options.prefixes:
         for clients in options.clients:
             add(bench.closed(clients, shared))
         peak = max(row["tokens_per_s"] for row in rows if row["shared"] == shared)
@@ -383,6 +427,8 @@ def main() -> int:
     parser.add_argument("--prefixes", type=numbers(float, 0, 1), default=[0.0, 0.9], help="shares of a prompt that all have")
     parser.add_argument("--prompt", type=int, default=128, help="ids of a prompt")
     parser.add_argument("--output", type=int, default=128, help="ids generated after it")
+    parser.add_argument("--chat", action="store_true", help="chats beside completions; --prompt counts words")
+    parser.add_argument("--conversations", type=int, default=1000, help="of a load of --chat: at least as many as it has requests")
     parser.add_argument("--long", type=int, default=2000, help="ids of a long prompt; 0: without this load")
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--warmup", type=float, default=3, help="seconds before them")
@@ -390,8 +436,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "build/bench_serving.json")
     options = parser.parse_args()
-    if min(options.prompt, options.output, options.processes) < 1 or options.seconds <= 0 or options.warmup < 0:
-        parser.error("--prompt, --output, --processes and --seconds: expected more than 0")
+    if min(options.prompt, options.output, options.processes, options.conversations) < 1 or options.seconds <= 0 or options.warmup < 0:
+        parser.error("--prompt, --output, --processes, --conversations and --seconds: expected more than 0")
 
     def tell(row: dict[str, Any]) -> None:
         print(", ".join(f"{name}: {cell}" for name, cell in zip(COLUMNS, cells(row))), file=sys.stderr, flush=True)
@@ -399,6 +445,7 @@ def main() -> int:
     try:
         with server(options) as url, multiprocessing.get_context("spawn").Pool(options.processes) as pool:
             bench = Bench(url, options, pool)
+            pool.map(time.sleep, [0.1] * options.processes, 1)  # until its processes are there: the first load does not wait for them
             bench.metrics()  # so that a server that cannot be reached is noticed before the first load
             rows = run_all(bench, options, tell)
             counters = bench.metrics()
@@ -406,7 +453,7 @@ def main() -> int:
         sys.exit(f"{options.url or options.binary}: {error}")
     print("\n".join("| " + " | ".join(line) + " |" for line in [COLUMNS, ["---"] * len(COLUMNS), *map(cells, rows)]))
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    settings = {name: getattr(options, name) for name in ("prompt", "output", "long", "seconds", "warmup", "processes", "seed",
+    settings = {name: getattr(options, name) for name in ("prompt", "output", "long", "seconds", "warmup", "processes", "seed", "chat",
                                                           "server_options")}
     options.out.write_text(json.dumps({"settings": settings, "rows": rows, "counters": counters}, indent=1) + "\n")
     return 1 if any(row["failed"] + row["unfinished"] for row in rows) else 0

@@ -195,6 +195,7 @@ std::string ModelFile::tokenizer_json() const {
 }
 
 Json ModelFile::chat_members() const {
+  if (adapter_ && adapter_->file_.config().contains(kChatFormat)) return adapter_->chat_members();
   Json members = Json::object();
   for (const char* name : {kChatFormat, kChatTemplate, kChatTokens}) {
     if (const auto found = file_.config().find(name); found != file_.config().end()) members[name] = *found;

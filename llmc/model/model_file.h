@@ -54,7 +54,8 @@ class ModelFile {
   DType dtype() const;  // of the embedding: what the start-up line names
   bool has_tokenizer() const;
   std::string tokenizer_json() const;  // verified; empty if the file carries none
-  // What the configuration says of chats, as far as the file has it, and not checked.
+  // What the configuration says of chats, as far as the file has it, and not checked. That of an added adapter, if it has a
+  // format: it was tuned on such chats.
   Json chat_members() const;
   // Reads one parameter as fp32 and verifies its hash. A value that is not finite is Exit::bad_file. Only for
   // ValueKind::floats.

@@ -65,8 +65,8 @@ struct RunIdentity {
   std::string version;
   std::string tokenizer;       // text of tokenizer.json; may be empty
   std::string began_from;      // header hash of the model file (--model) that the run began with; empty: new parameters
-  Json chat = Json::object();  // chat_members() of that file: its checkpoints have them too
-  std::optional<TrainedAdapter> adapter = {};  // such a run has neither tokenizer nor chat: they stay with the model
+  Json chat = Json::object();  // TrainInputs::chat
+  std::optional<TrainedAdapter> adapter = {};  // the tokenizer of such a run stays with the model
 };
 
 // A checkpoint that was read completely and found intact.

@@ -2,13 +2,17 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <utility>
 #include <vector>
 
 #include "llmc/base/error.h"
+#include "llmc/base/file.h"
 #include "llmc/base/hash.h"
+#include "llmc/base/json.h"
 #include "llmc/base/log.h"
 #include "llmc/model/families/hf_config.h"
 #include "llmc/model/limits.h"
+#include "llmc/text/chat_format.h"
 #include "llmc/text/tokenizer.h"
 #include "llmc/train/initialize.h"
 
@@ -19,6 +23,7 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr std::uint64_t kMaxTokenizerBytes = 100'000'000;
+constexpr std::uint64_t kMaxChatFormatBytes = 1 << 20;
 constexpr std::int64_t kVocabularyRows = 128;  // a new model's vocabulary is padded to a multiple of this
 // Hashing shards takes about a second per gigabyte. Data of at most this many tokens is verified at every start,
 // larger data only in a dry run.
@@ -102,6 +107,20 @@ void open_tokenizer(const TrainSettings& settings, TrainInputs& inputs) {
     return;
   }
   inputs.tokenizer = read_text_file(inputs.tokenizer_source, kMaxTokenizerBytes);
+}
+
+void open_chat(TrainInputs& inputs) {
+  inputs.chat = inputs.weights ? inputs.weights->chat_members() : Json::object();
+  if (!inputs.train) return;
+  const std::string path = inputs.train->directory() + "/chat_format.json";
+  std::error_code error;
+  if (fs::symlink_status(path, error).type() == fs::file_type::not_found) return;
+  const std::string source = escaped(path);
+  Json format = parse_json(read_text_file(path, kMaxChatFormatBytes), source);
+  ChatFormat::from_json(format, source);
+  if (inputs.chat.value(kChatFormat, Json()) == format) return;
+  // The template that the model came with writes another form.
+  inputs.chat = {{kChatFormat, std::move(format)}};
 }
 
 // The vocabulary of a new model: --vocab-size if it is given, otherwise the ids of the training data, padded to a
@@ -188,6 +207,7 @@ TrainInputs open_inputs(const TrainSettings& settings) {
   }
   choose_vocabulary(settings, inputs);
   open_tokenizer(settings, inputs);
+  open_chat(inputs);
   check_output(settings, inputs);
   if (inputs.train) check_shards(*inputs.train, "--train", inputs);
   if (inputs.val) check_shards(*inputs.val, "--val", inputs);

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 
+#include "llmc/base/json.h"
 #include "llmc/model/model_file.h"
 #include "llmc/model/train_model.h"
 #include "llmc/train/data_loader.h"
@@ -20,6 +21,9 @@ struct TrainInputs {
   std::string base, began_from;             // header hash of --model, and RunIdentity's; empty without one
   std::string tokenizer, tokenizer_source;  // text of tokenizer.json and the file it is from; empty without one
   std::optional<TokenDataset> train, val;   // absent if not asked for
+  // What its checkpoints say of chats: as chat_members() of --model, or with the chat format of the training shards, which
+  // dev/prepare_data.py --chat writes beside them.
+  Json chat;
 
   bool packed() const { return train && train->packs(); }
   bool masks_documents() const { return (train && train->masks_documents()) || (val && val->masks_documents()); }

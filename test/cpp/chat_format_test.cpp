@@ -3,13 +3,17 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "llmc/base/error.h"
 #include "llmc/base/file.h"
 #include "llmc/base/json.h"
+#include "llmc/infer/chat.h"
+#include "test/cpp/processor_time.h"
 
 namespace weft {
 namespace {
@@ -139,6 +143,33 @@ struct Damage {
   Json value;
   const char* words;
 };
+
+// A conversation is rendered and tokenized once: ten of 100 turns cost about as much as one of 1,000, which would cost several
+// times as much if it were the square of the length.
+TEST(ChatFormat, TheCostGrowsWithTheLength) {
+  const Tokenizer tokenizer =
+      Tokenizer::from_json(read_text_file("models/tiny-llama/tokenizer.json", 10'000'000), "tokenizer.json");
+  const Json format = parse_json(read_text_file("models/tiny-llama/chat_format.json", 100'000), "chat_format.json");
+  const Chat chat(ChatFormat::from_json(format, "chat_format.json"), tokenizer);
+  std::vector<ChatMessage> messages;
+  for (int i = 0; i < 1001; ++i) {
+    messages.push_back({i % 2 == 0 ? "user" : "assistant", "Once upon a time number " + std::to_string(i * 7919)});
+  }
+  const auto seconds = [&](std::size_t turns) {
+    double least = 1e9;
+    for (int run = 0; run < 5; ++run) {
+      least = std::min(least, processor_seconds([&] {
+                         for (std::size_t done = 0; done < 1000; done += turns) {
+                           const std::vector<TextSegment> segments =
+                               chat.render(std::span(messages).first(turns + 1), Chat::Tail::answer);
+                           EXPECT_GT(chat.ids(segments).size(), turns);
+                         }
+                       }));
+    }
+    return least;
+  };
+  EXPECT_LT(seconds(1000), 2 * seconds(100));
+}
 
 TEST(ChatFormat, ADamagedFormatIsRefusedWithThePlace) {
   const Json whole = vectors()[0]["format"];

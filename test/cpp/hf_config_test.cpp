@@ -575,9 +575,11 @@ TEST(Inputs, AModelKeepsItsVocabularyAndItsTokens) {
 }
 
 // micro_config() as a model file, with this tokenizer; "": without one.
-void write_micro_model(const std::string& path, const std::string& tokenizer) {
+void write_micro_model(const std::string& path, const std::string& tokenizer, const Json& chat = Json::object()) {
   const ModelConfig config = micro_config();
-  TensorFileWriter writer(path, FileKind::model, {{"model", config_to_json(config)}});
+  Json configuration = {{"model", config_to_json(config)}};
+  configuration.update(chat);
+  TensorFileWriter writer(path, FileKind::model, configuration);
   const TensorTable table(config);
   for (const TensorSpec& spec : table.specs()) writer.declare(spec.name, DType::f32, spec.shape);
   if (!tokenizer.empty()) writer.declare(kTokenizerTensor, DType::u8, {std::ssize(tokenizer)});
@@ -671,6 +673,51 @@ TEST(Inputs, TheTokenizerIsTheFirstThatThereIs) {
   no_shards.train.clear();
   expect_source(no_shards, "");
   std::filesystem::remove(beside);  // a link to nothing is there, and cannot be read
+  std::filesystem::create_symlink(files.file("nowhere"), beside);
+  error_of(Exit::bad_file, [&] { open_inputs(files.settings()); });
+}
+
+// The chat format of the training shards comes before the model's own, whose template then no longer belongs to it.
+TEST(Inputs, TheChatFormatIsThatOfTheConversations) {
+  const InputFiles files;
+  const std::string beside = files.file("data/chat_format.json");
+  const auto format_that_ends = [](const char* end) {
+    return Json{{"version", 1},
+                {"order", "any"},
+                {"kinds", Json::array()},
+                {"rules", Json::array()},
+                {"refusals", Json::array()},
+                {"end", {end}}};
+  };
+  const Json own = format_that_ends("<own>"), other = format_that_ends("<other>");
+  const Json learned = {
+      {"chat_format", own}, {"chat_template", "{{ messages }}"}, {"chat_tokens", {{"bos_token", "a0"}}}};
+  write_micro_model(files.file("models/chats.bin"), files.text, learned);
+  TrainSettings eval = files.settings("chats.bin");  // as train_llama --eval: there are no training shards
+  eval.val = eval.train;
+  eval.eval = true;
+  eval.train.clear();
+  const auto chat = [&](const char* model) { return open_inputs(files.settings(model)).chat; };
+
+  for (const char* model : {"", "plain.bin"}) EXPECT_EQ(chat(model), Json::object());
+  EXPECT_EQ(chat("chats.bin"), learned);
+  write_bytes(beside, own.dump(1));
+  for (const char* model : {"", "plain.bin"}) EXPECT_EQ(chat(model), Json({{"chat_format", own}}));
+  EXPECT_EQ(chat("chats.bin"), learned);
+  write_bytes(beside, other.dump());
+  EXPECT_EQ(chat("chats.bin"), Json({{"chat_format", other}}));
+  EXPECT_EQ(open_inputs(eval).chat, learned);
+
+  for (const auto& [text, words] :
+       {std::pair{"{}", "version"}, std::pair{"{", "JSON"}, std::pair{"[1]", "expected an object"}}) {
+    write_bytes(beside, text);
+    const std::string error = error_of(Exit::bad_file, [&] { open_inputs(files.settings()); });
+    expect_contains(error, escaped(beside));
+    expect_contains(error, words);
+  }
+  write_bytes(beside, std::string((1 << 20) + 1, ' '));
+  expect_contains(error_of(Exit::bad_file, [&] { open_inputs(files.settings()); }), "1048576");
+  std::filesystem::remove(beside);
   std::filesystem::create_symlink(files.file("nowhere"), beside);
   error_of(Exit::bad_file, [&] { open_inputs(files.settings()); });
 }

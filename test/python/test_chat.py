@@ -448,7 +448,7 @@ def test_the_chat_tab_of_the_page(server, browser):  # noqa: F811
     click("tab_chat")
     heights = browser.run("document.getElementById('options').open = true; return Array.from(document.querySelectorAll('button, "
                           "#options input'), one => one.getBoundingClientRect().height)")
-    assert len(heights) == 12 and set(heights) == {36}, "buttons and inputs have one height"
+    assert len(heights) == 15 and set(heights) == {36}, "buttons and inputs have one height"
     options = {"max_tokens": 12, "temperature": 1, "seed": 9, "ignore_eos": False}
     fill(browser, prompt="<b>Once</b>", system="Be brief", max_tokens=12, temperature=1, seed=9)
     click("go")
@@ -480,6 +480,36 @@ def test_the_chat_tab_of_the_page(server, browser):  # noqa: F811
     assert turns() == []
     click("tab_text")
     assert browser.run("return document.getElementById('chat').checkVisibility()") is False
+
+
+def test_the_penalties_of_the_page_are_those_of_its_requests(server, browser):  # noqa: F811
+    browser.call("POST", "/url", {"url": server.url + "/"})
+    until(lambda: browser.run("return document.getElementById('tab_chat') !== null"))
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+    common = {"max_tokens": 30, "temperature": 0, "ignore_eos": False}
+
+    def said(path: str, **penalties: float) -> str:
+        """What the page shows of a tab's answer."""
+        where = "chat" if path == CHAT else "text"
+        browser.run(f"document.getElementById('tab_{where}').click()")
+        if path == CHAT:
+            browser.run("document.getElementById('anew').click()")
+        fill(browser, prompt="Once upon", max_tokens=30, temperature=0, **neutral | penalties)
+        browser.run("document.getElementById('state').textContent = ''; document.getElementById('go').click()")
+        until(lambda: "ended by" in browser.run("return document.getElementById('state').textContent"))
+        last = "#chat .turn.assistant" if path == CHAT else "#text"
+        text = browser.run(f"return document.querySelector('{last}').textContent")
+        return text if path == CHAT else text.removeprefix("Once upon")
+
+    for path in ("/v1/completions", CHAT):
+        answers = {}
+        for name, value in (("presence_penalty", 1.5), ("frequency_penalty", 1), ("repetition_penalty", 4), ("", 0)):
+            penalty = {name: value} if name else {}
+            body = common | penalty | ({"messages": ASK} if path == CHAT else {"prompt": "Once upon"})
+            choice = post(server, path, body)["choices"][0]
+            answers[name] = choice["message"]["content"] if path == CHAT else choice["text"]
+            assert said(path, **penalty) == answers[name], (path, name)
+        assert len(set(answers.values())) == 4, "each of them changes the text"
 
 
 # ---- the terminal ----------------------------------------------------------------------------------------------------

@@ -363,14 +363,30 @@ def test_options_of_conversations_need_them(tmp_path):
     assert done.returncode == 2 and "--chat-format is needed" in done.stderr
 
 
-def model_file(path, form, positions=512, tokenizer=None, eos=(0,)):
+def model_file(path, form, positions=512, tokenizer=None, eos=(0,), more=None):
     tokenizer = json.dumps(with_specials("llama3_style", CHATML)[0]).encode() if tokenizer is None else tokenizer
-    config = {"model": {"family": "llama", "eos_ids": list(eos), "max_positions": positions}} | ({"chat_format": cf.to_json(form)} if form else {})
+    config = {"model": {"family": "llama", "eos_ids": list(eos), "max_positions": positions}} | ({"chat_format": cf.to_json(form) | (more or {})} if form else {})
     with tensor_file.Writer(path, "model", config) as writer:
         if tokenizer:
             writer.declare("tokenizer.json", "u8", (len(tokenizer),))
             writer.write("tokenizer.json", tokenizer)
     return path
+
+
+def test_the_chat_format_lies_beside_the_shards_and_goes_with_them(prepare, tmp_path):
+    source, beside = write(tmp_path / "a.jsonl", *GOOD), tmp_path / "out" / "chat_format.json"
+    assert prepare(source).returncode == 0
+    assert json.loads(beside.read_text()) == cf.to_json(cf.NAMED["chatml"]())
+    # Of a model, to the byte as the model has it: what a reader may leave out is there.
+    model = model_file(tmp_path / "model.bin", cf.NAMED["chatml"](), more={"options": {}, "source": ""})
+    assert prepare(source, source=("--model", model)).returncode == 0
+    assert json.loads(beside.read_text()) == cf.to_json(cf.NAMED["chatml"]()) | {"options": {}, "source": ""}
+    done = subprocess.run([sys.executable, ROOT / "dev/prepare_data.py", source, "--jsonl-field", "messages", "--tokenizer", tmp_path / "tokenizer.json",
+                           "-o", tmp_path / "out"], capture_output=True, text=True)
+    assert done.returncode == 3 and beside.exists(), "what fails changes nothing"
+    done = subprocess.run([sys.executable, ROOT / "dev/prepare_data.py", source, "--format", "text", "--tokenizer", tmp_path / "tokenizer.json",
+                           "-o", tmp_path / "out"], capture_output=True, text=True)
+    assert done.returncode == 0 and not beside.exists(), done.stderr
 
 
 def test_tokenizer_format_and_longest_are_those_of_the_model(prepare, tmp_path):

@@ -1070,7 +1070,7 @@ def test_the_controls_of_the_page(server, browser):
     browser.call("POST", "/url", {"url": server.url + "/"})
     heights = browser.run("document.getElementById('options').open = true; return Array.from(document.querySelectorAll('button, "
                           "#options input'), one => one.getBoundingClientRect().height)")
-    assert len(heights) == 8 and set(heights) == {36}, "buttons and inputs have one height"
+    assert len(heights) == 11 and set(heights) == {36}, "buttons and inputs have one height"
     colours = browser.run("return ['go', 'halt'].map(id => getComputedStyle(document.getElementById(id)).backgroundColor)")
     assert colours[0] != colours[1], "one button is the primary one"
     assert browser.run("document.getElementById('options').open = false; return document.getElementById('top_k').checkVisibility()") is False

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev" / "bench"))
 import serving  # noqa: E402
 
+from test_chat import chat_format  # noqa: E402
 from test_infer_cli import tokenizer_json, write_model  # noqa: E402
 
 PROGRAM = Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "infer_pythia"
@@ -102,6 +103,38 @@ def test_a_short_run(tmp_path):
     assert counters["vllm:prefix_cache_hits_total"] > 0 and counters["weft:steps_total"] > 0
     table = done.stdout.splitlines()
     assert len(table) == 2 + len(rows) and table[2].startswith("| 1 clients | 0 % |")
+
+
+def test_the_role_of_a_chat_is_no_token():
+    events = ['{"choices":[{"delta":{"role":"assistant","content":""}}]}', '{"choices":[{"delta":{"content":"a"}}]}',
+              '{"choices":[{"delta":{},"finish_reason":"length"}]}', '{"choices":[],"usage":{"completion_tokens":1}}', "[DONE]"]
+    connection = serving.Connection()
+    connection.answer = read = serving.Answer(False, 0)
+    connection.data_received(b"HTTP/1.1 200 OK\r\n\r\n" + "".join(f"data: {event}\n\n" for event in events).encode())
+    assert (len(read.events), read.tokens) == (2, 1)
+
+
+@pytest.mark.skipif(not PROGRAM.exists(), reason="infer_pythia is not built")
+def test_chats_beside_completions(tmp_path):
+    """In turns, and no load finds a prompt in the cache."""
+    model = write_model(tmp_path / "small.bin", tokenizer_json(), beside={"chat_format": chat_format()}, max_positions=1024)
+    words = ["--model", model, "--binary", PROGRAM, "--chat", "--clients", "2", "--seconds", 1, "--warmup", 0.2, "--prompt", 30, "--output", 12,
+             "--processes", 1, "--out", tmp_path / "out.json", "--server-options", "--device cpu --threads 1"]
+
+    def run(*more):
+        return subprocess.run([sys.executable, ROOT / "dev/bench/serving.py", *map(str, words), *map(str, more)], capture_output=True, text=True, timeout=120)
+
+    done = run()
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    chats, completions = serving.CHATS, serving.COMPLETIONS
+    assert [row["path"] for row in result["rows"]] == [completions, chats, chats, completions]
+    assert all(row["tokens_per_s"] > 0 and row["ttft_ms_p50"] > 0 and row["failed"] == row["unfinished"] == 0 for row in result["rows"])
+    assert result["counters"]["vllm:prefix_cache_hits_total"] == 0
+    assert [line.split("|")[1].strip() for line in done.stdout.splitlines()[2:]] == [f"2 clients, {name}" for name in
+                                                                                     ("completions", "chats", "chats", "completions")]
+    done = run("--conversations", 1)
+    assert done.returncode == 1 and "--conversations: got 1" in done.stderr
 
 
 def test_a_server_that_is_not_there_is_one_line():

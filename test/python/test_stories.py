@@ -1,6 +1,7 @@
 """The story generator, the tokenizers trained on its text, and the files of the two tiny models."""
 
 import hashlib
+import json
 import re
 import subprocess
 import sys
@@ -114,6 +115,40 @@ def test_plain_ascii_paragraphs(stories):
     for story in stories:
         assert re.fullmatch(r"[ -~]+(\n\n[ -~]+)+", story), story
         assert story[-1] in '.!?"'
+
+
+# --- the conversations -------------------------------------------------------------------------------------------------
+
+
+def chats(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(DATA / "make_chats.py"), "-o", str(path), *arguments], capture_output=True, text=True)
+
+
+def test_the_same_conversations_everywhere(tmp_path):
+    """Those of the demo; dev/data/README.md has the same sum."""
+    path = tmp_path / "new" / "chats.jsonl"
+    assert chats(path).returncode == 0
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert digest == "944b2adb72e0d574cc2a1bdc31913996a1557d3dc65e06a20ea085d08a4ca562" and digest in (DATA / "README.md").read_text()
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+    assert chats(path, "--chats", "0").returncode == 2
+
+
+def test_conversations_are_about_their_stories(tmp_path, stories):
+    assert chats(tmp_path / "chats.jsonl", "--chats", "1500").returncode == 0
+    told, asked = 0, set()
+    for line, story in zip((tmp_path / "chats.jsonl").read_text("ascii").splitlines(), stories, strict=True):
+        messages = json.loads(line)["messages"]
+        texts = [message["content"] for message in messages if message["role"] != "system"]
+        assert [message["role"] for message in messages] == ["system"] * (len(messages) % 2) + ["user", "assistant"] * (len(texts) // 2)
+        paragraphs = story.split("\n\n")
+        assert texts[1] == paragraphs[0] and texts[-1] == paragraphs[-1], "it begins and ends with the story"
+        told += [text for text in texts[1::2] if text in paragraphs] == paragraphs
+        asked |= {text for text in texts[::2] if "a story about" not in text}
+        for name in MISTAKES:
+            assert not any(re.search(MISTAKES[name], text) for text in texts), (name, texts)
+    assert 0.6 < told / len(stories) < 0.95, "most tell the whole story"
+    assert {"Go on.", "How does it end?", "Who was the story about?"} <= asked
 
 
 # --- the tokenizers and the models -------------------------------------------------------------------------------------

@@ -23,13 +23,17 @@ def plot(seasons: tuple[str, ...] | None = None) -> Callable[[Plot], Plot]:
     return register
 
 
-def tell(seed: int, index: int) -> str:
-    """Story number `index` of the seed: the same text on every machine, whatever else is generated."""
+def make_story(seed: int, index: int) -> Story:
+    """Story number `index` of the seed: the same on every machine, whatever else is generated."""
     random = RandomSource(seed, index)
     function, seasons = random.pick(PLOTS)
     story = Story(random, seasons)
     function(story)
-    return story.text()
+    return story
+
+
+def tell(seed: int, index: int) -> str:
+    return make_story(seed, index).text()
 
 
 @plot()

@@ -73,8 +73,11 @@ class Story:
         if self._paragraphs[-1]:
             self._paragraphs.append([])
 
+    def paragraphs(self) -> list[str]:
+        return [" ".join(sentences) for sentences in self._paragraphs if sentences]
+
     def text(self) -> str:
-        return "\n\n".join(" ".join(sentences) for sentences in self._paragraphs if sentences)
+        return "\n\n".join(self.paragraphs())
 
     # Openings and endings that every plot shares.
 

@@ -54,4 +54,9 @@ ROWS = [
     Mutant("chat format: a span begins at its last marker", "applied", "piece.find(step.text)", "piece.rfind(step.text)", unit("ChatFormat.*")),
     Mutant("a chat format makes any amount of text", "append", "rendered_bytes_ += text.size();", "",
            unit("ChatFormat.WhatIsRendered*")),
+    Mutant("a conversation is tokenized anew for each of its segments", "Tokenizer::encode",
+           "for (const TextSegment& segment : segments) encoder.add(segment);",
+           "for (std::size_t n = 1; n <= segments.size(); ++n) { std::vector<std::int32_t> part; SegmentEncoder again(*this, part); "
+           "for (const TextSegment& segment : segments.first(n)) again.add(segment); } "
+           "for (const TextSegment& segment : segments) encoder.add(segment);", unit("ChatFormat.TheCost*")),
 ]

@@ -61,6 +61,8 @@ ROWS = [
     Mutant("a best checkpoint that could not be saved stays the best", "report_save",
            "if (state_.best && state_.best->step == result->step) state_.best = saved_best_;", "",
            unit("TrainLoopTest.ABestCheckpoint*")),
+    Mutant("a model keeps the chat template of another format", "open_chat", "inputs.chat = {{kChatFormat, std::move(format)}};",
+           "inputs.chat[kChatFormat] = std::move(format);", unit("Inputs.TheChatFormat*")),
     Mutant("the default warm-up may be half of the run", "options.cpp", "kWarmupShare = 4", "kWarmupShare = 2",
            unit("TrainOptionParser.Defaults*")),
     Mutant("the number of virtual ranks may change at a resume", "numeric_settings",
