@@ -166,6 +166,10 @@ def named_as_expected(found: dict[str, Source], model: Model) -> dict[str, Sourc
     """The tensors under the names of model.tensors. A model that was saved without its head (LlamaModel, GPTNeoXModel) has
     them without the prefix; newer versions of transformers call every head lm_head."""
     prefix, head = model.embedding.split(".")[0] + ".", model.head
+    for text in ("language_model.", "model.language_model."):  # of a model of several modalities; the others are left out
+        if text + model.embedding in found or text + model.embedding.removeprefix(prefix) in found:
+            found = {name.removeprefix(text): source for name, source in found.items()
+                     if name.startswith((text, "lm_head."))}
     if model.embedding not in found and model.embedding.removeprefix(prefix) in found:
         heads = ("lm_head.", "embed_out.")
         found = {name if name.startswith(heads) else prefix + name: source for name, source in found.items()}
