@@ -230,6 +230,16 @@ bool has_bias(const ModelConfig& config, BlockLinear linear) {
   fail(Exit::internal, "unknown linear layer");
 }
 
+const char* part_without_kernels(const ModelConfig& config) {
+  if (config.activation == Activation::geglu_tanh) return "GeGLU";
+  if (config.norm_weight_offset != 0) return "norms with 1 + weight";
+  if (config.post_norms) return "norms behind attention and MLP";
+  if (config.scaled_embedding) return "scaled embeddings";
+  if (config.attention_scale > 0) return "another scale of attention's scores";
+  if (config.local_rope_theta > 0) return "a RoPE theta of layers with a window";
+  return nullptr;
+}
+
 ModelConfig config_from_json(const Json& object, const std::string& source) {
   ModelConfig config;
   const Family& family = family_from_json(object, source);

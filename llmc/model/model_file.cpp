@@ -80,13 +80,16 @@ ModelConfig read_config(const TensorFile& file) {
 }  // namespace
 
 std::string training_unsupported_reason(const ModelConfig& config) {
-  const bool other_block = config.activation != Activation::swiglu || config.norm_weight_offset != 0 ||
-                           config.post_norms || config.scaled_embedding || config.attention_scale > 0 ||
-                           config.local_rope_theta > 0;
-  if (other_block || config.qkv_layout != QkvLayout::concatenated || config.parallel_residual) {
+  if (const char* part = part_without_kernels(config); part != nullptr) {
+    return format(
+        "got a model of the family %s, expected one that can be trained: it has %s, which training has not. "
+        "infer_pythia runs this model",
+        config.family.c_str(), part);
+  }
+  if (!config.gated() || config.qkv_layout != QkvLayout::concatenated || config.parallel_residual) {
     return format(
         "got a model of the family %s, expected one that can be trained: with SwiGLU, a sequential residual, and q, k "
-        "and v in matrices of their own, as Llama has them. infer_pythia runs this model",
+        "and v in matrices of their own. infer_pythia runs this model",
         config.family.c_str());
   }
   if (!config.quantization.any()) return {};
