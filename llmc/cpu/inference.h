@@ -113,7 +113,7 @@ class Inference final : public InferenceModel {
   ModelConfig config_;
   HostArena kv_arena_;  // keys, then values, each [L, page, NKV, page_size, HS]; first: it refuses what cannot fit
   InferenceOptions options_;
-  RopeTable rope_, local_rope_;  // local: of layers that rotate locally
+  RopeTable rope_, local_rope_;         // local: of layers that rotate locally
   std::vector<std::int32_t> last_ids_;  // [slots]: sampled last in each
   std::unique_ptr<HostArena> own_;      // the parameters, where the model owns them
   const ModelWeights<const float> weights_;

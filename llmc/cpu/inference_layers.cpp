@@ -169,7 +169,8 @@ void Inference::attend(std::int64_t l) {
       }
     }
   }
-  paged_attention({NH, config_.score_scale(), q.token_stride, q.head_stride, config_.window(l)}, attention_.data(), q.data, kv, rows_);
+  paged_attention({NH, config_.score_scale(), q.token_stride, q.head_stride, config_.window(l)}, attention_.data(),
+                  q.data, kv, rows_);
   if (!keep_) return;
   const std::string prefix = "layers." + std::to_string(l) + ".";
   keep_heads(prefix + "q", q, NH);

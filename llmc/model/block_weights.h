@@ -54,11 +54,11 @@ struct Linear {
 template <typename T, typename Packed = QuantizedMatrix>
 struct BlockWeights {
   NormWeights<T> input_norm, post_norm;
-  Linear<T, Packed> qkv;                    // [q + 2 kv, C]; the order of its rows is ModelConfig::qkv_layout
-  Linear<T, Packed> output;                 // [C, q]
-  Linear<T, Packed> up;                     // [F, C]; with SwiGLU [2 F, C]: gate, then up
-  Linear<T, Packed> down;                   // [C, F]
-  NormWeights<T> q_norm = {}, k_norm = {};  // of each head; null without ModelConfig::qk_norm
+  Linear<T, Packed> qkv;                              // [q + 2 kv, C]; the order of its rows is ModelConfig::qkv_layout
+  Linear<T, Packed> output;                           // [C, q]
+  Linear<T, Packed> up;                               // [F, C]; with SwiGLU [2 F, C]: gate, then up
+  Linear<T, Packed> down;                             // [C, F]
+  NormWeights<T> q_norm = {}, k_norm = {};            // of each head; null without ModelConfig::qk_norm
   NormWeights<T> attention_norm = {}, mlp_norm = {};  // null without ModelConfig::post_norms
 
   Linear<T, Packed>& linear(BlockLinear which) {

@@ -263,7 +263,8 @@ ModelConfig config_from_json(const Json& object, const std::string& source) {
   config.qkv_bias |= config.output_bias;
   config.windows = windows_from_json(object, config.num_layers, source);
   config.nope_layers = nope_layers_from_json(object, config.num_layers, source);
-  if (object.contains("local_rope_theta")) config.local_rope_theta = positive_number(object, "local_rope_theta", source);
+  if (object.contains("local_rope_theta"))
+    config.local_rope_theta = positive_number(object, "local_rope_theta", source);
   if (object.contains("attention_scale")) config.attention_scale = positive_number(object, "attention_scale", source);
   config.tokenizer_vocab = json_int(object, "tokenizer_vocab", 1, config.vocab_size, source);
   config.eos_ids = ids_from_json(object, "eos_ids", config.vocab_size, source);

@@ -779,7 +779,8 @@ TEST(ModelConfig, WhatTrainingHasNotIsRefusedByName) {
     return training_unsupported_reason(config);
   };
   EXPECT_EQ(reason([](ModelConfig&) {}), "");
-  expect_contains(reason([](ModelConfig& c) { set_family(c, "gemma3_text"); }), "gemma3_text, expected one that can be trained: it has GeGLU");
+  expect_contains(reason([](ModelConfig& c) { set_family(c, "gemma3_text"); }),
+                  "gemma3_text, expected one that can be trained: it has GeGLU");
   expect_contains(reason([](ModelConfig& c) { c.norm_weight_offset = 1; }), "1 + weight");
   expect_contains(reason([](ModelConfig& c) { c.post_norms = true; }), "norms behind attention");
   expect_contains(reason([](ModelConfig& c) { c.scaled_embedding = true; }), "scaled embeddings");

@@ -73,10 +73,12 @@ class Fixture {
 
 std::vector<GoldenCase> inferred_goldens() {
   const auto reason = [](const ModelConfig& config) { return cuda::inference_unsupported_reason(config, DType::f32); };
-  return test::computed_goldens(
-      golden_cases(), reason,
-      {{"qwen2-mha", "head_dim: got 16"}, {"neox-tanh-linear", "activation"}, {"neox-tanh-yarn", "activation"},
-       {"gemma3-local", "gemma3_text: the GPU has no kernels for GeGLU"}, {"gemma3-gqa2-biases", "GeGLU"}});
+  return test::computed_goldens(golden_cases(), reason,
+                                {{"qwen2-mha", "head_dim: got 16"},
+                                 {"neox-tanh-linear", "activation"},
+                                 {"neox-tanh-yarn", "activation"},
+                                 {"gemma3-local", "gemma3_text: the GPU has no kernels for GeGLU"},
+                                 {"gemma3-gqa2-biases", "GeGLU"}});
 }
 
 TEST(CudaInference, Fp32MatchesPyTorchTensorByTensor) {

@@ -74,7 +74,8 @@ class RopeReader {
     const HfObject all = config.object("rope_parameters");
     for (const auto& [key, value] : all.values().items()) {
       if (key == "full_attention" || key == "sliding_attention") continue;
-      all.refuse(escaped(key), "expected an object for full_attention and one for sliding_attention, as of this family");
+      all.refuse(escaped(key),
+                 "expected an object for full_attention and one for sliding_attention, as of this family");
     }
     return all.object(type);
   }
@@ -358,8 +359,8 @@ double rotary_fraction(const ModelConfig& model) {
 
 void write_rope(const ModelConfig& model, const HfRules& rules, Json& config) {
   // Also keys that only other families know: they would be stale.
-  for (const char* key : {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "rotary_pct", "rotary_emb_base",
-                          "partial_rotary_factor", "original_max_position_embeddings"}) {
+  for (const char* key : {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "rotary_pct",
+                          "rotary_emb_base", "partial_rotary_factor", "original_max_position_embeddings"}) {
     config.erase(key);
   }
   const Json scaling = scaling_of(model.rope);
