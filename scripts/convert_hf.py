@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Converts a Hugging Face model directory (Llama, Mistral, Qwen2, Qwen3, SmolLM3 or GPT-NeoX/Pythia) into one weft model file.
+"""Converts a Hugging Face model directory (Llama, Mistral, Qwen2, Qwen3, SmolLM3, Gemma 3 or GPT-NeoX/Pythia) into one weft model file.
 
     python3 scripts/convert_hf.py models/pythia-160m -o pythia-160m.bin
     python3 scripts/convert_hf.py models/Llama-3.2-1B -o llama.bin --dtype bf16
@@ -166,6 +166,10 @@ def named_as_expected(found: dict[str, Source], model: Model) -> dict[str, Sourc
     """The tensors under the names of model.tensors. A model that was saved without its head (LlamaModel, GPTNeoXModel) has
     them without the prefix; newer versions of transformers call every head lm_head."""
     prefix, head = model.embedding.split(".")[0] + ".", model.head
+    for text in ("language_model.", "model.language_model."):  # of a model of several modalities; the others are left out
+        if text + model.embedding in found or text + model.embedding.removeprefix(prefix) in found:
+            found = {name.removeprefix(text): source for name, source in found.items()
+                     if name.startswith((text, "lm_head."))}
     if model.embedding not in found and model.embedding.removeprefix(prefix) in found:
         heads = ("lm_head.", "embed_out.")
         found = {name if name.startswith(heads) else prefix + name: source for name, source in found.items()}
@@ -455,6 +459,9 @@ def calibration_of(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source
     widest = max(source.entry.shape[1] for source in tensors.values() if len(source.entry.shape) == 2)
     if widest > gptq.MAX_COLUMNS:
         bad_file(directory, "config.json", f"got a matrix of {widest} columns, expected at most {gptq.MAX_COLUMNS} for --gptq",
+                 "Leave --gptq out")
+    if model.attention_scale:
+        bad_file(directory, "config.json", f"got a model of the family {model.family}, whose blocks --gptq does not compute",
                  "Leave --gptq out")
     try:
         text = cli.read_bytes(path, MAX_CALIBRATION_BYTES).decode("utf-8")

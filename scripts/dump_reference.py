@@ -230,7 +230,8 @@ class Recorder:
             prefix = f"layers.{number}."
             self._handles.append(layer.register_forward_pre_hook(lambda *_, n=number: setattr(self, "layer", n)))
             self._output(layer.input_layernorm, prefix + "input_norm")
-            self._output(layer.post_attention_layernorm, prefix + "post_attention_norm")
+            before_mlp = getattr(layer, "pre_feedforward_layernorm", None) or layer.post_attention_layernorm
+            self._output(before_mlp, prefix + "post_attention_norm")
             self._projections(self.parts.attention(layer), prefix)
             self._input(self.parts.output_projection(layer), prefix + "attention")
             self._input(self.parts.down_projection(layer), prefix + "mlp_product")
@@ -254,7 +255,9 @@ class Recorder:
         head_dim = self.description.head_dim
 
         def split(name: str) -> Callable[..., None]:
-            def hook(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
+            def hook(module: Any, _inputs: Any, output: torch.Tensor) -> None:
+                if self.description.family == "gemma3_text" and module is getattr(attention, f"{name}_norm", None):
+                    output = output.transpose(1, 2)  # it has [B, heads, T, HS]
                 self._keep_projected(prefix, name, output.reshape(*output.shape[:2], -1, head_dim))
 
             return hook
@@ -298,13 +301,13 @@ def rotate(values: torch.Tensor, rope: Rope) -> torch.Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float) -> torch.Tensor:
     """Causal attention; q [B, T, NH, HS], k and v [B, T, NKV, HS]; result [B, T, NH * HS]. A position sees `window` keys, with 0 all
-    before it."""
+    before it. `scale`: of scores."""
     torch, _ = libraries()
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
-    scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.shape[-1])
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
     every = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
     hidden = every.triu(1) | every.tril(-window) if window else every.triu(1)
     weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
@@ -317,8 +320,9 @@ def check_recomputed(recorder: Recorder, dtype: str) -> None:
     for number in range(description.num_layers):
         prefix = f"layers.{number}."
         for name in "qk" if number not in description.nope_layers else "":
-            check_close(prefix + name, values[prefix + name], rotate(recorder.projected[prefix + name], description.rope), dtype)
-        attention = attend(values[prefix + "q"], values[prefix + "k"], values[prefix + "v"], description.window(number))
+            check_close(prefix + name, values[prefix + name], rotate(recorder.projected[prefix + name], description.rope_of(number)), dtype)
+        attention = attend(values[prefix + "q"], values[prefix + "k"], values[prefix + "v"], description.window(number),
+                           description.score_scale())
         check_close(prefix + "attention", values[prefix + "attention"], attention, dtype)
 
 

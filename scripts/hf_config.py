@@ -81,15 +81,24 @@ class Model:
     # In the file if there are some:
     windows: list[int] = field(default_factory=list)
     nope_layers: list[int] = field(default_factory=list)
+    local_rope_theta: float = 0
+    attention_scale: float = 0
 
     def to_json(self) -> dict[str, Any]:
         beside = ["tensors", "embedding", "head", "linears", "trainable", "hf_config", "problem"]
-        beside += [key for key in ("windows", "nope_layers") if not getattr(self, key)]
+        beside += [key for key in ("windows", "nope_layers", "local_rope_theta", "attention_scale") if not getattr(self, key)]
         return {key: value for key, value in asdict(self).items() if key not in beside}
 
     def window(self, layer: int) -> int:
         """The keys that a position sees, its own included; 0: all before it."""
         return self.windows[layer] if self.windows else 0
+
+    def rope_of(self, layer: int) -> Rope:
+        local = self.local_rope_theta and self.window(layer)
+        return Rope("standard", self.local_rope_theta, self.rope.rotary_dim) if local else self.rope
+
+    def score_scale(self) -> float:
+        return self.attention_scale or 1 / math.sqrt(self.head_dim)
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ class Case:
     dtype: str = "float32"           # of the stored weights
     seed: int = 0
     groups: list[str] = field(default_factory=lambda: ["act", "grad", "grad16", "losses", "adamw", "greedy"])
+    greedy: int = GREEDY_IDS         # ids of the greedy text
     tokenizer: bool = False          # with a byte tokenizer and PADDED_ROWS rows of padding
 
 
@@ -78,6 +79,14 @@ def of_family(family: str, name: str, *sizes: Any, **options: Any) -> Case:
     """A case of another family whose configuration has a Llama's keys."""
     case = llama(name, *sizes, **options)
     return replace(case, name=f"{family}-{name}", family=family)
+
+
+def gemma3(name: str, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, length: int,
+           keys: dict[str, Any], tied: bool = True, scaling: dict[str, Any] | None = None, **options: Any) -> Case:
+    case = llama(name, hidden, heads, kv_heads, head_dim, ffn, vocab, tied, 50000.0, length, scaling, eps=1e-6,
+                 keys={"pad_token_id": None} | keys, groups=["act", "losses", "greedy"], greedy=64, **options)
+    rope = {"full_attention": case.rope, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+    return replace(case, name=f"gemma3-{name}", family="gemma3_text", rope=rope)
 
 
 def neox(name: str, hidden: int, heads: int, ffn: int, vocab: int, rotary: float, parallel: bool, bias: bool,
@@ -118,6 +127,10 @@ CASES = [
     of_family("smollm3", "window-tied", 8, 2, 1, 32, 24, 43, True, 5000.0, 11, eps=1e-6,
               keys={"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 4, "pad_token_id": None},
               groups=NO_PARAMETERS),
+    gemma3("local", 24, 3, 1, 32, 40, 83, 14, keys={"sliding_window": 5, "query_pre_attn_scalar": 20,
+                                                    "layer_types": ["sliding_attention", "full_attention"]}),
+    gemma3("gqa2-biases", 16, 4, 2, 64, 24, 61, 12, tied=False, scaling=LINEAR, dtype="bfloat16",
+           keys={"sliding_window": 7, "sliding_window_pattern": 2, "query_pre_attn_scalar": 64, "attention_bias": True}),
     neox("tanh-linear", 64, 2, 64, 41, 0.5, True, True, 10000.0, 13, LINEAR, layers=1, activation="gelu_fast", dtype="float16"),
     neox("tanh-yarn", 64, 2, 64, 41, 1.0, False, True, 500.0, 13, YARN, layers=1, activation="gelu_new", dtype="float16"),
     neox("hs32-padded", 64, 2, 96, 256 + 1 + PADDED_ROWS, 0.25, True, True, 10000.0, 13, tokenizer=True,
@@ -136,17 +149,19 @@ def draw_weights(model: Any, padded_rows: int) -> None:
     The head's padding rows are larger than all others, so a sampler that does not leave them out picks them.
     """
     torch, _ = libraries()
+    gemma = model.config.model_type == "gemma3_text"  # scales the embedding, and adds 1 to the weights of norms
+    embedding_scale = 0.7 / math.sqrt(model.config.hidden_size) if gemma else 0.7
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, dtype=torch.float32)
             if parameter.ndim == 2 and "embed" in name and "embed_out" not in name:
-                parameter.copy_(noise * 0.7)
+                parameter.copy_(noise * embedding_scale)
             elif parameter.ndim == 2:
                 parameter.copy_(noise * (1.5 / math.sqrt(parameter.shape[1])))
             elif name.endswith(".bias"):
                 parameter.copy_(noise * 0.2)
             else:
-                parameter.copy_(1 + noise * 0.3)
+                parameter.copy_((0 if gemma else 1) + noise * 0.3)
         if padded_rows:
             model.get_output_embeddings().weight[-padded_rows:] *= 4
 
@@ -216,7 +231,7 @@ def make_case(case: Case, output: Path) -> None:
             ids, labels = batch(checkpoint, tried)
             trains = checkpoint.model.trainable
             request = Request(ids, labels, half_dtype="bf16" if trains else None, backward=trains,
-                              adamw=OPTIMIZER if trains else None, greedy=GREEDY_IDS)
+                              adamw=OPTIMIZER if trains else None, greedy=case.greedy)
             continuation, lead = greedy(directory, checkpoint.model, request)
             if lead < LEAST_LEAD or len(set(continuation.tolist())) < 8:
                 continue

@@ -3,7 +3,7 @@
 
     python3 scripts/make_tokenizer_vectors.py [-o test/fixtures/tokenizer]
 
-For each NAME in neox_style, llama3_style, options, llama2_style, mistral_style and metaspace_style: NAME.tokenizer.json and
+For each NAME in neox_style, llama3_style, options, llama2_style, mistral_style, metaspace_style and gemma3_style: NAME.tokenizer.json and
 NAME.vectors.bin (little endian):
 
     "WTOKVEC1"
@@ -11,7 +11,7 @@ NAME.vectors.bin (little endian):
     u32 forms, u32 chunks, then for each form and chunk: u64 FNV-1a of the ids (as u16) of chunk_text(form, chunk)
 
 The chunks hold every code point, between characters that make its class and its combining class visible. Strings may be
-invalid UTF-8; the ids are those of bytes.decode("utf-8", errors="replace"). The last three also have NAME.texts.bin, the
+invalid UTF-8; the ids are those of bytes.decode("utf-8", errors="replace"). The last four also have NAME.texts.bin, the
 texts that lists of ids decode to:
 
     "WTOKTXT1"
@@ -309,6 +309,17 @@ def metaspace_style():
                                  AddedToken("cafe\u0301", special=True, normalized=True)])
 
 
+def gemma3_style():
+    """No ▁ before the text, pieces that end behind a space, which the normalizer has already replaced, and no Strip."""
+    document = sentencepiece_vocabulary(9, 700, range(256), 80)
+    document["normalizer"] = replace_step(" ", "▁")
+    document["pre_tokenizer"] = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    document["decoder"] = {"type": "Sequence", "decoders": [replace_step("▁", " "), {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    return with_added(with_bos(document), [AddedToken("<start_of_turn>", special=True, normalized=False),
+                                           AddedToken("\n\n", special=False, normalized=False),
+                                           AddedToken("▁▁", special=False, normalized=False)])
+
+
 def hostile_names(document):
     """The contents of added tokens, and strings that look like a token or like ▁."""
     added = [token["content"] for token in document["added_tokens"]]
@@ -380,9 +391,10 @@ def main():
     directory = parser.parse_args().output
     directory.mkdir(parents=True, exist_ok=True)
     for make, count, forms in ((neox_style, 5500, FORMS), (llama3_style, 5500, FORMS), (options, 1000, FORMS),
-                               (llama2_style, 700, 1), (mistral_style, 700, 1), (metaspace_style, 700, 1)):
+                               (llama2_style, 700, 1), (mistral_style, 700, 1), (metaspace_style, 700, 1),
+                               (gemma3_style, 700, 1)):
         document = make()
-        name, sentencepiece = make.__name__, make in (llama2_style, mistral_style, metaspace_style)
+        name, sentencepiece = make.__name__, make in (llama2_style, mistral_style, metaspace_style, gemma3_style)
         text = json.dumps(document, ensure_ascii=False, indent=None if sentencepiece else 1)
         (directory / f"{name}.tokenizer.json").write_text(text + "\n", encoding="utf-8")
         names = hostile_names(document) if sentencepiece else [token["content"] for token in document["added_tokens"]]

@@ -13,6 +13,10 @@ namespace {
 constexpr float kInvSqrt2 = std::numbers::sqrt2_v<float> / 2;
 constexpr float kInvSqrt2Pi = std::numbers::inv_sqrtpi_v<float> * kInvSqrt2;
 
+float gelu_tanh(float x) {
+  return 0.5f * x * (1.0f + std::tanh(2 * kInvSqrt2Pi * (x + 0.044715f * x * x * x)));
+}
+
 }  // namespace
 
 void gelu_forward(float* out, const float* x, std::int64_t count) {
@@ -22,9 +26,14 @@ void gelu_forward(float* out, const float* x, std::int64_t count) {
 
 void gelu_tanh_forward(float* out, const float* x, std::int64_t count) {
 #pragma omp parallel for schedule(static)
-  for (std::int64_t i = 0; i < count; ++i) {
-    const float inner = 2 * kInvSqrt2Pi * (x[i] + 0.044715f * x[i] * x[i] * x[i]);
-    out[i] = 0.5f * x[i] * (1.0f + std::tanh(inner));
+  for (std::int64_t i = 0; i < count; ++i) out[i] = gelu_tanh(x[i]);
+}
+
+void geglu_tanh_forward(float* out, const float* gate_up, std::int64_t N, std::int64_t F) {
+#pragma omp parallel for schedule(static)
+  for (std::int64_t n = 0; n < N; ++n) {
+    const float *gate = gate_up + n * 2 * F, *up = gate + F;
+    for (std::int64_t f = 0; f < F; ++f) out[n * F + f] = gelu_tanh(gate[f]) * up[f];
   }
 }
 

@@ -10,5 +10,7 @@ void gelu_forward(float* out, const float* x, std::int64_t count);  // out may b
 // gelu_pytorch_tanh.
 void gelu_tanh_forward(float* out, const float* x, std::int64_t count);                // out may be x
 void gelu_backward(float* dx, const float* dout, const float* x, std::int64_t count);  // dx may be dout
+// GEGLU (Shazeer, 2020) with the approximation: gate_up [N, 2F], each row gate and then up -> out [N, F] = gelu_tanh(gate) up.
+void geglu_tanh_forward(float* out, const float* gate_up, std::int64_t N, std::int64_t F);
 
 }  // namespace weft::cpu

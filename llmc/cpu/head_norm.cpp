@@ -47,7 +47,7 @@ void head_norm_forward(const HeadNormShape& shape, HeadView out, ConstHeadView x
       float* const to = out.at(n / shape.T, n % shape.T, h);
       const float r = inverse_rms(from, shape);
 #pragma omp simd
-      for (std::int64_t d = 0; d < shape.HS; ++d) to[d] = from[d] * r * weight[d];
+      for (std::int64_t d = 0; d < shape.HS; ++d) to[d] = from[d] * r * (weight[d] + shape.weight_offset);
     }
   }
 }

@@ -1,5 +1,5 @@
-// RMSNorm (Zhang and Sennrich, 2019) of each head: y = x / sqrt(mean(x^2) + eps) w over the HS elements of a head, with one
-// weight for all heads. Of q and of k, before they rotate (Henry et al., "Query-Key Normalization for Transformers", 2020).
+// RMSNorm (Zhang and Sennrich, 2019) of each head: y = x / sqrt(mean(x^2) + eps) (w + weight_offset) over the HS elements
+// of a head, with one weight for all heads. Of q and of k, before they rotate (Henry et al., "Query-Key Normalization for Transformers", 2020).
 //
 // The same bits for any number of threads, and for a head whatever stands beside it.
 #pragma once
@@ -13,6 +13,7 @@ namespace weft::cpu {
 struct HeadNormShape {
   std::int64_t B = 0, T = 0, heads = 0, HS = 0;
   float eps = 0;
+  float weight_offset = 0;  // forward alone has it
 };
 
 // out may be x.

@@ -23,6 +23,7 @@ Inference::Inference(const ModelConfig& config, const InferenceOptions& options,
       kv_arena_(plan_pages(config, options, sizeof(float))),
       options_(completed(options, config)),
       rope_(rope_table(config.rope, options_.max_positions)),
+      local_rope_(config.local_rope_theta > 0 ? rope_table(config.local_rope(), options_.max_positions) : RopeTable()),
       own_(std::move(own)),
       weights_(weights) {
   last_ids_.resize(static_cast<std::size_t>(options_.slots));

@@ -21,6 +21,7 @@
 #include "llmc/model/decode_model.h"
 #include "llmc/model/inference_model.h"
 #include "llmc/model/model_file.h"
+#include "llmc/model/norm_shape.h"
 
 namespace weft::cpu {
 
@@ -84,6 +85,8 @@ class Inference final : public InferenceModel {
   // statistics.
   using Norm = NormWeights<const float>;
   void normalize(const float* branch, const Norm& norm, float* out, const Norm& norm2 = {}, float* out2 = nullptr);
+  void normalize_branch(const Norm& norm);  // branch_ = norm(branch_)
+  ResidualNormShape norm_shape() const;
   PagedKv pages_of_layer(std::int64_t l) const;
   // Normalises (qk_norm) and rotates q and k, appends k and v of all rows to layer l's pages, and attends: from qkv_ to attention_.
   void attend(std::int64_t l);
@@ -110,7 +113,7 @@ class Inference final : public InferenceModel {
   ModelConfig config_;
   HostArena kv_arena_;  // keys, then values, each [L, page, NKV, page_size, HS]; first: it refuses what cannot fit
   InferenceOptions options_;
-  RopeTable rope_;
+  RopeTable rope_, local_rope_;         // local: of layers that rotate locally
   std::vector<std::int32_t> last_ids_;  // [slots]: sampled last in each
   std::unique_ptr<HostArena> own_;      // the parameters, where the model owns them
   const ModelWeights<const float> weights_;

@@ -2,8 +2,8 @@
 //
 // Sequential residual: h1 = h + attention(norm1(h));  h' = h1 + mlp(norm2(h1))
 // Parallel residual:   h' = h + attention(norm1(h)) + mlp(norm2(h))     one residual_norm with two outputs a block
+// With post norms what attention and mlp give has a norm of its own before it is added.
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "llmc/base/dtype.h"
@@ -36,6 +36,10 @@ void append_rounded(const float* from, std::int64_t count, DType type, float* to
 void Inference::run_layers() {
   const std::int64_t C = config_.hidden_size;
   embedding_forward(residual_.data(), ids_.data(), weights_.embedding, rows(), C);
+  if (config_.scaled_embedding) {
+    const float scale = config_.embedding_scale();
+    for (std::int64_t i = 0; i < rows() * C; ++i) residual_[static_cast<std::size_t>(i)] *= scale;
+  }
   keep("embedding", residual_.data(), C);
   normalize_input(0, nullptr);
   for (std::int64_t l = 0; l < config_.num_layers; ++l) run_block(l);
@@ -54,6 +58,7 @@ void Inference::run_block(std::int64_t l) {
   matmul_rows_forward(qkv_.data(), norm1_.data(), w.qkv.weight, w.qkv.bias, N, C, config_.qkv_size());
   attend(l);
   matmul_rows_forward(branch_.data(), attention_.data(), w.output.weight, w.output.bias, N, q, C);
+  if (config_.post_norms) normalize_branch(w.attention_norm);
   if (!parallel) normalize(branch_.data(), w.post_norm, norm2);
   keep(prefix + "post_attention_norm", norm2, C);
   matmul_rows_forward(up_.data(), norm2, w.up.weight, w.up.bias, N, C, linear_size(config_, BlockLinear::up).OC);
@@ -67,11 +72,15 @@ void Inference::run_block(std::int64_t l) {
     case Activation::gelu_tanh:
       gelu_tanh_forward(product, up_.data(), N * F);
       break;
+    case Activation::geglu_tanh:
+      geglu_tanh_forward(product, up_.data(), N, F);
+      break;
   }
   keep(prefix + "mlp_product", product, F);
   // Parallel residual: both branches are added at once, so the MLP accumulates into what attention left.
   matmul_rows_forward(branch_.data(), product, w.down.weight, w.down.bias, N, F, C,
                       parallel ? Accumulate::yes : Accumulate::no);
+  if (config_.post_norms) normalize_branch(w.mlp_norm);
   normalize_input(l + 1, branch_.data());
   keep(prefix + "residual", residual_.data(), C);
 }
@@ -85,12 +94,26 @@ void Inference::normalize_input(std::int64_t l, const float* branch) {
   normalize(branch, w.input_norm, norm1_.data(), w.post_norm, norm2_.data());
 }
 
-void Inference::normalize(const float* branch, const Norm& norm, float* out, const Norm& norm2, float* out2) {
+ResidualNormShape Inference::norm_shape() const {
   ResidualNormShape shape;
   shape.rows = rows();
   shape.C = config_.hidden_size;
   shape.kind = config_.norm;
   shape.eps = static_cast<float>(config_.norm_eps);
+  shape.weight_offset = static_cast<float>(config_.norm_weight_offset);
+  return shape;
+}
+
+void Inference::normalize_branch(const Norm& norm) {
+  ResidualNormForward io;
+  io.x = branch_.data();
+  io.weight = norm.weight;
+  io.bias = norm.bias;
+  io.out = branch_.data();
+  residual_norm_forward(norm_shape(), io);
+}
+
+void Inference::normalize(const float* branch, const Norm& norm, float* out, const Norm& norm2, float* out2) {
   ResidualNormForward io;
   io.x = branch != nullptr ? branch : residual_.data();
   io.residual = branch != nullptr ? residual_.data() : nullptr;
@@ -101,7 +124,7 @@ void Inference::normalize(const float* branch, const Norm& norm, float* out, con
   io.weight2 = norm2.weight;
   io.bias2 = norm2.bias;
   io.out2 = out2;
-  residual_norm_forward(shape, io);
+  residual_norm_forward(norm_shape(), io);
 }
 
 // ---- attention ------------------------------------------------------------------------------------------------------
@@ -123,18 +146,19 @@ void Inference::attend(std::int64_t l) {
   const PagedKv kv = pages_of_layer(l);
   if (config_.qk_norm) {
     const BlockWeights<const float>& w = weights_.blocks[static_cast<std::size_t>(l)];
-    const auto eps = static_cast<float>(config_.norm_eps);
-    head_norm_forward({1, rows(), NH, HS, eps}, q, q, w.q_norm.weight);
-    head_norm_forward({1, rows(), NKV, HS, eps}, k, k, w.k_norm.weight);
+    const ResidualNormShape norm = norm_shape();
+    head_norm_forward({1, rows(), NH, HS, norm.eps, norm.weight_offset}, q, q, w.q_norm.weight);
+    head_norm_forward({1, rows(), NKV, HS, norm.eps, norm.weight_offset}, k, k, w.k_norm.weight);
   }
   const auto from_row = [](HeadView view, std::int64_t row) {
     view.data += row * view.token_stride;
     return view;
   };
+  const RopeTable& rope = config_.rotates_locally(l) ? local_rope_ : rope_;
   for (const PagedRows& chunk : rows_) {
     if (config_.rotates(l)) {
-      rope_forward(from_row(q, chunk.first_row), rope_, 1, chunk.rows, NH, chunk.first_position);
-      rope_forward(from_row(k, chunk.first_row), rope_, 1, chunk.rows, NKV, chunk.first_position);
+      rope_forward(from_row(q, chunk.first_row), rope, 1, chunk.rows, NH, chunk.first_position);
+      rope_forward(from_row(k, chunk.first_row), rope, 1, chunk.rows, NKV, chunk.first_position);
     }
     for (std::int64_t t = 0; t < chunk.rows; ++t) {
       const std::int64_t position = chunk.first_position + t;
@@ -145,8 +169,8 @@ void Inference::attend(std::int64_t l) {
       }
     }
   }
-  const float scale = 1.0f / std::sqrt(static_cast<float>(HS));
-  paged_attention({NH, scale, q.token_stride, q.head_stride, config_.window(l)}, attention_.data(), q.data, kv, rows_);
+  paged_attention({NH, config_.score_scale(), q.token_stride, q.head_stride, config_.window(l)}, attention_.data(),
+                  q.data, kv, rows_);
   if (!keep_) return;
   const std::string prefix = "layers." + std::to_string(l) + ".";
   keep_heads(prefix + "q", q, NH);

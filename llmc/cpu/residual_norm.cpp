@@ -78,11 +78,12 @@ void add_branch(float* h, const float* x, const float* factors, const float* col
   }
 }
 
-// out = (h - mean) * rstd * weight + bias.
-void normalise(float* out, const float* h, NormStatistics s, const float* weight, const float* bias, std::int64_t C) {
+// out = (h - mean) * rstd * (weight + offset) + bias.
+void normalise(float* out, const float* h, NormStatistics s, const float* weight, float offset, const float* bias,
+               std::int64_t C) {
 #pragma omp simd
   for (std::int64_t c = 0; c < C; ++c) {
-    const float value = (h[c] - s.mean) * s.rstd * weight[c];
+    const float value = (h[c] - s.mean) * s.rstd * (weight[c] + offset);
     out[c] = bias ? value + bias[c] : value;
   }
 }
@@ -160,8 +161,8 @@ void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormFor
     branch_factors(factors, shape, io.rowscale, row);
     add_branch(h, at_row(io.x, row, C), factors, io.colscale, at_row(io.residual, row, C), C);
     const NormStatistics s = norm_statistics(h, C, shape.kind, shape.eps);
-    normalise(io.out + row * C, h, s, io.weight, io.bias, C);
-    if (io.weight2) normalise(io.out2 + row * C, h, s, io.weight2, io.bias2, C);
+    normalise(io.out + row * C, h, s, io.weight, shape.weight_offset, io.bias, C);
+    if (io.weight2) normalise(io.out2 + row * C, h, s, io.weight2, shape.weight_offset, io.bias2, C);
     if (io.mean) io.mean[row] = s.mean;
     if (io.rstd) io.rstd[row] = s.rstd;
   }

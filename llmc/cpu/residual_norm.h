@@ -1,7 +1,7 @@
 // Fused dropout + residual + norm, as one operator:
 //
 //   h = dropout(x * rowscale) * colscale + residual        the new residual stream
-//   z = norm(h) * weight + bias                            LayerNorm (Ba et al., 2016) or RMSNorm (Zhang & Sennrich, 2019)
+//   z = norm(h) * (weight + weight_offset) + bias          LayerNorm (Ba et al., 2016) or RMSNorm (Zhang & Sennrich, 2019)
 //
 // With two weights (GPT-NeoX's parallel residual) one h gives two outputs z, z2 from the same statistics.
 // Dropout scales what it keeps by 1/(1-p). Its mask is not stored: element e = row * C + column is kept iff
@@ -29,7 +29,7 @@ struct ResidualNormForward {
   const float* weight2 = nullptr;   // [C]; null: one output only
   const float* bias2 = nullptr;
   float* residual_out = nullptr;  // [rows, C]; may be `residual` itself; null: not kept
-  float* out = nullptr;           // [rows, C]
+  float* out = nullptr;           // [rows, C]; may be x, unless residual_out is asked for too
   float* out2 = nullptr;          // [rows, C] iff weight2
   float* mean = nullptr;          // [rows], LayerNorm only; null: not kept
   float* rstd = nullptr;          // [rows]; null: not kept

@@ -54,11 +54,12 @@ struct Linear {
 template <typename T, typename Packed = QuantizedMatrix>
 struct BlockWeights {
   NormWeights<T> input_norm, post_norm;
-  Linear<T, Packed> qkv;                    // [q + 2 kv, C]; the order of its rows is ModelConfig::qkv_layout
-  Linear<T, Packed> output;                 // [C, q]
-  Linear<T, Packed> up;                     // [F, C]; with SwiGLU [2 F, C]: gate, then up
-  Linear<T, Packed> down;                   // [C, F]
-  NormWeights<T> q_norm = {}, k_norm = {};  // of each head; null without ModelConfig::qk_norm
+  Linear<T, Packed> qkv;                              // [q + 2 kv, C]; the order of its rows is ModelConfig::qkv_layout
+  Linear<T, Packed> output;                           // [C, q]
+  Linear<T, Packed> up;                               // [F, C]; with SwiGLU [2 F, C]: gate, then up
+  Linear<T, Packed> down;                             // [C, F]
+  NormWeights<T> q_norm = {}, k_norm = {};            // of each head; null without ModelConfig::qk_norm
+  NormWeights<T> attention_norm = {}, mlp_norm = {};  // null without ModelConfig::post_norms
 
   Linear<T, Packed>& linear(BlockLinear which) {
     return const_cast<Linear<T, Packed>&>(std::as_const(*this).linear(which));
@@ -95,7 +96,8 @@ struct ModelWeights {
     };
     for (std::size_t l = 0; l < blocks.size(); ++l) {
       BlockWeights<T, Packed>& block = blocks[l];
-      for (NormWeights<T>* norm : {&block.input_norm, &block.post_norm, &block.q_norm, &block.k_norm}) {
+      for (NormWeights<T>* norm : {&block.input_norm, &block.post_norm, &block.q_norm, &block.k_norm,
+                                   &block.attention_norm, &block.mlp_norm}) {
         move(by[1 + l], {&norm->weight, &norm->bias});
       }
       for (Linear<T, Packed>* linear : {&block.qkv, &block.output, &block.up, &block.down}) {
@@ -128,9 +130,9 @@ ModelWeights<T, Packed> bind_weights(const ModelConfig& config, const Source& so
     const BlockNames block = names.block(l);
     weights.blocks.push_back({norm(block.input_norm), norm(block.post_norm), linear(block.qkv), linear(block.output),
                               linear(block.up), linear(block.down)});
-    if (!config.qk_norm) continue;
-    weights.blocks.back().q_norm = norm(block.q_norm);
-    weights.blocks.back().k_norm = norm(block.k_norm);
+    BlockWeights<T, Packed>& bound = weights.blocks.back();
+    if (config.qk_norm) bound.q_norm = norm(block.q_norm), bound.k_norm = norm(block.k_norm);
+    if (config.post_norms) bound.attention_norm = norm(block.attention_norm), bound.mlp_norm = norm(block.mlp_norm);
   }
   weights.final_norm = norm(names.final_norm);
   weights.head = config.tied_embeddings ? Weight<T, Packed>{weights.embedding, {}} : linear({names.head}).weight;

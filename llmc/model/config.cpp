@@ -166,7 +166,16 @@ const char* rope_type_name(RopeType type) {
   fail(Exit::internal, "unknown rope type");
 }
 const char* activation_name(Activation activation) {
-  return activation == Activation::swiglu ? "silu" : activation == Activation::gelu ? "gelu" : "gelu_pytorch_tanh";
+  switch (activation) {
+    case Activation::swiglu:
+      return "silu";
+    case Activation::gelu:
+      return "gelu";
+    case Activation::gelu_tanh:
+    case Activation::geglu_tanh:
+      return "gelu_pytorch_tanh";
+  }
+  fail(Exit::internal, "unknown activation");
 }
 
 LinearSize linear_size(const ModelConfig& config, BlockLinear linear) {
@@ -188,6 +197,21 @@ bool ModelConfig::rotates(std::int64_t layer) const {
   return !std::binary_search(nope_layers.begin(), nope_layers.end(), layer);
 }
 
+RopeConfig ModelConfig::local_rope() const {
+  RopeConfig local;
+  local.theta = local_rope_theta;
+  local.rotary_dim = rope.rotary_dim;
+  return local;
+}
+
+float ModelConfig::score_scale() const {
+  return attention_scale > 0 ? static_cast<float>(attention_scale) : 1.0f / std::sqrt(static_cast<float>(head_dim));
+}
+
+float ModelConfig::embedding_scale() const {
+  return scaled_embedding ? static_cast<float>(std::sqrt(static_cast<double>(hidden_size))) : 1.0f;
+}
+
 std::int64_t ModelConfig::longest_window() const {
   const auto [shortest, longest] = std::minmax_element(windows.begin(), windows.end());
   return windows.empty() || *shortest == 0 ? 0 : *longest;
@@ -204,6 +228,16 @@ bool has_bias(const ModelConfig& config, BlockLinear linear) {
       return config.mlp_bias;
   }
   fail(Exit::internal, "unknown linear layer");
+}
+
+const char* part_without_kernels(const ModelConfig& config) {
+  if (config.activation == Activation::geglu_tanh) return "GeGLU";
+  if (config.norm_weight_offset != 0) return "norms with 1 + weight";
+  if (config.post_norms) return "norms behind attention and MLP";
+  if (config.scaled_embedding) return "scaled embeddings";
+  if (config.attention_scale > 0) return "another scale of attention's scores";
+  if (config.local_rope_theta > 0) return "a RoPE theta of layers with a window";
+  return nullptr;
 }
 
 ModelConfig config_from_json(const Json& object, const std::string& source) {
@@ -229,6 +263,9 @@ ModelConfig config_from_json(const Json& object, const std::string& source) {
   config.qkv_bias |= config.output_bias;
   config.windows = windows_from_json(object, config.num_layers, source);
   config.nope_layers = nope_layers_from_json(object, config.num_layers, source);
+  if (object.contains("local_rope_theta"))
+    config.local_rope_theta = positive_number(object, "local_rope_theta", source);
+  if (object.contains("attention_scale")) config.attention_scale = positive_number(object, "attention_scale", source);
   config.tokenizer_vocab = json_int(object, "tokenizer_vocab", 1, config.vocab_size, source);
   config.eos_ids = ids_from_json(object, "eos_ids", config.vocab_size, source);
   const auto bos = object.find("bos_id");
@@ -282,6 +319,8 @@ Json config_to_json(const ModelConfig& config) {
   };
   if (!config.windows.empty()) object["windows"] = config.windows;
   if (!config.nope_layers.empty()) object["nope_layers"] = config.nope_layers;
+  if (config.local_rope_theta > 0) object["local_rope_theta"] = config.local_rope_theta;
+  if (config.attention_scale > 0) object["attention_scale"] = config.attention_scale;
   return object;
 }
 

@@ -16,8 +16,8 @@ namespace weft {
 enum class NormKind { rmsnorm, layernorm };
 enum class RopeType { standard, linear, llama3, yarn };
 // Between the two matrices of the MLP. swiglu: silu(gate) up (Shazeer, "GLU Variants Improve Transformer", 2020); gelu: with
-// erf (Hendrycks and Gimpel, 2016); gelu_tanh: its approximation.
-enum class Activation { swiglu, gelu, gelu_tanh };
+// erf (Hendrycks and Gimpel, 2016); gelu_tanh: its approximation; geglu_tanh: gelu_tanh(gate) up.
+enum class Activation { swiglu, gelu, gelu_tanh, geglu_tanh };
 // The rows of a block's matrix for q, k and v: all of q, then of k, then of v; or q, k and v of one head after another.
 enum class QkvLayout { concatenated, per_head };
 // The linear layers of a block. up: gate and up are one matrix.
@@ -27,7 +27,7 @@ inline constexpr BlockLinear kBlockLinears[] = {BlockLinear::qkv, BlockLinear::o
 
 const char* norm_kind_name(NormKind kind);  // "rmsnorm", "layernorm"
 const char* rope_type_name(RopeType type);  // "standard", "linear", "llama3", "yarn"
-// As transformers calls them: "silu", "gelu", "gelu_pytorch_tanh".
+// As transformers calls them: "silu", "gelu", "gelu_pytorch_tanh". Whether there is a gate is the family's matter.
 const char* activation_name(Activation activation);
 
 // Rotary embedding (Su et al., RoFormer, 2021) in the half-split pairing of Hugging Face: dimensions i and
@@ -72,6 +72,11 @@ struct ModelConfig {
   std::vector<std::int64_t> windows;
   // Layers whose q and k do not rotate, ascending ("NoPE": Kazemnejad et al., 2023). In transformers: 0 in no_rope_layers.
   std::vector<std::int64_t> nope_layers;
+  double local_rope_theta = 0;    // of layers with a window, which rotate without scaling; 0: by `rope`, as the others
+  double norm_weight_offset = 0;  // norms multiply by this plus their weight
+  bool post_norms = false;        // what attention and the MLP add to the residual is normalised before
+  bool scaled_embedding = false;  // rows of the embedding are multiplied by sqrt(C)
+  double attention_scale = 0;     // of scores; 0: 1 / sqrt(HS)
   std::int64_t tokenizer_vocab = 0;  // ids >= this are padding rows and are never sampled
   std::vector<std::int32_t> eos_ids;
   std::optional<std::int32_t> bos_id;
@@ -81,11 +86,17 @@ struct ModelConfig {
   std::int64_t q_size() const { return num_heads * head_dim; }
   std::int64_t kv_size() const { return num_kv_heads * head_dim; }
   std::int64_t qkv_size() const { return q_size() + 2 * kv_size(); }
-  bool gated() const { return activation == Activation::swiglu; }  // `up` has gate and up, [2 F, C]
+  bool gated() const {  // `up` has gate and up, [2 F, C]
+    return activation == Activation::swiglu || activation == Activation::geglu_tanh;
+  }
   std::int64_t window(std::int64_t layer) const {
     return windows.empty() ? 0 : windows[static_cast<std::size_t>(layer)];
   }
   bool rotates(std::int64_t layer) const;
+  bool rotates_locally(std::int64_t layer) const { return local_rope_theta > 0 && window(layer) > 0; }
+  RopeConfig local_rope() const;
+  float score_scale() const;
+  float embedding_scale() const;        // 1 unless scaled_embedding
   std::int64_t longest_window() const;  // 0 where a layer has none
 
   bool operator==(const ModelConfig&) const = default;
@@ -103,6 +114,8 @@ struct LinearSize {
 };
 LinearSize linear_size(const ModelConfig& config, BlockLinear linear);
 bool has_bias(const ModelConfig& config, BlockLinear linear);
+// What of the model inference on the CPU alone computes, for messages; null: nothing.
+const char* part_without_kernels(const ModelConfig& config);
 
 // Makes `config` a model of this family: its name, and the capabilities that all its models have. Exit::internal if there is no
 // such family.

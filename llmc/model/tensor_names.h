@@ -28,12 +28,13 @@ inline std::string zeros_of(const std::string& weight) {
 
 // The modules of one block. Modules of one list are neighbours in memory and make one matrix.
 struct BlockNames {
-  std::string input_norm, post_norm;
-  std::vector<std::string> qkv;  // q, k, v; or one module with all three
+  std::string input_norm, post_norm;  // of what attention and the MLP read
+  std::vector<std::string> qkv;       // q, k, v; or one module with all three
   std::vector<std::string> output;
   std::vector<std::string> up;  // gate, up; or up
   std::vector<std::string> down;
-  std::string q_norm = {}, k_norm = {};  // with ModelConfig::qk_norm
+  std::string q_norm = {}, k_norm = {};            // with ModelConfig::qk_norm
+  std::string attention_norm = {}, mlp_norm = {};  // of what they give, with ModelConfig::post_norms
 
   const std::vector<std::string>& linear(BlockLinear which) const {
     return which == BlockLinear::qkv      ? qkv

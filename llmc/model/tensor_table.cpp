@@ -6,6 +6,15 @@
 
 namespace weft {
 
+namespace {
+
+// So that norms begin by multiplying by 1.
+Init norm_init(const ModelConfig& config) {
+  return config.norm_weight_offset == 0 ? Init::ones : Init::zeros;
+}
+
+}  // namespace
+
 TensorTable::TensorTable(const ModelConfig& config, DType storage) : storage_(storage) {
   const ModelNames& names = names_of(config);
   const std::int64_t C = config.hidden_size, V = config.vocab_size;
@@ -16,12 +25,14 @@ TensorTable::TensorTable(const ModelConfig& config, DType storage) : storage_(st
     if (names.norms_first) add_norm(config, block.post_norm);
     add_linear(config, l, BlockLinear::qkv);
     for (const std::string& norm : {block.q_norm, block.k_norm}) {
-      if (config.qk_norm) add_vector(weight_of(norm), config.head_dim, Init::ones);
+      if (config.qk_norm) add_vector(weight_of(norm), config.head_dim, norm_init(config));
     }
     add_linear(config, l, BlockLinear::output);
+    if (config.post_norms) add_norm(config, block.attention_norm);
     if (!names.norms_first) add_norm(config, block.post_norm);
     add_linear(config, l, BlockLinear::up);
     add_linear(config, l, BlockLinear::down);
+    if (config.post_norms) add_norm(config, block.mlp_norm);
   }
   add_norm(config, names.final_norm);
   if (!config.tied_embeddings) add_matrices(config.quantization.head, {{names.head, V, C, Init::normal}});
@@ -99,7 +110,7 @@ void TensorTable::add_vector(std::string name, std::int64_t size, Init init) {
 }
 
 void TensorTable::add_norm(const ModelConfig& config, const std::string& module) {
-  add_vector(weight_of(module), config.hidden_size, Init::ones);
+  add_vector(weight_of(module), config.hidden_size, norm_init(config));
   if (config.norm == NormKind::layernorm) add_vector(bias_of(module), config.hidden_size, Init::zeros);
 }
 

@@ -13,9 +13,11 @@
 #include "llmc/model/block_weights.h"
 #include "llmc/model/config.h"
 #include "llmc/model/formats/formats.h"
+#include "llmc/model/model_file.h"
 #include "llmc/model/random_models.h"
 #include "llmc/model/tensor_table.h"
 #include "llmc/model/training_activations.h"
+#include "test/cpp/test_files.h"
 
 namespace weft {
 namespace {
@@ -741,6 +743,49 @@ TEST(ModelConfig, ActivationsAndBiasesBelongToTheirFamilies) {
   neox["activation"] = "gelu";
   neox["mlp_bias"] = true;
   EXPECT_THROW(config_from_json(neox, "x"), Error);
+}
+
+// What a file does not say because the family always has it, and what it has to say.
+TEST(ModelConfig, AGemma3HasAThetaOfItsWindowsAndAScale) {
+  ModelConfig config = preset_config("tiny");
+  set_family(config, "gemma3_text");
+  config.windows = {8, 8, 0, 8};
+  config.local_rope_theta = 500;
+  config.attention_scale = 0.25;
+  const Json json = config_to_json(config);
+  const ModelConfig again = config_from_json(json, "x");
+  EXPECT_EQ(again, config);
+  EXPECT_TRUE(again.gated() && again.qk_norm && again.post_norms && again.scaled_embedding);
+  EXPECT_EQ(again.norm_weight_offset, 1);
+  EXPECT_EQ(again.score_scale(), 0.25f);
+  EXPECT_EQ(again.embedding_scale(), std::sqrt(192.0f));
+  EXPECT_TRUE(again.rotates_locally(0) && !again.rotates_locally(2));
+  EXPECT_EQ(again.local_rope().theta, 500);
+  EXPECT_EQ(TensorTable(config).at("model.layers.1.post_feedforward_layernorm.weight").init, Init::zeros);
+  for (const char* key : {"local_rope_theta", "attention_scale"}) {
+    Json without = json, zero = json;
+    without.erase(key);
+    zero[key] = 0;
+    EXPECT_THROW(config_from_json(without, "x"), Error) << key;
+    EXPECT_THROW(config_from_json(zero, "x"), Error) << key;
+  }
+}
+
+// Each part that only the CPU computes is refused by what it is; models without one train.
+TEST(ModelConfig, WhatTrainingHasNotIsRefusedByName) {
+  const auto reason = [](const std::function<void(ModelConfig&)>& change) {
+    ModelConfig config = preset_config("tiny");
+    change(config);
+    return training_unsupported_reason(config);
+  };
+  EXPECT_EQ(reason([](ModelConfig&) {}), "");
+  expect_contains(reason([](ModelConfig& c) { set_family(c, "gemma3_text"); }),
+                  "gemma3_text, expected one that can be trained: it has GeGLU");
+  expect_contains(reason([](ModelConfig& c) { c.norm_weight_offset = 1; }), "1 + weight");
+  expect_contains(reason([](ModelConfig& c) { c.post_norms = true; }), "norms behind attention");
+  expect_contains(reason([](ModelConfig& c) { c.scaled_embedding = true; }), "scaled embeddings");
+  expect_contains(reason([](ModelConfig& c) { c.attention_scale = 1; }), "scale of attention");
+  expect_contains(reason([](ModelConfig& c) { c.local_rope_theta = 1; }), "RoPE theta");
 }
 
 TEST(Rope, TableHoldsCosAndSinOfPositionTimesFrequency) {

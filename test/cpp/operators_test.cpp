@@ -364,6 +364,17 @@ TEST(HeadNorm, ForwardAndBackwardAreTheDefinition) {
   }
 }
 
+TEST(HeadNorm, AnOffsetIsAddedToTheWeight) {
+  const std::int64_t heads = 6, HS = 7;
+  const Floats x = random_floats(heads * HS, 1, 2.0f), w = random_floats(HS, 2, 0.3f);
+  Doubles sum = widen(w);
+  for (double& each : sum) each += 1;
+  Floats y(x.size());
+  const auto view = [&](auto& data) { return HeadViewOf{data.data(), heads * HS, heads * HS, HS}; };
+  head_norm_forward({1, 1, heads, HS, 1e-5f, 1.0f}, view(y), view(x), w.data());
+  expect_close(y, naive_head_norm(widen(x), sum, heads, HS, 1e-5), "y");
+}
+
 // q and k are parts of wider rows, and a head's bits are its own.
 TEST(HeadNorm, BitsDoNotDependOnThreadsOrNeighbours) {
   const std::int64_t T = 70, HS = 24, row = 5 * HS;
@@ -460,6 +471,24 @@ TEST(Gelu, IsTheExactOneAndPassesNan) {
   EXPECT_NEAR(y[0], 0.8413447461, 1e-7);
   EXPECT_NEAR(y[1], -0.1586552539, 1e-7);
   EXPECT_TRUE(std::isnan(y[2]));
+}
+
+// Gates from where it is 0 to where it is the gate itself.
+TEST(Gelu, TheGateOfGegluIsTheApproximation) {
+  for (const std::int64_t N : {1, 7}) {
+    for (const std::int64_t F : {1, 8, 13}) {
+      const Floats x = random_floats(N * 2 * F, 1, 3.0f);
+      Doubles want(static_cast<std::size_t>(N * F));
+      for (std::int64_t i = 0; i < N * F; ++i) {
+        const double gate = x[i / F * 2 * F + i % F], up = x[i / F * 2 * F + F + i % F];
+        const double inner = std::sqrt(2 / std::numbers::pi) * (gate + 0.044715 * gate * gate * gate);
+        want[i] = 0.5 * gate * (1 + std::tanh(inner)) * up;
+      }
+      Floats out(static_cast<std::size_t>(N * F));
+      geglu_tanh_forward(out.data(), x.data(), N, F);
+      expect_close(out, want, "out");
+    }
+  }
 }
 
 // ---- classifier -------------------------------------------------------------------------------------------

@@ -428,5 +428,40 @@ TEST(ResidualNorm, NanReachesItsRowOnly) {
   }
 }
 
+// Of one form with both norms: weights that lack 1 give what whole weights give, and a branch may be normalised in place.
+TEST(ResidualNorm, AnOffsetIsAddedToBothWeights) {
+  const Form form{"two outputs", NormKind::layernorm, 5, 13, true, true, false, false, true};
+  Tensors tensors = random_tensors(form);
+  for (Floats* weights : {&tensors.weight, &tensors.weight2}) {
+    for (float& weight : *weights) weight = std::round(weight * 64) / 64;  // so that 1 is added without rounding
+  }
+  const Outputs whole = forward(form, tensors);
+  for (Floats* weights : {&tensors.weight, &tensors.weight2}) {
+    for (float& weight : *weights) weight -= 1;
+  }
+  Floats out(tensors.x.size()), out2 = out, h = tensors.residual;
+  ResidualNormShape shape = shape_of(form);
+  shape.weight_offset = 1;
+  ResidualNormForward io;
+  io.x = tensors.x.data();
+  io.residual = io.residual_out = h.data();
+  io.weight = tensors.weight.data(), io.weight2 = tensors.weight2.data();
+  io.bias = tensors.bias.data(), io.bias2 = tensors.bias2.data();
+  io.out = out.data(), io.out2 = out2.data();
+  residual_norm_forward(shape, io);
+  EXPECT_EQ(out, whole.out);
+  EXPECT_EQ(out2, whole.out2);
+
+  Floats branch = tensors.x;
+  ResidualNormForward alone;
+  alone.x = tensors.x.data();
+  alone.weight = tensors.weight.data();
+  alone.out = out.data();
+  residual_norm_forward(shape, alone);
+  alone.x = alone.out = branch.data();
+  residual_norm_forward(shape, alone);
+  EXPECT_EQ(branch, out);
+}
+
 }  // namespace
 }  // namespace weft::cpu

@@ -90,7 +90,8 @@ std::vector<Decoded> decoded_vectors(const std::string& name) {
 
 class SentencePiece : public testing::TestWithParam<const char*> {};
 
-INSTANTIATE_TEST_SUITE_P(Tokenizer, SentencePiece, testing::Values("llama2_style", "mistral_style", "metaspace_style"),
+INSTANTIATE_TEST_SUITE_P(Tokenizer, SentencePiece,
+                         testing::Values("llama2_style", "mistral_style", "metaspace_style", "gemma3_style"),
                          [](const auto& info) { return info.param; });
 
 TEST_P(SentencePiece, DecodesEveryListOfIdsAsTheOriginal) {

@@ -613,6 +613,9 @@ TEST(ModelFile, FamilyTiedHeadAndTokenizerAreChecked) {
   EXPECT_EQ(ModelFile::open(neox).config().family, "gpt_neox");
   expect_contains(error_of(Exit::bad_file, [&] { ModelFile::open(neox).require_trainable(); }),
                   "got a model of the family gpt_neox, expected one that can be trained");
+  expect_contains(error_of(Exit::bad_file,
+                           [&] { ModelFile::open("test/fixtures/golden/gemma3-local.model.bin").require_trainable(); }),
+                  "got a model of the family gemma3_text, expected one that can be trained");
 
   const auto copy = [&](const std::string& source, const Json& config, const std::string& tokenizer) {
     const TensorFile original = TensorFile::open(source, FileKind::model);

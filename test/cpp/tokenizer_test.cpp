@@ -135,7 +135,7 @@ class TokenizerVectors : public testing::TestWithParam<const char*> {
 
 INSTANTIATE_TEST_SUITE_P(Tokenizer, TokenizerVectors,
                          testing::Values("neox_style", "llama3_style", "options", "llama2_style", "mistral_style",
-                                         "metaspace_style"),
+                                         "metaspace_style", "gemma3_style"),
                          [](const auto& info) { return info.param; });
 
 TEST_P(TokenizerVectors, EncodesEveryStringAsTheOriginal) {

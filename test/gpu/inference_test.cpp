@@ -73,9 +73,12 @@ class Fixture {
 
 std::vector<GoldenCase> inferred_goldens() {
   const auto reason = [](const ModelConfig& config) { return cuda::inference_unsupported_reason(config, DType::f32); };
-  return test::computed_goldens(
-      golden_cases(), reason,
-      {{"qwen2-mha", "head_dim: got 16"}, {"neox-tanh-linear", "activation"}, {"neox-tanh-yarn", "activation"}});
+  return test::computed_goldens(golden_cases(), reason,
+                                {{"qwen2-mha", "head_dim: got 16"},
+                                 {"neox-tanh-linear", "activation"},
+                                 {"neox-tanh-yarn", "activation"},
+                                 {"gemma3-local", "gemma3_text: the GPU has no kernels for GeGLU"},
+                                 {"gemma3-gqa2-biases", "GeGLU"}});
 }
 
 TEST(CudaInference, Fp32MatchesPyTorchTensorByTensor) {
@@ -603,6 +606,8 @@ TEST(CudaInference, ShapesWithoutKernelsAreRefusedByName) {
   EXPECT_NE(reason([](ModelConfig& c) { c.head_dim = 48; }).find("head_dim: got 48"), std::string::npos);
   EXPECT_NE(reason([](ModelConfig& c) { c.hidden_size = 36; }).find("hidden_size: got 36"), std::string::npos);
   EXPECT_NE(reason([](ModelConfig& c) { c.ffn_size = 100; }), "");
+  EXPECT_NE(reason([](ModelConfig& c) { c.post_norms = true; }).find("norms behind attention"), std::string::npos);
+  EXPECT_NE(reason([](ModelConfig& c) { c.attention_scale = 0.25; }).find("scale of attention"), std::string::npos);
   EXPECT_EQ(reason([](ModelConfig& c) { c.windows.assign(static_cast<std::size_t>(c.num_layers), 8); }), "");
 }
 

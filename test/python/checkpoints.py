@@ -38,6 +38,12 @@ GPT_NEOX = {
     "max_position_embeddings": 64, "layer_norm_eps": 1e-5, "tie_word_embeddings": False, "rotary_pct": 0.25,
     "rotary_emb_base": 10000, "use_parallel_residual": True, "bos_token_id": 0, "eos_token_id": 0,
 }
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "vocab_size": 37,
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
+    "query_pre_attn_scalar": 8, "sliding_window": 16, "sliding_window_pattern": 2, "bos_token_id": 2, "eos_token_id": 1,
+}
 CONFIGS = {"llama": LLAMA, "gpt_neox": GPT_NEOX}
 
 

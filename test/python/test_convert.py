@@ -363,6 +363,26 @@ def test_a_model_that_was_saved_without_its_prefix(tmp_path, family, prefix, tie
         refuse(ck.write_checkpoint(tmp_path / "headless", config, body), "missing", "tie_word_embeddings is false")
 
 
+@pytest.mark.parametrize("body, head", [("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")])
+def test_the_text_model_of_several_modalities(tmp_path, body, head):
+    """As transformers 4 and 5 name its tensors. What belongs to images is left out."""
+    weights = ck.weights_of(ck.GEMMA3)
+    whole = ck.convert(ck.write_checkpoint(tmp_path / "text", ck.GEMMA3, weights), tmp_path / "text.bin")
+    beside = {key.replace("model.", body, 1): value for key, value in weights.items()}
+    beside |= {f"{head}weight": weights["model.embed_tokens.weight"]}
+    beside |= dict.fromkeys(("vision_tower.a.weight", "model.vision_tower.b", "multi_modal_projector.c"), np.ones((2, 2), np.float32))
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": ck.GEMMA3,
+              "vision_config": {"hidden_size": 2}}
+    done = ck.run_script("convert_hf.py", ck.write_checkpoint(tmp_path / "all", config, beside), "-o", tmp_path / "all.bin")
+    assert done.returncode == 0 and done.stderr.count("warning") == 1, done.stderr  # of the tokenizer
+    file = tensor_file.read(tmp_path / "all.bin")
+    assert [(key, info.hash) for key, info in file.tensors.items()] == [(key, info.hash) for key, info in whole.tensors.items()]
+    assert file.config["model"] == whole.config["model"]
+    ck.run_script("export_hf.py", tmp_path / "all.bin", "-o", tmp_path / "out")
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["model_type"] == "gemma3_text" and not {"text_config", "vision_config"} & set(written)
+
+
 @pytest.mark.parametrize("family", ck.CONFIGS)
 def test_a_tied_model_whose_file_has_the_head_alone(tmp_path, family):
     config = ck.CONFIGS[family] | {"tie_word_embeddings": True}

@@ -23,6 +23,7 @@ ROUND_TRIPS = {
     "llama": ck.LLAMA,
     "llama tied, llama3": ck.LLAMA | {"tie_word_embeddings": True, "rope_scaling": LLAMA3, "eos_token_id": [2, 3]},
     "llama, explicit head_dim": ck.LLAMA | {"head_dim": 10, "num_key_value_heads": 1, "eos_token_id": None},
+    "gemma3_text": ck.GEMMA3,
     "gpt_neox": ck.GPT_NEOX,
     "gpt_neox sequential, no bias": ck.GPT_NEOX | {"use_parallel_residual": False, "attention_bias": False,
                                                    "rotary_pct": 1.0, "rotary_emb_base": 12345},

@@ -94,14 +94,14 @@ def rotated(values, angles, scale=1.0):
     return result
 
 
-def attention(q, k, v, window=0):
+def attention(q, k, v, window=0, scale=None):
     """One text: q [T, NH, HS], k and v [T, NKV, HS]; position t sees 0..t, of these the last `window` (0: all); query head h reads
-    h / (NH / NKV)."""
+    h / (NH / NKV). `scale`: of scores."""
     length, heads, head_dim = q.shape
     out = np.zeros((length, heads, head_dim))
     for head in range(heads):
         source = head // (heads // k.shape[1])
-        scores = q[:, head] @ k[:, source].T / math.sqrt(head_dim)
+        scores = q[:, head] @ k[:, source].T * (scale or 1 / math.sqrt(head_dim))
         scores[np.triu_indices(length, 1)] = -np.inf
         if window:
             scores[np.tril_indices(length, -window)] = -np.inf
@@ -114,11 +114,19 @@ def window_of(model, number):
     return model["windows"][number] if "windows" in model else 0
 
 
+def rope_of(model, number):
+    """Of a layer."""
+    if "local_rope_theta" in model and window_of(model, number):
+        return {"type": "standard", "theta": model["local_rope_theta"], "rotary_dim": model["head_dim"]}
+    return model["rope"]
+
+
 class NumpyModel:
     """A model file evaluated in double precision."""
 
     def __init__(self, file):
         self.file, self.model = file, file.config["model"]
+        self.gemma = self.model["family"] == "gemma3_text"
         self.values = {}
 
     def weight(self, name):
@@ -131,7 +139,7 @@ class NumpyModel:
     def norm(self, name, values):
         if self.model["norm"] == "rmsnorm":
             scale = 1 / np.sqrt((values**2).mean(-1, keepdims=True) + self.model["norm_eps"])
-            return values * scale * self.weight(f"{name}.weight")
+            return values * scale * (self.weight(f"{name}.weight") + (1 if self.gemma else 0))
         centred = values - values.mean(-1, keepdims=True)
         scale = 1 / np.sqrt((centred**2).mean(-1, keepdims=True) + self.model["norm_eps"])
         return centred * scale * self.weight(f"{name}.weight") + self.weight(f"{name}.bias")
@@ -140,46 +148,50 @@ class NumpyModel:
         """Activations of one text by their names in a dump; [T, ...]."""
         llama = self.model["family"] != "gpt_neox"
         x = self.weight("model.embed_tokens.weight" if llama else "gpt_neox.embed_in.weight")[ids]
+        x = x * math.sqrt(self.model["hidden_size"]) if self.gemma else x
         self.values = {"embedding": x}
-        angles = rope_angles(self.model["rope"], len(ids))
         for number in range(self.model["num_layers"]):
-            x = self.llama_layer(number, x, angles) if llama else self.neox_layer(number, x, angles)
+            x = self.llama_layer(number, x) if llama else self.neox_layer(number, x)
         x = self.values["final_norm"] = self.norm("model.norm" if llama else "gpt_neox.final_layer_norm", x)
         head = "model.embed_tokens" if self.model["tied_embeddings"] else "lm_head" if llama else "embed_out"
         self.values["logits"] = x @ self.weight(f"{head}.weight").T
         return self.values
 
-    def attend(self, number, q, k, v, angles):
-        heads = (q.shape[0], -1, self.model["head_dim"])
-        scale = self.model["rope"].get("attention_factor", 1)
+    def attend(self, number, q, k, v):
+        heads, rope = (q.shape[0], -1, self.model["head_dim"]), rope_of(self.model, number)
+        angles, scale = rope_angles(rope, len(q)), rope.get("attention_factor", 1)
         q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(heads)
         if number not in self.model.get("nope_layers", []):
             q, k = rotated(q, angles, scale), rotated(k, angles, scale)
-        out = attention(q, k, v, window_of(self.model, number))
+        out = attention(q, k, v, window_of(self.model, number), self.model.get("attention_scale"))
         prefix = f"layers.{number}."
         self.values |= {prefix + "q": q, prefix + "k": k, prefix + "v": v, prefix + "attention": out}
         return out
 
-    def llama_layer(self, number, x, angles):
+    def llama_layer(self, number, x):
         prefix, name = f"layers.{number}.", f"model.layers.{number}."
         normed = self.values[prefix + "input_norm"] = self.norm(name + "input_layernorm", x)
         q, k, v = (self.linear(f"{name}self_attn.{part}_proj", normed) for part in "qkv")
         if f"{name}self_attn.q_norm.weight" in self.file.tensors:
             q, k = (self.norm(f"{name}self_attn.{part}_norm", values.reshape(len(x), -1, self.model["head_dim"]))
                     for part, values in (("q", q), ("k", k)))
-        x = x + self.linear(name + "self_attn.o_proj", self.attend(number, q, k, v, angles))
-        normed = self.values[prefix + "post_attention_norm"] = self.norm(name + "post_attention_layernorm", x)
-        product = silu(self.linear(name + "mlp.gate_proj", normed)) * self.linear(name + "mlp.up_proj", normed)
+        branch = self.linear(name + "self_attn.o_proj", self.attend(number, q, k, v))
+        x = x + (self.norm(name + "post_attention_layernorm", branch) if self.gemma else branch)
+        before_mlp = "pre_feedforward_layernorm" if self.gemma else "post_attention_layernorm"
+        normed = self.values[prefix + "post_attention_norm"] = self.norm(name + before_mlp, x)
+        activation = gelu_tanh if self.gemma else silu
+        product = activation(self.linear(name + "mlp.gate_proj", normed)) * self.linear(name + "mlp.up_proj", normed)
         self.values[prefix + "mlp_product"] = product
-        self.values[prefix + "residual"] = x + self.linear(name + "mlp.down_proj", product)
+        branch = self.linear(name + "mlp.down_proj", product)
+        self.values[prefix + "residual"] = x + (self.norm(name + "post_feedforward_layernorm", branch) if self.gemma else branch)
         return self.values[prefix + "residual"]
 
-    def neox_layer(self, number, x, angles):
+    def neox_layer(self, number, x):
         prefix, name = f"layers.{number}.", f"gpt_neox.layers.{number}."
         normed = self.values[prefix + "input_norm"] = self.norm(name + "input_layernorm", x)
         fused = self.linear(name + "attention.query_key_value", normed)
         fused = fused.reshape(len(x), self.model["num_heads"], 3, self.model["head_dim"])
-        branch = self.linear(name + "attention.dense", self.attend(number, *np.moveaxis(fused, 2, 0), angles))
+        branch = self.linear(name + "attention.dense", self.attend(number, *np.moveaxis(fused, 2, 0)))
         middle = x if self.model["parallel_residual"] else x + branch
         normed = self.values[prefix + "post_attention_norm"] = self.norm(name + "post_attention_layernorm", middle)
         activation = gelu_tanh if self.model.get("activation") == "gelu_pytorch_tanh" else gelu

@@ -168,7 +168,7 @@ def test_byte_level_tokenizers_of_the_families(style, tmp_path):
 # ---- SentencePiece-style ---------------------------------------------------------------------------------------------
 
 
-STYLES = ["llama2_style", "mistral_style", "metaspace_style"]
+STYLES = ["llama2_style", "mistral_style", "metaspace_style", "gemma3_style"]
 STEP = vectors.metaspace_step
 SPACE, MARK = vectors.replace_step(" ", "▁"), vectors.replace_step("▁", " ")
 PREPEND, BYTES, FUSE = {"type": "Prepend", "prepend": "▁"}, {"type": "ByteFallback"}, {"type": "Fuse"}

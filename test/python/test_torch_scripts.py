@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from test_reference import CASES, GOLDEN, NumpyModel, assert_close, attention, dump_of, gelu, gelu_tanh, np, rope_angles, rotated, silu, tensor_file, window_of
+from test_reference import CASES, GOLDEN, NumpyModel, assert_close, attention, dump_of, gelu, gelu_tanh, np, rope_angles, rope_of, rotated, silu, tensor_file, window_of
 from test_train_reference import SETTINGS
 
 import checkpoints as ck
@@ -82,7 +82,8 @@ class Hooked(Module):
         self.llama, self.description = file.config["model"]["family"] != "gpt_neox", file.config["model"]
         layers = [self.layer(number) for number in range(self.description["num_layers"])]
         embed, end = ("model.embed_tokens", "model.norm") if self.llama else ("gpt_neox.embed_in", "gpt_neox.final_layer_norm")
-        embed, end = Module(lambda ids, name=f"{embed}.weight": tensor(self.numpy.weight(name)[ids])), self.norm(end)
+        scale = math.sqrt(self.description["hidden_size"]) if self.numpy.gemma else 1
+        embed, end = Module(lambda ids, name=f"{embed}.weight": tensor(self.numpy.weight(name)[ids] * scale)), self.norm(end)
         self.model = Module(embed_tokens=embed, layers=layers, norm=end)
         self.gpt_neox = Module(embed_in=embed, layers=layers, final_layer_norm=end)
 
@@ -101,7 +102,18 @@ class Hooked(Module):
                   if f"{name}self_attn.{each}.weight" in self.numpy.file.tensors}
         first, second = self.norm(name + "input_layernorm"), self.norm(name + "post_attention_layernorm")
         layer = Module(input_layernorm=first, post_attention_layernorm=second)
+        if self.numpy.gemma:
+            before_mlp, after_mlp = (self.norm(f"{name}{each}_feedforward_layernorm") for each in ("pre", "post"))
+            layer.pre_feedforward_layernorm = before_mlp
         layer.self_attn = layer.attention = layer.mlp = Module(**parts)
+
+        def gemma(x):
+            normed = first(x)
+            q, k, v = (parts[f"{each}_proj"](normed).unflatten(-1, (-1, self.description["head_dim"])) for each in "qkv")
+            q, k = (parts[f"{each}_norm"](values.transpose(1, 2)).transpose(1, 2) for each, values in (("q", q), ("k", k)))
+            x = x + second(parts["o_proj"](self.attend(number, *(values.flatten(-2) for values in (q, k, v)))))
+            normed = before_mlp(x)
+            return x + after_mlp(parts["down_proj"](tensor(gelu_tanh(parts["gate_proj"](normed)) * parts["up_proj"](normed))))
 
         def llama(x):
             normed = first(x)
@@ -120,18 +132,19 @@ class Hooked(Module):
             activation = gelu_tanh if self.description.get("activation") == "gelu_pytorch_tanh" else gelu
             return x + branch + parts["dense_4h_to_h"](tensor(activation(parts["dense_h_to_4h"](normed)))), None
 
-        layer.forward = llama if self.llama else neox
+        layer.forward = gemma if self.numpy.gemma else llama if self.llama else neox
         return layer
 
     def attend(self, number, *qkv):
         q, k, v = (values.unflatten(-1, (-1, self.description["head_dim"])).transpose(1, 2) for values in qkv)
-        rope = self.description["rope"]
+        rope = rope_of(self.description, number)
         size = rope["rotary_dim"] if not self.llama else None
         if number not in self.description.get("nope_layers", []):
             turned = apply_rotary_pos_emb(q[..., :size], k[..., :size], rope_angles(rope, q.shape[2]), rope.get("attention_factor", 1))
             q, k = (np.concatenate([new, old[..., size or new.shape[-1]:]], axis=-1) for new, old in zip(turned, (q, k)))
         window = window_of(self.description, number)
-        return tensor([attention(*(values.swapaxes(0, 1) for values in row), window) for row in zip(*map(np.array, (q, k, v)))])
+        scale = self.description.get("attention_scale")
+        return tensor([attention(*(values.swapaxes(0, 1) for values in row), window, scale) for row in zip(*map(np.array, (q, k, v)))])
 
     def compute(self, ids):
         x = self.model.embed_tokens(ids)

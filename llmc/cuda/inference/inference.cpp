@@ -192,6 +192,8 @@ std::unique_ptr<InferenceModel> filled_inference(const ModelConfig& config, cons
 std::string inference_unsupported_reason(const ModelConfig& c, DType dtype) {
   if (const std::string reason = head_dim_unsupported_reason(c.head_dim); !reason.empty()) return reason;
   if (gate_up_in_memory(c) && c.quantization.any()) return "mlp_bias: the GPU has no quantised gate and up with biases";
+  if (const char* part = part_without_kernels(c); part != nullptr)
+    return format("family %s: the GPU has no kernels for %s", c.family.c_str(), part);
   if (c.activation == Activation::gelu_tanh)
     return "activation: the GPU has GELU with erf alone, not its approximation by tanh";
   if (c.quantization.any() && dtype == DType::f32)

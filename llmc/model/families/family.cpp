@@ -5,7 +5,7 @@
 namespace weft {
 
 std::span<const Family* const> families() {
-  static constexpr const Family* kFamilies[] = {&kLlama, &kMistral, &kQwen2, &kQwen3, &kSmolLm3, &kGptNeox};
+  static constexpr const Family* kFamilies[] = {&kLlama, &kMistral, &kQwen2, &kQwen3, &kSmolLm3, &kGemma3, &kGptNeox};
   return kFamilies;
 }
 

@@ -34,6 +34,7 @@ void read_qwen_windows(const HfObject& config, ModelConfig& model);
 struct HfRules {
   const char* architecture;                           // of its models with a head: "LlamaForCausalLM"
   std::span<const HfActivation> activations = kSilu;  // that it may have; the first where none is named
+  const char* activation_key = "hidden_act";
   const char* norm_eps_key = "rms_norm_eps";
   double norm_eps = 1e-6;
   // Reads what is in no other family, or not in all of them: heads, biases, norms.
@@ -41,10 +42,15 @@ struct HfRules {
   void (*to_hf)(const ModelConfig& model, Json& config);  // writes the same keys
   bool tied = false;                                      // tie_word_embeddings
   std::int64_t max_positions = 2048;
+  std::int64_t vocab_size = 0, num_heads = 0;  // 0: they have to be there
   double rope_theta = 10000;
   const char* rope_theta_key = nullptr;       // another name of rope_theta
   const char* rotary_fraction_key = nullptr;  // another name of partial_rotary_factor; null: whole heads rotate
   double rotary_fraction = 1;
+  // rope_parameters has an object for each type of layer_types, and the layers with a window have this theta where none is
+  // given; 0: one for all layers.
+  double local_rope_theta = 0;
+  const char* multimodal = nullptr;  // model_type of a config.json whose text_config is a model of the family
 };
 
 struct Family {
@@ -59,7 +65,7 @@ struct Family {
   HfRules hf;
 };
 
-extern const Family kLlama, kMistral, kQwen2, kQwen3, kSmolLm3, kGptNeox;
+extern const Family kLlama, kMistral, kQwen2, kQwen3, kSmolLm3, kGemma3, kGptNeox;
 
 std::span<const Family* const> families();
 // Null: there is none of this name.

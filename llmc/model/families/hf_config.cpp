@@ -66,7 +66,19 @@ class RopeReader {
       : config_(config),
         rules_(rules),
         scaling_(config.object("rope_scaling")),
-        parameters_(config.object("rope_parameters")) {}
+        parameters_(rules.local_rope_theta > 0 ? of_layer_type(config, "full_attention")
+                                               : config.object("rope_parameters")) {}
+
+  // Of rope_parameters, where it has an object for each type of layer.
+  static HfObject of_layer_type(const HfObject& config, const char* type) {
+    const HfObject all = config.object("rope_parameters");
+    for (const auto& [key, value] : all.values().items()) {
+      if (key == "full_attention" || key == "sliding_attention") continue;
+      all.refuse(escaped(key),
+                 "expected an object for full_attention and one for sliding_attention, as of this family");
+    }
+    return all.object(type);
+  }
 
   RopeConfig read(const ModelConfig& model, std::optional<double> user_theta) const {
     const std::string type = read_type();
@@ -219,7 +231,35 @@ class RopeReader {
   const HfObject scaling_, parameters_;
 };
 
+// Of the layers with a window: rope_local_base_freq (transformers 4), or their part of rope_parameters (transformers 5).
+double read_local_theta(const HfObject& config, const HfRules& rules) {
+  const HfObject local = RopeReader::of_layer_type(config, "sliding_attention");
+  for (const char* key : {"rope_type", "type"}) {
+    if (local.has(key) && local[key] != "default") {
+      local.expected(key, "default: layers with a window rotate without scaling");
+    }
+  }
+  const std::optional<Place> place = agreed({{&config, "rope_local_base_freq"}, {&local, "rope_theta"}});
+  return place ? place->object->positive(place->key) : config.positive("rope_local_base_freq", rules.local_rope_theta);
+}
+
 // ---- what all families have -----------------------------------------------------------------------------------------
+
+// A model of several modalities has the configuration of its text model in text_config: this one, with what the model's own
+// head and generation go by. Others are as they are.
+Json text_config(const Json& config) {
+  const Json type = config.value("model_type", Json()), text = config.value("text_config", Json());
+  for (const Family* family : families()) {
+    if (family->hf.multimodal == nullptr || type != family->hf.multimodal || !text.is_object()) continue;
+    Json merged = text;
+    merged["model_type"] = text.value("model_type", Json(family->name));
+    for (const char* key : {"tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config"}) {
+      if (const Json own = config.value(key, Json()); !own.is_null()) merged[key] = own;
+    }
+    return merged;
+  }
+  return config;
+}
 
 const Family& read_family(const HfObject& config) {
   const Family* const family = find_family(config.text("model_type"));
@@ -252,13 +292,13 @@ const Family& read_family(const HfObject& config) {
 }
 
 Activation read_activation(const HfObject& config, const HfRules& rules) {
-  const std::string name = config.text("hidden_act", rules.activations.front().name);
+  const std::string name = config.text(rules.activation_key, rules.activations.front().name);
   std::vector<std::string> known;
   for (const HfActivation& each : rules.activations) {
     if (name == each.name) return each.activation;
     known.push_back(escaped(each.name));
   }
-  config.expected("hidden_act", "one of " + join(known) + ". No other activation of this family is supported");
+  config.expected(rules.activation_key, "one of " + join(known) + ". No other activation of this family is supported");
 }
 
 // The token ids of `key` in the generation config if it has some, otherwise in the config. Those that the model cannot
@@ -319,8 +359,8 @@ double rotary_fraction(const ModelConfig& model) {
 
 void write_rope(const ModelConfig& model, const HfRules& rules, Json& config) {
   // Also keys that only other families know: they would be stale.
-  for (const char* key : {"rope_theta", "rope_scaling", "rope_parameters", "rotary_pct", "rotary_emb_base",
-                          "partial_rotary_factor", "original_max_position_embeddings"}) {
+  for (const char* key : {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "rotary_pct",
+                          "rotary_emb_base", "partial_rotary_factor", "original_max_position_embeddings"}) {
     config.erase(key);
   }
   const Json scaling = scaling_of(model.rope);
@@ -334,6 +374,11 @@ void write_rope(const ModelConfig& model, const HfRules& rules, Json& config) {
     config["partial_rotary_factor"] = parameters["partial_rotary_factor"] = fraction;
   }
   config["rope_scaling"] = scaling.empty() ? Json(nullptr) : scaling;
+  if (rules.local_rope_theta > 0) {
+    config["rope_local_base_freq"] = model.local_rope_theta;
+    const Json local = {{"rope_type", "default"}, {"rope_theta", model.local_rope_theta}};
+    parameters = {{"full_attention", parameters}, {"sliding_attention", local}};
+  }
   config["rope_parameters"] = parameters;
 }
 
@@ -448,12 +493,12 @@ void read_windows(const HfObject& config, ModelConfig& model, const std::functio
                   std::int64_t absent) {
   if (config.says_null("sliding_window") || (!config.has("sliding_window") && absent == 0)) return;
   const std::int64_t window = config.integer("sliding_window", 1, kMaxPositions, absent);
-  if (window >= model.max_positions) return;
+  if (window >= model.max_positions && model.local_rope_theta == 0) return;
   for (std::int64_t l = 0; l < model.num_layers; ++l) model.windows.push_back(slides(l) ? window : 0);
 }
 
-void read_layer_windows(const HfObject& config, ModelConfig& model,
-                        const std::function<bool(std::int64_t layer)>& slides, std::int64_t absent) {
+std::vector<bool> sliding_layers(const HfObject& config, const ModelConfig& model,
+                                 const std::function<bool(std::int64_t layer)>& slides) {
   const Json& types = config["layer_types"];
   if (!types.is_null()) {
     const bool all_layers = types.is_array() && std::ssize(types) == model.num_layers;
@@ -463,19 +508,28 @@ void read_layer_windows(const HfObject& config, ModelConfig& model,
                                        std::to_string(model.num_layers) + " layers");
     }
   }
+  std::vector<bool> sliding;
+  for (std::int64_t l = 0; l < model.num_layers; ++l) {
+    sliding.push_back(types.is_null() ? slides(l) : types[static_cast<std::size_t>(l)] == "sliding_attention");
+  }
+  return sliding;
+}
+
+void read_layer_windows(const HfObject& config, ModelConfig& model,
+                        const std::function<bool(std::int64_t layer)>& slides, std::int64_t absent) {
+  const std::vector<bool> sliding = sliding_layers(config, model, slides);
   if (!config.flag("use_sliding_window")) return;
-  if (types.is_null()) return read_windows(config, model, slides, absent);
   read_windows(
-      config, model, [&](std::int64_t l) { return types[static_cast<std::size_t>(l)] == "sliding_attention"; }, absent);
+      config, model, [&](std::int64_t l) { return sliding[static_cast<std::size_t>(l)]; }, absent);
 }
 
 void write_layer_windows(const ModelConfig& model, Json& config) {
   for (const char* key : {"layer_types", "max_window_layers"}) config.erase(key);
   config["use_sliding_window"] = !model.windows.empty();
   config["sliding_window"] = nullptr;
-  for (const std::int64_t window : model.windows) {
-    if (window > 0) config["sliding_window"] = window;
-    config["layer_types"].push_back(window > 0 ? "sliding_attention" : "full_attention");
+  for (std::int64_t l = 0; l < model.num_layers; ++l) {
+    if (model.window(l) > 0) config["sliding_window"] = model.window(l);
+    config["layer_types"].push_back(model.window(l) > 0 ? "sliding_attention" : "full_attention");
   }
 }
 
@@ -501,7 +555,9 @@ HfModel model_from_hf(const HfConfig& hf, std::vector<std::string>& warnings) {
     if (json->is_object() || (json == &hf.generation && json->is_null())) continue;
     fail(Exit::bad_file, "%s: got a JSON %s, expected an object", source->c_str(), json->type_name());
   }
-  const HfObject config(hf.config, hf.source, warnings), generation(hf.generation, hf.generation_source, warnings);
+  const Json text = text_config(hf.config);
+  const HfObject config(text, hf.source, warnings, text == hf.config ? "" : "text_config."),
+      generation(hf.generation, hf.generation_source, warnings);
   const Family& family = read_family(config);
   const HfRules& rules = family.hf;
   if (config.has("quantization_config")) {
@@ -509,16 +565,18 @@ HfModel model_from_hf(const HfConfig& hf, std::vector<std::string>& warnings) {
   }
   ModelConfig model;
   set_family(model, family.name);
-  model.vocab_size = model.tokenizer_vocab = config.integer("vocab_size", 1, kMaxVocab);
+  const auto size = [](std::int64_t absent) { return absent > 0 ? Json(absent) : Json(nullptr); };
+  model.vocab_size = model.tokenizer_vocab = config.integer("vocab_size", 1, kMaxVocab, size(rules.vocab_size));
   model.hidden_size = config.integer("hidden_size", 1, kMaxWidth);
   model.num_layers = config.integer("num_hidden_layers", 1, kMaxLayers);
-  model.num_heads = model.num_kv_heads = config.integer("num_attention_heads", 1, kMaxHeads);
+  model.num_heads = model.num_kv_heads = config.integer("num_attention_heads", 1, kMaxHeads, size(rules.num_heads));
   model.ffn_size = config.integer("intermediate_size", 1, kMaxWidth);
   model.max_positions = config.integer("max_position_embeddings", 1, kMaxPositions, rules.max_positions);
   model.activation = read_activation(config, rules);
   model.norm_eps = config.positive(rules.norm_eps_key, rules.norm_eps);
   model.tied_embeddings = config.flag("tie_word_embeddings", rules.tied);
   const bool ties_head = model.tied_embeddings;
+  if (rules.local_rope_theta > 0) model.local_rope_theta = read_local_theta(config, rules);
   rules.from_hf(config, model);
   model.rope = RopeReader(config, rules).read(model, hf.rope_theta);
   model.eos_ids = read_ids(config, generation, "eos_token_id", model.vocab_size, kMaxEosIds);
@@ -531,13 +589,13 @@ Json hf_from_model(const ModelConfig& model, const Json& original, const std::st
   const Family& family = family_of(model);
   HfConfig hf;
   hf.source = source;
-  hf.config = original.is_object() ? original : Json::object();
+  hf.config = original.is_object() ? text_config(original) : Json::object();
   hf.config.erase("quantization_config");
   hf.config.erase("head_dim");
   hf.config.update({
       {"architectures", Json::array({family.hf.architecture})},
       {"model_type", family.name},
-      {"hidden_act", activation_name(model.activation)},
+      {family.hf.activation_key, activation_name(model.activation)},
       {"vocab_size", model.vocab_size},
       {"hidden_size", model.hidden_size},
       {"intermediate_size", model.ffn_size},

@@ -87,10 +87,13 @@ void write_biases(const ModelConfig& model, Json& config);
 // hidden_size / num_attention_heads.
 std::int64_t divided_head_dim(const HfObject& config, const ModelConfig& model);
 // Gives model.windows the window of the layers that `slides` names: sliding_window, if it is not null. `absent`: what it is
-// taken for where it is absent; 0: none. A window that all positions fit in is none.
+// taken for where it is absent; 0: none. A window that all positions fit in is none, unless its layers rotate otherwise.
 void read_windows(const HfObject& config, ModelConfig& model, const std::function<bool(std::int64_t layer)>& slides,
                   std::int64_t absent = 0);
-// The same by use_sliding_window and layer_types; where there are no layer_types, by `slides`.
+// Whether a layer has a window, by layer_types; where there are none, by `slides`.
+std::vector<bool> sliding_layers(const HfObject& config, const ModelConfig& model,
+                                 const std::function<bool(std::int64_t layer)>& slides);
+// read_windows() by use_sliding_window and sliding_layers().
 void read_layer_windows(const HfObject& config, ModelConfig& model,
                         const std::function<bool(std::int64_t layer)>& slides, std::int64_t absent = 0);
 // sliding_window, use_sliding_window and layer_types.

@@ -27,9 +27,9 @@ void set_llama_block(ModelConfig& config) {
 void read_llama_block(const Json& object, const std::string& source, ModelConfig& config) {
   if (object.contains("activation")) {
     const std::string name = json_string(object, "activation", source);
-    if (name != activation_name(Activation::swiglu)) {
+    if (name != activation_name(config.activation)) {
       fail(Exit::bad_file, "%s: activation: got %s, expected %s", source.c_str(), escaped(name).c_str(),
-           activation_name(Activation::swiglu));
+           activation_name(config.activation));
     }
   }
   if (object.contains("mlp_bias")) config.mlp_bias = json_bool(object, "mlp_bias", source);
