@@ -73,7 +73,7 @@ std::vector<LoraTarget> parse_lora_targets(const std::string& option, const std:
 
 std::string lora_unsupported_reason(const LoraConfig& lora, const ModelConfig& config) {
   if (!config.gated() || config.qkv_layout != QkvLayout::concatenated) {
-    return format("adapters are for models with SwiGLU and with q, k and v in matrices of their own, not for %s",
+    return format("adapters are for models with a gated MLP and with q, k and v in matrices of their own, not for %s",
                   config.family.c_str());
   }
   for (const LoraTarget& target : lora.targets) {

@@ -154,7 +154,7 @@ TEST(Lora, ARankIsAtMostTheSmallerSideOfEachMatrix) {
             "rank 9 is more than the smaller side of the model's matrix k, [8, 16]");
   ModelConfig neox = config;
   neox.qkv_layout = QkvLayout::per_head;
-  expect_contains(lora_unsupported_reason(lora_of(1, "q"), neox), "adapters are for models with SwiGLU");
+  expect_contains(lora_unsupported_reason(lora_of(1, "q"), neox), "adapters are for models with a gated MLP");
 }
 
 // Kaiming-uniform as PyTorch and PEFT have it: A between -1 / sqrt(in) and 1 / sqrt(in), B zero.
