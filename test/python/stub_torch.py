@@ -41,6 +41,7 @@ class Nothing(metaclass=_Names):
 class Tensor(np.ndarray):
     device: Any = types.SimpleNamespace(type="cpu")
     grad: Any = None
+    requires_grad: Any = True
     abs, cos, sin, sqrt, square = ((lambda self, function=function: function(self)) for function in (np.abs, np.cos, np.sin, np.sqrt, np.square))
     split: Any = lambda self, sizes, dim: np.split(self, np.cumsum(sizes)[:-1], dim)
     double, float, long = (lambda self, kind=kind: self.astype(kind) for kind in (np.float64, np.float32, np.int64))
