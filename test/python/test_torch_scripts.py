@@ -412,7 +412,7 @@ def test_a_step_of_conversations_is_the_mean_over_all_of_its_learned_labels(trai
 
 def test_the_norm_is_that_of_all_gradients_together_in_double(torch):
     gradients = [np.full((2, 3), 2.0), np.full(4, 1.0), np.full((1, 1), 1e-5), np.full(1, 1e25)]
-    model = lambda *chosen: SimpleNamespace(parameters=lambda: [SimpleNamespace(grad=tensor(gradients[each].astype(np.float32))) for each in chosen])
+    model = lambda *chosen: SimpleNamespace(parameters=lambda: [SimpleNamespace(requires_grad=True, grad=tensor(gradients[each].astype(np.float32))) for each in chosen])
     assert float(train_reference.gradient_norm(model(0, 1))) == pytest.approx(math.sqrt(28), rel=1e-12)
     assert float(train_reference.gradient_norm(model(2))) == pytest.approx(1e-5, rel=1e-7)
     assert float(train_reference.gradient_norm(model(3, 0))) == pytest.approx(1e25, rel=1e-7), "its square is beyond fp32"
@@ -428,7 +428,7 @@ def test_the_model_begins_as_the_run_did(torch, monkeypatch, from_file):
     for_model = SimpleNamespace(for_model=lambda **options: config.append(options))
     monkeypatch.setattr(transformers, "AutoConfig", for_model, raising=False)
     monkeypatch.setattr(transformers, "AutoModelForCausalLM", SimpleNamespace(from_config=lambda _: built), raising=False)
-    description = SimpleNamespace(model=model, settings=replace(SETTINGS, seed=6))
+    description = SimpleNamespace(model=model, settings=replace(SETTINGS, seed=6), adapter=None)
     assert train_reference.make_model(description, str(file.path) if from_file else "", "cuda") is built and done == ["cuda", "train"]
     assert config == [model.hf_config | {"torch_dtype": "float32", "dtype": "float32", "attn_implementation": "sdpa"}]
     want = {name: file.f32(name) for name in parameters} if from_file else dict(train_reference.initial_tensors(model, 6))
@@ -443,7 +443,7 @@ def test_the_model_begins_as_the_run_did(torch, monkeypatch, from_file):
 def repeat(torch, monkeypatch, tmp_path):
     """main() with a Trainer that gives the losses 1, 1/2, ...; the log has the run's. Returns what was made of the options, too."""
     made = SimpleNamespace()
-    description = SimpleNamespace(settings=replace(SETTINGS, steps=4, train="its/*.bin", model_file="its.bin", schedule="constant"))
+    description = SimpleNamespace(adapter=None, settings=replace(SETTINGS, steps=4, train="its/*.bin", model_file="its.bin", schedule="constant"))
     record = lambda step, loss: {"type": "step", "step": step, "loss": loss, "lr": 0.4, "grad_norm": 2.0}
     log = tmp_path / "log.jsonl"
     log.write_text("".join(f"{cli.json.dumps(record(step, 1.01 / step if step == 3 else 1 / step))}\n" for step in (1, 2, 3, 4)))
