@@ -335,7 +335,7 @@ def test_an_index_that_is_wrong_about_tensors_names_files_all_the_same(llama, tm
 
 
 @pytest.mark.parametrize("name, words", [
-    ("adapter_model.safetensors", "merge it"), ("consolidated.00.safetensors", "save_pretrained"), ("x.gguf", "GGUF"),
+    ("adapter_model.safetensors", "--base"), ("consolidated.00.safetensors", "save_pretrained"), ("x.gguf", "GGUF"),
     ("model-00001-of-00002.safetensors", "the index"), ("weights.safetensors", "rename it")])
 def test_other_files_of_weights_are_named_with_the_way_out(llama, name, words):
     (llama / "model.safetensors").rename(llama / name)

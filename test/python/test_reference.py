@@ -124,9 +124,12 @@ def rope_of(model, number):
 class NumpyModel:
     """A model file evaluated in double precision."""
 
+    @property
+    def gemma(self):
+        return self.model["family"] == "gemma3_text"
+
     def __init__(self, file):
         self.file, self.model = file, file.config["model"]
-        self.gemma = self.model["family"] == "gemma3_text"
         self.values = {}
 
     def weight(self, name):
