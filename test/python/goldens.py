@@ -8,7 +8,8 @@ GOLDENS = Path(__file__).resolve().parents[1] / "fixtures" / "golden"
 
 
 # What infer_pythia does not compute on the GPU, and a part of what it says.
-CPU_ALONE = {"qwen2-mha": "head_dim: got 16", "neox-tanh-linear": "activation: ", "neox-tanh-yarn": "activation: "}
+CPU_ALONE = {"qwen2-mha": "head_dim: got 16", "neox-tanh-linear": "activation: ", "neox-tanh-yarn": "activation: ",
+             "gemma3-local": "GeGLU", "gemma3-gqa2-biases": "GeGLU"}
 
 
 def inference_goldens(family: str = "") -> list[str]:
