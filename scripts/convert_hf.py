@@ -44,7 +44,7 @@ from hf_config import (MAX_INDEX_BYTES, Checkpoint, Model, Shape, is_ignorable_b
 from hf_tokenizer import encode, left_out, missing_tokenizer
 from safetensors_reader import Entry, SafetensorsFile
 from tensor_file import (MAGIC, MAX_CONFIG_BYTES, MAX_CONFIG_VALUES, NUMPY_DTYPES, Writer, bf16_to_f32, configuration_text, escaped,
-                         f32_to_bf16, shape_text, whole_bytes)
+                         from_f32, shape_text, whole_bytes)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Other files that weights come in, and what to do with them.
@@ -242,14 +242,6 @@ def _check_tensor(name: str, shape: Shape, source: Source) -> None:
 
 def to_f32(values: np.ndarray, dtype: str) -> np.ndarray:
     return bf16_to_f32(values) if dtype == "bf16" else values.astype(np.float32, copy=False)
-
-
-def from_f32(values: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 in the tensor file's `dtype`, rounded to nearest even; too large becomes infinite."""
-    if dtype == "bf16":
-        return f32_to_bf16(values)
-    with np.errstate(over="ignore"):
-        return values.astype(NUMPY_DTYPES[dtype], copy=False)
 
 
 class Conversion:

@@ -84,8 +84,7 @@ def values_of(file: TensorFile, name: str, adapter: Adapter | None) -> Any:
     merged = adapter.merged(file, name) if adapter else None
     if merged is None:
         return file.bytes(name)
-    dtype = file.at(name).dtype
-    return (tensor_file.f32_to_bf16(merged) if dtype == "bf16" else merged.astype(tensor_file.NUMPY_DTYPES[dtype])).tobytes()
+    return tensor_file.from_f32(merged, file.at(name).dtype).tobytes()
 
 
 def write_shard(path: Path, file: TensorFile, names: list[str], progress: cli.Progress, adapter: Adapter | None = None,

@@ -131,6 +131,14 @@ def f32_to_bf16(values: np.ndarray) -> np.ndarray:
     return out.reshape(np.shape(values))
 
 
+def from_f32(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 in the file's `dtype` (bf16: its bits), rounded to nearest even; too large becomes infinite."""
+    if dtype == "bf16":
+        return f32_to_bf16(values)
+    with np.errstate(over="ignore"):
+        return values.astype(NUMPY_DTYPES[dtype], copy=False)
+
+
 def align_up(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
 

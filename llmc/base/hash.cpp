@@ -10,6 +10,8 @@
 
 #include <random>
 
+#include "llmc/base/error.h"
+
 namespace weft {
 
 namespace {
@@ -23,6 +25,10 @@ std::uint64_t process_seed() {
 }
 
 }  // namespace
+
+std::string hash_text(std::uint64_t hash) {
+  return format("%016llx", static_cast<unsigned long long>(hash));
+}
 
 struct Xxh3Stream::State {
   XXH3_state_t xxh;

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <string_view>
 
 namespace weft {
@@ -12,6 +13,8 @@ std::uint64_t xxh3_64(const void* data, std::size_t bytes);
 inline std::uint64_t xxh3_64(std::string_view text) {
   return xxh3_64(text.data(), text.size());
 }
+// A hash as files and messages write it: 16 hexadecimal digits.
+std::string hash_text(std::uint64_t hash);
 
 // The hash for tables whose keys come from outside, with a random seed for each process. std::hash is predictable: a
 // file could hold a hundred thousand names that all collide, and filling the table would take minutes.

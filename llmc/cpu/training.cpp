@@ -353,7 +353,7 @@ class TrainingModel final : public TrainModel {
             config_.num_kv_heads,
             config_.head_dim,
             true,
-            1.0f / std::sqrt(static_cast<float>(config_.head_dim)),
+            config_.score_scale(),
             config_.window(l),
             document_starts()};
   }

@@ -89,7 +89,7 @@ std::string fingerprint(const BatchRequest& request, const ModelConfig& config) 
                 o.stop, o.ignore_eos, o.logprobs, o.echo}},
               {"model", config_to_json(config)}};
   if (o.rules.any()) all["rules"] = rules_json(o.rules);  // answers to requests without any keep their fingerprint
-  return format("%016llx", static_cast<unsigned long long>(xxh3_64(json_text(all))));
+  return hash_text(xxh3_64(json_text(all)));
 }
 
 class Batch {

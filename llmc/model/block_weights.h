@@ -160,19 +160,11 @@ class ArenaSource {
   QuantizedMatrix packed(const std::vector<std::string>& modules) const {
     const std::string name = weight_of(modules.front());
     const TensorSpec& spec = table_.at(name);
-    QuantizedMatrix matrix;
-    if (spec.kind != ValueKind::quants) return matrix;
+    if (spec.kind != ValueKind::quants) return {};
     if (offsets_ != Offsets::bytes) fail(Exit::internal, "%s: quantised, in an arena of one type", name.c_str());
-    const std::byte* const scales = bytes(table_.at(scales_of(name)));
-    matrix.data = bytes(spec);
-    matrix.dtype = spec.dtype;
-    if (weight_format(spec.dtype).grouped) {
-      matrix.group_scales = reinterpret_cast<const std::uint16_t*>(scales);
-      matrix.zeros = reinterpret_cast<const std::uint8_t*>(bytes(table_.at(zeros_of(name))));
-    } else {
-      matrix.row_scales = reinterpret_cast<const float*>(scales);
-    }
-    return matrix;
+    const WeightFormat& format = weight_format(spec.dtype);
+    return format.matrix(bytes(spec), bytes(table_.at(scales_of(name))),
+                         format.grouped ? bytes(table_.at(zeros_of(name))) : nullptr);
   }
 
  private:

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "llmc/base/error.h"
+#include "llmc/base/hash.h"
 #include "llmc/base/json.h"
 #include "llmc/base/log.h"
 #include "llmc/model/block_weights.h"
@@ -159,7 +160,7 @@ void ModelFile::require_fitting(const std::string& option, const ModelFile& adap
          option.c_str(), name.c_str(), key.c_str(), its.value(key, Json()).dump().c_str(), own.c_str(),
          value.dump().c_str());
   }
-  const std::string hash = format("%016llx", static_cast<unsigned long long>(file_.header_hash()));
+  const std::string hash = hash_text(file_.header_hash());
   const Json base = adapter.file_.config().value(kAdapterBase, Json());
   if (base.is_string() && base != hash) {
     log_warning(
@@ -178,7 +179,7 @@ void ModelFile::add_adapter(const std::string& option, ModelFile adapter) {
   adapter_ = std::make_shared<const ModelFile>(std::move(adapter));
 }
 
-const TensorSpec* ModelFile::part_for(const TensorSpec& spec) const {
+const TensorSpec* ModelFile::parts_for(const TensorSpec& spec) const {
   constexpr std::string_view kWeight = ".weight";
   if (!spec.name.ends_with(kWeight)) return nullptr;
   return table_.find(weight_of(lora_down_of(spec.name.substr(0, spec.name.size() - kWeight.size()))));
@@ -212,12 +213,10 @@ Json ModelFile::chat_members() const {
 void ModelFile::read_parameter(const TensorSpec& spec, float* out) const {
   file_.read_finite_f32(file_.at(spec.name), out);
   if (as_stored(spec)) return;
-  const std::string module = spec.name.substr(0, spec.name.rfind('.'));
-  const TensorSpec& down = *adapter_->part_for(spec);
-  const TensorSpec& up = adapter_->table_.at(weight_of(lora_up_of(module)));
-  std::vector<float> a(static_cast<std::size_t>(down.elements)), b(static_cast<std::size_t>(up.elements));
-  adapter_->read_parameter(down, a.data());
-  adapter_->read_parameter(up, b.data());
+  const TensorSpec* const parts = adapter_->parts_for(spec);
+  std::vector<float> a(static_cast<std::size_t>(parts[0].elements)), b(static_cast<std::size_t>(parts[1].elements));
+  adapter_->read_parameter(parts[0], a.data());
+  adapter_->read_parameter(parts[1], b.data());
   add_low_rank(out, a.data(), b.data(), spec.shape[0], spec.shape[1], adapter_->lora_->rank, adapter_->lora_->scale());
 }
 
@@ -233,15 +232,7 @@ void ModelFile::read_values(const TensorSpec& spec, float* out) const {
   const std::vector<std::byte> quants = bytes_of(stored), scales = bytes_of(table_.at(scales_of(spec.name)));
   const std::vector<std::byte> zeros =
       weights.grouped ? bytes_of(table_.at(zeros_of(spec.name))) : std::vector<std::byte>();
-  QuantizedMatrix matrix;
-  matrix.data = quants.data();
-  matrix.dtype = stored.dtype;
-  if (weights.grouped) {
-    matrix.group_scales = reinterpret_cast<const std::uint16_t*>(scales.data());
-    matrix.zeros = reinterpret_cast<const std::uint8_t*>(zeros.data());
-  } else {
-    matrix.row_scales = reinterpret_cast<const float*>(scales.data());
-  }
+  const QuantizedMatrix matrix = weights.matrix(quants.data(), scales.data(), zeros.data());
   const std::int64_t rows = spec.shape[0], columns = spec.shape[1];
   weights.dequantize(out, matrix, 0, rows, columns);
   for (std::int64_t i = 0; i < (weights.grouped ? 0 : rows * columns); ++i) out[i] *= matrix.row_scales[i / columns];

@@ -46,7 +46,7 @@ class ModelFile {
   void add_adapter(const std::string& option, ModelFile adapter);
   std::int64_t adapter_rank() const { return adapter_ ? adapter_->lora_->rank : 0; }  // 0: none was added
   // Whether read_parameter() gives a tensor's values as the file has them.
-  bool as_stored(const TensorSpec& spec) const { return !adapter_ || adapter_->part_for(spec) == nullptr; }
+  bool as_stored(const TensorSpec& spec) const { return !adapter_ || adapter_->parts_for(spec) == nullptr; }
 
   const ModelConfig& config() const { return config_; }
   const TensorTable& table() const { return table_; }
@@ -75,8 +75,8 @@ class ModelFile {
  private:
   ModelFile(TensorFile file, ModelConfig config, std::optional<LoraConfig> lora);
   void check_tensors() const;
-  // An adapter's A for the matrix `spec` of its model; null: it has none.
-  const TensorSpec* part_for(const TensorSpec& spec) const;
+  // An adapter's A and, behind it, B for the matrix `spec` of its model; null: it has none.
+  const TensorSpec* parts_for(const TensorSpec& spec) const;
 
   TensorFile file_;
   ModelConfig config_;

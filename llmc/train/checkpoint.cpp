@@ -35,10 +35,6 @@ const char* parameters_name(bool adapter) {
   return adapter ? kAdapterName : kModelName;
 }
 
-std::string hash_text(std::uint64_t hash) {
-  return format("%016llx", static_cast<unsigned long long>(hash));
-}
-
 // The optimizer that a run's settings name.
 const Optimizer& optimizer_of(const Json& settings, const std::string& source) {
   const std::string name = settings.contains("optimizer") ? json_string(settings, "optimizer", source) : "adamw";

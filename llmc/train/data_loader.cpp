@@ -32,8 +32,7 @@ void require_same_kind(const TokenShard& first, const TokenShard& shard) {
 
 std::string header_hash(const TokenShard& shard) {
   const MappedFile file(shard.path());
-  return format("%016llx",
-                static_cast<unsigned long long>(xxh3_64(file.data(), std::min(file.size(), kShardHeaderBytes))));
+  return hash_text(xxh3_64(file.data(), std::min(file.size(), kShardHeaderBytes)));
 }
 
 }  // namespace

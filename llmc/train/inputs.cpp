@@ -41,10 +41,6 @@ ModelConfig trainable_config(const std::string& path) {
   return config;
 }
 
-std::string hash_of(const ModelFile& file) {
-  return format("%016llx", static_cast<unsigned long long>(file.file().header_hash()));
-}
-
 // An adapter that is trained further begins with the values of --adapter; any other one is added to the weights.
 void open_adapter(const TrainSettings& settings, TrainInputs& inputs) {
   const std::optional<LoraConfig> lora = settings.lora();
@@ -61,7 +57,7 @@ void open_adapter(const TrainSettings& settings, TrainInputs& inputs) {
          escaped(settings.adapter).c_str(), static_cast<long long>(adapter.lora()->rank), adapter.lora()->alpha,
          adapter.lora()->target_names().c_str());
   }
-  inputs.began_from += format(" %s", hash_of(adapter).c_str());
+  inputs.began_from += format(" %s", hash_text(adapter.file().header_hash()).c_str());
   if (!lora) return inputs.weights->add_adapter("--adapter", std::move(adapter));
   inputs.weights->require_fitting("--adapter", adapter);
   inputs.adapter = std::move(adapter);
@@ -74,7 +70,7 @@ void open_model(const TrainSettings& settings, TrainInputs& inputs) {
   } else {
     inputs.weights = ModelFile::open(settings.model);
     inputs.config = inputs.weights->config();
-    inputs.began_from = inputs.base = hash_of(*inputs.weights);
+    inputs.began_from = inputs.base = hash_text(inputs.weights->file().header_hash());
     inputs.trains_adapter = settings.lora_r > 0;
     if (inputs.trains_adapter) inputs.config.quantization = {};  // a frozen model may be quantised: its values are read
     require_trainable(inputs.config, settings.model);

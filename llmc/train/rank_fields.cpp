@@ -37,7 +37,7 @@ std::vector<RankField> rank_fields(const TrainSettings& settings, const TrainInp
   const Json model = config_to_json(inputs.config);
   for (const auto& [key, value] : model.items()) fields.push_back({"model, " + key, value.dump()});
   fields.push_back({"--model, header hash", inputs.began_from});
-  fields.push_back({"tokenizer, hash", format("%016llx", static_cast<unsigned long long>(xxh3_64(inputs.tokenizer)))});
+  fields.push_back({"tokenizer, hash", hash_text(xxh3_64(inputs.tokenizer))});
   add_shards(fields, "--train", inputs.train);
   add_shards(fields, "--val", inputs.val);
   return fields;

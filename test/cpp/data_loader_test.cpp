@@ -66,6 +66,12 @@ TEST(DataOrder, CountsBeyond32Bits) {
   EXPECT_GT(*seen.rbegin(), std::uint64_t{1} << 32);
 }
 
+std::vector<std::uint16_t> numbered(std::size_t count, std::uint16_t begin) {
+  std::vector<std::uint16_t> tokens(count);
+  std::iota(tokens.begin(), tokens.end(), begin);
+  return tokens;
+}
+
 class Loader : public testing::Test {
  protected:
   // Three shards of 30, 9 and 52 tokens: at T = 8 they hold 3, 1 and 6 windows. Tokens count up through all
@@ -286,9 +292,7 @@ TEST_F(Loader, AMeasurementHasEveryTokenOnce) {
 // Conversations of 4, 9, 2, 10, 3 and 1 tokens in two shards, at T = 8: the fourth is too long and has no answer that ends
 // in time, in the fifth only the first token is learned, which is no label, and the last has no label.
 TEST_F(Loader, AConversationIsOneRowWhoseLabelsAreWhatIsLearned) {
-  std::vector<std::uint16_t> first(15), second(14);
-  std::iota(first.begin(), first.end(), std::uint16_t{0});
-  std::iota(second.begin(), second.end(), std::uint16_t{15});
+  const std::vector<std::uint16_t> first = numbered(15, 0), second = numbered(14, 15);
   const std::set<std::size_t> learned = {2, 3, 4, 9, 12, 14};
   write_document_shard(
       directory_.file("chat_0.bin"), first, {4, 9, 2}, [&](std::size_t t) { return learned.contains(t); }, 1000);
@@ -328,9 +332,7 @@ TEST_F(Loader, AConversationIsOneRowWhoseLabelsAreWhatIsLearned) {
 
 // The same conversations and three more, of 5, 3 and 3 tokens: rows that hold several, and what their labels and documents are.
 TEST_F(Loader, ConversationsArePackedIntoRows) {
-  std::vector<std::uint16_t> first(15), second(11);
-  std::iota(first.begin(), first.end(), std::uint16_t{0});
-  std::iota(second.begin(), second.end(), std::uint16_t{15});
+  const std::vector<std::uint16_t> first = numbered(15, 0), second = numbered(11, 15);
   const std::set<std::size_t> learned = {2, 3, 4, 9, 12, 14};
   write_document_shard(
       directory_.file("chat_0.bin"), first, {4, 9, 2}, [&](std::size_t t) { return learned.contains(t); }, 1000);

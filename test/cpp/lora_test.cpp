@@ -226,12 +226,16 @@ void set(TrainModel& model, const Tensors& values) {
   }
 }
 
+void set(TrainModel& model, const Tensors& base, const Tensors& adapter) {
+  const TensorTable table(model.config());
+  for (const TensorSpec& spec : table.specs()) model.write_frozen(spec, base.at(spec.name).data());
+  set(model, adapter);
+}
+
 std::unique_ptr<TrainModel> model_with(const ModelConfig& config, const TrainOptions& options, const Tensors& base,
                                        const Tensors& adapter) {
   std::unique_ptr<TrainModel> model = cpu::make_training_model(config, options);
-  const TensorTable table(config);
-  for (const TensorSpec& spec : table.specs()) model->write_frozen(spec, base.at(spec.name).data());
-  set(*model, adapter);
+  set(*model, base, adapter);
   return model;
 }
 
@@ -485,9 +489,7 @@ TEST(LoraModel, RanksHaveTheBitsOfOneProcess) {
   for (const Shard shard : {Shard::none, Shard::optimizer}) {
     run_thread_ranks(2, 20, [&](Communicator& ranks) {
       const std::unique_ptr<TrainModel> model = cpu::make_training_model(config, options, ranks, shard);
-      const TensorTable table(config);
-      for (const TensorSpec& spec : table.specs()) model->write_frozen(spec, base.at(spec.name).data());
-      set(*model, adapter);
+      set(*model, base, adapter);
       model->zero_gradients();
       for (const int round : {0, 1}) micro_batch(*model, static_cast<std::uint64_t>(2 * round + ranks.rank()));
       model->statistics();
@@ -516,25 +518,25 @@ TEST(LoraModel, WhatItRefuses) {
 
 // ---- files ----
 
-void write_model(const std::string& path, const ModelConfig& config, const Tensors& values) {
-  TensorFileWriter writer(path, FileKind::model, {{"model", config_to_json(config)}});
-  const TensorTable table(config);
+void write_file(const std::string& path, FileKind kind, const Json& config, const TensorTable& table,
+                const Tensors& values) {
+  TensorFileWriter writer(path, kind, config);
   for (const TensorSpec& spec : table.specs()) writer.declare(spec.name, DType::f32, spec.shape);
-  for (const TensorSpec& spec : table.specs())
+  for (const TensorSpec& spec : table.specs()) {
     writer.write(values.at(spec.name).data(), values.at(spec.name).size() * sizeof(float));
+  }
   writer.publish();
+}
+
+void write_model(const std::string& path, const ModelConfig& config, const Tensors& values) {
+  write_file(path, FileKind::model, {{"model", config_to_json(config)}}, TensorTable(config), values);
 }
 
 void write_adapter(const std::string& path, const ModelConfig& config, const LoraConfig& lora, const Tensors& values,
                    const Json& more = Json::object()) {
   Json members = {{"model", config_to_json(config)}, {kLora, lora_to_json(lora)}};
   members.update(more);
-  TensorFileWriter writer(path, FileKind::adapter, members);
-  const TensorTable table(config, lora);
-  for (const TensorSpec& spec : table.specs()) writer.declare(spec.name, DType::f32, spec.shape);
-  for (const TensorSpec& spec : table.specs())
-    writer.write(values.at(spec.name).data(), values.at(spec.name).size() * sizeof(float));
-  writer.publish();
+  write_file(path, FileKind::adapter, members, TensorTable(config, lora), values);
 }
 
 ModelConfig two_plain_layers() {

@@ -68,6 +68,14 @@ inline Floats read_values(TrainModel& model, TensorRole role, const TensorSpec& 
   return values;
 }
 
+inline std::vector<Floats> all_gradients(TrainModel& model) {
+  std::vector<Floats> gradients;
+  for (const TensorSpec& spec : model.table().specs()) {
+    gradients.push_back(read_values(model, TensorRole::gradient, spec));
+  }
+  return gradients;
+}
+
 // Batch::document_starts of rows that hold documents of these lengths.
 inline std::vector<std::int32_t> packed_starts(const std::vector<std::vector<std::int64_t>>& rows) {
   std::vector<std::int32_t> starts;
@@ -216,10 +224,7 @@ inline void expect_gradients_with_dropout(const MakeModel& make, Recompute recom
   model->forward(text.batch(), kMicroStep, 1.0f);
   model->backward();
   model->statistics();
-  std::vector<Floats> gradients;
-  for (const TensorSpec& spec : model->table().specs()) {
-    gradients.push_back(read_values(*model, TensorRole::gradient, spec));
-  }
+  const std::vector<Floats> gradients = all_gradients(*model);
   for (std::size_t t = 0; t < gradients.size(); ++t) {
     const TensorSpec& spec = model->table().specs()[t];
     double squares = 0;
@@ -246,14 +251,6 @@ inline void expect_gradients_with_dropout(const MakeModel& make, Recompute recom
 }
 
 // ---- documents ------------------------------------------------------------------------------------------------------
-
-inline std::vector<Floats> all_gradients(TrainModel& model) {
-  std::vector<Floats> gradients;
-  for (const TensorSpec& spec : model.table().specs()) {
-    gradients.push_back(read_values(model, TensorRole::gradient, spec));
-  }
-  return gradients;
-}
 
 // The loss of each document of packed rows, and the gradients of all of them, are those of the documents alone, each a row of
 // its own length: attention sees nothing else. Positions begin anew, which q and k show: scores depend on their differences

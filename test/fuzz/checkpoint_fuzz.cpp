@@ -18,10 +18,6 @@ namespace {
 const std::string kDirectory = "fuzz/step_00000004";
 constexpr std::int64_t kStep = 4;
 
-std::string hash_text(std::uint64_t hash) {
-  return format("%016llx", static_cast<unsigned long long>(hash));
-}
-
 void describe(Json& entry, const char* name, FileKind kind) {
   const std::string path = kDirectory + "/" + name;
   if (!entry.is_object()) return;

@@ -4,7 +4,6 @@
 // Parallel residual:   h' = h + attention(norm1(h)) + mlp(norm2(h))
 // Sequential residual: h1 = h + attention(norm1(h));  h' = h1 + mlp(norm2(h1))
 #include <algorithm>
-#include <cmath>
 #include <type_traits>
 
 #include "llmc/cuda/inference/inference_model.h"
@@ -131,7 +130,7 @@ void Inference<S>::attend(std::int64_t l, const StepArrays& step, std::int64_t r
   const PagedRows paged_rows{step.positions, step.tables, step.begin, rows};
   PagedAttention<S> io;
   io.shape = attention_shape(config_, pool_);
-  io.scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim));
+  io.scale = config_.score_scale();
   io.window = config_.window(l);
   io.q = queries();
   io.kv = pages_of_layer(l);

@@ -1,6 +1,6 @@
 // The Llama training step (Touvron et al., 2023) on the GPU, as two straight-line lists of operators: forward_layer()
 // and backward_layer() mirror each other line by line, and llmc/cpu/training.cpp is the same list on the CPU.
-// training_model.h has the letters, operators.cu what each line launches.
+// training_model.h has the letters, operators.cpp what each line launches.
 #include <algorithm>
 
 #include "llmc/cuda/hw/types.cuh"

@@ -1,4 +1,4 @@
-// The operators of the training step as lists.cu call them. Each launches its kernels under the name that
+// The operators of the training step as lists.cpp call them. Each launches its kernels under the name that
 // the operator clock, nsys and ncu show, and states the minimum that the mathematics requires: the operations of its
 // GEMMs, and the bytes of every operand read once and every result written once.
 #include <algorithm>

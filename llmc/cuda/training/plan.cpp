@@ -1,7 +1,6 @@
 #include "llmc/cuda/training/plan.h"
 
 #include <algorithm>
-#include <cmath>
 #include <span>
 #include <utility>
 
@@ -38,7 +37,7 @@ AttentionShape attention_shape(const ModelConfig& config, const TrainOptions& op
           config.num_kv_heads,
           config.head_dim,
           true,
-          1.0f / std::sqrt(static_cast<float>(config.head_dim)),
+          config.score_scale(),
           config.window(layer)};
 }
 

@@ -1,5 +1,5 @@
 // What ranks exchange beside gradients: parameters that a rank has updated arrive before the next pass needs them, which the lists
-// of lists.cu mark by section of the arena; and the statistics of a step.
+// of lists.cpp mark by section of the arena; and the statistics of a step.
 #include <vector>
 
 #include "llmc/base/error.h"

@@ -1,4 +1,4 @@
-// What surrounds lists.cu in a training step: the upload of tokens, CUDA graphs, statistics, the update, validation, and the
+// What surrounds lists.cpp in a training step: the upload of tokens, CUDA graphs, statistics, the update, validation, and the
 // timing of operators.
 #include <algorithm>
 #include <cstring>

@@ -1,15 +1,15 @@
 // The Llama in training on the GPU: one class, implemented by job in several files.
 //
-//   lists.cu        forward and backward: the model as two lists of operators
-//   operators.cu    each operator of the lists: what it launches, under which name, and what it has to compute and move
-//   setup.cu        construction: GEMM plans, arenas, tables
-//   step.cu         what surrounds the lists in a step: upload, graphs, statistics, update, timing
-//   gradient_exchange.{h,cu}  the gradients of a step, and their exchange between ranks
-//   ranks.cu        the exchange of parameters and statistics between ranks
-//   tensor_io.cu    parameters, gradients and moments to and from the host
-//   activations.cu  activations by name, for comparison with PyTorch
-//   plan.{h,cu}     sizes of everything that is allocated
-//   fp8_linears.{h,cu}  the linear layers of the blocks with --precision fp8
+//   lists.cpp       forward and backward: the model as two lists of operators
+//   operators.cpp   each operator of the lists: what it launches, under which name, and what it has to compute and move
+//   setup.cpp       construction: GEMM plans, arenas, tables
+//   step.cpp        what surrounds the lists in a step: upload, graphs, statistics, update, timing
+//   gradient_exchange.{h,cpp}  the gradients of a step, and their exchange between ranks
+//   ranks.cpp       the exchange of parameters and statistics between ranks
+//   tensor_io.cpp   parameters, gradients and moments to and from the host
+//   activations.cpp activations by name, for comparison with PyTorch
+//   plan.{h,cpp}    sizes of everything that is allocated
+//   fp8_linears.{h,cpp}  the linear layers of the blocks with --precision fp8
 //
 // Letters: B batch, T sequence, N = B T rows, C hidden, NH / NKV query and K/V heads, HS head size, q = NH HS,
 // kv = NKV HS, F FFN width, V vocabulary, L layers. d_x is the gradient of x. S is the storage type of parameters and
@@ -110,7 +110,7 @@ class TrainingModel final : public TrainModel {
     return {data, options_.seq_len * row, row, config_.head_dim};
   }
 
-  // ---- lists.cu: the two lists
+  // ---- lists.cpp: the two lists
   void forward_layers();
   void forward_layer(std::int64_t l);
   void forward_to_swiglu(std::int64_t l, S* branch, S* swiglu_out);
@@ -119,7 +119,7 @@ class TrainingModel final : public TrainModel {
   void recompute_layer(std::int64_t l);
   void backward_layer(std::int64_t l, Accumulate accumulate);
 
-  // ---- operators.cu
+  // ---- operators.cpp
   // A linear layer, out [N, OC] = x [N, C] W^T + bias, with the names of its three GEMMs.
   struct LinearLayer {
     const char *forward, *input_grad, *weight_grad;
@@ -205,7 +205,7 @@ class TrainingModel final : public TrainModel {
     return 4.0 * static_cast<double>(rows()) * w * (1 - w / (2 * T)) * static_cast<double>(config_.q_size());
   }
 
-  // ---- step.cu
+  // ---- step.cpp
   void upload(const Batch& batch) {
     check_documents(batch, options_);
     upload_.upload(batch, work_.tokens, work_.labels, work_.document_starts, stream_);
@@ -232,7 +232,7 @@ class TrainingModel final : public TrainModel {
     return sharding_.parameters_sharded ? own_parameter_arena_ : parameter_arena_;
   }
 
-  // ---- ranks.cu
+  // ---- ranks.cpp
   static constexpr auto kLayerBuffers = static_cast<std::int64_t>(SectionBuffers::kLayerBuffers);
   // Sharding::sections.
   static constexpr std::size_t kEmbeddingSection = 0;
@@ -247,7 +247,7 @@ class TrainingModel final : public TrainModel {
   void gather_parameters(std::size_t bucket);
   void synchronize(const char* action);
 
-  // ---- setup.cu
+  // ---- setup.cpp
   void prepare_matmuls();
   void place_sections();
 

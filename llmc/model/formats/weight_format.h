@@ -3,6 +3,7 @@
 // writer, scripts/quantization.py, are the only places that know a format by its name.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -46,6 +47,12 @@ struct WeightFormat {
   // scale of the row is for the sum over K (matmul_rows.h).
   void (*dequantize)(float* out, const QuantizedMatrix& matrix, std::int64_t first, std::int64_t last, std::int64_t K);
 
+  // The matrix whose tensors lie there. `zeros` is used where grouped alone.
+  QuantizedMatrix matrix(const std::byte* q, const std::byte* scales, const std::byte* zeros) const {
+    if (!grouped) return {q, dtype, reinterpret_cast<const float*>(scales)};
+    return {q, dtype, nullptr, reinterpret_cast<const std::uint16_t*>(scales),
+            reinterpret_cast<const std::uint8_t*>(zeros)};
+  }
   constexpr bool valid(std::uint8_t byte) const { return (byte & invalid_mask) != invalid_bits; }
   constexpr std::int64_t group() const { return grouped ? kQuantGroup : 0; }
   constexpr DType scale_dtype() const { return grouped ? DType::f16 : DType::f32; }
