@@ -5,7 +5,7 @@ F := build/fuzz
 
 TARGETS := $(patsubst test/fuzz/%_fuzz.cpp,%,$(wildcard test/fuzz/*_fuzz.cpp))
 # Everything that a target may reach.
-SRC := $(wildcard llmc/base/*.cpp llmc/file/*.cpp llmc/text/*.cpp llmc/model/*.cpp llmc/comm/*.cpp) \
+SRC := $(wildcard llmc/base/*.cpp llmc/file/*.cpp llmc/text/*.cpp llmc/model/*.cpp llmc/model/*/*.cpp llmc/comm/*.cpp) \
        $(addprefix llmc/train/,checkpoint.cpp fault_injection.cpp guard.cpp options.cpp schedule.cpp) \
        $(addprefix llmc/infer/,chat.cpp completion.cpp fault_injection.cpp option_values.cpp options.cpp prompt.cpp requested_rules.cpp stop_text.cpp text_stream.cpp) \
        $(addprefix llmc/serve/,answer_choice.cpp answer_json.cpp chat_request.cpp completions_request.cpp request_fields.cpp text_request.cpp tokenize_request.cpp request_target.cpp) test/fuzz/tensor_bytes.cpp
