@@ -7,6 +7,7 @@
 #   GPU_FLAGS=...         more flags for nvcc
 #   GPU_PTX=120           also PTX of this architecture, which drivers compile for later GPUs
 #   CPU_FLAGS=...         host instruction set; default -march=native (the binary is for this machine)
+#   ROOMS=                one object a source file, for work on one of them (below)
 #   MODE=release|asan|tsan|dist   build/<mode> holds the result; dist is that of make dist
 #   PREFIX=, DESTDIR=     where make install puts things
 #   V=1                   show the commands
@@ -81,16 +82,15 @@ TRAIN_NEEDS := $(addprefix llmc/infer/,generate.cpp prompt.cpp stop_text.cpp tex
 INFER_SRC := $(filter-out $(TRAIN_NEEDS),$(filter llmc/infer/% llmc/serve/% llmc/app/decode_%,$(HOST_SRC)))
 INFER_OBJ := $(INFER_SRC:%.cpp=$B/%.o)
 
-# Instrumented builds are made whole and once: the files of these rooms are compiled as one source each, which halves the time.
-ifneq ($(filter asan tsan,$(MODE)),)
-JOINED_ROOMS := base text model train infer serve
-joined_files  = $(filter-out $(TRAIN_NEEDS),$(wildcard llmc/$1/*.cpp))
-JOINED       := $(JOINED_ROOMS:%=$B/llmc/%/joined.o)
-instead_of    = $(filter-out $(patsubst %.cpp,$B/%.o,$(foreach r,$2,$(call joined_files,$r))),$1) $(patsubst %,$B/llmc/%/joined.o,$2)
-HOST_OBJ     := $(call instead_of,$(HOST_OBJ),$(JOINED_ROOMS))
-INFER_OBJ    := $(call instead_of,$(INFER_OBJ),infer serve)
-$(foreach r,$(JOINED_ROOMS),$(eval $B/llmc/$r/joined.o: $(call joined_files,$r)))
-endif
+# The files of these rooms are compiled as one source each, which halves the time of a first build: most of it is templates, of
+# JSON above all, that every source compiles again. ROOMS= compiles each file alone, for work on one of them.
+ROOMS ?= base text model comm train infer serve
+room_files    = $(filter-out $(TRAIN_NEEDS),$(wildcard llmc/$1/*.cpp))
+ROOM_OBJ     := $(ROOMS:%=$B/llmc/%/room.o)
+instead_of    = $(filter-out $(patsubst %.cpp,$B/%.o,$(foreach r,$2,$(call room_files,$r))),$1) $(patsubst %,$B/llmc/%/room.o,$2)
+HOST_OBJ     := $(call instead_of,$(HOST_OBJ),$(ROOMS))
+INFER_OBJ    := $(call instead_of,$(INFER_OBJ),$(filter infer serve,$(ROOMS)))
+$(foreach r,$(ROOMS),$(eval $B/llmc/$r/room.o: $(call room_files,$r)))
 
 # ---- GPU code --------------------------------------------------------------------------------------------------------
 ifneq ($(strip $(NVCC)),)
@@ -171,10 +171,10 @@ $B/%.o: %.cpp $B/host-flags $B/precompiled.h.gch
 $(TEST_OBJ) $(TEST_TOOLS:$B/%=$B/test/cpp/%_main.o): $B/test/precompiled.h.gch
 
 # A class with a member of a private type is one where it is included, and still has but one definition.
-$(JOINED): private CXXFLAGS += -Wno-subobject-linkage
-$(JOINED): $B/llmc/%/joined.o: $B/host-flags $B/precompiled.h.gch
+$(ROOM_OBJ): private CXXFLAGS += -Wno-subobject-linkage
+$(ROOM_OBJ): $B/llmc/%/room.o: $B/host-flags $B/precompiled.h.gch
 	@mkdir -p $(@D); $(call say,CXX   llmc/$*/*.cpp)
-	@printf '#include "%s"\n' $(call joined_files,$*) >$(@:.o=.cpp)
+	@printf '#include "%s"\n' $(call room_files,$*) >$(@:.o=.cpp)
 	$Q$(CXX) $(CXXFLAGS) -include $(PRECOMPILED) -c $(@:.o=.cpp) -o $@
 
 # llmc/app is the host code that knows both devices: what it contains depends on the build, as for the mains.
@@ -182,13 +182,13 @@ $B/llmc/app/%.o: private CXXFLAGS += $(MAIN_FLAGS)
 $(patsubst %.cpp,$B/%.o,$(wildcard llmc/app/*.cpp)): $B/link-flags
 
 # Asio's fences stand between handlers that a mutex orders anyway: that ThreadSanitizer does not know fences loses nothing.
-$(patsubst %.cpp,$B/%.o,$(wildcard llmc/serve/http*.cpp)) $B/llmc/serve/joined.o: private CXXFLAGS += -Wno-tsan
+$(patsubst %.cpp,$B/%.o,$(wildcard llmc/serve/http*.cpp)) $B/llmc/serve/room.o: private CXXFLAGS += -Wno-tsan
 
 # The page is put in by the assembler, of which -MMD knows nothing.
-$B/llmc/serve/page.o $B/llmc/serve/joined.o: llmc/serve/page.html
+$B/llmc/serve/page.o $B/llmc/serve/room.o: llmc/serve/page.html
 
-$B/llmc/infer/line_input.o $B/llmc/infer/joined.o: private CXXFLAGS += $(EDIT_FLAGS)
-$B/llmc/infer/line_input.o $B/llmc/infer/joined.o: $B/link-flags
+$B/llmc/infer/line_input.o $B/llmc/infer/room.o: private CXXFLAGS += $(EDIT_FLAGS)
+$B/llmc/infer/line_input.o $B/llmc/infer/room.o: $B/link-flags
 
 # The mains are plain C++ under the name that their readers look for.
 $B/%.main.o: %.cu $B/host-flags $B/link-flags $B/version.h $B/precompiled.h.gch

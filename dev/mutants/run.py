@@ -54,7 +54,7 @@ def has_gpu() -> bool:
 
 def make(targets: list[str], gpu: bool) -> subprocess.CompletedProcess:
     # The programs by their links in the root, under which test/python looks for them.
-    command = ["make", f"-j{os.cpu_count()}", *([] if gpu else ["NVCC="]),
+    command = ["make", "ROOMS=", f"-j{os.cpu_count()}", *([] if gpu else ["NVCC="]),
                *(name if name in PROGRAMS else f"build/release/{name}" for name in targets)]
     return subprocess.run(command, cwd=TREE, capture_output=True, text=True, errors="replace")
 
