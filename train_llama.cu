@@ -63,9 +63,10 @@ Exit bench(TrainDevice& device, const TrainSettings& settings, const TrainInputs
   device.check_memory(inputs.config, settings.model_options(), batch_sequences(settings), 0);
   const std::unique_ptr<TrainModel> model = device.make(inputs.config, settings.model_options(), ranks);
   if (inputs.weights) {
+    load_frozen(inputs, *model);
     load_parameters(inputs, static_cast<std::uint64_t>(settings.seed), *model);
   } else {
-    bench_parameters(*model);
+    bench_parameters(*model, settings.lora_r > 0);
   }
   if (settings.operators) {
     const OperatorTable table = bench_operators(*model, settings);

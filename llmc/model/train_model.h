@@ -58,7 +58,7 @@ struct TrainOptions {
 };
 
 // The tensors that are trained: a model's, or an adapter's.
-TensorTable trained_table(const ModelConfig& config, const TrainOptions& options);
+TensorTable trained_table(const ModelConfig& config, const TrainOptions& options, DType storage = DType::f32);
 
 // One micro-batch: tokens and labels, each [B, T] row-major. labels[b, t] is the token after tokens[b, t], or
 // kIgnoredLabel. document_starts [B, T]: where in the row the document of each token begins. Attention then sees its own document

@@ -13,6 +13,7 @@
 #include "llmc/base/dtype.h"
 #include "llmc/base/range.h"
 #include "llmc/cuda/op/classifier/classifier.h"
+#include "llmc/cuda/op/lora/low_rank.h"
 #include "llmc/cuda/op/optim/adamw.h"
 #include "llmc/cuda/op/optim/muon.h"
 #include "llmc/model/head_view.h"
@@ -40,6 +41,10 @@ std::vector<MuonShape> muon_shapes(const TensorTable& table, const Optimizer& op
 std::int64_t classifier_rows(std::int64_t N);
 // Of layer `layer`.
 AttentionShape attention_shape(const ModelConfig& config, const TrainOptions& options, std::int64_t layer);
+// What an adapter adds to this linear layer of each block, with the dropout of training; zero modules: it has none there.
+LowRankShape low_rank_shape(const ModelConfig& config, const TrainOptions& options, BlockLinear linear);
+// Those of the linear layers that have a part of the adapter.
+std::vector<LowRankShape> low_rank_shapes(const ModelConfig& config, const TrainOptions& options);
 // Which rank of a run a model is, and what the ranks divide. One rank: alone.
 struct RankShare {
   int rank = 0, ranks = 1;
@@ -130,6 +135,21 @@ struct TrainingWorkspace {
 
   ArenaLayout layout{"workspace"};
 };
+
+// The scratch memory of an adapter; empty without one.
+template <typename S>
+struct AdapterMemory {
+  AdapterMemory(const ModelConfig& config, const TrainOptions& options) {
+    work.reserve(layout, low_rank_shapes(config, options), options.adapter_dropout > 0);
+  }
+  AdapterMemory(const AdapterMemory&) = delete;  // `layout` holds the addresses of the pointers in `work`
+  AdapterMemory& operator=(const AdapterMemory&) = delete;
+
+  LowRankWorkspace<S> work;
+  ArenaLayout layout{"workspace of the adapter"};
+};
+// All parameters of the model beside an adapter; empty without one.
+MemoryPlan frozen_plan(const TensorTable& model, const TrainOptions& options);
 
 // The memory table of a model: what its constructor allocates. S as above.
 template <typename S>
