@@ -237,6 +237,7 @@ Exit run_rank(TrainSettings& settings, RankTeam& team) {
   const TrainInputs inputs = open_inputs(settings);
   settings.packed = inputs.packed();
   settings.masks_documents = inputs.masks_documents();
+  settings.frozen_quantization = inputs.frozen_quantization;
   if (settings.epochs > 0) settings.set_steps_of_epochs(inputs.train->windows());
   if (!settings.given.contains("lr")) {
     settings.set_learning_rate(

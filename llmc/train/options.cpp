@@ -417,6 +417,7 @@ TrainOptions TrainSettings::model_options() const {
   options.seed = static_cast<std::uint64_t>(seed);
   options.lora = lora();
   options.adapter_dropout = static_cast<float>(lora_dropout);
+  options.frozen_quantization = frozen_quantization;
   options.optimizer = find_optimizer(optimizer);
   options.moments = moments == "bf16" ? Precision::bf16 : Precision::fp32;
   options.virtual_ranks = virtual_ranks;

@@ -10,6 +10,7 @@
 #include "llmc/cpu/low_rank.h"
 #include "llmc/cpu/training.h"
 #include "llmc/cuda/comm/device_ranks.h"
+#include "llmc/cuda/op/gemm/dequantize.h"
 #include "llmc/cuda/op/lora/low_rank.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/stream.h"
@@ -149,6 +150,67 @@ TEST(CudaLowRank, IsTheCpusForSeveralModulesAtOnce) {
   }
 }
 
+// ---- quantised matrices ----
+
+// A tensor of a quantised matrix as a file has it, with scales of 0.01 to 0.02.
+std::vector<std::byte> random_stored_bytes(const TensorSpec& spec, const WeightFormat& format, unsigned seed) {
+  std::mt19937 generator(seed);
+  std::vector<std::byte> bytes(spec.bytes);
+  if (spec.kind == ValueKind::scales) {
+    Floats scales(static_cast<std::size_t>(spec.elements));
+    for (float& scale : scales) scale = 0.01f + 1e-5f * static_cast<float>(generator() % 1000);
+    convert_from_f32(scales.data(), spec.dtype, bytes.data(), scales.size());
+    return bytes;
+  }
+  for (std::byte& byte : bytes) {
+    auto value = static_cast<std::uint8_t>(generator());
+    if (spec.kind == ValueKind::zeros) value %= kMaxZero + 1;
+    if (spec.kind == ValueKind::quants && !format.valid(value)) value = 0;
+    byte = static_cast<std::byte>(value);
+  }
+  return bytes;
+}
+
+// As ModelFile::read_values() has them.
+Floats values_of(const WeightFormat& format, const QuantizedMatrix& matrix, std::int64_t rows, std::int64_t K) {
+  Floats values(static_cast<std::size_t>(rows * K));
+  format.dequantize(values.data(), matrix, 0, rows, K);
+  for (std::int64_t i = 0; i < (format.grouped ? 0 : rows * K); ++i) {
+    values[static_cast<std::size_t>(i)] *= matrix.row_scales[i / K];
+  }
+  return values;
+}
+
+template <typename T>
+void check_dequantize(const WeightFormat& format, std::int64_t rows, std::int64_t K) {
+  const auto spec = [&](ValueKind kind, DType dtype, std::int64_t elements) {
+    TensorSpec part;
+    part.kind = kind;
+    part.dtype = dtype;
+    part.elements = elements;
+    part.bytes = static_cast<std::uint64_t>(elements) * dtype_bits(dtype) / 8;
+    return part;
+  };
+  const std::int64_t scales = format.grouped ? rows * quant_groups(K) : rows;
+  const auto q = random_stored_bytes(spec(ValueKind::quants, format.dtype, rows * K), format, 1),
+             s = random_stored_bytes(spec(ValueKind::scales, format.scale_dtype(), scales), format, 2),
+             z = random_stored_bytes(spec(ValueKind::zeros, DType::u8, scales), format, 3);
+  const DeviceBuffer<std::byte> gpu_q(q), gpu_s(s), gpu_z(z);
+  const DeviceBuffer<T> out(static_cast<std::size_t>(rows * K));
+  cuda::dequantize(out.data(), format.matrix(gpu_q.data(), gpu_s.data(), gpu_z.data()), rows, K, nullptr);
+  const Floats want = values_of(format, format.matrix(q.data(), s.data(), z.data()), rows, K);
+  EXPECT_EQ(test::on_host(out), test::widened(test::stored<T>(want))) << format.name << " " << K;
+}
+
+TEST(CudaDequantize, HasTheValuesOfTheFile) {
+  for (const WeightFormat* format : weight_formats()) {
+    for (const std::int64_t K : {8, 130, 264, 1000}) {
+      check_dequantize<float>(*format, 37, K);
+      check_dequantize<test::bf16>(*format, 37, K);
+    }
+  }
+}
+
 // ---- whole models ----
 
 LoraConfig lora_of(std::int64_t rank, const std::string& targets) {
@@ -191,6 +253,19 @@ void randomize(TrainModel& model) {
 std::unique_ptr<TrainModel> model_of(bool gpu, const ModelConfig& config, const TrainOptions& options) {
   auto model = gpu ? cuda::make_training_model(config, options) : cpu::make_training_model(config, options);
   randomize(*model);
+  return model;
+}
+
+// The floats of the model above; the caller writes the quantised tensors.
+std::unique_ptr<TrainModel> model_of_quantized(const ModelConfig& config, const TrainOptions& options) {
+  auto model = cuda::make_training_model(config, options);
+  std::mt19937 generator(11);
+  const TensorTable kept = model->frozen_table(), whole(config);
+  for (const TensorSpec& spec : whole.specs()) {
+    const Floats values = random_tensor(spec, generator);
+    if (kept.at(spec.name).kind == ValueKind::floats) model->write_frozen(spec, values.data());
+  }
+  randomize_adapter(*model);
   return model;
 }
 
@@ -427,6 +502,51 @@ TEST(CudaLora, RanksHaveTheBitsOfVirtualRanks) {
           got[me] = train(*model, {me, me + 2});
         });
         for (const Floats& each : got) EXPECT_TRUE(same_bits(each, expected)) << bucket_elements;
+      }
+    }
+  }
+}
+
+// A base that stays quantised, and one of its values: the same bits in training, and in what its decoder computes.
+TEST(CudaLora, AQuantisedBaseIsItsValues) {
+  for (const WeightFormat* format : weight_formats()) {
+    for (const Precision precision : {Precision::fp32, Precision::bf16}) {
+      for (const char* targets : {"all", "q,v"}) {
+        SCOPED_TRACE(format->name);
+        const ModelConfig config = test::small_llama();
+        TrainOptions options = options_of(precision, lora_of(5, targets), 0.2f);
+        options.recompute = Recompute::block;
+        const auto values = model_of(true, config, options);
+        options.frozen_quantization.weights = format;
+        const auto model = model_of_quantized(config, options);
+        const TensorTable table = model->frozen_table(), whole(config);
+        std::size_t matrices = 0;
+        for (const TensorSpec& spec : table.specs()) {
+          if (spec.kind != ValueKind::quants) continue;
+          ++matrices;
+          const TensorSpec* parts[] = {&spec, &table.at(scales_of(spec.name)), table.find(zeros_of(spec.name))};
+          std::vector<std::byte> bytes[3];
+          for (std::size_t i = 0; i < 3; ++i) {
+            if (parts[i] == nullptr) continue;
+            bytes[i] = random_stored_bytes(*parts[i], *format, static_cast<unsigned>(3 * matrices + i));
+            model->write_frozen_quantized(*parts[i], bytes[i].data());
+          }
+          const Floats floats = values_of(*format, format->matrix(bytes[0].data(), bytes[1].data(), bytes[2].data()),
+                                          spec.shape[0], spec.shape[1]);
+          values->write_frozen(whole.at(spec.name), floats.data());
+        }
+        EXPECT_EQ(matrices, 7 * static_cast<std::size_t>(config.num_layers));
+        const test::TokenBatch text = text_of(config, options, 3);
+        EXPECT_EQ(run_steps(*model, text, 4), run_steps(*values, text, 4));
+        EXPECT_TRUE(same_bits(read_all(*model, TensorRole::parameter), read_all(*values, TensorRole::parameter)));
+        EXPECT_LT(total_bytes(model->memory()), total_bytes(values->memory()));
+        const std::vector<std::int32_t> prompt = {3, 1, 4, 1, 5};
+        const auto logits = [&](TrainModel& each) {
+          const std::unique_ptr<DecodeModel> decoder = each.decoder(16);
+          const std::span<const float> all = decoder->prefill(prompt);
+          return Floats(all.begin(), all.end());
+        };
+        EXPECT_EQ(logits(*model), logits(*values));
       }
     }
   }

@@ -8,6 +8,7 @@
 #include "llmc/cuda/op/elementwise/embedding.h"
 #include "llmc/cuda/op/elementwise/swiglu.h"
 #include "llmc/cuda/op/gemm/bias_grad.h"
+#include "llmc/cuda/op/gemm/dequantize.h"
 #include "llmc/cuda/op/gemm/matmul_swiglu.h"
 #include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/runtime/fork.h"
@@ -17,6 +18,15 @@ namespace weft::cuda {
 
 // ---- linear layers --------------------------------------------------------------------------------------------------
 
+template <typename S>
+const S* TrainingModel<S>::floats_of(const LinearLayer& layer, const Weight<S>& weight) {
+  if (!weight.packed) return weight.plain;
+  const double elements = static_cast<double>(layer.OC * layer.C);
+  clock_.run("dequantise", 0, elements * (sizeof(S) + dtype_bits(weight.packed.dtype) / 8.0),
+             [&] { dequantize(adapter_.weight, weight.packed, layer.OC, layer.C, stream_); });
+  return adapter_.weight;
+}
+
 // out = x W^T + bias, plus addend [N, OC] unless it is null.
 template <typename S>
 void TrainingModel<S>::linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const Linear<S>& w,
@@ -24,18 +34,22 @@ void TrainingModel<S>::linear(const LinearLayer& layer, std::int64_t l, S* out, 
   if constexpr (std::is_same_v<S, bf16>) {
     if (in_fp8(layer)) return fp8_->forward(*layer.block, l, out, x, w.bias, addend, layer.forward, fp8_pass());
   }
+  const S* const weight = floats_of(layer, w.weight);
   const double n = static_cast<double>(N), C = static_cast<double>(layer.C), OC = static_cast<double>(layer.OC);
   clock_.run(layer.forward, 2 * n * C * OC, (n * C + C * OC + (addend != nullptr ? 2 : 1) * n * OC) * sizeof(S),
-             [&] { matmul_.forward<S>(out, x, w.weight.plain, w.bias, N, layer.C, layer.OC, Accumulate::no, addend); });
+             [&] { matmul_.forward<S>(out, x, weight, w.bias, N, layer.C, layer.OC, Accumulate::no, addend); });
   add_adapter(layer, l, out, x);
 }
 
-// dx = dout W.
+// dx = dout W. `weight` null: it is quantised.
 template <typename S>
 void TrainingModel<S>::input_grad(const LinearLayer& layer, std::int64_t l, S* dx, const S* dout, const S* weight,
                                   std::int64_t N) {
   if constexpr (std::is_same_v<S, bf16>) {
     if (in_fp8(layer)) return fp8_->input_grad(*layer.block, l, dx, layer.input_grad);
+  }
+  if (weight == nullptr) {
+    weight = floats_of(layer, weights_.blocks[static_cast<std::size_t>(l)].linear(*layer.block).weight);
   }
   const double n = static_cast<double>(N), C = static_cast<double>(layer.C), OC = static_cast<double>(layer.OC);
   clock_.run(layer.input_grad, 2 * n * C * OC, (n * C + C * OC + n * OC) * sizeof(S),
@@ -133,12 +147,19 @@ void TrainingModel<S>::adapter_weight_grad(const LinearLayer& layer, std::int64_
 template <typename S>
 void TrainingModel<S>::merge_adapter() {
   if (!merged_ || !merged_is_stale_) return;
-  check(cudaMemcpyAsync(merged_->at<std::byte>(0), frozen_arena_.at<std::byte>(0), frozen_arena_.bytes(),
-                        cudaMemcpyDeviceToDevice, stream_),
-        "adapter");
-  const ModelWeights<S> merged = bind_weights(config_, frozen_table_, merged_->at<S>(0), Offsets::bytes);
+  for (const TensorSpec& spec : merged_table_.specs()) {
+    const TensorSpec& from = frozen_table_.at(spec.name);
+    if (from.kind != ValueKind::floats) continue;
+    check(cudaMemcpyAsync(merged_->at<std::byte>(spec.byte_offset), frozen_arena_.at<std::byte>(from.byte_offset),
+                          spec.bytes, cudaMemcpyDeviceToDevice, stream_),
+          "adapter");
+  }
+  const ModelWeights<S> merged = bind_weights(config_, merged_table_, merged_->at<S>(0), Offsets::bytes);
   for (std::size_t l = 0; l < merged.blocks.size(); ++l) {
     for (const BlockLinear linear : kBlockLinears) {
+      const QuantizedMatrix& quantized = weights_.blocks[l].linear(linear).weight.packed;
+      const LinearSize size = linear_size(config_, linear);
+      if (quantized) dequantize(merged.blocks[l].linear(linear).weight.plain, quantized, size.OC, size.C, stream_);
       const std::vector<LowRank<S>>& modules = weights_.blocks[l].linear(linear).low_rank;
       if (modules.empty()) continue;
       low_rank_merge(matmul_, low_rank_shape(config_, options_, linear), merged.blocks[l].linear(linear).weight.plain,
@@ -355,10 +376,11 @@ void TrainingModel<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
   if constexpr (std::is_same_v<S, bf16>) {
     if (fp8_) return fp8_->gate_up_and_swiglu(l, a.gate_up, up.bias, gate_up_.forward, fp8_pass());
     if (swiglu_in_epilogue_) {
+      const S* const weight = floats_of(gate_up_, up.weight);
       const double n = static_cast<double>(N), c = static_cast<double>(C), f = static_cast<double>(F);
       clock_.run("gate, up, swiglu", 4 * n * c * f,
                  (n * c + 2 * f * c + (swiglu_out != nullptr ? 3 : 2) * n * f) * sizeof(S),
-                 [&] { gate_up_swiglu(a.gate_up, swiglu_out, a.post_norm, up.weight.plain, N, C, F, stream_); });
+                 [&] { gate_up_swiglu(a.gate_up, swiglu_out, a.post_norm, weight, N, C, F, stream_); });
       return;
     }
   }
@@ -372,7 +394,7 @@ void TrainingModel<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
 template <typename S>
 void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out) {
   const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size;
-  const S* weight = weights_.blocks[static_cast<std::size_t>(l)].down.weight.plain;
+  const Weight<S>& down = weights_.blocks[static_cast<std::size_t>(l)].down.weight;
   S* gate_up = acts_.layers[static_cast<std::size_t>(l)].gate_up;
   if constexpr (std::is_same_v<S, bf16>) {
     if (fp8_) {
@@ -380,6 +402,7 @@ void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out)
       return fp8_->down_input_grad_and_swiglu(l, acts_.d_swiglu_out, gate_up, down_.input_grad);
     }
     if (swiglu_in_epilogue_) {
+      const S* const weight = floats_of(down_, down);
       const double n = static_cast<double>(N), c = static_cast<double>(C), f = static_cast<double>(F);
       clock_.run("down dgrad, swiglu", 2 * n * c * f,
                  (n * c + f * c + (swiglu_out != nullptr ? 5 : 4) * n * f) * sizeof(S),
@@ -387,7 +410,7 @@ void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out)
       return;
     }
   }
-  input_grad(down_, l, acts_.d_swiglu_out, branch_gradient(), weight, N);
+  input_grad(down_, l, acts_.d_swiglu_out, branch_gradient(), down.plain, N);
   clock_.run("swiglu backward", 0, (swiglu_out == nullptr ? 5 : 6) * row_bytes(F),
              [&] { swiglu_backward(gate_up, acts_.d_swiglu_out, gate_up, N, F, swiglu_out, stream_); });
 }

@@ -255,6 +255,12 @@ MemoryPlan received_plan(const Sharding& sharding) {
   return plan_of("gradients of other ranks", sharding.received, sizeof(float));
 }
 
+TensorTable frozen_table(const ModelConfig& config, const TrainOptions& options, DType storage) {
+  ModelConfig frozen = config;
+  frozen.quantization.weights = options.frozen_quantization.weights;
+  return TensorTable(frozen, storage);
+}
+
 MemoryPlan frozen_plan(const TensorTable& model, const TrainOptions& options) {
   return options.lora ? parameter_plan(model) : MemoryPlan("frozen parameters");
 }
@@ -317,7 +323,10 @@ std::vector<MemoryLine> llama_memory(const ModelConfig& config, const TrainOptio
   if (sharding.parameters_sharded) lines.push_back({named("parameters of layers in use"), read});
   if (kSplitMaster<S>) lines.push_back({"low halves of fp32 masters", state_bytes(sizeof(std::int16_t))});
   if (options.lora) {
-    lines.push_back({named("frozen parameters"), frozen_plan(TensorTable(config, kStorage<S>), options).bytes()});
+    const WeightFormat* const format = options.frozen_quantization.weights;
+    lines.push_back(
+        {format != nullptr ? weft::format("frozen parameters (%s)", format->name) : named("frozen parameters"),
+         frozen_plan(frozen_table(config, options, kStorage<S>), options).bytes()});
     lines.push_back({named("workspace of the adapter"), AdapterMemory<S>(config, options).layout.plan().bytes()});
   }
   lines.push_back({"gradients (fp32)", gradient_plan(sharding).bytes() + part_sum_plan(sharding).bytes()});

@@ -3,6 +3,7 @@
 
 #include <cuda_bf16.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -136,16 +137,27 @@ struct TrainingWorkspace {
   ArenaLayout layout{"workspace"};
 };
 
+// The model beside an adapter as the GPU keeps it: the linear layers of the blocks quantised as in the file; a quantised head,
+// which is read several times in a pass, as floats.
+TensorTable frozen_table(const ModelConfig& config, const TrainOptions& options, DType storage);
+
 // The scratch memory of an adapter; empty without one.
 template <typename S>
 struct AdapterMemory {
   AdapterMemory(const ModelConfig& config, const TrainOptions& options) {
     work.reserve(layout, low_rank_shapes(config, options), options.adapter_dropout > 0);
+    std::int64_t largest = 0;
+    for (const BlockLinear linear : kBlockLinears) {
+      const LinearSize size = linear_size(config, linear);
+      if (options.frozen_quantization.weights != nullptr) largest = std::max(largest, size.C * size.OC);
+    }
+    layout.reserve(&weight, largest);
   }
   AdapterMemory(const AdapterMemory&) = delete;  // `layout` holds the addresses of the pointers in `work`
   AdapterMemory& operator=(const AdapterMemory&) = delete;
 
   LowRankWorkspace<S> work;
+  S* weight = nullptr;  // a quantised matrix of the frozen model as floats, while a GEMM reads it
   ArenaLayout layout{"workspace of the adapter"};
 };
 // All parameters of the model beside an adapter; empty without one.

@@ -18,7 +18,8 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
       options_(options),
       peers_(peers),
       table_(trained_table(config, options, kStorage<S>)),
-      frozen_table_(config, kStorage<S>),
+      frozen_table_(weft::cuda::frozen_table(config, options, kStorage<S>)),
+      merged_table_(config, kStorage<S>),
       sharding_(config, table_, *options.optimizer, peers.share),
       swiglu_in_epilogue_(!config.mlp_bias && low_rank_shape(config, options, BlockLinear::up).modules == 0 &&
                           low_rank_shape(config, options, BlockLinear::down).modules == 0 &&

@@ -71,7 +71,9 @@ class TrainingModel final : public TrainModel {
   bool evaluates_together() const override { return sharding_.parameters_sharded; }
   void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override;
   void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override;
+  TensorTable frozen_table() const override { return frozen_table_; }
   void write_frozen(const TensorSpec& spec, const float* values) override;
+  void write_frozen_quantized(const TensorSpec& spec, const std::byte* bytes) override;
   std::vector<float> fp8_state() const override { return fp8_ ? fp8_->state() : std::vector<float>(); }
   void set_fp8_state(std::span<const float> state) override {
     if (!fp8_) return TrainModel::set_fp8_state(state);
@@ -85,11 +87,11 @@ class TrainingModel final : public TrainModel {
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
     if (sharding_.parameters_sharded) fail(Exit::internal, "a decoder of sharded parameters");
     if (options_.lora) {
-      if (!merged_) merged_ = std::make_unique<DeviceArena>(frozen_plan(frozen_table_, options_));
+      if (!merged_) merged_ = std::make_unique<DeviceArena>(parameter_plan(merged_table_));
       merge_adapter();
       synchronize("parameters");
     }
-    const TensorTable& table = options_.lora ? frozen_table_ : table_;
+    const TensorTable& table = options_.lora ? merged_table_ : table_;
     const DeviceArena& parameters = options_.lora ? *merged_ : parameter_arena_;
     // Inference has its own stream: updates, and the exchange of parameters, must have ended before.
     return single_sequence(make_inference<S>(config_, table, parameters.at<S>(0), one_sequence(capacity)), capacity,
@@ -184,6 +186,8 @@ class TrainingModel final : public TrainModel {
   void weight_grad(const LinearLayer& layer, std::int64_t l, const Linear<float>& dw, const S* dout, const S* x,
                    std::int64_t N, Accumulate accumulate);
   void normalize_heads_backward(std::int64_t l);
+  // The matrix of a linear layer of a block for a GEMM: where it is quantised in scratch memory, until the next call.
+  const S* floats_of(const LinearLayer& layer, const Weight<S>& weight);
   // The adapter's part of a linear layer of a block; nothing where it has none. Dropout is that of layer l in this micro-batch.
   LowRankShape adapter_shape(BlockLinear linear, std::int64_t l) const;
   template <typename Run>
@@ -296,7 +300,7 @@ class TrainingModel final : public TrainModel {
   const TrainOptions options_;
   const Peers peers_;
   const TensorTable table_;
-  const TensorTable frozen_table_;  // of the whole model; used with an adapter
+  const TensorTable frozen_table_, merged_table_;  // of the whole model; used with an adapter
   const Sharding sharding_;
   // Whether SwiGLU, and its derivative, are computed in the epilogues of the adjacent GEMMs: bf16 and fp8 on Hopper,
   // without biases, and without an adapter of these GEMMs, whose product has to be added before.
