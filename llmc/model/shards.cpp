@@ -43,7 +43,7 @@ std::vector<Range> cut_arena(const TensorTable& table, int ranks, std::int64_t b
 std::vector<Range> parameter_sections(const ModelConfig& config, const TensorTable& table) {
   const ModelNames& names = names_of(config);
   const bool whole = table.find(weight_of(names.embedding)) != nullptr;  // else the table of an adapter
-  const std::size_t tensors = table.specs().size() / static_cast<std::size_t>(config.num_layers);  // of its layers
+  const std::size_t tensors = table.specs().size() / static_cast<std::size_t>(config.num_layers);  // of each layer
   std::vector<std::int64_t> begins = {0};
   for (std::int64_t l = 0; l < config.num_layers; ++l) {
     begins.push_back(whole ? table.at(weight_of(names.block(l).input_norm)).offset

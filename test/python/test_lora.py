@@ -176,6 +176,13 @@ def test_what_the_program_refuses(data, adapter, tmp_path):
         assert done.stderr.count("error:") == 1
 
 
+def test_bench_times_a_frozen_model_from_a_file_or_at_random(data, tmp_path):
+    for model in ([], ["--model=", "--config=tiny", "--micro-batch=1", "--batch-tokens=16"]):
+        done = train(data, tmp_path / "out", "--device=cpu", "--bench", "--lora-r=3", "--json", *model)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["tokens_per_s"] > 0
+
+
 @needs_peft
 def test_losses_are_those_of_peft(data, tmp_path):
     options = ["--lora-r=3", "--lora-alpha=4.5", "--lora-dropout=0", "--lr=0.01", "--eps=1e-5", "--steps=10", "--device=cpu", "--grad-clip=0.5"]

@@ -135,7 +135,7 @@ void TrainingModel<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
 
   adapter_hidden_grad(output_, l, branch_gradient());
   weight_grad(output_, l, dw.output, branch_gradient(), a.attention, N, accumulate);
-  const bool nothing_below = options_.lora && l == 0;  // is trained
+  const bool nothing_below = options_.lora && l == 0;  // that is trained
   if (nothing_below && w.qkv.low_rank.empty()) return;
   input_grad(output_, l, acts_.d_attention, branch_gradient(), w.output.weight.plain, N);
   attend_backward(l, a);  // and RoPE's

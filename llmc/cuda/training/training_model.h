@@ -330,8 +330,8 @@ class TrainingModel final : public TrainModel {
   ModelWeights<S> weights_;
   ModelWeights<float> d_weights_;
   DeviceRopeTable rope_;
-  std::unique_ptr<DeviceArena>
-      merged_;  // what decoder() reads with an adapter: the frozen model with the product in it
+  // What decoder() reads with an adapter: the frozen model with the product in it.
+  std::unique_ptr<DeviceArena> merged_;
   bool merged_is_stale_ = true;
   TokenUpload upload_;
   PinnedBuffer results_;  // GradientNorm, LossTotal, then the LossTotal of each rank
