@@ -63,9 +63,10 @@ Exit bench(TrainDevice& device, const TrainSettings& settings, const TrainInputs
   device.check_memory(inputs.config, settings.model_options(), batch_sequences(settings), 0);
   const std::unique_ptr<TrainModel> model = device.make(inputs.config, settings.model_options(), ranks);
   if (inputs.weights) {
+    load_frozen(inputs, *model);
     load_parameters(inputs, static_cast<std::uint64_t>(settings.seed), *model);
   } else {
-    bench_parameters(*model);
+    bench_parameters(*model, settings.lora_r > 0);
   }
   if (settings.operators) {
     const OperatorTable table = bench_operators(*model, settings);
@@ -236,6 +237,7 @@ Exit run_rank(TrainSettings& settings, RankTeam& team) {
   const TrainInputs inputs = open_inputs(settings);
   settings.packed = inputs.packed();
   settings.masks_documents = inputs.masks_documents();
+  settings.frozen_quantization = inputs.frozen_quantization;
   if (settings.epochs > 0) settings.set_steps_of_epochs(inputs.train->windows());
   if (!settings.given.contains("lr")) {
     settings.set_learning_rate(

@@ -75,10 +75,6 @@ TrainDevice::TrainDevice(TrainSettings& settings, const RankTeam& team)
         settings.shard.c_str(), static_cast<long long>(settings.rank_accumulation()),
         static_cast<long long>(settings.accumulation()));
   }
-  if (choice_.gpu && settings.lora_r > 0) {
-    fail(Exit::usage, "--lora-r: got %lld, but adapters are trained on the CPU so far. Use --device cpu",
-         static_cast<long long>(settings.lora_r));
-  }
   if (settings.moments == "bf16" && (!choice_.gpu || precision == "fp32")) {
     fail(Exit::usage, "--moments: got bf16, which needs a GPU and --precision bf16 or fp8");
   }
@@ -96,6 +92,7 @@ std::vector<MemoryLine> TrainDevice::plan(const ModelConfig& config, const Train
     for (MemoryLine& line : cuda::plan_samples(config, options.precision, sample_positions)) {
       lines.push_back(std::move(line));
     }
+    if (options.lora) lines.push_back(cuda::plan_merged(config, options));
     return lines;
   }
 #endif

@@ -170,7 +170,8 @@ void check_precision(const ModelConfig& config, const TrainOptions& options) {
   if (options.precision == Precision::bf16)
     fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 and fp8 only");
   if (options.lora) {
-    if (options.precision == Precision::fp8) fail(Exit::usage, "--precision: got fp8, an adapter is trained in fp32");
+    if (options.precision == Precision::fp8)
+      fail(Exit::usage, "--precision: got fp8, an adapter is trained in bf16 or fp32");
     const std::string reason = lora_unsupported_reason(*options.lora, config);
     if (!reason.empty()) fail(Exit::usage, "--lora-r: %s", reason.c_str());
   }

@@ -42,11 +42,14 @@ std::vector<Range> cut_arena(const TensorTable& table, int ranks, std::int64_t b
 
 std::vector<Range> parameter_sections(const ModelConfig& config, const TensorTable& table) {
   const ModelNames& names = names_of(config);
+  const bool whole = table.find(weight_of(names.embedding)) != nullptr;  // else the table of an adapter
+  const std::size_t tensors = table.specs().size() / static_cast<std::size_t>(config.num_layers);  // of each layer
   std::vector<std::int64_t> begins = {0};
   for (std::int64_t l = 0; l < config.num_layers; ++l) {
-    begins.push_back(table.at(weight_of(names.block(l).input_norm)).offset);
+    begins.push_back(whole ? table.at(weight_of(names.block(l).input_norm)).offset
+                           : table.specs()[static_cast<std::size_t>(l) * tensors].offset);
   }
-  if (!config.tied_embeddings) begins.push_back(table.at(weight_of(names.head)).offset);
+  if (whole && !config.tied_embeddings) begins.push_back(table.at(weight_of(names.head)).offset);
   begins.push_back(table.arena_elements());
   std::vector<Range> sections;
   for (std::size_t s = 0; s + 1 < begins.size(); ++s) sections.push_back({begins[s], begins[s + 1]});
@@ -123,6 +126,10 @@ std::vector<Bucket> cut_buckets(const TensorTable& table, std::span<const Range>
   };
   const std::int64_t largest = ceil_div(4 * elements, block) * block;
   for (std::size_t s = 0; s < sections.size();) {
+    if (sections[s].size() == 0) {
+      ++s;
+      continue;
+    }
     const std::size_t first = s;
     Range range = sections[s++];
     while (range.size() < elements && s < sections.size() && sections[s].size() < elements)

@@ -5,8 +5,8 @@
 
 namespace weft {
 
-TensorTable trained_table(const ModelConfig& config, const TrainOptions& options) {
-  return options.lora ? TensorTable(config, *options.lora) : TensorTable(config);
+TensorTable trained_table(const ModelConfig& config, const TrainOptions& options, DType storage) {
+  return options.lora ? TensorTable(config, *options.lora, storage) : TensorTable(config, storage);
 }
 
 namespace {

@@ -43,6 +43,8 @@ struct TrainOptions {
   // alone. adapter_dropout: probability, of the adapter's inputs.
   std::optional<LoraConfig> lora = std::nullopt;
   float adapter_dropout = 0;
+  // The formats that the frozen model's file has, which a GPU keeps in its memory; the CPU has their values.
+  Quantization frozen_quantization = {};
   const Optimizer* optimizer = &adamw_optimizer();
   Precision moments = Precision::fp32;  // in which AdamW's moments are stored; bf16: on a GPU, not with Precision::fp32
 
@@ -58,7 +60,7 @@ struct TrainOptions {
 };
 
 // The tensors that are trained: a model's, or an adapter's.
-TensorTable trained_table(const ModelConfig& config, const TrainOptions& options);
+TensorTable trained_table(const ModelConfig& config, const TrainOptions& options, DType storage = DType::f32);
 
 // One micro-batch: tokens and labels, each [B, T] row-major. labels[b, t] is the token after tokens[b, t], or
 // kIgnoredLabel. document_starts [B, T]: where in the row the document of each token begins. Attention then sees its own document
@@ -146,7 +148,12 @@ class TrainModel {
   virtual void read_tensor(TensorRole role, const TensorSpec& spec, float* values) = 0;
   virtual void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) = 0;
 
-  // With TrainOptions::lora: sets a parameter of the frozen model. `spec` is one of TensorTable(config()).
+  // With TrainOptions::lora: the frozen model as this model keeps it, and setting one of its tensors. write_frozen() takes
+  // ValueKind::floats, write_frozen_quantized() the bytes of the others as a file has them.
+  virtual TensorTable frozen_table() const { return TensorTable(config()); }
+  virtual void write_frozen_quantized(const TensorSpec& spec, const std::byte* /*bytes*/) {
+    fail(Exit::internal, "%s: not kept quantised", spec.name.c_str());
+  }
   virtual void write_frozen(const TensorSpec& spec, const float* /*values*/) {
     fail(Exit::internal, "%s: nothing is frozen", spec.name.c_str());
   }

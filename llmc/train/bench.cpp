@@ -50,6 +50,14 @@ double causal_flops_per_token(const ModelConfig& config, std::int64_t T) {
   return 6 * matrices + 6 * static_cast<double>(config.num_layers * config.q_size() * T);
 }
 
+double training_flops_per_token(const ModelConfig& config, const std::optional<LoraConfig>& lora, std::int64_t T) {
+  const double whole = causal_flops_per_token(config, T);
+  if (!lora) return whole;
+  const double attention = 6 * static_cast<double>(config.num_layers * config.q_size() * T);
+  const double matrices = (whole - attention) / 6;
+  return 4 * matrices + attention + 6 * static_cast<double>(TensorTable(config, *lora).parameters());
+}
+
 namespace {
 
 // Approximately normal with a new model's standard deviation, 0.02: sums of four uniform numbers.
@@ -102,17 +110,28 @@ class BenchSteps {
 
 }  // namespace
 
-void bench_parameters(TrainModel& model) {
+void bench_parameters(TrainModel& model, bool trains_adapter) {
   const std::vector<float> table = noise_table();
   std::vector<float> values;
-  for (const TensorSpec& spec : model.table().specs()) {
+  const auto fill = [&](const TensorSpec& spec, bool normal) {
     values.resize(static_cast<std::size_t>(spec.elements));
-    const bool normal = spec.init == Init::normal || spec.init == Init::normal_residual;
     const float constant = spec.init == Init::ones ? 1.0f : 0.0f;
     const std::size_t shift = static_cast<std::size_t>(spec.offset) % table.size();
 #pragma omp parallel for schedule(static)
     for (std::size_t i = 0; i < values.size(); ++i) values[i] = normal ? table[(i + shift) % table.size()] : constant;
+  };
+  const auto is_normal = [](const TensorSpec& spec) {
+    return spec.init == Init::normal || spec.init == Init::normal_residual;
+  };
+  for (const TensorSpec& spec : model.table().specs()) {
+    fill(spec, trains_adapter || is_normal(spec));
     model.write_tensor(TensorRole::parameter, spec, values.data());
+  }
+  if (!trains_adapter) return;
+  const TensorTable frozen(model.config());
+  for (const TensorSpec& spec : frozen.specs()) {
+    fill(spec, is_normal(spec));
+    model.write_frozen(spec, values.data());
   }
 }
 
@@ -120,7 +139,7 @@ TrainBenchResult bench_training(TrainModel& model, const TrainSettings& settings
                                 Communicator& ranks) {
   TrainBenchResult result;
   result.tokens = settings.batch_tokens;
-  result.flops_per_token = causal_flops_per_token(model.config(), settings.seq_len);
+  result.flops_per_token = training_flops_per_token(model.config(), settings.lora(), settings.seq_len);
   result.ranks = ranks.size();
   result.peak_flops = ranks.size() * peak_bf16_flops(device_name);
 

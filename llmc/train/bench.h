@@ -1,6 +1,7 @@
 // --bench: the speed of a training step on random tokens. Reads no data, saves nothing.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,7 +17,7 @@ struct TrainBenchResult {
   std::int64_t tokens = 0;  // of a step, of all ranks
   int ranks = 1;
   double median_ms = 0, fastest_ms = 0, slowest_ms = 0;
-  double flops_per_token = 0;  // causal_flops_per_token(): 6 N_matmul + 6 L q T
+  double flops_per_token = 0;  // training_flops_per_token()
   double peak_flops = 0;       // dense bf16 of the ranks' GPUs by their datasheet; 0: unknown
   double first_loss = 0, last_loss = 0;
 
@@ -28,9 +29,13 @@ struct TrainBenchResult {
 // 6 N_matmul for the N_matmul elements of all matrices but the embedding, and 6 L q T for causal attention in L layers with
 // q = heads x head size.
 double causal_flops_per_token(const ModelConfig& config, std::int64_t T);
+// The same, or with an adapter 4 N_matmul + 6 L q T of the frozen model, whose weights have no gradients, and 6 for each of the
+// adapter's parameters.
+double training_flops_per_token(const ModelConfig& config, const std::optional<LoraConfig>& lora, std::int64_t T);
 
 // Random parameters with the standard deviation of a new model's, in a fraction of the time of initialize_parameters().
-void bench_parameters(TrainModel& model);
+// `trains_adapter`: also of the frozen model, and of B, which a new adapter has as zeros.
+void bench_parameters(TrainModel& model, bool trains_adapter = false);
 
 // Warm-up steps, then timed ones, each with data, accumulation, gradient norm and update as in training. The parameters
 // must hold real values: the power a GPU draws, and with it its clock, depends on the numbers.

@@ -72,7 +72,7 @@ void open_model(const TrainSettings& settings, TrainInputs& inputs) {
     inputs.config = inputs.weights->config();
     inputs.began_from = inputs.base = hash_text(inputs.weights->file().header_hash());
     inputs.trains_adapter = settings.lora_r > 0;
-    if (inputs.trains_adapter) inputs.config.quantization = {};  // a frozen model may be quantised: its values are read
+    if (inputs.trains_adapter) inputs.frozen_quantization = std::exchange(inputs.config.quantization, {});
     require_trainable(inputs.config, settings.model);
     open_adapter(settings, inputs);
     if (settings.norm_given && settings.norm != norm_kind_name(inputs.config.norm)) {
@@ -227,8 +227,15 @@ void load_parameters(const TrainInputs& inputs, std::uint64_t seed, TrainModel& 
 void load_frozen(const TrainInputs& inputs, TrainModel& model) {
   if (!inputs.trains_adapter) return;
   std::vector<float> values;
-  const TensorTable table(model.config());
+  std::vector<std::byte> bytes;
+  const TensorTable table = model.frozen_table();
   for (const TensorSpec& spec : table.specs()) {
+    if (spec.kind != ValueKind::floats) {
+      bytes.resize(spec.bytes);
+      inputs.weights->read_quantized(spec, bytes.data());
+      model.write_frozen_quantized(spec, bytes.data());
+      continue;
+    }
     values.resize(static_cast<std::size_t>(spec.elements));
     inputs.weights->read_values(spec, values.data());
     model.write_frozen(spec, values.data());

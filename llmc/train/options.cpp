@@ -257,10 +257,11 @@ void check_adapter(const TrainSettings& s, const OptionTable& table) {
     }
     return;
   }
-  if (s.model.empty()) fail(Exit::usage, "--lora-r: needs --model, beside whose weights the adapter is trained");
+  if (s.model.empty() && !s.bench)
+    fail(Exit::usage, "--lora-r: needs --model, beside whose weights the adapter is trained");
   if (!s.compare.empty()) fail(Exit::usage, "--compare: compares whole models. Leave --lora-r out");
-  if (s.precision == "fp8") fail(Exit::usage, "--precision: got fp8, an adapter is trained in fp32. Leave it out");
-  if (s.bench) fail(Exit::usage, "--bench: times the training of whole models. Leave --lora-r out");
+  if (s.precision == "fp8")
+    fail(Exit::usage, "--precision: got fp8, an adapter is trained in bf16 or fp32. Leave it out");
   if (s.ranks > 1 && (s.shard_kind() == Shard::parameters || s.shard_kind() == Shard::gradients)) {
     fail(Exit::usage, "--shard: got %s, and the %s of an adapter are few. Use optimizer", s.shard.c_str(),
          s.shard.c_str());
@@ -416,6 +417,7 @@ TrainOptions TrainSettings::model_options() const {
   options.seed = static_cast<std::uint64_t>(seed);
   options.lora = lora();
   options.adapter_dropout = static_cast<float>(lora_dropout);
+  options.frozen_quantization = frozen_quantization;
   options.optimizer = find_optimizer(optimizer);
   options.moments = moments == "bf16" ? Precision::bf16 : Precision::fp32;
   options.virtual_ranks = virtual_ranks;

@@ -73,6 +73,7 @@ struct TrainSettings {
 
   // Known once the data is: whether rows of --train hold several conversations, and whether any rows say where documents begin.
   bool packed = false, masks_documents = false;
+  Quantization frozen_quantization;  // of --model, beside which an adapter is trained
 
   std::int64_t ranks = 1;        // processes of this run
   std::int64_t start_ranks = 0;  // of them, those that this process has to start; 0: a launcher has, or there is one

@@ -168,13 +168,19 @@ def test_what_the_program_refuses(data, adapter, tmp_path):
             (["--lora-r=3", "--model=", "--config=tiny"], 2, "--lora-r: needs --model"),
             (["--lora-r=3", "--lora-targets=q,w"], 2, "--lora-targets: got 'w', expected all, or some of q, k, v, o, gate, up, down"),
             (["--lora-r=999"], 2, "--lora-r: rank 999 is more than the smaller side of the model's matrix"),
-            (["--lora-r=3", "--bench"], 2, "--bench: times the training of whole models"),
             (["--lora-r=3", "--precision=fp8"], 2, "--precision: got fp8"),
             (["--lora-r=2", "--adapter", adapter], 2, "Give the same to train it further"),
             (["--model", adapter], 3, "this is a LoRA adapter, expected a model")):
         done = train(data, tmp_path / "out", "--device=cpu", *options)
         assert (done.returncode, words in done.stderr) == (code, True), done.stderr
         assert done.stderr.count("error:") == 1
+
+
+def test_bench_times_a_frozen_model_from_a_file_or_at_random(data, tmp_path):
+    for model in ([], ["--model=", "--config=tiny", "--micro-batch=1", "--batch-tokens=16"]):
+        done = train(data, tmp_path / "out", "--device=cpu", "--bench", "--lora-r=3", "--json", *model)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["tokens_per_s"] > 0
 
 
 @needs_peft

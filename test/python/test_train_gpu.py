@@ -17,6 +17,7 @@ import pytest
 from train_runs import (ROOT, arguments, assert_refused, assert_same_run, checkpoints, environment, fp8_shape, losses, records,
                         run_program, state_bytes)
 from train_runs import data_fixture  # noqa: F401, pytest finds it here
+import checkpoints as ck
 import tensor_file
 import train_runs
 from conversation_shards import write_conversations
@@ -122,6 +123,32 @@ def test_killed_at_a_step_and_resumed_bit_for_bit(data, tmp_path, whole, step):
     done = train(data, out)
     assert done.returncode == 0, done.stderr
     assert_same_run(out, whole)
+
+
+def adapter_bytes(out, step=12):
+    return [(out / f"step_{step:08d}" / name).read_bytes() for name in ("adapter.bin", "state.bin")]
+
+
+@pytest.mark.parametrize("scheme", ["", "int8", "int4", "fp8"])
+def test_an_adapter_goes_on_bit_for_bit(data, tmp_path, scheme):
+    base = train_runs.MODEL
+    if scheme:
+        assert ck.run_script("export_hf.py", base, "-o", tmp_path / "float").returncode == 0
+        ck.convert(tmp_path / "float", tmp_path / "base.bin", "--quantize", scheme)
+        base = tmp_path / "base.bin"
+    lora = ["--model", base, "--lora-r", 4, "--lora-dropout", 0.1, "--lr", 0.02, "--eps", 1e-5]
+    assert train(data, tmp_path / "whole", *lora).returncode == 0
+    assert train(data, tmp_path / "parts", *lora, "--debug-inject", "kill@step=9").returncode == -signal.SIGKILL
+    done = train(data, tmp_path / "parts", *lora)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert adapter_bytes(tmp_path / "parts") == adapter_bytes(tmp_path / "whole")
+    for device in ("cuda", "cpu"):
+        done = train_runs.train(data, tmp_path / device, *lora, "--device", device, "--precision", "fp32")
+        assert done.returncode == 0, done.stderr
+    gpu, cpu = losses(tmp_path / "cuda"), losses(tmp_path / "cpu")
+    assert [gpu[step][0] for step in gpu] == pytest.approx([cpu[step][0] for step in cpu], rel=1e-4)
+    assert cpu[12][0] < cpu[1][0], "it learns"
 
 
 @pytest.mark.parametrize("options", [[], ["--moments", "bf16"], ["--precision", "fp32"], ["--precision", "fp8"]])

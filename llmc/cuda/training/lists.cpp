@@ -81,7 +81,7 @@ void TrainingModel<S>::classify(float loss_scale, Accumulate head, LossTotal* to
 template <typename S>
 void TrainingModel<S>::backward_layers(Accumulate accumulate) {
   if (accumulate == Accumulate::no) gradients_.zero_accumulated();
-  sort_tokens();  // for embed_backward(), in another stream
+  if (!options_.lora) sort_tokens();  // for embed_backward(), in another stream
   gradients_.take_slot(config_.num_layers - 1);
   parameters_needed_again(section_of_layer(config_.num_layers - 1));
   normalize_backward(norm_after(2 * config_.num_layers - 1), acts_.d_final_norm, false);
@@ -94,7 +94,7 @@ void TrainingModel<S>::backward_layers(Accumulate accumulate) {
     backward_layer(l, accumulate);
     gradients_.ready(section_of_layer(l));
   }
-  embed_backward();
+  if (!options_.lora) embed_backward();
   gradients_.ready(kEmbeddingSection);
 }
 
@@ -124,18 +124,25 @@ void TrainingModel<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   const BlockWeights<float>& dw = d_weights_.blocks[static_cast<std::size_t>(l)];
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
 
+  adapter_hidden_grad(down_, l, branch_gradient());
   // null: it still exists
   down_input_grad_and_swiglu(l, options_.recompute == Recompute::none ? nullptr : a.swiglu_out);
   weight_grad(down_, l, dw.down, branch_gradient(), a.swiglu_out, N, accumulate);
+  adapter_hidden_grad(gate_up_, l, a.gate_up);
   weight_grad(gate_up_, l, dw.up, a.gate_up, a.post_norm, N, accumulate);  // a.gate_up: now its gradient
   input_grad(gate_up_, l, acts_.d_norm, a.gate_up, w.up.weight.plain, N);
   normalize_backward(norm_after(2 * l), acts_.d_norm, true);
 
+  adapter_hidden_grad(output_, l, branch_gradient());
   weight_grad(output_, l, dw.output, branch_gradient(), a.attention, N, accumulate);
+  const bool nothing_below = options_.lora && l == 0;  // that is trained
+  if (nothing_below && w.qkv.low_rank.empty()) return;
   input_grad(output_, l, acts_.d_attention, branch_gradient(), w.output.weight.plain, N);
   attend_backward(l, a);  // and RoPE's
   if (config_.qk_norm) normalize_heads_backward(l);
+  adapter_hidden_grad(qkv_, l, acts_.d_qkv);
   weight_grad(qkv_, l, dw.qkv, acts_.d_qkv, a.input_norm, N, accumulate);
+  if (nothing_below) return;
   input_grad(qkv_, l, acts_.d_norm, acts_.d_qkv, w.qkv.weight.plain, N);
   normalize_backward(norm_after(2 * l - 1), acts_.d_norm, true);
 }

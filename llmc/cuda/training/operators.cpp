@@ -8,6 +8,7 @@
 #include "llmc/cuda/op/elementwise/embedding.h"
 #include "llmc/cuda/op/elementwise/swiglu.h"
 #include "llmc/cuda/op/gemm/bias_grad.h"
+#include "llmc/cuda/op/gemm/dequantize.h"
 #include "llmc/cuda/op/gemm/matmul_swiglu.h"
 #include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/runtime/fork.h"
@@ -17,6 +18,15 @@ namespace weft::cuda {
 
 // ---- linear layers --------------------------------------------------------------------------------------------------
 
+template <typename S>
+const S* TrainingModel<S>::floats_of(const LinearLayer& layer, const Weight<S>& weight) {
+  if (!weight.packed) return weight.plain;
+  const double elements = static_cast<double>(layer.OC * layer.C);
+  clock_.run("dequantise", 0, elements * (sizeof(S) + dtype_bits(weight.packed.dtype) / 8.0),
+             [&] { dequantize(adapter_.weight, weight.packed, layer.OC, layer.C, stream_); });
+  return adapter_.weight;
+}
+
 // out = x W^T + bias, plus addend [N, OC] unless it is null.
 template <typename S>
 void TrainingModel<S>::linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const Linear<S>& w,
@@ -24,27 +34,34 @@ void TrainingModel<S>::linear(const LinearLayer& layer, std::int64_t l, S* out, 
   if constexpr (std::is_same_v<S, bf16>) {
     if (in_fp8(layer)) return fp8_->forward(*layer.block, l, out, x, w.bias, addend, layer.forward, fp8_pass());
   }
+  const S* const weight = floats_of(layer, w.weight);
   const double n = static_cast<double>(N), C = static_cast<double>(layer.C), OC = static_cast<double>(layer.OC);
   clock_.run(layer.forward, 2 * n * C * OC, (n * C + C * OC + (addend != nullptr ? 2 : 1) * n * OC) * sizeof(S),
-             [&] { matmul_.forward<S>(out, x, w.weight.plain, w.bias, N, layer.C, layer.OC, Accumulate::no, addend); });
+             [&] { matmul_.forward<S>(out, x, weight, w.bias, N, layer.C, layer.OC, Accumulate::no, addend); });
+  add_adapter(layer, l, out, x);
 }
 
-// dx = dout W.
+// dx = dout W. `weight` null: it is quantised.
 template <typename S>
 void TrainingModel<S>::input_grad(const LinearLayer& layer, std::int64_t l, S* dx, const S* dout, const S* weight,
                                   std::int64_t N) {
   if constexpr (std::is_same_v<S, bf16>) {
     if (in_fp8(layer)) return fp8_->input_grad(*layer.block, l, dx, layer.input_grad);
   }
+  if (weight == nullptr) {
+    weight = floats_of(layer, weights_.blocks[static_cast<std::size_t>(l)].linear(*layer.block).weight);
+  }
   const double n = static_cast<double>(N), C = static_cast<double>(layer.C), OC = static_cast<double>(layer.OC);
   clock_.run(layer.input_grad, 2 * n * C * OC, (n * C + C * OC + n * OC) * sizeof(S),
              [&] { matmul_.input_grad<S>(dx, dout, weight, N, layer.C, layer.OC); });
+  adapter_input_grad(layer, l, dx);
 }
 
-// dweight (+)= dout^T x, dbias += the sum of dout's rows.
+// dweight (+)= dout^T x, dbias += the sum of dout's rows. Beside frozen weights the gradients of the adapter alone.
 template <typename S>
 void TrainingModel<S>::weight_grad(const LinearLayer& layer, std::int64_t l, const Linear<float>& dw, const S* dout,
                                    const S* x, std::int64_t N, Accumulate accumulate) {
+  if (options_.lora) return adapter_weight_grad(layer, l, dout, x, accumulate);
   if constexpr (std::is_same_v<S, bf16>) {
     if (in_fp8(layer)) {
       const bool taken = layer.block == BlockLinear::down || layer.block == BlockLinear::up ||
@@ -61,6 +78,95 @@ void TrainingModel<S>::weight_grad(const LinearLayer& layer, std::int64_t l, con
   if (dw.bias == nullptr) return;
   clock_.run("bias grad", 0, n * OC * sizeof(S),
              [&] { bias_grad<S>(dw.bias, dout, N, layer.OC, work_.scratch, stream_); });
+}
+
+// ---- adapters ------------------------------------------------------------------------------------------------------
+
+// Each layer of each micro-batch has dropout masks of its own, and evaluation none.
+template <typename S>
+LowRankShape TrainingModel<S>::adapter_shape(BlockLinear linear, std::int64_t l) const {
+  LowRankShape shape = low_rank_shape(config_, options_, linear);
+  if (!training_) shape.dropout = 0;
+  constexpr auto kLinears = static_cast<std::int64_t>(std::size(kBlockLinears));
+  shape.offset =
+      dropout_offset(micro_step_, kLinears * l + static_cast<std::int64_t>(linear), kLinears * config_.num_layers);
+  return shape;
+}
+
+// Calls run(shape, modules) under `name` where the layer has a part of the adapter. Its operands are x or dx, y or dy, and the
+// small matrices; `gemms` of N x H x in, and of N x H x out.
+template <typename S>
+template <typename Run>
+void TrainingModel<S>::with_adapter(const LinearLayer& layer, std::int64_t l, const char* name, int in_gemms,
+                                    int out_gemms, const Run& run) {
+  if (!layer.block) return;
+  const std::vector<LowRank<S>>& modules = weights_.blocks[static_cast<std::size_t>(l)].linear(*layer.block).low_rank;
+  if (modules.empty()) return;
+  const LowRankShape shape = adapter_shape(*layer.block, l);
+  const double columns = in_gemms * static_cast<double>(shape.in) + out_gemms * static_cast<double>(shape.out);
+  const double n = static_cast<double>(shape.N);
+  clock_.run(name, 2 * n * columns * static_cast<double>(shape.modules * shape.rank), n * columns * sizeof(S),
+             [&] { run(shape, std::span<const LowRank<S>>(modules)); });
+}
+
+// out [N, OC] += scale (dropout(x) A^T) B^T.
+template <typename S>
+void TrainingModel<S>::add_adapter(const LinearLayer& layer, std::int64_t l, S* out, const S* x) {
+  with_adapter(layer, l, "adapter", 1, 1, [&](const LowRankShape& shape, const auto& modules) {
+    low_rank_forward(matmul_, shape, out, x, modules, adapter_.work, stream_);
+  });
+}
+
+// Before the other two, for the same layer.
+template <typename S>
+void TrainingModel<S>::adapter_hidden_grad(const LinearLayer& layer, std::int64_t l, const S* dout) {
+  with_adapter(layer, l, "adapter dgrad", 0, 1, [&](const LowRankShape& shape, const auto& modules) {
+    low_rank_hidden_grad(matmul_, shape, dout, modules, adapter_.work, stream_);
+  });
+}
+
+// dx [N, C] += the adapter's part.
+template <typename S>
+void TrainingModel<S>::adapter_input_grad(const LinearLayer& layer, std::int64_t l, S* dx) {
+  with_adapter(layer, l, "adapter dgrad", 1, 0, [&](const LowRankShape& shape, const auto&) {
+    low_rank_input_grad(matmul_, shape, dx, adapter_.work, stream_);
+  });
+}
+
+template <typename S>
+void TrainingModel<S>::adapter_weight_grad(const LinearLayer& layer, std::int64_t l, const S* dout, const S* x,
+                                           Accumulate accumulate) {
+  with_adapter(layer, l, "adapter wgrad", 2, 1, [&](const LowRankShape& shape, const auto&) {
+    const std::vector<LowRank<float>>& d = d_weights_.blocks[static_cast<std::size_t>(l)].linear(*layer.block).low_rank;
+    low_rank_weight_grad(matmul_, shape, std::span<const LowRank<float>>(d), dout, x, adapter_.work, accumulate,
+                         stream_);
+  });
+}
+
+// Into merged_, unless it has the newest adapter already.
+template <typename S>
+void TrainingModel<S>::merge_adapter() {
+  if (!merged_ || !merged_is_stale_) return;
+  for (const TensorSpec& spec : merged_table_.specs()) {
+    const TensorSpec& from = frozen_table_.at(spec.name);
+    if (from.kind != ValueKind::floats) continue;
+    check(cudaMemcpyAsync(merged_->at<std::byte>(spec.byte_offset), frozen_arena_.at<std::byte>(from.byte_offset),
+                          spec.bytes, cudaMemcpyDeviceToDevice, stream_),
+          "adapter");
+  }
+  const ModelWeights<S> merged = bind_weights(config_, merged_table_, merged_->at<S>(0), Offsets::bytes);
+  for (std::size_t l = 0; l < merged.blocks.size(); ++l) {
+    for (const BlockLinear linear : kBlockLinears) {
+      const QuantizedMatrix& quantized = weights_.blocks[l].linear(linear).weight.packed;
+      const LinearSize size = linear_size(config_, linear);
+      if (quantized) dequantize(merged.blocks[l].linear(linear).weight.plain, quantized, size.OC, size.C, stream_);
+      const std::vector<LowRank<S>>& modules = weights_.blocks[l].linear(linear).low_rank;
+      if (modules.empty()) continue;
+      low_rank_merge(matmul_, low_rank_shape(config_, options_, linear), merged.blocks[l].linear(linear).weight.plain,
+                     std::span<const LowRank<S>>(modules), adapter_.work, stream_);
+    }
+  }
+  merged_is_stale_ = false;
 }
 
 // ---- embedding ------------------------------------------------------------------------------------------------------
@@ -270,10 +376,11 @@ void TrainingModel<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
   if constexpr (std::is_same_v<S, bf16>) {
     if (fp8_) return fp8_->gate_up_and_swiglu(l, a.gate_up, up.bias, gate_up_.forward, fp8_pass());
     if (swiglu_in_epilogue_) {
+      const S* const weight = floats_of(gate_up_, up.weight);
       const double n = static_cast<double>(N), c = static_cast<double>(C), f = static_cast<double>(F);
       clock_.run("gate, up, swiglu", 4 * n * c * f,
                  (n * c + 2 * f * c + (swiglu_out != nullptr ? 3 : 2) * n * f) * sizeof(S),
-                 [&] { gate_up_swiglu(a.gate_up, swiglu_out, a.post_norm, up.weight.plain, N, C, F, stream_); });
+                 [&] { gate_up_swiglu(a.gate_up, swiglu_out, a.post_norm, weight, N, C, F, stream_); });
       return;
     }
   }
@@ -287,7 +394,7 @@ void TrainingModel<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
 template <typename S>
 void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out) {
   const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size;
-  const S* weight = weights_.blocks[static_cast<std::size_t>(l)].down.weight.plain;
+  const Weight<S>& down = weights_.blocks[static_cast<std::size_t>(l)].down.weight;
   S* gate_up = acts_.layers[static_cast<std::size_t>(l)].gate_up;
   if constexpr (std::is_same_v<S, bf16>) {
     if (fp8_) {
@@ -295,6 +402,7 @@ void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out)
       return fp8_->down_input_grad_and_swiglu(l, acts_.d_swiglu_out, gate_up, down_.input_grad);
     }
     if (swiglu_in_epilogue_) {
+      const S* const weight = floats_of(down_, down);
       const double n = static_cast<double>(N), c = static_cast<double>(C), f = static_cast<double>(F);
       clock_.run("down dgrad, swiglu", 2 * n * c * f,
                  (n * c + f * c + (swiglu_out != nullptr ? 5 : 4) * n * f) * sizeof(S),
@@ -302,7 +410,7 @@ void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out)
       return;
     }
   }
-  input_grad(down_, l, acts_.d_swiglu_out, branch_gradient(), weight, N);
+  input_grad(down_, l, acts_.d_swiglu_out, branch_gradient(), down.plain, N);
   clock_.run("swiglu backward", 0, (swiglu_out == nullptr ? 5 : 6) * row_bytes(F),
              [&] { swiglu_backward(gate_up, acts_.d_swiglu_out, gate_up, N, F, swiglu_out, stream_); });
 }
@@ -331,6 +439,8 @@ void TrainingModel<S>::sum_losses(LossTotal* total) {
   template void TrainingModel<S>::input_grad(const LinearLayer&, std::int64_t, S*, const S*, const S*, std::int64_t); \
   template void TrainingModel<S>::weight_grad(const LinearLayer&, std::int64_t, const Linear<float>&, const S*,       \
                                               const S*, std::int64_t, Accumulate);                                    \
+  template void TrainingModel<S>::adapter_hidden_grad(const LinearLayer&, std::int64_t, const S*);                    \
+  template void TrainingModel<S>::merge_adapter();                                                                    \
   template void TrainingModel<S>::embed();                                                                            \
   template void TrainingModel<S>::sort_tokens();                                                                      \
   template void TrainingModel<S>::embed_backward();                                                                   \

@@ -41,6 +41,30 @@ AttentionShape attention_shape(const ModelConfig& config, const TrainOptions& op
           config.window(layer)};
 }
 
+LowRankShape low_rank_shape(const ModelConfig& config, const TrainOptions& options, BlockLinear linear) {
+  const LinearSize size = linear_size(config, linear);
+  LowRankShape shape;
+  shape.N = options.micro_batch * options.seq_len;
+  shape.in = size.C;
+  shape.out = size.OC;
+  if (!options.lora) return shape;
+  shape.rank = options.lora->rank;
+  for (const LoraTarget& target : options.lora->targets) shape.modules += target.linear == linear ? 1 : 0;
+  shape.scale = options.lora->scale();
+  shape.dropout = options.adapter_dropout;
+  shape.seed = options.seed;
+  return shape;
+}
+
+std::vector<LowRankShape> low_rank_shapes(const ModelConfig& config, const TrainOptions& options) {
+  std::vector<LowRankShape> shapes;
+  for (const BlockLinear linear : kBlockLinears) {
+    const LowRankShape shape = low_rank_shape(config, options, linear);
+    if (shape.modules > 0) shapes.push_back(shape);
+  }
+  return shapes;
+}
+
 namespace {
 
 // A block of the update or of the norm, and the tensor that it is a part of if the optimizer needs that whole.
@@ -75,7 +99,7 @@ Sharding::Sharding(const ModelConfig& config, const TensorTable& table, const Op
       gradients_sharded(share.ranks > 1 && (share.shard == Shard::gradients || share.shard == Shard::parameters)),
       parameters_sharded(share.ranks > 1 && share.shard == Shard::parameters),
       sections(parameter_sections(config, table)) {
-  if (!config.tied_embeddings) head_section = sections.size() - 1;
+  if (std::ssize(sections) > config.num_layers + 1) head_section = sections.size() - 1;
   place_gradients(config);
   if (parameters_sharded) places = SectionBuffers(sections, config.num_layers);
   const auto cut = [&](std::span<const Range> some) {
@@ -231,6 +255,16 @@ MemoryPlan received_plan(const Sharding& sharding) {
   return plan_of("gradients of other ranks", sharding.received, sizeof(float));
 }
 
+TensorTable frozen_table(const ModelConfig& config, const TrainOptions& options, DType storage) {
+  ModelConfig frozen = config;
+  frozen.quantization.weights = options.frozen_quantization.weights;
+  return TensorTable(frozen, storage);
+}
+
+MemoryPlan frozen_plan(const TensorTable& model, const TrainOptions& options) {
+  return options.lora ? parameter_plan(model) : MemoryPlan("frozen parameters");
+}
+
 std::vector<MuonShape> muon_shapes(const TensorTable& table, const Optimizer& optimizer) {
   std::vector<MuonShape> shapes;
   for (const TensorSpec& spec : table.specs()) {
@@ -277,7 +311,7 @@ TrainingWorkspace::TrainingWorkspace(const ModelConfig& config, const TrainOptio
 
 template <typename S>
 std::vector<MemoryLine> llama_memory(const ModelConfig& config, const TrainOptions& options, const RankShare& share) {
-  const TensorTable table(config, kStorage<S>);
+  const TensorTable table = trained_table(config, options, kStorage<S>);
   const Sharding sharding(config, table, *options.optimizer, share);
   const TrainingWorkspace workspace(config, options, share, sharding, muon_shapes(table, *options.optimizer));
   const TrainingActivations<S> activations(config, options, classifier_rows(options.micro_batch * options.seq_len));
@@ -288,6 +322,13 @@ std::vector<MemoryLine> llama_memory(const ModelConfig& config, const TrainOptio
   lines.push_back({named("parameters"), sharding.parameters_sharded ? state_bytes(sizeof(S)) : read});
   if (sharding.parameters_sharded) lines.push_back({named("parameters of layers in use"), read});
   if (kSplitMaster<S>) lines.push_back({"low halves of fp32 masters", state_bytes(sizeof(std::int16_t))});
+  if (options.lora) {
+    const WeightFormat* const format = options.frozen_quantization.weights;
+    lines.push_back(
+        {format != nullptr ? weft::format("frozen parameters (%s)", format->name) : named("frozen parameters"),
+         frozen_plan(frozen_table(config, options, kStorage<S>), options).bytes()});
+    lines.push_back({named("workspace of the adapter"), AdapterMemory<S>(config, options).layout.plan().bytes()});
+  }
   lines.push_back({"gradients (fp32)", gradient_plan(sharding).bytes() + part_sum_plan(sharding).bytes()});
   if (options.virtual_ranks > 1) lines.push_back({"sum of the ranks (fp32)", rank_sum_plan(table, options).bytes()});
   if (share.ranks > 1) lines.push_back({"gradients of other ranks (fp32)", received_plan(sharding).bytes()});
@@ -327,6 +368,12 @@ std::vector<MemoryLine> lines_of(const ModelConfig& config, const TrainOptions& 
 }
 
 }  // namespace
+
+MemoryLine plan_merged(const ModelConfig& config, const TrainOptions& options) {
+  const DType storage = options.precision == Precision::fp32 ? DType::f32 : DType::bf16;
+  return {format("samples: parameters with the adapter (%s)", dtype_name(storage)),
+          frozen_plan(TensorTable(config, storage), options).bytes()};
+}
 
 TrainOptions of_one_rank(TrainOptions options) {
   options.virtual_ranks = 1;

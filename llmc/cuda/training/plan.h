@@ -3,6 +3,7 @@
 
 #include <cuda_bf16.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -13,6 +14,7 @@
 #include "llmc/base/dtype.h"
 #include "llmc/base/range.h"
 #include "llmc/cuda/op/classifier/classifier.h"
+#include "llmc/cuda/op/lora/low_rank.h"
 #include "llmc/cuda/op/optim/adamw.h"
 #include "llmc/cuda/op/optim/muon.h"
 #include "llmc/model/head_view.h"
@@ -40,6 +42,10 @@ std::vector<MuonShape> muon_shapes(const TensorTable& table, const Optimizer& op
 std::int64_t classifier_rows(std::int64_t N);
 // Of layer `layer`.
 AttentionShape attention_shape(const ModelConfig& config, const TrainOptions& options, std::int64_t layer);
+// What an adapter adds to this linear layer of each block, with the dropout of training; zero modules: it has none there.
+LowRankShape low_rank_shape(const ModelConfig& config, const TrainOptions& options, BlockLinear linear);
+// Those of the linear layers that have a part of the adapter.
+std::vector<LowRankShape> low_rank_shapes(const ModelConfig& config, const TrainOptions& options);
 // Which rank of a run a model is, and what the ranks divide. One rank: alone.
 struct RankShare {
   int rank = 0, ranks = 1;
@@ -130,6 +136,32 @@ struct TrainingWorkspace {
 
   ArenaLayout layout{"workspace"};
 };
+
+// The model beside an adapter as the GPU keeps it: the linear layers of the blocks quantised as in the file; a quantised head,
+// which is read several times in a pass, as floats.
+TensorTable frozen_table(const ModelConfig& config, const TrainOptions& options, DType storage);
+
+// The scratch memory of an adapter; empty without one.
+template <typename S>
+struct AdapterMemory {
+  AdapterMemory(const ModelConfig& config, const TrainOptions& options) {
+    work.reserve(layout, low_rank_shapes(config, options), options.adapter_dropout > 0);
+    std::int64_t largest = 0;
+    for (const BlockLinear linear : kBlockLinears) {
+      const LinearSize size = linear_size(config, linear);
+      if (options.frozen_quantization.weights != nullptr) largest = std::max(largest, size.C * size.OC);
+    }
+    layout.reserve(&weight, largest);
+  }
+  AdapterMemory(const AdapterMemory&) = delete;  // `layout` holds the addresses of the pointers in `work`
+  AdapterMemory& operator=(const AdapterMemory&) = delete;
+
+  LowRankWorkspace<S> work;
+  S* weight = nullptr;  // a quantised matrix of the frozen model as floats, while a GEMM reads it
+  ArenaLayout layout{"workspace of the adapter"};
+};
+// All parameters of the model beside an adapter; empty without one.
+MemoryPlan frozen_plan(const TensorTable& model, const TrainOptions& options);
 
 // The memory table of a model: what its constructor allocates. S as above.
 template <typename S>

@@ -17,9 +17,12 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
     : config_(config),
       options_(options),
       peers_(peers),
-      table_(config, kStorage<S>),
+      table_(trained_table(config, options, kStorage<S>)),
+      frozen_table_(weft::cuda::frozen_table(config, options, kStorage<S>)),
+      merged_table_(config, kStorage<S>),
       sharding_(config, table_, *options.optimizer, peers.share),
-      swiglu_in_epilogue_(!config.mlp_bias &&
+      swiglu_in_epilogue_(!config.mlp_bias && low_rank_shape(config, options, BlockLinear::up).modules == 0 &&
+                          low_rank_shape(config, options, BlockLinear::down).modules == 0 &&
                           (options.precision == Precision::bf16
                                ? matmul_swiglu_computes(config.hidden_size, config.ffn_size)
                                : options.precision == Precision::fp8 && matmul_swiglu_fp8_computes())),
@@ -27,6 +30,7 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
       matmul_(stream_, peers.share.rank == 0 ? options.matmul_plans : std::string()),
       acts_(config, options, classifier_rows(rows())),
       work_(config, options, peers.share, sharding_, muon_shapes(table_, *options.optimizer)),
+      adapter_(config, options),
       parameter_arena_((prepare_matmuls(), read_parameters_plan(table_, sharding_, sizeof(S)))),
       own_parameter_arena_(state_plan("parameters", sharding_, sharding_.parameters_sharded ? sizeof(S) : 0)),
       low_arena_(state_plan("low halves of fp32 masters", sharding_, kSplitMaster<S> ? sizeof(std::int16_t) : 0)),
@@ -35,8 +39,12 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
       state2_arena_(second_state_plan(sharding_, moment_bytes(options))),
       activation_arena_(acts_.plan()),
       workspace_arena_(work_.layout.plan()),
-      weights_(bind_weights(config, table_, parameter_arena_.at<S>(0), Offsets::bytes)),
-      d_weights_(bind_weights(config, table_, gradients_.computed().at<float>(0), Offsets::elements)),
+      frozen_arena_(frozen_plan(frozen_table_, options)),
+      adapter_arena_(adapter_.layout.plan()),
+      weights_(bind_weights(config, options.lora ? frozen_table_ : table_,
+                            (options.lora ? frozen_arena_ : parameter_arena_).template at<S>(0), Offsets::bytes)),
+      d_weights_(options.lora ? ModelWeights<float>{}
+                              : bind_weights(config, table_, gradients_.computed().at<float>(0), Offsets::elements)),
       upload_(rows()),
       results_(sizeof(GradientNorm) +
                (1 + static_cast<std::uint64_t>(peers.share.ranks * peers.share.rounds)) * sizeof(LossTotal)),
@@ -44,11 +52,17 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
   if (options.precision == Precision::fp8) {
     fp8_.emplace(config, options, table_, sharding_, swiglu_in_epilogue_, matmul_, clock_, stream_);
   }
+  if (options.lora) {
+    bind_adapter(config, *options.lora, table_, parameter_arena_.at<S>(0), Offsets::bytes, weights_);
+    d_weights_.blocks.resize(static_cast<std::size_t>(config.num_layers));
+    bind_adapter(config, *options.lora, table_, gradients_.computed().at<float>(0), Offsets::elements, d_weights_);
+  }
   acts_.bind(activation_arena_);
   work_.layout.bind(workspace_arena_);
+  adapter_.layout.bind(adapter_arena_);
   place_sections();
   for (DeviceArena* arena : {&parameter_arena_, &own_parameter_arena_, &low_arena_, &state1_arena_, &state2_arena_,
-                             &activation_arena_, &workspace_arena_}) {
+                             &activation_arena_, &workspace_arena_, &frozen_arena_, &adapter_arena_}) {
     arena->clear(stream_);
   }
   const RopeTable table = rope_table(config.rope, options.seq_len);
@@ -110,13 +124,16 @@ void TrainingModel<S>::prepare_matmuls() {
     if (weight_grads.stored) shapes.push_back({Gemm::weight_grad, n, C, OC, type, Accumulate::no, false});
     if (weight_grads.accumulated) shapes.push_back({Gemm::weight_grad, n, C, OC, type, Accumulate::yes, false});
   };
-  const bool addend = residual_in_epilogue(), accumulates = options_.accumulates;
-  prepare(qkv_, N, false, {true, accumulates});
-  prepare(output_, N, addend, {true, accumulates});
-  prepare(gate_up_, N, false, {true, accumulates});
-  prepare(down_, N, addend, {true, accumulates});
-  prepare(head_, chunk, false, {true, accumulates || N > chunk});
-  if (N % chunk != 0) prepare(head_, N % chunk, false, {false, true});
+  const bool addend = residual_in_epilogue(), trained = !options_.lora, accumulates = trained && options_.accumulates;
+  prepare(qkv_, N, false, {trained, accumulates});
+  prepare(output_, N, addend, {trained, accumulates});
+  prepare(gate_up_, N, false, {trained, accumulates});
+  prepare(down_, N, addend, {trained, accumulates});
+  prepare(head_, chunk, false, {trained, trained && (accumulates || N > chunk)});
+  if (N % chunk != 0) prepare(head_, N % chunk, false, {false, trained});
+  for (const LowRankShape& shape : low_rank_shapes(config_, options_)) {
+    for (const MatmulShape& gemm : low_rank_matmuls<S>(shape)) shapes.push_back(gemm);
+  }
   for (const MuonShape& shape : muon_shapes(table_, optimizer())) {
     const MuonMatmuls gemms = muon_matmuls(shape, kIsFloat ? CUDA_R_32F : CUDA_R_16BF);
     shapes.insert(shapes.end(), {gemms.gram, gemms.polynomial, gemms.next});
@@ -150,6 +167,12 @@ std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& 
   if (options.moments == Precision::bf16 && options.precision == Precision::fp32) {
     fail(Exit::internal, "moments in bf16 beside parameters in fp32");
   }
+  if (options.lora) {
+    if (options.precision == Precision::fp8)
+      fail(Exit::usage, "--precision: got fp8, an adapter is trained in bf16 or fp32");
+    const std::string reason = lora_unsupported_reason(*options.lora, config);
+    if (!reason.empty()) fail(Exit::usage, "--lora-r: %s", reason.c_str());
+  }
   if (options.precision == Precision::fp8) {
     check_fp8_sizes(config, options.micro_batch, options.seq_len);
     require_fp8();
@@ -173,6 +196,10 @@ std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const
                                                 std::int64_t bucket_elements) {
   if (options.virtual_ranks % ranks.size() != 0) {
     fail(Exit::internal, "%d ranks for a step of %lld", ranks.size(), static_cast<long long>(options.virtual_ranks));
+  }
+  if (options.lora && (shard == Shard::gradients || shard == Shard::parameters)) {
+    fail(Exit::usage, "--shard: got %s, and those of an adapter are few. Use optimizer",
+         shard == Shard::gradients ? "gradients" : "parameters");
   }
   if ((shard == Shard::gradients || shard == Shard::parameters) && options.rank_micro_batches > 1) {
     fail(Exit::internal,

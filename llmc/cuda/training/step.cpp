@@ -27,7 +27,7 @@ void TrainingModel<S>::replay(StepGraph& graph, float scale, const std::function
   if (!options_.graph || clock_.timing() || special) return launches();
   std::uint32_t scale_bits = 0;
   std::memcpy(&scale_bits, &scale, sizeof scale_bits);
-  graph.run(stream_, {scale_bits, options_.dropout > 0 ? micro_step_ : 0}, launches);
+  graph.run(stream_, {scale_bits, options_.dropout > 0 || options_.adapter_dropout > 0 ? micro_step_ : 0}, launches);
 }
 
 template <typename S>
@@ -161,6 +161,7 @@ template <typename S>
 void TrainingModel<S>::update(const OptimizerStep& step) {
   const TraceRange range("update");
   gradients_.zero_stale();
+  merged_is_stale_ = true;
   delay_point(stream_, DelayPoint::step);
   check(cudaStreamWaitEvent(stream_, state_copied_), "update");  // no wait if the event was never recorded
   if (fp8_) fp8_->end_step();

@@ -84,6 +84,7 @@ void TrainingModel<S>::write_tensor(TensorRole role, const TensorSpec& named, co
   synchronize("writing a tensor");
   check(cudaEventSynchronize(state_copied_), "writing a tensor");
   if (role == TensorRole::parameter) buffers_.forget();
+  if (role == TensorRole::parameter) merged_is_stale_ = true;
   if (role == TensorRole::parameter && fp8_) fp8_->weights_replaced();
   const TensorSpec& spec = table_.at(named.name);
   require_tensor(role, spec);
@@ -103,6 +104,26 @@ void TrainingModel<S>::write_tensor(TensorRole role, const TensorSpec& named, co
     write({bucket.range.begin, own.begin}, false);
     write({own.end, bucket.range.end}, false);
   }
+}
+
+template <typename S>
+void TrainingModel<S>::write_frozen(const TensorSpec& named, const float* values) {
+  if (!options_.lora) return TrainModel::write_frozen(named, values);
+  synchronize("writing a tensor");
+  merged_is_stale_ = true;
+  const TensorSpec& spec = frozen_table_.at(named.name);
+  std::vector<S> stored(static_cast<std::size_t>(spec.elements));
+  convert_from_f32(values, kStorage<S>, stored.data(), stored.size());
+  write_values(frozen_arena_.at<std::byte>(spec.byte_offset), stored.data(), stored.size() * sizeof(S));
+}
+
+template <typename S>
+void TrainingModel<S>::write_frozen_quantized(const TensorSpec& named, const std::byte* bytes) {
+  const TensorSpec& spec = frozen_table_.at(named.name);
+  if (!options_.lora || spec.kind == ValueKind::floats) return TrainModel::write_frozen_quantized(named, bytes);
+  synchronize("writing a tensor");
+  merged_is_stale_ = true;
+  write_values(frozen_arena_.at<std::byte>(spec.byte_offset), bytes, spec.bytes);
 }
 
 // In the model's own stream: cudaMemcpy from pageable memory returns when the values have left `values`, and the next
@@ -173,11 +194,13 @@ std::unique_ptr<StateCopy> TrainingModel<S>::make_own_copy() {
   return std::make_unique<PinnedStateCopy>(own_elements(), sharding_.seconds, source, stream_, state_copied_);
 }
 
-#define WEFT_INSTANTIATE(S)                                                                  \
-  template void TrainingModel<S>::read_tensor(TensorRole, const TensorSpec&, float*);        \
-  template void TrainingModel<S>::write_tensor(TensorRole, const TensorSpec&, const float*); \
-  template std::unique_ptr<StateCopy> TrainingModel<S>::make_state_copy();                   \
-  template std::vector<Range> TrainingModel<S>::own_elements() const;                        \
+#define WEFT_INSTANTIATE(S)                                                                    \
+  template void TrainingModel<S>::read_tensor(TensorRole, const TensorSpec&, float*);          \
+  template void TrainingModel<S>::write_tensor(TensorRole, const TensorSpec&, const float*);   \
+  template void TrainingModel<S>::write_frozen(const TensorSpec&, const float*);               \
+  template void TrainingModel<S>::write_frozen_quantized(const TensorSpec&, const std::byte*); \
+  template std::unique_ptr<StateCopy> TrainingModel<S>::make_state_copy();                     \
+  template std::vector<Range> TrainingModel<S>::own_elements() const;                          \
   template std::unique_ptr<StateCopy> TrainingModel<S>::make_own_copy();
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)

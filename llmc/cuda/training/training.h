@@ -17,9 +17,12 @@ std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOpti
 // The same for one of `ranks` ranks.
 std::vector<MemoryLine> plan_training(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
                                       Shard shard);
+// With TrainOptions::lora: the copy of the model that TrainModel::decoder() adds, with the adapter in its weights.
+MemoryLine plan_merged(const ModelConfig& config, const TrainOptions& options);
 
 // All parameters, gradients and moments start as zeros; write_tensor() sets them. Exit::usage for a head size or width
-// without kernels, Exit::resources if memory does not suffice, Exit::environment without a usable GPU.
+// without kernels and for an adapter that the model cannot have, Exit::resources if memory does not suffice,
+// Exit::environment without a usable GPU.
 std::unique_ptr<TrainModel> make_training_model(const ModelConfig& config, const TrainOptions& options);
 
 // The model of one of `ranks` ranks, which together compute the options.virtual_ranks ranks of a step, a multiple of

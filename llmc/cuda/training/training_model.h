@@ -71,6 +71,9 @@ class TrainingModel final : public TrainModel {
   bool evaluates_together() const override { return sharding_.parameters_sharded; }
   void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override;
   void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override;
+  TensorTable frozen_table() const override { return frozen_table_; }
+  void write_frozen(const TensorSpec& spec, const float* values) override;
+  void write_frozen_quantized(const TensorSpec& spec, const std::byte* bytes) override;
   std::vector<float> fp8_state() const override { return fp8_ ? fp8_->state() : std::vector<float>(); }
   void set_fp8_state(std::span<const float> state) override {
     if (!fp8_) return TrainModel::set_fp8_state(state);
@@ -83,9 +86,19 @@ class TrainingModel final : public TrainModel {
   void inject_device_fault() override { launch_faulty_kernel(stream_); }
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
     if (sharding_.parameters_sharded) fail(Exit::internal, "a decoder of sharded parameters");
+    if (options_.lora) {
+      if (!merged_) merged_ = std::make_unique<DeviceArena>(parameter_plan(merged_table_));
+      merge_adapter();
+      synchronize("parameters");
+    }
+    const TensorTable& table = options_.lora ? merged_table_ : table_;
+    const DeviceArena& parameters = options_.lora ? *merged_ : parameter_arena_;
     // Inference has its own stream: updates, and the exchange of parameters, must have ended before.
-    return single_sequence(make_inference<S>(config_, table_, parameter_arena_.at<S>(0), one_sequence(capacity)),
-                           capacity, [this] { synchronize("parameters"); });
+    return single_sequence(make_inference<S>(config_, table, parameters.at<S>(0), one_sequence(capacity)), capacity,
+                           [this] {
+                             merge_adapter();
+                             synchronize("parameters");
+                           });
   }
 
  private:
@@ -173,6 +186,18 @@ class TrainingModel final : public TrainModel {
   void weight_grad(const LinearLayer& layer, std::int64_t l, const Linear<float>& dw, const S* dout, const S* x,
                    std::int64_t N, Accumulate accumulate);
   void normalize_heads_backward(std::int64_t l);
+  // The matrix of a linear layer of a block for a GEMM: where it is quantised in scratch memory, until the next call.
+  const S* floats_of(const LinearLayer& layer, const Weight<S>& weight);
+  // The adapter's part of a linear layer of a block; nothing where it has none. Dropout is that of layer l in this micro-batch.
+  LowRankShape adapter_shape(BlockLinear linear, std::int64_t l) const;
+  template <typename Run>
+  void with_adapter(const LinearLayer& layer, std::int64_t l, const char* name, int in_gemms, int out_gemms,
+                    const Run& run);
+  void add_adapter(const LinearLayer& layer, std::int64_t l, S* out, const S* x);
+  void adapter_hidden_grad(const LinearLayer& layer, std::int64_t l, const S* dout);
+  void adapter_input_grad(const LinearLayer& layer, std::int64_t l, S* dx);
+  void adapter_weight_grad(const LinearLayer& layer, std::int64_t l, const S* dout, const S* x, Accumulate accumulate);
+  void merge_adapter();
   // Whether a linear layer computes in fp8. If so, both gradients read codes of dout, which fp8_ keeps from one layer to
   // the next: weight_grad() rounds that of the output projection, and of qkv if attention has not done so,
   // down_input_grad_and_swiglu() that of down, and SwiGLU's derivative writes that of gate and up; gate_up itself stays.
@@ -275,9 +300,10 @@ class TrainingModel final : public TrainModel {
   const TrainOptions options_;
   const Peers peers_;
   const TensorTable table_;
+  const TensorTable frozen_table_, merged_table_;  // of the whole model; used with an adapter
   const Sharding sharding_;
   // Whether SwiGLU, and its derivative, are computed in the epilogues of the adjacent GEMMs: bf16 and fp8 on Hopper,
-  // without biases.
+  // without biases, and without an adapter of these GEMMs, whose product has to be added before.
   const bool swiglu_in_epilogue_;
   const LinearLayer qkv_{"qkv", "qkv dgrad", "qkv wgrad", config_.hidden_size, qkv_size(), BlockLinear::qkv};
   const LinearLayer output_{"output",         "output dgrad",      "output wgrad",
@@ -293,15 +319,20 @@ class TrainingModel final : public TrainModel {
   Matmul matmul_;
   TrainingActivations<S> acts_;
   TrainingWorkspace work_;
+  AdapterMemory<S> adapter_;
   DeviceArena parameter_arena_;      // parameters that the passes read
   DeviceArena own_parameter_arena_;  // this rank's parameters, if they are sharded
   DeviceArena low_arena_;
   GradientExchange gradients_;
   DeviceArena state1_arena_, state2_arena_, activation_arena_, workspace_arena_;
-  std::optional<Fp8Linears> fp8_;  // with --precision fp8
+  DeviceArena frozen_arena_, adapter_arena_;  // empty without an adapter
+  std::optional<Fp8Linears> fp8_;             // with --precision fp8
   ModelWeights<S> weights_;
   ModelWeights<float> d_weights_;
   DeviceRopeTable rope_;
+  // What decoder() reads with an adapter: the frozen model with the product in it.
+  std::unique_ptr<DeviceArena> merged_;
+  bool merged_is_stale_ = true;
   TokenUpload upload_;
   PinnedBuffer results_;  // GradientNorm, LossTotal, then the LossTotal of each rank
   // end of the last StateCopy::take(), before which the state must not change

@@ -247,6 +247,7 @@ void head_norm_backward(const HeadNormShape& shape, const HeadNormBackward<T>& i
         static_cast<unsigned>(std::min<std::int64_t>({resident, kMaxBackwardBlocks, shape.B * shape.T}));
     kernel<<<blocks, threads, 0, stream>>>(shape, io);
     check_launch("head_norm_backward");
+    if (io.dq_weight == nullptr) return;
     norm_detail::finish_columns({{io.dq_weight, io.dk_weight}, {0, 1, -1, -1, -1}, 2, static_cast<int>(shape.HS)},
                                 io.workspace, blocks, shape.HS, stream);
   });

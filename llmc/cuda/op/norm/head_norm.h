@@ -37,7 +37,7 @@ struct HeadNormBackward {
   HeadViewOf<T> dq, dk;     // the gradients of forward's results; become those of its inputs
   const T* kept = nullptr;  // of forward
   const T *q_weight = nullptr, *k_weight = nullptr;
-  float *dq_weight = nullptr, *dk_weight = nullptr;  // [HS] +=
+  float *dq_weight = nullptr, *dk_weight = nullptr;  // [HS] +=; both null: not computed
   void* workspace = nullptr;                         // head_norm_backward_workspace(HS) bytes
 };
 // The gradients of the weights are added block by block, then over the blocks in order: no atomics, the same bits every

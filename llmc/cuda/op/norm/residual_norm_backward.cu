@@ -112,7 +112,7 @@ __device__ void forget(Elements<T, kCount>& group) {
 template <typename S>
 constexpr int kResidentThreads = S::kThreadColumns > 16 ? 512 : 640;
 
-// Plain: x, residual, weight (with its gradient), bias. A thread's part of dout, h and the skip gradient stays in
+// Plain: x, residual, weight, bias. A thread's part of dout, h and the skip gradient stays in
 // registers in its storage type between the two passes over the row.
 
 template <typename T, typename R, typename S, bool kLayerNorm>
@@ -428,7 +428,7 @@ void residual_norm_backward(const ResidualNormShape& shape, const ResidualNormBa
   ResidualNormBackward<T, R> operands = io;
   if (io.x == nullptr && io.residual_out == nullptr) operands.residual_out = io.residual;  // h is the stream alone
   const bool plain = shape.dropout == 0 && io.rowscale == nullptr && io.colscale == nullptr && io.weight2 == nullptr &&
-                     io.dcolscale == nullptr && io.dweight != nullptr && operands.residual_out != nullptr;
+                     io.dcolscale == nullptr && operands.residual_out != nullptr;
   if (!plain) return full_backward(shape, operands, stream, shared_limit);
   for_plain_backward_spread<R, kMayBeExact<T, R>>(shape.C, [&](auto spread) {
     launch_plain_backward<T, R, decltype(spread)>(shape, operands, stream, shared_limit);

@@ -1,0 +1,591 @@
+// Adapters on the GPU: the operator and whole models against the CPU, and models against themselves.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <random>
+
+#include "llmc/comm/thread_ranks.h"
+#include "llmc/cpu/low_rank.h"
+#include "llmc/cpu/training.h"
+#include "llmc/cuda/comm/device_ranks.h"
+#include "llmc/cuda/op/gemm/dequantize.h"
+#include "llmc/cuda/op/lora/low_rank.h"
+#include "llmc/cuda/runtime/arena.h"
+#include "llmc/cuda/runtime/stream.h"
+#include "llmc/cuda/training/training.h"
+#include "llmc/model/compare.h"
+#include "test/cpp/golden_cases.h"
+#include "test/cpp/test_files.h"
+#include "test/cpp/whole_model_checks.h"
+#include "test/gpu/operator_tools.h"
+
+namespace weft {
+namespace {
+
+using test::DeviceBuffer;
+using test::Floats;
+
+// ---- the operator ----
+
+struct OperatorCase {
+  std::int64_t N, in, out, rank;
+  std::vector<Range> rows;
+  float dropout;
+};
+
+// Ranks that need padding and those that do not, modules with gaps between them, and N that fills no tile.
+std::vector<OperatorCase> operator_cases() {
+  std::vector<OperatorCase> cases;
+  for (const float dropout : {0.0f, 0.3f}) {
+    cases.push_back({1, 72, 104, 1, {{0, 104}}, dropout});
+    cases.push_back({37, 72, 104, 5, {{0, 40}, {72, 104}}, dropout});
+    cases.push_back({111, 200, 72, 16, {{0, 72}}, dropout});
+    cases.push_back({301, 72, 400, 16, {{0, 200}, {200, 400}}, dropout});
+    cases.push_back({129, 264, 208, 64, {{0, 80}, {80, 144}, {144, 208}}, dropout});
+    cases.push_back({75, 72, 96, 1, {{0, 48}, {48, 72}, {72, 96}}, dropout});
+  }
+  return cases;
+}
+
+// The 2-norm of the difference: bf16 rounds h, dh and the sums to 2^-9 of themselves.
+template <typename T>
+void expect_distance(const Floats& got, const Floats& want, const char* what) {
+  const bool exact = std::is_same_v<T, float>;
+  const TensorDistance row = distance(what, got, want, exact ? 5e-6 : 1e-2, Norm::l2);
+  EXPECT_TRUE(row.pass) << what << " " << row.relative;
+}
+
+Floats plus(Floats values, const Floats& others) {
+  for (std::size_t i = 0; i < values.size(); ++i) values[i] += others[i];
+  return values;
+}
+
+template <typename T>
+void check_operator(const OperatorCase& c) {
+  const auto modules = static_cast<std::int64_t>(c.rows.size());
+  const cpu::LowRankShape host{c.N, c.in, c.out, c.rank, 0.75f, c.dropout, 11, 3ull << 40};
+  const cuda::LowRankShape shape{c.N, c.in, c.out, c.rank, modules, 0.75f, c.dropout, 11, 3ull << 40};
+  const Floats x = test::random_stored<T>(c.N * c.in, 1), dy = test::random_stored<T>(c.N * c.out, 2),
+               y = test::random_stored<T>(c.N * c.out, 3), dx = test::random_stored<T>(c.N * c.in, 4);
+  Floats want_y = y, want_dx = dx;
+  std::vector<Floats> down, up, d_down, d_up, before_down, before_up;
+  Floats workspace(static_cast<std::size_t>(cpu::low_rank_workspace(host)));
+  for (std::size_t m = 0; m < c.rows.size(); ++m) {
+    const auto seed = static_cast<unsigned>(10 * m);
+    down.push_back(test::random_stored<T>(c.rank * c.in, seed + 5, 0.1f));
+    up.push_back(test::random_stored<T>(c.rows[m].size() * c.rank, seed + 6));
+    before_down.push_back(test::random_floats(c.rank * c.in, seed + 7));
+    before_up.push_back(test::random_floats(c.rows[m].size() * c.rank, seed + 8));
+    d_down.emplace_back(down.back().size());
+    d_up.emplace_back(up.back().size());
+    const LowRank<float> module{down[m].data(), up[m].data(), c.rows[m]};
+    cpu::low_rank_forward(host, want_y.data(), x.data(), module, workspace.data());
+    cpu::low_rank_backward(host, want_dx.data(), {d_down[m].data(), d_up[m].data(), c.rows[m]}, dy.data(), x.data(),
+                           module, workspace.data());
+  }
+
+  const cuda::Stream stream;
+  cuda::Matmul matmul(stream);
+  cuda::LowRankWorkspace<T> work;
+  ArenaLayout layout("test");
+  work.reserve(layout, {&shape, 1}, c.dropout > 0);
+  const cuda::DeviceArena arena(layout.plan());
+  layout.bind(arena);
+  cuda::check(cudaMemset(arena.at<std::byte>(0), 0xff, arena.bytes()), "test");
+  const DeviceBuffer<T> gpu_x = test::on_device<T>(x), gpu_dy = test::on_device<T>(dy), gpu_y = test::on_device<T>(y),
+                        gpu_dx = test::on_device<T>(dx);
+  std::vector<DeviceBuffer<T>> gpu_down, gpu_up;
+  std::vector<DeviceBuffer<float>> stored_down, stored_up, added_down, added_up;
+  std::vector<LowRank<T>> gpu_modules;
+  std::vector<LowRank<float>> stored, added;
+  for (std::size_t m = 0; m < c.rows.size(); ++m) {
+    gpu_down.push_back(test::on_device<T>(down[m]));
+    gpu_up.push_back(test::on_device<T>(up[m]));
+    for (auto* list : {&stored_down, &added_down}) list->push_back(test::on_device<float>(before_down[m]));
+    for (auto* list : {&stored_up, &added_up}) list->push_back(test::on_device<float>(before_up[m]));
+    gpu_modules.push_back({gpu_down[m].data(), gpu_up[m].data(), c.rows[m]});
+    stored.push_back({stored_down[m].data(), stored_up[m].data(), c.rows[m]});
+    added.push_back({added_down[m].data(), added_up[m].data(), c.rows[m]});
+  }
+  const std::span<const LowRank<T>> list(gpu_modules);
+  cuda::low_rank_forward<T>(matmul, shape, gpu_y.data(), gpu_x.data(), list, work, stream);
+  cuda::low_rank_hidden_grad<T>(matmul, shape, gpu_dy.data(), list, work, stream);
+  cuda::low_rank_input_grad<T>(matmul, shape, gpu_dx.data(), work, stream);
+  cuda::low_rank_weight_grad<T>(matmul, shape, stored, gpu_dy.data(), gpu_x.data(), work, cuda::Accumulate::no, stream);
+  cuda::low_rank_weight_grad<T>(matmul, shape, added, gpu_dy.data(), gpu_x.data(), work, cuda::Accumulate::yes, stream);
+  stream.synchronize("test");
+
+  expect_distance<T>(test::on_host(gpu_y), want_y, "y");
+  expect_distance<T>(test::on_host(gpu_dx), want_dx, "dx");
+  for (std::size_t m = 0; m < c.rows.size(); ++m) {
+    const Floats got_down = test::on_host(stored_down[m]), got_up = test::on_host(stored_up[m]);
+    expect_distance<T>(got_down, d_down[m], "d_down");
+    expect_distance<T>(got_up, d_up[m], "d_up");
+    expect_distance<float>(test::on_host(added_down[m]), plus(before_down[m], got_down), "added d_down");
+    expect_distance<float>(test::on_host(added_up[m]), plus(before_up[m], got_up), "added d_up");
+  }
+
+  // Merged: weight + scale B A.
+  const Floats weight = test::random_stored<T>(c.out * c.in, 9);
+  Floats want = weight;
+  for (std::size_t m = 0; m < c.rows.size(); ++m) {
+    add_low_rank(want.data() + c.rows[m].begin * c.in, down[m].data(), up[m].data(), c.rows[m].size(), c.in, c.rank,
+                 0.75f);
+  }
+  const DeviceBuffer<T> gpu_weight = test::on_device<T>(weight);
+  cuda::low_rank_merge<T>(matmul, shape, gpu_weight.data(), list, work, stream);
+  stream.synchronize("test");
+  expect_distance<T>(test::on_host(gpu_weight), want, "merged");
+}
+
+TEST(CudaLowRank, IsTheCpusForSeveralModulesAtOnce) {
+  for (const OperatorCase& c : operator_cases()) {
+    SCOPED_TRACE(format("%lld x %lld x %lld, %zu of rank %lld, dropout %g", static_cast<long long>(c.N),
+                        static_cast<long long>(c.in), static_cast<long long>(c.out), c.rows.size(),
+                        static_cast<long long>(c.rank), c.dropout));
+    check_operator<float>(c);
+    check_operator<test::bf16>(c);
+  }
+}
+
+// ---- quantised matrices ----
+
+// A tensor of a quantised matrix as a file has it, with scales of 0.01 to 0.02.
+std::vector<std::byte> random_stored_bytes(const TensorSpec& spec, const WeightFormat& format, unsigned seed) {
+  std::mt19937 generator(seed);
+  std::vector<std::byte> bytes(spec.bytes);
+  if (spec.kind == ValueKind::scales) {
+    Floats scales(static_cast<std::size_t>(spec.elements));
+    for (float& scale : scales) scale = 0.01f + 1e-5f * static_cast<float>(generator() % 1000);
+    convert_from_f32(scales.data(), spec.dtype, bytes.data(), scales.size());
+    return bytes;
+  }
+  for (std::byte& byte : bytes) {
+    auto value = static_cast<std::uint8_t>(generator());
+    if (spec.kind == ValueKind::zeros) value %= kMaxZero + 1;
+    if (spec.kind == ValueKind::quants && !format.valid(value)) value = 0;
+    byte = static_cast<std::byte>(value);
+  }
+  return bytes;
+}
+
+// As ModelFile::read_values() has them.
+Floats values_of(const WeightFormat& format, const QuantizedMatrix& matrix, std::int64_t rows, std::int64_t K) {
+  Floats values(static_cast<std::size_t>(rows * K));
+  format.dequantize(values.data(), matrix, 0, rows, K);
+  for (std::int64_t i = 0; i < (format.grouped ? 0 : rows * K); ++i) {
+    values[static_cast<std::size_t>(i)] *= matrix.row_scales[i / K];
+  }
+  return values;
+}
+
+template <typename T>
+void check_dequantize(const WeightFormat& format, std::int64_t rows, std::int64_t K) {
+  const auto spec = [&](ValueKind kind, DType dtype, std::int64_t elements) {
+    TensorSpec part;
+    part.kind = kind;
+    part.dtype = dtype;
+    part.elements = elements;
+    part.bytes = static_cast<std::uint64_t>(elements) * dtype_bits(dtype) / 8;
+    return part;
+  };
+  const std::int64_t scales = format.grouped ? rows * quant_groups(K) : rows;
+  const auto q = random_stored_bytes(spec(ValueKind::quants, format.dtype, rows * K), format, 1),
+             s = random_stored_bytes(spec(ValueKind::scales, format.scale_dtype(), scales), format, 2),
+             z = random_stored_bytes(spec(ValueKind::zeros, DType::u8, scales), format, 3);
+  const DeviceBuffer<std::byte> gpu_q(q), gpu_s(s), gpu_z(z);
+  const DeviceBuffer<T> out(static_cast<std::size_t>(rows * K));
+  cuda::dequantize(out.data(), format.matrix(gpu_q.data(), gpu_s.data(), gpu_z.data()), rows, K, nullptr);
+  const Floats want = values_of(format, format.matrix(q.data(), s.data(), z.data()), rows, K);
+  EXPECT_EQ(test::on_host(out), test::widened(test::stored<T>(want))) << format.name << " " << K;
+}
+
+TEST(CudaDequantize, HasTheValuesOfTheFile) {
+  for (const WeightFormat* format : weight_formats()) {
+    for (const std::int64_t K : {8, 130, 264, 1000}) {
+      check_dequantize<float>(*format, 37, K);
+      check_dequantize<test::bf16>(*format, 37, K);
+    }
+  }
+}
+
+// ---- whole models ----
+
+LoraConfig lora_of(std::int64_t rank, const std::string& targets) {
+  return {rank, 1.5 * static_cast<double>(rank), parse_lora_targets("--lora-targets", targets)};
+}
+
+TrainOptions options_of(Precision precision, const LoraConfig& lora, float dropout = 0) {
+  TrainOptions options;
+  options.micro_batch = 3;
+  options.seq_len = 37;
+  options.precision = precision;
+  options.lora = lora;
+  options.adapter_dropout = dropout;
+  options.seed = 5;
+  return options;
+}
+
+Floats random_tensor(const TensorSpec& spec, std::mt19937& generator) {
+  std::normal_distribution<float> noise(0, 1);
+  Floats values(static_cast<std::size_t>(spec.elements));
+  const float scale = spec.shape.size() == 2 ? 0.08f : 0.1f;
+  for (float& value : values) value = scale * noise(generator) + (spec.init == Init::ones ? 1.0f : 0.0f);
+  return values;
+}
+
+void randomize_adapter(TrainModel& model, unsigned seed = 12) {
+  std::mt19937 generator(seed);
+  for (const TensorSpec& spec : model.table().specs()) {
+    model.write_tensor(TensorRole::parameter, spec, random_tensor(spec, generator).data());
+  }
+}
+
+void randomize(TrainModel& model) {
+  std::mt19937 generator(11);
+  const TensorTable frozen(model.config());
+  for (const TensorSpec& spec : frozen.specs()) model.write_frozen(spec, random_tensor(spec, generator).data());
+  randomize_adapter(model);
+}
+
+std::unique_ptr<TrainModel> model_of(bool gpu, const ModelConfig& config, const TrainOptions& options) {
+  auto model = gpu ? cuda::make_training_model(config, options) : cpu::make_training_model(config, options);
+  randomize(*model);
+  return model;
+}
+
+// The floats of the model above; the caller writes the quantised tensors.
+std::unique_ptr<TrainModel> model_of_quantized(const ModelConfig& config, const TrainOptions& options) {
+  auto model = cuda::make_training_model(config, options);
+  std::mt19937 generator(11);
+  const TensorTable kept = model->frozen_table(), whole(config);
+  for (const TensorSpec& spec : whole.specs()) {
+    const Floats values = random_tensor(spec, generator);
+    if (kept.at(spec.name).kind == ValueKind::floats) model->write_frozen(spec, values.data());
+  }
+  randomize_adapter(*model);
+  return model;
+}
+
+test::TokenBatch text_of(const ModelConfig& config, const TrainOptions& options, unsigned seed) {
+  return test::random_tokens(config, options.micro_batch * options.seq_len, seed);
+}
+
+AdamWStep adamw_step(std::int64_t step, const StepStatistics& statistics) {
+  AdamWStep update;
+  update.step = step;
+  update.learning_rate = 3e-3f;
+  update.weight_decay = 0.1f;
+  update.gradient_scale = clip_factor(statistics.gradient_norm, 1.0);
+  return update;
+}
+
+// Steps 1 .. `steps` of two micro-batches, always on the same text; returns the loss of each.
+std::vector<double> run_steps(TrainModel& model, const test::TokenBatch& text, std::int64_t steps) {
+  std::vector<double> losses;
+  for (std::int64_t step = 1; step <= steps; ++step) {
+    model.zero_gradients();
+    for (const std::int64_t i : {0, 1}) {
+      model.forward(text.batch(), static_cast<std::uint64_t>(2 * step + i), 0.005f);
+      model.backward();
+    }
+    const StepStatistics statistics = model.statistics();
+    losses.push_back(statistics.loss_sum / static_cast<double>(statistics.label_count));
+    model.update(adamw_step(step, statistics));
+  }
+  return losses;
+}
+
+bool same_bits(const Floats& a, const Floats& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+struct ModelCase {
+  std::string name;
+  ModelConfig config = test::small_llama();
+  std::int64_t rank = 5;
+  std::string targets = "all";
+  float adapter_dropout = 0, dropout = 0;
+};
+
+std::vector<ModelCase> model_cases() {
+  std::vector<ModelCase> cases = {{"all"},
+                                  {"all, dropout", test::small_llama(), 8, "all", 0.2f, 0.1f},
+                                  {"q, v", test::small_llama(), 16, "q,v"},
+                                  {"k", test::small_llama(), 1, "k", 0.2f},
+                                  {"o, down", test::small_llama(), 5, "o,down", 0.2f},
+                                  {"gate", test::small_llama(), 3, "gate"},
+                                  {"up, tied", test::small_llama(), 3, "up"},
+                                  {"all, norms of heads, biases", test::small_llama(), 5, "all", 0.2f},
+                                  {"all, layernorm", test::small_llama(), 5, "q,gate,down", 0.2f}};
+  cases[6].config.tied_embeddings = true;
+  set_family(cases[7].config, "qwen3");
+  cases[7].config.qkv_bias = cases[7].config.output_bias = cases[7].config.mlp_bias = true;
+  cases[8].config.norm = NormKind::layernorm;
+  return cases;
+}
+
+TrainOptions options_of(const ModelCase& c, Precision precision) {
+  TrainOptions options = options_of(precision, lora_of(c.rank, c.targets), c.adapter_dropout);
+  options.dropout = c.dropout;
+  return options;
+}
+
+// Losses and gradients of two micro-batches: in fp32 as near as those of whole models, in bf16 in the same direction.
+TEST(CudaLora, GradientsAreThoseOfTheCpu) {
+  for (const ModelCase& c : model_cases()) {
+    for (const Precision precision : {Precision::fp32, Precision::bf16}) {
+      SCOPED_TRACE(c.name + (precision == Precision::fp32 ? ", fp32" : ", bf16"));
+      const auto reference = model_of(false, c.config, options_of(c, Precision::fp32)),
+                 model = model_of(true, c.config, options_of(c, precision));
+      const bool exact = precision == Precision::fp32;
+      for (TrainModel* each : {reference.get(), model.get()}) {
+        each->zero_gradients();
+        for (const unsigned i : {0, 1}) {
+          const test::TokenBatch text = text_of(c.config, options_of(c, precision), i);
+          each->forward(text.batch(), 8 + i, 0.01f);
+          each->backward();
+        }
+      }
+      const StepStatistics want = reference->statistics(), got = model->statistics();
+      EXPECT_NEAR(got.loss_sum, want.loss_sum, (exact ? 1e-4 : 5e-3) * want.loss_sum);
+      EXPECT_EQ(got.label_count, want.label_count);
+      EXPECT_NEAR(got.gradient_norm, want.gradient_norm, (exact ? 1e-4 : 2e-2) * want.gradient_norm);
+      ASSERT_EQ(model->table().specs().size(), reference->table().specs().size());
+      for (const TensorSpec& spec : model->table().specs()) {
+        Floats a(static_cast<std::size_t>(spec.elements)), b(a.size());
+        model->read_tensor(TensorRole::gradient, spec, a.data());
+        reference->read_tensor(TensorRole::gradient, spec, b.data());
+        const TensorDistance row = exact ? distance(spec.name, a, b, 1e-4) : distance(spec.name, a, b, 0.06, Norm::l2);
+        EXPECT_TRUE(row.pass) << spec.name << " " << row.relative;
+      }
+    }
+  }
+}
+
+TEST(CudaLora, FiveStepsHaveTheLossesOfTheCpu) {
+  for (const Optimizer* optimizer : {&adamw_optimizer(), &muon_optimizer()}) {
+    const ModelConfig config = test::small_llama();
+    TrainOptions options = options_of(Precision::fp32, lora_of(5, "all"), 0.1f);
+    options.optimizer = optimizer;
+    const test::TokenBatch text = text_of(config, options, 3);
+    const auto losses = [&](bool gpu, Precision precision) {
+      options.precision = precision;
+      return run_steps(*model_of(gpu, config, options), text, 5);
+    };
+    const std::vector<double> want = losses(false, Precision::fp32), fp32 = losses(true, Precision::fp32),
+                              bf16 = losses(true, Precision::bf16);
+    EXPECT_LT(want.back(), want.front());
+    for (std::size_t i = 0; i < want.size(); ++i) {
+      EXPECT_NEAR(fp32[i], want[i], (optimizer == &adamw_optimizer() ? 1e-5 : 1e-4) * want[i]) << i;
+      EXPECT_NEAR(bf16[i], want[i], 1e-2 * want[i]) << i;
+    }
+  }
+}
+
+// What a model is after some steps: eager, captured and replayed.
+Floats trained(const ModelConfig& config, const TrainOptions& options) {
+  const auto model = model_of(true, config, options);
+  run_steps(*model, text_of(config, options, 7), 4);
+  Floats all = read_all(*model, TensorRole::parameter);
+  for (const TensorRole role : {TensorRole::gradient, TensorRole::state1}) {
+    const Floats part = read_all(*model, role);
+    all.insert(all.end(), part.begin(), part.end());
+  }
+  return all;
+}
+
+TEST(CudaLora, RecomputationGraphsAndRerunsChangeNoBit) {
+  for (const ModelCase& c : model_cases()) {
+    for (const Precision precision : {Precision::fp32, Precision::bf16}) {
+      SCOPED_TRACE(c.name + (precision == Precision::fp32 ? ", fp32" : ", bf16"));
+      TrainOptions options = options_of(c, precision);
+      const Floats expected = trained(c.config, options);
+      EXPECT_TRUE(same_bits(trained(c.config, options), expected)) << "again";
+      for (const Recompute recompute : {Recompute::norm, Recompute::block}) {
+        options.recompute = recompute;
+        EXPECT_TRUE(same_bits(trained(c.config, options), expected)) << "recomputed";
+      }
+      options.recompute = Recompute::none;
+      options.graph = false;
+      EXPECT_TRUE(same_bits(trained(c.config, options), expected)) << "without graphs";
+    }
+  }
+}
+
+// With an adapter that adds nothing, a model has the bits that it had before training.
+TEST(CudaLora, TheFrozenModelStaysAsItWas) {
+  for (const Precision precision : {Precision::fp32, Precision::bf16}) {
+    const ModelConfig config = test::small_llama();
+    const TrainOptions options = options_of(precision, lora_of(5, "all"), 0.2f);
+    const auto model = model_of(true, config, options);
+    const test::TokenBatch text = text_of(config, options, 3);
+    const auto frozen_loss = [&] {
+      for (const TensorSpec& spec : model->table().specs()) {
+        const Floats zeros(static_cast<std::size_t>(spec.elements));
+        model->write_tensor(TensorRole::parameter, spec, zeros.data());
+      }
+      std::int64_t labels = 0;
+      return model->evaluate(text.batch(), &labels);
+    };
+    const double before = frozen_loss();
+    randomize_adapter(*model);
+    std::int64_t labels = 0;
+    EXPECT_NE(model->evaluate(text.batch(), &labels), before);
+    run_steps(*model, text, 3);
+    EXPECT_EQ(frozen_loss(), before);
+  }
+}
+
+// What a decoder generates from is the adapter as it is, not as it was when the decoder was made.
+TEST(CudaLora, ADecoderHasTheNewestAdapter) {
+  const ModelConfig config = test::small_llama();
+  const TrainOptions options = options_of(Precision::fp32, lora_of(5, "q,v,down,up"), 0.2f);
+  const auto reference = model_of(false, config, options), model = model_of(true, config, options);
+  const auto want = reference->decoder(16), got = model->decoder(16);
+  const std::vector<std::int32_t> prompt = {3, 1, 4, 1, 5};
+  const auto logits = [&](DecodeModel& decoder) {
+    const std::span<const float> values = decoder.prefill(prompt);
+    return Floats(values.begin(), values.end());
+  };
+  const auto check = [&](const char* what) {
+    const TensorDistance row = distance(what, logits(*got), logits(*want), 1e-4);
+    EXPECT_TRUE(row.pass) << what << " " << row.relative;
+  };
+  check("first");
+  for (TrainModel* each : {reference.get(), model.get()}) randomize_adapter(*each, 99);
+  want->reset();
+  got->reset();
+  check("after new parameters");
+  run_steps(*model, text_of(config, options, 3), 1);
+  for (const TensorSpec& spec : model->table().specs()) {
+    Floats values(static_cast<std::size_t>(spec.elements));
+    model->read_tensor(TensorRole::parameter, spec, values.data());
+    reference->write_tensor(TensorRole::parameter, spec, values.data());
+  }
+  want->reset();
+  got->reset();
+  check("after a step");
+}
+
+// Two ranks of two rounds, and one process that computes all four. Buckets of a few elements hold a part of a layer, others
+// several layers.
+TEST(CudaLora, RanksHaveTheBitsOfVirtualRanks) {
+  const ModelConfig config = test::small_llama();
+  for (const Precision precision : {Precision::fp32, Precision::bf16}) {
+    TrainOptions options = options_of(precision, lora_of(5, "all"), 0.2f);
+    options.virtual_ranks = 4;
+    const auto micro_batch = [&](TrainModel& model, std::uint64_t step, std::uint64_t rank) {
+      const test::TokenBatch text = text_of(config, options, static_cast<unsigned>(4 * step + rank));
+      model.forward(text.batch(), 4 * step + rank, 0.002f);
+      model.backward();
+    };
+    const auto train = [&](TrainModel& model, const std::vector<std::uint64_t>& ranks) {
+      randomize(model);
+      for (std::int64_t step = 1; step <= 3; ++step) {
+        model.zero_gradients();
+        for (const std::uint64_t rank : ranks) micro_batch(model, static_cast<std::uint64_t>(step), rank);
+        model.update(adamw_step(step, model.statistics()));
+      }
+      return read_all(model, TensorRole::parameter);
+    };
+    const Floats expected = train(*cuda::make_training_model(config, options), {0, 1, 2, 3});
+    for (const Shard shard : {Shard::none, Shard::optimizer}) {
+      for (const std::int64_t bucket_elements : {500, 16 << 20}) {
+        std::array<Floats, 2> got;
+        run_thread_ranks(2, 120, [&](Communicator& ranks) {
+          const auto plane = cuda::make_staged_ranks(ranks);
+          const auto me = static_cast<std::uint64_t>(ranks.rank());
+          const auto model = cuda::make_training_model(config, options, ranks, *plane, shard, bucket_elements);
+          got[me] = train(*model, {me, me + 2});
+        });
+        for (const Floats& each : got) EXPECT_TRUE(same_bits(each, expected)) << bucket_elements;
+      }
+    }
+  }
+}
+
+// A base that stays quantised, and one of its values: the same bits in training, and in what its decoder computes.
+TEST(CudaLora, AQuantisedBaseIsItsValues) {
+  for (const WeightFormat* format : weight_formats()) {
+    for (const Precision precision : {Precision::fp32, Precision::bf16}) {
+      for (const char* targets : {"all", "q,v"}) {
+        SCOPED_TRACE(format->name);
+        const ModelConfig config = test::small_llama();
+        TrainOptions options = options_of(precision, lora_of(5, targets), 0.2f);
+        options.recompute = Recompute::block;
+        const auto values = model_of(true, config, options);
+        options.frozen_quantization.weights = format;
+        const auto model = model_of_quantized(config, options);
+        const TensorTable table = model->frozen_table(), whole(config);
+        std::size_t matrices = 0;
+        for (const TensorSpec& spec : table.specs()) {
+          if (spec.kind != ValueKind::quants) continue;
+          ++matrices;
+          const TensorSpec* parts[] = {&spec, &table.at(scales_of(spec.name)), table.find(zeros_of(spec.name))};
+          std::vector<std::byte> bytes[3];
+          for (std::size_t i = 0; i < 3; ++i) {
+            if (parts[i] == nullptr) continue;
+            bytes[i] = random_stored_bytes(*parts[i], *format, static_cast<unsigned>(3 * matrices + i));
+            model->write_frozen_quantized(*parts[i], bytes[i].data());
+          }
+          const Floats floats = values_of(*format, format->matrix(bytes[0].data(), bytes[1].data(), bytes[2].data()),
+                                          spec.shape[0], spec.shape[1]);
+          values->write_frozen(whole.at(spec.name), floats.data());
+        }
+        EXPECT_EQ(matrices, 7 * static_cast<std::size_t>(config.num_layers));
+        const test::TokenBatch text = text_of(config, options, 3);
+        EXPECT_EQ(run_steps(*model, text, 4), run_steps(*values, text, 4));
+        EXPECT_TRUE(same_bits(read_all(*model, TensorRole::parameter), read_all(*values, TensorRole::parameter)));
+        EXPECT_LT(total_bytes(model->memory()), total_bytes(values->memory()));
+        const std::vector<std::int32_t> prompt = {3, 1, 4, 1, 5};
+        const auto logits = [&](TrainModel& each) {
+          const std::unique_ptr<DecodeModel> decoder = each.decoder(16);
+          const std::span<const float> all = decoder->prefill(prompt);
+          return Floats(all.begin(), all.end());
+        };
+        EXPECT_EQ(logits(*model), logits(*values));
+      }
+    }
+  }
+}
+
+TEST(CudaLora, MemoryIsThatOfTheAdapter) {
+  const ModelConfig config = test::small_llama();
+  const TrainOptions options = options_of(Precision::bf16, lora_of(5, "q,v"));
+  const auto bytes_of = [&](const std::vector<MemoryLine>& lines, const std::string& name) {
+    for (const MemoryLine& line : lines) {
+      if (line.name == name) return line.bytes;
+    }
+    ADD_FAILURE() << name << " is not planned";
+    return std::uint64_t{0};
+  };
+  const std::vector<MemoryLine> lines = cuda::plan_training(config, options);
+  const TensorTable adapter(config, *options.lora, DType::bf16), whole(config, DType::bf16);
+  EXPECT_EQ(bytes_of(lines, "parameters (bf16)"), adapter.arena_bytes());
+  EXPECT_EQ(bytes_of(lines, "frozen parameters (bf16)"), whole.arena_bytes());
+  EXPECT_EQ(bytes_of(lines, "gradients (fp32)"), 4 * static_cast<std::uint64_t>(adapter.arena_elements()));
+  EXPECT_EQ(total_bytes(model_of(true, config, options)->memory()), total_bytes(lines));
+}
+
+TEST(CudaLora, WhatItRefuses) {
+  const ModelConfig config = test::small_llama();
+  TrainOptions options = options_of(Precision::fp8, lora_of(5, "all"));
+  expect_contains(error_of(Exit::usage, [&] { cuda::make_training_model(config, options); }), "--precision: got fp8");
+  options = options_of(Precision::bf16, lora_of(73, "q"));
+  expect_contains(error_of(Exit::usage, [&] { cuda::make_training_model(config, options); }), "--lora-r: rank 73");
+  run_thread_ranks(2, 20, [&](Communicator& ranks) {
+    const auto plane = cuda::make_staged_ranks(ranks);
+    TrainOptions two = options_of(Precision::bf16, lora_of(5, "all"));
+    two.virtual_ranks = 2;
+    for (const Shard shard : {Shard::gradients, Shard::parameters}) {
+      expect_contains(error_of(Exit::usage, [&] { cuda::make_training_model(config, two, ranks, *plane, shard); }),
+                      "--shard: got");
+    }
+  });
+}
+
+}  // namespace
+}  // namespace weft
