@@ -19,7 +19,7 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
       peers_(peers),
       table_(config, kStorage<S>),
       sharding_(config, table_, *options.optimizer, peers.share),
-      swiglu_in_epilogue_(!config.mlp_bias &&
+      swiglu_in_epilogue_(config.gated() && !config.mlp_bias &&
                           (options.precision == Precision::bf16
                                ? matmul_swiglu_computes(config.hidden_size, config.ffn_size)
                                : options.precision == Precision::fp8 && matmul_swiglu_fp8_computes())),
@@ -114,7 +114,7 @@ void TrainingModel<S>::prepare_matmuls() {
   prepare(qkv_, N, false, {true, accumulates});
   prepare(output_, N, addend, {true, accumulates});
   prepare(gate_up_, N, false, {true, accumulates});
-  prepare(down_, N, addend, {true, accumulates});
+  prepare(down_, N, addend || config_.parallel_residual, {true, accumulates});
   prepare(head_, chunk, false, {true, accumulates || N > chunk});
   if (N % chunk != 0) prepare(head_, N % chunk, false, {false, true});
   for (const MuonShape& shape : muon_shapes(table_, optimizer())) {
