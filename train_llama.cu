@@ -1,4 +1,4 @@
-// train_llama: trains Llama models. This file is an overview of training, from the options through the data and the
+// train_llama: trains language models. This file is an overview of training, from the options through the data and the
 // model to the training loop; --compare, --bench and --eval branch off on the way.
 #include <cstdlib>
 #include <memory>

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 MAX_CONFIG_BYTES = 16 << 20
 INIT_STREAM, DATA_ORDER_STREAM = 1, 2  # RandomStream of llmc/base/philox.h
 INIT_DEVIATION = 0.02
-RESIDUAL_PROJECTIONS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+RESIDUAL_PROJECTIONS = ("self_attn.o_proj.weight", "mlp.down_proj.weight", "attention.dense.weight", "mlp.dense_4h_to_h.weight")
 FEISTEL_ROUNDS = 8
 INIT_CHUNK = 1 << 20  # Philox blocks computed at once: bounds the memory of the initialisation
 LR_TOLERANCE = 1e-9  # relative; both evaluate the same formula in double

@@ -1,5 +1,9 @@
-// The Llama training step (Touvron et al., 2023) on the CPU, as two straight-line lists of operator calls: forward_layer()
-// and backward_layer() mirror each other, and llmc/cuda/training/lists.cpp is the same list on the GPU.
+// The training step of a Llama (Touvron et al., 2023) or a GPT-NeoX (Black et al., 2022) on the CPU, as two straight-line
+// lists of operator calls: forward_layer() and backward_layer() mirror each other, and llmc/cuda/training/lists.cpp is the
+// same list on the GPU.
+//
+// Sequential residual: h1 = h + attention(norm1(h));  h' = h1 + mlp(norm2(h1))
+// Parallel residual:   h' = h + (attention(norm1(h)) + mlp(norm2(h)))     one residual_norm with two outputs a block
 //
 // Letters: B batch, T sequence, N = B T rows, C hidden, NH / NKV query and K/V heads, HS head size, q = NH HS, kv = NKV HS,
 // F FFN width, V vocabulary, L layers. d_x is the gradient of x.
@@ -18,6 +22,7 @@
 #include "llmc/cpu/classifier.h"
 #include "llmc/cpu/embedding.h"
 #include "llmc/cpu/fp8_linears.h"
+#include "llmc/cpu/gelu.h"
 #include "llmc/cpu/head_norm.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/cpu/low_rank.h"
@@ -29,6 +34,7 @@
 #include "llmc/cpu/swiglu.h"
 #include "llmc/model/block_weights.h"
 #include "llmc/model/lora.h"
+#include "llmc/model/qkv_heads.h"
 #include "llmc/model/single_sequence.h"
 #include "llmc/model/training_activations.h"
 
@@ -341,11 +347,14 @@ class TrainingModel final : public TrainModel {
   std::int64_t rows() const { return options_.micro_batch * options_.seq_len; }
   std::int64_t qkv_size() const { return config_.qkv_size(); }
 
-  // Heads of one packed [N, q + 2 kv] row block: q heads, then k heads, then v heads.
-  HeadView q_heads(float* qkv) const { return heads(qkv, qkv_size()); }
-  HeadView k_heads(float* qkv) const { return heads(qkv + config_.q_size(), qkv_size()); }
-  HeadView v_heads(float* qkv) const { return heads(qkv + config_.q_size() + config_.kv_size(), qkv_size()); }
-  HeadView heads(float* data, std::int64_t row) const { return {data, options_.seq_len * row, row, config_.head_dim}; }
+  // Heads of packed rows [N, q + 2 kv].
+  HeadView q_heads(float* qkv) const { return heads(qkv, qkv_size(), qkv_heads(config_).stride); }
+  HeadView k_heads(float* qkv) const { return q_heads(qkv + qkv_heads(config_).keys); }
+  HeadView v_heads(float* qkv) const { return q_heads(qkv + qkv_heads(config_).values); }
+  HeadView heads(float* data, std::int64_t row) const { return heads(data, row, config_.head_dim); }
+  HeadView heads(float* data, std::int64_t row, std::int64_t stride) const {
+    return {data, options_.seq_len * row, row, stride};
+  }
   AttentionShape attention_shape(std::int64_t l) const {
     return {options_.micro_batch,
             options_.seq_len,
@@ -369,21 +378,25 @@ class TrainingModel final : public TrainModel {
   ResidualNormShape norm_shape(std::int64_t branch) const {
     return norm_shape_after(branch, config_, options_, micro_step_, training_);
   }
-  // The norm that reads the residual stream after branch `branch`: a layer's two norms and the final one.
+  // The norm that reads the residual stream after branch `branch`: a layer's two norms and the final one. With the parallel
+  // residual those of a layer are one, with two outputs.
   struct NormSite {
     std::int64_t branch;
     float* residual;  // [N, C]
     NormWeights<float> weights, d_weights;
     float *out, *mean, *rstd;
+    NormWeights<float> weights2 = {}, d_weights2 = {};
+    float* out2 = nullptr;
   };
   NormSite norm_after(std::int64_t branch);
 
+  static ResidualNormForward norm_operands(const NormSite& site);
   // out = norm(residual).
   void normalize(const NormSite& site);
   // residual = skip + dropout(x), out = norm(residual).
   void add_and_normalize(const NormSite& site, const float* x, const float* skip);
-  // From d_norm and, with a skip, acts_.d_residual, the gradients of out and residual: acts_.branch and acts_.d_residual
-  // become those of x and skip.
+  // From d_norm, with a second output acts_.d_post_norm, and, with a skip, acts_.d_residual, the gradients of out, out2 and
+  // residual: acts_.branch and acts_.d_residual become those of x and skip.
   void norm_backward(const NormSite& site, const float* d_norm, bool has_skip);
 
   // The norms of q's and k's heads: from a.qkv as projected, which a.qk keeps; of d_qkv in place.
@@ -399,13 +412,15 @@ class TrainingModel final : public TrainModel {
 
   // The linear layers of layer l of the blocks: out [N, OC] = x [N, C] W^T + b, and from dout [N, OC] the gradients of x, W
   // and b.
-  void linear(BlockLinear which, std::int64_t l, float* out, const float* x);
+  void linear(BlockLinear which, std::int64_t l, float* out, const float* x, Accumulate accumulate = Accumulate::no);
   void linear_backward(BlockLinear which, std::int64_t l, float* dx, const float* dout, const float* x);
   LowRankShape adapter_shape(BlockLinear which, std::int64_t l) const;
 
   void forward_layers();
   void forward_layer(std::int64_t l);
   void forward_to_swiglu(std::int64_t l, float* branch);
+  void activate(const LayerActivations<float>& a);
+  void activation_backward(const LayerActivations<float>& a);
   double classify(std::span<const std::int32_t> labels, float loss_scale, std::int64_t* label_count);
   void recompute_layer(std::int64_t l);
   void backward_layer(std::int64_t l);
@@ -481,11 +496,13 @@ void TrainingModel::forward_layers() {
 
 void TrainingModel::forward_layer(std::int64_t l) {
   const LayerActivations<float>& a = acts_.layers[l];
+  const bool parallel = config_.parallel_residual;
   if (fp8_) fp8_->use_weights(l, weights_.blocks[static_cast<std::size_t>(l)], false);
   forward_to_swiglu(l, acts_.branch);
-  linear(BlockLinear::down, l, acts_.branch, a.swiglu_out);
+  if (parallel) linear(BlockLinear::output, l, acts_.branch, a.attention);
+  linear(BlockLinear::down, l, acts_.branch, a.swiglu_out, parallel ? Accumulate::yes : Accumulate::no);
   if (l + 1 < config_.num_layers) gather_parameters(section_of_layer(l + 1));  // its norm is used next
-  add_and_normalize(norm_after(2 * l + 1), acts_.branch, a.residual_mid);
+  add_and_normalize(norm_after(2 * l + 1), acts_.branch, parallel ? acts_.residual[l] : a.residual_mid);
 }
 
 // The part of a layer that --recompute block runs again. `branch` [N, C]: scratch for the output of attention.
@@ -501,11 +518,21 @@ void TrainingModel::forward_to_swiglu(std::int64_t l, float* branch) {
   }
   attention_forward(attention_shape(l), heads(a.attention, config_.q_size()), a.lse, q_heads(a.qkv), k_heads(a.qkv),
                     v_heads(a.qkv));
-  linear(BlockLinear::output, l, branch, a.attention);
-  add_and_normalize(norm_after(2 * l), branch, acts_.residual[l]);
-
+  if (!config_.parallel_residual) {
+    linear(BlockLinear::output, l, branch, a.attention);
+    add_and_normalize(norm_after(2 * l), branch, acts_.residual[l]);
+  }
   linear(BlockLinear::up, l, a.gate_up, a.post_norm);
-  swiglu_forward(a.swiglu_out, a.gate_up, rows(), config_.ffn_size);
+  activate(a);
+}
+
+// Between the two matrices of the MLP.
+void TrainingModel::activate(const LayerActivations<float>& a) {
+  if (config_.gated()) {
+    swiglu_forward(a.swiglu_out, a.gate_up, rows(), config_.ffn_size);
+  } else {
+    gelu_forward(a.swiglu_out, a.gate_up, rows() * config_.ffn_size);
+  }
 }
 
 // Logits, losses and, in training, the gradient of the final norm and of the head, kClassifierRows at a time.
@@ -580,21 +607,22 @@ void TrainingModel::recompute_layer(std::int64_t l) {
     return;
   }
   const LayerActivations<float>& a = acts_.layers[l];
-  normalize(norm_after(2 * l));
-  swiglu_forward(a.swiglu_out, a.gate_up, rows(), config_.ffn_size);
+  if (!config_.parallel_residual) normalize(norm_after(2 * l));
+  activate(a);
 }
 
-// In: branch holds the gradient of the MLP's output, d_residual that of residual_mid by the skip connection.
+// In: branch holds the gradient of the MLP's output, d_residual that of residual_mid by the skip connection; with the parallel
+// residual those of both branches and of the layer's input.
 // Out: branch holds the gradient of the output of the layer below (its MLP, or the embedding).
 void TrainingModel::backward_layer(std::int64_t l) {
   const std::int64_t T = options_.seq_len;
   const LayerActivations<float>& a = acts_.layers[l];
+  const bool parallel = config_.parallel_residual;
 
   linear_backward(BlockLinear::down, l, acts_.d_swiglu_out, acts_.branch, a.swiglu_out);
-  // a.gate_up is its gradient from here on.
-  swiglu_backward(a.gate_up, acts_.d_swiglu_out, a.gate_up, rows(), config_.ffn_size);
-  linear_backward(BlockLinear::up, l, acts_.d_norm, a.gate_up, a.post_norm);
-  norm_backward(norm_after(2 * l), acts_.d_norm, true);
+  activation_backward(a);  // a.gate_up is its gradient from here on
+  linear_backward(BlockLinear::up, l, parallel ? acts_.d_post_norm : acts_.d_norm, a.gate_up, a.post_norm);
+  if (!parallel) norm_backward(norm_after(2 * l), acts_.d_norm, true);
 
   linear_backward(BlockLinear::output, l, acts_.d_attention, acts_.branch, a.attention);
   attention_backward(attention_shape(l), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv), v_heads(acts_.d_qkv),
@@ -609,9 +637,17 @@ void TrainingModel::backward_layer(std::int64_t l) {
   norm_backward(norm_after(2 * l - 1), acts_.d_norm, true);
 }
 
+void TrainingModel::activation_backward(const LayerActivations<float>& a) {
+  if (config_.gated()) {
+    swiglu_backward(a.gate_up, acts_.d_swiglu_out, a.gate_up, rows(), config_.ffn_size);
+  } else {
+    gelu_backward(a.gate_up, acts_.d_swiglu_out, a.gate_up, rows() * config_.ffn_size);
+  }
+}
+
 // ---- linear layers --------------------------------------------------------------------------------------------------
 
-void TrainingModel::linear(BlockLinear which, std::int64_t l, float* out, const float* x) {
+void TrainingModel::linear(BlockLinear which, std::int64_t l, float* out, const float* x, Accumulate accumulate) {
   const LinearSize size = linear_size(config_, which);
   const Linear<float>& layer = weights_.blocks[static_cast<std::size_t>(l)].linear(which);
   const float* weight = layer.weight.plain;
@@ -620,7 +656,7 @@ void TrainingModel::linear(BlockLinear which, std::int64_t l, float* out, const 
     x = fp8_->input(which, l, x, !training_ ? Pass::evaluation : recomputing_ ? Pass::again : Pass::training);
     weight = fp8_->weight(which, l);
   }
-  matmul_forward(out, x, weight, layer.bias, rows(), size.C, size.OC);
+  matmul_forward(out, x, weight, layer.bias, rows(), size.C, size.OC, accumulate);
   for (const LowRank<float>& adapter : layer.low_rank) {
     low_rank_forward(adapter_shape(which, l), out, x, adapter, adapter_workspace_.at<float>(0));
   }
@@ -664,30 +700,40 @@ TrainingModel::NormSite TrainingModel::norm_after(std::int64_t branch) {
   const BlockWeights<float>&w = weights_.blocks[l], &dw = d_weights_.blocks[l];
   const LayerActivations<float>& a = acts_.layers[l];
   if (branch % 2 == 0) return {branch, a.residual_mid, w.post_norm, dw.post_norm, a.post_norm, a.mean2, a.rstd2};
-  return {branch, acts_.residual[l], w.input_norm, dw.input_norm, a.input_norm, a.mean1, a.rstd1};
+  NormSite site{branch, acts_.residual[l], w.input_norm, dw.input_norm, a.input_norm, a.mean1, a.rstd1};
+  if (config_.parallel_residual) {
+    site.weights2 = w.post_norm;
+    site.d_weights2 = dw.post_norm;
+    site.out2 = a.post_norm;
+  }
+  return site;
+}
+
+// Weights and results of the norm, without what it reads.
+ResidualNormForward TrainingModel::norm_operands(const NormSite& site) {
+  ResidualNormForward norm;
+  norm.weight = site.weights.weight;
+  norm.bias = site.weights.bias;
+  norm.weight2 = site.weights2.weight;
+  norm.bias2 = site.weights2.bias;
+  norm.out = site.out;
+  norm.out2 = site.out2;
+  norm.mean = site.mean;
+  norm.rstd = site.rstd;
+  return norm;
 }
 
 void TrainingModel::normalize(const NormSite& site) {
-  ResidualNormForward norm;
+  ResidualNormForward norm = norm_operands(site);
   norm.x = site.residual;
-  norm.weight = site.weights.weight;
-  norm.bias = site.weights.bias;
-  norm.out = site.out;
-  norm.mean = site.mean;
-  norm.rstd = site.rstd;
   residual_norm_forward(norm_shape(-1), norm);
 }
 
 void TrainingModel::add_and_normalize(const NormSite& site, const float* x, const float* skip) {
-  ResidualNormForward norm;
+  ResidualNormForward norm = norm_operands(site);
   norm.x = x;
   norm.residual = skip;
   norm.residual_out = site.residual;
-  norm.weight = site.weights.weight;
-  norm.bias = site.weights.bias;
-  norm.out = site.out;
-  norm.mean = site.mean;
-  norm.rstd = site.rstd;
   residual_norm_forward(norm_shape(site.branch), norm);
 }
 
@@ -703,6 +749,12 @@ void TrainingModel::norm_backward(const NormSite& site, const float* d_norm, boo
   norm.dresidual = acts_.d_residual;
   norm.dweight = site.d_weights.weight;
   norm.dbias = site.d_weights.bias;
+  if (site.out2 != nullptr) {
+    norm.dout2 = acts_.d_post_norm;
+    norm.weight2 = site.weights2.weight;
+    norm.dweight2 = site.d_weights2.weight;
+    norm.dbias2 = site.d_weights2.bias;
+  }
   residual_norm_backward(norm_shape(site.branch), norm);
 }
 
@@ -870,12 +922,20 @@ std::vector<float> TrainingModel::activation(const std::string& name) {
   const bool parsed = std::sscanf(name.c_str(), "layers.%lld.%63s", &l, part) == 2 && l >= 0 && l < config_.num_layers;
   if (!parsed || options_.recompute != Recompute::none) return {};
   const LayerActivations<float>& a = acts_.layers[static_cast<std::size_t>(l)];
-  const std::int64_t q = config_.q_size(), kv = config_.kv_size();
+  const std::int64_t q = config_.q_size();
+  const auto copy_heads = [&](const HeadView& view, std::int64_t heads) {
+    std::vector<float> out;
+    for (std::int64_t n = 0; n < N * heads; ++n) {
+      const float* head = view.data + n / heads * view.token_stride + n % heads * view.head_stride;
+      out.insert(out.end(), head, head + config_.head_dim);
+    }
+    return out;
+  };
   const std::string which = part;
   if (which == "input_norm") return copy(a.input_norm, C, C);
-  if (which == "q") return copy(a.qkv, q, qkv_size());
-  if (which == "k") return copy(a.qkv + q, kv, qkv_size());
-  if (which == "v") return copy(a.qkv + q + kv, kv, qkv_size());
+  if (which == "q") return copy_heads(q_heads(a.qkv), config_.num_heads);
+  if (which == "k") return copy_heads(k_heads(a.qkv), config_.num_kv_heads);
+  if (which == "v") return copy_heads(v_heads(a.qkv), config_.num_kv_heads);
   if (which == "attention") return copy(a.attention, q, q);
   if (which == "post_attention_norm") return copy(a.post_norm, C, C);
   if (which == "mlp_product") return copy(a.swiglu_out, config_.ffn_size, config_.ffn_size);

@@ -1,4 +1,4 @@
-// Llama on the CPU in fp32: training, and generation from the live parameters. With Precision::fp8 the operands of the blocks'
+// Llamas and GPT-NeoX on the CPU in fp32: training, and generation from the live parameters. With Precision::fp8 the operands of the blocks'
 // linear layers are rounded to fp8 (llmc/model/fp8.h): the reference for a GPU that computes with them.
 #pragma once
 

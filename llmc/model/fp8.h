@@ -115,7 +115,7 @@ Fp8Statistics fp8_statistics(const ModelConfig& config, std::span<const Fp8Count
 // Beyond this share of a tensor saturation is more than a few outliers of one step.
 inline constexpr double kFp8SaturationWarning = 1e-3;
 
-// Exit::usage for a width, or a number of rows of a micro-batch, that is no multiple of 16: GEMMs take fp8 in pieces of 16 bytes.
+// Exit::usage for a block that is not a Llama's, and for a width, or a number of rows of a micro-batch, that is no multiple of 16: GEMMs take fp8 in pieces of 16 bytes.
 void check_fp8_sizes(const ModelConfig& config, std::int64_t micro_batch, std::int64_t seq_len);
 
 }  // namespace weft

@@ -81,17 +81,12 @@ ModelConfig read_config(const TensorFile& file) {
 }  // namespace
 
 std::string training_unsupported_reason(const ModelConfig& config) {
-  if (const char* part = part_without_kernels(config); part != nullptr) {
+  const bool tanh = config.activation == Activation::gelu_tanh;
+  if (const char* part = tanh ? "GELU by tanh" : part_without_kernels(config); part != nullptr) {
     return format(
         "got a model of the family %s, expected one that can be trained: it has %s, which training has not. "
         "infer_pythia runs this model",
         config.family.c_str(), part);
-  }
-  if (!config.gated() || config.qkv_layout != QkvLayout::concatenated || config.parallel_residual) {
-    return format(
-        "got a model of the family %s, expected one that can be trained: with SwiGLU, a sequential residual, and q, k "
-        "and v in matrices of their own. infer_pythia runs this model",
-        config.family.c_str());
   }
   if (!config.quantization.any()) return {};
   return format("its weights are quantised (%s), and training needs floats. Take the file it was converted from",

@@ -22,11 +22,11 @@ struct LayerActivations {
   T* qk = nullptr;                           // [N, q + kv], with qk_norm: what their norms read
   T* attention = nullptr;                    // [N, q], before the output projection
   float* lse = nullptr;                      // [B, NH, T]: log of the sum of exponentials of each query's scores
-  T* residual_mid = nullptr;                 // [N, C], the residual stream after attention
+  T* residual_mid = nullptr;                 // [N, C], the stream after attention; null with parallel_residual
   T* post_norm = nullptr;                    // [N, C]
-  float *mean2 = nullptr, *rstd2 = nullptr;  // [N]
-  T* gate_up = nullptr;                      // [N, 2F]; the backward pass overwrites it with its gradient
-  T* swiglu_out = nullptr;                   // [N, F]: silu(gate) up, the input of the down projection
+  float *mean2 = nullptr, *rstd2 = nullptr;  // [N]; null with parallel_residual: those of the first norm
+  T* gate_up = nullptr;     // [N, 2F], without a gate [N, F]; the backward pass overwrites it with its gradient
+  T* swiglu_out = nullptr;  // [N, F]: silu(gate) up or gelu(up), the input of the down projection
 };
 
 // Every activation and every gradient of an activation of one micro-batch.
@@ -52,6 +52,7 @@ class TrainingActivations {
   T* logits = nullptr;      // [min(N, classifier_rows), V]
   float* losses = nullptr;  // [N]
   T *d_final_norm = nullptr, *d_residual = nullptr, *d_norm = nullptr;  // [N, C] each
+  T* d_post_norm = nullptr;                                             // [N, C], with parallel_residual
   T *d_qkv = nullptr, *d_attention = nullptr;                           // [N, q + 2 kv], [N, q]
   // [N, F]. Unused where the GEMM of the down projection's gradient applies the derivative of SwiGLU itself (bf16 on
   // Hopper). It is planned all the same: a plan is made on machines without a GPU, for a GPU that is not known.
@@ -96,10 +97,12 @@ TrainingActivations<T>::TrainingActivations(const ModelConfig& config, const Tra
     if (config.qk_norm) reserve(&Layer::qk, N * (q + config.kv_size()), share_block);
     reserve(&Layer::attention, N * q, share_block);
     reserve(&Layer::lse, N * config.num_heads, share_block);
-    reserve(&Layer::residual_mid, N * C, share_block);
-    reserve(&Layer::mean2, N, share_block);
-    reserve(&Layer::rstd2, N, share_block);
-    reserve(&Layer::gate_up, N * 2 * F, share_block);
+    if (!config.parallel_residual) {
+      reserve(&Layer::residual_mid, N * C, share_block);
+      reserve(&Layer::mean2, N, share_block);
+      reserve(&Layer::rstd2, N, share_block);
+    }
+    reserve(&Layer::gate_up, N * linear_size(config, BlockLinear::up).OC, share_block);
   }
   layout_.reserve(&final_norm, N * C);
   layout_.reserve(&final_mean, N);
@@ -109,6 +112,7 @@ TrainingActivations<T>::TrainingActivations(const ModelConfig& config, const Tra
   layout_.reserve(&d_final_norm, N * C);
   layout_.reserve(&d_residual, N * C);
   layout_.reserve(&d_norm, N * C);
+  if (config.parallel_residual) layout_.reserve(&d_post_norm, N * C);
 
   // The first gradient of a layer is written after the last logit has been read.
   ArenaLayout of_the_head("logits"), of_a_layer("gradients of a layer's activations");
@@ -120,7 +124,8 @@ TrainingActivations<T>::TrainingActivations(const ModelConfig& config, const Tra
 }
 
 // Where the dropout masks of a branch begin among the Philox counters: every micro-step and every branch (2 l is the
-// attention of layer l, 2 l + 1 its MLP) has the next range of 2^40 counters of four elements each. After 2^24 ranges,
+// attention of layer l, 2 l + 1 its MLP or, with the parallel residual, the sum of both) has the next range of 2^40
+// counters of four elements each. After 2^24 ranges,
 // 262,144 micro-steps of a model of 32 layers, the first comes again, for other tokens.
 inline std::uint64_t dropout_offset(std::uint64_t micro_step, std::int64_t branch, std::int64_t branches) {
   return (micro_step * static_cast<std::uint64_t>(branches) + static_cast<std::uint64_t>(branch)) << 40;

@@ -63,10 +63,21 @@ void open_adapter(const TrainSettings& settings, TrainInputs& inputs) {
   inputs.adapter = std::move(adapter);
 }
 
+void require_norm(const TrainSettings& settings, const std::string& path, NormKind norm) {
+  if (settings.norm_given && settings.norm != norm_kind_name(norm)) {
+    fail(Exit::usage, "--norm: got %s, but %s has %s", settings.norm.c_str(), escaped(path).c_str(),
+         norm_kind_name(norm));
+  }
+}
+
 void open_model(const TrainSettings& settings, TrainInputs& inputs) {
   if (settings.model.empty()) {
     inputs.config = settings.config_is_file() ? trainable_config(settings.config) : preset_config(settings.config);
-    inputs.config.norm = settings.norm == "layernorm" ? NormKind::layernorm : NormKind::rmsnorm;
+    if (inputs.config.norm == NormKind::layernorm) {  // of a family that has no other
+      require_norm(settings, settings.config, inputs.config.norm);
+    } else if (settings.norm == "layernorm") {
+      inputs.config.norm = NormKind::layernorm;
+    }
   } else {
     inputs.weights = ModelFile::open(settings.model);
     inputs.config = inputs.weights->config();
@@ -75,10 +86,7 @@ void open_model(const TrainSettings& settings, TrainInputs& inputs) {
     if (inputs.trains_adapter) inputs.frozen_quantization = std::exchange(inputs.config.quantization, {});
     require_trainable(inputs.config, settings.model);
     open_adapter(settings, inputs);
-    if (settings.norm_given && settings.norm != norm_kind_name(inputs.config.norm)) {
-      fail(Exit::usage, "--norm: got %s, but %s has %s", settings.norm.c_str(), escaped(settings.model).c_str(),
-           norm_kind_name(inputs.config.norm));
-    }
+    require_norm(settings, settings.model, inputs.config.norm);
   }
   // With --compare the reference dump gives the sequence length.
   if (settings.compare.empty() && settings.seq_len > inputs.config.max_positions) {

@@ -42,7 +42,7 @@ void add_model_and_data(OptionTable& table, TrainSettings& s) {
   table.group("Model");
   table.text("config", s.config, "NAME|FILE",
              "train from scratch: tiny, d12, smollm2-135m, tinyllama-1.1b, llama3.2-1b, "
-             "llama3.2-3b or llama3.1-8b, or the shape in a Hugging Face config.json of a Llama");
+             "llama3.2-3b or llama3.1-8b, or the shape in a Hugging Face config.json");
   table.integer("vocab-size", s.vocab_size, 0, 1'000'000,
                 "rows of a new model's embedding; 0: the vocabulary of the shards, padded to a multiple of 128");
   table.text("model", s.model, "FILE", "or go on from the weights of a model file");
@@ -490,7 +490,7 @@ Json TrainSettings::numeric_settings() const {
 }
 
 TrainOptionParser::TrainOptionParser(const std::string& version)
-    : table_("train_llama", "Trains a Llama model on token shards.") {
+    : table_("train_llama", "Trains a language model on token shards.") {
   table_.version(version);
   table_.footer(kFooter);
   add_model_and_data(table_, settings_);

@@ -775,6 +775,9 @@ TEST(Fp8Model, OtherSizesAreRefusedByName) {
   };
   expect_contains(refused(narrow_heads), "(num_heads + 2 num_kv_heads) x head_dim: got 24");
   expect_contains(refused([](ModelConfig&, TrainOptions& o) { o.seq_len = 9; }), "--micro-batch x --seq-len: got 18");
+  expect_contains(refused([](ModelConfig& c, TrainOptions&) { set_family(c, "gpt_neox"); }),
+                  "got fp8 for a model of the family gpt_neox");
+  expect_contains(refused([](ModelConfig& c, TrainOptions&) { c.parallel_residual = true; }), "a sequential residual");
 }
 
 }  // namespace

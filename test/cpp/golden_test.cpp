@@ -113,12 +113,13 @@ TEST(Golden, Fp8WithOtherScalesIsNotPyTorch) {
   EXPECT_GT(worst(Precision::fp32, nullptr), 100);
 }
 
+// Of the goldens without gradients.
 TEST(Golden, DecodingOfModelsThatDoNotTrainMatchesPyTorch) {
   std::set<std::string> families;
   for (const GoldenCase& golden : golden_cases()) {
     SCOPED_TRACE(golden.name);
     const ModelFile file = ModelFile::open(golden.model);
-    if (training_unsupported_reason(file.config()).empty()) continue;
+    if (TensorFile::open(golden.dump, FileKind::reference_dump).find("adamw.losses") != nullptr) continue;
     families.insert(golden.family);
     const TensorFile dump = TensorFile::open(golden.dump, FileKind::reference_dump);
     expect_passed(compare_decoding(dump, kTolerance, *cpu::load_decoder(file, file.config().max_positions)), dump,

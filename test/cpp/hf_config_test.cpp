@@ -489,7 +489,7 @@ TEST(Describe, TakesEveryFormOfAModel) {
   const Json of_neox = described("-", Json{{"config", tied}}.dump());
   EXPECT_EQ(of_neox["ties_head"], true);
   EXPECT_EQ(of_neox["model"]["tied_embeddings"], false);
-  EXPECT_EQ(of_neox["trainable"], false);
+  EXPECT_EQ(of_neox["trainable"], true);
   for (const char* bad : {"", "[]", "{}", "{\"config\": 3}", "{\"model\": {}}"}) {
     error_of(Exit::bad_file, [&] { described("-", bad); });
   }
@@ -854,8 +854,16 @@ TEST(Inputs, WhatIsGivenBesideAModelIsWhatTheModelHas) {
   const ModelConfig from_file = open_inputs(from_scratch).config;
   EXPECT_EQ(from_file.num_layers, 16);
   EXPECT_TRUE(from_file.eos_ids.empty() && !from_file.bos_id) << "those of the data's tokenizer";
-  write_bytes(files.file("shape.json"), written(random_model_config("pythia-14m")).dump());
-  expect_contains(error_of(Exit::bad_file, [&] { open_inputs(from_scratch); }), "expected one that can be trained");
+  Json neox = written(random_model_config("pythia-14m"));
+  write_bytes(files.file("shape.json"), neox.dump());
+  EXPECT_EQ(open_inputs(from_scratch).config.norm, NormKind::layernorm) << "rmsnorm is the default of others";
+  from_scratch.norm_given = true;
+  EXPECT_EQ(error_of(Exit::usage, [&] { open_inputs(from_scratch); }),
+            "--norm: got rmsnorm, but " + escaped(from_scratch.config) + " has layernorm");
+  from_scratch.norm_given = false;
+  neox["hidden_act"] = "gelu_new";
+  write_bytes(files.file("shape.json"), neox.dump());
+  expect_contains(error_of(Exit::bad_file, [&] { open_inputs(from_scratch); }), "it has GELU by tanh");
 }
 
 // Data that is damaged, also that of --val, and in whichever of its shards.

@@ -779,6 +779,8 @@ TEST(ModelConfig, WhatTrainingHasNotIsRefusedByName) {
     return training_unsupported_reason(config);
   };
   EXPECT_EQ(reason([](ModelConfig&) {}), "");
+  EXPECT_EQ(reason([](ModelConfig& c) { c = random_model_config("pythia-160m"); }), "");
+  expect_contains(reason([](ModelConfig& c) { c.activation = Activation::gelu_tanh; }), "it has GELU by tanh");
   expect_contains(reason([](ModelConfig& c) { set_family(c, "gemma3_text"); }),
                   "gemma3_text, expected one that can be trained: it has GeGLU");
   expect_contains(reason([](ModelConfig& c) { c.norm_weight_offset = 1; }), "1 + weight");

@@ -461,6 +461,9 @@ TEST(Gelu, ForwardAndBackwardAreTheDefinition) {
   gelu_backward(gradient_in_place.data(), gradient_in_place.data(), x.data(), 1001);
   EXPECT_EQ(in_place, out);
   EXPECT_EQ(gradient_in_place, dx);
+  Floats over_x = x;
+  gelu_backward(over_x.data(), dout.data(), over_x.data(), 1001);
+  EXPECT_EQ(over_x, dx);
 }
 
 TEST(Gelu, IsTheExactOneAndPassesNan) {

@@ -418,6 +418,34 @@ TEST_F(VirtualRanks, WrittenParametersReplaceThoseInUse) {
   });
 }
 
+// Both norms of a parallel layer belong to its section, which is there before the layer below adds to the stream.
+TEST_F(VirtualRanks, AGptNeoxHasTheSameBitsInAnyNumberOfProcesses) {
+  for (const char* optimizer : {"adamw", "muon"}) {
+    TrainSettings all = settings(2, 1);
+    all.optimizer = optimizer;
+    ModelConfig config = micro_neox();
+    config.num_layers = 3;
+    const auto trained = [&](TrainModel& model, std::int64_t first, std::int64_t stride) {
+      initialize_parameters(model, 1);
+      for (std::int64_t t = 1; t <= 3; ++t) {
+        model.zero_gradients();
+        for (std::int64_t rank = first; rank < 2; rank += stride) compute(model, 2 * t + rank, 2 * t + rank + 1, 0.01f);
+        model.statistics();
+        model.update(all.optimizer_step(t, 3, 0.5f));
+      }
+      return tensors(model, TensorRole::parameter);
+    };
+    const Floats expected = trained(*cpu::make_training_model(config, all.model_options()), 0, 1);
+    run_thread_ranks(2, 60, [&](Communicator& ranks) {
+      omp_set_num_threads(1);
+      for (const Shard shard : {Shard::none, Shard::optimizer, Shard::parameters}) {
+        const auto model = cpu::make_training_model(config, all.model_options(), ranks, shard);
+        EXPECT_EQ(trained(*model, ranks.rank(), 2), expected) << optimizer << ", " << static_cast<int>(shard);
+      }
+    });
+  }
+}
+
 // Asked again, statistics and gradients are the same: ranks exchange them once.
 TEST_F(VirtualRanks, StatisticsCanBeAskedForTwice) {
   for (const Shard shard : {Shard::none, Shard::optimizer, Shard::parameters}) {

@@ -611,8 +611,7 @@ TEST(ModelFile, FamilyTiedHeadAndTokenizerAreChecked) {
   const std::string neox = "test/fixtures/golden/neox-hs64-sequential.model.bin",
                     tied = "test/fixtures/golden/llama-hs64-gqa3-tied.model.bin", path = directory.file("model.bin");
   EXPECT_EQ(ModelFile::open(neox).config().family, "gpt_neox");
-  expect_contains(error_of(Exit::bad_file, [&] { ModelFile::open(neox).require_trainable(); }),
-                  "got a model of the family gpt_neox, expected one that can be trained");
+  EXPECT_NO_THROW(ModelFile::open(neox).require_trainable());
   expect_contains(error_of(Exit::bad_file,
                            [&] { ModelFile::open("test/fixtures/golden/gemma3-local.model.bin").require_trainable(); }),
                   "got a model of the family gemma3_text, expected one that can be trained");

@@ -95,6 +95,19 @@ inline ModelConfig micro_config() {
   return config;
 }
 
+// A GPT-NeoX of the same size, with the parallel residual.
+inline ModelConfig micro_neox() {
+  ModelConfig config = micro_config();
+  set_family(config, "gpt_neox");
+  config.norm = NormKind::layernorm;
+  config.parallel_residual = true;
+  config.qkv_bias = config.output_bias = true;
+  config.tied_embeddings = false;
+  config.num_kv_heads = config.num_heads;
+  config.rope.rotary_dim = 4;
+  return config;
+}
+
 // Settings for micro_config(): 8 tokens a sequence, constant learning rate, no validation, saves only at the
 // end.
 inline TrainSettings micro_settings() {

@@ -39,6 +39,19 @@ inline ModelConfig small_llama() {
   return config;
 }
 
+// GPT-NeoX: LayerNorm, GELU, the heads of q, k and v after each other, of which a half rotates, biases, and both residuals.
+inline ModelConfig small_neox(bool parallel) {
+  ModelConfig config = small_llama();
+  set_family(config, "gpt_neox");
+  config.norm = NormKind::layernorm;
+  config.parallel_residual = parallel;
+  config.qkv_bias = config.output_bias = true;
+  config.tied_embeddings = false;
+  config.num_heads = config.num_kv_heads = 3;
+  config.rope.rotary_dim = config.head_dim / 2;
+  return config;
+}
+
 // Every tenth label or so is ignored.
 inline TokenBatch random_tokens(const ModelConfig& config, std::int64_t rows, unsigned seed) {
   std::mt19937 generator(seed);
@@ -173,11 +186,11 @@ inline void expect_masks_of_their_own(const MakeModel& make) {
 }
 
 // Validation has no dropout, changes no mask and leaves gradients and statistics alone.
-inline void expect_no_dropout_in_evaluate(const MakeModel& make, double tolerance) {
+inline void expect_no_dropout_in_evaluate(const MakeModel& make, double tolerance,
+                                          const ModelConfig& config = small_llama()) {
   TrainOptions options;
   options.micro_batch = 2;
   options.seq_len = 37;
-  const ModelConfig config = small_llama();
   const TokenBatch text = random_tokens(config, 2 * 37, 2);
   std::int64_t labels = 0;
   const auto plain = make(config, options);
@@ -202,8 +215,7 @@ inline void expect_no_dropout_in_evaluate(const MakeModel& make, double toleranc
 // Backward with dropout is the derivative of forward with the same masks: for each tensor, the slope of the loss along the
 // tensor's own gradient is the gradient's 2-norm. A mask that differs between the two passes changes it by about the
 // dropout probability; the loss is good to some 1e-7 in fp32 and the step is chosen so that 1 % shows.
-inline void expect_gradients_with_dropout(const MakeModel& make, Recompute recompute, NormKind norm,
-                                          const std::vector<std::int64_t>& windows = {},
+inline void expect_gradients_with_dropout(const MakeModel& make, Recompute recompute, const ModelConfig& config,
                                           const std::vector<std::vector<std::int64_t>>& documents = {}) {
   TrainOptions options;
   options.document_mask = !documents.empty();
@@ -212,9 +224,6 @@ inline void expect_gradients_with_dropout(const MakeModel& make, Recompute recom
   options.dropout = 0.3f;
   options.seed = 9;
   options.recompute = recompute;
-  ModelConfig config = small_llama();
-  config.norm = norm;
-  config.windows = windows;
   TokenBatch text = random_tokens(config, 2 * 19, 3);
   text.document_starts = packed_starts(documents);
   const auto model = make(config, options);
@@ -250,16 +259,25 @@ inline void expect_gradients_with_dropout(const MakeModel& make, Recompute recom
   }
 }
 
+inline void expect_gradients_with_dropout(const MakeModel& make, Recompute recompute, NormKind norm,
+                                          const std::vector<std::int64_t>& windows = {},
+                                          const std::vector<std::vector<std::int64_t>>& documents = {}) {
+  ModelConfig config = small_llama();
+  config.norm = norm;
+  config.windows = windows;
+  expect_gradients_with_dropout(make, recompute, config, documents);
+}
+
 // ---- documents ------------------------------------------------------------------------------------------------------
 
 // The loss of each document of packed rows, and the gradients of all of them, are those of the documents alone, each a row of
 // its own length: attention sees nothing else. Positions begin anew, which q and k show: scores depend on their differences
 // alone.
 inline void expect_packed_documents_are_those_alone(const MakeModel& make, const std::vector<std::int64_t>& windows,
-                                                    double tolerance, Recompute recompute = Recompute::none) {
+                                                    double tolerance, Recompute recompute = Recompute::none,
+                                                    ModelConfig config = small_llama()) {
   const std::vector<std::vector<std::int64_t>> rows = {{64, 1, 70, 15},
                                                        {9, 130, 11}};  // 64: a block of the CPU's attention
-  ModelConfig config = small_llama();
   config.windows = windows;
   TrainOptions options;
   options.micro_batch = 2;
@@ -319,8 +337,8 @@ inline void expect_packed_documents_are_those_alone(const MakeModel& make, const
 }
 
 // Other tokens of one document change no bit of the loss and the gradients of the documents before and behind it in the row.
-inline void expect_documents_do_not_touch(const MakeModel& make, const std::vector<std::int64_t>& windows) {
-  ModelConfig config = small_llama();
+inline void expect_documents_do_not_touch(const MakeModel& make, const std::vector<std::int64_t>& windows,
+                                          ModelConfig config = small_llama()) {
   config.windows = windows;
   TrainOptions options;
   options.seq_len = 150;

@@ -20,12 +20,17 @@ TEST(WholeModel, EachBranchOfEachMicroStepHasItsOwnMask) {
 
 TEST(WholeModel, ValidationHasNoDropout) {
   test::expect_no_dropout_in_evaluate(make_cpu, 0);
+  test::expect_no_dropout_in_evaluate(make_cpu, 0, test::small_neox(true));
 }
 
 TEST(WholeModel, GradientsWithDropout) {
   for (const Recompute recompute : {Recompute::none, Recompute::norm, Recompute::block}) {
     for (const NormKind norm : {NormKind::rmsnorm, NormKind::layernorm}) {
       test::expect_gradients_with_dropout(make_cpu, recompute, norm);
+    }
+    for (const bool parallel : {true, false}) {
+      SCOPED_TRACE(parallel ? "parallel" : "sequential");
+      test::expect_gradients_with_dropout(make_cpu, recompute, test::small_neox(parallel));
     }
   }
 }
@@ -41,16 +46,21 @@ const std::vector<std::vector<std::int64_t>> kDocuments = {{7, 1, 11}, {19}};  /
 TEST(WholeModel, GradientsWithDocuments) {
   test::expect_gradients_with_dropout(make_cpu, Recompute::none, NormKind::rmsnorm, {}, kDocuments);
   test::expect_gradients_with_dropout(make_cpu, Recompute::block, NormKind::rmsnorm, {2, 0, 5}, kDocuments);
+  ModelConfig neox = test::small_neox(true);
+  neox.windows = {2, 0, 5};
+  test::expect_gradients_with_dropout(make_cpu, Recompute::block, neox, kDocuments);
 }
 
 TEST(WholeModel, PackedDocumentsAreThoseAlone) {
   test::expect_packed_documents_are_those_alone(make_cpu, {}, 1e-6);
   test::expect_packed_documents_are_those_alone(make_cpu, {30, 0, 5}, 1e-6, Recompute::block);
+  test::expect_packed_documents_are_those_alone(make_cpu, {}, 1e-6, Recompute::none, test::small_neox(true));
 }
 
 TEST(WholeModel, DocumentsDoNotTouchEachOther) {
   test::expect_documents_do_not_touch(make_cpu, {});
   test::expect_documents_do_not_touch(make_cpu, {0, 70, 5});
+  test::expect_documents_do_not_touch(make_cpu, {}, test::small_neox(true));
 }
 
 // A row of one document is a row without any, bit for bit; and documents are for models that were made for them.
@@ -153,40 +163,44 @@ TEST(WholeModel, ActivationsAreThoseOfTheirLayerOrNone) {
   }
 }
 
-// The decoder of a model in training computes what the model computes, in every variant of a Llama.
+// The decoder of a model in training computes what the model computes, in every variant of a Llama and of a GPT-NeoX.
 TEST(WholeModel, ItsDecoderComputesWhatItComputes) {
-  const std::vector<std::int64_t> windows = {3, 0, 7};
+  std::vector<ModelConfig> configs = {test::small_neox(true), test::small_neox(false)};
   for (const NormKind norm : {NormKind::rmsnorm, NormKind::layernorm}) {
     for (const bool tied : {false, true}) {
       for (const std::int64_t rotary_dim : {24, 10}) {
-        SCOPED_TRACE(std::string(norm_kind_name(norm)) + (tied ? ", tied, " : ", ") + std::to_string(rotary_dim));
         ModelConfig config = test::small_llama();
         config.norm = norm;
         config.tied_embeddings = tied;
         config.head_dim = 24;
         config.rope.rotary_dim = rotary_dim;
-        if (rotary_dim == 10) config.windows = windows;
-        TrainOptions options;
-        options.seq_len = 9;
-        const auto model = make_cpu(config, options);
-        test::randomize_parameters(*model);
-        const test::TokenBatch text = test::random_tokens(config, 9, 1);
-        model->zero_gradients();
-        model->forward(text.batch(), 0, 1.0f);
-        const auto decoder = model->decoder(9);
-        decoder->keep_activations(true);
-        decoder->prefill(text.tokens);
-        std::vector<std::string> names = {"embedding", "final_norm", "logits"};
-        for (const std::string layer : {"layers.0.", "layers.1.", "layers.2."}) {
-          for (const char* name :
-               {"input_norm", "q", "k", "v", "attention", "post_attention_norm", "mlp_product", "residual"}) {
-            names.push_back(layer + name);
-          }
-        }
-        for (const std::string& name : names) {
-          test::expect_close(decoder->activation(name), model->activation(name), name);
-        }
+        if (rotary_dim == 10) config.windows = {3, 0, 7};
+        configs.push_back(config);
       }
+    }
+  }
+  for (const ModelConfig& config : configs) {
+    SCOPED_TRACE(config.family + ", " + norm_kind_name(config.norm) + (config.tied_embeddings ? ", tied, " : ", ") +
+                 (config.parallel_residual ? "parallel, " : "") + std::to_string(config.rope.rotary_dim));
+    TrainOptions options;
+    options.seq_len = 9;
+    const auto model = make_cpu(config, options);
+    test::randomize_parameters(*model);
+    const test::TokenBatch text = test::random_tokens(config, 9, 1);
+    model->zero_gradients();
+    model->forward(text.batch(), 0, 1.0f);
+    const auto decoder = model->decoder(9);
+    decoder->keep_activations(true);
+    decoder->prefill(text.tokens);
+    std::vector<std::string> names = {"embedding", "final_norm", "logits"};
+    for (const std::string layer : {"layers.0.", "layers.1.", "layers.2."}) {
+      for (const char* name :
+           {"input_norm", "q", "k", "v", "attention", "post_attention_norm", "mlp_product", "residual"}) {
+        names.push_back(layer + name);
+      }
+    }
+    for (const std::string& name : names) {
+      test::expect_close(decoder->activation(name), model->activation(name), name);
     }
   }
 }

@@ -1,7 +1,9 @@
-// RoPE, SwiGLU and the arenas on the GPU, against the CPU.
+// RoPE, SwiGLU, GELU and the arenas on the GPU, against the CPU.
 
+#include "llmc/cpu/gelu.h"
 #include "llmc/cpu/rope.h"
 #include "llmc/cpu/swiglu.h"
+#include "llmc/cuda/op/elementwise/gelu.h"
 #include "llmc/cuda/op/elementwise/rope.h"
 #include "llmc/cuda/op/elementwise/swiglu.h"
 #include "llmc/cuda/runtime/arena.h"
@@ -101,6 +103,75 @@ TEST(SwiGlu, Bf16) {
 }
 TEST(SwiGlu, Fp16) {
   check_swiglu_shapes<fp16>();
+}
+
+// ---- GELU -------------------------------------------------------------------------------------------------------------
+// From where it is 0 to where it is x itself, with its least value and the steepest place of its derivative.
+template <typename T>
+void check_gelu(std::int64_t count) {
+  SCOPED_TRACE("gelu " + type_name<T>() + " " + std::to_string(count));
+  const auto n = static_cast<std::size_t>(count);
+  Floats values = random_stored<T>(count, 1, 2);
+  const Floats chosen = {-100, -14, -6, -1.4142f, -0.7518f, -1e-3f, 0, 1e-3f, 0.7518f, 1.4142f, 6, 14, 100};
+  for (std::size_t i = 0; i < std::min(chosen.size(), n); ++i) values[i] = chosen[i];
+  const Floats x = widened(stored<T>(values)), dout = random_stored<T>(count, 2);
+  Floats out(n), dx(n);
+  cpu::gelu_forward(out.data(), x.data(), count);
+  cpu::gelu_backward(dx.data(), dout.data(), x.data(), count);
+
+  const DeviceBuffer<T> gpu_x = on_device<T>(x), gpu_dout = on_device<T>(dout);
+  const DeviceBuffer<T> gpu_out(n), gpu_dx(n), gelu_out(n), alone(n), in_place = on_device<T>(x);
+  gelu_forward(gpu_out.data(), gpu_x.data(), count, nullptr);
+  expect_near<T>(on_host(gpu_out), out, "out");
+  gelu_backward(gpu_dx.data(), gpu_dout.data(), gpu_x.data(), count, gelu_out.data(), nullptr);
+  expect_near<T>(on_host(gpu_dx), dx, "dx");
+  expect_same_bits(gelu_out, gpu_out, "gelu_out");
+
+  // In place; dx over x and gelu_out over dout; and without gelu_out.
+  gelu_forward(in_place.data(), in_place.data(), count, nullptr);
+  expect_same_bits(in_place, gpu_out, "out over x");
+  gelu_backward<T>(alone.data(), gpu_dout.data(), gpu_x.data(), count, nullptr, nullptr);
+  expect_same_bits(alone, gpu_dx, "dx without gelu_out");
+  gelu_backward(gpu_x.data(), gpu_dout.data(), gpu_x.data(), count, gpu_dout.data(), nullptr);
+  expect_same_bits(gpu_x, gpu_dx, "dx over x");
+  expect_same_bits(gpu_dout, gpu_out, "gelu_out over dout");
+}
+
+// Each operand in turn at an address that no 16-byte access may touch: the values are those of aligned ones.
+template <typename T>
+void check_unaligned_gelu() {
+  const std::int64_t n = 264;
+  const Floats x = random_stored<T>(n, 1, 2), dout = random_stored<T>(n, 2);
+  const auto run = [&](int moved) {
+    const auto behind = [&](const Floats& values, int operand) {
+      Floats all(moved == operand ? 1 : 0, 0.0f);
+      all.insert(all.end(), values.begin(), values.end());
+      return on_device<T>(all);
+    };
+    const auto skip = [moved](int operand) { return moved == operand ? 1 : 0; };
+    const DeviceBuffer<T> gpu_x = behind(x, 0), gpu_dout = behind(dout, 1), out(n + skip(2)), dx(n + skip(3));
+    const DeviceBuffer<T> again(n + skip(4));
+    gelu_forward(out.data() + skip(2), gpu_x.data() + skip(0), n, nullptr);
+    gelu_backward(dx.data() + skip(3), gpu_dout.data() + skip(1), gpu_x.data() + skip(0), n, again.data() + skip(4),
+                  nullptr);
+    Floats all;
+    for (const auto& [buffer, skipped] : {std::pair{&out, skip(2)}, {&dx, skip(3)}, {&again, skip(4)}}) {
+      const Floats values = on_host(*buffer);
+      all.insert(all.end(), values.begin() + skipped, values.end());
+    }
+    return all;
+  };
+  const Floats want = run(-1);
+  for (int operand = 0; operand < 5; ++operand) EXPECT_EQ(run(operand), want) << type_name<T>() << " " << operand;
+}
+
+TEST(Gelu, Fp32) {
+  for (const std::int64_t count : {1, 7, 8, 517, 4104, 70'000}) check_gelu<float>(count);
+  check_unaligned_gelu<float>();
+}
+TEST(Gelu, Bf16) {
+  for (const std::int64_t count : {1, 7, 8, 517, 4104, 70'000}) check_gelu<bf16>(count);
+  check_unaligned_gelu<bf16>();
 }
 
 // ---- RoPE -------------------------------------------------------------------------------------------------------------

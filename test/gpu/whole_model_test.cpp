@@ -23,12 +23,17 @@ TEST(CudaWholeModel, EachBranchOfEachMicroStepHasItsOwnMask) {
 TEST(CudaWholeModel, ValidationHasNoDropout) {
   test::expect_no_dropout_in_evaluate(make_gpu, 1e-5);
   test::expect_no_dropout_in_evaluate(make_gpu_bf16, 1e-3);
+  test::expect_no_dropout_in_evaluate(make_gpu, 1e-5, test::small_neox(true));
 }
 
 TEST(CudaWholeModel, GradientsWithDropout) {
   for (const Recompute recompute : {Recompute::none, Recompute::norm, Recompute::block}) {
     for (const NormKind norm : {NormKind::rmsnorm, NormKind::layernorm}) {
       test::expect_gradients_with_dropout(make_gpu, recompute, norm);
+    }
+    for (const bool parallel : {true, false}) {
+      SCOPED_TRACE(parallel ? "parallel" : "sequential");
+      test::expect_gradients_with_dropout(make_gpu, recompute, test::small_neox(parallel));
     }
   }
 }
@@ -50,6 +55,7 @@ TEST(CudaWholeModel, GradientsWithDocuments) {
 TEST(CudaWholeModel, PackedDocumentsAreThoseAlone) {
   test::expect_packed_documents_are_those_alone(make_gpu, {}, 1e-5);
   test::expect_packed_documents_are_those_alone(make_gpu, {30, 0, 5}, 1e-5, Recompute::block);
+  test::expect_packed_documents_are_those_alone(make_gpu, {}, 1e-5, Recompute::none, test::small_neox(true));
   test::expect_packed_documents_are_those_alone(make_gpu_bf16, {}, 5e-3);
   test::expect_packed_documents_are_those_alone(make_gpu_bf16, {30, 0, 5}, 5e-3);
 }

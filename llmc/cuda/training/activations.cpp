@@ -50,14 +50,22 @@ std::vector<float> TrainingModel<S>::activation(const std::string& name) {
   const bool parsed = std::sscanf(name.c_str(), "layers.%lld.%63s", &l, part) == 2 && l >= 0 && l < config_.num_layers;
   if (!parsed || options_.recompute != Recompute::none) return {};
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
-  const std::int64_t q = config_.q_size(), kv = config_.kv_size(), F = config_.ffn_size;
+  const std::int64_t q = config_.q_size(), F = config_.ffn_size, HS = config_.head_dim;
+  const auto download_heads = [&](const HeadViewOf<S>& view, std::int64_t heads) {
+    std::vector<float> all(static_cast<std::size_t>(N * heads * HS));
+    for (std::int64_t h = 0; h < heads; ++h) {
+      const std::vector<float> head = download(view.at(0, 0, h), N, HS, qkv_size());
+      for (std::int64_t n = 0; n < N; ++n) std::copy_n(head.begin() + n * HS, HS, all.begin() + (n * heads + h) * HS);
+    }
+    return all;
+  };
   const std::string which = part;
   const bool only_in_fp8 = which == "input_norm" || which == "post_attention_norm" || which == "mlp_product";
   if (fp8_ && only_in_fp8) return {};
   if (which == "input_norm") return download(a.input_norm, N, C, C);
-  if (which == "q") return download(a.qkv, N, q, qkv_size());
-  if (which == "k") return download(a.qkv + q, N, kv, qkv_size());
-  if (which == "v") return download(a.qkv + q + kv, N, kv, qkv_size());
+  if (which == "q") return download_heads(q_heads(a.qkv), config_.num_heads);
+  if (which == "k") return download_heads(k_heads(a.qkv), config_.num_kv_heads);
+  if (which == "v") return download_heads(v_heads(a.qkv), config_.num_kv_heads);
   if (which == "attention") return download(a.attention, N, q, q);
   if (which == "post_attention_norm") return download(a.post_norm, N, C, C);
   if (which == "mlp_product") return download(a.swiglu_out, N, F, F);

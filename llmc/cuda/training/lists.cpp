@@ -1,5 +1,6 @@
-// The Llama training step (Touvron et al., 2023) on the GPU, as two straight-line lists of operators: forward_layer()
-// and backward_layer() mirror each other line by line, and llmc/cpu/training.cpp is the same list on the CPU.
+// The training step of a Llama (Touvron et al., 2023) or a GPT-NeoX (Black et al., 2022) on the GPU, as two straight-line
+// lists of operators: forward_layer() and backward_layer() mirror each other line by line, and llmc/cpu/training.cpp is the
+// same list on the CPU.
 // training_model.h has the letters, operators.cpp what each line launches.
 #include <algorithm>
 
@@ -26,15 +27,19 @@ void TrainingModel<S>::forward_layers() {
 template <typename S>
 void TrainingModel<S>::forward_layer(std::int64_t l) {
   const TraceRange range("layer");
+  const BlockWeights<S>& w = weights_.blocks[static_cast<std::size_t>(l)];
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
-  const Linear<S>& down = weights_.blocks[static_cast<std::size_t>(l)].down;
 
   forward_to_swiglu(l, acts_.branch, a.swiglu_out);
   if (l + 1 < config_.num_layers) {
     parameters_needed(section_of_layer(l + 1));  // the norm below belongs to that layer
     use_fp8_weights(l + 1, false);
   }
-  linear_and_normalize(down_, l, norm_after(2 * l + 1), a.swiglu_out, down, a.residual_mid, acts_.branch);
+  if (config_.parallel_residual) {
+    linears_and_normalize(l, norm_after(2 * l + 1), acts_.branch);
+  } else {
+    linear_and_normalize(down_, l, norm_after(2 * l + 1), a.swiglu_out, w.down, a.residual_mid, acts_.branch);
+  }
   if (l + kLayerBuffers < config_.num_layers)
     fetch_parameters(section_of_layer(l + kLayerBuffers));  // in the place of this layer's
 }
@@ -52,8 +57,9 @@ void TrainingModel<S>::forward_to_swiglu(std::int64_t l, S* branch, S* swiglu_ou
   if (config_.qk_norm) normalize_heads(l);
   if (config_.rotates(l)) rope(a.qkv);
   attend(l, a);
-  linear_and_normalize(output_, l, norm_after(2 * l), a.attention, w.output, residual, branch);
-
+  if (!config_.parallel_residual) {
+    linear_and_normalize(output_, l, norm_after(2 * l), a.attention, w.output, residual, branch);
+  }
   gate_up_and_swiglu(l, swiglu_out);
 }
 
@@ -109,13 +115,14 @@ void TrainingModel<S>::recompute_layer(std::int64_t l) {
   if (options_.recompute == Recompute::block) {
     forward_to_swiglu(l, acts_.d_norm, nullptr);  // acts_.branch holds a gradient now
   } else {
-    normalize(norm_after(2 * l));
+    if (!config_.parallel_residual) normalize(norm_after(2 * l));
   }
   recomputing_ = false;
 }
 
 // On entry branch_gradient() is the gradient of the MLP's output, d_residual that of residual_mid by the skip
-// connection. On return branch_gradient() is the gradient of the output of the layer below (its MLP, or the embedding).
+// connection; with the parallel residual those of both branches and of the layer's input. On return branch_gradient() is the
+// gradient of the output of the layer below (its MLP, or the embedding).
 template <typename S>
 void TrainingModel<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   const TraceRange range("layer");
@@ -123,6 +130,7 @@ void TrainingModel<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   const BlockWeights<S>& w = weights_.blocks[static_cast<std::size_t>(l)];
   const BlockWeights<float>& dw = d_weights_.blocks[static_cast<std::size_t>(l)];
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
+  const bool parallel = config_.parallel_residual;
 
   adapter_hidden_grad(down_, l, branch_gradient());
   // null: it still exists
@@ -130,8 +138,8 @@ void TrainingModel<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   weight_grad(down_, l, dw.down, branch_gradient(), a.swiglu_out, N, accumulate);
   adapter_hidden_grad(gate_up_, l, a.gate_up);
   weight_grad(gate_up_, l, dw.up, a.gate_up, a.post_norm, N, accumulate);  // a.gate_up: now its gradient
-  input_grad(gate_up_, l, acts_.d_norm, a.gate_up, w.up.weight.plain, N);
-  normalize_backward(norm_after(2 * l), acts_.d_norm, true);
+  input_grad(gate_up_, l, parallel ? acts_.d_post_norm : acts_.d_norm, a.gate_up, w.up.weight.plain, N);
+  if (!parallel) normalize_backward(norm_after(2 * l), acts_.d_norm, true);
 
   adapter_hidden_grad(output_, l, branch_gradient());
   weight_grad(output_, l, dw.output, branch_gradient(), a.attention, N, accumulate);

@@ -6,6 +6,7 @@
 #include "llmc/cuda/hw/types.cuh"
 #include "llmc/cuda/op/attention/train/attention.h"
 #include "llmc/cuda/op/elementwise/embedding.h"
+#include "llmc/cuda/op/elementwise/gelu.h"
 #include "llmc/cuda/op/elementwise/swiglu.h"
 #include "llmc/cuda/op/gemm/bias_grad.h"
 #include "llmc/cuda/op/gemm/dequantize.h"
@@ -213,7 +214,13 @@ typename TrainingModel<S>::NormSite TrainingModel<S>::norm_after(std::int64_t br
   if (branch % 2 == 0) {
     return {branch, layer, BlockLinear::up, a.residual_mid, w.post_norm, dw.post_norm, a.post_norm, a.mean2, a.rstd2};
   }
-  return {branch, layer, BlockLinear::qkv, residual, w.input_norm, dw.input_norm, a.input_norm, a.mean1, a.rstd1};
+  NormSite site{branch, layer, BlockLinear::qkv, residual, w.input_norm, dw.input_norm, a.input_norm, a.mean1, a.rstd1};
+  if (config_.parallel_residual) {
+    site.weights2 = w.post_norm;
+    site.d_weights2 = dw.post_norm;
+    site.out2 = a.post_norm;
+  }
+  return site;
 }
 
 template <typename S>
@@ -222,7 +229,10 @@ ResidualNormForward<S, S> TrainingModel<S>::norm_operands(const NormSite& site) 
   norm.residual = site.residual;
   norm.weight = site.weights.weight;
   norm.bias = site.weights.bias;
+  norm.weight2 = site.weights2.weight;
+  norm.bias2 = site.weights2.bias;
   norm.out = site.out;
+  norm.out2 = site.out2;
   norm.mean = site.mean;
   norm.rstd = site.rstd;
   return norm;
@@ -243,7 +253,9 @@ void TrainingModel<S>::launch_norm(const NormSite& site, const ResidualNormForwa
       });
     }
   }
-  clock_.run("norm", 0, bytes + row_bytes(config_.hidden_size), [&] { residual_norm_forward(shape, norm, stream_); });
+  const int outputs = norm.out2 != nullptr ? 2 : 1;
+  clock_.run("norm", 0, bytes + outputs * row_bytes(config_.hidden_size),
+             [&] { residual_norm_forward(shape, norm, stream_); });
 }
 
 // out = norm(residual): the first norm, and norms that are recomputed. residual_norm.h promises the bits of the call
@@ -270,8 +282,27 @@ void TrainingModel<S>::linear_and_normalize(const LinearLayer& layer, std::int64
   launch_norm(site, norm);
 }
 
-// Backward of a norm. `d_out`: the gradient of its output; with a skip connection acts_.d_residual holds the gradient
-// of the residual stream after the norm. Afterwards branch_gradient() is the gradient of the branch that was added,
+// linear_and_normalize() of attention's and of the MLP's projection of layer l, with the parallel residual: both add to the same
+// memory, the stream's or with dropout `branch` [N, C].
+template <typename S>
+void TrainingModel<S>::linears_and_normalize(std::int64_t l, const NormSite& site, S* branch) {
+  const BlockWeights<S>& w = weights_.blocks[static_cast<std::size_t>(l)];
+  const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
+  const S* skip = acts_.residual[static_cast<std::size_t>(l)];
+  S* const sum = residual_in_epilogue() ? site.residual : branch;
+  linear(output_, l, sum, a.attention, w.output, rows(), residual_in_epilogue() ? skip : nullptr);
+  linear(down_, l, sum, a.swiglu_out, w.down, rows(), sum);
+  ResidualNormForward<S, S> norm = norm_operands(site);
+  if (!residual_in_epilogue()) {
+    norm.x = branch;
+    norm.residual = skip;
+    norm.residual_out = site.residual;
+  }
+  launch_norm(site, norm);
+}
+
+// Backward of a norm. `d_out`: the gradient of its output, acts_.d_post_norm that of its second one; with a skip connection
+// acts_.d_residual holds the gradient of the residual stream after the norm. Afterwards branch_gradient() is the gradient of the branch that was added,
 // acts_.d_residual that of the stream before it.
 template <typename S>
 void TrainingModel<S>::normalize_backward(const NormSite& site, const S* d_out, bool has_skip) {
@@ -288,7 +319,15 @@ void TrainingModel<S>::normalize_backward(const NormSite& site, const S* d_out, 
   norm.dweight = site.d_weights.weight;
   norm.dbias = site.d_weights.bias;
   norm.workspace = work_.scratch;
-  clock_.run("norm backward", 0, ((has_skip ? 4 : 3) + (one_gradient ? 0 : 1)) * row_bytes(config_.hidden_size),
+  const bool two = site.out2 != nullptr;
+  if (two) {
+    norm.dout2 = acts_.d_post_norm;
+    norm.weight2 = site.weights2.weight;
+    norm.dweight2 = site.d_weights2.weight;
+    norm.dbias2 = site.d_weights2.bias;
+  }
+  const int passes = (has_skip ? 4 : 3) + (one_gradient ? 0 : 1) + (two ? 1 : 0);
+  clock_.run("norm backward", 0, passes * row_bytes(config_.hidden_size),
              [&] { residual_norm_backward(norm_shape(site.branch), norm, stream_); });
 }
 
@@ -367,7 +406,7 @@ void TrainingModel<S>::attend_backward(std::int64_t l, const LayerActivations<S>
 
 // ---- MLP ------------------------------------------------------------------------------------------------------------
 
-// gate_up [N, 2F] and, unless it is null, swiglu_out [N, F] of layer l.
+// gate_up [N, 2F] and, unless it is null, swiglu_out [N, F] of layer l; without a gate up [N, F] and its GELU.
 template <typename S>
 void TrainingModel<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
   const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size;
@@ -386,6 +425,9 @@ void TrainingModel<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
   }
   linear(gate_up_, l, a.gate_up, a.post_norm, up, N);
   if (swiglu_out == nullptr) return;
+  if (!config_.gated()) {
+    return clock_.run("gelu", 0, 2 * row_bytes(F), [&] { gelu_forward(swiglu_out, a.gate_up, N * F, stream_); });
+  }
   clock_.run("swiglu", 0, 3 * row_bytes(F), [&] { swiglu_forward(swiglu_out, a.gate_up, N, F, stream_); });
 }
 
@@ -411,6 +453,10 @@ void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out)
     }
   }
   input_grad(down_, l, acts_.d_swiglu_out, branch_gradient(), down.plain, N);
+  if (!config_.gated()) {
+    return clock_.run("gelu backward", 0, (swiglu_out == nullptr ? 3 : 4) * row_bytes(F),
+                      [&] { gelu_backward(gate_up, acts_.d_swiglu_out, gate_up, N * F, swiglu_out, stream_); });
+  }
   clock_.run("swiglu backward", 0, (swiglu_out == nullptr ? 5 : 6) * row_bytes(F),
              [&] { swiglu_backward(gate_up, acts_.d_swiglu_out, gate_up, N, F, swiglu_out, stream_); });
 }
@@ -448,6 +494,7 @@ void TrainingModel<S>::sum_losses(LossTotal* total) {
   template void TrainingModel<S>::normalize(const NormSite&);                                                         \
   template void TrainingModel<S>::linear_and_normalize(const LinearLayer&, std::int64_t, const NormSite&, const S*,   \
                                                        const Linear<S>&, const S*, S*);                               \
+  template void TrainingModel<S>::linears_and_normalize(std::int64_t, const NormSite&, S*);                           \
   template void TrainingModel<S>::normalize_backward(const NormSite&, const S*, bool);                                \
   template void TrainingModel<S>::normalize_heads(std::int64_t);                                                      \
   template void TrainingModel<S>::normalize_heads_backward(std::int64_t);                                             \

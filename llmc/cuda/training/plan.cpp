@@ -295,7 +295,8 @@ TrainingWorkspace::TrainingWorkspace(const ModelConfig& config, const TrainOptio
   muon.reserve(layout, muon_shapes, options.precision == Precision::fp32 ? sizeof(float) : sizeof(__nv_bfloat16));
   layout.reserve(&squares, sharding.squares);
   if (!sharding.squares_order.empty()) layout.reserve(&squares_order, sharding.squares);
-  const int norm_sums = config.norm == NormKind::layernorm ? 2 : 1;  // column sums: weight and, for LayerNorm, bias
+  // column sums: weight and, for LayerNorm, bias; with the parallel residual of two norms
+  const int norm_sums = (config.norm == NormKind::layernorm ? 2 : 1) * (config.parallel_residual ? 2 : 1);
   std::size_t scratch_bytes = std::max({residual_norm_backward_workspace(config.hidden_size, norm_sums),
                                         attention_backward_workspace(attention_shape(config, options, 0)),
                                         embedding_backward_workspace(N, config.hidden_size)});

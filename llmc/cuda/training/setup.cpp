@@ -21,7 +21,8 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
       frozen_table_(weft::cuda::frozen_table(config, options, kStorage<S>)),
       merged_table_(config, kStorage<S>),
       sharding_(config, table_, *options.optimizer, peers.share),
-      swiglu_in_epilogue_(!config.mlp_bias && low_rank_shape(config, options, BlockLinear::up).modules == 0 &&
+      swiglu_in_epilogue_(config.gated() && !config.mlp_bias &&
+                          low_rank_shape(config, options, BlockLinear::up).modules == 0 &&
                           low_rank_shape(config, options, BlockLinear::down).modules == 0 &&
                           (options.precision == Precision::bf16
                                ? matmul_swiglu_computes(config.hidden_size, config.ffn_size)
@@ -128,7 +129,7 @@ void TrainingModel<S>::prepare_matmuls() {
   prepare(qkv_, N, false, {trained, accumulates});
   prepare(output_, N, addend, {trained, accumulates});
   prepare(gate_up_, N, false, {trained, accumulates});
-  prepare(down_, N, addend, {trained, accumulates});
+  prepare(down_, N, addend || config_.parallel_residual, {trained, accumulates});
   prepare(head_, chunk, false, {trained, trained && (accumulates || N > chunk)});
   if (N % chunk != 0) prepare(head_, N % chunk, false, {false, trained});
   for (const LowRankShape& shape : low_rank_shapes(config_, options_)) {

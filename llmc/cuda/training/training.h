@@ -1,4 +1,4 @@
-// Llama on the GPU: training in bf16 (with an exact fp32 master) or fp32, and generation from the live parameters.
+// Llamas and GPT-NeoX on the GPU: training in bf16 (with an exact fp32 master) or fp32, and generation from the live parameters.
 #pragma once
 
 #include <cstdint>

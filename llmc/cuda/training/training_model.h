@@ -1,4 +1,4 @@
-// The Llama in training on the GPU: one class, implemented by job in several files.
+// A model in training on the GPU: one class, implemented by job in several files.
 //
 //   lists.cpp       forward and backward: the model as two lists of operators
 //   operators.cpp   each operator of the lists: what it launches, under which name, and what it has to compute and move
@@ -46,6 +46,7 @@
 #include "llmc/cuda/training/plan.h"
 #include "llmc/cuda/training/token_upload.h"
 #include "llmc/model/block_weights.h"
+#include "llmc/model/qkv_heads.h"
 #include "llmc/model/single_sequence.h"
 #include "llmc/model/training_activations.h"
 
@@ -105,18 +106,20 @@ class TrainingModel final : public TrainModel {
   std::int64_t rows() const { return options_.micro_batch * options_.seq_len; }
   std::int64_t qkv_size() const { return config_.qkv_size(); }
 
-  // Views of a packed [N, q + 2 kv] tensor: q heads, then k heads, then v heads. T is S, or fp8's codes.
+  // Heads of packed rows [N, q + 2 kv]. T is S, or fp8's codes.
   template <typename T>
   HeadViewOf<T> q_heads(T* qkv) const {
-    return heads(qkv, qkv_size());
+    HeadViewOf<T> view = heads(qkv, qkv_size());
+    view.head_stride = qkv_heads(config_).stride;
+    return view;
   }
   template <typename T>
   HeadViewOf<T> k_heads(T* qkv) const {
-    return heads(qkv + config_.q_size(), qkv_size());
+    return q_heads(qkv + qkv_heads(config_).keys);
   }
   template <typename T>
   HeadViewOf<T> v_heads(T* qkv) const {
-    return heads(qkv + config_.q_size() + config_.kv_size(), qkv_size());
+    return q_heads(qkv + qkv_heads(config_).values);
   }
   template <typename T>
   HeadViewOf<T> heads(T* data, std::int64_t row) const {
@@ -141,7 +144,8 @@ class TrainingModel final : public TrainModel {
   };
   static constexpr std::int64_t kNoLayer = -1;  // in the place of the head's layer
   // The norm that reads the residual stream after branch `branch`: 2 l is the attention of layer l, 2 l + 1 its MLP, -1
-  // the embedding. So layer l has norm_after(2 l - 1) and norm_after(2 l); the final norm is norm_after(2 L - 1).
+  // the embedding. So layer l has norm_after(2 l - 1) and norm_after(2 l); the final norm is norm_after(2 L - 1). With the
+  // parallel residual those of a layer are one, norm_after(2 l - 1), with two outputs.
   struct NormSite {
     std::int64_t branch, layer;
     std::optional<BlockLinear> reader;  // of its output; empty: the head
@@ -150,6 +154,9 @@ class TrainingModel final : public TrainModel {
     NormWeights<float> d_weights;
     S* out;
     float *mean, *rstd;
+    NormWeights<S> weights2 = {};
+    NormWeights<float> d_weights2 = {};
+    S* out2 = nullptr;
   };
   NormSite norm_after(std::int64_t branch) const;
   ResidualNormShape norm_shape(std::int64_t branch) const {
@@ -175,6 +182,7 @@ class TrainingModel final : public TrainModel {
   void attend(std::int64_t l, const LayerActivations<S>& a);
   void linear_and_normalize(const LinearLayer& layer, std::int64_t l, const NormSite& site, const S* x,
                             const Linear<S>& w, const S* skip, S* branch);
+  void linears_and_normalize(std::int64_t l, const NormSite& site, S* branch);
   void gate_up_and_swiglu(std::int64_t l, S* swiglu_out);
   void softmax_and_loss(float* losses, const std::int32_t* labels, std::int64_t count, float loss_scale);
   void sum_losses(LossTotal* total);
@@ -308,8 +316,12 @@ class TrainingModel final : public TrainModel {
   const LinearLayer qkv_{"qkv", "qkv dgrad", "qkv wgrad", config_.hidden_size, qkv_size(), BlockLinear::qkv};
   const LinearLayer output_{"output",         "output dgrad",      "output wgrad",
                             config_.q_size(), config_.hidden_size, BlockLinear::output};
-  const LinearLayer gate_up_{"gate, up",          "gate, up dgrad",     "gate, up wgrad",
-                             config_.hidden_size, 2 * config_.ffn_size, BlockLinear::up};
+  const LinearLayer gate_up_{config_.gated() ? "gate, up" : "up",
+                             config_.gated() ? "gate, up dgrad" : "up dgrad",
+                             config_.gated() ? "gate, up wgrad" : "up wgrad",
+                             config_.hidden_size,
+                             linear_size(config_, BlockLinear::up).OC,
+                             BlockLinear::up};
   const LinearLayer down_{"down", "down dgrad", "down wgrad", config_.ffn_size, config_.hidden_size, BlockLinear::down};
   const LinearLayer head_{"head", "head dgrad", "head wgrad", config_.hidden_size, config_.vocab_size, std::nullopt};
 

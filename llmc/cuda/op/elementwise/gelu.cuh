@@ -1,6 +1,7 @@
 // GELU as a device function, arithmetic in fp32 (Hendrycks & Gimpel, 2016):
 //
 //   gelu(x) = x Phi(x)             Phi(x) = (1 + erf(x / sqrt 2)) / 2
+//   d gelu / dx = Phi(x) + x phi(x)             phi(x) = e^(-x x / 2) / sqrt(2 pi)
 //
 // gelu_exact() uses erff(): for results in fp32, and where one GELU follows the thousands of multiplications of a row
 // (the fused decode kernel), so that its cost does not matter. gelu_16bit() is for epilogues of GEMMs with results in 16
@@ -15,6 +16,7 @@
 namespace weft::cuda {
 
 constexpr float kInvSqrt2 = 0.70710678118654752f;
+constexpr float kInvSqrt2Pi = 0.39894228040143268f;
 
 __device__ inline float gelu_exact(float x) {
   return 0.5f * x * (1.0f + erff(x * kInvSqrt2));
@@ -49,6 +51,18 @@ __device__ inline float gelu_for(float x) {
     return gelu_exact(x);
   } else {
     return gelu_16bit(x);
+  }
+}
+
+// For a gradient that is stored in T.
+template <typename T>
+__device__ inline float gelu_derivative_for(float x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return 0.5f * (1.0f + erff(x * kInvSqrt2)) + x * kInvSqrt2Pi * expf(-0.5f * x * x);
+  } else {
+    const float tail = normal_tail_16bit(x);
+    const float density = kInvSqrt2Pi * exp2_approximate(x * x * (-0.5f * kLog2E));
+    return fmaf(x, density, x > 0 ? 1 - tail : tail);
   }
 }
 
