@@ -51,7 +51,7 @@ LogSoftmax log_softmax(const float* row, std::int64_t V) {
 }
 
 void classifier(float* logits, float* losses, const std::int32_t* labels, std::int64_t N, std::int64_t V,
-                float loss_scale, bool write_gradient) {
+                float loss_scale, bool write_gradient, const float* weights) {
 #pragma omp parallel for schedule(static)
   for (std::int64_t n = 0; n < N; ++n) {
     float* row = logits + n * V;
@@ -63,10 +63,11 @@ void classifier(float* logits, float* losses, const std::int32_t* labels, std::i
     const LogSoftmax softmax = log_softmax(row, V);
     losses[n] = softmax.loss(row[labels[n]]);
     if (!write_gradient) continue;
-    const float scale = static_cast<float>(loss_scale / softmax.sum);
+    const float row_scale = weights != nullptr ? weights[n] * loss_scale : loss_scale;
+    const float scale = static_cast<float>(row_scale / softmax.sum);
 #pragma omp simd
     for (std::int64_t v = 0; v < V; ++v) row[v] = exp_f32(row[v] - softmax.maximum) * scale;
-    row[labels[n]] -= loss_scale;
+    row[labels[n]] -= row_scale;
   }
 }
 

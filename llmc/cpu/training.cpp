@@ -239,7 +239,7 @@ class TrainingModel final : public TrainModel {
     training_ = true;
     take(batch);
     forward_layers();
-    loss_sum_ += classify(batch.labels, loss_scale, &label_count_);
+    loss_sum_ += classify(batch, loss_scale, &label_count_);
   }
 
   double evaluate(const Batch& batch, std::int64_t* label_count) override {
@@ -247,7 +247,13 @@ class TrainingModel final : public TrainModel {
     take(batch);
     forward_layers();
     *label_count = 0;
-    return classify(batch.labels, 0, label_count);
+    return classify(batch, 0, label_count);
+  }
+
+  void label_losses(const Batch& batch, std::span<float> losses) override {
+    std::int64_t label_count = 0;
+    evaluate(batch, &label_count);
+    std::copy_n(acts_.losses, losses.size(), losses.begin());
   }
 
   bool evaluates_together() const override { return parameters_sharded(); }
@@ -370,7 +376,7 @@ class TrainingModel final : public TrainModel {
   // [B, T]; null: a row is one document.
   const std::int32_t* document_starts() const { return document_starts_.empty() ? nullptr : document_starts_.data(); }
   void take(const Batch& batch) {
-    check_documents(batch, options_);
+    check_batch(batch, options_);
     tokens_.assign(batch.tokens.begin(), batch.tokens.end());
     document_starts_.assign(batch.document_starts.begin(), batch.document_starts.end());
   }
@@ -421,7 +427,7 @@ class TrainingModel final : public TrainModel {
   void forward_to_swiglu(std::int64_t l, float* branch);
   void activate(const LayerActivations<float>& a);
   void activation_backward(const LayerActivations<float>& a);
-  double classify(std::span<const std::int32_t> labels, float loss_scale, std::int64_t* label_count);
+  double classify(const Batch& batch, float loss_scale, std::int64_t* label_count);
   void recompute_layer(std::int64_t l);
   void backward_layer(std::int64_t l);
   void finish_rank();
@@ -536,14 +542,15 @@ void TrainingModel::activate(const LayerActivations<float>& a) {
 }
 
 // Logits, losses and, in training, the gradient of the final norm and of the head, kClassifierRows at a time.
-double TrainingModel::classify(std::span<const std::int32_t> labels, float loss_scale, std::int64_t* label_count) {
+double TrainingModel::classify(const Batch& batch, float loss_scale, std::int64_t* label_count) {
   const std::int64_t N = rows(), C = config_.hidden_size, V = config_.vocab_size;
   gather_parameters(head_section());
   for (std::int64_t row = 0; row < N; row += kClassifierRows) {
     const std::int64_t count = std::min(kClassifierRows, N - row);
     const float* hidden = acts_.final_norm + row * C;
     matmul_forward(acts_.logits, hidden, weights_.head.plain, nullptr, count, C, V);
-    classifier(acts_.logits, acts_.losses + row, labels.data() + row, count, V, loss_scale, training_);
+    classifier(acts_.logits, acts_.losses + row, batch.labels.data() + row, count, V, loss_scale, training_,
+               batch.label_weights.empty() ? nullptr : batch.label_weights.data() + row);
     if (training_) {
       matmul_backward(acts_.d_final_norm + row * C, d_weights_.head.plain, nullptr, acts_.logits, hidden,
                       weights_.head.plain, count, C, V);
@@ -552,7 +559,7 @@ double TrainingModel::classify(std::span<const std::int32_t> labels, float loss_
   double sum = 0;
   for (std::int64_t n = 0; n < N; ++n) {
     sum += static_cast<double>(acts_.losses[n]);
-    *label_count += labels[n] != kIgnoredLabel ? 1 : 0;
+    *label_count += batch.labels[static_cast<std::size_t>(n)] != kIgnoredLabel ? 1 : 0;
   }
   return sum;
 }

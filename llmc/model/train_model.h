@@ -35,6 +35,7 @@ struct TrainOptions {
   std::int64_t micro_batch = 1;  // B
   std::int64_t seq_len = 0;      // T
   bool document_mask = false;    // batches may have document_starts
+  bool label_weights = false;    // batches may have label_weights
   Precision precision = Precision::fp32;
   Recompute recompute = Recompute::none;
   float dropout = 0;       // probability; applied to each branch before it is added to the residual
@@ -65,17 +66,26 @@ TensorTable trained_table(const ModelConfig& config, const TrainOptions& options
 // One micro-batch: tokens and labels, each [B, T] row-major. labels[b, t] is the token after tokens[b, t], or
 // kIgnoredLabel. document_starts [B, T]: where in the row the document of each token begins. Attention then sees its own document
 // alone, and the token at a start has position 0. Empty: a row is one document; TrainOptions::document_mask is needed for others.
+// label_weights [B, T]: by what the gradient of each label's loss is multiplied; the losses themselves are not. Empty: all 1;
+// TrainOptions::label_weights is needed for others.
 struct Batch {
   std::span<const std::int32_t> tokens;
   std::span<const std::int32_t> labels;
   std::span<const std::int32_t> document_starts = {};
+  std::span<const float> label_weights = {};
 };
 
-// For a model at the begin of a pass: Exit::internal for a batch with document_starts that its options do not announce.
-inline void check_documents(const Batch& batch, const TrainOptions& options) {
-  if (batch.document_starts.empty()) return;
-  if (!options.document_mask || batch.document_starts.size() != batch.tokens.size()) {
+// For a model at the begin of a pass: Exit::internal for a batch with document_starts or label_weights that its options do not
+// announce.
+inline void check_batch(const Batch& batch, const TrainOptions& options) {
+  const auto fits = [&](std::size_t size, bool announced) {
+    return size == 0 || (announced && size == batch.tokens.size());
+  };
+  if (!fits(batch.document_starts.size(), options.document_mask)) {
     fail(Exit::internal, "a batch with the documents of %zu tokens", batch.document_starts.size());
+  }
+  if (!fits(batch.label_weights.size(), options.label_weights)) {
+    fail(Exit::internal, "a batch with weights of %zu labels", batch.label_weights.size());
   }
 }
 
@@ -133,7 +143,11 @@ class TrainModel {
   // Mean loss of a batch without dropout and without touching gradients or the statistics: validation.
   // Returns the sum over counted labels; *label_count gets their number.
   virtual double evaluate(const Batch& batch, std::int64_t* label_count) = 0;
-  // Whether all ranks of a run have to call evaluate() at the same time, because each needs parameters of the others.
+  // As evaluate(), but each label's own -log p: `losses` [B, T] gets them, and 0 for those that are ignored.
+  virtual void label_losses(const Batch& /*batch*/, std::span<float> /*losses*/) {
+    fail(Exit::internal, "a model without losses of labels");
+  }
+  // Whether all ranks of a run have to call these two at the same time, because each needs parameters of the others.
   virtual bool evaluates_together() const { return false; }
 
   // Runs `step` (the calls of one training step) with a clock around each operator, one launch after the other. The

@@ -12,6 +12,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "llmc/model/config.h"
@@ -24,7 +25,8 @@ using MakeModel = std::function<std::unique_ptr<TrainModel>(const ModelConfig&, 
 
 struct TokenBatch {
   std::vector<std::int32_t> tokens, labels, document_starts = {};
-  Batch batch() const { return {tokens, labels, document_starts}; }
+  std::vector<float> label_weights = {};
+  Batch batch() const { return {tokens, labels, document_starts, label_weights}; }
   Batch part(std::size_t first, std::size_t count) const {
     return {std::span(tokens).subspan(first, count), std::span(labels).subspan(first, count)};
   }
@@ -369,6 +371,76 @@ inline void expect_documents_do_not_touch(const MakeModel& make, const std::vect
   // Where it is one document with the one behind it, that one's loss is another.
   text.document_starts = packed_starts({{40, 110}});
   EXPECT_NE(computed().first, before.first);
+}
+
+// ---- weights of labels ------------------------------------------------------------------------------------------------
+
+// Gradients are linear in the weights of labels, losses do not depend on them, and weights of 1 are none: the same bits. Each is
+// computed three times in a row with others between, so that a GPU replays its graph with new weights. The losses of the labels
+// add up to that of evaluate(), and asking for them in the middle of a step changes nothing.
+inline void expect_weights_of_labels(const MakeModel& make, double tolerance) {
+  constexpr std::size_t kRows = 7 * 91;
+  constexpr float kOfEven = 2.5f, kOfOdd = -0.75f;
+  TrainOptions options;
+  options.micro_batch = 7;
+  options.seq_len = 91;
+  ModelConfig config = small_llama();
+  config.num_layers = 1;
+  const auto plain = make(config, options);
+  options.label_weights = true;
+  const auto weighted = make(config, options);
+  randomize_parameters(*plain);
+  randomize_parameters(*weighted);
+  const TokenBatch text = random_tokens(config, kRows, 4);
+  TokenBatch ones = text, mixed = text, halves[2] = {text, text};
+  ones.label_weights.assign(kRows, 1.0f);
+  for (std::size_t t = 0; t < kRows; ++t) {
+    mixed.label_weights.push_back(t % 2 == 0 ? kOfEven : kOfOdd);
+    halves[1 - t % 2].labels[t] = kIgnoredLabel;
+  }
+  const auto computed = [](TrainModel& model, const TokenBatch& batch) {
+    model.zero_gradients();
+    model.forward(batch.batch(), 0, 0.01f);
+    model.backward();
+    const StepStatistics statistics = model.statistics();
+    return std::tuple(statistics.loss_sum, statistics.label_count, all_gradients(model));
+  };
+  const auto expected = computed(*plain, text);
+  const auto of_mixed = computed(*weighted, mixed);
+  for (int turn = 0; turn < 3; ++turn) {
+    EXPECT_EQ(computed(*weighted, ones), expected);
+    EXPECT_EQ(computed(*weighted, text), expected);
+    EXPECT_EQ(computed(*weighted, mixed), of_mixed);
+  }
+  EXPECT_EQ(std::get<0>(of_mixed), std::get<0>(expected));
+  EXPECT_EQ(std::get<1>(of_mixed), std::get<1>(expected));
+  const auto even = computed(*plain, halves[0]), odd = computed(*plain, halves[1]);
+  for (std::size_t i = 0; i < plain->table().specs().size(); ++i) {
+    Floats sum = std::get<2>(even)[i];
+    for (std::size_t e = 0; e < sum.size(); ++e) sum[e] = kOfEven * sum[e] + kOfOdd * std::get<2>(odd)[i][e];
+    expect_close(std::get<2>(of_mixed)[i], sum, plain->table().specs()[i].name, tolerance);
+  }
+
+  Floats losses(kRows, -1.0f);
+  weighted->zero_gradients();
+  weighted->label_losses(mixed.batch(), losses);
+  weighted->forward(mixed.batch(), 0, 0.01f);
+  weighted->backward();
+  Floats again(kRows);
+  weighted->label_losses(mixed.batch(), again);
+  EXPECT_EQ(losses, again);
+  EXPECT_EQ(all_gradients(*weighted), std::get<2>(of_mixed));
+  EXPECT_EQ(weighted->statistics().loss_sum, std::get<0>(of_mixed));
+  double total = 0;
+  for (std::size_t t = 0; t < kRows; ++t) {
+    total += losses[t];
+    EXPECT_EQ(losses[t] == 0, text.labels[t] == kIgnoredLabel) << t;
+  }
+  std::int64_t labels = 0;
+  EXPECT_NEAR(total, weighted->evaluate(text.batch(), &labels), 1e-9 * total);
+  EXPECT_THROW(plain->forward(mixed.batch(), 0, 0.01f), Error);
+  mixed.label_weights.pop_back();
+  EXPECT_THROW(weighted->forward(mixed.batch(), 0, 0.01f), Error);
 }
 
 // ---- pieces ---------------------------------------------------------------------------------------------------------

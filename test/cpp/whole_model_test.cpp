@@ -63,6 +63,10 @@ TEST(WholeModel, DocumentsDoNotTouchEachOther) {
   test::expect_documents_do_not_touch(make_cpu, {}, test::small_neox(true));
 }
 
+TEST(WholeModel, WeightsOfLabels) {
+  test::expect_weights_of_labels(make_cpu, 1e-5);
+}
+
 // A row of one document is a row without any, bit for bit; and documents are for models that were made for them.
 TEST(WholeModel, OneDocumentIsNone) {
   const ModelConfig config = test::small_llama();

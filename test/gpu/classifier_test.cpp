@@ -67,6 +67,46 @@ void check_logits(const Floats& logits, const Labels& labels, std::int64_t V, st
   expect_same_bits(gpu_losses, losses_alone, "losses");
   expect_same_bits(kept, on_device<T>(rows), "logits without write_gradient");
 }
+
+// Weights of the rows: those of the CPU, and 1 is none.
+template <typename T>
+void check_weights(std::int64_t N, std::int64_t V, std::int64_t stride, const ClassifierLimits& limits) {
+  SCOPED_TRACE(type_name<T>() + " " + std::to_string(N) + " x " + std::to_string(V) + " stride " +
+               std::to_string(stride));
+  const Floats logits = random_stored<T>(N * V, 1, 4, -3), rows = padded(logits, N, V, stride, NAN);
+  const Labels labels = make_labels(N, V);
+  const DeviceBuffer<std::int32_t> gpu_labels(labels);
+  const auto computed = [&](const float* weights, const DeviceBuffer<float>& losses) {
+    DeviceBuffer<T> gradient = on_device<T>(rows);
+    classifier(gradient.data(), losses.data(), gpu_labels.data(), N, V, stride, kLossScale, true, nullptr, limits,
+               weights);
+    return gradient;
+  };
+  Floats weights(static_cast<std::size_t>(N));
+  for (std::size_t n = 0; n < weights.size(); ++n) weights[n] = 1.5f - 0.4f * static_cast<float>(n);
+  Floats gradient = logits, losses(weights.size());
+  cpu::classifier(gradient.data(), losses.data(), labels.data(), N, V, kLossScale, true, weights.data());
+  const DeviceBuffer<float> gpu_weights(weights), ones(Floats(weights.size(), 1.0f)), gpu_losses(losses.size()),
+      plain_losses(losses.size());
+  const DeviceBuffer<T> plain = computed(nullptr, plain_losses);
+  expect_gradient<T>(on_host(computed(gpu_weights.data(), gpu_losses)), padded(gradient, N, V, stride, 0.0f), labels,
+                     stride);
+  expect_same_bits(gpu_losses, plain_losses, "losses");
+  expect_same_bits(computed(ones.data(), gpu_losses), plain, "dlogits");
+}
+template <typename T>
+void check_weights() {
+  for (const std::int64_t V : {7, 1003, 50'257}) {
+    check_weights<T>(6, V, V, classifier_limits());
+    check_weights<T>(6, V, (V + 7) / 8 * 8, classifier_limits());
+    check_weights<T>(6, V, (V + 7) / 8 * 8, {8, 99 << 10, 100 << 10});
+  }
+}
+TEST(Classifier, WeightsOfRows) {
+  check_weights<float>();
+  check_weights<bf16>();
+  check_weights<fp16>();
+}
 template <typename T>
 void check_classifier(std::int64_t N, std::int64_t V, std::int64_t stride,
                       const ClassifierLimits& limits = classifier_limits()) {

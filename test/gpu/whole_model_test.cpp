@@ -67,6 +67,11 @@ TEST(CudaWholeModel, DocumentsDoNotTouchEachOther) {
   }
 }
 
+TEST(CudaWholeModel, WeightsOfLabels) {
+  test::expect_weights_of_labels(make_gpu, 1e-5);
+  test::expect_weights_of_labels(make_gpu_bf16, 2e-2);
+}
+
 // The classifier takes 4,096 rows at once: 8,281 are two pieces and a rest.
 TEST(CudaWholeModel, PiecesOfAMicroBatchAddUp) {
   test::expect_pieces_add_up(make_gpu, 91, 91, 1e-4);

@@ -73,7 +73,7 @@ void TrainingModel<S>::classify(float loss_scale, Accumulate head, LossTotal* to
     const std::int64_t count = std::min(chunk, N - row);
     const S* hidden = acts_.final_norm + row * C;
     linear(head_, kNoLayer, acts_.logits, hidden, {weights_.head}, count);
-    softmax_and_loss(acts_.losses + row, work_.labels + row, count, loss_scale);  // logits now hold their gradient
+    softmax_and_loss(row, count, loss_scale);  // logits now hold their gradient
     if (!training_) continue;
     input_grad(head_, kNoLayer, acts_.d_final_norm + row * C, acts_.logits, weights_.head.plain, count);
     weight_grad(head_, kNoLayer, {d_weights_.head}, acts_.logits, hidden, count, row == 0 ? head : Accumulate::yes);

@@ -463,14 +463,16 @@ void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out)
 
 // ---- classifier -----------------------------------------------------------------------------------------------------
 
-// Losses of `count` rows of logits; in training the logits are replaced by their gradient.
+// Losses of the logits of rows `row` to row + count - 1; in training the logits are replaced by their gradient.
 template <typename S>
-void TrainingModel<S>::softmax_and_loss(float* losses, const std::int32_t* labels, std::int64_t count,
-                                        float loss_scale) {
+void TrainingModel<S>::softmax_and_loss(std::int64_t row, std::int64_t count, float loss_scale) {
   const std::int64_t V = config_.vocab_size;
   const double bytes = static_cast<double>(count * V) * sizeof(S);
-  clock_.run("softmax, loss", 0, training_ ? 2 * bytes : bytes,
-             [&] { classifier(acts_.logits, losses, labels, count, V, V, loss_scale, training_, stream_); });
+  const float* const weights = work_.label_weights != nullptr ? work_.label_weights + row : nullptr;
+  clock_.run("softmax, loss", 0, training_ ? 2 * bytes : bytes, [&] {
+    classifier(acts_.logits, acts_.losses + row, work_.labels + row, count, V, V, loss_scale, training_, stream_,
+               classifier_limits(), weights);
+  });
 }
 
 template <typename S>
@@ -503,7 +505,7 @@ void TrainingModel<S>::sum_losses(LossTotal* total) {
   template void TrainingModel<S>::attend_backward(std::int64_t, const LayerActivations<S>&);                          \
   template void TrainingModel<S>::gate_up_and_swiglu(std::int64_t, S*);                                               \
   template void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t, S*);                                       \
-  template void TrainingModel<S>::softmax_and_loss(float*, const std::int32_t*, std::int64_t, float);                 \
+  template void TrainingModel<S>::softmax_and_loss(std::int64_t, std::int64_t, float);                                \
   template void TrainingModel<S>::sum_losses(LossTotal*);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)

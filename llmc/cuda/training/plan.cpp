@@ -283,6 +283,7 @@ TrainingWorkspace::TrainingWorkspace(const ModelConfig& config, const TrainOptio
   layout.reserve_bytes(&sorted_tokens, embedding_sort_bytes(N));
   layout.reserve(&labels, N);
   if (options.document_mask) layout.reserve(&document_starts, N);
+  if (options.label_weights) layout.reserve(&label_weights, N);
   layout.reserve(&rope_cos, rope_elements);
   layout.reserve(&rope_sin, rope_elements);
   layout.reserve(&loss_total, 1);

@@ -121,6 +121,7 @@ struct TrainingWorkspace {
 
   std::int32_t *tokens = nullptr, *labels = nullptr;  // [N]
   std::int32_t* document_starts = nullptr;            // [B, T] of Batch; null without TrainOptions::document_mask
+  float* label_weights = nullptr;                     // [B, T] of Batch; null without TrainOptions::label_weights
   std::byte* sorted_tokens = nullptr;                 // of embedding_sort(), for embedding_backward()
   float *rope_cos = nullptr, *rope_sin = nullptr;     // [T, rotary_dim / 2]
   LossTotal *loss_total = nullptr, *evaluation_total = nullptr;  // loss of the rank so far; loss of one evaluate()

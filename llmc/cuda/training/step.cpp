@@ -113,6 +113,15 @@ double TrainingModel<S>::evaluate(const Batch& batch, std::int64_t* label_count)
 }
 
 template <typename S>
+void TrainingModel<S>::label_losses(const Batch& batch, std::span<float> losses) {
+  std::int64_t label_count = 0;
+  evaluate(batch, &label_count);
+  check(cudaMemcpyAsync(losses.data(), acts_.losses, losses.size_bytes(), cudaMemcpyDeviceToHost, stream_),
+        "label_losses");
+  synchronize("label_losses");
+}
+
+template <typename S>
 void TrainingModel<S>::zero_gradients() {
   gradients_.begin();
   if (fp8_) fp8_->begin_step();
@@ -291,14 +300,15 @@ OperatorTable TrainingModel<S>::time_operators(const std::function<void()>& step
   return table;
 }
 
-#define WEFT_INSTANTIATE(S)                                                    \
-  template void TrainingModel<S>::forward(const Batch&, std::uint64_t, float); \
-  template void TrainingModel<S>::backward();                                  \
-  template double TrainingModel<S>::evaluate(const Batch&, std::int64_t*);     \
-  template void TrainingModel<S>::use_fp8_weights(std::int64_t, bool);         \
-  template void TrainingModel<S>::zero_gradients();                            \
-  template StepStatistics TrainingModel<S>::statistics();                      \
-  template void TrainingModel<S>::update(const OptimizerStep&);                \
+#define WEFT_INSTANTIATE(S)                                                     \
+  template void TrainingModel<S>::forward(const Batch&, std::uint64_t, float);  \
+  template void TrainingModel<S>::backward();                                   \
+  template double TrainingModel<S>::evaluate(const Batch&, std::int64_t*);      \
+  template void TrainingModel<S>::label_losses(const Batch&, std::span<float>); \
+  template void TrainingModel<S>::use_fp8_weights(std::int64_t, bool);          \
+  template void TrainingModel<S>::zero_gradients();                             \
+  template StepStatistics TrainingModel<S>::statistics();                       \
+  template void TrainingModel<S>::update(const OptimizerStep&);                 \
   template OperatorTable TrainingModel<S>::time_operators(const std::function<void()>&);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)

@@ -69,6 +69,7 @@ class TrainingModel final : public TrainModel {
   void update(const OptimizerStep& step) override;
   OperatorTable time_operators(const std::function<void()>& step) override;
   double evaluate(const Batch& batch, std::int64_t* label_count) override;
+  void label_losses(const Batch& batch, std::span<float> losses) override;
   bool evaluates_together() const override { return sharding_.parameters_sharded; }
   void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override;
   void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override;
@@ -184,7 +185,7 @@ class TrainingModel final : public TrainModel {
                             const Linear<S>& w, const S* skip, S* branch);
   void linears_and_normalize(std::int64_t l, const NormSite& site, S* branch);
   void gate_up_and_swiglu(std::int64_t l, S* swiglu_out);
-  void softmax_and_loss(float* losses, const std::int32_t* labels, std::int64_t count, float loss_scale);
+  void softmax_and_loss(std::int64_t row, std::int64_t count, float loss_scale);
   void sum_losses(LossTotal* total);
 
   void sort_tokens();
@@ -240,8 +241,8 @@ class TrainingModel final : public TrainModel {
 
   // ---- step.cpp
   void upload(const Batch& batch) {
-    check_documents(batch, options_);
-    upload_.upload(batch, work_.tokens, work_.labels, work_.document_starts, stream_);
+    check_batch(batch, options_);
+    upload_.upload(batch, work_.tokens, work_.labels, work_.document_starts, work_.label_weights, stream_);
   }
   void round_stale_weights();
   void use_fp8_weights(std::int64_t l, bool again);

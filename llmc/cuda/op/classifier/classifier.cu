@@ -202,7 +202,7 @@ __device__ void write_row(T* row, std::int64_t V, std::int64_t row_stride, const
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kThreads)
     classifier_kernel(T* logits, float* losses, const std::int32_t* labels, std::int64_t V, std::int64_t row_stride,
-                      float loss_scale, bool write_gradient, std::int64_t stashed) {
+                      const float* weights, float loss_scale, bool write_gradient, std::int64_t stashed) {
   extern __shared__ int4 dynamic_memory[];
   __shared__ float scratch[kWarpSize];
   auto* stash = reinterpret_cast<Elements<T, kCount>*>(dynamic_memory);
@@ -224,6 +224,7 @@ __global__ void __launch_bounds__(kThreads)
   total.sum = block_sum(own.sum_at(total.maximum), scratch);
   if (threadIdx.x == 0) losses[blockIdx.x] = total.loss(label_logit);
   if (!write_gradient) return;
+  if (weights != nullptr) loss_scale *= weights[blockIdx.x];
   const RowGradient<T> gradient{total.reference(), loss_scale / total.sum, loss_scale, label};
   write_row<T, kCount>(row, V, row_stride, gradient, stash, stashed);
 }
@@ -242,7 +243,7 @@ constexpr int kMaxCluster = 8;
 template <typename T>
 __global__ void __launch_bounds__(kPartThreads, kPartsAtOnce)
     split_row_kernel(T* logits, float* losses, const std::int32_t* labels, std::int64_t V, std::int64_t row_stride,
-                     float loss_scale, bool write_gradient, int part, int blocks) {
+                     const float* weights, float loss_scale, bool write_gradient, int part, int blocks) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   constexpr int kCount = Pack<T>::size;
   extern __shared__ int4 dynamic_memory[];
@@ -343,6 +344,7 @@ __global__ void __launch_bounds__(kPartThreads, kPartsAtOnce)
   total.sum = warp_sum(some.sum_at(total.maximum));
   if (first == 0) losses[n] = total.loss(label_logit);
   if (!write_gradient) return;
+  if (weights != nullptr) loss_scale *= weights[n];
   const RowGradient<T> gradient{total.reference(), loss_scale / total.sum, loss_scale, label};
   for (int chunk = 0; chunk < mine; chunk += kChunk) {
     T* const to = own_part + chunk * kCount;
@@ -379,19 +381,20 @@ int blocks_of_row(std::int64_t units, const ClassifierLimits& limits) {
 
 template <typename T>
 void launch_split(T* logits, float* losses, const std::int32_t* labels, std::int64_t N, std::int64_t V,
-                  std::int64_t row_stride, float loss_scale, bool write_gradient, int blocks, cudaStream_t stream) {
+                  std::int64_t row_stride, const float* weights, float loss_scale, bool write_gradient, int blocks,
+                  cudaStream_t stream) {
   const int part = static_cast<int>(ceil_div(ceil_div(V, Pack<T>::size), blocks));
   const auto kernel = split_row_kernel<T>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, part * 16), "classifier");
   launch_clustered(kernel, dim3(static_cast<unsigned>(N * blocks)), dim3(kPartThreads),
                    static_cast<std::size_t>(part) * 16, stream, blocks, "classifier", logits, losses, labels, V,
-                   row_stride, loss_scale, write_gradient, part, blocks);
+                   row_stride, weights, loss_scale, write_gradient, part, blocks);
 }
 
 template <typename T, int kCount>
 void launch(T* logits, float* losses, const std::int32_t* labels, std::int64_t N, std::int64_t V,
-            std::int64_t row_stride, float loss_scale, bool write_gradient, const ClassifierLimits& limits,
-            cudaStream_t stream) {
+            std::int64_t row_stride, const float* weights, float loss_scale, bool write_gradient,
+            const ClassifierLimits& limits, cudaStream_t stream) {
   constexpr int kUnitBytes = static_cast<int>(sizeof(Elements<T, kCount>));
   const std::int64_t room = (limits.shared_of_block - 1024) / kUnitBytes;  // minus the kernel's static variables
   const std::int64_t stashed = write_gradient && kCount > 1 ? std::min(room, V / kCount) : 0;
@@ -399,7 +402,7 @@ void launch(T* logits, float* losses, const std::int32_t* labels, std::int64_t N
   const auto kernel = classifier_kernel<T, kCount>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "classifier");
   kernel<<<static_cast<unsigned>(N), V <= kSmallRow ? kSmallThreads : kThreads, shared_bytes, stream>>>(
-      logits, losses, labels, V, row_stride, loss_scale, write_gradient, stashed);
+      logits, losses, labels, V, row_stride, weights, loss_scale, write_gradient, stashed);
   check_launch("classifier");
 }
 
@@ -447,16 +450,16 @@ ClassifierLimits classifier_limits() {
 template <typename T>
 void classifier(T* logits, float* losses, const std::int32_t* labels, std::int64_t N, std::int64_t V,
                 std::int64_t row_stride, float loss_scale, bool write_gradient, cudaStream_t stream,
-                const ClassifierLimits& limits) {
+                const ClassifierLimits& limits, const float* weights) {
   constexpr int kPack = Pack<T>::size;
   if (N == 0) return;
   const bool aligned = row_stride % kPack == 0 && aligned_to_16(logits);
   const int blocks = aligned ? blocks_of_row(ceil_div(V, kPack), limits) : 0;
   if (blocks > 0) {
-    launch_split(logits, losses, labels, N, V, row_stride, loss_scale, write_gradient, blocks, stream);
+    launch_split(logits, losses, labels, N, V, row_stride, weights, loss_scale, write_gradient, blocks, stream);
   } else {
     with_count<kPack>(aligned, [&](auto count) {
-      launch<T, count>(logits, losses, labels, N, V, row_stride, loss_scale, write_gradient, limits, stream);
+      launch<T, count>(logits, losses, labels, N, V, row_stride, weights, loss_scale, write_gradient, limits, stream);
     });
   }
 }
@@ -474,7 +477,7 @@ void move_losses(LossTotal* sum, LossTotal* total, cudaStream_t stream) {
 
 #define WEFT_INSTANTIATE(T)                                                                                           \
   template void classifier<T>(T*, float*, const std::int32_t*, std::int64_t, std::int64_t, std::int64_t, float, bool, \
-                              cudaStream_t, const ClassifierLimits&);
+                              cudaStream_t, const ClassifierLimits&, const float*);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)
 WEFT_INSTANTIATE(fp16)
