@@ -469,10 +469,12 @@ def test_dump_of_an_old_style_checkpoint(torch, tmp_path, family):
             assert_close(activation, dump.f32(f"act.{activation}")[row], expected)
             assert_close(activation, dump.f32(f"act16.{activation}")[row], expected, 0.3)
     assert not np.array_equal(dump.f32("act16.logits"), dump.f32("act.logits"))
+    stepped = {tensor: shape for tensor, shape in model.tensors.items() if not tensor.endswith("query_key_value.bias")}
     for tensor, shape in model.tensors.items():
-        assert dump.at(f"grad.{tensor}").shape == dump.at(f"adamw.param.{tensor}").shape == shape
+        assert dump.at(f"grad.{tensor}").shape == shape
+        assert f"adamw.param.{tensor}" not in dump.tensors if tensor not in stepped else dump.at(f"adamw.param.{tensor}").shape == shape
     assert dump.at("greedy.ids").shape == (5,) and dump.config["dump"]["adamw"]["learning_rate"] == 0.01
-    assert dump.config["dump"]["ulp"].keys() == {"adamw.losses"} | {f"adamw.param.{tensor}" for tensor in model.tensors}
+    assert dump.config["dump"]["ulp"].keys() == {"adamw.losses"} | {f"adamw.param.{tensor}" for tensor in stepped}
     assert all(0 <= distance < 1e-3 for distance in dump.config["dump"]["ulp"].values())
 
 
