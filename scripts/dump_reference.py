@@ -524,6 +524,12 @@ def activation_names(description: Model) -> list[str]:
     return ["embedding", *layers, "final_norm", "logits"]
 
 
+def follows_noise(name: str, model: Model) -> bool:
+    """Whether a parameter after AdamW's steps is what rounding made of it. Where a head does not rotate, the bias of k adds the same to
+    all scores of a query: its gradient is rounding noise, which the steps follow."""
+    return model.rope.rotary_dim < model.head_dim and name.startswith("adamw.param.") and name.endswith("query_key_value.bias")
+
+
 def model_sha256(directory: Path) -> str:
     """The SHA-256 of the bytes of all weight files, in the order of their names."""
     digest = hashlib.sha256()
@@ -541,7 +547,7 @@ def write_dump(path: Path, directory: Path, checkpoint: Checkpoint, request: Req
     if request.weights is not None:
         checkpoint = of_weights(checkpoint, request.weights)
     every = compute(directory, checkpoint.model, request)
-    tensors = {name: value for name, value in every.items() if keep(name)}
+    tensors = {name: value for name, value in every.items() if keep(name) and not follows_noise(name, checkpoint.model)}
     dump = {"torch": torch.__version__, "transformers": transformers.__version__, "dtype": request.dtype,
             "model_sha256": model_sha256(directory)}
     if request.adamw:

@@ -142,8 +142,8 @@ CASES = [
     neox("hs80-nobias", 80, 1, 100, 101, 0.25, True, False, 10000.0, 14, dtype="bfloat16"),
     neox("hs128", 128, 1, 72, 47, 0.25, True, True, 10000.0, 14, layers=1, dtype="float16"),
     neox("hs256", 256, 1, 40, 31, 0.25, True, True, 10000.0, 12, layers=1, dtype="float16"),
-    neox("train", 32, 2, 24, 61, 0.25, True, True, 10000.0, 9, dtype="float16", groups=NO_HALF),
-    neox("train-sequential-nobias", 24, 3, 20, 59, 0.5, False, False, 25000.0, 10, layers=1, dtype="float16", groups=[*NO_HALF, "adamw"]),
+    neox("train", 24, 2, 20, 61, 0.5, True, True, 10000.0, 9, dtype="float16", groups=NO_HALF),
+    neox("train-sequential-nobias", 24, 3, 20, 59, 0.25, False, False, 25000.0, 10, layers=1, dtype="float16", groups=[*NO_HALF, "adamw"]),
 ]
 
 

@@ -35,7 +35,7 @@ def test_a_model_has_what_the_scripts_use():
     assert not own.model.tied_embeddings and own.ties_head
     assert list(own.model.tensors.items())[-1] == ("lm_head.weight", (37, 16))
     neox = ck.model_of(ck.GPT_NEOX)
-    assert (neox.embedding, neox.head, neox.trainable) == ("gpt_neox.embed_in.weight", "embed_out.weight", False)
+    assert (neox.embedding, neox.head, neox.trainable) == ("gpt_neox.embed_in.weight", "embed_out.weight", True)
     assert hf_config.model_from_json(json.loads(json.dumps(neox.to_json())), "file") == neox
 
 

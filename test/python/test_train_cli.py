@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from train_runs import (MODEL, NEOX, ROOT, SECONDS, SEED, VOCABULARY, arguments, assert_refused, assert_same_run, checkpoints, environment,
+from train_runs import (GOLDEN, MODEL, ROOT, SECONDS, SEED, VOCABULARY, arguments, assert_refused, assert_same_run, checkpoints, environment,
                         has_checkpoint, losses, np, preload, records, run_program, start, state_bytes, token_shard, train, wait_for,
                         write_shard, xxhash)
 from train_runs import data_fixture, end_started, whole_fixture  # noqa: F401, pytest finds them here
@@ -187,7 +187,7 @@ def test_shards_that_do_not_fit(data, tmp_path):
     (data / "tokenizer.json").write_text("{}")
     assert_refused(train(data, out), 3, "--train", "tokenizer")
     assert_refused(train(data, out, "--model", data / "train_0.bin"), 3, "train_0.bin")
-    assert_refused(train(data, out, "--model", NEOX), 3, "infer_pythia")
+    assert_refused(train(data, out, "--model", GOLDEN / "gemma3-local.model.bin"), 3, "infer_pythia")
     assert not out.exists()
 
 

@@ -5,6 +5,13 @@ from mutant import Mutant, gpu
 ROOM = "llmc/cuda"
 
 ROWS = [
+    Mutant("GPU: GELU's derivative in 16 bits without its density", "gelu_derivative_for", "fmaf(x, density,", "fmaf(0 * x, density,",
+           gpu("Gelu.Bf16", "CudaLlama.Bf16Gradients*")),
+    Mutant("GPU: the gradient of a parallel layer's MLP is that of its attention", "normalize_backward", "norm.dout2 = acts_.d_post_norm;",
+           "norm.dout2 = d_out;", gpu("CudaLlama.Fp32MatchesTheCpu*")),
+    Mutant("GPU: a parallel layer adds the MLP alone", "linears_and_normalize", "a.swiglu_out, w.down, rows(), sum)",
+           "a.swiglu_out, w.down, rows(), residual_in_epilogue() ? skip : nullptr)", gpu("CudaLlama.Fp32MatchesTheCpu*",
+                                                                                        "CudaLlama.Bf16Gradients*")),
     Mutant("GPU: fused decoding loses the key at the edge of a split", "positions_of", "* each, position",
            "* each + (split > 0), position", gpu("FusedDecode.EveryContextUpToTheLimit")),
     Mutant("GPU: every set of warps takes the first queries of a group", "attend_group", "set * kWarpQueries * HS",

@@ -1,0 +1,105 @@
+"""train_llama with a GPT-NeoX: from a config.json and from a converted checkpoint, and back to transformers."""
+
+import importlib.util
+import json
+import signal
+import sys
+
+import pytest
+
+from train_runs import (GOLDEN, ROOT, assert_refused, assert_same_run, end_started, losses, np, records, train,  # noqa: F401
+                        write_shard)
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import checkpoints as ck  # noqa: E402
+import tensor_file  # noqa: E402
+
+PARALLEL = GOLDEN / "neox-train.model.bin"
+SEQUENTIAL = GOLDEN / "neox-train-sequential-nobias.model.bin"
+VOCABULARY = 59  # both models have it
+needs_torch = pytest.mark.skipif(not all(importlib.util.find_spec(name) for name in ("torch", "transformers")),
+                                 reason="torch or transformers is not installed")
+
+
+@pytest.fixture(name="shards")
+def shards_fixture(tmp_path):
+    directory = tmp_path / "shards"
+    directory.mkdir()
+    for number, count in enumerate((400, 170)):
+        write_shard(directory / f"train_{number}.bin", count, 1000 * number, vocabulary=VOCABULARY)
+    write_shard(directory / "val_0.bin", 200, 5000, vocabulary=VOCABULARY)
+    return directory
+
+
+def ok(done):
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize("model", [PARALLEL, SEQUENTIAL])
+@pytest.mark.parametrize("more", [(), ("--optimizer", "muon", "--recompute", "block", "--dropout", 0.1, "--virtual-ranks", 2)])
+def test_a_run_that_goes_on_is_the_whole_one(shards, tmp_path, model, more):
+    options = ("--model", model, *more)
+    ok(train(shards, tmp_path / "whole", *options))
+    got = losses(tmp_path / "whole")
+    assert got[12][0] < 0.9 * got[1][0]
+    assert train(shards, tmp_path / "run", *options, "--debug-inject", "kill@step=9").returncode == -signal.SIGKILL
+    assert "resuming after step" in ok(train(shards, tmp_path / "run", *options)).stderr
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_the_sum_of_ranks_recomputation_and_a_plan_are_those_of_any_model(shards, tmp_path):
+    ok(train(shards, tmp_path / "none", "--model", PARALLEL))
+    for recompute in ("norm", "block"):
+        ok(train(shards, tmp_path / recompute, "--model", PARALLEL, "--recompute", recompute))
+        assert_same_run(tmp_path / recompute, tmp_path / "none")
+    planned = ok(train(shards, tmp_path / "planned", "--model", PARALLEL, "--dry-run")).stdout
+    assert "activations (fp32)" in planned and not (tmp_path / "planned").exists()
+
+
+def test_a_config_json_of_a_pythia_is_trained_and_goes_back(shards, tmp_path):
+    """Its checkpoint exports to a directory that converts to the same model, and --eval measures the loss that the run had."""
+    shape = tmp_path / "shape.json"
+    shape.write_text(json.dumps(ck.GPT_NEOX | {"vocab_size": 64}))
+    ok(train(shards, tmp_path / "run", "--model=", "--config", shape, "--val-batches", 0))
+    assert losses(tmp_path / "run")[12][0] < losses(tmp_path / "run")[1][0]
+    model = tmp_path / "run" / "step_00000012" / "model.bin"
+    trained = tensor_file.read(model, expected="model")
+    assert (trained.config["model"]["family"], trained.config["model"]["norm"]) == ("gpt_neox", "layernorm")
+    assert np.abs(trained.f32("gpt_neox.layers.1.attention.query_key_value.bias")).max() > 0
+    done = ck.run_script("export_hf.py", model, "-o", tmp_path / "exported")
+    assert done.returncode == 0, done.stderr
+    again = ck.convert(tmp_path / "exported", tmp_path / "again.bin")
+    for name, tensor in trained.tensors.items():
+        assert again.at(name).hash == tensor.hash
+    last = [record["val_loss"] for record in records(tmp_path / "run") if record.get("val_loss") is not None][-1]
+    evaluated = ok(train(shards, tmp_path / "none", "--model", tmp_path / "again.bin", "--train=", "--out=", "--eval", "--val-batches", 0))
+    assert f"{last:.4f}"[:5] in evaluated.stdout, evaluated.stdout
+    assert_refused(train(shards, tmp_path / "x", "--model=", "--config", shape, "--norm", "rmsnorm"), 2, "--norm", "layernorm")
+
+
+@needs_torch
+@pytest.mark.parametrize("model", [PARALLEL, SEQUENTIAL])
+def test_transformers_has_the_logits_of_the_trained_model(shards, tmp_path, model):
+    import torch
+    import transformers
+
+    ok(train(shards, tmp_path / "run", "--model", model))
+    trained = tmp_path / "run" / "step_00000012" / "model.bin"
+    done = ck.run_script("export_hf.py", trained, "-o", tmp_path / "exported")
+    assert done.returncode == 0, done.stderr
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    ids = torch.arange(18).reshape(2, 9) * 5 % VOCABULARY
+    with torch.no_grad():
+        want = theirs(ids, labels=ids).loss.item()
+    # A dump is what --compare holds against the file.
+    dump = ck.run_script("dump_reference.py", tmp_path / "exported", "-o", tmp_path / "dump.bin", "--random", "2,9", "--backward", "--adamw-steps", 3)
+    assert dump.returncode == 0 and want > 0, dump.stderr
+    done = train(shards, tmp_path / "none", "--model", trained, "--compare", tmp_path / "dump.bin", "--train=", "--val=", "--out=")
+    assert done.returncode == 0 and "0 failed" in done.stdout, done.stdout + done.stderr
+
+
+def test_what_it_has_not_is_refused_by_name(shards, tmp_path):
+    assert_refused(train(shards, tmp_path / "x", "--model", PARALLEL, "--precision", "fp8"), 2, "--precision: got fp8", "gpt_neox")
+    assert_refused(train(shards, tmp_path / "x", "--model", PARALLEL, "--lora-r", 2), 2, "--lora-r", "gpt_neox")
+    assert_refused(train(shards, tmp_path / "x", "--model", GOLDEN / "neox-tanh-yarn.model.bin"), 3, "GELU by tanh")
