@@ -221,8 +221,9 @@ TEST_F(PreferenceTest, BesideItselfTheLossIsTheLogarithmOfTwo) {
   SingleRank alone;
   const auto reference = *pair_log_probabilities(*start, data(), 1, alone);
   for (std::size_t pair = 0; pair < kPairs; ++pair) {
-    EXPECT_NEAR(reference[pair].chosen, this->alone(*start, 2 * pair), 1e-5);
-    EXPECT_NEAR(reference[pair].rejected, this->alone(*start, 2 * pair + 1), 1e-5);
+    const double chosen = this->alone(*start, 2 * pair), rejected = this->alone(*start, 2 * pair + 1);
+    EXPECT_NEAR(reference[pair].chosen, chosen, -1e-6 * chosen);
+    EXPECT_NEAR(reference[pair].rejected, rejected, -1e-6 * rejected);
   }
   const Json record = step(*start, reference, "run");
   EXPECT_DOUBLE_EQ(record["loss"].get<double>(), std::log(2.0));

@@ -195,7 +195,7 @@ def test_losses_of_conversations_equal_those_of_weft(tmp_path, model, options):
 @needs_program
 @needs_torch
 @pytest.mark.parametrize("model, options", [
-    ("llama-hs32-gqa2", {"batch_tokens": 96, "grad_clip": 0.5}), ("llama-hs32-gqa2", {"micro_batch": 1, "dpo_beta": 0.5, "seq_len": 40}),
+    ("llama-hs32-gqa2", {"batch_tokens": 96, "grad_clip": 0.5}), ("llama-hs32-gqa2", {"micro_batch": 1, "dpo_beta": 0.5, "seq_len": 40, "lr": 1e-3}),
     ("qwen3-gqa2", {"lora_r": 3, "lr": 0.01})])
 def test_losses_of_preferences_equal_those_of_weft(tmp_path, model, options):
     """DPO from its formula, by autograd, beside the reference that the run began with."""
@@ -262,7 +262,7 @@ def test_rows_of_conversations_are_those_of_weft(tmp_path):
     assert 20 < len(rows) < 41 and windows.order.count == len(rows)
     for position, window in enumerate(windows.order.windows(0, 50)):
         tokens, learned = rows[int(window)]
-        inputs, labels, starts = windows.rows(position, 1)
+        inputs, labels, starts, _ = windows.rows(position, 1)
         want = np.where(learned, tokens[1:].astype(np.int64), -100).tolist() + [-100] * (16 - learned.size)
         assert inputs[0, :learned.size].tolist() == tokens[:-1].tolist() and labels[0].tolist() == want and starts is None
     logged = [record["learned_tokens"] for record in train_reference.read_losses(directory, 8)]
