@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "llmc/app/paths.h"
@@ -29,6 +30,7 @@
 #include "llmc/train/joint_save.h"
 #include "llmc/train/loop.h"
 #include "llmc/train/options.h"
+#include "llmc/train/preference.h"
 #include "llmc/train/rank_fields.h"
 #include "llmc/train/report.h"
 #include "llmc/train/run_log.h"
@@ -161,6 +163,50 @@ void add_savers(TrainLoop::Parts& parts, const TrainSettings& settings, RankTeam
   if (team.first()) parts.copy = parts.model.make_state_copy();
 }
 
+// What --objective dpo compares with: log p of the model that the run began with, computed once and kept in the run's directory.
+// `model` is in `state`, and is so afterwards. Nothing if a signal came meanwhile.
+std::optional<Reference> reference_of(const TrainSettings& settings, const TrainInputs& inputs, Records* records,
+                                      TrainModel& model, TrainState& state, Communicator& ranks) {
+  const Json identity = {{"settings", settings.numeric_settings()},
+                         {"began_from", inputs.began_from},
+                         {"train", inputs.train->fingerprint()},
+                         {"val", inputs.val ? inputs.val->fingerprint() : Json()}};
+  const std::string path = records != nullptr ? records->directory.file("reference.bin") : std::string();
+  const std::int64_t of_train = inputs.train->pairs(), of_val = inputs.val ? inputs.val->pairs() : 0;
+  std::optional<Reference> reference;
+  do_together(ranks, [&] {
+    if (records != nullptr) reference = read_reference(path, identity, of_train, of_val);
+  });
+  if (ranks.broadcast(reference.has_value())) {
+    if (!reference) {
+      reference.emplace();
+      reference->train.resize(static_cast<std::size_t>(of_train));
+      reference->val.resize(static_cast<std::size_t>(of_val));
+    }
+    for (std::vector<PairLogProbabilities>* pairs : {&reference->train, &reference->val}) {
+      ranks.broadcast_bytes(reinterpret_cast<std::byte*>(pairs->data()),
+                            static_cast<std::int64_t>(pairs->size() * sizeof(PairLogProbabilities)), 0);
+    }
+    return reference;
+  }
+  log_info("reference: computing log p of %lld pairs", static_cast<long long>(of_train + of_val));
+  if (state.step > 0) load_parameters(inputs, static_cast<std::uint64_t>(settings.seed), model);
+  reference.emplace();
+  const auto measure = [&](const TokenDataset& data, std::vector<PairLogProbabilities>& pairs) {
+    std::optional<std::vector<PairLogProbabilities>> measured =
+        pair_log_probabilities(model, data, settings.micro_batch, ranks);
+    if (measured) pairs = *std::move(measured);
+    return measured.has_value();
+  };
+  if (!measure(*inputs.train, reference->train)) return std::nullopt;
+  if (inputs.val && !measure(*inputs.val, reference->val)) return std::nullopt;
+  do_together(ranks, [&] {
+    if (records != nullptr) write_reference(path, identity, *reference);
+  });
+  if (state.step > 0) state = begin(settings, inputs, records, model, ranks);
+  return reference;
+}
+
 Exit train(TrainDevice& device, const TrainSettings& settings, const TrainInputs& inputs,
            const std::vector<MemoryLine>& memory, bool save_in_background, SampleWriter* sample, RankTeam& team) {
   Communicator& ranks = team.communicator();
@@ -183,7 +229,15 @@ Exit train(TrainDevice& device, const TrainSettings& settings, const TrainInputs
   if (records) options.matmul_plans = records->directory.file("matmul_plans.txt");
   const std::unique_ptr<TrainModel> model = device.make(inputs.config, options, ranks);
   load_frozen(inputs, *model);
-  const TrainState state = begin(settings, inputs, records ? &*records : nullptr, *model, ranks);
+  TrainState state = begin(settings, inputs, records ? &*records : nullptr, *model, ranks);
+  std::optional<Preference> preference, val_preference;
+  if (settings.dpo()) {
+    std::optional<Reference> reference =
+        reference_of(settings, inputs, records ? &*records : nullptr, *model, state, ranks);
+    if (!reference) return exit_after_signal(static_cast<int>(largest(ranks, stop_signal())));
+    preference.emplace(*inputs.train, std::move(reference->train), settings.dpo_beta);
+    if (inputs.val) val_preference.emplace(*inputs.val, std::move(reference->val), settings.dpo_beta);
+  }
 
   std::optional<RunLog> log;
   if (records) {
@@ -201,6 +255,8 @@ Exit train(TrainDevice& device, const TrainSettings& settings, const TrainInputs
       settings, *model,  data,   records ? &records->checkpoints : nullptr, log ? *log : silent, nullptr, nullptr,
       nullptr,  nullptr, nullptr};
   if (inputs.val) parts.validation = &*inputs.val;
+  if (preference) parts.preference = &*preference;
+  if (val_preference) parts.val_preference = &*val_preference;
   if (ranks.size() > 1) {
     parts.ranks = &ranks;
     add_savers(parts, settings, team);
@@ -240,8 +296,9 @@ Exit run_rank(TrainSettings& settings, RankTeam& team) {
   settings.frozen_quantization = inputs.frozen_quantization;
   if (settings.epochs > 0) settings.set_steps_of_epochs(inputs.train->windows());
   if (!settings.given.contains("lr")) {
-    settings.set_learning_rate(
-        default_learning_rate(TensorTable(inputs.config).parameters(), inputs.weights && !inputs.trains_adapter));
+    const double rate =
+        default_learning_rate(TensorTable(inputs.config).parameters(), inputs.weights && !inputs.trains_adapter);
+    settings.set_learning_rate(settings.dpo() ? rate / 10 : rate);
   }
   keep_warmup_steps(settings, team);
   if (ranks.size() > 1) {

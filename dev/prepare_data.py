@@ -13,7 +13,7 @@ Documents: CR LF becomes LF, empty lines at the beginning and the end are droppe
 document is followed by the end-of-text token. A beginning-of-text token is put before it only if the tokenizer itself
 puts one before a text. Special tokens that occur in the text are encoded as plain text, unless --special says otherwise.
 
-Conversations: with --chat each line is a conversation (doc/fine_tuning.md). It is rendered by the model's chat format, or by that of
+Conversations: with --chat each line is a conversation, or a chosen and a rejected one (doc/fine_tuning.md). It is rendered by the model's chat format, or by that of
 --chat-format; the shards say which tokens are learned, and where each conversation begins. chat_format.json beside them is that format,
 which train_llama gives the model.
 
@@ -41,7 +41,7 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -412,6 +412,11 @@ class Encoder:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
+def row_tokens(versions: list[Conversation]) -> int:
+    """How much of a row of train_llama they take: the last token of each is no input."""
+    return sum(one.ids.size - 1 for one in versions)
+
+
 @dataclass
 class Split:
     """The shards of "train" or "val", written one after the other."""
@@ -438,15 +443,19 @@ class Split:
                                        self.encoder.end_of_text)
         return self._writer
 
-    def write_conversation(self, conversation: Conversation) -> None:
-        """Conversations are not cut: a shard ends with the one that fills it."""
+    def write_conversation(self, versions: list[Conversation]) -> None:
+        """A conversation, or a pair of them. They are not cut: a shard ends with the one that fills it."""
         self.documents += 1
-        self.tokens += conversation.ids.size
-        self.turns += conversation.turns
-        self.learned += int(conversation.learned.sum())
-        self.lengths.append(conversation.ids.size)
+        self.tokens += sum(one.ids.size for one in versions)
+        self.turns += sum(one.turns for one in versions)
+        self.learned += sum(int(one.learned.sum()) for one in versions)
+        self.lengths.append(row_tokens(versions) + 1)
         writer = self._open_writer()
-        writer.write_document(conversation.ids, conversation.learned)
+        documents = [(one.ids, one.learned) for one in versions]
+        if len(documents) == 2:
+            writer.write_pair(*documents)
+        else:
+            writer.write_document(*documents[0])
         if writer.count >= self.shard_tokens:
             writer.close()
             self._writer = None
@@ -622,58 +631,79 @@ def chosen_format(choice: str | None, stored: Any, path: Path) -> tuple[chat_for
     return form, chat_format.to_json(form)
 
 
+UNITS = {False: "conversations", True: "pairs"}  # of lines, by whether they are pairs
+
+
 class ChatPipeline:
     """Reads conversations, encodes them in batches, in order, and counts what is left out."""
 
     def __init__(self, encoder: Encoder, form: chat_format.ChatFormat, form_as_json: Any, ends: list[str], options: argparse.Namespace):
         self.counts = Counts()
         self.form_as_json = form_as_json
-        self.first: tuple[Line, Conversation] | None = None  # of those that are written
+        self.first: tuple[Line, list[Conversation]] | None = None  # of those that are written
+        self.pairs: bool | None = None  # whether lines are pairs; None before the first one
         self._encoder, self._options = encoder, options
         stand_ins = conversations.StandIns(encoder.parsed, form)
         with library_speaks_through_us(encoder.path):
             tokenizer = tokenizer_from(json.dumps(stand_ins.document))
         self._renderer = conversations.Renderer(form, ends, stand_ins, tokenizer, options.learn == "all")
-        self._batch: list[tuple[Split, Line, list[chat_format.Message]]] = []
+        self._batch: list[tuple[Split, Line, conversations.Example]] = []
         self._characters = 0
 
     def add(self, split: Split, line: Line, value: Any) -> None:
+        pair = conversations.is_pair(value, self._options.fields)
+        if self.pairs not in (None, pair):
+            bad_file(line.path, f"line {line.number}", f"got {UNITS[pair]}, in a file of {UNITS[not pair]}", "Prepare each kind by itself")
+        self.pairs = pair
         try:
-            messages = conversations.messages_of(value, self._options.fields, line)
+            example = conversations.example_of(value, self._options.fields, line)
         except LeftOut as why:
             return self.counts.leave_out(str(why), line)
-        self._batch.append((split, line, messages))
-        self._characters += sum(len(message.content) for message in messages)
+        self._batch.append((split, line, example))
+        self._characters += sum(len(message.content) for messages in example.versions for message in messages)
         if self._characters >= BATCH_CHARACTERS:
             self.flush()
 
     def flush(self) -> None:
         batch, self._batch, self._characters = self._batch, [], 0
         with library_speaks_through_us(self._encoder.path):
-            found = self._renderer.encode([messages for _, _, messages in batch])
-        for (split, line, messages), conversation in zip(batch, found, strict=True):
-            if isinstance(conversation, LeftOut):
-                self.counts.leave_out(str(conversation), line)
-            elif (fitting := self._fitting(messages, conversation, line)) is not None:
+            found = iter(self._renderer.encode([messages for _, _, example in batch for messages in example.versions],
+                                               [example.prompt_answers for _, _, example in batch for _ in example.versions]))
+        for split, line, example in batch:
+            versions: list[Conversation] = []
+            refused = None
+            for version in islice(found, len(example.versions)):
+                if isinstance(version, LeftOut):
+                    refused = refused or version
+                else:
+                    versions.append(version)
+            if refused is not None:
+                self.counts.leave_out(str(refused), line)
+            elif fitting := self._fitting(example, versions, line):
                 self.first = self.first or (line, fitting)
                 split.write_conversation(fitting)
 
-    def _fitting(self, messages: list[chat_format.Message], conversation: Conversation, line: Line) -> Conversation | None:
-        """The conversation with as many tokens as --seq-len allows."""
+    def _fitting(self, example: conversations.Example, versions: list[Conversation], line: Line) -> list[Conversation]:
+        """What of them fits into --seq-len: of a conversation as many tokens as it allows, of a pair both or nothing."""
         longest = self._options.seq_len + 1
-        if len(conversation.ids) <= longest:
-            return conversation
+        if row_tokens(versions) < longest:
+            return versions
+        if len(versions) == 2:
+            self.counts.leave_out(f"chosen and rejected do not fit into {longest - 1:,} tokens together", line)
+            return []
+        conversation = versions[0]
         if self._options.truncate:
             cut = Conversation(conversation.turns, conversation.ids[:longest], conversation.learned[:longest], [])
             fitting = cut if cut.learned[1:].any() else None
             self.counts.truncated += fitting is not None
         else:
             with library_speaks_through_us(self._encoder.path):
-                fitting = conversations.fit(self._renderer, messages, conversation, longest)
+                fitting = conversations.fit(self._renderer, example.versions[0], conversation, longest)
             self.counts.cut += fitting is not None
         if fitting is None:
             self.counts.leave_out(f"no answer within {longest:,} tokens", line)
-        return fitting
+            return []
+        return [fitting]
 
 
 def prepare_chat(options: argparse.Namespace, staging: Path) -> tuple[Encoder, list[Split], ChatPipeline]:
@@ -698,7 +728,7 @@ def prepare_chat(options: argparse.Namespace, staging: Path) -> tuple[Encoder, l
                 number += not of_val
     pipeline.flush()
     progress.finish()
-    finish_splits(train, val, options, "conversation", "".join(f"; {said}" for said in pipeline.counts.lines(options.seq_len + 1)))
+    finish_splits(train, val, options, UNITS[bool(pipeline.pairs)][:-1], "".join(f"; {said}" for said in pipeline.counts.lines(options.seq_len + 1)))
     return encoder, [split for split in (train, val) if split.tokens], pipeline
 
 
@@ -711,7 +741,7 @@ def chosen_for_validation(count: int, seed: int, fraction: float) -> set[int]:
 
 def report_chat(options: argparse.Namespace, encoder: Encoder, splits: list[Split], pipeline: ChatPipeline) -> None:
     for split in splits:
-        print(f"{split.name:<5} {split.documents:>10,} conversations {split.turns:>10,} turns {split.tokens:>14,} tokens "
+        print(f"{split.name:<5} {split.documents:>10,} {UNITS[bool(pipeline.pairs)]} {split.turns:>10,} turns {split.tokens:>14,} tokens "
               f"{100 * split.learned / split.tokens:5.1f} % learned   {shards_text(split)}")
     lengths = np.sort(np.concatenate([split.lengths for split in splits]))
     shares = ", ".join(f"{share} % up to {lengths[(len(lengths) - 1) * share // 100]:,}" for share in (50, 90, 99))
@@ -719,15 +749,15 @@ def report_chat(options: argparse.Namespace, encoder: Encoder, splits: list[Spli
     for said in pipeline.counts.lines(options.seq_len + 1):
         print(said)
     if pipeline.first is not None:
-        line, conversation = pipeline.first
+        line, versions = pipeline.first
         colour = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
         print(f"\n{tensor_file.escaped(line.path.name)[1:-1]} line {line.number}:")
-        for said in conversations.example(conversation, encoder.decode, colour):
+        for said in chain.from_iterable(conversations.example(one, encoder.decode, colour) for one in versions):
             print(f"  {said}")
     model = f"--model {cli.pasteable(options.model)}" if options.model else f"--config {preset_for(splits[0].tokens, encoder.vocab_size)}"
     seq_len = min(options.seq_len, -(-(int(lengths[-1]) - 1) // 64) * 64)
     print(f"\nNext:\n  {needs.program('train_llama')} {model} {shard_arguments(options.output, splits)} --seq-len {seq_len} "
-          "--epochs 2 --out runs/mine")
+          f"--epochs 2 --out runs/mine{' --objective dpo' if pipeline.pairs else ''}")
 
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
@@ -875,7 +905,7 @@ def parse_arguments() -> argparse.Namespace:
                         "something else has rendered")
     chat = parser.add_argument_group("conversations")
     chat.add_argument("--chat", action="store_true", help="each line is a conversation in JSON: messages; prompt and completion; or "
-                      "instruction, input and output")
+                      "instruction, input and output; or a pair of them: prompt, chosen and rejected")
     chat.add_argument("--chat-format", metavar="NAME|FILE", help="chatml, llama3, mistral, gemma or a .json file (default: that of --model)")
     chat.add_argument("--fields", metavar="NAME,...", help="members of a line: those of the question, joined by an empty line, and "
                       "last that of the answer")

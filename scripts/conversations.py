@@ -40,6 +40,61 @@ class Line:
         bad_file(self.path, f"line {self.number}{f': {member}' if member else ''}", f"got a JSON {json_type(got)}, expected {expected}", advice)
 
 
+@dataclass
+class Example:
+    """What is learned from a line: a conversation, or two that answer one prompt, the chosen one and then the rejected one.
+    `prompt_answers`: how many answers at the beginning of each belong to the prompt, and are not learned."""
+
+    versions: list[list[Message]]
+    prompt_answers: int = 0
+
+
+def is_pair(value: Any, fields: tuple[str, ...] | None) -> bool:
+    return fields is None and isinstance(value, dict) and ("chosen" in value or "rejected" in value)
+
+
+def example_of(value: Any, fields: tuple[str, ...] | None, line: Line) -> Example:
+    """Errors are those of messages_of()."""
+    return _pair(value, line) if is_pair(value, fields) else Example([messages_of(value, fields, line)])
+
+
+def _pair(value: dict[str, Any], line: Line) -> Example:
+    """TRL's forms: a prompt and two answers, each a text or messages; or two conversations that begin with the same messages."""
+    for name in ("chosen", "rejected"):
+        if not isinstance(value.get(name), (str, list)):
+            if name not in value:
+                bad_file(line.path, f"line {line.number}: {name}", "got nothing, expected the other one of two answers")
+            line.refuse(name, value[name], "a text or an array of messages")
+    versions = [_messages_or_text(value, name, "assistant", line) for name in ("chosen", "rejected")]
+    texts = isinstance(value["chosen"], str) or isinstance(value["rejected"], str)
+    if isinstance(value.get("prompt"), list) or texts:  # beside conversations a prompt that is a text is their first message again
+        if not isinstance(value.get("prompt"), (str, list)):
+            line.refuse("prompt", value.get("prompt"), "a text or an array of messages")
+        prompt = _messages_or_text(value, "prompt", "user", line)
+    else:
+        same = (i for i, (one, other) in enumerate(zip(*versions)) if one != other)
+        prompt = versions[0][:next(same, min(map(len, versions)))]
+        versions = [version[len(prompt):] for version in versions]
+    if not prompt:
+        raise LeftOut("chosen and rejected have no prompt in common")
+    if versions[0] == versions[1]:
+        raise LeftOut("chosen and rejected are the same")
+    for version in versions:
+        if version and version[0].role != "assistant":
+            raise LeftOut("chosen and rejected have other prompts")
+        while version and version[-1].role != "assistant":
+            version.pop()
+        if not any(message.role == "assistant" and message.content.strip() for message in version):
+            raise LeftOut("no answer")
+    return Example([prompt + version for version in versions], sum(message.role == "assistant" for message in prompt))
+
+
+def _messages_or_text(value: dict[str, Any], name: str, role: str, line: Line) -> list[Message]:
+    if isinstance(value[name], str):
+        return [Message(role, value[name])]
+    return [_message(one, f"{name}[{i}]", line) for i, one in enumerate(value[name])]
+
+
 def messages_of(value: Any, fields: tuple[str, ...] | None, line: Line) -> list[Message]:
     """The messages up to the last answer. `fields`: the members of questions and the one of the answer, instead of those that are
     known. FileError BAD_FILE for what is no conversation, LeftOut for one without an answer."""
@@ -88,7 +143,7 @@ def _known_fields(value: dict[str, Any], line: Line) -> tuple[str, ...]:
         if fields[0] in value and fields[-1] in value:
             return fields
     bad_file(line.path, f"line {line.number}", f"got the members {', '.join(map(shown, list(value)[:8])) or 'of no name'}, expected messages, "
-             "prompt and completion, or instruction and output", "--fields names the members of other files")
+             "prompt and completion, instruction and output, or chosen and rejected", "--fields names the members of other files")
 
 
 def _question_and_answer(value: dict[str, Any], fields: tuple[str, ...], line: Line) -> list[Message]:
@@ -167,29 +222,30 @@ class Renderer:
         """`ends`: the texts that end a turn. `learn_all`: all answers, not the last one alone."""
         self._form, self._ends, self._stand_ins, self._tokenizer, self._learn_all = form, ends, stand_ins, tokenizer, learn_all
 
-    def encode(self, all_messages: list[list[Message]]) -> list[Conversation | LeftOut]:
-        """Each conversation, or why it is left out."""
+    def encode(self, all_messages: list[list[Message]], prompt_answers: list[int] | None = None) -> list[Conversation | LeftOut]:
+        """Each conversation, or why it is left out. `prompt_answers`: of each, how many of its first answers are not learned."""
         results: list[Conversation | LeftOut | None] = []
         rendered = []
-        for messages in all_messages:
+        for messages, skipped in zip(all_messages, prompt_answers or [0] * len(all_messages), strict=True):
             try:
-                rendered.append((len(messages), render(self._form, messages, False), answers(self._form, messages, self._ends)))
+                rendered.append((len(messages), render(self._form, messages, False), answers(self._form, messages, self._ends), skipped))
                 results.append(None)
             except Refused as refused:
                 results.append(LeftOut(str(refused)))
-        texts = [self._stand_ins.text_of(segments) for _, segments, _ in rendered]
+        texts = [self._stand_ins.text_of(segments) for _, segments, _, _ in rendered]
         encodings = self._tokenizer.encode_batch([text for text, _, _ in texts], add_special_tokens=False)
-        made = (self._conversation(turns, found, text, encoding)
-                for (turns, _, found), text, encoding in zip(rendered, texts, encodings, strict=True))
+        made = (self._conversation(turns, found, skipped, text, encoding)
+                for (turns, _, found, skipped), text, encoding in zip(rendered, texts, encodings, strict=True))
         return [next(made) if result is None else result for result in results]
 
-    def _conversation(self, turns: int, found: list[Answer], text: tuple[str, list[int], list[int]], encoding: Any) -> Conversation:
+    def _conversation(self, turns: int, found: list[Answer], skipped: int, text: tuple[str, list[int], list[int]],
+                      encoding: Any) -> Conversation:
         ids = np.array(encoding.ids, dtype=np.int64)
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         whole, before, after = text
         learned_characters = np.zeros(len(whole) + 1, dtype=bool)
         spans = [(self._moved(one.begin, before, after), self._moved(one.turn_end, before, after)) for one in found]
-        for begin, end in spans if self._learn_all else spans[-1:]:
+        for begin, end in spans[skipped:] if self._learn_all else spans[-1:]:
             learned_characters[begin:end] = True
         # A token is learned if it has a character that is. A special token may have taken white space of a content beside it:
         # its own name counts.

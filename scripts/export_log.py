@@ -28,6 +28,7 @@ from tensor_file import AtomicFile, FileError, escaped
 
 # Columns, and what TensorBoard calls them.
 SERIES = {"loss": "loss/train", "val_loss": "loss/val", "lr": "optimizer/learning_rate", "grad_norm": "optimizer/gradient_norm",
+          "reward_accuracy": "rewards/accuracy", "reward_margin": "rewards/margin",
           "tokens_per_s": "speed/tokens_per_second", "dt_ms": "speed/milliseconds_a_step"}
 COLUMNS = ("step", "tokens", "time", *SERIES)
 

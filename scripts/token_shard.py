@@ -14,7 +14,8 @@ import xxhash
 
 from tensor_file import SHARD_MAGIC, AtomicFile, check_magic, fail, map_file
 
-PLAIN, OF_DOCUMENTS = 1, 2  # versions: tokens alone; with the documents' starts and what of them is learned
+# Versions: tokens alone; with the documents' starts and what of them is learned; the same, of documents that are pairs.
+PLAIN, OF_DOCUMENTS, OF_PAIRS = 1, 2, 3
 HEADER_BYTES = 256
 HEADER = struct.Struct("<8sIIQQQqQQ")
 HASHED_BYTES = 56  # of the header
@@ -30,7 +31,8 @@ def dtype_for(vocab_size: int) -> np.dtype[Any]:
 class TokenShard:
     """A validated shard. `tokens` is a read-only view of the file; verify() checks its hash and every id.
 
-    `starts`: of each document its first token, and the end of the last one, i64; None in a shard without documents.
+    `starts`: of each document its first token, and the end of the last one, i64; None in a shard without documents. `of_pairs`:
+    documents are pairs of answers to one prompt, the chosen one and then the rejected one.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -41,6 +43,7 @@ class TokenShard:
         self.end_of_document_id = number if version == PLAIN else -1
         self.tokens = np.frombuffer(self._data, dtype=DTYPES[dtype], offset=HEADER_BYTES, count=self.count)
         self.starts = None if version == PLAIN else self._read_starts(number)
+        self.of_pairs = version == OF_PAIRS
 
     def _read_starts(self, documents: int) -> np.ndarray:
         starts = np.frombuffer(self._data, dtype="<u8", offset=HEADER_BYTES + self.tokens.nbytes, count=documents)
@@ -79,8 +82,8 @@ def _read_header(path: str, data) -> tuple:
         fail(path, f"truncated: got {size} bytes, expected at least {HEADER_BYTES}. Get or make the shard again")
     header = HEADER.unpack_from(data)
     version, header_hash = header[1], header[-1]
-    if version not in (PLAIN, OF_DOCUMENTS):
-        fail(path, f"version: got {version}, expected {PLAIN} or {OF_DOCUMENTS}. "
+    if version not in (PLAIN, OF_DOCUMENTS, OF_PAIRS):
+        fail(path, f"version: got {version}, expected {PLAIN} to {OF_PAIRS}. "
              + ("It was made by a newer tool: update weft" if version else "The shard is damaged: get or make it again"))
     got = xxhash.xxh3_64_intdigest(data[:HASHED_BYTES])
     if got != header_hash:
@@ -103,10 +106,12 @@ def _check_fields(path: str, size: int, header: tuple) -> None:
         fail(path, f"end_of_document_id: got {number}, expected -1 to {vocab_size - 1}")
     if count == 0:
         fail(path, "count: got 0, expected at least one token")
-    if version == OF_DOCUMENTS and not 1 <= number <= count:
+    if version != PLAIN and not 1 <= number <= count:
         fail(path, f"documents: got {number}, expected 1 to {count}")
+    if version == OF_PAIRS and number % 2:
+        fail(path, f"documents: got {number}, expected an even number: they are pairs")
     expected = HEADER_BYTES + count * DTYPES[dtype].itemsize
-    if version == OF_DOCUMENTS:
+    if version != PLAIN:
         expected += 8 * number + (count + 7) // 8
     if expected >= 1 << 64:
         fail(path, "count: size overflows 64 bits")
@@ -130,6 +135,7 @@ class ShardWriter:
         self._hasher = xxhash.xxh3_64()
         self._starts: list[int] = []
         self._learned: list[np.ndarray] = []  # of each document
+        self._in_pairs = 0  # documents that write_pair() has written
         self._file = AtomicFile(path)
         self._file.write(bytes(HEADER_BYTES))
 
@@ -154,6 +160,12 @@ class ShardWriter:
         self._learned.append(learned.astype(bool))
         self.write(ids)
 
+    def write_pair(self, chosen: tuple[np.ndarray, np.ndarray], rejected: tuple[np.ndarray, np.ndarray]) -> None:
+        """Appends two answers to one prompt, each as write_document() takes it. A shard has pairs alone or none."""
+        self._in_pairs += 2
+        self.write_document(*chosen)
+        self.write_document(*rejected)
+
     def close(self) -> None:
         if self.count == 0:
             self.discard()
@@ -161,10 +173,13 @@ class ShardWriter:
         if self._starts and sum(map(len, self._learned)) != self.count:
             self.discard()
             raise ValueError("tokens that are part of no document")
+        if self._in_pairs not in (0, len(self._starts)):
+            self.discard()
+            raise ValueError("documents beside pairs")
         dtype = next(number for number, dtype in DTYPES.items() if dtype == self.dtype)
         version, number = PLAIN, self.end_of_document_id
         if self._starts:
-            version, number = OF_DOCUMENTS, len(self._starts)
+            version, number = OF_PAIRS if self._in_pairs else OF_DOCUMENTS, len(self._starts)
             self._append(np.array(self._starts, dtype="<u8"))
             self._append(np.packbits(np.concatenate(self._learned), bitorder="little"))
         header = bytearray(HEADER.pack(SHARD_MAGIC, version, dtype, self.count, self.vocab_size, self.tokenizer_hash,

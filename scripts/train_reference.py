@@ -81,6 +81,7 @@ class Settings:
     seed: int
     packed: bool = False  # rows hold several conversations; runs that do not say so have a row for each
     document_mask: bool = False
+    dpo_beta: float = 0  # of --objective dpo; 0: the loss is that of text
 
     @property
     def accumulation(self) -> int:
@@ -150,7 +151,8 @@ def read_settings(options: dict[str, Any], path: Path) -> Settings:
     if values["schedule"] not in ("cosine", "linear", "constant", "wsd"):
         bad_file(path, "settings.schedule", f"got {shown(values['schedule'])}, expected a schedule of train_llama")
     return Settings(model_file=setting(options, "model", str, path), packed=options.get("no-pack") == "false",
-                    document_mask=options.get("document-mask") == "true", **values)
+                    document_mask=options.get("document-mask") == "true",
+                    dpo_beta=setting(options, "dpo-beta", float, path) if options.get("objective") == "dpo" else 0, **values)
 
 
 def setting(options: dict[str, Any], name: str, kind: Callable[[str], Any], path: Path) -> Any:
@@ -323,11 +325,13 @@ def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
 
 class Rows(NamedTuple):
     """Some rows of the run, i64 [number, T] each. labels: IGNORED_LABEL where none is learned. starts: where in the row the document of
-    each token begins, for an attention that sees its own document alone; None: a row is one document."""
+    each token begins, for an attention that sees its own document alone; None: a row is one document. places: of each row the
+    documents, by number, beginning and end."""
 
     inputs: np.ndarray
     labels: np.ndarray
     starts: np.ndarray | None
+    places: list[list[tuple[int, int, int]]]
 
 
 class Windows:
@@ -347,14 +351,18 @@ class Windows:
         self.texts: list[np.ndarray] = []
         self.end_of_document = shards[0].end_of_document_id
         if any(shard.starts is not None for shard in shards):
-            self.documents = [document for shard in shards for document in documents_of(shard, self.seq_len + 1)]
+            self.documents = [document for shard in shards
+                              for document in (pairs_of if settings.dpo_beta else documents_of)(shard, self.seq_len + 1)]
         else:
             self.texts = joined_texts(shards, self.seq_len)
         self.masks = settings.packed if self.documents else settings.document_mask
         if self.masks and any(description.model.window(layer) for layer in range(description.model.num_layers)):
             bad_file(shards[0].path, "documents", "expected a model without windows: transformers takes one mask for all layers")
-        lengths = [tokens.size - 1 for tokens, _ in self.documents]
-        self.rows_of = best_fit(lengths, self.seq_len) if settings.packed else [[number] for number in range(len(lengths))]
+        together = 2 if settings.dpo_beta else 1  # documents that share a row
+        lengths = [sum(tokens.size - 1 for tokens, _ in self.documents[number:number + together])
+                   for number in range(0, len(self.documents), together)]
+        units = best_fit(lengths, self.seq_len) if settings.packed else [[number] for number in range(len(lengths))]
+        self.rows_of = [[unit * together + i for unit in row for i in range(together)] for row in units]
         self.first_window = np.cumsum([0] + [(text.size - 1) // self.seq_len for text in self.texts])
         if not (windows := len(self.rows_of) + int(self.first_window[-1])):
             bad_file(shards[0].path, "documents", f"none has at most {self.seq_len + 1} tokens and a learned one")
@@ -362,9 +370,21 @@ class Windows:
 
     def rows(self, begin: int, number: int) -> Rows:
         """Those at positions begin to begin + number - 1 of the run."""
+        return self.read(self.order.windows(begin, number).tolist())
+
+    def read(self, windows: Iterable[int]) -> Rows:
         read = self._packed if self.documents else self._of_text
-        inputs, labels, starts = zip(*(read(int(window)) for window in self.order.windows(begin, number)), strict=True)
-        return Rows(np.stack(inputs), np.stack(labels), np.stack(starts) if self.masks else None)
+        inputs, labels, starts = zip(*map(read, windows), strict=True)
+        return Rows(np.stack(inputs), np.stack(labels), np.stack(starts) if self.masks else None,
+                    list(map(self._places, windows)) if self.documents else [])
+
+    def _places(self, row: int) -> list[tuple[int, int, int]]:
+        places, begin = [], 0
+        for document in self.rows_of[row]:
+            end = begin + self.documents[document][0].size - 1
+            places.append((document, begin, end))
+            begin = end
+        return places
 
     def _packed(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         inputs, labels = np.zeros(self.seq_len, np.int64), np.full(self.seq_len, IGNORED_LABEL, np.int64)
@@ -401,6 +421,18 @@ def documents_of(shard: TokenShard, longest: int) -> Iterator[tuple[np.ndarray, 
             end = begin + 2 + ends[-1] if ends.size else begin
         if learned[begin + 1:end].any():
             yield shard.tokens[begin:end], learned[begin:end]
+
+
+def pairs_of(shard: TokenShard, longest: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The documents of pairs that are trained on, of each pair the chosen and the rejected one."""
+    if not shard.of_pairs:
+        bad_file(shard.path, "version", "got no pairs, which --objective dpo needs")
+    learned, starts = shard.learned(), shard.starts
+    assert starts is not None
+    for first, second, end in zip(starts[:-1:2], starts[1::2], starts[2::2], strict=True):
+        pair = [(shard.tokens[begin:stop], learned[begin:stop]) for begin, stop in ((first, second), (second, end))]
+        if end - first - 2 < longest and all(of_answer[1:].any() for _, of_answer in pair):
+            yield from pair
 
 
 def check_shards(shards: list[TokenShard], description: RunDescription) -> None:
@@ -496,6 +528,14 @@ class Trainer:
         self.optimizer = make_optimizer(model, self.settings)
         self.device = next(model.parameters()).device
         self.steps_done = 0
+        if self.settings.dpo_beta:
+            torch, _ = libraries()
+            self.reference = torch.zeros(len(windows.documents), dtype=torch.float64, device=self.device)
+            rows = windows.read(range(len(windows.rows_of)))
+            for first in range(0, len(rows.inputs), self.settings.micro_batch):
+                with torch.no_grad():
+                    documents, values = self.answers(rows, first)
+                self.reference[documents] = values
 
     def precision(self) -> AbstractContextManager:
         torch, _ = libraries()
@@ -506,18 +546,37 @@ class Trainer:
         that count."""
         torch, _ = libraries()
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        batch = self.settings.micro_batch
+        batch, beta = self.settings.micro_batch, self.settings.dpo_beta
         rows = self.windows.rows(begin, batch * self.settings.accumulation)
-        count = int((rows.labels != IGNORED_LABEL).sum())
+        count = sum(map(len, rows.places)) // 2 if beta else int((rows.labels != IGNORED_LABEL).sum())
         for first in range(0, len(rows.inputs), batch):
-            inputs, labels = (torch.from_numpy(each[first:first + batch]).to(self.device) for each in (rows.inputs, rows.labels))
-            of_documents = {} if rows.starts is None else document_arguments(torch.from_numpy(rows.starts[first:first + batch]).to(self.device))
-            with self.precision():
-                logits = self.model(inputs, use_cache=False, **of_documents).logits.float()
-            part = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            if beta:
+                documents, values = self.answers(rows, first)
+                rewards = beta * (values - self.reference[documents])
+                part = -torch.nn.functional.logsigmoid(rewards[0::2] - rewards[1::2]).sum()
+            else:
+                part = self.losses(rows, first, "sum")
             (part / count).backward()
             loss += part.detach().double()
         return float(loss) / count
+
+    def losses(self, rows: Rows, first: int, reduction: str) -> torch.Tensor:
+        """Of the labels of the micro-batch whose first row is `first`."""
+        torch, _ = libraries()
+        batch = self.settings.micro_batch
+        inputs, labels = (torch.from_numpy(each[first:first + batch]).to(self.device) for each in (rows.inputs, rows.labels))
+        of_documents = {} if rows.starts is None else document_arguments(torch.from_numpy(rows.starts[first:first + batch]).to(self.device))
+        with self.precision():
+            logits = self.model(inputs, use_cache=False, **of_documents).logits.float()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+
+    def answers(self, rows: Rows, first: int) -> tuple[list[int], torch.Tensor]:
+        """The documents of a micro-batch, and log p of the learned tokens of each."""
+        torch, _ = libraries()
+        losses = self.losses(rows, first, "none").view(-1, self.settings.seq_len)
+        places = [(row, *place) for row, found in enumerate(rows.places[first:first + len(losses)]) for place in found]
+        values = torch.stack([-losses[row, begin:end].sum(dtype=torch.float64) for row, _, begin, end in places])
+        return [document for _, document, _, _ in places], values
 
     def step(self) -> dict[str, Any]:
         """Takes one step. Returns its record."""

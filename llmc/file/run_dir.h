@@ -3,6 +3,7 @@
 //   lock              pid and host of the run that works here
 //   config.json       settings and model of the last start
 //   log.jsonl         one record a line
+//   reference.bin     with --objective dpo: log p of the pairs by the model that the run began with (llmc/train/preference.h)
 //   matmul_plans.txt  on a GPU: which algorithm computes which GEMM (llmc/cuda/op/gemm/matmul_plans.h)
 //   step_00000100/    a checkpoint; only ever appears complete
 //   step_00000100.tmp/, step_00000100.replaced.tmp/   a save or a removal that was interrupted; never loaded

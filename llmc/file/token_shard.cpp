@@ -19,7 +19,7 @@ namespace {
 using u64 = unsigned long long;  // what printf's %llu takes
 
 constexpr std::uint64_t kHeaderBytes = 256;
-constexpr std::uint32_t kPlain = 1, kOfDocuments = 2;  // versions
+constexpr std::uint32_t kPlain = 1, kOfDocuments = 2, kOfPairs = 3;  // versions
 constexpr std::uint64_t kMaxVocabulary = 1'000'000;
 constexpr std::int64_t kPiece = 1 << 18;  // tokens that verify() reads at once
 
@@ -28,7 +28,7 @@ struct Header {
   char magic[8];
   std::uint32_t version, dtype;
   std::uint64_t count, vocab_size, tokenizer_hash;
-  std::int64_t number;  // kPlain: end_of_document_id; kOfDocuments: how many documents
+  std::int64_t number;  // kPlain: end_of_document_id; otherwise how many documents
   std::uint64_t data_hash, header_hash;
 };
 static_assert(sizeof(Header) == 64 && offsetof(Header, header_hash) == 56);
@@ -46,9 +46,9 @@ class Validator {
     }
     Header header;
     std::memcpy(&header, file_.data(), sizeof header);
-    if (header.version != kPlain && header.version != kOfDocuments) {
-      fail(Exit::bad_file, "%s: version: got %u, expected %u or %u. %s", where_.c_str(), header.version, kPlain,
-           kOfDocuments,
+    if (header.version < kPlain || header.version > kOfPairs) {
+      fail(Exit::bad_file, "%s: version: got %u, expected %u to %u. %s", where_.c_str(), header.version, kPlain,
+           kOfPairs,
            header.version != 0 ? "It was made by a newer tool: update weft"
                                : "The shard is damaged: get or make it again");
     }
@@ -95,11 +95,15 @@ class Validator {
 
   void check_size(const Header& header) const {
     if (header.count == 0) fail(Exit::bad_file, "%s: count: got 0, expected at least one token", where_.c_str());
-    const bool of_documents = header.version == kOfDocuments;
+    const bool of_documents = header.version != kPlain;
     const auto documents = of_documents ? static_cast<std::uint64_t>(header.number) : 0;
     if (of_documents && (header.number < 1 || documents > header.count)) {
       fail(Exit::bad_file, "%s: documents: got %lld, expected 1 to %llu", where_.c_str(),
            static_cast<long long>(header.number), u64{header.count});
+    }
+    if (header.version == kOfPairs && documents % 2 != 0) {
+      fail(Exit::bad_file, "%s: documents: got %lld, expected an even number: they are pairs", where_.c_str(),
+           static_cast<long long>(header.number));
     }
     const std::string where = where_ + ": count";
     std::uint64_t expected = checked_mul(header.count, dtype_bytes(static_cast<DType>(header.dtype)), where);
@@ -149,6 +153,7 @@ TokenShard TokenShard::open(const std::string& path) {
     shard.end_of_document_id_ = header.number;
   } else {
     shard.read_starts(static_cast<std::size_t>(header.number));
+    shard.of_pairs_ = header.version == kOfPairs;
   }
   return shard;
 }

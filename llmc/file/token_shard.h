@@ -27,6 +27,8 @@ class TokenShard {
   std::uint64_t tokenizer_hash() const { return tokenizer_hash_; }         // XXH3-64 of the text of tokenizer.json
   std::int64_t end_of_document_id() const { return end_of_document_id_; }  // -1: none
   DType dtype() const { return dtype_; }
+  // Whether documents come in pairs: two answers to one prompt, the chosen one and then the rejected one.
+  bool of_pairs() const { return of_pairs_; }
   // Where each document begins, and count(). Empty in a shard that knows of no documents: all its tokens are learned.
   std::span<const std::int64_t> document_starts() const { return starts_; }
   // Tokens [begin, begin + out.size()), which must lie in the shard (otherwise Exit::internal). An id >=
@@ -48,6 +50,7 @@ class TokenShard {
   std::int64_t count_ = 0, vocab_size_ = 0, end_of_document_id_ = -1;
   std::uint64_t tokenizer_hash_ = 0, data_hash_ = 0;
   std::vector<std::int64_t> starts_;
+  bool of_pairs_ = false;
 };
 
 }  // namespace weft

@@ -22,12 +22,15 @@ void require_same_tokenizer(const TokenShard& first, const TokenShard& shard) {
        escaped(shard.path()).c_str(), escaped(first.path()).c_str());
 }
 
+std::string kind_of(const TokenShard& shard) {
+  if (shard.of_pairs()) return "pairs of answers";
+  return shard.document_starts().empty() ? "plain text" : "conversations";
+}
+
 void require_same_kind(const TokenShard& first, const TokenShard& shard) {
-  if (first.document_starts().empty() == shard.document_starts().empty()) return;
-  const bool documents = !shard.document_starts().empty();
+  if (kind_of(first) == kind_of(shard)) return;
   fail(Exit::bad_file, "%s: holds %s, and %s %s. Train on one kind", escaped(shard.path()).c_str(),
-       documents ? "conversations" : "plain text", escaped(first.path()).c_str(),
-       documents ? "plain text" : "conversations");
+       kind_of(shard).c_str(), escaped(first.path()).c_str(), kind_of(first).c_str());
 }
 
 std::string header_hash(const TokenShard& shard) {
@@ -46,7 +49,9 @@ TokenDataset::TokenDataset(const std::string& pattern, std::int64_t seq_len, Win
       require_same_kind(shards_.front(), shard);
     }
     shards_.push_back(std::move(shard));
-    if (of_documents()) {
+    if (of_pairs()) {
+      add_pairs(shards_.size() - 1);
+    } else if (of_documents()) {
       add_documents(shards_.size() - 1);
     } else {
       add_text(shards_.back().count());
@@ -55,10 +60,13 @@ TokenDataset::TokenDataset(const std::string& pattern, std::int64_t seq_len, Win
   }
   if (!of_documents() && options_.document_mask) require_document_ends();
   if (options_.pack) {
-    std::vector<std::int64_t> lengths;
-    lengths.reserve(documents_.size());
-    for (const Document& document : documents_) lengths.push_back(document.tokens - 1);
-    rows_ = pack_rows(lengths, seq_len_);
+    const std::size_t together = of_pairs() ? 2 : 1;  // documents that share a row
+    std::vector<std::int64_t> lengths(documents_.size() / together);
+    for (std::size_t i = 0; i < documents_.size(); ++i) lengths[i / together] += documents_[i].tokens - 1;
+    rows_ = rows_of_units(pack_rows(lengths, seq_len_), together);
+  } else if (of_pairs()) {
+    fail(Exit::usage, "--no-pack: %s holds pairs of answers, and those of a pair share a row. Leave it out",
+         escaped(pattern).c_str());
   } else {
     rows_ = single_rows(documents_.size());
   }
@@ -101,11 +109,53 @@ void TokenDataset::add_documents(std::size_t shard) {
       ++unlearned_;
       continue;
     }
-    documents_.push_back({shard, starts[i], tokens});
-    inputs_ += tokens - 1;
+    add_document({shard, starts[i], tokens}, labels);
     shortened_ += longer ? 1 : 0;
-    learned_ += labels;
   }
+}
+
+// Documents of a pair have a window both, or neither: they are not cut.
+void TokenDataset::add_pairs(std::size_t shard) {
+  const std::span<const std::int64_t> starts = shards_[shard].document_starts();
+  std::vector<std::uint8_t> learned;
+  for (std::size_t i = 0; i + 2 < starts.size(); i += 2) {
+    if (starts[i + 2] - starts[i] - 2 > seq_len_) {
+      ++too_long_;
+      continue;
+    }
+    std::int64_t labels[2];
+    for (std::size_t answer = 0; answer < 2; ++answer) {
+      learned.resize(static_cast<std::size_t>(starts[i + answer + 1] - starts[i + answer] - 1));
+      shards_[shard].read_learned(starts[i + answer] + 1, learned);
+      labels[answer] = std::count(learned.begin(), learned.end(), std::uint8_t{1});
+    }
+    if (labels[0] == 0 || labels[1] == 0) {
+      ++unlearned_;
+      continue;
+    }
+    for (std::size_t answer = 0; answer < 2; ++answer) {
+      add_document({shard, starts[i + answer], starts[i + answer + 1] - starts[i + answer]}, labels[answer]);
+    }
+  }
+}
+
+void TokenDataset::add_document(const Document& document, std::int64_t labels) {
+  documents_.push_back(document);
+  inputs_ += document.tokens - 1;
+  learned_ += labels;
+}
+
+std::vector<PairPlace> TokenDataset::pairs_of(std::uint64_t window) const {
+  std::vector<PairPlace> pairs;
+  const std::span<const std::size_t> row = rows_.row(window);
+  std::size_t begin = 0;
+  for (std::size_t i = 0; i + 1 < row.size(); i += 2) {
+    const auto chosen = static_cast<std::size_t>(documents_[row[i]].tokens - 1);
+    const auto rejected = static_cast<std::size_t>(documents_[row[i + 1]].tokens - 1);
+    pairs.push_back({row[i] / 2, begin, begin + chosen, begin + chosen + rejected});
+    begin = pairs.back().end;
+  }
+  return pairs;
 }
 
 // Of a document of more than T + 1 tokens: how many it has up to the end of the last answer that fits; 0: none does.
@@ -163,6 +213,13 @@ double TokenDataset::attention_share() const {
 
 void TokenDataset::require_windows(const std::string& pattern) const {
   if (windows_ > 0 && labels() > 0) return;
+  if (of_pairs()) {
+    fail(Exit::bad_file,
+         "%s: of %lld pairs %lld have more than --seq-len %lld tokens, and in the others nothing is learned. Raise "
+         "--seq-len",
+         escaped(pattern).c_str(), static_cast<long long>(too_long_ + unlearned_), static_cast<long long>(too_long_),
+         static_cast<long long>(seq_len_));
+  }
   if (of_documents()) {
     fail(Exit::bad_file,
          "%s: of %lld conversations %lld have no answer that ends within --seq-len %lld, and in the others nothing is "
@@ -222,7 +279,8 @@ void TokenDataset::read_window(std::uint64_t window, std::span<std::int32_t> tok
 MicroBatch TokenDataset::make_batch(std::int64_t rows) const {
   const auto size = static_cast<std::size_t>(rows * seq_len_);
   return {std::vector<std::int32_t>(size), std::vector<std::int32_t>(size),
-          std::vector<std::int32_t>(masks_documents() ? size : 0)};
+          std::vector<std::int32_t>(masks_documents() ? size : 0),
+          std::vector<std::uint64_t>(static_cast<std::size_t>(rows))};
 }
 
 void TokenDataset::read_row(std::uint64_t window, MicroBatch& batch, std::int64_t row) const {
@@ -231,6 +289,7 @@ void TokenDataset::read_row(std::uint64_t window, MicroBatch& batch, std::int64_
     return all.empty() ? std::span<std::int32_t>() : std::span(all).subspan(begin, T);
   };
   read_window(window, of_row(batch.tokens), of_row(batch.labels), of_row(batch.document_starts));
+  batch.windows[static_cast<std::size_t>(row)] = window;
 }
 
 // These three read what a window or a document has, and return how many inputs and labels that is.

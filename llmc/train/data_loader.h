@@ -31,8 +31,16 @@ struct RowOptions {
 
 // B windows: tokens and labels, each [B, T], and if the dataset masks_documents() where documents begin, [B, T] too.
 struct MicroBatch {
+  static constexpr std::uint64_t kNoWindow = ~std::uint64_t{0};  // of a row that only fills up the batch
   std::vector<std::int32_t> tokens, labels, document_starts;
+  std::vector<std::uint64_t> windows;  // [B]: which they are
   Batch view() const { return {tokens, labels, document_starts}; }
+};
+
+// Where in a window the labels of a pair's two answers are: [chosen, rejected) and [rejected, end).
+struct PairPlace {
+  std::size_t pair;  // its number among those of the dataset
+  std::size_t chosen, rejected, end;
 };
 
 // Several shards as one list of windows. Window w of a text is tokens [w T, w T + T]: neighbours share one token, the
@@ -45,13 +53,16 @@ struct MicroBatch {
 // the last learned tokens that fit, at the first one that is not learned: behind an answer. Those in which nothing fits, and
 // those in which nothing is learned, have no window.
 //
+// Shards of pairs are the same, but the two documents of a pair lie in one window, one behind the other, or, if they do not fit
+// whole into one, in none.
+//
 // A plain text has the token end_of_document_id() behind each document. With RowOptions::document_mask its windows are the
 // same, and the rest of a document that another window has begun is a document.
 class TokenDataset {
  public:
   // `pattern`: a shell pattern; the files that match are used in lexicographic order. Exit::bad_file: nothing matches,
-  // there is no window, or the shards were made with different tokenizers, or some with documents and some without, or
-  // document_mask is asked of a text that does not say where documents end.
+  // there is no window, or the shards were made with different tokenizers, or are not of one kind, or document_mask is asked of a
+  // text that does not say where documents end. Exit::usage: pairs are not to be packed.
   TokenDataset(const std::string& pattern, std::int64_t seq_len, WindowUse use = WindowUse::training,
                RowOptions rows = {});
 
@@ -63,11 +74,15 @@ class TokenDataset {
   std::int64_t labels() const;
   std::int64_t left_out() const;  // tokens that are no label although another one stands before them in their text
   bool of_documents() const { return !shards_.front().document_starts().empty(); }
+  bool of_pairs() const { return shards_.front().of_pairs(); }
   bool packs() const { return of_documents() && options_.pack; }
   // Whether windows say where documents begin, for an attention that sees its own document alone.
   bool masks_documents() const { return of_documents() ? options_.pack : options_.document_mask; }
   std::int64_t documents() const { return std::ssize(documents_); }  // that have a window
-  std::int64_t inputs() const { return inputs_; }                    // of all of these
+  std::int64_t pairs() const { return of_pairs() ? documents() / 2 : 0; }
+  // Of a shard of pairs: those of a window, in its order.
+  std::vector<PairPlace> pairs_of(std::uint64_t window) const;
+  std::int64_t inputs() const { return inputs_; }  // of all of these
   // What attention computes in packed rows, as a share of what it would in rows of one document each: by tiles of kTile
   // queries by kTile keys.
   double attention_share() const;
@@ -113,6 +128,8 @@ class TokenDataset {
 
   void add_text(std::int64_t count);
   void add_documents(std::size_t shard);
+  void add_pairs(std::size_t shard);
+  void add_document(const Document& document, std::int64_t labels);
   std::int64_t longest_cut(std::span<const std::uint8_t> learned) const;
   void require_document_ends() const;
   void count_unlearned_ends();

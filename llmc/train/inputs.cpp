@@ -159,6 +159,20 @@ void check_shards(const TokenDataset& data, const char* option, const TrainInput
   }
 }
 
+// The objective and what the shards hold.
+void check_kind(const TokenDataset& data, const char* option, const TrainSettings& settings) {
+  if (data.of_pairs() == settings.dpo()) return;
+  const std::string name = escaped(data.shards().front().path());
+  if (data.of_pairs()) {
+    fail(Exit::usage, "%s: %s holds pairs of answers, which --objective dpo trains on and measures", option,
+         name.c_str());
+  }
+  fail(Exit::usage,
+       "%s: %s holds %s, and --objective dpo needs pairs of answers. Prepare a chosen and a rejected one for each "
+       "prompt (doc/fine_tuning.md)",
+       option, name.c_str(), data.of_documents() ? "conversations" : "plain text");
+}
+
 void verify_data(const TokenDataset& data, bool dry_run) {
   if (dry_run || data.tokens() <= kVerifyTokens) data.verify();
 }
@@ -209,6 +223,8 @@ TrainInputs open_inputs(const TrainSettings& settings) {
   if (!settings.val.empty() && (inputs.train || settings.eval)) {
     inputs.val.emplace(settings.val, settings.seq_len, WindowUse::measurement, rows);
   }
+  if (inputs.train) check_kind(*inputs.train, "--train", settings);
+  if (inputs.val) check_kind(*inputs.val, "--val", settings);
   choose_vocabulary(settings, inputs);
   open_tokenizer(settings, inputs);
   open_chat(inputs);

@@ -11,6 +11,7 @@
 #include "llmc/base/signals.h"
 #include "llmc/infer/text_output.h"
 #include "llmc/model/compare.h"
+#include "llmc/train/measurement.h"
 
 namespace weft {
 
@@ -21,6 +22,10 @@ using Clock = std::chrono::steady_clock;
 // While the first rank waits for a save, the other ranks hear from it at this interval.
 constexpr std::chrono::milliseconds kSaveHeartbeat(100);
 
+std::string reward_text(const std::optional<PreferenceSums>& sums) {
+  return sums ? format("  accuracy %.1f %%  margin %.3g", 100 * sums->accuracy(), sums->mean_margin()) : std::string();
+}
+
 // For printf's %lld.
 long long wide(std::int64_t value) {
   return static_cast<long long>(value);
@@ -30,66 +35,17 @@ long long wide(std::int64_t value) {
 
 std::optional<MeanLoss> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
                                   std::int64_t batches, Communicator& ranks) {
-  const auto B = static_cast<std::uint64_t>(micro_batch);
-  const std::uint64_t all_batches = (data.windows() + B - 1) / B;
-  const std::uint64_t count = batches == 0 ? all_batches : std::min(static_cast<std::uint64_t>(batches), all_batches);
-  const auto T = static_cast<std::size_t>(data.seq_len());
-  MicroBatch batch = data.make_batch(micro_batch);
-  const auto read = [&](std::uint64_t i) {
-    for (std::uint64_t b = 0; b < B; ++b) {
-      const std::uint64_t row = i * B + b;
-      const bool exists = row < data.windows();  // rows that only fill up the last micro-batch do not count
-      const std::uint64_t rows = std::min(count * B, data.windows());
-      const std::uint64_t window = exists ? TokenDataset::spread_window(row, rows, data.windows()) : 0;
-      data.read_row(window, batch, static_cast<std::int64_t>(b));
-      const auto row_labels = std::span(batch.labels).subspan(b * T, T);
-      if (!exists) std::fill(row_labels.begin(), row_labels.end(), kIgnoredLabel);
-    }
-  };
-
+  const Measurement measurement(data, micro_batch, batches);
   // One sum for each micro-batch, added in their order, so that the bits do not depend on which rank measures which.
-  std::vector<double> sums(count);
-  std::vector<std::int64_t> labels(count);
-  const std::vector<Range> parts = shares(static_cast<std::int64_t>(count), ranks.size());
-  const Range mine = parts[static_cast<std::size_t>(ranks.rank())];
-  bool stopped = false;
-  std::optional<Error> error;
-  // Where all ranks have to compute together, all take as many turns as the first one, which has the most
-  // micro-batches. A rank with one fewer measures some micro-batch again in the last turn and discards the result.
-  const bool together = ranks.size() > 1 && model.evaluates_together();
-  for (std::int64_t turn = 0; turn < (together ? parts[0] : mine).size() && !stopped && !error; ++turn) {
-    const auto i = static_cast<std::size_t>(std::min(mine.begin + turn, std::ssize(sums) - 1));
-    const auto attempt = [&](const auto& work) {
-      try {
-        work();
-      } catch (const Error& caught) {
-        error = caught;
-      }
-    };
-    attempt([&] { read(i); });
-    stopped = stop_signal() != 0;
-    if (together) {
-      fail_together(ranks, error);
-      stopped = largest(ranks, stopped ? 1 : 0) != 0;
-    }
-    if (stopped || error) break;
-    const auto evaluate = [&] {
-      std::int64_t counted = 0;
-      const double sum = model.evaluate(batch.view(), &counted);
-      if (turn >= mine.size()) return;
-      sums[i] = sum;
-      labels[i] = counted;
-    };
-    if (together) {
-      evaluate();  // the other ranks are in the same call: an error of this one ends it for them too
-    } else {
-      attempt(evaluate);
-    }
-  }
-  fail_together(ranks, error);
-  if (largest(ranks, stopped ? 1 : 0) != 0) return std::nullopt;
-  ranks.gather(sums.data(), parts);
-  ranks.gather(labels.data(), parts);
+  std::vector<double> sums(static_cast<std::size_t>(measurement.batches()));
+  std::vector<std::int64_t> labels(sums.size());
+  const bool complete = measurement.run(model, ranks, [&](std::int64_t number, const MicroBatch& batch) {
+    const auto i = static_cast<std::size_t>(number);
+    sums[i] = model.evaluate(batch.view(), &labels[i]);
+  });
+  if (!complete) return std::nullopt;
+  ranks.gather(sums.data(), measurement.parts(ranks));
+  ranks.gather(labels.data(), measurement.parts(ranks));
   const std::int64_t tokens = std::accumulate(labels.begin(), labels.end(), std::int64_t{0});
   return MeanLoss{std::accumulate(sums.begin(), sums.end(), 0.0) / static_cast<double>(tokens), tokens};
 }
@@ -194,6 +150,7 @@ TrainLoop::Step TrainLoop::train_step() {
   step.skipped = !is_finite(statistics) && !recover(step.number, batches, statistics);
   step.loss = statistics.loss_sum / static_cast<double>(statistics.label_count);
   step.labels = statistics.label_count;
+  step.preferences = preferences_;
   step.gradient_norm = statistics.gradient_norm;
   step.fp8 = statistics.fp8;
   step.learning_rate = parts_.settings.learning_rate().at(step.number);
@@ -219,7 +176,8 @@ std::vector<MicroBatch> TrainLoop::read_batches() {
 
 // The loss of a step is the sum over its learned tokens, of all micro-batches and ranks, divided by their number. The ranks
 // know that number when all have computed, so the model divides by the tokens of the step, and this factor turns its
-// gradient into that of the mean. It is exactly 1 where every token is learned.
+// gradient into that of the mean. It is exactly 1 where every token is learned. With a preference the pairs of the step stand in
+// the place of the tokens.
 double TrainLoop::tokens_per_label(std::int64_t labels) const {
   return static_cast<double>(parts_.settings.batch_tokens) / static_cast<double>(labels);
 }
@@ -228,18 +186,47 @@ StepStatistics TrainLoop::compute(std::int64_t step, const std::vector<MicroBatc
   const float loss_scale = 1.0f / static_cast<float>(parts_.settings.batch_tokens);
   parts_.model.zero_gradients();
   const std::int64_t own = parts_.settings.rank_accumulation();
+  std::vector<PreferenceSums> sums(batches.size());
+  std::vector<float> weights;
   for (std::int64_t i = 0; i < std::ssize(batches); ++i) {
     // If this process computes several virtual ranks, micro-batches of other processes lie between those of two of
     // them.
     const std::int64_t number = (i / own * ranks_.size() + ranks_.rank()) * own + i % own;
-    parts_.model.forward(batches[static_cast<std::size_t>(i)].view(),
-                         state_.micro_steps + static_cast<std::uint64_t>(number), loss_scale);
+    const MicroBatch& micro_batch = batches[static_cast<std::size_t>(i)];
+    Batch batch = micro_batch.view();
+    if (parts_.preference != nullptr) {
+      sums[static_cast<std::size_t>(i)] = parts_.preference->compare(parts_.model, micro_batch, weights);
+      batch.label_weights = weights;
+    }
+    parts_.model.forward(batch, state_.micro_steps + static_cast<std::uint64_t>(number), loss_scale);
     parts_.model.backward();
   }
   inject_gradient_fault(faults_, step, parts_.model);
   StepStatistics statistics = parts_.model.statistics();
+  if (parts_.preference != nullptr) {
+    preferences_ = sum_of_step(sums);
+    statistics.loss_sum = preferences_->loss;
+    statistics.label_count = preferences_->pairs;
+  }
   statistics.gradient_norm *= tokens_per_label(statistics.label_count);
   return statistics;
+}
+
+// `sums`: of this process's micro-batches. Those of all are added in their order in the step, whichever process has them.
+PreferenceSums TrainLoop::sum_of_step(std::span<const PreferenceSums> sums) {
+  const std::int64_t own = parts_.settings.rank_accumulation(), count = std::ssize(sums), ranks = ranks_.size();
+  std::vector<PreferenceSums> all(static_cast<std::size_t>(count * ranks));
+  std::vector<Range> parts;
+  for (std::int64_t rank = 0; rank < ranks; ++rank) parts.push_back({rank * count, (rank + 1) * count});
+  std::copy(sums.begin(), sums.end(), all.begin() + ranks_.rank() * count);
+  ranks_.gather(all.data(), parts);
+  PreferenceSums total;
+  for (std::int64_t number = 0; number < count * ranks; ++number) {
+    const std::int64_t virtual_rank = number / own;
+    const std::int64_t i = virtual_rank / ranks * own + number % own;
+    total.add(all[static_cast<std::size_t>(virtual_rank % ranks * count + i)]);
+  }
+  return total;
 }
 
 // Called when loss or norm is not finite. True: the step was computed again and may be applied. False: it is
@@ -339,7 +326,7 @@ void TrainLoop::after_step(Step& step) {
   const TrainSettings& settings = parts_.settings;
   if (parts_.validation != nullptr && due(settings.val_every)) {
     inject_term(faults_.term_validation, state_.step);
-    step.val = mean_loss(parts_.model, *parts_.validation, settings.micro_batch, settings.val_batches, ranks_);
+    validate(step);
     if (step.val) {
       state_.val_loss = step.val->loss;
       validated_step_ = state_.step;
@@ -355,6 +342,17 @@ void TrainLoop::after_step(Step& step) {
   if (new_best || (settings.save_every > 0 && due(settings.save_every))) begin_save();
 }
 
+void TrainLoop::validate(Step& step) {
+  const TrainSettings& settings = parts_.settings;
+  if (parts_.val_preference == nullptr) {
+    step.val = mean_loss(parts_.model, *parts_.validation, settings.micro_batch, settings.val_batches, ranks_);
+    return;
+  }
+  step.val_preferences =
+      parts_.val_preference->measure(parts_.model, settings.micro_batch, settings.val_batches, ranks_);
+  if (step.val_preferences) step.val = MeanLoss{step.val_preferences->mean_loss(), step.val_preferences->pairs};
+}
+
 void TrainLoop::report(const Step& step) {
   if (!first_rank()) return;
   const TrainSettings& settings = parts_.settings;
@@ -368,11 +366,21 @@ void TrainLoop::report(const Step& step) {
                  {"tokens_per_s", tokens_per_s},
                  {"dt_ms", step.seconds * 1000},
                  {"skipped", step.skipped}};
-  if (step.labels != settings.batch_tokens) record["learned_tokens"] = step.labels;
+  if (step.preferences) {
+    record["pairs"] = step.preferences->pairs;
+    record["reward_accuracy"] = step.preferences->accuracy();
+    record["reward_margin"] = step.preferences->mean_margin();
+  } else if (step.labels != settings.batch_tokens) {
+    record["learned_tokens"] = step.labels;
+  }
   if (ranks_.size() > 1) record["tokens_per_s_rank"] = tokens_per_s / ranks_.size();
   if (step.val) {
     record["val_loss"] = step.val->loss;
-    record["val_tokens"] = step.val->tokens;
+    record[step.val_preferences ? "val_pairs" : "val_tokens"] = step.val->tokens;
+  }
+  if (step.val_preferences) {
+    record["val_reward_accuracy"] = step.val_preferences->accuracy();
+    record["val_reward_margin"] = step.val_preferences->mean_margin();
   }
   if (step.fp8) {
     constexpr const char* kNames[] = {"input", "weight", "gradient"};
@@ -389,9 +397,10 @@ void TrainLoop::report(const Step& step) {
   mean_step_seconds_ += (step.seconds - mean_step_seconds_) * (step.number == first_step_ ? 1.0 : 0.1);
   const double left = static_cast<double>(settings.steps - step.number) * mean_step_seconds_;
   const std::string line = format(
-      "step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %s left%s%s", wide(step.number), wide(settings.steps),
-      step.loss, step.learning_rate, step.gradient_norm, tokens_per_s, human_seconds(left).c_str(),
-      step.val ? format("  val %.4f", step.val->loss).c_str() : "", step.skipped ? "  skipped" : "");
+      "step %lld/%lld  loss %.4f%s  lr %.2e  norm %.3f  %.0f tok/s  %s left%s%s%s", wide(step.number),
+      wide(settings.steps), step.loss, reward_text(step.preferences).c_str(), step.learning_rate, step.gradient_norm,
+      tokens_per_s, human_seconds(left).c_str(), step.val ? format("  val %.4f", step.val->loss).c_str() : "",
+      reward_text(step.val_preferences).c_str(), step.skipped ? "  skipped" : "");
   // Every step of a short run, about sixty of a long one, and a step that ends 15 seconds after the last line.
   const std::int64_t interval = std::max<std::int64_t>(1, settings.steps / 60);
   const bool print =

@@ -18,11 +18,12 @@
 #include "llmc/train/data_loader.h"
 #include "llmc/train/fault_injection.h"
 #include "llmc/train/guard.h"
+#include "llmc/train/preference.h"
 #include "llmc/train/run_log.h"
 
 namespace weft {
 
-// The mean of -log p over `tokens` labels, every one with the same weight.
+// The mean of -log p over `tokens` labels, every one with the same weight; of a preference that of the loss over pairs.
 struct MeanLoss {
   double loss = 0;
   std::int64_t tokens = 0;
@@ -54,6 +55,8 @@ class TrainLoop {
     // With ranks that write checkpoints together: on each of them, with a copy of its own part. Absent: the first one
     // writes.
     std::unique_ptr<JointSave> joint_save = nullptr;
+    // Of the training and the validation data, which are pairs then. Null: the loss is that of text.
+    const Preference *preference = nullptr, *val_preference = nullptr;
   };
 
   // Continues from `start`: the model holds its parameters and moments, and the data loader is at its position.
@@ -68,10 +71,11 @@ class TrainLoop {
 
  private:
   struct Step {                           // what the reports say of one step
-    std::int64_t number = 0, labels = 0;  // labels: of the tokens that are learned
+    std::int64_t number = 0, labels = 0;  // labels: of the tokens that are learned; with a preference, pairs
     double loss = 0, gradient_norm = 0, learning_rate = 0, seconds = 0;
     bool skipped = false;
     std::optional<MeanLoss> val;
+    std::optional<PreferenceSums> preferences, val_preferences;
     std::optional<Fp8Statistics> fp8;
   };
 
@@ -84,6 +88,7 @@ class TrainLoop {
   ControlFlags flags_of_all(bool failed);
   Step train_step();
   StepStatistics compute(std::int64_t step, const std::vector<MicroBatch>& batches);
+  PreferenceSums sum_of_step(std::span<const PreferenceSums> sums);
   bool recover(std::int64_t step, const std::vector<MicroBatch>& batches, StepStatistics& statistics);
   void apply(const Step& step);
   void report_spike(const Step& step, const Spike& spike);
@@ -96,6 +101,7 @@ class TrainLoop {
   std::vector<MicroBatch> read_batches();
   void announce_stop(const std::string& doing) const;
   void after_step(Step& step);
+  void validate(Step& step);
   void report(const Step& step);
   void write_sample();
   void begin_save();
@@ -112,7 +118,8 @@ class TrainLoop {
   Communicator& ranks_;
   TrainState state_;
   FaultPlan faults_;
-  std::optional<BackgroundSave> saves_;  // where there is a keeper, and on all ranks that save together
+  std::optional<PreferenceSums> preferences_;  // of the step that was computed last
+  std::optional<BackgroundSave> saves_;        // where there is a keeper, and on all ranks that save together
   const std::chrono::steady_clock::time_point start_time_;
   const std::int64_t first_step_;
   std::chrono::steady_clock::time_point last_line_;

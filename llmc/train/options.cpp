@@ -82,7 +82,7 @@ void add_optimization(OptionTable& table, TrainSettings& s) {
       "tokens of a step, a multiple of micro-batch x seq-len: the rest is accumulated; 0: one micro-batch, of "
       "each of --virtual-ranks");
   table.number("lr", s.lr, 0, 10, "peak learning rate (doc/hyperparameters.md)");
-  table.default_note("lr", "by the size of the model, with --model a tenth of it");
+  table.default_note("lr", "by the size of the model, with --model a tenth of it, with dpo a tenth again");
   table.number("min-lr-ratio", s.min_lr_ratio, 0, 1, "final learning rate as a share of the peak");
   table.integer("warmup-steps", s.warmup_steps, 0, kMaxSteps, "steps of linear warm-up");
   table.default_note("warmup-steps", "200, at most a quarter of the steps");
@@ -105,6 +105,13 @@ void add_optimization(OptionTable& table, TrainSettings& s) {
                 "compute what so many ranks would, one after the other, and add their gradients in the order of the "
                 "ranks. The number of ranks that share the step is a divisor of it");
   table.default_note("virtual-ranks", "1, or the number of ranks of the run");
+}
+
+void add_objective(OptionTable& table, TrainSettings& s) {
+  table.group("Preferences (doc/fine_tuning.md)");
+  table.choice("objective", s.objective, {"cross-entropy", "dpo"},
+               "dpo: learn from shards of pairs which of two answers is preferred, beside the --model as it was");
+  table.number("dpo-beta", s.dpo_beta, 1e-6, 1000, "with --objective dpo: the larger, the closer to --model");
 }
 
 void add_adapter(OptionTable& table, TrainSettings& s) {
@@ -269,6 +276,24 @@ void check_adapter(const TrainSettings& s, const OptionTable& table) {
   s.lora();  // refuses other targets
 }
 
+void check_objective(const TrainSettings& s, const OptionTable& table) {
+  if (!s.dpo()) {
+    if (table.given("dpo-beta")) fail(Exit::usage, "--dpo-beta: only with --objective dpo");
+    return;
+  }
+  if (s.model.empty()) fail(Exit::usage, "--objective: dpo needs --model, which answers are compared with");
+  if (s.eval || s.bench || !s.compare.empty()) {
+    fail(Exit::usage, "--objective: dpo is for training alone. Leave it out with --eval, --bench and --compare");
+  }
+  if (s.no_pack) fail(Exit::usage, "--no-pack: with --objective dpo the answers of a pair share a row. Leave it out");
+  if (s.precision == "fp8") {
+    fail(Exit::usage, "--precision: got fp8, whose rounding hides the differences that --objective dpo learns from");
+  }
+  for (const auto& [option, value] : {std::pair("dropout", s.dropout), std::pair("lora-dropout", s.lora_dropout)}) {
+    if (value > 0) fail(Exit::usage, "--%s: got %g, with --objective dpo there is none. Leave it out", option, value);
+  }
+}
+
 void check_purpose(TrainSettings& s) {
   if (!s.compare.empty() && s.model.empty())
     fail(Exit::usage, "--compare: needs --model, the file that the dump was made from");
@@ -322,6 +347,7 @@ void check_together(TrainSettings& s, const OptionTable& table, std::int64_t lau
   check_samples(s, table.given("sample-every"));
   check_optimizer(s, table);
   check_adapter(s, table);
+  check_objective(s, table);
   check_batch(s);
   if (s.epochs > 0 && table.given("steps")) fail(Exit::usage, "--epochs and --steps: only one of the two can be given");
   if (!table.given("warmup-steps")) s.warmup_steps = default_warmup_steps(s.steps);
@@ -411,6 +437,7 @@ TrainOptions TrainSettings::model_options() const {
   options.micro_batch = micro_batch;
   options.seq_len = seq_len;
   options.document_mask = masks_documents;
+  options.label_weights = dpo();
   options.precision = precision == "bf16" ? Precision::bf16 : precision == "fp8" ? Precision::fp8 : Precision::fp32;
   options.recompute = recompute == "block" ? Recompute::block : recompute == "norm" ? Recompute::norm : Recompute::none;
   options.dropout = static_cast<float>(dropout);
@@ -475,6 +502,7 @@ Json TrainSettings::numeric_settings() const {
                  {"precision", precision}};
   if (packed) fields["no-pack"] = false;  // runs of conversations that do not have it have a row for each
   if (document_mask) fields["document-mask"] = true;
+  if (dpo()) fields.update({{"objective", objective}, {"dpo-beta", dpo_beta}});
   if (moments != "fp32") fields["moments"] = moments;
   if (optimizer != "adamw") fields["optimizer"] = optimizer;
   if (optimizer == "muon") fields.update({{"muon-lr", muon_lr > 0 ? muon_lr : lr}, {"muon-momentum", muon_momentum}});
@@ -496,6 +524,7 @@ TrainOptionParser::TrainOptionParser(const std::string& version)
   add_model_and_data(table_, settings_);
   add_optimization(table_, settings_);
   add_adapter(table_, settings_);
+  add_objective(table_, settings_);
   add_execution(table_, settings_);
   add_ranks(table_, settings_);
   add_reports(table_, settings_);

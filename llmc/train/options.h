@@ -41,6 +41,8 @@ struct TrainSettings {
   double muon_lr = 0, muon_momentum = 0.95;  // muon_lr 0: lr
   double weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, grad_clip = 1.0;
   double dropout = 0;
+  std::string objective = "cross-entropy";
+  double dpo_beta = 0.1;
   std::int64_t lora_r = 0;  // 0: all parameters are trained
   double lora_alpha = 0;    // 0: twice the rank
   std::string lora_targets = "all";
@@ -94,6 +96,7 @@ struct TrainSettings {
   void set_learning_rate(double rate);
   // Sets the warm-up of a run without --warmup-steps, in the table of effective values too.
   void set_warmup_steps(std::int64_t count);
+  bool dpo() const { return objective == "dpo"; }
   bool config_is_file() const;  // --config names a file, not a preset
   // Micro-batches of one step.
   std::int64_t accumulation() const { return batch_tokens / (micro_batch * seq_len); }

@@ -40,6 +40,16 @@ PackedRows pack_rows(std::span<const std::int64_t> lengths, std::int64_t capacit
   return packed;
 }
 
+PackedRows rows_of_units(const PackedRows& units, std::size_t documents_each) {
+  PackedRows rows;
+  for (const std::size_t unit : units.documents) {
+    for (std::size_t i = 0; i < documents_each; ++i) rows.documents.push_back(unit * documents_each + i);
+  }
+  rows.begins.clear();
+  for (const std::size_t begin : units.begins) rows.begins.push_back(begin * documents_each);
+  return rows;
+}
+
 PackedRows single_rows(std::size_t documents) {
   PackedRows rows;
   rows.documents.resize(documents);

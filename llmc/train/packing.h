@@ -22,6 +22,8 @@ struct PackedRows {
 // rows, and four): the longest document first, each into the fullest row that has room for it. Depends on nothing but the
 // lengths and their order. n documents take O(n log n).
 PackedRows pack_rows(std::span<const std::int64_t> lengths, std::int64_t capacity);
+// Rows of units of `documents_each` documents, of which unit u has those from u * documents_each on: as rows of documents.
+PackedRows rows_of_units(const PackedRows& units, std::size_t documents_each);
 // A row for each document, in their order.
 PackedRows single_rows(std::size_t documents);
 

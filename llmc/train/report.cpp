@@ -27,6 +27,7 @@ std::string data_line(const char* name, const TokenDataset& data) {
   const auto windows = static_cast<unsigned long long>(data.windows());
   const std::string rows =
       !data.of_documents() ? format("%llu windows", windows)
+      : data.of_pairs()    ? format("%lld pairs in %llu rows", static_cast<long long>(data.pairs()), windows)
       : !data.packs()      ? format("%llu conversations in rows", windows)
                       : format("%lld conversations in %llu rows", static_cast<long long>(data.documents()), windows);
   return format("  %s: %zu shard%s, %.2f M tokens, %s of %lld", name, data.shards().size(),

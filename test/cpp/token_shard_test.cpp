@@ -81,6 +81,18 @@ TEST(TokenShard, DocumentsAndWhatIsLearnedAreThoseThatPythonWrote) {
   EXPECT_EQ(one[0], 1) << "without documents everything is learned";
 }
 
+TEST(TokenShard, PairsAreDocuments) {
+  const TokenShard shard = TokenShard::open(kFixtures + "pairs.bin");
+  shard.verify();
+  EXPECT_TRUE(shard.of_pairs());
+  const std::span<const std::int64_t> starts = shard.document_starts();
+  EXPECT_EQ(std::vector<std::int64_t>(starts.begin(), starts.end()), (std::vector<std::int64_t>{0, 2, 4, 8, 9}));
+  std::vector<std::uint8_t> learned(9);
+  shard.read_learned(0, learned);
+  EXPECT_EQ(learned, (std::vector<std::uint8_t>{0, 1, 0, 1, 0, 0, 1, 1, 1}));
+  EXPECT_FALSE(TokenShard::open(kFixtures + "documents.bin").of_pairs());
+}
+
 TEST(TokenShard, RefusesDamageInTheWordsOfThePythonReader) {
   const Json cases = parse_json(read_bytes(kFixtures + "damaged.json"), "damaged.json");
   ASSERT_GT(cases.size(), 25u);

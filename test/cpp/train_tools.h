@@ -43,10 +43,11 @@ inline void write_shard(const std::string& path, const std::vector<std::uint16_t
   write_bytes(path, bytes + data);
 }
 
-// A shard with documents: one for each of `lengths`, of which the tokens are learned that `learned` says.
+// A shard with documents: one for each of `lengths`, of which the tokens are learned that `learned` says. `version` 3: pairs.
 inline void write_document_shard(const std::string& path, const std::vector<std::uint16_t>& tokens,
                                  const std::vector<std::size_t>& lengths,
-                                 const std::function<bool(std::size_t token)>& learned, std::uint64_t vocab = 32) {
+                                 const std::function<bool(std::size_t token)>& learned, std::uint64_t vocab = 32,
+                                 std::uint32_t version = 2) {
   std::string data;
   for (const std::uint16_t token : tokens) append(data, token);
   std::uint64_t begin = 0;
@@ -60,7 +61,7 @@ inline void write_document_shard(const std::string& path, const std::vector<std:
   }
   data += bits;
   std::string bytes("\x89WTOK\r\n\x1a", 8);
-  append<std::uint32_t>(bytes, 2);
+  append<std::uint32_t>(bytes, version);
   append<std::uint32_t>(bytes, static_cast<std::uint32_t>(DType::u16));
   append<std::uint64_t>(bytes, tokens.size());
   append<std::uint64_t>(bytes, vocab);
@@ -239,6 +240,7 @@ class HookedModel : public TrainModel {
     if (after_evaluate) after_evaluate(loss_sum, *label_count);
     return loss_sum;
   }
+  void label_losses(const Batch& batch, std::span<float> losses) override { inner().label_losses(batch, losses); }
   bool evaluates_together() const override { return inner().evaluates_together(); }
   void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override {
     inner().read_tensor(role, spec, values);

@@ -79,7 +79,7 @@ def test_lines_of_each_kind(value, fields, messages):
     ({"messages": [{"role": "user"}]}, None, "messages[0].content: got a JSON null, expected a text"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]}, None, "messages[0].content: got a JSON array"),
     ({"prompt": ["a"], "completion": "b"}, None, "'prompt': got a JSON array, expected a text"),
-    ({"prompt": "a"}, None, "got the members 'prompt', expected messages, prompt and completion, or instruction and output"),
+    ({"prompt": "a"}, None, "got the members 'prompt', expected messages, prompt and completion, instruction and output, or chosen and rejected"),
     ({"text": "a"}, None, "--fields names the members"), ({"q": "a"}, ("q", "a"), "'a': got a JSON null, expected a text"), ({}, None, "of no name")])
 def test_what_is_no_conversation_is_refused_with_its_place(value, fields, words):
     with pytest.raises(tensor_file.FileError) as failure:
@@ -96,6 +96,59 @@ def test_a_conversation_without_an_answer_is_left_out(messages, why):
     for more in ({"tools": [{}]}, {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}):
         with pytest.raises(cv.LeftOut, match="tools"):
             cv.messages_of({"messages": [{"role": "assistant", "content": "a"}]} | more, None, LINE)
+
+
+# ---- pairs -----------------------------------------------------------------------------------------------------------
+
+
+def said(*texts):
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def messages(*texts):
+    return [Message(**one) for one in said(*texts)]
+
+
+@pytest.mark.parametrize("value, versions, prompt_answers", [
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, [messages("a", "b"), messages("a", "c")], 0),
+    ({"prompt": said("a"), "chosen": "b", "rejected": "c"}, [messages("a", "b"), messages("a", "c")], 0),
+    ({"prompt": said("a", "b", "c"), "chosen": said("", "d")[1:], "rejected": said("", "e")[1:]},
+     [messages("a", "b", "c", "d"), messages("a", "b", "c", "e")], 1),
+    ({"chosen": said("a", "b"), "rejected": said("a", "c"), "prompt": None}, [messages("a", "b"), messages("a", "c")], 0),
+    ({"prompt": "a", "chosen": said("a", "b"), "rejected": said("a", "c"), "messages": []}, [messages("a", "b"), messages("a", "c")], 0),
+    ({"chosen": said("a", "b", "c", "d", "e"), "rejected": said("a", "b", "c", "e", "f", "g")},
+     [messages("a", "b", "c", "d"), messages("a", "b", "c", "e", "f", "g")], 1)])
+def test_pairs_of_each_kind(value, versions, prompt_answers):
+    example = cv.example_of(value, None, LINE)
+    assert (example.versions, example.prompt_answers) == (versions, prompt_answers)
+
+
+@pytest.mark.parametrize("value, words", [
+    ({"prompt": "a", "chosen": "b"}, "line 3: rejected: got nothing, expected the other one of two answers"),
+    ({"prompt": "a", "rejected": "b"}, "line 3: chosen: got nothing"), ({"prompt": "a", "chosen": 1, "rejected": "b"}, "chosen: got a JSON integer"),
+    ({"chosen": "a", "rejected": "b"}, "line 3: prompt: got a JSON null, expected a text or an array of messages"),
+    ({"prompt": "a", "chosen": [1], "rejected": "b"}, "line 3: chosen[0]: got a JSON integer, expected an object with role and content")])
+def test_what_is_no_pair_is_refused_with_its_place(value, words):
+    with pytest.raises(tensor_file.FileError) as failure:
+        cv.example_of(value, None, LINE)
+    assert failure.value.code == 3 and words in str(failure.value) and "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("value, why", [
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"), ({"prompt": "a", "chosen": "b", "rejected": " "}, "no answer"),
+    ({"chosen": said("a", "b"), "rejected": said("x", "b")}, "no prompt in common"), ({"prompt": [], "chosen": "a", "rejected": "b"}, "no prompt"),
+    ({"chosen": said("a", "b", "c", "d"), "rejected": said("a", "b", "x", "d")}, "other prompts"),
+    ({"chosen": said("a", "b"), "rejected": said("a")}, "no answer"), ({"chosen": said("a", "b"), "rejected": said("a", "b")}, "are the same")])
+def test_a_pair_that_says_nothing_is_left_out(value, why):
+    with pytest.raises(cv.LeftOut, match=why):
+        cv.example_of(value, None, LINE)
+
+
+def test_answers_of_the_prompt_are_not_learned():
+    (made,) = renderer().encode([[Message(*one) for one in TWO]], [1])
+    (whole,) = renderer().encode([[Message(*one) for one in TWO]])
+    (last,) = renderer(learn_all=False).encode([[Message(*one) for one in TWO]])
+    assert made.learned.tolist() == last.learned.tolist() != whole.learned.tolist()
 
 
 # ---- what is learned -------------------------------------------------------------------------------------------------

@@ -40,8 +40,9 @@ def place(tmp_path_factory) -> Path:
     subprocess.run([sys.executable, ROOT / "dev/data/make_stories.py", "-o", place / "stories", "--stories", "250"], check=True,
                    capture_output=True)
     (place / "stories" / "train.txt").rename(place / "my.txt")
-    (conversations,) = re.findall(r"^```json\n(.*?)^```", (ROOT / "doc/fine_tuning.md").read_text(encoding="utf-8"), re.M | re.S)
+    conversations, pairs = re.findall(r"^```json\n(.*?)^```", (ROOT / "doc/fine_tuning.md").read_text(encoding="utf-8"), re.M | re.S)
     (place / "chats.jsonl").write_text(conversations, encoding="utf-8")
+    (place / "pairs.jsonl").write_text(pairs, encoding="utf-8")
     return place
 
 

@@ -22,7 +22,7 @@ np = pytest.importorskip("numpy")
 pytest.importorskip("xxhash")
 
 import token_shard  # noqa: E402
-from conversation_shards import write_conversations  # noqa: E402
+from conversation_shards import write_conversations, write_pairs  # noqa: E402
 import train_reference  # noqa: E402
 from tensor_file import FileError  # noqa: E402
 
@@ -202,6 +202,24 @@ def test_losses_of_conversations_equal_those_of_weft(tmp_path, model, options):
 
 @needs_program
 @needs_torch
+@pytest.mark.parametrize("model, options", [
+    ("llama-hs32-gqa2", {"batch_tokens": 96, "grad_clip": 0.5}), ("llama-hs32-gqa2", {"micro_batch": 1, "dpo_beta": 0.5, "seq_len": 40, "lr": 1e-3}),
+    ("qwen3-gqa2", {"lora_r": 3, "lr": 0.01})])
+def test_losses_of_preferences_equal_those_of_weft(tmp_path, model, options):
+    """DPO from its formula, by autograd, beside the reference that the run began with."""
+    if "lora_r" in options:
+        pytest.importorskip("peft")
+    data = write_pairs(tmp_path / "pairs", 43, 7)
+    chosen = {"seq_len": 24, "batch_tokens": 48 if "seq_len" not in options else 80} | options
+    directory = train(tmp_path, steps=10, model=GOLDEN / f"{model}.model.bin", train=data / "train_*.bin", objective="dpo", **chosen)
+    got = verdict(directory, tolerance=1e-5)
+    assert got["passed"] and got["grad_norm_max_relative"] < 1e-4, got
+    losses = [record["loss"] for record in train_reference.read_losses(directory, 10)]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and min(losses) < 0.67
+
+
+@needs_program
+@needs_torch
 def test_losses_of_masked_text_equal_those_of_weft(tmp_path):
     data = write_shards(tmp_path / "texts", end_of_document=0)
     directory = train(tmp_path, train=data / "train_*.bin", document_mask=True)
@@ -252,7 +270,7 @@ def test_rows_of_conversations_are_those_of_weft(tmp_path):
     assert 20 < len(rows) < 41 and windows.order.count == len(rows)
     for position, window in enumerate(windows.order.windows(0, 50)):
         tokens, learned = rows[int(window)]
-        inputs, labels, starts = windows.rows(position, 1)
+        inputs, labels, starts, _ = windows.rows(position, 1)
         want = np.where(learned, tokens[1:].astype(np.int64), -100).tolist() + [-100] * (16 - learned.size)
         assert inputs[0, :learned.size].tolist() == tokens[:-1].tolist() and labels[0].tolist() == want and starts is None
     logged = [record["learned_tokens"] for record in train_reference.read_losses(directory, 8)]
