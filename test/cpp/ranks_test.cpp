@@ -10,6 +10,7 @@
 #include "llmc/comm/thread_ranks.h"
 #include "llmc/cpu/adamw.h"
 #include "llmc/cpu/rank_sum.h"
+#include "llmc/model/lora.h"
 #include "llmc/model/shards.h"
 #include "test/cpp/gradient_check.h"
 #include "test/cpp/train_tools.h"
@@ -212,34 +213,53 @@ TEST(CutBuckets, SectionsAreTheLayersInTheOrderOfTheForwardPass) {
   }
 }
 
+// An adapter has its layers alone.
+TEST(CutBuckets, SectionsOfAnAdapter) {
+  const ModelConfig config = preset_config("tiny");
+  const TensorTable table(config, {2, 4, parse_lora_targets("--lora-targets", "q,down")});
+  const std::vector<Range> sections = parameter_sections(config, table);
+  ASSERT_EQ(std::ssize(sections), config.num_layers + 1);
+  EXPECT_EQ(sections[0], Range(0, 0));
+  for (std::int64_t l = 0; l < config.num_layers; ++l) {
+    const Range section = sections[static_cast<std::size_t>(l) + 1];
+    EXPECT_EQ(section.begin,
+              table.at(format("model.layers.%lld.self_attn.q_proj.lora_A.weight", static_cast<long long>(l))).offset);
+    EXPECT_GT(section.end,
+              table.at(format("model.layers.%lld.mlp.down_proj.lora_B.weight", static_cast<long long>(l))).offset);
+  }
+  EXPECT_EQ(sections.back().end, table.arena_elements());
+}
+
 TEST(CutBuckets, AllOfTheArenaOnceAndEachRankAPartOfEveryBucket) {
   constexpr std::int64_t kBlock = 8192;
+  const LoraConfig adapter{16, 32, parse_lora_targets("--lora-targets", "all")};
   for (const char* name : {"tiny", "d12", "llama3.2-1b", "llama3.1-8b"}) {
     const ModelConfig config = preset_config(name);
-    const TensorTable table(config);
-    const std::vector<Range> sections = parameter_sections(config, table);
-    for (const int ranks : {1, 2, 3, 8, 512}) {
-      for (const std::int64_t elements : {table.arena_elements() / 100, std::int64_t{16} << 20}) {
-        std::int64_t begin = 0;
-        std::size_t section = 0;
-        for (const Bucket& bucket : cut_buckets(table, sections, ranks, kBlock, elements)) {
-          EXPECT_EQ(bucket.range.begin, begin);
-          EXPECT_GE(bucket.section, section);
-          section = bucket.section;
-          EXPECT_GE(begin, sections[section].begin);
-          EXPECT_LT(begin, sections[section].end);
-          EXPECT_TRUE(begin == sections[section].begin || begin % kBlock == 0);
-          EXPECT_LE(bucket.range.size(), 4 * elements + kBlock);
-          ASSERT_EQ(std::ssize(bucket.parts), ranks);
-          for (const Range& part : bucket.parts) {
-            EXPECT_EQ(part.begin, begin);
-            EXPECT_TRUE(begin == bucket.range.begin || begin == bucket.range.end || begin % kBlock == 0) << begin;
-            EXPECT_LE(part.size(), bucket.range.size() / ranks + kBlock);
-            begin = part.end;
+    for (const TensorTable& table : {TensorTable(config), TensorTable(config, adapter)}) {
+      const std::vector<Range> sections = parameter_sections(config, table);
+      for (const int ranks : {1, 2, 3, 8, 512}) {
+        for (const std::int64_t elements : {table.arena_elements() / 100, std::int64_t{16} << 20}) {
+          std::int64_t begin = 0;
+          std::size_t section = 0;
+          for (const Bucket& bucket : cut_buckets(table, sections, ranks, kBlock, elements)) {
+            EXPECT_EQ(bucket.range.begin, begin);
+            EXPECT_GE(bucket.section, section);
+            section = bucket.section;
+            EXPECT_GE(begin, sections[section].begin);
+            EXPECT_LT(begin, sections[section].end);
+            EXPECT_TRUE(begin == sections[section].begin || begin % kBlock == 0);
+            EXPECT_LE(bucket.range.size(), 4 * elements + kBlock);
+            ASSERT_EQ(std::ssize(bucket.parts), ranks);
+            for (const Range& part : bucket.parts) {
+              EXPECT_EQ(part.begin, begin);
+              EXPECT_TRUE(begin == bucket.range.begin || begin == bucket.range.end || begin % kBlock == 0) << begin;
+              EXPECT_LE(part.size(), bucket.range.size() / ranks + kBlock);
+              begin = part.end;
+            }
+            EXPECT_EQ(begin, bucket.range.end);
           }
-          EXPECT_EQ(begin, bucket.range.end);
+          EXPECT_EQ(begin, table.arena_elements()) << name << ", " << ranks << " ranks";
         }
-        EXPECT_EQ(begin, table.arena_elements()) << name << ", " << ranks << " ranks";
       }
     }
   }

@@ -104,6 +104,8 @@ ROWS = [
            unit("Golden.*", "ModelConfig.AGemma3*")),
     Mutant("a decoder decodes what rules are about", "generate_ids", "decodes = decoder_ != nullptr && !rules", "decodes = decoder_ != nullptr",
            unit("SingleSequence.ADecoderGoesOn*")),
+    Mutant("a section without parameters is a bucket of its own", "cut_buckets", "sections[s].size() == 0", "sections[s].size() < 0",
+           unit("CutBuckets.AllOfTheArena*")),
     Mutant("an adapter is scaled by its rank as well", "LoraConfig::scale", "alpha / static_cast<double>(rank)", "alpha",
            unit("LowRank.*", "LoraModel.IsTheModel*", "Lora.Targets")),
     Mutant("the rows of v are those of k", "module_rows", "q + kv * (i - 1)", "q", unit("LoraModel.IsTheModel*")),
