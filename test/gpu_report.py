@@ -14,6 +14,7 @@ import datetime
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -70,8 +71,19 @@ def last_lines(log: Path) -> str:
     return begun[-1] if begun else "before its first test"
 
 
+def tests_of_log(log: Path) -> list[dict]:
+    """The tests that a process had done when it was ended, as its JSON would have them."""
+    done = re.findall(r"^\[ *(OK|FAILED|SKIPPED) *\] (\w\S*\.\w+)[^\n]* \((\d+) ms\)$", log.read_text(errors="replace"), re.M)
+    tests = []
+    for outcome, name, milliseconds in done:
+        suite, test = name.rsplit(".", 1)
+        tests.append({"suite": suite, "name": test, "time": f"{int(milliseconds) / 1000}s",
+                      "result": "SKIPPED" if outcome == "SKIPPED" else "COMPLETED", **({"failures": [name]} if outcome == "FAILED" else {})})
+    return tests
+
+
 def run_shards(tests: list[str], count: int, limit: float) -> tuple[bool, list[dict]]:
-    """Whether every process ended well within `limit` seconds, and the suites of all of them."""
+    """Whether every process ended well within `limit` seconds, and the tests that they have done."""
     build = ROOT / "build"
     processes = []
     for index, names in enumerate(shards_of(tests, count)):
@@ -83,7 +95,7 @@ def run_shards(tests: list[str], count: int, limit: float) -> tuple[bool, list[d
             processes.append((subprocess.Popen(command, cwd=ROOT, stdout=stdout, stderr=subprocess.STDOUT,
                                                env={**os.environ, **threads}), output, log))
     end = time.monotonic() + limit
-    ended_well, suites = True, []
+    ended_well, done = True, []
     for process, output, log in processes:
         try:
             process.wait(max(0.0, end - time.monotonic()))
@@ -96,10 +108,12 @@ def run_shards(tests: list[str], count: int, limit: float) -> tuple[bool, list[d
             print("\n".join(line for line in log.read_text(errors="replace").splitlines() if "FAILED" in line or
                             "Failure" in line) or f"{log.name}: ended with {process.returncode}, {last_lines(log)}")
         if output.exists():
-            suites += json.loads(output.read_text())["testsuites"]
+            done += [dict(test, suite=suite["name"]) for suite in json.loads(output.read_text())["testsuites"]
+                     for test in suite["testsuite"]]
         else:
             ended_well = False
-    return ended_well, suites
+            done += tests_of_log(log)
+    return ended_well, done
 
 
 def run_tests(shards: int, limit: float, again: bool) -> int:
@@ -109,8 +123,7 @@ def run_tests(shards: int, limit: float, again: bool) -> int:
     earlier = json.loads(path.read_text()) if again else {"tests": []}
     kept = [test for test in earlier["tests"] if test["result"] == "passed" and test["name"] in names]
     done = {test["name"] for test in kept}
-    ended_well, suites = run_shards([name for name in names if name not in done], shards, limit)
-    tests = [dict(test, suite=suite["name"]) for suite in suites for test in suite["testsuite"]]
+    ended_well, tests = run_shards([name for name in names if name not in done], shards, limit)
     failed = [t for t in tests if t.get("failures")]
     skipped = [t for t in tests if t.get("result") == "SKIPPED"]
     report = {
