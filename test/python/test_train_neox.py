@@ -2,13 +2,15 @@
 
 import importlib.util
 import json
+import shutil
 import signal
+import subprocess
 import sys
 
 import pytest
 
-from train_runs import (GOLDEN, ROOT, assert_refused, assert_same_run, end_started, losses, np, records, train,  # noqa: F401
-                        write_shard)
+from train_runs import (GOLDEN, PROGRAM, ROOT, SECONDS, assert_refused, assert_same_run, end_started, environment,  # noqa: F401
+                        losses, np, records, train, write_shard, xxhash)
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import checkpoints as ck  # noqa: E402
@@ -76,6 +78,24 @@ def test_a_config_json_of_a_pythia_is_trained_and_goes_back(shards, tmp_path):
     evaluated = ok(train(shards, tmp_path / "none", "--model", tmp_path / "again.bin", "--train=", "--out=", "--eval", "--val-batches", 0))
     assert f"{last:.4f}"[:5] in evaluated.stdout, evaluated.stdout
     assert_refused(train(shards, tmp_path / "x", "--model=", "--config", shape, "--norm", "rmsnorm"), 2, "--norm", "layernorm")
+
+
+def test_samples_are_what_infer_pythia_writes(tmp_path):
+    tokenizer = ROOT / "models" / "tiny-pythia" / "tokenizer.json"
+    (tmp_path / "texts").mkdir()
+    shutil.copy(tokenizer, tmp_path / "texts")
+    vocabulary = 64 + max(json.loads(tokenizer.read_text())["model"]["vocab"].values())
+    write_shard(tmp_path / "texts" / "train_0.bin", 500, vocabulary=vocabulary, tokenizer_hash=xxhash.xxh3_64_intdigest(tokenizer.read_bytes()))
+    shape = tmp_path / "shape.json"
+    shape.write_text(json.dumps(ck.GPT_NEOX | {"vocab_size": vocabulary}))
+    ok(train(tmp_path / "texts", tmp_path / "run", "--model=", "--config", shape, "--val=", "--sample-prompt", "Once", "--sample-every", 12,
+             "--temperature", 0, "--sample-tokens", 9))
+    samples = [record["text"] for record in records(tmp_path / "run") if record["type"] == "sample"]
+    model = tmp_path / "run" / "step_00000012" / "model.bin"
+    done = subprocess.run([PROGRAM.parent / "infer_pythia", "--device=cpu", f"--model={model}", "--prompt=Once", "--temperature=0",
+                           "--max-tokens=9"], capture_output=True, text=True, env=environment(), timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert len(samples) == 1 and samples[0].startswith("Once") and samples[0].strip() == done.stdout.strip()
 
 
 @needs_torch

@@ -302,8 +302,8 @@ void TrainingModel<S>::linears_and_normalize(std::int64_t l, const NormSite& sit
 }
 
 // Backward of a norm. `d_out`: the gradient of its output, acts_.d_post_norm that of its second one; with a skip connection
-// acts_.d_residual holds the gradient of the residual stream after the norm. Afterwards branch_gradient() is the gradient of the branch that was added,
-// acts_.d_residual that of the stream before it.
+// acts_.d_residual holds the gradient of the residual stream after the norm. Afterwards branch_gradient() is the gradient
+// of the branch that was added, acts_.d_residual that of the stream before it.
 template <typename S>
 void TrainingModel<S>::normalize_backward(const NormSite& site, const S* d_out, bool has_skip) {
   const bool one_gradient = residual_in_epilogue();
