@@ -325,6 +325,37 @@ def test_shards_say_where_conversations_begin_and_what_is_learned(prepare, tmp_p
     assert "--seq-len 64 --epochs 2 --out runs/mine\n" in done.stdout
 
 
+def test_shards_of_pairs(prepare, tmp_path):
+    """Both answers of a pair lie in one shard, each behind the prompt; what does not fit or say anything is left out whole."""
+    def pair(prompt, chosen, rejected):
+        return json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+
+    lines = [pair(f"q{i}", "yes", "no, never") for i in range(4)]
+    write(tmp_path / "a.jsonl", *lines, pair("q", "same", "same"), pair("q", "long " * 99, "x"), chat(("user", "a"), ("assistant", "b")))
+    done = prepare(tmp_path / "a.jsonl", "--val-fraction", "0")
+    assert done.returncode == 3 and "line 7: got conversations, in a file of pairs. Prepare each kind by itself" in done.stderr, done.stderr
+    write(tmp_path / "a.jsonl", *lines, pair("q", "same", "same"), pair("q", "long " * 99, "x"))
+    done = prepare(tmp_path / "a.jsonl", "--val-fraction", "0", "--seq-len", "100", "--shard-tokens", "1")
+    assert done.returncode == 0, done.stderr
+    assert "         4 pairs" in done.stdout and "--objective dpo" in done.stdout and done.stdout.count("q0") == 2, done.stdout
+    assert "left out 1: chosen and rejected are the same (the first: a.jsonl line 5)\n" in done.stdout
+    assert "left out 1: chosen and rejected do not fit into 100 tokens together (the first: a.jsonl line 6)\n" in done.stdout
+    plain = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    shards = [TokenShard(path) for path in sorted((tmp_path / "out").glob("train_*.bin"))]
+    assert len(shards) == 4
+    for i, shard in enumerate(shards):
+        shard.verify()
+        assert shard.of_pairs and len(shard.starts) == 3
+        for begin, end, answer in zip(shard.starts, shard.starts[1:], ("yes", "no, never")):
+            ids, learned = shard.tokens[begin:end], shard.learned()[begin:end]
+            prompt = plain.decode(ids[:np.flatnonzero(learned)[0]].tolist(), skip_special_tokens=False)
+            assert f"q{i}" in prompt and plain.decode(ids[learned].tolist(), skip_special_tokens=False) == f"{answer}<|im_end|>"
+    exact = sum(shards[0].starts[1:] - shards[0].starts[:-1]) - 2  # inputs of a row
+    for seq_len, code in ((exact, 0), (exact - 1, 3)):
+        write(tmp_path / "a.jsonl", lines[0])
+        assert prepare(tmp_path / "a.jsonl", "--val-fraction", "0", "--seq-len", str(seq_len)).returncode == code
+
+
 def test_what_is_left_out_is_counted_with_its_reason(prepare, tmp_path):
     long = chat(("user", "a"), ("assistant", "b"), ("user", "c " * 400), ("assistant", "d"))
     lost = chat(("user", "c " * 400), ("assistant", "d"))

@@ -5,6 +5,8 @@ from mutant import Mutant, unit
 ROOM = "llmc/cpu"
 
 ROWS = [
+    Mutant("a weight changes the gradient of the label alone", "classifier", "row[labels[n]] -= row_scale;", "row[labels[n]] -= loss_scale;",
+           unit("WholeModel.WeightsOfLabels")),
     Mutant("AdamW bias correction off by one", "adamw", "double>(step.step)", "double>(step.step + 1)", unit("AdamW.*")),
     Mutant("AdamW ignores eps", "adamw", "+ eps", "+ 1e-8f + 0 * eps", unit("AdamW.*", "OperatorVectors.AdamW")),
     Mutant("Muon without Nesterov's form", "muon_update", "return g + momentum * (m[i] - g);", "return m[i];",
@@ -60,14 +62,14 @@ ROWS = [
            unit("CpuInference.*")),
     Mutant("all rows of a verification are sampled for one position", "finish_row",
            "wanted.row - rows_[wanted.chunk].first_row + 1", "rows_[wanted.chunk].rows", unit("CpuSpeculation.AVerification*")),
-    Mutant("classifier counts ignored labels", "classify", "labels[n] != kIgnoredLabel ? 1 : 0", "1", unit("CpuLlamaTest.*")),
+    Mutant("classifier counts ignored labels", "classify", "batch.labels[static_cast<std::size_t>(n)] != kIgnoredLabel ? 1 : 0", "1", unit("CpuLlamaTest.*")),
     Mutant("gradients not zeroed", "zero_gradients", "gradient_arena_.clear();", "",
            unit("TrainLoopTest.AccumulationEqualsOneBigBatch", "Golden.LlamaTraining*")),
     Mutant("a virtual rank accumulates on top of the one before", "finish_rank", "gradient_arena_.clear();", "",
            unit("VirtualRanks.TheGradient*")),
     Mutant("the norm of a divided update is that of the rank's part", "sum_of_block_squares",
            "ranks_->gather(squares.data(), blocks_of_rank);", "", unit("RanksLoop.*BitForBit*")),
-    Mutant("labels of the classifier's first piece", "classify", "data() + row", "data()",
+    Mutant("labels of the classifier's first piece", "classify", "batch.labels.data() + row", "batch.labels.data()",
            unit("TrainLoopTest.RowsPastThePiece*")),
     Mutant("fp8: what is computed again is counted again", "linear", "recomputing_ ? Pass::again :", "",
            unit("Fp8Model.Recomputation*")),

@@ -5,6 +5,8 @@ from mutant import Mutant, py
 ROOM = "scripts"
 
 ROWS = [
+    Mutant("answers in the prompt of a pair are learned", "_conversation", "spans[skipped:]", "spans",
+           py("test_conversations.py::test_answers_of_the_prompt_are_not_learned")),
     Mutant("converter: transposed weights pass", "_check_tensor", "entry.shape != shape",
            "sorted(entry.shape) != sorted(shape)", py("test_convert.py::test_every_wrong_shape_is_refused")),
     Mutant("converter: of a tensor in two files the first counts", "_open_shards",
