@@ -140,6 +140,7 @@ TrainBenchResult bench_training(TrainModel& model, const TrainSettings& settings
   TrainBenchResult result;
   result.tokens = settings.batch_tokens;
   result.flops_per_token = training_flops_per_token(model.config(), settings.lora(), settings.seq_len);
+  result.trains_adapter = settings.lora_r > 0;
   result.ranks = ranks.size();
   result.peak_flops = ranks.size() * peak_bf16_flops(device_name);
 
@@ -246,7 +247,8 @@ std::vector<std::string> train_bench_text(const TrainBenchResult& r, const std::
       format("%s: %.0f tokens/s; a step of %lld tokens in %.2f ms (median of %lld; %.2f to %.2f)", device_name.c_str(),
              r.tokens_per_s(), static_cast<long long>(r.tokens), r.median_ms, static_cast<long long>(kTimedSteps),
              r.fastest_ms, r.slowest_ms),
-      format("%.3g TF/s by 6 N_matmul + 6 L q T = %.3f GF a token (causal)", achieved * 1e-12,
+      format("%.3g TF/s by %s = %.3f GF a token (causal)", achieved * 1e-12,
+             r.trains_adapter ? "4 N_matmul + 6 L q T + 6 N_adapter" : "6 N_matmul + 6 L q T",
              r.flops_per_token * 1e-9)};
   if (r.ranks > 1) {
     lines.push_back(format("%d ranks: %.0f tokens/s each", r.ranks, r.tokens_per_s() / r.ranks));

@@ -181,6 +181,8 @@ def test_bench_times_a_frozen_model_from_a_file_or_at_random(data, tmp_path):
         done = train(data, tmp_path / "out", "--device=cpu", "--bench", "--lora-r=3", "--json", *model)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["tokens_per_s"] > 0
+    done = train(data, tmp_path / "out", "--device=cpu", "--bench", "--lora-r=3")
+    assert "TF/s by 4 N_matmul + 6 L q T + 6 N_adapter" in done.stdout, done.stderr
 
 
 @needs_peft
