@@ -879,9 +879,23 @@ TEST(NumericSettings, AreAllOptionsButThese) {
   };
   std::set<std::string> expected, got = others;
   for (const std::string& optimizer : optimizer_names()) {  // each has its own options
-    const char* words[] = {
-        "train_llama",     "--model", "m.bin",       "--print-config",  "--schedule", "wsd", "--moments",      "bf16",
-        "--virtual-ranks", "2",       "--optimizer", optimizer.c_str(), "--lora-r",   "3",   "--document-mask"};
+    const char* words[] = {"train_llama",
+                           "--model",
+                           "m.bin",
+                           "--print-config",
+                           "--schedule",
+                           "wsd",
+                           "--moments",
+                           "bf16",
+                           "--virtual-ranks",
+                           "2",
+                           "--optimizer",
+                           optimizer.c_str(),
+                           "--lora-r",
+                           "3",
+                           "--document-mask",
+                           "--objective",
+                           "dpo"};
     TrainSettings settings = *parse_train_options(static_cast<int>(std::size(words)), words, "test");
     settings.packed = true;  // as conversations make it
     for (const auto& [name, value] : settings.effective) expected.insert(name);
