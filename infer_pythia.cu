@@ -36,7 +36,7 @@
 #include "llmc/infer/report.h"
 #include "llmc/infer/text_output.h"
 #include "llmc/model/compare.h"
-#include "llmc/model/random_models.h"
+#include "llmc/model/presets.h"
 #include "llmc/serve/access.h"
 #include "llmc/serve/server.h"
 #include "version.h"

@@ -27,13 +27,24 @@ pythia-12b       EleutherAI/pythia-12b     11.8B  open
 llama-3.2-1b     meta-llama/Llama-3.2-1B   1.2B   gated
 llama-3.2-3b     meta-llama/Llama-3.2-3B   3.2B   gated
 llama-3.1-8b     meta-llama/Llama-3.1-8B   8.0B   gated
+llama-3.2-1b-instruct  meta-llama/Llama-3.2-1B-Instruct  1.2B  gated
 smollm2-135m     HuggingFaceTB/SmolLM2-135M  135M  open
+smollm2-135m-instruct  HuggingFaceTB/SmolLM2-135M-Instruct  135M  open
 qwen2.5-0.5b     Qwen/Qwen2.5-0.5B         494M   open
+qwen2.5-0.5b-instruct  Qwen/Qwen2.5-0.5B-Instruct  494M  open
 qwen2.5-1.5b     Qwen/Qwen2.5-1.5B         1.5B   open
 qwen3-0.6b       Qwen/Qwen3-0.6B-Base      596M   open
 qwen3-1.7b       Qwen/Qwen3-1.7B-Base      1.7B   open
+qwen3-8b         Qwen/Qwen3-8B-Base        8.2B   open
+qwen3-0.6b-instruct  Qwen/Qwen3-0.6B       596M   open
+qwen3-1.7b-instruct  Qwen/Qwen3-1.7B       1.7B   open
+qwen3-8b-instruct  Qwen/Qwen3-8B           8.2B   open
 smollm3-3b       HuggingFaceTB/SmolLM3-3B-Base  3.1B  open
+smollm3-3b-instruct  HuggingFaceTB/SmolLM3-3B  3.1B  open
 mistral-7b       mistralai/Mistral-7B-v0.3  7.2B  gated
+mistral-7b-instruct  mistralai/Mistral-7B-Instruct-v0.3  7.2B  gated
+gemma3-1b        google/gemma-3-1b-pt      1.0B   gated
+gemma3-1b-instruct  google/gemma-3-1b-it   1.0B   gated
 tinyllama-1.1b   TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T  1.1B  open
 '
 readonly DEFAULT_PACK=(tinyshakespeare pythia-160m)
@@ -158,9 +169,9 @@ parse_options() {
 }
 
 list_models() {
-  printf '%-16s %-58s %-11s %s\n' NAME REPOSITORY PARAMETERS ACCESS
-  printf '%-16s %-58s %-11s %s\n' tinyshakespeare "(text, $(human $TEXT_SIZE))" - open
-  awk 'NF { printf "%-16s %-58s %-11s %s\n", $1, $2, $3, $4 }' <<<"$MODELS"
+  printf '%-22s %-52s %-11s %s\n' NAME REPOSITORY PARAMETERS ACCESS
+  printf '%-22s %-52s %-11s %s\n' tinyshakespeare "(text, $(human $TEXT_SIZE))" - open
+  awk 'NF { printf "%-22s %-52s %-11s %s\n", $1, $2, $3, $4 }' <<<"$MODELS"
   echo
   echo 'Every pythia also exists as NAME-deduped. Gated models need their licence accepted and HF_TOKEN.'
 }

@@ -47,11 +47,16 @@ class Row:
         return CONTEXTS.get(self.preset, 2048)
 
 
+def presets(model_type: str) -> list[tuple[str, int, int, int]]:
+    """Name, layers, hidden size and rows of the embedding of this type's presets."""
+    text = (ROOT / "llmc" / "model" / "presets.cpp").read_text(encoding="utf-8")
+    found = re.findall(rf'\{{"([\w.-]+)", "{model_type}", (\d+), (\d+), (?:\d+, ){{4}}(\d+), ', text)
+    return [(name, *map(int, numbers)) for name, *numbers in found]
+
+
 def rows() -> list[Row]:
-    """Every preset, with the rows of its embedding as llmc/model/config.cpp has them, in every mode."""
-    text = (ROOT / "llmc" / "model" / "config.cpp").read_text(encoding="utf-8")
-    presets = re.findall(r'name == "([\w.-]+)"\) return llama_preset\(([^)]*)\)', text)
-    return [Row(name, int(numbers.split(",")[6]), mode) for name, numbers in presets for mode in RECOMPUTE]
+    """Every Llama of the presets in every mode."""
+    return [Row(name, vocabulary, mode) for name, _, _, vocabulary in presets("llama") for mode in RECOMPUTE]
 
 
 class Planner:
@@ -99,11 +104,9 @@ def training_table(planner: Planner) -> list[str]:
 
 
 def pythia_table() -> list[str]:
-    """Sizes of llmc/model/random_models.cpp. Parameters: two embeddings, in a layer 12 C^2 and 13 C of norms and biases."""
-    text = (ROOT / "llmc" / "model" / "random_models.cpp").read_text(encoding="utf-8")
+    """Parameters: two embeddings, in a layer 12 C^2 and 13 C of norms and biases."""
     lines = ["| model | parameters | weights, fp16 | cache of 2,048, fp16 | both |", "|---|---|---|---|---|"]
-    for name, *numbers in re.findall(r'\{"(pythia-[\w.]+)", (\d+), (\d+), \d+, (\d+)\}', text):
-        layers, hidden, vocabulary = map(int, numbers)
+    for name, layers, hidden, vocabulary in presets("gpt_neox"):
         parameters = 2 * vocabulary * hidden + layers * (12 * hidden * hidden + 13 * hidden) + 2 * hidden
         weights, cache = 2 * parameters / 1e9, 2 * 2 * layers * hidden * 2048 / 1e9
         lines.append(f"| {name} | {parameters / 1e6:,.0f} M | {weights:.2f} GB | {cache:.2f} GB | {weights + cache:.2f} GB |")

@@ -30,6 +30,7 @@
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/runtime/stream.h"
+#include "llmc/model/presets.h"
 #include "llmc/model/tensor_table.h"
 
 namespace {

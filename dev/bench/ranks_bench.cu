@@ -24,6 +24,7 @@
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/cuda/training/training.h"
 #include "llmc/model/compare.h"
+#include "llmc/model/presets.h"
 #include "llmc/train/bench.h"
 
 namespace weft {

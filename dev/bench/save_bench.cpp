@@ -18,6 +18,7 @@
 #include "llmc/base/hash.h"
 #include "llmc/base/json.h"
 #include "llmc/model/config.h"
+#include "llmc/model/presets.h"
 #include "llmc/model/tensor_table.h"
 #include "llmc/train/checkpoint.h"
 

@@ -15,7 +15,7 @@
 #include "llmc/infer/engine_sequence.h"
 #include "llmc/infer/fault_injection.h"
 #include "llmc/infer/prompt.h"
-#include "llmc/model/random_models.h"
+#include "llmc/model/presets.h"
 
 namespace weft {
 

@@ -10,7 +10,7 @@
 #include "llmc/base/threads.h"
 #include "llmc/infer/draft_length.h"
 #include "llmc/infer/fault_injection.h"
-#include "llmc/model/random_models.h"
+#include "llmc/model/presets.h"
 
 namespace weft {
 
@@ -158,9 +158,10 @@ void add_measurements(OptionTable& table, InferSettings& s) {
              "instead: attention, MLP-up and GELU of one layer at context 64; needs --decode fused");
   table.flag("bench-timeline", s.bench_timeline,
              "also when the phases of a fused token at context 64 end; needs --decode fused");
-  table.text("random-model", s.random_model, "NAME",
-             "instead of --model: random weights of this size, pythia-14m to pythia-12b; on a GPU also a --config of "
-             "train_llama, and quantised: NAME:int8, :int4 or :fp8, with +head for a head in int8");
+  table.text(
+      "random-model", s.random_model, "NAME",
+      "instead of --model: random weights of a preset of train_llama's --config, pythia-2.8b for example; on a GPU "
+      "also quantised: NAME:int8, :int4 or :fp8, with +head for a head in int8");
 }
 
 constexpr double kLongestWait = 1e6;  // seconds

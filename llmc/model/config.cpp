@@ -121,32 +121,6 @@ NormKind norm_from_json(const Json& object, const std::string& source) {
   refuse(source, format("norm: got %s, expected rmsnorm or layernorm", escaped(name).c_str()));
 }
 
-ModelConfig llama_preset(std::int64_t layers, std::int64_t hidden, std::int64_t heads, std::int64_t kv_heads,
-                         std::int64_t head_dim, std::int64_t ffn, std::int64_t vocab, bool tied, double theta,
-                         double scaling, std::int64_t positions) {
-  ModelConfig config;
-  config.num_layers = layers;
-  config.hidden_size = hidden;
-  config.num_heads = heads;
-  config.num_kv_heads = kv_heads;
-  config.head_dim = head_dim;
-  config.ffn_size = ffn;
-  config.vocab_size = config.tokenizer_vocab = vocab;
-  config.tied_embeddings = tied;
-  config.max_positions = positions;
-  config.norm_eps = 1e-5;
-  config.rope.theta = theta;
-  config.rope.rotary_dim = head_dim;
-  if (scaling > 0) {
-    config.rope.type = RopeType::llama3;
-    config.rope.factor = scaling;
-    config.rope.low_freq_factor = 1;
-    config.rope.high_freq_factor = 4;
-    config.rope.original_max_positions = 8192;
-  }
-  return config;
-}
-
 }  // namespace
 
 const char* norm_kind_name(NormKind kind) {
@@ -322,26 +296,6 @@ Json config_to_json(const ModelConfig& config) {
   if (config.local_rope_theta > 0) object["local_rope_theta"] = config.local_rope_theta;
   if (config.attention_scale > 0) object["attention_scale"] = config.attention_scale;
   return object;
-}
-
-const std::vector<std::string>& preset_names() {
-  static const std::vector<std::string> names = {"tiny",        "d12",         "smollm2-135m", "tinyllama-1.1b",
-                                                 "llama3.2-1b", "llama3.2-3b", "llama3.1-8b"};
-  return names;
-}
-
-ModelConfig preset_config(const std::string& name) {
-  //                                             L   C     NH  NKV HS   F      V       tied   theta  scale  positions
-  if (name == "tiny") return llama_preset(4, 192, 6, 2, 32, 512, 2048, true, 10000, 0, 512);
-  if (name == "d12") return llama_preset(12, 768, 12, 4, 64, 2048, 50304, true, 500000, 0, 8192);
-  if (name == "smollm2-135m") return llama_preset(30, 576, 9, 3, 64, 1536, 49152, true, 100000, 0, 8192);
-  if (name == "tinyllama-1.1b") return llama_preset(22, 2048, 32, 4, 64, 5632, 32000, false, 10000, 0, 2048);
-  if (name == "llama3.2-1b") return llama_preset(16, 2048, 32, 8, 64, 8192, 128256, true, 500000, 32, 131072);
-  if (name == "llama3.2-3b") return llama_preset(28, 3072, 24, 8, 128, 8192, 128256, true, 500000, 32, 131072);
-  if (name == "llama3.1-8b") return llama_preset(32, 4096, 32, 8, 128, 14336, 128256, false, 500000, 8, 131072);
-  std::string known;
-  for (const std::string& preset : preset_names()) known += (known.empty() ? "" : ", ") + preset;
-  fail(Exit::usage, "--config: got %s, expected one of %s", escaped(name).c_str(), known.c_str());
 }
 
 namespace {

@@ -123,12 +123,6 @@ void set_family(ModelConfig& config, const std::string& name);
 // The type of the weights that the family's checkpoints are published in.
 DType published_dtype(const ModelConfig& config);
 
-// The named configurations of train_llama (--config): tiny, d12, smollm2-135m, tinyllama-1.1b, llama3.2-1b,
-// llama3.2-3b, llama3.1-8b. Without special ids: a run takes them from the tokenizer of its data. An unknown
-// name is Exit::usage and lists them.
-ModelConfig preset_config(const std::string& name);
-const std::vector<std::string>& preset_names();
-
 // inv_freq[i] for i < rotary_dim/2, fp32 as transformers computes them: theta^(-2i/rotary_dim), then the scaling. linear
 // divides all by the factor; llama3 goes by wavelength (Llama 3.1 release, "apply_scaling"); yarn keeps fast dimensions,
 // divides slow ones and has a ramp between (Peng et al., "YaRN", 2023).

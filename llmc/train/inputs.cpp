@@ -12,6 +12,7 @@
 #include "llmc/base/log.h"
 #include "llmc/model/families/hf_config.h"
 #include "llmc/model/limits.h"
+#include "llmc/model/presets.h"
 #include "llmc/text/chat_format.h"
 #include "llmc/text/tokenizer.h"
 #include "llmc/train/initialize.h"
@@ -35,7 +36,6 @@ ModelConfig trainable_config(const std::string& path) {
   std::vector<std::string> warnings;
   ModelConfig config = model_from_hf(read_hf_config(path, warnings), warnings).config;
   for (const std::string& warning : warnings) log_warning("%s", warning.c_str());
-  require_trainable(config, path);
   config.eos_ids.clear();
   config.bos_id.reset();
   return config;
@@ -73,6 +73,7 @@ void require_norm(const TrainSettings& settings, const std::string& path, NormKi
 void open_model(const TrainSettings& settings, TrainInputs& inputs) {
   if (settings.model.empty()) {
     inputs.config = settings.config_is_file() ? trainable_config(settings.config) : preset_config(settings.config);
+    require_trainable(inputs.config, settings.config);
     if (inputs.config.norm == NormKind::layernorm) {  // of a family that has no other
       require_norm(settings, settings.config, inputs.config.norm);
     } else if (settings.norm == "layernorm") {

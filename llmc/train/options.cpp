@@ -12,6 +12,7 @@
 #include "llmc/base/options.h"
 #include "llmc/base/threads.h"
 #include "llmc/model/config.h"
+#include "llmc/model/presets.h"
 #include "llmc/train/fault_injection.h"
 
 namespace weft {
@@ -41,8 +42,7 @@ constexpr const char* kFooter =
 void add_model_and_data(OptionTable& table, TrainSettings& s) {
   table.group("Model");
   table.text("config", s.config, "NAME|FILE",
-             "train from scratch: tiny, d12, smollm2-135m, tinyllama-1.1b, llama3.2-1b, "
-             "llama3.2-3b or llama3.1-8b, or the shape in a Hugging Face config.json");
+             "train from scratch: " + preset_list() + "; or the shape in a Hugging Face config.json");
   table.integer("vocab-size", s.vocab_size, 0, 1'000'000,
                 "rows of a new model's embedding; 0: the vocabulary of the shards, padded to a multiple of 128");
   table.text("model", s.model, "FILE", "or go on from the weights of a model file");

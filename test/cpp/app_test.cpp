@@ -15,7 +15,7 @@
 #include "llmc/app/train_device.h"
 #include "llmc/base/log.h"
 #include "llmc/cpu/inference.h"
-#include "llmc/model/random_models.h"
+#include "llmc/model/presets.h"
 #include "llmc/model/single_sequence.h"
 #include "test/cpp/test_files.h"
 #include "test/cpp/train_tools.h"

@@ -12,6 +12,7 @@
 #include "llmc/app/decode_device.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/cpu/training.h"
+#include "llmc/model/presets.h"
 #include "test_files.h"
 
 namespace weft {

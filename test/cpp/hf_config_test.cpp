@@ -15,7 +15,7 @@
 #include "llmc/base/file.h"
 #include "llmc/base/json.h"
 #include "llmc/infer/describe.h"
-#include "llmc/model/random_models.h"
+#include "llmc/model/presets.h"
 #include "llmc/train/inputs.h"
 #include "llmc/train/rank_fields.h"
 #include "llmc/train/report.h"
@@ -90,7 +90,7 @@ TEST(HfConfig, IsThePresetOfTheSameModel) {
 
 // What is written has both spellings: each alone is the same model.
 TEST(HfConfig, APublishedModelIsTheSameInEitherSpelling) {
-  for (const std::string& name : random_model_names()) {
+  for (const std::string& name : preset_names()) {
     ModelConfig model = random_model_config(name);
     model.tokenizer_vocab = model.vocab_size;
     const Json both = written(model);

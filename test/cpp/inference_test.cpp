@@ -16,6 +16,7 @@
 #include "llmc/cpu/paged_attention.h"
 #include "llmc/infer/divergence.h"
 #include "llmc/infer/perplexity.h"
+#include "llmc/model/presets.h"
 #include "test_files.h"
 
 namespace weft {

@@ -14,7 +14,7 @@
 #include "llmc/model/config.h"
 #include "llmc/model/formats/formats.h"
 #include "llmc/model/model_file.h"
-#include "llmc/model/random_models.h"
+#include "llmc/model/presets.h"
 #include "llmc/model/tensor_table.h"
 #include "llmc/model/training_activations.h"
 #include "test/cpp/test_files.h"
@@ -50,6 +50,13 @@ TEST(TensorTable, PublishedParameterCounts) {
   EXPECT_EQ(TensorTable(preset_config("smollm2-135m")).parameters(), 134'515'008);
   EXPECT_EQ(TensorTable(preset_config("tiny")).parameters(), 1'967'808);  // weft's own, as d12
   EXPECT_EQ(TensorTable(preset_config("d12")).parameters(), 114'150'144);
+  EXPECT_EQ(TensorTable(preset_config("mistral-7b")).parameters(), 7'248'023'552);
+  EXPECT_EQ(TensorTable(preset_config("qwen2.5-0.5b")).parameters(), 494'032'768);
+  EXPECT_EQ(TensorTable(preset_config("qwen3-0.6b")).parameters(), 596'049'920);
+  EXPECT_EQ(TensorTable(preset_config("qwen3-1.7b")).parameters(), 1'720'574'976);
+  EXPECT_EQ(TensorTable(preset_config("qwen3-8b")).parameters(), 8'190'735'360);
+  EXPECT_EQ(TensorTable(preset_config("smollm3-3b")).parameters(), 3'075'098'624);
+  EXPECT_EQ(TensorTable(preset_config("gemma3-1b")).parameters(), 999'885'952);
   EXPECT_EQ(TensorTable(pythia(6, 128, 4, 50304)).parameters(), 14'067'712);
   EXPECT_EQ(TensorTable(pythia(12, 768, 12, 50304)).parameters(), 162'322'944);
   EXPECT_EQ(TensorTable(pythia(16, 2048, 8, 50304)).parameters(), 1'011'781'632);
@@ -91,8 +98,23 @@ TEST(ModelConfig, PresetsAreThePublishedModels) {
   }
 }
 
+// What neither the number of parameters nor the columns of the table show.
+TEST(ModelConfig, PresetsHaveTheRulesOfTheirFamilies) {
+  const ModelConfig smollm3 = preset_config("smollm3-3b"), gemma3 = preset_config("gemma3-1b");
+  EXPECT_EQ(smollm3.nope_layers, (std::vector<std::int64_t>{3, 7, 11, 15, 19, 23, 27, 31, 35}));
+  EXPECT_EQ(smollm3.rope.theta, 5e6);
+  EXPECT_TRUE(preset_config("qwen3-0.6b").qk_norm);
+  EXPECT_TRUE(preset_config("qwen2.5-0.5b").qkv_bias && !preset_config("qwen2.5-0.5b").output_bias);
+  EXPECT_EQ(preset_config("mistral-7b").windows, std::vector<std::int64_t>());
+  EXPECT_EQ(preset_config("qwen3-8b").norm_eps, 1e-6);
+  for (std::int64_t l = 0; l < gemma3.num_layers; ++l) EXPECT_EQ(gemma3.window(l), (l + 1) % 6 == 0 ? 0 : 512) << l;
+  EXPECT_EQ(gemma3.local_rope_theta, 1e4);
+  EXPECT_EQ(gemma3.attention_scale, 1.0 / 16);
+}
+
 TEST(TensorTable, PackedNeighboursHaveNoGap) {
   for (const std::string& name : preset_names()) {
+    if (preset_config(name).parallel_residual) continue;  // q, k and v are one matrix
     const TensorTable table(preset_config(name));
     const std::string prefix = "model.layers.1.";
     const auto follows = [&](const std::string& first, const std::string& second) {
@@ -529,7 +551,7 @@ TEST(ModelConfig, EachKeyThatTheFamilyDoesNotHaveIsRefusedAlone) {
 // Sizes, heads and rows of the published models.
 TEST(ModelConfig, RandomPythiasAreThePublishedOnes) {
   const auto expect = [](const char* name, ModelConfig expected, std::int64_t parameters) {
-    expected.eos_ids = {0};
+    expected.tokenizer_vocab = expected.vocab_size;
     const ModelConfig got = random_model_config(name);
     EXPECT_EQ(got, expected) << name;
     EXPECT_EQ(TensorTable(got).parameters(), parameters) << name;
@@ -552,7 +574,7 @@ TEST(ModelConfig, RandomModelsAreQuantisedByName) {
   EXPECT_EQ(quantization_of("pythia-14m:fp8"), (Quantization{&kFp8, nullptr}));
   EXPECT_EQ(quantization_of("pythia-14m:int4+head"), (Quantization{&kInt4, &kInt8}));
   EXPECT_EQ(quantization_of("tiny:int8"), (Quantization{&kInt8, nullptr}));
-  for (const std::string& name : random_model_names()) {
+  for (const std::string& name : preset_names()) {
     const ModelConfig plain = random_model_config(name);
     for (const WeightFormat* scheme : kWeightFormats) {
       for (const bool head : {false, true}) {

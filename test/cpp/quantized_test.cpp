@@ -13,6 +13,7 @@
 #include "llmc/cpu/matmul_rows.h"
 #include "llmc/model/block_weights.h"
 #include "llmc/model/formats/formats.h"
+#include "llmc/model/presets.h"
 #include "quantized_files.h"
 #include "test_files.h"
 

@@ -27,6 +27,7 @@
 #include "llmc/comm/heartbeat.h"
 #include "llmc/comm/start_ranks.h"
 #include "llmc/cpu/training.h"
+#include "llmc/model/presets.h"
 #include "test/cpp/processor_time.h"
 #include "test/cpp/rank_tools.h"
 #include "test/cpp/sanitized.h"

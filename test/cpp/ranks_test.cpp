@@ -11,6 +11,7 @@
 #include "llmc/cpu/adamw.h"
 #include "llmc/cpu/rank_sum.h"
 #include "llmc/model/lora.h"
+#include "llmc/model/presets.h"
 #include "llmc/model/shards.h"
 #include "test/cpp/gradient_check.h"
 #include "test/cpp/train_tools.h"

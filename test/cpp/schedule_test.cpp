@@ -1,5 +1,6 @@
 // The learning-rate schedules against their closed formulas.
 #include "llmc/train/schedule.h"
+#include "llmc/model/presets.h"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,7 @@
 // The training loop: accumulation, bit-exact resume, the numeric guard, faults and signals; also initial
 // parameters and the guard's parts.
 #include "llmc/base/json.h"
+#include "llmc/model/presets.h"
 #include "llmc/train/loop.h"
 
 #include <gtest/gtest.h>

@@ -11,6 +11,7 @@
 
 #include "llmc/base/hash.h"
 #include "llmc/cpu/training.h"
+#include "llmc/model/presets.h"
 #include "llmc/train/checkpoint.h"
 #include "llmc/train/data_loader.h"
 #include "llmc/train/initialize.h"

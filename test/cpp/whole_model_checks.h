@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "llmc/model/config.h"
+#include "llmc/model/presets.h"
 #include "llmc/model/train_model.h"
 #include "test/cpp/gradient_check.h"
 

@@ -20,6 +20,7 @@
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/cuda/training/training.h"
 #include "llmc/model/compare.h"
+#include "llmc/model/presets.h"
 #include "test/cpp/golden_cases.h"
 #include "test/cpp/whole_model_checks.h"
 #include "test/gpu/fp8_tools.h"

@@ -10,6 +10,7 @@
 #include "llmc/cuda/inference/inference.h"
 #include "llmc/cuda/training/training.h"
 #include "llmc/infer/generate.h"
+#include "llmc/model/presets.h"
 #include "test/gpu/decode_tools.h"
 
 namespace weft {

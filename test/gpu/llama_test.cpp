@@ -14,6 +14,7 @@
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/cuda/training/training.h"
 #include "llmc/model/compare.h"
+#include "llmc/model/presets.h"
 #include "test/gpu/device_buffer.h"
 #include "test/gpu/gpu_goldens.h"
 

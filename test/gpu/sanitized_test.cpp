@@ -9,6 +9,7 @@
 
 #include "llmc/cuda/inference/inference.h"
 #include "llmc/cuda/training/training.h"
+#include "llmc/model/presets.h"
 #include "test/cpp/inference_tools.h"
 #include "test/gpu/neox_models.h"
 #include "test/gpu/operator_tools.h"
