@@ -19,7 +19,7 @@ struct TrainBenchResult {
   double median_ms = 0, fastest_ms = 0, slowest_ms = 0;
   double flops_per_token = 0;  // training_flops_per_token()
   bool trains_adapter = false;
-  double peak_flops = 0;       // dense bf16 of the ranks' GPUs by their datasheet; 0: unknown
+  double peak_flops = 0;  // dense bf16 of the ranks' GPUs by their datasheet; 0: unknown
   double first_loss = 0, last_loss = 0;
 
   double tokens_per_s() const { return static_cast<double>(tokens) / median_ms * 1e3; }

@@ -21,12 +21,11 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
       frozen_table_(weft::cuda::frozen_table(config, options, kStorage<S>)),
       merged_table_(config, kStorage<S>),
       sharding_(config, table_, *options.optimizer, peers.share),
-      swiglu_in_epilogue_(config.gated() && !config.mlp_bias &&
-                          low_rank_shape(config, options, BlockLinear::up).modules == 0 &&
-                          low_rank_shape(config, options, BlockLinear::down).modules == 0 &&
-                          (options.precision == Precision::bf16
-                               ? matmul_swiglu_computes(config.hidden_size, config.ffn_size)
-                               : options.precision == Precision::fp8 && matmul_swiglu_fp8_computes())),
+      swiglu_in_epilogue_(
+          config.gated() && !config.mlp_bias && low_rank_shape(config, options, BlockLinear::up).modules == 0 &&
+          low_rank_shape(config, options, BlockLinear::down).modules == 0 &&
+          (options.precision == Precision::bf16 ? matmul_swiglu_computes(config.hidden_size, config.ffn_size)
+                                                : options.precision == Precision::fp8 && matmul_swiglu_fp8_computes())),
       clock_(stream_),
       matmul_(stream_, peers.share.rank == 0 ? options.matmul_plans : std::string()),
       acts_(config, options, classifier_rows(rows())),
