@@ -195,8 +195,9 @@ std::optional<Reference> reference_of(const TrainSettings& settings, const Train
   const auto measure = [&](const TokenDataset& data, std::vector<PairLogProbabilities>& pairs) {
     std::optional<std::vector<PairLogProbabilities>> measured =
         pair_log_probabilities(model, data, settings.micro_batch, ranks);
-    if (measured) pairs = *std::move(measured);
-    return measured.has_value();
+    if (!measured) return false;
+    pairs = *std::move(measured);
+    return true;
   };
   if (!measure(*inputs.train, reference->train)) return std::nullopt;
   if (inputs.val && !measure(*inputs.val, reference->val)) return std::nullopt;
