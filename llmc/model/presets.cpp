@@ -75,7 +75,7 @@ Quantization quantization_named(const std::string& text, const char* option) {
 ModelConfig preset_config(const std::string& name, const char* option) {
   const Preset* const preset = std::ranges::find_if(kPresets, [&](const Preset& each) { return each.name == name; });
   if (preset == std::end(kPresets)) {
-    fail(Exit::usage, "%s: got %s, expected %s", option, escaped(name).c_str(), preset_list().c_str());
+    fail(Exit::usage, "%s: got %s, expected one of %s", option, escaped(name).c_str(), preset_list().c_str());
   }
   HfConfig hf;
   hf.source = preset->name;
