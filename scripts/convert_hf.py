@@ -43,8 +43,8 @@ from hf_config import (MAX_INDEX_BYTES, Checkpoint, Model, Shape, is_ignorable_b
                        with_own_head)
 from hf_tokenizer import encode, left_out, missing_tokenizer
 from safetensors_reader import Entry, SafetensorsFile
-from tensor_file import (MAGIC, MAX_CONFIG_BYTES, MAX_CONFIG_VALUES, NUMPY_DTYPES, Writer, bf16_to_f32, configuration_text, escaped,
-                         from_f32, shape_text, whole_bytes)
+from tensor_file import (MAGIC, MAX_CONFIG_BYTES, MAX_CONFIG_VALUES, NUMPY_DTYPES, Writer, configuration_text, escaped, from_f32,
+                         shape_text, to_f32, whole_bytes)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Other files that weights come in, and what to do with them.
@@ -162,14 +162,17 @@ def _check_shard_name(index_path: Path, name: str, shard: object) -> None:
         bad_file(index_path, where, f"got {shown(shard)}, expected the name of a .safetensors file in this directory")
 
 
-def named_as_expected(found: dict[str, Source], model: Model) -> dict[str, Source]:
+def named_as_expected(found: dict[str, Source], model: Model, directory: Path, warnings: Warnings) -> dict[str, Source]:
     """The tensors under the names of model.tensors. A model that was saved without its head (LlamaModel, GPTNeoXModel) has
     them without the prefix; newer versions of transformers call every head lm_head."""
     prefix, head = model.embedding.split(".")[0] + ".", model.head
-    for text in ("language_model.", "model.language_model."):  # of a model of several modalities; the others are left out
+    for text in ("language_model.", "model.language_model."):  # of a model of several modalities
         if text + model.embedding in found or text + model.embedding.removeprefix(prefix) in found:
-            found = {name.removeprefix(text): source for name, source in found.items()
-                     if name.startswith((text, "lm_head."))}
+            own = {name.removeprefix(text): source for name, source in found.items()
+                   if name.startswith((text, "lm_head."))}
+            if left_out := len(found) - len(own):
+                warnings.add(f"{escaped(str(directory))}: {left_out} tensors of other modalities than text are left out")
+            found = own
     if model.embedding not in found and model.embedding.removeprefix(prefix) in found:
         heads = ("lm_head.", "embed_out.")
         found = {name if name.startswith(heads) else prefix + name: source for name, source in found.items()}
@@ -183,7 +186,7 @@ def match_tensors(checkpoint: Checkpoint, found: dict[str, Source], directory: P
     """The parameters of the model in storage order, each with its source; shapes and dtypes checked. The checkpoint has a head of
     its own if the file holds one that differs from the embedding, whatever config.json says: so does transformers 5."""
     model, head = checkpoint.model, checkpoint.model.head
-    found = named_as_expected(found, model)
+    found = named_as_expected(found, model, directory, warnings)
     if checkpoint.ties_head and _has_other_head(model, found):
         warnings.add(f"{escaped(str(found[head].file.path))}: {head} differs from {model.embedding}: taken as it is, although "
                      "tie_word_embeddings is true in config.json")
@@ -238,10 +241,6 @@ def _check_tensor(name: str, shape: Shape, source: Source) -> None:
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
-
-
-def to_f32(values: np.ndarray, dtype: str) -> np.ndarray:
-    return bf16_to_f32(values) if dtype == "bf16" else values.astype(np.float32, copy=False)
 
 
 class Conversion:

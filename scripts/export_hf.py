@@ -26,7 +26,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import needs
+import needs  # before the packages
+
+import numpy as np
+
 import peft_format
 import tensor_file
 from peft_format import Adapter
@@ -84,7 +87,12 @@ def values_of(file: TensorFile, name: str, adapter: Adapter | None) -> Any:
     merged = adapter.merged(file, name) if adapter else None
     if merged is None:
         return file.bytes(name)
-    return tensor_file.from_f32(merged, file.at(name).dtype).tobytes()
+    rounded = tensor_file.from_f32(merged, file.at(name).dtype)
+    too_large = np.isinf(tensor_file.to_f32(rounded, file.at(name).dtype)) & np.isfinite(merged)
+    if too_large.any():
+        bad_file(file.path, name, f"with the adapter a value is {np.abs(merged[too_large]).max():g}, which does not fit in "
+                 f"{file.at(name).dtype}", "Convert the model with --dtype bf16, and give that file")
+    return rounded.tobytes()
 
 
 def write_shard(path: Path, file: TensorFile, names: list[str], progress: cli.Progress, adapter: Adapter | None = None,

@@ -139,6 +139,11 @@ def from_f32(values: np.ndarray, dtype: str) -> np.ndarray:
         return values.astype(NUMPY_DTYPES[dtype], copy=False)
 
 
+def to_f32(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Values of the file's `dtype` as float32, exactly."""
+    return bf16_to_f32(values) if dtype == "bf16" else values.astype(np.float32, copy=False)
+
+
 def align_up(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
 

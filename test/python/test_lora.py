@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from train_runs import MODEL, ROOT, data_fixture, environment, train  # noqa: F4
 np = pytest.importorskip("numpy")
 
 import checkpoints as ck  # noqa: E402
+import export_hf  # noqa: E402
 import tensor_file  # noqa: E402
+from tensor_file import FileError  # noqa: E402
 
 INFER = Path(os.environ.get("WEFT_BIN_DIR", ROOT)).absolute() / "infer_pythia"
 ADAPTER = ["--lora-r=3", "--lora-targets=q,v,o,down", "--lora-alpha=4.5", "--lr=0.02", "--steps=8", "--device=cpu"]
@@ -72,6 +75,19 @@ def test_resume_is_bit_for_bit(data, adapter, tmp_path):
     assert train(data, tmp_path / "parts", *ADAPTER, "--debug-inject=term@step=3").returncode in (0, 143)
     assert train(data, tmp_path / "parts", *ADAPTER).returncode == 0
     assert (tmp_path / "parts" / STEP).read_bytes() == adapter.read_bytes()
+
+
+def test_a_sum_that_does_not_fit_is_refused(tmp_path):
+    class Large:
+        def merged(self, file, name):
+            return np.full(file.at(name).shape, -1e5, np.float32)
+
+    export(MODEL, "-o", tmp_path / "base")
+    for dtype, fits in (("fp16", False), ("bf16", True)):
+        ck.convert(tmp_path / "base", tmp_path / f"{dtype}.bin", f"--dtype={dtype}")
+        file = tensor_file.read(tmp_path / f"{dtype}.bin")
+        with nullcontext() if fits else pytest.raises(FileError, match="value is 100000, which does not fit in f16"):
+            export_hf.values_of(file, "model.norm.weight", Large())
 
 
 @needs_infer
