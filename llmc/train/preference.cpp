@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <cstring>
 #include <filesystem>
 #include <utility>
 
@@ -147,8 +146,7 @@ std::vector<PairLogProbabilities> read_pairs(const TensorFile& file, const char*
   }
   file.verify(tensor);
   std::vector<PairLogProbabilities> values(static_cast<std::size_t>(pairs));
-  const std::span<const std::byte> bytes = file.bytes(tensor);
-  std::memcpy(values.data(), bytes.data(), bytes.size());
+  std::ranges::copy(file.bytes(tensor), reinterpret_cast<std::byte*>(values.data()));
   return values;
 }
 
