@@ -611,7 +611,7 @@ SHARDS = [
     shard("B52 shard copied as text", text_mode_copy, "magic", "text-mode"),
     shard("B53 shard in the other byte order", lambda data: data[7::-1] + data[8:], "magic", "byte order"),
     shard("B54 shard of version 0", shard_header(version=0), "version: got 0"),
-    shard("B55 shard of version 3", shard_header(version=3), "version: got 3", "newer tool"),
+    shard("B55 shard of version 4", shard_header(version=4), "version: got 4", "newer tool"),
     shard("B55 shard of text that claims documents", shard_header(version=2, end_of_document_id=3), "truncated", "400 tokens"),
     shard("B55 shard of text that claims more documents than tokens", shard_header(version=2, end_of_document_id=2**62), "documents: got"),
     shard("B64 count beyond the file", shard_header(count=401), "truncated", "401 tokens"),
