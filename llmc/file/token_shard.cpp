@@ -19,7 +19,7 @@ namespace {
 using u64 = unsigned long long;  // what printf's %llu takes
 
 constexpr std::uint64_t kHeaderBytes = 256;
-constexpr std::uint32_t kPlain = 1, kOfDocuments = 2, kOfPairs = 3;  // versions
+constexpr std::uint32_t kPlain = 1, kOfPairs = 3;  // versions; 2 has documents
 constexpr std::uint64_t kMaxVocabulary = 1'000'000;
 constexpr std::int64_t kPiece = 1 << 18;  // tokens that verify() reads at once
 
