@@ -147,8 +147,8 @@ def test_a_run_with_closed_descriptors_writes_whole_files(data, tmp_path, closed
 
 GROUPS = {INFER: ["Model", "What to do, exactly one of", "Generation", "Many requests at once", "Perplexity", "Benchmark", "Server",
                   "Output", "About", "Example"],
-          PROGRAM: ["Model", "Data and output", "Optimisation", "LoRA: train an adapter beside a frozen --model (doc/fine_tuning.md)", "Execution",
-                    "Several GPUs (doc/several_gpus.md)", "Reports", "About", "Example"]}
+          PROGRAM: ["Model", "Data and output", "Optimisation", "LoRA: train an adapter beside a frozen --model (doc/fine_tuning.md)",
+                    "Preferences (doc/fine_tuning.md)", "Execution", "Several GPUs (doc/several_gpus.md)", "Reports", "About", "Example"]}
 
 
 @pytest.mark.parametrize("program", GROUPS)

@@ -76,10 +76,12 @@ def byte_tokenizer(path, size=260):
 
 
 def test_a_pythia(place):
-    printed = script(place, "scripts/convert_hf.py", "models/tiny-pythia", "-o", "a b.bin")
-    (line,) = next_lines(printed)
-    assert "--prompt " in line
-    assert shell(place, line + " --max-tokens 4").stdout
+    (place / "my.txt").write_text("Once upon a time there was a weft.\n" * 3000)
+    infer, prepare, train = next_lines(script(place, "scripts/convert_hf.py", "models/tiny-pythia", "-o", "a b.bin"))
+    assert "--prompt " in infer
+    assert shell(place, infer + " --max-tokens 4").stdout
+    shell(place, prepare)
+    trains(place, train)
 
 
 def test_a_llama_from_conversion_to_training(place, tmp_path):
@@ -134,9 +136,10 @@ def test_an_export(place):
 def test_strange_names_are_safe_to_paste(place, name, environment):
     """The line reaches the file, whatever its name, and nothing else happens."""
     printed = script(place, "scripts/convert_hf.py", "models/tiny-pythia", "-o", f"./{name}", **environment)
-    (line,) = next_lines(printed)
-    assert all(0x20 <= byte < 0x7F or byte >= 0xA0 or 0x80 <= byte for byte in line.encode("utf-8", "surrogateescape"))
-    shell(place, line + " --max-tokens 1")
+    lines = next_lines(printed)
+    for line in lines:
+        assert all(0x20 <= byte < 0x7F or byte >= 0xA0 or 0x80 <= byte for byte in line.encode("utf-8", "surrogateescape"))
+    shell(place, lines[0] + " --max-tokens 1")
     assert not (place / "pwned").exists()
 
 

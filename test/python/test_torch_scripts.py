@@ -347,7 +347,7 @@ class Ids:
 
     def rows(self, begin, number):
         ids, learned = self.batch(begin, number), self.learned(begin, number)
-        return train_reference.Rows(ids[:, :-1], ids[:, 1:] if learned is None else np.where(learned, ids[:, 1:], -100), None)
+        return train_reference.Rows(ids[:, :-1], ids[:, 1:] if learned is None else np.where(learned, ids[:, 1:], -100), None, [])
 
 
 @pytest.fixture
