@@ -2,10 +2,13 @@
 // wrapper that lets a test interfere with any model.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <cmath>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -142,6 +145,44 @@ inline std::vector<float> tensors(TrainModel& model, TensorRole role) {
     model.read_tensor(role, spec, all.data() + begin);
   }
   return all;
+}
+
+inline double norm_of(const std::vector<float>& values) {
+  double squares = 0;
+  for (const float value : values) squares += static_cast<double>(value) * value;
+  return std::sqrt(squares);
+}
+
+// Whether `gradient`, of all parameters of `model`, is the derivative of loss(), which `model` computes: by central differences
+// along the gradient itself, and then along noise with the gradient in it, so that the derivative is no zero.
+inline void expect_derivative(TrainModel& model, const std::vector<float>& gradient,
+                              const std::function<double()>& loss, int directions, double tolerance) {
+  const std::vector<float> start = tensors(model, TensorRole::parameter);
+  const auto loss_at = [&](const std::vector<float>& direction, float distance) {
+    std::size_t at = 0;
+    for (const TensorSpec& spec : model.table().specs()) {
+      std::vector<float> values(static_cast<std::size_t>(spec.elements));
+      for (float& value : values) {
+        value = start[at] + distance * direction[at];
+        ++at;
+      }
+      model.write_tensor(TensorRole::parameter, spec, values.data());
+    }
+    return loss();
+  };
+  const auto norm = static_cast<float>(norm_of(gradient));
+  std::mt19937 generator(5);
+  std::normal_distribution<float> normal;
+  for (int trial = 0; trial < directions; ++trial) {
+    std::vector<float> direction = gradient;
+    const float noise = trial == 0 ? 0.0f : 0.05f;
+    for (float& value : direction) value = value / norm + noise * normal(generator);
+    double expected = 0;
+    for (std::size_t i = 0; i < gradient.size(); ++i) expected += static_cast<double>(gradient[i]) * direction[i];
+    const float distance = 1e-3f;
+    const double got = (loss_at(direction, distance) - loss_at(direction, -distance)) / (2 * distance);
+    EXPECT_NEAR(got, expected, tolerance * std::abs(expected) + 1e-4) << trial;
+  }
 }
 
 // Parameters and state tensors: what must agree bit for bit.
