@@ -39,7 +39,7 @@ void random_ids(std::vector<std::int32_t>& ids, std::int64_t vocab, std::uint64_
 
 }  // namespace
 
-double causal_flops_per_token(const ModelConfig& config, std::int64_t T) {
+double training_flops_per_token(const ModelConfig& config, const std::optional<LoraConfig>& lora, std::int64_t T) {
   const TensorTable table(config);
   const double embedding = static_cast<double>(config.vocab_size * config.hidden_size);
   double matrices = config.tied_embeddings ? embedding : 0;  // a tied embedding is the head as well
@@ -47,14 +47,8 @@ double causal_flops_per_token(const ModelConfig& config, std::int64_t T) {
     if (spec.shape.size() == 2) matrices += static_cast<double>(spec.elements);
   }
   matrices -= embedding;
-  return 6 * matrices + 6 * static_cast<double>(config.num_layers * config.q_size() * T);
-}
-
-double training_flops_per_token(const ModelConfig& config, const std::optional<LoraConfig>& lora, std::int64_t T) {
-  const double whole = causal_flops_per_token(config, T);
-  if (!lora) return whole;
   const double attention = 6 * static_cast<double>(config.num_layers * config.q_size() * T);
-  const double matrices = (whole - attention) / 6;
+  if (!lora) return 6 * matrices + attention;
   return 4 * matrices + attention + 6 * static_cast<double>(TensorTable(config, *lora).parameters());
 }
 

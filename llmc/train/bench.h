@@ -28,10 +28,8 @@ struct TrainBenchResult {
 
 // Multiplications and additions of a training step for each token of sequences of length T, forward and backward:
 // 6 N_matmul for the N_matmul elements of all matrices but the embedding, and 6 L q T for causal attention in L layers with
-// q = heads x head size.
-double causal_flops_per_token(const ModelConfig& config, std::int64_t T);
-// The same, or with an adapter 4 N_matmul + 6 L q T of the frozen model, whose weights have no gradients, and 6 for each of the
-// adapter's parameters.
+// q = heads x head size. With an adapter 4 N_matmul + 6 L q T of the frozen model, whose weights have no gradients, and 6 for each
+// of the adapter's parameters.
 double training_flops_per_token(const ModelConfig& config, const std::optional<LoraConfig>& lora, std::int64_t T);
 
 // Random parameters with the standard deviation of a new model's, in a fraction of the time of initialize_parameters().

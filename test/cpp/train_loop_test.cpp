@@ -1578,9 +1578,10 @@ TEST_F(TrainLoopTest, TheBenchGivesNoShareOfAPeakItDoesNotKnow) {
 // Counted by hand: 6 operations for each weight of a matrix, and 6 L q T for causal attention (half of 12 L q T).
 TEST(BenchFlops, OfThePresetsByHand) {
   // tiny: a layer has 2 x 192 x 192, 2 x 64 x 192 and 3 x 512 x 192; the tied embedding of 2,048 x 192 is the head.
-  EXPECT_EQ(causal_flops_per_token(preset_config("tiny"), 256), 6.0 * (4 * 393'216 + 393'216) + 6.0 * 4 * 192 * 256);
+  EXPECT_EQ(training_flops_per_token(preset_config("tiny"), std::nullopt, 256),
+            6.0 * (4 * 393'216 + 393'216) + 6.0 * 4 * 192 * 256);
   // llama3.1-8b: 2 x 4096 x 4096, 2 x 1024 x 4096, 3 x 14336 x 4096; the head is a matrix of its own.
-  EXPECT_EQ(causal_flops_per_token(preset_config("llama3.1-8b"), 8192), 51'470'401'536.0);
+  EXPECT_EQ(training_flops_per_token(preset_config("llama3.1-8b"), std::nullopt, 8192), 51'470'401'536.0);
   // Heads that are together wider than the model: a layer has 2 x 60 x 24, 2 x 20 x 24 and 3 x 56 x 24, the head 100 x 24.
   ModelConfig wide = preset_config("tiny");
   wide.num_layers = 2;
@@ -1591,7 +1592,8 @@ TEST(BenchFlops, OfThePresetsByHand) {
   wide.ffn_size = 56;
   wide.vocab_size = 100;
   wide.tied_embeddings = false;
-  EXPECT_EQ(causal_flops_per_token(wide, 16), 6.0 * (2 * (2 * 1440 + 2 * 480 + 3 * 1344) + 2400) + 6.0 * 2 * 60 * 16);
+  EXPECT_EQ(training_flops_per_token(wide, std::nullopt, 16),
+            6.0 * (2 * (2 * 1440 + 2 * 480 + 3 * 1344) + 2400) + 6.0 * 2 * 60 * 16);
 }
 
 // Beside frozen weights no GEMM computes their gradients; A and B of q and v have 3 x (192 + 192) and 3 x (192 + 64) parameters
@@ -1601,7 +1603,7 @@ TEST(BenchFlops, OfAnAdapterByHand) {
   EXPECT_EQ(training_flops_per_token(preset_config("tiny"), lora, 256),
             4.0 * (4 * 393'216 + 393'216) + 6.0 * 4 * 192 * 256 + 6.0 * 4 * 3 * (192 + 192 + 192 + 64));
   EXPECT_EQ(training_flops_per_token(preset_config("tiny"), std::nullopt, 256),
-            causal_flops_per_token(preset_config("tiny"), 256));
+            6.0 * (4 * 393'216 + 393'216) + 6.0 * 4 * 192 * 256);
 }
 
 TEST(BenchFlops, TheShareOfThePeakByHand) {
