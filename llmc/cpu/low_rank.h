@@ -6,22 +6,15 @@
 // uniform01(philox(seed, offset + e / 4, RandomStream::adapter_dropout).word[e % 4]) >= p, forward and backward alike. All
 // modules of one layer, q, k and v say, have one mask.
 //
-// Computed by the GEMMs of matmul.h; the same bits for any number of threads.
+// A call computes one module. By the GEMMs of matmul.h; the same bits for any number of threads.
 #pragma once
 
 #include <cstdint>
 
 #include "llmc/model/block_weights.h"
+#include "llmc/model/low_rank_shape.h"
 
 namespace weft::cpu {
-
-struct LowRankShape {
-  std::int64_t N = 0, in = 0, out = 0;  // x is [N, in], y [N, out]
-  std::int64_t rank = 0;
-  float scale = 0;
-  float dropout = 0;  // p in [0, 1)
-  std::uint64_t seed = 0, offset = 0;
-};
 
 // floats of the workspace that both functions need.
 std::int64_t low_rank_workspace(const LowRankShape& shape);

@@ -51,20 +51,6 @@ struct HostModel {
   HostArena arena;
 };
 
-// What an adapter adds to a linear layer.
-LowRankShape low_rank_shape(const ModelConfig& config, const TrainOptions& options, BlockLinear which) {
-  const LinearSize size = linear_size(config, which);
-  LowRankShape shape;
-  shape.N = options.micro_batch * options.seq_len;
-  shape.in = size.C;
-  shape.out = size.OC;
-  shape.rank = options.lora->rank;
-  shape.scale = options.lora->scale();
-  shape.dropout = options.adapter_dropout;
-  shape.seed = options.seed;
-  return shape;
-}
-
 MemoryPlan adapter_workspace_plan(const ModelConfig& config, const TrainOptions& options) {
   MemoryPlan plan("workspace of the adapter");
   std::int64_t largest = 0;
@@ -175,12 +161,7 @@ std::vector<MemoryLine> memory_lines(const ModelConfig& config, const TrainOptio
 void check_precision(const ModelConfig& config, const TrainOptions& options) {
   if (options.precision == Precision::bf16)
     fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 and fp8 only");
-  if (options.lora) {
-    if (options.precision == Precision::fp8)
-      fail(Exit::usage, "--precision: got fp8, an adapter is trained in bf16 or fp32");
-    const std::string reason = lora_unsupported_reason(*options.lora, config);
-    if (!reason.empty()) fail(Exit::usage, "--lora-r: %s", reason.c_str());
-  }
+  check_adapter(config, options);
   if (options.precision == Precision::fp8) check_fp8_sizes(config, options.micro_batch, options.seq_len);
 }
 
@@ -420,7 +401,9 @@ class TrainingModel final : public TrainModel {
   // and b.
   void linear(BlockLinear which, std::int64_t l, float* out, const float* x, Accumulate accumulate = Accumulate::no);
   void linear_backward(BlockLinear which, std::int64_t l, float* dx, const float* dout, const float* x);
-  LowRankShape adapter_shape(BlockLinear which, std::int64_t l) const;
+  LowRankShape adapter_shape(BlockLinear which, std::int64_t l) const {
+    return low_rank_shape_of(which, l, config_, options_, micro_step_, training_);
+  }
 
   void forward_layers();
   void forward_layer(std::int64_t l);
@@ -684,16 +667,6 @@ void TrainingModel::linear_backward(BlockLinear which, std::int64_t l, float* dx
     low_rank_backward(adapter_shape(which, l), dx, d_layer.low_rank[i], dout, x, layer.low_rank[i],
                       adapter_workspace_.at<float>(0));
   }
-}
-
-// Each layer of each micro-batch has dropout masks of its own, and evaluation none.
-LowRankShape TrainingModel::adapter_shape(BlockLinear which, std::int64_t l) const {
-  LowRankShape shape = low_rank_shape(config_, options_, which);
-  if (!training_) shape.dropout = 0;
-  constexpr auto kLinears = static_cast<std::int64_t>(std::size(kBlockLinears));
-  shape.offset =
-      dropout_offset(micro_step_, kLinears * l + static_cast<std::int64_t>(which), kLinears * config_.num_layers);
-  return shape;
 }
 
 // ---- norms ----------------------------------------------------------------------------------------------------------

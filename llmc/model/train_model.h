@@ -89,6 +89,10 @@ inline void check_batch(const Batch& batch, const TrainOptions& options) {
   }
 }
 
+// For the making of a model: Exit::usage for an adapter that is not trained in this precision, or that a model of this configuration
+// cannot have.
+void check_adapter(const ModelConfig& config, const TrainOptions& options);
+
 // What a step needs to know before it may update. Reading it is the only synchronisation of a step.
 struct StepStatistics {
   double loss_sum = 0;  // sum over counted labels of -log p(label), of all micro-batches since zero_gradients()

@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <type_traits>
 #include <vector>
 
 #include "llmc/base/arena_layout.h"
+#include "llmc/model/low_rank_shape.h"
 #include "llmc/model/norm_shape.h"
 #include "llmc/model/train_model.h"
 
@@ -142,6 +144,34 @@ inline ResidualNormShape norm_shape_after(std::int64_t branch, const ModelConfig
   shape.dropout = training && branch >= 0 ? options.dropout : 0;
   shape.seed = options.seed;
   shape.offset = dropout_offset(micro_step, std::max<std::int64_t>(branch, 0), 2 * config.num_layers);
+  return shape;
+}
+
+// What an adapter adds to this linear layer of each block, with the dropout of training; zero modules: it has none there.
+inline LowRankShape low_rank_shape(const ModelConfig& config, const TrainOptions& options, BlockLinear linear) {
+  const LinearSize size = linear_size(config, linear);
+  LowRankShape shape;
+  shape.N = options.micro_batch * options.seq_len;
+  shape.in = size.C;
+  shape.out = size.OC;
+  shape.modules = 0;
+  if (!options.lora) return shape;
+  shape.rank = options.lora->rank;
+  shape.scale = options.lora->scale();
+  shape.dropout = options.adapter_dropout;
+  shape.seed = options.seed;
+  for (const LoraTarget& target : options.lora->targets) shape.modules += target.linear == linear ? 1 : 0;
+  return shape;
+}
+
+// The same of layer `layer` in a pass: each layer of each micro-batch has dropout masks of its own, and evaluation none.
+inline LowRankShape low_rank_shape_of(BlockLinear linear, std::int64_t layer, const ModelConfig& config,
+                                      const TrainOptions& options, std::uint64_t micro_step, bool training) {
+  LowRankShape shape = low_rank_shape(config, options, linear);
+  if (!training) shape.dropout = 0;
+  constexpr auto kLinears = static_cast<std::int64_t>(std::size(kBlockLinears));
+  shape.offset =
+      dropout_offset(micro_step, kLinears * layer + static_cast<std::int64_t>(linear), kLinears * config.num_layers);
   return shape;
 }
 

@@ -30,7 +30,7 @@ using namespace weft::test;
 // ---- the operator ----
 
 // y + scale (dropout(x) A^T) B^T, as it is defined.
-Doubles low_rank_sum(const cpu::LowRankShape& s, const Range& rows, Doubles y, const Doubles& x, const Doubles& down,
+Doubles low_rank_sum(const LowRankShape& s, const Range& rows, Doubles y, const Doubles& x, const Doubles& down,
                      const Doubles& up) {
   const auto at = [](const Doubles& values, std::int64_t i) { return values[static_cast<std::size_t>(i)]; };
   for (std::int64_t n = 0; n < s.N; ++n) {
@@ -64,7 +64,7 @@ TEST(LowRank, ProductAndGradients) {
                         {5, 33, 20, 3, {4, 15}, 0.3f},
                         {301, 130, 97, 17, {50, 97}, 0},
                         {130, 70, 530, 16, {1, 530}, 0.1f}}) {
-    cpu::LowRankShape shape{c.N, c.in, c.out, c.rank, 0.75f, c.dropout, 11, 1ull << 40};
+    LowRankShape shape{c.N, c.in, c.out, c.rank, 0.75f, c.dropout, 11, 1ull << 40};
     const std::int64_t rows = c.rows.size();
     Floats x = random_floats(c.N * c.in, 1), down = random_floats(c.rank * c.in, 2),
            up = random_floats(rows * c.rank, 3);

@@ -65,13 +65,12 @@ Floats plus(Floats values, const Floats& others) {
 template <typename T>
 void check_operator(const OperatorCase& c) {
   const auto modules = static_cast<std::int64_t>(c.rows.size());
-  const cpu::LowRankShape host{c.N, c.in, c.out, c.rank, 0.75f, c.dropout, 11, 3ull << 40};
-  const cuda::LowRankShape shape{c.N, c.in, c.out, c.rank, modules, 0.75f, c.dropout, 11, 3ull << 40};
+  const LowRankShape shape{c.N, c.in, c.out, c.rank, 0.75f, c.dropout, 11, 3ull << 40, modules};
   const Floats x = test::random_stored<T>(c.N * c.in, 1), dy = test::random_stored<T>(c.N * c.out, 2),
                y = test::random_stored<T>(c.N * c.out, 3), dx = test::random_stored<T>(c.N * c.in, 4);
   Floats want_y = y, want_dx = dx;
   std::vector<Floats> down, up, d_down, d_up, before_down, before_up;
-  Floats workspace(static_cast<std::size_t>(cpu::low_rank_workspace(host)));
+  Floats workspace(static_cast<std::size_t>(cpu::low_rank_workspace(shape)));
   for (std::size_t m = 0; m < c.rows.size(); ++m) {
     const auto seed = static_cast<unsigned>(10 * m);
     down.push_back(test::random_stored<T>(c.rank * c.in, seed + 5, 0.1f));
@@ -81,8 +80,8 @@ void check_operator(const OperatorCase& c) {
     d_down.emplace_back(down.back().size());
     d_up.emplace_back(up.back().size());
     const LowRank<float> module{down[m].data(), up[m].data(), c.rows[m]};
-    cpu::low_rank_forward(host, want_y.data(), x.data(), module, workspace.data());
-    cpu::low_rank_backward(host, want_dx.data(), {d_down[m].data(), d_up[m].data(), c.rows[m]}, dy.data(), x.data(),
+    cpu::low_rank_forward(shape, want_y.data(), x.data(), module, workspace.data());
+    cpu::low_rank_backward(shape, want_dx.data(), {d_down[m].data(), d_up[m].data(), c.rows[m]}, dy.data(), x.data(),
                            module, workspace.data());
   }
 

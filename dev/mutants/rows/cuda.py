@@ -161,7 +161,7 @@ ROWS = [
            gpu("LogitRows.*")),
     Mutant("GPU: steps with rules replay the graph of those without", "launch", "step.logit_rows != nullptr, &flight", "false, &flight",
            gpu("CudaInference.RulesAre*", "CudaInference.BitsDoNot*")),
-    Mutant("GPU: an adapter is scaled by the inverse", "low_rank_shape", "options.lora->scale()", "1 / options.lora->scale()",
+    Mutant("GPU: an adapter is scaled by the inverse", "pack_kernel", "shape.scale * to_float(", "1 / shape.scale * to_float(",
            gpu("CudaLora.GradientsAre*")),
     Mutant("GPU: a module's B begins a row too late", "pack_kernel", "row >= modules.of[m].rows.begin", "row > modules.of[m].rows.begin",
            gpu("CudaLowRank.*")),

@@ -83,17 +83,6 @@ void TrainingModel<S>::weight_grad(const LinearLayer& layer, std::int64_t l, con
 
 // ---- adapters ------------------------------------------------------------------------------------------------------
 
-// Each layer of each micro-batch has dropout masks of its own, and evaluation none.
-template <typename S>
-LowRankShape TrainingModel<S>::adapter_shape(BlockLinear linear, std::int64_t l) const {
-  LowRankShape shape = low_rank_shape(config_, options_, linear);
-  if (!training_) shape.dropout = 0;
-  constexpr auto kLinears = static_cast<std::int64_t>(std::size(kBlockLinears));
-  shape.offset =
-      dropout_offset(micro_step_, kLinears * l + static_cast<std::int64_t>(linear), kLinears * config_.num_layers);
-  return shape;
-}
-
 // Calls run(shape, modules) under `name` where the layer has a part of the adapter. Its operands are x or dx, y or dy, and the
 // small matrices; `gemms` of N x H x in, and of N x H x out.
 template <typename S>

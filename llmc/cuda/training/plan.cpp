@@ -41,21 +41,6 @@ AttentionShape attention_shape(const ModelConfig& config, const TrainOptions& op
           config.window(layer)};
 }
 
-LowRankShape low_rank_shape(const ModelConfig& config, const TrainOptions& options, BlockLinear linear) {
-  const LinearSize size = linear_size(config, linear);
-  LowRankShape shape;
-  shape.N = options.micro_batch * options.seq_len;
-  shape.in = size.C;
-  shape.out = size.OC;
-  if (!options.lora) return shape;
-  shape.rank = options.lora->rank;
-  for (const LoraTarget& target : options.lora->targets) shape.modules += target.linear == linear ? 1 : 0;
-  shape.scale = options.lora->scale();
-  shape.dropout = options.adapter_dropout;
-  shape.seed = options.seed;
-  return shape;
-}
-
 std::vector<LowRankShape> low_rank_shapes(const ModelConfig& config, const TrainOptions& options) {
   std::vector<LowRankShape> shapes;
   for (const BlockLinear linear : kBlockLinears) {

@@ -42,8 +42,6 @@ std::vector<MuonShape> muon_shapes(const TensorTable& table, const Optimizer& op
 std::int64_t classifier_rows(std::int64_t N);
 // Of layer `layer`.
 AttentionShape attention_shape(const ModelConfig& config, const TrainOptions& options, std::int64_t layer);
-// What an adapter adds to this linear layer of each block, with the dropout of training; zero modules: it has none there.
-LowRankShape low_rank_shape(const ModelConfig& config, const TrainOptions& options, BlockLinear linear);
 // Those of the linear layers that have a part of the adapter.
 std::vector<LowRankShape> low_rank_shapes(const ModelConfig& config, const TrainOptions& options);
 // Which rank of a run a model is, and what the ranks divide. One rank: alone.

@@ -167,12 +167,7 @@ std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& 
   if (options.moments == Precision::bf16 && options.precision == Precision::fp32) {
     fail(Exit::internal, "moments in bf16 beside parameters in fp32");
   }
-  if (options.lora) {
-    if (options.precision == Precision::fp8)
-      fail(Exit::usage, "--precision: got fp8, an adapter is trained in bf16 or fp32");
-    const std::string reason = lora_unsupported_reason(*options.lora, config);
-    if (!reason.empty()) fail(Exit::usage, "--lora-r: %s", reason.c_str());
-  }
+  check_adapter(config, options);
   if (options.precision == Precision::fp8) {
     check_fp8_sizes(config, options.micro_batch, options.seq_len);
     require_fp8();

@@ -198,7 +198,9 @@ class TrainingModel final : public TrainModel {
   // The matrix of a linear layer of a block for a GEMM: where it is quantised in scratch memory, until the next call.
   const S* floats_of(const LinearLayer& layer, const Weight<S>& weight);
   // The adapter's part of a linear layer of a block; nothing where it has none. Dropout is that of layer l in this micro-batch.
-  LowRankShape adapter_shape(BlockLinear linear, std::int64_t l) const;
+  LowRankShape adapter_shape(BlockLinear linear, std::int64_t l) const {
+    return low_rank_shape_of(linear, l, config_, options_, micro_step_, training_);
+  }
   template <typename Run>
   void with_adapter(const LinearLayer& layer, std::int64_t l, const char* name, int in_gemms, int out_gemms,
                     const Run& run);

@@ -17,9 +17,10 @@ ClassifierLimits classifier_limits();  // for the current GPU
 // For each row n of logits [N, row_stride], of which the first V columns count: losses[n] = -log
 // softmax(logits[n])[labels[n]], 0 where labels[n] is kIgnoredLabel. With write_gradient the logits are replaced by
 // loss_scale * d(sum of losses)/d(logits), which is zero in ignored rows and in columns V .. row_stride - 1, so that a
-// GEMM may run over whole padded rows. `weights` [N]: the loss of row n counts weights[n] times in that sum; null: once. T is float, bf16 or fp16; any V <= row_stride. 16-byte accesses where row_stride
-// is a multiple of 16 bytes, a slower path otherwise. Labels are kIgnoredLabel or in [0, V), which the caller
-// guarantees. `limits` other than the GPU's own, but not beyond them, are for tests.
+// GEMM may run over whole padded rows. `weights` [N]: the loss of row n counts weights[n] times in that sum; null: once.
+// T is float, bf16 or fp16; any V <= row_stride. 16-byte accesses where row_stride is a multiple of 16 bytes, a slower
+// path otherwise. Labels are kIgnoredLabel or in [0, V), which the caller guarantees. `limits` other than the GPU's own, but
+// not beyond them, are for tests.
 template <typename T>
 void classifier(T* logits, float* losses, const std::int32_t* labels, std::int64_t N, std::int64_t V,
                 std::int64_t row_stride, float loss_scale, bool write_gradient, cudaStream_t stream,

@@ -110,7 +110,7 @@ void dropout(const LowRankShape& shape, T* out, const T* x, cudaStream_t stream)
 template <typename T>
 void pack(const LowRankShape& shape, std::span<const LowRank<T>> modules, const LowRankWorkspace<T>& work,
           cudaStream_t stream) {
-  const std::int64_t hidden = shape.hidden();
+  const std::int64_t hidden = hidden_size(shape);
   pack_kernel<T><<<blocks_for(hidden * (shape.in + shape.out)), kThreads, 0, stream>>>(
       work.down, work.up, modules_of(shape, modules), shape, hidden);
   check_launch("adapter");
@@ -124,7 +124,7 @@ const T* hidden_values(Matmul& matmul, const LowRankShape& shape, const T* x, co
     dropout<false>(shape, work.input, x, stream);
     x = work.input;
   }
-  matmul.forward<T>(work.hidden, x, work.down, nullptr, shape.N, shape.in, shape.hidden());
+  matmul.forward<T>(work.hidden, x, work.down, nullptr, shape.N, shape.in, hidden_size(shape));
   return x;
 }
 
@@ -134,9 +134,9 @@ template <typename T>
 void LowRankWorkspace<T>::reserve(ArenaLayout& layout, std::span<const LowRankShape> shapes, bool dropout) {
   std::int64_t downs = 0, ups = 0, hiddens = 0, inputs = 0;
   for (const LowRankShape& shape : shapes) {
-    downs = std::max(downs, shape.hidden() * shape.in);
-    ups = std::max(ups, shape.out * shape.hidden());
-    hiddens = std::max(hiddens, shape.N * shape.hidden());
+    downs = std::max(downs, hidden_size(shape) * shape.in);
+    ups = std::max(ups, shape.out * hidden_size(shape));
+    hiddens = std::max(hiddens, shape.N * hidden_size(shape));
     inputs = std::max(inputs, dropout ? shape.N * shape.in : 0);
   }
   layout.reserve(&down, downs);
@@ -151,7 +151,7 @@ void LowRankWorkspace<T>::reserve(ArenaLayout& layout, std::span<const LowRankSh
 template <typename T>
 std::vector<MatmulShape> low_rank_matmuls(const LowRankShape& shape) {
   const cudaDataType_t type = std::is_same_v<T, float> ? CUDA_R_32F : CUDA_R_16BF;
-  const std::int64_t N = shape.N, in = shape.in, out = shape.out, H = shape.hidden();
+  const std::int64_t N = shape.N, in = shape.in, out = shape.out, H = hidden_size(shape);
   return {{Gemm::forward, N, in, H, type},
           {Gemm::forward, N, H, out, type, Accumulate::yes},
           {Gemm::input_grad, N, H, out, type},
@@ -165,23 +165,23 @@ void low_rank_forward(Matmul& matmul, const LowRankShape& shape, T* y, const T* 
                       const LowRankWorkspace<T>& work, cudaStream_t stream) {
   pack(shape, modules, work, stream);
   hidden_values(matmul, shape, x, work, stream);
-  matmul.forward<T>(y, work.hidden, work.up, nullptr, shape.N, shape.hidden(), shape.out, Accumulate::yes);
+  matmul.forward<T>(y, work.hidden, work.up, nullptr, shape.N, hidden_size(shape), shape.out, Accumulate::yes);
 }
 
 template <typename T>
 void low_rank_hidden_grad(Matmul& matmul, const LowRankShape& shape, const T* dy, std::span<const LowRank<T>> modules,
                           const LowRankWorkspace<T>& work, cudaStream_t stream) {
   pack(shape, modules, work, stream);
-  matmul.input_grad<T>(work.d_hidden, dy, work.up, shape.N, shape.hidden(), shape.out);
+  matmul.input_grad<T>(work.d_hidden, dy, work.up, shape.N, hidden_size(shape), shape.out);
 }
 
 template <typename T>
 void low_rank_input_grad(Matmul& matmul, const LowRankShape& shape, T* dx, const LowRankWorkspace<T>& work,
                          cudaStream_t stream) {
   if (shape.dropout == 0) {
-    return matmul.input_grad<T>(dx, work.d_hidden, work.down, shape.N, shape.in, shape.hidden(), Accumulate::yes);
+    return matmul.input_grad<T>(dx, work.d_hidden, work.down, shape.N, shape.in, hidden_size(shape), Accumulate::yes);
   }
-  matmul.input_grad<T>(work.input, work.d_hidden, work.down, shape.N, shape.in, shape.hidden());
+  matmul.input_grad<T>(work.input, work.d_hidden, work.down, shape.N, shape.in, hidden_size(shape));
   dropout<true>(shape, dx, static_cast<const T*>(work.input), stream);
 }
 
@@ -189,7 +189,7 @@ template <typename T>
 void low_rank_weight_grad(Matmul& matmul, const LowRankShape& shape, std::span<const LowRank<float>> d_modules,
                           const T* dy, const T* x, const LowRankWorkspace<T>& work, Accumulate accumulate,
                           cudaStream_t stream) {
-  const std::int64_t hidden = shape.hidden();
+  const std::int64_t hidden = hidden_size(shape);
   const T* const input = hidden_values(matmul, shape, x, work, stream);
   matmul.weight_grad<T>(work.d_up, dy, work.hidden, shape.N, hidden, shape.out, Accumulate::no);
   matmul.weight_grad<T>(work.d_down, work.d_hidden, input, shape.N, shape.in, hidden, Accumulate::no);
@@ -203,7 +203,7 @@ template <typename T>
 void low_rank_merge(Matmul& matmul, const LowRankShape& shape, T* weight, std::span<const LowRank<T>> modules,
                     const LowRankWorkspace<T>& work, cudaStream_t stream) {
   pack(shape, modules, work, stream);
-  matmul.input_grad<T>(weight, work.up, work.down, shape.out, shape.in, shape.hidden(), Accumulate::yes);
+  matmul.input_grad<T>(weight, work.up, work.down, shape.out, shape.in, hidden_size(shape), Accumulate::yes);
 }
 
 #define WEFT_INSTANTIATE(T)                                                                                         \

@@ -19,20 +19,16 @@
 #include "llmc/base/arena_layout.h"
 #include "llmc/cuda/op/gemm/matmul.h"
 #include "llmc/model/block_weights.h"
+#include "llmc/model/low_rank_shape.h"
 
 namespace weft::cuda {
 
 inline constexpr std::int64_t kMaxLowRankModules = 3;
 
-struct LowRankShape {
-  std::int64_t N = 0, in = 0, out = 0;  // x is [N, in], y [N, out]
-  std::int64_t rank = 0, modules = 0;   // of each module; 1 to kMaxLowRankModules of them
-  float scale = 0;
-  float dropout = 0;  // p in [0, 1)
-  std::uint64_t seed = 0, offset = 0;
-
-  std::int64_t hidden() const { return (modules * rank + 7) / 8 * 8; }  // H
-};
+// H of a layer with 1 to kMaxLowRankModules modules.
+inline std::int64_t hidden_size(const LowRankShape& shape) {
+  return (shape.modules * shape.rank + 7) / 8 * 8;
+}
 
 // Scratch memory that the layers of a model use in turn. T: float or bf16.
 template <typename T>
