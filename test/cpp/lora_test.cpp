@@ -389,6 +389,9 @@ TEST(LoraModel, TheFrozenModelStaysAsItWas) {
   const Batch batch{{tokens.data(), 16}, {tokens.data() + 1, 16}};
   std::int64_t labels = 0;
   const double before = model->evaluate(batch, &labels);
+  const std::unique_ptr<TrainModel> without_dropout =
+      model_with(config, options_of(lora), base, random_adapter(config, lora));
+  EXPECT_EQ(before, without_dropout->evaluate(batch, &labels));
   AdamWStep step;
   step.learning_rate = 0.01f;
   for (step.step = 1; step.step <= 3; ++step.step) {
