@@ -660,7 +660,7 @@ def arguments() -> argparse.Namespace:
 
 def check_fp8(options: argparse.Namespace, model: Model, rows: int) -> None:
     """FileError USAGE for what is not in fp8, or has other sizes."""
-    if not model.trainable or model.family == "gpt_neox":
+    if not model.trainable or model.family in ("gpt_neox", "gemma3_text"):
         raise FileError(USAGE, f"--precision: got fp8 for a model of the family {model.family}, expected a Llama")
     for option, given in (("--dtype", options.dtype != "fp32"), ("--half-run", options.half_run), ("--greedy", options.greedy),
                           ("--weights", options.weights)):

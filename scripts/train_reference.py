@@ -253,9 +253,10 @@ def normal_values(count: int, deviation: float, tensor: int, seed: int) -> np.nd
 def initial_tensors(model: Model, seed: int) -> Iterator[tuple[str, np.ndarray]]:
     """The parameters of a run from scratch, as llmc/train/initialize.cpp makes them."""
     residual = INIT_DEVIATION / math.sqrt(2 * model.num_layers)
+    norm = np.zeros if model.family == "gemma3_text" else np.ones  # whose norms add 1
     for number, (name, shape) in enumerate(model.tensors.items()):
         if len(shape) == 1:
-            yield name, (np.zeros if name.endswith(".bias") else np.ones)(shape, dtype=np.float32)
+            yield name, (np.zeros if name.endswith(".bias") else norm)(shape, dtype=np.float32)
             continue
         deviation = residual if name.endswith(RESIDUAL_PROJECTIONS) else INIT_DEVIATION
         yield name, normal_values(math.prod(shape), deviation, number, seed).reshape(shape)

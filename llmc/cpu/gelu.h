@@ -13,5 +13,7 @@ void gelu_tanh_forward(float* out, const float* x, std::int64_t count);  // out 
 void gelu_backward(float* dx, const float* dout, const float* x, std::int64_t count);
 // GEGLU (Shazeer, 2020) with the approximation: gate_up [N, 2F], each row gate and then up -> out [N, F] = gelu_tanh(gate) up.
 void geglu_tanh_forward(float* out, const float* gate_up, std::int64_t N, std::int64_t F);
+// dgate_up [N, 2F] may be gate_up; dout [N, F].
+void geglu_tanh_backward(float* dgate_up, const float* dout, const float* gate_up, std::int64_t N, std::int64_t F);
 
 }  // namespace weft::cpu

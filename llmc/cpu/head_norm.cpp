@@ -1,4 +1,4 @@
-// With r = 1 / sqrt(mean(x^2) + eps), xhat = x r and g = dout w:
+// With r = 1 / sqrt(mean(x^2) + eps), xhat = x r, w the weight with its offset, and g = dout w:
 //   y = xhat w,   dx = r (g - xhat mean(g xhat)),   dw = sum of dout xhat over all heads
 // r is taken again in backward: a pass over HS elements, which are in the cache for dx anyway.
 //
@@ -29,7 +29,7 @@ void backward_head(const HeadNormShape& shape, float* dx, float* dweight, const 
 #pragma omp simd
   for (std::int64_t d = 0; d < HS; ++d) {
     xhat[d] = x[d] * r;
-    g[d] = dout[d] * weight[d];
+    g[d] = dout[d] * (weight[d] + shape.weight_offset);
     dweight[d] += dout[d] * xhat[d];
   }
   norm_gradient(g, xhat, r, HS, NormKind::rmsnorm);

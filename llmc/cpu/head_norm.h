@@ -13,7 +13,7 @@ namespace weft::cpu {
 struct HeadNormShape {
   std::int64_t B = 0, T = 0, heads = 0, HS = 0;
   float eps = 0;
-  float weight_offset = 0;  // forward alone has it
+  float weight_offset = 0;
 };
 
 // out may be x.

@@ -35,11 +35,7 @@ void append_rounded(const float* from, std::int64_t count, DType type, float* to
 
 void Inference::run_layers() {
   const std::int64_t C = config_.hidden_size;
-  embedding_forward(residual_.data(), ids_.data(), weights_.embedding, rows(), C);
-  if (config_.scaled_embedding) {
-    const float scale = config_.embedding_scale();
-    for (std::int64_t i = 0; i < rows() * C; ++i) residual_[static_cast<std::size_t>(i)] *= scale;
-  }
+  embedding_forward(residual_.data(), ids_.data(), weights_.embedding, rows(), C, config_.embedding_scale());
   keep("embedding", residual_.data(), C);
   normalize_input(0, nullptr);
   for (std::int64_t l = 0; l < config_.num_layers; ++l) run_block(l);

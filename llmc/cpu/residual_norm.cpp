@@ -1,7 +1,7 @@
 // The operator works row by row: the row h is computed once, in residual_out or in a thread's own buffer, its statistics are
 // taken (norm_row.h), then normalised.
 //
-// Backward of z = xhat w + b with xhat = (h - mean) rstd, for g = dout w + dout2 w2:
+// Backward of z = xhat w + b with xhat = (h - mean) rstd, for g = dout w + dout2 w2 (w: the weight with its offset):
 //   dh = rstd (g - [mean(g)] - xhat mean(g xhat)) + dresidual_out      [mean(g)] for LayerNorm only
 //   dresidual = dh,   dx = dh colscale f,   dcolscale += dh x f        f = rowscale * dropout factor
 //   dweight += dout xhat,   dbias += dout
@@ -94,11 +94,11 @@ struct ColumnSums {
 };
 constexpr std::int64_t kColumnSums = 5;
 
-// One output's share: g += dout * weight, dweight += dout * xhat, dbias += dout.
+// One output's share: g += dout * (weight + offset), dweight += dout * xhat, dbias += dout.
 void add_output(float* g, float* dweight, float* dbias, const float* dout, const float* xhat, const float* weight,
-                std::int64_t C) {
+                float offset, std::int64_t C) {
 #pragma omp simd
-  for (std::int64_t c = 0; c < C; ++c) g[c] += dout[c] * weight[c];
+  for (std::int64_t c = 0; c < C; ++c) g[c] += dout[c] * (weight[c] + offset);
   if (dweight) {
 #pragma omp simd
     for (std::int64_t c = 0; c < C; ++c) dweight[c] += dout[c] * xhat[c];
@@ -125,8 +125,9 @@ void backward_row(const ResidualNormShape& shape, const ResidualNormBackward& io
   for (std::int64_t c = 0; c < C; ++c) xhat[c] = (h[c] - mean) * rstd;
 
   std::fill(g, g + C, 0.0f);
-  add_output(g, sums.dweight, sums.dbias, io.dout + row * C, xhat, io.weight, C);
-  if (io.weight2) add_output(g, sums.dweight2, sums.dbias2, io.dout2 + row * C, xhat, io.weight2, C);
+  const float offset = shape.weight_offset;
+  add_output(g, sums.dweight, sums.dbias, io.dout + row * C, xhat, io.weight, offset, C);
+  if (io.weight2) add_output(g, sums.dweight2, sums.dbias2, io.dout2 + row * C, xhat, io.weight2, offset, C);
   norm_gradient(g, xhat, rstd, C, shape.kind);
   float* dh = g;
   if (const float* skip = at_row(io.dresidual_out, row, C)) {

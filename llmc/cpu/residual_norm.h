@@ -49,7 +49,7 @@ struct ResidualNormBackward {
   const float* weight2 = nullptr;
   const float* mean = nullptr;  // [rows], LayerNorm
   const float* rstd = nullptr;  // [rows]
-  float* dx = nullptr;          // [rows, C] =; null: not computed
+  float* dx = nullptr;          // [rows, C] =; may be dout's memory; null: not computed
   float* dresidual = nullptr;   // [rows, C] =; may be dresidual_out's memory; null: not computed
   float* dweight = nullptr;     // [C] +=, in a fixed order
   float* dbias = nullptr;

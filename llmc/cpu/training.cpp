@@ -1,9 +1,10 @@
-// The training step of a Llama (Touvron et al., 2023) or a GPT-NeoX (Black et al., 2022) on the CPU, as two straight-line
+// The training step of a Llama (Touvron et al., 2023), a GPT-NeoX (Black et al., 2022) or a Gemma 3 on the CPU, as two straight-line
 // lists of operator calls: forward_layer() and backward_layer() mirror each other, and llmc/cuda/training/lists.cpp is the
 // same list on the GPU.
 //
 // Sequential residual: h1 = h + attention(norm1(h));  h' = h1 + mlp(norm2(h1))
 // Parallel residual:   h' = h + (attention(norm1(h)) + mlp(norm2(h)))     one residual_norm with two outputs a block
+// With post norms what attention and mlp give has a norm of its own before it is added.
 //
 // Letters: B batch, T sequence, N = B T rows, C hidden, NH / NKV query and K/V heads, HS head size, q = NH HS, kv = NKV HS,
 // F FFN width, V vocabulary, L layers. d_x is the gradient of x.
@@ -197,7 +198,8 @@ class TrainingModel final : public TrainModel {
                            : bind_weights(config, table_, gradient_arena_.at<float>(0), Offsets::elements)),
         acts_(config, options, kClassifierRows),
         activation_arena_(acts_.plan()),
-        rope_(rope_table(config.rope, options.seq_len)) {
+        rope_(rope_table(config.rope, options.seq_len)),
+        local_rope_(config.local_rope_theta > 0 ? rope_table(config.local_rope(), options.seq_len) : RopeTable()) {
     acts_.bind(activation_arena_);
     if (frozen_) {
       bind_adapter(config, *options.lora, table_, parameter_arena_.at<float>(0), Offsets::bytes, weights_);
@@ -386,9 +388,26 @@ class TrainingModel final : public TrainModel {
   // residual: acts_.branch and acts_.d_residual become those of x and skip.
   void norm_backward(const NormSite& site, const float* d_norm, bool has_skip);
 
+  // The norm behind a branch, with post_norms: from what the branch gave, which is kept, to what is added to the stream.
+  struct BranchNorm {
+    float* x;  // [N, C]
+    NormWeights<float> weights, d_weights;
+    float *mean, *rstd;
+  };
+  BranchNorm attention_norm(std::int64_t l);
+  BranchNorm mlp_norm(std::int64_t l);
+  void normalize_branch(const BranchNorm& norm, float* out);
+  // From acts_.branch, the gradient of its output, to that of x, in place.
+  void branch_norm_backward(const BranchNorm& norm);
+
   // The norms of q's and k's heads: from a.qkv as projected, which a.qk keeps; of d_qkv in place.
   HeadNormShape head_norm_shape(std::int64_t heads) const {
-    return {options_.micro_batch, options_.seq_len, heads, config_.head_dim, static_cast<float>(config_.norm_eps)};
+    return {options_.micro_batch,
+            options_.seq_len,
+            heads,
+            config_.head_dim,
+            static_cast<float>(config_.norm_eps),
+            static_cast<float>(config_.norm_weight_offset)};
   }
   void normalize_heads(std::int64_t l);
   void head_norms_backward(std::int64_t l);
@@ -407,6 +426,7 @@ class TrainingModel final : public TrainModel {
 
   void forward_layers();
   void forward_layer(std::int64_t l);
+  void rotate(std::int64_t l, float* qkv, decltype(rope_forward)* rotation);
   void forward_to_swiglu(std::int64_t l, float* branch);
   void activate(const LayerActivations<float>& a);
   void activation_backward(const LayerActivations<float>& a);
@@ -442,7 +462,7 @@ class TrainingModel final : public TrainModel {
   TrainingActivations<float> acts_;
   HostArena activation_arena_;
   std::optional<Fp8Linears> fp8_;  // with --precision fp8
-  RopeTable rope_;
+  RopeTable rope_, local_rope_;
 
   std::vector<std::int32_t> tokens_;           // [N] of the last forward
   std::vector<std::int32_t> document_starts_;  // [N], or none
@@ -477,7 +497,8 @@ void TrainingModel::gather_parameters(std::size_t section) {
 
 void TrainingModel::forward_layers() {
   gather_parameters(0);
-  embedding_forward(acts_.residual[0], tokens_.data(), weights_.embedding, rows(), config_.hidden_size);
+  embedding_forward(acts_.residual[0], tokens_.data(), weights_.embedding, rows(), config_.hidden_size,
+                    config_.embedding_scale());
   gather_parameters(section_of_layer(0));
   normalize(norm_after(-1));
   for (std::int64_t l = 0; l < config_.num_layers; ++l) forward_layer(l);
@@ -489,39 +510,54 @@ void TrainingModel::forward_layer(std::int64_t l) {
   if (fp8_) fp8_->use_weights(l, weights_.blocks[static_cast<std::size_t>(l)], false);
   forward_to_swiglu(l, acts_.branch);
   if (parallel) linear(BlockLinear::output, l, acts_.branch, a.attention);
-  linear(BlockLinear::down, l, acts_.branch, a.swiglu_out, parallel ? Accumulate::yes : Accumulate::no);
+  float* const mlp_out = config_.post_norms ? a.mlp_out : acts_.branch;
+  linear(BlockLinear::down, l, mlp_out, a.swiglu_out, parallel ? Accumulate::yes : Accumulate::no);
+  if (config_.post_norms) normalize_branch(mlp_norm(l), acts_.branch);
   if (l + 1 < config_.num_layers) gather_parameters(section_of_layer(l + 1));  // its norm is used next
   add_and_normalize(norm_after(2 * l + 1), acts_.branch, parallel ? acts_.residual[l] : a.residual_mid);
 }
 
 // The part of a layer that --recompute block runs again. `branch` [N, C]: scratch for the output of attention.
 void TrainingModel::forward_to_swiglu(std::int64_t l, float* branch) {
-  const std::int64_t T = options_.seq_len;
   const LayerActivations<float>& a = acts_.layers[l];
 
   linear(BlockLinear::qkv, l, a.qkv, a.input_norm);
   if (config_.qk_norm) normalize_heads(l);
-  if (config_.rotates(l)) {
-    rope_forward(q_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_heads, 0, document_starts());
-    rope_forward(k_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0, document_starts());
-  }
+  rotate(l, a.qkv, rope_forward);
   attention_forward(attention_shape(l), heads(a.attention, config_.q_size()), a.lse, q_heads(a.qkv), k_heads(a.qkv),
                     v_heads(a.qkv));
   if (!config_.parallel_residual) {
-    linear(BlockLinear::output, l, branch, a.attention);
+    linear(BlockLinear::output, l, config_.post_norms ? a.attention_out : branch, a.attention);
+    if (config_.post_norms) normalize_branch(attention_norm(l), branch);
     add_and_normalize(norm_after(2 * l), branch, acts_.residual[l]);
   }
   linear(BlockLinear::up, l, a.gate_up, a.post_norm);
   activate(a);
 }
 
+// q and k of packed rows [N, q + 2 kv], forward, or their gradients, backward.
+void TrainingModel::rotate(std::int64_t l, float* qkv, decltype(rope_forward)* rotation) {
+  if (!config_.rotates(l)) return;
+  const RopeTable& table = config_.rotates_locally(l) ? local_rope_ : rope_;
+  const std::int64_t B = options_.micro_batch, T = options_.seq_len;
+  rotation(q_heads(qkv), table, B, T, config_.num_heads, 0, document_starts());
+  rotation(k_heads(qkv), table, B, T, config_.num_kv_heads, 0, document_starts());
+}
+
 // Between the two matrices of the MLP.
 void TrainingModel::activate(const LayerActivations<float>& a) {
-  if (config_.gated()) {
-    swiglu_forward(a.swiglu_out, a.gate_up, rows(), config_.ffn_size);
-  } else {
-    gelu_forward(a.swiglu_out, a.gate_up, rows() * config_.ffn_size);
+  const std::int64_t F = config_.ffn_size;
+  switch (config_.activation) {
+    case Activation::swiglu:
+      return swiglu_forward(a.swiglu_out, a.gate_up, rows(), F);
+    case Activation::geglu_tanh:
+      return geglu_tanh_forward(a.swiglu_out, a.gate_up, rows(), F);
+    case Activation::gelu:
+      return gelu_forward(a.swiglu_out, a.gate_up, rows() * F);
+    case Activation::gelu_tanh:
+      break;
   }
+  fail(Exit::internal, "an activation that training has not");
 }
 
 // Logits, losses and, in training, the gradient of the final norm and of the head, kClassifierRows at a time.
@@ -561,7 +597,8 @@ void TrainingModel::backward() {
     backward_layer(l);
   }
   if (d_weights_.embedding != nullptr)
-    embedding_backward(d_weights_.embedding, acts_.branch, tokens_.data(), rows(), config_.hidden_size);
+    embedding_backward(d_weights_.embedding, acts_.branch, tokens_.data(), rows(), config_.hidden_size,
+                       config_.embedding_scale());
   if (fp8_) fp8_->end_micro_batch();
   if (shard_.rounds > 1 && ++rank_micro_batches_ == options_.rank_micro_batches) finish_rank();
 }
@@ -590,49 +627,55 @@ void TrainingModel::finish_rank() {
 void TrainingModel::recompute_layer(std::int64_t l) {
   if (options_.recompute == Recompute::none) return;
   normalize(norm_after(2 * l - 1));
+  const LayerActivations<float>& a = acts_.layers[l];
   if (options_.recompute == Recompute::block) {
     recomputing_ = true;
     forward_to_swiglu(l, acts_.d_norm);  // acts_.branch holds a gradient now
+    if (config_.post_norms) linear(BlockLinear::down, l, a.mlp_out, a.swiglu_out);
     recomputing_ = false;
     return;
   }
-  const LayerActivations<float>& a = acts_.layers[l];
   if (!config_.parallel_residual) normalize(norm_after(2 * l));
   activate(a);
 }
 
-// In: branch holds the gradient of the MLP's output, d_residual that of residual_mid by the skip connection; with the parallel
+// In: branch holds the gradient of what the MLP adds, d_residual that of residual_mid by the skip connection; with the parallel
 // residual those of both branches and of the layer's input.
 // Out: branch holds the gradient of the output of the layer below (its MLP, or the embedding).
 void TrainingModel::backward_layer(std::int64_t l) {
-  const std::int64_t T = options_.seq_len;
   const LayerActivations<float>& a = acts_.layers[l];
   const bool parallel = config_.parallel_residual;
 
+  if (config_.post_norms) branch_norm_backward(mlp_norm(l));
   linear_backward(BlockLinear::down, l, acts_.d_swiglu_out, acts_.branch, a.swiglu_out);
   activation_backward(a);  // a.gate_up is its gradient from here on
   linear_backward(BlockLinear::up, l, parallel ? acts_.d_post_norm : acts_.d_norm, a.gate_up, a.post_norm);
   if (!parallel) norm_backward(norm_after(2 * l), acts_.d_norm, true);
 
+  if (config_.post_norms) branch_norm_backward(attention_norm(l));
   linear_backward(BlockLinear::output, l, acts_.d_attention, acts_.branch, a.attention);
   attention_backward(attention_shape(l), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv), v_heads(acts_.d_qkv),
                      heads(acts_.d_attention, config_.q_size()), heads(a.attention, config_.q_size()), a.lse,
                      q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv));
-  if (config_.rotates(l)) {
-    rope_backward(q_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_heads, 0, document_starts());
-    rope_backward(k_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0, document_starts());
-  }
+  rotate(l, acts_.d_qkv, rope_backward);
   if (config_.qk_norm) head_norms_backward(l);
   linear_backward(BlockLinear::qkv, l, acts_.d_norm, acts_.d_qkv, a.input_norm);
   norm_backward(norm_after(2 * l - 1), acts_.d_norm, true);
 }
 
 void TrainingModel::activation_backward(const LayerActivations<float>& a) {
-  if (config_.gated()) {
-    swiglu_backward(a.gate_up, acts_.d_swiglu_out, a.gate_up, rows(), config_.ffn_size);
-  } else {
-    gelu_backward(a.gate_up, acts_.d_swiglu_out, a.gate_up, rows() * config_.ffn_size);
+  const std::int64_t F = config_.ffn_size;
+  switch (config_.activation) {
+    case Activation::swiglu:
+      return swiglu_backward(a.gate_up, acts_.d_swiglu_out, a.gate_up, rows(), F);
+    case Activation::geglu_tanh:
+      return geglu_tanh_backward(a.gate_up, acts_.d_swiglu_out, a.gate_up, rows(), F);
+    case Activation::gelu:
+      return gelu_backward(a.gate_up, acts_.d_swiglu_out, a.gate_up, rows() * F);
+    case Activation::gelu_tanh:
+      break;
   }
+  fail(Exit::internal, "an activation that training has not");
 }
 
 // ---- linear layers --------------------------------------------------------------------------------------------------
@@ -736,6 +779,41 @@ void TrainingModel::norm_backward(const NormSite& site, const float* d_norm, boo
     norm.dbias2 = site.d_weights2.bias;
   }
   residual_norm_backward(norm_shape(site.branch), norm);
+}
+
+TrainingModel::BranchNorm TrainingModel::attention_norm(std::int64_t l) {
+  const LayerActivations<float>& a = acts_.layers[l];
+  return {a.attention_out, weights_.blocks[l].attention_norm, d_weights_.blocks[l].attention_norm, a.attention_mean,
+          a.attention_rstd};
+}
+
+TrainingModel::BranchNorm TrainingModel::mlp_norm(std::int64_t l) {
+  const LayerActivations<float>& a = acts_.layers[l];
+  return {a.mlp_out, weights_.blocks[l].mlp_norm, d_weights_.blocks[l].mlp_norm, a.mlp_mean, a.mlp_rstd};
+}
+
+void TrainingModel::normalize_branch(const BranchNorm& norm, float* out) {
+  ResidualNormForward io;
+  io.residual = norm.x;
+  io.weight = norm.weights.weight;
+  io.bias = norm.weights.bias;
+  io.out = out;
+  io.mean = norm.mean;
+  io.rstd = norm.rstd;
+  residual_norm_forward(norm_shape(-1), io);
+}
+
+void TrainingModel::branch_norm_backward(const BranchNorm& norm) {
+  ResidualNormBackward io;
+  io.dout = acts_.branch;
+  io.residual_out = norm.x;
+  io.weight = norm.weights.weight;
+  io.mean = norm.mean;
+  io.rstd = norm.rstd;
+  io.dx = acts_.branch;
+  io.dweight = norm.d_weights.weight;
+  io.dbias = norm.d_weights.bias;
+  residual_norm_backward(norm_shape(-1), io);
 }
 
 void TrainingModel::normalize_heads(std::int64_t l) {

@@ -121,10 +121,11 @@ Fp8Statistics fp8_statistics(const ModelConfig& config, std::span<const Fp8Count
 }
 
 void check_fp8_sizes(const ModelConfig& config, std::int64_t micro_batch, std::int64_t seq_len) {
-  if (!config.gated() || config.parallel_residual || config.qkv_layout != QkvLayout::concatenated) {
+  if (config.activation != Activation::swiglu || config.parallel_residual || config.post_norms ||
+      config.qkv_layout != QkvLayout::concatenated) {
     fail(Exit::usage,
-         "--precision: got fp8 for a model of the family %s, expected one with a gated MLP, a sequential residual, "
-         "and q, k and v in matrices of their own. Use --precision bf16 or fp32",
+         "--precision: got fp8 for a model of the family %s, expected one with SwiGLU, a sequential residual "
+         "without norms behind its branches, and q, k and v in matrices of their own. Use --precision bf16 or fp32",
          config.family.c_str());
   }
   constexpr std::int64_t kMultiple = 16;

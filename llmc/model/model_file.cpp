@@ -81,12 +81,11 @@ ModelConfig read_config(const TensorFile& file) {
 }  // namespace
 
 std::string training_unsupported_reason(const ModelConfig& config) {
-  const bool tanh = config.activation == Activation::gelu_tanh;
-  if (const char* part = tanh ? "GELU by tanh" : part_without_kernels(config); part != nullptr) {
+  if (config.activation == Activation::gelu_tanh) {
     return format(
-        "got a model of the family %s, expected one that can be trained: it has %s, which training has not. "
+        "got a model of the family %s, expected one that can be trained: it has GELU by tanh, which training has not. "
         "infer_pythia runs this model",
-        config.family.c_str(), part);
+        config.family.c_str());
   }
   if (!config.quantization.any()) return {};
   return format("its weights are quantised (%s), and training needs floats. Take the file it was converted from",

@@ -29,6 +29,9 @@ struct LayerActivations {
   float *mean2 = nullptr, *rstd2 = nullptr;  // [N]; null with parallel_residual: those of the first norm
   T* gate_up = nullptr;     // [N, 2F], without a gate [N, F]; the backward pass overwrites it with its gradient
   T* swiglu_out = nullptr;  // [N, F]: silu(gate) up or gelu(up), the input of the down projection
+  // With post_norms what the norms behind the branches read, [N, C], and their statistics, [N]; on the CPU alone.
+  T *attention_out = nullptr, *mlp_out = nullptr;
+  float *attention_mean = nullptr, *attention_rstd = nullptr, *mlp_mean = nullptr, *mlp_rstd = nullptr;
 };
 
 // Every activation and every gradient of an activation of one micro-batch.
@@ -105,6 +108,14 @@ TrainingActivations<T>::TrainingActivations(const ModelConfig& config, const Tra
       reserve(&Layer::rstd2, N, share_block);
     }
     reserve(&Layer::gate_up, N * linear_size(config, BlockLinear::up).OC, share_block);
+    if (config.post_norms) {
+      reserve(&Layer::attention_out, N * C, share_block);
+      reserve(&Layer::attention_mean, N, share_block);
+      reserve(&Layer::attention_rstd, N, share_block);
+      reserve(&Layer::mlp_out, N * C, share_block);
+      reserve(&Layer::mlp_mean, N, false);  // so that recomputation ends with the projection
+      reserve(&Layer::mlp_rstd, N, false);
+    }
   }
   layout_.reserve(&final_norm, N * C);
   layout_.reserve(&final_mean, N);
@@ -141,6 +152,7 @@ inline ResidualNormShape norm_shape_after(std::int64_t branch, const ModelConfig
   shape.C = config.hidden_size;
   shape.kind = config.norm;
   shape.eps = static_cast<float>(config.norm_eps);
+  shape.weight_offset = static_cast<float>(config.norm_weight_offset);
   shape.dropout = training && branch >= 0 ? options.dropout : 0;
   shape.seed = options.seed;
   shape.offset = dropout_offset(micro_step, std::max<std::int64_t>(branch, 0), 2 * config.num_layers);

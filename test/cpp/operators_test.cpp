@@ -68,6 +68,14 @@ TEST(Embedding, GathersAndAddsBack) {
     }
   }
   EXPECT_EQ(dweight, expected);
+
+  embedding_forward(out.data(), tokens.data(), weight.data(), N, C, 3);
+  dweight = Floats(V * C);
+  embedding_backward(dweight.data(), dout.data(), tokens.data(), N, C, 3);
+  for (std::int64_t c = 0; c < C; ++c) {
+    EXPECT_EQ(out[c], 3 * weight[3 * C + c]);
+    EXPECT_FLOAT_EQ(dweight[c], 3 * (dout[C + c] + dout[5 * C + c])) << "of token 0";
+  }
 }
 
 TEST(Embedding, SameBitsForAnyThreads) {
@@ -371,8 +379,14 @@ TEST(HeadNorm, AnOffsetIsAddedToTheWeight) {
   for (double& each : sum) each += 1;
   Floats y(x.size());
   const auto view = [&](auto& data) { return HeadViewOf{data.data(), heads * HS, heads * HS, HS}; };
-  head_norm_forward({1, 1, heads, HS, 1e-5f, 1.0f}, view(y), view(x), w.data());
+  const HeadNormShape shape = {1, 1, heads, HS, 1e-5f, 1.0f};
+  head_norm_forward(shape, view(y), view(x), w.data());
   expect_close(y, naive_head_norm(widen(x), sum, heads, HS, 1e-5), "y");
+  const Floats dout = random_floats(heads * HS, 3);
+  Floats dx(x.size()), dweight(w.size());
+  head_norm_backward(shape, view(dx), dweight.data(), view(dout), view(x), w.data());
+  expect_gradient(
+      "dx", [&](const Doubles& v) { return weighted_sum(naive_head_norm(v, sum, heads, HS, 1e-5), dout); }, x, dx);
 }
 
 // q and k are parts of wider rows, and a head's bits are its own.
@@ -481,15 +495,26 @@ TEST(Gelu, TheGateOfGegluIsTheApproximation) {
   for (const std::int64_t N : {1, 7}) {
     for (const std::int64_t F : {1, 8, 13}) {
       const Floats x = random_floats(N * 2 * F, 1, 3.0f);
-      Doubles want(static_cast<std::size_t>(N * F));
-      for (std::int64_t i = 0; i < N * F; ++i) {
-        const double gate = x[i / F * 2 * F + i % F], up = x[i / F * 2 * F + F + i % F];
-        const double inner = std::sqrt(2 / std::numbers::pi) * (gate + 0.044715 * gate * gate * gate);
-        want[i] = 0.5 * gate * (1 + std::tanh(inner)) * up;
-      }
+      const auto geglu = [&](const Doubles& v) {
+        Doubles y(static_cast<std::size_t>(N * F));
+        for (std::int64_t i = 0; i < N * F; ++i) {
+          const double gate = v[i / F * 2 * F + i % F], up = v[i / F * 2 * F + F + i % F];
+          const double inner = std::sqrt(2 / std::numbers::pi) * (gate + 0.044715 * gate * gate * gate);
+          y[i] = 0.5 * gate * (1 + std::tanh(inner)) * up;
+        }
+        return y;
+      };
       Floats out(static_cast<std::size_t>(N * F));
       geglu_tanh_forward(out.data(), x.data(), N, F);
-      expect_close(out, want, "out");
+      expect_close(out, geglu(widen(x)), "out");
+
+      const Floats dout = random_floats(N * F, 2);
+      Floats dx(x.size()), over_x = x;
+      geglu_tanh_backward(dx.data(), dout.data(), x.data(), N, F);
+      expect_gradient(
+          "dgate_up", [&](const Doubles& v) { return weighted_sum(geglu(v), dout); }, x, dx);
+      geglu_tanh_backward(over_x.data(), dout.data(), over_x.data(), N, F);
+      EXPECT_EQ(over_x, dx);
     }
   }
 }

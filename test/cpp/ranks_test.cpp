@@ -439,13 +439,19 @@ TEST_F(VirtualRanks, WrittenParametersReplaceThoseInUse) {
   });
 }
 
-// Both norms of a parallel layer belong to its section, which is there before the layer below adds to the stream.
-TEST_F(VirtualRanks, AGptNeoxHasTheSameBitsInAnyNumberOfProcesses) {
-  for (const char* optimizer : {"adamw", "muon"}) {
+// Both norms of a parallel layer belong to its section, which is there before the layer below adds to the stream; and the norm
+// behind an MLP to that of its own layer.
+TEST_F(VirtualRanks, OtherBlocksHaveTheSameBitsInAnyNumberOfProcesses) {
+  ModelConfig neox = micro_neox(), gemma = micro_gemma();
+  neox.num_layers = gemma.num_layers = 3;
+  gemma.windows = {3, 0, 3};
+  for (const auto& [config, optimizer, recompute] : {std::tuple{neox, "adamw", "none"},
+                                                     {neox, "muon", "none"},
+                                                     {gemma, "adamw", "none"},
+                                                     {gemma, "muon", "block"}}) {
     TrainSettings all = settings(2, 1);
     all.optimizer = optimizer;
-    ModelConfig config = micro_neox();
-    config.num_layers = 3;
+    all.recompute = recompute;
     const auto trained = [&](TrainModel& model, std::int64_t first, std::int64_t stride) {
       initialize_parameters(model, 1);
       for (std::int64_t t = 1; t <= 3; ++t) {
@@ -461,7 +467,8 @@ TEST_F(VirtualRanks, AGptNeoxHasTheSameBitsInAnyNumberOfProcesses) {
       omp_set_num_threads(1);
       for (const Shard shard : {Shard::none, Shard::optimizer, Shard::parameters}) {
         const auto model = cpu::make_training_model(config, all.model_options(), ranks, shard);
-        EXPECT_EQ(trained(*model, ranks.rank(), 2), expected) << optimizer << ", " << static_cast<int>(shard);
+        EXPECT_EQ(trained(*model, ranks.rank(), 2), expected)
+            << config.family << ", " << optimizer << ", " << static_cast<int>(shard);
       }
     });
   }

@@ -82,7 +82,8 @@ struct Gradients {
 };
 
 // Column gradients start at `before`, so that = in place of += shows.
-Gradients backward(const Form& f, const Tensors& t, const Outputs& o, float before = 0, bool in_place = false) {
+Gradients backward(const Form& f, const Tensors& t, const Outputs& o, float before = 0, bool in_place = false,
+                   float weight_offset = 0) {
   const std::int64_t n = f.rows * f.C;
   Gradients g{Floats(n, kNaN),     Floats(n, kNaN),     Floats(f.C, before), Floats(f.C, before),
               Floats(f.C, before), Floats(f.C, before), Floats(f.C, before)};
@@ -107,7 +108,9 @@ Gradients backward(const Form& f, const Tensors& t, const Outputs& o, float befo
   if (f.second) io.dweight2 = g.dweight2.data();
   if (f.second && f.bias) io.dbias2 = g.dbias2.data();
   if (f.colscale) io.dcolscale = g.dcolscale.data();
-  residual_norm_backward(shape_of(f), io);
+  ResidualNormShape shape = shape_of(f);
+  shape.weight_offset = weight_offset;
+  residual_norm_backward(shape, io);
   return g;
 }
 
@@ -436,9 +439,14 @@ TEST(ResidualNorm, AnOffsetIsAddedToBothWeights) {
     for (float& weight : *weights) weight = std::round(weight * 64) / 64;  // so that 1 is added without rounding
   }
   const Outputs whole = forward(form, tensors);
+  const Gradients of_whole = backward(form, tensors, whole);
   for (Floats* weights : {&tensors.weight, &tensors.weight2}) {
     for (float& weight : *weights) weight -= 1;
   }
+  const Gradients gradients = backward(form, tensors, whole, 0, false, 1);
+  EXPECT_EQ(gradients.dx, of_whole.dx);
+  EXPECT_EQ(gradients.dweight, of_whole.dweight);
+  EXPECT_EQ(gradients.dweight2, of_whole.dweight2);
   Floats out(tensors.x.size()), out2 = out, h = tensors.residual;
   ResidualNormShape shape = shape_of(form);
   shape.weight_offset = 1;
@@ -461,6 +469,18 @@ TEST(ResidualNorm, AnOffsetIsAddedToBothWeights) {
   alone.x = alone.out = branch.data();
   residual_norm_forward(shape, alone);
   EXPECT_EQ(branch, out);
+
+  Floats gradient = tensors.dout, dx(gradient.size());
+  ResidualNormBackward back;
+  back.residual_out = tensors.x.data();
+  back.weight = tensors.weight.data();
+  back.mean = whole.mean.data(), back.rstd = whole.rstd.data();
+  back.dout = gradient.data();
+  back.dx = dx.data();
+  residual_norm_backward(shape, back);
+  back.dx = gradient.data();
+  residual_norm_backward(shape, back);
+  EXPECT_EQ(gradient, dx);
 }
 
 }  // namespace

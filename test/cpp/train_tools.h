@@ -113,6 +113,17 @@ inline ModelConfig micro_neox() {
   return config;
 }
 
+// A Gemma 3 of the same size, with a window.
+inline ModelConfig micro_gemma() {
+  ModelConfig config = micro_config();
+  set_family(config, "gemma3_text");
+  config.num_layers = 2;
+  config.windows = {3, 0};
+  config.local_rope_theta = 50;
+  config.attention_scale = 0.25;
+  return config;
+}
+
 // Settings for micro_config(): 8 tokens a sequence, constant learning rate, no validation, saves only at the
 // end.
 inline TrainSettings micro_settings() {

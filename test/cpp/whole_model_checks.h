@@ -55,6 +55,17 @@ inline ModelConfig small_neox(bool parallel) {
   return config;
 }
 
+// Gemma 3: GeGLU, norms with 1 + weight before and behind attention and MLP, a scaled embedding, and a theta of its own where a
+// layer has a window.
+inline ModelConfig small_gemma() {
+  ModelConfig config = small_llama();
+  set_family(config, "gemma3_text");
+  config.windows = {2, 0, 5};
+  config.local_rope_theta = 50;
+  config.attention_scale = 0.2;
+  return config;
+}
+
 // Every tenth label or so is ignored.
 inline TokenBatch random_tokens(const ModelConfig& config, std::int64_t rows, unsigned seed) {
   std::mt19937 generator(seed);

@@ -21,6 +21,7 @@ TEST(WholeModel, EachBranchOfEachMicroStepHasItsOwnMask) {
 TEST(WholeModel, ValidationHasNoDropout) {
   test::expect_no_dropout_in_evaluate(make_cpu, 0);
   test::expect_no_dropout_in_evaluate(make_cpu, 0, test::small_neox(true));
+  test::expect_no_dropout_in_evaluate(make_cpu, 0, test::small_gemma());
 }
 
 TEST(WholeModel, GradientsWithDropout) {
@@ -32,7 +33,13 @@ TEST(WholeModel, GradientsWithDropout) {
       SCOPED_TRACE(parallel ? "parallel" : "sequential");
       test::expect_gradients_with_dropout(make_cpu, recompute, test::small_neox(parallel));
     }
+    SCOPED_TRACE("Gemma 3");
+    test::expect_gradients_with_dropout(make_cpu, recompute, test::small_gemma());
   }
+  ModelConfig untied = test::small_gemma();
+  untied.tied_embeddings = false;
+  untied.norm = NormKind::layernorm;
+  test::expect_gradients_with_dropout(make_cpu, Recompute::block, untied);
 }
 
 TEST(WholeModel, GradientsWithWindows) {
@@ -49,12 +56,14 @@ TEST(WholeModel, GradientsWithDocuments) {
   ModelConfig neox = test::small_neox(true);
   neox.windows = {2, 0, 5};
   test::expect_gradients_with_dropout(make_cpu, Recompute::block, neox, kDocuments);
+  test::expect_gradients_with_dropout(make_cpu, Recompute::none, test::small_gemma(), kDocuments);
 }
 
 TEST(WholeModel, PackedDocumentsAreThoseAlone) {
   test::expect_packed_documents_are_those_alone(make_cpu, {}, 1e-6);
   test::expect_packed_documents_are_those_alone(make_cpu, {30, 0, 5}, 1e-6, Recompute::block);
   test::expect_packed_documents_are_those_alone(make_cpu, {}, 1e-6, Recompute::none, test::small_neox(true));
+  test::expect_packed_documents_are_those_alone(make_cpu, {30, 0, 5}, 1e-6, Recompute::norm, test::small_gemma());
 }
 
 TEST(WholeModel, DocumentsDoNotTouchEachOther) {
@@ -167,9 +176,31 @@ TEST(WholeModel, ActivationsAreThoseOfTheirLayerOrNone) {
   }
 }
 
-// The decoder of a model in training computes what the model computes, in every variant of a Llama and of a GPT-NeoX.
+// Every bit of a step of a Gemma 3 is what it is without recomputation.
+TEST(WholeModel, RecomputationOfPostNormsGivesTheSameBits) {
+  TrainOptions options;
+  options.micro_batch = 2;
+  options.seq_len = 19;
+  options.dropout = 0.3f;
+  const ModelConfig config = test::small_gemma();
+  const test::TokenBatch text = test::random_tokens(config, 2 * 19, 3);
+  std::vector<test::Floats> expected;
+  for (const Recompute recompute : {Recompute::none, Recompute::norm, Recompute::block}) {
+    options.recompute = recompute;
+    const auto model = make_cpu(config, options);
+    test::randomize_parameters(*model);
+    model->zero_gradients();
+    model->forward(text.batch(), 0, 0.1f);
+    model->backward();
+    const std::vector<test::Floats> gradients = test::all_gradients(*model);
+    if (recompute == Recompute::none) expected = gradients;
+    EXPECT_EQ(gradients, expected) << static_cast<int>(recompute);
+  }
+}
+
+// The decoder of a model in training computes what the model computes, in every variant of a Llama, a GPT-NeoX and a Gemma 3.
 TEST(WholeModel, ItsDecoderComputesWhatItComputes) {
-  std::vector<ModelConfig> configs = {test::small_neox(true), test::small_neox(false)};
+  std::vector<ModelConfig> configs = {test::small_neox(true), test::small_neox(false), test::small_gemma()};
   for (const NormKind norm : {NormKind::rmsnorm, NormKind::layernorm}) {
     for (const bool tied : {false, true}) {
       for (const std::int64_t rotary_dim : {24, 10}) {

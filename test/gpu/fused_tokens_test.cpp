@@ -101,7 +101,11 @@ TEST(FusedTokens, GreedyIdsOfTheGoldenLlamas) {
                                                       {"qwen3-biases-tied", "norms of heads"},
                                                       {"qwen2-mha", "head_dim: got 16"},
                                                       {"mistral-window", "sliding window"},
-                                                      {"smollm3-window-tied", "sliding window"}};
+                                                      {"smollm3-window-tied", "sliding window"},
+                                                      {"gemma3-local", "sliding window"},
+                                                      {"gemma3-gqa2-biases", "sliding window"},
+                                                      {"gemma3-train", "sliding window"},
+                                                      {"gemma3-train-untied", "sliding window"}};
   const auto reason = [](const ModelConfig& config) {
     const std::string of_kernel = cuda::fused_unsupported_reason(config, DType::f16);
     return of_kernel.empty() ? cuda::inference_unsupported_reason(config, DType::f16) : of_kernel;

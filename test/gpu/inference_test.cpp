@@ -76,6 +76,8 @@ std::vector<GoldenCase> inferred_goldens() {
   return test::computed_goldens(golden_cases(), reason,
                                 {{"qwen2-mha", "head_dim: got 16"},
                                  {"neox-train", "head_dim: got 12"},
+                                 {"gemma3-train", "head_dim: got 6"},
+                                 {"gemma3-train-untied", "head_dim: got 4"},
                                  {"neox-train-sequential-nobias", "head_dim: got 8"},
                                  {"neox-tanh-linear", "activation"},
                                  {"neox-tanh-yarn", "activation"},

@@ -44,7 +44,11 @@ std::vector<GoldenCase> trained_goldens() {
   return test::computed_goldens(trainable_goldens(), reason,
                                 {{"qwen2-mha", "head_dim: got 16"},
                                  {"neox-train", "head_dim: got 12"},
-                                 {"neox-train-sequential-nobias", "head_dim: got 8"}});
+                                 {"neox-train-sequential-nobias", "head_dim: got 8"},
+                                 {"gemma3-local", "gemma3_text has GeGLU"},
+                                 {"gemma3-gqa2-biases", "GeGLU"},
+                                 {"gemma3-train", "GeGLU"},
+                                 {"gemma3-train-untied", "GeGLU"}});
 }
 
 void expect_passed(const Comparison& result) {
@@ -675,6 +679,10 @@ TEST(CudaLlama, OtherBlocksAreRefused) {
   expect_refused("a sequential residual", [&] { cuda::make_training_model(config, odd_options(Precision::fp8)); });
   config.activation = Activation::gelu_tanh;
   expect_refused("GELU by tanh", [&] { cuda::plan_training(config, odd_options(Precision::bf16)); });
+  config = odd_config();
+  config.post_norms = true;
+  expect_refused("norms behind attention and MLP, for which training on a GPU has no kernels. Use --device cpu",
+                 [&] { cuda::make_training_model(config, odd_options(Precision::bf16)); });
 }
 
 }  // namespace

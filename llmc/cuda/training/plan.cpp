@@ -336,6 +336,10 @@ void check_sizes(const ModelConfig& config) {
   if (const std::string reason = training_unsupported_reason(config); !reason.empty()) {
     fail(Exit::usage, "the model: %s", reason.c_str());
   }
+  if (const char* part = part_without_kernels(config); part != nullptr) {
+    fail(Exit::usage, "the model: %s has %s, for which training on a GPU has no kernels. Use --device cpu",
+         config.family.c_str(), part);
+  }
   if (config.hidden_size % 8 != 0 || config.hidden_size > kMaxNormWidth) {
     fail(Exit::usage, "hidden_size: got %lld, the GPU kernels need a multiple of 8 up to %lld. Use --device cpu",
          static_cast<long long>(config.hidden_size), static_cast<long long>(kMaxNormWidth));
