@@ -144,6 +144,7 @@ def load_model(directory: Path, description: Model, request: Request, dtype: str
     if request.weights is not None:
         options["tie_word_embeddings"] = description.tied_embeddings
     model = transformers.AutoModelForCausalLM.from_pretrained(str(directory), **options)
+    learn_padding(model, description)
     if request.weights is not None:
         parameters = named_parameters(model, description)
         with torch.no_grad():
@@ -191,6 +192,12 @@ def parts_of(model: torch.nn.Module, family: str) -> Parts:
     base = model.gpt_neox
     return Parts(base.embed_in, list(base.layers), base.final_layer_norm, lambda layer: layer.attention,
                  lambda layer: layer.attention.dense, lambda layer: layer.mlp.dense_4h_to_h)
+
+
+def learn_padding(model: torch.nn.Module, description: Model) -> None:
+    """So that the embedding of a token learns whatever the token is for: PyTorch leaves out that of config.json's pad_token_id, which
+    is 0 in a Gemma 3 whose config.json does not say it."""
+    parts_of(model, description.family).embedding.padding_idx = None
 
 
 class Recorder:

@@ -36,7 +36,7 @@ import xxhash
 import cli
 import peft_format
 from cli import ENVIRONMENT, INTERNAL, USAGE, FileError, bad_file, shown
-from dump_reference import IGNORED_LABEL, libraries, named_parameters
+from dump_reference import IGNORED_LABEL, learn_padding, libraries, named_parameters
 from export_hf import read_model
 from hf_config import Model, exported_config, model_from_json
 from plot_log import is_number, read_run, smoothed
@@ -466,6 +466,7 @@ def make_model(description: RunDescription, model_file: str, device: str) -> tor
     config = exported_config(description.model, "model") | {"torch_dtype": "float32", "dtype": "float32"}
     config = transformers.AutoConfig.for_model(**config, attn_implementation="sdpa")
     model = transformers.AutoModelForCausalLM.from_config(config)
+    learn_padding(model, description.model)
     tensors = (file_tensors(Path(model_file), description.model) if model_file
                else initial_tensors(description.model, description.settings.seed))
     parameters = named_parameters(model, description.model)

@@ -61,7 +61,7 @@ def write_shard(path: Path, ids: np.ndarray, vocabulary: int = 64, tokenizer_has
 def make_base(base: Path) -> None:
     """Everything but the finished run, which needs the program."""
     base.mkdir()
-    for name, golden in (("neox", "neox-hs32-padded"), ("llama", "llama-hs32-mha"), ("gemma", "gemma3-local")):
+    for name, golden in (("neox", "neox-hs32-padded"), ("llama", "llama-hs32-mha"), ("tanh", "neox-tanh-yarn")):
         shutil.copy(GOLDEN / f"{golden}.model.bin", base / f"{name}.bin")
         shutil.copy(GOLDEN / f"{golden}.dump.bin", base / f"{name}.dump.bin")
     (base / "data").mkdir()
@@ -465,13 +465,13 @@ MODEL_FILES = [
 
 # ---- files in each other's place -------------------------------------------------------------------------------------
 
-KINDS = {"a Llama": LLAMA, "a Pythia": MODEL, "a Gemma": BASE / "gemma.bin", "a training state": STATE, "a dump": BASE / "llama.dump.bin",
+KINDS = {"a Llama": LLAMA, "a Pythia": MODEL, "a Pythia by tanh": BASE / "tanh.bin", "a training state": STATE, "a dump": BASE / "llama.dump.bin",
          "a shard": BASE / "data" / "train_0.bin", "JSON": BASE / "tokenizer.json",
          "safetensors": BASE / "hf" / "model.safetensors"}
-SAYS = {"a Llama": "llama", "a Pythia": "gpt_neox", "a Gemma": "gemma3_text", "a training state": "training state", "a dump": "reference dump",
+SAYS = {"a Llama": "llama", "a Pythia": "gpt_neox", "a Pythia by tanh": "gpt_neox", "a training state": "training state", "a dump": "reference dump",
         "a shard": "token shard", "JSON": "JSON", "safetensors": "safetensors"}
 PLACES: dict[str, tuple[Callable[[Any], list[Any]], str]] = {  # name -> command with the file in that place, who fits
-    "infer_pythia --model": (infer_options, "a Pythia or a Llama or a Gemma"),
+    "infer_pythia --model": (infer_options, "a Pythia or a Llama or a Pythia by tanh"),
     "infer_pythia --compare": (lambda path: infer_options(MODEL, f"--compare={path}"), "a dump"),
     "train_llama --model": (lambda path: train_options(model=path), "a Pythia or a Llama"),
     "train_llama --compare": (lambda path: train_options(compare=path), "a dump"),
@@ -482,7 +482,7 @@ PLACES: dict[str, tuple[Callable[[Any], list[Any]], str]] = {  # name -> command
 
 def cross_pair(kind: str, place: str) -> Case:
     command, _ = PLACES[place]
-    models = ("a Llama", "a Pythia", "a Gemma")
+    models = ("a Llama", "a Pythia", "a Pythia by tanh")
     number = "B62" if kind in models and place.endswith("--model") else "B63"
     expected = SAYS[kind] if number == "B62" or kind not in models else (
         "tensor file" if "shard" in PLACES[place][1] else "model")
@@ -949,7 +949,7 @@ CHECKPOINTS = [
     checkpoint("data are a number", lambda step: forge(step, lambda c, _: c["run"].update(data=7)), "--train"),
     checkpoint("a state as model", lambda step: shutil.copy(step / "state.bin", step / "model.bin"), "kind",
                "training state"),
-    checkpoint("a Gemma as model", lambda step: shutil.copy(step / "../.." / KINDS["a Gemma"], step / "model.bin"), "gemma3_text"),
+    checkpoint("a Pythia by tanh as model", lambda step: shutil.copy(step / "../.." / KINDS["a Pythia by tanh"], step / "model.bin"), "gpt_neox"),
 ]
 
 

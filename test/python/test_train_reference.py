@@ -109,10 +109,12 @@ def test_windows_do_not_cross_shards(tmp_path):
 
 NEOX = {"model_type": "gpt_neox", "hidden_act": "gelu", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
         "num_attention_heads": 2, "max_position_embeddings": 64, "rotary_pct": 0.25}
+GEMMA = {"model_type": "gemma3_text", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
+         "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64, "sliding_window": 8}
 
 
 @needs_program
-@pytest.mark.parametrize("shape", [None, NEOX])
+@pytest.mark.parametrize("shape", [None, NEOX, GEMMA])
 def test_initialisation_equals_that_of_weft(tmp_path, shape):
     """A step with learning rate 0 saves the parameters as they were made."""
     (tmp_path / "shape.json").write_text(json.dumps(shape))
@@ -179,7 +181,9 @@ def verdict(directory, tolerance=1e-4, smooth=1):
     ("llama-hs32-gqa2", {"grad_clip": 0, "weight_decay": 0.3, "beta2": 0.99, "schedule": "wsd"}),
     ("llama-hs32-mha", {"steps": 20, "seed": 9}),  # 16-bit weights, more than an epoch
     ("neox-train", {"batch_tokens": 96, "grad_clip": 0.5}),  # parallel residual
-    ("neox-train-sequential-nobias", {"weight_decay": 0.3, "schedule": "wsd"})])
+    ("neox-train-sequential-nobias", {"weight_decay": 0.3, "schedule": "wsd"}),
+    ("gemma3-train", {"batch_tokens": 96, "grad_clip": 0.5}),
+    ("gemma3-train-untied", {"weight_decay": 0.3, "schedule": "wsd"})])
 def test_losses_equal_those_of_weft(tmp_path, model, options):
     directory = train(tmp_path, model=GOLDEN / f"{model}.model.bin", **options)
     got = verdict(directory, tolerance=1e-6)  # fp32 resolves 1e-7 of a loss
@@ -373,7 +377,7 @@ def test_a_setting_that_is_missing_or_no_text_is_named(tmp_path, name):
     ({"steps": "0"}, {}, "do not fit together"), ({"micro-batch": "0"}, {}, "do not fit together"), ({"seq-len": "-16"}, {}, "do not fit together"),
     ({"batch-tokens": "48"}, {}, "do not fit together"), ({"lr": "inf"}, {}, "settings.lr"), ({"steps": "5.0"}, {}, "settings.steps"),
     ({"optimizer": "muon"}, {}, "settings.optimizer: got 'muon'"), ({"virtual-ranks": "x"}, {}, "settings.virtual-ranks"), ({}, {"settings": []}, "missing: this is no config.json"),
-    ({}, {"model": train_reference.read_model(GOLDEN / "gemma3-local.model.bin")[1].to_json()}, "model.family: got 'gemma3_text'")])
+    ({}, {"model": train_reference.read_model(GOLDEN / "neox-tanh-yarn.model.bin")[1].to_json()}, "model.family: got 'gpt_neox'")])
 def test_settings_that_are_refused(tmp_path, changes, more, words):
     with pytest.raises(FileError, match=words) as refused:
         described(tmp_path, changes, **more)
