@@ -423,13 +423,15 @@ def test_the_model_begins_as_the_run_did(torch, monkeypatch, from_file):
     file = tensor_file.read(GOLDEN / "llama-hs64-gqa3-tied.model.bin")
     model, config = hf_config.model_from_json(file.config["model"], "file"), []
     parameters, done = {name: tensor(np.zeros(shape, np.float32)) for name, shape in model.tensors.items()}, []
-    built = SimpleNamespace(named_parameters=parameters.items, to=lambda device: done.append(device) or built, train=lambda: done.append("train") or built)
+    embedding = SimpleNamespace(padding_idx=0)
+    built = SimpleNamespace(model=SimpleNamespace(embed_tokens=embedding, layers=[], norm=None), named_parameters=parameters.items, to=lambda device: done.append(device) or built, train=lambda: done.append("train") or built)
     transformers = sys.modules["transformers"]
     for_model = SimpleNamespace(for_model=lambda **options: config.append(options))
     monkeypatch.setattr(transformers, "AutoConfig", for_model, raising=False)
     monkeypatch.setattr(transformers, "AutoModelForCausalLM", SimpleNamespace(from_config=lambda _: built), raising=False)
     description = SimpleNamespace(model=model, settings=replace(SETTINGS, seed=6), adapter=None)
     assert train_reference.make_model(description, str(file.path) if from_file else "", "cuda") is built and done == ["cuda", "train"]
+    assert embedding.padding_idx is None
     assert config == [model.hf_config | {"torch_dtype": "float32", "dtype": "float32", "attn_implementation": "sdpa"}]
     want = {name: file.f32(name) for name in parameters} if from_file else dict(train_reference.initial_tensors(model, 6))
     for name, values in parameters.items():

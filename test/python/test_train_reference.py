@@ -182,8 +182,8 @@ def verdict(directory, tolerance=1e-4, smooth=1):
     ("llama-hs32-mha", {"steps": 20, "seed": 9}),  # 16-bit weights, more than an epoch
     ("neox-train", {"batch_tokens": 96, "grad_clip": 0.5}),  # parallel residual
     ("neox-train-sequential-nobias", {"weight_decay": 0.3, "schedule": "wsd"}),
-    ("gemma3-train", {"batch_tokens": 96, "grad_clip": 0.5}),
-    ("gemma3-train-untied", {"weight_decay": 0.3, "schedule": "wsd"})])
+    ("gemma3-local", {"batch_tokens": 96, "grad_clip": 0.5}),
+    ("gemma3-gqa2-biases", {"weight_decay": 0.3, "schedule": "wsd"})])
 def test_losses_equal_those_of_weft(tmp_path, model, options):
     directory = train(tmp_path, model=GOLDEN / f"{model}.model.bin", **options)
     got = verdict(directory, tolerance=1e-6)  # fp32 resolves 1e-7 of a loss
