@@ -83,8 +83,9 @@ def of_family(family: str, name: str, *sizes: Any, **options: Any) -> Case:
 
 def gemma3(name: str, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, length: int,
            keys: dict[str, Any], tied: bool = True, scaling: dict[str, Any] | None = None, **options: Any) -> Case:
+    runs: dict[str, Any] = {"groups": ["act", "losses", "greedy"], "greedy": 64}
     case = llama(name, hidden, heads, kv_heads, head_dim, ffn, vocab, tied, 50000.0, length, scaling, eps=1e-6,
-                 keys={"pad_token_id": None} | keys, **({"groups": ["act", "losses", "greedy"], "greedy": 64} | options))
+                 keys={"pad_token_id": None} | keys, **(runs | options))
     rope = {"full_attention": case.rope, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
     return replace(case, name=f"gemma3-{name}", family="gemma3_text", rope=rope)
 
