@@ -120,11 +120,30 @@ inline std::vector<NamedConfig> small_qwens() {
   return all;
 }
 
+// Gemma 3: norms behind attention and MLP, GeGLU, layers with and without a window, and their two thetas. One key/value head of
+// 256, tied; grouped heads with biases, whose last layer has a window.
+inline std::vector<NamedConfig> small_gemmas() {
+  const auto of = [](const LlamaShape& shape, const std::vector<std::int64_t>& windows, double attention_scale) {
+    ModelConfig config = llama_config(shape);
+    set_family(config, "gemma3_text");
+    config.windows = windows;
+    config.rope.theta = 1e6;
+    config.local_rope_theta = 100;
+    config.attention_scale = attention_scale;
+    return NamedConfig{"gemma3 " + shape.name, config};
+  };
+  std::vector<NamedConfig> all = {of({"hs256 mqa tied", 3, 1, 256, 3, 320, 520, true}, {17, 0, 40}, 0.05),
+                                  of({"hs64 gqa2 biases", 4, 2, 64, 3, 72, 200, false, false, 1003}, {0, 33, 5}, 0.1)};
+  all.back().config.qkv_bias = all.back().config.output_bias = true;
+  return all;
+}
+
 // Of all families.
 inline std::vector<NamedConfig> small_models() {
   std::vector<NamedConfig> all;
   for (const NeoxShape& shape : small_shapes()) all.push_back({shape.name, neox_config(shape)});
   for (const LlamaShape& shape : small_llamas()) all.push_back({shape.name, llama_config(shape)});
+  for (const NamedConfig& gemma : small_gemmas()) all.push_back(gemma);
   for (const NamedConfig& qwen : small_qwens()) all.push_back(qwen);
   return all;
 }
