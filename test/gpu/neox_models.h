@@ -163,7 +163,9 @@ inline void write_random_model(const std::string& path, const ModelConfig& confi
     std::vector<float> values(static_cast<std::size_t>(spec.elements));
     // Uniform numbers: many times faster than normal ones, and the sums are normal anyway.
     const bool matrix = spec.shape.size() == 2, embedding = spec.name == weight_of(names_of(config).embedding);
-    const float width = matrix && !embedding ? 2.0f / std::sqrt(static_cast<float>(spec.shape[1])) : 0.5f;
+    const float width = embedding ? 0.5f / config.embedding_scale()
+                        : matrix  ? 2.0f / std::sqrt(static_cast<float>(spec.shape[1]))
+                                  : 0.5f;
     for (float& value : values) {
       value = width * (static_cast<float>(generator()) * 0x1p-31f - 1.0f);
       if (!matrix && spec.init == Init::ones) value += 1.0f;

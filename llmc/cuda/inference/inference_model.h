@@ -4,7 +4,7 @@
 //   inference_step.cu    a step: uploading the description of its rows, captured graphs, returning results
 //   inference_layers.cu  the list of launches from ids to scored logits
 //
-// One list of operators for all models. Capabilities of ModelConfig decide about the norm, about where the second half of a layer
+// One list of operators for all models. Capabilities of ModelConfig decide about the norms, about where the second half of a layer
 // reads the residual stream, the layout of heads in a row of qkv and the function between the two matrices of the MLP.
 //
 // Activations, keys, values and weights that are not quantised are stored in S, the residual stream and all sums in
