@@ -105,7 +105,7 @@ Outputs on_gpu(const ResidualNormShape& shape, const Inputs<T>& in, bool has_bra
 }
 
 template <typename T>
-void check(const ResidualNormShape& shape, bool with_bias) {
+void check_rows(const ResidualNormShape& shape, bool with_bias) {
   SCOPED_TRACE(format("%s, %s, %lld rows of %lld, offset %g%s", type_name<T>().c_str(), norm_kind_name(shape.kind),
                       static_cast<long long>(shape.rows), static_cast<long long>(shape.C),
                       static_cast<double>(shape.weight_offset), with_bias ? ", biases" : ""));
@@ -127,15 +127,15 @@ template <typename T>
 void check_widths() {
   for (const std::int64_t C :
        {8, 24, 256, 264, 512, 520, 1024, 1032, 1152, 2048, 2056, 2560, 2568, 3840, 4096, 5376, 8192, 8200, 16384}) {
-    for (const std::int64_t rows : {1, 3, 17}) check<T>(shape_of(rows, C, NormKind::rmsnorm, 1), false);
+    for (const std::int64_t rows : {1, 3, 17}) check_rows<T>(shape_of(rows, C, NormKind::rmsnorm, 1), false);
     if (testing::Test::HasFailure()) return;
   }
   for (const std::int64_t C : {72, 1152, 2568}) {
-    check<T>(shape_of(5, C, NormKind::rmsnorm, 0), false);
-    check<T>(shape_of(5, C, NormKind::layernorm, 0), true);
-    check<T>(shape_of(5, C, NormKind::layernorm, 1), true);
+    check_rows<T>(shape_of(5, C, NormKind::rmsnorm, 0), false);
+    check_rows<T>(shape_of(5, C, NormKind::layernorm, 0), true);
+    check_rows<T>(shape_of(5, C, NormKind::layernorm, 1), true);
   }
-  check<T>(shape_of(2000, 1152, NormKind::rmsnorm, 1), false);
+  check_rows<T>(shape_of(2000, 1152, NormKind::rmsnorm, 1), false);
 }
 
 TEST(PostNorm, Fp32) {
@@ -173,6 +173,18 @@ TEST(PostNorm, WidthsThatItCannotReadAreRefused) {
     const auto call = [&] { post_norm(shape_of(1, C, NormKind::rmsnorm, 1), io, nullptr); };
     EXPECT_NE(error_of(Exit::internal, call), "") << C;
   }
+}
+
+TEST(PostNorm, TheOtherNormRefusesAnOffset) {
+  const DeviceBuffer<float> stream(8), weight(8), out(8);
+  ResidualNormForward<float, float> io;
+  io.residual = stream.data(), io.weight = weight.data(), io.out = out.data();
+  const auto call = [&](float offset) {
+    residual_norm_forward(shape_of(1, 8, NormKind::rmsnorm, offset), io, nullptr);
+  };
+  EXPECT_NE(error_of(Exit::internal, [&] { call(1); }).find("offset"), std::string::npos);
+  call(0);
+  check(cudaDeviceSynchronize(), "test");
 }
 
 }  // namespace

@@ -241,6 +241,7 @@ template <typename T, typename R>
 void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, cudaStream_t stream,
                            int shared_limit, bool overlapping) {
   check_shape(shape);
+  if (shape.weight_offset != 0) fail(Exit::internal, "residual_norm: an offset of weights, which post_norm() has");
   if (shape.rows == 0) return;
   const bool in_codes = io.codes.writes() || io.codes.counters != nullptr;
   if (in_codes) check_codes(shape, io);
