@@ -437,9 +437,9 @@ TEST(RowsMatmul, SplitsAreAddedInOrder) {
 // that the sums are the weights.
 TYPED_TEST(RowsMatmulTest, GatesOfEverySize) {
   using S = TypeParam;
-  constexpr std::int64_t K = 64, OC = 512;
+  constexpr std::int64_t K = 64, kHalf = 256, OC = 2 * kHalf;
   Floats gates, weight(2 * OC * K);
-  for (std::int64_t c = 0; c < OC; ++c) gates.push_back(static_cast<float>(c - OC / 2) / 16);  // -16 to 16
+  for (std::int64_t c = 0; c < OC; ++c) gates.push_back(static_cast<float>(c - kHalf) / 16);  // -16 to 16
   gates.front() = -1000, gates.back() = 1000;
   for (std::int64_t c = 0; c < OC; ++c) {
     weight[static_cast<std::size_t>(c * K + 5)] = gates[static_cast<std::size_t>(c)];
