@@ -88,6 +88,15 @@ TEST(FusedTokens, FollowThePromptOfEverySmallModel) {
   }
 }
 
+TEST(FusedTokens, PartsWithoutKernelsAreRefusedByName) {
+  const auto reason = [](const ModelConfig& config) { return cuda::fused_unsupported_reason(config, DType::bf16); };
+  ModelConfig config = test::llama_config(test::small_llamas()[0]);
+  if (!reason(config).empty()) GTEST_SKIP() << reason(config);
+  config.post_norms = true;
+  EXPECT_EQ(reason(config), "fused decoding has no kernels for norms behind attention and MLP");
+  EXPECT_EQ(reason(test::small_gemmas()[0].config), "fused decoding has no attention with a sliding window");
+}
+
 // The greedy ids of the reference dumps' models, on the GPU in fp16 and on the CPU in fp32; also where the graph goes on behind
 // the fused kernel. An id may differ where the two greatest logits are closer than the storage type's rounding.
 TEST(FusedTokens, GreedyIdsOfTheGoldenLlamas) {
