@@ -1,17 +1,16 @@
-// The tiles of a step (paged_work.h) on Hopper's wgmma (sm_90a). While a warpgroup computes the softmax of one key block's
-// scores, two GEMMs run: S = Q K^T of the next block and O += P V of the one before. So scores have two buffers, and the
-// two consumers issue their GEMMs in turn. (attention/hopper_forward.cu has key blocks of 128, which take the registers of
-// a second buffer; here they have 64 keys, because the bits are those of a warp that decodes.)
+// The tiles of a step (paged_work.h) on Hopper's wgmma (sm_90a). The pipeline is that of attention/hopper_forward.cu:
+// while the GEMMs O += P V of one key block and S = Q K^T of the next run, a warpgroup computes the softmax of that S,
+// and the two consumers issue their GEMMs in turn.
 //
 // The bits are those of mma.m16n8k16, which computes the items of splits. One wgmma covers 16 values of k for all
 // columns, and in both instructions Hopper adds an element's 16 products and the accumulator in the same way (measured
 // on an H200; CudaPagedAttention.ARowsBitsAreItsOwn compares prompts with decoded rows). Softmax is the code of
 // paged_recurrence.cuh, key block by key block.
 //
-// A block is a producer and two consumer warpgroups. Keys and values have a ring each, since a block's values are needed
-// two steps after its keys. They come by tensor copies, each the rows of one page and head, and mbarriers count them.
-// Positions after a tile's last one must become zeros, even where another sequence left NaN. So where a tile ends inside
-// its last key block, the producer's threads copy that block themselves, 16 bytes each. Loads are not the bottleneck: a prompt of 2,000 rows of Pythia-2.8B takes 75 us, with all key blocks
+// A block is a producer and two consumer warpgroups. Keys and values come by tensor copies, each the rows of one page
+// and head, and mbarriers count them. Positions after a tile's last one must become zeros, even where another sequence
+// left NaN. So where a tile ends inside its last key block, the producer's 128 threads copy that block themselves, 16
+// bytes each. Loads are not the bottleneck: a prompt of 2,000 rows of Pythia-2.8B takes 75 us, with all key blocks
 // copied by threads 82, with no loads at all 69 (dev/performance/batch.md).
 //
 // A tile's queries are loaded during the last GEMM of the previous tile.
@@ -46,7 +45,7 @@ constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroupSize;
 constexpr int kRows = 64;                           // rows of a consumer: M of its GEMMs
 constexpr int kWarps = kWarpgroupSize / kWarpSize;  // warps of a warpgroup
 // The producer's spare registers go to the consumers; together at most 64K.
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 
 template <typename T, bool Windowed, int HeadDim, int Stages, int TileColumns>
 struct HopperTiling {
@@ -60,7 +59,7 @@ struct HopperTiling {
   struct Storage {
     typename KeyTile::Storage k[kStages], v[kStages];
     float sums[kConsumers * kWarps][Earlier::kFloats];
-    RingBarrierStorage<kStages> k_ring, v_ring;
+    RingBarrierStorage<kStages> ring;
   };
   static constexpr int kSharedBytes = alignof(Storage) + sizeof(Storage);  // alignof: to align the storage
   static_assert(kSharedBytes <= 227 * 1024);
@@ -89,8 +88,7 @@ struct SharedMemory {
   __device__ KeyTile k(int stage) const { return {base + unsigned{offsetof(Storage, k)} + stage * KeyTile::kBytes}; }
   __device__ KeyTile v(int stage) const { return {base + unsigned{offsetof(Storage, v)} + stage * KeyTile::kBytes}; }
   __device__ unsigned char* sums() const { return memory + offsetof(Storage, sums); }
-  __device__ RingBarriers k_ring() const { return {base + unsigned{offsetof(Storage, k_ring)}, Tiling::kStages}; }
-  __device__ RingBarriers v_ring() const { return {base + unsigned{offsetof(Storage, v_ring)}, Tiling::kStages}; }
+  __device__ RingBarriers ring() const { return {base + unsigned{offsetof(Storage, ring)}, Tiling::kStages}; }
 };
 
 // The i-th tile of this block, assigned forth and back over the blocks, so that each gets long and short ones.
@@ -99,48 +97,50 @@ __device__ inline int tile_index(int i) {
   return i * blocks + (i % 2 == 0 ? block : blocks - 1 - block);
 }
 
-// Of the producer's warps the even ones copy keys and the odd ones values. Each arrives at its ring's barrier.
-constexpr int kProducers = kWarps / 2;
+// Each warp of the producer arrives at a stage's barrier.
+constexpr int kProducers = kWarps;
 
-// Starts the copies of a key block's keys, or values, that lie wholly within the tile's positions. Each warp copies some
-// of the pages.
+// Starts the copies of a key block that lies wholly within the tile's positions. Each warp copies some of its pages'
+// keys and values.
 template <typename Tiling, typename S = typename Tiling::Element>
-__device__ __forceinline__ void copy_stage(const HopperArguments<S>& p, const CUtensorMap& map,
-                                           const typename Tiling::KeyTile& tile, unsigned full, int pages, int kv_head,
-                                           int first) {
+__device__ __forceinline__ void copy_stage(const HopperArguments<S>& p, const typename Tiling::KeyTile& keys,
+                                           const typename Tiling::KeyTile& values, unsigned full, int pages,
+                                           int kv_head, int first) {
   using KeyTile = typename Tiling::KeyTile;
-  const int number = threadIdx.x / kWarpSize / 2, lane = threadIdx.x % kWarpSize, shift = p.a.page_shift;
-  const int copies = Tiling::kKeys >> shift;  // pages
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, shift = p.a.page_shift;
+  const int copies = 2 * Tiling::kKeys >> shift;  // one of keys and one of values for each page
   const unsigned copy_bytes = static_cast<unsigned>(KeyTile::kColumnTiles * KeyTile::kRowBytes) << shift;
   if (lane == 0) {
-    mbarrier_arrive_expect(full, static_cast<unsigned>((copies - number + kProducers - 1) / kProducers) * copy_bytes);
+    mbarrier_arrive_expect(full, static_cast<unsigned>((copies - warp + kProducers - 1) / kProducers) * copy_bytes);
   }
 #pragma unroll 1
-  for (int i = number; i < copies; i += kProducers) {
-    const int row = i << shift;
+  for (int i = warp; i < copies; i += kProducers) {
+    const int row = i / 2 << shift;
     const int page = __shfl_sync(~0u, pages, (first + row) % kSplit / kPageUnit);
-    const auto to = tile.template rows<kPageUnit>(row);  // and the rows after them in the page
-    if (lane == 0) tensor_load(to, map, full, 0, kv_head, page);
+    const auto to = (i % 2 == 0 ? keys : values).template rows<kPageUnit>(row);  // and the rows after them in the page
+    if (lane == 0) tensor_load(to, i % 2 == 0 ? p.keys : p.values, full, 0, kv_head, page);
   }
 }
 
-// Copies a key block's keys, or values; positions from `end` on, and with a window those before `begin`, become zeros.
+// Copies a key block's keys and values; positions from `end` on, and with a window those before `begin`, become zeros.
 template <typename Tiling, typename S = typename Tiling::Element>
-__device__ __forceinline__ void load_stage(const Arguments<S>& a, const S* from, const typename Tiling::KeyTile& tile,
-                                           unsigned full, int pages, int kv_head, int first, int begin, int end) {
+__device__ __forceinline__ void load_stage(const Arguments<S>& a, const typename Tiling::KeyTile& keys,
+                                           const typename Tiling::KeyTile& values, unsigned full, int pages,
+                                           int kv_head, int first, int begin, int end) {
   using KeyTile = typename Tiling::KeyTile;
-  constexpr int HS = Tiling::HS, kChunks = HS / 8, kThreadsOfRing = kProducers * kWarpSize,
-                kEach = Tiling::kKeys * kChunks / kThreadsOfRing;
-  static_assert(kEach * kThreadsOfRing == Tiling::kKeys * kChunks);
-  const int thread = static_cast<int>(threadIdx.x) / (2 * kWarpSize) * kWarpSize + threadIdx.x % kWarpSize;
-#pragma unroll 1
+  constexpr int HS = Tiling::HS, kChunks = HS / 8, kEach = Tiling::kKeys * kChunks / kWarpgroupSize;
+  static_assert(kEach * kWarpgroupSize == Tiling::kKeys * kChunks);
+#pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const int index = thread + i * kThreadsOfRing, row = index / kChunks, chunk = index % kChunks;
+    const int index = static_cast<int>(threadIdx.x) + i * kWarpgroupSize, row = index / kChunks,
+              chunk = index % kChunks;
     const int position = first + row;
     const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
     const bool inside = position < end && (!Tiling::kWindowed || position >= begin);
     const std::int64_t at = inside ? page_offset<HS>(a, page, kv_head, position) + chunk * 8 : 0;
-    copy_async(tile.address + KeyTile::offset(row, chunk), from + at, inside);
+    const int to = KeyTile::offset(row, chunk);
+    copy_async(keys.address + to, a.keys + at, inside);
+    copy_async(values.address + to, a.values + at, inside);
   }
   commit_copies();
   wait_for_older_copies<0>();
@@ -155,10 +155,7 @@ __device__ void produce(const HopperArguments<S>& p, const PagedWorkUnit* tiles,
                         const SharedMemory<Tiling>& shared) {
   constexpr bool kWindowed = Tiling::kWindowed;
   const Arguments<S>& a = p.a;
-  const bool keys = threadIdx.x / kWarpSize % 2 == 0;
-  const RingBarriers ring = keys ? shared.k_ring() : shared.v_ring();
-  const CUtensorMap& map = keys ? p.keys : p.values;
-  const S* const from = keys ? a.keys : a.values;
+  const RingBarriers ring = shared.ring();
   RingPosition next;
   for (int i = 0; tile_index(i) < count; ++i) {
     const int n = tile_index(i), kv_head = n % a.NKV;
@@ -176,11 +173,10 @@ __device__ void produce(const HopperArguments<S>& p, const PagedWorkUnit* tiles,
       ring.wait_empty(next);
       __syncwarp();
       const unsigned full = ring.full(next.stage);
-      const auto tile = keys ? shared.k(next.stage) : shared.v(next.stage);
       if (first + Tiling::kKeys <= end && (!kWindowed || first >= begin)) {
-        copy_stage<Tiling>(p, map, tile, full, pages, kv_head, first);
+        copy_stage<Tiling>(p, shared.k(next.stage), shared.v(next.stage), full, pages, kv_head, first);
       } else {
-        load_stage<Tiling>(a, from, tile, full, pages, kv_head, first, begin, end);
+        load_stage<Tiling>(a, shared.k(next.stage), shared.v(next.stage), full, pages, kv_head, first, begin, end);
       }
       next.advance(Tiling::kStages);
     }
@@ -201,34 +197,32 @@ __device__ void consume(const Arguments<S>& a, const PagedWorkUnit* tiles, int c
   constexpr bool kWindowed = Tiling::kWindowed;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int gemm_slot = 1 + consumer, next_gemm_slot = 1 + (consumer + 1) % kConsumers;  // named barriers
-  const RingBarriers k_ring = shared.k_ring(), v_ring = shared.v_ring();
-  RingPosition k, v;
-  using Scores = Accumulators<1, kKeys / 8>;
-  Scores scores, other_scores;
+  const RingBarriers ring = shared.ring();
+  RingPosition at;  // position of key block j
+  Accumulators<1, kKeys / 8> scores;
   unsigned P[kKeys / 4];
   RegisterOperand<S, HS, 1> Q;
   SplitState<S, HS, 1> state;
 
   const auto wait_for_gemm_slot = [&] { named_barrier_wait(gemm_slot, kConsumers * kWarpgroupSize); };
   const auto pass_gemm_slot = [&] { named_barrier_arrive(next_gemm_slot, kConsumers * kWarpgroupSize); };
-  const auto start_scores = [&](Scores& of) {  // S = Q K^T of the next key block
-    const auto keys = shared.k(k.stage).k_major();
+  const auto start_scores = [&](int stage) {  // S = Q K^T
+    const auto keys = shared.k(stage).k_major();
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < HS / 16; ++i) {
-      const unsigned(&q)[4] = Q.at[0][i].word;
-      wgmma_async<S>(flat(of), q[0], q[1], q[2], q[3], keys.step(i), i > 0);
+    for (int k = 0; k < HS / 16; ++k) {
+      const unsigned(&q)[4] = Q.at[0][k].word;
+      wgmma_async<S>(flat(scores), q[0], q[1], q[2], q[3], keys.step(k), k > 0);
     }
     wgmma_commit();
   };
-  const auto start_output = [&](bool accumulate) {  // O += P V
+  const auto start_output = [&](int stage, bool accumulate) {  // O += P V
     wgmma_fence();
-    gemm_add_async(flat(state.O), P, shared.v(v.stage).mn_major(), accumulate);
+    gemm_add_async(flat(state.O), P, shared.v(stage).mn_major(), accumulate);
     wgmma_commit();
   };
-  const auto release = [&](const RingBarriers& ring, RingPosition& position) {
-    if (lane == 0) mbarrier_arrive(ring.empty(position.stage));
-    position.advance(kStages);
+  const auto release = [&](int stage) {
+    if (lane == 0) mbarrier_arrive(ring.empty(stage));
   };
 
   const auto rows_of_tile = [&](int n) { return QueryRows<S>(a, tiles[n / a.NKV], n % a.NKV, kConsumers * kRows); };
@@ -249,13 +243,11 @@ __device__ void consume(const Arguments<S>& a, const PagedWorkUnit* tiles, int c
     const int begin = kWindowed && blocks > 0 ? of_group.first_visible(0, a.window) / kKeys : tile_begin;
     // Key blocks that only the other consumer's rows see.
     const auto skip_blocks = [&](int from, int to) {
-      for (int j = from; j < to; ++j) {
+      for (int j = from; j < to; ++j, at.advance(kStages)) {
         wait_for_gemm_slot();
         pass_gemm_slot();
-        k_ring.wait_full(k);
-        release(k_ring, k);
-        v_ring.wait_full(v);
-        release(v_ring, v);
+        ring.wait_full(at);
+        release(at.stage);
       }
     };
     if constexpr (kWindowed) skip_blocks(tile_begin, begin);
@@ -266,80 +258,58 @@ __device__ void consume(const Arguments<S>& a, const PagedWorkUnit* tiles, int c
       visible_positions(visible, rows);
       typename Tiling::Earlier earlier(shared.sums(), consumer * kWarps + warp);
       float shrink[1][2];
-      const auto weigh = [&](Scores& of, int j) {
+      const auto weigh = [&](int j) {
         const bool masked = (j + 1) * kKeys > unmasked_end || (kWindowed && j * kKeys < unmasked_begin);
-        return state.template weigh<2, kWindowed>(of, shrink, visible, masked, j * kKeys, a.c, a.window);
+        return state.template weigh<2, kWindowed>(scores, shrink, visible, masked, j * kKeys, a.c, a.window);
       };
-      // Key block j, whose scores are there. HasBefore, HasNext: there is a block before and after it.
-      const auto step = [&]<bool HasBefore, bool HasNext>(Scores& of, Scores& of_next, int j) {
-        if constexpr (HasNext) {
-          k_ring.wait_full(k);
-          wait_for_gemm_slot();
-          start_scores(of_next);
-        }
-        if constexpr (HasBefore) {
-          v_ring.wait_full(v);
-          start_output((j - 1) % kSplitBlocks != 0 && (!kWindowed || j - 1 > begin));
-        }
-        if constexpr (HasNext) pass_gemm_slot();
-        const bool new_split = HasBefore && j % kSplitBlocks == 0;
+
+      state.clear();
+      ring.wait_full(at);
+      wait_for_gemm_slot();
+      start_scores(at.stage);
+      pass_gemm_slot();
+      wgmma_wait<0>();
+      pin(flat(scores));
+      weigh(begin);
+      round_to_operand<S>(P, flat(scores));
+#pragma unroll 1
+      for (int j = begin + 1; j < blocks; ++j) {
+        const int before = at.stage;  // stage of key block j - 1
+        at.advance(kStages);
+        ring.wait_full(at);
+        wait_for_gemm_slot();
+        start_scores(at.stage);
+        start_output(before, (j - 1) % kSplitBlocks != 0 && (!kWindowed || j - 1 > begin));
+        pass_gemm_slot();
+        wgmma_wait<1>();
+        pin(flat(scores));
+        const bool new_split = j % kSplitBlocks == 0;
         float closed_maximum[1][2] = {{state.maximum[0][0], state.maximum[0][1]}};
         float closed_sum[1][2] = {{state.sum[0][0], state.sum[0][1]}};
         if (new_split) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) state.maximum[0][half] = -INFINITY, state.sum[0][half] = 0;
         }
-        const bool grown = weigh(of, j);
+        const bool grown = weigh(j);
         hold_back(state.sum[0][0] + state.sum[0][1], shared.base);
         wgmma_wait<0>();
-        if constexpr (HasNext) {
-          pin(flat(of_next));
-          release(k_ring, k);
+        pin(flat(state.O)), pin(P);
+        release(before);
+        if (new_split) {
+          SplitState<S, HS, 1>::close(closed_sum);
+          earlier.merge(state.O, closed_maximum, closed_sum, a.c);
+          earlier.keep(state.O);
+        } else if (grown) {
+          state.rescale(shrink);
         }
-        if constexpr (HasBefore) {
-          pin(flat(state.O)), pin(P);
-          release(v_ring, v);
-          if (new_split) {
-            SplitState<S, HS, 1>::close(closed_sum);
-            earlier.merge(state.O, closed_maximum, closed_sum, a.c);
-            earlier.keep(state.O);
-          } else if (grown) {
-            state.rescale(shrink);
-          }
-        }
-        round_to_operand<S>(P, flat(of));
-      };
-
-      state.clear();
-      k_ring.wait_full(k);
-      wait_for_gemm_slot();
-      start_scores(scores);
-      pass_gemm_slot();
-      wgmma_wait<0>();
-      pin(flat(scores));
-      release(k_ring, k);
-      if (begin + 1 == blocks) {
-        step.template operator()<false, false>(scores, other_scores, begin);
-      } else {
-        step.template operator()<false, true>(scores, other_scores, begin);
-        int j = begin + 1;
-#pragma unroll 1
-        for (; j + 2 < blocks; j += 2) {
-          step.template operator()<true, true>(other_scores, scores, j);
-          step.template operator()<true, true>(scores, other_scores, j + 1);
-        }
-        if (j + 1 < blocks) {
-          step.template operator()<true, true>(other_scores, scores, j);
-          other_scores = scores;
-        }
-        step.template operator()<true, false>(other_scores, scores, blocks - 1);
+        round_to_operand<S>(P, flat(scores));
       }
-      v_ring.wait_full(v);
-      start_output((blocks - 1) % kSplitBlocks != 0 && (!kWindowed || blocks - 1 > begin));
+      start_output(at.stage, (blocks - 1) % kSplitBlocks != 0 && (!kWindowed || blocks - 1 > begin));
       if (next_n < count) load_queries(next_n);
       wgmma_wait<0>();
       pin(flat(state.O)), pin(P);
-      release(v_ring, v);
+      release(at.stage);
+      at.advance(kStages);
       state.close();
       earlier.merge(state.O, state.maximum, state.sum, a.c);
 #pragma unroll
@@ -365,10 +335,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int count = a.work->tiles * a.NKV;
   // block 0 stays: some block must wait for the predecessors, as every kernel of a chain does
   if (blockIdx.x > 0 && static_cast<int>(blockIdx.x) >= count) return;
-  if (threadIdx.x < Tiling::kStages) {
-    shared.k_ring().init(threadIdx.x, kProducers, kConsumers * kWarps);
-    shared.v_ring().init(threadIdx.x, kProducers, kConsumers * kWarps);
-  }
+  if (threadIdx.x < Tiling::kStages) shared.ring().init(threadIdx.x, kProducers, kConsumers * kWarps);
   if (threadIdx.x < kWarpSize) fence_barrier_init();
   __syncthreads();
   wait_for_predecessors();
