@@ -80,7 +80,8 @@ class DecodeDevice {
   bool fuses_draft(const ModelConfig& config) const;
   // The DecodeModel of make(pool) for one sequence on the GPU.
   using MakePages = std::function<std::unique_ptr<InferenceModel>(const InferenceOptions& pool)>;
-  std::unique_ptr<DecodeModel> one_on_gpu(const ModelConfig& config, std::int64_t capacity, const MakePages& make) const;
+  std::unique_ptr<DecodeModel> one_on_gpu(const ModelConfig& config, std::int64_t capacity,
+                                          const MakePages& make) const;
   // The model on the chosen device, from a file or with random weights.
   std::unique_ptr<InferenceModel> load_pages(const ModelFile& file, const InferenceOptions& pool) const;
   std::unique_ptr<InferenceModel> random_pages(const ModelConfig& config, const InferenceOptions& pool) const;

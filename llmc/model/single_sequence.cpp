@@ -156,7 +156,7 @@ void SingleSequence::generate_ids(std::span<const std::int32_t> prompt, const Ge
   } queue{*model_};
   // With rules the model samples all ids itself, and at most one id is not known when a step is queued.
   std::optional<LogitRules> rules = begun_rules(request.rules, request.earlier, prompt);
-  std::vector<std::int32_t> ids;  // that were generated; only with rules
+  std::vector<std::int32_t> ids;                                             // that were generated; only with rules
   bool decodes = decoder_ != nullptr && !rules && end < decoder_positions_;  // what follows the first id
   std::optional<std::int32_t> decoded;                                       // the last id of decoder_, to be fed next
   const std::int64_t depth = rules ? std::min<std::int64_t>(model_->depth(), 2) : model_->depth();
@@ -266,8 +266,8 @@ InferenceOptions one_sequence(std::int64_t capacity) {
 }
 
 std::unique_ptr<DecodeModel> single_sequence(std::shared_ptr<InferenceModel> model, std::int64_t capacity,
-                                             std::function<void()> wait_for_weights,
-                                             std::unique_ptr<IdDecoder> decoder, std::int64_t decoder_positions) {
+                                             std::function<void()> wait_for_weights, std::unique_ptr<IdDecoder> decoder,
+                                             std::int64_t decoder_positions) {
   return std::make_unique<SingleSequence>(std::move(model), capacity, std::move(wait_for_weights), std::move(decoder),
                                           decoder_positions);
 }

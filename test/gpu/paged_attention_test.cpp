@@ -464,7 +464,7 @@ Listed check_list(const cuda::PagedAttentionShape& shape, const std::vector<cuda
   EXPECT_EQ(listed.decodes, header->tiles == 0 && std::ranges::all_of(chunks, [](const cuda::PagedChunk& chunk) {
                               return chunk.rows <= 1;
                             }));
-  std::map<std::int64_t, std::int64_t> slots;  // first: how many, once for each tile
+  std::map<std::int64_t, std::int64_t> slots;                           // first: how many, once for each tile
   std::set<std::tuple<std::int64_t, std::int64_t, std::int64_t>> many;  // (row, tile, first slot) of more than 8 splits
   std::int64_t longest = INT64_MAX;
   for (std::int64_t e = 0; e < listed.tiles + listed.items; ++e) {
@@ -490,7 +490,8 @@ Listed check_list(const cuda::PagedAttentionShape& shape, const std::vector<cuda
     if (splits > 8) many.insert({item.first_row, item.tile, item.partials});
   }
   std::set<std::tuple<std::int64_t, std::int64_t, std::int64_t>> merged;
-  for (const cuda::PagedWorkUnit& item : std::span(entries + listed.tiles + listed.items, entries + listed.tiles + listed.items + listed.merges))
+  for (const cuda::PagedWorkUnit& item :
+       std::span(entries + listed.tiles + listed.items, entries + listed.tiles + listed.items + listed.merges))
     EXPECT_TRUE(merged.insert({item.first_row, item.tile, item.partials}).second) << "merged twice";
   EXPECT_EQ(merged, many);
   std::int64_t free = 0;
@@ -807,7 +808,8 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
 // that all warps of a block compute, several items each.
 template <typename T>
 void check_decoding(const Heads& heads, std::int64_t rotary, std::int64_t page_size, const Windows& windows = {},
-                    const std::vector<std::int64_t>& positions = {0, 1, 15, 16, 31, 32, 47, 63, 254, 255, 256, 300, 511, 512, 600}) {
+                    const std::vector<std::int64_t>& positions = {0, 1, 15, 16, 31, 32, 47, 63, 254, 255, 256, 300, 511,
+                                                                  512, 600}) {
   SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " NKV " << heads.NKV << " G " << heads.G << " rotary "
                                   << rotary << " pages of " << page_size << " window " << windows.layer);
   std::vector<std::int64_t> lengths;

@@ -87,7 +87,7 @@ ROWS = [
            "config.window(0 * layer)", gpu("CudaLlama.Fp32MatchesTheCpu*")),
     Mutant("GPU: positions in front of a window are multiplied by 0", "load_units", "position + index / T::kChunks >= begin",
            "begin >= 0", gpu("CudaPagedAttention/*WindowsMatchTheCpu")),
-    Mutant("GPU: splits that a window hides are waited for", "compute_work_unit", "splits -= first_split;", "splits -= listed;",
+    Mutant("GPU: splits that a window hides are waited for", "RowSplits::of", "first, end - first,", "first, end - first_listed,",
            gpu("CudaPagedAttention/*TheListsWindow*")),
     Mutant("GPU: K/V heads tiled", "forward_kernel", "h / (shape.NH / shape.NKV)", "h % shape.NKV", gpu("*Attention*")),
     Mutant("GPU: the classifier counts what follows a row", "split_row_kernel", "T>(-INFINITY); } SoftmaxSum",

@@ -150,8 +150,8 @@ __device__ void store_partial(const Arguments<S>& a, const SplitState<S, HS, 1>&
 
 // The splits of an item's rows: which the list has, and of those the ones that this layer's window reaches.
 struct RowSplits {
-  int listed, first, count;   // listed: number in the list; first: number of the first one that is seen; count: seen
-  std::int64_t first_slot;  // of the first one that is seen
+  int listed, first, count;  // listed: number in the list; first: number of the first one that is seen; count: seen
+  std::int64_t first_slot;   // of the first one that is seen
 
   template <bool kWindowed, typename S, typename Rows>
   static __device__ RowSplits of(const Arguments<S>& a, const PagedWorkUnit& item, const Rows& rows) {
@@ -229,7 +229,9 @@ __device__ float merge_many(const Arguments<S>& a, const RowSplits& splits, int 
     }
     const float earlier = __shfl_up_sync(~0u, largest, 1);
     const bool nothing = largest == -INFINITY;  // of this split and all before it, of which all sums are 0
-    const auto weight = [&](float of) { return nothing ? 0 : exp2_approximate(__fmul_rn(__fsub_rn(of, largest), a.c)); };
+    const auto weight = [&](float of) {
+      return nothing ? 0 : exp2_approximate(__fmul_rn(__fsub_rn(of, largest), a.c));
+    };
     const float before = weight(lane == 0 ? maximum : earlier), factor = weight(state.x);
     maximum = __shfl_sync(~0u, largest, kWarpSize - 1);
 #pragma unroll
