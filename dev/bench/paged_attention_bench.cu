@@ -239,24 +239,28 @@ class Step {
 
 template <typename S>
 void measure(const Model& model, std::int64_t page_size, int repetitions, const LaunchDevice& device) {
+  const auto decode = [&](std::int64_t sequences, std::int64_t context) {
+    Step<S> step(model, sequences, 1, context, page_size);
+    const double us = step.layer_us(repetitions, Appends::attention, device);
+    const double two_us = step.layer_us(repetitions, Appends::before, device);
+    const double read_us = median_us(repetitions,
+                                     [&](cudaStream_t stream) {
+                                       for (std::int64_t l = 0; l < step.layers(); ++l) step.read(l, device, stream);
+                                     }) /
+                           static_cast<double>(step.layers());
+    const double positions = static_cast<double>(sequences * context * 2 * model.NKV * model.HS) * sizeof(S);
+    const double rate = positions / us * 1e-3, read_rate = static_cast<double>(step.layer_bytes()) / read_us * 1e-3;
+    std::printf(
+        "%-12s pages of %-3d %4d sequences, context %6d  %8.1f us %6.0f GB/s, in two launches %8.1f us, a read %6.0f "
+        "GB/s, share %.2f\n",
+        model.name, int(page_size), int(sequences), int(context), us, rate, two_us, read_rate, rate / read_rate);
+    std::fflush(stdout);
+  };
   for (const std::int64_t sequences : {1, 4, 16, 64, 128}) {
-    for (const std::int64_t context : {192, 2000}) {
-      Step<S> step(model, sequences, 1, context, page_size);
-      const double us = step.layer_us(repetitions, Appends::attention, device);
-      const double two_us = step.layer_us(repetitions, Appends::before, device);
-      const double read_us = median_us(repetitions,
-                                       [&](cudaStream_t stream) {
-                                         for (std::int64_t l = 0; l < step.layers(); ++l) step.read(l, device, stream);
-                                       }) /
-                             static_cast<double>(step.layers());
-      const double positions = static_cast<double>(sequences * context * 2 * model.NKV * model.HS) * sizeof(S);
-      const double rate = positions / us * 1e-3, read_rate = static_cast<double>(step.layer_bytes()) / read_us * 1e-3;
-      std::printf(
-          "%-12s pages of %-3d %4d sequences, context %5d  %8.1f us %6.0f GB/s, in two launches %8.1f us, a read %6.0f "
-          "GB/s, share %.2f\n",
-          model.name, int(page_size), int(sequences), int(context), us, rate, two_us, read_rate, rate / read_rate);
-      std::fflush(stdout);
-    }
+    for (const std::int64_t context : {192, 2000}) decode(sequences, context);
+  }
+  for (const std::int64_t sequences : {1, 8}) {
+    for (const std::int64_t context : {8192, 32768, 100000}) decode(sequences, context);
   }
   for (const std::int64_t chunk : {512, 2000}) {
     Step<S> step(model, 1, chunk, chunk, page_size);

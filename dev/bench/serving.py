@@ -9,9 +9,10 @@ Loads, each with prompts that share nothing and with prompts that share 90 % of 
     open     requests come at random (Poisson), at 50, 80 and 95 % of the peak of the closed loads
     long     as open at 50 %, and every tenth request is a prompt of 2,000 ids: what the others see of it
 
-With --chat there are closed loads alone: for each number of clients in turns completions, chats, chats and completions. A completion's
-prompt is the ids that POST /tokenize makes of a chat's messages, so that both compute the same; only the first word tells a load's
-conversations from those of another, which keeps them out of its prefix cache.
+With --chat there are closed loads alone: for each number of clients in turns completions of ids, completions of text, chats, and the same
+backwards. The ids are those that POST /tokenize makes of a chat's messages, the text is theirs, so that all three compute the same; only
+the first word tells a load's conversations from those of another, which keeps them
+out of its prefix cache. A server of --url needs --special then.
 
 Prompts are random ids, answers are streams that do not end early. A figure counts what comes in --seconds after --warmup. The
 times between tokens are those between events; ids that complete no character make no event. Clients are spread over
@@ -45,6 +46,7 @@ FIRST_ID, LAST_ID = 10, 249  # of random prompts: every vocabulary has them
 LONG_TOKENS = 16  # generated after a long prompt
 LONG_EVERY = 10  # requests
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+KINDS = {"completions of ids": COMPLETIONS, "completions of text": COMPLETIONS, "chats": CHATS}  # loads of --chat
 WORDS = "the of and a to in is you that it he was for on are as with his they at be this have from or one had by but not what all were we when".split()
 DRAIN_SECONDS = 60  # for the answers to the last requests of an open load
 
@@ -282,21 +284,32 @@ class Bench:
         answers = [answer for part in self.pool.map(run_load, loads, 1) for answer in part]
         return {"load": "closed", "clients": clients, "shared": shared, **figures(answers, *window)}
 
-    def chats(self, clients: int, path: str) -> dict[str, Any]:
-        """A closed load of chats, or of completions of the same ids."""
+    def chats(self, clients: int, kind: str) -> dict[str, Any]:
+        """A closed load of chats, or of completions of the same ids or text."""
         sizes, count = self.sizes(0), self.options.conversations
+        if self.chat_loads == 0:
+            self._check_text(sizes.messages(0, 0))
         self.chat_loads += 1
         requests = []
         for number in range(count):
-            messages = sizes.messages(number, self.chat_loads)
-            prompt: dict[str, Any] = {"messages": messages}
-            if path == COMPLETIONS:
-                prompt = {"prompt": json.loads(self.ask("/tokenize", prompt))["tokens"]}
-            requests.append(sizes.request(sizes.generating(sizes.output, **prompt), path))
-        row = {**self.closed(clients, 0, requests), "path": path}
+            prompt: dict[str, Any] = {"messages": sizes.messages(number, self.chat_loads)}
+            if KINDS[kind] == COMPLETIONS:
+                ids = json.loads(self.ask("/tokenize", prompt))["tokens"]
+                prompt = {"prompt": ids} if kind == "completions of ids" else self._text(ids)
+            requests.append(sizes.request(sizes.generating(sizes.output, **prompt), KINDS[kind]))
+        row = {**self.closed(clients, 0, requests), "kind": kind}
         if row["requests"] > count:
             sys.exit(f"--conversations: got {count}, but there were {row['requests']} requests: prompts would be found in the prefix cache")
         return row
+
+    def _text(self, ids: list[int]) -> dict[str, Any]:
+        return {"prompt": json.loads(self.ask("/detokenize", {"tokens": ids}))["prompt"]}
+
+    def _check_text(self, messages: list[dict[str, str]]) -> None:
+        ids = json.loads(self.ask("/tokenize", {"messages": messages}))["tokens"]
+        counted = json.loads(self.ask(COMPLETIONS, {**self._text(ids), "max_tokens": 1}))["usage"]["prompt_tokens"]
+        if counted != len(ids):
+            sys.exit(f"--chat: the text of messages has {counted} ids, expected {len(ids)}: the server needs --special")
 
     def ask(self, path: str, body: Any = None) -> str:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.options.key}"} if self.options.key else {})
@@ -337,14 +350,11 @@ COLUMNS = ["load", "shared", "output tokens/s", "TTFT p50 / p99 ms", "between to
            "failed"]
 
 
-NAMES = {None: "", COMPLETIONS: ", completions", CHATS: ", chats"}
-
-
 def cells(row: dict[str, Any]) -> list[str]:
     def pair(name: str) -> str:
         values = [row[f"{name}_p50"], row[f"{name}_p99"]]
         return " / ".join("–" if value is None else f"{value:.2f}" for value in values)
-    name = f"{row['clients']} clients{NAMES[row.get('path')]}" if row["load"] == "closed" else f"{row['load']}, {100 * row['share_of_peak']:.0f} % of the peak"
+    name = f"{row['clients']} clients{', ' + row['kind'] if 'kind' in row else ''}" if row["load"] == "closed" else f"{row['load']}, {100 * row['share_of_peak']:.0f} % of the peak"
     ratio = f"{row['itl_ms_p99'] / row['itl_ms_p50']:.2f}" if row["itl_ms_p50"] else "–"
     return [name, f"{100 * row['shared']:.0f} %", f"{row['tokens_per_s']:.0f}", pair("ttft_ms"), pair("itl_ms"), ratio,
             str(row["requests"]), str(row["failed"] + row["unfinished"])]
@@ -358,8 +368,8 @@ def run_all(bench: Bench, options: argparse.Namespace, tell: Callable[[dict[str,
         tell(row)
 
     for clients in options.clients if options.chat else ():
-        for path in (COMPLETIONS, CHATS, CHATS, COMPLETIONS):
-            add(bench.chats(clients, path))
+        for kind in (*KINDS, *reversed(KINDS)):
+            add(bench.chats(clients, kind))
     for shared in () if options.chat else options.prefixes:
         for clients in options.clients:
             add(bench.closed(clients, shared))
@@ -383,7 +393,7 @@ def server(options: argparse.Namespace) -> Iterator[str]:
         yield options.url.rstrip("/")
         return
     command = [str(options.binary), "--model", str(options.model), "--serve", "127.0.0.1:0", "--max-running",
-               str(max(options.clients)), *options.server_options.split()]
+               str(max(options.clients)), *(["--special"] if options.chat else []), *options.server_options.split()]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 
 #include "llmc/base/clock.h"
 #include "llmc/base/error.h"
@@ -136,10 +137,13 @@ InferenceOptions one_sequence_on_gpu(std::int64_t capacity, bool fused) {
   }
   return pool;
 }
-std::unique_ptr<DecodeModel> sequence_on_gpu(std::unique_ptr<InferenceModel> model, std::int64_t capacity, bool fused,
-                                             DType dtype, bool layer_only = false) {
-  std::unique_ptr<IdDecoder> decoder = fused ? cuda::fused_tokens(*model, dtype, layer_only) : nullptr;
-  return single_sequence(std::move(model), capacity, nullptr, std::move(decoder));
+constexpr std::int64_t kAllPositions = std::numeric_limits<std::int64_t>::max();
+
+// Decoded in the fused kernel as far as `fused_positions`, which may be 0.
+std::unique_ptr<DecodeModel> sequence_on_gpu(std::unique_ptr<InferenceModel> model, std::int64_t capacity, DType dtype,
+                                             std::int64_t fused_positions = kAllPositions, bool layer_only = false) {
+  std::unique_ptr<IdDecoder> decoder = fused_positions > 0 ? cuda::fused_tokens(*model, dtype, layer_only) : nullptr;
+  return single_sequence(std::move(model), capacity, nullptr, std::move(decoder), fused_positions);
 }
 
 // What a model for one sequence, decoded in the fused kernel, will allocate.
@@ -229,22 +233,27 @@ void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity
   fail_plan(needed, choice_, advice);
 }
 
+// --decode auto leaves the fused kernel where the graph is faster.
+std::unique_ptr<DecodeModel> DecodeDevice::one_on_gpu(const ModelConfig& config, std::int64_t capacity,
+                                                      const MakePages& make) const {
+  announce_gpu();
+  check_memory(config, capacity);
+  const bool fused = decode_ == "fused";
+  const std::int64_t faster = settings_.decode == "auto" ? cuda::fused_positions(config) : kAllPositions;
+  if (fused && faster < capacity)
+    log_info("decode graph from position %lld on, where it is faster", static_cast<long long>(faster));
+  return sequence_on_gpu(make(one_sequence_on_gpu(capacity, fused)), capacity, dtype_, fused ? faster : 0,
+                         settings_.bench_layer);
+}
+
 std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int64_t capacity) const {
   if (!choice_.gpu) return cpu::load_decoder(file, capacity);
-  announce_gpu();
-  check_memory(file.config(), capacity);
-  const bool fused = decode_ == "fused";
-  return sequence_on_gpu(load_pages(file, one_sequence_on_gpu(capacity, fused)), capacity, fused, dtype_,
-                         settings_.bench_layer);
+  return one_on_gpu(file.config(), capacity, [&](const InferenceOptions& pool) { return load_pages(file, pool); });
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
   if (!choice_.gpu) return random_decoder_on_cpu(config, capacity, settings_.seed);
-  announce_gpu();
-  check_memory(config, capacity);
-  const bool fused = decode_ == "fused";
-  return sequence_on_gpu(random_pages(config, one_sequence_on_gpu(capacity, fused)), capacity, fused, dtype_,
-                         settings_.bench_layer);
+  return one_on_gpu(config, capacity, [&](const InferenceOptions& pool) { return random_pages(config, pool); });
 }
 
 std::uint64_t DecodeDevice::steps_memory(const ModelConfig& config) const {
@@ -270,13 +279,13 @@ SequenceDraft DecodeDevice::load_sequence_draft(const ModelFile& file, const Inf
   const ModelConfig& config = file.config();
   if (!fuses_draft(config)) return {load_draft(file, model), nullptr};
   const std::int64_t capacity = std::min(config.max_positions, model.max_positions());
-  return {nullptr, sequence_on_gpu(load_pages(file, one_sequence_on_gpu(capacity, true)), capacity, true, dtype_)};
+  return {nullptr, sequence_on_gpu(load_pages(file, one_sequence_on_gpu(capacity, true)), capacity, dtype_)};
 }
 
 SequenceDraft DecodeDevice::make_random_draft(const ModelConfig& config, const InferenceModel& model) const {
   if (!fuses_draft(config)) return {random_pages(config, draft_pool(config, model)), nullptr};
   const std::int64_t capacity = std::min(config.max_positions, model.max_positions());
-  return {nullptr, sequence_on_gpu(random_pages(config, one_sequence_on_gpu(capacity, true)), capacity, true, dtype_)};
+  return {nullptr, sequence_on_gpu(random_pages(config, one_sequence_on_gpu(capacity, true)), capacity, dtype_)};
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_pages(const ModelFile& file, const InferenceOptions& pool) const {

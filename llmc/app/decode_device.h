@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -77,6 +78,10 @@ class DecodeDevice {
   std::uint64_t steps_memory(const ModelConfig& config) const;
   // Whether a draft model for one sequence runs in the fused kernel.
   bool fuses_draft(const ModelConfig& config) const;
+  // The DecodeModel of make(pool) for one sequence on the GPU.
+  using MakePages = std::function<std::unique_ptr<InferenceModel>(const InferenceOptions& pool)>;
+  std::unique_ptr<DecodeModel> one_on_gpu(const ModelConfig& config, std::int64_t capacity,
+                                          const MakePages& make) const;
   // The model on the chosen device, from a file or with random weights.
   std::unique_ptr<InferenceModel> load_pages(const ModelFile& file, const InferenceOptions& pool) const;
   std::unique_ptr<InferenceModel> random_pages(const ModelConfig& config, const InferenceOptions& pool) const;

@@ -114,7 +114,8 @@ struct LinearSize {
 };
 LinearSize linear_size(const ModelConfig& config, BlockLinear linear);
 bool has_bias(const ModelConfig& config, BlockLinear linear);
-// What of the model inference on the CPU alone computes, for messages; null: nothing.
+// What of the model inference over pages alone computes, for messages: the persistent kernel and training on a GPU have no
+// kernels for it. Null: nothing.
 const char* part_without_kernels(const ModelConfig& config);
 
 // Makes `config` a model of this family: its name, and the capabilities that all its models have. Exit::internal if there is no

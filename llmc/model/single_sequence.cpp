@@ -15,9 +15,10 @@ namespace {
 class SingleSequence final : public DecodeModel {
  public:
   SingleSequence(std::shared_ptr<InferenceModel> model, std::int64_t capacity, std::function<void()> wait_for_weights,
-                 std::unique_ptr<IdDecoder> decoder)
+                 std::unique_ptr<IdDecoder> decoder, std::int64_t decoder_positions)
       : model_(std::move(model)),
         decoder_(std::move(decoder)),
+        decoder_positions_(decoder_positions),
         wait_for_weights_(std::move(wait_for_weights)),
         capacity_(capacity),
         pages_(static_cast<std::size_t>(model_->num_pages())) {
@@ -40,7 +41,7 @@ class SingleSequence final : public DecodeModel {
   }
   std::span<const float> prefill(std::span<const std::int32_t> ids) override;
   std::span<const float> decode(std::int32_t id) override {
-    if (decoder_ == nullptr || keep_ != Keep::nothing) return prefill({&id, 1});
+    if (decoder_ == nullptr || keep_ != Keep::nothing || length_ >= decoder_positions_) return prefill({&id, 1});
     check_room(1);
     return decoder_->decode(id, length_++);
   }
@@ -105,12 +106,14 @@ class SingleSequence final : public DecodeModel {
     }
   }
 
-  // Generates ids first ... max_ids - 1 with decoder_, after `id`, which is not in the cache yet.
-  void decode_ids(std::int32_t id, std::int64_t first, const GenerationRequest& request,
-                  const std::function<bool(std::int32_t)>& on_id);
+  // Generates ids seen ... max_ids - 1 with decoder_, after `id`, which is not in the cache yet, and counts them. Returns the last
+  // id where the model has to go on with it.
+  std::optional<std::int32_t> decode_ids(std::int32_t id, std::int64_t& seen, const GenerationRequest& request,
+                                         const std::function<bool(std::int32_t)>& on_id);
 
   std::shared_ptr<InferenceModel> model_;
   std::unique_ptr<IdDecoder> decoder_;
+  std::int64_t decoder_positions_;
   std::function<void()> wait_for_weights_;
   std::int64_t capacity_, length_ = 0;
   std::vector<std::int32_t> pages_;
@@ -153,14 +156,16 @@ void SingleSequence::generate_ids(std::span<const std::int32_t> prompt, const Ge
   } queue{*model_};
   // With rules the model samples all ids itself, and at most one id is not known when a step is queued.
   std::optional<LogitRules> rules = begun_rules(request.rules, request.earlier, prompt);
-  std::vector<std::int32_t> ids;  // that were generated; only with rules
-  const bool decodes = decoder_ != nullptr && !rules;
+  std::vector<std::int32_t> ids;                                             // that were generated; only with rules
+  bool decodes = decoder_ != nullptr && !rules && end < decoder_positions_;  // what follows the first id
+  std::optional<std::int32_t> decoded;                                       // the last id of decoder_, to be fed next
   const std::int64_t depth = rules ? std::min<std::int64_t>(model_->depth(), 2) : model_->depth();
   std::int64_t fed = 0, sampled = 0;  // rows and ids that were queued
   const auto submit_next = [&] {
     const std::int64_t left = prompt_size - fed, rows = left > 0 ? std::min(left, model_->max_rows()) : 1;
     Chunk chunk = chunk_at(begin + fed, rows);
     if (left > 0) chunk.ids = prompt.subspan(static_cast<std::size_t>(fed), static_cast<std::size_t>(rows));
+    if (decoded) chunk.ids = {&*decoded, 1};
     LogitRow row;
     if (left <= rows) {
       chunk.sampling = &request.sampling;
@@ -171,11 +176,12 @@ void SingleSequence::generate_ids(std::span<const std::int32_t> prompt, const Ge
       ++sampled;
     }
     model_->submit({&chunk, 1});
+    decoded.reset();
     fed += rows;
     ++queue.steps;
   };
   for (std::int64_t seen = 0; seen < request.max_ids;) {
-    // With a decoder only the first id is sampled here, unless there are rules.
+    // With a decoder only the first id is sampled here before it, unless there are rules.
     while (queue.steps < depth && sampled < (decodes ? 1 : request.max_ids)) submit_next();
     --queue.steps;
     const ChunkResult& result = model_->collect()[0];
@@ -186,28 +192,36 @@ void SingleSequence::generate_ids(std::span<const std::int32_t> prompt, const Ge
     if (rules) ids.push_back(id);
     const bool stop = std::find(request.stop_ids.begin(), request.stop_ids.end(), id) != request.stop_ids.end();
     if (!on_id(id) || stop) return;
-    if (decodes) return decode_ids(id, seen, request, on_id);
+    if (!std::exchange(decodes, false)) continue;
+    decoded = decode_ids(id, seen, request, on_id);
+    if (!decoded) return;
+    sampled = seen;
+    fed = prompt_size + seen - 1;
   }
 }
 
-void SingleSequence::decode_ids(std::int32_t id, std::int64_t first, const GenerationRequest& request,
-                                const std::function<bool(std::int32_t)>& on_id) {
+std::optional<std::int32_t> SingleSequence::decode_ids(std::int32_t id, std::int64_t& seen,
+                                                       const GenerationRequest& request,
+                                                       const std::function<bool(std::int32_t)>& on_id) {
   struct End {
     IdDecoder& decoder;
     ~End() { decoder.end(); }
   } const end{*decoder_};
-  for (std::int64_t seen = first; seen < request.max_ids;) {
-    const std::int64_t count = std::min(request.max_ids - seen, decoder_->most_ids());
+  while (seen < request.max_ids) {
+    const std::int64_t positions = decoder_positions_ - length_;
+    if (positions <= 0) return id;
+    const std::int64_t count = std::min({request.max_ids - seen, decoder_->most_ids(), positions});
     decoder_->launch({&id, 1}, length_, count, request);
     for (std::int64_t i = 0; i < count; ++i) {
       id = decoder_->wait(i);
       ++length_;
       ++seen;
       const bool stop = std::find(request.stop_ids.begin(), request.stop_ids.end(), id) != request.stop_ids.end();
-      if (!on_id(id) || stop) return;
+      if (!on_id(id) || stop) return std::nullopt;
     }
     decoder_->end();
   }
+  return std::nullopt;
 }
 
 void SingleSequence::start_draft(std::int64_t kept, std::span<const std::int32_t> ids, std::int64_t count,
@@ -252,9 +266,10 @@ InferenceOptions one_sequence(std::int64_t capacity) {
 }
 
 std::unique_ptr<DecodeModel> single_sequence(std::shared_ptr<InferenceModel> model, std::int64_t capacity,
-                                             std::function<void()> wait_for_weights,
-                                             std::unique_ptr<IdDecoder> decoder) {
-  return std::make_unique<SingleSequence>(std::move(model), capacity, std::move(wait_for_weights), std::move(decoder));
+                                             std::function<void()> wait_for_weights, std::unique_ptr<IdDecoder> decoder,
+                                             std::int64_t decoder_positions) {
+  return std::make_unique<SingleSequence>(std::move(model), capacity, std::move(wait_for_weights), std::move(decoder),
+                                          decoder_positions);
 }
 
 }  // namespace weft

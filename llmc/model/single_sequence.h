@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <span>
 #include <string>
@@ -41,9 +42,11 @@ class IdDecoder {
 InferenceOptions one_sequence(std::int64_t capacity);
 
 // `model` was made with one_sequence(capacity). `wait_for_weights`, if there is one, is called by each reset(): it returns when
-// whatever changes the weights is done. `decoder`, if there is one, decodes what follows a prompt; it may refer to the model.
+// whatever changes the weights is done. `decoder`, if there is one, decodes what follows a prompt, as far as it is fed at the first
+// `decoder_positions` positions; it may refer to the model, which decodes the rest.
 std::unique_ptr<DecodeModel> single_sequence(std::shared_ptr<InferenceModel> model, std::int64_t capacity,
                                              std::function<void()> wait_for_weights = nullptr,
-                                             std::unique_ptr<IdDecoder> decoder = nullptr);
+                                             std::unique_ptr<IdDecoder> decoder = nullptr,
+                                             std::int64_t decoder_positions = std::numeric_limits<std::int64_t>::max());
 
 }  // namespace weft

@@ -165,7 +165,9 @@ TEST(SingleSequence, ErrorsLeaveNothingQueued) {
 // Knows the ids that follow a prompt, and what it was asked for.
 class FakeDecoder final : public IdDecoder {
  public:
-  FakeDecoder(Ids ids, std::int64_t prompt_size) : ids_(std::move(ids)), prompt_size_(prompt_size) {}
+  // Feeds its ids to `model`, if there is one, which then can go on.
+  FakeDecoder(Ids ids, std::int64_t prompt_size, std::shared_ptr<InferenceModel> model = nullptr)
+      : ids_(std::move(ids)), prompt_size_(prompt_size), model_(std::move(model)) {}
 
   std::vector<MemoryLine> memory() const override { return {{"decoder", 5}}; }
   std::int64_t most_ids() const override { return 7; }
@@ -183,6 +185,17 @@ class FakeDecoder final : public IdDecoder {
     first_ = position + 1;
     left_ = count;
     ++launches;
+    for (std::int64_t end = position + count; model_ != nullptr && position < end; ++position) {
+      Ids pages(static_cast<std::size_t>(position / model_->page_size() + 1));
+      std::iota(pages.begin(), pages.end(), 0);
+      const std::int32_t id = at(position);
+      Chunk chunk;
+      chunk.pages = pages;
+      chunk.first_position = position;
+      chunk.ids = {&id, 1};
+      model_->submit({&chunk, 1});
+      model_->collect();
+    }
   }
   std::int32_t wait(std::int64_t i) override {
     EXPECT_TRUE(runs && i < left_);
@@ -206,6 +219,7 @@ class FakeDecoder final : public IdDecoder {
 
   Ids ids_;
   std::int64_t prompt_size_, first_ = 0, left_ = 0;
+  std::shared_ptr<InferenceModel> model_;
   std::vector<float> logits_;
 };
 
@@ -240,6 +254,31 @@ TEST(SingleSequence, ADecoderDrafts) {
   EXPECT_EQ(model->length(), 60) << "to the end of the context";
   EXPECT_NE(error_of(Exit::internal, [&] { model->start_draft(57, want_from(44, 2), 3, plan, {}); }).find("do not fit"),
             std::string::npos);
+}
+
+// Behind its positions the model goes on with the decoder's last id.
+TEST(SingleSequence, ADecoderStopsAtItsLastPosition) {
+  const Ids prompt = prompt_of(13), want = PagedFake::ids_after(prompt, 47, 3, 64);
+  for (const std::int64_t positions : {0, 13, 14, 20, 21, 27, 58, 59, 60, 70}) {
+    for (const std::int64_t depth : {1, 3}) {
+      SCOPED_TRACE(testing::Message() << positions << " positions, depth " << depth);
+      const auto paged = std::make_shared<PagedFake>(PagedFakeSizes{
+          .page_size = 4, .num_pages = 15, .slots = 1, .max_rows = 4, .max_positions = kCapacity, .depth = depth});
+      auto owned = std::make_unique<FakeDecoder>(want, std::ssize(prompt), paged);
+      FakeDecoder& decoder = *owned;
+      const auto model = single_sequence(paged, kCapacity, nullptr, std::move(owned), positions);
+      EXPECT_EQ(generated(*model, prompt, request_of(47)), want);
+      EXPECT_EQ(decoder.launches, (std::clamp<std::int64_t>(positions - 13, 0, 46) + 6) / 7);
+      EXPECT_FALSE(decoder.runs);
+      EXPECT_EQ(model->length(), 59);
+      for (const std::size_t listen : {1, 2, 9, 30}) {
+        model->reset();
+        EXPECT_EQ(generated(*model, prompt, request_of(40), listen),
+                  Ids(want.begin(), want.begin() + static_cast<std::ptrdiff_t>(listen)));
+        EXPECT_EQ(model->length(), 12 + static_cast<std::int64_t>(listen));
+      }
+    }
+  }
 }
 
 TEST(SingleSequence, ADecoderGoesOnAfterThePrompt) {

@@ -13,6 +13,7 @@
 #include "llmc/cuda/op/elementwise/step_rows.h"
 #include "llmc/cuda/op/gemm/rows_matmul.h"
 #include "llmc/cuda/op/norm/head_norm.h"
+#include "llmc/cuda/op/norm/post_norm.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
 #include "llmc/cuda/op/sample/logit_rows.h"
 #include "llmc/cuda/op/sample/score_rows.h"
@@ -20,6 +21,7 @@
 #include "llmc/cuda/runtime/stream.h"
 #include "test/gpu/late_writer.h"
 #include "test/gpu/operator_tools.h"
+#include "test/gpu/rows_tools.h"
 
 namespace weft::test {
 namespace {
@@ -180,7 +182,7 @@ class MatmulOperands {
         OC_(OC),
         epilogue_(epilogue),
         x_(random_buffer<T>(most_rows * K, 1)),
-        weight_(random_buffer<T>((epilogue == cuda::RowsEpilogue::swiglu ? 2 : 1) * OC * K, 2, 0.1f)),
+        weight_(random_buffer<T>((cuda::gated(epilogue) ? 2 : 1) * OC * K, 2, 0.1f)),
         bias_(random_buffer<T>(OC, 3)),
         x2_(random_buffer<T>(most_rows * K2, 5)),
         weight2_(random_buffer<T>(OC * K2, 6, 0.1f)) {}
@@ -194,7 +196,7 @@ class MatmulOperands {
     cuda::RowsMatmul<T> io;
     io.x = x.data();
     io.weight = weight_.data();
-    io.bias = epilogue_ == cuda::RowsEpilogue::swiglu ? nullptr : bias_.data();
+    io.bias = cuda::gated(epilogue_) ? nullptr : bias_.data();
     io.rows = rows, io.K = K_, io.OC = OC_;
     io.epilogue = epilogue_;
     io.x_is_older = older;
@@ -225,10 +227,6 @@ class MatmulOperands {
   cuda::RowsEpilogue epilogue_;
   DeviceBuffer<T> x_, weight_, bias_, x2_, weight2_;
 };
-
-constexpr std::array kEpilogues = {cuda::RowsEpilogue::store, cuda::RowsEpilogue::gelu, cuda::RowsEpilogue::swiglu,
-                                   cuda::RowsEpilogue::add, cuda::RowsEpilogue::store_fp32};
-constexpr std::array kPaths = {cuda::RowsPath::automatic, cuda::RowsPath::portable};
 
 // Several splits of K, at every number of rows where another kernel may begin.
 TYPED_TEST(ChainedRows, MatmulWithSplits) {
@@ -320,6 +318,29 @@ TYPED_TEST(ChainedRows, Norms) {
                     Names{});
         }
       }
+    }
+  }
+}
+
+TYPED_TEST(ChainedRows, PostNorm) {
+  using T = TypeParam;
+  for (const std::int64_t rows : {1, 70}) {
+    for (const std::int64_t C : {72, 1152, 9000}) {
+      SCOPED_TRACE(testing::Message() << rows << " rows of " << C);
+      const auto branch = random_buffer<float>(rows * C, 1), residual = random_buffer<float>(rows * C, 2);
+      const auto weight = random_buffer<T>(C, 3), weight2 = random_buffer<T>(C, 4), out = zeros<T>(rows * C);
+      const cuda::PostNorm<T> io = {branch.data(),   weight.data(),  nullptr, residual.data(),
+                                    residual.data(), weight2.data(), nullptr, out.data()};
+      ResidualNormShape shape;
+      shape.rows = rows, shape.C = C;
+      shape.eps = 1e-6f;
+      Chain chain;
+      chain.late(branch, "branch");
+      chain.late(residual, "residual");
+      chain.late(out, "out");
+      EXPECT_EQ(
+          chain.differing([&](cudaStream_t stream) { cuda::post_norm(shape, io, stream, chain.device().overlapping); }),
+          Names{});
     }
   }
 }
@@ -530,7 +551,7 @@ TYPED_TEST(ChainedRows, Embedding) {
   chain.late(last_ids, "last_ids", 0);
   chain.late(out, "out");
   EXPECT_EQ(chain.differing([&](cudaStream_t stream) {
-    cuda::embed_rows(out.data(), ids.data(), last_ids.data(), weight.data(), kRows, kWidth, stream);
+    cuda::embed_rows(out.data(), ids.data(), last_ids.data(), weight.data(), 1.0f, kRows, kWidth, stream);
   }),
             Names{});
 }

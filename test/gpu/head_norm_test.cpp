@@ -39,7 +39,9 @@ struct Rows {
                   static_cast<long long>(shape.T), static_cast<long long>(shape.NH), static_cast<long long>(shape.NKV),
                   static_cast<long long>(shape.HS), per_head ? ", per head" : "");
   }
-  cpu::HeadNormShape on_cpu(std::int64_t count) const { return {shape.B, shape.T, count, shape.HS, shape.eps}; }
+  cpu::HeadNormShape on_cpu(std::int64_t count) const {
+    return {shape.B, shape.T, count, shape.HS, shape.eps, shape.weight_offset};
+  }
   // q and k of packed rows, in the layout that forward keeps.
   Floats unpacked(const Floats& rows) const {
     Floats all;
@@ -119,6 +121,27 @@ void check_shapes() {
   }
   check_heads<T>({{1, 1000, 8, 2, 128, 1e-6f}});
   check_heads<T>({{3, 1111, 2, 1, 64, 1e-6f}});  // more tokens than backward has blocks
+}
+
+// 1 + weight, which forward alone has.
+template <typename T>
+void check_offset() {
+  for (const std::int64_t HS : {32, 80, 256}) {
+    const Rows rows{{1, 5, 3, 1, HS, 1e-6f, 1.0f}};
+    const Floats x = random_stored<T>(rows.tokens() * rows.size(), 1, 2.0f, 0.1f);
+    const Floats q_weight = random_stored<T>(HS, 3, 0.3f), k_weight = random_stored<T>(HS, 4, 0.3f);
+    Floats y = x;
+    cpu::head_norm_forward(rows.on_cpu(rows.shape.NH), rows.q(y.data()), rows.q(x.data()), q_weight.data());
+    cpu::head_norm_forward(rows.on_cpu(rows.shape.NKV), rows.k(y.data()), rows.k(x.data()), k_weight.data());
+    const DeviceBuffer<T> at = on_device<T>(x), wq = on_device<T>(q_weight), wk = on_device<T>(k_weight);
+    head_norm_forward<T>(rows.shape, {rows.q(at.data()), rows.k(at.data()), wq.data(), wk.data()}, nullptr);
+    expect_near<T>(on_host(at), y, type_name<T>() + " " + rows.text());
+  }
+}
+TEST(HeadNorm, WeightsMayHaveAnOffset) {
+  check_offset<float>();
+  check_offset<bf16>();
+  check_offset<fp16>();
 }
 
 TEST(HeadNorm, Fp32) {

@@ -80,9 +80,7 @@ std::vector<GoldenCase> inferred_goldens() {
                                  {"gemma3-train-untied", "head_dim: got 4"},
                                  {"neox-train-sequential-nobias", "head_dim: got 8"},
                                  {"neox-tanh-linear", "activation"},
-                                 {"neox-tanh-yarn", "activation"},
-                                 {"gemma3-local", "gemma3_text: the GPU has no kernels for GeGLU"},
-                                 {"gemma3-gqa2-biases", "GeGLU"}});
+                                 {"neox-tanh-yarn", "activation"}});
 }
 
 TEST(CudaInference, Fp32MatchesPyTorchTensorByTensor) {
@@ -313,6 +311,21 @@ TEST(CudaInference, PagesInFrontOfWindowsAreGivenBackWithoutAChange) {
   EXPECT_GT(preemptions, 0);
 }
 
+// The same of models whose layers normalise what they add.
+TEST(CudaInference, PostNormsThroughTheEngine) {
+  for (const test::NamedConfig& each : test::small_gemmas()) {
+    for (const DType dtype : kDTypes) {
+      SCOPED_TRACE(each.name + " in " + dtype_name(dtype));
+      const Fixture fixture(each.config, dtype);
+      const auto model = fixture.on_gpu(pool_of(14)), draft = fixture.on_gpu(pool_of(14));
+      test::expect_drafts_verified(*model);
+      EXPECT_GT(test::expect_engine_changes_nothing(*model, 6, 40, 1).prefix_ids, 0);
+      const DraftOptions drafts{.lookup = 0, .model = draft.get(), .row_cost = 1e-3, .draft_cost = 0.05};
+      EXPECT_GT(test::expect_engine_changes_nothing(*model, 3, 20, 1, drafts).drafts.verifications, 0);
+    }
+  }
+}
+
 // A real vocabulary and rows enough for every bucket: a sequence among 63 others.
 TEST(CudaInference, BitsAmong63OthersInEverySizeOfPage) {
   for (const bool llama : {false, true}) {
@@ -431,7 +444,7 @@ TEST(CudaInference, ScoresOfManyRowsAreThoseOfFew) {
 TEST(CudaInference, LongPromptsGiveTheBitsOfShortPieces) {
   constexpr std::int64_t kRows = 601;
   const ModelConfig configs[] = {test::neox_config(test::small_shapes()[3]), test::neox_config(test::small_shapes()[1]),
-                                 test::llama_config(test::small_llamas()[1])};
+                                 test::llama_config(test::small_llamas()[1]), test::small_gemmas()[0].config};
   for (const ModelConfig& config : configs) {
     for (const DType dtype : {DType::bf16, DType::f32}) {
       SCOPED_TRACE(std::to_string(config.head_dim) + " in " + dtype_name(dtype));
@@ -610,8 +623,14 @@ TEST(CudaInference, ShapesWithoutKernelsAreRefusedByName) {
   EXPECT_NE(reason([](ModelConfig& c) { c.head_dim = 48; }).find("head_dim: got 48"), std::string::npos);
   EXPECT_NE(reason([](ModelConfig& c) { c.hidden_size = 36; }).find("hidden_size: got 36"), std::string::npos);
   EXPECT_NE(reason([](ModelConfig& c) { c.ffn_size = 100; }), "");
-  EXPECT_NE(reason([](ModelConfig& c) { c.post_norms = true; }).find("norms behind attention"), std::string::npos);
-  EXPECT_NE(reason([](ModelConfig& c) { c.attention_scale = 0.25; }).find("scale of attention"), std::string::npos);
+  const auto beside = [&](const auto& change) {
+    return reason([&](ModelConfig& c) { change(c), c.parallel_residual = true; });
+  };
+  EXPECT_NE(beside([](ModelConfig& c) { c.post_norms = true; }).find("parallel_residual"), std::string::npos);
+  EXPECT_NE(beside([](ModelConfig& c) { c.norm_weight_offset = 1; }).find("parallel_residual"), std::string::npos);
+  const auto geglu = [](ModelConfig& c) { c.activation = Activation::geglu_tanh; };
+  EXPECT_EQ(reason(geglu), "");
+  EXPECT_NE(reason([&](ModelConfig& c) { geglu(c), c.mlp_bias = true; }).find("mlp_bias"), std::string::npos);
   EXPECT_EQ(reason([](ModelConfig& c) { c.windows.assign(static_cast<std::size_t>(c.num_layers), 8); }), "");
 }
 

@@ -120,11 +120,30 @@ inline std::vector<NamedConfig> small_qwens() {
   return all;
 }
 
+// Gemma 3: norms behind attention and MLP, GeGLU, layers with and without a window, and their two thetas. One key/value head of
+// 256, tied; grouped heads with biases, whose last layer has a window.
+inline std::vector<NamedConfig> small_gemmas() {
+  const auto of = [](const LlamaShape& shape, const std::vector<std::int64_t>& windows, double attention_scale) {
+    ModelConfig config = llama_config(shape);
+    set_family(config, "gemma3_text");
+    config.windows = windows;
+    config.rope.theta = 1e6;
+    config.local_rope_theta = 100;
+    config.attention_scale = attention_scale;
+    return NamedConfig{"gemma3 " + shape.name, config};
+  };
+  std::vector<NamedConfig> all = {of({"hs256 mqa tied", 3, 1, 256, 3, 320, 520, true}, {17, 0, 40}, 0.05),
+                                  of({"hs64 gqa2 biases", 4, 2, 64, 3, 72, 200, false, false, 1003}, {0, 33, 5}, 0.1)};
+  all.back().config.qkv_bias = all.back().config.output_bias = true;
+  return all;
+}
+
 // Of all families.
 inline std::vector<NamedConfig> small_models() {
   std::vector<NamedConfig> all;
   for (const NeoxShape& shape : small_shapes()) all.push_back({shape.name, neox_config(shape)});
   for (const LlamaShape& shape : small_llamas()) all.push_back({shape.name, llama_config(shape)});
+  for (const NamedConfig& gemma : small_gemmas()) all.push_back(gemma);
   for (const NamedConfig& qwen : small_qwens()) all.push_back(qwen);
   return all;
 }
@@ -144,7 +163,9 @@ inline void write_random_model(const std::string& path, const ModelConfig& confi
     std::vector<float> values(static_cast<std::size_t>(spec.elements));
     // Uniform numbers: many times faster than normal ones, and the sums are normal anyway.
     const bool matrix = spec.shape.size() == 2, embedding = spec.name == weight_of(names_of(config).embedding);
-    const float width = matrix && !embedding ? 2.0f / std::sqrt(static_cast<float>(spec.shape[1])) : 0.5f;
+    const float width = embedding ? 0.5f / config.embedding_scale()
+                        : matrix  ? 2.0f / std::sqrt(static_cast<float>(spec.shape[1]))
+                                  : 0.5f;
     for (float& value : values) {
       value = width * (static_cast<float>(generator()) * 0x1p-31f - 1.0f);
       if (!matrix && spec.init == Init::ones) value += 1.0f;

@@ -11,6 +11,7 @@
 #include <numeric>
 #include <random>
 #include <set>
+#include <span>
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/paged_attention.h"
@@ -417,15 +418,22 @@ TYPED_TEST(CudaPagedAttention, BlocksThatComputeManyTilesChangeNoBit) {
   }
 }
 
-// More splits than are merged at a time, twice and a rest.
+// Splits that one warp merges and those that many do; more than are merged at a time, twice and a rest. With windows also two
+// rows of which one alone sees the first split.
 TYPED_TEST(CudaPagedAttention, ManySplitsAreMergedInOrder) {
   const Heads kinds[] = {{1, 4, 64}, {2, 1, 80}, {1, 2, 256}};
+  const cuda::LaunchDevice all = cuda::launch_device(), few{2, all.overlapping};
+  constexpr auto kPath = cuda::PagedPath::automatic;
   for (const Heads& heads : kinds) {
     SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " NKV " << heads.NKV << " G " << heads.G);
-    for (const Windows& windows : {Windows{}, Windows{2500, 0}, Windows{2500, 3000}}) {
-      const Invariance<TypeParam> same(heads, 4400, windows);  // 18 splits
-      for (const std::int64_t position : {2047, 2048, 2303, 2304, 4095, 4096, 4399})
-        same.expect_same({{0, position, 1}, {2, 599, 1}, {0, position - 2, 2}}, 32, 15, "decoded rows");
+    for (const Windows& windows : {Windows{}, Windows{9000, 0}, Windows{2500, 12000}}) {
+      const Invariance<TypeParam> same(heads, 17'950, windows);  // 71 splits
+      const std::int64_t uneven = windows.layer + 254 + 256 * 12;
+      for (const std::int64_t position : {2047, 2048, 2303, 2304, 8191, 8192, 8448, 16383, 16384, 17'949}) {
+        const std::vector<Piece> rows = {{0, position, 1}, {2, 599, 1}, {0, position - 2, 2}, {0, uneven, 2}};
+        same.expect_same(rows, 32, 15, "decoded rows", kPath, position % 2 == 0 ? all : few);
+      }
+      same.expect_same({{0, 17'000, 1}, {0, 9000, 3}, {0, 2304, 1}}, 16, 16, "on mma.sync", cuda::PagedPath::portable);
     }
   }
 }
@@ -434,7 +442,7 @@ TYPED_TEST(CudaPagedAttention, ManySplitsAreMergedInOrder) {
 // What a list computes, piece by piece: (row of the step, query head within its group, split), and -1 for all splits.
 struct Listed {
   std::multiset<std::tuple<std::int64_t, std::int64_t, std::int64_t>> parts;
-  std::int64_t tiles = 0, items = 0;
+  std::int64_t tiles = 0, items = 0, merges = 0;
   bool decodes = false;
 };
 
@@ -446,15 +454,18 @@ Listed check_list(const cuda::PagedAttentionShape& shape, const std::vector<cuda
   EXPECT_LE(bytes, bound);
   const auto* header = reinterpret_cast<const cuda::PagedWorkHeader*>(work.data());
   const auto* entries = reinterpret_cast<const cuda::PagedWorkUnit*>(header + 1);
-  EXPECT_EQ(bytes, sizeof *header + static_cast<std::size_t>(header->tiles + header->items) * sizeof *entries);
+  EXPECT_EQ(bytes, sizeof *header +
+                       static_cast<std::size_t>(header->tiles + header->items + header->merges) * sizeof *entries);
   Listed listed;
+  listed.merges = header->merges;
   listed.tiles = header->tiles;
   listed.items = header->items;
   listed.decodes = cuda::paged_work_decodes(work.data());
   EXPECT_EQ(listed.decodes, header->tiles == 0 && std::ranges::all_of(chunks, [](const cuda::PagedChunk& chunk) {
                               return chunk.rows <= 1;
                             }));
-  std::map<std::int64_t, std::int64_t> slots;  // first: how many, once for each tile
+  std::map<std::int64_t, std::int64_t> slots;                           // first: how many, once for each tile
+  std::set<std::tuple<std::int64_t, std::int64_t, std::int64_t>> many;  // (row, tile, first slot) of more than 8 splits
   std::int64_t longest = INT64_MAX;
   for (std::int64_t e = 0; e < listed.tiles + listed.items; ++e) {
     const cuda::PagedWorkUnit& item = entries[e];
@@ -476,7 +487,13 @@ Listed check_list(const cuda::PagedAttentionShape& shape, const std::vector<cuda
     if (tile) continue;
     EXPECT_EQ(item.partials >= 0, splits > 1);
     if (splits > 1) slots[item.partials] = (end - first) * splits;
+    if (splits > 8) many.insert({item.first_row, item.tile, item.partials});
   }
+  std::set<std::tuple<std::int64_t, std::int64_t, std::int64_t>> merged;
+  for (const cuda::PagedWorkUnit& item :
+       std::span(entries + listed.tiles + listed.items, entries + listed.tiles + listed.items + listed.merges))
+    EXPECT_TRUE(merged.insert({item.first_row, item.tile, item.partials}).second) << "merged twice";
+  EXPECT_EQ(merged, many);
   std::int64_t free = 0;
   for (const auto& [begin, count] : slots) {
     EXPECT_GE(begin, free) << "slots are used twice";
@@ -546,6 +563,7 @@ TEST(CudaPagedWork, ChunksThatFindNoSlotAreTiles) {
   const Listed listed = check_list(shape, chunks);
   EXPECT_GT(listed.tiles, 0);
   EXPECT_GT(listed.items, 0);
+  EXPECT_GT(listed.merges, 0);
   EXPECT_FALSE(listed.decodes);
   expect_complete(listed, shape, chunks);
 }
@@ -789,10 +807,11 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
 // A row of each sequence, then the next one: beside the ends of key blocks, of pages and of splits. Once on so few multiprocessors
 // that all warps of a block compute, several items each.
 template <typename T>
-void check_decoding(const Heads& heads, std::int64_t rotary, std::int64_t page_size, const Windows& windows = {}) {
+void check_decoding(const Heads& heads, std::int64_t rotary, std::int64_t page_size, const Windows& windows = {},
+                    const std::vector<std::int64_t>& positions = {0, 1, 15, 16, 31, 32, 47, 63, 254, 255, 256, 300, 511,
+                                                                  512, 600}) {
   SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " NKV " << heads.NKV << " G " << heads.G << " rotary "
                                   << rotary << " pages of " << page_size << " window " << windows.layer);
-  const std::vector<std::int64_t> positions = {0, 1, 15, 16, 31, 32, 47, 63, 254, 255, 256, 300, 511, 512, 600};
   std::vector<std::int64_t> lengths;
   std::vector<Piece> before, step;
   for (std::size_t s = 0; s < positions.size(); ++s) {
@@ -820,6 +839,14 @@ TYPED_TEST(CudaPagedAttention, StepsThatDecodeHaveTheBitsOfTwoLaunches) {
       for (const Heads& heads : {Heads{3, 1, HS}, Heads{2, 4, HS}, Heads{1, 20, HS}})
         check_decoding<TypeParam>(heads, rotary, kPageSizes[turn++ % std::size(kPageSizes)]);
     }
+  }
+}
+
+// The step crosses from 8 to 9 splits, of which many warps merge each row, and from 33 to 34.
+TYPED_TEST(CudaPagedAttention, StepsThatDecodeLongSequences) {
+  for (const Heads& heads : {Heads{2, 1, 64}, Heads{1, 4, 80}, Heads{1, 20, 128}, Heads{1, 2, 256}}) {
+    for (const Windows& windows : {Windows{}, Windows{3000, 3000}})
+      check_decoding<TypeParam>(heads, heads.HS / 4, 32, windows, {2046, 8446, 0, 300, 5000});
   }
 }
 

@@ -32,19 +32,19 @@ class Layer {
         K2_(K2),
         OC_(OC),
         epilogue_(epilogue),
-        values_(format, swiglu() ? 2 * OC : OC, K, 21, exact),
+        values_(format, has_gate() ? 2 * OC : OC, K, 21, exact),
         values2_(format, OC, K2 > 0 ? K2 : 8, 22, exact),
-        packed_(values_, swiglu()),
+        packed_(values_, has_gate()),
         packed2_(values2_, false),
         dense_(stored<T>(values_.values())),
         dense2_(stored<T>(values2_.values())),
         bias_(stored<T>(exact ? quarters(OC, 23) : random_floats(OC, 23))),
         bias2_(stored<T>(exact ? quarters(OC, 24) : random_floats(OC, 24))) {}
 
-  bool swiglu() const { return epilogue_ == RowsEpilogue::swiglu; }
+  bool has_gate() const { return gated(epilogue_); }
   const QuantizedValues& values() const { return values_; }
   const QuantizedValues& values2() const { return values2_; }
-  Floats bias() const { return swiglu() ? Floats(static_cast<std::size_t>(OC_)) : on_host(bias_); }
+  Floats bias() const { return has_gate() ? Floats(static_cast<std::size_t>(OC_)) : on_host(bias_); }
   Floats bias2() const { return on_host(bias2_); }
 
   Floats quantized(const Floats& x, const Floats& x2, std::int64_t rows, RowsPath path, const Floats& before) const {
@@ -72,7 +72,7 @@ class Layer {
     const auto count = static_cast<std::size_t>(rows * OC_);
     RowsMatmul<T> io;
     io.x = first.data();
-    io.bias = swiglu() ? nullptr : bias_.data();
+    io.bias = has_gate() ? nullptr : bias_.data();
     io.rows = rows, io.K = K_, io.OC = OC_, io.epilogue = epilogue_;
     io.x_is_older = rows % 2 == 0;  // it is
     if (K2_ > 0) io.x2 = second.data(), io.bias2 = bias2_.data(), io.K2 = K2_;
@@ -120,8 +120,8 @@ std::string description(DType format, std::int64_t rows, std::int64_t K, std::in
 template <typename T>
 class QuantizedMatmulTest : public ::testing::Test {
  public:
-  // int4: rows_matmul() with the weights rounded to T, bit for bit. Otherwise sums are exact, and only GELU and SwiGLU have a
-  // tolerance.
+  // int4: rows_matmul() with the weights rounded to T, bit for bit. Otherwise sums are exact, and only GELU, SwiGLU and GeGLU
+  // have a tolerance.
   void compare(DType format, std::int64_t rows, std::int64_t K, std::int64_t OC, RowsEpilogue epilogue,
                std::int64_t K2 = 0) const {
     const bool exact = format != DType::u4;
@@ -137,7 +137,7 @@ class QuantizedMatmulTest : public ::testing::Test {
       }
       const Floats want =
           exact ? reference(layer, x, x2, rows, K, K2, OC, epilogue, before) : layer.dense(x, x2, rows, path, before);
-      if (exact && (epilogue == RowsEpilogue::gelu || epilogue == RowsEpilogue::swiglu)) {
+      if (exact && (epilogue == RowsEpilogue::gelu || gated(epilogue))) {
         expect_near<T>(got, want, "quantised");
         continue;
       }
@@ -193,9 +193,8 @@ class QuantizedMatmulTest : public ::testing::Test {
         const double sum = sums[static_cast<std::size_t>(row * outputs + c)];
         double value = sum + bias[column];
         if (epilogue == RowsEpilogue::gelu) value = 0.5 * value * (1 + std::erf(value / std::sqrt(2.0)));
-        if (epilogue == RowsEpilogue::swiglu) {
-          value = kept(sum) / (1 + std::exp(-kept(sum))) * kept(sums[static_cast<std::size_t>(row * outputs + OC + c)]);
-        }
+        if (gated(epilogue))
+          value = gated_of(epilogue, kept(sum), kept(sums[static_cast<std::size_t>(row * outputs + OC + c)]));
         if (epilogue == RowsEpilogue::add) value += before[to];
         if (K2 > 0) value += sums2[to] + bias2[column];
         want[to] = epilogue == RowsEpilogue::store ? static_cast<float>(kept(value)) : static_cast<float>(value);
@@ -257,7 +256,9 @@ TYPED_TEST(QuantizedMatmulTest, LargeAndOddSizes) {
       this->compare(format, rows, 136, 5025, RowsEpilogue::store_fp32);
     }
     // Units that are no multiple of 8: rows_matmul() takes another path, with another order.
-    if (format != DType::u4) this->compare(format, 3, 136, 84, RowsEpilogue::swiglu);
+    if (format == DType::u4) continue;
+    for (const RowsEpilogue epilogue : {RowsEpilogue::swiglu, RowsEpilogue::geglu_tanh})
+      this->compare(format, 3, 136, 84, epilogue);
   }
 }
 
@@ -309,6 +310,7 @@ TYPED_TEST(QuantizedMatmulTest, ARowsBitsAreItsOwn) {
     this->check_invariance(format, 2120, 512, RowsEpilogue::store_fp32);
     this->check_invariance(format, 328, 8200, RowsEpilogue::store);
     this->check_invariance(format, 1000, 200, RowsEpilogue::swiglu);
+    this->check_invariance(format, 1000, 200, RowsEpilogue::geglu_tanh);
     this->check_invariance(format, 648, 1280, RowsEpilogue::add, 1336);
   }
 }

@@ -1,7 +1,7 @@
 // rows_matmul() against the CPU, and its promise that a row's bits depend on that row alone.
 //
 // Where results are compared with the CPU, operands are small multiples of 1/4, so that every sum is exact in fp32 whatever
-// its order: sums must be the CPU's bit for bit, and only GELU and SwiGLU have a tolerance. Where results of one GPU are
+// its order: sums must be the CPU's bit for bit, and only GELU, SwiGLU and GeGLU have a tolerance. Where results of one GPU are
 // compared with each other, operands are random, so that any other order of a sum shows.
 #include "llmc/cuda/op/gemm/rows_matmul.h"
 
@@ -28,7 +28,7 @@ namespace {
 using namespace weft::test;
 
 std::string name_of(RowsEpilogue epilogue) {
-  constexpr const char* kNames[] = {"store", "gelu", "swiglu", "add", "store_fp32"};
+  constexpr const char* kNames[] = {"store", "gelu", "swiglu", "geglu_tanh", "add", "store_fp32"};
   return kNames[static_cast<int>(epilogue)];
 }
 std::string name_of(RowsPath path) {
@@ -85,14 +85,12 @@ class Layer {
         weight2_(stored<S>(columns_of(weight, K + K2, K, K2))),
         bias_(stored<S>(bias)),
         bias2_(stored<S>(bias2)) {}
-  static std::int64_t weight_rows(std::int64_t OC, RowsEpilogue epilogue) {
-    return epilogue == RowsEpilogue::swiglu ? 2 * OC : OC;
-  }
+  static std::int64_t weight_rows(std::int64_t OC, RowsEpilogue epilogue) { return gated(epilogue) ? 2 * OC : OC; }
 
   RowsMatmul<S> of(const S* x, std::int64_t rows) const {
     RowsMatmul<S> io;
     io.x = x, io.weight = weight_.data();
-    io.bias = bias_.size() > 0 && epilogue_ != RowsEpilogue::swiglu ? bias_.data() : nullptr;
+    io.bias = bias_.size() > 0 && !gated(epilogue_) ? bias_.data() : nullptr;
     io.rows = rows, io.K = K_, io.OC = OC_, io.epilogue = epilogue_;
     return io;
   }
@@ -139,9 +137,6 @@ class Layer {
 float gelu_of(float x) {
   return static_cast<float>(0.5 * x * (1.0 + std::erf(x / std::sqrt(2.0))));
 }
-float swiglu_of(float gate, float up) {
-  return static_cast<float>(gate / (1.0 + std::exp(-static_cast<double>(gate))) * up);
-}
 
 template <typename S>
 class RowsMatmulTest : public ::testing::Test {
@@ -149,7 +144,7 @@ class RowsMatmulTest : public ::testing::Test {
   void check_values(std::int64_t rows, std::int64_t K, std::int64_t OC, RowsEpilogue epilogue, bool with_bias,
                     std::int64_t K2 = 0, bool with_bias2 = false) const {
     const std::int64_t weight_rows = Layer<S>::weight_rows(OC, epilogue), all = K + K2;
-    const bool bias_used = with_bias && epilogue != RowsEpilogue::swiglu;
+    const bool bias_used = with_bias && !gated(epilogue);
     const Floats x = quarters(rows * all, 1), weight = quarters(weight_rows * all, 2),
                  bias = bias_used ? quarters(OC, 3) : Floats{}, bias2 = with_bias2 ? quarters(OC, 17) : Floats{},
                  before = quarters(rows * OC, 4);
@@ -169,7 +164,8 @@ class RowsMatmulTest : public ::testing::Test {
             want[to] = gelu_of(sums[from]);
             break;
           case RowsEpilogue::swiglu:
-            want[to] = swiglu_of(kept[from], kept[from + static_cast<std::size_t>(OC)]);
+          case RowsEpilogue::geglu_tanh:
+            want[to] = static_cast<float>(gated_of(epilogue, kept[from], kept[from + static_cast<std::size_t>(OC)]));
             break;
           case RowsEpilogue::add:
             want[to] = before[to] + sums[from];
@@ -185,7 +181,7 @@ class RowsMatmulTest : public ::testing::Test {
       SCOPED_TRACE(std::to_string(rows) + " rows, " + std::to_string(K) + " + " + std::to_string(K2) + " -> " +
                    std::to_string(OC) + ", " + name_of(epilogue) + (bias_used ? " with bias, " : ", ") + name_of(path));
       const Floats got = layer.run(x, rows, path, before);
-      if (epilogue == RowsEpilogue::gelu || epilogue == RowsEpilogue::swiglu) {
+      if (epilogue == RowsEpilogue::gelu || gated(epilogue)) {
         expect_near<S>(got, want, name_of(epilogue));
         continue;
       }
@@ -310,13 +306,14 @@ TYPED_TEST(RowsMatmulTest, EveryPieceMoreThanTwice) {
   }
   for (const std::int64_t rows : {1, 15, 16, 17, 31, 48, 63, 65, 128}) {  // tiles of 80 and of 224 rows
     this->check_values(rows, 1032, 10200, rows % 2 == 0 ? RowsEpilogue::store : RowsEpilogue::add, true);
-    this->check_values(rows, 328, 12760, RowsEpilogue::swiglu, false);
+    this->check_values(rows, 328, 12760, rows % 2 == 0 ? RowsEpilogue::geglu_tanh : RowsEpilogue::swiglu, false);
     this->check_values(rows, 72, 25390, RowsEpilogue::gelu, rows % 2 == 0);
   }
   this->check_values(1100, 11 * 64 + 8, 8200, RowsEpilogue::store, true);
   this->check_values(1100, 1032, 2500, RowsEpilogue::add, true);
   this->check_values(2000, 1032, 712, RowsEpilogue::gelu, true);
   this->check_values(700, 264, 3208, RowsEpilogue::swiglu, false);
+  this->check_values(700, 264, 3208, RowsEpilogue::geglu_tanh, false);
 }
 
 // Large tiles of every width leave by tensor copies: of 192 and 160 rows of x with several splits, of 128 and 256 with one.
@@ -352,7 +349,7 @@ TYPED_TEST(RowsMatmulTest, ResultsAndBiasesMayBeginAnywhere) {
           RowsMatmul<S> io;
           io.x = x.data(), io.weight = weight.data();
           io.rows = rows, io.K = K, io.OC = OC, io.epilogue = epilogue;
-          if (epilogue != RowsEpilogue::swiglu) io.bias = shifted ? odd_bias.data() + 1 : aligned_bias.data();
+          if (!gated(epilogue)) io.bias = shifted ? odd_bias.data() + 1 : aligned_bias.data();
           if (is_fp32(epilogue)) {
             io.out_fp32 = wide.data() + behind;
           } else {
@@ -434,6 +431,32 @@ TEST(RowsMatmul, SplitsAreAddedInOrder) {
   if (hopper_multiprocessors() == 0) GTEST_SKIP() << "needs a GPU of compute capability 9.0";
   check_order_of_splits<bf16>();
   check_order_of_splits<fp16>();
+}
+
+// Gates from where the product is 0 to where it is gate times up, and on both sides of 0. x has one value that is not 0, so
+// that the sums are the weights.
+TYPED_TEST(RowsMatmulTest, GatesOfEverySize) {
+  using S = TypeParam;
+  constexpr std::int64_t K = 64, kHalf = 256, OC = 2 * kHalf;
+  Floats gates, weight(2 * OC * K);
+  for (std::int64_t c = 0; c < OC; ++c) gates.push_back(static_cast<float>(c - kHalf) / 16);  // -16 to 16
+  gates.front() = -1000, gates.back() = 1000;
+  for (std::int64_t c = 0; c < OC; ++c) {
+    weight[static_cast<std::size_t>(c * K + 5)] = gates[static_cast<std::size_t>(c)];
+    weight[static_cast<std::size_t>((OC + c) * K + 5)] = 2;
+  }
+  Floats x(K);
+  x[5] = 1;
+  for (const RowsEpilogue epilogue : {RowsEpilogue::swiglu, RowsEpilogue::geglu_tanh}) {
+    for (const RowsPath path : kPaths) {
+      const Floats got = Layer<S>(K, OC, epilogue, weight, {}).run(x, 1, path);
+      for (std::size_t c = 0; c < got.size(); ++c) {
+        const double want = gated_of(epilogue, gates[c], 2);
+        ASSERT_NEAR(got[c], want, 2 * unit_roundoff<S>() * std::abs(want) + 2e-6)
+            << name_of(epilogue) << " of " << gates[c] << ", " << name_of(path);
+      }
+    }
+  }
 }
 
 // Random values: nothing is exact, and the sums are the CPU's up to their rounding.
@@ -527,8 +550,10 @@ TEST(RowsMatmul, FailsOnArgumentsThatItCannotUse) {
   EXPECT_EQ(code_of(bad), Exit::internal);
   bad = good, bad.x = x.data() + 4;
   EXPECT_EQ(code_of(bad), Exit::internal);
-  bad = good, bad.epilogue = RowsEpilogue::swiglu, bad.bias = out.data();
-  EXPECT_EQ(code_of(bad), Exit::internal);
+  for (const RowsEpilogue epilogue : {RowsEpilogue::swiglu, RowsEpilogue::geglu_tanh}) {
+    bad = good, bad.epilogue = epilogue, bad.bias = out.data();
+    EXPECT_EQ(code_of(bad), Exit::internal);
+  }
   const DeviceBuffer<float> residual(64);
   RowsMatmul<bf16> two = good;
   two.epilogue = RowsEpilogue::add, two.out_fp32 = residual.data();

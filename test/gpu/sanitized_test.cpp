@@ -125,6 +125,7 @@ TEST(Sanitized, InferenceInBf16) {
   infer_with(test::llama_config(test::small_llamas()[1]), DType::bf16);  // heads of 64
   infer_with(test::llama_config(test::small_llamas()[2]), DType::bf16);  // of 128
   infer_with(test::small_qwens()[1].config, DType::bf16);                // with norms of heads
+  infer_with(test::small_gemmas()[0].config, DType::bf16);               // of 256, norms behind attention and MLP
 }
 TEST(Sanitized, InferenceInFp16) {
   infer_with(test::neox_config(test::small_shapes()[3]), DType::f16);  // of 80, parallel residual

@@ -53,6 +53,15 @@ inline std::unique_ptr<DecodeModel> random_sequence(const ModelConfig& config, s
 inline std::unique_ptr<DecodeModel> fused_sequence(const ModelFile& file, DType dtype, std::int64_t capacity) {
   return loaded_sequence(file, Way::fused, dtype, capacity);
 }
+// The fused kernel as far as `positions`, then the graph.
+inline std::unique_ptr<DecodeModel> fused_then_graph(const ModelFile& file, DType dtype, std::int64_t capacity,
+                                                     std::int64_t positions) {
+  cuda::GpuInferenceOptions options;
+  options.dtype = dtype;
+  std::unique_ptr<InferenceModel> model = cuda::load_inference(file, pool_for(Way::fused, capacity), options);
+  std::unique_ptr<IdDecoder> decoder = cuda::fused_tokens(*model, dtype);
+  return single_sequence(std::move(model), capacity, nullptr, std::move(decoder), positions);
+}
 
 inline std::vector<std::int32_t> generated(DecodeModel& model, std::span<const std::int32_t> prompt,
                                            const SamplerOptions& sampler, std::int64_t count,

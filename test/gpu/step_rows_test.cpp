@@ -16,8 +16,8 @@ using namespace weft::test;
 using Ids = std::vector<std::int32_t>;
 
 template <typename S>
-void check_embedding(std::int64_t C) {
-  SCOPED_TRACE(type_name<S>() + " " + std::to_string(C) + " columns");
+void check_embedding(std::int64_t C, float scale) {
+  SCOPED_TRACE(type_name<S>() + " " + std::to_string(C) + " columns, scale " + std::to_string(scale));
   constexpr std::int64_t kVocab = 50;
   const Ids ids = {3, -1, 49, -3, -2, 0, 3}, last_ids = {11, 22, 33};
   const Floats weight = random_stored<S>(kVocab * C, 1);
@@ -25,21 +25,24 @@ void check_embedding(std::int64_t C) {
   const DeviceBuffer<std::int32_t> gpu_ids(ids), gpu_last_ids(last_ids);
   const auto rows = static_cast<std::int64_t>(ids.size());
   const DeviceBuffer<float> out(static_cast<std::size_t>(rows * C + 8));
-  embed_rows(out.data(), gpu_ids.data(), gpu_last_ids.data(), gpu_weight.data(), rows, C, nullptr);
+  embed_rows(out.data(), gpu_ids.data(), gpu_last_ids.data(), gpu_weight.data(), scale, rows, C, nullptr);
   const Floats got = on_host(out);
   for (std::size_t r = 0; r < ids.size(); ++r) {
     const std::int32_t id = ids[r] >= 0 ? ids[r] : last_ids[static_cast<std::size_t>(-1 - ids[r])];
     const auto row = got.begin() + static_cast<std::ptrdiff_t>(r) * C;
-    EXPECT_TRUE(std::equal(row, row + C, weight.begin() + id * C)) << "row " << r;
+    EXPECT_TRUE(std::equal(row, row + C, weight.begin() + id * C, [&](float a, float b) { return a == scale * b; }))
+        << "row " << r;
   }
   EXPECT_TRUE(std::isnan(got[static_cast<std::size_t>(rows * C)])) << "written behind the end";
 }
 
 TEST(StepRows, EmbeddingsAreThoseOfTheIds) {
   for (const std::int64_t C : {8, 72, 1024, 1032, 2312}) {  // a block copies 1024 columns at a time
-    check_embedding<float>(C);
-    check_embedding<bf16>(C);
-    check_embedding<fp16>(C);
+    for (const float scale : {1.0f, 33.9375f}) {
+      check_embedding<float>(C, scale);
+      check_embedding<bf16>(C, scale);
+      check_embedding<fp16>(C, scale);
+    }
   }
 }
 

@@ -127,12 +127,11 @@ def test_chats_beside_completions(tmp_path):
     done = run()
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
-    chats, completions = serving.CHATS, serving.COMPLETIONS
-    assert [row["path"] for row in result["rows"]] == [completions, chats, chats, completions]
+    kinds = ["completions of ids", "completions of text", "chats", "chats", "completions of text", "completions of ids"]
+    assert [row["kind"] for row in result["rows"]] == kinds
     assert all(row["tokens_per_s"] > 0 and row["ttft_ms_p50"] > 0 and row["failed"] == row["unfinished"] == 0 for row in result["rows"])
     assert result["counters"]["vllm:prefix_cache_hits_total"] == 0
-    assert [line.split("|")[1].strip() for line in done.stdout.splitlines()[2:]] == [f"2 clients, {name}" for name in
-                                                                                     ("completions", "chats", "chats", "completions")]
+    assert [line.split("|")[1].strip() for line in done.stdout.splitlines()[2:]] == [f"2 clients, {kind}" for kind in kinds]
     done = run("--conversations", 1)
     assert done.returncode == 1 and "--conversations: got 1" in done.stderr
 

@@ -85,4 +85,20 @@ __device__ inline std::uint64_t global_time() {
   return now;
 }
 
+// ---- waiting ----------------------------------------------------------------------------------------------------------
+// Waits until the counter has reached `least`, called by a whole warp; acquires what its adders released. With a watchdog:
+// after 10 s the kernel ends with an illegal address.
+__device__ inline void wait_for_count(const int* counter, int least) {
+  constexpr std::uint64_t kWatchdog = 10'000'000'000;  // ns
+  constexpr unsigned kPause = 100;                     // ns
+  if (threadIdx.x % kWarpSize == 0 && load_acquire(counter) < least) {
+    const std::uint64_t start = global_time();
+    do {
+      __nanosleep(kPause);
+      if (global_time() - start > kWatchdog) asm volatile("st.global.u32 [%0], %1;" ::"l"(0ull), "r"(least) : "memory");
+    } while (load_acquire(counter) < least);
+  }
+  __syncwarp();
+}
+
 }  // namespace weft::cuda

@@ -1,6 +1,7 @@
 #include "llmc/cuda/inference/fused_tokens.h"
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 
 #include "llmc/base/error.h"
@@ -104,6 +105,11 @@ bool fused_by_default(const ModelConfig& config) {
   constexpr std::int64_t kWidest = 2560;  // one 16-byte load a lane covers a row
   const bool parallel = config.parallel_residual;
   return !config.quantization.any() || !parallel || config.hidden_size <= kWidest;
+}
+
+std::int64_t fused_positions(const ModelConfig& config) {
+  constexpr std::int64_t kGrouped = 12'288;
+  return config.num_kv_heads < config.num_heads ? kGrouped : std::numeric_limits<std::int64_t>::max();
 }
 
 std::vector<MemoryLine> plan_fused_tokens(const ModelConfig& config) {

@@ -24,6 +24,9 @@ bool graph_is_faster(const ModelConfig& config);
 // Whether the fused kernel is the default for these weights, if the graph is not faster: not for quantised weights with
 // the parallel residual and a hidden_size above 2,560, which have not been measured beside the graph.
 bool fused_by_default(const ModelConfig& config);
+// The positions at which the fused kernel is fed faster than the graph, if it is the default: with grouped queries it computes
+// each key for each of its queries without tensor cores, which long contexts pay for (measured: dev/performance/fused.md).
+std::int64_t fused_positions(const ModelConfig& config);
 
 // Memory that fused_tokens() will allocate on the current GPU.
 std::vector<MemoryLine> plan_fused_tokens(const ModelConfig& config);

@@ -40,7 +40,8 @@ ArenaLayout plan_inference_workspace(const ModelConfig& c, const InferenceOption
   ArenaLayout layout("inference workspace");
   layout.reserve(&b.residual, rows * C);
   layout.reserve(&b.norm1, rows * C);
-  layout.reserve(&b.norm2, c.parallel_residual ? rows * C : 0);
+  layout.reserve(&b.norm2, two_norms(c) ? rows * C : 0);
+  layout.reserve(&b.branch, c.post_norms ? rows * C : 0);
   layout.reserve(&b.qkv, rows * c.qkv_size());
   layout.reserve(&b.attention, rows * c.q_size());
   layout.reserve(&b.product, rows * c.ffn_size);
@@ -52,8 +53,9 @@ ArenaLayout plan_inference_workspace(const ModelConfig& c, const InferenceOption
   layout.reserve(&b.errors, logit_rows);
   layout.reserve(&b.most_likely, rows * kMaxAlternatives);
   layout.reserve(&b.last_ids, pool.slots + kDeviceDrafts);
-  layout.reserve(&b.cos, pool.max_positions * (c.rope.rotary_dim / 2));
-  layout.reserve(&b.sin, pool.max_positions * (c.rope.rotary_dim / 2));
+  const std::int64_t angles = pool.max_positions * (c.rope.rotary_dim / 2);
+  for (float** table : {&b.cos, &b.sin}) layout.reserve(table, angles);
+  for (float** table : {&b.local_cos, &b.local_sin}) layout.reserve(table, c.local_rope_theta > 0 ? angles : 0);
   for (std::byte*& step : b.step) layout.reserve_bytes(&step, step_bytes(c, pool));
   layout.reserve_bytes(&b.attention_workspace, paged_attention_workspace(attention_shape(c, pool)));
   return layout;
@@ -104,6 +106,11 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
   }
   const RopeTable table = rope_table(config.rope, pool_.max_positions);
   rope_ = upload_rope_table(table, b_.cos, b_.sin, stream_);
+  RopeTable local;
+  if (config.local_rope_theta > 0) {
+    local = rope_table(config.local_rope(), pool_.max_positions);
+    local_rope_ = upload_rope_table(local, b_.local_cos, b_.local_sin, stream_);
+  }
   if (options.fused_steps) {
     if constexpr (std::is_same_v<S, float>) {
       fail(Exit::internal, "fused steps in fp32");
@@ -192,8 +199,9 @@ std::unique_ptr<InferenceModel> filled_inference(const ModelConfig& config, cons
 std::string inference_unsupported_reason(const ModelConfig& c, DType dtype) {
   if (const std::string reason = head_dim_unsupported_reason(c.head_dim); !reason.empty()) return reason;
   if (gate_up_in_memory(c) && c.quantization.any()) return "mlp_bias: the GPU has no quantised gate and up with biases";
-  if (const char* part = part_without_kernels(c); part != nullptr)
-    return format("family %s: the GPU has no kernels for %s", c.family.c_str(), part);
+  if (gate_up_in_memory(c) && c.activation != Activation::swiglu) return "mlp_bias: the GPU has no GeGLU with biases";
+  if (c.parallel_residual && (c.post_norms || c.norm_weight_offset != 0))
+    return "parallel_residual: the GPU has no norms behind attention and MLP, nor with 1 + weight, beside it";
   if (c.activation == Activation::gelu_tanh)
     return "activation: the GPU has GELU with erf alone, not its approximation by tanh";
   if (c.quantization.any() && dtype == DType::f32)

@@ -3,6 +3,7 @@
 //
 // Parallel residual:   h' = h + attention(norm1(h)) + mlp(norm2(h))
 // Sequential residual: h1 = h + attention(norm1(h));  h' = h1 + mlp(norm2(h1))
+// With post norms what attention and mlp give has a norm of its own before it is added.
 #include <algorithm>
 #include <type_traits>
 
@@ -12,6 +13,7 @@
 #include "llmc/cuda/op/elementwise/step_rows.h"
 #include "llmc/cuda/op/elementwise/swiglu.h"
 #include "llmc/cuda/op/norm/head_norm.h"
+#include "llmc/cuda/op/norm/post_norm.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
 #include "llmc/cuda/op/sample/sampler.h"
 #include "llmc/cuda/runtime/fork.h"
@@ -19,13 +21,28 @@
 namespace weft::cuda {
 
 template <typename S>
-void Inference<S>::normalize(std::int64_t rows, const float* residual, const Norm<S>& norm, S* out,
-                             const Norm<S>* norm2, S* out2) {
+ResidualNormShape Inference<S>::norm_shape(std::int64_t rows) const {
   ResidualNormShape shape;
   shape.rows = rows;
   shape.C = config_.hidden_size;
   shape.kind = config_.norm;
   shape.eps = static_cast<float>(config_.norm_eps);
+  shape.weight_offset = static_cast<float>(config_.norm_weight_offset);
+  return shape;
+}
+
+template <typename S>
+void Inference<S>::normalize(std::int64_t rows, const float* residual, const Norm<S>& norm, S* out,
+                             const Norm<S>* norm2, S* out2) {
+  const ResidualNormShape shape = norm_shape(rows);
+  if (shape.weight_offset != 0) {  // residual_norm_forward() has none
+    PostNorm<S> io;
+    io.residual = residual;
+    io.weight = norm.weight;
+    io.bias = norm.bias;
+    io.out = out;
+    return named("norm", [&] { post_norm(shape, io, stream_, device_.overlapping); });
+  }
   ResidualNormForward<S, float> io;
   io.residual = residual;
   io.weight = norm.weight;
@@ -37,6 +54,23 @@ void Inference<S>::normalize(std::int64_t rows, const float* residual, const Nor
     io.out2 = out2;
   }
   named("norm", [&] { residual_norm_forward(shape, io, stream_, norm_shared_memory(), device_.overlapping); });
+}
+
+template <typename S>
+void Inference<S>::add_normalized(RowRange rows, const Norm<S>& norm, const Norm<S>* next, S* out) {
+  const std::int64_t first = rows.begin * config_.hidden_size;
+  PostNorm<S> io;
+  io.branch = b_.branch + first;
+  io.branch_weight = norm.weight;
+  io.branch_bias = norm.bias;
+  io.residual = io.residual_out = b_.residual + first;
+  if (next != nullptr) {
+    io.weight = next->weight;
+    io.bias = next->bias;
+    io.out = out + first;
+  }
+  named("norm of a branch, norm",
+        [&] { post_norm(norm_shape(rows.end - rows.begin), io, stream_, device_.overlapping); });
 }
 
 template <typename S>
@@ -74,7 +108,9 @@ void Inference<S>::multiply_up(const DeviceBlock<S>& w, RowRange rows, const Lau
   io.rows = rows.end - rows.begin;
   io.K = C;
   io.OC = F;
-  io.epilogue = config_.gated() ? RowsEpilogue::swiglu : RowsEpilogue::gelu;
+  io.epilogue = config_.activation == Activation::swiglu       ? RowsEpilogue::swiglu
+                : config_.activation == Activation::geglu_tanh ? RowsEpilogue::geglu_tanh
+                                                               : RowsEpilogue::gelu;
   io.out = b_.product + rows.begin * F;
   io.x_is_older = parallel();  // it follows attention, or an event
   if (!gate_up_in_memory(config_)) return named("MLP up", [&] { multiply(io, w.up, {}, launch); });
@@ -118,8 +154,9 @@ HeadViewOf<S> Inference<S>::heads(std::int64_t first_element) const {
 template <typename S>
 void Inference<S>::normalize_heads(std::int64_t l, std::int64_t rows) {
   const DeviceBlock<S>& w = weights_.blocks[static_cast<std::size_t>(l)];
+  const ResidualNormShape norm = norm_shape(rows);
   const HeadNormShape shape = {
-      1, rows, config_.num_heads, config_.num_kv_heads, config_.head_dim, static_cast<float>(config_.norm_eps)};
+      1, rows, config_.num_heads, config_.num_kv_heads, config_.head_dim, norm.eps, norm.weight_offset};
   const HeadNormForward<S> io = {queries(), keys(), w.q_norm.weight, w.k_norm.weight};
   named("q norm, k norm", [&] { head_norm_forward(shape, io, stream_, device_.overlapping); });
 }
@@ -154,9 +191,20 @@ void Inference<S>::attend(std::int64_t l, const StepArrays& step, std::int64_t r
 // ---- the list ---------------------------------------------------------------------------------------------------------
 
 template <typename S>
+float Inference<S>::embedding_scale() const {
+  float scale = config_.embedding_scale();
+  S rounded;
+  convert_from_f32(&scale, storage_dtype<S>(), &rounded, 1);
+  convert_to_f32(&rounded, storage_dtype<S>(), &scale, 1);
+  return scale;
+}
+
+template <typename S>
 void Inference<S>::run_layers(const StepArrays& step, std::int64_t rows) {
   const std::int64_t C = config_.hidden_size;
-  named("embedding", [&] { embed_rows(b_.residual, step.ids, b_.last_ids, weights_.embedding, rows, C, stream_); });
+  named("embedding", [&] {
+    embed_rows(b_.residual, step.ids, b_.last_ids, weights_.embedding, embedding_scale(), rows, C, stream_);
+  });
   keep("embedding", b_.residual, C);
   for (std::int64_t l = 0; l < config_.num_layers; ++l) run_layer(l, step, rows);
 }
@@ -174,7 +222,7 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
   const bool beside = parallel() && !options_.direct && first == 0 && rows >= options_.two_stream_rows;
   if (parallel()) {
     normalize(rows, b_.residual, w.input_norm, b_.norm1, &w.post_norm, b_.norm2);
-  } else {
+  } else if (l == 0 || !config_.post_norms) {  // otherwise the layer before has computed it
     normalize(rows, b_.residual, w.input_norm, b_.norm1);
   }
   keep(prefix + "input_norm", b_.norm1, C);
@@ -193,6 +241,18 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
   } else if (parallel()) {
     multiply_up(w, needed, in_chain());
     add_branches(w, needed, in_chain());
+  } else if (config_.post_norms) {
+    float* const branch = b_.branch + first * C;
+    named("output projection", [&] {
+      multiply(b_.attention + first * q, w.output, count, q, C, RowsEpilogue::store_fp32, nullptr, branch);
+    });
+    add_normalized(needed, w.attention_norm, &w.post_norm, norm2());
+    multiply_up(w, needed, in_chain());
+    named("MLP down",
+          [&] { multiply(b_.product + first * F, w.down, count, F, C, RowsEpilogue::store_fp32, nullptr, branch); });
+    const bool last = l + 1 == config_.num_layers;
+    add_normalized(needed, w.mlp_norm, last ? nullptr : &weights_.blocks[static_cast<std::size_t>(l) + 1].input_norm,
+                   b_.norm1);
   } else {
     named("output projection",
           [&] { multiply(b_.attention + first * q, w.output, count, q, C, RowsEpilogue::add, nullptr, residual); });

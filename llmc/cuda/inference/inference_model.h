@@ -4,7 +4,7 @@
 //   inference_step.cu    a step: uploading the description of its rows, captured graphs, returning results
 //   inference_layers.cu  the list of launches from ids to scored logits
 //
-// One list of operators for all models. Capabilities of ModelConfig decide about the norm, about where the second half of a layer
+// One list of operators for all models. Capabilities of ModelConfig decide about the norms, about where the second half of a layer
 // reads the residual stream, the layout of heads in a row of qkv and the function between the two matrices of the MLP.
 //
 // Activations, keys, values and weights that are not quantised are stored in S, the residual stream and all sums in
@@ -39,6 +39,7 @@
 #include "llmc/cuda/runtime/captured_graph.h"
 #include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/runtime/stream.h"
+#include "llmc/model/norm_shape.h"
 #include "llmc/model/qkv_heads.h"
 
 namespace weft::cuda {
@@ -75,7 +76,8 @@ template <typename S>
 struct InferenceBuffers {
   std::byte* step[kDepth];                       // descriptions (StepArrays) of the running step and of the next one
   float* residual;                               // [rows, C]
-  S *norm1, *norm2, *qkv, *attention, *product;  // [rows, ...]; norm2: of the parallel residual only
+  S *norm1, *norm2, *qkv, *attention, *product;  // [rows, ...]; norm2: with two_norms() only
+  float* branch;                                 // [rows, C]; what attention or the MLP gives, with post norms only
   S* gate_up;                                    // [rows, 2F]; with gate_up_in_memory() only
   float* gathered;                               // [logit rows, C]: the residual stream of rows whose logits are wanted
   S* final_norm;                                 // [logit rows, C]
@@ -84,13 +86,19 @@ struct InferenceBuffers {
   SampleError* errors;                           // [logit rows]
   IdLogprob* most_likely;                        // [wanted rows, kMaxAlternatives]
   std::int32_t* last_ids;                        // [slots + kDeviceDrafts]: the slots, then device_drafts()
-  float *cos, *sin;
+  float *cos, *sin, *local_cos, *local_sin;      // local: with ModelConfig::local_rope_theta only
   std::byte* attention_workspace;
 };
 
 // Whether gate and up are stored before SwiGLU reads them: where they have biases.
 inline bool gate_up_in_memory(const ModelConfig& config) {
   return config.gated() && config.mlp_bias;
+}
+
+// Whether the input of the MLP is stored beside that of QKV: both are there at once with the parallel residual, and with
+// post norms that of QKV is the next layer's.
+inline bool two_norms(const ModelConfig& config) {
+  return config.parallel_residual || config.post_norms;
 }
 
 // Plans the workspace; the pointers are filled when it is bound.
@@ -209,15 +217,22 @@ class Inference final : public InferenceModel {
   void run_layers(const StepArrays& step, std::int64_t rows);
   void run_layer(std::int64_t l, const StepArrays& step, std::int64_t rows);
   void normalize_heads(std::int64_t l, std::int64_t rows);
-  DeviceRopeTable rope_of(std::int64_t l) const { return config_.rotates(l) ? rope_ : DeviceRopeTable{}; }
+  DeviceRopeTable rope_of(std::int64_t l) const {
+    if (!config_.rotates(l)) return {};
+    return config_.rotates_locally(l) ? local_rope_ : rope_;
+  }
   // Without `output` only keys and values reach their pages.
   void attend(std::int64_t l, const StepArrays& step, std::int64_t rows, bool output);
   // From the residual stream of `count` wanted rows, at most kLogitRows, from wanted row `first` on, to their results.
   void run_head(const StepArrays& step, std::int64_t first, std::int64_t count);
   // The second half of run_head(), from the logits on.
   void sample_and_score(const StepArrays& step, std::int64_t first, std::int64_t count);
+  ResidualNormShape norm_shape(std::int64_t rows) const;
   void normalize(std::int64_t rows, const float* residual, const Norm<S>& norm, S* out, const Norm<S>* norm2 = nullptr,
                  S* out2 = nullptr);
+  // residual += norm(branch); out = next(residual), unless `next` is null.
+  void add_normalized(RowRange rows, const Norm<S>& norm, const Norm<S>* next, S* out);
+  float embedding_scale() const;  // rounded to S, as transformers rounds it
   void multiply(const S* x, const DeviceLinear<S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
                 RowsEpilogue epilogue, S* out, float* out_fp32 = nullptr);
   // How a GEMM is launched.
@@ -240,7 +255,7 @@ class Inference final : public InferenceModel {
   HeadViewOf<S> keys() const { return heads(qkv_heads(config_).keys); }
   HeadViewOf<S> values() const { return heads(qkv_heads(config_).values); }
   bool parallel() const { return config_.parallel_residual; }
-  S* norm2() const { return parallel() ? b_.norm2 : b_.norm1; }  // input of the MLP
+  S* norm2() const { return two_norms(config_) ? b_.norm2 : b_.norm1; }  // input of the MLP
   std::int64_t qkv_size() const { return config_.qkv_size(); }
   // Runs `work` under a name for the profiler, if operators are launched singly.
   template <typename Work>
@@ -270,7 +285,7 @@ class Inference final : public InferenceModel {
   DeviceArena kv_arena_;
   ArenaLayout layout_;
   DeviceArena workspace_;
-  DeviceRopeTable rope_;
+  DeviceRopeTable rope_, local_rope_;
   // For 16-bit models with GpuInferenceOptions::fused_steps.
   std::unique_ptr<FusedStep<std::conditional_t<std::is_same_v<S, float>, fp16, S>>> fused_;
   // Keyed by padded rows and wanted rows, StepArrays::decodes, all_wanted and whether there are logit_rows, and by the

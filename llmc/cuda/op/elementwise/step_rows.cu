@@ -12,7 +12,8 @@ constexpr int kThreads = 128;
 
 template <typename S>
 __global__ void __launch_bounds__(kThreads)
-    embed_kernel(float* out, const std::int32_t* ids, const std::int32_t* last_ids, const S* weight, std::int64_t C) {
+    embed_kernel(float* out, const std::int32_t* ids, const std::int32_t* last_ids, const S* weight, float scale,
+                 std::int64_t C) {
   constexpr int kCount = 8;
   launch_dependents();
   const std::int32_t given = ids[blockIdx.x], id = given >= 0 ? given : last_ids[-1 - given];
@@ -23,7 +24,7 @@ __global__ void __launch_bounds__(kThreads)
     row.load(from + c);
     float values[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] = row.get(i);
+    for (int i = 0; i < kCount; ++i) values[i] = scale * row.get(i);
     Elements<float, kCount> result;
     result.set(values);
     result.store(to + c);
@@ -47,10 +48,10 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 template <typename S>
-void embed_rows(float* out, const std::int32_t* ids, const std::int32_t* last_ids, const S* weight, std::int64_t rows,
-                std::int64_t C, cudaStream_t stream) {
+void embed_rows(float* out, const std::int32_t* ids, const std::int32_t* last_ids, const S* weight, float scale,
+                std::int64_t rows, std::int64_t C, cudaStream_t stream) {
   if (rows == 0) return;
-  embed_kernel<S><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(out, ids, last_ids, weight, C);
+  embed_kernel<S><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(out, ids, last_ids, weight, scale, C);
   check_launch("embed_rows");
 }
 
@@ -61,9 +62,9 @@ void gather_rows(float* out, const float* in, const std::int32_t* rows, std::int
                  "gather_rows", out, in, rows, C);
 }
 
-#define WEFT_INSTANTIATE(S)                                                                                           \
-  template void embed_rows<S>(float*, const std::int32_t*, const std::int32_t*, const S*, std::int64_t, std::int64_t, \
-                              cudaStream_t);
+#define WEFT_INSTANTIATE(S)                                                                                    \
+  template void embed_rows<S>(float*, const std::int32_t*, const std::int32_t*, const S*, float, std::int64_t, \
+                              std::int64_t, cudaStream_t);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)
 WEFT_INSTANTIATE(fp16)

@@ -8,12 +8,12 @@
 
 namespace weft::cuda {
 
-// out[r, :] = weight[id, :] in fp32, with id = ids[r] if that is not negative, else last_ids[-1 - ids[r]]. weight [V,
+// out[r, :] = scale weight[id, :] in fp32, with id = ids[r] if that is not negative, else last_ids[-1 - ids[r]]. weight [V,
 // C] in float, bf16 or fp16, out [rows, C]; C is a multiple of 8, pointers are aligned to 16 bytes. The caller
 // guarantees that ids are in range.
 template <typename S>
-void embed_rows(float* out, const std::int32_t* ids, const std::int32_t* last_ids, const S* weight, std::int64_t rows,
-                std::int64_t C, cudaStream_t stream);
+void embed_rows(float* out, const std::int32_t* ids, const std::int32_t* last_ids, const S* weight, float scale,
+                std::int64_t rows, std::int64_t C, cudaStream_t stream);
 
 // out[i, :] = in[rows[i], :], fp32 [count, C] with C a multiple of 4. Part of a chain (hw/launch.cuh) if `overlapping`.
 void gather_rows(float* out, const float* in, const std::int32_t* rows, std::int64_t count, std::int64_t C,

@@ -3,6 +3,11 @@
 //   out = g s u               s = 1 / (1 + e^-g)
 //   dup = dout g s            dgate = dout u s (1 + g (1 - s))
 //
+// and of GeGLU with GELU's approximation by tanh (Hendrycks and Gimpel, 2016), which is g / (1 + e^-a) for another a,
+// since (1 + tanh(a / 2)) / 2 = 1 / (1 + e^-a):
+//
+//   out = g u / (1 + e^-a)    a = 2 sqrt(2 / pi) (g + 0.044715 g^3)
+//
 // One definition for the kernels of swiglu.cu and fp8.cu and for the epilogues of matmul_swiglu.cu and
 // matmul_swiglu_fp8.cu: the same bits in all.
 #pragma once
@@ -11,10 +16,18 @@
 
 namespace weft::cuda {
 
-// T: what the results are stored in.
+// gate / (1 + e^-argument) up. T: what the results are stored in.
+template <typename T>
+__device__ inline float gated_product(float gate, float argument, float up) {
+  return gate * reciprocal_for<T>(1.0f + exp_for<T>(-argument)) * up;
+}
 template <typename T>
 __device__ inline float swiglu(float gate, float up) {
-  return gate * reciprocal_for<T>(1.0f + exp_for<T>(-gate)) * up;
+  return gated_product<T>(gate, gate, up);
+}
+// a of GeGLU.
+__device__ inline float gelu_tanh_argument(float gate) {
+  return gate * fmaf(0.07135481627f, gate * gate, 1.5957691216f);
 }
 
 struct SwigluGradient {

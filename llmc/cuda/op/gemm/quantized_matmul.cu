@@ -115,8 +115,7 @@ void check_arguments(const RowsMatmul<T>& io, const PackedMatrix& weight, const 
   }
   const bool fp32 = io.epilogue == RowsEpilogue::add || io.epilogue == RowsEpilogue::store_fp32;
   if (fp32 ? io.out_fp32 == nullptr : io.out == nullptr) fail(Exit::internal, "quantized_matmul: the result is null");
-  if (io.epilogue == RowsEpilogue::swiglu && io.bias != nullptr)
-    fail(Exit::internal, "quantized_matmul: a bias with SwiGLU");
+  if (gated(io.epilogue) && io.bias != nullptr) fail(Exit::internal, "quantized_matmul: a bias with a gate");
 }
 
 // Two inputs are two launches.
@@ -147,8 +146,8 @@ constexpr Implementation<RowsMatmul<T>, PackedMatrix, PackedMatrix, LaunchDevice
 
 }  // namespace
 
-std::int64_t packed_rows(std::int64_t OC, bool swiglu) {
-  return swiglu ? ceil_div(OC, 8) * 16 : OC;
+std::int64_t packed_rows(std::int64_t OC, bool gated) {
+  return gated ? ceil_div(OC, 8) * 16 : OC;
 }
 std::uint64_t packed_block_bytes(DType dtype, std::int64_t rows, std::int64_t K) {
   return static_cast<std::uint64_t>(ceil_div(rows, quantized::kBlockRows) * ceil_div(K, quantized::kBlockDepth)) *

@@ -32,14 +32,14 @@ struct PackedMatrix {
   explicit operator bool() const { return dtype != DType::f32; }
 };
 
-// Rows of the packed matrix of a layer with OC outputs. With SwiGLU, gate and up alternate: 8 rows of gate, then the 8
+// Rows of the packed matrix of a layer with OC outputs. With a gate, it and up alternate: 8 rows of gate, then the 8
 // rows of up for the same units, each padded to a multiple of 8.
-std::int64_t packed_rows(std::int64_t OC, bool swiglu);
+std::int64_t packed_rows(std::int64_t OC, bool gated);
 // Bytes of `rows` packed rows without scales of rows, and bytes of these scales (0 where grouped).
 std::uint64_t packed_block_bytes(DType dtype, std::int64_t rows, std::int64_t K);
 std::uint64_t packed_scale_bytes(DType dtype, std::int64_t rows);
 
-// Which rows of a packed matrix the rows of a tensor become: `first` and the following ones, or with SwiGLU the rows of
+// Which rows of a packed matrix the rows of a tensor become: `first` and the following ones, or with a gate the rows of
 // gate or up from unit `first` on.
 struct PackedPlace {
   enum class Part { rows, gate, up };

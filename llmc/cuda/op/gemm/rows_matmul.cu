@@ -37,8 +37,7 @@ void check_arguments(const RowsMatmul<S>& io) {
   }
   const bool fp32 = io.epilogue == RowsEpilogue::add || io.epilogue == RowsEpilogue::store_fp32;
   if (fp32 ? io.out_fp32 == nullptr : io.out == nullptr) fail(Exit::internal, "rows_matmul: the result is null");
-  if (io.epilogue == RowsEpilogue::swiglu && io.bias != nullptr)
-    fail(Exit::internal, "rows_matmul: a bias with SwiGLU");
+  if (gated(io.epilogue) && io.bias != nullptr) fail(Exit::internal, "rows_matmul: a bias with a gate");
 }
 
 // Two inputs are two launches.
@@ -71,7 +70,7 @@ std::string rows_matmul_unsupported_reason(std::int64_t K, std::int64_t OC, DTyp
     return "linear layer: got " + std::to_string(K) + " inputs of type " + dtype_name(dtype) +
            ", expected a multiple of " + std::to_string(multiple);
   }
-  // The second dimension of the portable kernels' grids: tiles of 64 rows of the weight, which with SwiGLU has two rows
+  // The second dimension of the portable kernels' grids: tiles of 64 rows of the weight, which with a gate has two rows
   // an output.
   constexpr std::int64_t kMostOutputs = 65535 * 64 / 2;
   if (OC <= 0 || OC > kMostOutputs) {

@@ -1,7 +1,7 @@
 // What the kernels of rows_matmul.h share: which rows of the weight form a tile, and the epilogue, so that all round
 // alike.
 //
-// A tile has rows first to first + n of the weight, n a multiple of 16. With SwiGLU 8 rows of gate and the 8 rows of up
+// A tile has rows first to first + n of the weight, n a multiple of 16. With a gate 8 rows of gate and the 8 rows of up
 // for the same units alternate. A thread's accumulators of wgmma and of mma.m16n8k16 are rows g and g + 8 of 16, so it
 // has gate and up of a unit.
 #pragma once
@@ -15,10 +15,10 @@
 
 namespace weft::cuda::rows {
 
-// Rows of the weight as tiles count them: with SwiGLU gate and up, each padded to a multiple of 8.
+// Rows of the weight as tiles count them: with a gate it and up, each padded to a multiple of 8.
 template <typename S>
 std::int64_t weight_rows(const RowsMatmul<S>& io) {
-  return io.epilogue == RowsEpilogue::swiglu ? ceil_div(io.OC, 8) * 16 : io.OC;
+  return gated(io.epilogue) ? ceil_div(io.OC, 8) * 16 : io.OC;
 }
 
 template <typename S>
@@ -39,7 +39,7 @@ struct Output {
                        aligned(io.out, 4 * sizeof(S)) && aligned(io.out_fp32, 4 * sizeof(float));
     return {io.bias, bias2, io.out, io.out_fp32, io.rows, io.OC, io.epilogue, fours};
   }
-  __host__ __device__ bool swiglu() const { return epilogue == RowsEpilogue::swiglu; }
+  __host__ __device__ bool gated() const { return cuda::gated(epilogue); }
 };
 
 // to[i] += value[i]. From sm_90 on L2 does the addition, so that the thread need not wait for the old value. No other
@@ -81,13 +81,13 @@ class Columns {
  public:
   // Groups of four columns in a row of a tile.
   __device__ static int count(const Output<S>& output, int tile_rows) {
-    return output.swiglu() ? tile_rows / 8 : tile_rows / 4;
+    return output.gated() ? tile_rows / 8 : tile_rows / 4;
   }
   // Group `four` of the tile that begins at row `first` of the weight.
   __device__ Columns(const Output<S>& output, std::int64_t first, int four)
       : output_(output),
-        column_((output.swiglu() ? first / 2 : first) + 4 * four),
-        at_(output.swiglu() ? four / 2 * 16 + four % 2 * 4 : 4 * four) {
+        column_((output.gated() ? first / 2 : first) + 4 * four),
+        at_(output.gated() ? four / 2 * 16 + four % 2 * 4 : 4 * four) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) bias_[i] = 0;
     add_bias(output.bias);
@@ -101,11 +101,15 @@ class Columns {
     if (row >= output_.rows || column_ >= output_.OC) return;
     const float4 sum = sums(at_);
     float value[4] = {sum.x, sum.y, sum.z, sum.w};
-    if (output_.swiglu()) {
+    if (output_.gated()) {
       const float4 up = sums(at_ + 8);
       const float ups[4] = {up.x, up.y, up.z, up.w};
+      const bool silu = output_.epilogue == RowsEpilogue::swiglu;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) value[i] = swiglu<S>(rounded(value[i]), rounded(ups[i]));
+      for (int i = 0; i < 4; ++i) {
+        const float gate = rounded(value[i]);
+        value[i] = gated_product<S>(gate, silu ? gate : gelu_tanh_argument(gate), rounded(ups[i]));
+      }
     } else if (output_.bias != nullptr || output_.bias2 != nullptr) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) value[i] += bias_[i];
@@ -159,7 +163,7 @@ class Columns {
 
   const Output<S>& output_;
   std::int64_t column_;
-  int at_;  // index of the first sum (SwiGLU: of gate) in the tile
+  int at_;  // index of the first sum (gated: of gate) in the tile
   float bias_[4];
 };
 

@@ -22,6 +22,7 @@
 #include <string>
 
 #include "llmc/base/dtype.h"
+#include "llmc/base/host_device.h"
 #include "llmc/cuda/runtime/device.h"
 
 namespace weft::cuda {
@@ -30,20 +31,26 @@ enum class RowsEpilogue {
   store,       // out = sum + bias
   gelu,        // out = gelu(sum + bias), with erf
   swiglu,      // out = silu(gate) up, with gate and up rounded to S first, as swiglu.h has them; no bias
+  geglu_tanh,  // the same with GELU's approximation by tanh in the place of silu
   add,         // out_fp32 += sum + bias
   store_fp32,  // out_fp32 = sum + bias
 };
+
+// Whether the weight has rows of gate and of up.
+WEFT_HOST_DEVICE constexpr bool gated(RowsEpilogue epilogue) {
+  return epilogue == RowsEpilogue::swiglu || epilogue == RowsEpilogue::geglu_tanh;
+}
 
 // S: float, bf16 or fp16. x and weight are aligned to 16 bytes. Results aligned to 16 bytes are stored faster;
 // otherwise alignment to an element is enough.
 template <typename S>
 struct RowsMatmul {
   const S* x = nullptr;       // [rows, K]
-  const S* weight = nullptr;  // [OC, K]; swiglu: [2 OC, K], rows of gate, then rows of up
+  const S* weight = nullptr;  // [OC, K]; gated: [2 OC, K], rows of gate, then rows of up
   const S* bias = nullptr;    // [OC] or null
   std::int64_t rows = 0, K = 0, OC = 0;
   RowsEpilogue epilogue = RowsEpilogue::store;
-  S* out = nullptr;  // [rows, OC]: store, gelu, swiglu
+  S* out = nullptr;  // [rows, OC]: store, gelu, gated
   // x was complete before the preceding kernel of the chain let this one start (paged_attention() does so late enough).
   // It is then read without waiting, and both kernels overlap as far as there is room.
   bool x_is_older = false;

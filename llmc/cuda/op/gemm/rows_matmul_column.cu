@@ -43,10 +43,10 @@ __global__ void __launch_bounds__(ColumnShape<T, kRows, H, kConsumers, kBlocks>:
   const auto weights_at = [&](int stage) { return base + stage * Shape::kStageBytes; };
   const auto x_at = [&](int stage) { return weights_at(stage) + Shape::Weights::kBytes; };
   const auto load_weights = [&](int stage, int step) {
-    const bool swiglu = p.output.swiglu();
+    const bool gated = p.output.gated();
     mbarrier_arrive_expect(ring.full(stage), Shape::kStageBytes);
-    tensor_load(weights_at(stage), &p.weight[0], ring.full(stage), step * kDepth, swiglu ? 0 : static_cast<int>(first),
-                0, swiglu ? static_cast<int>(first / 16) : 0, L2::evict_first);
+    tensor_load(weights_at(stage), &p.weight[0], ring.full(stage), step * kDepth, gated ? 0 : static_cast<int>(first),
+                0, gated ? static_cast<int>(first / 16) : 0, L2::evict_first);
   };
   const auto load_x = [&](int stage, int step) {
     tensor_load(x_at(stage), &p.x[0], ring.full(stage), step * kDepth, 0);

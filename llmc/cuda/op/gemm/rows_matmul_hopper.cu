@@ -22,7 +22,7 @@
 //
 // With two inputs the stages of the second follow those of the first; a stage never holds both.
 //
-// With SwiGLU a tile of 16 n rows of the weight is n times 8 rows of gate and the 8 rows of up for the same units. The
+// With a gate a tile of 16 n rows of the weight is n times 8 rows of gate and the 8 rows of up for the same units. The
 // tensor map is [units / 8][gate, up][8][K]: in the 128-byte swizzle 8 rows are a pattern of their own.
 
 #include "llmc/cuda/op/gemm/rows_matmul_hopper.cuh"
@@ -51,7 +51,7 @@ int best_height(std::int64_t weight_rows) {
 
 template <typename T>
 bool hopper_computes(const RowsMatmul<T>& io, const LaunchDevice&) {
-  return (io.epilogue != RowsEpilogue::swiglu || io.OC % 8 == 0) && hopper_multiprocessors() > 0;
+  return (!gated(io.epilogue) || io.OC % 8 == 0) && hopper_multiprocessors() > 0;
 }
 
 // The choice of the kernel affects time only. Above 64 rows a layer with one split has enough tiles for tile_kernel,

@@ -72,12 +72,12 @@ template <typename T>
 constexpr CUtensorMapDataType kMapType =
     std::is_same_v<T, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 
-// Boxes of 64 rows: coordinates (k, row, 0, 0), or with SwiGLU (k, 0, 0, unit / 8).
+// Boxes of 64 rows: coordinates (k, row, 0, 0), or with a gate (k, 0, 0, unit / 8).
 template <typename T>
-CUtensorMap weight_map(const T* weight, std::int64_t columns, std::int64_t rows, bool swiglu, std::uint32_t box) {
+CUtensorMap weight_map(const T* weight, std::int64_t columns, std::int64_t rows, bool gated, std::uint32_t box) {
   const auto K = static_cast<std::uint64_t>(columns), OC = static_cast<std::uint64_t>(rows);
   const std::int64_t row = columns * static_cast<std::int64_t>(sizeof(T));
-  if (swiglu)
+  if (gated)
     return encode_tensor_map(weight, kMapType<T>, {K, 8, 2, OC / 8}, {row, rows * row, 8 * row},
                              {kDepth, 8, 2, box / 16});
   return encode_tensor_map(weight, kMapType<T>, {K, OC, 1, 1}, {row, row, row}, {kDepth, box, 1, 1});
@@ -102,7 +102,7 @@ int splits_of(const RowsMatmul<T>& io) {
 template <typename T>
 Arguments<T> arguments_of(const RowsMatmul<T>& io, int box_rows, std::uint32_t weight_box = kWeightRows) {
   Arguments<T> arguments{};
-  arguments.weight[0] = weight_map(io.weight, io.K, io.OC, io.epilogue == RowsEpilogue::swiglu, weight_box);
+  arguments.weight[0] = weight_map(io.weight, io.K, io.OC, gated(io.epilogue), weight_box);
   arguments.x[0] = x_map(io.x, io.K, io.rows, box_rows);
   if (io.K2 > 0) {
     arguments.weight[1] = weight_map(io.weight2, io.K2, io.OC, false, weight_box);
@@ -136,10 +136,10 @@ __device__ inline Source source_of(const Arguments<T>& p, int step) {
 // Copies one stage of weight tile `tile`: 64 rows, kDepth values of k.
 template <typename T>
 __device__ void load_weight(const Arguments<T>& p, unsigned shared, unsigned barrier, int step, int tile, L2 keep) {
-  const bool swiglu = p.output.swiglu();
+  const bool gated = p.output.gated();
   const Source source = source_of(p, step);
-  tensor_load(shared, &p.weight[source.input], barrier, source.k, swiglu ? 0 : tile * kWeightRows, 0,
-              swiglu ? tile * (kWeightRows / 16) : 0, keep);
+  tensor_load(shared, &p.weight[source.input], barrier, source.k, gated ? 0 : tile * kWeightRows, 0,
+              gated ? tile * (kWeightRows / 16) : 0, keep);
 }
 
 // d = a b (First) or d += a b over one stage: 16 values of k an instruction, in order. The same in all three kernels.

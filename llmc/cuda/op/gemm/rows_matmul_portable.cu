@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(Math::kThreads) rows_portable_kernel(const Arg
   const RowCopies<S, Math::kWeightRows, Math::kDepth, Math::kStride, Math::kThreads> weight(
       p.weight, p.K, [&](int r) -> std::int64_t {
         const std::int64_t row = first + r;
-        if (!output.swiglu()) return row < output.OC ? row : -1;
+        if (!output.gated()) return row < output.OC ? row : -1;
         const std::int64_t unit = row / 16 * 8 + row % 8;
         return unit < output.OC ? row / 8 % 2 * output.OC + unit : -1;
       });

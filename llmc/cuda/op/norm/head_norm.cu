@@ -1,7 +1,7 @@
 // RMSNorm of the heads of q and k (Henry et al., 2020), arithmetic in fp32, with r = 1 / sqrt(mean(x^2) + eps) and
 // g = dout w (the formulas of llmc/cpu/head_norm.cpp):
 //
-//   y = x r w,   dx = r g - x r^3 mean(g x),   dw += dout x r
+//   y = x r (w + weight_offset),   dx = r g - x r^3 mean(g x),   dw += dout x r
 //
 // A head lies in the registers of 4 to 32 neighbouring lanes, so that its sums need no shared memory, and a block has as
 // many heads of a token as it can. r is computed again in backward, from the x that is read for dx anyway. Bytes moved,
@@ -103,7 +103,9 @@ __global__ void __launch_bounds__(kForwardThreads)
       float y[S::kElements];
 #pragma unroll
       for (int i = 0; i < S::kElements; ++i) {
-        y[i] = x[c].get(i) * r * (h < NH ? q_weight[c].get(i) : k_weight[c].get(i));
+        float weight = h < NH ? q_weight[c].get(i) : k_weight[c].get(i);
+        if (shape.weight_offset != 0) weight += shape.weight_offset;
+        y[i] = x[c].get(i) * r * weight;
       }
       x[c].set(y);
     }

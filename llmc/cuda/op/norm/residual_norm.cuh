@@ -1,5 +1,6 @@
-// What forward and backward of the fused norm share: how a row is spread over the registers of its threads, sums over a
-// row, the asynchronous copy of the next row, and the addition of the branch to the residual stream.
+// What forward and backward of the fused norm and post_norm.cu share: how a row is spread over the registers of its
+// threads, sums over a row, the asynchronous copy of the next row, and the addition of the branch to the residual
+// stream.
 //
 //  - A row lies in the registers of one warp, several warps or a whole block, so it is read from memory once, and its
 //    statistics are computed in two passes over registers. A thread owns groups of columns that take 16 bytes of the
@@ -134,6 +135,58 @@ struct StagedRow {
 template <typename T>
 __device__ T* at_row(T* matrix, std::int64_t row, std::int64_t C) {
   return matrix != nullptr ? matrix + row * C : nullptr;
+}
+
+// Norm weight and bias, read from memory one group of columns at a time...
+template <typename T, typename S>
+struct WeightsInMemory {
+  const T *weight, *bias;
+  __device__ void get(int g, Group<T, S>& w, Group<T, S>& b) const {
+    w.load(weight + S::column(g));
+    b.clear();
+    if (bias != nullptr) b.load(bias + S::column(g));
+  }
+};
+// ... or kept in registers, if a thread has few columns: they are then loaded before the row arrives.
+template <typename T, typename S>
+struct WeightsInRegisters {
+  Group<T, S> weight[S::kGroups], bias[S::kGroups];
+  __device__ WeightsInRegisters(const T* w, const T* b, std::int64_t C) {
+#pragma unroll
+    for (int g = 0; g < S::kGroups; ++g) {
+      if (w != nullptr && !S::outside(g, C)) WeightsInMemory<T, S>{w, b}.get(g, weight[g], bias[g]);
+    }
+  }
+  __device__ void get(int g, Group<T, S>& w, Group<T, S>& b) const {
+    w = weight[g], b = bias[g];
+  }
+};
+
+// Mean (RMSNorm: 0) and 1 / sqrt(variance + eps) of a row, whose columns past C are zero.
+template <typename S>
+__device__ float2 row_statistics(const float (&h)[S::kGroups][S::kGroup], const ResidualNormShape& shape,
+                                 RowSum<S>& row_sum) {
+  const float per_column = 1.0f / static_cast<float>(shape.C);
+  float mean = 0;
+  if (shape.kind == NormKind::layernorm) {
+    float sum[1] = {0};
+#pragma unroll
+    for (int g = 0; g < S::kGroups; ++g) {
+#pragma unroll
+      for (int i = 0; i < S::kGroup; ++i) sum[0] += h[g][i];  // columns past C are zero
+    }
+    row_sum.add(sum);
+    mean = sum[0] * per_column;
+  }
+  float squares[1] = {0};
+#pragma unroll
+  for (int g = 0; g < S::kGroups; ++g) {
+    if (S::outside(g, shape.C)) continue;
+#pragma unroll
+    for (int i = 0; i < S::kGroup; ++i) squares[0] += (h[g][i] - mean) * (h[g][i] - mean);
+  }
+  row_sum.add(squares);
+  return {mean, rsqrtf(squares[0] * per_column + shape.eps)};
 }
 
 // factors = rowscale * (1 / (1 - p) where dropout keeps the element, else 0), for the elements from `element` on; one

@@ -11,7 +11,8 @@
 // sums, depends on C and the types alone. So the norm of a stored residual_out (passed as `residual`, with x null)
 // gives the bits of the call that stored it, with or without dropout.
 //
-// C is a multiple of 8 up to 16384 (Exit::internal otherwise) and every pointer is aligned to 16 bytes.
+// C is a multiple of 8 up to 16384, shape.weight_offset is 0 (post_norm.h has it; Exit::internal otherwise) and every
+// pointer is aligned to 16 bytes.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -31,31 +31,6 @@ __device__ void prefetch_weights(const T* weight, std::int64_t C) {
   }
 }
 
-// Norm weight and bias, read from memory one group of columns at a time...
-template <typename T, typename S>
-struct WeightsInMemory {
-  const T *weight, *bias;
-  __device__ void get(int g, Group<T, S>& w, Group<T, S>& b) const {
-    w.load(weight + S::column(g));
-    b.clear();
-    if (bias != nullptr) b.load(bias + S::column(g));
-  }
-};
-// ... or kept in registers, if a thread has few columns: they are then loaded before the row arrives.
-template <typename T, typename S>
-struct WeightsInRegisters {
-  Group<T, S> weight[S::kGroups], bias[S::kGroups];
-  __device__ WeightsInRegisters(const T* w, const T* b, std::int64_t C) {
-#pragma unroll
-    for (int g = 0; g < S::kGroups; ++g) {
-      if (w != nullptr && !S::outside(g, C)) WeightsInMemory<T, S>{w, b}.get(g, weight[g], bias[g]);
-    }
-  }
-  __device__ void get(int g, Group<T, S>& w, Group<T, S>& b) const {
-    w = weight[g], b = bias[g];
-  }
-};
-
 // Starts loading the weights before the rows arrive: to registers or, if they would take too many, to L2, from which
 // the other layers' weights have evicted them.
 template <typename T, typename S, bool kInRegisters>
@@ -112,32 +87,6 @@ __device__ void write_codes(std::uint8_t* codes, Rounding& rounding, const float
     const unsigned high = round_four<Fp8Format::e4m3>(stored + 4, rounding.scale, rounding.counters);
     if (codes != nullptr) *reinterpret_cast<uint2*>(codes + S::column(g)) = make_uint2(low, high);
   }
-}
-
-template <typename S>
-__device__ float2 row_statistics(const float (&h)[S::kGroups][S::kGroup], const ResidualNormShape& shape,
-                                 RowSum<S>& row_sum) {
-  const float per_column = 1.0f / static_cast<float>(shape.C);
-  float mean = 0;
-  if (shape.kind == NormKind::layernorm) {
-    float sum[1] = {0};
-#pragma unroll
-    for (int g = 0; g < S::kGroups; ++g) {
-#pragma unroll
-      for (int i = 0; i < S::kGroup; ++i) sum[0] += h[g][i];  // columns past C are zero
-    }
-    row_sum.add(sum);
-    mean = sum[0] * per_column;
-  }
-  float squares[1] = {0};
-#pragma unroll
-  for (int g = 0; g < S::kGroups; ++g) {
-    if (S::outside(g, shape.C)) continue;
-#pragma unroll
-    for (int i = 0; i < S::kGroup; ++i) squares[0] += (h[g][i] - mean) * (h[g][i] - mean);
-  }
-  row_sum.add(squares);
-  return {mean, rsqrtf(squares[0] * per_column + shape.eps)};
 }
 
 template <typename T, typename R, typename S, Form kForm>
@@ -292,6 +241,7 @@ template <typename T, typename R>
 void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, cudaStream_t stream,
                            int shared_limit, bool overlapping) {
   check_shape(shape);
+  if (shape.weight_offset != 0) fail(Exit::internal, "residual_norm: an offset of weights, which post_norm() has");
   if (shape.rows == 0) return;
   const bool in_codes = io.codes.writes() || io.codes.counters != nullptr;
   if (in_codes) check_codes(shape, io);

@@ -244,6 +244,7 @@ __device__ void compute_items(const Arguments<S>& a, const PagedWorkUnit* items,
     if (n >= count) break;
     compute_work_unit(a, items + n / a.NKV, n % a.NKV, i, stream);
   }
+  compute_merges<S, Tiling, false>(a, warp * blocks + static_cast<int>(blockIdx.x), warps * blocks);
 }
 
 template <typename S, typename Tiling>

@@ -49,12 +49,13 @@ void check_shape(const PagedAttentionShape& shape) {
 
 // The most entries of a list.
 struct Bounds {
-  std::int64_t tiles, items;
+  std::int64_t tiles, items, merges;
 };
 Bounds bounds(const PagedAttentionShape& shape) {
-  return {shape.max_rows * group(shape) / paged_tile_rows(shape.HS) + shape.max_chunks,
-          std::min(shape.max_chunks, shape.max_rows) * ceil_div(group(shape), kPagedItemRows) *
-              ceil_div(shape.max_positions, kPagedSplit)};
+  const std::int64_t splits = ceil_div(shape.max_positions, kPagedSplit);
+  const std::int64_t divided = std::min(shape.max_chunks, shape.max_rows) * ceil_div(group(shape), kPagedItemRows);
+  return {shape.max_rows * group(shape) / paged_tile_rows(shape.HS) + shape.max_chunks, divided * splits,
+          splits > kPagedSplitsOfOne ? divided : 0};
 }
 
 class Plan {
@@ -71,7 +72,7 @@ class Plan {
     auto* header = static_cast<PagedWorkHeader*>(work);
     auto* entry = reinterpret_cast<PagedWorkUnit*>(header + 1);
     *header = {static_cast<std::int32_t>(tiles_.size()), static_cast<std::int32_t>(items_.size()),
-               decodes_ && tiles_.empty() ? 1 : 0};
+               decodes_ && tiles_.empty() ? 1 : 0, static_cast<std::int32_t>(merges_.size())};
     // The longest first, so that the last ones, which leave blocks idle, are short.
     std::stable_sort(tiles_.begin(), tiles_.end(),
                      [&](const PagedWorkUnit& a, const PagedWorkUnit& b) { return tile_end(a) > tile_end(b); });
@@ -80,7 +81,8 @@ class Plan {
     for (const PagedWorkUnit& item : items_) ++begin[length(item) - 1];
     for (std::size_t l = begin.size(), sum = 0; l-- > 0;) sum += std::exchange(begin[l], sum);
     for (const PagedWorkUnit& item : items_) entry[begin[length(item) - 1]++] = item;
-    return sizeof(PagedWorkHeader) + (tiles_.size() + items_.size()) * sizeof(PagedWorkUnit);
+    std::copy(merges_.begin(), merges_.end(), entry + items_.size());
+    return sizeof(PagedWorkHeader) + (tiles_.size() + items_.size() + merges_.size()) * sizeof(PagedWorkUnit);
   }
 
  private:
@@ -119,6 +121,7 @@ class Plan {
       for (std::int64_t split = 0; split < splits; ++split) {
         item.split = static_cast<std::uint16_t>(first_split + split);
         items_.push_back(item);
+        if (split == 0 && splits > kPagedSplitsOfOne) merges_.push_back(item);
       }
       used_slots_ += slots;
       free_slots_ -= slots;
@@ -137,7 +140,7 @@ class Plan {
 
   const PagedAttentionShape& shape_;
   std::int64_t G_, free_slots_, used_slots_ = 0;
-  std::vector<PagedWorkUnit> tiles_, items_;
+  std::vector<PagedWorkUnit> tiles_, items_, merges_;
   bool decodes_ = true;  // no chunk has more than one row
 };
 
@@ -175,8 +178,8 @@ std::int64_t paged_partial_slots(const PagedAttentionShape& shape) {
 
 std::size_t paged_work_bytes(const PagedAttentionShape& shape) {
   check_shape(shape);
-  const auto [tiles, items] = bounds(shape);
-  return sizeof(PagedWorkHeader) + static_cast<std::size_t>(tiles + items) * sizeof(PagedWorkUnit);
+  const auto [tiles, items, merges] = bounds(shape);
+  return sizeof(PagedWorkHeader) + static_cast<std::size_t>(tiles + items + merges) * sizeof(PagedWorkUnit);
 }
 
 std::size_t write_paged_work(void* work, const PagedAttentionShape& shape, std::span<const PagedChunk> chunks) {

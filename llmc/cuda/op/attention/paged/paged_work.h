@@ -1,10 +1,14 @@
-// The work list of paged_attention.h as it lies in memory: a header, tiles, items of splits.
+// The work list of paged_attention.h as it lies in memory: a header, tiles, items of splits, merges.
 //
 // For one chunk and K/V head, the query rows are its positions times the G = NH / NKV query heads that read this K/V
 // head: row i is position first_position + i / G and query head kv_head * G + i % G. A tile is up to paged_tile_rows()
 // of them; a block computes it over all keys. An item of splits is up to kPagedItemRows of them over one split of
-// kPagedSplit positions, of the splits that they see with the list's window; a warp computes it, and the warp that finishes the last split of its rows merges all of them.
-// Both ways give the same bits.
+// kPagedSplit positions, of the splits that they see with the list's window; a warp computes it. Both ways give the same
+// bits.
+//
+// Splits are merged in order, so a row's merge takes as long as it has splits. Up to kPagedSplitsOfOne of them the warp
+// that finishes the last one merges all its rows. More are a merge: many warps, each with 32 dimensions of a row, which
+// wait until the last split has been computed.
 #pragma once
 
 #include <cstddef>
@@ -16,6 +20,7 @@ namespace weft::cuda {
 
 inline constexpr std::int64_t kPagedSplit = 256;    // positions; split s begins at position s * kPagedSplit
 inline constexpr std::int64_t kPagedItemRows = 16;  // the rows of an m16 mma
+inline constexpr std::int64_t kPagedSplitsOfOne = 8;
 
 // Query rows of a tile.
 constexpr std::int64_t paged_tile_rows(std::int64_t HS) {
@@ -25,7 +30,9 @@ constexpr std::int64_t paged_tile_rows(std::int64_t HS) {
 struct alignas(16) PagedWorkHeader {
   std::int32_t tiles = 0, items = 0;
   std::int32_t decodes = 0;  // 1: paged_work_decodes()
+  std::int32_t merges = 0;
 };
+// A merge is the item of the first split of its rows.
 struct alignas(16) PagedWorkUnit {
   std::uint16_t first_row = 0, rows = 0;  // the whole chunk's, as in PagedChunk
   std::int32_t first_position = 0;        // likewise

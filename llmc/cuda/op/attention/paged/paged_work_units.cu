@@ -120,6 +120,8 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
         if (n >= count) break;
         compute_work_unit(a, items + n / a.NKV, n % a.NKV, i, stream);
       }
+      const int alive = max(1, min(blocks, count));
+      compute_merges<S, Tiling, kAppends>(a, warp * alive + block, warps * alive);
     }
 
     if constexpr (!kAppends) wait_for_predecessors();

@@ -148,42 +148,126 @@ __device__ void store_partial(const Arguments<S>& a, const SplitState<S, HS, 1>&
   }
 }
 
-// Merges all splits of a tile, in order; a lane computes four consecutive dimensions of a row.
+// The splits of an item's rows: which the list has, and of those the ones that this layer's window reaches.
+struct RowSplits {
+  int listed, first, count;  // listed: number in the list; first: number of the first one that is seen; count: seen
+  std::int64_t first_slot;   // of the first one that is seen
+
+  template <bool kWindowed, typename S, typename Rows>
+  static __device__ RowSplits of(const Arguments<S>& a, const PagedWorkUnit& item, const Rows& rows) {
+    const int end = (rows.end() + kSplit - 1) / kSplit;
+    if constexpr (!kWindowed) return {end, 0, end, item.partials};
+    const int first = rows.first_visible(0, a.window) / kSplit;
+    const int first_listed = a.list_window > 0 ? rows.first_visible(0, a.list_window) / kSplit : 0;
+    return {end - first_listed, first, end - first,
+            item.partials + static_cast<std::int64_t>(first - first_listed) * rows.count};
+  }
+  __device__ bool merged_by_one() const { return listed <= kPagedSplitsOfOne; }
+};
+
+// Merges up to kPagedSplitsOfOne splits of an item's rows, in order; a lane computes four consecutive dimensions of a row.
 template <typename S, int HS, typename Rows>
-__device__ void merge_partials(const Arguments<S>& a, const Rows& rows, int splits, std::int64_t first_slot,
-                               int kv_head) {
-  constexpr int kTogether = 8;  // splits loaded before the first of them is merged
+__device__ void merge_few(const Arguments<S>& a, const Rows& rows, const RowSplits& splits, int kv_head) {
   for (int i = threadIdx.x % kWarpSize; i < rows.count * (HS / 4); i += kWarpSize) {
     const int row = i / (HS / 4), d = i % (HS / 4) * 4;
-    float o[4] = {}, maximum = -INFINITY, sum = 0;
-    for (int first = 0; first < splits; first += kTogether) {
-      float4 added[kTogether];
-      float2 of_row[kTogether];  // maximum, sum
+    float4 added[kPagedSplitsOfOne];
+    float2 of_row[kPagedSplitsOfOne];  // maximum, sum
 #pragma unroll
-      for (int s = 0; s < kTogether; ++s) {
-        const std::int64_t at = first_slot + min(first + s, splits - 1) * rows.count + row;
-        const float* slot = a.partials + (at * a.NKV + kv_head) * kSlotFloats<HS>;
-        added[s] = __ldcg(reinterpret_cast<const float4*>(slot + d));
-        of_row[s] = __ldcg(reinterpret_cast<const float2*>(slot + HS));
-      }
+    for (int s = 0; s < kPagedSplitsOfOne; ++s) {  // all loads before the first merge
+      const std::int64_t at = splits.first_slot + min(s, splits.count - 1) * rows.count + row;
+      const float* slot = a.partials + (at * a.NKV + kv_head) * kSlotFloats<HS>;
+      added[s] = __ldcg(reinterpret_cast<const float4*>(slot + d));
+      of_row[s] = __ldcg(reinterpret_cast<const float2*>(slot + HS));
+    }
+    float o[4] = {added[0].x, added[0].y, added[0].z, added[0].w}, maximum = of_row[0].x, sum = of_row[0].y;
 #pragma unroll
-      for (int s = 0; s < kTogether; ++s) {
-        if (first + s >= splits) break;
-        const float from[4] = {added[s].x, added[s].y, added[s].z, added[s].w};
-        if (first + s == 0) {
-          maximum = of_row[s].x, sum = of_row[s].y;
+    for (int s = 1; s < kPagedSplitsOfOne; ++s) {
+      if (s >= splits.count) break;
+      const float from[4] = {added[s].x, added[s].y, added[s].z, added[s].w};
+      const MergeFactors factors = merge(maximum, sum, of_row[s].x, of_row[s].y, a.c);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) o[e] = from[e];
-          continue;
-        }
-        const MergeFactors factors = merge(maximum, sum, of_row[s].x, of_row[s].y, a.c);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) o[e] = merged(factors, o[e], from[e]);
-      }
+      for (int e = 0; e < 4; ++e) o[e] = merged(factors, o[e], from[e]);
     }
     const float inverse = __frcp_rn(sum);
     *reinterpret_cast<uint2*>(rows.template out<HS>(a, row) + d) = {pack<S>(mean(o[0], inverse), mean(o[1], inverse)),
                                                                     pack<S>(mean(o[2], inverse), mean(o[3], inverse))};
+  }
+}
+
+// Merges all splits of one row, in order, for dimension `d` of this lane (none if d >= HS). The next kWarpSize splits are
+// loaded while these are merged. Running maxima are a scan over the lanes, each of which has the factors of one split: the
+// largest of several floats does not depend on the order, so these are the bits of one merge() after another. A split
+// behind the last one has maximum -infinity and sums 0, which changes nothing.
+template <typename S, int HS>
+__device__ float merge_many(const Arguments<S>& a, const RowSplits& splits, int row, int rows, int kv_head, int d) {
+  const int lane = threadIdx.x % kWarpSize;
+  const std::int64_t stride = static_cast<std::int64_t>(rows) * a.NKV * kSlotFloats<HS>;  // from split to split
+  const float* from = a.partials + ((splits.first_slot + row) * a.NKV + kv_head) * kSlotFloats<HS>;
+  float next[kWarpSize];
+  float2 next_state;  // maximum, sum of split `lane`
+  const auto load = [&](int first) {
+    const float* at = from + first * stride;
+    next_state = first + lane < splits.count ? __ldcg(reinterpret_cast<const float2*>(at + lane * stride + HS))
+                                             : make_float2(-INFINITY, 0);
+#pragma unroll
+    for (int s = 0; s < kWarpSize; ++s) next[s] = first + s < splits.count && d < HS ? __ldcg(at + s * stride + d) : 0;
+  };
+  float o = 0, sum = 0, maximum = -INFINITY;
+  load(0);
+#pragma unroll 1
+  for (int first = 0; first < splits.count; first += kWarpSize) {
+    float added[kWarpSize];
+    const float2 state = next_state;
+#pragma unroll
+    for (int s = 0; s < kWarpSize; ++s) added[s] = next[s];
+    load(first + kWarpSize);
+    float largest = fmaxf(maximum, state.x);
+#pragma unroll
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      const float other = __shfl_up_sync(~0u, largest, distance);
+      if (lane >= distance) largest = fmaxf(largest, other);
+    }
+    const float earlier = __shfl_up_sync(~0u, largest, 1);
+    const bool nothing = largest == -INFINITY;  // of this split and all before it, of which all sums are 0
+    const auto weight = [&](float of) {
+      return nothing ? 0 : exp2_approximate(__fmul_rn(__fsub_rn(of, largest), a.c));
+    };
+    const float before = weight(lane == 0 ? maximum : earlier), factor = weight(state.x);
+    maximum = __shfl_sync(~0u, largest, kWarpSize - 1);
+#pragma unroll
+    for (int s = 0; s < kWarpSize; ++s) {
+      const MergeFactors factors = {__shfl_sync(~0u, before, s), __shfl_sync(~0u, factor, s)};
+      sum = merged(factors, sum, __shfl_sync(~0u, state.y, s));
+      o = merged(factors, o, added[s]);
+    }
+  }
+  return mean(o, __frcp_rn(sum));
+}
+
+// The list's merges, as number `warp` of `warps` warps: every one of them comes here when no item is left for it. So what
+// it waits for has been taken by a warp that is running, or will be started when an earlier kernel ends.
+template <typename S, typename Tiling, bool kAppends>
+__device__ __forceinline__ void compute_merges(const Arguments<S>& a, int warp, int warps) {
+  constexpr int HS = Tiling::HS, kParts = (HS + kWarpSize - 1) / kWarpSize;  // parts of a row, of 32 dimensions
+  const PagedWorkHeader& work = *a.work;
+  const PagedWorkUnit* merges = reinterpret_cast<const PagedWorkUnit*>(a.work + 1) + work.tiles + work.items;
+  const int lane = threadIdx.x % kWarpSize, count = work.merges * a.NKV * kItemRows * kParts;
+#pragma unroll 1
+  for (int n = warp; n < count; n += warps) {
+    const int part = n % kParts, row = n / kParts % kItemRows, pair = n / kParts / kItemRows;
+    const int kv_head = pair % a.NKV;
+    const PagedWorkUnit item = merges[pair / a.NKV];
+    const QueryRows<S, kAppends> rows(a, item, kv_head, kItemRows);
+    if (row >= rows.count) continue;
+    const RowSplits splits = RowSplits::of<Tiling::kWindowed>(a, item, rows);
+    int* merged = a.merged + static_cast<std::int64_t>(item.partials) * a.NKV + kv_head;
+    wait_for_count(merged, splits.count);
+    const int d = part * kWarpSize + lane;
+    const float value = merge_many<S, HS>(a, splits, row, rows.count, kv_head, d);
+    if (d < HS) rows.template out<HS>(a, row)[d] = from_float<S>(value);
+    // the last of those that have waited makes the counter ready for the next layer
+    const int ended = splits.count + rows.count * kParts;
+    if (lane == 0 && atomicAdd(merged, 1) == ended - 1) *merged = 0;
   }
 }
 
@@ -537,24 +621,17 @@ __device__ void compute_work_unit(const Arguments<S>& a, const PagedWorkUnit* en
   const Rows rows(a, item, kv_head, kItemRows);
   if (item.partials < 0) return state.store(a, rows);
 
-  const int lane = threadIdx.x % kWarpSize;
-  int splits = (rows.end() + kSplit - 1) / kSplit, split = item.split;
-  std::int64_t first_slot = item.partials;
-  if constexpr (kWindowed) {  // of the splits that the list has, those that this layer's window reaches
-    const int first_split = rows.first_visible(0, a.window) / kSplit;
-    const int listed = a.list_window > 0 ? rows.first_visible(0, a.list_window) / kSplit : 0;
-    splits -= first_split;
-    split -= first_split;
-    first_slot += static_cast<std::int64_t>(first_split - listed) * rows.count;
-  }
-  store_partial(a, state, rows.count, first_slot + static_cast<std::int64_t>(split) * rows.count, kv_head);
+  const RowSplits splits = RowSplits::of<kWindowed>(a, item, rows);
+  const int split = item.split - splits.first;
+  store_partial(a, state, rows.count, splits.first_slot + static_cast<std::int64_t>(split) * rows.count, kv_head);
   int* merged = a.merged + static_cast<std::int64_t>(item.partials) * a.NKV + kv_head;
   __syncwarp();
+  const int lane = threadIdx.x % kWarpSize;
   int before = 0;
   if (lane == 0) before = fetch_add_acquire_release(merged, 1);
-  if (__shfl_sync(~0u, before, 0) != splits - 1) return;
+  if (!splits.merged_by_one() || __shfl_sync(~0u, before, 0) != splits.count - 1) return;
   __syncwarp();
-  merge_partials<S, HS>(a, rows, splits, first_slot, kv_head);
+  merge_few<S, HS>(a, rows, splits, kv_head);
   if (lane == 0) *merged = 0;  // for the next layer
 }
 
