@@ -3,14 +3,17 @@
 // inference.
 #include <gtest/gtest.h>
 #include <omp.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <set>
 
+#include "llmc/base/log.h"
 #include "llmc/base/philox.h"
 #include "llmc/comm/thread_ranks.h"
 #include "llmc/cpu/inference.h"
@@ -18,8 +21,10 @@
 #include "llmc/model/single_sequence.h"
 #include "llmc/train/inputs.h"
 #include "llmc/train/loop.h"
+#include "llmc/train/report.h"
 #include "test/cpp/gradient_check.h"
 #include "test/cpp/quantized_files.h"
+#include "test/cpp/sanitized.h"
 #include "test/cpp/train_tools.h"
 
 namespace weft {
@@ -810,6 +815,78 @@ TEST_F(LoraRun, AnAdapterIsMeasuredInTheWeights) {
   EXPECT_NEAR(beside, within, 1e-6 * within);
   whole.adapter.clear();
   EXPECT_GT(std::abs(loss(whole) - within), 1e-3 * within);
+}
+
+// ---- the plans of --dry-run ----
+
+std::uint64_t mapped_bytes() {
+  std::uint64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  return pages * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+}
+
+std::string padded(const std::string& size) {
+  return format("%9s", size.c_str());
+}
+
+TEST(TuningWays, ArePlannedAsTheyAreAllocated) {
+  ModelConfig config = preset_config("tiny");
+  config.vocab_size = config.tokenizer_vocab = 4096;
+  TrainSettings settings = micro_settings();
+  settings.seq_len = 256;
+  const std::vector<TuningWay> ways = tuning_ways(settings, config);
+  ASSERT_EQ(ways.size(), 2 + weight_formats().size());
+  EXPECT_EQ(ways[0].name, "all weights");
+  EXPECT_FALSE(ways[0].options.lora);
+  EXPECT_EQ(ways[1].name, "LoRA, rank 16, targets all");
+  for (std::size_t i = 0; i < ways.size(); ++i) {
+    const WeightFormat* const beside = i < 2 ? nullptr : weight_formats()[i - 2];
+    EXPECT_EQ(ways[i].options.frozen_quantization.weights, beside);
+    if (i > 0) {
+      EXPECT_EQ(ways[i].options.lora, lora_of(16, "all", 32));
+    }
+    const std::uint64_t planned = total_bytes(cpu::plan_training(config, ways[i].options)), before = mapped_bytes();
+    const std::unique_ptr<TrainModel> model = cpu::make_training_model(config, ways[i].options);
+    const std::uint64_t mapped = mapped_bytes() - before;
+    EXPECT_EQ(total_bytes(model->memory()), planned) << ways[i].name;
+    if (kSanitized) continue;  // a sanitizer's own memory is counted with the model's
+    EXPECT_GE(mapped, planned) << ways[i].name;
+    EXPECT_LE(mapped, planned + planned / 50) << ways[i].name;  // tables of RoPE, pages that are not full
+  }
+}
+
+TEST(TuningWays, AreThoseOfTheRun) {
+  TrainSettings settings = micro_settings();
+  settings.lora_r = 3;
+  settings.lora_targets = "q,v";
+  settings.lora_dropout = 0.5;
+  settings.frozen_quantization.weights = weight_formats()[1];
+  settings.precision = "fp8";
+  const std::vector<TuningWay> ways = tuning_ways(settings, micro_config());
+  EXPECT_EQ(ways[0].options.frozen_quantization, Quantization());
+  EXPECT_EQ(ways[0].options.precision, Precision::fp8);
+  EXPECT_EQ(ways[1].name, "LoRA, rank 3, targets q,v");
+  EXPECT_EQ(ways[1].options.lora, settings.lora());
+  EXPECT_EQ(ways[1].options.adapter_dropout, 0.5f);
+  EXPECT_EQ(ways[1].options.precision, Precision::fp32);  // adapters have no fp8
+  settings.device = "cuda";
+  EXPECT_EQ(tuning_ways(settings, micro_config())[1].options.precision, Precision::bf16);
+
+  settings.lora_r = 0;
+  EXPECT_TRUE(tuning_ways(settings, micro_config()).empty()) << "k and v have 8 rows";
+  EXPECT_TRUE(tuning_ways(settings, micro_neox()).empty());
+}
+
+TEST(TuningWays, AreATable) {
+  const std::vector<TuningWay> ways = {{"all weights", options_of(std::nullopt)},
+                                       {"LoRA", options_of(lora_of(3, "q"))}};
+  const auto needed = [](const TrainOptions& options) { return options.lora ? 1000u : 1001u; };
+  EXPECT_EQ(tuning_table(ways, 1000, needed),
+            (std::vector<std::string>{"what fits in " + human_bytes(1000),
+                                      "  all weights  " + padded(human_bytes(1001)) + "  too large",
+                                      "  LoRA         " + padded(human_bytes(1000)) + "  fits"}));
+  EXPECT_EQ(tuning_table(ways, 0, needed)[2], "  LoRA         " + padded(human_bytes(1000)));
+  EXPECT_TRUE(tuning_table({}, 1000, needed).empty());
 }
 
 }  // namespace
