@@ -151,13 +151,14 @@ std::vector<MemoryLine> plan_fused(const ModelConfig& config, std::int64_t capac
 
 }  // namespace
 
-void DecodeDevice::choose(const ModelConfig& config, DType stored) {
+void DecodeDevice::choose(const ModelConfig& config, DType stored, const std::optional<LoraConfig>& lora) {
   if (!choice_.gpu) return;
   dtype_ = settings_.dtype == "fp16"                                           ? DType::f16
            : settings_.dtype == "bf16"                                         ? DType::bf16
            : settings_.dtype == "fp32" || settings_.task == InferTask::compare ? DType::f32
                                                                                : stored;
-  const std::string reason = cuda::inference_unsupported_reason(config, dtype_);
+  std::string reason = cuda::inference_unsupported_reason(config, dtype_);
+  if (reason.empty() && lora) reason = "the GPU adds an adapter to floats alone, not to quantised weights";
   if (reason.empty()) return choose_decode(config, settings_.many_sequences() || settings_.drafts());
   if (settings_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", reason.c_str());
   use_cpu(choose_cpu(reason));
@@ -343,7 +344,7 @@ InferenceOptions DecodeDevice::draft_pool(const ModelConfig& config, const Infer
 
 #else  // built without CUDA
 
-void DecodeDevice::choose(const ModelConfig&, DType) {}
+void DecodeDevice::choose(const ModelConfig&, DType, const std::optional<LoraConfig>&) {}
 void DecodeDevice::check_memory(const ModelConfig&, std::int64_t) const {}
 
 double DecodeDevice::read_ceiling() const {

@@ -23,6 +23,7 @@
 #include "llmc/train/loop.h"
 #include "llmc/train/report.h"
 #include "test/cpp/gradient_check.h"
+#include "test/cpp/inference_tools.h"
 #include "test/cpp/quantized_files.h"
 #include "test/cpp/sanitized.h"
 #include "test/cpp/train_tools.h"
@@ -566,6 +567,21 @@ class LoraFiles : public testing::Test {
     return model;
   }
 
+  static InferenceOptions pool() {
+    InferenceOptions options;
+    options.num_pages = 16;
+    options.slots = kSlots;
+    options.max_rows = 48;
+    return options;
+  }
+  static Floats logits_of(const ModelFile& file) {
+    const std::vector<std::int32_t> prompt = {1, 2, 3, 4, 5, 6, 7};
+    const std::unique_ptr<DecodeModel> decoder = cpu::load_decoder(file, 16);
+    const std::span<const float> logits = decoder->prefill(prompt);
+    return {logits.begin(), logits.end()};
+  }
+  static std::uint64_t parameter_bytes(const InferenceModel& model) { return model.memory().front().bytes; }
+
   TemporaryDirectory temporary_;
   const ModelConfig config_ = two_plain_layers();
   const LoraConfig lora_ = lora_of(3, "q,o,up", 4.5);
@@ -647,7 +663,7 @@ TEST_F(LoraFiles, WhatAnAdapterLacks) {
                   "lora: expected an object");
 }
 
-// The frozen model of an adapter may be quantised: it is what its values are. An adapter cannot be added to it.
+// The frozen model of an adapter may be quantised: it is what its values are.
 TEST_F(LoraFiles, AQuantisedModelIsReadAsItsValues) {
   for (const WeightFormat* weights : weight_formats()) {
     Quantization quantization;
@@ -661,9 +677,36 @@ TEST_F(LoraFiles, AQuantisedModelIsReadAsItsValues) {
       floats.read_values(spec, expected.data());
       EXPECT_EQ(values, expected) << weights->name << ", " << spec.name;
     }
-    expect_contains(error_of(Exit::bad_file,
-                             [&] { quantised.add_adapter("--adapter", ModelFile::open_adapter(path("adapter.bin"))); }),
-                    std::string("are quantised (") + weights->name);
+  }
+}
+
+// Beside quantised weights an adapter gives what it gives in the floats that they stand for.
+TEST_F(LoraFiles, AnAdapterStandsBesideQuantisedWeights) {
+  const std::vector<Sequence> sequences = random_sequences(config_, 5, 20);
+  for (const WeightFormat* weights : weight_formats()) {
+    Quantization quantization;
+    quantization.weights = weights;
+    write_quantized_pair(ModelFile::open(path("model.bin")), quantization, path("quantised.bin"), path("floats.bin"));
+    ModelFile beside = ModelFile::open(path("quantised.bin")), within = ModelFile::open(path("floats.bin"));
+    const std::uint64_t alone = parameter_bytes(*cpu::load_inference(beside, pool()));
+    const Floats without = logits_of(beside);
+    for (ModelFile* file : {&beside, &within}) {
+      file->add_adapter("--adapter", ModelFile::open_adapter(path("adapter.bin")));
+    }
+    ASSERT_NE(beside.adapter_beside(), nullptr);
+    EXPECT_EQ(within.adapter_beside(), nullptr);
+    for (const TensorSpec& spec : beside.table().specs()) EXPECT_TRUE(beside.as_stored(spec)) << spec.name;
+    const Floats expected = logits_of(within);
+    expect_close(logits_of(beside), widen(expected), weights->name, 1e-5);
+    EXPECT_GT(relative_error(without, widen(expected)), 1e-2) << weights->name;
+
+    const std::unique_ptr<InferenceModel> model = cpu::load_inference(beside, pool());
+    EXPECT_EQ(parameter_bytes(*model), alone + beside.adapter_beside()->table().arena_bytes());
+    const std::vector<Trace> together = run(*model, sequences, 7, false, 1);
+    EXPECT_EQ(run(*model, sequences, 1, true, 2), together) << weights->name;
+    for (std::size_t s = 0; s < sequences.size(); ++s) {
+      EXPECT_EQ(run(*model, {sequences[s]}, 30, false, 3).front().logits, together[s].logits) << weights->name;
+    }
   }
 }
 
