@@ -85,6 +85,7 @@ class DecodeDevice {
   const InferSettings& settings_;
   DeviceChoice choice_;
   std::optional<ModelConfig> draft_;
+  std::optional<LoraConfig> lora_;           // of an adapter beside the model's weights
   std::optional<SharedCores> shared_cores_;  // only if the CPU computes
   DType dtype_ = DType::f32;
   std::string decode_ = "reference";  // on a GPU also "graph" or "fused"
