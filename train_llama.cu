@@ -331,6 +331,10 @@ Exit run_rank(TrainSettings& settings, RankTeam& team) {
   const SavePlan saves = plan_saves(settings, inputs.config, device.gpu() ? 0 : total_bytes(memory));
   if (settings.ranks == 1 && !saves.line.empty()) print_lines({saves.line}, settings.dry_run);
   if (settings.dry_run) {
+    const auto needed = [&](const TrainOptions& options) {
+      return device.planned_bytes(inputs.config, options, sample ? sample->positions() : 0);
+    };
+    print_lines(tuning_table(tuning_ways(settings, inputs.config), device.available_bytes(), needed), true);
     device.check_memory(inputs.config, settings.model_options(), batch_sequences(settings),
                         sample ? sample->positions() : 0);
     return Exit::ok;

@@ -155,13 +155,18 @@ std::vector<MemoryLine> plan_fused(const ModelConfig& config, std::int64_t capac
 
 }  // namespace
 
-void DecodeDevice::choose(const ModelConfig& config, DType stored) {
+void DecodeDevice::choose(const ModelConfig& config, DType stored, const std::optional<LoraConfig>& lora) {
   if (!choice_.gpu) return;
   dtype_ = settings_.dtype == "fp16"                                           ? DType::f16
            : settings_.dtype == "bf16"                                         ? DType::bf16
            : settings_.dtype == "fp32" || settings_.task == InferTask::compare ? DType::f32
                                                                                : stored;
-  const std::string reason = cuda::inference_unsupported_reason(config, dtype_);
+  lora_ = lora;
+  std::string reason = cuda::inference_unsupported_reason(config, dtype_);
+  if (lora && reason.empty()) {
+    reason = cuda::adapter_unsupported_reason(config);
+    if (!reason.empty()) reason = "the GPU has no adapter beside quantised weights with " + reason;
+  }
   if (reason.empty()) return choose_decode(config, settings_.many_sequences() || settings_.drafts());
   if (settings_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", reason.c_str());
   use_cpu(choose_cpu(reason));
@@ -173,6 +178,14 @@ void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
   if (settings_.bench_layer && (!config.parallel_residual || config.quantization.any())) {
     fail(Exit::usage, "--bench-layer: only for models with the parallel residual in 16 bits, and this one %s",
          config.quantization.any() ? "is quantised" : "has the sequential residual");
+  }
+  if (lora_) {
+    if (settings_.decode == "fused") {
+      fail(Exit::environment, "--decode fused: got an adapter beside quantised weights. Use --decode graph");
+    }
+    if (settings_.decode == "auto") log_info("decode graph, not fused: an adapter stands beside quantised weights");
+    decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;
+    return;
   }
   if (many) {
     decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;
@@ -214,11 +227,12 @@ void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity
   if (!choice_.gpu) return;
   const bool fused = decode_ == "fused" && !settings_.drafts();
   const auto planned = [&](std::int64_t positions, DType dtype) {
-    const auto of = [&](const ModelConfig& each, bool in_kernel) {
+    const auto of = [&](const ModelConfig& each, bool in_kernel, const std::optional<LoraConfig>& lora) {
       return total_bytes(in_kernel ? plan_fused(each, positions, dtype)
-                                   : cuda::plan_inference(each, one_sequence_on_gpu(positions, false), dtype));
+                                   : cuda::plan_inference(each, one_sequence_on_gpu(positions, false), dtype, lora));
     };
-    return (draft_ ? of(*draft_, fuses_draft(*draft_)) : 0) + steps_memory(config) + of(config, fused);
+    return (draft_ ? of(*draft_, fuses_draft(*draft_), std::nullopt) : 0) + steps_memory(config) +
+           of(config, fused, lora_);
   };
   const std::uint64_t available = choice_.available_bytes, needed = planned(capacity, dtype_);
   if (needed <= available) return;
@@ -318,7 +332,7 @@ InferenceOptions DecodeDevice::many_pool(const ModelConfig& config, std::uint64_
   };
   const InferenceOptions largest =
       pool_of(std::max(kv_of_both(config.max_positions * sequences), 3 * kv_of_both(InferenceOptions{}.page_size)));
-  std::uint64_t beside = total_bytes(cuda::plan_inference(config, largest, dtype_)) -
+  std::uint64_t beside = total_bytes(cuda::plan_inference(config, largest, dtype_, lora_)) -
                          kv_bytes(config, largest.num_pages * largest.page_size, element);
   beside += steps_memory(config);
   if (draft_) {
@@ -352,7 +366,7 @@ InferenceOptions DecodeDevice::draft_pool(const ModelConfig& config, const Infer
 
 #else  // built without CUDA
 
-void DecodeDevice::choose(const ModelConfig&, DType) {}
+void DecodeDevice::choose(const ModelConfig&, DType, const std::optional<LoraConfig>&) {}
 void DecodeDevice::check_memory(const ModelConfig&, std::int64_t) const {}
 
 double DecodeDevice::read_ceiling() const {

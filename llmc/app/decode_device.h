@@ -30,8 +30,9 @@ class DecodeDevice {
   // A draft model of this shape will share the memory. To be called before choose().
   void expect_draft(const ModelConfig& config) { draft_ = config; }
   // Chooses the dtype and the way of decoding for this model; to be called before anything is loaded or made. `stored`:
-  // the dtype of the model's file. With --device auto, a model that the GPU cannot run goes to the CPU.
-  void choose(const ModelConfig& config, DType stored);
+  // the dtype of the model's file; `lora`: of ModelFile::adapter_beside(). With --device auto, a model that the GPU cannot run goes to
+  // the CPU.
+  void choose(const ModelConfig& config, DType stored, const std::optional<LoraConfig>& lora = std::nullopt);
 
   bool gpu() const { return choice_.gpu; }
   // A guess of DraftOptions::row_cost, the cost of a further row in a step: a GPU reads the weights either way, a CPU
@@ -89,6 +90,7 @@ class DecodeDevice {
   const InferSettings& settings_;
   DeviceChoice choice_;
   std::optional<ModelConfig> draft_;
+  std::optional<LoraConfig> lora_;           // of an adapter beside the model's weights
   std::optional<SharedCores> shared_cores_;  // only if the CPU computes
   DType dtype_ = DType::f32;
   std::string decode_ = "reference";  // on a GPU also "graph" or "fused"

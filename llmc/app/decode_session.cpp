@@ -144,7 +144,8 @@ DecodeSession::DecodeSession(const InferSettings& settings)
     check_same_tokens(file_, tokenizer(), *draft_file_, "draft");
     device_.expect_draft(draft_file_->config());
   }
-  device_.choose(file_.config(), file_.dtype());
+  device_.choose(file_.config(), file_.dtype(),
+                 file_.adapter_beside() != nullptr ? file_.adapter_beside()->lora() : std::nullopt);
   rules_ = read_rules();
   generate_ = make_generate_options();
 }

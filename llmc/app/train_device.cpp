@@ -2,6 +2,7 @@
 
 #include <sys/utsname.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "llmc/base/error.h"
@@ -84,10 +85,11 @@ std::vector<MemoryLine> TrainDevice::plan(const ModelConfig& config, const Train
                                           [[maybe_unused]] std::int64_t sample_positions, Holds holds) const {
   if (options.precision == Precision::fp8) check_fp8_sizes(config, options.micro_batch, options.seq_len);
   const bool is_part = ranks_ > 1 && holds == Holds::part;
+  const Shard shard = options.lora ? std::min(shard_, Shard::optimizer) : shard_;  // an adapter has no other
 #ifdef WEFT_CUDA
   if (choice_.gpu) {
     std::vector<MemoryLine> lines =
-        is_part ? cuda::plan_training(config, options, rank_, ranks_, shard_) : cuda::plan_training(config, options);
+        is_part ? cuda::plan_training(config, options, rank_, ranks_, shard) : cuda::plan_training(config, options);
     if (sample_positions == 0) return lines;
     for (MemoryLine& line : cuda::plan_samples(config, options.precision, sample_positions)) {
       lines.push_back(std::move(line));
@@ -96,7 +98,13 @@ std::vector<MemoryLine> TrainDevice::plan(const ModelConfig& config, const Train
     return lines;
   }
 #endif
-  return is_part ? cpu::plan_training(config, options, rank_, ranks_, shard_) : cpu::plan_training(config, options);
+  return is_part ? cpu::plan_training(config, options, rank_, ranks_, shard) : cpu::plan_training(config, options);
+}
+
+std::uint64_t TrainDevice::planned_bytes(const ModelConfig& config, const TrainOptions& options,
+                                         std::int64_t sample_positions, Holds holds) const {
+  const auto sharing = static_cast<std::uint64_t>(choice_.gpu ? 1 : local_ranks_);
+  return sharing * total_bytes(plan(config, options, sample_positions, holds));
 }
 
 std::vector<RankField> TrainDevice::rank_fields() const {
@@ -120,9 +128,7 @@ std::string TrainDevice::gpu_id() const {
 void TrainDevice::check_memory(const ModelConfig& config, const TrainOptions& options, std::int64_t batch_sequences,
                                std::int64_t sample_positions, Holds holds) const {
   TrainOptions smaller = options;
-  // Ranks on the CPUs of one machine share its memory.
-  const auto sharing = static_cast<std::uint64_t>(choice_.gpu ? 1 : local_ranks_);
-  const auto planned = [&] { return sharing * total_bytes(plan(config, smaller, sample_positions, holds)); };
+  const auto planned = [&] { return planned_bytes(config, smaller, sample_positions, holds); };
   const std::uint64_t available = choice_.available_bytes, needed = planned();
   if (needed <= available || available == 0) return;
   if (batch_sequences == 0) fail_plan(needed, choice_, "Make a reference dump of fewer or shorter sequences");

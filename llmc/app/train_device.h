@@ -44,6 +44,11 @@ class TrainDevice {
   // samples; 0: no samples. A plan for the CPU does not include this decoder.
   std::vector<MemoryLine> plan(const ModelConfig& config, const TrainOptions& options, std::int64_t sample_positions,
                                Holds holds = Holds::part) const;
+  // Bytes of such a plan; on the CPU those of all ranks of this machine, which share its memory.
+  std::uint64_t planned_bytes(const ModelConfig& config, const TrainOptions& options, std::int64_t sample_positions,
+                              Holds holds = Holds::part) const;
+  // What a plan may use; 0: unknown.
+  std::uint64_t available_bytes() const { return choice_.available_bytes; }
   // Exit::resources if the plan does not fit, before anything is allocated; the message says what would fit.
   // `batch_sequences`: a rank's sequences per step, which a smaller micro-batch has to divide; 0: the batch is that of a
   // reference dump.

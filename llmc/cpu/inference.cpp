@@ -7,6 +7,7 @@
 #include "llmc/base/dtype.h"
 #include "llmc/base/error.h"
 #include "llmc/cpu/classifier.h"
+#include "llmc/cpu/low_rank.h"
 #include "llmc/model/single_sequence.h"
 
 namespace weft::cpu {
@@ -18,14 +19,16 @@ constexpr std::int64_t kLogitRows = 64;  // rows of logits that exist at the sam
 }  // namespace
 
 Inference::Inference(const ModelConfig& config, const InferenceOptions& options,
-                     const ModelWeights<const float>& weights, std::unique_ptr<HostArena> own)
+                     const ModelWeights<const float>& weights, std::unique_ptr<HostArena> own,
+                     const std::optional<LoraConfig>& lora)
     : config_(config),
       kv_arena_(plan_pages(config, options, sizeof(float))),
       options_(completed(options, config)),
       rope_(rope_table(config.rope, options_.max_positions)),
       local_rope_(config.local_rope_theta > 0 ? rope_table(config.local_rope(), options_.max_positions) : RopeTable()),
       own_(std::move(own)),
-      weights_(weights) {
+      weights_(weights),
+      lora_(lora) {
   last_ids_.resize(static_cast<std::size_t>(options_.slots));
   const auto rows_of = [&](std::int64_t columns) { return static_cast<std::size_t>(options_.max_rows * columns); };
   const std::int64_t C = config.hidden_size;
@@ -35,12 +38,18 @@ Inference::Inference(const ModelConfig& config, const InferenceOptions& options,
   qkv_.resize(rows_of(config.qkv_size()));
   up_.resize(rows_of(linear_size(config, BlockLinear::up).OC));
   if (config.gated()) product_.resize(rows_of(config.ffn_size));
+  if (!lora) return;
+  std::int64_t workspace = 0;
+  for (const BlockLinear which : kBlockLinears) {
+    workspace = std::max(workspace, low_rank_workspace(low_rank_shape(which, options_.max_rows)));
+  }
+  low_rank_.resize(static_cast<std::size_t>(workspace));
 }
 
 std::vector<MemoryLine> Inference::memory() const {
   std::size_t values = 0;
   for (const std::vector<float>* each :
-       {&residual_, &final_norm_, &norm1_, &norm2_, &branch_, &attention_, &qkv_, &up_, &product_}) {
+       {&residual_, &final_norm_, &norm1_, &norm2_, &branch_, &attention_, &qkv_, &up_, &product_, &low_rank_}) {
     values += each->size();
   }
   std::vector<MemoryLine> lines = {{"K/V cache (fp32)", kv_arena_.bytes()},
@@ -236,19 +245,28 @@ std::vector<float> Inference::activation(const std::string& name) {
 
 namespace {
 
+// `adapter`: what stands beside the weights; null: nothing.
 std::unique_ptr<Inference> filled(const ModelConfig& config, const TensorTable& table, const InferenceOptions& options,
-                                  const FillTensor& fill) {
-  auto arena = std::make_unique<HostArena>(parameter_plan(table));
+                                  const FillTensor& fill, const ModelFile* adapter = nullptr) {
+  MemoryPlan plan = parameter_plan(table);
+  const std::uint64_t adapter_at = adapter != nullptr ? plan.add(adapter->table().arena_bytes()) : 0;
+  auto arena = std::make_unique<HostArena>(plan);
   for (const TensorSpec& spec : table.specs()) fill(spec, arena->at<std::byte>(spec.byte_offset));
-  const auto weights = bind_weights(config, table, arena->at<const float>(0), Offsets::bytes);
-  return std::make_unique<Inference>(config, options, weights, std::move(arena));
+  auto weights = bind_weights(config, table, arena->at<const float>(0), Offsets::bytes);
+  if (adapter == nullptr) return std::make_unique<Inference>(config, options, weights, std::move(arena));
+  for (const TensorSpec& spec : adapter->table().specs()) {
+    adapter->read_parameter(spec, arena->at<float>(adapter_at + spec.byte_offset));
+  }
+  bind_adapter(config, *adapter->lora(), adapter->table(), arena->at<const float>(adapter_at), Offsets::bytes, weights);
+  return std::make_unique<Inference>(config, options, weights, std::move(arena), adapter->lora());
 }
 
 }  // namespace
 
 std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& options, DType cache) {
-  auto model = filled(file.config(), file.table(), options,
-                      [&](const TensorSpec& spec, std::byte* out) { file.read_tensor(spec, out); });
+  auto model = filled(
+      file.config(), file.table(), options,
+      [&](const TensorSpec& spec, std::byte* out) { file.read_tensor(spec, out); }, file.adapter_beside());
   model->round_cache_to(cache);
   return model;
 }

@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -20,13 +21,15 @@
 #include "llmc/model/block_weights.h"
 #include "llmc/model/decode_model.h"
 #include "llmc/model/inference_model.h"
+#include "llmc/model/lora.h"
+#include "llmc/model/low_rank_shape.h"
 #include "llmc/model/model_file.h"
 #include "llmc/model/norm_shape.h"
 
 namespace weft::cpu {
 
 // A model from its file: reads and verifies every parameter, fp16, bf16 or fp32 into fp32 memory and quantised matrices as
-// they are. Exit::bad_file for damaged tensors, Exit::resources if the memory cannot be had.
+// they are, with an adapter beside them (ModelFile::adapter_beside()). Exit::bad_file for damaged tensors, Exit::resources if the memory cannot be had.
 // `cache`: the type (f32, f16 or bf16) that keys and values are rounded to on their way into the pages, which are fp32:
 // the reference for a device that caches 16 bits.
 std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& options,
@@ -45,9 +48,9 @@ std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const 
 
 class Inference final : public InferenceModel {
  public:
-  // `own`: the memory of the parameters where this model owns it, otherwise null.
+  // `own`: the memory of the parameters where this model owns it, otherwise null. `lora`: of the low-rank additions of `weights`.
   Inference(const ModelConfig& config, const InferenceOptions& options, const ModelWeights<const float>& weights,
-            std::unique_ptr<HostArena> own);
+            std::unique_ptr<HostArena> own, const std::optional<LoraConfig>& lora = std::nullopt);
 
   const ModelConfig& config() const final { return config_; }
   std::vector<MemoryLine> memory() const final;
@@ -79,6 +82,10 @@ class Inference final : public InferenceModel {
   // Runs the step's rows, which have these ids, and leaves the output of the final norm in final_norm_ [rows, C].
   void run_layers();
   void run_block(std::int64_t l);
+  // out (+)= x W^T + bias, with what an adapter adds
+  void multiply(float* out, const float* x, const BlockWeights<const float>& block, BlockLinear which,
+                Accumulate accumulate = Accumulate::no);
+  LowRankShape low_rank_shape(BlockLinear which, std::int64_t rows) const;
   // The norm or norms that read the input of block l, after `branch` was added to it; behind the last block the final norm.
   void normalize_input(std::int64_t l, const float* branch);
   // residual += branch (unless null); out = norm(residual) and, where there is one, out2 = norm2(residual) from the same
@@ -117,8 +124,10 @@ class Inference final : public InferenceModel {
   std::vector<std::int32_t> last_ids_;  // [slots]: sampled last in each
   std::unique_ptr<HostArena> own_;      // the parameters, where the model owns them
   const ModelWeights<const float> weights_;
+  std::optional<LoraConfig> lora_;
   // [max_rows, ...]; norm2_: of the parallel residual; product_: of gated MLPs, others compute it in up_
-  std::vector<float> residual_, final_norm_, norm1_, norm2_, branch_, attention_, qkv_, up_, product_;
+  // low_rank_: workspace of one module
+  std::vector<float> residual_, final_norm_, norm1_, norm2_, branch_, attention_, qkv_, up_, product_, low_rank_;
 
   // Of the step.
   std::vector<std::int32_t> ids_;

@@ -11,6 +11,7 @@
 #include "llmc/cpu/gelu.h"
 #include "llmc/cpu/head_norm.h"
 #include "llmc/cpu/inference.h"
+#include "llmc/cpu/low_rank.h"
 #include "llmc/cpu/residual_norm.h"
 #include "llmc/cpu/rope.h"
 #include "llmc/cpu/swiglu.h"
@@ -44,20 +45,20 @@ void Inference::run_layers() {
 
 void Inference::run_block(std::int64_t l) {
   const BlockWeights<const float>& w = weights_.blocks[static_cast<std::size_t>(l)];
-  const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size, q = config_.q_size();
+  const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size;
   const bool parallel = config_.parallel_residual;
   const std::string prefix = "layers." + std::to_string(l) + ".";
   float* const norm2 = parallel ? norm2_.data() : norm1_.data();
   float* const product = config_.gated() ? product_.data() : up_.data();
 
   keep(prefix + "input_norm", norm1_.data(), C);
-  matmul_rows_forward(qkv_.data(), norm1_.data(), w.qkv.weight, w.qkv.bias, N, C, config_.qkv_size());
+  multiply(qkv_.data(), norm1_.data(), w, BlockLinear::qkv);
   attend(l);
-  matmul_rows_forward(branch_.data(), attention_.data(), w.output.weight, w.output.bias, N, q, C);
+  multiply(branch_.data(), attention_.data(), w, BlockLinear::output);
   if (config_.post_norms) normalize_branch(w.attention_norm);
   if (!parallel) normalize(branch_.data(), w.post_norm, norm2);
   keep(prefix + "post_attention_norm", norm2, C);
-  matmul_rows_forward(up_.data(), norm2, w.up.weight, w.up.bias, N, C, linear_size(config_, BlockLinear::up).OC);
+  multiply(up_.data(), norm2, w, BlockLinear::up);
   switch (config_.activation) {
     case Activation::swiglu:
       swiglu_forward(product, up_.data(), N, F);
@@ -74,11 +75,25 @@ void Inference::run_block(std::int64_t l) {
   }
   keep(prefix + "mlp_product", product, F);
   // Parallel residual: both branches are added at once, so the MLP accumulates into what attention left.
-  matmul_rows_forward(branch_.data(), product, w.down.weight, w.down.bias, N, F, C,
-                      parallel ? Accumulate::yes : Accumulate::no);
+  multiply(branch_.data(), product, w, BlockLinear::down, parallel ? Accumulate::yes : Accumulate::no);
   if (config_.post_norms) normalize_branch(w.mlp_norm);
   normalize_input(l + 1, branch_.data());
   keep(prefix + "residual", residual_.data(), C);
+}
+
+LowRankShape Inference::low_rank_shape(BlockLinear which, std::int64_t rows) const {
+  const LinearSize size = linear_size(config_, which);
+  return {.N = rows, .in = size.C, .out = size.OC, .rank = lora_->rank, .scale = lora_->scale()};
+}
+
+void Inference::multiply(float* out, const float* x, const BlockWeights<const float>& block, BlockLinear which,
+                         Accumulate accumulate) {
+  const Linear<const float>& w = block.linear(which);
+  const LinearSize size = linear_size(config_, which);
+  matmul_rows_forward(out, x, w.weight, w.bias, rows(), size.C, size.OC, accumulate);
+  for (const LowRank<const float>& module : w.low_rank) {
+    low_rank_rows_forward(low_rank_shape(which, rows()), out, x, module, low_rank_.data());
+  }
 }
 
 // ---- norms ----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@
 
 #include "llmc/base/philox.h"
 #include "llmc/cpu/matmul.h"
+#include "llmc/cpu/matmul_rows.h"
 
 namespace weft::cpu {
 
@@ -49,6 +50,15 @@ const float* dropped(const LowRankShape& shape, const float* x, float* inputs) {
   return inputs;
 }
 
+// y[:, rows] += scale outputs
+void add_outputs(const LowRankShape& shape, float* y, const Range& rows, const float* outputs) {
+#pragma omp parallel for schedule(static)
+  for (std::int64_t n = 0; n < shape.N; ++n) {
+    float* const to = y + n * shape.out + rows.begin;
+    for (std::int64_t o = 0; o < rows.size(); ++o) to[o] += shape.scale * outputs[n * rows.size() + o];
+  }
+}
+
 }  // namespace
 
 std::int64_t low_rank_workspace(const LowRankShape& shape) {
@@ -62,11 +72,16 @@ void low_rank_forward(const LowRankShape& shape, float* y, const float* x, const
   matmul_forward(scratch.hidden, dropped(shape, x, scratch.inputs), adapter.down, nullptr, shape.N, shape.in,
                  shape.rank);
   matmul_forward(scratch.outputs, scratch.hidden, adapter.up, nullptr, shape.N, shape.rank, rows);
-#pragma omp parallel for schedule(static)
-  for (std::int64_t n = 0; n < shape.N; ++n) {
-    float* const to = y + n * shape.out + adapter.rows.begin;
-    for (std::int64_t o = 0; o < rows; ++o) to[o] += shape.scale * scratch.outputs[n * rows + o];
-  }
+  add_outputs(shape, y, adapter.rows, scratch.outputs);
+}
+
+void low_rank_rows_forward(const LowRankShape& shape, float* y, const float* x, const LowRank<const float>& adapter,
+                           float* workspace) {
+  const Scratch scratch(shape, workspace);
+  matmul_rows_forward(scratch.hidden, x, {adapter.down, {}}, nullptr, shape.N, shape.in, shape.rank);
+  matmul_rows_forward(scratch.outputs, scratch.hidden, {adapter.up, {}}, nullptr, shape.N, shape.rank,
+                      adapter.rows.size());
+  add_outputs(shape, y, adapter.rows, scratch.outputs);
 }
 
 void low_rank_backward(const LowRankShape& shape, float* dx, const LowRank<float>& d_adapter, const float* dy,

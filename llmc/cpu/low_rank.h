@@ -6,7 +6,7 @@
 // uniform01(philox(seed, offset + e / 4, RandomStream::adapter_dropout).word[e % 4]) >= p, forward and backward alike. All
 // modules of one layer, q, k and v say, have one mask.
 //
-// A call computes one module. By the GEMMs of matmul.h; the same bits for any number of threads.
+// A call computes one module. By the GEMMs of matmul.h, except where said; the same bits for any number of threads.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +21,10 @@ std::int64_t low_rank_workspace(const LowRankShape& shape);
 
 void low_rank_forward(const LowRankShape& shape, float* y, const float* x, const LowRank<float>& adapter,
                       float* workspace);
+
+// The same without dropout by the GEMMs of matmul_rows.h: the bits of a row of y depend on that row of x and y alone.
+void low_rank_rows_forward(const LowRankShape& shape, float* y, const float* x, const LowRank<const float>& adapter,
+                           float* workspace);
 
 // Adds to the gradients of x, down and up; dx null: not computed. dy [N, out] is the gradient of y.
 void low_rank_backward(const LowRankShape& shape, float* dx, const LowRank<float>& d_adapter, const float* dy,

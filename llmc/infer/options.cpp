@@ -53,7 +53,7 @@ void add_model(OptionTable& table, InferSettings& s) {
                  ", or model.bin of a checkpoint of train_llama");
   table.short_name('m', "model");
   table.text("adapter", s.adapter, "FILE",
-             "LoRA adapter to add to the model's weights: made by train_llama --lora-r, or by " +
+             "LoRA adapter for the model's weights, quantised ones too: made by train_llama --lora-r, or by " +
                  script_command("scripts/convert_hf.py") + " from PEFT's files");
   table.choice("device", s.device, {"auto", "cuda", "cpu"}, "where to run; auto: the GPU if it can be used");
   table.choice(

@@ -165,11 +165,6 @@ void ModelFile::require_fitting(const std::string& option, const ModelFile& adap
 
 void ModelFile::add_adapter(const std::string& option, ModelFile adapter) {
   require_fitting(option, adapter);
-  if (config_.quantization.any()) {
-    fail(Exit::bad_file,
-         "%s: the weights of %s are quantised (%s), and adapters are added to floats. Take the file it was made from",
-         option.c_str(), escaped(file_.path()).c_str(), quantization_text(config_.quantization).c_str());
-  }
   adapter_ = std::make_shared<const ModelFile>(std::move(adapter));
 }
 

@@ -41,12 +41,16 @@ class ModelFile {
   // Exit::bad_file, with `option`, if an adapter belongs to a model of another shape; a warning if it was trained beside another
   // file.
   void require_fitting(const std::string& option, const ModelFile& adapter) const;
-  // From here on the matrices that read_parameter() and read_tensor() give have the adapter in them. Exit::bad_file also if they
-  // are quantised.
+  // From here on the matrices that read_parameter() and read_tensor() give have the adapter in them; where the blocks' weights are
+  // quantised, whose values cannot hold the sum, it stands beside them.
   void add_adapter(const std::string& option, ModelFile adapter);
+  // An adapter that was added and is not in the weights; null: there is none.
+  const ModelFile* adapter_beside() const { return config_.quantization.weights != nullptr ? adapter_.get() : nullptr; }
   std::int64_t adapter_rank() const { return adapter_ ? adapter_->lora_->rank : 0; }  // 0: none was added
   // Whether read_parameter() gives a tensor's values as the file has them.
-  bool as_stored(const TensorSpec& spec) const { return !adapter_ || adapter_->parts_for(spec) == nullptr; }
+  bool as_stored(const TensorSpec& spec) const {
+    return !adapter_ || adapter_beside() != nullptr || adapter_->parts_for(spec) == nullptr;
+  }
 
   const ModelConfig& config() const { return config_; }
   const TensorTable& table() const { return table_; }

@@ -3,7 +3,9 @@
 #include <sys/utsname.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <set>
+#include <utility>
 
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
@@ -135,6 +137,43 @@ std::vector<std::string> start_report(const TrainSettings& settings, const Train
                       : format("memory on %s, of each of the %lld ranks (--shard %s)", settings.device.c_str(),
                                static_cast<long long>(settings.ranks), settings.shard.c_str()));
   append(memory_table(memory));
+  return lines;
+}
+
+std::vector<TuningWay> tuning_ways(const TrainSettings& settings, const ModelConfig& model) {
+  TrainOptions options = settings.model_options();
+  std::optional<LoraConfig> lora = std::exchange(options.lora, std::nullopt);
+  if (!lora) lora = LoraConfig{16, 32, parse_lora_targets("--lora-targets", "all")};
+  if (!lora_unsupported_reason(*lora, model).empty()) return {};
+  options.frozen_quantization = {};
+  std::vector<TuningWay> ways = {{"all weights", options}};
+  options.lora = lora;
+  if (options.precision == Precision::fp8) {  // which adapters have not
+    options.precision = settings.device == "cpu" ? Precision::fp32 : Precision::bf16;
+  }
+  const std::string adapter =
+      format("LoRA, rank %lld, targets %s", static_cast<long long>(lora->rank), lora->target_names().c_str());
+  ways.push_back({adapter, options});
+  for (const WeightFormat* weights : weight_formats()) {
+    options.frozen_quantization.weights = weights;
+    ways.push_back({format("QLoRA, the same beside %s", weights->name), options});
+  }
+  return ways;
+}
+
+std::vector<std::string> tuning_table(const std::vector<TuningWay>& ways, std::uint64_t available,
+                                      const std::function<std::uint64_t(const TrainOptions&)>& needed) {
+  if (ways.empty()) return {};
+  const auto size = [](std::uint64_t bytes) { return human_bytes(static_cast<double>(bytes)); };
+  std::vector<std::string> lines = {available > 0 ? format("what fits in %s", size(available).c_str())
+                                                  : std::string("what each way of tuning needs")};
+  std::size_t width = 0;
+  for (const TuningWay& way : ways) width = std::max(width, way.name.size());
+  for (const TuningWay& way : ways) {
+    const std::uint64_t bytes = needed(way.options);
+    const char* const fits = available == 0 ? "" : bytes <= available ? "  fits" : "  too large";
+    lines.push_back(format("  %-*s  %9s%s", static_cast<int>(width), way.name.c_str(), size(bytes).c_str(), fits));
+  }
   return lines;
 }
 

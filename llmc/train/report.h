@@ -2,6 +2,8 @@
 // config.json.
 #pragma once
 
+#include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -15,6 +17,19 @@ namespace weft {
 // Every effective setting, the model, the data and the memory plan, a string for each line.
 std::vector<std::string> start_report(const TrainSettings& settings, const TrainInputs& inputs,
                                       const std::vector<MemoryLine>& memory);
+
+// A way of tuning a model, with everything else as in the run that was asked for.
+struct TuningWay {
+  std::string name;
+  TrainOptions options;
+};
+// All weights, LoRA, and QLoRA beside weights of each format. The adapter is that of the run, or else has rank 16 and all targets.
+// Empty where the model cannot have it.
+std::vector<TuningWay> tuning_ways(const TrainSettings& settings, const ModelConfig& model);
+// What each way needs of `available` bytes (0: unknown), a string for each line; none without ways. `needed`: the bytes of a run
+// with these options.
+std::vector<std::string> tuning_table(const std::vector<TuningWay>& ways, std::uint64_t available,
+                                      const std::function<std::uint64_t(const TrainOptions&)>& needed);
 
 // {"settings", "model"}: --print-config.
 Json config_record(const TrainSettings& settings, const ModelConfig& model);

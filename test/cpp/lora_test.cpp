@@ -3,14 +3,17 @@
 // inference.
 #include <gtest/gtest.h>
 #include <omp.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <set>
 
+#include "llmc/base/log.h"
 #include "llmc/base/philox.h"
 #include "llmc/comm/thread_ranks.h"
 #include "llmc/cpu/inference.h"
@@ -18,8 +21,11 @@
 #include "llmc/model/single_sequence.h"
 #include "llmc/train/inputs.h"
 #include "llmc/train/loop.h"
+#include "llmc/train/report.h"
 #include "test/cpp/gradient_check.h"
+#include "test/cpp/inference_tools.h"
 #include "test/cpp/quantized_files.h"
+#include "test/cpp/sanitized.h"
 #include "test/cpp/train_tools.h"
 
 namespace weft {
@@ -561,6 +567,21 @@ class LoraFiles : public testing::Test {
     return model;
   }
 
+  static InferenceOptions pool() {
+    InferenceOptions options;
+    options.num_pages = 16;
+    options.slots = kSlots;
+    options.max_rows = 48;
+    return options;
+  }
+  static Floats logits_of(const ModelFile& file) {
+    const std::vector<std::int32_t> prompt = {1, 2, 3, 4, 5, 6, 7};
+    const std::unique_ptr<DecodeModel> decoder = cpu::load_decoder(file, 16);
+    const std::span<const float> logits = decoder->prefill(prompt);
+    return {logits.begin(), logits.end()};
+  }
+  static std::uint64_t parameter_bytes(const InferenceModel& model) { return model.memory().front().bytes; }
+
   TemporaryDirectory temporary_;
   const ModelConfig config_ = two_plain_layers();
   const LoraConfig lora_ = lora_of(3, "q,o,up", 4.5);
@@ -642,7 +663,7 @@ TEST_F(LoraFiles, WhatAnAdapterLacks) {
                   "lora: expected an object");
 }
 
-// The frozen model of an adapter may be quantised: it is what its values are. An adapter cannot be added to it.
+// The frozen model of an adapter may be quantised: it is what its values are.
 TEST_F(LoraFiles, AQuantisedModelIsReadAsItsValues) {
   for (const WeightFormat* weights : weight_formats()) {
     Quantization quantization;
@@ -656,9 +677,36 @@ TEST_F(LoraFiles, AQuantisedModelIsReadAsItsValues) {
       floats.read_values(spec, expected.data());
       EXPECT_EQ(values, expected) << weights->name << ", " << spec.name;
     }
-    expect_contains(error_of(Exit::bad_file,
-                             [&] { quantised.add_adapter("--adapter", ModelFile::open_adapter(path("adapter.bin"))); }),
-                    std::string("are quantised (") + weights->name);
+  }
+}
+
+// Beside quantised weights an adapter gives what it gives in the floats that they stand for.
+TEST_F(LoraFiles, AnAdapterStandsBesideQuantisedWeights) {
+  const std::vector<Sequence> sequences = random_sequences(config_, 5, 20);
+  for (const WeightFormat* weights : weight_formats()) {
+    Quantization quantization;
+    quantization.weights = weights;
+    write_quantized_pair(ModelFile::open(path("model.bin")), quantization, path("quantised.bin"), path("floats.bin"));
+    ModelFile beside = ModelFile::open(path("quantised.bin")), within = ModelFile::open(path("floats.bin"));
+    const std::uint64_t alone = parameter_bytes(*cpu::load_inference(beside, pool()));
+    const Floats without = logits_of(beside);
+    for (ModelFile* file : {&beside, &within}) {
+      file->add_adapter("--adapter", ModelFile::open_adapter(path("adapter.bin")));
+    }
+    ASSERT_NE(beside.adapter_beside(), nullptr);
+    EXPECT_EQ(within.adapter_beside(), nullptr);
+    for (const TensorSpec& spec : beside.table().specs()) EXPECT_TRUE(beside.as_stored(spec)) << spec.name;
+    const Floats expected = logits_of(within);
+    expect_close(logits_of(beside), widen(expected), weights->name, 1e-5);
+    EXPECT_GT(relative_error(without, widen(expected)), 1e-2) << weights->name;
+
+    const std::unique_ptr<InferenceModel> model = cpu::load_inference(beside, pool());
+    EXPECT_EQ(parameter_bytes(*model), alone + beside.adapter_beside()->table().arena_bytes());
+    const std::vector<Trace> together = run(*model, sequences, 7, false, 1);
+    EXPECT_EQ(run(*model, sequences, 1, true, 2), together) << weights->name;
+    for (std::size_t s = 0; s < sequences.size(); ++s) {
+      EXPECT_EQ(run(*model, {sequences[s]}, 30, false, 3).front().logits, together[s].logits) << weights->name;
+    }
   }
 }
 
@@ -810,6 +858,78 @@ TEST_F(LoraRun, AnAdapterIsMeasuredInTheWeights) {
   EXPECT_NEAR(beside, within, 1e-6 * within);
   whole.adapter.clear();
   EXPECT_GT(std::abs(loss(whole) - within), 1e-3 * within);
+}
+
+// ---- the plans of --dry-run ----
+
+std::uint64_t mapped_bytes() {
+  std::uint64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  return pages * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+}
+
+std::string padded(const std::string& size) {
+  return format("%9s", size.c_str());
+}
+
+TEST(TuningWays, ArePlannedAsTheyAreAllocated) {
+  ModelConfig config = preset_config("tiny");
+  config.vocab_size = config.tokenizer_vocab = 4096;
+  TrainSettings settings = micro_settings();
+  settings.seq_len = 256;
+  const std::vector<TuningWay> ways = tuning_ways(settings, config);
+  ASSERT_EQ(ways.size(), 2 + weight_formats().size());
+  EXPECT_EQ(ways[0].name, "all weights");
+  EXPECT_FALSE(ways[0].options.lora);
+  EXPECT_EQ(ways[1].name, "LoRA, rank 16, targets all");
+  for (std::size_t i = 0; i < ways.size(); ++i) {
+    const WeightFormat* const beside = i < 2 ? nullptr : weight_formats()[i - 2];
+    EXPECT_EQ(ways[i].options.frozen_quantization.weights, beside);
+    if (i > 0) {
+      EXPECT_EQ(ways[i].options.lora, lora_of(16, "all", 32));
+    }
+    const std::uint64_t planned = total_bytes(cpu::plan_training(config, ways[i].options)), before = mapped_bytes();
+    const std::unique_ptr<TrainModel> model = cpu::make_training_model(config, ways[i].options);
+    const std::uint64_t mapped = mapped_bytes() - before;
+    EXPECT_EQ(total_bytes(model->memory()), planned) << ways[i].name;
+    if (kSanitized) continue;  // a sanitizer's own memory is counted with the model's
+    EXPECT_GE(mapped, planned) << ways[i].name;
+    EXPECT_LE(mapped, planned + planned / 50) << ways[i].name;  // tables of RoPE, pages that are not full
+  }
+}
+
+TEST(TuningWays, AreThoseOfTheRun) {
+  TrainSettings settings = micro_settings();
+  settings.lora_r = 3;
+  settings.lora_targets = "q,v";
+  settings.lora_dropout = 0.5;
+  settings.frozen_quantization.weights = weight_formats()[1];
+  settings.precision = "fp8";
+  const std::vector<TuningWay> ways = tuning_ways(settings, micro_config());
+  EXPECT_EQ(ways[0].options.frozen_quantization, Quantization());
+  EXPECT_EQ(ways[0].options.precision, Precision::fp8);
+  EXPECT_EQ(ways[1].name, "LoRA, rank 3, targets q,v");
+  EXPECT_EQ(ways[1].options.lora, settings.lora());
+  EXPECT_EQ(ways[1].options.adapter_dropout, 0.5f);
+  EXPECT_EQ(ways[1].options.precision, Precision::fp32);  // adapters have no fp8
+  settings.device = "cuda";
+  EXPECT_EQ(tuning_ways(settings, micro_config())[1].options.precision, Precision::bf16);
+
+  settings.lora_r = 0;
+  EXPECT_TRUE(tuning_ways(settings, micro_config()).empty()) << "k and v have 8 rows";
+  EXPECT_TRUE(tuning_ways(settings, micro_neox()).empty());
+}
+
+TEST(TuningWays, AreATable) {
+  const std::vector<TuningWay> ways = {{"all weights", options_of(std::nullopt)},
+                                       {"LoRA", options_of(lora_of(3, "q"))}};
+  const auto needed = [](const TrainOptions& options) { return options.lora ? 1000u : 1001u; };
+  EXPECT_EQ(tuning_table(ways, 1000, needed),
+            (std::vector<std::string>{"what fits in " + human_bytes(1000),
+                                      "  all weights  " + padded(human_bytes(1001)) + "  too large",
+                                      "  LoRA         " + padded(human_bytes(1000)) + "  fits"}));
+  EXPECT_EQ(tuning_table(ways, 0, needed)[2], "  LoRA         " + padded(human_bytes(1000)));
+  EXPECT_TRUE(tuning_table({}, 1000, needed).empty());
 }
 
 }  // namespace

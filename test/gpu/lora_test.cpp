@@ -16,6 +16,7 @@
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/cuda/training/training.h"
 #include "llmc/model/compare.h"
+#include "llmc/train/report.h"
 #include "test/cpp/golden_cases.h"
 #include "test/cpp/test_files.h"
 #include "test/cpp/whole_model_checks.h"
@@ -567,6 +568,28 @@ TEST(CudaLora, MemoryIsThatOfTheAdapter) {
   EXPECT_EQ(bytes_of(lines, "frozen parameters (bf16)"), whole.arena_bytes());
   EXPECT_EQ(bytes_of(lines, "gradients (fp32)"), 4 * static_cast<std::uint64_t>(adapter.arena_elements()));
   EXPECT_EQ(total_bytes(model_of(true, config, options)->memory()), total_bytes(lines));
+}
+
+// What --dry-run says of each way of tuning is what its model then has.
+TEST(CudaLora, TheWaysOfTuningArePlannedAsTheyAreAllocated) {
+  TrainSettings settings;
+  settings.device = "cuda";
+  settings.micro_batch = 2;
+  settings.seq_len = 64;
+  settings.batch_tokens = 128;
+  settings.lora_r = 5;
+  ModelConfig config = test::small_llama();
+  config.max_positions = 64;
+  for (const char* precision : {"bf16", "fp32"}) {
+    settings.precision = precision;
+    std::vector<std::uint64_t> planned;
+    for (const TuningWay& way : tuning_ways(settings, config)) {
+      planned.push_back(total_bytes(cuda::plan_training(config, way.options)));
+      EXPECT_EQ(total_bytes(cuda::make_training_model(config, way.options)->memory()), planned.back()) << way.name;
+    }
+    ASSERT_EQ(planned.size(), 2 + weight_formats().size());
+    EXPECT_LT(planned[1], planned[0]);  // an adapter's state is small beside that of all weights
+  }
 }
 
 TEST(CudaLora, WhatItRefuses) {

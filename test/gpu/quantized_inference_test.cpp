@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
+#include <random>
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/inference.h"
@@ -39,6 +41,27 @@ class Pair {
   }
   std::string quantized() const { return directory_.file("quantized.bin"); }
   std::string floats() const { return directory_.file("floats.bin"); }
+  // Writes a random adapter whose part of a layer's output is about as large as that of the weights.
+  void write_adapter(const ModelConfig& config, const LoraConfig& lora) const {
+    TensorFileWriter writer(adapter(), FileKind::adapter,
+                            {{"model", config_to_json(config)}, {kLora, lora_to_json(lora)}});
+    const TensorTable table(config, lora);
+    for (const TensorSpec& spec : table.specs()) writer.declare(spec.name, DType::f32, spec.shape);
+    std::mt19937 random(11);
+    for (const TensorSpec& spec : table.specs()) {
+      std::vector<float> values(static_cast<std::size_t>(spec.elements));
+      const float width = 2.0f / std::sqrt(static_cast<float>(spec.shape[1]));
+      for (float& value : values) value = width * (static_cast<float>(random()) * 0x1p-31f - 1.0f);
+      writer.write_f32(values.data(), values.size());
+    }
+    writer.publish();
+  }
+  std::string adapter() const { return directory_.file("adapter.bin"); }
+  ModelFile with_adapter(const std::string& path) const {
+    ModelFile file = ModelFile::open(path);
+    file.add_adapter("--adapter", ModelFile::open_adapter(adapter()));
+    return file;
+  }
   std::unique_ptr<InferenceModel> on_gpu(const std::string& path, const InferenceOptions& pool) const {
     cuda::GpuInferenceOptions options;
     options.dtype = dtype_;
@@ -93,6 +116,51 @@ TEST(CudaQuantizedInference, LogitsMatchTheCpu) {
           EXPECT_LT(allowed, 0.3) << "a wrong operator would pass";
           EXPECT_LE(error(*gpu), allowed) << size << " ids";
         }
+      }
+    }
+  }
+}
+
+// As near to the CPU as an adapter comes that is in the weights, which are rounded to 16 bits then.
+TEST(CudaQuantizedInference, AnAdapterStandsBesideTheWeights) {
+  std::vector<test::NamedConfig> models = test::small_qwens();
+  for (const test::LlamaShape& shape : test::small_llamas()) models.push_back({shape.name, test::llama_config(shape)});
+  for (const test::NamedConfig& each : models) {
+    for (const char* targets : {"all", "q,v", "k,o", "gate", "up,down"}) {
+      const LoraConfig lora{5, 7.5, parse_lora_targets("--lora-targets", targets)};
+      for (const WeightFormat* scheme : kWeightFormats) {
+        if (&each != &models.front() && std::string(targets) != "all") continue;
+        const DType dtype = scheme == &kInt4 ? DType::bf16 : DType::f16;
+        SCOPED_TRACE(each.name + ", " + scheme->name + ", " + targets);
+        const Pair pair(each.config, quantization_of(scheme, dtype == DType::f16), dtype);
+        pair.write_adapter(each.config, lora);
+        const ModelFile file = pair.with_adapter(pair.quantized());
+        cuda::GpuInferenceOptions options;
+        options.dtype = dtype;
+        const auto beside = cuda::load_inference(file, pool_of(60), options),
+                   within = cuda::load_inference(pair.with_adapter(pair.floats()), pool_of(60), options);
+        const auto cpu = cpu::load_inference(file, pool_of(6));
+        for (const std::int64_t size : {1, 9, 90}) {
+          const std::vector<float> want = logits_of(*cpu, size);
+          const auto error = [&](InferenceModel& model) {
+            return distance("logits", logits_of(model, size), want, 1, Norm::l2).relative;
+          };
+          const double allowed = test::tolerance_of(dtype) + 2 * error(*within);
+          EXPECT_LT(allowed, 0.3) << "a wrong operator would pass";
+          EXPECT_LE(error(*beside), allowed) << size << " ids";
+          EXPECT_GT(error(*pair.on_gpu(pair.quantized(), pool_of(6))), 2 * allowed) << "no adapter would pass";
+        }
+        const auto planned = cuda::plan_inference(file.config(), pool_of(60), dtype, lora), reported = beside->memory();
+        for (std::size_t i = 0; i < planned.size(); ++i) EXPECT_EQ(planned[i].bytes, reported[i].bytes);
+        const std::vector<test::Sequence> all = test::random_sequences(each.config, test::kSlots, 60);
+        std::vector<test::Trace> alone;
+        for (const test::Sequence& sequence : all) alone.push_back(test::run(*beside, {sequence}, 64, false, 1)[0]);
+        for (const std::int64_t chunk : {1, 64})
+          EXPECT_TRUE(test::run(*beside, all, chunk, true, 9) == alone) << "chunks of " << chunk;
+        options.direct = true;  // single launches instead of graphs
+        EXPECT_TRUE(test::run(*cuda::load_inference(file, pool_of(60), options), all, 64, false, 2) == alone);
+        options.fused_steps = true;
+        EXPECT_THROW(cuda::load_inference(file, pool_of(60), options), Error);
       }
     }
   }

@@ -20,6 +20,7 @@ np = pytest.importorskip("numpy")
 import checkpoints as ck  # noqa: E402
 import export_hf  # noqa: E402
 import tensor_file  # noqa: E402
+import token_shard  # noqa: E402
 from tensor_file import FileError  # noqa: E402
 
 INFER = Path(os.environ.get("WEFT_BIN_DIR", ROOT)).absolute() / "infer_pythia"
@@ -108,6 +109,39 @@ def test_an_adapter_is_a_merged_model(adapter, tmp_path):
         answers.append([json.loads(line)["ids"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()])
         (tmp_path / "answers.jsonl").unlink()
     assert answers[0] == answers[1] and answers[0][0]
+
+
+@needs_infer
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_an_adapter_runs_beside_the_quantised_model_that_it_was_trained_beside(data, tmp_path, scheme):
+    """QLoRA, then inference with the same two files: the loss that training measured."""
+    base = tmp_path / "base.bin"
+    export(MODEL, "-o", tmp_path / "base")
+    ck.convert(tmp_path / "base", base, f"--quantize={scheme}")
+    model, seq_len = ["--model", base], 16
+    assert train(data, tmp_path / "run", *model, *ADAPTER).returncode == 0
+    adapter = ["--adapter", tmp_path / "run" / STEP]
+    done = train(data, tmp_path / "unused", *model, *adapter, *ADAPTER[:3], "--eval", "--json", "--device=cpu", "--val-batches=0")
+    assert done.returncode == 0, done.stderr
+    trained = json.loads(done.stdout)["val_loss"]
+
+    ids = token_shard.TokenShard(data / "val_0.bin").tokens
+    windows = [ids[begin:begin + seq_len + 1].tolist() for begin in range(0, len(ids) - 1, seq_len)]
+    requests = [{"id": str(i), "prompt_ids": window, "max_tokens": 0, "logprobs": 0, "echo": True} for i, window in enumerate(windows)]
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(request) + "\n" for request in requests))
+
+    def loss(name, *options):
+        done = infer(*model, *options, "--batch", tmp_path / "requests.jsonl", "--output", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+        answers = [json.loads(line)["prompt_logprobs"] for line in (tmp_path / name).read_text().splitlines()]
+        assert sum(map(len, answers)) == len(ids) - 1
+        return -np.mean([entry["logprob"] for answer in answers for entry in answer]), done.stderr
+
+    beside, log = loss("beside.jsonl", *adapter)
+    assert beside == pytest.approx(trained, rel=1e-5) and f"weights {scheme}, with an adapter of rank 3" in log
+    assert loss("alone.jsonl")[0] != pytest.approx(trained, rel=1e-2)
+    done = infer(*model, *adapter, "--decode=fused", "--prompt-ids=1")
+    assert done.returncode == 4 and "--decode fused: " in done.stderr
 
 
 def test_evaluation_measures_the_adapter(data, adapter, tmp_path):

@@ -110,11 +110,19 @@ def test_dry_run_checks_everything_and_writes_nothing(data, tmp_path):
     for word in ("lr ", "parameters", "64 tokens = 2 x 16, accumulated 2 times", "3 shards", "saves: in the background"):
         assert word in done.stdout
     assert not (tmp_path / "run").exists()
+    assert "\n  LoRA, rank 16, targets all " in done.stdout
+    done = train(data, tmp_path / "run", "--dry-run", "--lora-r", 3, "--lora-targets", "q,v")
+    table = done.stdout[done.stdout.index("what fits in "):].splitlines()[1:6]
+    ways = ["all weights", "LoRA, rank 3, targets q,v", *(f"QLoRA, the same beside {name}" for name in ("int8", "int4", "fp8"))]
+    assert [re.split(" {2,}", line.strip())[0] for line in table] == ways and all(line.endswith("  fits") for line in table)
+    planned = re.search(r"\n  total +(.+)", done.stdout)[1]
+    assert re.split(" {2,}", table[1].strip())[1] == planned, "the row of the run is its plan"
     # A plan of 8 billion parameters, in no time and with no memory; whether it fits is up to the machine.
     begin = time.monotonic()
     done = run_program("--config", "llama3.1-8b", "--train", data / "train_*.bin", "--dry-run", "--seq-len", 16,
                        "--vocab-size", 128256)
     assert "8030.26 M parameters" in done.stdout and "memory on " in done.stdout
+    assert done.stdout.count("\n  QLoRA, the same beside ") == 3, "what fits is said of what does not fit, too"
     if done.returncode != 0:
         assert_refused(done, 5, "the plan needs", "available")
     assert time.monotonic() - begin < 20

@@ -23,4 +23,6 @@ ROWS = [
            py("test_prepare_data.py::test_each_document_goes_to_one_split_by_its_own_number")),
     Mutant("prepare_data: a directory that was there goes with a failed run", "main", "if not existed", "if True",
            py("test_prepare_data.py::test_what_was_there_before_a_run_that_fails_is_there_after_it")),
+    Mutant("the adapter is not in what is measured after tuning", "measure", '"--adapter", checkpoint / "adapter.bin"', "",
+           py("test_tuning_quality.py")),
 ]

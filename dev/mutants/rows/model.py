@@ -115,6 +115,8 @@ ROWS = [
     Mutant("the rows of v are those of k", "module_rows", "q + kv * (i - 1)", "q", unit("LoraModel.IsTheModel*")),
     Mutant("an adapter is added to its model twice", "read_parameter", "adapter_->lora_->scale()", "2 * adapter_->lora_->scale()",
            unit("LoraFiles.AnAddedAdapter*")),
+    Mutant("an adapter beside quantised weights is read into them, too", "as_stored", "adapter_beside() != nullptr ||", "",
+           unit("LoraFiles.AnAdapterStands*")),
     Mutant("an adapter of another model is added", "require_fitting", "== value) continue;", "== value || true) continue;",
            unit("LoraFiles.AnAdapterOfAnother*")),
 ]

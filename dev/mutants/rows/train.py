@@ -103,4 +103,8 @@ ROWS = [
            unit("Loader.AConversation*")),
     Mutant("a token's mark is that of the token before", "TokenDataset::read_document", "read_learned(document.begin + 1, learned)",
            "read_learned(document.begin, learned)", unit("Loader.AConversation*")),
+    Mutant("the plan of LoRA is that of all weights", "tuning_ways", "options.lora = lora;", "", unit("TuningWays.*")),
+    Mutant("the plan of QLoRA is that of LoRA", "tuning_ways", "options.frozen_quantization.weights = weights;", "",
+           unit("TuningWays.*")),
+    Mutant("what just fits is too large", "tuning_table", "bytes <= available", "bytes < available", unit("TuningWays.AreATable")),
 ]

@@ -35,7 +35,8 @@ std::size_t step_bytes(const ModelConfig& c, const InferenceOptions& pool) {
 }
 
 template <typename S>
-ArenaLayout plan_inference_workspace(const ModelConfig& c, const InferenceOptions& pool, InferenceBuffers<S>& b) {
+ArenaLayout plan_inference_workspace(const ModelConfig& c, const InferenceOptions& pool, InferenceBuffers<S>& b,
+                                     const std::optional<LoraConfig>& lora) {
   const std::int64_t rows = row_bucket(pool.max_rows), logit_rows = std::min(kLogitRows, rows), C = c.hidden_size;
   ArenaLayout layout("inference workspace");
   layout.reserve(&b.residual, rows * C);
@@ -45,7 +46,13 @@ ArenaLayout plan_inference_workspace(const ModelConfig& c, const InferenceOption
   layout.reserve(&b.qkv, rows * c.qkv_size());
   layout.reserve(&b.attention, rows * c.q_size());
   layout.reserve(&b.product, rows * c.ffn_size);
-  layout.reserve(&b.gate_up, gate_up_in_memory(c) ? rows * 2 * c.ffn_size : 0);
+  const bool adapted_up = low_rank_hidden(lora, BlockLinear::up) > 0,
+             adapted_qkv = low_rank_hidden(lora, BlockLinear::qkv) > 0;
+  layout.reserve(&b.gate_up, gate_up_in_memory(c) || adapted_up ? rows * 2 * c.ffn_size : 0);
+  std::int64_t hidden = 0;
+  for (const BlockLinear linear : kBlockLinears) hidden = std::max(hidden, low_rank_hidden(lora, linear));
+  layout.reserve(&b.low_rank, rows * hidden);
+  layout.reserve(&b.sums, rows * std::max(adapted_qkv ? c.qkv_size() : 0, adapted_up ? 2 * c.ffn_size : 0));
   layout.reserve(&b.gathered, logit_rows * C);
   layout.reserve(&b.final_norm, logit_rows * C);
   layout.reserve(&b.logits, logit_rows * c.vocab_size);
@@ -75,11 +82,12 @@ std::vector<MemoryLine> memory_lines(const ModelConfig& config, std::uint64_t pa
 }
 
 template <typename S>
-std::vector<MemoryLine> plan_of(const ModelConfig& config, const InferenceOptions& asked, std::uint64_t parameters) {
+std::vector<MemoryLine> plan_of(const ModelConfig& config, const InferenceOptions& asked, std::uint64_t parameters,
+                                const std::optional<LoraConfig>& lora = std::nullopt) {
   const InferenceOptions pool = completed(asked, config);
   InferenceBuffers<S> buffers;
   return memory_lines<S>(config, parameters, plan_pages(config, pool, sizeof(S)).bytes(),
-                         plan_inference_workspace<S>(config, pool, buffers).plan().bytes());
+                         plan_inference_workspace<S>(config, pool, buffers, lora).plan().bytes());
 }
 
 }  // namespace
@@ -94,7 +102,7 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
       weights_(std::move(weights)),
       device_(launch_device()),
       kv_arena_(plan_pages(config, pool_, sizeof(S))),
-      layout_(plan_inference_workspace<S>(config, pool_, b_)),
+      layout_(plan_inference_workspace<S>(config, pool_, b_, options.lora)),
       workspace_(layout_.plan()) {
   layout_.bind(workspace_);
   workspace_.clear(stream_);  // padding rows, slots, errors and attention's workspace must start as zeros
@@ -160,29 +168,33 @@ template <typename S>
 constexpr bool kHoldsQuantized = !std::is_same_v<S, float>;  // inference_unsupported_reason() says so
 
 template <typename S>
-MemoryPlan parameters_plan(const ModelConfig& config) {
+MemoryPlan parameters_plan(const ModelConfig& config, const std::optional<LoraConfig>& lora = std::nullopt) {
   if constexpr (kHoldsQuantized<S>) {
-    if (config.quantization.any()) return QuantizedParameters<S>(config).plan();
+    if (config.quantization.any()) return QuantizedParameters<S>(config, lora).plan();
   }
   return per_parameter_plan("parameters", TensorTable(config), sizeof(S));
 }
 
 // A model that owns its parameters. fill(table, parameters) writes them once all memory is allocated; `parameters` is a
-// list of targets if the model is quantised, otherwise the beginning of the arena.
+// list of targets if the model is quantised, otherwise the beginning of the arena. `adapter`: what stands beside the weights, or
+// null.
 template <typename S, typename Fill>
 std::unique_ptr<InferenceModel> filled_inference(const ModelConfig& config, const InferenceOptions& pool,
-                                                 const GpuInferenceOptions& options, const Fill& fill) {
-  const MemoryPlan plan = parameters_plan<S>(config);
+                                                 const GpuInferenceOptions& options, const Fill& fill,
+                                                 const ModelFile* adapter = nullptr) {
+  const MemoryPlan plan = parameters_plan<S>(config, options.lora);
   auto own = std::make_unique<DeviceArena>(plan);
   check(cudaMemset(own->at<S>(0), 0, own->bytes()), "clearing GPU memory");  // padding between tensors
   check(cudaDeviceSynchronize(), "clearing GPU memory");
   if constexpr (kHoldsQuantized<S>) {
     if (config.quantization.any()) {
-      const QuantizedParameters<S> parameters(config);
-      const std::vector<ParameterTarget<S>> targets = parameters.targets(own->at<std::byte>(0));
-      DeviceWeights<S> weights = parameters.weights(own->at<std::byte>(0));
+      const QuantizedParameters<S> parameters(config, options.lora);
+      std::byte* const arena = own->at<std::byte>(0);
+      const std::vector<ParameterTarget<S>> targets = parameters.targets(arena);
+      DeviceWeights<S> weights = parameters.weights(arena);
       auto model = std::make_unique<Inference<S>>(config, pool, options, std::move(weights), std::move(own));
       fill(parameters.table(), std::span<const ParameterTarget<S>>(targets));
+      if (adapter != nullptr) parameters.load_adapter(*adapter, arena);
       return model;
     }
   }
@@ -224,6 +236,12 @@ std::string inference_unsupported_reason(const ModelConfig& c, DType dtype) {
   return "";
 }
 
+std::string adapter_unsupported_reason(const ModelConfig& config) {
+  if (config.parallel_residual) return "the parallel residual";
+  if (config.post_norms) return "norms behind attention and MLP";
+  return config.activation == Activation::swiglu ? "" : "another activation than SwiGLU";
+}
+
 std::string fused_steps_unsupported_reason(const ModelConfig& config, DType dtype) {
   if (dtype == DType::f32) return "fused decoding needs fp16 or bf16";
   return fused_step_unsupported_reason(config, probe_device());
@@ -233,22 +251,32 @@ std::vector<MemoryLine> plan_fused_steps(const ModelConfig& config) {
   return FusedStep<fp16>::memory(config);
 }
 
-std::vector<MemoryLine> plan_inference(const ModelConfig& config, const InferenceOptions& pool, DType dtype) {
+std::vector<MemoryLine> plan_inference(const ModelConfig& config, const InferenceOptions& pool, DType dtype,
+                                       const std::optional<LoraConfig>& lora) {
   check_model(config, dtype);
   return with_storage(dtype, [&](auto storage) {
     using S = decltype(storage);
-    return plan_of<S>(config, pool, parameters_plan<S>(config).bytes());
+    return plan_of<S>(config, pool, parameters_plan<S>(config, lora).bytes(), lora);
   });
 }
 
 std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& pool,
-                                               const GpuInferenceOptions& options) {
-  check_model(file.config(), options.dtype);
+                                               const GpuInferenceOptions& asked) {
+  check_model(file.config(), asked.dtype);
+  const ModelFile* const adapter = file.adapter_beside();
+  GpuInferenceOptions options = asked;
+  if (adapter != nullptr) options.lora = adapter->lora();
+  if (options.lora) {
+    const std::string reason =
+        options.fused_steps ? std::string("fused steps") : adapter_unsupported_reason(file.config());
+    if (!reason.empty()) fail(Exit::usage, "an adapter beside quantised weights: not with %s", reason.c_str());
+  }
   return with_storage(options.dtype, [&](auto storage) {
     using S = decltype(storage);
-    return filled_inference<S>(file.config(), pool, options, [&](const TensorTable&, auto parameters) {
+    const auto fill = [&](const TensorTable&, auto parameters) {
       load_parameters<S>(file, parameters, options.progress);
-    });
+    };
+    return filled_inference<S>(file.config(), pool, options, fill, adapter);
   });
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,11 +35,15 @@ struct GpuInferenceOptions {
   // Steps of so many rows compute the first half of a parallel residual's MLP in a second stream, beside QKV and
   // attention: the same bits. Not with `direct`.
   std::int64_t two_stream_rows = kTwoStreamRows;
+  // Of an adapter beside quantised weights (ModelFile::adapter_beside()): load_inference() takes it from the file.
+  std::optional<LoraConfig> lora = std::nullopt;
 };
 
 // Empty if the GPU kernels can run this model with this storage type, otherwise one line for the user that says why
 // not.
 std::string inference_unsupported_reason(const ModelConfig& config, DType dtype);
+// Empty if the GPU computes an adapter beside quantised weights of such a model, otherwise what of it stands against that.
+std::string adapter_unsupported_reason(const ModelConfig& config);
 
 // Empty if GpuInferenceOptions::fused_steps is possible for this model and storage type on the current GPU, otherwise
 // one line for the user that says why not.
@@ -46,14 +51,16 @@ std::string fused_steps_unsupported_reason(const ModelConfig& config, DType dtyp
 // Memory that fused_steps needs beyond plan_inference().
 std::vector<MemoryLine> plan_fused_steps(const ModelConfig& config);
 
-// Memory that load_inference() will allocate, as memory() reports it afterwards. Needs no GPU.
-std::vector<MemoryLine> plan_inference(const ModelConfig& config, const InferenceOptions& pool, DType dtype);
+// Memory that load_inference() will allocate, as memory() reports it afterwards. Needs no GPU. `lora`: as in
+// GpuInferenceOptions.
+std::vector<MemoryLine> plan_inference(const ModelConfig& config, const InferenceOptions& pool, DType dtype,
+                                       const std::optional<LoraConfig>& lora = std::nullopt);
 
-// Reads and verifies every parameter (load_parameters). Pages have 16, 32 or 64 positions. Exit::usage where
-// inference_unsupported_reason() is not empty, Exit::bad_file for damaged tensors, Exit::resources if the GPU has too little
-// memory.
+// Reads and verifies every parameter (load_parameters), and the adapter that stands beside them. Pages have 16, 32 or 64 positions. Exit::usage where
+// inference_unsupported_reason() is not empty and for an adapter with fused_steps, Exit::bad_file for damaged tensors,
+// Exit::resources if the GPU has too little memory.
 std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& pool,
-                                               const GpuInferenceOptions& options);
+                                               const GpuInferenceOptions& asked);
 // The same with random parameters, for measurements.
 std::unique_ptr<InferenceModel> random_inference(const ModelConfig& config, std::uint64_t seed,
                                                  const InferenceOptions& pool, const GpuInferenceOptions& options);

@@ -101,8 +101,37 @@ void Inference<S>::multiply(const S* x, const DeviceLinear<S>& w, std::int64_t r
 }
 
 template <typename S>
+void Inference<S>::add_low_rank(const S* x, const DeviceBlock<S>& block, BlockLinear which, std::int64_t rows,
+                                float* out) {
+  for (const LowRank<const S>& part : block.linear(which).low_rank) {
+    const LinearSize size = linear_size(config_, which);
+    const std::int64_t hidden = low_rank_hidden(options_.lora, which);
+    const auto times = [&](const S* in, const S* matrix, std::int64_t K, std::int64_t OC, RowsEpilogue epilogue) {
+      multiply(in, {{matrix, {}}}, rows, K, OC, epilogue, b_.low_rank, out);
+    };
+    named("adapter, A", [&] { times(x, part.down, size.C, hidden, RowsEpilogue::store); });
+    named("adapter, B", [&] { times(b_.low_rank, part.up, hidden, size.OC, RowsEpilogue::add); });
+  }
+}
+
+template <typename S>
+void Inference<S>::multiply_with_adapter(const S* x, const DeviceBlock<S>& block, BlockLinear which, std::int64_t rows,
+                                         S* out) {
+  const LinearSize size = linear_size(config_, which);
+  multiply(x, block.linear(which), rows, size.C, size.OC, RowsEpilogue::store_fp32, nullptr, b_.sums);
+  add_low_rank(x, block, which, rows, b_.sums);
+  round_rows(out, b_.sums, rows, size.OC, device_.overlapping, stream_);
+}
+
+template <typename S>
 void Inference<S>::multiply_up(const DeviceBlock<S>& w, RowRange rows, const Launch& launch) {
   const std::int64_t C = config_.hidden_size, F = config_.ffn_size;
+  if (!w.up.low_rank.empty()) {
+    const std::int64_t count = rows.end - rows.begin;
+    S* const gate_up = b_.gate_up + rows.begin * 2 * F;
+    named("MLP up", [&] { multiply_with_adapter(norm2() + rows.begin * C, w, BlockLinear::up, count, gate_up); });
+    return named("SwiGLU", [&] { swiglu_forward(b_.product + rows.begin * F, gate_up, count, F, launch.stream); });
+  }
   RowsMatmul<S> io;
   io.x = norm2() + rows.begin * C;
   io.rows = rows.end - rows.begin;
@@ -227,7 +256,10 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
   }
   keep(prefix + "input_norm", b_.norm1, C);
   if (beside) fork_stream(stream_, side_stream_, forked_, "inference step");
-  named("QKV", [&] { multiply(b_.norm1, w.qkv, rows, C, qkv_size(), RowsEpilogue::store, b_.qkv); });
+  named("QKV", [&] {
+    if (!w.qkv.low_rank.empty()) return multiply_with_adapter(b_.norm1, w, BlockLinear::qkv, rows, b_.qkv);
+    multiply(b_.norm1, w.qkv, rows, C, qkv_size(), RowsEpilogue::store, b_.qkv);
+  });
   if (beside) {
     multiply_up(w, needed, behind_event(side_stream_));
     cuda::check(cudaEventRecord(up_done_, side_stream_), "inference step");
@@ -256,10 +288,12 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
   } else {
     named("output projection",
           [&] { multiply(b_.attention + first * q, w.output, count, q, C, RowsEpilogue::add, nullptr, residual); });
+    add_low_rank(b_.attention + first * q, w, BlockLinear::output, count, residual);
     normalize(count, residual, w.post_norm, norm2() + first * C);
     multiply_up(w, needed, in_chain());
     named("MLP down",
           [&] { multiply(b_.product + first * F, w.down, count, F, C, RowsEpilogue::add, nullptr, residual); });
+    add_low_rank(b_.product + first * F, w, BlockLinear::down, count, residual);
   }
   keep(prefix + "post_attention_norm", norm2(), C);
   keep(prefix + "mlp_product", b_.product, F);

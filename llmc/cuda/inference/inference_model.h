@@ -11,10 +11,12 @@
 // fp32.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <tuple>
@@ -33,12 +35,14 @@
 #include "llmc/cuda/op/gemm/linear.h"
 #include "llmc/cuda/op/gemm/quantized_matmul.h"
 #include "llmc/cuda/op/gemm/rows_matmul.h"
+#include "llmc/cuda/op/lora/low_rank.h"
 #include "llmc/cuda/op/sample/logit_rows.h"
 #include "llmc/cuda/op/sample/score_rows.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/captured_graph.h"
 #include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/runtime/stream.h"
+#include "llmc/model/lora.h"
 #include "llmc/model/norm_shape.h"
 #include "llmc/model/qkv_heads.h"
 
@@ -78,15 +82,17 @@ struct InferenceBuffers {
   float* residual;                               // [rows, C]
   S *norm1, *norm2, *qkv, *attention, *product;  // [rows, ...]; norm2: with two_norms() only
   float* branch;                                 // [rows, C]; what attention or the MLP gives, with post norms only
-  S* gate_up;                                    // [rows, 2F]; with gate_up_in_memory() only
-  float* gathered;                               // [logit rows, C]: the residual stream of rows whose logits are wanted
-  S* final_norm;                                 // [logit rows, C]
-  float* logits;                                 // [logit rows, V]
-  std::int32_t* sampled_ids;                     // [logit rows]
-  SampleError* errors;                           // [logit rows]
-  IdLogprob* most_likely;                        // [wanted rows, kMaxAlternatives]
-  std::int32_t* last_ids;                        // [slots + kDeviceDrafts]: the slots, then device_drafts()
-  float *cos, *sin, *local_cos, *local_sin;      // local: with ModelConfig::local_rope_theta only
+  S* gate_up;                                    // [rows, 2F]; with gate_up_in_memory(), or an adapter of gate or up
+  S* low_rank;                                   // [rows, H] of one layer: its input times the adapter's A
+  float* sums;                               // [rows, ...]: outputs of a layer before they are rounded; with an adapter
+  float* gathered;                           // [logit rows, C]: the residual stream of rows whose logits are wanted
+  S* final_norm;                             // [logit rows, C]
+  float* logits;                             // [logit rows, V]
+  std::int32_t* sampled_ids;                 // [logit rows]
+  SampleError* errors;                       // [logit rows]
+  IdLogprob* most_likely;                    // [wanted rows, kMaxAlternatives]
+  std::int32_t* last_ids;                    // [slots + kDeviceDrafts]: the slots, then device_drafts()
+  float *cos, *sin, *local_cos, *local_sin;  // local: with ModelConfig::local_rope_theta only
   std::byte* attention_workspace;
 };
 
@@ -101,10 +107,21 @@ inline bool two_norms(const ModelConfig& config) {
   return config.parallel_residual || config.post_norms;
 }
 
+// H of the matrices of an adapter beside a linear layer, as op/lora/low_rank.h packs them; 0: it has no part there.
+inline std::int64_t low_rank_hidden(const std::optional<LoraConfig>& lora, BlockLinear linear) {
+  if (!lora) return 0;
+  LowRankShape shape;
+  shape.rank = lora->rank;
+  shape.modules = std::count_if(lora->targets.begin(), lora->targets.end(),
+                                [&](const LoraTarget& target) { return target.linear == linear; });
+  return hidden_size(shape);
+}
+
 // Plans the workspace; the pointers are filled when it is bound.
 template <typename S>
 ArenaLayout plan_inference_workspace(const ModelConfig& config, const InferenceOptions& pool,
-                                     InferenceBuffers<S>& buffers);
+                                     InferenceBuffers<S>& buffers,
+                                     const std::optional<LoraConfig>& lora = std::nullopt);
 // The most bytes of the description of a step.
 std::size_t step_bytes(const ModelConfig& config, const InferenceOptions& pool);
 PagedAttentionShape attention_shape(const ModelConfig& config, const InferenceOptions& pool);
@@ -248,6 +265,10 @@ class Inference final : public InferenceModel {
   // product = activation(norm2 Wup^T)
   void multiply_up(const DeviceBlock<S>& w, RowRange rows, const Launch& launch);
   void add_branches(const DeviceBlock<S>& w, RowRange rows, const Launch& launch);
+  // out [rows, OC] += scale (x A^T) B^T of an adapter beside this layer, if there is one.
+  void add_low_rank(const S* x, const DeviceBlock<S>& block, BlockLinear which, std::int64_t rows, float* out);
+  // out [rows, OC] = x W^T + bias + that, rounded once.
+  void multiply_with_adapter(const S* x, const DeviceBlock<S>& block, BlockLinear which, std::int64_t rows, S* out);
   PagedKv<S> pages_of_layer(std::int64_t l) const;
   // view of queries, keys or values, which begin at this element of a row of qkv
   HeadViewOf<S> heads(std::int64_t first_element) const;

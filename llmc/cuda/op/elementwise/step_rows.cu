@@ -45,6 +45,25 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+template <typename S>
+__global__ void __launch_bounds__(kThreads) round_kernel(S* out, const float* in, std::int64_t C) {
+  constexpr int kCount = 4;
+  wait_for_predecessors();
+  launch_dependents();
+  const float* from = in + blockIdx.x * C;
+  S* to = out + blockIdx.x * C;
+  for (std::int64_t c = threadIdx.x * kCount; c < C; c += kThreads * kCount) {
+    Elements<float, kCount> row;
+    row.load(from + c);
+    float values[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = row.get(i);
+    Elements<S, kCount> result;
+    result.set(values);
+    result.store(to + c);
+  }
+}
+
 }  // namespace
 
 template <typename S>
@@ -62,9 +81,17 @@ void gather_rows(float* out, const float* in, const std::int32_t* rows, std::int
                  "gather_rows", out, in, rows, C);
 }
 
+template <typename S>
+void round_rows(S* out, const float* in, std::int64_t rows, std::int64_t C, bool overlapping, cudaStream_t stream) {
+  if (rows == 0) return;
+  launch_chained(round_kernel<S>, dim3(static_cast<unsigned>(rows)), dim3(kThreads), 0, stream, overlapping,
+                 "round_rows", out, in, C);
+}
+
 #define WEFT_INSTANTIATE(S)                                                                                    \
   template void embed_rows<S>(float*, const std::int32_t*, const std::int32_t*, const S*, float, std::int64_t, \
-                              std::int64_t, cudaStream_t);
+                              std::int64_t, cudaStream_t);                                                     \
+  template void round_rows<S>(S*, const float*, std::int64_t, std::int64_t, bool, cudaStream_t);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)
 WEFT_INSTANTIATE(fp16)

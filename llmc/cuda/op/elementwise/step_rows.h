@@ -19,4 +19,8 @@ void embed_rows(float* out, const std::int32_t* ids, const std::int32_t* last_id
 void gather_rows(float* out, const float* in, const std::int32_t* rows, std::int64_t count, std::int64_t C,
                  bool overlapping, cudaStream_t stream);
 
+// out = in rounded to S, [rows, C] with C a multiple of 4, pointers aligned to 16 bytes. Part of a chain if `overlapping`.
+template <typename S>
+void round_rows(S* out, const float* in, std::int64_t rows, std::int64_t C, bool overlapping, cudaStream_t stream);
+
 }  // namespace weft::cuda
