@@ -3,7 +3,7 @@
 
     python3 dev/prepare_data.py data/stories/train.txt --val data/stories/val.txt --tokenizer tokenizer.json -o data/stories
     python3 dev/prepare_data.py corpus-*.jsonl.gz --tokenizer tokenizer.json -o data/corpus --val-fraction 0.01
-    python3 dev/prepare_data.py --chat chats.jsonl --model model.bin -o data/chats
+    python3 dev/prepare_data.py --chat chats.jsonl --model model.bin -o data/my-chats
 
 Input is UTF-8 text, whose documents are separated by a line that holds only the separator, or JSON lines, one document
 a line; either may be gzip-compressed. Writes train_00000.bin ..., val_00000.bin ... (doc/token_shard.md) and a copy of

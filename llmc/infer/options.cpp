@@ -348,7 +348,7 @@ void check_together(const OptionTable& table, InferSettings& s) {
 }  // namespace
 
 InferOptionParser::InferOptionParser(const std::string& version)
-    : table_("infer_pythia", "Runs Pythia (GPT-NeoX) and Llama models.") {
+    : table_("infer_pythia", "Runs Llama, Mistral, Qwen, SmolLM3, Gemma 3 and Pythia models.") {
   table_.version(version);
   table_.footer(kFooter);
   add_model(table_, settings_);
