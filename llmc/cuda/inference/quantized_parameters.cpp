@@ -59,6 +59,7 @@ void QuantizedParameters<S>::load_adapter(const ModelFile& adapter, std::byte* a
     convert_from_f32(values.data(), storage_dtype<S>(), stored.data(), stored.size());
     check(cudaMemcpy(arena + at, stored.data(), stored.size() * sizeof(S), cudaMemcpyHostToDevice),
           "loading an adapter");
+    check(cudaDeviceSynchronize(), "loading an adapter");  // the model's streams do not wait for this copy
   };
   const auto read = [&](const std::string& module) {
     const TensorSpec& spec = adapter.table().at(weight_of(module));
