@@ -334,8 +334,8 @@ Exit run_rank(TrainSettings& settings, RankTeam& team) {
     const auto needed = [&](const TrainOptions& options) {
       return device.planned_bytes(inputs.config, options, sample ? sample->positions() : 0);
     };
-    const std::vector<TuningWay> ways = tuning_ways(settings, inputs.config);
-    if (team.first()) print_lines(tuning_table(ways, device.available_bytes(), needed), true);
+    if (team.first())
+      print_lines(tuning_table(tuning_ways(settings, inputs.config), device.available_bytes(), needed), true);
     device.check_memory(inputs.config, settings.model_options(), batch_sequences(settings),
                         sample ? sample->positions() : 0);
     return Exit::ok;

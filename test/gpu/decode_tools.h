@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <span>
@@ -50,6 +53,27 @@ inline std::vector<std::int32_t> host_sampled(DecodeModel& model, std::span<cons
     if (static_cast<std::int64_t>(ids.size()) == options.max_tokens) return ids;
     logits = model.decode(ids.back());
   }
+}
+
+// How many of the ids that a model with `sampler`, which takes the likeliest, has generated after `prompt` are those of the CPU in
+// fp32. Another one may stand where the two greatest logits are closer than fp16's rounding.
+inline int equal_greedy_ids(DecodeModel& cpu, std::span<const std::int32_t> prompt, const SamplerOptions& sampler,
+                            std::span<const std::int32_t> ids) {
+  Sampler host(sampler);
+  int equal = 0;
+  std::span<const float> logits = cpu.prefill(prompt);
+  for (const std::int32_t id : ids) {
+    const std::int32_t best = host.sample(logits, 0);
+    const auto logit = [&](std::int32_t of) { return logits[static_cast<std::size_t>(of)]; };
+    const float largest = std::max(std::abs(*std::max_element(logits.begin(), logits.end())), 1.0f);
+    if (id == best) {
+      ++equal;
+    } else {
+      EXPECT_LT(logit(best) - logit(id), 4e-3f * largest) << "after " << equal << " equal ids";
+    }
+    logits = cpu.decode(id);
+  }
+  return equal;
 }
 
 }  // namespace weft::test

@@ -135,19 +135,7 @@ TEST(FusedTokens, GreedyIdsOfTheGoldenLlamas) {
                  cpu = cpu::load_decoder(file, capacity);
       const Ids ids = generated(*model, prompt, sampler, 30);
       ASSERT_EQ(ids.size(), 30u);
-      Sampler host(sampler);
-      std::span<const float> logits = cpu->prefill(prompt);
-      for (const std::int32_t id : ids) {
-        const std::int32_t best = host.sample(logits, 0);
-        const auto logit = [&](std::int32_t of) { return logits[static_cast<std::size_t>(of)]; };
-        const float largest = std::max(std::abs(*std::max_element(logits.begin(), logits.end())), 1.0f);
-        if (id == best) {
-          ++compared;
-        } else {
-          EXPECT_LT(logit(best) - logit(id), 4e-3f * largest) << "after " << compared << " equal ids";
-        }
-        logits = cpu->decode(id);
-      }
+      compared += test::equal_greedy_ids(*cpu, prompt, sampler, ids);
     }
   }
   EXPECT_GT(compared, 400);

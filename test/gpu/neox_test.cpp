@@ -231,19 +231,7 @@ TEST(CudaNeox, GreedyIdsOfTheGoldens) {
       const std::vector<std::int32_t> ids = test::generated(*model, prompt, sampler, kIds);
       if (way == Way::graph) of_graph = ids;
       const auto cpu = cpu::load_decoder(file, kCapacity);
-      Sampler host(sampler);
-      std::span<const float> logits = cpu->prefill(prompt);
-      for (const std::int32_t id : ids) {
-        const std::int32_t best = host.sample(logits, 0);
-        const auto logit = [&](std::int32_t of) { return logits[static_cast<std::size_t>(of)]; };
-        const float largest = std::max(std::abs(*std::max_element(logits.begin(), logits.end())), 1.0f);
-        if (id == best) {
-          ++equal;
-        } else {
-          EXPECT_LT(logit(best) - logit(id), 4e-3f * largest);
-        }
-        logits = cpu->decode(id);
-      }
+      equal += test::equal_greedy_ids(*cpu, prompt, sampler, ids);
     }
     const auto drafted = [&](SequenceDraft draft, const DraftOptions& options) {
       const auto model = engine_sequence(cuda::load_inference(file, one_sequence(kCapacity), {DType::f16}), kCapacity,

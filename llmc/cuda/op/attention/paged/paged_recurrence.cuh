@@ -178,19 +178,21 @@ __device__ void reset_cursors(const Arguments<S>& a, int blocks) {
 struct MergeFactors {
   float before, added;
 };
+__device__ inline float merge_factor(float maximum, float largest, float c) {
+  return exp2_approximate(__fmul_rn(__fsub_rn(maximum, largest), c));
+}
+__device__ inline float merged(const MergeFactors& factors, float before, float added) {
+  return __fmaf_rn(added, factors.added, __fmul_rn(before, factors.before));
+}
 // Merges (maximum, sum) of a split into those of the earlier splits. Every row sees a position of the first split, or with a
 // window of the second: the rows of an item or tile are of fewer positions than a split has. A split of which a row sees
 // nothing has maximum -infinity, sum 0 and sums of weighted values 0, and changes nothing.
 __device__ inline MergeFactors merge(float& maximum, float& sum, float added_maximum, float added_sum, float c) {
   const float largest = fmaxf(maximum, added_maximum);
-  const MergeFactors factors = {exp2_approximate(__fmul_rn(__fsub_rn(maximum, largest), c)),
-                                exp2_approximate(__fmul_rn(__fsub_rn(added_maximum, largest), c))};
+  const MergeFactors factors = {merge_factor(maximum, largest, c), merge_factor(added_maximum, largest, c)};
   maximum = largest;
-  sum = __fmaf_rn(added_sum, factors.added, __fmul_rn(sum, factors.before));
+  sum = merged(factors, sum, added_sum);
   return factors;
-}
-__device__ inline float merged(const MergeFactors& factors, float before, float added) {
-  return __fmaf_rn(added, factors.added, __fmul_rn(before, factors.before));
 }
 // The weighted mean. Adding + 0 turns -0 into + 0, so that rows that saw different numbers of key blocks agree.
 __device__ inline float mean(float o, float inverse_sum) {

@@ -131,6 +131,17 @@ __device__ __forceinline__ void load_rotated(RegisterOperand<S, HS, 1>& Q, const
 
 // ---- results of splits
 // -------------------------------------------------------------------------------------------------
+// Where a row's slot lies for one K/V head.
+template <int HS, typename S>
+__device__ float* slot_of(const Arguments<S>& a, std::int64_t slot, int kv_head) {
+  return a.partials + (slot * a.NKV + kv_head) * kSlotFloats<HS>;
+}
+// The counter of an item's finished splits.
+template <typename S>
+__device__ int* finished_splits(const Arguments<S>& a, const PagedWorkUnit& item, int kv_head) {
+  return a.merged + static_cast<std::int64_t>(item.partials) * a.NKV + kv_head;
+}
+
 // Stores the state of one split for the warp that will merge the splits.
 template <typename S, int HS>
 __device__ void store_partial(const Arguments<S>& a, const SplitState<S, HS, 1>& state, int rows,
@@ -140,7 +151,7 @@ __device__ void store_partial(const Arguments<S>& a, const SplitState<S, HS, 1>&
   for (int half = 0; half < 2; ++half) {
     const int row = half * 8 + g;
     if (row >= rows) continue;
-    float* slot = a.partials + ((first_slot + row) * a.NKV + kv_head) * kSlotFloats<HS>;
+    float* slot = slot_of<HS>(a, first_slot + row, kv_head);
 #pragma unroll
     for (int n = 0; n < HS / 8; ++n)
       *reinterpret_cast<float2*>(slot + n * 8 + t * 2) = {state.O.at[0][n][half * 2], state.O.at[0][n][half * 2 + 1]};
@@ -175,7 +186,7 @@ __device__ void merge_few(const Arguments<S>& a, const Rows& rows, const RowSpli
 #pragma unroll
     for (int s = 0; s < kPagedSplitsOfOne; ++s) {  // all loads before the first merge
       const std::int64_t at = splits.first_slot + min(s, splits.count - 1) * rows.count + row;
-      const float* slot = a.partials + (at * a.NKV + kv_head) * kSlotFloats<HS>;
+      const float* slot = slot_of<HS>(a, at, kv_head);
       added[s] = __ldcg(reinterpret_cast<const float4*>(slot + d));
       of_row[s] = __ldcg(reinterpret_cast<const float2*>(slot + HS));
     }
@@ -202,7 +213,7 @@ template <typename S, int HS>
 __device__ float merge_many(const Arguments<S>& a, const RowSplits& splits, int row, int rows, int kv_head, int d) {
   const int lane = threadIdx.x % kWarpSize;
   const std::int64_t stride = static_cast<std::int64_t>(rows) * a.NKV * kSlotFloats<HS>;  // from split to split
-  const float* from = a.partials + ((splits.first_slot + row) * a.NKV + kv_head) * kSlotFloats<HS>;
+  const float* from = slot_of<HS>(a, splits.first_slot + row, kv_head);
   float next[kWarpSize];
   float2 next_state;  // maximum, sum of split `lane`
   const auto load = [&](int first) {
@@ -229,9 +240,7 @@ __device__ float merge_many(const Arguments<S>& a, const RowSplits& splits, int 
     }
     const float earlier = __shfl_up_sync(~0u, largest, 1);
     const bool nothing = largest == -INFINITY;  // of this split and all before it, of which all sums are 0
-    const auto weight = [&](float of) {
-      return nothing ? 0 : exp2_approximate(__fmul_rn(__fsub_rn(of, largest), a.c));
-    };
+    const auto weight = [&](float of) { return nothing ? 0 : merge_factor(of, largest, a.c); };
     const float before = weight(lane == 0 ? maximum : earlier), factor = weight(state.x);
     maximum = __shfl_sync(~0u, largest, kWarpSize - 1);
 #pragma unroll
@@ -260,7 +269,7 @@ __device__ __forceinline__ void compute_merges(const Arguments<S>& a, int warp, 
     const QueryRows<S, kAppends> rows(a, item, kv_head, kItemRows);
     if (row >= rows.count) continue;
     const RowSplits splits = RowSplits::of<Tiling::kWindowed>(a, item, rows);
-    int* merged = a.merged + static_cast<std::int64_t>(item.partials) * a.NKV + kv_head;
+    int* merged = finished_splits(a, item, kv_head);
     wait_for_count(merged, splits.count);
     const int d = part * kWarpSize + lane;
     const float value = merge_many<S, HS>(a, splits, row, rows.count, kv_head, d);
@@ -624,7 +633,7 @@ __device__ void compute_work_unit(const Arguments<S>& a, const PagedWorkUnit* en
   const RowSplits splits = RowSplits::of<kWindowed>(a, item, rows);
   const int split = item.split - splits.first;
   store_partial(a, state, rows.count, splits.first_slot + static_cast<std::int64_t>(split) * rows.count, kv_head);
-  int* merged = a.merged + static_cast<std::int64_t>(item.partials) * a.NKV + kv_head;
+  int* merged = finished_splits(a, item, kv_head);
   __syncwarp();
   const int lane = threadIdx.x % kWarpSize;
   int before = 0;
