@@ -458,7 +458,8 @@ dist: venv
 	@$(MAKE) --no-print-directory MODE=dist NVCC='$(NVCC_ANYWAY)' GPU_ARCH='80 90a 120' GPU_PTX=120 PREFIX=/ DESTDIR=build/dist/$(DIST) install >/dev/null
 	packaging/pack_libraries.sh build/dist/$(DIST)
 	for name in tiny-llama tiny-pythia; do \
-	  .venv/bin/python scripts/convert_hf.py models/$$name -o build/dist/$(DIST)/share/weft/models/$$name.bin >/dev/null || exit; done
+	  .venv/bin/python -B build/dist/$(DIST)/share/weft/scripts/convert_hf.py models/$$name \
+	    -o build/dist/$(DIST)/share/weft/models/$$name.bin >/dev/null || exit; done
 	cp packaging/weft.service build/dist/$(DIST)/lib/systemd/system
 	cp README.md LICENSE VERSION build/dist/$(DIST)
 	cp packaging/README.md build/dist/$(DIST)/INSTALL.md
