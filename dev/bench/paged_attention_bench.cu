@@ -16,6 +16,7 @@
 #include <functional>
 #include <numeric>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "dev/bench/gpu_main.h"
@@ -262,12 +263,13 @@ void measure(const Model& model, std::int64_t page_size, int repetitions, const 
   for (const std::int64_t sequences : {1, 8}) {
     for (const std::int64_t context : {8192, 32768, 100000}) decode(sequences, context);
   }
-  for (const std::int64_t chunk : {512, 2000}) {
-    Step<S> step(model, 1, chunk, chunk, page_size);
+  const std::pair<std::int64_t, std::int64_t> chunks[] = {{512, 512}, {2000, 2000}, {8192, 8192}, {2048, 32768}};
+  for (const auto& [rows, context] : chunks) {
+    Step<S> step(model, 1, rows, context, page_size);
     const double us = step.layer_us(repetitions, Appends::before, device);
-    const double operations = 4.0 * static_cast<double>(chunk * chunk * model.NH * model.HS) / 2;
-    std::printf("%-12s pages of %-3d a chunk of %d rows and its append  %8.1f us %6.1f TF/s\n", model.name,
-                int(page_size), int(chunk), us, operations / us * 1e-6);
+    const double operations = 4.0 * static_cast<double>((2 * context - rows) * rows * model.NH * model.HS) / 2;
+    std::printf("%-12s pages of %-3d a chunk of %4d rows at %5d and its append  %8.1f us %6.1f TF/s\n", model.name,
+                int(page_size), int(rows), int(context), us, operations / us * 1e-6);
     std::fflush(stdout);
   }
 }
