@@ -758,8 +758,9 @@ def report_chat(options: argparse.Namespace, encoder: Encoder, splits: list[Spli
             print(f"  {said}")
     model = f"--model {cli.pasteable(options.model)}" if options.model else f"--config {preset_for(splits[0].tokens, encoder.vocab_size)}"
     seq_len = min(options.seq_len, -(-(int(lengths[-1]) - 1) // 64) * 64)
+    few = " --micro-batch 1" if splits[0].tokens < DEFAULT_MICRO_BATCH * seq_len else ""  # a step would read its rows several times
     print(f"\nNext:\n  {needs.program('train_llama')} {model} {shard_arguments(options.output, splits)} --seq-len {seq_len} "
-          f"--epochs 2 --out {cli.unused('runs/mine')}{' --objective dpo' if pipeline.pairs else ''}")
+          f"--epochs 2{few} --out {cli.unused('runs/mine')}{' --objective dpo' if pipeline.pairs else ''}")
 
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
@@ -863,7 +864,7 @@ def report(output: Path, encoder: Encoder, splits: list[Split]) -> None:
           f"(a new model; to tune one with this tokenizer: --model FILE in the place of --config {preset})")
 
 
-DEFAULT_SEQ_LEN, MAX_SEQ_LEN = 256, 1 << 24  # of train_llama
+DEFAULT_MICRO_BATCH, DEFAULT_SEQ_LEN, MAX_SEQ_LEN = 8, 256, 1 << 24  # of train_llama
 
 
 # The presets of train_llama, smaller models first: parameters of the layers, and for each token of the vocabulary.
