@@ -297,9 +297,8 @@ Exit run_rank(TrainSettings& settings, RankTeam& team) {
   settings.frozen_quantization = inputs.frozen_quantization;
   if (settings.epochs > 0) settings.set_steps_of_epochs(inputs.train->windows());
   if (!settings.given.contains("lr")) {
-    const double rate =
-        default_learning_rate(TensorTable(inputs.config).parameters(), inputs.weights && !inputs.trains_adapter);
-    settings.set_learning_rate(settings.dpo() ? rate / 10 : rate);
+    const int divisor = (inputs.weights && !inputs.trains_adapter ? 10 : 1) * (settings.dpo() ? 10 : 1);
+    settings.set_learning_rate(default_learning_rate(TensorTable(inputs.config).parameters(), divisor));
   }
   keep_warmup_steps(settings, team);
   if (ranks.size() > 1) {

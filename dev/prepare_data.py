@@ -741,7 +741,9 @@ def chosen_for_validation(count: int, seed: int, fraction: float) -> set[int]:
 
 def report_chat(options: argparse.Namespace, encoder: Encoder, splits: list[Split], pipeline: ChatPipeline) -> None:
     for split in splits:
-        print(f"{split.name:<5} {split.documents:>10,} {UNITS[bool(pipeline.pairs)]} {split.turns:>10,} turns {split.tokens:>14,} tokens "
+        unit = UNITS[bool(pipeline.pairs)]
+        one_or_more = (unit[:-1] if split.documents == 1 else unit).ljust(len(unit))
+        print(f"{split.name:<5} {split.documents:>10,} {one_or_more} {split.turns:>10,} turns {split.tokens:>14,} tokens "
               f"{100 * split.learned / split.tokens:5.1f} % learned   {shards_text(split)}")
     lengths = np.sort(np.concatenate([split.lengths for split in splits]))
     shares = ", ".join(f"{share} % up to {lengths[(len(lengths) - 1) * share // 100]:,}" for share in (50, 90, 99))
@@ -756,8 +758,9 @@ def report_chat(options: argparse.Namespace, encoder: Encoder, splits: list[Spli
             print(f"  {said}")
     model = f"--model {cli.pasteable(options.model)}" if options.model else f"--config {preset_for(splits[0].tokens, encoder.vocab_size)}"
     seq_len = min(options.seq_len, -(-(int(lengths[-1]) - 1) // 64) * 64)
+    few = " --micro-batch 1" if splits[0].tokens < DEFAULT_MICRO_BATCH * seq_len else ""  # a step would read its rows several times
     print(f"\nNext:\n  {needs.program('train_llama')} {model} {shard_arguments(options.output, splits)} --seq-len {seq_len} "
-          f"--epochs 2 --out runs/mine{' --objective dpo' if pipeline.pairs else ''}")
+          f"--epochs 2{few} --out {cli.unused('runs/mine')}{' --objective dpo' if pipeline.pairs else ''}")
 
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
@@ -857,11 +860,11 @@ def report(output: Path, encoder: Encoder, splits: list[Split]) -> None:
     if splits[0].tokens <= DEFAULT_SEQ_LEN:  # of less there is no sequence
         arguments += f" --seq-len {splits[0].tokens - 1}"
     train = needs.program("train_llama")
-    print(f"\nNext:\n  {train} --config {preset} {arguments} --out runs/mine\n"
+    print(f"\nNext:\n  {train} --config {preset} {arguments} --out {cli.unused('runs/mine')}\n"
           f"(a new model; to tune one with this tokenizer: --model FILE in the place of --config {preset})")
 
 
-DEFAULT_SEQ_LEN, MAX_SEQ_LEN = 256, 1 << 24  # of train_llama
+DEFAULT_MICRO_BATCH, DEFAULT_SEQ_LEN, MAX_SEQ_LEN = 8, 256, 1 << 24  # of train_llama
 
 
 # The presets of train_llama, smaller models first: parameters of the layers, and for each token of the vocabulary.

@@ -13,6 +13,7 @@ import shlex
 import stat
 import sys
 from collections.abc import Callable
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,6 +52,11 @@ def pasteable(path: str | os.PathLike[str]) -> str:
         return shlex.quote(text)
     return "$'" + "".join(chr(byte) if 0x20 <= byte < 0x7F and byte not in b"'\\" else f"\\x{byte:02x}"
                           for byte in os.fsencode(text)) + "'"
+
+
+def unused(path: str) -> str:
+    """`path`, or the first of path-2, path-3, ... that does not exist: for a command that begins something new there."""
+    return next(name for name in chain([path], (f"{path}-{number}" for number in count(2))) if not os.path.lexists(name))
 
 
 def json_text(value: object) -> str:

@@ -422,7 +422,10 @@ def chat_of(directory: Path, choice: str | None, options: list[str]) -> Chat:
         found = chat_format.read_model(directory)
     except FileError as problem:
         return Chat(f"none: {problem}")
-    return learned_format(directory, found, options) if found else Chat("none: the directory has no chat template")
+    if found:
+        return learned_format(directory, found, options)
+    beside = directory / "chat_format.json"
+    return Chat("none: the directory has no chat template" + (f". It has a format: --chat-format {cli.pasteable(beside)}" if beside.is_file() else ""))
 
 
 def file_configuration(checkpoint: Checkpoint, source: Path, target: Target, chat: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -538,10 +541,10 @@ def next_commands(checkpoint: Checkpoint, directory: Path, path: Path, target: T
     commands = [f"{needs.program('infer_pythia')} --model {model} {prompt}"]
     if not checkpoint.model.trainable or target.scheme is not None or not has_tokenizer:
         return commands
-    tokenizer = cli.pasteable(directory / TOKENIZER_TENSOR)
+    tokenizer, data = cli.pasteable(directory / TOKENIZER_TENSOR), cli.unused("data/mine")
     return commands + [
-        f"{needs.command('dev/prepare_data.py')} my.txt --tokenizer {tokenizer} -o data/mine",
-        f"{needs.program('train_llama')} --model {model} --train 'data/mine/train_*.bin' --val 'data/mine/val_*.bin' --lr 3e-5 --out runs/mine"]
+        f"{needs.command('dev/prepare_data.py')} my.txt --tokenizer {tokenizer} -o {data}",
+        f"{needs.program('train_llama')} --model {model} --train '{data}/train_*.bin' --val '{data}/val_*.bin' --out {cli.unused('runs/mine')}"]
 
 
 def part_list(text: str) -> tuple[str, ...]:

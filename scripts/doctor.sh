@@ -47,6 +47,9 @@ check_cuda() {
   else
     version=$("$nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
     if [ "$(printf '%s\n12.4\n' "$version" | sort -V | head -1)" = 12.4 ]; then
+      # make takes it only where a GPU is found, so the programs that are here may be for the CPU alone.
+      [[ $(./train_llama --version 2>/dev/null) != *"CPU only"* ]] ||
+        version+='; the programs here are built for the CPU alone: make GPU_ARCH="80 90a 120" builds them for GPUs'
       good nvcc "$nvcc, CUDA $version"
     else
       bad nvcc "$nvcc is CUDA $version, weft needs 12.4 or later (or NVCC= for a CPU build)"

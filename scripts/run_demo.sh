@@ -58,18 +58,21 @@ chat() {
   echo "> $question"
   ./infer_pythia --model "$model" --chat --temperature 0.5 --seed 1 <<<"$question"
 
-  # What the first training was started with, but --steps, which is what "more" changes.
+  # What the first training was started with, but --steps, which is what "longer" changes. In a directory of its own, which no
+  # demo removes, and from nothing: a finished run that gets more steps goes back to a higher learning rate.
   options=${DEMO_TRAIN_OPTIONS:-}
   if [[ $options =~ ^(.*)--steps[=\ ]+[0-9]+(.*)$ ]]; then options=${BASH_REMATCH[1]}${BASH_REMATCH[2]}; fi
   read -ra same <<<"$options"
   say "next: chat with this model, and serve it to browsers, curl and OpenAI's client (doc/serving.md)"
   echo "  ./infer_pythia --model $model --chat --temperature 0.5"
   echo "  ./infer_pythia --model $model --served-name demo --serve 127.0.0.1:8000"
-  say "or train it for longer, before it is tuned (doc/fine_tuning.md)"
-  echo "  ./train_llama --config tiny --train 'data/stories/train_*.bin' --val 'data/stories/val_*.bin' --out runs/demo --steps 800${same[*]:+ ${same[*]}}"
+  say "or train one for longer, from nothing"
+  echo "  ./train_llama --config tiny --train 'data/stories/train_*.bin' --val 'data/stories/val_*.bin' --out runs/demo-longer --steps 800${same[*]:+ ${same[*]}}"
   say "or train a model on your own text, here my.txt (doc/own_tokenizer.md)"
-  echo "  $python dev/prepare_data.py my.txt --tokenizer models/tiny-llama/tokenizer.json -o data/mine"
-  echo "  ./train_llama --config tiny --train 'data/mine/train_*.bin' --val 'data/mine/val_*.bin' --out runs/mine"
+  local mine=mine number=2
+  while [ -e "data/$mine" ] || [ -e "runs/$mine" ]; do mine=mine-$((number++)); done
+  echo "  $python dev/prepare_data.py my.txt --tokenizer models/tiny-llama/tokenizer.json -o data/$mine"
+  echo "  ./train_llama --config tiny --train 'data/$mine/train_*.bin' --val 'data/$mine/val_*.bin' --out runs/$mine"
 }
 
 case ${1:-} in

@@ -76,9 +76,9 @@ void announce(const Model& model, const std::string& name, const std::string& so
               const std::string& room) {
   const std::string on_threads =
       threads > 0 ? format("; %lld thread%s", static_cast<long long>(threads), threads == 1 ? "" : "s") : "";
-  log_info("%s: %lld layers of %lld, %.1f M parameters from %s; %s for %s%s", name.c_str(),
+  log_info("%s: %lld layers of %lld, %s parameters from %s; %s for %s%s", name.c_str(),
            static_cast<long long>(model.config().num_layers), static_cast<long long>(model.config().hidden_size),
-           static_cast<double>(TensorTable(model.config()).parameters()) / 1e6, source.c_str(),
+           human_count(static_cast<double>(TensorTable(model.config()).parameters())).c_str(), source.c_str(),
            human_bytes(static_cast<double>(total_bytes(model.memory()))).c_str(), room.c_str(), on_threads.c_str());
 }
 

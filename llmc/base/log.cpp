@@ -188,6 +188,14 @@ std::string human_bytes(double bytes) {
                 bytes, units[unit]);
 }
 
+std::string human_count(double count) {
+  return count < 1e6 ? format("%.0f", count) : format("%.2f M", count / 1e6);
+}
+
+std::string counted(std::int64_t count, const char* singular) {
+  return format("%lld %s%s", static_cast<long long>(count), singular, count == 1 ? "" : "s");
+}
+
 std::string human_seconds(double seconds) {
   if (!std::isfinite(seconds) || seconds < 0 || seconds > 1e9) return "?";
   const long long whole = std::llround(seconds);

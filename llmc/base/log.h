@@ -65,6 +65,10 @@ bool progress_line_shown();
 
 // "1.5 GB", "312 MB", "17 KB": powers of ten.
 std::string human_bytes(double bytes);
+// "31250", "1.97 M": a plain number below a million.
+std::string human_count(double count);
+// "1 row", "2 rows".
+std::string counted(std::int64_t count, const char* singular);
 // "3:05", "2:03:05": hours only when needed.
 std::string human_seconds(double seconds);
 

@@ -87,7 +87,7 @@ void LineInput::restore_terminal() {
 
 LineInput::LineInput() : prompting_(::isatty(STDIN_FILENO) == 1 && ::isatty(STDERR_FILENO) == 1) {
   if (!prompting_) return;
-  log_info("type a line to be continued; /help lists commands. Ctrl-C stops an answer, Ctrl-D (or Ctrl-C here) leaves");
+  log_info("type a line; /help lists commands. Ctrl-C stops an answer, Ctrl-D (or Ctrl-C here) leaves");
 #ifdef WEFT_EDITLINE
   if (!stderr_is_terminal()) return;
   terminal_known = ::tcgetattr(STDIN_FILENO, &terminal_before) == 0;

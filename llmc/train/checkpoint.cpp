@@ -220,21 +220,15 @@ std::string shard_difference(const Json& saved, const Json& now, std::size_t i) 
                 renamed ? ", with the same content" : "");
 }
 
-void require_same_data(const Json& saved, const Json& now, const std::string& directory, bool adapter) {
-  if (saved == now) return;
-  std::string difference;
+// Nothing if the shards are those of the run, otherwise what differs.
+std::string data_difference(const Json& saved, const Json& now) {
+  if (saved == now) return {};
   if (!saved.is_array() || saved.size() != now.size()) {
-    difference = format("now %zu shard%s, then %zu", now.size(), now.size() == 1 ? "" : "s",
-                        saved.is_array() ? saved.size() : 0);
-  } else {
-    const auto [was, is] = std::mismatch(saved.begin(), saved.end(), now.begin());
-    difference = shard_difference(saved, now, static_cast<std::size_t>(was - saved.begin()));
+    return format("now %zu shard%s, then %zu", now.size(), now.size() == 1 ? "" : "s",
+                  saved.is_array() ? saved.size() : 0);
   }
-  fail(Exit::bad_file,
-       "--train: %s was trained on other data: %s. Bring that data back to resume, or start in another --out; there "
-       "--%s %s continues from these weights",
-       escaped(directory).c_str(), difference.c_str(), adapter ? "adapter" : "model",
-       escaped(directory + "/" + parameters_name(adapter)).c_str());
+  const auto [was, is] = std::mismatch(saved.begin(), saved.end(), now.begin());
+  return shard_difference(saved, now, static_cast<std::size_t>(was - saved.begin()));
 }
 
 // The first key in which two objects differ; empty if there is none.
@@ -375,8 +369,9 @@ void Checkpoint::require_same_model(const RunIdentity& run, const std::string& s
   const std::string advice = key == "vocab_size" && run.began_from.empty()
                                  ? ". With --config, --vocab-size " + value_text(saved, key) + " is the same model"
                                  : std::string();
-  fail(Exit::usage, "--config or --model: %s is %s, but %s has %s%s", key.c_str(), value_text(now, key).c_str(),
-       source.c_str(), value_text(saved, key).c_str(), advice.c_str());
+  refuse_other_run(Exit::usage,
+                   format("--config or --model: %s is %s, but %s has %s%s", key.c_str(), value_text(now, key).c_str(),
+                          source.c_str(), value_text(saved, key).c_str(), advice.c_str()));
 }
 
 void Checkpoint::require_same_beginning(const RunIdentity& run, const std::string& source) const {
@@ -384,22 +379,44 @@ void Checkpoint::require_same_beginning(const RunIdentity& run, const std::strin
   const std::string saved = json_string(run_, "began_from", source);
   if (saved == run.began_from) return;
   if (saved.empty()) {
-    fail(Exit::usage,
-         "--model: %s began with new parameters (--config). Give the same --config, or start in another --out",
-         source.c_str());
+    refuse_other_run(Exit::usage, format("--model: %s began with new parameters (--config)", source.c_str()));
   }
-  fail(Exit::usage,
-       "%s: %s began from a model file with header hash %s, %s. Give the --model that it began from, or start in "
-       "another "
-       "--out",
-       run.began_from.empty() ? "--config" : "--model", source.c_str(), escaped(saved).c_str(),
-       run.began_from.empty() ? "not with new parameters" : ("this one has " + run.began_from).c_str());
+  refuse_other_run(
+      Exit::usage,
+      format("%s: %s began from a model file with header hash %s, %s", run.began_from.empty() ? "--config" : "--model",
+             source.c_str(), escaped(saved).c_str(),
+             run.began_from.empty() ? "not with new parameters" : ("this one has " + run.began_from).c_str()));
+}
+
+void Checkpoint::require_same_data(const RunIdentity& run, const std::string& source) const {
+  const std::string difference = data_difference(run_.value("data", Json()), run.data);
+  if (difference.empty()) return;
+  const bool adapter = model_.lora().has_value();
+  refuse_other_run(
+      Exit::bad_file,
+      format("--train: %s was trained on other data: %s. Bring that data back to resume; in another --out --%s %s "
+             "continues from these weights",
+             source.c_str(), difference.c_str(), adapter ? "adapter" : "model",
+             escaped(parent_directory(training_.path()) + "/" + parameters_name(adapter)).c_str()));
+}
+
+// Of a start whose model, beginning or data are others: most likely its --out was meant to be new.
+void Checkpoint::refuse_other_run(Exit code, const std::string& difference) const {
+  const Json data = run_.value("data", Json());
+  const std::size_t shards = data.is_array() ? data.size() : 0;
+  fail(code,
+       "--out: %s holds another run: %lld steps of a model with %lld layers of %lld, on %s%s. Use another --out, or "
+       "remove this one. %s",
+       escaped(parent_directory(parent_directory(training_.path()))).c_str(), static_cast<long long>(state_.step),
+       static_cast<long long>(model().num_layers), static_cast<long long>(model().hidden_size),
+       shards > 0 ? shard_text(data[0]).c_str() : "no shard", shards > 1 ? " and more" : "", difference.c_str());
 }
 
 void Checkpoint::require_same_run(const RunIdentity& run) const {
   const std::string source = escaped(parent_directory(training_.path()));
   require_same_model(run, source);
   require_same_beginning(run, source);
+  require_same_data(run, source);
   const Json& saved = json_object(run_, "settings", source);
   const std::string now = optimizer_of(run.settings, source).name(), before = optimizer().name();
   if (now != before) {
@@ -426,8 +443,6 @@ void Checkpoint::require_same_run(const RunIdentity& run) const {
     log_info("--steps: extended from %lld to %lld; the learning rate now follows the longer schedule",
              static_cast<long long>(saved_steps), static_cast<long long>(run.steps));
   }
-  require_same_data(run_.value("data", Json()), run.data, parent_directory(training_.path()),
-                    model_.lora().has_value());
   const std::string saved_device = json_string(run_, "device", source);
   if (saved_device != run.device) {
     log_warning("%s was computed on %s, this run goes on with %s: the numbers will differ in rounding", source.c_str(),

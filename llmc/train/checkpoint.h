@@ -82,7 +82,7 @@ class Checkpoint {
   const TrainState& state() const { return state_; }
   const ModelConfig& model() const { return model_.config(); }
   // Checks that `run` may continue this checkpoint: Exit::usage names an option that differs, Exit::bad_file a training
-  // shard.
+  // shard. Of another model, beginning or data the error says first that --out holds another run.
   void require_same_run(const RunIdentity& run) const;
   void load(TrainModel& model) const;
 
@@ -91,6 +91,8 @@ class Checkpoint {
   void read_state(const Json& manifest, std::int64_t step);
   void require_same_beginning(const RunIdentity& run, const std::string& source) const;
   void require_same_model(const RunIdentity& run, const std::string& source) const;
+  void require_same_data(const RunIdentity& run, const std::string& source) const;
+  [[noreturn]] void refuse_other_run(Exit code, const std::string& difference) const;
   void check_tensors() const;
   bool in_fp8() const;
   const Optimizer& optimizer() const;

@@ -41,10 +41,9 @@ Exit evaluate(TrainModel& model, const TrainSettings& settings, const TrainInput
       return count > 0 ? format(", %lld longer ones %s", static_cast<long long>(count), what) : std::string();
     };
     write_stdout(
-        format("val loss %.4f  perplexity %.4f  %lld of %lld learned tokens (%s) of %lld conversations in rows "
-               "of %lld%s%s\n",
-               loss, std::exp(loss), static_cast<long long>(tokens), static_cast<long long>(data.labels()),
-               which.c_str(), static_cast<long long>(data.documents()), static_cast<long long>(data.seq_len()),
+        format("val loss %.4f  perplexity %.4f  %lld of %lld learned tokens (%s) of %s in rows of %lld%s%s\n", loss,
+               std::exp(loss), static_cast<long long>(tokens), static_cast<long long>(data.labels()), which.c_str(),
+               counted(data.documents(), "conversation").c_str(), static_cast<long long>(data.seq_len()),
                longer(data.shortened(), "cut behind an answer").c_str(), longer(data.too_long(), "left out").c_str()));
     return Exit::ok;
   }

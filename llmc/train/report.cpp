@@ -15,6 +15,8 @@ namespace weft {
 
 namespace {
 
+constexpr double kRoundedUp = 1.1;  // --epochs become whole steps: with more than this factor a line says so
+
 Json host_facts() {
   utsname system{};
   ::uname(&system);
@@ -26,14 +28,15 @@ Json host_facts() {
 }
 
 std::string data_line(const char* name, const TokenDataset& data) {
-  const auto windows = static_cast<unsigned long long>(data.windows());
-  const std::string rows =
-      !data.of_documents() ? format("%llu windows", windows)
-      : data.of_pairs()    ? format("%lld pairs in %llu rows", static_cast<long long>(data.pairs()), windows)
-      : !data.packs()      ? format("%llu conversations in rows", windows)
-                      : format("%lld conversations in %llu rows", static_cast<long long>(data.documents()), windows);
-  return format("  %s: %zu shard%s, %.2f M tokens, %s of %lld", name, data.shards().size(),
-                data.shards().size() == 1 ? "" : "s", static_cast<double>(data.tokens()) / 1e6, rows.c_str(),
+  const auto windows = static_cast<std::int64_t>(data.windows());
+  const std::string rows = !data.of_documents() ? counted(windows, "window")
+                           : data.of_pairs()    ? counted(data.pairs(), "pair") + " in " + counted(windows, "row")
+                           : !data.packs()
+                               ? counted(windows, "conversation") + " in rows"
+                               : counted(data.documents(), "conversation") + " in " + counted(windows, "row");
+  return format("  %s: %s, %s tokens, %s of %lld", name,
+                counted(static_cast<std::int64_t>(data.shards().size()), "shard").c_str(),
+                human_count(static_cast<double>(data.tokens())).c_str(), rows.c_str(),
                 static_cast<long long>(data.seq_len()));
 }
 
@@ -82,16 +85,22 @@ std::vector<std::string> plan_lines(const TrainSettings& s, const TrainInputs& i
                                 ? format(" on each of %lld %sranks", static_cast<long long>(s.virtual_ranks),
                                          s.virtual_ranks > s.ranks ? "virtual " : "")
                                 : "";
-  lines.push_back(format("  a step: %lld tokens = %lld x %lld, accumulated %lld times%s; the run: %.2f M tokens",
+  lines.push_back(format("  a step: %lld tokens = %lld x %lld, accumulated %s%s; the run: %s tokens",
                          static_cast<long long>(s.batch_tokens), static_cast<long long>(s.micro_batch),
-                         static_cast<long long>(s.seq_len), static_cast<long long>(s.rank_accumulation()),
-                         ranks.c_str(), all_tokens / 1e6));
+                         static_cast<long long>(s.seq_len), counted(s.rank_accumulation(), "time").c_str(),
+                         ranks.c_str(), human_count(all_tokens).c_str()));
   if (!inputs.train) return lines;
   const double epoch = static_cast<double>(inputs.train->windows()) * static_cast<double>(s.seq_len);
+  const double epochs = all_tokens / epoch;
   const std::int64_t left_out = inputs.train->left_out();
-  lines.push_back(data_line("train", *inputs.train) + documents_text(*inputs.train) +
-                  format(", %.2f epochs", all_tokens / epoch) +
+  lines.push_back(data_line("train", *inputs.train) + documents_text(*inputs.train) + format(", %.2f epochs", epochs) +
                   (left_out > 0 ? format(", %lld tokens fill no window", static_cast<long long>(left_out)) : ""));
+  if (s.epochs > 0 && epochs > kRoundedUp * s.epochs) {
+    lines.push_back(format(
+        "  --epochs %g became %.2f: the run has %s, of %s each. A smaller --micro-batch, or "
+        "--batch-tokens, comes closer",
+        s.epochs, epochs, counted(s.steps, "step").c_str(), counted(s.batch_tokens / s.seq_len, "sequence").c_str()));
+  }
   if (!inputs.val) {
     lines.push_back("  no validation data (--val)");
     return lines;
@@ -120,15 +129,15 @@ std::vector<std::string> start_report(const TrainSettings& settings, const Train
       padded ? format(" for %lld ids", static_cast<long long>(inputs.train->vocab_size())) +
                    (settings.vocab_size > 0 ? " (--vocab-size)" : " (padded to a multiple of 128; --vocab-size)")
              : std::string();
-  lines.push_back(format("model: %lld layers of %lld, %lld heads on %lld, vocabulary %lld%s, %.2f M parameters",
+  lines.push_back(format("model: %lld layers of %lld, %lld heads on %lld, vocabulary %lld%s, %s parameters",
                          static_cast<long long>(model.num_layers), static_cast<long long>(model.hidden_size),
                          static_cast<long long>(model.num_heads), static_cast<long long>(model.num_kv_heads),
                          static_cast<long long>(model.vocab_size), of_data.c_str(),
-                         static_cast<double>(TensorTable(model).parameters()) / 1e6));
+                         human_count(static_cast<double>(TensorTable(model).parameters())).c_str()));
   if (const std::optional<LoraConfig> lora = settings.lora()) {
-    lines.push_back(format("adapter: rank %lld, alpha %g, targets %s, %.2f M parameters; the model is frozen",
+    lines.push_back(format("adapter: rank %lld, alpha %g, targets %s, %s parameters; the model is frozen",
                            static_cast<long long>(lora->rank), lora->alpha, lora->target_names().c_str(),
-                           static_cast<double>(TensorTable(model, *lora).parameters()) / 1e6));
+                           human_count(static_cast<double>(TensorTable(model, *lora).parameters())).c_str()));
   }
   lines.push_back("data");
   append(plan_lines(settings, inputs));

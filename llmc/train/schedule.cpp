@@ -9,10 +9,10 @@
 
 namespace weft {
 
-double default_learning_rate(std::int64_t parameters, bool pretrained) {
+double default_learning_rate(std::int64_t parameters, int divisor) {
   // Up to 30 million parameters from runs of weft, above from GPT-3 (Brown et al., 2020, table 2.1) and Pythia (Biderman et
   // al., 2023, table 1), which agree within a factor of 1.5.
-  // In millionths, so that a rate is the same number as when it is typed: 60 / 1e6 is 6e-5, but 6e-4 / 10 is not.
+  // One division of integers, so that a rate is the same number as when it is typed: 600 / 1e7 is 6e-5, but 6e-4 / 10 is not.
   constexpr struct {
     std::int64_t parameters;  // the row's rate holds up to here
     int millionths;
@@ -22,7 +22,7 @@ double default_learning_rate(std::int64_t parameters, bool pretrained) {
   const auto* row = std::find_if(std::begin(kRates), std::end(kRates),
                                  [&](const auto& candidate) { return parameters <= candidate.parameters; });
   const int millionths = row == std::end(kRates) ? kLargest : row->millionths;
-  return (pretrained ? millionths / 10 : millionths) / 1e6;
+  return millionths / (1e6 * divisor);
 }
 
 const std::vector<std::string>& schedule_names() {

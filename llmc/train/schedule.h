@@ -7,9 +7,9 @@
 
 namespace weft {
 
-// The default peak for a model with this many parameters. `pretrained`: the run starts from the weights of --model,
-// which the rate for a new model would destroy. doc/hyperparameters.md gives the sources.
-double default_learning_rate(std::int64_t parameters, bool pretrained);
+// The default peak for a model with this many parameters. `divisor` is 10 where a run starts from the weights of --model, which
+// the rate for a new model would destroy, and ten times as much for dpo. doc/hyperparameters.md gives the sources.
+double default_learning_rate(std::int64_t parameters, int divisor = 1);
 
 enum class ScheduleShape { cosine, linear, constant, wsd };
 

@@ -1229,6 +1229,11 @@ TEST(Human, BytesAndSeconds) {
   EXPECT_EQ(human_bytes(17'400), "17.4 KB");
   EXPECT_EQ(human_bytes(312e6), "312 MB");
   EXPECT_EQ(human_bytes(5e15), "5000 TB");
+  EXPECT_EQ(human_count(0), "0");
+  EXPECT_EQ(human_count(999'999), "999999");
+  EXPECT_EQ(human_count(1e6), "1.00 M");
+  EXPECT_EQ(human_count(8'030'261'248), "8030.26 M");
+  EXPECT_EQ(counted(0, "row") + ", " + counted(1, "row") + ", " + counted(2, "row"), "0 rows, 1 row, 2 rows");
   EXPECT_EQ(human_seconds(5), "0:05");
   EXPECT_EQ(human_seconds(185), "3:05");
   EXPECT_EQ(human_seconds(7385), "2:03:05");

@@ -987,7 +987,7 @@ TEST_F(CheckpointTest, OtherDataIsRefused) {
     const std::string said = error_of(Exit::bad_file, [&] { keeper.resume(ResumeMode::must, *model_); });
     expect_contains(said, "step_00000003' was trained on other data: ");
     expect_contains(said, told);
-    expect_contains(said, "; there --model '" + step_path(3) + "/model.bin' continues from these weights");
+    expect_contains(said, "; in another --out --model '" + step_path(3) + "/model.bin' continues from these weights");
     EXPECT_EQ(said.find('{'), std::string::npos) << said;
   }
 }
@@ -1037,6 +1037,30 @@ TEST_F(CheckpointTest, OtherModelIsRefused) {
   expect_contains(error_of(Exit::usage, [&] { keeper.resume(ResumeMode::automatic, *model_); }), "num_layers");
 }
 
+// A start with another model, beginning or data, and often other settings as well, was most likely meant for a new directory: that
+// comes first, and what differs after it.
+TEST_F(CheckpointTest, AnotherRunInTheDirectoryIsNamedFirst) {
+  save(3);
+  const auto refused = [&](Exit code, const std::function<void(RunIdentity&)>& change) {
+    const RunDirectory run(run_path());
+    RunIdentity other = identity();
+    change(other);
+    other.settings["seed"] = 77;
+    --other.steps;
+    CheckpointKeeper keeper(run, other, 2);
+    const std::string said = error_of(code, [&] { keeper.resume(ResumeMode::automatic, *model_); });
+    const std::string first =
+        format("--out: '%s' holds another run: 3 steps of a model with %lld layers of %lld, on 'train.bin' (",
+               run_path().c_str(), static_cast<long long>(identity().model.num_layers),
+               static_cast<long long>(identity().model.hidden_size));
+    EXPECT_TRUE(said.starts_with(first)) << said;
+    expect_contains(said, " tokens). Use another --out, or remove this one. --");
+  };
+  refused(Exit::usage, [](RunIdentity& run) { run.model.rope.theta *= 2; });
+  refused(Exit::usage, [](RunIdentity& run) { run.began_from = "0123456789abcdef"; });
+  refused(Exit::bad_file, [](RunIdentity& run) { run.data[0]["tokens"] = 3; });
+}
+
 // Another vocabulary can be asked for where a run begins with new parameters; a model file has its own.
 TEST_F(CheckpointTest, AnotherVocabularyCanBeAskedForOfANewModelAlone) {
   save(3);
@@ -1072,14 +1096,14 @@ TEST_F(CheckpointTest, AnotherBeginningIsRefused) {
   save_from("0123456789abcdef");
   EXPECT_EQ(resume_from("0123456789abcdef"), 3);
   const std::string other = error_of(Exit::usage, [&] { resume_from("0123456789abcdee"); });
-  EXPECT_TRUE(other.starts_with("--model: ")) << other;
+  expect_contains(other, ". --model: ");
   expect_contains(other, "0123456789abcdef");
   const std::string fresh = error_of(Exit::usage, [&] { resume_from(""); });
-  EXPECT_TRUE(fresh.starts_with("--config: ")) << fresh;
+  expect_contains(fresh, ". --config: ");
   save_from("");
   EXPECT_EQ(resume_from(""), 3);
   const std::string model = error_of(Exit::usage, [&] { resume_from("0123456789abcdef"); });
-  EXPECT_TRUE(model.starts_with("--model: ")) << model;
+  expect_contains(model, ". --model: ");
   expect_contains(model, "new parameters");
 }
 
@@ -1139,9 +1163,9 @@ TEST_F(CheckpointTest, AnotherTokenizerIsBlamedForEachIdThatComesFromIt) {
     expect_contains(another, "was made with a tokenizer, this start has another one");
     expect_contains(message(bos, eos, ""), "was made with a tokenizer, this start has none");
     const std::string ids = message(bos, eos, same);
-    EXPECT_TRUE(ids.starts_with(format("--config or --model: %s is ", key))) << ids;
+    expect_contains(ids, format(". --config or --model: %s is ", key));
     const std::string more = message(bos, eos, "{}", 2);
-    EXPECT_TRUE(more.starts_with("--config or --model: ")) << more;
+    expect_contains(more, ". --config or --model: ");
   }
 }
 

@@ -46,8 +46,8 @@ TEST(Schedule, WsdHoldsThenDecaysByTheSquareRoot) {
 
 // The rate of a new model falls with its size; weights that are there get a tenth of it.
 TEST(Schedule, TheDefaultRateFollowsTheSizeOfTheModel) {
-  const auto rate = [](const char* name, bool pretrained) {
-    return default_learning_rate(TensorTable(preset_config(name)).parameters(), pretrained);
+  const auto rate = [](const char* name, bool pretrained, int share = 1) {
+    return default_learning_rate(TensorTable(preset_config(name)).parameters(), share * (pretrained ? 10 : 1));
   };
   EXPECT_EQ(rate("tiny", false), 3e-3);
   EXPECT_EQ(rate("d12", false), 6e-4);
@@ -57,12 +57,14 @@ TEST(Schedule, TheDefaultRateFollowsTheSizeOfTheModel) {
   EXPECT_EQ(rate("llama3.2-3b", false), 1.6e-4);
   EXPECT_EQ(rate("llama3.1-8b", false), 1.2e-4);
   EXPECT_EQ(rate("tiny", true), 3e-4);
+  EXPECT_EQ(rate("tiny", true, 10), 3e-5) << "with dpo";
+  EXPECT_EQ(rate("llama3.1-8b", true, 10), 1.2e-6) << "with dpo";
   EXPECT_EQ(rate("d12", true), 6e-5) << "as if it were typed: a run may be resumed with --lr 6e-5";
   EXPECT_EQ(rate("llama3.1-8b", true), 1.2e-5);
   double before = 1;
   for (std::int64_t parameters = 1; parameters < std::int64_t{1} << 40; parameters *= 2) {
-    EXPECT_LE(default_learning_rate(parameters, false), before);
-    before = default_learning_rate(parameters, false);
+    EXPECT_LE(default_learning_rate(parameters), before);
+    before = default_learning_rate(parameters);
   }
 }
 
@@ -71,8 +73,8 @@ TEST(Schedule, TheDefaultRateChangesAfterEachSize) {
   const std::pair<std::int64_t, double> rows[] = {{30'000'000, 3e-3},  {100'000'000, 1e-3},   {250'000'000, 6e-4},
                                                   {500'000'000, 3e-4}, {2'000'000'000, 2e-4}, {4'000'000'000, 1.6e-4}};
   for (std::size_t i = 0; i < std::size(rows); ++i) {
-    EXPECT_EQ(default_learning_rate(rows[i].first, false), rows[i].second);
-    EXPECT_EQ(default_learning_rate(rows[i].first + 1, false), i + 1 < std::size(rows) ? rows[i + 1].second : 1.2e-4);
+    EXPECT_EQ(default_learning_rate(rows[i].first), rows[i].second);
+    EXPECT_EQ(default_learning_rate(rows[i].first + 1), i + 1 < std::size(rows) ? rows[i + 1].second : 1.2e-4);
   }
 }
 

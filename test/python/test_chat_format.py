@@ -537,7 +537,10 @@ def test_an_export_hands_the_template_on(ct, tmp_path):
 
 
 def test_without_a_template_there_is_no_format(tmp_path):
-    assert converted(model_with(tmp_path)) == ("chat format: none: the directory has no chat template", None)
+    directory = model_with(tmp_path)
+    assert converted(directory) == ("chat format: none: the directory has no chat template", None)
+    (directory / "chat_format.json").write_text("{}")
+    assert converted(directory) == (f"chat format: none: the directory has no chat template. It has a format: --chat-format {directory}/chat_format.json", None)
 
 
 @pytest.mark.parametrize("text, words", [("{", "tokenizer_config.json"), ('{"chat_template": 5}', "expected a text"),

@@ -322,7 +322,7 @@ def test_shards_say_where_conversations_begin_and_what_is_learned(prepare, tmp_p
     assert f"train          8 conversations         16 turns {tokens:>14} tokens {100 * learned / tokens:5.1f} % learned   {len(train)} shards\n" in done.stdout
     longest = max(int(np.diff(shard.starts).max()) for shard in shards)
     assert f", longest {longest} tokens\n" in done.stdout
-    assert "--seq-len 64 --epochs 2 --out runs/mine\n" in done.stdout
+    assert "--seq-len 64 --epochs 2 --micro-batch 1 --out runs/mine\n" in done.stdout
 
 
 def test_shards_of_pairs(prepare, tmp_path):

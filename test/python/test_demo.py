@@ -108,6 +108,12 @@ def test_the_demo_prints_how_to_serve_its_model(place):
         assert blocks(document)[0] == printed[0] + "\n" and len(printed) == 1, document
 
 
+def test_the_page_on_chats_begins_with_the_chat_that_the_demo_prints(place):
+    command, = re.findall(r"^  (\./infer_pythia .*--chat .*)$", place[1], re.M)
+    text = re.sub(r"step_\d{8}", f"step_{STEPS:08}", (ROOT / "doc/chat.md").read_text(encoding="utf-8"))
+    assert re.findall(r"^ {4}(.*)$", text, re.M)[0] == command
+
+
 @contextmanager
 def served(place: Path, command: str) -> Iterator[int]:
     """The port of the server that the command starts."""

@@ -55,10 +55,11 @@ def test_a_corpus_that_is_there_is_not_made_again_and_the_run_before_goes(demo, 
     assert demo("train")[1][:2] == [STORIES.removeprefix(".venv/bin/"), SHARDS], "the text alone is no corpus"
     (tmp_path / "data" / "stories" / "train_00000.bin").touch()
     (tmp_path / "runs" / "demo" / "step_00000400").mkdir(parents=True)
-    (tmp_path / "runs" / "other").mkdir()
+    for kept in ("other", "demo-longer"):
+        (tmp_path / "runs" / kept).mkdir()
     done, started = demo("train", DEMO_MINUTES="7", DEMO_TRAIN_OPTIONS="--steps 3  --lr 1")
     assert done.returncode == 0 and started == [training("7", "--steps 3 --lr 1"), PLOT]
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["other"]
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"other", "demo-longer"}
 
 
 @pytest.mark.parametrize("part, fails, left", [("train", "make_stories", 1), ("train", "prepare_data", 2), ("train", "--config", 3), ("train", "plot_log", 4),
@@ -82,13 +83,18 @@ def test_the_newest_checkpoint_is_tuned_and_the_newest_of_these_chats(demo, tmp_
                        "infer_pythia --model runs/demo-chat/step_00000060/model.bin --chat --temperature 0.5 --seed 1"]
     assert done.returncode == 0 and "  ./infer_pythia --model runs/demo-chat/step_00000060/model.bin --served-name demo --serve 127.0.0.1:8000\n" in done.stdout
     assert "  ./infer_pythia --model runs/demo-chat/step_00000060/model.bin --chat --temperature 0.5\n" in done.stdout
-    more = "  ./train_llama --config tiny --train 'data/stories/train_*.bin' --val 'data/stories/val_*.bin' --out runs/demo --steps 800"
+    more = "  ./train_llama --config tiny --train 'data/stories/train_*.bin' --val 'data/stories/val_*.bin' --out runs/demo-longer --steps 800"
     assert more + "\n" in done.stdout
     assert "  .venv/bin/python dev/prepare_data.py my.txt --tokenizer models/tiny-llama/tokenizer.json -o data/mine\n" in done.stdout
     assert ("  ./train_llama --config tiny --train 'data/mine/train_*.bin' --val 'data/mine/val_*.bin' --out runs/mine\n"
             in done.stdout)
     (tmp_path / "data" / "chats").mkdir(parents=True)
     (tmp_path / "data" / "chats" / "train_00000.bin").touch()
+    # What stands there already is not proposed again.
+    (tmp_path / "runs" / "mine").mkdir()
+    (tmp_path / "data" / "mine-2").mkdir()
+    said = demo("chat")[0].stdout
+    assert "-o data/mine-3\n" in said and "--train 'data/mine-3/train_*.bin' --val 'data/mine-3/val_*.bin' --out runs/mine-3\n" in said
     # What is given for the first training is for both; it goes on with the options that it began with.
     for given, kept, tuned in (("--steps 3  --lr 1 --seq-len 64", " --lr 1 --seq-len 64", "--steps 3 --lr 1 --seq-len 64"),
                                ("--lr 1 --steps=12", " --lr 1", "--seq-len 320 --lr 1 --steps=12"), ("--steps 4", "", "--seq-len 320 --lr 1e-3 --steps 4")):

@@ -91,6 +91,15 @@ def test_each_row_and_whether_it_counts(doctor, commands, row, verdict, words):
         "compiler", "libraries", "fuzzing", "nvcc", "GPU" if row == "GPU" else "driver", "python", "disk"]
 
 
+@pytest.mark.parametrize("built, told", [("CPU only", True), ("CPU + CUDA for sm_90a", False), (None, False)])
+def test_nvcc_alone_makes_no_gpu_program(doctor, tmp_path, built, told):
+    if built:
+        (tmp_path / "train_llama").write_text(f"#!{shutil.which('bash')}\necho 'train_llama 0.3.0 ({built})'\n")
+        (tmp_path / "train_llama").chmod(0o755)
+    (row,) = [line for line in doctor(nvcc("12.6")) if line.startswith("nvcc")]
+    assert row.endswith('CUDA 12.6; the programs here are built for the CPU alone: make GPU_ARCH="80 90a 120" builds them for GPUs' if told else "CUDA 12.6")
+
+
 def test_every_gpu_has_a_row_and_every_problem_counts(doctor):
     rows = doctor(gpus("7.5", "9.0", "6.1"))
     assert [line.split()[1] for line in rows if line.startswith("GPU")] == ["BAD", "ok", "BAD"]

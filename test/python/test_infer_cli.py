@@ -490,7 +490,7 @@ def test_a_random_model_takes_a_random_draft():
     words = ["--random-model", "pythia-14m", "--max-tokens", 8, "--device", "cpu", "--bench", "--json"]
     done = run(*words, "--draft", "pythia-14m")
     assert done.returncode == OK, done.stderr
-    assert b"pythia-14m: 6 layers of 128, 14.1 M parameters from a random generator; 57.3 MB for drafts" in done.stderr
+    assert b"pythia-14m: 6 layers of 128, 14.07 M parameters from a random generator; 57.3 MB for drafts" in done.stderr
     assert "drafts" in json.loads(done.stdout)
     assert "--draft: got 'pythia-13m'" in refused(USAGE, *words, "--draft", "pythia-13m")
 

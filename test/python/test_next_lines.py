@@ -157,6 +157,22 @@ def test_every_script_speaks_under_an_ascii_locale(place):
     assert (place / "bïld.png").exists()
 
 
+def test_what_a_command_begins_does_not_exist_yet(place):
+    """So that a second model or text of one's own is not refused by the first one's run, and replaces no shards."""
+    (place / "my.txt").write_text("Once upon a time there was a weft.\n" * 3000)
+    (place / "chats.jsonl").write_text('{"prompt": "Who?", "completion": "An old fox."}\n' * 4)
+    for made, data, run in (("data/other", "data/mine", "runs/mine"), ("data/mine", "data/mine-2", "runs/mine"),
+                            ("runs/mine", "data/mine-2", "runs/mine-2"), ("runs/mine-2", "data/mine-2", "runs/mine-3")):
+        (place / made).mkdir(parents=True)
+        _, prepare, train = next_lines(script(place, "scripts/convert_hf.py", "models/tiny-llama", "-o", "m.bin"))
+        assert prepare.endswith(f" -o {data}") and train.endswith(f" --train '{data}/train_*.bin' --val '{data}/val_*.bin' --out {run}")
+        prepared = script(place, "dev/prepare_data.py", "my.txt", "--tokenizer", "models/tiny-llama/tokenizer.json", "-o", "data/text")
+        chats = script(place, "dev/prepare_data.py", "--chat", "chats.jsonl", "--tokenizer", "models/tiny-llama/tokenizer.json", "--chat-format",
+                       "models/tiny-llama/chat_format.json", "-o", "data/chats")
+        assert all(line.endswith(f" --out {run}") for line in next_lines(prepared) + next_lines(chats))
+        assert b"train          3 conversations          6 turns" in chats and b"val            1 conversation           2 turns" in chats
+
+
 def test_pasteable_words():
     assert cli.pasteable("plain/x.bin") == "plain/x.bin" and cli.pasteable("a b") == "'a b'"
     assert cli.pasteable("-x") == "./-x" and cli.pasteable("a\x1b[31m'\\") == r"$'a\x1b[31m\x27\x5c'"

@@ -888,7 +888,7 @@ def test_a_run_on_conversations(tmp_path):
 
     done = run(tmp_path / "whole", "--epochs", 2)
     assert done.returncode == 0, done.stderr
-    (conversations, rows, full), = re.findall(r"train: 2 shards, 0\.00 M tokens, (\d+) conversations in (\d+) rows of 16 \((\d+)\.\d % full, "
+    (conversations, rows, full), = re.findall(r"train: 2 shards, \d+ tokens, (\d+) conversations in (\d+) rows of 16 \((\d+)\.\d % full, "
                                               r"\d+\.\d % of the attention of whole rows\), \d+\.\d % of the rows learned", done.stderr)
     assert int(rows) < int(conversations) and 70 < int(full) <= 100
     (cut, left_out), = re.findall(r"train: 2 .*, (\d+) longer ones cut behind an answer, (\d+) longer ones left out", done.stderr)
@@ -901,8 +901,12 @@ def test_a_run_on_conversations(tmp_path):
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert state_bytes(tmp_path / "parts", steps) == state_bytes(tmp_path / "whole", steps)
     assert_refused(run(tmp_path / "parts", "--epochs", 2, "--no-pack"), 2, "--'no-pack': got nothing, but", "was made with 'false'")
+    assert "--epochs 2 became" not in done.stderr
+    done = run(tmp_path / "rounded", "--epochs", 0.01, "--warmup-steps", 1, "--dry-run")  # of one row, in a step of eight
+    assert done.returncode == 0 and (f", {8 / int(rows):.2f} epochs\n  --epochs 0.01 became {8 / int(rows):.2f}: the run has 1 step, of 8 sequences "
+                                     "each. A smaller --micro-batch, or --batch-tokens, comes closer\n") in done.stdout, done
     done = run(tmp_path / "single", "--epochs", 2, "--no-pack")
-    (single,) = re.findall(r"train: 2 shards, 0\.00 M tokens, (\d+) conversations in rows of 16", done.stderr)
+    (single,) = re.findall(r"train: 2 shards, \d+ tokens, (\d+) conversations in rows of 16", done.stderr)
     assert done.returncode == 0 and single == conversations
     assert list(losses(tmp_path / "single")) == list(range(1, math.ceil(2 * int(single) / 8) + 1))
     assert_refused(run(tmp_path / "single", "--epochs", 2), 2, "--no-pack: got 'false', but", "was made with nothing")
@@ -932,7 +936,7 @@ def test_a_run_on_documents_of_a_text(tmp_path):
                               capture_output=True, text=True, env=environment())
 
     done = run(tmp_path / "masked", "train_0.bin", "--document-mask", "--val-batches", 0)
-    assert done.returncode == 0 and "train: 1 shard, 0.00 M tokens, 37 windows of 16, each document for itself, " in done.stderr, done
+    assert done.returncode == 0 and "tokens, 37 windows of 16, each document for itself, " in done.stderr, done
     ends = int((token_shard.TokenShard(texts / "train_0.bin").tokens[:-1] == 3).sum())
     steps = [record for record in records(tmp_path / "masked") if record["type"] == "step"]
     assert all(0 < record["learned_tokens"] < 64 for record in steps) and steps[-1]["val_tokens"] == 599 - ends

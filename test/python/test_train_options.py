@@ -67,7 +67,7 @@ def test_sizes_of_a_step(data, tmp_path):
     for size in (1, 2, 4):
         ok(train(data, tmp_path / f"micro{size}", "--micro-batch", size, steps=4))
         done = ok(train(data, tmp_path / "no", "--micro-batch", size, "--dry-run", steps=4))
-        assert f"a step: 64 tokens = {size} x 16, accumulated {4 // size} times" in done.stdout
+        assert f"a step: 64 tokens = {size} x 16, accumulated {4 // size} time{'s' if size < 4 else ''}" in done.stdout
     want = losses(tmp_path / "micro1")
     for size in (2, 4):
         got = losses(tmp_path / f"micro{size}")
@@ -89,7 +89,7 @@ def test_virtual_ranks_are_a_run_of_their_own(data, tmp_path):
                      steps=steps)
     done = {number: ok(ranks(number, number)) for number in (1, 2, 4)}
     for number, run in done.items():
-        share = f"accumulated {4 // number} times" + (f" on each of {number} virtual ranks;" if number > 1 else ";")
+        share = f"accumulated {4 // number} time{'s' if number < 4 else ''}" + (f" on each of {number} virtual ranks;" if number > 1 else ";")
         assert share in run.stderr
         assert json.loads((tmp_path / str(number) / "config.json").read_text())["settings"]["virtual-ranks"] == str(number)
         assert losses(tmp_path / str(number))[8] == pytest.approx(losses(tmp_path / "1")[8], rel=1e-4)
@@ -104,7 +104,7 @@ def test_virtual_ranks_are_a_run_of_their_own(data, tmp_path):
     plan = {number: ok(ranks("no", number, 8, "--dry-run")).stdout for number in (1, 2)}
     assert planned(plan[2], "sum of the ranks (fp32)") == planned(plan[1], "gradients (fp32)")
     assert planned(plan[2], "total") > planned(plan[1], "total") and "sum of the ranks" not in plan[1]
-    assert "a step: 96 tokens = 2 x 16, accumulated 1 times on each of 3 virtual ranks;" in ok(
+    assert "a step: 96 tokens = 2 x 16, accumulated 1 time on each of 3 virtual ranks;" in ok(
         train(data, tmp_path / "no", "--virtual-ranks", 3, "--batch-tokens", 0, "--dry-run")).stdout
     assert_refused(ranks("no", 3), 2, "--virtual-ranks: got 3", "divisor of the 4 micro-batches")
     if WITH_CUDA:

@@ -5,6 +5,8 @@ from mutant import Mutant, py
 ROOM = "scripts"
 
 ROWS = [
+    Mutant("a next command begins where another run stands", "unused", "if not os.path.lexists(name)", "",
+           py("test_next_lines.py::test_what_a_command_begins_does_not_exist_yet")),
     Mutant("answers in the prompt of a pair are learned", "_conversation", "spans[skipped:]", "spans",
            py("test_conversations.py::test_answers_of_the_prompt_are_not_learned")),
     Mutant("converter: transposed weights pass", "_check_tensor", "entry.shape != shape",

@@ -5,6 +5,10 @@ from mutant import Mutant, py, unit
 ROOM = "llmc/train"
 
 ROWS = [
+    Mutant("shards of another run go on in its directory", "Checkpoint::require_same_run", "require_same_data(run, source);", "",
+           unit("CheckpointTest.AnotherRunInTheDirectory*", "CheckpointTest.OtherDataIsRefused")),
+    Mutant("epochs that became many more are not said", "plan_lines", "epochs > kRoundedUp * s.epochs", "false",
+           py("test_train_cli.py::test_a_run_on_conversations")),
     Mutant("another optimizer goes on", "Checkpoint::require_same_run", "now != before", "false",
            unit("RanksLoop.AnotherOptimizer*")),
     Mutant("the thread that saves reads the tensors of the model", "start",
