@@ -267,8 +267,6 @@ void check_adapter(const TrainSettings& s, const OptionTable& table) {
   if (s.model.empty() && !s.bench)
     fail(Exit::usage, "--lora-r: needs --model, beside whose weights the adapter is trained");
   if (!s.compare.empty()) fail(Exit::usage, "--compare: compares whole models. Leave --lora-r out");
-  if (s.precision == "fp8")
-    fail(Exit::usage, "--precision: got fp8, an adapter is trained in bf16 or fp32. Leave it out");
   if (s.ranks > 1 && (s.shard_kind() == Shard::parameters || s.shard_kind() == Shard::gradients)) {
     fail(Exit::usage, "--shard: got %s, and the %s of an adapter are few. Use optimizer", s.shard.c_str(),
          s.shard.c_str());
