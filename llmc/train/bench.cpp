@@ -66,6 +66,28 @@ std::vector<float> noise_table() {
   return table;
 }
 
+// A tensor of a quantised matrix whose values have that deviation: the numbers that infer_pythia --random-model has.
+std::vector<std::byte> random_bytes(const TensorSpec& spec, const WeightFormat& format) {
+  std::vector<std::byte> bytes(spec.bytes, static_cast<std::byte>(kRandomZero));
+  if (spec.kind == ValueKind::scales) {
+    const std::vector<float> scales(static_cast<std::size_t>(spec.elements),
+                                    static_cast<float>(0.02 / format.random_deviation));
+    convert_from_f32(scales.data(), spec.dtype, bytes.data(), scales.size());
+  }
+  if (spec.kind != ValueKind::quants) return bytes;
+#pragma omp parallel for schedule(static)
+  for (std::size_t first = 0; first < bytes.size(); first += sizeof(PhiloxWords)) {
+    const PhiloxWords words =
+        philox(3, static_cast<std::uint64_t>(spec.byte_offset) + first, static_cast<std::uint64_t>(RandomStream::init));
+    for (std::size_t i = first; i < std::min(bytes.size(), first + sizeof words); ++i) {
+      const std::uint32_t word = words.word[(i - first) / 4];
+      const auto value = static_cast<std::uint8_t>(word >> 8 * ((i - first) % 4) & format.random_mask);
+      bytes[i] = static_cast<std::byte>(format.valid(value) ? value : 0);
+    }
+  }
+  return bytes;
+}
+
 // Takes training steps, as TrainLoop does, on one random micro-batch.
 class BenchSteps {
  public:
@@ -122,10 +144,16 @@ void bench_parameters(TrainModel& model, bool trains_adapter) {
     model.write_tensor(TensorRole::parameter, spec, values.data());
   }
   if (!trains_adapter) return;
-  const TensorTable frozen(model.config());
+  const TensorTable frozen = model.frozen_table();
+  const WeightFormat* format = nullptr;  // of the tensors in front
   for (const TensorSpec& spec : frozen.specs()) {
-    fill(spec, is_normal(spec));
-    model.write_frozen(spec, values.data());
+    if (spec.kind == ValueKind::floats) {
+      fill(spec, is_normal(spec));
+      model.write_frozen(spec, values.data());
+      continue;
+    }
+    if (spec.kind == ValueKind::quants) format = &weight_format(spec.dtype);
+    model.write_frozen_quantized(spec, random_bytes(spec, *format).data());
   }
 }
 
