@@ -7,6 +7,7 @@
 #include "llmc/base/clock.h"
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
+#include "llmc/base/log.h"
 #include "llmc/base/percentile.h"
 #include "llmc/base/philox.h"
 #include "llmc/model/compare.h"
@@ -163,6 +164,7 @@ TrainBenchResult bench_training(TrainModel& model, const TrainSettings& settings
   result.tokens = settings.batch_tokens;
   result.flops_per_token = training_flops_per_token(model.config(), settings.lora(), settings.seq_len);
   result.trains_adapter = settings.lora_r > 0;
+  result.memory_bytes = total_bytes(model.memory());
   result.ranks = ranks.size();
   result.peak_flops = ranks.size() * peak_bf16_flops(device_name);
 
@@ -278,7 +280,8 @@ std::vector<std::string> train_bench_text(const TrainBenchResult& r, const std::
   lines.push_back(r.peak_flops > 0
                       ? format("MFU %.1f %% of the %.1f TF/s of dense bf16", 100 * r.mfu(), r.peak_flops * 1e-12)
                       : std::string("MFU n/a: the peak of this device is not known"));
-  lines.push_back(format("loss %.4f -> %.4f on the same random tokens", r.first_loss, r.last_loss));
+  lines.push_back(format("loss %.4f -> %.4f on the same random tokens, in %s of memory", r.first_loss, r.last_loss,
+                         human_bytes(static_cast<double>(r.memory_bytes)).c_str()));
   return lines;
 }
 
@@ -290,7 +293,8 @@ Json train_bench_json(const TrainBenchResult& r, const TrainSettings& s, const s
                {"flops_per_token", r.flops_per_token},
                {"mfu", r.peak_flops > 0 ? Json(r.mfu()) : Json(nullptr)},
                {"first_loss", r.first_loss},
-               {"last_loss", r.last_loss}});
+               {"last_loss", r.last_loss},
+               {"memory_bytes", r.memory_bytes}});
   if (r.ranks > 1)
     json.update({{"ranks", r.ranks}, {"shard", s.shard}, {"tokens_per_s_rank", r.tokens_per_s() / r.ranks}});
   return json;
