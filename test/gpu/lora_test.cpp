@@ -627,7 +627,7 @@ std::unique_ptr<TrainModel> small_weights(bool gpu, const ModelConfig& config, c
 
 // As for all weights (test/gpu/fp8_test.cpp): the GPU rounds to bf16 before it rounds to fp8, so the gradient may be as far from the
 // reference as two computations that round independently, sqrt(2) times what the reference is from fp32. That of one small
-// matrix may be farther by chance: on the CPU 1.8 times, of weights that differ by 2^-8, where the whole gradient is 0.95. The
+// matrix may be farther by chance: on the CPU 1.8 times, of weights that differ by 2^-8, where the whole gradient is 1.0. The
 // first step has current scales, the others delayed ones; those of the weights stay, and are the CPU's.
 TEST_F(CudaLoraFp8, GradientsAreThoseOfTheCpuThatRoundsInTheSamePlaces) {
   for (const ModelCase& c : fp8_cases()) {
