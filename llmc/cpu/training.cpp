@@ -264,6 +264,7 @@ class TrainingModel final : public TrainModel {
     if (!frozen_) return TrainModel::write_frozen(spec, values);
     std::copy_n(values, spec.elements, frozen_->arena.at<float>(frozen_->table.at(spec.name).byte_offset));
     parameters_changed();
+    if (fp8_) fp8_->weights_replaced();
   }
   std::vector<float> fp8_state() const override { return fp8_ ? fp8_->state() : std::vector<float>(); }
   void set_fp8_state(std::span<const float> state) override {
@@ -683,13 +684,13 @@ void TrainingModel::activation_backward(const LayerActivations<float>& a) {
 void TrainingModel::linear(BlockLinear which, std::int64_t l, float* out, const float* x, Accumulate accumulate) {
   const LinearSize size = linear_size(config_, which);
   const Linear<float>& layer = weights_.blocks[static_cast<std::size_t>(l)].linear(which);
-  const float* weight = layer.weight.plain;
+  const float *weight = layer.weight.plain, *operand = x;  // an adapter reads x as it is
   if (fp8_) {
     using Pass = Fp8Linears::Pass;
-    x = fp8_->input(which, l, x, !training_ ? Pass::evaluation : recomputing_ ? Pass::again : Pass::training);
+    operand = fp8_->input(which, l, x, !training_ ? Pass::evaluation : recomputing_ ? Pass::again : Pass::training);
     weight = fp8_->weight(which, l);
   }
-  matmul_forward(out, x, weight, layer.bias, rows(), size.C, size.OC, accumulate);
+  matmul_forward(out, operand, weight, layer.bias, rows(), size.C, size.OC, accumulate);
   for (const LowRank<float>& adapter : layer.low_rank) {
     low_rank_forward(adapter_shape(which, l), out, x, adapter, adapter_workspace_.at<float>(0));
   }
@@ -698,14 +699,14 @@ void TrainingModel::linear(BlockLinear which, std::int64_t l, float* out, const 
 void TrainingModel::linear_backward(BlockLinear which, std::int64_t l, float* dx, const float* dout, const float* x) {
   const LinearSize size = linear_size(config_, which);
   const Linear<float>& layer = weights_.blocks[static_cast<std::size_t>(l)].linear(which);
-  const float* weight = layer.weight.plain;
+  const float *weight = layer.weight.plain, *x_operand = x, *dout_operand = dout;
   if (fp8_) {
-    x = fp8_->input(which, l, x, Fp8Linears::Pass::again);
-    dout = fp8_->gradient(which, l, dout);
+    x_operand = fp8_->input(which, l, x, Fp8Linears::Pass::again);
+    dout_operand = fp8_->gradient(which, l, dout);
     weight = fp8_->weight(which, l);
   }
   const Linear<float>& d_layer = d_weights_.blocks[static_cast<std::size_t>(l)].linear(which);
-  matmul_backward(dx, d_layer.weight.plain, d_layer.bias, dout, x, weight, rows(), size.C, size.OC);
+  matmul_backward(dx, d_layer.weight.plain, d_layer.bias, dout_operand, x_operand, weight, rows(), size.C, size.OC);
   for (std::size_t i = 0; i < d_layer.low_rank.size(); ++i) {
     low_rank_backward(adapter_shape(which, l), dx, d_layer.low_rank[i], dout, x, layer.low_rank[i],
                       adapter_workspace_.at<float>(0));

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <utility>
 
 #include "llmc/base/error.h"
 #include "llmc/model/shards.h"
@@ -54,6 +55,34 @@ bool Fp8Buffers::has_all() const {
     if (!has(l)) return false;
   }
   return true;
+}
+
+Fp8Tensor round_tensor(std::span<const float> values, Fp8Format format) {
+  const std::int64_t count = std::ssize(values);
+  const float largest = fp8_largest(format);
+  std::uint32_t amax = 0;
+#pragma omp parallel for schedule(static) reduction(max : amax)
+  for (std::int64_t i = 0; i < count; ++i) {
+    amax = std::max(amax, std::bit_cast<std::uint32_t>(values[static_cast<std::size_t>(i)]) & 0x7FFFFFFFu);
+  }
+  Fp8Tensor tensor;
+  tensor.codes.resize(values.size());
+  tensor.exponent = std::isfinite(std::bit_cast<float>(amax)) ? fp8_exponent(amax, format) : 0;
+  const float scale = std::bit_cast<float>(fp8_scale_bits(tensor.exponent));
+  std::int64_t saturated = 0, flushed = 0;
+#pragma omp parallel for schedule(static) reduction(+ : saturated, flushed)
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float value = values[static_cast<std::size_t>(i)], scaled = value * scale;
+    saturated += std::abs(scaled) > largest ? 1 : 0;
+    flushed += value != 0 && std::abs(scaled) <= fp8_flushed(format) ? 1 : 0;
+    // An infinity of the tensor is not finite, one of the product saturates.
+    const float finite = std::isinf(value) ? value : std::clamp(scaled, -largest, largest);
+    tensor.codes[static_cast<std::size_t>(i)] = f32_to_fp8(finite, format);
+  }
+  tensor.counters.saturated = static_cast<std::uint64_t>(saturated);
+  tensor.counters.flushed = static_cast<std::uint64_t>(flushed);
+  tensor.counters.amax_bits = amax;
+  return tensor;
 }
 
 Fp8Scales::Fp8Scales(std::int64_t layers)
@@ -120,25 +149,31 @@ Fp8Statistics fp8_statistics(const ModelConfig& config, std::span<const Fp8Count
   return statistics;
 }
 
-void check_fp8_sizes(const ModelConfig& config, std::int64_t micro_batch, std::int64_t seq_len) {
+std::string fp8_unsupported_reason(const ModelConfig& config, std::int64_t micro_batch, std::int64_t seq_len) {
   if (config.activation != Activation::swiglu || config.parallel_residual || config.post_norms ||
       config.qkv_layout != QkvLayout::concatenated) {
-    fail(Exit::usage,
-         "--precision: got fp8 for a model of the family %s, expected one with SwiGLU, a sequential residual "
-         "without norms behind its branches, and q, k and v in matrices of their own. Use --precision bf16 or fp32",
-         config.family.c_str());
+    return format(
+        "--precision: got fp8 for a model of the family %s, expected one with SwiGLU, a sequential residual "
+        "without norms behind its branches, and q, k and v in matrices of their own. Use --precision bf16 or fp32",
+        config.family.c_str());
   }
   constexpr std::int64_t kMultiple = 16;
-  const auto check = [](const char* name, std::int64_t value) {
-    if (value % kMultiple == 0) return;
-    fail(Exit::usage, "%s: got %lld, --precision fp8 needs a multiple of %lld. Use --precision bf16 or fp32", name,
-         static_cast<long long>(value), static_cast<long long>(kMultiple));
-  };
-  check("hidden_size", config.hidden_size);
-  check("num_heads x head_dim", config.q_size());
-  check("(num_heads + 2 num_kv_heads) x head_dim", config.qkv_size());
-  check("ffn_size", config.ffn_size);
-  check("--micro-batch x --seq-len", micro_batch * seq_len);
+  const std::pair<const char*, std::int64_t> sizes[] = {{"hidden_size", config.hidden_size},
+                                                        {"num_heads x head_dim", config.q_size()},
+                                                        {"(num_heads + 2 num_kv_heads) x head_dim", config.qkv_size()},
+                                                        {"ffn_size", config.ffn_size},
+                                                        {"--micro-batch x --seq-len", micro_batch * seq_len}};
+  for (const auto& [name, value] : sizes) {
+    if (value % kMultiple == 0) continue;
+    return format("%s: got %lld, --precision fp8 needs a multiple of %lld. Use --precision bf16 or fp32", name,
+                  static_cast<long long>(value), static_cast<long long>(kMultiple));
+  }
+  return {};
+}
+
+void check_fp8_sizes(const ModelConfig& config, std::int64_t micro_batch, std::int64_t seq_len) {
+  const std::string reason = fp8_unsupported_reason(config, micro_batch, seq_len);
+  if (!reason.empty()) fail(Exit::usage, "%s", reason.c_str());
 }
 
 }  // namespace weft

@@ -69,6 +69,15 @@ class Fp8Buffers {
   std::vector<std::int64_t> occupants_;  // the layer in each place
 };
 
+// A tensor rounded on the host, by the scale that its own largest magnitude allows; 2^0 where that is not finite. Codes and counters
+// are those of a GPU, bit for bit.
+struct Fp8Tensor {
+  std::vector<std::uint8_t> codes;
+  int exponent = 0;
+  Fp8Counters counters;
+};
+Fp8Tensor round_tensor(std::span<const float> values, Fp8Format format);
+
 inline constexpr std::int64_t kFp8History = 16;  // steps
 
 // The largest magnitudes of the last steps, and the exponents that follow from them.
@@ -115,7 +124,10 @@ Fp8Statistics fp8_statistics(const ModelConfig& config, std::span<const Fp8Count
 // Beyond this share of a tensor saturation is more than a few outliers of one step.
 inline constexpr double kFp8SaturationWarning = 1e-3;
 
-// Exit::usage for a block that is not a Llama's, and for a width, or a number of rows of a micro-batch, that is no multiple of 16: GEMMs take fp8 in pieces of 16 bytes.
+// Why a model is not trained in fp8, as a message; empty if it is: a block that is not a Llama's, and a width, or a number of rows of
+// a micro-batch, that is no multiple of 16, because GEMMs take fp8 in pieces of 16 bytes.
+std::string fp8_unsupported_reason(const ModelConfig& config, std::int64_t micro_batch, std::int64_t seq_len);
+// Exit::usage for that reason.
 void check_fp8_sizes(const ModelConfig& config, std::int64_t micro_batch, std::int64_t seq_len);
 
 }  // namespace weft

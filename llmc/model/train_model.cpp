@@ -11,9 +11,6 @@ TensorTable trained_table(const ModelConfig& config, const TrainOptions& options
 
 void check_adapter(const ModelConfig& config, const TrainOptions& options) {
   if (!options.lora) return;
-  if (options.precision == Precision::fp8) {
-    fail(Exit::usage, "--precision: got fp8, an adapter is trained in bf16 or fp32");
-  }
   const std::string reason = lora_unsupported_reason(*options.lora, config);
   if (!reason.empty()) fail(Exit::usage, "--lora-r: %s", reason.c_str());
 }

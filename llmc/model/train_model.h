@@ -44,7 +44,8 @@ struct TrainOptions {
   // alone. adapter_dropout: probability, of the adapter's inputs.
   std::optional<LoraConfig> lora = std::nullopt;
   float adapter_dropout = 0;
-  // The formats that the frozen model's file has, which a GPU keeps in its memory; the CPU has their values.
+  // The formats that the frozen model's file has, which a GPU keeps in its memory; the CPU has their values, and so has a GPU with
+  // Precision::fp8, which rounds them to fp8 for its GEMMs.
   Quantization frozen_quantization = {};
   const Optimizer* optimizer = &adamw_optimizer();
   Precision moments = Precision::fp32;  // in which AdamW's moments are stored; bf16: on a GPU, not with Precision::fp32
@@ -89,8 +90,7 @@ inline void check_batch(const Batch& batch, const TrainOptions& options) {
   }
 }
 
-// For the making of a model: Exit::usage for an adapter that is not trained in this precision, or that a model of this configuration
-// cannot have.
+// For the making of a model: Exit::usage for an adapter that a model of this configuration cannot have.
 void check_adapter(const ModelConfig& config, const TrainOptions& options);
 
 // What a step needs to know before it may update. Reading it is the only synchronisation of a step.
@@ -166,8 +166,9 @@ class TrainModel {
   virtual void read_tensor(TensorRole role, const TensorSpec& spec, float* values) = 0;
   virtual void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) = 0;
 
-  // With TrainOptions::lora: the frozen model as this model keeps it, and setting one of its tensors. write_frozen() takes
-  // ValueKind::floats, write_frozen_quantized() the bytes of the others as a file has them.
+  // With TrainOptions::lora: the frozen model as this model takes it, and setting one of its tensors. write_frozen() takes
+  // ValueKind::floats, write_frozen_quantized() the bytes of the others as a file has them. All tensors are set before the first
+  // pass.
   virtual TensorTable frozen_table() const { return TensorTable(config()); }
   virtual void write_frozen_quantized(const TensorSpec& spec, const std::byte* /*bytes*/) {
     fail(Exit::internal, "%s: not kept quantised", spec.name.c_str());

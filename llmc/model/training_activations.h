@@ -74,8 +74,8 @@ TrainingActivations<T>::TrainingActivations(const ModelConfig& config, const Tra
   const std::int64_t N = options.micro_batch * options.seq_len;
   const std::int64_t q = config.q_size(), qkv = config.qkv_size();
   const bool share_norms = options.recompute != Recompute::none;  // norms and SwiGLU's output
-  // With --precision fp8 a GPU stores the norms' and SwiGLU's outputs in fp8 alone, in memory of its own.
-  const bool only_in_fp8 = options.precision == Precision::fp8 && !std::is_same_v<T, float>;
+  // With --precision fp8 a GPU stores the norms' and SwiGLU's outputs in fp8 alone, in memory of its own. An adapter reads them.
+  const bool only_in_fp8 = options.precision == Precision::fp8 && !std::is_same_v<T, float> && !options.lora;
   const bool share_block = options.recompute == Recompute::block;  // everything but the layer's input
 
   layers.resize(static_cast<std::size_t>(L));

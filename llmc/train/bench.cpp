@@ -7,6 +7,7 @@
 #include "llmc/base/clock.h"
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
+#include "llmc/base/log.h"
 #include "llmc/base/percentile.h"
 #include "llmc/base/philox.h"
 #include "llmc/model/compare.h"
@@ -66,6 +67,28 @@ std::vector<float> noise_table() {
   return table;
 }
 
+// A tensor of a quantised matrix whose values have that deviation: the numbers that infer_pythia --random-model has.
+std::vector<std::byte> random_bytes(const TensorSpec& spec, const WeightFormat& format) {
+  std::vector<std::byte> bytes(spec.bytes, static_cast<std::byte>(kRandomZero));
+  if (spec.kind == ValueKind::scales) {
+    const std::vector<float> scales(static_cast<std::size_t>(spec.elements),
+                                    static_cast<float>(0.02 / format.random_deviation));
+    convert_from_f32(scales.data(), spec.dtype, bytes.data(), scales.size());
+  }
+  if (spec.kind != ValueKind::quants) return bytes;
+#pragma omp parallel for schedule(static)
+  for (std::size_t first = 0; first < bytes.size(); first += sizeof(PhiloxWords)) {
+    const PhiloxWords words =
+        philox(3, static_cast<std::uint64_t>(spec.byte_offset) + first, static_cast<std::uint64_t>(RandomStream::init));
+    for (std::size_t i = first; i < std::min(bytes.size(), first + sizeof words); ++i) {
+      const std::uint32_t word = words.word[(i - first) / 4];
+      const auto value = static_cast<std::uint8_t>(word >> 8 * ((i - first) % 4) & format.random_mask);
+      bytes[i] = static_cast<std::byte>(format.valid(value) ? value : 0);
+    }
+  }
+  return bytes;
+}
+
 // Takes training steps, as TrainLoop does, on one random micro-batch.
 class BenchSteps {
  public:
@@ -122,10 +145,16 @@ void bench_parameters(TrainModel& model, bool trains_adapter) {
     model.write_tensor(TensorRole::parameter, spec, values.data());
   }
   if (!trains_adapter) return;
-  const TensorTable frozen(model.config());
+  const TensorTable frozen = model.frozen_table();
+  const WeightFormat* format = nullptr;  // of the tensors in front
   for (const TensorSpec& spec : frozen.specs()) {
-    fill(spec, is_normal(spec));
-    model.write_frozen(spec, values.data());
+    if (spec.kind == ValueKind::floats) {
+      fill(spec, is_normal(spec));
+      model.write_frozen(spec, values.data());
+      continue;
+    }
+    if (spec.kind == ValueKind::quants) format = &weight_format(spec.dtype);
+    model.write_frozen_quantized(spec, random_bytes(spec, *format).data());
   }
 }
 
@@ -135,6 +164,7 @@ TrainBenchResult bench_training(TrainModel& model, const TrainSettings& settings
   result.tokens = settings.batch_tokens;
   result.flops_per_token = training_flops_per_token(model.config(), settings.lora(), settings.seq_len);
   result.trains_adapter = settings.lora_r > 0;
+  result.memory_bytes = total_bytes(model.memory());
   result.ranks = ranks.size();
   result.peak_flops = ranks.size() * peak_bf16_flops(device_name);
 
@@ -250,7 +280,8 @@ std::vector<std::string> train_bench_text(const TrainBenchResult& r, const std::
   lines.push_back(r.peak_flops > 0
                       ? format("MFU %.1f %% of the %.1f TF/s of dense bf16", 100 * r.mfu(), r.peak_flops * 1e-12)
                       : std::string("MFU n/a: the peak of this device is not known"));
-  lines.push_back(format("loss %.4f -> %.4f on the same random tokens", r.first_loss, r.last_loss));
+  lines.push_back(format("loss %.4f -> %.4f on the same random tokens, in %s of memory", r.first_loss, r.last_loss,
+                         human_bytes(static_cast<double>(r.memory_bytes)).c_str()));
   return lines;
 }
 
@@ -262,7 +293,8 @@ Json train_bench_json(const TrainBenchResult& r, const TrainSettings& s, const s
                {"flops_per_token", r.flops_per_token},
                {"mfu", r.peak_flops > 0 ? Json(r.mfu()) : Json(nullptr)},
                {"first_loss", r.first_loss},
-               {"last_loss", r.last_loss}});
+               {"last_loss", r.last_loss},
+               {"memory_bytes", r.memory_bytes}});
   if (r.ranks > 1)
     json.update({{"ranks", r.ranks}, {"shard", s.shard}, {"tokens_per_s_rank", r.tokens_per_s() / r.ranks}});
   return json;

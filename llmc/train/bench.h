@@ -21,6 +21,7 @@ struct TrainBenchResult {
   bool trains_adapter = false;
   double peak_flops = 0;  // dense bf16 of the ranks' GPUs by their datasheet; 0: unknown
   double first_loss = 0, last_loss = 0;
+  std::uint64_t memory_bytes = 0;  // of the model of a rank: TrainModel::memory()
 
   double tokens_per_s() const { return static_cast<double>(tokens) / median_ms * 1e3; }
   double mfu() const { return peak_flops > 0 ? tokens_per_s() * flops_per_token / peak_flops : 0; }

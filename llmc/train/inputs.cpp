@@ -72,7 +72,10 @@ void require_norm(const TrainSettings& settings, const std::string& path, NormKi
 
 void open_model(const TrainSettings& settings, TrainInputs& inputs) {
   if (settings.model.empty()) {
-    inputs.config = settings.config_is_file() ? trainable_config(settings.config) : preset_config(settings.config);
+    inputs.config = settings.config_is_file() ? trainable_config(settings.config)
+                    : settings.lora_r > 0     ? random_model_config(settings.config, "--config")
+                                              : preset_config(settings.config);
+    inputs.frozen_quantization = std::exchange(inputs.config.quantization, {});
     require_trainable(inputs.config, settings.config);
     if (inputs.config.norm == NormKind::layernorm) {  // of a family that has no other
       require_norm(settings, settings.config, inputs.config.norm);

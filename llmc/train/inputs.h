@@ -17,7 +17,7 @@ struct TrainInputs {
   ModelConfig config;                       // of the model; a new one has the vocabulary of its data
   std::optional<ModelFile> weights;         // of --model, with the adapter of --adapter unless that is trained
   bool trains_adapter = false;              // --lora-r
-  Quantization frozen_quantization;         // then of --model
+  Quantization frozen_quantization;         // then of --model, or of --bench --config NAME:FORMAT
   std::optional<ModelFile> adapter;         // of --adapter, if it is trained further
   std::string base, began_from;             // header hash of --model, and RunIdentity's; empty without one
   std::string tokenizer, tokenizer_source;  // text of tokenizer.json and the file it is from; empty without one

@@ -167,7 +167,10 @@ void add_reports(OptionTable& table, TrainSettings& s) {
   table.text("compare", s.compare, "FILE", "check --model against a reference dump instead of training");
   table.flag("eval", s.eval,
              "measure the loss of --model on --val (all of it, unless --val-batches is given), and stop");
-  table.flag("bench", s.bench, "time training steps on random tokens: no data, no run directory, nothing saved");
+  table.flag(
+      "bench", s.bench,
+      "time training steps on random tokens: no data, no run directory, nothing saved. With --lora-r the weights "
+      "of --config NAME:int8, :int4 or :fp8 are quantised");
   table.flag("operators", s.operators, "with --bench: what each operator of a step costs on the GPU");
   table.flag("json", s.json, "with --bench or --eval: one JSON object");
   table.flag("dry-run", s.dry_run, "check settings, files and memory, and stop");
@@ -267,8 +270,6 @@ void check_adapter(const TrainSettings& s, const OptionTable& table) {
   if (s.model.empty() && !s.bench)
     fail(Exit::usage, "--lora-r: needs --model, beside whose weights the adapter is trained");
   if (!s.compare.empty()) fail(Exit::usage, "--compare: compares whole models. Leave --lora-r out");
-  if (s.precision == "fp8")
-    fail(Exit::usage, "--precision: got fp8, an adapter is trained in bf16 or fp32. Leave it out");
   if (s.ranks > 1 && (s.shard_kind() == Shard::parameters || s.shard_kind() == Shard::gradients)) {
     fail(Exit::usage, "--shard: got %s, and the %s of an adapter are few. Use optimizer", s.shard.c_str(),
          s.shard.c_str());
@@ -342,7 +343,9 @@ void check_together(TrainSettings& s, const OptionTable& table, std::int64_t lau
     fail(Exit::usage, s.model.empty() ? "--config or --model: one of the two is needed, see --help"
                                       : "--config and --model: only one of the two can be given");
   }
-  if (!s.config.empty() && !s.config_is_file()) preset_config(s.config);  // refuses an unknown name
+  if (!s.config.empty() && !s.config_is_file()) {  // refuses an unknown name
+    s.lora_r > 0 ? random_model_config(s.config, "--config") : preset_config(s.config);
+  }
   check_ranks(s, launched);
   check_samples(s, table.given("sample-every"));
   check_optimizer(s, table);

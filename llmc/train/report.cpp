@@ -157,12 +157,18 @@ std::vector<TuningWay> tuning_ways(const TrainSettings& settings, const ModelCon
   options.frozen_quantization = {};
   std::vector<TuningWay> ways = {{"all weights", options}};
   options.lora = lora;
-  if (options.precision == Precision::fp8) {  // which adapters have not
+  // fp8 has a line of its own, where a GPU saves memory by it.
+  TrainOptions in_fp8 = options;
+  in_fp8.precision = Precision::fp8;
+  if (options.precision == Precision::fp8) {
     options.precision = settings.device == "cpu" ? Precision::fp32 : Precision::bf16;
   }
   const std::string adapter =
       format("LoRA, rank %lld, targets %s", static_cast<long long>(lora->rank), lora->target_names().c_str());
   ways.push_back({adapter, options});
+  if (settings.device == "cuda" && fp8_unsupported_reason(model, in_fp8.micro_batch, in_fp8.seq_len).empty()) {
+    ways.push_back({"LoRA, the same with --precision fp8", in_fp8});
+  }
   for (const WeightFormat* weights : weight_formats()) {
     options.frozen_quantization.weights = weights;
     ways.push_back({format("QLoRA, the same beside %s", weights->name), options});

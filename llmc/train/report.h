@@ -23,8 +23,8 @@ struct TuningWay {
   std::string name;
   TrainOptions options;
 };
-// All weights, LoRA, and QLoRA beside weights of each format. The adapter is that of the run, or else has rank 16 and all targets.
-// Empty where the model cannot have it.
+// All weights, LoRA, on a GPU LoRA in fp8 where the model can be computed in it, and QLoRA beside weights of each format. The adapter
+// is that of the run, or else has rank 16 and all targets. Empty where the model cannot have it.
 std::vector<TuningWay> tuning_ways(const TrainSettings& settings, const ModelConfig& model);
 // What each way needs of `available` bytes (0: unknown), a string for each line; none without ways. `needed`: the bytes of a run
 // with these options.

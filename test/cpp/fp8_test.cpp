@@ -146,6 +146,35 @@ TEST(CpuFp8, RoundsThroughTheScaleAndCounts) {
   });
 }
 
+// By the scale of its own largest magnitude; a tensor that is not finite has the scale 1.
+TEST(CpuFp8, ATensorIsRoundedToCodes) {
+  for (const Fp8Format format : kFormats) {
+    for (const float size : {1e-30f, 0.02f, 3e20f}) {
+      test::Floats x = test::random_floats(3001, 2, size);
+      x[3] = 0;
+      x[4] = 1e-9f * size;
+      const Fp8Tensor tensor = round_tensor(x, format);
+      EXPECT_EQ(tensor.exponent, fp8_exponent(cpu::amax_bits(x.data(), std::ssize(x)), format));
+      test::Floats want(x.size()), got;
+      Fp8Counters counters;
+      cpu::round_fp8(want.data(), x.data(), std::ssize(x), format, tensor.exponent, &counters);
+      for (const std::uint8_t code : tensor.codes)
+        got.push_back(std::ldexp(fp8_to_f32(code, format), -tensor.exponent));
+      EXPECT_EQ(got, want);
+      EXPECT_TRUE(tensor.counters == counters);
+      EXPECT_GT(counters.flushed, 0u);
+    }
+    const float broken[] = {1, INFINITY, -300000};
+    const Fp8Tensor tensor = round_tensor(broken, format);
+    EXPECT_EQ(tensor.exponent, 0);
+    EXPECT_EQ(fp8_to_f32(tensor.codes[0], format), 1.0f);
+    EXPECT_TRUE(std::isnan(fp8_to_f32(tensor.codes[1], format)));
+    EXPECT_EQ(fp8_to_f32(tensor.codes[2], format), -fp8_largest(format));
+    EXPECT_EQ(tensor.counters.saturated, 2u);
+    EXPECT_TRUE(round_tensor({}, format).codes.empty());
+  }
+}
+
 // The counters of several calls are those of one call with all their values, whichever comes first.
 TEST(CpuFp8, CountersAddsUpOverCalls) {
   for (const Fp8Format format : kFormats) {

@@ -579,6 +579,10 @@ TEST(TrainOptionParser, EachCheckRefusesWhatItSaysAndNothingElse) {
       {train + "--vocab-size 99", 1, ""},
       {model + "--vocab-size 99", 1, "--vocab-size: only with --config"},
       {model + "--vocab-size 0", 1, ""},
+      {model + "--lora-r 4 --precision fp8", 1, ""},
+      {"--config tiny:int4 --bench --lora-r 4", 1, ""},
+      {"--config tiny:int5 --bench --lora-r 4", 1, "int5"},
+      {"--config tiny:int4 --bench", 1, "'tiny:int4'"},
       // Ranks.
       {train + "--gpus 2", 1, ""},
       {train + "--gpus 2 --device cuda", 1, ""},

@@ -1619,11 +1619,13 @@ TEST(BenchFlops, TheShareOfThePeakByHand) {
   result.slowest_ms = 12;
   result.first_loss = 3.5;
   result.last_loss = 2.25;
-  EXPECT_EQ(train_bench_text(result, "X"),
-            (std::vector<std::string>{
-                "X: 100000 tokens/s; a step of 1000 tokens in 10.00 ms (median of 15; 9.00 to 12.00)",
-                "100 TF/s by 6 N_matmul + 6 L q T = 1.000 GF a token (causal)",
-                "MFU 25.0 % of the 400.0 TF/s of dense bf16", "loss 3.5000 -> 2.2500 on the same random tokens"}));
+  result.memory_bytes = 3'000'000'000;
+  EXPECT_EQ(
+      train_bench_text(result, "X"),
+      (std::vector<std::string>{
+          "X: 100000 tokens/s; a step of 1000 tokens in 10.00 ms (median of 15; 9.00 to 12.00)",
+          "100 TF/s by 6 N_matmul + 6 L q T = 1.000 GF a token (causal)", "MFU 25.0 % of the 400.0 TF/s of dense bf16",
+          "loss 3.5000 -> 2.2500 on the same random tokens, in " + human_bytes(3e9) + " of memory"}));
   result.peak_flops = 0;
   EXPECT_EQ(train_bench_text(result, "X")[2], "MFU n/a: the peak of this device is not known");
 }
@@ -1644,6 +1646,7 @@ TEST_F(TrainLoopTest, RanksDivideAStepOfTheBench) {
     const TrainBenchResult result = bench_training(model, settings_, "NVIDIA H200", ranks);
     EXPECT_EQ(result.ranks, 3);
     EXPECT_EQ(result.tokens, 96);
+    EXPECT_EQ(result.memory_bytes, total_bytes(inner->memory()));
     EXPECT_EQ(result.peak_flops, 3 * 989.4e12);
     EXPECT_NEAR(result.first_loss, std::log(32.0), 0.2) << "the mean over the tokens of all";
   });

@@ -22,6 +22,7 @@
 #include "llmc/model/compare.h"
 #include "llmc/model/presets.h"
 #include "test/cpp/golden_cases.h"
+#include "test/cpp/test_files.h"
 #include "test/cpp/whole_model_checks.h"
 #include "test/gpu/fp8_tools.h"
 #include "test/gpu/operator_tools.h"
@@ -393,6 +394,65 @@ TEST(CudaFp8, SwigluIsRoundedInBothLayoutsAndBothPasses) {
                         stream);
     stream.synchronize("test");
     EXPECT_EQ(amax.counters.download()[0], (Fp8Counters{0, 0, counters.amax_bits, 0}));
+  }
+}
+
+// Codes and counters of the kernels above, and beside them what the kernels of bf16 store, the gradient in the place of gate_up.
+TEST(CudaFp8, SwigluIsStoredBesideItsCodes) {
+  const Stream stream;
+  for (const auto& [N, F] : kSizes) {
+    SCOPED_TRACE(std::to_string(N) + " x " + std::to_string(F));
+    constexpr int kOut = 4, kGradient = 9;
+    const auto values = static_cast<std::size_t>(N * F);
+    const Floats gate_up = random_stored<bf16>(2 * N * F, 1, 2.0f), dout = random_stored<bf16>(N * F, 2, 0.5f);
+    const DeviceBuffer<bf16> source = on_device<bf16>(gate_up), in_place = on_device<bf16>(gate_up),
+                             again_in_place = on_device<bf16>(gate_up), gradient = on_device<bf16>(dout);
+    const DeviceBuffer<bf16> want_out(values), want_gradient(2 * values), out(values), out_again(values);
+    const Written want_codes(N * F, kOut), codes(N * F, kOut), want_gradients(2 * N * F, kGradient),
+        gradients(2 * N * F, kGradient), more(2 * N * F, kGradient);
+    swiglu_forward(want_out.data(), source.data(), N, F, stream);
+    swiglu_backward<bf16>(want_gradient.data(), gradient.data(), source.data(), N, F, nullptr, stream);
+    swiglu_forward_fp8(want_codes.rows(), source.data(), N, F, stream);
+    swiglu_backward_fp8(want_gradients.rows(), {}, gradient.data(), source.data(), N, F, stream);
+
+    swiglu_forward_fp8(codes.rows(), source.data(), N, F, stream, out.data());
+    swiglu_backward_fp8(gradients.rows(), in_place.data(), out_again.data(), gradient.data(), in_place.data(), N, F,
+                        stream);
+    swiglu_backward_fp8(more.rows(), again_in_place.data(), nullptr, gradient.data(), again_in_place.data(), N, F,
+                        stream);
+    stream.synchronize("test");
+    EXPECT_EQ(on_host(out), on_host(want_out));
+    EXPECT_EQ(on_host(out_again), on_host(want_out));
+    EXPECT_EQ(codes.codes.download(), want_codes.codes.download());
+    EXPECT_EQ(codes.counters.download(), want_codes.counters.download());
+    for (const auto& [written, stored] : {std::pair(&gradients, &in_place), {&more, &again_in_place}}) {
+      EXPECT_EQ(on_host(*stored), on_host(want_gradient));
+      EXPECT_EQ(written->codes.download(), want_gradients.codes.download());
+      EXPECT_EQ(written->counters.download(), want_gradients.counters.download());
+    }
+    expect_contains(error_of(Exit::internal,
+                             [&] {
+                               swiglu_backward_fp8(more.target(), again_in_place.data(), nullptr, gradient.data(),
+                                                   again_in_place.data(), N, F, stream);
+                             }),
+                    "as rows beside bf16");
+  }
+}
+
+// A tensor that the host rounds has the codes and the counters of one that the GPU does.
+TEST(CudaFp8, TheHostRoundsATensorAsTheGpuDoes) {
+  const Stream stream;
+  for (const Fp8Format format : {Fp8Format::e4m3, Fp8Format::e5m2}) {
+    Floats x = random_stored<bf16>(144 * 80, 3, 0.01f);
+    for (std::size_t i = 0; i < x.size(); i += 7) x[i] = std::ldexp(x[i], -2 * static_cast<int>(i % 21));
+    const Fp8Tensor rounded = round_tensor(x, format);
+    const DeviceBuffer<bf16> source = on_device<bf16>(x);
+    const Written written(144 * 80, rounded.exponent);
+    quantize_fp8(format, written.rows(), source.data(), 144, 80, stream);
+    stream.synchronize("test");
+    EXPECT_EQ(written.codes.download(), rounded.codes);
+    EXPECT_EQ(written.counters.download()[0], rounded.counters);
+    EXPECT_GT(rounded.counters.flushed, 0u);
   }
 }
 

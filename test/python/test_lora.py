@@ -218,7 +218,7 @@ def test_what_the_program_refuses(data, adapter, tmp_path):
             (["--lora-r=3", "--model=", "--config=tiny"], 2, "--lora-r: needs --model"),
             (["--lora-r=3", "--lora-targets=q,w"], 2, "--lora-targets: got 'w', expected all, or some of q, k, v, o, gate, up, down"),
             (["--lora-r=999"], 2, "--lora-r: rank 999 is more than the smaller side of the model's matrix"),
-            (["--lora-r=3", "--precision=fp8"], 2, "--precision: got fp8"),
+            (["--lora-r=3", "--precision=fp8"], 2, "ffn_size: got 40, --precision fp8 needs a multiple of 16"),
             (["--lora-r=2", "--adapter", adapter], 2, "Give the same to train it further"),
             (["--model", adapter], 3, "this is a LoRA adapter, expected a model")):
         done = train(data, tmp_path / "out", "--device=cpu", *options)

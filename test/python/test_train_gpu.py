@@ -151,6 +151,19 @@ def test_an_adapter_goes_on_bit_for_bit(data, tmp_path, scheme):
     assert cpu[12][0] < cpu[1][0], "it learns"
 
 
+def test_an_adapter_in_fp8_goes_on_bit_for_bit(data, tmp_path):
+    shape = fp8_shape(tmp_path / "shape")
+    assert train(data, tmp_path / "base", *shape, "--steps", 2).returncode == 0
+    base = tmp_path / "base" / "step_00000002" / "model.bin"
+    lora = ["--model", base, "--lora-r", 4, "--lora-dropout", 0.1, "--precision", "fp8", "--lr", 0.02]
+    assert train(data, tmp_path / "whole", *lora).returncode == 0
+    assert train(data, tmp_path / "parts", *lora, "--debug-inject", "kill@step=9").returncode == -signal.SIGKILL
+    done = train(data, tmp_path / "parts", *lora)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert adapter_bytes(tmp_path / "parts") == adapter_bytes(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("options", [[], ["--moments", "bf16"], ["--precision", "fp32"], ["--precision", "fp8"]])
 def test_muon_goes_on_bit_for_bit(data, tmp_path, options):
     shape = fp8_shape(tmp_path / "shape") if "fp8" in options else []

@@ -318,6 +318,11 @@ def test_a_benchmark_measures_the_step_that_was_asked_for(tmp_path):
     text = ok(run_program(*words, cwd=tmp_path)).stdout
     assert re.match(r"CPU: \d+ tokens/s; a step of 32 tokens in \d+\.\d\d ms ", text) and "on the same random tokens" in text
     assert list(tmp_path.iterdir()) == [], "nothing is saved"
+    adapter = ["--config", "tiny:int4", *words[2:], "--lora-r", 4, "--json"]
+    result = json.loads(ok(run_program(*adapter, cwd=tmp_path)).stdout)
+    assert result["config"] == "tiny:int4" and result["last_loss"] < result["first_loss"]
+    assert_refused(run_program("--config", "tiny:int5", *adapter[2:]), 2, "--config", "int5")
+    assert_refused(run_program("--config", "tiny:int4", *words[2:]), 2, "--config", "tiny:int4")
     assert_refused(run_program(*words, "--operators"), 2, "--operators", "the clock is the GPU's")
     assert_refused(run_program(*words[:4], "--operators", "--print-config"), 2, "--operators", "--bench")
 

@@ -35,6 +35,8 @@ ROWS = [
            unit("OperatorVectors.Muon", "MuonModel.TenSteps*")),
     Mutant("q is updated by AdamW", "add_linear", "std::size_t s = first; s < specs_.size()", "std::size_t s = first + 1; s < specs_.size()",
            unit("MuonModel.TenSteps*")),
+    Mutant("fp8: a tensor that is rounded on the host has no scale", "round_tensor", "scaled = value * scale", "scaled = value * std::min(scale, 1.0f)",
+           unit("CpuFp8.ATensorIsRoundedToCodes")),
     Mutant("fp8: scales know nothing of the last step", "find_exponents", "int64_t step = 0", "int64_t step = 1",
            unit("Fp8Scales.*")),
     Mutant("fp8: what is not finite is a zero of the history", "push", "if (std::isfinite(amax)) amax_[slot] = amax",

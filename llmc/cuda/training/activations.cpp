@@ -61,7 +61,7 @@ std::vector<float> TrainingModel<S>::activation(const std::string& name) {
   };
   const std::string which = part;
   const bool only_in_fp8 = which == "input_norm" || which == "post_attention_norm" || which == "mlp_product";
-  if (fp8_ && only_in_fp8) return {};
+  if (fp8_ && !options_.lora && only_in_fp8) return {};
   if (which == "input_norm") return download(a.input_norm, N, C, C);
   if (which == "q") return download_heads(q_heads(a.qkv), config_.num_heads);
   if (which == "k") return download_heads(k_heads(a.qkv), config_.num_kv_heads);

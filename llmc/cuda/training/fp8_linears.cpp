@@ -57,19 +57,21 @@ std::vector<AdamWBlock> blocks_outside(const std::vector<AdamWMatrix>& matrices,
 
 Fp8Memory::Fp8Memory(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
                      const Sharding& sharding) {
-  if (!sharding.sharded) {
+  const bool frozen = options.lora.has_value();
+  if (!sharding.sharded && !frozen) {
     matrix_list = matrices_of(config, table);
     other_list = blocks_outside(matrix_list, sharding.blocks);
   }
   const std::int64_t N = options.micro_batch * options.seq_len, slots = Fp8Slots{config.num_layers}.count();
   const std::int64_t places = Fp8Buffers(config.num_layers, sharding.parameters_sharded).count();
-  std::int64_t widest_input = 0, widest_gradient = 0;
-  weights.resize(static_cast<std::size_t>(4 * places));
+  std::int64_t widest_input = 0, widest_gradient = 0, largest_frozen = 0;
+  weights.resize(frozen ? 0 : static_cast<std::size_t>(4 * places));
   for (const BlockLinear linear : kBlockLinears) {
     const LinearSize size = linear_size(config, linear);
     widest_input = std::max(widest_input, size.C);
     if (linear != BlockLinear::up) widest_gradient = std::max(widest_gradient, size.OC);
-    for (std::int64_t place = 0; place < places; ++place) {
+    if (frozen) largest_frozen = std::max(largest_frozen, size.C * size.OC);
+    for (std::int64_t place = 0; place < (frozen ? 0 : places); ++place) {
       Weight& weight = weights[static_cast<std::size_t>(4 * place) + static_cast<std::size_t>(linear)];
       layout.reserve(&weight.codes, size.C * size.OC);
       layout.reserve(&weight.transposed, size.C * size.OC);
@@ -80,7 +82,8 @@ Fp8Memory::Fp8Memory(const ModelConfig& config, const TrainOptions& options, con
   layout.reserve(&scales, slots);
   layout.reserve(&inverses, kScaleStride * slots);
   layout.reserve(&counters, slots + 1);
-  norms.resize(static_cast<std::size_t>(2 * config.num_layers));  // sized once: `layout` keeps addresses
+  layout.reserve(&frozen_transposed, largest_frozen);
+  norms.resize(frozen ? 0 : static_cast<std::size_t>(2 * config.num_layers));  // sized once: `layout` keeps addresses
   for (std::size_t i = 0; i < norms.size(); ++i) {
     if (i >= 2 && options.recompute != Recompute::none) {
       layout.share(&norms[i], &norms[i % 2]);
@@ -90,18 +93,21 @@ Fp8Memory::Fp8Memory(const ModelConfig& config, const TrainOptions& options, con
   }
   layout.reserve(&input, N * widest_input);
   layout.reserve(&gradient, N * widest_gradient);
-  layout.reserve(&gradient_transposed, N * widest_gradient);
   layout.reserve(&d_gate_up, N * 2 * config.ffn_size);
+  if (frozen) return;
+  layout.reserve(&gradient_transposed, N * widest_gradient);
   layout.reserve(&d_gate_up_transposed, N * 2 * config.ffn_size);
 }
 
 Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
-                       const Sharding& sharding, bool swiglu_in_epilogue, Matmul& matmul, OperatorClock& clock,
-                       cudaStream_t stream)
+                       const Sharding& sharding, bool swiglu_in_epilogue, std::span<const BlockWeights<bf16>> frozen,
+                       Matmul& matmul, OperatorClock& clock, cudaStream_t stream)
     : config_(config),
       rows_(options.micro_batch * options.seq_len),
       ranks_(sharding.ranks),
       swiglu_in_epilogue_(swiglu_in_epilogue),
+      frozen_(frozen),
+      frozen_exponents_(std::size(kBlockLinears) * frozen.size()),
       matmul_(matmul),
       clock_(clock),
       stream_(stream),
@@ -114,7 +120,13 @@ Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, c
   memory_.layout.bind(arena_);
   arena_.clear(stream_);
   std::fill_n(results_.at<Fp8Counters>(0), ranks_ * slots(), Fp8Counters{});
-  if (!sharding.sharded) prepare_update();
+  if (frozen_.empty() != !options.lora)
+    fail(Exit::internal, "fp8: frozen weights without an adapter, or none with one");
+  if (options.lora) {
+    all_weights_rounded();
+  } else if (!sharding.sharded) {
+    prepare_update();
+  }
 }
 
 void Fp8Linears::prepare_update() {
@@ -183,6 +195,21 @@ void Fp8Linears::round_weights(std::int64_t layer, const BlockWeights<bf16>& wei
   buffers_.put(layer);
 }
 
+void Fp8Linears::frozen_rounded(BlockLinear linear, std::int64_t layer, int exponent, const Fp8Counters& counters) {
+  const std::int64_t slot = scales_.slots().at(Fp8Kind::weight, layer, linear);
+  frozen_exponents_[static_cast<std::size_t>(slot - scales_.slots().first(Fp8Kind::weight))] = exponent;
+  const float scale = std::bit_cast<float>(fp8_scale_bits(exponent)),
+              inverse = std::bit_cast<float>(fp8_scale_bits(-exponent));
+  const auto upload = [&](void* to, const void* from, std::size_t bytes) {
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_), "fp8 weights");
+  };
+  upload(memory_.scales + slot, &scale, sizeof scale);
+  upload(memory_.inverse(slot), &inverse, sizeof inverse);
+  upload(memory_.counters + slot, &counters, sizeof counters);
+  check(cudaStreamSynchronize(stream_), "fp8 weights");
+  weights_replaced();
+}
+
 void Fp8Linears::all_weights_rounded() {
   for (std::int64_t l = 0; l < config_.num_layers; ++l) buffers_.put(l);
 }
@@ -210,7 +237,7 @@ void Fp8Linears::forward(BlockLinear linear, std::int64_t layer, bf16* out, cons
   }
   const std::int64_t weight_slot = scales_.slots().at(Fp8Kind::weight, layer, linear);
   clock_.run(name, 2 * n * C * OC, n * C + C * OC + (addend != nullptr ? 4 : 2) * n * OC, [&] {
-    matmul_.forward_fp8(out, matrix(slot, input_codes(linear, layer)), matrix(weight_slot, weight(linear, layer).codes),
+    matmul_.forward_fp8(out, matrix(slot, input_codes(linear, layer)), matrix(weight_slot, weight_codes(linear, layer)),
                         rows_, size.C, size.OC, addend, bias);
   });
 }
@@ -234,14 +261,14 @@ void Fp8Linears::gate_up_and_swiglu(std::int64_t layer, bf16* gate_up, const bf1
   } else {
     forward(BlockLinear::up, layer, gate_up, nullptr, bias, nullptr, name, pass);
   }
-  if (!rounds && pass != Pass::again) swiglu(layer, gate_up, pass);
+  if (!rounds && pass != Pass::again) swiglu(layer, nullptr, gate_up, pass);
 }
 
-void Fp8Linears::swiglu(std::int64_t layer, const bf16* gate_up, Pass pass) {
+void Fp8Linears::swiglu(std::int64_t layer, bf16* swiglu_out, const bf16* gate_up, Pass pass) {
   const std::int64_t F = config_.ffn_size, slot = scales_.slots().at(Fp8Kind::input, layer, BlockLinear::down);
-  const auto round = [&](const Fp8Target& to) { swiglu_forward_fp8(to, gate_up, rows_, F, stream_); };
+  const auto round = [&](const Fp8Target& to) { swiglu_forward_fp8(to, gate_up, rows_, F, stream_, swiglu_out); };
   find_scale(slot, pass, round);
-  clock_.run("swiglu, quantise", 0, 5.0 * static_cast<double>(rows_ * F),
+  clock_.run("swiglu, quantise", 0, (swiglu_out != nullptr ? 7.0 : 5.0) * static_cast<double>(rows_ * F),
              [&] { round(target(slot, memory_.input, nullptr, pass)); });
 }
 
@@ -263,7 +290,7 @@ void Fp8Linears::take_gradient(BlockLinear linear, std::int64_t layer, const bf1
     quantize_fp8(fp8_format(Fp8Kind::gradient), to, dout, rows_, OC, stream_);
   };
   find_scale(slot, Pass::training, round);
-  clock_.run("quantise gradient", 0, 4.0 * static_cast<double>(rows_ * OC),
+  clock_.run("quantise gradient", 0, (frozen() ? 3.0 : 4.0) * static_cast<double>(rows_ * OC),
              [&] { round(target(slot, memory_.gradient, memory_.gradient_transposed, Pass::training)); });
 }
 
@@ -271,9 +298,14 @@ void Fp8Linears::input_grad(BlockLinear linear, std::int64_t layer, bf16* dx, co
   const LinearSize size = linear_size(config_, linear);
   const double n = static_cast<double>(rows_), C = static_cast<double>(size.C), OC = static_cast<double>(size.OC);
   const std::int64_t weight_slot = scales_.slots().at(Fp8Kind::weight, layer, linear);
+  const std::uint8_t* const transposed = frozen() ? memory_.frozen_transposed : weight(linear, layer).transposed;
+  if (frozen()) {
+    clock_.run("transpose weight", 0, 2 * C * OC, [&] {
+      transpose_fp8(memory_.frozen_transposed, weight_codes(linear, layer), size.OC, size.C, stream_);
+    });
+  }
   clock_.run(name, 2 * n * C * OC, n * OC + C * OC + 2 * n * C, [&] {
-    matmul_.input_grad_fp8(dx, gradient(linear, layer), matrix(weight_slot, weight(linear, layer).transposed), rows_,
-                           size.C, size.OC);
+    matmul_.input_grad_fp8(dx, gradient(linear, layer), matrix(weight_slot, transposed), rows_, size.C, size.OC);
   });
 }
 
@@ -341,6 +373,18 @@ void Fp8Linears::swiglu_backward(std::int64_t layer, const bf16* d_swiglu_out, c
   });
 }
 
+void Fp8Linears::swiglu_backward(std::int64_t layer, bf16* gate_up, const bf16* d_swiglu_out, bf16* swiglu_out) {
+  const std::int64_t F = config_.ffn_size;
+  const std::int64_t slot = scales_.slots().at(Fp8Kind::gradient, layer, BlockLinear::up);
+  find_scale(slot, Pass::training,
+             [&](const Fp8Target& to) { swiglu_backward_fp8(to, {}, d_swiglu_out, gate_up, rows_, F, stream_); });
+  clock_.run("swiglu backward, quantise", 0, (swiglu_out != nullptr ? 14.0 : 12.0) * static_cast<double>(rows_ * F),
+             [&] {
+               swiglu_backward_fp8(target(slot, memory_.d_gate_up, nullptr, Pass::training), gate_up, swiglu_out,
+                                   d_swiglu_out, gate_up, rows_, F, stream_);
+             });
+}
+
 // ---- step -----------------------------------------------------------------------------------------------------------
 
 void Fp8Linears::begin_step() {
@@ -365,13 +409,18 @@ Fp8Statistics Fp8Linears::statistics() const {
 void Fp8Linears::end_step() {
   scales_.push(step_counters());
   upload_scales();
-  buffers_.forget();
+  forget_weights();
 }
 
 const Fp8Linears::Update& Fp8Linears::begin_update() {
   clear_weight_counters(0, config_.num_layers);
   all_weights_rounded();
   return update_;
+}
+
+int Fp8Linears::exponent(std::int64_t slot) const {
+  if (!frozen() || scales_.slots().kind(slot) != Fp8Kind::weight) return scales_.exponent(slot);
+  return frozen_exponents_[static_cast<std::size_t>(slot - scales_.slots().first(Fp8Kind::weight))];
 }
 
 // The page-locked buffer may be overwritten: statistics() has synchronised the stream since the last upload, and so has
@@ -381,8 +430,8 @@ void Fp8Linears::upload_scales() {
   const std::int64_t slots = scales_.slots().count();
   auto* const scales = upload_.at<std::uint32_t>(0);
   for (std::int64_t slot = 0; slot < slots; ++slot) {
-    scales[slot] = fp8_scale_bits(scales_.exponent(slot));
-    scales[slots + Fp8Memory::kScaleStride * slot] = fp8_scale_bits(-scales_.exponent(slot));
+    scales[slot] = fp8_scale_bits(exponent(slot));
+    scales[slots + Fp8Memory::kScaleStride * slot] = fp8_scale_bits(-exponent(slot));
   }
   const std::size_t bytes = static_cast<std::size_t>(slots) * sizeof(float);
   check(cudaMemcpyAsync(memory_.scales, scales, bytes, cudaMemcpyHostToDevice, stream_), "fp8 scales");
@@ -393,14 +442,14 @@ void Fp8Linears::upload_scales() {
 
 void Fp8Linears::weights_replaced() {
   scales_.forget();
-  buffers_.forget();
+  forget_weights();
 }
 
 void Fp8Linears::set_state(std::span<const float> state) {
   check(cudaStreamSynchronize(stream_), "fp8 scales");
   scales_.set_state(state);
   upload_scales();
-  buffers_.forget();
+  forget_weights();
 }
 
 }  // namespace weft::cuda

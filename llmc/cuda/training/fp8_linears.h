@@ -8,6 +8,11 @@
 //
 // The codes of the weights are written by the update. Where ranks divide the update, each rank rounds the weights of a
 // layer when they have arrived from the others.
+//
+// Beside an adapter the weights are frozen. Their codes are rounded once, when the model is read, and lie in its memory in the place
+// of the parameters, as rows alone: the gradient of an input transposes one matrix at a time, which costs 2 bytes a weight
+// and micro-batch and saves half of the memory. The adapter reads inputs and gradients in bf16, so these exist as without fp8, and a
+// pass, or SwiGLU's kernels, rounds them for a GEMM. No gradient of a weight exists, and nothing that only that reads.
 #pragma once
 
 #include <cstdint>
@@ -56,15 +61,18 @@ struct Fp8Memory {
   // [N, OC] of the widest output gradient except that of gate and up
   std::uint8_t *gradient = nullptr, *gradient_transposed = nullptr;
   std::uint8_t *d_gate_up = nullptr, *d_gate_up_transposed = nullptr;  // [N, 2F]
+  std::uint8_t* frozen_transposed = nullptr;                           // [C, OC] of the largest frozen matrix: of any
   ArenaLayout layout{"weights and operands in fp8"};
 };
 
 class Fp8Linears {
  public:
-  // `matmul`, `clock` and the stream belong to the model. `swiglu_in_epilogue`: of the GEMMs beside it, which then are
-  // kernels of the project (matmul_swiglu_fp8.h).
+  // `matmul`, `clock`, the stream and `frozen` belong to the model. `swiglu_in_epilogue`: of the GEMMs beside it, which then are
+  // kernels of the project (matmul_swiglu_fp8.h). `frozen`: beside an adapter the layers, whose linear layers are packed in
+  // e4m3; otherwise empty.
   Fp8Linears(const ModelConfig& config, const TrainOptions& options, const TensorTable& table, const Sharding& sharding,
-             bool swiglu_in_epilogue, Matmul& matmul, OperatorClock& clock, cudaStream_t stream);
+             bool swiglu_in_epilogue, std::span<const BlockWeights<__nv_bfloat16>> frozen, Matmul& matmul,
+             OperatorClock& clock, cudaStream_t stream);
 
   // Which pass a call belongs to. Only `training`, the first computation of a training step, adds to the counters from
   // which later scales follow; `again` recomputes with the scales of the first time.
@@ -81,18 +89,25 @@ class Fp8Linears {
   // All codes have been written: by launches that were replayed, or by the update.
   void all_weights_rounded();
 
+  // A frozen matrix has new codes, with the scale 2^exponent and these counters. Waits for the GPU.
+  void frozen_rounded(BlockLinear linear, std::int64_t layer, int exponent, const Fp8Counters& counters);
+
   // The input of qkv, or of gate and up, for forward() and weight_grad(): calls norm() with where its codes go, in the
   // first step once before that to find its scale. `bytes`: what norm() moves.
   void write_input(BlockLinear linear, std::int64_t layer, double bytes, Pass pass,
                    const std::function<void(const Fp8Target&)>& norm);
   // out [N, OC] = x [N, C] W^T, plus bias [OC] and addend [N, OC] unless they are null. x is null but for the output
-  // projection: the input is what write_input() or, for the down projection, gate_up_and_swiglu() has made.
+  // projection: the input is what write_input() or, for the down projection, gate_up_and_swiglu() has made. Frozen weights: x is null
+  // for the down projection alone, whose input swiglu() has made.
   void forward(BlockLinear linear, std::int64_t layer, __nv_bfloat16* out, const __nv_bfloat16* x,
                const __nv_bfloat16* bias, const __nv_bfloat16* addend, const char* name, Pass pass);
   // gate_up [N, 2F] from what write_input() has made, and, unless it is computed again, the down projection's input.
   // `bias` [2F] or null; null where SwiGLU is in the epilogue.
   void gate_up_and_swiglu(std::int64_t layer, __nv_bfloat16* gate_up, const __nv_bfloat16* bias, const char* name,
                           Pass pass);
+
+  // Frozen weights: swiglu_out [N, F] of gate_up [N, 2F], and the down projection's input.
+  void swiglu(std::int64_t layer, __nv_bfloat16* swiglu_out, const __nv_bfloat16* gate_up, Pass pass);
 
   // The gradient of qkv, for input_grad() and weight_grad(), where attention's backward pass writes its codes: calls
   // attention() with where they go. Scales are known.
@@ -113,6 +128,11 @@ class Fp8Linears {
   void down_input_grad_and_swiglu(std::int64_t layer, __nv_bfloat16* d_swiglu_out, const __nv_bfloat16* gate_up,
                                   const char* name);
 
+  // Frozen weights: replaces gate_up [N, 2F] by its gradient for d_swiglu_out [N, F], and rounds that for input_grad(); swiglu_out
+  // [N, F], unless null, gets SwiGLU's result again.
+  void swiglu_backward(std::int64_t layer, __nv_bfloat16* gate_up, const __nv_bfloat16* d_swiglu_out,
+                       __nv_bfloat16* swiglu_out);
+
   void begin_step();  // clears the counters of inputs and gradients
   void end_micro_batch() { ++micro_batches_; }
   std::int64_t slots() const { return scales_.slots().count(); }
@@ -132,14 +152,14 @@ class Fp8Linears {
     std::int64_t other_count, other_elements;
   };
   const Update& begin_update();
-  void weights_replaced();  // weights were loaded from elsewhere: the history of their magnitudes is void
+  // Parameters were loaded from elsewhere: the history of magnitudes is void.
+  void weights_replaced();
   std::vector<float> state() const { return scales_.state(); }
   void set_state(std::span<const float> state);
 
  private:
   Fp8Target target(std::int64_t slot, std::uint8_t* codes, std::uint8_t* transposed, Pass pass) const;
   void find_scale(std::int64_t slot, Pass pass, const std::function<void(const Fp8Target&)>& look);
-  void swiglu(std::int64_t layer, const __nv_bfloat16* gate_up, Pass pass);
   void swiglu_backward(std::int64_t layer, const __nv_bfloat16* d_swiglu_out, const __nv_bfloat16* gate_up);
   void prepare_update();
   void clear_weight_counters(std::int64_t first_layer, std::int64_t layers);
@@ -150,9 +170,14 @@ class Fp8Linears {
   }
   // An operand of a GEMM.
   Fp8Matrix matrix(std::int64_t slot, const std::uint8_t* codes) const { return {codes, memory_.inverse(slot)}; }
+  bool frozen() const { return !frozen_.empty(); }
+  void forget_weights() {
+    if (!frozen()) buffers_.forget();
+  }
+  int exponent(std::int64_t slot) const;
   // The codes of an input, as rows, for the forward GEMM.
   std::uint8_t* input_codes(BlockLinear linear, std::int64_t layer) const {
-    if (linear != BlockLinear::qkv && linear != BlockLinear::up) return memory_.input;
+    if (frozen() || (linear != BlockLinear::qkv && linear != BlockLinear::up)) return memory_.input;
     return memory_.norms[static_cast<std::size_t>(2 * layer) + (linear == BlockLinear::up ? 1 : 0)];
   }
   // The gradient of a linear layer's output, as rows.
@@ -163,10 +188,17 @@ class Fp8Linears {
   const Fp8Memory::Weight& weight(BlockLinear linear, std::int64_t layer) const {
     return memory_.weights[static_cast<std::size_t>(4 * buffers_.of(layer)) + static_cast<std::size_t>(linear)];
   }
+  // As rows, for the forward GEMM.
+  const std::uint8_t* weight_codes(BlockLinear linear, std::int64_t layer) const {
+    if (!frozen()) return weight(linear, layer).codes;
+    return static_cast<const std::uint8_t*>(frozen_[static_cast<std::size_t>(layer)].linear(linear).weight.packed.data);
+  }
 
   const ModelConfig config_;
   const std::int64_t rows_, ranks_;
   const bool swiglu_in_epilogue_;
+  const std::span<const BlockWeights<__nv_bfloat16>> frozen_;
+  std::vector<int> frozen_exponents_;  // [4 layer + linear]
   Matmul& matmul_;
   OperatorClock& clock_;
   cudaStream_t stream_;

@@ -33,7 +33,11 @@ template <typename S>
 void TrainingModel<S>::linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const Linear<S>& w,
                               std::int64_t N, const S* addend) {
   if constexpr (std::is_same_v<S, bf16>) {
-    if (in_fp8(layer)) return fp8_->forward(*layer.block, l, out, x, w.bias, addend, layer.forward, fp8_pass());
+    if (in_fp8(layer)) {
+      const bool rounded = options_.lora && layer.block == BlockLinear::down;  // by SwiGLU
+      fp8_->forward(*layer.block, l, out, rounded ? nullptr : x, w.bias, addend, layer.forward, fp8_pass());
+      return add_adapter(layer, l, out, x);
+    }
   }
   const S* const weight = floats_of(layer, w.weight);
   const double n = static_cast<double>(N), C = static_cast<double>(layer.C), OC = static_cast<double>(layer.OC);
@@ -47,7 +51,11 @@ template <typename S>
 void TrainingModel<S>::input_grad(const LinearLayer& layer, std::int64_t l, S* dx, const S* dout, const S* weight,
                                   std::int64_t N) {
   if constexpr (std::is_same_v<S, bf16>) {
-    if (in_fp8(layer)) return fp8_->input_grad(*layer.block, l, dx, layer.input_grad);
+    if (in_fp8(layer)) {
+      if (options_.lora && layer.block != BlockLinear::up) fp8_->take_gradient(*layer.block, l, dout);
+      fp8_->input_grad(*layer.block, l, dx, layer.input_grad);
+      return adapter_input_grad(layer, l, dx);
+    }
   }
   if (weight == nullptr) {
     weight = floats_of(layer, weights_.blocks[static_cast<std::size_t>(l)].linear(*layer.block).weight);
@@ -233,7 +241,7 @@ void TrainingModel<S>::launch_norm(const NormSite& site, const ResidualNormForwa
   const int passes = (norm.x != nullptr) + (norm.residual != nullptr) + (norm.residual_out != nullptr);
   const double bytes = passes * row_bytes(config_.hidden_size);
   if constexpr (std::is_same_v<S, bf16>) {
-    if (fp8_ && site.reader) {
+    if (fp8_ && !options_.lora && site.reader) {
       const double codes = static_cast<double>(rows() * config_.hidden_size);
       return fp8_->write_input(*site.reader, site.layer, bytes + codes, fp8_pass(), [&](const Fp8Target& to) {
         ResidualNormForward<S, S> rounding = norm;
@@ -402,7 +410,9 @@ void TrainingModel<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
   const Linear<S>& up = weights_.blocks[static_cast<std::size_t>(l)].up;
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
   if constexpr (std::is_same_v<S, bf16>) {
-    if (fp8_) return fp8_->gate_up_and_swiglu(l, a.gate_up, up.bias, gate_up_.forward, fp8_pass());
+    if (fp8_ && !options_.lora) {
+      return fp8_->gate_up_and_swiglu(l, a.gate_up, up.bias, gate_up_.forward, fp8_pass());
+    }
     if (swiglu_in_epilogue_) {
       const S* const weight = floats_of(gate_up_, up.weight);
       const double n = static_cast<double>(N), c = static_cast<double>(C), f = static_cast<double>(F);
@@ -414,6 +424,9 @@ void TrainingModel<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
   }
   linear(gate_up_, l, a.gate_up, a.post_norm, up, N);
   if (swiglu_out == nullptr) return;
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (fp8_) return fp8_->swiglu(l, swiglu_out, a.gate_up, fp8_pass());
+  }
   if (!config_.gated()) {
     return clock_.run("gelu", 0, 2 * row_bytes(F), [&] { gelu_forward(swiglu_out, a.gate_up, N * F, stream_); });
   }
@@ -428,7 +441,7 @@ void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out)
   const Weight<S>& down = weights_.blocks[static_cast<std::size_t>(l)].down.weight;
   S* gate_up = acts_.layers[static_cast<std::size_t>(l)].gate_up;
   if constexpr (std::is_same_v<S, bf16>) {
-    if (fp8_) {
+    if (fp8_ && !options_.lora) {
       fp8_->take_gradient(BlockLinear::down, l, branch_gradient());
       return fp8_->down_input_grad_and_swiglu(l, acts_.d_swiglu_out, gate_up, down_.input_grad);
     }
@@ -442,6 +455,9 @@ void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out)
     }
   }
   input_grad(down_, l, acts_.d_swiglu_out, branch_gradient(), down.plain, N);
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (fp8_) return fp8_->swiglu_backward(l, gate_up, acts_.d_swiglu_out, swiglu_out);
+  }
   if (!config_.gated()) {
     return clock_.run("gelu backward", 0, (swiglu_out == nullptr ? 3 : 4) * row_bytes(F),
                       [&] { gelu_backward(gate_up, acts_.d_swiglu_out, gate_up, N * F, swiglu_out, stream_); });

@@ -242,7 +242,7 @@ MemoryPlan received_plan(const Sharding& sharding) {
 
 TensorTable frozen_table(const ModelConfig& config, const TrainOptions& options, DType storage) {
   ModelConfig frozen = config;
-  frozen.quantization.weights = options.frozen_quantization.weights;
+  frozen.quantization.weights = frozen_format(options);
   return TensorTable(frozen, storage);
 }
 
@@ -310,7 +310,7 @@ std::vector<MemoryLine> llama_memory(const ModelConfig& config, const TrainOptio
   if (sharding.parameters_sharded) lines.push_back({named("parameters of layers in use"), read});
   if (kSplitMaster<S>) lines.push_back({"low halves of fp32 masters", state_bytes(sizeof(std::int16_t))});
   if (options.lora) {
-    const WeightFormat* const format = options.frozen_quantization.weights;
+    const WeightFormat* const format = frozen_format(options);
     lines.push_back(
         {format != nullptr ? weft::format("frozen parameters (%s)", format->name) : named("frozen parameters"),
          frozen_plan(frozen_table(config, options, kStorage<S>), options).bytes()});
@@ -324,7 +324,8 @@ std::vector<MemoryLine> llama_memory(const ModelConfig& config, const TrainOptio
        state_bytes(moment_bytes(options)) + second_state_plan(sharding, moment_bytes(options)).bytes()});
   lines.push_back({kSplitMaster<S> ? "activations (bf16)" : "activations (fp32)", activations.plan().bytes()});
   if (options.precision == Precision::fp8) {
-    lines.push_back({"weights and operands (fp8)", Fp8Memory(config, options, table, sharding).layout.plan().bytes()});
+    lines.push_back({options.lora ? "operands (fp8)" : "weights and operands (fp8)",
+                     Fp8Memory(config, options, table, sharding).layout.plan().bytes()});
   }
   lines.push_back({"workspace", workspace.layout.plan().bytes() + Matmul::kWorkspaceBytes});
   return lines;

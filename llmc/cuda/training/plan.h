@@ -136,9 +136,14 @@ struct TrainingWorkspace {
   ArenaLayout layout{"workspace"};
 };
 
-// The model beside an adapter as the GPU keeps it: the linear layers of the blocks quantised as in the file; a quantised head,
-// which is read several times in a pass, as floats.
+// The model beside an adapter as the GPU keeps it: the linear layers of the blocks quantised as in the file, or with
+// Precision::fp8 in e4m3, whose rows then all have the scale of the matrix that a GEMM reads; a quantised head, which is read
+// several times in a pass, as floats.
 TensorTable frozen_table(const ModelConfig& config, const TrainOptions& options, DType storage);
+// The format in which it keeps them; null: floats.
+inline const WeightFormat* frozen_format(const TrainOptions& options) {
+  return options.precision == Precision::fp8 ? &weight_format(DType::e4m3) : options.frozen_quantization.weights;
+}
 
 // The scratch memory of an adapter; empty without one.
 template <typename S>
@@ -148,7 +153,8 @@ struct AdapterMemory {
     std::int64_t largest = 0;
     for (const BlockLinear linear : kBlockLinears) {
       const LinearSize size = linear_size(config, linear);
-      if (options.frozen_quantization.weights != nullptr) largest = std::max(largest, size.C * size.OC);
+      const bool dequantised = options.frozen_quantization.weights != nullptr && options.precision != Precision::fp8;
+      if (dequantised) largest = std::max(largest, size.C * size.OC);
     }
     layout.reserve(&weight, largest);
   }

@@ -21,11 +21,12 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
       frozen_table_(weft::cuda::frozen_table(config, options, kStorage<S>)),
       merged_table_(config, kStorage<S>),
       sharding_(config, table_, *options.optimizer, peers.share),
-      swiglu_in_epilogue_(
-          config.gated() && !config.mlp_bias && low_rank_shape(config, options, BlockLinear::up).modules == 0 &&
-          low_rank_shape(config, options, BlockLinear::down).modules == 0 &&
-          (options.precision == Precision::bf16 ? matmul_swiglu_computes(config.hidden_size, config.ffn_size)
-                                                : options.precision == Precision::fp8 && matmul_swiglu_fp8_computes())),
+      swiglu_in_epilogue_(config.gated() && !config.mlp_bias &&
+                          low_rank_shape(config, options, BlockLinear::up).modules == 0 &&
+                          low_rank_shape(config, options, BlockLinear::down).modules == 0 &&
+                          (options.precision == Precision::bf16
+                               ? matmul_swiglu_computes(config.hidden_size, config.ffn_size)
+                               : options.precision == Precision::fp8 && !options.lora && matmul_swiglu_fp8_computes())),
       clock_(stream_),
       matmul_(stream_, peers.share.rank == 0 ? options.matmul_plans : std::string()),
       acts_(config, options, classifier_rows(rows())),
@@ -49,8 +50,12 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
       results_(sizeof(GradientNorm) +
                (1 + static_cast<std::uint64_t>(peers.share.ranks * peers.share.rounds)) * sizeof(LossTotal)),
       buffers_(sharding_.places) {
-  if (options.precision == Precision::fp8) {
-    fp8_.emplace(config, options, table_, sharding_, swiglu_in_epilogue_, matmul_, clock_, stream_);
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (options.precision == Precision::fp8) {
+      const std::span<const BlockWeights<bf16>> frozen(weights_.blocks.data(),
+                                                       options.lora ? weights_.blocks.size() : 0);
+      fp8_.emplace(config, options, table_, sharding_, swiglu_in_epilogue_, frozen, matmul_, clock_, stream_);
+    }
   }
   if (options.lora) {
     bind_adapter(config, *options.lora, table_, parameter_arena_.at<S>(0), Offsets::bytes, weights_);

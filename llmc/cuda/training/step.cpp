@@ -38,7 +38,8 @@ void TrainingModel<S>::forward(const Batch& batch, std::uint64_t micro_step, flo
   training_ = true;
   round_stale_weights();
   // In the first micro-batch of each round, not when they are stale: what is captured once is replayed in every step.
-  rounds_weights_ = fp8_ && sharding_.sharded && !sharding_.parameters_sharded && head == Accumulate::no;
+  rounds_weights_ =
+      fp8_ && !options_.lora && sharding_.sharded && !sharding_.parameters_sharded && head == Accumulate::no;
   upload(batch);
   const auto launches = [&] {
     forward_layers();
@@ -78,9 +79,11 @@ void TrainingModel<S>::store_loss(std::int64_t rank) {
   check(cudaMemsetAsync(work_.loss_total, 0, sizeof *total, stream_), "losses");
 }
 
-// Before a pass: rounds the weights whose codes no update has written. If ranks divide the update, the lists do that.
+// Before a pass: rounds the weights whose codes no update has written. If ranks divide the update, the lists do that. Frozen ones
+// were rounded when the last of their modules came.
 template <typename S>
 void TrainingModel<S>::round_stale_weights() {
+  if (!unrounded_.empty()) fail(Exit::internal, "a pass before all frozen weights of a linear layer are there");
   if (sharding_.sharded) return;
   for (std::int64_t l = 0; l < config_.num_layers; ++l) use_fp8_weights(l, false);
 }
@@ -175,7 +178,9 @@ void TrainingModel<S>::update(const OptimizerStep& step) {
   check(cudaStreamWaitEvent(stream_, state_copied_), "update");  // no wait if the event was never recorded
   if (fp8_) fp8_->end_step();
   const bool adamw_alone = sharding_.matrices.empty();
-  if (fp8_ && fp8_->scales_known() && adamw_alone && !sharding_.sharded) return update_and_round(step.adamw);
+  if (fp8_ && !options_.lora && fp8_->scales_known() && adamw_alone && !sharding_.sharded) {
+    return update_and_round(step.adamw);
+  }
   if (!sharding_.sharded) {
     return update_parts({0, sharding_.blocks_of_bucket.back().end}, {0, std::ssize(sharding_.matrices)}, step);
   }

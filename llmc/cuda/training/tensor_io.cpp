@@ -1,6 +1,7 @@
 // Transfers parameters, gradients and moments to and from the host, as fp32 and exactly: single tensors, and a copy of
 // the whole state for saving.
 #include <algorithm>
+#include <cmath>
 
 #include "llmc/base/arena_layout.h"
 #include "llmc/base/error.h"
@@ -112,6 +113,7 @@ void TrainingModel<S>::write_frozen(const TensorSpec& named, const float* values
   synchronize("writing a tensor");
   merged_is_stale_ = true;
   const TensorSpec& spec = frozen_table_.at(named.name);
+  if (rounds_frozen() && spec.kind == ValueKind::quants) return write_rounded(spec, values);
   std::vector<S> stored(static_cast<std::size_t>(spec.elements));
   convert_from_f32(values, kStorage<S>, stored.data(), stored.size());
   write_values(frozen_arena_.at<std::byte>(spec.byte_offset), stored.data(), stored.size() * sizeof(S));
@@ -120,10 +122,43 @@ void TrainingModel<S>::write_frozen(const TensorSpec& named, const float* values
 template <typename S>
 void TrainingModel<S>::write_frozen_quantized(const TensorSpec& named, const std::byte* bytes) {
   const TensorSpec& spec = frozen_table_.at(named.name);
-  if (!options_.lora || spec.kind == ValueKind::floats) return TrainModel::write_frozen_quantized(named, bytes);
+  if (!options_.lora || rounds_frozen() || spec.kind == ValueKind::floats)
+    return TrainModel::write_frozen_quantized(named, bytes);
   synchronize("writing a tensor");
   merged_is_stale_ = true;
   write_values(frozen_arena_.at<std::byte>(spec.byte_offset), bytes, spec.bytes);
+}
+
+// A module of a frozen linear layer. Its modules have one scale, so they are rounded together, when the last one has come.
+template <typename S>
+void TrainingModel<S>::write_rounded(const TensorSpec& spec, const float* values) {
+  for (std::int64_t l = 0; l < config_.num_layers; ++l) {
+    for (const BlockLinear linear : kBlockLinears) {
+      const std::vector<std::string> modules = names_of(config_).block(l).linear(linear);
+      const auto module = std::find_if(modules.begin(), modules.end(),
+                                       [&](const std::string& name) { return weight_of(name) == spec.name; });
+      if (module == modules.end()) continue;
+      const LinearSize size = linear_size(config_, linear);
+      const auto number = static_cast<std::size_t>(module - modules.begin());
+      UnroundedLinear& whole = unrounded_[{l, linear}];
+      whole.values.resize(static_cast<std::size_t>(size.OC * size.C));
+      whole.written.resize(modules.size());
+      whole.written[number] = true;
+      const std::int64_t begin = module_rows(config_, linear, number).begin * size.C;
+      std::copy_n(values, spec.elements, whole.values.begin() + begin);
+      if (std::count(whole.written.begin(), whole.written.end(), false) > 0) return;
+      const Fp8Tensor rounded = round_tensor(whole.values, fp8_format(Fp8Kind::weight));
+      const std::vector<float> scales(static_cast<std::size_t>(size.OC), std::ldexp(1.0f, -rounded.exponent));
+      const TensorSpec &codes = frozen_table_.at(weight_of(modules.front())),
+                       &of_rows = frozen_table_.at(scales_of(codes.name));
+      write_values(frozen_arena_.at<std::byte>(codes.byte_offset), rounded.codes.data(), rounded.codes.size());
+      write_values(frozen_arena_.at<std::byte>(of_rows.byte_offset), scales.data(), scales.size() * sizeof(float));
+      fp8_->frozen_rounded(linear, l, rounded.exponent, rounded.counters);
+      unrounded_.erase({l, linear});
+      return;
+    }
+  }
+  fail(Exit::internal, "%s: not in a linear layer of a block", spec.name.c_str());
 }
 
 // In the model's own stream: cudaMemcpy from pageable memory returns when the values have left `values`, and the next
@@ -198,6 +233,7 @@ std::unique_ptr<StateCopy> TrainingModel<S>::make_own_copy() {
   template void TrainingModel<S>::read_tensor(TensorRole, const TensorSpec&, float*);          \
   template void TrainingModel<S>::write_tensor(TensorRole, const TensorSpec&, const float*);   \
   template void TrainingModel<S>::write_frozen(const TensorSpec&, const float*);               \
+  template void TrainingModel<S>::write_rounded(const TensorSpec&, const float*);              \
   template void TrainingModel<S>::write_frozen_quantized(const TensorSpec&, const std::byte*); \
   template std::unique_ptr<StateCopy> TrainingModel<S>::make_state_copy();                     \
   template std::vector<Range> TrainingModel<S>::own_elements() const;                          \

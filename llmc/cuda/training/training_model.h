@@ -24,6 +24,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -73,7 +74,7 @@ class TrainingModel final : public TrainModel {
   bool evaluates_together() const override { return sharding_.parameters_sharded; }
   void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override;
   void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override;
-  TensorTable frozen_table() const override { return frozen_table_; }
+  TensorTable frozen_table() const override { return rounds_frozen() ? merged_table_ : frozen_table_; }
   void write_frozen(const TensorSpec& spec, const float* values) override;
   void write_frozen_quantized(const TensorSpec& spec, const std::byte* bytes) override;
   std::vector<float> fp8_state() const override { return fp8_ ? fp8_->state() : std::vector<float>(); }
@@ -212,7 +213,8 @@ class TrainingModel final : public TrainModel {
   // Whether a linear layer computes in fp8. If so, both gradients read codes of dout, which fp8_ keeps from one layer to
   // the next: weight_grad() rounds that of the output projection, and of qkv if attention has not done so,
   // down_input_grad_and_swiglu() that of down, and SwiGLU's derivative writes that of gate and up; gate_up itself stays.
-  // The outputs of norms and of SwiGLU exist in fp8 only: the arguments that stand for them are null.
+  // The outputs of norms and of SwiGLU exist in fp8 only: the arguments that stand for them are null. Beside an adapter they exist as
+  // without fp8, and so does every gradient; input_grad() rounds it, but for that of gate and up.
   bool in_fp8(const LinearLayer& layer) const { return fp8_ && layer.block; }
   Fp8Linears::Pass fp8_pass() const {
     return !training_     ? Fp8Linears::Pass::evaluation
@@ -220,9 +222,10 @@ class TrainingModel final : public TrainModel {
                           : Fp8Linears::Pass::training;
   }
   // Whether attention's backward pass writes the gradient of qkv in fp8, so that acts_.d_qkv is not used: on Hopper, from
-  // the second step on. Not where the norms of heads come between.
+  // the second step on. Not where the norms of heads come between, or an adapter reads it.
   bool attention_rounds() const {
-    return fp8_ && fp8_->scales_known() && !config_.qk_norm && attention_backward_rounds(attention_shape(0), rope_);
+    return fp8_ && !options_.lora && fp8_->scales_known() && !config_.qk_norm &&
+           attention_backward_rounds(attention_shape(0), rope_);
   }
   void attend_backward(std::int64_t l, const LayerActivations<S>& a);
   void down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out);
@@ -305,6 +308,8 @@ class TrainingModel final : public TrainModel {
   void read_piece(TensorRole role, const Piece& piece, float* values);
   void write_piece(TensorRole role, const Piece& piece, const float* values);
   void write_values(std::byte* to, const void* values, std::size_t bytes);
+  bool rounds_frozen() const { return options_.lora && options_.precision == Precision::fp8; }
+  void write_rounded(const TensorSpec& spec, const float* values);
   std::byte* address_of(TensorRole role, const Piece& piece) const;
 
   const ModelConfig config_;
@@ -314,7 +319,7 @@ class TrainingModel final : public TrainModel {
   const TensorTable frozen_table_, merged_table_;  // of the whole model; used with an adapter
   const Sharding sharding_;
   // Whether SwiGLU, and its derivative, are computed in the epilogues of the adjacent GEMMs: bf16 and fp8 on Hopper,
-  // without biases, and without an adapter of these GEMMs, whose product has to be added before.
+  // without biases, and without an adapter of these GEMMs, whose product has to be added before; in fp8 without any adapter.
   const bool swiglu_in_epilogue_;
   const LinearLayer qkv_{"qkv", "qkv dgrad", "qkv wgrad", config_.hidden_size, qkv_size(), BlockLinear::qkv};
   const LinearLayer output_{"output",         "output dgrad",      "output wgrad",
@@ -342,6 +347,12 @@ class TrainingModel final : public TrainModel {
   DeviceArena state1_arena_, state2_arena_, activation_arena_, workspace_arena_;
   DeviceArena frozen_arena_, adapter_arena_;  // empty without an adapter
   std::optional<Fp8Linears> fp8_;             // with --precision fp8
+  // Frozen linear layers of which some modules have been written since they were last rounded: layer, linear layer and values [OC, C].
+  struct UnroundedLinear {
+    std::vector<float> values;
+    std::vector<bool> written;  // by module
+  };
+  std::map<std::pair<std::int64_t, BlockLinear>, UnroundedLinear> unrounded_;
   ModelWeights<S> weights_;
   ModelWeights<float> d_weights_;
   DeviceRopeTable rope_;

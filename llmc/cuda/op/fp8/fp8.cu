@@ -42,6 +42,16 @@ struct SwigluOut {
   }
 };
 
+struct SwigluOutStored : SwigluOut {
+  bf16* plain;
+  __device__ void load(float (&values)[kNeighbours], std::int64_t row, std::int64_t column) const {
+    SwigluOut::load(values, row, column);
+    Elements<bf16, kNeighbours> elements;
+    elements.set(values);
+    elements.store_streaming(plain + row * columns + column);
+  }
+};
+
 template <Fp8Format kFormat, typename Source>
 __global__ void __launch_bounds__(kThreads)
     quantize_kernel(Fp8Target to, Source source, std::int64_t N, std::int64_t C) {
@@ -140,6 +150,47 @@ __global__ void __launch_bounds__(kThreads)
   add_counters(out, out_counters, scratch);
 }
 
+// A thread has eight columns of gate and of up, and reads everything that its writes overwrite before it writes.
+__global__ void __launch_bounds__(kThreads)
+    swiglu_backward_plain_kernel(Fp8Target dgate_up, bf16* plain_dgate_up, bf16* plain_out, const bf16* dout,
+                                 const bf16* gate_up, std::int64_t F, unsigned parts) {
+  constexpr int kCount = 8;
+  __shared__ unsigned scratch[3];
+  const std::int64_t row = blockIdx.x / parts;
+  const std::int64_t column = (static_cast<std::int64_t>(blockIdx.x % parts) * kThreads + threadIdx.x) * kCount;
+  const float scale = *dgate_up.scale;
+  ThreadCounters counters;
+  if (column < F) {
+    Elements<bf16, kCount> gate, up, gradient, result;
+    const std::int64_t at = row * 2 * F + column;
+    gate.load(gate_up + at);
+    up.load(gate_up + at + F);
+    gradient.load(dout + row * F + column);
+    float dgate[kCount], dup[kCount], out[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const SwigluGradient d = swiglu_gradient<bf16>(gradient.get(i), gate.get(i), up.get(i));
+      dgate[i] = d.gate;
+      dup[i] = d.up;
+      out[i] = d.out;
+    }
+    const auto store = [&](const float(&values)[kCount], std::int64_t to) {
+      result.set(values);
+      result.store_streaming(plain_dgate_up + to);
+      const unsigned low = round_four<Fp8Format::e5m2>(values, scale, counters);
+      const unsigned high = round_four<Fp8Format::e5m2>(values + 4, scale, counters);
+      *reinterpret_cast<uint2*>(dgate_up.codes + to) = make_uint2(low, high);
+    };
+    store(dgate, at);
+    store(dup, at + F);
+    if (plain_out != nullptr) {
+      result.set(out);
+      result.store_streaming(plain_out + row * F + column);
+    }
+  }
+  add_counters(dgate_up, counters, scratch);
+}
+
 __global__ void __launch_bounds__(kThreads)
     transpose_kernel(std::uint8_t* transposed, const std::uint8_t* codes, std::int64_t N, std::int64_t C) {
   __shared__ unsigned tile[kTileWords];
@@ -194,10 +245,16 @@ void transpose_fp8(std::uint8_t* transposed, const std::uint8_t* codes, std::int
   check_launch("transpose_fp8");
 }
 
-void swiglu_forward_fp8(const Fp8Target& out, const bf16* gate_up, std::int64_t N, std::int64_t F,
-                        cudaStream_t stream) {
+void swiglu_forward_fp8(const Fp8Target& out, const bf16* gate_up, std::int64_t N, std::int64_t F, cudaStream_t stream,
+                        bf16* plain) {
   if (N == 0) return;
-  quantize_kernel<Fp8Format::e4m3><<<tiles_of(N, F), kThreads, 0, stream>>>(out, SwigluOut{gate_up, F}, N, F);
+  const SwigluOut source{gate_up, F};
+  if (plain != nullptr) {
+    quantize_kernel<Fp8Format::e4m3>
+        <<<tiles_of(N, F), kThreads, 0, stream>>>(out, SwigluOutStored{source, plain}, N, F);
+  } else {
+    quantize_kernel<Fp8Format::e4m3><<<tiles_of(N, F), kThreads, 0, stream>>>(out, source, N, F);
+  }
   check_launch("swiglu_forward_fp8");
 }
 
@@ -205,6 +262,18 @@ void swiglu_backward_fp8(const Fp8Target& dgate_up, const Fp8Target& out, const 
                          std::int64_t N, std::int64_t F, cudaStream_t stream) {
   if (N == 0) return;
   swiglu_backward_kernel<<<tiles_of(N, F), kThreads, 0, stream>>>(dgate_up, out, dout, gate_up, N, F);
+  check_launch("swiglu_backward_fp8");
+}
+
+void swiglu_backward_fp8(const Fp8Target& dgate_up, bf16* plain_dgate_up, bf16* plain_out, const bf16* dout,
+                         const bf16* gate_up, std::int64_t N, std::int64_t F, cudaStream_t stream) {
+  if (dgate_up.codes == nullptr || dgate_up.transposed != nullptr) {
+    fail(Exit::internal, "swiglu_backward_fp8: the gradient is written as rows beside bf16");
+  }
+  if (N == 0) return;
+  const auto parts = static_cast<unsigned>(ceil_div(F, 8 * kThreads));
+  swiglu_backward_plain_kernel<<<static_cast<unsigned>(N * parts), kThreads, 0, stream>>>(
+      dgate_up, plain_dgate_up, plain_out, dout, gate_up, F, parts);
   check_launch("swiglu_backward_fp8");
 }
 

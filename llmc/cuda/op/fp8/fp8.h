@@ -33,14 +33,21 @@ void quantize_fp8(Fp8Format format, const Fp8Target& to, const __nv_bfloat16* x,
 void transpose_fp8(std::uint8_t* transposed, const std::uint8_t* codes, std::int64_t N, std::int64_t C,
                    cudaStream_t stream);
 
-// out [N, F] = silu(gate) up of gate_up [N, 2F] (llmc/cuda/op/elementwise/swiglu.h), rounded from fp32 to e4m3 at once.
+// out [N, F] = silu(gate) up of gate_up [N, 2F] (llmc/cuda/op/elementwise/swiglu.h), rounded from fp32 to e4m3 at once. `plain`
+// [N, F], unless null, gets what swiglu_forward() stores.
 void swiglu_forward_fp8(const Fp8Target& out, const __nv_bfloat16* gate_up, std::int64_t N, std::int64_t F,
-                        cudaStream_t stream);
+                        cudaStream_t stream, __nv_bfloat16* plain = nullptr);
 
 // dgate_up [N, 2F], the gradient for dout [N, F], in e5m2; and the forward pass's out [N, F] again in e4m3, with the
 // codes of swiglu_forward_fp8() for the same scale. Either target may be empty.
 void swiglu_backward_fp8(const Fp8Target& dgate_up, const Fp8Target& out, const __nv_bfloat16* dout,
                          const __nv_bfloat16* gate_up, std::int64_t N, std::int64_t F, cudaStream_t stream);
+
+// swiglu_backward() that stores its gradient's codes, too: those of the function above, as rows alone (otherwise Exit::internal).
+// As there plain_dgate_up [N, 2F] may share gate_up's memory, and plain_out [N, F] may be null.
+void swiglu_backward_fp8(const Fp8Target& dgate_up, __nv_bfloat16* plain_dgate_up, __nv_bfloat16* plain_out,
+                         const __nv_bfloat16* dout, const __nv_bfloat16* gate_up, std::int64_t N, std::int64_t F,
+                         cudaStream_t stream);
 
 // Current scaling: *scale = 2^e and *inverse = 2^-e with e = fp8_exponent(amax) of the tensor's own counters, or 1 where
 // amax is not finite.
