@@ -182,8 +182,12 @@ float ModelConfig::score_scale() const {
   return attention_scale > 0 ? static_cast<float>(attention_scale) : 1.0f / std::sqrt(static_cast<float>(head_dim));
 }
 
-float ModelConfig::embedding_scale() const {
-  return scaled_embedding ? static_cast<float>(std::sqrt(static_cast<double>(hidden_size))) : 1.0f;
+float ModelConfig::embedding_scale(DType storage) const {
+  if (!scaled_embedding) return 1;
+  const auto scale = static_cast<float>(std::sqrt(static_cast<double>(hidden_size)));
+  if (storage == DType::bf16) return bf16_to_f32(f32_to_bf16(scale));
+  if (storage == DType::f16) return f16_to_f32(f32_to_f16(scale));
+  return scale;
 }
 
 std::int64_t ModelConfig::longest_window() const {

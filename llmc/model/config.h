@@ -96,7 +96,8 @@ struct ModelConfig {
   bool rotates_locally(std::int64_t layer) const { return local_rope_theta > 0 && window(layer) > 0; }
   RopeConfig local_rope() const;
   float score_scale() const;
-  float embedding_scale() const;        // 1 unless scaled_embedding
+  // 1 unless scaled_embedding; as transformers rounds it where the embedding is stored in 16 bits.
+  float embedding_scale(DType storage = DType::f32) const;
   std::int64_t longest_window() const;  // 0 where a layer has none
 
   bool operator==(const ModelConfig&) const = default;
@@ -114,8 +115,7 @@ struct LinearSize {
 };
 LinearSize linear_size(const ModelConfig& config, BlockLinear linear);
 bool has_bias(const ModelConfig& config, BlockLinear linear);
-// What of the model inference over pages alone computes, for messages: the persistent kernel and training on a GPU have no
-// kernels for it. Null: nothing.
+// What of the model the persistent kernel has no code for, for messages. Null: nothing.
 const char* part_without_kernels(const ModelConfig& config);
 
 // Makes `config` a model of this family: its name, and the capabilities that all its models have. Exit::internal if there is no

@@ -13,7 +13,7 @@ struct ResidualNormShape {
   float eps = 0;
   float dropout = 0;  // p in [0, 1)
   std::uint64_t seed = 0, offset = 0;
-  float weight_offset = 0;  // added to each weight; a GPU has no backward pass with it
+  float weight_offset = 0;  // added to each weight
 };
 
 }  // namespace weft

@@ -28,8 +28,8 @@ struct LayerActivations {
   T* post_norm = nullptr;                    // [N, C]
   float *mean2 = nullptr, *rstd2 = nullptr;  // [N]; null with parallel_residual: those of the first norm
   T* gate_up = nullptr;     // [N, 2F], without a gate [N, F]; the backward pass overwrites it with its gradient
-  T* swiglu_out = nullptr;  // [N, F]: silu(gate) up or gelu(up), the input of the down projection
-  // With post_norms what the norms behind the branches read, [N, C], and their statistics, [N]; on the CPU alone.
+  T* swiglu_out = nullptr;  // [N, F]: of the activation, silu(gate) up for one, the input of the down projection
+  // With post_norms what the norms behind the branches read, [N, C], and their statistics, [N].
   T *attention_out = nullptr, *mlp_out = nullptr;
   float *attention_mean = nullptr, *attention_rstd = nullptr, *mlp_mean = nullptr, *mlp_rstd = nullptr;
 };

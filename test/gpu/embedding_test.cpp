@@ -30,17 +30,17 @@ Tokens make_tokens(std::int64_t N, std::int64_t V, Repeats repeats) {
 }
 
 template <typename T, typename R>
-void check_forward(std::int64_t N, std::int64_t C, std::int64_t V) {
+void check_forward(std::int64_t N, std::int64_t C, std::int64_t V, float scale = 1) {
   SCOPED_TRACE("forward " + type_name<T>() + "/" + type_name<R>() + " C " + std::to_string(C));
   const Tokens tokens = make_tokens(N, V, Repeats::text);
   const Floats weight = random_stored<T>(V * C, 1);
   Floats out(static_cast<std::size_t>(N * C));
-  cpu::embedding_forward(out.data(), tokens.data(), weight.data(), N, C);
+  cpu::embedding_forward(out.data(), tokens.data(), weight.data(), N, C, scale);
   const DeviceBuffer<std::int32_t> gpu_tokens(tokens);
   const DeviceBuffer<T> gpu_weight = on_device<T>(weight);
   const DeviceBuffer<R> gpu_out(out.size());
-  embedding_forward(gpu_out.data(), gpu_tokens.data(), gpu_weight.data(), N, C, nullptr);
-  EXPECT_EQ(on_host(gpu_out), out);  // a copy: exact
+  embedding_forward(gpu_out.data(), gpu_tokens.data(), gpu_weight.data(), N, C, nullptr, scale);
+  EXPECT_EQ(on_host(gpu_out), widened(stored<R>(out)));  // a copy, or one product: exact
 }
 
 TEST(Embedding, ForwardCopiesRows) {
@@ -53,14 +53,22 @@ TEST(Embedding, ForwardCopiesRows) {
   }
 }
 
+TEST(Embedding, ForwardScalesRows) {
+  for (const std::int64_t C : {1, 7, 64, 1152}) {
+    check_forward<float, float>(37, C, 300, std::sqrt(72.0f));
+    check_forward<bf16, bf16>(37, C, 300, 34);
+    check_forward<bf16, float>(37, C, 300, 34);
+  }
+}
+
 template <typename T>
-void check_backward(std::int64_t N, std::int64_t C, std::int64_t V, Repeats repeats) {
+void check_backward(std::int64_t N, std::int64_t C, std::int64_t V, Repeats repeats, float scale = 1) {
   SCOPED_TRACE("backward " + type_name<T>() + " N " + std::to_string(N) + " C " + std::to_string(C) + " V " +
                std::to_string(V) + " repeats " + std::to_string(static_cast<int>(repeats)));
   const Tokens tokens = make_tokens(N, V, repeats);
   const Floats dout = random_stored<T>(N * C, 2), before = random_floats(V * C, 3);
   Floats want = before;
-  cpu::embedding_backward(want.data(), dout.data(), tokens.data(), N, C);
+  cpu::embedding_backward(want.data(), dout.data(), tokens.data(), N, C, scale);
 
   const DeviceBuffer<std::int32_t> gpu_tokens(tokens);
   const DeviceBuffer<T> gpu_dout = on_device<T>(dout);
@@ -68,7 +76,7 @@ void check_backward(std::int64_t N, std::int64_t C, std::int64_t V, Repeats repe
   for (const DeviceBuffer<float>* target : {&dweight, &again}) {
     const DeviceBuffer<char> sorted(embedding_sort_bytes(N)), workspace(embedding_backward_workspace(N, C));
     embedding_sort(sorted.data(), gpu_tokens.data(), N, V, nullptr);
-    embedding_backward(target->data(), gpu_dout.data(), sorted.data(), N, C, workspace.data(), nullptr);
+    embedding_backward(target->data(), gpu_dout.data(), sorted.data(), N, C, workspace.data(), nullptr, scale);
     check(cudaStreamSynchronize(nullptr), "embedding_backward");
   }
   expect_near<float>(on_host(dweight), want, "dweight");
@@ -87,6 +95,7 @@ void check_backward_shapes() {
     check_backward<T>(2049, 8, 128'256, repeats);
     check_backward<T>(40'000, 16, 50'257, repeats);
     check_backward<T>(3000, 8, 600'000, repeats);  // three digits
+    for (const std::int64_t C : {64, 261}) check_backward<T>(300, C, 50, repeats, 33.94f);
   }
   check_backward<T>(4096, 2048, 32'000, Repeats::text);
   for (const std::int64_t V : {300, 50'257, 600'000})  // more than a cluster sorts: one, two and three passes

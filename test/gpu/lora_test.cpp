@@ -321,7 +321,9 @@ std::vector<ModelCase> model_cases() {
                                   {"gate", test::small_llama(), 3, "gate"},
                                   {"up, tied", test::small_llama(), 3, "up"},
                                   {"all, norms of heads, biases", test::small_llama(), 5, "all", 0.2f},
-                                  {"all, layernorm", test::small_llama(), 5, "q,gate,down", 0.2f}};
+                                  {"all, layernorm", test::small_llama(), 5, "q,gate,down", 0.2f},
+                                  {"gemma, dropout", test::small_gemma(), 5, "all", 0.2f, 0.1f},
+                                  {"gemma, k", test::small_gemma(), 3, "k"}};
   cases[6].config.tied_embeddings = true;
   set_family(cases[7].config, "qwen3");
   cases[7].config.qkv_bias = cases[7].config.output_bias = cases[7].config.mlp_bias = true;

@@ -1,4 +1,4 @@
-// RoPE, SwiGLU, GELU and the arenas on the GPU, against the CPU.
+// RoPE, SwiGLU, GeGLU, GELU and the arenas on the GPU, against the CPU.
 
 #include "llmc/cpu/gelu.h"
 #include "llmc/cpu/rope.h"
@@ -14,7 +14,7 @@ namespace {
 
 using namespace weft::test;
 
-// ---- SwiGLU -----------------------------------------------------------------------------------------------------------
+// ---- SwiGLU and GeGLU -------------------------------------------------------------------------------------------------
 // Gates from far below to far above 0: there e^-g overflows or vanishes.
 template <typename T>
 Floats gates_and_ups(std::int64_t N, std::int64_t F) {
@@ -25,43 +25,58 @@ Floats gates_and_ups(std::int64_t N, std::int64_t F) {
   return widened(stored<T>(values));
 }
 
+// Either activation on both devices.
 template <typename T>
-void check_swiglu(std::int64_t N, std::int64_t F) {
-  SCOPED_TRACE("swiglu " + type_name<T>() + " " + std::to_string(N) + " x " + std::to_string(F));
+struct Gated {
+  const char* name;
+  decltype(cpu::swiglu_forward)* cpu_forward;
+  decltype(cpu::swiglu_backward)* cpu_backward;
+  decltype(swiglu_forward<T>)* forward;
+  decltype(swiglu_backward<T>)* backward;
+};
+template <typename T>
+const Gated<T> kSwiglu = {"swiglu", cpu::swiglu_forward, cpu::swiglu_backward, swiglu_forward<T>, swiglu_backward<T>};
+template <typename T>
+const Gated<T> kGeglu = {"geglu", cpu::geglu_tanh_forward, cpu::geglu_tanh_backward, geglu_tanh_forward<T>,
+                         geglu_tanh_backward<T>};
+
+template <typename T>
+void check_gated(const Gated<T>& f, std::int64_t N, std::int64_t F) {
+  SCOPED_TRACE(f.name + (" " + type_name<T>()) + " " + std::to_string(N) + " x " + std::to_string(F));
   const auto n = static_cast<std::size_t>(N * F);
   const Floats gate_up = gates_and_ups<T>(N, F), dout = random_stored<T>(N * F, 2);
   Floats out(n), dgate_up(2 * n);
-  cpu::swiglu_forward(out.data(), gate_up.data(), N, F);
-  cpu::swiglu_backward(dgate_up.data(), dout.data(), gate_up.data(), N, F);
+  f.cpu_forward(out.data(), gate_up.data(), N, F);
+  f.cpu_backward(dgate_up.data(), dout.data(), gate_up.data(), N, F);
 
   const DeviceBuffer<T> gpu_gate_up = on_device<T>(gate_up), gpu_dout = on_device<T>(dout);
-  const DeviceBuffer<T> gpu_out(n), gpu_dgate_up(2 * n), swiglu_out(n);
-  swiglu_forward(gpu_out.data(), gpu_gate_up.data(), N, F, nullptr);
+  const DeviceBuffer<T> gpu_out(n), gpu_dgate_up(2 * n), again(n);
+  f.forward(gpu_out.data(), gpu_gate_up.data(), N, F, nullptr);
   expect_near<T>(on_host(gpu_out), out, "out");
-  swiglu_backward(gpu_dgate_up.data(), gpu_dout.data(), gpu_gate_up.data(), N, F, swiglu_out.data(), nullptr);
+  f.backward(gpu_dgate_up.data(), gpu_dout.data(), gpu_gate_up.data(), N, F, again.data(), nullptr);
   expect_near<T>(on_host(gpu_dgate_up), dgate_up, "dgate_up");
-  expect_same_bits(swiglu_out, gpu_out, "swiglu_out");
+  expect_same_bits(again, gpu_out, "out again");
 
-  // In place, dgate_up over gate_up and swiglu_out over dout; and without swiglu_out.
+  // In place, dgate_up over gate_up and out over dout; and without out.
   const DeviceBuffer<T> alone(2 * n);
-  swiglu_backward<T>(alone.data(), gpu_dout.data(), gpu_gate_up.data(), N, F, nullptr, nullptr);
-  expect_same_bits(alone, gpu_dgate_up, "dgate_up without swiglu_out");
-  swiglu_backward(gpu_gate_up.data(), gpu_dout.data(), gpu_gate_up.data(), N, F, gpu_dout.data(), nullptr);
+  f.backward(alone.data(), gpu_dout.data(), gpu_gate_up.data(), N, F, nullptr, nullptr);
+  expect_same_bits(alone, gpu_dgate_up, "dgate_up without out");
+  f.backward(gpu_gate_up.data(), gpu_dout.data(), gpu_gate_up.data(), N, F, gpu_dout.data(), nullptr);
   expect_same_bits(gpu_gate_up, gpu_dgate_up, "dgate_up in place");
-  expect_same_bits(gpu_dout, gpu_out, "swiglu_out over dout");
+  expect_same_bits(gpu_dout, gpu_out, "out over dout");
 }
 
 template <typename T>
-void check_swiglu_shapes() {
+void check_gated_shapes(const Gated<T>& f) {
   for (const std::int64_t F : {1, 7, 8, 100, 517, 1536, 4104, 8192}) {
-    for (const std::int64_t N : {1, 7}) check_swiglu<T>(N, F);
+    for (const std::int64_t N : {1, 7}) check_gated(f, N, F);
   }
-  check_swiglu<T>(1000, 264);
-  check_swiglu<T>(70'000, 9);  // more rows than a second grid dimension holds
+  check_gated(f, 1000, 264);
+  check_gated(f, 70'000, 9);  // more rows than a second grid dimension holds
 }
 // Each operand in turn at an address that no 16-byte access may touch: the values are those of aligned ones.
 template <typename T>
-void check_unaligned_swiglu() {
+void check_unaligned_gated(const Gated<T>& f) {
   const std::int64_t N = 3, F = 264, n = N * F;
   const Floats gate_up = random_stored<T>(2 * n, 1, 3), dout = random_stored<T>(n, 2);
   struct Places {
@@ -75,9 +90,9 @@ void check_unaligned_swiglu() {
     };
     const DeviceBuffer<T> x = behind(gate_up, at.gate_up), d = behind(dout, at.dout), out(n + at.out),
                           again(n + at.out), dx(2 * n + at.dgate_up);
-    swiglu_forward(out.data() + at.out, x.data() + at.gate_up, N, F, nullptr);
-    swiglu_backward(dx.data() + at.dgate_up, d.data() + at.dout, x.data() + at.gate_up, N, F, again.data() + at.out,
-                    nullptr);
+    f.forward(out.data() + at.out, x.data() + at.gate_up, N, F, nullptr);
+    f.backward(dx.data() + at.dgate_up, d.data() + at.dout, x.data() + at.gate_up, N, F, again.data() + at.out,
+               nullptr);
     Floats all;
     for (const auto& [buffer, skipped] : {std::pair{&out, at.out}, {&again, at.out}, {&dx, at.dgate_up}}) {
       const Floats values = on_host(*buffer);
@@ -90,19 +105,32 @@ void check_unaligned_swiglu() {
     EXPECT_EQ(run(at), want) << type_name<T>() << " " << at.gate_up << at.dout << at.out << at.dgate_up;
 }
 TEST(SwiGlu, OperandsMayBeginAnywhere) {
-  check_unaligned_swiglu<float>();
-  check_unaligned_swiglu<bf16>();
-  check_unaligned_swiglu<fp16>();
+  check_unaligned_gated(kSwiglu<float>);
+  check_unaligned_gated(kSwiglu<bf16>);
+  check_unaligned_gated(kSwiglu<fp16>);
 }
 
 TEST(SwiGlu, Fp32) {
-  check_swiglu_shapes<float>();
+  check_gated_shapes(kSwiglu<float>);
 }
 TEST(SwiGlu, Bf16) {
-  check_swiglu_shapes<bf16>();
+  check_gated_shapes(kSwiglu<bf16>);
 }
 TEST(SwiGlu, Fp16) {
-  check_swiglu_shapes<fp16>();
+  check_gated_shapes(kSwiglu<fp16>);
+}
+
+TEST(GeGlu, Fp32) {
+  check_gated_shapes(kGeglu<float>);
+  check_unaligned_gated(kGeglu<float>);
+}
+TEST(GeGlu, Bf16) {
+  check_gated_shapes(kGeglu<bf16>);
+  check_unaligned_gated(kGeglu<bf16>);
+}
+TEST(GeGlu, Fp16) {
+  check_gated_shapes(kGeglu<fp16>);
+  check_unaligned_gated(kGeglu<fp16>);
 }
 
 // ---- GELU -------------------------------------------------------------------------------------------------------------

@@ -175,17 +175,5 @@ TEST(PostNorm, WidthsThatItCannotReadAreRefused) {
   }
 }
 
-TEST(PostNorm, TheOtherNormRefusesAnOffset) {
-  const DeviceBuffer<float> stream(8), weight(8), out(8);
-  ResidualNormForward<float, float> io;
-  io.residual = stream.data(), io.weight = weight.data(), io.out = out.data();
-  const auto call = [&](float offset) {
-    residual_norm_forward(shape_of(1, 8, NormKind::rmsnorm, offset), io, nullptr);
-  };
-  EXPECT_NE(error_of(Exit::internal, [&] { call(1); }).find("offset"), std::string::npos);
-  call(0);
-  check(cudaDeviceSynchronize(), "test");
-}
-
 }  // namespace
 }  // namespace weft::cuda

@@ -196,20 +196,23 @@ struct Case {
   bool graph = true;
   std::int64_t layers = 3;
   const Optimizer* optimizer = &adamw_optimizer();
-  bool qwen = false;  // norms of heads, and every bias
+  bool qwen = false;   // norms of heads, and every bias
+  bool gemma = false;  // norms behind branches
 };
 
 std::string name_of(const Case& c) {
   const char* const precision = c.precision == Precision::fp32   ? "fp32"
                                 : c.precision == Precision::bf16 ? "bf16"
                                                                  : "fp8";
-  return format("%s, %s%s%s%s, dropout %g, %lld micro-batches", c.optimizer->name(), precision,
+  return format("%s, %s%s%s%s%s, dropout %g, %lld micro-batches", c.optimizer->name(), precision,
                 c.moments == Precision::bf16 ? " with bf16 moments" : "", c.tied ? ", tied" : "",
-                c.qwen ? ", norms of heads, biases" : "", c.dropout, static_cast<long long>(c.accumulation));
+                c.qwen ? ", norms of heads, biases" : "", c.gemma ? ", norms behind branches" : "", c.dropout,
+                static_cast<long long>(c.accumulation));
 }
 
 ModelConfig config_of(const Case& c) {
   ModelConfig config = test::small_llama();
+  if (c.gemma) config = test::small_gemma();
   config.tied_embeddings = c.tied;
   config.num_layers = c.layers;
   if (c.qwen) {
@@ -377,6 +380,8 @@ std::vector<Case> cases() {
       with_muon({Precision::fp32, Precision::fp32, true, 0.1f, 3}),
       with_muon({Precision::bf16, Precision::bf16, false, 0, 1}),
       {.recompute = Recompute::block, .qwen = true},
+      {.tied = true, .recompute = Recompute::block, .gemma = true},
+      with_muon({.precision = Precision::fp32, .dropout = 0.1f, .accumulation = 3, .gemma = true}),
   };
   if (test::has_fp8()) {
     all.push_back(kInFp8);

@@ -21,6 +21,7 @@ struct Form {
   bool prenorm = true;  // keeps h; else it is recomputed in backward
   float dropout = 0;
   std::optional<int> shared_limit = {};  // that of another device
+  float offset = 0;                      // of weights
 
   int shared_memory() const { return shared_limit.value_or(norm_shared_memory()); }
 };
@@ -34,7 +35,8 @@ std::string describe(const Form& f) {
                                  {f.colscale, " colscale"},
                                  {f.second, " second"},
                                  {f.prenorm, " prenorm"},
-                                 {f.dropout > 0, " dropout"}})
+                                 {f.dropout > 0, " dropout"},
+                                 {f.offset != 0, " offset"}})
     if (on) text += name;
   if (f.shared_limit) text += ", " + std::to_string(*f.shared_limit) + " bytes of shared memory";
   return text;
@@ -47,6 +49,7 @@ ResidualNormShape shape_of(const Form& f) {
   shape.kind = f.kind;
   shape.eps = 1e-3f;
   shape.dropout = f.dropout;
+  shape.weight_offset = f.offset;
   shape.seed = 42;
   shape.offset = 1000;
   return shape;
@@ -77,7 +80,7 @@ struct Inputs {
   explicit Inputs(const Form& f) {
     const std::int64_t n = f.rows * f.C;
     x.set(random_stored<T>(n, 1));
-    weight.set(random_stored<T>(f.C, 5, 0.3f, 1));
+    weight.set(random_stored<T>(f.C, 5, 0.3f, 1 - f.offset));
     dout.set(random_stored<T>(n, 9));
     if (f.residual) residual.set(random_stored<R>(n, 2, 2, 0.5f));
     if (f.bias) bias.set(random_stored<T>(f.C, 6));
@@ -305,6 +308,19 @@ void check_types() {
       }
     }
     check_form<T, R>({kind, 1000, 264, true, bias, false, false, false, true, 0.1f});
+    // 1 + weight: rows of each spread and of exact widths, more rows than blocks, with dropout, without a branch, two outputs
+    for (const std::int64_t C : {8, 264, 512, 640, 768, 1024, 1152, 2048, 2560, 3840, 5376, 8192, 16384}) {
+      Form f{kind, 7, C, true, bias};
+      f.offset = 1;
+      check_form<T, R>(f);
+      f.dropout = 0.3f;
+      check_form<T, R>(f);
+    }
+    for (Form f : {Form{kind, 1000, 1152, true, bias}, Form{kind, 1000, 264, false, bias},
+                   Form{kind, 9, 520, true, bias, false, false, true}, Form{kind, 5, 264, true, bias, true, true}}) {
+      f.offset = 1;
+      check_form<T, R>(f);
+    }
     check_form<T, R>({kind, 1000, 1032, false, bias, true, true, true, false, 0.1f});
   }
 }
@@ -334,6 +350,8 @@ void check_small_shared_memory() {
       for (const std::int64_t C : {768, 1024, 2048, 3072, 4096, 8192, 12'296, 16'384}) {
         Form f{kind, 5, C, true, kind == NormKind::layernorm};
         f.shared_limit = limit;
+        check_form<T, R>(f);
+        f.offset = 1;
         check_form<T, R>(f);
       }
     }
@@ -413,6 +431,11 @@ void check_norms_of_stored_streams() {
       check_norm_of_stored_stream<T, R>(f);
       check_norm_of_stored_stream<T, R>({kind, 9, C, true, bias, true, true, true});
       check_norm_of_stored_stream<T, R>({kind, 150, C, true, bias});  // more rows than multiprocessors
+      Form offset{kind, 9, C, true, bias};
+      offset.offset = 1;
+      check_norm_of_stored_stream<T, R>(offset);
+      offset.dropout = 0.3f;
+      check_norm_of_stored_stream<T, R>(offset);
     }
     Form many{kind, 5001, 1024, true, bias};
     many.dropout = 0.1f;

@@ -62,7 +62,12 @@ void train_with(Precision precision, std::int64_t head_dim, std::int64_t T, floa
   config.vocab_size = config.tokenizer_vocab = 1003;
   config.norm = norm;
   set_family(config, family);
-  if (config.qk_norm) config.qkv_bias = config.output_bias = config.mlp_bias = true;
+  if (config.post_norms) {
+    config.windows = {20};
+    config.local_rope_theta = 100;
+  } else if (config.qk_norm) {
+    config.qkv_bias = config.output_bias = config.mlp_bias = true;
+  }
   TrainOptions options;
   options.micro_batch = 2;
   options.seq_len = T;
@@ -93,6 +98,12 @@ TEST(Sanitized, Fp8HeadsOf64) {
 }
 TEST(Sanitized, Bf16NormsOfHeadsAndBiases) {
   train_with(Precision::bf16, 80, 70, 0, NormKind::rmsnorm, Recompute::block, "qwen3");
+}
+TEST(Sanitized, Bf16NormsBehindBranches) {
+  train_with(Precision::bf16, 256, 70, 0, NormKind::rmsnorm, Recompute::block, "gemma3_text");
+}
+TEST(Sanitized, Fp32NormsBehindBranchesWithDropout) {
+  train_with(Precision::fp32, 32, 40, 0.1f, NormKind::rmsnorm, Recompute::norm, "gemma3_text");
 }
 TEST(Sanitized, Fp8BiasesOfQkv) {
   if (!test::has_fp8()) GTEST_SKIP() << "needs a GPU of compute capability 8.9";

@@ -24,6 +24,7 @@ TEST(CudaWholeModel, ValidationHasNoDropout) {
   test::expect_no_dropout_in_evaluate(make_gpu, 1e-5);
   test::expect_no_dropout_in_evaluate(make_gpu_bf16, 1e-3);
   test::expect_no_dropout_in_evaluate(make_gpu, 1e-5, test::small_neox(true));
+  test::expect_no_dropout_in_evaluate(make_gpu, 1e-5, test::small_gemma());
 }
 
 TEST(CudaWholeModel, GradientsWithDropout) {
@@ -38,6 +39,16 @@ TEST(CudaWholeModel, GradientsWithDropout) {
   }
 }
 
+TEST(CudaWholeModel, GradientsWithPostNorms) {
+  for (const Recompute recompute : {Recompute::none, Recompute::norm, Recompute::block}) {
+    test::expect_gradients_with_dropout(make_gpu, recompute, test::small_gemma());
+  }
+  ModelConfig untied = test::small_gemma();
+  untied.tied_embeddings = false;
+  untied.norm = NormKind::layernorm;
+  test::expect_gradients_with_dropout(make_gpu, Recompute::block, untied);
+}
+
 TEST(CudaWholeModel, GradientsWithWindows) {
   for (const Recompute recompute : {Recompute::none, Recompute::block}) {
     test::expect_gradients_with_dropout(make_gpu, recompute, NormKind::rmsnorm, {2, 0, 5});
@@ -48,6 +59,7 @@ TEST(CudaWholeModel, GradientsWithDocuments) {
   for (const Recompute recompute : {Recompute::none, Recompute::block}) {
     test::expect_gradients_with_dropout(make_gpu, recompute, NormKind::rmsnorm, {}, {{7, 1, 11}, {19}});
     test::expect_gradients_with_dropout(make_gpu, recompute, NormKind::rmsnorm, {2, 0, 5}, {{7, 1, 11}, {19}});
+    test::expect_gradients_with_dropout(make_gpu, recompute, test::small_gemma(), {{7, 1, 11}, {19}});
   }
 }
 
@@ -56,6 +68,7 @@ TEST(CudaWholeModel, PackedDocumentsAreThoseAlone) {
   test::expect_packed_documents_are_those_alone(make_gpu, {}, 1e-5);
   test::expect_packed_documents_are_those_alone(make_gpu, {30, 0, 5}, 1e-5, Recompute::block);
   test::expect_packed_documents_are_those_alone(make_gpu, {}, 1e-5, Recompute::none, test::small_neox(true));
+  test::expect_packed_documents_are_those_alone(make_gpu, {30, 0, 5}, 1e-5, Recompute::norm, test::small_gemma());
   test::expect_packed_documents_are_those_alone(make_gpu_bf16, {}, 5e-3);
   test::expect_packed_documents_are_those_alone(make_gpu_bf16, {30, 0, 5}, 5e-3);
 }

@@ -179,6 +179,20 @@ def test_muon_goes_on_bit_for_bit(data, tmp_path, options):
     assert losses(out)[12][0] < losses(out)[1][0], "it learns"
 
 
+@pytest.mark.parametrize("options", [[], ["--recompute", "block", "--dropout", 0.1, "--virtual-ranks", 2], ["--precision", "fp32"]])
+def test_a_gemma_goes_on_bit_for_bit_and_is_exported(data, tmp_path, options):
+    gemma = ["--model", train_runs.GOLDEN / "gemma3-local.model.bin", *options]
+    assert train(data, tmp_path / "whole", *gemma).returncode == 0
+    assert train(data, tmp_path / "run", *gemma, "--debug-inject", "kill@step=9").returncode == -signal.SIGKILL
+    done = train(data, tmp_path / "run", *gemma)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert losses(tmp_path / "run")[12][0] < losses(tmp_path / "run")[1][0], "it learns"
+    model = tmp_path / "run" / "step_00000012" / "model.bin"
+    assert ck.run_script("export_hf.py", model, "-o", tmp_path / "exported").returncode == 0
+    assert ck.convert(tmp_path / "exported", tmp_path / "again.bin").tensors.keys() == tensor_file.read(model).tensors.keys()
+
+
 def test_killed_from_outside_many_times(data, tmp_path):
     """kill -9 at moments that nobody chose: while the GPU is set up, in a step, while a checkpoint is written."""
     options = ("--device", "cuda", "--dropout", 0.1)
@@ -236,7 +250,8 @@ def test_auto_takes_the_gpu_and_bf16(data, tmp_path, whole):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["mistral-gqa2", "qwen2-gqa3-tied", "qwen3-gqa2", "qwen3-biases-tied", "llama-yarn-biases"])
+@pytest.mark.parametrize("name", ["mistral-gqa2", "qwen2-gqa3-tied", "qwen3-gqa2", "qwen3-biases-tied", "llama-yarn-biases",
+                                  "gemma3-local", "gemma3-gqa2-biases"])
 def test_training_of_every_family_is_that_of_pytorch(name, precision):
     model, dump = (train_runs.GOLDEN / f"{name}.{kind}.bin" for kind in ("model", "dump"))
     done = run_program("--device", "cuda", "--precision", precision, "--model", model, "--compare", dump)

@@ -104,7 +104,7 @@ ROWS = [
            unit("Golden.*", "ModelConfig.AGemma3*")),
     Mutant("all layers rotate as those with a window", "rotates_locally", "&& window(layer) > 0", "",
            unit("Golden.*", "ModelConfig.AGemma3*")),
-    Mutant("the embedding is not scaled", "embedding_scale", "return scaled_embedding", "return false && scaled_embedding",
+    Mutant("the embedding is not scaled", "embedding_scale", "if (!scaled_embedding) return 1;", "return 1;",
            unit("Golden.*", "ModelConfig.AGemma3*")),
     Mutant("scores have the scale of the heads' size", "score_scale", "return attention_scale > 0", "return attention_scale < 0",
            unit("Golden.*", "ModelConfig.AGemma3*")),

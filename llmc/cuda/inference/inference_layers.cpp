@@ -35,7 +35,7 @@ template <typename S>
 void Inference<S>::normalize(std::int64_t rows, const float* residual, const Norm<S>& norm, S* out,
                              const Norm<S>* norm2, S* out2) {
   const ResidualNormShape shape = norm_shape(rows);
-  if (shape.weight_offset != 0) {  // residual_norm_forward() has none
+  if (shape.weight_offset != 0) {  // it reads these weights before its predecessor has ended
     PostNorm<S> io;
     io.residual = residual;
     io.weight = norm.weight;
@@ -220,19 +220,11 @@ void Inference<S>::attend(std::int64_t l, const StepArrays& step, std::int64_t r
 // ---- the list ---------------------------------------------------------------------------------------------------------
 
 template <typename S>
-float Inference<S>::embedding_scale() const {
-  float scale = config_.embedding_scale();
-  S rounded;
-  convert_from_f32(&scale, storage_dtype<S>(), &rounded, 1);
-  convert_to_f32(&rounded, storage_dtype<S>(), &scale, 1);
-  return scale;
-}
-
-template <typename S>
 void Inference<S>::run_layers(const StepArrays& step, std::int64_t rows) {
   const std::int64_t C = config_.hidden_size;
   named("embedding", [&] {
-    embed_rows(b_.residual, step.ids, b_.last_ids, weights_.embedding, embedding_scale(), rows, C, stream_);
+    embed_rows(b_.residual, step.ids, b_.last_ids, weights_.embedding, config_.embedding_scale(storage_dtype<S>()),
+               rows, C, stream_);
   });
   keep("embedding", b_.residual, C);
   for (std::int64_t l = 0; l < config_.num_layers; ++l) run_layer(l, step, rows);

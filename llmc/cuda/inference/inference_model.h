@@ -249,7 +249,6 @@ class Inference final : public InferenceModel {
                  S* out2 = nullptr);
   // residual += norm(branch); out = next(residual), unless `next` is null.
   void add_normalized(RowRange rows, const Norm<S>& norm, const Norm<S>* next, S* out);
-  float embedding_scale() const;  // rounded to S, as transformers rounds it
   void multiply(const S* x, const DeviceLinear<S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
                 RowsEpilogue epilogue, S* out, float* out_fp32 = nullptr);
   // How a GEMM is launched.

@@ -1,5 +1,5 @@
-// The training step of a Llama (Touvron et al., 2023) or a GPT-NeoX (Black et al., 2022) on the GPU, as two straight-line
-// lists of operators: forward_layer() and backward_layer() mirror each other line by line, and llmc/cpu/training.cpp is the
+// The training step of a Llama (Touvron et al., 2023), a GPT-NeoX (Black et al., 2022) or a Gemma 3 on the GPU, as two
+// straight-line lists of operators: forward_layer() and backward_layer() mirror each other line by line, and llmc/cpu/training.cpp is the
 // same list on the CPU.
 // training_model.h has the letters, operators.cpp what each line launches.
 #include <algorithm>
@@ -55,7 +55,7 @@ void TrainingModel<S>::forward_to_swiglu(std::int64_t l, S* branch, S* swiglu_ou
 
   linear(qkv_, l, a.qkv, a.input_norm, w.qkv, N);
   if (config_.qk_norm) normalize_heads(l);
-  if (config_.rotates(l)) rope(a.qkv);
+  if (config_.rotates(l)) rope(l, a.qkv);
   attend(l, a);
   if (!config_.parallel_residual) {
     linear_and_normalize(output_, l, norm_after(2 * l), a.attention, w.output, residual, branch);
@@ -105,7 +105,8 @@ void TrainingModel<S>::backward_layers(Accumulate accumulate) {
 }
 
 // Recomputes what --recompute let other layers overwrite, by the same operators on the same inputs: the same bits.
-// SwiGLU's output is left to its backward pass, which reads all its inputs.
+// SwiGLU's output is left to its backward pass, which reads all its inputs, unless a norm behind the MLP needs that of its
+// projection before.
 template <typename S>
 void TrainingModel<S>::recompute_layer(std::int64_t l) {
   if (options_.recompute == Recompute::none) return;
@@ -113,15 +114,20 @@ void TrainingModel<S>::recompute_layer(std::int64_t l) {
   recomputing_ = true;
   normalize(norm_after(2 * l - 1));
   if (options_.recompute == Recompute::block) {
-    forward_to_swiglu(l, acts_.d_norm, nullptr);  // acts_.branch holds a gradient now
+    const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
+    forward_to_swiglu(l, acts_.d_norm,
+                      config_.post_norms ? a.swiglu_out : nullptr);  // acts_.branch holds a gradient now
+    if (config_.post_norms) {
+      linear(down_, l, a.mlp_out, a.swiglu_out, weights_.blocks[static_cast<std::size_t>(l)].down, rows());
+    }
   } else {
     if (!config_.parallel_residual) normalize(norm_after(2 * l));
   }
   recomputing_ = false;
 }
 
-// On entry branch_gradient() is the gradient of the MLP's output, d_residual that of residual_mid by the skip
-// connection; with the parallel residual those of both branches and of the layer's input. On return branch_gradient() is the
+// On entry added_gradient() is the gradient of what the MLP adds, d_residual that of residual_mid by the skip
+// connection; with the parallel residual those of both branches and of the layer's input. On return added_gradient() is the
 // gradient of the output of the layer below (its MLP, or the embedding).
 template <typename S>
 void TrainingModel<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
@@ -132,6 +138,7 @@ void TrainingModel<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
   const bool parallel = config_.parallel_residual;
 
+  if (config_.post_norms) branch_norm_backward(2 * l + 1);
   adapter_hidden_grad(down_, l, branch_gradient());
   // null: it still exists
   down_input_grad_and_swiglu(l, options_.recompute == Recompute::none ? nullptr : a.swiglu_out);
@@ -141,6 +148,7 @@ void TrainingModel<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   input_grad(gate_up_, l, parallel ? acts_.d_post_norm : acts_.d_norm, a.gate_up, w.up.weight.plain, N);
   if (!parallel) normalize_backward(norm_after(2 * l), acts_.d_norm, true);
 
+  if (config_.post_norms) branch_norm_backward(2 * l);
   adapter_hidden_grad(output_, l, branch_gradient());
   weight_grad(output_, l, dw.output, branch_gradient(), a.attention, N, accumulate);
   const bool nothing_below = options_.lora && l == 0;  // that is trained

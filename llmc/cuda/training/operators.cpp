@@ -172,8 +172,10 @@ void TrainingModel<S>::merge_adapter() {
 template <typename S>
 void TrainingModel<S>::embed() {
   const std::int64_t C = config_.hidden_size;
-  clock_.run("embedding", 0, 2 * row_bytes(C),
-             [&] { embedding_forward(acts_.residual[0], work_.tokens, weights_.embedding, rows(), C, stream_); });
+  clock_.run("embedding", 0, 2 * row_bytes(C), [&] {
+    embedding_forward(acts_.residual[0], work_.tokens, weights_.embedding, rows(), C, stream_,
+                      config_.embedding_scale(kStorage<S>));
+  });
 }
 
 // The order in which embed_backward() adds rows depends on the tokens alone, so it is found beside the backward pass,
@@ -190,7 +192,8 @@ void TrainingModel<S>::embed_backward() {
   check(cudaStreamWaitEvent(stream_, tokens_sorted_), "backward");
   const std::int64_t C = config_.hidden_size, touched = std::min(rows(), config_.vocab_size);
   clock_.run("embedding backward", 0, row_bytes(C) + 2.0 * static_cast<double>(touched * C) * sizeof(float), [&] {
-    embedding_backward(d_weights_.embedding, branch_gradient(), work_.sorted_tokens, rows(), C, work_.scratch, stream_);
+    embedding_backward(d_weights_.embedding, added_gradient(), work_.sorted_tokens, rows(), C, work_.scratch, stream_,
+                       config_.embedding_scale(kStorage<S>));
   });
 }
 
@@ -263,7 +266,8 @@ void TrainingModel<S>::normalize(const NormSite& site) {
 }
 
 // residual = skip + dropout(x W^T + bias), out = norm(residual). Without dropout the GEMM adds skip in its epilogue; with
-// it the GEMM writes `branch` [N, C], and the norm's kernel applies dropout, adds and normalises.
+// it the GEMM writes `branch` [N, C], and the norm's kernel applies dropout, adds and normalises. With post_norms
+// x W^T + bias is normalised before, into `branch`.
 template <typename S>
 void TrainingModel<S>::linear_and_normalize(const LinearLayer& layer, std::int64_t l, const NormSite& site, const S* x,
                                             const Linear<S>& w, const S* skip, S* branch) {
@@ -271,7 +275,13 @@ void TrainingModel<S>::linear_and_normalize(const LinearLayer& layer, std::int64
   if (residual_in_epilogue()) {
     linear(layer, l, site.residual, x, w, rows(), skip);
   } else {
-    linear(layer, l, branch, x, w, rows());
+    if (config_.post_norms) {
+      const BranchNorm behind = branch_norm(site.branch);
+      linear(layer, l, behind.x, x, w, rows());
+      normalize_branch(behind, branch);
+    } else {
+      linear(layer, l, branch, x, w, rows());
+    }
     norm.x = branch;
     norm.residual = skip;
     norm.residual_out = site.residual;
@@ -299,11 +309,10 @@ void TrainingModel<S>::linears_and_normalize(std::int64_t l, const NormSite& sit
 }
 
 // Backward of a norm. `d_out`: the gradient of its output, acts_.d_post_norm that of its second one; with a skip connection
-// acts_.d_residual holds the gradient of the residual stream after the norm. Afterwards branch_gradient() is the gradient
-// of the branch that was added, acts_.d_residual that of the stream before it.
+// acts_.d_residual holds the gradient of the residual stream after the norm. Afterwards added_gradient() is the gradient
+// of what was added, acts_.d_residual that of the stream before it.
 template <typename S>
 void TrainingModel<S>::normalize_backward(const NormSite& site, const S* d_out, bool has_skip) {
-  const bool one_gradient = residual_in_epilogue();
   ResidualNormBackward<S, S> norm;
   norm.dout = d_out;
   norm.dresidual_out = has_skip ? acts_.d_residual : nullptr;
@@ -311,7 +320,7 @@ void TrainingModel<S>::normalize_backward(const NormSite& site, const S* d_out, 
   norm.weight = site.weights.weight;
   norm.mean = site.mean;
   norm.rstd = site.rstd;
-  norm.dx = one_gradient ? nullptr : branch_gradient();
+  norm.dx = one_gradient() ? nullptr : added_gradient();
   norm.dresidual = acts_.d_residual;
   norm.dweight = site.d_weights.weight;
   norm.dbias = site.d_weights.bias;
@@ -323,17 +332,65 @@ void TrainingModel<S>::normalize_backward(const NormSite& site, const S* d_out, 
     norm.dweight2 = site.d_weights2.weight;
     norm.dbias2 = site.d_weights2.bias;
   }
-  const int passes = (has_skip ? 4 : 3) + (one_gradient ? 0 : 1) + (two ? 1 : 0);
+  const int passes = (has_skip ? 4 : 3) + (one_gradient() ? 0 : 1) + (two ? 1 : 0);
   clock_.run("norm backward", 0, passes * row_bytes(config_.hidden_size),
              [&] { residual_norm_backward(norm_shape(site.branch), norm, stream_); });
+}
+
+template <typename S>
+typename TrainingModel<S>::BranchNorm TrainingModel<S>::branch_norm(std::int64_t branch) const {
+  const auto l = static_cast<std::size_t>(branch / 2);
+  const BlockWeights<S>& w = weights_.blocks[l];
+  const BlockWeights<float>& dw = d_weights_.blocks[l];
+  const LayerActivations<S>& a = acts_.layers[l];
+  if (branch % 2 == 0) {
+    return {a.attention_out, w.attention_norm, dw.attention_norm, a.attention_mean, a.attention_rstd};
+  }
+  return {a.mlp_out, w.mlp_norm, dw.mlp_norm, a.mlp_mean, a.mlp_rstd};
+}
+
+template <typename S>
+void TrainingModel<S>::normalize_branch(const BranchNorm& norm, S* out) {
+  ResidualNormForward<S, S> io;
+  io.residual = norm.x;
+  io.weight = norm.weights.weight;
+  io.bias = norm.weights.bias;
+  io.out = out;
+  io.mean = norm.mean;
+  io.rstd = norm.rstd;
+  clock_.run("norm of a branch", 0, 2 * row_bytes(config_.hidden_size),
+             [&] { residual_norm_forward(norm_shape(-1), io, stream_); });
+}
+
+// From added_gradient() to branch_gradient().
+template <typename S>
+void TrainingModel<S>::branch_norm_backward(std::int64_t branch) {
+  const BranchNorm norm = branch_norm(branch);
+  ResidualNormBackward<S, S> io;
+  io.dout = added_gradient();
+  io.residual_out = norm.x;
+  io.weight = norm.weights.weight;
+  io.mean = norm.mean;
+  io.rstd = norm.rstd;
+  io.dx = branch_gradient();
+  io.dweight = norm.d_weights.weight;
+  io.dbias = norm.d_weights.bias;
+  io.workspace = work_.scratch;
+  clock_.run("norm of a branch backward", 0, 3 * row_bytes(config_.hidden_size),
+             [&] { residual_norm_backward(norm_shape(-1), io, stream_); });
 }
 
 // ---- attention ------------------------------------------------------------------------------------------------------
 
 template <typename S>
 HeadNormShape TrainingModel<S>::head_norm_shape() const {
-  return {options_.micro_batch, options_.seq_len, config_.num_heads,
-          config_.num_kv_heads, config_.head_dim, static_cast<float>(config_.norm_eps)};
+  return {options_.micro_batch,
+          options_.seq_len,
+          config_.num_heads,
+          config_.num_kv_heads,
+          config_.head_dim,
+          static_cast<float>(config_.norm_eps),
+          static_cast<float>(config_.norm_weight_offset)};
 }
 
 // Normalises the heads of q and k in place, and keeps them as they were.
@@ -361,10 +418,10 @@ void TrainingModel<S>::normalize_heads_backward(std::int64_t l) {
 
 // Rotates q and k in place.
 template <typename S>
-void TrainingModel<S>::rope(S* qkv) {
+void TrainingModel<S>::rope(std::int64_t l, S* qkv) {
   clock_.run("rope", 0, 2 * row_bytes(config_.q_size() + config_.kv_size()), [&] {
-    rope_forward(q_heads(qkv), k_heads(qkv), rope_, options_.micro_batch, options_.seq_len, config_.num_heads,
-                 config_.num_kv_heads, 0, stream_);
+    rope_forward(q_heads(qkv), k_heads(qkv), rope_table_of(l), options_.micro_batch, options_.seq_len,
+                 config_.num_heads, config_.num_kv_heads, 0, stream_);
   });
 }
 
@@ -381,7 +438,7 @@ void TrainingModel<S>::attend(std::int64_t l, const LayerActivations<S>& a) {
 template <typename S>
 void TrainingModel<S>::attend_backward(std::int64_t l, const LayerActivations<S>& a) {
   const std::int64_t q = config_.q_size();
-  const DeviceRopeTable rope = config_.rotates(l) ? rope_ : DeviceRopeTable{};
+  const DeviceRopeTable rope = rope_table_of(l);
   if constexpr (std::is_same_v<S, bf16>) {
     if (attention_rounds()) {
       const double bytes = row_bytes(2 * q + qkv_size()) + static_cast<double>(rows() * qkv_size());
@@ -430,6 +487,9 @@ void TrainingModel<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
   if (!config_.gated()) {
     return clock_.run("gelu", 0, 2 * row_bytes(F), [&] { gelu_forward(swiglu_out, a.gate_up, N * F, stream_); });
   }
+  if (config_.activation == Activation::geglu_tanh) {
+    return clock_.run("geglu", 0, 3 * row_bytes(F), [&] { geglu_tanh_forward(swiglu_out, a.gate_up, N, F, stream_); });
+  }
   clock_.run("swiglu", 0, 3 * row_bytes(F), [&] { swiglu_forward(swiglu_out, a.gate_up, N, F, stream_); });
 }
 
@@ -462,7 +522,12 @@ void TrainingModel<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out)
     return clock_.run("gelu backward", 0, (swiglu_out == nullptr ? 3 : 4) * row_bytes(F),
                       [&] { gelu_backward(gate_up, acts_.d_swiglu_out, gate_up, N * F, swiglu_out, stream_); });
   }
-  clock_.run("swiglu backward", 0, (swiglu_out == nullptr ? 5 : 6) * row_bytes(F),
+  const double bytes = (swiglu_out == nullptr ? 5 : 6) * row_bytes(F);
+  if (config_.activation == Activation::geglu_tanh) {
+    return clock_.run("geglu backward", 0, bytes,
+                      [&] { geglu_tanh_backward(gate_up, acts_.d_swiglu_out, gate_up, N, F, swiglu_out, stream_); });
+  }
+  clock_.run("swiglu backward", 0, bytes,
              [&] { swiglu_backward(gate_up, acts_.d_swiglu_out, gate_up, N, F, swiglu_out, stream_); });
 }
 
@@ -505,7 +570,8 @@ void TrainingModel<S>::sum_losses(LossTotal* total) {
   template void TrainingModel<S>::normalize_backward(const NormSite&, const S*, bool);                                \
   template void TrainingModel<S>::normalize_heads(std::int64_t);                                                      \
   template void TrainingModel<S>::normalize_heads_backward(std::int64_t);                                             \
-  template void TrainingModel<S>::rope(S*);                                                                           \
+  template void TrainingModel<S>::branch_norm_backward(std::int64_t);                                                 \
+  template void TrainingModel<S>::rope(std::int64_t, S*);                                                             \
   template void TrainingModel<S>::attend(std::int64_t, const LayerActivations<S>&);                                   \
   template void TrainingModel<S>::attend_backward(std::int64_t, const LayerActivations<S>&);                          \
   template void TrainingModel<S>::gate_up_and_swiglu(std::int64_t, S*);                                               \

@@ -271,6 +271,10 @@ TrainingWorkspace::TrainingWorkspace(const ModelConfig& config, const TrainOptio
   if (options.label_weights) layout.reserve(&label_weights, N);
   layout.reserve(&rope_cos, rope_elements);
   layout.reserve(&rope_sin, rope_elements);
+  if (config.local_rope_theta > 0) {
+    layout.reserve(&local_rope_cos, rope_elements);
+    layout.reserve(&local_rope_sin, rope_elements);
+  }
   layout.reserve(&loss_total, 1);
   layout.reserve(&evaluation_total, 1);
   layout.reserve(&rank_totals, share.ranks * share.rounds);
@@ -336,10 +340,6 @@ template std::vector<MemoryLine> llama_memory<bf16>(const ModelConfig&, const Tr
 void check_sizes(const ModelConfig& config) {
   if (const std::string reason = training_unsupported_reason(config); !reason.empty()) {
     fail(Exit::usage, "the model: %s", reason.c_str());
-  }
-  if (const char* part = part_without_kernels(config); part != nullptr) {
-    fail(Exit::usage, "the model: %s has %s, for which training on a GPU has no kernels. Use --device cpu",
-         config.family.c_str(), part);
   }
   if (config.hidden_size % 8 != 0 || config.hidden_size > kMaxNormWidth) {
     fail(Exit::usage, "hidden_size: got %lld, the GPU kernels need a multiple of 8 up to %lld. Use --device cpu",

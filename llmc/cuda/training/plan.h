@@ -122,6 +122,7 @@ struct TrainingWorkspace {
   float* label_weights = nullptr;                     // [B, T] of Batch; null without TrainOptions::label_weights
   std::byte* sorted_tokens = nullptr;                 // of embedding_sort(), for embedding_backward()
   float *rope_cos = nullptr, *rope_sin = nullptr;     // [T, rotary_dim / 2]
+  float *local_rope_cos = nullptr, *local_rope_sin = nullptr;    // with ModelConfig::local_rope_theta only
   LossTotal *loss_total = nullptr, *evaluation_total = nullptr;  // loss of the rank so far; loss of one evaluate()
   // [ranks]: losses of the ranks of a run; with virtual ranks the first one is their sum
   LossTotal* rank_totals = nullptr;

@@ -21,7 +21,7 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
       frozen_table_(weft::cuda::frozen_table(config, options, kStorage<S>)),
       merged_table_(config, kStorage<S>),
       sharding_(config, table_, *options.optimizer, peers.share),
-      swiglu_in_epilogue_(config.gated() && !config.mlp_bias &&
+      swiglu_in_epilogue_(config.activation == Activation::swiglu && !config.mlp_bias &&
                           low_rank_shape(config, options, BlockLinear::up).modules == 0 &&
                           low_rank_shape(config, options, BlockLinear::down).modules == 0 &&
                           (options.precision == Precision::bf16
@@ -72,7 +72,12 @@ TrainingModel<S>::TrainingModel(const ModelConfig& config, const TrainOptions& o
   }
   const RopeTable table = rope_table(config.rope, options.seq_len);
   rope_ = upload_rope_table(table, work_.rope_cos, work_.rope_sin, stream_);
-  rope_.document_starts = work_.document_starts;
+  RopeTable local;
+  if (config.local_rope_theta > 0) {
+    local = rope_table(config.local_rope(), options.seq_len);
+    local_rope_ = upload_rope_table(local, work_.local_rope_cos, work_.local_rope_sin, stream_);
+  }
+  rope_.document_starts = local_rope_.document_starts = work_.document_starts;
   const auto upload = [&](auto* to, const auto& list) {
     check(cudaMemcpyAsync(to, list.data(), list.size() * sizeof(list[0]), cudaMemcpyHostToDevice, stream_),
           "optimizer blocks");

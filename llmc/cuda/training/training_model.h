@@ -172,9 +172,23 @@ class TrainingModel final : public TrainModel {
   void normalize(const NormSite& site);
   void linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const Linear<S>& w, std::int64_t N,
               const S* addend = nullptr);
+  // The norm behind branch `branch` of the blocks, counted as by norm_after(), with post_norms: from what its projection gave,
+  // which is kept, to what is added to the stream.
+  struct BranchNorm {
+    S* x;  // [N, C]
+    NormWeights<S> weights;
+    NormWeights<float> d_weights;
+    float *mean, *rstd;
+  };
+  BranchNorm branch_norm(std::int64_t branch) const;
+  void normalize_branch(const BranchNorm& norm, S* out);
   HeadNormShape head_norm_shape() const;
   void normalize_heads(std::int64_t l);
-  void rope(S* qkv);
+  // That of layer l; empty where its q and k do not rotate.
+  DeviceRopeTable rope_table_of(std::int64_t l) const {
+    return !config_.rotates(l) ? DeviceRopeTable{} : config_.rotates_locally(l) ? local_rope_ : rope_;
+  }
+  void rope(std::int64_t l, S* qkv);
   // Of layer l, in the batch that was uploaded last.
   AttentionShape attention_shape(std::int64_t l) const {
     AttentionShape shape = cuda::attention_shape(config_, options_, l);
@@ -192,6 +206,7 @@ class TrainingModel final : public TrainModel {
   void sort_tokens();
   void embed_backward();
   void normalize_backward(const NormSite& site, const S* d_out, bool has_skip);
+  void branch_norm_backward(std::int64_t branch);
   void input_grad(const LinearLayer& layer, std::int64_t l, S* dx, const S* dout, const S* weight, std::int64_t N);
   void weight_grad(const LinearLayer& layer, std::int64_t l, const Linear<float>& dw, const S* dout, const S* x,
                    std::int64_t N, Accumulate accumulate);
@@ -230,10 +245,13 @@ class TrainingModel final : public TrainModel {
   void attend_backward(std::int64_t l, const LayerActivations<S>& a);
   void down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out);
 
-  // Without dropout the GEMM of a branch adds the residual in its epilogue, and the branch and the residual have the
-  // same gradient.
-  bool residual_in_epilogue() const { return options_.dropout == 0; }
-  S* branch_gradient() const { return residual_in_epilogue() ? acts_.d_residual : acts_.branch; }
+  // Without dropout what is added to the residual has the residual's gradient, and without a norm behind the branch its GEMM
+  // adds the residual in its epilogue.
+  bool one_gradient() const { return options_.dropout == 0; }
+  bool residual_in_epilogue() const { return one_gradient() && !config_.post_norms; }
+  S* added_gradient() const { return one_gradient() ? acts_.d_residual : acts_.branch; }
+  // Of the output of a branch's projection.
+  S* branch_gradient() const { return config_.post_norms ? acts_.branch : added_gradient(); }
 
   // Bytes and operations of operators, for the table of time_operators().
   double row_bytes(std::int64_t columns) const { return static_cast<double>(rows() * columns) * sizeof(S); }
@@ -355,7 +373,7 @@ class TrainingModel final : public TrainModel {
   std::map<std::pair<std::int64_t, BlockLinear>, UnroundedLinear> unrounded_;
   ModelWeights<S> weights_;
   ModelWeights<float> d_weights_;
-  DeviceRopeTable rope_;
+  DeviceRopeTable rope_, local_rope_;  // local: with ModelConfig::local_rope_theta only
   // What decoder() reads with an adapter: the frozen model with the product in it.
   std::unique_ptr<DeviceArena> merged_;
   bool merged_is_stale_ = true;

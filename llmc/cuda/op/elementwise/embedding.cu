@@ -1,4 +1,4 @@
-// Token embedding: forward is a gather, out[n, :] = weight[tokens[n], :]; backward its transpose, a scatter-add.
+// Token embedding: forward is a gather, out[n, :] = scale weight[tokens[n], :]; backward its transpose, a scatter-add.
 //
 // Bytes moved, for elements of E bytes: forward reads and writes N C E each. Backward reads N C E and reads and writes
 // a row of 4 C bytes for each distinct token.
@@ -33,7 +33,7 @@ constexpr int kCopyThreads = 256;
 
 template <typename T, typename R, int kCount>
 __global__ void __launch_bounds__(kCopyThreads)
-    forward_kernel(R* out, const std::int32_t* tokens, const T* weight, std::int64_t C) {
+    forward_kernel(R* out, const std::int32_t* tokens, const T* weight, std::int64_t C, float scale) {
   const T* from = weight + tokens[blockIdx.x] * C;
   R* to = out + blockIdx.x * C;
   for (std::int64_t c = threadIdx.x * kCount; c < C; c += kCopyThreads * kCount) {
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kCopyThreads)
     row.load(from + c);
     float values[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] = row.get(i);
+    for (int i = 0; i < kCount; ++i) values[i] = scale * row.get(i);
     Elements<R, kCount> result;
     result.set(values);
     result.store(to + c);
@@ -275,7 +275,7 @@ __device__ float* edge_of(float* edges, std::int64_t run, int which, std::int64_
 
 template <typename T, int kCount>
 __global__ void __maxnreg__(kSumRegisters)
-    sum_runs_kernel(float* dweight, float* edges, const T* dout, Sorted sorted, std::int64_t C) {
+    sum_runs_kernel(float* dweight, float* edges, const T* dout, Sorted sorted, std::int64_t C, float scale) {
   __shared__ std::int32_t tokens[kRun], ns[kRun];
   __shared__ bool ends[kRun];
   __shared__ bool begins;
@@ -310,7 +310,7 @@ __global__ void __maxnreg__(kSumRegisters)
     for (int j = 0; j < kInFlight; ++j) {
       if (i + j >= count) break;
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) sum[k] += row[j].get(k);
+      for (int k = 0; k < kCount; ++k) sum[k] += scale * row[j].get(k);
       if (!ends[i + j] && i + j + 1 < count) continue;
       Elements<float, kCount> total;
       total.set(sum);
@@ -416,11 +416,11 @@ void sort_in_cluster(const SortMemory& m, const std::int32_t* tokens, int N, std
 }
 
 template <typename T, int kCount>
-void sum_rows(float* dweight, const T* dout, const Sorted& sorted, float* edges, std::int64_t C, bool overlapping,
-              cudaStream_t stream) {
+void sum_rows(float* dweight, const T* dout, const Sorted& sorted, float* edges, std::int64_t C, float scale,
+              bool overlapping, cudaStream_t stream) {
   const unsigned runs = static_cast<unsigned>(ceil_div(sorted.N, kRun));
   const dim3 grid(runs, static_cast<unsigned>(ceil_div(C, kSumThreads * kCount)));
-  sum_runs_kernel<T, kCount><<<grid, kSumThreads, 0, stream>>>(dweight, edges, dout, sorted, C);
+  sum_runs_kernel<T, kCount><<<grid, kSumThreads, 0, stream>>>(dweight, edges, dout, sorted, C, scale);
   check_launch("embedding_backward: sums");
   const dim3 edge_grid(runs, static_cast<unsigned>(ceil_div(C, kEdgeThreads * kCount)));
   launch_chained(add_edges_kernel<kCount>, edge_grid, dim3(kEdgeThreads), 0, stream, overlapping,
@@ -431,12 +431,12 @@ void sum_rows(float* dweight, const T* dout, const Sorted& sorted, float* edges,
 
 template <typename T, typename R>
 void embedding_forward(R* out, const std::int32_t* tokens, const T* weight, std::int64_t N, std::int64_t C,
-                       cudaStream_t stream) {
+                       cudaStream_t stream, float scale) {
   constexpr int kPack = Pack<T>::size;
   if (N == 0) return;
   const unsigned blocks = static_cast<unsigned>(N);
   with_count<kPack>(C % kPack == 0 && aligned_to_16(out, weight), [&](auto count) {
-    forward_kernel<T, R, count><<<blocks, kCopyThreads, 0, stream>>>(out, tokens, weight, C);
+    forward_kernel<T, R, count><<<blocks, kCopyThreads, 0, stream>>>(out, tokens, weight, C, scale);
   });
   check_launch("embedding_forward");
 }
@@ -460,22 +460,24 @@ std::size_t embedding_sort_bytes(std::int64_t N) {
 
 template <typename T>
 void embedding_backward(float* dweight, const T* dout, void* sorted, std::int64_t N, std::int64_t C, void* workspace,
-                        cudaStream_t stream) {
+                        cudaStream_t stream, float scale) {
   if (N == 0) return;
   const Pairs pairs = carve(sorted, N).pairs[0];
   const Sorted order{pairs.token, pairs.n, static_cast<int>(N)};
   float* edges = static_cast<float*>(workspace);
   const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-  with_count<kSumColumns>(C % kSumColumns == 0 && aligned_to_16(dweight, dout),
-                          [&](auto count) { sum_rows<T, count>(dweight, dout, order, edges, C, hopper, stream); });
+  with_count<kSumColumns>(C % kSumColumns == 0 && aligned_to_16(dweight, dout), [&](auto count) {
+    sum_rows<T, count>(dweight, dout, order, edges, C, scale, hopper, stream);
+  });
 }
 
 std::size_t embedding_backward_workspace(std::int64_t N, std::int64_t C) {
   return static_cast<std::size_t>(ceil_div(N, kRun) * 2 * C) * sizeof(float);
 }
 
-#define WEFT_INSTANTIATE(T, R) \
-  template void embedding_forward<T, R>(R*, const std::int32_t*, const T*, std::int64_t, std::int64_t, cudaStream_t);
+#define WEFT_INSTANTIATE(T, R)                                                                                       \
+  template void embedding_forward<T, R>(R*, const std::int32_t*, const T*, std::int64_t, std::int64_t, cudaStream_t, \
+                                        float);
 WEFT_INSTANTIATE(float, float)
 WEFT_INSTANTIATE(bf16, bf16)
 WEFT_INSTANTIATE(bf16, float)
@@ -483,7 +485,7 @@ WEFT_INSTANTIATE(fp16, fp16)
 WEFT_INSTANTIATE(fp16, float)
 #undef WEFT_INSTANTIATE
 #define WEFT_INSTANTIATE(T) \
-  template void embedding_backward<T>(float*, const T*, void*, std::int64_t, std::int64_t, void*, cudaStream_t);
+  template void embedding_backward<T>(float*, const T*, void*, std::int64_t, std::int64_t, void*, cudaStream_t, float);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)
 WEFT_INSTANTIATE(fp16)

@@ -1,4 +1,4 @@
-// SwiGLU on packed rows [gate F | up F], T = float, bf16 or fp16; its arithmetic is in swiglu.cuh.
+// SwiGLU and GeGLU on packed rows [gate F | up F], T = float, bf16 or fp16; their arithmetic is in swiglu.cuh.
 //
 // Bytes moved, for elements of E bytes: forward reads 2F and writes F a row, 3 N F E; backward reads 3F and writes 2F,
 // 5 N F E, or 6 N F E where it also writes `out` again. Writing it here costs one write; a forward kernel of its
@@ -18,9 +18,31 @@ namespace {
 
 constexpr int kThreads = 256;
 
-template <typename T, int kCount>
+// The two activations.
+struct Swiglu {
+  template <typename T>
+  static __device__ float product(float gate, float up) {
+    return swiglu<T>(gate, up);
+  }
+  template <typename T>
+  static __device__ SwigluGradient gradient(float dout, float gate, float up) {
+    return swiglu_gradient<T>(dout, gate, up);
+  }
+};
+struct GegluTanh {
+  template <typename T>
+  static __device__ float product(float gate, float up) {
+    return geglu_tanh<T>(gate, up);
+  }
+  template <typename T>
+  static __device__ SwigluGradient gradient(float dout, float gate, float up) {
+    return geglu_tanh_gradient<T>(dout, gate, up);
+  }
+};
+
+template <typename Gated, typename T, int kCount>
 __global__ void __launch_bounds__(kThreads)
-    swiglu_forward_kernel(T* out, const T* gate_up, std::int64_t F, unsigned parts) {
+    gated_forward_kernel(T* out, const T* gate_up, std::int64_t F, unsigned parts) {
   const std::int64_t row = blockIdx.x / parts;
   const std::int64_t column = (static_cast<std::int64_t>(blockIdx.x % parts) * kThreads + threadIdx.x) * kCount;
   if (column >= F) return;
@@ -29,14 +51,14 @@ __global__ void __launch_bounds__(kThreads)
   up.load(gate_up + row * 2 * F + F + column);
   float values[kCount];
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) values[i] = swiglu<T>(gate.get(i), up.get(i));
+  for (int i = 0; i < kCount; ++i) values[i] = Gated::template product<T>(gate.get(i), up.get(i));
   result.set(values);
   result.store(out + row * F + column);
 }
 
-template <typename T, int kCount>
-__global__ void __launch_bounds__(kThreads) swiglu_backward_kernel(T* dgate_up, const T* dout, const T* gate_up,
-                                                                   std::int64_t F, unsigned parts, T* swiglu_out) {
+template <typename Gated, typename T, int kCount>
+__global__ void __launch_bounds__(kThreads)
+    gated_backward_kernel(T* dgate_up, const T* dout, const T* gate_up, std::int64_t F, unsigned parts, T* again) {
   const std::int64_t row = blockIdx.x / parts;
   const std::int64_t column = (static_cast<std::int64_t>(blockIdx.x % parts) * kThreads + threadIdx.x) * kCount;
   if (column >= F) return;
@@ -47,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) swiglu_backward_kernel(T* dgate_up, 
   float out[kCount], dgate[kCount], dup[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const SwigluGradient d = swiglu_gradient<T>(gradient.get(i), gate.get(i), up.get(i));
+    const SwigluGradient d = Gated::template gradient<T>(gradient.get(i), gate.get(i), up.get(i));
     dgate[i] = d.gate;
     dup[i] = d.up;
     out[i] = d.out;
@@ -56,9 +78,9 @@ __global__ void __launch_bounds__(kThreads) swiglu_backward_kernel(T* dgate_up, 
   result.store_streaming(dgate_up + row * 2 * F + column);
   result.set(dup);
   result.store_streaming(dgate_up + row * 2 * F + F + column);
-  if (swiglu_out != nullptr) {
+  if (again != nullptr) {
     result.set(out);
-    result.store_streaming(swiglu_out + row * F + column);
+    result.store_streaming(again + row * F + column);
   }
 }
 
@@ -69,35 +91,57 @@ unsigned blocks_of(std::int64_t N, unsigned parts) {
   return static_cast<unsigned>(N * parts);
 }
 
-}  // namespace
-
-template <typename T>
-void swiglu_forward(T* out, const T* gate_up, std::int64_t N, std::int64_t F, cudaStream_t stream) {
+template <typename Gated, typename T>
+void gated_forward(T* out, const T* gate_up, std::int64_t N, std::int64_t F, cudaStream_t stream, const char* name) {
   constexpr int kPack = Pack<T>::size;
   if (N == 0) return;
   with_count<kPack>(F % kPack == 0 && aligned_to_16(out, gate_up), [&](auto count) {
     const unsigned parts = parts_of(F, count);
-    swiglu_forward_kernel<T, count><<<blocks_of(N, parts), kThreads, 0, stream>>>(out, gate_up, F, parts);
+    gated_forward_kernel<Gated, T, count><<<blocks_of(N, parts), kThreads, 0, stream>>>(out, gate_up, F, parts);
   });
-  check_launch("swiglu_forward");
+  check_launch(name);
 }
 
+template <typename Gated, typename T>
+void gated_backward(T* dgate_up, const T* dout, const T* gate_up, std::int64_t N, std::int64_t F, T* again,
+                    cudaStream_t stream, const char* name) {
+  constexpr int kPack = Pack<T>::size;
+  if (N == 0) return;
+  with_count<kPack>(F % kPack == 0 && aligned_to_16(dgate_up, dout, gate_up, again), [&](auto count) {
+    const unsigned parts = parts_of(F, count);
+    gated_backward_kernel<Gated, T, count>
+        <<<blocks_of(N, parts), kThreads, 0, stream>>>(dgate_up, dout, gate_up, F, parts, again);
+  });
+  check_launch(name);
+}
+
+}  // namespace
+
+template <typename T>
+void swiglu_forward(T* out, const T* gate_up, std::int64_t N, std::int64_t F, cudaStream_t stream) {
+  gated_forward<Swiglu>(out, gate_up, N, F, stream, "swiglu_forward");
+}
 template <typename T>
 void swiglu_backward(T* dgate_up, const T* dout, const T* gate_up, std::int64_t N, std::int64_t F, T* swiglu_out,
                      cudaStream_t stream) {
-  constexpr int kPack = Pack<T>::size;
-  if (N == 0) return;
-  with_count<kPack>(F % kPack == 0 && aligned_to_16(dgate_up, dout, gate_up, swiglu_out), [&](auto count) {
-    const unsigned parts = parts_of(F, count);
-    swiglu_backward_kernel<T, count>
-        <<<blocks_of(N, parts), kThreads, 0, stream>>>(dgate_up, dout, gate_up, F, parts, swiglu_out);
-  });
-  check_launch("swiglu_backward");
+  gated_backward<Swiglu>(dgate_up, dout, gate_up, N, F, swiglu_out, stream, "swiglu_backward");
 }
 
-#define WEFT_INSTANTIATE(T)                                                                \
-  template void swiglu_forward<T>(T*, const T*, std::int64_t, std::int64_t, cudaStream_t); \
-  template void swiglu_backward<T>(T*, const T*, const T*, std::int64_t, std::int64_t, T*, cudaStream_t);
+template <typename T>
+void geglu_tanh_forward(T* out, const T* gate_up, std::int64_t N, std::int64_t F, cudaStream_t stream) {
+  gated_forward<GegluTanh>(out, gate_up, N, F, stream, "geglu_tanh_forward");
+}
+template <typename T>
+void geglu_tanh_backward(T* dgate_up, const T* dout, const T* gate_up, std::int64_t N, std::int64_t F, T* geglu_out,
+                         cudaStream_t stream) {
+  gated_backward<GegluTanh>(dgate_up, dout, gate_up, N, F, geglu_out, stream, "geglu_tanh_backward");
+}
+
+#define WEFT_INSTANTIATE(T)                                                                               \
+  template void swiglu_forward<T>(T*, const T*, std::int64_t, std::int64_t, cudaStream_t);                \
+  template void swiglu_backward<T>(T*, const T*, const T*, std::int64_t, std::int64_t, T*, cudaStream_t); \
+  template void geglu_tanh_forward<T>(T*, const T*, std::int64_t, std::int64_t, cudaStream_t);            \
+  template void geglu_tanh_backward<T>(T*, const T*, const T*, std::int64_t, std::int64_t, T*, cudaStream_t);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)
 WEFT_INSTANTIATE(fp16)

@@ -1,5 +1,5 @@
-// SwiGLU on the GPU: out = silu(gate) * up, with gate and up packed in one row [gate F | up F]. The
-// specification is llmc/cpu/swiglu.h.
+// SwiGLU and GeGLU on the GPU: out = silu(gate) * up, or gelu_tanh(gate) * up, with gate and up packed in one row
+// [gate F | up F]. The specifications are llmc/cpu/swiglu.h and llmc/cpu/gelu.h.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,5 +17,12 @@ void swiglu_forward(T* out, const T* gate_up, std::int64_t N, std::int64_t F, cu
 template <typename T>
 void swiglu_backward(T* dgate_up, const T* dout, const T* gate_up, std::int64_t N, std::int64_t F, T* swiglu_out,
                      cudaStream_t stream);
+
+// The same with GELU's approximation by tanh in the place of silu.
+template <typename T>
+void geglu_tanh_forward(T* out, const T* gate_up, std::int64_t N, std::int64_t F, cudaStream_t stream);
+template <typename T>
+void geglu_tanh_backward(T* dgate_up, const T* dout, const T* gate_up, std::int64_t N, std::int64_t F, T* geglu_out,
+                         cudaStream_t stream);
 
 }  // namespace weft::cuda

@@ -1,5 +1,5 @@
 // RMSNorm of the heads of q and k (Henry et al., 2020), arithmetic in fp32, with r = 1 / sqrt(mean(x^2) + eps) and
-// g = dout w (the formulas of llmc/cpu/head_norm.cpp):
+// g = dout (w + weight_offset) (the formulas of llmc/cpu/head_norm.cpp):
 //
 //   y = x r (w + weight_offset),   dx = r g - x r^3 mean(g x),   dw += dout x r
 //
@@ -68,6 +68,10 @@ __device__ float inverse_rms(float squares, const HeadNormShape& shape) {
   return rsqrtf(squares * (1.0f / static_cast<float>(shape.HS)) + shape.eps);
 }
 
+__device__ float with_offset(float weight, const HeadNormShape& shape) {
+  return shape.weight_offset != 0 ? weight + shape.weight_offset : weight;
+}
+
 // Head h of a token: of q, then of k.
 template <typename T>
 __device__ T* head_of(const HeadViewOf<T>& q, const HeadViewOf<T>& k, std::int64_t b, std::int64_t t, int h, int NH) {
@@ -103,9 +107,8 @@ __global__ void __launch_bounds__(kForwardThreads)
       float y[S::kElements];
 #pragma unroll
       for (int i = 0; i < S::kElements; ++i) {
-        float weight = h < NH ? q_weight[c].get(i) : k_weight[c].get(i);
-        if (shape.weight_offset != 0) weight += shape.weight_offset;
-        y[i] = x[c].get(i) * r * weight;
+        const float weight = h < NH ? q_weight[c].get(i) : k_weight[c].get(i);
+        y[i] = x[c].get(i) * r * with_offset(weight, shape);
       }
       x[c].set(y);
     }
@@ -158,7 +161,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
         squares += sum_of_products(x[c], x[c]);
 #pragma unroll
         for (int i = 0; i < S::kElements; ++i) {
-          g[c][i] = dout[c].get(i) * (of_q ? q_weight[c].get(i) : k_weight[c].get(i));
+          g[c][i] = dout[c].get(i) * with_offset(of_q ? q_weight[c].get(i) : k_weight[c].get(i), shape);
           products += g[c][i] * x[c].get(i);
         }
       }

@@ -18,7 +18,7 @@ namespace weft::cuda {
 struct HeadNormShape {
   std::int64_t B = 0, T = 0, NH = 0, NKV = 0, HS = 0;
   float eps = 0;
-  float weight_offset = 0;  // forward alone has it
+  float weight_offset = 0;  // added to each weight
 };
 
 // T: float, bf16 or fp16.

@@ -1,7 +1,7 @@
 // Fused dropout + residual + norm on the GPU, as one operator:
 //
 //   h = dropout(x * rowscale) * colscale + residual        the new residual stream
-//   z = norm(h) * weight + bias                            LayerNorm or RMSNorm
+//   z = norm(h) * (weight + weight_offset) + bias          LayerNorm or RMSNorm
 //
 // The specification, with every operand's meaning, is llmc/cpu/residual_norm.h. Activations and weights are
 // stored in T (float, bf16, fp16), the residual stream in R (T or float), statistics and the gradients of
@@ -11,8 +11,7 @@
 // sums, depends on C and the types alone. So the norm of a stored residual_out (passed as `residual`, with x null)
 // gives the bits of the call that stored it, with or without dropout.
 //
-// C is a multiple of 8 up to 16384, shape.weight_offset is 0 (post_norm.h has it; Exit::internal otherwise) and every
-// pointer is aligned to 16 bytes.
+// C is a multiple of 8 up to 16384 and every pointer is aligned to 16 bytes.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -46,7 +45,7 @@ struct ResidualNormForward {
   T* out2 = nullptr;          // [rows, C] iff weight2
   float* mean = nullptr;      // [rows], LayerNorm only; null: not stored
   float* rstd = nullptr;      // [rows]; null: not stored
-  // For T and R bf16, one output, C a multiple of 16: in the place of `out` its codes in e4m3, bit for bit those that
+  // For T and R bf16, one output, C a multiple of 16, no offset: in the place of `out` its codes in e4m3, bit for bit those that
   // quantize_fp8() makes of it; not transposed.
   Fp8Target codes = {};
 };

@@ -1,5 +1,5 @@
-// Fused dropout + residual + norm, backward, arithmetic in fp32. For g = dout w + dout2 w2 (the formulas of
-// llmc/cpu/residual_norm.cpp):
+// Fused dropout + residual + norm, backward, arithmetic in fp32. For g = dout w + dout2 w2, with the offset of weights in
+// w and w2 (the formulas of llmc/cpu/residual_norm.cpp):
 //
 //   dh = rstd (g - [mean(g)] - xhat mean(g xhat)) + dresidual_out      [mean(g)] for LayerNorm only
 //   dresidual = dh,   dx = dh colscale f,   dcolscale += dh x f        f = rowscale * dropout factor
@@ -112,10 +112,10 @@ __device__ void forget(Elements<T, kCount>& group) {
 template <typename S>
 constexpr int kResidentThreads = S::kThreadColumns > 16 ? 512 : 640;
 
-// Plain: x, residual, weight, bias. A thread's part of dout, h and the skip gradient stays in
-// registers in its storage type between the two passes over the row.
+// Plain: x, residual, weight, bias, and for RMSNorm the offset of weights. A thread's part of dout, h and the skip
+// gradient stays in registers in its storage type between the two passes over the row.
 
-template <typename T, typename R, typename S, bool kLayerNorm>
+template <typename T, typename R, typename S, bool kLayerNorm, bool kOffset>
 __global__ void __launch_bounds__(S::kThreads, S::kExact ? kResidentThreads<S> / S::kThreads : 1)
     plain_backward_kernel(ResidualNormShape shape, ResidualNormBackward<T, R> io, ColumnSums columns, bool staged) {
   extern __shared__ char4 dynamic_memory[];
@@ -145,6 +145,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kExact ? kResidentThreads<S> /
       return w;
     }
   };
+  const auto with_offset = [&](float weight) { return kOffset ? weight + shape.weight_offset : weight; };
   // The column sums of a thread with few columns stay in registers until the end.
   constexpr bool kRegisterSums = S::kThreadColumns <= 16;
   float weight_sum[kRegisterSums ? S::kGroups : 1][S::kGroup] = {};
@@ -181,7 +182,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kExact ? kResidentThreads<S> /
 #pragma unroll
       for (int i = 0; i < S::kGroup; ++i) {
         const float centred = kLayerNorm ? h[g].get(i) - mean : h[g].get(i), d = dout[g].get(i);
-        const float gradient = d * w.get(i);
+        const float gradient = d * with_offset(w.get(i));
         if constexpr (kLayerNorm) sum[0] += gradient;
         sum[1] += gradient * centred;
         if constexpr (kRegisterSums) {
@@ -227,7 +228,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kExact ? kResidentThreads<S> /
       for (int i = 0; i < S::kGroup; ++i) {
         const float rest =
             kLayerNorm ? (h[g].get(i) - mean) * slope + (skip_g.get(i) + offset) : h[g].get(i) * slope + skip_g.get(i);
-        dh[i] = rstd * (dout[g].get(i) * w.get(i)) + rest;
+        dh[i] = rstd * (dout[g].get(i) * with_offset(w.get(i))) + rest;
       }
       skip_g.set(dh);
       if constexpr (kLateSkip) {
@@ -251,9 +252,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kExact ? kResidentThreads<S> /
 }
 
 // Computes the gradient of one group of xhat, g = dout w + dout2 w2, and if `add` the column sums of both outputs.
-template <typename T, typename R, typename S>
+template <typename T, typename R, typename S, bool kOffset>
 __device__ void full_gradient(float (&g_values)[S::kGroup], const ResidualNormBackward<T, R>& io, std::int64_t row,
-                              std::int64_t C, int g, const float (&xhat)[S::kGroup], float* sums,
+                              std::int64_t C, float offset, int g, const float (&xhat)[S::kGroup], float* sums,
                               const ColumnSums& columns, bool add) {
   const T* const douts[2] = {io.dout, io.dout2};
   const T* const weights[2] = {io.weight, io.weight2};
@@ -270,7 +271,7 @@ __device__ void full_gradient(float (&g_values)[S::kGroup], const ResidualNormBa
     for (int i = 0; i < S::kGroup; ++i) {
       d[i] = dout.get(i);
       dx_hat[i] = d[i] * xhat[i];
-      g_values[i] += d[i] * w.get(i);
+      g_values[i] += d[i] * (kOffset ? w.get(i) + offset : w.get(i));
     }
     if (add) {
       add_columns<S>(sums, columns, 2 * output, g, dx_hat);
@@ -280,7 +281,7 @@ __device__ void full_gradient(float (&g_values)[S::kGroup], const ResidualNormBa
 }
 
 // Full: every operand. Only h stays in registers; the rest is read again in the second pass, from L1 or L2.
-template <typename T, typename R, typename S>
+template <typename T, typename R, typename S, bool kOffset>
 __global__ void __launch_bounds__(S::kThreads)
     full_backward_kernel(ResidualNormShape shape, ResidualNormBackward<T, R> io, ColumnSums columns, bool sums_shared) {
   extern __shared__ char4 dynamic_memory[];
@@ -315,7 +316,7 @@ __global__ void __launch_bounds__(S::kThreads)
         add_branch<T, R>(h[g], x, h[g], factors, io.colscale != nullptr ? io.colscale + column : nullptr);
       }
       normalise(h[g]);
-      full_gradient<T, R, S>(gradient, io, row, C, g, xhat, sums, columns, true);
+      full_gradient<T, R, S, kOffset>(gradient, io, row, C, shape.weight_offset, g, xhat, sums, columns, true);
 #pragma unroll
       for (int i = 0; i < S::kGroup; ++i) {
         sum[0] += gradient[i];
@@ -330,7 +331,7 @@ __global__ void __launch_bounds__(S::kThreads)
       const int column = S::column(g);
       if (S::outside(g, C)) continue;
       normalise(h[g]);
-      full_gradient<T, R, S>(gradient, io, row, C, g, xhat, sums, columns, false);
+      full_gradient<T, R, S, kOffset>(gradient, io, row, C, shape.weight_offset, g, xhat, sums, columns, false);
       Group<R, S> skip;
       Group<T, S> x;
       StagedRow<R, S>::read(skip, nullptr, at_row(io.dresidual_out, row, C), g, C);
@@ -379,7 +380,8 @@ void launch_full_backward(const ResidualNormShape& shape, const ResidualNormBack
   const int sum_bytes = columns.count * columns.capacity * static_cast<int>(sizeof(float));
   const bool sums_shared = sum_bytes <= shared_limit;
   const int shared_bytes = sums_shared ? sum_bytes : 0;
-  const auto kernel = full_backward_kernel<T, R, S>;
+  const auto kernel =
+      shape.weight_offset != 0 ? full_backward_kernel<T, R, S, true> : full_backward_kernel<T, R, S, false>;
   const std::int64_t work = std::min<std::int64_t>(shape.rows, kMaxBackwardBlocks);
   const unsigned blocks = blocks_for(kernel, S::kThreads, shared_bytes, work, shared_limit);
   kernel<<<blocks, S::kThreads, shared_bytes, stream>>>(shape, io, columns, sums_shared);
@@ -401,16 +403,20 @@ void launch_plain_backward(const ResidualNormShape& shape, const ResidualNormBac
   const int sum_bytes = S::kRows * columns.count * columns.capacity * static_cast<int>(sizeof(float));
   const int stage_bytes = S::kRows * BackwardStage<T, R, S>::kBytes;
   const bool staged = sum_bytes + stage_bytes <= shared_limit;
+  const bool offset = shape.weight_offset != 0;
   if constexpr (S::kExact) {
-    if (!staged) {
+    if (!staged || offset) {
       using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;
       return launch_plain_backward<T, R, Bounded>(shape, io, stream, shared_limit);
     }
   }
   if (sum_bytes > shared_limit) return full_backward(shape, io, stream, shared_limit);
   const int shared_bytes = sum_bytes + (staged ? stage_bytes : 0);
-  const auto kernel =
-      shape.kind == NormKind::layernorm ? plain_backward_kernel<T, R, S, true> : plain_backward_kernel<T, R, S, false>;
+  auto kernel = shape.kind == NormKind::layernorm ? plain_backward_kernel<T, R, S, true, false>
+                                                  : plain_backward_kernel<T, R, S, false, false>;
+  if constexpr (!S::kExact) {
+    if (offset) kernel = plain_backward_kernel<T, R, S, false, true>;
+  }
   const std::int64_t work = std::min<std::int64_t>(ceil_div(shape.rows, S::kRows), kMaxBackwardBlocks);
   const unsigned blocks = blocks_for(kernel, S::kThreads, shared_bytes, work, shared_limit);
   kernel<<<blocks, S::kThreads, shared_bytes, stream>>>(shape, io, columns, staged);
@@ -428,7 +434,8 @@ void residual_norm_backward(const ResidualNormShape& shape, const ResidualNormBa
   ResidualNormBackward<T, R> operands = io;
   if (io.x == nullptr && io.residual_out == nullptr) operands.residual_out = io.residual;  // h is the stream alone
   const bool plain = shape.dropout == 0 && io.rowscale == nullptr && io.colscale == nullptr && io.weight2 == nullptr &&
-                     io.dcolscale == nullptr && operands.residual_out != nullptr;
+                     io.dcolscale == nullptr && operands.residual_out != nullptr &&
+                     (shape.weight_offset == 0 || shape.kind == NormKind::rmsnorm);
   if (!plain) return full_backward(shape, operands, stream, shared_limit);
   for_plain_backward_spread<R, kMayBeExact<T, R>>(shape.C, [&](auto spread) {
     launch_plain_backward<T, R, decltype(spread)>(shape, operands, stream, shared_limit);

@@ -1,6 +1,6 @@
 // Fused dropout + residual + norm, forward (Ba et al., 2016; Zhang & Sennrich, 2019), arithmetic in fp32:
 //
-//   h = dropout(x rowscale) colscale + residual        z = xhat w + b,   xhat = (h - mean) rstd
+//   h = dropout(x rowscale) colscale + residual        z = xhat (w + offset) + b,   xhat = (h - mean) rstd
 //
 // Bytes moved a row in the form that Llama uses, T and R of E bytes: x and residual are read, residual_out and out
 // written, 4 C E; codes in the place of out take C. The layout of rows: llmc/cuda/op/norm/residual_norm.cuh.
@@ -19,8 +19,9 @@ using namespace norm_detail;
 
 // norm_only: h = residual, which is not written; one output. plain: h = x + residual, either of which may be absent,
 // and up to two outputs. few: as plain, for so few rows that each has its own block, as in decoding: nothing is
-// prefetched, and weights are read before the predecessor in a chain has ended. full: every operand.
-enum class Form { norm_only, plain, few, full };
+// prefetched, and weights are read before the predecessor in a chain has ended. offset: as plain, with the offset of
+// weights. full: every operand.
+enum class Form { norm_only, plain, few, offset, full };
 
 template <typename T, typename S>
 __device__ void prefetch_weights(const T* weight, std::int64_t C) {
@@ -45,23 +46,27 @@ __device__ auto early_weights(const T* weight, const T* bias, std::int64_t C) {
 }
 
 // One group of columns of the output.
-template <typename T, typename S, typename Weights>
-__device__ Group<T, S> normalized(const float (&h)[S::kGroup], float mean, float rstd, const Weights& weights, int g) {
+template <typename T, typename S, bool kOffset, typename Weights>
+__device__ Group<T, S> normalized(const float (&h)[S::kGroup], float mean, float rstd, const Weights& weights, int g,
+                                  float offset) {
   Group<T, S> w, b;
   weights.get(g, w, b);
   float z[S::kGroup];
 #pragma unroll
-  for (int i = 0; i < S::kGroup; ++i) z[i] = (h[i] - mean) * rstd * w.get(i) + b.get(i);
+  for (int i = 0; i < S::kGroup; ++i) {
+    const float weight = kOffset ? w.get(i) + offset : w.get(i);
+    z[i] = (h[i] - mean) * rstd * weight + b.get(i);
+  }
   w.set(z);
   return w;
 }
 
-template <typename T, typename S, typename Weights>
+template <typename T, typename S, bool kOffset, typename Weights>
 __device__ void write_output(T* out, const float (&h)[S::kGroups][S::kGroup], float mean, float rstd,
-                             const Weights& weights, std::int64_t C) {
+                             const Weights& weights, std::int64_t C, float offset) {
 #pragma unroll
   for (int g = 0; g < S::kGroups; ++g) {
-    if (!S::outside(g, C)) normalized<T, S>(h[g], mean, rstd, weights, g).store(out + S::column(g));
+    if (!S::outside(g, C)) normalized<T, S, kOffset>(h[g], mean, rstd, weights, g, offset).store(out + S::column(g));
   }
 }
 
@@ -79,7 +84,7 @@ __device__ void write_codes(std::uint8_t* codes, Rounding& rounding, const float
 #pragma unroll
   for (int g = 0; g < S::kGroups; ++g) {
     if (S::outside(g, C)) continue;
-    const Group<T, S> z = normalized<T, S>(h[g], mean, rstd, weights, g);
+    const Group<T, S> z = normalized<T, S, false>(h[g], mean, rstd, weights, g, 0);
     float stored[S::kGroup];  // as the norm in bf16 would have stored it
 #pragma unroll
     for (int i = 0; i < S::kGroup; ++i) stored[i] = z.get(i);
@@ -119,6 +124,7 @@ __global__ void __launch_bounds__(S::kThreads)
   std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * S::kRows + S::slot();
   launch_dependents();
   constexpr bool kFits = S::kThreadColumns * sizeof(T) <= 64 && S::kThreads <= 320;  // fits in a thread's registers
+  constexpr bool kOffset = kForm == Form::offset || kForm == Form::full;
   constexpr bool kEarly = kForm == Form::few && kFits, kEarly2 = kForm == Form::few && S::kThreadColumns <= 8;
   const auto weights = early_weights<T, S, kEarly>(io.weight, io.bias, C);
   const auto weights2 = early_weights<T, S, kEarly2>(kForm != Form::norm_only ? io.weight2 : nullptr,
@@ -162,10 +168,11 @@ __global__ void __launch_bounds__(S::kThreads)
     if constexpr (kCodes) {
       write_codes<T, S>(at_row(io.codes.codes, row, C), rounding, h, statistics.x, statistics.y, weights, C);
     } else {
-      write_output<T, S>(io.out + row * C, h, statistics.x, statistics.y, weights, C);
+      write_output<T, S, kOffset>(io.out + row * C, h, statistics.x, statistics.y, weights, C, shape.weight_offset);
     }
     if constexpr (kForm != Form::norm_only && !kCodes) {
-      if (io.weight2 != nullptr) write_output<T, S>(io.out2 + row * C, h, statistics.x, statistics.y, weights2, C);
+      if (io.weight2 != nullptr)
+        write_output<T, S, kOffset>(io.out2 + row * C, h, statistics.x, statistics.y, weights2, C, shape.weight_offset);
     }
     if (S::lane() == 0) {
       if (io.mean != nullptr) io.mean[row] = statistics.x;
@@ -208,13 +215,13 @@ void launch_forward(const ResidualNormShape& shape, const ResidualNormForward<T,
 template <typename T, typename R, typename S, bool kCodes>
 void launch_form(Form form, const ResidualNormShape& shape, const ResidualNormForward<T, R>& io,
                  const NormLaunch& launch) {
-  if (form == Form::full) {
-    using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;  // full is never staged
-    return launch_forward<T, R, Bounded, Form::full, kCodes>(shape, io, launch);
+  using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;
+  if (form == Form::full) return launch_forward<T, R, Bounded, Form::full, kCodes>(shape, io, launch);  // never staged
+  if constexpr (!kCodes) {  // the models with an offset have no width of an exact spread
+    if (form == Form::offset) return launch_forward<T, R, Bounded, Form::offset, kCodes>(shape, io, launch);
   }
   if constexpr (std::is_same_v<R, float>) {  // the residual stream of inference
     if (shape.rows <= device_attribute(cudaDevAttrMultiProcessorCount)) {
-      using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;
       return launch_forward<T, R, Bounded, Form::few, kCodes>(shape, io, launch);
     }
   }
@@ -227,8 +234,10 @@ void launch_form(Form form, const ResidualNormShape& shape, const ResidualNormFo
 template <typename T, typename R>
 void check_codes(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io) {
   const bool possible = std::is_same_v<T, bf16> && std::is_same_v<R, bf16> && io.out == nullptr &&
-                        io.weight2 == nullptr && io.codes.transposed == nullptr && shape.C % 16 == 0;
-  if (!possible) fail(Exit::internal, "residual_norm: codes are of one output in bf16, in rows of multiples of 16");
+                        io.weight2 == nullptr && io.codes.transposed == nullptr && shape.C % 16 == 0 &&
+                        shape.weight_offset == 0;
+  if (!possible)
+    fail(Exit::internal, "residual_norm: codes are of one output in bf16 without offset, in rows of multiples of 16");
 }
 
 }  // namespace
@@ -241,13 +250,14 @@ template <typename T, typename R>
 void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, cudaStream_t stream,
                            int shared_limit, bool overlapping) {
   check_shape(shape);
-  if (shape.weight_offset != 0) fail(Exit::internal, "residual_norm: an offset of weights, which post_norm() has");
   if (shape.rows == 0) return;
   const bool in_codes = io.codes.writes() || io.codes.counters != nullptr;
   if (in_codes) check_codes(shape, io);
   Form form = Form::plain;
   if (shape.dropout != 0 || io.rowscale != nullptr || io.colscale != nullptr) {
     form = Form::full;
+  } else if (shape.weight_offset != 0) {
+    form = Form::offset;
   } else if (io.x == nullptr && io.residual != nullptr && io.residual_out == nullptr && io.weight2 == nullptr) {
     form = Form::norm_only;
   }
