@@ -850,18 +850,19 @@ def shard_arguments(output: Path, splits: list[Split]) -> str:
     return " ".join(f"--{split.name} {cli.pasteable(glob.escape(str(output / split.name)) + '_*.bin')}" for split in splits)
 
 
-def report(output: Path, encoder: Encoder, splits: list[Split]) -> None:
+def report(output: Path, model: Path | None, encoder: Encoder, splits: list[Split]) -> None:
     for split in splits:
         print(f"{split.name:<5} {split.documents:>10,} documents {split.tokens:>14,} tokens "
               f"{split.text_bytes / split.tokens:5.2f} bytes per token   {shards_text(split)}")
     print(f"vocabulary {encoder.vocab_size:,}, end of text {encoder.end_of_text}")
     arguments = shard_arguments(output, splits)
-    preset = preset_for(splits[0].tokens, encoder.vocab_size)
+    begins = f"--model {cli.pasteable(model)}" if model else f"--config {preset_for(splits[0].tokens, encoder.vocab_size)}"
     if splits[0].tokens <= DEFAULT_SEQ_LEN:  # of less there is no sequence
         arguments += f" --seq-len {splits[0].tokens - 1}"
     train = needs.program("train_llama")
-    print(f"\nNext:\n  {train} --config {preset} {arguments} --out {cli.unused('runs/mine')}\n"
-          f"(a new model; to tune one with this tokenizer: --model FILE in the place of --config {preset})")
+    print(f"\nNext:\n  {train} {begins} {arguments} --out {cli.unused('runs/mine')}")
+    if not model:
+        print(f"(a new model; to tune one with this tokenizer: --model FILE in the place of {begins})")
 
 
 DEFAULT_MICRO_BATCH, DEFAULT_SEQ_LEN, MAX_SEQ_LEN = 8, 256, 1 << 24  # of train_llama
@@ -957,11 +958,11 @@ def main() -> None:
             with contextlib.suppress(OSError):  # it holds the result
                 options.output.rmdir()
     if replaced:
-        print(f"removed {replaced} shards of an earlier run", file=sys.stderr)
+        print(f"removed {replaced} shard{'s' if replaced > 1 else ''} of an earlier run", file=sys.stderr)
     if pipeline is not None:
         report_chat(options, encoder, splits, pipeline)
     else:
-        report(options.output, encoder, splits)
+        report(options.output, options.model, encoder, splits)
 
 
 if __name__ == "__main__":

@@ -109,6 +109,10 @@ def test_shards_of_a_small_vocabulary(place):
     (line,) = next_lines(script(place, "dev/prepare_data.py", "my.txt", "--tokenizer", "models/tiny-llama/tokenizer.json",
                                 "-o", "data/it's [mine]"))
     trains(place, line)
+    script(place, "scripts/convert_hf.py", "models/tiny-llama", "-o", "m.bin")
+    (line,) = next_lines(script(place, "dev/prepare_data.py", "my.txt", "--model", "m.bin", "-o", "data/tuning"))
+    assert line.startswith("./train_llama --model m.bin --train 'data/tuning/train_*.bin'")
+    trains(place, line)
 
 
 @pytest.mark.parametrize("style", [(), ("--style", "sentencepiece")], ids=["llama3", "sentencepiece"])
