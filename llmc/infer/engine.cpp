@@ -57,7 +57,7 @@ class Engine::State {
         longest_(longest_sequence(model)),
         pool_(model.num_pages(), model.page_size()),
         scheduler_(pool_, {options.max_running, options.rows_per_step, options.prompt_rows, model.slots(),
-                           options.share_prefixes, model.config().longest_window()}),
+                           options.share_prefixes, model.config().longest_window(), model.depth()}),
         drafter_(options.drafts, model, scheduler_),
         steps_(model, options.rows_per_step),
         requests_(scheduler_, drafter_) {

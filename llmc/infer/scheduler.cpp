@@ -148,15 +148,24 @@ void Scheduler::admit() {
   }
 }
 
-// Pages for all rows that are known now, beside what running prompts will take and one page for each running sequence: a
-// sequence that is admitted too early is preempted soon and computed twice.
+// Pages that the rows known now will hold at once, beside those that they hold: with a window those of its positions and of the
+// steps in flight, and one that is filled in part at each end.
+std::int64_t Scheduler::missing_pages(const Sequence& s) const {
+  const std::int64_t missing = s.table.missing(s.known_rows());
+  if (options_.window == 0) return missing;
+  const std::int64_t positions = options_.window + options_.depth * options_.rows_per_step;
+  return std::min(missing, std::max<std::int64_t>(positions / pool_.page_size() + 2 - s.table.held(), 0));
+}
+
+// missing_pages(), beside what running prompts will take and one page for each running sequence: a sequence that is admitted too
+// early is preempted soon and computed twice.
 std::int64_t Scheduler::pages_needed(const Sequence& s) const {
-  std::int64_t needed = s.table.missing(s.known_rows());
+  std::int64_t needed = missing_pages(s);
   if (options_.share_prefixes) {
     const BlockTable::PrefixHit hit = s.table.prefix_hit(s.ids, s.first_needed_row());
-    needed += hit.cached - hit.pages;
+    needed = std::max(needed - hit.pages, std::int64_t{0}) + hit.cached;
   }
-  for (const Sequence* other : running_) needed += 1 + other->table.missing(other->known_rows());
+  for (const Sequence* other : running_) needed += 1 + missing_pages(*other);
   return needed;
 }
 
@@ -169,7 +178,7 @@ bool Scheduler::make_room(const Sequence& next) {
   if (most == nullptr) return false;
   std::int64_t room = pool_.available();
   for (const Sequence* s : running_) {
-    if (may_give(*s)) room += s->table.held() + 1 + s->table.missing(s->known_rows());
+    if (may_give(*s)) room += s->table.held() + 1 + missing_pages(*s);
   }
   if (pages_needed(next) > room) return false;
   preempt(*most);

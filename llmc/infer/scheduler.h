@@ -91,6 +91,7 @@ struct SchedulerOptions {
   std::int64_t slots = 0;
   bool share_prefixes = true;
   std::int64_t window = 0;  // the model's longest_window(): pages in front of it are given back
+  std::int64_t depth = 1;   // the model's: steps that are submitted before one is collected
 };
 
 // Rows of one sequence in a step.
@@ -147,6 +148,7 @@ class Scheduler {
   void forget_waiting(const Sequence& sequence);
   void erase_if_empty(Groups::iterator group);
   void admit();
+  std::int64_t missing_pages(const Sequence& sequence) const;
   std::int64_t pages_needed(const Sequence& sequence) const;
   bool make_room(const Sequence& next);
   template <typename Predicate>

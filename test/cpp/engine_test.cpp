@@ -1060,6 +1060,29 @@ TEST(Engine, ALongSequenceHoldsThePagesOfItsWindow) {
   }
 }
 
+// Prompts that are longer than the pages for all of them run beside each other, since each holds those of its window and step.
+TEST(Engine, LongPromptsBesideEachOtherNeedThePagesOfTheirWindows) {
+  for (const std::int64_t depth : {1, 2}) {
+    for (const bool share : {false, true}) {
+      PagedFake model({.num_pages = 28, .slots = 4, .max_rows = 8, .max_positions = 112, .depth = depth, .window = 4});
+      Engine engine(model, {.max_running = 4, .rows_per_step = 8, .share_prefixes = share});
+      const auto run = [&](std::uint64_t seed) {
+        std::vector<std::shared_ptr<Recorder>> recorders;
+        for (std::uint64_t i = 0; i < 3; ++i) recorders.push_back(submit(engine, request_of(random_ids(90, seed + i), 5)));
+        std::int64_t together = 0;
+        while (engine.step()) together = std::max(together, engine.statistics().running);
+        for (std::uint64_t i = 0; i < 3; ++i)
+          EXPECT_EQ(recorders[i]->ids, PagedFake::ids_after(random_ids(90, seed + i), 5, 0, 64));
+        return together;
+      };
+      EXPECT_EQ(run(1), 3) << "depth " << depth << " share " << share;
+      EXPECT_EQ(engine.statistics().preemptions, 0);
+      run(1);
+      expect_all_free(engine);
+    }
+  }
+}
+
 // ---- shares of places ------------------------------------------------------------------------------------------------
 
 // `count` sequences of one group with prompts of their own.
