@@ -106,6 +106,7 @@ std::vector<ModelConfig> odd_families() {
   all.push_back(odd_gemma());
   all.push_back(odd_gemma());
   all.back().head_dim = all.back().rope.rotary_dim = 256;
+  all.back().attention_scale = 0.05;
   all.back().tied_embeddings = false;
   all.back().qkv_bias = all.back().output_bias = true;
   all.push_back(odd_neox(true, 3, 64));
