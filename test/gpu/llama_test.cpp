@@ -205,7 +205,8 @@ TEST(CudaLlama, Bf16TrainingMatchesPyTorch) {
     SCOPED_TRACE(golden.name);
     const ModelFile file = ModelFile::open(golden.model);
     const TensorFile dump = TensorFile::open(golden.dump, FileKind::reference_dump);
-    if (golden.family == "gpt_neox" && dump.find("loss16") == nullptr) continue;
+    const bool larger = golden.family == "gpt_neox" || golden.family == "gemma3_text";  // some have activations alone
+    if (larger && dump.find("loss16") == nullptr) continue;
     const Comparison result = compare_training(dump, Precision::bf16, 0,
                                                [&](const TrainOptions& options) { return load_llama(file, options); });
     EXPECT_GT(result.rows.size(), 20u);
