@@ -106,6 +106,8 @@ std::vector<ModelConfig> odd_families() {
   all.push_back(odd_gemma());
   all.push_back(odd_gemma());
   all.back().head_dim = all.back().rope.rotary_dim = 256;
+  // With 0.2 the scores of such heads are so sharp that gradients of PyTorch in bf16 differ by 0.09 from those in fp32 (2-norm),
+  // where with 0.05 they differ by 0.026.
   all.back().attention_scale = 0.05;
   all.back().tied_embeddings = false;
   all.back().qkv_bias = all.back().output_bias = true;
