@@ -6,7 +6,7 @@
 For each case NAME.model.bin is the converted model and NAME.dump.bin the reference dump. Between them the cases cover
 head dimensions 32, 64, 80, 128 and 256, grouped heads, sliding windows, layers without RoPE, tied and untied embeddings,
 llama3 scaling, odd vocabularies, rotary fractions, parallel and sequential residuals, absent biases, padded vocabularies and
-16-bit weights. Of GPT-NeoX and of Gemma 3 the two cases called train have gradients and optimizer steps, and the others are larger. Weights are drawn so that mistakes become visible: norms far from 1, biases far from 0, attention far from uniform. Dumps of the two
+16-bit weights. Of GPT-NeoX and of Gemma 3 the cases called train have gradients, some of them optimizer steps, and the others are larger. Weights are drawn so that mistakes become visible: norms far from 1, biases far from 0, attention far from uniform. Dumps of the two
 trained models under models/ are made too if those exist. Needs torch and transformers 5.
 """
 
@@ -138,6 +138,8 @@ CASES = [
            keys={"sliding_window": 3, "query_pre_attn_scalar": 20, "layer_types": ["sliding_attention", "full_attention"]}),
     gemma3("train-untied", 8, 2, 2, 4, 6, 31, 8, tied=False, dtype="float16", layers=1, groups=[*NO_HALF, "adamw"],
            greedy=GREEDY_IDS, keys={"sliding_window": 3, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention"], "attention_bias": True}),
+    gemma3("train-hs32", 8, 2, 1, 32, 16, 43, 11, groups=NO_PARAMETERS, greedy=GREEDY_IDS,
+           keys={"sliding_window": 4, "query_pre_attn_scalar": 20, "layer_types": ["sliding_attention", "full_attention"]}),
     neox("tanh-linear", 64, 2, 64, 41, 0.5, True, True, 10000.0, 13, LINEAR, layers=1, activation="gelu_fast", dtype="float16"),
     neox("tanh-yarn", 64, 2, 64, 41, 1.0, False, True, 500.0, 13, YARN, layers=1, activation="gelu_new", dtype="float16"),
     neox("hs32-padded", 64, 2, 96, 256 + 1 + PADDED_ROWS, 0.25, True, True, 10000.0, 13, tokenizer=True,

@@ -781,6 +781,8 @@ TEST(ModelConfig, AGemma3HasAThetaOfItsWindowsAndAScale) {
   EXPECT_EQ(again.norm_weight_offset, 1);
   EXPECT_EQ(again.score_scale(), 0.25f);
   EXPECT_EQ(again.embedding_scale(), std::sqrt(192.0f));
+  EXPECT_EQ(again.embedding_scale(DType::bf16), 13.875f);
+  EXPECT_EQ(again.embedding_scale(DType::f16), 13.859375f);
   EXPECT_TRUE(again.rotates_locally(0) && !again.rotates_locally(2));
   EXPECT_EQ(again.local_rope().theta, 500);
   EXPECT_EQ(TensorTable(config).at("model.layers.1.post_feedforward_layernorm.weight").init, Init::zeros);

@@ -114,6 +114,7 @@ TEST(FusedTokens, GreedyIdsOfTheGoldenLlamas) {
                                                       {"gemma3-local", "sliding window"},
                                                       {"gemma3-gqa2-biases", "sliding window"},
                                                       {"gemma3-train", "got 6"},
+                                                      {"gemma3-train-hs32", "sliding window"},
                                                       {"gemma3-train-untied", "got 4"}};
   const auto reason = [](const ModelConfig& config) {
     const std::string of_kernel = cuda::fused_unsupported_reason(config, DType::f16);

@@ -106,6 +106,9 @@ std::vector<ModelConfig> odd_families() {
   all.push_back(odd_gemma());
   all.push_back(odd_gemma());
   all.back().head_dim = all.back().rope.rotary_dim = 256;
+  // With 0.2 the scores of such heads are so sharp that gradients of PyTorch in bf16 differ by 0.09 from those in fp32 (2-norm),
+  // where with 0.05 they differ by 0.026.
+  all.back().attention_scale = 0.05;
   all.back().tied_embeddings = false;
   all.back().qkv_bias = all.back().output_bias = true;
   all.push_back(odd_neox(true, 3, 64));
@@ -204,7 +207,8 @@ TEST(CudaLlama, Bf16TrainingMatchesPyTorch) {
     SCOPED_TRACE(golden.name);
     const ModelFile file = ModelFile::open(golden.model);
     const TensorFile dump = TensorFile::open(golden.dump, FileKind::reference_dump);
-    if (golden.family == "gpt_neox" && dump.find("loss16") == nullptr) continue;
+    const bool larger = golden.family == "gpt_neox" || golden.family == "gemma3_text";  // some have activations alone
+    if (larger && dump.find("loss16") == nullptr) continue;
     const Comparison result = compare_training(dump, Precision::bf16, 0,
                                                [&](const TrainOptions& options) { return load_llama(file, options); });
     EXPECT_GT(result.rows.size(), 20u);

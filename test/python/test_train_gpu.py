@@ -251,7 +251,7 @@ def test_auto_takes_the_gpu_and_bf16(data, tmp_path, whole):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["mistral-gqa2", "qwen2-gqa3-tied", "qwen3-gqa2", "qwen3-biases-tied", "llama-yarn-biases",
-                                  "gemma3-local", "gemma3-gqa2-biases"])
+                                  "gemma3-train-hs32"])
 def test_training_of_every_family_is_that_of_pytorch(name, precision):
     model, dump = (train_runs.GOLDEN / f"{name}.{kind}.bin" for kind in ("model", "dump"))
     done = run_program("--device", "cuda", "--precision", precision, "--model", model, "--compare", dump)
