@@ -67,7 +67,8 @@ std::vector<float> noise_table() {
   return table;
 }
 
-// A tensor of a quantised matrix whose values have that deviation: the numbers that infer_pythia --random-model has.
+// A tensor of a quantised matrix whose values have about that deviation. Their mean is zero: one of half a step, as random bytes of
+// int4 have it, is a direction that each layer amplifies, until all tokens look alike and nothing can be learned.
 std::vector<std::byte> random_bytes(const TensorSpec& spec, const WeightFormat& format) {
   std::vector<std::byte> bytes(spec.bytes, static_cast<std::byte>(kRandomZero));
   if (spec.kind == ValueKind::scales) {
@@ -81,8 +82,11 @@ std::vector<std::byte> random_bytes(const TensorSpec& spec, const WeightFormat& 
     const PhiloxWords words =
         philox(3, static_cast<std::uint64_t>(spec.byte_offset) + first, static_cast<std::uint64_t>(RandomStream::init));
     for (std::size_t i = first; i < std::min(bytes.size(), first + sizeof words); ++i) {
-      const std::uint32_t word = words.word[(i - first) / 4];
-      const auto value = static_cast<std::uint8_t>(word >> 8 * ((i - first) % 4) & format.random_mask);
+      auto value = static_cast<std::uint8_t>(words.word[(i - first) / 4] >> 8 * ((i - first) % 4) & format.random_mask);
+      if (dtype_bits(format.dtype) == 4) {  // 0 has no counterpart above the zero
+        if ((value & 0x0f) == 0) value |= kRandomZero;
+        if ((value & 0xf0) == 0) value |= kRandomZero << 4;
+      }
       bytes[i] = static_cast<std::byte>(format.valid(value) ? value : 0);
     }
   }
@@ -130,12 +134,20 @@ class BenchSteps {
 void bench_parameters(TrainModel& model, bool trains_adapter) {
   const std::vector<float> table = noise_table();
   std::vector<float> values;
+  constexpr std::size_t kPiece = 1 << 14;  // elements of a thread at a time
   const auto fill = [&](const TensorSpec& spec, bool normal) {
     values.resize(static_cast<std::size_t>(spec.elements));
     const float constant = spec.init == Init::ones ? 1.0f : 0.0f;
     const std::size_t shift = static_cast<std::size_t>(spec.offset) % table.size();
 #pragma omp parallel for schedule(static)
-    for (std::size_t i = 0; i < values.size(); ++i) values[i] = normal ? table[(i + shift) % table.size()] : constant;
+    for (std::size_t i = 0; i < values.size(); i += kPiece) {
+      const std::size_t end = std::min(values.size(), i + kPiece);
+      std::size_t from = (i + shift) % table.size();
+      for (std::size_t to = i; to < end; ++to) {
+        values[to] = normal ? table[from] : constant;
+        if (++from == table.size()) from = 0;
+      }
+    }
   };
   const auto is_normal = [](const TensorSpec& spec) {
     return spec.init == Init::normal || spec.init == Init::normal_residual;

@@ -20,6 +20,7 @@
 #include "llmc/cpu/low_rank.h"
 #include "llmc/model/compare.h"
 #include "llmc/model/single_sequence.h"
+#include "llmc/train/bench.h"
 #include "llmc/train/inputs.h"
 #include "llmc/train/loop.h"
 #include "llmc/train/report.h"
@@ -1001,6 +1002,58 @@ TEST_F(LoraRun, AnAdapterIsMeasuredInTheWeights) {
   EXPECT_NEAR(beside, within, 1e-6 * within);
   whole.adapter.clear();
   EXPECT_GT(std::abs(loss(whole) - within), 1e-3 * within);
+}
+
+// ---- --bench ----
+
+// Keeps its frozen model in a format, and what it is given of the first layer's gate.
+class Quantised : public HookedModel {
+ public:
+  Quantised(TrainModel& inner, const WeightFormat& format) : HookedModel(inner), config_(inner.config()) {
+    config_.quantization.weights = &format;
+  }
+  TensorTable frozen_table() const override { return TensorTable(config_); }
+  void write_frozen(const TensorSpec& /*spec*/, const float* /*values*/) override {}
+  void write_frozen_quantized(const TensorSpec& spec, const std::byte* bytes) override {
+    written[spec.name].assign(bytes, bytes + spec.bytes);
+  }
+  std::map<std::string, std::vector<std::byte>> written;
+
+ private:
+  ModelConfig config_;
+};
+
+// The deviation of a new model's weights and no mean: that of random bytes of int4, half a step, would grow with each layer.
+TEST(BenchParameters, QuantisedWeightsAreThoseOfANewModel) {
+  const ModelConfig config = preset_config("tiny");
+  const std::unique_ptr<TrainModel> inner = cpu::make_training_model(config, options_of(lora_of(4, "q")));
+  for (const WeightFormat* format : weight_formats()) {
+    SCOPED_TRACE(format->name);
+    Quantised model(*inner, *format);
+    bench_parameters(model, true);
+    const TensorTable table = model.frozen_table();
+    const std::string name = "model.layers.0.mlp.gate_proj.weight";
+    const TensorSpec& spec = table.at(name);
+    const std::int64_t rows = spec.shape[0], K = spec.shape[1];
+    for (const TensorSpec& each : table.specs()) {
+      if (each.kind == ValueKind::floats) continue;
+      EXPECT_EQ(first_invalid_value(each.kind, each.dtype, model.written.at(each.name)), std::nullopt) << each.name;
+    }
+    const std::byte* const zeros = format->grouped ? model.written.at(zeros_of(name)).data() : nullptr;
+    const QuantizedMatrix matrix =
+        format->matrix(model.written.at(name).data(), model.written.at(scales_of(name)).data(), zeros);
+    Floats values(static_cast<std::size_t>(rows * K));
+    format->dequantize(values.data(), matrix, 0, rows, K);
+    double sum = 0, squares = 0;
+    for (const float value : values) {
+      const double w = static_cast<double>(value) * (format->grouped ? 1.0 : static_cast<double>(matrix.row_scales[0]));
+      sum += w;
+      squares += w * w;
+    }
+    const double count = static_cast<double>(values.size()), deviation = std::sqrt(squares / count);
+    EXPECT_NEAR(deviation, 0.02, 0.003);
+    EXPECT_LT(std::abs(sum / count), 0.02 * deviation);
+  }
 }
 
 // ---- the plans of --dry-run ----

@@ -17,6 +17,7 @@
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/cuda/training/training.h"
 #include "llmc/model/compare.h"
+#include "llmc/model/training_activations.h"
 #include "llmc/train/bench.h"
 #include "llmc/train/report.h"
 #include "test/cpp/golden_cases.h"
@@ -679,8 +680,16 @@ TEST_F(CudaLoraFp8, GradientsAreThoseOfTheCpuThatRoundsInTheSamePlaces) {
       for (TrainModel* each : all) each->update(none);
       const std::vector<float> history = model->fp8_state(), of_reference = reference->fp8_state();
       const Fp8Slots slots{c.config.num_layers};
+      // Below the first layer nothing is trained, so nobody reads the gradient of its qkv or, if that has no adapter, of its output:
+      // the GPU does not round them, and their history is empty. The CPU rounds everything.
+      const auto unread = [&](BlockLinear linear) { return slots.at(Fp8Kind::gradient, 0, linear); };
+      const bool adapts_qkv = low_rank_shape(c.config, options, BlockLinear::qkv).modules > 0;
       for (std::int64_t slot = 0; slot < slots.count(); ++slot) {  // the newest step
         const auto i = static_cast<std::size_t>(slot);
+        if (slot == unread(BlockLinear::qkv) || (!adapts_qkv && slot == unread(BlockLinear::output))) {
+          EXPECT_EQ(history[i], 0.0f) << slots.name(slot);
+          continue;
+        }
         const float apart = slots.kind(slot) == Fp8Kind::weight ? 0.0f : 0.3f;
         EXPECT_NEAR(history[i], of_reference[i], apart * of_reference[i]) << slots.name(slot);
       }

@@ -84,6 +84,7 @@ void TrainingModel<S>::store_loss(std::int64_t rank) {
 template <typename S>
 void TrainingModel<S>::round_stale_weights() {
   if (!unrounded_.empty()) fail(Exit::internal, "a pass before all frozen weights of a linear layer are there");
+  unrounded_buffer_ = {};
   if (sharding_.sharded) return;
   for (std::int64_t l = 0; l < config_.num_layers; ++l) use_fp8_weights(l, false);
 }

@@ -365,12 +365,14 @@ class TrainingModel final : public TrainModel {
   DeviceArena state1_arena_, state2_arena_, activation_arena_, workspace_arena_;
   DeviceArena frozen_arena_, adapter_arena_;  // empty without an adapter
   std::optional<Fp8Linears> fp8_;             // with --precision fp8
-  // Frozen linear layers of which some modules have been written since they were last rounded: layer, linear layer and values [OC, C].
+  // Frozen linear layers of which some modules have been written since they were last rounded: layer, linear layer and values
+  // [OC, C], in a vector that may be longer.
   struct UnroundedLinear {
     std::vector<float> values;
     std::vector<bool> written;  // by module
   };
   std::map<std::pair<std::int64_t, BlockLinear>, UnroundedLinear> unrounded_;
+  std::vector<float> unrounded_buffer_;  // for the next one, until the first pass: new pages cost more than the copy
   ModelWeights<S> weights_;
   ModelWeights<float> d_weights_;
   DeviceRopeTable rope_, local_rope_;  // local: with ModelConfig::local_rope_theta only
