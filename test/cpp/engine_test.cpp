@@ -1068,7 +1068,8 @@ TEST(Engine, LongPromptsBesideEachOtherNeedThePagesOfTheirWindows) {
       Engine engine(model, {.max_running = 4, .rows_per_step = 8, .share_prefixes = share});
       const auto run = [&](std::uint64_t seed) {
         std::vector<std::shared_ptr<Recorder>> recorders;
-        for (std::uint64_t i = 0; i < 3; ++i) recorders.push_back(submit(engine, request_of(random_ids(90, seed + i), 5)));
+        for (std::uint64_t i = 0; i < 3; ++i)
+          recorders.push_back(submit(engine, request_of(random_ids(90, seed + i), 5)));
         std::int64_t together = 0;
         while (engine.step()) together = std::max(together, engine.statistics().running);
         for (std::uint64_t i = 0; i < 3; ++i)
