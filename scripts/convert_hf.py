@@ -509,7 +509,7 @@ def write_model(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], 
 
 
 def print_summary(checkpoint: Checkpoint, tensors: dict[str, Source], directory: Path, path: Path,
-                  target: Target, quantized: str, chat: str) -> None:
+                  target: Target, quantized: str, chat: Chat) -> None:
     model, rope = checkpoint.model, checkpoint.model.rope
     scaling = "" if rope.type == "standard" else f", {rope.type} x{rope.factor:g}"
     scaling += f" of {rope.original_max_positions}" if rope.original_max_positions else ""
@@ -528,22 +528,25 @@ def print_summary(checkpoint: Checkpoint, tensors: dict[str, Source], directory:
         rows["quantised"] = quantized
     for label, text in rows.items():
         print(f"{label:12}{text}")
-    print(f"chat format: {chat}")
-    for command in next_commands(checkpoint, directory, path, target):
+    print(f"chat format: {chat.said}")
+    for command in next_commands(checkpoint, directory, path, target, chat.format is not None):
         print(f"next        {command}")
 
 
-def next_commands(checkpoint: Checkpoint, directory: Path, path: Path, target: Target) -> list[str]:
-    """Shell commands that the user may run next: generate text, and fine-tune an unquantised model on a text my.txt."""
+def next_commands(checkpoint: Checkpoint, directory: Path, path: Path, target: Target, chats: bool) -> list[str]:
+    """Shell commands that the user may run next: generate text, and fine-tune an unquantised model on a text my.txt. A model with
+    a chat format chats, and is tuned on conversations."""
     model, has_tokenizer = cli.pasteable(path), checkpoint.tokenizer is not None
     few = ",".join(str(number) for number in range(1, min(4, checkpoint.model.vocab_size)))
-    prompt = '--prompt "Hello"' if has_tokenizer else f"--prompt-ids {few or 0}"
+    chats = chats and has_tokenizer
+    prompt = "--chat" if chats else '--prompt "Hello"' if has_tokenizer else f"--prompt-ids {few or 0}"
     commands = [f"{needs.program('infer_pythia')} --model {model} {prompt}"]
     if not checkpoint.model.trainable or target.scheme is not None or not has_tokenizer:
         return commands
     tokenizer, data = cli.pasteable(directory / TOKENIZER_TENSOR), cli.unused("data/mine")
+    source = f"--chat chats.jsonl --model {model}" if chats else f"my.txt --tokenizer {tokenizer}"
     return commands + [
-        f"{needs.command('dev/prepare_data.py')} my.txt --tokenizer {tokenizer} -o {data}",
+        f"{needs.command('dev/prepare_data.py')} {source} -o {data}",
         f"{needs.program('train_llama')} --model {model} --train '{data}/train_*.bin' --val '{data}/val_*.bin' --out {cli.unused('runs/mine')}"]
 
 
@@ -656,7 +659,7 @@ def main() -> int:
     calibration = calibration_of(options.gptq, checkpoint, tensors, options.directory, target) if options.gptq else None
     quantized = write_model(options.output, checkpoint, tensors, target, options.strict, warnings, calibration, chat.members())
     warnings.finish()
-    print_summary(checkpoint, tensors, options.directory, options.output, target, quantized, chat.said)
+    print_summary(checkpoint, tensors, options.directory, options.output, target, quantized, chat)
     return cli.OK
 
 
