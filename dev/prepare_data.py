@@ -739,6 +739,14 @@ def chosen_for_validation(count: int, seed: int, fraction: float) -> set[int]:
     return set(heapq.nsmallest(max(1, round(count * fraction)), range(count), lambda i: xxhash.xxh3_64_intdigest(i.to_bytes(8, "little"), seed)))
 
 
+def beginning(model: Path | None, splits: list[Split], encoder: Encoder) -> str:
+    """What train_llama begins with: a model, beside whose quantised matrices only an adapter is trained, or a preset."""
+    if model is None:
+        return f"--config {preset_for(splits[0].tokens, encoder.vocab_size)}"
+    quantised = "quantization" in tensor_file.read(model, expected="model").config
+    return f"--model {cli.pasteable(model)}" + " --lora-r 16" * quantised
+
+
 def report_chat(options: argparse.Namespace, encoder: Encoder, splits: list[Split], pipeline: ChatPipeline) -> None:
     for split in splits:
         unit = UNITS[bool(pipeline.pairs)]
@@ -756,7 +764,7 @@ def report_chat(options: argparse.Namespace, encoder: Encoder, splits: list[Spli
         print(f"\n{tensor_file.escaped(line.path.name)[1:-1]} line {line.number}:")
         for said in chain.from_iterable(conversations.example(one, encoder.decode, colour) for one in versions):
             print(f"  {said}")
-    model = f"--model {cli.pasteable(options.model)}" if options.model else f"--config {preset_for(splits[0].tokens, encoder.vocab_size)}"
+    model = beginning(options.model, splits, encoder)
     seq_len = min(options.seq_len, -(-(int(lengths[-1]) - 1) // 64) * 64)
     few = " --micro-batch 1" if splits[0].tokens < DEFAULT_MICRO_BATCH * seq_len else ""  # a step would read its rows several times
     print(f"\nNext:\n  {needs.program('train_llama')} {model} {shard_arguments(options.output, splits)} --seq-len {seq_len} "
@@ -856,7 +864,7 @@ def report(output: Path, model: Path | None, encoder: Encoder, splits: list[Spli
               f"{split.text_bytes / split.tokens:5.2f} bytes per token   {shards_text(split)}")
     print(f"vocabulary {encoder.vocab_size:,}, end of text {encoder.end_of_text}")
     arguments = shard_arguments(output, splits)
-    begins = f"--model {cli.pasteable(model)}" if model else f"--config {preset_for(splits[0].tokens, encoder.vocab_size)}"
+    begins = beginning(model, splits, encoder)
     if splits[0].tokens <= DEFAULT_SEQ_LEN:  # of less there is no sequence
         arguments += f" --seq-len {splits[0].tokens - 1}"
     train = needs.program("train_llama")

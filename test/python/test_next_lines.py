@@ -97,17 +97,22 @@ def test_a_llama_from_conversion_to_training(place, tmp_path):
     trains(place, train)
 
 
-def test_a_model_that_chats_is_tuned_on_conversations(place):
-    """With a chat format the lines are those of doc/fine_tuning.md: the program chats, and the shards are of chats.jsonl."""
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_model_that_chats_is_tuned_on_conversations(place, quantised):
+    """With a chat format the lines are those of doc/fine_tuning.md: the program chats, and the shards are of chats.jsonl. Beside
+    quantised matrices an adapter is trained."""
     chat = {"messages": [{"role": "user", "content": "Who lives in the hut?"}, {"role": "assistant", "content": "An old fox."}]}
     (place / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 40)
     infer, prepare, train = next_lines(script(place, "scripts/convert_hf.py", "models/tiny-llama", "--chat-format",
-                                              "models/tiny-llama/chat_format.json", "-o", "a chat.bin"))
+                                              "models/tiny-llama/chat_format.json", "-o", "a chat.bin",
+                                              *["--quantize", "int4"] * quantised))
     assert infer == "./infer_pythia --model 'a chat.bin' --chat"
     assert prepare == ".venv/bin/python dev/prepare_data.py --chat chats.jsonl --model 'a chat.bin' -o data/mine"
     shell(place, f"echo Hello | {infer} --max-tokens 4")
-    shell(place, prepare)
-    trains(place, train)
+    (proposed,) = [line.strip() for line in shell(place, prepare).stdout.decode().splitlines() if "train_llama" in line]
+    for line in (proposed, train.replace("runs/mine", "runs/another")):
+        assert ("--lora-r 16" in line) == quantised
+        trains(place, line)
 
 
 def test_a_llama_without_a_tokenizer(place, tmp_path):
