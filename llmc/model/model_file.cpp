@@ -201,7 +201,10 @@ Json ModelFile::chat_members() const {
 
 void ModelFile::read_parameter(const TensorSpec& spec, float* out) const {
   file_.read_finite_f32(file_.at(spec.name), out);
-  if (as_stored(spec)) return;
+  if (!as_stored(spec)) add_parts(spec, out);
+}
+
+void ModelFile::add_parts(const TensorSpec& spec, float* out) const {
   const TensorSpec* const parts = adapter_->parts_for(spec);
   std::vector<float> a(static_cast<std::size_t>(parts[0].elements)), b(static_cast<std::size_t>(parts[1].elements));
   adapter_->read_parameter(parts[0], a.data());
@@ -225,6 +228,7 @@ void ModelFile::read_values(const TensorSpec& spec, float* out) const {
   const std::int64_t rows = spec.shape[0], columns = spec.shape[1];
   weights.dequantize(out, matrix, 0, rows, columns);
   for (std::int64_t i = 0; i < (weights.grouped ? 0 : rows * columns); ++i) out[i] *= matrix.row_scales[i / columns];
+  if (adapter_ && adapter_->parts_for(spec) != nullptr) add_parts(spec, out);
 }
 
 void ModelFile::read_quantized(const TensorSpec& spec, void* out) const {

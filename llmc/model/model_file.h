@@ -64,7 +64,8 @@ class ModelFile {
   // Reads one parameter as fp32 and verifies its hash. A value that is not finite is Exit::bad_file. Only for
   // ValueKind::floats.
   void read_parameter(const TensorSpec& spec, float* out) const;
-  // The fp32 values of a matrix or vector, quantised or not. `spec` may be that of the same model without quantisation.
+  // The fp32 values of a matrix or vector, quantised or not, with an adapter that was added. `spec` may be that of the same model
+  // without quantisation.
   void read_values(const TensorSpec& spec, float* out) const;
   // Copies the spec.bytes of a tensor of another kind, which lie in memory as in the file, and verifies hash and
   // values.
@@ -81,6 +82,7 @@ class ModelFile {
   void check_tensors() const;
   // An adapter's A and, behind it, B for the matrix `spec` of its model; null: it has none.
   const TensorSpec* parts_for(const TensorSpec& spec) const;
+  void add_parts(const TensorSpec& spec, float* out) const;  // of the adapter that was added
 
   TensorFile file_;
   ModelConfig config_;

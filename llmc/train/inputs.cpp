@@ -88,6 +88,7 @@ void open_model(const TrainSettings& settings, TrainInputs& inputs) {
     inputs.began_from = inputs.base = hash_text(inputs.weights->file().header_hash());
     inputs.trains_adapter = settings.lora_r > 0;
     if (inputs.trains_adapter) inputs.frozen_quantization = std::exchange(inputs.config.quantization, {});
+    if (settings.eval) inputs.config.quantization = {};  // the loss is that of the values
     require_trainable(inputs.config, settings.model);
     open_adapter(settings, inputs);
     require_norm(settings, settings.model, inputs.config.norm);
@@ -247,7 +248,7 @@ void load_parameters(const TrainInputs& inputs, std::uint64_t seed, TrainModel& 
   std::vector<float> values;
   for (const TensorSpec& spec : model.table().specs()) {
     values.resize(static_cast<std::size_t>(spec.elements));
-    source->read_parameter(spec, values.data());
+    source->read_values(spec, values.data());
     model.write_tensor(TensorRole::parameter, spec, values.data());
   }
 }

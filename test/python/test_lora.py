@@ -114,16 +114,21 @@ def test_an_adapter_is_a_merged_model(adapter, tmp_path):
 @needs_infer
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
 def test_an_adapter_runs_beside_the_quantised_model_that_it_was_trained_beside(data, tmp_path, scheme):
-    """QLoRA, then inference with the same two files: the loss that training measured."""
+    """QLoRA, then inference and evaluation with the same two files: the loss that training measured."""
     base = tmp_path / "base.bin"
     export(MODEL, "-o", tmp_path / "base")
     ck.convert(tmp_path / "base", base, f"--quantize={scheme}")
     model, seq_len = ["--model", base], 16
     assert train(data, tmp_path / "run", *model, *ADAPTER).returncode == 0
     adapter = ["--adapter", tmp_path / "run" / STEP]
-    done = train(data, tmp_path / "unused", *model, *adapter, *ADAPTER[:3], "--eval", "--json", "--device=cpu", "--val-batches=0")
-    assert done.returncode == 0, done.stderr
-    trained = json.loads(done.stdout)["val_loss"]
+
+    def evaluated(*options):
+        done = train(data, tmp_path / "unused", *model, *options, "--eval", "--json", "--device=cpu", "--val-batches=0")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["val_loss"]
+
+    trained = evaluated(*adapter, *ADAPTER[:3])
+    assert evaluated(*adapter) == pytest.approx(trained, rel=1e-6)
 
     ids = token_shard.TokenShard(data / "val_0.bin").tokens
     windows = [ids[begin:begin + seq_len + 1].tolist() for begin in range(0, len(ids) - 1, seq_len)]
@@ -139,7 +144,8 @@ def test_an_adapter_runs_beside_the_quantised_model_that_it_was_trained_beside(d
 
     beside, log = loss("beside.jsonl", *adapter)
     assert beside == pytest.approx(trained, rel=1e-5) and f"weights {scheme}, with an adapter of rank 3" in log
-    assert loss("alone.jsonl")[0] != pytest.approx(trained, rel=1e-2)
+    alone = loss("alone.jsonl")[0]
+    assert alone == pytest.approx(evaluated(), rel=1e-5) and alone != pytest.approx(trained, rel=1e-2)
     done = infer(*model, *adapter, "--decode=fused", "--prompt-ids=1")
     assert done.returncode == 4 and "--decode fused: " in done.stderr
 
