@@ -295,6 +295,7 @@ Exit run_rank(TrainSettings& settings, RankTeam& team) {
   settings.packed = inputs.packed();
   settings.masks_documents = inputs.masks_documents();
   settings.frozen_quantization = inputs.frozen_quantization;
+  settings.model_targets = lora_targets(inputs.config);
   if (settings.epochs > 0) settings.set_steps_of_epochs(inputs.train->windows());
   if (!settings.given.contains("lr")) {
     const int divisor = (inputs.weights && !inputs.trains_adapter ? 10 : 1) * (settings.dpo() ? 10 : 1);

@@ -22,8 +22,9 @@ from tensor_file import TensorFile, Writer
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 MAX_CONFIG_BYTES = 8 << 20
-TARGETS = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
-           "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+LLAMA_TARGETS = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
+                 "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+NEOX_TARGETS = {"qkv": "attention.query_key_value", "o": "attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
 FLOAT_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 # Members of adapter_config.json that change what an adapter computes, and the values with which it is plain LoRA.
 PLAIN: dict[str, tuple[Any, ...]] = {
@@ -36,9 +37,21 @@ def is_adapter(directory: Path) -> bool:
     return (directory / CONFIG).exists()
 
 
-def modules(num_layers: int, targets: list[str]) -> list[str]:
+def targets_of(family: str) -> dict[str, str]:
+    """The module of a block that each target of an adapter is, in the order of llmc/model/lora.cpp."""
+    return NEOX_TARGETS if family == "gpt_neox" else LLAMA_TARGETS
+
+
+def modules(family: str, num_layers: int, targets: list[str]) -> list[str]:
     """The modules that an adapter has a part for, in the order of its file."""
-    return [f"model.layers.{layer}.{TARGETS[target]}" for layer in range(num_layers) for target in targets]
+    layers = "gpt_neox.layers" if family == "gpt_neox" else "model.layers"
+    of_family = targets_of(family)
+    return [f"{layers}.{layer}.{of_family[target]}" for layer in range(num_layers) for target in targets]
+
+
+def target_modules(family: str, targets: list[str]) -> list[str]:
+    """These targets as PEFT names them."""
+    return sorted(targets_of(family)[target].split(".")[1] for target in targets)
 
 
 def names_of(module: str) -> tuple[str, str]:
@@ -75,11 +88,12 @@ def convert(directory: Path, base: Path, output: Path, warn: Callable[[str], Non
     model = tensor_file.read(base, expected="model")
     weights = SafetensorsFile(directory / WEIGHTS)
     found = {name.removeprefix(PREFIX): entry for name, entry in weights.tensors.items()}
-    of_layers = {target for target, module in TARGETS.items() for name in found if f".{module}.lora_" in name}
-    targets = [target for target in TARGETS if target in of_layers]
+    family, num_layers = model.config["model"]["family"], model.config["model"]["num_layers"]
+    targets = [target for target, module in targets_of(family).items() if any(f".{module}.lora_" in name for name in found)]
     if not targets:
-        bad_file(weights.path, "", f"got no tensor of a module such as {TARGETS['q']}", "Only adapters of Llama's modules can be converted")
-    expected = {name: shape for module in modules(model.config["model"]["num_layers"], targets)
+        bad_file(weights.path, "", f"got no tensor of {', '.join(targets_of(family).values())}, the modules of a {family}",
+                 f"Is {tensor_file.escaped(str(base))} its base model?")
+    expected = {name: shape for module in modules(family, num_layers, targets)
                 for name, shape in zip(names_of(module), shapes(model, module, rank))}
     for name in found:
         if name not in expected:
@@ -121,16 +135,17 @@ class Adapter:
         self.file = tensor_file.read(path, expected="LoRA adapter")
         self.path = path
         lora = self.file.config.get("lora")
+        self.family = self.file.config["model"]["family"]
         if (not isinstance(lora, dict) or not isinstance(lora.get("rank"), int) or not isinstance(lora.get("alpha"), (int, float))
-                or not isinstance(lora.get("targets"), list) or not all(target in TARGETS for target in lora["targets"])):
-            bad_file(path, "lora", f"got {shown(lora)}, expected rank, alpha and targets")
+                or not isinstance(lora.get("targets"), list) or not all(target in targets_of(self.family) for target in lora["targets"])):
+            bad_file(path, "lora", f"got {shown(lora)}, expected rank, alpha and targets of {', '.join(targets_of(self.family))}")
         self.rank, self.alpha, self.targets = lora["rank"], float(lora["alpha"]), lora["targets"]
-        self.modules = modules(self.file.config["model"]["num_layers"], self.targets)
+        self.modules = modules(self.family, self.file.config["model"]["num_layers"], self.targets)
 
     def peft_config(self, base: str | None) -> dict[str, Any]:
         return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": self.rank,
                 "lora_alpha": self.alpha, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
-                "init_lora_weights": True, "target_modules": sorted(TARGETS[target].split(".")[1] for target in self.targets),
+                "init_lora_weights": True, "target_modules": target_modules(self.family, self.targets),
                 "use_rslora": False, "use_dora": False}
 
     def tensors(self) -> Iterator[tuple[str, str]]:

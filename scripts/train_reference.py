@@ -94,7 +94,7 @@ class Adapter:
 
     rank: int
     alpha: float
-    targets: list[str]  # of peft_format.TARGETS
+    targets: list[str]  # of peft_format.targets_of()
 
 
 @dataclass(frozen=True)
@@ -122,17 +122,17 @@ def read_description(run: Path) -> RunDescription:
         bad_file(path, "settings.optimizer", f"got {shown(optimizer)}, expected adamw, the only one here")
     shards = config.get("train", [])
     return RunDescription(read_settings(options, path), model, shards if isinstance(shards, list) else [],
-                          read_adapter(options, path))
+                          read_adapter(options, model.family, path))
 
 
-def read_adapter(options: dict[str, Any], path: Path) -> Adapter | None:
+def read_adapter(options: dict[str, Any], family: str, path: Path) -> Adapter | None:
     if options.get("lora-r", "0") == "0":
         return None
     if setting(options, "lora-dropout", float, path) != 0:
         bad_file(path, "settings.lora-dropout", f"got {shown(options['lora-dropout'])}, expected 0: PyTorch draws other masks")
     rank, alpha = setting(options, "lora-r", int, path), setting(options, "lora-alpha", float, path)
     names = setting(options, "lora-targets", str, path).split(",")
-    targets = [target for target in peft_format.TARGETS if target in names or names == ["all"]]
+    targets = [target for target in peft_format.targets_of(family) if target in names or names == ["all"]]
     return Adapter(rank, alpha or 2.0 * rank, targets)
 
 
@@ -274,7 +274,7 @@ def initial_adapter(description: RunDescription) -> Iterator[tuple[str, np.ndarr
     """The tensors that a new adapter begins with: A uniform, B zero."""
     adapter, model = description.adapter, description.model
     assert adapter is not None
-    for number, module in enumerate(peft_format.modules(model.num_layers, adapter.targets)):
+    for number, module in enumerate(peft_format.modules(model.family, model.num_layers, adapter.targets)):
         rows, columns = model.tensors[f"{module}.weight"]
         down, up = peft_format.names_of(module)
         count = adapter.rank * columns
@@ -482,7 +482,7 @@ def with_adapter(model: torch.nn.Module, description: RunDescription) -> torch.n
     import peft
     adapter = description.adapter
     assert adapter is not None
-    names = [peft_format.TARGETS[target].split(".")[1] for target in adapter.targets]
+    names = peft_format.target_modules(description.model.family, adapter.targets)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=names))
     parameters = {name.replace(".default.", "."): parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     tensors = {peft_format.PREFIX + name: values for name, values in initial_adapter(description)}

@@ -11,19 +11,24 @@ namespace weft {
 
 namespace {
 
-constexpr LoraTarget kTargets[] = {{"q", BlockLinear::qkv, 0},    {"k", BlockLinear::qkv, 1},
+constexpr LoraTarget kOfLlama[] = {{"q", BlockLinear::qkv, 0},    {"k", BlockLinear::qkv, 1},
                                    {"v", BlockLinear::qkv, 2},    {"o", BlockLinear::output, 0},
                                    {"gate", BlockLinear::up, 0},  {"up", BlockLinear::up, 1},
                                    {"down", BlockLinear::down, 0}};
+constexpr LoraTarget kOfNeox[] = {{"qkv", BlockLinear::qkv, 0},
+                                  {"o", BlockLinear::output, 0},
+                                  {"up", BlockLinear::up, 0},
+                                  {"down", BlockLinear::down, 0}};
 constexpr std::int64_t kMaxRank = 1 << 16;
 
-const LoraTarget* find_target(const std::string& name) {
-  const auto found = std::find_if(std::begin(kTargets), std::end(kTargets),
-                                  [&](const LoraTarget& target) { return name == target.name; });
-  return found == std::end(kTargets) ? nullptr : found;
+const LoraTarget* find_target(LoraTargets model, std::string_view name) {
+  for (const LoraTarget& target : model) {
+    if (target.name == name) return &target;
+  }
+  return nullptr;
 }
 
-std::string joined_names(std::span<const LoraTarget> targets, const char* between) {
+std::string joined_names(LoraTargets targets, const char* between) {
   std::string names;
   for (const LoraTarget& target : targets) {
     if (!names.empty()) names += between;
@@ -32,14 +37,10 @@ std::string joined_names(std::span<const LoraTarget> targets, const char* betwee
   return names;
 }
 
-std::string all_names() {
-  return joined_names(kTargets, ", ");
-}
-
-// The targets of these names, in the order of kTargets, each once.
-std::vector<LoraTarget> in_order(const std::vector<const LoraTarget*>& named) {
+// These targets of a model, in its order, each once.
+std::vector<LoraTarget> in_order(LoraTargets model, const std::vector<const LoraTarget*>& named) {
   std::vector<LoraTarget> targets;
-  for (const LoraTarget& target : kTargets) {
+  for (const LoraTarget& target : model) {
     if (std::find(named.begin(), named.end(), &target) != named.end()) targets.push_back(target);
   }
   return targets;
@@ -47,41 +48,54 @@ std::vector<LoraTarget> in_order(const std::vector<const LoraTarget*>& named) {
 
 }  // namespace
 
-std::span<const LoraTarget> lora_targets() {
-  return kTargets;
+LoraTargets llama_lora_targets() {
+  return kOfLlama;
+}
+
+LoraTargets lora_targets(const ModelConfig& config) {
+  const bool joined = names_of(config).block(0).qkv.size() == 1;
+  return joined ? LoraTargets(kOfNeox) : kOfLlama;
 }
 
 std::string LoraConfig::target_names() const {
-  return targets.size() == std::size(kTargets) ? "all" : joined_names(targets, ",");
+  const bool all = std::ranges::equal(targets, kOfLlama) || std::ranges::equal(targets, kOfNeox);
+  return all ? "all" : joined_names(targets, ",");
 }
 
-std::vector<LoraTarget> parse_lora_targets(const std::string& option, const std::string& text) {
-  if (text == "all") return {std::begin(kTargets), std::end(kTargets)};
+std::vector<LoraTarget> parse_lora_targets(const std::string& option, const std::string& text, LoraTargets model) {
+  if (text == "all") return {model.begin(), model.end()};
   std::vector<const LoraTarget*> named;
   for (std::size_t begin = 0; begin <= text.size();) {
     const std::size_t end = std::min(text.find(',', begin), text.size());
     const std::string name = text.substr(begin, end - begin);
-    named.push_back(find_target(name));
+    named.push_back(find_target(model, name));
     if (named.back() == nullptr) {
       fail(Exit::usage, "%s: got %s, expected all, or some of %s with commas between them", option.c_str(),
-           escaped(name).c_str(), all_names().c_str());
+           escaped(name).c_str(), joined_names(model, ", ").c_str());
     }
     begin = end + 1;
   }
-  return in_order(named);
+  return in_order(model, named);
+}
+
+void check_lora_targets(const std::string& option, const std::string& text) {
+  std::vector<LoraTarget> all(std::begin(kOfLlama), std::end(kOfLlama));
+  all.push_back(kOfNeox[0]);
+  parse_lora_targets(option, text, all);
 }
 
 std::string lora_unsupported_reason(const LoraConfig& lora, const ModelConfig& config) {
-  if (!config.gated() || config.qkv_layout != QkvLayout::concatenated) {
-    return format("adapters are for models with a gated MLP and with q, k and v in matrices of their own, not for %s",
-                  config.family.c_str());
-  }
+  const LoraTargets model = lora_targets(config);
   for (const LoraTarget& target : lora.targets) {
+    if (std::find(model.begin(), model.end(), target) == model.end()) {
+      return format("got a target %s of another family, expected some of %s for %s", std::string(target.name).c_str(),
+                    joined_names(model, ", ").c_str(), config.family.c_str());
+    }
     const std::int64_t in = linear_size(config, target.linear).C;
     const std::int64_t rows = module_rows(config, target.linear, target.module).size();
     if (lora.rank <= std::min(in, rows)) continue;
     return format("rank %lld is more than the smaller side of the model's matrix %s, [%lld, %lld]",
-                  static_cast<long long>(lora.rank), target.name, static_cast<long long>(rows),
+                  static_cast<long long>(lora.rank), std::string(target.name).c_str(), static_cast<long long>(rows),
                   static_cast<long long>(in));
   }
   return {};
@@ -93,7 +107,7 @@ Json lora_to_json(const LoraConfig& lora) {
   return {{"rank", lora.rank}, {"alpha", lora.alpha}, {"targets", names}};
 }
 
-LoraConfig lora_from_json(const Json& object, const std::string& source) {
+LoraConfig lora_from_json(const Json& object, const std::string& source, LoraTargets model) {
   if (!object.is_object()) fail(Exit::bad_file, "%s: expected an object", source.c_str());
   LoraConfig lora;
   lora.rank = json_int(object, "rank", 1, kMaxRank, source);
@@ -104,12 +118,12 @@ LoraConfig lora_from_json(const Json& object, const std::string& source) {
   }
   std::vector<const LoraTarget*> named;
   for (const Json& name : *names) {
-    named.push_back(name.is_string() ? find_target(name.get<std::string>()) : nullptr);
+    named.push_back(name.is_string() ? find_target(model, name.get<std::string>()) : nullptr);
     if (named.back() != nullptr) continue;
     fail(Exit::bad_file, "%s: targets: got %s, expected some of %s", source.c_str(), escaped(name.dump()).c_str(),
-         all_names().c_str());
+         joined_names(model, ", ").c_str());
   }
-  lora.targets = in_order(named);
+  lora.targets = in_order(model, named);
   if (!std::isfinite(lora.scale()))
     fail(Exit::bad_file, "%s: alpha: got %g, which is too large", source.c_str(), lora.alpha);
   return lora;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "llmc/base/json_fwd.h"
@@ -15,36 +16,44 @@
 
 namespace weft {
 
-// A matrix of every block that an adapter may have a part for, by its short name: q, k, v, o, gate, up, down.
+// A matrix of every block that an adapter may have a part for, by its short name.
 struct LoraTarget {
-  const char* name;
+  std::string_view name;
   BlockLinear linear;
   std::size_t module;  // which of BlockNames::linear(linear)
 
-  bool operator==(const LoraTarget& other) const { return linear == other.linear && module == other.module; }
+  bool operator==(const LoraTarget&) const = default;
 };
-std::span<const LoraTarget> lora_targets();
+using LoraTargets = std::span<const LoraTarget>;
+
+// Those of a Llama and its like: q, k, v, o, gate, up, down. Of a GPT-NeoX, whose q, k and v are one matrix and whose MLP has no
+// gate: qkv, o, up, down.
+LoraTargets llama_lora_targets();
+LoraTargets lora_targets(const ModelConfig& config);
 
 struct LoraConfig {
   std::int64_t rank = 0;
   double alpha = 0;
-  std::vector<LoraTarget> targets;  // in the order of lora_targets(), at least one
+  std::vector<LoraTarget> targets;  // some of the model's lora_targets(), in their order, at least one
 
   float scale() const { return static_cast<float>(alpha / static_cast<double>(rank)); }
-  std::string target_names() const;  // "q,v"; "all" where that is meant
+  std::string target_names() const;  // "q,v"; "all" where it has all of the model's
   bool operator==(const LoraConfig&) const = default;
 };
 
-// "q,v" or "all". Exit::usage with `option` for another name, or none.
-std::vector<LoraTarget> parse_lora_targets(const std::string& option, const std::string& text);
+// "q,v" or "all" of a model's targets. Exit::usage with `option` for another name, or none.
+std::vector<LoraTarget> parse_lora_targets(const std::string& option, const std::string& text,
+                                           LoraTargets model = llama_lora_targets());
+// Exit::usage for what is wrong whatever the model is.
+void check_lora_targets(const std::string& option, const std::string& text);
 
-// Why a model of this configuration cannot have the adapter: a matrix is smaller than its rank, or matrices are joined as in
-// GPT-NeoX. Empty: it can.
+// Why a model of this configuration cannot have the adapter: a matrix is smaller than its rank, or it is that of another family.
+// Empty: it can.
 std::string lora_unsupported_reason(const LoraConfig& lora, const ModelConfig& config);
 
-// The object "lora" of an adapter file: rank, alpha, targets. from_json: Exit::bad_file.
+// The object "lora" of an adapter file: rank, alpha, targets. from_json: Exit::bad_file, also for a target that the model has not.
 Json lora_to_json(const LoraConfig& lora);
-LoraConfig lora_from_json(const Json& object, const std::string& source);
+LoraConfig lora_from_json(const Json& object, const std::string& source, LoraTargets model = llama_lora_targets());
 
 // The two modules of an adapter beside `module`: PEFT's names.
 std::string lora_down_of(const std::string& module);  // "<module>.lora_A"

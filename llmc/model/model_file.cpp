@@ -121,7 +121,7 @@ ModelFile ModelFile::open_adapter(const std::string& path) {
   ModelConfig config = read_config(file);
   config.quantization = {};
   const std::string source = escaped(path) + ": " + kLora;
-  LoraConfig lora = lora_from_json(file.config().value(kLora, Json()), source);
+  LoraConfig lora = lora_from_json(file.config().value(kLora, Json()), source, lora_targets(config));
   if (const std::string reason = lora_unsupported_reason(lora, config); !reason.empty()) {
     fail(Exit::bad_file, "%s: %s", source.c_str(), reason.c_str());
   }

@@ -43,7 +43,7 @@ ModelConfig trainable_config(const std::string& path) {
 
 // An adapter that is trained further begins with the values of --adapter; any other one is added to the weights.
 void open_adapter(const TrainSettings& settings, TrainInputs& inputs) {
-  const std::optional<LoraConfig> lora = settings.lora();
+  const std::optional<LoraConfig> lora = settings.lora(lora_targets(inputs.config));
   if (lora) {
     if (const std::string reason = lora_unsupported_reason(*lora, inputs.config); !reason.empty()) {
       fail(Exit::usage, "--lora-r: %s", reason.c_str());

@@ -120,7 +120,7 @@ void add_adapter(OptionTable& table, TrainSettings& s) {
   table.number("lora-alpha", s.lora_alpha, 0, 1e6, "the adapter's product is multiplied by alpha / r");
   table.default_note("lora-alpha", "twice --lora-r");
   table.text("lora-targets", s.lora_targets, "LIST",
-             "matrices of each block that get one: all, or some of q,k,v,o,gate,up,down");
+             "matrices of each block that get one: all, or some of q,k,v,o,gate,up,down; of a GPT-NeoX qkv,o,up,down");
   table.number("lora-dropout", s.lora_dropout, 0, 0.99, "probability, of the adapter's inputs");
 }
 
@@ -274,7 +274,7 @@ void check_adapter(const TrainSettings& s, const OptionTable& table) {
     fail(Exit::usage, "--shard: got %s, and the %s of an adapter are few. Use optimizer", s.shard.c_str(),
          s.shard.c_str());
   }
-  s.lora();  // refuses other targets
+  check_lora_targets("--lora-targets", s.lora_targets);
 }
 
 void check_objective(const TrainSettings& s, const OptionTable& table) {
@@ -429,10 +429,10 @@ Schedule TrainSettings::learning_rate() const {
   return result;
 }
 
-std::optional<LoraConfig> TrainSettings::lora() const {
+std::optional<LoraConfig> TrainSettings::lora(LoraTargets model) const {
   if (lora_r == 0) return std::nullopt;
   return LoraConfig{lora_r, lora_alpha > 0 ? lora_alpha : 2.0 * static_cast<double>(lora_r),
-                    parse_lora_targets("--lora-targets", lora_targets)};
+                    parse_lora_targets("--lora-targets", lora_targets, model)};
 }
 
 TrainOptions TrainSettings::model_options() const {

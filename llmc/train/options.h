@@ -75,7 +75,9 @@ struct TrainSettings {
 
   // Known once the data is: whether rows of --train hold several conversations, and whether any rows say where documents begin.
   bool packed = false, masks_documents = false;
-  Quantization frozen_quantization;  // of --model, beside which an adapter is trained
+  // Known once the model is, beside which an adapter is trained.
+  Quantization frozen_quantization;
+  LoraTargets model_targets = llama_lora_targets();  // lora_targets()
 
   std::int64_t ranks = 1;        // processes of this run
   std::int64_t start_ranks = 0;  // of them, those that this process has to start; 0: a launcher has, or there is one
@@ -103,8 +105,9 @@ struct TrainSettings {
   // Micro-batches of one rank in a step; those of rank r follow those of rank r - 1.
   std::int64_t rank_accumulation() const { return accumulation() / virtual_ranks; }
   Schedule learning_rate() const;
-  // Of the adapter that is trained; empty: none.
-  std::optional<LoraConfig> lora() const;
+  // Of the adapter that is trained; empty: none. Exit::usage for a target that the model has not.
+  std::optional<LoraConfig> lora() const { return lora(model_targets); }
+  std::optional<LoraConfig> lora(LoraTargets model) const;
   TrainOptions model_options() const;
   // What the optimizer is given in step `step`, counted from 1, which is the `update`-th that changes the parameters.
   OptimizerStep optimizer_step(std::int64_t update, std::int64_t step, float gradient_scale) const;

@@ -152,7 +152,7 @@ std::vector<std::string> start_report(const TrainSettings& settings, const Train
 std::vector<TuningWay> tuning_ways(const TrainSettings& settings, const ModelConfig& model) {
   TrainOptions options = settings.model_options();
   std::optional<LoraConfig> lora = std::exchange(options.lora, std::nullopt);
-  if (!lora) lora = LoraConfig{16, 32, parse_lora_targets("--lora-targets", "all")};
+  if (!lora) lora = LoraConfig{16, 32, parse_lora_targets("--lora-targets", "all", lora_targets(model))};
   if (!lora_unsupported_reason(*lora, model).empty()) return {};
   options.frozen_quantization = {};
   std::vector<TuningWay> ways = {{"all weights", options}};

@@ -124,8 +124,12 @@ TEST(LowRank, ProductAndGradients) {
 
 // ---- names and sizes ----
 
-LoraConfig lora_of(std::int64_t rank, const std::string& targets, double alpha = 6) {
-  return {rank, alpha, parse_lora_targets("--lora-targets", targets)};
+LoraConfig lora_of(std::int64_t rank, const std::string& targets, double alpha = 6,
+                   LoraTargets model = llama_lora_targets()) {
+  return {rank, alpha, parse_lora_targets("--lora-targets", targets, model)};
+}
+LoraConfig lora_of(const ModelConfig& config, std::int64_t rank, const std::string& targets, double alpha = 6) {
+  return lora_of(rank, targets, alpha, lora_targets(config));
 }
 
 TEST(Lora, Targets) {
@@ -139,6 +143,28 @@ TEST(Lora, Targets) {
   const LoraConfig lora = lora_of(3, "q,down", 4.5);
   EXPECT_EQ(lora_from_json(lora_to_json(lora), "x"), lora);
   EXPECT_EQ(lora.scale(), 1.5f);
+}
+
+TEST(Lora, TargetsOfAGptNeox) {
+  const ModelConfig neox = micro_neox();
+  EXPECT_EQ(lora_of(neox, 2, "all").targets.size(), 4u);
+  EXPECT_EQ(lora_of(neox, 2, "down,up,o,qkv").target_names(), "all");
+  EXPECT_EQ(lora_of(neox, 2, "up,qkv").target_names(), "qkv,up");
+  EXPECT_EQ(lora_of(2, "q,o,gate,down").target_names(), "q,o,gate,down");
+  for (const char* bad : {"q", "k,v", "gate", "qkv,", "QKV"}) {
+    expect_contains(error_of(Exit::usage, [&] { lora_of(neox, 2, bad); }),
+                    "expected all, or some of qkv, o, up, down with commas between them");
+  }
+  expect_contains(error_of(Exit::usage, [&] { lora_of(2, "qkv"); }), "got 'qkv', expected all, or some of q, k, v, o,");
+  const LoraConfig lora = lora_of(neox, 3, "qkv,up");
+  EXPECT_EQ(lora_from_json(lora_to_json(lora), "x", lora_targets(neox)), lora);
+  expect_contains(error_of(Exit::bad_file, [&] { lora_from_json(lora_to_json(lora), "file: lora"); }),
+                  "file: lora: targets: got '\"qkv\"', expected some of q, k, v, o, gate, up, down");
+  expect_contains(error_of(Exit::bad_file,
+                           [&] { lora_from_json(lora_to_json(lora_of(3, "q")), "file: lora", lora_targets(neox)); }),
+                  "targets: got '\"q\"', expected some of qkv, o, up, down");
+  for (const char* fits : {"all", "q,qkv", "gate"}) check_lora_targets("--lora-targets", fits);
+  expect_contains(error_of(Exit::usage, [] { check_lora_targets("--lora-targets", "q,w"); }), "got 'w', expected all");
 }
 
 TEST(Lora, WhatAFileMayNotSay) {
@@ -160,9 +186,13 @@ TEST(Lora, ARankIsAtMostTheSmallerSideOfEachMatrix) {
   EXPECT_EQ(lora_unsupported_reason(lora_of(16, "q,o,gate,up,down"), config), "");
   EXPECT_EQ(lora_unsupported_reason(lora_of(9, "q,k"), config),
             "rank 9 is more than the smaller side of the model's matrix k, [8, 16]");
-  ModelConfig neox = config;
-  neox.qkv_layout = QkvLayout::per_head;
-  expect_contains(lora_unsupported_reason(lora_of(1, "q"), neox), "adapters are for models with a gated MLP");
+  const ModelConfig neox = micro_neox();  // qkv is [48, 16]
+  EXPECT_EQ(lora_unsupported_reason(lora_of(neox, 16, "all"), neox), "");
+  EXPECT_EQ(lora_unsupported_reason(lora_of(neox, 17, "qkv"), neox),
+            "rank 17 is more than the smaller side of the model's matrix qkv, [48, 16]");
+  EXPECT_EQ(lora_unsupported_reason(lora_of(1, "o,up"), neox),
+            "got a target up of another family, expected some of qkv, o, up, down for gpt_neox");
+  EXPECT_NE(lora_unsupported_reason(lora_of(neox, 1, "qkv"), config), "");
 }
 
 // Kaiming-uniform as PyTorch and PEFT have it: A between -1 / sqrt(in) and 1 / sqrt(in), B zero.
@@ -195,6 +225,21 @@ ModelConfig two_layers() {
   config.qk_norm = true;
   config.qkv_bias = true;
   return config;
+}
+
+ModelConfig two_neox_layers(bool parallel) {
+  ModelConfig config = micro_neox();
+  config.num_layers = 2;
+  config.parallel_residual = parallel;
+  return config;
+}
+
+std::vector<ModelConfig> all_layers() {
+  return {two_layers(), two_neox_layers(true), two_neox_layers(false)};
+}
+
+std::string named(const ModelConfig& config) {
+  return config.family + (config.parallel_residual ? ", parallel" : "");
 }
 
 using Tensors = std::map<std::string, Floats>;
@@ -297,10 +342,9 @@ Pass pass_of(TrainModel& model, std::uint16_t begin = 0) {
 }
 
 // With W' = W + s B A: dA = s B^T dW' and dB = s dW' A^T.
-TEST(LoraModel, IsTheModelWithTheProductInItsWeights) {
-  const ModelConfig config = two_layers();
-  for (const char* targets : {"all", "q,v", "k", "o,down", "gate", "up"}) {
-    const LoraConfig lora = lora_of(3, targets, 4.5);
+void expect_model_with_the_product(const ModelConfig& config, const std::vector<const char*>& all_targets) {
+  for (const char* targets : all_targets) {
+    const LoraConfig lora = lora_of(config, 3, targets, 4.5);
     const Tensors base = random_base(config), adapter = random_adapter(config, lora);
     const std::unique_ptr<TrainModel> model = model_with(config, options_of(lora), base, adapter);
     const std::unique_ptr<TrainModel> whole = cpu::make_training_model(config, options_of(std::nullopt));
@@ -330,9 +374,17 @@ TEST(LoraModel, IsTheModelWithTheProductInItsWeights) {
   }
 }
 
-TEST(LoraModel, RecomputationAndThreadsChangeNoBit) {
-  const ModelConfig config = two_layers();
-  const LoraConfig lora = lora_of(3, "all");
+TEST(LoraModel, IsTheModelWithTheProductInItsWeights) {
+  expect_model_with_the_product(two_layers(), {"all", "q,v", "k", "o,down", "gate", "up"});
+  for (const bool parallel : {true, false}) {
+    SCOPED_TRACE(parallel);
+    expect_model_with_the_product(two_neox_layers(parallel), {"all", "qkv", "o,down", "up"});
+  }
+}
+
+void expect_no_bit_changes(const ModelConfig& config) {
+  SCOPED_TRACE(named(config));
+  const LoraConfig lora = lora_of(config, 3, "all");
   const Tensors base = random_base(config), adapter = random_adapter(config, lora);
   TrainOptions options = options_of(lora);
   options.adapter_dropout = 0.25;
@@ -350,6 +402,10 @@ TEST(LoraModel, RecomputationAndThreadsChangeNoBit) {
   omp_set_num_threads(threads);
   options.adapter_dropout = 0;
   EXPECT_NE(pass_of(*model_with(config, options, base, adapter)).loss, expected.loss);
+}
+
+TEST(LoraModel, RecomputationAndThreadsChangeNoBit) {
+  for (const ModelConfig& config : all_layers()) expect_no_bit_changes(config);
 }
 
 // Of one token: a column of A whose input was dropped has no gradient.
@@ -384,9 +440,9 @@ TEST(LoraModel, EachLayerAndMicroBatchHasMasksOfItsOwn) {
   }
 }
 
-TEST(LoraModel, TheFrozenModelStaysAsItWas) {
-  const ModelConfig config = two_layers();
-  const LoraConfig lora = lora_of(3, "all");
+void expect_frozen_model_stays(const ModelConfig& config) {
+  SCOPED_TRACE(named(config));
+  const LoraConfig lora = lora_of(config, 3, "all");
   const Tensors base = random_base(config);
   TrainOptions options = options_of(lora);
   options.adapter_dropout = 0.5;
@@ -415,10 +471,14 @@ TEST(LoraModel, TheFrozenModelStaysAsItWas) {
   EXPECT_EQ(model->evaluate(batch, &labels), whole->evaluate(batch, &labels));
 }
 
-TEST(LoraModel, TheLossFalls) {
-  const ModelConfig config = two_layers();
+TEST(LoraModel, TheFrozenModelStaysAsItWas) {
+  for (const ModelConfig& config : all_layers()) expect_frozen_model_stays(config);
+}
+
+void expect_falling_loss(const ModelConfig& config) {
+  SCOPED_TRACE(named(config));
   for (const char* optimizer : {"adamw", "muon"}) {
-    TrainOptions options = options_of(lora_of(4, "all"));
+    TrainOptions options = options_of(lora_of(config, 4, "all"));
     options.optimizer = find_optimizer(optimizer);
     Tensors adapter;
     const TensorTable table(config, *options.lora);
@@ -437,6 +497,10 @@ TEST(LoraModel, TheLossFalls) {
     }
     EXPECT_LT(pass_of(*model).loss, 0.5 * first) << optimizer;
   }
+}
+
+TEST(LoraModel, TheLossFalls) {
+  for (const ModelConfig& config : all_layers()) expect_falling_loss(config);
 }
 
 // ---- a frozen model in fp8 ----
@@ -567,9 +631,9 @@ TEST(LoraModel, InFp8TheFrozenModelStaysAsItWas) {
 }
 
 // What a decoder generates from is the adapter as it is, not as it was when the decoder was made.
-TEST(LoraModel, ADecoderHasTheNewestAdapter) {
-  const ModelConfig config = two_layers();
-  const LoraConfig lora = lora_of(3, "q,v,down");
+void expect_newest_adapter(const ModelConfig& config, const char* targets) {
+  SCOPED_TRACE(named(config));
+  const LoraConfig lora = lora_of(config, 3, targets);
   const Tensors base = random_base(config);
   Tensors adapter = random_adapter(config, lora);
   const std::unique_ptr<TrainModel> model = model_with(config, options_of(lora), base, adapter);
@@ -600,10 +664,15 @@ TEST(LoraModel, ADecoderHasTheNewestAdapter) {
   expect_close(got(), expected(), "after new parameters");
 }
 
+TEST(LoraModel, ADecoderHasTheNewestAdapter) {
+  expect_newest_adapter(two_layers(), "q,v,down");
+  for (const bool parallel : {true, false}) expect_newest_adapter(two_neox_layers(parallel), "all");
+}
+
 // Ranks add their gradients in the order of the ranks: the bits of one process with --virtual-ranks.
-TEST(LoraModel, RanksHaveTheBitsOfOneProcess) {
-  const ModelConfig config = two_layers();
-  const LoraConfig lora = lora_of(3, "all");
+void expect_bits_of_one_process(const ModelConfig& config) {
+  SCOPED_TRACE(named(config));
+  const LoraConfig lora = lora_of(config, 3, "all");
   const Tensors base = random_base(config), adapter = random_adapter(config, lora);
   TrainOptions options = options_of(lora);
   options.virtual_ranks = 4;
@@ -638,6 +707,10 @@ TEST(LoraModel, RanksHaveTheBitsOfOneProcess) {
   omp_set_num_threads(threads);
 }
 
+TEST(LoraModel, RanksHaveTheBitsOfOneProcess) {
+  for (const ModelConfig& config : all_layers()) expect_bits_of_one_process(config);
+}
+
 TEST(LoraModel, WhatItRefuses) {
   TrainOptions options = options_of(lora_of(3, "all"));
   options.precision = Precision::fp8;
@@ -645,6 +718,8 @@ TEST(LoraModel, WhatItRefuses) {
   expect_contains(error_of(Exit::usage, [&] { cpu::make_training_model(config, options); }),
                   "ffn_size: got 24, --precision fp8 needs a multiple of 16");
   options.precision = Precision::fp32;
+  expect_contains(error_of(Exit::usage, [&] { cpu::make_training_model(micro_neox(), options); }),
+                  "--lora-r: got a target k of another family");
   options.lora = lora_of(9, "all");
   expect_contains(error_of(Exit::usage, [&] { cpu::make_training_model(config, options); }), "--lora-r: rank 9");
   run_thread_ranks(2, 20, [&](Communicator& ranks) {
@@ -686,6 +761,11 @@ ModelConfig two_plain_layers() {
 
 class LoraFiles : public testing::Test {
  protected:
+  LoraFiles() : LoraFiles(two_plain_layers(), "q,o,up") {}
+  LoraFiles(const ModelConfig& config, const std::string& targets)
+      : config_(config), lora_(lora_of(config, 3, targets, 4.5)) {}
+  void expect_in_the_weights() const;
+  void expect_beside_quantised_weights() const;
   void SetUp() override {
     write_model(path("model.bin"), config_, base_);
     write_adapter(path("adapter.bin"), config_, lora_, adapter_);
@@ -713,12 +793,17 @@ class LoraFiles : public testing::Test {
   static std::uint64_t parameter_bytes(const InferenceModel& model) { return model.memory().front().bytes; }
 
   TemporaryDirectory temporary_;
-  const ModelConfig config_ = two_plain_layers();
-  const LoraConfig lora_ = lora_of(3, "q,o,up", 4.5);
+  const ModelConfig config_;
+  const LoraConfig lora_;
   const Tensors base_ = random_base(config_), adapter_ = random_adapter(config_, lora_);
 };
 
-TEST_F(LoraFiles, AnAddedAdapterIsInTheWeights) {
+class LoraFilesOfANeox : public LoraFiles {
+ protected:
+  LoraFilesOfANeox() : LoraFiles(two_neox_layers(true), "all") {}
+};
+
+void LoraFiles::expect_in_the_weights() const {
   const ModelFile model = with_adapter();
   EXPECT_EQ(model.adapter_rank(), 3);
   const Tensors expected = merged(config_, lora_, base_, adapter_);
@@ -743,6 +828,19 @@ TEST_F(LoraFiles, AnAddedAdapterIsInTheWeights) {
     return Floats(logits.begin(), logits.end());
   };
   EXPECT_EQ(logits_of(*cpu::load_decoder(model, 16)), logits_of(*training->decoder(16)));
+}
+
+TEST_F(LoraFiles, AnAddedAdapterIsInTheWeights) {
+  expect_in_the_weights();
+}
+TEST_F(LoraFilesOfANeox, AnAddedAdapterIsInTheWeights) {
+  expect_in_the_weights();
+}
+
+TEST_F(LoraFilesOfANeox, ATargetOfALlamaIsRefused) {
+  write_adapter(path("q.bin"), config_, lora_, adapter_, {{kLora, lora_to_json(lora_of(3, "q,o"))}});
+  expect_contains(error_of(Exit::bad_file, [&] { ModelFile::open_adapter(path("q.bin")); }),
+                  "lora: targets: got '\"q\"', expected some of qkv, o, up, down");
 }
 
 TEST_F(LoraFiles, EachKindIsOpenedAsWhatItIs) {
@@ -811,7 +909,7 @@ TEST_F(LoraFiles, AQuantisedModelIsReadAsItsValues) {
 }
 
 // Beside quantised weights an adapter gives what it gives in the floats that they stand for.
-TEST_F(LoraFiles, AnAdapterStandsBesideQuantisedWeights) {
+void LoraFiles::expect_beside_quantised_weights() const {
   const std::vector<Sequence> sequences = random_sequences(config_, 5, 20);
   for (const WeightFormat* weights : weight_formats()) {
     Quantization quantization;
@@ -840,6 +938,13 @@ TEST_F(LoraFiles, AnAdapterStandsBesideQuantisedWeights) {
   }
 }
 
+TEST_F(LoraFiles, AnAdapterStandsBesideQuantisedWeights) {
+  expect_beside_quantised_weights();
+}
+TEST_F(LoraFilesOfANeox, AnAdapterStandsBesideQuantisedWeights) {
+  expect_beside_quantised_weights();
+}
+
 // ---- a run ----
 
 class LoraRun : public testing::Test {
@@ -863,6 +968,7 @@ class LoraRun : public testing::Test {
     TrainSettings settings = settings_;
     settings.steps = steps;
     const TrainInputs inputs = open_inputs(settings);
+    settings.model_targets = lora_targets(inputs.config);
     RunIdentity identity = micro_identity(settings, *inputs.train);
     identity.model = inputs.config;
     identity.tokenizer.clear();
@@ -909,6 +1015,19 @@ TEST_F(LoraRun, GoesOnBitForBitAndWritesAnAdapter) {
   const std::vector<float> last(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(parameters));
   EXPECT_EQ(std::vector<float>(started.begin(), started.begin() + static_cast<std::ptrdiff_t>(parameters)), last);
   EXPECT_NE(std::vector<float>(further.begin(), further.begin() + static_cast<std::ptrdiff_t>(parameters)), last);
+}
+
+TEST_F(LoraRun, OfANeoxGoesOnBitForBit) {
+  write_model(path("model.bin"), micro_neox(), random_base(micro_neox()));
+  expect_contains(error_of(Exit::usage, [&] { open_inputs(settings_); }),
+                  "--lora-targets: got 'q', expected all, or some of qkv, o, up, down");
+  settings_.lora_targets = "all";
+  const std::vector<float> whole = run("whole", 8);
+  run("parts", 3);
+  EXPECT_EQ(run("parts", 8), whole);
+  settings_.adapter = path("whole/step_00000008/adapter.bin");
+  EXPECT_TRUE(open_inputs(settings_).adapter.has_value());
+  EXPECT_EQ(ModelFile::open_adapter(settings_.adapter).lora()->targets.size(), 4u);
 }
 
 // In fp8 a checkpoint has the history of the scales, too.
@@ -1121,7 +1240,9 @@ TEST(TuningWays, AreThoseOfTheRun) {
 
   settings.lora_r = 0;
   EXPECT_TRUE(tuning_ways(settings, micro_config()).empty()) << "k and v have 8 rows";
-  EXPECT_TRUE(tuning_ways(settings, micro_neox()).empty());
+  const std::vector<TuningWay> of_neox = tuning_ways(settings, micro_neox());
+  ASSERT_GT(of_neox.size(), 1u);
+  EXPECT_EQ(of_neox[1].options.lora, lora_of(micro_neox(), 16, "all", 32));
 }
 
 TEST(TuningWays, AreATable) {

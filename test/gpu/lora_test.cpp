@@ -216,8 +216,8 @@ TEST(CudaDequantize, HasTheValuesOfTheFile) {
 
 // ---- whole models ----
 
-LoraConfig lora_of(std::int64_t rank, const std::string& targets) {
-  return {rank, 1.5 * static_cast<double>(rank), parse_lora_targets("--lora-targets", targets)};
+LoraConfig lora_of(std::int64_t rank, const std::string& targets, LoraTargets model = llama_lora_targets()) {
+  return {rank, 1.5 * static_cast<double>(rank), parse_lora_targets("--lora-targets", targets, model)};
 }
 
 TrainOptions options_of(Precision precision, const LoraConfig& lora, float dropout = 0) {
@@ -324,7 +324,12 @@ std::vector<ModelCase> model_cases() {
                                   {"all, norms of heads, biases", test::small_llama(), 5, "all", 0.2f},
                                   {"all, layernorm", test::small_llama(), 5, "q,gate,down", 0.2f},
                                   {"gemma, dropout", test::small_gemma(), 5, "all", 0.2f, 0.1f},
-                                  {"gemma, k", test::small_gemma(), 3, "k"}};
+                                  {"gemma, k", test::small_gemma(), 3, "k"},
+                                  {"neox", test::small_neox(true), 5, "all", 0.2f},
+                                  {"neox, dropout", test::small_neox(true), 5, "all", 0.2f, 0.1f},
+                                  {"neox, sequential", test::small_neox(false), 5, "all", 0.2f},
+                                  {"neox, qkv", test::small_neox(true), 3, "qkv"},
+                                  {"neox, o, up", test::small_neox(true), 8, "o,up"}};
   cases[6].config.tied_embeddings = true;
   set_family(cases[7].config, "qwen3");
   cases[7].config.qkv_bias = cases[7].config.output_bias = cases[7].config.mlp_bias = true;
@@ -333,7 +338,7 @@ std::vector<ModelCase> model_cases() {
 }
 
 TrainOptions options_of(const ModelCase& c, Precision precision) {
-  TrainOptions options = options_of(precision, lora_of(c.rank, c.targets), c.adapter_dropout);
+  TrainOptions options = options_of(precision, lora_of(c.rank, c.targets, lora_targets(c.config)), c.adapter_dropout);
   options.dropout = c.dropout;
   return options;
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from train_runs import MODEL, ROOT, data_fixture, environment, train  # noqa: F401
+from train_runs import GOLDEN, MODEL, ROOT, data_fixture, environment, train, write_shard  # noqa: F401
 
 np = pytest.importorskip("numpy")
 
@@ -26,6 +26,10 @@ from tensor_file import FileError  # noqa: E402
 INFER = Path(os.environ.get("WEFT_BIN_DIR", ROOT)).absolute() / "infer_pythia"
 ADAPTER = ["--lora-r=3", "--lora-targets=q,v,o,down", "--lora-alpha=4.5", "--lr=0.02", "--steps=8", "--device=cpu"]
 STEP = "step_00000008/adapter.bin"
+# A GPT-NeoX, whose q, k and v are one matrix, with the parallel residual and without.
+PARALLEL, SEQUENTIAL = GOLDEN / "neox-train.model.bin", GOLDEN / "neox-train-sequential-nobias.model.bin"
+NEOX = [PARALLEL, SEQUENTIAL]
+OF_NEOX = ["--lora-r=3", "--lora-alpha=4.5", "--lr=0.02", "--steps=8", "--device=cpu"]
 needs_infer = pytest.mark.skipif(not INFER.exists(), reason=f"{INFER} is not built")
 needs_peft = pytest.mark.skipif(not all(importlib.util.find_spec(name) for name in ("torch", "transformers", "peft")),
                                 reason="torch, transformers or peft is not installed")
@@ -36,6 +40,22 @@ def adapter_fixture(data, tmp_path):
     done = train(data, tmp_path / "run", *ADAPTER)
     assert done.returncode == 0, done.stderr
     return tmp_path / "run" / STEP
+
+
+@pytest.fixture(name="neox_data")
+def neox_data_fixture(tmp_path):
+    directory = tmp_path / "neox shards"
+    directory.mkdir()
+    for i, count in enumerate((400, 170)):
+        write_shard(directory / f"train_{i}.bin", count, 1000 * i, vocabulary=29)
+    write_shard(directory / "val_0.bin", 200, 5000, vocabulary=29)
+    return directory
+
+
+def trained_neox(data, run, model, *more):
+    done = train(data, run, f"--model={model}", *OF_NEOX, *more)
+    assert done.returncode == 0, done.stderr
+    return run / STEP
 
 
 def infer(*options):
@@ -76,6 +96,44 @@ def test_resume_is_bit_for_bit(data, adapter, tmp_path):
     assert train(data, tmp_path / "parts", *ADAPTER, "--debug-inject=term@step=3").returncode in (0, 143)
     assert train(data, tmp_path / "parts", *ADAPTER).returncode == 0
     assert (tmp_path / "parts" / STEP).read_bytes() == adapter.read_bytes()
+
+
+@pytest.mark.parametrize("model", NEOX)
+def test_an_adapter_of_a_neox_goes_on_bit_for_bit(neox_data, tmp_path, model):
+    more = ("--optimizer=muon", "--recompute=block", "--dropout=0.1", "--lora-dropout=0.2", "--virtual-ranks=2")
+    whole = trained_neox(neox_data, tmp_path / "whole", model, *more)
+    assert train(neox_data, tmp_path / "parts", f"--model={model}", *OF_NEOX, *more, "--debug-inject=term@step=3").returncode in (0, 143)
+    assert trained_neox(neox_data, tmp_path / "parts", model, *more).read_bytes() == whole.read_bytes()
+    file = tensor_file.read(whole, expected="LoRA adapter")
+    assert file.config["lora"] == {"rank": 3, "alpha": 4.5, "targets": ["qkv", "o", "up", "down"]}
+
+
+def test_peft_form_of_a_neox_and_back(neox_data, adapter, tmp_path):
+    trained = trained_neox(neox_data, tmp_path / "neox", PARALLEL, "--lora-targets=up,qkv")
+    export(trained, "-o", tmp_path / "peft")
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["dense_h_to_4h", "query_key_value"]
+    done = ck.run_script("convert_hf.py", tmp_path / "peft", "--base", PARALLEL, "-o", tmp_path / "again.bin")
+    assert done.returncode == 0 and "targets qkv,up" in done.stdout + done.stderr, done.stderr
+    first, again = (tensor_file.read(path, expected="LoRA adapter") for path in (trained, tmp_path / "again.bin"))
+    assert first.config["lora"] == again.config["lora"]
+    assert [(info.name, info.hash) for info in first.tensors.values()] == [(info.name, info.hash) for info in again.tensors.values()]
+    export(adapter, "-o", tmp_path / "llama")
+    for directory, base, words in (("peft", MODEL, "self_attn.q_proj"), ("llama", PARALLEL, "attention.query_key_value")):
+        ck.assert_refused(ck.run_script("convert_hf.py", tmp_path / directory, "--base", base, "-o", tmp_path / "x.bin"), 3, words,
+                          "Is ", "its base model?", output=tmp_path / "x.bin")
+
+
+@needs_infer
+@pytest.mark.parametrize("model", NEOX)
+def test_an_adapter_of_a_neox_is_a_merged_model(neox_data, tmp_path, model):
+    trained = trained_neox(neox_data, tmp_path / "run", model)
+    export(model, "-o", tmp_path / "base")
+    ck.convert(tmp_path / "base", tmp_path / "base.bin", "--dtype=fp32")
+    export(tmp_path / "base.bin", "--adapter", trained, "-o", tmp_path / "merged")
+    ck.convert(tmp_path / "merged", tmp_path / "merged.bin")
+    beside = greedy("--model", tmp_path / "base.bin", "--adapter", trained)
+    assert beside == greedy("--model", tmp_path / "merged.bin") != greedy("--model", tmp_path / "base.bin")
 
 
 def test_a_sum_that_does_not_fit_is_refused(tmp_path):
@@ -222,7 +280,9 @@ def test_what_the_program_refuses(data, adapter, tmp_path):
     for options, code, words in (
             (["--lora-r=0", "--lora-alpha=3"], 2, "--lora-alpha: needs --lora-r"),
             (["--lora-r=3", "--model=", "--config=tiny"], 2, "--lora-r: needs --model"),
-            (["--lora-r=3", "--lora-targets=q,w"], 2, "--lora-targets: got 'w', expected all, or some of q, k, v, o, gate, up, down"),
+            (["--lora-r=3", "--lora-targets=q,w"], 2, "--lora-targets: got 'w', expected all, or some of q, k, v, o, gate, up, down, qkv"),
+            (["--lora-r=3", "--lora-targets=qkv"], 2, "--lora-targets: got 'qkv', expected all, or some of q, k, v, o, gate, up, down with"),
+            (["--lora-r=3", "--lora-targets=q", "--model", PARALLEL], 2, "--lora-targets: got 'q', expected all, or some of qkv, o, up, down with"),
             (["--lora-r=999"], 2, "--lora-r: rank 999 is more than the smaller side of the model's matrix"),
             (["--lora-r=3", "--precision=fp8"], 2, "ffn_size: got 40, --precision fp8 needs a multiple of 16"),
             (["--lora-r=2", "--adapter", adapter], 2, "Give the same to train it further"),
@@ -242,11 +302,13 @@ def test_bench_times_a_frozen_model_from_a_file_or_at_random(data, tmp_path):
 
 
 @needs_peft
-def test_losses_are_those_of_peft(data, tmp_path):
+@pytest.mark.parametrize("model, all_targets", [(MODEL, ("all", "q,v")), *((model, ("all", "qkv", "o,up")) for model in NEOX)])
+def test_losses_are_those_of_peft(data, neox_data, tmp_path, model, all_targets):
+    data = data if model == MODEL else neox_data
     options = ["--lora-r=3", "--lora-alpha=4.5", "--lora-dropout=0", "--lr=0.01", "--eps=1e-5", "--steps=10", "--device=cpu", "--grad-clip=0.5"]
-    for targets in ("all", "q,v"):
+    for targets in all_targets:
         run = tmp_path / targets
-        done = train(data, run, *options, f"--lora-targets={targets}")
+        done = train(data, run, *options, f"--model={model}", f"--lora-targets={targets}")
         assert done.returncode == 0, done.stderr
         done = subprocess.run([sys.executable, ROOT / "scripts" / "train_reference.py", run, "--against", run / "log.jsonl", "--tolerance", "1e-5"],
                               capture_output=True, text=True, env=environment())
@@ -260,17 +322,20 @@ def test_losses_are_those_of_peft(data, tmp_path):
 
 @needs_peft
 @needs_infer
-def test_peft_loads_what_was_trained(adapter, tmp_path):
+@pytest.mark.parametrize("base", [MODEL, *NEOX])
+def test_peft_loads_what_was_trained(adapter, neox_data, tmp_path, base):
     """transformers and PEFT, with the exported model and adapter, choose the same ids."""
     import peft
     import torch
     import transformers
 
-    export(MODEL, "-o", tmp_path / "base")
+    if base != MODEL:
+        adapter = trained_neox(neox_data, tmp_path / "neox", base)
+    export(base, "-o", tmp_path / "base")
     export(adapter, "-o", tmp_path / "peft")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(model, tmp_path / "peft").eval()
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     with torch.no_grad():
         out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False)
-    assert greedy("--model", MODEL, "--adapter", adapter) == out[0, 5:].tolist()
+    assert greedy("--model", base, "--adapter", adapter) == out[0, 5:].tolist()

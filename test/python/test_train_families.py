@@ -141,5 +141,4 @@ def test_transformers_has_the_logits_of_the_trained_model(shards, tmp_path, mode
 def test_what_it_has_not_is_refused_by_name(shards, tmp_path):
     for model, family in ((PARALLEL, "gpt_neox"), (GEMMA, "gemma3_text")):
         assert_refused(train(shards, tmp_path / "x", "--model", model, "--precision", "fp8"), 2, "--precision: got fp8", family)
-    assert_refused(train(shards, tmp_path / "x", "--model", PARALLEL, "--lora-r", 2), 2, "--lora-r", "gpt_neox")
     assert_refused(train(shards, tmp_path / "x", "--model", GOLDEN / "neox-tanh-yarn.model.bin"), 3, "GELU by tanh")
