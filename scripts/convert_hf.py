@@ -535,16 +535,14 @@ def print_summary(checkpoint: Checkpoint, tensors: dict[str, Source], directory:
 
 def next_commands(checkpoint: Checkpoint, directory: Path, path: Path, target: Target, chats: bool) -> list[str]:
     """Shell commands that the user may run next: generate text, and fine-tune the model on a text my.txt. A model with a chat format
-    chats, and is tuned on conversations. Beside quantised matrices an adapter is trained, where the model may have one."""
+    chats, and is tuned on conversations. Beside quantised matrices an adapter is trained."""
     model, has_tokenizer = cli.pasteable(path), checkpoint.tokenizer is not None
     few = ",".join(str(number) for number in range(1, min(4, checkpoint.model.vocab_size)))
     chats = chats and has_tokenizer
     prompt = "--chat" if chats else '--prompt "Hello"' if has_tokenizer else f"--prompt-ids {few or 0}"
     commands = [f"{needs.program('infer_pythia')} --model {model} {prompt}"]
-    linears = checkpoint.model.linears
-    adapts = len(linears["qkv"]) == 3 and len(linears["up"]) == 2
     quantised = target.scheme is not None and not target.only
-    if not checkpoint.model.trainable or not has_tokenizer or (quantised and not adapts):
+    if not checkpoint.model.trainable or not has_tokenizer:
         return commands
     tokenizer, data = cli.pasteable(directory / TOKENIZER_TENSOR), cli.unused("data/mine")
     source = f"--chat chats.jsonl --model {model}" if chats else f"my.txt --tokenizer {tokenizer}"

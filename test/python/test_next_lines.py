@@ -75,10 +75,12 @@ def byte_tokenizer(path, size=260):
     tokenizer.save(str(path))
 
 
-def test_a_pythia(place):
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_pythia(place, quantised):
     (place / "my.txt").write_text("Once upon a time there was a weft.\n" * 3000)
-    infer, prepare, train = next_lines(script(place, "scripts/convert_hf.py", "models/tiny-pythia", "-o", "a b.bin"))
-    assert "--prompt " in infer
+    infer, prepare, train = next_lines(script(place, "scripts/convert_hf.py", "models/tiny-pythia", "-o", "a b.bin",
+                                              *["--quantize", "int8"] * quantised))
+    assert "--prompt " in infer and ("--lora-r 16" in train) == quantised
     assert shell(place, infer + " --max-tokens 4").stdout
     shell(place, prepare)
     trains(place, train)
