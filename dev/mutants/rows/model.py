@@ -119,7 +119,7 @@ ROWS = [
            unit("Lora.ARankIs*")),
     Mutant("a file of a GPT-NeoX's adapter has the targets of a Llama", "open_adapter", "source, lora_targets(config)", "source",
            unit("LoraFilesOfANeox.*")),
-    Mutant("an adapter is added to its model twice", "read_parameter", "adapter_->lora_->scale()", "2 * adapter_->lora_->scale()",
+    Mutant("an adapter is added to its model twice", "add_parts", "adapter_->lora_->scale()", "2 * adapter_->lora_->scale()",
            unit("LoraFiles.AnAddedAdapter*")),
     Mutant("an adapter beside quantised weights is read into them, too", "as_stored", "adapter_beside() != nullptr ||", "",
            unit("LoraFiles.AnAdapterStands*")),
