@@ -208,7 +208,7 @@ bool has_bias(const ModelConfig& config, BlockLinear linear) {
   fail(Exit::internal, "unknown linear layer");
 }
 
-const char* part_without_kernels(const ModelConfig& config) {
+const char* part_without_fused_kernel(const ModelConfig& config) {
   if (config.activation == Activation::geglu_tanh) return "GeGLU";
   if (config.norm_weight_offset != 0) return "norms with 1 + weight";
   if (config.post_norms) return "norms behind attention and MLP";

@@ -116,7 +116,7 @@ struct LinearSize {
 LinearSize linear_size(const ModelConfig& config, BlockLinear linear);
 bool has_bias(const ModelConfig& config, BlockLinear linear);
 // What of the model the persistent kernel has no code for, for messages. Null: nothing.
-const char* part_without_kernels(const ModelConfig& config);
+const char* part_without_fused_kernel(const ModelConfig& config);
 
 // Makes `config` a model of this family: its name, and the capabilities that all its models have. Exit::internal if there is no
 // such family.

@@ -804,12 +804,12 @@ TEST(ModelConfig, WhatTrainingHasNotIsRefusedByName) {
   expect_contains(training_unsupported_reason(config), "it has GELU by tanh");
 }
 
-// Each part that only the CPU computes has a name in messages.
-TEST(ModelConfig, PartsWithoutKernelsHaveNames) {
+// Each part that the persistent kernel has not has a name in messages.
+TEST(ModelConfig, PartsWithoutAFusedKernelHaveNames) {
   const auto reason = [](const std::function<void(ModelConfig&)>& change) {
     ModelConfig config = preset_config("tiny");
     change(config);
-    const char* part = part_without_kernels(config);
+    const char* part = part_without_fused_kernel(config);
     return std::string(part != nullptr ? part : "");
   };
   EXPECT_EQ(reason([](ModelConfig&) {}), "");

@@ -125,8 +125,21 @@ def test_killed_at_a_step_and_resumed_bit_for_bit(data, tmp_path, whole, step):
     assert_same_run(out, whole)
 
 
-def adapter_bytes(out, step=12):
-    return [(out / f"step_{step:08d}" / name).read_bytes() for name in ("adapter.bin", "state.bin")]
+def whole_and_resumed(data, tmp_path, options):
+    """The directories of a run, and of one that is killed and goes on."""
+    whole, resumed = tmp_path / "whole", tmp_path / "parts"
+    assert train(data, whole, *options).returncode == 0
+    assert train(data, resumed, *options, "--debug-inject", "kill@step=9").returncode == -signal.SIGKILL
+    done = train(data, resumed, *options)
+    assert done.returncode == 0, done.stderr
+    return whole, resumed
+
+
+def assert_adapter_goes_on(data, tmp_path, options):
+    whole, resumed = whole_and_resumed(data, tmp_path, options)
+    assert losses(resumed) == losses(whole)
+    for name in ("adapter.bin", "state.bin"):
+        assert (resumed / "step_00000012" / name).read_bytes() == (whole / "step_00000012" / name).read_bytes()
 
 
 @pytest.mark.parametrize("scheme", ["", "int8", "int4", "fp8"])
@@ -137,12 +150,7 @@ def test_an_adapter_goes_on_bit_for_bit(data, tmp_path, scheme):
         ck.convert(tmp_path / "float", tmp_path / "base.bin", "--quantize", scheme)
         base = tmp_path / "base.bin"
     lora = ["--model", base, "--lora-r", 4, "--lora-dropout", 0.1, "--lr", 0.02, "--eps", 1e-5]
-    assert train(data, tmp_path / "whole", *lora).returncode == 0
-    assert train(data, tmp_path / "parts", *lora, "--debug-inject", "kill@step=9").returncode == -signal.SIGKILL
-    done = train(data, tmp_path / "parts", *lora)
-    assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    assert adapter_bytes(tmp_path / "parts") == adapter_bytes(tmp_path / "whole")
+    assert_adapter_goes_on(data, tmp_path, lora)
     for device in ("cuda", "cpu"):
         done = train_runs.train(data, tmp_path / device, *lora, "--device", device, "--precision", "fp32")
         assert done.returncode == 0, done.stderr
@@ -156,12 +164,7 @@ def test_an_adapter_in_fp8_goes_on_bit_for_bit(data, tmp_path):
     assert train(data, tmp_path / "base", *shape, "--steps", 2).returncode == 0
     base = tmp_path / "base" / "step_00000002" / "model.bin"
     lora = ["--model", base, "--lora-r", 4, "--lora-dropout", 0.1, "--precision", "fp8", "--lr", 0.02]
-    assert train(data, tmp_path / "whole", *lora).returncode == 0
-    assert train(data, tmp_path / "parts", *lora, "--debug-inject", "kill@step=9").returncode == -signal.SIGKILL
-    done = train(data, tmp_path / "parts", *lora)
-    assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    assert adapter_bytes(tmp_path / "parts") == adapter_bytes(tmp_path / "whole")
+    assert_adapter_goes_on(data, tmp_path, lora)
 
 
 @pytest.mark.parametrize("options", [[], ["--moments", "bf16"], ["--precision", "fp32"], ["--precision", "fp8"]])
@@ -182,13 +185,10 @@ def test_muon_goes_on_bit_for_bit(data, tmp_path, options):
 @pytest.mark.parametrize("options", [[], ["--recompute", "block", "--dropout", 0.1, "--virtual-ranks", 2], ["--precision", "fp32"]])
 def test_a_gemma_goes_on_bit_for_bit_and_is_exported(data, tmp_path, options):
     gemma = ["--model", train_runs.GOLDEN / "gemma3-local.model.bin", *options]
-    assert train(data, tmp_path / "whole", *gemma).returncode == 0
-    assert train(data, tmp_path / "run", *gemma, "--debug-inject", "kill@step=9").returncode == -signal.SIGKILL
-    done = train(data, tmp_path / "run", *gemma)
-    assert done.returncode == 0, done.stderr
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
-    assert losses(tmp_path / "run")[12][0] < losses(tmp_path / "run")[1][0], "it learns"
-    model = tmp_path / "run" / "step_00000012" / "model.bin"
+    whole, resumed = whole_and_resumed(data, tmp_path, gemma)
+    assert_same_run(resumed, whole)
+    assert losses(resumed)[12][0] < losses(resumed)[1][0], "it learns"
+    model = resumed / "step_00000012" / "model.bin"
     assert ck.run_script("export_hf.py", model, "-o", tmp_path / "exported").returncode == 0
     assert ck.convert(tmp_path / "exported", tmp_path / "again.bin").tensors.keys() == tensor_file.read(model).tensors.keys()
 

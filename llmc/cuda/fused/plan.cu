@@ -143,7 +143,7 @@ std::string model_unsupported_reason(const ModelConfig& config, const Device& de
   if (!config.nope_layers.empty()) return "fused decoding rotates the heads of every layer";
   if (config.qk_norm) return "fused decoding has no norms of heads";
   if (config.gated() && config.mlp_bias) return "fused decoding has no biases beside SwiGLU";
-  if (const char* part = part_without_kernels(config); part != nullptr)
+  if (const char* part = part_without_fused_kernel(config); part != nullptr)
     return format("fused decoding has no kernels for %s", part);
   if (config.activation == Activation::gelu_tanh) return "fused decoding has GELU with erf alone";
   return "";
