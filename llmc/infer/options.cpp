@@ -159,9 +159,9 @@ void add_measurements(OptionTable& table, InferSettings& s) {
   table.flag("bench-timeline", s.bench_timeline,
              "also when the phases of a fused token at context 64 end; needs --decode fused");
   table.text(
-      "random-model", s.random_model, "NAME",
-      "instead of --model: random weights of a preset of train_llama's --config, pythia-2.8b for example; on a GPU "
-      "also quantised: NAME:int8, :int4 or :fp8, with +head for a head in int8");
+      "random-model", s.random_model, "NAME|FILE",
+      "instead of --model: random weights of a preset of train_llama's --config, pythia-2.8b for example, or of a "
+      "Hugging Face config.json; on a GPU also quantised: NAME:int8, :int4 or :fp8, with +head for a head in int8");
 }
 
 constexpr double kLongestWait = 1e6;  // seconds
@@ -340,7 +340,9 @@ void check_together(const OptionTable& table, InferSettings& s) {
   if (s.task == InferTask::compare && (s.dtype == "fp16" || s.dtype == "bf16")) {
     fail(Exit::usage, "--dtype: got %s, --compare is for fp32: what a dump holds", s.dtype.c_str());
   }
-  if (table.given("random-model")) random_model_config(s.random_model);  // refuses an unknown name
+  if (table.given("random-model") && !names_config_file(s.random_model)) {
+    random_model_config(s.random_model);  // refuses an unknown name
+  }
   check_rules(table, s);
   check_drafts(table, s);
 }

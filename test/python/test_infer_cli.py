@@ -501,6 +501,18 @@ def test_random_models_run_on_the_cpu():
     assert object_of("--bench-batch", "2", "--bench-prompt", 4, *words)["points"][0]["steps"] == 3
 
 
+def test_a_random_model_takes_the_shape_of_a_config_file(tmp_path):
+    config = json.loads((ROOT / "models/tiny-llama/config.json").read_text())
+    file = tmp_path / "shape.json"
+    file.write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    words = ["--max-tokens", 4, "--device", "cpu", "--bench"]
+    done = run(*words, "--random-model", file)
+    assert done.returncode == OK, done.stderr
+    assert f"{file}: 3 layers of {config['hidden_size']}".encode() in done.stderr
+    file.write_text(json.dumps({**config, "hidden_size": 0}))
+    assert str(file) in refused(BAD_FILE, *words, "--random-model", file)
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("arguments, parts", [  # one of each kind: options_test.cpp has the limits and combinations of all
