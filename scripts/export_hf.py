@@ -49,12 +49,13 @@ EXPORTED_NAMES = {"config.json", "generation_config.json", "model.safetensors", 
                   peft_format.WEIGHTS}
 
 
-def read_model(path: Path) -> tuple[TensorFile, Model, bytes | None]:
+def read_model(path: Path, with_adapter: bool = False) -> tuple[TensorFile, Model, bytes | None]:
     """Opens a model file, whose tensors infer_pythia --describe has checked. Returns the file, its model and its tokenizer.json.
     Only the tokenizer's hash is verified here, the others when they are written."""
     file = tensor_file.read(path, expected="model")
     if "quantization" in file.config:
-        bad_file(path, "", "its weights are quantised, and an export needs floats", "Export the file it was converted from")
+        bad_file(path, "", "its weights are quantised, and an export needs floats", "Export the file it was converted from" + with_adapter *
+                 ", with this adapter. infer_pythia --adapter runs the adapter beside the quantised file")
     model = model_of(describe(path))
     exported_config(model, path)
     tokenizer = None
@@ -263,7 +264,7 @@ def main() -> int:
         return export_adapter(options, directory)
     if options.base_name is not None:
         raise FileError(cli.USAGE, "--base-name: only for the export of an adapter")
-    file, model, tokenizer = read_model(options.file)
+    file, model, tokenizer = read_model(options.file, options.adapter is not None)
     adapter = Adapter(options.adapter) if options.adapter else None
     if adapter:
         adapter.check_base(file)
