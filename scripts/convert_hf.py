@@ -246,8 +246,8 @@ def _check_tensor(name: str, shape: Shape, source: Source) -> None:
 class Conversion:
     """Streams one parameter into its target dtype and watches its values."""
 
-    def __init__(self, warnings: Warnings, progress: cli.Progress):
-        self.warnings, self.progress = warnings, progress
+    def __init__(self, model: Model, warnings: Warnings, progress: cli.Progress):
+        self.model, self.warnings, self.progress = model, warnings, progress
 
     def stream(self, name: str, source: Source, dtype: str) -> Iterator[np.ndarray]:
         """The values in `dtype`. FileError BAD_FILE where a finite value does not fit."""
@@ -267,7 +267,7 @@ class Conversion:
         where = f"{escaped(str(source.file.path))}: {name}"
         if not finite:
             self.warnings.add(f"{where}: holds NaN or infinity")
-        if zero and not name.endswith(".bias"):  # biases may well be zero
+        if zero and name not in self.model.zeros:
             self.warnings.add(f"{where}: every value is zero")
 
     @staticmethod
@@ -481,7 +481,7 @@ def write_model(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], 
     """Writes the model file; nothing is left behind if a value is refused. Returns the summary's line about quantisation."""
     config, model = file_configuration(checkpoint, Path("config.json"), target, chat), checkpoint.model
     progress = cli.Progress("converting", parameter_count(checkpoint.model))
-    conversion = Conversion(warnings, progress)
+    conversion = Conversion(model, warnings, progress)
     quantized = QuantizedConversion(conversion, calibration, tensors)
     already = warnings.count
     with Writer(path, "model", config) as writer:
