@@ -141,7 +141,7 @@ TEST(Lora, Targets) {
                     "expected all, or some of q, k, v, o, gate, up, down with commas between them");
   }
   const LoraConfig lora = lora_of(3, "q,down", 4.5);
-  EXPECT_EQ(lora_from_json(lora_to_json(lora), "x"), lora);
+  EXPECT_EQ(lora_from_json(lora_to_json(lora), "x", llama_lora_targets()), lora);
   EXPECT_EQ(lora.scale(), 1.5f);
 }
 
@@ -158,8 +158,9 @@ TEST(Lora, TargetsOfAGptNeox) {
   expect_contains(error_of(Exit::usage, [&] { lora_of(2, "qkv"); }), "got 'qkv', expected all, or some of q, k, v, o,");
   const LoraConfig lora = lora_of(neox, 3, "qkv,up");
   EXPECT_EQ(lora_from_json(lora_to_json(lora), "x", lora_targets(neox)), lora);
-  expect_contains(error_of(Exit::bad_file, [&] { lora_from_json(lora_to_json(lora), "file: lora"); }),
-                  "file: lora: targets: got '\"qkv\"', expected some of q, k, v, o, gate, up, down");
+  expect_contains(
+      error_of(Exit::bad_file, [&] { lora_from_json(lora_to_json(lora), "file: lora", llama_lora_targets()); }),
+      "file: lora: targets: got '\"qkv\"', expected some of q, k, v, o, gate, up, down");
   expect_contains(error_of(Exit::bad_file,
                            [&] { lora_from_json(lora_to_json(lora_of(3, "q")), "file: lora", lora_targets(neox)); }),
                   "targets: got '\"q\"', expected some of qkv, o, up, down");
@@ -169,7 +170,7 @@ TEST(Lora, TargetsOfAGptNeox) {
 
 TEST(Lora, WhatAFileMayNotSay) {
   const auto message = [](const char* json) {
-    return error_of(Exit::bad_file, [&] { lora_from_json(Json::parse(json), "file: lora"); });
+    return error_of(Exit::bad_file, [&] { lora_from_json(Json::parse(json), "file: lora", llama_lora_targets()); });
   };
   EXPECT_EQ(message("3"), "file: lora: expected an object");
   expect_contains(message(R"({"rank": 0, "alpha": 1, "targets": ["q"]})"), "rank");

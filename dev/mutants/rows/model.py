@@ -117,7 +117,7 @@ ROWS = [
     Mutant("the rows of v are those of k", "module_rows", "q + kv * (i - 1)", "q", unit("LoraModel.IsTheModel*")),
     Mutant("an adapter has the targets of another family", "lora_unsupported_reason", "== model.end()", "== model.end() && false",
            unit("Lora.ARankIs*")),
-    Mutant("a file of a GPT-NeoX's adapter has the targets of a Llama", "open_adapter", "source, lora_targets(config)", "source",
+    Mutant("a file of a GPT-NeoX's adapter has the targets of a Llama", "open_adapter", "lora_targets(config)", "llama_lora_targets()",
            unit("LoraFilesOfANeox.*")),
     Mutant("an adapter is added to its model twice", "add_parts", "adapter_->lora_->scale()", "2 * adapter_->lora_->scale()",
            unit("LoraFiles.AnAddedAdapter*")),
