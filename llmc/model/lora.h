@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -77,6 +78,10 @@ void bind_adapter(const ModelConfig& config, const LoraConfig& lora, const Tenso
     }
   }
 }
+
+// Whether a backward pass computes the gradient of this linear layer's input. Beside an adapter nothing below the first layer is
+// trained, nor between the embedding and what the adapter has of that layer's attention.
+bool input_gradient_is_read(const std::optional<LoraConfig>& lora, std::int64_t layer, BlockLinear linear);
 
 // weight [rows, in] += scale up [rows, rank] down [rank, in], each sum in the order of the ranks' rows: the same bits for any
 // number of threads.

@@ -588,6 +588,27 @@ std::vector<float> trained_in_fp8(const TrainOptions& options) {
   return all;
 }
 
+// What would only reach frozen weights is not computed, so it has no history.
+TEST(LoraModel, InFp8UnreadGradientsAreNotRounded) {
+  const ModelConfig config = fp8_config();
+  const Fp8Slots slots{config.num_layers};
+  for (const char* targets : {"all", "o,down"}) {
+    const LoraConfig lora = lora_of(3, targets);
+    const std::unique_ptr<TrainModel> model =
+        model_with(config, fp8_options(targets), random_base(config), random_adapter(config, lora));
+    AdamWStep step;
+    step.step = 1;
+    pass_of(*model);
+    model->update(step);
+    const std::vector<float> newest = model->fp8_state();
+    for (std::int64_t slot = slots.first(Fp8Kind::gradient); slot < slots.count(); ++slot) {
+      EXPECT_EQ(newest[static_cast<std::size_t>(slot)] > 0,
+                input_gradient_is_read(lora, slots.layer(slot), slots.linear(slot)))
+          << targets << " " << slots.name(slot);
+    }
+  }
+}
+
 TEST(LoraModel, InFp8RecomputationChangesNoBit) {
   TrainOptions options = fp8_options();
   options.adapter_dropout = 0.3f;
