@@ -244,7 +244,7 @@ def test_peft_form_and_back(adapter, tmp_path):
     assert config["r"] == 3 and config["lora_alpha"] == 4.5 and config["base_model_name_or_path"] == "someone/model"
     assert config["target_modules"] == ["down_proj", "o_proj", "q_proj", "v_proj"]
     done = ck.run_script("convert_hf.py", tmp_path / "peft", "--base", MODEL, "-o", tmp_path / "again.bin")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and f"--adapter {tmp_path}/again.bin --prompt-ids 1,2,3\n" in done.stdout, done.stderr
     first, again = (tensor_file.read(path, expected="LoRA adapter") for path in (adapter, tmp_path / "again.bin"))
     assert first.config["lora"] == again.config["lora"] and first.config["base"] == again.config["base"]
     assert [(info.name, info.hash) for info in first.tensors.values()] == [(info.name, info.hash) for info in again.tensors.values()]
