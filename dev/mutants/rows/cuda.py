@@ -202,7 +202,7 @@ ROWS = [
     Mutant("GPU: an adapter beside quantised weights is not scaled", "load_adapter", "lora_->scale() * b[", "b[",
            gpu("CudaQuantizedInference.AnAdapter*")),
     Mutant("GPU: an adapter beside quantised weights has no part in the down projection", "run_layer",
-           "add_low_rank(b_.product + first * F, w, BlockLinear::down, count, residual);", "", gpu("CudaQuantizedInference.AnAdapter*")),
+           "add_low_rank(b_.product + first * F, w, BlockLinear::down, count, branch);", "", gpu("CudaQuantizedInference.AnAdapter*")),
     Mutant("GPU: an adapter is scaled by the inverse", "pack_kernel", "shape.scale * to_float(", "1 / shape.scale * to_float(",
            gpu("CudaLora.GradientsAre*")),
     Mutant("GPU: a module's B begins a row too late", "pack_kernel", "row >= modules.of[m].rows.begin", "row > modules.of[m].rows.begin",

@@ -48,11 +48,12 @@ ArenaLayout plan_inference_workspace(const ModelConfig& c, const InferenceOption
   layout.reserve(&b.product, rows * c.ffn_size);
   const bool adapted_up = low_rank_hidden(lora, BlockLinear::up) > 0,
              adapted_qkv = low_rank_hidden(lora, BlockLinear::qkv) > 0;
-  layout.reserve(&b.gate_up, gate_up_in_memory(c) || adapted_up ? rows * 2 * c.ffn_size : 0);
+  const std::int64_t up_columns = linear_size(c, BlockLinear::up).OC;
+  layout.reserve(&b.gate_up, gate_up_in_memory(c) || adapted_up ? rows * up_columns : 0);
   std::int64_t hidden = 0;
   for (const BlockLinear linear : kBlockLinears) hidden = std::max(hidden, low_rank_hidden(lora, linear));
   layout.reserve(&b.low_rank, rows * hidden);
-  layout.reserve(&b.sums, rows * std::max(adapted_qkv ? c.qkv_size() : 0, adapted_up ? 2 * c.ffn_size : 0));
+  layout.reserve(&b.sums, rows * std::max(adapted_qkv ? c.qkv_size() : 0, adapted_up ? up_columns : 0));
   layout.reserve(&b.gathered, logit_rows * C);
   layout.reserve(&b.final_norm, logit_rows * C);
   layout.reserve(&b.logits, logit_rows * c.vocab_size);
@@ -211,7 +212,6 @@ std::unique_ptr<InferenceModel> filled_inference(const ModelConfig& config, cons
 std::string inference_unsupported_reason(const ModelConfig& c, DType dtype) {
   if (const std::string reason = head_dim_unsupported_reason(c.head_dim); !reason.empty()) return reason;
   if (gate_up_in_memory(c) && c.quantization.any()) return "mlp_bias: the GPU has no quantised gate and up with biases";
-  if (gate_up_in_memory(c) && c.activation != Activation::swiglu) return "mlp_bias: the GPU has no GeGLU with biases";
   if (c.parallel_residual && (c.post_norms || c.norm_weight_offset != 0))
     return "parallel_residual: the GPU has no norms behind attention and MLP, nor with 1 + weight, beside it";
   if (c.activation == Activation::gelu_tanh)
@@ -234,12 +234,6 @@ std::string inference_unsupported_reason(const ModelConfig& c, DType dtype) {
     if (!reason.empty()) return reason;
   }
   return "";
-}
-
-std::string adapter_unsupported_reason(const ModelConfig& config) {
-  if (config.parallel_residual) return "the parallel residual";
-  if (config.post_norms) return "norms behind attention and MLP";
-  return config.activation == Activation::swiglu ? "" : "another activation than SwiGLU";
 }
 
 std::string fused_steps_unsupported_reason(const ModelConfig& config, DType dtype) {
@@ -266,11 +260,8 @@ std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const Infe
   const ModelFile* const adapter = file.adapter_beside();
   GpuInferenceOptions options = asked;
   if (adapter != nullptr) options.lora = adapter->lora();
-  if (options.lora) {
-    const std::string reason =
-        options.fused_steps ? std::string("fused steps") : adapter_unsupported_reason(file.config());
-    if (!reason.empty()) fail(Exit::usage, "an adapter beside quantised weights: not with %s", reason.c_str());
-  }
+  if (options.lora && options.fused_steps)
+    fail(Exit::usage, "an adapter beside quantised weights: not with fused steps");
   return with_storage(options.dtype, [&](auto storage) {
     using S = decltype(storage);
     const auto fill = [&](const TensorTable&, auto parameters) {

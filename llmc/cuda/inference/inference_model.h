@@ -82,8 +82,8 @@ struct InferenceBuffers {
   float* residual;                               // [rows, C]
   S *norm1, *norm2, *qkv, *attention, *product;  // [rows, ...]; norm2: with two_norms() only
   float* branch;                                 // [rows, C]; what attention or the MLP gives, with post norms only
-  S* gate_up;                                    // [rows, 2F]; with gate_up_in_memory(), or an adapter of gate or up
-  S* low_rank;                                   // [rows, H] of one layer: its input times the adapter's A
+  S* gate_up;                                // [rows, F or 2F]; with gate_up_in_memory(), or an adapter of gate or up
+  S* low_rank;                               // [rows, H] of one layer: its input times the adapter's A
   float* sums;                               // [rows, ...]: outputs of a layer before they are rounded; with an adapter
   float* gathered;                           // [logit rows, C]: the residual stream of rows whose logits are wanted
   S* final_norm;                             // [logit rows, C]
@@ -263,6 +263,7 @@ class Inference final : public InferenceModel {
   void multiply(RowsMatmul<S> io, const DeviceLinear<S>& w, const DeviceLinear<S>& w2, const Launch& launch);
   // product = activation(norm2 Wup^T)
   void multiply_up(const DeviceBlock<S>& w, RowRange rows, const Launch& launch);
+  void activate(RowRange rows, cudaStream_t stream);
   void add_branches(const DeviceBlock<S>& w, RowRange rows, const Launch& launch);
   // out [rows, OC] += scale (x A^T) B^T of an adapter beside this layer, if there is one.
   void add_low_rank(const S* x, const DeviceBlock<S>& block, BlockLinear which, std::int64_t rows, float* out);
