@@ -66,17 +66,17 @@ ClosedRun run_closed(InferenceModel& model, EngineOptions engine_options, const 
   }
   ClosedRun run;
   const Clock::time_point start = Clock::now();
-  // Steps overlap: a step is taken to end when it is collected, and the next one to begin then.
-  Clock::time_point before = start;
+  // Steps overlap: a step is taken to begin when the one before it ended. The host may see several ends at once, so they are
+  // those of the device's clock. Every sequence has its first id before all decode.
+  double before = 0;
   for (bool more = true; more;) {
     handed = {};
     more = engine.step();
-    const Clock::time_point now = Clock::now();
-    if (handed.first_ids > 0) run.prompt_seconds = in_seconds(now - start);
-    if (handed.ids == sequences && handed.first_ids == 0) {
-      run.step_ms.push_back(in_milliseconds(now - before));
-    }
-    before = now;
+    if (handed.first_ids > 0) run.prompt_seconds = seconds_since(start);
+    if (handed.ids == 0) continue;
+    const double ended = model.ended_seconds();
+    if (handed.ids == sequences && handed.first_ids == 0) run.step_ms.push_back(1e3 * (ended - before));
+    before = ended;
   }
   for (const std::shared_ptr<Counter>& counter : counters) {
     if (counter->ended == RequestEnd::not_finite) fail(Exit::numeric, "--bench-batch: the logits are not finite");

@@ -82,7 +82,9 @@ void add_tasks(OptionTable& table, InferSettings& s) {
   table.text("batch", s.batch, "FILE",
              "answer each line of this file of requests, see doc/batch.md; - is stdin; needs --output");
   table.text("perplexity", s.perplexity, "FILE", "score the text of this file");
-  table.flag("bench", s.bench, "time a prompt of 32 random ids and --max-tokens decode steps");
+  table.flag(
+      "bench", s.bench,
+      "time a prompt of 32 random ids and --max-tokens decode steps, each by the device's clock (doc/threads.md)");
   table.text("bench-batch", s.bench_batch, "1,4,16",
              "time so many sequences at once, each a prompt of --bench-prompt random ids and --max-tokens tokens");
   table.text("compare", s.compare, "FILE", "run the inputs of a reference dump and compare every tensor with it");

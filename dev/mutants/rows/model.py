@@ -5,6 +5,10 @@ from mutant import Mutant, unit
 ROOM = "llmc/model"
 
 ROWS = [
+    Mutant("pauses of the device shorten the queue", "QueueDepth::steps", "std::ranges::min(", "std::ranges::max(",
+           unit("QueueDepth.*")),
+    Mutant("times between tokens are the host's", "sampled_seconds", "? model_->ended_seconds() :",
+           "? DecodeModel::sampled_seconds() :", unit("QueueDepth.AHost*")),
     Mutant("causal mask shows one key too many", "end_key", "first_position + row + 1", "first_position + row + 2",
            unit("Odd/AttentionShapes.*")),
     Mutant("a window has one key too many", "first_key", "row - window + 1", "row - window",

@@ -111,8 +111,8 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
   const std::int64_t rows = row_bucket(pool_.max_rows);
   for (std::int64_t i = 0; i < kDepth; ++i) {
     flights_.push_back(std::make_unique<Flight>(step_bytes(config_, pool_), rows));
-    flights_.back()->step = b_.step[i];
   }
+  for (std::int64_t i = 0; i < kStepSlots; ++i) rules_.push_back(std::make_unique<Rules>(rows));
   const RopeTable table = rope_table(config.rope, pool_.max_positions);
   rope_ = upload_rope_table(table, b_.cos, b_.sin, stream_);
   RopeTable local;
@@ -131,6 +131,7 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
       fused_ = std::make_unique<FusedStep<S>>(config, weights_, own_parts.cache, rope_, stream_);
     }
   }
+  cuda::check(cudaEventRecord(*last_done_, stream_), "clearing GPU memory");
   stream_.synchronize("clearing GPU memory");
 }
 

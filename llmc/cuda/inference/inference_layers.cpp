@@ -357,7 +357,8 @@ void Inference<S>::sample_and_score(const StepArrays& step, std::int64_t first, 
   io.ids = b_.sampled_ids;
   io.errors = b_.errors;
   io.last_ids = b_.last_ids;
-  io.scores = step.scores + first;
+  io.scores = step.scores == nullptr ? nullptr : step.scores + first;
+  io.scores_at = step.scores_at;
   io.most_likely = b_.most_likely + first * kMaxAlternatives;
   named("scores", [&] { score_rows(io, device_.overlapping, stream_); });
 }
