@@ -123,8 +123,12 @@ BatchBenchPoint measure(InferenceModel& model, const EngineOptions& engine, cons
   point.prompt_seconds = percentile(prompts, 50);
   point.step_ms = run_closed(model, engine, options, sequences, options.tokens).step_ms;
   if (point.step_ms.empty()) {
-    fail(Exit::resources, "--bench-batch: %lld sequences never ran at the same time",
-         static_cast<long long>(sequences));
+    fail(Exit::usage,
+         "--bench-batch: %lld sequences never ran at the same time: the first had its %lld tokens before the last "
+         "prompt of "
+         "%lld ids was computed. Give more --max-tokens, or more --prompt-rows",
+         static_cast<long long>(sequences), static_cast<long long>(options.tokens),
+         static_cast<long long>(options.prompt));
   }
   point.bytes_per_step = model.bytes_per_step(sequences, options.prompt + options.tokens / 2);
   return point;

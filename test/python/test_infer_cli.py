@@ -478,6 +478,8 @@ def test_bench_batch(model):
     assert "enough for 2" in refused(RESOURCES, *words, "--kv-memory", "0.07MB")
     assert "not finite" in refused(NUMERIC, *words, "--debug-inject", "nan@token=30")
     assert "--bench-prompt: only for --bench-batch" in refused(USAGE, "--model", model, "--bench", "--bench-prompt", 9)
+    short = ("--bench-batch", 8, "--bench-prompt", 40, "--max-tokens", 2, "--prompt-rows", 1)
+    assert "8 sequences never ran at the same time" in refused(USAGE, "--model", model, *short)
 
 
 def test_a_prompt_from_standard_input_has_a_limit(model):
