@@ -28,7 +28,7 @@ StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted)
     using T = std::remove_reference_t<decltype(*array)>;
     begin += (16 - reinterpret_cast<std::uintptr_t>(begin) % 16) % 16;
     array = reinterpret_cast<T*>(begin);
-    begin += static_cast<std::size_t>(count) * sizeof(T);
+    begin = reinterpret_cast<std::byte*>(array + count);
   };
   take(step.scores_at, 1);
   take(step.sample_positions, wanted);
