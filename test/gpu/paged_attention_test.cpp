@@ -520,6 +520,8 @@ void check_codes(const Heads& heads, std::int64_t length, const Windows& windows
     std::shuffle(pieces.begin(), pieces.end(), random);
     check(pieces, page_size, "chunks");
     check(pieces, page_size, "chunks on mma.sync", cuda::PagedPath::portable);
+    check({{0, 252, 5}, {2, 240, 17}, {1, 60, 1}}, page_size, "rows that see one more split than those before them",
+          cuda::PagedPath::portable);
     check(pieces, page_size, "chunks on few multiprocessors", cuda::PagedPath::automatic, true);
   }
 }

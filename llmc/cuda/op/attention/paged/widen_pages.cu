@@ -41,9 +41,13 @@ __global__ void __launch_bounds__(kThreads) widen_kernel(const __grid_constant__
   const int count = (work.tiles + (items ? work.items : 0)) * kParts;
   for (int n = blockIdx.x; n < count; n += gridDim.x) {
     const PagedWorkUnit entry = entries[n / kParts];
-    if (entry.tile > 0) continue;  // the first tile's rows see what the others see: all positions of the chunk
+    const bool item = n / kParts >= work.tiles;
+    // The chunk's first entry is for the others: of tiles all positions of the chunk, of items those of the split, which
+    // its rows may not see.
+    const int seen_first = entry.first_position + (min(kItemRows, entry.rows * a.group) - 1) / a.group + 1;
+    if (entry.tile > 0 && (!item || entry.split * kSplit < seen_first)) continue;
     int end = entry.first_position + entry.rows, begin = a.window > 0 ? max(0, entry.first_position + 1 - a.window) : 0;
-    if (n / kParts >= work.tiles) {
+    if (item) {
       begin = max(begin, entry.split * kSplit);
       end = min(end, entry.split * kSplit + kSplit);
     }
