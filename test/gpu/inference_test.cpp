@@ -63,8 +63,8 @@ class Fixture {
   std::unique_ptr<InferenceModel> on_gpu(const InferenceOptions& pool, const cuda::GpuInferenceOptions& options) const {
     return cuda::load_inference(ModelFile::open(path()), pool, options);
   }
-  std::unique_ptr<InferenceModel> on_cpu(const InferenceOptions& pool) const {
-    return cpu::load_inference(ModelFile::open(path()), pool);
+  std::unique_ptr<InferenceModel> on_cpu(const InferenceOptions& pool, DType cache = DType::f32) const {
+    return cpu::load_inference(ModelFile::open(path()), pool, cache);
   }
 
  private:
@@ -232,6 +232,63 @@ TEST(CudaInference, LogitsAndScoresWithWindowsMatchTheCpu) {
   }
 }
 
+InferenceOptions fp8_pool(std::int64_t pages, std::int64_t page_size = 16) {
+  InferenceOptions pool = pool_of(pages, page_size);
+  pool.kv_fp8 = true;
+  return pool;
+}
+
+// The logits after each of `ids`, which come in chunks of `chunk` ids.
+Floats logits_of(InferenceModel& model, const Ids& ids, std::int64_t chunk) {
+  Ids pages(static_cast<std::size_t>(model.num_pages()));
+  std::iota(pages.rbegin(), pages.rend(), 0);
+  model.keep_logits(true);
+  for (std::int64_t first = 0; first < std::ssize(ids); first += chunk) {
+    Chunk work;
+    work.pages = pages;
+    work.first_position = first;
+    work.ids = std::span(ids).subspan(static_cast<std::size_t>(first),
+                                      static_cast<std::size_t>(std::min(chunk, std::ssize(ids) - first)));
+    model.submit({&work, 1});
+    model.collect();
+  }
+  return model.activation("logits");
+}
+
+double distance(const Floats& a, const Floats& b) {
+  double sum = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    sum += (static_cast<double>(a[i]) - static_cast<double>(b[i])) *
+           (static_cast<double>(a[i]) - static_cast<double>(b[i]));
+  }
+  return std::sqrt(sum);
+}
+
+// Values at the middle between two codes may get either, after the errors of 16 bits: so the GPU is as near to the CPU as
+// codes are to 16 bits, no nearer.
+TEST(CudaInference, KeysAndValuesInFp8MatchTheCpu) {
+  std::vector<test::NamedConfig> models = test::small_models();
+  models.push_back({"windows", windowed_llama(16, 33)});
+  for (const test::NamedConfig& each : models) {
+    for (const DType dtype : {DType::f16, DType::bf16}) {
+      SCOPED_TRACE(each.name + " in " + dtype_name(dtype));
+      const Fixture fixture(each.config, dtype);
+      Ids ids(60);
+      for (std::size_t i = 0; i < ids.size(); ++i) {
+        ids[i] = static_cast<std::int32_t>(i * 7 % static_cast<std::size_t>(each.config.tokenizer_vocab));
+      }
+      const Floats wide = logits_of(*fixture.on_cpu(pool_of(4), dtype), ids, 60),
+                   codes = logits_of(*fixture.on_cpu(fp8_pool(4), dtype), ids, 60);
+      for (const std::int64_t chunk : {1, 7, 60}) {
+        const Floats got = logits_of(*fixture.on_gpu(fp8_pool(4), true), ids, chunk),
+                     got_wide = logits_of(*fixture.on_gpu(pool_of(4), true), ids, chunk);
+        EXPECT_LT(distance(got, codes), 1.5 * distance(wide, codes) + 2 * distance(got_wide, wide)) << chunk;
+        EXPECT_GT(distance(got, wide), 0.3 * distance(codes, wide)) << chunk << ": not in fp8";
+      }
+    }
+  }
+}
+
 // Equal logits: the lower id comes first, and no padding row ever does.
 TEST(CudaInference, AlternativesOfEqualLogitsAreInOrderOfId) {
   const ModelConfig config = test::llama_config(test::small_llamas()[0]);
@@ -297,6 +354,38 @@ TEST(CudaInference, BitsOfASequenceWithWindowsDoNotDependOnWhatElseRuns) {
       EXPECT_TRUE(test::run(*direct, all, 5, true, 9) == alone) << "launches one by one differ from their graph";
     }
   }
+}
+
+TEST(CudaInference, BitsOfASequenceInFp8DoNotDependOnWhatElseRuns) {
+  std::vector<test::NamedConfig> models = test::small_models();
+  models.push_back({"windows", windowed_llama(16, 33)});
+  for (const test::NamedConfig& each : models) {
+    for (const DType dtype : {DType::f16, DType::bf16}) {
+      SCOPED_TRACE(each.name + " in " + dtype_name(dtype));
+      const Fixture fixture(each.config, dtype);
+      const auto model = fixture.on_gpu(fp8_pool(60)), direct = fixture.on_gpu(fp8_pool(60), true);
+      const std::vector<test::Sequence> all = test::random_sequences(each.config, test::kSlots, 60);
+      std::vector<test::Trace> alone;
+      for (const test::Sequence& sequence : all) alone.push_back(test::run(*model, {sequence}, 64, false, 1)[0]);
+      for (const std::int64_t chunk : {1, 5, 64}) {
+        EXPECT_TRUE(test::run(*model, all, chunk, chunk == 5, 9) == alone) << "chunks of " << chunk;
+      }
+      EXPECT_TRUE(test::run(*direct, all, 5, true, 9) == alone) << "launches one by one differ from their graph";
+      const auto engine = fixture.on_gpu(fp8_pool(14));
+      EXPECT_GT(test::expect_engine_changes_nothing(*engine, 3, 20, 1).prefix_ids, 0);
+      test::expect_drafts_verified(*fixture.on_gpu(fp8_pool(24)));
+    }
+  }
+}
+
+TEST(CudaInference, Fp8IsRefusedWhereThereIsNoKernel) {
+  const ModelConfig config = test::llama_config(test::small_llamas()[0]);
+  cuda::GpuInferenceOptions fused = options_of(DType::f16);
+  fused.fused_steps = true;
+  expect_contains(
+      error_of(Exit::usage, [&] { cuda::random_inference(config, 1, fp8_pool(4), options_of(DType::f32)); }),
+      "need fp16 or bf16");
+  expect_contains(error_of(Exit::usage, [&] { cuda::random_inference(config, 1, fp8_pool(4), fused); }), "fused");
 }
 
 // Through the engine, which gives back pages in front of all windows while their sequence lives, preempts, shares prefixes and
@@ -747,6 +836,12 @@ TEST(CudaInference, ThePlanIsWhatIsAllocated) {
         EXPECT_EQ(planned[i].name, reported[i].name);
         EXPECT_EQ(planned[i].bytes, reported[i].bytes) << planned[i].name;
       }
+      if (dtype == DType::f32) continue;
+      const auto fp8 = cuda::plan_inference(each.config, fp8_pool(9), dtype),
+                 of_fp8 = cuda::random_inference(each.config, 1, fp8_pool(9), options_of(dtype))->memory();
+      EXPECT_EQ(fp8[1].bytes, of_fp8[1].bytes);
+      EXPECT_EQ(of_fp8[1].name.find("K/V cache (fp8, a layer in "), 0u) << of_fp8[1].name;
+      EXPECT_EQ(fp8[2].bytes, planned[2].bytes) << "the workspace";
     }
   }
 }

@@ -72,10 +72,11 @@ ArenaLayout plan_inference_workspace(const ModelConfig& c, const InferenceOption
 namespace {
 
 template <typename S>
-std::vector<MemoryLine> memory_lines(const ModelConfig& config, std::uint64_t parameters, std::uint64_t pages,
-                                     std::uint64_t workspace) {
+std::vector<MemoryLine> memory_lines(const ModelConfig& config, bool kv_fp8, std::uint64_t parameters,
+                                     std::uint64_t pages, std::uint64_t workspace) {
   const std::string storage = dtype_name(storage_dtype<S>());
-  std::vector<MemoryLine> lines = {{"K/V cache (" + storage + ")", pages}, {"workspace", workspace}};
+  const std::string of_pages = kv_fp8 ? "fp8, a layer in " + storage : storage;
+  std::vector<MemoryLine> lines = {{"K/V cache (" + of_pages + ")", pages}, {"workspace", workspace}};
   const std::string types =
       config.quantization.any() ? quantization_text(config.quantization) + ", others " + storage : storage;
   if (parameters > 0) lines.insert(lines.begin(), {"parameters (" + types + ")", parameters});
@@ -87,7 +88,7 @@ std::vector<MemoryLine> plan_of(const ModelConfig& config, const InferenceOption
                                 const std::optional<LoraConfig>& lora = std::nullopt) {
   const InferenceOptions pool = completed(asked, config);
   InferenceBuffers<S> buffers;
-  return memory_lines<S>(config, parameters, plan_pages(config, pool, sizeof(S)).bytes(),
+  return memory_lines<S>(config, pool.kv_fp8, parameters, plan_pages(config, pool, sizeof(S)).bytes(),
                          plan_inference_workspace<S>(config, pool, buffers, lora).plan().bytes());
 }
 
@@ -137,15 +138,15 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
 
 template <typename S>
 std::vector<MemoryLine> Inference<S>::memory() const {
-  std::vector<MemoryLine> lines =
-      memory_lines<S>(config_, own_ != nullptr ? own_->bytes() : 0, kv_arena_.bytes(), workspace_.bytes());
+  std::vector<MemoryLine> lines = memory_lines<S>(config_, pool_.kv_fp8, own_ != nullptr ? own_->bytes() : 0,
+                                                  kv_arena_.bytes(), workspace_.bytes());
   if (fused_ != nullptr) std::ranges::copy(plan_fused_steps(config_), std::back_inserter(lines));
   return lines;
 }
 
 template <typename S>
 std::uint64_t Inference<S>::bytes_per_step(std::int64_t sequences, std::int64_t context) const {
-  return read_bytes_of_step(config_, sequences, context, sizeof(S));
+  return read_bytes_of_step(config_, sequences, context, sizeof(S), pool_.kv_fp8);
 }
 
 #define WEFT_INSTANTIATE(S)                                                                                 \
@@ -160,6 +161,12 @@ WEFT_INSTANTIATE(fp16)
 
 // ---- weights ----------------------------------------------------------------------------------------------------------
 namespace {
+
+void check_pages(const InferenceOptions& pool, const GpuInferenceOptions& options) {
+  if (!pool.kv_fp8) return;
+  if (options.dtype == DType::f32) fail(Exit::usage, "keys and values in fp8 on a GPU need fp16 or bf16 beside them");
+  if (options.fused_steps) fail(Exit::usage, "keys and values in fp8: not with fused steps");
+}
 
 void check_model(const ModelConfig& config, DType dtype) {
   const std::string reason = inference_unsupported_reason(config, dtype);
@@ -258,6 +265,7 @@ std::vector<MemoryLine> plan_inference(const ModelConfig& config, const Inferenc
 std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& pool,
                                                const GpuInferenceOptions& asked) {
   check_model(file.config(), asked.dtype);
+  check_pages(pool, asked);
   const ModelFile* const adapter = file.adapter_beside();
   GpuInferenceOptions options = asked;
   if (adapter != nullptr) options.lora = adapter->lora();
@@ -275,6 +283,7 @@ std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const Infe
 std::unique_ptr<InferenceModel> random_inference(const ModelConfig& config, std::uint64_t seed,
                                                  const InferenceOptions& pool, const GpuInferenceOptions& options) {
   check_model(config, options.dtype);
+  check_pages(pool, options);
   return with_storage(options.dtype, [&](auto storage) {
     using S = decltype(storage);
     return filled_inference<S>(config, pool, options, [&](const TensorTable& table, auto parameters) {

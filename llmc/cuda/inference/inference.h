@@ -55,7 +55,7 @@ std::vector<MemoryLine> plan_inference(const ModelConfig& config, const Inferenc
                                        const std::optional<LoraConfig>& lora = std::nullopt);
 
 // Reads and verifies every parameter (load_parameters), and the adapter that stands beside them. Pages have 16, 32 or 64 positions. Exit::usage where
-// inference_unsupported_reason() is not empty and for an adapter with fused_steps, Exit::bad_file for damaged tensors,
+// inference_unsupported_reason() is not empty, for an adapter with fused_steps, and for kv_fp8 with fused_steps or in fp32, Exit::bad_file for damaged tensors,
 // Exit::resources if the GPU has too little memory.
 std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& pool,
                                                const GpuInferenceOptions& asked);

@@ -187,9 +187,17 @@ void Inference<S>::add_branches(const DeviceBlock<S>& w, RowRange rows, const La
 
 template <typename S>
 PagedKv<S> Inference<S>::pages_of_layer(std::int64_t l) const {
-  const std::int64_t layer = pool_.num_pages * pool_.page_size * config_.kv_size();
-  S* keys = kv_arena_.template at<S>(0) + l * layer;
-  return {keys, keys + config_.num_layers * layer, pool_.page_size, config_.num_kv_heads, config_.head_dim};
+  const std::int64_t positions = pool_.num_pages * pool_.page_size, layer = positions * config_.kv_size();
+  PagedKv<S> kv = {nullptr, nullptr, pool_.page_size, config_.num_kv_heads, config_.head_dim};
+  if (pool_.kv_fp8) {
+    kv.codes = kv_codes(config_, pool_, kv_arena_.template at<std::uint8_t>(0), l);
+    kv.keys = kv_arena_.template at<S>(kv_bytes(config_, positions, 0, true));
+    kv.values = kv.keys + layer;
+  } else {
+    kv.keys = kv_arena_.template at<S>(0) + l * layer;
+    kv.values = kv.keys + config_.num_layers * layer;
+  }
+  return kv;
 }
 
 template <typename S>
@@ -221,7 +229,8 @@ void Inference<S>::attend(std::int64_t l, const StepArrays& step, std::int64_t r
   io.work = step.work;
   io.workspace = b_.attention_workspace;
   io.out = b_.attention;
-  if (step.decodes) {
+  io.decodes = step.decodes;
+  if (step.decodes && !pool_.kv_fp8) {
     io.k = keys();
     io.v = values();
     io.rope = rope_of(l);
@@ -391,9 +400,21 @@ void Inference<S>::keep_heads(std::int64_t l) {
   if (!keep_ || logits_alone_) return;
   const std::int64_t NH = config_.num_heads, HS = config_.head_dim, P = pool_.page_size;
   const PagedKv<S> kv = pages_of_layer(l);
-  const std::int64_t elements = pool_.num_pages * P * config_.kv_size();
-  const std::vector<float> packed = download(b_.qkv, kept_step_rows_ * qkv_size()), k = download(kv.keys, elements),
-                           v = download(kv.values, elements);
+  const std::int64_t rows = pool_.num_pages * P * kv.NKV;
+  const auto stored = [&](const S* wide, const std::uint8_t* codes, const std::uint8_t* scales) {
+    if (!kv.fp8()) return download(wide, rows * HS);
+    std::vector<std::uint8_t> raw(static_cast<std::size_t>(rows * HS)), of_rows(static_cast<std::size_t>(rows));
+    for (const auto& [to, from] : {std::pair{&raw, codes}, {&of_rows, scales}}) {
+      cuda::check(cudaMemcpyAsync(to->data(), from, to->size(), cudaMemcpyDeviceToHost, stream_), "activation");
+    }
+    stream_.synchronize("activation");
+    std::vector<float> values(raw.size());
+    kv_load(raw.data(), of_rows.data(), HS, 0, rows, values.data());
+    return values;
+  };
+  const std::vector<float> packed = download(b_.qkv, kept_step_rows_ * qkv_size()),
+                           k = stored(kv.keys, kv.codes.keys, kv.codes.key_scales),
+                           v = stored(kv.values, kv.codes.values, kv.codes.value_scales);
   const std::int64_t head_stride = queries().head_stride;
   const std::string prefix = "layers." + std::to_string(l) + ".";
   const auto append = [HS](std::vector<float>& kept, const std::vector<float>& from, std::int64_t offset) {

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "llmc/base/arena_layout.h"
+#include "llmc/base/error.h"
 #include "llmc/cuda/fused/step.h"
 #include "llmc/cuda/hw/types.cuh"
 #include "llmc/cuda/inference/inference.h"
@@ -130,7 +131,7 @@ std::size_t step_bytes(const ModelConfig& config, const InferenceOptions& pool);
 PagedAttentionShape attention_shape(const ModelConfig& config, const InferenceOptions& pool);
 
 // What another decoder of the same sequence needs: the parameters if the model owns them, else null; the weights; all
-// pages, where page i of a single sequence is page i; the RoPE table; the model's stream.
+// pages, where page i of a single sequence is page i, not with kv_fp8; the RoPE table; the model's stream.
 template <typename S>
 struct InferenceParts {
   S* parameters = nullptr;
@@ -175,6 +176,7 @@ class Inference final : public InferenceModel {
     return found == kept_.end() ? std::vector<float>{} : found->second;
   }
   InferenceParts<S> parts() {
+    if (pool_.kv_fp8) fail(Exit::internal, "inference: another decoder over keys and values in fp8");
     const std::int64_t positions = pool_.num_pages * pool_.page_size;
     S* const keys = kv_arena_.template at<S>(0);
     return {own_ != nullptr ? own_->template at<S>(0) : nullptr,
