@@ -225,4 +225,12 @@ ROWS = [
            gpu("CudaLora.Recomputation*")),
     Mutant("GPU: samples keep the adapter of an earlier step", "update", "merged_is_stale_ = true;", "",
            gpu("CudaLora.ADecoder*")),
+    Mutant("GPU: fp8: a scale follows from the words of one lane", "store_codes", "__reduce_max_sync(~0u, amax)", "amax",
+           gpu("CudaPagedCodes/*.AreAppended*")),
+    Mutant("GPU: fp8: keys are widened by the scales of values", "load_codes", "of_keys ? a.codes.key_scales : a.codes.value_scales",
+           "a.codes.value_scales", gpu("CudaPagedCodes/*.HaveTheBits*")),
+    Mutant("GPU: fp8: what lies behind a row's position is widened", "widen_slot", "&& first + row < end", "",
+           gpu("CudaPagedCodes/*.HaveTheBits*")),
+    Mutant("GPU: fp8: the splits of the first rows alone are widened", "widen_kernel",
+           "&& (!item || entry.split * kSplit < seen_first)", "", gpu("CudaPagedCodes/*.HaveTheBits*")),
 ]

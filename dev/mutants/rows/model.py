@@ -133,4 +133,6 @@ ROWS = [
            unit("LoraFiles.AnAdapterStands*")),
     Mutant("an adapter of another model is added", "require_fitting", "== value) continue;", "== value || true) continue;",
            unit("LoraFiles.AnAdapterOfAnother*")),
+    Mutant("fp8: scales are not counted in the memory of pages", "key_bytes", "config.kv_size() + config.num_kv_heads",
+           "config.kv_size()", unit("KvFp8.MemoryIs*")),
 ]
