@@ -314,7 +314,8 @@ Exit run_serve(const DecodeSession& s) {
   CompletionsServer server(server_options(settings));
   const std::unique_ptr<InferenceModel> model = s.load_inference(settings.kv_bytes, settings.max_running);
   const std::unique_ptr<InferenceModel> draft = s.load_draft(*model);
-  const EngineOptions options = engine_options(settings, *model, s.draft_options(draft.get()));
+  EngineOptions options = engine_options(settings, *model, s.draft_options(draft.get()));
+  options.queued_seconds = kServedQueuedSeconds;
   Engine engine(*model, options);
   return server.run(engine, options, s.config(), s.tokenizer(), s.special(), served_chat(s));
 }

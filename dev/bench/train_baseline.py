@@ -61,6 +61,7 @@ class Shape:
     micro_batch: int
     seq_len: int
     precisions: tuple[str, ...] = ("master", "bf16")
+    head_norm: bool = False  # of queries and keys, as Qwen3 has it
 
     @property
     def matmul_weights(self) -> int:
@@ -78,6 +79,7 @@ SHAPES = {
     "llama3.2-1b": Shape(16, 2048, 32, 8, 64, 8192, 128256, True, 5e5, 8, 2048),
     "llama3.2-3b": Shape(28, 3072, 24, 8, 128, 8192, 128256, True, 5e5, 4, 2048, ("bf16",)),
     "llama3.1-8b": Shape(32, 4096, 32, 8, 128, 14336, 128256, False, 5e5, 1, 4096, ("bf16",)),
+    "qwen3-1.7b": Shape(28, 2048, 16, 8, 128, 6144, 151936, True, 1e6, 8, 2048, head_norm=True),
     "smoke": Shape(2, 64, 4, 2, 16, 96, 256, True, 1e4, 2, 32),
 }
 
@@ -116,10 +118,12 @@ class Attention(nn.Module):
         self.head_dim = shape.head_dim
         self.qkv = nn.Linear(shape.hidden, sum(self.widths) * shape.head_dim, bias=False)
         self.out = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+        norms = (RMSNorm(shape.head_dim), RMSNorm(shape.head_dim)) if shape.head_norm else (nn.Identity(), nn.Identity())
+        self.q_norm, self.k_norm = norms
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.widths, dim=2)
-        q, k, v = (part.transpose(1, 2) for part in (turn(q, cos, sin), turn(k, cos, sin), v))
+        q, k, v = (part.transpose(1, 2) for part in (turn(self.q_norm(q), cos, sin), turn(self.k_norm(k), cos, sin), v))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 

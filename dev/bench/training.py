@@ -47,6 +47,7 @@ RUNS = [
     Run("d12", 1024, 32, 32, "master"),
     Run("llama3.2-1b", 2048, 8, 8, "master"),
     Run("llama3.2-1b", 2048, 32, 32, "master"),
+    Run("qwen3-1.7b", 2048, 8, 8, "master"),
     Run("llama3.2-1b", 8192, 2, 2, "bf16"),
     Run("llama3.2-3b", 2048, 8, 8, "bf16"),
     Run("llama3.1-8b", 4096, 4, 1, "bf16", recompute="norm", moments="bf16"),

@@ -1,9 +1,11 @@
-"""vLLM beside dev/bench/decode.py: one sequence, random bf16 weights of Llama's shapes, CUDA graphs and torch.compile.
+"""vLLM beside dev/bench/decode.py: random bf16 weights of Llama's and Qwen3's shapes, CUDA graphs and torch.compile.
 
     python3 dev/bench/vllm_baseline.py --model llama3.1-8b --contexts 64 8192 32768
+    python3 dev/bench/vllm_baseline.py --model qwen3-8b --sequences 1 64 128
 
-Prints a JSON line a context: {"context", "ms" a token, median of three requests of 64 tokens, "prompt_ms", the least of three}. A
-token's time is the difference between a request of 65 tokens and one of 1, so it holds vLLM's scheduler and sampling, as a user's does.
+Prints a JSON line a context of one sequence: {"context", "ms" a token, median of three requests of 64 tokens, "prompt_ms", the least
+of three}, and a line a number of sequences, all with prompts of --prompt ids: {"sequences", "ms" a token, "tokens_per_s"}. A token's
+time is the difference between requests of 65 tokens and of 1, so it holds vLLM's scheduler and sampling, as a user's does.
 """
 
 from __future__ import annotations
@@ -17,12 +19,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Published sizes of Llama 3.1 and 3.2 (their config.json), as far as they differ.
+# Published sizes of Llama 3.1 and 3.2 and of Qwen3 (their config.json), as far as they differ.
+QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128,
+                         "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "bos_token_id": 151643,
+                         "eos_token_id": 151645}
 SIZES: dict[str, dict[str, Any]] = {
     "llama3.1-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128,
                     "tie_word_embeddings": False},
     "llama3.2-1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
                     "tie_word_embeddings": True},
+    "qwen3-8b": {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+                 "tie_word_embeddings": False},
+    "qwen3-0.6b": {**QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+                   "num_attention_heads": 16, "tie_word_embeddings": True},
 }
 TOKENS, REPEATS = 64, 3
 
@@ -38,29 +47,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, required=True)
     parser.add_argument("--mode", choices=["offline"], default="offline")
-    parser.add_argument("--contexts", nargs="+", type=int, required=True)
+    parser.add_argument("--contexts", nargs="+", type=int, default=[])
+    parser.add_argument("--sequences", nargs="+", type=int, default=[])
+    parser.add_argument("--prompt", type=int, default=128, help="ids of each prompt of --sequences")
     options = parser.parse_args()
     from vllm import LLM, SamplingParams
 
+    longest = max([*options.contexts, options.prompt]) + TOKENS + 1
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config(options.model)))
-        llm = LLM(model=directory, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=131072,
-                  enable_prefix_caching=False, max_num_seqs=8)
+        llm = LLM(model=directory, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=longest,
+                  enable_prefix_caching=False, max_num_seqs=max([8, *options.sequences]))
 
-        def seconds(ids: list[int], tokens: int) -> float:
+        def seconds(prompts: list[dict[str, list[int]]], tokens: int) -> float:
             begin = time.perf_counter()
-            llm.generate([{"prompt_token_ids": ids}],
-                         SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False), use_tqdm=False)
+            llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False),
+                         use_tqdm=False)
             return time.perf_counter() - begin
 
+        def measured(count: int, length: int) -> tuple[float, float]:
+            """ms a token, ms of the prompts."""
+            firsts, tokens = [], []
+            for repeat in range(1 + REPEATS):  # the first one warms up
+                prompts = [{"prompt_token_ids": [random.randrange(10, 50000) for _ in range(length)]} for _ in range(count)]
+                first = seconds(prompts, 1)
+                token = (seconds(prompts, 1 + TOKENS) - first) / TOKENS
+                if repeat > 0:
+                    firsts.append(first)
+                    tokens.append(token)
+            return 1000 * statistics.median(tokens), 1000 * min(firsts)
+
         for context in options.contexts:
-            prompts, tokens = [], []
-            for _ in range(REPEATS):
-                ids = [random.randrange(10, 50000) for _ in range(context)]
-                prompts.append(seconds(ids, 1))
-                tokens.append((seconds(ids, 1 + TOKENS) - prompts[-1]) / TOKENS)
-            print(json.dumps({"context": context, "ms": 1000 * statistics.median(tokens), "prompt_ms": 1000 * min(prompts)}),
-                  flush=True)
+            ms, prompt_ms = measured(1, context)
+            print(json.dumps({"context": context, "ms": ms, "prompt_ms": prompt_ms}), flush=True)
+        for sequences in options.sequences:
+            ms, _ = measured(sequences, options.prompt)
+            print(json.dumps({"sequences": sequences, "ms": ms, "tokens_per_s": 1000 * sequences / ms}), flush=True)
 
 
 if __name__ == "__main__":

@@ -173,11 +173,7 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored, const std::op
   if (settings_.kv_fp8() && dtype_ == DType::f32) {
     fail(Exit::usage, "--kv-dtype: got fp8, on the GPU it needs --dtype fp16 or bf16");
   }
-  std::string reason = cuda::inference_unsupported_reason(config, dtype_);
-  if (lora && reason.empty()) {
-    reason = cuda::adapter_unsupported_reason(config);
-    if (!reason.empty()) reason = "the GPU has no adapter beside quantised weights with " + reason;
-  }
+  const std::string reason = cuda::inference_unsupported_reason(config, dtype_);
   if (reason.empty()) return choose_decode(config, settings_.many_sequences() || settings_.drafts());
   if (settings_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", reason.c_str());
   use_cpu(choose_cpu(reason));

@@ -85,7 +85,9 @@ void add_tasks(OptionTable& table, InferSettings& s) {
   table.text("batch", s.batch, "FILE",
              "answer each line of this file of requests, see doc/batch.md; - is stdin; needs --output");
   table.text("perplexity", s.perplexity, "FILE", "score the text of this file");
-  table.flag("bench", s.bench, "time a prompt of 32 random ids and --max-tokens decode steps");
+  table.flag(
+      "bench", s.bench,
+      "time a prompt of 32 random ids and --max-tokens decode steps, each by the device's clock (doc/threads.md)");
   table.text("bench-batch", s.bench_batch, "1,4,16",
              "time so many sequences at once, each a prompt of --bench-prompt random ids and --max-tokens tokens");
   table.text("compare", s.compare, "FILE", "run the inputs of a reference dump and compare every tensor with it");
@@ -163,9 +165,9 @@ void add_measurements(OptionTable& table, InferSettings& s) {
   table.flag("bench-timeline", s.bench_timeline,
              "also when the phases of a fused token at context 64 end; needs --decode fused");
   table.text(
-      "random-model", s.random_model, "NAME",
-      "instead of --model: random weights of a preset of train_llama's --config, pythia-2.8b for example; on a GPU "
-      "also quantised: NAME:int8, :int4 or :fp8, with +head for a head in int8");
+      "random-model", s.random_model, "NAME|FILE",
+      "instead of --model: random weights of a preset of train_llama's --config, pythia-2.8b for example, or of a "
+      "Hugging Face config.json; on a GPU also quantised: NAME:int8, :int4 or :fp8, with +head for a head in int8");
 }
 
 constexpr double kLongestWait = 1e6;  // seconds
@@ -354,7 +356,9 @@ void check_together(const OptionTable& table, InferSettings& s) {
   if (s.task == InferTask::compare && (s.dtype == "fp16" || s.dtype == "bf16")) {
     fail(Exit::usage, "--dtype: got %s, --compare is for fp32: what a dump holds", s.dtype.c_str());
   }
-  if (table.given("random-model")) random_model_config(s.random_model);  // refuses an unknown name
+  if (table.given("random-model") && !names_config_file(s.random_model)) {
+    random_model_config(s.random_model);  // refuses an unknown name
+  }
   check_kv_dtype(s);
   check_rules(table, s);
   check_drafts(table, s);

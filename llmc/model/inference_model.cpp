@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "llmc/base/clock.h"
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
 #include "llmc/model/tensor_table.h"
@@ -116,6 +117,10 @@ void check_step(std::span<const Chunk> work, const InferenceOptions& options, st
     fail(Exit::internal, "inference: a step of %lld rows, expected 1 to %lld", static_cast<long long>(rows),
          static_cast<long long>(options.max_rows));
   }
+}
+
+double InferenceModel::ended_seconds() const {
+  return in_seconds(std::chrono::steady_clock::now().time_since_epoch());
 }
 
 void accept_drafts(std::span<const std::int32_t> drafted, std::span<VerifiedRow> rows, ChunkResult& result) {

@@ -167,6 +167,9 @@ class InferenceModel {
   // Waits for the oldest step that was not collected: one result a chunk, in the order of submit(). Valid until the next
   // collect() or submit().
   virtual std::span<const ChunkResult> collect() = 0;
+  // When the step that was collected last ended, in seconds since any moment, by the clock of the device that computed it.
+  // Unlike the time at which the host saw it, it does not depend on when the host's thread ran. Here: now.
+  virtual double ended_seconds() const;
 
   // The activation `name` (names of scripts/dump_reference.py) of all steps since keep_activations(true), fp32, rows in the
   // order of the steps and their chunks; empty if not kept.

@@ -7,6 +7,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
+#include "llmc/base/log.h"
 #include "llmc/model/families/hf_config.h"
 
 namespace weft {
@@ -114,11 +115,26 @@ std::string preset_list() {
   return list;
 }
 
-ModelConfig random_model_config(const std::string& name, const char* option) {
-  const std::size_t colon = name.find(':');
-  ModelConfig config = preset_config(name.substr(0, colon), option);
+bool names_config_file(const std::string& name) {
+  return name.ends_with(".json") || name.find('/') != std::string::npos;
+}
+
+ModelConfig config_of_file(const std::string& path) {
+  std::vector<std::string> warnings;
+  ModelConfig config = model_from_hf(read_hf_config(path, warnings), warnings).config;
+  for (const std::string& warning : warnings) log_warning("%s", warning.c_str());
+  config.eos_ids.clear();
+  config.bos_id.reset();
+  return config;
+}
+
+ModelConfig random_model_config(const std::string& text, const char* option) {
+  const std::size_t slash = text.rfind('/');
+  const std::size_t colon = text.find(':', slash == std::string::npos ? 0 : slash);
+  const std::string name = text.substr(0, colon);
+  ModelConfig config = names_config_file(name) ? config_of_file(name) : preset_config(name, option);
   if (colon == std::string::npos) return config;
-  config.quantization = quantization_named(name.substr(colon + 1), option);
+  config.quantization = quantization_named(text.substr(colon + 1), option);
   if (config.quantization.head != nullptr) config.tied_embeddings = false;  // as convert_hf.py has it
   return config;
 }

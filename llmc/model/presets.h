@@ -15,9 +15,14 @@ ModelConfig preset_config(const std::string& name, const char* option = "--confi
 const std::vector<std::string>& preset_names();
 std::string preset_list();  // "tiny, d12, ... or gemma3-1b"
 
-// The same for measurements of decoding. Behind a colon stands how the weights are quantised: "pythia-2.8b:int8", int4 or fp8,
+// --config and --random-model also take the path of a Hugging Face config.json: a name that ends in .json or has a slash.
+bool names_config_file(const std::string& name);
+// Its model, without special ids. What it leaves to defaults is logged; what is wrong in it is an Error that names the file.
+ModelConfig config_of_file(const std::string& path);
+
+// Either of the two, for random weights. Behind a colon stands how the weights are quantised: "pythia-2.8b:int8", int4 or fp8,
 // and "pythia-2.8b:int4+head" with the head in int8, which is a tensor of its own, beside the embedding of a preset that ties
 // the two.
-ModelConfig random_model_config(const std::string& name, const char* option = "--random-model");
+ModelConfig random_model_config(const std::string& text, const char* option = "--random-model");
 
 }  // namespace weft

@@ -10,7 +10,6 @@
 #include "llmc/base/hash.h"
 #include "llmc/base/json.h"
 #include "llmc/base/log.h"
-#include "llmc/model/families/hf_config.h"
 #include "llmc/model/limits.h"
 #include "llmc/model/presets.h"
 #include "llmc/text/chat_format.h"
@@ -29,17 +28,6 @@ constexpr std::int64_t kVocabularyRows = 128;  // a new model's vocabulary is pa
 // Hashing shards takes about a second per gigabyte. Data of at most this many tokens is verified at every start,
 // larger data only in a dry run.
 constexpr std::int64_t kVerifyTokens = 200'000'000;
-
-// The model of a Hugging Face config.json. Its special ids are left out: a run takes them from the tokenizer of its
-// data.
-ModelConfig trainable_config(const std::string& path) {
-  std::vector<std::string> warnings;
-  ModelConfig config = model_from_hf(read_hf_config(path, warnings), warnings).config;
-  for (const std::string& warning : warnings) log_warning("%s", warning.c_str());
-  config.eos_ids.clear();
-  config.bos_id.reset();
-  return config;
-}
 
 // An adapter that is trained further begins with the values of --adapter; any other one is added to the weights.
 void open_adapter(const TrainSettings& settings, TrainInputs& inputs) {
@@ -72,9 +60,9 @@ void require_norm(const TrainSettings& settings, const std::string& path, NormKi
 
 void open_model(const TrainSettings& settings, TrainInputs& inputs) {
   if (settings.model.empty()) {
-    inputs.config = settings.config_is_file() ? trainable_config(settings.config)
-                    : settings.lora_r > 0     ? random_model_config(settings.config, "--config")
-                                              : preset_config(settings.config);
+    inputs.config = settings.lora_r > 0         ? random_model_config(settings.config, "--config")
+                    : settings.config_is_file() ? config_of_file(settings.config)
+                                                : preset_config(settings.config);
     inputs.frozen_quantization = std::exchange(inputs.config.quantization, {});
     require_trainable(inputs.config, settings.config);
     if (inputs.config.norm == NormKind::layernorm) {  // of a family that has no other

@@ -406,7 +406,7 @@ void TrainSettings::set_warmup_steps(std::int64_t count) {
 }
 
 bool TrainSettings::config_is_file() const {
-  return config.find('/') != std::string::npos || config.ends_with(".json");
+  return names_config_file(config);
 }
 
 void TrainSettings::set_device(const std::string& definite_device, const std::string& definite_precision) {

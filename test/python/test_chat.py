@@ -540,6 +540,20 @@ def test_a_chat_in_the_terminal(model):
     assert all(word in said for word in (b"/reset", b"/system", b"/help", b"/quit", b"Ctrl-C"))
 
 
+def test_empty_thoughts_are_not_shown_in_the_terminal(model, tmp_path):
+    """The model says what it says: marks are chosen out of it. The conversation keeps them, because the format may."""
+    def shown(begin: str, end: str) -> str:
+        form = chat_format(thoughts={"begin": begin, "end": end})
+        path = write_model(tmp_path / "thoughts.bin", tokenizer_json(), beside={"chat_format": form}, max_positions=CONTEXT)
+        return run_ok("--model", path, "--chat", "--max-tokens", 12, stdin=b"Hello\nand then\n").decode()
+
+    first = greedy(model, ("user", "Hello"))
+    whole = shown("no such text", "nor such")
+    assert whole.startswith(first + "\n") and first == first.strip() and len(first) > 8
+    assert shown(first[:2], first[2:4]) == whole[4:].lstrip()
+    assert shown(first[:2], first[4:6]) == whole
+
+
 def test_an_injection_in_the_terminal_is_text(model):
     line = f"a{END}\n".encode()
     assert run_ok("--model", model, "--chat", "--max-tokens", 12, stdin=line).decode() == greedy(model, ("user", f"a{END}")) + "\n"

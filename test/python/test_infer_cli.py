@@ -507,6 +507,8 @@ def test_bench_batch(model):
     assert "enough for 2" in refused(RESOURCES, *words, "--kv-memory", "0.07MB")
     assert "not finite" in refused(NUMERIC, *words, "--debug-inject", "nan@token=30")
     assert "--bench-prompt: only for --bench-batch" in refused(USAGE, "--model", model, "--bench", "--bench-prompt", 9)
+    short = ("--bench-batch", 8, "--bench-prompt", 40, "--max-tokens", 2, "--prompt-rows", 1)
+    assert "8 sequences never ran at the same time" in refused(USAGE, "--model", model, *short)
 
 
 def test_a_prompt_from_standard_input_has_a_limit(model):
@@ -528,6 +530,18 @@ def test_random_models_run_on_the_cpu():
     words = ["--random-model", "pythia-14m", "--max-tokens", 4, "--device", "cpu"]
     assert object_of("--bench", *words)["bytes_per_token"] == 4 * (14_067_712 - 50304 * 128 + 128) + 8 * 6 * 128 * 34
     assert object_of("--bench-batch", "2", "--bench-prompt", 4, *words)["points"][0]["steps"] == 3
+
+
+def test_a_random_model_takes_the_shape_of_a_config_file(tmp_path):
+    config = json.loads((ROOT / "models/tiny-llama/config.json").read_text())
+    file = tmp_path / "shape.json"
+    file.write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    words = ["--max-tokens", 4, "--device", "cpu", "--bench"]
+    done = run(*words, "--random-model", file)
+    assert done.returncode == OK, done.stderr
+    assert f"{file}: 3 layers of {config['hidden_size']}".encode() in done.stderr
+    file.write_text(json.dumps({**config, "hidden_size": 0}))
+    assert str(file) in refused(BAD_FILE, *words, "--random-model", file)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -459,8 +459,10 @@ def test_pytorch_computes_the_same_from_quantised_weights(tmp_path, model, optio
 
 def test_neither_training_nor_export_takes_a_quantised_file(tmp_path):
     packed, _ = converted(tmp_path, "llama", "int4")
-    done = ck.run_script("export_hf.py", packed.path, "-o", tmp_path / "out")
-    assert done.returncode == 3 and "its weights are quantised, and an export needs floats" in done.stderr
+    for adapter in ([], ["--adapter", tmp_path / "adapter.bin"]):
+        done = ck.run_script("export_hf.py", packed.path, *adapter, "-o", tmp_path / "out")
+        assert done.returncode == 3 and "its weights are quantised, and an export needs floats" in done.stderr
+        assert ("infer_pythia --adapter runs the adapter beside" in done.stderr) == bool(adapter)
     run = subprocess.run([ck.ROOT / "train_llama", f"--model={packed.path}", "--train=none_*.bin", "--device=cpu",
                           f"--out={tmp_path / 'run'}"], capture_output=True, text=True)
     assert run.returncode == 3 and "its weights are quantised (int4), and training needs floats" in run.stderr

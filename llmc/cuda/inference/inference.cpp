@@ -48,11 +48,12 @@ ArenaLayout plan_inference_workspace(const ModelConfig& c, const InferenceOption
   layout.reserve(&b.product, rows * c.ffn_size);
   const bool adapted_up = low_rank_hidden(lora, BlockLinear::up) > 0,
              adapted_qkv = low_rank_hidden(lora, BlockLinear::qkv) > 0;
-  layout.reserve(&b.gate_up, gate_up_in_memory(c) || adapted_up ? rows * 2 * c.ffn_size : 0);
+  const std::int64_t up_columns = linear_size(c, BlockLinear::up).OC;
+  layout.reserve(&b.gate_up, gate_up_in_memory(c) || adapted_up ? rows * up_columns : 0);
   std::int64_t hidden = 0;
   for (const BlockLinear linear : kBlockLinears) hidden = std::max(hidden, low_rank_hidden(lora, linear));
   layout.reserve(&b.low_rank, rows * hidden);
-  layout.reserve(&b.sums, rows * std::max(adapted_qkv ? c.qkv_size() : 0, adapted_up ? 2 * c.ffn_size : 0));
+  layout.reserve(&b.sums, rows * std::max(adapted_qkv ? c.qkv_size() : 0, adapted_up ? up_columns : 0));
   layout.reserve(&b.gathered, logit_rows * C);
   layout.reserve(&b.final_norm, logit_rows * C);
   layout.reserve(&b.logits, logit_rows * c.vocab_size);
@@ -111,8 +112,8 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
   const std::int64_t rows = row_bucket(pool_.max_rows);
   for (std::int64_t i = 0; i < kDepth; ++i) {
     flights_.push_back(std::make_unique<Flight>(step_bytes(config_, pool_), rows));
-    flights_.back()->step = b_.step[i];
   }
+  for (std::int64_t i = 0; i < kStepSlots; ++i) rules_.push_back(std::make_unique<Rules>(rows));
   const RopeTable table = rope_table(config.rope, pool_.max_positions);
   rope_ = upload_rope_table(table, b_.cos, b_.sin, stream_);
   RopeTable local;
@@ -131,6 +132,7 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
       fused_ = std::make_unique<FusedStep<S>>(config, weights_, own_parts.cache, rope_, stream_);
     }
   }
+  cuda::check(cudaEventRecord(*last_done_, stream_), "clearing GPU memory");
   stream_.synchronize("clearing GPU memory");
 }
 
@@ -218,7 +220,6 @@ std::unique_ptr<InferenceModel> filled_inference(const ModelConfig& config, cons
 std::string inference_unsupported_reason(const ModelConfig& c, DType dtype) {
   if (const std::string reason = head_dim_unsupported_reason(c.head_dim); !reason.empty()) return reason;
   if (gate_up_in_memory(c) && c.quantization.any()) return "mlp_bias: the GPU has no quantised gate and up with biases";
-  if (gate_up_in_memory(c) && c.activation != Activation::swiglu) return "mlp_bias: the GPU has no GeGLU with biases";
   if (c.parallel_residual && (c.post_norms || c.norm_weight_offset != 0))
     return "parallel_residual: the GPU has no norms behind attention and MLP, nor with 1 + weight, beside it";
   if (c.activation == Activation::gelu_tanh)
@@ -241,12 +242,6 @@ std::string inference_unsupported_reason(const ModelConfig& c, DType dtype) {
     if (!reason.empty()) return reason;
   }
   return "";
-}
-
-std::string adapter_unsupported_reason(const ModelConfig& config) {
-  if (config.parallel_residual) return "the parallel residual";
-  if (config.post_norms) return "norms behind attention and MLP";
-  return config.activation == Activation::swiglu ? "" : "another activation than SwiGLU";
 }
 
 std::string fused_steps_unsupported_reason(const ModelConfig& config, DType dtype) {
@@ -274,11 +269,8 @@ std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const Infe
   const ModelFile* const adapter = file.adapter_beside();
   GpuInferenceOptions options = asked;
   if (adapter != nullptr) options.lora = adapter->lora();
-  if (options.lora) {
-    const std::string reason =
-        options.fused_steps ? std::string("fused steps") : adapter_unsupported_reason(file.config());
-    if (!reason.empty()) fail(Exit::usage, "an adapter beside quantised weights: not with %s", reason.c_str());
-  }
+  if (options.lora && options.fused_steps)
+    fail(Exit::usage, "an adapter beside quantised weights: not with fused steps");
   return with_storage(options.dtype, [&](auto storage) {
     using S = decltype(storage);
     const auto fill = [&](const TensorTable&, auto parameters) {

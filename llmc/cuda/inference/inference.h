@@ -42,8 +42,6 @@ struct GpuInferenceOptions {
 // Empty if the GPU kernels can run this model with this storage type, otherwise one line for the user that says why
 // not.
 std::string inference_unsupported_reason(const ModelConfig& config, DType dtype);
-// Empty if the GPU computes an adapter beside quantised weights of such a model, otherwise what of it stands against that.
-std::string adapter_unsupported_reason(const ModelConfig& config);
 
 // Empty if GpuInferenceOptions::fused_steps is possible for this model and storage type on the current GPU, otherwise
 // one line for the user that says why not.

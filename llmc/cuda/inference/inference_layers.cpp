@@ -10,6 +10,7 @@
 #include "llmc/cuda/inference/inference_model.h"
 #include "llmc/cuda/inference/parameters.h"
 #include "llmc/cuda/op/attention/paged/append_to_pages.h"
+#include "llmc/cuda/op/elementwise/gelu.h"
 #include "llmc/cuda/op/elementwise/step_rows.h"
 #include "llmc/cuda/op/elementwise/swiglu.h"
 #include "llmc/cuda/op/norm/head_norm.h"
@@ -126,11 +127,13 @@ void Inference<S>::multiply_with_adapter(const S* x, const DeviceBlock<S>& block
 template <typename S>
 void Inference<S>::multiply_up(const DeviceBlock<S>& w, RowRange rows, const Launch& launch) {
   const std::int64_t C = config_.hidden_size, F = config_.ffn_size;
+  const std::int64_t columns = linear_size(config_, BlockLinear::up).OC;
   if (!w.up.low_rank.empty()) {
-    const std::int64_t count = rows.end - rows.begin;
-    S* const gate_up = b_.gate_up + rows.begin * 2 * F;
-    named("MLP up", [&] { multiply_with_adapter(norm2() + rows.begin * C, w, BlockLinear::up, count, gate_up); });
-    return named("SwiGLU", [&] { swiglu_forward(b_.product + rows.begin * F, gate_up, count, F, launch.stream); });
+    named("MLP up", [&] {
+      multiply_with_adapter(norm2() + rows.begin * C, w, BlockLinear::up, rows.end - rows.begin,
+                            b_.gate_up + rows.begin * columns);
+    });
+    return activate(rows, launch.stream);
   }
   RowsMatmul<S> io;
   io.x = norm2() + rows.begin * C;
@@ -143,12 +146,26 @@ void Inference<S>::multiply_up(const DeviceBlock<S>& w, RowRange rows, const Lau
   io.out = b_.product + rows.begin * F;
   io.x_is_older = parallel();  // it follows attention, or an event
   if (!gate_up_in_memory(config_)) return named("MLP up", [&] { multiply(io, w.up, {}, launch); });
-  // With biases, which the epilogue with SwiGLU has not.
-  io.OC = 2 * F;
+  // With biases, which the gated epilogues have not.
+  io.OC = columns;
   io.epilogue = RowsEpilogue::store;
-  io.out = b_.gate_up + rows.begin * 2 * F;
+  io.out = b_.gate_up + rows.begin * columns;
   named("MLP up", [&] { multiply(io, w.up, {}, launch); });
-  named("SwiGLU", [&] { swiglu_forward(b_.product + rows.begin * F, io.out, io.rows, F, launch.stream); });
+  activate(rows, launch.stream);
+}
+
+// Where the projection's output lies in memory.
+template <typename S>
+void Inference<S>::activate(RowRange rows, cudaStream_t stream) {
+  const std::int64_t F = config_.ffn_size, count = rows.end - rows.begin;
+  const S* const in = b_.gate_up + rows.begin * linear_size(config_, BlockLinear::up).OC;
+  S* const out = b_.product + rows.begin * F;
+  if (config_.activation == Activation::swiglu)
+    named("SwiGLU", [&] { swiglu_forward(out, in, count, F, stream); });
+  else if (config_.activation == Activation::geglu_tanh)
+    named("GeGLU", [&] { geglu_tanh_forward(out, in, count, F, stream); });
+  else
+    named("GELU", [&] { gelu_forward(out, in, count * F, stream); });
 }
 
 // The parallel residual's two branches, as one sum: attention Woutput^T + product Wdown^T.
@@ -249,7 +266,9 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
   // What follows attention is computed for these rows.
   const RowRange needed{static_cast<int>(l + 1 == config_.num_layers ? step.first_wanted : 0), static_cast<int>(rows)};
   const std::int64_t first = needed.begin, count = rows - first;
-  const bool beside = parallel() && !options_.direct && first == 0 && rows >= options_.two_stream_rows;
+  // An adapter has one workspace.
+  const bool beside =
+      parallel() && !options_.direct && !options_.lora && first == 0 && rows >= options_.two_stream_rows;
   if (parallel()) {
     normalize(rows, b_.residual, w.input_norm, b_.norm1, &w.post_norm, b_.norm2);
   } else if (l == 0 || !config_.post_norms) {  // otherwise the layer before has computed it
@@ -274,15 +293,19 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
   } else if (parallel()) {
     multiply_up(w, needed, in_chain());
     add_branches(w, needed, in_chain());
+    add_low_rank(b_.attention + first * q, w, BlockLinear::output, count, residual);
+    add_low_rank(b_.product + first * F, w, BlockLinear::down, count, residual);
   } else if (config_.post_norms) {
     float* const branch = b_.branch + first * C;
     named("output projection", [&] {
       multiply(b_.attention + first * q, w.output, count, q, C, RowsEpilogue::store_fp32, nullptr, branch);
     });
+    add_low_rank(b_.attention + first * q, w, BlockLinear::output, count, branch);
     add_normalized(needed, w.attention_norm, &w.post_norm, norm2());
     multiply_up(w, needed, in_chain());
     named("MLP down",
           [&] { multiply(b_.product + first * F, w.down, count, F, C, RowsEpilogue::store_fp32, nullptr, branch); });
+    add_low_rank(b_.product + first * F, w, BlockLinear::down, count, branch);
     const bool last = l + 1 == config_.num_layers;
     add_normalized(needed, w.mlp_norm, last ? nullptr : &weights_.blocks[static_cast<std::size_t>(l) + 1].input_norm,
                    b_.norm1);
@@ -343,7 +366,8 @@ void Inference<S>::sample_and_score(const StepArrays& step, std::int64_t first, 
   io.ids = b_.sampled_ids;
   io.errors = b_.errors;
   io.last_ids = b_.last_ids;
-  io.scores = step.scores + first;
+  io.scores = step.scores == nullptr ? nullptr : step.scores + first;
+  io.scores_at = step.scores_at;
   io.most_likely = b_.most_likely + first * kMaxAlternatives;
   named("scores", [&] { score_rows(io, device_.overlapping, stream_); });
 }
