@@ -3,8 +3,8 @@
     python3 dev/bench/needle.py --length 256                                     on a CPU: minutes
     python3 dev/bench/needle.py --length 4096 --steps 3000 --device cuda         and so up to 32768
 
-Trains a small Llama on documents of random words in which facts, a key and its value, lie scattered; at the end it is asked for
-the value of every key, and learns these answers alone. Then it answers new documents of that length with both --kv-dtype, greedily:
+Trains a small Llama on documents of random words in which facts lie scattered, each one token that stands for a key and its
+value. At the end come the keys, and the model learns to answer each with its value. Then it answers new documents of that length with both --kv-dtype, greedily:
 prints a Markdown table of right answers by where in the document the needle lies, and how many answers differ. A model that has not learnt the task
 says nothing about fp8: without 90 % right answers in the device's type the exit code is 1.
 """
@@ -25,10 +25,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 from token_shard import ShardWriter  # noqa: E402
 
-START, ASK, FIRST_KEY = 0, 1, 2
-KEYS = VALUES = 64
-FIRST_VALUE, FIRST_WORD, VOCABULARY = FIRST_KEY + KEYS, FIRST_KEY + KEYS + VALUES, 256
-FACTS = 16  # of a document, each asked for
+START, FIRST_KEY, KEYS, VALUES = 0, 1, 16, 16
+FIRST_VALUE = FIRST_KEY + KEYS
+FIRST_FACT = FIRST_VALUE + VALUES  # of key k and value v: FIRST_FACT + VALUES k + v
+FIRST_WORD, VOCABULARY = FIRST_FACT + KEYS * VALUES, 512
+FACTS = 8  # of a document, with different keys, each asked for
 DTYPES = ("auto", "fp8")
 PARTS = 4  # of a document, in which the table counts
 
@@ -39,20 +40,19 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Document:
-    ids: np.ndarray  # [length + 1]: START, the haystack, then (ASK, key, value) of each fact
-    places: np.ndarray  # of the asked facts' keys, in the order in which they are asked for
+    ids: np.ndarray  # [length + 1]: START, the haystack, then key and value of each fact
+    places: np.ndarray  # of the facts, in the order in which they are asked for
 
 
 def document(random: np.random.Generator, length: int) -> Document:
-    haystack = length + 1 - 3 * FACTS
+    haystack = length + 1 - 2 * FACTS
     ids = random.integers(FIRST_WORD, VOCABULARY, length + 1)
     ids[0] = START
-    places = 1 + 2 * random.choice((haystack - 1) // 2, FACTS, replace=False)
-    ids[places] = FIRST_KEY + random.choice(KEYS, FACTS, replace=False)
-    ids[places + 1] = random.integers(FIRST_VALUE, FIRST_VALUE + VALUES, FACTS)
-    ids[haystack::3] = ASK
-    ids[haystack + 1::3] = ids[places]
-    ids[haystack + 2::3] = ids[places + 1]
+    places = 1 + random.choice(haystack - 1, FACTS, replace=False)
+    keys, values = random.choice(KEYS, FACTS, replace=False), random.integers(0, VALUES, FACTS)
+    ids[places] = FIRST_FACT + VALUES * keys + values
+    ids[haystack::2] = FIRST_KEY + keys
+    ids[haystack + 1::2] = FIRST_VALUE + values
     return Document(ids, places)
 
 
@@ -65,7 +65,7 @@ def run(*command: object) -> str:
 
 def write_shard(path: Path, random: np.random.Generator, length: int, documents: int) -> None:
     learned = np.zeros(length + 1, bool)
-    learned[length + 1 - 3 * FACTS + 2::3] = True
+    learned[length + 1 - 2 * FACTS + 1::2] = True
     shard = ShardWriter(path, VOCABULARY, 0)
     for _ in range(documents):
         shard.write_document(document(random, length).ids, learned)
@@ -105,7 +105,7 @@ def measure(options: argparse.Namespace, model: Path, directory: Path) -> bool:
     """Prints the table; whether the task has been learnt."""
     random = np.random.default_rng(options.seed + 1)
     asked = [document(random, options.length) for _ in range(options.trials)]
-    prompt_end = options.length + 1 - 3 * FACTS + 2  # behind the first key that is asked for
+    prompt_end = options.length + 1 - 2 * FACTS + 1  # behind the first key that is asked for
     requests = directory / "requests.jsonl"
     requests.write_text("".join(json.dumps({"id": str(i), "prompt_ids": each.ids[:prompt_end].tolist()}) + "\n"
                                 for i, each in enumerate(asked)))

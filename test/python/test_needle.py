@@ -20,18 +20,18 @@ from token_shard import TokenShard  # noqa: E402
 def test_each_question_is_about_a_fact_of_the_haystack(tmp_path):
     for length in (128, 1000):
         ids = needle.document(np.random.default_rng(3), length).ids
-        end = length + 1 - 3 * needle.FACTS
+        end = length + 1 - 2 * needle.FACTS
         assert ids.size == length + 1 and ids.max() < needle.VOCABULARY and ids[0] == needle.START
-        places = np.flatnonzero((ids[:end] >= needle.FIRST_KEY) & (ids[:end] < needle.FIRST_VALUE))
-        facts = {int(ids[place]): int(ids[place + 1]) for place in places}
-        assert len(facts) == needle.FACTS and all(needle.FIRST_VALUE <= value < needle.FIRST_WORD for value in facts.values())
-        questions = ids[end:].reshape(-1, 3)
-        assert (questions[:, 0] == needle.ASK).all() and {int(key): int(value) for _, key, value in questions} == facts
+        assert (ids[1:end] >= needle.FIRST_FACT).all()
+        facts = ids[:end][(ids[:end] >= needle.FIRST_FACT) & (ids[:end] < needle.FIRST_WORD)] - needle.FIRST_FACT
+        answers = {needle.FIRST_KEY + int(fact) // needle.VALUES: needle.FIRST_VALUE + int(fact) % needle.VALUES for fact in facts}
+        questions = ids[end:].reshape(-1, 2)
+        assert len(answers) == needle.FACTS and {int(key): int(value) for key, value in questions} == answers
         needle.write_shard(tmp_path / "shard.bin", np.random.default_rng(3), length, 2)
         shard = TokenShard(tmp_path / "shard.bin")
         assert (shard.tokens[:length + 1] == ids).all()
         learned = np.flatnonzero(shard.learned()[:length + 1])
-        assert (ids[learned] == questions[:, 2]).all()
+        assert (ids[learned] == questions[:, 1]).all()
 
 
 @pytest.mark.skipif(not (ROOT / "train_llama").exists() or not (ROOT / "infer_pythia").exists(), reason="not built")
