@@ -97,6 +97,13 @@ InferenceOptions pool_of_draft(const ModelConfig& config, const InferenceModel& 
   return pool;
 }
 
+void check_activations(const InferSettings& settings, const ModelConfig& config,
+                       const std::optional<LoraConfig>& lora) {
+  if (settings.activations != "fp8") return;
+  const std::string reason = fp8_activations_unsupported_reason(config.quantization, lora.has_value());
+  if (!reason.empty()) fail(Exit::usage, "--activations fp8: %s. Use --activations auto", reason.c_str());
+}
+
 std::unique_ptr<DecodeModel> random_decoder_on_cpu(const ModelConfig& config, std::int64_t capacity,
                                                    std::int64_t seed) {
   return single_sequence(random_on_cpu(config, one_sequence(capacity), seed), capacity);
@@ -156,6 +163,7 @@ std::vector<MemoryLine> plan_fused(const ModelConfig& config, std::int64_t capac
 }  // namespace
 
 void DecodeDevice::choose(const ModelConfig& config, DType stored, const std::optional<LoraConfig>& lora) {
+  check_activations(settings_, config, lora);
   if (!choice_.gpu) return;
   dtype_ = settings_.dtype == "fp16"                                           ? DType::f16
            : settings_.dtype == "bf16"                                         ? DType::bf16
@@ -166,6 +174,11 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored, const std::op
   if (lora && reason.empty()) {
     reason = cuda::adapter_unsupported_reason(config);
     if (!reason.empty()) reason = "the GPU has no adapter beside quantised weights with " + reason;
+  }
+  if (fp8_activations() && reason.empty()) {
+    reason = cuda::fp8_activations_unsupported_reason(config, dtype_, lora);
+    if (reason.empty()) reason = cuda::fp8_activations_unsupported_gpu();
+    if (!reason.empty()) fail(Exit::environment, "--activations fp8: %s. Use --activations auto", reason.c_str());
   }
   if (reason.empty()) return choose_decode(config, settings_.many_sequences() || settings_.drafts());
   if (settings_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", reason.c_str());
@@ -184,6 +197,13 @@ void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
       fail(Exit::environment, "--decode fused: got an adapter beside quantised weights. Use --decode graph");
     }
     if (settings_.decode == "auto") log_info("decode graph, not fused: an adapter stands beside quantised weights");
+    decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;
+    return;
+  }
+  if (fp8_activations()) {
+    if (settings_.decode == "fused") {
+      fail(Exit::environment, "--decode fused: got --activations fp8, which its kernel has not. Use --decode graph");
+    }
     decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;
     return;
   }
@@ -227,12 +247,13 @@ void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity
   if (!choice_.gpu) return;
   const bool fused = decode_ == "fused" && !settings_.drafts();
   const auto planned = [&](std::int64_t positions, DType dtype) {
-    const auto of = [&](const ModelConfig& each, bool in_kernel, const std::optional<LoraConfig>& lora) {
-      return total_bytes(in_kernel ? plan_fused(each, positions, dtype)
-                                   : cuda::plan_inference(each, one_sequence_on_gpu(positions, false), dtype, lora));
+    const auto of = [&](const ModelConfig& each, bool in_kernel, const std::optional<LoraConfig>& lora, bool fp8) {
+      return total_bytes(in_kernel
+                             ? plan_fused(each, positions, dtype)
+                             : cuda::plan_inference(each, one_sequence_on_gpu(positions, false), dtype, lora, fp8));
     };
-    return (draft_ ? of(*draft_, fuses_draft(*draft_), std::nullopt) : 0) + steps_memory(config) +
-           of(config, fused, lora_);
+    return (draft_ ? of(*draft_, fuses_draft(*draft_), std::nullopt, false) : 0) + steps_memory(config) +
+           of(config, fused, lora_, fp8_activations());
   };
   const std::uint64_t available = choice_.available_bytes, needed = planned(capacity, dtype_);
   if (needed <= available) return;
@@ -261,13 +282,15 @@ std::unique_ptr<DecodeModel> DecodeDevice::one_on_gpu(const ModelConfig& config,
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int64_t capacity) const {
-  if (!choice_.gpu) return cpu::load_decoder(file, capacity);
-  return one_on_gpu(file.config(), capacity, [&](const InferenceOptions& pool) { return load_pages(file, pool); });
+  if (!choice_.gpu) return cpu::load_decoder(file, capacity, DType::f32, fp8_activations());
+  return one_on_gpu(file.config(), capacity,
+                    [&](const InferenceOptions& pool) { return load_pages(file, pool, fp8_activations()); });
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
   if (!choice_.gpu) return random_decoder_on_cpu(config, capacity, settings_.seed);
-  return one_on_gpu(config, capacity, [&](const InferenceOptions& pool) { return random_pages(config, pool); });
+  return one_on_gpu(config, capacity,
+                    [&](const InferenceOptions& pool) { return random_pages(config, pool, fp8_activations()); });
 }
 
 std::uint64_t DecodeDevice::steps_memory(const ModelConfig& config) const {
@@ -302,18 +325,22 @@ SequenceDraft DecodeDevice::make_random_draft(const ModelConfig& config, const I
   return {nullptr, sequence_on_gpu(random_pages(config, one_sequence_on_gpu(capacity, true)), capacity, dtype_)};
 }
 
-std::unique_ptr<InferenceModel> DecodeDevice::load_pages(const ModelFile& file, const InferenceOptions& pool) const {
-  if (!choice_.gpu) return cpu::load_inference(file, pool);
+std::unique_ptr<InferenceModel> DecodeDevice::load_pages(const ModelFile& file, const InferenceOptions& pool,
+                                                         bool fp8_activations) const {
+  if (!choice_.gpu) return cpu::load_inference(file, pool, DType::f32, fp8_activations);
   return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
-    return cuda::load_inference(file, pool, {dtype_, decode_ == "reference", fused_steps(file.config()), progress});
+    cuda::GpuInferenceOptions options{dtype_, decode_ == "reference", fused_steps(file.config()), progress};
+    options.fp8_activations = fp8_activations;
+    return cuda::load_inference(file, pool, options);
   });
 }
 
-std::unique_ptr<InferenceModel> DecodeDevice::random_pages(const ModelConfig& config,
-                                                           const InferenceOptions& pool) const {
+std::unique_ptr<InferenceModel> DecodeDevice::random_pages(const ModelConfig& config, const InferenceOptions& pool,
+                                                           bool fp8_activations) const {
   if (!choice_.gpu) return random_on_cpu(config, pool, settings_.seed);
-  return cuda::random_inference(config, static_cast<std::uint64_t>(settings_.seed), pool,
-                                {dtype_, decode_ == "reference", fused_steps(config), nullptr});
+  cuda::GpuInferenceOptions options{dtype_, decode_ == "reference", fused_steps(config), nullptr};
+  options.fp8_activations = fp8_activations;
+  return cuda::random_inference(config, static_cast<std::uint64_t>(settings_.seed), pool, options);
 }
 
 // On the GPU the pool gets what parameters and workspace leave.
@@ -332,7 +359,7 @@ InferenceOptions DecodeDevice::many_pool(const ModelConfig& config, std::uint64_
   };
   const InferenceOptions largest =
       pool_of(std::max(kv_of_both(config.max_positions * sequences), 3 * kv_of_both(InferenceOptions{}.page_size)));
-  std::uint64_t beside = total_bytes(cuda::plan_inference(config, largest, dtype_, lora_)) -
+  std::uint64_t beside = total_bytes(cuda::plan_inference(config, largest, dtype_, lora_, fp8_activations())) -
                          kv_bytes(config, largest.num_pages * largest.page_size, element);
   beside += steps_memory(config);
   if (draft_) {
@@ -366,7 +393,9 @@ InferenceOptions DecodeDevice::draft_pool(const ModelConfig& config, const Infer
 
 #else  // built without CUDA
 
-void DecodeDevice::choose(const ModelConfig&, DType, const std::optional<LoraConfig>&) {}
+void DecodeDevice::choose(const ModelConfig& config, DType, const std::optional<LoraConfig>& lora) {
+  check_activations(settings_, config, lora);
+}
 void DecodeDevice::check_memory(const ModelConfig&, std::int64_t) const {}
 
 double DecodeDevice::read_ceiling() const {
@@ -374,7 +403,7 @@ double DecodeDevice::read_ceiling() const {
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int64_t capacity) const {
-  return cpu::load_decoder(file, capacity);
+  return cpu::load_decoder(file, capacity, DType::f32, fp8_activations());
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
@@ -389,12 +418,13 @@ SequenceDraft DecodeDevice::make_random_draft(const ModelConfig& config, const I
   return {random_pages(config, draft_pool(config, model)), nullptr};
 }
 
-std::unique_ptr<InferenceModel> DecodeDevice::load_pages(const ModelFile& file, const InferenceOptions& pool) const {
-  return cpu::load_inference(file, pool);
+std::unique_ptr<InferenceModel> DecodeDevice::load_pages(const ModelFile& file, const InferenceOptions& pool,
+                                                         bool fp8_activations) const {
+  return cpu::load_inference(file, pool, DType::f32, fp8_activations);
 }
 
-std::unique_ptr<InferenceModel> DecodeDevice::random_pages(const ModelConfig& config,
-                                                           const InferenceOptions& pool) const {
+std::unique_ptr<InferenceModel> DecodeDevice::random_pages(const ModelConfig& config, const InferenceOptions& pool,
+                                                           bool) const {
   return random_on_cpu(config, pool, settings_.seed);
 }
 
@@ -421,26 +451,26 @@ void DecodeDevice::announce_gpu() const {
 std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& file, std::uint64_t kv_memory,
                                                              std::int64_t sequences) const {
   announce_gpu();
-  return load_pages(file, many_pool(file.config(), kv_memory, sequences));
+  return load_pages(file, many_pool(file.config(), kv_memory, sequences), fp8_activations());
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::make_random_inference(const ModelConfig& config, std::uint64_t kv_memory,
                                                                     std::int64_t sequences) const {
   announce_gpu();
-  return random_pages(config, many_pool(config, kv_memory, sequences));
+  return random_pages(config, many_pool(config, kv_memory, sequences), fp8_activations());
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_sequence(const ModelFile& file, std::int64_t capacity) const {
   announce_gpu();
   check_memory(file.config(), capacity);
-  return load_pages(file, sequence_pool(capacity));
+  return load_pages(file, sequence_pool(capacity), fp8_activations());
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::make_random_sequence(const ModelConfig& config,
                                                                    std::int64_t capacity) const {
   announce_gpu();
   check_memory(config, capacity);
-  return random_pages(config, sequence_pool(capacity));
+  return random_pages(config, sequence_pool(capacity), fp8_activations());
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_draft(const ModelFile& file, const InferenceModel& model) const {
