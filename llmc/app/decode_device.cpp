@@ -109,6 +109,13 @@ InferenceOptions pool_of_draft(const ModelConfig& config, const InferenceModel& 
   return pool;
 }
 
+void check_activations(const InferSettings& settings, const ModelConfig& config,
+                       const std::optional<LoraConfig>& lora) {
+  if (settings.activations != "fp8") return;
+  const std::string reason = fp8_activations_unsupported_reason(config.quantization, lora.has_value());
+  if (!reason.empty()) fail(Exit::usage, "--activations fp8: %s. Use --activations auto", reason.c_str());
+}
+
 }  // namespace
 
 #ifdef WEFT_CUDA
@@ -164,6 +171,7 @@ std::vector<MemoryLine> plan_fused(const ModelConfig& config, std::int64_t capac
 }  // namespace
 
 void DecodeDevice::choose(const ModelConfig& config, DType stored, const std::optional<LoraConfig>& lora) {
+  check_activations(settings_, config, lora);
   if (!choice_.gpu) return;
   dtype_ = settings_.dtype == "fp16"                                           ? DType::f16
            : settings_.dtype == "bf16"                                         ? DType::bf16
@@ -174,6 +182,11 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored, const std::op
     fail(Exit::usage, "--kv-dtype: got fp8, on the GPU it needs --dtype fp16 or bf16");
   }
   const std::string reason = cuda::inference_unsupported_reason(config, dtype_);
+  if (fp8_activations() && reason.empty()) {
+    std::string of_fp8 = cuda::fp8_activations_unsupported_reason(config, dtype_, lora);
+    if (of_fp8.empty()) of_fp8 = cuda::fp8_activations_unsupported_gpu();
+    if (!of_fp8.empty()) fail(Exit::environment, "--activations fp8: %s. Use --activations auto", of_fp8.c_str());
+  }
   if (reason.empty()) return choose_decode(config, settings_.many_sequences() || settings_.drafts());
   if (settings_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", reason.c_str());
   use_cpu(choose_cpu(reason));
@@ -192,6 +205,13 @@ void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
       fail(Exit::environment, "--decode fused: got an adapter beside quantised weights. Use --decode graph");
     }
     if (settings_.decode == "auto") log_info("decode graph, not fused: an adapter stands beside quantised weights");
+    decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;
+    return;
+  }
+  if (fp8_activations()) {
+    if (settings_.decode == "fused") {
+      fail(Exit::environment, "--decode fused: got --activations fp8, which its kernel has not. Use --decode graph");
+    }
     decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;
     return;
   }
@@ -236,13 +256,13 @@ void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity
   if (!choice_.gpu) return;
   const bool fused = decode_ == "fused" && !settings_.drafts();
   const auto planned = [&](std::int64_t positions, DType dtype) {
-    const auto of = [&](const ModelConfig& each, bool in_kernel, const std::optional<LoraConfig>& lora) {
+    const auto of = [&](const ModelConfig& each, bool in_kernel, const std::optional<LoraConfig>& lora, bool fp8) {
       const InferenceOptions pages = one_sequence_on_gpu(positions, false, settings_.kv_fp8());
       return total_bytes(in_kernel ? plan_fused(each, positions, dtype)
-                                   : cuda::plan_inference(each, pages, dtype, lora));
+                                   : cuda::plan_inference(each, pages, dtype, lora, fp8));
     };
-    return (draft_ ? of(*draft_, fuses_draft(*draft_), std::nullopt) : 0) + steps_memory(config) +
-           of(config, fused, lora_);
+    return (draft_ ? of(*draft_, fuses_draft(*draft_), std::nullopt, false) : 0) + steps_memory(config) +
+           of(config, fused, lora_, fp8_activations());
   };
   const std::uint64_t available = choice_.available_bytes, needed = planned(capacity, dtype_);
   if (needed <= available) return;
@@ -271,13 +291,15 @@ std::unique_ptr<DecodeModel> DecodeDevice::one_on_gpu(const ModelConfig& config,
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int64_t capacity) const {
-  if (!choice_.gpu) return single_sequence(load_pages(file, sequence_pool(capacity)), capacity);
-  return one_on_gpu(file.config(), capacity, [&](const InferenceOptions& pool) { return load_pages(file, pool); });
+  if (!choice_.gpu) return single_sequence(load_pages(file, sequence_pool(capacity), fp8_activations()), capacity);
+  return one_on_gpu(file.config(), capacity,
+                    [&](const InferenceOptions& pool) { return load_pages(file, pool, fp8_activations()); });
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
-  if (!choice_.gpu) return single_sequence(random_pages(config, sequence_pool(capacity)), capacity);
-  return one_on_gpu(config, capacity, [&](const InferenceOptions& pool) { return random_pages(config, pool); });
+  if (!choice_.gpu) return single_sequence(random_pages(config, sequence_pool(capacity), false), capacity);
+  return one_on_gpu(config, capacity,
+                    [&](const InferenceOptions& pool) { return random_pages(config, pool, fp8_activations()); });
 }
 
 std::uint64_t DecodeDevice::steps_memory(const ModelConfig& config) const {
@@ -312,18 +334,22 @@ SequenceDraft DecodeDevice::make_random_draft(const ModelConfig& config, const I
   return {nullptr, sequence_on_gpu(random_pages(config, one_sequence_on_gpu(capacity, true)), capacity, dtype_)};
 }
 
-std::unique_ptr<InferenceModel> DecodeDevice::load_pages(const ModelFile& file, const InferenceOptions& pool) const {
-  if (!choice_.gpu) return cpu::load_inference(file, pool);
+std::unique_ptr<InferenceModel> DecodeDevice::load_pages(const ModelFile& file, const InferenceOptions& pool,
+                                                         bool fp8_activations) const {
+  if (!choice_.gpu) return cpu::load_inference(file, pool, DType::f32, fp8_activations);
   return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
-    return cuda::load_inference(file, pool, {dtype_, decode_ == "reference", fused_steps(file.config()), progress});
+    cuda::GpuInferenceOptions options{dtype_, decode_ == "reference", fused_steps(file.config()), progress};
+    options.fp8_activations = fp8_activations;
+    return cuda::load_inference(file, pool, options);
   });
 }
 
-std::unique_ptr<InferenceModel> DecodeDevice::random_pages(const ModelConfig& config,
-                                                           const InferenceOptions& pool) const {
+std::unique_ptr<InferenceModel> DecodeDevice::random_pages(const ModelConfig& config, const InferenceOptions& pool,
+                                                           bool fp8_activations) const {
   if (!choice_.gpu) return random_on_cpu(config, pool, settings_.seed);
-  return cuda::random_inference(config, static_cast<std::uint64_t>(settings_.seed), pool,
-                                {dtype_, decode_ == "reference", fused_steps(config), nullptr});
+  cuda::GpuInferenceOptions options{dtype_, decode_ == "reference", fused_steps(config), nullptr};
+  options.fp8_activations = fp8_activations;
+  return cuda::random_inference(config, static_cast<std::uint64_t>(settings_.seed), pool, options);
 }
 
 // On the GPU the pool gets what parameters and workspace leave.
@@ -344,7 +370,7 @@ InferenceOptions DecodeDevice::many_pool(const ModelConfig& config, std::uint64_
   };
   const InferenceOptions largest =
       pool_of(std::max(kv_of_both(config.max_positions * sequences), 3 * kv_of_both(InferenceOptions{}.page_size)));
-  std::uint64_t beside = total_bytes(cuda::plan_inference(config, largest, dtype_, lora_)) -
+  std::uint64_t beside = total_bytes(cuda::plan_inference(config, largest, dtype_, lora_, fp8_activations())) -
                          elements.of(config, largest.num_pages * largest.page_size);
   beside += steps_memory(config);
   if (draft_) {
@@ -382,7 +408,9 @@ InferenceOptions DecodeDevice::draft_pool(const ModelConfig& config, const Infer
 
 #else  // built without CUDA
 
-void DecodeDevice::choose(const ModelConfig&, DType, const std::optional<LoraConfig>&) {}
+void DecodeDevice::choose(const ModelConfig& config, DType, const std::optional<LoraConfig>& lora) {
+  check_activations(settings_, config, lora);
+}
 void DecodeDevice::check_memory(const ModelConfig&, std::int64_t) const {}
 
 double DecodeDevice::read_ceiling() const {
@@ -390,11 +418,11 @@ double DecodeDevice::read_ceiling() const {
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int64_t capacity) const {
-  return single_sequence(load_pages(file, sequence_pool(capacity)), capacity);
+  return single_sequence(load_pages(file, sequence_pool(capacity), fp8_activations()), capacity);
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
-  return single_sequence(random_pages(config, sequence_pool(capacity)), capacity);
+  return single_sequence(random_pages(config, sequence_pool(capacity), false), capacity);
 }
 
 SequenceDraft DecodeDevice::load_sequence_draft(const ModelFile& file, const InferenceModel& model) const {
@@ -405,12 +433,13 @@ SequenceDraft DecodeDevice::make_random_draft(const ModelConfig& config, const I
   return {random_pages(config, draft_pool(config, model)), nullptr};
 }
 
-std::unique_ptr<InferenceModel> DecodeDevice::load_pages(const ModelFile& file, const InferenceOptions& pool) const {
-  return cpu::load_inference(file, pool);
+std::unique_ptr<InferenceModel> DecodeDevice::load_pages(const ModelFile& file, const InferenceOptions& pool,
+                                                         bool fp8_activations) const {
+  return cpu::load_inference(file, pool, DType::f32, fp8_activations);
 }
 
-std::unique_ptr<InferenceModel> DecodeDevice::random_pages(const ModelConfig& config,
-                                                           const InferenceOptions& pool) const {
+std::unique_ptr<InferenceModel> DecodeDevice::random_pages(const ModelConfig& config, const InferenceOptions& pool,
+                                                           bool) const {
   return random_on_cpu(config, pool, settings_.seed);
 }
 
@@ -441,26 +470,26 @@ void DecodeDevice::announce_gpu() const {
 std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& file, std::uint64_t kv_memory,
                                                              std::int64_t sequences) const {
   announce_gpu();
-  return load_pages(file, many_pool(file.config(), kv_memory, sequences));
+  return load_pages(file, many_pool(file.config(), kv_memory, sequences), fp8_activations());
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::make_random_inference(const ModelConfig& config, std::uint64_t kv_memory,
                                                                     std::int64_t sequences) const {
   announce_gpu();
-  return random_pages(config, many_pool(config, kv_memory, sequences));
+  return random_pages(config, many_pool(config, kv_memory, sequences), fp8_activations());
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_sequence(const ModelFile& file, std::int64_t capacity) const {
   announce_gpu();
   check_memory(file.config(), capacity);
-  return load_pages(file, sequence_pool(capacity));
+  return load_pages(file, sequence_pool(capacity), fp8_activations());
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::make_random_sequence(const ModelConfig& config,
                                                                    std::int64_t capacity) const {
   announce_gpu();
   check_memory(config, capacity);
-  return random_pages(config, sequence_pool(capacity));
+  return random_pages(config, sequence_pool(capacity), fp8_activations());
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_draft(const ModelFile& file, const InferenceModel& model) const {

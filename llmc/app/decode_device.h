@@ -84,8 +84,12 @@ class DecodeDevice {
   std::unique_ptr<DecodeModel> one_on_gpu(const ModelConfig& config, std::int64_t capacity,
                                           const MakePages& make) const;
   // The model on the chosen device, from a file or with random weights.
-  std::unique_ptr<InferenceModel> load_pages(const ModelFile& file, const InferenceOptions& pool) const;
-  std::unique_ptr<InferenceModel> random_pages(const ModelConfig& config, const InferenceOptions& pool) const;
+  std::unique_ptr<InferenceModel> load_pages(const ModelFile& file, const InferenceOptions& pool,
+                                             bool fp8_activations = false) const;
+  std::unique_ptr<InferenceModel> random_pages(const ModelConfig& config, const InferenceOptions& pool,
+                                               bool fp8_activations = false) const;
+
+  bool fp8_activations() const { return settings_.activations == "fp8"; }
 
   const InferSettings& settings_;
   DeviceChoice choice_;

@@ -48,8 +48,8 @@ Inference::Inference(const ModelConfig& config, const InferenceOptions& options,
 
 std::vector<MemoryLine> Inference::memory() const {
   std::size_t values = 0;
-  for (const std::vector<float>* each :
-       {&residual_, &final_norm_, &norm1_, &norm2_, &branch_, &attention_, &qkv_, &up_, &product_, &low_rank_}) {
+  for (const std::vector<float>* each : {&residual_, &final_norm_, &norm1_, &norm2_, &branch_, &attention_, &qkv_, &up_,
+                                         &product_, &low_rank_, &codes_, &code_scales_}) {
     values += each->size();
   }
   std::vector<MemoryLine> lines = {{options_.kv_fp8 ? "K/V cache (fp8)" : "K/V cache (fp32)", kv_arena_.bytes()},
@@ -62,6 +62,12 @@ std::vector<MemoryLine> Inference::memory() const {
 
 std::uint64_t Inference::bytes_per_step(std::int64_t sequences, std::int64_t context) const {
   return read_bytes_of_step(config_, sequences, context, sizeof(float), options_.kv_fp8);
+}
+
+void Inference::use_fp8_activations() {
+  const std::int64_t widest = std::max({config_.hidden_size, config_.q_size(), config_.ffn_size});
+  codes_.resize(static_cast<std::size_t>(options_.max_rows * widest));
+  code_scales_.resize(static_cast<std::size_t>(options_.max_rows));
 }
 
 // ---- a step ---------------------------------------------------------------------------------------------------------
@@ -263,11 +269,18 @@ std::unique_ptr<Inference> filled(const ModelConfig& config, const TensorTable& 
 
 }  // namespace
 
-std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& options, DType cache) {
+std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& options, DType cache,
+                                               bool fp8_activations) {
+  if (fp8_activations) {
+    const std::string reason =
+        fp8_activations_unsupported_reason(file.config().quantization, file.adapter_beside() != nullptr);
+    if (!reason.empty()) fail(Exit::usage, "fp8 activations: %s", reason.c_str());
+  }
   auto model = filled(
       file.config(), file.table(), options,
       [&](const TensorSpec& spec, std::byte* out) { file.read_tensor(spec, out); }, file.adapter_beside());
   model->round_cache_to(cache);
+  if (fp8_activations) model->use_fp8_activations();
   return model;
 }
 
@@ -281,8 +294,9 @@ std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const 
   return std::make_unique<Inference>(config, options, bind_weights(config, table, parameters, Offsets::bytes), nullptr);
 }
 
-std::unique_ptr<DecodeModel> load_decoder(const ModelFile& file, std::int64_t capacity, DType cache) {
-  return single_sequence(load_inference(file, one_sequence(capacity), cache), capacity);
+std::unique_ptr<DecodeModel> load_decoder(const ModelFile& file, std::int64_t capacity, DType cache,
+                                          bool fp8_activations) {
+  return single_sequence(load_inference(file, one_sequence(capacity), cache, fp8_activations), capacity);
 }
 
 }  // namespace weft::cpu

@@ -31,11 +31,14 @@ namespace weft::cpu {
 // A model from its file: reads and verifies every parameter, fp16, bf16 or fp32 into fp32 memory and quantised matrices as
 // they are, with an adapter beside them (ModelFile::adapter_beside()). Exit::bad_file for damaged tensors, Exit::resources if the memory cannot be had.
 // `cache`: the type (f32, f16 or bf16) that keys and values are rounded to on their way into the pages, which are fp32, or
-// e4m3 with kv_fp8: the reference for a device that computes in 16 bits.
+// e4m3 with kv_fp8: the reference for a device that computes in 16 bits. `fp8_activations`: what the linear layers of the
+// blocks read is rounded to e4m3, with a scale for each row; Exit::usage unless their weights are fp8 and nothing stands
+// beside them.
 std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& options,
-                                               DType cache = DType::f32);
+                                               DType cache = DType::f32, bool fp8_activations = false);
 // The same for one sequence of at most `capacity` positions, 1 .. max_positions.
-std::unique_ptr<DecodeModel> load_decoder(const ModelFile& file, std::int64_t capacity, DType cache = DType::f32);
+std::unique_ptr<DecodeModel> load_decoder(const ModelFile& file, std::int64_t capacity, DType cache = DType::f32,
+                                          bool fp8_activations = false);
 
 // The same without a file: `fill` writes the bytes of each tensor of TensorTable(config).
 using FillTensor = std::function<void(const TensorSpec&, std::byte*)>;
@@ -68,6 +71,7 @@ class Inference final : public InferenceModel {
 
   // From the next step on; load_inference() says what it does.
   void round_cache_to(DType type) { cache_type_ = type; }
+  void use_fp8_activations();
 
  private:
   struct WantedRow {
@@ -128,8 +132,9 @@ class Inference final : public InferenceModel {
   const ModelWeights<const float> weights_;
   std::optional<LoraConfig> lora_;
   // [max_rows, ...]; norm2_: of the parallel residual; product_: of gated MLPs, others compute it in up_
-  // low_rank_: workspace of one module
-  std::vector<float> residual_, final_norm_, norm1_, norm2_, branch_, attention_, qkv_, up_, product_, low_rank_;
+  // low_rank_: workspace of one module; codes_, code_scales_: with fp8 activations, of the input of one layer
+  std::vector<float> residual_, final_norm_, norm1_, norm2_, branch_, attention_, qkv_, up_, product_, low_rank_,
+      codes_, code_scales_;
 
   // Of the step.
   std::vector<std::int32_t> ids_;

@@ -8,6 +8,7 @@
 
 #include "llmc/base/dtype.h"
 #include "llmc/cpu/embedding.h"
+#include "llmc/cpu/fp8_rows.h"
 #include "llmc/cpu/gelu.h"
 #include "llmc/cpu/head_norm.h"
 #include "llmc/cpu/inference.h"
@@ -90,6 +91,11 @@ void Inference::multiply(float* out, const float* x, const BlockWeights<const fl
                          Accumulate accumulate) {
   const Linear<const float>& w = block.linear(which);
   const LinearSize size = linear_size(config_, which);
+  if (!codes_.empty()) {
+    quantize_rows_fp8(codes_.data(), code_scales_.data(), x, rows(), size.C);
+    return matmul_rows_forward(out, codes_.data(), w.weight, w.bias, rows(), size.C, size.OC, accumulate,
+                               code_scales_.data());
+  }
   matmul_rows_forward(out, x, w.weight, w.bias, rows(), size.C, size.OC, accumulate);
   for (const LowRank<const float>& module : w.low_rank) {
     low_rank_rows_forward(low_rank_shape(which, rows()), out, x, module, low_rank_.data());

@@ -30,9 +30,11 @@ struct Linear {
   const float *x, *bias, *scales;  // scales: of the rows of the weight; null: none
   std::int64_t C, OC;
   bool accumulate;
+  const float* x_scales;  // of the rows of x; null: none
 
   void write(std::int64_t n, std::int64_t o, float sum) const {
     float* element = out + n * OC + o;
+    if (x_scales != nullptr) sum *= x_scales[n];
     const float of_bias = bias != nullptr ? bias[o] : 0.0f;
     const float value = scales != nullptr ? multiply_add(sum, scales[o], of_bias) : sum + of_bias;
     *element = accumulate ? *element + value : value;
@@ -58,8 +60,9 @@ struct Linear {
 }  // namespace
 
 void matmul_rows_forward(float* out, const float* x, const Weight<const float>& weight, const float* bias,
-                         std::int64_t N, std::int64_t C, std::int64_t OC, Accumulate accumulate) {
-  const Linear linear = {out, x, bias, weight.packed.row_scales, C, OC, accumulate == Accumulate::yes};
+                         std::int64_t N, std::int64_t C, std::int64_t OC, Accumulate accumulate,
+                         const float* x_scales) {
+  const Linear linear = {out, x, bias, weight.packed.row_scales, C, OC, accumulate == Accumulate::yes, x_scales};
   const std::int64_t of_cache = kPanelFloats / std::max<std::int64_t>(C, 1),
                      of_thread = ceil_div(OC, omp_get_max_threads());
   const std::int64_t panel =

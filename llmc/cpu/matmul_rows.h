@@ -13,8 +13,9 @@ namespace weft::cpu {
 
 // out [N, OC] (+)= x [N, C] * weight [OC, C]^T + bias [OC] (null: none). With a scale for each row of the weight the sum runs
 // over x * q, and is multiplied by the scale as the bias is added (one rounding). A grouped weight gives the bits of its
-// dequantised floats.
+// dequantised floats. With `x_scales` [N] the sum is multiplied by that of its row of x first.
 void matmul_rows_forward(float* out, const float* x, const Weight<const float>& weight, const float* bias,
-                         std::int64_t N, std::int64_t C, std::int64_t OC, Accumulate accumulate = Accumulate::no);
+                         std::int64_t N, std::int64_t C, std::int64_t OC, Accumulate accumulate = Accumulate::no,
+                         const float* x_scales = nullptr);
 
 }  // namespace weft::cpu

@@ -66,6 +66,10 @@ void add_model(OptionTable& table, InferSettings& s) {
   table.choice("kv-dtype", s.kv_dtype, {"auto", "fp8"},
                "of keys and values in the cache; auto: as the device computes; fp8: half of 16 bits, and a text may "
                "change; not with --decode fused");
+  table.choice(
+      "activations", s.activations, {"auto", "fp8"},
+      "of models whose weights are fp8: what the linear layers of the blocks multiply the weights with; auto: 16 "
+      "bits on the GPU, fp32 on the CPU; fp8: codes with a scale for each row, on the GPU for Hopper alone");
   table.integer("context", s.context, 0, kNoLimit,
                 "positions of the K/V cache; 0: as many as needed, at most what the model was made for");
   table.integer("threads", s.threads, 0, kMaxThreads, kThreadsHelp);

@@ -63,6 +63,15 @@ std::string quantization_text(const Quantization& quantization) {
   return quantization.head == nullptr ? weights : weights + ", head " + quantization.head->name;
 }
 
+std::string fp8_activations_unsupported_reason(const Quantization& quantization, bool adapter) {
+  const WeightFormat* const weights = quantization.weights;
+  if (weights == nullptr || weights->dtype != DType::e4m3) {
+    return format("the model's weights are %s, expected fp8 (convert_hf.py --quantize fp8)",
+                  weights == nullptr ? "floats" : weights->name);
+  }
+  return adapter ? "not with an adapter beside quantised weights" : "";
+}
+
 std::optional<std::size_t> first_invalid_value(ValueKind kind, DType dtype, std::span<const std::byte> data) {
   switch (kind) {
     case ValueKind::floats:

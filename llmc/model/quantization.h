@@ -30,6 +30,10 @@ Json quantization_to_json(const Quantization& quantization);
 // "none", "int4", "int4, head int8": for people.
 std::string quantization_text(const Quantization& quantization);
 
+// Why linear layers with such weights cannot multiply in fp8, for `--activations fp8`; empty if they can. `adapter`: whether
+// one stands beside the weights.
+std::string fp8_activations_unsupported_reason(const Quantization& quantization, bool adapter);
+
 // What kind of values a tensor of the table holds.
 enum class ValueKind {
   floats,

@@ -234,6 +234,55 @@ TEST(CudaQuantizedInference, ThePlanIsWhatIsAllocated) {
   }
 }
 
+// Activations in fp8, on the CPU and the GPU. Where 16 bits make an activation cross the boundary between two codes, both
+// differ by an eighth of it: so the distance to the CPU is a part of what rounding to codes itself changes.
+TEST(CudaQuantizedInference, Fp8ActivationsAreThoseOfTheCpu) {
+  if (!cuda::fp8_activations_unsupported_gpu().empty()) GTEST_SKIP() << cuda::fp8_activations_unsupported_gpu();
+  int models = 0;
+  for (const test::NamedConfig& each : test::small_models()) {
+    ModelConfig config = each.config;
+    config.quantization = quantization_of(&kFp8, false);
+    if (!cuda::fp8_activations_unsupported_reason(config, DType::f16).empty()) continue;
+    ++models;
+    SCOPED_TRACE(each.name);
+    const Pair pair(each.config, config.quantization, DType::f16);
+    const ModelFile file = ModelFile::open(pair.quantized());
+    cuda::GpuInferenceOptions options;
+    options.fp8_activations = true;
+    const auto gpu = cuda::load_inference(file, pool_of(60), options),
+               widened = pair.on_gpu(pair.quantized(), pool_of(60));
+    const auto cpu = cpu::load_inference(file, pool_of(6), DType::f32, true), exact = pair.on_cpu(pool_of(6));
+    for (const std::int64_t size : {1, 9, 90}) {
+      const std::vector<float> want = logits_of(*cpu, size);
+      const auto error = [&](const std::vector<float>& logits) {
+        return distance("logits", logits, want, 1, Norm::l2).relative;
+      };
+      const double of_codes = error(logits_of(*exact, size)), got = error(logits_of(*gpu, size)),
+                   other = error(logits_of(*widened, size));
+      std::printf("  %s, %lld ids: from the CPU's %.4f, without fp8 activations %.4f (CPU) and %.4f\n",
+                  each.name.c_str(), static_cast<long long>(size), got, of_codes, other);
+      EXPECT_LE(got, 0.6 * of_codes) << size << " ids";
+      EXPECT_GE(other, 0.6 * of_codes) << "without them it would pass";
+    }
+    const auto planned = cuda::plan_inference(config, pool_of(60), DType::f16, std::nullopt, true),
+               reported = gpu->memory();
+    ASSERT_EQ(planned.size(), reported.size());
+    for (std::size_t i = 0; i < planned.size(); ++i) EXPECT_EQ(planned[i].bytes, reported[i].bytes) << planned[i].name;
+    const std::vector<test::Sequence> all = test::random_sequences(each.config, test::kSlots, 60);
+    std::vector<test::Trace> alone;
+    for (const test::Sequence& sequence : all) alone.push_back(test::run(*gpu, {sequence}, 64, false, 1)[0]);
+    for (const std::int64_t chunk : {1, 5, 64})
+      EXPECT_TRUE(test::run(*gpu, all, chunk, true, 9) == alone) << "chunks of " << chunk;
+    options.direct = true;  // single launches instead of graphs
+    EXPECT_TRUE(test::run(*cuda::load_inference(file, pool_of(60), options), all, 64, false, 2) == alone);
+    options.fused_steps = true;
+    EXPECT_THROW(cuda::load_inference(file, pool_of(60), options), Error);
+    options.fused_steps = false;
+    EXPECT_THROW(cuda::load_inference(ModelFile::open(pair.floats()), pool_of(60), options), Error);
+  }
+  EXPECT_GE(models, 3);
+}
+
 TEST(CudaQuantizedInference, NeedsSixteenBits) {
   ModelConfig config = test::llama_config(test::small_llamas()[0]);
   config.quantization = quantization_of(&kInt8, false);

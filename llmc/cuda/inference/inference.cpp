@@ -36,7 +36,7 @@ std::size_t step_bytes(const ModelConfig& c, const InferenceOptions& pool) {
 
 template <typename S>
 ArenaLayout plan_inference_workspace(const ModelConfig& c, const InferenceOptions& pool, InferenceBuffers<S>& b,
-                                     const std::optional<LoraConfig>& lora) {
+                                     const std::optional<LoraConfig>& lora, bool fp8_activations) {
   const std::int64_t rows = row_bucket(pool.max_rows), logit_rows = std::min(kLogitRows, rows), C = c.hidden_size;
   ArenaLayout layout("inference workspace");
   layout.reserve(&b.residual, rows * C);
@@ -54,6 +54,9 @@ ArenaLayout plan_inference_workspace(const ModelConfig& c, const InferenceOption
   for (const BlockLinear linear : kBlockLinears) hidden = std::max(hidden, low_rank_hidden(lora, linear));
   layout.reserve(&b.low_rank, rows * hidden);
   layout.reserve(&b.sums, rows * std::max(adapted_qkv ? c.qkv_size() : 0, adapted_up ? up_columns : 0));
+  const std::int64_t widest = std::max({C, c.q_size(), c.ffn_size});
+  layout.reserve(&b.codes.codes, fp8_activations ? rows * widest : 0);
+  layout.reserve(&b.codes.scales, fp8_activations ? rows : 0);
   layout.reserve(&b.gathered, logit_rows * C);
   layout.reserve(&b.final_norm, logit_rows * C);
   layout.reserve(&b.logits, logit_rows * c.vocab_size);
@@ -85,11 +88,11 @@ std::vector<MemoryLine> memory_lines(const ModelConfig& config, bool kv_fp8, std
 
 template <typename S>
 std::vector<MemoryLine> plan_of(const ModelConfig& config, const InferenceOptions& asked, std::uint64_t parameters,
-                                const std::optional<LoraConfig>& lora = std::nullopt) {
+                                const std::optional<LoraConfig>& lora = std::nullopt, bool fp8_activations = false) {
   const InferenceOptions pool = completed(asked, config);
   InferenceBuffers<S> buffers;
   return memory_lines<S>(config, pool.kv_fp8, parameters, plan_pages(config, pool, sizeof(S)).bytes(),
-                         plan_inference_workspace<S>(config, pool, buffers, lora).plan().bytes());
+                         plan_inference_workspace<S>(config, pool, buffers, lora, fp8_activations).plan().bytes());
 }
 
 }  // namespace
@@ -104,7 +107,7 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
       weights_(std::move(weights)),
       device_(launch_device()),
       kv_arena_(plan_pages(config, pool_, sizeof(S))),
-      layout_(plan_inference_workspace<S>(config, pool_, b_, options.lora)),
+      layout_(plan_inference_workspace<S>(config, pool_, b_, options.lora, options.fp8_activations)),
       workspace_(layout_.plan()) {
   layout_.bind(workspace_);
   workspace_.clear(stream_);  // padding rows, slots, errors and attention's workspace must start as zeros
@@ -173,13 +176,23 @@ void check_model(const ModelConfig& config, DType dtype) {
   if (!reason.empty()) fail(Exit::usage, "%s", reason.c_str());
 }
 
+void check_options(const ModelConfig& config, const GpuInferenceOptions& options) {
+  check_model(config, options.dtype);
+  if (!options.fp8_activations) return;
+  std::string reason = fp8_activations_unsupported_reason(config, options.dtype, options.lora);
+  if (reason.empty() && options.fused_steps) reason = "not with fused steps";
+  if (!reason.empty()) fail(Exit::usage, "fp8 activations: %s", reason.c_str());
+  if (const std::string gpu = fp8_activations_unsupported_gpu(); !gpu.empty())
+    fail(Exit::environment, "%s", gpu.c_str());
+}
+
 template <typename S>
 constexpr bool kHoldsQuantized = !std::is_same_v<S, float>;  // inference_unsupported_reason() says so
 
 template <typename S>
-MemoryPlan parameters_plan(const ModelConfig& config, const std::optional<LoraConfig>& lora = std::nullopt) {
+MemoryPlan parameters_plan(const ModelConfig& config, const std::optional<LoraConfig>& lora, bool fp8_activations) {
   if constexpr (kHoldsQuantized<S>) {
-    if (config.quantization.any()) return QuantizedParameters<S>(config, lora).plan();
+    if (config.quantization.any()) return QuantizedParameters<S>(config, lora, fp8_activations).plan();
   }
   return per_parameter_plan("parameters", TensorTable(config), sizeof(S));
 }
@@ -191,13 +204,13 @@ template <typename S, typename Fill>
 std::unique_ptr<InferenceModel> filled_inference(const ModelConfig& config, const InferenceOptions& pool,
                                                  const GpuInferenceOptions& options, const Fill& fill,
                                                  const ModelFile* adapter = nullptr) {
-  const MemoryPlan plan = parameters_plan<S>(config, options.lora);
+  const MemoryPlan plan = parameters_plan<S>(config, options.lora, options.fp8_activations);
   auto own = std::make_unique<DeviceArena>(plan);
   check(cudaMemset(own->at<S>(0), 0, own->bytes()), "clearing GPU memory");  // padding between tensors
   check(cudaDeviceSynchronize(), "clearing GPU memory");
   if constexpr (kHoldsQuantized<S>) {
     if (config.quantization.any()) {
-      const QuantizedParameters<S> parameters(config, options.lora);
+      const QuantizedParameters<S> parameters(config, options.lora, options.fp8_activations);
       std::byte* const arena = own->at<std::byte>(0);
       const std::vector<ParameterTarget<S>> targets = parameters.targets(arena);
       DeviceWeights<S> weights = parameters.weights(arena);
@@ -244,6 +257,25 @@ std::string inference_unsupported_reason(const ModelConfig& c, DType dtype) {
   return "";
 }
 
+std::string fp8_activations_unsupported_reason(const ModelConfig& config, DType dtype,
+                                               const std::optional<LoraConfig>& lora) {
+  std::string reason = weft::fp8_activations_unsupported_reason(config.quantization, lora.has_value());
+  if (!reason.empty()) return reason;
+  if (dtype == DType::f32) return "fp8 activations need --dtype fp16 or bf16";
+  if (config.gated() && config.ffn_size % 8 != 0) {
+    return format("ffn_size: got %lld, expected a multiple of 8", static_cast<long long>(config.ffn_size));
+  }
+  for (const BlockLinear linear : kBlockLinears) {
+    const LinearSize size = linear_size(config, linear);
+    if (reason = rows_matmul_fp8_unsupported_reason(size.C, size.OC); !reason.empty()) return reason;
+  }
+  return "";
+}
+
+std::string fp8_activations_unsupported_gpu() {
+  return rows_matmul_fp8_unsupported_gpu();
+}
+
 std::string fused_steps_unsupported_reason(const ModelConfig& config, DType dtype) {
   if (dtype == DType::f32) return "fused decoding needs fp16 or bf16";
   return fused_step_unsupported_reason(config, probe_device());
@@ -254,21 +286,21 @@ std::vector<MemoryLine> plan_fused_steps(const ModelConfig& config) {
 }
 
 std::vector<MemoryLine> plan_inference(const ModelConfig& config, const InferenceOptions& pool, DType dtype,
-                                       const std::optional<LoraConfig>& lora) {
+                                       const std::optional<LoraConfig>& lora, bool fp8_activations) {
   check_model(config, dtype);
   return with_storage(dtype, [&](auto storage) {
     using S = decltype(storage);
-    return plan_of<S>(config, pool, parameters_plan<S>(config, lora).bytes(), lora);
+    return plan_of<S>(config, pool, parameters_plan<S>(config, lora, fp8_activations).bytes(), lora, fp8_activations);
   });
 }
 
 std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& pool,
                                                const GpuInferenceOptions& asked) {
-  check_model(file.config(), asked.dtype);
-  check_pages(pool, asked);
   const ModelFile* const adapter = file.adapter_beside();
   GpuInferenceOptions options = asked;
   if (adapter != nullptr) options.lora = adapter->lora();
+  check_options(file.config(), options);
+  check_pages(pool, options);
   if (options.lora && options.fused_steps)
     fail(Exit::usage, "an adapter beside quantised weights: not with fused steps");
   return with_storage(options.dtype, [&](auto storage) {
@@ -282,7 +314,7 @@ std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const Infe
 
 std::unique_ptr<InferenceModel> random_inference(const ModelConfig& config, std::uint64_t seed,
                                                  const InferenceOptions& pool, const GpuInferenceOptions& options) {
-  check_model(config, options.dtype);
+  check_options(config, options);
   check_pages(pool, options);
   return with_storage(options.dtype, [&](auto storage) {
     using S = decltype(storage);

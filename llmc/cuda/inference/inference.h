@@ -37,6 +37,9 @@ struct GpuInferenceOptions {
   std::int64_t two_stream_rows = kTwoStreamRows;
   // Of an adapter beside quantised weights (ModelFile::adapter_beside()): load_inference() takes it from the file.
   std::optional<LoraConfig> lora = std::nullopt;
+  // The linear layers of the blocks multiply in fp8 (op/gemm/rows_matmul_fp8.h). Exit::usage or Exit::environment where
+  // fp8_activations_unsupported_reason() is not empty; not with fused_steps or an adapter.
+  bool fp8_activations = false;
 };
 
 // Empty if the GPU kernels can run this model with this storage type, otherwise one line for the user that says why
@@ -49,10 +52,17 @@ std::string fused_steps_unsupported_reason(const ModelConfig& config, DType dtyp
 // Memory that fused_steps needs beyond plan_inference().
 std::vector<MemoryLine> plan_fused_steps(const ModelConfig& config);
 
-// Memory that load_inference() will allocate, as memory() reports it afterwards. Needs no GPU. `lora`: as in
-// GpuInferenceOptions.
+// Empty if GpuInferenceOptions::fp8_activations is possible for this model, otherwise one line for the user that says why
+// not. Needs no GPU: whether there is one that can is said by fp8_activations_unsupported_gpu().
+std::string fp8_activations_unsupported_reason(const ModelConfig& config, DType dtype,
+                                               const std::optional<LoraConfig>& lora = std::nullopt);
+std::string fp8_activations_unsupported_gpu();
+
+// Memory that load_inference() will allocate, as memory() reports it afterwards. Needs no GPU. `lora`, `fp8_activations`:
+// as in GpuInferenceOptions.
 std::vector<MemoryLine> plan_inference(const ModelConfig& config, const InferenceOptions& pool, DType dtype,
-                                       const std::optional<LoraConfig>& lora = std::nullopt);
+                                       const std::optional<LoraConfig>& lora = std::nullopt,
+                                       bool fp8_activations = false);
 
 // Reads and verifies every parameter (load_parameters), and the adapter that stands beside them. Pages have 16, 32 or 64 positions. Exit::usage where
 // inference_unsupported_reason() is not empty, for an adapter with fused_steps, and for kv_fp8 with fused_steps or in fp32, Exit::bad_file for damaged tensors,

@@ -80,11 +80,30 @@ void Inference<S>::multiply(RowsMatmul<S> io, const DeviceLinear<S>& w, const De
   io.bias = w.bias;
   io.bias2 = w2.bias;
   if constexpr (!std::is_same_v<S, float>) {
+    if (w.weight.packed.in_rows) return multiply_fp8(io, w.weight.packed, w2.weight.packed, launch);
     if (w.weight.packed) return quantized_matmul(io, w.weight.packed, w2.weight.packed, launch.device, launch.stream);
   }
   io.weight = w.weight.plain;
   io.weight2 = w2.weight.plain;
   rows_matmul(io, launch.device, launch.stream);
+}
+
+template <typename S>
+void Inference<S>::multiply_fp8(const RowsMatmul<S>& io, const PackedMatrix& w, const PackedMatrix& w2,
+                                const Launch& launch) {
+  if constexpr (!std::is_same_v<S, float>) {
+    const auto in_turn = [&](const S* x, const PackedMatrix& matrix, const S* bias, std::int64_t K) {
+      RowsMatmul<S> one = io;
+      one.bias = bias;
+      one.K = K;
+      one.K2 = 0;
+      quantize_rows_fp8(b_.codes, x, io.rows, K, launch.device, launch.stream);
+      const Fp8Rows weight = {reinterpret_cast<std::uint8_t*>(matrix.blocks), matrix.row_scales};
+      rows_matmul_fp8(one, b_.codes, weight, launch.device, launch.stream);
+    };
+    in_turn(io.x, w, io.bias, io.K);
+    if (io.K2 > 0) in_turn(io.x2, w2, io.bias2, io.K2);
+  }
 }
 
 template <typename S>
@@ -266,9 +285,9 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
   // What follows attention is computed for these rows.
   const RowRange needed{static_cast<int>(l + 1 == config_.num_layers ? step.first_wanted : 0), static_cast<int>(rows)};
   const std::int64_t first = needed.begin, count = rows - first;
-  // An adapter has one workspace.
-  const bool beside =
-      parallel() && !options_.direct && !options_.lora && first == 0 && rows >= options_.two_stream_rows;
+  // An adapter has one workspace, and so have the codes of fp8.
+  const bool beside = parallel() && !options_.direct && !options_.lora && !options_.fp8_activations && first == 0 &&
+                      rows >= options_.two_stream_rows;
   if (parallel()) {
     normalize(rows, b_.residual, w.input_norm, b_.norm1, &w.post_norm, b_.norm2);
   } else if (l == 0 || !config_.post_norms) {  // otherwise the layer before has computed it

@@ -36,6 +36,7 @@
 #include "llmc/cuda/op/gemm/linear.h"
 #include "llmc/cuda/op/gemm/quantized_matmul.h"
 #include "llmc/cuda/op/gemm/rows_matmul.h"
+#include "llmc/cuda/op/gemm/rows_matmul_fp8.h"
 #include "llmc/cuda/op/lora/low_rank.h"
 #include "llmc/cuda/op/sample/logit_rows.h"
 #include "llmc/cuda/op/sample/score_rows.h"
@@ -88,6 +89,7 @@ struct InferenceBuffers {
   float* branch;                                 // [rows, C]; what attention or the MLP gives, with post norms only
   S* gate_up;                                // [rows, F or 2F]; with gate_up_in_memory(), or an adapter of gate or up
   S* low_rank;                               // [rows, H] of one layer: its input times the adapter's A
+  Fp8Rows codes;                             // [rows, ...]: the input of a layer in fp8; with fp8 activations
   float* sums;                               // [rows, ...]: outputs of a layer before they are rounded; with an adapter
   float* gathered;                           // [logit rows, C]: the residual stream of rows whose logits are wanted
   S* final_norm;                             // [logit rows, C]
@@ -124,8 +126,8 @@ inline std::int64_t low_rank_hidden(const std::optional<LoraConfig>& lora, Block
 // Plans the workspace; the pointers are filled when it is bound.
 template <typename S>
 ArenaLayout plan_inference_workspace(const ModelConfig& config, const InferenceOptions& pool,
-                                     InferenceBuffers<S>& buffers,
-                                     const std::optional<LoraConfig>& lora = std::nullopt);
+                                     InferenceBuffers<S>& buffers, const std::optional<LoraConfig>& lora = std::nullopt,
+                                     bool fp8_activations = false);
 // The most bytes of the description of a step.
 std::size_t step_bytes(const ModelConfig& config, const InferenceOptions& pool);
 PagedAttentionShape attention_shape(const ModelConfig& config, const InferenceOptions& pool);
@@ -276,6 +278,8 @@ class Inference final : public InferenceModel {
   Launch behind_event(cudaStream_t stream) const { return {stream, {device_.multiprocessors, false}}; }
   // With the matrices of these layers, w2 for io's second input.
   void multiply(RowsMatmul<S> io, const DeviceLinear<S>& w, const DeviceLinear<S>& w2, const Launch& launch);
+  // The same in fp8: the codes of x, then their product, and with a second input both again.
+  void multiply_fp8(const RowsMatmul<S>& io, const PackedMatrix& w, const PackedMatrix& w2, const Launch& launch);
   // product = activation(norm2 Wup^T)
   void multiply_up(const DeviceBlock<S>& w, RowRange rows, const Launch& launch);
   void activate(RowRange rows, cudaStream_t stream);

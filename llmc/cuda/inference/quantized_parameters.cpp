@@ -13,7 +13,8 @@
 namespace weft::cuda {
 
 template <typename S>
-QuantizedParameters<S>::QuantizedParameters(const ModelConfig& config, const std::optional<LoraConfig>& lora)
+QuantizedParameters<S>::QuantizedParameters(const ModelConfig& config, const std::optional<LoraConfig>& lora,
+                                            bool fp8_activations)
     : config_(config),
       table_(config, storage_dtype<S>()),
       plan_("parameters"),
@@ -25,7 +26,7 @@ QuantizedParameters<S>::QuantizedParameters(const ModelConfig& config, const std
     const BlockNames block = names.block(l);
     for (const BlockLinear linear : kBlockLinears) {
       const bool gated = linear == BlockLinear::up && config.gated() && low_rank_hidden(lora, linear) == 0;
-      place_matrix(block.linear(linear), gated);
+      place_matrix(block.linear(linear), gated && !fp8_activations, fp8_activations);
     }
   }
   if (!config.tied_embeddings) place_matrix({names.head}, false);
@@ -112,7 +113,7 @@ void QuantizedParameters<S>::place_floats() {
 }
 
 template <typename S>
-void QuantizedParameters<S>::place_matrix(const std::vector<std::string>& modules, bool gated) {
+void QuantizedParameters<S>::place_matrix(const std::vector<std::string>& modules, bool gated, bool in_rows) {
   const TensorSpec& first = table_.at(weight_of(modules.front()));
   if (first.kind != ValueKind::quants) return;
   std::int64_t rows = 0;
@@ -121,7 +122,9 @@ void QuantizedParameters<S>::place_matrix(const std::vector<std::string>& module
   Matrix matrix;
   matrix.dtype = first.dtype;
   matrix.K = first.shape[1];
-  matrix.blocks_at = plan_.add(packed_block_bytes(matrix.dtype, rows, matrix.K));
+  matrix.in_rows = in_rows;
+  matrix.blocks_at = plan_.add(in_rows ? static_cast<std::uint64_t>(rows * matrix.K)
+                                       : packed_block_bytes(matrix.dtype, rows, matrix.K));
   const std::uint64_t scale_bytes = packed_scale_bytes(matrix.dtype, rows);
   if (scale_bytes > 0) matrix.scales_at = plan_.add(scale_bytes);
   std::int64_t before = 0;
@@ -147,6 +150,7 @@ PackedMatrix QuantizedParameters<S>::Matrix::in(std::byte* arena) const {
   packed.blocks = arena + blocks_at;
   packed.row_scales = weight_format(dtype).grouped ? nullptr : reinterpret_cast<float*>(arena + scales_at);
   packed.dtype = dtype;
+  packed.in_rows = in_rows;
   return packed;
 }
 

@@ -21,8 +21,9 @@ template <typename S>
 class QuantizedParameters {
  public:
   // `lora`: of an adapter beside the weights. Where it changes gate or up, their rows are packed behind each other: the sum comes
-  // before SwiGLU.
-  explicit QuantizedParameters(const ModelConfig& config, const std::optional<LoraConfig>& lora = std::nullopt);
+  // before SwiGLU. `fp8_activations`: the matrices of the blocks, which are fp8, stay in rows (PackedMatrix::in_rows).
+  explicit QuantizedParameters(const ModelConfig& config, const std::optional<LoraConfig>& lora = std::nullopt,
+                               bool fp8_activations = false);
 
   const MemoryPlan& plan() const { return plan_; }
   const TensorTable& table() const { return table_; }
@@ -38,6 +39,7 @@ class QuantizedParameters {
     DType dtype = DType::f32;
     std::int64_t K = 0;
     std::uint64_t blocks_at = 0, scales_at = 0;
+    bool in_rows = false;
     PackedMatrix in(std::byte* arena) const;
   };
   // The destination of a tensor: floats at an offset, or a place in a matrix.
@@ -68,8 +70,8 @@ class QuantizedParameters {
   };
 
   void place_floats();
-  // Plans the matrix of these modules, whose rows are concatenated, or alternate if they are gate and up.
-  void place_matrix(const std::vector<std::string>& modules, bool gated);
+  // Plans the matrix of these modules, whose rows are concatenated, or alternate if they are gate and up and not in_rows.
+  void place_matrix(const std::vector<std::string>& modules, bool gated, bool in_rows = false);
   void place_adapter();
 
   ModelConfig config_;

@@ -95,6 +95,7 @@ void check_input(const T* x, const PackedMatrix& weight, std::int64_t K, std::in
   const std::string reason = rows_matmul_unsupported_reason(K, OC, kTypeOf<T>);
   if (!reason.empty()) fail(Exit::usage, "%s", reason.c_str());
   const bool grouped = weight_format(weight.dtype).grouped;
+  if (weight.in_rows) fail(Exit::internal, "quantized_matmul: a weight that is not in blocks");
   if (x == nullptr || weight.blocks == nullptr || (!grouped && weight.row_scales == nullptr))
     fail(Exit::internal, "quantized_matmul: x, weight or its scales are null");
   if (!aligned_to_16(x, weight.blocks))
@@ -162,6 +163,11 @@ void pack_weights(const PackedMatrix& to, const PackedPlace& place, std::int64_t
                   std::int64_t count, cudaStream_t stream) {
   constexpr unsigned kPackBlocks = 1056;
   if (count == 0) return;
+  if (to.in_rows) {
+    return check(cudaMemcpyAsync(to.blocks + place.first * K, from, static_cast<std::size_t>(count * K),
+                                 cudaMemcpyDeviceToDevice, stream),
+                 "copying weights");
+  }
   for_format(to.dtype, [&]<typename Format>() {
     pack_kernel<Format><<<kPackBlocks, kPackThreads, 0, stream>>>(to.blocks, place, K, from, count);
   });

@@ -28,6 +28,8 @@ struct PackedMatrix {
   std::byte* blocks = nullptr;
   float* row_scales = nullptr;  // [rows padded to a multiple of 64]; null where grouped
   DType dtype = DType::f32;     // of q, which tells the format; f32: no matrix
+  // No blocks: q is [rows, K], as the file has it. For rows_matmul_fp8() alone; with a gate all its rows come before those of up.
+  bool in_rows = false;
 
   explicit operator bool() const { return dtype != DType::f32; }
 };

@@ -95,8 +95,7 @@ void launch(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t st
   constexpr int kConsumers = kRows > 64 ? kRows / 64 : 1;
   using Shape = ColumnShape<T, kRows, H, kConsumers, kBlocks>;
   const auto kernel = column_kernel<T, kRows, H, kConsumers, kBlocks>;
-  Arguments<T> arguments = arguments_of(io, kRows, H);
-  arguments.x_is_older = io.x_is_older;
+  const Arguments<T> arguments = arguments_of(io, kRows, H);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kBytes),
         "rows_matmul: shared memory");
   launch_chained(kernel, dim3(static_cast<unsigned>(ceil_div(weight_rows(io), H))), dim3(Shape::kThreads),

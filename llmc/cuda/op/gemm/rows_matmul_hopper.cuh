@@ -1,11 +1,15 @@
-// What the Hopper kernels of rows_matmul share: the order of sums, tensor maps, the stages of both operands and the sum
-// over them. Which kernel is for what: rows_matmul_hopper.cu.
+// What the Hopper kernels of rows_matmul and rows_matmul_fp8 share: the order of sums, tensor maps, the stages of both
+// operands and the sum over them. Which kernel is for what: rows_matmul_hopper.cu.
+//
+// Codes of fp8 travel in pairs, as 16-bit elements: maps, tiles and stages are those of 16 bits, and K counts pairs. A
+// stage then has 128 values of k.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 #include "llmc/cuda/hw/barriers.cuh"
 #include "llmc/cuda/hw/cluster.cuh"
@@ -15,6 +19,7 @@
 #include "llmc/cuda/hw/tensor_map.h"
 #include "llmc/cuda/hw/tile.cuh"
 #include "llmc/cuda/op/gemm/rows_matmul.cuh"
+#include "llmc/cuda/op/gemm/rows_matmul_fp8.cuh"
 
 #if !WEFT_WGMMA
 #pragma nv_diag_suppress 177  // "declared but never referenced": the kernels' bodies are compiled for sm_90a only
@@ -55,11 +60,15 @@ __device__ inline int split_begin(int split, int steps, int splits) {
   return static_cast<int>(static_cast<std::int64_t>(split) * steps / splits);
 }
 
-template <typename T>
+template <typename T, bool kOfCodes = false>
 struct Arguments {
+  using Element = T;                        // of the result and the bias
+  static constexpr bool kCodes = kOfCodes;  // the operands are codes of fp8
+  using Finish = std::conditional_t<kCodes, ScaledColumns<T>, Columns<T>>;
+
   CUtensorMap weight[2], x[2];  // [input]
   CUtensorMap out;              // tile_kernel, where copies_out()
-  Output<T> output;
+  std::conditional_t<kCodes, ScaledOutput<T>, Output<T>> output;
   int first_steps, steps;  // stages of the first input, of both inputs
   int splits;              // splits of all stages
   int stages;              // split_kernel: stages of the ring
@@ -99,21 +108,36 @@ int splits_of(const RowsMatmul<T>& io) {
   return split_count(weight_rows(io), steps_of(io));
 }
 
-template <typename T>
-Arguments<T> arguments_of(const RowsMatmul<T>& io, int box_rows, std::uint32_t weight_box = kWeightRows) {
-  Arguments<T> arguments{};
+template <bool kCodes, typename T>
+Arguments<T, kCodes> arguments_without_scales(const RowsMatmul<T>& io, int box_rows, std::uint32_t weight_box) {
+  Arguments<T, kCodes> arguments{};
   arguments.weight[0] = weight_map(io.weight, io.K, io.OC, gated(io.epilogue), weight_box);
   arguments.x[0] = x_map(io.x, io.K, io.rows, box_rows);
   if (io.K2 > 0) {
     arguments.weight[1] = weight_map(io.weight2, io.K2, io.OC, false, weight_box);
     arguments.x[1] = x_map(io.x2, io.K2, io.rows, box_rows);
   }
-  arguments.output = Output<T>::of(io);
+  static_cast<Output<T>&>(arguments.output) = Output<T>::of(io);
   arguments.first_steps = static_cast<int>(ceil_div(io.K, kDepth));
   arguments.steps = static_cast<int>(steps_of(io));
   arguments.splits = splits_of(io);
+  arguments.x_is_older = io.x_is_older;
   return arguments;
 }
+template <typename T>
+Arguments<T> arguments_of(const RowsMatmul<T>& io, int box_rows, std::uint32_t weight_box = kWeightRows) {
+  return arguments_without_scales<false>(io, box_rows, weight_box);
+}
+template <typename T>
+Arguments<T, true> arguments_of(const PairsMatmul<T>& io, int box_rows) {
+  Arguments<T, true> arguments = arguments_without_scales<true>(io, box_rows, kWeightRows);
+  arguments.output.x_scales = io.x_scales;
+  arguments.output.weight_scales = io.weight_scales;
+  return arguments;
+}
+// The arguments of a launch.
+template <typename Io>
+using ArgumentsOf = decltype(arguments_of(std::declval<const Io&>(), 0));
 
 // Both operands of a stage, as a warpgroup reads them: 64 rows of A, B::kRows columns of B.
 template <typename A, typename B>
@@ -128,29 +152,35 @@ struct Operands {
 struct Source {
   int input, k;
 };
-template <typename T>
-__device__ inline Source source_of(const Arguments<T>& p, int step) {
+template <typename P>
+__device__ inline Source source_of(const P& p, int step) {
   const int input = step >= p.first_steps ? 1 : 0;
   return {input, (step - input * p.first_steps) * kDepth};
 }
 // Copies one stage of weight tile `tile`: 64 rows, kDepth values of k.
-template <typename T>
-__device__ void load_weight(const Arguments<T>& p, unsigned shared, unsigned barrier, int step, int tile, L2 keep) {
+template <typename P>
+__device__ void load_weight(const P& p, unsigned shared, unsigned barrier, int step, int tile, L2 keep) {
   const bool gated = p.output.gated();
   const Source source = source_of(p, step);
   tensor_load(shared, &p.weight[source.input], barrier, source.k, gated ? 0 : tile * kWeightRows, 0,
               gated ? tile * (kWeightRows / 16) : 0, keep);
 }
 
-// d = a b (First) or d += a b over one stage: 16 values of k an instruction, in order. The same in all three kernels.
-template <bool First, typename A, typename B>
+// d = a b (First) or d += a b over one stage: 32 bytes of k an instruction, in order. The same in all three kernels.
+template <bool First, bool kCodes = false, typename A, typename B>
 __device__ inline void multiply_stage(float (&d)[B::kRows / 2], const Operands<A, B>& stage) {
   const auto a = stage.a.k_major();
   const auto b = stage.b.k_major();
   if constexpr (First) forget(d);
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < a.kSteps; ++i) wgmma_async<typename A::Element>(d, a.step(i), b.step(i), !First || i > 0);
+  for (int i = 0; i < a.kSteps; ++i) {
+    if constexpr (kCodes) {
+      wgmma_async_fp8<Fp8Format::e4m3>(d, a.step(i), b.step(i), !First || i > 0);
+    } else {
+      wgmma_async<typename A::Element>(d, a.step(i), b.step(i), !First || i > 0);
+    }
+  }
   wgmma_commit();
 }
 
@@ -177,14 +207,40 @@ __device__ inline void sum_stages(float (&d)[R], int steps, RingPosition& at, co
   at.advance(stages);
 }
 
+// The same with operands of codes: the tensor core keeps about 14 bits of a sum, so it sums one stage, 128 values of k,
+// and the stages are added in fp32, in order.
+template <int R, typename OperandsAt, typename Release>
+__device__ inline void sum_stages_of_codes(float (&sum)[R], int steps, RingPosition& at, const RingBarriers& ring,
+                                           int stages, const OperandsAt& operands_at, const Release& release) {
+  for (int step = 0; step < steps; ++step) {
+    float d[R];
+    ring.wait_full(at);
+    multiply_stage<true, true>(d, operands_at(at.stage));
+    wgmma_wait<0>();
+    pin(d);
+    release(at.stage);
+    at.advance(stages);
+#pragma unroll
+    for (int i = 0; i < R; ++i) sum[i] = step == 0 ? d[i] : sum[i] + d[i];
+  }
+}
+template <bool kCodes, int R, typename OperandsAt, typename Release>
+__device__ inline void sum_split(float (&d)[R], int steps, RingPosition& at, const RingBarriers& ring, int stages,
+                                 const OperandsAt& operands_at, const Release& release) {
+  if constexpr (kCodes) {
+    sum_stages_of_codes(d, steps, at, ring, stages, operands_at, release);
+  } else {
+    sum_stages(d, steps, at, ring, stages, operands_at, release);
+  }
+}
+
 // Initialises the ring and runs the producer of split_kernel and column_kernel; called by all threads of the block. The
 // producer initialises the barriers and fetches the first round of weights, which needs neither the other threads nor
 // the preceding kernel. Then the block synchronises, and the producer fetches x and the remaining stages.
 // load_weights(stage, step) and load_x(stage, step) fetch one stage.
-template <typename T, typename LoadWeights, typename LoadX>
-__device__ inline void fill_ring(const Arguments<T>& p, const RingBarriers& ring, int stages, int steps,
-                                 unsigned consumer_warps, bool producer, const LoadWeights& load_weights,
-                                 const LoadX& load_x) {
+template <typename P, typename LoadWeights, typename LoadX>
+__device__ inline void fill_ring(const P& p, const RingBarriers& ring, int stages, int steps, unsigned consumer_warps,
+                                 bool producer, const LoadWeights& load_weights, const LoadX& load_x) {
   const int ahead = min(steps, stages);
   launch_dependents();
   if (producer) {
@@ -253,15 +309,17 @@ __device__ __forceinline__ void finish_splits(const Columns& columns, unsigned s
 
 #endif  // WEFT_WGMMA
 
+// Io: RowsMatmul<T>, or PairsMatmul<T> for split_kernel and tile_kernel.
+//
 // For up to 64 rows, with several splits up to 256.
-template <typename T>
-void launch_split_kernel(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream);
+template <typename Io>
+void launch_split_kernel(const Io& io, const LaunchDevice& device, cudaStream_t stream);
 // For up to 128 rows, with `height` 80 up to 192; one split, one input. `height`: rows of the weight in a block, 80 or
 // 224.
 template <typename T>
 void launch_column_kernel(const RowsMatmul<T>& io, int height, const LaunchDevice& device, cudaStream_t stream);
 // For any number of rows.
-template <typename T>
-void launch_tile_kernel(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream);
+template <typename Io>
+void launch_tile_kernel(const Io& io, const LaunchDevice& device, cudaStream_t stream);
 
 }  // namespace weft::cuda::rows

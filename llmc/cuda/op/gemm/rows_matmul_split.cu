@@ -19,10 +19,12 @@ struct SplitShape {
   static constexpr int bytes(int stages) { return kAlignment + stages * (kStageBytes + kBarrierBytes); }
 };
 
-template <typename T, int N, int kConsumers, int kBlocks>
-__global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThreads, kBlocks)
-    split_kernel([[maybe_unused]] const __grid_constant__ Arguments<T> p) {
+template <typename P, int N, int kConsumers, int kBlocks>
+__global__ void __launch_bounds__(SplitShape<typename P::Element, N, kConsumers, kBlocks>::kThreads, kBlocks)
+    split_kernel([[maybe_unused]] const __grid_constant__ P p) {
 #if WEFT_WGMMA
+  using T = typename P::Element;
+  using Columns = typename P::Finish;
   using Shape = SplitShape<T, N, kConsumers, kBlocks>;
   constexpr int kConsumerThreads = kConsumers * kWarpgroupSize;
   extern __shared__ unsigned char dynamic[];
@@ -52,14 +54,14 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
     tensor_load(x_address(stage), &p.x[source.input], ring.full(stage), source.k, static_cast<int>(first_row));
   };
   fill_ring(p, ring, p.stages, steps, kConsumers * kWarps, producer, load_weights, load_x);
-  const int count = Columns<T>::count(p.output, kWeightRows), all = count * kConsumers;
-  const Columns<T> columns(p.output, static_cast<std::int64_t>(tile + thread % all / count) * kWeightRows,
-                           thread % count);  // loads the bias early
+  const int count = Columns::count(p.output, kWeightRows), all = count * kConsumers;
+  const Columns columns(p.output, static_cast<std::int64_t>(tile + thread % all / count) * kWeightRows,
+                        thread % count);  // loads the bias early
   if (consumer) {
     const int group = warp / kWarps;
     float d[N / 2];
     RingPosition at;
-    sum_stages(
+    sum_split<P::kCodes>(
         d, steps, at, ring, p.stages,
         [&](int stage) {
           return Operands<WeightTile<T>, typename Shape::XTile>{
@@ -78,16 +80,16 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
 #endif
 }
 
-template <typename T, int N, int kConsumers, int kBlocks>
-void launch(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
-  using Shape = SplitShape<T, N, kConsumers, kBlocks>;
-  const auto kernel = split_kernel<T, N, kConsumers, kBlocks>;
-  Arguments<T> arguments = arguments_of(io, N);
+template <int N, int kConsumers, int kBlocks, typename Io>
+void launch(const Io& io, const LaunchDevice& device, cudaStream_t stream) {
+  using P = ArgumentsOf<Io>;
+  using Shape = SplitShape<typename P::Element, N, kConsumers, kBlocks>;
+  const auto kernel = split_kernel<P, N, kConsumers, kBlocks>;
+  P arguments = arguments_of(io, N);
   arguments.stages = Shape::kMostStages;
   const int bytes = Shape::bytes(arguments.stages);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "rows_matmul: shared memory");
   const std::int64_t tiles = ceil_div(weight_rows(io), kConsumers * kWeightRows);
-  arguments.x_is_older = io.x_is_older;
   const dim3 grid(static_cast<unsigned>(tiles * arguments.splits), static_cast<unsigned>(ceil_div(io.rows, N)));
   launch_chained_clusters(kernel, grid, dim3(Shape::kThreads), static_cast<std::size_t>(bytes), stream,
                           device.overlapping, arguments.splits, "rows_matmul", arguments);
@@ -97,23 +99,29 @@ void launch(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t st
 
 // Up to 64 rows of x, two blocks with 64 rows of the weight each fit in a multiprocessor. With several splits a block
 // has 128 rows of the weight from 33 rows of x on, so that x is read half as often.
-template <typename T>
-void launch_split_kernel(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
-  if (io.rows <= 16) return launch<T, 16, 1, 2>(io, device, stream);
-  if (io.rows <= 32) return launch<T, 32, 1, 2>(io, device, stream);
+template <typename Io>
+void launch_split_kernel(const Io& io, const LaunchDevice& device, cudaStream_t stream) {
+  if (io.rows <= 16) return launch<16, 1, 2>(io, device, stream);
+  if (io.rows <= 32) return launch<32, 1, 2>(io, device, stream);
   if (splits_of(io) == 1) {
-    if (io.rows <= 48) return launch<T, 48, 1, 2>(io, device, stream);
-    return launch<T, 64, 1, 2>(io, device, stream);
+    if (io.rows <= 48) return launch<48, 1, 2>(io, device, stream);
+    return launch<64, 1, 2>(io, device, stream);
   }
-  if (io.rows <= 48) return launch<T, 48, 2, 1>(io, device, stream);
-  if (io.rows <= 64) return launch<T, 64, 2, 1>(io, device, stream);
-  if (io.rows <= 96) return launch<T, 96, 2, 1>(io, device, stream);
-  if (io.rows <= 128) return launch<T, 128, 2, 1>(io, device, stream);
-  if (io.rows <= 192) return launch<T, 192, 2, 1>(io, device, stream);
-  launch<T, 256, 2, 1>(io, device, stream);
+  if (io.rows <= 48) return launch<48, 2, 1>(io, device, stream);
+  if (io.rows <= 64) return launch<64, 2, 1>(io, device, stream);
+  if (io.rows <= 96) return launch<96, 2, 1>(io, device, stream);
+  if constexpr (ArgumentsOf<Io>::kCodes) {  // a stage and the split have registers of their own: not for more rows
+    launch<128, 2, 1>(io, device, stream);
+  } else {
+    if (io.rows <= 128) return launch<128, 2, 1>(io, device, stream);
+    if (io.rows <= 192) return launch<192, 2, 1>(io, device, stream);
+    launch<256, 2, 1>(io, device, stream);
+  }
 }
 
 template void launch_split_kernel(const RowsMatmul<bf16>&, const LaunchDevice&, cudaStream_t);
 template void launch_split_kernel(const RowsMatmul<fp16>&, const LaunchDevice&, cudaStream_t);
+template void launch_split_kernel(const PairsMatmul<bf16>&, const LaunchDevice&, cudaStream_t);
+template void launch_split_kernel(const PairsMatmul<fp16>&, const LaunchDevice&, cudaStream_t);
 
 }  // namespace weft::cuda::rows

@@ -31,13 +31,13 @@ struct TileShape {
 // The order of tiles: patches of kPatch pairs of weight tiles, within a patch one x tile after another. So the tiles
 // that are computed at the same time share few rows of the weight and of x, which stay in L2.
 constexpr int kPatch = 8;
-template <typename T>
-__device__ inline int pair_of(const Arguments<T>& p, int tile) {
+template <typename P>
+__device__ inline int pair_of(const P& p, int tile) {
   const int patch = kPatch * p.row_tiles, first = tile / patch * kPatch;
   return first + tile % patch % min(kPatch, p.tile_pairs - first);
 }
-template <typename T>
-__device__ inline int row_tile_of(const Arguments<T>& p, int tile) {
+template <typename P>
+__device__ inline int row_tile_of(const P& p, int tile) {
   const int patch = kPatch * p.row_tiles, first = tile / patch * kPatch;
   return tile % patch / min(kPatch, p.tile_pairs - first);
 }
@@ -68,8 +68,8 @@ struct TileMemory {
   }
 };
 
-template <typename T, int N>
-__device__ void produce_tiles(const Arguments<T>& p, const TileMemory<T, N>& shared) {
+template <typename P, typename T, int N>
+__device__ void produce_tiles(const P& p, const TileMemory<T, N>& shared) {
   using Shape = TileShape<T, N>;
   constexpr int kHalf = N / kCluster;
   constexpr std::uint16_t kAll = (1u << kCluster) - 1;
@@ -145,9 +145,10 @@ __device__ void copy_out(const Arguments<T>& p, const typename TileShape<T, N>::
   }
 }
 
-template <typename T, int N, bool kSplits>
-__device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& shared, int consumer) {
+template <bool kSplits, typename P, typename T, int N>
+__device__ void consume_tiles(const P& p, const TileMemory<T, N>& shared, int consumer) {
   using Shape = TileShape<T, N>;
+  using Columns = typename P::Finish;
   const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
   const int count = p.tile_pairs * p.row_tiles;
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize;
@@ -159,14 +160,14 @@ __device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
     return Operands<WeightTile<T>, typename Shape::XTile>{shared.weight(stage, consumer), shared.x(stage)};
   };
   float* const sums = shared.sums(consumer);
-  const int fours = Columns<T>::count(p.output, kWeightRows);
+  const int fours = Columns::count(p.output, kWeightRows);
   RingPosition at;
   for (int tile = static_cast<int>(blockIdx.x) / kCluster; tile < count; tile += clusters) {
     const int pair = pair_of(p, tile), row_tile = row_tile_of(p, tile);
     const std::int64_t first =
         static_cast<std::int64_t>((pair * kCluster + rank) * kTileConsumers + consumer) * kWeightRows;
     float bias[2] = {};  // loaded before it is needed
-    if (p.copies_out && p.output.bias != nullptr) {
+    if (!P::kCodes && p.copies_out && p.output.bias != nullptr) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const std::int64_t column = first + thread / kWarpSize * 16 + i * 8 + lane / 4;
@@ -176,8 +177,11 @@ __device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
     float d[N / 2];
     const auto finish = [&](const float(&total)[N / 2]) {
       wait_for_predecessors();  // they may still read what is written here
-      if (p.copies_out) return copy_out<T, N>(p, shared.out(consumer), 1 + consumer, first, row_tile * N, total, bias);
-      const Columns<T> columns(p.output, first, thread % fours);
+      if constexpr (!P::kCodes) {
+        if (p.copies_out)
+          return copy_out<T, N>(p, shared.out(consumer), 1 + consumer, first, row_tile * N, total, bias);
+      }
+      const Columns columns(p.output, first, thread % fours);
 #pragma unroll
       for (int chunk = 0; chunk < N / kSumsRows; ++chunk) {
         const std::int64_t row = static_cast<std::int64_t>(row_tile) * N + chunk * kSumsRows;
@@ -194,25 +198,25 @@ __device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
       float total[N / 2];
       for (int split = 0; split < p.splits; ++split) {
         const int steps = split_begin(split + 1, p.steps, p.splits) - split_begin(split, p.steps, p.splits);
-        sum_stages(d, steps, at, ring, Shape::kStages, operands_at, release);
+        sum_split<P::kCodes>(d, steps, at, ring, Shape::kStages, operands_at, release);
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) total[i] = split == 0 ? d[i] : total[i] + d[i];
       }
       finish(total);
     } else {
-      sum_stages(d, p.steps, at, ring, Shape::kStages, operands_at, release);
+      sum_split<P::kCodes>(d, p.steps, at, ring, Shape::kStages, operands_at, release);
       finish(d);
     }
   }
-  if (p.copies_out && thread == 0) bulk_wait();  // shared memory must outlive the copies
+  if (!P::kCodes && p.copies_out && thread == 0) bulk_wait();  // shared memory must outlive the copies
 }
 
 #endif  // WEFT_WGMMA
 
-template <typename T, int N, bool kSplits>
-__global__ void __launch_bounds__(kTileThreads, 1)
-    tile_kernel([[maybe_unused]] const __grid_constant__ Arguments<T> p) {
+template <typename P, int N, bool kSplits>
+__global__ void __launch_bounds__(kTileThreads, 1) tile_kernel([[maybe_unused]] const __grid_constant__ P p) {
 #if WEFT_WGMMA
+  using T = typename P::Element;
   using Shape = TileShape<T, N>;
   extern __shared__ unsigned char dynamic[];
   const TileMemory<T, N> shared(dynamic);
@@ -230,7 +234,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     if (threadIdx.x == 0) produce_tiles(p, shared);
   } else {
     increase_registers<240>();
-    consume_tiles<T, N, kSplits>(p, shared, warpgroup - 1);
+    consume_tiles<kSplits>(p, shared, warpgroup - 1);
   }
   cluster_barrier();  // neither block may exit while the other still writes or arrives in its shared memory
 #else
@@ -245,15 +249,16 @@ bool copies_out(const RowsMatmul<T>& io) {
          aligned_to_16(io.out);
 }
 
-template <typename T, int N, bool kSplits>
-void launch_tiles(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
-  const auto kernel = tile_kernel<T, N, kSplits>;
+template <int N, bool kSplits, typename Io>
+void launch_tiles(const Io& io, const LaunchDevice& device, cudaStream_t stream) {
+  using P = ArgumentsOf<Io>;
+  using T = typename P::Element;
+  const auto kernel = tile_kernel<P, N, kSplits>;
   constexpr int kBytes = TileShape<T, N>::kBytes;
-  Arguments<T> arguments = arguments_of(io, N / kCluster);
+  P arguments = arguments_of(io, N / kCluster);
   arguments.tile_pairs = static_cast<int>(ceil_div(weight_rows(io), kPairRows));
   arguments.row_tiles = static_cast<int>(ceil_div(io.rows, N));
-  arguments.copies_out = copies_out(io);
-  arguments.x_is_older = io.x_is_older;
+  arguments.copies_out = !P::kCodes && copies_out(io);
   if (arguments.copies_out)
     arguments.out = encode_tensor_map(io.out, kMapType<T>,
                                       {static_cast<std::uint64_t>(io.OC), static_cast<std::uint64_t>(io.rows), 1},
@@ -281,33 +286,41 @@ int best_width(std::int64_t rows, std::int64_t tile_pairs, int clusters) {
 
 }  // namespace
 
-template <typename T>
-void launch_tile_kernel(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
+template <typename Io>
+void launch_tile_kernel(const Io& io, const LaunchDevice& device, cudaStream_t stream) {
   const std::int64_t pairs = ceil_div(weight_rows(io), kPairRows);
   const int clusters = device.multiprocessors / kCluster;
-  if (splits_of(io) > 1) {  // sums and totals need twice the registers, so tiles are narrower
-    switch (best_width<128, 160, 192>(io.rows, pairs, clusters)) {
-      case 128:
-        return launch_tiles<T, 128, true>(io, device, stream);
-      case 160:
-        return launch_tiles<T, 160, true>(io, device, stream);
-      default:
-        return launch_tiles<T, 192, true>(io, device, stream);
+  if constexpr (ArgumentsOf<Io>::kCodes) {  // a stage, a split and the total have registers of their own
+    if (splits_of(io) > 1) return launch_tiles<128, true>(io, device, stream);
+    if (best_width<128, 192>(io.rows, pairs, clusters) == 128) return launch_tiles<128, false>(io, device, stream);
+    return launch_tiles<192, false>(io, device, stream);
+  } else {
+    if (splits_of(io) > 1) {  // sums and totals need twice the registers, so tiles are narrower
+      switch (best_width<128, 160, 192>(io.rows, pairs, clusters)) {
+        case 128:
+          return launch_tiles<128, true>(io, device, stream);
+        case 160:
+          return launch_tiles<160, true>(io, device, stream);
+        default:
+          return launch_tiles<192, true>(io, device, stream);
+      }
     }
-  }
-  switch (best_width<96, 128, 192, 256>(io.rows, pairs, clusters)) {
-    case 96:
-      return launch_tiles<T, 96, false>(io, device, stream);
-    case 128:
-      return launch_tiles<T, 128, false>(io, device, stream);
-    case 192:
-      return launch_tiles<T, 192, false>(io, device, stream);
-    default:
-      return launch_tiles<T, 256, false>(io, device, stream);
+    switch (best_width<96, 128, 192, 256>(io.rows, pairs, clusters)) {
+      case 96:
+        return launch_tiles<96, false>(io, device, stream);
+      case 128:
+        return launch_tiles<128, false>(io, device, stream);
+      case 192:
+        return launch_tiles<192, false>(io, device, stream);
+      default:
+        return launch_tiles<256, false>(io, device, stream);
+    }
   }
 }
 
 template void launch_tile_kernel(const RowsMatmul<bf16>&, const LaunchDevice&, cudaStream_t);
 template void launch_tile_kernel(const RowsMatmul<fp16>&, const LaunchDevice&, cudaStream_t);
+template void launch_tile_kernel(const PairsMatmul<bf16>&, const LaunchDevice&, cudaStream_t);
+template void launch_tile_kernel(const PairsMatmul<fp16>&, const LaunchDevice&, cudaStream_t);
 
 }  // namespace weft::cuda::rows
