@@ -134,6 +134,7 @@ Exit run_divergence(const DecodeSession& s, std::span<const std::int32_t> ids, s
                     std::int64_t stride) {
   InferSettings other = s.settings();
   other.model = other.against;
+  other.activations = "auto";  // --activations is for --model
   const std::unique_ptr<DecodeModel> model = s.load_model(window);
   // Opened after the first model is loaded, because it looks at how much memory is free.
   const DecodeSession of_other(other);
