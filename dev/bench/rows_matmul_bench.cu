@@ -1,8 +1,9 @@
 // The batch-invariant linear layers of llmc/cuda/op/gemm/rows_matmul.h beside cuBLASLt's best plan for the same shape: what
 // invariance costs. Layers of Pythia-2.8B and Llama-3.1-8B in bf16. And the same layers with quantised weights
-// (llmc/cuda/op/gemm/quantized_matmul.h), in fp16 for Pythia and in bf16 for Llama.
+// (llmc/cuda/op/gemm/quantized_matmul.h), in fp16 for Pythia and in bf16 for Llama; fp8x8: both operands in fp8
+// (llmc/cuda/op/gemm/rows_matmul_fp8.h), with the kernel that makes codes of x.
 //
-//   make benches && build/release/dev/bench/rows_matmul_bench [pythia-2.8b llama-3.1-8b] [bf16 int8 fp8 int4] [ROWS ...]
+//   make benches && build/release/dev/bench/rows_matmul_bench [pythia-2.8b llama-3.1-8b] [bf16 int8 fp8 fp8x8 int4] [ROWS ...]
 //
 // A graph of launches goes through copies of the weight that are larger than L2 together, as the layers of a model do; the
 // median of 7 replays. GB/s count weight and x, of the weight's read share: of a plain read of memory.
@@ -23,6 +24,7 @@
 #include "llmc/cuda/op/gemm/matmul.h"
 #include "llmc/cuda/op/gemm/quantized_matmul.h"
 #include "llmc/cuda/op/gemm/rows_matmul.h"
+#include "llmc/cuda/op/gemm/rows_matmul_fp8.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/captured_graph.h"
 #include "llmc/cuda/runtime/stream.h"
@@ -132,12 +134,15 @@ void run(const Shape& shape, std::int64_t rows, double read_bandwidth, Matmul& m
   std::fflush(stdout);
 }
 
-constexpr std::pair<const char*, DType> kFormats[] = {{"int8", DType::i8}, {"fp8", DType::e4m3}, {"int4", DType::u4}};
+constexpr const char* kBothInFp8 = "fp8x8";
+constexpr std::pair<const char*, DType> kFormats[] = {
+    {"int8", DType::i8}, {"fp8", DType::e4m3}, {kBothInFp8, DType::e4m3}, {"int4", DType::u4}};
 
-// A launch reads packed weights; the share is that of these bytes.
+// A launch reads packed weights, or codes in rows; the share is that of these bytes. `both`: x is made codes first.
 template <typename T>
 void run_quantized(const Shape& shape, std::int64_t rows, const char* name, DType format, double read_bandwidth,
                    const Matmul& matmul, cudaStream_t stream) {
+  const bool both = name == kBothInFp8;
   constexpr std::uint64_t kBeyondCache = 256 << 20;
   const LaunchDevice device = launch_device();
   const std::int64_t outputs = packed_rows(shape.OC, shape.epilogue == RowsEpilogue::swiglu);
@@ -153,7 +158,8 @@ void run_quantized(const Shape& shape, std::int64_t rows, const char* name, DTyp
   const std::uint64_t weight_at = plan.add(static_cast<std::uint64_t>(copies) * weight_bytes),
                       scales_at = plan.add(scale_bytes), x_bytes = bytes(rows * (shape.K + shape.K2)),
                       x_at = plan.add(x_bytes), out_at = plan.add(2 * bytes(rows * outputs)),
-                      bias_at = plan.add(bytes(shape.OC));
+                      bias_at = plan.add(bytes(shape.OC)), codes_at = plan.add(x_bytes),
+                      code_scales_at = plan.add(static_cast<std::uint64_t>(rows) * sizeof(float));
   const DeviceArena arena(plan);
   fill(arena, weight_at, static_cast<std::uint64_t>(copies) * weight_bytes);
   fill(arena, scales_at, scale_bytes);
@@ -173,6 +179,12 @@ void run_quantized(const Shape& shape, std::int64_t rows, const char* name, DTyp
             arena.at<float>(scales_at), format};
         PackedMatrix second = first;
         second.blocks += first_bytes;
+        if (both) {
+          const Fp8Rows x = {arena.at<std::uint8_t>(codes_at), arena.at<float>(code_scales_at)};
+          quantize_rows_fp8(x, io.x, rows, io.K, device, stream);
+          const Fp8Rows weight = {reinterpret_cast<std::uint8_t*>(first.blocks), first.row_scales};
+          return rows_matmul_fp8(io, x, weight, device, stream);
+        }
         if (shape.K2 > 0) io.x2 = io.x + rows * shape.K, io.bias2 = io.bias, io.K2 = shape.K2;
         quantized_matmul(io, first, second, device, stream);
       },
@@ -216,6 +228,7 @@ int main(int argc, char** argv) {
         if (wanted(types, "bf16")) run(shape, rows, read_bandwidth, matmul, stream);
         for (const auto& [name, format] : kFormats) {
           if (!wanted(types, name)) continue;
+          if (name == kBothInFp8 && (shape.K2 > 0 || !rows_matmul_fp8_unsupported_gpu().empty())) continue;
           const auto quantized =
               std::string(shape.model).starts_with("pythia") ? run_quantized<fp16> : run_quantized<bf16>;
           quantized(shape, rows, name, format, read_bandwidth, matmul, stream);

@@ -464,7 +464,8 @@ InferenceOptions DecodeDevice::draft_pool(const ModelConfig& config, const Infer
 
 void DecodeDevice::announce_gpu() const {
   if (!choice_.gpu) return;
-  log_info("running on %s in %s, decode %s", choice_.name.c_str(), dtype_name(dtype_), decode_.c_str());
+  log_info("running on %s in %s, %sdecode %s", choice_.name.c_str(), dtype_name(dtype_),
+           fp8_activations() ? "activations of linear layers in fp8, " : "", decode_.c_str());
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& file, std::uint64_t kv_memory,

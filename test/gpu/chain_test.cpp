@@ -12,6 +12,7 @@
 #include "llmc/cuda/op/attention/paged/paged_attention.h"
 #include "llmc/cuda/op/elementwise/step_rows.h"
 #include "llmc/cuda/op/gemm/rows_matmul.h"
+#include "llmc/cuda/op/gemm/rows_matmul_fp8.h"
 #include "llmc/cuda/op/norm/head_norm.h"
 #include "llmc/cuda/op/norm/post_norm.h"
 #include "llmc/cuda/op/norm/residual_norm.h"
@@ -252,6 +253,58 @@ TYPED_TEST(ChainedRows, MatmulWithOneSplit) {
         SCOPED_TRACE(testing::Message() << rows << " rows of " << OC << ", epilogue " << static_cast<int>(epilogue));
         EXPECT_EQ(operands.differing(rows, cuda::RowsPath::automatic, false), Names{});
         EXPECT_EQ(operands.differing(rows, cuda::RowsPath::automatic, true), Names{}) << "x is older";
+      }
+    }
+  }
+}
+
+// Codes of rows, and GEMMs of codes: few rows and many, one split and several.
+TEST(ChainedFp8Rows, CodesAndTheirProducts) {
+  if (!cuda::rows_matmul_fp8_unsupported_gpu().empty()) GTEST_SKIP() << cuda::rows_matmul_fp8_unsupported_gpu();
+  for (const std::int64_t K : {1008, 8192}) {
+    for (const std::int64_t OC : {264, 8456}) {
+      if (K * OC > (std::int64_t{1} << 24)) continue;
+      const DeviceBuffer<float> weight_scales = random_buffer<float>(2 * OC, 3);
+      DeviceBuffer<std::uint8_t> weight(static_cast<std::size_t>(2 * OC * K));
+      weight.fill_bytes(0x31);
+      for (const std::int64_t rows : {1, 40, 90, 250, 400}) {
+        const DeviceBuffer<bf16> x = random_buffer<bf16>(rows * K, 1);
+        const DeviceBuffer<std::uint8_t> codes = zeros<std::uint8_t>(rows * K);
+        const DeviceBuffer<float> scales = zeros<float>(rows);
+        const cuda::Fp8Rows of_x = {codes.data(), scales.data()};
+        {
+          SCOPED_TRACE(testing::Message() << "codes of " << rows << " rows of " << K);
+          Chain chain;
+          chain.late(x, "x");
+          chain.late(codes, "codes");
+          chain.late(scales, "scales");
+          EXPECT_EQ(chain.differing([&](cudaStream_t stream) {
+            cuda::quantize_rows_fp8(of_x, x.data(), rows, K, chain.device(), stream);
+          }),
+                    Names{});
+        }
+        for (const cuda::RowsEpilogue epilogue :
+             {cuda::RowsEpilogue::store, cuda::RowsEpilogue::swiglu, cuda::RowsEpilogue::add}) {
+          SCOPED_TRACE(testing::Message()
+                       << rows << " rows of " << K << " -> " << OC << ", epilogue " << static_cast<int>(epilogue));
+          const DeviceBuffer<bf16> out = zeros<bf16>(rows * OC);
+          const DeviceBuffer<float> out_fp32 = random_buffer<float>(rows * OC, 4);
+          cuda::RowsMatmul<bf16> io;
+          io.rows = rows, io.K = K, io.OC = OC, io.epilogue = epilogue;
+          io.out = out.data(), io.out_fp32 = out_fp32.data();
+          Chain chain;
+          chain.late(codes, "codes");
+          chain.late(scales, "scales");
+          if (epilogue == cuda::RowsEpilogue::add) {
+            chain.late(out_fp32, "out_fp32");
+          } else {
+            chain.late(out, "out");
+          }
+          EXPECT_EQ(chain.differing([&](cudaStream_t stream) {
+            cuda::rows_matmul_fp8(io, of_x, {weight.data(), weight_scales.data()}, chain.device(), stream);
+          }),
+                    Names{});
+        }
       }
     }
   }

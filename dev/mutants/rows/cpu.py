@@ -7,6 +7,10 @@ ROOM = "llmc/cpu"
 ROWS = [
     Mutant("a weight changes the gradient of the label alone", "classifier", "row[labels[n]] -= row_scale;", "row[labels[n]] -= loss_scale;",
            unit("WholeModel.WeightsOfLabels")),
+    Mutant("one scale for all rows of codes", "quantize_rows_fp8", "for (std::int64_t c = 0; c < C; ++c) amax",
+           "for (std::int64_t c = -n * C; c < (N - n) * C; ++c) amax", unit("Fp8Rows.LinearLayers*", "Fp8Rows.Models*")),
+    Mutant("a row of codes has the scale of the first", "write", "sum *= x_scales[n]", "sum *= x_scales[0]",
+           unit("Fp8Rows.LinearLayers*")),
     Mutant("AdamW bias correction off by one", "adamw", "double>(step.step)", "double>(step.step + 1)", unit("AdamW.*")),
     Mutant("AdamW ignores eps", "adamw", "+ eps", "+ 1e-8f + 0 * eps", unit("AdamW.*", "OperatorVectors.AdamW")),
     Mutant("Muon without Nesterov's form", "muon_update", "return g + momentum * (m[i] - g);", "return m[i];",
