@@ -134,7 +134,8 @@ Exit run_divergence(const DecodeSession& s, std::span<const std::int32_t> ids, s
                     std::int64_t stride) {
   InferSettings other = s.settings();
   other.model = other.against;
-  other.activations = "auto";  // --activations is for --model
+  // So that the same file, too, says what --kv-dtype and --activations of this model change.
+  other.kv_dtype = other.activations = "auto";
   const std::unique_ptr<DecodeModel> model = s.load_model(window);
   // Opened after the first model is loaded, because it looks at how much memory is free.
   const DecodeSession of_other(other);
@@ -314,7 +315,8 @@ Exit run_serve(const DecodeSession& s) {
   CompletionsServer server(server_options(settings));
   const std::unique_ptr<InferenceModel> model = s.load_inference(settings.kv_bytes, settings.max_running);
   const std::unique_ptr<InferenceModel> draft = s.load_draft(*model);
-  const EngineOptions options = engine_options(settings, *model, s.draft_options(draft.get()));
+  EngineOptions options = engine_options(settings, *model, s.draft_options(draft.get()));
+  options.queued_seconds = kServedQueuedSeconds;
   Engine engine(*model, options);
   return server.run(engine, options, s.config(), s.tokenizer(), s.special(), served_chat(s));
 }

@@ -599,6 +599,7 @@ class ModelParts:
     chat_format: Any        # as JSON, or None
     end_ids: list[int]      # of tokens that end an answer
     positions: int
+    quantised: bool
 
 
 def parts_of_model(path: Path) -> ModelParts:
@@ -612,7 +613,7 @@ def parts_of_model(path: Path) -> ModelParts:
         bad_file(path, "model.eos_ids", f"got {shown(ends)}, expected a list of ids")
     if type(positions) is not int or not 1 <= positions <= MAX_SEQ_LEN:
         bad_file(path, "model.max_positions", f"got {shown(positions)}, expected 1 to {MAX_SEQ_LEN}")
-    return ModelParts(bytes(file.bytes("tokenizer.json")), file.config.get("chat_format"), ends, positions)
+    return ModelParts(bytes(file.bytes("tokenizer.json")), file.config.get("chat_format"), ends, positions, "quantization" in file.config)
 
 
 def chosen_format(choice: str | None, stored: Any, path: Path) -> tuple[chat_format.ChatFormat, Any]:
@@ -706,9 +707,8 @@ class ChatPipeline:
         return [fitting]
 
 
-def prepare_chat(options: argparse.Namespace, staging: Path) -> tuple[Encoder, list[Split], ChatPipeline]:
+def prepare_chat(options: argparse.Namespace, model: ModelParts | None, staging: Path) -> tuple[Encoder, list[Split], ChatPipeline]:
     """Writes all shards of conversations into `staging`."""
-    model = parts_of_model(options.model) if options.model else None
     form, form_as_json = chosen_format(options.chat_format, model and model.chat_format, options.model or options.tokenizer)
     options.seq_len = options.seq_len or (model.positions if model else MAX_SEQ_LEN)
     encoder = Encoder(options.model or options.tokenizer, None, model.tokenizer if model else None, chat=True)
@@ -739,15 +739,14 @@ def chosen_for_validation(count: int, seed: int, fraction: float) -> set[int]:
     return set(heapq.nsmallest(max(1, round(count * fraction)), range(count), lambda i: xxhash.xxh3_64_intdigest(i.to_bytes(8, "little"), seed)))
 
 
-def beginning(model: Path | None, splits: list[Split], encoder: Encoder) -> str:
+def beginning(path: Path, model: ModelParts | None, splits: list[Split], encoder: Encoder) -> str:
     """What train_llama begins with: a model, beside whose quantised matrices only an adapter is trained, or a preset."""
     if model is None:
         return f"--config {preset_for(splits[0].tokens, encoder.vocab_size)}"
-    quantised = "quantization" in tensor_file.read(model, expected="model").config
-    return f"--model {cli.pasteable(model)}" + " --lora-r 16" * quantised
+    return f"--model {cli.pasteable(path)}" + " --lora-r 16" * model.quantised
 
 
-def report_chat(options: argparse.Namespace, encoder: Encoder, splits: list[Split], pipeline: ChatPipeline) -> None:
+def report_chat(options: argparse.Namespace, model: ModelParts | None, encoder: Encoder, splits: list[Split], pipeline: ChatPipeline) -> None:
     for split in splits:
         unit = UNITS[bool(pipeline.pairs)]
         one_or_more = (unit[:-1] if split.documents == 1 else unit).ljust(len(unit))
@@ -764,10 +763,10 @@ def report_chat(options: argparse.Namespace, encoder: Encoder, splits: list[Spli
         print(f"\n{tensor_file.escaped(line.path.name)[1:-1]} line {line.number}:")
         for said in chain.from_iterable(conversations.example(one, encoder.decode, colour) for one in versions):
             print(f"  {said}")
-    model = beginning(options.model, splits, encoder)
+    begins = beginning(options.model, model, splits, encoder)
     seq_len = min(options.seq_len, -(-(int(lengths[-1]) - 1) // 64) * 64)
     few = " --micro-batch 1" if splits[0].tokens < DEFAULT_MICRO_BATCH * seq_len else ""  # a step would read its rows several times
-    print(f"\nNext:\n  {needs.program('train_llama')} {model} {shard_arguments(options.output, splits)} --seq-len {seq_len} "
+    print(f"\nNext:\n  {needs.program('train_llama')} {begins} {shard_arguments(options.output, splits)} --seq-len {seq_len} "
           f"--epochs 2{few} --out {cli.unused('runs/mine')}{' --objective dpo' if pipeline.pairs else ''}")
 
 
@@ -800,10 +799,9 @@ def staging_directory(output: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def prepare(options: argparse.Namespace, staging: Path) -> tuple[Encoder, list[Split]]:
+def prepare(options: argparse.Namespace, model: ModelParts | None, staging: Path) -> tuple[Encoder, list[Split]]:
     """Writes all shards into `staging`."""
-    text = parts_of_model(options.model).tokenizer if options.model else None
-    encoder = Encoder(options.model or options.tokenizer, options.eos, text, special=options.special)
+    encoder = Encoder(options.model or options.tokenizer, options.eos, model.tokenizer if model else None, special=options.special)
     sources, val_sources = (open_sources(paths, options, encoder.cut) for paths in (options.text, options.val or []))
     train, val = (Split(name, staging, encoder, options.shard_tokens) for name in ("train", "val"))
     pipeline = Pipeline(encoder)
@@ -858,13 +856,13 @@ def shard_arguments(output: Path, splits: list[Split]) -> str:
     return " ".join(f"--{split.name} {cli.pasteable(glob.escape(str(output / split.name)) + '_*.bin')}" for split in splits)
 
 
-def report(output: Path, model: Path | None, encoder: Encoder, splits: list[Split]) -> None:
+def report(options: argparse.Namespace, model: ModelParts | None, encoder: Encoder, splits: list[Split]) -> None:
     for split in splits:
         print(f"{split.name:<5} {split.documents:>10,} documents {split.tokens:>14,} tokens "
               f"{split.text_bytes / split.tokens:5.2f} bytes per token   {shards_text(split)}")
     print(f"vocabulary {encoder.vocab_size:,}, end of text {encoder.end_of_text}")
-    arguments = shard_arguments(output, splits)
-    begins = beginning(model, splits, encoder)
+    arguments = shard_arguments(options.output, splits)
+    begins = beginning(options.model, model, splits, encoder)
     if splits[0].tokens <= DEFAULT_SEQ_LEN:  # of less there is no sequence
         arguments += f" --seq-len {splits[0].tokens - 1}"
     train = needs.program("train_llama")
@@ -955,11 +953,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # through the end of the staging directory
     try:
         with staging_directory(options.output) as staging:
-            pipeline = None
+            model, pipeline = parts_of_model(options.model) if options.model else None, None
             if options.chat:
-                encoder, splits, pipeline = prepare_chat(options, staging)
+                encoder, splits, pipeline = prepare_chat(options, model, staging)
             else:
-                encoder, splits = prepare(options, staging)
+                encoder, splits = prepare(options, model, staging)
             replaced = publish(options.output, staging, encoder, splits, pipeline and pipeline.form_as_json)
     finally:
         if not existed:
@@ -968,9 +966,9 @@ def main() -> None:
     if replaced:
         print(f"removed {replaced} shard{'s' if replaced > 1 else ''} of an earlier run", file=sys.stderr)
     if pipeline is not None:
-        report_chat(options, encoder, splits, pipeline)
+        report_chat(options, model, encoder, splits, pipeline)
     else:
-        report(options.output, options.model, encoder, splits)
+        report(options, model, encoder, splits)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ import cli
 import gptq
 import peft_format
 import quantization
+import tensor_file
 from cli import BAD_FILE, FileError, Warnings, bad_file, json_type, shown
 from gptq import Calibration
 from hf_config import (MAX_INDEX_BYTES, Checkpoint, Model, Shape, is_ignorable_buffer, parameter_count, read_checkpoint,
@@ -246,8 +247,8 @@ def _check_tensor(name: str, shape: Shape, source: Source) -> None:
 class Conversion:
     """Streams one parameter into its target dtype and watches its values."""
 
-    def __init__(self, warnings: Warnings, progress: cli.Progress):
-        self.warnings, self.progress = warnings, progress
+    def __init__(self, model: Model, warnings: Warnings, progress: cli.Progress):
+        self.model, self.warnings, self.progress = model, warnings, progress
 
     def stream(self, name: str, source: Source, dtype: str) -> Iterator[np.ndarray]:
         """The values in `dtype`. FileError BAD_FILE where a finite value does not fit."""
@@ -267,7 +268,7 @@ class Conversion:
         where = f"{escaped(str(source.file.path))}: {name}"
         if not finite:
             self.warnings.add(f"{where}: holds NaN or infinity")
-        if zero and not name.endswith(".bias"):  # biases may well be zero
+        if zero and name not in self.model.zeros:
             self.warnings.add(f"{where}: every value is zero")
 
     @staticmethod
@@ -481,7 +482,7 @@ def write_model(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], 
     """Writes the model file; nothing is left behind if a value is refused. Returns the summary's line about quantisation."""
     config, model = file_configuration(checkpoint, Path("config.json"), target, chat), checkpoint.model
     progress = cli.Progress("converting", parameter_count(checkpoint.model))
-    conversion = Conversion(warnings, progress)
+    conversion = Conversion(model, warnings, progress)
     quantized = QuantizedConversion(conversion, calibration, tensors)
     already = warnings.count
     with Writer(path, "model", config) as writer:
@@ -533,14 +534,18 @@ def print_summary(checkpoint: Checkpoint, tensors: dict[str, Source], directory:
         print(f"next        {command}")
 
 
+def first_prompt(has_tokenizer: bool, chats: bool, vocab_size: int) -> str:
+    """The options with which infer_pythia generates something."""
+    few = ",".join(str(number) for number in range(1, min(4, vocab_size)))
+    return f"--prompt-ids {few or 0}" if not has_tokenizer else "--chat" if chats else '--prompt "Hello"'
+
+
 def next_commands(checkpoint: Checkpoint, directory: Path, path: Path, target: Target, chats: bool) -> list[str]:
     """Shell commands that the user may run next: generate text, and fine-tune the model on a text my.txt. A model with a chat format
     chats, and is tuned on conversations. Beside quantised matrices an adapter is trained."""
     model, has_tokenizer = cli.pasteable(path), checkpoint.tokenizer is not None
-    few = ",".join(str(number) for number in range(1, min(4, checkpoint.model.vocab_size)))
     chats = chats and has_tokenizer
-    prompt = "--chat" if chats else '--prompt "Hello"' if has_tokenizer else f"--prompt-ids {few or 0}"
-    commands = [f"{needs.program('infer_pythia')} --model {model} {prompt}"]
+    commands = [f"{needs.program('infer_pythia')} --model {model} {first_prompt(has_tokenizer, chats, checkpoint.model.vocab_size)}"]
     quantised = target.scheme is not None and not target.only
     if not checkpoint.model.trainable or not has_tokenizer:
         return commands
@@ -624,12 +629,13 @@ def convert_adapter(options: argparse.Namespace, warnings: Warnings) -> int:
             raise FileError(cli.USAGE, f"--{name.replace('_', '-')}: not for an adapter, which is stored as it is")
     if options.base is None:
         raise FileError(cli.USAGE, f"--base: needed, because {escaped(str(options.directory))} is an adapter: the model file that it belongs to")
-    said = peft_format.convert(options.directory, options.base, options.output, warnings.add)
+    base = tensor_file.read(options.base, expected="model")
+    said = peft_format.convert(options.directory, base, options.output, warnings.add)
     warnings.finish()
     print(f"adapter     {said}")
     print(f"file        {escaped(str(options.output))}, {options.output.stat().st_size:,} bytes")
     print(f"next        {needs.program('infer_pythia')} --model {cli.pasteable(options.base)} --adapter {cli.pasteable(options.output)} "
-          '--prompt "Hello"')
+          f"{first_prompt(TOKENIZER_TENSOR in base.tensors, 'chat_format' in base.config, base.config['model']['vocab_size'])}")
     return cli.OK
 
 

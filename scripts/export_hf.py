@@ -49,12 +49,13 @@ EXPORTED_NAMES = {"config.json", "generation_config.json", "model.safetensors", 
                   peft_format.WEIGHTS}
 
 
-def read_model(path: Path) -> tuple[TensorFile, Model, bytes | None]:
+def read_model(path: Path, with_adapter: bool = False) -> tuple[TensorFile, Model, bytes | None]:
     """Opens a model file, whose tensors infer_pythia --describe has checked. Returns the file, its model and its tokenizer.json.
     Only the tokenizer's hash is verified here, the others when they are written."""
     file = tensor_file.read(path, expected="model")
     if "quantization" in file.config:
-        bad_file(path, "", "its weights are quantised, and an export needs floats", "Export the file it was converted from")
+        bad_file(path, "", "its weights are quantised, and an export needs floats", "Export the file it was converted from" + with_adapter *
+                 ", with this adapter. infer_pythia --adapter runs the adapter beside the quantised file")
     model = model_of(describe(path))
     exported_config(model, path)
     tokenizer = None
@@ -153,7 +154,7 @@ def tokenizer_config(model: Model, tokenizer: bytes, tokens: dict[str, Any] | No
 
 
 def write_chat(directory: Path, config: dict[str, Any]) -> None:
-    """The chat template of a model file's configuration or, without one, its chat format."""
+    """The chat template of a file's configuration or, without one, its chat format."""
     if isinstance(config.get("chat_template"), str):
         with AtomicFile(directory / "chat_template.jinja") as output:
             output.write(config["chat_template"].encode("utf-8"))
@@ -165,13 +166,14 @@ def write_directory(directory: Path, file: TensorFile, model: Model, tokenizer: 
                     adapter: Adapter | None = None) -> list[str]:
     """Writes every file of the export into an existing empty directory. Returns the names of the weight files."""
     config = exported_config(model, file.path)
+    chats = adapter.file.config if adapter and "chat_format" in adapter.file.config else file.config  # as infer_pythia --adapter chats
     write_json(directory / "config.json", config)
     write_json(directory / "generation_config.json", {key: config[key] for key in ("bos_token_id", "eos_token_id")})
     if tokenizer is not None:
         with AtomicFile(directory / "tokenizer.json") as output:
             output.write(tokenizer)
-        write_json(directory / "tokenizer_config.json", tokenizer_config(model, tokenizer, file.config.get("chat_tokens")))
-    write_chat(directory, file.config)
+        write_json(directory / "tokenizer_config.json", tokenizer_config(model, tokenizer, chats.get("chat_tokens")))
+    write_chat(directory, chats)
     return write_weights(directory, file, model, limit, adapter)
 
 
@@ -263,7 +265,7 @@ def main() -> int:
         return export_adapter(options, directory)
     if options.base_name is not None:
         raise FileError(cli.USAGE, "--base-name: only for the export of an adapter")
-    file, model, tokenizer = read_model(options.file)
+    file, model, tokenizer = read_model(options.file, options.adapter is not None)
     adapter = Adapter(options.adapter) if options.adapter else None
     if adapter:
         adapter.check_base(file)

@@ -72,6 +72,7 @@ class Model:
     bos_id: int | None
     # Not in the file:
     tensors: dict[str, Shape]  # every parameter, in the order in which weft stores them
+    zeros: frozenset[str]      # those that are zeros in a new model
     embedding: str             # the names of two of them; a tied head is no parameter
     head: str
     linears: dict[str, list[str]]  # last parts of the modules' names: "qkv", "output", "up", "down", "head"
@@ -85,7 +86,7 @@ class Model:
     attention_scale: float = 0
 
     def to_json(self) -> dict[str, Any]:
-        beside = ["tensors", "embedding", "head", "linears", "trainable", "hf_config", "problem"]
+        beside = ["tensors", "zeros", "embedding", "head", "linears", "trainable", "hf_config", "problem"]
         beside += [key for key in ("windows", "nope_layers", "local_rope_theta", "attention_scale") if not getattr(self, key)]
         return {key: value for key, value in asdict(self).items() if key not in beside}
 
@@ -159,6 +160,7 @@ def model_of(described: dict[str, Any]) -> Model:
     kept = ("type", "theta", "rotary_dim", "original_max_positions", *SCALING[rope["type"]])
     return Model(**(values | {"rope": Rope(**{key: rope[key] for key in kept})}),
                  tensors={tensor["name"]: tuple(tensor["shape"]) for tensor in described["tensors"]},
+                 zeros=frozenset(tensor["name"] for tensor in described["tensors"] if tensor["begins_as_zeros"]),
                  embedding=described["embedding"], head=head, linears=described["linears"] | {"head": [head.split(".")[-2]]},
                  trainable=described["trainable"], hf_config=described["hf_config"], problem=described.get("problem", ""))
 

@@ -82,22 +82,22 @@ def read_config(directory: Path, warn: Callable[[str], None]) -> tuple[int, floa
     return rank, float(alpha) * (math.sqrt(rank) if rooted else 1)  # rank-stabilised LoRA scales by alpha / sqrt(r)
 
 
-def convert(directory: Path, base: Path, output: Path, warn: Callable[[str], None]) -> str:
-    """Writes the adapter file of a PEFT directory for the model file `base`. Returns what it has, in words."""
+def convert(directory: Path, model: TensorFile, output: Path, warn: Callable[[str], None]) -> str:
+    """Writes the adapter file of a PEFT directory for a model. Returns what it has, in words."""
     rank, alpha = read_config(directory, warn)
-    model = tensor_file.read(base, expected="model")
+    base = tensor_file.escaped(str(model.path))
     weights = SafetensorsFile(directory / WEIGHTS)
     found = {name.removeprefix(PREFIX): entry for name, entry in weights.tensors.items()}
     family, num_layers = model.config["model"]["family"], model.config["model"]["num_layers"]
     targets = [target for target, module in targets_of(family).items() if any(f".{module}.lora_" in name for name in found)]
     if not targets:
         bad_file(weights.path, "", f"got no tensor of {', '.join(targets_of(family).values())}, the modules of a {family}",
-                 f"Is {tensor_file.escaped(str(base))} its base model?")
+                 f"Is {base} its base model?")
     expected = {name: shape for module in modules(family, num_layers, targets)
                 for name, shape in zip(names_of(module), shapes(model, module, rank))}
     for name in found:
         if name not in expected:
-            bad_file(weights.path, shown(name), f"is no part of an adapter for {tensor_file.escaped(str(base))}",
+            bad_file(weights.path, shown(name), f"is no part of an adapter for {base}",
                      "Is this its base model? Embeddings and heads cannot be adapted")
     config = {"model": model.config["model"], "lora": {"rank": rank, "alpha": alpha, "targets": targets},
               "base": f"{model.header_hash:016x}", "made_by": "scripts/convert_hf.py"}
@@ -111,7 +111,7 @@ def convert(directory: Path, base: Path, output: Path, warn: Callable[[str], Non
                 bad_file(weights.path, name, f"got dtype {entry.dtype}, expected one of {', '.join(FLOAT_DTYPES)}")
             if entry.shape != shape:
                 bad_file(weights.path, name, f"got shape {tensor_file.shape_text(entry.shape)}, expected "
-                         f"{tensor_file.shape_text(shape)} beside {tensor_file.escaped(str(base))}", "Is this its base model?")
+                         f"{tensor_file.shape_text(shape)} beside {base}", "Is this its base model?")
             writer.declare(name, FLOAT_DTYPES[entry.dtype], shape)
         for name in expected:
             dtype = FLOAT_DTYPES[found[name].dtype]

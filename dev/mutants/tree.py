@@ -1,4 +1,4 @@
-"""What run.py and sweep.py share: a copy of the tree in which bugs are planted."""
+"""A copy of the tree, in which bugs are planted."""
 
 from __future__ import annotations
 

@@ -47,17 +47,28 @@ namespace {
 constexpr std::int64_t kCpuRows = 128;
 constexpr double kCpuKvShare = 0.8;  // of the memory that is free beside the parameters
 
+// How pages store keys and values.
+struct KvElements {
+  std::uint64_t bytes;
+  bool fp8;
+  std::uint64_t of(const ModelConfig& config, std::int64_t positions) const {
+    return kv_bytes(config, positions, bytes, fp8);
+  }
+};
+
 // The model's share of `bytes`, which are for the keys and values of the model and of its draft model, if there is one:
 // each gets memory for the same number of positions.
-std::uint64_t kv_share(std::uint64_t bytes, const ModelConfig& config, const std::optional<ModelConfig>& draft) {
+std::uint64_t kv_share(std::uint64_t bytes, const ModelConfig& config, const std::optional<ModelConfig>& draft,
+                       const KvElements& elements) {
   if (!draft) return bytes;
-  const auto own = static_cast<double>(kv_bytes(config, 1, 1)), other = static_cast<double>(kv_bytes(*draft, 1, 1));
+  const auto own = static_cast<double>(elements.of(config, 1)), other = static_cast<double>(elements.of(*draft, 1));
   return static_cast<std::uint64_t>(static_cast<double>(bytes) * own / (own + other));
 }
 
 // The page pool on the CPU for `sequences` sequences, in memory that the parameters leave.
 InferenceOptions cpu_pool(const ModelConfig& config, std::uint64_t kv_memory, std::int64_t sequences,
-                          const std::optional<ModelConfig>& draft) {
+                          const std::optional<ModelConfig>& draft, bool kv_fp8) {
+  const KvElements elements = {kv_fp8 ? 0 : sizeof(float), kv_fp8};
   std::uint64_t bytes = kv_memory;
   if (bytes == 0) {
     const auto parameters_of = [](const ModelConfig& of) { return parameter_plan(TensorTable(of)).bytes(); };
@@ -69,7 +80,8 @@ InferenceOptions cpu_pool(const ModelConfig& config, std::uint64_t kv_memory, st
     }
     bytes = static_cast<std::uint64_t>(kCpuKvShare * static_cast<double>(free - parameters));
   }
-  InferenceOptions options = pool_options(config, kv_share(bytes, config, draft), sequences, sizeof(float));
+  InferenceOptions options =
+      pool_options(config, kv_share(bytes, config, draft, elements), sequences, elements.bytes, kv_fp8);
   options.max_rows = std::max(kCpuRows, sequences);
   return options;
 }
@@ -104,11 +116,6 @@ void check_activations(const InferSettings& settings, const ModelConfig& config,
   if (!reason.empty()) fail(Exit::usage, "--activations fp8: %s. Use --activations auto", reason.c_str());
 }
 
-std::unique_ptr<DecodeModel> random_decoder_on_cpu(const ModelConfig& config, std::int64_t capacity,
-                                                   std::int64_t seed) {
-  return single_sequence(random_on_cpu(config, one_sequence(capacity), seed), capacity);
-}
-
 }  // namespace
 
 #ifdef WEFT_CUDA
@@ -135,8 +142,9 @@ auto load_on_gpu(const ModelFile& file, const Load& load) {
 
 constexpr double kGpuKvShare = 0.9;  // of the memory that is free beside parameters and workspace
 
-InferenceOptions one_sequence_on_gpu(std::int64_t capacity, bool fused) {
+InferenceOptions one_sequence_on_gpu(std::int64_t capacity, bool fused, bool kv_fp8 = false) {
   InferenceOptions pool = one_sequence(capacity);
+  pool.kv_fp8 = kv_fp8;
   pool.max_rows = std::min(cuda::kInferenceRows, capacity);
   if (fused) {
     pool.page_size = cuda::kFusedPageSize;
@@ -170,22 +178,22 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored, const std::op
            : settings_.dtype == "fp32" || settings_.task == InferTask::compare ? DType::f32
                                                                                : stored;
   lora_ = lora;
-  std::string reason = cuda::inference_unsupported_reason(config, dtype_);
-  if (lora && reason.empty()) {
-    reason = cuda::adapter_unsupported_reason(config);
-    if (!reason.empty()) reason = "the GPU has no adapter beside quantised weights with " + reason;
+  if (settings_.kv_fp8() && dtype_ == DType::f32) {
+    fail(Exit::usage, "--kv-dtype: got fp8, on the GPU it needs --dtype fp16 or bf16");
   }
+  const std::string reason = cuda::inference_unsupported_reason(config, dtype_);
   if (fp8_activations() && reason.empty()) {
-    reason = cuda::fp8_activations_unsupported_reason(config, dtype_, lora);
-    if (reason.empty()) reason = cuda::fp8_activations_unsupported_gpu();
-    if (!reason.empty()) fail(Exit::environment, "--activations fp8: %s. Use --activations auto", reason.c_str());
+    std::string of_fp8 = cuda::fp8_activations_unsupported_reason(config, dtype_, lora);
+    if (of_fp8.empty()) of_fp8 = cuda::fp8_activations_unsupported_gpu();
+    if (!of_fp8.empty()) fail(Exit::environment, "--activations fp8: %s. Use --activations auto", of_fp8.c_str());
   }
   if (reason.empty()) return choose_decode(config, settings_.many_sequences() || settings_.drafts());
   if (settings_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", reason.c_str());
   use_cpu(choose_cpu(reason));
 }
 
-// --decode auto: fused if this GPU and model have it, otherwise graph, with a line that says why. Many sequences and
+// --decode auto: fused if this GPU and model have it, otherwise graph, with a line that says why. It never is with
+// --kv-dtype fp8, which parse_infer_options() refuses beside --decode fused. Many sequences and
 // drafts take graph unless fused is asked for, so that the bits of a request do not depend on how much else runs.
 void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
   if (settings_.bench_layer && (!config.parallel_residual || config.quantization.any())) {
@@ -217,6 +225,7 @@ void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
   decode_ = settings_.decode == "auto" ? "fused" : settings_.decode;
   if (decode_ != "fused") return;
   std::string reason = cuda::fused_unsupported_reason(config, dtype_);
+  if (reason.empty() && settings_.kv_fp8()) reason = "the fused kernel reads keys and values of 16 bits";
   if (reason.empty() && settings_.decode == "auto" && cuda::graph_is_faster(config)) {
     reason = "the graph is faster for models as wide as this one";
   }
@@ -248,9 +257,9 @@ void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity
   const bool fused = decode_ == "fused" && !settings_.drafts();
   const auto planned = [&](std::int64_t positions, DType dtype) {
     const auto of = [&](const ModelConfig& each, bool in_kernel, const std::optional<LoraConfig>& lora, bool fp8) {
-      return total_bytes(in_kernel
-                             ? plan_fused(each, positions, dtype)
-                             : cuda::plan_inference(each, one_sequence_on_gpu(positions, false), dtype, lora, fp8));
+      const InferenceOptions pages = one_sequence_on_gpu(positions, false, settings_.kv_fp8());
+      return total_bytes(in_kernel ? plan_fused(each, positions, dtype)
+                                   : cuda::plan_inference(each, pages, dtype, lora, fp8));
     };
     return (draft_ ? of(*draft_, fuses_draft(*draft_), std::nullopt, false) : 0) + steps_memory(config) +
            of(config, fused, lora_, fp8_activations());
@@ -277,18 +286,18 @@ std::unique_ptr<DecodeModel> DecodeDevice::one_on_gpu(const ModelConfig& config,
   const std::int64_t faster = settings_.decode == "auto" ? cuda::fused_positions(config) : kAllPositions;
   if (fused && faster < capacity)
     log_info("decode graph from position %lld on, where it is faster", static_cast<long long>(faster));
-  return sequence_on_gpu(make(one_sequence_on_gpu(capacity, fused)), capacity, dtype_, fused ? faster : 0,
-                         settings_.bench_layer);
+  return sequence_on_gpu(make(one_sequence_on_gpu(capacity, fused, settings_.kv_fp8())), capacity, dtype_,
+                         fused ? faster : 0, settings_.bench_layer);
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int64_t capacity) const {
-  if (!choice_.gpu) return cpu::load_decoder(file, capacity, DType::f32, fp8_activations());
+  if (!choice_.gpu) return single_sequence(load_pages(file, sequence_pool(capacity), fp8_activations()), capacity);
   return one_on_gpu(file.config(), capacity,
                     [&](const InferenceOptions& pool) { return load_pages(file, pool, fp8_activations()); });
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
-  if (!choice_.gpu) return random_decoder_on_cpu(config, capacity, settings_.seed);
+  if (!choice_.gpu) return single_sequence(random_pages(config, sequence_pool(capacity), false), capacity);
   return one_on_gpu(config, capacity,
                     [&](const InferenceOptions& pool) { return random_pages(config, pool, fp8_activations()); });
 }
@@ -308,7 +317,7 @@ bool DecodeDevice::fused_steps(const ModelConfig& config) const {
 
 bool DecodeDevice::fuses_draft(const ModelConfig& config) const {
   const bool wanted = settings_.decode == "auto" || settings_.decode == "fused";
-  return choice_.gpu && wanted && cuda::fused_unsupported_reason(config, dtype_).empty() &&
+  return choice_.gpu && wanted && !settings_.kv_fp8() && cuda::fused_unsupported_reason(config, dtype_).empty() &&
          !cuda::graph_is_faster(config);
 }
 
@@ -346,27 +355,29 @@ std::unique_ptr<InferenceModel> DecodeDevice::random_pages(const ModelConfig& co
 // On the GPU the pool gets what parameters and workspace leave.
 InferenceOptions DecodeDevice::many_pool(const ModelConfig& config, std::uint64_t kv_memory,
                                          std::int64_t sequences) const {
-  if (!choice_.gpu) return cpu_pool(config, kv_memory, sequences, draft_);
-  const std::uint64_t element = dtype_bytes(dtype_), free = choice_.available_bytes;
+  if (!choice_.gpu) return cpu_pool(config, kv_memory, sequences, draft_, settings_.kv_fp8());
+  const std::uint64_t free = choice_.available_bytes;
+  const KvElements elements = {dtype_bytes(dtype_), settings_.kv_fp8()};
   const auto pool_of = [&](std::uint64_t bytes) {
-    InferenceOptions pool = pool_options(config, kv_share(bytes, config, draft_), sequences, element);
+    InferenceOptions pool =
+        pool_options(config, kv_share(bytes, config, draft_, elements), sequences, elements.bytes, elements.fp8);
     pool.max_rows = std::max(cuda::kInferenceRows, sequences);
     return pool;
   };
   // The memory beside the pages depends a little on their number, so it is computed for the largest pool.
   const auto kv_of_both = [&](std::int64_t positions) {
-    return kv_bytes(config, positions, element) + (draft_ ? kv_bytes(*draft_, positions, element) : 0);
+    return elements.of(config, positions) + (draft_ ? elements.of(*draft_, positions) : 0);
   };
   const InferenceOptions largest =
       pool_of(std::max(kv_of_both(config.max_positions * sequences), 3 * kv_of_both(InferenceOptions{}.page_size)));
   std::uint64_t beside = total_bytes(cuda::plan_inference(config, largest, dtype_, lora_, fp8_activations())) -
-                         kv_bytes(config, largest.num_pages * largest.page_size, element);
+                         elements.of(config, largest.num_pages * largest.page_size);
   beside += steps_memory(config);
   if (draft_) {
     InferenceOptions of_draft = largest;
     of_draft.max_positions = 0;
     beside += total_bytes(cuda::plan_inference(*draft_, of_draft, dtype_)) -
-              kv_bytes(*draft_, of_draft.num_pages * of_draft.page_size, element);
+              elements.of(*draft_, of_draft.num_pages * of_draft.page_size);
   }
   const std::uint64_t rest =
       free > beside ? static_cast<std::uint64_t>(kGpuKvShare * static_cast<double>(free - beside)) : 0;
@@ -380,11 +391,15 @@ InferenceOptions DecodeDevice::many_pool(const ModelConfig& config, std::uint64_
 }
 
 InferenceOptions DecodeDevice::sequence_pool(std::int64_t capacity) const {
-  return choice_.gpu ? one_sequence_on_gpu(capacity, false) : one_sequence(capacity);
+  if (choice_.gpu) return one_sequence_on_gpu(capacity, false, settings_.kv_fp8());
+  InferenceOptions pool = one_sequence(capacity);
+  pool.kv_fp8 = settings_.kv_fp8();
+  return pool;
 }
 
 InferenceOptions DecodeDevice::draft_pool(const ModelConfig& config, const InferenceModel& model) const {
-  const InferenceOptions pool = pool_of_draft(config, model);
+  InferenceOptions pool = pool_of_draft(config, model);
+  pool.kv_fp8 = settings_.kv_fp8();
   if (!choice_.gpu) return pool;
   const std::string reason = cuda::inference_unsupported_reason(config, dtype_);
   if (!reason.empty()) fail(Exit::usage, "--draft: the GPU cannot run it: %s", reason.c_str());
@@ -403,11 +418,11 @@ double DecodeDevice::read_ceiling() const {
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int64_t capacity) const {
-  return cpu::load_decoder(file, capacity, DType::f32, fp8_activations());
+  return single_sequence(load_pages(file, sequence_pool(capacity), fp8_activations()), capacity);
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
-  return random_decoder_on_cpu(config, capacity, settings_.seed);
+  return single_sequence(random_pages(config, sequence_pool(capacity), false), capacity);
 }
 
 SequenceDraft DecodeDevice::load_sequence_draft(const ModelFile& file, const InferenceModel& model) const {
@@ -430,15 +445,19 @@ std::unique_ptr<InferenceModel> DecodeDevice::random_pages(const ModelConfig& co
 
 InferenceOptions DecodeDevice::many_pool(const ModelConfig& config, std::uint64_t kv_memory,
                                          std::int64_t sequences) const {
-  return cpu_pool(config, kv_memory, sequences, draft_);
+  return cpu_pool(config, kv_memory, sequences, draft_, settings_.kv_fp8());
 }
 
 InferenceOptions DecodeDevice::sequence_pool(std::int64_t capacity) const {
-  return one_sequence(capacity);
+  InferenceOptions pool = one_sequence(capacity);
+  pool.kv_fp8 = settings_.kv_fp8();
+  return pool;
 }
 
 InferenceOptions DecodeDevice::draft_pool(const ModelConfig& config, const InferenceModel& model) const {
-  return pool_of_draft(config, model);
+  InferenceOptions pool = pool_of_draft(config, model);
+  pool.kv_fp8 = settings_.kv_fp8();
+  return pool;
 }
 
 #endif

@@ -31,6 +31,7 @@ const MemoryPlan& plan(ArenaLayout& layout, const ModelConfig& config, std::int6
 
 Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, bool parameters_sharded)
     : config_(config),
+      lora_(options.lora),
       rows_(options.micro_batch * options.seq_len),
       scales_(config.num_layers),
       exponents_(static_cast<std::size_t>(scales_.slots().count())),
@@ -100,7 +101,7 @@ void Fp8Linears::gather_counters(Communicator& ranks) {
 }
 
 Fp8Statistics Fp8Linears::statistics() const {
-  return fp8_statistics(config_, step_counters(), rows_, micro_batches_);
+  return fp8_statistics(config_, lora_, step_counters(), rows_, micro_batches_);
 }
 
 void Fp8Linears::end_step() {

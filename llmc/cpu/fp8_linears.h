@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -57,6 +58,7 @@ class Fp8Linears {
   const std::vector<Fp8Counters>& step_counters() const { return of_ranks_.empty() ? counters_ : of_ranks_; }
 
   ModelConfig config_;
+  std::optional<LoraConfig> lora_;
   std::int64_t rows_;
   Fp8Scales scales_;
   std::vector<int> exponents_;         // of this step

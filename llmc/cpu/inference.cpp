@@ -22,7 +22,7 @@ Inference::Inference(const ModelConfig& config, const InferenceOptions& options,
                      const ModelWeights<const float>& weights, std::unique_ptr<HostArena> own,
                      const std::optional<LoraConfig>& lora)
     : config_(config),
-      kv_arena_(plan_pages(config, options, sizeof(float))),
+      kv_arena_(plan_pages(config, options, options.kv_fp8 ? 0 : sizeof(float))),
       options_(completed(options, config)),
       rope_(rope_table(config.rope, options_.max_positions)),
       local_rope_(config.local_rope_theta > 0 ? rope_table(config.local_rope(), options_.max_positions) : RopeTable()),
@@ -52,7 +52,7 @@ std::vector<MemoryLine> Inference::memory() const {
                                          &product_, &low_rank_, &codes_, &code_scales_}) {
     values += each->size();
   }
-  std::vector<MemoryLine> lines = {{"K/V cache (fp32)", kv_arena_.bytes()},
+  std::vector<MemoryLine> lines = {{options_.kv_fp8 ? "K/V cache (fp8)" : "K/V cache (fp32)", kv_arena_.bytes()},
                                    {"workspace (fp32)", values * sizeof(float)}};
   const Quantization& quantization = config_.quantization;
   const std::string types = quantization.any() ? quantization_text(quantization) : "fp32";
@@ -61,7 +61,7 @@ std::vector<MemoryLine> Inference::memory() const {
 }
 
 std::uint64_t Inference::bytes_per_step(std::int64_t sequences, std::int64_t context) const {
-  return read_bytes_of_step(config_, sequences, context, sizeof(float));
+  return read_bytes_of_step(config_, sequences, context, sizeof(float), options_.kv_fp8);
 }
 
 void Inference::use_fp8_activations() {

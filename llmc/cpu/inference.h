@@ -30,9 +30,10 @@ namespace weft::cpu {
 
 // A model from its file: reads and verifies every parameter, fp16, bf16 or fp32 into fp32 memory and quantised matrices as
 // they are, with an adapter beside them (ModelFile::adapter_beside()). Exit::bad_file for damaged tensors, Exit::resources if the memory cannot be had.
-// `cache`: the type (f32, f16 or bf16) that keys and values are rounded to on their way into the pages, which are fp32:
-// the reference for a device that caches 16 bits. `fp8_activations`: what the linear layers of the blocks read is rounded to
-// e4m3, with a scale for each row; Exit::usage unless their weights are fp8 and nothing stands beside them.
+// `cache`: the type (f32, f16 or bf16) that keys and values are rounded to on their way into the pages, which are fp32, or
+// e4m3 with kv_fp8: the reference for a device that computes in 16 bits. `fp8_activations`: what the linear layers of the
+// blocks read is rounded to e4m3, with a scale for each row; Exit::usage unless their weights are fp8 and nothing stands
+// beside them.
 std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& options,
                                                DType cache = DType::f32, bool fp8_activations = false);
 // The same for one sequence of at most `capacity` positions, 1 .. max_positions.
@@ -98,6 +99,7 @@ class Inference final : public InferenceModel {
   void normalize_branch(const Norm& norm);  // branch_ = norm(branch_)
   ResidualNormShape norm_shape() const;
   PagedKv pages_of_layer(std::int64_t l) const;
+  void append(const PagedKv& kv, std::int64_t row, const float* key, const float* value) const;
   // Normalises (qk_norm) and rotates q and k, appends k and v of all rows to layer l's pages, and attends: from qkv_ to attention_.
   void attend(std::int64_t l);
   HeadView heads(std::int64_t first_element);  // q, k or v, which begin there in a row of qkv_
@@ -121,7 +123,8 @@ class Inference final : public InferenceModel {
   ScoredId scored(std::int32_t id, std::span<const float> logits, std::int32_t alternatives) const;
 
   ModelConfig config_;
-  HostArena kv_arena_;  // keys, then values, each [L, page, NKV, page_size, HS]; first: it refuses what cannot fit
+  // Keys, then values, each [L, page, NKV, page_size, HS], or as kv_codes() has them; first: it refuses what cannot fit
+  HostArena kv_arena_;
   InferenceOptions options_;
   RopeTable rope_, local_rope_;         // local: of layers that rotate locally
   std::vector<std::int32_t> last_ids_;  // [slots]: sampled last in each

@@ -151,9 +151,29 @@ HeadView Inference::heads(std::int64_t first_element) {
 }
 
 PagedKv Inference::pages_of_layer(std::int64_t l) const {
-  const std::int64_t layer = config_.kv_size() * options_.num_pages * options_.page_size;
-  float* keys = kv_arena_.at<float>(0) + l * layer;
-  return {keys, keys + config_.num_layers * layer, options_.page_size, config_.num_kv_heads, config_.head_dim};
+  PagedKv kv = {nullptr, nullptr, options_.page_size, config_.num_kv_heads, config_.head_dim};
+  if (options_.kv_fp8) {
+    kv.codes = kv_codes(config_, options_, kv_arena_.at<std::uint8_t>(0), l);
+  } else {
+    const std::int64_t layer = config_.kv_size() * options_.num_pages * options_.page_size;
+    kv.keys = kv_arena_.at<float>(0) + l * layer;
+    kv.values = kv.keys + config_.num_layers * layer;
+  }
+  return kv;
+}
+
+void Inference::append(const PagedKv& kv, std::int64_t row, const float* key, const float* value) const {
+  const std::int64_t HS = kv.HS;
+  if (!kv.fp8()) {
+    append_rounded(key, HS, cache_type_, kv.keys + row * HS);
+    append_rounded(value, HS, cache_type_, kv.values + row * HS);
+    return;
+  }
+  std::vector<float> rounded(static_cast<std::size_t>(HS));
+  append_rounded(key, HS, cache_type_, rounded.data());
+  kv_store(rounded.data(), HS, row, kv.codes.keys, kv.codes.key_scales);
+  append_rounded(value, HS, cache_type_, rounded.data());
+  kv_store(rounded.data(), HS, row, kv.codes.values, kv.codes.value_scales);
 }
 
 void Inference::attend(std::int64_t l) {
@@ -180,9 +200,8 @@ void Inference::attend(std::int64_t l) {
     for (std::int64_t t = 0; t < chunk.rows; ++t) {
       const std::int64_t position = chunk.first_position + t;
       for (std::int64_t h = 0; h < NKV; ++h) {
-        const std::int64_t at = kv.offset(chunk.pages[position / P], h) + position % P * HS;
-        append_rounded(k.at(0, chunk.first_row + t, h), HS, cache_type_, kv.keys + at);
-        append_rounded(v.at(0, chunk.first_row + t, h), HS, cache_type_, kv.values + at);
+        const std::int64_t row = kv.row(chunk.pages[static_cast<std::size_t>(position / P)], h) + position % P;
+        append(kv, row, k.at(0, chunk.first_row + t, h), v.at(0, chunk.first_row + t, h));
       }
     }
   }

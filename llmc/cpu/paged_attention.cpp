@@ -95,6 +95,26 @@ struct Group {
   std::int64_t first, rows;  // in *work
 };
 
+// The positions of a page that rows see, for one K/V head.
+struct KeysAndValues {
+  const float *keys, *values;  // [positions, HS]
+};
+// `widened`: 2 page_size HS floats, for codes.
+KeysAndValues page_rows(const PagedKv& kv, std::int32_t page, std::int64_t kv_head, const Range& positions,
+                        float* widened) {
+  const std::int64_t HS = kv.HS, first = kv.row(page, kv_head) + positions.begin;
+  if (!kv.fp8()) return {kv.keys + first * HS, kv.values + first * HS};
+  float* const values = widened + kv.page_size * HS;
+  kv_load(kv.codes.keys, kv.codes.key_scales, HS, first, positions.size(), widened);
+  kv_load(kv.codes.values, kv.codes.value_scales, HS, first, positions.size(), values);
+  return {widened, values};
+}
+
+// Floats that attend() needs.
+std::int64_t scratch_floats(const PagedKv& kv) {
+  return kGroupRows * kv.page_size + (kv.fp8() ? 2 * kv.page_size * kv.HS : 0);
+}
+
 void attend(const PagedAttentionShape& shape, float* out, const float* q, const PagedKv& kv, const Group& group,
             std::int64_t head, float* scratch) {
   const std::int64_t HS = kv.HS, P = kv.page_size, kv_head = head / (shape.NH / kv.NKV);
@@ -107,8 +127,10 @@ void attend(const PagedAttentionShape& shape, float* out, const float* q, const 
     std::fill_n(rows[r].out, HS, 0.0f);
     scores[r] = scratch + r * P;
   }
-  const auto keys = [&](std::int64_t page) { return kv.keys + kv.offset(group.work->pages[page], kv_head); };
-  const auto values = [&](std::int64_t page) { return kv.values + kv.offset(group.work->pages[page], kv_head); };
+  const auto rows_of = [&](std::int64_t page, const Range& positions) {
+    return page_rows(kv, group.work->pages[static_cast<std::size_t>(page)], kv_head, positions,
+                     scratch + kGroupRows * P);
+  };
 
   const Visibility visibility = {.first_position = static_cast<int>(position),
                                  .window = static_cast<int>(shape.window)};
@@ -117,9 +139,9 @@ void attend(const PagedAttentionShape& shape, float* out, const float* q, const 
     const Range seen = visible_keys(visibility, r);
     for (std::int64_t page = std::max(pages.begin, seen.begin / P); page < pages.end && page * P < seen.end; ++page) {
       const Range here = common(seen, {page * P, (page + 1) * P});
-      const std::int64_t first = (here.begin - page * P) * HS;
-      take_page<1>(rows + r, scores + r, queries + r * shape.q_row_stride, 0, keys(page) + first, values(page) + first,
-                   here.size(), shape.scale, HS);
+      const auto [keys, values] = rows_of(page, {here.begin - page * P, here.end - page * P});
+      take_page<1>(rows + r, scores + r, queries + r * shape.q_row_stride, 0, keys, values, here.size(), shape.scale,
+                   HS);
     }
   };
 
@@ -128,7 +150,8 @@ void attend(const PagedAttentionShape& shape, float* out, const float* q, const 
   const Range together = {begin, group.rows == kGroupRows ? (position + 1) / P : begin};
   for (std::int64_t r = 0; r < group.rows; ++r) take_alone(r, {0, together.begin});
   for (std::int64_t page = together.begin; page < together.end; ++page) {
-    take_page<kGroupRows>(rows, scores, queries, shape.q_row_stride, keys(page), values(page), P, shape.scale, HS);
+    const auto [keys, values] = rows_of(page, {0, P});
+    take_page<kGroupRows>(rows, scores, queries, shape.q_row_stride, keys, values, P, shape.scale, HS);
   }
   for (std::int64_t r = 0; r < group.rows; ++r) {
     take_alone(r, {std::max(together.begin, together.end), (position + group.rows - 1) / P + 1});
@@ -150,7 +173,7 @@ void paged_attention(const PagedAttentionShape& shape, float* out, const float* 
   }
 #pragma omp parallel
   {
-    std::vector<float> scratch(static_cast<std::size_t>(kGroupRows * kv.page_size));
+    std::vector<float> scratch(static_cast<std::size_t>(scratch_floats(kv)));
 #pragma omp for collapse(2) schedule(dynamic)
     for (std::size_t g = 0; g < groups.size(); ++g) {
       for (std::int64_t head = 0; head < shape.NH; ++head) {

@@ -5,19 +5,28 @@
 // The softmax is taken page by page in the order of positions (Dao et al., FlashAttention, 2022, algorithm 1): a row's bits
 // depend on its query and on the keys and values of its positions, not on the other rows of the call, nor on which pages of
 // the pool they lie in.
+//
+// Keys and values in e4m3 (llmc/base/kv_fp8.h) are widened, which is exact, a page at a time: the bits are those of attention
+// over fp32 pages with the same numbers, sums in fp32 included.
 #pragma once
 
 #include <cstdint>
 #include <span>
 
+#include "llmc/base/kv_fp8.h"
+
 namespace weft::cpu {
 
 // The pages of one layer.
 struct PagedKv {
-  float *keys = nullptr, *values = nullptr;  // [page][NKV][page_size][HS] each
+  float *keys = nullptr, *values = nullptr;  // [page][NKV][page_size][HS] each; null where there are codes
   std::int64_t page_size = 0, NKV = 0, HS = 0;
+  KvCodes codes = {};
 
-  std::int64_t offset(std::int32_t page, std::int64_t kv_head) const { return (page * NKV + kv_head) * page_size * HS; }
+  bool fp8() const { return codes.keys != nullptr; }
+  // Of the first position of a page: its row, and the row's first element.
+  std::int64_t row(std::int32_t page, std::int64_t kv_head) const { return (page * NKV + kv_head) * page_size; }
+  std::int64_t offset(std::int32_t page, std::int64_t kv_head) const { return row(page, kv_head) * HS; }
 };
 
 // Consecutive positions of one sequence.

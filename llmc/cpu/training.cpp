@@ -655,12 +655,14 @@ void TrainingModel::backward_layer(std::int64_t l) {
 
   if (config_.post_norms) branch_norm_backward(attention_norm(l));
   linear_backward(BlockLinear::output, l, acts_.d_attention, acts_.branch, a.attention);
+  if (!input_gradient_is_read(options_.lora, l, BlockLinear::output)) return;
   attention_backward(attention_shape(l), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv), v_heads(acts_.d_qkv),
                      heads(acts_.d_attention, config_.q_size()), heads(a.attention, config_.q_size()), a.lse,
                      q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv));
   rotate(l, acts_.d_qkv, rope_backward);
   if (config_.qk_norm) head_norms_backward(l);
   linear_backward(BlockLinear::qkv, l, acts_.d_norm, acts_.d_qkv, a.input_norm);
+  if (!input_gradient_is_read(options_.lora, l, BlockLinear::qkv)) return;
   norm_backward(norm_after(2 * l - 1), acts_.d_norm, true);
 }
 
@@ -700,7 +702,8 @@ void TrainingModel::linear_backward(BlockLinear which, std::int64_t l, float* dx
   const LinearSize size = linear_size(config_, which);
   const Linear<float>& layer = weights_.blocks[static_cast<std::size_t>(l)].linear(which);
   const float *weight = layer.weight.plain, *x_operand = x, *dout_operand = dout;
-  if (fp8_) {
+  if (!input_gradient_is_read(options_.lora, l, which)) dx = nullptr;
+  if (fp8_ && dx != nullptr) {
     x_operand = fp8_->input(which, l, x, Fp8Linears::Pass::again);
     dout_operand = fp8_->gradient(which, l, dout);
     weight = fp8_->weight(which, l);

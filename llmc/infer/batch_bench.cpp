@@ -66,17 +66,17 @@ ClosedRun run_closed(InferenceModel& model, EngineOptions engine_options, const 
   }
   ClosedRun run;
   const Clock::time_point start = Clock::now();
-  // Steps overlap: a step is taken to end when it is collected, and the next one to begin then.
-  Clock::time_point before = start;
+  // Steps overlap: a step is taken to begin when the one before it ended. The host may see several ends at once, so they are
+  // those of the device's clock. Every sequence has its first id before all decode.
+  double before = 0;
   for (bool more = true; more;) {
     handed = {};
     more = engine.step();
-    const Clock::time_point now = Clock::now();
-    if (handed.first_ids > 0) run.prompt_seconds = in_seconds(now - start);
-    if (handed.ids == sequences && handed.first_ids == 0) {
-      run.step_ms.push_back(in_milliseconds(now - before));
-    }
-    before = now;
+    if (handed.first_ids > 0) run.prompt_seconds = seconds_since(start);
+    if (handed.ids == 0) continue;
+    const double ended = model.ended_seconds();
+    if (handed.ids == sequences && handed.first_ids == 0) run.step_ms.push_back(1e3 * (ended - before));
+    before = ended;
   }
   for (const std::shared_ptr<Counter>& counter : counters) {
     if (counter->ended == RequestEnd::not_finite) fail(Exit::numeric, "--bench-batch: the logits are not finite");
@@ -123,8 +123,12 @@ BatchBenchPoint measure(InferenceModel& model, const EngineOptions& engine, cons
   point.prompt_seconds = percentile(prompts, 50);
   point.step_ms = run_closed(model, engine, options, sequences, options.tokens).step_ms;
   if (point.step_ms.empty()) {
-    fail(Exit::resources, "--bench-batch: %lld sequences never ran at the same time",
-         static_cast<long long>(sequences));
+    fail(Exit::usage,
+         "--bench-batch: %lld sequences never ran at the same time: the first had its %lld tokens before the last "
+         "prompt of "
+         "%lld ids was computed. Give more --max-tokens, or more --prompt-rows",
+         static_cast<long long>(sequences), static_cast<long long>(options.tokens),
+         static_cast<long long>(options.prompt));
   }
   point.bytes_per_step = model.bytes_per_step(sequences, options.prompt + options.tokens / 2);
   return point;

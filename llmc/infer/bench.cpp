@@ -4,6 +4,7 @@
 #include <array>
 #include <charconv>
 #include <chrono>
+#include <optional>
 #include <thread>
 
 #include "llmc/base/clock.h"
@@ -22,7 +23,8 @@ using Clock = std::chrono::steady_clock;
 constexpr std::int64_t kWarmUpSteps = 4;
 
 // The times of one prompt, from an empty cache, and of one decode step for each id of `decode_ids`. A model that
-// samples decodes its own ids: then only their number counts.
+// samples decodes its own ids: then only their number counts, and steps are timed by the device's clock, since ids may
+// reach the host several at once.
 struct Run {
   double first_token_ms = 0;
   std::vector<double> step_ms;
@@ -39,13 +41,15 @@ Run run_once(DecodeModel& model, std::span<const std::int32_t> prompt, std::span
     GenerationRequest request;
     request.sampling = sampling_plan({});
     request.max_ids = static_cast<std::int64_t>(decode_ids.size()) + 1;
-    bool first = true;
+    std::optional<double> last;
     model.generate_ids(prompt, request, [&](std::int32_t) {
-      if (std::exchange(first, false)) {
-        run.first_token_ms = lap();
+      const double sampled = model.sampled_seconds();
+      if (last.has_value()) {
+        run.step_ms.push_back(1e3 * (sampled - *last));
       } else {
-        run.step_ms.push_back(lap());
+        run.first_token_ms = lap();
       }
+      last = sampled;
       return true;
     });
     return run;

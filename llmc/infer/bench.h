@@ -35,8 +35,8 @@ std::vector<std::int64_t> parse_integers(const char* option, const std::string& 
 std::vector<std::int32_t> random_ids(std::int64_t count, std::int64_t vocab_size, std::uint64_t seed);
 
 // The figures for one prompt length, as a single request would see them: the GPU rests before every timed run. A model
-// that samples on its device is timed with sampling, from one id to the next as they reach the host; any other model
-// without.
+// that samples on its device is timed with sampling, from one id to the next by DecodeModel::sampled_seconds(); any other
+// model without.
 struct BenchPoint {
   std::int64_t prompt = 0, tokens = 0;
   double first_token_ms = 0;  // the whole prompt, median of three

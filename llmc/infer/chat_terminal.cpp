@@ -12,6 +12,7 @@
 #include "llmc/base/utf8.h"
 #include "llmc/infer/interactive.h"
 #include "llmc/infer/report.h"
+#include "llmc/text/thoughts.h"
 
 namespace weft {
 
@@ -60,15 +61,22 @@ class ChatAnswerer : public LineAnswerer {
 
   void answer(const std::string& line) override {
     turns_.push_back({"user", utf8_replace_invalid(line)});
-    const std::optional<std::vector<std::int32_t>> prompt = next_prompt();
+    const std::optional<Prompt> prompt = next_prompt();
     if (!prompt) {
       turns_.pop_back();
       return;
     }
-    const std::span<const std::int32_t> added = not_in_cache(*prompt);
-    options_.earlier.assign(prompt->begin(), prompt->end() - std::ssize(added));
-    const GenerateResult result = generate(model_, &tokenizer_, added, options_, answer_hooks(output_));
-    in_cache_ = *prompt;
+    const std::span<const std::int32_t> added = not_in_cache(prompt->ids);
+    options_.earlier.assign(prompt->ids.begin(), prompt->ids.end() - std::ssize(added));
+    GenerateHooks hooks = answer_hooks(output_);
+    std::optional<EmptyThoughtsFilter> filter;
+    if (chat_.thoughts()) {
+      filter.emplace(*chat_.thoughts(), prompt->in_thoughts);
+      hooks.on_text = [&](std::string_view piece) { output_.write(filter->push(piece)); };
+    }
+    const GenerateResult result = generate(model_, &tokenizer_, added, options_, hooks);
+    if (filter) output_.write(filter->finish());
+    in_cache_ = prompt->ids;
     in_cache_.insert(in_cache_.end(), result.ids.begin(), result.ids.end() - 1);
     turns_.push_back({"assistant", result.text});
     output_.write("\n");
@@ -86,23 +94,28 @@ class ChatAnswerer : public LineAnswerer {
     log_info(system_.empty() ? "(there is no system message)" : "(this is the system message now)");
   }
 
-  // The ids of the conversation. Without the oldest turns, if all do not fit. Nothing, with a warning that says why, if
-  // the message cannot be answered.
-  std::optional<std::vector<std::int32_t>> next_prompt() {
+  struct Prompt {
+    std::vector<std::int32_t> ids;
+    bool in_thoughts;
+  };
+  // That of the conversation. Without the oldest turns, if all do not fit. Nothing, with a warning that says why, if the message
+  // cannot be answered.
+  std::optional<Prompt> next_prompt() {
     const std::int64_t capacity = model_.capacity();
     for (;;) {
       std::vector<ChatMessage> messages = turns_;
       if (!system_.empty()) messages.insert(messages.begin(), {"system", system_});
-      std::vector<std::int32_t> ids;
+      Prompt prompt;
       try {
-        ids = chat_.ids(chat_.render(messages, Chat::Tail::answer));
+        const std::vector<TextSegment> conversation = chat_.render(messages, Chat::Tail::answer);
+        prompt = {chat_.ids(conversation), chat_.in_thoughts(conversation)};
       } catch (const Error& error) {
         log_warning("%s. This message is left out", error.what());
         return std::nullopt;
       }
-      const std::int64_t size = std::ssize(ids);
+      const std::int64_t size = std::ssize(prompt.ids);
       const bool only = turns_.size() == 1;
-      if (size > 0 && size < capacity && (only || size <= capacity - capacity / kAnswerShare)) return ids;
+      if (size > 0 && size < capacity && (only || size <= capacity - capacity / kAnswerShare)) return prompt;
       if (only) {
         log_warning(
             "this message has %lld tokens with what belongs to it, and the context takes less than %lld: it is left "

@@ -40,7 +40,9 @@ Json description(ModelConfig config, bool ties_head, const Json& original, const
   config.quantization = {};  // the parameters, whatever they are stored in
   Json tensors = Json::array();
   const TensorTable table(config);
-  for (const TensorSpec& spec : table.specs()) tensors.push_back({{"name", spec.name}, {"shape", spec.shape}});
+  for (const TensorSpec& spec : table.specs()) {
+    tensors.push_back({{"name", spec.name}, {"shape", spec.shape}, {"begins_as_zeros", spec.init == Init::zeros}});
+  }
   const ModelNames& names = names_of(config);
   std::string problem;
   Json result = {{"model", config_to_json(config)}, {"hf_config", hf_from_model(config, original, source, problem)},

@@ -59,7 +59,7 @@ class Engine::State {
         scheduler_(pool_, {options.max_running, options.rows_per_step, options.prompt_rows, model.slots(),
                            options.share_prefixes, model.config().longest_window(), model.depth()}),
         drafter_(options.drafts, model, scheduler_),
-        steps_(model, options.rows_per_step),
+        steps_(model, options.rows_per_step, options.queued_seconds),
         requests_(scheduler_, drafter_) {
     publish_statistics();
   }
@@ -150,7 +150,9 @@ bool Engine::State::step() {
     if (drafter_.waits_for_ids()) collect_all();
     drafter_.draft();
   }
-  const std::span<const PlannedChunk> plan = scheduler_.plan();
+  // What came in is not planned before the steps that were queued ahead of it are computed: then more may have come.
+  const bool ahead = !drafter_.any() && scheduler_.can_queue_ahead();
+  const std::span<const PlannedChunk> plan = steps_.full(ahead) ? std::span<const PlannedChunk>() : scheduler_.plan();
   drafter_.release_preempted();
   Clock::time_point start = Clock::now();
   if (!plan.empty()) steps_.submit(plan, drafter_.on_device());
@@ -167,7 +169,7 @@ bool Engine::State::step() {
     for (const PlannedChunk& chunk : plan) rows += chunk.rows;
     collect_all();
     if (alone) drafter_.took(rows, seconds_since(start));
-  } else if (steps_.full() || (plan.empty() && !steps_.empty())) {
+  } else if (steps_.full(ahead) || (plan.empty() && !steps_.empty())) {
     collect_step();
   }
   if (requests_.empty()) {

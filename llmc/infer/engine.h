@@ -29,6 +29,7 @@
 #include "llmc/model/decode_model.h"
 #include "llmc/model/draft_counts.h"
 #include "llmc/model/inference_model.h"
+#include "llmc/model/queue_depth.h"
 
 namespace weft {
 
@@ -94,6 +95,8 @@ struct EngineOptions {
   std::int64_t prompt_rows = 128;
   bool share_prefixes = true;
   DraftOptions drafts = {};
+  // Of the device's time, in steps that are queued while every sequence that there is only decodes (QueueDepth).
+  double queued_seconds = kQueuedSeconds;
 };
 
 // Counters since the engine was made, and the state of the moment.
@@ -129,7 +132,8 @@ class Engine {
   // From any thread. The request ends in the next step, unless it has ended already.
   void cancel(RequestId id);
 
-  // From one thread: takes up what came in, submits a step and hands out the results of the oldest one. Returns whether there
+  // From one thread: takes up what came in, submits a step, and hands out the results of the oldest one once enough steps are
+  // queued. Returns whether there
   // is more to do. When nothing is, all slots and pages are free; otherwise a bug has lost them: Exit::internal says what. What
   // the model throws passes through; the engine cannot go on then, and no listener hears of it.
   bool step();

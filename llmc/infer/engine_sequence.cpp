@@ -60,6 +60,7 @@ class EngineSequence final : public DecodeModel {
   bool samples() const override { return true; }
   void generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
                     const std::function<bool(std::int32_t)>& on_id) override;
+  double sampled_seconds() const override { return model_->ended_seconds(); }
   std::optional<DraftCounts> draft_counts() const override { return counts_; }
   std::vector<double> score(std::span<const std::int32_t> ids) override {
     DecodeModel& model = plain();

@@ -107,6 +107,7 @@ class FaultyModel final : public DecodeModel {
       return on_id(id);
     });
   }
+  double sampled_seconds() const override { return inner_->sampled_seconds(); }
   std::string decode_timeline(std::int32_t id) override { return inner_->decode_timeline(id); }
   // Windows overlap, and only the caller knows which losses count: loss_faults() has the faults of scored tokens.
   std::vector<double> score(std::span<const std::int32_t> ids) override { return inner_->score(ids); }
@@ -159,6 +160,7 @@ class FaultyInference final : public InferenceModel {
     }
     return results_;
   }
+  double ended_seconds() const override { return inner_->ended_seconds(); }
   void keep_activations(bool keep) override { inner_->keep_activations(keep); }
   std::vector<float> activation(const std::string& name) override { return inner_->activation(name); }
 

@@ -93,17 +93,22 @@ GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::spa
     return std::find(options.stop_ids.begin(), options.stop_ids.end(), id) != options.stop_ids.end();
   };
 
-  Clock::time_point before = Clock::now();
+  const Clock::time_point start = Clock::now();
+  const auto sampled_seconds = [&model] {
+    return model.samples() ? model.sampled_seconds() : in_seconds(Clock::now().time_since_epoch());
+  };
+  double before = 0;  // when the last id was sampled
   // Records the next id and returns whether to generate another one. finish_reason is set before each check that may
   // end the generation.
   const auto take = [&](std::int32_t id) {
     const Clock::time_point now = Clock::now();
+    const double sampled = sampled_seconds();
     if (result.ids.empty()) {
-      result.times.first_token_ms = in_milliseconds(now - before);
+      result.times.first_token_ms = in_milliseconds(now - start);
     } else {
-      result.times.inter_token_ms.push_back(in_milliseconds(now - before));
+      result.times.inter_token_ms.push_back(1e3 * (sampled - before));
     }
-    before = now;
+    before = sampled;
     result.ids.push_back(id);
 
     if (hooks.on_id) hooks.on_id();

@@ -38,7 +38,8 @@ const char* finish_reason_name(FinishReason reason);
 // What people read, after "ended by".
 const char* finish_reason_text(FinishReason reason);
 
-// Times from a monotonic clock. A token counts as ready when it has been sampled.
+// A token counts as ready when it has been sampled: the first by the host's clock, when the host has it; from one to the next by
+// DecodeModel::sampled_seconds(), because several may reach the host at once.
 struct GenerateTimes {
   double first_token_ms = 0;           // from the start of the prefill to the first token
   std::vector<double> inter_token_ms;  // between one token and the next: decode only

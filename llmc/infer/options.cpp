@@ -63,6 +63,9 @@ void add_model(OptionTable& table, InferSettings& s) {
       "steps of more");
   table.choice("dtype", s.dtype, {"auto", "fp16", "bf16", "fp32"},
                "of weights and cache on the GPU; auto: as the file has them");
+  table.choice("kv-dtype", s.kv_dtype, {"auto", "fp8"},
+               "of keys and values in the cache; auto: as the device computes; fp8: half of 16 bits, and a text may "
+               "change; not with --decode fused");
   table.choice(
       "activations", s.activations, {"auto", "fp8"},
       "of models whose weights are fp8: what the linear layers of the blocks multiply the weights with; auto: 16 "
@@ -86,7 +89,9 @@ void add_tasks(OptionTable& table, InferSettings& s) {
   table.text("batch", s.batch, "FILE",
              "answer each line of this file of requests, see doc/batch.md; - is stdin; needs --output");
   table.text("perplexity", s.perplexity, "FILE", "score the text of this file");
-  table.flag("bench", s.bench, "time a prompt of 32 random ids and --max-tokens decode steps");
+  table.flag(
+      "bench", s.bench,
+      "time a prompt of 32 random ids and --max-tokens decode steps, each by the device's clock (doc/threads.md)");
   table.text("bench-batch", s.bench_batch, "1,4,16",
              "time so many sequences at once, each a prompt of --bench-prompt random ids and --max-tokens tokens");
   table.text("compare", s.compare, "FILE", "run the inputs of a reference dump and compare every tensor with it");
@@ -152,7 +157,8 @@ void add_measurements(OptionTable& table, InferSettings& s) {
   table.integer("stride", s.stride, 0, kNoLimit,
                 "tokens by which the window moves, less than the context; 0: half of it");
   table.text("against", s.against, "FILE",
-             "instead of the perplexity: how far the distributions of the next token lie from those of this model");
+             "instead of the perplexity: how far the distributions of the next token lie from those of this model, "
+             "whose --kv-dtype is always auto");
 
   table.group("Benchmark");
   table.text("bench-contexts", s.bench_contexts, "64,1024",
@@ -254,6 +260,16 @@ void check_rules(const OptionTable& table, const InferSettings& s) {
   }
 }
 
+void check_kv_dtype(const InferSettings& s) {
+  if (!s.kv_fp8()) return;
+  if (s.decode == "fused") {
+    fail(Exit::usage, "--kv-dtype: got fp8, --decode fused reads keys and values of 16 bits. Use --decode graph");
+  }
+  if (s.task == InferTask::compare) {
+    fail(Exit::usage, "--kv-dtype: got fp8, --compare is for fp32: what a dump holds");
+  }
+}
+
 // Drafts are only for tasks that generate.
 void check_drafts(const OptionTable& table, const InferSettings& s) {
   if (table.given("draft") && s.draft.empty()) fail(Exit::usage, "--draft: got '', expected a value");
@@ -347,6 +363,7 @@ void check_together(const OptionTable& table, InferSettings& s) {
   if (table.given("random-model") && !names_config_file(s.random_model)) {
     random_model_config(s.random_model);  // refuses an unknown name
   }
+  check_kv_dtype(s);
   check_rules(table, s);
   check_drafts(table, s);
 }

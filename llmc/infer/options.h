@@ -32,7 +32,8 @@ inline constexpr std::int64_t kMostRunning = 4096;  // sequences at once
 
 // One field per option, with its default; names and meanings are those of --help. A size of 0 means "not given".
 struct InferSettings {
-  std::string model, adapter, random_model, device = "auto", decode = "auto", dtype = "auto", activations = "auto";
+  std::string model, adapter, random_model, device = "auto", decode = "auto", dtype = "auto";
+  std::string activations = "auto", kv_dtype = "auto";
   std::int64_t context = 0, threads = 0;
 
   std::string prompt, prompt_file, prompt_ids, batch, perplexity, bench_batch, compare, describe;
@@ -73,6 +74,7 @@ struct InferSettings {
   std::vector<std::string> debug_inject;
 
   InferTask task = InferTask::prompt;  // the one whose option was given
+  bool kv_fp8() const { return kv_dtype == "fp8"; }
   bool drafts() const { return lookup > 0 || !draft.empty(); }
   bool prompted() const {  // the task continues one text
     return task == InferTask::prompt || task == InferTask::prompt_file || task == InferTask::prompt_ids;

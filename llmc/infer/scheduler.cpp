@@ -135,6 +135,16 @@ std::span<const PlannedChunk> Scheduler::plan() {
   return plan_;
 }
 
+bool Scheduler::can_queue_ahead() const {
+  if (waiting_ > 0) return false;
+  std::int64_t missing = 0;
+  for (const Sequence* s : running_) {
+    if (has_prompt_rows(*s) || s->id_on_host || s->one_unknown_id) return false;
+    if (s->sampled < s->max_ids) missing += s->table.missing(s->rows + 1);
+  }
+  return missing <= pool_.available();
+}
+
 void Scheduler::admit() {
   const std::int64_t limit = std::min(options_.max_running, options_.rows_per_step);
   for (auto group = next_waiting(); group != groups_.end(); group = next_waiting()) {
@@ -153,7 +163,9 @@ void Scheduler::admit() {
 std::int64_t Scheduler::missing_pages(const Sequence& s) const {
   const std::int64_t missing = s.table.missing(s.known_rows());
   if (options_.window == 0) return missing;
-  const std::int64_t positions = options_.window + options_.depth * options_.rows_per_step;
+  // Not more than two steps with rows of a prompt are in flight: can_queue_ahead().
+  const std::int64_t positions =
+      options_.window + std::min<std::int64_t>(options_.depth, 2) * options_.rows_per_step + options_.depth;
   return std::min(missing, std::max<std::int64_t>(positions / pool_.page_size() + 2 - s.table.held(), 0));
 }
 

@@ -112,6 +112,9 @@ class Scheduler {
   // The rows of the next step, decodes first; the caller submits them. Empty if nothing can be computed before a submitted
   // step is collected, or at all. Valid until the next call.
   std::span<const PlannedChunk> plan();
+  // Whether steps may be queued far ahead of the results: nothing waits, no prompt is computed, no sequence needs the host to know
+  // its last ids, and each finds a page for its next row.
+  bool can_queue_ahead() const;
   // Only the first `accepted` drafts of `sequence` in the step that is being collected were right: the rows of the
   // others are computed again. Called before ids are appended, and before collected().
   static void verified(Sequence& sequence, std::int64_t accepted);

@@ -83,6 +83,7 @@ void StepsInFlight::set_drafts(std::span<const std::int32_t> drafts) {
 
 void StepsInFlight::collect(const std::function<void(const FlightChunk&, const ChunkResult&)>& take) {
   const std::span<const ChunkResult> results = model_.collect();
+  depth_.collected(model_.ended_seconds());
   Flight flight = std::move(flights_.front());
   flights_.pop_front();
   if (results.size() != flight.size()) fail(Exit::internal, "engine: a step has another number of results than chunks");

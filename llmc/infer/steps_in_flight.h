@@ -14,6 +14,7 @@
 #include "llmc/infer/request_state.h"
 #include "llmc/infer/scheduler.h"
 #include "llmc/model/inference_model.h"
+#include "llmc/model/queue_depth.h"
 
 namespace weft {
 
@@ -27,7 +28,9 @@ struct FlightChunk {
 
 class StepsInFlight {
  public:
-  StepsInFlight(InferenceModel& model, std::int64_t rows_per_step) : model_(model) {
+  // `queued_seconds`: see QueueDepth.
+  StepsInFlight(InferenceModel& model, std::int64_t rows_per_step, double queued_seconds)
+      : model_(model), depth_(model.depth(), queued_seconds) {
     verified_ids_.reserve(static_cast<std::size_t>(rows_per_step));
   }
 
@@ -41,7 +44,8 @@ class StepsInFlight {
 
   std::size_t size() const { return flights_.size(); }
   bool empty() const { return flights_.empty(); }
-  bool full() const { return std::ssize(flights_) >= model_.depth(); }  // of what the model can queue
+  // `ahead`: nothing but their number speaks against a further step.
+  bool full(bool ahead) const { return std::ssize(flights_) >= (ahead ? depth_.steps() : depth_.least()); }
   // Submitted ever.
   std::int64_t steps() const { return steps_; }
   std::int64_t rows() const { return rows_; }
@@ -52,6 +56,7 @@ class StepsInFlight {
   std::span<const LogitRow> add_logit_rows(RequestState& request, const Chunk& chunk);
 
   InferenceModel& model_;
+  QueueDepth depth_;
   std::deque<Flight> flights_;
   std::vector<Flight> unused_flights_;      // their memory, for later steps
   std::vector<Chunk> chunks_;               // of the step that is submitted

@@ -1,6 +1,7 @@
 // A model that generates text: one interface, implemented on the CPU and on the GPU.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "llmc/base/arena.h"
+#include "llmc/base/clock.h"
 #include "llmc/base/error.h"
 #include "llmc/base/logit_rules.h"
 #include "llmc/base/sampling.h"
@@ -73,6 +75,9 @@ class DecodeModel {
                             const std::function<bool(std::int32_t)>& /*on_id*/) {
     fail(Exit::internal, "this model does not sample");
   }
+  // When the id that on_id is being called with was sampled, in seconds since any moment: by the clock of the device that
+  // computed it where that has one, otherwise now.
+  virtual double sampled_seconds() const { return in_seconds(std::chrono::steady_clock::now().time_since_epoch()); }
 
   // Whether the model can draft for another one: start_draft().
   virtual bool can_draft() const { return false; }

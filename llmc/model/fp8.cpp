@@ -126,13 +126,14 @@ void Fp8Scales::find_exponents() {
   }
 }
 
-Fp8Statistics fp8_statistics(const ModelConfig& config, std::span<const Fp8Counters> counters, std::int64_t rows,
-                             std::int64_t micro_batches) {
+Fp8Statistics fp8_statistics(const ModelConfig& config, const std::optional<LoraConfig>& lora,
+                             std::span<const Fp8Counters> counters, std::int64_t rows, std::int64_t micro_batches) {
   const Fp8Slots slots{config.num_layers};
   Fp8Statistics statistics;
   for (std::int64_t slot = 0; slot < slots.count(); ++slot) {
     const Fp8Counters& of_slot = counters[static_cast<std::size_t>(slot)];
     const Fp8Kind kind = slots.kind(slot);
+    if (kind == Fp8Kind::gradient && !input_gradient_is_read(lora, slots.layer(slot), slots.linear(slot))) continue;
     const LinearSize size = linear_size(config, slots.linear(slot));
     const std::int64_t values =
         kind == Fp8Kind::weight ? size.C * size.OC : micro_batches * rows * (kind == Fp8Kind::input ? size.C : size.OC);

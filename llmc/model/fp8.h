@@ -20,6 +20,7 @@
 
 #include "llmc/base/fp8.h"
 #include "llmc/model/config.h"
+#include "llmc/model/lora.h"
 
 namespace weft {
 
@@ -41,6 +42,7 @@ struct Fp8Slots {
     return first(kind) + 4 * layer + static_cast<std::int64_t>(linear);
   }
   Fp8Kind kind(std::int64_t slot) const { return static_cast<Fp8Kind>(slot / of_a_kind()); }
+  std::int64_t layer(std::int64_t slot) const { return slot % of_a_kind() / 4; }
   BlockLinear linear(std::int64_t slot) const { return static_cast<BlockLinear>(slot % 4); }
   std::string name(std::int64_t slot) const;  // "layers.3 gate, up gradient"
 };
@@ -118,9 +120,9 @@ struct Fp8Statistics {
   std::string worst;
   double worst_share = 0;
 };
-// Of `micro_batches`, of all ranks, with `rows` rows each.
-Fp8Statistics fp8_statistics(const ModelConfig& config, std::span<const Fp8Counters> counters, std::int64_t rows,
-                             std::int64_t micro_batches);
+// Of `micro_batches`, of all ranks, with `rows` rows each. Gradients that an adapter `lora` leaves unread are not among the values.
+Fp8Statistics fp8_statistics(const ModelConfig& config, const std::optional<LoraConfig>& lora,
+                             std::span<const Fp8Counters> counters, std::int64_t rows, std::int64_t micro_batches);
 // Beyond this share of a tensor saturation is more than a few outliers of one step.
 inline constexpr double kFp8SaturationWarning = 1e-3;
 

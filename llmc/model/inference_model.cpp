@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "llmc/base/clock.h"
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
 #include "llmc/model/tensor_table.h"
@@ -15,18 +16,28 @@ namespace {
 constexpr std::uint64_t kFewestPages = 2;
 constexpr std::uint64_t kMostPages = std::uint64_t{1} << 30;  // page ids are 32-bit numbers
 
+// Bytes of one position's keys in one layer.
+std::uint64_t key_bytes(const ModelConfig& config, std::uint64_t element_bytes, bool fp8) {
+  const std::int64_t codes_and_scales = config.kv_size() + config.num_kv_heads;
+  return fp8 ? static_cast<std::uint64_t>(codes_and_scales)
+             : static_cast<std::uint64_t>(config.kv_size()) * element_bytes;
+}
+
 }  // namespace
 
-std::uint64_t kv_bytes(const ModelConfig& config, std::int64_t positions, std::uint64_t element_bytes) {
-  return 2 * static_cast<std::uint64_t>(config.num_layers * config.kv_size()) * element_bytes *
-         static_cast<std::uint64_t>(positions);
+std::uint64_t kv_bytes(const ModelConfig& config, std::int64_t positions, std::uint64_t element_bytes, bool fp8) {
+  const std::uint64_t of_position =
+      static_cast<std::uint64_t>(config.num_layers) * key_bytes(config, element_bytes, fp8) +
+      (fp8 ? key_bytes(config, element_bytes, false) : 0);
+  return 2 * of_position * static_cast<std::uint64_t>(positions);
 }
 
 InferenceOptions pool_options(const ModelConfig& config, std::uint64_t bytes, std::int64_t sequences,
-                              std::uint64_t element_bytes) {
+                              std::uint64_t element_bytes, bool fp8) {
   InferenceOptions options;
   options.slots = sequences;
-  const std::uint64_t page = kv_bytes(config, options.page_size, element_bytes);
+  options.kv_fp8 = fp8;
+  const std::uint64_t page = kv_bytes(config, options.page_size, element_bytes, fp8);
   const std::uint64_t of_sequence =
       (static_cast<std::uint64_t>(config.max_positions) + static_cast<std::uint64_t>(options.page_size) - 1) /
       static_cast<std::uint64_t>(options.page_size);
@@ -49,8 +60,16 @@ InferenceOptions completed(InferenceOptions options, const ModelConfig& config) 
 
 MemoryPlan plan_pages(const ModelConfig& config, const InferenceOptions& options, std::uint64_t element_bytes) {
   MemoryPlan plan("K/V cache");
-  plan.add(kv_bytes(config, options.num_pages * options.page_size, element_bytes));
+  plan.add(kv_bytes(config, options.num_pages * options.page_size, element_bytes, options.kv_fp8));
   return plan;
+}
+
+KvCodes kv_codes(const ModelConfig& config, const InferenceOptions& options, std::uint8_t* pages, std::int64_t layer) {
+  const std::int64_t scales = options.num_pages * options.page_size * config.num_kv_heads,
+                     codes = scales * config.head_dim, L = config.num_layers;
+  std::uint8_t* const of_scales = pages + 2 * L * codes;
+  return {pages + layer * codes, pages + (L + layer) * codes, of_scales + layer * scales,
+          of_scales + (L + layer) * scales};
 }
 
 void check_step(std::span<const Chunk> work, const InferenceOptions& options, std::int64_t window) {
@@ -100,6 +119,10 @@ void check_step(std::span<const Chunk> work, const InferenceOptions& options, st
   }
 }
 
+double InferenceModel::ended_seconds() const {
+  return in_seconds(std::chrono::steady_clock::now().time_since_epoch());
+}
+
 void accept_drafts(std::span<const std::int32_t> drafted, std::span<VerifiedRow> rows, ChunkResult& result) {
   for (std::size_t i = 0; i < rows.size(); ++i) {
     result.error = rows[i].error;
@@ -113,7 +136,7 @@ void accept_drafts(std::span<const std::int32_t> drafted, std::span<VerifiedRow>
 }
 
 std::uint64_t read_bytes_of_step(const ModelConfig& config, std::int64_t sequences, std::int64_t context,
-                                 std::uint64_t element_bytes) {
+                                 std::uint64_t element_bytes, bool fp8) {
   const TensorTable table(config, element_bytes == sizeof(float) ? DType::f32 : DType::f16);
   std::uint64_t weights = 0;
   for (const TensorSpec& spec : table.specs()) weights += spec.bytes;
@@ -122,8 +145,9 @@ std::uint64_t read_bytes_of_step(const ModelConfig& config, std::int64_t sequenc
   for (std::int64_t l = 0; l < config.num_layers; ++l) {
     positions += config.window(l) > 0 ? std::min(config.window(l), context) : context;
   }
-  const std::int64_t of_sequence = config.hidden_size + 2 * positions * config.kv_size();
-  return weights + static_cast<std::uint64_t>(sequences * of_sequence) * element_bytes;
+  const std::uint64_t embedding = static_cast<std::uint64_t>(config.hidden_size) * element_bytes,
+                      pages = 2 * static_cast<std::uint64_t>(positions) * key_bytes(config, element_bytes, fp8);
+  return weights + static_cast<std::uint64_t>(sequences) * (embedding + pages);
 }
 
 }  // namespace weft

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "llmc/base/arena.h"
+#include "llmc/base/kv_fp8.h"
 #include "llmc/base/logit_row.h"
 #include "llmc/base/sampling.h"
 #include "llmc/model/config.h"
@@ -33,19 +34,25 @@ struct InferenceOptions {
   std::int64_t max_rows = 256;
   // The longest sequence, if the pages hold it; 0: what the model was made for.
   std::int64_t max_positions = 0;
+  bool kv_fp8 = false;  // keys and values in e4m3 (llmc/base/kv_fp8.h); otherwise in the type of the device
 };
 
-// Bytes of keys and values of `positions` positions, in elements of `element_bytes`.
-std::uint64_t kv_bytes(const ModelConfig& config, std::int64_t positions, std::uint64_t element_bytes);
+// Bytes of keys and values of `positions` positions, in elements of `element_bytes`. With `fp8` codes and scales and, for
+// kernels that read other elements, one layer's keys and values in elements of `element_bytes`, which may be 0.
+std::uint64_t kv_bytes(const ModelConfig& config, std::int64_t positions, std::uint64_t element_bytes,
+                       bool fp8 = false);
 // A pool for at most `sequences` sequences in at most `bytes`, and not larger than they could ever fill. Exit::resources,
 // with how much is needed, if that is less than two pages.
 InferenceOptions pool_options(const ModelConfig& config, std::uint64_t bytes, std::int64_t sequences,
-                              std::uint64_t element_bytes);
+                              std::uint64_t element_bytes, bool fp8 = false);
 
 // `options` with max_positions filled in: that of the model if it is 0, and at most what the pages hold.
 InferenceOptions completed(InferenceOptions options, const ModelConfig& config);
-// Keys and values of the whole pool.
+// Keys and values of the whole pool, as kv_bytes() counts them. With kv_fp8 kv_codes() says where codes and scales lie; what
+// else there is begins behind them.
 MemoryPlan plan_pages(const ModelConfig& config, const InferenceOptions& options, std::uint64_t element_bytes);
+// The pages of a layer in memory of plan_pages() that begins at `pages`.
+KvCodes kv_codes(const ModelConfig& config, const InferenceOptions& options, std::uint8_t* pages, std::int64_t layer);
 
 // Where a model on a device writes draft tokens for a step that is submitted before the host knows them.
 inline constexpr std::int64_t kDeviceDrafts = 7;
@@ -98,9 +105,10 @@ struct Chunk {
 // which are completed(), allow. `window`: the model's longest_window().
 void check_step(std::span<const Chunk> work, const InferenceOptions& options, std::int64_t window);
 
-// InferenceModel::bytes_per_step() of a model whose weights, keys and values are elements of `element_bytes`.
+// InferenceModel::bytes_per_step() of a model whose weights, keys and values are elements of `element_bytes`; with `fp8` keys
+// and values are codes and scales.
 std::uint64_t read_bytes_of_step(const ModelConfig& config, std::int64_t sequences, std::int64_t context,
-                                 std::uint64_t element_bytes);
+                                 std::uint64_t element_bytes, bool fp8 = false);
 
 struct IdLogprob {
   std::int32_t id = 0;
@@ -159,6 +167,9 @@ class InferenceModel {
   // Waits for the oldest step that was not collected: one result a chunk, in the order of submit(). Valid until the next
   // collect() or submit().
   virtual std::span<const ChunkResult> collect() = 0;
+  // When the step that was collected last ended, in seconds since any moment, by the clock of the device that computed it.
+  // Unlike the time at which the host saw it, it does not depend on when the host's thread ran. Here: now.
+  virtual double ended_seconds() const;
 
   // The activation `name` (names of scripts/dump_reference.py) of all steps since keep_activations(true), fp32, rows in the
   // order of the steps and their chunks; empty if not kept.

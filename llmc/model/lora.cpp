@@ -145,6 +145,13 @@ Range module_rows(const ModelConfig& config, BlockLinear linear, std::size_t mod
   return i == 0 ? Range{0, q} : Range{q + kv * (i - 1), q + kv * i};
 }
 
+bool input_gradient_is_read(const std::optional<LoraConfig>& lora, std::int64_t layer, BlockLinear linear) {
+  if (!lora || layer > 0) return true;
+  const bool in_qkv =
+      std::ranges::any_of(lora->targets, [](const LoraTarget& target) { return target.linear == BlockLinear::qkv; });
+  return linear != BlockLinear::qkv && (linear != BlockLinear::output || in_qkv);
+}
+
 void add_low_rank(float* weight, const float* down, const float* up, std::int64_t rows, std::int64_t in,
                   std::int64_t rank, float scale) {
 #pragma omp parallel for schedule(static)

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -42,8 +43,7 @@ struct LoraConfig {
 };
 
 // "q,v" or "all" of a model's targets. Exit::usage with `option` for another name, or none.
-std::vector<LoraTarget> parse_lora_targets(const std::string& option, const std::string& text,
-                                           LoraTargets model = llama_lora_targets());
+std::vector<LoraTarget> parse_lora_targets(const std::string& option, const std::string& text, LoraTargets model);
 // Exit::usage for what is wrong whatever the model is.
 void check_lora_targets(const std::string& option, const std::string& text);
 
@@ -53,7 +53,7 @@ std::string lora_unsupported_reason(const LoraConfig& lora, const ModelConfig& c
 
 // The object "lora" of an adapter file: rank, alpha, targets. from_json: Exit::bad_file, also for a target that the model has not.
 Json lora_to_json(const LoraConfig& lora);
-LoraConfig lora_from_json(const Json& object, const std::string& source, LoraTargets model = llama_lora_targets());
+LoraConfig lora_from_json(const Json& object, const std::string& source, LoraTargets model);
 
 // The two modules of an adapter beside `module`: PEFT's names.
 std::string lora_down_of(const std::string& module);  // "<module>.lora_A"
@@ -78,6 +78,10 @@ void bind_adapter(const ModelConfig& config, const LoraConfig& lora, const Tenso
     }
   }
 }
+
+// Whether a backward pass computes the gradient of this linear layer's input. Beside an adapter nothing below the first layer is
+// trained, nor between the embedding and what the adapter has of that layer's attention.
+bool input_gradient_is_read(const std::optional<LoraConfig>& lora, std::int64_t layer, BlockLinear linear);
 
 // weight [rows, in] += scale up [rows, rank] down [rank, in], each sum in the order of the ranks' rows: the same bits for any
 // number of threads.

@@ -7,6 +7,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/logit_rules.h"
+#include "llmc/model/queue_depth.h"
 
 namespace weft {
 
@@ -54,6 +55,10 @@ class SingleSequence final : public DecodeModel {
   bool samples() const override { return model_->depth() > 1 || decoder_ != nullptr; }
   void generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
                     const std::function<bool(std::int32_t)>& on_id) override;
+  // Ids of a decoder come from its mailbox, without a time.
+  double sampled_seconds() const override {
+    return decoder_ == nullptr ? model_->ended_seconds() : DecodeModel::sampled_seconds();
+  }
   bool can_draft() const override { return decoder_ != nullptr; }
   void start_draft(std::int64_t kept, std::span<const std::int32_t> ids, std::int64_t count,
                    const SamplingPlan& sampling, const DeviceDrafts& to) override;
@@ -130,8 +135,8 @@ std::span<const float> SingleSequence::prefill(std::span<const std::int32_t> ids
   return logits;
 }
 
-// Keeps depth() steps queued: while the host looks at an id, the step that it is fed to is computed. What was queued beyond the
-// last id is thrown away; the keys and values that it wrote lie behind length(), where nothing reads them.
+// Keeps several steps queued: while the host looks at an id, or does not run, the steps behind it are computed. What was queued
+// beyond the last id is thrown away; the keys and values that it wrote lie behind length(), where nothing reads them.
 void SingleSequence::generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
                                   const std::function<bool(std::int32_t)>& on_id) {
   check_room(prompt.size());
@@ -159,7 +164,7 @@ void SingleSequence::generate_ids(std::span<const std::int32_t> prompt, const Ge
   std::vector<std::int32_t> ids;                                             // that were generated; only with rules
   bool decodes = decoder_ != nullptr && !rules && end < decoder_positions_;  // what follows the first id
   std::optional<std::int32_t> decoded;                                       // the last id of decoder_, to be fed next
-  const std::int64_t depth = rules ? std::min<std::int64_t>(model_->depth(), 2) : model_->depth();
+  QueueDepth depth(model_->depth(), kQueuedSeconds);
   std::int64_t fed = 0, sampled = 0;  // rows and ids that were queued
   const auto submit_next = [&] {
     const std::int64_t left = prompt_size - fed, rows = left > 0 ? std::min(left, model_->max_rows()) : 1;
@@ -182,9 +187,11 @@ void SingleSequence::generate_ids(std::span<const std::int32_t> prompt, const Ge
   };
   for (std::int64_t seen = 0; seen < request.max_ids;) {
     // With a decoder only the first id is sampled here before it, unless there are rules.
-    while (queue.steps < depth && sampled < (decodes ? 1 : request.max_ids)) submit_next();
+    while (queue.steps < (rules ? depth.least() : depth.steps()) && sampled < (decodes ? 1 : request.max_ids))
+      submit_next();
     --queue.steps;
     const ChunkResult& result = model_->collect()[0];
+    depth.collected(model_->ended_seconds());
     check_sample(result.error);
     if (!result.sampled.has_value()) continue;  // a chunk of the prompt
     const std::int32_t id = result.sampled->id;

@@ -79,4 +79,19 @@ ThoughtDivider::Parts ThoughtDivider::finish() {
   return parts;
 }
 
+std::string EmptyThoughtsFilter::shown(const ThoughtDivider::Parts& parts) {
+  thinks_ = !parts.thoughts.empty();
+  return thinks_ ? std::exchange(all_, {}) : parts.said;
+}
+
+std::string EmptyThoughtsFilter::push(std::string_view piece) {
+  if (thinks_) return std::string(piece);
+  all_ += piece;
+  return shown(divider_.push(piece));
+}
+
+std::string EmptyThoughtsFilter::finish() {
+  return thinks_ ? std::string() : shown(divider_.finish());
+}
+
 }  // namespace weft

@@ -3,6 +3,7 @@
 
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "llmc/text/chat_format.h"
 
@@ -32,6 +33,23 @@ class ThoughtDivider {
   Place place_;
   bool begun_ = false;  // thoughts have begun with something else than white space
   std::string held_;
+};
+
+// For a terminal, which shows thoughts as the model writes them: leaves out the marks of thoughts that are empty.
+class EmptyThoughtsFilter {
+ public:
+  EmptyThoughtsFilter(ChatFormat::Thoughts marks, bool inside) : divider_(std::move(marks), inside) {}
+
+  // What to show now. Held back is what may become empty thoughts, or is held back by ThoughtDivider.
+  std::string push(std::string_view piece);
+  std::string finish();
+
+ private:
+  std::string shown(const ThoughtDivider::Parts& parts);
+
+  ThoughtDivider divider_;
+  std::string all_;      // so far, while there are no thoughts
+  bool thinks_ = false;  // something has been thought
 };
 
 }  // namespace weft

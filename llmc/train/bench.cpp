@@ -67,8 +67,7 @@ std::vector<float> noise_table() {
   return table;
 }
 
-// A tensor of a quantised matrix whose values have about that deviation. Their mean is zero: one of half a step, as random bytes of
-// int4 have it, is a direction that each layer amplifies, until all tokens look alike and nothing can be learned.
+// A tensor of a quantised matrix whose values have that deviation.
 std::vector<std::byte> random_bytes(const TensorSpec& spec, const WeightFormat& format) {
   std::vector<std::byte> bytes(spec.bytes, static_cast<std::byte>(kRandomZero));
   if (spec.kind == ValueKind::scales) {
@@ -82,12 +81,8 @@ std::vector<std::byte> random_bytes(const TensorSpec& spec, const WeightFormat& 
     const PhiloxWords words =
         philox(3, static_cast<std::uint64_t>(spec.byte_offset) + first, static_cast<std::uint64_t>(RandomStream::init));
     for (std::size_t i = first; i < std::min(bytes.size(), first + sizeof words); ++i) {
-      auto value = static_cast<std::uint8_t>(words.word[(i - first) / 4] >> 8 * ((i - first) % 4) & format.random_mask);
-      if (dtype_bits(format.dtype) == 4) {  // 0 has no counterpart above the zero
-        if ((value & 0x0f) == 0) value |= kRandomZero;
-        if ((value & 0xf0) == 0) value |= kRandomZero << 4;
-      }
-      bytes[i] = static_cast<std::byte>(format.valid(value) ? value : 0);
+      const auto bits = static_cast<std::uint8_t>(words.word[(i - first) / 4] >> 8 * ((i - first) % 4));
+      bytes[i] = static_cast<std::byte>(format.random_q(bits));
     }
   }
   return bytes;

@@ -134,7 +134,7 @@ void expect_all_free(const Engine& engine) {
 }
 
 TEST(Engine, ARequestAloneGivesTheModelsIds) {
-  for (const std::int64_t depth : {1, 2, 3}) {
+  for (const std::int64_t depth : {1, 2, 3, 16}) {
     PagedFake model({.depth = depth});
     Engine engine(model, {.max_running = 4, .rows_per_step = 7});
     EngineRequest request = request_of(random_ids(30, 1), 20, 3);
@@ -471,7 +471,7 @@ class Pipeline : public PagedFake {
 };
 
 TEST(Engine, TheModelAlwaysHasAStepQueued) {
-  for (const std::int64_t depth : {1, 2, 3}) {
+  for (const std::int64_t depth : {1, 2, 3, 16}) {
     Pipeline model({.depth = depth});
     Engine engine(model, {.max_running = 4, .rows_per_step = 32});
     for (std::uint64_t i = 0; i < 4; ++i) submit(engine, request_of(random_ids(8, i), 40));
@@ -976,7 +976,7 @@ EngineStatistics run_schedule(const PagedFakeSizes& sizes, const EngineOptions& 
 TEST(Engine, RandomSchedulesGiveTheIdsOfEachRequestAlone) {
   EngineStatistics sum;
   std::uint64_t seed = 0;
-  for (const std::int64_t depth : {1, 2, 3}) {
+  for (const std::int64_t depth : {1, 2, 3, 16}) {
     for (const bool share : {true, false}) {
       for (const std::int64_t num_pages : {20, 36}) {
         for (const std::int64_t page_size : {1, 4}) {
@@ -1007,7 +1007,7 @@ TEST(Engine, RandomSchedulesGiveTheIdsOfEachRequestAlone) {
 TEST(Engine, PagesInFrontOfAWindowChangeNoId) {
   EngineStatistics sum;
   std::uint64_t seed = 500;
-  for (const std::int64_t depth : {1, 2, 3}) {
+  for (const std::int64_t depth : {1, 2, 3, 16}) {
     for (const bool share : {true, false}) {
       for (const std::int64_t lookup : {0, 4}) {
         for (const std::int64_t page_size : {1, 4}) {

@@ -372,7 +372,14 @@ TEST(Fp8Statistics, SharesAreThoseOfAllMicroBatchesButWeightsCountOnce) {
     counters_of(Fp8Kind::gradient, 1, BlockLinear::up).saturated = rows / 5;  // of 112 rows: 1 of 560
     counters_of(Fp8Kind::gradient, 0, BlockLinear::qkv).flushed = 5;
     counters_of(Fp8Kind::gradient, 1, BlockLinear::down).flushed = 7;
-    const Fp8Statistics got = fp8_statistics(config, counters, 10, static_cast<std::int64_t>(micro_batches));
+    const auto statistics = [&](const std::optional<LoraConfig>& lora) {
+      return fp8_statistics(config, lora, counters, 10, static_cast<std::int64_t>(micro_batches));
+    };
+    const auto gradients_beside = [&](const char* targets) {
+      const LoraConfig lora{2, 4, parse_lora_targets("", targets, lora_targets(config))};
+      return statistics(lora).kinds[static_cast<std::size_t>(Fp8Kind::gradient)];
+    };
+    const Fp8Statistics got = statistics(std::nullopt);
     const auto expect = [&](Fp8Kind kind, std::uint64_t values, std::uint64_t saturated, std::uint64_t flushed) {
       const Fp8Statistics::Kind& sum = got.kinds[static_cast<std::size_t>(kind)];
       EXPECT_EQ(sum.values, values);
@@ -384,6 +391,9 @@ TEST(Fp8Statistics, SharesAreThoseOfAllMicroBatchesButWeightsCountOnce) {
     expect(Fp8Kind::gradient, 2 * 220 * rows, rows / 5, 12);
     EXPECT_EQ(got.worst, "layers.0 output weight");
     EXPECT_DOUBLE_EQ(got.worst_share, 2.0 / 960);
+    EXPECT_EQ(gradients_beside("q,down").values,
+              (2 * 220 - 60) * rows);  // that of layer 0's qkv would reach the embedding alone
+    EXPECT_EQ(gradients_beside("o,down").values, (2 * 220 - 60 - 24) * rows);
   }
 }
 
@@ -393,14 +403,14 @@ TEST(Fp8Statistics, TheWorstTensorIsOneThatSaturates) {
   const Fp8Slots slots{config.num_layers};
   std::vector<Fp8Counters> counters(static_cast<std::size_t>(slots.count()));
   for (Fp8Counters& slot : counters) slot.flushed = 3;
-  const Fp8Statistics none = fp8_statistics(config, counters, 16, 1);
+  const Fp8Statistics none = fp8_statistics(config, {}, counters, 16, 1);
   EXPECT_EQ(none.worst, "");
   EXPECT_EQ(none.worst_share, 0);
   for (const BlockLinear linear : {BlockLinear::output, BlockLinear::down}) {
     const std::int64_t slot = slots.at(Fp8Kind::gradient, 0, linear);  // of equal sizes
     counters[static_cast<std::size_t>(slot)].saturated = 8;
   }
-  EXPECT_EQ(fp8_statistics(config, counters, 16, 1).worst, "layers.0 output gradient");
+  EXPECT_EQ(fp8_statistics(config, {}, counters, 16, 1).worst, "layers.0 output gradient");
 }
 
 // ---- the model ------------------------------------------------------------------------------------------------------

@@ -465,7 +465,9 @@ TEST(Describe, TakesEveryFormOfAModel) {
   EXPECT_EQ(of_config["ties_head"], model.tied_embeddings);
   ASSERT_EQ(of_config["tensors"].size(), table.specs().size());
   for (std::size_t i = 0; i < table.specs().size(); ++i) {
-    EXPECT_EQ(of_config["tensors"][i], (Json{{"name", table.specs()[i].name}, {"shape", table.specs()[i].shape}}));
+    const TensorSpec& spec = table.specs()[i];
+    EXPECT_EQ(of_config["tensors"][i],
+              (Json{{"name", spec.name}, {"shape", spec.shape}, {"begins_as_zeros", spec.init == Init::zeros}}));
   }
   EXPECT_EQ(described("-", Json{{"config", config}}.dump()), of_config);
   EXPECT_EQ(described("-", Json{{"model", config_to_json(model)}, {"hf_config", config}}.dump()), of_config);

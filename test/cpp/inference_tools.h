@@ -148,6 +148,7 @@ class WithDepth final : public InferenceModel {
   std::int64_t depth() const override { return depth_; }
   void submit(std::span<const Chunk> work) override { inner_.submit(work); }
   std::span<const ChunkResult> collect() override { return inner_.collect(); }
+  double ended_seconds() const override { return inner_.ended_seconds(); }
   void keep_activations(bool keep) override { inner_.keep_activations(keep); }
   std::vector<float> activation(const std::string& name) override { return inner_.activation(name); }
 

@@ -141,7 +141,7 @@ TEST(Lora, Targets) {
                     "expected all, or some of q, k, v, o, gate, up, down with commas between them");
   }
   const LoraConfig lora = lora_of(3, "q,down", 4.5);
-  EXPECT_EQ(lora_from_json(lora_to_json(lora), "x"), lora);
+  EXPECT_EQ(lora_from_json(lora_to_json(lora), "x", llama_lora_targets()), lora);
   EXPECT_EQ(lora.scale(), 1.5f);
 }
 
@@ -158,8 +158,9 @@ TEST(Lora, TargetsOfAGptNeox) {
   expect_contains(error_of(Exit::usage, [&] { lora_of(2, "qkv"); }), "got 'qkv', expected all, or some of q, k, v, o,");
   const LoraConfig lora = lora_of(neox, 3, "qkv,up");
   EXPECT_EQ(lora_from_json(lora_to_json(lora), "x", lora_targets(neox)), lora);
-  expect_contains(error_of(Exit::bad_file, [&] { lora_from_json(lora_to_json(lora), "file: lora"); }),
-                  "file: lora: targets: got '\"qkv\"', expected some of q, k, v, o, gate, up, down");
+  expect_contains(
+      error_of(Exit::bad_file, [&] { lora_from_json(lora_to_json(lora), "file: lora", llama_lora_targets()); }),
+      "file: lora: targets: got '\"qkv\"', expected some of q, k, v, o, gate, up, down");
   expect_contains(error_of(Exit::bad_file,
                            [&] { lora_from_json(lora_to_json(lora_of(3, "q")), "file: lora", lora_targets(neox)); }),
                   "targets: got '\"q\"', expected some of qkv, o, up, down");
@@ -169,7 +170,7 @@ TEST(Lora, TargetsOfAGptNeox) {
 
 TEST(Lora, WhatAFileMayNotSay) {
   const auto message = [](const char* json) {
-    return error_of(Exit::bad_file, [&] { lora_from_json(Json::parse(json), "file: lora"); });
+    return error_of(Exit::bad_file, [&] { lora_from_json(Json::parse(json), "file: lora", llama_lora_targets()); });
   };
   EXPECT_EQ(message("3"), "file: lora: expected an object");
   expect_contains(message(R"({"rank": 0, "alpha": 1, "targets": ["q"]})"), "rank");
@@ -585,6 +586,27 @@ std::vector<float> trained_in_fp8(const TrainOptions& options) {
   std::vector<float> all = whole_state(*model), history = model->fp8_state();
   all.insert(all.end(), history.begin(), history.end());
   return all;
+}
+
+// What would only reach frozen weights is not computed, so it has no history.
+TEST(LoraModel, InFp8UnreadGradientsAreNotRounded) {
+  const ModelConfig config = fp8_config();
+  const Fp8Slots slots{config.num_layers};
+  for (const char* targets : {"all", "o,down"}) {
+    const LoraConfig lora = lora_of(3, targets);
+    const std::unique_ptr<TrainModel> model =
+        model_with(config, fp8_options(targets), random_base(config), random_adapter(config, lora));
+    AdamWStep step;
+    step.step = 1;
+    pass_of(*model);
+    model->update(step);
+    const std::vector<float> newest = model->fp8_state();
+    for (std::int64_t slot = slots.first(Fp8Kind::gradient); slot < slots.count(); ++slot) {
+      EXPECT_EQ(newest[static_cast<std::size_t>(slot)] > 0,
+                input_gradient_is_read(lora, slots.layer(slot), slots.linear(slot)))
+          << targets << " " << slots.name(slot);
+    }
+  }
 }
 
 TEST(LoraModel, InFp8RecomputationChangesNoBit) {

@@ -288,14 +288,11 @@ TEST(WeightFormats, AreThoseOfTheTable) {
   EXPECT_NE(error_of(Exit::internal, [] { weight_format(DType::bf16); }), "");
 }
 
-// Of the q that random models have: their scale is made of it.
-TEST(WeightFormats, KnowTheDeviationOfRandomValues) {
+// The scale of a random model is made of their deviation, and a mean would be a direction that each layer amplifies.
+TEST(WeightFormats, RandomValuesHaveTheirDeviationAndNoMean) {
   for (const WeightFormat* format : weight_formats()) {
     std::vector<std::uint8_t> q;
-    for (int byte = 0; byte < 256; ++byte) {
-      const auto value = static_cast<std::uint8_t>(byte & format->random_mask);
-      q.push_back(format->valid(value) ? value : 0);
-    }
+    for (int bits = 0; bits < 256; ++bits) q.push_back(format->random_q(static_cast<std::uint8_t>(bits)));
     const auto K = static_cast<std::int64_t>(q.size() * 8 / dtype_bits(format->dtype));
     const std::vector<std::uint16_t> scales(8, f32_to_f16(1));
     const std::vector<std::uint8_t> zeros(8, kRandomZero);
@@ -305,6 +302,7 @@ TEST(WeightFormats, KnowTheDeviationOfRandomValues) {
     for (const float value : values) sum += value, square += double{value} * value;
     const double mean = sum / static_cast<double>(K), variance = square / static_cast<double>(K) - mean * mean;
     EXPECT_NEAR(std::sqrt(variance) / format->random_deviation, 1, 0.02) << format->name;
+    EXPECT_NEAR(mean / format->random_deviation, 0, 0.01) << format->name;
   }
 }
 

@@ -217,7 +217,7 @@ TEST(CutBuckets, SectionsAreTheLayersInTheOrderOfTheForwardPass) {
 // An adapter has its layers alone.
 TEST(CutBuckets, SectionsOfAnAdapter) {
   const ModelConfig config = preset_config("tiny");
-  const TensorTable table(config, {2, 4, parse_lora_targets("--lora-targets", "q,down")});
+  const TensorTable table(config, {2, 4, parse_lora_targets("--lora-targets", "q,down", llama_lora_targets())});
   const std::vector<Range> sections = parameter_sections(config, table);
   ASSERT_EQ(std::ssize(sections), config.num_layers + 1);
   EXPECT_EQ(sections[0], Range(0, 0));
@@ -233,7 +233,7 @@ TEST(CutBuckets, SectionsOfAnAdapter) {
 
 TEST(CutBuckets, AllOfTheArenaOnceAndEachRankAPartOfEveryBucket) {
   constexpr std::int64_t kBlock = 8192;
-  const LoraConfig adapter{16, 32, parse_lora_targets("--lora-targets", "all")};
+  const LoraConfig adapter{16, 32, parse_lora_targets("--lora-targets", "all", llama_lora_targets())};
   for (const char* name : {"tiny", "d12", "llama3.2-1b", "llama3.1-8b"}) {
     const ModelConfig config = preset_config(name);
     for (const TensorTable& table : {TensorTable(config), TensorTable(config, adapter)}) {

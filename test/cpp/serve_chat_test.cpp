@@ -213,6 +213,30 @@ TEST(ThoughtDivider, WhatIsCertainIsNotHeldBack) {
   EXPECT_EQ(divider.push(" ").said, " ");
 }
 
+// As ThoughtDivider, but thoughts that are not empty stay as they were written.
+TEST(EmptyThoughtsFilter, EmptyThoughtsGoAndOthersStay) {
+  const auto expect = [](bool inside, const std::vector<std::pair<std::string, std::string>>& cases) {
+    for (const auto& [text, expected] : cases) {
+      for (std::size_t at = 0; at <= text.size(); ++at) {
+        EmptyThoughtsFilter filter({"<t>", "</t>"}, inside);
+        std::string shown = filter.push(text.substr(0, at));
+        shown += filter.push(text.substr(at));
+        shown += filter.finish();
+        EXPECT_EQ(shown, expected) << text << " at " << at;
+      }
+    }
+  };
+  expect(false, {{"<t>\n\n</t>\n\nso <t></t>", "so <t></t>"},
+                 {" <t></t>so", "so"},
+                 {"<t></t>\n", ""},
+                 {"<t> why </t>\nso", "<t> why </t>\nso"},
+                 {"<t>why", "<t>why"},
+                 {" \nso", " \nso"},
+                 {"<t", "<t"},
+                 {"<tt>so", "<tt>so"}});
+  expect(true, {{"\n</t>\n\nso", "so"}, {" why</t>so", " why</t>so"}, {"</ t></t>so", "</ t></t>so"}});
+}
+
 // ---- choices ---------------------------------------------------------------------------------------------------------
 
 CompletionPiece piece(const std::string& text, std::int32_t id) {

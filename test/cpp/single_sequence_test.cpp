@@ -89,7 +89,7 @@ TEST(SingleSequence, AResetWaitsForTheWeights) {
 }
 
 TEST(SingleSequence, KeepsAheadAndGivesTheSameIds) {
-  for (const std::int64_t depth : {1, 2, 3}) {
+  for (const std::int64_t depth : {1, 2, 3, 16}) {
     for (const std::int64_t max_rows : {1, 4, 7, 64}) {
       SCOPED_TRACE("depth " + std::to_string(depth) + ", rows " + std::to_string(max_rows));
       const auto model = fake_sequence(depth, max_rows);
@@ -113,7 +113,7 @@ TEST(SingleSequence, KeepsAheadAndGivesTheSameIds) {
 
 // Rules count what was in the cache before, as far as they are told.
 TEST(SingleSequence, RulesAreObeyedAhead) {
-  for (const std::int64_t depth : {1, 2, 3}) {
+  for (const std::int64_t depth : {1, 2, 3, 16}) {
     std::mt19937 random(static_cast<unsigned>(depth));
     for (int round = 0; round < 20; ++round) {
       const auto model = fake_sequence(depth, 4);
@@ -139,7 +139,7 @@ TEST(SingleSequence, RulesAreObeyedAhead) {
 }
 
 TEST(SingleSequence, ErrorsLeaveNothingQueued) {
-  for (const std::int64_t depth : {1, 2, 3}) {
+  for (const std::int64_t depth : {1, 2, 3, 16}) {
     const auto model = fake_sequence(depth, 4);
     Ids damaged = prompt_of(9);
     damaged[5] = PagedFake::kPoison;

@@ -1599,7 +1599,7 @@ TEST(BenchFlops, OfThePresetsByHand) {
 // Beside frozen weights no GEMM computes their gradients; A and B of q and v have 3 x (192 + 192) and 3 x (192 + 64) parameters
 // in each of 4 layers.
 TEST(BenchFlops, OfAnAdapterByHand) {
-  const LoraConfig lora{3, 6, parse_lora_targets("--lora-targets", "q,v")};
+  const LoraConfig lora{3, 6, parse_lora_targets("--lora-targets", "q,v", llama_lora_targets())};
   EXPECT_EQ(training_flops_per_token(preset_config("tiny"), lora, 256),
             4.0 * (4 * 393'216 + 393'216) + 6.0 * 4 * 192 * 256 + 6.0 * 4 * 3 * (192 + 192 + 192 + 64));
   EXPECT_EQ(training_flops_per_token(preset_config("tiny"), std::nullopt, 256),

@@ -155,7 +155,7 @@ TEST(FusedQuantized, MatchesTheCpuWithTheSequentialResidual) {
   for (const test::NeoxShape& shape : test::small_shapes()) {
     if (!shape.parallel) models.push_back({shape.name, test::neox_config(shape)});
   }
-  models.push_back(test::small_qwens().front());
+  for (const test::NamedConfig& qwen : test::small_qwens()) models.push_back(qwen);
   models.push_back({"one part", test::llama_config({"", 4, 2, 32, 2, 136, 200, false, false, 1003})});
   models.push_back({"wide", test::llama_config({"", 4, 2, 64, 1, 2696, 1000})});
   for (const WeightFormat* scheme : kWeightFormats) {

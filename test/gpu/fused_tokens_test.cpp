@@ -73,7 +73,7 @@ TEST(FusedTokens, AWidthThatLeavesLoadsEmptyIsLeftToTheGraph) {
 TEST(FusedTokens, FollowThePromptOfEverySmallModel) {
   std::vector<test::NamedConfig> models;
   for (const test::LlamaShape& shape : test::small_llamas()) models.push_back({shape.name, test::llama_config(shape)});
-  models.push_back(test::small_qwens().front());
+  for (const test::NamedConfig& qwen : test::small_qwens()) models.push_back(qwen);
   for (const auto& [name, config] : models) {
     for (const DType dtype : {DType::f16, DType::bf16}) {
       if (!cuda::fused_unsupported_reason(config, dtype).empty())
@@ -94,6 +94,12 @@ TEST(FusedTokens, PartsWithoutKernelsAreRefusedByName) {
   if (!reason(config).empty()) GTEST_SKIP() << reason(config);
   config.post_norms = true;
   EXPECT_EQ(reason(config), "fused decoding has no kernels for norms behind attention and MLP");
+  config = test::small_qwens().back().config;
+  ASSERT_TRUE(config.qk_norm);
+  EXPECT_EQ(reason(config), "");
+  config.parallel_residual = true;
+  EXPECT_EQ(reason(config),
+            "fused decoding has norms of heads, and layers without RoPE, with the sequential residual alone");
   EXPECT_EQ(reason(test::small_gemmas()[0].config), "fused decoding has no attention with a sliding window");
 }
 
@@ -106,8 +112,6 @@ TEST(FusedTokens, GreedyIdsOfTheGoldenLlamas) {
   const std::map<std::string, std::string> refused = {{"llama-hs80-gqa4", "ffn_size"},
                                                       {"llama-yarn-biases", "biases beside SwiGLU"},
                                                       {"llama-mlp-bias", "biases beside SwiGLU"},
-                                                      {"qwen3-gqa2", "norms of heads"},
-                                                      {"qwen3-biases-tied", "norms of heads"},
                                                       {"qwen2-mha", "head_dim: got 16"},
                                                       {"mistral-window", "sliding window"},
                                                       {"smollm3-window-tied", "sliding window"},

@@ -44,14 +44,33 @@ struct Sequences {
   std::vector<std::int64_t> lengths;
   std::vector<std::vector<T>> q, k, v;  // [length][NH or NKV][HS] of each
 
-  Sequences(const Heads& of, const std::vector<std::int64_t>& of_length) : heads(of), lengths(of_length) {
+  // With `fp8` the keys and values are numbers that rows of codes stand for.
+  Sequences(const Heads& of, const std::vector<std::int64_t>& of_length, bool fp8 = false)
+      : heads(of), lengths(of_length) {
     unsigned seed = 1;
     for (const std::int64_t length : lengths) {
       // Queries so large that the running maximum moves many times, by more and by less than what raises it.
       q.push_back(stored<T>(random_floats(length * heads.NH() * heads.HS, seed++, 6)));
       k.push_back(stored<T>(random_floats(length * heads.NKV * heads.HS, seed++)));
       v.push_back(stored<T>(random_floats(length * heads.NKV * heads.HS, seed++)));
+      if (!fp8) continue;
+      for (std::vector<T>* each : {&k.back(), &v.back()}) round_rows(*each, each == &v.back());
     }
+  }
+
+ private:
+  // Rows of different magnitudes, as codes read again.
+  void round_rows(std::vector<T>& rows, bool values) const {
+    Floats wide = widened(rows);
+    std::vector<std::uint8_t> codes(static_cast<std::size_t>(heads.HS));
+    std::uint8_t scale = 0;
+    for (std::size_t at = 0, row = 0; at < wide.size(); at += codes.size(), ++row) {
+      const int e = static_cast<int>(row % 3) - (values ? 2 : 1);
+      for (std::size_t d = 0; d < codes.size(); ++d) wide[at + d] = std::ldexp(wide[at + d], e);
+      kv_store(wide.data() + at, heads.HS, 0, codes.data(), &scale);
+      kv_load(codes.data(), &scale, heads.HS, 0, 1, wide.data() + at);
+    }
+    rows = stored<T>(wide);
   }
 };
 
@@ -113,16 +132,21 @@ constexpr std::int64_t kPadding = 3;
 
 // One step on the GPU: the outputs of the pieces, one after another. Positions of a sequence behind the last one that the
 // step has of it, and in front of what its first row sees, are NaN, as is everything else in the pool. Runs twice, overlapping: the second finds the counters of the first.
+// `fp8`: the pool holds codes and scales.
 template <typename T>
 std::vector<T> attend(const Sequences<T>& sequences, const std::vector<Piece>& pieces, std::int64_t page_size,
                       unsigned seed, cuda::PagedPath path = cuda::PagedPath::automatic,
-                      const cuda::LaunchDevice& device = cuda::launch_device(), const Windows& windows = {}) {
+                      const cuda::LaunchDevice& device = cuda::launch_device(), const Windows& windows = {},
+                      bool fp8 = false) {
   const Heads& heads = sequences.heads;
   const Tables tables(sequences.lengths, page_size, seed);
   const auto pool = static_cast<std::size_t>(tables.num_pages * heads.NKV * page_size * heads.HS);
   std::vector<T> keys(pool), values(pool);
   std::memset(static_cast<void*>(keys.data()), 0xff, pool * sizeof(T));
   std::memset(static_cast<void*>(values.data()), 0xff, pool * sizeof(T));
+  const std::size_t of_codes = fp8 ? pool : 0;
+  std::vector<std::uint8_t> key_codes(of_codes, 0xff), value_codes = key_codes;
+  std::vector<std::uint8_t> key_scales(of_codes / static_cast<std::size_t>(heads.HS), 0xff), value_scales = key_scales;
   std::vector<std::int64_t> begins = sequences.lengths, ends(sequences.lengths.size());
   for (const Piece& piece : pieces) {
     begins[piece.sequence] = std::min(begins[piece.sequence], windows.first(piece.first));
@@ -133,6 +157,16 @@ std::vector<T> attend(const Sequences<T>& sequences, const std::vector<Piece>& p
       for (std::int64_t h = 0; h < heads.NKV; ++h) {
         const auto from = (position * heads.NKV + h) * heads.HS;
         const std::size_t to = tables.at(s, position, h, heads);
+        if (fp8) {
+          const auto store = [&](const std::vector<T>& rows, std::vector<std::uint8_t>& codes,
+                                 std::vector<std::uint8_t>& scales) {
+            const Floats row = widened(std::vector<T>(rows.begin() + from, rows.begin() + from + heads.HS));
+            kv_store(row.data(), heads.HS, static_cast<std::int64_t>(to) / heads.HS, codes.data(), scales.data());
+          };
+          store(sequences.k[s], key_codes, key_scales);
+          store(sequences.v[s], value_codes, value_scales);
+          continue;
+        }
         std::copy_n(sequences.k[s].begin() + from, heads.HS, keys.begin() + static_cast<std::ptrdiff_t>(to));
         std::copy_n(sequences.v[s].begin() + from, heads.HS, values.begin() + static_cast<std::ptrdiff_t>(to));
       }
@@ -186,6 +220,14 @@ std::vector<T> attend(const Sequences<T>& sequences, const std::vector<Piece>& p
   io.window = windows.layer;
   io.q = {gpu_q.data(), 0, heads.NH() * head_stride, head_stride};
   io.kv = {gpu_keys.data(), gpu_values.data(), page_size, heads.NKV, heads.HS};
+  std::vector<std::unique_ptr<DeviceBuffer<std::uint8_t>>> gpu_codes;
+  if (fp8) {
+    for (const auto* each : {&key_codes, &value_codes, &key_scales, &value_scales}) {
+      gpu_codes.push_back(std::make_unique<DeviceBuffer<std::uint8_t>>(*each));
+    }
+    io.kv.codes = {gpu_codes[0]->data(), gpu_codes[1]->data(), gpu_codes[2]->data(), gpu_codes[3]->data()};
+    io.decodes = cuda::paged_work_decodes(work.data());
+  }
   io.rows = {gpu_positions.data(), gpu_tables.data(), gpu_pages.data(), all_rows};
   io.work = gpu_work.data();
   io.workspace = workspace.data();
@@ -438,6 +480,80 @@ TYPED_TEST(CudaPagedAttention, ManySplitsAreMergedInOrder) {
   }
 }
 
+// Over codes every row has the bits that it has over 16-bit pages of the same numbers, whatever else a step has, in all the
+// steps of ARowsBitsAreItsOwn: prompts, decoded rows, chunks, with and without windows.
+template <typename T>
+void check_codes(const Heads& heads, std::int64_t length, const Windows& windows, std::mt19937& random) {
+  SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " NKV " << heads.NKV << " G " << heads.G << " window "
+                                  << windows.layer << " of " << windows.list);
+  const Sequences<T> sequences(heads, {length, 70, 600}, true);
+  const cuda::LaunchDevice all = cuda::launch_device(), few{2, all.overlapping};
+  const auto check = [&](const std::vector<Piece>& pieces, std::int64_t page_size, const char* what,
+                         cuda::PagedPath path = cuda::PagedPath::automatic, bool on_few = false) {
+    const cuda::LaunchDevice& device = on_few ? few : all;
+    const std::vector<T> want = attend(sequences, pieces, page_size, 3, path, device, windows),
+                         got = attend(sequences, pieces, page_size, 3, path, device, windows, true);
+    ASSERT_EQ(got.size(), want.size());
+    EXPECT_EQ(std::memcmp(got.data(), want.data(), want.size() * sizeof(T)), 0) << what;
+  };
+  check({{0, 0, length}}, 32, "a prompt");
+  for (const std::int64_t position : {0, 1, 15, 16, 31, 63, 64, 255, 256, 257, 511, 512, 1024, 1299, 17'949}) {
+    if (position >= length) continue;
+    check({{0, position, 1}}, 16, "one row");
+    check({{1, 69, 1}, {0, position, 1}, {2, 599, 1}}, 64, "decoded rows");
+    check({{0, std::max<std::int64_t>(position - 6, 0), std::min<std::int64_t>(position, 6) + 1}}, 32, "few rows");
+  }
+  std::vector<Piece> rows;
+  for (std::int64_t position = 0; position < std::min<std::int64_t>(length, 1300); ++position) {
+    rows.push_back({0, position, 1});
+  }
+  std::shuffle(rows.begin(), rows.end(), random);
+  check(rows, 32, "row by row");
+  check(rows, 16, "row by row on few multiprocessors", cuda::PagedPath::automatic, true);
+  for (const std::int64_t page_size : kPageSizes) {
+    std::vector<Piece> pieces = {{1, 69, 1}, {2, 0, 600}, {1, 3, 40}, {2, 599, 1}};
+    for (std::int64_t first = 0; first < length;) {
+      const std::int64_t some = std::min<std::int64_t>(1 + random() % (random() % 3 == 0 ? 5u : 200u), length - first);
+      pieces.push_back({0, first, some});
+      first += some;
+    }
+    std::shuffle(pieces.begin(), pieces.end(), random);
+    check(pieces, page_size, "chunks");
+    check(pieces, page_size, "chunks on mma.sync", cuda::PagedPath::portable);
+    check({{0, 252, 5}, {2, 240, 17}, {1, 60, 1}}, page_size, "rows that see one more split than those before them",
+          cuda::PagedPath::portable);
+    check(pieces, page_size, "chunks on few multiprocessors", cuda::PagedPath::automatic, true);
+  }
+}
+
+template <typename T>
+class CudaPagedCodes : public testing::Test {};
+using CodeTypes = testing::Types<bf16, fp16>;
+TYPED_TEST_SUITE(CudaPagedCodes, CodeTypes);
+
+TYPED_TEST(CudaPagedCodes, HaveTheBitsOfTheNumbersTheyStandFor) {
+  const Heads kinds[] = {{2, 1, 32},  {1, 4, 64},  {2, 1, 80},   {1, 3, 80}, {1, 3, 96},
+                         {1, 4, 128}, {2, 1, 128}, {1, 20, 128}, {1, 2, 256}};
+  std::mt19937 random(3);
+  for (const Heads& heads : kinds) check_codes<TypeParam>(heads, heads.G > 8 ? 550 : 1300, {}, random);
+  for (const Heads& heads : {Heads{1, 4, 64}, Heads{1, 3, 80}, Heads{1, 4, 128}, Heads{1, 2, 256}}) {
+    for (const Windows& windows : {Windows{100, 100}, {257, 600}, {40, 0}, {5000, 5000}}) {
+      check_codes<TypeParam>(heads, 1300, windows, random);
+    }
+  }
+  check_codes<TypeParam>({1, 4, 128}, 17'950, {}, random);  // 71 splits
+}
+
+TYPED_TEST(CudaPagedCodes, MatchTheCpu) {
+  for (const std::int64_t HS : kHeadDims) {
+    const Sequences<TypeParam> sequences({2, 2, HS}, {1, 33, 300, 530}, true);
+    const std::vector<Piece> pieces = {{0, 0, 1}, {1, 0, 33}, {2, 250, 7}, {3, 529, 1}};
+    const std::vector<TypeParam> got =
+        attend(sequences, pieces, 32, 7, cuda::PagedPath::automatic, cuda::launch_device(), {}, true);
+    expect_near<TypeParam>(widened(got), attend_on_cpu(sequences, pieces, 0), "out", tolerance<TypeParam>());
+  }
+}
+
 // ---- the list of work -----------------------------------------------------------------------------------------------
 // What a list computes, piece by piece: (row of the step, query head within its group, split), and -1 for all splits.
 struct Listed {
@@ -591,8 +707,9 @@ TEST(CudaPagedWork, RefusesWhatIsBeyondTheShape) {
 
 // ---- the append -----------------------------------------------------------------------------------------------------
 // Rows of three sequences, with padding between and behind them, as [q heads | k heads | v heads].
+// `fp8`: into codes and scales, which are those of the CPU for the rows that would be stored otherwise, byte for byte.
 template <typename T>
-void check_append(const Heads& heads, std::int64_t rotary, std::int64_t page_size) {
+void check_append(const Heads& heads, std::int64_t rotary, std::int64_t page_size, bool fp8 = false) {
   SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " rotary " << rotary << " G " << heads.G << " pages of "
                                   << page_size);
   const std::int64_t HS = heads.HS, NH = heads.NH(), width = (NH + 2 * heads.NKV) * HS;
@@ -614,11 +731,17 @@ void check_append(const Heads& heads, std::int64_t rotary, std::int64_t page_siz
   config.theta = 10000;
   config.rotary_dim = rotary;
   const RopeTable rope = rope_table(config, 150);
-  const std::vector<T> before = stored<T>(random_floats(rows * width, 1));
+  Floats random = random_floats(rows * width, 1);
+  for (std::size_t i = 0; fp8 && i < random.size(); ++i) {  // heads of magnitudes from 2^-20 to 2^16, and one of zeros
+    const std::size_t head = i / static_cast<std::size_t>(HS);
+    random[i] = head % 38 == 37 ? 0 : std::ldexp(random[i] / 4, static_cast<int>(head % 38) - 20);
+  }
+  const std::vector<T> before = stored<T>(random);
   const Floats x = widened(before);
   const auto pool = static_cast<std::size_t>(tables.num_pages * heads.NKV * page_size * HS);
   std::vector<T> want = before;
   std::vector<T> want_keys = DeviceBuffer<T>(pool).download(), want_values = want_keys;
+  std::vector<std::int64_t> rows_written;  // of the pool
   for (std::int64_t row = 0; row < rows; ++row) {
     const std::int64_t position = positions[static_cast<std::size_t>(row)];
     if (position < 0) continue;
@@ -632,6 +755,10 @@ void check_append(const Heads& heads, std::int64_t rotary, std::int64_t page_siz
       const volatile float product = other * rope.sin[angle];
       return stored<T>({std::fma(x[at], rope.cos[angle], d < half ? -product : product)})[0];
     };
+    for (std::int64_t h = 0; h < heads.NKV; ++h) {
+      const std::size_t to = tables.at(sequence_of[static_cast<std::size_t>(row)], position, h, heads);
+      rows_written.push_back(static_cast<std::int64_t>(to) / HS);
+    }
     for (std::int64_t d = 0; d < HS; ++d) {
       for (std::int64_t h = 0; h < NH; ++h) want[static_cast<std::size_t>(row * width + h * HS + d)] = rotated(h, d);
       for (std::int64_t h = 0; h < heads.NKV; ++h) {
@@ -654,8 +781,27 @@ void check_append(const Heads& heads, std::int64_t rotary, std::int64_t page_siz
   io.kv = {keys.data(), values.data(), page_size, heads.NKV, HS};
   io.rows = {gpu_positions.data(), gpu_tables.data(), gpu_pages.data(), rows};
   io.rope = {cos.data(), sin.data(), rope.positions, rope.half};
+  const DeviceBuffer<std::uint8_t> key_codes(pool), value_codes(pool), key_scales(pool), value_scales(pool);
+  const std::vector<std::uint8_t> unwritten = key_codes.download();
+  if (fp8) io.kv.codes = {key_codes.data(), value_codes.data(), key_scales.data(), value_scales.data()};
   cuda::append_to_pages(io, cuda::launch_device(), nullptr);
   expect_same_bits(packed, DeviceBuffer<T>(want), "queries, and k and v of the rows");
+  if (fp8) {
+    const auto expect_codes = [&](const std::vector<T>& wanted, const DeviceBuffer<std::uint8_t>& codes,
+                                  const DeviceBuffer<std::uint8_t>& scales, const char* what) {
+      const Floats wide = widened(wanted);
+      std::vector<std::uint8_t> want_codes = unwritten, want_scales = unwritten;
+      for (std::size_t row = 0; row < rows_written.size(); ++row) {
+        const std::int64_t at = rows_written[row];
+        kv_store(wide.data() + at * HS, HS, at, want_codes.data(), want_scales.data());
+      }
+      EXPECT_EQ(codes.download(), want_codes) << what;
+      EXPECT_EQ(scales.download(), want_scales) << what;
+    };
+    expect_codes(want_keys, key_codes, key_scales, "keys");
+    expect_codes(want_values, value_codes, value_scales, "values");
+    return;
+  }
   expect_same_bits(keys, DeviceBuffer<T>(want_keys), "keys");
   expect_same_bits(values, DeviceBuffer<T>(want_values), "values");
 }
@@ -666,6 +812,16 @@ TYPED_TEST(CudaPagedAttention, AppendsRotatedKeysAndValues) {
     for (const std::int64_t rotary : {std::int64_t{0}, std::int64_t{2}, HS / 4, HS / 4 + 2, HS / 2 + 6, HS}) {
       for (const Heads& heads : {Heads{3, 1, HS}, Heads{2, 4, HS}})
         check_append<TypeParam>(heads, rotary, kPageSizes[turn++ % std::size(kPageSizes)]);
+    }
+  }
+}
+
+TYPED_TEST(CudaPagedCodes, AreAppendedAsTheCpuStoresThem) {
+  std::size_t turn = 0;
+  for (const std::int64_t HS : kHeadDims) {
+    for (const std::int64_t rotary : {std::int64_t{0}, std::int64_t{2}, HS / 4, HS / 4 + 2, HS / 2 + 6, HS}) {
+      for (const Heads& heads : {Heads{3, 1, HS}, Heads{2, 4, HS}})
+        check_append<TypeParam>(heads, rotary, kPageSizes[turn++ % std::size(kPageSizes)], true);
     }
   }
 }

@@ -125,11 +125,17 @@ TEST(CudaQuantizedInference, LogitsMatchTheCpu) {
 TEST(CudaQuantizedInference, AnAdapterStandsBesideTheWeights) {
   std::vector<test::NamedConfig> models = test::small_qwens();
   for (const test::LlamaShape& shape : test::small_llamas()) models.push_back({shape.name, test::llama_config(shape)});
+  for (const test::NamedConfig& gemma : test::small_gemmas()) models.push_back(gemma);
+  for (const int shape : {1, 2, 0}) {  // the last one is parallel, with biases
+    const test::NeoxShape neox = test::small_shapes()[static_cast<std::size_t>(shape)];
+    models.push_back({neox.name, test::neox_config(neox)});
+  }
   for (const test::NamedConfig& each : models) {
-    for (const char* targets : {"all", "q,v", "k,o", "gate", "up,down"}) {
-      const LoraConfig lora{5, 7.5, parse_lora_targets("--lora-targets", targets)};
+    const bool neox = &each == &models.back();
+    for (const char* targets : {"all", neox ? "qkv" : "q,v", neox ? "o" : "k,o", neox ? "up" : "gate", "up,down"}) {
+      const LoraConfig lora{5, 7.5, parse_lora_targets("--lora-targets", targets, lora_targets(each.config))};
       for (const WeightFormat* scheme : kWeightFormats) {
-        if (&each != &models.front() && std::string(targets) != "all") continue;
+        if (&each != &models.front() && !neox && std::string(targets) != "all") continue;
         const DType dtype = scheme == &kInt4 ? DType::bf16 : DType::f16;
         SCOPED_TRACE(each.name + ", " + scheme->name + ", " + targets);
         const Pair pair(each.config, quantization_of(scheme, dtype == DType::f16), dtype);
@@ -137,6 +143,7 @@ TEST(CudaQuantizedInference, AnAdapterStandsBesideTheWeights) {
         const ModelFile file = pair.with_adapter(pair.quantized());
         cuda::GpuInferenceOptions options;
         options.dtype = dtype;
+        options.two_stream_rows = 40;  // fewer than a chunk has
         const auto beside = cuda::load_inference(file, pool_of(60), options),
                    within = cuda::load_inference(pair.with_adapter(pair.floats()), pool_of(60), options);
         const auto cpu = cpu::load_inference(file, pool_of(6));

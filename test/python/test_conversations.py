@@ -473,6 +473,17 @@ def test_the_chat_format_lies_beside_the_shards_and_goes_with_them(prepare, tmp_
     assert done.returncode == 0 and not beside.exists(), done.stderr
 
 
+def test_the_model_is_opened_once(tmp_path, monkeypatch):
+    model, opened, read = model_file(tmp_path / "model.bin", cf.NAMED["chatml"]()), [], tensor_file.read
+    monkeypatch.setattr(tensor_file, "read", lambda path, **options: opened.append(path) or read(path, **options))
+    monkeypatch.setattr(prepare_data.signal, "signal", lambda *_: None)
+    for source in (["--chat", write(tmp_path / "a.jsonl", *GOOD)], [write(tmp_path / "a.txt", *GOOD), "--eos", "<|im_end|>"]):
+        monkeypatch.setattr(sys, "argv", ["prepare_data.py", *map(str, source), "--model", str(model), "-o", str(tmp_path / "out")])
+        prepare_data.main()
+        assert opened == [model]
+        opened.clear()
+
+
 def test_tokenizer_format_and_longest_are_those_of_the_model(prepare, tmp_path):
     form = cf.NAMED["chatml"]()
     form.end = []

@@ -532,6 +532,16 @@ def test_all_zero_weights(tmp_path):  # B34
     refuse(directory, options=["--strict"])
 
 
+def test_weights_that_a_new_model_has_as_zeros_may_be_zero(tmp_path):
+    """Norms of a Gemma multiply by 1 + weight."""
+    weights = ck.weights_of(ck.GEMMA3)
+    for name, values in weights.items():
+        if "norm" in name or "embed" in name:
+            values[:] = 0
+    done = ck.run_script("convert_hf.py", ck.write_checkpoint(tmp_path / "model", ck.GEMMA3, weights), "-o", tmp_path / "a.bin")
+    assert done.returncode == 0 and done.stderr.count("every value is zero") == 1 and "embed_tokens.weight: every" in done.stderr
+
+
 @pytest.mark.parametrize("error, code", [(errno.ENOSPC, cli.RESOURCES), (errno.EDQUOT, cli.RESOURCES),
                                          (errno.EFBIG, cli.RESOURCES), (errno.EACCES, cli.ENVIRONMENT)])
 def test_errors_of_the_system_have_their_codes(error, code, capsys):

@@ -92,29 +92,6 @@ def test_commands_under_other_names(deps):
     assert done.stdout == "deps: everything is installed\n" and not told
 
 
-@pytest.mark.parametrize("word, machine, debian, fedora", [
-    ("", {}, "", ""), ("--fuzz", {"clang++": "exit 1"}, "clang libclang-rt-dev", "clang compiler-rt"),
-    ("--fuzz", {"clang++": None}, "clang libclang-rt-dev", "clang compiler-rt"),
-    ("--browser", {"chromedriver": None}, "chromium chromium-driver", "chromium chromedriver"), ("--lint", {"ls": "exit 2"}, "libomp-dev", "libomp-devel"),
-    ("--lint", {"clang-format": None, "clang-tidy": None, "shellcheck": None}, "clang-format clang-tidy shellcheck", "clang-tools-extra ShellCheck"),
-])
-def test_what_only_some_commands_need(deps, word, machine, debian, fedora):
-    words = [word] if word else []
-    done, told = deps(*words, machine=machine)
-    assert done.returncode == 0, done
-    if not word:
-        assert done.stdout == "deps: everything is installed\n" and not told
-        return
-    assert told == ["apt-get update -qq", f"apt-get install -y --no-install-recommends -qq {debian}"]
-    assert done.stdout == f"deps: apt-get install -y --no-install-recommends {debian}\n"
-    assert deps(*words, machine={**machine, "apt-get": None, "dnf": NOTE})[1] == [f"dnf install -y {fedora}"]
-    for other in {"", "--fuzz", "--browser", "--lint"} - {word}:
-        done, told = deps(*([other] if other else []), machine=machine)
-        assert done.stdout == "deps: everything is installed\n" and not told, other
-    done, told = deps(*words, headers=HEADERS)
-    assert told[1:] == ["apt-get install -y --no-install-recommends -qq libedit-dev"], "line editing is wanted by all of them"
-
-
 def test_packages_are_installed_as_root_and_then_looked_for_again(deps):
     """By sudo where the user is another; what is still missing then is an error."""
     rest = [name for name in ALL if name != "pcre2.h"]

@@ -53,9 +53,10 @@ def test_convert_export_convert_is_the_identity(tmp_path, case):
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
 
-def test_export_without_a_hugging_face_origin(tmp_path):
-    """A model that was trained from scratch: its file has no hf_config."""
-    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA)
+@pytest.mark.parametrize("config", [ck.LLAMA, ck.GEMMA3, ck.LLAMA | {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}])
+def test_export_without_a_hugging_face_origin(tmp_path, config):
+    """A model that was trained: its file has no hf_config. No default of transformers names a token that the vocabulary has not."""
+    directory = ck.write_checkpoint(tmp_path / "model", config)
     first = ck.convert(directory, tmp_path / "first.bin")
     with tensor_file.Writer(tmp_path / "scratch.bin", "model", {"model": first.config["model"]}) as writer:
         for name, tensor in first.tensors.items():
@@ -64,6 +65,8 @@ def test_export_without_a_hugging_face_origin(tmp_path):
             writer.write(name, bytes(first.bytes(name)))
     second = ck.convert(export(tmp_path / "scratch.bin", tmp_path / "exported"), tmp_path / "second.bin")
     assert second.config["model"] == first.config["model"]
+    if config["model_type"] == "smollm3":
+        assert json.loads((tmp_path / "exported" / "config.json").read_text())["pad_token_id"] is None
 
 
 def test_model_wins_over_the_original_config(tmp_path):

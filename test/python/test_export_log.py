@@ -135,14 +135,6 @@ def test_the_second_export_adds_a_file(tmp_path, monkeypatch):
     assert [found[:2] for found in events(tmp_path / "a" / "b")[1::2]] == [(1700000001.0, 1)] * 3
 
 
-@pytest.mark.parametrize("value, kept", [
-    (0, True), (0.0, True), (-2.5, True), (2.9e38, True), (-2.9e38, True), (3.1e38, False), (-3.1e38, False), (1e300, False),
-    (True, False), (None, False), ("1", False), (float("nan"), False)])
-def test_scalars_are_the_numbers_that_a_float_holds(value, kept):
-    found = [dict(fields(pair)) for _, pair in fields(dict(fields(export_log.scalars({"lr": 0.5, "loss": value})))[5])]
-    assert found == [{1: b"loss/train", 2: pytest.approx(value)}] * kept + [{1: b"optimizer/learning_rate", 2: 0.5}]
-
-
 def test_steps_after_the_first_that_is_void_are_written_again(tmp_path):
     """A step that is gone counts at once, and the records that stood behind it are void for TensorBoard as well."""
     run = Run(Path("x"), "x", steps={number: step(number) for number in range(1, 6)})
@@ -156,16 +148,6 @@ def test_steps_after_the_first_that_is_void_are_written_again(tmp_path):
         new = events(tmp_path)[seen:]
         seen += len(new)
         assert [-number if values == b"\x08\x01" else number for _, number, values in new] == written, "-n: void from n on"
-
-
-@pytest.mark.parametrize("labels, names", [
-    (["a", "b"], ["a", "b"]), (["a"] * 4, ["a", "a-1", "a-2", "a-3"]),
-    (["a", "b", "a", "b", "a"], ["a", "b", "a-2", "b-3", "a-4"]), (["a", "a", "a-1"], ["a", "a-1", "a-1-2"]),
-    (["a-1", "a", "a"], ["a-1", "a", "a-2"]), (["a-2", "a", "a"], ["a-2", "a", "a-3"]),
-    (["a-2", "a-3", "a", "a"], ["a-2", "a-3", "a", "a-4"]), (["/x/y.jsonl", "x/y"], ["_x_y.jsonl", "x_y"]),
-    ([".hidden", "..", "", "..."], ["hidden", "run", "run-2", "run-3"]), (["a.b", "-a"], ["a.b", "-a"])])
-def test_each_run_has_a_folder_of_its_own(labels, names):
-    assert export_log.names_of([Run(Path("x"), label) for label in labels]) == names
 
 
 def test_following_a_run_that_is_resumed(tmp_path):

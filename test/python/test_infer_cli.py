@@ -390,6 +390,35 @@ def test_divergence_from_another_model(model, tmp_path):
             assert f"--context: got {needed}, expected at most the {positions} positions of --against" in refused(USAGE, *words)
 
 
+def test_keys_and_values_in_fp8(model, tmp_path):
+    """Near those of fp32, the same in every way of generating, and a code a value and a scale a head in memory."""
+    fp8 = ("--kv-dtype", "fp8")
+    text = tmp_path / "text.txt"
+    text.write_text("a short text, of some bytes" * 3)
+    plain = object_of("--model", model, "--perplexity", text, "--against", model)
+    apart = object_of("--model", model, "--perplexity", text, "--against", model, *fp8)
+    assert plain["kl_mean"] == 0 < apart["kl_mean"] < 0.01
+    assert apart["mean_nll_against"] == plain["mean_nll"] != apart["mean_nll"]
+    ids = prompt(model, *fp8)["ids"]
+    for more in (("--lookup", 3), ("--draft", model), ("--context", 40), ("--decode", "reference")):
+        assert prompt(model, *fp8, *more)["ids"] == ids, more
+    requests, answers = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
+    requests.write_text("".join(json.dumps({"id": str(i), "prompt": "Hello"}) + "\n" for i in range(5)))
+    run_ok("--model", model, "--batch", requests, "--output", answers, "--max-tokens", 24, *fp8)
+    for line in answers.read_text().splitlines():
+        assert json.loads(line)["ids"] == ids
+    words = ("--model", model, "--bench-batch", "1,4", "--bench-prompt", 20, "--max-tokens", 12)
+    one, four = object_of(*words, *fp8)["points"]
+    assert four["bytes_per_step"] - one["bytes_per_step"] == 3 * (4 * C + 2 * LAYERS * (C + HEADS) * 26)
+    few = ("--kv-memory", "0.07MB")
+    assert "enough for 2" in refused(RESOURCES, *words, *few)
+    assert len(object_of(*words, *few, *fp8)["points"]) == 2
+    message = refused(USAGE, "--model", model, "--prompt", "a", "--decode", "fused", *fp8)
+    assert "--kv-dtype: got fp8, --decode fused reads keys and values of 16 bits. Use --decode graph" in message
+    assert "--kv-dtype: got fp8, --compare is for fp32" in refused(USAGE, "--model", model, "--compare", text, *fp8)
+    assert "--kv-dtype" in refused(USAGE, "--model", model, "--prompt", "a", "--kv-dtype", "fp4")
+
+
 def test_perplexity_depends_on_the_stride_only_by_context(model, tmp_path):
     (tmp_path / "text.txt").write_bytes(b"The quick brown fox. " * 12)
     def score(stride: int) -> dict:
@@ -478,6 +507,8 @@ def test_bench_batch(model):
     assert "enough for 2" in refused(RESOURCES, *words, "--kv-memory", "0.07MB")
     assert "not finite" in refused(NUMERIC, *words, "--debug-inject", "nan@token=30")
     assert "--bench-prompt: only for --bench-batch" in refused(USAGE, "--model", model, "--bench", "--bench-prompt", 9)
+    short = ("--bench-batch", 8, "--bench-prompt", 40, "--max-tokens", 2, "--prompt-rows", 1)
+    assert "8 sequences never ran at the same time" in refused(USAGE, "--model", model, *short)
 
 
 def test_a_prompt_from_standard_input_has_a_limit(model):

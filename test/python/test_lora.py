@@ -124,6 +124,26 @@ def test_peft_form_of_a_neox_and_back(neox_data, adapter, tmp_path):
                           "Is ", "its base model?", output=tmp_path / "x.bin")
 
 
+def test_a_merged_model_chats_as_the_adapter_does(adapter, tmp_path):
+    """That of the shards, also where the model has none, or another one with a template; without one, the model's."""
+    def with_chat(source, output, **chat):
+        file = tensor_file.read(source)
+        with tensor_file.Writer(output, file.kind, file.config | chat) as writer:
+            for info in file.tensors.values():
+                writer.declare(info.name, info.dtype, info.shape)
+            for name in file.tensors:
+                writer.write(name, bytes(file.bytes(name)))
+        return output
+
+    own = {"chat_format": {"version": 1}, "chat_template": "{{ messages }}", "chat_tokens": {"pad_token": "x"}}
+    chatting, base = with_chat(adapter, tmp_path / "chatting.bin", chat_format={"version": 2}), with_chat(MODEL, tmp_path / "base.bin", **own)
+    for name, model, beside, template in (("one", MODEL, chatting, False), ("both", base, chatting, False), ("other", base, adapter, True)):
+        out = tmp_path / name
+        export(model, "--adapter", beside, "-o", out)
+        assert (out / "chat_template.jinja").exists() == template and (out / "chat_format.json").exists() != template
+        assert template or json.loads((out / "chat_format.json").read_text()) == {"version": 2}
+
+
 @needs_infer
 @pytest.mark.parametrize("model", NEOX)
 def test_an_adapter_of_a_neox_is_a_merged_model(neox_data, tmp_path, model):
@@ -224,7 +244,7 @@ def test_peft_form_and_back(adapter, tmp_path):
     assert config["r"] == 3 and config["lora_alpha"] == 4.5 and config["base_model_name_or_path"] == "someone/model"
     assert config["target_modules"] == ["down_proj", "o_proj", "q_proj", "v_proj"]
     done = ck.run_script("convert_hf.py", tmp_path / "peft", "--base", MODEL, "-o", tmp_path / "again.bin")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and f"--adapter {tmp_path}/again.bin --prompt-ids 1,2,3\n" in done.stdout, done.stderr
     first, again = (tensor_file.read(path, expected="LoRA adapter") for path in (adapter, tmp_path / "again.bin"))
     assert first.config["lora"] == again.config["lora"] and first.config["base"] == again.config["base"]
     assert [(info.name, info.hash) for info in first.tensors.values()] == [(info.name, info.hash) for info in again.tensors.values()]

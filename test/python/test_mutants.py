@@ -5,18 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev" / "mutants"))
 import anchor
-import changes
 import rows
 
 
@@ -210,90 +206,3 @@ def test_what_was_built_with_a_bug_is_built_again(tmp_path, monkeypatch):
         assert not list(out.glob("*.kept"))
         for path in (source, *out.iterdir()):
             path.unlink()
-
-
-# ---- changes by machine (dev/mutants/sweep.py) -----------------------------------------------------------------------
-
-SAMPLE = """#include <cstdio>
-#include <cstdlib>
-bool both(int a, int b) { return a < 3 && b - a > 1; }
-int main(int, char** words) {
-  int a = std::atoi(words[1]), b = std::atoi(words[2]);
-  if (both(a, b) || a == 9) {
-    std::printf("both ");
-  }
-  a += 5;
-  std::printf("%d", b > 2 ? a : b);
-  for (int i = 0; i < b; ++i) std::printf(".");
-}
-"""
-# What the sample prints for 1 5, and for 2 2, with each change.
-EXPECTED = {
-    "": ("both 6.....", "2.."),
-    "negated: both(a, b) || a == 9": ("6.....", "both 2.."),
-    "negated: b > 2 ? a : b": ("both 5.....", "7.."),
-    "negated: return a < 3 && b - a > 1": ("6.....", "both 2.."),
-    "operand dropped: both(a, b) of: both(a, b) || a == 9": ("6.....", "2.."),
-    "operand dropped: a == 9 of: both(a, b) || a == 9": ("both 6.....", "2.."),
-    "operand dropped: a < 3 of: a < 3 && b - a > 1": ("both 6.....", "2.."),
-    "operand dropped: b - a > 1 of: a < 3 && b - a > 1": ("both 6.....", "both 2.."),
-    "bound: a < 3": ("both 6.....", "2.."),
-    "bound: b - a > 1": ("both 6.....", "2.."),
-    "bound: b > 2": ("both 6.....", "7.."),
-    "sign: b - a": ("both 6.....", "both 2.."),
-    'left out: std::printf("both ")': ("6.....", "2.."),
-    "left out: a += 5": ("both 1.....", "2.."),
-    'left out: std::printf("%d", b > 2 ? a : b)': ("both .....", ".."),
-}
-
-
-def change_of(text: str, words: str) -> changes.Change:
-    """What libclang finds, by hand: the change that EXPECTED names."""
-    kind, _, code = words.partition(": ")
-    shown, _, whole = code.partition(" of: ")
-    begin = text.index(whole or shown) + (whole or shown).index(shown)
-    end, operator = begin + len(shown), None
-    if kind == "negated":
-        piece = {"b > 2 ? a : b": "b > 2"}.get(shown, shown.removeprefix("return "))
-        begin = text.index(shown) + shown.index(piece)
-        end, (before, after) = begin + len(piece), changes.NOT
-    elif kind == "operand dropped":
-        before, after = changes.WITHOUT_OPERAND[b"&&" if "&&" in whole else b"||"]
-    elif kind == "left out":
-        end, before, after = begin, "if (!PLANTED(%d)) ", ""
-    else:
-        sign = next(sign for sign in ((" - ",) if kind == "sign" else (" > ", " < ")) if sign in shown)
-        operator = begin + shown.index(sign) + 1, 1
-        before, after = f"planted::{changes.FUNCTIONS[sign.strip().encode()]}(%d, ", ")"
-    return changes.Change("a.cpp", text[:begin].count("\n") + 1, kind, begin, end, before, after, operator, code)
-
-
-def test_each_change_is_behind_its_own_switch(tmp_path):
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    (tmp_path / "llmc" / "base").mkdir(parents=True)
-    (tmp_path / "a.cpp").write_text(SAMPLE)
-    names = list(EXPECTED)
-    changes.write(tmp_path, {n: change_of(SAMPLE, name) for n, name in enumerate(names) if name})
-    subprocess.run(["g++", "-std=c++20", "-w", "-I.", "a.cpp", "llmc/base/planted.cpp", "-o", "a"], cwd=tmp_path, check=True)
-    reached = {}
-    for n, name in enumerate(names):
-        log = tmp_path / f"log{n}"
-        got = [subprocess.run([tmp_path / "a", *words], capture_output=True, text=True, check=True, env={
-            **os.environ, "WEFT_PLANTED": str(n), "WEFT_PLANTED_LOG": str(log)}).stdout for words in (("1", "5"), ("2", "2"))]
-        assert tuple(got) == EXPECTED[name], name
-        reached[name] = {number for number, byte in enumerate(log.read_bytes()) if byte}
-    assert reached[""] == set(range(1, len(names)))
-
-
-def test_what_libclang_finds(tmp_path):
-    index = pytest.importorskip("clang.cindex", reason="pip install -r scripts/requirements-sweep.txt").Index.create()
-    text = re.sub("#include.*\n", "", SAMPLE).replace("std::", "")
-    text = 'extern "C" int printf(const char*, ...), atoi(const char*);\n' + text
-    (tmp_path / "a.cpp").write_text(text)
-    unit = index.parse(str(tmp_path / "a.cpp"), args=["-std=c++20"])
-    found = [change for cursor in unit.cursor.get_children() for change in changes.in_file(tmp_path, "a.cpp", cursor)]
-    by_hand = [change_of(text, name.replace("std::", "")) for name in EXPECTED if name]
-    others = [change for change in found if change not in by_hand]
-    assert [change for change in by_hand if change not in found] == []
-    assert {change.kind for change in others} == {"number"} and len(others) == 7, "all numbers but those of the for"

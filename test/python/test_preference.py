@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from train_runs import SEED, VOCABULARY, arguments, data_fixture, environment, train  # noqa: F401
+from train_runs import GOLDEN, MODEL, SEED, VOCABULARY, arguments, data_fixture, environment, train  # noqa: F401
 
 from conversation_shards import write_pairs
 
@@ -20,12 +20,16 @@ def dpo(*more):
     return [*(word for word in WORDS if word.split("=")[0] not in given), *more]
 
 
-@pytest.fixture(name="pairs")
-def pairs_fixture(tmp_path):
+def pairs_in(directory, vocabulary=VOCABULARY):
     """Pairs to train on, and some of them to measure on."""
-    directory = write_pairs(tmp_path / "pairs", VOCABULARY, SEED)
+    write_pairs(directory, vocabulary, SEED)
     shutil.copy(directory / "train_1.bin", directory / "val_0.bin")
     return directory
+
+
+@pytest.fixture(name="pairs")
+def pairs_fixture(tmp_path):
+    return pairs_in(tmp_path / "pairs")
 
 
 def finished(*arguments, **more):
@@ -42,8 +46,13 @@ def model(run, step=10, name="model.bin"):
     return (run / f"step_{step:08d}" / name).read_bytes()
 
 
-def test_a_run_prefers_what_was_chosen(pairs, tmp_path):
-    said = finished(pairs, tmp_path / "run", *dpo("--lr=0.01"))
+NEOX = GOLDEN / "neox-train.model.bin"
+
+
+@pytest.mark.parametrize("model, vocabulary, more", [(MODEL, VOCABULARY, []), (NEOX, 29, []), (NEOX, 29, ["--lora-r=8", "--lora-alpha=64"])])
+def test_a_run_prefers_what_was_chosen(tmp_path, model, vocabulary, more):
+    pairs = pairs_in(tmp_path / "pairs", vocabulary)
+    said = finished(pairs, tmp_path / "run", *dpo("--lr=0.01", f"--model={model}", *more))
     assert "pairs in" in said and "left out" in said and "computing log p of" in said
     curve = steps(tmp_path / "run")
     assert curve[0]["loss"] == pytest.approx(0.693147, abs=1e-5) and curve[0]["reward_margin"] == pytest.approx(0, abs=1e-5)

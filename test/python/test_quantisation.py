@@ -1,7 +1,6 @@
 """convert_hf.py --quantize: the grids and their search, the files, and what infer_pythia computes from them."""
 
 import json
-import math
 import os
 import re
 import subprocess
@@ -459,8 +458,10 @@ def test_pytorch_computes_the_same_from_quantised_weights(tmp_path, model, optio
 
 def test_neither_training_nor_export_takes_a_quantised_file(tmp_path):
     packed, _ = converted(tmp_path, "llama", "int4")
-    done = ck.run_script("export_hf.py", packed.path, "-o", tmp_path / "out")
-    assert done.returncode == 3 and "its weights are quantised, and an export needs floats" in done.stderr
+    for adapter in ([], ["--adapter", tmp_path / "adapter.bin"]):
+        done = ck.run_script("export_hf.py", packed.path, *adapter, "-o", tmp_path / "out")
+        assert done.returncode == 3 and "its weights are quantised, and an export needs floats" in done.stderr
+        assert ("infer_pythia --adapter runs the adapter beside" in done.stderr) == bool(adapter)
     run = subprocess.run([ck.ROOT / "train_llama", f"--model={packed.path}", "--train=none_*.bin", "--device=cpu",
                           f"--out={tmp_path / 'run'}"], capture_output=True, text=True)
     assert run.returncode == 3 and "its weights are quantised (int4), and training needs floats" in run.stderr
@@ -481,26 +482,6 @@ def test_gptq_runs_the_model_that_pytorch_runs(name):
         assert np.abs(layers.x - want).max() < 1e-5 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("heads, groups", [(4, 1), (4, 2), (6, 3), (6, 2), (4, 4)])
-def test_heads_of_one_group_attend_with_the_same_keys_and_values(heads, groups):
-    random = np.random.default_rng(8)
-    q, k, v = (random.standard_normal((5, count, 3)).astype(np.float32) for count in (heads, groups, groups))
-    got = gptq.attend(q, k, v, 0).reshape(5, heads, 3)
-    for head in range(heads):
-        group = head * groups // heads
-        np.testing.assert_allclose(got[:, head], gptq.attend(q[:, [head]], k[:, [group]], v[:, [group]], 0), rtol=1e-6)
-        weights = np.exp(q[:, head] @ k[:, group].T / np.sqrt(3)) * np.tri(5)
-        np.testing.assert_allclose(got[:, head], weights @ v[:, group] / weights.sum(axis=1, keepdims=True), rtol=1e-5, atol=1e-6)
-
-
-def test_attention_and_gelu_of_large_numbers():
-    large = np.full((3, 1, 4), 100, np.float32)
-    np.testing.assert_allclose(gptq.attend(large, large, large, 0), np.full((3, 4), 100), rtol=1e-6)
-    x = np.linspace(-30, 30, 4001).astype(np.float32)
-    exact = np.array([value * (1 + math.erf(value / math.sqrt(2))) / 2 for value in x.tolist()])
-    assert np.abs(gptq.gelu(x) - exact).max() < 5e-6 and np.abs((gptq.gelu(x) - exact)[np.abs(x) < 2]).max() < 5e-7
-
-
 @pytest.mark.parametrize("count, positions, shape", [
     (2, 64, (1, 2)), (63, 64, (1, 63)), (64, 64, (1, 64)), (127, 64, (1, 64)), (128, 64, (2, 64)), (511, 4096, (1, 511)), (512, 4096, (1, 512)),
     (513, 4096, (1, 512)), (1024, 4096, (2, 512)), (32_767, 4096, (63, 512)), (32_768, 4096, (64, 512)), (40_000, 4096, (64, 512)), (40_000, 48, (682, 48))])
@@ -512,14 +493,6 @@ def test_the_windows_of_a_calibration_text(tmp_path, count, positions, shape):
     for few in (0, 1):
         with pytest.raises(tensor_file.FileError, match=f"text.txt.*got {few} tokens, expected at least 2"):
             gptq.windows(ids[:few], model, tmp_path / "text.txt")
-
-
-@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 127, 130, 200])
-def test_the_inverse_of_an_upper_triangle_by_halves(size):
-    matrix = np.triu(np.random.default_rng(size).uniform(-0.5, 0.5, (size, size)), 1) / size + np.diag(np.linspace(1, 3, size))
-    inverse = gptq.inverse_of_upper(matrix)
-    assert (np.tril(inverse, -1) == 0).all()
-    np.testing.assert_allclose(inverse @ matrix, np.eye(size), atol=1e-12)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

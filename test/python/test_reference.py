@@ -1,12 +1,8 @@
-"""Reference dumps: the committed goldens against a second implementation in numpy, and dump_reference.py itself.
-
-The numpy model below is in double precision and written from the definition of the two architectures; it needs neither
-torch nor transformers. What does need them is skipped without.
-"""
+"""Reference dumps: what the committed goldens hold, and dump_reference.py itself, which is skipped without torch and transformers."""
 
 import json
-import math
 import re
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -27,231 +23,7 @@ TRAINED = ["tiny-llama", "tiny-pythia"]
 TOLERANCE = 1e-5  # of each tensor's largest value
 
 
-# ---- both architectures by definition --------------------------------------------------------------------------------
-
-
-def erf(values):
-    return np.vectorize(math.erf, otypes=[float])(values)
-
-
-def gelu(values):
-    return 0.5 * values * (1 + erf(values / math.sqrt(2)))
-
-
-def gelu_tanh(values):
-    return 0.5 * values * (1 + np.tanh(math.sqrt(2 / math.pi) * (values + 0.044715 * values**3)))
-
-
-def silu(values):
-    return values / (1 + np.exp(-values))
-
-
-def softmax(values):
-    exponentials = np.exp(values - values.max(axis=-1, keepdims=True))
-    return exponentials / exponentials.sum(axis=-1, keepdims=True)
-
-
-def rope_angles(rope, positions):
-    """[T, rotary_dim/2]; the frequency of each pair is scaled by its wavelength for llama3, by its place in the head for yarn."""
-    frequencies = []
-    for pair in range(rope["rotary_dim"] // 2):
-        frequency = rope["theta"] ** (-2 * pair / rope["rotary_dim"])
-        if rope["type"] == "llama3":
-            wavelength, original = 2 * math.pi / frequency, rope["original_max_positions"]
-            if wavelength > original / rope["low_freq_factor"]:
-                frequency /= rope["factor"]
-            elif wavelength >= original / rope["high_freq_factor"]:
-                kept = (original / wavelength - rope["low_freq_factor"]) / (
-                    rope["high_freq_factor"] - rope["low_freq_factor"])
-                frequency = (1 - kept) * frequency / rope["factor"] + kept * frequency
-        if rope["type"] == "linear":
-            frequency /= rope["factor"]
-        if rope["type"] == "yarn":
-            begin, end = yarn_ramp(rope)
-            slow = min(max((pair - begin) / (end - begin), 0), 1)
-            frequency = slow * frequency / rope["factor"] + (1 - slow) * frequency
-        frequencies.append(frequency)
-    return np.outer(np.arange(positions), frequencies)
-
-
-def yarn_ramp(rope):
-    """The pairs that turn beta_fast and beta_slow times over the original positions: theta^(-2 pair / dim) T = 2 pi turns."""
-    ends = [rope["rotary_dim"] / 2 * math.log(rope["original_max_positions"] / (2 * math.pi * turns)) / math.log(rope["theta"])
-            for turns in (rope["beta_fast"], rope["beta_slow"])]
-    begin, end = (math.floor(ends[0]), math.ceil(ends[1])) if rope["truncate"] else ends
-    begin, end = max(begin, 0), min(end, rope["rotary_dim"] - 1)
-    return (begin, end) if end != begin else (begin, begin + 0.001)
-
-
-def rotated(values, angles, scale=1.0):
-    """[T, heads, HS] turned in pairs (i, i + rotary_dim/2), which are scaled; the rest of the head passes."""
-    half = angles.shape[1]
-    result = values.copy()
-    for position, row in enumerate(angles):
-        a, b = values[position, :, :half], values[position, :, half:2 * half]
-        result[position, :, :half] = scale * (a * np.cos(row) - b * np.sin(row))
-        result[position, :, half:2 * half] = scale * (b * np.cos(row) + a * np.sin(row))
-    return result
-
-
-def attention(q, k, v, window=0, scale=None):
-    """One text: q [T, NH, HS], k and v [T, NKV, HS]; position t sees 0..t, of these the last `window` (0: all); query head h reads
-    h / (NH / NKV). `scale`: of scores."""
-    length, heads, head_dim = q.shape
-    out = np.zeros((length, heads, head_dim))
-    for head in range(heads):
-        source = head // (heads // k.shape[1])
-        scores = q[:, head] @ k[:, source].T * (scale or 1 / math.sqrt(head_dim))
-        scores[np.triu_indices(length, 1)] = -np.inf
-        if window:
-            scores[np.tril_indices(length, -window)] = -np.inf
-        out[:, head] = softmax(scores) @ v[:, source]
-    return out.reshape(length, heads * head_dim)
-
-
-def window_of(model, number):
-    """Of a layer: the keys that a position sees, 0: all before it. `model`: the object of a model file."""
-    return model["windows"][number] if "windows" in model else 0
-
-
-def rope_of(model, number):
-    """Of a layer."""
-    if "local_rope_theta" in model and window_of(model, number):
-        return {"type": "standard", "theta": model["local_rope_theta"], "rotary_dim": model["head_dim"]}
-    return model["rope"]
-
-
-class NumpyModel:
-    """A model file evaluated in double precision."""
-
-    @property
-    def gemma(self):
-        return self.model["family"] == "gemma3_text"
-
-    def __init__(self, file):
-        self.file, self.model = file, file.config["model"]
-        self.values = {}
-
-    def weight(self, name):
-        return self.file.f32(name).astype(np.float64)
-
-    def linear(self, name, values):
-        result = values @ self.weight(f"{name}.weight").T
-        return result + self.weight(f"{name}.bias") if f"{name}.bias" in self.file.tensors else result
-
-    def norm(self, name, values):
-        if self.model["norm"] == "rmsnorm":
-            scale = 1 / np.sqrt((values**2).mean(-1, keepdims=True) + self.model["norm_eps"])
-            return values * scale * (self.weight(f"{name}.weight") + (1 if self.gemma else 0))
-        centred = values - values.mean(-1, keepdims=True)
-        scale = 1 / np.sqrt((centred**2).mean(-1, keepdims=True) + self.model["norm_eps"])
-        return centred * scale * self.weight(f"{name}.weight") + self.weight(f"{name}.bias")
-
-    def forward(self, ids):
-        """Activations of one text by their names in a dump; [T, ...]."""
-        llama = self.model["family"] != "gpt_neox"
-        x = self.weight("model.embed_tokens.weight" if llama else "gpt_neox.embed_in.weight")[ids]
-        x = x * math.sqrt(self.model["hidden_size"]) if self.gemma else x
-        self.values = {"embedding": x}
-        for number in range(self.model["num_layers"]):
-            x = self.llama_layer(number, x) if llama else self.neox_layer(number, x)
-        x = self.values["final_norm"] = self.norm("model.norm" if llama else "gpt_neox.final_layer_norm", x)
-        head = "model.embed_tokens" if self.model["tied_embeddings"] else "lm_head" if llama else "embed_out"
-        self.values["logits"] = x @ self.weight(f"{head}.weight").T
-        return self.values
-
-    def attend(self, number, q, k, v):
-        heads, rope = (q.shape[0], -1, self.model["head_dim"]), rope_of(self.model, number)
-        angles, scale = rope_angles(rope, len(q)), rope.get("attention_factor", 1)
-        q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(heads)
-        if number not in self.model.get("nope_layers", []):
-            q, k = rotated(q, angles, scale), rotated(k, angles, scale)
-        out = attention(q, k, v, window_of(self.model, number), self.model.get("attention_scale"))
-        prefix = f"layers.{number}."
-        self.values |= {prefix + "q": q, prefix + "k": k, prefix + "v": v, prefix + "attention": out}
-        return out
-
-    def llama_layer(self, number, x):
-        prefix, name = f"layers.{number}.", f"model.layers.{number}."
-        normed = self.values[prefix + "input_norm"] = self.norm(name + "input_layernorm", x)
-        q, k, v = (self.linear(f"{name}self_attn.{part}_proj", normed) for part in "qkv")
-        if f"{name}self_attn.q_norm.weight" in self.file.tensors:
-            q, k = (self.norm(f"{name}self_attn.{part}_norm", values.reshape(len(x), -1, self.model["head_dim"]))
-                    for part, values in (("q", q), ("k", k)))
-        branch = self.linear(name + "self_attn.o_proj", self.attend(number, q, k, v))
-        x = x + (self.norm(name + "post_attention_layernorm", branch) if self.gemma else branch)
-        before_mlp = "pre_feedforward_layernorm" if self.gemma else "post_attention_layernorm"
-        normed = self.values[prefix + "post_attention_norm"] = self.norm(name + before_mlp, x)
-        activation = gelu_tanh if self.gemma else silu
-        product = activation(self.linear(name + "mlp.gate_proj", normed)) * self.linear(name + "mlp.up_proj", normed)
-        self.values[prefix + "mlp_product"] = product
-        branch = self.linear(name + "mlp.down_proj", product)
-        self.values[prefix + "residual"] = x + (self.norm(name + "post_feedforward_layernorm", branch) if self.gemma else branch)
-        return self.values[prefix + "residual"]
-
-    def neox_layer(self, number, x):
-        prefix, name = f"layers.{number}.", f"gpt_neox.layers.{number}."
-        normed = self.values[prefix + "input_norm"] = self.norm(name + "input_layernorm", x)
-        fused = self.linear(name + "attention.query_key_value", normed)
-        fused = fused.reshape(len(x), self.model["num_heads"], 3, self.model["head_dim"])
-        branch = self.linear(name + "attention.dense", self.attend(number, *np.moveaxis(fused, 2, 0)))
-        middle = x if self.model["parallel_residual"] else x + branch
-        normed = self.values[prefix + "post_attention_norm"] = self.norm(name + "post_attention_layernorm", middle)
-        activation = gelu_tanh if self.model.get("activation") == "gelu_pytorch_tanh" else gelu
-        product = self.values[prefix + "mlp_product"] = activation(self.linear(name + "mlp.dense_h_to_4h", normed))
-        self.values[prefix + "residual"] = x + branch + self.linear(name + "mlp.dense_4h_to_h", product)
-        return self.values[prefix + "residual"]
-
-
-def loss_of(logits, labels):
-    counted = labels != dump_reference.IGNORED_LABEL
-    probabilities = softmax(logits)[counted]
-    return -np.log(probabilities[np.arange(counted.sum()), labels[counted]]).mean()
-
-
-def nearest_e4m3(values):
-    step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(values), 2.0**-6))) - 3)
-    return np.clip(np.round(values / step) * step, -448, 448)  # np.round: ties to even
-
-
-class Fp8Model(NumpyModel):
-    """With both operands of the blocks' linear layers in e4m3, by the definition of doc/precision.md in the first step."""
-
-    JOINED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",),
-              ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))  # each one tensor with one scale
-
-    def __init__(self, file, largest):
-        super().__init__(file)
-        self.largest, self.seen = largest, {}  # of each input, over all texts
-
-    @staticmethod
-    def rounded(values, largest):
-        scale = 2.0 ** math.floor(math.log2(448 / 2 / largest))
-        return nearest_e4m3(values * scale) / scale
-
-    def linear(self, name, values):
-        layer, module = ".".join(name.split(".")[:3]), ".".join(name.split(".")[3:])
-        joined = next(names for names in self.JOINED if module in names)
-        slot = layer, joined
-        self.seen[slot] = max(self.seen.get(slot, 0), np.abs(values).max())
-        weights = max(np.abs(self.weight(f"{layer}.{each}.weight")).max() for each in joined)
-        return self.rounded(values, self.largest.get(slot, self.seen[slot])) @ self.rounded(
-            self.weight(f"{name}.weight"), weights).T
-
-
 # ---- the committed goldens -------------------------------------------------------------------------------------------
-
-
-def model_file(name, tmp_path):
-    if name in TRAINED:
-        if not (ck.ROOT / "models" / name / "model.safetensors").exists():
-            pytest.skip(f"models/{name} is not there")
-        return ck.convert(ck.ROOT / "models" / name, tmp_path / "model.bin")
-    return tensor_file.read(GOLDEN / f"{name}.model.bin", expected="model")
-
-
-def dump_of(name):
-    return tensor_file.read(GOLDEN / f"{name}.dump.bin", expected="reference dump")
 
 
 def assert_close(name, got, expected, tolerance=TOLERANCE):
@@ -259,35 +31,8 @@ def assert_close(name, got, expected, tolerance=TOLERANCE):
     assert error < tolerance, f"{name}: {error:.3g} apart, relative to the largest"
 
 
-@pytest.mark.parametrize("name", CASES + TRAINED)
-def test_golden_forward_matches_numpy(name, tmp_path):
-    file, dump = model_file(name, tmp_path), dump_of(name)
-    assert hf_config.model_from_json(dump.config["model"], "dump") == hf_config.model_from_json(file.config["model"], "file")
-    ids, labels = dump.array("input_ids"), dump.array("labels")
-    texts = [dict(NumpyModel(file).forward(row)) for row in ids]
-    description = hf_config.model_from_json(file.config["model"], name)
-    for activation in dump_reference.activation_names(description):
-        expected = np.stack([values[activation] for values in texts])
-        assert dump.at(f"act.{activation}").shape == expected.shape
-        assert_close(activation, dump.f32(f"act.{activation}"), expected)
-    assert_close("loss", dump.f32("loss"), loss_of(np.stack([values["logits"] for values in texts]), labels))
-
-
-def test_the_golden_in_fp8_matches_numpy():
-    """The forward pass. A scale needs the largest of all texts: computed again until it stays."""
-    name = make_goldens.FP8_CASE.name
-    file, dump = tensor_file.read(GOLDEN / f"{name}.model.bin", expected="model"), dump_of(name)
-    largest, seen, texts = None, {}, []
-    while largest != seen:
-        largest, seen, texts = seen, {}, []
-        for row in dump.array("input_ids"):
-            model = Fp8Model(file, largest)
-            texts.append(dict(model.forward(row)))
-            seen = {slot: max(value, seen.get(slot, 0)) for slot, value in model.seen.items()}
-    for activation in dump_reference.activation_names(hf_config.model_from_json(file.config["model"], name)):
-        assert_close(activation, dump.f32(f"act.{activation}"), np.stack([values[activation] for values in texts]))
-    plain = np.stack([NumpyModel(file).forward(row)["logits"] for row in dump.array("input_ids")])
-    assert np.abs(dump.f32("act.logits") - plain).max() > 1e-2 * np.abs(plain).max()
+def dump_of(name):
+    return tensor_file.read(GOLDEN / f"{name}.dump.bin", expected="reference dump")
 
 
 def test_the_golden_in_fp8_is_complete():
@@ -308,16 +53,7 @@ def test_the_golden_in_fp8_is_complete():
 
 
 @pytest.mark.parametrize("name", CASES + TRAINED)
-def test_golden_greedy_text_matches_numpy(name, tmp_path):
-    file, dump = model_file(name, tmp_path), dump_of(name)
-    prompt, ids = dump.array("greedy.prompt_ids"), dump.array("greedy.ids")
-    logits = NumpyModel(file).forward(np.concatenate([prompt, ids]))["logits"]
-    chosen = logits[len(prompt) - 1:-1, :file.config["model"]["tokenizer_vocab"]].argmax(-1)
-    assert np.array_equal(chosen, ids) and len(ids) >= (64 if name in TRAINED else 16)
-
-
-@pytest.mark.parametrize("name", CASES + TRAINED)
-def test_golden_is_complete(name, tmp_path):
+def test_golden_is_complete(name):
     dump = dump_of(name)
     dump.verify()
     model = hf_config.model_from_json(dump.config["model"], name)
@@ -371,26 +107,6 @@ def test_padding_would_win_if_it_were_sampled():
     dump = dump_of("neox-hs32-padded")
     logits, vocab = dump.f32("act.logits"), dump.config["model"]["tokenizer_vocab"]
     assert (logits.argmax(-1) >= vocab).mean() > 0.3
-
-
-def test_gradients_match_finite_differences():
-    """Of the loss, along random directions in every tensor of one golden."""
-    name = "llama-hs64-gqa3-tied"
-    file, dump = tensor_file.read(GOLDEN / f"{name}.model.bin"), dump_of(name)
-    ids, labels = dump.array("input_ids"), dump.array("labels")
-    random = np.random.default_rng(1)
-
-    def loss(tensor, shift):
-        model = NumpyModel(file)
-        plain = model.weight
-        model.weight = lambda wanted: plain(wanted) + (shift if wanted == tensor else 0)
-        return loss_of(np.stack([model.forward(row)["logits"] for row in ids]), labels)
-
-    for tensor in hf_config.model_from_json(file.config["model"], name).tensors:
-        gradient = dump.f32(f"grad.{tensor}").astype(np.float64)
-        direction = random.standard_normal(gradient.shape) + gradient / np.abs(gradient).max()
-        slope = (loss(tensor, 1e-6 * direction) - loss(tensor, -1e-6 * direction)) / 2e-6
-        assert slope == pytest.approx((gradient * direction).sum(), rel=1e-4, abs=1e-6), tensor
 
 
 def test_optimizer_steps_of_a_vector_and_a_matrix():
@@ -458,16 +174,16 @@ def dump_checkpoint(directory, output, *options):
 
 @pytest.mark.parametrize("family", ck.CONFIGS)
 def test_dump_of_an_old_style_checkpoint(torch, tmp_path, family):
-    """Checkpoint written by hand with the keys of transformers 4; compared with the numpy model."""
+    """Checkpoint written by hand with the keys of transformers 4; infer_pythia computes the same."""
     directory = ck.write_checkpoint(tmp_path / "model", ck.CONFIGS[family] | {"eos_token_id": None})
     file = ck.convert(directory, tmp_path / "model.bin")
     dump = dump_checkpoint(directory, tmp_path / "dump.bin", "--random", "2,11", "--backward", "--adamw-steps", "3",
                            "--greedy", "5", "--half-run", "--lr", "0.01")
     model = hf_config.model_from_json(file.config["model"], "file")
-    for row, ids in enumerate(dump.array("input_ids")):
-        for activation, expected in NumpyModel(file).forward(ids).items():
-            assert_close(activation, dump.f32(f"act.{activation}")[row], expected)
-            assert_close(activation, dump.f32(f"act16.{activation}")[row], expected, 0.3)
+    compared = subprocess.run([ck.ROOT / "infer_pythia", f"--model={file.path}", f"--compare={dump.path}", "--device=cpu"], capture_output=True, text=True)
+    assert compared.returncode == 0 and " 0 failed" in compared.stdout, compared.stdout + compared.stderr
+    for activation in dump_reference.activation_names(model):
+        assert_close(activation, dump.f32(f"act16.{activation}"), dump.f32(f"act.{activation}"), 0.3)
     assert not np.array_equal(dump.f32("act16.logits"), dump.f32("act.logits"))
     stepped = {tensor: shape for tensor, shape in model.tensors.items() if not tensor.endswith("query_key_value.bias")}
     for tensor, shape in model.tensors.items():
@@ -545,7 +261,7 @@ def test_transformers_loads_the_export_with_the_same_logits(torch, tmp_path, cas
     import transformers
 
     directory = ck.write_checkpoint(tmp_path / "model", EXPORTS[case])
-    file = ck.convert(directory, tmp_path / "model.bin")
+    ck.convert(directory, tmp_path / "model.bin")
     options = ["--max-shard-bytes", "3000"] if sharded else []
     assert ck.run_script("export_hf.py", tmp_path / "model.bin", "-o", tmp_path / "exported", *options).returncode == 0
     ids = np.arange(29) * 5 % 37
@@ -555,7 +271,6 @@ def test_transformers_loads_the_export_with_the_same_logits(torch, tmp_path, cas
         with torch.no_grad():
             logits.append(model(torch.tensor(ids)[None]).logits[0].numpy())
     assert np.array_equal(logits[0], logits[1])
-    assert_close("logits", logits[1], NumpyModel(file).forward(ids)["logits"])
 
 
 def test_exported_tokenizer_loads(torch, tmp_path):

@@ -278,15 +278,6 @@ def test_a_tokenizer_of_gemma(tmp_path):
     assert_same(path, original, strings)
 
 
-def test_a_sentencepiece_word_of_a_megabyte(tmp_path):
-    rng = random.Random("long")
-    text = " ".join(vectors.word(rng) for _ in range(40_000)) + " " * 100_000 + "e" * 100_000 + "ж" * 50_000
-    path = ROOT / "test" / "fixtures" / "tokenizer" / "llama2_style.tokenizer.json"
-    original = tokenizers.Tokenizer.from_file(str(path))
-    ((ids, back),) = weft(path, [(2, text.encode())])
-    assert ids == original.encode(text).ids and back == original.decode(ids, skip_special_tokens=False)
-
-
 # ---- what is accepted ------------------------------------------------------------------------------------------------
 
 VALUES = [None, True, False, 0, 1, -1, 2**31, 2**70, 1.5, "", "x", "▁", " ", "▁▁", "BPE", "ByteLevel", "Metaspace", "NFC", "Fuse", "first",

@@ -49,4 +49,12 @@ ROWS = [
            unit("LogitRules.EveryRow*")),
     Mutant("generated ids are counted again with each row", "LogitRules::row", "for (; taken_ < generated.size(); ++taken_)",
            "for (taken_ = 0; taken_ < generated.size(); ++taken_)", unit("LogitRules.WhatWasTaken*")),
+    Mutant("fp8: two neighbouring rows have one scale", "kv_store", "scales[row] =", "scales[row / 2 * 2] =",
+           unit("KvFp8.AttentionIsThat*")),
+    Mutant("fp8: a row's scale follows from its first value", "kv_store", "d < HS; ++d) { amax_bits", "d < 1; ++d) { amax_bits",
+           unit("KvFp8.TheScaleIs*")),
+    Mutant("fp8: the largest mantissa of a scale saturates", "kv_scale", "> 0x600000u ? 1 : 0", "> 0x700000u ? 1 : 0",
+           unit("KvFp8.TheScaleIs*")),
+    Mutant("fp8: a row that is not finite is read as numbers", "kv_scale", "return kKvNotFinite", "return kKvLargestScale",
+           unit("KvFp8.TheScaleIs*")),
 ]

@@ -6,7 +6,7 @@ ROOM = "dev"
 
 ROWS = [
     Mutant("download: a timeout of a request is final", "download_starter_pack.sh", "22:408 | 22:429", "22:429",
-           py("test_download.py::test_each_answer_has_its_verdict")),
+           py("test_download.py::test_500_once")),
     Mutant("download: what comes has no limit", "download_starter_pack.sh", 'limit_writes "$most_bytes"', "",
            py("test_download.py::test_a_stream_that_does_not_end_where_it_was_announced_to")),
     Mutant("download: an error of an optional file leaves it out", "download_starter_pack.sh", "missing) return",

@@ -5,6 +5,10 @@ from mutant import Mutant, unit
 ROOM = "llmc/model"
 
 ROWS = [
+    Mutant("pauses of the device shorten the queue", "QueueDepth::steps", "std::ranges::min(", "std::ranges::max(",
+           unit("QueueDepth.*")),
+    Mutant("times between tokens are the host's", "sampled_seconds", "? model_->ended_seconds() :",
+           "? DecodeModel::sampled_seconds() :", unit("QueueDepth.AHost*")),
     Mutant("causal mask shows one key too many", "end_key", "first_position + row + 1", "first_position + row + 2",
            unit("Odd/AttentionShapes.*")),
     Mutant("a window has one key too many", "first_key", "row - window + 1", "row - window",
@@ -114,10 +118,14 @@ ROWS = [
            unit("CutBuckets.AllOfTheArena*")),
     Mutant("an adapter is scaled by its rank as well", "LoraConfig::scale", "alpha / static_cast<double>(rank)", "alpha",
            unit("LowRank.*", "LoraModel.IsTheModel*", "Lora.Targets")),
+    Mutant("fp8: gradients beside an adapter are counted that nobody reads", "fp8_statistics",
+           "if (kind == Fp8Kind::gradient && !input_gradient_is_read(lora, slots.layer(slot), slots.linear(slot))) continue;", "",
+           unit("Fp8Statistics.SharesAre*")),
+    Mutant("random int4 has a mean", "random_q", "if ((q & 0x0f) == 0) q |= kRandomZero;", "", unit("WeightFormats.RandomValues*")),
     Mutant("the rows of v are those of k", "module_rows", "q + kv * (i - 1)", "q", unit("LoraModel.IsTheModel*")),
     Mutant("an adapter has the targets of another family", "lora_unsupported_reason", "== model.end()", "== model.end() && false",
            unit("Lora.ARankIs*")),
-    Mutant("a file of a GPT-NeoX's adapter has the targets of a Llama", "open_adapter", "source, lora_targets(config)", "source",
+    Mutant("a file of a GPT-NeoX's adapter has the targets of a Llama", "open_adapter", "lora_targets(config)", "llama_lora_targets()",
            unit("LoraFilesOfANeox.*")),
     Mutant("an adapter is added to its model twice", "add_parts", "adapter_->lora_->scale()", "2 * adapter_->lora_->scale()",
            unit("LoraFiles.AnAddedAdapter*")),
@@ -125,4 +133,6 @@ ROWS = [
            unit("LoraFiles.AnAdapterStands*")),
     Mutant("an adapter of another model is added", "require_fitting", "== value) continue;", "== value || true) continue;",
            unit("LoraFiles.AnAdapterOfAnother*")),
+    Mutant("fp8: scales are not counted in the memory of pages", "key_bytes", "config.kv_size() + config.num_kv_heads",
+           "config.kv_size()", unit("KvFp8.MemoryIs*")),
 ]

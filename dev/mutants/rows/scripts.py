@@ -21,8 +21,6 @@ ROWS = [
            py("test_export.py::test_shard_plan")),
     Mutant("old export not put back", "publish", 'os.rename(aside / "old", directory)', "",
            py("test_export.py::test_an_export_that_cannot_get_its_name_leaves_the_earlier_one")),
-    Mutant("fp8 in PyTorch: subnormal numbers of e5m2 in both formats", "round_to", "SMALLEST_NORMAL[form]", "2.0**-14",
-           py("test_torch_scripts.py::test_rounding_takes_the_nearest_number_and_of_two_the_even_one")),
     Mutant("calibration: cos and sin are not scaled", "rotate", "rope.attention_factor * turn(angles)", "turn(angles)",
            py("test_quantisation.py::test_gptq_runs_the_model_that_pytorch_runs")),
     Mutant("GPTQ calibrates on the outputs of layers that are not quantised", "_quantise",

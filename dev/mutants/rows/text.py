@@ -11,6 +11,7 @@ ROWS = [
            unit("Tokenizer.SpecialTokensOfLiterals*")),
     Mutant("half a mark of thoughts is shown", "begun_mark", "std::min(text.size(), mark.size() - 1)", "0",
            unit("ThoughtDivider.*")),
+    Mutant("empty thoughts are shown", "EmptyThoughtsFilter::shown", "!parts.thoughts.empty()", "true", unit("EmptyThoughtsFilter.*")),
     Mutant("a matcher that looks no further than its block", "find_matches", "std::min(text.size(), end + longest_ - 1)", "end",
            unit("AddedTokens.*")),
     Mutant("special tokens in user text", "AddedTokenMatcher::split", "if (token->special && !allow_special)",

@@ -139,7 +139,8 @@ struct Consumer {
   // ---- grouped_attention.cuh
   struct GroupState;
   __device__ __forceinline__ void attend_groups(int layer, int position, int splits);
-  __device__ __forceinline__ void fetch_heads(int head, bool newest);
+  __device__ __forceinline__ void normalize_heads(float* first_head, int heads, const S* weights) const;
+  __device__ __forceinline__ void fetch_heads(int layer, int head, bool newest);
   template <int kLanes>
   __device__ __forceinline__ void attend_group(int position, int split, int splits);
   __device__ __forceinline__ void merge_group(int head, int split, int splits);

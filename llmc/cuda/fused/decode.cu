@@ -79,6 +79,7 @@ ArenaLayout plan_workspace(const ModelConfig& config, const Plan& plan, Sequenti
   layout.reserve(&p.control, 1);
   layout.reserve(&p.x, C);
   layout.reserve(&p.x_mid, C);
+  layout.reserve(&p.head_norms_of, config.qk_norm ? config.num_layers * 2 * config.head_dim : 0);
   layout.reserve(&p.qkv, config.qkv_size());
   layout.reserve(&p.attention, config.q_size());
   layout.reserve(&p.h, config.ffn_size);
@@ -184,6 +185,8 @@ struct FusedDecode<S>::State {
   // Fill `parameters.layers`.
   void upload_layers(const DeviceWeights<S>& weights);
   void upload_quantized_layers(const DeviceWeights<S>& weights);
+  // Gathers the weights of the norms of heads, so that a layer's entry need not point to them.
+  void copy_head_norms(const DeviceWeights<S>& weights);
   // Throws if a wait in the running kernel exceeded the time limit; the kernel then ends by itself.
   void throw_timeout() {
     if (!is_of_launch(read_word(host().timeout))) return;
@@ -230,6 +233,7 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const DeviceWeights<S>& w
   s.kernel();
 
   s.upload(p.rows, plan.rows.data(), plan.rows.size() * sizeof(BlockRows));
+  if (config.qk_norm) s.copy_head_norms(weights);
   if (quantized) {
     s.upload_quantized_layers(weights);
   } else {
@@ -277,6 +281,20 @@ void FusedDecode<S>::State::upload_quantized_layers(const DeviceWeights<S>& weig
   static_assert(sizeof(QuantizedLayer<S>) == kQuantizedLayerBytes);
   upload(parameters.layers, layers.data(), layers.size() * sizeof(QuantizedLayer<S>));
   check(cudaStreamSynchronize(stream), "fused decoding");
+}
+
+template <typename S>
+void FusedDecode<S>::State::copy_head_norms(const DeviceWeights<S>& weights) {
+  const std::int64_t HS = config.head_dim;
+  S* to = parameters.head_norms_of;
+  for (const DeviceBlock<S>& w : weights.blocks) {
+    const S* const norms[] = {w.q_norm.weight, w.k_norm.weight};
+    for (const S* from : norms) {
+      check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(HS) * sizeof(S), cudaMemcpyDeviceToDevice, stream),
+            "fused decoding");
+      to += HS;
+    }
+  }
 }
 
 template <typename S>

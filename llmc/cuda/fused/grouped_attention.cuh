@@ -28,15 +28,36 @@ struct Consumer<K>::GroupState {
   }
 };
 
-// Fetches the queries of the group, rotated and scaled, to shared memory; with `newest` also the token's key and value,
-// rounded as the cache holds them.
+// RMSNorm of the heads of an item before they rotate (llmc/cpu/head_norm.h): `heads` of them, the queries of a group, then its
+// key, one a warp at a time. `weights` [2, HS]: of queries, of keys.
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::fetch_heads(int head, bool newest) {
+__device__ __forceinline__ void Consumer<K>::normalize_heads(float* first_head, int heads, const S* weights) const {
+  const Parameters& p = c.p;
+  for (int h = warp; h < heads; h += threads / kWarpSize) {
+    float* const head = first_head + h * p.HS;
+    const S* const weight = weights + (h == p.group ? p.HS : 0);
+    float squares = 0;
+    for (int d = lane; d < p.HS; d += kWarpSize) squares = fmaf(head[d], head[d], squares);
+#pragma unroll
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) squares += __shfl_xor_sync(~0u, squares, offset);
+    const float r = rsqrtf(squares / static_cast<float>(p.HS) + p.eps);
+    for (int d = lane; d < p.HS; d += kWarpSize) head[d] *= r * to_float(weight[d]);
+  }
+}
+
+// Fetches the queries of the group, normalised, rotated and scaled, to shared memory; with `newest` also the token's key and
+// value, rounded as the cache holds them.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::fetch_heads(int layer, int head, bool newest) {
   const Parameters& p = c.p;
   const int HS = p.HS, half = p.rope_half, queries = p.group * HS, wanted = queries + (newest ? 2 * HS : 0);
   float* raw = reinterpret_cast<float*>(shared + at.raw);
   float* query = reinterpret_cast<float*>(shared + at.query);
   S* added = reinterpret_cast<S*>(shared + at.added);
+  // The weights of the norms arrive during the wait, and lie where the queries will.
+  const bool has_weights = p.head_norms && thread < 2 * HS / kLaneElements;
+  uint4 weights = make_uint4(0, 0, 0, 0);
+  if (has_weights) weights = __ldg(reinterpret_cast<const uint4*>(p.head_norms_of + 2 * layer * HS) + thread);
   for (int e = 4 * thread; e < wanted; e += 4 * threads) {
     const int place = e < queries        ? head * p.q_stride + e
                       : e < queries + HS ? head * p.kv_stride + p.key_begin + e - queries
@@ -48,15 +69,21 @@ __device__ __forceinline__ void Consumer<K>::fetch_heads(int head, bool newest) 
     });
     *reinterpret_cast<float4*>(raw + e) = make_float4(untagged(v.x), untagged(v.y), untagged(v.z), untagged(v.w));
   }
+  if (has_weights) reinterpret_cast<uint4*>(query)[thread] = weights;
   if (newest) {  // wait until the helper has stored the previous key and value
     c.wait_barrier(c.item_done, item_phase ^ 1);
     item_phase ^= 1;
   }
   sync();
+  if (p.head_norms) {
+    normalize_heads(raw, p.group + (newest ? 1 : 0), reinterpret_cast<const S*>(query));
+    sync();
+  }
   const float *cosine = reinterpret_cast<const float*>(shared + at.rope), *sine = cosine + half;
+  const int rotated = p.rotates(layer) ? queries + HS : 0;
   for (int e = thread; e < wanted; e += threads) {
     const int d = e % HS;
-    const float value = e < queries + HS ? rotated_element(raw + e - d, d, cosine, sine, half) : raw[e];
+    const float value = e < rotated ? rotated_element(raw + e - d, d, cosine, sine, half) : raw[e];
     if (e < queries) {
       query[e] = value * p.scale;
     } else {
@@ -242,7 +269,7 @@ __device__ __forceinline__ void Consumer<K>::attend_groups(int layer, int positi
   const Parameters& p = c.p;
   for (int item = c.block; item < p.NKV * splits; item += c.blocks) {
     const int head = item / splits, split = item % splits;
-    fetch_heads(head, split == splits - 1);
+    fetch_heads(layer, head, split == splits - 1);
     stamp(layer, FusedPhase::query_here);
     if (p.HS <= 64) {
       attend_group<8>(position, split, splits);

@@ -22,6 +22,7 @@ constexpr int kSamplerThreads = 256;
 // consumer warps; with producer and helper 12, 3 on each of a multiprocessor's 4 partitions
 constexpr int kMaxWarps = 10;
 constexpr int kMinSplitPositions = 64;  // positions of a split, at least; the last split may have fewer
+constexpr int kMaxLayers = 256;
 
 template <typename S>
 struct Layer {
@@ -162,6 +163,10 @@ struct SequentialSizes {
   int q_stride, kv_stride, key_begin, value_begin;
   int first_part;   // the MLP's F hidden elements are exchanged in two parts; this is the size of the first
   bool gated, rms;  // true: SwiGLU, RMSNorm; false: GELU, LayerNorm
+  bool head_norms;  // RMSNorm of each head of q and k, before they rotate
+  std::uint32_t unrotated[kMaxLayers / 32];  // a bit a layer: its heads do not rotate
+
+  __host__ __device__ bool rotates(int layer) const { return (unrotated[layer / 32] >> layer % 32 & 1) == 0; }
 };
 // Query heads of a K/V head that one warp computes.
 constexpr int kWarpQueries = 4;
@@ -169,6 +174,7 @@ constexpr int kWarpQueries = 4;
 template <typename S>
 struct SequentialParameters : Parameters<S>, SequentialSizes {
   TaggedValue* x_mid;  // [C]: the residual stream between attention and MLP
+  S* head_norms_of;    // [L, 2, HS]: the weights of the norms of q and of k, where there are head_norms
 };
 
 // The rows of a block where `rows` rows are divided evenly.

@@ -15,7 +15,6 @@ namespace {
 constexpr int kDefaultWindow = 48 << 10;
 constexpr int kMinStages = 3;
 constexpr int kMaxStages = 64;
-constexpr int kMaxLayers = 256;
 
 constexpr KernelShape kernel_shape(std::int64_t C) {
   KernelShape shape;
@@ -49,29 +48,29 @@ bool is_sequential(const ModelConfig& config) {
   return !config.parallel_residual;
 }
 
+// Size of the first of the two parts of the MLP's F hidden elements: half of them, rounded up to whole loads of a warp.
+std::int64_t first_part_of(std::int64_t F) {
+  return std::min(F, ceil_div(ceil_div(F, 2), kWarpElements) * kWarpElements);
+}
+
 // The shape for the sequential residual. Rows are as long as the hidden state or as all heads together, whichever is
-// longer; F elements are processed in two parts.
+// longer; F elements are processed in two parts, of which a lane has twice as many loads.
 KernelShape sequential_shape(const ModelConfig& config) {
   const std::int64_t C = config.hidden_size, longest = std::max(C, config.q_size());
   if (C % kLaneElements != 0 || longest > 5120) return {};
   KernelShape shape;
   const auto loads_of = [](std::int64_t elements) { return static_cast<int>(ceil_div(elements, kWarpElements)); };
-  if (longest <= 2560) {
-    const int loads = loads_of(longest);
+  const int loads = std::max(loads_of(longest), (loads_of(first_part_of(config.ffn_size)) + 1) / 2);
+  if (loads <= kMaxWarps) {
     shape.row_loads = 1;
     shape.warps_k = loads == 6 || loads == 7 ? 8 : loads;
     shape.warps_r = std::max(1, kMaxWarps / shape.warps_k);
   } else {
     shape.row_loads = 2;
-    shape.warps_k = std::max(kSamplerThreads / kWarpSize, (loads_of(longest) + 1) / 2);
+    shape.warps_k = std::clamp((loads + 1) / 2, kSamplerThreads / kWarpSize, kMaxWarps);
     shape.warps_r = 1;
   }
   return shape;
-}
-
-// Size of the first of the two parts of the MLP's F hidden elements: half of them, rounded up to whole loads of a warp.
-std::int64_t first_part_of(std::int64_t F) {
-  return std::min(F, ceil_div(ceil_div(F, 2), kWarpElements) * kWarpElements);
 }
 
 // Gives every block the same number of bytes a layer: QKV and output rows are divided evenly, and MLP-up rows make up
@@ -140,8 +139,9 @@ std::string model_unsupported_reason(const ModelConfig& config, const Device& de
     return format("fused decoding needs at most %d layers and fewer than 2^20 ids", kMaxLayers);
   }
   if (!config.windows.empty()) return "fused decoding has no attention with a sliding window";
-  if (!config.nope_layers.empty()) return "fused decoding rotates the heads of every layer";
-  if (config.qk_norm) return "fused decoding has no norms of heads";
+  if (config.parallel_residual && (config.qk_norm || !config.nope_layers.empty())) {
+    return "fused decoding has norms of heads, and layers without RoPE, with the sequential residual alone";
+  }
   if (config.gated() && config.mlp_bias) return "fused decoding has no biases beside SwiGLU";
   if (const char* part = part_without_fused_kernel(config); part != nullptr)
     return format("fused decoding has no kernels for %s", part);
@@ -295,6 +295,10 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
   p.first_part = static_cast<int>(first_part);
   p.gated = gated;
   p.rms = config.norm == NormKind::rmsnorm;
+  p.head_norms = config.qk_norm;
+  for (std::int64_t l = 0; l < config.num_layers; ++l) {
+    if (!config.rotates(l)) p.unrotated[l / 32] |= 1u << l % 32;
+  }
   set_quantized(plan, config, most_rows);
   set_ring(plan, device, tuning, group);
   return plan;

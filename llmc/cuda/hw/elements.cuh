@@ -99,6 +99,21 @@ struct Elements {
   }
 };
 
+// to [C] = scale from [C], by all kThreads threads of a block.
+template <int kThreads, int kCount, typename To, typename From>
+__device__ void scale_row(To* to, const From* from, std::int64_t C, float scale) {
+  for (std::int64_t c = threadIdx.x * kCount; c < C; c += kThreads * kCount) {
+    Elements<From, kCount> row;
+    row.load(from + c);
+    float values[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = scale * row.get(i);
+    Elements<To, kCount> result;
+    result.set(values);
+    result.store(to + c);
+  }
+}
+
 // Calls launch(count) with the number of elements of a thread as a compile-time constant: kWide if accesses of that
 // width are aligned, else 1.
 template <int kWide, typename Launch>

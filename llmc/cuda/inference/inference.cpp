@@ -48,11 +48,12 @@ ArenaLayout plan_inference_workspace(const ModelConfig& c, const InferenceOption
   layout.reserve(&b.product, rows * c.ffn_size);
   const bool adapted_up = low_rank_hidden(lora, BlockLinear::up) > 0,
              adapted_qkv = low_rank_hidden(lora, BlockLinear::qkv) > 0;
-  layout.reserve(&b.gate_up, gate_up_in_memory(c) || adapted_up ? rows * 2 * c.ffn_size : 0);
+  const std::int64_t up_columns = linear_size(c, BlockLinear::up).OC;
+  layout.reserve(&b.gate_up, gate_up_in_memory(c) || adapted_up ? rows * up_columns : 0);
   std::int64_t hidden = 0;
   for (const BlockLinear linear : kBlockLinears) hidden = std::max(hidden, low_rank_hidden(lora, linear));
   layout.reserve(&b.low_rank, rows * hidden);
-  layout.reserve(&b.sums, rows * std::max(adapted_qkv ? c.qkv_size() : 0, adapted_up ? 2 * c.ffn_size : 0));
+  layout.reserve(&b.sums, rows * std::max(adapted_qkv ? c.qkv_size() : 0, adapted_up ? up_columns : 0));
   const std::int64_t widest = std::max({C, c.q_size(), c.ffn_size});
   layout.reserve(&b.codes.codes, fp8_activations ? rows * widest : 0);
   layout.reserve(&b.codes.scales, fp8_activations ? rows : 0);
@@ -74,10 +75,11 @@ ArenaLayout plan_inference_workspace(const ModelConfig& c, const InferenceOption
 namespace {
 
 template <typename S>
-std::vector<MemoryLine> memory_lines(const ModelConfig& config, std::uint64_t parameters, std::uint64_t pages,
-                                     std::uint64_t workspace) {
+std::vector<MemoryLine> memory_lines(const ModelConfig& config, bool kv_fp8, std::uint64_t parameters,
+                                     std::uint64_t pages, std::uint64_t workspace) {
   const std::string storage = dtype_name(storage_dtype<S>());
-  std::vector<MemoryLine> lines = {{"K/V cache (" + storage + ")", pages}, {"workspace", workspace}};
+  const std::string of_pages = kv_fp8 ? "fp8, a layer in " + storage : storage;
+  std::vector<MemoryLine> lines = {{"K/V cache (" + of_pages + ")", pages}, {"workspace", workspace}};
   const std::string types =
       config.quantization.any() ? quantization_text(config.quantization) + ", others " + storage : storage;
   if (parameters > 0) lines.insert(lines.begin(), {"parameters (" + types + ")", parameters});
@@ -89,7 +91,7 @@ std::vector<MemoryLine> plan_of(const ModelConfig& config, const InferenceOption
                                 const std::optional<LoraConfig>& lora = std::nullopt, bool fp8_activations = false) {
   const InferenceOptions pool = completed(asked, config);
   InferenceBuffers<S> buffers;
-  return memory_lines<S>(config, parameters, plan_pages(config, pool, sizeof(S)).bytes(),
+  return memory_lines<S>(config, pool.kv_fp8, parameters, plan_pages(config, pool, sizeof(S)).bytes(),
                          plan_inference_workspace<S>(config, pool, buffers, lora, fp8_activations).plan().bytes());
 }
 
@@ -113,8 +115,8 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
   const std::int64_t rows = row_bucket(pool_.max_rows);
   for (std::int64_t i = 0; i < kDepth; ++i) {
     flights_.push_back(std::make_unique<Flight>(step_bytes(config_, pool_), rows));
-    flights_.back()->step = b_.step[i];
   }
+  for (std::int64_t i = 0; i < kStepSlots; ++i) rules_.push_back(std::make_unique<Rules>(rows));
   const RopeTable table = rope_table(config.rope, pool_.max_positions);
   rope_ = upload_rope_table(table, b_.cos, b_.sin, stream_);
   RopeTable local;
@@ -133,20 +135,21 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
       fused_ = std::make_unique<FusedStep<S>>(config, weights_, own_parts.cache, rope_, stream_);
     }
   }
+  cuda::check(cudaEventRecord(*last_done_, stream_), "clearing GPU memory");
   stream_.synchronize("clearing GPU memory");
 }
 
 template <typename S>
 std::vector<MemoryLine> Inference<S>::memory() const {
-  std::vector<MemoryLine> lines =
-      memory_lines<S>(config_, own_ != nullptr ? own_->bytes() : 0, kv_arena_.bytes(), workspace_.bytes());
+  std::vector<MemoryLine> lines = memory_lines<S>(config_, pool_.kv_fp8, own_ != nullptr ? own_->bytes() : 0,
+                                                  kv_arena_.bytes(), workspace_.bytes());
   if (fused_ != nullptr) std::ranges::copy(plan_fused_steps(config_), std::back_inserter(lines));
   return lines;
 }
 
 template <typename S>
 std::uint64_t Inference<S>::bytes_per_step(std::int64_t sequences, std::int64_t context) const {
-  return read_bytes_of_step(config_, sequences, context, sizeof(S));
+  return read_bytes_of_step(config_, sequences, context, sizeof(S), pool_.kv_fp8);
 }
 
 #define WEFT_INSTANTIATE(S)                                                                                 \
@@ -161,6 +164,12 @@ WEFT_INSTANTIATE(fp16)
 
 // ---- weights ----------------------------------------------------------------------------------------------------------
 namespace {
+
+void check_pages(const InferenceOptions& pool, const GpuInferenceOptions& options) {
+  if (!pool.kv_fp8) return;
+  if (options.dtype == DType::f32) fail(Exit::usage, "keys and values in fp8 on a GPU need fp16 or bf16 beside them");
+  if (options.fused_steps) fail(Exit::usage, "keys and values in fp8: not with fused steps");
+}
 
 void check_model(const ModelConfig& config, DType dtype) {
   const std::string reason = inference_unsupported_reason(config, dtype);
@@ -224,7 +233,6 @@ std::unique_ptr<InferenceModel> filled_inference(const ModelConfig& config, cons
 std::string inference_unsupported_reason(const ModelConfig& c, DType dtype) {
   if (const std::string reason = head_dim_unsupported_reason(c.head_dim); !reason.empty()) return reason;
   if (gate_up_in_memory(c) && c.quantization.any()) return "mlp_bias: the GPU has no quantised gate and up with biases";
-  if (gate_up_in_memory(c) && c.activation != Activation::swiglu) return "mlp_bias: the GPU has no GeGLU with biases";
   if (c.parallel_residual && (c.post_norms || c.norm_weight_offset != 0))
     return "parallel_residual: the GPU has no norms behind attention and MLP, nor with 1 + weight, beside it";
   if (c.activation == Activation::gelu_tanh)
@@ -247,12 +255,6 @@ std::string inference_unsupported_reason(const ModelConfig& c, DType dtype) {
     if (!reason.empty()) return reason;
   }
   return "";
-}
-
-std::string adapter_unsupported_reason(const ModelConfig& config) {
-  if (config.parallel_residual) return "the parallel residual";
-  if (config.post_norms) return "norms behind attention and MLP";
-  return config.activation == Activation::swiglu ? "" : "another activation than SwiGLU";
 }
 
 std::string fp8_activations_unsupported_reason(const ModelConfig& config, DType dtype,
@@ -298,11 +300,9 @@ std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const Infe
   GpuInferenceOptions options = asked;
   if (adapter != nullptr) options.lora = adapter->lora();
   check_options(file.config(), options);
-  if (options.lora) {
-    const std::string reason =
-        options.fused_steps ? std::string("fused steps") : adapter_unsupported_reason(file.config());
-    if (!reason.empty()) fail(Exit::usage, "an adapter beside quantised weights: not with %s", reason.c_str());
-  }
+  check_pages(pool, options);
+  if (options.lora && options.fused_steps)
+    fail(Exit::usage, "an adapter beside quantised weights: not with fused steps");
   return with_storage(options.dtype, [&](auto storage) {
     using S = decltype(storage);
     const auto fill = [&](const TensorTable&, auto parameters) {
@@ -315,6 +315,7 @@ std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const Infe
 std::unique_ptr<InferenceModel> random_inference(const ModelConfig& config, std::uint64_t seed,
                                                  const InferenceOptions& pool, const GpuInferenceOptions& options) {
   check_options(config, options);
+  check_pages(pool, options);
   return with_storage(options.dtype, [&](auto storage) {
     using S = decltype(storage);
     return filled_inference<S>(config, pool, options, [&](const TensorTable& table, auto parameters) {

@@ -45,8 +45,6 @@ struct GpuInferenceOptions {
 // Empty if the GPU kernels can run this model with this storage type, otherwise one line for the user that says why
 // not.
 std::string inference_unsupported_reason(const ModelConfig& config, DType dtype);
-// Empty if the GPU computes an adapter beside quantised weights of such a model, otherwise what of it stands against that.
-std::string adapter_unsupported_reason(const ModelConfig& config);
 
 // Empty if GpuInferenceOptions::fused_steps is possible for this model and storage type on the current GPU, otherwise
 // one line for the user that says why not.
@@ -67,7 +65,7 @@ std::vector<MemoryLine> plan_inference(const ModelConfig& config, const Inferenc
                                        bool fp8_activations = false);
 
 // Reads and verifies every parameter (load_parameters), and the adapter that stands beside them. Pages have 16, 32 or 64 positions. Exit::usage where
-// inference_unsupported_reason() is not empty and for an adapter with fused_steps, Exit::bad_file for damaged tensors,
+// inference_unsupported_reason() is not empty, for an adapter with fused_steps, and for kv_fp8 with fused_steps or in fp32, Exit::bad_file for damaged tensors,
 // Exit::resources if the GPU has too little memory.
 std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& pool,
                                                const GpuInferenceOptions& asked);

@@ -10,6 +10,7 @@
 #include "llmc/cuda/inference/inference_model.h"
 #include "llmc/cuda/inference/parameters.h"
 #include "llmc/cuda/op/attention/paged/append_to_pages.h"
+#include "llmc/cuda/op/elementwise/gelu.h"
 #include "llmc/cuda/op/elementwise/step_rows.h"
 #include "llmc/cuda/op/elementwise/swiglu.h"
 #include "llmc/cuda/op/norm/head_norm.h"
@@ -145,11 +146,13 @@ void Inference<S>::multiply_with_adapter(const S* x, const DeviceBlock<S>& block
 template <typename S>
 void Inference<S>::multiply_up(const DeviceBlock<S>& w, RowRange rows, const Launch& launch) {
   const std::int64_t C = config_.hidden_size, F = config_.ffn_size;
+  const std::int64_t columns = linear_size(config_, BlockLinear::up).OC;
   if (!w.up.low_rank.empty()) {
-    const std::int64_t count = rows.end - rows.begin;
-    S* const gate_up = b_.gate_up + rows.begin * 2 * F;
-    named("MLP up", [&] { multiply_with_adapter(norm2() + rows.begin * C, w, BlockLinear::up, count, gate_up); });
-    return named("SwiGLU", [&] { swiglu_forward(b_.product + rows.begin * F, gate_up, count, F, launch.stream); });
+    named("MLP up", [&] {
+      multiply_with_adapter(norm2() + rows.begin * C, w, BlockLinear::up, rows.end - rows.begin,
+                            b_.gate_up + rows.begin * columns);
+    });
+    return activate(rows, launch.stream);
   }
   RowsMatmul<S> io;
   io.x = norm2() + rows.begin * C;
@@ -162,12 +165,26 @@ void Inference<S>::multiply_up(const DeviceBlock<S>& w, RowRange rows, const Lau
   io.out = b_.product + rows.begin * F;
   io.x_is_older = parallel();  // it follows attention, or an event
   if (!gate_up_in_memory(config_)) return named("MLP up", [&] { multiply(io, w.up, {}, launch); });
-  // With biases, which the epilogue with SwiGLU has not.
-  io.OC = 2 * F;
+  // With biases, which the gated epilogues have not.
+  io.OC = columns;
   io.epilogue = RowsEpilogue::store;
-  io.out = b_.gate_up + rows.begin * 2 * F;
+  io.out = b_.gate_up + rows.begin * columns;
   named("MLP up", [&] { multiply(io, w.up, {}, launch); });
-  named("SwiGLU", [&] { swiglu_forward(b_.product + rows.begin * F, io.out, io.rows, F, launch.stream); });
+  activate(rows, launch.stream);
+}
+
+// Where the projection's output lies in memory.
+template <typename S>
+void Inference<S>::activate(RowRange rows, cudaStream_t stream) {
+  const std::int64_t F = config_.ffn_size, count = rows.end - rows.begin;
+  const S* const in = b_.gate_up + rows.begin * linear_size(config_, BlockLinear::up).OC;
+  S* const out = b_.product + rows.begin * F;
+  if (config_.activation == Activation::swiglu)
+    named("SwiGLU", [&] { swiglu_forward(out, in, count, F, stream); });
+  else if (config_.activation == Activation::geglu_tanh)
+    named("GeGLU", [&] { geglu_tanh_forward(out, in, count, F, stream); });
+  else
+    named("GELU", [&] { gelu_forward(out, in, count * F, stream); });
 }
 
 // The parallel residual's two branches, as one sum: attention Woutput^T + product Wdown^T.
@@ -189,9 +206,17 @@ void Inference<S>::add_branches(const DeviceBlock<S>& w, RowRange rows, const La
 
 template <typename S>
 PagedKv<S> Inference<S>::pages_of_layer(std::int64_t l) const {
-  const std::int64_t layer = pool_.num_pages * pool_.page_size * config_.kv_size();
-  S* keys = kv_arena_.template at<S>(0) + l * layer;
-  return {keys, keys + config_.num_layers * layer, pool_.page_size, config_.num_kv_heads, config_.head_dim};
+  const std::int64_t positions = pool_.num_pages * pool_.page_size, layer = positions * config_.kv_size();
+  PagedKv<S> kv = {nullptr, nullptr, pool_.page_size, config_.num_kv_heads, config_.head_dim};
+  if (pool_.kv_fp8) {
+    kv.codes = kv_codes(config_, pool_, kv_arena_.template at<std::uint8_t>(0), l);
+    kv.keys = kv_arena_.template at<S>(kv_bytes(config_, positions, 0, true));
+    kv.values = kv.keys + layer;
+  } else {
+    kv.keys = kv_arena_.template at<S>(0) + l * layer;
+    kv.values = kv.keys + config_.num_layers * layer;
+  }
+  return kv;
 }
 
 template <typename S>
@@ -223,7 +248,8 @@ void Inference<S>::attend(std::int64_t l, const StepArrays& step, std::int64_t r
   io.work = step.work;
   io.workspace = b_.attention_workspace;
   io.out = b_.attention;
-  if (step.decodes) {
+  io.decodes = step.decodes;
+  if (step.decodes && !pool_.kv_fp8) {
     io.k = keys();
     io.v = values();
     io.rope = rope_of(l);
@@ -259,9 +285,9 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
   // What follows attention is computed for these rows.
   const RowRange needed{static_cast<int>(l + 1 == config_.num_layers ? step.first_wanted : 0), static_cast<int>(rows)};
   const std::int64_t first = needed.begin, count = rows - first;
-  // Not in fp8: both streams would write the codes of their inputs to the same place.
-  const bool beside =
-      parallel() && !options_.direct && !options_.fp8_activations && first == 0 && rows >= options_.two_stream_rows;
+  // An adapter has one workspace, and so have the codes of fp8.
+  const bool beside = parallel() && !options_.direct && !options_.lora && !options_.fp8_activations && first == 0 &&
+                      rows >= options_.two_stream_rows;
   if (parallel()) {
     normalize(rows, b_.residual, w.input_norm, b_.norm1, &w.post_norm, b_.norm2);
   } else if (l == 0 || !config_.post_norms) {  // otherwise the layer before has computed it
@@ -286,15 +312,19 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
   } else if (parallel()) {
     multiply_up(w, needed, in_chain());
     add_branches(w, needed, in_chain());
+    add_low_rank(b_.attention + first * q, w, BlockLinear::output, count, residual);
+    add_low_rank(b_.product + first * F, w, BlockLinear::down, count, residual);
   } else if (config_.post_norms) {
     float* const branch = b_.branch + first * C;
     named("output projection", [&] {
       multiply(b_.attention + first * q, w.output, count, q, C, RowsEpilogue::store_fp32, nullptr, branch);
     });
+    add_low_rank(b_.attention + first * q, w, BlockLinear::output, count, branch);
     add_normalized(needed, w.attention_norm, &w.post_norm, norm2());
     multiply_up(w, needed, in_chain());
     named("MLP down",
           [&] { multiply(b_.product + first * F, w.down, count, F, C, RowsEpilogue::store_fp32, nullptr, branch); });
+    add_low_rank(b_.product + first * F, w, BlockLinear::down, count, branch);
     const bool last = l + 1 == config_.num_layers;
     add_normalized(needed, w.mlp_norm, last ? nullptr : &weights_.blocks[static_cast<std::size_t>(l) + 1].input_norm,
                    b_.norm1);
@@ -355,7 +385,8 @@ void Inference<S>::sample_and_score(const StepArrays& step, std::int64_t first, 
   io.ids = b_.sampled_ids;
   io.errors = b_.errors;
   io.last_ids = b_.last_ids;
-  io.scores = step.scores + first;
+  io.scores = step.scores == nullptr ? nullptr : step.scores + first;
+  io.scores_at = step.scores_at;
   io.most_likely = b_.most_likely + first * kMaxAlternatives;
   named("scores", [&] { score_rows(io, device_.overlapping, stream_); });
 }
@@ -388,9 +419,21 @@ void Inference<S>::keep_heads(std::int64_t l) {
   if (!keep_ || logits_alone_) return;
   const std::int64_t NH = config_.num_heads, HS = config_.head_dim, P = pool_.page_size;
   const PagedKv<S> kv = pages_of_layer(l);
-  const std::int64_t elements = pool_.num_pages * P * config_.kv_size();
-  const std::vector<float> packed = download(b_.qkv, kept_step_rows_ * qkv_size()), k = download(kv.keys, elements),
-                           v = download(kv.values, elements);
+  const std::int64_t rows = pool_.num_pages * P * kv.NKV;
+  const auto stored = [&](const S* wide, const std::uint8_t* codes, const std::uint8_t* scales) {
+    if (!kv.fp8()) return download(wide, rows * HS);
+    std::vector<std::uint8_t> raw(static_cast<std::size_t>(rows * HS)), of_rows(static_cast<std::size_t>(rows));
+    for (const auto& [to, from] : {std::pair{&raw, codes}, {&of_rows, scales}}) {
+      cuda::check(cudaMemcpyAsync(to->data(), from, to->size(), cudaMemcpyDeviceToHost, stream_), "activation");
+    }
+    stream_.synchronize("activation");
+    std::vector<float> values(raw.size());
+    kv_load(raw.data(), of_rows.data(), HS, 0, rows, values.data());
+    return values;
+  };
+  const std::vector<float> packed = download(b_.qkv, kept_step_rows_ * qkv_size()),
+                           k = stored(kv.keys, kv.codes.keys, kv.codes.key_scales),
+                           v = stored(kv.values, kv.codes.values, kv.codes.value_scales);
   const std::int64_t head_stride = queries().head_stride;
   const std::string prefix = "layers." + std::to_string(l) + ".";
   const auto append = [HS](std::vector<float>& kept, const std::vector<float>& from, std::int64_t offset) {

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "llmc/base/arena_layout.h"
+#include "llmc/base/error.h"
 #include "llmc/cuda/fused/step.h"
 #include "llmc/cuda/hw/types.cuh"
 #include "llmc/cuda/inference/inference.h"
@@ -51,7 +52,8 @@ namespace weft::cuda {
 
 constexpr std::int64_t kLogitRows = 256;  // rows of logits that exist at the same time: bounds the memory of scoring
 constexpr std::int64_t kGraphRows = 256;  // steps of up to so many rows are replayed as captured graphs
-constexpr std::int64_t kDepth = 2;        // steps in flight: one runs, one is queued
+constexpr std::int64_t kDepth = 16;       // steps in flight: one runs, the others are queued (llmc/model/queue_depth.h)
+constexpr std::int64_t kStepSlots = 2;    // descriptions on the device: of the running step and of the next one
 
 // Rows of a step after padding, so that few captured graphs serve every number of rows; more than kGraphRows stay as they are.
 std::int64_t row_bucket(std::int64_t rows);
@@ -60,6 +62,7 @@ std::int64_t row_bucket(std::int64_t rows);
 // the chunks. `rows` and `wanted` are padded by row_bucket(): the arrays' positions depend on these two alone, so that a
 // captured graph finds them. The indices in `tables` count from the beginning of the copy.
 struct StepArrays {
+  RowScore** scores_at;                          // [1]: where the step's results go, for ScoreRows
   std::int64_t* sample_positions;                // [wanted]: position of the id that is sampled; -1: none
   SamplingPlan* plans;                           // [wanted]
   std::int32_t *ids, *positions, *tables;        // [rows]; id -1 - s: the id in slot s; position -1: padding
@@ -71,7 +74,8 @@ struct StepArrays {
   bool all_wanted = false;  // wanted_rows is 0, 1, ...: nothing has to be gathered
   // No row before it is wanted, so the last layer computes only keys and values of these; `rows`: of all.
   std::int64_t first_wanted = 0;
-  RowScore* scores = nullptr;                  // [wanted], page-locked: kernels write results where the host reads them
+  // [wanted], page-locked: kernels write results where the host reads them. Null in a graph: *scores_at.
+  RowScore* scores = nullptr;
   const DeviceLogitRow* logit_rows = nullptr;  // [wanted]; null: no request of the step has rules
 };
 StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted);
@@ -79,13 +83,13 @@ StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted)
 // Pointers into the workspace.
 template <typename S>
 struct InferenceBuffers {
-  std::byte* step[kDepth];                       // descriptions (StepArrays) of the running step and of the next one
+  std::byte* step[kStepSlots];                   // descriptions (StepArrays)
   float* residual;                               // [rows, C]
   S *norm1, *norm2, *qkv, *attention, *product;  // [rows, ...]; norm2: with two_norms() only
   float* branch;                                 // [rows, C]; what attention or the MLP gives, with post norms only
-  S* gate_up;                                    // [rows, 2F]; with gate_up_in_memory(), or an adapter of gate or up
-  S* low_rank;                                   // [rows, H] of one layer: its input times the adapter's A
-  Fp8Rows codes;                                 // [rows, ...]: the input of a layer in fp8; with fp8 activations
+  S* gate_up;                                // [rows, F or 2F]; with gate_up_in_memory(), or an adapter of gate or up
+  S* low_rank;                               // [rows, H] of one layer: its input times the adapter's A
+  Fp8Rows codes;                             // [rows, ...]: the input of a layer in fp8; with fp8 activations
   float* sums;                               // [rows, ...]: outputs of a layer before they are rounded; with an adapter
   float* gathered;                           // [logit rows, C]: the residual stream of rows whose logits are wanted
   S* final_norm;                             // [logit rows, C]
@@ -129,7 +133,7 @@ std::size_t step_bytes(const ModelConfig& config, const InferenceOptions& pool);
 PagedAttentionShape attention_shape(const ModelConfig& config, const InferenceOptions& pool);
 
 // What another decoder of the same sequence needs: the parameters if the model owns them, else null; the weights; all
-// pages, where page i of a single sequence is page i; the RoPE table; the model's stream.
+// pages, where page i of a single sequence is page i, not with kv_fp8; the RoPE table; the model's stream.
 template <typename S>
 struct InferenceParts {
   S* parameters = nullptr;
@@ -157,6 +161,7 @@ class Inference final : public InferenceModel {
   std::int64_t max_positions() const override { return pool_.max_positions; }
   std::int64_t depth() const override { return kDepth; }
   void submit(std::span<const Chunk> work) override;
+  double ended_seconds() const override { return ended_seconds_; }
   DeviceDrafts device_drafts() override { return {b_.last_ids + pool_.slots, drafts_written_}; }
   std::span<const ChunkResult> collect() override;
   void keep_activations(bool keep) override {
@@ -173,6 +178,7 @@ class Inference final : public InferenceModel {
     return found == kept_.end() ? std::vector<float>{} : found->second;
   }
   InferenceParts<S> parts() {
+    if (pool_.kv_fp8) fail(Exit::internal, "inference: another decoder over keys and values in fp8");
     const std::int64_t positions = pool_.num_pages * pool_.page_size;
     S* const keys = kv_arena_.template at<S>(0);
     return {own_ != nullptr ? own_->template at<S>(0) : nullptr,
@@ -200,21 +206,27 @@ class Inference final : public InferenceModel {
     Flight(std::uint64_t upload_bytes, std::int64_t rows)
         : upload(upload_bytes),
           scores(static_cast<std::uint64_t>(rows) * sizeof(RowScore)),
-          most_likely(static_cast<std::uint64_t>(rows * kMaxAlternatives) * sizeof(IdLogprob)),
-          logit_rows(rows) {}
+          most_likely(static_cast<std::uint64_t>(rows * kMaxAlternatives) * sizeof(IdLogprob)) {}
 
     PinnedBuffer upload, scores, most_likely;
-    LogitRowUpload logit_rows;
-    std::byte* step = nullptr;  // destination of the upload
+    std::byte* step = nullptr;                   // destination of the upload
+    const DeviceLogitRow* logit_rows = nullptr;  // StepArrays::logit_rows
     Event uploaded{cudaEventDisableTiming};
     std::unique_ptr<PinnedBuffer> logits;  // logits of the chunks that keep them; grows on demand
-    Event done{cudaEventDisableTiming};
+    std::unique_ptr<Event> done = std::make_unique<Event>();
     std::int64_t wanted = 0;        // wanted rows, without padding
     bool decodes = false;           // paged_work_decodes()
     bool all_wanted = false;        // the logits of every row are wanted
     std::int64_t first_wanted = 0;  // StepArrays::first_wanted
     std::vector<FlightChunk> chunks;
     std::vector<std::int64_t> kept_rows;  // wanted rows whose logits are kept, ascending
+  };
+
+  // The rules of a step. A graph reads them where they are, so there are few.
+  struct Rules {
+    explicit Rules(std::int64_t rows) : rows(rows) {}
+    LogitRowUpload rows;
+    std::int64_t step = -1;  // that was submitted with them last
   };
 
   struct BucketGraph {
@@ -224,6 +236,9 @@ class Inference final : public InferenceModel {
 
   // ---- a step (inference_step.cu)
   void check(std::span<const Chunk> work) const;
+  Flight& flight_of(std::int64_t step) { return *flights_[static_cast<std::size_t>(step % kDepth)]; }
+  // For the step that is submitted; waits until no step reads them.
+  LogitRowUpload& free_rules(std::int64_t wanted);
   // Fills the flight and its upload; returns the bytes to copy. `rows` and `wanted` become buckets.
   std::size_t describe(std::span<const Chunk> work, Flight& flight, std::int64_t& rows, std::int64_t& wanted);
   void launch(const Flight& flight, std::int64_t rows, std::int64_t wanted);
@@ -267,6 +282,7 @@ class Inference final : public InferenceModel {
   void multiply_fp8(const RowsMatmul<S>& io, const PackedMatrix& w, const PackedMatrix& w2, const Launch& launch);
   // product = activation(norm2 Wup^T)
   void multiply_up(const DeviceBlock<S>& w, RowRange rows, const Launch& launch);
+  void activate(RowRange rows, cudaStream_t stream);
   void add_branches(const DeviceBlock<S>& w, RowRange rows, const Launch& launch);
   // out [rows, OC] += scale (x A^T) B^T of an adapter beside this layer, if there is one.
   void add_low_rank(const S* x, const DeviceBlock<S>& block, BlockLinear which, std::int64_t rows, float* out);
@@ -312,11 +328,14 @@ class Inference final : public InferenceModel {
   DeviceRopeTable rope_, local_rope_;
   // For 16-bit models with GpuInferenceOptions::fused_steps.
   std::unique_ptr<FusedStep<std::conditional_t<std::is_same_v<S, float>, fp16, S>>> fused_;
-  // Keyed by padded rows and wanted rows, StepArrays::decodes, all_wanted and whether there are logit_rows, and by the
-  // flight, whose memory a graph reads and writes.
-  std::map<std::tuple<std::int64_t, std::int64_t, bool, bool, bool, const Flight*>, BucketGraph> graphs_;
-  std::vector<std::unique_ptr<Flight>> flights_;  // [kDepth], used in turn
-  std::int64_t submitted_ = 0, collected_ = 0;
+  // Keyed by padded rows and wanted rows, StepArrays::decodes, all_wanted and logit_rows, and by the description's slot.
+  std::map<std::tuple<std::int64_t, std::int64_t, bool, bool, const DeviceLogitRow*, const std::byte*>, BucketGraph>
+      graphs_;
+  std::vector<std::unique_ptr<Flight>> flights_;                  // [kDepth], used in turn
+  std::vector<std::unique_ptr<Rules>> rules_;                     // [kStepSlots], used in turn
+  std::int64_t submitted_ = 0, collected_ = 0, with_rules_ = 0;   // steps
+  std::unique_ptr<Event> last_done_ = std::make_unique<Event>();  // of the step that was collected last
+  double ended_seconds_ = 0;                                      // since this model was made
   std::vector<ChunkResult> results_;
   std::vector<VerifiedRow> verified_;
   std::vector<PagedChunk> paged_chunks_;  // chunks of the step being submitted

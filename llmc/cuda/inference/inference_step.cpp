@@ -1,7 +1,8 @@
 // A step between submit() and collect(). Everything that differs between two steps with the same padded sizes lies in
 // device memory: the description, one copy from page-locked memory, and the ids that were sampled last. So a step of
 // few rows is the replay of a captured graph, and the GPU does not wait for the host: a description is copied while the
-// previous step runs, the last kernel writes results to page-locked memory, and an event follows it.
+// previous step runs, the last kernel writes results to page-locked memory, and an event follows it. Steps may be queued far
+// ahead: on the device two descriptions take turns, page-locked memory is of each step that may be in flight.
 #include <algorithm>
 #include <array>
 #include <optional>
@@ -27,8 +28,9 @@ StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted)
     using T = std::remove_reference_t<decltype(*array)>;
     begin += (16 - reinterpret_cast<std::uintptr_t>(begin) % 16) % 16;
     array = reinterpret_cast<T*>(begin);
-    begin += static_cast<std::size_t>(count) * sizeof(T);
+    begin = reinterpret_cast<std::byte*>(array + count);
   };
+  take(step.scores_at, 1);
   take(step.sample_positions, wanted);
   take(step.plans, wanted);
   take(step.ids, rows);
@@ -64,6 +66,16 @@ void Inference<S>::check(std::span<const Chunk> work) const {
 }
 
 template <typename S>
+LogitRowUpload& Inference<S>::free_rules(std::int64_t wanted) {
+  Rules& rules = *rules_[static_cast<std::size_t>(with_rules_ % kStepSlots)];
+  ++with_rules_;
+  if (rules.step >= collected_) cuda::check(cudaEventSynchronize(*flight_of(rules.step).done), "inference step");
+  rules.step = submitted_;
+  rules.rows.begin(wanted);
+  return rules.rows;
+}
+
+template <typename S>
 std::size_t Inference<S>::describe(std::span<const Chunk> work, Flight& flight, std::int64_t& rows,
                                    std::int64_t& wanted) {
   // Rows and wanted rows of the chunks.
@@ -95,10 +107,12 @@ std::size_t Inference<S>::describe(std::span<const Chunk> work, Flight& flight, 
   flight.all_wanted = wanted == rows;
   rows = row_bucket(rows);
   wanted = row_bucket(wanted);
-  flight.logit_rows.begin(wanted);
+  const bool any_rules = std::ranges::any_of(work, [](const Chunk& chunk) { return !chunk.logit_rows.empty(); });
+  LogitRowUpload* const rules = any_rules ? &free_rules(wanted) : nullptr;
 
   std::byte* const begin = flight.upload.template at<std::byte>(0);
   const StepArrays step = step_arrays(begin, rows, wanted);
+  *step.scores_at = flight.scores.template at<RowScore>(0);
   // Block tables follow attention's work list; `table` counts elements of 4 bytes.
   const std::size_t work_bytes = write_paged_work(step.work, attention_shape(config_, pool_), paged_chunks_);
   flight.decodes = paged_work_decodes(step.work);
@@ -131,7 +145,7 @@ std::size_t Inference<S>::describe(std::span<const Chunk> work, Flight& flight, 
       if (sampled) step.plans[next] = *chunk.sampling;
       if (sampled && !chunk.logit_rows.empty()) {
         const auto i = static_cast<std::size_t>(t + 1 + chunk.drafts - count);  // among the sampled rows
-        flight.logit_rows.set(next, chunk.logit_rows[i], chunk.slot);
+        rules->set(next, chunk.logit_rows[i], chunk.slot);
       }
       step.slots[next] = verified ? kSampledForHost : sampled ? chunk.slot : kNotSampled;
       step.targets[next] = t < targets ? chunk.targets[static_cast<std::size_t>(t)] : -1;
@@ -157,6 +171,7 @@ std::size_t Inference<S>::describe(std::span<const Chunk> work, Flight& flight, 
   }
   kept_step_rows_ = used_rows;
   flight.wanted = used_wanted;
+  flight.logit_rows = rules != nullptr ? rules->rows() : nullptr;
   return static_cast<std::size_t>(table) * sizeof(std::int32_t);
 }
 
@@ -178,17 +193,18 @@ template <typename S>
 void Inference<S>::launch(const Flight& flight, std::int64_t rows, std::int64_t wanted) {
   StepArrays step = step_arrays(flight.step, rows, wanted);
   step.scores = flight.scores.template at<RowScore>(0);
-  step.logit_rows = flight.logit_rows.rows();
+  step.logit_rows = flight.logit_rows;
   step.decodes = flight.decodes && !keep_;  // kept activations need rotated queries in memory
   step.all_wanted = flight.all_wanted;
   if (fused_ != nullptr && !keep_ && kept_step_rows_ <= kFusedStepRows) {
     return launch_fused(flight, step, rows, wanted);
   }
   if (!options_.direct && !keep_ && rows <= kGraphRows && wanted <= kLogitRows) {
-    BucketGraph& bucket = graphs_[{rows, wanted, step.decodes, step.all_wanted, step.logit_rows != nullptr, &flight}];
+    BucketGraph& bucket = graphs_[{rows, wanted, step.decodes, step.all_wanted, step.logit_rows, flight.step}];
     // The first step with these sizes is launched directly: kernels are loaded in it, and the sizes may not recur.
     if (std::exchange(bucket.ran, true)) {
       if (bucket.graph.empty()) {
+        step.scores = nullptr;
         bucket.graph.capture(stream_, [&] {
           run_layers(step, rows);
           if (wanted > 0) run_head(step, 0, wanted);
@@ -231,7 +247,8 @@ void Inference<S>::launch_fused(const Flight& flight, const StepArrays& step, st
 template <typename S>
 void Inference<S>::submit(std::span<const Chunk> work) {
   check(work);
-  Flight& flight = *flights_[static_cast<std::size_t>(submitted_ % kDepth)];
+  Flight& flight = flight_of(submitted_);
+  flight.step = b_.step[submitted_ % kStepSlots];
   std::int64_t rows = 0, wanted = 0;
   const std::size_t bytes = describe(work, flight, rows, wanted);
   const std::size_t logit_bytes =
@@ -239,7 +256,10 @@ void Inference<S>::submit(std::span<const Chunk> work) {
   if (logit_bytes > 0 && (flight.logits == nullptr || flight.logits->bytes() < logit_bytes)) {
     flight.logits = std::make_unique<PinnedBuffer>(logit_bytes);
   }
-  // The flight's previous step has been collected, so nothing reads what the copy overwrites.
+  // The step that the slot described before must have ended. The flight's own previous step has been collected.
+  if (const std::int64_t before = submitted_ - kStepSlots; before >= collected_) {
+    cuda::check(cudaStreamWaitEvent(upload_stream_, *flight_of(before).done, 0), "inference step");
+  }
   delay_point(upload_stream_, DelayPoint::step);
   cuda::check(cudaMemcpyAsync(flight.step, flight.upload.template at<std::byte>(0), bytes, cudaMemcpyHostToDevice,
                               upload_stream_),
@@ -264,7 +284,7 @@ void Inference<S>::submit(std::span<const Chunk> work) {
                                 cudaMemcpyDeviceToHost, stream_),
                 "results");
   }
-  cuda::check(cudaEventRecord(flight.done, stream_), "inference step");
+  cuda::check(cudaEventRecord(*flight.done, stream_), "inference step");
   ++submitted_;
 }
 
@@ -283,9 +303,13 @@ ScoredId Inference<S>::scored(const Flight& flight, std::int64_t row, std::int32
 template <typename S>
 std::span<const ChunkResult> Inference<S>::collect() {
   if (submitted_ == collected_) fail(Exit::internal, "inference: collect() without a step");
-  const Flight& flight = *flights_[static_cast<std::size_t>(collected_ % kDepth)];
+  Flight& flight = flight_of(collected_);
   ++collected_;
-  cuda::check(cudaEventSynchronize(flight.done), "inference step");
+  cuda::check(cudaEventSynchronize(*flight.done), "inference step");
+  float milliseconds = 0;  // from one step's end to the next one's, so that fp32 is enough however long the model lives
+  cuda::check(cudaEventElapsedTime(&milliseconds, *last_done_, *flight.done), "inference step");
+  ended_seconds_ += 1e-3 * static_cast<double>(milliseconds);
+  std::swap(last_done_, flight.done);
   if (fused_ != nullptr) fused_->check();
   const RowScore* scores = flight.scores.template at<RowScore>(0);
   results_.clear();

@@ -300,15 +300,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Random quantised values, of all that a file may contain.
 __global__ void __launch_bounds__(kThreads)
     randomize_quants_kernel(std::uint8_t* out, std::int64_t count, WeightFormat format, std::uint64_t seed,
                             std::uint64_t offset) {
   for (std::int64_t i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
     const PhiloxWords words =
         philox(seed, offset + static_cast<std::uint64_t>(i), static_cast<std::uint64_t>(RandomStream::init));
-    const auto value = static_cast<std::uint8_t>(words.word[0] & format.random_mask);
-    out[i] = (value & format.invalid_mask) == format.invalid_bits ? std::uint8_t{0} : value;
+    out[i] = format.random_q(static_cast<std::uint8_t>(words.word[0]));
   }
 }
 template <typename T>

@@ -103,6 +103,7 @@ Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, c
                        const Sharding& sharding, bool swiglu_in_epilogue, std::span<const BlockWeights<bf16>> frozen,
                        Matmul& matmul, OperatorClock& clock, cudaStream_t stream)
     : config_(config),
+      lora_(options.lora),
       rows_(options.micro_batch * options.seq_len),
       ranks_(sharding.ranks),
       swiglu_in_epilogue_(swiglu_in_epilogue),
@@ -403,7 +404,7 @@ void Fp8Linears::download_counters(const Fp8Counters* counters) {
 }
 
 Fp8Statistics Fp8Linears::statistics() const {
-  return fp8_statistics(config_, step_counters(), rows_, ranks_ * micro_batches_);
+  return fp8_statistics(config_, lora_, step_counters(), rows_, ranks_ * micro_batches_);
 }
 
 void Fp8Linears::end_step() {

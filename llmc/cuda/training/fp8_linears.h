@@ -195,6 +195,7 @@ class Fp8Linears {
   }
 
   const ModelConfig config_;
+  const std::optional<LoraConfig> lora_;
   const std::int64_t rows_, ranks_;
   const bool swiglu_in_epilogue_;
   const std::span<const BlockWeights<__nv_bfloat16>> frozen_;

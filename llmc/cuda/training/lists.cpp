@@ -151,14 +151,13 @@ void TrainingModel<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   if (config_.post_norms) branch_norm_backward(2 * l);
   adapter_hidden_grad(output_, l, branch_gradient());
   weight_grad(output_, l, dw.output, branch_gradient(), a.attention, N, accumulate);
-  const bool nothing_below = options_.lora && l == 0;  // that is trained
-  if (nothing_below && w.qkv.low_rank.empty()) return;
+  if (!input_gradient_is_read(options_.lora, l, BlockLinear::output)) return;
   input_grad(output_, l, acts_.d_attention, branch_gradient(), w.output.weight.plain, N);
   attend_backward(l, a);  // and RoPE's
   if (config_.qk_norm) normalize_heads_backward(l);
   adapter_hidden_grad(qkv_, l, acts_.d_qkv);
   weight_grad(qkv_, l, dw.qkv, acts_.d_qkv, a.input_norm, N, accumulate);
-  if (nothing_below) return;
+  if (!input_gradient_is_read(options_.lora, l, BlockLinear::qkv)) return;
   input_grad(qkv_, l, acts_.d_norm, acts_.d_qkv, w.qkv.weight.plain, N);
   normalize_backward(norm_after(2 * l - 1), acts_.d_norm, true);
 }

@@ -40,6 +40,8 @@ void to_hf(const ModelConfig& model, Json& config) {
   config["no_rope_layers"] = Json::array();
   for (std::int64_t l = 0; l < model.num_layers; ++l) config["no_rope_layers"].push_back(model.rotates(l) ? 1 : 0);
   write_layer_windows(model, config);
+  if (!config.contains("pad_token_id"))
+    config["pad_token_id"] = nullptr;  // else 128004, which a small vocabulary has not
 }
 
 }  // namespace

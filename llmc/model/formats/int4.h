@@ -15,7 +15,7 @@ inline constexpr WeightFormat kInt4 = {.name = "int4",
                                        .invalid_mask = 0,  // every byte is two numbers
                                        .invalid_bits = 0xff,
                                        .random_mask = 0xff,
-                                       .random_deviation = 4.6,
+                                       .random_deviation = 4.18,
                                        .dequantize = dequantize_int4};
 
 }  // namespace weft

@@ -10,6 +10,7 @@
 
 #include "llmc/base/ceil_div.h"
 #include "llmc/base/dtype.h"
+#include "llmc/base/host_device.h"
 
 namespace weft {
 
@@ -29,6 +30,8 @@ struct QuantizedMatrix {
   explicit operator bool() const { return data != nullptr; }
 };
 
+inline constexpr std::uint8_t kMaxZero = 15, kRandomZero = 8;
+
 struct WeightFormat {
   const char* name;  // in files, options and messages
   DType dtype;       // of q; no two formats have the same
@@ -40,7 +43,7 @@ struct WeightFormat {
   const char* valid_values;  // of q, for messages
   // A byte b of q is invalid where (b & invalid_mask) == invalid_bits.
   std::uint8_t invalid_mask, invalid_bits;
-  // Random models have q of random bytes & random_mask, 0 where that is invalid; the standard deviation of such q.
+  // Of random_q(): which bits of it are random, and the standard deviation of its values, with kRandomZero as the zero.
   std::uint8_t random_mask;
   double random_deviation;
   // Rows [first, last) to out [last - first, K] in fp32, which holds them exactly: where grouped, w; else q alone, since the
@@ -53,11 +56,20 @@ struct WeightFormat {
     return {q, dtype, nullptr, reinterpret_cast<const std::uint16_t*>(scales),
             reinterpret_cast<const std::uint8_t*>(zeros)};
   }
-  constexpr bool valid(std::uint8_t byte) const { return (byte & invalid_mask) != invalid_bits; }
+  WEFT_HOST_DEVICE constexpr bool valid(std::uint8_t byte) const { return (byte & invalid_mask) != invalid_bits; }
+  // A byte of q of a random model, of 8 random bits. The mean of its values is zero: one of half a step, as plain bits of int4 have it,
+  // is a direction that each layer amplifies, until all tokens look alike.
+  WEFT_HOST_DEVICE constexpr std::uint8_t random_q(std::uint8_t bits) const {
+    auto q = static_cast<std::uint8_t>(bits & random_mask);
+    if (dtype == DType::u4) {  // 0 has no counterpart above the zero
+      if ((q & 0x0f) == 0) q |= kRandomZero;
+      if ((q & 0xf0) == 0) q |= kRandomZero << 4;
+    }
+    return valid(q) ? q : std::uint8_t{0};
+  }
   constexpr std::int64_t group() const { return grouped ? kQuantGroup : 0; }
   constexpr DType scale_dtype() const { return grouped ? DType::f16 : DType::f32; }
 };
-inline constexpr std::uint8_t kMaxZero = 15, kRandomZero = 8;
 
 std::span<const WeightFormat* const> weight_formats();
 const WeightFormat* find_weight_format(const std::string& name);  // null if there is none

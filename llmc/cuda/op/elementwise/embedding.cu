@@ -34,18 +34,7 @@ constexpr int kCopyThreads = 256;
 template <typename T, typename R, int kCount>
 __global__ void __launch_bounds__(kCopyThreads)
     forward_kernel(R* out, const std::int32_t* tokens, const T* weight, std::int64_t C, float scale) {
-  const T* from = weight + tokens[blockIdx.x] * C;
-  R* to = out + blockIdx.x * C;
-  for (std::int64_t c = threadIdx.x * kCount; c < C; c += kCopyThreads * kCount) {
-    Elements<T, kCount> row;
-    row.load(from + c);
-    float values[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] = scale * row.get(i);
-    Elements<R, kCount> result;
-    result.set(values);
-    result.store(to + c);
-  }
+  scale_row<kCopyThreads, kCount>(out + blockIdx.x * C, weight + tokens[blockIdx.x] * C, C, scale);
 }
 
 // ---- the sort ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// GELU element by element, T = float or bf16; its arithmetic is in gelu.cuh.
+// GELU element by element, T = float, bf16 or fp16; its arithmetic is in gelu.cuh.
 //
 // Bytes moved, for elements of E bytes: forward 2 count E; backward 3 count E, or 4 count E where it also writes `gelu_out`.
 // A thread owns 16 bytes, and reads everything that its writes overwrite before it writes: in place is safe.
@@ -81,5 +81,6 @@ void gelu_backward(T* dx, const T* dout, const T* x, std::int64_t count, T* gelu
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)
 #undef WEFT_INSTANTIATE
+template void gelu_forward<fp16>(fp16*, const fp16*, std::int64_t, cudaStream_t);
 
 }  // namespace weft::cuda

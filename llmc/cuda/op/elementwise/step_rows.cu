@@ -14,54 +14,23 @@ template <typename S>
 __global__ void __launch_bounds__(kThreads)
     embed_kernel(float* out, const std::int32_t* ids, const std::int32_t* last_ids, const S* weight, float scale,
                  std::int64_t C) {
-  constexpr int kCount = 8;
   launch_dependents();
   const std::int32_t given = ids[blockIdx.x], id = given >= 0 ? given : last_ids[-1 - given];
-  const S* from = weight + id * C;
-  float* to = out + blockIdx.x * C;
-  for (std::int64_t c = threadIdx.x * kCount; c < C; c += kThreads * kCount) {
-    Elements<S, kCount> row;
-    row.load(from + c);
-    float values[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] = scale * row.get(i);
-    Elements<float, kCount> result;
-    result.set(values);
-    result.store(to + c);
-  }
+  scale_row<kThreads, 8>(out + blockIdx.x * C, weight + id * C, C, scale);
 }
 
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(float* out, const float* in, const std::int32_t* rows, std::int64_t C) {
-  constexpr int kCount = 4;
   wait_for_predecessors();
   launch_dependents();
-  const float* from = in + rows[blockIdx.x] * C;
-  float* to = out + blockIdx.x * C;
-  for (std::int64_t c = threadIdx.x * kCount; c < C; c += kThreads * kCount) {
-    Elements<float, kCount> values;
-    values.load(from + c);
-    values.store(to + c);
-  }
+  scale_row<kThreads, 4>(out + blockIdx.x * C, in + rows[blockIdx.x] * C, C, 1.0f);
 }
 
 template <typename S>
 __global__ void __launch_bounds__(kThreads) round_kernel(S* out, const float* in, std::int64_t C) {
-  constexpr int kCount = 4;
   wait_for_predecessors();
   launch_dependents();
-  const float* from = in + blockIdx.x * C;
-  S* to = out + blockIdx.x * C;
-  for (std::int64_t c = threadIdx.x * kCount; c < C; c += kThreads * kCount) {
-    Elements<float, kCount> row;
-    row.load(from + c);
-    float values[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] = row.get(i);
-    Elements<S, kCount> result;
-    result.set(values);
-    result.store(to + c);
-  }
+  scale_row<kThreads, 4>(out + blockIdx.x * C, in + blockIdx.x * C, C, 1.0f);
 }
 
 }  // namespace

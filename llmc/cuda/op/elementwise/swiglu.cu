@@ -18,28 +18,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// The two activations.
-struct Swiglu {
-  template <typename T>
-  static __device__ float product(float gate, float up) {
-    return swiglu<T>(gate, up);
-  }
-  template <typename T>
-  static __device__ SwigluGradient gradient(float dout, float gate, float up) {
-    return swiglu_gradient<T>(dout, gate, up);
-  }
-};
-struct GegluTanh {
-  template <typename T>
-  static __device__ float product(float gate, float up) {
-    return geglu_tanh<T>(gate, up);
-  }
-  template <typename T>
-  static __device__ SwigluGradient gradient(float dout, float gate, float up) {
-    return geglu_tanh_gradient<T>(dout, gate, up);
-  }
-};
-
 template <typename Gated, typename T, int kCount>
 __global__ void __launch_bounds__(kThreads)
     gated_forward_kernel(T* out, const T* gate_up, std::int64_t F, unsigned parts) {
@@ -51,7 +29,7 @@ __global__ void __launch_bounds__(kThreads)
   up.load(gate_up + row * 2 * F + F + column);
   float values[kCount];
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) values[i] = Gated::template product<T>(gate.get(i), up.get(i));
+  for (int i = 0; i < kCount; ++i) values[i] = gated_product<T>(gate.get(i), Gated::argument(gate.get(i)), up.get(i));
   result.set(values);
   result.store(out + row * F + column);
 }
@@ -62,24 +40,15 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t row = blockIdx.x / parts;
   const std::int64_t column = (static_cast<std::int64_t>(blockIdx.x % parts) * kThreads + threadIdx.x) * kCount;
   if (column >= F) return;
-  Elements<T, kCount> gate, up, gradient, result;
-  gate.load(gate_up + row * 2 * F + column);
-  up.load(gate_up + row * 2 * F + F + column);
-  gradient.load(dout + row * F + column);
-  float out[kCount], dgate[kCount], dup[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const SwigluGradient d = Gated::template gradient<T>(gradient.get(i), gate.get(i), up.get(i));
-    dgate[i] = d.gate;
-    dup[i] = d.up;
-    out[i] = d.out;
-  }
-  result.set(dgate);
-  result.store_streaming(dgate_up + row * 2 * F + column);
-  result.set(dup);
-  result.store_streaming(dgate_up + row * 2 * F + F + column);
+  const std::int64_t at = row * 2 * F + column;
+  const GatedGradients<Gated, T, kCount> d(dout + row * F + column, gate_up + at, F);
+  Elements<T, kCount> result;
+  result.set(d.gate);
+  result.store_streaming(dgate_up + at);
+  result.set(d.up);
+  result.store_streaming(dgate_up + at + F);
   if (again != nullptr) {
-    result.set(out);
+    result.set(d.out);
     result.store_streaming(again + row * F + column);
   }
 }

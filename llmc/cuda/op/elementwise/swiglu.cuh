@@ -17,6 +17,17 @@
 
 namespace weft::cuda {
 
+// What SwiGLU and GeGLU differ in: a as a function of g, and its derivative.
+struct Swiglu {
+  static __device__ float argument(float gate) { return gate; }
+  static __device__ float slope(float) { return 1.0f; }
+};
+struct GegluTanh {
+  static constexpr float kLinear = 1.5957691216f, kCubic = 0.07135481627f;
+  static __device__ float argument(float gate) { return gate * fmaf(kCubic, gate * gate, kLinear); }
+  static __device__ float slope(float gate) { return fmaf(3 * kCubic, gate * gate, kLinear); }
+};
+
 // gate / (1 + e^-argument) up. T: what the results are stored in.
 template <typename T>
 __device__ inline float gated_product(float gate, float argument, float up) {
@@ -24,38 +35,41 @@ __device__ inline float gated_product(float gate, float argument, float up) {
 }
 template <typename T>
 __device__ inline float swiglu(float gate, float up) {
-  return gated_product<T>(gate, gate, up);
-}
-// a of GeGLU, and its derivative.
-constexpr float kGeluLinear = 1.5957691216f, kGeluCubic = 0.07135481627f;
-__device__ inline float gelu_tanh_argument(float gate) {
-  return gate * fmaf(kGeluCubic, gate * gate, kGeluLinear);
-}
-__device__ inline float gelu_tanh_slope(float gate) {
-  return fmaf(3 * kGeluCubic, gate * gate, kGeluLinear);
-}
-template <typename T>
-__device__ inline float geglu_tanh(float gate, float up) {
-  return gated_product<T>(gate, gelu_tanh_argument(gate), up);
+  return gated_product<T>(gate, Swiglu::argument(gate), up);
 }
 
-struct SwigluGradient {
+struct GatedGradient {
   float gate, up;
   float out;  // the forward pass's result
 };
-// `slope`: of the argument.
-template <typename T>
-__device__ inline SwigluGradient gated_gradient(float dout, float gate, float argument, float slope, float up) {
-  const float s = reciprocal_for<T>(1.0f + exp_for<T>(-argument));
-  return {dout * up * s * (1.0f + gate * slope * (1.0f - s)), dout * gate * s, gate * s * up};
+template <typename Gated, typename T>
+__device__ inline GatedGradient gated_gradient(float dout, float gate, float up) {
+  const float s = reciprocal_for<T>(1.0f + exp_for<T>(-Gated::argument(gate)));
+  return {dout * up * s * (1.0f + gate * Gated::slope(gate) * (1.0f - s)), dout * gate * s, gate * s * up};
 }
 template <typename T>
-__device__ inline SwigluGradient swiglu_gradient(float dout, float gate, float up) {
-  return gated_gradient<T>(dout, gate, gate, 1.0f, up);
+__device__ inline GatedGradient swiglu_gradient(float dout, float gate, float up) {
+  return gated_gradient<Swiglu, T>(dout, gate, up);
 }
-template <typename T>
-__device__ inline SwigluGradient geglu_tanh_gradient(float dout, float gate, float up) {
-  return gated_gradient<T>(dout, gate, gelu_tanh_argument(gate), gelu_tanh_slope(gate), up);
-}
+
+// The gradients of kCount neighbours of a row [gate F | up F], from `gate_up` on, and the product again.
+template <typename Gated, typename T, int kCount>
+struct GatedGradients {
+  float gate[kCount], up[kCount], out[kCount];
+
+  __device__ GatedGradients(const T* dout, const T* gate_up, std::int64_t F) {
+    Elements<T, kCount> g, u, d;
+    g.load(gate_up);
+    u.load(gate_up + F);
+    d.load(dout);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const GatedGradient of = gated_gradient<Gated, T>(d.get(i), g.get(i), u.get(i));
+      gate[i] = of.gate;
+      up[i] = of.up;
+      out[i] = of.out;
+    }
+  }
+};
 
 }  // namespace weft::cuda

@@ -104,24 +104,14 @@ __global__ void __launch_bounds__(kThreads)
     unsigned words[3][kNeighbours / 4];  // codes of the gradients of gate and up, and of out
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      Elements<bf16, kHalf> gate, up, gradient;
-      gate.load(gate_up + row * 2 * F + column + half * kHalf);
-      up.load(gate_up + row * 2 * F + F + column + half * kHalf);
-      gradient.load(dout + row * F + column + half * kHalf);
-      float dgate[kHalf], dup[kHalf], again[kHalf];
-#pragma unroll
-      for (int i = 0; i < kHalf; ++i) {
-        const SwigluGradient d = swiglu_gradient<bf16>(gradient.get(i), gate.get(i), up.get(i));
-        dgate[i] = d.gate;
-        dup[i] = d.up;
-        again[i] = d.out;
-      }
+      const std::int64_t at = row * 2 * F + column + half * kHalf;
+      const GatedGradients<Swiglu, bf16, kHalf> d(dout + row * F + column + half * kHalf, gate_up + at, F);
 #pragma unroll
       for (int i = 0; i < kHalf / 4; ++i) {
         const int word = half * (kHalf / 4) + i;
-        words[0][word] = round_four<Fp8Format::e5m2>(dgate + 4 * i, gradient_scale, gradient_counters);
-        words[1][word] = round_four<Fp8Format::e5m2>(dup + 4 * i, gradient_scale, gradient_counters);
-        words[2][word] = round_four<Fp8Format::e4m3>(again + 4 * i, out_scale, out_counters);
+        words[0][word] = round_four<Fp8Format::e5m2>(d.gate + 4 * i, gradient_scale, gradient_counters);
+        words[1][word] = round_four<Fp8Format::e5m2>(d.up + 4 * i, gradient_scale, gradient_counters);
+        words[2][word] = round_four<Fp8Format::e4m3>(d.out + 4 * i, out_scale, out_counters);
       }
     }
     const auto store = [](std::uint8_t* codes, const unsigned* w) {
@@ -161,19 +151,9 @@ __global__ void __launch_bounds__(kThreads)
   const float scale = *dgate_up.scale;
   ThreadCounters counters;
   if (column < F) {
-    Elements<bf16, kCount> gate, up, gradient, result;
     const std::int64_t at = row * 2 * F + column;
-    gate.load(gate_up + at);
-    up.load(gate_up + at + F);
-    gradient.load(dout + row * F + column);
-    float dgate[kCount], dup[kCount], out[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const SwigluGradient d = swiglu_gradient<bf16>(gradient.get(i), gate.get(i), up.get(i));
-      dgate[i] = d.gate;
-      dup[i] = d.up;
-      out[i] = d.out;
-    }
+    const GatedGradients<Swiglu, bf16, kCount> d(dout + row * F + column, gate_up + at, F);
+    Elements<bf16, kCount> result;
     const auto store = [&](const float(&values)[kCount], std::int64_t to) {
       result.set(values);
       result.store_streaming(plain_dgate_up + to);
@@ -181,10 +161,10 @@ __global__ void __launch_bounds__(kThreads)
       const unsigned high = round_four<Fp8Format::e5m2>(values + 4, scale, counters);
       *reinterpret_cast<uint2*>(dgate_up.codes + to) = make_uint2(low, high);
     };
-    store(dgate, at);
-    store(dup, at + F);
+    store(d.gate, at);
+    store(d.up, at + F);
     if (plain_out != nullptr) {
-      result.set(out);
+      result.set(d.out);
       result.store_streaming(plain_out + row * F + column);
     }
   }

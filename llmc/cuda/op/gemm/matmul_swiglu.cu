@@ -122,7 +122,7 @@ struct Backward : InBf16<Backward, Major::mn> {
     float dgate[8], dup[8], out[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const SwigluGradient d = swiglu_gradient<bf16>(gradient.get(i), input.gate.get(i), input.up.get(i));
+      const GatedGradient d = swiglu_gradient<bf16>(gradient.get(i), input.gate.get(i), input.up.get(i));
       dgate[i] = d.gate;
       dup[i] = d.up;
       out[i] = d.out;

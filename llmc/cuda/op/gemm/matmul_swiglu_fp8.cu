@@ -234,7 +234,7 @@ struct Backward : InFp8<Fp8Format::e5m2> {
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             const int at = 4 * half + j;
-            const SwigluGradient d =
+            const GatedGradient d =
                 swiglu_gradient<bf16>(gradient[i].get(at), input.gate[i].get(at), input.up[i].get(at));
             gates[j] = d.gate * gradient_scale;
             ups[j] = d.up * gradient_scale;
@@ -293,7 +293,7 @@ struct Backward : InFp8<Fp8Format::e5m2> {
           for (int m = 0; m < 2 * kLaneRows; ++m) {  // registers have no index
             if (m == n) dout = gradient[m / 2].get(m % 2 * 4 + j);
           }
-          const SwigluGradient d = swiglu_gradient<bf16>(dout, to_float(from[j]), to_float(from[p.F + j]));
+          const GatedGradient d = swiglu_gradient<bf16>(dout, to_float(from[j]), to_float(from[p.F + j]));
           gates[j] = d.gate;
           ups[j] = d.up;
           outs[j] = d.out;

@@ -108,7 +108,7 @@ class Columns {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float gate = rounded(value[i]);
-        value[i] = gated_product<S>(gate, silu ? gate : gelu_tanh_argument(gate), rounded(ups[i]));
+        value[i] = gated_product<S>(gate, silu ? gate : GegluTanh::argument(gate), rounded(ups[i]));
       }
     } else if (output_.bias != nullptr || output_.bias2 != nullptr) {
 #pragma unroll

@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads) score_rows_kernel(const ScoreRows io
     const int end = static_cast<int>(io.tokenizer_vocab);
     find_most_likely(io.most_likely + r * kMaxAlternatives, min(alternatives, end), row, end, softmax);
   }
-  if (threadIdx.x == 0) io.scores[r] = score;
+  if (threadIdx.x == 0) (io.scores != nullptr ? io.scores : *io.scores_at)[r] = score;
 }
 
 }  // namespace

@@ -35,8 +35,9 @@ struct ScoreRows {
   const std::int32_t* ids = nullptr;  // [rows], from sample_rows()
   SampleError* errors = nullptr;      // [rows], from sample_rows(); reset to `none`
   std::int32_t* last_ids = nullptr;   // [slots]; gets the sampled ids, 0 after an error
-  RowScore* scores = nullptr;         // [rows]
-  IdLogprob* most_likely = nullptr;   // [rows, kMaxAlternatives]; only `alternatives` of them are written
+  RowScore* scores = nullptr;         // [rows]; null: `*scores_at`, which may differ each time a graph is replayed
+  RowScore* const* scores_at = nullptr;
+  IdLogprob* most_likely = nullptr;  // [rows, kMaxAlternatives]; only `alternatives` of them are written
 };
 // A log-probability is -(log(sum of e^(logit - greatest)) + (greatest - logit)) in fp32, over all V logits; its bits
 // depend on the row alone. NaN if the row has a NaN. The most likely ids: larger logits first, equal ones by id, NaN

@@ -1,5 +1,7 @@
 // One thread for each access: a few consecutive pairs that are rotated, or 16 bytes that are copied. Bytes moved: the
 // rotated dimensions of q are read and written, k and v read once and written once.
+//
+// Codes need the largest magnitude of a row: there a warp has a head.
 #include "llmc/cuda/op/attention/paged/append_to_pages.h"
 
 #include <algorithm>
@@ -9,6 +11,7 @@
 #include "llmc/cuda/hw/elements.cuh"
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/op/attention/train/attention.h"
+#include "llmc/cuda/op/attention/train/launch.cuh"
 #include "llmc/cuda/op/elementwise/rotate_pair.cuh"
 
 namespace weft::cuda {
@@ -110,6 +113,85 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant_
   store_pack(stored(io.kv.values, head) + d, load_pack(io.v.at(0, row, head) + d));
 }
 
+// The fp32 bits of a word's elements.
+template <typename S>
+__device__ uint2 bits_of(unsigned word) {
+  const float2 values = unpack<S>(word);
+  return {__float_as_uint(values.x), __float_as_uint(values.y)};
+}
+
+// Writes a head, of which a lane has the words of WarpRotation, to row `row` of codes [.., HS] and scales; called by all lanes.
+template <typename S, int HS>
+__device__ void store_codes(const unsigned (&words)[WarpRotation<S, HS>::kWords], std::int64_t row, std::uint8_t* codes,
+                            std::uint8_t* scales) {
+  using Rotation = WarpRotation<S, HS>;
+  unsigned amax = 0;
+#pragma unroll
+  for (int i = 0; i < Rotation::kWords; ++i) {  // lanes without a word have the last one
+    const uint2 bits = bits_of<S>(words[i]);
+    amax = max(amax, max(bits.x & 0x7FFFFFFFu, bits.y & 0x7FFFFFFFu));
+  }
+  const unsigned scale = kv_scale(__reduce_max_sync(~0u, amax));
+  const float inverse = __uint_as_float(kv_inverse_bits(scale));
+  if (threadIdx.x % kWarpSize == 0) scales[row] = static_cast<std::uint8_t>(scale);
+#pragma unroll
+  for (int i = 0; i < Rotation::kWords; ++i) {
+    if (Rotation::word(i) >= HS / 2) break;
+    const uint2 bits = bits_of<S>(words[i]);
+    const unsigned low = kv_code(__float_as_uint(__uint_as_float(bits.x) * inverse)),
+                   high = kv_code(__float_as_uint(__uint_as_float(bits.y) * inverse));
+    reinterpret_cast<unsigned short*>(codes + row * HS)[Rotation::word(i)] =
+        static_cast<unsigned short>(low | high << 8);
+  }
+}
+
+// Grid: x = rows, y = blocks of a row's heads: queries, keys, values.
+template <typename S, int HS>
+__global__ void __launch_bounds__(kThreads) append_codes_kernel(const __grid_constant__ AppendToPages<S> io) {
+  using Rotation = WarpRotation<S, HS>;
+  launch_dependents();
+  const int NH = static_cast<int>(io.NH), NKV = static_cast<int>(io.kv.NKV), row = blockIdx.x;
+  const int page_size = static_cast<int>(io.kv.page_size);
+  int head = static_cast<int>(blockIdx.y * (kThreads / kWarpSize) + threadIdx.x / kWarpSize);
+  const int position = io.rows.positions[row];
+  const bool active = position >= 0 && head < NH + 2 * NKV, rotates = active && head < NH + NKV;
+  // The step's rows and the angles were complete before the chain began (paged_kv.h), so reading them need not wait.
+  const Rotation rotation(io.rope.cos, io.rope.sin, rotates ? static_cast<int>(io.rope.half) : 0,
+                          rotates ? position : 0);
+  std::int64_t page = 0;
+  if (active && head >= NH) page = io.rows.pages[io.rows.tables[row] + position / page_size];
+  wait_for_predecessors();
+  if (!active) return;
+  const bool query = head < NH, key = !query && rotates;
+  if (!query) head -= key ? NH : NH + NKV;
+  const S* from = query ? io.q.at(0, row, head) : key ? io.k.at(0, row, head) : io.v.at(0, row, head);
+  const typename Rotation::Head loaded = rotation.load(from);
+  unsigned words[Rotation::kWords];
+#pragma unroll
+  for (int i = 0; i < Rotation::kWords; ++i) words[i] = rotation.rotate(loaded, i);
+  if (query) {
+    __syncwarp();  // all lanes have loaded what some of them overwrite
+    unsigned* to = reinterpret_cast<unsigned*>(io.q.at(0, row, head));
+#pragma unroll
+    for (int i = 0; i < Rotation::kWords; ++i) {
+      if (Rotation::word(i) < HS / 2) to[Rotation::word(i)] = words[i];
+    }
+    return;
+  }
+  const std::int64_t at = (page * NKV + head) * page_size + position % page_size;
+  store_codes<S, HS>(words, at, key ? io.kv.codes.keys : io.kv.codes.values,
+                     key ? io.kv.codes.key_scales : io.kv.codes.value_scales);
+}
+
+template <typename S>
+void launch_codes(const AppendToPages<S>& io, const LaunchDevice& device, cudaStream_t stream) {
+  const std::int64_t blocks = ceil_div(io.NH + 2 * io.kv.NKV, kThreads / kWarpSize);
+  for_head_dimension(io.kv.HS, "append to pages", [&]<int HS>() {
+    launch_chained(append_codes_kernel<S, HS>, dim3(static_cast<unsigned>(io.rows.rows), static_cast<unsigned>(blocks)),
+                   dim3(kThreads), 0, stream, device.overlapping, "append_to_pages", io);
+  });
+}
+
 template <typename S>
 void check_arguments(const AppendToPages<S>& io) {
   const PagedKv<S>& kv = io.kv;
@@ -143,6 +225,12 @@ template <typename S>
 void append_to_pages(const AppendToPages<S>& io, const LaunchDevice& device, cudaStream_t stream) {
   check_arguments(io);
   if (io.rows.rows == 0) return;
+  if (io.kv.fp8()) {
+    if constexpr (std::is_same_v<S, float>)
+      fail(Exit::internal, "append to pages: codes from fp32");
+    else
+      return launch_codes(io, device, stream);
+  }
   if (io.rope.half % Pack<S>::size == 0) return launch<S, Pack<S>::size>(io, device, stream);
   if (io.rope.half % 2 == 0) return launch<S, 2>(io, device, stream);
   launch<S, 1>(io, device, stream);

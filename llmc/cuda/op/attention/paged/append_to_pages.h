@@ -26,7 +26,7 @@ struct AppendToPages {
 
 // For each row at position p >= 0: q = rotate(q); key and value of p = rotate(k) and v, in page p / page_size of the
 // row's block table. As rope_forward(), but with the same order of operations for every shape (rotate_pair.cuh);
-// rounded to S. Launched as part of a chain (hw/launch.cuh). Exit::internal for a page size, head dimension or view
+// rounded to S, and with kv.fp8() from there to codes and scales by kv_fp8.h. Launched as part of a chain (hw/launch.cuh). Exit::internal for a page size, head dimension or view
 // other than described.
 template <typename S>
 void append_to_pages(const AppendToPages<S>& io, const LaunchDevice& device, cudaStream_t stream);

@@ -48,6 +48,7 @@ struct Tiling {
   static constexpr bool kWindowed = Windowed;
   static constexpr int HS = HeadDim, kStageKeys = StageKeys, kStages = Stages;
   static constexpr SlotCopy kCopy = SlotCopy::threads;
+  static constexpr bool kCodes = false;
   // where O of the earlier splits is kept; false: in shared memory
   static constexpr bool kSumsInRegisters = SumsInRegisters;
   static constexpr int kKeys = kBlockKeys<HS>;
@@ -285,6 +286,10 @@ void check_arguments(const PagedAttention<S>& io) {
   const auto fits = [](const HeadViewOf<const S>& view) {
     return aligned_to_16(view.data) && view.token_stride % pack == 0 && view.head_stride % pack == 0;
   };
+  if (kv.fp8() && (std::is_same_v<S, float> || io.k.data != nullptr ||
+                   !aligned_to_16(kv.codes.keys, kv.codes.values, kv.codes.key_scales, kv.codes.value_scales))) {
+    fail(Exit::internal, "paged attention: codes that do not begin on a 16-byte boundary, in fp32, or to be appended");
+  }
   const bool appends = io.k.data != nullptr;
   if (appends != (io.v.data != nullptr) || io.rope.half < 0 || 2 * io.rope.half > kv.HS) {
     fail(
@@ -345,12 +350,14 @@ void paged_attention(const PagedAttention<S>& io, const LaunchDevice& device, cu
   if (io.rows.rows == 0) return;
   if constexpr (std::is_same_v<S, float>) {
     paged_plain(io, device, stream);
-  } else if (io.k.data != nullptr) {
+  } else if (io.k.data != nullptr || (io.kv.fp8() && io.decodes)) {
     paged_work_units(io, device, stream);
   } else if (path == PagedPath::automatic && paged_hopper_computes(io.shape.HS)) {
+    if (io.kv.fp8()) widen_pages(io, false, device, stream);
     paged_hopper_tiles(io, device, stream);
     paged_work_units(io, device, stream);
   } else {
+    if (io.kv.fp8()) widen_pages(io, true, device, stream);
     for_head_dimension(io.shape.HS, "paged attention", [&]<int HS>() {
       for_window(io, [&]<bool kWindowed>() { launch_for<S, HS, kWindowed>(io, device, stream); });
     });

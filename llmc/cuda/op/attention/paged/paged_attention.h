@@ -67,8 +67,9 @@ struct PagedAttention {
   // list of write_paged_work() in device memory; must be complete as early as `rows` (paged_kv.h)
   const void* work = nullptr;
   void* workspace = nullptr;
-  S* out = nullptr;  // [rows, NH, HS], 16-byte aligned; padding rows are not written
-  // Only with paged_work_decodes(), in the place of append_to_pages(): k and v of the rows, which like q are then as
+  S* out = nullptr;      // [rows, NH, HS], 16-byte aligned; padding rows are not written
+  bool decodes = false;  // only with kv.fp8(): paged_work_decodes() of the list
+  // Only with paged_work_decodes() and without kv.fp8(), in the place of append_to_pages(): k and v of the rows, which like q are then as
   // the preceding GEMM wrote them. Attention rotates q and k and writes k and v to their pages; the arrays q and k do
   // not change. All results have the bits of the two separate launches. Keys and values of earlier positions are read
   // without waiting for the predecessors.

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "llmc/base/kv_fp8.h"
+
 namespace weft::cuda {
 
 // The pages of one layer. S: float, bf16 or fp16. Keys and values are 16-byte aligned.
@@ -12,6 +14,11 @@ struct PagedKv {
   S *keys = nullptr, *values = nullptr;  // [page][NKV][page_size][HS] each
   std::int64_t page_size = 0;            // 16, 32 or 64
   std::int64_t NKV = 0, HS = 0;          // head dimensions of attention_supports()
+  // Not null, for 16-bit S alone: keys and values in e4m3, each array 16-byte aligned. Then `keys` and `values` are scratch of
+  // paged_attention() with these page numbers, which keeps nothing from one call to the next: all layers may have the same.
+  KvCodes codes = {};
+
+  bool fp8() const { return codes.keys != nullptr; }
 };
 
 // The rows of a step, each one position of one sequence; arrays in device memory. Operators read them before they wait

@@ -66,6 +66,7 @@ struct Arguments {
   float c;                         // scale log2 e
   AppendedRows<S> appended;        // used with kAppends
   int window, list_window;         // with kWindowed: of the layer, and of the list (0: none)
+  KvCodes codes;
 };
 
 template <typename S>
@@ -96,6 +97,7 @@ Arguments<S> arguments_of(const PagedAttention<S>& io, int item_warps) {
                         io.rope.cos,      io.rope.sin,       static_cast<int>(io.rope.half)};
   arguments.window = static_cast<int>(io.window);
   arguments.list_window = static_cast<int>(io.shape.window);
+  arguments.codes = io.kv.codes;
   return arguments;
 }
 

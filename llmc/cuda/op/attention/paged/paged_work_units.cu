@@ -8,6 +8,8 @@
 // In any other step on Hopper, beside its tiles (paged_hopper.cu). All that items read was complete when the kernel of
 // the tiles let this one start; it waits for the tiles at its end.
 //
+// Over codes it follows append_to_pages() or the tiles, and waits for them first.
+//
 // Heads of 80 are fetched by bulk copies from Hopper on, other heads by cp.async (SlotCopy). A multiprocessor has two
 // blocks of four warps. With few items, few warps of a block compute, with longer rings, and blocks without an item
 // exit at once, which makes room for the successor.
@@ -36,21 +38,25 @@ constexpr int kMostBytes = 113 * 1024;
 // With many rows that GEMM is not bound by memory bandwidth, so memory has time for the prefetch.
 constexpr std::int64_t kEarlyEntries = 12, kEarlyBytes = std::int64_t{32} << 20;
 
-template <int HeadDim, SlotCopy Copy, bool Windowed>
+template <int HeadDim, SlotCopy Copy, bool Windowed, bool Codes = false>
 struct DecodeTiling {
   static constexpr int HS = HeadDim;
   static constexpr SlotCopy kCopy = Copy;
-  static constexpr bool kWindowed = Windowed;
+  static constexpr bool kWindowed = Windowed, kCodes = Codes;
   static constexpr int kWarps = 4, kThreads = kWarps * kWarpSize, kBlocksPerMultiprocessor = 2;
-  static constexpr int kSlotBytes = SlotLayout<bf16, HS, kCopy>::bytes(kSlotKeys<HS>);
+  static constexpr int kSlotBytes =
+      kCodes ? static_cast<int>(kCodeSlotBytes<HS>) : SlotLayout<bf16, HS, kCopy>::bytes(kSlotKeys<HS>);
+  static constexpr int kTileBytes = kCodes ? Tile<bf16, HS>::bytes(kSlotKeys<HS>) : 0;  // before each warp's ring
   // Slots of a warp's ring if four warps of a block compute (kRing), two (kPairRing), or one (kLongRing). A split needs
   // at most kMostSlots.
   static constexpr int kMostSlots = 2 * kSplit / kSlotKeys<HS>;
   static constexpr int kBarrierBytes = kCopy == SlotCopy::threads ? 0 : kMostSlots * 8;  // bytes of a warp's mbarriers
   static constexpr int kBeginBytes = kWarps * kBarrierBytes;                             // they precede the rings
-  static constexpr int kRing = std::min(kMostSlots, (kMostBytes - kBeginBytes) / kWarps / kSlotBytes);
-  static constexpr int kPairRing = std::min(kMostSlots, 2 * kRing), kLongRing = std::min(kMostSlots, 3 * kRing);
-  static constexpr int kRingBytes = kRing * kSlotBytes;
+  static constexpr int kRing = std::min(kMostSlots, ((kMostBytes - kBeginBytes) / kWarps - kTileBytes) / kSlotBytes);
+  // Over codes two warps' rings fit into the memory of three, as a long one does.
+  static constexpr int kPairRing = std::min(kMostSlots, kCodes ? kRing + kRing / 2 : 2 * kRing);
+  static constexpr int kLongRing = std::min(kMostSlots, 3 * kRing);
+  static constexpr int kRingBytes = kTileBytes + kRing * kSlotBytes;
 };
 
 #if WEFT_BULK_COPY
@@ -79,7 +85,8 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
     paged_items_kernel(const __grid_constant__ Arguments<S> a) {
   // Of the two kernels for a head dimension each architecture uses one, according to how it copies; with a window always the
   // one whose threads copy, because they can leave out positions in front of the window.
-  constexpr SlotCopy kUsed = WEFT_BULK_COPY && !Tiling::kWindowed ? kFastCopy<Tiling::HS> : SlotCopy::threads;
+  constexpr SlotCopy kUsed =
+      WEFT_BULK_COPY && !Tiling::kWindowed && !Tiling::kCodes ? kFastCopy<Tiling::HS> : SlotCopy::threads;
   if constexpr (Tiling::kCopy != kUsed) {
     __trap();
   } else {
@@ -95,13 +102,16 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
       slots = warps == 1 ? Tiling::kLongRing : Tiling::kPairRing;
     }
     const int warp = threadIdx.x / kWarpSize, first = warp < warps ? warp * blocks + block : count;
-    const unsigned ring = shared_address(shared) + Tiling::kBeginBytes + warp * slots * Tiling::kSlotBytes;
-    ItemStream<S, Tiling, kAppends> stream(a, items, count, blocks * warps, first, ring, slots);
+    const unsigned tile =
+        shared_address(shared) + Tiling::kBeginBytes + warp * (Tiling::kTileBytes + slots * Tiling::kSlotBytes);
+    ItemStream<S, Tiling, kAppends> stream(a, items, count, blocks * warps, first, tile + Tiling::kTileBytes, slots);
+    stream.tile = tile;
 #if WEFT_BULK_COPY
     if constexpr (Tiling::kCopy == SlotCopy::bulk)
       stream.use_barriers(shared_address(shared) + warp * Tiling::kBarrierBytes);
 #endif
     stream.look_up_first();
+    if constexpr (Tiling::kCodes) wait_for_predecessors();
     stream.start_assigned();
 #if WEFT_BULK_COPY
     if constexpr (kAppends && !Tiling::kWindowed) {
@@ -124,14 +134,14 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
       compute_merges<S, Tiling, kAppends>(a, warp * alive + block, warps * alive);
     }
 
-    if constexpr (!kAppends) wait_for_predecessors();
+    if constexpr (!kAppends && !Tiling::kCodes) wait_for_predecessors();
     if (count > blocks * warps) reset_cursors(a, blocks);  // otherwise the cursors have not been used
   }
 }
 
-template <typename S, int HS, SlotCopy kCopy, bool kWindowed, bool kAppends>
+template <typename S, int HS, SlotCopy kCopy, bool kWindowed, bool kAppends, bool kCodes = false>
 void launch_with(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
-  using Tiling = DecodeTiling<HS, kCopy, kWindowed>;
+  using Tiling = DecodeTiling<HS, kCopy, kWindowed, kCodes>;
   constexpr const char* kName = "paged_attention (items)";
   const int most = std::min(shared_bytes_per_block(), kMostBytes);
   const int warps = std::min<int>(Tiling::kWarps, (most - Tiling::kBeginBytes) / Tiling::kRingBytes);
@@ -164,6 +174,11 @@ void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStr
 template <typename S>
 void paged_work_units(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
   for_head_dimension(io.shape.HS, "paged attention", [&]<int HS>() {
+    if (io.kv.fp8()) {
+      return for_window(io, [&]<bool kWindowed>() {
+        launch_with<S, HS, SlotCopy::threads, kWindowed, false, true>(io, device, stream);
+      });
+    }
     if (io.k.data != nullptr) return launch_for<S, HS, true>(io, device, stream);
     if constexpr (HS <= 128) launch_for<S, HS, false>(io, device, stream);
   });

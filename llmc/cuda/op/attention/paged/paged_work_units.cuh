@@ -5,6 +5,9 @@
 // yet. Every item rotates the queries that it reads. The items of the row's own split also rotate its key and put key
 // and value at their place in shared memory, rounded as the page stores them, so that they are multiplied as if they
 // came from the page; the first of these items writes them to the page.
+//
+// Tiling::kCodes: pages hold e4m3. A slot of the ring has the codes of its positions and their scales, as they lie in the page,
+// so that half of the bytes of 16 bits are in flight. The warp widens the slot that it reads next to a tile of its own.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +15,7 @@
 #include "llmc/cuda/hw/barriers.cuh"
 #include "llmc/cuda/hw/elements.cuh"
 #include "llmc/cuda/hw/memory_order.cuh"
+#include "llmc/cuda/op/attention/paged/kv_codes.cuh"
 #include "llmc/cuda/op/attention/paged/paged_recurrence.cuh"
 #include "llmc/cuda/op/elementwise/rotate_pair.cuh"
 
@@ -55,6 +59,57 @@ __device__ __forceinline__ void load_units(const Arguments<S>& a, const S* from,
       copy_async(tile + row * T::kRowBytes + index % T::kChunks * 16, at + i * kWarpSize * 8, inside, policy);
     }
   }
+}
+
+// ---- codes
+// ------------------------------------------------------------------------------------------------------------
+// A slot of codes: kSlotKeys rows of HS bytes, then their scales.
+template <int HS>
+constexpr unsigned kCodeSlotBytes = kSlotKeys<HS>*(HS + 1);
+
+// Starts a warp's copy of the units of kPageUnit positions from `first` on that have one in [begin, end); of the others the
+// slot keeps what it has.
+template <int HS, typename S>
+__device__ __forceinline__ void load_codes(const Arguments<S>& a, bool of_keys, unsigned slot, int pages, int kv_head,
+                                           int first, int begin, int end, std::uint64_t policy) {
+  const int lane = threadIdx.x % kWarpSize;
+  const std::uint8_t* const codes = of_keys ? a.codes.keys : a.codes.values;
+  const std::uint8_t* const scales = of_keys ? a.codes.key_scales : a.codes.value_scales;
+#pragma unroll
+  for (int unit = 0; unit < kSlotKeys<HS> / kPageUnit; ++unit) {
+    const int position = first + unit * kPageUnit;
+    const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
+    if (position >= end || position + kPageUnit <= begin) continue;
+    const std::int64_t row = page_offset<1>(a, page, kv_head, position);
+#pragma unroll
+    for (int i = 0; i < ceil_div(HS, kWarpSize); ++i) {  // kPageUnit rows of HS bytes are HS chunks of 16
+      const int chunk = lane + i * kWarpSize;
+      if (HS % kWarpSize != 0 && chunk >= HS) break;
+      copy_async(slot + (unit * HS + chunk) * 16, codes + row * HS + chunk * 16, true, policy);
+    }
+    if (lane == 0) copy_async(slot + kSlotKeys<HS> * HS + unit * kPageUnit, scales + row, true, policy);
+  }
+}
+
+// Widens a slot to a tile; rows of positions outside of [begin, end) become zeros. Called by all lanes.
+template <typename S, int HS>
+__device__ __forceinline__ void widen_slot(unsigned tile, unsigned slot, int first, int begin, int end) {
+  using T = Tile<S, HS>;
+  static_assert(kSlotKeys<HS> * T::kChunks % kWarpSize == 0);
+#pragma unroll 2
+  for (int i = 0; i < kSlotKeys<HS> * T::kChunks / kWarpSize; ++i) {
+    const int index = threadIdx.x % kWarpSize + i * kWarpSize, row = index / T::kChunks, chunk = index % T::kChunks;
+    uint2 codes;
+    unsigned scale;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(codes.x), "=r"(codes.y) : "r"(slot + index * 8) : "memory");
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(scale) : "r"(slot + kSlotKeys<HS> * HS + row) : "memory");
+    const bool inside = first + row >= begin && first + row < end;
+    const uint4 wide = widen<S>(codes, inside ? kv_power<S>(scale) : 0);
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(tile + T::offset(row, chunk)), "r"(wide.x),
+                 "r"(wide.y), "r"(wide.z), "r"(wide.w)
+                 : "memory");
+  }
+  __syncwarp();
 }
 
 // ---- appended rows
@@ -293,18 +348,19 @@ struct ItemStream {
   static constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>, kParts = kKeys / kSlotKeys<HS>;
   static constexpr int kRing = Tiling::kRing, kPairRing = Tiling::kPairRing, kLongRing = Tiling::kLongRing;
   static constexpr SlotCopy kCopy = Tiling::kCopy;
-  static constexpr bool kWindowed = Tiling::kWindowed;
-  static_assert(!kWindowed || kCopy == SlotCopy::threads);
+  static constexpr bool kWindowed = Tiling::kWindowed, kCodes = Tiling::kCodes;
+  static_assert(!(kWindowed || kCodes) || kCopy == SlotCopy::threads);
   using Rows = QueryRows<S, kAppends>;
   using Slot = SlotLayout<S, HS, kCopy>;
-  static constexpr unsigned kSlotBytes = Slot::bytes(kSlotKeys<HS>);
+  static constexpr unsigned kSlotBytes = kCodes ? kCodeSlotBytes<HS> : Slot::bytes(kSlotKeys<HS>);
 
   const Arguments<S>& a;
   const PagedWorkUnit* entries;
   int count;     // of item numbers; item n is entry n / NKV, K/V head n % NKV
   int assigned;  // items assigned statically, one a warp; the others come from the cursor
   unsigned ring;
-  int slots;  // kRing, kPairRing or kLongRing
+  int slots;          // kRing, kPairRing or kLongRing
+  unsigned tile = 0;  // kCodes: where slots are widened to
   // SlotCopy::threads waits by commit groups, SlotCopy::bulk by one mbarrier a slot.
   std::uint64_t policy = evict_first_policy();
   unsigned barriers = 0, phase = 0;
@@ -421,7 +477,10 @@ struct ItemStream {
   __device__ __forceinline__ void copy_next() {
     if (load_first < load_end) {
       const int first = load_first + load_part % kParts * kSlotKeys<HS>, end = kAppends ? copy_end : load_end;
-      if constexpr (kCopy == SlotCopy::threads) {
+      if constexpr (kCodes) {
+        load_codes<HS>(a, load_part < kParts, ring + load_slot * kSlotBytes, load_pages, load_head, first,
+                       kWindowed ? load_begin : 0, end, policy);
+      } else if constexpr (kCopy == SlotCopy::threads) {
         load_units<HS, kSlotKeys<HS>, kWindowed>(a, load_part < kParts ? a.keys : a.values,
                                                  ring + load_slot * kSlotBytes, load_pages, load_head, first,
                                                  kWindowed ? load_begin : 0, end, policy);
@@ -528,6 +587,7 @@ __device__ void compute_work_unit(const Arguments<S>& a, const PagedWorkUnit* en
   constexpr bool kWindowed = Tiling::kWindowed;
   int begin, end, unmasked_end, visible[1][2];
   int unmasked_begin = 0;
+  [[maybe_unused]] int first_seen = 0;  // kCodes with kWindowed
   bool few_rows;
   RegisterOperand<S, HS, 1> Q;
   [[maybe_unused]] AppendedRow<S, HS> own;
@@ -538,7 +598,8 @@ __device__ void compute_work_unit(const Arguments<S>& a, const PagedWorkUnit* en
     begin = item.split * kSplit;
     end = min(begin + kSplit, rows.end());
     if constexpr (kWindowed) {
-      begin = max(begin, rows.first_visible(0, a.window)) / kKeys * kKeys;
+      first_seen = rows.first_visible(0, a.window);
+      begin = max(begin, first_seen) / kKeys * kKeys;
       unmasked_begin = rows.first_visible(rows.count - 1, a.window);
     }
     visible_positions(visible, rows);
@@ -578,7 +639,11 @@ __device__ void compute_work_unit(const Arguments<S>& a, const PagedWorkUnit* en
   while (first_key < end) {
     const int first = first_key + part % kParts * kSlotKeys<HS>, slot_end = first + kSlotKeys<HS>;
     const bool last_part = (part + 1) % kParts == 0 || slot_end >= end;
-    const unsigned slot = blocks.next_block();
+    unsigned slot = blocks.next_block();
+    if constexpr (Tiling::kCodes) {
+      widen_slot<S, HS>(blocks.tile, slot, first, first_seen, end);
+      slot = blocks.tile;
+    }
     if (kAppends || Tiling::kCopy != SlotCopy::threads) {
       if (slot_end >= end) {
         if constexpr (kAppends) {

@@ -1,0 +1,63 @@
+// Keys and values in 8 bits, as the pages of a K/V cache store them with --kv-dtype fp8. The key of one position and K/V head,
+// and its value, are a row of HS codes in e4m3 (fp8.h) and a scale 2^e. The stored number is code 2^e.
+//
+// The scale follows from the row's own largest magnitude: the smallest 2^e for which that is at most 448, e4m3's largest
+// number. So a row's bits never depend on its neighbours in the page, nor on what comes later. e is limited to -15 .. 7, in
+// which every code 2^e is a number of fp16, and of bf16: widening a code rounds nothing, and attention over widened rows adds
+// in fp32 as it does over any other. Larger magnitudes than 448 2^7 = 57344 saturate; the largest number of fp16 is 65504.
+// A row with a value that is not finite gets a scale that is not finite either, so that a computation which reads it fails as
+// it does without fp8.
+//
+// kv_scale(), kv_inverse_bits() and kv_code() are the definition for both devices.
+#pragma once
+
+#include <cstdint>
+
+#include "llmc/base/host_device.h"
+
+namespace weft {
+
+// A scale as stored: e + 127, the exponent field of 2^e in fp32 (E8M0 of OCP's MX formats, 2023).
+inline constexpr std::uint32_t kKvLeastScale = 127 - 15, kKvLargestScale = 127 + 7, kKvNotFinite = 255;
+
+// The scale of a row; `amax_bits`: the fp32 bits of its largest magnitude, above those of infinity if one is NaN.
+WEFT_HOST_DEVICE constexpr std::uint32_t kv_scale(std::uint32_t amax_bits) {
+  if (amax_bits >= 0x7F800000u) return kKvNotFinite;
+  const std::uint32_t above = (amax_bits & 0x7FFFFFu) > 0x600000u ? 1 : 0;  // 448 is 1.75 2^8
+  const std::uint32_t exponent = (amax_bits >> 23) + above;
+  return exponent < kKvLeastScale + 8 ? kKvLeastScale : exponent > kKvLargestScale + 8 ? kKvLargestScale : exponent - 8;
+}
+// fp32 bits of 2^e; infinity for kKvNotFinite.
+WEFT_HOST_DEVICE constexpr std::uint32_t kv_scale_bits(std::uint32_t scale) {
+  return scale << 23;
+}
+// fp32 bits of 2^-e, by which a value is multiplied before kv_code(); 0 for kKvNotFinite.
+WEFT_HOST_DEVICE constexpr std::uint32_t kv_inverse_bits(std::uint32_t scale) {
+  return scale == kKvNotFinite ? 0 : (254 - scale) << 23;
+}
+// The code nearest to a number, given by its fp32 bits; ties to even, saturating.
+WEFT_HOST_DEVICE constexpr std::uint32_t kv_code(std::uint32_t bits) {
+  constexpr std::uint32_t kLargest = 0x7E;
+  const std::uint32_t sign = bits >> 24 & 0x80u, magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude >= 121u << 23) {  // 2^-6, the smallest normal number: three bits of mantissa stay
+    const std::uint32_t rounded = (magnitude + 0x7FFFFu + (magnitude >> 20 & 1u)) >> 20, code = rounded - (120u << 3);
+    return sign | (code < kLargest ? code : kLargest);
+  }
+  const std::uint32_t dropped = 141 - (magnitude >> 23);  // bits below 2^-9, the spacing of subnormal numbers
+  if (dropped > 24) return sign;
+  const std::uint32_t mantissa = (magnitude & 0x7FFFFFu) | 0x800000u;
+  return sign | (mantissa + (1u << (dropped - 1)) - 1u + (mantissa >> dropped & 1u)) >> dropped;
+}
+
+// The pages of one layer: codes [page][NKV][page_size][HS] and their scales [page][NKV][page_size], of keys and of values.
+struct KvCodes {
+  std::uint8_t *keys = nullptr, *values = nullptr;
+  std::uint8_t *key_scales = nullptr, *value_scales = nullptr;
+};
+
+// On the host: stores a row of HS values at row `row` of codes [.., HS] and scales, and reads `rows` of them to out [rows, HS].
+void kv_store(const float* values, std::int64_t HS, std::int64_t row, std::uint8_t* codes, std::uint8_t* scales);
+void kv_load(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t HS, std::int64_t row,
+             std::int64_t rows, float* out);
+
+}  // namespace weft

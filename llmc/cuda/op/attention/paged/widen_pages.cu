@@ -1,0 +1,81 @@
+// Of each chunk of a work list the positions that its rows see, from codes to 16 bits: for kernels that read 16 bits. Bytes
+// moved: HS + 1 read and 2 HS written for each row of keys and of values, which is little beside the attention of many rows.
+//
+// Chunks that share pages write the same bytes to them.
+#include <algorithm>
+
+#include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/op/attention/paged/kv_codes.cuh"
+#include "llmc/cuda/op/attention/paged/paged_paths.h"
+#include "llmc/cuda/op/attention/paged/paged_recurrence.cuh"
+
+namespace weft::cuda {
+
+using namespace paged;
+
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / kWarpSize, kBlocksPerMultiprocessor = 4;
+constexpr int kParts = 32;  // blocks that share an entry of the list
+
+// Widens positions [begin, end) of a unit of kPageUnit positions of a page, for one head, of keys or of values.
+template <typename S>
+__device__ void widen_unit(S* to, const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t first_row, int HS,
+                           int begin, int end) {
+  const int pieces = HS / 8;  // of a row, eight codes each
+  for (int i = threadIdx.x % kWarpSize; i < kPageUnit * pieces; i += kWarpSize) {
+    const int row = i / pieces;
+    if (row < begin || row >= end) continue;
+    const std::int64_t at = first_row * HS + i * 8;
+    const uint2 eight = *reinterpret_cast<const uint2*>(codes + at);
+    *reinterpret_cast<uint4*>(to + at) = widen<S>(eight, kv_power<S>(scales[first_row + row]));
+  }
+}
+
+template <typename S>
+__global__ void __launch_bounds__(kThreads) widen_kernel(const __grid_constant__ Arguments<S> a, int HS, bool items) {
+  launch_dependents();
+  wait_for_predecessors();
+  const PagedWorkHeader work = *a.work;
+  const PagedWorkUnit* entries = reinterpret_cast<const PagedWorkUnit*>(a.work + 1);
+  const int count = (work.tiles + (items ? work.items : 0)) * kParts;
+  for (int n = blockIdx.x; n < count; n += gridDim.x) {
+    const PagedWorkUnit entry = entries[n / kParts];
+    const bool item = n / kParts >= work.tiles;
+    // The chunk's first entry is for the others: of tiles all positions of the chunk, of items those of the split, which
+    // its rows may not see.
+    const int seen_first = entry.first_position + (min(kItemRows, entry.rows * a.group) - 1) / a.group + 1;
+    if (entry.tile > 0 && (!item || entry.split * kSplit < seen_first)) continue;
+    int end = entry.first_position + entry.rows, begin = a.window > 0 ? max(0, entry.first_position + 1 - a.window) : 0;
+    if (item) {
+      begin = max(begin, entry.split * kSplit);
+      end = min(end, entry.split * kSplit + kSplit);
+    }
+    const int first_unit = begin / kPageUnit, units = max(0, static_cast<int>(ceil_div(end, kPageUnit)) - first_unit);
+    const int* const pages = a.pages + a.tables[entry.first_row];
+    const int warp = n % kParts * kWarps + static_cast<int>(threadIdx.x / kWarpSize);
+    for (int i = warp; i < units * a.NKV * 2; i += kParts * kWarps) {
+      const int position = (first_unit + i / (2 * a.NKV)) * kPageUnit, kv_head = i / 2 % a.NKV;
+      const std::int64_t row = page_offset<1>(a, pages[position >> a.page_shift], kv_head, position);
+      const bool values = i % 2 == 1;
+      widen_unit(values ? a.values : a.keys, values ? a.codes.values : a.codes.keys,
+                 values ? a.codes.value_scales : a.codes.key_scales, row, HS, begin - position, end - position);
+    }
+  }
+}
+
+}  // namespace
+
+template <typename S>
+void widen_pages(const PagedAttention<S>& io, bool items, const LaunchDevice& device, cudaStream_t stream) {
+  Arguments<S> arguments = arguments_of(io, 0);
+  if (io.window >= io.shape.max_positions) arguments.window = 0;
+  launch_chained(widen_kernel<S>, dim3(static_cast<unsigned>(device.multiprocessors * kBlocksPerMultiprocessor)),
+                 dim3(kThreads), 0, stream, device.overlapping, "widen_pages", arguments, static_cast<int>(io.shape.HS),
+                 items);
+}
+
+template void widen_pages<bf16>(const PagedAttention<bf16>&, bool, const LaunchDevice&, cudaStream_t);
+template void widen_pages<fp16>(const PagedAttention<fp16>&, bool, const LaunchDevice&, cudaStream_t);
+
+}  // namespace weft::cuda
