@@ -134,7 +134,7 @@ Exit run_divergence(const DecodeSession& s, std::span<const std::int32_t> ids, s
                     std::int64_t stride) {
   InferSettings other = s.settings();
   other.model = other.against;
-  // So that the same file, too, says what --kv-dtype and --activations of this model change.
+  // So that the same file, too, says what these options of --model change.
   other.kv_dtype = other.activations = "auto";
   const std::unique_ptr<DecodeModel> model = s.load_model(window);
   // Opened after the first model is loaded, because it looks at how much memory is free.

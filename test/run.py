@@ -51,7 +51,7 @@ PYTEST_COLLECTED_NOTHING = 5  # its exit code
 WAITING = ("test_faults", "test_ranks", "test_download")
 # What --quick runs of test/python: files, and which of their tests (as pytest -k).
 QUICK_PYTHON = {
-    "test_train_cli": "", "test_convert": "", "test_batch": "", "test_tokenizer": "", "test_infer_llama": "", "test_train_witness": "",
+    "test_train_cli": "", "test_convert": "", "test_batch": "", "test_tokenizer": "", "test_infer_llama": "",
     "test_export": "", "test_tensor_file": "",
     "test_serve": "stream or alone or chunks or metrics or models or hostile or stop or logprobs or offsets",
 }

@@ -90,55 +90,44 @@ std::string ServerMetrics::text(const std::string& model, const EngineStatistics
                                 const ServerHolds& holds) const {
   const std::string label = "model_name=\"" + label_value(model) + "\"";
   std::string out;
-  const auto one = [&](const char* name, const char* type, const char* help, double value) {
-    out += head(name, type, help) + line(name, label, value);
+  const auto one = [&](const char* name, const char* type, const char* help, auto value) {
+    out += head(name, type, help) + line(name, label, static_cast<double>(value));
   };
   if (engine != nullptr) {
     const EngineStatistics& e = *engine;
-    one("vllm:num_requests_running", "gauge", "Sequences that are being computed.", static_cast<double>(e.running));
-    one("vllm:num_requests_waiting", "gauge", "Sequences that wait.", static_cast<double>(e.waiting));
+    one("vllm:num_requests_running", "gauge", "Sequences that are being computed.", e.running);
+    one("vllm:num_requests_waiting", "gauge", "Sequences that wait.", e.waiting);
     one("vllm:kv_cache_usage_perc", "gauge", "Share of the K/V pages in use, 1: all.",
         e.pages > 0 ? static_cast<double>(e.pages_in_use) / static_cast<double>(e.pages) : 0);
-    one("vllm:prompt_tokens_total", "counter", "Ids of prompts.", static_cast<double>(e.prompt_ids));
-    one("vllm:generation_tokens_total", "counter", "Generated ids.", static_cast<double>(e.generated_ids));
-    one("vllm:num_preemptions_total", "counter", "Sequences that lost their pages.",
-        static_cast<double>(e.preemptions));
+    one("vllm:prompt_tokens_total", "counter", "Ids of prompts.", e.prompt_ids);
+    one("vllm:generation_tokens_total", "counter", "Generated ids.", e.generated_ids);
+    one("vllm:num_preemptions_total", "counter", "Sequences that lost their pages.", e.preemptions);
     one("vllm:prefix_cache_queries_total", "counter", "Ids of prompts that were looked for in shared pages.",
-        static_cast<double>(e.prompt_ids));
-    one("vllm:prefix_cache_hits_total", "counter", "Ids of prompts that were found in shared pages.",
-        static_cast<double>(e.prefix_ids));
+        e.prompt_ids);
+    one("vllm:prefix_cache_hits_total", "counter", "Ids of prompts that were found in shared pages.", e.prefix_ids);
 
     one("vllm:spec_decode_num_drafts_total", "counter", "Steps of sequences that verified drafted ids.",
-        static_cast<double>(e.drafts.verifications));
-    one("vllm:spec_decode_num_draft_tokens_total", "counter", "Drafted ids.", static_cast<double>(e.drafts.drafted));
-    one("vllm:spec_decode_num_accepted_tokens_total", "counter", "Drafted ids that were right.",
-        static_cast<double>(e.drafts.accepted));
-    one("weft:kv_pages", "gauge", "Pages of the K/V pool.", static_cast<double>(e.pages));
-    one("weft:kv_pages_in_use", "gauge", "Pages of sequences.", static_cast<double>(e.pages_in_use));
-    one("weft:kv_pages_cached", "gauge", "Pages kept for a prefix that may come again.",
-        static_cast<double>(e.pages_cached));
-    one("weft:steps_total", "counter", "Steps of the model.", static_cast<double>(e.steps));
-    one("weft:sampled_chunks_total", "counter", "Steps of sequences that ended with an id.",
-        static_cast<double>(e.drafts.chunks));
-    one("weft:rows_total", "counter", "Rows of all steps.", static_cast<double>(e.rows));
+        e.drafts.verifications);
+    one("vllm:spec_decode_num_draft_tokens_total", "counter", "Drafted ids.", e.drafts.drafted);
+    one("vllm:spec_decode_num_accepted_tokens_total", "counter", "Drafted ids that were right.", e.drafts.accepted);
+    one("weft:kv_pages", "gauge", "Pages of the K/V pool.", e.pages);
+    one("weft:kv_pages_in_use", "gauge", "Pages of sequences.", e.pages_in_use);
+    one("weft:kv_pages_cached", "gauge", "Pages kept for a prefix that may come again.", e.pages_cached);
+    one("weft:steps_total", "counter", "Steps of the model.", e.steps);
+    one("weft:sampled_chunks_total", "counter", "Steps of sequences that ended with an id.", e.drafts.chunks);
+    one("weft:rows_total", "counter", "Rows of all steps.", e.rows);
   }
-  one("weft:connections", "gauge", "Open connections.", static_cast<double>(http.connections));
-  one("weft:connections_refused_total", "counter", "Connections closed at once: there were too many.",
-      static_cast<double>(http.refused));
+  one("weft:connections", "gauge", "Open connections.", http.connections);
+  one("weft:connections_refused_total", "counter", "Connections closed at once: there were too many.", http.refused);
   one("weft:connections_displaced_total", "counter", "Connections without a request closed for a new one.",
-      static_cast<double>(http.displaced));
-  one("weft:body_bytes", "gauge", "Bytes of request bodies that are not answered.",
-      static_cast<double>(http.body_bytes));
-  one("weft:unsent_bytes", "gauge", "Bytes of answers that clients have not taken.",
-      static_cast<double>(http.unsent_bytes));
-  one("weft:requests_to_read", "gauge", "Requests that wait to be parsed and tokenized.",
-      static_cast<double>(http.waiting));
-  one("weft:completions", "gauge", "Completions under way: places taken.", static_cast<double>(holds.completions));
-  one("weft:answers", "gauge", "Requests under way.", static_cast<double>(holds.answers));
-  one("weft:answer_values", "gauge", "Tokens and log-probabilities of large answers under way.",
-      static_cast<double>(holds.values));
-  one("weft:streams_cut_off_total", "counter", "Streams whose client did not keep up.",
-      static_cast<double>(http.cut_off));
+      http.displaced);
+  one("weft:body_bytes", "gauge", "Bytes of request bodies that are not answered.", http.body_bytes);
+  one("weft:unsent_bytes", "gauge", "Bytes of answers that clients have not taken.", http.unsent_bytes);
+  one("weft:requests_to_read", "gauge", "Requests that wait to be parsed and tokenized.", http.waiting);
+  one("weft:completions", "gauge", "Completions under way: places taken.", holds.completions);
+  one("weft:answers", "gauge", "Requests under way.", holds.answers);
+  one("weft:answer_values", "gauge", "Tokens and log-probabilities of large answers under way.", holds.values);
+  one("weft:streams_cut_off_total", "counter", "Streams whose client did not keep up.", http.cut_off);
 
   const std::lock_guard lock(mutex_);
   out += first_token_.text("vllm:time_to_first_token_seconds", "From a request to its first token.", label);

@@ -94,13 +94,14 @@ TEST(FusedSequential, NormsOfHeadsAndLayersWithoutRope) {
       {2048, 16, 4, 128, 11008, 2},  // smollm3-3b
   };
   for (const Sizes& sizes : shapes) {
-    ModelConfig config = llama_config(sizes, sizes.C > 2000 ? 301 : 1003);
-    config.qk_norm = true;
-    check_steps<fp16>(config, 5);
-    config.nope_layers = {sizes.layers - 1};
-    check_steps<bf16>(config, 3);
-    config.qk_norm = false;
-    check_steps<bf16>(config, 3);
+    ModelConfig qwen = llama_config(sizes, sizes.C > 2000 ? 301 : 1003), smol = qwen;
+    set_family(qwen, "qwen3");
+    set_family(smol, "smollm3");
+    smol.nope_layers = {sizes.layers - 1};
+    ASSERT_TRUE(qwen.qk_norm);
+    check_steps<fp16>(qwen, 5);
+    check_steps<bf16>(qwen, 3);
+    check_steps<bf16>(smol, 3);
     if (HasFailure()) return;
   }
 }
@@ -153,8 +154,7 @@ TEST(FusedSequential, EveryContextInPagesAndWithout) {
   check_contexts<fp16>(llama_config({128, 16, 2, 24, 304}, 307), 0, 701);
   check_contexts<fp16>(sequential_neox_config(2, 80, 2), 0, 701);
   ModelConfig normed = llama_config({128, 8, 2, 64, 304, 3}, 307);
-  normed.qk_norm = true;
-  normed.nope_layers = {1};
+  set_family(normed, "qwen3");
   check_contexts<bf16>(normed, 16, 701);
 }
 

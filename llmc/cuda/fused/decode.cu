@@ -79,13 +79,13 @@ ArenaLayout plan_workspace(const ModelConfig& config, const Plan& plan, Sequenti
   layout.reserve(&p.control, 1);
   layout.reserve(&p.x, C);
   layout.reserve(&p.x_mid, C);
-  layout.reserve(&p.head_norms_of, config.qk_norm ? config.num_layers * 2 * config.head_dim : 0);
   layout.reserve(&p.qkv, config.qkv_size());
   layout.reserve(&p.attention, config.q_size());
   layout.reserve(&p.h, config.ffn_size);
   layout.reserve(&p.splits, config.num_heads * max_splits_of(config, blocks) * (config.head_dim + 2));
   layout.reserve(&p.head_best, blocks);
   layout.reserve(&p.rows, blocks);
+  layout.reserve(&p.head_norms_of, config.qk_norm ? config.num_layers * 2 * config.head_dim : 0);
   layout.reserve_bytes(&p.layers, static_cast<std::uint64_t>((config.num_layers + 1) * plan.sizes.layer_bytes));
   layout.reserve(&p.logits, config.vocab_size);
   return layout;
