@@ -261,13 +261,13 @@ TYPED_TEST(ChainedRows, MatmulWithOneSplit) {
 // Codes of rows, and GEMMs of codes: few rows and many, one split and several.
 TEST(ChainedFp8Rows, CodesAndTheirProducts) {
   if (!cuda::rows_matmul_fp8_unsupported_gpu().empty()) GTEST_SKIP() << cuda::rows_matmul_fp8_unsupported_gpu();
-  for (const std::int64_t K : {1008, 8192}) {
+  for (const std::int64_t K : {1008, 4112}) {
     for (const std::int64_t OC : {264, 8456}) {
       if (K * OC > (std::int64_t{1} << 24)) continue;
       const DeviceBuffer<float> weight_scales = random_buffer<float>(2 * OC, 3);
       DeviceBuffer<std::uint8_t> weight(static_cast<std::size_t>(2 * OC * K));
       weight.fill_bytes(0x31);
-      for (const std::int64_t rows : {1, 40, 90, 250, 400}) {
+      for (const std::int64_t rows : {1, 90, 300}) {
         const DeviceBuffer<bf16> x = random_buffer<bf16>(rows * K, 1);
         const DeviceBuffer<std::uint8_t> codes = zeros<std::uint8_t>(rows * K);
         const DeviceBuffer<float> scales = zeros<float>(rows);

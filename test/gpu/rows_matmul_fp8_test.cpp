@@ -14,6 +14,7 @@
 #include <tuple>
 #include <vector>
 
+#include "llmc/base/ceil_div.h"
 #include "llmc/base/error.h"
 #include "llmc/base/fp8.h"
 #include "llmc/cuda/runtime/error.h"
@@ -33,7 +34,12 @@ class Matrix {
  public:
   Matrix(std::int64_t rows, std::int64_t K, unsigned seed, bool exact)
       : rows_(rows), K_(K), codes_(codes_of(rows * K, seed, exact)), scales_(scales_of(rows, seed + 1, exact)) {
-    for (const std::uint8_t code : codes_.download()) values_.push_back(fp8_to_f32(code, Fp8Format::e4m3));
+    std::array<float, 256> numbers{};
+    for (std::size_t code = 0; code < numbers.size(); ++code)
+      numbers[code] = fp8_to_f32(static_cast<std::uint8_t>(code), Fp8Format::e4m3);
+    const std::vector<std::uint8_t> codes = codes_.download();
+    values_.resize(codes.size());
+    for (std::size_t i = 0; i < codes.size(); ++i) values_[i] = numbers[codes[i]];
     host_scales_ = scales_.download();
   }
   std::int64_t rows() const { return rows_; }
@@ -51,13 +57,12 @@ class Matrix {
 
  private:
   static std::vector<std::uint8_t> codes_of(std::int64_t count, unsigned seed, bool exact) {
+    constexpr std::uint8_t kTwo = 0x40, kThree = 0x44, kLeast = 4 << 3;  // kLeast: 2^-3
     std::mt19937 random(seed);
-    std::vector<std::uint8_t> codes;
-    for (std::int64_t i = 0; i < count; ++i) {
-      const float some =
-          std::ldexp(1.0f + 0.125f * static_cast<float>(random() % 8), static_cast<int>(random() % 6) - 3);
-      const float value = exact ? static_cast<float>(2 + random() % 2) : random() % 2 == 0 ? some : -some;
-      codes.push_back(f32_to_fp8(value, Fp8Format::e4m3));
+    std::vector<std::uint8_t> codes(static_cast<std::size_t>(count));
+    for (std::uint8_t& code : codes) {
+      const auto bits = static_cast<unsigned>(random());
+      code = static_cast<std::uint8_t>(exact ? (bits % 2 == 0 ? kTwo : kThree) : (bits & 0x80) | (kLeast + bits % 48));
     }
     return codes;
   }
@@ -132,22 +137,28 @@ class Fp8RowsMatmulTest : public ::testing::Test {
     const Floats bias = quarters(OC, 5), before = quarters(rows * OC, 6);
     const Floats got = multiply<T>(x, 0, rows, weight, epilogue, bias, before);
     const auto kept = [](double v) { return static_cast<double>(widened(stored<T>({static_cast<float>(v)}))[0]); };
-    Floats want;
+    // Of large results some outputs of each row, others in the next row.
+    constexpr std::int64_t kMostProducts = std::int64_t{1} << 22;
+    const std::int64_t step = ceil_div(rows * OC * K, kMostProducts) | 1;
+    Floats want, checked;
     for (std::int64_t row = 0; row < rows; ++row) {
-      for (std::int64_t c = 0; c < OC; ++c) {
+      for (std::int64_t c = row % step; c < OC; c += step) {
         const double sum = Matrix::scaled_sum(x, row, weight, c);
+        const auto at = static_cast<std::size_t>(row * OC + c);
         double value = sum + static_cast<double>(bias[static_cast<std::size_t>(c)]);
         if (epilogue == RowsEpilogue::gelu) value = 0.5 * value * (1 + std::erf(value / std::sqrt(2.0)));
         if (gated(epilogue)) value = gated_of(epilogue, kept(sum), kept(Matrix::scaled_sum(x, row, weight, OC + c)));
-        if (epilogue == RowsEpilogue::add) value += before[want.size()];
+        if (epilogue == RowsEpilogue::add) value += before[at];
         want.push_back(static_cast<float>(epilogue == RowsEpilogue::store ? kept(value) : value));
+        checked.push_back(got[at]);
       }
     }
+    ASSERT_FALSE(checked.empty());
     const bool function = epilogue == RowsEpilogue::gelu || gated(epilogue);
-    if (!exact) return expect_near<T>(got, want, "fp8", 0x1p-10);
-    if (function) return expect_near<T>(got, want, "exact", 2e-5);
-    ASSERT_EQ(got.size(), want.size());
-    for (std::size_t i = 0; i < got.size(); ++i) ASSERT_EQ(got[i], want[i]) << "element " << i;
+    if (!exact) return expect_near<T>(checked, want, "fp8", 0x1p-10);
+    if (function) return expect_near<T>(checked, want, "exact", 2e-5);
+    for (std::size_t i = 0; i < checked.size(); ++i)
+      ASSERT_EQ(checked[i], want[i]) << "result " << i << " of those checked";
   }
 };
 
@@ -172,35 +183,33 @@ TYPED_TEST(Fp8RowsMatmulTest, EveryEpilogue) {
 
 // Many rows, one split and several, a row of the weight that is not aligned, and sums of more bits than the tensor core keeps.
 TYPED_TEST(Fp8RowsMatmulTest, LargeAndOddSizes) {
-  for (const std::int64_t rows : {2, 64, 65, 300}) {
+  for (const std::int64_t rows : {2, 65, 300}) {
     this->compare(rows, 28672, 72, RowsEpilogue::store_fp32, true);
     this->compare(rows, 144, 8200, RowsEpilogue::store_fp32, true);
     this->compare(rows, 144, 5025, RowsEpilogue::store, false);
     this->compare(rows, 96, 8208, RowsEpilogue::swiglu, false);
   }
-  for (const std::int64_t rows : {2, 65}) this->compare(rows, 4096, 8200, RowsEpilogue::store_fp32, true);
+  this->compare(65, 4096, 8200, RowsEpilogue::store_fp32, true);
   this->compare(2000, 272, 136, RowsEpilogue::store, true);
 }
 
 // The rows of a step one by one, in pieces, and all at once, at every place in a tile.
 TYPED_TEST(Fp8RowsMatmulTest, ARowsBitsAreItsOwn) {
   using T = TypeParam;
-  constexpr std::int64_t kRows = 520;
+  constexpr std::int64_t kRows = 320;
   for (const auto& [K, OC, epilogue] : std::initializer_list<std::tuple<std::int64_t, std::int64_t, RowsEpilogue>>{
            {2128, 512, RowsEpilogue::store_fp32},
            {4096, 320, RowsEpilogue::add},
            {336, 8200, RowsEpilogue::store},
-           {1008, 200, RowsEpilogue::swiglu},
-           {272, 8320, RowsEpilogue::geglu_tanh},
-           {1008, 200, RowsEpilogue::gelu}}) {
+           {1008, 200, RowsEpilogue::swiglu}}) {
     const Matrix x(kRows, K, 11, false), weight(gated(epilogue) ? 2 * OC : OC, K, 13, false);
     const Floats bias = random_stored<T>(OC, 15), before = random_floats(kRows * OC, 16);
     const Floats all = multiply<T>(x, 0, kRows, weight, epilogue, bias, before);
     for (const float value : all) ASSERT_TRUE(std::isfinite(value));
-    for (const std::int64_t rows : {1, 2, 8, 16, 17, 32, 33, 48, 64, 65, 96, 97, 128, 129, 192, 200, 256, 257, 300}) {
-      for (const std::int64_t first : {std::int64_t{0}, (kRows - rows) / 16 * 16, kRows - rows}) {
+    for (const std::int64_t rows : {1, 3, 16, 17, 33, 64, 65, 97, 129, 200, 257}) {
+      for (const std::int64_t first : {std::int64_t{0}, kRows - rows}) {
         SCOPED_TRACE(description(rows, K, OC, epilogue) + ", from row " + std::to_string(first));
-        const Floats begin(before.begin() + first * OC, before.end());
+        const Floats begin(before.begin() + first * OC, before.begin() + (first + rows) * OC);
         const Floats got = multiply<T>(x, first, rows, weight, epilogue, bias, begin);
         ASSERT_EQ(std::memcmp(got.data(), all.data() + first * OC, got.size() * sizeof(float)), 0);
       }
