@@ -1,12 +1,12 @@
 """Finding needles in a haystack with keys and values in fp8 beside those of the device's type.
 
-    python3 dev/bench/needle.py --length 256                                     on a CPU: minutes
-    python3 dev/bench/needle.py --length 4096 --steps 3000 --device cuda         and so up to 32768
+    python3 dev/bench/needle.py                                                              on a CPU: minutes
+    python3 dev/bench/needle.py --length 4096 --steps 3000 --batch 64 --device cuda          and so up to 32768
 
 Trains a small Llama on documents of random words in which facts lie scattered, each one token that stands for a key and its
 value. At the end come the keys, and the model learns to answer each with its value. Then it answers new documents of that length with both --kv-dtype, greedily:
 prints a Markdown table of right answers by where in the document the needle lies, and how many answers differ. A model that has not learnt the task
-says nothing about fp8: without 90 % right answers in the device's type the exit code is 1.
+says nothing about fp8: unless half of the answers in the device's type are right (one of 16 is by chance) the exit code is 1.
 """
 
 from __future__ import annotations
@@ -119,17 +119,17 @@ def measure(options: argparse.Namespace, model: Path, directory: Path) -> bool:
         cells = [f"{100 * right[part == i].mean():.1f} %" if (part == i).any() else "–" for i in range(PARTS)]
         print(f"| {kv_dtype} | " + " | ".join(cells) + f" | {right.sum()} of {len(asked)} |")
     print(f"\nother answers with fp8: {(given['auto'] != given['fp8']).sum()}")
-    return bool((given["auto"] == wanted).mean() >= 0.9)
+    return bool((given["auto"] == wanted).mean() >= 0.5)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=256, help="tokens of a document, at least 128 (default 256)")
-    parser.add_argument("--steps", type=int, default=1500, help="of training (default 1500)")
-    parser.add_argument("--batch", type=int, default=32, help="documents of a step (default 32)")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a document, at least 128 (default 128)")
+    parser.add_argument("--steps", type=int, default=800, help="of training (default 800)")
+    parser.add_argument("--batch", type=int, default=16, help="documents of a step (default 16)")
     parser.add_argument("--micro-batch", type=int, default=32, help="of them at once (default 32)")
     parser.add_argument("--documents", type=int, default=20_000, help="different ones, at most (default 20000)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default 0.002)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default 0.003)")
     parser.add_argument("--trials", type=int, default=400, help="documents that are asked about (default 400)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--seed", type=int, default=1)

@@ -118,8 +118,7 @@ class Attention(nn.Module):
         self.head_dim = shape.head_dim
         self.qkv = nn.Linear(shape.hidden, sum(self.widths) * shape.head_dim, bias=False)
         self.out = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
-        norms = (RMSNorm(shape.head_dim), RMSNorm(shape.head_dim)) if shape.head_norm else (nn.Identity(), nn.Identity())
-        self.q_norm, self.k_norm = norms
+        self.q_norm, self.k_norm = [RMSNorm(shape.head_dim) if shape.head_norm else nn.Identity() for _ in "qk"]
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.widths, dim=2)

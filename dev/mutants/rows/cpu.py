@@ -72,7 +72,7 @@ ROWS = [
     Mutant("cached keys turned from position 0", "Inference::attend", "NKV, chunk.first_position", "NKV, 0",
            unit("Golden.*Decoding*", "CpuInference.*")),
     Mutant("fp8: values are stored with the scales of keys", "Inference::append", "kv.codes.values, kv.codes.value_scales",
-           "kv.codes.values, kv.codes.key_scales", unit("KvFp8.LogitsAreNear*")),
+           "kv.codes.values, kv.codes.key_scales", unit("KvFp8.EachLayer*")),
     Mutant("fp8: values are widened by the scales of keys", "page_rows", "kv.codes.values, kv.codes.value_scales",
            "kv.codes.values, kv.codes.key_scales", unit("KvFp8.AttentionIsThat*")),
     Mutant("keys appended to the first page", "Inference::attend", "position / P", "0", unit("CpuInference.*")),
