@@ -236,13 +236,14 @@ TEST(CudaQuantizedInference, ThePlanIsWhatIsAllocated) {
   }
 }
 
-// Activations in fp8, on the CPU and the GPU. Where 16 bits make an activation cross the boundary between two codes, both
-// differ by an eighth of it: so the distance to the CPU is a part of what rounding to codes itself changes.
+// Activations in fp8, on the CPU and the GPU. Where 16 bits move an activation across the boundary between two codes, both differ by
+// an eighth of it. In the first layer few do: its values differ by a part of what rounding to codes changes. Behind some layers of a small
+// random model as much has changed as rounding to codes changes, and no more.
 TEST(CudaQuantizedInference, Fp8ActivationsAreThoseOfTheCpu) {
   if (!cuda::fp8_activations_unsupported_gpu().empty()) GTEST_SKIP() << cuda::fp8_activations_unsupported_gpu();
-  int telling = 0;
   std::set<std::pair<std::string, bool>> seen;  // a model for each family, and for both residuals
-  for (const test::NamedConfig& each : test::small_models()) {
+  for (test::NamedConfig each : test::small_models()) {
+    each.config.ffn_size = each.config.ffn_size / 16 * 16;
     ModelConfig config = each.config;
     config.quantization = quantization_of(&kFp8, false);
     if (!cuda::fp8_activations_unsupported_reason(config, DType::f16).empty()) continue;
@@ -255,21 +256,31 @@ TEST(CudaQuantizedInference, Fp8ActivationsAreThoseOfTheCpu) {
     const auto gpu = cuda::load_inference(file, pool_of(60), options),
                widened = pair.on_gpu(pair.quantized(), pool_of(60));
     const auto cpu = cpu::load_inference(file, pool_of(6), DType::f32, true), exact = pair.on_cpu(pool_of(6));
+    const auto error = [](const std::vector<float>& got, const std::vector<float>& want) {
+      return distance("values", got, want, 1, Norm::l2).relative;
+    };
     for (const std::int64_t size : {1, 9, 90}) {
       const std::vector<float> want = logits_of(*cpu, size);
-      const auto error = [&](const std::vector<float>& logits) {
-        return distance("logits", logits, want, 1, Norm::l2).relative;
-      };
-      const double of_codes = error(logits_of(*exact, size)), got = error(logits_of(*gpu, size)),
-                   other = error(logits_of(*widened, size));
-      std::printf("  %s, %lld ids: from the CPU's %.4f, without fp8 activations %.4f (CPU) and %.4f\n",
-                  each.name.c_str(), static_cast<long long>(size), got, of_codes, other);
-      // In some of these models, whose weights are random, small differences grow: they say nothing.
-      if (of_codes > 0.15) continue;
-      ++telling;
-      EXPECT_LE(got, 0.6 * of_codes) << size << " ids";
-      EXPECT_GE(other, 0.6 * of_codes) << "without them it would pass";
+      const double of_codes = error(logits_of(*exact, size), want), got = error(logits_of(*gpu, size), want);
+      std::printf("  %s, %lld ids: logits %.4f from the CPU's, which codes change by %.4f\n", each.name.c_str(),
+                  static_cast<long long>(size), got, of_codes);
+      EXPECT_LT(of_codes, 0.4) << "a wrong operator would pass";
+      EXPECT_LE(got, 1.5 * of_codes) << size << " ids";
     }
+    const auto values_of = [](InferenceModel& model) {
+      model.keep_activations(true);
+      logits_of(model, 40);
+      const std::vector<float> values = model.activation("layers.0.v");
+      model.keep_activations(false);
+      return values;
+    };
+    const std::vector<float> want = values_of(*cpu);
+    const double of_codes = error(values_of(*exact), want), got = error(values_of(*gpu), want),
+                 other = error(values_of(*widened), want);
+    std::printf("  %s: values %.4f from the CPU's, which codes change by %.4f (on the GPU %.4f)\n", each.name.c_str(),
+                got, of_codes, other);
+    EXPECT_LE(got, 0.6 * of_codes);
+    EXPECT_GE(other, 0.8 * of_codes) << "without them it would pass";
     const auto planned = cuda::plan_inference(config, pool_of(60), DType::f16, std::nullopt, true),
                reported = gpu->memory();
     ASSERT_EQ(planned.size(), reported.size());
@@ -286,8 +297,7 @@ TEST(CudaQuantizedInference, Fp8ActivationsAreThoseOfTheCpu) {
     options.fused_steps = false;
     EXPECT_THROW(cuda::load_inference(ModelFile::open(pair.floats()), pool_of(60), options), Error);
   }
-  EXPECT_GE(seen.size(), 4U);
-  EXPECT_GE(telling, 4);
+  EXPECT_GE(seen.size(), 6U);
 }
 
 TEST(CudaQuantizedInference, NeedsSixteenBits) {

@@ -263,6 +263,20 @@ def ids_of(path) -> list[int]:
     return json.loads(done.stdout)["ids"]
 
 
+@pytest.mark.parametrize("model", ["tiny-pythia", "tiny-llama"])
+def test_activations_in_fp8_change_a_trained_model_little(tmp_path, model):
+    """Against the same file with activations that are not rounded."""
+    packed, source = tmp_path / "fp8.bin", ck.ROOT / "models" / model
+    assert convert_hf.main([str(source), "-o", str(packed), "--quantize", "fp8"]) == 0
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a little girl. She had a red ball and a dog. One day they went to the park.\n" * 4)
+    words = [ck.ROOT / "infer_pythia", "--device=cpu", f"--model={packed}", f"--perplexity={text}", "--context=64", "--json",
+             f"--against={packed}"]
+    results = [json.loads(subprocess.run([*words, f"--activations={activations}"], capture_output=True, check=True).stdout)
+               for activations in ("auto", "fp8")]
+    assert results[0]["kl_mean"] == 0 and 0 < results[1]["kl_mean"] < 0.05
+
+
 @pytest.mark.parametrize("scheme", quantization.SCHEMES)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_infer_pythia_runs_what_the_file_means(tmp_path, family, scheme):

@@ -177,9 +177,11 @@ ROWS = [
            "if (!p.x_is_older) wait_for_predecessors();", "", gpu("ChainedRows/*.MatmulWith*")),
     Mutant("GPU: a row of codes has the scale of its neighbour", "ScaledColumns", "output_.x_scales[row];",
            "output_.x_scales[row ^ 1];", gpu("Fp8RowsMatmulTest*EveryEpilogue")),
-    Mutant("GPU: all of K is summed in the tensor core", "sum_stages_of_codes", "multiply_stage<true, true>(d, operands_at(at.stage));",
-           "step == 0 ? multiply_stage<true, true>(sum, operands_at(at.stage)) : "
-           "multiply_stage<false, true>(sum, operands_at(at.stage)); for (int i = 0; i < R; ++i) d[i] = 0;",
+    Mutant("GPU: all of K is summed in the tensor core", "sum_stages_of_codes",
+           "multiply_stage<true, true>(d, operands_at(at.stage)); wgmma_wait<0>(); pin(d);",
+           "if (step > 0) { multiply_stage<false, true>(sum, operands_at(at.stage)); } "
+           "else { multiply_stage<true, true>(sum, operands_at(at.stage)); } "
+           "wgmma_wait<0>(); pin(sum); for (int i = 0; i < R; ++i) d[i] = step == 0 ? sum[i] : 0;",
            gpu("Fp8RowsMatmulTest*LargeAndOddSizes")),
     Mutant("GPU: a quantised row leaves out the last piece for its scale", "quantize_rows_kernel",
            "amax = fmaxf(amax, fabsf(values[piece].get(i)));",
