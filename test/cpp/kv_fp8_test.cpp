@@ -33,7 +33,7 @@ using test::Trace;
 
 TEST(KvFp8, ACodeIsTheNearestNumberOfTheFormat) {
   std::mt19937 random(3);
-  for (int i = 0; i < 2'000'000; ++i) {
+  for (int i = 0; i < 300'000; ++i) {
     // from below half of the smallest number to the largest
     const std::uint32_t bits = static_cast<std::uint32_t>(random() & 0x80FFFFFFu) + ((115u + random() % 20u) << 23);
     const float value = std::bit_cast<float>(bits);
@@ -263,9 +263,10 @@ TEST(KvFp8, EachLayerAttendsToItsStoredKeysAndValues) {
 }
 
 TEST(KvFp8, BitsOfASequenceDoNotDependOnWhatElseRuns) {
-  for (const GoldenCase& golden : golden_cases()) {
-    SCOPED_TRACE(golden.name);
-    const auto model = cpu::load_inference(ModelFile::open(golden.model), pool(90));
+  for (const char* name : {"llama-hs32-gqa2", "neox-hs32-padded", "smollm3-window-tied"}) {
+    SCOPED_TRACE(name);
+    const std::string path = std::string("test/fixtures/golden/") + name + ".model.bin";
+    const auto model = cpu::load_inference(ModelFile::open(path), pool(90));
     const std::vector<Sequence> all = test::random_sequences(model->config(), kSlots, 30);
     std::vector<Trace> alone;
     for (const Sequence& sequence : all) alone.push_back(run(*model, {sequence}, 64, false, 1)[0]);
