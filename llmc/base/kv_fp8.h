@@ -31,14 +31,16 @@ WEFT_HOST_DEVICE constexpr std::uint32_t kv_scale(std::uint32_t amax_bits) {
 WEFT_HOST_DEVICE constexpr std::uint32_t kv_scale_bits(std::uint32_t scale) {
   return scale << 23;
 }
-// fp32 bits of 2^-e, by which a value is multiplied before kv_code(); 0 for kKvNotFinite.
+// fp32 bits of 2^-e, by which a value is multiplied before kv_code(); of 1 for kKvNotFinite: infinity times 0 is a NaN, whose
+// sign differs between devices.
 WEFT_HOST_DEVICE constexpr std::uint32_t kv_inverse_bits(std::uint32_t scale) {
-  return scale == kKvNotFinite ? 0 : (254 - scale) << 23;
+  return scale == kKvNotFinite ? 127u << 23 : (254 - scale) << 23;
 }
-// The code nearest to a number, given by its fp32 bits; ties to even, saturating.
+// The code nearest to a number, given by its fp32 bits; ties to even, saturating. One code for every NaN.
 WEFT_HOST_DEVICE constexpr std::uint32_t kv_code(std::uint32_t bits) {
-  constexpr std::uint32_t kLargest = 0x7E;
+  constexpr std::uint32_t kLargest = 0x7E, kNaN = 0x7F;
   const std::uint32_t sign = bits >> 24 & 0x80u, magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > 0x7F800000u) return kNaN;
   if (magnitude >= 121u << 23) {  // 2^-6, the smallest normal number: three bits of mantissa stay
     const std::uint32_t rounded = (magnitude + 0x7FFFFu + (magnitude >> 20 & 1u)) >> 20, code = rounded - (120u << 3);
     return sign | (code < kLargest ? code : kLargest);

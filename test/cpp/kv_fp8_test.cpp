@@ -55,6 +55,8 @@ TEST(KvFp8, ACodeIsTheNearestNumberOfTheFormat) {
     EXPECT_EQ(kv_code(std::bit_cast<std::uint32_t>(large)), 0x7Eu);
     EXPECT_EQ(kv_code(std::bit_cast<std::uint32_t>(-large)), 0xFEu);
   }
+  for (const std::uint32_t nan : {0x7FC00000u, 0xFFC00000u, 0x7FFFFFFFu, 0xFF800001u}) EXPECT_EQ(kv_code(nan), 0x7Fu);
+  EXPECT_EQ(kv_code(0x7F800000u), 0x7Eu);
   for (const float small : {0.0f, 1e-45f, 1e-30f, 0x1p-10f}) {  // half of the smallest number is a tie
     EXPECT_EQ(kv_code(std::bit_cast<std::uint32_t>(small)), 0u);
     EXPECT_EQ(kv_code(std::bit_cast<std::uint32_t>(-small)), 0x80u);

@@ -267,8 +267,8 @@ double distance(const Floats& a, const Floats& b) {
 // Values at the middle between two codes may get either, after the errors of 16 bits: so the GPU is as near to the CPU as
 // codes are to 16 bits, no nearer.
 TEST(CudaInference, KeysAndValuesInFp8MatchTheCpu) {
-  std::vector<test::NamedConfig> models = test::small_models();
-  models.push_back({"windows", windowed_llama(16, 33)});
+  const std::vector<test::NamedConfig> models = {
+      test::small_models().front(), test::small_models().back(), {"windows", windowed_llama(16, 33)}};
   for (const test::NamedConfig& each : models) {
     for (const DType dtype : {DType::f16, DType::bf16}) {
       SCOPED_TRACE(each.name + " in " + dtype_name(dtype));
@@ -357,25 +357,22 @@ TEST(CudaInference, BitsOfASequenceWithWindowsDoNotDependOnWhatElseRuns) {
 }
 
 TEST(CudaInference, BitsOfASequenceInFp8DoNotDependOnWhatElseRuns) {
-  std::vector<test::NamedConfig> models = test::small_models();
-  models.push_back({"windows", windowed_llama(16, 33)});
+  const std::vector<test::NamedConfig> models = {test::small_models().front(), {"windows", windowed_llama(16, 33)}};
   for (const test::NamedConfig& each : models) {
-    for (const DType dtype : {DType::f16, DType::bf16}) {
-      SCOPED_TRACE(each.name + " in " + dtype_name(dtype));
-      const Fixture fixture(each.config, dtype);
-      const auto model = fixture.on_gpu(fp8_pool(60)), direct = fixture.on_gpu(fp8_pool(60), true);
-      const std::vector<test::Sequence> all = test::random_sequences(each.config, test::kSlots, 60);
-      std::vector<test::Trace> alone;
-      for (const test::Sequence& sequence : all) alone.push_back(test::run(*model, {sequence}, 64, false, 1)[0]);
-      for (const std::int64_t chunk : {1, 5, 64}) {
-        EXPECT_TRUE(test::run(*model, all, chunk, chunk == 5, 9) == alone) << "chunks of " << chunk;
-      }
-      EXPECT_TRUE(test::run(*direct, all, 5, true, 9) == alone) << "launches one by one differ from their graph";
-      const auto engine = fixture.on_gpu(fp8_pool(14));
-      EXPECT_GT(test::expect_engine_changes_nothing(*engine, 3, 20, 1).prefix_ids, 0);
-      test::expect_drafts_verified(*fixture.on_gpu(fp8_pool(24)));
+    SCOPED_TRACE(each.name);
+    const Fixture fixture(each.config, each.name == "windows" ? DType::bf16 : DType::f16);
+    const auto model = fixture.on_gpu(fp8_pool(60));
+    const std::vector<test::Sequence> all = test::random_sequences(each.config, 4, 60);
+    std::vector<test::Trace> alone;
+    for (const test::Sequence& sequence : all) alone.push_back(test::run(*model, {sequence}, 64, false, 1)[0]);
+    for (const std::int64_t chunk : {1, 5}) {
+      EXPECT_TRUE(test::run(*model, all, chunk, chunk == 5, 9) == alone) << "chunks of " << chunk;
     }
+    const auto direct = fixture.on_gpu(fp8_pool(60), true);
+    EXPECT_TRUE(test::run(*direct, all, 5, true, 9) == alone) << "launches one by one differ from their graph";
   }
+  const Fixture fixture(windowed_llama(100, 0), DType::bf16);
+  test::expect_engine_changes_nothing(*fixture.on_gpu(fp8_pool(14)), 2, 8, 1);
 }
 
 TEST(CudaInference, Fp8IsRefusedWhereThereIsNoKernel) {
