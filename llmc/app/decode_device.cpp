@@ -193,7 +193,7 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored, const std::op
 }
 
 // --decode auto: fused if this GPU and model have it, otherwise graph, with a line that says why. It never is with
-// --kv-dtype fp8, which parse_infer_options() refuses beside --decode fused. Many sequences and
+// --kv-dtype fp8 and --activations fp8, which parse_infer_options() refuses beside --decode fused. Many sequences and
 // drafts take graph unless fused is asked for, so that the bits of a request do not depend on how much else runs.
 void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
   if (settings_.bench_layer && (!config.parallel_residual || config.quantization.any())) {
@@ -209,9 +209,6 @@ void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
     return;
   }
   if (fp8_activations()) {
-    if (settings_.decode == "fused") {
-      fail(Exit::environment, "--decode fused: got --activations fp8, which its kernel has not. Use --decode graph");
-    }
     decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;
     return;
   }

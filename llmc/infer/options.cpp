@@ -158,7 +158,7 @@ void add_measurements(OptionTable& table, InferSettings& s) {
                 "tokens by which the window moves, less than the context; 0: half of it");
   table.text("against", s.against, "FILE",
              "instead of the perplexity: how far the distributions of the next token lie from those of this model, "
-             "whose --kv-dtype is always auto");
+             "whose --kv-dtype and --activations are always auto");
 
   table.group("Benchmark");
   table.text("bench-contexts", s.bench_contexts, "64,1024",
@@ -270,6 +270,16 @@ void check_kv_dtype(const InferSettings& s) {
   }
 }
 
+void check_activations(const InferSettings& s) {
+  if (s.activations != "fp8") return;
+  if (s.decode == "fused") {
+    fail(Exit::usage, "--activations: got fp8, --decode fused multiplies in 16 bits. Use --decode graph");
+  }
+  if (s.task == InferTask::compare) {
+    fail(Exit::usage, "--activations: got fp8, --compare is for fp32: what a dump holds");
+  }
+}
+
 // Drafts are only for tasks that generate.
 void check_drafts(const OptionTable& table, const InferSettings& s) {
   if (table.given("draft") && s.draft.empty()) fail(Exit::usage, "--draft: got '', expected a value");
@@ -364,6 +374,7 @@ void check_together(const OptionTable& table, InferSettings& s) {
     random_model_config(s.random_model);  // refuses an unknown name
   }
   check_kv_dtype(s);
+  check_activations(s);
   check_rules(table, s);
   check_drafts(table, s);
 }

@@ -267,7 +267,7 @@ def ids_of(path) -> list[int]:
 def test_activations_in_fp8_change_a_trained_model_little(tmp_path, model):
     """Against the same file with activations that are not rounded."""
     packed, source = tmp_path / "fp8.bin", ck.ROOT / "models" / model
-    assert convert_hf.main([str(source), "-o", str(packed), "--quantize", "fp8"]) == 0
+    assert ck.run_script("convert_hf.py", source, "-o", packed, "--quantize", "fp8").returncode == 0
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a little girl. She had a red ball and a dog. One day they went to the park.\n" * 4)
     words = [ck.ROOT / "infer_pythia", "--device=cpu", f"--model={packed}", f"--perplexity={text}", "--context=64", "--json",
