@@ -56,6 +56,8 @@ struct DecodeTiling {
   // Over codes two warps' rings fit into the memory of three, as a long one does.
   static constexpr int kPairRing = std::min(kMostSlots, kCodes ? kRing + kRing / 2 : 2 * kRing);
   static constexpr int kLongRing = std::min(kMostSlots, 3 * kRing);
+  // Rings of kRing whose memory two pair rings take: a GPU of 99 KB a block has that of three.
+  static constexpr int kPairNeeds = (2 * kPairRing + kRing - 1) / kRing;
   static constexpr int kRingBytes = kTileBytes + kRing * kSlotBytes;
 };
 
@@ -99,7 +101,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
     int warps = a.item_warps, slots = Tiling::kRing;
     if (count <= 2 * blocks) {
       warps = count <= blocks ? 1 : 2;
-      slots = warps == 1 ? Tiling::kLongRing : Tiling::kPairRing;
+      slots = warps == 1 ? Tiling::kLongRing : a.item_warps >= Tiling::kPairNeeds ? Tiling::kPairRing : Tiling::kRing;
     }
     const int warp = threadIdx.x / kWarpSize, first = warp < warps ? warp * blocks + block : count;
     const unsigned tile =
@@ -146,8 +148,8 @@ void launch_with(const PagedAttention<S>& io, const LaunchDevice& device, cudaSt
   const int most = std::min(shared_bytes_per_block(), kMostBytes);
   const int warps = std::min<int>(Tiling::kWarps, (most - Tiling::kBeginBytes) / Tiling::kRingBytes);
   const int shared = Tiling::kBeginBytes + warps * Tiling::kRingBytes;
-  static_assert(Tiling::kBeginBytes + 3 * Tiling::kRingBytes <= 99 * 1024 && Tiling::kPairRing <= 2 * Tiling::kRing &&
-                    Tiling::kLongRing <= 3 * Tiling::kRing,
+  static_assert(Tiling::kBeginBytes + 3 * Tiling::kRingBytes <= 99 * 1024 && Tiling::kPairNeeds <= Tiling::kWarps &&
+                    Tiling::kLongRing <= 3 * Tiling::kRing && (!kCodes || Tiling::kPairNeeds <= 3),
                 "three warps' rings fit on every GPU, and so does a long one");
   const auto kernel = paged_items_kernel<S, Tiling, kAppends>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kName);
