@@ -13,7 +13,7 @@ namespace weft::test {
 constexpr std::array kEpilogues = {cuda::RowsEpilogue::store,  cuda::RowsEpilogue::gelu,
                                    cuda::RowsEpilogue::swiglu, cuda::RowsEpilogue::geglu_tanh,
                                    cuda::RowsEpilogue::add,    cuda::RowsEpilogue::store_fp32};
-constexpr std::array kPaths = {cuda::RowsPath::automatic, cuda::RowsPath::portable};
+inline constexpr std::array kPaths = {cuda::RowsPath::automatic, cuda::RowsPath::portable};
 
 inline bool is_fp32(cuda::RowsEpilogue epilogue) {
   return epilogue == cuda::RowsEpilogue::add || epilogue == cuda::RowsEpilogue::store_fp32;
