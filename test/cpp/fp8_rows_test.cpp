@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <random>
 #include <set>
 #include <string>
 
 #include "golden_cases.h"
+#include "gradient_check.h"
 #include "inference_tools.h"
 #include "llmc/app/decode_device.h"
 #include "llmc/base/error.h"
@@ -24,16 +24,9 @@
 namespace weft {
 namespace {
 
+using test::Floats;
+using test::random_floats;
 using test::RandomMatrix;
-using Floats = std::vector<float>;
-
-Floats random_floats(std::int64_t count, std::uint32_t seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  Floats values(static_cast<std::size_t>(count));
-  for (float& value : values) value = normal(random);
-  return values;
-}
 
 struct Rows {
   Floats values, scales;

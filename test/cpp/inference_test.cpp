@@ -5,7 +5,6 @@
 #include <cmath>
 #include <functional>
 #include <numeric>
-#include <random>
 
 #include "golden_cases.h"
 #include "gradient_check.h"
@@ -25,17 +24,10 @@ namespace {
 using test::expect_close;
 using test::Floats;
 using test::kSlots;
+using test::random_floats;
 using test::run;
 using test::Sequence;
 using test::Trace;
-
-Floats random_floats(std::size_t count, std::uint32_t seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  Floats values(count);
-  for (float& value : values) value = normal(random);
-  return values;
-}
 
 // ---- operators ------------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ namespace {
 using test::expect_close;
 using test::Floats;
 using test::kSlots;
+using test::random_floats;
 using test::run;
 using test::Sequence;
 using test::Trace;
@@ -126,14 +127,6 @@ TEST(KvFp8, AStoredRowErrsByHalfASpacing) {
 
 // ---- attention ------------------------------------------------------------------------------------------------------
 
-Floats random_floats(std::size_t count, std::uint32_t seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  Floats values(count);
-  for (float& value : values) value = normal(random);
-  return values;
-}
-
 // The codes in shuffled pages against plain attention over what they stand for, and against fp32 pages of that, bit for bit.
 // Rows of one head differ in magnitude from those of the next, and so do keys and values: scales matter.
 TEST(KvFp8, AttentionIsThatOverTheStoredNumbers) {
@@ -146,8 +139,8 @@ TEST(KvFp8, AttentionIsThatOverTheStoredNumbers) {
         Shape{2, 2, 80, P}, Shape{3, 1, 128, 30}}) {
     SCOPED_TRACE(format("heads of %lld, window %lld", static_cast<long long>(HS), static_cast<long long>(window)));
     const float scale = 0.02f;
-    const Floats q = random_floats(static_cast<std::size_t>(T * NH * HS), 5);
-    Floats k = random_floats(static_cast<std::size_t>(T * NKV * HS), 6), v = random_floats(k.size(), 7);
+    const Floats q = random_floats(T * NH * HS, 5);
+    Floats k = random_floats(T * NKV * HS, 6), v = random_floats(T * NKV * HS, 7);
     for (std::size_t i = 0; i < k.size(); ++i) {
       const auto row = static_cast<int>(static_cast<std::int64_t>(i) / HS);
       k[i] = std::ldexp(k[i], row % 3);

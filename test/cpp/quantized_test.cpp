@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <random>
 
 #include "golden_cases.h"
+#include "gradient_check.h"
 #include "inference_tools.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/cpu/matmul_rows.h"
@@ -20,16 +20,9 @@
 namespace weft {
 namespace {
 
+using test::Floats;
+using test::random_floats;
 using test::RandomMatrix;
-using Floats = std::vector<float>;
-
-Floats random_floats(std::int64_t count, std::uint32_t seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  Floats values(static_cast<std::size_t>(count));
-  for (float& value : values) value = normal(random);
-  return values;
-}
 
 // Against sums in double; a row's bits whatever the others; u4 against its weights as floats, bit for bit. The columns are
 // ragged for groups of 128 and for vectors, the outputs for blocks and panels.
