@@ -9,18 +9,15 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
-#include <deque>
 #include <memory>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "llmc/base/clock.h"
+#include "dev/bench/timed_model.h"
 #include "llmc/base/error.h"
 #include "llmc/infer/batch_bench.h"
 #include "llmc/infer/bench.h"
@@ -30,60 +27,8 @@ using namespace weft;
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-constexpr std::int64_t kPositions = 2048, kTokens = 1000;
-
-class TimedDevice final : public InferenceModel {
- public:
-  TimedDevice(std::int64_t sequences, std::int64_t depth, double step_seconds)
-      : step_(duration_of(step_seconds)), slots_(sequences), depth_(depth) {
-    config_.vocab_size = config_.tokenizer_vocab = 50'304;
-    config_.max_positions = kPositions;
-  }
-
-  const ModelConfig& config() const override { return config_; }
-  std::vector<MemoryLine> memory() const override { return {}; }
-  std::uint64_t bytes_per_step(std::int64_t, std::int64_t) const override { return 0; }
-  std::int64_t page_size() const override { return 32; }
-  std::int64_t num_pages() const override { return slots_ * kPositions / page_size(); }
-  std::int64_t slots() const override { return slots_; }
-  std::int64_t max_rows() const override { return 2048; }
-  std::int64_t max_positions() const override { return kPositions; }
-  std::int64_t depth() const override { return depth_; }
-  void keep_activations(bool) override {}
-  std::vector<float> activation(const std::string&) override { return {}; }
-
-  void submit(std::span<const Chunk> work) override {
-    ready_ = std::max(ready_, Clock::now()) + step_;
-    std::vector<ChunkResult> results(work.size());
-    for (std::size_t i = 0; i < work.size(); ++i) {
-      if (work[i].sampling != nullptr) results[i].sampled = ScoredId{5, 0, {}};
-    }
-    flights_.push_back({ready_, std::move(results)});
-  }
-  std::span<const ChunkResult> collect() override {
-    while (Clock::now() < flights_.front().ready) {
-    }
-    ended_ = flights_.front().ready;
-    results_ = std::move(flights_.front().results);
-    flights_.pop_front();
-    return results_;
-  }
-  double ended_seconds() const override { return in_seconds(ended_.time_since_epoch()); }
-
- private:
-  struct Flight {
-    Clock::time_point ready;
-    std::vector<ChunkResult> results;
-  };
-  const Clock::duration step_;
-  const std::int64_t slots_, depth_;
-  ModelConfig config_;
-  std::deque<Flight> flights_;
-  std::vector<ChunkResult> results_;
-  Clock::time_point ready_, ended_;
-};
+constexpr std::int64_t kVocabulary = 50'304, kTokens = 1000;
+constexpr TimedModel::Wait kPolls = TimedModel::Wait::polls;
 
 // Processes that compute until this is destroyed.
 class BusyLoops {
@@ -111,10 +56,11 @@ class BusyLoops {
 
 double tokens_per_second(std::int64_t sequences, std::int64_t depth, double step_seconds) {
   if (sequences == 1) {
-    const auto model = single_sequence(std::make_shared<TimedDevice>(1, depth, step_seconds), kPositions);
+    const auto model = single_sequence(std::make_shared<TimedModel>(kVocabulary, 1, depth, step_seconds, kPolls),
+                                       TimedModel::kPositions);
     return run_bench(*model, {.tokens = kTokens}).main.decode.tokens_per_second();
   }
-  TimedDevice model(sequences, depth, step_seconds);
+  TimedModel model(kVocabulary, sequences, depth, step_seconds, kPolls);
   BatchBenchOptions options;
   options.sequences = {sequences};
   options.tokens = kTokens;

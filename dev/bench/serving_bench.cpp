@@ -21,12 +21,12 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
-#include <deque>
 #include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "dev/bench/timed_model.h"
 #include "llmc/base/error.h"
 #include "llmc/base/file.h"
 #include "llmc/base/percentile.h"
@@ -42,76 +42,11 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr const char* kTokenizer = "models/tiny-pythia/tokenizer.json";
-constexpr std::int64_t kPrompt = 128, kTokens = 500, kPositions = 2048, kRequests = 2;
+constexpr std::int64_t kPrompt = 128, kTokens = 500, kRequests = 2;
 
 double seconds(Clock::duration duration) {
   return std::chrono::duration<double>(duration).count();
 }
-
-// Answers a step when its time has passed since the one before was answered, as a GPU does.
-class TimedModel final : public InferenceModel {
- public:
-  TimedModel(std::int64_t vocab_size, std::int64_t sequences, double step_seconds)
-      : step_(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(step_seconds))),
-        slots_(sequences) {
-    config_.vocab_size = config_.tokenizer_vocab = vocab_size;
-    config_.max_positions = kPositions;
-  }
-
-  const ModelConfig& config() const override { return config_; }
-  std::vector<MemoryLine> memory() const override { return {}; }
-  std::uint64_t bytes_per_step(std::int64_t, std::int64_t) const override { return 0; }
-  std::int64_t page_size() const override { return 32; }
-  std::int64_t num_pages() const override { return slots_ * kPositions / page_size(); }
-  std::int64_t slots() const override { return slots_; }
-  std::int64_t max_rows() const override { return 2048; }
-  std::int64_t max_positions() const override { return kPositions; }
-  std::int64_t depth() const override { return 2; }
-  void keep_activations(bool) override {}
-  std::vector<float> activation(const std::string&) override { return {}; }
-
-  void submit(std::span<const Chunk> work) override {
-    const Clock::time_point begin = Clock::now();
-    if (flights_.size() >= 2) fail(Exit::internal, "timed model: too many steps");
-    last_ready_ = std::max(last_ready_, begin) + step_;
-    std::vector<ChunkResult> results(work.size());
-    for (std::size_t i = 0; i < work.size(); ++i) {
-      without_ids += work[i].ids.empty();
-      if (work[i].sampling == nullptr) continue;
-      word_ = word_ * 6364136223846793005u + 1442695040888963407u;
-      const auto id = static_cast<std::int32_t>((word_ >> 33) % static_cast<std::uint64_t>(config_.vocab_size));
-      results[i].sampled = ScoredId{id, 0, {}};
-    }
-    flights_.push_back({last_ready_, std::move(results)});
-    deepest = std::max(deepest, flights_.size());
-    taken += Clock::now() - begin;
-  }
-  std::span<const ChunkResult> collect() override {
-    const Clock::time_point begin = Clock::now();
-    std::this_thread::sleep_until(flights_.front().ready);
-    collected_ = std::move(flights_.front().results);
-    flights_.pop_front();
-    taken += Clock::now() - begin;
-    return collected_;
-  }
-
-  Clock::duration taken{0};  // in submit() and collect()
-  std::size_t deepest = 0;
-  std::int64_t without_ids = 0;  // chunks whose id was sampled by the step before
-
- private:
-  struct Flight {
-    Clock::time_point ready;
-    std::vector<ChunkResult> results;
-  };
-  const Clock::duration step_;
-  const std::int64_t slots_;
-  ModelConfig config_;
-  std::deque<Flight> flights_;
-  std::vector<ChunkResult> collected_;
-  Clock::time_point last_ready_;
-  std::uint64_t word_ = 1;
-};
 
 EngineOptions engine_options(std::int64_t sequences) {
   EngineOptions options;
@@ -159,7 +94,7 @@ struct EngineFigures {
 };
 
 EngineFigures run_engine(const Tokenizer& tokenizer, std::int64_t sequences, double step_seconds) {
-  TimedModel model(tokenizer.vocab_size(), sequences, step_seconds);
+  TimedModel model(tokenizer.vocab_size(), sequences, 2, step_seconds, TimedModel::Wait::sleeps);
   Engine engine(model, engine_options(sequences));
   for (std::int64_t i = 0; i < sequences; ++i) std::make_shared<Client>(engine, model, tokenizer, i)->ask();
   EngineFigures figures;
@@ -252,7 +187,7 @@ struct ServerFigures {
 };
 
 ServerFigures run_server(const Tokenizer& tokenizer, std::int64_t sequences, double step_seconds) {
-  TimedModel model(tokenizer.vocab_size(), sequences, step_seconds);
+  TimedModel model(tokenizer.vocab_size(), sequences, 2, step_seconds, TimedModel::Wait::sleeps);
   const EngineOptions options = engine_options(sequences);
   ServerOptions server_options;
   server_options.address = {"127.0.0.1", 0};
