@@ -111,7 +111,7 @@ InferenceOptions pool_of_draft(const ModelConfig& config, const InferenceModel& 
 
 void check_activations(const InferSettings& settings, const ModelConfig& config,
                        const std::optional<LoraConfig>& lora) {
-  if (settings.activations != "fp8") return;
+  if (!settings.fp8_activations()) return;
   const std::string reason = fp8_activations_unsupported_reason(config.quantization, lora.has_value());
   if (!reason.empty()) fail(Exit::usage, "--activations fp8: %s. Use --activations auto", reason.c_str());
 }
@@ -182,7 +182,7 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored, const std::op
     fail(Exit::usage, "--kv-dtype: got fp8, on the GPU it needs --dtype fp16 or bf16");
   }
   const std::string reason = cuda::inference_unsupported_reason(config, dtype_);
-  if (fp8_activations() && reason.empty()) {
+  if (settings_.fp8_activations() && reason.empty()) {
     std::string of_fp8 = cuda::fp8_activations_unsupported_reason(config, dtype_, lora);
     if (of_fp8.empty()) of_fp8 = cuda::fp8_activations_unsupported_gpu();
     if (!of_fp8.empty()) fail(Exit::environment, "--activations fp8: %s. Use --activations auto", of_fp8.c_str());
@@ -208,11 +208,7 @@ void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
     decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;
     return;
   }
-  if (fp8_activations()) {
-    decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;
-    return;
-  }
-  if (many) {
+  if (many || settings_.fp8_activations()) {
     decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;
     if (decode_ != "fused") return;
     const std::string reason = cuda::fused_steps_unsupported_reason(config, dtype_);
@@ -259,7 +255,7 @@ void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity
                                    : cuda::plan_inference(each, pages, dtype, lora, fp8));
     };
     return (draft_ ? of(*draft_, fuses_draft(*draft_), std::nullopt, false) : 0) + steps_memory(config) +
-           of(config, fused, lora_, fp8_activations());
+           of(config, fused, lora_, settings_.fp8_activations());
   };
   const std::uint64_t available = choice_.available_bytes, needed = planned(capacity, dtype_);
   if (needed <= available) return;
@@ -288,15 +284,17 @@ std::unique_ptr<DecodeModel> DecodeDevice::one_on_gpu(const ModelConfig& config,
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int64_t capacity) const {
-  if (!choice_.gpu) return single_sequence(load_pages(file, sequence_pool(capacity), fp8_activations()), capacity);
+  if (!choice_.gpu)
+    return single_sequence(load_pages(file, sequence_pool(capacity), settings_.fp8_activations()), capacity);
   return one_on_gpu(file.config(), capacity,
-                    [&](const InferenceOptions& pool) { return load_pages(file, pool, fp8_activations()); });
+                    [&](const InferenceOptions& pool) { return load_pages(file, pool, settings_.fp8_activations()); });
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
   if (!choice_.gpu) return single_sequence(random_pages(config, sequence_pool(capacity), false), capacity);
-  return one_on_gpu(config, capacity,
-                    [&](const InferenceOptions& pool) { return random_pages(config, pool, fp8_activations()); });
+  return one_on_gpu(config, capacity, [&](const InferenceOptions& pool) {
+    return random_pages(config, pool, settings_.fp8_activations());
+  });
 }
 
 std::uint64_t DecodeDevice::steps_memory(const ModelConfig& config) const {
@@ -367,8 +365,9 @@ InferenceOptions DecodeDevice::many_pool(const ModelConfig& config, std::uint64_
   };
   const InferenceOptions largest =
       pool_of(std::max(kv_of_both(config.max_positions * sequences), 3 * kv_of_both(InferenceOptions{}.page_size)));
-  std::uint64_t beside = total_bytes(cuda::plan_inference(config, largest, dtype_, lora_, fp8_activations())) -
-                         elements.of(config, largest.num_pages * largest.page_size);
+  std::uint64_t beside =
+      total_bytes(cuda::plan_inference(config, largest, dtype_, lora_, settings_.fp8_activations())) -
+      elements.of(config, largest.num_pages * largest.page_size);
   beside += steps_memory(config);
   if (draft_) {
     InferenceOptions of_draft = largest;
@@ -415,7 +414,7 @@ double DecodeDevice::read_ceiling() const {
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int64_t capacity) const {
-  return single_sequence(load_pages(file, sequence_pool(capacity), fp8_activations()), capacity);
+  return single_sequence(load_pages(file, sequence_pool(capacity), settings_.fp8_activations()), capacity);
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
@@ -462,32 +461,32 @@ InferenceOptions DecodeDevice::draft_pool(const ModelConfig& config, const Infer
 void DecodeDevice::announce_gpu() const {
   if (!choice_.gpu) return;
   log_info("running on %s in %s, %sdecode %s", choice_.name.c_str(), dtype_name(dtype_),
-           fp8_activations() ? "activations of linear layers in fp8, " : "", decode_.c_str());
+           settings_.fp8_activations() ? "activations of linear layers in fp8, " : "", decode_.c_str());
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& file, std::uint64_t kv_memory,
                                                              std::int64_t sequences) const {
   announce_gpu();
-  return load_pages(file, many_pool(file.config(), kv_memory, sequences), fp8_activations());
+  return load_pages(file, many_pool(file.config(), kv_memory, sequences), settings_.fp8_activations());
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::make_random_inference(const ModelConfig& config, std::uint64_t kv_memory,
                                                                     std::int64_t sequences) const {
   announce_gpu();
-  return random_pages(config, many_pool(config, kv_memory, sequences), fp8_activations());
+  return random_pages(config, many_pool(config, kv_memory, sequences), settings_.fp8_activations());
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_sequence(const ModelFile& file, std::int64_t capacity) const {
   announce_gpu();
   check_memory(file.config(), capacity);
-  return load_pages(file, sequence_pool(capacity), fp8_activations());
+  return load_pages(file, sequence_pool(capacity), settings_.fp8_activations());
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::make_random_sequence(const ModelConfig& config,
                                                                    std::int64_t capacity) const {
   announce_gpu();
   check_memory(config, capacity);
-  return random_pages(config, sequence_pool(capacity), fp8_activations());
+  return random_pages(config, sequence_pool(capacity), settings_.fp8_activations());
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_draft(const ModelFile& file, const InferenceModel& model) const {

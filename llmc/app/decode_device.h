@@ -89,8 +89,6 @@ class DecodeDevice {
   std::unique_ptr<InferenceModel> random_pages(const ModelConfig& config, const InferenceOptions& pool,
                                                bool fp8_activations = false) const;
 
-  bool fp8_activations() const { return settings_.activations == "fp8"; }
-
   const InferSettings& settings_;
   DeviceChoice choice_;
   std::optional<ModelConfig> draft_;

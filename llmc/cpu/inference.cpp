@@ -65,8 +65,7 @@ std::uint64_t Inference::bytes_per_step(std::int64_t sequences, std::int64_t con
 }
 
 void Inference::use_fp8_activations() {
-  const std::int64_t widest = std::max({config_.hidden_size, config_.q_size(), config_.ffn_size});
-  codes_.resize(static_cast<std::size_t>(options_.max_rows * widest));
+  codes_.resize(static_cast<std::size_t>(options_.max_rows * widest_input(config_)));
   code_scales_.resize(static_cast<std::size_t>(options_.max_rows));
 }
 

@@ -133,9 +133,8 @@ class Engine {
   void cancel(RequestId id);
 
   // From one thread: takes up what came in, submits a step, and hands out the results of the oldest one once enough steps are
-  // queued. Returns whether there
-  // is more to do. When nothing is, all slots and pages are free; otherwise a bug has lost them: Exit::internal says what. What
-  // the model throws passes through; the engine cannot go on then, and no listener hears of it.
+  // queued. Returns whether there is more to do. When nothing is, all slots and pages are free; otherwise a bug has lost them:
+  // Exit::internal says what. What the model throws passes through; the engine cannot go on then, and no listener hears of it.
   bool step();
   // Blocks until there is something to do, or until `until`.
   void wait(std::chrono::steady_clock::time_point until);

@@ -260,23 +260,19 @@ void check_rules(const OptionTable& table, const InferSettings& s) {
   }
 }
 
-void check_kv_dtype(const InferSettings& s) {
-  if (!s.kv_fp8()) return;
-  if (s.decode == "fused") {
-    fail(Exit::usage, "--kv-dtype: got fp8, --decode fused reads keys and values of 16 bits. Use --decode graph");
-  }
-  if (s.task == InferTask::compare) {
-    fail(Exit::usage, "--kv-dtype: got fp8, --compare is for fp32: what a dump holds");
-  }
-}
-
-void check_activations(const InferSettings& s) {
-  if (s.activations != "fp8") return;
-  if (s.decode == "fused") {
-    fail(Exit::usage, "--activations: got fp8, --decode fused multiplies in 16 bits. Use --decode graph");
-  }
-  if (s.task == InferTask::compare) {
-    fail(Exit::usage, "--activations: got fp8, --compare is for fp32: what a dump holds");
+void check_fp8(const InferSettings& s) {
+  struct Fp8 {
+    bool wanted;
+    const char *option, *instead;  // what the fused kernel does
+  };
+  for (const auto& [wanted, option, instead] : {Fp8{s.kv_fp8(), "--kv-dtype", "reads keys and values of 16 bits"},
+                                                Fp8{s.fp8_activations(), "--activations", "multiplies in 16 bits"}}) {
+    if (!wanted) continue;
+    if (s.decode == "fused") {
+      fail(Exit::usage, "%s: got fp8, --decode fused %s. Use --decode graph", option, instead);
+    }
+    if (s.task == InferTask::compare)
+      fail(Exit::usage, "%s: got fp8, --compare is for fp32: what a dump holds", option);
   }
 }
 
@@ -373,8 +369,7 @@ void check_together(const OptionTable& table, InferSettings& s) {
   if (table.given("random-model") && !names_config_file(s.random_model)) {
     random_model_config(s.random_model);  // refuses an unknown name
   }
-  check_kv_dtype(s);
-  check_activations(s);
+  check_fp8(s);
   check_rules(table, s);
   check_drafts(table, s);
 }

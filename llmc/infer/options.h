@@ -75,6 +75,7 @@ struct InferSettings {
 
   InferTask task = InferTask::prompt;  // the one whose option was given
   bool kv_fp8() const { return kv_dtype == "fp8"; }
+  bool fp8_activations() const { return activations == "fp8"; }
   bool drafts() const { return lookup > 0 || !draft.empty(); }
   bool prompted() const {  // the task continues one text
     return task == InferTask::prompt || task == InferTask::prompt_file || task == InferTask::prompt_ids;

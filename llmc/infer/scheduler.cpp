@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "llmc/base/error.h"
+#include "llmc/model/queue_depth.h"
 #include "llmc/model/visibility.h"
 
 namespace weft {
@@ -163,9 +164,9 @@ void Scheduler::admit() {
 std::int64_t Scheduler::missing_pages(const Sequence& s) const {
   const std::int64_t missing = s.table.missing(s.known_rows());
   if (options_.window == 0) return missing;
-  // Not more than two steps with rows of a prompt are in flight: can_queue_ahead().
+  // No more steps with rows of a prompt are in flight: can_queue_ahead().
   const std::int64_t positions =
-      options_.window + std::min<std::int64_t>(options_.depth, 2) * options_.rows_per_step + options_.depth;
+      options_.window + least_queued(options_.depth) * options_.rows_per_step + options_.depth;
   return std::min(missing, std::max<std::int64_t>(positions / pool_.page_size() + 2 - s.table.held(), 0));
 }
 

@@ -167,6 +167,10 @@ LinearSize linear_size(const ModelConfig& config, BlockLinear linear) {
   fail(Exit::internal, "unknown linear layer");
 }
 
+std::int64_t widest_input(const ModelConfig& config) {
+  return std::max({config.hidden_size, config.q_size(), config.ffn_size});
+}
+
 bool ModelConfig::rotates(std::int64_t layer) const {
   return !std::binary_search(nope_layers.begin(), nope_layers.end(), layer);
 }

@@ -114,6 +114,8 @@ struct LinearSize {
   std::int64_t C, OC;  // in, out
 };
 LinearSize linear_size(const ModelConfig& config, BlockLinear linear);
+// The largest C of a block's linear layers.
+std::int64_t widest_input(const ModelConfig& config);
 bool has_bias(const ModelConfig& config, BlockLinear linear);
 // What of the model the persistent kernel has no code for, for messages. Null: nothing.
 const char* part_without_fused_kernel(const ModelConfig& config);

@@ -17,13 +17,17 @@ inline constexpr double kQueuedSeconds = 24e-3;
 // Where requests arrive at any time: the first row of each waits behind the queue.
 inline constexpr double kServedQueuedSeconds = 4e-3;
 
+// Where each step must follow the results of the ones before soon: one runs, and one is queued behind it. `most`: as below.
+constexpr std::int64_t least_queued(std::int64_t most) {
+  return most < 2 ? most : 2;
+}
+
 class QueueDepth {
  public:
   // `most`: InferenceModel::depth(). `seconds`: of the device's time, to be queued.
   QueueDepth(std::int64_t most, double seconds) : most_(most), seconds_(seconds) {}
 
-  // Where each step must follow the results of the ones before soon: one runs, and one is queued behind it.
-  std::int64_t least() const { return most_ < 2 ? most_ : 2; }
+  std::int64_t least() const { return least_queued(most_); }
   std::int64_t steps() const;
   // A step was collected, and ended at this time of the device's clock.
   void collected(double ended_seconds);

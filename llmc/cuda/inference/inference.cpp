@@ -54,8 +54,7 @@ ArenaLayout plan_inference_workspace(const ModelConfig& c, const InferenceOption
   for (const BlockLinear linear : kBlockLinears) hidden = std::max(hidden, low_rank_hidden(lora, linear));
   layout.reserve(&b.low_rank, rows * hidden);
   layout.reserve(&b.sums, rows * std::max(adapted_qkv ? c.qkv_size() : 0, adapted_up ? up_columns : 0));
-  const std::int64_t widest = std::max({C, c.q_size(), c.ffn_size});
-  layout.reserve(&b.codes.codes, fp8_activations ? rows * widest : 0);
+  layout.reserve(&b.codes.codes, fp8_activations ? rows * widest_input(c) : 0);
   layout.reserve(&b.codes.scales, fp8_activations ? rows : 0);
   layout.reserve(&b.gathered, logit_rows * C);
   layout.reserve(&b.final_norm, logit_rows * C);
@@ -165,25 +164,23 @@ WEFT_INSTANTIATE(fp16)
 // ---- weights ----------------------------------------------------------------------------------------------------------
 namespace {
 
-void check_pages(const InferenceOptions& pool, const GpuInferenceOptions& options) {
-  if (!pool.kv_fp8) return;
-  if (options.dtype == DType::f32) fail(Exit::usage, "keys and values in fp8 on a GPU need fp16 or bf16 beside them");
-  if (options.fused_steps) fail(Exit::usage, "keys and values in fp8: not with fused steps");
-}
-
 void check_model(const ModelConfig& config, DType dtype) {
   const std::string reason = inference_unsupported_reason(config, dtype);
   if (!reason.empty()) fail(Exit::usage, "%s", reason.c_str());
 }
 
-void check_options(const ModelConfig& config, const GpuInferenceOptions& options) {
+void check_options(const ModelConfig& config, const InferenceOptions& pool, const GpuInferenceOptions& options) {
   check_model(config, options.dtype);
-  if (!options.fp8_activations) return;
-  std::string reason = fp8_activations_unsupported_reason(config, options.dtype, options.lora);
-  if (reason.empty() && options.fused_steps) reason = "not with fused steps";
-  if (!reason.empty()) fail(Exit::usage, "fp8 activations: %s", reason.c_str());
-  if (const std::string gpu = fp8_activations_unsupported_gpu(); !gpu.empty())
-    fail(Exit::environment, "%s", gpu.c_str());
+  if (options.fp8_activations) {
+    std::string reason = fp8_activations_unsupported_reason(config, options.dtype, options.lora);
+    if (reason.empty() && options.fused_steps) reason = "not with fused steps";
+    if (!reason.empty()) fail(Exit::usage, "fp8 activations: %s", reason.c_str());
+    if (const std::string gpu = fp8_activations_unsupported_gpu(); !gpu.empty())
+      fail(Exit::environment, "%s", gpu.c_str());
+  }
+  if (pool.kv_fp8 && options.dtype == DType::f32)
+    fail(Exit::usage, "keys and values in fp8 on a GPU need fp16 or bf16 beside them");
+  if (pool.kv_fp8 && options.fused_steps) fail(Exit::usage, "keys and values in fp8: not with fused steps");
 }
 
 template <typename S>
@@ -299,8 +296,7 @@ std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const Infe
   const ModelFile* const adapter = file.adapter_beside();
   GpuInferenceOptions options = asked;
   if (adapter != nullptr) options.lora = adapter->lora();
-  check_options(file.config(), options);
-  check_pages(pool, options);
+  check_options(file.config(), pool, options);
   if (options.lora && options.fused_steps)
     fail(Exit::usage, "an adapter beside quantised weights: not with fused steps");
   return with_storage(options.dtype, [&](auto storage) {
@@ -314,8 +310,7 @@ std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const Infe
 
 std::unique_ptr<InferenceModel> random_inference(const ModelConfig& config, std::uint64_t seed,
                                                  const InferenceOptions& pool, const GpuInferenceOptions& options) {
-  check_options(config, options);
-  check_pages(pool, options);
+  check_options(config, pool, options);
   return with_storage(options.dtype, [&](auto storage) {
     using S = decltype(storage);
     return filled_inference<S>(config, pool, options, [&](const TensorTable& table, auto parameters) {
