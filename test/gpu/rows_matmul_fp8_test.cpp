@@ -17,6 +17,7 @@
 #include "llmc/base/ceil_div.h"
 #include "llmc/base/error.h"
 #include "llmc/base/fp8.h"
+#include "llmc/cuda/op/norm/residual_norm.h"
 #include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/fp8_rows.h"
@@ -265,6 +266,49 @@ TYPED_TEST(Fp8RowsMatmulTest, CodesAreThoseOfTheCpu) {
       }
     }
   }
+}
+
+// A norm that writes codes: those of its output in 16 bits, for every way to spread a row and for few and many rows.
+TYPED_TEST(Fp8RowsMatmulTest, NormsWriteTheCodesOfTheirOutput) {
+  using T = TypeParam;
+  for (const std::int64_t C : {16, 528, 768, 1024, 2048, 4096, 5120, 8192, 16384}) {
+    for (const auto& [rows, kind] : std::initializer_list<std::pair<std::int64_t, NormKind>>{
+             {3, NormKind::rmsnorm}, {3, NormKind::layernorm}, {301, NormKind::rmsnorm}}) {
+      SCOPED_TRACE(std::to_string(rows) + " rows of " + std::to_string(C));
+      Floats stream = random_floats(rows * C, static_cast<unsigned>(C));
+      stream[static_cast<std::size_t>(C - 1)] = 1000;
+      std::fill_n(stream.end() - C, C, 0.0f);
+      const DeviceBuffer<float> residual = on_device<float>(stream);
+      const DeviceBuffer<T> weight = on_device<T>(random_stored<T>(C, 21)),
+                            bias = on_device<T>(random_stored<T>(C, 22));
+      const auto bytes = static_cast<std::size_t>(rows * C), count = static_cast<std::size_t>(rows);
+      DeviceBuffer<T> out(bytes);
+      const DeviceBuffer<std::uint8_t> codes(bytes + 64), want(bytes + 64);
+      const DeviceBuffer<float> scales(count + 1), want_scales(count + 1);
+      ResidualNormShape shape;
+      shape.rows = rows, shape.C = C, shape.kind = kind, shape.eps = 1e-5f;
+      ResidualNormForward<T, float> io;
+      io.residual = residual.data(), io.weight = weight.data();
+      io.bias = kind == NormKind::layernorm ? bias.data() : nullptr;
+      io.out = out.data();
+      const Stream stream_of_work;
+      residual_norm_forward(shape, io, stream_of_work);
+      quantize_rows_fp8(Fp8Rows{want.data(), want_scales.data()}, out.data(), rows, C, launch_device(), stream_of_work);
+      io.out = nullptr;
+      io.row_codes = {codes.data(), scales.data()};
+      residual_norm_forward(shape, io, stream_of_work);
+      stream_of_work.synchronize("test");
+      expect_same_bits(codes, want, "codes");
+      expect_same_bits(scales, want_scales, "scales");
+    }
+  }
+  ResidualNormShape shape;
+  shape.rows = 1, shape.C = 24;
+  ResidualNormForward<T, float> io;
+  const DeviceBuffer<float> residual(24);
+  io.residual = residual.data();
+  io.row_codes = {reinterpret_cast<std::uint8_t*>(residual.data()), residual.data()};
+  EXPECT_THROW(residual_norm_forward(shape, io, nullptr), Error) << "rows that are no multiple of 16";
 }
 
 // A chain without waiting between the launches, each of which reads what the one before wrote.

@@ -49,6 +49,7 @@ void Inference<S>::normalize(std::int64_t rows, const float* residual, const Nor
   io.weight = norm.weight;
   io.bias = norm.bias;
   io.out = out;
+  if (out == nullptr) io.row_codes = b_.codes;
   if (norm2 != nullptr) {
     io.weight2 = norm2->weight;
     io.bias2 = norm2->bias;
@@ -97,7 +98,7 @@ void Inference<S>::multiply_fp8(const RowsMatmul<S>& io, const PackedMatrix& w, 
       one.bias = bias;
       one.K = K;
       one.K2 = 0;
-      quantize_rows_fp8(b_.codes, x, io.rows, K, launch.device, launch.stream);
+      if (x != nullptr) quantize_rows_fp8(b_.codes, x, io.rows, K, launch.device, launch.stream);
       const Fp8Rows weight = {reinterpret_cast<std::uint8_t*>(matrix.blocks), matrix.row_scales};
       rows_matmul_fp8(one, b_.codes, weight, launch.device, launch.stream);
     };
@@ -155,7 +156,7 @@ void Inference<S>::multiply_up(const DeviceBlock<S>& w, RowRange rows, const Lau
     return activate(rows, launch.stream);
   }
   RowsMatmul<S> io;
-  io.x = norm2() + rows.begin * C;
+  io.x = norms_in_codes() ? nullptr : norm2() + rows.begin * C;
   io.rows = rows.end - rows.begin;
   io.K = C;
   io.OC = F;
@@ -288,16 +289,17 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
   // An adapter has one workspace, and so have the codes of fp8.
   const bool beside = parallel() && !options_.direct && !options_.lora && !options_.fp8_activations && first == 0 &&
                       rows >= options_.two_stream_rows;
+  S* const norm1 = norms_in_codes() ? nullptr : b_.norm1;
   if (parallel()) {
     normalize(rows, b_.residual, w.input_norm, b_.norm1, &w.post_norm, b_.norm2);
   } else if (l == 0 || !config_.post_norms) {  // otherwise the layer before has computed it
-    normalize(rows, b_.residual, w.input_norm, b_.norm1);
+    normalize(rows, b_.residual, w.input_norm, norm1);
   }
   keep(prefix + "input_norm", b_.norm1, C);
   if (beside) fork_stream(stream_, side_stream_, forked_, "inference step");
   named("QKV", [&] {
     if (!w.qkv.low_rank.empty()) return multiply_with_adapter(b_.norm1, w, BlockLinear::qkv, rows, b_.qkv);
-    multiply(b_.norm1, w.qkv, rows, C, qkv_size(), RowsEpilogue::store, b_.qkv);
+    multiply(norm1, w.qkv, rows, C, qkv_size(), RowsEpilogue::store, b_.qkv);
   });
   if (beside) {
     multiply_up(w, needed, behind_event(side_stream_));
@@ -332,7 +334,7 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
     named("output projection",
           [&] { multiply(b_.attention + first * q, w.output, count, q, C, RowsEpilogue::add, nullptr, residual); });
     add_low_rank(b_.attention + first * q, w, BlockLinear::output, count, residual);
-    normalize(count, residual, w.post_norm, norm2() + first * C);
+    normalize(count, residual, w.post_norm, norms_in_codes() ? nullptr : norm2() + first * C);
     multiply_up(w, needed, in_chain());
     named("MLP down",
           [&] { multiply(b_.product + first * F, w.down, count, F, C, RowsEpilogue::add, nullptr, residual); });

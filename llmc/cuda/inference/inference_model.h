@@ -262,6 +262,7 @@ class Inference final : public InferenceModel {
   // The second half of run_head(), from the logits on.
   void sample_and_score(const StepArrays& step, std::int64_t first, std::int64_t count);
   ResidualNormShape norm_shape(std::int64_t rows) const;
+  // out null: b_.codes in its place.
   void normalize(std::int64_t rows, const float* residual, const Norm<S>& norm, S* out, const Norm<S>* norm2 = nullptr,
                  S* out2 = nullptr);
   // residual += norm(branch); out = next(residual), unless `next` is null.
@@ -278,7 +279,7 @@ class Inference final : public InferenceModel {
   Launch behind_event(cudaStream_t stream) const { return {stream, {device_.multiprocessors, false}}; }
   // With the matrices of these layers, w2 for io's second input.
   void multiply(RowsMatmul<S> io, const DeviceLinear<S>& w, const DeviceLinear<S>& w2, const Launch& launch);
-  // The same in fp8: the codes of x, then their product, and with a second input both again.
+  // The same in fp8: the codes of x (null: b_.codes are they), then their product, and with a second input both again.
   void multiply_fp8(const RowsMatmul<S>& io, const PackedMatrix& w, const PackedMatrix& w2, const Launch& launch);
   // product = activation(norm2 Wup^T)
   void multiply_up(const DeviceBlock<S>& w, RowRange rows, const Launch& launch);
@@ -296,6 +297,11 @@ class Inference final : public InferenceModel {
   HeadViewOf<S> values() const { return heads(qkv_heads(config_).values); }
   bool parallel() const { return config_.parallel_residual; }
   S* norm2() const { return two_norms(config_) ? b_.norm2 : b_.norm1; }  // input of the MLP
+  // Whether norms write the codes of their output, b_.codes, in the place of the output, which nothing else reads.
+  bool norms_in_codes() const {
+    return options_.fp8_activations && !parallel() && !config_.post_norms && config_.norm_weight_offset == 0 &&
+           !options_.lora && !keep_;
+  }
   std::int64_t qkv_size() const { return config_.qkv_size(); }
   // Runs `work` under a name for the profiler, if operators are launched singly.
   template <typename Work>

@@ -25,6 +25,12 @@ struct Fp8Target {
   WEFT_HOST_DEVICE bool writes() const { return codes != nullptr || transposed != nullptr; }
 };
 
+// A matrix [rows, K] on the device: row r is scales[r] times the codes of e4m3 in codes[r, :]. Codes are aligned to 16 bytes.
+struct Fp8Rows {
+  std::uint8_t* codes = nullptr;
+  float* scales = nullptr;
+};
+
 // Rounds x [N, C] to `format`.
 void quantize_fp8(Fp8Format format, const Fp8Target& to, const __nv_bfloat16* x, std::int64_t N, std::int64_t C,
                   cudaStream_t stream);

@@ -15,15 +15,10 @@
 #include <cstdint>
 #include <string>
 
+#include "llmc/cuda/op/fp8/fp8.h"
 #include "llmc/cuda/op/gemm/rows_matmul.h"
 
 namespace weft::cuda {
-
-// A matrix [rows, K] on the device: row r is scales[r] times the codes of e4m3 in codes[r, :]. Codes are aligned to 16 bytes.
-struct Fp8Rows {
-  std::uint8_t* codes = nullptr;
-  float* scales = nullptr;
-};
 
 // The longest row that quantize_rows_fp8() has kernels for.
 inline constexpr std::int64_t kMostFp8RowElements = 32768;

@@ -84,6 +84,19 @@ struct RowSum {
       area ^= 1;
     }
   }
+
+  // The largest of the row's values.
+  __device__ float largest(float value) {
+    value = warp_max(value);
+    if constexpr (kWarps > 1) {
+      if (threadIdx.x % kWarpSize == 0) scratch[area][threadIdx.x / kWarpSize][0] = value;
+      barrier();
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) value = fmaxf(value, scratch[area][S::slot() * kWarps + w][0]);
+      area ^= 1;
+    }
+    return value;
+  }
 };
 
 // ---- a thread's part of the next row, copied ahead to shared memory -----------------------------------------------------

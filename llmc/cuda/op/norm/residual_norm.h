@@ -41,13 +41,16 @@ struct ResidualNormForward {
   const T* weight2 = nullptr;       // [C]; null: one output only
   const T* bias2 = nullptr;
   R* residual_out = nullptr;  // [rows, C]; may be `residual` itself; null: not stored
-  T* out = nullptr;           // [rows, C]; null with `codes`
+  T* out = nullptr;           // [rows, C]; null with `codes` or `row_codes`
   T* out2 = nullptr;          // [rows, C] iff weight2
   float* mean = nullptr;      // [rows], LayerNorm only; null: not stored
   float* rstd = nullptr;      // [rows]; null: not stored
   // For T and R bf16, one output, C a multiple of 16, no offset: in the place of `out` its codes in e4m3, bit for bit those that
   // quantize_fp8() makes of it; not transposed.
   Fp8Target codes = {};
+  // For T of 16 bits, R fp32, the norm of the stream alone, C a multiple of 16, no offset: in the place of `out` its rows in codes,
+  // byte for byte those that quantize_rows_fp8() makes of it.
+  Fp8Rows row_codes = {};
 };
 // `overlapping`: launched as part of a chain (hw/launch.cuh); only on a GPU that supports it.
 template <typename T, typename R>

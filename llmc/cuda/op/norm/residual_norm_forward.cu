@@ -10,6 +10,7 @@
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/op/fp8/fp8.cuh"
 #include "llmc/cuda/op/norm/residual_norm.cuh"
+#include "llmc/model/fp8_rows.h"
 
 namespace weft::cuda {
 
@@ -44,6 +45,9 @@ __device__ auto early_weights(const T* weight, const T* bias, std::int64_t C) {
     return WeightsInMemory<T, S>{weight, bias};
   }
 }
+
+// What is stored: the output; its codes by a tensor's scale; its codes by a scale for each row.
+enum class Stored { values, codes, row_codes };
 
 // One group of columns of the output.
 template <typename T, typename S, bool kOffset, typename Weights>
@@ -94,6 +98,32 @@ __device__ void write_codes(std::uint8_t* codes, Rounding& rounding, const float
   }
 }
 
+// Codes and scale of row `row`.
+template <typename T, typename S, typename Weights>
+__device__ void write_row_codes(const Fp8Rows& to, std::int64_t row, const float (&h)[S::kGroups][S::kGroup],
+                                const float2& statistics, const Weights& weights, std::int64_t C, RowSum<S>& over_row) {
+  static_assert(S::kGroup == 4);
+  Group<T, S> z[S::kGroups];  // as it would have been stored
+  float amax = 0;
+#pragma unroll
+  for (int g = 0; g < S::kGroups; ++g) {
+    if (S::outside(g, C)) continue;
+    z[g] = normalized<T, S, false>(h[g], statistics.x, statistics.y, weights, g, 0);
+#pragma unroll
+    for (int i = 0; i < S::kGroup; ++i) amax = fmaxf(amax, fabsf(z[g].get(i)));
+  }
+  const float scale = fp8_row_scale(over_row.largest(amax));
+  if (S::lane() == 0) to.scales[row] = scale;
+#pragma unroll
+  for (int g = 0; g < S::kGroups; ++g) {
+    if (S::outside(g, C)) continue;
+    float scaled[S::kGroup];
+#pragma unroll
+    for (int i = 0; i < S::kGroup; ++i) scaled[i] = __fdiv_rn(z[g].get(i), scale);
+    *reinterpret_cast<unsigned*>(to.codes + row * C + S::column(g)) = codes_of<Fp8Format::e4m3>(scaled);
+  }
+}
+
 template <typename T, typename R, typename S, Form kForm>
 struct ForwardStage {
   static constexpr int kXBytes = kForm == Form::norm_only ? 0 : StagedRow<T, S>::kBytes;
@@ -112,12 +142,13 @@ struct ForwardStage {
   }
 };
 
-template <typename T, typename R, typename S, Form kForm, bool kCodes>
+template <typename T, typename R, typename S, Form kForm, Stored kStored>
 __global__ void __launch_bounds__(S::kThreads)
     forward_kernel(ResidualNormShape shape, ResidualNormForward<T, R> io, bool staged) {
   extern __shared__ char4 dynamic_memory[];
   __shared__ float scratch[2][RowSum<S>::kBlockWarps][2];
   using Stage = ForwardStage<T, R, S, kForm>;
+  constexpr bool kCodes = kStored == Stored::codes;
   const Stage stage{staged ? reinterpret_cast<char*>(dynamic_memory) + S::slot() * Stage::kBytes : nullptr};
   RowSum<S> row_sum{scratch};
   const std::int64_t C = shape.C, step = static_cast<std::int64_t>(gridDim.x) * S::kRows;
@@ -167,10 +198,12 @@ __global__ void __launch_bounds__(S::kThreads)
     const float2 statistics = row_statistics<S>(h, shape, row_sum);
     if constexpr (kCodes) {
       write_codes<T, S>(at_row(io.codes.codes, row, C), rounding, h, statistics.x, statistics.y, weights, C);
+    } else if constexpr (kStored == Stored::row_codes) {
+      write_row_codes<T, S>(io.row_codes, row, h, statistics, weights, C, row_sum);
     } else {
       write_output<T, S, kOffset>(io.out + row * C, h, statistics.x, statistics.y, weights, C, shape.weight_offset);
     }
-    if constexpr (kForm != Form::norm_only && !kCodes) {
+    if constexpr (kForm != Form::norm_only && kStored == Stored::values) {
       if (io.weight2 != nullptr)
         write_output<T, S, kOffset>(io.out2 + row * C, h, statistics.x, statistics.y, weights2, C, shape.weight_offset);
     }
@@ -192,18 +225,18 @@ struct NormLaunch {
   bool overlapping;
 };
 
-template <typename T, typename R, typename S, Form kForm, bool kCodes>
+template <typename T, typename R, typename S, Form kForm, Stored kStored>
 void launch_forward(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, const NormLaunch& launch) {
   const int stage_bytes = S::kRows * ForwardStage<T, R, S, kForm>::kBytes;
   const bool staged = kForm != Form::full && kForm != Form::few && stage_bytes <= launch.shared_limit;
   if constexpr (S::kExact) {
     if (!staged) {
       using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;
-      return launch_forward<T, R, Bounded, Form::plain, kCodes>(shape, io, launch);
+      return launch_forward<T, R, Bounded, Form::plain, kStored>(shape, io, launch);
     }
   }
   const int shared_bytes = staged ? stage_bytes : 0;
-  const auto kernel = forward_kernel<T, R, S, kForm, kCodes>;
+  const auto kernel = forward_kernel<T, R, S, kForm, kStored>;
   const unsigned blocks =
       blocks_for(kernel, S::kThreads, shared_bytes, ceil_div(shape.rows, S::kRows), launch.shared_limit);
   launch_chained(kernel, dim3(blocks), dim3(S::kThreads), static_cast<std::size_t>(shared_bytes), launch.stream,
@@ -212,23 +245,26 @@ void launch_forward(const ResidualNormShape& shape, const ResidualNormForward<T,
 
 // All forms spread a row of C columns over the same threads, so that they add in the same order: recomputation takes
 // the norm of a stored stream (norm_only, plain) where the forward pass may have added a branch with dropout (full).
-template <typename T, typename R, typename S, bool kCodes>
+template <typename T, typename R, typename S, Stored kStored>
 void launch_form(Form form, const ResidualNormShape& shape, const ResidualNormForward<T, R>& io,
                  const NormLaunch& launch) {
   using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;
-  if (form == Form::full) return launch_forward<T, R, Bounded, Form::full, kCodes>(shape, io, launch);  // never staged
-  if constexpr (!kCodes) {  // the models with an offset have no width of an exact spread
-    if (form == Form::offset) return launch_forward<T, R, Bounded, Form::offset, kCodes>(shape, io, launch);
+  if constexpr (kStored != Stored::row_codes) {
+    if (form == Form::full)  // never staged
+      return launch_forward<T, R, Bounded, Form::full, kStored>(shape, io, launch);
+  }
+  if constexpr (kStored == Stored::values) {  // the models with an offset have no width of an exact spread
+    if (form == Form::offset) return launch_forward<T, R, Bounded, Form::offset, kStored>(shape, io, launch);
   }
   if constexpr (std::is_same_v<R, float>) {  // the residual stream of inference
     if (shape.rows <= device_attribute(cudaDevAttrMultiProcessorCount)) {
-      return launch_forward<T, R, Bounded, Form::few, kCodes>(shape, io, launch);
+      return launch_forward<T, R, Bounded, Form::few, kStored>(shape, io, launch);
     }
   }
   if constexpr (S::kExact) {
-    if (form == Form::norm_only) return launch_forward<T, R, S, Form::norm_only, kCodes>(shape, io, launch);
+    if (form == Form::norm_only) return launch_forward<T, R, S, Form::norm_only, kStored>(shape, io, launch);
   }
-  launch_forward<T, R, S, Form::plain, kCodes>(shape, io, launch);
+  launch_forward<T, R, S, Form::plain, kStored>(shape, io, launch);
 }
 
 template <typename T, typename R>
@@ -238,6 +274,15 @@ void check_codes(const ResidualNormShape& shape, const ResidualNormForward<T, R>
                         shape.weight_offset == 0;
   if (!possible)
     fail(Exit::internal, "residual_norm: codes are of one output in bf16 without offset, in rows of multiples of 16");
+}
+
+template <typename T, typename R>
+void check_row_codes(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, bool norm_only) {
+  const bool possible = sizeof(T) == 2 && std::is_same_v<R, float> && norm_only && io.out == nullptr &&
+                        io.row_codes.scales != nullptr && shape.C % 16 == 0;
+  if (!possible)
+    fail(Exit::internal,
+         "residual_norm: codes of rows are of the norm of a stream in fp32 alone, in rows of multiples of 16");
 }
 
 }  // namespace
@@ -253,6 +298,7 @@ void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormFor
   if (shape.rows == 0) return;
   const bool in_codes = io.codes.writes() || io.codes.counters != nullptr;
   if (in_codes) check_codes(shape, io);
+  const bool in_row_codes = io.row_codes.codes != nullptr;
   Form form = Form::plain;
   if (shape.dropout != 0 || io.rowscale != nullptr || io.colscale != nullptr) {
     form = Form::full;
@@ -261,13 +307,17 @@ void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormFor
   } else if (io.x == nullptr && io.residual != nullptr && io.residual_out == nullptr && io.weight2 == nullptr) {
     form = Form::norm_only;
   }
+  if (in_row_codes) check_row_codes(shape, io, form == Form::norm_only);
   const NormLaunch launch{stream, shared_limit, overlapping};
   for_plain_spread<R, kMayBeExact<T, R>>(shape.C, [&](auto spread) {
     using S = decltype(spread);
     if constexpr (std::is_same_v<T, bf16> && std::is_same_v<R, bf16>) {
-      if (in_codes) return launch_form<T, R, S, true>(form, shape, io, launch);
+      if (in_codes) return launch_form<T, R, S, Stored::codes>(form, shape, io, launch);
     }
-    launch_form<T, R, S, false>(form, shape, io, launch);
+    if constexpr (std::is_same_v<R, float> && !std::is_same_v<T, float>) {
+      if (in_row_codes) return launch_form<T, R, S, Stored::row_codes>(form, shape, io, launch);
+    }
+    launch_form<T, R, S, Stored::values>(form, shape, io, launch);
   });
 }
 
