@@ -75,6 +75,17 @@ __device__ inline void store_sums(float* sums, int stride, const float* d, int l
     for (int i = 0; i < 4; ++i) to[(8 * j + i % 2) * stride + 8 * (i / 2)] = d[4 * j + i];
 }
 
+template <typename S>
+__device__ inline float rounded_to(float value) {
+  return to_float(from_float<S>(value));
+}
+// A gated epilogue's result from the sums of gate and of up.
+template <typename S>
+__device__ inline float gated_of_sums(RowsEpilogue epilogue, float gate, float up) {
+  gate = rounded_to<S>(gate);
+  return gated_product<S>(gate, epilogue == RowsEpilogue::swiglu ? gate : GegluTanh::argument(gate), rounded_to<S>(up));
+}
+
 // The epilogue for four consecutive columns of the result, in any rows.
 template <typename S>
 class Columns {
@@ -104,12 +115,8 @@ class Columns {
     if (output_.gated()) {
       const float4 up = sums(at_ + 8);
       const float ups[4] = {up.x, up.y, up.z, up.w};
-      const bool silu = output_.epilogue == RowsEpilogue::swiglu;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float gate = rounded(value[i]);
-        value[i] = gated_product<S>(gate, silu ? gate : GegluTanh::argument(gate), rounded(ups[i]));
-      }
+      for (int i = 0; i < 4; ++i) value[i] = gated_of_sums<S>(output_.epilogue, value[i], ups[i]);
     } else if (output_.bias != nullptr || output_.bias2 != nullptr) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) value[i] += bias_[i];
@@ -130,9 +137,6 @@ class Columns {
   }
 
  private:
-  __device__ static float rounded(float value) {
-    return to_float(from_float<S>(value));
-  }
   __device__ void add_bias(const S* bias) {
     if (bias == nullptr || column_ >= output_.OC) return;
     if (output_.fours) {

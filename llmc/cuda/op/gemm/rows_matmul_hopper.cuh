@@ -212,16 +212,20 @@ __device__ inline void sum_stages(float (&d)[R], int steps, RingPosition& at, co
 template <int R, typename OperandsAt, typename Release>
 __device__ inline void sum_stages_of_codes(float (&sum)[R], int steps, RingPosition& at, const RingBarriers& ring,
                                            int stages, const OperandsAt& operands_at, const Release& release) {
-  for (int step = 0; step < steps; ++step) {
-    float d[R];
+  const auto next_stage = [&](float(&d)[R]) {
     ring.wait_full(at);
     multiply_stage<true, true>(d, operands_at(at.stage));
     wgmma_wait<0>();
     pin(d);
     release(at.stage);
     at.advance(stages);
+  };
+  next_stage(sum);
+  for (int step = 1; step < steps; ++step) {
+    float d[R];
+    next_stage(d);
 #pragma unroll
-    for (int i = 0; i < R; ++i) sum[i] = step == 0 ? d[i] : sum[i] + d[i];
+    for (int i = 0; i < R; ++i) sum[i] += d[i];
   }
 }
 template <bool kCodes, int R, typename OperandsAt, typename Release>

@@ -211,6 +211,49 @@ __device__ void consume_tiles(const P& p, const TileMemory<T, N>& shared, int co
   if (!P::kCodes && p.copies_out && thread == 0) bulk_wait();  // shared memory must outlive the copies
 }
 
+// The same for codes. The second warpgroup begins a tile when the first has summed a stage, and stays behind: then the
+// tensor cores compute for one while the other adds.
+template <bool kSplits, typename P, typename T, int N>
+__device__ void consume_tiles_of_codes(const P& p, const TileMemory<T, N>& shared, int consumer) {
+  using Shape = TileShape<T, N>;
+  constexpr int kBegun = 1;  // the barrier
+  const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
+  const int count = p.tile_pairs * p.row_tiles, lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const bool apart = p.steps >= Shape::kStages;  // otherwise one may end a tile before the other has begun it
+  const RingBarriers ring = shared.ring();
+  const auto operands_at = [&](int stage) {
+    return Operands<WeightTile<T>, typename Shape::XTile>{shared.weight(stage, consumer), shared.x(stage)};
+  };
+  RingPosition at;
+  for (int tile = static_cast<int>(blockIdx.x) / kCluster; tile < count; tile += clusters) {
+    const std::int64_t first =
+        static_cast<std::int64_t>((pair_of(p, tile) * kCluster + rank) * kTileConsumers + consumer) * kWeightRows;
+    bool begins = apart && consumer == 0;
+    if (apart && consumer == 1) named_barrier_wait(kBegun, kTileConsumers * kWarpgroupSize);
+    const auto release = [&](int stage) {  // in both blocks of the cluster, since both fill the stage
+      if (lane < kCluster) cluster_mbarrier_arrive(ring.empty(stage), static_cast<unsigned>(lane));
+      if (begins) named_barrier_arrive(kBegun, kTileConsumers * kWarpgroupSize);
+      begins = false;
+    };
+    const auto sum = [&](float(&to)[N / 2], int split) {
+      const int steps = split_begin(split + 1, p.steps, p.splits) - split_begin(split, p.steps, p.splits);
+      sum_stages_of_codes(to, steps, at, ring, Shape::kStages, operands_at, release);
+    };
+    float total[N / 2];
+    sum(total, 0);
+    if constexpr (kSplits) {
+      float next[N / 2];
+      for (int split = 1; split < p.splits; ++split) {
+        sum(next, split);
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) total[i] += next[i];
+      }
+    }
+    wait_for_predecessors();  // they may still read what is written here
+    finish_accumulators<T, N>(p.output, first, std::int64_t{row_tile_of(p, tile)} * N, total);
+  }
+}
+
 #endif  // WEFT_WGMMA
 
 template <typename P, int N, bool kSplits>
@@ -234,7 +277,11 @@ __global__ void __launch_bounds__(kTileThreads, 1) tile_kernel([[maybe_unused]] 
     if (threadIdx.x == 0) produce_tiles(p, shared);
   } else {
     increase_registers<240>();
-    consume_tiles<kSplits>(p, shared, warpgroup - 1);
+    if constexpr (P::kCodes) {
+      consume_tiles_of_codes<kSplits>(p, shared, warpgroup - 1);
+    } else {
+      consume_tiles<kSplits>(p, shared, warpgroup - 1);
+    }
   }
   cluster_barrier();  // neither block may exit while the other still writes or arrives in its shared memory
 #else
