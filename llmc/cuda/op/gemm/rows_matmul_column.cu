@@ -10,8 +10,9 @@ namespace {
 //
 // kConsumers warpgroups have 64 rows of x each. With kRows < 64 there is one warpgroup, and operand A reads past x into
 // whatever shared memory follows; that affects only the rows of the result that do not exist.
-template <typename T, int kRows, int H, int kConsumers, int kBlocks>
+template <typename P, int kRows, int H, int kConsumers, int kBlocks>
 struct ColumnShape {
+  using T = typename P::Element;
   static constexpr int kThreads = kConsumers * kWarpgroupSize + kWarpSize;
   using XTile = SwizzledTile<T, 64, kDepth>;
   using Weights = SwizzledTile<T, H, kDepth>;
@@ -26,11 +27,13 @@ struct ColumnShape {
   static_assert(kRows == kConsumers * 64 || (kConsumers == 1 && kRows < 64 && kRows % 16 == 0));
 };
 
-template <typename T, int kRows, int H, int kConsumers, int kBlocks>
-__global__ void __launch_bounds__(ColumnShape<T, kRows, H, kConsumers, kBlocks>::kThreads, kBlocks)
-    column_kernel([[maybe_unused]] const __grid_constant__ Arguments<T> p) {
+template <typename P, int kRows, int H, int kConsumers, int kBlocks>
+__global__ void __launch_bounds__(ColumnShape<P, kRows, H, kConsumers, kBlocks>::kThreads, kBlocks)
+    column_kernel([[maybe_unused]] const __grid_constant__ P p) {
 #if WEFT_WGMMA
-  using Shape = ColumnShape<T, kRows, H, kConsumers, kBlocks>;
+  using T = typename P::Element;
+  using Columns = typename P::Finish;
+  using Shape = ColumnShape<P, kRows, H, kConsumers, kBlocks>;
   constexpr int kConsumerThreads = kConsumers * kWarpgroupSize;
   extern __shared__ unsigned char dynamic[];
   const unsigned begin = shared_address(dynamic), base = shared_address(dynamic, kAlignment);
@@ -52,13 +55,13 @@ __global__ void __launch_bounds__(ColumnShape<T, kRows, H, kConsumers, kBlocks>:
     tensor_load(x_at(stage), &p.x[0], ring.full(stage), step * kDepth, 0);
   };
   fill_ring(p, ring, Shape::kStages, p.steps, kConsumers * kWarps, producer, load_weights, load_x);
-  const int count = Columns<T>::count(p.output, H);
-  const Columns<T> columns(p.output, first, thread % count);  // loads the bias early
+  const int count = Columns::count(p.output, H);
+  const Columns columns(p.output, first, thread % count);  // loads the bias early
   if (consumer) {
     const int group = warp / kWarps;
     float d[H / 2];
     RingPosition at;
-    sum_stages(
+    sum_split<P::kCodes>(
         d, p.steps, at, ring, Shape::kStages,
         [&](int stage) {
           return Operands<typename Shape::XTile, typename Shape::Weights>{{x_at(stage) + group * Shape::XTile::kBytes},
@@ -90,38 +93,43 @@ __global__ void __launch_bounds__(ColumnShape<T, kRows, H, kConsumers, kBlocks>:
 #endif
 }
 
-template <typename T, int kRows, int H, int kBlocks>
-void launch(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
+template <int kRows, int H, int kBlocks, typename Io>
+void launch(const Io& io, const LaunchDevice& device, cudaStream_t stream) {
   constexpr int kConsumers = kRows > 64 ? kRows / 64 : 1;
-  using Shape = ColumnShape<T, kRows, H, kConsumers, kBlocks>;
-  const auto kernel = column_kernel<T, kRows, H, kConsumers, kBlocks>;
-  const Arguments<T> arguments = arguments_of(io, kRows, H);
+  using P = ArgumentsOf<Io>;
+  using Shape = ColumnShape<P, kRows, H, kConsumers, kBlocks>;
+  const auto kernel = column_kernel<P, kRows, H, kConsumers, kBlocks>;
+  const P arguments = arguments_of(io, kRows, H);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kBytes),
         "rows_matmul: shared memory");
   launch_chained(kernel, dim3(static_cast<unsigned>(ceil_div(weight_rows(io), H))), dim3(Shape::kThreads),
                  Shape::kBytes, stream, device.overlapping, "rows_matmul", arguments);
 }
-template <typename T, int H>
-void launch_height(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
+template <int H, typename Io>
+void launch_height(const Io& io, const LaunchDevice& device, cudaStream_t stream) {
   // The preceding kernel is then attention of few rows, which leaves part of most multiprocessors free but few of them
   // whole.
-  if (io.rows <= 8 && io.x_is_older) return launch<T, 16, H, 2>(io, device, stream);
-  if (io.rows <= 16) return launch<T, 16, H, 1>(io, device, stream);
-  if (io.rows <= 32) return launch<T, 32, H, 1>(io, device, stream);
-  if (io.rows <= 64) return launch<T, 64, H, 1>(io, device, stream);
-  if (H == 80 && io.rows > 128) return launch<T, 192, 80, 1>(io, device, stream);
-  launch<T, 128, H, 1>(io, device, stream);
+  if constexpr (!ArgumentsOf<Io>::kCodes) {
+    if (io.rows <= 8 && io.x_is_older) return launch<16, H, 2>(io, device, stream);
+  }
+  if (io.rows <= 16) return launch<16, H, 1>(io, device, stream);
+  if (io.rows <= 32) return launch<32, H, 1>(io, device, stream);
+  if (io.rows <= 64) return launch<64, H, 1>(io, device, stream);
+  if (H == 80 && io.rows > 128) return launch<192, 80, 1>(io, device, stream);
+  if constexpr (!ArgumentsOf<Io>::kCodes || H == 80) launch<128, H, 1>(io, device, stream);
 }
 
 }  // namespace
 
-template <typename T>
-void launch_column_kernel(const RowsMatmul<T>& io, int height, const LaunchDevice& device, cudaStream_t stream) {
-  if (height == 80) return launch_height<T, 80>(io, device, stream);
-  launch_height<T, 224>(io, device, stream);
+template <typename Io>
+void launch_column_kernel(const Io& io, int height, const LaunchDevice& device, cudaStream_t stream) {
+  if (height == 80) return launch_height<80>(io, device, stream);
+  launch_height<224>(io, device, stream);
 }
 
 template void launch_column_kernel(const RowsMatmul<bf16>&, int, const LaunchDevice&, cudaStream_t);
 template void launch_column_kernel(const RowsMatmul<fp16>&, int, const LaunchDevice&, cudaStream_t);
+template void launch_column_kernel(const PairsMatmul<bf16>&, int, const LaunchDevice&, cudaStream_t);
+template void launch_column_kernel(const PairsMatmul<fp16>&, int, const LaunchDevice&, cudaStream_t);
 
 }  // namespace weft::cuda::rows

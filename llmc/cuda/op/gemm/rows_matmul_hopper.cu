@@ -29,26 +29,6 @@
 
 namespace weft::cuda::rows {
 
-namespace {
-
-// The height of column_kernel's tiles with which the busiest multiprocessor has the fewest rows of the weight; 0 if no
-// height is better than tiles of 64 rows by more than a tenth.
-template <int... kHeights>
-int best_height(std::int64_t weight_rows) {
-  constexpr std::int64_t kMultiprocessors = 132;
-  const auto most_rows = [&](std::int64_t height) {
-    return ceil_div(ceil_div(weight_rows, height), kMultiprocessors) * height;
-  };
-  int best = 0;
-  std::int64_t least = most_rows(kWeightRows) * 9 / 10;
-  for (const int height : {kHeights...}) {
-    if (most_rows(height) < least) best = height, least = most_rows(height);
-  }
-  return best;
-}
-
-}  // namespace
-
 template <typename T>
 bool hopper_computes(const RowsMatmul<T>& io, const LaunchDevice&) {
   return (!gated(io.epilogue) || io.OC % 8 == 0) && hopper_multiprocessors() > 0;

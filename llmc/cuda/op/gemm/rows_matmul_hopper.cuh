@@ -108,6 +108,48 @@ int splits_of(const RowsMatmul<T>& io) {
   return split_count(weight_rows(io), steps_of(io));
 }
 
+// GEMMs of codes: the splits, and the rows of the weight in a block of split_kernel, as multiples of 64, with which the
+// busiest of 132 multiprocessors fetches least. It defines the order of every sum.
+struct SplitPlan {
+  int splits, consumers;
+};
+inline SplitPlan split_plan(std::int64_t weight_rows, std::int64_t steps) {
+  constexpr std::int64_t kMultiprocessors = 132, kFewestSteps = 4;
+  const std::int64_t tiles = ceil_div(weight_rows, kWeightRows);
+  if (tiles >= 128) return {1, 1};
+  SplitPlan best = {1, 1};
+  std::int64_t least = INT64_MAX;
+  for (const int splits : {1, 2, 3, 4, 5, 8}) {
+    if (splits > 1 && steps / splits < kFewestSteps) break;
+    for (const int consumers : {1, 2, 3}) {
+      const std::int64_t blocks = ceil_div(ceil_div(tiles, consumers) * splits, kMultiprocessors);
+      const std::int64_t fetched = blocks * ceil_div(steps, splits) * (consumers + 1);
+      if (fetched < least) best = {splits, consumers}, least = fetched;
+    }
+  }
+  return best;
+}
+template <typename T>
+int splits_of(const PairsMatmul<T>& io) {
+  return split_plan(weight_rows(io), steps_of(io)).splits;
+}
+
+// The height of column_kernel's tiles with which the busiest multiprocessor has the fewest rows of the weight; 0 if no
+// height is better than tiles of 64 rows by more than a tenth.
+template <int... kHeights>
+int best_height(std::int64_t weight_rows) {
+  constexpr std::int64_t kMultiprocessors = 132;
+  const auto most_rows = [&](std::int64_t height) {
+    return ceil_div(ceil_div(weight_rows, height), kMultiprocessors) * height;
+  };
+  int best = 0;
+  std::int64_t least = most_rows(kWeightRows) * 9 / 10;
+  for (const int height : {kHeights...}) {
+    if (most_rows(height) < least) best = height, least = most_rows(height);
+  }
+  return best;
+}
+
 template <bool kCodes, typename T>
 Arguments<T, kCodes> arguments_without_scales(const RowsMatmul<T>& io, int box_rows, std::uint32_t weight_box) {
   Arguments<T, kCodes> arguments{};
@@ -129,8 +171,9 @@ Arguments<T> arguments_of(const RowsMatmul<T>& io, int box_rows, std::uint32_t w
   return arguments_without_scales<false>(io, box_rows, weight_box);
 }
 template <typename T>
-Arguments<T, true> arguments_of(const PairsMatmul<T>& io, int box_rows) {
-  Arguments<T, true> arguments = arguments_without_scales<true>(io, box_rows, kWeightRows);
+Arguments<T, true> arguments_of(const PairsMatmul<T>& io, int box_rows, std::uint32_t weight_box = kWeightRows) {
+  Arguments<T, true> arguments = arguments_without_scales<true>(io, box_rows, weight_box);
+  arguments.splits = splits_of(io);
   arguments.output.x_scales = io.x_scales;
   arguments.output.weight_scales = io.weight_scales;
   return arguments;
@@ -313,15 +356,15 @@ __device__ __forceinline__ void finish_splits(const Columns& columns, unsigned s
 
 #endif  // WEFT_WGMMA
 
-// Io: RowsMatmul<T>, or PairsMatmul<T> for split_kernel and tile_kernel.
+// Io: RowsMatmul<T> or PairsMatmul<T>.
 //
 // For up to 64 rows, with several splits up to 256.
 template <typename Io>
 void launch_split_kernel(const Io& io, const LaunchDevice& device, cudaStream_t stream);
-// For up to 128 rows, with `height` 80 up to 192; one split, one input. `height`: rows of the weight in a block, 80 or
-// 224.
-template <typename T>
-void launch_column_kernel(const RowsMatmul<T>& io, int height, const LaunchDevice& device, cudaStream_t stream);
+// For up to 128 rows; with `height` 80 up to 192, of codes with 224 up to 64. One split, one input. `height`: rows of the
+// weight in a block, 80 or 224.
+template <typename Io>
+void launch_column_kernel(const Io& io, int height, const LaunchDevice& device, cudaStream_t stream);
 // For any number of rows.
 template <typename Io>
 void launch_tile_kernel(const Io& io, const LaunchDevice& device, cudaStream_t stream);
