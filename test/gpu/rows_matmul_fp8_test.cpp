@@ -208,7 +208,6 @@ TYPED_TEST(Fp8RowsMatmulTest, ARowsBitsAreItsOwn) {
            {4096, 320, RowsEpilogue::add},
            {336, 8200, RowsEpilogue::store},
            {1008, 200, RowsEpilogue::swiglu},
-           {2048, 6144, RowsEpilogue::store},      // blocks of 192 rows of the weight
            {272, 10240, RowsEpilogue::gelu},       // tiles of 80 rows
            {272, 14336, RowsEpilogue::swiglu}}) {  // tiles of 224
     const Matrix x(kRows, K, 11, false), weight(gated(epilogue) ? 2 * OC : OC, K, 13, false);

@@ -174,15 +174,18 @@ ROWS = [
     Mutant("GPU: RoPE turns the wrong way", "rope_kernel", "direction * sine", "-direction * sine", gpu("*Rope*")),
     Mutant("GPU: rows_matmul leaves out the last stage of K", "arguments_without_scales", "steps_of(io)",
            "std::max<std::int64_t>(1, steps_of(io) - 1)", gpu("RowsMatmul*")),
-    Mutant("GPU: rows_matmul reads x before the kernel that writes it is done", "fill_ring",
+    Mutant("GPU: rows_matmul reads x before the kernel that writes it is done", "produce",
            "if (!p.x_is_older) wait_for_predecessors();", "", gpu("ChainedRows/*.MatmulWith*")),
     Mutant("GPU: a row of codes has the scale of its neighbour", "ScaledColumns", "output_.x_scales[row];",
            "output_.x_scales[row ^ 1];", gpu("Fp8RowsMatmulTest*EveryEpilogue")),
     Mutant("GPU: all of K is summed in the tensor core", "sum_stages_of_codes",
-           "next_stage(d);",
-           "ring.wait_full(at); multiply_stage<false, true>(sum, operands_at(at.stage)); wgmma_wait<0>(); pin(sum); "
-           "release(at.stage); at.advance(stages); for (float& value : d) value = 0;",
+           "next_piece(d, piece);",
+           "if constexpr (kPieces == 1) { ring.wait_full(at); multiply_stage<false, true>(sum, operands_at(at.stage)); "
+           "wgmma_wait<0>(); pin(sum); release(at.stage); at.advance(stages); for (float& value : d) value = 0; } "
+           "else { next_piece(d, piece); }",
            gpu("Fp8RowsMatmulTest*LargeAndOddSizes")),
+    Mutant("GPU: both pieces of a stage of codes are the first", "sum_stages_of_codes", "rows<kColumns>(piece * kColumns)",
+           "rows<kColumns>(0)", gpu("Fp8RowsMatmulTest*ARowsBitsAreItsOwn")),
     Mutant("GPU: in large tiles all rows of codes have the scale of one", "finish_accumulators", "x_scales[i % kAtOnce]",
            "x_scales[0]", gpu("Fp8RowsMatmulTest*EveryEpilogue")),
     Mutant("GPU: a quantised row leaves out the last piece for its scale", "quantize_rows_kernel",

@@ -13,7 +13,10 @@ namespace {
 template <typename P, int kRows, int H, int kConsumers, int kBlocks>
 struct ColumnShape {
   using T = typename P::Element;
-  static constexpr int kThreads = kConsumers * kWarpgroupSize + kWarpSize;
+  // A large tile's sums of codes and of one stage need more registers than the threads have: the producer is then a
+  // warpgroup, which cedes its own.
+  static constexpr bool kCedes = P::kCodes && kConsumers == 2 && H > 128;
+  static constexpr int kThreads = kConsumers * kWarpgroupSize + (kCedes ? kWarpgroupSize : kWarpSize);
   using XTile = SwizzledTile<T, 64, kDepth>;
   using Weights = SwizzledTile<T, H, kDepth>;
   static constexpr int kXBytes = kRows * XTile::kRowBytes, kStageBytes = Weights::kBytes + kXBytes;
@@ -42,7 +45,8 @@ __global__ void __launch_bounds__(ColumnShape<P, kRows, H, kConsumers, kBlocks>:
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpSize;
   const int warp = __shfl_sync(~0u, thread / kWarpSize, 0);  // tells the compiler that it is uniform in a warp
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * H;
-  const bool consumer = warp < kConsumers * kWarps, producer = !consumer && lane == 0;
+  const bool consumer = warp < kConsumers * kWarps,
+             producer = !consumer && (Shape::kCedes ? thread == kConsumerThreads : lane == 0);
   const auto weights_at = [&](int stage) { return base + stage * Shape::kStageBytes; };
   const auto x_at = [&](int stage) { return weights_at(stage) + Shape::Weights::kBytes; };
   const auto load_weights = [&](int stage, int step) {
@@ -54,14 +58,24 @@ __global__ void __launch_bounds__(ColumnShape<P, kRows, H, kConsumers, kBlocks>:
   const auto load_x = [&](int stage, int step) {
     tensor_load(x_at(stage), &p.x[0], ring.full(stage), step * kDepth, 0);
   };
-  fill_ring(p, ring, Shape::kStages, p.steps, kConsumers * kWarps, producer, load_weights, load_x);
+  if constexpr (Shape::kCedes) {
+    begin_ring(p, ring, Shape::kStages, p.steps, kConsumers * kWarps, producer, load_weights);
+    if (!consumer) {
+      decrease_registers<24>();
+      if (producer) produce(p, ring, Shape::kStages, p.steps, load_weights, load_x);
+      return;
+    }
+    increase_registers<240>();
+  } else {
+    fill_ring(p, ring, Shape::kStages, p.steps, kConsumers * kWarps, producer, load_weights, load_x);
+  }
   const int count = Columns::count(p.output, H);
   const Columns columns(p.output, first, thread % count);  // loads the bias early
   if (consumer) {
     const int group = warp / kWarps;
     float d[H / 2];
     RingPosition at;
-    sum_split<P::kCodes>(
+    sum_split<P::kCodes, Shape::kCedes ? 2 : 1>(
         d, p.steps, at, ring, Shape::kStages,
         [&](int stage) {
           return Operands<typename Shape::XTile, typename Shape::Weights>{{x_at(stage) + group * Shape::XTile::kBytes},
@@ -116,7 +130,7 @@ void launch_height(const Io& io, const LaunchDevice& device, cudaStream_t stream
   if (io.rows <= 32) return launch<32, H, 1>(io, device, stream);
   if (io.rows <= 64) return launch<64, H, 1>(io, device, stream);
   if (H == 80 && io.rows > 128) return launch<192, 80, 1>(io, device, stream);
-  if constexpr (!ArgumentsOf<Io>::kCodes || H == 80) launch<128, H, 1>(io, device, stream);
+  launch<128, H, 1>(io, device, stream);
 }
 
 }  // namespace

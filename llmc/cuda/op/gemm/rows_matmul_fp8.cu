@@ -74,8 +74,7 @@ void check_arguments(const RowsMatmul<T>& io, const Fp8Rows& x, const Fp8Rows& w
     fail(Exit::internal, "rows_matmul_fp8: a gate with a bias, or outputs that are no multiple of 8");
 }
 
-// Pairs of codes are the elements of 16 bits that the kernels move. Which kernel: as rows::hopper(); but a block of 224 rows
-// of the weight by 128 of x has no registers for stages and sums.
+// Pairs of codes are the elements of 16 bits that the kernels move.
 template <typename T>
 void hopper_fp8(const RowsMatmul<T>& io, const Fp8Rows& x, const Fp8Rows& weight, const LaunchDevice& device,
                 cudaStream_t stream) {
@@ -84,12 +83,7 @@ void hopper_fp8(const RowsMatmul<T>& io, const Fp8Rows& x, const Fp8Rows& weight
   pairs.weight = reinterpret_cast<const T*>(weight.codes);
   pairs.K = io.K / 2;
   pairs.x_is_older = false;  // the preceding kernel writes the codes
-  const int splits = rows::splits_of(pairs), height = rows::best_height<80, 224>(rows::weight_rows(pairs));
-  if (splits == 1 && io.rows <= (height == 80 ? 192 : 64) && height > 0)
-    return rows::launch_column_kernel(pairs, height, device, stream);
-  // Above 128 rows split_kernel reads the weight twice.
-  if (io.rows <= (splits > 1 ? 256 : 64)) return rows::launch_split_kernel(pairs, device, stream);
-  rows::launch_tile_kernel(pairs, device, stream);
+  rows::launch_best_kernel(pairs, device, stream);
 }
 
 template <typename T>

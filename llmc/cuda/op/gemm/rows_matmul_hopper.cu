@@ -38,12 +38,7 @@ bool hopper_computes(const RowsMatmul<T>& io, const LaunchDevice&) {
 // which reads x and weight fewer times. With several splits its tiles would occupy only a third of the multiprocessors.
 template <typename T>
 void hopper(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
-  const int splits = splits_of(io), height = best_height<80, 224>(weight_rows(io));
-  const std::int64_t most_rows = height == 80 ? 192 : 128;  // the most rows of x for column_kernel
-  if (splits == 1 && io.K2 == 0 && io.rows <= most_rows && height > 0)
-    return launch_column_kernel(io, height, device, stream);
-  if (io.rows <= (splits > 1 ? 256 : 64)) return launch_split_kernel(io, device, stream);
-  launch_tile_kernel(io, device, stream);
+  launch_best_kernel(io, device, stream);
 }
 
 #define WEFT_INSTANTIATE(T)                                                 \

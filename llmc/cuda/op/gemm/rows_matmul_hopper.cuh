@@ -108,48 +108,6 @@ int splits_of(const RowsMatmul<T>& io) {
   return split_count(weight_rows(io), steps_of(io));
 }
 
-// GEMMs of codes: the splits, and the rows of the weight in a block of split_kernel, as multiples of 64, with which the
-// busiest of 132 multiprocessors fetches least. It defines the order of every sum.
-struct SplitPlan {
-  int splits, consumers;
-};
-inline SplitPlan split_plan(std::int64_t weight_rows, std::int64_t steps) {
-  constexpr std::int64_t kMultiprocessors = 132, kFewestSteps = 4;
-  const std::int64_t tiles = ceil_div(weight_rows, kWeightRows);
-  if (tiles >= 128) return {1, 1};
-  SplitPlan best = {1, 1};
-  std::int64_t least = INT64_MAX;
-  for (const int splits : {1, 2, 3, 4, 5, 8}) {
-    if (splits > 1 && steps / splits < kFewestSteps) break;
-    for (const int consumers : {1, 2, 3}) {
-      const std::int64_t blocks = ceil_div(ceil_div(tiles, consumers) * splits, kMultiprocessors);
-      const std::int64_t fetched = blocks * ceil_div(steps, splits) * (consumers + 1);
-      if (fetched < least) best = {splits, consumers}, least = fetched;
-    }
-  }
-  return best;
-}
-template <typename T>
-int splits_of(const PairsMatmul<T>& io) {
-  return split_plan(weight_rows(io), steps_of(io)).splits;
-}
-
-// The height of column_kernel's tiles with which the busiest multiprocessor has the fewest rows of the weight; 0 if no
-// height is better than tiles of 64 rows by more than a tenth.
-template <int... kHeights>
-int best_height(std::int64_t weight_rows) {
-  constexpr std::int64_t kMultiprocessors = 132;
-  const auto most_rows = [&](std::int64_t height) {
-    return ceil_div(ceil_div(weight_rows, height), kMultiprocessors) * height;
-  };
-  int best = 0;
-  std::int64_t least = most_rows(kWeightRows) * 9 / 10;
-  for (const int height : {kHeights...}) {
-    if (most_rows(height) < least) best = height, least = most_rows(height);
-  }
-  return best;
-}
-
 template <bool kCodes, typename T>
 Arguments<T, kCodes> arguments_without_scales(const RowsMatmul<T>& io, int box_rows, std::uint32_t weight_box) {
   Arguments<T, kCodes> arguments{};
@@ -173,7 +131,6 @@ Arguments<T> arguments_of(const RowsMatmul<T>& io, int box_rows, std::uint32_t w
 template <typename T>
 Arguments<T, true> arguments_of(const PairsMatmul<T>& io, int box_rows, std::uint32_t weight_box = kWeightRows) {
   Arguments<T, true> arguments = arguments_without_scales<true>(io, box_rows, weight_box);
-  arguments.splits = splits_of(io);
   arguments.output.x_scales = io.x_scales;
   arguments.output.weight_scales = io.weight_scales;
   return arguments;
@@ -251,43 +208,58 @@ __device__ inline void sum_stages(float (&d)[R], int steps, RingPosition& at, co
 }
 
 // The same with operands of codes: the tensor core keeps about 14 bits of a sum, so it sums one stage, 128 values of k,
-// and the stages are added in fp32, in order.
-template <int R, typename OperandsAt, typename Release>
+// and the stages are added in fp32, in order. The columns may be summed in kPieces, one after
+// the other, so that they share the registers of a stage.
+template <int kPieces, int R, typename OperandsAt, typename Release>
 __device__ inline void sum_stages_of_codes(float (&sum)[R], int steps, RingPosition& at, const RingBarriers& ring,
                                            int stages, const OperandsAt& operands_at, const Release& release) {
-  const auto next_stage = [&](float(&d)[R]) {
-    ring.wait_full(at);
-    multiply_stage<true, true>(d, operands_at(at.stage));
+  constexpr int kColumns = 2 * R / kPieces;
+  static_assert(R % kPieces == 0 && kColumns % 8 == 0);
+  const auto next_piece = [&](float(&d)[kColumns / 2], int piece) {
+    if (piece == 0) ring.wait_full(at);
+    const auto stage = operands_at(at.stage);
+    const auto columns = stage.b.template rows<kColumns>(piece * kColumns);
+    multiply_stage<true, true>(d, Operands<decltype(stage.a), decltype(columns)>{stage.a, columns});
     wgmma_wait<0>();
     pin(d);
+    if (piece + 1 < kPieces) return;
     release(at.stage);
     at.advance(stages);
   };
-  next_stage(sum);
-  for (int step = 1; step < steps; ++step) {
-    float d[R];
-    next_stage(d);
+  int step = 0;
+  if constexpr (kPieces == 1) {
+    next_piece(sum, 0);
+    step = 1;
+  } else {
 #pragma unroll
-    for (int i = 0; i < R; ++i) sum[i] += d[i];
+    for (float& value : sum) value = -0.0f;  // what is added to it stays as it is
+  }
+  for (; step < steps; ++step) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      float d[kColumns / 2];
+      next_piece(d, piece);
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; ++i) sum[piece * kColumns / 2 + i] += d[i];
+    }
   }
 }
-template <bool kCodes, int R, typename OperandsAt, typename Release>
+template <bool kCodes, int kPieces = 1, int R, typename OperandsAt, typename Release>
 __device__ inline void sum_split(float (&d)[R], int steps, RingPosition& at, const RingBarriers& ring, int stages,
                                  const OperandsAt& operands_at, const Release& release) {
   if constexpr (kCodes) {
-    sum_stages_of_codes(d, steps, at, ring, stages, operands_at, release);
+    sum_stages_of_codes<kPieces>(d, steps, at, ring, stages, operands_at, release);
   } else {
     sum_stages(d, steps, at, ring, stages, operands_at, release);
   }
 }
 
-// Initialises the ring and runs the producer of split_kernel and column_kernel; called by all threads of the block. The
-// producer initialises the barriers and fetches the first round of weights, which needs neither the other threads nor
-// the preceding kernel. Then the block synchronises, and the producer fetches x and the remaining stages.
+// Initialises the ring; called by all threads of the block. The producer initialises the barriers and fetches the first
+// round of weights, which needs neither the other threads nor the preceding kernel. Then the block synchronises.
 // load_weights(stage, step) and load_x(stage, step) fetch one stage.
-template <typename P, typename LoadWeights, typename LoadX>
-__device__ inline void fill_ring(const P& p, const RingBarriers& ring, int stages, int steps, unsigned consumer_warps,
-                                 bool producer, const LoadWeights& load_weights, const LoadX& load_x) {
+template <typename P, typename LoadWeights>
+__device__ inline void begin_ring(const P& p, const RingBarriers& ring, int stages, int steps, unsigned consumer_warps,
+                                  bool producer, const LoadWeights& load_weights) {
   const int ahead = min(steps, stages);
   launch_dependents();
   if (producer) {
@@ -298,7 +270,12 @@ __device__ inline void fill_ring(const P& p, const RingBarriers& ring, int stage
     if (p.steps > p.first_steps) prefetch_tensor_map(&p.x[1]), prefetch_tensor_map(&p.weight[1]);
   }
   __syncthreads();
-  if (!producer) return;
+}
+// Then the producer fetches x and the remaining stages.
+template <typename P, typename LoadWeights, typename LoadX>
+__device__ inline void produce(const P& p, const RingBarriers& ring, int stages, int steps,
+                               const LoadWeights& load_weights, const LoadX& load_x) {
+  const int ahead = min(steps, stages);
   if (!p.x_is_older) wait_for_predecessors();
   for (int i = 0; i < ahead; ++i) load_x(i, i);
   RingPosition at = RingPosition::at(ahead, stages);
@@ -308,6 +285,13 @@ __device__ inline void fill_ring(const P& p, const RingBarriers& ring, int stage
     load_x(at.stage, step);
     at.advance(stages);
   }
+}
+// Both, in split_kernel and column_kernel.
+template <typename P, typename LoadWeights, typename LoadX>
+__device__ inline void fill_ring(const P& p, const RingBarriers& ring, int stages, int steps, unsigned consumer_warps,
+                                 bool producer, const LoadWeights& load_weights, const LoadX& load_x) {
+  begin_ring(p, ring, stages, steps, consumer_warps, producer, load_weights);
+  if (producer) produce(p, ring, stages, steps, load_weights, load_x);
 }
 
 // The sum of four floats that each block of the cluster has at shared address `at`, in the order of the blocks.
@@ -361,12 +345,39 @@ __device__ __forceinline__ void finish_splits(const Columns& columns, unsigned s
 // For up to 64 rows, with several splits up to 256.
 template <typename Io>
 void launch_split_kernel(const Io& io, const LaunchDevice& device, cudaStream_t stream);
-// For up to 128 rows; with `height` 80 up to 192, of codes with 224 up to 64. One split, one input. `height`: rows of the
-// weight in a block, 80 or 224.
+// For up to 128 rows, with `height` 80 up to 192; one split, one input. `height`: rows of the weight in a block, 80 or
+// 224.
 template <typename Io>
 void launch_column_kernel(const Io& io, int height, const LaunchDevice& device, cudaStream_t stream);
 // For any number of rows.
 template <typename Io>
 void launch_tile_kernel(const Io& io, const LaunchDevice& device, cudaStream_t stream);
+
+// The height of column_kernel's tiles with which the busiest multiprocessor has the fewest rows of the weight; 0 if no
+// height is better than tiles of 64 rows by more than a tenth.
+template <int... kHeights>
+int best_height(std::int64_t weight_rows) {
+  constexpr std::int64_t kMultiprocessors = 132;
+  const auto most_rows = [&](std::int64_t height) {
+    return ceil_div(ceil_div(weight_rows, height), kMultiprocessors) * height;
+  };
+  int best = 0;
+  std::int64_t least = most_rows(kWeightRows) * 9 / 10;
+  for (const int height : {kHeights...}) {
+    if (most_rows(height) < least) best = height, least = most_rows(height);
+  }
+  return best;
+}
+
+// The kernel that is fastest for the sizes.
+template <typename Io>
+void launch_best_kernel(const Io& io, const LaunchDevice& device, cudaStream_t stream) {
+  const int splits = splits_of(io), height = best_height<80, 224>(weight_rows(io));
+  const std::int64_t most_rows = height == 80 ? 192 : 128;  // the most rows of x for column_kernel
+  if (splits == 1 && io.K2 == 0 && io.rows <= most_rows && height > 0)
+    return launch_column_kernel(io, height, device, stream);
+  if (io.rows <= (splits > 1 ? 256 : 64)) return launch_split_kernel(io, device, stream);
+  launch_tile_kernel(io, device, stream);
+}
 
 }  // namespace weft::cuda::rows

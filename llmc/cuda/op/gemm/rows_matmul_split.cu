@@ -98,7 +98,7 @@ void launch(const Io& io, const LaunchDevice& device, cudaStream_t stream) {
 }  // namespace
 
 // Up to 64 rows of x, two blocks with 64 rows of the weight each fit in a multiprocessor. With several splits a block
-// has 128 rows of the weight from 33 rows of x on, so that x is read half as often; of codes 192 where split_plan() says so.
+// has 128 rows of the weight from 33 rows of x on, so that x is read half as often.
 template <typename Io>
 void launch_split_kernel(const Io& io, const LaunchDevice& device, cudaStream_t stream) {
   if (io.rows <= 16) return launch<16, 1, 2>(io, device, stream);
@@ -106,10 +106,6 @@ void launch_split_kernel(const Io& io, const LaunchDevice& device, cudaStream_t 
   if (splits_of(io) == 1) {
     if (io.rows <= 48) return launch<48, 1, 2>(io, device, stream);
     return launch<64, 1, 2>(io, device, stream);
-  }
-  if constexpr (ArgumentsOf<Io>::kCodes) {
-    if (io.rows <= 64 && split_plan(weight_rows(io), steps_of(io)).consumers == 3)
-      return launch<64, 3, 1>(io, device, stream);
   }
   if (io.rows <= 48) return launch<48, 2, 1>(io, device, stream);
   if (io.rows <= 64) return launch<64, 2, 1>(io, device, stream);

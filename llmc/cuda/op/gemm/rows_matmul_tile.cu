@@ -237,7 +237,7 @@ __device__ void consume_tiles_of_codes(const P& p, const TileMemory<T, N>& share
     };
     const auto sum = [&](float(&to)[N / 2], int split) {
       const int steps = split_begin(split + 1, p.steps, p.splits) - split_begin(split, p.steps, p.splits);
-      sum_stages_of_codes(to, steps, at, ring, Shape::kStages, operands_at, release);
+      sum_stages_of_codes<1>(to, steps, at, ring, Shape::kStages, operands_at, release);
     };
     float total[N / 2];
     sum(total, 0);
