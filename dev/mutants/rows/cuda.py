@@ -242,7 +242,7 @@ ROWS = [
            gpu("CudaPagedCodes/*.AreAppended*")),
     Mutant("GPU: fp8: keys are widened by the scales of values", "load_codes", "of_keys ? a.codes.key_scales : a.codes.value_scales",
            "a.codes.value_scales", gpu("CudaPagedCodes/*.HaveTheBits*")),
-    Mutant("GPU: fp8: what lies behind a row's position is widened", "widen_slot", "&& first + row < end", "",
+    Mutant("GPU: fp8: what lies behind a row's position is widened", "multiply_by_value_codes", "&& key < end", "",
            gpu("CudaPagedCodes/*.HaveTheBits*")),
     Mutant("GPU: fp8: the splits of the first rows alone are widened", "widen_kernel",
            "&& (!item || entry.split * kSplit < seen_first)", "", gpu("CudaPagedCodes/*.HaveTheBits*")),

@@ -22,13 +22,18 @@ constexpr int kParts = 32;  // blocks that share an entry of the list
 template <typename S>
 __device__ void widen_unit(S* to, const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t first_row, int HS,
                            int begin, int end) {
-  const int pieces = HS / 8;  // of a row, eight codes each
+  const int pieces = HS / 16;  // of a row, 16 codes each
   for (int i = threadIdx.x % kWarpSize; i < kPageUnit * pieces; i += kWarpSize) {
     const int row = i / pieces;
     if (row < begin || row >= end) continue;
-    const std::int64_t at = first_row * HS + i * 8;
-    const uint2 eight = *reinterpret_cast<const uint2*>(codes + at);
-    *reinterpret_cast<uint4*>(to + at) = widen<S>(eight, kv_power<S>(scales[first_row + row]));
+    const std::int64_t at = first_row * HS + i * 16;
+    const uint4 piece = *reinterpret_cast<const uint4*>(codes + at);
+    const unsigned power = kv_power<S>(scales[first_row + row]);
+    const WidePairs wide[] = {widen<S>(piece.x, power), widen<S>(piece.y, power), widen<S>(piece.z, power),
+                              widen<S>(piece.w, power)};
+    uint4* const elements = reinterpret_cast<uint4*>(to + at);
+    elements[0] = {wide[0].lower, wide[1].lower, wide[2].lower, wide[3].lower};
+    elements[1] = {wide[0].upper, wide[1].upper, wide[2].upper, wide[3].upper};
   }
 }
 
