@@ -6,8 +6,8 @@
 //   ./a.out [repetitions [page size ...]]
 //
 // GB/s counts keys and values of every position once. Several layers' pages, more than L2 holds, are used in turn, so that no
-// launch finds its keys there (fp8 pages: of codes; their append is a launch of its own); a run is one launch a layer, captured in a graph, and the time the median run's divided by
-// the layers. Pages are shuffled. TF/s of a chunk count half of all scores of its rows.
+// launch finds its keys there (fp8 pages: of codes; their append is a launch of its own); a run is one launch a layer, captured
+// in a graph, and the time the median run's divided by the layers. Pages are shuffled. TF/s of a chunk count half of all scores of its rows.
 
 #include <algorithm>
 #include <cmath>
@@ -163,7 +163,7 @@ class Step {
     io_.kv = {nullptr, nullptr, page_size, model.NKV, model.HS};
     io_.rows = {positions_.data(), tables_.data(), pages_.data(), sequences * rows};
     io_.work = work_.data();
-    io_.decodes = paged_work_decodes(work_.data());
+    io_.decodes = rows == 1;
     io_.workspace = workspace_.data();
     io_.out = out_.data();
   }
