@@ -6,8 +6,8 @@
 //   ./a.out [repetitions [page size ...]]
 //
 // GB/s counts keys and values of every position once. Several layers' pages, more than L2 holds, are used in turn, so that no
-// launch finds its keys there; a run is one launch a layer, captured in a graph, and the time the median run's divided by
-// the layers. Pages are shuffled. TF/s of a chunk count half of all scores of its rows.
+// launch finds its keys there (fp8 pages: of codes; their append is a launch of its own); a run is one launch a layer, captured
+// in a graph, and the time the median run's divided by the layers. Pages are shuffled. TF/s of a chunk count half of all scores of its rows.
 
 #include <algorithm>
 #include <cmath>
@@ -69,6 +69,7 @@ class Memory {
   Memory& operator=(const Memory&) = delete;
 
   T* data() const { return data_; }
+  void fill(int byte) { check(cudaMemset(data_, byte, bytes()), "benchmark: memset"); }
   void randomize(std::uint64_t seed) {
     fill_random<<<4096, 256>>>(data_, count_, seed);
     check_launch("benchmark: fill");
@@ -124,13 +125,16 @@ enum class Appends { before, attention };
 template <typename S>
 class Step {
  public:
-  Step(const Model& model, std::int64_t sequences, std::int64_t rows, std::int64_t context, std::int64_t page_size)
+  Step(const Model& model, std::int64_t sequences, std::int64_t rows, std::int64_t context, std::int64_t page_size,
+       bool fp8 = false)
       : sequences_(sequences),
+        element_(fp8 ? 1 : std::int64_t{sizeof(S)}),
         pages_of_each_(ceil_div(context, page_size)),
         layer_(sequences * pages_of_each_ * model.NKV * page_size * model.HS),
-        layers_(std::max<std::int64_t>(4, ceil_div(kColdBytes, 2 * layer_ * std::int64_t{sizeof(S)}))),
+        layers_(std::max<std::int64_t>(4, ceil_div(kColdBytes, 2 * layer_ * element_))),
         keys_(layers_ * layer_),
         values_(layers_ * layer_),
+        scales_(fp8 ? layers_ * layer_ / model.HS : 0),
         qkv_(sequences * rows * (model.NH + 2 * model.NKV) * model.HS),
         cos_(table(model, context).cos),
         sin_(table(model, context).sin),
@@ -144,6 +148,7 @@ class Step {
     keys_.randomize(1);
     values_.randomize(2);
     qkv_.randomize(3);
+    if (fp8) scales_.fill(127);
     io_.shape = shape_;
     io_.scale = 1 / std::sqrt(static_cast<float>(model.HS));
     const auto heads = [&](std::int64_t first) {
@@ -158,15 +163,26 @@ class Step {
     io_.kv = {nullptr, nullptr, page_size, model.NKV, model.HS};
     io_.rows = {positions_.data(), tables_.data(), pages_.data(), sequences * rows};
     io_.work = work_.data();
+    io_.decodes = rows == 1;
     io_.workspace = workspace_.data();
     io_.out = out_.data();
   }
 
   std::int64_t layers() const { return layers_; }
-  std::int64_t layer_bytes() const { return 2 * layer_ * std::int64_t{sizeof(S)}; }
+  std::int64_t layer_bytes() const { return 2 * layer_ * element_; }
   void attend(std::int64_t layer, Appends appends, const LaunchDevice& device, cudaStream_t stream) {
-    io_.kv.keys = keys_.data() + layer * layer_;
-    io_.kv.values = values_.data() + layer * layer_;
+    if (element_ == 1) {  // codes lie in the first half of the memory, to the second half a prompt's are widened
+      const auto codes = [&](const Memory<S>& of) {
+        return reinterpret_cast<std::uint8_t*>(of.data()) + layer * layer_;
+      };
+      std::uint8_t* const scales = scales_.data() + layer * (layer_ / io_.kv.HS);
+      io_.kv.codes = {codes(keys_), codes(values_), scales, scales};
+      io_.kv.keys = keys_.data() + layers_ * layer_ / 2;
+      io_.kv.values = values_.data() + layers_ * layer_ / 2;
+    } else {
+      io_.kv.keys = keys_.data() + layer * layer_;
+      io_.kv.values = values_.data() + layer * layer_;
+    }
     append_.kv = io_.kv;
     append_.rows = io_.rows;
     const bool before = appends == Appends::before;
@@ -186,8 +202,8 @@ class Step {
   }
   void read(std::int64_t layer, const LaunchDevice& device, cudaStream_t stream) const {
     read_kernel<<<static_cast<unsigned>(8 * device.multiprocessors), 256, 0, stream>>>(
-        reinterpret_cast<const int4*>(keys_.data() + layer * layer_),
-        reinterpret_cast<const int4*>(values_.data() + layer * layer_), layer_ * std::int64_t{sizeof(S)} / 16,
+        reinterpret_cast<const int4*>(keys_.data()) + layer * layer_ * element_ / 16,
+        reinterpret_cast<const int4*>(values_.data()) + layer * layer_ * element_ / 16, layer_ * element_ / 16,
         sink_.data());
     check_launch("benchmark: read");
   }
@@ -226,8 +242,10 @@ class Step {
     return work;
   }
 
-  std::int64_t sequences_, pages_of_each_, layer_, layers_;
-  Memory<S> keys_, values_, qkv_;
+  std::int64_t sequences_, element_, pages_of_each_, layer_, layers_;  // element_: bytes of a stored element
+  Memory<S> keys_, values_;
+  Memory<std::uint8_t> scales_;
+  Memory<S> qkv_;
   Memory<float> cos_, sin_;
   Memory<S> out_;
   Memory<std::int32_t> positions_, tables_, pages_;
@@ -239,17 +257,19 @@ class Step {
 };
 
 template <typename S>
-void measure(const Model& model, std::int64_t page_size, int repetitions, const LaunchDevice& device) {
+void measure(const Model& model, std::int64_t page_size, int repetitions, const LaunchDevice& device,
+             bool fp8 = false) {
   const auto decode = [&](std::int64_t sequences, std::int64_t context) {
-    Step<S> step(model, sequences, 1, context, page_size);
-    const double us = step.layer_us(repetitions, Appends::attention, device);
+    Step<S> step(model, sequences, 1, context, page_size, fp8);
     const double two_us = step.layer_us(repetitions, Appends::before, device);
+    const double us = fp8 ? two_us : step.layer_us(repetitions, Appends::attention, device);
     const double read_us = median_us(repetitions,
                                      [&](cudaStream_t stream) {
                                        for (std::int64_t l = 0; l < step.layers(); ++l) step.read(l, device, stream);
                                      }) /
                            static_cast<double>(step.layers());
-    const double positions = static_cast<double>(sequences * context * 2 * model.NKV * model.HS) * sizeof(S);
+    const double positions =
+        static_cast<double>(sequences * context * 2 * model.NKV * model.HS) * (fp8 ? 1 : sizeof(S));
     const double rate = positions / us * 1e-3, read_rate = static_cast<double>(step.layer_bytes()) / read_us * 1e-3;
     std::printf(
         "%-12s pages of %-3d %4d sequences, context %6d  %8.1f us %6.0f GB/s, in two launches %8.1f us, a read %6.0f "
@@ -265,7 +285,7 @@ void measure(const Model& model, std::int64_t page_size, int repetitions, const 
   }
   const std::pair<std::int64_t, std::int64_t> chunks[] = {{512, 512}, {2000, 2000}, {8192, 8192}, {2048, 32768}};
   for (const auto& [rows, context] : chunks) {
-    Step<S> step(model, 1, rows, context, page_size);
+    Step<S> step(model, 1, rows, context, page_size, fp8);
     const double us = step.layer_us(repetitions, Appends::before, device);
     const double operations = 4.0 * static_cast<double>((2 * context - rows) * rows * model.NH * model.HS) / 2;
     std::printf("%-12s pages of %-3d a chunk of %4d rows at %5d and its append  %8.1f us %6.1f TF/s\n", model.name,
@@ -286,6 +306,7 @@ int main(int argc, char** argv) {
     for (const std::int64_t page_size : page_sizes) {
       measure<fp16>({"pythia-2.8b", 32, 32, 80, 20}, page_size, repetitions, device);
       measure<bf16>({"llama3.1-8b", 32, 8, 128, 128}, page_size, repetitions, device);
+      measure<bf16>({"8b, fp8", 32, 8, 128, 128}, page_size, repetitions, device, true);
     }
   });
 }

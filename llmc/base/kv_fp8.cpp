@@ -18,7 +18,8 @@ void kv_store(const float* values, std::int64_t HS, std::int64_t row, std::uint8
   const float inverse = std::bit_cast<float>(kv_inverse_bits(scale));
   scales[row] = static_cast<std::uint8_t>(scale);
   for (std::int64_t d = 0; d < HS; ++d) {
-    codes[row * HS + d] = static_cast<std::uint8_t>(kv_code(std::bit_cast<std::uint32_t>(values[d] * inverse)));
+    const std::uint32_t code = kv_code(std::bit_cast<std::uint32_t>(values[d] * inverse));
+    codes[row * HS + kv_index(d, HS)] = static_cast<std::uint8_t>(code);
   }
 }
 
@@ -33,7 +34,7 @@ void kv_load(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t
   }();
   for (std::int64_t r = row; r < row + rows; ++r) {
     const float scale = std::bit_cast<float>(kv_scale_bits(scales[r]));
-    for (std::int64_t d = 0; d < HS; ++d) *out++ = kNumbers[codes[r * HS + d]] * scale;
+    for (std::int64_t d = 0; d < HS; ++d) *out++ = kNumbers[codes[r * HS + kv_index(d, HS)]] * scale;
   }
 }
 

@@ -51,6 +51,12 @@ WEFT_HOST_DEVICE constexpr std::uint32_t kv_code(std::uint32_t bits) {
   return sign | (mantissa + (1u << (dropped - 1)) - 1u + (mantissa >> dropped & 1u)) >> dropped;
 }
 
+// Where a row of HS codes has that of dimension d. Of each 16 dimensions the first eight and the last eight take turns, so that
+// a 32-bit word holds what mma.m16n8k16 multiplies together (code_slots.cuh). A last part of fewer than 16 stays in order.
+WEFT_HOST_DEVICE constexpr std::int64_t kv_index(std::int64_t d, std::int64_t HS) {
+  return d / 16 == HS / 16 ? d : d / 16 * 16 + d % 8 * 2 + d / 8 % 2;
+}
+
 // The pages of one layer: codes [page][NKV][page_size][HS] and their scales [page][NKV][page_size], of keys and of values.
 struct KvCodes {
   std::uint8_t *keys = nullptr, *values = nullptr;

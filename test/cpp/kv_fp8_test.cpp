@@ -109,6 +109,22 @@ TEST(KvFp8, TheScaleIsTheSmallestThatHoldsTheRow) {
   }
 }
 
+TEST(KvFp8, CodesOf16DimensionsTakeTurns) {
+  constexpr std::size_t kSize = 40;
+  const std::size_t order[kSize] = {0,  8,  1,  9,  2,  10, 3,  11, 4,  12, 5,  13, 6,  14, 7,  15, 16, 24, 17, 25,
+                                    18, 26, 19, 27, 20, 28, 21, 29, 22, 30, 23, 31, 32, 33, 34, 35, 36, 37, 38, 39};
+  Floats row(kSize);
+  for (std::size_t d = 0; d < kSize; ++d) row[d] = fp8_to_f32(static_cast<std::uint8_t>(0x7E - d), Fp8Format::e4m3);
+  std::vector<std::uint8_t> codes(kSize);
+  std::uint8_t scale = 0;
+  kv_store(row.data(), std::ssize(row), 0, codes.data(), &scale);
+  EXPECT_EQ(scale, 127);
+  for (std::size_t i = 0; i < kSize; ++i) EXPECT_EQ(codes[i], 0x7E - order[i]) << i;
+  Floats read(kSize);
+  kv_load(codes.data(), &scale, std::ssize(row), 0, 1, read.data());
+  EXPECT_EQ(read, row);
+}
+
 TEST(KvFp8, AStoredRowErrsByHalfASpacing) {
   std::mt19937 random(4);
   std::normal_distribution<float> normal;

@@ -5,6 +5,7 @@
 #include <array>
 #include <chrono>
 #include <functional>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -521,6 +522,10 @@ class Attention {
     io_.workspace = workspace_.data();
     io_.out = out_.data();
   }
+  void read_codes(const KvCodes& codes) {
+    io_.kv.codes = codes;
+    io_.decodes = cuda::paged_work_decodes(work_of(step_).data());
+  }
   void operands(Chain& chain) const {
     chain.late(step_.qkv, "qkv");
     chain.late(step_.keys, "keys");
@@ -559,6 +564,61 @@ TYPED_TEST(ChainedRows, PagedAttention) {
       Chain chain;
       attention.operands(chain);
       EXPECT_EQ(chain.differing([&](cudaStream_t stream) { attention.launch(chain.device(), stream); }), Names{});
+    }
+  }
+}
+
+template <typename T>
+class ChainedCodes : public testing::Test {};
+using CodeTypes = testing::Types<bf16, fp16>;
+TYPED_TEST_SUITE(ChainedCodes, CodeTypes);
+
+// Over codes attention may copy positions older than the step before its predecessor, the append, has ended, but not those that
+// it appends. At the end other rows are appended, so that the next run does not find its own.
+TYPED_TEST(ChainedCodes, AreReadAfterTheirAppend) {
+  using T = TypeParam;
+  struct Heads {
+    std::int64_t NKV, G, HS;
+  };
+  for (const Heads& heads : {Heads{2, 1, 80}, Heads{1, 4, 128}, Heads{1, 2, 256}}) {
+    for (const auto& chunks : kSteps) {
+      SCOPED_TRACE(testing::Message() << "HS " << heads.HS << ", " << chunks.size() << " chunks, the first of "
+                                      << chunks[0].count);
+      const PagedStep<T> step(heads.NKV, heads.G, heads.HS, 32, chunks);
+      const auto other = random_buffer<T>(step.rows() * step.row_size(), 9, 2.0f);
+      const std::int64_t NH = step.shape.NH, half = heads.HS / 2;
+      const std::size_t rows = step.keys.size() / static_cast<std::size_t>(heads.HS);
+      std::mt19937 random(7);
+      std::vector<std::uint8_t> bytes(step.keys.size());
+      for (std::uint8_t& byte : bytes) byte = static_cast<std::uint8_t>(random());
+      const DeviceBuffer<std::uint8_t> keys(bytes), values(bytes), key_scales(std::vector<std::uint8_t>(rows, 122)),
+          value_scales(std::vector<std::uint8_t>(rows, 121));
+      const auto cosine = random_buffer<float>(kMaxPositions * half, 4),
+                 sine = random_buffer<float>(kMaxPositions * half, 5);
+      const auto append = [&](const DeviceBuffer<T>& qkv) {
+        const auto of = [&](std::int64_t head) {
+          return HeadViewOf<T>{qkv.data() + head * heads.HS, 0, step.row_size(), heads.HS};
+        };
+        cuda::AppendToPages<T> io;
+        io.q = of(0), io.k = of(NH), io.v = of(NH + heads.NKV);
+        io.NH = NH;
+        io.kv = step.kv();
+        io.kv.codes = {keys.data(), values.data(), key_scales.data(), value_scales.data()};
+        io.rows = step.paged_rows();
+        io.rope = {cosine.data(), sine.data(), kMaxPositions, half};
+        return io;
+      };
+      const cuda::AppendToPages<T> own = append(step.qkv), others = append(other);
+      Attention<T> attention(step);
+      attention.read_codes(own.kv.codes);
+      Chain chain;
+      attention.operands(chain);
+      EXPECT_EQ(chain.differing([&](cudaStream_t stream) {
+        cuda::append_to_pages(own, chain.device(), stream);
+        attention.launch(chain.device(), stream);
+        cuda::append_to_pages(others, chain.device(), stream);
+      }),
+                Names{});
     }
   }
 }

@@ -53,6 +53,7 @@ ROWS = [
            unit("KvFp8.AttentionIsThat*")),
     Mutant("fp8: a row's scale follows from its first value", "kv_store", "d < HS; ++d) { amax_bits", "d < 1; ++d) { amax_bits",
            unit("KvFp8.TheScaleIs*")),
+    Mutant("fp8: codes lie in the order of dimensions", "kv_index", "d % 8 * 2 + d / 8 % 2", "d % 16", unit("KvFp8.CodesOf16*")),
     Mutant("fp8: the largest mantissa of a scale saturates", "kv_scale", "> 0x600000u ? 1 : 0", "> 0x700000u ? 1 : 0",
            unit("KvFp8.TheScaleIs*")),
     Mutant("fp8: a row that is not finite is read as numbers", "kv_scale", "return kKvNotFinite", "return kKvLargestScale",

@@ -249,8 +249,10 @@ ROWS = [
            gpu("CudaPagedCodes/*.AreAppended*")),
     Mutant("GPU: fp8: keys are widened by the scales of values", "load_codes", "of_keys ? a.codes.key_scales : a.codes.value_scales",
            "a.codes.value_scales", gpu("CudaPagedCodes/*.HaveTheBits*")),
-    Mutant("GPU: fp8: what lies behind a row's position is widened", "widen_slot", "&& first + row < end", "",
+    Mutant("GPU: fp8: what lies behind a row's position is widened", "multiply_by_value_codes", "&& key < end", "",
            gpu("CudaPagedCodes/*.HaveTheBits*")),
+    Mutant("GPU: fp8: what a step appends is copied before it is there", "paged_items_kernel", "!stream.begins_with_earlier_positions()", "false",
+           gpu("ChainedCodes/*.AreRead*")),
     Mutant("GPU: fp8: the splits of the first rows alone are widened", "widen_kernel",
            "&& (!item || entry.split * kSplit < seen_first)", "", gpu("CudaPagedCodes/*.HaveTheBits*")),
 ]

@@ -140,8 +140,9 @@ __device__ void store_codes(const unsigned (&words)[WarpRotation<S, HS>::kWords]
     const uint2 bits = bits_of<S>(words[i]);
     const unsigned low = kv_code(__float_as_uint(__uint_as_float(bits.x) * inverse)),
                    high = kv_code(__float_as_uint(__uint_as_float(bits.y) * inverse));
-    reinterpret_cast<unsigned short*>(codes + row * HS)[Rotation::word(i)] =
-        static_cast<unsigned short>(low | high << 8);
+    std::uint8_t* const to = codes + row * HS + kv_index(2 * Rotation::word(i), HS);
+    to[0] = static_cast<std::uint8_t>(low);
+    to[kv_index(1, HS)] = static_cast<std::uint8_t>(high);
   }
 }
 

@@ -19,16 +19,18 @@ __device__ inline unsigned kv_power(unsigned scale) {
   return power | power << 16;
 }
 
-// Eight codes as eight elements, in order.
+// Four codes as they follow each other in a row (kv_index()): elements of dimensions below 8 of their 16, and of those from 8 on.
+struct WidePairs {
+  unsigned lower, upper;
+};
 template <typename S>
-__device__ inline uint4 widen(uint2 codes, unsigned power) {
+__device__ inline WidePairs widen(unsigned codes, unsigned power) {
   constexpr bool kHalf = std::is_same_v<S, fp16>;
   constexpr unsigned kShift = kHalf ? 1 : 4, kFields = kHalf ? 0x3f803f80 : 0x07f007f0;
   const auto pair = [&](unsigned bytes) {  // a code in the upper half of each 16 bits
     return as_bits(__hmul2(as_pair<S>(lop3<kAndOr>(bytes, 0x80008000, bytes >> kShift & kFields)), as_pair<S>(power)));
   };
-  return {pair(__byte_perm(codes.x, 0, 0x1404)), pair(__byte_perm(codes.x, 0, 0x3424)),
-          pair(__byte_perm(codes.y, 0, 0x1404)), pair(__byte_perm(codes.y, 0, 0x3424))};
+  return {pair(codes << 8), pair(codes)};
 }
 
 }  // namespace weft::cuda

@@ -8,7 +8,8 @@
 // In any other step on Hopper, beside its tiles (paged_hopper.cu). All that items read was complete when the kernel of
 // the tiles let this one start; it waits for the tiles at its end.
 //
-// Over codes it follows append_to_pages() or the tiles, and waits for them first.
+// Over codes it follows append_to_pages() or the tiles. A warp whose first item reads nothing that a step of single rows
+// appends starts its copies before it waits for them.
 //
 // Heads of 80 are fetched by bulk copies from Hopper on, other heads by cp.async (SlotCopy). A multiprocessor has two
 // blocks of four warps. With few items, few warps of a block compute, with longer rings, and blocks without an item
@@ -44,21 +45,18 @@ struct DecodeTiling {
   static constexpr SlotCopy kCopy = Copy;
   static constexpr bool kWindowed = Windowed, kCodes = Codes;
   static constexpr int kWarps = 4, kThreads = kWarps * kWarpSize, kBlocksPerMultiprocessor = 2;
-  static constexpr int kSlotBytes =
-      kCodes ? static_cast<int>(kCodeSlotBytes<HS>) : SlotLayout<bf16, HS, kCopy>::bytes(kSlotKeys<HS>);
-  static constexpr int kTileBytes = kCodes ? Tile<bf16, HS>::bytes(kSlotKeys<HS>) : 0;  // before each warp's ring
+  static constexpr int kSlotBytes = kCodes ? CodeSlot<HS>::kBytes : SlotLayout<bf16, HS, kCopy>::bytes(kSlotKeys<HS>);
   // Slots of a warp's ring if four warps of a block compute (kRing), two (kPairRing), or one (kLongRing). A split needs
   // at most kMostSlots.
   static constexpr int kMostSlots = 2 * kSplit / kSlotKeys<HS>;
   static constexpr int kBarrierBytes = kCopy == SlotCopy::threads ? 0 : kMostSlots * 8;  // bytes of a warp's mbarriers
   static constexpr int kBeginBytes = kWarps * kBarrierBytes;                             // they precede the rings
-  static constexpr int kRing = std::min(kMostSlots, ((kMostBytes - kBeginBytes) / kWarps - kTileBytes) / kSlotBytes);
-  // Over codes two warps' rings fit into the memory of three, as a long one does.
-  static constexpr int kPairRing = std::min(kMostSlots, kCodes ? kRing + kRing / 2 : 2 * kRing);
+  static constexpr int kRing = std::min(kMostSlots, (kMostBytes - kBeginBytes) / kWarps / kSlotBytes);
+  static constexpr int kPairRing = std::min(kMostSlots, 2 * kRing);
   static constexpr int kLongRing = std::min(kMostSlots, 3 * kRing);
   // Rings of kRing whose memory two pair rings take: a GPU of 99 KB a block has that of three.
   static constexpr int kPairNeeds = (2 * kPairRing + kRing - 1) / kRing;
-  static constexpr int kRingBytes = kTileBytes + kRing * kSlotBytes;
+  static constexpr int kRingBytes = kRing * kSlotBytes;
 };
 
 #if WEFT_BULK_COPY
@@ -104,17 +102,18 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
       slots = warps == 1 ? Tiling::kLongRing : a.item_warps >= Tiling::kPairNeeds ? Tiling::kPairRing : Tiling::kRing;
     }
     const int warp = threadIdx.x / kWarpSize, first = warp < warps ? warp * blocks + block : count;
-    const unsigned tile =
-        shared_address(shared) + Tiling::kBeginBytes + warp * (Tiling::kTileBytes + slots * Tiling::kSlotBytes);
-    ItemStream<S, Tiling, kAppends> stream(a, items, count, blocks * warps, first, tile + Tiling::kTileBytes, slots);
-    stream.tile = tile;
+    const unsigned ring = shared_address(shared) + Tiling::kBeginBytes + warp * slots * Tiling::kSlotBytes;
+    ItemStream<S, Tiling, kAppends> stream(a, items, count, blocks * warps, first, ring, slots);
 #if WEFT_BULK_COPY
     if constexpr (Tiling::kCopy == SlotCopy::bulk)
       stream.use_barriers(shared_address(shared) + warp * Tiling::kBarrierBytes);
 #endif
     stream.look_up_first();
-    if constexpr (Tiling::kCodes) wait_for_predecessors();
+    if constexpr (Tiling::kCodes) {
+      if (a.work->decodes == 0 || !stream.begins_with_earlier_positions()) wait_for_predecessors();
+    }
     stream.start_assigned();
+    if constexpr (Tiling::kCodes) wait_for_predecessors();
 #if WEFT_BULK_COPY
     if constexpr (kAppends && !Tiling::kWindowed) {
       const int entry = block / 2;
@@ -149,7 +148,7 @@ void launch_with(const PagedAttention<S>& io, const LaunchDevice& device, cudaSt
   const int warps = std::min<int>(Tiling::kWarps, (most - Tiling::kBeginBytes) / Tiling::kRingBytes);
   const int shared = Tiling::kBeginBytes + warps * Tiling::kRingBytes;
   static_assert(Tiling::kBeginBytes + 3 * Tiling::kRingBytes <= 99 * 1024 && Tiling::kPairNeeds <= Tiling::kWarps &&
-                    Tiling::kLongRing <= 3 * Tiling::kRing && (!kCodes || Tiling::kPairNeeds <= 3),
+                    Tiling::kLongRing <= 3 * Tiling::kRing,
                 "three warps' rings fit on every GPU, and so does a long one");
   const auto kernel = paged_items_kernel<S, Tiling, kAppends>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kName);

@@ -6,8 +6,7 @@
 // and value at their place in shared memory, rounded as the page stores them, so that they are multiplied as if they
 // came from the page; the first of these items writes them to the page.
 //
-// Tiling::kCodes: pages hold e4m3. A slot of the ring has the codes of its positions and their scales, as they lie in the page,
-// so that half of the bytes of 16 bits are in flight. The warp widens the slot that it reads next to a tile of its own.
+// Tiling::kCodes: pages hold e4m3, and so do the slots of the ring (code_slots.cuh).
 #pragma once
 
 #include <cstdint>
@@ -15,15 +14,11 @@
 #include "llmc/cuda/hw/barriers.cuh"
 #include "llmc/cuda/hw/elements.cuh"
 #include "llmc/cuda/hw/memory_order.cuh"
-#include "llmc/cuda/op/attention/paged/kv_codes.cuh"
+#include "llmc/cuda/op/attention/paged/code_slots.cuh"
 #include "llmc/cuda/op/attention/paged/paged_recurrence.cuh"
 #include "llmc/cuda/op/elementwise/rotate_pair.cuh"
 
 namespace weft::cuda::paged {
-
-// Positions in a slot of a warp's ring.
-template <int HS>
-constexpr int kSlotKeys = HS <= 128 ? 32 : 16;
 
 // How keys and values are copied to a slot.
 enum class SlotCopy {
@@ -59,57 +54,6 @@ __device__ __forceinline__ void load_units(const Arguments<S>& a, const S* from,
       copy_async(tile + row * T::kRowBytes + index % T::kChunks * 16, at + i * kWarpSize * 8, inside, policy);
     }
   }
-}
-
-// ---- codes
-// ------------------------------------------------------------------------------------------------------------
-// A slot of codes: kSlotKeys rows of HS bytes, then their scales.
-template <int HS>
-constexpr unsigned kCodeSlotBytes = kSlotKeys<HS>*(HS + 1);
-
-// Starts a warp's copy of the units of kPageUnit positions from `first` on that have one in [begin, end); of the others the
-// slot keeps what it has.
-template <int HS, typename S>
-__device__ __forceinline__ void load_codes(const Arguments<S>& a, bool of_keys, unsigned slot, int pages, int kv_head,
-                                           int first, int begin, int end, std::uint64_t policy) {
-  const int lane = threadIdx.x % kWarpSize;
-  const std::uint8_t* const codes = of_keys ? a.codes.keys : a.codes.values;
-  const std::uint8_t* const scales = of_keys ? a.codes.key_scales : a.codes.value_scales;
-#pragma unroll
-  for (int unit = 0; unit < kSlotKeys<HS> / kPageUnit; ++unit) {
-    const int position = first + unit * kPageUnit;
-    const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
-    if (position >= end || position + kPageUnit <= begin) continue;
-    const std::int64_t row = page_offset<1>(a, page, kv_head, position);
-#pragma unroll
-    for (int i = 0; i < ceil_div(HS, kWarpSize); ++i) {  // kPageUnit rows of HS bytes are HS chunks of 16
-      const int chunk = lane + i * kWarpSize;
-      if (HS % kWarpSize != 0 && chunk >= HS) break;
-      copy_async(slot + (unit * HS + chunk) * 16, codes + row * HS + chunk * 16, true, policy);
-    }
-    if (lane == 0) copy_async(slot + kSlotKeys<HS> * HS + unit * kPageUnit, scales + row, true, policy);
-  }
-}
-
-// Widens a slot to a tile; rows of positions outside of [begin, end) become zeros. Called by all lanes.
-template <typename S, int HS>
-__device__ __forceinline__ void widen_slot(unsigned tile, unsigned slot, int first, int begin, int end) {
-  using T = Tile<S, HS>;
-  static_assert(kSlotKeys<HS> * T::kChunks % kWarpSize == 0);
-#pragma unroll 2
-  for (int i = 0; i < kSlotKeys<HS> * T::kChunks / kWarpSize; ++i) {
-    const int index = threadIdx.x % kWarpSize + i * kWarpSize, row = index / T::kChunks, chunk = index % T::kChunks;
-    uint2 codes;
-    unsigned scale;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(codes.x), "=r"(codes.y) : "r"(slot + index * 8) : "memory");
-    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(scale) : "r"(slot + kSlotKeys<HS> * HS + row) : "memory");
-    const bool inside = first + row >= begin && first + row < end;
-    const uint4 wide = widen<S>(codes, inside ? kv_power<S>(scale) : 0);
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(tile + T::offset(row, chunk)), "r"(wide.x),
-                 "r"(wide.y), "r"(wide.z), "r"(wide.w)
-                 : "memory");
-  }
-  __syncwarp();
 }
 
 // ---- appended rows
@@ -352,15 +296,14 @@ struct ItemStream {
   static_assert(!(kWindowed || kCodes) || kCopy == SlotCopy::threads);
   using Rows = QueryRows<S, kAppends>;
   using Slot = SlotLayout<S, HS, kCopy>;
-  static constexpr unsigned kSlotBytes = kCodes ? kCodeSlotBytes<HS> : Slot::bytes(kSlotKeys<HS>);
+  static constexpr unsigned kSlotBytes = kCodes ? CodeSlot<HS>::kBytes : Slot::bytes(kSlotKeys<HS>);
 
   const Arguments<S>& a;
   const PagedWorkUnit* entries;
   int count;     // of item numbers; item n is entry n / NKV, K/V head n % NKV
   int assigned;  // items assigned statically, one a warp; the others come from the cursor
   unsigned ring;
-  int slots;          // kRing, kPairRing or kLongRing
-  unsigned tile = 0;  // kCodes: where slots are widened to
+  int slots;  // kRing, kPairRing or kLongRing
   // SlotCopy::threads waits by commit groups, SlotCopy::bulk by one mbarrier a slot.
   std::uint64_t policy = evict_first_policy();
   unsigned barriers = 0, phase = 0;
@@ -534,6 +477,10 @@ struct ItemStream {
     if (ended && number < count) take_work_unit();
     copy_next();
   }
+  // Of a step that decodes: whether this warp's first item has been looked up and reads nothing that the step appends.
+  __device__ bool begins_with_earlier_positions() const {
+    return step == 4 && number < count && next_end <= reinterpret_cast<const PagedWorkUnit&>(entry).first_position;
+  }
   // Both are called before the first block is read and fill all slots but one. start_assigned() uses no cursor, so it
   // may precede wait_for_predecessors() if no predecessor writes what it copies.
   __device__ void start_assigned() {
@@ -639,11 +586,7 @@ __device__ void compute_work_unit(const Arguments<S>& a, const PagedWorkUnit* en
   while (first_key < end) {
     const int first = first_key + part % kParts * kSlotKeys<HS>, slot_end = first + kSlotKeys<HS>;
     const bool last_part = (part + 1) % kParts == 0 || slot_end >= end;
-    unsigned slot = blocks.next_block();
-    if constexpr (Tiling::kCodes) {
-      widen_slot<S, HS>(blocks.tile, slot, first, first_seen, end);
-      slot = blocks.tile;
-    }
+    const unsigned slot = blocks.next_block();
     if (kAppends || Tiling::kCopy != SlotCopy::threads) {
       if (slot_end >= end) {
         if constexpr (kAppends) {
@@ -662,7 +605,13 @@ __device__ void compute_work_unit(const Arguments<S>& a, const PagedWorkUnit* en
     if (part < kParts) {
       if (part == 0) {
         scores.clear();
-        multiply_by_rows<S, HS, 0, kParts, Slot>(scores, Q, slot + Slot::lane_by_columns());
+        if constexpr (Tiling::kCodes) {
+          multiply_by_key_codes<S, HS, 0>(scores, Q, slot);
+        } else {
+          multiply_by_rows<S, HS, 0, kParts, Slot>(scores, Q, slot + Slot::lane_by_columns());
+        }
+      } else if constexpr (Tiling::kCodes) {
+        multiply_by_key_codes<S, HS, kParts - 1>(scores, Q, slot);
       } else {
         multiply_by_rows<S, HS, kParts - 1, kParts, Slot>(scores, Q, slot + Slot::lane_by_columns());
       }
@@ -679,7 +628,13 @@ __device__ void compute_work_unit(const Arguments<S>& a, const PagedWorkUnit* en
           state.rescale(shrink);
       }
     } else {
-      if (part == kParts) {
+      if constexpr (Tiling::kCodes) {
+        if (part == kParts) {
+          multiply_by_value_codes<S, HS, 0>(state.O, scores, slot, first_seen - first, end - first);
+        } else {
+          multiply_by_value_codes<S, HS, kParts - 1>(state.O, scores, slot, first_seen - first, end - first);
+        }
+      } else if (part == kParts) {
         multiply_by_columns<S, HS, 0, kParts, Slot>(state.O, scores, slot + Slot::lane_by_rows());
       } else {
         multiply_by_columns<S, HS, kParts - 1, kParts, Slot>(state.O, scores, slot + Slot::lane_by_rows());

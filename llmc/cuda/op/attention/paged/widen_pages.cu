@@ -16,19 +16,26 @@ using namespace paged;
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarpSize, kBlocksPerMultiprocessor = 4;
-constexpr int kParts = 32;  // blocks that share an entry of the list
+// Blocks that share an entry of the list: of a tile, whose chunk may see all of a long sequence, and where there are items, of
+// one split each.
+constexpr int kTileParts = 512, kItemParts = 32;
 
 // Widens positions [begin, end) of a unit of kPageUnit positions of a page, for one head, of keys or of values.
 template <typename S>
 __device__ void widen_unit(S* to, const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t first_row, int HS,
                            int begin, int end) {
-  const int pieces = HS / 8;  // of a row, eight codes each
+  const int pieces = HS / 16;  // of a row, 16 codes each
   for (int i = threadIdx.x % kWarpSize; i < kPageUnit * pieces; i += kWarpSize) {
     const int row = i / pieces;
     if (row < begin || row >= end) continue;
-    const std::int64_t at = first_row * HS + i * 8;
-    const uint2 eight = *reinterpret_cast<const uint2*>(codes + at);
-    *reinterpret_cast<uint4*>(to + at) = widen<S>(eight, kv_power<S>(scales[first_row + row]));
+    const std::int64_t at = first_row * HS + i * 16;
+    const uint4 piece = *reinterpret_cast<const uint4*>(codes + at);
+    const unsigned power = kv_power<S>(scales[first_row + row]);
+    const WidePairs wide[] = {widen<S>(piece.x, power), widen<S>(piece.y, power), widen<S>(piece.z, power),
+                              widen<S>(piece.w, power)};
+    uint4* const elements = reinterpret_cast<uint4*>(to + at);
+    elements[0] = {wide[0].lower, wide[1].lower, wide[2].lower, wide[3].lower};
+    elements[1] = {wide[0].upper, wide[1].upper, wide[2].upper, wide[3].upper};
   }
 }
 
@@ -38,10 +45,10 @@ __global__ void __launch_bounds__(kThreads) widen_kernel(const __grid_constant__
   wait_for_predecessors();
   const PagedWorkHeader work = *a.work;
   const PagedWorkUnit* entries = reinterpret_cast<const PagedWorkUnit*>(a.work + 1);
-  const int count = (work.tiles + (items ? work.items : 0)) * kParts;
+  const int parts = items ? kItemParts : kTileParts, count = (work.tiles + (items ? work.items : 0)) * parts;
   for (int n = blockIdx.x; n < count; n += gridDim.x) {
-    const PagedWorkUnit entry = entries[n / kParts];
-    const bool item = n / kParts >= work.tiles;
+    const PagedWorkUnit entry = entries[n / parts];
+    const bool item = n / parts >= work.tiles;
     // The chunk's first entry is for the others: of tiles all positions of the chunk, of items those of the split, which
     // its rows may not see.
     const int seen_first = entry.first_position + (min(kItemRows, entry.rows * a.group) - 1) / a.group + 1;
@@ -53,8 +60,8 @@ __global__ void __launch_bounds__(kThreads) widen_kernel(const __grid_constant__
     }
     const int first_unit = begin / kPageUnit, units = max(0, static_cast<int>(ceil_div(end, kPageUnit)) - first_unit);
     const int* const pages = a.pages + a.tables[entry.first_row];
-    const int warp = n % kParts * kWarps + static_cast<int>(threadIdx.x / kWarpSize);
-    for (int i = warp; i < units * a.NKV * 2; i += kParts * kWarps) {
+    const int warp = n % parts * kWarps + static_cast<int>(threadIdx.x / kWarpSize);
+    for (int i = warp; i < units * a.NKV * 2; i += parts * kWarps) {
       const int position = (first_unit + i / (2 * a.NKV)) * kPageUnit, kv_head = i / 2 % a.NKV;
       const std::int64_t row = page_offset<1>(a, pages[position >> a.page_shift], kv_head, position);
       const bool values = i % 2 == 1;
