@@ -18,7 +18,7 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / kWarpSize, kBlocksPerMultiprocessor = 4;
 // Blocks that share an entry of the list: of a tile, whose chunk may see all of a long sequence, and where there are items, of
 // one split each.
-constexpr int kTileParts = 512, kItemParts = 32;
+constexpr int kTileParts = 128, kItemParts = 32;
 
 // Widens positions [begin, end) of a unit of kPageUnit positions of a page, for one head, of keys or of values.
 template <typename S>
