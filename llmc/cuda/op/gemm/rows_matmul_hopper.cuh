@@ -208,8 +208,8 @@ __device__ inline void sum_stages(float (&d)[R], int steps, RingPosition& at, co
 }
 
 // The same with operands of codes: the tensor core keeps about 14 bits of a sum, so it sums one stage, 128 values of k,
-// and the stages are added in fp32, in order. The columns may be summed in kPieces, one after
-// the other, so that they share the registers of a stage.
+// and the stages are added in fp32, in order. The columns may be summed in kPieces, one after the other, so that they
+// share the registers of a stage.
 template <int kPieces, int R, typename OperandsAt, typename Release>
 __device__ inline void sum_stages_of_codes(float (&sum)[R], int steps, RingPosition& at, const RingBarriers& ring,
                                            int stages, const OperandsAt& operands_at, const Release& release) {
