@@ -31,6 +31,14 @@ __device__ unsigned codes_of(const float (&scaled)[4]) {
   return low | high << 16;
 }
 
+// The codes in e4m3 of four values of a row with the scale `scale` (fp8_row_scale()).
+__device__ inline unsigned row_codes_of(const float (&values)[4], float scale) {
+  float scaled[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) scaled[i] = __fdiv_rn(values[i], scale);
+  return codes_of<Fp8Format::e4m3>(scaled);
+}
+
 // How many of four codes are zero.
 __device__ inline unsigned zero_codes(unsigned codes) {
   constexpr unsigned kMagnitudes = 0x7F7F7F7Fu;

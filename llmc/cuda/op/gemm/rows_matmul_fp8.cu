@@ -45,10 +45,10 @@ __global__ void __launch_bounds__(kQuantizeThreads) quantize_rows_kernel(Fp8Rows
     unsigned words[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float scaled[4];
+      float four[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scaled[i] = __fdiv_rn(values[piece].get(4 * half + i), scale);
-      words[half] = codes_of<Fp8Format::e4m3>(scaled);
+      for (int i = 0; i < 4; ++i) four[i] = values[piece].get(4 * half + i);
+      words[half] = row_codes_of(four, scale);
     }
     *reinterpret_cast<uint2*>(to.codes + row * K + at(piece)) = make_uint2(words[0], words[1]);
   }

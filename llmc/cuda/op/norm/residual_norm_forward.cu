@@ -117,10 +117,10 @@ __device__ void write_row_codes(const Fp8Rows& to, std::int64_t row, const float
 #pragma unroll
   for (int g = 0; g < S::kGroups; ++g) {
     if (S::outside(g, C)) continue;
-    float scaled[S::kGroup];
+    float values[S::kGroup];
 #pragma unroll
-    for (int i = 0; i < S::kGroup; ++i) scaled[i] = __fdiv_rn(z[g].get(i), scale);
-    *reinterpret_cast<unsigned*>(to.codes + row * C + S::column(g)) = codes_of<Fp8Format::e4m3>(scaled);
+    for (int i = 0; i < S::kGroup; ++i) values[i] = z[g].get(i);
+    *reinterpret_cast<unsigned*>(to.codes + row * C + S::column(g)) = row_codes_of(values, scale);
   }
 }
 
