@@ -1,6 +1,7 @@
 // What the kernels of rows_matmul_fp8() add to those of rows_matmul(): the scales of both operands.
 #pragma once
 
+#include "llmc/cuda/hw/hopper.cuh"
 #include "llmc/cuda/op/gemm/rows_matmul.cuh"
 
 namespace weft::cuda::rows {
@@ -69,7 +70,8 @@ template <typename S, int N>
 __device__ void finish_accumulators(const ScaledOutput<S>& output, std::int64_t first, std::int64_t row,
                                     const float (&sum)[N / 2]) {
   constexpr int kAtOnce = 16;  // scales of x
-  const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % kWarpSize, warp = thread / kWarpSize;
+  const int thread = static_cast<int>(threadIdx.x) % hopper::kWarpgroupSize, lane = thread % kWarpSize,
+            warp = thread / kWarpSize;
   const bool gated = output.gated();
   const std::int64_t column = (gated ? first / 2 + 8 * warp : first + 16 * warp) + lane / 4, OC = output.OC;
   float scales[2] = {}, bias[2] = {};  // of the thread's two rows of the weight: gated, of gate and up

@@ -34,8 +34,6 @@ bool hopper_computes(const RowsMatmul<T>& io, const LaunchDevice&) {
   return (!gated(io.epilogue) || io.OC % 8 == 0) && hopper_multiprocessors() > 0;
 }
 
-// The choice of the kernel affects time only. Above 64 rows a layer with one split has enough tiles for tile_kernel,
-// which reads x and weight fewer times. With several splits its tiles would occupy only a third of the multiprocessors.
 template <typename T>
 void hopper(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
   launch_best_kernel(io, device, stream);

@@ -41,6 +41,11 @@ __device__ inline int row_tile_of(const P& p, int tile) {
   const int patch = kPatch * p.row_tiles, first = tile / patch * kPatch;
   return tile % patch / min(kPatch, p.tile_pairs - first);
 }
+// The first row of the weight in a consumer's part of a tile; `rank`: of its block in the cluster.
+template <typename P>
+__device__ inline std::int64_t first_row_of(const P& p, int tile, int rank, int consumer) {
+  return static_cast<std::int64_t>((pair_of(p, tile) * kCluster + rank) * kTileConsumers + consumer) * kWeightRows;
+}
 
 template <typename T, int N>
 struct TileMemory {
@@ -163,11 +168,10 @@ __device__ void consume_tiles(const P& p, const TileMemory<T, N>& shared, int co
   const int fours = Columns::count(p.output, kWeightRows);
   RingPosition at;
   for (int tile = static_cast<int>(blockIdx.x) / kCluster; tile < count; tile += clusters) {
-    const int pair = pair_of(p, tile), row_tile = row_tile_of(p, tile);
-    const std::int64_t first =
-        static_cast<std::int64_t>((pair * kCluster + rank) * kTileConsumers + consumer) * kWeightRows;
+    const int row_tile = row_tile_of(p, tile);
+    const std::int64_t first = first_row_of(p, tile, rank, consumer);
     float bias[2] = {};  // loaded before it is needed
-    if (!P::kCodes && p.copies_out && p.output.bias != nullptr) {
+    if (p.copies_out && p.output.bias != nullptr) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const std::int64_t column = first + thread / kWarpSize * 16 + i * 8 + lane / 4;
@@ -177,10 +181,7 @@ __device__ void consume_tiles(const P& p, const TileMemory<T, N>& shared, int co
     float d[N / 2];
     const auto finish = [&](const float(&total)[N / 2]) {
       wait_for_predecessors();  // they may still read what is written here
-      if constexpr (!P::kCodes) {
-        if (p.copies_out)
-          return copy_out<T, N>(p, shared.out(consumer), 1 + consumer, first, row_tile * N, total, bias);
-      }
+      if (p.copies_out) return copy_out<T, N>(p, shared.out(consumer), 1 + consumer, first, row_tile * N, total, bias);
       const Columns columns(p.output, first, thread % fours);
 #pragma unroll
       for (int chunk = 0; chunk < N / kSumsRows; ++chunk) {
@@ -198,17 +199,17 @@ __device__ void consume_tiles(const P& p, const TileMemory<T, N>& shared, int co
       float total[N / 2];
       for (int split = 0; split < p.splits; ++split) {
         const int steps = split_begin(split + 1, p.steps, p.splits) - split_begin(split, p.steps, p.splits);
-        sum_split<P::kCodes>(d, steps, at, ring, Shape::kStages, operands_at, release);
+        sum_stages(d, steps, at, ring, Shape::kStages, operands_at, release);
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) total[i] = split == 0 ? d[i] : total[i] + d[i];
       }
       finish(total);
     } else {
-      sum_split<P::kCodes>(d, p.steps, at, ring, Shape::kStages, operands_at, release);
+      sum_stages(d, p.steps, at, ring, Shape::kStages, operands_at, release);
       finish(d);
     }
   }
-  if (!P::kCodes && p.copies_out && thread == 0) bulk_wait();  // shared memory must outlive the copies
+  if (p.copies_out && thread == 0) bulk_wait();  // shared memory must outlive the copies
 }
 
 // The same for codes. The second warpgroup begins a tile when the first has summed a stage, and stays behind: then the
@@ -226,8 +227,7 @@ __device__ void consume_tiles_of_codes(const P& p, const TileMemory<T, N>& share
   };
   RingPosition at;
   for (int tile = static_cast<int>(blockIdx.x) / kCluster; tile < count; tile += clusters) {
-    const std::int64_t first =
-        static_cast<std::int64_t>((pair_of(p, tile) * kCluster + rank) * kTileConsumers + consumer) * kWeightRows;
+    const std::int64_t first = first_row_of(p, tile, rank, consumer);
     bool begins = apart && consumer == 0;
     if (apart && consumer == 1) named_barrier_wait(kBegun, kTileConsumers * kWarpgroupSize);
     const auto release = [&](int stage) {  // in both blocks of the cluster, since both fill the stage
