@@ -316,12 +316,22 @@ TYPED_TEST(RowsMatmulTest, EveryPieceMoreThanTwice) {
   this->check_values(700, 264, 3208, RowsEpilogue::geglu_tanh, false);
 }
 
-// Large tiles of every width leave by tensor copies: of 192 and 160 rows of x with several splits, of 128 and 256 with one.
+// Large tiles of every width leave by tensor copies: of 128, 160, 176 and 192 rows of x with two splits; of 96, 128, 160 and 192
+// with one, where the consumers take turns. On 132 multiprocessors all but those of 96 have more tiles than two a consumer.
 TYPED_TEST(RowsMatmulTest, TilesOfEveryWidthAreCopiedOut) {
-  this->check_values(1100, 520, 2560, RowsEpilogue::gelu, true);
-  this->check_values(900, 520, 2560, RowsEpilogue::store, true);
-  this->check_values(193, 72, 8200, RowsEpilogue::store, true);
-  this->check_values(385, 72, 8200, RowsEpilogue::gelu, true);
+  for (const std::int64_t rows : {1285, 1155, 973, 1064})
+    this->check_values(rows, 520, 7650, rows % 2 == 0 ? RowsEpilogue::gelu : RowsEpilogue::store, true);
+  for (const std::int64_t rows : {90, 388, 1155, 1285})
+    this->check_values(rows, 72, 8200, rows % 2 == 0 ? RowsEpilogue::gelu : RowsEpilogue::store, true);
+}
+
+// The same through the epilogues that do not, twice around the ring and more.
+TYPED_TEST(RowsMatmulTest, TilesOfEveryWidthInEveryEpilogue) {
+  for (const RowsEpilogue epilogue : {RowsEpilogue::swiglu, RowsEpilogue::add, RowsEpilogue::store_fp32}) {
+    for (const std::int64_t rows : {1285, 1155, 973, 1064})
+      this->check_values(rows, 520, gated(epilogue) ? 3824 : 7650, epilogue, true);
+    for (const std::int64_t rows : {90, 388, 1155, 1285}) this->check_values(rows, 712, 8200, epilogue, true);
+  }
 }
 
 // Results and biases at addresses that are no multiple of 16 bytes have the bits of those that are.

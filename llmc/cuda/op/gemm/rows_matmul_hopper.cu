@@ -14,9 +14,10 @@
 //  - column_kernel (rows_matmul_column.cu), for the same steps where there is one split and tiles of 64 rows would give
 //    some multiprocessors twice as many tiles as others. Rows of the weight are columns of B, so a tile may have 80 or
 //    224 of them, and each multiprocessor gets one.
-//  - tile_kernel (rows_matmul_tile.cu), for steps that are bound by the tensor cores. A block walks all splits of a
-//    tile and adds each to a total in registers. Blocks are persistent. Two of them form a cluster that shares rows of
-//    x, of which each fetches half for both.
+//  - tile_kernel (rows_matmul_tile.cu), for steps that are bound by the tensor cores. Blocks are persistent. Two of them
+//    form a cluster that shares rows of x, of which each fetches half for both. A block walks all splits of a tile and
+//    adds each to a total in registers, half of the tile a warpgroup. With one split there is no total, so a warpgroup
+//    has registers for the whole tile, and the two take turns: one multiplies while the other finishes its last tile.
 //
 // All fetch their first stages of weights before they wait for the kernel that writes x.
 //

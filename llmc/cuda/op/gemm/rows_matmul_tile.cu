@@ -7,12 +7,20 @@ namespace {
 
 constexpr int kTileConsumers = 2, kTileThreads = (1 + kTileConsumers) * kWarpgroupSize, kCluster = 2;
 constexpr int kPairRows = kCluster * kTileConsumers * kWeightRows;  // rows of the weight that a cluster computes
-constexpr int kSumsRows = 32;  // rows of x that are in shared memory for the epilogue at a time
 
-template <typename T, int N>
+// How the consumers of a block work.
+enum class Consumers {
+  together,  // on one tile, 64 rows of the weight each
+  splits,    // the same; sums are of several splits, of which each thread keeps the total
+  in_turns,  // on a tile each: while one multiplies, the other finishes its last tile
+};
+
+template <typename T, int N, Consumers kConsumers>
 struct TileShape {
   using XTile = SwizzledTile<T, N, kDepth>;
-  static_assert(N % kSumsRows == 0);
+  // Rows of x that are in shared memory for the epilogue at a time.
+  static constexpr int kSumsRows = kConsumers == Consumers::in_turns ? N / 2 : N % 32 == 0 ? 32 : 16;
+  static_assert(N % kSumsRows == 0 && kSumsRows % 8 == 0);
   static constexpr int kStageBytes = kTileConsumers * WeightTile<T>::kBytes + XTile::kBytes;
   // Shared memory in which a consumer stages its results: fp32 sums for the epilogue, or 16-bit values for tensor
   // copies.
@@ -47,9 +55,9 @@ __device__ inline std::int64_t first_row_of(const P& p, int tile, int rank, int 
   return static_cast<std::int64_t>((pair_of(p, tile) * kCluster + rank) * kTileConsumers + consumer) * kWeightRows;
 }
 
-template <typename T, int N>
+template <typename T, int N, Consumers kConsumers>
 struct TileMemory {
-  using Shape = TileShape<T, N>;
+  using Shape = TileShape<T, N, kConsumers>;
 
   unsigned base;
   unsigned char* memory;  // the same address as a pointer
@@ -73,9 +81,9 @@ struct TileMemory {
   }
 };
 
-template <typename P, typename T, int N>
-__device__ void produce_tiles(const P& p, const TileMemory<T, N>& shared) {
-  using Shape = TileShape<T, N>;
+template <typename P, typename T, int N, Consumers kConsumers>
+__device__ void produce_tiles(const P& p, const TileMemory<T, N, kConsumers>& shared) {
+  using Shape = TileShape<T, N, kConsumers>;
   constexpr int kHalf = N / kCluster;
   constexpr std::uint16_t kAll = (1u << kCluster) - 1;
   const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
@@ -113,10 +121,9 @@ __device__ void produce_tiles(const P& p, const TileMemory<T, N>& shared) {
 // Writes a warpgroup's sums of 64 rows of the weight, from `first` on, by N rows of x, from `row` on, to `out`. Bias
 // (of this thread's two rows of the weight) and GELU are applied in registers, the result is transposed on its way to
 // shared memory and leaves by tensor copies, which clip at the bounds.
-template <typename T, int N>
-__device__ void copy_out(const Arguments<T>& p, const typename TileShape<T, N>::OutTile& staging, int barrier,
-                         std::int64_t first, int row, const float (&sum)[N / 2], const float (&bias)[2]) {
-  using OutTile = typename TileShape<T, N>::OutTile;
+template <typename OutTile, typename T, int N>
+__device__ void copy_out(const Arguments<T>& p, const OutTile& staging, int barrier, std::int64_t first, int row,
+                         const float (&sum)[N], const float (&bias)[2]) {
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize;
   const int warp = thread / kWarpSize;
   const bool biased = p.output.bias != nullptr, gelu = p.output.epilogue == RowsEpilogue::gelu;
@@ -150,13 +157,56 @@ __device__ void copy_out(const Arguments<T>& p, const typename TileShape<T, N>::
   }
 }
 
-template <bool kSplits, typename P, typename T, int N>
-__device__ void consume_tiles(const P& p, const TileMemory<T, N>& shared, int consumer) {
-  using Shape = TileShape<T, N>;
+// A warpgroup's way to finish its sums of 64 rows of the weight, from `first` on, by N rows of x.
+template <typename P, typename T, int N, Consumers kConsumers>
+struct TileEnd {
+  using Shape = TileShape<T, N, kConsumers>;
   using Columns = typename P::Finish;
+
+  const P& p;
+  const TileMemory<T, N, kConsumers>& shared;
+  int consumer;
+  std::int64_t first;
+  float bias[2] = {};  // of the thread's two rows of the weight, loaded before it is needed
+
+  __device__ TileEnd(const P& p, const TileMemory<T, N, kConsumers>& shared, int consumer, std::int64_t first)
+      : p(p), shared(shared), consumer(consumer), first(first) {
+    if (!p.copies_out || p.output.bias == nullptr) return;
+    const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const std::int64_t column = first + thread / kWarpSize * 16 + i * 8 + lane / 4;
+      if (column < p.output.OC) bias[i] = to_float(p.output.bias[column]);
+    }
+  }
+
+  __device__ void finish(int row_tile, const float (&total)[N / 2]) const {
+    constexpr int kSumsRows = Shape::kSumsRows;
+    const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize;
+    wait_for_predecessors();  // they may still read what is written here
+    if (p.copies_out) return copy_out(p, shared.out(consumer), 1 + consumer, first, row_tile * N, total, bias);
+    float* const sums = shared.sums(consumer);
+    const int fours = Columns::count(p.output, kWeightRows);
+    const Columns columns(p.output, first, thread % fours);
+#pragma unroll
+    for (int chunk = 0; chunk < N / kSumsRows; ++chunk) {
+      const std::int64_t row = static_cast<std::int64_t>(row_tile) * N + chunk * kSumsRows;
+      named_barrier_wait(1 + consumer, kWarpgroupSize);  // the previous chunk has been read
+      store_sums<kSumsRows / 2>(sums + thread / kWarpSize * 16, kSumsStride, total + chunk * (kSumsRows / 2), lane);
+      named_barrier_wait(1 + consumer, kWarpgroupSize);
+#pragma unroll 2
+      for (int r = thread / fours; r < kSumsRows; r += kWarpgroupSize / fours) {
+        columns.finish(row + r, [&](int i) { return *reinterpret_cast<const float4*>(sums + r * kSumsStride + i); });
+      }
+    }
+  }
+};
+
+template <typename P, typename T, int N>
+__device__ void consume_splits(const P& p, const TileMemory<T, N, Consumers::splits>& shared, int consumer) {
+  using Shape = TileShape<T, N, Consumers::splits>;
   const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
-  const int count = p.tile_pairs * p.row_tiles;
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize;
+  const int count = p.tile_pairs * p.row_tiles, lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const RingBarriers ring = shared.ring();
   const auto release = [&](int stage) {  // in both blocks of the cluster, since both fill the stage
     if (lane < kCluster) cluster_mbarrier_arrive(ring.empty(stage), static_cast<unsigned>(lane));
@@ -164,59 +214,83 @@ __device__ void consume_tiles(const P& p, const TileMemory<T, N>& shared, int co
   const auto operands_at = [&](int stage) {
     return Operands<WeightTile<T>, typename Shape::XTile>{shared.weight(stage, consumer), shared.x(stage)};
   };
-  float* const sums = shared.sums(consumer);
-  const int fours = Columns::count(p.output, kWeightRows);
   RingPosition at;
   for (int tile = static_cast<int>(blockIdx.x) / kCluster; tile < count; tile += clusters) {
-    const int row_tile = row_tile_of(p, tile);
-    const std::int64_t first = first_row_of(p, tile, rank, consumer);
-    float bias[2] = {};  // loaded before it is needed
-    if (p.copies_out && p.output.bias != nullptr) {
+    const TileEnd<P, T, N, Consumers::splits> end(p, shared, consumer, first_row_of(p, tile, rank, consumer));
+    float d[N / 2], total[N / 2];
+    for (int split = 0; split < p.splits; ++split) {
+      const int steps = split_begin(split + 1, p.steps, p.splits) - split_begin(split, p.steps, p.splits);
+      sum_stages(d, steps, at, ring, Shape::kStages, operands_at, release);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const std::int64_t column = first + thread / kWarpSize * 16 + i * 8 + lane / 4;
-        if (column < p.output.OC) bias[i] = to_float(p.output.bias[column]);
-      }
+      for (int i = 0; i < N / 2; ++i) total[i] = split == 0 ? d[i] : total[i] + d[i];
     }
-    float d[N / 2];
-    const auto finish = [&](const float(&total)[N / 2]) {
-      wait_for_predecessors();  // they may still read what is written here
-      if (p.copies_out) return copy_out<T, N>(p, shared.out(consumer), 1 + consumer, first, row_tile * N, total, bias);
-      const Columns columns(p.output, first, thread % fours);
-#pragma unroll
-      for (int chunk = 0; chunk < N / kSumsRows; ++chunk) {
-        const std::int64_t row = static_cast<std::int64_t>(row_tile) * N + chunk * kSumsRows;
-        named_barrier_wait(1 + consumer, kWarpgroupSize);  // the previous chunk has been read
-        store_sums<kSumsRows / 2>(sums + thread / kWarpSize * 16, kSumsStride, total + chunk * (kSumsRows / 2), lane);
-        named_barrier_wait(1 + consumer, kWarpgroupSize);
-#pragma unroll 2
-        for (int r = thread / fours; r < kSumsRows; r += kWarpgroupSize / fours) {
-          columns.finish(row + r, [&](int i) { return *reinterpret_cast<const float4*>(sums + r * kSumsStride + i); });
-        }
-      }
-    };
-    if constexpr (kSplits) {
-      float total[N / 2];
-      for (int split = 0; split < p.splits; ++split) {
-        const int steps = split_begin(split + 1, p.steps, p.splits) - split_begin(split, p.steps, p.splits);
-        sum_stages(d, steps, at, ring, Shape::kStages, operands_at, release);
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) total[i] = split == 0 ? d[i] : total[i] + d[i];
-      }
-      finish(total);
-    } else {
-      sum_stages(d, p.steps, at, ring, Shape::kStages, operands_at, release);
-      finish(d);
-    }
+    end.finish(row_tile_of(p, tile), total);
   }
-  if (p.copies_out && thread == 0) bulk_wait();  // shared memory must outlive the copies
+}
+
+// Each consumer computes every other tile, both blocks of 64 rows of the weight, and passes the turn to multiply when it
+// has issued its last stage.
+template <typename P, typename T, int N>
+__device__ void consume_in_turns(const P& p, const TileMemory<T, N, Consumers::in_turns>& shared, int consumer) {
+  using Shape = TileShape<T, N, Consumers::in_turns>;
+  using End = TileEnd<P, T, N, Consumers::in_turns>;
+  constexpr int kTurn = 1 + kTileConsumers,
+                kPair = kTileConsumers * kWarpgroupSize;  // kTurn: the first of two barriers
+  const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
+  const int count = p.tile_pairs * p.row_tiles, lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const RingBarriers ring = shared.ring();
+  const auto release = [&](int stage) {  // in both blocks of the cluster, since both fill the stage
+    if (lane < kCluster) cluster_mbarrier_arrive(ring.empty(stage), static_cast<unsigned>(lane));
+  };
+  const auto pass_turn = [&] { named_barrier_arrive(kTurn + 1 - consumer, kPair); };
+  RingPosition at;
+  int tile = static_cast<int>(blockIdx.x) / kCluster;
+  if (consumer == 1) {
+    pass_turn();
+    tile += clusters;
+    at.advance(Shape::kStages, p.steps);
+  }
+  for (; tile < count; tile += kTileConsumers * clusters) {
+    const End upper(p, shared, consumer, first_row_of(p, tile, rank, 0));
+    const End lower(p, shared, consumer, first_row_of(p, tile, rank, 1));
+    float d[2][N / 2];
+    const auto multiply = [&]<bool First>() {
+      ring.wait_full(at);
+      const auto a0 = shared.weight(at.stage, 0).k_major(), a1 = shared.weight(at.stage, 1).k_major();
+      const auto b = shared.x(at.stage).k_major();
+      if constexpr (First) forget(d[0]), forget(d[1]);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < b.kSteps; ++i) {
+        wgmma_async<T>(d[0], a0.step(i), b.step(i), !First || i > 0);
+        wgmma_async<T>(d[1], a1.step(i), b.step(i), !First || i > 0);
+      }
+      wgmma_commit();
+    };
+    named_barrier_wait(kTurn + consumer, kPair);
+    multiply.template operator()<true>();
+    for (int step = 1; step < p.steps; ++step) {
+      const int previous = at.stage;
+      at.advance(Shape::kStages);
+      multiply.template operator()<false>();
+      wgmma_wait<1>();
+      release(previous);
+    }
+    if (tile + clusters < count) pass_turn();  // otherwise nobody waits for it
+    wgmma_wait<0>();
+    pin(d[0]), pin(d[1]);
+    release(at.stage);
+    at.advance(Shape::kStages, 1 + p.steps);  // the stages of the next tile are the other consumer's
+    upper.finish(row_tile_of(p, tile), d[0]);
+    lower.finish(row_tile_of(p, tile), d[1]);
+  }
 }
 
 // The same for codes. The second warpgroup begins a tile when the first has summed a stage, and stays behind: then the
 // tensor cores compute for one while the other adds.
-template <bool kSplits, typename P, typename T, int N>
-__device__ void consume_tiles_of_codes(const P& p, const TileMemory<T, N>& shared, int consumer) {
-  using Shape = TileShape<T, N>;
+template <typename P, typename T, int N, Consumers kConsumers>
+__device__ void consume_tiles_of_codes(const P& p, const TileMemory<T, N, kConsumers>& shared, int consumer) {
+  using Shape = TileShape<T, N, kConsumers>;
   constexpr int kBegun = 1;  // the barrier
   const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
   const int count = p.tile_pairs * p.row_tiles, lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -241,7 +315,7 @@ __device__ void consume_tiles_of_codes(const P& p, const TileMemory<T, N>& share
     };
     float total[N / 2];
     sum(total, 0);
-    if constexpr (kSplits) {
+    if constexpr (kConsumers == Consumers::splits) {
       float next[N / 2];
       for (int split = 1; split < p.splits; ++split) {
         sum(next, split);
@@ -256,16 +330,16 @@ __device__ void consume_tiles_of_codes(const P& p, const TileMemory<T, N>& share
 
 #endif  // WEFT_WGMMA
 
-template <typename P, int N, bool kSplits>
+template <typename P, int N, Consumers kConsumers>
 __global__ void __launch_bounds__(kTileThreads, 1) tile_kernel([[maybe_unused]] const __grid_constant__ P p) {
 #if WEFT_WGMMA
   using T = typename P::Element;
-  using Shape = TileShape<T, N>;
+  using Shape = TileShape<T, N, kConsumers>;
+  constexpr unsigned kReaders = kConsumers == Consumers::in_turns ? 1 : kTileConsumers;  // warpgroups, of a stage
   extern __shared__ unsigned char dynamic[];
-  const TileMemory<T, N> shared(dynamic);
+  const TileMemory<T, N, kConsumers> shared(dynamic);
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Shape::kStages; ++stage)
-      shared.ring().init(stage, 1, kTileConsumers * kWarps * kCluster);
+    for (int stage = 0; stage < Shape::kStages; ++stage) shared.ring().init(stage, 1, kReaders * kWarps * kCluster);
     fence_barrier_init();
   }
   launch_dependents();
@@ -278,10 +352,13 @@ __global__ void __launch_bounds__(kTileThreads, 1) tile_kernel([[maybe_unused]] 
   } else {
     increase_registers<240>();
     if constexpr (P::kCodes) {
-      consume_tiles_of_codes<kSplits>(p, shared, warpgroup - 1);
+      consume_tiles_of_codes(p, shared, warpgroup - 1);
+    } else if constexpr (kConsumers == Consumers::in_turns) {
+      consume_in_turns(p, shared, warpgroup - 1);
     } else {
-      consume_tiles<kSplits>(p, shared, warpgroup - 1);
+      consume_splits(p, shared, warpgroup - 1);
     }
+    if (p.copies_out && threadIdx.x % kWarpgroupSize == 0) bulk_wait();  // shared memory must outlive the copies
   }
   cluster_barrier();  // neither block may exit while the other still writes or arrives in its shared memory
 #else
@@ -296,12 +373,12 @@ bool copies_out(const RowsMatmul<T>& io) {
          aligned_to_16(io.out);
 }
 
-template <int N, bool kSplits, typename Io>
+template <int N, Consumers kConsumers, typename Io>
 void launch_tiles(const Io& io, const LaunchDevice& device, cudaStream_t stream) {
   using P = ArgumentsOf<Io>;
   using T = typename P::Element;
-  const auto kernel = tile_kernel<P, N, kSplits>;
-  constexpr int kBytes = TileShape<T, N>::kBytes;
+  const auto kernel = tile_kernel<P, N, kConsumers>;
+  constexpr int kBytes = TileShape<T, N, kConsumers>::kBytes;
   P arguments = arguments_of(io, N / kCluster);
   arguments.tile_pairs = static_cast<int>(ceil_div(weight_rows(io), kPairRows));
   arguments.row_tiles = static_cast<int>(ceil_div(io.rows, N));
@@ -317,17 +394,28 @@ void launch_tiles(const Io& io, const LaunchDevice& device, cudaStream_t stream)
                           device.overlapping, kCluster, "rows_matmul", arguments);
 }
 
-// The width of tile_kernel's tiles with the least estimated time: the number of rounds of tiles, times a tile's width
-// plus a constant for its beginning and end. If equal, the wider one, which reads less.
-template <int... kWidths>
-int best_width(std::int64_t rows, std::int64_t tile_pairs, int clusters) {
-  constexpr std::int64_t kOverhead = 24;
-  int best = 0;
-  std::int64_t least = INT64_MAX;
-  for (const int width : {kWidths...}) {
-    const std::int64_t time = ceil_div(tile_pairs * ceil_div(rows, width), clusters) * (width + kOverhead);
-    if (time <= least) best = width, least = time;
-  }
+// A way to compute a layer in tiles of `width` rows of x.
+struct Way {
+  int width;
+  Consumers consumers;
+};
+
+// The way with the least estimated time; if equal, the later one. A stage takes as long as shared memory needs for it, at 128
+// bytes a cycle: the copies write 16 KB of the weight and `width` rows of x, and each of its eight instructions reads 2
+// KB of the weight and a quarter of these rows again. Up to a width of 256 that is more than the tensor cores need, 4
+// `width` cycles. Consumers that work together on a tile multiply nothing while they finish it.
+template <typename Io, std::size_t kWays>
+Way best_way(const Io& io, const Way (&ways)[kWays], const LaunchDevice& device) {
+  const std::int64_t pairs = ceil_div(weight_rows(io), kPairRows), clusters = device.multiprocessors / kCluster;
+  const std::int64_t finish = gated(io.epilogue) ? 80 : 40;  // cycles a row of x
+  const auto time = [&](Way way) {
+    const std::int64_t rounds = ceil_div(pairs * ceil_div(io.rows, std::int64_t{way.width}), clusters);
+    const std::int64_t end = way.consumers == Consumers::in_turns ? 0 : finish * way.width;
+    return rounds * (steps_of(io) * (256 + 3 * way.width) + end);
+  };
+  Way best = ways[0];
+  for (const Way& way : ways)
+    if (time(way) <= time(best)) best = way;
   return best;
 }
 
@@ -335,32 +423,36 @@ int best_width(std::int64_t rows, std::int64_t tile_pairs, int clusters) {
 
 template <typename Io>
 void launch_tile_kernel(const Io& io, const LaunchDevice& device, cudaStream_t stream) {
-  const std::int64_t pairs = ceil_div(weight_rows(io), kPairRows);
-  const int clusters = device.multiprocessors / kCluster;
+  using enum Consumers;
   if constexpr (ArgumentsOf<Io>::kCodes) {  // a stage, a split and the total have registers of their own
-    if (splits_of(io) > 1) return launch_tiles<128, true>(io, device, stream);
-    if (best_width<128, 192>(io.rows, pairs, clusters) == 128) return launch_tiles<128, false>(io, device, stream);
-    return launch_tiles<192, false>(io, device, stream);
+    if (splits_of(io) > 1) return launch_tiles<128, splits>(io, device, stream);
+    constexpr Way kWays[] = {{128, together}, {192, together}};
+    if (best_way(io, kWays, device).width == 128) return launch_tiles<128, together>(io, device, stream);
+    return launch_tiles<192, together>(io, device, stream);
   } else {
     if (splits_of(io) > 1) {  // sums and totals need twice the registers, so tiles are narrower
-      switch (best_width<128, 160, 192>(io.rows, pairs, clusters)) {
+      constexpr Way kWays[] = {{128, splits}, {160, splits}, {176, splits}, {192, splits}};
+      switch (best_way(io, kWays, device).width) {
         case 128:
-          return launch_tiles<128, true>(io, device, stream);
+          return launch_tiles<128, splits>(io, device, stream);
         case 160:
-          return launch_tiles<160, true>(io, device, stream);
+          return launch_tiles<160, splits>(io, device, stream);
+        case 176:
+          return launch_tiles<176, splits>(io, device, stream);
         default:
-          return launch_tiles<192, true>(io, device, stream);
+          return launch_tiles<192, splits>(io, device, stream);
       }
     }
-    switch (best_width<96, 128, 192, 256>(io.rows, pairs, clusters)) {
+    constexpr Way kWays[] = {{96, in_turns}, {128, in_turns}, {160, in_turns}, {192, in_turns}};
+    switch (best_way(io, kWays, device).width) {
       case 96:
-        return launch_tiles<96, false>(io, device, stream);
+        return launch_tiles<96, in_turns>(io, device, stream);
       case 128:
-        return launch_tiles<128, false>(io, device, stream);
-      case 192:
-        return launch_tiles<192, false>(io, device, stream);
+        return launch_tiles<128, in_turns>(io, device, stream);
+      case 160:
+        return launch_tiles<160, in_turns>(io, device, stream);
       default:
-        return launch_tiles<256, false>(io, device, stream);
+        return launch_tiles<192, in_turns>(io, device, stream);
     }
   }
 }
