@@ -3,6 +3,7 @@
 #include "llmc/cuda/op/norm/head_norm.h"
 
 #include <array>
+#include <vector>
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/head_norm.h"
@@ -57,6 +58,34 @@ struct Rows {
   }
 };
 
+// Norm and rotation in one kernel are rope_forward() on what the norm alone gives: `normalized`, from x.
+template <typename T>
+void check_rotation(const Rows& rows, std::int64_t half, const Floats& x, const DeviceBuffer<T>& normalized,
+                    const DeviceBuffer<T>& kept, const DeviceBuffer<T>& q_weight, const DeviceBuffer<T>& k_weight) {
+  const HeadNormShape& shape = rows.shape;
+  if (!head_norm_rotates<T>(half) || half == 0) return;
+  SCOPED_TRACE("rotates 2 x " + std::to_string(half));
+  const DeviceBuffer<float> cos(random_floats(shape.T * half, 5)), sin(random_floats(shape.T * half, 6));
+  std::vector<std::int32_t> begins;  // of documents of 1, 2, 3, ... tokens
+  for (std::int64_t n = 0, next = 0, length = 0; n < rows.tokens(); ++n) {
+    const std::int64_t t = n % shape.T;
+    if (t == 0) next = 0, length = 0;
+    if (t == next) next = t + ++length;
+    begins.push_back(static_cast<std::int32_t>(next - length));
+  }
+  const DeviceBuffer<std::int32_t> starts(begins);
+  for (const bool documents : {false, true}) {
+    const DeviceRopeTable rope{cos.data(), sin.data(), shape.T, half, documents ? starts.data() : nullptr};
+    const DeviceBuffer<T> want = on_device<T>(on_host(normalized)), got = on_device<T>(x);
+    rope_forward(rows.q(want.data()), rows.k(want.data()), rope, shape.B, shape.T, shape.NH, shape.NKV, 0, nullptr);
+    const HeadNormForward<T> io = {rows.q(got.data()), rows.k(got.data()), q_weight.data(),
+                                   k_weight.data(),    kept.data(),        rope};
+    head_norm_forward(shape, io, nullptr);
+    expect_same_bits(got, want, documents ? "rotated, of documents" : "rotated");
+    EXPECT_EQ(on_host(kept), rows.unpacked(x)) << "the inputs";
+  }
+}
+
 template <typename T>
 void check_heads(const Rows& rows) {
   SCOPED_TRACE(type_name<T>() + " " + rows.text());
@@ -89,6 +118,9 @@ void check_heads(const Rows& rows) {
   expect_same_bits(alone, gpu_y, "y without the inputs");
   forward(chained, nullptr, launch_device().overlapping);
   expect_same_bits(chained, gpu_y, "y in a chain");
+  if (!rows.per_head) {
+    for (const std::int64_t half : {HS / 2, HS / 8 * 2}) check_rotation<T>(rows, half, x, gpu_y, kept, wq, wk);
+  }
 
   const DeviceBuffer<char> workspace(head_norm_backward_workspace(HS));
   const auto backward = [&] {

@@ -54,8 +54,11 @@ void TrainingModel<S>::forward_to_swiglu(std::int64_t l, S* branch, S* swiglu_ou
   const S* residual = acts_.residual[static_cast<std::size_t>(l)];
 
   linear(qkv_, l, a.qkv, a.input_norm, w.qkv, N);
-  if (config_.qk_norm) normalize_heads(l);
-  if (config_.rotates(l)) rope(l, a.qkv);
+  if (config_.qk_norm) {
+    normalize_heads(l);
+  } else if (config_.rotates(l)) {
+    rope(l, a.qkv);
+  }
   attend(l, a);
   if (!config_.parallel_residual) {
     linear_and_normalize(output_, l, norm_after(2 * l), a.attention, w.output, residual, branch);

@@ -393,14 +393,18 @@ HeadNormShape TrainingModel<S>::head_norm_shape() const {
           static_cast<float>(config_.norm_weight_offset)};
 }
 
-// Normalises the heads of q and k in place, and keeps them as they were.
+// Normalises the heads of q and k in place, keeps them as they were, and rotates them.
 template <typename S>
 void TrainingModel<S>::normalize_heads(std::int64_t l) {
   const BlockWeights<S>& w = weights_.blocks[static_cast<std::size_t>(l)];
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
-  const HeadNormForward<S> io = {q_heads(a.qkv), k_heads(a.qkv), w.q_norm.weight, w.k_norm.weight, a.qk};
-  clock_.run("head norm", 0, 3 * row_bytes(config_.q_size() + config_.kv_size()),
+  const DeviceRopeTable rope = rope_table_of(l);
+  const bool rotates = head_norm_rotates<S>(rope.half);
+  const HeadNormForward<S> io = {q_heads(a.qkv),  k_heads(a.qkv), w.q_norm.weight,
+                                 w.k_norm.weight, a.qk,           rotates ? rope : DeviceRopeTable{}};
+  clock_.run("head norm, rope", 0, 3 * row_bytes(config_.q_size() + config_.kv_size()),
              [&] { head_norm_forward(head_norm_shape(), io, stream_); });
+  if (!rotates) this->rope(l, a.qkv);
 }
 
 // The gradients of q and k in d_qkv become those before their norms.

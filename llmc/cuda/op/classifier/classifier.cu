@@ -372,7 +372,7 @@ int blocks_of_row(std::int64_t units, const ClassifierLimits& limits) {
   const int good = std::min(kChunk * 16, limits.shared_of_multiprocessor / kPartsAtOnce - kReserved),
             most = limits.shared_of_block - kReserved;
   for (const int room : {good, most}) {
-    for (int blocks = 1; blocks <= kMaxCluster; blocks *= 2) {
+    for (int blocks = 1; blocks <= kMaxCluster; ++blocks) {
       if (ceil_div(units, blocks) * 16 <= room) return blocks;
     }
   }

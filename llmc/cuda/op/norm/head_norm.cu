@@ -4,7 +4,8 @@
 //   y = x r (w + weight_offset),   dx = r g - x r^3 mean(g x),   dw += dout x r
 //
 // A head lies in the registers of 4 to 32 neighbouring lanes, so that its sums need no shared memory, and a block has as
-// many heads of a token as it can. r is computed again in backward, from the x that is read for dx anyway. Bytes moved,
+// many heads of a token as it can. The partner of an element's rotation comes from another lane, rounded, as rope.cu would
+// read it. r is computed again in backward, from the x that is read for dx anyway. Bytes moved,
 // of E bytes an element: forward reads and writes N (NH + NKV) HS E, and writes as much again if it keeps x; backward
 // reads dout and x and writes dx, 3 N (NH + NKV) HS E.
 #include "llmc/cuda/op/norm/head_norm.h"
@@ -15,6 +16,7 @@
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/hw/elements.cuh"
 #include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/op/elementwise/rotate_pair.cuh"
 #include "llmc/cuda/op/norm/column_sums.cuh"
 
 namespace weft::cuda {
@@ -78,6 +80,47 @@ __device__ T* head_of(const HeadViewOf<T>& q, const HeadViewOf<T>& k, std::int64
   return h < NH ? q.at(b, t, h) : k.at(b, t, h - NH);
 }
 
+// Chunk `chunk` of the lane's head, as far as there is one: it may lie in another lane, whose chunks are `x`. Called by all
+// lanes.
+template <typename S>
+__device__ typename S::Chunk chunk_of_head(const typename S::Chunk (&x)[S::kChunks], int chunk) {
+  typename S::Chunk found;
+  auto* const to = reinterpret_cast<unsigned*>(found.value);
+#pragma unroll
+  for (int c = 0; c < S::kChunks; ++c) {
+    const auto* const from = reinterpret_cast<const unsigned*>(x[c].value);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const unsigned word = __shfl_sync(~0u, from[w], chunk % S::kLanes, S::kLanes);
+      if (c == chunk / S::kLanes) to[w] = word;
+    }
+  }
+  return found;
+}
+
+// Rotates a head by the angles at `cos` and `sin` [half].
+template <typename S>
+__device__ void rotate_head(typename S::Chunk (&x)[S::kChunks], const float* cos, const float* sin, int half) {
+  typename S::Chunk before[S::kChunks];
+#pragma unroll
+  for (int c = 0; c < S::kChunks; ++c) before[c] = x[c];
+#pragma unroll
+  for (int c = 0; c < S::kChunks; ++c) {
+    const int column = S::column(c);
+    const bool low = column < half, rotates = column < 2 * half;
+    const auto partner = chunk_of_head<S>(before, rotates ? (low ? column + half : column - half) / S::kElements : 0);
+    if (!rotates) continue;
+    Elements<float, S::kElements> cosine, sine;
+    cosine.load(cos + (low ? column : column - half));
+    sine.load(sin + (low ? column : column - half));
+    float y[S::kElements];
+#pragma unroll
+    for (int i = 0; i < S::kElements; ++i)
+      y[i] = rotated(before[c].get(i), partner.get(i), cosine.get(i), low ? -sine.get(i) : sine.get(i));
+    x[c].set(y);
+  }
+}
+
 // Block: one token.
 template <typename T, typename S>
 __global__ void __launch_bounds__(kForwardThreads)
@@ -89,6 +132,9 @@ __global__ void __launch_bounds__(kForwardThreads)
   typename S::Chunk q_weight[S::kChunks], k_weight[S::kChunks];
   S::load(q_weight, io.q_weight, HS);
   S::load(k_weight, io.k_weight, HS);
+  const int half = static_cast<int>(io.rope.half);
+  const std::int64_t angles =
+      half == 0 ? 0 : (t - (io.rope.document_starts != nullptr ? io.rope.document_starts[blockIdx.x] : 0)) * half;
   wait_for_predecessors();
   for (int first = 0; first < heads; first += blockDim.x / S::kLanes) {
     const int h = first + S::slot();
@@ -100,8 +146,8 @@ __global__ void __launch_bounds__(kForwardThreads)
 #pragma unroll
     for (int c = 0; c < S::kChunks; ++c) squares += sum_of_products(x[c], x[c]);
     const float r = inverse_rms(lanes_sum<S::kLanes>(squares), shape);
-    if (!active) continue;
-    if (io.kept != nullptr) S::store(x, io.kept + (static_cast<std::int64_t>(blockIdx.x) * heads + h) * HS, HS);
+    if (active && io.kept != nullptr)
+      S::store(x, io.kept + (static_cast<std::int64_t>(blockIdx.x) * heads + h) * HS, HS);
 #pragma unroll
     for (int c = 0; c < S::kChunks; ++c) {
       float y[S::kElements];
@@ -112,7 +158,8 @@ __global__ void __launch_bounds__(kForwardThreads)
       }
       x[c].set(y);
     }
-    S::store(x, head, HS);
+    if (half > 0) rotate_head<S>(x, io.rope.cos + angles, io.rope.sin + angles, half);
+    if (active) S::store(x, head, HS);
   }
 }
 
@@ -146,15 +193,27 @@ __global__ void __launch_bounds__(kBackwardThreads)
   S::load(q_weight, io.q_weight, HS);
   S::load(k_weight, io.k_weight, HS);
   float dq_weight[S::kChunks][S::kElements] = {}, dk_weight[S::kChunks][S::kElements] = {};
+  typename S::Chunk next_dout[S::kChunks], next_x[S::kChunks];
+  const auto gradient_of = [&](unsigned token, int h) {
+    return token < all && h < heads ? head_of(io.dq, io.dk, token / tokens, token % tokens, h, NH) : nullptr;
+  };
+  const auto load_next = [&](unsigned token, int h) {
+    T* const gradient = gradient_of(token, h);
+    S::load(next_dout, gradient, HS);
+    S::load(next_x, gradient != nullptr ? io.kept + (static_cast<std::int64_t>(token) * heads + h) * HS : nullptr, HS);
+  };
+  const int at_once = static_cast<int>(blockDim.x) / S::kLanes;
+  load_next(blockIdx.x, S::slot());
   for (unsigned token = blockIdx.x; token < all; token += gridDim.x) {
-    const std::int64_t b = token / tokens, t = token % tokens;
-    for (int first = 0; first < heads; first += blockDim.x / S::kLanes) {
+    for (int first = 0; first < heads; first += at_once) {
       const int h = first + S::slot();
-      const bool active = h < heads, of_q = h < NH;
-      T* const gradient = active ? head_of(io.dq, io.dk, b, t, h, NH) : nullptr;
+      const bool of_q = h < NH;
+      T* const gradient = gradient_of(token, h);
       typename S::Chunk dout[S::kChunks], x[S::kChunks];
-      S::load(dout, gradient, HS);
-      S::load(x, active ? io.kept + (static_cast<std::int64_t>(token) * heads + h) * HS : nullptr, HS);
+#pragma unroll
+      for (int c = 0; c < S::kChunks; ++c) dout[c] = next_dout[c], x[c] = next_x[c];
+      const bool more = first + at_once < heads;  // of this token
+      load_next(more ? token : token + gridDim.x, more ? h + at_once : S::slot());
       float squares = 0, products = 0, g[S::kChunks][S::kElements];  // of x x and of g x
 #pragma unroll
       for (int c = 0; c < S::kChunks; ++c) {
@@ -167,7 +226,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
       }
       const float r = inverse_rms(lanes_sum<S::kLanes>(squares), shape);
       const float slope = r * r * r * lanes_sum<S::kLanes>(products) * (1.0f / static_cast<float>(HS));
-      if (!active) continue;
+      if (gradient == nullptr) continue;
 #pragma unroll
       for (int c = 0; c < S::kChunks; ++c) {
 #pragma unroll
@@ -230,6 +289,9 @@ template <typename T>
 void head_norm_forward(const HeadNormShape& shape, const HeadNormForward<T>& io, cudaStream_t stream,
                        bool overlapping) {
   check_shape(shape, io.q, io.k, static_cast<const T*>(io.kept), io.q_weight, io.k_weight);
+  if (!head_norm_rotates<T>(io.rope.half) || 2 * io.rope.half > shape.HS)
+    fail(Exit::internal, "head_norm: rotates the first 2 x %lld of %lld elements, expected a multiple of 2 x %zu",
+         static_cast<long long>(io.rope.half), static_cast<long long>(shape.HS), 16 / sizeof(T));
   if (shape.B * shape.T == 0) return;
   with_spread<T>(shape.HS, [&](auto spread) {
     using S = decltype(spread);

@@ -1,4 +1,5 @@
-// RMSNorm of each head of q and of k on the GPU, before they rotate. The specification is llmc/cpu/head_norm.h.
+// RMSNorm of each head of q and of k on the GPU, before they rotate, and their rotation. The specification is
+// llmc/cpu/head_norm.h, and of the rotation llmc/cpu/rope.h.
 //
 // Heads lie where their views say, so packed rows of any layout are normalised in place, and v is not touched. HS is a
 // multiple of 8 up to 256, and every head begins on a 16-byte boundary (Exit::internal otherwise). Statistics and the
@@ -10,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "llmc/cuda/op/elementwise/rope.h"
 #include "llmc/model/head_view.h"
 
 namespace weft::cuda {
@@ -27,7 +29,15 @@ struct HeadNormForward {
   HeadViewOf<T> q, k;                                // in place
   const T *q_weight = nullptr, *k_weight = nullptr;  // [HS]
   T* kept = nullptr;  // [B T, (NH + NKV) HS]: gets q and k as they were, for backward; null: not kept
+  // Also does what rope_forward() from position 0 would do to the rounded results, bit for bit; half = 0: nothing. Only
+  // where head_norm_rotates().
+  DeviceRopeTable rope = {};
 };
+// Whether a lane's elements of a head have their partners of the rotation in one other lane.
+template <typename T>
+constexpr bool head_norm_rotates(std::int64_t half) {
+  return half % (16 / static_cast<std::int64_t>(sizeof(T))) == 0;
+}
 // `overlapping`: launched as part of a chain (hw/launch.cuh); only on a GPU that supports it.
 template <typename T>
 void head_norm_forward(const HeadNormShape& shape, const HeadNormForward<T>& io, cudaStream_t stream,
