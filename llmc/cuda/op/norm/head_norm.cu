@@ -98,25 +98,41 @@ __device__ typename S::Chunk chunk_of_head(const typename S::Chunk (&x)[S::kChun
   return found;
 }
 
-// Rotates a head by the angles at `cos` and `sin` [half].
+// Cosines and sines of a token's position, in shared memory: all heads need them, and in registers they would halve the number
+// of blocks.
+struct TokenAngles {
+  float cos[kMaxHeadSize / 2], sin[kMaxHeadSize / 2];
+
+  // Called by all threads; `token` is that of `rope.document_starts`, at position t of its row.
+  __device__ void load(const DeviceRopeTable& rope, std::int64_t token, std::int64_t t) {
+    const std::int64_t at = (t - (rope.document_starts != nullptr ? rope.document_starts[token] : 0)) * rope.half;
+    const int half = static_cast<int>(rope.half);
+    for (int i = threadIdx.x; i < 2 * half; i += blockDim.x)
+      (i < half ? cos[i] : sin[i - half]) = i < half ? rope.cos[at + i] : rope.sin[at + i - half];
+  }
+};
+
+// Rotates a head; called by all lanes.
 template <typename S>
-__device__ void rotate_head(typename S::Chunk (&x)[S::kChunks], const float* cos, const float* sin, int half) {
-  typename S::Chunk before[S::kChunks];
+__device__ void rotate_head(typename S::Chunk (&x)[S::kChunks], const TokenAngles& angles, int half) {
+  typename S::Chunk partner[S::kChunks];
 #pragma unroll
-  for (int c = 0; c < S::kChunks; ++c) before[c] = x[c];
+  for (int c = 0; c < S::kChunks; ++c) {
+    const int column = S::column(c), of = column < half ? column + half : column - half;
+    partner[c] = chunk_of_head<S>(x, column < 2 * half ? of / S::kElements : 0);
+  }
 #pragma unroll
   for (int c = 0; c < S::kChunks; ++c) {
     const int column = S::column(c);
-    const bool low = column < half, rotates = column < 2 * half;
-    const auto partner = chunk_of_head<S>(before, rotates ? (low ? column + half : column - half) / S::kElements : 0);
-    if (!rotates) continue;
+    if (column >= 2 * half) continue;
+    const bool low = column < half;
     Elements<float, S::kElements> cosine, sine;
-    cosine.load(cos + (low ? column : column - half));
-    sine.load(sin + (low ? column : column - half));
+    cosine.load(angles.cos + (low ? column : column - half));
+    sine.load(angles.sin + (low ? column : column - half));
     float y[S::kElements];
 #pragma unroll
     for (int i = 0; i < S::kElements; ++i)
-      y[i] = rotated(before[c].get(i), partner.get(i), cosine.get(i), low ? -sine.get(i) : sine.get(i));
+      y[i] = rotated(x[c].get(i), partner[c].get(i), cosine.get(i), low ? -sine.get(i) : sine.get(i));
     x[c].set(y);
   }
 }
@@ -132,9 +148,8 @@ __global__ void __launch_bounds__(kForwardThreads)
   typename S::Chunk q_weight[S::kChunks], k_weight[S::kChunks];
   S::load(q_weight, io.q_weight, HS);
   S::load(k_weight, io.k_weight, HS);
+  __shared__ alignas(16) TokenAngles angles;
   const int half = static_cast<int>(io.rope.half);
-  const std::int64_t angles =
-      half == 0 ? 0 : (t - (io.rope.document_starts != nullptr ? io.rope.document_starts[blockIdx.x] : 0)) * half;
   wait_for_predecessors();
   for (int first = 0; first < heads; first += blockDim.x / S::kLanes) {
     const int h = first + S::slot();
@@ -142,6 +157,10 @@ __global__ void __launch_bounds__(kForwardThreads)
     T* const head = active ? head_of(io.q, io.k, b, t, h, NH) : nullptr;
     typename S::Chunk x[S::kChunks];
     S::load(x, head, HS);
+    if (half > 0 && first == 0) {
+      angles.load(io.rope, blockIdx.x, t);  // while x is on its way
+      __syncthreads();
+    }
     float squares = 0;
 #pragma unroll
     for (int c = 0; c < S::kChunks; ++c) squares += sum_of_products(x[c], x[c]);
@@ -158,19 +177,21 @@ __global__ void __launch_bounds__(kForwardThreads)
       }
       x[c].set(y);
     }
-    if (half > 0) rotate_head<S>(x, io.rope.cos + angles, io.rope.sin + angles, half);
+    if (half > 0) rotate_head<S>(x, angles, half);
     if (active) S::store(x, head, HS);
   }
 }
 
-// partial[d] = the sum over the block's heads of the d-th element of `sums`, which each lane has for its elements.
+// partial[d] = the sum over the block's heads of the d-th element of `sums`, which each lane has for its elements;
+// without `counts` its sums are 0.
 template <typename S>
-__device__ void write_partial(float* partial, const float (&sums)[S::kChunks][S::kElements], float* shared, int HS) {
+__device__ void write_partial(float* partial, const float (&sums)[S::kChunks][S::kElements], float* shared, int HS,
+                              bool counts = true) {
   __syncthreads();  // `shared` has been read
 #pragma unroll
   for (int c = 0; c < S::kChunks; ++c) {
 #pragma unroll
-    for (int i = 0; i < S::kElements; ++i) shared[S::slot() * S::kColumns + S::column(c) + i] = sums[c][i];
+    for (int i = 0; i < S::kElements; ++i) shared[S::slot() * S::kColumns + S::column(c) + i] = counts ? sums[c][i] : 0;
   }
   __syncthreads();
   for (int d = threadIdx.x; d < HS; d += blockDim.x) {
@@ -180,8 +201,9 @@ __device__ void write_partial(float* partial, const float (&sums)[S::kChunks][S:
   }
 }
 
-// Blocks loop over the tokens. partial [blocks][2][HS]: the gradients of both weights.
-template <typename T, typename S>
+// Blocks loop over the tokens. partial [blocks][2][HS]: the gradients of both weights. kOneHead: the block has all heads of a
+// token at once, so a thread has the same one of every token, and needs the sums of one weight's gradients alone.
+template <typename T, typename S, bool kOneHead>
 __global__ void __launch_bounds__(kBackwardThreads)
     head_norm_backward_kernel(const __grid_constant__ HeadNormShape shape,
                               const __grid_constant__ HeadNormBackward<T> io) {
@@ -189,53 +211,44 @@ __global__ void __launch_bounds__(kBackwardThreads)
   launch_dependents();  // the successor waits for the end of this kernel; only its launch latency is hidden
   const int NH = static_cast<int>(shape.NH), heads = NH + static_cast<int>(shape.NKV), HS = static_cast<int>(shape.HS);
   const unsigned tokens = static_cast<unsigned>(shape.T), all = static_cast<unsigned>(shape.B) * tokens;
-  typename S::Chunk q_weight[S::kChunks], k_weight[S::kChunks];
-  S::load(q_weight, io.q_weight, HS);
-  S::load(k_weight, io.k_weight, HS);
-  float dq_weight[S::kChunks][S::kElements] = {}, dk_weight[S::kChunks][S::kElements] = {};
-  typename S::Chunk next_dout[S::kChunks], next_x[S::kChunks];
-  const auto gradient_of = [&](unsigned token, int h) {
-    return token < all && h < heads ? head_of(io.dq, io.dk, token / tokens, token % tokens, h, NH) : nullptr;
-  };
-  const auto load_next = [&](unsigned token, int h) {
-    T* const gradient = gradient_of(token, h);
-    S::load(next_dout, gradient, HS);
-    S::load(next_x, gradient != nullptr ? io.kept + (static_cast<std::int64_t>(token) * heads + h) * HS : nullptr, HS);
-  };
-  const int at_once = static_cast<int>(blockDim.x) / S::kLanes;
-  load_next(blockIdx.x, S::slot());
+  constexpr int kSums = kOneHead ? 1 : 2;  // of q and of k
+  const bool first_of_q = S::slot() < NH;
+  typename S::Chunk weights[kSums][S::kChunks];
+  S::load(weights[0], !kOneHead || first_of_q ? io.q_weight : io.k_weight, HS);
+  if constexpr (!kOneHead) S::load(weights[1], io.k_weight, HS);
+  float d_weight[kSums][S::kChunks][S::kElements] = {};
   for (unsigned token = blockIdx.x; token < all; token += gridDim.x) {
-    for (int first = 0; first < heads; first += at_once) {
+    const std::int64_t b = token / tokens, t = token % tokens;
+    for (int first = 0; first < (kOneHead ? 1 : heads); first += blockDim.x / S::kLanes) {
       const int h = first + S::slot();
-      const bool of_q = h < NH;
-      T* const gradient = gradient_of(token, h);
+      const bool active = h < heads, second = !kOneHead && h >= NH;
+      T* const gradient = active ? head_of(io.dq, io.dk, b, t, h, NH) : nullptr;
       typename S::Chunk dout[S::kChunks], x[S::kChunks];
-#pragma unroll
-      for (int c = 0; c < S::kChunks; ++c) dout[c] = next_dout[c], x[c] = next_x[c];
-      const bool more = first + at_once < heads;  // of this token
-      load_next(more ? token : token + gridDim.x, more ? h + at_once : S::slot());
+      S::load(dout, gradient, HS);
+      S::load(x, active ? io.kept + (static_cast<std::int64_t>(token) * heads + h) * HS : nullptr, HS);
       float squares = 0, products = 0, g[S::kChunks][S::kElements];  // of x x and of g x
 #pragma unroll
       for (int c = 0; c < S::kChunks; ++c) {
         squares += sum_of_products(x[c], x[c]);
 #pragma unroll
         for (int i = 0; i < S::kElements; ++i) {
-          g[c][i] = dout[c].get(i) * with_offset(of_q ? q_weight[c].get(i) : k_weight[c].get(i), shape);
+          const float weight = second ? weights[kSums - 1][c].get(i) : weights[0][c].get(i);
+          g[c][i] = dout[c].get(i) * with_offset(weight, shape);
           products += g[c][i] * x[c].get(i);
         }
       }
       const float r = inverse_rms(lanes_sum<S::kLanes>(squares), shape);
       const float slope = r * r * r * lanes_sum<S::kLanes>(products) * (1.0f / static_cast<float>(HS));
-      if (gradient == nullptr) continue;
+      if (!active) continue;
 #pragma unroll
       for (int c = 0; c < S::kChunks; ++c) {
 #pragma unroll
         for (int i = 0; i < S::kElements; ++i) {
           const float term = dout[c].get(i) * (x[c].get(i) * r);
-          if (of_q) {
-            dq_weight[c][i] += term;
+          if (second) {
+            d_weight[kSums - 1][c][i] += term;
           } else {
-            dk_weight[c][i] += term;
+            d_weight[0][c][i] += term;
           }
           g[c][i] = r * g[c][i] - x[c].get(i) * slope;
         }
@@ -245,8 +258,13 @@ __global__ void __launch_bounds__(kBackwardThreads)
     }
   }
   float* const partial = static_cast<float*>(io.workspace) + static_cast<std::int64_t>(blockIdx.x) * 2 * HS;
-  write_partial<S>(partial, dq_weight, shared, HS);
-  write_partial<S>(partial + HS, dk_weight, shared, HS);
+  if constexpr (kOneHead) {
+    write_partial<S>(partial, d_weight[0], shared, HS, first_of_q);
+    write_partial<S>(partial + HS, d_weight[0], shared, HS, !first_of_q);
+  } else {
+    write_partial<S>(partial, d_weight[0], shared, HS);
+    write_partial<S>(partial + HS, d_weight[1], shared, HS);
+  }
 }
 
 // ---- launchers --------------------------------------------------------------------------------------------------------
@@ -306,8 +324,9 @@ void head_norm_backward(const HeadNormShape& shape, const HeadNormBackward<T>& i
   if (shape.B * shape.T == 0) return;
   with_spread<T>(shape.HS, [&](auto spread) {
     using S = decltype(spread);
-    const auto kernel = head_norm_backward_kernel<T, S>;
     const int threads = threads_for<S>(shape, kBackwardThreads);
+    const bool one_head = shape.NH + shape.NKV <= threads / S::kLanes;
+    const auto kernel = one_head ? head_norm_backward_kernel<T, S, true> : head_norm_backward_kernel<T, S, false>;
     const std::int64_t resident =
         resident_blocks(kernel, threads, 0, device_attribute(cudaDevAttrMultiProcessorCount), "head_norm_backward");
     const auto blocks =
