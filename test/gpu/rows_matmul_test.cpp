@@ -334,6 +334,20 @@ TYPED_TEST(RowsMatmulTest, TilesOfEveryWidthInEveryEpilogue) {
   }
 }
 
+// With 33 to 128 rows of x and several splits: tiles of 96 rows of the weight, of which the last is not whole, with 5 splits, in
+// which the ring goes twice around and more, with 2 and with 8; tiles of 112 with 2, gated, with 3, and with 5 of two inputs.
+TYPED_TEST(RowsMatmulTest, TilesOf96And112RowsInSplits) {
+  for (const std::int64_t rows : {33, 48, 49, 64, 65, 96, 97, 127, 128}) {
+    const bool odd = rows % 2 == 1;
+    this->check_values(rows, 5 * 26 * 64 + 8, 1700, odd ? RowsEpilogue::store_fp32 : RowsEpilogue::add, true);
+    this->check_values(rows, 520, 6140, odd ? RowsEpilogue::gelu : RowsEpilogue::store, odd);
+    this->check_values(rows, 2120, 200, odd ? RowsEpilogue::swiglu : RowsEpilogue::geglu_tanh, false);
+    this->check_values(rows, 520, 3400, odd ? RowsEpilogue::geglu_tanh : RowsEpilogue::swiglu, false);
+    this->check_values(rows, 776, 4401, odd ? RowsEpilogue::store : RowsEpilogue::gelu, !odd);
+    this->check_values(rows, 1000, 2500, RowsEpilogue::add, odd, 1096, !odd);
+  }
+}
+
 // Results and biases at addresses that are no multiple of 16 bytes have the bits of those that are.
 TYPED_TEST(RowsMatmulTest, ResultsAndBiasesMayBeginAnywhere) {
   using S = TypeParam;
@@ -379,8 +393,9 @@ TYPED_TEST(RowsMatmulTest, ResultsAndBiasesMayBeginAnywhere) {
   }
 }
 
-// The sizes of the weight have 5, 8 uneven, 1, 3, 2 uneven, 1 and 1 splits; the last two have more tiles of 64 rows than
-// multiprocessors, and take others of 224 and of 80.
+// The sizes of the weight have 5, 8 uneven, 1, 3, 2 uneven, 1, 1, 2 and 2 splits; those with one at the end have more tiles of
+// 64 rows than multiprocessors, and take others of 224 and of 80. At 33 to 128 rows those with several take tiles of 112 (5, 3
+// and the last), 96 (8, the last but one) and 128 rows.
 TYPED_TEST(RowsMatmulTest, ARowsBitsAreItsOwn) {
   this->check_invariance(2560, 2560, RowsEpilogue::store_fp32);
   this->check_invariance(2120, 512, RowsEpilogue::store_fp32);
@@ -389,6 +404,8 @@ TYPED_TEST(RowsMatmulTest, ARowsBitsAreItsOwn) {
   this->check_invariance(584, 7650, RowsEpilogue::store_fp32, 513);
   this->check_invariance(200, 25400, RowsEpilogue::store_fp32, 193);
   this->check_invariance(1000, 10200, RowsEpilogue::store_fp32, 513);
+  this->check_invariance(584, 6140, RowsEpilogue::store_fp32, 129);
+  this->check_invariance(584, 7000, RowsEpilogue::store_fp32, 129);
 }
 TYPED_TEST(RowsMatmulTest, ARowsBitsAreItsOwnInEveryEpilogue) {
   for (const RowsEpilogue epilogue : kEpilogues) this->check_invariance(1096, 328, epilogue);
@@ -429,7 +446,7 @@ void check_order_of_splits() {
   }
   ASSERT_GT(telling, 32);
   const Layer<S> layer(K, OC, RowsEpilogue::store_fp32, weight, {});
-  for (const std::int64_t rows : {1, 40, 200, 300}) {
+  for (const std::int64_t rows : {1, 40, 100, 200, 300}) {
     SCOPED_TRACE(std::to_string(rows) + " rows");
     Floats all;
     for (std::int64_t r = 0; r < rows; ++r) all.insert(all.end(), x.begin(), x.end());

@@ -61,6 +61,19 @@ inline cudaLaunchAttribute cluster_attribute(int blocks) {
   return attribute;
 }
 
+// Number of clusters of `cluster` blocks that fit on the GPU at once. For more than 48 KB of shared memory the kernel's
+// limit must have been raised before.
+template <typename Kernel>
+int resident_clusters(Kernel kernel, int threads, int shared_bytes, int cluster, const char* name) {
+  cudaLaunchAttribute attribute = cluster_attribute(cluster);
+  const cudaLaunchConfig_t config =
+      launch_config(dim3(static_cast<unsigned>(cluster)), dim3(static_cast<unsigned>(threads)),
+                    static_cast<std::size_t>(shared_bytes), nullptr, attribute);
+  int clusters = 0;
+  check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), name);
+  return clusters;
+}
+
 template <typename... Parameters, typename... Arguments>
 void launch_clustered(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
                       int cluster, const char* name, Arguments... arguments) {

@@ -11,9 +11,10 @@
 //    leaves its sums in its own, then adds up and finishes a share of the tile. The ring keeps 48 to 88 KB of the
 //    weight in flight. With 64 rows of the weight two blocks fit in a multiprocessor, so the next kernel of the chain
 //    can fetch weights before this one has ended.
-//  - column_kernel (rows_matmul_column.cu), for the same steps where there is one split and tiles of 64 rows would give
-//    some multiprocessors twice as many tiles as others. Rows of the weight are columns of B, so a tile may have 80 or
-//    224 of them, and each multiprocessor gets one.
+//  - column_kernel (rows_matmul_column.cu), for the same steps where other heights divide the weight better. Rows of
+//    the weight are columns of B, so a tile may have 80 or 224 of them, and each multiprocessor gets one where tiles of
+//    64 rows would give some twice as many as others. With several splits, from 33 rows of x on, it may have 96 or 112
+//    where tiles of 128 rows would leave up to a fourth of the multiprocessors idle; the splits meet as above.
 //  - tile_kernel (rows_matmul_tile.cu), for steps that are bound by the tensor cores. Blocks are persistent. Two of them
 //    form a cluster that shares rows of x, of which each fetches half for both. A block walks all splits of a tile and
 //    adds each to a total in registers, half of the tile a warpgroup. With one split there is no total, so a warpgroup

@@ -308,12 +308,13 @@ __device__ inline float4 sum_of_splits(unsigned at, int splits) {
   return sum;
 }
 
-// The end of split_kernel, called by all threads. Every block of the cluster has stored its split's sums,
-// [N][kSumsStride] for each warpgroup of consumers, at the same shared address `sums`. The blocks, of which this one is
-// number `rank`, divide the rows from first_row to `rows` among them, add all blocks' sums of a row, and finish it.
-// `count`: threads for a row of a warpgroup's tile.
-template <int N, int kConsumerThreads, typename Columns>
-__device__ __forceinline__ void finish_splits(const Columns& columns, unsigned sums, bool consumer, int thread,
+// The end of kernels whose splits are the blocks of a cluster, called by all threads. Every block of the cluster has
+// stored its split's sums, [N][kStride] for each of kGroups tiles side by side, at the same shared address `sums`. The
+// blocks, of which this one is number `rank`, divide the rows from first_row to `rows` among them, add all blocks' sums
+// of a row, and finish it. `count`: threads for a row of one of the tiles; `finishes`: whether the thread is among
+// those of the first kThreads that make up whole rows.
+template <int N, int kThreads, int kGroups = kThreads / kWarpgroupSize, int kStride = kSumsStride, typename Columns>
+__device__ __forceinline__ void finish_splits(const Columns& columns, unsigned sums, bool finishes, int thread,
                                               int count, int splits, int rank, std::int64_t first_row,
                                               std::int64_t rows) {
   __syncwarp();  // reconverges the producer's warp
@@ -322,13 +323,13 @@ __device__ __forceinline__ void finish_splits(const Columns& columns, unsigned s
   } else {
     __syncthreads();
   }
-  if (consumer) {
-    const int all = count * (kConsumerThreads / kWarpgroupSize), group = thread % all / count;
-    const int shared_rows = kConsumerThreads / all * splits;  // rows that the cluster's threads finish at a time
+  if (finishes) {
+    const int all = count * kGroups, group = thread % all / count;
+    const int shared_rows = kThreads / all * splits;  // rows that the cluster's threads finish at a time
     const int end = static_cast<int>(min(std::int64_t{N}, rows - first_row));
     for (int r = thread / all * splits + rank; r < end; r += shared_rows) {
       columns.finish(first_row + r,
-                     [&](int i) { return sum_of_splits(sums + ((group * N + r) * kSumsStride + i) * 4, splits); });
+                     [&](int i) { return sum_of_splits(sums + ((group * N + r) * kStride + i) * 4, splits); });
     }
   }
   __syncwarp();
@@ -349,6 +350,12 @@ void launch_split_kernel(const Io& io, const LaunchDevice& device, cudaStream_t 
 // 224.
 template <typename Io>
 void launch_column_kernel(const Io& io, int height, const LaunchDevice& device, cudaStream_t stream);
+// For 33 to 128 rows and several splits of 16 bits. `height`: 96 or 112.
+template <typename T>
+void launch_column_splits(const RowsMatmul<T>& io, int height, const LaunchDevice& device, cudaStream_t stream);
+// How many clusters of `splits` blocks of the latter the current GPU has room for at once, each block on a
+// multiprocessor of its own.
+int resident_column_clusters(int splits);
 // For any number of rows.
 template <typename Io>
 void launch_tile_kernel(const Io& io, const LaunchDevice& device, cudaStream_t stream);
@@ -369,15 +376,32 @@ int best_height(std::int64_t weight_rows) {
   return best;
 }
 
+// The height of column_kernel's tiles with several splits; 0: tiles of 128 rows, split_kernel's. From 33 rows of x on a
+// layer takes as long as one block fetches, `height` rows of the weight and all of x. So the smallest height is best
+// with which no cluster waits for the end of another. (A cluster lies within one part of the GPU, whose multiprocessors
+// it need not divide, so the GPU is asked.)
+inline int best_height_of_splits(std::int64_t weight_rows, int splits) {
+  const std::int64_t clusters = resident_column_clusters(splits);
+  for (const int height : {96, 112})
+    if (ceil_div(weight_rows, height) <= clusters) return height;
+  return 0;
+}
+
 // Launches the kernel that is fastest for the sizes: the choice affects time only. Above 64 rows a layer with one split
 // has enough tiles for tile_kernel, which reads x and weight fewer times. With several splits its tiles would occupy
-// only a third of the multiprocessors.
+// only a third of the multiprocessors. Codes keep tiles of 128 rows, with which they were faster.
 template <typename Io>
 void launch_best_kernel(const Io& io, const LaunchDevice& device, cudaStream_t stream) {
   const int splits = splits_of(io), height = best_height<80, 224>(weight_rows(io));
   const std::int64_t most_rows = height == 80 ? 192 : 128;  // the most rows of x for column_kernel
   if (splits == 1 && io.K2 == 0 && io.rows <= most_rows && height > 0)
     return launch_column_kernel(io, height, device, stream);
+  if constexpr (!ArgumentsOf<Io>::kCodes) {
+    if (splits > 1 && io.rows > 32 && io.rows <= 128) {
+      const int split_height = best_height_of_splits(weight_rows(io), splits);
+      if (split_height > 0) return launch_column_splits(io, split_height, device, stream);
+    }
+  }
   if (io.rows <= (splits > 1 ? 256 : 64)) return launch_split_kernel(io, device, stream);
   launch_tile_kernel(io, device, stream);
 }
