@@ -61,15 +61,18 @@ __global__ void __launch_bounds__(ColumnShape<P, kRows, H, kConsumers, kBlocks, 
   const bool consumer = warp < kConsumers * kWarps, producer = thread == Shape::kFinishers;
   const auto weights_at = [&](int stage) { return base + stage * Shape::kStageBytes; };
   const auto x_at = [&](int stage) { return weights_at(stage) + Shape::Weights::kBytes; };
+  const auto source_at = [&](int step) {  // a tile with one split has one input
+    return kSplits ? source_of(p, first_step + step) : Source{0, step * kDepth};
+  };
   const auto load_weights = [&](int stage, int step) {
     const bool gated = p.output.gated();
-    const Source source = source_of(p, first_step + step);
+    const Source source = source_at(step);
     mbarrier_arrive_expect(ring.full(stage), Shape::kStageBytes);
     tensor_load(weights_at(stage), &p.weight[source.input], ring.full(stage), source.k,
                 gated ? 0 : static_cast<int>(first), 0, gated ? static_cast<int>(first / 16) : 0, L2::evict_first);
   };
   const auto load_x = [&](int stage, int step) {
-    const Source source = source_of(p, first_step + step);
+    const Source source = source_at(step);
     tensor_load(x_at(stage), &p.x[source.input], ring.full(stage), source.k, 0);
   };
   if constexpr (Shape::kCedes) {
