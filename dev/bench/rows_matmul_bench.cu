@@ -1,9 +1,9 @@
 // The batch-invariant linear layers of llmc/cuda/op/gemm/rows_matmul.h beside cuBLASLt's best plan for the same shape: what
-// invariance costs. Layers of Pythia-2.8B and Llama-3.1-8B in bf16. And the same layers with quantised weights
-// (llmc/cuda/op/gemm/quantized_matmul.h), in fp16 for Pythia and in bf16 for Llama; fp8x8: both operands in fp8
+// invariance costs. Layers of Pythia-2.8B, Llama-3.1-8B and others in bf16. And the same layers with quantised weights
+// (llmc/cuda/op/gemm/quantized_matmul.h), in fp16 for Pythia and in bf16 for the others; fp8x8: both operands in fp8
 // (llmc/cuda/op/gemm/rows_matmul_fp8.h), with the kernel that makes codes of x.
 //
-//   make benches && build/release/dev/bench/rows_matmul_bench [pythia-2.8b llama-3.1-8b] [bf16 int8 fp8 fp8x8 int4] [ROWS ...]
+//   make benches && build/release/dev/bench/rows_matmul_bench [MODEL ...] [bf16 int8 fp8 fp8x8 int4] [ROWS ...]
 //
 // A graph of launches goes through copies of the weight that are larger than L2 together, as the layers of a model do; the
 // median of 7 replays. GB/s count weight and x, of the weight's read share: of a plain read of memory.
@@ -50,7 +50,12 @@ constexpr Shape kShapes[] = {{"pythia-2.8b", "qkv", 2560, 7680, RowsEpilogue::st
                              {"llama-3.1-8b", "output", 4096, 4096, RowsEpilogue::add},
                              {"llama-3.1-8b", "gate, up", 4096, 14336, RowsEpilogue::swiglu},
                              {"llama-3.1-8b", "down", 14336, 4096, RowsEpilogue::add},
-                             {"llama-3.1-8b", "head", 4096, 128256, RowsEpilogue::store_fp32}};
+                             {"llama-3.1-8b", "head", 4096, 128256, RowsEpilogue::store_fp32},
+                             {"qwen3-8b", "gate, up", 4096, 12288, RowsEpilogue::swiglu},
+                             {"qwen3-8b", "down", 12288, 4096, RowsEpilogue::add},
+                             {"qwen3-8b", "head", 4096, 151936, RowsEpilogue::store_fp32},
+                             {"qwen3-1.7b", "gate, up", 2048, 6144, RowsEpilogue::swiglu},
+                             {"llama-3.2-1b", "gate, up", 2048, 8192, RowsEpilogue::swiglu}};
 constexpr std::int64_t kRows[] = {1, 4, 16, 64, 128, 256, 2000};
 
 // Microseconds of one of `launches` launches in a graph.

@@ -309,6 +309,12 @@ TYPED_TEST(RowsMatmulTest, EveryPieceMoreThanTwice) {
     this->check_values(rows, 328, 12760, rows % 2 == 0 ? RowsEpilogue::geglu_tanh : RowsEpilogue::swiglu, false);
     this->check_values(rows, 72, 25390, RowsEpilogue::gelu, rows % 2 == 0);
   }
+  for (const std::int64_t rows : {33, 63, 64, 65, 100, 128}) {  // one round of tiles of 96, 128, 160 and 192 rows
+    this->check_values(rows, 1032, 9004, RowsEpilogue::store_fp32, true);
+    this->check_values(rows, 712, 7000, rows % 2 == 0 ? RowsEpilogue::geglu_tanh : RowsEpilogue::swiglu, false);
+    this->check_values(rows, 712, 18004, RowsEpilogue::add, true);
+    this->check_values(rows, 520, 25001, RowsEpilogue::gelu, rows % 2 == 0);
+  }
   this->check_values(1100, 11 * 64 + 8, 8200, RowsEpilogue::store, true);
   this->check_values(1100, 1032, 2500, RowsEpilogue::add, true);
   this->check_values(2000, 1032, 712, RowsEpilogue::gelu, true);
@@ -395,7 +401,8 @@ TYPED_TEST(RowsMatmulTest, ResultsAndBiasesMayBeginAnywhere) {
 
 // The sizes of the weight have 5, 8 uneven, 1, 3, 2 uneven, 1, 1, 2 and 2 splits; those with one at the end have more tiles of
 // 64 rows than multiprocessors, and take others of 224 and of 80. At 33 to 128 rows those with several take tiles of 112 (5, 3
-// and the last), 96 (8, the last but one) and 128 rows.
+// and the last), 96 (8, the last but one) and 128 rows. The sizes at the end have one split, and one round of tiles of 96, 128,
+// 160 and 192 rows.
 TYPED_TEST(RowsMatmulTest, ARowsBitsAreItsOwn) {
   this->check_invariance(2560, 2560, RowsEpilogue::store_fp32);
   this->check_invariance(2120, 512, RowsEpilogue::store_fp32);
@@ -406,6 +413,8 @@ TYPED_TEST(RowsMatmulTest, ARowsBitsAreItsOwn) {
   this->check_invariance(1000, 10200, RowsEpilogue::store_fp32, 513);
   this->check_invariance(584, 6140, RowsEpilogue::store_fp32, 129);
   this->check_invariance(584, 7000, RowsEpilogue::store_fp32, 129);
+  for (const std::int64_t OC : {9000, 14000, 18000, 25000})
+    this->check_invariance(200, OC, RowsEpilogue::store_fp32, 193);
 }
 TYPED_TEST(RowsMatmulTest, ARowsBitsAreItsOwnInEveryEpilogue) {
   for (const RowsEpilogue epilogue : kEpilogues) this->check_invariance(1096, 328, epilogue);

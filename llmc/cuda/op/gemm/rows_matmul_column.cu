@@ -167,6 +167,12 @@ void launch_height(const Io& io, const LaunchDevice& device, cudaStream_t stream
   launch<128, H, 1>(io, device, stream);
 }
 
+template <int H, typename Io>
+void launch_height_of_one_round(const Io& io, const LaunchDevice& device, cudaStream_t stream) {
+  if (io.rows <= 64) return launch<64, H, 1>(io, device, stream);
+  launch<128, H, 1>(io, device, stream);
+}
+
 template <int kRows, int H, typename T>
 void launch_splits(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
   using P = Arguments<T>;
@@ -213,6 +219,20 @@ int resident_column_clusters(int splits) {
 template <typename Io>
 void launch_column_kernel(const Io& io, int height, const LaunchDevice& device, cudaStream_t stream) {
   if (height == 80) return launch_height<80>(io, device, stream);
+  if constexpr (!ArgumentsOf<Io>::kCodes) {
+    switch (height) {
+      case 96:
+        return launch_height_of_one_round<96>(io, device, stream);
+      case 128:
+        return launch_height_of_one_round<128>(io, device, stream);
+      case 160:
+        return launch_height_of_one_round<160>(io, device, stream);
+      case 192:
+        return launch_height_of_one_round<192>(io, device, stream);
+      default:
+        break;
+    }
+  }
   launch_height<224>(io, device, stream);
 }
 

@@ -347,7 +347,7 @@ __device__ __forceinline__ void finish_splits(const Columns& columns, unsigned s
 template <typename Io>
 void launch_split_kernel(const Io& io, const LaunchDevice& device, cudaStream_t stream);
 // For up to 128 rows, with `height` 80 up to 192; one split, one input. `height`: rows of the weight in a block, 80 or
-// 224.
+// 224, or in 16 bits what best_height_of_one_round() says.
 template <typename Io>
 void launch_column_kernel(const Io& io, int height, const LaunchDevice& device, cudaStream_t stream);
 // For 33 to 128 rows and several splits of 16 bits. `height`: 96 or 112.
@@ -376,6 +376,17 @@ int best_height(std::int64_t weight_rows) {
   return best;
 }
 
+// From 33 rows of x on, what a multiprocessor fetches takes as long as what memory gives. So where it has two or three tiles of
+// 64 rows, and fetches x for each, one larger tile is better: the smallest height with which all tiles run at once; 0: no
+// height, or tiles of 64 rows do, too.
+inline int best_height_of_one_round(std::int64_t weight_rows) {
+  constexpr std::int64_t kMultiprocessors = 132;
+  if (ceil_div(weight_rows, kWeightRows) <= kMultiprocessors) return 0;
+  for (const int height : {96, 128, 160, 192})
+    if (ceil_div(weight_rows, height) <= kMultiprocessors) return height;
+  return 0;
+}
+
 // The height of column_kernel's tiles with several splits; 0: tiles of 128 rows, split_kernel's. From 33 rows of x on a
 // layer takes as long as one block fetches, `height` rows of the weight and all of x. So the smallest height is best
 // with which no cluster waits for the end of another. (A cluster lies within one part of the GPU, whose multiprocessors
@@ -397,6 +408,8 @@ void launch_best_kernel(const Io& io, const LaunchDevice& device, cudaStream_t s
   if (splits == 1 && io.K2 == 0 && io.rows <= most_rows && height > 0)
     return launch_column_kernel(io, height, device, stream);
   if constexpr (!ArgumentsOf<Io>::kCodes) {
+    const int one_round = splits == 1 && io.K2 == 0 ? best_height_of_one_round(weight_rows(io)) : 0;
+    if (one_round > 0 && io.rows > 32 && io.rows <= 128) return launch_column_kernel(io, one_round, device, stream);
     if (splits > 1 && io.rows > 32 && io.rows <= 128) {
       const int split_height = best_height_of_splits(weight_rows(io), splits);
       if (split_height > 0) return launch_column_splits(io, split_height, device, stream);
