@@ -1,7 +1,7 @@
 """Finding needles in a haystack with keys and values in fp8 beside those of the device's type.
 
     python3 dev/bench/needle.py --lengths 128 512 2048                                       on a CPU: minutes
-    python3 dev/bench/needle.py --lengths 4096 8192 16384 32768 --device cuda --batch-tokens 65536 --steps 300 --more-steps 200
+    python3 dev/bench/needle.py --lengths 4096 8192 16384 32768 --device cuda --dtype bf16 --batch-tokens 65536 --steps 300 --more-steps 200
 
 Trains a small Llama on documents of random words in which facts lie scattered, each one token that stands for a key and its
 value. At the end come the keys, and the model learns to answer each with its value: first in short documents, where a step is
@@ -125,7 +125,7 @@ def train(options: argparse.Namespace, directory: Path, length: int, model: Path
 
 def answers(options: argparse.Namespace, model: Path, requests: Path, kv_dtype: str) -> list[int]:
     output = run(ROOT / "infer_pythia", "--model", model, "--batch", requests, "--output", "-", "--max-tokens", 1,
-                 "--ignore-eos", "--kv-dtype", kv_dtype, "--device", options.device)
+                 "--ignore-eos", "--kv-dtype", kv_dtype, "--dtype", options.dtype, "--device", options.device)
     # Not by a reader of JSON: each answer repeats the ids of its prompt, tens of megabytes in all.
     found = [re.match(r'\{"id":"(\d+)",.*"ids":\[(\d+)\]', line) for line in output.splitlines()]
     by_id = {int(each[1]): int(each[2]) for each in found if each}
@@ -176,6 +176,7 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=100,
                         help=f"documents of a length, each asked about {ASKED} of its facts (default 100)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--dtype", default="auto", help="of infer_pythia; a GPU needs bf16 or fp16 beside fp8 (default auto)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", type=Path,
                         help="a model that an earlier run has trained for these lengths, in the place of training")

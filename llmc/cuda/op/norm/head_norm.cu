@@ -27,6 +27,7 @@ constexpr int kMaxHeadSize = 256;
 constexpr int kForwardThreads = 768;   // 48 heads of 128 elements in 16 bits, so that a decoded token needs one pass
 constexpr int kBackwardThreads = 512;  // more would take all shared memory for the sums of the weights' gradients
 constexpr int kMaxBackwardBlocks = 640;
+constexpr std::int64_t kManyTokens = 2048;  // from so many on, forward's blocks have two tokens
 
 // Lane i of a head has chunks i, i + kLanes, ... of 16 bytes, as far as the head has so many.
 template <typename T, int kLanes_, int kChunks_>
@@ -98,23 +99,10 @@ __device__ typename S::Chunk chunk_of_head(const typename S::Chunk (&x)[S::kChun
   return found;
 }
 
-// Cosines and sines of a token's position, in shared memory: all heads need them, and in registers they would halve the number
-// of blocks.
-struct TokenAngles {
-  float cos[kMaxHeadSize / 2], sin[kMaxHeadSize / 2];
-
-  // Called by all threads; `token` is that of `rope.document_starts`, at position t of its row.
-  __device__ void load(const DeviceRopeTable& rope, std::int64_t token, std::int64_t t) {
-    const std::int64_t at = (t - (rope.document_starts != nullptr ? rope.document_starts[token] : 0)) * rope.half;
-    const int half = static_cast<int>(rope.half);
-    for (int i = threadIdx.x; i < 2 * half; i += blockDim.x)
-      (i < half ? cos[i] : sin[i - half]) = i < half ? rope.cos[at + i] : rope.sin[at + i - half];
-  }
-};
-
-// Rotates a head; called by all lanes.
+// Rotates a head by the angles at cos and sin [half]; called by all lanes. All heads of a token read them, so they come from
+// L1; in shared memory, with a barrier, they came later, and loaded ahead they took the registers of half of the blocks.
 template <typename S>
-__device__ void rotate_head(typename S::Chunk (&x)[S::kChunks], const TokenAngles& angles, int half) {
+__device__ void rotate_head(typename S::Chunk (&x)[S::kChunks], const float* cos, const float* sin, int half) {
   typename S::Chunk partner[S::kChunks];
 #pragma unroll
   for (int c = 0; c < S::kChunks; ++c) {
@@ -127,8 +115,8 @@ __device__ void rotate_head(typename S::Chunk (&x)[S::kChunks], const TokenAngle
     if (column >= 2 * half) continue;
     const bool low = column < half;
     Elements<float, S::kElements> cosine, sine;
-    cosine.load(angles.cos + (low ? column : column - half));
-    sine.load(angles.sin + (low ? column : column - half));
+    cosine.load(cos + (low ? column : column - half));
+    sine.load(sin + (low ? column : column - half));
     float y[S::kElements];
 #pragma unroll
     for (int i = 0; i < S::kElements; ++i)
@@ -137,48 +125,54 @@ __device__ void rotate_head(typename S::Chunk (&x)[S::kChunks], const TokenAngle
   }
 }
 
-// Block: one token.
-template <typename T, typename S>
+// Block: kTokens tokens, the loads of all of them before the first is computed.
+template <typename T, typename S, int kTokens>
 __global__ void __launch_bounds__(kForwardThreads)
     head_norm_kernel(const __grid_constant__ HeadNormShape shape, const __grid_constant__ HeadNormForward<T> io) {
   launch_dependents();
-  const int NH = static_cast<int>(shape.NH), heads = NH + static_cast<int>(shape.NKV), HS = static_cast<int>(shape.HS);
-  const unsigned tokens = static_cast<unsigned>(shape.T);
-  const std::int64_t b = blockIdx.x / tokens, t = blockIdx.x % tokens;
+  const int NH = static_cast<int>(shape.NH), heads = NH + static_cast<int>(shape.NKV), HS = static_cast<int>(shape.HS),
+            half = static_cast<int>(io.rope.half);
+  const unsigned row = static_cast<unsigned>(shape.T), all = static_cast<unsigned>(shape.B) * row;
   typename S::Chunk q_weight[S::kChunks], k_weight[S::kChunks];
   S::load(q_weight, io.q_weight, HS);
   S::load(k_weight, io.k_weight, HS);
-  __shared__ alignas(16) TokenAngles angles;
-  const int half = static_cast<int>(io.rope.half);
   wait_for_predecessors();
   for (int first = 0; first < heads; first += blockDim.x / S::kLanes) {
     const int h = first + S::slot();
-    const bool active = h < heads;
-    T* const head = active ? head_of(io.q, io.k, b, t, h, NH) : nullptr;
-    typename S::Chunk x[S::kChunks];
-    S::load(x, head, HS);
-    if (half > 0 && first == 0) {
-      angles.load(io.rope, blockIdx.x, t);  // while x is on its way
-      __syncthreads();
+    T* head[kTokens];
+    typename S::Chunk x[kTokens][S::kChunks];
+#pragma unroll
+    for (int k = 0; k < kTokens; ++k) {
+      const unsigned token = blockIdx.x * kTokens + k;
+      head[k] = h < heads && token < all ? head_of(io.q, io.k, token / row, token % row, h, NH) : nullptr;
+      S::load(x[k], head[k], HS);
     }
-    float squares = 0;
 #pragma unroll
-    for (int c = 0; c < S::kChunks; ++c) squares += sum_of_products(x[c], x[c]);
-    const float r = inverse_rms(lanes_sum<S::kLanes>(squares), shape);
-    if (active && io.kept != nullptr)
-      S::store(x, io.kept + (static_cast<std::int64_t>(blockIdx.x) * heads + h) * HS, HS);
+    for (int k = 0; k < kTokens; ++k) {
+      const unsigned token = min(blockIdx.x * kTokens + k, all - 1);
+      float squares = 0;
 #pragma unroll
-    for (int c = 0; c < S::kChunks; ++c) {
-      float y[S::kElements];
+      for (int c = 0; c < S::kChunks; ++c) squares += sum_of_products(x[k][c], x[k][c]);
+      const float r = inverse_rms(lanes_sum<S::kLanes>(squares), shape);
+      if (head[k] != nullptr && io.kept != nullptr)
+        S::store(x[k], io.kept + (static_cast<std::int64_t>(token) * heads + h) * HS, HS);
 #pragma unroll
-      for (int i = 0; i < S::kElements; ++i) {
-        const float weight = h < NH ? q_weight[c].get(i) : k_weight[c].get(i);
-        y[i] = x[c].get(i) * r * with_offset(weight, shape);
+      for (int c = 0; c < S::kChunks; ++c) {
+        float y[S::kElements];
+#pragma unroll
+        for (int i = 0; i < S::kElements; ++i) {
+          const float weight = h < NH ? q_weight[c].get(i) : k_weight[c].get(i);
+          y[i] = x[k][c].get(i) * r * with_offset(weight, shape);
+        }
+        x[k][c].set(y);
       }
-      x[c].set(y);
+      if (half > 0) {
+        const unsigned start = io.rope.document_starts != nullptr ? io.rope.document_starts[token] : 0;
+        const std::int64_t angles = static_cast<std::int64_t>(token % row - start) * half;
+        rotate_head<S>(x[k], io.rope.cos + angles, io.rope.sin + angles, half);
+      }
+      if (head[k] != nullptr) S::store(x[k], head[k], HS);
     }
-    if (half > 0) rotate_head<S>(x, angles, half);
-    if (active) S::store(x, head, HS);
   }
 }
 
@@ -313,8 +307,14 @@ void head_norm_forward(const HeadNormShape& shape, const HeadNormForward<T>& io,
   if (shape.B * shape.T == 0) return;
   with_spread<T>(shape.HS, [&](auto spread) {
     using S = decltype(spread);
-    const dim3 grid(static_cast<unsigned>(shape.B * shape.T)), block(threads_for<S>(shape, kForwardThreads));
-    launch_chained(head_norm_kernel<T, S>, grid, block, 0, stream, overlapping, "head_norm_forward", shape, io);
+    const std::int64_t tokens = shape.B * shape.T;
+    const dim3 block(threads_for<S>(shape, kForwardThreads));
+    const auto launch = [&](auto kernel, std::int64_t blocks) {
+      launch_chained(kernel, dim3(static_cast<unsigned>(blocks)), block, 0, stream, overlapping, "head_norm_forward",
+                     shape, io);
+    };
+    if (tokens < kManyTokens) return launch(head_norm_kernel<T, S, 1>, tokens);
+    launch(head_norm_kernel<T, S, 2>, ceil_div(tokens, 2));
   });
 }
 
