@@ -153,8 +153,7 @@ void check_shapes() {
     if (testing::Test::HasFailure()) return;
   }
   check_heads<T>({{1, 1000, 8, 2, 128, 1e-6f}});
-  check_heads<T>(
-      {{3, 1111, 2, 1, 64, 1e-6f}});  // more tokens than backward has blocks, and an odd number in forward's pairs
+  check_heads<T>({{3, 1111, 2, 1, 64, 1e-6f}});  // more tokens than backward has blocks
 }
 
 TEST(HeadNorm, WeightsMayHaveAnOffset) {

@@ -27,7 +27,6 @@ constexpr int kMaxHeadSize = 256;
 constexpr int kForwardThreads = 768;   // 48 heads of 128 elements in 16 bits, so that a decoded token needs one pass
 constexpr int kBackwardThreads = 512;  // more would take all shared memory for the sums of the weights' gradients
 constexpr int kMaxBackwardBlocks = 640;
-constexpr std::int64_t kManyTokens = 2048;  // from so many on, forward's blocks have two tokens
 
 // Lane i of a head has chunks i, i + kLanes, ... of 16 bytes, as far as the head has so many.
 template <typename T, int kLanes_, int kChunks_>
@@ -99,8 +98,8 @@ __device__ typename S::Chunk chunk_of_head(const typename S::Chunk (&x)[S::kChun
   return found;
 }
 
-// Rotates a head by the angles at cos and sin [half]; called by all lanes. All heads of a token read them, so they come from
-// L1; in shared memory, with a barrier, they came later, and loaded ahead they took the registers of half of the blocks.
+// Rotates a head by the angles at cos and sin [half]; called by all lanes. All heads of a token read the same ones, so most
+// come from L1. (Through shared memory behind a barrier, or with two tokens a block, the kernel takes 15 % longer.)
 template <typename S>
 __device__ void rotate_head(typename S::Chunk (&x)[S::kChunks], const float* cos, const float* sin, int half) {
   typename S::Chunk partner[S::kChunks];
@@ -125,54 +124,45 @@ __device__ void rotate_head(typename S::Chunk (&x)[S::kChunks], const float* cos
   }
 }
 
-// Block: kTokens tokens, the loads of all of them before the first is computed.
-template <typename T, typename S, int kTokens>
+// Block: one token.
+template <typename T, typename S>
 __global__ void __launch_bounds__(kForwardThreads)
     head_norm_kernel(const __grid_constant__ HeadNormShape shape, const __grid_constant__ HeadNormForward<T> io) {
   launch_dependents();
-  const int NH = static_cast<int>(shape.NH), heads = NH + static_cast<int>(shape.NKV), HS = static_cast<int>(shape.HS),
-            half = static_cast<int>(io.rope.half);
-  const unsigned row = static_cast<unsigned>(shape.T), all = static_cast<unsigned>(shape.B) * row;
+  const int NH = static_cast<int>(shape.NH), heads = NH + static_cast<int>(shape.NKV), HS = static_cast<int>(shape.HS);
+  const unsigned tokens = static_cast<unsigned>(shape.T);
+  const std::int64_t b = blockIdx.x / tokens, t = blockIdx.x % tokens;
   typename S::Chunk q_weight[S::kChunks], k_weight[S::kChunks];
   S::load(q_weight, io.q_weight, HS);
   S::load(k_weight, io.k_weight, HS);
+  const int half = static_cast<int>(io.rope.half);
+  const std::int64_t angles =
+      half == 0 ? 0 : (t - (io.rope.document_starts != nullptr ? io.rope.document_starts[blockIdx.x] : 0)) * half;
   wait_for_predecessors();
   for (int first = 0; first < heads; first += blockDim.x / S::kLanes) {
     const int h = first + S::slot();
-    T* head[kTokens];
-    typename S::Chunk x[kTokens][S::kChunks];
+    const bool active = h < heads;
+    T* const head = active ? head_of(io.q, io.k, b, t, h, NH) : nullptr;
+    typename S::Chunk x[S::kChunks];
+    S::load(x, head, HS);
+    float squares = 0;
 #pragma unroll
-    for (int k = 0; k < kTokens; ++k) {
-      const unsigned token = blockIdx.x * kTokens + k;
-      head[k] = h < heads && token < all ? head_of(io.q, io.k, token / row, token % row, h, NH) : nullptr;
-      S::load(x[k], head[k], HS);
-    }
+    for (int c = 0; c < S::kChunks; ++c) squares += sum_of_products(x[c], x[c]);
+    const float r = inverse_rms(lanes_sum<S::kLanes>(squares), shape);
+    if (active && io.kept != nullptr)
+      S::store(x, io.kept + (static_cast<std::int64_t>(blockIdx.x) * heads + h) * HS, HS);
 #pragma unroll
-    for (int k = 0; k < kTokens; ++k) {
-      const unsigned token = min(blockIdx.x * kTokens + k, all - 1);
-      float squares = 0;
+    for (int c = 0; c < S::kChunks; ++c) {
+      float y[S::kElements];
 #pragma unroll
-      for (int c = 0; c < S::kChunks; ++c) squares += sum_of_products(x[k][c], x[k][c]);
-      const float r = inverse_rms(lanes_sum<S::kLanes>(squares), shape);
-      if (head[k] != nullptr && io.kept != nullptr)
-        S::store(x[k], io.kept + (static_cast<std::int64_t>(token) * heads + h) * HS, HS);
-#pragma unroll
-      for (int c = 0; c < S::kChunks; ++c) {
-        float y[S::kElements];
-#pragma unroll
-        for (int i = 0; i < S::kElements; ++i) {
-          const float weight = h < NH ? q_weight[c].get(i) : k_weight[c].get(i);
-          y[i] = x[k][c].get(i) * r * with_offset(weight, shape);
-        }
-        x[k][c].set(y);
+      for (int i = 0; i < S::kElements; ++i) {
+        const float weight = h < NH ? q_weight[c].get(i) : k_weight[c].get(i);
+        y[i] = x[c].get(i) * r * with_offset(weight, shape);
       }
-      if (half > 0) {
-        const unsigned start = io.rope.document_starts != nullptr ? io.rope.document_starts[token] : 0;
-        const std::int64_t angles = static_cast<std::int64_t>(token % row - start) * half;
-        rotate_head<S>(x[k], io.rope.cos + angles, io.rope.sin + angles, half);
-      }
-      if (head[k] != nullptr) S::store(x[k], head[k], HS);
+      x[c].set(y);
     }
+    if (half > 0) rotate_head<S>(x, io.rope.cos + angles, io.rope.sin + angles, half);
+    if (active) S::store(x, head, HS);
   }
 }
 
@@ -307,14 +297,8 @@ void head_norm_forward(const HeadNormShape& shape, const HeadNormForward<T>& io,
   if (shape.B * shape.T == 0) return;
   with_spread<T>(shape.HS, [&](auto spread) {
     using S = decltype(spread);
-    const std::int64_t tokens = shape.B * shape.T;
-    const dim3 block(threads_for<S>(shape, kForwardThreads));
-    const auto launch = [&](auto kernel, std::int64_t blocks) {
-      launch_chained(kernel, dim3(static_cast<unsigned>(blocks)), block, 0, stream, overlapping, "head_norm_forward",
-                     shape, io);
-    };
-    if (tokens < kManyTokens) return launch(head_norm_kernel<T, S, 1>, tokens);
-    launch(head_norm_kernel<T, S, 2>, ceil_div(tokens, 2));
+    const dim3 grid(static_cast<unsigned>(shape.B * shape.T)), block(threads_for<S>(shape, kForwardThreads));
+    launch_chained(head_norm_kernel<T, S>, grid, block, 0, stream, overlapping, "head_norm_forward", shape, io);
   });
 }
 
