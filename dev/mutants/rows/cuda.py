@@ -172,7 +172,7 @@ ROWS = [
            "if (config_.qk_norm) {", "if (config_.qk_norm && !recomputing_) {",
            gpu("CudaLlama.RecomputationAndRerun*")),
     Mutant("GPU: normalised heads of a document turn as if it began with the row", "head_norm_kernel",
-           "io.rope.document_starts != nullptr ? io.rope.document_starts[token] : 0", "0", gpu("HeadNorm.*")),
+           "io.rope.document_starts != nullptr ? io.rope.document_starts[blockIdx.x] : 0", "0", gpu("HeadNorm.*")),
     Mutant("GPU: the gradients of k's norm are those of q's", "head_norm_backward_kernel", "shared, HS, !first_of_q);",
            "shared, HS, first_of_q);", gpu("HeadNorm.*")),
     Mutant("GPU: RoPE turns the wrong way", "rope_kernel", "direction * sine", "-direction * sine", gpu("*Rope*")),
