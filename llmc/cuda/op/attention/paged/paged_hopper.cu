@@ -420,8 +420,9 @@ struct Totals {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float largest = fmaxf(maximum[half], added_maximum[half]);
-      factors[half].before = none ? 0.0f : merge_factor(maximum[half], largest, c);
-      factors[half].added = none ? 1.0f : merge_factor(added_maximum[half], largest, c);
+      const MergeFactors merging = {merge_factor(maximum[half], largest, c),
+                                    merge_factor(added_maximum[half], largest, c)};
+      factors[half] = none ? MergeFactors{0, 1} : merging;
       maximum[half] = largest;
       sum[half] = merged(factors[half], sum[half], added_sum[half]);
     }
