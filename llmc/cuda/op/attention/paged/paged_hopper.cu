@@ -14,8 +14,8 @@
 // copied by threads 82, with no loads at all 69 (dev/performance/batch.md).
 //
 // A tile's queries are loaded during the last GEMM of the previous tile.
+// A split is merged while the first Q K^T of the next split runs. The merged sums of weighted values stay in registers.
 
-#include <algorithm>
 #include <cstddef>
 
 #include "llmc/cuda/hw/barriers.cuh"
@@ -44,8 +44,6 @@ using namespace hopper;
 constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroupSize;
 constexpr int kRows = 64;                           // rows of a consumer: M of its GEMMs
 constexpr int kWarps = kWarpgroupSize / kWarpSize;  // warps of a warpgroup
-// The producer's spare registers go to the consumers; together at most 64K.
-constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 
 template <typename T, bool Windowed, int HeadDim, int Stages, int TileColumns>
 struct HopperTiling {
@@ -54,11 +52,15 @@ struct HopperTiling {
   static constexpr int HS = HeadDim, kStages = Stages, kKeys = kBlockKeys<HS>, kTileColumns = TileColumns;
   static_assert(paged_tile_rows(HS) == kConsumers * kRows && kSplit % kKeys == 0);
   using KeyTile = SwizzledTile<T, kKeys, HS, 2 * TileColumns>;
-  using Earlier = EarlierSplits<T, HS, 1>;
+  // The producer's spare registers go to the consumers; together at most 64K. At heads of 128, O, the earlier splits'
+  // sums and the queries are 160 registers, scores and weights 48 more: consumers get all that the producer can spare.
+  // Smaller heads need no more than 224.
+  static constexpr bool kWide = HS >= 128;
+  static constexpr int kConsumerRegisters = kWide ? 240 : 224, kProducerRegisters = kWide ? 24 : 56;
+  static_assert((kConsumers * kConsumerRegisters + kProducerRegisters) * kWarpgroupSize <= 64 * 1024);
 
   struct Storage {
     typename KeyTile::Storage k[kStages], v[kStages];
-    float sums[kConsumers * kWarps][Earlier::kFloats];
     RingBarrierStorage<kStages> ring;
   };
   static constexpr int kSharedBytes = alignof(Storage) + sizeof(Storage);  // alignof: to align the storage
@@ -78,16 +80,11 @@ struct SharedMemory {
   using Storage = typename Tiling::Storage;
   using KeyTile = typename Tiling::KeyTile;
 
-  unsigned char* memory;
   unsigned base;
 
-  __device__ explicit SharedMemory(unsigned char* dynamic) {
-    base = shared_address(dynamic, alignof(Storage));
-    memory = dynamic + (base - shared_address(dynamic));
-  }
+  __device__ explicit SharedMemory(unsigned char* dynamic) : base(shared_address(dynamic, alignof(Storage))) {}
   __device__ KeyTile k(int stage) const { return {base + unsigned{offsetof(Storage, k)} + stage * KeyTile::kBytes}; }
   __device__ KeyTile v(int stage) const { return {base + unsigned{offsetof(Storage, v)} + stage * KeyTile::kBytes}; }
-  __device__ unsigned char* sums() const { return memory + offsetof(Storage, sums); }
   __device__ RingBarriers ring() const { return {base + unsigned{offsetof(Storage, ring)}, Tiling::kStages}; }
 };
 
@@ -130,7 +127,8 @@ __device__ __forceinline__ void load_stage(const Arguments<S>& a, const typename
   using KeyTile = typename Tiling::KeyTile;
   constexpr int HS = Tiling::HS, kChunks = HS / 8, kEach = Tiling::kKeys * kChunks / kWarpgroupSize;
   static_assert(kEach * kWarpgroupSize == Tiling::kKeys * kChunks);
-#pragma unroll
+  constexpr int kUnroll = Tiling::kWide ? 1 : kEach;  // the addresses of more copies do not fit in 24 registers
+#pragma unroll kUnroll
   for (int i = 0; i < kEach; ++i) {
     const int index = static_cast<int>(threadIdx.x) + i * kWarpgroupSize, row = index / kChunks,
               chunk = index % kChunks;
@@ -190,6 +188,53 @@ __device__ inline float (&flat(Accumulators<1, N>& accumulators))[4 * N] {
   return reinterpret_cast<float(&)[4 * N]>(accumulators.at);
 }
 
+// The merged earlier splits of a warp's 16 rows, with their sums of weighted values in registers. merge() needs only a
+// split's maximum and sum, so it runs while the split's last P V is still in flight; add() or finish() follows.
+template <int HS>
+struct MergedSplits {
+  float maximum[2], sum[2];
+  MergeFactors factors[2];
+  bool none;
+  Accumulators<1, HS / 8> O;
+
+  __device__ void clear() {
+    none = true;
+    O.clear();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) maximum[half] = -INFINITY, sum[half] = 0;
+  }
+  // The first split's sums replace the zeros: with a window a row may see nothing of it, and then its factors would be
+  // NaN. They are selected, since a branch would keep the assembler from mixing the merge with what is around it.
+  __device__ void merge(const float (&added_maximum)[2], const float (&added_sum)[2], float c) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float largest = fmaxf(maximum[half], added_maximum[half]);
+      const MergeFactors merging = {merge_factor(maximum[half], largest, c),
+                                    merge_factor(added_maximum[half], largest, c)};
+      factors[half] = none ? MergeFactors{0, 1} : merging;
+      maximum[half] = largest;
+      sum[half] = merged(factors[half], sum[half], added_sum[half]);
+    }
+    none = false;
+  }
+  // Adds the split's sums.
+  __device__ void add(const Accumulators<1, HS / 8>& added) {
+#pragma unroll
+    for (int n = 0; n < HS / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) O.at[0][n][i] = merged(factors[i / 2], O.at[0][n][i], added.at[0][n][i]);
+    }
+  }
+  // Adds these sums to the last split's instead.
+  __device__ void finish(Accumulators<1, HS / 8>& last) const {
+#pragma unroll
+    for (int n = 0; n < HS / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) last.at[0][n][i] = merged(factors[i / 2], O.at[0][n][i], last.at[0][n][i]);
+    }
+  }
+};
+
 template <typename Tiling, typename S = typename Tiling::Element>
 __device__ void consume(const Arguments<S>& a, const PagedWorkUnit* tiles, int count,
                         const SharedMemory<Tiling>& shared, int consumer) {
@@ -203,6 +248,7 @@ __device__ void consume(const Arguments<S>& a, const PagedWorkUnit* tiles, int c
   unsigned P[kKeys / 4];
   RegisterOperand<S, HS, 1> Q;
   SplitState<S, HS, 1> state;
+  MergedSplits<HS> earlier;
 
   const auto wait_for_gemm_slot = [&] { named_barrier_wait(gemm_slot, kConsumers * kWarpgroupSize); };
   const auto pass_gemm_slot = [&] { named_barrier_arrive(next_gemm_slot, kConsumers * kWarpgroupSize); };
@@ -256,14 +302,24 @@ __device__ void consume(const Arguments<S>& a, const PagedWorkUnit* tiles, int c
       const int unmasked_begin = kWindowed && rows.count > 0 ? rows.first_visible(rows.count - 1, a.window) : 0;
       int visible[1][2];
       visible_positions(visible, rows);
-      typename Tiling::Earlier earlier(shared.sums(), consumer * kWarps + warp);
       float shrink[1][2];
       const auto weigh = [&](int j) {
         const bool masked = (j + 1) * kKeys > unmasked_end || (kWindowed && j * kKeys < unmasked_begin);
         return state.template weigh<2, kWindowed>(scores, shrink, visible, masked, j * kKeys, a.c, a.window);
       };
+      const auto first_of_split = [&](int j) { return j % kSplitBlocks == 0 || (kWindowed && j == begin); };
+      const auto begin_split = [&] {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) state.maximum[0][half] = -INFINITY, state.sum[0][half] = 0;
+      };
+      const auto merge_maxima = [&] {  // and sums of weights
+        state.close();
+        earlier.merge(state.maximum[0], state.sum[0], a.c);
+      };
 
-      state.clear();
+      forget(flat(scores)), forget(flat(state.O));  // the first GEMMs overwrite them
+      begin_split();
+      earlier.clear();
       ring.wait_full(at);
       wait_for_gemm_slot();
       start_scores(at.stage);
@@ -278,42 +334,48 @@ __device__ void consume(const Arguments<S>& a, const PagedWorkUnit* tiles, int c
         at.advance(kStages);
         ring.wait_full(at);
         wait_for_gemm_slot();
-        start_scores(at.stage);
-        start_output(before, (j - 1) % kSplitBlocks != 0 && (!kWindowed || j - 1 > begin));
-        pass_gemm_slot();
-        wgmma_wait<1>();
-        pin(flat(scores));
-        const bool new_split = j % kSplitBlocks == 0;
-        float closed_maximum[1][2] = {{state.maximum[0][0], state.maximum[0][1]}};
-        float closed_sum[1][2] = {{state.sum[0][0], state.sum[0][1]}};
-        if (new_split) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) state.maximum[0][half] = -INFINITY, state.sum[0][half] = 0;
-        }
-        const bool grown = weigh(j);
-        hold_back(state.sum[0][0] + state.sum[0][1], shared.base);
-        wgmma_wait<0>();
-        pin(flat(state.O)), pin(P);
-        release(before);
-        if (new_split) {
-          SplitState<S, HS, 1>::close(closed_sum);
-          earlier.merge(state.O, closed_maximum, closed_sum, a.c);
-          earlier.keep(state.O);
-        } else if (grown) {
-          state.rescale(shrink);
+        if (j % kSplitBlocks == 0) {  // of a new split
+          // The last P V of the split before is issued first, so that it ends first, and O is merged while Q K^T runs.
+          start_output(before, !first_of_split(j - 1));
+          start_scores(at.stage);
+          pass_gemm_slot();
+          merge_maxima();
+          begin_split();
+          wgmma_wait<1>();
+          pin(flat(state.O)), pin(P);
+          release(before);
+          earlier.add(state.O);
+          // Waits a second time for what is there: this branch keeps the assembler from moving the merge behind the
+          // wait for the scores.
+          ring.wait_full(at);
+          wgmma_wait<0>();
+          pin(flat(scores));
+          weigh(j);  // O is overwritten, so it needs no rescaling
+        } else {
+          start_scores(at.stage);
+          start_output(before, !first_of_split(j - 1));
+          pass_gemm_slot();
+          wgmma_wait<1>();
+          pin(flat(scores));
+          const bool grown = weigh(j);
+          hold_back(state.sum[0][0] + state.sum[0][1], shared.base);
+          wgmma_wait<0>();
+          pin(flat(state.O)), pin(P);
+          release(before);
+          if (grown) state.rescale(shrink);
         }
         round_to_operand<S>(P, flat(scores));
       }
-      start_output(at.stage, (blocks - 1) % kSplitBlocks != 0 && (!kWindowed || blocks - 1 > begin));
+      start_output(at.stage, !first_of_split(blocks - 1));
       if (next_n < count) load_queries(next_n);
       wgmma_wait<0>();
       pin(flat(state.O)), pin(P);
       release(at.stage);
       at.advance(kStages);
-      state.close();
-      earlier.merge(state.O, state.maximum, state.sum, a.c);
+      merge_maxima();
+      earlier.finish(state.O);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) state.sum[0][half] = earlier.sum[0][half];
+      for (int half = 0; half < 2; ++half) state.sum[0][half] = earlier.sum[half];
       state.store(a, rows);
     } else if (next_n < count) {
       load_queries(next_n);
@@ -343,10 +405,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   // tells the compiler that it is uniform in a warp
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);
   if (warpgroup == 0) {
-    decrease_registers<kProducerRegisters>();
+    decrease_registers<Tiling::kProducerRegisters>();
     produce(p, tiles, count, shared);
   } else {
-    increase_registers<kConsumerRegisters>();
+    increase_registers<Tiling::kConsumerRegisters>();
     consume(a, tiles, count, shared, warpgroup - 1);
   }
 #else

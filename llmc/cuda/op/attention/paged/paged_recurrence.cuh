@@ -295,9 +295,6 @@ struct SplitState {
 
   // At the end of a split: adds up the row sums over the quad.
   __device__ void close() {
-    close(sum);
-  }
-  static __device__ void close(float (&sum)[M][2]) {
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
