@@ -5,7 +5,7 @@
     .venv/bin/python dev/pictures/draw.py -o /tmp/new  # elsewhere, to compare
 
 A figure is looked up by page and name. One that is missing or has no value ends the drawing: no picture shows a number that
-is not in the file. test/python/test_readme.py draws them again and compares bytes.
+is not in the file. To be run when figures have changed.
 """
 
 from __future__ import annotations
