@@ -221,8 +221,10 @@ TEST_F(PreferenceTest, BesideItselfTheLossIsTheLogarithmOfTwo) {
   const auto reference = *pair_log_probabilities(*start, data(), 1, alone);
   for (std::size_t pair = 0; pair < kPairs; ++pair) {
     const double chosen = this->alone(*start, 2 * pair), rejected = this->alone(*start, 2 * pair + 1);
-    EXPECT_NEAR(reference[pair].chosen, chosen, -1e-6 * chosen);
-    EXPECT_NEAR(reference[pair].rejected, rejected, -1e-6 * rejected);
+    // A row of several documents goes through GEMMs of more rows, which the BLAS of some CPUs adds in another order (seen:
+    // 1.1e-6). A document that saw its neighbour would differ in the first digits.
+    EXPECT_NEAR(reference[pair].chosen, chosen, -1e-5 * chosen);
+    EXPECT_NEAR(reference[pair].rejected, rejected, -1e-5 * rejected);
   }
   const Json record = step(*start, reference, "run");
   EXPECT_DOUBLE_EQ(record["loss"].get<double>(), std::log(2.0));

@@ -322,11 +322,11 @@ TYPED_TEST(RowsMatmulTest, EveryPieceMoreThanTwice) {
   this->check_values(700, 264, 3208, RowsEpilogue::geglu_tanh, false);
 }
 
-// Large tiles of every width leave by tensor copies: of 128, 160, 176 and 192 rows of x with two splits; of 96, 128, 160 and 192
-// with one, where the consumers take turns. On 132 multiprocessors all but those of 96 have more tiles than two a consumer.
+// Large tiles of every width leave by tensor copies, but for those of 176: of 128, 160 and 192 rows of x with two splits; of 96,
+// 128, 160 and 192 with one, where the consumers take turns. On 132 multiprocessors all but those of 96 have more tiles than two a consumer.
 TYPED_TEST(RowsMatmulTest, TilesOfEveryWidthAreCopiedOut) {
   for (const std::int64_t rows : {1285, 1155, 973, 1064})
-    this->check_values(rows, 520, 7650, rows % 2 == 0 ? RowsEpilogue::gelu : RowsEpilogue::store, true);
+    this->check_values(rows, 520, 7656, rows % 2 == 0 ? RowsEpilogue::gelu : RowsEpilogue::store, true);
   for (const std::int64_t rows : {90, 388, 1155, 1285})
     this->check_values(rows, 72, 8200, rows % 2 == 0 ? RowsEpilogue::gelu : RowsEpilogue::store, true);
 }

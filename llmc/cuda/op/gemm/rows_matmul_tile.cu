@@ -25,6 +25,7 @@ struct TileShape {
   // Shared memory in which a consumer stages its results: fp32 sums for the epilogue, or 16-bit values for tensor
   // copies.
   using OutTile = SwizzledTile<T, N / 2, kWeightRows>;
+  static constexpr bool kCopiesOut = N / 2 % 16 == 0;  // stmatrix writes 16 rows
   static constexpr int kSumsBytes =
       (std::max(kSumsRows * kSumsStride * 4, OutTile::kBytes) + kAlignment - 1) / kAlignment * kAlignment;
   static constexpr int kRest = kAlignment + kTileConsumers * kSumsBytes;
@@ -124,6 +125,7 @@ __device__ void produce_tiles(const P& p, const TileMemory<T, N, kConsumers>& sh
 template <typename OutTile, typename T, int N>
 __device__ void copy_out(const Arguments<T>& p, const OutTile& staging, int barrier, std::int64_t first, int row,
                          const float (&sum)[N], const float (&bias)[2]) {
+  static_assert(OutTile::kRows % 16 == 0);
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize;
   const int warp = thread / kWarpSize;
   const bool biased = p.output.bias != nullptr, gelu = p.output.epilogue == RowsEpilogue::gelu;
@@ -184,7 +186,9 @@ struct TileEnd {
     constexpr int kSumsRows = Shape::kSumsRows;
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize;
     wait_for_predecessors();  // they may still read what is written here
-    if (p.copies_out) return copy_out(p, shared.out(consumer), 1 + consumer, first, row_tile * N, total, bias);
+    if constexpr (Shape::kCopiesOut) {
+      if (p.copies_out) return copy_out(p, shared.out(consumer), 1 + consumer, first, row_tile * N, total, bias);
+    }
     float* const sums = shared.sums(consumer);
     const int fours = Columns::count(p.output, kWeightRows);
     const Columns columns(p.output, first, thread % fours);
@@ -382,7 +386,7 @@ void launch_tiles(const Io& io, const LaunchDevice& device, cudaStream_t stream)
   P arguments = arguments_of(io, N / kCluster);
   arguments.tile_pairs = static_cast<int>(ceil_div(weight_rows(io), kPairRows));
   arguments.row_tiles = static_cast<int>(ceil_div(io.rows, N));
-  arguments.copies_out = !P::kCodes && copies_out(io);
+  arguments.copies_out = !P::kCodes && TileShape<T, N, kConsumers>::kCopiesOut && copies_out(io);
   if (arguments.copies_out)
     arguments.out = encode_tensor_map(io.out, kMapType<T>,
                                       {static_cast<std::uint64_t>(io.OC), static_cast<std::uint64_t>(io.rows), 1},
