@@ -5,6 +5,7 @@
 #include <map>
 #include <set>
 
+#include "llmc/base/error.h"
 #include "llmc/model/families/family.h"
 #include "llmc/model/fp8.h"
 #include "llmc/model/model_file.h"
@@ -53,7 +54,7 @@ TEST(Readme, TheTableHasEveryFamilyAndHowItTrains) {
   for (const std::string& name : preset_names()) {
     const ModelConfig config = preset_config(name);
     const std::string& says = training.at(config.family);
-    SCOPED_TRACE(name + ", " + config.family + ": " + says);
+    SCOPED_TRACE(format("%s: %s", name.c_str(), says.c_str()));
     EXPECT_EQ(training_unsupported_reason(config).empty(), says.find("fp32") != std::string::npos);
     EXPECT_EQ(fp8_unsupported_reason(config, 1, 16).empty(), says.find("fp8") != std::string::npos);
     seen.insert(config.family);
