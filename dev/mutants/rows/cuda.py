@@ -183,8 +183,6 @@ ROWS = [
            "std::max<std::int64_t>(1, steps_of(io) - 1)", gpu("RowsMatmul*")),
     Mutant("GPU: taking turns, a warpgroup multiplies the upper rows of the weight twice", "consume_in_turns", "shared.weight(at.stage, 1)",
            "shared.weight(at.stage, 0)", gpu("RowsMatmulTest/*.TilesOfEveryWidth*")),
-    Mutant("GPU: tiles of 176 rows leave by copies of 80 rows", "TileShape", "kCopiesOut = N / 2 % 16 == 0", "kCopiesOut = true",
-           gpu("RowsMatmulTest/*.TilesOfEveryWidthAreCopiedOut")),
     Mutant("GPU: a warpgroup's next tile begins where the other's does", "consume_in_turns", "upper(p, shared, consumer, first_row_of(p, tile,",
            "upper(p, shared, consumer, first_row_of(p, tile + 1,", gpu("RowsMatmulTest/*.TilesOfEveryWidth*")),
     Mutant("GPU: splits of tiles of 96 and 112 rows are added in reverse", "column_kernel", "static_cast<int>(blockIdx.x) % splits;",

@@ -403,17 +403,18 @@ inline int best_height_of_splits(std::int64_t weight_rows, int splits) {
 // only a third of the multiprocessors. Codes keep tiles of 128 rows, with which they were faster.
 template <typename Io>
 void launch_best_kernel(const Io& io, const LaunchDevice& device, cudaStream_t stream) {
-  const int splits = splits_of(io), height = best_height<80, 224>(weight_rows(io));
-  const std::int64_t most_rows = height == 80 ? 192 : 128;  // the most rows of x for column_kernel
-  if (splits == 1 && io.K2 == 0 && io.rows <= most_rows && height > 0)
-    return launch_column_kernel(io, height, device, stream);
+  const int splits = splits_of(io);
+  const std::int64_t weight = weight_rows(io);
+  const bool fetches_much = !ArgumentsOf<Io>::kCodes && io.rows > 32 && io.rows <= 128;
+  if (splits == 1 && io.K2 == 0) {
+    int height = best_height<80, 224>(weight);
+    if (height == 0 && fetches_much) height = best_height_of_one_round(weight);
+    const std::int64_t most_rows = height == 80 ? 192 : 128;  // the most rows of x for column_kernel
+    if (height > 0 && io.rows <= most_rows) return launch_column_kernel(io, height, device, stream);
+  }
   if constexpr (!ArgumentsOf<Io>::kCodes) {
-    const int one_round = splits == 1 && io.K2 == 0 ? best_height_of_one_round(weight_rows(io)) : 0;
-    if (one_round > 0 && io.rows > 32 && io.rows <= 128) return launch_column_kernel(io, one_round, device, stream);
-    if (splits > 1 && io.rows > 32 && io.rows <= 128) {
-      const int split_height = best_height_of_splits(weight_rows(io), splits);
-      if (split_height > 0) return launch_column_splits(io, split_height, device, stream);
-    }
+    const int height = splits > 1 && fetches_much ? best_height_of_splits(weight, splits) : 0;
+    if (height > 0) return launch_column_splits(io, height, device, stream);
   }
   if (io.rows <= (splits > 1 ? 256 : 64)) return launch_split_kernel(io, device, stream);
   launch_tile_kernel(io, device, stream);

@@ -398,28 +398,23 @@ void launch_tiles(const Io& io, const LaunchDevice& device, cudaStream_t stream)
                           device.overlapping, kCluster, "rows_matmul", arguments);
 }
 
-// A way to compute a layer in tiles of `width` rows of x.
-struct Way {
-  int width;
-  Consumers consumers;
-};
-
-// The way with the least estimated time; if equal, the later one. A stage takes as long as shared memory needs for it, at 128
-// bytes a cycle: the copies write 16 KB of the weight and `width` rows of x, and each of its eight instructions reads 2
-// KB of the weight and a quarter of these rows again. Up to a width of 256 that is more than the tensor cores need, 4
+// The width of tiles with the least estimated time; if equal, the later one. A stage takes as long as shared memory needs for
+// it, at 128 bytes a cycle: the copies write 16 KB of the weight and `width` rows of x, and each of its eight instructions
+// reads 2 KB of the weight and a quarter of these rows again. Up to a width of 256 that is more than the tensor cores need, 4
 // `width` cycles. Consumers that work together on a tile multiply nothing while they finish it.
-template <typename Io, std::size_t kWays>
-Way best_way(const Io& io, const Way (&ways)[kWays], const LaunchDevice& device) {
+template <Consumers kConsumers, int... kWidths, typename Io>
+int best_width(const Io& io, const LaunchDevice& device) {
   const std::int64_t pairs = ceil_div(weight_rows(io), kPairRows), clusters = device.multiprocessors / kCluster;
-  const std::int64_t finish = gated(io.epilogue) ? 80 : 40;  // cycles a row of x
-  const auto time = [&](Way way) {
-    const std::int64_t rounds = ceil_div(pairs * ceil_div(io.rows, std::int64_t{way.width}), clusters);
-    const std::int64_t end = way.consumers == Consumers::in_turns ? 0 : finish * way.width;
-    return rounds * (steps_of(io) * (256 + 3 * way.width) + end);
-  };
-  Way best = ways[0];
-  for (const Way& way : ways)
-    if (time(way) <= time(best)) best = way;
+  const std::int64_t finish = kConsumers == Consumers::in_turns ? 0
+                              : gated(io.epilogue)              ? 80
+                                                                : 40;  // cycles a row of x
+  int best = 0;
+  std::int64_t least = INT64_MAX;
+  for (const std::int64_t width : {kWidths...}) {
+    const std::int64_t rounds = ceil_div(pairs * ceil_div(io.rows, width), clusters);
+    const std::int64_t time = rounds * (steps_of(io) * (256 + 3 * width) + finish * width);
+    if (time <= least) best = static_cast<int>(width), least = time;
+  }
   return best;
 }
 
@@ -430,13 +425,11 @@ void launch_tile_kernel(const Io& io, const LaunchDevice& device, cudaStream_t s
   using enum Consumers;
   if constexpr (ArgumentsOf<Io>::kCodes) {  // a stage, a split and the total have registers of their own
     if (splits_of(io) > 1) return launch_tiles<128, splits>(io, device, stream);
-    constexpr Way kWays[] = {{128, together}, {192, together}};
-    if (best_way(io, kWays, device).width == 128) return launch_tiles<128, together>(io, device, stream);
+    if (best_width<together, 128, 192>(io, device) == 128) return launch_tiles<128, together>(io, device, stream);
     return launch_tiles<192, together>(io, device, stream);
   } else {
     if (splits_of(io) > 1) {  // sums and totals need twice the registers, so tiles are narrower
-      constexpr Way kWays[] = {{128, splits}, {160, splits}, {176, splits}, {192, splits}};
-      switch (best_way(io, kWays, device).width) {
+      switch (best_width<splits, 128, 160, 176, 192>(io, device)) {
         case 128:
           return launch_tiles<128, splits>(io, device, stream);
         case 160:
@@ -447,8 +440,7 @@ void launch_tile_kernel(const Io& io, const LaunchDevice& device, cudaStream_t s
           return launch_tiles<192, splits>(io, device, stream);
       }
     }
-    constexpr Way kWays[] = {{96, in_turns}, {128, in_turns}, {160, in_turns}, {192, in_turns}};
-    switch (best_way(io, kWays, device).width) {
+    switch (best_width<in_turns, 96, 128, 160, 192>(io, device)) {
       case 96:
         return launch_tiles<96, in_turns>(io, device, stream);
       case 128:
