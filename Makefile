@@ -222,9 +222,11 @@ $B/test/cpp/%.o: private CXXFLAGS += $(TEST_LEVEL)
 # This one computes for a minute: it is compiled as the library is.
 $B/test/cpp/fused_tolerance_test.o: private CXXFLAGS += $(filter -O%,$(MODE_FLAGS_$(MODE)))
 $B/test/cpp/fused_tolerance_test.o: PRECOMPILED := $B/precompiled.h
+# The library's objects come first: of an inline function that a test has, too, the linker keeps the first copy, and a test's is
+# not optimised. What was read by JSON at -O0 took four times as long.
 $B/unit_tests: $(TEST_OBJ) $(LIBS)
 	@$(call say,LINK  $@)
-	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -lgtest -lgtest_main -lpthread -o $@
+	$Q$(CXX) $(LDFLAGS) $(HOST_OBJ) $^ $(LDLIBS) -lgtest -lgtest_main -lpthread -o $@
 $B/gpu_tests: $(GPU_TEST_OBJ) $(LIBS)
 	@$(call say,LINK  $@)
 	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -lgtest -lpthread -o $@
@@ -249,8 +251,8 @@ define bit_build
 $B/bits/$1/%.o: %.cpp $B/host-flags
 	@mkdir -p $$(@D); $$(call say,CXX   $$<)
 	$$Q$$(CXX) $$(CXXFLAGS) $$(BIT_FLAGS_$1) -c $$< -o $$@
-$B/bits/$1/cpu_bits: $B/test/cpp/cpu_bits_main.o $(CPU_KERNELS:%.cpp=$B/bits/$1/%.o) $(LIBS)
-$B/bits/$1/tests: $(BIT_TESTS:%=$B/test/cpp/%_test.o) $(CPU_KERNELS:%.cpp=$B/bits/$1/%.o) $(LIBS)
+$B/bits/$1/cpu_bits: $(CPU_KERNELS:%.cpp=$B/bits/$1/%.o) $B/test/cpp/cpu_bits_main.o $(LIBS)
+$B/bits/$1/tests: $(CPU_KERNELS:%.cpp=$B/bits/$1/%.o) $(BIT_TESTS:%=$B/test/cpp/%_test.o) $(LIBS)
 $B/bits/$1/tests: private LDLIBS += -lgtest -lgtest_main -lpthread
 endef
 $(foreach build,$(BIT_BUILDS),$(eval $(call bit_build,$(build))))
@@ -280,7 +282,7 @@ OP_FILES := $(if $(OP),$(shell grep -liE '^(TYPED_)?TEST(_[FP])?.[A-Za-z0-9_, ]*
 OP_OBJ   := $(OP_FILES:%.cpp=$B/%.o) $(if $(filter test/gpu/%,$(OP_FILES)),$(filter-out %_test.o,$(GPU_TEST_OBJ)))
 $B/op_tests/$(OP): $(OP_OBJ) $(LIBS)
 	@mkdir -p $(@D); $(call say,LINK  $@)
-	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -lgtest $(if $(filter %/main.o,$^),,-lgtest_main) -lpthread -o $@
+	$Q$(CXX) $(LDFLAGS) $(HOST_OBJ) $^ $(LDLIBS) -lgtest $(if $(filter %/main.o,$^),,-lgtest_main) -lpthread -o $@
 test-op:
 	@$(if $(OP_FILES),,echo "make test-op: got OP=$(OP), expected a word in the names of tests: make test-op OP=swiglu" >&2; exit 2)
 	@$(MAKE) --no-print-directory $B/op_tests/$(OP)
@@ -302,7 +304,7 @@ tsan:
 thread_tests: $B/thread_tests $B/train_llama
 $B/thread_tests: $(THREAD_TESTS:%=$B/test/cpp/%_test.o) $(LIBS)
 	@$(call say,LINK  $@)
-	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -lgtest -lgtest_main -lpthread -o $@
+	$Q$(CXX) $(LDFLAGS) $(HOST_OBJ) $^ $(LDLIBS) -lgtest -lgtest_main -lpthread -o $@
 
 # Each header compiles alone: no hidden order of includes. Those of GPU code need the CUDA toolkit; without nvcc they are
 # skipped, and said to be. Of a .cuh nvcc compiles the device code, which parses all of it, for one architecture.
