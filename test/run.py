@@ -11,7 +11,7 @@ which have built what it needs. Suites:
     python *    test/python                   scripts and whole programs (pytest); of these, QUICK_PYTHON
     headers     make headers                  each header compiles alone
     gpu *       build/release/gpu_tests       kernels against the CPU reference; needs a GPU
-    fuzz        test/fuzz                     each target for FUZZ_S seconds, where FUZZ_S is in the environment
+    fuzz        test/fuzz                     each target for FUZZ_S seconds, where FUZZ_S is in the environment; 0 skips them
 
     python3 test/run.py [--quick | --without-cuda | --after-quick FILE] [--save FILE] [--add FILE]
     python3 test/run.py --op WORD PROGRAM     the tests of PROGRAM whose names contain WORD (make test-op)
@@ -20,8 +20,9 @@ Suites run beside each other, a file of test/python being one of them: TEST_JOBS
 2), because most of them use one core most of the time; what mostly waits comes on top. What needs the GPU runs alone, at the end.
 --without-cuda runs what a build for the CPU alone could answer otherwise than one with GPU code. --save keeps the rows,
 --add counts the rows of an earlier run in; so does --after-quick with those of a run with --quick, whose tests are left out unless
-GPU code may change the answer. GPU=must in the environment refuses to skip the GPU suite. A suite that dies, or
-that runs no test, counts as a failure.
+GPU code may change the answer. GPU=must in the environment refuses to skip the GPU suite. TEST_UNTIL=T there, in seconds since
+1970, is when all has to have ended: what CAN_WAIT begins last, and is skipped, aloud, where too little time is left for it. A suite
+that dies, or that runs no test, counts as a failure.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ OUTPUT = threading.Lock()  # of the failures that are shown
 PYTEST_COLLECTED_NOTHING = 5  # its exit code
 # Files of test/python that wait for time limits, signals and servers that stall: one of them at a time runs beside the others.
 WAITING = ("test_faults", "test_ranks", "test_download")
+# Seconds that a suite, or a shard of it, takes on a slow machine, of those that a run with an end (TEST_UNTIL) can do without.
+CAN_WAIT = {"unit asan": 300, "headers": 240, "fuzz": 420}
 # What --quick runs of test/python: files, and which of their tests (as pytest -k).
 QUICK_PYTHON = {
     "test_train_cli": "", "test_convert": "", "test_batch": "", "test_tokenizer": "", "test_infer_llama": "",
@@ -165,17 +168,27 @@ def joined(name: str, parts: list[Outcome]) -> Outcome:
     return whole
 
 
+def no_time_for(name: str) -> bool:
+    left = float(os.environ.get("TEST_UNTIL") or "inf") - time.time()
+    if left < CAN_WAIT[name]:
+        print(f"{name.upper()} SKIPPED: {max(0, left):.0f} seconds are left, and it may take {CAN_WAIT[name]}", flush=True)
+    return left < CAN_WAIT[name]
+
+
 def run_headers(compilers: int = max(1, CORES // 2)) -> Outcome:
     """One test a header; those that only nvcc can compile are skipped without it."""
     outcome = Outcome("headers")
     log = RESULTS / "headers.log"
     make = ["make", "--no-print-directory", f"-j{compilers}", "-k"]
     clean = {"MAKEFLAGS": "", "MAKELEVEL": "0"}  # the jobs of a make above are not handed down to here
+    listed = subprocess.run([*make, "list-headers"], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **clean})
+    kinds = [line.split(" ", 1)[0] for line in listed.stdout.splitlines()]
+    if kinds and no_time_for("headers"):
+        outcome.skipped = len(kinds)
+        return outcome
     start = time.monotonic()
     code = run([*make, "headers"], log, clean)
     outcome.seconds = time.monotonic() - start
-    listed = subprocess.run([*make, "list-headers"], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **clean})
-    kinds = [line.split(" ", 1)[0] for line in listed.stdout.splitlines()]
     for line in re.findall(r"^header FAILED (.*)$", log.read_text(errors="replace"), re.M):
         outcome.fail(line)
     outcome.skipped = kinds.count("skipped")
@@ -195,6 +208,9 @@ def run_shards(name: str, program: Path, shards: int, environment: dict[str, str
                arguments: tuple[str, ...] = ()) -> dict[str, Callable[[], list[Outcome]]]:
     """A program's tests as jobs that run beside each other."""
     def shard(index: int) -> list[Outcome]:
+        if name in CAN_WAIT and no_time_for(name):
+            listed = subprocess.run([str(program), "--gtest_list_tests", *arguments], capture_output=True, text=True).stdout.count("\n  ")
+            return [Outcome(f"{name} {index}", skipped=len(range(index, listed, shards)))]
         part = {**(environment or {}), "GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(index)}
         return [run_googletest(f"{name} {index}", program, part, prefix, arguments)]
     return {f"{name} {index}": partial(shard, index) for index in range(shards)}
@@ -267,6 +283,10 @@ def run_gpu(release: Path) -> Outcome:
 def run_fuzz(seconds: str) -> Outcome:
     """One test a target. Without clang's libFuzzer they are skipped, aloud."""
     outcome = Outcome("fuzz")
+    targets = len(list((ROOT / "test" / "fuzz").glob("*_fuzz.cpp")))
+    if seconds == "0" or no_time_for("fuzz"):
+        outcome.skipped = targets
+        return outcome
     report = RESULTS / "fuzz.json"
     report.unlink(missing_ok=True)
     start = time.monotonic()
@@ -274,7 +294,7 @@ def run_fuzz(seconds: str) -> Outcome:
     code = run(command, report.with_suffix(".log"))
     outcome.seconds = time.monotonic() - start
     if code == 77:
-        outcome.skipped = len(list((ROOT / "test" / "fuzz").glob("*_fuzz.cpp")))
+        outcome.skipped = targets
         print(f"FUZZING SKIPPED: {outcome.skipped} targets were not run, because clang's libFuzzer is not there")
     elif not report.exists():
         outcome.fail(f"test/fuzz/run.py ended with exit code {code}")
@@ -318,15 +338,11 @@ def run_everything(after_quick: bool = False) -> list[Outcome]:
     rest = (f"--gtest_filter={':'.join(SLOW_UNITS)}",) if after_quick else ()
     files = python_files()
     on_gpu = [path for path in files if "_gpu" in path.stem]
-    jobs: dict[str, Callable[[], list[Outcome]]] = {}  # begun in this order: the long ones first
-    if os.environ.get("FUZZ_S", "0") != "0":
-        jobs["fuzz"] = lambda: [run_fuzz(os.environ["FUZZ_S"])]
-    jobs |= run_shards("unit asan", asan / "unit_tests", 4, sanitizer, arguments=(MINUTES,))
+    jobs: dict[str, Callable[[], list[Outcome]]] = {}  # begun in this order: the long ones first, then what can wait
     jobs |= tsan_jobs(ROOT / "build" / "tsan")
     jobs |= {
         "unit": lambda: [run_googletest("unit", release / "unit_tests", arguments=rest)],
         "bits": lambda: [run_bits(release)],
-        "headers": lambda: [run_headers()],
     }
     if after_quick:
         jobs["again"] = run_quick_again
@@ -334,6 +350,10 @@ def run_everything(after_quick: bool = False) -> list[Outcome]:
         words = QUICK_PYTHON.get(path.stem) if after_quick else None
         if path not in on_gpu and words != "":
             jobs[path.stem] = partial(run_python_file, path, f"not ({words}) or {OF_THE_BUILD}" if words else "")
+    jobs |= run_shards("unit asan", asan / "unit_tests", 6, sanitizer, arguments=(MINUTES,))
+    jobs["headers"] = lambda: [run_headers()]
+    if "FUZZ_S" in os.environ:
+        jobs["fuzz"] = lambda: [run_fuzz(os.environ["FUZZ_S"])]
     done = run_jobs(jobs)
     python = [done[name][0] for name in ("again", *(path.stem for path in files)) if name in done]
     python += [run_python_file(path)[0] for path in on_gpu]
@@ -359,7 +379,8 @@ def main() -> int:
     else:
         outcomes = run_quick() if options.quick else run_everything(options.after_quick is not None)
     for outcome in outcomes:
-        if outcome.name not in ("gpu", "fuzz") and outcome.passed + outcome.failed == 0:
+        may_be_skipped = outcome.name in ("gpu", *CAN_WAIT)
+        if outcome.passed + outcome.failed + (outcome.skipped if may_be_skipped else 0) == 0:
             outcome.fail("no test ran")
     if options.save:
         options.save.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
