@@ -3,8 +3,8 @@
     python3 dev/bench/vllm_baseline.py --model llama3.1-8b --contexts 64 8192 32768
     python3 dev/bench/vllm_baseline.py --model qwen3-8b --sequences 1 64 128
 
-Prints a JSON line a context of one sequence: {"context", "ms" a token, median of three requests of 64 tokens, "prompt_ms", the least
-of three}, and a line a number of sequences, all with prompts of --prompt ids: {"sequences", "ms" a token, "tokens_per_s"}. A token's
+Prints a JSON line a context of one sequence: {"context", "ms" a token, median of --repeats requests of 64 tokens, "prompt_ms", the
+least of them}, and a line a number of sequences, all with prompts of --prompt ids: {"sequences", "ms" a token, "tokens_per_s"}. A token's
 time is the difference between requests of 65 tokens and of 1, so it holds vLLM's scheduler and sampling, as a user's does.
 """
 
@@ -33,7 +33,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {**QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
                    "num_attention_heads": 16, "tie_word_embeddings": True},
 }
-TOKENS, REPEATS = 64, 3
+TOKENS = 64
 
 
 def config(model: str) -> dict[str, Any]:
@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=[])
     parser.add_argument("--sequences", nargs="+", type=int, default=[])
     parser.add_argument("--prompt", type=int, default=128, help="ids of each prompt of --sequences")
+    parser.add_argument("--repeats", type=int, default=3, help="requests for each figure, beside one that warms up")
     options = parser.parse_args()
     from vllm import LLM, SamplingParams
 
@@ -68,7 +69,7 @@ def main() -> None:
         def measured(count: int, length: int) -> tuple[float, float]:
             """ms a token, ms of the prompts."""
             firsts, tokens = [], []
-            for repeat in range(1 + REPEATS):  # the first one warms up
+            for repeat in range(1 + options.repeats):  # the first one warms up
                 prompts = [{"prompt_token_ids": [random.randrange(10, 50000) for _ in range(length)]} for _ in range(count)]
                 first = seconds(prompts, 1)
                 token = (seconds(prompts, 1 + TOKENS) - first) / TOKENS
