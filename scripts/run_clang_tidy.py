@@ -4,8 +4,9 @@
     .venv/bin/python scripts/run_clang_tidy.py [FILE...]      default: every host file of llmc/ and both programs
 
 Most of a run's time goes into the standard library's headers, so that the files of a folder are read as one source that includes
-them all. Files whose private names collide are no one source: those that are known to (APART) are read with another folder's, and any
-other such batch is halved until its parts compile. A batch that was clean stays unread until one of its files, a header of llmc/ or the configuration changes (build/tidy).
+them all. Files whose private names collide are no one source: those that are known to (APART) are read with another folder's, and
+any other such batch is halved until its parts compile. A batch that was clean stays unread until one of its files, a header of
+llmc/ or the configuration changes (build/tidy).
 """
 
 from __future__ import annotations
