@@ -108,7 +108,10 @@ BUILD_KIND := $(if $(strip $(NVCC)),CPU + CUDA for sm_$(subst $() , sm_,$(strip 
 
 PROGRAMS   := train_llama infer_pythia
 TEST_SRC   := $(wildcard test/cpp/*_test.cpp)
-TEST_OBJ   := $(TEST_SRC:%.cpp=$B/%.o)
+# AddressSanitizer watches the library. The tests' own objects, half of what there is to compile, are those of the release build,
+# which ask where they run whether they are sanitised (test/cpp/sanitized.h).
+TEST_B     := $(if $(filter asan,$(MODE)),build/release,$B)
+TEST_OBJ   := $(TEST_SRC:%.cpp=$(TEST_B)/%.o)
 TEST_TOOLS := $(patsubst test/cpp/%_main.cpp,$B/%,$(wildcard test/cpp/*_main.cpp))
 GPU_TEST_OBJ := $(patsubst %,$B/%.o,$(if $(strip $(NVCC)),$(basename $(wildcard test/gpu/*.cpp test/gpu/*.cu))))
 
@@ -125,7 +128,7 @@ ABSENT := $(filter-out $(wildcard $(WANTED)),$(WANTED))
 # In the one line that says what was built, where GPU code could have been but was not.
 ABOUT_GPUS := $(if $(strip $(NVCC)),,$(if $(NVCC_FOUND),$(if $(strip $(FOUND_ARCH)),, (no GPU found; GPU_ARCH=\"80 90a 120\" builds for GPUs)), (no nvcc found)))
 
-.PHONY: all programs tests test-all test-op bits tsan thread_tests deps doctor venv demo test fuzz mutants bench benches ladder profile profile-infer \
+.PHONY: all programs tests release-tests test-all test-op bits tsan thread_tests deps doctor venv demo test fuzz mutants bench benches ladder profile profile-infer \
         headers list-headers lint compile_commands.json torch format install uninstall dist clean help FORCE
 all: programs
 	@echo "built $(PROGRAMS): $(BUILD_KIND)$(ABOUT_GPUS)"
@@ -168,7 +171,10 @@ $B/test/precompiled.h.gch: private CXXFLAGS += $(TEST_LEVEL)
 $B/%.o: %.cpp $B/host-flags $B/precompiled.h.gch
 	@mkdir -p $(@D); $(call say,CXX   $<)
 	$Q$(CXX) $(CXXFLAGS) -include $(PRECOMPILED) -c $< -o $@
-$(TEST_OBJ) $(TEST_TOOLS:$B/%=$B/test/cpp/%_main.o): $B/test/precompiled.h.gch
+$(filter $B/%,$(TEST_OBJ)) $(TEST_TOOLS:$B/%=$B/test/cpp/%_main.o): $B/test/precompiled.h.gch
+$(filter-out $B/%,$(TEST_OBJ)): release-tests ;
+release-tests:
+	@$(MAKE) --no-print-directory -s MODE=release NVCC= $(TEST_OBJ)
 
 # A class with a member of a private type is one where it is included, and still has but one definition.
 $(ROOM_OBJ): private CXXFLAGS += -Wno-subobject-linkage
@@ -273,7 +279,7 @@ test: deps
 test-all: GPU_CODE := NVCC='$(NVCC_ANYWAY)' GPU_ARCH='$(GPU_ARCH)'
 test-all: deps venv
 	@$(MAKE) --no-print-directory $(GPU_CODE) tests bits
-	@$(MAKE) --no-print-directory tests MODE=asan NVCC=
+	@$(MAKE) --no-print-directory programs build/asan/unit_tests MODE=asan NVCC=
 	@$(MAKE) --no-print-directory tsan
 	@GPU=$(GPU) $(GPU_CODE) .venv/bin/python test/run.py $(TEST_ADD:%=--add %) $(TEST_QUICK:%=--after-quick %)
 

@@ -1185,7 +1185,7 @@ TEST(Memory, AnArenaThatCannotFitIsAResourceError) {
 // What ulimit -v leaves must hold the buffers of the math library, too, one for each thread and one more: without them the
 // first GEMM hangs.
 TEST(MemoryDeathTest, AnArenaLeavesAddressSpaceForTheMathLibrary) {
-  if (test::kSanitized) GTEST_SKIP() << "a sanitizer needs the address space";
+  if (test::sanitized()) GTEST_SKIP() << "a sanitizer needs the address space";
   constexpr std::uint64_t kMegabyte = 1 << 20, kBuffer = 128 * kMegabyte;
   const auto try_arena = [&](int threads, std::uint64_t megabytes) {
     omp_set_num_threads(threads);

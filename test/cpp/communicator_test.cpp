@@ -480,7 +480,7 @@ TEST(ThreadRanks, TheSecondCommunicatorIsOneOfItsOwn) {
 
 // The ranks that have started wait for one that never will.
 TEST(ThreadRanksDeathTest, ARankWhoseThreadCannotStartEndsTheOthers) {
-  if (test::kSanitized) GTEST_SKIP() << "a sanitizer needs the address space";
+  if (test::sanitized()) GTEST_SKIP() << "a sanitizer needs the address space";
   const auto run = [] {
     test::limit_address_space(4 * test::stack_bytes());
     try {

@@ -1488,7 +1488,7 @@ TEST(Engine, ASoakOf20000RequestsLeavesNothingBehind) {
     }
   }
   const std::int64_t growth = (resident_pages() - before) * ::sysconf(_SC_PAGESIZE);
-  if (!test::kSanitized) {  // a sanitizer keeps freed memory for a while
+  if (!test::sanitized()) {  // a sanitizer keeps freed memory for a while
     EXPECT_LT(growth, 4 << 20);
   }
   finish(engine);

@@ -1229,7 +1229,7 @@ TEST(TuningWays, ArePlannedAsTheyAreAllocated) {
     const std::unique_ptr<TrainModel> model = cpu::make_training_model(config, ways[i].options);
     const std::uint64_t mapped = mapped_bytes() - before;
     EXPECT_EQ(total_bytes(model->memory()), planned) << ways[i].name;
-    if (kSanitized) continue;  // a sanitizer's own memory is counted with the model's
+    if (sanitized()) continue;  // a sanitizer's own memory is counted with the model's
     EXPECT_GE(mapped, planned) << ways[i].name;
     EXPECT_LE(mapped, planned + planned / 50) << ways[i].name;  // tables of RoPE, pages that are not full
   }

@@ -541,7 +541,7 @@ TEST(Rendezvous, SilentStrangersDoNotKeepTheRanksOut) {
   const std::string said = testing::internal::GetCapturedStderr();
   EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), 1) << said;
   expect_contains(said, "is of no rank of this run, and was closed");
-  EXPECT_LT(seconds, test::kSanitized ? 0.6 : 0.12) << "of a second that was a wait";
+  EXPECT_LT(seconds, test::sanitized() ? 0.6 : 0.12) << "of a second that was a wait";
   for (const Socket& each : silent) EXPECT_EQ(answer(each), "closed");
 }
 
@@ -613,7 +613,7 @@ TEST(Rendezvous, WaitingCostsNoProcessorTime) {
     second.join();
   });
   EXPECT_EQ(error, "rank 0: over");
-  EXPECT_LT(seconds, test::kSanitized ? 0.6 : 0.12) << "of 1.2 s that were waits";
+  EXPECT_LT(seconds, test::sanitized() ? 0.6 : 0.12) << "of 1.2 s that were waits";
 }
 
 // Two ranks that take nothing of a long reply are late. Each has a part of the reply by then, so news behind it would be

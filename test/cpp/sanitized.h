@@ -1,18 +1,22 @@
 // Under a sanitizer a program runs 4 to 50 times as long, and what a sanitizer looks for is in most cases of a long list or in
 // none: there, loops over hundreds of cases that are alike take a part of them. The release build takes all.
+// Asked of the program that runs: the objects of the tests are the same with AddressSanitizer and without (Makefile).
 #pragma once
+
+extern "C" {  // defined in a sanitizer's runtime, null without it
+void __asan_init() __attribute__((weak));  // NOLINT(bugprone-reserved-identifier)
+void __tsan_init() __attribute__((weak));  // NOLINT(bugprone-reserved-identifier)
+}
 
 namespace weft::test {
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kSanitized = true;
-#else
-constexpr bool kSanitized = false;
-#endif
+inline bool sanitized() {
+  return __asan_init != nullptr || __tsan_init != nullptr;
+}
 
 // The step of a loop over cases: every n-th of them under a sanitizer.
-constexpr int every_nth(int n) {
-  return kSanitized ? n : 1;
+inline int every_nth(int n) {
+  return sanitized() ? n : 1;
 }
 
 }  // namespace weft::test

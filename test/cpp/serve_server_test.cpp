@@ -267,7 +267,7 @@ TEST_F(CompletionsServerTest, LogitsThatAreNotFiniteFailTheirRequestAlone) {
 TEST_F(CompletionsServerTest, WaitingForRequestsCostsNoProcessorTime) {
   run();
   const double seconds = processor_seconds([] { std::this_thread::sleep_for(std::chrono::milliseconds(400)); });
-  EXPECT_LT(seconds, test::kSanitized ? 0.2 : 0.04);
+  EXPECT_LT(seconds, test::sanitized() ? 0.2 : 0.04);
 }
 
 // What /metrics says after two answers, one of them with two choices: every line that counts.

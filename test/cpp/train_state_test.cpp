@@ -456,7 +456,7 @@ TEST_F(StateTest, AnyOrderOfEventsKeepsTheNewestOnesAndTheBest) {
   int orders = 1;
   for (int i = 0; i < kLength; ++i) orders *= kEvents;
   fill(1);
-  for (int order = 0; order < orders; order += test::kSanitized ? 101 : 11) {
+  for (int order = 0; order < orders; order += test::sanitized() ? 101 : 11) {
     const std::string name = format("order_%d", order);
     std::optional<RunDirectory> directory;
     std::optional<CheckpointKeeper> keeper;

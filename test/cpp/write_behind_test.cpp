@@ -236,7 +236,7 @@ TEST(InParallel, TheErrorIsThatOfTheFirstPieceWhateverFailsLast) {
 
 // The calling thread does alone what no other thread can be started for.
 TEST(InParallelDeathTest, WithoutMemoryForThreadsTheCallerDoesTheWork) {
-  if (test::kSanitized) GTEST_SKIP() << "a sanitizer needs the address space";
+  if (test::sanitized()) GTEST_SKIP() << "a sanitizer needs the address space";
   const auto run = [] {
     int done = 0;
     const std::function<void(std::size_t)> work = [&](std::size_t) { ++done; };
