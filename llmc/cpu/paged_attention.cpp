@@ -23,10 +23,11 @@ struct RowState {
   float* out;  // [HS]: sum of e^(score - maximum) v
   float maximum = -std::numeric_limits<float>::infinity();
   float sum = 0;
+  float factor = 0;  // brings `out` to the maximum: 0 for the first page
 };
 
-// Turns the scores of `count` keys into weights and rescales what the row has so far to the new maximum.
-void take_scores(RowState& row, float* scores, std::int64_t count, float scale, std::int64_t HS) {
+// Turns the scores of `count` keys into weights.
+void take_scores(RowState& row, float* scores, std::int64_t count, float scale) {
   float maximum = row.maximum;
 #pragma omp simd reduction(max : maximum)
   for (std::int64_t j = 0; j < count; ++j) {
@@ -35,11 +36,9 @@ void take_scores(RowState& row, float* scores, std::int64_t count, float scale, 
   }
 #pragma omp simd
   for (std::int64_t j = 0; j < count; ++j) scores[j] = exp_f32(scores[j] - maximum);
-  const float factor = exp_f32(row.maximum - maximum);  // 0 for the first page
-  row.sum = multiply_add(row.sum, factor, sum_of(scores, count));
+  row.factor = exp_f32(row.maximum - maximum);
+  row.sum = multiply_add(row.sum, row.factor, sum_of(scores, count));
   row.maximum = maximum;
-#pragma omp simd
-  for (std::int64_t d = 0; d < HS; ++d) row.out[d] *= factor;
 }
 
 template <int Rows, int Keys>
@@ -52,20 +51,22 @@ void score_block(float* const* scores, const float* q, std::int64_t q_stride, co
   }
 }
 
-// out[r] += sum over j < count, in order, of weights[r][j] v[j].
+// out[r] = out[r] factor[r] + sum over j < count, in order, of weights[r][j] v[j]. A page is summed by itself: added one by one
+// to the sum of a long text, most positions would be of the size of its rounding.
 template <int Rows>
 void add_values(RowState* rows, float* const* weights, const float* values, std::int64_t count, std::int64_t HS) {
   const auto add = [&](std::int64_t d, const auto& load, const auto& store) {
     Lanes sums[Rows];
 #pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r) sums[r] = load(rows[r].out + d);
+    for (int r = 0; r < Rows; ++r) sums[r] = Lanes{};
     for (std::int64_t j = 0; j < count; ++j) {
       const Lanes value = load(values + j * HS + d);
 #pragma GCC unroll 4
       for (int r = 0; r < Rows; ++r) sums[r] = multiply_add(all_lanes(weights[r][j]), value, sums[r]);
     }
 #pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r) store(rows[r].out + d, sums[r]);
+    for (int r = 0; r < Rows; ++r)
+      store(rows[r].out + d, multiply_add(load(rows[r].out + d), all_lanes(rows[r].factor), sums[r]));
   };
   const std::int64_t whole = HS / kLanes * kLanes, rest = HS - whole;
   for (std::int64_t d = 0; d < whole; d += kLanes) {
@@ -85,7 +86,7 @@ void take_page(RowState* rows, float* const* scores, const float* q, std::int64_
   std::int64_t k = 0;
   for (; k + kKeys <= count; k += kKeys) score_block<Rows, kKeys>(scores, q, q_stride, keys, k, HS);
   for (; k < count; ++k) score_block<Rows, 1>(scores, q, q_stride, keys, k, HS);
-  for (int r = 0; r < Rows; ++r) take_scores(rows[r], scores[r], count, scale, HS);
+  for (int r = 0; r < Rows; ++r) take_scores(rows[r], scores[r], count, scale);
   add_values<Rows>(rows, scores, values, count, HS);
 }
 

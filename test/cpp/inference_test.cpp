@@ -5,6 +5,7 @@
 #include <cmath>
 #include <functional>
 #include <numeric>
+#include <random>
 
 #include "golden_cases.h"
 #include "gradient_check.h"
@@ -107,6 +108,50 @@ TEST(PagedAttention, MatchesContiguousKeysWhateverThePages) {
       }
     }
   }
+}
+
+// The longest context of Llama 3.1: the last rows one by one, in chunks and at once, in two orders of the pages, have equal
+// bits, and are near sums in double.
+TEST(PagedAttention, RowsBehind131072PositionsAreTheirOwn) {
+  constexpr std::int64_t P = 32, T = 131'072, NH = 2, HS = 8, kRows = 2 * P + 5, kFirst = T - kRows;
+  constexpr float kScale = 0.7f;
+  const Floats q = random_floats(kRows * NH * HS, 5, 3), k = random_floats(T * HS, 6),
+               v = random_floats(T * HS, 7, 1, 1);  // no sums that cancel
+  Floats first;
+  std::vector<std::int32_t> pages(T / P);
+  std::iota(pages.begin(), pages.end(), 0);
+  for (const unsigned seed : {1u, 2u}) {
+    std::shuffle(pages.begin(), pages.end(), std::mt19937(seed));
+    Floats keys(k.size()), values(v.size());
+    for (std::int64_t t = 0; t < T; ++t) {
+      const std::int64_t at = (pages[static_cast<std::size_t>(t / P)] * P + t % P) * HS;
+      std::copy_n(k.data() + t * HS, HS, keys.data() + at);
+      std::copy_n(v.data() + t * HS, HS, values.data() + at);
+    }
+    for (const std::int64_t piece : {std::int64_t{1}, std::int64_t{7}, kRows}) {
+      Floats got(q.size());
+      std::vector<cpu::PagedRows> work;
+      for (std::int64_t r = 0; r < kRows; r += piece)
+        work.push_back({pages, kFirst + r, std::min(piece, kRows - r), r});
+      cpu::paged_attention({NH, kScale, NH * HS, HS}, got.data(), q.data(), {keys.data(), values.data(), P, 1, HS},
+                           work);
+      if (first.empty()) first = got;
+      EXPECT_EQ(got, first) << "pieces of " << piece << ", order " << seed;
+    }
+  }
+  Floats some, want;
+  for (std::int64_t row = 0; row < kRows * NH; row += 27) {  // of both heads
+    double sums[HS] = {}, total = 0;
+    for (std::int64_t t = 0; t <= kFirst + row / NH; ++t) {
+      const double score = std::inner_product(&q[row * HS], &q[row * HS] + HS, &k[t * HS], 0.0);
+      const double weight = std::exp(kScale * score);
+      total += weight;
+      for (std::int64_t d = 0; d < HS; ++d) sums[d] += weight * v[t * HS + d];
+    }
+    some.insert(some.end(), &first[row * HS], &first[row * HS] + HS);
+    for (const double sum : sums) want.push_back(static_cast<float>(sum / total));
+  }
+  expect_close(some, want, "paged attention");
 }
 
 // The positions in front of the window of every row hold NaN, and of pages wholly in front of it the table has no number.

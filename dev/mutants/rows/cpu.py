@@ -27,6 +27,8 @@ ROWS = [
            unit("WholeModel.ATokenReaches*")),
     Mutant("paged attention: a window begins where its page begins", "attend", "{here.begin - page * P, here.end - page * P}", "{0, here.size()}",
            unit("PagedAttention.*")),
+    Mutant("paged attention: values of earlier pages keep their maximum", "add_values", "all_lanes(rows[r].factor)", "all_lanes(1)",
+           unit("PagedAttention.*")),
     Mutant("more than 4 query heads have the wrong keys, a few rows", "forward_row", "shape.HS, kv = h",
            "shape.HS, kv = shape.NH / shape.NKV > 4 ? h % shape.NKV : h", unit("Groups/AttentionShapes.*")),
     Mutant("more than 4 query heads have the wrong keys, blocks", "forward_block", "padded(HS), kv = h",
