@@ -26,6 +26,7 @@ std::ptrdiff_t top(std::span<const float> logits) {
   return std::max_element(logits.begin(), logits.end()) - logits.begin();
 }
 
+// KL(p || q) of the distributions whose logits these are, of equal length.
 double divergence_of(std::span<const float> logits_p, std::span<const float> logits_q, double log_sum_p,
                      double log_sum_q) {
   double sum = 0;
@@ -61,10 +62,6 @@ std::vector<float> append(DecodeModel& model, std::span<const std::int32_t> ids,
 }
 
 }  // namespace
-
-double divergence_of(std::span<const float> logits_p, std::span<const float> logits_q) {
-  return divergence_of(logits_p, logits_q, log_sum(logits_p), log_sum(logits_q));
-}
 
 DivergenceResult divergence(DecodeModel& model, DecodeModel& against, std::span<const std::int32_t> ids,
                             std::int64_t window, std::int64_t stride, const DivergenceHooks& hooks) {

@@ -31,9 +31,6 @@ struct DivergenceHooks {
   std::function<bool()> interrupted;  // polled before each piece of a window
 };
 
-// KL(p || q) of the distributions whose logits these are, of equal length; in double precision.
-double divergence_of(std::span<const float> logits_p, std::span<const float> logits_q);
-
 // `ids`: at least two, the first one starts the document. Windows of `window` ids, which both models hold, and `stride`: as
 // perplexity_windows() takes them. Models whose tokenizers have different numbers of ids: Exit::bad_file. A divergence that is
 // not finite: Exit::numeric.

@@ -143,10 +143,6 @@ std::string category_class(std::string_view prefix) {
 
 }  // namespace
 
-std::string letter_class() {
-  return category_class("L");
-}
-
 std::string number_class() {
   return category_class("N");
 }

@@ -14,7 +14,6 @@
 namespace weft {
 
 // Contents of a PCRE2 character class (UTF and UCP mode), without the brackets:
-std::string letter_class();  // \p{L} of Unicode 16
 std::string number_class();  // \p{N} of Unicode 16
 std::string digits_class();  // \p{N} of Unicode 17
 // White_Space. PCRE2's own \s also holds U+180E, which left the property in Unicode 6.3.
