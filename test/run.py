@@ -5,7 +5,8 @@ which have built what it needs. Suites:
 
     unit *      build/release/unit_tests      C++ (GoogleTest)
     bits        build/release/bits            equal bits on CPU kernels compiled for other CPUs, and equal bits among these
-    unit asan   build/asan/unit_tests         the same under AddressSanitizer and UndefinedBehaviorSanitizer, but for MINUTES
+    unit asan   build/asan/unit_tests         the same, with the library under AddressSanitizer and UndefinedBehaviorSanitizer, but
+                                              for MINUTES
     threads     build/tsan/thread_tests       the threads that read ahead, save and serve, under ThreadSanitizer, but for MINUTES
     runs tsan   test/python/test_train_cli.py whole runs of build/tsan/train_llama, with signals, faults and saves
     python *    test/python                   scripts and whole programs (pytest); of these, QUICK_PYTHON
