@@ -128,7 +128,7 @@ ABSENT := $(filter-out $(wildcard $(WANTED)),$(WANTED))
 # In the one line that says what was built, where GPU code could have been but was not.
 ABOUT_GPUS := $(if $(strip $(NVCC)),,$(if $(NVCC_FOUND),$(if $(strip $(FOUND_ARCH)),, (no GPU found; GPU_ARCH=\"80 90a 120\" builds for GPUs)), (no nvcc found)))
 
-.PHONY: all programs tests release-tests test-all test-op bits tsan thread_tests deps doctor venv demo test fuzz mutants bench benches ladder profile profile-infer \
+.PHONY: all programs tests release-tests test-all test-op bits asan_tests tsan thread_tests deps doctor venv demo test fuzz mutants bench benches ladder profile profile-infer \
         headers list-headers lint compile_commands.json torch format install uninstall dist clean help FORCE
 all: programs
 	@echo "built $(PROGRAMS): $(BUILD_KIND)$(ABOUT_GPUS)"
@@ -275,11 +275,13 @@ test: deps
 	@$(MAKE) --no-print-directory DEPS_DONE=1 venv tests
 	@GPU=$(GPU) NVCC='$(NVCC)' GPU_ARCH='$(GPU_ARCH)' .venv/bin/python test/run.py --quick $(if $(TEST_SAVE),--save $(TEST_SAVE))
 
+asan_tests: programs $B/unit_tests
+
 # Everything that this machine can test; where there is nvcc, all GPU code is compiled, GPU or not.
 test-all: GPU_CODE := NVCC='$(NVCC_ANYWAY)' GPU_ARCH='$(GPU_ARCH)'
 test-all: deps venv
 	@$(MAKE) --no-print-directory $(GPU_CODE) tests bits
-	@$(MAKE) --no-print-directory programs build/asan/unit_tests MODE=asan NVCC=
+	@$(MAKE) --no-print-directory asan_tests MODE=asan NVCC=
 	@$(MAKE) --no-print-directory tsan
 	@GPU=$(GPU) $(GPU_CODE) .venv/bin/python test/run.py $(TEST_ADD:%=--add %) $(TEST_QUICK:%=--after-quick %)
 
