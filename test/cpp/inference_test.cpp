@@ -6,6 +6,7 @@
 #include <functional>
 #include <numeric>
 #include <random>
+#include <span>
 
 #include "golden_cases.h"
 #include "gradient_check.h"
@@ -59,6 +60,18 @@ TEST(MatmulRows, ARowHasTheSameBitsAmongAnyNumberOfOthers) {
   }
 }
 
+// k, v: [positions, NKV, HS].
+void put_in_pages(const cpu::PagedKv& kv, std::span<const std::int32_t> pages, const Floats& k, const Floats& v) {
+  const std::int64_t P = kv.page_size, HS = kv.HS;
+  for (std::int64_t t = 0; t * kv.NKV * HS < std::ssize(k); ++t) {
+    for (std::int64_t h = 0; h < kv.NKV; ++h) {
+      const std::int64_t at = kv.offset(pages[t / P], h) + t % P * HS;
+      std::copy_n(k.data() + (t * kv.NKV + h) * HS, HS, kv.keys + at);
+      std::copy_n(v.data() + (t * kv.NKV + h) * HS, HS, kv.values + at);
+    }
+  }
+}
+
 // Two sequences in shuffled pages against attention over contiguous keys: every split of the rows into calls, heads that
 // share keys, head sizes that are no multiple of a vector, several pages and a ragged last one, windows around a page's size.
 TEST(PagedAttention, MatchesContiguousKeysWhateverThePages) {
@@ -90,13 +103,7 @@ TEST(PagedAttention, MatchesContiguousKeysWhateverThePages) {
     for (const std::vector<std::int32_t>& pages : {std::vector<std::int32_t>{0, 1, 2, 3}, {11, 2, 7, 5}}) {
       Floats keys = garbage, values = garbage;
       const cpu::PagedKv kv = {keys.data(), values.data(), P, NKV, HS};
-      for (std::int64_t t = 0; t < T; ++t) {
-        for (std::int64_t h = 0; h < NKV; ++h) {
-          const std::int64_t at = kv.offset(pages[t / P], h) + t % P * HS;
-          std::copy_n(k.data() + (t * NKV + h) * HS, HS, keys.data() + at);
-          std::copy_n(v.data() + (t * NKV + h) * HS, HS, values.data() + at);
-        }
-      }
+      put_in_pages(kv, pages, k, v);
       for (const std::int64_t piece : {std::int64_t{1}, std::int64_t{3}, std::int64_t{4}, std::int64_t{7}, T}) {
         Floats got(q.size());
         std::vector<cpu::PagedRows> work;
@@ -123,18 +130,14 @@ TEST(PagedAttention, RowsBehind131072PositionsAreTheirOwn) {
   for (const unsigned seed : {1u, 2u}) {
     std::shuffle(pages.begin(), pages.end(), std::mt19937(seed));
     Floats keys(k.size()), values(v.size());
-    for (std::int64_t t = 0; t < T; ++t) {
-      const std::int64_t at = (pages[static_cast<std::size_t>(t / P)] * P + t % P) * HS;
-      std::copy_n(k.data() + t * HS, HS, keys.data() + at);
-      std::copy_n(v.data() + t * HS, HS, values.data() + at);
-    }
+    const cpu::PagedKv kv = {keys.data(), values.data(), P, 1, HS};
+    put_in_pages(kv, pages, k, v);
     for (const std::int64_t piece : {std::int64_t{1}, std::int64_t{7}, kRows}) {
       Floats got(q.size());
       std::vector<cpu::PagedRows> work;
       for (std::int64_t r = 0; r < kRows; r += piece)
         work.push_back({pages, kFirst + r, std::min(piece, kRows - r), r});
-      cpu::paged_attention({NH, kScale, NH * HS, HS}, got.data(), q.data(), {keys.data(), values.data(), P, 1, HS},
-                           work);
+      cpu::paged_attention({NH, kScale, NH * HS, HS}, got.data(), q.data(), kv, work);
       if (first.empty()) first = got;
       EXPECT_EQ(got, first) << "pieces of " << piece << ", order " << seed;
     }

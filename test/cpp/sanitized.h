@@ -3,7 +3,8 @@
 // Asked of the program that runs: the objects of the tests are the same with AddressSanitizer and without (Makefile).
 #pragma once
 
-extern "C" {                               // defined in a sanitizer's runtime, null without it
+// Defined in a sanitizer's runtime, null without it.
+extern "C" {
 void __asan_init() __attribute__((weak));  // NOLINT(bugprone-reserved-identifier)
 void __tsan_init() __attribute__((weak));  // NOLINT(bugprone-reserved-identifier)
 }
