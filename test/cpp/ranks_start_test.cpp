@@ -11,6 +11,7 @@
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
@@ -617,12 +618,15 @@ TEST(Rendezvous, WaitingCostsNoProcessorTime) {
 }
 
 // Two ranks that take nothing of a long reply are late. Each has a part of the reply by then, so news behind it would be
-// read as its rest: the connection ends instead.
+// read as its rest: the connection ends instead. A reply ends as short whoever reads it later, so nothing is read before.
 TEST(Rendezvous, NothingFollowsHalfAReply) {
+  const auto descriptors = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), std::filesystem::directory_iterator{});
+  };
   Door door;
   const Hello hello = hello_of(1, 2);
   Socket second = door.knock(const_bytes_of(hello));
-  Rendezvous hub(std::move(door.listener), {0, 2, 42, "test"}, 0.5);
+  Rendezvous hub(std::move(door.listener), {0, 2, 42, "test"}, 1.5);
   Socket first = hub.take_first_connection();
   EXPECT_EQ(answer(second), "welcome");
   FrameHeader call;
@@ -633,7 +637,11 @@ TEST(Rendezvous, NothingFollowsHalfAReply) {
     writer.begin(call, root ? std::span<const std::byte>(body) : std::span<const std::byte>());
     ASSERT_TRUE(writer.write_all(root ? first : second, deadline_in(5)));
   }
-  std::this_thread::sleep_for(std::chrono::milliseconds(700));
+  const auto connected = descriptors();  // at both ends of two connections
+  for (const Deadline end = deadline_in(30); descriptors() > connected - 2;) {
+    ASSERT_LT(SocketClock::now(), end) << "the hub keeps the connections of ranks that do not read";
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
   const auto left_to_read = [](const Socket& socket) {
     std::vector<std::byte> all, some(1 << 16);
     for (const Deadline end = deadline_in(5); SocketClock::now() < end;) {
