@@ -8,6 +8,7 @@ which have built what it needs. Suites:
     unit asan   build/asan/unit_tests         the same, with the library under AddressSanitizer and UndefinedBehaviorSanitizer, but
                                               for MINUTES
     threads     build/tsan/thread_tests       the threads that read ahead, save and serve, under ThreadSanitizer, but for MINUTES
+                                              and what has ONE_THREAD
     runs tsan   test/python/test_train_cli.py whole runs of build/tsan/train_llama, with signals, faults and saves
     python *    test/python                   scripts and whole programs (pytest); of these, QUICK_PYTHON
     headers     make headers                  each header compiles alone
@@ -49,10 +50,10 @@ RESULTS = ROOT / "build" / "test-results"
 CORES = len(os.sched_getaffinity(0))
 OUTPUT = threading.Lock()  # of the failures that are shown
 PYTEST_COLLECTED_NOTHING = 5  # its exit code
-# Files of test/python that wait for time limits, signals and servers that stall: one of them at a time runs beside the others.
-WAITING = ("test_faults", "test_ranks", "test_download")
+# Files of test/python that wait for time limits, signals, servers that stall and windows of a benchmark: one of them at a time runs beside the others.
+WAITING = ("test_faults", "test_ranks", "test_download", "test_serving_bench")
 # Seconds that a suite, or a shard of it, takes on a slow machine, of those that a run with an end (TEST_UNTIL) can do without.
-CAN_WAIT = {"unit asan": 300, "headers": 240, "fuzz": 420}
+CAN_WAIT = {"unit asan": 120, "headers": 240, "fuzz": 420}
 # What --quick runs of test/python: files, and which of their tests (as pytest -k).
 QUICK_PYTHON = {
     "test_train_cli": "", "test_convert": "", "test_batch": "", "test_tokenizer": "", "test_infer_llama": "",
@@ -64,6 +65,8 @@ SLOW_UNITS = ("FusedTolerance.*", "*EncodesEveryCodePoint*", "*Soak*", "Tokenize
               "BatchTest.AnAnswerOfMillions*", "Json.NoMoreValues*", "StateTest.AnyOrder*", "*.ARankThatHangsIsNamed*")
 # Minutes of arithmetic, or of schedules, under a sanitizer, in code that other tests run there, too.
 MINUTES = "--gtest_filter=-FusedTolerance.*:*Soak*"
+# Long tests, beside those of threads, of what has but one.
+ONE_THREAD = ":Engine.RandomSchedules*:Engine.PagesInFrontOfAWindow*:Engine.DraftsChangeNoId*"
 # Words in the names of tests whose answers may depend on whether the build has GPU code.
 OF_THE_BUILD = "device or gpu or build or machine_lacks or auto_says or help_and_version or dry_run_checks"
 # Suites share the cores: threads that wait must not keep the others from running.
@@ -228,7 +231,7 @@ def tsan_jobs(tsan: Path) -> dict[str, Callable[[], list[Outcome]]]:
     runs = ("test_a_run_and_what_it_leaves", "test_signals_from_outside", "test_terminated_saves_and_resumes",
             "test_a_failed_save_costs_a_checkpoint", "test_not_finite_numbers_skipped_or_run_again",
             "test_a_shard_replaced_meanwhile")
-    jobs = run_shards("threads", tsan / "thread_tests", 2, environment, prefix, (MINUTES,))
+    jobs = run_shards("threads", tsan / "thread_tests", 2, environment, prefix, (MINUTES + ONE_THREAD,))
     jobs["runs tsan"] = lambda: [run_pytest("runs tsan", tuple(f"test/python/test_train_cli.py::{name}" for name in runs), environment,
                                             prefix)]
     return jobs
@@ -351,7 +354,7 @@ def run_everything(after_quick: bool = False) -> list[Outcome]:
         words = QUICK_PYTHON.get(path.stem) if after_quick else None
         if path not in on_gpu and words != "":
             jobs[path.stem] = partial(run_python_file, path, f"not ({words}) or {OF_THE_BUILD}" if words else "")
-    jobs |= run_shards("unit asan", asan / "unit_tests", 6, sanitizer, arguments=(MINUTES,))
+    jobs |= run_shards("unit asan", asan / "unit_tests", 8, sanitizer, arguments=(MINUTES,))
     jobs["headers"] = lambda: [run_headers()]
     if "FUZZ_S" in os.environ:
         jobs["fuzz"] = lambda: [run_fuzz(os.environ["FUZZ_S"])]
