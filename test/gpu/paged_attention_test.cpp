@@ -62,13 +62,14 @@ struct Sequences {
   // Rows of different magnitudes, as codes read again.
   void round_rows(std::vector<T>& rows, bool values) const {
     Floats wide = widened(rows);
-    std::vector<std::uint8_t> codes(static_cast<std::size_t>(heads.HS));
+    const auto HS = static_cast<std::size_t>(heads.HS);
+    std::vector<std::uint8_t> codes(kKvUnit * HS);
     std::uint8_t scale = 0;
-    for (std::size_t at = 0, row = 0; at < wide.size(); at += codes.size(), ++row) {
+    for (std::size_t at = 0, row = 0; at < wide.size(); at += HS, ++row) {
       const int e = static_cast<int>(row % 3) - (values ? 2 : 1);
-      for (std::size_t d = 0; d < codes.size(); ++d) wide[at + d] = std::ldexp(wide[at + d], e);
-      kv_store(wide.data() + at, heads.HS, 0, codes.data(), &scale);
-      kv_load(codes.data(), &scale, heads.HS, 0, 1, wide.data() + at);
+      for (std::size_t d = 0; d < HS; ++d) wide[at + d] = std::ldexp(wide[at + d], e);
+      kv_store(KvKind::key, wide.data() + at, heads.HS, 0, codes.data(), &scale);
+      kv_load(KvKind::key, codes.data(), &scale, heads.HS, 0, 1, wide.data() + at);
     }
     rows = stored<T>(wide);
   }
@@ -158,13 +159,13 @@ std::vector<T> attend(const Sequences<T>& sequences, const std::vector<Piece>& p
         const auto from = (position * heads.NKV + h) * heads.HS;
         const std::size_t to = tables.at(s, position, h, heads);
         if (fp8) {
-          const auto store = [&](const std::vector<T>& rows, std::vector<std::uint8_t>& codes,
+          const auto store = [&](KvKind kind, const std::vector<T>& rows, std::vector<std::uint8_t>& codes,
                                  std::vector<std::uint8_t>& scales) {
             const Floats row = widened(std::vector<T>(rows.begin() + from, rows.begin() + from + heads.HS));
-            kv_store(row.data(), heads.HS, static_cast<std::int64_t>(to) / heads.HS, codes.data(), scales.data());
+            kv_store(kind, row.data(), heads.HS, static_cast<std::int64_t>(to) / heads.HS, codes.data(), scales.data());
           };
-          store(sequences.k[s], key_codes, key_scales);
-          store(sequences.v[s], value_codes, value_scales);
+          store(KvKind::key, sequences.k[s], key_codes, key_scales);
+          store(KvKind::value, sequences.v[s], value_codes, value_scales);
           continue;
         }
         std::copy_n(sequences.k[s].begin() + from, heads.HS, keys.begin() + static_cast<std::ptrdiff_t>(to));
@@ -784,19 +785,19 @@ void check_append(const Heads& heads, std::int64_t rotary, std::int64_t page_siz
   cuda::append_to_pages(io, cuda::launch_device(), nullptr);
   expect_same_bits(packed, DeviceBuffer<T>(want), "queries, and k and v of the rows");
   if (fp8) {
-    const auto expect_codes = [&](const std::vector<T>& wanted, const DeviceBuffer<std::uint8_t>& codes,
+    const auto expect_codes = [&](KvKind kind, const std::vector<T>& wanted, const DeviceBuffer<std::uint8_t>& codes,
                                   const DeviceBuffer<std::uint8_t>& scales, const char* what) {
       const Floats wide = widened(wanted);
       std::vector<std::uint8_t> want_codes = unwritten, want_scales = unwritten;
       for (std::size_t row = 0; row < rows_written.size(); ++row) {
         const std::int64_t at = rows_written[row];
-        kv_store(wide.data() + at * HS, HS, at, want_codes.data(), want_scales.data());
+        kv_store(kind, wide.data() + at * HS, HS, at, want_codes.data(), want_scales.data());
       }
       EXPECT_EQ(codes.download(), want_codes) << what;
       EXPECT_EQ(scales.download(), want_scales) << what;
     };
-    expect_codes(want_keys, key_codes, key_scales, "keys");
-    expect_codes(want_values, value_codes, value_scales, "values");
+    expect_codes(KvKind::key, want_keys, key_codes, key_scales, "keys");
+    expect_codes(KvKind::value, want_values, value_codes, value_scales, "values");
     return;
   }
   expect_same_bits(keys, DeviceBuffer<T>(want_keys), "keys");
