@@ -19,7 +19,12 @@ void visit_row(KvKind kind, std::int64_t HS, std::int64_t row, Byte* codes, cons
   Byte* const unit = codes + row / kKvUnit * kKvUnit * HS;
   const std::int64_t p = row % kKvUnit, whole = HS / 16 * 16;
   for (std::int64_t group = 0; group < whole; group += 16) {
-    for (std::int64_t d = group; d < group + 8; ++d) of_pair(d, unit + 2 * kv_pair_index(kind, p, d, HS));
+    // From dimension to dimension the index grows by one of two steps, in turn.
+    std::int64_t at[8];
+    at[0] = kv_pair_index(kind, p, group, HS), at[1] = kv_pair_index(kind, p, group + 1, HS);
+    const std::int64_t two = kv_pair_index(kind, p, group + 2, HS) - at[0];
+    for (int d = 2; d < 8; ++d) at[d] = at[d - 2] + two;
+    for (int d = 0; d < 8; ++d) of_pair(group + d, unit + 2 * at[d]);
   }
   for (std::int64_t d = whole; d < HS; ++d) of_rest(d, unit + kv_rest_index(p, d, HS));
 }

@@ -30,10 +30,9 @@ __device__ void widen_unit(KvKind kind, S* to, const std::uint8_t* codes, const 
     const int row = i / groups, group = i % groups * 16;
     if (row < begin || row >= end) continue;
     const unsigned power = kv_power<S>(scales[first_row + row]);
-    WidePairs wide[4];
+    WidePairs wide[4];  // of dimensions 2j, 2j + 1 and 8 further: pairs of a key are neighbours, those of a value not
 #pragma unroll
-    for (int j = 0; j < 4;
-         ++j) {  // dimensions 2j, 2j + 1 and 8 further; pairs of a key are neighbours, those of a value not
+    for (int j = 0; j < 4; ++j) {
       const std::uint16_t* const at = pairs + kv_pair_index(kind, row, group + 2 * j, HS);
       const unsigned both = kind == KvKind::key
                                 ? *reinterpret_cast<const unsigned*>(at)
