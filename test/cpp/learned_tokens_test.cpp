@@ -1,7 +1,6 @@
 // Training on conversations, of which only some tokens are learned: the loss of a step is the mean over all of its learned
 // tokens. The witness runs each conversation alone, at its own length, and divides once.
 #include <gtest/gtest.h>
-#include <omp.h>
 
 #include <cmath>
 #include <numeric>
@@ -10,6 +9,7 @@
 #include "llmc/comm/thread_ranks.h"
 #include "llmc/train/evaluate.h"
 #include "llmc/train/loop.h"
+#include "test/cpp/document_training.h"
 #include "test/cpp/train_tools.h"
 
 namespace weft {
@@ -22,49 +22,20 @@ bool is_learned(std::size_t token) {
   return token < 14 ? token % 9 != 0 : token % 4 == 3 || token == 20 || token == 45;
 }
 
-class LearnedTokens : public testing::Test {
+class LearnedTokens : public DocumentTraining {
  protected:
   void SetUp() override {
-    omp_set_num_threads(1);
+    DocumentTraining::SetUp();
     tokens_ = patterned_tokens(std::accumulate(kLengths.begin(), kLengths.end(), std::size_t{0}));
     write_document_shard(temporary_.file("chat_0.bin"), tokens_, kLengths, is_learned);
-    settings_ = micro_settings();
-    settings_.steps = 1;
     settings_.batch_tokens = 8 * 8;  // all conversations, in four micro-batches
-    settings_.warmup_steps = 0;
-    settings_.grad_clip = 0;
   }
-  void TearDown() override { omp_set_num_threads(threads_); }
 
   std::string shards() const { return temporary_.file("chat_*.bin"); }
 
-  struct Sum {
-    double loss = 0;
-    std::int64_t labels = 0;
-    double mean() const { return loss / static_cast<double>(labels); }
-  };
-  // The losses of one conversation without padding, from a model that has the parameters of `model`.
   Sum witness_of(TrainModel& model, std::size_t conversation) const {
-    const std::size_t begin =
-        std::accumulate(kLengths.begin(), kLengths.begin() + static_cast<std::ptrdiff_t>(conversation), std::size_t{0});
-    const std::size_t count = kLengths[conversation] - 1;
-    TrainOptions options = settings_.model_options();
-    options.micro_batch = 1;
-    options.seq_len = static_cast<std::int64_t>(count);
-    const std::unique_ptr<TrainModel> alone = cpu::make_training_model(micro_config(), options);
-    for (const TensorSpec& spec : model.table().specs()) {
-      std::vector<float> values(static_cast<std::size_t>(spec.elements));
-      model.read_tensor(TensorRole::parameter, spec, values.data());
-      alone->write_tensor(TensorRole::parameter, spec, values.data());
-    }
-    std::vector<std::int32_t> tokens(count), labels(count);
-    for (std::size_t t = 0; t < count; ++t) {
-      tokens[t] = tokens_[begin + t];
-      labels[t] = is_learned(begin + t + 1) ? tokens_[begin + t + 1] : kIgnoredLabel;
-    }
-    Sum sum;
-    sum.loss = alone->evaluate({tokens, labels}, &sum.labels);
-    return sum;
+    const auto first = kLengths.begin() + static_cast<std::ptrdiff_t>(conversation);
+    return alone(model, std::accumulate(kLengths.begin(), first, std::size_t{0}), *first, is_learned);
   }
   Sum witness(TrainModel& model) const {
     Sum all;
@@ -76,29 +47,10 @@ class LearnedTokens : public testing::Test {
     return all;
   }
 
-  // Runs the loop; `at_update` sees the model and the step before each update. Returns the record of the last step.
-  Json train(TrainModel& inner, const std::string& name, const std::function<void(const AdamWStep&)>& at_update) {
-    HookedModel model(inner);
-    model.before_update = at_update;
+  Json train(TrainModel& model, const std::string& name, const std::function<void(const AdamWStep&)>& at_update) {
     const TokenDataset data(shards(), settings_.seq_len, WindowUse::training, {.pack = settings_.masks_documents});
-    const RunDirectory directory(temporary_.file(name));
-    CheckpointKeeper checkpoints(directory, micro_identity(settings_, data), settings_.keep);
-    RunLog log(directory.file("log.jsonl"));
-    DataLoader loader(data, settings_.micro_batch, 1, 0);
-    testing::internal::CaptureStdout();
-    TrainLoop({settings_, model, loader, &checkpoints, log, nullptr, nullptr, model.make_state_copy()}, {}).run();
-    testing::internal::GetCapturedStdout();
-    Json last;
-    for (const Json& record : json_lines(directory.file("log.jsonl"))) {
-      if (record["type"] == "step") last = record;
-    }
-    return last;
+    return DocumentTraining::train(model, data, name, at_update);
   }
-
-  const int threads_ = omp_get_max_threads();
-  TemporaryDirectory temporary_;
-  std::vector<std::uint16_t> tokens_;
-  TrainSettings settings_;
 };
 
 // The same with several conversations in a row: the witness has each alone.

@@ -3,7 +3,6 @@
 #include "llmc/train/preference.h"
 
 #include <gtest/gtest.h>
-#include <omp.h>
 
 #include <cmath>
 #include <fstream>
@@ -12,6 +11,7 @@
 #include "llmc/base/json.h"
 #include "llmc/comm/thread_ranks.h"
 #include "llmc/train/loop.h"
+#include "test/cpp/document_training.h"
 #include "test/cpp/train_tools.h"
 
 namespace weft {
@@ -33,24 +33,19 @@ bool is_learned(std::size_t token) {
   return token - begin_of(document) >= kPrompt;
 }
 
-class PreferenceTest : public testing::Test {
+class PreferenceTest : public DocumentTraining {
  protected:
   void SetUp() override {
-    omp_set_num_threads(1);
+    DocumentTraining::SetUp();
     tokens_ = patterned_tokens(begin_of(kLengths.size()));
     write(kLengths, is_learned);
-    settings_ = micro_settings();
     settings_.objective = "dpo";
     settings_.dpo_beta = kBeta;
     settings_.masks_documents = true;
-    settings_.steps = 1;
     settings_.micro_batch = 1;
     settings_.seq_len = 16;
     settings_.batch_tokens = 16 * 6;
-    settings_.warmup_steps = 0;
-    settings_.grad_clip = 0;
   }
-  void TearDown() override { omp_set_num_threads(threads_); }
 
   void write(const std::vector<std::size_t>& lengths, const std::function<bool(std::size_t)>& learned) const {
     write_document_shard(temporary_.file("pairs_0.bin"), tokens_, lengths, learned, 32, 3);
@@ -80,23 +75,7 @@ class PreferenceTest : public testing::Test {
 
   // log p of an answer without other documents beside it.
   double alone(TrainModel& model, std::size_t document) const {
-    const std::size_t begin = begin_of(document), count = kLengths[document] - 1;
-    TrainOptions options = settings_.model_options();
-    options.micro_batch = 1;
-    options.seq_len = static_cast<std::int64_t>(count);
-    const std::unique_ptr<TrainModel> own = cpu::make_training_model(micro_config(), options);
-    for (const TensorSpec& spec : model.table().specs()) {
-      std::vector<float> values(static_cast<std::size_t>(spec.elements));
-      model.read_tensor(TensorRole::parameter, spec, values.data());
-      own->write_tensor(TensorRole::parameter, spec, values.data());
-    }
-    std::vector<std::int32_t> tokens(count), labels(count);
-    for (std::size_t t = 0; t < count; ++t) {
-      tokens[t] = tokens_[begin + t];
-      labels[t] = t + 1 >= kPrompt ? tokens_[begin + t + 1] : kIgnoredLabel;
-    }
-    std::int64_t counted = 0;
-    return -own->evaluate({tokens, labels}, &counted);
+    return -DocumentTraining::alone(model, begin_of(document), kLengths[document], is_learned).loss;
   }
   PreferenceSums witness(TrainModel& model, const std::vector<PairLogProbabilities>& reference) const {
     PreferenceSums sums;
@@ -111,33 +90,13 @@ class PreferenceTest : public testing::Test {
     return sums;
   }
 
-  // A run of one step over all rows; `at_update` sees the step before the update. Returns its record.
-  Json step(TrainModel& inner, const std::vector<PairLogProbabilities>& reference, const std::string& name,
+  // A run of one step over all rows.
+  Json step(TrainModel& model, const std::vector<PairLogProbabilities>& reference, const std::string& name,
             const std::function<void(const AdamWStep&)>& at_update = {}) const {
-    HookedModel hooked(inner);
-    hooked.before_update = at_update;
     const TokenDataset pairs = data();
     const Preference preference(pairs, reference, kBeta);
-    const RunDirectory directory(temporary_.file(name));
-    CheckpointKeeper checkpoints(directory, micro_identity(settings_, pairs), settings_.keep);
-    RunLog log(directory.file("log.jsonl"));
-    DataLoader loader(pairs, settings_.micro_batch, 1, 0);
-    TrainLoop::Parts parts{settings_, hooked, loader, &checkpoints, log, &pairs, nullptr, hooked.make_state_copy()};
-    parts.preference = parts.val_preference = &preference;
-    testing::internal::CaptureStdout();
-    TrainLoop(std::move(parts), {}).run();
-    testing::internal::GetCapturedStdout();
-    Json last;
-    for (const Json& record : json_lines(directory.file("log.jsonl"))) {
-      if (record["type"] == "step") last = record;
-    }
-    return last;
+    return train(model, pairs, name, at_update, &preference);
   }
-
-  const int threads_ = omp_get_max_threads();
-  TemporaryDirectory temporary_;
-  std::vector<std::uint16_t> tokens_;
-  TrainSettings settings_;
 };
 
 TEST_F(PreferenceTest, BothAnswersOfAPairLieInOneRow) {
