@@ -50,7 +50,8 @@ RESULTS = ROOT / "build" / "test-results"
 CORES = len(os.sched_getaffinity(0))
 OUTPUT = threading.Lock()  # of the failures that are shown
 PYTEST_COLLECTED_NOTHING = 5  # its exit code
-# Files of test/python that wait for time limits, signals, servers that stall and windows of a benchmark: one of them at a time runs beside the others.
+# Files of test/python that wait for time limits, signals, servers that stall and windows of a benchmark: one of them at a time
+# runs beside the others.
 WAITING = ("test_faults", "test_ranks", "test_download", "test_serving_bench")
 # Seconds that a suite, or a shard of it, takes on a slow machine, of those that a run with an end (TEST_UNTIL) can do without.
 CAN_WAIT = {"unit asan": 120, "headers": 240, "fuzz": 420}
@@ -64,9 +65,9 @@ QUICK_PYTHON = {
 SLOW_UNITS = ("FusedTolerance.*", "*EncodesEveryCodePoint*", "*Soak*", "TokenizerFile.RefusesMoreAddedTokens*",
               "BatchTest.AnAnswerOfMillions*", "Json.NoMoreValues*", "StateTest.AnyOrder*", "*.ARankThatHangsIsNamed*")
 # Minutes of arithmetic, or of schedules, under a sanitizer, in code that other tests run there, too.
-MINUTES = "--gtest_filter=-FusedTolerance.*:*Soak*"
+MINUTES = ("FusedTolerance.*", "*Soak*")
 # Long tests, beside those of threads, of what has but one.
-ONE_THREAD = ":Engine.RandomSchedules*:Engine.PagesInFrontOfAWindow*:Engine.DraftsChangeNoId*"
+ONE_THREAD = ("Engine.RandomSchedules*", "Engine.PagesInFrontOfAWindow*", "Engine.DraftsChangeNoId*")
 # Words in the names of tests whose answers may depend on whether the build has GPU code.
 OF_THE_BUILD = "device or gpu or build or machine_lacks or auto_says or help_and_version or dry_run_checks"
 # Suites share the cores: threads that wait must not keep the others from running.
@@ -208,6 +209,11 @@ def run_without_cuda() -> Outcome:
                                   "--ignore=test/python/test_train_gpu.py", "--ignore=test/python/test_infer_gpu.py"))
 
 
+def all_but(*patterns: str) -> tuple[str, ...]:
+    """The arguments of a program whose tests of these names are left out."""
+    return (f"--gtest_filter=-{':'.join(patterns)}",)
+
+
 def run_shards(name: str, program: Path, shards: int, environment: dict[str, str] | None = None, prefix: tuple[str, ...] = (),
                arguments: tuple[str, ...] = ()) -> dict[str, Callable[[], list[Outcome]]]:
     """A program's tests as jobs that run beside each other."""
@@ -231,7 +237,7 @@ def tsan_jobs(tsan: Path) -> dict[str, Callable[[], list[Outcome]]]:
     runs = ("test_a_run_and_what_it_leaves", "test_signals_from_outside", "test_terminated_saves_and_resumes",
             "test_a_failed_save_costs_a_checkpoint", "test_not_finite_numbers_skipped_or_run_again",
             "test_a_shard_replaced_meanwhile")
-    jobs = run_shards("threads", tsan / "thread_tests", 2, environment, prefix, (MINUTES + ONE_THREAD,))
+    jobs = run_shards("threads", tsan / "thread_tests", 2, environment, prefix, all_but(*MINUTES, *ONE_THREAD))
     jobs["runs tsan"] = lambda: [run_pytest("runs tsan", tuple(f"test/python/test_train_cli.py::{name}" for name in runs), environment,
                                             prefix)]
     return jobs
@@ -326,7 +332,7 @@ def rows_of(name: str, done: dict[str, list[Outcome]]) -> Outcome:
 
 def run_quick() -> list[Outcome]:
     release = ROOT / "build" / "release"
-    jobs = run_shards("unit", release / "unit_tests", 2, arguments=(f"--gtest_filter=-{':'.join(SLOW_UNITS)}",))
+    jobs = run_shards("unit", release / "unit_tests", 2, arguments=all_but(*SLOW_UNITS))
     jobs |= {name: partial(lambda name, selection: [run_pytest(f"python {name}", selection)], name,
                            (f"test/python/{name}.py", *(("-k", words) if words else ())))
              for name, words in QUICK_PYTHON.items()}
@@ -354,7 +360,7 @@ def run_everything(after_quick: bool = False) -> list[Outcome]:
         words = QUICK_PYTHON.get(path.stem) if after_quick else None
         if path not in on_gpu and words != "":
             jobs[path.stem] = partial(run_python_file, path, f"not ({words}) or {OF_THE_BUILD}" if words else "")
-    jobs |= run_shards("unit asan", asan / "unit_tests", 8, sanitizer, arguments=(MINUTES,))
+    jobs |= run_shards("unit asan", asan / "unit_tests", 8, sanitizer, arguments=all_but(*MINUTES))
     jobs["headers"] = lambda: [run_headers()]
     if "FUZZ_S" in os.environ:
         jobs["fuzz"] = lambda: [run_fuzz(os.environ["FUZZ_S"])]

@@ -509,14 +509,11 @@ TEST(AtomicFile, AFullDiskIsFoundWhenReservingAndWhenWriting) {
   const TemporaryDirectory directory;
   const std::string path = directory.file("x");
   write_file_atomically(path, "old");
-  const auto descriptors = [] {
-    return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), std::filesystem::directory_iterator{});
-  };
-  const auto before = descriptors();
+  const auto before = open_descriptors();
   expect_contains(error_with_file_limit(4096, [&] { AtomicFile file(path, 1 << 20); }), "cannot reserve space");
   expect_contains(error_with_file_limit(4096, [&] { AtomicFile(path).write(std::string(1 << 20, 'x')); }),
                   "cannot write");
-  EXPECT_EQ(descriptors(), before) << "a process that goes on keeps none open";
+  EXPECT_EQ(open_descriptors(), before) << "a process that goes on keeps none open";
   EXPECT_EQ(read_bytes(path), "old");
   EXPECT_EQ(directory.entries(), 1u);
 }

@@ -47,7 +47,7 @@ class PreferenceTest : public DocumentTraining {
     settings_.batch_tokens = 16 * 6;
   }
 
-  void write(const std::vector<std::size_t>& lengths, const std::function<bool(std::size_t)>& learned) const {
+  void write(const std::vector<std::size_t>& lengths, const IsLearned& learned) const {
     write_document_shard(temporary_.file("pairs_0.bin"), tokens_, lengths, learned, 32, 3);
   }
   TokenDataset data(RowOptions rows = {}) const {

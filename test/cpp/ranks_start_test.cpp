@@ -11,7 +11,6 @@
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
@@ -618,11 +617,8 @@ TEST(Rendezvous, WaitingCostsNoProcessorTime) {
 }
 
 // Two ranks that take nothing of a long reply are late. Each has a part of the reply by then, so news behind it would be
-// read as its rest: the connection ends instead. A reply ends as short whoever reads it later, so nothing is read before.
+// read as its rest: the connection ends instead. Nothing is read here until it has.
 TEST(Rendezvous, NothingFollowsHalfAReply) {
-  const auto descriptors = [] {
-    return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), std::filesystem::directory_iterator{});
-  };
   Door door;
   const Hello hello = hello_of(1, 2);
   Socket second = door.knock(const_bytes_of(hello));
@@ -637,8 +633,8 @@ TEST(Rendezvous, NothingFollowsHalfAReply) {
     writer.begin(call, root ? std::span<const std::byte>(body) : std::span<const std::byte>());
     ASSERT_TRUE(writer.write_all(root ? first : second, deadline_in(5)));
   }
-  const auto connected = descriptors();  // at both ends of two connections
-  for (const Deadline end = deadline_in(30); descriptors() > connected - 2;) {
+  const auto connected = open_descriptors();  // the hub's two among them
+  for (const Deadline end = deadline_in(30); open_descriptors() > connected - 2;) {
     ASSERT_LT(SocketClock::now(), end) << "the hub keeps the connections of ranks that do not read";
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }

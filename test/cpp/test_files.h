@@ -47,6 +47,11 @@ class TemporaryDirectory {
   std::filesystem::path path_;
 };
 
+// How many files and sockets this process has open.
+inline std::ptrdiff_t open_descriptors() {
+  return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
+}
+
 inline std::string read_bytes(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   EXPECT_TRUE(file.good()) << path;
