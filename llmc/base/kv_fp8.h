@@ -51,21 +51,49 @@ WEFT_HOST_DEVICE constexpr std::uint32_t kv_code(std::uint32_t bits) {
   return sign | (mantissa + (1u << (dropped - 1)) - 1u + (mantissa >> dropped & 1u)) >> dropped;
 }
 
-// Where a row of HS codes has that of dimension d. Of each 16 dimensions the first eight and the last eight take turns, so that
-// a 32-bit word holds what mma.m16n8k16 multiplies together (code_slots.cuh). A last part of fewer than 16 stays in order.
-WEFT_HOST_DEVICE constexpr std::int64_t kv_index(std::int64_t d, std::int64_t HS) {
-  return d / 16 == HS / 16 ? d : d / 16 * 16 + d % 8 * 2 + d / 8 % 2;
+// Sixteen rows, of positions that follow each other in a page, are a unit of 16 HS bytes. In it codes lie as operand B of
+// mma.m16n8k16 wants them (PTX ISA, "Matrix fragments for mma.m16n8k16"), so that a lane of a warp finds what it multiplies in
+// 16 bytes of its own (code_slots.cuh). Of keys n is a position and k a dimension, of values n is a dimension and k a position.
+inline constexpr std::int64_t kKvUnit = 16;
+enum class KvKind : std::uint8_t { key, value };
+
+// Dimensions d and d + 8 of 16 share 16 bits, of which the first one's are those of its bf16, but for the exponent's bias, and
+// the second one's fill the gaps.
+WEFT_HOST_DEVICE constexpr std::uint32_t kv_pair(std::uint32_t first, std::uint32_t second) {
+  return (first & 0x80u) << 8 | (first & 0x7Fu) << 4 | (second & 0x80u) << 4 | (second & 0x70u) << 8 | (second & 0xFu);
+}
+WEFT_HOST_DEVICE constexpr std::uint32_t kv_first(std::uint32_t pair) {
+  return (pair >> 8 & 0x80u) | (pair >> 4 & 0x7Fu);
+}
+WEFT_HOST_DEVICE constexpr std::uint32_t kv_second(std::uint32_t pair) {
+  return (pair >> 4 & 0x80u) | (pair >> 8 & 0x70u) | (pair & 0xFu);
+}
+// Where a unit has the pair of dimensions d and d + 8 (d % 16 < 8) of its row p, counted in pairs. A lane's 16 bytes are of two
+// groups of 16 dimensions, or of one (8 bytes) where their number is odd.
+WEFT_HOST_DEVICE constexpr std::int64_t kv_pair_index(KvKind kind, std::int64_t p, std::int64_t d, std::int64_t HS) {
+  const std::int64_t groups = HS / 16 % 2 == 0 ? 2 : 1, group = d / 16;
+  const std::int64_t n = kind == KvKind::key ? p % 8 : d % 8, k = kind == KvKind::key ? d % 8 : p % 8,
+                     lane = n * 4 + k / 2;
+  return ((group / groups * 32 + lane) * groups + group % groups) * 4 + p / 8 * 2 + k % 2;
+}
+// A last part of fewer than 16 dimensions, which no GPU has, follows in order: the byte of dimension d of row p.
+constexpr std::int64_t kv_rest_index(std::int64_t p, std::int64_t d, std::int64_t HS) {
+  const std::int64_t whole = HS / 16 * 16;
+  return kKvUnit * whole + p * (HS - whole) + d - whole;
 }
 
-// The pages of one layer: codes [page][NKV][page_size][HS] and their scales [page][NKV][page_size], of keys and of values.
+// The pages of one layer: codes [page][NKV][page_size][HS] and their scales [page][NKV][page_size], of keys and of values. A
+// layer has whole units.
 struct KvCodes {
   std::uint8_t *keys = nullptr, *values = nullptr;
   std::uint8_t *key_scales = nullptr, *value_scales = nullptr;
 };
 
-// On the host: stores a row of HS values at row `row` of codes [.., HS] and scales, and reads `rows` of them to out [rows, HS].
-void kv_store(const float* values, std::int64_t HS, std::int64_t row, std::uint8_t* codes, std::uint8_t* scales);
-void kv_load(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t HS, std::int64_t row,
+// On the host: stores a row of HS values as row `row` of codes and scales, and reads `rows` of them to out [rows, HS]. `codes`
+// begins with a unit and has all of the units of these rows.
+void kv_store(KvKind kind, const float* values, std::int64_t HS, std::int64_t row, std::uint8_t* codes,
+              std::uint8_t* scales);
+void kv_load(KvKind kind, const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t HS, std::int64_t row,
              std::int64_t rows, float* out);
 
 }  // namespace weft

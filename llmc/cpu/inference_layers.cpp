@@ -171,9 +171,9 @@ void Inference::append(const PagedKv& kv, std::int64_t row, const float* key, co
   }
   std::vector<float> rounded(static_cast<std::size_t>(HS));
   append_rounded(key, HS, cache_type_, rounded.data());
-  kv_store(rounded.data(), HS, row, kv.codes.keys, kv.codes.key_scales);
+  kv_store(KvKind::key, rounded.data(), HS, row, kv.codes.keys, kv.codes.key_scales);
   append_rounded(value, HS, cache_type_, rounded.data());
-  kv_store(rounded.data(), HS, row, kv.codes.values, kv.codes.value_scales);
+  kv_store(KvKind::value, rounded.data(), HS, row, kv.codes.values, kv.codes.value_scales);
 }
 
 void Inference::attend(std::int64_t l) {

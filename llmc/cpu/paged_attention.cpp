@@ -106,8 +106,8 @@ KeysAndValues page_rows(const PagedKv& kv, std::int32_t page, std::int64_t kv_he
   const std::int64_t HS = kv.HS, first = kv.row(page, kv_head) + positions.begin;
   if (!kv.fp8()) return {kv.keys + first * HS, kv.values + first * HS};
   float* const values = widened + kv.page_size * HS;
-  kv_load(kv.codes.keys, kv.codes.key_scales, HS, first, positions.size(), widened);
-  kv_load(kv.codes.values, kv.codes.value_scales, HS, first, positions.size(), values);
+  kv_load(KvKind::key, kv.codes.keys, kv.codes.key_scales, HS, first, positions.size(), widened);
+  kv_load(KvKind::value, kv.codes.values, kv.codes.value_scales, HS, first, positions.size(), values);
   return {widened, values};
 }
 

@@ -67,6 +67,9 @@ MemoryPlan plan_pages(const ModelConfig& config, const InferenceOptions& options
 KvCodes kv_codes(const ModelConfig& config, const InferenceOptions& options, std::uint8_t* pages, std::int64_t layer) {
   const std::int64_t scales = options.num_pages * options.page_size * config.num_kv_heads,
                      codes = scales * config.head_dim, L = config.num_layers;
+  if (scales % kKvUnit != 0)
+    fail(Exit::internal, "K/V cache: got %lld rows of codes a layer, expected a multiple of %lld",
+         static_cast<long long>(scales), static_cast<long long>(kKvUnit));
   std::uint8_t* const of_scales = pages + 2 * L * codes;
   return {pages + layer * codes, pages + (L + layer) * codes, of_scales + layer * scales,
           of_scales + (L + layer) * scales};

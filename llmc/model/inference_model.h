@@ -51,7 +51,7 @@ InferenceOptions completed(InferenceOptions options, const ModelConfig& config);
 // Keys and values of the whole pool, as kv_bytes() counts them. With kv_fp8 kv_codes() says where codes and scales lie; what
 // else there is begins behind them.
 MemoryPlan plan_pages(const ModelConfig& config, const InferenceOptions& options, std::uint64_t element_bytes);
-// The pages of a layer in memory of plan_pages() that begins at `pages`.
+// The pages of a layer in memory of plan_pages() that begins at `pages`. Exit::internal if its rows are no whole units (kKvUnit).
 KvCodes kv_codes(const ModelConfig& config, const InferenceOptions& options, std::uint8_t* pages, std::int64_t layer);
 
 // Where a model on a device writes draft tokens for a step that is submitted before the host knows them.

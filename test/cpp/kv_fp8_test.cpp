@@ -71,7 +71,7 @@ TEST(KvFp8, EveryStoredNumberIsOneOfFp16AndOfBf16) {
       if ((code & 0x7Fu) == 0x7F) continue;
       const auto stored = static_cast<std::uint8_t>(code), stored_scale = static_cast<std::uint8_t>(scale);
       float value = 0;
-      kv_load(&stored, &stored_scale, 1, 0, 1, &value);
+      kv_load(KvKind::key, &stored, &stored_scale, 1, 0, 1, &value);
       EXPECT_EQ(static_cast<double>(value),
                 std::ldexp(static_cast<double>(fp8_to_f32(stored, Fp8Format::e4m3)), static_cast<int>(scale) - 127));
       EXPECT_EQ(f16_to_f32(f32_to_f16(value)), value);
@@ -86,10 +86,10 @@ struct Stored {
   Floats values;
 };
 Stored stored(const Floats& row) {
-  std::vector<std::uint8_t> codes(row.size());
+  std::vector<std::uint8_t> codes(kKvUnit * row.size());
   Stored result{0, Floats(row.size())};
-  kv_store(row.data(), std::ssize(row), 0, codes.data(), &result.scale);
-  kv_load(codes.data(), &result.scale, std::ssize(row), 0, 1, result.values.data());
+  kv_store(KvKind::key, row.data(), std::ssize(row), 0, codes.data(), &result.scale);
+  kv_load(KvKind::key, codes.data(), &result.scale, std::ssize(row), 0, 1, result.values.data());
   return result;
 }
 
@@ -109,20 +109,76 @@ TEST(KvFp8, TheScaleIsTheSmallestThatHoldsTheRow) {
   }
 }
 
-TEST(KvFp8, CodesOf16DimensionsTakeTurns) {
-  constexpr std::size_t kSize = 40;
-  const std::size_t order[kSize] = {0,  8,  1,  9,  2,  10, 3,  11, 4,  12, 5,  13, 6,  14, 7,  15, 16, 24, 17, 25,
-                                    18, 26, 19, 27, 20, 28, 21, 29, 22, 30, 23, 31, 32, 33, 34, 35, 36, 37, 38, 39};
-  Floats row(kSize);
-  for (std::size_t d = 0; d < kSize; ++d) row[d] = fp8_to_f32(static_cast<std::uint8_t>(0x7E - d), Fp8Format::e4m3);
-  std::vector<std::uint8_t> codes(kSize);
-  std::uint8_t scale = 0;
-  kv_store(row.data(), std::ssize(row), 0, codes.data(), &scale);
-  EXPECT_EQ(scale, 127);
-  for (std::size_t i = 0; i < kSize; ++i) EXPECT_EQ(codes[i], 0x7E - order[i]) << i;
-  Floats read(kSize);
-  kv_load(codes.data(), &scale, std::ssize(row), 0, 1, read.data());
-  EXPECT_EQ(read, row);
+// Both numbers of every pair, as code_slots.cuh gets them in bf16 and in fp16: by shifts, masks and a power of two.
+TEST(KvFp8, APairIsWidenedByShiftsAndMasks) {
+  const auto pick = [](std::uint32_t bits, std::uint32_t mask) { return bits & mask; };
+  for (std::uint32_t first = 0; first < 256; ++first) {
+    for (std::uint32_t second = 0; second < 256; ++second) {
+      const std::uint32_t pair = kv_pair(first, second);
+      ASSERT_LT(pair, 1u << 16);
+      ASSERT_EQ(kv_first(pair), first);
+      ASSERT_EQ(kv_second(pair), second);
+      if ((first & 0x7F) == 0x7F || (second & 0x7F) == 0x7F) continue;
+      const float want_first = fp8_to_f32(static_cast<std::uint8_t>(first), Fp8Format::e4m3),
+                  want_second = fp8_to_f32(static_cast<std::uint8_t>(second), Fp8Format::e4m3);
+      const auto of_bf16 = [](std::uint32_t bits) { return bf16_to_f32(static_cast<std::uint16_t>(bits)) * 0x1p120f; };
+      const auto of_fp16 = [](std::uint32_t bits) { return f16_to_f32(static_cast<std::uint16_t>(bits)) * 0x1p8f; };
+      ASSERT_EQ(of_bf16(pick(pair, 0x87F0)), want_first);
+      ASSERT_EQ(of_bf16(pick(pair << 4, 0x80F0) | pick(pair >> 4, 0x0700)), want_second);
+      ASSERT_EQ(of_fp16(pick(pair, 0x8000) | pick(pair << 3, 0x3F80)), want_first);
+      ASSERT_EQ(of_fp16(pick(pair << 4, 0x8000) | pick(pair >> 1, 0x3800) | pick(pair << 7, 0x0780)), want_second);
+    }
+  }
+}
+
+// Written as the PTX ISA has it: register r of operand B of a lane is rows (k) 2t + 8r and 2t + 8r + 1 of column (n) g.
+TEST(KvFp8, AUnitLiesAsALaneMultipliesIt) {
+  for (const std::int64_t HS : {32, 64, 80, 96, 128, 256}) {
+    const std::int64_t of_load = HS / 16 % 2 == 0 ? 2 : 1;
+    for (const KvKind kind : {KvKind::key, KvKind::value}) {
+      std::int64_t index = 0;
+      for (std::int64_t first = 0; first < HS / 16; first += of_load) {
+        for (std::int64_t lane = 0; lane < 32; ++lane) {
+          for (std::int64_t group = first; group < first + of_load; ++group) {
+            for (const int word : {0, 1}) {
+              for (const int half : {0, 1}) {
+                const std::int64_t g = lane / 4, t = lane % 4;
+                // Of keys a word has both registers of eight positions, of values one register of both eight dimensions.
+                const std::int64_t p = kind == KvKind::key ? word * 8 + g : word * 8 + 2 * t + half;
+                const std::int64_t d = group * 16 + (kind == KvKind::key ? 2 * t + half : g);
+                ASSERT_EQ(kv_pair_index(kind, p, d, HS), index++) << HS << ", " << p << ", " << d;
+              }
+            }
+          }
+        }
+      }
+      EXPECT_EQ(index, kKvUnit * HS / 2);
+    }
+  }
+}
+
+// Rows of whole units and of one begun, of heads with a rest, too: each is read as it was written last, and writes no other.
+TEST(KvFp8, RowsOfAUnitAreTheirOwn) {
+  constexpr std::int64_t kRows = 2 * kKvUnit;
+  for (const std::int64_t HS : {5, 16, 40, 64, 80}) {
+    for (const KvKind kind : {KvKind::key, KvKind::value}) {
+      std::vector<std::uint8_t> codes(static_cast<std::size_t>(kRows * HS), 0xFF), scales(kRows, 255);
+      Floats wide(static_cast<std::size_t>(kRows * HS), 0.0f), read(wide.size());
+      std::mt19937 random(7);
+      for (int write = 0; write < 200; ++write) {
+        const std::int64_t row = write < kRows ? kRows - 1 - write : static_cast<std::int64_t>(random() % kRows);
+        Floats values(static_cast<std::size_t>(HS));
+        for (float& value : values)  // numbers of the format, the largest of which sets the scale
+          value = fp8_to_f32(static_cast<std::uint8_t>((random() % 2 << 7) | random() % 0x7F), Fp8Format::e4m3);
+        values[random() % values.size()] = 448;
+        kv_store(kind, values.data(), HS, row, codes.data(), scales.data());
+        std::copy(values.begin(), values.end(), wide.begin() + row * HS);
+        if (write + 1 < kRows) continue;
+        kv_load(kind, codes.data(), scales.data(), HS, 0, kRows, read.data());
+        ASSERT_EQ(read, wide) << HS << ", write " << write;
+      }
+    }
+  }
 }
 
 TEST(KvFp8, AStoredRowErrsByHalfASpacing) {
@@ -175,10 +231,10 @@ TEST(KvFp8, AttentionIsThatOverTheStoredNumbers) {
     for (std::int64_t t = 0; t < T; ++t) {
       for (std::int64_t h = 0; h < NKV; ++h) {
         const std::int64_t row = kv.row(pages[static_cast<std::size_t>(t / P)], h) + t % P, from = (t * NKV + h) * HS;
-        kv_store(k.data() + from, HS, row, kv.codes.keys, kv.codes.key_scales);
-        kv_store(v.data() + from, HS, row, kv.codes.values, kv.codes.value_scales);
-        kv_load(kv.codes.keys, kv.codes.key_scales, HS, row, 1, read_k.data() + from);
-        kv_load(kv.codes.values, kv.codes.value_scales, HS, row, 1, read_v.data() + from);
+        kv_store(KvKind::key, k.data() + from, HS, row, kv.codes.keys, kv.codes.key_scales);
+        kv_store(KvKind::value, v.data() + from, HS, row, kv.codes.values, kv.codes.value_scales);
+        kv_load(KvKind::key, kv.codes.keys, kv.codes.key_scales, HS, row, 1, read_k.data() + from);
+        kv_load(KvKind::value, kv.codes.values, kv.codes.value_scales, HS, row, 1, read_v.data() + from);
         std::copy_n(read_k.data() + from, HS, wide.keys + row * HS);
         std::copy_n(read_v.data() + from, HS, wide.values + row * HS);
       }
@@ -275,7 +331,7 @@ TEST(KvFp8, BitsOfASequenceDoNotDependOnWhatElseRuns) {
   for (const char* name : {"llama-hs32-gqa2", "neox-hs32-padded", "smollm3-window-tied"}) {
     SCOPED_TRACE(name);
     const std::string path = std::string("test/fixtures/golden/") + name + ".model.bin";
-    const auto model = cpu::load_inference(ModelFile::open(path), pool(90));
+    const auto model = cpu::load_inference(ModelFile::open(path), pool(96));
     const std::vector<Sequence> all = test::random_sequences(model->config(), kSlots, 30);
     std::vector<Trace> alone;
     for (const Sequence& sequence : all) alone.push_back(run(*model, {sequence}, 64, false, 1)[0]);

@@ -62,13 +62,14 @@ struct Sequences {
   // Rows of different magnitudes, as codes read again.
   void round_rows(std::vector<T>& rows, bool values) const {
     Floats wide = widened(rows);
-    std::vector<std::uint8_t> codes(static_cast<std::size_t>(heads.HS));
+    const auto HS = static_cast<std::size_t>(heads.HS);
+    std::vector<std::uint8_t> codes(kKvUnit * HS);
     std::uint8_t scale = 0;
-    for (std::size_t at = 0, row = 0; at < wide.size(); at += codes.size(), ++row) {
+    for (std::size_t at = 0, row = 0; at < wide.size(); at += HS, ++row) {
       const int e = static_cast<int>(row % 3) - (values ? 2 : 1);
-      for (std::size_t d = 0; d < codes.size(); ++d) wide[at + d] = std::ldexp(wide[at + d], e);
-      kv_store(wide.data() + at, heads.HS, 0, codes.data(), &scale);
-      kv_load(codes.data(), &scale, heads.HS, 0, 1, wide.data() + at);
+      for (std::size_t d = 0; d < HS; ++d) wide[at + d] = std::ldexp(wide[at + d], e);
+      kv_store(KvKind::key, wide.data() + at, heads.HS, 0, codes.data(), &scale);
+      kv_load(KvKind::key, codes.data(), &scale, heads.HS, 0, 1, wide.data() + at);
     }
     rows = stored<T>(wide);
   }
@@ -158,13 +159,13 @@ std::vector<T> attend(const Sequences<T>& sequences, const std::vector<Piece>& p
         const auto from = (position * heads.NKV + h) * heads.HS;
         const std::size_t to = tables.at(s, position, h, heads);
         if (fp8) {
-          const auto store = [&](const std::vector<T>& rows, std::vector<std::uint8_t>& codes,
+          const auto store = [&](KvKind kind, const std::vector<T>& rows, std::vector<std::uint8_t>& codes,
                                  std::vector<std::uint8_t>& scales) {
             const Floats row = widened(std::vector<T>(rows.begin() + from, rows.begin() + from + heads.HS));
-            kv_store(row.data(), heads.HS, static_cast<std::int64_t>(to) / heads.HS, codes.data(), scales.data());
+            kv_store(kind, row.data(), heads.HS, static_cast<std::int64_t>(to) / heads.HS, codes.data(), scales.data());
           };
-          store(sequences.k[s], key_codes, key_scales);
-          store(sequences.v[s], value_codes, value_scales);
+          store(KvKind::key, sequences.k[s], key_codes, key_scales);
+          store(KvKind::value, sequences.v[s], value_codes, value_scales);
           continue;
         }
         std::copy_n(sequences.k[s].begin() + from, heads.HS, keys.begin() + static_cast<std::ptrdiff_t>(to));
@@ -551,6 +552,30 @@ TYPED_TEST(CudaPagedCodes, MatchTheCpu) {
   }
 }
 
+// The longest context of Llama 3.1, 512 splits: its last rows one by one, behind a chunk and at once, over 16 bits and over codes.
+TYPED_TEST(CudaPagedCodes, RowsBehind131072PositionsAreTheirOwn) {
+  constexpr std::int64_t kLength = 131'072, kRows = 69;
+  const Heads heads{1, 2, 64};
+  const Sequences<TypeParam> sequences(heads, {kLength}, true);
+  std::vector<TypeParam> first;
+  unsigned seed = 3;
+  for (const bool fp8 : {false, true}) {
+    for (const std::int64_t rows : {std::int64_t{1}, std::int64_t{7}, kRows}) {
+      std::vector<Piece> pieces = {{0, kLength - kRows, rows}};  // first, so that it finds slots for its splits
+      for (std::int64_t r = kLength - kRows + rows; r < kLength; ++r) pieces.push_back({0, r, 1});
+      const std::int64_t page_size = kPageSizes[seed % std::size(kPageSizes)];
+      const std::vector<TypeParam> got =
+          attend(sequences, pieces, page_size, seed++, cuda::PagedPath::automatic, cuda::launch_device(), {}, fp8);
+      if (first.empty()) first = got;
+      ASSERT_EQ(got.size(), first.size());
+      EXPECT_EQ(std::memcmp(got.data(), first.data(), first.size() * sizeof(TypeParam)), 0)
+          << (fp8 ? "codes" : "16 bits") << ", a chunk of " << rows;
+    }
+  }
+  expect_near<TypeParam>(widened(first), attend_on_cpu(sequences, {{0, kLength - kRows, kRows}}, 0), "out",
+                         tolerance<TypeParam>());
+}
+
 // ---- the list of work -----------------------------------------------------------------------------------------------
 // What a list computes, piece by piece: (row of the step, query head within its group, split), and -1 for all splits.
 struct Listed {
@@ -784,19 +809,19 @@ void check_append(const Heads& heads, std::int64_t rotary, std::int64_t page_siz
   cuda::append_to_pages(io, cuda::launch_device(), nullptr);
   expect_same_bits(packed, DeviceBuffer<T>(want), "queries, and k and v of the rows");
   if (fp8) {
-    const auto expect_codes = [&](const std::vector<T>& wanted, const DeviceBuffer<std::uint8_t>& codes,
+    const auto expect_codes = [&](KvKind kind, const std::vector<T>& wanted, const DeviceBuffer<std::uint8_t>& codes,
                                   const DeviceBuffer<std::uint8_t>& scales, const char* what) {
       const Floats wide = widened(wanted);
       std::vector<std::uint8_t> want_codes = unwritten, want_scales = unwritten;
       for (std::size_t row = 0; row < rows_written.size(); ++row) {
         const std::int64_t at = rows_written[row];
-        kv_store(wide.data() + at * HS, HS, at, want_codes.data(), want_scales.data());
+        kv_store(kind, wide.data() + at * HS, HS, at, want_codes.data(), want_scales.data());
       }
       EXPECT_EQ(codes.download(), want_codes) << what;
       EXPECT_EQ(scales.download(), want_scales) << what;
     };
-    expect_codes(want_keys, key_codes, key_scales, "keys");
-    expect_codes(want_values, value_codes, value_scales, "values");
+    expect_codes(KvKind::key, want_keys, key_codes, key_scales, "keys");
+    expect_codes(KvKind::value, want_values, value_codes, value_scales, "values");
     return;
   }
   expect_same_bits(keys, DeviceBuffer<T>(want_keys), "keys");

@@ -270,6 +270,8 @@ ROWS = [
            gpu("CudaPagedCodes/*.AreAppended*")),
     Mutant("GPU: fp8: keys are widened by the scales of values", "load_codes", "of_keys ? a.codes.key_scales : a.codes.value_scales",
            "a.codes.value_scales", gpu("CudaPagedCodes/*.HaveTheBits*")),
+    Mutant("GPU: fp8: a code is stored beside one of its own half", "store_codes", "low | high << 8, 4)", "low | high << 8, 1)",
+           gpu("CudaPagedCodes/*.AreAppended*")),
     Mutant("GPU: fp8: what lies behind a row's position is widened", "multiply_by_value_codes", "&& key < end", "",
            gpu("CudaPagedCodes/*.HaveTheBits*")),
     Mutant("GPU: fp8: what a step appends is copied before it is there", "paged_items_kernel", "!stream.begins_with_earlier_positions()", "false",

@@ -422,7 +422,7 @@ void Inference<S>::keep_heads(std::int64_t l) {
   const std::int64_t NH = config_.num_heads, HS = config_.head_dim, P = pool_.page_size;
   const PagedKv<S> kv = pages_of_layer(l);
   const std::int64_t rows = pool_.num_pages * P * kv.NKV;
-  const auto stored = [&](const S* wide, const std::uint8_t* codes, const std::uint8_t* scales) {
+  const auto stored = [&](KvKind kind, const S* wide, const std::uint8_t* codes, const std::uint8_t* scales) {
     if (!kv.fp8()) return download(wide, rows * HS);
     std::vector<std::uint8_t> raw(static_cast<std::size_t>(rows * HS)), of_rows(static_cast<std::size_t>(rows));
     for (const auto& [to, from] : {std::pair{&raw, codes}, {&of_rows, scales}}) {
@@ -430,12 +430,12 @@ void Inference<S>::keep_heads(std::int64_t l) {
     }
     stream_.synchronize("activation");
     std::vector<float> values(raw.size());
-    kv_load(raw.data(), of_rows.data(), HS, 0, rows, values.data());
+    kv_load(kind, raw.data(), of_rows.data(), HS, 0, rows, values.data());
     return values;
   };
   const std::vector<float> packed = download(b_.qkv, kept_step_rows_ * qkv_size()),
-                           k = stored(kv.keys, kv.codes.keys, kv.codes.key_scales),
-                           v = stored(kv.values, kv.codes.values, kv.codes.value_scales);
+                           k = stored(KvKind::key, kv.keys, kv.codes.keys, kv.codes.key_scales),
+                           v = stored(KvKind::value, kv.values, kv.codes.values, kv.codes.value_scales);
   const std::int64_t head_stride = queries().head_stride;
   const std::string prefix = "layers." + std::to_string(l) + ".";
   const auto append = [HS](std::vector<float>& kept, const std::vector<float>& from, std::int64_t offset) {

@@ -1,10 +1,7 @@
 // Slots of keys or values in e4m3 (paged_work_units.cuh) and their products with 16-bit fragments. Codes lie in the slot as in
-// the page, half of the bytes of 16 bits; ldmatrix brings them to registers as pairs of bytes, and there they are widened.
-//
-// A 32-bit word of a row's codes has dimensions j, j + 8, j + 1, j + 9 of 16 (kv_index()). Of keys a lane 4 g + t gets the word of
-// key g with j = 2t: its lower pair and its upper pair are both registers of operand B. Of values the transposed load gives
-// keys 2t and 2t + 1, each with dimensions g and g + 8: the lower pair is of the n8 tile of the first 8 dimensions, the upper
-// pair of the next one. So the sums have the order that they have over 16 bits.
+// the page (kv_fp8.h), half of the bytes of 16 bits: units of 16 positions, in which each lane has what it multiplies. It is
+// loaded as it lies, without ldmatrix, padding or conflicts of banks, and widened in registers. The sums have the order that
+// they have over 16 bits.
 #pragma once
 
 #include <cstdint>
@@ -14,21 +11,35 @@
 
 namespace weft::cuda::paged {
 
-// Positions in a slot of a warp's ring.
-template <int HS>
-constexpr int kSlotKeys = HS <= 128 ? 32 : 16;
+static_assert(kPageUnit == kKvUnit);
 
-// kSlotKeys rows of codes, then their scales. A row is padded to an odd number of 16-byte chunks, as in Tile.
+// A key block: its units, then the scales of all.
 template <int HS>
 struct CodeSlot {
-  static constexpr int kKeys = kSlotKeys<HS>, kChunks = HS / 16, kRowBytes = (kChunks | 1) * 16;
-  static constexpr int kScales = kKeys * kRowBytes, kBytes = kScales + kKeys;
-  // One load_matrices(): matrix m has the keys of tile m % kTiles, of 8, in chunk m / kTiles of kChunksAtOnce.
-  static constexpr int kTiles = kKeys / 8, kChunksAtOnce = 4 / kTiles, kLoads = kChunks / kChunksAtOnce;
-  static_assert(kChunks % kChunksAtOnce == 0);
+  static constexpr int kKeys = kBlockKeys<HS>, kUnits = kKeys / kPageUnit, kUnitBytes = kPageUnit * HS;
+  static constexpr int kScales = kKeys * HS, kBytes = kScales + kKeys;
+  // One load of a lane: `kGroups` groups of 16 dimensions, of each two words: of keys those of the unit's first and last eight
+  // keys, of values those of both halves of the sum over keys.
+  static constexpr int kGroups = HS / 16 % 2 == 0 ? 2 : 1, kLoads = HS / 16 / kGroups, kLoadBytes = kGroups * 8;
 
-  static __device__ unsigned lane_address(unsigned slot) {
-    return slot + threadIdx.x % kKeys * kRowBytes + threadIdx.x % kWarpSize / kKeys * 16;
+  struct Words {
+    unsigned word[kGroups][2];
+  };
+  static __device__ Words load(unsigned slot, int unit, int i) {
+    const unsigned at = slot + unit * kUnitBytes + (i * kWarpSize + threadIdx.x % kWarpSize) * kLoadBytes;
+    Words words;
+    if constexpr (kGroups == 2) {
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words.word[0][0]), "=r"(words.word[0][1]), "=r"(words.word[1][0]), "=r"(words.word[1][1])
+                   : "r"(at)
+                   : "memory");
+    } else {
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(words.word[0][0]), "=r"(words.word[0][1])
+                   : "r"(at)
+                   : "memory");
+    }
+    return words;
   }
 };
 
@@ -42,83 +53,82 @@ __device__ __forceinline__ void load_codes(const Arguments<S>& a, bool of_keys, 
   const std::uint8_t* const codes = of_keys ? a.codes.keys : a.codes.values;
   const std::uint8_t* const scales = of_keys ? a.codes.key_scales : a.codes.value_scales;
 #pragma unroll
-  for (int unit = 0; unit < kSlotKeys<HS> / kPageUnit; ++unit) {
+  for (int unit = 0; unit < Slot::kUnits; ++unit) {
     const int position = first + unit * kPageUnit;
     const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
     if (position >= end || position + kPageUnit <= begin) continue;
     const std::int64_t row = page_offset<1>(a, page, kv_head, position);
 #pragma unroll
-    for (int i = 0; i < ceil_div(HS, kWarpSize); ++i) {  // kPageUnit rows of HS bytes are HS chunks of 16
+    for (int i = 0; i < ceil_div(HS, kWarpSize); ++i) {  // HS chunks of 16 bytes
       const int chunk = lane + i * kWarpSize;
       if (HS % kWarpSize != 0 && chunk >= HS) break;
-      const unsigned to =
-          slot + (unit * kPageUnit + chunk / Slot::kChunks) * Slot::kRowBytes + chunk % Slot::kChunks * 16;
-      copy_async(to, codes + row * HS + chunk * 16, true, policy);
+      copy_async(slot + unit * Slot::kUnitBytes + chunk * 16, codes + row * HS + chunk * 16, true, policy);
     }
     if (lane == 0) copy_async(slot + Slot::kScales + unit * kPageUnit, scales + row, true, policy);
   }
 }
 
-// Scores of part `Part` of a key block, one slot, += Q K^T.
-template <typename S, int HS, int Part, int N>
+// Scores of a key block += Q K^T. Two units at a time, so that no mma waits for the one before it.
+template <typename S, int HS, int N>
 __device__ __forceinline__ void multiply_by_key_codes(Accumulators<1, N>& scores, const RegisterOperand<S, HS, 1>& Q,
                                                       unsigned slot) {
   using Slot = CodeSlot<HS>;
-  unsigned power[Slot::kTiles];
+  constexpr int kTogether = Slot::kUnits % 2 == 0 ? 2 : 1;
 #pragma unroll
-  for (int tile = 0; tile < Slot::kTiles; ++tile) {
-    unsigned scale;
-    const unsigned key = tile * 8 + threadIdx.x % kWarpSize / 4;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(scale) : "r"(slot + Slot::kScales + key) : "memory");
-    power[tile] = kv_power<S>(scale);
-  }
-  const unsigned at = Slot::lane_address(slot);
-  Fragment next = load_matrices(at);
+  for (int first = 0; first < Slot::kUnits; first += kTogether) {
+    unsigned power[2 * kTogether];  // of key `lane / 4` of 8
 #pragma unroll
-  for (int i = 0; i < Slot::kLoads; ++i) {
-    const Fragment codes = next;
-    if (i + 1 < Slot::kLoads) next = load_matrices(at + (i + 1) * Slot::kChunksAtOnce * 16);
+    for (int tile = 0; tile < 2 * kTogether; ++tile) {
+      unsigned scale;
+      const unsigned key = first * kPageUnit + tile * 8 + threadIdx.x % kWarpSize / 4;
+      asm volatile("ld.shared.u8 %0, [%1];" : "=r"(scale) : "r"(slot + Slot::kScales + key) : "memory");
+      power[tile] = kv_power<S>(scale);
+    }
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const int tile = m % Slot::kTiles;
-      const WidePairs wide = widen<S>(codes.word[m], power[tile]);
-      multiply_add<S>(scores.at[0][Part * Slot::kTiles + tile], Q.at[0][i * Slot::kChunksAtOnce + m / Slot::kTiles],
-                      wide.lower, wide.upper);
+    for (int i = 0; i < Slot::kLoads; ++i) {
+      typename Slot::Words words[kTogether];
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) words[u] = Slot::load(slot, first + u, i);
+#pragma unroll
+      for (int g = 0; g < Slot::kGroups; ++g) {
+#pragma unroll
+        for (int tile = 0; tile < 2 * kTogether; ++tile) {
+          const WidePairs wide = widen<S>(words[tile / 2].word[g][tile % 2], power[tile]);
+          multiply_add<S>(scores.at[0][first * 2 + tile], Q.at[0][i * Slot::kGroups + g], wide.first, wide.second);
+        }
+      }
     }
   }
 }
 
-// O += P V of part `Part` of a key block, one slot. Rows outside of [begin, end) count as zeros, whatever the slot has there.
-template <typename S, int HS, int Part, int N, int KN>
+// O += P V of a key block. Rows outside of [begin, end) count as zeros, whatever the slot has there.
+template <typename S, int HS, int N, int KN>
 __device__ __forceinline__ void multiply_by_value_codes(Accumulators<1, N>& O, const Accumulators<1, KN>& weights,
                                                         unsigned slot, int begin, int end) {
   using Slot = CodeSlot<HS>;
-  unsigned power[Slot::kTiles];  // of keys 2t and 2t + 1 of a tile
 #pragma unroll
-  for (int tile = 0; tile < Slot::kTiles; ++tile) {
-    unsigned scales;
-    const int key = tile * 8 + static_cast<int>(threadIdx.x % 4) * 2;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=r"(scales) : "r"(slot + Slot::kScales + key) : "memory");
-    const unsigned first = key >= begin && key < end ? kv_power<S>(scales & 0xff) : 0,
-                   second = key + 1 >= begin && key + 1 < end ? kv_power<S>(scales >> 8) : 0;
-    power[tile] = __byte_perm(first, second, 0x7610);
-  }
-  Fragment rows[Slot::kTiles / 2];
+  for (int unit = 0; unit < Slot::kUnits; ++unit) {
+    unsigned power[2];  // of keys 2t and 2t + 1 of the first and of the last eight
 #pragma unroll
-  for (int k = 0; k < Slot::kTiles / 2; ++k) rows[k] = as_operand<S>(weights, 0, Part * Slot::kTiles / 2 + k);
-  const unsigned at = Slot::lane_address(slot);
-  Fragment next = load_matrices_transposed(at);
+    for (int half = 0; half < 2; ++half) {
+      unsigned scales;
+      const int key = unit * kPageUnit + half * 8 + static_cast<int>(threadIdx.x % 4) * 2;
+      asm volatile("ld.shared.u16 %0, [%1];" : "=r"(scales) : "r"(slot + Slot::kScales + key) : "memory");
+      const unsigned one = key >= begin && key < end ? kv_power<S>(scales & 0xff) : 0,
+                     next = key + 1 >= begin && key + 1 < end ? kv_power<S>(scales >> 8) : 0;
+      power[half] = __byte_perm(one, next, 0x7610);
+    }
+    const Fragment rows = as_operand<S>(weights, 0, unit);
 #pragma unroll
-  for (int i = 0; i < Slot::kLoads; ++i) {
-    const Fragment codes = next;
-    if (i + 1 < Slot::kLoads) next = load_matrices_transposed(at + (i + 1) * Slot::kChunksAtOnce * 16);
+    for (int i = 0; i < Slot::kLoads; ++i) {
+      const typename Slot::Words words = Slot::load(slot, unit, i);
 #pragma unroll
-    for (int m = 0; m < 4; m += 2) {
-      const int tile = m % Slot::kTiles, n = (i * Slot::kChunksAtOnce + m / Slot::kTiles) * 2;
-      const WidePairs earlier = widen<S>(codes.word[m], power[tile]),
-                      later = widen<S>(codes.word[m + 1], power[tile + 1]);
-      multiply_add<S>(O.at[0][n], rows[tile / 2], earlier.lower, later.lower);
-      multiply_add<S>(O.at[0][n + 1], rows[tile / 2], earlier.upper, later.upper);
+      for (int g = 0; g < Slot::kGroups; ++g) {
+        const int n = (i * Slot::kGroups + g) * 2;
+        const WidePairs earlier = widen<S>(words.word[g][0], power[0]), later = widen<S>(words.word[g][1], power[1]);
+        multiply_add<S>(O.at[0][n], rows, earlier.first, later.first);
+        multiply_add<S>(O.at[0][n + 1], rows, earlier.second, later.second);
+      }
     }
   }
 }

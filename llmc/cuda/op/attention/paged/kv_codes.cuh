@@ -19,18 +19,23 @@ __device__ inline unsigned kv_power(unsigned scale) {
   return power | power << 16;
 }
 
-// Four codes as they follow each other in a row (kv_index()): elements of dimensions below 8 of their 16, and of those from 8 on.
+// Two pairs of codes (kv_pair()) in a word: both first ones, and both second ones.
 struct WidePairs {
-  unsigned lower, upper;
+  unsigned first, second;
 };
 template <typename S>
-__device__ inline WidePairs widen(unsigned codes, unsigned power) {
-  constexpr bool kHalf = std::is_same_v<S, fp16>;
-  constexpr unsigned kShift = kHalf ? 1 : 4, kFields = kHalf ? 0x3f803f80 : 0x07f007f0;
-  const auto pair = [&](unsigned bytes) {  // a code in the upper half of each 16 bits
-    return as_bits(__hmul2(as_pair<S>(lop3<kAndOr>(bytes, 0x80008000, bytes >> kShift & kFields)), as_pair<S>(power)));
-  };
-  return {pair(codes << 8), pair(codes)};
+__device__ inline WidePairs widen(unsigned pairs, unsigned power) {
+  // Sign, exponent and mantissa at their places in bf16, or three bits further in fp16, whose exponent is three bits shorter.
+  unsigned first, second;
+  if constexpr (std::is_same_v<S, fp16>) {
+    first = lop3<kAndOr>(pairs, 0x80008000, pairs << 3 & 0x3f803f80);
+    second = lop3<kAndOr>(pairs << 4, 0x80008000, pairs >> 1 & 0x38003800) | (pairs << 7 & 0x07800780);
+  } else {
+    first = pairs & 0x87f087f0;
+    second = lop3<kAndOr>(pairs << 4, 0x80f080f0, pairs >> 4 & 0x07000700);
+  }
+  const auto scaled = [&](unsigned bits) { return as_bits(__hmul2(as_pair<S>(bits), as_pair<S>(power))); };
+  return {scaled(first), scaled(second)};
 }
 
 }  // namespace weft::cuda

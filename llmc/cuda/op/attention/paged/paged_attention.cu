@@ -59,7 +59,7 @@ struct Tiling {
   // Slots of a warp's ring for items if all warps of a block compute (kRing), two (kPairRing), or one (kLongRing).
   static constexpr int kRing = HS > 96 ? 3 : HS == 32 ? 8 : HS == 64 ? 6 : HS == 80 ? 5 : 4;
   static constexpr int kLongRing = std::min(16, 3 * kRing), kPairRing = kLongRing / 2;
-  static constexpr int kRingBytes = kRing * Tile<bf16, HS>::bytes(kSlotKeys<HS>);
+  static constexpr int kSlotKeys = kWideSlotKeys<HS>, kRingBytes = kRing * Tile<bf16, HS>::bytes(kSlotKeys);
   static_assert(3 * kRingBytes <= 99 * 1024, "on every GPU three warps have a ring");
   static constexpr int kSumBytes = SumsInRegisters ? 0 : kTileRows * HS * static_cast<int>(sizeof(float));
   static constexpr int kTileBytes = kSumBytes + kStages * Tile<bf16, HS>::bytes(2 * kStageKeys);
@@ -226,7 +226,7 @@ __device__ void compute_items(const Arguments<S>& a, const PagedWorkUnit* items,
     warps = count <= blocks ? 1 : 2;
     slots = warps == 1 ? Tiling::kLongRing : Tiling::kPairRing;
   }
-  const unsigned ring = shared_address(shared) + warp * slots * Tile<S, Tiling::HS>::bytes(kSlotKeys<Tiling::HS>);
+  const unsigned ring = shared_address(shared) + warp * slots * Tile<S, Tiling::HS>::bytes(Tiling::kSlotKeys);
   const int assigned = tiles_before ? 0 : blocks * warps;
   const int first = warp < warps ? warp * blocks + static_cast<int>(blockIdx.x) : count;
   ItemStream<S, Tiling, false> stream(a, items, count, assigned, first, ring, slots);

@@ -45,10 +45,12 @@ struct DecodeTiling {
   static constexpr SlotCopy kCopy = Copy;
   static constexpr bool kWindowed = Windowed, kCodes = Codes;
   static constexpr int kWarps = 4, kThreads = kWarps * kWarpSize, kBlocksPerMultiprocessor = 2;
-  static constexpr int kSlotBytes = kCodes ? CodeSlot<HS>::kBytes : SlotLayout<bf16, HS, kCopy>::bytes(kSlotKeys<HS>);
+  // Positions in a slot of a warp's ring: of codes a key block.
+  static constexpr int kSlotKeys = kCodes ? kBlockKeys<HS> : kWideSlotKeys<HS>;
+  static constexpr int kSlotBytes = kCodes ? CodeSlot<HS>::kBytes : SlotLayout<bf16, HS, kCopy>::bytes(kSlotKeys);
   // Slots of a warp's ring if four warps of a block compute (kRing), two (kPairRing), or one (kLongRing). A split needs
   // at most kMostSlots.
-  static constexpr int kMostSlots = 2 * kSplit / kSlotKeys<HS>;
+  static constexpr int kMostSlots = 2 * kSplit / kSlotKeys;
   static constexpr int kBarrierBytes = kCopy == SlotCopy::threads ? 0 : kMostSlots * 8;  // bytes of a warp's mbarriers
   static constexpr int kBeginBytes = kWarps * kBarrierBytes;                             // they precede the rings
   static constexpr int kRing = std::min(kMostSlots, (kMostBytes - kBeginBytes) / kWarps / kSlotBytes);

@@ -20,6 +20,10 @@
 
 namespace weft::cuda::paged {
 
+// Positions in a slot of a warp's ring, of rows in 16 bits. Of codes a slot has a key block.
+template <int HS>
+constexpr int kWideSlotKeys = HS <= 128 ? 32 : 16;
+
 // How keys and values are copied to a slot.
 enum class SlotCopy {
   threads,  // cp.async of 16 bytes a lane, to padded rows
@@ -86,10 +90,10 @@ struct AppendedRow {
 };
 
 // Zeroes a slot's rows from `row` on.
-template <typename Slot, int HS>
+template <typename Slot, int HS, int kSlotKeys>
 __device__ __forceinline__ void clear_rows(unsigned slot, int row) {
 #pragma unroll 1
-  for (int i = row * (HS / 8) + threadIdx.x % kWarpSize; i < kSlotKeys<HS> * (HS / 8); i += kWarpSize)
+  for (int i = row * (HS / 8) + threadIdx.x % kWarpSize; i < kSlotKeys * (HS / 8); i += kWarpSize)
     asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(slot + Slot::offset(i / (HS / 8), i % (HS / 8))),
                  "r"(0)
                  : "memory");
@@ -281,7 +285,7 @@ __device__ __forceinline__ void compute_merges(const Arguments<S>& a, int warp, 
 
 // ---- items
 // -------------------------------------------------------------------------------------------------------------
-// The items of a warp, in the order in which it computes them, and its ring of keys and values, kSlotKeys positions a
+// The items of a warp, in the order in which it computes them, and its ring of keys and values, Tiling::kSlotKeys positions a
 // slot: the keys of a key block, its values, the next block's keys, and so on, item after item; slots after an item's
 // last position are skipped. With a window an item begins with the key block in which its first row's window begins; items of
 // which no row sees anything are passed over when they are looked up. Copies run up to the whole ring ahead of the computation.
@@ -289,14 +293,15 @@ __device__ __forceinline__ void compute_merges(const Arguments<S>& a, int warp, 
 // lookup waits for the previous one.
 template <typename S, typename Tiling, bool kAppends>
 struct ItemStream {
-  static constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>, kParts = kKeys / kSlotKeys<HS>;
+  static constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>;
+  static constexpr int kSlotKeys = Tiling::kSlotKeys, kParts = kKeys / kSlotKeys;
   static constexpr int kRing = Tiling::kRing, kPairRing = Tiling::kPairRing, kLongRing = Tiling::kLongRing;
   static constexpr SlotCopy kCopy = Tiling::kCopy;
   static constexpr bool kWindowed = Tiling::kWindowed, kCodes = Tiling::kCodes;
   static_assert(!(kWindowed || kCodes) || kCopy == SlotCopy::threads);
   using Rows = QueryRows<S, kAppends>;
   using Slot = SlotLayout<S, HS, kCopy>;
-  static constexpr unsigned kSlotBytes = kCodes ? CodeSlot<HS>::kBytes : Slot::bytes(kSlotKeys<HS>);
+  static constexpr unsigned kSlotBytes = kCodes ? CodeSlot<HS>::kBytes : Slot::bytes(kSlotKeys);
 
   const Arguments<S>& a;
   const PagedWorkUnit* entries;
@@ -419,18 +424,17 @@ struct ItemStream {
   // Starts the next copy of this item, if there is one, to the slot that was read last.
   __device__ __forceinline__ void copy_next() {
     if (load_first < load_end) {
-      const int first = load_first + load_part % kParts * kSlotKeys<HS>, end = kAppends ? copy_end : load_end;
+      const int first = load_first + load_part % kParts * kSlotKeys, end = kAppends ? copy_end : load_end;
       if constexpr (kCodes) {
         load_codes<HS>(a, load_part < kParts, ring + load_slot * kSlotBytes, load_pages, load_head, first,
                        kWindowed ? load_begin : 0, end, policy);
       } else if constexpr (kCopy == SlotCopy::threads) {
-        load_units<HS, kSlotKeys<HS>, kWindowed>(a, load_part < kParts ? a.keys : a.values,
-                                                 ring + load_slot * kSlotBytes, load_pages, load_head, first,
-                                                 kWindowed ? load_begin : 0, end, policy);
+        load_units<HS, kSlotKeys, kWindowed>(a, load_part < kParts ? a.keys : a.values, ring + load_slot * kSlotBytes,
+                                             load_pages, load_head, first, kWindowed ? load_begin : 0, end, policy);
       } else {
-        start_copy(load_part < kParts, first, min(max(end - first, 0), kSlotKeys<HS>));
+        start_copy(load_part < kParts, first, min(max(end - first, 0), kSlotKeys));
       }
-      if ((load_part + 1) % kParts != 0 && first + kSlotKeys<HS> < load_end) {
+      if ((load_part + 1) % kParts != 0 && first + kSlotKeys < load_end) {
         ++load_part;
       } else if (load_part < kParts) {
         load_part = kParts;
@@ -447,7 +451,7 @@ struct ItemStream {
   // keep their contents.
   __device__ __forceinline__ void start_copy(bool of_keys, int first, int rows) {
 #if WEFT_BULK_COPY
-    static_assert(kSlotKeys<HS> == 2 * kPageUnit);
+    static_assert(kSlotKeys == 2 * kPageUnit);
     const int unit = first % kSplit / kPageUnit;
     const int page = __shfl_sync(~0u, load_pages, unit), next_page = __shfl_sync(~0u, load_pages, unit + 1);
     const unsigned to = ring + load_slot * kSlotBytes, full = barrier(load_slot);
@@ -527,8 +531,9 @@ struct ItemStream {
 template <typename S, typename Tiling, bool kAppends>
 __device__ void compute_work_unit(const Arguments<S>& a, const PagedWorkUnit* entry, int kv_head, int i,
                                   ItemStream<S, Tiling, kAppends>& blocks) {
-  constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>, kParts = kKeys / kSlotKeys<HS>;
-  static_assert(kParts <= 2);
+  constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>;
+  constexpr int kSlotKeys = Tiling::kSlotKeys, kParts = kKeys / kSlotKeys;
+  static_assert(kParts <= 2 && (kParts == 1 || !Tiling::kCodes));
   using Rows = QueryRows<S, kAppends>;
   using Slot = SlotLayout<S, HS, Tiling::kCopy>;
   constexpr bool kWindowed = Tiling::kWindowed;
@@ -584,7 +589,7 @@ __device__ void compute_work_unit(const Arguments<S>& a, const PagedWorkUnit* en
   int first_key = begin, part = 0;  // part of the key block: of its keys, then of its values
 #pragma unroll 1
   while (first_key < end) {
-    const int first = first_key + part % kParts * kSlotKeys<HS>, slot_end = first + kSlotKeys<HS>;
+    const int first = first_key + part % kParts * kSlotKeys, slot_end = first + kSlotKeys;
     const bool last_part = (part + 1) % kParts == 0 || slot_end >= end;
     const unsigned slot = blocks.next_block();
     if (kAppends || Tiling::kCopy != SlotCopy::threads) {
@@ -594,7 +599,7 @@ __device__ void compute_work_unit(const Arguments<S>& a, const PagedWorkUnit* en
         }
         if constexpr (Tiling::kCopy != SlotCopy::threads) {
           // Scores of keys after the end are masked whatever they are, but a NaN among the values there would survive.
-          if (part >= kParts) clear_rows<Slot, HS>(slot, end - first);
+          if (part >= kParts) clear_rows<Slot, HS, kSlotKeys>(slot, end - first);
 #if WEFT_BULK_COPY
           hopper::fence_async_proxy_shared();  // orders these writes before the next bulk copy to the slot
 #endif
@@ -603,15 +608,12 @@ __device__ void compute_work_unit(const Arguments<S>& a, const PagedWorkUnit* en
       }
     }
     if (part < kParts) {
-      if (part == 0) {
+      if constexpr (Tiling::kCodes) {
         scores.clear();
-        if constexpr (Tiling::kCodes) {
-          multiply_by_key_codes<S, HS, 0>(scores, Q, slot);
-        } else {
-          multiply_by_rows<S, HS, 0, kParts, Slot>(scores, Q, slot + Slot::lane_by_columns());
-        }
-      } else if constexpr (Tiling::kCodes) {
-        multiply_by_key_codes<S, HS, kParts - 1>(scores, Q, slot);
+        multiply_by_key_codes<S, HS>(scores, Q, slot);
+      } else if (part == 0) {
+        scores.clear();
+        multiply_by_rows<S, HS, 0, kParts, Slot>(scores, Q, slot + Slot::lane_by_columns());
       } else {
         multiply_by_rows<S, HS, kParts - 1, kParts, Slot>(scores, Q, slot + Slot::lane_by_columns());
       }
@@ -629,11 +631,7 @@ __device__ void compute_work_unit(const Arguments<S>& a, const PagedWorkUnit* en
       }
     } else {
       if constexpr (Tiling::kCodes) {
-        if (part == kParts) {
-          multiply_by_value_codes<S, HS, 0>(state.O, scores, slot, first_seen - first, end - first);
-        } else {
-          multiply_by_value_codes<S, HS, kParts - 1>(state.O, scores, slot, first_seen - first, end - first);
-        }
+        multiply_by_value_codes<S, HS>(state.O, scores, slot, first_seen - first, end - first);
       } else if (part == kParts) {
         multiply_by_columns<S, HS, 0, kParts, Slot>(state.O, scores, slot + Slot::lane_by_rows());
       } else {

@@ -22,20 +22,26 @@ constexpr int kTileParts = 128, kItemParts = 32;
 
 // Widens positions [begin, end) of a unit of kPageUnit positions of a page, for one head, of keys or of values.
 template <typename S>
-__device__ void widen_unit(S* to, const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t first_row, int HS,
-                           int begin, int end) {
-  const int pieces = HS / 16;  // of a row, 16 codes each
-  for (int i = threadIdx.x % kWarpSize; i < kPageUnit * pieces; i += kWarpSize) {
-    const int row = i / pieces;
+__device__ void widen_unit(KvKind kind, S* to, const std::uint8_t* codes, const std::uint8_t* scales,
+                           std::int64_t first_row, int HS, int begin, int end) {
+  const int groups = HS / 16;
+  const std::uint16_t* const pairs = reinterpret_cast<const std::uint16_t*>(codes + first_row * HS);
+  for (int i = threadIdx.x % kWarpSize; i < kPageUnit * groups; i += kWarpSize) {
+    const int row = i / groups, group = i % groups * 16;
     if (row < begin || row >= end) continue;
-    const std::int64_t at = first_row * HS + i * 16;
-    const uint4 piece = *reinterpret_cast<const uint4*>(codes + at);
     const unsigned power = kv_power<S>(scales[first_row + row]);
-    const WidePairs wide[] = {widen<S>(piece.x, power), widen<S>(piece.y, power), widen<S>(piece.z, power),
-                              widen<S>(piece.w, power)};
-    uint4* const elements = reinterpret_cast<uint4*>(to + at);
-    elements[0] = {wide[0].lower, wide[1].lower, wide[2].lower, wide[3].lower};
-    elements[1] = {wide[0].upper, wide[1].upper, wide[2].upper, wide[3].upper};
+    WidePairs wide[4];  // of dimensions 2j, 2j + 1 and 8 further: pairs of a key are neighbours, those of a value not
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const std::uint16_t* const at = pairs + kv_pair_index(kind, row, group + 2 * j, HS);
+      const unsigned both = kind == KvKind::key
+                                ? *reinterpret_cast<const unsigned*>(at)
+                                : *at | unsigned{pairs[kv_pair_index(kind, row, group + 2 * j + 1, HS)]} << 16;
+      wide[j] = widen<S>(both, power);
+    }
+    uint4* const elements = reinterpret_cast<uint4*>(to + (first_row + row) * HS + group);
+    elements[0] = {wide[0].first, wide[1].first, wide[2].first, wide[3].first};
+    elements[1] = {wide[0].second, wide[1].second, wide[2].second, wide[3].second};
   }
 }
 
@@ -65,8 +71,9 @@ __global__ void __launch_bounds__(kThreads) widen_kernel(const __grid_constant__
       const int position = (first_unit + i / (2 * a.NKV)) * kPageUnit, kv_head = i / 2 % a.NKV;
       const std::int64_t row = page_offset<1>(a, pages[position >> a.page_shift], kv_head, position);
       const bool values = i % 2 == 1;
-      widen_unit(values ? a.values : a.keys, values ? a.codes.values : a.codes.keys,
-                 values ? a.codes.value_scales : a.codes.key_scales, row, HS, begin - position, end - position);
+      widen_unit(values ? KvKind::value : KvKind::key, values ? a.values : a.keys,
+                 values ? a.codes.values : a.codes.keys, values ? a.codes.value_scales : a.codes.key_scales, row, HS,
+                 begin - position, end - position);
     }
   }
 }
