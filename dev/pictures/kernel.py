@@ -36,8 +36,8 @@ def block(picture: Picture) -> None:
         colour = "c0" if i in (0, 1, 2, 3, 5, 6) else "c4" if i == 4 else "grid"
         picture.box(358 + 26 * column, 104 + 30 * row, 22, 26, colour, ' rx="2"')
     picture.text(422, 184, "weights · keys, values · free", "s m soft")
-    picture.text(422, 200, "at most 48 KB in flight", "s m soft")
-    boxed(picture, 514, 112, 126, 92, "consumers", ("10 warps: multiply", "whole rows, add in", "a fixed order"), "c1")
+    picture.text(422, 200, "at most 64 KB in flight", "s m soft")
+    boxed(picture, 514, 112, 126, 92, "consumers", ("8 or 10 warps: multiply", "whole rows, add in", "a fixed order"), "c1")
     boxed(picture, 414, 232, 226, 62, "helper", ("one warp: rotates q and k, appends", "to the cache, merges splits"), "c3")
 
     picture.arrow([(146, 158), (196, 158)], "c0", 2.5)

@@ -200,6 +200,9 @@ void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
     fail(Exit::usage, "--bench-layer: only for models with the parallel residual in 16 bits, and this one %s",
          config.quantization.any() ? "is quantised" : "has the sequential residual");
   }
+  if (settings_.bench_timeline && config.quantization.any()) {
+    fail(Exit::usage, "--bench-timeline: only for models in 16 bits, and this one is quantised");
+  }
   if (lora_) {
     if (settings_.decode == "fused") {
       fail(Exit::environment, "--decode fused: got an adapter beside quantised weights. Use --decode graph");

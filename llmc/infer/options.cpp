@@ -167,7 +167,7 @@ void add_measurements(OptionTable& table, InferSettings& s) {
   table.flag("bench-layer", s.bench_layer,
              "instead: attention, MLP-up and GELU of one layer at context 64; needs --decode fused");
   table.flag("bench-timeline", s.bench_timeline,
-             "also when the phases of a fused token at context 64 end; needs --decode fused");
+             "also when the phases of a fused token at context 64 end; needs --decode fused and weights in 16 bits");
   table.text(
       "random-model", s.random_model, "NAME|FILE",
       "instead of --model: random weights of a preset of train_llama's --config, pythia-2.8b for example, or of a "

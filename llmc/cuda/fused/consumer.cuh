@@ -9,7 +9,7 @@
 //   head.cuh            logits and the largest of them
 //   sampling.cuh        the next id, for all blocks and the host
 //
-// and, for the sequential residual, in sequential_layer.cuh and grouped_attention.cuh.
+// and, for the sequential residual, in sequential_layer.cuh, grouped_attention.cuh and tensor_attention.cuh.
 #pragma once
 
 #include <cstdint>
@@ -36,27 +36,36 @@ struct Consumer {
 
   const Block<K>& c;
   char* shared;
-  SharedLayout at;
+  const SharedLayout& at;
   const Layer* layers;
-  BlockRows own;
-  int thread, warp, lane, threads, warp_k, warp_r;
+  const BlockRows& own;
+  const int& threads;  // of all consumers
+  int thread, warp, lane, warp_k, warp_r;
   RingPosition ring;
-  int partial_buffer = 0, moment_buffer = 0;  // which of two alternating buffers: one barrier a use is enough
-  unsigned step = 0;                          // layers done in this launch
+  int partial_buffer = 0;   // which of two: the barrier of a use, or one of a norm behind it, is enough before the next
+  unsigned step = 0;        // layers done in this launch
   unsigned item_phase = 0;  // phase of query_here (sequential residual: of item_done) for the next item
   float x_own = 0;          // residual stream: element own.out.begin + thread
   bool stamping = false;    // this token is recorded in the timeline
 
-  __device__ __forceinline__ Consumer(const Block<K>& block, char* shared_memory, const SharedLayout& layout)
-      : c(block), shared(shared_memory), at(layout), layers(reinterpret_cast<const Layer*>(shared + layout.layers)) {
-    const Parameters& p = c.p;
-    own = p.rows[c.block];
-    thread = static_cast<int>(threadIdx.x);
+  __device__ __forceinline__ Consumer(const Block<K>& block, char* shared_memory)
+      : c(block),
+        shared(shared_memory),
+        at(c.p.at),
+        layers(reinterpret_cast<const Layer*>(shared + at.layers)),
+        own(c.flags.own),
+        threads(c.p.threads) {
+    find_place();
+  }
+  // Computes thread, warp, lane, warp_k and warp_r anew. The compiler derives from them once what it needs again and again, and
+  // keeps it in registers, or spills it; a call between two phases ends that.
+  __device__ __forceinline__ void find_place() {
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     warp = thread / kWarpSize;
     lane = thread % kWarpSize;
-    threads = p.warps_k * p.warps_r * kWarpSize;
-    warp_k = warp % p.warps_k;
-    warp_r = warp / p.warps_k;
+    const int2 of_warp = c.flags.places[warp];
+    warp_k = of_warp.x;
+    warp_r = of_warp.y;
   }
 
   // ---- layer.cuh
@@ -137,13 +146,18 @@ struct Consumer {
   __device__ __forceinline__ void down_rows(int l);
 
   // ---- grouped_attention.cuh
+  template <int kQueries>
   struct GroupState;
-  __device__ __forceinline__ void attend_groups(int layer, int position, int splits);
-  __device__ __forceinline__ void normalize_heads(float* first_head, int heads, const S* weights) const;
-  __device__ __forceinline__ void fetch_heads(int layer, int head, bool newest);
-  template <int kLanes>
-  __device__ __forceinline__ void attend_group(int position, int split, int splits);
-  __device__ __forceinline__ void merge_group(int head, int split, int splits);
+  __device__ __forceinline__ void attend_groups(int layer, int position);
+  __device__ __forceinline__ void normalize_heads(float* first_head, int heads, int queries, const S* weights) const;
+  __device__ __forceinline__ void fetch_heads(int layer, const AttentionItem& item);
+  __device__ __forceinline__ void attend_single(int position, const AttentionItem& item);
+  __device__ __forceinline__ void attend_several(int position, const AttentionItem& item);
+  template <int kHeadSize>
+  __device__ __forceinline__ void attend_slices(int position, const AttentionItem& item);
+  template <int kLanes, int kQueries>
+  __device__ __forceinline__ void attend_group(int position, const AttentionItem& item);
+  __device__ __forceinline__ void merge_group(const AttentionItem& item, int warp_queries);
 
   // ---- head.cuh
   __device__ __forceinline__ void run_head(int token);

@@ -9,8 +9,9 @@
 // would delay the exchanges between blocks, which queue behind the copies (dev/performance/fused.md, "What bounds it").
 //
 // Consumer warps divide the elements of a row among them, and each thread keeps the activations for its elements in
-// registers. So shared memory is read once for each weight, and for nothing else. A warp sums several rows in one
-// warp_fold(); the warps' partial sums are added at the end of a matrix, in the order of the warps.
+// registers, none of which may be spilled (parameters.cuh, Consumer::find_place()). So shared memory is read once for each
+// weight, and for nothing else. A warp sums several rows in one warp_fold(); the warps' partial sums are added at the end
+// of a matrix, in the order of the warps.
 //
 // The order of a layer in each block, and what each phase waits for. Work that depends on neither stands between the
 // phase that makes a result and the phase that needs it:
@@ -114,11 +115,11 @@ MemoryPlan plan_streams(const ModelConfig& config, const Plan& plan) {
 
 // The kernel for matrices in Format with everything else in S.
 template <typename S, typename Format>
-const void* quantized_kernel(const Plan& plan, bool instrumented) {
+const void* quantized_kernel(const Plan& plan) {
   if constexpr (std::is_same_v<S, fp16>) {
-    if (!plan.sequential) return fused_kernel<S, Format>(plan.shape.row_loads, instrumented);
+    if (!plan.sequential) return fused_kernel<S, Format>(plan.shape.row_loads, false);
   } else {
-    if (plan.sequential) return fused_sequential_kernel<S, Format>(plan.shape.row_loads, instrumented);
+    if (plan.sequential) return fused_sequential_kernel<S, Format>(plan.shape.row_loads, false);
   }
   fail(Exit::internal, "fused decoding: weights in %s are not compiled for this model", dtype_name(Format::kType));
 }
@@ -152,7 +153,7 @@ struct FusedDecode<S>::State {
         plan(found),
         quantized(type),
         blocks(plan.blocks),
-        threads((plan.shape.warps_k * plan.shape.warps_r + 2) * kWarpSize),
+        threads(plan.sequential ? kSequentialThreads : plan.sizes.threads + 2 * kWarpSize),
         shared_bytes(plan.layout.bytes),
         layout(plan_workspace(model, plan, parameters)),
         workspace(layout.plan()),
@@ -171,7 +172,7 @@ struct FusedDecode<S>::State {
       return plan.sequential ? fused_sequential_kernel<S>(plan.shape.row_loads, instrumented())
                              : fused_kernel<S>(plan.shape.row_loads, instrumented());
     }
-    return for_format(quantized, [&]<typename Format>() { return quantized_kernel<S, Format>(plan, instrumented()); });
+    return for_format(quantized, [&]<typename Format>() { return quantized_kernel<S, Format>(plan); });
   }
   // The kernel for the next launch; raises its limit of dynamic shared memory.
   const void* kernel() const {
@@ -224,6 +225,7 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const DeviceWeights<S>& w
   p.page_size = static_cast<int>(cache.page_size);
   p.rope_cos = rope.cos;
   p.rope_sin = rope.sin;
+  p.at = plan.layout;
   p.eps = static_cast<float>(config.norm_eps);
   p.scale = static_cast<float>(std::numbers::log2e / std::sqrt(static_cast<double>(config.head_dim)));
   p.mailbox = mailbox.words();
@@ -432,6 +434,9 @@ int FusedDecode<S>::blocks() const {
 
 template <typename S>
 void FusedDecode<S>::record_timeline(bool record) {
+  if (record && state_->quantized != DType::f32) {
+    fail(Exit::usage, "timeline: only of weights in 16 bits, these are in %s", dtype_name(state_->quantized));
+  }
   state_->timeline.record(record);
 }
 

@@ -35,7 +35,7 @@ namespace weft::cuda {
 // Empty if this GPU can run this model, otherwise one line for the user that says why not. Needed: compute capability
 // 9.0; a head_dim that is a multiple of 8 up to 256; enough multiprocessors for the model's rows: 16 for Pythia-410M,
 // 32 for 1B to 2.8B, 64 for 6.9B and 12B. The parallel residual needs ffn_size = 4 hidden_size (all Pythia models), the
-// sequential one an ffn_size of at most 4 times the hidden_size, rounded up to whole loads.
+// sequential one a hidden_size and heads x head_dim of at most 4,096 and an ffn_size of at most 16,384.
 std::string fused_decode_unsupported_reason(const ModelConfig& config, const Device& device);
 
 // Tokens sampled in a launch, at most: as many as the mailbox holds, so the host may read them as late as it likes.
@@ -75,7 +75,7 @@ struct FusedTuning {
   // Ids are 0, logits are not written.
   bool layer_only = false;
   double timeout_seconds = 10;   // a wait of the kernel that takes longer is an error
-  bool lose_an_arrival = false;  // for tests of the time limit: the last token of a launch never completes
+  bool lose_an_arrival = false;  // for tests of the time limit, in 16 bits: the last token of a launch never completes
 };
 
 template <typename S>
@@ -117,8 +117,8 @@ class FusedDecode {
   std::uint64_t bytes_per_token(std::int64_t context) const;
 
   int blocks() const;
-  // true: records a timeline from the next launch on, with the instrumented kernel. false: discards what was recorded
-  // and returns to the kernel without instruments.
+  // true: records a timeline from the next launch on, with the instrumented kernel; Exit::usage if matrices are quantised.
+  // false: discards what was recorded and returns to the kernel without instruments.
   void record_timeline(bool record);
   // The timeline of the last launch, which must have ended; empty unless one is recorded.
   FusedTimeline timeline();

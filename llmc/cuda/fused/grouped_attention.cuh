@@ -1,9 +1,10 @@
-// Attention of a K/V head and all its query heads (grouped-query attention), by the consumers alone. An item is a K/V
-// head and a split of the context; keys and values are read once for the group.
+// Attention of a K/V head and its query heads (grouped-query attention), by the consumers alone. An item is query heads of
+// a K/V head and a split of the context (AttentionItems); keys and values are read once for it.
 #pragma once
 
 #include "llmc/cuda/fused/consumer.cuh"
 #include "llmc/cuda/fused/merge.cuh"
+#include "llmc/cuda/fused/tensor_attention.cuh"
 #include "llmc/cuda/op/elementwise/rotate_pair.cuh"
 
 namespace weft::cuda::fused {
@@ -12,8 +13,9 @@ namespace weft::cuda::fused {
 
 // Online softmax of the queries that a warp computes, in a group of lanes that share positions: see SoftmaxState.
 template <typename K>
+template <int kQueries>
 struct Consumer<K>::GroupState {
-  float largest[kWarpQueries], sum[kWarpQueries] = {}, out[kWarpQueries][kLaneElements] = {};
+  float largest[kQueries], sum[kQueries] = {}, out[kQueries][kLaneElements] = {};
 
   // Adds two positions to query u; a score of -INFINITY leaves one out.
   __device__ __forceinline__ void add(int u, float score0, float score1, const float (&v0)[kLaneElements],
@@ -28,14 +30,15 @@ struct Consumer<K>::GroupState {
   }
 };
 
-// RMSNorm of the heads of an item before they rotate (llmc/cpu/head_norm.h): `heads` of them, the queries of a group, then its
-// key, one a warp at a time. `weights` [2, HS]: of queries, of keys.
+// RMSNorm of the heads of an item before they rotate (llmc/cpu/head_norm.h): `heads` of them, `queries` queries, then perhaps
+// the key, one a warp at a time. `weights` [2, HS]: of queries, of keys.
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::normalize_heads(float* first_head, int heads, const S* weights) const {
+__device__ __forceinline__ void Consumer<K>::normalize_heads(float* first_head, int heads, int queries,
+                                                             const S* weights) const {
   const Parameters& p = c.p;
   for (int h = warp; h < heads; h += threads / kWarpSize) {
     float* const head = first_head + h * p.HS;
-    const S* const weight = weights + (h == p.group ? p.HS : 0);
+    const S* const weight = weights + (h == queries ? p.HS : 0);
     float squares = 0;
     for (int d = lane; d < p.HS; d += kWarpSize) squares = fmaf(head[d], head[d], squares);
 #pragma unroll
@@ -45,12 +48,14 @@ __device__ __forceinline__ void Consumer<K>::normalize_heads(float* first_head, 
   }
 }
 
-// Fetches the queries of the group, normalised, rotated and scaled, to shared memory; with `newest` also the token's key and
+// Fetches the item's queries, normalised, rotated and scaled, to shared memory; if it has the token itself, also its key and
 // value, rounded as the cache holds them.
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::fetch_heads(int layer, int head, bool newest) {
+__device__ __forceinline__ void Consumer<K>::fetch_heads(int layer, const AttentionItem& item) {
   const Parameters& p = c.p;
-  const int HS = p.HS, half = p.rope_half, queries = p.group * HS, wanted = queries + (newest ? 2 * HS : 0);
+  const bool newest = item.newest();
+  const int head = item.head, HS = p.HS, half = p.rope_half, queries = item.queries * HS,
+            wanted = queries + (newest ? 2 * HS : 0);
   float* raw = reinterpret_cast<float*>(shared + at.raw);
   float* query = reinterpret_cast<float*>(shared + at.query);
   S* added = reinterpret_cast<S*>(shared + at.added);
@@ -59,7 +64,7 @@ __device__ __forceinline__ void Consumer<K>::fetch_heads(int layer, int head, bo
   uint4 weights = make_uint4(0, 0, 0, 0);
   if (has_weights) weights = __ldg(reinterpret_cast<const uint4*>(p.head_norms_of + 2 * layer * HS) + thread);
   for (int e = 4 * thread; e < wanted; e += 4 * threads) {
-    const int place = e < queries        ? head * p.q_stride + e
+    const int place = e < queries        ? head * p.q_stride + item.first_query * HS + e
                       : e < queries + HS ? head * p.kv_stride + p.key_begin + e - queries
                                          : head * p.kv_stride + p.value_begin + e - queries - HS;
     uint4 v = make_uint4(0, 0, 0, 0);
@@ -76,7 +81,7 @@ __device__ __forceinline__ void Consumer<K>::fetch_heads(int layer, int head, bo
   }
   sync();
   if (p.head_norms) {
-    normalize_heads(raw, p.group + (newest ? 1 : 0), reinterpret_cast<const S*>(query));
+    normalize_heads(raw, item.queries + (newest ? 1 : 0), item.queries, reinterpret_cast<const S*>(query));
     sync();
   }
   const float *cosine = reinterpret_cast<const float*>(shared + at.rope), *sine = cosine + half;
@@ -94,33 +99,33 @@ __device__ __forceinline__ void Consumer<K>::fetch_heads(int layer, int head, bo
   if (newest && thread == 0) hopper::mbarrier_arrive(c.query_here);
 }
 
-// Attention over one item, divided among all warps. Warps form sets, each with up to kWarpQueries queries of the group;
-// kLanes lanes share a position. Leaves a softmax state for each warp and query in shared memory.
+// Attention over one item, divided among all warps. Warps form sets, each with up to kQueries queries of the item; kLanes
+// lanes share a position. Leaves a softmax state for each warp and query in shared memory.
 template <typename K>
-template <int kLanes>
-__device__ __forceinline__ void Consumer<K>::attend_group(int position, int split, int splits) {
+template <int kLanes, int kQueries>
+__device__ __forceinline__ void Consumer<K>::attend_group(int position, const AttentionItem& item) {
   const Parameters& p = c.p;
   constexpr int kGroups = kWarpSize / kLanes;
   const int HS = p.HS, position_bytes = 2 * HS, group = lane / kLanes, slice = lane % kLanes;
-  const int sets = (p.group + kWarpQueries - 1) / kWarpQueries, set = warp % sets, set_warp = warp / sets;
+  const int sets = (item.queries + kQueries - 1) / kQueries, set = warp % sets, set_warp = warp / sets;
   const int set_warps = (threads / kWarpSize - set + sets - 1) / sets;
-  const int queries = min(kWarpQueries, p.group - set * kWarpQueries);
+  const int queries = min(kQueries, item.queries - set * kQueries);
   const bool active = slice * kLaneElements < HS;
-  const Positions cached = positions_of<kPageUnit>(position, splits, split);
-  const float* query = reinterpret_cast<const float*>(shared + at.query) + set * kWarpQueries * HS;
-  float q[kWarpQueries][kLaneElements];
+  const Positions cached = positions_of<kPageUnit>(position, item.splits, item.split);
+  const float* query = reinterpret_cast<const float*>(shared + at.query) + set * kQueries * HS;
+  float q[kQueries][kLaneElements];
 #pragma unroll
-  for (int u = 0; u < kWarpQueries; ++u) {
+  for (int u = 0; u < kQueries; ++u) {
 #pragma unroll
     for (int j = 0; j < kLaneElements; ++j) {
       q[u][j] = active && u < queries ? query[u * HS + slice * kLaneElements + j] : 0.0f;
     }
   }
   const uint4 zero = make_uint4(0, 0, 0, 0);
-  GroupState r;
+  GroupState<kQueries> r;
 #pragma unroll
-  for (int u = 0; u < kWarpQueries; ++u) r.largest[u] = -INFINITY;
-  if (split == splits - 1 && set_warp == 0) {  // the new token itself
+  for (int u = 0; u < kQueries; ++u) r.largest[u] = -INFINITY;
+  if (item.newest() && set_warp == 0) {  // the new token itself
     const S* added = reinterpret_cast<const S*>(shared + at.added);
     uint4 k = zero, v = zero;
     if (active && lane < kLanes) {
@@ -130,7 +135,7 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, int spli
     float values[kLaneElements];
     widen<S>(v, values);
 #pragma unroll
-    for (int u = 0; u < kWarpQueries; ++u) {
+    for (int u = 0; u < kQueries; ++u) {
       float score = 0;
       dot<S>(score, k, q[u]);
 #pragma unroll
@@ -152,7 +157,7 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, int spli
     widen<S>(v[0], values[0]);
     widen<S>(v[1], values[1]);
 #pragma unroll
-    for (int u = 0; u < kWarpQueries; ++u) {
+    for (int u = 0; u < kQueries; ++u) {
       float score[2] = {0, 0};
 #pragma unroll
       for (int j = 0; j < kLaneElements; ++j) {
@@ -188,9 +193,9 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, int spli
   }
 
   // Merges the softmax states of the groups of lanes.
-  const int kept = min(p.group, kWarpQueries);
+  const int kept = min(item.queries, kQueries);
 #pragma unroll
-  for (int u = 0; u < kWarpQueries; ++u) {
+  for (int u = 0; u < kQueries; ++u) {
 #pragma unroll
     for (int offset = kLanes; offset < kWarpSize; offset *= 2) {
       const float other = __shfl_xor_sync(~0u, r.largest[u], offset), largest = fmaxf(r.largest[u], other);
@@ -213,20 +218,22 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, int spli
   }
 }
 
-// Merges the softmax states of the warps, two dimensions a thread. Where the context has several splits, the block with
-// the last one merges all of them in order.
+// Merges the softmax states of the warps, each of up to `warp_queries` queries, two dimensions a thread. Where the context
+// has several splits, the block with the last one merges all of them in order.
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::merge_group(int head, int split, int splits) {
+__device__ __forceinline__ void Consumer<K>::merge_group(const AttentionItem& item, int warp_queries) {
   const Parameters& p = c.p;
-  const int HS = p.HS, pairs = HS / 2, warps = threads / kWarpSize, kept = min(p.group, kWarpQueries);
-  const int sets = (p.group + kWarpQueries - 1) / kWarpQueries;
+  const int split = item.split, splits = item.splits;
+  const int HS = p.HS, pairs = HS / 2, warps = threads / kWarpSize, kept = min(item.queries, warp_queries);
+  const int sets = (item.queries + warp_queries - 1) / warp_queries;
   const float* states = reinterpret_cast<const float*>(shared + at.states);
-  for (int i = thread; i < p.group * pairs; i += threads) {
-    const int g = i / pairs, d = 2 * (i % pairs), set = g / kWarpQueries, u = g % kWarpQueries;
+  for (int i = thread; i < item.queries * pairs; i += threads) {
+    const int g = i / pairs, d = 2 * (i % pairs), set = g / warp_queries, u = g % warp_queries;
     float largest = -INFINITY, sum = 0, out[2] = {};
-    float2 of_warp[kMaxWarps], values[kMaxWarps];  // softmax states: largest score and sum; output times sum
+    // softmax states: largest score and sum; output times sum
+    float2 of_warp[kSequentialWarps], values[kSequentialWarps];
 #pragma unroll
-    for (int n = 0; n < kMaxWarps; ++n) {
+    for (int n = 0; n < kSequentialWarps; ++n) {
       const int w = set + n * sets;
       const float2* state = reinterpret_cast<const float2*>(states + (w * kept + u) * (HS + 2));
       of_warp[n] = w < warps ? state[0] : make_float2(-INFINITY, 0);
@@ -235,13 +242,13 @@ __device__ __forceinline__ void Consumer<K>::merge_group(int head, int split, in
     }
     const float base = largest == -INFINITY ? 0.0f : largest;
 #pragma unroll
-    for (int n = 0; n < kMaxWarps; ++n) {
+    for (int n = 0; n < kSequentialWarps; ++n) {
       const float weight = exp2f(of_warp[n].x - base);
       sum = fmaf(of_warp[n].y, weight, sum);
       out[0] = fmaf(values[n].x, weight, out[0]);
       out[1] = fmaf(values[n].y, weight, out[1]);
     }
-    const int query_head = head * p.group + g;
+    const int query_head = item.head * p.group + item.first_query + g;
     std::uint64_t* stored = p.splits + static_cast<std::int64_t>(query_head) * p.max_splits * (HS + 2);
     if (split < splits - 1) {
       std::uint64_t* to = stored + split * (HS + 2);
@@ -262,24 +269,51 @@ __device__ __forceinline__ void Consumer<K>::merge_group(int head, int split, in
   }
 }
 
+// Attention over an item, one query head a warp.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::attend_single(int position, const AttentionItem& item) {
+  if (c.p.HS <= 64) {
+    attend_group<8, 1>(position, item);
+  } else if (c.p.HS <= 128) {
+    attend_group<16, 1>(position, item);
+  } else {
+    attend_group<32, 1>(position, item);
+  }
+}
+
+// The same with kWarpQueries of them.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::attend_several(int position, const AttentionItem& item) {
+  if (c.p.HS <= 64) {
+    attend_slices<64>(position, item);
+  } else if (c.p.HS <= 128) {
+    attend_slices<128>(position, item);
+  } else {
+    attend_group<32, kWarpQueries>(position, item);
+  }
+}
+
+// An item of up to so many scores, and as many queries as warps, is computed by attend_single(), whose code is short.
+constexpr int kSingleScores = 256;
+
 // All items of this block, the same ones in every layer: no other work overlaps with attention here, and a block that
 // always computes it has its code in the instruction cache.
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::attend_groups(int layer, int position, int splits) {
-  const Parameters& p = c.p;
-  for (int item = c.block; item < p.NKV * splits; item += c.blocks) {
-    const int head = item / splits, split = item % splits;
-    fetch_heads(layer, head, split == splits - 1);
+__device__ __forceinline__ void Consumer<K>::attend_groups(int layer, int position) {
+  const AttentionItems items(c.p, c.p, position, c.blocks);
+  for (int i = c.block; i < items.count; i += c.blocks) {
+    const AttentionItem item = items.at(i);
+    fetch_heads(layer, item);
     stamp(layer, FusedPhase::query_here);
-    if (p.HS <= 64) {
-      attend_group<8>(position, split, splits);
-    } else if (p.HS <= 128) {
-      attend_group<16>(position, split, splits);
+    const int positions = (position + item.splits - 1) / item.splits;
+    const bool single = item.queries <= kSequentialWarps && item.queries * positions <= kSingleScores;
+    if (single) {
+      attend_single(position, item);
     } else {
-      attend_group<32>(position, split, splits);
+      attend_several(position, item);
     }
     sync();
-    merge_group(head, split, splits);
+    merge_group(item, single ? 1 : kWarpQueries);
   }
   stamp(layer, FusedPhase::attention_done);
 }

@@ -20,9 +20,12 @@ struct Helper {
 
   const Block<K>& c;
   char* shared;
-  SharedLayout at;
+  const SharedLayout& at;
   int lane, warps;     // warps: of the consumers
   unsigned phase = 0;  // parity of the barrier item_done
+
+  // Computes `lane` anew: see Consumer::find_place().
+  __device__ void find_place() { asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane)); }
 
   // Polls in all lanes; false if no token follows or the launch is aborted.
   template <typename Try>
@@ -118,7 +121,7 @@ struct Helper {
   }
 
   // ---- sequential_helper.cuh
-  __device__ bool append(int layer, int position, int head);
+  __device__ bool append(int layer, int position, const AttentionItem& item);
   __device__ void run_sequential();
 
   __device__ void run() {
@@ -128,9 +131,11 @@ struct Helper {
       const int position = p.position + token, splits = splits_at(position, p.max_splits);
       load_rope(position);
       for (int l = 0; l < p.L; ++l) {
+        find_place();
         for (int item = c.first_work_unit(l); item < p.NH * splits; item += c.blocks) {
           const int head = item / splits, split = item % splits;
           if (!prepare(l, position, head, split == splits - 1, step + 1)) return;
+          find_place();
           if (!collect(head, split, splits, step + 1)) return;
         }
         ++step;

@@ -1,5 +1,5 @@
-// The fused decode kernel: one block on each multiprocessor, all resident at once; the last two warps are producer and
-// helper. What it does and why: decode.cu.
+// The fused decode kernel: one block on each multiprocessor, all resident at once; behind the consumers' warps are those of
+// producer and helper. What it does and why: decode.cu.
 #pragma once
 
 #include "llmc/cuda/fused/helper.cuh"
@@ -19,11 +19,9 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
   using Layer = typename Block<K>::Layer;
   extern __shared__ __align__(128) char shared[];
   __shared__ Flags flags;
-  const SharedLayout at = [&] {
-    if constexpr (K::kSequential) return shared_layout(p, p.group);
-    return shared_layout(p);
-  }();
-  const int consumers = p.warps_k * p.warps_r * kWarpSize;
+  __shared__ LayerParts parts;
+  const SharedLayout& at = p.at;
+  const int consumers = p.threads;
   const unsigned base = shared_address(shared);
   const Block<K> block{p,
                        flags,
@@ -41,6 +39,8 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
     table[i] = reinterpret_cast<const std::uint64_t*>(p.layers)[i];
   }
   if (threadIdx.x == 0) {
+    flags.own = p.rows[blockIdx.x];
+    for (int w = 0; w < kMaxWarps; ++w) flags.places[w] = make_int2(w % p.warps_k, w / p.warps_k);
     flags.abort = 0;
     flags.stop = 0;
     flags.cache_steps = 0;
@@ -53,27 +53,32 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
     hopper::fence_barrier_init();
   }
   __syncthreads();
-  if (static_cast<int>(threadIdx.x) >= consumers + kWarpSize) {
-    Helper<K> helper{block, shared, at, static_cast<int>(threadIdx.x) % kWarpSize, consumers / kWarpSize};
+  const int thread = static_cast<int>(threadIdx.x), other = thread - consumers;
+  if (other < 0) {
+#if WEFT_WGMMA  // elsewhere they have kLaunchRegisters
+    if constexpr (K::kSequential) hopper::increase_registers<kConsumerRegisters>();
+#endif
+    Consumer<K> consumer(block, shared);
+    if constexpr (K::kSequential) {
+      consumer.run_sequential();
+    } else {
+      consumer.run();
+    }
+    return;
+  }
+#if WEFT_WGMMA
+  if constexpr (K::kSequential) hopper::decrease_registers<kOtherRegisters>();
+#endif
+  if (other == 0) {
+    Producer<K> producer{block, reinterpret_cast<const Layer*>(shared + at.layers), {}, {}, 0, false};
+    producer.run(flags.own, parts);
+  } else if (other >= kWarpSize && other < 2 * kWarpSize) {
+    Helper<K> helper{block, shared, at, thread % kWarpSize, consumers / kWarpSize};
     if constexpr (K::kSequential) {
       helper.run_sequential();
     } else {
       helper.run();
     }
-    return;
-  }
-  if (static_cast<int>(threadIdx.x) >= consumers) {
-    if (static_cast<int>(threadIdx.x) == consumers) {
-      Producer<K> producer{block, reinterpret_cast<const Layer*>(shared + at.layers), {}, {}, 0, false};
-      producer.run(p.rows[blockIdx.x]);
-    }
-    return;
-  }
-  Consumer<K> consumer(block, shared, at);
-  if constexpr (K::kSequential) {
-    consumer.run_sequential();
-  } else {
-    consumer.run();
   }
 #else
   __trap();  // fused_decode_unsupported_reason() keeps such GPUs away
@@ -92,14 +97,15 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
     return instrumented ? of(Variant<S, void, 2, true>()) : of(Variant<S, void, 2, false>());                     \
   }
 
-// The same for quantised matrices: two kernels, always instrumented, so that half as many are compiled.
-#define WEFT_QUANTIZED_FUSED_KERNELS(function, Variant, S, Format)                                 \
-  template <>                                                                                      \
-  const void* function<S, Format>(int row_loads, bool) {                                           \
-    const auto of = [](auto variant) {                                                             \
-      return reinterpret_cast<const void*>(fused_decode_kernel<decltype(variant)>);                \
-    };                                                                                             \
-    return row_loads == 1 ? of(Variant<S, Format, 1, true>()) : of(Variant<S, Format, 2, true>()); \
+// The same for quantised matrices: two kernels, always without instruments. (Those cost 1 us a layer even where nothing is
+// recorded, since each stamp waits for what it would write.)
+#define WEFT_QUANTIZED_FUSED_KERNELS(function, Variant, S, Format)                                   \
+  template <>                                                                                        \
+  const void* function<S, Format>(int row_loads, bool) {                                             \
+    const auto of = [](auto variant) {                                                               \
+      return reinterpret_cast<const void*>(fused_decode_kernel<decltype(variant)>);                  \
+    };                                                                                               \
+    return row_loads == 1 ? of(Variant<S, Format, 1, false>()) : of(Variant<S, Format, 2, false>()); \
   }
 
 }  // namespace weft::cuda::fused

@@ -4,7 +4,8 @@
 namespace weft::cuda::fused {
 
 // The kernel function for storage type S and quantised matrices in Format (void: matrices in S), for `row_loads` (1 or 2)
-// 16-byte loads a lane from a row of C elements. Its one parameter is Parameters<S>.
+// 16-byte loads a lane from a row of C elements. Its one parameter is Parameters<S>. Only kernels of matrices in S can be
+// instrumented.
 template <typename S, typename Format = void>
 const void* fused_kernel(int row_loads, bool instrumented);
 // The same for the sequential residual. One parameter: SequentialParameters<S>.

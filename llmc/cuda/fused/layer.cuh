@@ -42,6 +42,7 @@ __device__ __forceinline__ void Consumer<K>::run() {
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::run_layer(int l, int token, std::int32_t id) {
   const int position = c.p.position + token;
+  find_place();
   float attention_input[kInputs], mlp_input[kInputs];
   {
     const NormWeights norms = load_norms(layers[l], true);  // loaded early, so that they arrive during the wait for x
@@ -50,7 +51,9 @@ __device__ __forceinline__ void Consumer<K>::run_layer(int l, int token, std::in
   }
   stamp(l, FusedPhase::norms_done);
   input_rows(l, token, attention_input, mlp_input);
+  find_place();
   attend(l, position, splits_at(position, c.p.max_splits));
+  find_place();
   output_rows(l, attention_input);
   ++step;
 }
@@ -93,6 +96,7 @@ __device__ __forceinline__ void Consumer<K>::input_rows(int l, int token, float 
     const RowTerms terms = up ? load_terms(layers[l].up_bias, layers[l].up_scales, range)
                               : load_terms(layers[l].qkv_bias, layers[l].qkv_scales, range);
     const int rows = range.end - range.begin;
+    partial_buffer = matrix;
     multiply_rows<kRowLoads>(rows, c.p.C, input);
     finish_rows(rows, [&](int row, float sum) {
       if constexpr (K::kInstrumented) {  // the last token never completes
@@ -117,6 +121,7 @@ __device__ __forceinline__ void Consumer<K>::output_rows(int l, float (&input)[k
   const RowTerms down_terms = load_terms(layers[l].down_bias, layers[l].down_scales, own.out),
                  dense_terms = load_terms(layers[l].dense_bias, layers[l].dense_scales, own.out);
   if (rows <= 0) return;
+  partial_buffer = 0;
   if (!c.layer_only()) {
     float hidden[kHidden];
     load_vector<4 * kRowLoads>(p.h, p.F, step + 1, hidden);

@@ -56,8 +56,7 @@ __device__ __forceinline__ typename Consumer<K>::Moments Consumer<K>::moments_of
     }
   }
   squares = warp_sum(squares);
-  float4* of_warps = c.flags.moments[moment_buffer];
-  moment_buffer ^= 1;
+  float4* of_warps = c.flags.moments;
   if (lane == 0) of_warps[warp] = make_float4(own_mean, squares, count, 0);
   sync();
   const float4 moments = lane < c.p.warps_k ? of_warps[warp_r * c.p.warps_k + lane] : make_float4(0, 0, 0, 0);

@@ -21,6 +21,13 @@ constexpr int kChunkLoads = 4;                            // 16-byte loads a lan
 constexpr int kSamplerThreads = 256;
 // consumer warps; with producer and helper 12, 3 on each of a multiprocessor's 4 partitions
 constexpr int kMaxWarps = 10;
+// With the sequential residual two whole warpgroups, so that they can have the registers that a third one, with producer
+// and helper, does not need: nothing is spilled. A spilled register is a cache line of a warp, and beside shared memory of
+// 227 KB L1 has no room for those of ten warps: each is fetched from L2 (dev/performance/fused.md).
+constexpr int kSequentialWarps = 8, kSequentialThreads = (kSequentialWarps + 4) * kWarpSize;
+constexpr int kLaunchRegisters = 168, kConsumerRegisters = 224, kOtherRegisters = 56;
+static_assert(kSequentialThreads <= (kMaxWarps + 2) * kWarpSize && kSequentialWarps * kWarpSize >= kSamplerThreads);
+static_assert(kSequentialWarps * kConsumerRegisters + 4 * kOtherRegisters <= (kSequentialWarps + 4) * kLaunchRegisters);
 constexpr int kMinSplitPositions = 64;  // positions of a split, at least; the last split may have fewer
 constexpr int kMaxLayers = 256;
 
@@ -102,6 +109,7 @@ struct Sizes {
   int rope_half;
   int L, C, F, V, NH, HS;
   int warps_k, warps_r;  // consumer warps that share a row; groups of such warps, each with its own rows
+  int threads;           // of all consumers
   int stages, stage_bytes, window;
   int partial_rows;  // rows whose partial sums fit in shared memory
   int max_splits;
@@ -116,6 +124,44 @@ struct Sizes {
   std::int64_t stream_bytes, head_stream_bytes;
 };
 
+// Query heads of a K/V head that one warp computes.
+constexpr int kWarpQueries = 4;
+// Bytes of these queries as operands of tensor cores (tensor_attention.cuh), at most.
+constexpr int kOperandBytes = 4096;
+constexpr int kTurn = 32;  // positions that a warp takes before the next one does
+
+// Byte offsets in dynamic shared memory; the ring comes first. `group`: query heads of an item of attention, at most.
+struct SharedLayout {
+  int layers, partials, digits, vector, rope, raw, query, added, states, sampler, barriers, bytes;
+};
+inline SharedLayout shared_layout(const Sizes& p, int group = 1) {
+  const int warps = p.warps_k * p.warps_r;
+  const auto up16 = [](int bytes) { return (bytes + 15) / 16 * 16; };
+  SharedLayout at{};
+  int end = p.stages * p.stage_bytes;
+  const auto take = [&](int bytes) {
+    const int start = end;
+    end += up16(bytes);
+    return start;
+  };
+  at.layers = take((p.L + 1) * p.layer_bytes);
+  // Operands lie where partial sums do: between two matrices these are idle.
+  const int operands = (group + kWarpQueries - 1) / kWarpQueries * kOperandBytes;
+  const int partials = 2 * p.warps_k * p.partial_rows * 4;
+  at.partials = take(partials > operands ? partials : operands);
+  at.digits = take(warps * p.digit_bytes);
+  at.vector = take(p.vector_bytes);
+  at.rope = take(2 * p.rope_half * 4);
+  at.raw = take((group + 2) * p.HS * 4);
+  at.query = take(group * p.HS * 4);
+  at.added = take(2 * p.HS * static_cast<int>(sizeof(fp16)));
+  at.states = take(warps * (group < kWarpQueries ? group : kWarpQueries) * (p.HS + 2) * 4);
+  at.sampler = take(static_cast<int>(sizeof(SamplerScratch<kSamplerThreads>)));
+  at.barriers = take((2 * p.stages + 2) * 8);
+  at.bytes = end;
+  return at;
+}
+
 // For measurements and tests; only instrumented kernels read them.
 struct Instruments {
   bool layer_only, lose_an_arrival;
@@ -124,6 +170,7 @@ struct Instruments {
 
 template <typename S>
 struct Parameters : Sizes {
+  SharedLayout at;  // here, in constant memory, it takes no registers
   // [L + 1] of Layer<S>, or of QuantizedLayer<S>: the last one holds the head in `qkv` and the final norm in norm1.
   std::byte* layers;
   BlockRows* rows;  // [blocks]
@@ -168,9 +215,6 @@ struct SequentialSizes {
 
   __host__ __device__ bool rotates(int layer) const { return (unrotated[layer / 32] >> layer % 32 & 1) == 0; }
 };
-// Query heads of a K/V head that one warp computes.
-constexpr int kWarpQueries = 4;
-
 template <typename S>
 struct SequentialParameters : Parameters<S>, SequentialSizes {
   TaggedValue* x_mid;  // [C]: the residual stream between attention and MLP
@@ -195,43 +239,39 @@ struct Flags {
   int stop;              // not 0: no token follows; with the sequential residual, the number of tokens decoded
   unsigned cache_steps;  // layers, counted over all tokens of this launch, whose new keys and values are in the cache
   std::int32_t id;       // id of the next token
-  float4 moments[2][kMaxWarps];  // of each warp's elements of x: mean, sum of squared deviations, count
+  BlockRows own;
+  int2 places[kMaxWarps];     // of each warp: which part of a row, and which group of rows
+  float4 moments[kMaxWarps];  // of each warp's elements of x: mean, sum of squared deviations, count
 };
-
-// Byte offsets in dynamic shared memory, computed alike on host and device; the ring comes first. `group`: query heads
-// of an item of attention.
-struct SharedLayout {
-  int layers, partials, digits, vector, rope, raw, query, added, states, sampler, barriers, bytes;
-};
-__host__ __device__ inline SharedLayout shared_layout(const Sizes& p, int group = 1) {
-  const int warps = p.warps_k * p.warps_r;
-  const auto up16 = [](int bytes) { return (bytes + 15) / 16 * 16; };
-  SharedLayout at{};
-  int end = p.stages * p.stage_bytes;
-  const auto take = [&](int bytes) {
-    const int start = end;
-    end += up16(bytes);
-    return start;
-  };
-  at.layers = take((p.L + 1) * p.layer_bytes);
-  at.partials = take(2 * p.warps_k * p.partial_rows * 4);
-  at.digits = take(warps * p.digit_bytes);
-  at.vector = take(p.vector_bytes);
-  at.rope = take(2 * p.rope_half * 4);
-  at.raw = take((group + 2) * p.HS * 4);
-  at.query = take(group * p.HS * 4);
-  at.added = take(2 * p.HS * static_cast<int>(sizeof(fp16)));
-  at.states = take(warps * (group < kWarpQueries ? group : kWarpQueries) * (p.HS + 2) * 4);
-  at.sampler = take(static_cast<int>(sizeof(SamplerScratch<kSamplerThreads>)));
-  at.barriers = take((2 * p.stages + 2) * 8);
-  at.bytes = end;
-  return at;
-}
 
 // Number of splits of one head's context at `position`.
 __host__ __device__ inline int splits_at(int position, int max_splits) {
   const int wanted = position / kMinSplitPositions;
   return wanted < 1 ? 1 : wanted > max_splits ? max_splits : wanted;
 }
+
+// An item of attention of the sequential residual: some query heads of a K/V head, in a split of the context.
+struct AttentionItem {
+  int head, first_query, queries, split, splits;
+
+  __host__ __device__ bool newest() const { return split == splits - 1; }  // has the token itself
+  __host__ __device__ bool appends() const { return newest() && first_query == 0; }
+};
+// How attention of a token is divided among blocks. An item has all query heads of a K/V head, so that keys and values
+// are read once; or one of them, where every item then still has a block of its own, since all blocks wait for the slowest.
+struct AttentionItems {
+  int splits, parts, queries, count;  // parts of the query heads of a K/V head, `queries` in each; items
+
+  __host__ __device__ AttentionItems(const Sizes& p, const SequentialSizes& s, int position, int blocks)
+      : splits(splits_at(position, p.max_splits)) {
+    parts = s.NKV * splits * s.group <= blocks ? s.group : 1;
+    queries = s.group / parts;
+    count = s.NKV * splits * parts;
+  }
+  __host__ __device__ AttentionItem at(int i) const {
+    const int split = i % splits, of_head = i / splits;
+    return {of_head / parts, of_head % parts * queries, queries, split, splits};
+  }
+};
 
 }  // namespace weft::cuda::fused

@@ -12,7 +12,8 @@ namespace fused {
 
 namespace {
 
-constexpr int kDefaultWindow = 48 << 10;
+// Bytes of copies in flight, by default. More delay the small accesses of the exchanges; fewer leave memory idle.
+constexpr int kDefaultWindow = 64 << 10, kQuantizedWindow = 48 << 10;
 constexpr int kMinStages = 3;
 constexpr int kMaxStages = 64;
 
@@ -57,19 +58,14 @@ std::int64_t first_part_of(std::int64_t F) {
 // longer; F elements are processed in two parts, of which a lane has twice as many loads.
 KernelShape sequential_shape(const ModelConfig& config) {
   const std::int64_t C = config.hidden_size, longest = std::max(C, config.q_size());
-  if (C % kLaneElements != 0 || longest > 5120) return {};
+  if (C % kLaneElements != 0 || longest > 2 * kSequentialWarps * kWarpElements) return {};
   KernelShape shape;
   const auto loads_of = [](std::int64_t elements) { return static_cast<int>(ceil_div(elements, kWarpElements)); };
   const int loads = std::max(loads_of(longest), (loads_of(first_part_of(config.ffn_size)) + 1) / 2);
-  if (loads <= kMaxWarps) {
-    shape.row_loads = 1;
-    shape.warps_k = loads == 6 || loads == 7 ? 8 : loads;
-    shape.warps_r = std::max(1, kMaxWarps / shape.warps_k);
-  } else {
-    shape.row_loads = 2;
-    shape.warps_k = std::clamp((loads + 1) / 2, kSamplerThreads / kWarpSize, kMaxWarps);
-    shape.warps_r = 1;
-  }
+  shape.row_loads = loads <= kSequentialWarps ? 1 : 2;
+  for (shape.warps_k = 1; shape.warps_k < kSequentialWarps && shape.warps_k * shape.row_loads < loads;)
+    shape.warps_k *= 2;
+  shape.warps_r = kSequentialWarps / shape.warps_k;
   return shape;
 }
 
@@ -210,16 +206,22 @@ void set_sizes(Plan& plan, const ModelConfig& config) {
   p.HS = static_cast<int>(config.head_dim);
   p.warps_k = plan.shape.warps_k;
   p.warps_r = plan.shape.warps_r;
+  p.threads = p.warps_k * p.warps_r * kWarpSize;
   p.stage_bytes = plan.shape.stage_bytes;
   p.layer_bytes = kLayerBytes;
   p.max_splits = max_splits_of(config, plan.blocks);
 }
 
-// Gives the ring all shared memory that is left. `group`: query heads of an item of attention.
+// Gives the ring all shared memory that is left. `group`: query heads of an item of attention, at most.
 void set_ring(Plan& plan, const Device& device, const FusedTuning& tuning, int group) {
   Sizes& p = plan.sizes;
   p.chunk_positions = p.stage_bytes / (4 * p.HS);
-  const int most = device.shared_bytes - static_cast<int>(ceil_div(sizeof(Flags), 128) * 128);
+  if (plan.sequential) {  // whole turns of a warp, or parts of one (tensor_attention.cuh)
+    int part = kTurn;
+    while (part > p.chunk_positions) part /= 2;
+    p.chunk_positions = p.chunk_positions / part * part;
+  }
+  const int most = device.shared_bytes - static_cast<int>(ceil_div(sizeof(Flags) + sizeof(LayerParts), 128) * 128);
   const int stages_wanted = tuning.ring_bytes > 0 ? tuning.ring_bytes / p.stage_bytes : kMaxStages;
   for (p.stages = std::clamp(stages_wanted, kMinStages, kMaxStages); p.stages > kMinStages; --p.stages) {
     if (shared_layout(p, group).bytes <= most) break;
@@ -230,7 +232,9 @@ void set_ring(Plan& plan, const Device& device, const FusedTuning& tuning, int g
         format("fused decoding: needs %d bytes of shared memory a block, this GPU has %d", plan.layout.bytes, most);
     return;
   }
-  const int window_bytes = tuning.window_bytes > 0 ? tuning.window_bytes : kDefaultWindow;
+  const int window_bytes = tuning.window_bytes > 0 ? tuning.window_bytes
+                           : p.stream_bytes > 0    ? kQuantizedWindow
+                                                   : kDefaultWindow;
   const int least = p.stream_bytes > 0 ? 2 : 1;  // stages of quantised weights can be nearly as large as the window
   p.window = std::clamp((window_bytes + p.stage_bytes / 2) / p.stage_bytes, least, p.stages);
 }
@@ -247,15 +251,14 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
   KernelShape& shape = plan.shape = sequential_shape(config);
   if (shape.warps_k == 0) {
     return refuse(
-        format("fused decoding needs a hidden_size that is a multiple of 8 up to 5120, and heads x head_dim up to "
-               "5120; got %lld, %lld x %lld",
+        format("fused decoding needs a hidden_size that is a multiple of 8 up to 4096, and heads x head_dim up to "
+               "4096; got %lld, %lld x %lld",
                number(config.hidden_size), number(config.num_heads), number(config.head_dim)));
   }
   const std::int64_t C = config.hidden_size, F = config.ffn_size, first_part = first_part_of(F);
   const std::int64_t part_loads = 2 * shape.row_loads;  // 16-byte loads a lane from one part of a row of F elements
   if (F % kLaneElements != 0 || first_part > part_loads * shape.warps_k * kWarpElements) {
-    return refuse(format("fused decoding needs an ffn_size that is a multiple of 8, here up to %lld; got %lld",
-                         number(2 * part_loads * shape.warps_k * kWarpElements), number(F)));
+    return refuse(format("fused decoding needs an ffn_size that is a multiple of 8 up to 16384; got %lld", number(F)));
   }
   const int warps = shape.warps_k * shape.warps_r, group = static_cast<int>(config.num_heads / config.num_kv_heads);
   if (group > kWarpQueries * warps) {

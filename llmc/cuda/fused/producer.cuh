@@ -133,10 +133,10 @@ struct Producer {
            (c.layer_only() || rows(w.down, own.out, p.F)) && rows(w.dense, own.out, p.C);
   }
 
-  __device__ void run(const BlockRows& own) {
+  // `parts`: shared memory for those of quantised matrices, which a loop indexes.
+  __device__ void run(const BlockRows& own, [[maybe_unused]] LayerParts& parts) {
     const Parameters& p = c.p;
     bool more = true;
-    [[maybe_unused]] LayerParts parts;
     if constexpr (K::kQuantized) {
       const SequentialSizes* sequential = nullptr;
       if constexpr (K::kSequential) sequential = &p;

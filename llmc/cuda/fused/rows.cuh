@@ -101,7 +101,7 @@ __device__ __forceinline__ void Consumer<K>::wide_rows(int count, const float (&
 }
 
 // Adds the warps' partial sums of up to partial_rows rows and calls finish(row, sum), one thread a row. One barrier is
-// enough: the next partial sums go to the other buffer.
+// enough: the next partial sums go to the other buffer, or a norm's barrier comes before them.
 template <typename K>
 template <typename Finish>
 __device__ __forceinline__ void Consumer<K>::finish_rows(int count, const Finish& finish) {

@@ -8,17 +8,21 @@ namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-// Writes the key and value that the consumers left in shared memory to their page. The consumers may reuse that memory
-// after item_done.
+// Writes the key and value that the consumers left in shared memory to their page, if the item is the one that does. The
+// consumers may reuse that memory after item_done.
 template <typename K>
-__device__ bool Helper<K>::append(int layer, int position, int head) {
+__device__ bool Helper<K>::append(int layer, int position, const AttentionItem& item) {
   const Parameters& p = c.p;
   const auto is_here = [&] { return hopper::mbarrier_try(c.query_here, phase); };
   // If no token follows, query_here may have completed just before `stop` was set: test once more.
   if (!wait(is_here) && __all_sync(~0u, is_here()) == 0) return false;
   phase ^= 1;
+  if (!item.appends()) {
+    if (lane == 0) hopper::mbarrier_arrive(c.item_done);
+    return true;
+  }
   const uint4* added = reinterpret_cast<const uint4*>(shared + at.added);
-  const std::int64_t page = static_cast<std::int64_t>(position / p.page_size) * p.NKV + head;
+  const std::int64_t page = static_cast<std::int64_t>(position / p.page_size) * p.NKV + item.head;
   const std::int64_t row =
       (p.capacity * p.NKV * layer + page * p.page_size + position % p.page_size) * static_cast<std::int64_t>(p.HS);
   const int pieces = p.HS / kLaneElements;
@@ -40,12 +44,15 @@ __device__ void Helper<K>::run_sequential() {
   const Parameters& p = c.p;
   unsigned step = 0;
   for (int token = 0; token < p.count; ++token) {
-    const int position = p.position + token, splits = splits_at(position, p.max_splits);
+    const int position = p.position + token;
+    const AttentionItems items(p, p, position, c.blocks);
     const int stop = *const_cast<volatile int*>(&c.flags.stop);
     if (stop != 0 && token >= stop) return;
     for (int l = 0; l < p.L; ++l) {
-      for (int item = c.block; item < p.NKV * splits; item += c.blocks) {
-        if (item % splits == splits - 1 && !append(l, position, item / splits)) return;
+      find_place();
+      for (int i = c.block; i < items.count; i += c.blocks) {
+        const AttentionItem item = items.at(i);
+        if (item.newest() && !append(l, position, item)) return;
       }
       ++step;
       // Once every block has appended its keys and values of this layer, the producer may read them at the next token.

@@ -43,6 +43,7 @@ __device__ __forceinline__ void Consumer<K>::run_sequential() {
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::run_sequential_layer(int l, int token, std::int32_t id) {
   const int position = c.p.position + token;
+  find_place();
   float x[kInputs];
   {
     // loaded early, so that it arrives during the wait for x
@@ -52,7 +53,9 @@ __device__ __forceinline__ void Consumer<K>::run_sequential_layer(int l, int tok
   }
   stamp(l, FusedPhase::norms_done);
   sequential_qkv_rows(l, x);
-  attend_groups(l, position, splits_at(position, c.p.max_splits));
+  find_place();
+  attend_groups(l, position);
+  find_place();
   middle_rows(l, x);
   {
     const NormWeight norm = load_norm(layers[l].norm2_weight, layers[l].norm2_bias);
@@ -144,12 +147,12 @@ template <typename K>
 __device__ __forceinline__ float Consumer<K>::partial_sum(int target) const {
   const float* partial =
       reinterpret_cast<const float*>(shared + at.partials) + partial_buffer * c.p.warps_k * c.p.partial_rows + target;
-  float of_warp[kMaxWarps];  // all loads before the first addition
+  float of_warp[kSequentialWarps];  // all loads before the first addition
 #pragma unroll
-  for (int k = 0; k < kMaxWarps; ++k) of_warp[k] = k < c.p.warps_k ? partial[k * c.p.partial_rows] : 0.0f;
+  for (int k = 0; k < kSequentialWarps; ++k) of_warp[k] = k < c.p.warps_k ? partial[k * c.p.partial_rows] : 0.0f;
   float sum = of_warp[0];
 #pragma unroll
-  for (int k = 1; k < kMaxWarps; ++k) sum += of_warp[k];
+  for (int k = 1; k < kSequentialWarps; ++k) sum += of_warp[k];
   return sum;
 }
 
@@ -166,6 +169,7 @@ template <typename K>
 __device__ __forceinline__ void Consumer<K>::sequential_qkv_rows(int l, float (&input)[kInputs]) {
   const RowTerms terms = load_terms(layers[l].qkv_bias, layers[l].qkv_scales, own.qkv);
   const int rows = own.qkv.end - own.qkv.begin;
+  partial_buffer = 0;
   multiply_part<kRowLoads, kRows>(rows, 1, c.p.C, input, false);
   finish_sums(
       rows, [&](int row, float sum) { store_relaxed(c.p.qkv + own.qkv.begin + row, tagged(terms.of(sum), step + 1)); });
@@ -181,6 +185,7 @@ __device__ __forceinline__ void Consumer<K>::middle_rows(int l, float (&input)[k
   const RowTerms terms = load_terms(layers[l].dense_bias, layers[l].dense_scales, own.out);
   load_vector<kRowLoads>(p.attention, p.q_size, step + 1, input);
   stamp(l, FusedPhase::attention_here);
+  partial_buffer = 1;
   multiply_part<kRowLoads, kRows>(rows, 1, p.q_size, input, false);
   finish_sums(rows, [&](int row, float sum) {
     x_own += terms.of(sum);
@@ -205,6 +210,7 @@ __device__ __forceinline__ void Consumer<K>::hidden_rows(int l, int token, float
         up_row_scale = load_scale(layers[l].up_scales + up_scale(own_rows.begin + thread));
       }
     }
+    partial_buffer = part;
     multiply_part<kRowLoads, kRows>(rows, p.gated ? 2 : 1, p.C, input, false);
     bool write = true;
     if constexpr (K::kInstrumented) {  // the last token never completes
@@ -227,6 +233,7 @@ __device__ __forceinline__ void Consumer<K>::down_rows(int l) {
   const int rows = own.out.end - own.out.begin;
   if (rows <= 0) return;
   const RowTerms terms = load_terms(layers[l].down_bias, layers[l].down_scales, own.out);
+  partial_buffer = 0;
 #pragma unroll 1
   for (int part = 0; part < 2; ++part) {
     const int begin = part == 0 ? 0 : p.first_part, width = part == 0 ? p.first_part : p.F - p.first_part;

@@ -55,16 +55,17 @@ __device__ bool Producer<K>::gated_rows(const S* matrix, RowRange rows, int half
   return true;
 }
 
-// As cache(), for a cache that may be in pages; an item is a K/V head and a split of the context.
+// As cache(), for a cache that may be in pages.
 template <typename K>
 __device__ bool Producer<K>::pages(int token, int layer, int position) {
   const Parameters& p = c.p;
-  const int splits = splits_at(position, p.max_splits);
+  const AttentionItems items(p, p, position, c.blocks);
   const int position_bytes = p.HS * static_cast<int>(sizeof(S));
   const std::int64_t layer_begin = p.capacity * p.NKV * p.HS * layer;
   bool checked = token == 0;  // the first token reads only what earlier launches wrote
-  for (int item = c.block; item < p.NKV * splits; item += c.blocks) {
-    const Positions cached = positions_of<kPageUnit>(position, splits, item % splits);
+  for (int i = c.block; i < items.count; i += c.blocks) {
+    const AttentionItem item = items.at(i);
+    const Positions cached = positions_of<kPageUnit>(position, item.splits, item.split);
     if (cached.begin == cached.end) continue;
     if (!checked) {
       const volatile unsigned* steps = &c.flags.cache_steps;
@@ -79,7 +80,7 @@ __device__ bool Producer<K>::pages(int token, int layer, int position) {
     }
     for (int first = cached.begin; first < cached.end;) {
       const int count = chunk_of(p, first, cached.end);
-      const std::int64_t page = static_cast<std::int64_t>(first / p.page_size) * p.NKV + item / splits;
+      const std::int64_t page = static_cast<std::int64_t>(first / p.page_size) * p.NKV + item.head;
       const std::int64_t from = layer_begin + (page * p.page_size + first % p.page_size) * p.HS;
       if (!chunk(p.keys + from, 2, count * position_bytes,
                  reinterpret_cast<const char*>(p.values) - reinterpret_cast<const char*>(p.keys),

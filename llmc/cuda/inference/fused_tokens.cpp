@@ -98,7 +98,7 @@ std::string fused_unsupported_reason(const ModelConfig& config, DType dtype) {
 bool graph_is_faster(const ModelConfig& config) {
   constexpr std::int64_t kLoadedElements = 2048;
   // Beside such an MLP a lane has two loads of a row, and a row of the narrower hidden state leaves half of them empty.
-  constexpr std::int64_t kNarrow = 2560, kWideMlp = 10240;
+  constexpr std::int64_t kNarrow = 2048, kWideMlp = 8192;
   if (config.parallel_residual) return false;
   return config.hidden_size % kLoadedElements != 0 || (config.hidden_size <= kNarrow && config.ffn_size > kWideMlp);
 }
@@ -110,8 +110,10 @@ bool fused_by_default(const ModelConfig& config) {
 }
 
 std::int64_t fused_positions(const ModelConfig& config) {
-  constexpr std::int64_t kGrouped = 12'288;
-  return config.num_kv_heads < config.num_heads ? kGrouped : std::numeric_limits<std::int64_t>::max();
+  // Where query heads share keys and values: for each element of a head; and for wider heads, which tensor cores do not have.
+  constexpr std::int64_t kGrouped = 256, kWidest = 128, kWider = 12'288;
+  if (config.num_kv_heads == config.num_heads) return std::numeric_limits<std::int64_t>::max();
+  return config.head_dim <= kWidest ? kGrouped * config.head_dim : kWider;
 }
 
 std::vector<MemoryLine> plan_fused_tokens(const ModelConfig& config) {
