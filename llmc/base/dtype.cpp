@@ -29,13 +29,6 @@ const char* dtype_name(DType dtype) {
   return kInfo[static_cast<std::uint32_t>(dtype)].name;
 }
 
-std::optional<DType> dtype_from_name(std::string_view name) {
-  for (std::uint32_t i = 0; i < kNumDTypes; ++i) {
-    if (name == kInfo[i].name) return static_cast<DType>(i);
-  }
-  return std::nullopt;
-}
-
 float bf16_to_f32(std::uint16_t bits) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
 }

@@ -3,8 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
-#include <string_view>
 
 namespace weft {
 
@@ -28,7 +26,6 @@ inline constexpr std::uint32_t kNumDTypes = 11;
 std::size_t dtype_bits(DType dtype);   // of one element
 std::size_t dtype_bytes(DType dtype);  // of one element; u4, of which two share a byte, is Exit::internal
 const char* dtype_name(DType dtype);   // "f32", "bf16", ...
-std::optional<DType> dtype_from_name(std::string_view name);
 
 float bf16_to_f32(std::uint16_t bits);
 float f16_to_f32(std::uint16_t bits);

@@ -75,10 +75,6 @@ __device__ inline void fence_barrier_init() {
 __device__ inline void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Announces bytes without arriving.
-__device__ inline void mbarrier_expect(unsigned barrier, unsigned bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
 __device__ inline void mbarrier_arrive_expect(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -86,15 +82,6 @@ __device__ inline void mbarrier_arrive_expect(unsigned barrier, unsigned bytes) 
 __device__ inline bool mbarrier_try(unsigned barrier, unsigned parity) {
   unsigned complete;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(complete)
-               : "r"(barrier), "r"(parity)
-               : "memory");
-  return complete != 0;
-}
-// The same without suspending the thread.
-__device__ inline bool mbarrier_test(unsigned barrier, unsigned parity) {
-  unsigned complete;
-  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
                : "=r"(complete)
                : "r"(barrier), "r"(parity)
                : "memory");

@@ -29,10 +29,5 @@ template <typename T>
 __device__ inline void store_pack(T* address, const Pack<T>& pack) {
   *reinterpret_cast<int4*>(address) = *reinterpret_cast<const int4*>(&pack);
 }
-// Evict-first: for data that is not read again soon.
-template <typename T>
-__device__ inline void store_pack_streaming(T* address, const Pack<T>& pack) {
-  __stcs(reinterpret_cast<int4*>(address), *reinterpret_cast<const int4*>(&pack));
-}
 
 }  // namespace weft::cuda
