@@ -1,6 +1,7 @@
 #include "llmc/cuda/fused/plan.cuh"
 
 #include <algorithm>
+#include <bit>
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/fused/packed_tiles.cuh"
@@ -63,8 +64,8 @@ KernelShape sequential_shape(const ModelConfig& config) {
   const auto loads_of = [](std::int64_t elements) { return static_cast<int>(ceil_div(elements, kWarpElements)); };
   const int loads = std::max(loads_of(longest), (loads_of(first_part_of(config.ffn_size)) + 1) / 2);
   shape.row_loads = loads <= kSequentialWarps ? 1 : 2;
-  for (shape.warps_k = 1; shape.warps_k < kSequentialWarps && shape.warps_k * shape.row_loads < loads;)
-    shape.warps_k *= 2;
+  const auto needed = static_cast<unsigned>(ceil_div(loads, shape.row_loads));
+  shape.warps_k = std::min(kSequentialWarps, static_cast<int>(std::bit_ceil(needed)));
   shape.warps_r = kSequentialWarps / shape.warps_k;
   return shape;
 }
@@ -217,8 +218,7 @@ void set_ring(Plan& plan, const Device& device, const FusedTuning& tuning, int g
   Sizes& p = plan.sizes;
   p.chunk_positions = p.stage_bytes / (4 * p.HS);
   if (plan.sequential) {  // whole turns of a warp, or parts of one (tensor_attention.cuh)
-    int part = kTurn;
-    while (part > p.chunk_positions) part /= 2;
+    const int part = std::min(kTurn, static_cast<int>(std::bit_floor(static_cast<unsigned>(p.chunk_positions))));
     p.chunk_positions = p.chunk_positions / part * part;
   }
   const int most = device.shared_bytes - static_cast<int>(ceil_div(sizeof(Flags) + sizeof(LayerParts), 128) * 128);
