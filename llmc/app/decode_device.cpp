@@ -142,7 +142,7 @@ auto load_on_gpu(const ModelFile& file, const Load& load) {
 
 constexpr double kGpuKvShare = 0.9;  // of the memory that is free beside parameters and workspace
 
-InferenceOptions one_sequence_on_gpu(std::int64_t capacity, bool fused, bool kv_fp8 = false) {
+InferenceOptions one_sequence_on_gpu(std::int64_t capacity, bool fused, bool kv_fp8) {
   InferenceOptions pool = one_sequence(capacity);
   pool.kv_fp8 = kv_fp8;
   pool.max_rows = std::min(cuda::kInferenceRows, capacity);
@@ -162,8 +162,8 @@ std::unique_ptr<DecodeModel> sequence_on_gpu(std::unique_ptr<InferenceModel> mod
 }
 
 // What a model for one sequence, decoded in the fused kernel, will allocate.
-std::vector<MemoryLine> plan_fused(const ModelConfig& config, std::int64_t capacity, DType dtype) {
-  std::vector<MemoryLine> lines = cuda::plan_inference(config, one_sequence_on_gpu(capacity, true), dtype);
+std::vector<MemoryLine> plan_fused(const ModelConfig& config, std::int64_t capacity, DType dtype, bool kv_fp8) {
+  std::vector<MemoryLine> lines = cuda::plan_inference(config, one_sequence_on_gpu(capacity, true, kv_fp8), dtype);
   for (const MemoryLine& line : cuda::plan_fused_tokens(config)) lines.push_back(line);
   return lines;
 }
@@ -193,8 +193,9 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored, const std::op
 }
 
 // --decode auto: fused if this GPU and model have it, otherwise graph, with a line that says why. It never is with
-// --kv-dtype fp8 and --activations fp8, which parse_infer_options() refuses beside --decode fused. Many sequences and
-// drafts take graph unless fused is asked for, so that the bits of a request do not depend on how much else runs.
+// --activations fp8, which parse_infer_options() refuses beside --decode fused, as it does --kv-dtype fp8 of steps of several
+// rows. Many sequences and drafts take graph unless fused is asked for, so that the bits of a request do not depend on how much
+// else runs.
 void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
   if (settings_.bench_layer && (!config.parallel_residual || config.quantization.any())) {
     fail(Exit::usage, "--bench-layer: only for models with the parallel residual in 16 bits, and this one %s",
@@ -220,8 +221,7 @@ void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
   }
   decode_ = settings_.decode == "auto" ? "fused" : settings_.decode;
   if (decode_ != "fused") return;
-  std::string reason = cuda::fused_unsupported_reason(config, dtype_);
-  if (reason.empty() && settings_.kv_fp8()) reason = "the fused kernel reads keys and values of 16 bits";
+  std::string reason = cuda::fused_unsupported_reason(config, dtype_, settings_.kv_fp8());
   if (reason.empty() && settings_.decode == "auto" && cuda::graph_is_faster(config)) {
     reason = "the graph is faster for models as wide as this one";
   }
@@ -229,9 +229,7 @@ void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
     reason = "quantised weights of this model are decoded by the fused kernel only if --decode fused asks for it";
   }
   if (reason.empty() && settings_.decode == "auto" && config.quantization.any()) {
-    const std::uint64_t needed =
-        total_bytes(cuda::plan_inference(config, one_sequence_on_gpu(cuda::kFusedPageSize, true), dtype_)) +
-        total_bytes(cuda::plan_fused_tokens(config));
+    const std::uint64_t needed = total_bytes(plan_fused(config, cuda::kFusedPageSize, dtype_, settings_.kv_fp8()));
     if (needed > choice_.available_bytes) {
       reason =
           "the fused kernel needs the quantised weights a second time, in an order of its own, and the GPU has no room";
@@ -254,7 +252,7 @@ void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity
   const auto planned = [&](std::int64_t positions, DType dtype) {
     const auto of = [&](const ModelConfig& each, bool in_kernel, const std::optional<LoraConfig>& lora, bool fp8) {
       const InferenceOptions pages = one_sequence_on_gpu(positions, false, settings_.kv_fp8());
-      return total_bytes(in_kernel ? plan_fused(each, positions, dtype)
+      return total_bytes(in_kernel ? plan_fused(each, positions, dtype, settings_.kv_fp8())
                                    : cuda::plan_inference(each, pages, dtype, lora, fp8));
     };
     return (draft_ ? of(*draft_, fuses_draft(*draft_), std::nullopt, false) : 0) + steps_memory(config) +
@@ -315,7 +313,7 @@ bool DecodeDevice::fused_steps(const ModelConfig& config) const {
 
 bool DecodeDevice::fuses_draft(const ModelConfig& config) const {
   const bool wanted = settings_.decode == "auto" || settings_.decode == "fused";
-  return choice_.gpu && wanted && !settings_.kv_fp8() && cuda::fused_unsupported_reason(config, dtype_).empty() &&
+  return choice_.gpu && wanted && cuda::fused_unsupported_reason(config, dtype_, settings_.kv_fp8()).empty() &&
          !cuda::graph_is_faster(config);
 }
 
@@ -323,13 +321,15 @@ SequenceDraft DecodeDevice::load_sequence_draft(const ModelFile& file, const Inf
   const ModelConfig& config = file.config();
   if (!fuses_draft(config)) return {load_draft(file, model), nullptr};
   const std::int64_t capacity = std::min(config.max_positions, model.max_positions());
-  return {nullptr, sequence_on_gpu(load_pages(file, one_sequence_on_gpu(capacity, true)), capacity, dtype_)};
+  return {nullptr,
+          sequence_on_gpu(load_pages(file, one_sequence_on_gpu(capacity, true, settings_.kv_fp8())), capacity, dtype_)};
 }
 
 SequenceDraft DecodeDevice::make_random_draft(const ModelConfig& config, const InferenceModel& model) const {
   if (!fuses_draft(config)) return {random_pages(config, draft_pool(config, model)), nullptr};
   const std::int64_t capacity = std::min(config.max_positions, model.max_positions());
-  return {nullptr, sequence_on_gpu(random_pages(config, one_sequence_on_gpu(capacity, true)), capacity, dtype_)};
+  return {nullptr, sequence_on_gpu(random_pages(config, one_sequence_on_gpu(capacity, true, settings_.kv_fp8())),
+                                   capacity, dtype_)};
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_pages(const ModelFile& file, const InferenceOptions& pool,

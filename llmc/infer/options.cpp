@@ -65,7 +65,7 @@ void add_model(OptionTable& table, InferSettings& s) {
                "of weights and cache on the GPU; auto: as the file has them");
   table.choice("kv-dtype", s.kv_dtype, {"auto", "fp8"},
                "of keys and values in the cache; auto: as the device computes; fp8: half of 16 bits, and a text may "
-               "change; not with --decode fused");
+               "change; not with --decode fused of many sequences or drafts");
   table.choice(
       "activations", s.activations, {"auto", "fp8"},
       "of models whose weights are fp8: what the linear layers of the blocks multiply the weights with; auto: 16 "
@@ -262,13 +262,15 @@ void check_rules(const OptionTable& table, const InferSettings& s) {
 
 void check_fp8(const InferSettings& s) {
   struct Fp8 {
-    bool wanted;
-    const char *option, *instead;  // what the fused kernel does
+    bool wanted, in_fused;  // whether the fused kernel has it
+    const char *option, *instead;
   };
-  for (const auto& [wanted, option, instead] : {Fp8{s.kv_fp8(), "--kv-dtype", "reads keys and values of 16 bits"},
-                                                Fp8{s.fp8_activations(), "--activations", "multiplies in 16 bits"}}) {
+  const bool steps = s.many_sequences() || s.drafts();  // of several rows, which have a kernel of their own
+  for (const auto& [wanted, in_fused, option, instead] :
+       {Fp8{s.kv_fp8(), !steps, "--kv-dtype", "reads keys and values of 16 bits in steps of several rows"},
+        Fp8{s.fp8_activations(), false, "--activations", "multiplies in 16 bits"}}) {
     if (!wanted) continue;
-    if (s.decode == "fused") {
+    if (s.decode == "fused" && !in_fused) {
       fail(Exit::usage, "%s: got fp8, --decode fused %s. Use --decode graph", option, instead);
     }
     if (s.task == InferTask::compare)

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <utility>
 
 #include "llmc/cuda/inference/fused_tokens.h"
 #include "llmc/cuda/inference/inference.h"
@@ -30,8 +31,8 @@ class Fixture {
   std::unique_ptr<InferenceModel> paged(std::int64_t capacity) const {
     return cuda::load_inference(file(), one_sequence(capacity), {});
   }
-  std::unique_ptr<DecodeModel> fused(std::int64_t capacity) const {
-    return test::fused_sequence(file(), DType::f16, capacity);
+  std::unique_ptr<DecodeModel> fused(std::int64_t capacity, bool kv_fp8 = false) const {
+    return test::loaded_sequence(file(), test::Way::fused, DType::f16, capacity, kv_fp8);
   }
 
  private:
@@ -76,9 +77,9 @@ Ids one_by_one(DecodeModel& model, const Ids& ids, std::int64_t given, std::int6
 
 TEST(CudaDraftSequence, DraftTokensAreThoseOfAModelThatIsFedIdById) {
   if (!reason().empty()) GTEST_SKIP() << reason();
-  for (const bool llama : {false, true}) {
+  for (const auto& [llama, kv_fp8] : {std::pair{false, false}, {true, false}, {true, true}}) {
     const Fixture fixture(config_of(llama), 3);
-    const auto model = fixture.fused(60), plain = fixture.fused(60);
+    const auto model = fixture.fused(60, kv_fp8), plain = fixture.fused(60, kv_fp8);
     ASSERT_TRUE(model->can_draft());
     for (const double temperature : {0.0, 0.9}) {
       const SamplingPlan plan = plan_of(temperature, model->config());
@@ -90,8 +91,8 @@ TEST(CudaDraftSequence, DraftTokensAreThoseOfAModelThatIsFedIdById) {
       };
       for (std::int64_t k = 1; k <= kMostDrafted; ++k) {
         for (std::int64_t right = 0; right <= k; ++right) {
-          SCOPED_TRACE(std::string(llama ? "llama" : "neox") + ", temperature " + std::to_string(temperature) + ", " +
-                       std::to_string(right) + " of " + std::to_string(k));
+          SCOPED_TRACE(std::string(llama ? "llama" : "neox") + (kv_fp8 ? " in fp8" : "") + ", temperature " +
+                       std::to_string(temperature) + ", " + std::to_string(right) + " of " + std::to_string(k));
           // Another first id each time: the prompt is computed anew.
           Ids ids = test::random_tokens(12, model->config().tokenizer_vocab, static_cast<unsigned>(8 * k + right));
           const Ids first = drafted(ids, k);

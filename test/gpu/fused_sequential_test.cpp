@@ -129,22 +129,24 @@ TEST(FusedSequential, FewBlocksAndTheSmallestRing) {
 
 template <typename S>
 void check_contexts(const ModelConfig& config, std::int64_t page_size, std::int64_t capacity,
-                    const cuda::FusedTuning& tuning = {}) {
+                    const cuda::FusedTuning& tuning = {}, bool kv_fp8 = false) {
   SCOPED_TRACE(test::type_name<S>() + ", head_dim " + std::to_string(config.head_dim) + ", pages of " +
-               std::to_string(page_size));
-  Model<S> model(config, capacity, 1, page_size);
+               std::to_string(page_size) + (kv_fp8 ? ", in fp8" : ""));
+  Model<S> model(config, capacity, 1, page_size, kv_fp8);
   const auto cpu = model.on_cpu();
   const auto fused = model.fused(tuning);
   std::int64_t fed = 0;
   // From 128 and 192 positions on there are two and three splits.
-  for (const std::int64_t context : {0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 257, 700, 1500}) {
+  for (const std::int64_t context :
+       {0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 257, 700, 1500}) {
     if (context >= capacity) break;
     std::vector<std::int32_t> ids;
     for (std::int64_t i = fed; i <= context; ++i) ids.push_back(id_at(i, config));
     for (; fed < context; ++fed) step(*fused, id_at(fed, config), fed);
     step(*fused, id_at(fed, config), fed);
     ++fed;
-    expect_logits<S>(logits_of(*fused, config), cpu->prefill(ids), "context " + std::to_string(context));
+    expect_logits<S>(logits_of(*fused, config), cpu->prefill(ids), "context " + std::to_string(context),
+                     kv_fp8 ? test::unit_roundoff<bf16>() : test::unit_roundoff<S>());
     if (testing::Test::HasFailure()) return;
   }
 }
@@ -161,8 +163,8 @@ TEST(FusedSequential, EveryContextInPagesAndWithout) {
 }
 
 // With few blocks an item has many positions, and its scores and outputs are computed on tensor cores: turns of warps that are
-// whole and not, several rounds of all warps, groups that fill a set of queries and do not, head sizes that fill a lane's loads
-// and do not, and chunks of keys that are smaller than a turn.
+// whole and not, of one page and of several, several rounds of all warps, groups that fill a set of queries and do not, head sizes
+// that fill a lane's loads and do not, and rings of fewer stages than there are warps.
 TEST(FusedSequential, LongItemsOnTensorCores) {
   cuda::FusedTuning tuning;
   tuning.blocks = 8;
@@ -172,26 +174,147 @@ TEST(FusedSequential, LongItemsOnTensorCores) {
   check_contexts<fp16>(llama_config({128, 7, 1, 80, 304}, 307), 0, 701, tuning);
   check_contexts<fp16>(llama_config({128, 16, 2, 24, 304}, 307), 0, 701, tuning);
   check_contexts<bf16>(llama_config({64, 32, 1, 16, 136}, 307), 64, 701, tuning);
+  check_contexts<bf16>(llama_config({128, 11, 1, 64, 304}, 307), 32, 701, tuning);
   check_contexts<fp16>(llama_config({48, 6, 2, 8, 24}, 307), 0, 701, tuning);
   check_contexts<fp16>(llama_config({512, 4, 2, 256, 304}, 307), 32, 701, tuning);
+  tuning.ring_bytes = 1;
+  check_contexts<bf16>(llama_config({256, 8, 2, 128, 304}, 307), 16, 701, tuning);
+  check_contexts<fp16>(llama_config({128, 16, 2, 24, 304}, 307), 48, 701, tuning);
   tuning.blocks = 4;
   check_contexts<bf16>(sequential_neox_config(2, 96, 2), 0, 1501, tuning);
 }
 
+// Keys and values in fp8: head sizes of 64 and 128, one query a K/V head to more than a set of them, norms of heads and partly
+// rotated ones, units that are full and not, turns of one page and of several, few blocks and many, and the smallest ring.
+TEST(FusedSequential, EveryContextOfCodes) {
+  ModelConfig normed = llama_config({128, 8, 2, 64, 304, 3}, 307);
+  set_family(normed, "qwen3");
+  const auto check = [&](const cuda::FusedTuning& tuning) {
+    check_contexts<fp16>(llama_config({128, 8, 2, 64, 304}, 307), 64, 701, tuning, true);
+    check_contexts<bf16>(llama_config({256, 8, 2, 128, 304}, 307), 32, 701, tuning, true);
+    check_contexts<fp16>(llama_config({128, 2, 2, 128, 304}, 307), 16, 701, tuning, true);
+    check_contexts<bf16>(llama_config({128, 3, 1, 64, 304}, 307), 16, 701, tuning, true);
+    check_contexts<bf16>(llama_config({128, 16, 2, 64, 304}, 307), 32, 701, tuning, true);
+    check_contexts<fp16>(llama_config({128, 11, 1, 128, 304}, 307), 64, 701, tuning, true);
+    check_contexts<bf16>(normed, 16, 701, tuning, true);
+    check_contexts<fp16>(sequential_neox_config(2, 64, 2), 64, 701, tuning, true);
+  };
+  check({});
+  cuda::FusedTuning tuning;
+  tuning.blocks = 8;
+  check(tuning);
+  check_contexts<bf16>(llama_config({256, 8, 2, 128, 304}, 307), 32, 1501, tuning, true);
+  tuning.ring_bytes = 1;
+  check_contexts<bf16>(llama_config({256, 8, 2, 128, 304}, 307), 16, 701, tuning, true);
+  check_contexts<fp16>(llama_config({128, 16, 2, 64, 304}, 307), 48, 701, tuning, true);
+}
+
+// Codes and scales of the first layer, which no attention precedes, are those of the rows that a cache of 16 bits has, and what is
+// not appended stays as it was.
+template <typename S>
+void check_codes(const ModelConfig& config, std::int64_t page_size, const cuda::FusedTuning& tuning = {}) {
+  SCOPED_TRACE(test::type_name<S>() + ", head_dim " + std::to_string(config.head_dim));
+  constexpr std::int64_t kTokens = 150;
+  Model<S> wide(config, 200, 1, page_size), narrow(config, 200, 1, page_size, true);
+  for (Model<S>* model : {&wide, &narrow}) {
+    const auto fused = model->fused(tuning);
+    for (std::int64_t i = 0; i < kTokens; ++i) step(*fused, id_at(i, config), i);
+  }
+  const auto want = wide.first_layer(), got = narrow.first_layer();
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    const auto [differs, other] = std::mismatch(got[i].begin(), got[i].end(), want[i].begin());
+    EXPECT_TRUE(differs == got[i].end()) << "part " << i << ", byte " << differs - got[i].begin();
+  }
+  EXPECT_NE(want[2].front(), 0xff) << "the test says nothing";
+}
+
+TEST(FusedSequential, AppendsTheCodesOfItsRows) {
+  cuda::FusedTuning few;
+  few.blocks = 8;
+  check_codes<fp16>(llama_config({128, 8, 2, 64, 304}, 307), 16);
+  check_codes<bf16>(llama_config({256, 8, 2, 128, 304}, 307), 64);
+  check_codes<bf16>(llama_config({128, 3, 1, 64, 304}, 307), 32, few);
+  check_codes<fp16>(llama_config({128, 2, 2, 128, 304}, 307), 16, few);
+  check_codes<fp16>(sequential_neox_config(2, 64, 2), 32);
+}
+
+// The size of pages is not to be seen in a bit: items of one query and of several, on tensor cores and not, over codes and not.
+TEST(FusedSequential, BitsDoNotDependOnPages) {
+  for (const auto& [sizes, kv_fp8] : {std::pair{Sizes{256, 8, 2, 128, 304}, false},
+                                      {{128, 16, 2, 64, 304}, false},
+                                      {{512, 4, 2, 256, 304}, false},
+                                      {{256, 8, 2, 128, 304}, true},
+                                      {{128, 16, 2, 64, 304}, true}}) {
+    const ModelConfig config = llama_config(sizes, 307);
+    cuda::FusedTuning tuning;
+    tuning.blocks = 8;
+    std::optional<std::uint64_t> hash;
+    for (const std::int64_t page_size : {0, 8, 16, 48, 64}) {
+      if (kv_fp8 && page_size < kKvUnit) continue;
+      SCOPED_TRACE("pages of " + std::to_string(page_size));
+      Model<bf16> model(config, 1000, 1, page_size, kv_fp8);
+      const auto fused = model.fused(tuning);
+      for (const std::int64_t count : {50, 1000}) {
+        cuda::FusedRequest request;
+        request.first_id = 7;
+        request.count = count;
+        fused->launch(request);
+        EXPECT_EQ(fused->finish().tokens, count);
+      }
+      if (!hash) hash = fused->logits_hash();
+      EXPECT_EQ(fused->logits_hash(), *hash);
+    }
+  }
+}
+
+// Turns come faster than they are computed: several rounds of a ring lie between a warp's turns, few and many stages for one
+// warp and several, and nothing else is read meanwhile. A turn that is read too early, or twice, is another one in every run.
+TEST(FusedSequential, TurnsThatHaveComeLongAgo) {
+  constexpr std::int64_t kTokens = 4000;
+  cuda::FusedTuning tuning;
+  tuning.blocks = 8;
+  for (const bool kv_fp8 : {false, true}) {
+    const ModelConfig config = llama_config({64, 8, 4, 128, 64, 1}, 307);
+    Model<bf16> model(config, kTokens, 1, 64, kv_fp8);
+    for (const int ring_bytes : {0, 1, 90 << 10, 110 << 10, 150 << 10}) {
+      tuning.ring_bytes = ring_bytes;
+      std::optional<std::uint64_t> hash;
+      for (int run = 0; run < 2; ++run) {
+        const auto fused = model.fused(tuning);
+        cuda::FusedRequest request;
+        request.first_id = 7;
+        request.count = kTokens;
+        fused->launch(request);
+        EXPECT_EQ(fused->finish().tokens, kTokens) << "a ring of " << ring_bytes;
+        if (!hash) hash = fused->logits_hash();
+        EXPECT_EQ(fused->logits_hash(), *hash) << "a ring of " << ring_bytes;
+      }
+    }
+  }
+}
+
 // Many tokens in one launch: the same ids and the same bits as one launch a token; and after a stop id, or many launches.
 TEST(FusedSequential, ManyTokensInOneLaunch) {
-  const std::pair<Sizes, int> sizes_and_blocks[] = {
+  struct Case {
+    Sizes sizes;
+    int blocks;
+    bool kv_fp8 = false;
+  };
+  const Case cases[] = {
       {{256, 4, 1, 64, 688, 3, true}, 0},
       {{512, 8, 8, 64, 1376}, 0},
       {{2048, 32, 8, 64, 8192, 2}, 0},
       {{128, 8, 2, 64, 304}, 8},  // from position 128 on too few for an item of each query head
+      {{256, 4, 1, 64, 688, 3, true}, 0, true},
+      {{512, 8, 2, 128, 1376}, 0, true},
+      {{128, 8, 2, 64, 304}, 8, true},
   };
-  for (const auto& [sizes, blocks] : sizes_and_blocks) {
+  for (const auto& [sizes, blocks, kv_fp8] : cases) {
     const ModelConfig config = llama_config(sizes);
     cuda::FusedTuning tuning;
     tuning.blocks = blocks;
     constexpr int kTokens = 150;
-    Model<fp16> model(config, kTokens, 1, 64);
+    Model<fp16> model(config, kTokens, 1, 64, kv_fp8);
     std::vector<std::int32_t> singly;
     std::uint64_t hash = 0;
     {
@@ -290,6 +413,14 @@ TEST(FusedSequential, RefusesWhatItCannotRun) {
   EXPECT_NE(reason({512, 8, 2, 64, 1380}).find("ffn_size"), std::string::npos);
   EXPECT_NE(reason({512, 8, 2, 64, 24576}).find("ffn_size"), std::string::npos);
   EXPECT_NE(reason({512, 64, 1, 8, 1376}).find("query heads"), std::string::npos);
+  EXPECT_EQ(cuda::fused_decode_unsupported_reason(llama_config({512, 8, 2, 128, 1376}), device, true), "");
+  EXPECT_EQ(cuda::fused_decode_unsupported_reason(llama_config({512, 8, 2, 96, 1376}), device, true),
+            "fused decoding reads keys and values in fp8 of a head_dim of 64 or 128, got 96");
+  ModelConfig parallel = sequential_neox_config(8, 64, 2);
+  parallel.parallel_residual = true;
+  EXPECT_EQ(cuda::fused_decode_unsupported_reason(parallel, device), "");
+  EXPECT_EQ(cuda::fused_decode_unsupported_reason(parallel, device, true),
+            "fused decoding reads keys and values of 16 bits with the parallel residual");
   device.multiprocessors = 16;
   EXPECT_NE(
       cuda::fused_decode_unsupported_reason(preset_config("llama3.1-8b"), device).find("multiprocessors are too few"),

@@ -5,11 +5,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/cuda/inference/inference.h"
 #include "test/cpp/inference_tools.h"
+#include "test/cpp/quantized_models.h"
 #include "test/gpu/decode_tools.h"
 #include "test/gpu/gpu_goldens.h"
 #include "test/gpu/neox_models.h"
@@ -60,14 +63,32 @@ TEST(FusedTokens, AWidthThatLeavesLoadsEmptyIsLeftToTheGraph) {
   ModelConfig config = test::llama_config(test::small_llamas().front());
   for (const std::int64_t width : {576, 1024, 2048, 3072, 4096}) {
     config.hidden_size = width;
-    EXPECT_EQ(cuda::graph_is_faster(config), width != 2048 && width != 4096) << width;
+    EXPECT_EQ(cuda::graph_is_faster(config), width == 3072) << width;
   }
-  set_family(config, "gpt_neox");
-  config.hidden_size = 512;
-  config.parallel_residual = false;
+  config.hidden_size = 2048;
+  config.ffn_size = 8192;
+  EXPECT_FALSE(cuda::graph_is_faster(config));
+  config.ffn_size = 11008;
   EXPECT_TRUE(cuda::graph_is_faster(config));
   config.parallel_residual = true;
   EXPECT_FALSE(cuda::graph_is_faster(config));
+
+  config = test::quantized(test::llama_config(test::small_llamas().front()), &kInt4, false);
+  config.hidden_size = 1024;
+  EXPECT_TRUE(cuda::graph_is_faster(config));
+  config.hidden_size = 2048;
+  EXPECT_FALSE(cuda::graph_is_faster(config));
+}
+
+TEST(FusedTokens, WideHeadsOfGroupsAreLeftToTheGraphBehindAPosition) {
+  constexpr std::int64_t kAll = std::numeric_limits<std::int64_t>::max();
+  ModelConfig config = test::llama_config(test::small_llamas().front());
+  config.num_heads = 8, config.num_kv_heads = 2, config.head_dim = 128;
+  EXPECT_EQ(cuda::fused_positions(config), kAll);
+  config.head_dim = 136;
+  EXPECT_EQ(cuda::fused_positions(config), 12'288);
+  config.num_kv_heads = 8;
+  EXPECT_EQ(cuda::fused_positions(config), kAll);
 }
 
 TEST(FusedTokens, FollowThePromptOfEverySmallModel) {
@@ -84,6 +105,60 @@ TEST(FusedTokens, FollowThePromptOfEverySmallModel) {
       test::write_random_model(path, config, dtype, 3, nullptr);
       check_model(ModelFile::open(path), dtype, dtype == DType::f16 ? 70 : 201);
       if (HasFailure()) return;
+    }
+  }
+}
+
+// Keys and values in fp8 of a prompt, of the fused kernel, and again of the inference model: as near to the CPU's as codes are to
+// 16 bits, since a number in the middle between two codes may get either after another rounding.
+TEST(FusedTokens, ContinueAPromptInFp8) {
+  constexpr std::int64_t kCapacity = 300;
+  for (const test::LlamaShape& shape : test::small_llamas()) {
+    if (shape.head_dim != 64 && shape.head_dim != 128) continue;
+    const ModelConfig config = test::llama_config(shape);
+    for (const DType dtype : {DType::f16, DType::bf16}) {
+      if (const std::string why = cuda::fused_unsupported_reason(config, dtype, true); !why.empty())
+        GTEST_SKIP() << why;
+      SCOPED_TRACE(shape.name + " in " + dtype_name(dtype));
+      const TemporaryDirectory directory;
+      const std::string path = directory.file("model.bin");
+      test::write_random_model(path, config, dtype, 3, nullptr);
+      const ModelFile file = ModelFile::open(path);
+      InferenceOptions options = one_sequence(kCapacity);
+      options.kv_fp8 = true;
+      const auto fused = test::loaded_sequence(file, test::Way::fused, dtype, kCapacity, true),
+                 fused_wide = test::loaded_sequence(file, test::Way::fused, dtype, kCapacity),
+                 cpu = single_sequence(cpu::load_inference(file, options, dtype), kCapacity),
+                 cpu_wide = cpu::load_decoder(file, kCapacity, dtype);
+      const Ids prompt = test::random_tokens(101, config.tokenizer_vocab, 5),
+                more = test::random_tokens(90, config.tokenizer_vocab, 6),
+                rest = test::random_tokens(7, config.tokenizer_vocab, 7);
+      const auto logits = [&](DecodeModel& model) {
+        std::vector<double> all;
+        const auto keep = [&](std::span<const float> row) { all.insert(all.end(), row.begin(), row.end()); };
+        keep(model.prefill(prompt));
+        for (const std::int32_t id : more) keep(model.decode(id));
+        keep(model.prefill(rest));
+        return all;
+      };
+      const auto apart = [](const std::vector<double>& a, const std::vector<double>& b) {
+        double sum = 0;
+        for (std::size_t i = 0; i < a.size(); ++i) sum += (a[i] - b[i]) * (a[i] - b[i]);
+        return std::sqrt(sum);
+      };
+      const auto got = logits(*fused), got_wide = logits(*fused_wide), want = logits(*cpu), wide = logits(*cpu_wide);
+      const double codes = apart(want, wide);
+      EXPECT_LT(apart(got, want), 1.5 * codes + 2 * apart(got_wide, wide));
+      EXPECT_GT(apart(got, wide), 0.3 * codes) << "not in fp8";
+
+      // A launch of many ids gives those of the model's own logits.
+      GenerateOptions sampled;
+      sampled.sampler.temperature = 0;
+      sampled.sampler.vocab_limit = config.tokenizer_vocab;
+      sampled.max_tokens = 60;
+      const Ids ids = test::host_sampled(*fused, prompt, sampled);
+      fused->reset();
+      EXPECT_EQ(test::generated(*fused, prompt, sampled.sampler, sampled.max_tokens), ids);
     }
   }
 }

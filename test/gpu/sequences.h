@@ -19,8 +19,9 @@ inline const char* name_of(Way way) {
   return way == Way::reference ? "reference" : way == Way::graph ? "graph" : "fused";
 }
 
-inline InferenceOptions pool_for(Way way, std::int64_t capacity) {
+inline InferenceOptions pool_for(Way way, std::int64_t capacity, bool kv_fp8 = false) {
   InferenceOptions pool = one_sequence(capacity);
+  pool.kv_fp8 = kv_fp8;
   pool.max_rows = std::min(cuda::kInferenceRows, capacity);
   if (way != Way::fused) return pool;
   pool.page_size = cuda::kFusedPageSize;
@@ -30,19 +31,21 @@ inline InferenceOptions pool_for(Way way, std::int64_t capacity) {
 
 // make(pool, options) loads or makes the inference model.
 template <typename Make>
-std::unique_ptr<DecodeModel> sequence_of(Way way, DType dtype, std::int64_t capacity, const Make& make) {
+std::unique_ptr<DecodeModel> sequence_of(Way way, DType dtype, std::int64_t capacity, const Make& make,
+                                         bool kv_fp8 = false) {
   cuda::GpuInferenceOptions options;
   options.dtype = dtype;
   options.direct = way == Way::reference;
-  std::unique_ptr<InferenceModel> model = make(pool_for(way, capacity), options);
+  std::unique_ptr<InferenceModel> model = make(pool_for(way, capacity, kv_fp8), options);
   std::unique_ptr<IdDecoder> decoder = way == Way::fused ? cuda::fused_tokens(*model, dtype) : nullptr;
   return single_sequence(std::move(model), capacity, nullptr, std::move(decoder));
 }
-inline std::unique_ptr<DecodeModel> loaded_sequence(const ModelFile& file, Way way, DType dtype,
-                                                    std::int64_t capacity) {
-  return sequence_of(way, dtype, capacity, [&](const InferenceOptions& pool, const cuda::GpuInferenceOptions& options) {
+inline std::unique_ptr<DecodeModel> loaded_sequence(const ModelFile& file, Way way, DType dtype, std::int64_t capacity,
+                                                    bool kv_fp8 = false) {
+  const auto load = [&](const InferenceOptions& pool, const cuda::GpuInferenceOptions& options) {
     return cuda::load_inference(file, pool, options);
-  });
+  };
+  return sequence_of(way, dtype, capacity, load, kv_fp8);
 }
 inline std::unique_ptr<DecodeModel> random_sequence(const ModelConfig& config, std::uint64_t seed, Way way, DType dtype,
                                                     std::int64_t capacity) {

@@ -413,8 +413,9 @@ def test_keys_and_values_in_fp8(model, tmp_path):
     few = ("--kv-memory", "0.07MB")
     assert "enough for 2" in refused(RESOURCES, *words, *few)
     assert len(object_of(*words, *few, *fp8)["points"]) == 2
-    message = refused(USAGE, "--model", model, "--prompt", "a", "--decode", "fused", *fp8)
-    assert "--kv-dtype: got fp8, --decode fused reads keys and values of 16 bits. Use --decode graph" in message
+    several = "--kv-dtype: got fp8, --decode fused reads keys and values of 16 bits in steps of several rows. Use --decode graph"
+    assert several in refused(USAGE, "--model", model, "--prompt", "a", "--lookup", 3, "--decode", "fused", *fp8)
+    assert several in refused(USAGE, *words, "--decode", "fused", *fp8)
     assert "--kv-dtype: got fp8, --compare is for fp32" in refused(USAGE, "--model", model, "--compare", text, *fp8)
     assert "--kv-dtype" in refused(USAGE, "--model", model, "--prompt", "a", "--kv-dtype", "fp4")
 

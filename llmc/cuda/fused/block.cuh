@@ -62,7 +62,8 @@ struct Block {
   Flags& flags;
   unsigned ring, full, empty;      // shared-memory addresses: the stages, and two mbarriers for each of them
   unsigned query_here, item_done;  // shared-memory addresses of the mbarriers between helper and consumers
-  int blocks, block;
+  const int& blocks;               // in the kernel of many tokens in constant memory, where it takes no register
+  int block;
 
   // Repeats try_once() until it returns true. Returns false if the launch is aborted, by this block's time limit or
   // another's.

@@ -42,7 +42,7 @@ struct Consumer {
   const int& threads;  // of all consumers
   int thread, warp, lane, warp_k, warp_r;
   RingPosition ring;
-  int partial_buffer = 0;   // which of two: the barrier of a use, or one of a norm behind it, is enough before the next
+  int partial_buffer = 0;   // which of two: a barrier lies between two uses of one
   unsigned step = 0;        // layers done in this launch
   unsigned item_phase = 0;  // phase of query_here (sequential residual: of item_done) for the next item
   float x_own = 0;          // residual stream: element own.out.begin + thread
@@ -72,7 +72,7 @@ struct Consumer {
   __device__ __forceinline__ void run();
   __device__ __forceinline__ void run_layer(int l, int token, std::int32_t id);
   __device__ __forceinline__ void load_residual(int l, int token, std::int32_t id, float (&x)[kInputs]);
-  __device__ __forceinline__ void load_embedding(std::int32_t id, float (&x)[kInputs]) const;
+  __device__ __forceinline__ void load_embedding(std::int32_t id, float (&x)[kInputs]);
   __device__ __forceinline__ void input_rows(int l, int token, float (&input)[kInputs],
                                              const float (&mlp_input)[kInputs]);
   __device__ __forceinline__ void output_rows(int l, float (&input)[kInputs]);
@@ -92,12 +92,12 @@ struct Consumer {
   __device__ __forceinline__ static float load_scale(const float* scale);
 
   // ---- quantized_rows.cuh
-  template <typename Format>
+  template <typename Format, int kLoads>
   struct Digits;
-  template <typename Format>
-  __device__ __forceinline__ void make_digits(Digits<Format>& d, const float* x) const;
-  template <typename Format>
-  __device__ __forceinline__ void multiply_band(int rows, int groups, const Digits<Format>& x, bool accumulate);
+  template <typename Format, int kLoads>
+  __device__ __forceinline__ void make_digits(Digits<Format, kLoads>& d, const float* x) const;
+  template <typename Format, int kLoads>
+  __device__ __forceinline__ void multiply_band(int rows, int groups, const Digits<Format, kLoads>& x, bool accumulate);
   template <typename Format, int kLoads>
   __device__ __forceinline__ void multiply_stream(int rows, int size, float (&input)[kLoads * kLaneElements],
                                                   bool accumulate);
@@ -108,6 +108,8 @@ struct Consumer {
   };
   __device__ __forceinline__ NormWeight load_norm(const S* weight, const S* bias) const;
   __device__ __forceinline__ void normalize_one(const NormWeight& n, float (&x)[kInputs]);
+  __device__ __forceinline__ void normalize_late(const NormWeight& n, int which, float (&x)[kInputs]);
+  __device__ __forceinline__ float norm_factor(int which) const;
   struct NormWeights {
     uint4 weight1[kRowLoads], bias1[kRowLoads], weight2[kRowLoads], bias2[kRowLoads];
   };
@@ -134,15 +136,14 @@ struct Consumer {
   template <int kLoads, int kEach>
   __device__ __forceinline__ void multiply_chunks(int rows, int chunk_rows, int width,
                                                   const float (&input)[kLoads * kLaneElements], bool accumulate);
-  template <int kLoads, int kEach>
-  __device__ __forceinline__ void multiply_part(int rows, int matrices, int width,
-                                                float (&input)[kLoads * kLaneElements], bool accumulate);
+  struct Operand;
+  __device__ __forceinline__ void multiply_part(int rows, int matrices, int width, const Operand& input);
+  __device__ __forceinline__ void use_partial_sums(int use);
   __device__ __forceinline__ float partial_sum(int target) const;
   template <typename Finish>
   __device__ __forceinline__ void finish_sums(int count, const Finish& finish);
-  __device__ __forceinline__ void sequential_qkv_rows(int l, float (&input)[kInputs]);
-  __device__ __forceinline__ void middle_rows(int l, float (&input)[kInputs]);
-  __device__ __forceinline__ void hidden_rows(int l, int token, float (&input)[kInputs]);
+  enum class Narrow { qkv, output, hidden };  // matrices whose rows have C elements, or those of the heads
+  __device__ __forceinline__ void narrow_matrix(int l, int token, std::int32_t id, Narrow matrix);
   __device__ __forceinline__ void down_rows(int l);
 
   // ---- grouped_attention.cuh
@@ -151,12 +152,14 @@ struct Consumer {
   __device__ __forceinline__ void attend_groups(int layer, int position);
   __device__ __forceinline__ void normalize_heads(float* first_head, int heads, int queries, const S* weights) const;
   __device__ __forceinline__ void fetch_heads(int layer, const AttentionItem& item);
-  __device__ __forceinline__ void attend_single(int position, const AttentionItem& item);
-  __device__ __forceinline__ void attend_several(int position, const AttentionItem& item);
-  template <int kHeadSize>
-  __device__ __forceinline__ void attend_slices(int position, const AttentionItem& item);
+  template <typename Element>
+  __device__ __forceinline__ void round_added(int row, const Element& element);
+  __device__ __forceinline__ void attend_single(int position, const AttentionItem& item, int turn);
+  __device__ __forceinline__ void attend_several(int position, const AttentionItem& item, int turn);
+  template <typename State>
+  __device__ __forceinline__ void attend_turns(int position, const AttentionItem& item, int turn);
   template <int kLanes, int kQueries>
-  __device__ __forceinline__ void attend_group(int position, const AttentionItem& item);
+  __device__ __forceinline__ void attend_group(int position, const AttentionItem& item, int turn);
   __device__ __forceinline__ void merge_group(const AttentionItem& item, int warp_queries);
 
   // ---- head.cuh

@@ -203,8 +203,13 @@ template <typename S>
 FusedDecode<S>::FusedDecode(const ModelConfig& config, const DeviceWeights<S>& weights, const KvCache<S>& cache,
                             const DeviceRopeTable& rope, Mailbox& mailbox, cudaStream_t stream,
                             const FusedTuning& tuning) {
-  const Plan plan = plan_of(config, current_device(), tuning);
+  const Plan plan = plan_of(config, current_device(), tuning, cache.fp8());
   if (!plan.reason.empty()) fail(Exit::environment, "%s", plan.reason.c_str());
+  if (cache.fp8() && (cache.page_size % kKvUnit != 0 || cache.capacity % cache.page_size != 0)) {
+    fail(Exit::internal,
+         "fused decoding: %lld positions of codes in pages of %lld, expected whole pages of whole units",
+         static_cast<long long>(cache.capacity), static_cast<long long>(cache.page_size));
+  }
   const PackedMatrix& first = weights.blocks.front().qkv.weight.packed;
   const bool quantized = static_cast<bool>(first);
   if (quantized != config.quantization.any()) {
@@ -221,6 +226,8 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const DeviceWeights<S>& w
   p.embedding = weights.embedding;
   p.keys = cache.keys;
   p.values = cache.values;
+  const auto bytes_of = [](S* elements) { return reinterpret_cast<std::uint8_t*>(elements); };
+  p.cached = cache.fp8() ? cache.codes : KvCodes{bytes_of(cache.keys), bytes_of(cache.values)};
   p.capacity = cache.capacity;
   p.page_size = static_cast<int>(cache.page_size);
   p.rope_cos = rope.cos;
@@ -419,7 +426,9 @@ std::uint64_t FusedDecode<S>::logits_hash() {
 template <typename S>
 std::uint64_t FusedDecode<S>::bytes_per_token(std::int64_t context) const {
   const ModelConfig& c = state_->config;
-  if (state_->plan.sequential || state_->streams != nullptr) return read_bytes_of_step(c, 1, context, sizeof(S));
+  if (state_->plan.sequential || state_->streams != nullptr) {
+    return read_bytes_of_step(c, 1, context, sizeof(S), state_->plan.sequential_sizes.kv_fp8);
+  }
   const std::int64_t C = c.hidden_size, F = c.ffn_size, L = c.num_layers, V = c.vocab_size;
   const std::int64_t matrices = state_->tuning.layer_only ? L * C * (4 * C + F) : L * C * (4 * C + 2 * F) + V * C;
   const std::int64_t vectors =  // biases, norms, a row of the embedding

@@ -2,8 +2,10 @@
 // one launch, one block on each multiprocessor, weights and K/V cache streamed without a pause through shared memory.
 // How it works: decode.cu.
 //
-// It computes what llmc/cpu/inference_layers.cpp specifies, in fp32. S is the storage type of weights and cache, fp16 or bf16.
-// The order of sums depends on the model and on the number of multiprocessors only, so every run gives the same bits.
+// It computes what llmc/cpu/inference_layers.cpp specifies, in fp32. S is the storage type of weights and cache, fp16 or bf16;
+// a cache of codes is that of rows in S.
+// The order of sums depends on the model and on the GPU (multiprocessors, shared memory) only, so every run gives the same
+// bits.
 //
 // Quantised weights (llmc/cuda/formats): with the parallel residual beside fp16, else beside bf16. Activations stay in fp32
 // there, too, and weights of grouped formats are scale * (q - zero) without rounding to 16 bits. The
@@ -35,8 +37,9 @@ namespace weft::cuda {
 // Empty if this GPU can run this model, otherwise one line for the user that says why not. Needed: compute capability
 // 9.0; a head_dim that is a multiple of 8 up to 256; enough multiprocessors for the model's rows: 16 for Pythia-410M,
 // 32 for 1B to 2.8B, 64 for 6.9B and 12B. The parallel residual needs ffn_size = 4 hidden_size (all Pythia models), the
-// sequential one a hidden_size and heads x head_dim of at most 4,096 and an ffn_size of at most 16,384.
-std::string fused_decode_unsupported_reason(const ModelConfig& config, const Device& device);
+// sequential one a hidden_size and heads x head_dim of at most 4,096 and an ffn_size of at most 16,384. `kv_fp8`: keys and
+// values are codes (llmc/base/kv_fp8.h); needed are the sequential residual and a head_dim of 64 or 128.
+std::string fused_decode_unsupported_reason(const ModelConfig& config, const Device& device, bool kv_fp8 = false);
 
 // Tokens sampled in a launch, at most: as many as the mailbox holds, so the host may read them as late as it likes.
 inline constexpr std::int64_t kFusedTokens = kMailboxIds;

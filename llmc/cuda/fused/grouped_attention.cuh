@@ -5,6 +5,7 @@
 #include "llmc/cuda/fused/consumer.cuh"
 #include "llmc/cuda/fused/merge.cuh"
 #include "llmc/cuda/fused/tensor_attention.cuh"
+#include "llmc/cuda/op/attention/paged/code_rows.cuh"
 #include "llmc/cuda/op/elementwise/rotate_pair.cuh"
 
 namespace weft::cuda::fused {
@@ -48,6 +49,28 @@ __device__ __forceinline__ void Consumer<K>::normalize_heads(float* first_head, 
   }
 }
 
+// With codes: rounds the new token's key (row 0) or value (row 1), by a warp, since all of a row has one scale. element(d):
+// before it is rounded. What attends to it has the number that its code stands for; the helper makes the same codes of that (of a row that
+// is not finite, NaN alone).
+template <typename K>
+template <typename Element>
+__device__ __forceinline__ void Consumer<K>::round_added(int row, const Element& element) {
+  const int HS = c.p.HS;
+  unsigned words[kTensorHeadSize / 2 / kWarpSize];
+#pragma unroll
+  for (int i = 0; i < kTensorHeadSize / 2 / kWarpSize; ++i) {
+    const int d = (2 * lane + i * 2 * kWarpSize) % HS;
+    words[i] = pack<S>(element(d), element(d + 1));
+  }
+  const unsigned scale = scale_of<S>(words);
+  unsigned* const to = reinterpret_cast<unsigned*>(shared + at.added) + row * HS / 2;
+#pragma unroll
+  for (int i = 0; i < kTensorHeadSize / 2 / kWarpSize; ++i) {
+    if (i * 2 * kWarpSize < HS) to[lane + i * kWarpSize] = as_stored<S>(words[i], scale);
+  }
+  if (lane == 0) c.flags.added_scales[row] = scale;
+}
+
 // Fetches the item's queries, normalised, rotated and scaled, to shared memory; if it has the token itself, also its key and
 // value, rounded as the cache holds them.
 template <typename K>
@@ -86,24 +109,31 @@ __device__ __forceinline__ void Consumer<K>::fetch_heads(int layer, const Attent
   }
   const float *cosine = reinterpret_cast<const float*>(shared + at.rope), *sine = cosine + half;
   const int rotated = p.rotates(layer) ? queries + HS : 0;
-  for (int e = thread; e < wanted; e += threads) {
-    const int d = e % HS;
-    const float value = e < rotated ? rotated_element(raw + e - d, d, cosine, sine, half) : raw[e];
+  const auto element = [&](int e, int d) {
+    return e < rotated ? rotated_element(raw + e - d, d, cosine, sine, half) : raw[e];
+  };
+  for (int e = thread; e < (p.kv_fp8 ? queries : wanted); e += threads) {
+    const float value = element(e, e % HS);
     if (e < queries) {
       query[e] = value * p.scale;
     } else {
       added[e - queries] = from_float<S>(value);
     }
   }
+  if (p.kv_fp8 && newest && warp >= kSequentialWarps - 2) {  // the warps that have the fewest queries
+    const int row = warp - (kSequentialWarps - 2);
+    round_added(row, [&](int d) { return element(queries + row * HS + d, d); });
+  }
   sync();
   if (newest && thread == 0) hopper::mbarrier_arrive(c.query_here);
 }
 
 // Attention over one item, divided among all warps. Warps form sets, each with up to kQueries queries of the item; kLanes
-// lanes share a position. Leaves a softmax state for each warp and query in shared memory.
+// lanes share a position. Leaves a softmax state for each warp and query in shared memory. A stage of the ring has `turn`
+// positions.
 template <typename K>
 template <int kLanes, int kQueries>
-__device__ __forceinline__ void Consumer<K>::attend_group(int position, const AttentionItem& item) {
+__device__ __forceinline__ void Consumer<K>::attend_group(int position, const AttentionItem& item, int turn) {
   const Parameters& p = c.p;
   constexpr int kGroups = kWarpSize / kLanes;
   const int HS = p.HS, position_bytes = 2 * HS, group = lane / kLanes, slice = lane % kLanes;
@@ -173,8 +203,8 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, const At
     }
   };
 
-  for (int done = cached.begin; done < cached.end;) {
-    const int count = chunk_of(p, done, cached.end);
+  for (int done = cached.begin; done < cached.end; done += turn) {
+    const int count = min(turn, cached.end - done);
     const unsigned keys = begin_chunk() + slice * 16, values = keys + p.chunk_positions * position_bytes;
     for (int first = set_warp * kGroups; first < count; first += 2 * set_warps * kGroups) {
       const int at_position[2] = {first + group, first + set_warps * kGroups + group};
@@ -189,7 +219,6 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, const At
       attend_two(k, v, at_position[0] < count, at_position[1] < count);
     }
     end_chunk();
-    done += count;
   }
 
   // Merges the softmax states of the groups of lanes.
@@ -271,30 +300,33 @@ __device__ __forceinline__ void Consumer<K>::merge_group(const AttentionItem& it
 
 // Attention over an item, one query head a warp.
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::attend_single(int position, const AttentionItem& item) {
+__device__ __forceinline__ void Consumer<K>::attend_single(int position, const AttentionItem& item, int turn) {
   if (c.p.HS <= 64) {
-    attend_group<8, 1>(position, item);
+    attend_group<8, 1>(position, item, turn);
   } else if (c.p.HS <= 128) {
-    attend_group<16, 1>(position, item);
+    attend_group<16, 1>(position, item, turn);
   } else {
-    attend_group<32, 1>(position, item);
+    attend_group<32, 1>(position, item, turn);
   }
 }
 
 // The same with kWarpQueries of them.
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::attend_several(int position, const AttentionItem& item) {
-  if (c.p.HS <= 64) {
-    attend_slices<64>(position, item);
-  } else if (c.p.HS <= 128) {
-    attend_slices<128>(position, item);
+__device__ __forceinline__ void Consumer<K>::attend_several(int position, const AttentionItem& item, int turn) {
+  if (c.p.kv_fp8) {
+    if (c.p.HS == 64) {
+      attend_turns<CodeState<S, 64>>(position, item, turn);
+    } else {
+      attend_turns<CodeState<S, 128>>(position, item, turn);
+    }
+  } else if (c.p.HS <= 64) {
+    attend_turns<TensorState<S, 64>>(position, item, turn);
+  } else if (c.p.HS <= kTensorHeadSize) {
+    attend_turns<TensorState<S, kTensorHeadSize>>(position, item, turn);
   } else {
-    attend_group<32, kWarpQueries>(position, item);
+    attend_group<32, kWarpQueries>(position, item, turn);
   }
 }
-
-// An item of up to so many scores, and as many queries as warps, is computed by attend_single(), whose code is short.
-constexpr int kSingleScores = 256;
 
 // All items of this block, the same ones in every layer: no other work overlaps with attention here, and a block that
 // always computes it has its code in the instruction cache.
@@ -305,15 +337,13 @@ __device__ __forceinline__ void Consumer<K>::attend_groups(int layer, int positi
     const AttentionItem item = items.at(i);
     fetch_heads(layer, item);
     stamp(layer, FusedPhase::query_here);
-    const int positions = (position + item.splits - 1) / item.splits;
-    const bool single = item.queries <= kSequentialWarps && item.queries * positions <= kSingleScores;
-    if (single) {
-      attend_single(position, item);
+    if (items.single) {
+      attend_single(position, item, items.turn);
     } else {
-      attend_several(position, item);
+      attend_several(position, item, items.turn);
     }
     sync();
-    merge_group(item, single ? 1 : kWarpQueries);
+    merge_group(item, items.single ? 1 : kWarpQueries);
   }
   stamp(layer, FusedPhase::attention_done);
 }

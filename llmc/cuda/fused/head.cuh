@@ -32,12 +32,13 @@ __device__ __forceinline__ void Consumer<K>::run_head(int token) {
   std::uint64_t best = 0;
   unsigned bad = 0;
   struct Nothing {};
-  [[maybe_unused]] std::conditional_t<K::kQuantized, Digits<HeadFormat>, Nothing> digits;
+  [[maybe_unused]] std::conditional_t<K::kQuantized, Digits<HeadFormat, kRowLoads>, Nothing> digits;
   [[maybe_unused]] bool quantized = false;
   if constexpr (K::kQuantized) {
     quantized = layers[p.L].stream != nullptr;
-    if (quantized) make_digits<HeadFormat>(digits, input);
+    if (quantized) make_digits(digits, input);
   }
+  partial_buffer = 0;  // a barrier of the norm lies behind the layer's last use
   // Rows whose partial sums fit and that have a thread each, rounded down to whole stages.
   const int chunk_rows = (K::kQuantized ? kSetRows<HeadFormat> : kRows) * p.warps_r,
             batch = (K::kQuantized ? min(p.partial_rows, threads) : p.partial_rows) / chunk_rows * chunk_rows;
@@ -48,7 +49,7 @@ __device__ __forceinline__ void Consumer<K>::run_head(int token) {
     if constexpr (K::kQuantized) {
       if (quantized) {
         scale = thread < rows ? load_scale(layers[p.L].qkv_scales + first + thread) : 1.0f;
-        multiply_band<HeadFormat>(rows, groups_of(p.C), digits, false);
+        multiply_band(rows, groups_of(p.C), digits, false);
       }
     }
     if (!quantized) narrow_rows(rows, input);

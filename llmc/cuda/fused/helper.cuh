@@ -121,6 +121,8 @@ struct Helper {
   }
 
   // ---- sequential_helper.cuh
+  template <int HS>
+  __device__ void append_codes(std::int64_t row);
   __device__ bool append(int layer, int position, const AttentionItem& item);
   __device__ void run_sequential();
 

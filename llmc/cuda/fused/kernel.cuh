@@ -30,7 +30,7 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
                        base + at.barriers + 8 * p.stages,
                        base + at.barriers + 16 * p.stages,
                        base + at.barriers + 16 * p.stages + 8,
-                       static_cast<int>(gridDim.x),
+                       p.blocks,
                        static_cast<int>(blockIdx.x)};
   static_assert(sizeof(Layer) == (K::kQuantized ? kQuantizedLayerBytes : kLayerBytes));
   const int words = (p.L + 1) * static_cast<int>(sizeof(Layer)) / 8;
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
   const int thread = static_cast<int>(threadIdx.x), other = thread - consumers;
   if (other < 0) {
 #if WEFT_WGMMA  // elsewhere they have kLaunchRegisters
-    if constexpr (K::kSequential) hopper::increase_registers<kConsumerRegisters>();
+    if constexpr (K::kSequential) hopper::increase_registers<kConsumerRegisters<K::kQuantized>>();
 #endif
     Consumer<K> consumer(block, shared);
     if constexpr (K::kSequential) {
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
     return;
   }
 #if WEFT_WGMMA
-  if constexpr (K::kSequential) hopper::decrease_registers<kOtherRegisters>();
+  if constexpr (K::kSequential) hopper::decrease_registers<kOtherRegisters<K::kQuantized>>();
 #endif
   if (other == 0) {
     Producer<K> producer{block, reinterpret_cast<const Layer*>(shared + at.layers), {}, {}, 0, false};

@@ -58,22 +58,20 @@ __device__ __forceinline__ void Consumer<K>::run_layer(int l, int token, std::in
   ++step;
 }
 
-// This thread's elements of the residual stream entering layer l. For the first layer of a token they, and the element
-// that this thread owns, come from the embedding.
+// This thread's elements of the residual stream entering layer l. For the first layer of a token they come from the embedding.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::load_residual(int l, int token, std::int32_t id, float (&x)[kInputs]) {
   const Parameters& p = c.p;
   if (l == 0 && !(c.layer_only() && token > 0)) {
     load_embedding(id, x);
-    const int row = own.out.begin + thread;
-    if (row < own.out.end) x_own = to_float(p.embedding[static_cast<std::int64_t>(id) * p.C + row]);
   } else {
     load_vector<kRowLoads>(p.x, p.C, step, x);
   }
   stamp(l, FusedPhase::x_here);
 }
+// The same of an embedding, and the element that this thread owns.
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::load_embedding(std::int32_t id, float (&x)[kInputs]) const {
+__device__ __forceinline__ void Consumer<K>::load_embedding(std::int32_t id, float (&x)[kInputs]) {
 #pragma unroll
   for (int i = 0; i < kRowLoads; ++i) {
     uint4 packed = make_uint4(0, 0, 0, 0);
@@ -82,6 +80,8 @@ __device__ __forceinline__ void Consumer<K>::load_embedding(std::int32_t id, flo
     }
     widen<S>(packed, x + i * kLaneElements);
   }
+  const int row = own.out.begin + thread;
+  if (row < own.out.end) x_own = to_float(c.p.embedding[static_cast<std::int64_t>(id) * c.p.C + row]);
 }
 
 // QKV, then MLP-up and GELU, in a loop that is not unrolled: a layer's code exceeds the instruction cache. `input` is

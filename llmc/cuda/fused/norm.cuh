@@ -119,6 +119,37 @@ __device__ __forceinline__ void Consumer<K>::normalize_one(const NormWeight& n, 
   }
 }
 
+// x becomes norm(x) but for a factor, which norm_factor() has behind the next barrier of the block. RMSNorm divides all
+// elements by one number, so a matrix can be multiplied by x times the weights before that is known. LayerNorm is whole, with
+// a barrier of its own, and its factor is 1.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::normalize_late(const NormWeight& n, int which, float (&x)[kInputs]) {
+  if (!c.p.rms) return normalize_one(n, x);
+  float squares = 0;
+#pragma unroll
+  for (int j = 0; j < kInputs; ++j) squares = fmaf(x[j], x[j], squares);  // elements past the end are 0
+  squares = warp_sum(squares);
+  if (lane == 0) c.flags.squares[which][warp] = squares;
+#pragma unroll
+  for (int i = 0; i < kRowLoads; ++i) {
+    float w[kLaneElements];
+    widen<S>(n.weight[i], w);
+#pragma unroll
+    for (int j = 0; j < kLaneElements; ++j) x[i * kLaneElements + j] *= w[j];
+  }
+}
+template <typename K>
+__device__ __forceinline__ float Consumer<K>::norm_factor(int which) const {
+  if (!c.p.rms) return 1;
+  float of_warp[kSequentialWarps];  // the first warps_k warps have all of x
+#pragma unroll
+  for (int w = 0; w < kSequentialWarps; ++w) of_warp[w] = w < c.p.warps_k ? c.flags.squares[which][w] : 0.0f;
+  float squares = of_warp[0];
+#pragma unroll
+  for (int w = 1; w < kSequentialWarps; ++w) squares += of_warp[w];
+  return rsqrtf(squares / static_cast<float>(c.p.C) + c.p.eps);
+}
+
 #endif  // WEFT_BULK_COPY
 
 }  // namespace weft::cuda::fused

@@ -35,6 +35,16 @@ __device__ inline uint4 load_shared(unsigned address) {
                : "r"(address));
   return value;
 }
+__device__ inline unsigned load_shared_byte(unsigned address) {
+  unsigned value;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+__device__ inline unsigned load_shared_pair(unsigned address) {  // of bytes
+  unsigned short value;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address));
+  return value;
+}
 __device__ inline void store_shared(unsigned address, const uint4& value) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
                "r"(value.w)

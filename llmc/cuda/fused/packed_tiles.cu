@@ -97,9 +97,11 @@ struct LayerSources {
 template <typename Format>
 __global__ void __launch_bounds__(kPackThreads)
     pack_layer_kernel(std::byte* to, LayerSources from, Sizes sizes, SequentialSizes sequential, bool is_sequential,
-                      StreamShape shape, const BlockRows* rows) {
+                      int row_loads, const BlockRows* rows) {
   const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
-  const LayerParts parts = layer_parts(sizes, is_sequential ? &sequential : nullptr, rows[block], block, blocks);
+  const LayerParts parts =
+      layer_parts(sizes, is_sequential ? &sequential : nullptr, row_loads, rows[block], block, blocks);
+  const StreamShape shape(sizes);
   to += block * sizes.stream_bytes;
   for (int i = 0; i < parts.count; ++i) {
     const LayerParts::Part& part = parts.part[i];
@@ -111,10 +113,10 @@ __global__ void __launch_bounds__(kPackThreads)
 }
 
 __global__ void __launch_bounds__(kPackThreads)
-    pack_head_kernel(std::byte* to, const std::byte* from, Sizes sizes, StreamShape shape, const BlockRows* rows) {
+    pack_head_kernel(std::byte* to, const std::byte* from, Sizes sizes, int row_loads, const BlockRows* rows) {
   const RowRange own = rows[blockIdx.x].head;
-  pack_part<HeadFormat>(to + blockIdx.x * sizes.head_stream_bytes, {from, sizes.C, 0, own, false}, shape,
-                        {own.end - own.begin, groups_of(sizes.C)});
+  pack_part<HeadFormat>(to + blockIdx.x * sizes.head_stream_bytes, {from, sizes.C, 0, own, false}, StreamShape(sizes),
+                        {own.end - own.begin, groups_of(sizes.C), row_loads});
 }
 
 }  // namespace
@@ -125,12 +127,11 @@ void pack_layer(std::byte* to, const std::array<PackedMatrix, 4>& from, const Si
   const std::int64_t attention = sequential == nullptr ? sizes.C : sequential->q_size;
   const LayerSources sources = {{from[0].blocks, from[1].blocks, from[2].blocks, from[3].blocks},
                                 {sizes.C, sizes.C, sizes.F, attention}};
-  const StreamShape shape(sizes, row_loads);
   for_format(from[0].dtype, [&]<typename Format>() {
     const dim3 grid(static_cast<unsigned>(blocks), kPackSlices);
     pack_layer_kernel<Format>
         <<<grid, kPackThreads, 0, stream>>>(to, sources, sizes, sequential == nullptr ? SequentialSizes{} : *sequential,
-                                            sequential != nullptr, shape, rows);
+                                            sequential != nullptr, row_loads, rows);
   });
   check_launch("fused decoding: weights");
 }
@@ -139,7 +140,7 @@ void pack_head(std::byte* to, const PackedMatrix& from, const Sizes& sizes, int 
                int blocks, cudaStream_t stream) {
   if (from.dtype != HeadFormat::kType) fail(Exit::internal, "fused decoding: a head in %s", dtype_name(from.dtype));
   pack_head_kernel<<<dim3(static_cast<unsigned>(blocks), kPackSlices), kPackThreads, 0, stream>>>(
-      to, from.blocks, sizes, StreamShape(sizes, row_loads), rows);
+      to, from.blocks, sizes, row_loads, rows);
   check_launch("fused decoding: head");
 }
 

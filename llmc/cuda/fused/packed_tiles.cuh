@@ -3,9 +3,9 @@
 //
 // A stream is one block's share of one layer: its rows of each matrix, one part after another (layer_parts()). A part
 // is a range of rows over all of K, in groups of 128. It is cut into stages: K is cut into bands, as many groups as the
-// consumers hold activations for at a time; within a band the rows are cut into kSetRows for each group of warps along the
-// rows; within these the groups are cut into load_groups at a time. In a stage each group of warps has its own set of rows,
-// kSetRows of them or what is left:
+// consumers hold activations for at a time, `loads` loads of each warp; within a band the rows are cut into kSetRows for
+// each group of warps along the rows; within these the groups are cut into load_groups at a time, a load of each warp. In
+// a stage each group of warps has its own set of rows, kSetRows of them or what is left:
 //
 //   8 bits  [group][half][row][64 bytes]: byte 16 t + i of half h is k = 32 t + 16 h + i of the group
 //   4 bits  [two groups][half][row][64 bytes]: byte 16 t + 4 n + i of half h has, of group n % 2 of the two,
@@ -61,22 +61,26 @@ constexpr int kDigitBytes = 4 * kDigitPlane;
 
 // How the warps of a block divide the weights of a stage.
 struct StreamShape {
-  int load_groups, band_groups, warps_r;
+  int load_groups, warps_r;
 
-  __host__ __device__ StreamShape(const Sizes& p, int row_loads)
-      : load_groups(kWarpGroups * p.warps_k), band_groups(row_loads * load_groups), warps_r(p.warps_r) {}
+  __host__ __device__ explicit StreamShape(const Sizes& p) : load_groups(kWarpGroups * p.warps_k), warps_r(p.warps_r) {}
 };
+// Loads of a band of MLP-down, whose rows of F elements have four times row_loads, with the sequential residual in two parts.
+// More save sums over lanes; fewer release the first stage sooner (dev/performance/fused.md).
+__host__ __device__ constexpr int down_loads(int row_loads, bool sequential) {
+  return sequential ? 2 : 4 / row_loads;
+}
 
 struct StreamPart {
-  int rows, groups;
+  int rows, groups, loads;
 };
 // Calls visit(first row, rows, first group, groups) for each stage of a part, in order, until it returns false; returns
 // whether all were visited.
 template <typename Format, typename Visit>
 __host__ __device__ inline bool for_each_stage(const StreamShape& shape, const StreamPart& part, const Visit& visit) {
-  const int stage_rows = kSetRows<Format> * shape.warps_r;
-  for (int band = 0; band < part.groups; band += shape.band_groups) {
-    const int band_end = band + shape.band_groups < part.groups ? band + shape.band_groups : part.groups;
+  const int stage_rows = kSetRows<Format> * shape.warps_r, band_groups = part.loads * shape.load_groups;
+  for (int band = 0; band < part.groups; band += band_groups) {
+    const int band_end = band + band_groups < part.groups ? band + band_groups : part.groups;
     for (int row = 0; row < part.rows; row += stage_rows) {
       const int rows = stage_rows < part.rows - row ? stage_rows : part.rows - row;
       for (int first = band; first < band_end; first += shape.load_groups) {
@@ -111,12 +115,13 @@ struct LayerParts {
   Part part[kMostParts];
   int count;
 };
-__host__ __device__ inline LayerParts layer_parts(const Sizes& p, const SequentialSizes* s, const BlockRows& own,
-                                                  int block, int blocks) {
+__host__ __device__ inline LayerParts layer_parts(const Sizes& p, const SequentialSizes* s, int row_loads,
+                                                  const BlockRows& own, int block, int blocks) {
   LayerParts parts{};
   const auto add = [&](LayerParts::Matrix matrix, const RowRange& rows, int first_group, int groups, int matrices = 1) {
     LayerParts::Part& part = parts.part[parts.count++];
     part.rows = matrices * (rows.end - rows.begin), part.groups = groups;
+    part.loads = matrix == LayerParts::down ? down_loads(row_loads, s != nullptr) : row_loads;
     part.matrix = matrix, part.first_group = first_group, part.rows_of = rows;
   };
   add(LayerParts::qkv, own.qkv, 0, groups_of(p.C));

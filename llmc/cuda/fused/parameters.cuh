@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "llmc/base/dtype.h"
+#include "llmc/base/kv_fp8.h"
 #include "llmc/base/sampling.h"
 #include "llmc/cuda/fused/decode.h"
 #include "llmc/cuda/hw/common.cuh"
@@ -25,9 +26,12 @@ constexpr int kMaxWarps = 10;
 // and helper, does not need: nothing is spilled. A spilled register is a cache line of a warp, and beside shared memory of
 // 227 KB L1 has no room for those of ten warps: each is fetched from L2 (dev/performance/fused.md).
 constexpr int kSequentialWarps = 8, kSequentialThreads = (kSequentialWarps + 4) * kWarpSize;
-constexpr int kLaunchRegisters = 168, kConsumerRegisters = 224, kOtherRegisters = 56;
+constexpr int kLaunchRegisters = 168;  // of each thread; of them all:
+template <bool kQuantized>
+constexpr int kConsumerRegisters = kQuantized ? 224 : 208;
+template <bool kQuantized>
+constexpr int kOtherRegisters = 3 * kLaunchRegisters - 2 * kConsumerRegisters<kQuantized>;
 static_assert(kSequentialThreads <= (kMaxWarps + 2) * kWarpSize && kSequentialWarps * kWarpSize >= kSamplerThreads);
-static_assert(kSequentialWarps * kConsumerRegisters + 4 * kOtherRegisters <= (kSequentialWarps + 4) * kLaunchRegisters);
 constexpr int kMinSplitPositions = 64;  // positions of a split, at least; the last split may have fewer
 constexpr int kMaxLayers = 256;
 
@@ -110,7 +114,9 @@ struct Sizes {
   int L, C, F, V, NH, HS;
   int warps_k, warps_r;  // consumer warps that share a row; groups of such warps, each with its own rows
   int threads;           // of all consumers
+  int blocks;            // of the grid
   int stages, stage_bytes, window;
+  bool cautious;     // of a stage of several tiles a quarter is asked for beside the stage before it, not all of it
   int partial_rows;  // rows whose partial sums fit in shared memory
   int max_splits;
   int item_shift;       // how far a block's first item of attention moves from layer to layer
@@ -128,7 +134,12 @@ struct Sizes {
 constexpr int kWarpQueries = 4;
 // Bytes of these queries as operands of tensor cores (tensor_attention.cuh), at most.
 constexpr int kOperandBytes = 4096;
-constexpr int kTurn = 32;  // positions that a warp takes before the next one does
+// Positions that it adds at once, as many as one mma multiplies by values, and as a unit of codes has.
+constexpr int kSlice = 16;
+static_assert(kSlice == kKvUnit);
+
+// The largest head size that tensor cores take; and an item of up to so many scores goes without them.
+constexpr int kTensorHeadSize = 128, kSingleScores = 256;
 
 // Byte offsets in dynamic shared memory; the ring comes first. `group`: query heads of an item of attention, at most.
 struct SharedLayout {
@@ -175,7 +186,7 @@ struct Parameters : Sizes {
   std::byte* layers;
   BlockRows* rows;  // [blocks]
   const S* embedding;
-  S *keys, *values;
+  S *keys, *values;  // null with kv_fp8
   std::int64_t capacity;
   const float *rope_cos, *rope_sin;
   float eps, scale;  // scale: log2(e) / sqrt(head_dim)
@@ -208,9 +219,11 @@ struct SequentialSizes {
   // Offsets in a row of qkv: the queries of K/V head h begin at h q_stride, its key at h kv_stride + key_begin, its
   // value at h kv_stride + value_begin.
   int q_stride, kv_stride, key_begin, value_begin;
-  int first_part;   // the MLP's F hidden elements are exchanged in two parts; this is the size of the first
-  bool gated, rms;  // true: SwiGLU, RMSNorm; false: GELU, LayerNorm
-  bool head_norms;  // RMSNorm of each head of q and k, before they rotate
+  int first_part;      // the MLP's F hidden elements are exchanged in two parts; this is the size of the first
+  bool gated, rms;     // true: SwiGLU, RMSNorm; false: GELU, LayerNorm
+  bool head_norms;     // RMSNorm of each head of q and k, before they rotate
+  bool kv_fp8;         // keys and values are codes (llmc/base/kv_fp8.h) of heads of 64 or 128
+  int position_bytes;  // of a key, and of a value
   std::uint32_t unrotated[kMaxLayers / 32];  // a bit a layer: its heads do not rotate
 
   __host__ __device__ bool rotates(int layer) const { return (unrotated[layer / 32] >> layer % 32 & 1) == 0; }
@@ -219,6 +232,7 @@ template <typename S>
 struct SequentialParameters : Parameters<S>, SequentialSizes {
   TaggedValue* x_mid;  // [C]: the residual stream between attention and MLP
   S* head_norms_of;    // [L, 2, HS]: the weights of the norms of q and of k, where there are head_norms
+  KvCodes cached;      // keys and values of all layers, codes or in S; a layer has capacity NKV rows of each
 };
 
 // The rows of a block where `rows` rows are divided evenly.
@@ -239,9 +253,11 @@ struct Flags {
   int stop;              // not 0: no token follows; with the sequential residual, the number of tokens decoded
   unsigned cache_steps;  // layers, counted over all tokens of this launch, whose new keys and values are in the cache
   std::int32_t id;       // id of the next token
+  unsigned added_scales[2];  // of the new token's key and value, with kv_fp8
   BlockRows own;
-  int2 places[kMaxWarps];     // of each warp: which part of a row, and which group of rows
-  float4 moments[kMaxWarps];  // of each warp's elements of x: mean, sum of squared deviations, count
+  int2 places[kMaxWarps];       // of each warp: which part of a row, and which group of rows
+  float4 moments[kMaxWarps];    // of each warp's elements of x: mean, sum of squared deviations, count
+  float squares[2][kMaxWarps];  // of each warp's elements of x, for both norms of a layer: their sum
 };
 
 // Number of splits of one head's context at `position`.
@@ -261,12 +277,23 @@ struct AttentionItem {
 // are read once; or one of them, where every item then still has a block of its own, since all blocks wait for the slowest.
 struct AttentionItems {
   int splits, parts, queries, count;  // parts of the query heads of a K/V head, `queries` in each; items
+  bool single;                        // few scores of few queries, which take a warp each, in little code
+  int turn;                           // positions in a stage of the ring
 
   __host__ __device__ AttentionItems(const Sizes& p, const SequentialSizes& s, int position, int blocks)
       : splits(splits_at(position, p.max_splits)) {
     parts = s.NKV * splits * s.group <= blocks ? s.group : 1;
     queries = s.group / parts;
     count = s.NKV * splits * parts;
+    const int each = (position + splits - 1) / splits;
+    single = !s.kv_fp8 && queries <= kSequentialWarps && queries * each <= kSingleScores;
+    turn = p.chunk_positions;
+    if (single || p.HS > kTensorHeadSize) return;  // all warps read every stage
+    // A stage is the turn of one warp of each set. Few positions are divided among more warps.
+    const int sets = (queries + kWarpQueries - 1) / kWarpQueries;
+    const int share = (each * sets + kSequentialWarps - 1) / kSequentialWarps;
+    const int whole = share <= kSlice ? kSlice : (share + kSlice - 1) / kSlice * kSlice;
+    turn = whole < turn ? whole : turn;
   }
   __host__ __device__ AttentionItem at(int i) const {
     const int split = i % splits, of_head = i / splits;

@@ -164,16 +164,18 @@ void set_quantized(Plan& plan, const ModelConfig& config, int most_rows) {
   p.digit_bytes = kDigitBytes;
   const int unit = most_set_rows(WeightFormats{}) * plan.shape.warps_r;
   p.partial_rows = static_cast<int>(ceil_div(most_rows, unit) * unit);
-  const StreamShape shape(p, plan.shape.row_loads);
+  const StreamShape shape(p);
+  const int row_loads = plan.shape.row_loads;
   const auto aligned = [](std::int64_t bytes) { return ceil_div(bytes, 128) * 128; };
   for (int b = 0; b < plan.blocks; ++b) {
     const BlockRows& own = plan.rows[static_cast<std::size_t>(b)];
-    const LayerParts parts = layer_parts(p, plan.sequential ? &plan.sequential_sizes : nullptr, own, b, plan.blocks);
+    const LayerParts parts =
+        layer_parts(p, plan.sequential ? &plan.sequential_sizes : nullptr, row_loads, own, b, plan.blocks);
     std::int64_t bytes = 0;
     for (int i = 0; i < parts.count; ++i) bytes += part_bytes<Format>(shape, parts.part[i]);
     p.stream_bytes = std::max(p.stream_bytes, aligned(bytes));
     if (config.quantization.head == nullptr) continue;
-    const StreamPart head = {own.head.end - own.head.begin, groups_of(config.hidden_size)};
+    const StreamPart head = {own.head.end - own.head.begin, groups_of(config.hidden_size), row_loads};
     p.head_stream_bytes = std::max(p.head_stream_bytes, aligned(part_bytes<HeadFormat>(shape, head)));
   }
 }
@@ -208,18 +210,23 @@ void set_sizes(Plan& plan, const ModelConfig& config) {
   p.warps_k = plan.shape.warps_k;
   p.warps_r = plan.shape.warps_r;
   p.threads = p.warps_k * p.warps_r * kWarpSize;
+  p.blocks = plan.blocks;
   p.stage_bytes = plan.shape.stage_bytes;
   p.layer_bytes = kLayerBytes;
   p.max_splits = max_splits_of(config, plan.blocks);
+  p.cautious = config.hidden_size <= 2048;  // wider models wait for memory rather than for one another
 }
 
 // Gives the ring all shared memory that is left. `group`: query heads of an item of attention, at most.
 void set_ring(Plan& plan, const Device& device, const FusedTuning& tuning, int group) {
   Sizes& p = plan.sizes;
   p.chunk_positions = p.stage_bytes / (4 * p.HS);
-  if (plan.sequential) {  // whole turns of a warp, or parts of one (tensor_attention.cuh)
-    const int part = std::min(kTurn, static_cast<int>(std::bit_floor(static_cast<unsigned>(p.chunk_positions))));
-    p.chunk_positions = p.chunk_positions / part * part;
+  if (plan.sequential_sizes.kv_fp8) {  // whole units; a stage that has room for the codes gets it for their scales, too
+    p.chunk_positions = std::max(1, p.stage_bytes / (2 * p.HS) / kSlice) * kSlice;
+    const int stage = static_cast<int>(ceil_div(2 * p.chunk_positions * (p.HS + 1), 128) * 128);
+    p.stage_bytes = std::max(p.stage_bytes, stage);
+  } else if (plan.sequential && p.chunk_positions > kSlice) {
+    p.chunk_positions = p.chunk_positions / kSlice * kSlice;
   }
   const int most = device.shared_bytes - static_cast<int>(ceil_div(sizeof(Flags) + sizeof(LayerParts), 128) * 128);
   const int stages_wanted = tuning.ring_bytes > 0 ? tuning.ring_bytes / p.stage_bytes : kMaxStages;
@@ -240,13 +247,17 @@ void set_ring(Plan& plan, const Device& device, const FusedTuning& tuning, int g
 }
 
 // The rows of every matrix are divided evenly, because an exchange follows each of them.
-Plan plan_sequential(const ModelConfig& config, const Device& device, const FusedTuning& tuning) {
+Plan plan_sequential(const ModelConfig& config, const Device& device, const FusedTuning& tuning, bool kv_fp8) {
   Plan plan;
   const auto refuse = [&](std::string why) {
     plan.reason = std::move(why);
     return plan;
   };
   plan.sequential = true;
+  if (kv_fp8 && config.head_dim != 64 && config.head_dim != 128) {
+    return refuse(format("fused decoding reads keys and values in fp8 of a head_dim of 64 or 128, got %lld",
+                         number(config.head_dim)));
+  }
   if (tuning.layer_only) return refuse("fused decoding measures a layer alone with the parallel residual only");
   KernelShape& shape = plan.shape = sequential_shape(config);
   if (shape.warps_k == 0) {
@@ -299,6 +310,8 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
   p.gated = gated;
   p.rms = config.norm == NormKind::rmsnorm;
   p.head_norms = config.qk_norm;
+  p.kv_fp8 = kv_fp8;
+  p.position_bytes = static_cast<int>(config.head_dim * (kv_fp8 ? 1 : sizeof(fp16)));
   for (std::int64_t l = 0; l < config.num_layers; ++l) {
     if (!config.rotates(l)) p.unrotated[l / 32] |= 1u << l % 32;
   }
@@ -347,19 +360,24 @@ Plan plan_parallel(const ModelConfig& config, const Device& device, const FusedT
 
 }  // namespace
 
-Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning& tuning) {
-  if (std::string reason = model_unsupported_reason(config, device); !reason.empty()) {
+Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning& tuning, bool kv_fp8) {
+  std::string reason = model_unsupported_reason(config, device);
+  if (reason.empty() && kv_fp8 && !is_sequential(config)) {
+    reason = "fused decoding reads keys and values of 16 bits with the parallel residual";
+  }
+  if (!reason.empty()) {
     Plan plan;
     plan.reason = std::move(reason);
     return plan;
   }
-  return is_sequential(config) ? plan_sequential(config, device, tuning) : plan_parallel(config, device, tuning);
+  return is_sequential(config) ? plan_sequential(config, device, tuning, kv_fp8)
+                               : plan_parallel(config, device, tuning);
 }
 
 }  // namespace fused
 
-std::string fused_decode_unsupported_reason(const ModelConfig& config, const Device& device) {
-  return fused::plan_of(config, device, {}).reason;
+std::string fused_decode_unsupported_reason(const ModelConfig& config, const Device& device, bool kv_fp8) {
+  return fused::plan_of(config, device, {}, kv_fp8).reason;
 }
 
 }  // namespace weft::cuda

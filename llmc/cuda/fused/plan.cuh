@@ -27,7 +27,8 @@ struct Plan {
   SequentialSizes sequential_sizes{};
   SharedLayout layout{};
 };
-Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning& tuning);
+// `kv_fp8`: keys and values are codes.
+Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning& tuning, bool kv_fp8 = false);
 
 // Thread blocks of a launch; `wanted` = 0: chosen by the model's size.
 int blocks_for(const ModelConfig& config, int multiprocessors, int wanted);

@@ -122,7 +122,7 @@ struct Producer {
 
   // ---- quantized_rows.cuh
   template <typename Format>
-  __device__ bool stream_part(const std::byte*& source, int rows, int groups);
+  __device__ bool stream_part(const std::byte*& source, const StreamPart& part);
   __device__ bool quantized_layer(const LayerParts& parts, int token, int l);
 
   // Copies one layer, in the order in which the consumers read it.
@@ -140,7 +140,7 @@ struct Producer {
     if constexpr (K::kQuantized) {
       const SequentialSizes* sequential = nullptr;
       if constexpr (K::kSequential) sequential = &p;
-      parts = layer_parts(p, sequential, own, c.block, c.blocks);
+      parts = layer_parts(p, sequential, K::kRowLoads, own, c.block, c.blocks);
     }
     for (int token = 0; more && token < p.count; ++token) {
       for (int l = 0; more && l < p.L; ++l) {
@@ -156,7 +156,7 @@ struct Producer {
       if constexpr (K::kQuantized) {
         if (more && layers[p.L].stream != nullptr) {
           const std::byte* source = layers[p.L].stream + c.block * p.head_stream_bytes;
-          more = stream_part<HeadFormat>(source, own.head.end - own.head.begin, groups_of(p.C));
+          more = stream_part<HeadFormat>(source, {own.head.end - own.head.begin, groups_of(p.C), K::kRowLoads});
           continue;
         }
       }

@@ -63,24 +63,24 @@ constexpr int kFragments = Format::kIntegers ? 4 : 8;
 static_assert(kWarpGroups == 2);  // the two parts of K with 4 bits
 // The digits of one band of activations (packed_tiles.cuh), as this lane's B fragments.
 template <typename K>
-template <typename Format>
+template <typename Format, int kLoads>
 struct Consumer<K>::Digits {
-  unsigned b[kRowLoads][kFragments<Format>][2];
-  int sums[kRowLoads];  // with groups: Format::sum_of_group() of the lane's group
-  float scale;          // factor from the sum over this lane's two digits to activations
+  unsigned b[kLoads][kFragments<Format>][2];
+  int sums[kLoads];  // with groups: Format::sum_of_group() of the lane's group
+  float scale;       // factor from the sum over this lane's two digits to activations
 };
 
 // Splits this warp's activations into digits and distributes them to its lanes as B fragments, through shared memory.
 // If any is infinite or NaN, all sums of the warp become NaN.
 template <typename K>
-template <typename Format>
-__device__ __forceinline__ void Consumer<K>::make_digits(Digits<Format>& d, const float* x) const {
+template <typename Format, int kLoads>
+__device__ __forceinline__ void Consumer<K>::make_digits(Digits<Format, kLoads>& d, const float* x) const {
   constexpr bool kNibbles = Format::kBits == 4;
   // |x| < 2^(exponent - 126) for the largest biased exponent, which is scaled to 2^kDigitBits.
   constexpr unsigned kUp = 127 + 126 + Format::kDigitBits;
   unsigned most = 0;
 #pragma unroll
-  for (int j = 0; j < kInputs; ++j) most = max(most, __float_as_uint(x[j]) & 0x7fffffffu);
+  for (int j = 0; j < kLoads * kLaneElements; ++j) most = max(most, __float_as_uint(x[j]) & 0x7fffffffu);
   const unsigned exponent = max(__reduce_max_sync(~0u, most) >> 23, 32u);
   const float up = __uint_as_float((kUp - exponent) << 23);
   const int column = lane / 4, t = lane % 4;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Format>& d, cons
   const unsigned planes = shared_address(shared) + at.digits + warp * kDigitBytes;
   const unsigned from = planes + column % 4 * kDigitPlane;
 #pragma unroll
-  for (int i = 0; i < kRowLoads; ++i) {
+  for (int i = 0; i < kLoads; ++i) {
     const float* const own = x + i * kLaneElements;
     if constexpr (Format::kIntegers) {
       unsigned plane[4][2];
@@ -179,8 +179,8 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Format>& d, cons
 // Partial sums of `rows` rows (at most partial_rows) over one band of activations of `groups` groups of K; the last
 // band may have fewer than the others. `accumulate`: added to the sums that are there.
 template <typename K>
-template <typename Format>
-__device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups, const Digits<Format>& x,
+template <typename Format, int kLoads>
+__device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups, const Digits<Format, kLoads>& x,
                                                            bool accumulate) {
   constexpr int kTiles = Format::kTiles, kSetRows = fused::kSetRows<Format>;
   const Parameters& p = c.p;
@@ -194,7 +194,7 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
     std::conditional_t<Format::kIntegers, int, float> sums[kTiles][kWarpGroups][4] = {};
     float scaled[kTiles] = {};
 #pragma unroll
-    for (int i = 0; i < kRowLoads; ++i) {
+    for (int i = 0; i < kLoads; ++i) {
       const int here = min(groups - i * load_groups, load_groups);  // groups of K in this stage
       if (here <= 0) continue;
       const unsigned set = begin_chunk() + warp_r * (kSetRows * kGroupBytes<Format>)*here;
@@ -272,16 +272,17 @@ template <typename K>
 template <typename Format, int kLoads>
 __device__ __forceinline__ void Consumer<K>::multiply_stream(int rows, int size, float (&input)[kLoads * kLaneElements],
                                                              bool accumulate) {
-  const int band_groups = kRowLoads * kWarpGroups * c.p.warps_k;
+  constexpr int kBand = kLoads == kRowLoads ? kRowLoads : down_loads(kRowLoads, K::kSequential);
+  const int band_groups = kBand * kWarpGroups * c.p.warps_k;
 #pragma unroll 1
   for (int groups = groups_of(size); groups > 0; groups -= band_groups) {
-    Digits<Format> digits;
-    make_digits<Format>(digits, input);
-    multiply_band<Format>(rows, groups, digits, accumulate);
+    Digits<Format, kBand> digits;
+    make_digits(digits, input);
+    multiply_band(rows, groups, digits, accumulate);
     accumulate = true;
-    if constexpr (kLoads > kRowLoads) {  // registers cannot be indexed at run time: move the next band to the front
+    if constexpr (kLoads > kBand) {  // registers cannot be indexed at run time: move the next band to the front
 #pragma unroll
-      for (int j = kInputs; j < kLoads * kLaneElements; ++j) input[j - kInputs] = input[j];
+      for (int j = kBand * kLaneElements; j < kLoads * kLaneElements; ++j) input[j - kBand * kLaneElements] = input[j];
     } else {
       break;
     }
@@ -293,27 +294,26 @@ __device__ __forceinline__ void Consumer<K>::multiply_stream(int rows, int size,
 // Copies one part of the stream from `source`, which is advanced past it.
 template <typename K>
 template <typename Format>
-__device__ bool Producer<K>::stream_part(const std::byte*& source, int rows, int groups) {
-  return for_each_stage<Format>(
-      StreamShape(c.p, K::kRowLoads), {rows, groups}, [&](int, int stage_rows, int, int stage_groups) {
-        if (!acquire()) return false;
-        const auto amount = static_cast<unsigned>(set_bytes<Format>(stage_rows, stage_groups));
-        const unsigned barrier = c.full + 8 * next.stage;
-        hopper::mbarrier_arrive_expect(barrier, amount);
-        // A stage of several tiles is more than should be in flight beside the one before it: small accesses of other blocks
-        // queue behind what is (dev/performance/fused.md). So most of it is asked for once all others have come.
-        const unsigned to = c.ring + next.stage * c.p.stage_bytes;
-        const unsigned first = Format::kTiles > 1 ? amount / 4 / 16 * 16 : amount;
-        if (first > 0) hopper::bulk_load(to, source, first, barrier, hopper::L2::evict_first);
-        bool good = true;
-        if (first < amount) {
-          good = drain();  // if the launch ends, what is asked for must still come whole: see run()
-          hopper::bulk_load(to + first, source + first, amount - first, barrier, hopper::L2::evict_first);
-        }
-        source += amount;
-        issued();
-        return good;
-      });
+__device__ bool Producer<K>::stream_part(const std::byte*& source, const StreamPart& part) {
+  return for_each_stage<Format>(StreamShape(c.p), part, [&](int, int stage_rows, int, int stage_groups) {
+    if (!acquire()) return false;
+    const auto amount = static_cast<unsigned>(set_bytes<Format>(stage_rows, stage_groups));
+    const unsigned barrier = c.full + 8 * next.stage;
+    hopper::mbarrier_arrive_expect(barrier, amount);
+    // Small accesses of other blocks queue behind what is in flight (dev/performance/fused.md). So where they decide, most
+    // of a stage of several tiles is asked for once all others have come.
+    const unsigned to = c.ring + next.stage * c.p.stage_bytes;
+    const unsigned first = Format::kTiles > 1 && c.p.cautious ? amount / 4 / 16 * 16 : amount;
+    if (first > 0) hopper::bulk_load(to, source, first, barrier, hopper::L2::evict_first);
+    bool good = true;
+    if (first < amount) {
+      good = drain();  // if the launch ends, what is asked for must still come whole: see run()
+      hopper::bulk_load(to + first, source + first, amount - first, barrier, hopper::L2::evict_first);
+    }
+    source += amount;
+    issued();
+    return good;
+  });
 }
 
 // Copies one layer, in the order in which the consumers read it.
@@ -333,7 +333,7 @@ __device__ bool Producer<K>::quantized_layer(const LayerParts& parts, int token,
       }
       if (!good) return false;
     }
-    if (!stream_part<typename K::Format>(source, parts.part[i].rows, parts.part[i].groups)) return false;
+    if (!stream_part<typename K::Format>(source, parts.part[i])) return false;
   }
   return true;
 }

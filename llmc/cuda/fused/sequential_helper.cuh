@@ -3,10 +3,26 @@
 #pragma once
 
 #include "llmc/cuda/fused/helper.cuh"
+#include "llmc/cuda/op/attention/paged/code_rows.cuh"
 
 namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
+
+// Writes the codes of the key and value that the consumers left in shared memory as row `row`, counted over all layers.
+template <typename K>
+template <int HS>
+__device__ void Helper<K>::append_codes(std::int64_t row) {
+  using Rotation = WarpRotation<S, HS>;
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    const unsigned* added = reinterpret_cast<const unsigned*>(shared + at.added) + i * HS / 2;
+    unsigned words[Rotation::kWords];
+#pragma unroll
+    for (int w = 0; w < Rotation::kWords; ++w) words[w] = added[Rotation::word(w)];
+    store_codes<S, HS>(i == 0 ? KvKind::key : KvKind::value, words, c.flags.added_scales[i], row, c.p.cached);
+  }
+}
 
 // Writes the key and value that the consumers left in shared memory to their page, if the item is the one that does. The
 // consumers may reuse that memory after item_done.
@@ -23,12 +39,20 @@ __device__ bool Helper<K>::append(int layer, int position, const AttentionItem& 
   }
   const uint4* added = reinterpret_cast<const uint4*>(shared + at.added);
   const std::int64_t page = static_cast<std::int64_t>(position / p.page_size) * p.NKV + item.head;
-  const std::int64_t row =
-      (p.capacity * p.NKV * layer + page * p.page_size + position % p.page_size) * static_cast<std::int64_t>(p.HS);
-  const int pieces = p.HS / kLaneElements;
-  for (int i = lane; i < 2 * pieces; i += kWarpSize) {
-    S* to = i < pieces ? p.keys + row + i * kLaneElements : p.values + row + (i - pieces) * kLaneElements;
-    *reinterpret_cast<uint4*>(to) = added[i];
+  const std::int64_t row = p.capacity * p.NKV * layer + page * p.page_size + position % p.page_size;
+  if (p.kv_fp8) {
+    if (p.HS == 64) {
+      append_codes<64>(row);
+    } else {
+      append_codes<128>(row);
+    }
+  } else {
+    const int pieces = p.HS / kLaneElements;
+    for (int i = lane; i < 2 * pieces; i += kWarpSize) {
+      S* to =
+          i < pieces ? p.keys + row * p.HS + i * kLaneElements : p.values + row * p.HS + (i - pieces) * kLaneElements;
+      *reinterpret_cast<uint4*>(to) = added[i];
+    }
   }
   hopper::fence_async_proxy_global();
   __syncwarp();

@@ -42,28 +42,17 @@ __device__ __forceinline__ void Consumer<K>::run_sequential() {
 
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::run_sequential_layer(int l, int token, std::int32_t id) {
-  const int position = c.p.position + token;
   find_place();
-  float x[kInputs];
-  {
-    // loaded early, so that it arrives during the wait for x
-    const NormWeight norm = load_norm(layers[l].norm1_weight, layers[l].norm1_bias);
-    load_residual(l, token, id, x);
-    normalize_one(norm, x);
+  narrow_matrix(l, token, id, Narrow::qkv);
+  find_place();
+  attend_groups(l, c.p.position + token);
+  // One code for both: a layer's code exceeds the caches of instructions, and what is not there is waited for.
+#pragma unroll 1
+  for (int matrix = 1; matrix < 3; ++matrix) {
+    find_place();
+    narrow_matrix(l, token, id, static_cast<Narrow>(matrix));
   }
-  stamp(l, FusedPhase::norms_done);
-  sequential_qkv_rows(l, x);
   find_place();
-  attend_groups(l, position);
-  find_place();
-  middle_rows(l, x);
-  {
-    const NormWeight norm = load_norm(layers[l].norm2_weight, layers[l].norm2_bias);
-    load_vector<kRowLoads>(c.p.x_mid, c.p.C, step + 1, x);
-    stamp(l, FusedPhase::middle_here);
-    normalize_one(norm, x);
-  }
-  hidden_rows(l, token, x);
   down_rows(l);
   ++step;
 }
@@ -129,16 +118,28 @@ __device__ __forceinline__ void Consumer<K>::multiply_chunks(int rows, int chunk
   }
 }
 
-// Partial sums of `rows` rows of `width` elements of each of `matrices` matrices (2: gate and up) times `input`, which
-// is overwritten where it has several bands (quantized_rows.cuh).
+// What rows of C elements are multiplied by: this thread's elements of a vector, or the digits of them (quantized_rows.cuh).
 template <typename K>
-template <int kLoads, int kEach>
-__device__ __forceinline__ void Consumer<K>::multiply_part(int rows, int matrices, int width,
-                                                           float (&input)[kLoads * kLaneElements], bool accumulate) {
+struct Consumer<K>::Operand {
+  using Elements = float[kInputs];
+  std::conditional_t<K::kQuantized, Digits<typename K::Format, kRowLoads>, const Elements*> of;
+
+  __device__ __forceinline__ Operand(const Consumer& consumer, const Elements& input) {
+    if constexpr (K::kQuantized) {
+      consumer.make_digits(of, input);
+    } else {
+      of = &input;
+    }
+  }
+};
+
+// Partial sums of `rows` rows of `width` elements of each of `matrices` matrices (2: gate and up) times `input`.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::multiply_part(int rows, int matrices, int width, const Operand& input) {
   if constexpr (K::kQuantized) {
-    multiply_stream<typename K::Format, kLoads>(matrices * rows, width, input, accumulate);
+    multiply_band(matrices * rows, groups_of(width), input.of, false);
   } else {
-    multiply_chunks<kLoads, kEach>(rows, kEach * c.p.warps_r / matrices, width, input, accumulate);
+    multiply_chunks<kRowLoads, kRows>(rows, kRows * c.p.warps_r / matrices, width, *input.of, false);
   }
 }
 
@@ -156,74 +157,81 @@ __device__ __forceinline__ float Consumer<K>::partial_sum(int target) const {
   return sum;
 }
 
+// Chooses the buffer of partial sums for use `use` of the five in a layer. They take turns, so that the barrier of the other one
+// lies between the readers of a buffer and its next use.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::use_partial_sums(int use) {
+  partial_buffer = static_cast<int>((step + static_cast<unsigned>(use)) & 1);
+}
 // As finish_rows(), by partial_sum().
 template <typename K>
 template <typename Finish>
 __device__ __forceinline__ void Consumer<K>::finish_sums(int count, const Finish& finish) {
   sync();
   if (thread < count) finish(thread, partial_sum(thread));
-  partial_buffer ^= 1;
 }
 
+// QKV, the output projection, which is added to the residual, or MLP-up with GELU, gate and up with SwiGLU, in two parts.
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::sequential_qkv_rows(int l, float (&input)[kInputs]) {
-  const RowTerms terms = load_terms(layers[l].qkv_bias, layers[l].qkv_scales, own.qkv);
-  const int rows = own.qkv.end - own.qkv.begin;
-  partial_buffer = 0;
-  multiply_part<kRowLoads, kRows>(rows, 1, c.p.C, input, false);
-  finish_sums(
-      rows, [&](int row, float sum) { store_relaxed(c.p.qkv + own.qkv.begin + row, tagged(terms.of(sum), step + 1)); });
-  stamp(l, FusedPhase::qkv_done);
-}
-
-// The output projection, added to the residual. `input` is passed as scratch registers.
-template <typename K>
-__device__ __forceinline__ void Consumer<K>::middle_rows(int l, float (&input)[kInputs]) {
+__device__ __forceinline__ void Consumer<K>::narrow_matrix(int l, int token, std::int32_t id, Narrow matrix) {
   const Parameters& p = c.p;
-  const int rows = own.out.end - own.out.begin;
-  if (rows <= 0) return;
-  const RowTerms terms = load_terms(layers[l].dense_bias, layers[l].dense_scales, own.out);
-  load_vector<kRowLoads>(p.attention, p.q_size, step + 1, input);
-  stamp(l, FusedPhase::attention_here);
-  partial_buffer = 1;
-  multiply_part<kRowLoads, kRows>(rows, 1, p.q_size, input, false);
-  finish_sums(rows, [&](int row, float sum) {
-    x_own += terms.of(sum);
-    store_relaxed(p.x_mid + own.out.begin + row, tagged(x_own, step + 1));
-  });
-  stamp(l, FusedPhase::middle_written);
-}
-
-// MLP-up with GELU, or gate and up with SwiGLU, in two parts.
-template <typename K>
-__device__ __forceinline__ void Consumer<K>::hidden_rows(int l, int token, float (&input)[kInputs]) {
-  const Parameters& p = c.p;
-#pragma unroll 1
-  for (int part = 0; part < 2; ++part) {
-    const RowRange own_rows = hidden_part(p, p.first_part, part, c.block, c.blocks);
-    RowTerms terms = load_terms(layers[l].up_bias, p.gated ? nullptr : layers[l].up_scales, own_rows);
-    const int rows = own_rows.end - own_rows.begin;
-    [[maybe_unused]] float up_row_scale = 1;  // where `terms` has that of gate
+  const Layer& w = layers[l];
+  const bool output = matrix == Narrow::output, hidden = matrix == Narrow::hidden, gated = hidden && p.gated;
+  RowRange range;
+  RowTerms terms;
+  [[maybe_unused]] float up_row_scale = 1;  // where `terms` has that of gate
+  const auto begin_part = [&](int part) {
+    range = hidden ? hidden_part(p, p.first_part, part, c.block, c.blocks) : output ? own.out : own.qkv;
+    const float* scales = hidden ? w.up_scales : output ? w.dense_scales : w.qkv_scales;
+    const S* bias = hidden ? w.up_bias : output ? w.dense_bias : w.qkv_bias;
+    terms = load_terms(bias, gated ? nullptr : scales, range);
     if constexpr (K::kQuantized) {
-      if (p.gated && layers[l].up_scales != nullptr && thread < rows) {
-        terms.scale = load_scale(layers[l].up_scales + gate_scale(own_rows.begin + thread));
-        up_row_scale = load_scale(layers[l].up_scales + up_scale(own_rows.begin + thread));
+      if (gated && scales != nullptr && thread < range.end - range.begin) {
+        terms.scale = load_scale(scales + gate_scale(range.begin + thread));
+        up_row_scale = load_scale(scales + up_scale(range.begin + thread));
       }
     }
-    partial_buffer = part;
-    multiply_part<kRowLoads, kRows>(rows, p.gated ? 2 : 1, p.C, input, false);
-    bool write = true;
-    if constexpr (K::kInstrumented) {  // the last token never completes
-      write = !(p.instruments.lose_an_arrival && c.block == 0 && token == p.count - 1);
+  };
+  float x[kInputs];
+  {
+    // Loaded early, so that they arrive during the wait for x.
+    begin_part(0);
+    const NormWeight norm = hidden ? load_norm(w.norm2_weight, w.norm2_bias) : load_norm(w.norm1_weight, w.norm1_bias);
+    if (matrix == Narrow::qkv && l == 0) {
+      load_embedding(id, x);
+    } else {
+      const TaggedValue* vector = hidden ? p.x_mid : output ? p.attention : p.x;
+      load_vector<kRowLoads>(vector, output ? p.q_size : p.C, output || hidden ? step + 1 : step, x);
     }
+    stamp(l, hidden ? FusedPhase::middle_here : output ? FusedPhase::attention_here : FusedPhase::x_here);
+    if (!output) normalize_late(norm, hidden ? 1 : 0, x);
+  }
+  if (matrix == Narrow::qkv) stamp(l, FusedPhase::norms_done);
+  const Operand operand(*this, x);
+#pragma unroll 1
+  for (int part = 0; part < (hidden ? 2 : 1); ++part) {
+    if (part == 1) begin_part(1);
+    const int rows = range.end - range.begin;
+    use_partial_sums(static_cast<int>(matrix) + part);
+    multiply_part(rows, gated ? 2 : 1, output ? p.q_size : p.C, operand);
     finish_sums(rows, [&](int row, float sum) {
-      const auto up = [&] { return partial_sum(rows + row) * (K::kQuantized ? up_row_scale : 1.0f); };
-      const float value =
-          p.gated ? swiglu<float>(K::kQuantized ? terms.of(sum) : sum, up()) : gelu_exact(terms.of(sum));
-      if (write) store_relaxed(p.h + own_rows.begin + row, tagged(value, step + 1));
+      if constexpr (K::kInstrumented) {  // the last token never completes
+        if (hidden && p.instruments.lose_an_arrival && c.block == 0 && token == p.count - 1) return;
+      }
+      const float factor = output ? 1.0f : norm_factor(hidden ? 1 : 0);
+      float value = terms.of(factor * sum);
+      if (gated) {
+        value = swiglu<float>(value, factor * partial_sum(rows + row) * (K::kQuantized ? up_row_scale : 1.0f));
+      } else if (hidden) {
+        value = gelu_exact(value);
+      } else if (output) {
+        value = x_own += value;
+      }
+      TaggedValue* to = hidden ? p.h : output ? p.x_mid : p.qkv;
+      store_relaxed(to + range.begin + row, tagged(value, step + 1));
     });
   }
-  stamp(l, FusedPhase::up_done);
+  stamp(l, hidden ? FusedPhase::up_done : output ? FusedPhase::middle_written : FusedPhase::qkv_done);
 }
 
 // MLP-down, part by part, added to the residual.
@@ -231,17 +239,20 @@ template <typename K>
 __device__ __forceinline__ void Consumer<K>::down_rows(int l) {
   const Parameters& p = c.p;
   const int rows = own.out.end - own.out.begin;
-  if (rows <= 0) return;
   const RowTerms terms = load_terms(layers[l].down_bias, layers[l].down_scales, own.out);
-  partial_buffer = 0;
+  use_partial_sums(4);
 #pragma unroll 1
   for (int part = 0; part < 2; ++part) {
     const int begin = part == 0 ? 0 : p.first_part, width = part == 0 ? p.first_part : p.F - p.first_part;
-    if (width == 0) break;
+    if (width == 0 || rows <= 0) break;  // where there are no rows, others need not wait until this block has read h
     float hidden[kPartLoads * kLaneElements];
     load_vector<kPartLoads>(p.h + begin, width, step + 1, hidden);
     stamp(l, FusedPhase::mlp_up_here);
-    multiply_part<kPartLoads, kPartRows>(rows, 1, width, hidden, part > 0);
+    if constexpr (K::kQuantized) {
+      multiply_stream<typename K::Format, kPartLoads>(rows, width, hidden, part > 0);
+    } else {
+      multiply_chunks<kPartLoads, kPartRows>(rows, kPartRows * p.warps_r, width, hidden, part > 0);
+    }
   }
   finish_sums(rows, [&](int row, float sum) {
     x_own += terms.of(sum);

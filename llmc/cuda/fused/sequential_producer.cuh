@@ -60,8 +60,7 @@ template <typename K>
 __device__ bool Producer<K>::pages(int token, int layer, int position) {
   const Parameters& p = c.p;
   const AttentionItems items(p, p, position, c.blocks);
-  const int position_bytes = p.HS * static_cast<int>(sizeof(S));
-  const std::int64_t layer_begin = p.capacity * p.NKV * p.HS * layer;
+  const std::int64_t layer_begin = p.capacity * p.NKV * layer;
   bool checked = token == 0;  // the first token reads only what earlier launches wrote
   for (int i = c.block; i < items.count; i += c.blocks) {
     const AttentionItem item = items.at(i);
@@ -78,16 +77,37 @@ __device__ bool Producer<K>::pages(int token, int layer, int position) {
       hopper::fence_async_proxy_global();
       checked = true;
     }
-    for (int first = cached.begin; first < cached.end;) {
-      const int count = chunk_of(p, first, cached.end);
-      const std::int64_t page = static_cast<std::int64_t>(first / p.page_size) * p.NKV + item.head;
-      const std::int64_t from = layer_begin + (page * p.page_size + first % p.page_size) * p.HS;
-      if (!chunk(p.keys + from, 2, count * position_bytes,
-                 reinterpret_cast<const char*>(p.values) - reinterpret_cast<const char*>(p.keys),
-                 p.chunk_positions * position_bytes)) {
-        return false;
+    int row = cached.begin % p.page_size;
+    std::int64_t from =
+        layer_begin + (static_cast<std::int64_t>(cached.begin / p.page_size) * p.NKV + item.head) * p.page_size + row;
+    for (int first = cached.begin; first < cached.end; first += items.turn) {
+      // Codes come in whole units. In the last one the helper, of this block or another, may be writing the new token: bytes
+      // of that row alone, which none of this token's readers counts.
+      const int left = cached.end - first,
+                count = min(items.turn, p.kv_fp8 ? (left + kSlice - 1) / kSlice * kSlice : left);
+      if (!acquire()) return false;
+      const unsigned barrier = c.full + 8 * next.stage, stage = c.ring + next.stage * p.stage_bytes;
+      hopper::mbarrier_arrive_expect(barrier,
+                                     static_cast<unsigned>(2 * count * (p.position_bytes + (p.kv_fp8 ? 1 : 0))));
+      for (int done = 0; done < count;) {  // a page at a time
+        const int rows = min(count - done, p.page_size - row);
+        const auto copy = [&](unsigned at, const std::uint8_t* of, int row_bytes) {
+          hopper::bulk_load(stage + at + done * row_bytes, of + from * row_bytes,
+                            static_cast<unsigned>(rows * row_bytes), barrier, hopper::L2::evict_first);
+        };
+        const unsigned half = p.chunk_positions * p.position_bytes;
+        copy(0, p.cached.keys, p.position_bytes);
+        copy(half, p.cached.values, p.position_bytes);
+        if (p.kv_fp8) {
+          copy(2 * half, p.cached.key_scales, 1);
+          copy(2 * half + p.chunk_positions, p.cached.value_scales, 1);
+        }
+        done += rows;
+        from += rows;
+        row += rows;
+        if (row == p.page_size) row = 0, from += (p.NKV - 1) * p.page_size;
       }
-      first += count;
+      issued();
     }
   }
   return true;

@@ -193,6 +193,7 @@ FusedStep<S>::FusedStep(const ModelConfig& config, const DeviceWeights<S>& weigh
   device.shared_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   const StepPlan step = step_plan(config, device, tuning);
   if (!step.plan.reason.empty()) fail(Exit::environment, "%s", step.plan.reason.c_str());
+  if (cache.fp8()) fail(Exit::internal, "fused steps: got keys and values in fp8, expected 16 bits");
   state_ = std::make_unique<State>(config, tuning, step, stream);
   StepParameters<S>& p = state_->parameters;
   static_cast<Sizes&>(p) = step.plan.sizes;

@@ -16,11 +16,15 @@ struct RingPosition {
   __device__ void advance(int stages) {
     if (++stage == stages) stage = 0, phase ^= 1;
   }
-  // The same `steps` times.
+  // Moves on by `steps`.
   __device__ void advance(int stages, int steps) {
     stage += steps;
     phase ^= static_cast<unsigned>(stage / stages) & 1;
     stage %= stages;
+  }
+  // The same without a division, for few rounds of the ring.
+  __device__ void advance_a_little(int stages, int steps) {
+    for (stage += steps; stage >= stages; stage -= stages) phase ^= 1;
   }
   // The position of step `step` >= 0, counted from the beginning.
   __device__ static RingPosition at(int step, int stages) {

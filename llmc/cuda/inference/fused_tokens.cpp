@@ -79,7 +79,7 @@ class FusedTokens final : public IdDecoder {
 
 }  // namespace
 
-std::string fused_unsupported_reason(const ModelConfig& config, DType dtype) {
+std::string fused_unsupported_reason(const ModelConfig& config, DType dtype, bool kv_fp8) {
   if (dtype == DType::f32) return "the fused kernel computes with fp16 or bf16 weights, not fp32";
   if (config.quantization.any()) {
     const bool parallel = config.parallel_residual;
@@ -92,15 +92,16 @@ std::string fused_unsupported_reason(const ModelConfig& config, DType dtype) {
                     parallel ? "fp16" : "bf16", parallel ? "bf16" : "fp16");
     }
   }
-  return fused_decode_unsupported_reason(config, probe_device());
+  return fused_decode_unsupported_reason(config, probe_device(), kv_fp8);
 }
 
 bool graph_is_faster(const ModelConfig& config) {
-  constexpr std::int64_t kLoadedElements = 2048;
-  // Beside such an MLP a lane has two loads of a row, and a row of the narrower hidden state leaves half of them empty.
-  constexpr std::int64_t kNarrow = 2048, kWideMlp = 8192;
+  constexpr std::int64_t kOneLoad = 2048, kOneLoadOfF = 4 * kOneLoad, kFull = 2 * kOneLoad;
   if (config.parallel_residual) return false;
-  return config.hidden_size % kLoadedElements != 0 || (config.hidden_size <= kNarrow && config.ffn_size > kWideMlp);
+  // as plan.cu divides rows
+  const bool two_loads = std::max(config.hidden_size, config.q_size()) > kOneLoad || config.ffn_size > kOneLoadOfF;
+  const bool unmeasured = config.quantization.any() && config.hidden_size % kOneLoad != 0;
+  return unmeasured || (two_loads && config.hidden_size < kFull);
 }
 
 bool fused_by_default(const ModelConfig& config) {
@@ -110,10 +111,9 @@ bool fused_by_default(const ModelConfig& config) {
 }
 
 std::int64_t fused_positions(const ModelConfig& config) {
-  // Where query heads share keys and values: for each element of a head; and for wider heads, which tensor cores do not have.
-  constexpr std::int64_t kGrouped = 256, kWidest = 128, kWider = 12'288;
-  if (config.num_kv_heads == config.num_heads) return std::numeric_limits<std::int64_t>::max();
-  return config.head_dim <= kWidest ? kGrouped * config.head_dim : kWider;
+  constexpr std::int64_t kWidest = 128, kWider = 12'288;
+  const bool grouped = config.num_kv_heads != config.num_heads;
+  return grouped && config.head_dim > kWidest ? kWider : std::numeric_limits<std::int64_t>::max();
 }
 
 std::vector<MemoryLine> plan_fused_tokens(const ModelConfig& config) {

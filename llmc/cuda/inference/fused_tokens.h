@@ -12,20 +12,21 @@
 
 namespace weft::cuda {
 
-// Positions of a page in a model for fused decoding: a stage of the kernel's ring must not chunk pages.
+// Positions of a page in a model for fused decoding: with the parallel residual a stage of the kernel's ring is of one page.
 inline constexpr std::int64_t kFusedPageSize = 64;
 
-// Empty if this GPU can run it in fused mode, otherwise one line for the user that says why not.
-std::string fused_unsupported_reason(const ModelConfig& config, DType dtype);
-// Whether the captured graph decodes a token faster than the fused kernel: with the sequential residual, whose five
-// exchanges a layer cost more than overlapping launches, unless rows of the weights fill the loads of the warps
-// (measured: dev/performance/fused.md).
+// Empty if this GPU can run it in fused mode, otherwise one line for the user that says why not. `kv_fp8`: the model's pages
+// hold keys and values in e4m3.
+std::string fused_unsupported_reason(const ModelConfig& config, DType dtype, bool kv_fp8 = false);
+// Whether the captured graph decodes a token faster than the fused kernel: with the sequential residual where a lane has two
+// loads of a row, and the hidden state leaves part of them empty (measured: dev/performance/fused.md). Quantised ones are not
+// measured, and left to the graph, where hidden_size is no multiple of 2,048.
 bool graph_is_faster(const ModelConfig& config);
 // Whether the fused kernel is the default for these weights, if the graph is not faster: not for quantised weights with
 // the parallel residual and a hidden_size above 2,560, which have not been measured beside the graph.
 bool fused_by_default(const ModelConfig& config);
-// The positions at which the fused kernel is fed faster than the graph, if it is the default: with grouped queries it computes
-// each key for each of its queries without tensor cores, which long contexts pay for (measured: dev/performance/fused.md).
+// The positions at which the fused kernel is fed faster than the graph, if it is the default: all of them, but with grouped
+// queries of wide heads, which it computes without tensor cores (measured: dev/performance/fused.md).
 std::int64_t fused_positions(const ModelConfig& config);
 
 // Memory that fused_tokens() will allocate on the current GPU.

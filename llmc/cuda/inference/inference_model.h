@@ -133,7 +133,7 @@ std::size_t step_bytes(const ModelConfig& config, const InferenceOptions& pool);
 PagedAttentionShape attention_shape(const ModelConfig& config, const InferenceOptions& pool);
 
 // What another decoder of the same sequence needs: the parameters if the model owns them, else null; the weights; all
-// pages, where page i of a single sequence is page i, not with kv_fp8; the RoPE table; the model's stream.
+// pages, where page i of a single sequence is page i; the RoPE table; the model's stream.
 template <typename S>
 struct InferenceParts {
   S* parameters = nullptr;
@@ -178,14 +178,14 @@ class Inference final : public InferenceModel {
     return found == kept_.end() ? std::vector<float>{} : found->second;
   }
   InferenceParts<S> parts() {
-    if (pool_.kv_fp8) fail(Exit::internal, "inference: another decoder over keys and values in fp8");
-    const std::int64_t positions = pool_.num_pages * pool_.page_size;
-    S* const keys = kv_arena_.template at<S>(0);
-    return {own_ != nullptr ? own_->template at<S>(0) : nullptr,
-            &weights_,
-            {keys, keys + config_.num_layers * positions * config_.kv_size(), positions, pool_.page_size},
-            rope_,
-            stream_};
+    KvCache<S> cache = {nullptr, nullptr, pool_.num_pages * pool_.page_size, pool_.page_size};
+    if (pool_.kv_fp8) {
+      cache.codes = kv_codes(config_, pool_, kv_arena_.template at<std::uint8_t>(0), 0);
+    } else {
+      cache.keys = kv_arena_.template at<S>(0);
+      cache.values = cache.keys + config_.num_layers * cache.capacity * config_.kv_size();
+    }
+    return {own_ != nullptr ? own_->template at<S>(0) : nullptr, &weights_, cache, rope_, stream_};
   }
 
  private:

@@ -10,6 +10,7 @@
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/hw/elements.cuh"
 #include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/op/attention/paged/code_rows.cuh"
 #include "llmc/cuda/op/attention/train/attention.h"
 #include "llmc/cuda/op/attention/train/launch.cuh"
 #include "llmc/cuda/op/elementwise/rotate_pair.cuh"
@@ -113,49 +114,6 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant_
   store_pack(stored(io.kv.values, head) + d, load_pack(io.v.at(0, row, head) + d));
 }
 
-// The fp32 bits of a word's elements.
-template <typename S>
-__device__ uint2 bits_of(unsigned word) {
-  const float2 values = unpack<S>(word);
-  return {__float_as_uint(values.x), __float_as_uint(values.y)};
-}
-
-// Writes a head, of which a lane has the words of WarpRotation, as row `row` of codes and scales; called by all lanes.
-template <typename S, int HS>
-__device__ void store_codes(KvKind kind, const unsigned (&words)[WarpRotation<S, HS>::kWords], std::int64_t row,
-                            std::uint8_t* codes, std::uint8_t* scales) {
-  using Rotation = WarpRotation<S, HS>;
-  unsigned amax = 0;
-#pragma unroll
-  for (int i = 0; i < Rotation::kWords; ++i) {  // lanes without a word have the last one
-    const uint2 bits = bits_of<S>(words[i]);
-    amax = max(amax, max(bits.x & 0x7FFFFFFFu, bits.y & 0x7FFFFFFFu));
-  }
-  const unsigned scale = kv_scale(__reduce_max_sync(~0u, amax));
-  const float inverse = __uint_as_float(kv_inverse_bits(scale));
-  if (threadIdx.x % kWarpSize == 0) scales[row] = static_cast<std::uint8_t>(scale);
-  const std::int64_t p = row % kKvUnit;
-  std::uint16_t* const pairs = reinterpret_cast<std::uint16_t*>(codes + (row - p) * HS);
-#pragma unroll
-  for (int i = 0; i < Rotation::kWords; ++i) {
-    const uint2 bits = bits_of<S>(words[i]);
-    const unsigned low = kv_code(__float_as_uint(__uint_as_float(bits.x) * inverse)),
-                   high = kv_code(__float_as_uint(__uint_as_float(bits.y) * inverse));
-    // Four lanes further are the dimensions that share 16 bits with these.
-    const unsigned above = __shfl_down_sync(~0u, low | high << 8, 4);
-    const int d = 2 * Rotation::word(i);
-    if (d >= HS || d % 16 >= 8) continue;
-    const unsigned first = kv_pair(low, above & 0xff), second = kv_pair(high, above >> 8);
-    std::uint16_t* const to = pairs + kv_pair_index(kind, p, d, HS);
-    if (kind == KvKind::key) {
-      *reinterpret_cast<unsigned*>(to) = first | second << 16;
-    } else {
-      *to = static_cast<std::uint16_t>(first);
-      pairs[kv_pair_index(kind, p, d + 1, HS)] = static_cast<std::uint16_t>(second);
-    }
-  }
-}
-
 // Grid: x = rows, y = blocks of a row's heads: queries, keys, values.
 template <typename S, int HS>
 __global__ void __launch_bounds__(kThreads) append_codes_kernel(const __grid_constant__ AppendToPages<S> io) {
@@ -190,8 +148,7 @@ __global__ void __launch_bounds__(kThreads) append_codes_kernel(const __grid_con
     return;
   }
   const std::int64_t at = (page * NKV + head) * page_size + position % page_size;
-  store_codes<S, HS>(key ? KvKind::key : KvKind::value, words, at, key ? io.kv.codes.keys : io.kv.codes.values,
-                     key ? io.kv.codes.key_scales : io.kv.codes.value_scales);
+  store_codes<S, HS>(key ? KvKind::key : KvKind::value, words, scale_of<S>(words), at, io.kv.codes);
 }
 
 template <typename S>
