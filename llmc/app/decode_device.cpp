@@ -317,19 +317,19 @@ bool DecodeDevice::fuses_draft(const ModelConfig& config) const {
          !cuda::graph_is_faster(config);
 }
 
-SequenceDraft DecodeDevice::load_sequence_draft(const ModelFile& file, const InferenceModel& model) const {
-  const ModelConfig& config = file.config();
-  if (!fuses_draft(config)) return {load_draft(file, model), nullptr};
+SequenceDraft DecodeDevice::sequence_draft(const ModelConfig& config, const InferenceModel& model,
+                                           const MakePages& make) const {
+  if (!fuses_draft(config)) return {make(draft_pool(config, model)), nullptr};
   const std::int64_t capacity = std::min(config.max_positions, model.max_positions());
-  return {nullptr,
-          sequence_on_gpu(load_pages(file, one_sequence_on_gpu(capacity, true, settings_.kv_fp8())), capacity, dtype_)};
+  return {nullptr, sequence_on_gpu(make(one_sequence_on_gpu(capacity, true, settings_.kv_fp8())), capacity, dtype_)};
+}
+
+SequenceDraft DecodeDevice::load_sequence_draft(const ModelFile& file, const InferenceModel& model) const {
+  return sequence_draft(file.config(), model, [&](const InferenceOptions& pool) { return load_pages(file, pool); });
 }
 
 SequenceDraft DecodeDevice::make_random_draft(const ModelConfig& config, const InferenceModel& model) const {
-  if (!fuses_draft(config)) return {random_pages(config, draft_pool(config, model)), nullptr};
-  const std::int64_t capacity = std::min(config.max_positions, model.max_positions());
-  return {nullptr, sequence_on_gpu(random_pages(config, one_sequence_on_gpu(capacity, true, settings_.kv_fp8())),
-                                   capacity, dtype_)};
+  return sequence_draft(config, model, [&](const InferenceOptions& pool) { return random_pages(config, pool); });
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_pages(const ModelFile& file, const InferenceOptions& pool,

@@ -83,6 +83,7 @@ class DecodeDevice {
   using MakePages = std::function<std::unique_ptr<InferenceModel>(const InferenceOptions& pool)>;
   std::unique_ptr<DecodeModel> one_on_gpu(const ModelConfig& config, std::int64_t capacity,
                                           const MakePages& make) const;
+  SequenceDraft sequence_draft(const ModelConfig& config, const InferenceModel& model, const MakePages& make) const;
   // The model on the chosen device, from a file or with random weights.
   std::unique_ptr<InferenceModel> load_pages(const ModelFile& file, const InferenceOptions& pool,
                                              bool fp8_activations = false) const;

@@ -227,19 +227,22 @@ void check_steps(const ModelConfig& config, int steps, const cuda::FusedTuning& 
 
 // ---- what every model's kernel does ------------------------------------------------------------------------------------
 
+// The bits of the logits of `count` tokens in one launch.
+template <typename S>
+std::uint64_t bits_of_launch(cuda::FusedDecode<S>& fused, std::int64_t count) {
+  cuda::FusedRequest request;
+  request.first_id = 7;
+  request.count = count;
+  fused.launch(request);
+  EXPECT_EQ(fused.finish().tokens, count);
+  return fused.logits_hash();
+}
+
 template <typename S>
 void expect_same_bits_every_run(Model<S>& model, std::int64_t count, int runs) {
   const auto fused = model.fused();
-  std::uint64_t hash = 0;
-  for (int run = 0; run < runs; ++run) {
-    cuda::FusedRequest request;
-    request.first_id = 7;
-    request.count = count;
-    fused->launch(request);
-    fused->finish();
-    if (run == 0) hash = fused->logits_hash();
-    ASSERT_EQ(fused->logits_hash(), hash) << "run " << run;
-  }
+  const std::uint64_t hash = bits_of_launch(*fused, count);
+  for (int run = 1; run < runs; ++run) ASSERT_EQ(bits_of_launch(*fused, count), hash) << "run " << run;
 }
 
 // `model` has room for 4,000 ids.

@@ -40,6 +40,9 @@ namespace weft::cuda {
 // sequential one a hidden_size and heads x head_dim of at most 4,096 and an ffn_size of at most 16,384. `kv_fp8`: keys and
 // values are codes (llmc/base/kv_fp8.h); needed are the sequential residual and a head_dim of 64 or 128.
 std::string fused_decode_unsupported_reason(const ModelConfig& config, const Device& device, bool kv_fp8 = false);
+// Loads of 16 bytes that a lane makes of a row of the widest matrices, 1 or 2, with the sequential residual; 0 if there is no
+// kernel for its sizes.
+int fused_row_loads(const ModelConfig& config);
 
 // Tokens sampled in a launch, at most: as many as the mailbox holds, so the host may read them as late as it likes.
 inline constexpr std::int64_t kFusedTokens = kMailboxIds;

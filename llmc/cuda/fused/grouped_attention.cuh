@@ -50,8 +50,8 @@ __device__ __forceinline__ void Consumer<K>::normalize_heads(float* first_head, 
 }
 
 // With codes: rounds the new token's key (row 0) or value (row 1), by a warp, since all of a row has one scale. element(d):
-// before it is rounded. What attends to it has the number that its code stands for; the helper makes the same codes of that (of a row that
-// is not finite, NaN alone).
+// before it is rounded. What attends to it has the number that its code stands for; the helper makes the same codes of that,
+// of a row that is not finite NaN alone.
 template <typename K>
 template <typename Element>
 __device__ __forceinline__ void Consumer<K>::round_added(int row, const Element& element) {

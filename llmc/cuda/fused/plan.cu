@@ -380,4 +380,8 @@ std::string fused_decode_unsupported_reason(const ModelConfig& config, const Dev
   return fused::plan_of(config, device, {}, kv_fp8).reason;
 }
 
+int fused_row_loads(const ModelConfig& config) {
+  return fused::sequential_shape(config).row_loads;
+}
+
 }  // namespace weft::cuda

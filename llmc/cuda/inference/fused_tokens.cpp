@@ -96,12 +96,10 @@ std::string fused_unsupported_reason(const ModelConfig& config, DType dtype, boo
 }
 
 bool graph_is_faster(const ModelConfig& config) {
-  constexpr std::int64_t kOneLoad = 2048, kOneLoadOfF = 4 * kOneLoad, kFull = 2 * kOneLoad;
+  constexpr std::int64_t kOneLoad = 2048;  // elements of a row that the warps load at once
   if (config.parallel_residual) return false;
-  // as plan.cu divides rows
-  const bool two_loads = std::max(config.hidden_size, config.q_size()) > kOneLoad || config.ffn_size > kOneLoadOfF;
   const bool unmeasured = config.quantization.any() && config.hidden_size % kOneLoad != 0;
-  return unmeasured || (two_loads && config.hidden_size < kFull);
+  return unmeasured || (fused_row_loads(config) == 2 && config.hidden_size < 2 * kOneLoad);
 }
 
 bool fused_by_default(const ModelConfig& config) {
