@@ -86,6 +86,7 @@ ArenaLayout plan_workspace(const ModelConfig& config, const Plan& plan, Sequenti
   layout.reserve(&p.splits, config.num_heads * max_splits_of(config, blocks) * (config.head_dim + 2));
   layout.reserve(&p.head_best, blocks);
   layout.reserve(&p.rows, blocks);
+  layout.reserve(&p.copies, static_cast<std::int64_t>(plan.copies.size()));
   layout.reserve(&p.head_norms_of, config.qk_norm ? config.num_layers * 2 * config.head_dim : 0);
   layout.reserve_bytes(&p.layers, static_cast<std::uint64_t>((config.num_layers + 1) * plan.sizes.layer_bytes));
   layout.reserve(&p.logits, config.vocab_size);
@@ -242,6 +243,7 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const DeviceWeights<S>& w
   s.kernel();
 
   s.upload(p.rows, plan.rows.data(), plan.rows.size() * sizeof(BlockRows));
+  s.upload(p.copies, plan.copies.data(), plan.copies.size() * sizeof(CopyRun));
   if (config.qk_norm) s.copy_head_norms(weights);
   if (quantized) {
     s.upload_quantized_layers(weights);

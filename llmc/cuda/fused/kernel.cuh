@@ -19,7 +19,6 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
   using Layer = typename Block<K>::Layer;
   extern __shared__ __align__(128) char shared[];
   __shared__ Flags flags;
-  __shared__ LayerParts parts;
   const SharedLayout& at = p.at;
   const int consumers = p.threads;
   const unsigned base = shared_address(shared);
@@ -38,8 +37,12 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
   for (int i = static_cast<int>(threadIdx.x); i < words; i += static_cast<int>(blockDim.x)) {
     table[i] = reinterpret_cast<const std::uint64_t*>(p.layers)[i];
   }
+  const BlockRows& own = p.rows[blockIdx.x];
+  for (int i = static_cast<int>(threadIdx.x); i < own.runs; i += static_cast<int>(blockDim.x)) {
+    reinterpret_cast<CopyRun*>(shared + at.copies)[i] = p.copies[own.first_run + i];
+  }
   if (threadIdx.x == 0) {
-    flags.own = p.rows[blockIdx.x];
+    flags.own = own;
     for (int w = 0; w < kMaxWarps; ++w) flags.places[w] = make_int2(w % p.warps_k, w / p.warps_k);
     flags.abort = 0;
     flags.stop = 0;
@@ -70,8 +73,9 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
   if constexpr (K::kSequential) hopper::decrease_registers<kOtherRegisters<K::kQuantized>>();
 #endif
   if (other == 0) {
-    Producer<K> producer{block, reinterpret_cast<const Layer*>(shared + at.layers), {}, {}, 0, false};
-    producer.run(flags.own, parts);
+    Producer<K> producer{block, reinterpret_cast<const Layer*>(shared + at.layers),
+                         reinterpret_cast<const CopyRun*>(shared + at.copies)};
+    producer.run(flags.own);
   } else if (other >= kWarpSize && other < 2 * kWarpSize) {
     Helper<K> helper{block, shared, at, thread % kWarpSize, consumers / kWarpSize};
     if constexpr (K::kSequential) {

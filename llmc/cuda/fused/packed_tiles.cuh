@@ -76,6 +76,7 @@ struct StreamPart {
 };
 // Calls visit(first row, rows, first group, groups) for each stage of a part, in order, until it returns false; returns
 // whether all were visited.
+#pragma nv_exec_check_disable  // visit() is for the host or for the device, as the caller is
 template <typename Format, typename Visit>
 __host__ __device__ inline bool for_each_stage(const StreamShape& shape, const StreamPart& part, const Visit& visit) {
   const int stage_rows = kSetRows<Format> * shape.warps_r, band_groups = part.loads * shape.load_groups;

@@ -8,6 +8,7 @@
 #include "llmc/base/dtype.h"
 #include "llmc/base/kv_fp8.h"
 #include "llmc/base/sampling.h"
+#include "llmc/cuda/fused/copies.cuh"
 #include "llmc/cuda/fused/decode.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/op/gemm/linear.h"
@@ -58,9 +59,13 @@ struct QuantizedLayer {
 };
 constexpr int kQuantizedLayerBytes = 14 * static_cast<int>(sizeof(void*));
 
-// The rows of each matrix that a block owns; out: of MLP-down and of the output projection.
+// The rows of each matrix that a block owns; out: of MLP-down and of the output projection. And what it copies in the kernel of
+// many tokens.
 struct BlockRows {
   RowRange qkv, up, out, head;
+  // Runs of Parameters::copies from first_run on: of a layer, then of the head. Those of keys and values, whose number depends
+  // on the position, come before run cached_at.
+  int first_run = 0, cached_at = 0, layer_runs = 0, runs = 0;
 };
 
 // Words in page-locked host memory about the running launch, beside the mailbox. The upper half of each is the sequence
@@ -124,6 +129,7 @@ struct Sizes {
   int chunk_positions;  // positions whose keys and values fit in a stage of the ring
   int page_size;        // positions in a page
   int layer_bytes;      // sizeof(Layer) of the kernel
+  int most_runs;        // of copies of a block
   // Quantised weights: bytes of shared memory for the digits of a warp's activations; bytes of one block's stream of a
   // layer, and of the head.
   int digit_bytes;
@@ -143,7 +149,7 @@ constexpr int kTensorHeadSize = 128, kSingleScores = 256;
 
 // Byte offsets in dynamic shared memory; the ring comes first. `group`: query heads of an item of attention, at most.
 struct SharedLayout {
-  int layers, partials, digits, vector, rope, raw, query, added, states, sampler, barriers, bytes;
+  int layers, copies, partials, digits, vector, rope, raw, query, added, states, sampler, barriers, bytes;
 };
 inline SharedLayout shared_layout(const Sizes& p, int group = 1) {
   const int warps = p.warps_k * p.warps_r;
@@ -156,6 +162,7 @@ inline SharedLayout shared_layout(const Sizes& p, int group = 1) {
     return start;
   };
   at.layers = take((p.L + 1) * p.layer_bytes);
+  at.copies = take(p.most_runs * static_cast<int>(sizeof(CopyRun)));
   // Operands lie where partial sums do: between two matrices these are idle.
   const int operands = (group + kWarpQueries - 1) / kWarpQueries * kOperandBytes;
   const int partials = 2 * p.warps_k * p.partial_rows * 4;
@@ -185,6 +192,7 @@ struct Parameters : Sizes {
   // [L + 1] of Layer<S>, or of QuantizedLayer<S>: the last one holds the head in `qkv` and the final norm in norm1.
   std::byte* layers;
   BlockRows* rows;  // [blocks]
+  CopyRun* copies;  // of all blocks
   const S* embedding;
   S *keys, *values;  // null with kv_fp8
   std::int64_t capacity;
@@ -224,6 +232,7 @@ struct SequentialSizes {
   bool head_norms;     // RMSNorm of each head of q and k, before they rotate
   bool kv_fp8;         // keys and values are codes (llmc/base/kv_fp8.h) of heads of 64 or 128
   int position_bytes;  // of a key, and of a value
+  int kv_window;  // stages of keys and values in flight, at most: fewer than of weights, so that more warps take turns
   std::uint32_t unrotated[kMaxLayers / 32];  // a bit a layer: its heads do not rotate
 
   __host__ __device__ bool rotates(int layer) const { return (unrotated[layer / 32] >> layer % 32 & 1) == 0; }

@@ -16,6 +16,7 @@ namespace {
 // Bytes of copies in flight, by default. More delay the small accesses of the exchanges; fewer leave memory idle.
 constexpr int kDefaultWindow = 64 << 10, kQuantizedWindow = 48 << 10;
 constexpr int kMinStages = 3;
+constexpr int kLeastKvWindow = 3;  // stages: memory slows down below
 constexpr int kMaxStages = 64;
 
 constexpr KernelShape kernel_shape(std::int64_t C) {
@@ -228,7 +229,7 @@ void set_ring(Plan& plan, const Device& device, const FusedTuning& tuning, int g
   } else if (plan.sequential && p.chunk_positions > kSlice) {
     p.chunk_positions = p.chunk_positions / kSlice * kSlice;
   }
-  const int most = device.shared_bytes - static_cast<int>(ceil_div(sizeof(Flags) + sizeof(LayerParts), 128) * 128);
+  const int most = device.shared_bytes - static_cast<int>(ceil_div(sizeof(Flags), 128) * 128);
   const int stages_wanted = tuning.ring_bytes > 0 ? tuning.ring_bytes / p.stage_bytes : kMaxStages;
   for (p.stages = std::clamp(stages_wanted, kMinStages, kMaxStages); p.stages > kMinStages; --p.stages) {
     if (shared_layout(p, group).bytes <= most) break;
@@ -244,6 +245,8 @@ void set_ring(Plan& plan, const Device& device, const FusedTuning& tuning, int g
                                                    : kDefaultWindow;
   const int least = p.stream_bytes > 0 ? 2 : 1;  // stages of quantised weights can be nearly as large as the window
   p.window = std::clamp((window_bytes + p.stage_bytes / 2) / p.stage_bytes, least, p.stages);
+  plan.sequential_sizes.kv_window =
+      std::clamp(p.stages - kSequentialWarps, std::min(p.window, kLeastKvWindow), p.window);
 }
 
 // The rows of every matrix are divided evenly, because an exchange follows each of them.
@@ -316,6 +319,7 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
     if (!config.rotates(l)) p.unrotated[l / 32] |= 1u << l % 32;
   }
   set_quantized(plan, config, most_rows);
+  list_copies(plan, config, false);
   set_ring(plan, device, tuning, group);
   return plan;
 }
@@ -354,6 +358,7 @@ Plan plan_parallel(const ModelConfig& config, const Device& device, const FusedT
   // exchanges, and attention is faster in blocks that computed it in the previous layer.
   plan.sizes.item_shift = config.hidden_size <= 2048 ? 0 : 37;
   set_quantized(plan, config, most_rows);
+  list_copies(plan, config, tuning.layer_only);
   set_ring(plan, device, tuning, 1);
   return plan;
 }

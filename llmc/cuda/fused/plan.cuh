@@ -23,6 +23,7 @@ struct Plan {
   KernelShape shape;
   int blocks = 0;
   std::vector<BlockRows> rows;  // indexed by block
+  std::vector<CopyRun> copies;  // of all blocks, one after another
   Sizes sizes{};
   SequentialSizes sequential_sizes{};
   SharedLayout layout{};

@@ -18,9 +18,9 @@ struct Producer {
 
   const Block<K>& c;
   const Layer* layers;
-  RingPosition next, oldest;  // the stage to fill next; the stage of the oldest copy that may be in flight
+  const CopyRun* runs;                  // of this block
+  RingPosition next = {}, oldest = {};  // the stage to fill next; the stage of the oldest copy that may be in flight
   int in_flight = 0;
-  bool wrapped = false;  // every stage has been used, so the consumers must release it before it is filled again
 
   // Waits until at most `most` of the copies issued() are in flight. False: the launch ends, stop copying.
   __device__ bool drain(int most = 0) {
@@ -32,47 +32,23 @@ struct Producer {
   }
   // Waits until the next stage is free and fewer than `window` copies are in flight. False: the launch ends, stop
   // copying.
-  __device__ bool acquire() {
-    const Parameters& p = c.p;
-    if (!drain(p.window - 1)) return false;
+  __device__ bool acquire(int window) {
+    if (!drain(window - 1)) return false;
     const volatile int* stop = &c.flags.stop;
-    if (wrapped) {
-      const unsigned barrier = c.empty + 8 * next.stage, phase = next.phase ^ 1;
-      bool stopped = false;
-      const bool free = c.wait_for([&] {
-        if (hopper::mbarrier_try(barrier, phase)) return true;
-        return stopped = *stop != 0;
-      });
-      if (!free || stopped) return false;
-    }
-    return true;
+    const unsigned barrier = c.empty + 8 * next.stage, phase = next.phase ^ 1;
+    bool stopped = false;
+    const bool free = c.wait_for([&] {
+      if (hopper::mbarrier_try(barrier, phase)) return true;
+      return stopped = *stop != 0;
+    });
+    return free && !stopped;
   }
   __device__ void issued() {
     ++in_flight;
     next.advance(c.p.stages);
-    if (next.stage == 0) wrapped = true;
   }
 
-  // Copies `size` consecutive bytes, `chunk` of them a stage.
-  __device__ bool bytes(const void* from, std::int64_t size, int chunk) {
-    const char* source = static_cast<const char*>(from);
-    for (std::int64_t done = 0; done < size; done += chunk) {
-      const unsigned amount = static_cast<unsigned>(size - done < chunk ? size - done : chunk);
-      if (!acquire()) return false;
-      const unsigned barrier = c.full + 8 * next.stage;
-      hopper::mbarrier_arrive_expect(barrier, amount);
-      hopper::bulk_load(c.ring + next.stage * c.p.stage_bytes, source + done, amount, barrier, hopper::L2::evict_first);
-      issued();
-    }
-    return true;
-  }
   using S = typename K::S;
-  __device__ bool rows(const S* matrix, RowRange rows, int columns) {
-    return bytes(matrix + static_cast<std::int64_t>(rows.begin) * columns,
-                 static_cast<std::int64_t>(rows.end - rows.begin) * columns * static_cast<int>(sizeof(*matrix)),
-                 c.p.stage_bytes);
-  }
-
   // Copies keys and values of the positions before `position`, for the items of this block. From the second token on it
   // first waits until the cache holds what this launch appended at the previous token.
   __device__ bool cache(int token, int layer, int position) {
@@ -100,7 +76,7 @@ struct Producer {
         const std::int64_t page = static_cast<std::int64_t>(first / p.page_size) * p.NH + item / splits;
         const std::int64_t from = layer_begin + (page * p.page_size + first % p.page_size) * p.HS;
         const unsigned amount = static_cast<unsigned>(count * position_bytes);
-        if (!acquire()) return false;
+        if (!acquire(p.window)) return false;
         const unsigned barrier = c.full + 8 * next.stage, stage = c.ring + next.stage * p.stage_bytes;
         hopper::mbarrier_arrive_expect(barrier, 2 * amount);
         hopper::bulk_load(stage, p.keys + from, amount, barrier, hopper::L2::evict_first);
@@ -114,56 +90,86 @@ struct Producer {
   }
 
   // ---- sequential_producer.cuh
-  __device__ bool chunk(const void* from, int copies, int amount, std::int64_t apart, int stage_apart);
-  __device__ bool part_rows(const S* matrix, RowRange rows, int columns, int begin, int width, int chunk_rows);
-  __device__ bool gated_rows(const S* matrix, RowRange rows, int half);
-  __device__ bool pages(int token, int layer, int position);
-  __device__ bool sequential_layer(const BlockRows& own, int token, int l);
-
-  // ---- quantized_rows.cuh
-  template <typename Format>
-  __device__ bool stream_part(const std::byte*& source, const StreamPart& part);
-  __device__ bool quantized_layer(const LayerParts& parts, int token, int l);
-
-  // Copies one layer, in the order in which the consumers read it.
-  __device__ bool layer(const BlockRows& own, int token, int l) {
-    const Parameters& p = c.p;
-    const Layer& w = layers[l];
-    return rows(w.qkv, own.qkv, p.C) && rows(w.up, own.up, p.C) && cache(token, l, p.position + token) &&
-           (c.layer_only() || rows(w.down, own.out, p.F)) && rows(w.dense, own.out, p.C);
+  __device__ bool pages(int token, int layer);
+  // Whether the block may have items of attention at `position`.
+  __device__ bool has_items([[maybe_unused]] int position) const {
+    if constexpr (K::kSequential) return c.block < AttentionItems(c.p, c.p, position, c.blocks).count;
+    return true;
   }
 
-  // `parts`: shared memory for those of quantised matrices, which a loop indexes.
-  __device__ void run(const BlockRows& own, [[maybe_unused]] LayerParts& parts) {
+  // Copies runs begin to end - 1, and before run `cached_at` what cached() copies. base(matrix): the matrix's first byte. quiet: of
+  // each stage most is asked for once all before it have come.
+  template <typename Base, typename Cached>
+  __device__ bool copy(int begin, int end, int cached_at, bool quiet, const Base& base, const Cached& cached) {
+    const Parameters& p = c.p;
+#pragma unroll 1
+    for (int i = begin;; ++i) {
+      if (i == cached_at && !cached()) return false;
+      if (i == end) return true;
+      const CopyRun run = runs[i];
+      const char* from = base(run.matrix) + static_cast<std::int64_t>(run.from) * kCopyUnit;
+      const unsigned amount = run.amount * kCopyUnit;
+#pragma unroll 1
+      for (unsigned left = run.stages; left > 0; --left) {
+        if (!acquire(p.window)) return false;
+        const unsigned barrier = c.full + 8 * next.stage, to = c.ring + next.stage * p.stage_bytes;
+        hopper::mbarrier_arrive_expect(barrier, run.ranges * amount);
+        bool good = true;
+        if constexpr (K::kQuantized) {
+          // Small accesses of other blocks queue behind what is in flight (dev/performance/fused.md).
+          const unsigned first = quiet ? amount / 4 / kCopyUnit * kCopyUnit : amount;
+          if (first > 0) hopper::bulk_load(to, from, first, barrier, hopper::L2::evict_first);
+          if (first < amount) {
+            good = drain();  // if the launch ends, what is asked for must still come whole: see run()
+            hopper::bulk_load(to + first, from + first, amount - first, barrier, hopper::L2::evict_first);
+          }
+        } else {
+#pragma unroll 1
+          for (unsigned n = 0; n < run.ranges; ++n) {
+            hopper::bulk_load(to + n * run.stage_apart * kCopyUnit,
+                              from + static_cast<std::int64_t>(n) * run.apart * kCopyUnit, amount, barrier,
+                              hopper::L2::evict_first);
+          }
+        }
+        issued();
+        from += run.step * kCopyUnit;
+        if (!good) return false;
+      }
+    }
+  }
+
+  __device__ void run(const BlockRows& own) {
     const Parameters& p = c.p;
     bool more = true;
-    if constexpr (K::kQuantized) {
-      const SequentialSizes* sequential = nullptr;
-      if constexpr (K::kSequential) sequential = &p;
-      parts = layer_parts(p, sequential, K::kRowLoads, own, c.block, c.blocks);
-    }
     for (int token = 0; more && token < p.count; ++token) {
-      for (int l = 0; more && l < p.L; ++l) {
+      const int lists = token < p.num_more || c.layer_only() ? p.L : p.L + 1;  // without logits, or with them
+      const bool has_items = this->has_items(p.position + token);
+#pragma unroll 1
+      for (int l = 0; more && l < lists; ++l) {
+        const Layer& w = layers[l];
+        const bool head = l == p.L;
+        const int begin = head ? own.layer_runs : 0, end = head ? own.runs : own.layer_runs;
+        const int cached_at = has_items && !head ? own.cached_at : -1;
+        const auto cached = [&] {
+          if constexpr (K::kSequential) {
+            return pages(token, l);
+          } else {
+            return cache(token, l, p.position + token);
+          }
+        };
         if constexpr (K::kQuantized) {
-          more = quantized_layer(parts, token, l);
-        } else if constexpr (K::kSequential) {
-          more = sequential_layer(own, token, l);
+          const char* from = reinterpret_cast<const char*>(w.qkv);
+          if (w.stream != nullptr) {
+            from = reinterpret_cast<const char*>(w.stream + c.block * (head ? p.head_stream_bytes : p.stream_bytes));
+          }
+          const bool quiet = K::Format::kTiles > 1 && p.cautious && !head;
+          more = copy(
+              begin, end, cached_at, quiet, [&](unsigned) { return from; }, cached);
         } else {
-          more = layer(own, token, l);
+          static_assert(LayerParts::qkv == 0 && LayerParts::dense == 3);  // as at the beginning of a Layer
+          const auto base = [&](unsigned matrix) { return reinterpret_cast<const char*>((&w.qkv)[matrix]); };
+          more = copy(begin, end, cached_at, false, base, cached);
         }
-      }
-      if (token < p.num_more) continue;  // no logits
-      if constexpr (K::kQuantized) {
-        if (more && layers[p.L].stream != nullptr) {
-          const std::byte* source = layers[p.L].stream + c.block * p.head_stream_bytes;
-          more = stream_part<HeadFormat>(source, {own.head.end - own.head.begin, groups_of(p.C), K::kRowLoads});
-          continue;
-        }
-      }
-      if constexpr (K::kSequential || K::kQuantized) {
-        more = more && part_rows(layers[p.L].qkv, own.head, p.C, 0, p.C, kChunkLoads / K::kRowLoads * p.warps_r);
-      } else {
-        more = more && (c.layer_only() || rows(layers[p.L].qkv, own.head, p.C));
       }
     }
     // A block must not end while copies into its shared memory are in flight. They complete whether or not the launch

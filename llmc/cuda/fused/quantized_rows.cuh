@@ -23,7 +23,6 @@
 
 #include "llmc/cuda/fused/consumer.cuh"
 #include "llmc/cuda/fused/packed_tiles.cuh"
-#include "llmc/cuda/fused/producer.cuh"
 
 namespace weft::cuda::fused {
 
@@ -287,55 +286,6 @@ __device__ __forceinline__ void Consumer<K>::multiply_stream(int rows, int size,
       break;
     }
   }
-}
-
-// ---- the producer ---------------------------------------------------------------------------------------------------
-
-// Copies one part of the stream from `source`, which is advanced past it.
-template <typename K>
-template <typename Format>
-__device__ bool Producer<K>::stream_part(const std::byte*& source, const StreamPart& part) {
-  return for_each_stage<Format>(StreamShape(c.p), part, [&](int, int stage_rows, int, int stage_groups) {
-    if (!acquire()) return false;
-    const auto amount = static_cast<unsigned>(set_bytes<Format>(stage_rows, stage_groups));
-    const unsigned barrier = c.full + 8 * next.stage;
-    hopper::mbarrier_arrive_expect(barrier, amount);
-    // Small accesses of other blocks queue behind what is in flight (dev/performance/fused.md). So where they decide, most
-    // of a stage of several tiles is asked for once all others have come.
-    const unsigned to = c.ring + next.stage * c.p.stage_bytes;
-    const unsigned first = Format::kTiles > 1 && c.p.cautious ? amount / 4 / 16 * 16 : amount;
-    if (first > 0) hopper::bulk_load(to, source, first, barrier, hopper::L2::evict_first);
-    bool good = true;
-    if (first < amount) {
-      good = drain();  // if the launch ends, what is asked for must still come whole: see run()
-      hopper::bulk_load(to + first, source + first, amount - first, barrier, hopper::L2::evict_first);
-    }
-    source += amount;
-    issued();
-    return good;
-  });
-}
-
-// Copies one layer, in the order in which the consumers read it.
-template <typename K>
-__device__ bool Producer<K>::quantized_layer(const LayerParts& parts, int token, int l) {
-  const Parameters& p = c.p;
-  const int before_cache = K::kSequential ? 1 : 2;
-  const std::byte* source = layers[l].stream + c.block * p.stream_bytes;
-#pragma unroll 1
-  for (int i = 0; i < parts.count; ++i) {
-    if (i == before_cache) {
-      bool good;
-      if constexpr (K::kSequential) {
-        good = pages(token, l, p.position + token);
-      } else {
-        good = cache(token, l, p.position + token);
-      }
-      if (!good) return false;
-    }
-    if (!stream_part<typename K::Format>(source, parts.part[i])) return false;
-  }
-  return true;
 }
 
 #endif  // WEFT_BULK_COPY

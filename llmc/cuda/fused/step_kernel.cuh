@@ -58,7 +58,7 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
   }
   if (static_cast<int>(threadIdx.x) >= consumers) {
     if (static_cast<int>(threadIdx.x) == consumers) {
-      Producer<StepVariant<S>> ring{block, reinterpret_cast<const Layer*>(shared + at.layers), {}, {}, 0, false};
+      Producer<StepVariant<S>> ring{block, reinterpret_cast<const Layer*>(shared + at.layers), nullptr};
       StepProducer<S, kRows> producer{ring, p};
       producer.run(p.rows[blockIdx.x]);
     }

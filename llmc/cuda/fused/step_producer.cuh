@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "llmc/cuda/fused/sequential_producer.cuh"
+#include "llmc/cuda/fused/producer.cuh"
 #include "llmc/cuda/fused/step_parameters.cuh"
 
 namespace weft::cuda::fused {
@@ -20,10 +20,27 @@ struct StepProducer {
   __device__ unsigned stage() const { return ring.c.ring + ring.next.stage * p.stage_bytes; }
   __device__ unsigned full() const { return ring.c.full + 8 * ring.next.stage; }
 
+  // Columns begin to begin + width - 1 of `rows` of a matrix with `columns` columns, chunk_rows rows a stage.
+  __device__ bool part_rows(const S* matrix, RowRange rows, int columns, int begin, int width, int chunk_rows) {
+    for (int row = rows.begin; row < rows.end; row += chunk_rows) {
+      if (!ring.acquire(p.window)) return false;
+      // whole rows are one range
+      const int count = min(chunk_rows, rows.end - row), ranges = width == columns ? 1 : count;
+      const unsigned amount = static_cast<unsigned>(count / ranges * width) * sizeof(S), to = stage();
+      const S* from = matrix + static_cast<std::int64_t>(row) * columns + begin;
+      hopper::mbarrier_arrive_expect(full(), static_cast<unsigned>(ranges) * amount);
+      for (int i = 0; i < ranges; ++i, from += columns) {
+        hopper::bulk_load(to + static_cast<unsigned>(i) * amount, from, amount, full(), hopper::L2::evict_first);
+      }
+      ring.issued();
+    }
+    return true;
+  }
+
   // One chunk with weight and bias of norm1, then, if `both`, of norm2. For a single row the consumers load their own.
   __device__ bool norms(const Layer& w, bool both) {
     if (kRows == 1) return true;
-    if (!ring.acquire()) return false;
+    if (!ring.acquire(p.window)) return false;
     const unsigned bytes = static_cast<unsigned>(p.C) * sizeof(S);
     const S* const vectors[] = {w.norm1_weight, w.norm1_bias, w.norm2_weight, w.norm2_bias};
     const int count = both ? 4 : 2;
@@ -46,7 +63,7 @@ struct StepProducer {
       const int end = min(positions.end, positions.cached);
       const std::int32_t* table = p.pages + p.row[item.row].table;
       for (int begin = positions.begin; begin < end; begin += p.chunk_positions) {
-        if (!ring.acquire()) return false;
+        if (!ring.acquire(p.window)) return false;
         const int count = min(p.chunk_positions, end - begin);
         hopper::mbarrier_arrive_expect(full(), static_cast<unsigned>(2 * count * position_bytes));
         for (int done = 0; done < count;) {
@@ -72,11 +89,11 @@ struct StepProducer {
     const Layer& w = ring.layers[l];
     const int chunk_rows = kStepTileRows * p.warps_r;
     const auto all = [&](const S* matrix, RowRange rows, int width) {
-      return ring.part_rows(matrix, rows, width, 0, width, chunk_rows);
+      return part_rows(matrix, rows, width, 0, width, chunk_rows);
     };
     if (!norms(w, true) || !all(w.qkv, own.qkv, p.C) || !all(w.up, own.up, p.C) || !pages(l)) return false;
     for (int begin = 0; begin < p.F; begin += p.C) {
-      if (!ring.part_rows(w.down, own.out, p.F, begin, p.C, chunk_rows)) return false;
+      if (!part_rows(w.down, own.out, p.F, begin, p.C, chunk_rows)) return false;
     }
     return all(w.dense, own.out, p.q_size);
   }
@@ -85,7 +102,7 @@ struct StepProducer {
     bool more = true;
     for (int l = 0; more && l < p.L; ++l) more = layer(own, l);
     if (more && p.logits != nullptr && norms(ring.layers[p.L], false)) {
-      ring.part_rows(ring.layers[p.L].qkv, own.head, p.C, 0, p.C, kStepTileRows * p.warps_r);
+      part_rows(ring.layers[p.L].qkv, own.head, p.C, 0, p.C, kStepTileRows * p.warps_r);
     }
     // A block must not end while copies into its shared memory are in flight. They complete whether or not the launch
     // was aborted, so wait_for() would return too early.

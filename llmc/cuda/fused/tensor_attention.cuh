@@ -76,15 +76,19 @@ struct TensorSoftmax {
     return both + __shfl_xor_sync(~0u, both, 16);
   }
 
-  // Rescales the state to the scores of kSlice positions, of which `count` are there, and adds the weights of these to the sum.
-  // Returns the weights as operand A.
-  __device__ __forceinline__ Fragment weights_of(const float (&score)[2][4], int count) {
-    float p[2][2], most = -INFINITY;
+  // Rescales the state to the scores of two slices of positions, of which `count` are there, and adds the weights of these to
+  // the sum. Returns the weights as operands A.
+  struct Weights {
+    Fragment of[2];
+  };
+  __device__ __forceinline__ Weights weights_of(const float (&score)[2][2][4], int count) {
+    float p[4][2], most = -INFINITY;
 #pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
+    for (int tile = 0; tile < 4; ++tile) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float whole = joined(score[tile][e], score[tile][e + 2]);
+        const auto& of = score[tile / 2][tile % 2];
+        const float whole = joined(of[e], of[e + 2]);
         p[tile][e] = 8 * tile + 2 * t + e < count ? whole : -INFINITY;
         most = fmaxf(most, p[tile][e]);
       }
@@ -102,16 +106,19 @@ struct TensorSoftmax {
       }
     }
 #pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
+    for (int tile = 0; tile < 4; ++tile) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         p[tile][e] = exp2f(p[tile][e] - largest);
         sum += p[tile][e];
       }
     }
-    Fragment a;
-    split(p[0][0], p[0][1], a.word[0], a.word[1]);
-    split(p[1][0], p[1][1], a.word[2], a.word[3]);
+    Weights a;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      split(p[2 * i][0], p[2 * i][1], a.of[i].word[0], a.of[i].word[1]);
+      split(p[2 * i + 1][0], p[2 * i + 1][1], a.of[i].word[2], a.of[i].word[3]);
+    }
     return a;
   }
 
@@ -146,7 +153,7 @@ struct TensorState : TensorSoftmax<S, kHeadSize, 8> {
   using Softmax::g, Softmax::HS, Softmax::load_operand, Softmax::out, Softmax::Softmax, Softmax::t;
   static constexpr int kGroups = kHeadSize / 64;  // of 8 dimensions of a value, for each column
 
-  // kSlice positions in a stage of the ring.
+  // Where positions lie in a stage of the ring.
   struct Slice {
     unsigned keys, values;
   };
@@ -155,43 +162,50 @@ struct TensorState : TensorSoftmax<S, kHeadSize, 8> {
     return {stage + first * pitch, stage + chunk_positions * pitch + first * pitch};
   }
 
-  // Adds `count` positions, 1 to kSlice, whose keys and values lie in shared memory one after another. `queries`: from
+  // Adds `count` positions, 1 to 2 kSlice, whose keys and values lie in shared memory one after another. `queries`: from
   // store_queries(). What is not there, positions behind the last and dimensions behind HS, is read from the nearest
   // place that is, and comes to nothing: a score of -INFINITY, a query of 0, an output that is not stored.
   __device__ __forceinline__ void add(unsigned queries, const Slice& at, int count) {
     const int pitch = 2 * HS;
-    float score[2][4] = {};
-    const unsigned key[2] = {at.keys + min(g, count - 1) * pitch, at.keys + min(8 + g, count - 1) * pitch};
+    const bool both = count > kSlice;  // slices
+    float score[2][2][4] = {};
+    const auto place = [&](int position) { return min(position, count - 1) * pitch; };
     unsigned operand = queries + (4 * g + t) * 16;
 #pragma unroll 1  // little code: what exceeds the caches of instructions takes longer than it does
     for (int s = 0; s < Softmax::kSegments; ++s, operand += 2 * kWarpSize * 16) {
       const Fragment query[2] = {load_operand(operand), load_operand(operand + kWarpSize * 16)};
-      const int offset = min(64 * s + 16 * t, pitch - 16);
+      const unsigned keys = at.keys + min(64 * s + 16 * t, pitch - 16);
+      const auto slice = [&](int i) {
 #pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        const uint4 k = load_shared(key[tile] + offset);
-        multiply_add<S>(score[tile], query[0], k.x, k.y);
-        multiply_add<S>(score[tile], query[1], k.z, k.w);
-      }
-    }
-    const Fragment weights = this->weights_of(score, count);
-#pragma unroll
-    for (int b = 0; b < kGroups; ++b) {
-      const int offset = min(16 * (kGroups * g + b), pitch - 16);
-      uint4 v[4];  // of positions 2t, 2t + 1, 2t + 8 and 2t + 9
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        v[i] = load_shared(at.values + min(2 * t + i % 2 + i / 2 * 8, count - 1) * pitch + offset);
-      }
-      const auto two = [&](unsigned v0, unsigned v1, unsigned v2, unsigned v3, int j) {
-        multiply_add<S>(out[8 * b + j], weights, __byte_perm(v0, v1, 0x5410), __byte_perm(v2, v3, 0x5410));
-        multiply_add<S>(out[8 * b + j + 1], weights, __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x7632));
+        for (int tile = 0; tile < 2; ++tile) {
+          const uint4 k = load_shared(keys + place(kSlice * i + 8 * tile + g));
+          multiply_add<S>(score[i][tile], query[0], k.x, k.y);
+          multiply_add<S>(score[i][tile], query[1], k.z, k.w);
+        }
       };
-      two(v[0].x, v[1].x, v[2].x, v[3].x, 0);
-      two(v[0].y, v[1].y, v[2].y, v[3].y, 2);
-      two(v[0].z, v[1].z, v[2].z, v[3].z, 4);
-      two(v[0].w, v[1].w, v[2].w, v[3].w, 6);
+      slice(0);
+      if (both) slice(1);
     }
+    const auto weights = this->weights_of(score, count);
+    const auto slice = [&](int n) {
+#pragma unroll
+      for (int b = 0; b < kGroups; ++b) {
+        const unsigned values = at.values + min(16 * (kGroups * g + b), pitch - 16);
+        uint4 v[4];  // of positions 2t, 2t + 1, 2t + 8 and 2t + 9
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] = load_shared(values + place(kSlice * n + 2 * t + i % 2 + i / 2 * 8));
+        const auto two = [&](unsigned v0, unsigned v1, unsigned v2, unsigned v3, int j) {
+          multiply_add<S>(out[8 * b + j], weights.of[n], __byte_perm(v0, v1, 0x5410), __byte_perm(v2, v3, 0x5410));
+          multiply_add<S>(out[8 * b + j + 1], weights.of[n], __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x7632));
+        };
+        two(v[0].x, v[1].x, v[2].x, v[3].x, 0);
+        two(v[0].y, v[1].y, v[2].y, v[3].y, 2);
+        two(v[0].z, v[1].z, v[2].z, v[3].z, 4);
+        two(v[0].w, v[1].w, v[2].w, v[3].w, 6);
+      }
+    };
+    slice(0);
+    if (both) slice(1);
   }
 
   // Adds the new token, whose key and value are `added` [2, HS].
@@ -211,11 +225,12 @@ struct CodeState : TensorSoftmax<S, kHeadSize, 2> {
   using Softmax = TensorSoftmax<S, kHeadSize, 2>;
   using Softmax::g, Softmax::load_operand, Softmax::out, Softmax::t;
   static constexpr int kLoads = kHeadSize / 32;  // of 16 bytes, of a unit
-  static_assert(kHeadSize / 16 % 2 == 0);        // kv_pair_index()
+  static constexpr int kUnitBytes = kSlice * kHeadSize;
+  static_assert(kHeadSize / 16 % 2 == 0);  // kv_pair_index()
 
   __device__ __forceinline__ CodeState(int, int lane) : Softmax(kHeadSize, lane) {}
 
-  // A unit in a stage of the ring, which has codes of keys, of values, then scales of keys, of values.
+  // Where units lie in a stage of the ring, which has codes of keys, of values, then scales of keys, of values.
   struct Slice {
     unsigned keys, values, key_scales, value_scales;
   };
@@ -224,13 +239,20 @@ struct CodeState : TensorSoftmax<S, kHeadSize, 2> {
     return {stage + first * kHeadSize, values + first * kHeadSize, scales + first, scales + chunk_positions + first};
   }
 
-  // Adds the first `count` positions of a unit. What the others have, perhaps codes of NaN, comes to nothing: a score of
+  // Adds the first `count` positions of two units. What the others have, perhaps codes of NaN, comes to nothing: a score of
   // -INFINITY, and weights and values of 0, since widen() makes finite numbers of all codes until it has multiplied by the scale.
   __device__ __forceinline__ void add(unsigned queries, const Slice& at, int count) {
     const int lane_bytes = (4 * g + t) * 16;
-    float score[2][4] = {};
-    const unsigned key_power[2] = {kv_power<S>(load_shared_byte(at.key_scales + g)),
-                                   kv_power<S>(load_shared_byte(at.key_scales + 8 + g))};
+    const bool both = count > kSlice;  // units
+    float score[2][2][4] = {};
+    unsigned key_power[2][2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        key_power[n][tile] = kv_power<S>(load_shared_byte(at.key_scales + (both ? kSlice * n : 0) + 8 * tile + g));
+      }
+    }
     unsigned operand = queries + lane_bytes, key = at.keys + lane_bytes;
     // Two groups of 16 dimensions; of each a word of the first 8 positions, and one of the others.
     const auto groups = [](const uint4& codes, int group, int half) {
@@ -238,37 +260,45 @@ struct CodeState : TensorSoftmax<S, kHeadSize, 2> {
     };
 #pragma unroll 1  // little code, as above
     for (int i = 0; i < kLoads; ++i, operand += 2 * kWarpSize * 16, key += kWarpSize * 16) {
-      const uint4 codes = load_shared(key);
+      const Fragment query[2] = {load_operand(operand), load_operand(operand + kWarpSize * 16)};
+      const auto unit = [&](int n) {
+        const uint4 codes = load_shared(key + n * kUnitBytes);
 #pragma unroll
-      for (int group = 0; group < 2; ++group) {
-        const Fragment query = load_operand(operand + group * kWarpSize * 16);
+        for (int group = 0; group < 2; ++group) {
 #pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-          const WidePairs wide = cuda::widen<S>(groups(codes, group, tile), key_power[tile]);
-          multiply_add<S>(score[tile], query, wide.first, wide.second);
+          for (int tile = 0; tile < 2; ++tile) {
+            const WidePairs wide = cuda::widen<S>(groups(codes, group, tile), key_power[n][tile]);
+            multiply_add<S>(score[n][tile], query[group], wide.first, wide.second);
+          }
+        }
+      };
+      unit(0);
+      if (both) unit(1);
+    }
+    const auto weights = this->weights_of(score, count);
+    const auto unit = [&](int n) {
+      unsigned power[2];  // of positions 2t and 2t + 1 of the first and of the last eight
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int position = kSlice * n + 8 * half + 2 * t;
+        const unsigned scales = load_shared_pair(at.value_scales + position);
+        power[half] = __byte_perm(position < count ? kv_power<S>(scales & 0xff) : 0,
+                                  position + 1 < count ? kv_power<S>(scales >> 8) : 0, 0x7610);
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const uint4 codes = load_shared(at.values + lane_bytes + n * kUnitBytes + i * kWarpSize * 16);
+#pragma unroll
+        for (int group = 0; group < 2; ++group) {
+          const WidePairs earlier = cuda::widen<S>(groups(codes, group, 0), power[0]),
+                          later = cuda::widen<S>(groups(codes, group, 1), power[1]);
+          multiply_add<S>(out[4 * i + 2 * group], weights.of[n], earlier.first, later.first);
+          multiply_add<S>(out[4 * i + 2 * group + 1], weights.of[n], earlier.second, later.second);
         }
       }
-    }
-    const Fragment weights = this->weights_of(score, count);
-    unsigned power[2];  // of positions 2t and 2t + 1 of the first and of the last eight
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int position = 8 * half + 2 * t;
-      const unsigned scales = load_shared_pair(at.value_scales + position);
-      power[half] = __byte_perm(position < count ? kv_power<S>(scales & 0xff) : 0,
-                                position + 1 < count ? kv_power<S>(scales >> 8) : 0, 0x7610);
-    }
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const uint4 codes = load_shared(at.values + lane_bytes + i * kWarpSize * 16);
-#pragma unroll
-      for (int group = 0; group < 2; ++group) {
-        const WidePairs earlier = cuda::widen<S>(groups(codes, group, 0), power[0]),
-                        later = cuda::widen<S>(groups(codes, group, 1), power[1]);
-        multiply_add<S>(out[4 * i + 2 * group], weights, earlier.first, later.first);
-        multiply_add<S>(out[4 * i + 2 * group + 1], weights, earlier.second, later.second);
-      }
-    }
+    };
+    unit(0);
+    if (both) unit(1);
   }
 
   // The state of the new token alone, whose key and value as the codes hold them are `added` [2, kHeadSize]; before add().
@@ -320,9 +350,9 @@ __device__ __forceinline__ void Consumer<K>::attend_turns(int position, const At
   const Positions cached = positions_of<kPageUnit>(position, item.splits, item.split);
   const int turns = (cached.end - cached.begin + turn - 1) / turn;
   // A barrier tells a phase only from those beside it, so a warp must know that the turn before in a stage has come. Before a
-  // turn is asked for, all but the `window` turns before it have. So with as many takers as stages beside the window, the turn
+  // turn is asked for, all but the kv_window turns before it have. So with as many takers as stages beside that window, the turn
   // that a warp had last says so of the one a ring before its next.
-  const int takers = min(set_warps, max(p.stages - p.window, 1));
+  const int takers = min(set_warps, max(p.stages - p.kv_window, 1));
   RingPosition own_turn = ring;
   own_turn.advance_a_little(p.stages, set_warp);
 #pragma unroll 1
@@ -331,8 +361,8 @@ __device__ __forceinline__ void Consumer<K>::attend_turns(int position, const At
     const unsigned stage = c.ring + own_turn.stage * p.stage_bytes;
     const int count = min(turn, cached.end - cached.begin - i * turn);
 #pragma unroll 1
-    for (int first = 0; first < count; first += kSlice) {
-      state.add(operands, state.slice(stage, p.chunk_positions, first), min(kSlice, count - first));
+    for (int first = 0; first < count; first += 2 * kSlice) {
+      state.add(operands, state.slice(stage, p.chunk_positions, first), min(2 * kSlice, count - first));
     }
     __syncwarp();
     if (lane == 0) hopper::mbarrier_arrive(c.empty + 8 * own_turn.stage, set_warps);
