@@ -170,6 +170,18 @@ TEST(FusedQuantized, MatchesTheCpuWithTheSequentialResidual) {
   }
 }
 
+// More items than blocks, so that one has eight query heads, and more scores than are left to a warp each.
+TEST(FusedQuantized, MatchesTheCpuWhereAStageIsTheTurnOfAWarp) {
+  for (const WeightFormat* scheme : kWeightFormats) {
+    SCOPED_TRACE(scheme->name);
+    const ModelConfig narrow = quantized(test::llama_config({"", 64, 8, 32, 1, 264, 200}), scheme, false),
+                      wide = quantized(test::llama_config({"", 32, 4, 128, 1, 264, 200}), scheme, true);
+    if (!refusal_of(narrow).empty()) GTEST_SKIP() << refusal_of(narrow);
+    check_steps(narrow, 240, 192, test::kManyPositions);
+    check_steps(wide, 350, 320, test::kManyPositions);
+  }
+}
+
 TEST(FusedQuantized, ManyTokensInOneLaunchAreThoseOfOneAtATimeAndOfTheGraph) {
   for (const WeightFormat* scheme : kWeightFormats) {
     SCOPED_TRACE(scheme->name);

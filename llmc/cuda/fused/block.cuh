@@ -110,7 +110,6 @@ __device__ inline Positions positions_of(int position, int splits, int split) {
   const int begin = min(split * each, position);
   return {begin, min(begin + each, position)};
 }
-constexpr int kPageUnit = 32;  // where splits begin if the cache may be in pages
 // How many positions from `first` on form one chunk: a chunk lies in one page.
 __device__ inline int chunk_of(const Sizes& p, int first, int end) {
   return min(min(end - first, p.chunk_positions), p.page_size - first % p.page_size);

@@ -132,7 +132,7 @@ struct Consumer {
   static constexpr int kPartRows = kChunkLoads / kPartLoads;  // rows that a warp multiplies from a chunk of them
   __device__ __forceinline__ void run_sequential();
   __device__ __forceinline__ void run_sequential_layer(int l, int token, std::int32_t id);
-  __device__ __forceinline__ void load_rope(int position) const;
+  __device__ __forceinline__ void load_position(int position) const;
   template <int kLoads, int kEach>
   __device__ __forceinline__ void multiply_chunks(int rows, int chunk_rows, int width,
                                                   const float (&input)[kLoads * kLaneElements], bool accumulate);
@@ -149,17 +149,17 @@ struct Consumer {
   // ---- grouped_attention.cuh
   template <int kQueries>
   struct GroupState;
-  __device__ __forceinline__ void attend_groups(int layer, int position);
+  __device__ __forceinline__ void attend_groups(int layer);
   __device__ __forceinline__ void normalize_heads(float* first_head, int heads, int queries, const S* weights) const;
   __device__ __forceinline__ void fetch_heads(int layer, const AttentionItem& item);
   template <typename Element>
   __device__ __forceinline__ void round_added(int row, const Element& element);
-  __device__ __forceinline__ void attend_single(int position, const AttentionItem& item, int turn);
-  __device__ __forceinline__ void attend_several(int position, const AttentionItem& item, int turn);
+  __device__ __forceinline__ void attend_single(const AttentionItem& item, int turn);
+  __device__ __forceinline__ void attend_several(const AttentionItem& item, int turn);
   template <typename State>
-  __device__ __forceinline__ void attend_turns(int position, const AttentionItem& item, int turn);
+  __device__ __forceinline__ void attend_turns(const AttentionItem& item, int turn);
   template <int kLanes, int kQueries>
-  __device__ __forceinline__ void attend_group(int position, const AttentionItem& item, int turn);
+  __device__ __forceinline__ void attend_group(const AttentionItem& item, int turn);
   __device__ __forceinline__ void merge_group(const AttentionItem& item, int warp_queries);
 
   // ---- head.cuh

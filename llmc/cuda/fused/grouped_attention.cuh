@@ -133,7 +133,7 @@ __device__ __forceinline__ void Consumer<K>::fetch_heads(int layer, const Attent
 // positions.
 template <typename K>
 template <int kLanes, int kQueries>
-__device__ __forceinline__ void Consumer<K>::attend_group(int position, const AttentionItem& item, int turn) {
+__device__ __forceinline__ void Consumer<K>::attend_group(const AttentionItem& item, int turn) {
   const Parameters& p = c.p;
   constexpr int kGroups = kWarpSize / kLanes;
   const int HS = p.HS, position_bytes = 2 * HS, group = lane / kLanes, slice = lane % kLanes;
@@ -141,7 +141,6 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, const At
   const int set_warps = (threads / kWarpSize - set + sets - 1) / sets;
   const int queries = min(kQueries, item.queries - set * kQueries);
   const bool active = slice * kLaneElements < HS;
-  const Positions cached = positions_of<kPageUnit>(position, item.splits, item.split);
   const float* query = reinterpret_cast<const float*>(shared + at.query) + set * kQueries * HS;
   float q[kQueries][kLaneElements];
 #pragma unroll
@@ -203,8 +202,8 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, const At
     }
   };
 
-  for (int done = cached.begin; done < cached.end; done += turn) {
-    const int count = min(turn, cached.end - done);
+  for (int done = item.begin; done < item.end; done += turn) {
+    const int count = min(turn, item.end - done);
     const unsigned keys = begin_chunk() + slice * 16, values = keys + p.chunk_positions * position_bytes;
     for (int first = set_warp * kGroups; first < count; first += 2 * set_warps * kGroups) {
       const int at_position[2] = {first + group, first + set_warps * kGroups + group};
@@ -300,47 +299,47 @@ __device__ __forceinline__ void Consumer<K>::merge_group(const AttentionItem& it
 
 // Attention over an item, one query head a warp.
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::attend_single(int position, const AttentionItem& item, int turn) {
+__device__ __forceinline__ void Consumer<K>::attend_single(const AttentionItem& item, int turn) {
   if (c.p.HS <= 64) {
-    attend_group<8, 1>(position, item, turn);
+    attend_group<8, 1>(item, turn);
   } else if (c.p.HS <= 128) {
-    attend_group<16, 1>(position, item, turn);
+    attend_group<16, 1>(item, turn);
   } else {
-    attend_group<32, 1>(position, item, turn);
+    attend_group<32, 1>(item, turn);
   }
 }
 
 // The same with kWarpQueries of them.
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::attend_several(int position, const AttentionItem& item, int turn) {
+__device__ __forceinline__ void Consumer<K>::attend_several(const AttentionItem& item, int turn) {
   if (c.p.kv_fp8) {
     if (c.p.HS == 64) {
-      attend_turns<CodeState<S, 64>>(position, item, turn);
+      attend_turns<CodeState<S, 64>>(item, turn);
     } else {
-      attend_turns<CodeState<S, 128>>(position, item, turn);
+      attend_turns<CodeState<S, 128>>(item, turn);
     }
   } else if (c.p.HS <= 64) {
-    attend_turns<TensorState<S, 64>>(position, item, turn);
+    attend_turns<TensorState<S, 64>>(item, turn);
   } else if (c.p.HS <= kTensorHeadSize) {
-    attend_turns<TensorState<S, kTensorHeadSize>>(position, item, turn);
+    attend_turns<TensorState<S, kTensorHeadSize>>(item, turn);
   } else {
-    attend_group<32, kWarpQueries>(position, item, turn);
+    attend_group<32, kWarpQueries>(item, turn);
   }
 }
 
 // All items of this block, the same ones in every layer: no other work overlaps with attention here, and a block that
 // always computes it has its code in the instruction cache.
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::attend_groups(int layer, int position) {
-  const AttentionItems items(c.p, c.p, position, c.blocks);
+__device__ __forceinline__ void Consumer<K>::attend_groups(int layer) {
+  const AttentionItems& items = c.flags.items;
   for (int i = c.block; i < items.count; i += c.blocks) {
-    const AttentionItem item = items.at(i);
+    const AttentionItem item = i == c.block ? c.flags.first_item : items.at(i);
     fetch_heads(layer, item);
     stamp(layer, FusedPhase::query_here);
     if (items.single) {
-      attend_single(position, item, items.turn);
+      attend_single(item, items.turn);
     } else {
-      attend_several(position, item, items.turn);
+      attend_several(item, items.turn);
     }
     sync();
     merge_group(item, items.single ? 1 : kWarpQueries);

@@ -39,6 +39,14 @@ struct Helper {
     return __all_sync(~0u, came && !stopped) != 0;
   }
 
+  // Waits until `target` appended rows have been counted. A load that acquires empties L1, so it comes last.
+  __device__ bool appended(unsigned target) const {
+    const unsigned* counter = &c.p.control->attention.value;
+    if (!wait([&] { return static_cast<int>(load_relaxed(counter) - target) >= 0; })) return false;
+    load_acquire(counter);
+    return true;
+  }
+
   __device__ void load_rope(int position) const {
     const int half = c.p.rope_half;
     float* to = reinterpret_cast<float*>(shared + at.rope);
@@ -144,7 +152,7 @@ struct Helper {
         // Once every block has appended its keys and values of this layer, the producer may read them at the next
         // token.
         const unsigned target = static_cast<unsigned>(p.NH) * step;
-        if (!wait([&] { return static_cast<int>(load_acquire(&p.control->attention.value) - target) >= 0; })) return;
+        if (!appended(target)) return;
         __threadfence_block();
         if (lane == 0) *const_cast<volatile unsigned*>(&c.flags.cache_steps) = step;
       }

@@ -140,6 +140,7 @@ struct Sizes {
 constexpr int kWarpQueries = 4;
 // Bytes of these queries as operands of tensor cores (tensor_attention.cuh), at most.
 constexpr int kOperandBytes = 4096;
+constexpr int kPageUnit = 32;  // positions, where splits begin if the cache may be in pages
 // Positions that it adds at once, as many as one mma multiplies by values, and as a unit of codes has.
 constexpr int kSlice = 16;
 static_assert(kSlice == kKvUnit);
@@ -256,19 +257,6 @@ __host__ __device__ inline RowRange hidden_part(const Sizes& p, int first_part, 
   return {first_part + rows.begin, first_part + rows.end};
 }
 
-// Words of shared memory between the warps of a block.
-struct Flags {
-  int abort;             // a wait timed out, in this block or another: all waits return at once
-  int stop;              // not 0: no token follows; with the sequential residual, the number of tokens decoded
-  unsigned cache_steps;  // layers, counted over all tokens of this launch, whose new keys and values are in the cache
-  std::int32_t id;       // id of the next token
-  unsigned added_scales[2];  // of the new token's key and value, with kv_fp8
-  BlockRows own;
-  int2 places[kMaxWarps];       // of each warp: which part of a row, and which group of rows
-  float4 moments[kMaxWarps];    // of each warp's elements of x: mean, sum of squared deviations, count
-  float squares[2][kMaxWarps];  // of each warp's elements of x, for both norms of a layer: their sum
-};
-
 // Number of splits of one head's context at `position`.
 __host__ __device__ inline int splits_at(int position, int max_splits) {
   const int wanted = position / kMinSplitPositions;
@@ -278,6 +266,7 @@ __host__ __device__ inline int splits_at(int position, int max_splits) {
 // An item of attention of the sequential residual: some query heads of a K/V head, in a split of the context.
 struct AttentionItem {
   int head, first_query, queries, split, splits;
+  int begin, end;  // its positions in the cache
 
   __host__ __device__ bool newest() const { return split == splits - 1; }  // has the token itself
   __host__ __device__ bool appends() const { return newest() && first_query == 0; }
@@ -285,29 +274,50 @@ struct AttentionItem {
 // How attention of a token is divided among blocks. An item has all query heads of a K/V head, so that keys and values
 // are read once; or one of them, where every item then still has a block of its own, since all blocks wait for the slowest.
 struct AttentionItems {
-  int splits, parts, queries, count;  // parts of the query heads of a K/V head, `queries` in each; items
-  bool single;                        // few scores of few queries, which take a warp each, in little code
-  int turn;                           // positions in a stage of the ring
+  int position;
+  int splits, each;           // of the context; positions of a split, but for the last
+  int parts, queries, count;  // parts of the query heads of a K/V head, `queries` in each; items
+  bool single;                // few scores of few queries, which take a warp each, in little code
+  int turn;                   // positions in a stage of the ring
 
-  __host__ __device__ AttentionItems(const Sizes& p, const SequentialSizes& s, int position, int blocks)
-      : splits(splits_at(position, p.max_splits)) {
+  AttentionItems() = default;
+  __host__ __device__ AttentionItems(const Sizes& p, const SequentialSizes& s, int token_position, int blocks)
+      : position(token_position), splits(splits_at(position, p.max_splits)) {
     parts = s.NKV * splits * s.group <= blocks ? s.group : 1;
     queries = s.group / parts;
     count = s.NKV * splits * parts;
-    const int each = (position + splits - 1) / splits;
-    single = !s.kv_fp8 && queries <= kSequentialWarps && queries * each <= kSingleScores;
+    const int share_of_split = (position + splits - 1) / splits;
+    each = (share_of_split + kPageUnit - 1) / kPageUnit * kPageUnit;
+    single = !s.kv_fp8 && queries <= kSequentialWarps && queries * share_of_split <= kSingleScores;
     turn = p.chunk_positions;
     if (single || p.HS > kTensorHeadSize) return;  // all warps read every stage
     // A stage is the turn of one warp of each set. Few positions are divided among more warps.
     const int sets = (queries + kWarpQueries - 1) / kWarpQueries;
-    const int share = (each * sets + kSequentialWarps - 1) / kSequentialWarps;
+    const int share = (share_of_split * sets + kSequentialWarps - 1) / kSequentialWarps;
     const int whole = share <= kSlice ? kSlice : (share + kSlice - 1) / kSlice * kSlice;
     turn = whole < turn ? whole : turn;
   }
   __host__ __device__ AttentionItem at(int i) const {
-    const int split = i % splits, of_head = i / splits;
-    return {of_head / parts, of_head % parts * queries, queries, split, splits};
+    const int of_head = i / splits, split = i - of_head * splits, head = of_head / parts;
+    const int first = split * each, begin = first < position ? first : position,
+              end = begin + each < position ? begin + each : position;
+    return {head, (of_head - head * parts) * queries, queries, split, splits, begin, end};
   }
+};
+
+// Words of shared memory between the warps of a block.
+struct Flags {
+  int abort;             // a wait timed out, in this block or another: all waits return at once
+  int stop;              // not 0: no token follows; with the sequential residual, the number of tokens decoded
+  unsigned cache_steps;  // layers, counted over all tokens of this launch, whose new keys and values are in the cache
+  std::int32_t id;       // id of the next token
+  unsigned added_scales[2];  // of the new token's key and value, with kv_fp8
+  BlockRows own;
+  AttentionItems items;  // of the consumers' token, with the sequential residual; the block's first one, if it has any:
+  AttentionItem first_item;
+  int2 places[kMaxWarps];       // of each warp: which part of a row, and which group of rows
+  float4 moments[kMaxWarps];    // of each warp's elements of x: mean, sum of squared deviations, count
+  float squares[2][kMaxWarps];  // of each warp's elements of x, for both norms of a layer: their sum
 };
 
 }  // namespace weft::cuda::fused

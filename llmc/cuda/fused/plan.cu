@@ -13,8 +13,13 @@ namespace fused {
 
 namespace {
 
-// Bytes of copies in flight, by default. More delay the small accesses of the exchanges; fewer leave memory idle.
-constexpr int kDefaultWindow = 64 << 10, kQuantizedWindow = 48 << 10;
+// Bytes of copies in flight, by default. More delay the small accesses of the exchanges; fewer leave memory idle. Measured
+// (dev/performance/fused.md): narrow models with the sequential residual wait for exchanges most.
+int default_window(const Sizes& p, bool sequential) {
+  const bool quantized = p.stream_bytes > 0;
+  if (!sequential) return (p.C == 2048 && !quantized ? 80 : 64) << 10;
+  return (quantized ? (p.cautious ? 32 : 48) : (p.cautious ? 48 : 64)) << 10;
+}
 constexpr int kMinStages = 3;
 constexpr int kLeastKvWindow = 3;  // stages: memory slows down below
 constexpr int kMaxStages = 64;
@@ -240,9 +245,7 @@ void set_ring(Plan& plan, const Device& device, const FusedTuning& tuning, int g
         format("fused decoding: needs %d bytes of shared memory a block, this GPU has %d", plan.layout.bytes, most);
     return;
   }
-  const int window_bytes = tuning.window_bytes > 0 ? tuning.window_bytes
-                           : p.stream_bytes > 0    ? kQuantizedWindow
-                                                   : kDefaultWindow;
+  const int window_bytes = tuning.window_bytes > 0 ? tuning.window_bytes : default_window(p, plan.sequential);
   const int least = p.stream_bytes > 0 ? 2 : 1;  // stages of quantised weights can be nearly as large as the window
   p.window = std::clamp((window_bytes + p.stage_bytes / 2) / p.stage_bytes, least, p.stages);
   plan.sequential_sizes.kv_window =

@@ -82,7 +82,7 @@ __device__ void Helper<K>::run_sequential() {
       // Once every block has appended its keys and values of this layer, the producer may read them at the next token.
       // If no token follows, the remaining layers are appended all the same.
       const unsigned target = static_cast<unsigned>(p.NKV) * step;
-      if (!wait([&] { return static_cast<int>(load_acquire(&p.control->attention.value) - target) >= 0; })) {
+      if (!appended(target)) {
         if (*const_cast<volatile int*>(&c.flags.abort) != 0) return;
         continue;
       }

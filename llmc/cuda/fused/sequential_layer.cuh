@@ -28,7 +28,7 @@ __device__ __forceinline__ void Consumer<K>::run_sequential() {
   int token = 0;
   for (; token < p.count && id >= 0; ++token) {
     if constexpr (K::kInstrumented) stamping = p.instruments.timeline != nullptr && token == p.count - 1;
-    load_rope(p.position + token);
+    load_position(p.position + token);
     for (int l = 0; l < p.L; ++l) run_sequential_layer(l, token, id);
     if (token < p.num_more) {
       id = given_id(token);
@@ -45,7 +45,7 @@ __device__ __forceinline__ void Consumer<K>::run_sequential_layer(int l, int tok
   find_place();
   narrow_matrix(l, token, id, Narrow::qkv);
   find_place();
-  attend_groups(l, c.p.position + token);
+  attend_groups(l);
   // One code for both: a layer's code exceeds the caches of instructions, and what is not there is waited for.
 #pragma unroll 1
   for (int matrix = 1; matrix < 3; ++matrix) {
@@ -57,9 +57,14 @@ __device__ __forceinline__ void Consumer<K>::run_sequential_layer(int l, int tok
   ++step;
 }
 
-// Copies cos and sin of the token's position to shared memory. The caller's next barrier precedes their use.
+// What a token's position decides, in shared memory: cos and sin, and the items of attention. The caller's next barrier
+// precedes their use.
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::load_rope(int position) const {
+__device__ __forceinline__ void Consumer<K>::load_position(int position) const {
+  if (thread == 0) {
+    c.flags.items = AttentionItems(c.p, c.p, position, c.blocks);
+    c.flags.first_item = c.flags.items.at(c.block);
+  }
   const int half = c.p.rope_half;
   float* to = reinterpret_cast<float*>(shared + at.rope);
   for (int e = thread; e < 2 * half; e += threads) {

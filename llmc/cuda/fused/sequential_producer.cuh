@@ -18,8 +18,7 @@ __device__ bool Producer<K>::pages(int token, int layer) {
   bool checked = token == 0;  // the first token reads only what earlier launches wrote
   for (int i = c.block; i < items.count; i += c.blocks) {
     const AttentionItem item = items.at(i);
-    const Positions cached = positions_of<kPageUnit>(position, item.splits, item.split);
-    if (cached.begin == cached.end) continue;
+    if (item.begin == item.end) continue;
     if (!checked) {
       const volatile unsigned* steps = &c.flags.cache_steps;
       const volatile int* stop = &c.flags.stop;
@@ -31,13 +30,13 @@ __device__ bool Producer<K>::pages(int token, int layer) {
       hopper::fence_async_proxy_global();
       checked = true;
     }
-    int row = cached.begin % p.page_size;
+    int row = item.begin % p.page_size;
     std::int64_t from =
-        layer_begin + (static_cast<std::int64_t>(cached.begin / p.page_size) * p.NKV + item.head) * p.page_size + row;
-    for (int first = cached.begin; first < cached.end; first += items.turn) {
+        layer_begin + (static_cast<std::int64_t>(item.begin / p.page_size) * p.NKV + item.head) * p.page_size + row;
+    for (int first = item.begin; first < item.end; first += items.turn) {
       // Codes come in whole units. In the last one the helper, of this block or another, may be writing the new token: bytes
       // of that row alone, which none of this token's readers counts.
-      const int left = cached.end - first,
+      const int left = item.end - first,
                 count = min(items.turn, p.kv_fp8 ? (left + kSlice - 1) / kSlice * kSlice : left);
       if (!acquire(p.kv_window)) return false;
       const unsigned barrier = c.full + 8 * next.stage, stage = c.ring + next.stage * p.stage_bytes;

@@ -333,7 +333,7 @@ struct CodeState : TensorSoftmax<S, kHeadSize, 2> {
 // next, and arrives at the stage for its whole set, so that the others never see it.
 template <typename K>
 template <typename State>
-__device__ __forceinline__ void Consumer<K>::attend_turns(int position, const AttentionItem& item, int turn) {
+__device__ __forceinline__ void Consumer<K>::attend_turns(const AttentionItem& item, int turn) {
   const Parameters& p = c.p;
   const int sets = (item.queries + kWarpQueries - 1) / kWarpQueries;
   const int set = warp % sets, set_warp = warp / sets, set_warps = (kSequentialWarps - set + sets - 1) / sets;
@@ -347,8 +347,7 @@ __device__ __forceinline__ void Consumer<K>::attend_turns(int position, const At
   if (item.newest() && set_warp == 0) {  // the new token itself
     state.add_new(operands, query, queries, reinterpret_cast<const S*>(shared + at.added));
   }
-  const Positions cached = positions_of<kPageUnit>(position, item.splits, item.split);
-  const int turns = (cached.end - cached.begin + turn - 1) / turn;
+  const int turns = (item.end - item.begin + turn - 1) / turn;
   // A barrier tells a phase only from those beside it, so a warp must know that the turn before in a stage has come. Before a
   // turn is asked for, all but the kv_window turns before it have. So with as many takers as stages beside that window, the turn
   // that a warp had last says so of the one a ring before its next.
@@ -359,7 +358,7 @@ __device__ __forceinline__ void Consumer<K>::attend_turns(int position, const At
   for (int i = set_warp < takers ? set_warp : turns; i < turns; i += takers) {
     c.wait_barrier(c.full + 8 * own_turn.stage, own_turn.phase);
     const unsigned stage = c.ring + own_turn.stage * p.stage_bytes;
-    const int count = min(turn, cached.end - cached.begin - i * turn);
+    const int count = min(turn, item.end - item.begin - i * turn);
 #pragma unroll 1
     for (int first = 0; first < count; first += 2 * kSlice) {
       state.add(operands, state.slice(stage, p.chunk_positions, first), min(2 * kSlice, count - first));
