@@ -39,12 +39,17 @@ struct Helper {
     return __all_sync(~0u, came && !stopped) != 0;
   }
 
-  // Waits until `target` appended rows have been counted. A load that acquires empties L1, so it comes last.
+  // Waits until `target` appended rows have been counted, which is not urgent: polled slowly, beside accesses that are; and a load
+  // that acquires empties L1, so it comes last.
   __device__ bool appended(unsigned target) const {
     const unsigned* counter = &c.p.control->attention.value;
-    if (!wait([&] { return static_cast<int>(load_relaxed(counter) - target) >= 0; })) return false;
-    load_acquire(counter);
-    return true;
+    const bool counted = wait([&] {
+      if (static_cast<int>(load_relaxed(counter) - target) >= 0) return true;
+      __nanosleep(200);
+      return false;
+    });
+    if (counted) load_acquire(counter);
+    return counted;
   }
 
   __device__ void load_rope(int position) const {

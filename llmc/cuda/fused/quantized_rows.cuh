@@ -203,12 +203,10 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
       constexpr int kGroupLoads = kGroupPieces<Format>;
       const unsigned piece_bytes = own_rows * kPieceBytes,
                      own_pieces = set + warp_k * (kWarpGroups * kGroupLoads) * piece_bytes + g * kPieceBytes + t * 16;
-      const int tiles = (own_rows + kTileRows - 1) / kTileRows;  // that there are: the last stage may have fewer
       uint4 w[kTiles][kWarpGroups][kGroupLoads];
       [[maybe_unused]] unsigned words[kTiles];  // scale and zero of this lane's group
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        if (tile > 0 && tile >= tiles) break;
 #pragma unroll
         for (int group = 0; group < kWarpGroups; ++group) {
           const bool mine =
@@ -228,7 +226,6 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
       end_chunk();
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        if (tile > 0 && tile >= tiles) break;
         const auto multiply = [&](int group, auto& c) {
           Format::multiply(c, w[tile][group], x.b[i] + group * (kFragments<Format> / kWarpGroups));
         };

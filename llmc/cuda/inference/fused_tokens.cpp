@@ -99,7 +99,7 @@ bool graph_is_faster(const ModelConfig& config) {
   constexpr std::int64_t kOneLoad = 2048;  // elements of a row that the warps load at once
   if (config.parallel_residual) return false;
   const bool unmeasured = config.quantization.any() && config.hidden_size % kOneLoad != 0;
-  return unmeasured || (fused_row_loads(config) == 2 && config.hidden_size < 2 * kOneLoad);
+  return unmeasured || (fused_row_loads(config) == 2 && 2 * config.hidden_size < 3 * kOneLoad);
 }
 
 bool fused_by_default(const ModelConfig& config) {
