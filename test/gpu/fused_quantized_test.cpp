@@ -214,7 +214,8 @@ TEST(FusedQuantized, WithoutBeingAskedForUpToAWidth) {
   EXPECT_TRUE(cuda::fused_by_default(quantized(parallel, &kInt8, true)));
   EXPECT_TRUE(cuda::fused_by_default(quantized(parallel, &kInt4, false)));
   EXPECT_TRUE(cuda::fused_by_default(quantized(parallel, &kFp8, true)));
-  EXPECT_FALSE(cuda::fused_by_default(quantized(parallel_config(32, 128, 1, 307), &kInt8, true)));
+  EXPECT_TRUE(cuda::fused_by_default(quantized(parallel_config(32, 128, 1, 307), &kInt8, true)));
+  EXPECT_FALSE(cuda::fused_by_default(quantized(parallel_config(40, 128, 1, 307), &kInt8, true)));
   EXPECT_TRUE(cuda::fused_by_default(quantized(llama, &kInt4, true)));
 }
 

@@ -98,12 +98,12 @@ std::string fused_unsupported_reason(const ModelConfig& config, DType dtype, boo
 bool graph_is_faster(const ModelConfig& config) {
   constexpr std::int64_t kOneLoad = 2048;  // elements of a row that the warps load at once
   if (config.parallel_residual) return false;
-  const bool unmeasured = config.quantization.any() && config.hidden_size % kOneLoad != 0;
-  return unmeasured || (fused_row_loads(config) == 2 && 2 * config.hidden_size < 3 * kOneLoad);
+  if (config.quantization.any()) return config.hidden_size < kOneLoad;
+  return fused_row_loads(config) == 2 && 2 * config.hidden_size < 3 * kOneLoad;
 }
 
 bool fused_by_default(const ModelConfig& config) {
-  constexpr std::int64_t kWidest = 2560;  // one 16-byte load a lane covers a row
+  constexpr std::int64_t kWidest = 4096;
   const bool parallel = config.parallel_residual;
   return !config.quantization.any() || !parallel || config.hidden_size <= kWidest;
 }
