@@ -1,5 +1,9 @@
-#include "llmc/cuda/fused/copies.cuh"
+// The lists of CopyRun.
+#include <algorithm>
+#include <limits>
+#include <vector>
 
+#include "llmc/base/error.h"
 #include "llmc/cuda/fused/packed_tiles.cuh"
 #include "llmc/cuda/fused/plan.cuh"
 
@@ -52,7 +56,6 @@ class Copies {
       const int bytes = set_bytes<Format>(rows, groups);
       add(Matrix::qkv, from, bytes);
       from += bytes;
-      return true;
     });
     return from;
   }
@@ -60,7 +63,12 @@ class Copies {
  private:
   void add(Matrix matrix, std::int64_t from, std::int64_t amount, int ranges = 1, std::int64_t apart = 0,
            std::int64_t stage_apart = 0) {
-    const auto units = [](std::int64_t bytes) { return static_cast<std::uint32_t>(bytes / kCopyUnit); };
+    const auto units = [](std::int64_t bytes) {
+      if (bytes % kCopyUnit != 0 || bytes < 0 || bytes / kCopyUnit > std::numeric_limits<std::uint32_t>::max()) {
+        fail(Exit::internal, "fused decoding: a copy of %lld bytes", static_cast<long long>(bytes));
+      }
+      return static_cast<std::uint32_t>(bytes / kCopyUnit);
+    };
     const CopyRun next = {static_cast<std::uint32_t>(matrix),
                           units(from),
                           1,
@@ -125,7 +133,7 @@ void list_quantized_layer(Copies& copies, const Plan& plan, BlockRows& own, int 
       layer_parts(p, plan.sequential ? &plan.sequential_sizes : nullptr, plan.shape.row_loads, own, block, plan.blocks);
   std::int64_t end = 0;
   for (int i = 0; i < parts.count; ++i) {
-    if (i == (plan.sequential ? 1 : 2)) own.cached_at = copies.cut() - own.first_run;
+    if (i == LayerParts::before_cache(plan.sequential)) own.cached_at = copies.cut() - own.first_run;
     for_format(type, [&]<typename Format>() { end = copies.stream<Format>(end, StreamShape(p), parts.part[i]); });
   }
 }

@@ -5,13 +5,11 @@
 
 #include <cstdint>
 
-#include "llmc/model/config.h"
-
 namespace weft::cuda::fused {
 
-constexpr int kCopyUnit = 16;  // bytes, as bulk copies are divided
+constexpr int kCopyUnit = 16;  // bytes: addresses and sizes of bulk copies are multiples of it
 
-// Stages that are filled alike, one after another: each with some ranges of a matrix. Distances in units of kCopyUnit.
+// Stages that are filled alike, one after another: each with some ranges of a matrix. Amounts and distances in units of kCopyUnit.
 struct alignas(16) CopyRun {
   std::uint32_t matrix;  // LayerParts::Matrix, in 16 bits the pointers at the beginning of a Layer; 0 for the head
   std::uint32_t from;    // the first range, from the matrix's first byte on; quantised: from that of the block's stream
@@ -22,9 +20,5 @@ struct alignas(16) CopyRun {
   std::uint32_t apart;   // from one range to the next; in the stage:
   std::uint32_t stage_apart;
 };
-
-struct Plan;
-// Writes the lists of all blocks of a plan whose sizes are set, but for the ring.
-void list_copies(Plan& plan, const ModelConfig& config, bool layer_only);
 
 }  // namespace weft::cuda::fused

@@ -85,7 +85,6 @@ __device__ void pack_part(std::byte* to, const Source& from, const StreamShape& 
       }
     }
     to += bytes;
-    return true;
   });
 }
 

@@ -74,31 +74,26 @@ __host__ __device__ constexpr int down_loads(int row_loads, bool sequential) {
 struct StreamPart {
   int rows, groups, loads;
 };
-// Calls visit(first row, rows, first group, groups) for each stage of a part, in order, until it returns false; returns
-// whether all were visited.
+// Calls visit(first row, rows, first group, groups) for each stage of a part, in order.
 #pragma nv_exec_check_disable  // visit() is for the host or for the device, as the caller is
 template <typename Format, typename Visit>
-__host__ __device__ inline bool for_each_stage(const StreamShape& shape, const StreamPart& part, const Visit& visit) {
+__host__ __device__ inline void for_each_stage(const StreamShape& shape, const StreamPart& part, const Visit& visit) {
   const int stage_rows = kSetRows<Format> * shape.warps_r, band_groups = part.loads * shape.load_groups;
   for (int band = 0; band < part.groups; band += band_groups) {
     const int band_end = band + band_groups < part.groups ? band + band_groups : part.groups;
     for (int row = 0; row < part.rows; row += stage_rows) {
       const int rows = stage_rows < part.rows - row ? stage_rows : part.rows - row;
       for (int first = band; first < band_end; first += shape.load_groups) {
-        const int groups = shape.load_groups < band_end - first ? shape.load_groups : band_end - first;
-        if (!visit(row, rows, first, groups)) return false;
+        visit(row, rows, first, shape.load_groups < band_end - first ? shape.load_groups : band_end - first);
       }
     }
   }
-  return true;
 }
 template <typename Format>
 __host__ __device__ inline std::int64_t part_bytes(const StreamShape& shape, const StreamPart& part) {
   std::int64_t bytes = 0;
-  for_each_stage<Format>(shape, part, [&](int, int rows, int, int groups) {
-    bytes += set_bytes<Format>(rows, groups);
-    return true;
-  });
+  for_each_stage<Format>(shape, part,
+                         [&](int, int rows, int, int groups) { bytes += set_bytes<Format>(rows, groups); });
   return bytes;
 }
 
@@ -108,6 +103,7 @@ __host__ __device__ inline std::int64_t part_bytes(const StreamShape& shape, con
 constexpr int kMostParts = 6;
 struct LayerParts {
   enum Matrix { qkv, up, down, dense };
+  __host__ __device__ static int before_cache(bool sequential) { return sequential ? 1 : 2; }
   struct Part : StreamPart {
     Matrix matrix;
     int first_group;  // of the matrix

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "llmc/base/dtype.h"
 #include "llmc/base/kv_fp8.h"
@@ -63,9 +64,9 @@ constexpr int kQuantizedLayerBytes = 14 * static_cast<int>(sizeof(void*));
 // many tokens.
 struct BlockRows {
   RowRange qkv, up, out, head;
-  // Runs of Parameters::copies from first_run on: of a layer, then of the head. Those of keys and values, whose number depends
-  // on the position, come before run cached_at.
-  int first_run = 0, cached_at = 0, layer_runs = 0, runs = 0;
+  // Runs of Parameters::copies from first_run on: of a layer, then of the head. Keys and values have none, since their number
+  // depends on the position; they are copied before run cached_at.
+  int first_run, cached_at, layer_runs, runs;
 };
 
 // Words in page-locked host memory about the running launch, beside the mailbox. The upper half of each is the sequence
@@ -136,12 +137,12 @@ struct Sizes {
   std::int64_t stream_bytes, head_stream_bytes;
 };
 
+constexpr int kPageUnit = 32;  // positions: where splits begin if the cache may be in pages
 // Query heads of a K/V head that one warp computes.
 constexpr int kWarpQueries = 4;
 // Bytes of these queries as operands of tensor cores (tensor_attention.cuh), at most.
 constexpr int kOperandBytes = 4096;
-constexpr int kPageUnit = 32;  // positions, where splits begin if the cache may be in pages
-// Positions that it adds at once, as many as one mma multiplies by values, and as a unit of codes has.
+// Positions of a slice (tensor_attention.cuh): as many as one mma multiplies by values, and as a unit of codes has.
 constexpr int kSlice = 16;
 static_assert(kSlice == kKvUnit);
 
@@ -319,5 +320,6 @@ struct Flags {
   float4 moments[kMaxWarps];    // of each warp's elements of x: mean, sum of squared deviations, count
   float squares[2][kMaxWarps];  // of each warp's elements of x, for both norms of a layer: their sum
 };
+static_assert(std::is_trivially_default_constructible_v<Flags>);  // it lies in __shared__
 
 }  // namespace weft::cuda::fused

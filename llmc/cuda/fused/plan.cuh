@@ -31,6 +31,9 @@ struct Plan {
 // `kv_fp8`: keys and values are codes.
 Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning& tuning, bool kv_fp8 = false);
 
+// Writes the lists of all blocks of a plan whose sizes are set; with the parallel residual stage_bytes must not change any more.
+void list_copies(Plan& plan, const ModelConfig& config, bool layer_only);
+
 // Thread blocks of a launch; `wanted` = 0: chosen by the model's size.
 int blocks_for(const ModelConfig& config, int multiprocessors, int wanted);
 // Splits of the context of a K/V head, at most: enough for every block to get an item.

@@ -1,6 +1,7 @@
 // The producer thread of the fused decode kernel: copies weights and cache into the ring in shared memory.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "llmc/cuda/fused/block.cuh"
@@ -15,6 +16,13 @@ template <typename K>
 struct Producer {
   using Parameters = typename Block<K>::Parameters;
   using Layer = typename Block<K>::Layer;
+
+  // The pointers at the beginning of a layer in 16 bits, by LayerParts::Matrix.
+  using Plain = fused::Layer<typename K::S>;
+  static_assert(offsetof(Plain, qkv) == LayerParts::qkv * sizeof(void*) &&
+                offsetof(Plain, up) == LayerParts::up * sizeof(void*));
+  static_assert(offsetof(Plain, down) == LayerParts::down * sizeof(void*) &&
+                offsetof(Plain, dense) == LayerParts::dense * sizeof(void*));
 
   const Block<K>& c;
   const Layer* layers;
@@ -97,8 +105,8 @@ struct Producer {
     return true;
   }
 
-  // Copies runs begin to end - 1, and before run `cached_at` what cached() copies. base(matrix): the matrix's first byte. quiet: of
-  // each stage most is asked for once all before it have come.
+  // Copies runs begin to end - 1, and before run `cached_at`, if that is not -1, what cached() copies. base(matrix): the matrix's
+  // first byte. quiet, with quantised weights: of each stage most is asked for once all before it have come.
   template <typename Base, typename Cached>
   __device__ bool copy(int begin, int end, int cached_at, bool quiet, const Base& base, const Cached& cached) {
     const Parameters& p = c.p;
@@ -132,7 +140,7 @@ struct Producer {
           }
         }
         issued();
-        from += run.step * kCopyUnit;
+        from += static_cast<std::int64_t>(run.step) * kCopyUnit;
         if (!good) return false;
       }
     }
@@ -166,8 +174,7 @@ struct Producer {
           more = copy(
               begin, end, cached_at, quiet, [&](unsigned) { return from; }, cached);
         } else {
-          static_assert(LayerParts::qkv == 0 && LayerParts::dense == 3);  // as at the beginning of a Layer
-          const auto base = [&](unsigned matrix) { return reinterpret_cast<const char*>((&w.qkv)[matrix]); };
+          const auto base = [&](unsigned matrix) { return reinterpret_cast<const char* const*>(&w)[matrix]; };
           more = copy(begin, end, cached_at, false, base, cached);
         }
       }

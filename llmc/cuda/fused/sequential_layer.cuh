@@ -58,7 +58,7 @@ __device__ __forceinline__ void Consumer<K>::run_sequential_layer(int l, int tok
 }
 
 // What a token's position decides, in shared memory: cos and sin, and the items of attention. The caller's next barrier
-// precedes their use.
+// precedes their use, and barriers of the last token's last layer lie behind the last use of what was there.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::load_position(int position) const {
   if (thread == 0) {

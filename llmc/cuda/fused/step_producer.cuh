@@ -26,7 +26,7 @@ struct StepProducer {
       if (!ring.acquire(p.window)) return false;
       // whole rows are one range
       const int count = min(chunk_rows, rows.end - row), ranges = width == columns ? 1 : count;
-      const unsigned amount = static_cast<unsigned>(count / ranges * width) * sizeof(S), to = stage();
+      const unsigned amount = static_cast<unsigned>(width == columns ? count * width : width) * sizeof(S), to = stage();
       const S* from = matrix + static_cast<std::int64_t>(row) * columns + begin;
       hopper::mbarrier_arrive_expect(full(), static_cast<unsigned>(ranges) * amount);
       for (int i = 0; i < ranges; ++i, from += columns) {

@@ -349,7 +349,7 @@ __device__ __forceinline__ void Consumer<K>::attend_turns(const AttentionItem& i
   }
   const int turns = (item.end - item.begin + turn - 1) / turn;
   // A barrier tells a phase only from those beside it, so a warp must know that the turn before in a stage has come. Before a
-  // turn is asked for, all but the kv_window turns before it have. So with as many takers as stages beside that window, the turn
+  // turn is asked for, all but kv_window - 1 of the turns before it have. So with as many takers as stages beside that window, the turn
   // that a warp had last says so of the one a ring before its next.
   const int takers = min(set_warps, max(p.stages - p.kv_window, 1));
   RingPosition own_turn = ring;

@@ -98,8 +98,8 @@ std::string fused_unsupported_reason(const ModelConfig& config, DType dtype, boo
 bool graph_is_faster(const ModelConfig& config) {
   constexpr std::int64_t kOneLoad = 2048;  // elements of a row that the warps load at once
   if (config.parallel_residual) return false;
-  if (config.quantization.any()) return config.hidden_size < kOneLoad;
-  return fused_row_loads(config) == 2 && 2 * config.hidden_size < 3 * kOneLoad;
+  const bool unmeasured = config.quantization.any() && config.hidden_size < kOneLoad;
+  return unmeasured || (fused_row_loads(config) == 2 && 2 * config.hidden_size < 3 * kOneLoad);
 }
 
 bool fused_by_default(const ModelConfig& config) {

@@ -19,8 +19,8 @@ inline constexpr std::int64_t kFusedPageSize = 64;
 // hold keys and values in e4m3.
 std::string fused_unsupported_reason(const ModelConfig& config, DType dtype, bool kv_fp8 = false);
 // Whether the captured graph decodes a token faster than the fused kernel: with the sequential residual where a lane has two
-// loads of a row, and the hidden state leaves more than half of the second one empty (measured: dev/performance/fused.md).
-// Quantised ones are not measured, and left to the graph, where hidden_size is below 2,048.
+// loads of a row, and the hidden state leaves more than half of the second one empty (measured in 16 bits:
+// dev/performance/fused.md). Quantised ones are not measured there, nor below a hidden_size of 2,048, and left to the graph.
 bool graph_is_faster(const ModelConfig& config);
 // Whether the fused kernel is the default for these weights, if the graph is not faster: not for quantised weights with
 // the parallel residual and a hidden_size above 4,096, which have not been measured beside the graph.
