@@ -4,8 +4,8 @@
 // Rows of [out, in] matrices are contiguous: a block's share of a matrix is one range of consecutive bytes, and the
 // checkpoint's layout is already the order in which they are read. Nothing is repacked. In each block one producer
 // thread copies these ranges, and the keys and values of its items of attention, into a ring in shared memory by bulk
-// copies. Their order is fixed in advance and continues into the next token, so the producer waits only for free stages
-// of the ring, never for another block. At most `window` bytes are in flight: more would not make memory faster, but
+// copies. Their order is fixed in advance (copies.cuh) and continues into the next token, so the producer waits only for free
+// stages of the ring, never for another block. At most `window` bytes are in flight: more would not make memory faster, but
 // would delay the exchanges between blocks, which queue behind the copies (dev/performance/fused.md, "What bounds it").
 //
 // Consumer warps divide the elements of a row among them, and each thread keeps the activations for its elements in
