@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "test" / "reports"
@@ -116,6 +117,13 @@ def run_shards(tests: list[str], count: int, limit: float) -> tuple[bool, list[d
     return ended_well, done
 
 
+def report_text(report: dict[str, Any]) -> str:
+    """JSON with a line for each test."""
+    facts = json.dumps({key: value for key, value in report.items() if key != "tests"}, indent=1).removesuffix("\n}")
+    tests = ",\n".join(json.dumps(test, separators=(",", ":")) for test in report["tests"])
+    return f'{facts},\n "tests": [\n{tests}\n ]\n}}\n'
+
+
 def run_tests(shards: int, limit: float, again: bool) -> int:
     REPORTS.mkdir(exist_ok=True)
     facts, names = gpu_facts(), test_names()
@@ -140,7 +148,7 @@ def run_tests(shards: int, limit: float, again: bool) -> int:
                    "skipped" if t.get("result") == "SKIPPED" else "passed", "seconds": t["time"].rstrip("s"),
                    **{k: v for k, v in t.items() if k.startswith("metric_")}} for t in tests],
     }
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    path.write_text(report_text(report))
     print(f"{report['passed']} passed, {report['failed']} failed, {report['skipped']} skipped")
     return 0 if ended_well and tests and not failed else 1
 

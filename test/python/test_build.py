@@ -159,6 +159,14 @@ def test_git_ignores_what_runs_and_conversions_leave():
     assert new.returncode == 1, "a new fixture is not ignored"
 
 
+def test_the_repository_stays_small():
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode != 0:
+        pytest.skip("not a git repository")
+    total = sum(path.stat().st_size for name in tracked.stdout.split("\0") if name and (path := ROOT / name).is_file())
+    assert total < 45_000_000, f"{total} bytes of tracked files"
+
+
 def test_the_runner_adds_an_earlier_run_up(tmp_path, monkeypatch, capsys):
     sys.path.insert(0, str(ROOT / "test"))
     import run
