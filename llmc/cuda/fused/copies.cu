@@ -13,14 +13,17 @@ namespace {
 
 using Matrix = LayerParts::Matrix;
 
-// Appends to the lists of a plan.
+// Appends a block's runs to the lists of a plan.
 class Copies {
  public:
-  explicit Copies(std::vector<CopyRun>& list) : list_(list) {}
+  explicit Copies(std::vector<CopyRun>& list) : list_(list), first_(list.size()), complete_(first_) {}
 
-  int count() const { return static_cast<int>(list_.size()); }
-  // What follows begins a run of its own. Returns the number of runs before it.
-  int cut() { return begin_ = count(); }
+  int first() const { return static_cast<int>(first_); }
+  // What follows begins a run of its own. Returns the number of the block's runs before it.
+  int cut() {
+    complete_ = list_.size();
+    return static_cast<int>(complete_ - first_);
+  }
 
   // `bytes` from byte `from` on, `chunk` of them a stage.
   void bytes(Matrix matrix, std::int64_t from, std::int64_t bytes, std::int64_t chunk) {
@@ -77,7 +80,7 @@ class Copies {
                           static_cast<std::uint32_t>(ranges),
                           units(apart),
                           units(stage_apart)};
-    if (count() > begin_ && continues(list_.back(), next)) {
+    if (list_.size() > complete_ && continues(list_.back(), next)) {
       list_.back().step = next.from - (list_.back().from + (list_.back().stages - 1) * list_.back().step);
       ++list_.back().stages;
     } else {
@@ -92,7 +95,7 @@ class Copies {
   }
 
   std::vector<CopyRun>& list_;
-  int begin_ = 0;  // runs before it are complete
+  std::size_t first_, complete_;  // the block's first run; runs before it take no further stages
 };
 
 void list_parallel_layer(Copies& copies, const Plan& plan, BlockRows& own, bool layer_only) {
@@ -102,7 +105,7 @@ void list_parallel_layer(Copies& copies, const Plan& plan, BlockRows& own, bool 
   };
   rows(Matrix::qkv, own.qkv, p.C);
   rows(Matrix::up, own.up, p.C);
-  own.cached_at = copies.cut() - own.first_run;
+  own.cached_at = copies.cut();
   if (!layer_only) rows(Matrix::down, own.out, p.F);
   rows(Matrix::dense, own.out, p.C);
 }
@@ -113,7 +116,7 @@ void list_sequential_layer(Copies& copies, const Plan& plan, BlockRows& own, int
   const int chunk_rows = kChunkLoads / plan.shape.row_loads * p.warps_r,
             part_rows = kChunkLoads / (2 * plan.shape.row_loads) * p.warps_r;
   copies.rows(Matrix::qkv, own.qkv, p.C, chunk_rows);
-  own.cached_at = copies.cut() - own.first_run;
+  own.cached_at = copies.cut();
   copies.rows(Matrix::dense, own.out, s.q_size, chunk_rows);
   for (int part = 0; part < 2; ++part) {
     const RowRange rows = hidden_part(p, s.first_part, part, block, plan.blocks);
@@ -133,7 +136,7 @@ void list_quantized_layer(Copies& copies, const Plan& plan, BlockRows& own, int 
       layer_parts(p, plan.sequential ? &plan.sequential_sizes : nullptr, plan.shape.row_loads, own, block, plan.blocks);
   std::int64_t end = 0;
   for (int i = 0; i < parts.count; ++i) {
-    if (i == LayerParts::before_cache(plan.sequential)) own.cached_at = copies.cut() - own.first_run;
+    if (i == LayerParts::before_cache(plan.sequential)) own.cached_at = copies.cut();
     for_format(type, [&]<typename Format>() { end = copies.stream<Format>(end, StreamShape(p), parts.part[i]); });
   }
 }
@@ -143,10 +146,10 @@ void list_quantized_layer(Copies& copies, const Plan& plan, BlockRows& own, int 
 void list_copies(Plan& plan, const ModelConfig& config, bool layer_only) {
   const Sizes& p = plan.sizes;
   const int row_loads = plan.shape.row_loads;
-  Copies copies(plan.copies);
   for (int b = 0; b < plan.blocks; ++b) {
     BlockRows& own = plan.rows[static_cast<std::size_t>(b)];
-    own.first_run = copies.cut();
+    Copies copies(plan.copies);
+    own.first_run = copies.first();
     if (const auto* weights = config.quantization.weights; weights != nullptr) {
       list_quantized_layer(copies, plan, own, b, weights->dtype);
     } else if (plan.sequential) {
@@ -154,13 +157,13 @@ void list_copies(Plan& plan, const ModelConfig& config, bool layer_only) {
     } else {
       list_parallel_layer(copies, plan, own, layer_only);
     }
-    own.layer_runs = copies.cut() - own.first_run;
+    own.layer_runs = copies.cut();
     if (config.quantization.head != nullptr) {
       copies.stream<HeadFormat>(0, StreamShape(p), {own.head.end - own.head.begin, groups_of(p.C), row_loads});
     } else if (!layer_only) {
       copies.rows(Matrix::qkv, own.head, p.C, kChunkLoads / row_loads * p.warps_r);
     }
-    own.runs = copies.cut() - own.first_run;
+    own.runs = copies.cut();
     plan.sizes.most_runs = std::max(plan.sizes.most_runs, own.runs);
   }
 }

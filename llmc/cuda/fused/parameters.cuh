@@ -234,7 +234,7 @@ struct SequentialSizes {
   bool head_norms;     // RMSNorm of each head of q and k, before they rotate
   bool kv_fp8;         // keys and values are codes (llmc/base/kv_fp8.h) of heads of 64 or 128
   int position_bytes;  // of a key, and of a value
-  int kv_window;  // stages of keys and values in flight, at most: fewer than of weights, so that more warps take turns
+  int kv_window;  // stages of keys and values in flight: at most `window`, and fewer where more warps take turns then
   std::uint32_t unrotated[kMaxLayers / 32];  // a bit a layer: its heads do not rotate
 
   __host__ __device__ bool rotates(int layer) const { return (unrotated[layer / 32] >> layer % 32 & 1) == 0; }

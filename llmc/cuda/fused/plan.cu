@@ -292,14 +292,11 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
   plan.blocks = blocks_for(config, device.multiprocessors, tuning.blocks);
   int most_rows = 0;
   for (int b = 0; b < plan.blocks; ++b) {
-    const BlockRows own = {share_of(config.qkv_size(), b, plan.blocks),
-                           share_of(first_part, b, plan.blocks),
-                           share_of(C, b, plan.blocks),
-                           share_of(config.vocab_size, b, plan.blocks),
-                           0,
-                           0,
-                           0,
-                           0};
+    BlockRows own{};
+    own.qkv = share_of(config.qkv_size(), b, plan.blocks);
+    own.up = share_of(first_part, b, plan.blocks);
+    own.out = share_of(C, b, plan.blocks);
+    own.head = share_of(config.vocab_size, b, plan.blocks);
     plan.rows.push_back(own);
     const int up = own.up.end - own.up.begin;
     most_rows = std::max({most_rows, own.qkv.end - own.qkv.begin, own.out.end - own.out.begin, gated ? 2 * up : up});

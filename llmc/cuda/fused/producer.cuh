@@ -56,6 +56,15 @@ struct Producer {
     next.advance(c.p.stages);
   }
 
+  // A block must not end while copies into its shared memory are in flight. They complete whether or not the launch was
+  // aborted, so wait_for() would return too early.
+  __device__ void finish() {
+    for (; in_flight > 0; --in_flight) {
+      hopper::mbarrier_wait(c.full + 8 * oldest.stage, oldest.phase);
+      oldest.advance(c.p.stages);
+    }
+  }
+
   using S = typename K::S;
   // Copies keys and values of the positions before `position`, for the items of this block. From the second token on it
   // first waits until the cache holds what this launch appended at the previous token.
@@ -179,12 +188,7 @@ struct Producer {
         }
       }
     }
-    // A block must not end while copies into its shared memory are in flight. They complete whether or not the launch
-    // was aborted, so wait_for() would return too early.
-    for (; in_flight > 0; --in_flight) {
-      hopper::mbarrier_wait(c.full + 8 * oldest.stage, oldest.phase);
-      oldest.advance(p.stages);
-    }
+    finish();
   }
 };
 

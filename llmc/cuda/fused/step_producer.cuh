@@ -104,12 +104,7 @@ struct StepProducer {
     if (more && p.logits != nullptr && norms(ring.layers[p.L], false)) {
       part_rows(ring.layers[p.L].qkv, own.head, p.C, 0, p.C, kStepTileRows * p.warps_r);
     }
-    // A block must not end while copies into its shared memory are in flight. They complete whether or not the launch
-    // was aborted, so wait_for() would return too early.
-    for (; ring.in_flight > 0; --ring.in_flight) {
-      hopper::mbarrier_wait(ring.c.full + 8 * ring.oldest.stage, ring.oldest.phase);
-      ring.oldest.advance(p.stages);
-    }
+    ring.finish();
   }
 };
 
