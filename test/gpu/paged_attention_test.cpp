@@ -470,13 +470,62 @@ TYPED_TEST(CudaPagedAttention, ManySplitsAreMergedInOrder) {
   for (const Heads& heads : kinds) {
     SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " NKV " << heads.NKV << " G " << heads.G);
     for (const Windows& windows : {Windows{}, Windows{9000, 0}, Windows{2500, 12000}}) {
-      const Invariance<TypeParam> same(heads, 17'950, windows);  // 71 splits
-      const std::int64_t uneven = windows.layer + 254 + 256 * 12;
-      for (const std::int64_t position : {2047, 2048, 2303, 2304, 8191, 8192, 8448, 16383, 16384, 17'949}) {
+      const Invariance<TypeParam> same(heads, 17'950, windows);  // 30 splits
+      const std::int64_t uneven = windows.layer + 2048 + 1024 - 2;
+      for (const std::int64_t position : {2047, 2048, 2559, 2560, 8191, 8192, 9215, 9216, 16384, 17'949}) {
         const std::vector<Piece> rows = {{0, position, 1}, {2, 599, 1}, {0, position - 2, 2}, {0, uneven, 2}};
         same.expect_same(rows, 32, 15, "decoded rows", kPath, position % 2 == 0 ? all : few);
       }
       same.expect_same({{0, 17'000, 1}, {0, 9000, 3}, {0, 2304, 1}}, 16, 16, "on mma.sync", cuda::PagedPath::portable);
+    }
+  }
+}
+
+// Splits of every length, and more of them than are merged at a time, twice and a rest: single rows and few rows have the bits of
+// a prompt's last ones, which walk all splits. The spans of a long split whose pages are looked up begin at these positions, too.
+TYPED_TEST(CudaPagedAttention, SplitsOfEveryLength) {
+  const std::vector<std::int64_t> positions = {255,    256,    2047,   2048,   2303,   2304,   2559,   2560,   3071,
+                                               8191,   8192,   8703,   9215,   9216,   10'239, 32'767, 32'768, 34'559,
+                                               34'815, 34'816, 36'863, 36'864, 75'775, 75'776, 77'899};
+  constexpr std::int64_t kRows = 150;
+  const cuda::LaunchDevice all = cuda::launch_device(), few{2, all.overlapping};
+  constexpr auto kAutomatic = cuda::PagedPath::automatic, kPortable = cuda::PagedPath::portable;
+  std::mt19937 random(11);
+  for (const Heads& heads : {Heads{1, 2, 64}, Heads{1, 1, 80}, Heads{1, 2, 128}, Heads{1, 1, 256}}) {
+    const Sequences<TypeParam> sequences(heads, {positions.back() + 1});
+    const auto row = static_cast<std::size_t>(heads.NH() * heads.HS);
+    for (const Windows& windows : {Windows{}, Windows{33'000, 0}, Windows{2500, 12'000}}) {
+      std::vector<Piece> chunks;
+      for (const std::int64_t position : positions) {
+        const std::int64_t before = std::min(position, kRows);
+        chunks.push_back({0, position - before, before + 1});
+      }
+      const std::vector<TypeParam> want = attend(sequences, chunks, 32, 1, kAutomatic, all, windows);
+      // The last `count` rows of every chunk.
+      const auto expect_same = [&](std::int64_t count, const char* what, cuda::PagedPath path,
+                                   const cuda::LaunchDevice& device) {
+        SCOPED_TRACE(testing::Message() << what << ", HS " << heads.HS << ", a window of " << windows.layer);
+        std::vector<std::size_t> order(positions.size());
+        std::iota(order.begin(), order.end(), std::size_t{0});
+        std::shuffle(order.begin(), order.end(), random);
+        std::vector<Piece> pieces;
+        for (const std::size_t i : order) pieces.push_back({0, positions[i] + 1 - count, count});
+        const std::vector<TypeParam> got = attend(sequences, pieces, 64, 2, path, device, windows);
+        for (std::size_t n = 0; n < order.size(); ++n) {
+          const auto end = static_cast<std::size_t>(
+              rows_of({chunks.begin(), chunks.begin() + static_cast<std::ptrdiff_t>(order[n]) + 1}));
+          const auto rows = static_cast<std::size_t>(count);
+          EXPECT_EQ(std::memcmp(got.data() + n * rows * row, want.data() + (end - rows) * row,
+                                rows * row * sizeof(TypeParam)),
+                    0)
+              << "at position " << positions[order[n]];
+        }
+      };
+      expect_same(1, "decoded rows", kAutomatic, all);
+      expect_same(1, "decoded rows on few multiprocessors", kAutomatic, few);
+      expect_same(3, "few rows", kAutomatic, all);
+      expect_same(130, "shorter chunks", kAutomatic, few);
+      expect_same(20, "chunks on mma.sync", kPortable, all);
     }
   }
 }
@@ -539,7 +588,7 @@ TYPED_TEST(CudaPagedCodes, HaveTheBitsOfTheNumbersTheyStandFor) {
       check_codes<TypeParam>(heads, 600, windows, random);
     }
   }
-  check_codes<TypeParam>({1, 4, 128}, 4600, {}, random);  // 18 splits, which many warps merge
+  check_codes<TypeParam>({1, 4, 128}, 4600, {}, random);  // 13 splits, which many warps merge
 }
 
 TYPED_TEST(CudaPagedCodes, MatchTheCpu) {
@@ -552,7 +601,7 @@ TYPED_TEST(CudaPagedCodes, MatchTheCpu) {
   }
 }
 
-// The longest context of Llama 3.1, 512 splits: its last rows one by one, behind a chunk and at once, over 16 bits and over codes.
+// The longest context of Llama 3.1, 92 splits: its last rows one by one, behind a chunk and at once, over 16 bits and over codes.
 TYPED_TEST(CudaPagedCodes, RowsBehind131072PositionsAreTheirOwn) {
   constexpr std::int64_t kLength = 131'072, kRows = 69;
   const Heads heads{1, 2, 64};
@@ -583,6 +632,19 @@ struct Listed {
   std::int64_t tiles = 0, items = 0, merges = 0;
   bool decodes = false;
 };
+
+// Where the splits of paged_work.h begin.
+const std::vector<std::int64_t> kSplitBegins = [] {
+  std::vector<std::int64_t> begins = {0};
+  while (begins.back() < 1'100'000) {
+    const std::int64_t begin = begins.back();
+    begins.push_back(begin + (begin >= 32768 ? 2048 : begin >= 8192 ? 1024 : begin >= 2048 ? 512 : 256));
+  }
+  return begins;
+}();
+std::int64_t split_at(std::int64_t position) {
+  return std::upper_bound(kSplitBegins.begin(), kSplitBegins.end(), position) - kSplitBegins.begin() - 1;
+}
 
 Listed check_list(const cuda::PagedAttentionShape& shape, const std::vector<cuda::PagedChunk>& chunks) {
   const std::int64_t G = shape.NH / shape.NKV;
@@ -615,8 +677,9 @@ Listed check_list(const cuda::PagedAttentionShape& shape, const std::vector<cuda
     const std::int64_t seen = item.first_position + (end - 1) / G + 1;
     const std::int64_t hidden =
         shape.window > 0 ? std::max<std::int64_t>(item.first_position + 1 - shape.window, 0) : 0;
-    const std::int64_t splits = (seen + 255) / 256 - hidden / 256;
-    const std::int64_t length = tile ? seen : (std::min<std::int64_t>(seen - item.split * 256, 256) + 15) / 16;
+    const std::int64_t splits = split_at(seen - 1) + 1 - split_at(hidden), begin = kSplitBegins[item.split];
+    const std::int64_t length =
+        tile ? seen : (std::min<std::int64_t>(seen, kSplitBegins[item.split + 1u]) - begin + 15) / 16;
     EXPECT_LE(length, longest) << "the longest first";
     EXPECT_GT(length, 0);
     longest = length;
@@ -655,7 +718,8 @@ void expect_complete(const Listed& listed, const cuda::PagedAttentionShape& shap
         }
         const std::int64_t begin =
             shape.window > 0 ? std::max<std::int64_t>(chunk.first_position + 1 - shape.window, 0) : 0;
-        for (std::int64_t split = begin / 256; split * 256 < chunk.first_position + chunk.rows; ++split, ++expected)
+        const std::int64_t last = split_at(chunk.first_position + chunk.rows - 1);
+        for (std::int64_t split = split_at(begin); split <= last; ++split, ++expected)
           ASSERT_EQ(listed.parts.count({chunk.first_row + i, g, split}), 1u) << "row " << chunk.first_row + i;
       }
     }
@@ -669,19 +733,20 @@ TEST(CudaPagedWork, ListsEveryRowOnce) {
     for (const std::int64_t HS : {80, 256}) {
       cuda::PagedAttentionShape shape;
       shape.NKV = 2, shape.NH = 2 * G, shape.HS = HS;
-      shape.max_rows = 700, shape.max_chunks = 40, shape.max_positions = 3000;
+      shape.max_rows = 700, shape.max_chunks = 40, shape.max_positions = G == 3 ? 40'000 : 3000;
       for (int step = 0; step < 20; ++step) {
         std::vector<cuda::PagedChunk> chunks;
         std::int64_t row = random() % 5;
         for (std::size_t s = 0, count = random() % 41; s < count; ++s) {
           const std::int64_t longest = random() % 4 == 0 ? 300 : random() % 2 == 0 ? 1 : 20;
           const std::int64_t rows = std::min<std::int64_t>(1 + random() % static_cast<unsigned>(longest), 700 - row);
-          const std::int64_t position = random() % 3 == 0 ? 0 : random() % static_cast<unsigned>(3000 - rows + 1);
+          const std::int64_t position =
+              random() % 3 == 0 ? 0 : random() % static_cast<unsigned>(shape.max_positions - rows + 1);
           chunks.push_back({row, rows, position});
           row += rows;
           if (row == 700) break;
         }
-        for (const std::int64_t window : {0, 1, 256, 700, 2999}) {
+        for (const std::int64_t window : {0, 1, 256, 700, 2999, 20'000}) {
           SCOPED_TRACE(testing::Message() << "G " << G << " HS " << HS << " step " << step << " window " << window);
           shape.window = window;
           expect_complete(check_list(shape, chunks), shape, chunks);
@@ -1020,11 +1085,12 @@ TYPED_TEST(CudaPagedAttention, StepsThatDecodeHaveTheBitsOfTwoLaunches) {
   }
 }
 
-// The step crosses from 8 to 9 splits, of which many warps merge each row, and from 33 to 34.
+// The step crosses from 8 to 9 splits, of which many warps merge each row, from 32 to 33, and from splits of 512 positions to
+// splits of 1,024. Its own rows are in the first and in later spans of a split.
 TYPED_TEST(CudaPagedAttention, StepsThatDecodeLongSequences) {
   for (const Heads& heads : {Heads{2, 1, 64}, Heads{1, 4, 80}, Heads{1, 20, 128}, Heads{1, 2, 256}}) {
     for (const Windows& windows : {Windows{}, Windows{3000, 3000}})
-      check_decoding<TypeParam>(heads, heads.HS / 4, 32, windows, {2046, 8446, 0, 300, 5000});
+      check_decoding<TypeParam>(heads, heads.HS / 4, 32, windows, {2046, 8190, 20'478, 0, 300, 5000, 9916});
   }
 }
 

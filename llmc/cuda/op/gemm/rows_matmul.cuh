@@ -23,6 +23,7 @@ std::int64_t weight_rows(const RowsMatmul<S>& io) {
 
 template <typename S>
 struct Output {
+  using Element = S;
   const S *bias, *bias2;  // biases of the two inputs, or null
   S* out;
   float* out_fp32;

@@ -1,4 +1,5 @@
 // rows_matmul() for many rows: a block walks all splits of a tile. See rows_matmul_hopper.cu.
+#include "llmc/cuda/op/gemm/rows_matmul_accumulators.cuh"
 #include "llmc/cuda/op/gemm/rows_matmul_hopper.cuh"
 
 namespace weft::cuda::rows {
@@ -11,24 +12,19 @@ constexpr int kPairRows = kCluster * kTileConsumers * kWeightRows;  // rows of t
 // How the consumers of a block work.
 enum class Consumers {
   together,  // on one tile, 64 rows of the weight each
-  splits,    // the same; sums are of several splits, of which each thread keeps the total
+  splits,  // the same; sums are of several splits, of which each thread keeps the total; a tile is finished beside the next
   in_turns,  // on a tile each: while one multiplies, the other finishes its last tile
 };
 
-template <typename T, int N, Consumers kConsumers>
+template <typename T, int N>
 struct TileShape {
   using XTile = SwizzledTile<T, N, kDepth>;
-  // Rows of x that are in shared memory for the epilogue at a time.
-  static constexpr int kSumsRows = kConsumers == Consumers::in_turns ? N / 2 : N % 32 == 0 ? 32 : 16;
-  static_assert(N % kSumsRows == 0 && kSumsRows % 8 == 0);
   static constexpr int kStageBytes = kTileConsumers * WeightTile<T>::kBytes + XTile::kBytes;
-  // Shared memory in which a consumer stages its results: fp32 sums for the epilogue, or 16-bit values for tensor
-  // copies.
+  // Shared memory in which a consumer stages results that leave by tensor copies.
   using OutTile = SwizzledTile<T, N / 2, kWeightRows>;
   static constexpr bool kCopiesOut = N / 2 % 16 == 0;  // stmatrix writes 16 rows
-  static constexpr int kSumsBytes =
-      (std::max(kSumsRows * kSumsStride * 4, OutTile::kBytes) + kAlignment - 1) / kAlignment * kAlignment;
-  static constexpr int kRest = kAlignment + kTileConsumers * kSumsBytes;
+  static constexpr int kOutBytes = kCopiesOut ? (OutTile::kBytes + kAlignment - 1) / kAlignment * kAlignment : 0;
+  static constexpr int kRest = kAlignment + kTileConsumers * kOutBytes;
   static constexpr int kBarrierBytes = 2 * static_cast<int>(sizeof(BarrierStorage));
   static constexpr int kStages = (kMostSharedBytes - kRest) / (kStageBytes + kBarrierBytes);
   static constexpr int kBytes = kRest + kStages * (kStageBytes + kBarrierBytes);
@@ -56,35 +52,28 @@ __device__ inline std::int64_t first_row_of(const P& p, int tile, int rank, int 
   return static_cast<std::int64_t>((pair_of(p, tile) * kCluster + rank) * kTileConsumers + consumer) * kWeightRows;
 }
 
-template <typename T, int N, Consumers kConsumers>
+template <typename T, int N>
 struct TileMemory {
-  using Shape = TileShape<T, N, kConsumers>;
+  using Shape = TileShape<T, N>;
 
   unsigned base;
-  unsigned char* memory;  // the same address as a pointer
 
-  __device__ explicit TileMemory(unsigned char* dynamic) {
-    base = shared_address(dynamic, kAlignment);
-    memory = dynamic + (base - shared_address(dynamic));
-  }
+  __device__ explicit TileMemory(unsigned char* dynamic) : base(shared_address(dynamic, kAlignment)) {}
   __device__ WeightTile<T> weight(int stage, int consumer) const {
     return {base + stage * Shape::kStageBytes + consumer * WeightTile<T>::kBytes};
   }
   __device__ typename Shape::XTile x(int stage) const { return {weight(stage, kTileConsumers).address}; }
-  __device__ float* sums(int consumer) const {
-    return reinterpret_cast<float*>(memory + Shape::kStages * Shape::kStageBytes + consumer * Shape::kSumsBytes);
-  }
   __device__ typename Shape::OutTile out(int consumer) const {
-    return {base + Shape::kStages * Shape::kStageBytes + consumer * Shape::kSumsBytes};
+    return {base + Shape::kStages * Shape::kStageBytes + consumer * Shape::kOutBytes};
   }
   __device__ RingBarriers ring() const {
-    return {base + Shape::kStages * Shape::kStageBytes + kTileConsumers * Shape::kSumsBytes, Shape::kStages};
+    return {base + Shape::kStages * Shape::kStageBytes + kTileConsumers * Shape::kOutBytes, Shape::kStages};
   }
 };
 
-template <typename P, typename T, int N, Consumers kConsumers>
-__device__ void produce_tiles(const P& p, const TileMemory<T, N, kConsumers>& shared) {
-  using Shape = TileShape<T, N, kConsumers>;
+template <typename P, typename T, int N>
+__device__ void produce_tiles(const P& p, const TileMemory<T, N>& shared) {
+  using Shape = TileShape<T, N>;
   constexpr int kHalf = N / kCluster;
   constexpr std::uint16_t kAll = (1u << kCluster) - 1;
   const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
@@ -119,16 +108,16 @@ __device__ void produce_tiles(const P& p, const TileMemory<T, N, kConsumers>& sh
   }
 }
 
-// Writes a warpgroup's sums of 64 rows of the weight, from `first` on, by N rows of x, from `row` on, to `out`. Bias
-// (of this thread's two rows of the weight) and GELU are applied in registers, the result is transposed on its way to
-// shared memory and leaves by tensor copies, which clip at the bounds.
-template <typename OutTile, typename T, int N>
-__device__ void copy_out(const Arguments<T>& p, const OutTile& staging, int barrier, std::int64_t first, int row,
-                         const float (&sum)[N], const float (&bias)[2]) {
-  static_assert(OutTile::kRows % 16 == 0);
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize;
-  const int warp = thread / kWarpSize;
-  const bool biased = p.output.bias != nullptr, gelu = p.output.epilogue == RowsEpilogue::gelu;
+// Writes 64 columns of the result, from `column` on, of N rows of x, from `row` on: a warpgroup's values are transposed on their
+// way to shared memory and leave by tensor copies, which clip at the bounds. values(block, half, k) returns the thread's two
+// for rows 8 block + 2 (lane % 4) + {0, 1} of x, which are of column 16 warp + 8 half + lane / 4, or with `Halves` of column
+// 32 half + 8 warp + lane / 4.
+template <bool Halves, int N, typename OutTile, typename T, typename Values>
+__device__ void copy_out(const Arguments<T>& p, const OutTile& staging, int barrier, int column, int row,
+                         const Values& values) {
+  static_assert(OutTile::kRows % 16 == 0 && N == 2 * OutTile::kRows);
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize,
+            warp = thread / kWarpSize;
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
     if (thread == 0) bulk_wait_read();
@@ -137,78 +126,64 @@ __device__ void copy_out(const Arguments<T>& p, const OutTile& staging, int barr
     for (int i = 0; i < OutTile::kRows / 16; ++i) {
       unsigned words[4];
 #pragma unroll
-      for (int m = 0; m < 4; ++m) {  // 8x8 matrices: rows of x by m / 2, rows of the weight by m % 2
-        const int at = 4 * (part * (OutTile::kRows / 8) + 2 * i + m / 2) + 2 * (m % 2);
-        float pair[2] = {sum[at], sum[at + 1]};
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          if (biased) pair[k] += bias[m % 2];
-          if (gelu) pair[k] = gelu_for<T>(pair[k]);
-        }
-        words[m] = pack<T>(pair[0], pair[1]);
+      for (int m = 0; m < 4; ++m) {  // 8x8 matrices: rows of x by m / 2, columns by m % 2
+        const int block = part * (OutTile::kRows / 8) + 2 * i + m / 2;
+        words[m] = pack<T>(values(block, m % 2, 0), values(block, m % 2, 1));
       }
-      const int r = 16 * i + lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
+      const int r = 16 * i + lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
+      const int chunk = Halves ? 4 * half + warp : 2 * warp + half;
       store_matrices_transposed(staging.address + OutTile::offset(r, chunk), words[0], words[1], words[2], words[3]);
     }
     fence_async_proxy_shared();
     named_barrier_wait(barrier, kWarpgroupSize);
     if (thread == 0) {
-      tensor_store(&p.out, staging.address, static_cast<int>(first), row + part * OutTile::kRows, 0);
+      tensor_store(&p.out, staging.address, column, row + part * OutTile::kRows, 0);
       bulk_commit();
     }
   }
 }
-
-// A warpgroup's way to finish its sums of 64 rows of the weight, from `first` on, by N rows of x.
-template <typename P, typename T, int N, Consumers kConsumers>
-struct TileEnd {
-  using Shape = TileShape<T, N, kConsumers>;
-  using Columns = typename P::Finish;
-
-  const P& p;
-  const TileMemory<T, N, kConsumers>& shared;
-  int consumer;
-  std::int64_t first;
-  float bias[2] = {};  // of the thread's two rows of the weight, loaded before it is needed
-
-  __device__ TileEnd(const P& p, const TileMemory<T, N, kConsumers>& shared, int consumer, std::int64_t first)
-      : p(p), shared(shared), consumer(consumer), first(first) {
-    if (!p.copies_out || p.output.bias == nullptr) return;
-    const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize;
+// Of sums of 64 rows of the weight, from `first` on, with bias and GELU.
+template <int N, typename OutTile, typename T>
+__device__ void copy_out_sums(const Arguments<T>& p, const OutTile& staging, int barrier, std::int64_t first, int row,
+                              const float (&sum)[N / 2]) {
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize;
+  const bool biased = p.output.bias != nullptr, gelu = p.output.epilogue == RowsEpilogue::gelu;
+  float bias[2] = {};  // of the thread's two rows of the weight
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const std::int64_t column = first + thread / kWarpSize * 16 + i * 8 + lane / 4;
-      if (column < p.output.OC) bias[i] = to_float(p.output.bias[column]);
-    }
+  for (int half = 0; half < 2; ++half) {
+    const std::int64_t column = first + thread / kWarpSize * 16 + half * 8 + thread % kWarpSize / 4;
+    if (biased && column < p.output.OC) bias[half] = to_float(p.output.bias[column]);
   }
+  copy_out<false, N>(p, staging, barrier, static_cast<int>(first), row, [&](int block, int half, int k) {
+    float value = sum[4 * block + 2 * half + k];
+    if (biased) value += bias[half];
+    return gelu ? gelu_for<T>(value) : value;
+  });
+}
+// Of sums of twice 64 rows of gate and up.
+template <int N, typename OutTile, typename T>
+__device__ void copy_out_gated(const Arguments<T>& p, const OutTile& staging, int barrier, std::int64_t first, int row,
+                               const float (&sums)[2][N / 2]) {
+  copy_out<true, N>(p, staging, barrier, static_cast<int>(first / 2), row, [&](int block, int half, int k) {
+    return gated_of_sums<T>(p.output.epilogue, sums[half][4 * block + k], sums[half][4 * block + 2 + k]);
+  });
+}
 
-  __device__ void finish(int row_tile, const float (&total)[N / 2]) const {
-    constexpr int kSumsRows = Shape::kSumsRows;
-    const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize;
-    wait_for_predecessors();  // they may still read what is written here
-    if constexpr (Shape::kCopiesOut) {
-      if (p.copies_out) return copy_out(p, shared.out(consumer), 1 + consumer, first, row_tile * N, total, bias);
-    }
-    float* const sums = shared.sums(consumer);
-    const int fours = Columns::count(p.output, kWeightRows);
-    const Columns columns(p.output, first, thread % fours);
-#pragma unroll
-    for (int chunk = 0; chunk < N / kSumsRows; ++chunk) {
-      const std::int64_t row = static_cast<std::int64_t>(row_tile) * N + chunk * kSumsRows;
-      named_barrier_wait(1 + consumer, kWarpgroupSize);  // the previous chunk has been read
-      store_sums<kSumsRows / 2>(sums + thread / kWarpSize * 16, kSumsStride, total + chunk * (kSumsRows / 2), lane);
-      named_barrier_wait(1 + consumer, kWarpgroupSize);
-#pragma unroll 2
-      for (int r = thread / fours; r < kSumsRows; r += kWarpgroupSize / fours) {
-        columns.finish(row + r, [&](int i) { return *reinterpret_cast<const float4*>(sums + r * kSumsStride + i); });
-      }
-    }
-  }
-};
-
+// Finishes a warpgroup's sums of 64 rows of the weight, from `first` on, by the N rows of x of a tile.
 template <typename P, typename T, int N>
-__device__ void consume_splits(const P& p, const TileMemory<T, N, Consumers::splits>& shared, int consumer) {
-  using Shape = TileShape<T, N, Consumers::splits>;
+__device__ void finish_tile(const P& p, const TileMemory<T, N>& shared, int consumer, std::int64_t first, int row_tile,
+                            const float (&total)[N / 2]) {
+  wait_for_predecessors();  // they may still read what is written here
+  if constexpr (TileShape<T, N>::kCopiesOut) {
+    if (p.copies_out) return copy_out_sums<N>(p, shared.out(consumer), 1 + consumer, first, row_tile * N, total);
+  }
+  finish_accumulators<N>(p.output, first, std::int64_t{row_tile} * N, total);
+}
+
+// A tile is finished when the first two stages of the next one have been issued: the tensor cores compute meanwhile.
+template <typename P, typename T, int N>
+__device__ void consume_splits(const P& p, const TileMemory<T, N>& shared, int consumer) {
+  using Shape = TileShape<T, N>;
   const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
   const int count = p.tile_pairs * p.row_tiles, lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const RingBarriers ring = shared.ring();
@@ -219,25 +194,36 @@ __device__ void consume_splits(const P& p, const TileMemory<T, N, Consumers::spl
     return Operands<WeightTile<T>, typename Shape::XTile>{shared.weight(stage, consumer), shared.x(stage)};
   };
   RingPosition at;
-  for (int tile = static_cast<int>(blockIdx.x) / kCluster; tile < count; tile += clusters) {
-    const TileEnd<P, T, N, Consumers::splits> end(p, shared, consumer, first_row_of(p, tile, rank, consumer));
-    float d[N / 2], total[N / 2];
-    for (int split = 0; split < p.splits; ++split) {
-      const int steps = split_begin(split + 1, p.steps, p.splits) - split_begin(split, p.steps, p.splits);
-      sum_stages(d, steps, at, ring, Shape::kStages, operands_at, release);
+  float d[N / 2], total[N / 2];
+  const auto sum = [&](int split, const auto& beside) {
+    const int steps = split_begin(split + 1, p.steps, p.splits) - split_begin(split, p.steps, p.splits);
+    sum_stages(d, steps, at, ring, Shape::kStages, operands_at, release, beside);
+  };
+  const auto finish = [&](int tile) {
+    finish_tile(p, shared, consumer, first_row_of(p, tile, rank, consumer), row_tile_of(p, tile), total);
+  };
+  const int first_tile = static_cast<int>(blockIdx.x) / kCluster;
+  int tile = first_tile;
+  for (; tile < count; tile += clusters) {
+    sum(0, [&] {
+      if (tile > first_tile) finish(tile - clusters);
+    });
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) total[i] = split == 0 ? d[i] : total[i] + d[i];
+    for (int i = 0; i < N / 2; ++i) total[i] = d[i];
+    for (int split = 1; split < p.splits; ++split) {
+      sum(split, Nothing{});
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) total[i] += d[i];
     }
-    end.finish(row_tile_of(p, tile), total);
   }
+  finish(tile - clusters);
 }
 
 // Each consumer computes every other tile, both blocks of 64 rows of the weight, and passes the turn to multiply when it
 // has issued its last stage.
 template <typename P, typename T, int N>
-__device__ void consume_in_turns(const P& p, const TileMemory<T, N, Consumers::in_turns>& shared, int consumer) {
-  using Shape = TileShape<T, N, Consumers::in_turns>;
-  using End = TileEnd<P, T, N, Consumers::in_turns>;
+__device__ void consume_in_turns(const P& p, const TileMemory<T, N>& shared, int consumer) {
+  using Shape = TileShape<T, N>;
   constexpr int kTurn = 1 + kTileConsumers,
                 kPair = kTileConsumers * kWarpgroupSize;  // kTurn: the first of two barriers
   const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
@@ -255,8 +241,6 @@ __device__ void consume_in_turns(const P& p, const TileMemory<T, N, Consumers::i
     at.advance(Shape::kStages, p.steps);
   }
   for (; tile < count; tile += kTileConsumers * clusters) {
-    const End upper(p, shared, consumer, first_row_of(p, tile, rank, 0));
-    const End lower(p, shared, consumer, first_row_of(p, tile, rank, 1));
     float d[2][N / 2];
     const auto multiply = [&]<bool First>() {
       ring.wait_full(at);
@@ -285,16 +269,24 @@ __device__ void consume_in_turns(const P& p, const TileMemory<T, N, Consumers::i
     pin(d[0]), pin(d[1]);
     release(at.stage);
     at.advance(Shape::kStages, 1 + p.steps);  // the stages of the next tile are the other consumer's
-    upper.finish(row_tile_of(p, tile), d[0]);
-    lower.finish(row_tile_of(p, tile), d[1]);
+    const std::int64_t first = first_row_of(p, tile, rank, 0);
+    const int row_tile = row_tile_of(p, tile);
+    if (p.copies_out && p.output.gated()) {
+      wait_for_predecessors();  // they may still read what is written here
+      copy_out_gated<N>(p, shared.out(consumer), 1 + consumer, first, row_tile * N, d);
+    } else {
+#pragma unroll
+      for (int half = 0; half < kTileConsumers; ++half)
+        finish_tile(p, shared, consumer, first + half * kWeightRows, row_tile, d[half]);
+    }
   }
 }
 
 // The same for codes. The second warpgroup begins a tile when the first has summed a stage, and stays behind: then the
 // tensor cores compute for one while the other adds.
-template <typename P, typename T, int N, Consumers kConsumers>
-__device__ void consume_tiles_of_codes(const P& p, const TileMemory<T, N, kConsumers>& shared, int consumer) {
-  using Shape = TileShape<T, N, kConsumers>;
+template <Consumers kConsumers, typename P, typename T, int N>
+__device__ void consume_tiles_of_codes(const P& p, const TileMemory<T, N>& shared, int consumer) {
+  using Shape = TileShape<T, N>;
   constexpr int kBegun = 1;  // the barrier
   const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
   const int count = p.tile_pairs * p.row_tiles, lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -328,7 +320,7 @@ __device__ void consume_tiles_of_codes(const P& p, const TileMemory<T, N, kConsu
       }
     }
     wait_for_predecessors();  // they may still read what is written here
-    finish_accumulators<T, N>(p.output, first, std::int64_t{row_tile_of(p, tile)} * N, total);
+    finish_accumulators<N>(p.output, first, std::int64_t{row_tile_of(p, tile)} * N, total);
   }
 }
 
@@ -338,10 +330,10 @@ template <typename P, int N, Consumers kConsumers>
 __global__ void __launch_bounds__(kTileThreads, 1) tile_kernel([[maybe_unused]] const __grid_constant__ P p) {
 #if WEFT_WGMMA
   using T = typename P::Element;
-  using Shape = TileShape<T, N, kConsumers>;
+  using Shape = TileShape<T, N>;
   constexpr unsigned kReaders = kConsumers == Consumers::in_turns ? 1 : kTileConsumers;  // warpgroups, of a stage
   extern __shared__ unsigned char dynamic[];
-  const TileMemory<T, N, kConsumers> shared(dynamic);
+  const TileMemory<T, N> shared(dynamic);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Shape::kStages; ++stage) shared.ring().init(stage, 1, kReaders * kWarps * kCluster);
     fence_barrier_init();
@@ -356,7 +348,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) tile_kernel([[maybe_unused]] 
   } else {
     increase_registers<240>();
     if constexpr (P::kCodes) {
-      consume_tiles_of_codes(p, shared, warpgroup - 1);
+      consume_tiles_of_codes<kConsumers>(p, shared, warpgroup - 1);
     } else if constexpr (kConsumers == Consumers::in_turns) {
       consume_in_turns(p, shared, warpgroup - 1);
     } else {
@@ -370,10 +362,12 @@ __global__ void __launch_bounds__(kTileThreads, 1) tile_kernel([[maybe_unused]] 
 #endif
 }
 
-// Whether results are written by tensor copies, which need rows that begin at multiples of 16 bytes.
+// Whether results are written by tensor copies, which need rows that begin at multiples of 16 bytes. A gate and its unit's other
+// half take the room of 64 columns where a consumer has 128 rows of the weight.
 template <typename T>
-bool copies_out(const RowsMatmul<T>& io) {
-  return (io.epilogue == RowsEpilogue::store || io.epilogue == RowsEpilogue::gelu) && io.OC % 8 == 0 &&
+bool copies_out(const RowsMatmul<T>& io, Consumers consumers) {
+  const bool of_sums = io.epilogue == RowsEpilogue::store || io.epilogue == RowsEpilogue::gelu;
+  return (of_sums || (gated(io.epilogue) && consumers == Consumers::in_turns)) && io.OC % 8 == 0 &&
          aligned_to_16(io.out);
 }
 
@@ -382,11 +376,11 @@ void launch_tiles(const Io& io, const LaunchDevice& device, cudaStream_t stream)
   using P = ArgumentsOf<Io>;
   using T = typename P::Element;
   const auto kernel = tile_kernel<P, N, kConsumers>;
-  constexpr int kBytes = TileShape<T, N, kConsumers>::kBytes;
+  constexpr int kBytes = TileShape<T, N>::kBytes;
   P arguments = arguments_of(io, N / kCluster);
   arguments.tile_pairs = static_cast<int>(ceil_div(weight_rows(io), kPairRows));
   arguments.row_tiles = static_cast<int>(ceil_div(io.rows, N));
-  arguments.copies_out = !P::kCodes && TileShape<T, N, kConsumers>::kCopiesOut && copies_out(io);
+  arguments.copies_out = !P::kCodes && TileShape<T, N>::kCopiesOut && copies_out(io, kConsumers);
   if (arguments.copies_out)
     arguments.out = encode_tensor_map(io.out, kMapType<T>,
                                       {static_cast<std::uint64_t>(io.OC), static_cast<std::uint64_t>(io.rows), 1},
@@ -405,7 +399,7 @@ void launch_tiles(const Io& io, const LaunchDevice& device, cudaStream_t stream)
 template <Consumers kConsumers, int... kWidths, typename Io>
 int best_width(const Io& io, const LaunchDevice& device) {
   const std::int64_t pairs = ceil_div(weight_rows(io), kPairRows), clusters = device.multiprocessors / kCluster;
-  const std::int64_t finish = kConsumers == Consumers::in_turns ? 0
+  const std::int64_t finish = kConsumers != Consumers::together ? 0
                               : gated(io.epilogue)              ? 80
                                                                 : 40;  // cycles a row of x
   int best = 0;

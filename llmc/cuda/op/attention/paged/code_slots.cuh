@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_codes(const Arguments<S>& a, bool of_keys, 
 #pragma unroll
   for (int unit = 0; unit < Slot::kUnits; ++unit) {
     const int position = first + unit * kPageUnit;
-    const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
+    const int page = __shfl_sync(~0u, pages, position % kSpan / kPageUnit);
     if (position >= end || position + kPageUnit <= begin) continue;
     const std::int64_t row = page_offset<1>(a, page, kv_head, position);
 #pragma unroll

@@ -1,7 +1,7 @@
 // Flash attention over pages on mma.m16n8k16; the recurrence is in paged_recurrence.cuh.
 //
 // Why a row's bits do not depend on other rows:
-//  - Key blocks of kBlockKeys positions and splits of kPagedSplit positions begin at fixed absolute positions. A row
+//  - Key blocks of kBlockKeys positions and splits (paged_work.h) begin at fixed absolute positions. A row
 //    takes the key blocks of a split in order, and its splits in order, whether one warp computes each split of a
 //    decoded row or one warp walks all splits of a prompt's rows.
 //  - An element of an mma's result depends only on its row of A and its column of B, and steps of k come in order.
@@ -19,7 +19,7 @@
 // length, counters assign both.
 //
 // A tile's warp begins each split with empty sums and at its end merges it into the sums of the earlier splits, which
-// lie in shared memory: 2 HS accesses of 4 bytes a row for 256 keys.
+// lie in shared memory: 2 HS accesses of 4 bytes a row and split.
 
 #include "llmc/cuda/op/attention/paged/paged_attention.h"
 
@@ -63,7 +63,7 @@ struct Tiling {
   static_assert(3 * kRingBytes <= 99 * 1024, "on every GPU three warps have a ring");
   static constexpr int kSumBytes = SumsInRegisters ? 0 : kTileRows * HS * static_cast<int>(sizeof(float));
   static constexpr int kTileBytes = kSumBytes + kStages * Tile<bf16, HS>::bytes(2 * kStageKeys);
-  static_assert(kSplit % kStageKeys == 0 && kStageKeys % kKeys == 0 && kStageKeys % kPageUnit == 0);
+  static_assert(kSpan % kStageKeys == 0 && kStageKeys % kKeys == 0 && kStageKeys % kPageUnit == 0);
 };
 
 // Starts the copy of positions first to first + Rows - 1 of one split and head, by `Threads` threads of which this one
@@ -80,7 +80,7 @@ __device__ __forceinline__ void load_positions(const Arguments<S>& a, const S* c
     const int index = thread + i * Threads, row = index / T::kChunks, chunk = index % T::kChunks;
     if (Rows * T::kChunks % Threads != 0 && index >= Rows * T::kChunks) break;
     const int position = first + row;
-    const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
+    const int page = __shfl_sync(~0u, pages, position % kSpan / kPageUnit);
     const std::int64_t at = page_offset<HS>(a, page, kv_head, position) + chunk * 8;
     const bool inside = position < end && (!kWindowed || position >= begin);
 #pragma unroll
@@ -128,7 +128,7 @@ struct TileRows {
     if (state.template weigh<2, Tiling::kWindowed>(scores, shrink, visible, masked, first_key, c, window))
       state.rescale(shrink);
     multiply_by_columns<S, HS>(state.O, scores, values + Tile<S, HS>::lane_by_rows());
-    if ((first_key + kKeys) % kSplit == 0 && first_key + kKeys < end) {
+    if (paged_split_begins_at(first_key + kKeys) && first_key + kKeys < end) {
       merge_split(c);
       earlier.keep(state.O);
       state.clear();
@@ -159,19 +159,19 @@ __device__ void compute_tile(const Arguments<S>& a, const PagedWorkUnit& item, i
   constexpr bool kWindowed = Tiling::kWindowed;
   const int end = rows.end(), stages = static_cast<int>(ceil_div(end, kStageKeys));
   const int begin = kWindowed ? rows.first_visible(0, a.window) : 0, first_stage = begin / kStageKeys;
-  const int first_split = first_stage * kStageKeys / kSplit;
+  const int first_span = first_stage * kStageKeys / kSpan;
   const unsigned ring = shared_address(shared) + Tiling::kSumBytes;
-  // Page numbers are looked up one split ahead, so that no copy waits for them.
+  // Page numbers are looked up one span ahead, so that no copy waits for them.
   const int table = a.tables[rows.first_row];
-  int pages = split_pages<kWindowed>(a, table, first_split, end, begin);
-  int next_pages = split_pages<kWindowed>(a, table, first_split + 1, end, begin);
+  int pages = span_pages<kWindowed>(a, table, first_span, end, begin);
+  int next_pages = span_pages<kWindowed>(a, table, first_span + 1, end, begin);
   int load_slot = 0;
   const auto load = [&](int stage) {
     const int first = stage * kStageKeys;
     if (first < end) {
-      if (stage > first_stage && first % kSplit == 0) {
+      if (stage > first_stage && first % kSpan == 0) {
         pages = next_pages;
-        next_pages = split_pages<kWindowed>(a, table, first / kSplit + 1, end, begin);
+        next_pages = span_pages<kWindowed>(a, table, first / kSpan + 1, end, begin);
       }
       const S* const tensors[] = {a.keys, a.values};
       load_positions<HS, kStageKeys, Tiling::kThreads, kWindowed>(a, tensors, ring + load_slot * kStageBytes, kValues,

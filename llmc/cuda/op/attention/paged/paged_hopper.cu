@@ -50,7 +50,7 @@ struct HopperTiling {
   using Element = T;
   static constexpr bool kWindowed = Windowed;
   static constexpr int HS = HeadDim, kStages = Stages, kKeys = kBlockKeys<HS>, kTileColumns = TileColumns;
-  static_assert(paged_tile_rows(HS) == kConsumers * kRows && kSplit % kKeys == 0);
+  static_assert(paged_tile_rows(HS) == kConsumers * kRows && kSpan % kKeys == 0);
   using KeyTile = SwizzledTile<T, kKeys, HS, 2 * TileColumns>;
   // The producer's spare registers go to the consumers; together at most 64K. At heads of 128, O, the earlier splits'
   // sums and the queries are 160 registers, scores and weights 48 more: consumers get all that the producer can spare.
@@ -113,7 +113,7 @@ __device__ __forceinline__ void copy_stage(const HopperArguments<S>& p, const ty
 #pragma unroll 1
   for (int i = warp; i < copies; i += kProducers) {
     const int row = i / 2 << shift;
-    const int page = __shfl_sync(~0u, pages, (first + row) % kSplit / kPageUnit);
+    const int page = __shfl_sync(~0u, pages, (first + row) % kSpan / kPageUnit);
     const auto to = (i % 2 == 0 ? keys : values).template rows<kPageUnit>(row);  // and the rows after them in the page
     if (lane == 0) tensor_load(to, i % 2 == 0 ? p.keys : p.values, full, 0, kv_head, page);
   }
@@ -133,7 +133,7 @@ __device__ __forceinline__ void load_stage(const Arguments<S>& a, const typename
     const int index = static_cast<int>(threadIdx.x) + i * kWarpgroupSize, row = index / kChunks,
               chunk = index % kChunks;
     const int position = first + row;
-    const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
+    const int page = __shfl_sync(~0u, pages, position % kSpan / kPageUnit);
     const bool inside = position < end && (!Tiling::kWindowed || position >= begin);
     const std::int64_t at = inside ? page_offset<HS>(a, page, kv_head, position) + chunk * 8 : 0;
     const int to = KeyTile::offset(row, chunk);
@@ -160,13 +160,13 @@ __device__ void produce(const HopperArguments<S>& p, const PagedWorkUnit* tiles,
     const QueryRows<S> rows(a, tiles[n / a.NKV], kv_head, kConsumers * kRows);
     const int end = rows.end(), table = a.tables[rows.first_row];
     const int begin = kWindowed ? rows.first_visible(0, a.window) : 0, first_block = begin / Tiling::kKeys;
-    const int first_split = begin / kSplit;
-    int pages = split_pages<kWindowed>(a, table, first_split, end, begin);
-    int next_pages = split_pages<kWindowed>(a, table, first_split + 1, end, begin);
+    const int first_span = begin / kSpan;
+    int pages = span_pages<kWindowed>(a, table, first_span, end, begin);
+    int next_pages = span_pages<kWindowed>(a, table, first_span + 1, end, begin);
     for (int first = first_block * Tiling::kKeys; first < end; first += Tiling::kKeys) {
-      if (first > first_split * kSplit && first % kSplit == 0) {
+      if (first > first_span * kSpan && first % kSpan == 0) {
         pages = next_pages;
-        next_pages = split_pages<kWindowed>(a, table, first / kSplit + 1, end, begin);
+        next_pages = span_pages<kWindowed>(a, table, first / kSpan + 1, end, begin);
       }
       ring.wait_empty(next);
       __syncwarp();
@@ -238,7 +238,7 @@ struct MergedSplits {
 template <typename Tiling, typename S = typename Tiling::Element>
 __device__ void consume(const Arguments<S>& a, const PagedWorkUnit* tiles, int count,
                         const SharedMemory<Tiling>& shared, int consumer) {
-  constexpr int HS = Tiling::HS, kKeys = Tiling::kKeys, kSplitBlocks = kSplit / kKeys, kStages = Tiling::kStages;
+  constexpr int HS = Tiling::HS, kKeys = Tiling::kKeys, kStages = Tiling::kStages;
   constexpr bool kWindowed = Tiling::kWindowed;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int gemm_slot = 1 + consumer, next_gemm_slot = 1 + (consumer + 1) % kConsumers;  // named barriers
@@ -307,8 +307,11 @@ __device__ void consume(const Arguments<S>& a, const PagedWorkUnit* tiles, int c
         const bool masked = (j + 1) * kKeys > unmasked_end || (kWindowed && j * kKeys < unmasked_begin);
         return state.template weigh<2, kWindowed>(scores, shrink, visible, masked, j * kKeys, a.c, a.window);
       };
-      const auto first_of_split = [&](int j) { return j % kSplitBlocks == 0 || (kWindowed && j == begin); };
-      const auto begin_split = [&] {
+      int split_begin = begin, split_end;  // key blocks; the first one that the rows see, where that is later
+      const auto begin_split = [&](int j) {
+        const int length = paged_split_length(j * kKeys) / kKeys;
+        split_begin = j;
+        split_end = (j / length + 1) * length;
 #pragma unroll
         for (int half = 0; half < 2; ++half) state.maximum[0][half] = -INFINITY, state.sum[0][half] = 0;
       };
@@ -318,7 +321,7 @@ __device__ void consume(const Arguments<S>& a, const PagedWorkUnit* tiles, int c
       };
 
       forget(flat(scores)), forget(flat(state.O));  // the first GEMMs overwrite them
-      begin_split();
+      begin_split(begin);
       earlier.clear();
       ring.wait_full(at);
       wait_for_gemm_slot();
@@ -334,13 +337,13 @@ __device__ void consume(const Arguments<S>& a, const PagedWorkUnit* tiles, int c
         at.advance(kStages);
         ring.wait_full(at);
         wait_for_gemm_slot();
-        if (j % kSplitBlocks == 0) {  // of a new split
+        if (j == split_end) {  // of a new split
           // The last P V of the split before is issued first, so that it ends first, and O is merged while Q K^T runs.
-          start_output(before, !first_of_split(j - 1));
+          start_output(before, j - 1 != split_begin);
           start_scores(at.stage);
           pass_gemm_slot();
           merge_maxima();
-          begin_split();
+          begin_split(j);
           wgmma_wait<1>();
           pin(flat(state.O)), pin(P);
           release(before);
@@ -353,7 +356,7 @@ __device__ void consume(const Arguments<S>& a, const PagedWorkUnit* tiles, int c
           weigh(j);  // O is overwritten, so it needs no rescaling
         } else {
           start_scores(at.stage);
-          start_output(before, !first_of_split(j - 1));
+          start_output(before, j - 1 != split_begin);
           pass_gemm_slot();
           wgmma_wait<1>();
           pin(flat(scores));
@@ -366,7 +369,7 @@ __device__ void consume(const Arguments<S>& a, const PagedWorkUnit* tiles, int c
         }
         round_to_operand<S>(P, flat(scores));
       }
-      start_output(at.stage, !first_of_split(blocks - 1));
+      start_output(at.stage, blocks - 1 != split_begin);
       if (next_n < count) load_queries(next_n);
       wgmma_wait<0>();
       pin(flat(state.O)), pin(P);

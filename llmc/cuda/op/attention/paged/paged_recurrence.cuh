@@ -13,10 +13,11 @@
 
 namespace weft::cuda::paged {
 
-constexpr int kSplit = static_cast<int>(kPagedSplit), kItemRows = static_cast<int>(kPagedItemRows);
-constexpr int kPageUnit = 16;                    // positions that are contiguous for every page size
-constexpr int kSplitUnits = kSplit / kPageUnit;  // units of a split, at most a warp's lanes
-static_assert(kSplitUnits <= kWarpSize);
+constexpr int kItemRows = static_cast<int>(kPagedItemRows);
+constexpr int kPageUnit = 16;  // positions that are contiguous for every page size
+// Positions whose pages are looked up at once, by a warp's lanes; a part of a split.
+constexpr int kSpan = 256, kSpanUnits = kSpan / kPageUnit;
+static_assert(kSpanUnits <= kWarpSize && kPagedShortestSplit % kSpan == 0);
 template <int HS>
 constexpr std::int64_t kSlotFloats = paged_slot_floats(HS);
 
@@ -151,12 +152,12 @@ struct QueryRows {
   __device__ int head_of(int i) const { return first_head + (kSingle ? first + i : (first + i) % group); }
 };
 
-// The pages of a split: lane u holds the page of positions split * kSplit + 16 u and following; 0 from position `end`
+// The pages of a span: lane u holds the page of positions span * kSpan + 16 u and following; 0 from position `end`
 // on, and with kWindowed in front of `begin`, where the table may name no page.
 template <bool kWindowed = false, typename S>
-__device__ int split_pages(const Arguments<S>& a, int table, int split, int end, int begin = 0) {
-  const int position = split * kSplit + threadIdx.x % kWarpSize * kPageUnit;
-  if (threadIdx.x % kWarpSize >= kSplitUnits || position >= end) return 0;
+__device__ int span_pages(const Arguments<S>& a, int table, int span, int end, int begin = 0) {
+  const int position = span * kSpan + threadIdx.x % kWarpSize * kPageUnit;
+  if (threadIdx.x % kWarpSize >= kSpanUnits || position >= end) return 0;
   if (kWindowed && position + kPageUnit <= begin) return 0;
   return a.pages[table + (position >> a.page_shift)];
 }

@@ -20,11 +20,17 @@ namespace {
 // Limit of the workspace, whatever the length of a sequence. Chunks that find no free slot are computed as tiles.
 constexpr std::int64_t kMaxPartialBytes = std::int64_t{256} << 20;
 constexpr std::int64_t kLengthUnit = 16;  // granularity, in positions, of sorting items by length
-constexpr std::int64_t kMaxRows = 65535, kMaxTiles = 65535, kMaxPositions = 65536 * kPagedSplit;
+constexpr std::int64_t kMaxRows = 65535, kMaxTiles = 65535, kMaxPositions = std::int64_t{1} << 24;
 static_assert(kMaxPositions >= weft::kMaxPositions, "the longest context of a model");
+static_assert(paged_split_of(kMaxPositions - 1) <= 65535, "a split has 16 bits");
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
+}
+
+// Splits of that many positions.
+std::int64_t splits_of(std::int64_t positions) {
+  return paged_split_of(static_cast<int>(positions - 1)) + 1;
 }
 
 std::int64_t group(const PagedAttentionShape& shape) {
@@ -52,7 +58,7 @@ struct Bounds {
   std::int64_t tiles, items, merges;
 };
 Bounds bounds(const PagedAttentionShape& shape) {
-  const std::int64_t splits = ceil_div(shape.max_positions, kPagedSplit);
+  const std::int64_t splits = splits_of(shape.max_positions);
   const std::int64_t divided = std::min(shape.max_chunks, shape.max_rows) * ceil_div(group(shape), kPagedItemRows);
   return {shape.max_rows * group(shape) / paged_tile_rows(shape.HS) + shape.max_chunks, divided * splits,
           splits > kPagedSplitsOfOne ? divided : 0};
@@ -77,7 +83,7 @@ class Plan {
     std::stable_sort(tiles_.begin(), tiles_.end(),
                      [&](const PagedWorkUnit& a, const PagedWorkUnit& b) { return tile_end(a) > tile_end(b); });
     entry = std::copy(tiles_.begin(), tiles_.end(), entry);
-    std::array<std::size_t, kPagedSplit / kLengthUnit> begin{};  // counting sort by length, which is at least 1
+    std::array<std::size_t, kPagedLongestSplit / kLengthUnit> begin{};  // counting sort by length, which is at least 1
     for (const PagedWorkUnit& item : items_) ++begin[length(item) - 1];
     for (std::size_t l = begin.size(), sum = 0; l-- > 0;) sum += std::exchange(begin[l], sum);
     for (const PagedWorkUnit& item : items_) entry[begin[length(item) - 1]++] = item;
@@ -102,8 +108,9 @@ class Plan {
   std::int64_t tile_end(const PagedWorkUnit& item) const { return end(item, paged_tile_rows(shape_.HS)); }
   // Length of the part of its split that an item sees, in kLengthUnit.
   std::size_t length(const PagedWorkUnit& item) const {
-    const std::int64_t seen = end(item, kPagedItemRows) - item.split * kPagedSplit;
-    return static_cast<std::size_t>(ceil_div(std::min(seen, kPagedSplit), kLengthUnit));
+    const int begin = paged_split_begin(item.split);
+    const std::int64_t seen = std::min<std::int64_t>(end(item, kPagedItemRows) - begin, paged_split_length(begin));
+    return static_cast<std::size_t>(ceil_div(seen, kLengthUnit));
   }
 
   bool add_splits(const PagedChunk& chunk) {
@@ -111,8 +118,8 @@ class Plan {
     if (chunk.rows > 1 && rows > kPagedItemRows) return false;
     const std::int64_t before =
         shape_.window > 0 ? chunk.first_position + 1 - shape_.window : 0;  // hidden by the window
-    const std::int64_t first_split = std::max<std::int64_t>(before, 0) / kPagedSplit;
-    const std::int64_t splits = ceil_div(chunk.first_position + chunk.rows, kPagedSplit) - first_split;
+    const std::int64_t first_split = paged_split_of(static_cast<int>(std::max<std::int64_t>(before, 0)));
+    const std::int64_t splits = splits_of(chunk.first_position + chunk.rows) - first_split;
     if (splits > 1 && rows * splits > free_slots_) return false;
     PagedWorkUnit item = item_of(chunk);
     for (std::int64_t first = 0; first < rows; first += kPagedItemRows, ++item.tile) {
@@ -170,7 +177,7 @@ void check_chunks(const PagedAttentionShape& shape, std::span<const PagedChunk> 
 
 std::int64_t paged_partial_slots(const PagedAttentionShape& shape) {
   check_shape(shape);
-  const std::int64_t splits = ceil_div(shape.max_positions, kPagedSplit);
+  const std::int64_t splits = splits_of(shape.max_positions);
   if (splits == 1) return 0;
   const auto slot_bytes = shape.NKV * paged_slot_floats(shape.HS) * static_cast<std::int64_t>(sizeof(float));
   return std::min(std::min(shape.max_chunks, shape.max_rows) * group(shape) * splits, kMaxPartialBytes / slot_bytes);

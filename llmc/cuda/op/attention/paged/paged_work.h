@@ -2,9 +2,15 @@
 //
 // For one chunk and K/V head, the query rows are its positions times the G = NH / NKV query heads that read this K/V
 // head: row i is position first_position + i / G and query head kv_head * G + i % G. A tile is up to paged_tile_rows()
-// of them; a block computes it over all keys. An item of splits is up to kPagedItemRows of them over one split of
-// kPagedSplit positions, of the splits that they see with the list's window; a warp computes it. Both ways give the same
-// bits.
+// of them; a block computes it over all keys. An item of splits is up to kPagedItemRows of them over one split of the
+// positions, of those that they see with the list's window; a warp computes it. Both ways give the same bits.
+//
+// Splits begin at fixed positions. They are short where a sequence is short, so that its splits occupy the GPU, and longer
+// where there are enough of them, since each costs a merge:
+//
+//   positions from         0   2,048   8,192   32,768
+//   positions of a split 256     512   1,024    2,048
+//   number of the first    0       8      20       44
 //
 // Splits are merged in order, so a row's merge takes as long as it has splits. Up to kPagedSplitsOfOne of them the warp
 // that finishes the last one merges all its rows. More are a merge: many warps, each with 32 dimensions of a row, which
@@ -14,11 +20,35 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "llmc/base/host_device.h"
 #include "llmc/cuda/op/attention/paged/paged_attention.h"
 
 namespace weft::cuda {
 
-inline constexpr std::int64_t kPagedSplit = 256;    // positions; split s begins at position s * kPagedSplit
+inline constexpr int kPagedShortestSplit = 256, kPagedLongestSplit = 2048;
+// Positions of the split that position `position` belongs to. It begins at a multiple of them.
+WEFT_HOST_DEVICE constexpr int paged_split_length(int position) {
+  return position < 2048 ? kPagedShortestSplit : position < 8192 ? 512 : position < 32768 ? 1024 : kPagedLongestSplit;
+}
+WEFT_HOST_DEVICE constexpr bool paged_split_begins_at(int position) {
+  return position % paged_split_length(position) == 0;
+}
+// The number of the split that a position belongs to, and the position at which a split begins.
+WEFT_HOST_DEVICE constexpr int paged_split_of(int position) {
+  return (position < 2048    ? 0
+          : position < 8192  ? 4
+          : position < 32768 ? 12
+                             : 28) +
+         position / paged_split_length(position);
+}
+WEFT_HOST_DEVICE constexpr int paged_split_begin(int split) {
+  return split < 8    ? split * 256
+         : split < 20 ? (split - 4) * 512
+         : split < 44 ? (split - 12) * 1024
+                      : (split - 28) * 2048;
+}
+static_assert(paged_split_of(2048) == 8 && paged_split_of(8192) == 20 && paged_split_of(32768) == 44);
+static_assert(paged_split_begin(8) == 2048 && paged_split_begin(20) == 8192 && paged_split_begin(44) == 32768);
 inline constexpr std::int64_t kPagedItemRows = 16;  // the rows of an m16 mma
 inline constexpr std::int64_t kPagedSplitsOfOne = 8;
 

@@ -48,9 +48,9 @@ struct DecodeTiling {
   // Positions in a slot of a warp's ring: of codes a key block.
   static constexpr int kSlotKeys = kCodes ? kBlockKeys<HS> : kWideSlotKeys<HS>;
   static constexpr int kSlotBytes = kCodes ? CodeSlot<HS>::kBytes : SlotLayout<bf16, HS, kCopy>::bytes(kSlotKeys);
-  // Slots of a warp's ring if four warps of a block compute (kRing), two (kPairRing), or one (kLongRing). A split needs
-  // at most kMostSlots.
-  static constexpr int kMostSlots = 2 * kSplit / kSlotKeys;
+  // Slots of a warp's ring if four warps of a block compute (kRing), two (kPairRing), or one (kLongRing). A
+  // short split needs at most kMostSlots.
+  static constexpr int kMostSlots = 2 * kPagedShortestSplit / kSlotKeys;
   static constexpr int kBarrierBytes = kCopy == SlotCopy::threads ? 0 : kMostSlots * 8;  // bytes of a warp's mbarriers
   static constexpr int kBeginBytes = kWarps * kBarrierBytes;                             // they precede the rings
   static constexpr int kRing = std::min(kMostSlots, (kMostBytes - kBeginBytes) / kWarps / kSlotBytes);
@@ -63,12 +63,13 @@ struct DecodeTiling {
 
 #if WEFT_BULK_COPY
 
-// Called by all warps of a block: prefetches the keys, or the values, of an entry's earlier positions for all heads.
+// Called by all warps of a block: prefetches the keys, or the values, of an entry's earlier positions, at most of its first
+// span, for all heads.
 template <int HS, typename S>
 __device__ __forceinline__ void prefetch_entry(const Arguments<S>& a, const PagedWorkUnit& item, bool values) {
-  const int lane = threadIdx.x % kWarpSize, first = item.split * kSplit;
-  const int end = min(first + kSplit, item.first_position);
-  const int pages = split_pages(a, a.tables[item.first_row], item.split, end);
+  const int lane = threadIdx.x % kWarpSize, first = paged_split_begin(item.split);
+  const int end = min(first + kSpan, item.first_position);
+  const int pages = span_pages(a, a.tables[item.first_row], first / kSpan, end);
   const S* const from = values ? a.values : a.keys;
 #pragma unroll 1
   for (int unit = threadIdx.x / kWarpSize; first + unit * kPageUnit < end; unit += blockDim.x / kWarpSize) {
@@ -156,7 +157,7 @@ void launch_with(const PagedAttention<S>& io, const LaunchDevice& device, cudaSt
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kName);
   Arguments<S> arguments = arguments_of(io, warps);
   arguments.early_entries = static_cast<int>(
-      std::min(kEarlyEntries, kEarlyBytes / (2 * kSplit * io.shape.NKV * HS * std::int64_t{sizeof(S)})));
+      std::min(kEarlyEntries, kEarlyBytes / (2 * kSpan * io.shape.NKV * HS * std::int64_t{sizeof(S)})));
   const dim3 grid(resident_blocks(kernel, Tiling::kThreads, shared, device.multiprocessors, kName));
   launch_chained(kernel, grid, dim3(Tiling::kThreads), static_cast<std::size_t>(shared), stream, device.overlapping,
                  kName, arguments);

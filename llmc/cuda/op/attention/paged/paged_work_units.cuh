@@ -48,7 +48,7 @@ __device__ __forceinline__ void load_units(const Arguments<S>& a, const S* from,
 #pragma unroll
   for (int unit = 0; unit < Rows / kPageUnit; ++unit) {
     const int position = first + unit * kPageUnit;
-    const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
+    const int page = __shfl_sync(~0u, pages, position % kSpan / kPageUnit);
     const S* at = from + page_offset<HS>(a, page, kv_head, position) + lane * 8;
     const int chunks = (end - position) * T::kChunks - lane;  // from this lane's first one on
 #pragma unroll
@@ -169,10 +169,10 @@ struct RowSplits {
 
   template <bool kWindowed, typename S, typename Rows>
   static __device__ RowSplits of(const Arguments<S>& a, const PagedWorkUnit& item, const Rows& rows) {
-    const int end = (rows.end() + kSplit - 1) / kSplit;
+    const int end = paged_split_of(rows.end() - 1) + 1;
     if constexpr (!kWindowed) return {end, 0, end, item.partials};
-    const int first = rows.first_visible(0, a.window) / kSplit;
-    const int first_listed = a.list_window > 0 ? rows.first_visible(0, a.list_window) / kSplit : 0;
+    const int first = paged_split_of(rows.first_visible(0, a.window));
+    const int first_listed = a.list_window > 0 ? paged_split_of(rows.first_visible(0, a.list_window)) : 0;
     return {end - first_listed, first, end - first,
             item.partials + static_cast<std::int64_t>(first - first_listed) * rows.count};
   }
@@ -287,7 +287,7 @@ __device__ __forceinline__ void compute_merges(const Arguments<S>& a, int warp, 
 // -------------------------------------------------------------------------------------------------------------
 // The items of a warp, in the order in which it computes them, and its ring of keys and values, Tiling::kSlotKeys positions a
 // slot: the keys of a key block, its values, the next block's keys, and so on, item after item; slots after an item's
-// last position are skipped. With a window an item begins with the key block in which its first row's window begins; items of
+// last position are skipped. Pages are looked up span by span. With a window an item begins with the key block in which its first row's window begins; items of
 // which no row sees anything are passed over when they are looked up. Copies run up to the whole ring ahead of the computation.
 // Lookups (item number -> entry -> block table -> pages) run one item ahead of the copies, one step with each copy, so that no
 // lookup waits for the previous one.
@@ -314,14 +314,16 @@ struct ItemStream {
   unsigned barriers = 0, phase = 0;
   int load_slot = 0, slot = 0;
   int numbers;        // item numbers looked up: lane i holds those of the i-th, (i + 32)-th, ... item of this warp
-  int own_pages = 0;  // for the same items: the page of the appended row
+  int own_pages = 0;  // for the same items, when all their spans have been looked up: the page of the appended row
   int looked_up = 0;  // items looked up before the current one
-  // The lookup in progress: its next step, item number, entry; then the positions of its split, and the block table or,
-  // after the last step, this lane's page.
+  // The lookup in progress: its next step, item number, entry; then the positions of a span of its split, and the block table
+  // or, after the last step, this lane's page.
   int step, number;
   int4 entry;
   int next_first, next_end, table_or_page;
-  int next_begin;  // kWindowed: the first position that is seen
+  int next_begin;            // kWindowed: the first position of the item that is seen
+  int item_end;              // of the item's positions that are seen
+  bool within_item = false;  // the next span belongs to the same item as the one that is being copied
   // The copy in progress.
   int load_first = 0, load_end = 0, load_pages = 0, load_head = 0;
   int load_begin;     // kWindowed
@@ -374,20 +376,27 @@ struct ItemStream {
     } else if (number < count) {
       if (step == 2) {
         const PagedWorkUnit& item = reinterpret_cast<const PagedWorkUnit&>(entry);
-        next_first = item.split * kSplit;
-        next_end = min(next_first + kSplit, Rows(a, item, 0, kItemRows).end());
-        if constexpr (kWindowed) {
-          next_begin = max(next_first, Rows(a, item, 0, kItemRows).first_visible(0, a.window));
-          if (next_begin >= next_end) {  // its number is not counted, and the next one takes its place
-            step = 0;
-            return;
+        const Rows rows(a, item, 0, kItemRows);
+        if (within_item) {
+          next_first = next_end;
+        } else {
+          next_first = paged_split_begin(item.split);
+          item_end = min(next_first + paged_split_length(next_first), rows.end());
+          if constexpr (kWindowed) {
+            next_begin = max(next_first, rows.first_visible(0, a.window));
+            if (next_begin >= item_end) {  // its number is not counted, and the next one takes its place
+              step = 0;
+              return;
+            }
+            next_first = next_begin / kSpan * kSpan;
           }
+          if constexpr (kAppends) prefetch_angles(item.first_position);
         }
+        next_end = min(next_first + kSpan, item_end);
         table_or_page = a.tables[item.first_row];
-        if constexpr (kAppends) prefetch_angles(item.first_position);
       } else {
         table_or_page =
-            split_pages<kWindowed>(a, table_or_page, next_first / kSplit, next_end, kWindowed ? next_begin : 0);
+            span_pages<kWindowed>(a, table_or_page, next_first / kSpan, next_end, kWindowed ? next_begin : 0);
       }
     }
     ++step;
@@ -405,9 +414,9 @@ struct ItemStream {
     while (step < 4 && (!kWindowed || step > 0)) look_up();
   }
 
-  // Begins to copy the item that has been looked up.
+  // Begins to copy the span that has been looked up. The item's next span, if there is one, is looked up from step 2 on.
   __device__ __forceinline__ void take_work_unit() {
-    load_first = kWindowed ? next_begin / kKeys * kKeys : next_first;
+    load_first = kWindowed ? max(next_first, next_begin / kKeys * kKeys) : next_first;
     if constexpr (kWindowed) load_begin = next_begin;
     load_end = next_end;
     load_pages = table_or_page;
@@ -415,11 +424,12 @@ struct ItemStream {
     if constexpr (kAppends) {
       const int position = reinterpret_cast<const PagedWorkUnit&>(entry).first_position;
       copy_end = min(load_end, position);
-      const int own_page = __shfl_sync(~0u, load_pages, position % kSplit / kPageUnit);
+      const int own_page = __shfl_sync(~0u, load_pages, position % kSpan / kPageUnit);
       if (lane() == looked_up % kWarpSize) own_pages = own_page;
     }
-    ++looked_up;
-    step = 0;
+    within_item = next_end < item_end;
+    if (!within_item) ++looked_up;
+    step = within_item ? 2 : 0;
   }
   // Starts the next copy of this item, if there is one, to the slot that was read last.
   __device__ __forceinline__ void copy_next() {
@@ -452,7 +462,7 @@ struct ItemStream {
   __device__ __forceinline__ void start_copy(bool of_keys, int first, int rows) {
 #if WEFT_BULK_COPY
     static_assert(kSlotKeys == 2 * kPageUnit);
-    const int unit = first % kSplit / kPageUnit;
+    const int unit = first % kSpan / kPageUnit;
     const int page = __shfl_sync(~0u, load_pages, unit), next_page = __shfl_sync(~0u, load_pages, unit + 1);
     const unsigned to = ring + load_slot * kSlotBytes, full = barrier(load_slot);
     if (lane() != 0) return;
@@ -547,8 +557,8 @@ __device__ void compute_work_unit(const Arguments<S>& a, const PagedWorkUnit* en
   {
     const PagedWorkUnit item = *entry;
     const Rows rows(a, item, kv_head, kItemRows);
-    begin = item.split * kSplit;
-    end = min(begin + kSplit, rows.end());
+    begin = paged_split_begin(item.split);
+    end = min(begin + paged_split_length(begin), rows.end());
     if constexpr (kWindowed) {
       first_seen = rows.first_visible(0, a.window);
       begin = max(begin, first_seen) / kKeys * kKeys;
@@ -576,8 +586,6 @@ __device__ void compute_work_unit(const Arguments<S>& a, const PagedWorkUnit* en
 #pragma unroll
         for (int w = 0; w < own.kWords; ++w) own.key[w] = rotation.rotate(key, w);
       }
-      const std::int64_t at = page_offset<HS>(a, blocks.own_page(i), kv_head, position);
-      if (has_own && item.tile == 0) own.store(a.keys + at, a.values + at);
     } else {
       Q.load([&](int row) { return rows.query(a, row); });
     }
@@ -645,6 +653,10 @@ __device__ void compute_work_unit(const Arguments<S>& a, const PagedWorkUnit* en
   }
   state.close();
   const PagedWorkUnit item = *entry;  // loaded again to save registers in the loop
+  if constexpr (kAppends) {           // now that the page is known: all spans have been looked up
+    const std::int64_t at = page_offset<HS>(a, blocks.own_page(i), kv_head, item.first_position);
+    if (has_own && item.tile == 0) own.store(a.keys + at, a.values + at);
+  }
   const Rows rows(a, item, kv_head, kItemRows);
   if (item.partials < 0) return state.store(a, rows);
 

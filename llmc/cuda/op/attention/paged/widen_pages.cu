@@ -58,11 +58,12 @@ __global__ void __launch_bounds__(kThreads) widen_kernel(const __grid_constant__
     // The chunk's first entry is for the others: of tiles all positions of the chunk, of items those of the split, which
     // its rows may not see.
     const int seen_first = entry.first_position + (min(kItemRows, entry.rows * a.group) - 1) / a.group + 1;
-    if (entry.tile > 0 && (!item || entry.split * kSplit < seen_first)) continue;
+    const int split_begin = paged_split_begin(entry.split);
+    if (entry.tile > 0 && (!item || split_begin < seen_first)) continue;
     int end = entry.first_position + entry.rows, begin = a.window > 0 ? max(0, entry.first_position + 1 - a.window) : 0;
     if (item) {
-      begin = max(begin, entry.split * kSplit);
-      end = min(end, entry.split * kSplit + kSplit);
+      begin = max(begin, split_begin);
+      end = min(end, split_begin + paged_split_length(split_begin));
     }
     const int first_unit = begin / kPageUnit, units = max(0, static_cast<int>(ceil_div(end, kPageUnit)) - first_unit);
     const int* const pages = a.pages + a.tables[entry.first_row];
