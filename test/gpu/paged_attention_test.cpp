@@ -470,9 +470,9 @@ TYPED_TEST(CudaPagedAttention, ManySplitsAreMergedInOrder) {
   for (const Heads& heads : kinds) {
     SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " NKV " << heads.NKV << " G " << heads.G);
     for (const Windows& windows : {Windows{}, Windows{9000, 0}, Windows{2500, 12000}}) {
-      const Invariance<TypeParam> same(heads, 17'950, windows);  // 30 splits
-      const std::int64_t uneven = windows.layer + 2048 + 1024 - 2;
-      for (const std::int64_t position : {2047, 2048, 2559, 2560, 8191, 8192, 9215, 9216, 16384, 17'949}) {
+      const Invariance<TypeParam> same(heads, 17'950, windows);  // 52 splits
+      const std::int64_t uneven = windows.layer + 256 * 13 - 2;
+      for (const std::int64_t position : {2047, 2048, 2303, 2304, 8191, 8192, 8703, 8704, 16384, 17'949}) {
         const std::vector<Piece> rows = {{0, position, 1}, {2, 599, 1}, {0, position - 2, 2}, {0, uneven, 2}};
         same.expect_same(rows, 32, 15, "decoded rows", kPath, position % 2 == 0 ? all : few);
       }
@@ -481,20 +481,20 @@ TYPED_TEST(CudaPagedAttention, ManySplitsAreMergedInOrder) {
   }
 }
 
-// Splits of every length, and more of them than are merged at a time, twice and a rest: single rows and few rows have the bits of
-// a prompt's last ones, which walk all splits. The spans of a long split whose pages are looked up begin at these positions, too.
+// Splits of every length, and many times more of them than are merged at a time: single rows and few rows have the bits of a
+// prompt's last ones, which walk all splits. The spans of a long split whose pages are looked up begin at these positions, too.
 TYPED_TEST(CudaPagedAttention, SplitsOfEveryLength) {
-  const std::vector<std::int64_t> positions = {255,    256,    2047,   2048,   2303,   2304,   2559,   2560,   3071,
-                                               8191,   8192,   8703,   9215,   9216,   10'239, 32'767, 32'768, 34'559,
-                                               34'815, 34'816, 36'863, 36'864, 75'775, 75'776, 77'899};
+  const std::vector<std::int64_t> positions = {255,    256,     511,     512,     8191,    8192,    8447,    8448,
+                                               8703,   8704,    8959,    9215,    9216,    24'575,  24'576,  24'900,
+                                               65'535, 131'071, 131'072, 131'500, 131'800, 132'095, 132'096, 133'200};
   constexpr std::int64_t kRows = 150;
   const cuda::LaunchDevice all = cuda::launch_device(), few{2, all.overlapping};
   constexpr auto kAutomatic = cuda::PagedPath::automatic, kPortable = cuda::PagedPath::portable;
   std::mt19937 random(11);
-  for (const Heads& heads : {Heads{1, 2, 64}, Heads{1, 1, 80}, Heads{1, 2, 128}, Heads{1, 1, 256}}) {
+  for (const Heads& heads : {Heads{1, 1, 80}, Heads{1, 2, 128}, Heads{1, 1, 256}}) {
     const Sequences<TypeParam> sequences(heads, {positions.back() + 1});
     const auto row = static_cast<std::size_t>(heads.NH() * heads.HS);
-    for (const Windows& windows : {Windows{}, Windows{33'000, 0}, Windows{2500, 12'000}}) {
+    for (const Windows& windows : {Windows{}, Windows{33'000, 40'000}}) {
       std::vector<Piece> chunks;
       for (const std::int64_t position : positions) {
         const std::int64_t before = std::min(position, kRows);
@@ -588,7 +588,7 @@ TYPED_TEST(CudaPagedCodes, HaveTheBitsOfTheNumbersTheyStandFor) {
       check_codes<TypeParam>(heads, 600, windows, random);
     }
   }
-  check_codes<TypeParam>({1, 4, 128}, 4600, {}, random);  // 13 splits, which many warps merge
+  check_codes<TypeParam>({1, 4, 128}, 4600, {}, random);  // 18 splits, which many warps merge
 }
 
 TYPED_TEST(CudaPagedCodes, MatchTheCpu) {
@@ -601,7 +601,7 @@ TYPED_TEST(CudaPagedCodes, MatchTheCpu) {
   }
 }
 
-// The longest context of Llama 3.1, 92 splits: its last rows one by one, behind a chunk and at once, over 16 bits and over codes.
+// The longest context of Llama 3.1, 272 splits: its last rows one by one, behind a chunk and at once, over 16 bits and over codes.
 TYPED_TEST(CudaPagedCodes, RowsBehind131072PositionsAreTheirOwn) {
   constexpr std::int64_t kLength = 131'072, kRows = 69;
   const Heads heads{1, 2, 64};
@@ -638,7 +638,7 @@ const std::vector<std::int64_t> kSplitBegins = [] {
   std::vector<std::int64_t> begins = {0};
   while (begins.back() < 1'100'000) {
     const std::int64_t begin = begins.back();
-    begins.push_back(begin + (begin >= 32768 ? 2048 : begin >= 8192 ? 1024 : begin >= 2048 ? 512 : 256));
+    begins.push_back(begin + (begin >= 131'072 ? 1024 : begin >= 8192 ? 512 : 256));
   }
   return begins;
 }();
@@ -1085,12 +1085,12 @@ TYPED_TEST(CudaPagedAttention, StepsThatDecodeHaveTheBitsOfTwoLaunches) {
   }
 }
 
-// The step crosses from 8 to 9 splits, of which many warps merge each row, from 32 to 33, and from splits of 512 positions to
-// splits of 1,024. Its own rows are in the first and in later spans of a split.
+// The step crosses from 8 to 9 splits, of which many warps merge each row, and from 32 to 33, the first one of 512 positions. Its
+// own rows are in both spans of such a split.
 TYPED_TEST(CudaPagedAttention, StepsThatDecodeLongSequences) {
   for (const Heads& heads : {Heads{2, 1, 64}, Heads{1, 4, 80}, Heads{1, 20, 128}, Heads{1, 2, 256}}) {
     for (const Windows& windows : {Windows{}, Windows{3000, 3000}})
-      check_decoding<TypeParam>(heads, heads.HS / 4, 32, windows, {2046, 8190, 20'478, 0, 300, 5000, 9916});
+      check_decoding<TypeParam>(heads, heads.HS / 4, 32, windows, {2046, 8190, 0, 300, 5000, 8846, 9100});
   }
 }
 

@@ -217,7 +217,7 @@ ROWS = [
            "shared.weight(at.stage, 0)", gpu("RowsMatmulTest/*.TilesOfEveryWidth*")),
     Mutant("GPU: a warpgroup's next tile begins where the other's does", "consume_in_turns", "first_row_of(p, tile,",
            "first_row_of(p, tile + 1,", gpu("RowsMatmulTest/*.TilesOfEveryWidth*")),
-    Mutant("GPU: a tile is finished with the sums of the next one", "consume_splits", "row_tile_of(p, tile), total);",
+    Mutant("GPU: the last split's sums are taken for the total", "consume_splits", "row_tile_of(p, tile), total);",
            "row_tile_of(p, tile), d);", gpu("RowsMatmulTest/*.TilesOfEveryWidth*")),
     Mutant("GPU: units of a tile's lower half are copied out to the upper one's place", "copy_out", "4 * half + warp", "warp",
            gpu("RowsMatmulTest/*.TilesOfEveryWidth*")),

@@ -24,21 +24,24 @@ __device__ void finish_accumulators(const Output& output, std::int64_t first, st
   constexpr int kAtOnce = 16;  // scales of x
   const int thread = static_cast<int>(threadIdx.x) % hopper::kWarpgroupSize, lane = thread % kWarpSize,
             warp = thread / kWarpSize;
-  const bool gated = output.gated(), biased = output.bias != nullptr || output.bias2 != nullptr;
+  const bool gated = output.gated();
   const std::int64_t column = (gated ? first / 2 + 8 * warp : first + 16 * warp) + lane / 4, OC = output.OC;
+  row += lane % 4 * 2;
+  const int rows = static_cast<int>(min(std::int64_t{N}, output.rows - row));  // not positive: none
   [[maybe_unused]] float scales[2] = {};  // of the thread's two rows of the weight: gated, of gate and up
-  float bias[2] = {};
-  bool exists[2];
+  float bias[2] = {-0.0f, -0.0f};         // what is added to stays as it is
+  int limit[2];                           // rows of x of which the thread's elements exist
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    exists[k] = column + (gated ? 0 : 8 * k) < OC;
-    if (!exists[k]) continue;
+    limit[k] = column + (gated ? 0 : 8 * k) < OC ? rows : 0;
+    if (limit[k] <= 0) continue;
     if constexpr (kScaled) scales[k] = output.weight_scales[column + (gated ? k * OC : 8 * k)];
+    if (output.bias == nullptr && output.bias2 == nullptr) continue;
+    bias[k] = 0;
     if (output.bias != nullptr) bias[k] += to_float(output.bias[column + 8 * k]);
     if (output.bias2 != nullptr) bias[k] += to_float(output.bias2[column + 8 * k]);
   }
-  row += lane % 4 * 2;
-  // use(element, values) for the thread's rows of x
+  // use(element, place, values): the thread's rows of x are `place` behind its first one
   const auto each = [&](const auto& use) {
     std::int64_t to = row * OC + column;
     [[maybe_unused]] float x_scales[kAtOnce];
@@ -49,45 +52,55 @@ __device__ void finish_accumulators(const Output& output, std::int64_t first, st
         if (i % kAtOnce == 0) {
 #pragma unroll
           for (int n = 0; n < kAtOnce; ++n)
-            x_scales[n] = row + place(i + n) < output.rows ? output.x_scales[row + place(i + n)] : 0.0f;
+            x_scales[n] = place(i + n) < rows ? output.x_scales[row + place(i + n)] : 0.0f;
         }
       }
-      if (row + place(i) < output.rows) {
-        float values[2];
+      float values[2];
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          values[k] = sum[i / 2 * 4 + i % 2 + 2 * k];
-          if constexpr (kScaled) values[k] = scaled_sum(values[k], x_scales[i % kAtOnce], scales[k]);
-        }
-        use(to, values);
+      for (int k = 0; k < 2; ++k) {
+        values[k] = sum[i / 2 * 4 + i % 2 + 2 * k];
+        if constexpr (kScaled) values[k] = scaled_sum(values[k], x_scales[i % kAtOnce], scales[k]);
       }
+      use(to, place(i), values);
       to += i % 2 == 0 ? OC : 7 * OC;
     }
   };
   if (gated) {
-    if (!exists[0]) return;
-    return each([&](std::int64_t to, const float(&values)[2]) {
-      output.out[to] = from_float<S>(gated_of_sums<S>(output.epilogue, values[0], values[1]));
+    return each([&](std::int64_t to, int place, const float(&values)[2]) {
+      const S value = from_float<S>(gated_of_sums<S>(output.epilogue, values[0], values[1]));
+      if (place < limit[0]) output.out[to] = value;
     });
   }
+  // element(its number, place, limit, value)
   const auto store = [&](const auto& element) {
-    each([&](std::int64_t to, float(&values)[2]) {
+    each([&](std::int64_t to, int place, const float(&values)[2]) {
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        if (biased) values[k] += bias[k];
-        if (exists[k]) element(to + 8 * k, values[k]);
-      }
+      for (int k = 0; k < 2; ++k) element(to + 8 * k, place, limit[k], values[k] + bias[k]);
+    });
+  };
+  const auto store_16 = [&](const auto& activation) {
+    store([&](std::int64_t to, int place, int rows_of, float value) {
+      const S rounded = from_float<S>(activation(value));
+      if (place < rows_of) output.out[to] = rounded;
     });
   };
   switch (output.epilogue) {
     case RowsEpilogue::add:
-      return store([&](std::int64_t to, float value) { add_one(output.out_fp32 + to, value); });
+      // Most tiles lie within the result. A branch an element, which is what ptxas makes of a condition, is many times the code,
+      // and a warp waits for instructions that it executes once a tile.
+      if (first + 64 <= OC && row - lane % 4 * 2 + N <= output.rows)
+        return store([&](std::int64_t to, int, int, float value) { add_one(output.out_fp32 + to, value); });
+      return store([&](std::int64_t to, int place, int rows_of, float value) {
+        if (place < rows_of) add_one(output.out_fp32 + to, value);
+      });
     case RowsEpilogue::store_fp32:
-      return store([&](std::int64_t to, float value) { output.out_fp32[to] = value; });
+      return store([&](std::int64_t to, int place, int rows_of, float value) {
+        if (place < rows_of) output.out_fp32[to] = value;
+      });
     case RowsEpilogue::gelu:
-      return store([&](std::int64_t to, float value) { output.out[to] = from_float<S>(gelu_for<S>(value)); });
+      return store_16([](float value) { return gelu_for<S>(value); });
     default:
-      return store([&](std::int64_t to, float value) { output.out[to] = from_float<S>(value); });
+      return store_16([](float value) { return value; });
   }
 }
 

@@ -185,14 +185,10 @@ __device__ inline void multiply_stage(float (&d)[B::kRows / 2], const Operands<A
 }
 
 // d = the sum over `steps` stages of the ring from `at` on. operands_at(stage) returns a stage's operands;
-// release(stage) hands the stage back to the producer. beside() is called while the tensor cores compute the first two
-// stages, if there are two.
-struct Nothing {
-  __device__ void operator()() const {}
-};
-template <int R, typename OperandsAt, typename Release, typename Beside = Nothing>
+// release(stage) hands the stage back to the producer.
+template <int R, typename OperandsAt, typename Release>
 __device__ inline void sum_stages(float (&d)[R], int steps, RingPosition& at, const RingBarriers& ring, int stages,
-                                  const OperandsAt& operands_at, const Release& release, const Beside& beside = {}) {
+                                  const OperandsAt& operands_at, const Release& release) {
   const auto multiply = [&]<bool First>() {
     ring.wait_full(at);
     multiply_stage<First>(d, operands_at(at.stage));
@@ -202,7 +198,6 @@ __device__ inline void sum_stages(float (&d)[R], int steps, RingPosition& at, co
     const int previous = at.stage;
     at.advance(stages);
     multiply.template operator()<false>();
-    if (step == 1) beside();
     wgmma_wait<1>();
     release(previous);
   }

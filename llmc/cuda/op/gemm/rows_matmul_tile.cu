@@ -12,7 +12,7 @@ constexpr int kPairRows = kCluster * kTileConsumers * kWeightRows;  // rows of t
 // How the consumers of a block work.
 enum class Consumers {
   together,  // on one tile, 64 rows of the weight each
-  splits,  // the same; sums are of several splits, of which each thread keeps the total; a tile is finished beside the next
+  splits,    // the same; sums are of several splits, of which each thread keeps the total
   in_turns,  // on a tile each: while one multiplies, the other finishes its last tile
 };
 
@@ -180,7 +180,6 @@ __device__ void finish_tile(const P& p, const TileMemory<T, N>& shared, int cons
   finish_accumulators<N>(p.output, first, std::int64_t{row_tile} * N, total);
 }
 
-// A tile is finished when the first two stages of the next one have been issued: the tensor cores compute meanwhile.
 template <typename P, typename T, int N>
 __device__ void consume_splits(const P& p, const TileMemory<T, N>& shared, int consumer) {
   using Shape = TileShape<T, N>;
@@ -194,29 +193,16 @@ __device__ void consume_splits(const P& p, const TileMemory<T, N>& shared, int c
     return Operands<WeightTile<T>, typename Shape::XTile>{shared.weight(stage, consumer), shared.x(stage)};
   };
   RingPosition at;
-  float d[N / 2], total[N / 2];
-  const auto sum = [&](int split, const auto& beside) {
-    const int steps = split_begin(split + 1, p.steps, p.splits) - split_begin(split, p.steps, p.splits);
-    sum_stages(d, steps, at, ring, Shape::kStages, operands_at, release, beside);
-  };
-  const auto finish = [&](int tile) {
-    finish_tile(p, shared, consumer, first_row_of(p, tile, rank, consumer), row_tile_of(p, tile), total);
-  };
-  const int first_tile = static_cast<int>(blockIdx.x) / kCluster;
-  int tile = first_tile;
-  for (; tile < count; tile += clusters) {
-    sum(0, [&] {
-      if (tile > first_tile) finish(tile - clusters);
-    });
+  for (int tile = static_cast<int>(blockIdx.x) / kCluster; tile < count; tile += clusters) {
+    float d[N / 2], total[N / 2];
+    for (int split = 0; split < p.splits; ++split) {
+      const int steps = split_begin(split + 1, p.steps, p.splits) - split_begin(split, p.steps, p.splits);
+      sum_stages(d, steps, at, ring, Shape::kStages, operands_at, release);
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) total[i] = d[i];
-    for (int split = 1; split < p.splits; ++split) {
-      sum(split, Nothing{});
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) total[i] += d[i];
+      for (int i = 0; i < N / 2; ++i) total[i] = split == 0 ? d[i] : total[i] + d[i];
     }
+    finish_tile(p, shared, consumer, first_row_of(p, tile, rank, consumer), row_tile_of(p, tile), total);
   }
-  finish(tile - clusters);
 }
 
 // Each consumer computes every other tile, both blocks of 64 rows of the weight, and passes the turn to multiply when it
@@ -395,7 +381,8 @@ void launch_tiles(const Io& io, const LaunchDevice& device, cudaStream_t stream)
 // The width of tiles with the least estimated time; if equal, the later one. A stage takes as long as shared memory needs for
 // it, at 128 bytes a cycle: the copies write 16 KB of the weight and `width` rows of x, and each of its eight instructions
 // reads 2 KB of the weight and a quarter of these rows again. Up to a width of 256 that is more than the tensor cores need, 4
-// `width` cycles. Consumers that work together on a tile multiply nothing while they finish it.
+// `width` cycles. Consumers that work together on a tile of codes multiply nothing while they finish it; so do those of splits,
+// but without shared memory it takes them too little to count.
 template <Consumers kConsumers, int... kWidths, typename Io>
 int best_width(const Io& io, const LaunchDevice& device) {
   const std::int64_t pairs = ceil_div(weight_rows(io), kPairRows), clusters = device.multiprocessors / kCluster;

@@ -8,9 +8,9 @@
 // Splits begin at fixed positions. They are short where a sequence is short, so that its splits occupy the GPU, and longer
 // where there are enough of them, since each costs a merge:
 //
-//   positions from         0   2,048   8,192   32,768
-//   positions of a split 256     512   1,024    2,048
-//   number of the first    0       8      20       44
+//   positions from         0   8,192   131,072
+//   positions of a split 256     512     1,024
+//   number of the first    0      32       272
 //
 // Splits are merged in order, so a row's merge takes as long as it has splits. Up to kPagedSplitsOfOne of them the warp
 // that finishes the last one merges all its rows. More are a merge: many warps, each with 32 dimensions of a row, which
@@ -25,30 +25,23 @@
 
 namespace weft::cuda {
 
-inline constexpr int kPagedShortestSplit = 256, kPagedLongestSplit = 2048;
-// Positions of the split that position `position` belongs to. It begins at a multiple of them.
+inline constexpr int kPagedShortestSplit = 256, kPagedLongestSplit = 1024;
+// Positions of the split that a position belongs to. It begins at a multiple of them.
 WEFT_HOST_DEVICE constexpr int paged_split_length(int position) {
-  return position < 2048 ? kPagedShortestSplit : position < 8192 ? 512 : position < 32768 ? 1024 : kPagedLongestSplit;
+  return position < 8192 ? kPagedShortestSplit : position < 131072 ? 512 : kPagedLongestSplit;
 }
 WEFT_HOST_DEVICE constexpr bool paged_split_begins_at(int position) {
   return position % paged_split_length(position) == 0;
 }
 // The number of the split that a position belongs to, and the position at which a split begins.
 WEFT_HOST_DEVICE constexpr int paged_split_of(int position) {
-  return (position < 2048    ? 0
-          : position < 8192  ? 4
-          : position < 32768 ? 12
-                             : 28) +
-         position / paged_split_length(position);
+  return (position < 8192 ? 0 : position < 131072 ? 16 : 144) + position / paged_split_length(position);
 }
 WEFT_HOST_DEVICE constexpr int paged_split_begin(int split) {
-  return split < 8    ? split * 256
-         : split < 20 ? (split - 4) * 512
-         : split < 44 ? (split - 12) * 1024
-                      : (split - 28) * 2048;
+  return split < 32 ? split * 256 : split < 272 ? (split - 16) * 512 : (split - 144) * 1024;
 }
-static_assert(paged_split_of(2048) == 8 && paged_split_of(8192) == 20 && paged_split_of(32768) == 44);
-static_assert(paged_split_begin(8) == 2048 && paged_split_begin(20) == 8192 && paged_split_begin(44) == 32768);
+static_assert(paged_split_of(8192) == 32 && paged_split_of(131072) == 272);
+static_assert(paged_split_begin(32) == 8192 && paged_split_begin(272) == 131072);
 inline constexpr std::int64_t kPagedItemRows = 16;  // the rows of an m16 mma
 inline constexpr std::int64_t kPagedSplitsOfOne = 8;
 
