@@ -494,7 +494,7 @@ TYPED_TEST(CudaPagedAttention, SplitsOfEveryLength) {
   for (const Heads& heads : {Heads{1, 1, 80}, Heads{1, 2, 128}, Heads{1, 1, 256}}) {
     const Sequences<TypeParam> sequences(heads, {positions.back() + 1});
     const auto row = static_cast<std::size_t>(heads.NH() * heads.HS);
-    for (const Windows& windows : {Windows{}, Windows{33'000, 40'000}}) {
+    for (const Windows& windows : {Windows{}, Windows{33'000, 40'000}, Windows{1500, 2500}}) {
       std::vector<Piece> chunks;
       for (const std::int64_t position : positions) {
         const std::int64_t before = std::min(position, kRows);
@@ -601,9 +601,9 @@ TYPED_TEST(CudaPagedCodes, MatchTheCpu) {
   }
 }
 
-// The longest context of Llama 3.1, 272 splits: its last rows one by one, behind a chunk and at once, over 16 bits and over codes.
+// Behind the longest context of Llama 3.1, 274 splits: the last rows one by one, behind a chunk and at once, over 16 bits and over codes.
 TYPED_TEST(CudaPagedCodes, RowsBehind131072PositionsAreTheirOwn) {
-  constexpr std::int64_t kLength = 131'072, kRows = 69;
+  constexpr std::int64_t kLength = 132'700, kRows = 69;
   const Heads heads{1, 2, 64};
   const Sequences<TypeParam> sequences(heads, {kLength}, true);
   std::vector<TypeParam> first;
@@ -733,8 +733,8 @@ TEST(CudaPagedWork, ListsEveryRowOnce) {
     for (const std::int64_t HS : {80, 256}) {
       cuda::PagedAttentionShape shape;
       shape.NKV = 2, shape.NH = 2 * G, shape.HS = HS;
-      shape.max_rows = 700, shape.max_chunks = 40, shape.max_positions = G == 3 ? 40'000 : 3000;
-      for (int step = 0; step < 20; ++step) {
+      shape.max_rows = 700, shape.max_chunks = 40, shape.max_positions = G == 3 ? 140'000 : 3000;
+      for (int step = 0; step < (G == 3 ? 4 : 20); ++step) {
         std::vector<cuda::PagedChunk> chunks;
         std::int64_t row = random() % 5;
         for (std::size_t s = 0, count = random() % 41; s < count; ++s) {

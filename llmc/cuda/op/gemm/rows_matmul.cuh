@@ -43,8 +43,15 @@ struct Output {
   __host__ __device__ bool gated() const { return cuda::gated(epilogue); }
 };
 
-// to[i] += value[i]. From sm_90 on L2 does the addition, so that the thread need not wait for the old value. No other
-// thread adds to these elements.
+// *to += value, and to[i] += value[i]. From sm_90 on L2 does the addition, so that the thread need not wait for the old value. No
+// other thread adds to these elements.
+__device__ inline void add_one(float* to, float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
+#else
+  *to += value;
+#endif
+}
 __device__ inline void add_four(float* to, const float (&value)[4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(value[0]), "f"(value[1]),
@@ -129,7 +136,7 @@ class Columns {
     const std::int64_t to = row * output_.OC + column_;
     if (output_.epilogue == RowsEpilogue::add) {
       if (output_.fours) return add_four(output_.out_fp32 + to, value);
-      each([&](int i) { output_.out_fp32[to + i] += value[i]; });
+      each([&](int i) { add_one(output_.out_fp32 + to + i, value[i]); });
     } else if (output_.epilogue == RowsEpilogue::store_fp32) {
       store(output_.out_fp32 + to, value);
     } else {

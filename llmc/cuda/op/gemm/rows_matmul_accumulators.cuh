@@ -7,11 +7,6 @@
 
 namespace weft::cuda::rows {
 
-// *to += value, as add_four().
-__device__ inline void add_one(float* to, float value) {
-  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
-}
-
 // Output: Output<S>, or ScaledOutput<S> whose sums are first multiplied by both scales.
 //
 // Finishes a warpgroup's sums of 64 rows of the weight, from `first` on, by N rows of x, from `row` on. Nothing waits: a warp

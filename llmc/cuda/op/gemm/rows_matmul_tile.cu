@@ -16,13 +16,15 @@ enum class Consumers {
   in_turns,  // on a tile each: while one multiplies, the other finishes its last tile
 };
 
-template <typename T, int N>
+// P: Arguments of the kernel.
+template <typename P, int N>
 struct TileShape {
+  using T = typename P::Element;
   using XTile = SwizzledTile<T, N, kDepth>;
   static constexpr int kStageBytes = kTileConsumers * WeightTile<T>::kBytes + XTile::kBytes;
   // Shared memory in which a consumer stages results that leave by tensor copies.
   using OutTile = SwizzledTile<T, N / 2, kWeightRows>;
-  static constexpr bool kCopiesOut = N / 2 % 16 == 0;  // stmatrix writes 16 rows
+  static constexpr bool kCopiesOut = !P::kCodes && N / 2 % 16 == 0;  // stmatrix writes 16 rows
   static constexpr int kOutBytes = kCopiesOut ? (OutTile::kBytes + kAlignment - 1) / kAlignment * kAlignment : 0;
   static constexpr int kRest = kAlignment + kTileConsumers * kOutBytes;
   static constexpr int kBarrierBytes = 2 * static_cast<int>(sizeof(BarrierStorage));
@@ -52,9 +54,10 @@ __device__ inline std::int64_t first_row_of(const P& p, int tile, int rank, int 
   return static_cast<std::int64_t>((pair_of(p, tile) * kCluster + rank) * kTileConsumers + consumer) * kWeightRows;
 }
 
-template <typename T, int N>
+template <typename P, int N>
 struct TileMemory {
-  using Shape = TileShape<T, N>;
+  using T = typename P::Element;
+  using Shape = TileShape<P, N>;
 
   unsigned base;
 
@@ -71,9 +74,9 @@ struct TileMemory {
   }
 };
 
-template <typename P, typename T, int N>
-__device__ void produce_tiles(const P& p, const TileMemory<T, N>& shared) {
-  using Shape = TileShape<T, N>;
+template <typename P, int N>
+__device__ void produce_tiles(const P& p, const TileMemory<P, N>& shared) {
+  using Shape = TileShape<P, N>;
   constexpr int kHalf = N / kCluster;
   constexpr std::uint16_t kAll = (1u << kCluster) - 1;
   const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
@@ -152,7 +155,7 @@ __device__ void copy_out_sums(const Arguments<T>& p, const OutTile& staging, int
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const std::int64_t column = first + thread / kWarpSize * 16 + half * 8 + thread % kWarpSize / 4;
-    if (biased && column < p.output.OC) bias[half] = to_float(p.output.bias[column]);
+    if (biased && column < p.output.OC) bias[half] += to_float(p.output.bias[column]);
   }
   copy_out<false, N>(p, staging, barrier, static_cast<int>(first), row, [&](int block, int half, int k) {
     float value = sum[4 * block + 2 * half + k];
@@ -170,19 +173,20 @@ __device__ void copy_out_gated(const Arguments<T>& p, const OutTile& staging, in
 }
 
 // Finishes a warpgroup's sums of 64 rows of the weight, from `first` on, by the N rows of x of a tile.
-template <typename P, typename T, int N>
-__device__ void finish_tile(const P& p, const TileMemory<T, N>& shared, int consumer, std::int64_t first, int row_tile,
+template <typename P, int N>
+__device__ void finish_tile(const P& p, const TileMemory<P, N>& shared, int consumer, std::int64_t first, int row_tile,
                             const float (&total)[N / 2]) {
   wait_for_predecessors();  // they may still read what is written here
-  if constexpr (TileShape<T, N>::kCopiesOut) {
+  if constexpr (TileShape<P, N>::kCopiesOut) {
     if (p.copies_out) return copy_out_sums<N>(p, shared.out(consumer), 1 + consumer, first, row_tile * N, total);
   }
   finish_accumulators<N>(p.output, first, std::int64_t{row_tile} * N, total);
 }
 
-template <typename P, typename T, int N>
-__device__ void consume_splits(const P& p, const TileMemory<T, N>& shared, int consumer) {
-  using Shape = TileShape<T, N>;
+template <typename P, int N>
+__device__ void consume_splits(const P& p, const TileMemory<P, N>& shared, int consumer) {
+  using T = typename P::Element;
+  using Shape = TileShape<P, N>;
   const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
   const int count = p.tile_pairs * p.row_tiles, lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const RingBarriers ring = shared.ring();
@@ -207,9 +211,10 @@ __device__ void consume_splits(const P& p, const TileMemory<T, N>& shared, int c
 
 // Each consumer computes every other tile, both blocks of 64 rows of the weight, and passes the turn to multiply when it
 // has issued its last stage.
-template <typename P, typename T, int N>
-__device__ void consume_in_turns(const P& p, const TileMemory<T, N>& shared, int consumer) {
-  using Shape = TileShape<T, N>;
+template <typename P, int N>
+__device__ void consume_in_turns(const P& p, const TileMemory<P, N>& shared, int consumer) {
+  using T = typename P::Element;
+  using Shape = TileShape<P, N>;
   constexpr int kTurn = 1 + kTileConsumers,
                 kPair = kTileConsumers * kWarpgroupSize;  // kTurn: the first of two barriers
   const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
@@ -270,9 +275,10 @@ __device__ void consume_in_turns(const P& p, const TileMemory<T, N>& shared, int
 
 // The same for codes. The second warpgroup begins a tile when the first has summed a stage, and stays behind: then the
 // tensor cores compute for one while the other adds.
-template <Consumers kConsumers, typename P, typename T, int N>
-__device__ void consume_tiles_of_codes(const P& p, const TileMemory<T, N>& shared, int consumer) {
-  using Shape = TileShape<T, N>;
+template <Consumers kConsumers, typename P, int N>
+__device__ void consume_tiles_of_codes(const P& p, const TileMemory<P, N>& shared, int consumer) {
+  using T = typename P::Element;
+  using Shape = TileShape<P, N>;
   constexpr int kBegun = 1;  // the barrier
   const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
   const int count = p.tile_pairs * p.row_tiles, lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -316,10 +322,10 @@ template <typename P, int N, Consumers kConsumers>
 __global__ void __launch_bounds__(kTileThreads, 1) tile_kernel([[maybe_unused]] const __grid_constant__ P p) {
 #if WEFT_WGMMA
   using T = typename P::Element;
-  using Shape = TileShape<T, N>;
+  using Shape = TileShape<P, N>;
   constexpr unsigned kReaders = kConsumers == Consumers::in_turns ? 1 : kTileConsumers;  // warpgroups, of a stage
   extern __shared__ unsigned char dynamic[];
-  const TileMemory<T, N> shared(dynamic);
+  const TileMemory<P, N> shared(dynamic);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Shape::kStages; ++stage) shared.ring().init(stage, 1, kReaders * kWarps * kCluster);
     fence_barrier_init();
@@ -348,8 +354,8 @@ __global__ void __launch_bounds__(kTileThreads, 1) tile_kernel([[maybe_unused]] 
 #endif
 }
 
-// Whether results are written by tensor copies, which need rows that begin at multiples of 16 bytes. A gate and its unit's other
-// half take the room of 64 columns where a consumer has 128 rows of the weight.
+// Whether results are written by tensor copies, which need rows that begin at multiples of 16 bytes. With a gate 128 rows of the
+// weight give 64 columns, a copy's width; a consumer has as many where consumers take turns.
 template <typename T>
 bool copies_out(const RowsMatmul<T>& io, Consumers consumers) {
   const bool of_sums = io.epilogue == RowsEpilogue::store || io.epilogue == RowsEpilogue::gelu;
@@ -362,11 +368,11 @@ void launch_tiles(const Io& io, const LaunchDevice& device, cudaStream_t stream)
   using P = ArgumentsOf<Io>;
   using T = typename P::Element;
   const auto kernel = tile_kernel<P, N, kConsumers>;
-  constexpr int kBytes = TileShape<T, N>::kBytes;
+  constexpr int kBytes = TileShape<P, N>::kBytes;
   P arguments = arguments_of(io, N / kCluster);
   arguments.tile_pairs = static_cast<int>(ceil_div(weight_rows(io), kPairRows));
   arguments.row_tiles = static_cast<int>(ceil_div(io.rows, N));
-  arguments.copies_out = !P::kCodes && TileShape<T, N>::kCopiesOut && copies_out(io, kConsumers);
+  arguments.copies_out = TileShape<P, N>::kCopiesOut && copies_out(io, kConsumers);
   if (arguments.copies_out)
     arguments.out = encode_tensor_map(io.out, kMapType<T>,
                                       {static_cast<std::uint64_t>(io.OC), static_cast<std::uint64_t>(io.rows), 1},

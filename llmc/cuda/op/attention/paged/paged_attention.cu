@@ -66,7 +66,7 @@ struct Tiling {
   static_assert(kSpan % kStageKeys == 0 && kStageKeys % kKeys == 0 && kStageKeys % kPageUnit == 0);
 };
 
-// Starts the copy of positions first to first + Rows - 1 of one split and head, by `Threads` threads of which this one
+// Starts the copy of positions first to first + Rows - 1 of one span and head, by `Threads` threads of which this one
 // is number `thread`; positions from `end` on, and with kWindowed those before `begin`, become zeros. For one or two tensors
 // of the same layout, to tiles `distance` bytes apart.
 template <int HS, int Rows, int Threads, bool kWindowed, int Tensors, typename S>

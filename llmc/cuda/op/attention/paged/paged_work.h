@@ -26,7 +26,7 @@
 namespace weft::cuda {
 
 inline constexpr int kPagedShortestSplit = 256, kPagedLongestSplit = 1024;
-// Positions of the split that a position belongs to. It begins at a multiple of them.
+// The length of the split that a position belongs to. A split begins at a multiple of its length.
 WEFT_HOST_DEVICE constexpr int paged_split_length(int position) {
   return position < 8192 ? kPagedShortestSplit : position < 131072 ? 512 : kPagedLongestSplit;
 }

@@ -48,9 +48,9 @@ struct DecodeTiling {
   // Positions in a slot of a warp's ring: of codes a key block.
   static constexpr int kSlotKeys = kCodes ? kBlockKeys<HS> : kWideSlotKeys<HS>;
   static constexpr int kSlotBytes = kCodes ? CodeSlot<HS>::kBytes : SlotLayout<bf16, HS, kCopy>::bytes(kSlotKeys);
-  // Slots of a warp's ring if four warps of a block compute (kRing), two (kPairRing), or one (kLongRing). A
-  // short split needs at most kMostSlots.
-  static constexpr int kMostSlots = 2 * kPagedShortestSplit / kSlotKeys;
+  // Slots of a warp's ring if four warps of a block compute (kRing), two (kPairRing), or one (kLongRing). At
+  // most those of a span: items are looked up span by span.
+  static constexpr int kMostSlots = 2 * kSpan / kSlotKeys;
   static constexpr int kBarrierBytes = kCopy == SlotCopy::threads ? 0 : kMostSlots * 8;  // bytes of a warp's mbarriers
   static constexpr int kBeginBytes = kWarps * kBarrierBytes;                             // they precede the rings
   static constexpr int kRing = std::min(kMostSlots, (kMostBytes - kBeginBytes) / kWarps / kSlotBytes);

@@ -36,7 +36,7 @@ constexpr SlotCopy kFastCopy = HS == 80 ? SlotCopy::bulk : SlotCopy::threads;
 template <typename T, int HS, SlotCopy kCopy>
 using SlotLayout = Tile<T, HS, kCopy == SlotCopy::bulk ? 0 : 8>;
 
-// Starts a warp's copy of positions first to first + Rows - 1 of one split, head and tensor; positions from `end` on, and
+// Starts a warp's copy of positions first to first + Rows - 1 of one span, head and tensor; positions from `end` on, and
 // with kWindowed those before `begin`, become zeros. Works in units of kPageUnit positions, which are contiguous in their page.
 template <int HS, int Rows, bool kWindowed, typename S>
 __device__ __forceinline__ void load_units(const Arguments<S>& a, const S* from, unsigned tile, int pages, int kv_head,
