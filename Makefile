@@ -306,7 +306,8 @@ mutants: deps venv
 
 # The threads that read ahead and that write checkpoints, and those of the server, under ThreadSanitizer: their tests, and
 # train_llama for test/run.py. libgomp is not built for it: everything runs with one OpenMP thread.
-THREAD_TESTS := checkpoint communicator data_loader engine joint_save ranks_start serve_http serve_server train_loop write_behind
+THREAD_TESTS := background_save checkpoint checkpoint_resume communicator data_loader engine initialize joint_save ranks_start run_directory \
+                sample_writer serve_http serve_server train_bench train_guard train_loop train_signal write_behind
 tsan:
 	@$(MAKE) --no-print-directory MODE=tsan NVCC= thread_tests
 thread_tests: $B/thread_tests $B/train_llama
