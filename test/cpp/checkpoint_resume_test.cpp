@@ -1,11 +1,9 @@
 // What must be as it was when a run goes on from a checkpoint, and what may change.
 #include <gtest/gtest.h>
-#include <sys/stat.h>
 
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <functional>
 #include <map>
 #include <optional>

@@ -4,7 +4,6 @@
 
 #include <csignal>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <string>
 
@@ -28,11 +27,17 @@ std::string letter_tokenizer() {
       .dump();
 }
 
-// A sample depends on parameters, seed and step alone, and begins with the prompt each time.
-TEST(SampleWriterTest, ASampleDoesNotGoOnWhereTheLastOneEnded) {
+// Of samples that are `tokens` tokens behind "abc".
+TrainSettings sample_settings(std::int64_t tokens) {
   TrainSettings settings = micro_settings();
   settings.sample_prompt = "abc";
-  settings.sample_tokens = 9;
+  settings.sample_tokens = tokens;
+  return settings;
+}
+
+// A sample depends on parameters, seed and step alone, and begins with the prompt each time.
+TEST(SampleWriterTest, ASampleDoesNotGoOnWhereTheLastOneEnded) {
+  TrainSettings settings = sample_settings(9);
   settings.temperature = 1;
   const std::unique_ptr<TrainModel> model = micro_model(settings);
   SampleWriter writer(settings, letter_tokenizer(), micro_config());
@@ -45,9 +50,7 @@ TEST(SampleWriterTest, ASampleDoesNotGoOnWhereTheLastOneEnded) {
 }
 
 TEST(SampleWriterTest, AnotherSeedIsAnotherSample) {
-  TrainSettings settings = micro_settings();
-  settings.sample_prompt = "abc";
-  settings.sample_tokens = 20;
+  TrainSettings settings = sample_settings(20);
   settings.temperature = 1;
   const std::unique_ptr<TrainModel> model = micro_model(settings);
   const auto sample = [&](std::int64_t seed) {
@@ -65,9 +68,7 @@ TEST(SampleWriterTest, AnotherSeedIsAnotherSample) {
 TEST(SampleWriterDeathTest, ASampleEndsAtASignal) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const auto leave = [] {
-    TrainSettings settings = micro_settings();
-    settings.sample_prompt = "abc";
-    settings.sample_tokens = 20;
+    TrainSettings settings = sample_settings(20);
     const std::unique_ptr<TrainModel> model = micro_model(settings);
     SampleWriter writer(settings, letter_tokenizer(), micro_config());
     writer.attach(*model);
@@ -83,9 +84,7 @@ TEST(SampleWriterDeathTest, ASampleEndsAtASignal) {
 
 // Of the ids that the model has and the tokenizer has not none is drawn; an end token ends the sample.
 TEST(SampleWriterTest, ASampleIsMadeOfTokensAndEndsAtAnEndToken) {
-  TrainSettings settings = micro_settings();
-  settings.sample_prompt = "abc";
-  settings.sample_tokens = 29;
+  TrainSettings settings = sample_settings(29);
   settings.temperature = 100;
   ModelConfig config = micro_config();
   const auto sample = [&] {
@@ -106,9 +105,7 @@ TEST(SampleWriterTest, APromptBeginsAsItsTokenizerSays) {
   Json tokenizer = Json::parse(letter_tokenizer());
   tokenizer["added_tokens"] = {{{"id", 20}, {"content", "<s>"}, {"special", true}}};
   tokenizer["post_processor"] = token_in_front("<s>", 20);
-  TrainSettings settings = micro_settings();
-  settings.sample_prompt = "abc";
-  settings.sample_tokens = 9;
+  TrainSettings settings = sample_settings(9);
   EXPECT_EQ(SampleWriter(settings, tokenizer.dump(), micro_config()).positions(), 13);
 }
 

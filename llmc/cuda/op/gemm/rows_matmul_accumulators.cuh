@@ -1,6 +1,9 @@
 // The epilogue of kernels of rows_matmul_hopper.cu that have no use for shared memory: straight from the accumulators of wgmma.
 #pragma once
 
+#include <cstdint>
+#include <type_traits>
+
 #include "llmc/cuda/hw/hopper.cuh"
 #include "llmc/cuda/op/gemm/rows_matmul.cuh"
 #include "llmc/cuda/op/gemm/rows_matmul_fp8.cuh"

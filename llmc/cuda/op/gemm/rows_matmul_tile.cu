@@ -321,7 +321,6 @@ __device__ void consume_tiles_of_codes(const P& p, const TileMemory<P, N>& share
 template <typename P, int N, Consumers kConsumers>
 __global__ void __launch_bounds__(kTileThreads, 1) tile_kernel([[maybe_unused]] const __grid_constant__ P p) {
 #if WEFT_WGMMA
-  using T = typename P::Element;
   using Shape = TileShape<P, N>;
   constexpr unsigned kReaders = kConsumers == Consumers::in_turns ? 1 : kTileConsumers;  // warpgroups, of a stage
   extern __shared__ unsigned char dynamic[];
