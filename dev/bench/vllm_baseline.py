@@ -1,10 +1,11 @@
 """vLLM beside dev/bench/decode.py: random bf16 weights of Llama's and Qwen3's shapes, CUDA graphs and torch.compile.
 
     python3 dev/bench/vllm_baseline.py --model llama3.1-8b --contexts 64 8192 32768
-    python3 dev/bench/vllm_baseline.py --model qwen3-8b --sequences 1 64 128
+    python3 dev/bench/vllm_baseline.py --model qwen3-8b --sequences 1 64 128 8x32768
 
 Prints a JSON line a context of one sequence: {"context", "ms" a token, median of --repeats requests of 64 tokens, "prompt_ms", the
-least of them}, and a line a number of sequences, all with prompts of --prompt ids: {"sequences", "ms" a token, "tokens_per_s"}. A token's
+least of them}, and a line a number of sequences, with prompts of 128 ids or as many as stand behind an x: {"sequences", "prompt", "ms" a
+token, "tokens_per_s"}. A token's
 time is the difference between requests of 65 tokens and of 1, so it holds vLLM's scheduler and sampling, as a user's does.
 """
 
@@ -43,22 +44,27 @@ def config(model: str) -> dict[str, Any]:
             **SIZES[model]}
 
 
+def sequences_of(text: str) -> tuple[int, int]:
+    """A number of sequences and the ids of each one's prompt."""
+    count, _, ids = text.partition("x")
+    return int(count), int(ids or 128)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, required=True)
     parser.add_argument("--mode", choices=["offline"], default="offline")
     parser.add_argument("--contexts", nargs="+", type=int, default=[])
-    parser.add_argument("--sequences", nargs="+", type=int, default=[])
-    parser.add_argument("--prompt", type=int, default=128, help="ids of each prompt of --sequences")
+    parser.add_argument("--sequences", nargs="+", type=sequences_of, default=[], metavar="COUNT[xIDS]")
     parser.add_argument("--repeats", type=int, default=3, help="requests for each figure, beside one that warms up")
     options = parser.parse_args()
     from vllm import LLM, SamplingParams
 
-    longest = max([*options.contexts, options.prompt]) + TOKENS + 1
+    longest = max([*options.contexts, *(ids for _, ids in options.sequences)]) + TOKENS + 1
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config(options.model)))
         llm = LLM(model=directory, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=longest,
-                  enable_prefix_caching=False, max_num_seqs=max([8, *options.sequences]))
+                  enable_prefix_caching=False, max_num_seqs=max([8, *(count for count, _ in options.sequences)]))
 
         def seconds(prompts: list[dict[str, list[int]]], tokens: int) -> float:
             begin = time.perf_counter()
@@ -81,9 +87,9 @@ def main() -> None:
         for context in options.contexts:
             ms, prompt_ms = measured(1, context)
             print(json.dumps({"context": context, "ms": ms, "prompt_ms": prompt_ms}), flush=True)
-        for sequences in options.sequences:
-            ms, _ = measured(sequences, options.prompt)
-            print(json.dumps({"sequences": sequences, "ms": ms, "tokens_per_s": 1000 * sequences / ms}), flush=True)
+        for count, ids in options.sequences:
+            ms, _ = measured(count, ids)
+            print(json.dumps({"sequences": count, "prompt": ids, "ms": ms, "tokens_per_s": 1000 * count / ms}), flush=True)
 
 
 if __name__ == "__main__":
