@@ -106,6 +106,22 @@ __device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
   }
 }
 
+// A phase of an mbarrier, for mbarrier_wait_all().
+struct BarrierPhase {
+  unsigned barrier, parity;
+};
+// Waits for all of them. It asks for each before it waits for one, so that the answers of those that are complete come
+// together.
+template <int N>
+__device__ inline void mbarrier_wait_all(const BarrierPhase (&phases)[N]) {
+  bool complete = true;
+#pragma unroll
+  for (int i = 0; i < N; ++i) complete &= mbarrier_try(phases[i].barrier, phases[i].parity);
+  if (complete) return;
+#pragma unroll
+  for (int i = 0; i < N; ++i) mbarrier_wait(phases[i].barrier, phases[i].parity);
+}
+
 // Orders this thread's ordinary stores to shared memory before bulk copies and wgmma that read them.
 __device__ inline void fence_async_proxy_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

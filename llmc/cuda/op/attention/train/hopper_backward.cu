@@ -13,12 +13,15 @@
 // operands of dV += P^T dO and dK += dS^T Q. Those two sums never leave registers: a block walks the query heads of its
 // group one after the other. dS^T also goes through shared memory for dQ = dS K, where keys are the inner dimension.
 //
-// Two warpgroups have 64 keys each. A third has the two threads that move data: one loads Q, dO and the statistics into
-// rings, the other adds dQ to global memory. Step i of a consumer warpgroup, in the order of issue; GEMMs are
-// asynchronous:
+// Two warpgroups have 64 keys each. A third has the threads that move data: one loads Q, dO and the statistics into
+// rings, and for each stage of dQ's ring one adds dQ to global memory, so that one addition begins while the one before
+// is on its way. Step i of a consumer warpgroup, in the order of issue; GEMMs are asynchronous:
 //
-//   P = exp(S) | wait for dP | dV += | dS = P (dP - D), to shared memory | dQ of step i - 1 =, dK += | wait for dV |
-//   S of step i + 1 = | wait for dQ, to shared memory | wait for dK | dP of step i + 1 = | wait for S
+//   P = exp(S) | wait for dP | dQ of step i - 2 handed over | dV += | dS = P (dP - D), to shared memory |
+//   dQ of step i - 1 =, dK += | wait for dV | S of step i + 1 = | wait for dQ, to shared memory | wait for dK |
+//   dP of step i + 1 = | wait for S
+//
+// dQ is handed over where no GEMM is in flight: the fence that this needs waits for all that has been started.
 //
 // So the tensor cores compute dP while exponentials are computed, dV during dS, dK and the next S while dQ leaves the
 // registers. dQ needs dS of both warpgroups. Because it is computed a step late, they need not run in lockstep, and do
@@ -253,7 +256,7 @@ struct SharedMemory {
   __device__ RingBarriers score_ring() const { return {base + unsigned{offsetof(Storage, score_ring)}, kStages}; }
   __device__ RingBarriers q_ring() const { return {base + unsigned{offsetof(Storage, q_ring)}, kStages}; }
   __device__ RingBarriers dout_ring() const { return {base + unsigned{offsetof(Storage, dout_ring)}, kStages}; }
-  // dQ: the warpgroups fill it, the thread that adds it to global memory empties it.
+  // dQ: the warpgroups fill it, the threads that add it to global memory empty it, one a stage.
   __device__ RingBarriers sum_ring() const { return {base + unsigned{offsetof(Storage, sum_ring)}, kStages}; }
 };
 
@@ -288,10 +291,10 @@ __device__ void load(const Arguments<T>& a, const Work& work, const SharedMemory
   }
 }
 
-// The thread that adds the consumers' dQ from shared memory to global memory, each tile once all blocks of keys before
-// this one have added theirs.
+// The thread that adds the consumers' dQ from a stage of shared memory to global memory, each tile once all blocks of
+// keys before this one have added theirs.
 template <typename Tiling, typename T>
-__device__ void add_sums(const Arguments<T>& a, const Work& work, const SharedMemory<Tiling>& shared) {
+__device__ void add_sums(const Arguments<T>& a, const Work& work, const SharedMemory<Tiling>& shared, int stage) {
   const int group = a.heads / a.kv_heads;
   constexpr unsigned kBytes = Tiling::kConsumers * kSumBytes;
   const RingBarriers sum_ring = shared.sum_ring();
@@ -301,6 +304,7 @@ __device__ void add_sums(const Arguments<T>& a, const Work& work, const SharedMe
     if constexpr (Tiling::kHidesPast) earlier -= a.first_keys_of(work.b, tile, Tiling::kQueries)[0] / kKeys;
     for (int h = work.kv * group; h < (work.kv + 1) * group; ++h, ++step) {
       const RingPosition now = RingPosition::at(step, kStages);
+      if (now.stage != stage) continue;
       const std::int64_t row = (static_cast<std::int64_t>(work.b) * a.heads + h) * a.stored_tiles + tile;
       sum_ring.wait_full(now);
       const unsigned from = shared.sums(now.stage);
@@ -473,10 +477,10 @@ __device__ void convert_sums(const Arguments<T>& a, const Work& work, int thread
   }
 }
 
-// Arrives for the warp, when all of its lanes are done.
-__device__ __forceinline__ void warp_arrive(unsigned barrier) {
+// Arrives for the warp, when all of its lanes are done. `thread`: in the warpgroup.
+__device__ __forceinline__ void warp_arrive(unsigned barrier, int thread) {
   __syncwarp();
-  if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(barrier);
+  if (thread % kWarpSize == 0) mbarrier_arrive(barrier);
 }
 
 // Starts d = a b, for S^T, dP^T and dQ.
@@ -496,7 +500,7 @@ __device__ __forceinline__ void start_gemm_add(float (&d)[R], const unsigned (&a
 // P^T = 2^(S^T c - lse2), in the place of S^T: a warp's 16 keys by 2 R queries. `lse2` points to the thread's first two
 // queries. `ahead`: the warp's first key minus the first query.
 template <int R>
-__device__ __forceinline__ void exponentials(float (&S)[R], const float* lse2, float c, int ahead) {
+__device__ __forceinline__ void exponentials(float (&S)[R], const float* lse2, float c, int ahead, int lane) {
 #pragma unroll
   for (int j = 0; j < R / 4; ++j) {
     const float2 pair = *reinterpret_cast<const float2*>(lse2 + j * 8);
@@ -504,7 +508,7 @@ __device__ __forceinline__ void exponentials(float (&S)[R], const float* lse2, f
     for (int i = 0; i < 4; ++i) S[4 * j + i] = exp2_approximate(fmaf(S[4 * j + i], c, i % 2 ? -pair.y : -pair.x));
   }
   if (ahead + 15 > 0) {  // causal mask: keys after a query are hidden from it
-    const int lane = threadIdx.x % kWarpSize, hidden = ahead + lane / 4 - lane % 4 * 2;
+    const int hidden = ahead + lane / 4 - lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < R / 4; ++j)
 #pragma unroll
@@ -535,20 +539,21 @@ __device__ __forceinline__ void score_gradients(float (&dP)[R], const float (&P)
   }
 }
 
-// Hands a warpgroup's share of a step's dQ to add_sums().
+// Stores a warpgroup's share of a step's dQ in its stage, which is empty.
 template <typename Tiling>
 __device__ __forceinline__ void store_sums(const SharedMemory<Tiling>& shared, int consumer, const float (&dQ)[32],
-                                           int step) {
-  const RingPosition at = RingPosition::at(step, kStages);
-  const RingBarriers ring = shared.sum_ring();
-  ring.wait_empty(at);
+                                           RingPosition at, int thread) {
   float4* sums = reinterpret_cast<float4*>(__cvta_shared_to_generic(shared.sums(0))) +
-                 (at.stage * Tiling::kConsumers + consumer) * (kSumBytes / 16) + threadIdx.x % kWarpgroupSize;
+                 (at.stage * Tiling::kConsumers + consumer) * (kSumBytes / 16) + thread;
 #pragma unroll
   for (int i = 0; i < 8; ++i)
     sums[i * kWarpgroupSize] = make_float4(dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
+}
+// Hands it to add_sums().
+template <typename Tiling>
+__device__ __forceinline__ void hand_over_sums(const SharedMemory<Tiling>& shared, int stage, int thread) {
   fence_async_proxy_shared();
-  warp_arrive(ring.full(at.stage));
+  warp_arrive(shared.sum_ring().full(stage), thread);
 }
 
 template <typename Tiling, typename T, int R>
@@ -561,10 +566,16 @@ template <typename Tiling, typename T>
 __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMemory<Tiling>& shared, int consumer) {
   constexpr int HS = Tiling::HS, kQueries = Tiling::kQueries, kR = kQueries / 2;
   using Storage = typename Tiling::Storage;
+  // Kept in registers: otherwise the compiler reads the special register in every step, and waits there for all GEMMs
+  // that have been issued.
+  int thread = threadIdx.x % kWarpgroupSize;
+  asm volatile("" : "+r"(thread));
   // the first of the warp's keys
   const int warp_row = consumer * kGroupKeys + threadIdx.x % kWarpgroupSize / kWarpSize * 16;
-  const unsigned lane_offset = Tiling::KeyTile::lane_offset(warp_row);
-  const RingBarriers score_ring = shared.score_ring(), q_ring = shared.q_ring(), dout_ring = shared.dout_ring();
+  unsigned lane_offset = Tiling::KeyTile::lane_offset(warp_row);
+  asm volatile("" : "+r"(lane_offset));
+  const RingBarriers score_ring = shared.score_ring(), q_ring = shared.q_ring(), dout_ring = shared.dout_ring(),
+                     sum_ring = shared.sum_ring();
   const auto k_rows = shared.k().template rows<kGroupKeys>(consumer * kGroupKeys).k_major();
   const auto v_rows = k_rows.moved(offsetof(Storage, v) - offsetof(Storage, k));
   // dQ: at head dimension 64 a warpgroup computes 64 of the queries, at 128 it computes 64 of the columns.
@@ -603,10 +614,10 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
     // S is complete; dP is still running.
     const RingPosition now = RingPosition::at(step, kStages), next = RingPosition::at(step + 1, kStages);
     const float* lse2 = reinterpret_cast<const float*>(__cvta_shared_to_generic(shared.statistics(0))) +
-                        now.stage * kQueries * 2 + threadIdx.x % 4 * 2;
+                        now.stage * kQueries * 2 + thread % 4 * 2;
     named_barrier_wait(kExpSlot + consumer, Tiling::kConsumers * kWarpgroupSize);
     unsigned P[kR / 2];
-    exponentials(S, lse2, c, ahead);
+    exponentials(S, lse2, c, ahead, thread % kWarpSize);
     if constexpr (Tiling::kHidesPast) {
       const int first_key = work.block * kKeys + warp_row;
       if (first_key < all_seen_from)
@@ -618,6 +629,7 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
       named_barrier_arrive(kExpSlot + 1 - consumer, Tiling::kConsumers * kWarpgroupSize);
     wgmma_wait<0>();
     pin(dP);
+    if (step > 1) hand_over_sums(shared, now.stage, thread);  // of step - 2
     wgmma_fence();
     start_gemm_add(dV, P, shared.dout(now.stage).mn_major());
     score_gradients(dP, S, lse2 + kQueries);
@@ -626,33 +638,36 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
     score_ring.wait_empty(now);
     shared.scores(now.stage).store(lane_offset, dS);
     fence_async_proxy_shared();
-    warp_arrive(score_ring.full(now.stage));
+    warp_arrive(score_ring.full(now.stage), thread);
 
     // dQ of the previous step, whose stage is also the next step's, since there are two. By now the other warpgroup has
     // had time to store its dS. Step 0 multiplies stale shared memory and discards the result: a branch around wgmma
-    // would make the compiler wait for those in flight.
-    if (step > 0) score_ring.wait_full({next.stage, RingPosition::at(step - 1, kStages).phase});
+    // would make the compiler wait for those in flight. What the rest of the step needs is waited for here, too: behind
+    // GEMMs that have been issued the answer of an mbarrier takes 150 cycles.
+    // (The last step has no next one, and before step 0 there is none: then these phases are over.)
+    const RingPosition loaded = step + 1 < steps ? next : now;
+    const RingPosition before = step > 0 ? RingPosition::at(step - 1, kStages) : RingPosition{next.stage, 1};
+    mbarrier_wait_all({q_ring.full_phase(loaded), dout_ring.full_phase(loaded), score_ring.full_phase(before),
+                       sum_ring.empty_phase(step > 0 ? before : now)});
     float dQ[32];
     wgmma_fence();
     start_gemm(dQ, dq_scores.moved(next.stage * Tiling::ScoreTile::kBytes), dq_keys);
     start_gemm_add(dK, dS, shared.q(now.stage).mn_major());
     wgmma_wait<2>();  // dV is done: the registers of its operand are free for S
     pin(dV);
-    warp_arrive(dout_ring.empty(now.stage));
-    if (step + 1 < steps) q_ring.wait_full(next);
+    warp_arrive(dout_ring.empty(now.stage), thread);
     wgmma_fence();
     // in the last step this multiplies stale shared memory and is discarded
     start_gemm(S, k_rows, shared.q(next.stage).k_major());
     wgmma_wait<2>();  // dQ
     pin(dQ);
     if (step > 0) {
-      warp_arrive(score_ring.empty(next.stage));
-      store_sums(shared, consumer, dQ, step - 1);
+      warp_arrive(score_ring.empty(next.stage), thread);
+      store_sums(shared, consumer, dQ, before, thread);
     }
     wgmma_wait<1>();  // dK
     pin(dK);
-    warp_arrive(q_ring.empty(now.stage));
-    if (step + 1 < steps) dout_ring.wait_full(next);
+    warp_arrive(q_ring.empty(now.stage), thread);
     wgmma_fence();
     start_gemm(dP, v_rows, shared.dout(next.stage).k_major());
     wgmma_wait<1>();
@@ -676,7 +691,10 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
   pin(dK);
   pin(dV);
   pin(dQ);
-  store_sums(shared, consumer, dQ, steps - 1);
+  if (steps > 1) hand_over_sums(shared, RingPosition::at(steps - 2, kStages).stage, thread);
+  sum_ring.wait_empty(last);
+  store_sums(shared, consumer, dQ, last, thread);
+  hand_over_sums(shared, last.stage, thread);
   store_gradients(a, work, shared, consumer, dK, dV);
 }
 
@@ -738,7 +756,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, 1) key_block_kernel(const __
     constexpr int kConsumerWarps = Tiling::kConsumers * kWarpgroupSize / kWarpSize;
     mbarrier_init(shared.k_full(), 1);
     mbarrier_init(shared.v_full(), 1);
-    mbarrier_init(shared.sums_added(), 1);
+    mbarrier_init(shared.sums_added(), kStages);
     for (int i = 0; i < kStages; ++i) shared.score_ring().init(i, kConsumerWarps, kConsumerWarps);
     for (int i = 0; i < kStages; ++i) shared.q_ring().init(i, 1, kConsumerWarps);
     for (int i = 0; i < kStages; ++i) shared.dout_ring().init(i, 1, kConsumerWarps);
@@ -753,7 +771,8 @@ __global__ void __launch_bounds__(Tiling::kThreads, 1) key_block_kernel(const __
   if (warpgroup == 0) {
     decrease_registers<24>();
     if (threadIdx.x == 0) load(a, work, shared);
-    if (threadIdx.x == kWarpSize) add_sums(a, work, shared);
+    const int stage = static_cast<int>(threadIdx.x) / kWarpSize - 1;
+    if (stage >= 0 && stage < kStages && threadIdx.x % kWarpSize == 0) add_sums(a, work, shared, stage);
   } else {
     increase_registers<240>();
     consume(a, work, shared, warpgroup - 1);
