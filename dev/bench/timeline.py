@@ -1,13 +1,20 @@
-"""How much of a training step the GPU works: the time line of the kernels, as CUPTI records it.
+"""How much of a training step the GPU works, or what each kernel adds to a step of inference: the time line of the kernels, as CUPTI
+records it.
 
     python3 dev/bench/timeline.py [--config d12 --seq-len 1024 --micro-batch 32] [--precision fp8] [--gpus N [--shard parameters]]
                                   [--no-graph]
+    python3 dev/bench/timeline.py --inference "--random-model llama3.1-8b --bench-batch 64 --max-tokens 96"
+    python3 dev/bench/timeline.py --inference "--random-model llama3.1-8b --bench --bench-contexts 8192,32768"
 
 Runs train_llama --bench, takes the last steps (from one gradient norm to the next) of each of its processes and prints the
 share of their time in which at least one kernel, copy or fill ran, the largest gaps with what stands before and behind them,
 and the kernels by time; with several GPUs also how long nothing ran but copies and the sum of the ranks: what they cost
 beside the passes. Kernels keep their lengths while they are recorded; the host gets slower, so that gaps it causes look longer, not
 shorter.
+
+With --inference it runs infer_pythia with these options and takes steps apart: those between two kernels that sample, and, since
+--bench rests before each measurement, the prompts between two rests. Kernels overlap; what one adds is the time from the end before
+to its own.
 """
 
 from __future__ import annotations
@@ -20,12 +27,16 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NoReturn
 
+import needs_gpu
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 STEPS = 10
+REST_NS = 20_000_000  # of --bench before a measurement: at least
+Work = tuple[int, int, str]  # begin and end in nanoseconds, name
 
 
 def fail(message: str) -> NoReturn:
@@ -47,8 +58,8 @@ def find_cupti() -> Path:
     fail("libcupti: not found in the CUDA toolkit (extras/CUPTI) nor beside PyTorch")
 
 
-def record(options: argparse.Namespace) -> list[list[tuple[int, int, str]]]:
-    """The time line of each process that used a GPU."""
+def record(command: list[str]) -> list[list[Work]]:
+    """The time line of each process of the command that used a GPU."""
     cupti = find_cupti()
     with tempfile.TemporaryDirectory() as scratch:
         library, lines = Path(scratch) / "timeline.so", Path(scratch) / "timeline.txt"
@@ -56,14 +67,11 @@ def record(options: argparse.Namespace) -> list[list[tuple[int, int, str]]]:
         subprocess.run(["g++", "-std=c++20", "-O2", "-shared", "-fPIC", f"-I{home}/include", f"-I{home}/extras/CUPTI/include",
                         str(ROOT / "dev/bench/timeline.cpp"), str(cupti), f"-Wl,-rpath,{cupti.parent}", "-o", str(library)],
                        check=True)
-        command = [str(ROOT / "train_llama"), "--device", "cuda", "--bench", "--config", options.config, "--seq-len",
-                   str(options.seq_len), "--micro-batch", str(options.micro_batch), "--precision", options.precision]
-        command += ["--gpus", str(options.gpus), "--shard", options.shard] if options.gpus > 1 else []
-        result = subprocess.run(command + (["--no-graph"] if options.no_graph else []), text=True, cwd=ROOT,
+        result = subprocess.run(command, text=True, cwd=ROOT,
                                 env={**os.environ, "LD_PRELOAD": str(library), "TIMELINE_OUT": str(lines)})
         files = sorted(lines.parent.glob(lines.name + ".*"))
         if result.returncode:
-            fail(f"train_llama ended with {result.returncode}")
+            fail(f"{Path(command[0]).name} ended with {result.returncode}")
         processes = ((line.split(" ", 2) for line in file.read_text().splitlines()) for file in files)
         work = [sorted((int(begin), int(end), name) for begin, end, name in rows) for rows in processes]
         work = [rows for rows in work if rows]  # the process that starts the ranks may ask the driver for its GPUs, too
@@ -72,7 +80,7 @@ def record(options: argparse.Namespace) -> list[list[tuple[int, int, str]]]:
         return work
 
 
-def covered(work: list[tuple[int, int, str]]) -> int:
+def covered(work: list[Work]) -> int:
     """Nanoseconds in which at least one of the pieces of work ran; they are sorted."""
     total = at = 0
     for begin, end, _ in work:
@@ -82,7 +90,10 @@ def covered(work: list[tuple[int, int, str]]) -> int:
 
 
 def short(name: str) -> str:
-    """A mangled name by its longest word."""
+    """A mangled name by its kernel, or else by its longest word."""
+    kernels = re.findall(r"\d([a-z][a-z_]*_kernel)", name)
+    if kernels:
+        return str(kernels[-1])
     words = re.findall(r"[A-Za-z][A-Za-z0-9_]{3,}", re.sub(r"\d+", lambda n: " " if len(n.group()) < 3 else n.group(), name))
     return max(words, key=len, default=name)[:44]
 
@@ -96,13 +107,68 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--shard", default="optimizer")
     parser.add_argument("--no-graph", action="store_true")
+    parser.add_argument("--inference", metavar="OPTIONS", help="of infer_pythia, which runs in the place of train_llama")
     options = parser.parse_args()
-    for work in record(options):
+    needs_gpu.by_program(ROOT / ("train_llama" if options.inference is None else "infer_pythia"))
+    if options.inference is not None:
+        for work in record([str(ROOT / "infer_pythia"), "--device", "cuda", *options.inference.split()]):
+            show_inference(work)
+        return 0
+    command = [str(ROOT / "train_llama"), "--device", "cuda", "--bench", "--config", options.config, "--seq-len",
+               str(options.seq_len), "--micro-batch", str(options.micro_batch), "--precision", options.precision]
+    command += ["--gpus", str(options.gpus), "--shard", options.shard] if options.gpus > 1 else []
+    for work in record(command + (["--no-graph"] if options.no_graph else [])):
         show(work, options)
     return 0
 
 
-def show(work: list[tuple[int, int, str]], options: argparse.Namespace) -> None:
+def steps_of(work: list[Work]) -> list[list[Work]]:
+    """The steps of decoding, each as far as the kernel that samples, of the most frequent number of launches."""
+    ends = [place for place, (_, _, name) in enumerate(work) if "sample_kernel" in name]
+    steps = [work[before + 1:end + 1] for before, end in zip(ends, ends[1:])]
+    launches = Counter(len(step) for step in steps)
+    return [step for step in steps if len(step) == launches.most_common(1)[0][0]]
+
+
+def runs_of(work: list[Work]) -> list[list[Work]]:
+    """What lies between two rests."""
+    runs: list[list[Work]] = []
+    busy_until = -REST_NS
+    for one in work:
+        if one[0] - busy_until > REST_NS:
+            runs.append([])
+        runs[-1].append(one)
+        busy_until = max(busy_until, one[1])
+    return runs
+
+
+def show_added(title: str, steps: list[list[Work]]) -> None:
+    """A line for each kernel: launches a step, microseconds that each adds to what ended before, and how long it lasts."""
+    added: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0])
+    for step in steps:
+        at = min(begin for begin, _, _ in step)
+        for begin, end, name in sorted(step, key=lambda one: one[1]):
+            for place, value in enumerate((1, end - at, end - begin)):
+                added[short(name)][place] += value
+            at = end
+    total = sum(time for _, time, _ in added.values()) / len(steps)
+    print(f"{title}: {total * 1e-6:.3f} ms")
+    for name, (count, time, length) in sorted(added.items(), key=lambda item: -item[1][1])[:12]:
+        print(f"  {time / len(steps) * 1e-3:10.1f} us  {count / len(steps):6.1f} x {time / count * 1e-3:9.2f} us added, "
+              f"{length / count * 1e-3:9.2f} long  {name}")
+
+
+def show_inference(work: list[Work]) -> None:
+    steps = steps_of(work)
+    if len(steps) >= STEPS:
+        show_added(f"{len(steps)} steps of {len(steps[0])} launches", steps)
+        return
+    for run in runs_of(work):
+        if len(run) > 2 * STEPS:
+            show_added(f"a run of {len(run)} launches", [run])
+
+
+def show(work: list[Work], options: argparse.Namespace) -> None:
     ends = [end for _, end, name in work if "gradient_norm_kernel" in name][-STEPS - 1:]
     if len(ends) < STEPS + 1:
         fail("the time line holds fewer steps than expected")
@@ -134,6 +200,4 @@ def show(work: list[tuple[int, int, str]], options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    import needs_gpu
-    needs_gpu.by_program(ROOT / "train_llama")
     sys.exit(main())

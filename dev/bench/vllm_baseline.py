@@ -5,8 +5,8 @@
 
 Prints a JSON line a context of one sequence: {"context", "ms" a token, median of --repeats requests of 64 tokens, "prompt_ms", the
 least of them}, and a line a number of sequences, with prompts of 128 ids or as many as stand behind an x: {"sequences", "prompt", "ms" a
-token, "tokens_per_s"}. A token's
-time is the difference between requests of 65 tokens and of 1, so it holds vLLM's scheduler and sampling, as a user's does.
+token, "tokens_per_s"}. A token's time is the difference between requests of 65 tokens and of 1, so it holds vLLM's scheduler and
+sampling, as a user's does.
 """
 
 from __future__ import annotations
