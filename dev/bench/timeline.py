@@ -3,8 +3,8 @@ records it.
 
     python3 dev/bench/timeline.py [--config d12 --seq-len 1024 --micro-batch 32] [--precision fp8] [--gpus N [--shard parameters]]
                                   [--no-graph]
-    python3 dev/bench/timeline.py --inference "--random-model llama3.1-8b --bench-batch 64 --max-tokens 96"
-    python3 dev/bench/timeline.py --inference "--random-model llama3.1-8b --bench --bench-contexts 8192,32768"
+    python3 dev/bench/timeline.py --inference="--random-model llama3.1-8b --bench-batch 64 --max-tokens 96"
+    python3 dev/bench/timeline.py --inference="--random-model llama3.1-8b --bench --bench-contexts 8192,32768"
 
 Runs train_llama --bench, takes the last steps (from one gradient norm to the next) of each of its processes and prints the
 share of their time in which at least one kernel, copy or fill ran, the largest gaps with what stands before and behind them,
@@ -12,9 +12,9 @@ and the kernels by time; with several GPUs also how long nothing ran but copies 
 beside the passes. Kernels keep their lengths while they are recorded; the host gets slower, so that gaps it causes look longer, not
 shorter.
 
-With --inference it runs infer_pythia with these options and takes steps apart: those between two kernels that sample, and, since
---bench rests before each measurement, the prompts between two rests. Kernels overlap; what one adds is the time from the end before
-to its own.
+With --inference it runs infer_pythia with these options and shows what each kernel adds to a decoded step or to a prompt. Work is
+cut at the rests of --bench; where kernels sample often between two of them, their steps are shown, and otherwise the whole. Kernels
+overlap: what one adds is the time from the end of the one before to its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import glob
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -35,7 +36,7 @@ import needs_gpu
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STEPS = 10
-REST_NS = 20_000_000  # of --bench before a measurement: at least
+REST_NS = 20_000_000  # well below the 200 ms that --bench rests before a measurement
 Work = tuple[int, int, str]  # begin and end in nanoseconds, name
 
 
@@ -90,10 +91,12 @@ def covered(work: list[Work]) -> int:
 
 
 def short(name: str) -> str:
-    """A mangled name by its kernel, or else by its longest word."""
-    kernels = re.findall(r"\d([a-z][a-z_]*_kernel)", name)
-    if kernels:
-        return str(kernels[-1])
+    """A mangled name by its kernel, or else by its longest word. In front of an identifier stands its length."""
+    for digits in re.finditer(r"\d+", name):
+        for length in (digits.group()[-2:], digits.group()[-1:]):
+            identifier = name[digits.end():digits.end() + int(length)]
+            if re.fullmatch(r"[a-z][a-z0-9_]*_kernel", identifier):
+                return identifier
     words = re.findall(r"[A-Za-z][A-Za-z0-9_]{3,}", re.sub(r"\d+", lambda n: " " if len(n.group()) < 3 else n.group(), name))
     return max(words, key=len, default=name)[:44]
 
@@ -111,7 +114,7 @@ def main() -> int:
     options = parser.parse_args()
     needs_gpu.by_program(ROOT / ("train_llama" if options.inference is None else "infer_pythia"))
     if options.inference is not None:
-        for work in record([str(ROOT / "infer_pythia"), "--device", "cuda", *options.inference.split()]):
+        for work in record([str(ROOT / "infer_pythia"), "--device", "cuda", *shlex.split(options.inference)]):
             show_inference(work)
         return 0
     command = [str(ROOT / "train_llama"), "--device", "cuda", "--bench", "--config", options.config, "--seq-len",
@@ -123,9 +126,9 @@ def main() -> int:
 
 
 def steps_of(work: list[Work]) -> list[list[Work]]:
-    """The steps of decoding, each as far as the kernel that samples, of the most frequent number of launches."""
+    """The steps of decoding, from one kernel that samples to the next (both), of the most frequent number of launches."""
     ends = [place for place, (_, _, name) in enumerate(work) if "sample_kernel" in name]
-    steps = [work[before + 1:end + 1] for before, end in zip(ends, ends[1:])]
+    steps = [work[before:end + 1] for before, end in zip(ends, ends[1:])]
     launches = Counter(len(step) for step in steps)
     return [step for step in steps if len(step) == launches.most_common(1)[0][0]]
 
@@ -143,11 +146,13 @@ def runs_of(work: list[Work]) -> list[list[Work]]:
 
 
 def show_added(title: str, steps: list[list[Work]]) -> None:
-    """A line for each kernel: launches a step, microseconds that each adds to what ended before, and how long it lasts."""
+    """A line for each kernel: launches a step, microseconds that each adds to what ended before, and its own. The first
+    piece of work of a step is what came before it."""
     added: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0])
     for step in steps:
-        at = min(begin for begin, _, _ in step)
-        for begin, end, name in sorted(step, key=lambda one: one[1]):
+        first, *work = sorted(step, key=lambda one: one[1])
+        at = first[1]
+        for begin, end, name in work:
             for place, value in enumerate((1, end - at, end - begin)):
                 added[short(name)][place] += value
             at = end
@@ -155,17 +160,22 @@ def show_added(title: str, steps: list[list[Work]]) -> None:
     print(f"{title}: {total * 1e-6:.3f} ms")
     for name, (count, time, length) in sorted(added.items(), key=lambda item: -item[1][1])[:12]:
         print(f"  {time / len(steps) * 1e-3:10.1f} us  {count / len(steps):6.1f} x {time / count * 1e-3:9.2f} us added, "
-              f"{length / count * 1e-3:9.2f} long  {name}")
+              f"{length / count * 1e-3:9.2f} us itself  {name}")
 
 
 def show_inference(work: list[Work]) -> None:
-    steps = steps_of(work)
-    if len(steps) >= STEPS:
-        show_added(f"{len(steps)} steps of {len(steps[0])} launches", steps)
-        return
+    shown = 0
     for run in runs_of(work):
-        if len(run) > 2 * STEPS:
-            show_added(f"a run of {len(run)} launches", [run])
+        steps = steps_of(run)
+        if len(steps) >= STEPS:
+            show_added(f"{len(steps)} steps of {len(steps[0]) - 1} launches", steps)
+        elif len(run) > 2 * STEPS:
+            show_added(f"between two rests, {len(run)} launches", [run])
+        else:
+            continue
+        shown += 1
+    if shown == 0:
+        fail("the time line holds neither steps nor a prompt")
 
 
 def show(work: list[Work], options: argparse.Namespace) -> None:
@@ -182,8 +192,8 @@ def show(work: list[Work], options: argparse.Namespace) -> None:
         busy += max(0, end - max(begin, at))
         if end > at:
             at, before = end, name
-        sums[name][0] += 1
-        sums[name][1] += end - begin
+        sums[short(name)][0] += 1
+        sums[short(name)][1] += end - begin
     span = ends[-1] - ends[0]
     print(f"{options.config}, {options.precision}, {options.micro_batch} x {options.seq_len}{', single launches' if options.no_graph else ''}: "
           f"{span / STEPS * 1e-6:.3f} ms a step, {len(work) / STEPS:.0f} launches, GPU busy {100 * busy / span:.2f} %")
@@ -196,7 +206,7 @@ def show(work: list[Work], options: argparse.Namespace) -> None:
     small = [gap[0] for gap in gaps if gap[0] < 5000]
     print(f"  gaps below 5 us: {len(small) / STEPS:.0f} a step, {sum(small) / STEPS * 1e-3:.0f} us together")
     for name, (count, time) in sorted(sums.items(), key=lambda item: -item[1][1])[:12]:
-        print(f"  {100 * time / span:5.2f} %  {count / STEPS:5.1f} x {time / count * 1e-3:8.1f} us  {short(name)}")
+        print(f"  {100 * time / span:5.2f} %  {count / STEPS:5.1f} x {time / count * 1e-3:8.1f} us  {name}")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
     python3 dev/bench/vllm_baseline.py --model llama3.1-8b --contexts 64 8192 32768
     python3 dev/bench/vllm_baseline.py --model qwen3-8b --sequences 1 64 128 8x32768
 
-Prints a JSON line a context of one sequence: {"context", "ms" a token, median of --repeats requests of 64 tokens, "prompt_ms", the
-least of them}, and a line a number of sequences, with prompts of 128 ids or as many as stand behind an x: {"sequences", "prompt", "ms" a
-token, "tokens_per_s"}. A token's time is the difference between requests of 65 tokens and of 1, so it holds vLLM's scheduler and
-sampling, as a user's does.
+Prints a JSON line a context of one sequence: {"context", "ms" a token, "prompt_ms"}, and a line a number of sequences, with prompts of
+128 ids or as many as follow an x: {"sequences", "prompt", "ms" a token, "tokens_per_s"}. A token's time is a 64th of the difference
+between requests of 65 tokens and of 1 (median of --repeats), so it holds vLLM's scheduler and sampling, as a user's does; a prompt's
+is the least of a request of 1. Of several long prompts vLLM decodes the first while it computes the last ones, so that its last steps
+have fewer sequences than are said: the difference is then less than that many steps.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def main() -> None:
     parser.add_argument("--sequences", nargs="+", type=sequences_of, default=[], metavar="COUNT[xIDS]")
     parser.add_argument("--repeats", type=int, default=3, help="requests for each figure, beside one that warms up")
     options = parser.parse_args()
+    if not options.contexts and not options.sequences:
+        parser.error("give --contexts or --sequences")
     from vllm import LLM, SamplingParams
 
     longest = max([*options.contexts, *(ids for _, ids in options.sequences)]) + TOKENS + 1

@@ -39,7 +39,7 @@ class RingBarriers {
   // Producer: waits until the consumers have released the stage's previous contents; returns at once in the first
   // round.
   __device__ void wait_empty(RingPosition position) const { mbarrier_wait(empty(position.stage), position.phase ^ 1); }
-  // What these two wait for.
+  // The phases that wait_full() and wait_empty() wait for.
   __device__ BarrierPhase full_phase(RingPosition position) const { return {full(position.stage), position.phase}; }
   __device__ BarrierPhase empty_phase(RingPosition position) const {
     return {empty(position.stage), position.phase ^ 1};

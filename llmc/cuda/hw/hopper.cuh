@@ -110,8 +110,8 @@ __device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
 struct BarrierPhase {
   unsigned barrier, parity;
 };
-// Waits for all of them. It asks for each before it waits for one, so that the answers of those that are complete come
-// together.
+// Waits for all of these phases. The first questions are issued together: where all are complete, that takes as long as
+// one.
 template <int N>
 __device__ inline void mbarrier_wait_all(const BarrierPhase (&phases)[N]) {
   bool complete = true;

@@ -13,15 +13,15 @@
 // operands of dV += P^T dO and dK += dS^T Q. Those two sums never leave registers: a block walks the query heads of its
 // group one after the other. dS^T also goes through shared memory for dQ = dS K, where keys are the inner dimension.
 //
-// Two warpgroups have 64 keys each. A third has the threads that move data: one loads Q, dO and the statistics into
-// rings, and for each stage of dQ's ring one adds dQ to global memory, so that one addition begins while the one before
-// is on its way. Step i of a consumer warpgroup, in the order of issue; GEMMs are asynchronous:
+// Two warpgroups have 64 keys each. A third has the threads that move data. One loads Q, dO and the statistics into
+// rings. Two add dQ to global memory, one for each stage of its ring, so that one addition can begin while the other is
+// on its way. Step i of a consumer warpgroup, in the order of issue; GEMMs are asynchronous:
 //
 //   P = exp(S) | wait for dP | dQ of step i - 2 handed over | dV += | dS = P (dP - D), to shared memory |
-//   dQ of step i - 1 =, dK += | wait for dV | S of step i + 1 = | wait for dQ, to shared memory | wait for dK |
-//   dP of step i + 1 = | wait for S
+//   wait for the other's dS, for Q and dO of step i + 1 and for room for dQ | dQ of step i - 1 =, dK += | wait for dV |
+//   S of step i + 1 = | wait for dQ, to shared memory | wait for dK | dP of step i + 1 = | wait for S
 //
-// dQ is handed over where no GEMM is in flight: the fence that this needs waits for all that has been started.
+// dQ is handed over where no GEMM is in flight: its fence would wait for those that are. (That of dS waits for dV.)
 //
 // So the tensor cores compute dP while exponentials are computed, dV during dS, dK and the next S while dQ leaves the
 // registers. dQ needs dS of both warpgroups. Because it is computed a step late, they need not run in lockstep, and do
@@ -404,9 +404,9 @@ __device__ void store_key_codes(const HeadViewOf<std::uint8_t>& to, const typena
   }
 }
 
-// Rounds dQ to T, or to codes, for the tiles that no later block adds to. `thread`: over all consumers' threads. A thread has two
-// rows and 8 columns of each half of a head, which RoPE rotates together. Four heads are loaded at a time, so that one
-// wait for L2 serves all of them.
+// Rounds dQ to T, or to codes, for the tiles that no later block adds to. `thread`: over all consumers' threads. A
+// thread has two rows and 8 columns of each half of a head, which RoPE rotates together. Four heads are loaded at a
+// time, so that one wait for L2 serves all of them.
 template <typename Tiling, typename T>
 __device__ void convert_sums(const Arguments<T>& a, const Work& work, int thread, Rounding& rounding) {
   constexpr int HS = Tiling::HS, kBatch = 4, kPiece = kSumBytes / 16;
@@ -549,7 +549,7 @@ __device__ __forceinline__ void store_sums(const SharedMemory<Tiling>& shared, i
   for (int i = 0; i < 8; ++i)
     sums[i * kWarpgroupSize] = make_float4(dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
 }
-// Hands it to add_sums().
+// Makes that share visible to bulk copies and tells add_sums().
 template <typename Tiling>
 __device__ __forceinline__ void hand_over_sums(const SharedMemory<Tiling>& shared, int stage, int thread) {
   fence_async_proxy_shared();
@@ -566,8 +566,8 @@ template <typename Tiling, typename T>
 __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMemory<Tiling>& shared, int consumer) {
   constexpr int HS = Tiling::HS, kQueries = Tiling::kQueries, kR = kQueries / 2;
   using Storage = typename Tiling::Storage;
-  // Kept in registers: otherwise the compiler reads the special register in every step, and waits there for all GEMMs
-  // that have been issued.
+  // For the compiler they come from nowhere, so that it keeps them in registers: a special register that is read again
+  // in a step comes behind all GEMMs that have been issued. (Where past keys are hidden it does so all the same.)
   int thread = threadIdx.x % kWarpgroupSize;
   asm volatile("" : "+r"(thread));
   // the first of the warp's keys
@@ -642,9 +642,10 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
 
     // dQ of the previous step, whose stage is also the next step's, since there are two. By now the other warpgroup has
     // had time to store its dS. Step 0 multiplies stale shared memory and discards the result: a branch around wgmma
-    // would make the compiler wait for those in flight. What the rest of the step needs is waited for here, too: behind
-    // GEMMs that have been issued the answer of an mbarrier takes 150 cycles.
-    // (The last step has no next one, and before step 0 there is none: then these phases are over.)
+    // would make the compiler wait for those in flight. All that the rest of the step waits for is asked for here, at
+    // once: an mbarrier answers late behind issued GEMMs. The last step has no next one, and step 0 none before: there
+    // this names a phase that is over.
+    static_assert(kStages == 2);
     const RingPosition loaded = step + 1 < steps ? next : now;
     const RingPosition before = step > 0 ? RingPosition::at(step - 1, kStages) : RingPosition{next.stage, 1};
     mbarrier_wait_all({q_ring.full_phase(loaded), dout_ring.full_phase(loaded), score_ring.full_phase(before),
