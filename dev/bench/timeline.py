@@ -92,11 +92,11 @@ def covered(work: list[Work]) -> int:
 
 def short(name: str) -> str:
     """A mangled name by its kernel, or else by its longest word. In front of an identifier stands its length."""
-    for digits in re.finditer(r"\d+", name):
-        for length in (digits.group()[-2:], digits.group()[-1:]):
-            identifier = name[digits.end():digits.end() + int(length)]
-            if re.fullmatch(r"[a-z][a-z0-9_]*_kernel", identifier):
-                return identifier
+    found = [name[digits.end():digits.end() + int(length)] for digits in re.finditer(r"\d+", name)
+             for length in (digits.group()[-2:], digits.group()[-1:])]
+    kernels = [identifier for identifier in found if re.fullmatch(r"[a-z][a-z0-9_]*_kernel", identifier)]
+    if kernels:
+        return kernels[-1]
     words = re.findall(r"[A-Za-z][A-Za-z0-9_]{3,}", re.sub(r"\d+", lambda n: " " if len(n.group()) < 3 else n.group(), name))
     return max(words, key=len, default=name)[:44]
 
