@@ -13,6 +13,9 @@
 #   V=1                   show the commands
 #   -jN                   N jobs at once; default: as many as this process may use cores
 
+# Not the first target of this file, which is one of those that are made from lists.
+.DEFAULT_GOAL := all
+
 # Only in the outermost make: the ones below share its jobs. -j on the command line wins.
 ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
 MAKEFLAGS += -j$(shell nproc 2>/dev/null || echo 2)

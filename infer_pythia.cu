@@ -95,7 +95,8 @@ Exit run_chat(const DecodeSession& s) {
   const InferSettings& settings = s.settings();
   check_system_message(chat, settings.system);
   const std::unique_ptr<DecodeModel> model = s.load_model(choose_capacity(settings, s.config(), kDefaultWindow));
-  return run_chat(*model, s.need_tokenizer(), chat, settings.system, s.generate_options(), settings.stats);
+  return run_chat(*model, s.need_tokenizer(), chat, settings.system, s.generate_options(), settings.ignore_eos,
+                  settings.stats);
 }
 
 // The engine for many requests on this model.
@@ -126,7 +127,7 @@ Exit run_batch(const DecodeSession& s) {
                                       .ignore_eos = settings.ignore_eos,
                                       .rules = s.requested_rules()};
   const EngineOptions engine = engine_options(settings, *model, s.draft_options(draft.get()));
-  return run_batch(*model, s.tokenizer(), {defaults, s.special(), engine}, input, output);
+  return run_batch(*model, s.tokenizer(), {defaults, s.special(), engine, s.file().content_hash()}, input, output);
 }
 
 // --against: both models on one text, token by token.

@@ -214,7 +214,9 @@ def parse_json(data: bytes, source: object, field: str = "", max_objects: int = 
         bad_file(source, field, f"JSON nested deeper than {MAX_JSON_DEPTH} levels")
     except JsonProblem as error:
         bad_file(source, field, f"not valid JSON: {error}", AGAIN)
-    except ValueError as error:  # json.JSONDecodeError is one
+    except json.JSONDecodeError as error:
+        bad_file(source, field, f"not valid JSON: {error.msg} (character {error.pos + 1})", AGAIN)
+    except ValueError as error:
         bad_file(source, field, f"not valid JSON: {escaped(str(error))[1:-1]}", AGAIN)
     depth, values = json_extent(value)
     if depth > MAX_JSON_DEPTH:

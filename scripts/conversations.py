@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from chat_format import Answer, ChatFormat, Message, Refused, Segment, answers, render
+from chat_format import ROLES, Answer, ChatFormat, Message, Refused, Segment, answers, render
 from cli import bad_file, json_type, shown
 from tensor_file import escaped
 
@@ -129,10 +129,12 @@ def _message(value: Any, where: str, line: Line) -> Message:
     role, content = value.get("role"), value.get("content")
     if not isinstance(role, str):
         line.refuse(f"{where}.role", role, "a text")
+    if role not in ROLES:
+        raise LeftOut(f"got the role {shown(role)}, expected {', '.join(ROLES)}")
     if isinstance(content, list):  # of parts, as the server takes them
         if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
             line.refuse(f"{where}.content", content, 'a text, or an array of {"type": "text", "text": ...}')
-        content = "".join(part["text"] for part in content)
+        content = "\n".join(part["text"] for part in content)
     if not isinstance(content, str):
         line.refuse(f"{where}.content", content, "a text")
     return Message(role, content)
@@ -152,6 +154,9 @@ def _question_and_answer(value: dict[str, Any], fields: tuple[str, ...], line: L
         text = value.get(name)
         if text is None and name not in (fields[0], fields[-1]):  # an instruction may have no input
             text = ""
+        if name not in value and text is None:
+            bad_file(line.path, f"line {line.number}", f"got the members {', '.join(map(shown, list(value)[:8])) or 'of no name'}, "
+                     f"expected {shown(name)}", "--fields names the members")
         if not isinstance(text, str):
             line.refuse(shown(name), text, "a text")
         texts.append(text)

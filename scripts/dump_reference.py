@@ -109,7 +109,7 @@ def libraries() -> tuple[Any, Any]:
         return importlib.import_module("torch"), importlib.import_module("transformers")
     except ImportError as error:
         raise FileError(ENVIRONMENT, f"{shown(error.name or 'torch')}: not installed. Reference dumps need torch and "
-                        "transformers: python3 -m pip install torch transformers") from None
+                        "transformers: make torch") from None
 
 
 def replaced_weights(path: Path, description: Model) -> Iterator[tuple[str, np.ndarray]]:

@@ -10,6 +10,13 @@ cd "$(dirname "$0")/.."
 python=.venv/bin/python
 say() { printf '\n== %s\n' "$*"; }
 newest() { printf '%s\n' "$1"/step_???????? | tail -n 1; }
+# A training that was stopped goes on if the options are the same; all others begin anew.
+begin_or_go_on() {
+  local state="unfinished ${DEMO_TRAIN_OPTIONS:-}"
+  [ "$(cat "$1.demo" 2>/dev/null)" == "$state" ] || rm -rf "$1"
+  mkdir -p "$(dirname "$1")"
+  echo "$state" >"$1.demo"
+}
 read -ra train_options <<<"${DEMO_TRAIN_OPTIONS:-}"
 
 train() {
@@ -21,9 +28,10 @@ train() {
   fi
 
   say "training: a Llama of 2 million parameters, about a minute on 2 cores"
-  rm -rf runs/demo
+  begin_or_go_on runs/demo
   ./train_llama --config tiny --train 'data/stories/train_*.bin' --val 'data/stories/val_*.bin' --out runs/demo \
     --max-minutes "${DEMO_MINUTES:-3}" "${train_options[@]}"
+  rm runs/demo.demo
 
   say "plot: runs/demo/loss.png"
   $python scripts/plot_log.py runs/demo -o runs/demo/loss.png
@@ -44,13 +52,14 @@ chat() {
   fi
 
   say "tuning: the same Llama on conversations, half a minute on 2 cores"
-  rm -rf runs/demo-chat
+  begin_or_go_on runs/demo-chat
   tuning=()
   for option in "--steps 60" "--seq-len 320" "--lr 1e-3"; do
     [[ " ${DEMO_TRAIN_OPTIONS:-}" == *" ${option% *}"* ]] || read -ra tuning <<<"${tuning[*]} $option"
   done
   ./train_llama --model "$(newest runs/demo)/model.bin" --train 'data/chats/train_*.bin' --val 'data/chats/val_*.bin' --out runs/demo-chat \
     --max-minutes 1 "${tuning[@]}" "${train_options[@]}"
+  rm runs/demo-chat.demo
 
   model=$(newest runs/demo-chat)/model.bin
   say "chat: one turn"

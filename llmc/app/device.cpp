@@ -33,7 +33,7 @@ DeviceChoice choose_device(const DeviceRequest& request) {
   if (!request.planned_gpu.empty()) {
     fail(Exit::environment,
          "--gpu-memory: this program was built without nvcc, and what the kernels of a GPU need is in code that nvcc "
-         "compiles. With the CUDA toolkit installed, make builds it; a GPU is not needed");
+         "compiles. With the CUDA toolkit installed, make GPU_ARCH=90a builds it; a GPU is not needed");
   }
   const std::string problem = "this program was built without nvcc";
   const Exit code = Exit::environment;

@@ -37,7 +37,7 @@ class Error : public std::runtime_error {
   Exit code_;
 };
 
-// printf into a std::string. The C locale's "." is guaranteed because no weft program calls setlocale().
+// printf into a std::string. The C locale's "." is guaranteed: no weft program sets LC_NUMERIC.
 std::string format(const char* fmt, ...) __attribute__((format(printf, 1, 2)));
 
 // Throws Error(code, format(fmt, ...)).

@@ -80,8 +80,9 @@ class Collector : public CompletionSink {
   std::optional<CompletionEnd> end_;
 };
 
-// Identifies a request: a hash of the prompt's ids, every option, and the model's configuration.
-std::string fingerprint(const BatchRequest& request, const ModelConfig& config) {
+// Identifies a request: a hash of the prompt's ids, every option, the model's configuration and its weights. `model`:
+// BatchSettings::model; answers from before 2026-12 have none.
+std::string fingerprint(const BatchRequest& request, const ModelConfig& config, const std::string& model) {
   const CompletionOptions& o = request.options;
   Json all = {{"prompt", ids_text(request.prompt.ids)},
               {"options",
@@ -89,6 +90,7 @@ std::string fingerprint(const BatchRequest& request, const ModelConfig& config) 
                 o.stop, o.ignore_eos, o.logprobs, o.echo}},
               {"model", config_to_json(config)}};
   if (o.rules.any()) all["rules"] = rules_json(o.rules);  // answers to requests without any keep their fingerprint
+  if (!model.empty()) all["weights"] = model;
   return hash_text(xxh3_64(json_text(all)));
 }
 
@@ -232,7 +234,7 @@ void Batch::read_request(const Json& object, BatchRequest& request) const {
 
 void Batch::submit(const BatchRequest& request) {
   if (const std::optional<std::string> before = output_.answered(request.id)) {
-    if (*before == fingerprint(request, config_)) {
+    if (*before == fingerprint(request, config_, settings_.model) || *before == fingerprint(request, config_, "")) {
       ++skipped_;
       return;
     }
@@ -268,7 +270,7 @@ void Batch::write_answers() {
     pending.collector->add_to(answer);
     answer["finish_reason"] = finished_by_name(end->reason);
     if (end->reason == FinishedBy::error) answer["error"] = end->message;
-    answer["request"] = fingerprint(pending.request, config_);
+    answer["request"] = fingerprint(pending.request, config_, settings_.model);
     output_.write(answer);
     ++(end->reason == FinishedBy::error ? errors_ : answered_);
     return true;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 #include "llmc/base/error.h"
 #include "llmc/infer/answer_file.h"
@@ -20,6 +21,7 @@ struct BatchSettings {
   CompletionOptions defaults;  // for what a request leaves out
   Tokenizer::Special special = Tokenizer::Special::text;
   EngineOptions engine;
+  std::string model = {};  // stands for its weights (ModelFile::content_hash()): another model's answer is another one
 };
 
 // Answers every request of `input` that has no answer in `output` yet. A line that is no valid request gets an

@@ -31,7 +31,7 @@ constexpr std::int64_t kAnswerShare = 8;  // of the context is left for an answe
 class ChatAnswerer : public LineAnswerer {
  public:
   ChatAnswerer(DecodeModel& model, const Tokenizer& tokenizer, const Chat& chat, std::string system,
-               const GenerateOptions& options, bool statistics)
+               const GenerateOptions& options, bool ignore_eos, bool statistics)
       : model_(model),
         tokenizer_(tokenizer),
         chat_(chat),
@@ -39,13 +39,15 @@ class ChatAnswerer : public LineAnswerer {
         statistics_(statistics),
         system_(std::move(system)) {
     options_.hide_special = false;  // marks of thoughts may be special tokens, and the format drops thoughts by them
-    for (std::vector<std::int32_t>* ids : {&options_.stop_ids, &options_.rules.end_ids}) {
-      ids->insert(ids->end(), chat.stop_ids().begin(), chat.stop_ids().end());
+    options_.rules.end_ids.insert(options_.rules.end_ids.end(), chat.stop_ids().begin(), chat.stop_ids().end());
+    if (!ignore_eos) {
+      options_.stop_ids.insert(options_.stop_ids.end(), chat.stop_ids().begin(), chat.stop_ids().end());
     }
     options_.stop_texts.insert(options_.stop_texts.end(), chat.stop_texts().begin(), chat.stop_texts().end());
   }
 
   bool command(const std::string& line) override {
+    if (line.find_first_not_of(" \t\r") == std::string::npos) return true;  // Enter alone says nothing
     if (line == "/reset") {
       turns_.clear();
       log_info("(the conversation begins anew)");
@@ -161,8 +163,8 @@ void check_system_message(const Chat& chat, const std::string& system) {
 }
 
 Exit run_chat(DecodeModel& model, const Tokenizer& tokenizer, const Chat& chat, const std::string& system,
-              const GenerateOptions& options, bool statistics) {
-  ChatAnswerer answerer(model, tokenizer, chat, utf8_replace_invalid(system), options, statistics);
+              const GenerateOptions& options, bool ignore_eos, bool statistics) {
+  ChatAnswerer answerer(model, tokenizer, chat, utf8_replace_invalid(system), options, ignore_eos, statistics);
   return answer_lines(answerer);
 }
 

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <clocale>
 #include <cstdio>
 #include <iostream>
 #include <streambuf>
@@ -91,6 +92,8 @@ LineInput::LineInput() : prompting_(::isatty(STDIN_FILENO) == 1 && ::isatty(STDE
 #ifdef WEFT_EDITLINE
   if (!stderr_is_terminal()) return;
   terminal_known = ::tcgetattr(STDIN_FILENO, &terminal_before) == 0;
+  // libedit drops what is no character of its locale. Numbers keep their "." (error.h): they are of another category.
+  std::setlocale(LC_CTYPE, "C.UTF-8");
   editor_ = std::make_unique<Editor>();
 #endif
 }

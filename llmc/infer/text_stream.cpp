@@ -21,6 +21,7 @@ std::string TextStream::push(std::int32_t id) {
     decoded_ += text.size();
     return shown(stops_.push(text, ends));
   }
+  if (tokenizer_->is_byte(id)) return "";  // left out before bytes become characters, as by decode(skip_special)
   // What the decoder held back comes before the token.
   std::vector<std::size_t> begins;
   const std::string text = decoder_->push(id, &begins);

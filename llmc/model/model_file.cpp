@@ -174,6 +174,11 @@ const TensorSpec* ModelFile::parts_for(const TensorSpec& spec) const {
   return table_.find(weight_of(lora_down_of(spec.name.substr(0, spec.name.size() - kWeight.size()))));
 }
 
+std::string ModelFile::content_hash() const {
+  const std::string own = hash_text(file_.header_hash());
+  return adapter_ ? own + "+" + adapter_->content_hash() : own;
+}
+
 DType ModelFile::dtype() const {
   return file_.at(table_.specs()[0].name).dtype;
 }

@@ -55,6 +55,8 @@ class ModelFile {
   const ModelConfig& config() const { return config_; }
   const TensorTable& table() const { return table_; }
   const TensorFile& file() const { return file_; }
+  // Stands for the content of the file and of an adapter that was added.
+  std::string content_hash() const;
   DType dtype() const;  // of the embedding: what the start-up line names
   bool has_tokenizer() const;
   std::string tokenizer_json() const;  // verified; empty if the file carries none

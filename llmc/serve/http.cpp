@@ -2,6 +2,8 @@
 
 #include <charconv>
 #include <chrono>
+#include <future>
+#include <memory>
 #include <string>
 #include <thread>
 #include <utility>
@@ -47,8 +49,9 @@ HttpServerState::HttpServerState(const HostPort& address, const HttpLimits& limi
   const std::string shown = escaped(address.host) + format(", port %d", address.port);
   const auto expect = [&](const error_code& error, const char* action) {
     if (!error) return;
-    fail(Exit::environment, "cannot %s %s: %s. Is another server running? Port 0 takes a free one", action,
-         shown.c_str(), error.message().c_str());
+    const bool taken = error == asio::error::address_in_use;
+    fail(Exit::environment, "cannot %s %s: %s%s", action, shown.c_str(), error.message().c_str(),
+         taken ? ". Is another server running? Port 0 takes a free one" : "");
   };
   error_code error;
   const auto found = tcp::resolver(connections.io)
@@ -105,11 +108,15 @@ void HttpServerState::run() {
 
 void HttpServerState::stop(double seconds) {
   const auto until = std::chrono::steady_clock::now() + duration_of(seconds);
-  asio::post(connections.io, [this] {
+  // Waited for, since from then on no connection hands the workers anything: they would not take it any more.
+  const auto closing = std::make_shared<std::promise<void>>();
+  asio::post(connections.io, [this, closing] {
     acceptor.close();
     accept_pause.cancel();
     connections.close_all_soon();
+    closing->set_value();
   });
+  closing->get_future().wait_until(until);
   connections.workers.finish();
   while (connections.open > 0 && std::chrono::steady_clock::now() < until) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));

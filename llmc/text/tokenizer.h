@@ -69,6 +69,7 @@ class Tokenizer {
   std::optional<std::int32_t> id_of(std::string_view token) const;  // by the file's spelling: "<|endoftext|>", "Ġthe"
   std::optional<std::int32_t> bos_id() const { return bos_; }       // what add_bos puts in front
   bool is_special(std::int32_t id) const;                           // an added token marked special
+  bool is_byte(std::int32_t id) const { return decoder_.is_byte(id); }  // of byte fallback: a part of a character
 
  private:
   friend class Encoder;

@@ -480,9 +480,11 @@ std::optional<BackgroundSave::Result> TrainLoop::wait_for_save() {
   return result;
 }
 
-// Waits for the save in progress and reports it.
+// Waits for the save in progress and reports it. If it has failed, the first rank has another best checkpoint, and all must
+// compare the next validation with the same one.
 void TrainLoop::settle_save() {
   fail_together(ranks_, report_save(wait_for_save()));
+  state_.best = ranks_.broadcast(state_.best);
 }
 
 // Reports a save; returns its error if that has to end the run. Of a joint save only the first rank knows the outcome.

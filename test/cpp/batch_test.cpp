@@ -53,7 +53,7 @@ class BatchTest : public testing::Test {
     model.change_config() = config_;
     PolledLines input(in_, kMaxRequestBytes);
     AnswerFile output(out_);
-    return run_batch(model, &byte_tokenizer(), {defaults, special_, {4, 32, true}}, input, output);
+    return run_batch(model, &byte_tokenizer(), {defaults, special_, {4, 32, true}, weights_}, input, output);
   }
 
   std::vector<Json> answers() const {
@@ -88,6 +88,7 @@ class BatchTest : public testing::Test {
 
   ModelConfig config_ = config();
   Tokenizer::Special special_ = Tokenizer::Special::text;
+  std::string weights_;  // BatchSettings::model
   TemporaryDirectory directory_;
   const std::string in_ = directory_.file("in"), out_ = directory_.file("out");
 };
@@ -450,6 +451,24 @@ TEST_F(BatchTest, AnotherRequestUnderAnIdThatWasAnsweredIsRefused) {
   EXPECT_EQ(run(R"({"id": "a", "prompt_ids": [122], "max_tokens": 12})"), Exit::ok);  // the same in other words
   config_.norm_eps = 1e-3;
   EXPECT_EQ(run(R"({"id": "a", "prompt": "x", "max_tokens": 12})"), Exit::bad_file) << "another model";
+}
+
+TEST_F(BatchTest, AnAnswerOfOtherWeightsIsAnother) {
+  const std::string request = "{\"id\": \"a\", \"prompt\": \"x\"}\n";
+  weights_ = "";  // as it was written when an answer did not say
+  EXPECT_EQ(run(request), Exit::ok);
+  weights_ = "0123";
+  EXPECT_EQ(run(request), Exit::ok);
+  EXPECT_EQ(answers().size(), 1u);
+  write_bytes(out_, "");
+  EXPECT_EQ(run(request), Exit::ok);
+  EXPECT_EQ(run(request), Exit::ok);
+  const Json before = answer("a");
+  for (const char* other : {"4567", "0123+89ab"}) {
+    weights_ = other;
+    EXPECT_EQ(run(request), Exit::bad_file) << other;
+    EXPECT_EQ(answer("a"), before);
+  }
 }
 
 TEST_F(BatchTest, FilesThatAreNoAnswersStayAsTheyAre) {

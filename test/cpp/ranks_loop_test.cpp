@@ -2,10 +2,13 @@
 // write is, bit for bit, that of one process with --virtual-ranks.
 #include <gtest/gtest.h>
 #include <omp.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <csignal>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <limits>
@@ -17,6 +20,7 @@
 #include <tuple>
 
 #include "llmc/base/file.h"
+#include "llmc/base/signals.h"
 #include "llmc/comm/thread_ranks.h"
 #include "llmc/train/loop.h"
 #include "test/cpp/train_tools.h"
@@ -883,6 +887,45 @@ TEST_F(RanksLoop, ABestCheckpointThatCannotBeSavedIsNoneOnAnyRank) {
       EXPECT_EQ(fs::exists(checkpoint(name, step)), step >= 8) << name << " " << step;
     }
   }
+}
+
+// A save that is asked for waits for the one of the best checkpoint, which fails: then too all ranks compare the next
+// validation with the best one before.
+TEST_F(RanksLoop, ABestCheckpointThatFailsWhileASaveIsAskedForIsNoneOnAnyRank) {
+  const std::map<std::int64_t, double> losses = {{2, 5.0}, {4, 4.0}, {6, 4.5}, {8, 6.0}, {10, 6.0}};
+  settings_.steps = 10;
+  settings_.keep_best = true;
+  settings_.save_every = 100;
+  const auto train = [&] {
+    install_signal_handlers();
+    const std::vector<Outcome> outcomes =
+        run_ranks("run", Shard::none, [&](int rank, HookedModel& model, TrainSettings&) {
+          const auto step = std::make_shared<std::int64_t>(0);
+          model.before_update = [rank, step](const AdamWStep& update) {
+            *step = update.step;
+            if (rank != 0) return;
+            if (*step == 5) {
+              ::kill(::getpid(), SIGUSR1);
+              std::this_thread::sleep_for(std::chrono::milliseconds(50));  // until it is there
+            }
+            set_call_fault([](const char*, const std::string& path) {
+              if (path.find("step_00000004") == std::string::npos) return true;
+              std::this_thread::sleep_for(std::chrono::milliseconds(500));  // it ends behind the signal
+              return false;
+            });
+          };
+          model.after_evaluate = [&losses, step](double& loss_sum, std::int64_t labels) {
+            loss_sum = losses.at(*step) * static_cast<double>(labels);
+          };
+        });
+    bool good = true;
+    for (const Outcome& rank : outcomes) {
+      good = good && rank.exit == Exit::ok && rank.state.best == TrainState::Best{6, 4.5};
+      std::fprintf(stderr, "%s\n", rank.error.c_str());
+    }
+    ::_exit(good ? 0 : 1);
+  };
+  EXPECT_EXIT(train(), testing::ExitedWithCode(0), "no checkpoint of step 4");
 }
 
 TEST_F(RanksLoop, AFailedLastSaveEndsAllRanks) {

@@ -13,6 +13,7 @@
 #include "llmc/base/file.h"
 #include "llmc/base/json.h"
 #include "llmc/base/utf8.h"
+#include "llmc/infer/text_stream.h"
 #include "llmc/text/normalizer.h"
 #include "llmc/text/tokenizer.h"
 #include "processor_time.h"
@@ -159,6 +160,19 @@ TEST(SentencePieceDecoder, OnlyTwoDigitsAreAByte) {
     EXPECT_EQ(tokenizer.decode(Ids{3, static_cast<std::int32_t>(8 + i)}), "a" + words[i]);
   }
   EXPECT_EQ(tokenizer.decode(Ids{3, id}), "aJ");
+}
+
+// A special token that spells a byte is left out before bytes become characters.
+TEST(SentencePieceDecoder, ASpecialTokenMaySpellAByte) {
+  Json json = small();
+  json["added_tokens"].push_back({{"id", 5}, {"content", "<0xC3>"}, {"special", true}});
+  const Tokenizer tokenizer = parse(json);
+  for (const Ids& ids : {Ids{3, 5, 6, 4}, Ids{5}, Ids{6, 5}, Ids{3, 5, 1, 6}, Ids{5, 5, 4}}) {
+    TextStream stream(&tokenizer, {}, {}, true, 0);
+    std::string text;
+    for (const std::int32_t id : ids) text += stream.push(id);
+    EXPECT_EQ(text + stream.finish(), utf8_replace_invalid(tokenizer.decode(ids, true)));
+  }
 }
 
 TEST(SentencePieceDecoder, OnlyTheFirstSpaceOfATextIsTakenAway) {

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <iterator>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <optional>
@@ -1459,6 +1460,23 @@ TEST(Http, StoppingEndsThoughAnAnswerDoesNotCome) {
   EXPECT_LT(Clock::now() - start, milliseconds(3000));
   EXPECT_EQ(gone, 1);
   EXPECT_EQ(client.receive(), "");
+}
+
+// A request that comes at the moment of the end is answered or refused, and does not hold it up.
+TEST(Http, StoppingIsNotHeldUpByRequestsThatCome) {
+  for (int round = 0; round < 60; ++round) {
+    Running running(echo);
+    std::vector<std::unique_ptr<Client>> clients;
+    for (int i = 0; i < 4; ++i) clients.push_back(std::make_unique<Client>(running.server.port()));
+    std::thread sender([&] {
+      for (const auto& client : clients) client->try_send(post("now"));
+    });
+    std::this_thread::sleep_for(std::chrono::microseconds(20 * round));
+    const Clock::time_point start = Clock::now();
+    running.server.stop(20);
+    EXPECT_LT(Clock::now() - start, milliseconds(10000));
+    sender.join();
+  }
 }
 
 TEST(Http, StoppingLetsAnswersThroughAndEnds) {

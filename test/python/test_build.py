@@ -110,6 +110,11 @@ def test_the_demo_trains_before_the_server_is_compiled(no_gpu, tmp_path):
     assert "llmc/serve/http.cpp" in rest.split("run_demo.sh infer")[0]
 
 
+def test_make_alone_builds_the_programs(tmp_path):
+    commands = make("-n", "NVCC=", f"B={tmp_path}/b")
+    assert "built train_llama infer_pythia" in commands and commands == make("-n", "NVCC=", f"B={tmp_path}/b", "all")
+
+
 def test_make_uses_the_cores_unless_told_otherwise(tmp_path):
     (tmp_path / "show.mk").write_text("show:\n\t@echo jobs $(filter -j%,$(MAKEFLAGS))\n")
     words = ["-f", "Makefile", "-f", tmp_path / "show.mk", "show"]

@@ -510,6 +510,7 @@ def test_a_chat_in_the_terminal(model):
     assert by_command.stdout.decode() == first + "\n" + once
     for words in (b"this is the system message now", b"there is no system message", b"begins anew"):
         assert words in by_command.stderr
+    assert run_ok(*common, stdin=b"\n  \nHello\n").decode() == once, "an empty line is no message"
     said = run(*common, stdin=b"/help\n").stderr
     assert all(word in said for word in (b"/reset", b"/system", b"/help", b"/quit", b"Ctrl-C"))
 

@@ -80,7 +80,8 @@ def test_lines_of_each_kind(value, fields, messages):
     ({"messages": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]}, None, "messages[0].content: got a JSON array"),
     ({"prompt": ["a"], "completion": "b"}, None, "'prompt': got a JSON array, expected a text"),
     ({"prompt": "a"}, None, "got the members 'prompt', expected messages, prompt and completion, instruction and output, or chosen and rejected"),
-    ({"text": "a"}, None, "--fields names the members"), ({"q": "a"}, ("q", "a"), "'a': got a JSON null, expected a text"), ({}, None, "of no name")])
+    ({"text": "a"}, None, "--fields names the members"), ({"q": "a"}, ("q", "a"), "got the members 'q', expected 'a'"),
+    ({"q": "a", "a": None}, ("q", "a"), "'a': got a JSON null, expected a text"), ({}, None, "of no name")])
 def test_what_is_no_conversation_is_refused_with_its_place(value, fields, words):
     with pytest.raises(tensor_file.FileError) as failure:
         cv.messages_of(value, fields, LINE)
@@ -89,6 +90,7 @@ def test_what_is_no_conversation_is_refused_with_its_place(value, fields, words)
 
 @pytest.mark.parametrize("messages, why", [
     ([], "no messages"), ([("user", "a")], "no answer"), ([("user", "a"), ("assistant", " \n")], "no answer"),
+    ([("human", "a"), ("gpt", "b")], "got the role 'human', expected system, user, assistant"),
     ([("user", "a"), ("tool", "b"), ("assistant", "c")], "tools")])
 def test_a_conversation_without_an_answer_is_left_out(messages, why):
     with pytest.raises(cv.LeftOut, match=why):

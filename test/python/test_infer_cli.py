@@ -730,6 +730,17 @@ def test_a_terminal_gets_no_control_characters_from_the_model(tmp_path):
     assert run_ok(*arguments) == b"\x1b\x1b\x1b", "a pipe gets what the model said"
 
 
+@pytest.mark.parametrize("locale", ["C", "POSIX", "C.UTF-8", "no_such_locale"])
+def test_a_terminal_takes_letters_of_every_alphabet(model, locale):
+    terminal = Terminal("--model", model, "--interactive", "--max-tokens", 1, LC_ALL=locale)
+    terminal.read_until(lambda output: b"> " in output)
+    terminal.type("Über été 日本 😀\n".encode())
+    output = terminal.read_until(lambda output: output.count(b"> ") > 2 or "😀".encode() in output)
+    terminal.type(b"/quit\n")
+    terminal.finish()
+    assert all(word.encode() in output for word in ("Über", "été", "日本", "😀")), output
+
+
 # ---- signals, interactive text ---------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="session")
