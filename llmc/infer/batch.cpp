@@ -81,7 +81,7 @@ class Collector : public CompletionSink {
 };
 
 // Identifies a request: a hash of the prompt's ids, every option, the model's configuration and its weights. `model`:
-// BatchSettings::model; answers from before 2026-12 have none.
+// BatchSettings::model; answers that were written until 2026-11-30 have none.
 std::string fingerprint(const BatchRequest& request, const ModelConfig& config, const std::string& model) {
   const CompletionOptions& o = request.options;
   Json all = {{"prompt", ids_text(request.prompt.ids)},

@@ -892,6 +892,7 @@ TEST_F(RanksLoop, ABestCheckpointThatCannotBeSavedIsNoneOnAnyRank) {
 // A save that is asked for waits for the one of the best checkpoint, which fails: then too all ranks compare the next
 // validation with the best one before.
 TEST_F(RanksLoop, ABestCheckpointThatFailsWhileASaveIsAskedForIsNoneOnAnyRank) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
   const std::map<std::int64_t, double> losses = {{2, 5.0}, {4, 4.0}, {6, 4.5}, {8, 6.0}, {10, 6.0}};
   settings_.steps = 10;
   settings_.keep_best = true;
