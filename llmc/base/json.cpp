@@ -124,6 +124,17 @@ std::string without_constants(std::string_view text, const std::string& source, 
   return result;
 }
 
+// What the parser says is wrong, without its own name and without the text itself: "unexpected ']'; expected '}' (byte 38)".
+std::string reason_of(const Json::exception& problem) {
+  const std::string_view said = problem.what();
+  const auto* at = dynamic_cast<const Json::parse_error*>(&problem);
+  if (at == nullptr) return "a number is out of range";
+  const std::size_t dash = said.find(" - ");
+  if (dash == said.npos) return escaped(said, 200);
+  const std::string_view reason = said.substr(dash + 3);
+  return std::string(reason.substr(0, reason.find("; last read:"))) + format(" (byte %zu)", at->byte);
+}
+
 }  // namespace
 
 Json parse_json(std::string_view text, const std::string& source, const JsonLimits& limits) {
@@ -140,7 +151,7 @@ Json parse_json(std::string_view text, const std::string& source, const JsonLimi
     Json::sax_parse(text.begin(), text.end(), &guard);
     return Json::parse(text.begin(), text.end());
   } catch (const Json::exception& problem) {
-    fail(Exit::bad_file, "%s: not valid JSON: %s", source.c_str(), escaped(problem.what(), 200).c_str());
+    fail(Exit::bad_file, "%s: not valid JSON: %s", source.c_str(), reason_of(problem).c_str());
   }
 }
 

@@ -192,6 +192,19 @@ TEST(Json, AcceptsWhatIsWithinTheLimits) {
   EXPECT_EQ(parse_json("7", "x.json", {.bytes = 1}), 7);
 }
 
+// Without the parser's own words and without the text, which may hold anything.
+TEST(Json, SaysWhatIsWrongAndWhere) {
+  for (const auto& [text, problem] : std::vector<std::pair<std::string, std::string>>{
+           {R"({"a": 3])", "unexpected ']'; expected '}' (byte 8)"},
+           {"[1, 2", "unexpected end of input; expected ']' (byte 6)"},
+           {"[\"\x1b[31m\"]", "invalid string: control character U+001B (ESC) must be escaped to \\u001B (byte 3)"},
+           {"[nul\x1b]", "invalid literal (byte 5)"},
+           {R"(["\ud800"])", "invalid string: surrogate U+D800..U+DBFF must be followed by U+DC00..U+DFFF (byte 9)"},
+           {"[1e400]", "a number is out of range"}}) {
+    EXPECT_EQ(json_error(text), "x.json: not valid JSON: " + problem);
+  }
+}
+
 TEST(Json, NoMoreValuesThanAllowed) {
   const std::string three = R"({"a":[1,""],"b":null})";  // the object, the array, and what is in them: 5
   EXPECT_EQ(parse_json(three, "x.json", {.values = 5}).size(), 2u);

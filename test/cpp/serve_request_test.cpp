@@ -421,7 +421,7 @@ TEST(CompletionsRequest, EveryRefusalNamesItsField) {
            {R"({"prompt": "a", "max_tokens": "5"})", "max_tokens", "an integer"},
            {R"({"prompt": "a", "temperature": -0.1})", "temperature", "at least 0"},
            {R"({"prompt": "a", "temperature": "hot"})", "temperature", "a number"},
-           {R"({"prompt": "a", "temperature": 1e999})", "", "number overflow"},
+           {R"({"prompt": "a", "temperature": 1e999})", "", "a number is out of range"},
            {R"({"prompt": "a", "top_p": 1.1})", "top_p", "from 0 to 1"},
            {R"({"prompt": "a", "min_p": -1})", "min_p", "from 0 to 1"},
            {R"({"prompt": "a", "top_k": -2})", "top_k", "an integer of at least 0"},
