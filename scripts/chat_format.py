@@ -168,13 +168,19 @@ def find_rule(form: ChatFormat, previous: str, role: str, found: dict[str, Any])
     raise Refused(f"the chat format takes no {role} message {'first' if previous == START else f'after {previous}'} here")
 
 
+def known_roles(messages: list[Message]) -> list[Message]:
+    """The messages, those of a developer as the system's. Refused for another role."""
+    messages = [Message("system", m.content) if m.role == "developer" else m for m in messages]
+    if unknown := [m.role for m in messages if m.role not in ROLES]:
+        raise Refused(f"got the role {shown(unknown[0])}, expected {', '.join(ROLES)}")
+    return messages
+
+
 def with_kinds(form: ChatFormat, messages: list[Message]) -> tuple[list[Message], list[str]]:
     """The messages that are printed, and the kind of each. Refused if the format does not take them."""
     if len(messages) > MAX_MESSAGES:
         raise Refused(f"got {len(messages)} messages, expected at most {MAX_MESSAGES}")
-    messages = [Message("system", m.content) if m.role == "developer" else m for m in messages]
-    if unknown := [m.role for m in messages if m.role not in ROLES]:
-        raise Refused(f"got the role {shown(unknown[0])}, expected {', '.join(ROLES)}")
+    messages = known_roles(messages)
     kinds = [kind_of(form, message) for message in messages]
     messages = [message for message, kind in zip(messages, kinds) if kind != ABSENT]
     kinds = [kind for kind in kinds if kind != ABSENT]

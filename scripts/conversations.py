@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from chat_format import ROLES, Answer, ChatFormat, Message, Refused, Segment, answers, render
+from chat_format import Answer, ChatFormat, Message, Refused, Segment, answers, known_roles, render
 from cli import bad_file, json_type, shown
 from tensor_file import escaped
 
@@ -82,10 +82,7 @@ def _pair(value: dict[str, Any], line: Line) -> Example:
     for version in versions:
         if version and version[0].role != "assistant":
             raise LeftOut("chosen and rejected have other prompts")
-        while version and version[-1].role != "assistant":
-            version.pop()
-        if not any(message.role == "assistant" and message.content.strip() for message in version):
-            raise LeftOut("no answer")
+        _end_with_an_answer(version)
     return Example([prompt + version for version in versions], sum(message.role == "assistant" for message in prompt))
 
 
@@ -93,6 +90,20 @@ def _messages_or_text(value: dict[str, Any], name: str, role: str, line: Line) -
     if isinstance(value[name], str):
         return [Message(role, value[name])]
     return [_message(one, f"{name}[{i}]", line) for i, one in enumerate(value[name])]
+
+
+def _end_with_an_answer(messages: list[Message]) -> None:
+    """Takes away what follows the last answer. LeftOut where there is none, perhaps because it has a role of another name."""
+    said = list(messages)
+    while messages and messages[-1].role != "assistant":
+        messages.pop()
+    if any(message.role == "assistant" and message.content.strip() for message in messages):
+        return
+    try:
+        known_roles(said)
+    except Refused as refused:
+        raise LeftOut(str(refused)) from None
+    raise LeftOut("no answer")
 
 
 def messages_of(value: Any, fields: tuple[str, ...] | None, line: Line) -> list[Message]:
@@ -106,10 +117,7 @@ def messages_of(value: Any, fields: tuple[str, ...] | None, line: Line) -> list[
         messages = _question_and_answer(value, fields or _known_fields(value, line), line)
     if not messages:
         raise LeftOut("no messages")
-    while messages and messages[-1].role != "assistant":
-        messages.pop()
-    if not any(message.role == "assistant" and message.content.strip() for message in messages):
-        raise LeftOut("no answer")
+    _end_with_an_answer(messages)
     return messages
 
 
@@ -129,8 +137,6 @@ def _message(value: Any, where: str, line: Line) -> Message:
     role, content = value.get("role"), value.get("content")
     if not isinstance(role, str):
         line.refuse(f"{where}.role", role, "a text")
-    if role not in ROLES:
-        raise LeftOut(f"got the role {shown(role)}, expected {', '.join(ROLES)}")
     if isinstance(content, list):  # of parts, as the server takes them
         if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
             line.refuse(f"{where}.content", content, 'a text, or an array of {"type": "text", "text": ...}')
@@ -140,12 +146,17 @@ def _message(value: Any, where: str, line: Line) -> Message:
     return Message(role, content)
 
 
+def _refuse_members(value: dict[str, Any], expected: str, advice: str, line: Line) -> NoReturn:
+    bad_file(line.path, f"line {line.number}", f"got the members {', '.join(map(shown, list(value)[:8])) or 'of no name'}, expected {expected}",
+             advice)
+
+
 def _known_fields(value: dict[str, Any], line: Line) -> tuple[str, ...]:
     for fields in (PROMPT, INSTRUCTION):
         if fields[0] in value and fields[-1] in value:
             return fields
-    bad_file(line.path, f"line {line.number}", f"got the members {', '.join(map(shown, list(value)[:8])) or 'of no name'}, expected messages, "
-             "prompt and completion, instruction and output, or chosen and rejected", "--fields names the members of other files")
+    _refuse_members(value, "messages, prompt and completion, instruction and output, or chosen and rejected",
+                    "--fields names the members of other files", line)
 
 
 def _question_and_answer(value: dict[str, Any], fields: tuple[str, ...], line: Line) -> list[Message]:
@@ -154,9 +165,8 @@ def _question_and_answer(value: dict[str, Any], fields: tuple[str, ...], line: L
         text = value.get(name)
         if text is None and name not in (fields[0], fields[-1]):  # an instruction may have no input
             text = ""
-        if name not in value and text is None:
-            bad_file(line.path, f"line {line.number}", f"got the members {', '.join(map(shown, list(value)[:8])) or 'of no name'}, "
-                     f"expected {shown(name)}", "--fields names the members")
+        elif name not in value:
+            _refuse_members(value, shown(name), "--fields names the members", line)
         if not isinstance(text, str):
             line.refuse(shown(name), text, "a text")
         texts.append(text)

@@ -100,6 +100,13 @@ def test_a_conversation_without_an_answer_is_left_out(messages, why):
             cv.messages_of({"messages": [{"role": "assistant", "content": "a"}]} | more, None, LINE)
 
 
+def test_a_developer_is_no_unknown_role():
+    messages = [{"role": role, "content": role} for role in ("developer", "user", "assistant")]
+    assert [message.role for message in cv.messages_of({"messages": messages}, None, LINE)] == ["developer", "user", "assistant"]
+    with pytest.raises(cv.LeftOut, match="no answer"):
+        cv.messages_of({"messages": messages[:2]}, None, LINE)
+
+
 # ---- pairs -----------------------------------------------------------------------------------------------------------
 
 
