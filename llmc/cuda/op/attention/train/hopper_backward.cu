@@ -629,13 +629,13 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
       named_barrier_arrive(kExpSlot + 1 - consumer, Tiling::kConsumers * kWarpgroupSize);
     wgmma_wait<0>();
     pin(dP);
+    score_ring.wait_empty(now);
     if (step > 1) hand_over_sums(shared, now.stage, thread);  // of step - 2
     wgmma_fence();
     start_gemm_add(dV, P, shared.dout(now.stage).mn_major());
     score_gradients(dP, S, lse2 + kQueries);
     unsigned dS[kR / 2];
     round_to_operand<T>(dS, dP);
-    score_ring.wait_empty(now);
     shared.scores(now.stage).store(lane_offset, dS);
     fence_async_proxy_shared();
     warp_arrive(score_ring.full(now.stage), thread);
@@ -648,8 +648,7 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
     static_assert(kStages == 2);
     const RingPosition loaded = step + 1 < steps ? next : now;
     const RingPosition before = step > 0 ? RingPosition::at(step - 1, kStages) : RingPosition{next.stage, 1};
-    mbarrier_wait_all({q_ring.full_phase(loaded), dout_ring.full_phase(loaded), score_ring.full_phase(before),
-                       sum_ring.empty_phase(step > 0 ? before : now)});
+    mbarrier_wait_all({score_ring.full_phase(before), sum_ring.empty_phase(step > 0 ? before : now)});
     float dQ[32];
     wgmma_fence();
     start_gemm(dQ, dq_scores.moved(next.stage * Tiling::ScoreTile::kBytes), dq_keys);
@@ -657,6 +656,7 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
     wgmma_wait<2>();  // dV is done: the registers of its operand are free for S
     pin(dV);
     warp_arrive(dout_ring.empty(now.stage), thread);
+    mbarrier_wait_all({q_ring.full_phase(loaded), dout_ring.full_phase(loaded)});
     wgmma_fence();
     // in the last step this multiplies stale shared memory and is discarded
     start_gemm(S, k_rows, shared.q(next.stage).k_major());
