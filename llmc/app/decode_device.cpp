@@ -142,10 +142,11 @@ auto load_on_gpu(const ModelFile& file, const Load& load) {
 
 constexpr double kGpuKvShare = 0.9;  // of the memory that is free beside parameters and workspace
 
-InferenceOptions one_sequence_on_gpu(std::int64_t capacity, bool fused, bool kv_fp8) {
+InferenceOptions one_sequence_on_gpu(std::int64_t capacity, bool fused, bool kv_fp8,
+                                     std::int64_t rows = cuda::kInferenceRows) {
   InferenceOptions pool = one_sequence(capacity);
   pool.kv_fp8 = kv_fp8;
-  pool.max_rows = std::min(cuda::kInferenceRows, capacity);
+  pool.max_rows = std::min(rows, capacity);
   if (fused) {
     pool.page_size = cuda::kFusedPageSize;
     pool.num_pages = (capacity + pool.page_size - 1) / pool.page_size;
@@ -162,8 +163,8 @@ std::unique_ptr<DecodeModel> sequence_on_gpu(std::unique_ptr<InferenceModel> mod
 }
 
 // What a model for one sequence, decoded in the fused kernel, will allocate.
-std::vector<MemoryLine> plan_fused(const ModelConfig& config, std::int64_t capacity, DType dtype, bool kv_fp8) {
-  std::vector<MemoryLine> lines = cuda::plan_inference(config, one_sequence_on_gpu(capacity, true, kv_fp8), dtype);
+std::vector<MemoryLine> plan_fused(const ModelConfig& config, const InferenceOptions& pool, DType dtype) {
+  std::vector<MemoryLine> lines = cuda::plan_inference(config, pool, dtype);
   for (const MemoryLine& line : cuda::plan_fused_tokens(config)) lines.push_back(line);
   return lines;
 }
@@ -229,7 +230,8 @@ void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
     reason = "quantised weights of this model are decoded by the fused kernel only if --decode fused asks for it";
   }
   if (reason.empty() && settings_.decode == "auto" && config.quantization.any()) {
-    const std::uint64_t needed = total_bytes(plan_fused(config, cuda::kFusedPageSize, dtype_, settings_.kv_fp8()));
+    const std::uint64_t needed =
+        total_bytes(plan_fused(config, one_sequence_on_gpu(cuda::kFusedPageSize, true, settings_.kv_fp8()), dtype_));
     if (needed > choice_.available_bytes) {
       reason =
           "the fused kernel needs the quantised weights a second time, in an order of its own, and the GPU has no room";
@@ -245,30 +247,35 @@ double DecodeDevice::read_ceiling() const {
   return choice_.gpu ? cuda::measure_read_bandwidth() : 0;
 }
 
+// What the model for one sequence takes, and the draft model beside it.
+std::uint64_t DecodeDevice::planned(const ModelConfig& config, std::int64_t capacity, std::int64_t rows,
+                                    DType dtype) const {
+  const auto of = [&](const ModelConfig& each, bool fused, std::int64_t its_rows, const std::optional<LoraConfig>& lora,
+                      bool fp8) {
+    const InferenceOptions pool = one_sequence_on_gpu(capacity, fused, settings_.kv_fp8(), its_rows);
+    return total_bytes(fused ? plan_fused(each, pool, dtype) : cuda::plan_inference(each, pool, dtype, lora, fp8));
+  };
+  const bool fused = decode_ == "fused" && !settings_.drafts();
+  return (draft_ ? of(*draft_, fuses_draft(*draft_), cuda::kInferenceRows, std::nullopt, false) : 0) +
+         steps_memory(config) + of(config, fused, rows, lora_, settings_.fp8_activations());
+}
+
 // Exit::resources if the plan does not fit, before anything is allocated; the message says what would fit.
 void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity) const {
   if (!choice_.gpu) return;
-  const bool fused = decode_ == "fused" && !settings_.drafts();
-  const auto planned = [&](std::int64_t positions, DType dtype) {
-    const auto of = [&](const ModelConfig& each, bool in_kernel, const std::optional<LoraConfig>& lora, bool fp8) {
-      const InferenceOptions pages = one_sequence_on_gpu(positions, false, settings_.kv_fp8());
-      return total_bytes(in_kernel ? plan_fused(each, positions, dtype, settings_.kv_fp8())
-                                   : cuda::plan_inference(each, pages, dtype, lora, fp8));
-    };
-    return (draft_ ? of(*draft_, fuses_draft(*draft_), std::nullopt, false) : 0) + steps_memory(config) +
-           of(config, fused, lora_, settings_.fp8_activations());
+  const auto fits = [&](std::int64_t positions, DType dtype) {
+    return planned(config, positions, cuda::kInferenceRows, dtype) <= choice_.available_bytes;
   };
-  const std::uint64_t available = choice_.available_bytes, needed = planned(capacity, dtype_);
-  if (needed <= available) return;
+  if (fits(capacity, dtype_)) return;
   std::int64_t fitting = capacity;
-  while (fitting > 1 && planned(fitting, dtype_) > available) fitting /= 2;
+  while (fitting > 1 && !fits(fitting, dtype_)) fitting /= 2;
   std::string advice = "Use --device cpu";
-  if (planned(fitting, dtype_) <= available) {
+  if (fits(fitting, dtype_)) {
     advice = format("--context %lld would fit", static_cast<long long>(fitting));
-  } else if (dtype_ == DType::f32 && planned(capacity, DType::f16) <= available) {
+  } else if (dtype_ == DType::f32 && fits(capacity, DType::f16)) {
     advice = "--dtype fp16 would fit";
   }
-  fail_plan(needed, choice_, advice);
+  fail_plan(planned(config, capacity, cuda::kInferenceRows, dtype_), choice_, advice);
 }
 
 // --decode auto leaves the fused kernel where the graph is faster.
@@ -280,7 +287,9 @@ std::unique_ptr<DecodeModel> DecodeDevice::one_on_gpu(const ModelConfig& config,
   const std::int64_t faster = settings_.decode == "auto" ? cuda::fused_positions(config) : kAllPositions;
   if (fused && faster < capacity)
     log_info("decode graph from position %lld on, where it is faster", static_cast<long long>(faster));
-  return sequence_on_gpu(make(one_sequence_on_gpu(capacity, fused, settings_.kv_fp8())), capacity, dtype_,
+  const bool roomy = planned(config, capacity, cuda::kPromptRows, dtype_) <= choice_.available_bytes;
+  const std::int64_t rows = roomy ? cuda::kPromptRows : cuda::kInferenceRows;
+  return sequence_on_gpu(make(one_sequence_on_gpu(capacity, fused, settings_.kv_fp8(), rows)), capacity, dtype_,
                          fused ? faster : 0, settings_.bench_layer);
 }
 

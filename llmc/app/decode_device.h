@@ -69,6 +69,7 @@ class DecodeDevice {
   void choose_decode(const ModelConfig& config, bool many);
   void announce_gpu() const;
   void check_memory(const ModelConfig& config, std::int64_t capacity) const;
+  std::uint64_t planned(const ModelConfig& config, std::int64_t capacity, std::int64_t rows, DType dtype) const;
   // Pools: of many sequences, of one, of the draft model for all sequences of `model`.
   InferenceOptions many_pool(const ModelConfig& config, std::uint64_t kv_memory, std::int64_t sequences) const;
   InferenceOptions sequence_pool(std::int64_t capacity) const;

@@ -716,6 +716,31 @@ TEST(CudaInference, LongPromptsGiveTheBitsOfShortPieces) {
   }
 }
 
+// Steps of kPromptRows rows, which one sequence has where memory has room, give the bits of steps of kInferenceRows: a prompt
+// of both whole steps and a rest, and the token behind it.
+TEST(CudaInference, StepsOfPromptRowsGiveTheBitsOfSmallerOnes) {
+  constexpr std::int64_t kCapacity = cuda::kPromptRows + 200;
+  test::LlamaShape shape{"long", 8, 2, 128, 2, 1024, 2752};
+  shape.positions = kCapacity;
+  const ModelConfig config = test::llama_config(shape);
+  const Ids ids = test::random_tokens(kCapacity, config.tokenizer_vocab, 6);
+  for (const bool fp8 : {false, true}) {
+    Floats want;
+    for (const std::int64_t rows : {cuda::kInferenceRows, cuda::kPromptRows}) {
+      InferenceOptions pool = one_sequence(kCapacity);
+      pool.kv_fp8 = fp8;
+      pool.max_rows = rows;
+      const auto model = single_sequence(cuda::random_inference(config, 4, pool, options_of(DType::bf16)), kCapacity);
+      const std::span<const float> prompt = model->prefill(std::span(ids).first(kCapacity - 1));
+      Floats got(prompt.begin(), prompt.end());
+      const std::span<const float> token = model->decode(ids.back());
+      got.insert(got.end(), token.begin(), token.end());
+      if (want.empty()) want = got;
+      EXPECT_TRUE(same_bits(got, want)) << (fp8 ? "fp8, steps of " : "steps of ") << rows;
+    }
+  }
+}
+
 // ---- errors ---------------------------------------------------------------------------------------------------------------
 
 // Parameters in device memory, one of whose embeddings is damaged.
