@@ -451,8 +451,10 @@ def read_model(path: Path) -> Source | None:
     template = _read_template(jinja_path) if jinja_path.exists() else _named_default(config.get("chat_template"), config_path)
     if template is None:
         return None
+    map_path = path / "special_tokens_map.json"  # transformers reads it where tokenizer_config.json is of before added_tokens_decoder
+    older = cli.read_json_object(map_path, MAX_TEMPLATE_BYTES, lambda _: None) if map_path.exists() and "added_tokens_decoder" not in config else {}
     variables = {}
-    for key, value in config.items():
+    for key, value in (config | older).items():
         text = value.get("content") if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(text, str):
             variables[key] = text

@@ -20,7 +20,7 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations, product
 from pathlib import Path
@@ -45,6 +45,7 @@ MAX_SLOTS = 2   # pieces of one content in a rule
 MAX_PLACES = 8  # in which markers are tried
 MORE = 6        # times PROOF_CONVERSATIONS, until every rule of a format was needed
 MAX_MARKERS = 40
+CASES = ("lower", "upper", "title", "capitalize", "casefold")
 Steps = tuple[tuple[str, ...], ...]
 
 
@@ -120,17 +121,38 @@ class ChatTemplate:
         return text
 
     def markers(self) -> list[str]:
-        """The texts that the template looks for in other texts: those of `in`, and of the methods of texts."""
+        """The texts that the template looks for in other texts: those of `in`, of the methods of texts, and of `replace`; in every
+        usual case where the other text is brought to one."""
         values = {node.target.name: node.node.value for node in self.syntax.find_all(nodes.Assign)
                   if isinstance(node.target, nodes.Name) and isinstance(node.node, nodes.Const)}
-        asked = [call.args for call in self.syntax.find_all(nodes.Call) if isinstance(call.node, nodes.Getattr) and call.node.attr in
-                 ("split", "rsplit", "startswith", "endswith", "replace", "partition", "rpartition", "find", "rfind", "index", "count")]
-        asked += [[compare.expr] for compare in self.syntax.find_all(nodes.Compare)
-                  if any(operand.op in ("in", "notin") for operand in compare.ops)]
-        found = [values.get(node.name) if isinstance(node, nodes.Name) else getattr(node, "value", None)
-                 for node in chain.from_iterable(asked)]
-        texts = dict.fromkeys(text for text in found if isinstance(text, str) and text.strip() and text not in ROLES)
-        return list(texts)[:MAX_MARKERS]
+
+        def texts(expressions: Iterable[nodes.Node], changes: Iterable[Callable[[str], str]] = (str,)) -> Iterator[str]:
+            for node in expressions:
+                value = values.get(node.name) if isinstance(node, nodes.Name) else getattr(node, "value", None)
+                if isinstance(value, str) and value.strip() and value not in ROLES:
+                    yield from (change(value) for change in changes)
+
+        found: list[str] = []
+        for call in self.syntax.find_all(nodes.Call):
+            if isinstance(call.node, nodes.Getattr) and call.node.attr in (
+                    "split", "rsplit", "startswith", "endswith", "replace", "partition", "rpartition", "find", "rfind", "index", "count"):
+                found += texts(call.args)
+        for applied in self.syntax.find_all(nodes.Filter):
+            if applied.name == "replace":
+                found += texts(applied.args)
+        for compare in self.syntax.find_all(nodes.Compare):
+            if any(operand.op in ("in", "notin") for operand in compare.ops):
+                cased = (any(applied.name in CASES for applied in compare.find_all(nodes.Filter)) or
+                         any(method.attr in CASES for method in compare.find_all(nodes.Getattr)))
+                found += texts([compare.expr], (str.lower, str.capitalize, str.title, str.upper) if cased else (str,))
+        return list(dict.fromkeys(found))[:MAX_MARKERS]
+
+    def words(self) -> list[str]:
+        """The texts that the template compares others with."""
+        compared = [side for compare in self.syntax.find_all(nodes.Compare) for operand in compare.ops if operand.op in ("eq", "ne")
+                    for side in (compare.expr, operand.expr)]
+        found = [side.value for side in compared if isinstance(side, nodes.Const)]
+        return list(dict.fromkeys(text for text in found if isinstance(text, str) and text.strip() and text not in ROLES))[:MAX_MARKERS]
 
     def affixes(self) -> list[tuple[str, str]]:
         """Pairs of texts that the template looks for at the beginning and at the end of others."""
@@ -639,22 +661,24 @@ PIECES = ("Hello", "a b", " hi ", "\n", "\n\n", "line\n", "  ", "\t", "\u00fcn\u
           "\u00a0", "\u2003z", "\r\n", "\u200b", "system", "user:")
 
 
-def random_content(random: Random, markers: list[str]) -> str:
+def random_content(random: Random, markers: list[str], words: list[str]) -> str:
     if random.random() < 0.06:
         return random.choice(("", " ", "\n"))
+    if words and random.random() < 0.03:
+        return random.choice(words) + random.choice(("", *PIECES))
     if markers and random.random() < 0.04:
         return random.choice(markers) + random.choice(PIECES) + random.choice(markers)
     special = [*SPECIAL_NAMES, *markers]
     return "".join(random.choice(special) if random.random() < 0.15 else random.choice(PIECES) for _ in range(random.randrange(1, 7)))
 
 
-def random_conversation(random: Random, markers: list[str], order: str) -> tuple[list[Message], bool]:
-    turns = random.randrange(1, 9)
+def random_conversation(random: Random, markers: list[str], words: list[str], order: str) -> tuple[list[Message], bool]:
+    turns = random.randrange(1, 9) if random.random() < 0.97 else random.randrange(9, 33)
     roles = [role for role in ("system",) if random.random() < 0.5] + [("user", "assistant")[i % 2] for i in range(turns)]
     if order == "any" and random.random() < 0.3:
         roles = [random.choice(ROLES) for _ in range(random.randrange(1, 7))]
     generation = roles[-1] != "assistant" and random.random() < 0.7
-    return [Message(role, random_content(random, markers)) for role in roles], generation
+    return [Message(role, random_content(random, markers, words)) for role in roles], generation
 
 
 @dataclass
@@ -668,9 +692,9 @@ class Proof:
 def prove(template: ChatTemplate, form: ChatFormat, markers: list[str], count: int = PROOF_CONVERSATIONS, seed: int = 1) -> Proof:
     """Compares `count` random conversations that the format takes, and up to MORE times as many until each rule was needed.
     NotLearned for the first that differs, or if it takes few."""
-    random, proof, unused = Random(seed), Proof(), {id(rule): rule for rule in form.rules}
+    random, proof, unused, words = Random(seed), Proof(), {id(rule): rule for rule in form.rules}, template.words()
     while proof.equal < count or unused and proof.equal < MORE * count:
-        messages, generation = random_conversation(random, markers, form.order)
+        messages, generation = random_conversation(random, markers, words, form.order)
         used: list[Rule] = []
         got: str | None
         try:

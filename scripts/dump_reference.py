@@ -186,7 +186,7 @@ class Parts:
 
 def parts_of(model: torch.nn.Module, family: str) -> Parts:
     if family != "gpt_neox":
-        base = model.model
+        base = getattr(model.model, "language_model", model.model)
         return Parts(base.embed_tokens, list(base.layers), base.norm, lambda layer: layer.self_attn,
                      lambda layer: layer.self_attn.o_proj, lambda layer: layer.mlp.down_proj)
     base = model.gpt_neox

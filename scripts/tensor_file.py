@@ -170,6 +170,9 @@ def describe(head: bytes, size: int) -> tuple[str, str]:
         return "written in the other byte order", "make it again on a little-endian machine"
     if head[:1] == b"\x89" and head[1:5] in (b"WEFT", b"WTOK") or head[:5] in (b"\tWEFT", b"\tWTOK"):
         return "damaged by a text-mode copy", "copy it again in binary mode"
+    # in front of the magics of two bytes: it begins with the length of its header, any number
+    if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
+        return "a safetensors file", convert
     if head.startswith(b"\x1f\x8b"):
         return "gzip-compressed", "unpack it with gunzip"
     if head.startswith(b"PK\x03\x04"):
@@ -178,8 +181,6 @@ def describe(head: bytes, size: int) -> tuple[str, str]:
         return "a Python pickle or an old PyTorch checkpoint", convert
     if head.startswith(b"GGUF"):
         return "a GGUF file", f"convert the original Hugging Face checkpoint with {converter}"
-    if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
-        return "a safetensors file", convert
     if text[:1] == b"<":
         return "something that looks like a web page", "the download failed: get it again"
     if text[:1] in (b"{", b"["):

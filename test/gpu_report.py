@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +125,11 @@ def report_text(report: dict[str, Any]) -> str:
     return f'{facts},\n "tests": [\n{tests}\n ]\n}}\n'
 
 
-def result_of(test: dict) -> dict[str, str]:
-    """Of a test that has not passed."""
-    if test.get("failures"):
-        return {"result": "failed"}
-    return {"result": "skipped"} if test.get("result") == "SKIPPED" else {}
+def line_of(test: dict) -> dict[str, str]:
+    """What the report says of a test of GoogleTest's JSON."""
+    failed, skipped = bool(test.get("failures")), test.get("result") == "SKIPPED"
+    return {"name": f"{test['suite']}.{test['name']}", **({"result": "failed" if failed else "skipped"} if failed or skipped else {}),
+            "seconds": test["time"].rstrip("s"), **{k: v for k, v in test.items() if k.startswith("metric_")}}
 
 
 def run_tests(shards: int, limit: float, again: bool) -> int:
@@ -138,10 +139,10 @@ def run_tests(shards: int, limit: float, again: bool) -> int:
     earlier = json.loads(path.read_text()) if again else {"tests": []}
     kept = [test for test in earlier["tests"] if "result" not in test and test["name"] in names]
     wanted = sorted(set(names) - {test["name"] for test in kept})
-    ended_well, tests = run_shards(wanted, shards, limit)
-    not_run = len(set(wanted) - {f"{t['suite']}.{t['name']}" for t in tests})
-    failed = [t for t in tests if t.get("failures")]
-    skipped = [t for t in tests if t.get("result") == "SKIPPED"]
+    ended_well, done = run_shards(wanted, shards, limit)
+    lines = [line_of(test) for test in done]
+    not_run = len(set(wanted) - {line["name"] for line in lines})
+    results = Counter(line.get("result", "passed") for line in kept + lines)
     report = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         **facts,
@@ -149,17 +150,14 @@ def run_tests(shards: int, limit: float, again: bool) -> int:
                                capture_output=True).stdout.strip(),
         "source_sha256": source_hash(),
         **({"first_run": earlier.get("first_run", earlier["date"])} if again else {}),
-        "passed": len(kept) + len(tests) - len(failed) - len(skipped),
-        "failed": len(failed),
-        "skipped": len(skipped),
+        **{result: results[result] for result in ("passed", "failed", "skipped")},
         "not_run": not_run,
-        "tests": kept + [{"name": f"{t['suite']}.{t['name']}", **result_of(t), "seconds": t["time"].rstrip("s"),
-                   **{k: v for k, v in t.items() if k.startswith("metric_")}} for t in tests],
+        "tests": kept + lines,
     }
     path.write_text(report_text(report))
     print(f"{report['passed']} passed, {report['failed']} failed, {report['skipped']} skipped" +
           (f", {not_run} not run before the limit" if not_run else ""))
-    return 0 if ended_well and tests and not failed else 1
+    return 0 if ended_well and lines and not results["failed"] else 1
 
 
 def check() -> int:

@@ -45,13 +45,14 @@ Description describe_binary(std::string_view head, std::uint64_t size) {
     return {"written in the other byte order", "make it again on a little-endian machine"};
   }
   if (is_damaged_magic(head)) return {"damaged by a text-mode copy", "copy it again in binary mode"};
+  // in front of the magics of two bytes: it begins with the length of its header, any number
+  if (is_safetensors(head, size)) return {"a safetensors file", convert("it")};
   if (head.starts_with("\x1f\x8b")) return {"gzip-compressed", "unpack it with gunzip"};
   if (head.starts_with("PK\x03\x04")) return {"a zip archive or a PyTorch checkpoint", convert("it")};
   if (head.starts_with("\x80\x02")) return {"a Python pickle or an old PyTorch checkpoint", convert("it")};
   if (head.starts_with("GGUF")) {
     return {"a GGUF file", convert("the original Hugging Face checkpoint")};
   }
-  if (is_safetensors(head, size)) return {"a safetensors file", convert("it")};
   return {nullptr, ""};
 }
 

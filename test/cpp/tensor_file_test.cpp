@@ -125,6 +125,7 @@ TEST(TensorFile, SaysWhatAFileIsInstead) {
       {"GGUF" + zeros, "a GGUF file"},
       {std::string("\x02\0\0\0\0\0\0\0{}", 10), "a safetensors file"},
       {std::string("\x03\0\0\0\0\0\0\0{}", 10), "expected '\\x89WEFT"},
+      {std::string("\x80\x02\0\0\0\0\0\0{", 9) + std::string(639, ' '), "a safetensors file"},
       {"version https://git-lfs.github.com/spec/v1", "a git-lfs pointer"},
       {" <!doctype html>", "a web page"},
       {"\xef\xbb\xbf\n{\"error\": 1}", "JSON text"},

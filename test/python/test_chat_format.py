@@ -66,6 +66,9 @@ HOPELESS = {
     "the number of a turn": (LOOP + "<{{ m.role }} {{ loop.index }}>{{ m.content }}{% endfor %}", "depends on more than its place"),
     "every content twice": (LOOP + "<{{ m.role }}>{{ m.content }}{{ m.content }}{% endfor %}", "printed 2 times"),
     "the length of a content": (LOOP + "<{{ m.role }}>{{ m.content }}{% if m.content | length > 30 %}!{% endif %}{% endfor %}", "differs"),
+    "a content of its own": (LOOP + "<{{ m.role }}>{% if m.content == 'go on' %}...{% else %}{{ m.content }}{% endif %}{% endfor %}", "differs"),
+    "a beginning of its own": (LOOP + "<{{ m.role }}>{% if m.content[:4] == '/sys' %}!{% endif %}{{ m.content }}{% endfor %}", "differs"),
+    "many messages": (LOOP + "<{{ m.role }}>{{ m.content }}{{ '!' if loop.length > 12 }}{% endfor %}", "differs"),
     "backwards": ("{% for m in messages[::-1] %}<{{ m.role }}>{{ m.content }}{% endfor %}", "after that of a later"),
     "functions that nobody has": ("{{ functions | tojson }}" + LOOP + "{{ m.content }}{% endfor %}", "it takes no conversation"),
     "no template": ("{% for %}", "Jinja2 refuses it"),
@@ -182,6 +185,17 @@ def test_settings_of_jinja_are_those_of_transformers(ct):
 def test_markers_are_the_texts_that_a_template_looks_for(ct):
     template = "{% set e = '</t>' %}{% if '<x>' in a and a.startswith('<y>') %}{{ a.split(e)[0].strip('\\n') }}{% endif %}{% if r == 'user' %}{% endif %}"
     assert sorted(ct.ChatTemplate(template, {}, NOW).markers()) == ["</t>", "<x>", "<y>"]
+    template = "{{ a | replace('<i>', '[i]') }}{% if 'set x' not in (a | lower) and 'y' in b %}{% endif %}"
+    assert sorted(ct.ChatTemplate(template, {}, NOW).markers()) == ["<i>", "SET X", "Set X", "Set x", "[i]", "set x", "y"]
+
+
+def test_names_of_tokens_are_those_of_transformers(tmp_path):
+    """special_tokens_map.json goes before a tokenizer_config.json without added_tokens_decoder, and is not read beside one with it."""
+    config = {"chat_template": "t", "bos_token": "<a>", "eos_token": {"content": "<e>"}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<b>"}, "pad_token": "<p>"}))
+    for more, names in ({}, {"bos_token": "<b>", "eos_token": "<e>", "pad_token": "<p>"}), ({"added_tokens_decoder": {}}, {"bos_token": "<a>", "eos_token": "<e>"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | more))
+        assert cf.read_model(tmp_path).variables == names
 
 
 def test_a_user_message_that_is_none_to_the_template_is_refused(ct):
@@ -419,7 +433,7 @@ def test_ids_are_those_of_the_whole_text_where_no_content_names_a_special_token(
     whole, form, chance = tokenizers.Tokenizer.from_str(json.dumps(document)), learned(template), random.Random(7)
     conversations = []
     while len(conversations) < 60:
-        messages, generation = ct.random_conversation(chance, [], "alternate")
+        messages, generation = ct.random_conversation(chance, [], [], "alternate")
         if not any(token in message.content for token in ids for message in messages):
             conversations.append(cf.render(form, messages, generation))
     expected = [whole.encode("".join(one.text for one in segments), add_special_tokens=False).ids for segments in conversations]

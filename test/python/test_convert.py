@@ -203,6 +203,13 @@ def test_a_pickle_under_the_name_of_a_weight_file_says_how_to_save_it_again(llam
     refuse(llama, "PyTorch", "expected a safetensors file", "Save it again with save_pretrained(..., safe_serialization=True)")
 
 
+@pytest.mark.parametrize("length", [0x0280, 0x018b1f])
+def test_a_header_may_have_the_length_that_other_files_begin_with(tmp_path, length):
+    header = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.ljust(length)
+    (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + header + b"x")
+    assert list(safetensors_reader.SafetensorsFile(tmp_path / "model.safetensors").tensors) == ["a"]
+
+
 def test_a_weight_file_that_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "lost").symlink_to("nowhere")

@@ -38,12 +38,11 @@ void read(const Json& object, const std::string& source, ModelConfig& config) {
   }
 }
 
-// sliding_window_pattern: every so many layers one sees all positions. _sliding_window_pattern: as transformers 4 writes it.
+// sliding_window_pattern: every so many layers one sees all positions. transformers writes _sliding_window_pattern, too, beside
+// layer_types, and does not read it.
 void read_gemma_windows(const HfObject& config, ModelConfig& model) {
-  std::int64_t pattern = 6;
-  for (const char* key : {"_sliding_window_pattern", "sliding_window_pattern"}) {
-    if (config.has(key)) pattern = config.integer(key, 1, kMaxLayers);
-  }
+  const std::int64_t pattern =
+      config.has("sliding_window_pattern") ? config.integer("sliding_window_pattern", 1, kMaxLayers) : 6;
   const std::vector<bool> sliding =
       sliding_layers(config, model, [&](std::int64_t l) { return (l + 1) % pattern != 0; });
   if (config.says_null("sliding_window") && std::find(sliding.begin(), sliding.end(), true) != sliding.end()) {

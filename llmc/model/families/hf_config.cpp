@@ -122,12 +122,19 @@ class RopeReader {
     place->object->expected(place->key, known + ". No other scaling of positions is supported");
   }
 
+  // transformers 5 reads a top-level key by the family's own name alone.
+  void warn_of_other_name(const Place& place, const char* own) const {
+    if (own == nullptr || place.object != &config_ || config_.has(own) || parameters_.has(place.key)) return;
+    config_.warn(place.key, std::string("taken for ") + own + ", which is missing; transformers 5 leaves it out");
+  }
+
   double theta(std::optional<double> user) const {
     std::vector<Place> places = {{&config_, "rope_theta"}};
     if (rules_.rope_theta_key != nullptr) places.push_back({&config_, rules_.rope_theta_key});
     places.insert(places.end(), {{&parameters_, "rope_theta"}, {&scaling_, "rope_theta"}});
     const std::optional<Place> place = agreed(places);
     if (!place) return user ? *user : config_.positive("rope_theta", rules_.rope_theta);
+    warn_of_other_name(*place, rules_.rope_theta_key);
     const double value = place->object->positive(place->key);
     if (user && *user != value) {
       place->object->refuse(place->key,
@@ -147,7 +154,10 @@ class RopeReader {
       places.insert(places.begin(), place);
     }
     const std::optional<Place> found = agreed(places);
-    if (found) place = *found;
+    if (found) {
+      place = *found;
+      warn_of_other_name(place, rules_.rotary_fraction_key);
+    }
     const double fraction =
         found || rules_.rotary_fraction_key != nullptr ? place.object->positive(place.key, rules_.rotary_fraction) : 1;
     if (fraction > 1) place.object->expected(place.key, "at most 1");
@@ -518,7 +528,13 @@ std::vector<bool> sliding_layers(const HfObject& config, const ModelConfig& mode
 void read_layer_windows(const HfObject& config, ModelConfig& model,
                         const std::function<bool(std::int64_t layer)>& slides, std::int64_t absent) {
   const std::vector<bool> sliding = sliding_layers(config, model, slides);
-  if (!config.flag("use_sliding_window")) return;
+  if (!config.flag("use_sliding_window")) {
+    if (config.has("layer_types") && std::find(sliding.begin(), sliding.end(), true) != sliding.end()) {
+      config.refuse("layer_types",
+                    "got sliding_attention, but use_sliding_window is not true: they disagree. Correct one");
+    }
+    return;
+  }
   read_windows(
       config, model, [&](std::int64_t l) { return sliding[static_cast<std::size_t>(l)]; }, absent);
 }
@@ -560,6 +576,9 @@ HfModel model_from_hf(const HfConfig& hf, std::vector<std::string>& warnings) {
       generation(hf.generation, hf.generation_source, warnings);
   const Family& family = read_family(config);
   const HfRules& rules = family.hf;
+  if (!config.flag("is_causal", true)) {
+    config.expected("is_causal", "true: positions see those before them alone");
+  }
   if (config.has("quantization_config")) {
     config.refuse("quantization_config", "got a quantized model, expected float weights. Take the original checkpoint");
   }

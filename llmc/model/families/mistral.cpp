@@ -1,4 +1,9 @@
-// Mistral (Jiang et al., 2023): a Llama whose positions may see a window of keys alone. Mistral 7B, Nemo, Small, Ministral.
+// Mistral (Jiang et al., 2023): a Llama whose positions may see a window of keys alone, in all layers, or with layer_types in some.
+// Mistral 7B, Nemo, Small, Ministral.
+#include <algorithm>
+#include <functional>
+#include <vector>
+
 #include "llmc/base/json.h"
 #include "llmc/model/families/family.h"
 #include "llmc/model/families/hf_config.h"
@@ -9,13 +14,18 @@ namespace {
 
 void from_hf(const HfObject& config, ModelConfig& model) {
   read_grouped_heads(config, model, {.kv_heads = 8});
+  const std::vector<bool> sliding = sliding_layers(config, model, [](std::int64_t) { return true; });
   read_windows(
-      config, model, [](std::int64_t) { return true; }, 4096);
+      config, model, [&](std::int64_t l) { return sliding[static_cast<std::size_t>(l)]; }, 4096);
 }
 
 void to_hf(const ModelConfig& model, Json& config) {
   write_grouped_heads(model, config);
-  config["sliding_window"] = model.windows.empty() ? Json(nullptr) : Json(model.windows.front());
+  write_layer_windows(model, config);
+  config.erase("use_sliding_window");
+  const bool alike =
+      std::adjacent_find(model.windows.begin(), model.windows.end(), std::not_equal_to<>()) == model.windows.end();
+  if (alike) config.erase("layer_types");
 }
 
 }  // namespace
