@@ -272,11 +272,26 @@ def json_type(value: Any) -> str:
     return names.get(type(value), "null")
 
 
+class _StoreOnce(argparse._StoreAction):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        assert isinstance(parser, Parser)
+        if option_string is not None and self.dest in parser.given:
+            parser.error(f"argument {option_string}: given 2 times, expected once")
+        parser.given.add(self.dest)
+        super().__call__(parser, namespace, values, option_string)
+
+
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors have the form of every other error and exit code 2."""
+    """argparse whose errors have the form of every other error and exit code 2, and which takes the value of an option once."""
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.given: set[str] = set()
+        self.register("action", None, _StoreOnce)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.given.clear()
+        return super().parse_known_args(args, namespace)
 
     def print_help(self, file: Any = None) -> None:
         print(self.format_help(), end="", file=file, flush=True)  # argparse ends without asking whether it was written

@@ -194,7 +194,7 @@ std::vector<std::string> OptionTable::Impl::names() const {
 
 // The arguments after the program's name, rewritten as "--name VALUE" so that CLI11 cannot read them differently:
 // `--name=` is an empty value and does not take the next argument, a flag takes no value, and a value may begin with
-// dashes but must be present.
+// dashes but must be present, and behind a space it is not the name of an option.
 std::vector<std::string> OptionTable::Impl::normalized(int argc, const char* const* argv) const {
   std::vector<std::string> arguments;
   for (int i = 1; i < argc; ++i) {
@@ -221,6 +221,10 @@ std::vector<std::string> OptionTable::Impl::normalized(int argc, const char* con
     } else {
       if (!value && i + 1 == argc) {
         fail(Exit::usage, "--%s: value missing, expected %s", entry->name.c_str(), entry->expected().c_str());
+      }
+      if (!value && std::string_view(argv[i + 1]).starts_with("--") && find(argv[i + 1] + 2) != nullptr) {
+        fail(Exit::usage, "--%s: value missing, %s is an option. Write --%s=%s if it is the value", entry->name.c_str(),
+             argv[i + 1], entry->name.c_str(), argv[i + 1]);
       }
       arguments.push_back("--" + entry->name);
       arguments.push_back(value ? *value : argv[++i]);

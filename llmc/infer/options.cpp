@@ -1,5 +1,6 @@
 #include "llmc/infer/options.h"
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -249,6 +250,9 @@ void check_server(const OptionTable& table, const InferSettings& s) {
 }
 
 void check_rules(const OptionTable& table, const InferSettings& s) {
+  if (std::find(s.stop.begin(), s.stop.end(), "") != s.stop.end()) {
+    fail(Exit::usage, "--stop: got '', expected at least one character");
+  }
   if (s.repetition_penalty == 0) fail(Exit::usage, "--repetition-penalty: got 0, expected a number greater than 0");
   if (s.min_tokens > s.max_tokens) {
     fail(Exit::usage, "--min-tokens: got %lld, expected at most the %lld of --max-tokens",

@@ -118,7 +118,7 @@ TEST(Options, AnEmptyValueDoesNotTakeTheNextArgument) {
 
 TEST(Options, IntegersAreStrict) {
   for (const char* bad : {"", "5x", " 5", "5 ", "+5", "0x5", "5.0", "1e2", "5,0", "abc", "-1", "0", "4097",
-                          "99999999999999999999", "--json", "\xd9\xa5"}) {
+                          "99999999999999999999", "--jso", "\xd9\xa5"}) {
     expect_refused({"--steps", bad}, {"--steps: got '", "an integer from 1 to 4096"});
   }
   expect_refused({"--steps="}, {"--steps: got ''"});
@@ -195,6 +195,8 @@ TEST(Options, OnceMeansOnce) {
 TEST(Options, MissingValuesAndFlagsWithOne) {
   expect_refused({"--json", "--steps"}, {"--steps: value missing, expected an integer from 1 to 4096"});
   expect_refused({"--model"}, {"--model: value missing, expected FILE"});
+  expect_refused({"--model", "--steps", "1"},
+                 {"--model: value missing, --steps is an option. Write --model=--steps if it is the value"});
   expect_refused({"--json=false"}, {"--json: takes no value, got 'false'"});
   expect_refused({"--json="}, {"--json: takes no value"});
 }

@@ -210,6 +210,17 @@ def test_a_header_may_have_the_length_that_other_files_begin_with(tmp_path, leng
     assert list(safetensors_reader.SafetensorsFile(tmp_path / "model.safetensors").tensors) == ["a"]
 
 
+def test_the_value_of_an_option_is_given_once(capsys):
+    parser = cli.Parser(prog="x")
+    parser.add_argument("-o", "--output")
+    parser.add_argument("--each", action="append")
+    assert parser.parse_args(["-o", "a", "--each", "b", "--each", "c"]).each == ["b", "c"]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["-o", "a", "--output", "b"])
+    assert "argument --output: given 2 times, expected once" in capsys.readouterr().err
+    assert parser.parse_args(["-o", "a"]).output == "a"
+
+
 def test_a_weight_file_that_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "lost").symlink_to("nowhere")

@@ -199,7 +199,7 @@ def test_values_that_ask_for_nothing(server):
 
 
 @pytest.mark.parametrize("options, words", [
-    (["--repetition-penalty", 0], "--repetition-penalty: got 0"), (["--presence-penalty", 3], "--presence-penalty"), (["--logit-bias", "{"], "--logit-bias"),
+    (["--repetition-penalty", 0], "--repetition-penalty: got 0"), (["--stop", ""], "--stop: got '', expected at least"), (["--presence-penalty", 3], "--presence-penalty"), (["--logit-bias", "{"], "--logit-bias"),
     (["--logit-bias", '{"5": 101}'], "logit_bias: 5: got '101'"), (["--logit-bias", '{"5000": 1}'], "logit_bias: got id 5000"), (["--bad-words", " "], "bad_words"),
     (["--min-tokens", 129], "--min-tokens: got 129"), (["--stop-token-ids", "5,x"], "--stop-token-ids: id 2"), (["--stop-token-ids", ""], "--stop-token-ids")])
 def test_options_that_are_refused(model, options, words):  # noqa: F811
