@@ -312,7 +312,8 @@ def number_in(low: float, high: float, kind: type = float) -> Callable[[str], An
             value = math.nan
         if not low <= value <= high:
             name = "an integer" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"got {shown(text)}, expected {name} from {low:g} to {high:g}")
+            limits = [f"{int(limit)}" if limit == int(limit) else f"{limit:g}" for limit in (low, high)]
+            raise argparse.ArgumentTypeError(f"got {shown(text)}, expected {name} from {limits[0]} to {limits[1]}")
         return value
 
     return convert

@@ -225,9 +225,20 @@ class AtomicFile:
         self.path = os.fspath(path)
         self.size = 0
         self._temporary = f"{self.path}.tmp.{os.getpid()}"
+        self._refuse_other_kinds()
         self._fd = self._attempt("create", self._create)
         if expected_bytes:
             self._attempt("reserve space", lambda: self._reserve(expected_bytes))
+
+    def _refuse_other_kinds(self) -> None:
+        """A device, a pipe or a link would be replaced by the file."""
+        try:
+            mode = os.lstat(self.path).st_mode
+        except (OSError, ValueError):
+            return  # there is none, or creating the file says what is wrong
+        if not stat.S_ISREG(mode):
+            kind = "a directory" if stat.S_ISDIR(mode) else "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
+            raise FileError(ENVIRONMENT, f"{escaped(self.path)}: is {kind}, expected the name of a file to write. Choose another name")
 
     def _create(self) -> int:
         with contextlib.suppress(FileNotFoundError):  # left by a dead process with this number, or a link, which must not be followed

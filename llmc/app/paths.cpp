@@ -1,5 +1,6 @@
 #include "llmc/app/paths.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <system_error>
 
@@ -15,6 +16,18 @@ bool is_directory(const std::string& path) {
   return !path.empty() && std::filesystem::is_directory(path, error);
 }
 
+// Of a run's directory (train_llama --out), the model file of its newest checkpoint; empty if it has none.
+std::string newest_model(const std::string& path) {
+  std::string newest;
+  std::error_code error;
+  for (std::filesystem::directory_iterator at(path, error), end; !error && at != end; at.increment(error)) {
+    const std::string name = at->path().filename().string(), model = path + "/" + name + "/model.bin";
+    std::error_code ignored;
+    if (name.starts_with("step_") && std::filesystem::exists(model, ignored)) newest = std::max(newest, model);
+  }
+  return newest;
+}
+
 }  // namespace
 
 void refuse_model_directory(const std::string& path) {
@@ -23,10 +36,13 @@ void refuse_model_directory(const std::string& path) {
     std::error_code error;
     return std::filesystem::exists(path + name, error);
   };
-  const std::string advice = has("/config.json") ? "Convert it first: " + script_command("scripts/convert_hf.py") +
-                                                       " " + escaped(path) + " -o model.bin"
-                             : has("/model.bin") ? "Give its model file: --model " + escaped(path + "/model.bin")
-                                                 : "Give a model file";
+  const std::string newest = newest_model(path);
+  const std::string advice =
+      !newest.empty() ? "Give the model file of its newest checkpoint: --model " + escaped(newest)
+      : has("/config.json")
+          ? "Convert it first: " + script_command("scripts/convert_hf.py") + " " + escaped(path) + " -o model.bin"
+      : has("/model.bin") ? "Give its model file: --model " + escaped(path + "/model.bin")
+                          : "Give a model file";
   fail(Exit::bad_file, "--model: %s: this is a directory, not a regular file. %s", escaped(path).c_str(),
        advice.c_str());
 }

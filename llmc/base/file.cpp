@@ -191,16 +191,16 @@ void SharedFile::sync() {
   fail_writing(path_, "sync");
 }
 
-int open_own_file(const std::string& path, int flags, std::string& problem) {
+int open_own_file(const std::string& path, int flags, std::string& problem, const std::string& advice) {
   const int fd = ::open(path.c_str(), flags | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0644);
   if (fd < 0) {
-    problem = errno == ELOOP ? "is a symbolic link, and nothing is written through one. Remove it"
+    problem = errno == ELOOP ? "is a symbolic link, and nothing is written through one. " + advice
                              : std::string("cannot open: ") + std::strerror(errno);
     return -1;
   }
   struct stat info {};
   if (::fstat(fd, &info) != 0 || !S_ISREG(info.st_mode)) {
-    problem = "is not a regular file. Remove it";
+    problem = "is not a regular file. " + advice;
   } else if (info.st_nlink > 1) {
     problem =
         "has other names (hard links), and writing would change the file under each of them. Remove it, or put a "

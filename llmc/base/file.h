@@ -99,8 +99,8 @@ class SharedFile {
 // Opens a file that a run appends to or locks, where another user may have put something of the same name. `flags` as
 // for open(2); a new file gets mode 0644. Does not follow a symbolic link, does not wait for the other end of a FIFO,
 // and accepts only a regular file without a second name (hard link). Otherwise returns -1; `problem` says why and what
-// to do.
-int open_own_file(const std::string& path, int flags, std::string& problem);
+// to do: `advice` about something that is no regular file.
+int open_own_file(const std::string& path, int flags, std::string& problem, const std::string& advice = "Remove it");
 
 // Whether an error of a write (errno) means that nothing more fits: a full disk, a quota, a limit of the file's size.
 bool is_full(int error);

@@ -125,7 +125,7 @@ AnswerFile::~AnswerFile() {
 
 int AnswerFile::open_locked(const std::string& path) const {
   std::string problem;
-  const int fd = open_own_file(path, O_RDWR | O_CREAT | O_APPEND, problem);
+  const int fd = open_own_file(path, O_RDWR | O_CREAT | O_APPEND, problem, "Choose another name, or - for stdout");
   const std::string name = escaped(path_);
   if (fd < 0) fail(Exit::environment, "--output: %s %s", name.c_str(), problem.c_str());
   if (call_allowed("lock", path) && ::flock(fd, LOCK_EX | LOCK_NB) == 0) return fd;

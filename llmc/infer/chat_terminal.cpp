@@ -54,7 +54,8 @@ class ChatAnswerer : public LineAnswerer {
     } else if (line == "/help") {
       log_info("%s", kChatHelp);
     } else if (line == kSystem || line.starts_with(std::string(kSystem) + " ")) {
-      set_system(utf8_replace_invalid(line.substr(std::min(line.size(), kSystem.size() + 1))));
+      const std::size_t begin = line.find_first_not_of(" \t", kSystem.size());
+      set_system(begin == std::string::npos ? "" : utf8_replace_invalid(line.substr(begin)));
     } else {
       return false;
     }

@@ -76,6 +76,7 @@ Exit answer_lines(LineAnswerer& answerer) {
       log_warning("this line has more than %s: it is left out", human_bytes(kMaxLineBytes).c_str());
       continue;
     }
+    if (line.ends_with('\r')) line.pop_back();
     if (line == "/quit") break;
     if (answerer.command(line)) continue;
     received_signal = 0;

@@ -364,6 +364,9 @@ void check_together(const OptionTable& table, InferSettings& s) {
     fail(Exit::usage, "--special: does not go with --chat, whose messages name no special tokens");
   if (chats && !table.given("max-tokens")) s.max_tokens = std::numeric_limits<std::int64_t>::max();
   const bool generates = s.prompted() || s.task == InferTask::interactive || chats;
+  if (s.print_special && chats)
+    fail(Exit::usage,
+         "--print-special: does not go with --chat, which shows those that the model writes within an answer");
   for (const auto& [name, given_flag] : {std::pair("stats", s.stats), std::pair("print-special", s.print_special)}) {
     if (given_flag && !generates) {
       fail(Exit::usage, "--%s: only for --prompt, --prompt-file, --prompt-ids, --interactive and --chat", name);

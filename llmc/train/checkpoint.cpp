@@ -260,6 +260,7 @@ Json TrainState::to_json() const {
                {"val_loss", optional_number(val_loss)},
                {"spikes", spikes.to_json()}};
   if (best) json["best"] = {{"step", best->step}, {"val_loss", best->val_loss}};
+  if (!best_on.empty()) json["best_on"] = best_on;
   return json;
 }
 
@@ -278,6 +279,7 @@ TrainState TrainState::from_json(const Json& object, const std::string& source) 
     const Json& best = json_object(object, "best", source);
     state.best = Best{json_int(best, "step", 0, state.step, source), json_number(best, "val_loss", source)};
   }
+  if (object.contains("best_on")) state.best_on = json_string(object, "best_on", source);
   return state;
 }
 

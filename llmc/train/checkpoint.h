@@ -43,6 +43,7 @@ struct TrainState {
     bool operator==(const Best&) const = default;
   };
   std::optional<Best> best;  // the lowest loss on --val so far, with --keep-best
+  std::string best_on;       // a hash of the data that `best` is measured on; empty in states of before 2026-12
 
   Json to_json() const;
   static TrainState from_json(const Json& object, const std::string& source);

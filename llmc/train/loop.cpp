@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "llmc/base/clock.h"
+#include "llmc/base/hash.h"
 #include "llmc/base/json.h"
 #include "llmc/base/options.h"
 #include "llmc/base/signals.h"
@@ -63,8 +64,8 @@ TrainLoop::TrainLoop(Parts parts, TrainState start)
       faults_(parse_faults(parts_.settings.debug_inject)),
       start_time_(Clock::now()),
       first_step_(state_.step + 1),
-      saved_step_(state_.step),
-      saved_best_(state_.best) {
+      saved_step_(state_.step) {
+  keep_comparable_best();
   const bool saves = first_rank() || parts_.joint_save != nullptr;
   if (ranks_.size() > 1 && (parts_.settings.virtual_ranks % ranks_.size() != 0 ||
                             first_rank() != (parts_.checkpoints != nullptr) || saves != (parts_.copy != nullptr))) {
@@ -76,6 +77,27 @@ TrainLoop::TrainLoop(Parts parts, TrainState start)
     saves_.emplace(*parts_.checkpoints, std::move(parts_.copy));
   }
   if (saves_) arm_save_fault(faults_);
+}
+
+// A run that goes on with another --val, or measures on more or less of it, does not compare with the lowest loss so far.
+void TrainLoop::keep_comparable_best() {
+  const TrainSettings& settings = parts_.settings;
+  std::string measured_on;
+  if (settings.keep_best && parts_.validation != nullptr) {
+    const std::string data = parts_.validation->fingerprint().dump();
+    measured_on = hash_text(xxh3_64(data + format(" %lld", wide(settings.val_batches * settings.micro_batch))));
+  }
+  if (state_.best && !(settings.keep_best && (state_.best_on.empty() || state_.best_on == measured_on))) {
+    if (settings.keep_best && first_rank()) {
+      log_warning(
+          "--keep-best: the lowest loss so far, %.4f after step %lld, is of other data or another --val-batches: "
+          "what comes is not compared with it",
+          state_.best->val_loss, wide(state_.best->step));
+    }
+    state_.best.reset();
+  }
+  state_.best_on = measured_on;
+  saved_best_ = state_.best;
 }
 
 // Sets what the first and the second signal print from now on.

@@ -99,6 +99,7 @@ class TrainLoop {
   std::int64_t micro_batches() const { return parts_.settings.accumulation() / ranks_.size(); }
   bool stop_requested() const;
   std::vector<MicroBatch> read_batches();
+  void keep_comparable_best();
   void announce_stop(const std::string& doing) const;
   void after_step(Step& step);
   void validate(Step& step);

@@ -51,7 +51,12 @@ TEST(AppPaths, ADirectoryInThePlaceOfAFileSaysWhatToGive) {
     for (const std::string& file : files) write_bytes(directory.file(name + "/" + file), "x");
     return directory.file(name);
   };
+  const std::string trained = make("trained", {"config.json"});
+  for (const char* step : {"step_00000008", "step_00000020"}) make("trained/" + std::string(step), {"model.bin"});
+  make("trained/step_00000030", {});
   const std::pair<std::string, std::string> models[] = {
+      {trained, "Give the model file of its newest checkpoint: --model " +
+                    escaped(directory.file("trained/step_00000020/model.bin"))},
       {make("hf a", {"config.json", "model.bin"}),
        "Convert it first: scripts/convert_hf.py " + escaped(directory.file("hf a")) + " -o model.bin"},
       {make("run", {"model.bin"}), "Give its model file: --model " + escaped(directory.file("run/model.bin"))},

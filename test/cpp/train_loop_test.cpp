@@ -480,6 +480,38 @@ TEST_F(TrainLoopTest, TheCheckpointWithTheLowestValidationLossIsKept) {
   EXPECT_EQ(resumed.state.best, best.state.best);
 }
 
+// A lowest loss on other data, or on more batches, is not compared with, and without --keep-best it is not gone on with.
+TEST_F(TrainLoopTest, ALowestLossOfOtherDataIsForgotten) {
+  const auto losses_from = [](double first) {
+    return [first](HookedModel& model) {
+      const auto loss = std::make_shared<double>(first);
+      model.after_evaluate = [loss](double& loss_sum, std::int64_t labels) {
+        loss_sum = *loss * static_cast<double>(labels);
+        *loss += 1;
+      };
+    };
+  };
+  with_validation_ = true;
+  settings_.val_every = settings_.save_every = 2;
+  settings_.val_batches = 1;
+  settings_.keep_best = true;
+  settings_.steps = 4;
+  const std::string on = run("run", losses_from(3)).state.best_on;
+  settings_.steps = 6;
+  settings_.val_batches = 2;
+  testing::internal::CaptureStderr();
+  const Result more = run("run", losses_from(5));
+  expect_contains(testing::internal::GetCapturedStderr(),
+                  "3.0000 after step 2, is of other data or another --val-batches");
+  EXPECT_EQ(more.state.best->step, 6);
+  EXPECT_NE(more.state.best_on, on);
+  settings_.keep_best = false;
+  settings_.steps = 8;
+  testing::internal::CaptureStderr();
+  EXPECT_FALSE(run("run", losses_from(9)).state.best.has_value());
+  EXPECT_EQ(testing::internal::GetCapturedStderr().find("lowest loss"), std::string::npos);
+}
+
 // While the new best one is not on the disk the one before stays, also when the run goes on, and what comes is compared with it.
 TEST_F(TrainLoopTest, ABestCheckpointThatCannotBeSavedDoesNotPushTheOneBeforeOut) {
   with_validation_ = true;

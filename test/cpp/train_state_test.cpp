@@ -44,8 +44,8 @@ struct Change {
 // Changes each member of a state. A new member does not compile until it is here.
 std::vector<Change> changes_of_state() {
   TrainState state;
-  [[maybe_unused]] auto& [step, updates, windows, micro_steps, skipped, transient, loss, val_loss, spikes, best] =
-      state;
+  [[maybe_unused]] auto& [step, updates, windows, micro_steps, skipped, transient, loss, val_loss, spikes, best,
+                          best_on] = state;
   return {{"step", [](TrainState& s) { ++s.step; }},
           {"updates", [](TrainState& s) { ++s.updates; }},
           {"windows", [](TrainState& s) { ++s.windows; }},
@@ -59,7 +59,8 @@ std::vector<Change> changes_of_state() {
           {"spikes", [](TrainState& s) { s.spikes.observe(1, 1); }},
           {"best", [](TrainState& s) { ++s.best->step; }},
           {"best", [](TrainState& s) { s.best->val_loss = std::nextafter(s.best->val_loss, 1); }},
-          {"best", [](TrainState& s) { s.best.reset(); }}};
+          {"best", [](TrainState& s) { s.best.reset(); }},
+          {"best_on", [](TrainState& s) { s.best_on += "b"; }}};
 }
 
 TEST(TrainStateMembers, EachIsWrittenUnderItsNameAndComesBack) {

@@ -231,6 +231,7 @@ inline TrainState some_state(std::int64_t step = 90) {
   for (int i = 0; i < 40; ++i)
     state.spikes.observe(std::sqrt(i + 2.0), i == 37 ? 1e6 : 1.0);  // quiet for 14 more steps
   state.best = TrainState::Best{step - 50, 0.7};
+  state.best_on = "a";
   return state;
 }
 

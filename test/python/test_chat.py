@@ -506,7 +506,7 @@ def test_a_chat_in_the_terminal(model):
     once = run_ok(*common, stdin=b"Hello\n").decode()
     assert once == greedy(model, ("user", "Hello")) + "\n" and once != first + "\n"
     assert run_ok(*common, stdin=b"Hello\n/reset\nHello\n").decode() == once * 2
-    by_command = run(*common, stdin=b"/system Be brief\nHello\n/system\n/reset\nHello\n/quit\nHello\n")
+    by_command = run(*common, stdin=b"/system Be brief\r\nHello\r\n/system  \r\n/reset\r\nHello\n/quit\r\nHello\n")
     assert by_command.stdout.decode() == first + "\n" + once
     for words in (b"this is the system message now", b"there is no system message", b"begins anew"):
         assert words in by_command.stderr
@@ -555,7 +555,7 @@ def test_what_the_format_refuses_is_said_and_left_out(model, tmp_path):
 
 
 @pytest.mark.parametrize("options, words", [(["--system", "a", "--prompt", "a"], "only for --chat"), (["--chat", "--special"], "--special"),
-                                            (["--chat", "--json"], "--json"), (["--chat", "--interactive"], "--interactive")])
+                                            (["--chat", "--json"], "--json"), (["--chat", "--print-special"], "--print-special: does not go"), (["--chat", "--interactive"], "--interactive")])
 def test_options_that_do_not_go_together(model, options, words):
     done = run("--model", model, *options)
     assert done.returncode == USAGE and words.encode() in done.stderr

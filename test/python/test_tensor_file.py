@@ -358,6 +358,17 @@ def test_space_that_was_reserved_and_not_used_is_given_back(tmp_path):
     assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o644 & ~umask, "others may read it"
 
 
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("target")
+    for name, kind in (("pipe", "not a regular file"), ("link", "a symbolic link"), (".", "a directory")):
+        before = os.lstat(tmp_path / name)
+        with pytest.raises(tensor_file.FileError, match=f"is {kind}, expected the name of a file to write. Choose another name"):
+            tensor_file.AtomicFile(tmp_path / name)
+        assert os.lstat(tmp_path / name) == before
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
+
+
 def test_a_full_disk_leaves_the_old_file(tmp_path):
     path = tmp_path / "x.bin"
     path.write_bytes(b"old")
@@ -480,13 +491,6 @@ def test_a_failure_to_finish_leaves_the_old_file_alone(call, action, code, exit_
     assert caught.value.code == exit_code
     file.discard()  # what is over is over
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_name_that_is_a_directory_leaves_nothing(tmp_path):
-    (tmp_path / "x.bin").mkdir()
-    with pytest.raises(FileError, match="rename the finished file"), Writer(tmp_path / "x.bin", "model", {}):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["x.bin"]
 
 
 def test_a_file_system_that_cannot_sync_directories_will_do(tmp_path, monkeypatch):
