@@ -209,10 +209,10 @@ Exit run_bench(const InferSettings& settings, const ModelConfig& config, const D
   const std::int64_t limit = choose_capacity(settings, config, config.max_positions);
   BenchOptions bench{settings.max_tokens, {}, seed, 0};
   if (!settings.bench_contexts.empty()) {
-    bench.contexts = parse_integers("--bench-contexts", settings.bench_contexts, limit - 1);
+    bench.contexts = parse_integers("--bench-contexts", settings.bench_contexts, limit - 2);
   } else if (device.gpu()) {
     for (const std::int64_t context : {64, 1024, 2000}) {
-      if (context < limit) bench.contexts.push_back(context);
+      if (context <= limit - 2) bench.contexts.push_back(context);
     }
   }
   if (settings.bench_layer) {

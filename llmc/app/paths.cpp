@@ -21,9 +21,10 @@ std::string newest_model(const std::string& path) {
   std::string newest;
   std::error_code error;
   for (std::filesystem::directory_iterator at(path, error), end; !error && at != end; at.increment(error)) {
-    const std::string name = at->path().filename().string(), model = path + "/" + name + "/model.bin";
+    const std::string model = (at->path() / "model.bin").string();
     std::error_code ignored;
-    if (name.starts_with("step_") && std::filesystem::exists(model, ignored)) newest = std::max(newest, model);
+    if (at->path().filename().string().starts_with("step_") && std::filesystem::exists(model, ignored))
+      newest = std::max(newest, model);
   }
   return newest;
 }

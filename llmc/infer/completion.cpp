@@ -59,10 +59,11 @@ class CompletionListener : public RequestListener {
     end.prompt_ids = prompt_ids_;
     end.generated_ids = generated_;
     end.cached_ids = cached_;
-    if (end.reason == FinishedBy::stop || end.reason == FinishedBy::length) {
-      echo_prompt({});
+    const bool late = reason == RequestEnd::deadline;  // the client still listens, and gets the text of all its tokens
+    if (end.reason == FinishedBy::stop || end.reason == FinishedBy::length || late) {
+      if (!late) echo_prompt({});
       std::string rest = text_.finish();
-      if (text_.stopped()) end.reason = FinishedBy::stop;
+      if (text_.stopped() && !late) end.reason = FinishedBy::stop;
       if (!rest.empty()) send({.text = std::move(rest), .id = {}, .prompt = {}, .is_prompt = false});
     }
     sink_->on_end(end);

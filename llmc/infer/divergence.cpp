@@ -73,6 +73,7 @@ DivergenceResult divergence(DecodeModel& model, DecodeModel& against, std::span<
          static_cast<long long>(against.config().tokenizer_vocab), static_cast<long long>(vocabulary));
   }
   const auto windows = perplexity_windows(std::ssize(ids), window, stride);
+  if (windows.empty()) fail(Exit::bad_file, "perplexity: the text has no token to score");
   DivergenceResult result;
   // Means and sums of the squared differences from them (Welford, Technometrics 4, 1962).
   double squares = 0, loss_mean = 0, loss_squares = 0;

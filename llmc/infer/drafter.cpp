@@ -11,8 +11,14 @@ static_assert(kMostDrafted <= kDeviceDrafts);
 
 Drafter::Drafter(const DraftOptions& options, InferenceModel& model, const Scheduler& scheduler)
     : options_(options), verifier_(model), scheduler_(scheduler) {
-  if (options.model != nullptr) model_.emplace(*options.model, model.config().vocab_size);
-  if (options.sequence != nullptr) sequence_.emplace(*options.sequence, model.config().vocab_size);
+  if (options.model != nullptr) {
+    model_.emplace(*options.model, model.config().vocab_size);
+    longest_ = options.model->max_positions();
+  }
+  if (options.sequence != nullptr) {
+    sequence_.emplace(*options.sequence, model.config().vocab_size);
+    longest_ = options.sequence->capacity();
+  }
 }
 
 // ---- how many -------------------------------------------------------------------------------------------------------
@@ -42,6 +48,7 @@ std::int64_t Drafter::count(const RequestState& request) const {
 bool Drafter::wants(const RequestState& s) const {
   const bool generates = s.id_on_device || s.id_on_host;
   if (!generates || std::ssize(s.ids) == s.prompt_size || s.max_ids - s.sampled < 2) return false;
+  if (std::ssize(s.ids) > longest_) return false;  // the draft model has no position for it, so nothing is waited for
   return length(s) > 0;
 }
 

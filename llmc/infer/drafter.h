@@ -67,6 +67,7 @@ class Drafter {
   const DraftOptions options_;
   InferenceModel& verifier_;
   const Scheduler& scheduler_;
+  std::int64_t longest_ = INT64_MAX;  // the most ids of a sequence after which the draft model can draft
   std::optional<DraftModel> model_;
   std::optional<DraftSequence> sequence_;
   bool on_device_ = false;

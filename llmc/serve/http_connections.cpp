@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -297,6 +298,10 @@ void HttpConnection::on_data() {
 }
 
 void HttpConnection::read_header() {
+  // RFC 9112, 2.2: clients may send an empty line after a body, which is not a part of it.
+  const auto begins = [&] { return std::string_view(static_cast<const char*>(buffer_.data().data()), buffer_.size()); };
+  while (begins().starts_with("\r\n")) buffer_.consume(2);
+  if (buffer_.size() == 0) return read_some();
   phase_ = Phase::reading;
   limit(read_deadline_, server_.limits.read_seconds);
   reader_.emplace(server_.limits);
@@ -310,6 +315,7 @@ void HttpConnection::on_header(const error_code& error) {
   const std::string wrong = reader_->take_header();  // with an error as far as it came
   if (error) return refuse_or_close(error);
   head_only_ = reader_->head_only();
+  chunked_ = reader_->knows_chunks();
   if (!wrong.empty()) return refuse({400, wrong});
   if (std::optional<HttpResponse> refusal = server_.check ? server_.check(reader_->request()) : std::nullopt) {
     if (!reader_->complete() || !reader_->keep_alive()) close_after_ = true;
@@ -365,7 +371,6 @@ void HttpConnection::hand_over() {
   if (server_.stopping) return close();
   read_deadline_.lift();
   phase_ = Phase::answering;
-  chunked_ = reader_->knows_chunks();
   if (!reader_->keep_alive()) close_after_ = true;
   HttpRequest request = reader_->take();
   reader_.reset();
@@ -390,7 +395,7 @@ void HttpConnection::respond(HttpResponse response) {
   if (!head_only_ && !queue_.has_room(response.body.size())) {
     response = error_response({503, "too many answers wait for their clients: try again later"});
   }
-  std::string head = response_head(response, request().id, close_after_);
+  std::string head = response_head(response, request().id, close_after_, !chunked_);
   queue(std::move(head), head_only_ ? std::string() : std::move(response.body));
   finish_answer();
 }

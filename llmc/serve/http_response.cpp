@@ -48,8 +48,9 @@ std::string head_of(int status, const std::string& content_type, const std::stri
 
 }  // namespace
 
-std::string response_head(const HttpResponse& response, const std::string& id, bool close) {
+std::string response_head(const HttpResponse& response, const std::string& id, bool close, bool old) {
   std::string head = head_of(response.status, response.content_type, id, close);
+  if (old && !close) head += "Connection: keep-alive\r\n";
   for (const auto& [name, value] : response.headers) head += format("%s: %s\r\n", name.c_str(), value.c_str());
   return head + format("Content-Length: %zu\r\n\r\n", response.body.size());
 }

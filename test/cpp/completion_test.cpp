@@ -437,7 +437,8 @@ TEST(Completion, EveryOtherEndSaysWhy) {
   EXPECT_EQ(cancelled->text, "x");  // nothing comes after a cancellation
   EXPECT_EQ(cancelled->end->reason, FinishedBy::cancelled);
   EXPECT_EQ(cancelled->end->message, "cancelled");
-  const auto late = feed({}, {}, RequestEnd::deadline);
+  const auto late = feed({.stop = {"lord"}}, ids_of("hello"), RequestEnd::deadline);
+  EXPECT_EQ(late->text, "hello");  // what was held back for a stop text, too
   EXPECT_EQ(late->end->reason, FinishedBy::cancelled);
   EXPECT_NE(late->end->message.find("time limit"), std::string::npos);
   const auto damaged = feed({}, {}, RequestEnd::not_finite);

@@ -485,6 +485,21 @@ TEST(Engine, TheModelAlwaysHasAStepQueued) {
   }
 }
 
+// A sequence that the draft model has no positions for is not waited for.
+TEST(Engine, BehindTheDraftModelsContextStepsAreQueuedAgain) {
+  Pipeline model({.max_positions = 200, .depth = 4});
+  PagedFake draft({.max_positions = 20, .depth = 4});
+  EngineOptions options{.max_running = 4, .rows_per_step = 32};
+  options.drafts.model = &draft;
+  options.drafts.draft_cost = 0.05;
+  options.drafts.row_cost = 0.01;
+  Engine engine(model, options);
+  submit(engine, request_of(random_ids(10, 1), 150));
+  finish(engine);
+  EXPECT_GT(engine.statistics().drafts.drafted, 0);
+  EXPECT_LT(model.idle, 30);  // of some 142 steps
+}
+
 TEST(Engine, PromptRowsBesideDecodingAreLimited) {
   PagedFake model({.num_pages = 256, .max_rows = 64, .depth = 2});
   Engine engine(model, {.max_running = 8, .rows_per_step = 64, .prompt_rows = 6, .share_prefixes = false});

@@ -756,6 +756,7 @@ TEST(Divergence, EveryFigureByItsDefinition) {
 
   const std::span<const std::int32_t> two = std::span(ids).first(2);
   EXPECT_EQ(divergence(q, p, two, 300, 1).tokens, 1);
+  expect_contains(error_of(Exit::bad_file, [&] { divergence(q, p, two.first(1), 300, 1); }), "no token to score");
   EXPECT_TRUE(std::isnan(divergence(q, p, two, 300, 1).standard_error));
   EXPECT_TRUE(std::isnan(divergence(q, p, two, 300, 1).nll_difference_error));
   EXPECT_EQ(divergence(q, p, std::vector<std::int32_t>{1, RowsModel::kIds + 1}, 300, 1).nll, 0)

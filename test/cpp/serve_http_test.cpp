@@ -186,6 +186,9 @@ TEST(Http, TheClientSaysWhetherAConnectionStays) {
     const std::string first = client.receive("[]");
     EXPECT_NE(first.find("GET /a"), std::string::npos) << what;
     EXPECT_EQ(first.find("Connection: close") == std::string::npos, c.stays) << what;
+    // HTTP/1.0 takes a connection for closed unless it is told.
+    EXPECT_EQ(first.find("Connection: keep-alive") != std::string::npos, c.stays && c.version == std::string("1.0"))
+        << what;
     if (c.stays) {
       client.send(kLastGet);
       EXPECT_TRUE(client.receive().ends_with("GET /last []")) << what;
@@ -301,6 +304,7 @@ TEST(Http, NothingIsLeftOfTheRequestBefore) {
       {"GET /a HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", "[]"},
       {post("body"), "[body]"},
       {post(""), "[]"},
+      {post("body") + "\r\n", "[body]"},  // an empty line behind a body (RFC 9112, 2.2)
       {"POST /a HTTP/1.1\r\n" + chunked + "\r\n3\r\nabc\r\n0\r\n\r\n", "[abc]"},
       {"POST /a HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\nabc", "[abc]"},
       {"GET /stream HTTP/1.1\r\nHost: a\r\n\r\n", "0\r\n\r\n"}};

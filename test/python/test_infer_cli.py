@@ -466,7 +466,7 @@ def test_bench(model):
     deep = object_of("--model", model, "--bench", "--max-tokens", 20, "--bench-contexts", "5,60")["contexts"]
     assert [(point["prompt_tokens"], point["tokens"]) for point in deep] == [(5, 64), (60, 35)]
     assert all(point["itl_ms_p50"] > 0 for point in deep)
-    for wrong in ("0", "96", "1,,2", "x", "5,"):
+    for wrong in ("0", "95", "96", "94,95", "1,,2", "x", "5,"):
         assert "--bench-contexts" in refused(USAGE, "--model", model, "--bench", "--bench-contexts", wrong)
     assert "--bench-contexts" in refused(USAGE, "--model", model, "--prompt", "x", "--bench-contexts", "5")
     assert "do not fit" in refused(USAGE, "--model", model, "--bench", "--max-tokens", 65)

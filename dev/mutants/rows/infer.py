@@ -18,7 +18,7 @@ ROWS = [
     Mutant("the first padding row has a text", "prompt_from_ids", "id < tokenizer->", "id <= tokenizer->",
            unit("Completion.PromptsOfBothKinds")),
     Mutant("a stop text that the last bytes complete ends nothing", "CompletionListener::on_end",
-           "if (text_.stopped()) end.reason = FinishedBy::stop;", "", unit("Completion.AStopText*")),
+           "if (text_.stopped() && !late) end.reason = FinishedBy::stop;", "", unit("Completion.AStopText*")),
     Mutant("a stop text of just the limit is refused", "read_stop", "size() <=", "size() <", unit("Completion.*")),
     Mutant("draft tokens are made whether they pay or not", "best_draft_length", "lowest = step(0)", "lowest = 1e9",
            unit("DraftLength.*", "Engine.WrongDrafts*")),
