@@ -207,12 +207,13 @@ Exit run_bench(const InferSettings& settings, const ModelConfig& config, const D
   const DecodePath path = device.path();
   const auto seed = static_cast<std::uint64_t>(settings.seed);
   const std::int64_t limit = choose_capacity(settings, config, config.max_positions);
+  const std::int64_t longest = limit - 2;  // a context is followed by an id that is decoded and one that is sampled
   BenchOptions bench{settings.max_tokens, {}, seed, 0};
   if (!settings.bench_contexts.empty()) {
-    bench.contexts = parse_integers("--bench-contexts", settings.bench_contexts, limit - 2);
+    bench.contexts = parse_integers("--bench-contexts", settings.bench_contexts, longest);
   } else if (device.gpu()) {
     for (const std::int64_t context : {64, 1024, 2000}) {
-      if (context <= limit - 2) bench.contexts.push_back(context);
+      if (context <= longest) bench.contexts.push_back(context);
     }
   }
   if (settings.bench_layer) {

@@ -86,6 +86,11 @@ def _raise_exception(message: str) -> None:
     raise TemplateRaised(str(message))
 
 
+def telling(values: Iterable[Any]) -> Iterator[str]:
+    """Those of a template's constants that may tell one content from another: texts, but the names of roles."""
+    return (value for value in values if isinstance(value, str) and value.strip() and value not in ROLES)
+
+
 class ChatTemplate:
     """A template with its variables. `now` is the date that strftime_now() gives it."""
 
@@ -129,8 +134,7 @@ class ChatTemplate:
         def texts(expressions: Iterable[nodes.Node], changes: Iterable[Callable[[str], str]] = (str,)) -> Iterator[str]:
             for node in expressions:
                 value = values.get(node.name) if isinstance(node, nodes.Name) else getattr(node, "value", None)
-                if isinstance(value, str) and value.strip() and value not in ROLES:
-                    yield from (change(value) for change in changes)
+                yield from (change(text) for text in telling([value]) for change in changes)
 
         found: list[str] = []
         for call in self.syntax.find_all(nodes.Call):
@@ -151,8 +155,7 @@ class ChatTemplate:
         """The texts that the template compares others with."""
         compared = [side for compare in self.syntax.find_all(nodes.Compare) for operand in compare.ops if operand.op in ("eq", "ne")
                     for side in (compare.expr, operand.expr)]
-        found = [side.value for side in compared if isinstance(side, nodes.Const)]
-        return list(dict.fromkeys(text for text in found if isinstance(text, str) and text.strip() and text not in ROLES))[:MAX_MARKERS]
+        return list(dict.fromkeys(telling(side.value for side in compared if isinstance(side, nodes.Const))))[:MAX_MARKERS]
 
     def affixes(self) -> list[tuple[str, str]]:
         """Pairs of texts that the template looks for at the beginning and at the end of others."""

@@ -1,11 +1,11 @@
 #include "llmc/app/paths.h"
 
-#include <algorithm>
 #include <filesystem>
 #include <system_error>
 
 #include "llmc/base/error.h"
 #include "llmc/base/installed.h"
+#include "llmc/file/run_dir.h"
 
 namespace weft {
 
@@ -18,15 +18,15 @@ bool is_directory(const std::string& path) {
 
 // Of a run's directory (train_llama --out), the model file of its newest checkpoint; empty if it has none.
 std::string newest_model(const std::string& path) {
-  std::string newest;
-  std::error_code error;
-  for (std::filesystem::directory_iterator at(path, error), end; !error && at != end; at.increment(error)) {
-    const std::string model = (at->path() / "model.bin").string();
-    std::error_code ignored;
-    if (at->path().filename().string().starts_with("step_") && std::filesystem::exists(model, ignored))
-      newest = std::max(newest, model);
+  try {
+    for (const RunDirectory::Entry& entry : RunDirectory::checkpoints_in(path)) {
+      const std::string model = (std::filesystem::path(path) / entry.name / "model.bin").string();
+      std::error_code error;
+      if (entry.problem.empty() && std::filesystem::exists(model, error)) return model;
+    }
+  } catch (const Error&) {  // it cannot be listed
   }
-  return newest;
+  return "";
 }
 
 }  // namespace

@@ -54,6 +54,7 @@ TEST(AppPaths, ADirectoryInThePlaceOfAFileSaysWhatToGive) {
   const std::string trained = make("trained", {"config.json"});
   for (const char* step : {"step_00000008", "step_00000020"}) make("trained/" + std::string(step), {"model.bin"});
   make("trained/step_00000030", {});
+  make("trained/step_00000040.tmp", {"model.bin"});  // of a save that was interrupted
   const std::pair<std::string, std::string> models[] = {
       {trained, "Give the model file of its newest checkpoint: --model " +
                     escaped(directory.file("trained/step_00000020/model.bin"))},

@@ -48,8 +48,7 @@ void read_gemma_windows(const HfObject& config, ModelConfig& model) {
   if (config.says_null("sliding_window") && std::find(sliding.begin(), sliding.end(), true) != sliding.end()) {
     config.expected("sliding_window", "the window of the layers that have one");
   }
-  read_windows(
-      config, model, [&](std::int64_t l) { return sliding[static_cast<std::size_t>(l)]; }, 4096);
+  read_windows(config, model, sliding, 4096);
 }
 
 void from_hf(const HfObject& config, ModelConfig& model) {

@@ -499,12 +499,11 @@ void write_grouped_heads(const ModelConfig& model, Json& config) {
   config["head_dim"] = model.head_dim;
 }
 
-void read_windows(const HfObject& config, ModelConfig& model, const std::function<bool(std::int64_t layer)>& slides,
-                  std::int64_t absent) {
+void read_windows(const HfObject& config, ModelConfig& model, const std::vector<bool>& sliding, std::int64_t absent) {
   if (config.says_null("sliding_window") || (!config.has("sliding_window") && absent == 0)) return;
   const std::int64_t window = config.integer("sliding_window", 1, kMaxPositions, absent);
   if (window >= model.max_positions && model.local_rope_theta == 0) return;
-  for (std::int64_t l = 0; l < model.num_layers; ++l) model.windows.push_back(slides(l) ? window : 0);
+  for (const bool slides : sliding) model.windows.push_back(slides ? window : 0);
 }
 
 std::vector<bool> sliding_layers(const HfObject& config, const ModelConfig& model,
@@ -535,8 +534,7 @@ void read_layer_windows(const HfObject& config, ModelConfig& model,
     }
     return;
   }
-  read_windows(
-      config, model, [&](std::int64_t l) { return sliding[static_cast<std::size_t>(l)]; }, absent);
+  read_windows(config, model, sliding, absent);
 }
 
 void write_layer_windows(const ModelConfig& model, Json& config) {

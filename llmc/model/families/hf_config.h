@@ -86,9 +86,9 @@ void read_biases(const HfObject& config, ModelConfig& model);
 void write_biases(const ModelConfig& model, Json& config);
 // hidden_size / num_attention_heads.
 std::int64_t divided_head_dim(const HfObject& config, const ModelConfig& model);
-// Gives model.windows the window of the layers that `slides` names: sliding_window, if it is not null. `absent`: what it is
+// Gives model.windows the window of the layers that `sliding` names: sliding_window, if it is not null. `absent`: what it is
 // taken for where it is absent; 0: none. A window that all positions fit in is none, unless its layers rotate otherwise.
-void read_windows(const HfObject& config, ModelConfig& model, const std::function<bool(std::int64_t layer)>& slides,
+void read_windows(const HfObject& config, ModelConfig& model, const std::vector<bool>& sliding,
                   std::int64_t absent = 0);
 // Whether a layer has a window, by layer_types; where there are none, by `slides`.
 std::vector<bool> sliding_layers(const HfObject& config, const ModelConfig& model,

@@ -15,8 +15,7 @@ namespace {
 void from_hf(const HfObject& config, ModelConfig& model) {
   read_grouped_heads(config, model, {.kv_heads = 8});
   const std::vector<bool> sliding = sliding_layers(config, model, [](std::int64_t) { return true; });
-  read_windows(
-      config, model, [&](std::int64_t l) { return sliding[static_cast<std::size_t>(l)]; }, 4096);
+  read_windows(config, model, sliding, 4096);
 }
 
 void to_hf(const ModelConfig& model, Json& config) {
