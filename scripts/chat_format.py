@@ -14,6 +14,7 @@ import cli
 from cli import bad_file, json_type, shown
 
 VERSION = 1
+FILE = "chat_format.json"  # beside shards, and exported weights
 ROLES = ("system", "user", "assistant")
 START, END, GENERATION = "start", "end", "generation"  # beside the roles: before the first message; after the last one
 FEATURES = ("kind", "zone", "last", "system", "generation", "previous_kind")

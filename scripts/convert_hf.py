@@ -12,7 +12,8 @@ in fewer bits (doc/quantisation.md).
 
     python3 scripts/convert_hf.py lora-directory --base llama.bin -o adapter.bin
 
-makes an adapter file of PEFT's adapter_config.json and adapter_model.safetensors, for --adapter beside that model. Exit codes: 2 usage, 3 bad input, 4 cannot write, 5 disk or memory full.
+makes an adapter file of PEFT's adapter_config.json and adapter_model.safetensors, for --adapter beside that model, with the chat format
+of the chat_format.json or the chat template beside them. Exit codes: 2 usage, 3 bad input, 4 cannot write, 5 disk or memory full.
 """
 
 from __future__ import annotations
@@ -425,8 +426,20 @@ def chat_of(directory: Path, choice: str | None, options: list[str]) -> Chat:
         return Chat(f"none: {problem}")
     if found:
         return learned_format(directory, found, options)
-    beside = directory / "chat_format.json"
+    beside = directory / chat_format.FILE
     return Chat("none: the directory has no chat template" + (f". It has a format: --chat-format {cli.pasteable(beside)}" if beside.is_file() else ""))
+
+
+def chat_of_adapter(directory: Path, base: dict[str, Any], choice: str | None, options: list[str]) -> tuple[Chat, dict[str, Any]]:
+    """As chat_of(), with the file that export_hf.py writes, and what the adapter file says of its chats: of the same format all that
+    the configuration `base` of its model says, its template too, as training does."""
+    beside = directory / chat_format.FILE
+    chat = chat_of(directory, str(beside) if choice is None and not options and beside.exists() else choice, options)
+    if chat.format is None:
+        return replace(chat, said=f"{chat.said}. It chats as its model does"), {}
+    if base.get("chat_format") == chat.format:
+        return chat, {key: base[key] for key in ("chat_format", "chat_template", "chat_tokens") if key in base}
+    return chat, chat.members()
 
 
 def file_configuration(checkpoint: Checkpoint, source: Path, target: Target, chat: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -624,18 +637,22 @@ def target_of(options: argparse.Namespace) -> Target:
 
 def convert_adapter(options: argparse.Namespace, warnings: Warnings) -> int:
     """The directory is an adapter of PEFT's."""
-    for name in ("dtype", "quantize", "head", "only", "gptq", "rope_theta", "chat_format", "chat_option"):
+    for name in ("dtype", "quantize", "head", "only", "gptq", "rope_theta"):
         if getattr(options, name):
             raise FileError(cli.USAGE, f"--{name.replace('_', '-')}: not for an adapter, which is stored as it is")
     if options.base is None:
         raise FileError(cli.USAGE, f"--base: needed, because {escaped(str(options.directory))} is an adapter: the model file that it belongs to")
     base = tensor_file.read(options.base, expected="model")
-    said = peft_format.convert(options.directory, base, options.output, warnings.add)
+    chat, members = chat_of_adapter(options.directory, base.config, options.chat_format, check_chat_options(options))
+    for one in chat.warnings:
+        warnings.add(one)
+    said = peft_format.convert(options.directory, base, options.output, members, warnings.add)
     warnings.finish()
     print(f"adapter     {said}")
     print(f"file        {escaped(str(options.output))}, {options.output.stat().st_size:,} bytes")
+    print(f"chat format: {chat.said}")
     print(f"next        {needs.program('infer_pythia')} --model {cli.pasteable(options.base)} --adapter {cli.pasteable(options.output)} "
-          f"{first_prompt(TOKENIZER_TENSOR in base.tensors, 'chat_format' in base.config, base.config['model']['vocab_size'])}")
+          f"{first_prompt(TOKENIZER_TENSOR in base.tensors, 'chat_format' in base.config | members, base.config['model']['vocab_size'])}")
     return cli.OK
 
 

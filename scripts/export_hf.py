@@ -10,8 +10,8 @@ has no template: it becomes chat_format.json, for --chat-format of convert_hf.py
     python3 scripts/export_hf.py model.bin --adapter runs/mine/step_00001000/adapter.bin -o merged
     python3 scripts/export_hf.py runs/mine/step_00001000/adapter.bin -o adapter
 
-The first adds a LoRA adapter to the weights; the second writes the adapter alone, as PEFT reads it. Exit codes: 2 usage, 3 bad
-input, 4 cannot write, 5 disk or memory full.
+The first adds a LoRA adapter to the weights; the second writes the adapter alone, as PEFT reads it, and its chat_format.json.
+Exit codes: 2 usage, 3 bad input, 4 cannot write, 5 disk or memory full.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import needs  # before the packages
 
 import numpy as np
 
+import chat_format
 import peft_format
 import tensor_file
 from peft_format import Adapter
@@ -45,7 +46,7 @@ TOKENIZER_TENSOR = "tokenizer.json"
 MAX_SHARD_BYTES = 5 << 30
 # The files of an export, besides shards: --force replaces only directories that hold nothing else.
 EXPORTED_NAMES = {"config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json",
-                  "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_format.json", peft_format.CONFIG,
+                  "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", chat_format.FILE, peft_format.CONFIG,
                   peft_format.WEIGHTS}
 
 
@@ -158,8 +159,13 @@ def write_chat(directory: Path, config: dict[str, Any]) -> None:
     if isinstance(config.get("chat_template"), str):
         with AtomicFile(directory / "chat_template.jinja") as output:
             output.write(config["chat_template"].encode("utf-8"))
-    elif "chat_format" in config:
-        write_json(directory / "chat_format.json", config["chat_format"])
+    else:
+        write_chat_format(directory, config)
+
+
+def write_chat_format(directory: Path, config: dict[str, Any]) -> None:
+    if "chat_format" in config:
+        write_json(directory / chat_format.FILE, config["chat_format"])
 
 
 def write_directory(directory: Path, file: TensorFile, model: Model, tokenizer: bytes | None, limit: int,
@@ -178,9 +184,10 @@ def write_directory(directory: Path, file: TensorFile, model: Model, tokenizer: 
 
 
 def write_adapter(directory: Path, adapter: Adapter, base: str | None) -> None:
-    """Writes the files of PEFT into an existing empty directory."""
+    """Writes the files of PEFT into an existing empty directory, and beside them the chat format, which PEFT has no member for."""
     exported = {name: there for there, name in adapter.tensors()}
     write_json(directory / peft_format.CONFIG, adapter.peft_config(base))
+    write_chat_format(directory, adapter.file.config)
     progress = cli.Progress("exporting", sum(adapter.file.at(name).bytes for name in exported))
     write_shard(directory / peft_format.WEIGHTS, adapter.file, list(exported), progress, exported=exported)
     progress.finish()
@@ -277,7 +284,7 @@ def main() -> int:
         write_directory(temporary, file, model, tokenizer, options.max_shard_bytes, adapter)))
     print(f"exported    {len(model.tensors)} tensors in {len(shards)} file{'s' * (len(shards) > 1)} to "
           f"{escaped(str(options.output))}")
-    by_hand = f" --chat-format {cli.pasteable(options.output / 'chat_format.json')}" if (directory / "chat_format.json").exists() else ""
+    by_hand = f" --chat-format {cli.pasteable(options.output / chat_format.FILE)}" if (directory / chat_format.FILE).exists() else ""
     print(f"next        {needs.command('scripts/convert_hf.py')} {cli.pasteable(options.output)} -o again.bin{by_hand}")
     print(f"or          transformers.AutoModelForCausalLM.from_pretrained({str(options.output)!a})")
     return cli.OK

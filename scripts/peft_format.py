@@ -82,8 +82,8 @@ def read_config(directory: Path, warn: Callable[[str], None]) -> tuple[int, floa
     return rank, float(alpha) * (math.sqrt(rank) if rooted else 1)  # rank-stabilised LoRA scales by alpha / sqrt(r)
 
 
-def convert(directory: Path, model: TensorFile, output: Path, warn: Callable[[str], None]) -> str:
-    """Writes the adapter file of a PEFT directory for a model. Returns what it has, in words."""
+def convert(directory: Path, model: TensorFile, output: Path, chat: dict[str, Any], warn: Callable[[str], None]) -> str:
+    """Writes the adapter file of a PEFT directory for a model. `chat`: what its configuration says of chats. Returns what it has, in words."""
     rank, alpha = read_config(directory, warn)
     base = tensor_file.escaped(str(model.path))
     weights = SafetensorsFile(directory / WEIGHTS)
@@ -100,7 +100,7 @@ def convert(directory: Path, model: TensorFile, output: Path, warn: Callable[[st
             bad_file(weights.path, shown(name), f"is no part of an adapter for {base}",
                      "Is this its base model? Embeddings and heads cannot be adapted")
     config = {"model": model.config["model"], "lora": {"rank": rank, "alpha": alpha, "targets": targets},
-              "base": f"{model.header_hash:016x}", "made_by": "scripts/convert_hf.py"}
+              "base": f"{model.header_hash:016x}", "made_by": "scripts/convert_hf.py"} | chat
     with Writer(output, "LoRA adapter", config) as writer:
         for name, shape in expected.items():
             if name not in found:

@@ -17,6 +17,7 @@ from train_runs import GOLDEN, MODEL, ROOT, data_fixture, environment, train, wr
 
 np = pytest.importorskip("numpy")
 
+import chat_format  # noqa: E402
 import checkpoints as ck  # noqa: E402
 import export_hf  # noqa: E402
 import tensor_file  # noqa: E402
@@ -78,6 +79,20 @@ def export(*arguments):
     return done
 
 
+def with_chat(source, output, **chat):
+    file = tensor_file.read(source)
+    with tensor_file.Writer(output, file.kind, file.config | chat) as writer:
+        for info in file.tensors.values():
+            writer.declare(info.name, info.dtype, info.shape)
+        for name in file.tensors:
+            writer.write(name, bytes(file.bytes(name)))
+    return output
+
+
+def chat_of(path):
+    return {key: value for key, value in tensor_file.read(path).config.items() if key.startswith("chat_")}
+
+
 def test_a_run_says_what_it_trains(data, tmp_path):
     done = train(data, tmp_path / "run", *ADAPTER)
     log = done.stdout + done.stderr
@@ -126,15 +141,6 @@ def test_peft_form_of_a_neox_and_back(neox_data, adapter, tmp_path):
 
 def test_a_merged_model_chats_as_the_adapter_does(adapter, tmp_path):
     """That of the shards, also where the model has none, or another one with a template; without one, the model's."""
-    def with_chat(source, output, **chat):
-        file = tensor_file.read(source)
-        with tensor_file.Writer(output, file.kind, file.config | chat) as writer:
-            for info in file.tensors.values():
-                writer.declare(info.name, info.dtype, info.shape)
-            for name in file.tensors:
-                writer.write(name, bytes(file.bytes(name)))
-        return output
-
     own = {"chat_format": {"version": 1}, "chat_template": "{{ messages }}", "chat_tokens": {"pad_token": "x"}}
     chatting, base = with_chat(adapter, tmp_path / "chatting.bin", chat_format={"version": 2}), with_chat(MODEL, tmp_path / "base.bin", **own)
     for name, model, beside, template in (("one", MODEL, chatting, False), ("both", base, chatting, False), ("other", base, adapter, True)):
@@ -251,6 +257,35 @@ def test_peft_form_and_back(adapter, tmp_path):
     export(adapter, "-o", tmp_path / "peft", "--force")  # replaces its own kind
     with pytest.raises(AssertionError, match="expected a model file to add it to"):
         export(adapter, "--adapter", adapter, "-o", tmp_path / "other")
+
+
+def test_the_chat_format_goes_with_pefts_files(adapter, tmp_path):
+    """Beside the model's own format its template stays; by hand another one, and none, which leaves the model's."""
+    chatml, mistral = (chat_format.to_json(chat_format.NAMED[name]()) for name in ("chatml", "mistral"))
+    own = {"chat_format": mistral, "chat_template": "{{ messages }}", "chat_tokens": {"pad_token": "x"}}
+    base = with_chat(MODEL, tmp_path / "base.bin", **own)
+    for name, chat in (("other", {"chat_format": chatml}), ("own", own), ("none", {})):
+        export(with_chat(adapter, tmp_path / f"{name}.bin", **chat), "-o", tmp_path / name)
+        assert (tmp_path / name / "chat_format.json").exists() == bool(chat)
+        for options, expected in (([], chat), (["--chat-format", "chatml"], {"chat_format": chatml}), (["--chat-format", "none"], {})):
+            done = ck.run_script("convert_hf.py", tmp_path / name, "--base", base, "-o", tmp_path / "again.bin", *options)
+            assert done.returncode == 0, done.stderr
+            assert chat_of(tmp_path / "again.bin") == expected
+            assert ("chat format: none" in done.stdout) == ("It chats as its model does" in done.stdout) == (not expected), done.stdout
+    (tmp_path / "other" / "chat_format.json").write_text("{}")
+    for options, code in (([], 3), (["--chat-format", "alpaca"], 2), (["--chat-option", "x"], 2)):
+        done = ck.run_script("convert_hf.py", tmp_path / "other", "--base", base, "-o", tmp_path / "x.bin", *options)
+        ck.assert_refused(done, code, options[0] if options else "chat_format.json", output=tmp_path / "x.bin")
+
+
+def test_an_adapter_of_elsewhere_chats_by_its_template(adapter, tmp_path):
+    pytest.importorskip("jinja2")
+    export(adapter, "-o", tmp_path / "peft")
+    (tmp_path / "peft" / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
+    done = ck.run_script("convert_hf.py", tmp_path / "peft", "--base", MODEL, "-o", tmp_path / "again.bin")
+    assert done.returncode == 0 and "chat format: learned from chat_template.jinja" in done.stdout, done.stderr
+    assert sorted(chat_of(tmp_path / "again.bin")) == ["chat_format", "chat_template", "chat_tokens"]
 
 
 def rewritten(directory, **changes):
