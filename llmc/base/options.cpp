@@ -448,6 +448,14 @@ bool OptionTable::given(const std::string& name) const {
   return impl_->at(name).option->count() > 0;
 }
 
+std::string OptionTable::all_given(std::span<const char* const> names) const {
+  std::string all;
+  for (const char* const name : names) {
+    if (given(name)) all.append(all.empty() ? "--" : ", --").append(name);
+  }
+  return all;
+}
+
 std::vector<std::pair<std::string, std::string>> OptionTable::effective() const {
   std::vector<std::pair<std::string, std::string>> values;
   for (const Entry& entry : impl_->entries) values.emplace_back(entry.name, entry.value());

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -60,6 +61,8 @@ class OptionTable {
 
   // True if the option was given on the command line (not left at its default).
   bool given(const std::string& name) const;
+  // Those of `names` that were given, as "--lr, --out" in a message; empty: none.
+  std::string all_given(std::span<const char* const> names) const;
   // Every option with its effective value, in table order, for the start-up table and config.json. The values of a
   // repeated option are one JSON array. Texts are as the user gave them, except that U+FFFD replaces bytes that are not
   // UTF-8, which JSON cannot hold: pass them through escaped() before printing.

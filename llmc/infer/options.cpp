@@ -230,18 +230,43 @@ InferTask requested_task(const OptionTable& table, std::string& given) {
   return task;
 }
 
-// The server's options are for the server alone; options of a generation come with each request instead.
+// Options that have no effect on some of the tasks.
+struct WithoutEffect {
+  std::vector<const char*> options;
+  std::vector<InferTask> tasks;
+};
+
+// `task`: the option of the task, with its dashes.
+void check_effects(const OptionTable& table, const InferSettings& s, const std::string& task) {
+  using enum InferTask;
+  static const WithoutEffect kRows[] = {
+      {{"max-tokens", "seed"}, {serve, perplexity, compare, describe}},
+      {{"temperature", "top-k", "top-p", "min-p"}, {serve, perplexity, compare, describe, bench}},
+      {{"stop", "ignore-eos", "presence-penalty", "frequency-penalty", "repetition-penalty", "logit-bias", "bad-words",
+        "min-tokens", "stop-token-ids"},
+       {serve, perplexity, compare, describe, bench, bench_batch}},
+      {{"lookup", "draft"}, {perplexity, compare, describe, bench_batch}},
+      {{"special"}, {compare, describe, bench, bench_batch}},
+      {{"adapter", "decode", "dtype", "kv-dtype", "activations", "context"}, {describe}},
+  };
+  std::vector<const char*> without;
+  for (const WithoutEffect& row : kRows) {
+    if (std::find(row.tasks.begin(), row.tasks.end(), s.task) == row.tasks.end()) continue;
+    without.insert(without.end(), row.options.begin(), row.options.end());
+  }
+  const std::string all = table.all_given(without);
+  if (all.empty()) return;
+  fail(Exit::usage, "%s: not for %s, %s", all.c_str(), task.c_str(),
+       s.task == serve ? "where each request has its own" : "on which it has no effect. Leave it out");
+}
+
+// The server's options are for the server alone.
 void check_server(const OptionTable& table, const InferSettings& s) {
   const bool serve = s.task == InferTask::serve;
   for (const char* name :
        {"served-name", "api-key-file", "allowed-host", "log-requests", "max-queue", "max-connections", "max-body",
         "request-seconds", "read-seconds", "idle-seconds", "write-seconds", "drain-seconds"}) {
     if (table.given(name) && !serve) fail(Exit::usage, "--%s: only for --serve", name);
-  }
-  for (const char* name :
-       {"max-tokens", "temperature", "top-k", "top-p", "min-p", "seed", "stop", "ignore-eos", "presence-penalty",
-        "frequency-penalty", "repetition-penalty", "logit-bias", "bad-words", "min-tokens", "stop-token-ids"}) {
-    if (table.given(name) && serve) fail(Exit::usage, "--%s: not for --serve, where each request has its own", name);
   }
   for (const auto& [name, value] : {std::pair("serve", &s.serve), std::pair("served-name", &s.served_name),
                                     std::pair("api-key-file", &s.api_key_file)}) {
@@ -282,22 +307,16 @@ void check_fp8(const InferSettings& s) {
   }
 }
 
-// Drafts are only for tasks that generate.
 void check_drafts(const OptionTable& table, const InferSettings& s) {
   if (table.given("draft") && s.draft.empty()) fail(Exit::usage, "--draft: got '', expected a value");
   const DecodeFaults faults = parse_decode_faults(s.debug_inject);
   if (faults.acceptance.has_value() && !s.drafts())
     fail(Exit::usage, "--debug-inject accept: needs --lookup or --draft");
   if (!s.drafts()) return;
-  const char* const name = s.draft.empty() ? "lookup" : "draft";
   if (s.lookup > 0 && !s.draft.empty()) fail(Exit::usage, "--lookup, --draft: only one of them at a time");
-  const bool layer = s.bench_layer || s.bench_timeline;
-  if (s.task == InferTask::perplexity || s.task == InferTask::compare || s.task == InferTask::bench_batch || layer) {
-    fail(Exit::usage, "--%s: does not go with --%s", name,
-         s.task == InferTask::perplexity ? "perplexity"
-         : s.task == InferTask::compare  ? "compare"
-         : layer                         ? "bench-layer and --bench-timeline"
-                                         : "bench-batch");
+  if (s.bench_layer || s.bench_timeline) {
+    fail(Exit::usage, "--%s: does not go with --bench-layer and --bench-timeline",
+         s.draft.empty() ? "lookup" : "draft");
   }
   if (!s.draft.empty() && !s.random_model.empty()) random_model_config(s.draft, "--draft");  // refuses an unknown name
 }
@@ -323,16 +342,16 @@ void check_many(const OptionTable& table, InferSettings& s) {
 
 void check_together(const OptionTable& table, InferSettings& s) {
   if (table.given("random-model")) {
-    if (!(s.bench || table.given("bench-batch")) || table.given("model")) {
-      fail(Exit::usage, "--random-model: only for --bench and --bench-batch, in the place of --model");
+    if (!(s.bench || table.given("bench-batch")) || table.given("model") || table.given("adapter")) {
+      fail(Exit::usage, "--random-model: only for --bench and --bench-batch, in the place of --model and --adapter");
     }
   } else if (table.given("model") == table.given("describe")) {
     if (table.given("model")) fail(Exit::usage, "--describe: got --model as well, expected one of them");
     fail(Exit::usage, "--model: missing, expected a model file");
   }
   if (table.given("bench-contexts") && !s.bench) fail(Exit::usage, "--bench-contexts: only for --bench");
-  if (s.bench_layer && (!s.bench || table.given("bench-contexts"))) {
-    fail(Exit::usage, "--bench-layer: only for --bench, without --bench-contexts");
+  if (s.bench_layer && (!s.bench || table.given("bench-contexts") || table.given("max-tokens"))) {
+    fail(Exit::usage, "--bench-layer: only for --bench, without --bench-contexts and --max-tokens");
   }
   if (s.bench_timeline && (!s.bench || s.bench_layer || s.json)) {
     fail(Exit::usage, "--bench-timeline: only for --bench, without --bench-layer and --json");
@@ -349,6 +368,7 @@ void check_together(const OptionTable& table, InferSettings& s) {
         std::pair("describe", &s.describe)}) {
     if (table.given(name) && value->empty()) fail(Exit::usage, "--%s: got '', expected a value", name);
   }
+  check_effects(table, s, given);
   check_many(table, s);
   check_server(table, s);
   if (s.json && (s.task == InferTask::interactive || s.task == InferTask::chat || s.task == InferTask::batch ||

@@ -295,7 +295,35 @@ void check_objective(const TrainSettings& s, const OptionTable& table) {
   }
 }
 
-void check_purpose(TrainSettings& s) {
+// Options of training that have no effect on what else the program does.
+void check_effects(const TrainSettings& s, const OptionTable& table) {
+  const bool compare = !s.compare.empty();
+  if (!s.eval && !s.bench && !compare) return;
+  const struct {
+    bool of_task;
+    std::vector<const char*> options;
+  } rows[] = {
+      {true, {"steps", "epochs", "lr", "min-lr-ratio", "warmup-steps", "schedule", "wsd-decay-fraction"}},
+      {true, {"weight-decay", "beta1", "beta2", "eps", "muon-lr", "muon-momentum"}},
+      {true, {"out", "resume", "save-every", "keep", "keep-best", "max-minutes", "on-nan"}},
+      {true, {"val-every", "sample-every", "sample-prompt", "sample-tokens", "temperature"}},
+      {!s.bench, {"train", "grad-clip", "dropout", "lora-dropout"}},
+      {!s.eval, {"val", "val-batches", "document-mask", "no-pack"}},
+      {compare, {"micro-batch", "seq-len", "batch-tokens", "seed"}},  // the dump has its own
+  };
+  std::vector<const char*> without;
+  for (const auto& [of_task, options] : rows) {
+    if (of_task) without.insert(without.end(), options.begin(), options.end());
+  }
+  const std::string all = table.all_given(without);
+  if (all.empty()) return;
+  fail(Exit::usage, "%s: not for --%s, on which it has no effect. Leave it out", all.c_str(),
+       s.eval    ? "eval"
+       : s.bench ? "bench"
+                 : "compare");
+}
+
+void check_purpose(TrainSettings& s, const OptionTable& table) {
   if (!s.compare.empty() && s.model.empty())
     fail(Exit::usage, "--compare: needs --model, the file that the dump was made from");
   if (s.eval && s.model.empty()) fail(Exit::usage, "--eval: needs --model, the model file that is measured");
@@ -303,13 +331,10 @@ void check_purpose(TrainSettings& s) {
   if (s.bench + s.eval + !s.compare.empty() + s.dry_run + s.print_config > 1) {
     fail(Exit::usage, "--bench, --compare, --eval, --dry-run, --print-config: only one of them at a time");
   }
+  check_effects(s, table);
   if (s.json && !s.bench && !s.eval) fail(Exit::usage, "--json: only for --bench and --eval");
   if (s.operators && !s.bench) fail(Exit::usage, "--operators: only for --bench");
-  if (s.epochs > 0 && (s.bench || s.eval || !s.compare.empty() || s.train.empty())) {
-    fail(Exit::usage, "--epochs: only for training on --train");
-  }
-  const char* const rows = s.document_mask ? "--document-mask" : s.no_pack ? "--no-pack" : nullptr;
-  if (rows != nullptr && (s.bench || !s.compare.empty())) fail(Exit::usage, "%s: only for --train and --val", rows);
+  if (s.epochs > 0 && s.train.empty()) fail(Exit::usage, "--epochs: only for training on --train");
   if (s.keep_best && s.val.empty()) fail(Exit::usage, "--keep-best: needs --val, the token shards to measure on");
   if (s.vocab_size > 0 && !s.model.empty()) fail(Exit::usage, "--vocab-size: only with --config, a new model");
   if (s.gpu_memory.empty()) return;
@@ -358,7 +383,7 @@ void check_together(TrainSettings& s, const OptionTable& table, std::int64_t lau
     check_run_tokens(s);
     check_schedule(s, table.given("warmup-steps"), table.given("wsd-decay-fraction"));
   }
-  check_purpose(s);
+  check_purpose(s, table);
   if (s.eval && !table.given("val-batches")) s.val_batches = 0;
   if (s.print_config || s.bench || s.eval || !s.compare.empty()) return;
   if (s.train.empty()) fail(Exit::usage, "--train: needed, the token shards to train on");

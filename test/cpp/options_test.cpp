@@ -432,7 +432,7 @@ TEST(TrainOptionParser, StepsFollowFromEpochs) {
   expect_contains(error_of(Exit::usage, [&] { endless.set_steps_of_epochs(std::uint64_t{1} << 40); }),
                   "--epochs: got 1e+06");
   expect_contains(error_of(Exit::usage, [&] { parsed("--epochs 1 --steps 3"); }), "--epochs and --steps: only one");
-  expect_contains(error_of(Exit::usage, [&] { parsed("--epochs 1 --bench"); }),
+  expect_contains(error_of(Exit::usage, [&] { train_settings("--config tiny --print-config --epochs 1"); }),
                   "--epochs: only for training on --train");
 }
 
@@ -483,9 +483,8 @@ TEST(TrainOptionParser, DefaultsThatFollowOtherOptionsYieldToWhatIsGiven) {
 
 // Those that share the work, and those of them that this process starts.
 TEST(TrainOptionParser, WhoStartsTheRanks) {
-  const std::string train = "--config tiny --train t --out o ";
   const struct {
-    const char* options;
+    std::string options;
     std::int64_t launched, ranks, starts;
   } cases[] = {{"", 1, 1, 0},
                {"", 3, 3, 0},
@@ -497,7 +496,8 @@ TEST(TrainOptionParser, WhoStartsTheRanks) {
                {"--gpus 3 --bench", 1, 3, 3},
                {"--debug-inject ranks@cpu=2", 1, 2, 2}};
   for (const auto& [options, launched, ranks, starts] : cases) {
-    const TrainSettings settings = train_settings(train + options, launched);
+    const std::string run = options.find("--bench") == std::string::npos ? "--train t --out o " : "";
+    const TrainSettings settings = train_settings("--config tiny " + run + options, launched);
     EXPECT_EQ(settings.ranks, ranks) << options << " on " << launched;
     EXPECT_EQ(settings.start_ranks, starts) << options << " on " << launched;
   }
@@ -657,17 +657,70 @@ TEST(TrainOptionParser, EachCheckRefusesWhatItSaysAndNothingElse) {
     EXPECT_EQ(message.empty(), *words == '\0') << options << " on " << launched << ": " << message;
     expect_contains(message, words);
   }
-  const std::vector<std::string> purposes = {"--bench", "--compare c", "--eval", "--dry-run", "--print-config"};
-  for (const std::string& purpose : purposes) {
-    EXPECT_EQ(train_unsupported_reason(model + "--val v " + purpose, 1), "");
-    for (const std::string& other : purposes) {
-      if (other == purpose) continue;
-      expect_contains(train_unsupported_reason(model + "--val v " + purpose + " " + other, 1),
-                      "only one of them at a time");
-    }
-  }
   EXPECT_EQ(train_settings(train + "--dry-run --gpu-memory 3GiB").gpu_memory_bytes, std::uint64_t{3} << 30);
   EXPECT_EQ(train_settings(train + "--dry-run").gpu_memory_bytes, 0u);
+}
+
+// Each task beside training, with the options of training that have no effect on it, and with others.
+TEST(TrainOptionParser, OtherTasksRefuseWhatHasNoEffectOnThem) {
+  using Words = std::vector<std::string>;
+  const auto and_more = [](Words words, const std::vector<Words>& more) {
+    for (const Words& some : more) words.insert(words.end(), some.begin(), some.end());
+    return words;
+  };
+  const Words of_training = {"--steps 3",
+                             "--lr 1",
+                             "--min-lr-ratio 0",
+                             "--warmup-steps 0",
+                             "--schedule wsd",
+                             "--weight-decay 0",
+                             "--beta1 0",
+                             "--beta2 0",
+                             "--eps 1",
+                             "--out o",
+                             "--resume never",
+                             "--save-every 1",
+                             "--keep 3",
+                             "--val-every 1",
+                             "--sample-every 1",
+                             "--sample-prompt x",
+                             "--sample-tokens 3",
+                             "--temperature 1",
+                             "--max-minutes 3",
+                             "--on-nan skip",
+                             "--wsd-decay-fraction 0.1"};
+  const Words of_muon = {"--optimizer muon --muon-lr 1", "--optimizer muon --muon-momentum 0"};
+  const Words of_passes = {"--train t", "--grad-clip 1", "--dropout 0.5"};
+  const Words of_measurement = {"--val v", "--val-batches 1"}, of_rows = {"--document-mask", "--no-pack"};
+  const Words of_batches = {"--micro-batch 2", "--seq-len 16", "--batch-tokens 4096", "--seed 3"};
+  struct Task {
+    std::string option;
+    Words without, with;
+  };
+  const Task tasks[] = {
+      {"--bench", and_more(of_training, {of_muon, of_measurement, of_rows, {"--epochs 2", "--keep-best"}}),
+       and_more({"--recompute block"}, {of_passes, of_batches})},
+      {"--compare c",
+       and_more(of_training, {of_measurement, of_rows, of_passes, of_batches, {"--epochs 2"}}),
+       {"--precision fp32", "--recompute block", "--threads 1"}},
+      {"--eval --val v", and_more(of_training, {of_muon, of_passes, {"--epochs 2", "--keep-best"}}),
+       and_more({"--val-batches 3"}, {of_rows, of_batches})},
+      {"--train t --dry-run", {}, and_more(of_training, {of_muon, of_measurement, of_rows, of_batches})},
+      {"--print-config", {}, and_more(of_training, {of_muon, of_measurement, of_rows, of_passes, of_batches})}};
+  for (const Task& task : tasks) {
+    const std::string words = "--model m " + task.option + " ";
+    EXPECT_EQ(train_unsupported_reason(words, 1), "");
+    for (const std::string& option : task.without) {
+      const std::string flag = option.substr(option.rfind("--"));
+      expect_contains(train_unsupported_reason(words + option, 1), flag.substr(0, flag.find(' ')) + ": not for --");
+    }
+    for (const std::string& option : task.with) EXPECT_EQ(train_unsupported_reason(words + option, 1), "");
+    for (const Task& other : tasks) {
+      if (other.option == task.option) continue;
+      expect_contains(train_unsupported_reason(words + other.option, 1), "only one of them at a time");
+    }
+  }
+  expect_contains(train_unsupported_reason("--model m --bench --out o --lr 1", 1), "--lr, --out: not for --bench, on");
 }
 
 // What is missing, or given with nothing in it, or does not go with drafts and random models.
@@ -751,6 +804,8 @@ TEST(InferOptionParser, ChecksEachOptionOfABenchmark) {
   };
   EXPECT_TRUE(accepted({"-mx", "--bench", "--bench-layer", "--json"}));
   EXPECT_FALSE(accepted({"-mx", "--bench", "--bench-layer", "--bench-contexts=8"}));
+  EXPECT_FALSE(accepted({"-mx", "--bench", "--bench-layer", "--max-tokens=8"}));
+  EXPECT_FALSE(accepted({"--random-model=pythia-14m", "--adapter=x", "--bench"}));
   EXPECT_FALSE(accepted({"-mx", "--bench", "--bench-timeline", "--bench-layer"}));
   EXPECT_FALSE(accepted({"-mx", "--bench", "--bench-timeline", "--json"}));
   EXPECT_TRUE(accepted({"--random-model=pythia-14m", "--bench"}));
@@ -770,10 +825,12 @@ TEST(InferOptionParser, EachOptionIsForItsTasks) {
                                                                  {"perplexity", {"--perplexity=y"}},
                                                                  {"bench", {"--bench"}},
                                                                  {"bench-batch", {"--bench-batch=1"}},
-                                                                 {"compare", {"--compare=y"}}};
+                                                                 {"compare", {"--compare=y"}},
+                                                                 {"describe", {"--describe=y"}}};
   InferOptionParser parser("1");
   const auto outcome = [&](std::vector<std::string> words) -> std::string {
-    words.insert(words.begin(), {"infer_pythia", "-mx"});
+    if (words.front() != "--describe=y") words.insert(words.begin(), "-mx");
+    words.insert(words.begin(), "infer_pythia");
     std::vector<const char*> arguments;
     for (const std::string& word : words) arguments.push_back(word.c_str());
     try {
@@ -795,13 +852,15 @@ TEST(InferOptionParser, EachOptionIsForItsTasks) {
       {"--max-running=3", {"batch", "serve"}},
       {"--kv-memory=1GB", {"batch", "serve", "bench-batch"}},
       {"--prompt-rows=3", {"batch", "serve", "bench-batch"}},
-      {"--context=3", all_but({"batch", "serve", "bench-batch"})},
+      {"--context=3", all_but({"batch", "serve", "bench-batch", "describe"})},
       {"--json", all_but({"interactive", "batch", "serve", "compare"})},
-      {"--dtype=fp16", all_but({"compare"})},
-      {"--dtype=bf16", all_but({"compare"})},
-      {"--dtype=fp32", all_but({})},
-      {"--dtype=auto", all_but({})},
-      {"--special", all_but({})},
+      {"--dtype=fp16", all_but({"compare", "describe"})},
+      {"--dtype=bf16", all_but({"compare", "describe"})},
+      {"--dtype=fp32", all_but({"describe"})},
+      {"--dtype=auto", all_but({"describe"})},
+      {"--device=cpu", all_but({})},
+      {"--threads=1", all_but({})},
+      {"--special", all_but({"bench", "bench-batch", "compare", "describe"})},
       {"--stride=3", {"perplexity"}},
       {"--against=w", {"perplexity"}},
       {"--stats", {"prompt", "prompt-file", "prompt-ids", "interactive"}},
@@ -811,16 +870,26 @@ TEST(InferOptionParser, EachOptionIsForItsTasks) {
       {"--bench-layer", {"bench"}},
       {"--bench-timeline", {"bench"}},
       {"--bench-prompt=3", {"bench-batch"}},
-      {"--lookup=3", all_but({"perplexity", "compare", "bench-batch"})},
-      {"--draft=w", all_but({"perplexity", "compare", "bench-batch"})}};
+      {"--lookup=3", all_but({"perplexity", "compare", "bench-batch", "describe"})},
+      {"--draft=w", all_but({"perplexity", "compare", "bench-batch", "describe"})}};
   for (const char* option : {"--served-name=w", "--api-key-file=w", "--allowed-host=w", "--log-requests",
                              "--max-queue=3", "--max-connections=3", "--max-body=3", "--request-seconds=3",
                              "--read-seconds=3", "--idle-seconds=3", "--write-seconds=3", "--drain-seconds=3"}) {
     rules.push_back({option, {"serve"}});
   }
-  for (const char* option : {"--max-tokens=3", "--temperature=1", "--top-k=3", "--top-p=0.5", "--min-p=0.5", "--seed=3",
-                             "--stop=w", "--ignore-eos"}) {
-    rules.push_back({option, all_but({"serve"})});
+  for (const char* option : {"--adapter=w", "--decode=graph", "--kv-dtype=auto", "--activations=auto"}) {
+    rules.push_back({option, all_but({"describe"})});
+  }
+  for (const char* option : {"--max-tokens=3", "--seed=3"}) {
+    rules.push_back({option, all_but({"serve", "perplexity", "compare", "describe"})});
+  }
+  for (const char* option : {"--temperature=1", "--top-k=3", "--top-p=0.5", "--min-p=0.5"}) {
+    rules.push_back({option, all_but({"serve", "perplexity", "compare", "describe", "bench"})});
+  }
+  for (const char* option :
+       {"--stop=w", "--ignore-eos", "--presence-penalty=1", "--frequency-penalty=1", "--repetition-penalty=2",
+        "--logit-bias={}", "--bad-words=w", "--min-tokens=3", "--stop-token-ids=1"}) {
+    rules.push_back({option, all_but({"serve", "perplexity", "compare", "describe", "bench", "bench-batch"})});
   }
   for (const auto& [option, wanted] : rules) {
     for (const auto& [task, words] : tasks) {
@@ -836,9 +905,10 @@ TEST(InferOptionParser, EachOptionIsForItsTasks) {
       if (task == other) continue;
       std::vector<std::string> both = words;
       both.insert(both.end(), more.begin(), more.end());
-      expect_contains(outcome(both), "only one of them at a time");
+      expect_contains(outcome(both), task == "describe" || other == "describe" ? "--describe" : "only one of them at");
     }
   }
+  expect_contains(outcome({"--bench", "--stop=w", "-n3", "--top-k=3"}), "--top-k, --stop: not for --bench, on which");
 }
 
 // Runs in a process of its own: the descriptors are those of the whole process.

@@ -84,6 +84,10 @@ def train_options(**changes: Any) -> list[Any]:
     return ["train_llama", *(f"--{name.replace('_', '-')}={value}" for name, value in chosen.items() if value is not None)]
 
 
+def compare_options(dump: Path | str) -> list[Any]:
+    return ["train_llama", "--device=cpu", f"--model={LLAMA}", f"--compare={dump}"]
+
+
 def infer_options(model: Path | str = MODEL, *more: Any) -> list[Any]:
     return ["infer_pythia", "--device=cpu", f"--model={model}", *(more or ("--prompt-ids=1,2", "--max-tokens=1"))]
 
@@ -474,7 +478,7 @@ PLACES: dict[str, tuple[Callable[[Any], list[Any]], str]] = {  # name -> command
     "infer_pythia --model": (infer_options, "a Pythia or a Llama or a Pythia by tanh"),
     "infer_pythia --compare": (lambda path: infer_options(MODEL, f"--compare={path}"), "a dump"),
     "train_llama --model": (lambda path: train_options(model=path), "a Pythia or a Llama"),
-    "train_llama --compare": (lambda path: train_options(compare=path), "a dump"),
+    "train_llama --compare": (lambda path: compare_options(path), "a dump"),
     "train_llama --train": (lambda path: train_options(train=path), "a shard"),
     "train_llama --val": (lambda path: train_options(val=path), "a shard"),
 }
@@ -550,7 +554,7 @@ FILE_PLACES: dict[str, Callable[[Any], list[Any]]] = {
     "infer_pythia --compare": lambda path: infer_options(MODEL, f"--compare={path}"),
     "train_llama --model": lambda path: train_options(model=path),
     "train_llama --tokenizer": lambda path: train_options(tokenizer=path),
-    "train_llama --compare": lambda path: train_options(compare=path),
+    "train_llama --compare": lambda path: compare_options(path),
     "train_llama --train": lambda path: train_options(train=path),
 }
 
@@ -720,7 +724,7 @@ def dump(name: str, change: Callable[[dict, Tensors], Any], *words: str, family:
         if edit is not None:
             damaged(here / "hostile.bin", here / "hostile.bin", edit)
         if family == "llama":
-            return ["train_llama", "--device=cpu", f"--model={LLAMA}", "--compare=hostile.bin"]
+            return compare_options("hostile.bin")
         return infer_options(MODEL, "--compare=hostile.bin")
     return model_content(name, change, *words, code=code, source=BASE / f"{family}.dump.bin", command=command)
 

@@ -609,7 +609,7 @@ def test_what_the_machine_lacks_is_an_environment_error(model, arguments):
 def test_what_needs_a_gpu_says_so(model):
     bench = ["--device", "cpu", "--bench"]
     for more in (["--bench-layer"], ["--bench-timeline"]):
-        assert more[0] in refused(ENVIRONMENT, "--model", model, *bench, "--max-tokens", 4, *more)
+        assert more[0] in refused(ENVIRONMENT, "--model", model, *bench, *more)
     for dtype in ("fp16", "bf16"):
         message = refused(USAGE, "--model", model, "--device", "cpu", "--prompt", "x", "--dtype", dtype)
         assert f"--dtype: got {dtype}, the CPU computes in fp32 only" in message

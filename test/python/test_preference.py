@@ -129,7 +129,7 @@ def test_the_default_learning_rate_is_a_tenth(pairs, data, tmp_path):
 def test_what_the_program_refuses(pairs, data, tmp_path):
     for shards, options, code, words in (
             (pairs, ["--device=cpu"], 2, "holds pairs of answers, which --objective dpo trains on and measures"),
-            (pairs, ["--device=cpu", "--eval", "--train="], 2, "--val: "),
+            (pairs, ["--device=cpu", "--eval"], 2, "--val: "),
             (data, dpo(), 2, "holds plain text, and --objective dpo needs pairs of answers"),
             (pairs, dpo("--seq-len=1", "--batch-tokens=8"), 3, "pairs 23 have more than --seq-len 1 tokens"),
             (pairs, ["--dpo-beta=0.2"], 2, "--dpo-beta: only with --objective dpo"),

@@ -946,4 +946,4 @@ def test_a_run_on_documents_of_a_text(tmp_path):
     assert losses(tmp_path / "plain")[1] != losses(tmp_path / "masked")[1]
     assert_refused(run(tmp_path / "masked", "train_0.bin"), 2, "--'document-mask': got nothing, but", "was made with 'true'")
     assert_refused(run(tmp_path / "none", "other_0.bin", "--document-mask"), 3, "other_0.bin", "does not say where documents end")
-    assert_refused(run_program("--config", "tiny", "--bench", "--document-mask"), 2, "--document-mask: only for --train and --val")
+    assert_refused(run_program("--config", "tiny", "--bench", "--document-mask"), 2, "--document-mask: not for --bench")

@@ -81,7 +81,7 @@ def test_a_config_json_is_trained_and_goes_back(shards, tmp_path, config, norm, 
     for name, tensor in trained.tensors.items():
         assert again.at(name).hash == tensor.hash
     last = [record["val_loss"] for record in records(tmp_path / "run") if record.get("val_loss") is not None][-1]
-    evaluated = ok(train(shards, tmp_path / "none", "--model", tmp_path / "again.bin", "--train=", "--out=", "--eval", "--val-batches", 0))
+    evaluated = ok(train(shards, tmp_path / "none", "--model", tmp_path / "again.bin", "--eval", "--val-batches", 0))
     assert f"{last:.4f}"[:5] in evaluated.stdout, evaluated.stdout
     if norm == "layernorm":
         assert_refused(train(shards, tmp_path / "x", "--model=", "--config", shape, "--norm", "rmsnorm"), 2, "--norm", "layernorm")
@@ -95,7 +95,7 @@ def test_an_adapter_of_a_gemma_is_trained_and_measured_in_its_weights(shards, tm
     assert losses(tmp_path / "none")[12][0] < losses(tmp_path / "none")[1][0]
     last = [record["val_loss"] for record in records(tmp_path / "none") if record.get("val_loss") is not None][-1]
     adapter = tmp_path / "none" / "step_00000012" / "adapter.bin"
-    evaluated = ok(train(shards, tmp_path / "x", "--model", GEMMA, "--adapter", adapter, "--train=", "--out=", "--eval", "--val-batches", 0))
+    evaluated = ok(train(shards, tmp_path / "x", "--model", GEMMA, "--adapter", adapter, "--eval", "--val-batches", 0))
     assert f"{last:.4f}"[:5] in evaluated.stdout, evaluated.stdout
 
 
@@ -134,7 +134,7 @@ def test_transformers_has_the_logits_of_the_trained_model(shards, tmp_path, mode
     # A dump is what --compare holds against the file.
     dump = ck.run_script("dump_reference.py", tmp_path / "exported", "-o", tmp_path / "dump.bin", "--random", "2,9", "--backward", "--adamw-steps", 3)
     assert dump.returncode == 0 and want > 0, dump.stderr
-    done = train(shards, tmp_path / "none", "--model", trained, "--compare", tmp_path / "dump.bin", "--train=", "--val=", "--out=")
+    done = train(shards, tmp_path / "none", "--model", trained, "--compare", tmp_path / "dump.bin")
     assert done.returncode == 0 and "0 failed" in done.stdout, done.stdout + done.stderr
 
 

@@ -62,12 +62,19 @@ def environment(**more):
     return {**os.environ, "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8", **more}
 
 
+# Those of the options below that other tasks than training take.
+OF_TASKS = {"--eval": ["--model", "--val", "--micro-batch", "--seq-len", "--batch-tokens", "--val-batches"],
+            "--bench": ["--model", "--micro-batch", "--seq-len", "--batch-tokens"], "--compare": ["--model"]}
+
+
 def arguments(data, out, *more, steps=12):
     """A run of a few milliseconds a step; options in `more` replace those here."""
     chosen = {"--model": MODEL, "--train": data / "train_*.bin", "--val": data / "val_*.bin", "--out": out, "--steps": steps,
               "--micro-batch": 2, "--seq-len": 16, "--batch-tokens": 64, "--schedule": "cosine", "--lr": 0.003, "--warmup-steps": 2,
               "--save-every": 4, "--val-every": 5, "--val-batches": 2}
     given = {str(option).split("=")[0] for option in more}
+    for task in given & OF_TASKS.keys():
+        chosen = {option: chosen[option] for option in OF_TASKS[task]}
     kept = [str(word) for option, value in chosen.items() if option not in given for word in (option, value)]
     return [str(PROGRAM), *kept, *map(str, more)]
 
