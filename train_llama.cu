@@ -223,7 +223,8 @@ Exit train(TrainDevice& device, const TrainSettings& settings, const TrainInputs
       inputs.trains_adapter ? std::string() : inputs.tokenizer,
       inputs.began_from,
       inputs.chat,
-      inputs.trains_adapter ? std::optional(TrainedAdapter{*settings.lora(), inputs.base}) : std::nullopt};
+      inputs.trains_adapter ? std::optional(TrainedAdapter{*settings.lora(), inputs.base}) : std::nullopt,
+      settings.epochs > 0};
   std::optional<Records> records;
   if (team.first()) records.emplace(settings, identity);
   TrainOptions options = settings.model_options();

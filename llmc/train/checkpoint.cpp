@@ -437,12 +437,13 @@ void Checkpoint::require_same_run(const RunIdentity& run) const {
     fail(Exit::bad_file, "%s: step: got %lld, but the run that made it had %lld", source.c_str(),
          static_cast<long long>(state_.step), static_cast<long long>(saved_steps));
   }
+  const char* const option = run.of_epochs ? "--epochs" : "--steps";
   if (run.steps < saved_steps) {
-    fail(Exit::usage, "--steps: got %lld, but %s belongs to a run of %lld. Steps can be added, not taken away",
+    fail(Exit::usage, "%s: got %lld steps, but %s belongs to a run of %lld. Steps can be added, not taken away", option,
          static_cast<long long>(run.steps), source.c_str(), static_cast<long long>(saved_steps));
   }
   if (run.steps > saved_steps) {
-    log_info("--steps: extended from %lld to %lld; the learning rate now follows the longer schedule",
+    log_info("%s: extended from %lld to %lld steps; the learning rate now follows the longer schedule", option,
              static_cast<long long>(saved_steps), static_cast<long long>(run.steps));
   }
   const std::string saved_device = json_string(run_, "device", source);

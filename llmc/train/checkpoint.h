@@ -68,6 +68,7 @@ struct RunIdentity {
   std::string began_from;      // header hash of the model file (--model) that the run began with; empty: new parameters
   Json chat = Json::object();  // TrainInputs::chat
   std::optional<TrainedAdapter> adapter = {};  // the tokenizer of such a run stays with the model
+  bool of_epochs = false;                      // the steps follow from --epochs, which messages then name
 };
 
 // A checkpoint that was read completely and found intact.

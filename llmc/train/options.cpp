@@ -246,8 +246,8 @@ void check_batch(TrainSettings& s) {
 
 void check_run_tokens(const TrainSettings& s) {
   if (s.batch_tokens <= kMaxRunTokens / s.steps) return;
-  fail(Exit::usage, "--steps: %lld steps of %lld tokens are more than %lld tokens", static_cast<long long>(s.steps),
-       static_cast<long long>(s.batch_tokens), static_cast<long long>(kMaxRunTokens));
+  fail(Exit::usage, "%s: %lld steps of %lld tokens are more than %lld tokens", s.epochs > 0 ? "--epochs" : "--steps",
+       static_cast<long long>(s.steps), static_cast<long long>(s.batch_tokens), static_cast<long long>(kMaxRunTokens));
 }
 
 void check_optimizer(const TrainSettings& s, const OptionTable& table) {
@@ -349,17 +349,17 @@ std::int64_t default_warmup_steps(std::int64_t steps) {
 
 // Values that were given have to fit together.
 void check_schedule(const TrainSettings& s, bool warmup_given, bool decay_given) {
+  const auto steps = static_cast<long long>(s.steps);
+  const std::string all = s.epochs > 0 ? format("the %lld steps of --epochs", steps) : format("--steps %lld", steps);
   if (warmup_given && s.warmup_steps > s.steps) {
-    fail(Exit::usage, "--warmup-steps: got %lld, expected at most --steps %lld", static_cast<long long>(s.warmup_steps),
-         static_cast<long long>(s.steps));
+    fail(Exit::usage, "--warmup-steps: got %lld, expected at most %s", static_cast<long long>(s.warmup_steps),
+         all.c_str());
   }
   const Schedule schedule = s.learning_rate();
   if ((warmup_given || decay_given) && schedule.shape == ScheduleShape::wsd &&
       s.warmup_steps + schedule.wsd_decay_steps() > s.steps) {
-    fail(Exit::usage,
-         "--wsd-decay-fraction: %lld warm-up (--warmup-steps) and %lld decay steps do not fit into --steps %lld",
-         static_cast<long long>(s.warmup_steps), static_cast<long long>(schedule.wsd_decay_steps()),
-         static_cast<long long>(s.steps));
+    fail(Exit::usage, "--wsd-decay-fraction: %lld warm-up (--warmup-steps) and %lld decay steps do not fit into %s",
+         static_cast<long long>(s.warmup_steps), static_cast<long long>(schedule.wsd_decay_steps()), all.c_str());
   }
 }
 

@@ -32,8 +32,8 @@ TEST_F(CheckpointTest, WhatIsNotAsItWasIsSaidWhenARunGoesOn) {
   EXPECT_EQ(told(0, "cpu"), "");
   const auto steps = static_cast<long long>(identity().steps);
   EXPECT_EQ(told(5, "cpu"),
-            format("--steps: extended from %lld to %lld; the learning rate now follows the longer schedule\n", steps,
-                   steps + 5));
+            format("--steps: extended from %lld to %lld steps; the learning rate now follows the longer schedule\n",
+                   steps, steps + 5));
   expect_contains(
       told(0, "a GPU"),
       "step_00000003' was computed on 'cpu', this run goes on with a GPU: the numbers will differ in rounding\n");

@@ -427,7 +427,7 @@ TEST(TrainOptionParser, StepsFollowFromEpochs) {
   }
   TrainSettings long_warmup = parsed("--epochs 1 --warmup-steps 500");
   expect_contains(error_of(Exit::usage, [&] { long_warmup.set_steps_of_epochs(100); }),
-                  "--warmup-steps: got 500, expected at most --steps 50");
+                  "--warmup-steps: got 500, expected at most the 50 steps of --epochs");
   TrainSettings endless = parsed("--epochs 1000000");
   expect_contains(error_of(Exit::usage, [&] { endless.set_steps_of_epochs(std::uint64_t{1} << 40); }),
                   "--epochs: got 1e+06");

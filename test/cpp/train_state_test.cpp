@@ -242,7 +242,8 @@ TEST_F(StateTest, TheHistoryOfScalesIsThatOfItsSave) {
 // What a start may find changed: each member of what identifies a run. A new one does not compile until it is here.
 TEST_F(StateTest, EachMemberOfARunsIdentityIsWrittenAndCompared) {
   RunIdentity same = identity();
-  [[maybe_unused]] auto& [model, settings, steps, data, device, version, tokenizer, began_from, chat, adapter] = same;
+  [[maybe_unused]] auto& [model, settings, steps, data, device, version, tokenizer, began_from, chat, adapter,
+                          of_epochs] = same;
   struct Case {
     const char* name;
     std::function<void(RunIdentity&)> change;
@@ -252,8 +253,10 @@ TEST_F(StateTest, EachMemberOfARunsIdentityIsWrittenAndCompared) {
   const Case cases[] = {
       {"model", [](RunIdentity& run) { run.model.rope.theta *= 2; }, Exit::usage, "--config or --model: "},
       {"settings", [](RunIdentity& run) { run.settings["seed"] = 3; }, Exit::usage, "--seed: "},
-      {"steps", [](RunIdentity& run) { --run.steps; }, Exit::usage, "--steps: "},
-      {"steps", [](RunIdentity& run) { ++run.steps; }, Exit::ok, "--steps: extended from 1000 to 1001"},
+      {"steps", [](RunIdentity& run) { --run.steps; }, Exit::usage, "--steps: got 999 steps, but "},
+      {"steps", [](RunIdentity& run) { ++run.steps; }, Exit::ok, "--steps: extended from 1000 to 1001 steps"},
+      {"steps", [](RunIdentity& run) { --run.steps, run.of_epochs = true; }, Exit::usage, "--epochs: got 999 steps"},
+      {"steps", [](RunIdentity& run) { ++run.steps, run.of_epochs = true; }, Exit::ok, "--epochs: extended from 1000"},
       {"data", [](RunIdentity& run) { run.data[0]["tokens"] = 3; }, Exit::bad_file,
        "was trained on other data: shard 1 is "},
       {"device", [](RunIdentity& run) { run.device = "cuda"; }, Exit::ok, "goes on with cuda"},

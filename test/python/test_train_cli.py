@@ -902,6 +902,7 @@ def test_a_run_on_conversations(tmp_path):
     assert state_bytes(tmp_path / "parts", steps) == state_bytes(tmp_path / "whole", steps)
     assert_refused(run(tmp_path / "parts", "--epochs", 2, "--no-pack"), 2, "--'no-pack': got nothing, but", "was made with 'false'")
     assert "--epochs 2 became" not in done.stderr
+    assert_refused(run(tmp_path / "parts", "--epochs", 1), 2, "--epochs: got ", " steps, but ", "belongs to a run of")
     done = run(tmp_path / "rounded", "--epochs", 0.01, "--warmup-steps", 1, "--dry-run")  # of one row, in a step of eight
     assert done.returncode == 0 and (f", {8 / int(rows):.2f} epochs\n  --epochs 0.01 became {8 / int(rows):.2f}: the run has 1 step, of 8 sequences "
                                      "each. A smaller --micro-batch, or --batch-tokens, comes closer\n") in done.stdout, done
