@@ -117,6 +117,7 @@ struct Entry {
   std::string group, name, placeholder, help;
   std::string kind;    // "an integer", "a number", "one of"; empty: any text
   std::string bounds;  // "from 1 to 8", "of at least 0", the choices
+  std::string limit;   // the greatest integer, where the bounds do not name it
   bool takes_value = true, repeatable = false, only_in_help_all = false;
   char letter = '\0';                             // of the short option; 0: none
   std::function<bool(const std::string&)> store;  // false: not acceptable
@@ -265,8 +266,11 @@ void OptionTable::Impl::store(const Entry& entry) const {
   for (const std::string& value : given) {
     if (entry.store(value)) continue;
     const std::string guess = nearest(value, entry.choices);
-    fail(Exit::usage, "--%s: got %s, expected %s%s", entry.name.c_str(), escaped(value).c_str(),
-         entry.expected().c_str(), guess.empty() ? "" : (". Did you mean " + guess + "?").c_str());
+    const bool beyond = !entry.limit.empty() && value.find_first_not_of("0123456789") == std::string::npos &&
+                        !value.empty() && !parse_number<std::int64_t>(value);
+    fail(Exit::usage, "--%s: got %s, expected %s%s%s", entry.name.c_str(), escaped(value).c_str(),
+         entry.expected().c_str(), beyond ? (" and at most " + entry.limit).c_str() : "",
+         guess.empty() ? "" : (". Did you mean " + guess + "?").c_str());
   }
 }
 
@@ -336,9 +340,12 @@ void OptionTable::integer(const std::string& name, std::int64_t& variable, std::
   entry.placeholder = "N";
   entry.help = help;
   entry.kind = "an integer";
-  entry.bounds = high == std::numeric_limits<std::int64_t>::max()
-                     ? "of at least " + std::to_string(low)
-                     : "from " + std::to_string(low) + " to " + std::to_string(high);
+  if (high == std::numeric_limits<std::int64_t>::max()) {
+    entry.bounds = "of at least " + std::to_string(low);
+    entry.limit = std::to_string(high);
+  } else {
+    entry.bounds = "from " + std::to_string(low) + " to " + std::to_string(high);
+  }
   entry.store = [&variable, low, high](const std::string& text) {
     const std::optional<std::int64_t> value = parse_number<std::int64_t>(text);
     if (value.has_value()) variable = *value;

@@ -123,6 +123,12 @@ TEST(Options, IntegersAreStrict) {
   }
   expect_refused({"--steps="}, {"--steps: got ''"});
   expect_refused({"--offset", "-9"}, {"an integer of at least -8"});
+  for (const char* beyond : {"9223372036854775808", "99999999999999999999"}) {
+    expect_refused({"--offset", beyond}, {beyond, "an integer of at least -8 and at most 9223372036854775807"});
+  }
+  for (const char* other : {"-99999999999999999999", "x", "", "1.5"}) {
+    EXPECT_EQ(reason({"--offset", other}).find("at most"), std::string::npos) << other;
+  }
 }
 
 TEST(Options, NumbersAreStrict) {
