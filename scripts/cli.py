@@ -253,7 +253,7 @@ def parse_json_object(data: bytes, path: Path, warn: Warn | None = None) -> dict
         bad_file(path, "", "this is UTF-16 text, expected UTF-8", "Save it again as UTF-8")
     data = data.removeprefix(BYTE_ORDER_MARK)
     what, todo = describe(data[:64], len(data))
-    if what and data.lstrip()[:1] != b"{":
+    if what and data.lstrip()[:1] not in (b"{", b"["):
         bad_file(path, "", f"this is {what}, expected JSON", todo)
     value = parse_json(data, path, warn=warn)
     if not isinstance(value, dict):

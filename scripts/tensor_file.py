@@ -155,6 +155,9 @@ def shape_text(shape: Iterable[int]) -> str:
 # ---- what a file is --------------------------------------------------------------------------------------------------
 
 
+JSON = "JSON text"
+
+
 def describe(head: bytes, size: int) -> tuple[str, str]:
     """The kind of a file that does not begin with the expected magic, and what to do about it (either may be empty)."""
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip(b" \t\r\n")
@@ -183,8 +186,10 @@ def describe(head: bytes, size: int) -> tuple[str, str]:
         return "a GGUF file", f"convert the original Hugging Face checkpoint with {converter}"
     if text[:1] == b"<":
         return "something that looks like a web page", "the download failed: get it again"
-    if text[:1] in (b"{", b"["):
+    if text.startswith(b'{"error'):
         return "JSON text that looks like a web page's error message", "if it was downloaded, get it again"
+    if text[:1] in (b"{", b"["):
+        return JSON, ""
     return "", ""
 
 
@@ -195,6 +200,8 @@ def check_magic(path: str, head: bytes, size: int, magic: bytes, wanted: str) ->
     if head.startswith(magic) or magic.startswith(head):
         return
     what, todo = describe(head, size)
+    if what == JSON and magic == SHARD_MAGIC:  # the tokenizer beside the shards, which are given by a pattern
+        todo = "name the shards alone, as 'train_*.bin' does"
     if what:
         fail(path, f"magic: this is {what}, expected {wanted}" + (f". {todo}" if todo else ""))
     fail(path, f"magic: got {escaped(head[:8])}, expected {escaped(magic)}: not {wanted}")

@@ -56,7 +56,7 @@ Description describe_binary(std::string_view head, std::uint64_t size) {
   return {nullptr, ""};
 }
 
-Description describe_text(std::string_view head) {
+Description describe_text(std::string_view head, bool of_shards) {
   if (head.starts_with("version https://git-lfs")) {
     return {"a git-lfs pointer", "fetch the file itself with 'git lfs pull'"};
   }
@@ -65,8 +65,12 @@ Description describe_text(std::string_view head) {
   if (text.starts_with('<')) {
     return {"something that looks like a web page", "the download failed: get it again"};
   }
-  if (text.starts_with('{') || text.starts_with('[')) {
+  if (text.starts_with("{\"error")) {
     return {"JSON text that looks like a web page's error message", "if it was downloaded, get it again"};
+  }
+  if (text.starts_with('{') || text.starts_with('[')) {
+    // Shards are given by a pattern, and their tokenizer lies beside them.
+    return {"JSON text", of_shards ? "name the shards alone, as 'train_*.bin' does" : ""};
   }
   return {nullptr, ""};
 }
@@ -81,7 +85,7 @@ void check_magic(const MappedFile& file, std::string_view magic, const char* wan
   const std::string_view head = file.text().substr(0, 64);
   if (head.starts_with(magic) || magic.starts_with(head)) return;
   Description found = describe_binary(head, file.size());
-  if (found.what == nullptr) found = describe_text(head);
+  if (found.what == nullptr) found = describe_text(head, magic == kTokenShardMagic);
   if (found.what != nullptr) {
     fail(Exit::bad_file, "%s: magic: this is %s, expected %s%s%s", path.c_str(), found.what, wanted,
          found.advice.empty() ? "" : ". ", found.advice.c_str());

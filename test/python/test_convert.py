@@ -734,7 +734,7 @@ HOSTILE_CONFIGS = {
     "empty": (b"", ["0 bytes"]),
     "web page": (b"<html>not found</html>", ["looks like a web page"]),
     "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", ["git-lfs pointer"]),
-    "array": (b"[1, 2]", ["config.json"]),
+    "array": (b"[1, 2]", ["config.json", "got a JSON array, expected an object"]),
     "not JSON": (b"{,}", ["not valid JSON"]),
     "not UTF-8": (b'{"a": "\xff"}', ["not UTF-8"]),
     "UTF-16": ('{"a": 1}'.encode("utf-16"), ["UTF-16", "Save it again as UTF-8"]),
