@@ -52,14 +52,13 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    try:
-        kinds = styles()
-        tokenizer = kinds.STYLES[options.style](command_line.read_stories(options.texts), options.vocab_size)
-    except command_line.InputError as problem:
-        raise FileError(BAD_FILE, str(problem)) from None
-    text = kinds.to_json(tokenizer, options.style).encode("utf-8")
-    with AtomicFile(options.output) as output:
-        output.write(text)
+    with AtomicFile(options.output) as output:  # before the work, so that a name that cannot be written is refused at once
+        try:
+            kinds = styles()
+            tokenizer = kinds.STYLES[options.style](command_line.read_stories(options.texts), options.vocab_size)
+        except command_line.InputError as problem:
+            raise FileError(BAD_FILE, str(problem)) from None
+        output.write(kinds.to_json(tokenizer, options.style).encode("utf-8"))
     print(f"{cli.shown(str(options.output))}: {tokenizer.get_vocab_size():,} tokens")
     texts = " ".join(cli.pasteable(path) for path in options.texts)
     print(f"next        {needs.command('dev/prepare_data.py')} {texts} --tokenizer {cli.pasteable(options.output)} -o data/mine")

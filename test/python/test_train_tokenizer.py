@@ -53,6 +53,18 @@ def test_all_texts_go_to_the_trainer_of_the_style(run, capsys, words, style, siz
     assert sorted(path.name for path in Path(".").iterdir()) == ["a.txt", "b c.txt", "my own.json"]
 
 
+@pytest.mark.parametrize("output", ["there", "none/out.json", "link.json"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(run, output):
+    Path("a.txt").write_text("text")
+    Path("there").mkdir()
+    Path("link.json").symlink_to("elsewhere.json")
+    seen = run("a.txt", "-o", "out.json")[1]
+    with pytest.raises(train_tokenizer.FileError, match=output) as refused:
+        run("a.txt", "-o", output)
+    assert refused.value.code == 4 and len(seen) == 1
+    assert sorted(path.name for path in Path(".").iterdir()) == ["a.txt", "link.json", "out.json", "there"]
+
+
 @pytest.mark.parametrize("words, code", [
     (("none.txt",), 3), (("good.txt", "none.txt"), 3), (("empty.txt",), 3), (("good.txt", "latin.txt"), 3), ((".",), 3)])
 def test_a_text_that_cannot_be_used_leaves_no_tokenizer(run, words, code):
