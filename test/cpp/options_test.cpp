@@ -502,8 +502,9 @@ TEST(TrainOptionParser, WhoStartsTheRanks) {
                {"--gpus 3 --bench", 1, 3, 3},
                {"--debug-inject ranks@cpu=2", 1, 2, 2}};
   for (const auto& [options, launched, ranks, starts] : cases) {
-    const std::string run = options.find("--bench") == std::string::npos ? "--train t --out o " : "";
-    const TrainSettings settings = train_settings("--config tiny " + run + options, launched);
+    std::string run =
+        options.find("--bench") == std::string::npos ? "--config tiny --train t --out o " : "--config tiny ";
+    const TrainSettings settings = train_settings(run.append(options), launched);
     EXPECT_EQ(settings.ranks, ranks) << options << " on " << launched;
     EXPECT_EQ(settings.start_ranks, starts) << options << " on " << launched;
   }
