@@ -395,7 +395,7 @@ def main():
                                (gemma3_style, 700, 1)):
         document = make()
         name, sentencepiece = make.__name__, make in (llama2_style, mistral_style, metaspace_style, gemma3_style)
-        text = json.dumps(document, ensure_ascii=False, indent=None if sentencepiece else 1)
+        text = json.dumps(document, ensure_ascii=False)
         (directory / f"{name}.tokenizer.json").write_text(text + "\n", encoding="utf-8")
         names = hostile_names(document) if sentencepiece else [token["content"] for token in document["added_tokens"]]
         data = vectors(document, count, name, forms, names)
