@@ -20,8 +20,8 @@ struct ColumnShape {
   // A large tile's sums of codes and of one stage need more registers than the threads have: the producer is then a
   // warpgroup, which cedes its own.
   static constexpr bool kCedes = P::kCodes && kConsumers == 2 && H > 128;
-  // The threads that finish rows. Sums come late from other blocks: one warpgroup would wait for twice as many in turn.
-  static constexpr int kFinishers = (kSplits ? 2 : kConsumers) * kWarpgroupSize;
+  // The threads that finish rows: a second warpgroup, where there are registers for it, halves what one would do in turn.
+  static constexpr int kFinishers = (kSplits || (kRows == 64 && !P::kCodes) ? 2 : kConsumers) * kWarpgroupSize;
   static constexpr int kThreads = kFinishers + (kCedes ? kWarpgroupSize : kWarpSize);
   using XTile = SwizzledTile<T, 64, kDepth>;
   using Weights = SwizzledTile<T, H, kDepth>;
@@ -115,12 +115,12 @@ __global__ void __launch_bounds__(ColumnShape<P, kRows, H, kConsumers, kBlocks, 
   }
   const int rows_at_once = Shape::kFinishers / count;
   const bool finishes = thread < rows_at_once * count;
+  if (finishes && !consumer) wait_for_predecessors();  // as the consumers have
   if constexpr (kSplits) {
-    if (finishes && !consumer) wait_for_predecessors();  // as the consumers have
     finish_splits<kRows, Shape::kFinishers, 1, Shape::kStride>(columns, base, finishes, thread, count, splits, split, 0,
                                                                p.output.rows);
-  } else if (consumer) {
-    named_barrier_wait(1, kConsumerThreads);
+  } else if (warp < Shape::kFinishers / kWarpSize) {
+    named_barrier_wait(2, Shape::kFinishers);
     if (!finishes) return;
     for (int r = thread / count; r < p.output.rows; r += rows_at_once)
       columns.finish(r, [&](int i) { return *reinterpret_cast<const float4*>(sums + r * Shape::kStride + i); });

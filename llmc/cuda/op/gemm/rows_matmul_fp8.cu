@@ -39,6 +39,7 @@ __global__ void __launch_bounds__(kQuantizeThreads) quantize_rows_kernel(Fp8Rows
     for (int i = 0; i < kOnce; ++i) amax = fmaxf(amax, fabsf(values[piece].get(i)));
   const float scale = fp8_row_scale(block_max(amax, scratch));
   if (threadIdx.x == 0) to.scales[row] = scale;
+  const RowCodes codes_of_row(scale);
 #pragma unroll
   for (int piece = 0; piece < kPieces; ++piece) {
     if (at(piece) >= K) continue;
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kQuantizeThreads) quantize_rows_kernel(Fp8Rows
       float four[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) four[i] = values[piece].get(4 * half + i);
-      words[half] = row_codes_of(four, scale);
+      words[half] = codes_of_row(four);
     }
     *reinterpret_cast<uint2*>(to.codes + row * K + at(piece)) = make_uint2(words[0], words[1]);
   }

@@ -114,13 +114,14 @@ __device__ void write_row_codes(const Fp8Rows& to, std::int64_t row, const float
   }
   const float scale = fp8_row_scale(over_row.largest(amax));
   if (S::lane() == 0) to.scales[row] = scale;
+  const RowCodes codes_of_row(scale);
 #pragma unroll
   for (int g = 0; g < S::kGroups; ++g) {
     if (S::outside(g, C)) continue;
     float values[S::kGroup];
 #pragma unroll
     for (int i = 0; i < S::kGroup; ++i) values[i] = z[g].get(i);
-    *reinterpret_cast<unsigned*>(to.codes + row * C + S::column(g)) = row_codes_of(values, scale);
+    *reinterpret_cast<unsigned*>(to.codes + row * C + S::column(g)) = codes_of_row(values);
   }
 }
 
