@@ -7,6 +7,7 @@
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
 #include "llmc/infer/bench.h"
+#include "llmc/infer/prompt.h"
 #include "test/cpp/paged_fake.h"
 #include "test/cpp/test_files.h"
 
