@@ -105,12 +105,6 @@ class ScriptedModel : public DecodeModel {
   std::vector<std::vector<std::int32_t>> scored_;
 };
 
-std::vector<std::int32_t> ids_of(std::string_view bytes) {
-  std::vector<std::int32_t> ids;
-  for (const char byte : bytes) ids.push_back(byte_id(byte));
-  return ids;
-}
-
 struct Generated {
   GenerateResult result;
   std::vector<std::string> pieces;  // as they were streamed
