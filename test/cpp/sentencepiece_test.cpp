@@ -339,7 +339,7 @@ TEST(SentencePieceEncoder, MetaspaceInAllItsForms) {
 // ---- files -----------------------------------------------------------------------------------------------------------
 
 std::string reason(const Change& change, const std::string& name = "llama2_style") {
-  return reason_of(name, change);
+  return reason_of_change(name, change);
 }
 
 void expect_refused(const Change& change, const std::vector<std::string>& words) {

@@ -34,16 +34,10 @@ inline Change set(const std::string& place, const Json& value) {
 }
 
 // The message with which the changed file is refused; or "accepted".
-inline std::string reason_of(const std::string& name, const Change& change) {
+inline std::string reason_of_change(const std::string& name, const Change& change) {
   Json json = document(name);
   change(json);
-  try {
-    parse(json);
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), Exit::bad_file);
-    return error.what();
-  }
-  return "accepted";
+  return reason_of(Exit::bad_file, [&] { parse(json); });
 }
 
 // One line with all of these words.
