@@ -252,7 +252,6 @@ TEST(Generate, NoPieceEverHoldsABeginningOfTheStopText) {
   for (const std::string& piece : r.pieces) EXPECT_EQ(piece.find("aaa"), std::string::npos);
 }
 
-// Special tokens are left out of the text, wherever they come; stop texts see them, and ids have them.
 // A model whose logits come to the host, and what the rules make of them: the script's ids are the likeliest, by much.
 TEST(Generate, RulesAreObeyedOnTheHost) {
   const std::vector<std::int32_t> script = ids_of("abcabc");
@@ -280,6 +279,7 @@ TEST(Generate, RulesAreObeyedOnTheHost) {
   error_of(Exit::usage, [&] { run(script, options); });
 }
 
+// Special tokens are left out of the text, wherever they come; stop texts see them, and ids have them.
 TEST(Generate, SpecialTokensAreHiddenButStop) {
   constexpr std::int32_t kPadding = 1;
   const std::vector<std::int32_t> script = {kPadding, byte_id('a'), kPadding,        kPadding,       byte_id('\xc3'),
@@ -630,7 +630,6 @@ TEST(Perplexity, AgreesWithTheClosedForm) {
   }
 }
 
-// Each time is from one token to the next: together they are no more than the whole took.
 // Its logits depend on the id alone, and the rows of padding, of which it has `padding`, are far ahead of the others.
 class RowsModel : public ScriptedModel {
  public:
@@ -750,6 +749,7 @@ TEST(Divergence, EveryFigureByItsDefinition) {
   }
 }
 
+// Each time is from one token to the next: together they are no more than the whole took.
 TEST(Generate, TimesDoNotOverlap) {
   GenerateOptions options;
   options.max_tokens = 800;

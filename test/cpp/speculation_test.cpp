@@ -519,7 +519,6 @@ TEST(EngineSequence, WhatDraftsCostIsMeasured) {
   EXPECT_GT(drafted(20, 2), 55);
 }
 
-// What on_id throws comes out, and the sequence can go on.
 // The draft model's lines come behind the model's own and say whose they are, in either form of it.
 TEST(EngineSequence, ItsMemoryNamesTheDrafts) {
   struct Paged : PagedFake {
@@ -552,6 +551,7 @@ TEST(EngineSequence, AScoreCanBeInterrupted) {
   EXPECT_EQ(model->score(Ids{7, 4, 9}).size(), 2u);
 }
 
+// What on_id throws comes out, and the sequence can go on.
 TEST(EngineSequence, AnExceptionOfTheListener) {
   const auto model = fake_sequence(2, 3);
   GenerationRequest request;

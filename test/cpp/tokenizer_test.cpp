@@ -38,8 +38,7 @@ Tokenizer fixture(const std::string& name) {
   return load(kFixtures + name + ".tokenizer.json");
 }
 
-// ---- the vectors
-// ----------------------------------------------------------------------------------------------------
+// ---- the vectors ----------------------------------------------------------------------------------------------------
 
 struct Vector {
   bool allow_special;
@@ -213,8 +212,7 @@ TEST_P(TokenizerVectors, StreamingGivesTheSameTextAsDecodingAtOnce) {
   }
 }
 
-// ---- streaming, decoding, special tokens
-// ------------------------------------------------------------------------------
+// ---- streaming, decoding, special tokens ----------------------------------------------------------------------------
 
 TEST(StreamingDecoder, HoldsBackIncompleteCharactersAtEverySplit) {
   const Tokenizer tokenizer = fixture("neox_style");
@@ -437,8 +435,7 @@ TEST(Tokenizer, CanBeMoved) {
   EXPECT_EQ(second.encode("nothing moved", true), ids);
 }
 
-// ---- both engines of PCRE2
-// --------------------------------------------------------------------------------------------
+// ---- both engines of PCRE2 ------------------------------------------------------------------------------------------
 
 constexpr const char* kLlama3 =
     R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
@@ -625,8 +622,7 @@ TEST(TokenizerTime, LongWordsAndRunsAreNotQuadratic) {
   }
 }
 
-// ---- damaged and unsupported files: B74 to B81
-// ----------------------------------------------------------------------------
+// ---- damaged and unsupported files: B74 to B81 ----------------------------------------------------------------------
 
 std::string reason(const Change& change, const std::string& name = "neox_style") {
   return reason_of_change(name, change);
@@ -896,8 +892,7 @@ TEST(TokenizerFile, RefusesWhatIsNotATokenizer) {
   EXPECT_THROW(Tokenizer::from_json(deep, "t.json"), Error);
 }
 
-// ---- the published tokenizer, where it is at hand
-// -------------------------------------------------------------------------
+// ---- the published tokenizer, where it is at hand -------------------------------------------------------------------
 
 TEST(TokenizerShared, PublishedNeoxTokenizer) {
   const char* directory = std::getenv("WEFT_SHARED_DATA");
