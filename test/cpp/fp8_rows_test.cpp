@@ -113,13 +113,7 @@ TEST(Fp8Rows, LinearLayersMultiplyCodes) {
 }
 
 InferenceOptions pool() {
-  InferenceOptions options;
-  options.page_size = 16;
-  options.num_pages = 60;
-  options.slots = 3;
-  options.max_rows = 64;
-  options.max_positions = 48;
-  return options;
+  return {.num_pages = 60, .page_size = 16, .slots = 3, .max_rows = 64, .max_positions = 48};
 }
 
 // A golden model of each family: a sequence has its bits whatever else runs; logits differ from those of activations that are not

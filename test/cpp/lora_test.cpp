@@ -781,13 +781,7 @@ class LoraFiles : public testing::Test {
     return model;
   }
 
-  static InferenceOptions pool() {
-    InferenceOptions options;
-    options.num_pages = 16;
-    options.slots = kSlots;
-    options.max_rows = 48;
-    return options;
-  }
+  static InferenceOptions pool() { return {.num_pages = 16, .slots = kSlots, .max_rows = 48}; }
   static std::uint64_t parameter_bytes(const InferenceModel& model) { return model.memory().front().bytes; }
 
   TemporaryDirectory temporary_;

@@ -624,13 +624,12 @@ TEST(Rope, YarnKeepsDividesAndHasARampBetween) {
        {1, 0.316227766, 0.1, 0.02861360881, 0.006556971521, 0.001285632031, 0.00025, 7.90569415e-05}},
       {500, 2, 8, 4, true, {1, 0.1057371263, 0.02236067977, 0.004728708045}}};
   for (const Case& c : cases) {
-    RopeConfig rope;
-    rope.type = RopeType::yarn;
-    rope.theta = c.theta;
-    rope.factor = c.factor;
-    rope.rotary_dim = c.dimensions;
-    rope.original_max_positions = c.positions;
-    rope.truncate = c.truncate;
+    RopeConfig rope{.type = RopeType::yarn,
+                    .theta = c.theta,
+                    .rotary_dim = c.dimensions,
+                    .factor = c.factor,
+                    .original_max_positions = c.positions,
+                    .truncate = c.truncate};
     const std::vector<float> frequencies = rope_inverse_frequencies(rope);
     ASSERT_EQ(frequencies.size(), c.frequencies.size());
     for (std::size_t i = 0; i < frequencies.size(); ++i) {
@@ -641,12 +640,7 @@ TEST(Rope, YarnKeepsDividesAndHasARampBetween) {
 
 // What yarn does to the temperature of attention is in the table: scores have the square of the factor.
 TEST(Rope, TableIsScaledByTheAttentionFactor) {
-  RopeConfig rope;
-  rope.type = RopeType::yarn;
-  rope.theta = 10000;
-  rope.rotary_dim = 8;
-  rope.original_max_positions = 64;
-  rope.factor = 4;
+  RopeConfig rope{.type = RopeType::yarn, .theta = 10000, .rotary_dim = 8, .factor = 4, .original_max_positions = 64};
   const RopeTable plain = rope_table(rope, 9);
   rope.attention_factor = 1.25;
   const RopeTable table = rope_table(rope, 9);

@@ -708,12 +708,7 @@ TEST(DraftModelPool, HasThePositionsOfTheModel) {
   InferSettings settings;
   settings.device = "cpu";
   const DecodeDevice device(settings);
-  InferenceOptions options;
-  options.page_size = 5;
-  options.num_pages = 7;
-  options.slots = 3;
-  options.max_rows = 11;
-  options.max_positions = 20;
+  const InferenceOptions options{.num_pages = 7, .page_size = 5, .slots = 3, .max_rows = 11, .max_positions = 20};
   const auto model = cpu::load_inference(file, options);
   const std::unique_ptr<InferenceModel> draft = device.load_draft(file, *model);
   EXPECT_EQ(draft->max_positions(), 20);
@@ -737,13 +732,7 @@ std::string model_path(const std::string& name) {
 }
 
 InferenceOptions pool(std::int64_t pages) {
-  InferenceOptions options;
-  options.page_size = 4;
-  options.num_pages = pages;
-  options.slots = test::kSlots;
-  options.max_rows = 64;
-  options.max_positions = 48;
-  return options;
+  return {.num_pages = pages, .page_size = 4, .slots = test::kSlots, .max_rows = 64, .max_positions = 48};
 }
 
 TEST(CpuSpeculation, AVerificationSamplesWhatSingleRowsSample) {
