@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <chrono>
 #include <optional>
 #include <thread>
@@ -135,22 +134,6 @@ std::vector<std::int32_t> random_ids(std::int64_t count, std::int64_t vocab_size
     ids.push_back(static_cast<std::int32_t>(words.word[0] % static_cast<std::uint64_t>(vocab_size)));
   }
   return ids;
-}
-
-std::vector<std::int64_t> parse_integers(const char* option, const std::string& text, std::int64_t high) {
-  std::vector<std::int64_t> numbers;
-  for (std::size_t begin = 0; begin <= text.size();) {
-    const std::size_t end = std::min(text.find(',', begin), text.size());
-    std::int64_t number = 0;
-    const std::from_chars_result parsed = std::from_chars(text.data() + begin, text.data() + end, number);
-    if (parsed.ec != std::errc{} || parsed.ptr != text.data() + end || number < 1 || number > high) {
-      fail(Exit::usage, "%s: got %s, expected integers from 1 to %lld, separated by commas", option,
-           escaped(text.substr(begin, end - begin)).c_str(), static_cast<long long>(high));
-    }
-    numbers.push_back(number);
-    begin = end + 1;
-  }
-  return numbers;
 }
 
 BenchResult run_bench(DecodeModel& model, const BenchOptions& options) {

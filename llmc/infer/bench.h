@@ -29,8 +29,6 @@ struct BenchOptions {
 
 // Positions that the cache needs for these options, at most `limit`.
 std::int64_t bench_capacity(const BenchOptions& options, std::int64_t limit);
-// "64,1024,2000" as integers from 1 to `high`. Anything else is Exit::usage, with the option's name.
-std::vector<std::int64_t> parse_integers(const char* option, const std::string& text, std::int64_t high);
 // `count` ids in [0, vocab_size).
 std::vector<std::int32_t> random_ids(std::int64_t count, std::int64_t vocab_size, std::uint64_t seed);
 

@@ -37,8 +37,7 @@ class CompletionListener : public RequestListener {
   CompletionListener(CompletionPrompt prompt, const CompletionOptions& options, const Tokenizer* tokenizer,
                      std::vector<std::int32_t> stop_ids, std::shared_ptr<CompletionSink> sink)
       : prompt_ids_(static_cast<std::int64_t>(prompt.ids.size())),
-        prompt_text_(std::move(prompt.text)),
-        echo_(options.echo),
+        echo_(options.echo ? std::optional(std::move(prompt.text)) : std::nullopt),
         text_(tokenizer, prompt.ids, options.stop, false, options.rules.min_tokens),
         stop_ids_(std::move(stop_ids)),
         sink_(std::move(sink)) {}
@@ -75,8 +74,9 @@ class CompletionListener : public RequestListener {
   }
 
   void echo_prompt(std::span<const ScoredId> scored) {
-    if (!std::exchange(echo_, false)) return;
-    send({.text = std::move(prompt_text_), .id = {}, .prompt = {scored.begin(), scored.end()}, .is_prompt = true});
+    if (std::optional<std::string> text = std::exchange(echo_, std::nullopt)) {
+      send({.text = *std::move(text), .id = {}, .prompt = {scored.begin(), scored.end()}, .is_prompt = true});
+    }
   }
 
   CompletionEnd end_of(RequestEnd reason) const {
@@ -101,8 +101,7 @@ class CompletionListener : public RequestListener {
   }
 
   const std::int64_t prompt_ids_;
-  std::string prompt_text_;
-  bool echo_;  // the prompt's piece is still to be sent
+  std::optional<std::string> echo_;  // the prompt's text, if it is still to be sent
   TextStream text_;
   const std::vector<std::int32_t> stop_ids_;
   const std::shared_ptr<CompletionSink> sink_;

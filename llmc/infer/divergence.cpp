@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <vector>
 
 #include "llmc/base/error.h"
 #include "llmc/infer/perplexity.h"
+#include "llmc/infer/running_moments.h"
 
 namespace weft {
 
@@ -75,8 +75,7 @@ DivergenceResult divergence(DecodeModel& model, DecodeModel& against, std::span<
   const auto windows = perplexity_windows(std::ssize(ids), window, stride);
   if (windows.empty()) fail(Exit::bad_file, "perplexity: the text has no token to score");
   DivergenceResult result;
-  // Means and sums of the squared differences from them (Welford, Technometrics 4, 1962).
-  double squares = 0, loss_mean = 0, loss_squares = 0;
+  RunningMoments divergences, differences;  // of each token: its divergence, and how much the models' losses differ
   std::int64_t done = 0, same = 0;
   std::vector<Compared> compared;
   for (const PerplexityWindow& each : windows) {
@@ -105,31 +104,25 @@ DivergenceResult divergence(DecodeModel& model, DecodeModel& against, std::span<
           fail(Exit::numeric, "--against: the divergence at token %lld is not finite",
                static_cast<long long>(begin + i + 1));
         }
-        const double difference = token.divergence - result.mean;
-        result.mean += difference / static_cast<double>(++result.tokens);
-        squares += difference * (token.divergence - result.mean);
+        divergences.add(token.divergence);
+        differences.add(token.nll - token.nll_against);
         result.largest = std::max(result.largest, token.divergence);
         same += token.same_top ? 1 : 0;
         result.nll += token.nll;
         result.nll_against += token.nll_against;
-        const double loss = token.nll - token.nll_against, from_mean = loss - loss_mean;
-        loss_mean += from_mean / static_cast<double>(result.tokens);
-        loss_squares += from_mean * (loss - loss_mean);
       }
     }
     if (result.interrupted) break;
-    if (hooks.on_window) hooks.on_window(++done, std::ssize(windows), result.mean);
+    if (hooks.on_window) hooks.on_window(++done, std::ssize(windows), divergences.mean());
   }
+  result.tokens = divergences.count();
+  result.mean = divergences.mean();
+  result.standard_error = divergences.standard_error();
+  result.nll_difference_error = differences.standard_error();
   const double count = static_cast<double>(std::max<std::int64_t>(result.tokens, 1));
   result.same_top = static_cast<double>(same) / count;
   result.nll /= count;
   result.nll_against /= count;
-  const auto error_of_mean = [&](double sum_of_squares) {
-    return result.tokens < 2 ? std::numeric_limits<double>::quiet_NaN()
-                             : std::sqrt(sum_of_squares / (count - 1) / count);
-  };
-  result.standard_error = error_of_mean(squares);
-  result.nll_difference_error = error_of_mean(loss_squares);
   model.keep_logits(false);
   against.keep_logits(false);
   return result;

@@ -1,5 +1,6 @@
 #include "llmc/infer/prompt.h"
 
+#include <algorithm>
 #include <charconv>
 
 #include "llmc/base/error.h"
@@ -19,21 +20,27 @@ std::vector<std::int32_t> start_ids(std::vector<std::int32_t> ids, const ModelCo
   fail(Exit::usage, "the prompt is empty, and this model has no token that begins a document: give some text");
 }
 
-std::vector<std::int32_t> parse_ids(const std::string& text, std::int64_t vocab_size, const char* option) {
-  std::vector<std::int32_t> ids;
+std::vector<std::int64_t> parse_integers(const char* option, const std::string& text, std::int64_t high,
+                                         std::int64_t low, const char* item) {
+  std::vector<std::int64_t> numbers;
   for (std::size_t begin = 0; begin <= text.size();) {
-    const std::size_t comma = text.find(',', begin);
-    const std::size_t end = comma == std::string::npos ? text.size() : comma;
-    std::int32_t id = 0;
-    const std::from_chars_result parsed = std::from_chars(text.data() + begin, text.data() + end, id);
-    if (parsed.ec != std::errc{} || parsed.ptr != text.data() + end || id < 0 || id >= vocab_size) {
-      fail(Exit::usage, "%s: id %zu: got %s, expected integers from 0 to %lld, separated by commas", option,
-           ids.size() + 1, escaped(text.substr(begin, end - begin)).c_str(), static_cast<long long>(vocab_size - 1));
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    std::int64_t number = 0;
+    const std::from_chars_result parsed = std::from_chars(text.data() + begin, text.data() + end, number);
+    if (parsed.ec != std::errc{} || parsed.ptr != text.data() + end || number < low || number > high) {
+      fail(Exit::usage, "%s: %s %zu: got %s, expected integers from %lld to %lld, separated by commas", option, item,
+           numbers.size() + 1, escaped(text.substr(begin, end - begin)).c_str(), static_cast<long long>(low),
+           static_cast<long long>(high));
     }
-    ids.push_back(id);
+    numbers.push_back(number);
     begin = end + 1;
   }
-  return ids;
+  return numbers;
+}
+
+std::vector<std::int32_t> parse_ids(const std::string& text, std::int64_t vocab_size, const char* option) {
+  const std::vector<std::int64_t> ids = parse_integers(option, text, vocab_size - 1, 0, "id");
+  return {ids.begin(), ids.end()};
 }
 
 std::string ids_text(std::span<const std::int32_t> ids) {

@@ -19,8 +19,12 @@ std::optional<std::int32_t> document_start(const ModelConfig& config);
 // `ids`, or the id of document_start() if `ids` is empty; Exit::usage if the model has no such id.
 std::vector<std::int32_t> start_ids(std::vector<std::int32_t> ids, const ModelConfig& config);
 
-// "1,2,3", the value of `option`, as ids in [0, vocab_size). Anything else, also an empty text, is Exit::usage with a message
-// that names the item.
+// "1,2,3", the value of `option`, as integers from `low` to `high`. Anything else, also an empty text, is Exit::usage with a
+// message that says which `item` is wrong.
+std::vector<std::int64_t> parse_integers(const char* option, const std::string& text, std::int64_t high,
+                                         std::int64_t low = 1, const char* item = "number");
+
+// The same for ids in [0, vocab_size).
 std::vector<std::int32_t> parse_ids(const std::string& text, std::int64_t vocab_size,
                                     const char* option = "--prompt-ids");
 

@@ -7,6 +7,7 @@
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
 #include "llmc/base/utf8.h"
+#include "llmc/text/code_points.h"
 
 namespace weft {
 
@@ -22,9 +23,7 @@ std::u32string code_points(std::string_view utf8) {
   std::u32string points;
   for (std::size_t at = 0; at < utf8.size();) {
     const std::size_t length = utf8_sequence_length(utf8.substr(at));
-    char32_t point = static_cast<unsigned char>(utf8[at]) & (0xFFu >> (length > 1 ? length + 1 : 0));
-    for (std::size_t i = 1; i < length; ++i) point = point << 6 | (static_cast<unsigned char>(utf8[at + i]) & 0x3Fu);
-    points += point;
+    points += code_point_of(utf8.substr(at, length));
     at += length;
   }
   return points;

@@ -1,6 +1,7 @@
 #include "llmc/serve/completions_request.h"
 
 #include <algorithm>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,11 @@ void check_size(const Json& prompt, const std::string& name, std::int64_t max_to
   }
 }
 
+// Rather than one prompt: a text, or the list of its ids.
+bool is_list_of_prompts(const Json& value) {
+  return value.is_array() && !value.empty() && (value.front().is_string() || value.front().is_array());
+}
+
 std::vector<CompletionPrompt> read_prompts(const Json& body, std::int64_t max_tokens, const RequestContext& context) {
   const auto found = body.find("prompt");
   if (found == body.end()) throw RequestError(400, format("prompt: missing, expected %s", kPrompts), "prompt");
@@ -34,26 +40,19 @@ std::vector<CompletionPrompt> read_prompts(const Json& body, std::int64_t max_to
     check_prompt_size(std::ssize(prompt.ids), "prompt", max_tokens, context);
     return prompt;
   };
-  const bool list = value.is_array() && !value.empty() && (value.front().is_string() || value.front().is_array());
-  if (!list && !value.is_string() && !value.is_array()) {
-    refuse_field("prompt", value, kPrompts);
+  if (!value.is_string() && !value.is_array()) refuse_field("prompt", value, kPrompts);
+  const bool list = is_list_of_prompts(value);
+  const std::span<const Json> all =
+      list ? std::span<const Json>(value.get_ref<const Json::array_t&>()) : std::span(&value, 1);
+  if (all.size() > kMaxPrompts) {
+    throw RequestError(400, format("prompt: got %zu prompts, expected at most %zu", all.size(), kMaxPrompts), "prompt");
   }
+  const auto name_of = [&](std::size_t i) { return list ? format("prompt[%zu]", i) : "prompt"; };
+  for (std::size_t i = 0; i < all.size(); ++i) check_size(all[i], name_of(i), max_tokens, context);
   std::vector<CompletionPrompt> prompts;
-  if (!list) {
-    check_size(value, "prompt", max_tokens, context);
-    prompts.push_back(read(value, "prompt"));
-    return prompts;
-  }
-  if (value.size() > kMaxPrompts) {
-    throw RequestError(400, format("prompt: got %zu prompts, expected at most %zu", value.size(), kMaxPrompts),
-                       "prompt");
-  }
-  for (std::size_t i = 0; i < value.size(); ++i) {
-    check_size(value[i], format("prompt[%zu]", i), max_tokens, context);
-  }
-  for (const Json& one : value) {
-    const std::string name = format("prompt[%zu]", prompts.size());
-    if (one.type() != value.front().type()) refuse_field(name, one, "prompts of one kind, texts or lists of token ids");
+  for (const Json& one : all) {
+    const std::string name = name_of(prompts.size());
+    if (one.type() != all.front().type()) refuse_field(name, one, "prompts of one kind, texts or lists of token ids");
     prompts.push_back(read(one, name));
   }
   return prompts;
@@ -86,7 +85,7 @@ TextRequest parse_completions(std::string_view text, const RequestContext& conte
   check_options(request, context);
 
   const auto prompt = body.find("prompt");
-  const bool list = prompt != body.end() && prompt->is_array() && !prompt->empty() && !prompt->front().is_number();
+  const bool list = prompt != body.end() && is_list_of_prompts(*prompt);
   reserve_places(request, list ? static_cast<std::int64_t>(std::min(prompt->size(), kMaxPrompts)) : 1, context,
                  reserve);
   request.prompts = read_prompts(body, request.options.max_tokens, context);

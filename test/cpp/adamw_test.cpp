@@ -14,10 +14,7 @@ using namespace weft::test;
 
 TEST(AdamW, TenStepsAreTheDefinition) {
   const std::int64_t count = 9001;  // two blocks of 4096 and a ragged one
-  AdamWStep step;
-  step.learning_rate = 0.01f;
-  step.weight_decay = 0.1f;
-  step.gradient_scale = 0.37f;
+  AdamWStep step{.learning_rate = 0.01f, .weight_decay = 0.1f, .gradient_scale = 0.37f};
   for (const bool decay : {false, true}) {
     Floats p = random_floats(count, 1), m(count), v(count);
     Doubles p_expected = widen(p), m_expected(count), v_expected(count);

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "llmc/base/error.h"
+#include "test/cpp/test_files.h"
 
 namespace weft {
 namespace {
@@ -36,12 +37,7 @@ TEST(ArenaLayout, SharedRegionsTakeNoMemoryOfTheirOwn) {
   layout.bind(arena);
   EXPECT_EQ(shared, own);
   EXPECT_NE(shared, nullptr);
-  try {
-    layout.share(&shared, &unknown);
-    ADD_FAILURE() << "shared a region that was never wanted";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), Exit::internal);
-  }
+  error_of(Exit::internal, [&] { layout.share(&shared, &unknown); });
 }
 
 TEST(ArenaLayout, AlternativesOverlapAndTakeWhatTheLargestNeeds) {

@@ -67,8 +67,7 @@ extern "C" int posix_fallocate(int fd, off_t offset, off_t length) {
 namespace weft {
 namespace {
 
-// ---- text
-// -----------------------------------------------------------------------------------------------------------
+// ---- text -----------------------------------------------------------------------------------------------------------
 
 // The Unicode Standard 15, table 3-7, written as a decoder: the second formulation of well-formedness.
 std::size_t decoded_length(const std::string& s) {
@@ -178,8 +177,7 @@ TEST(Format, MakesTextOfAnyLength) {
   EXPECT_EQ(format("%s", ""), "");
 }
 
-// ---- JSON
-// -----------------------------------------------------------------------------------------------------------
+// ---- JSON -----------------------------------------------------------------------------------------------------------
 
 std::string json_error(const std::string& text, const JsonLimits& limits = {}) {
   return error_of(Exit::bad_file, [&] { parse_json(text, "x.json", limits); });
@@ -277,8 +275,7 @@ TEST(Json, MembersHaveTheirTypeAndRange) {
   EXPECT_NE(error_of(Exit::bad_file, [&] { json_string(Json(3), "s", "x"); }), "");
 }
 
-// ---- numbers
-// --------------------------------------------------------------------------------------------------------
+// ---- numbers --------------------------------------------------------------------------------------------------------
 
 // An IEEE 754 value from its fields, by arithmetic instead of shifts: the second formulation of the
 // conversions.
@@ -401,7 +398,6 @@ TEST(Checked, ArithmeticRefusesToWrap) {
   EXPECT_NE(error_of(Exit::bad_file, [&] { align_up(kMax, 2, "x"); }), "");
 }
 
-// Known answers of philox4x32-10 from Random123's kat_vectors (Salmon et al., SC11).
 TEST(Percentile, IsTheNearestRank) {
   // 1 to `count`, so that a value is its rank; 37 has no divisor in common with any count here.
   const auto of = [](int count, double percent) {
@@ -424,6 +420,7 @@ TEST(Percentile, IsTheNearestRank) {
   EXPECT_TRUE(std::isnan(percentile({}, 50)));
 }
 
+// Known answers of philox4x32-10 from Random123's kat_vectors (Salmon et al., SC11).
 TEST(Philox, KnownAnswers) {
   const auto words = [](const PhiloxWords& got) { return std::vector<std::uint32_t>(got.word, got.word + 4); };
   constexpr std::uint64_t kOnes = std::numeric_limits<std::uint64_t>::max();
@@ -456,8 +453,7 @@ TEST(Xxh3, StreamAndOneCallAgree) {
   }
 }
 
-// ---- files
-// ----------------------------------------------------------------------------------------------------------
+// ---- files ----------------------------------------------------------------------------------------------------------
 
 TEST(AtomicFile, AppearsOnlyWhenPublished) {
   const TemporaryDirectory directory;
@@ -1149,8 +1145,7 @@ TEST(Files, TextLimitsGlobsAndParents) {
   EXPECT_EQ(parent_directory("a/b/c"), "a/b");
 }
 
-// ---- memory, text for people
-// ----------------------------------------------------------------------------------------
+// ---- memory, text for people ----------------------------------------------------------------------------------------
 
 TEST(Memory, PlansAreAlignedAndArenasZero) {
   MemoryPlan plan("activations");

@@ -7,6 +7,7 @@
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
 #include "llmc/infer/bench.h"
+#include "llmc/infer/prompt.h"
 #include "test/cpp/paged_fake.h"
 #include "test/cpp/test_files.h"
 
@@ -93,13 +94,7 @@ TEST(BatchBench, RefusesWhatCannotBeMeasured) {
     options.sequences = std::move(sequences);
     options.prompt = prompt;
     options.tokens = tokens;
-    try {
-      run_batch_bench(model, engine_options(), options);
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), code) << error.what();
-      return std::string(error.what());
-    }
-    return std::string("accepted");
+    return reason_of(code, [&] { run_batch_bench(model, engine_options(), options); });
   };
   EXPECT_EQ(refusal(Exit::usage, {1}, 100, 100), "accepted");
   EXPECT_NE(refusal(Exit::usage, {1}, 100, 101).find("do not fit in the context of 200"), std::string::npos);

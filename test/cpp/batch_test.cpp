@@ -93,12 +93,6 @@ class BatchTest : public testing::Test {
   const std::string in_ = directory_.file("in"), out_ = directory_.file("out");
 };
 
-Ids ids_of(const std::string& text) {
-  Ids ids;
-  for (const char byte : text) ids.push_back(byte_id(byte));
-  return ids;
-}
-
 TEST_F(BatchTest, EveryRequestIsAnsweredAsIfItWereAlone) {
   std::string lines;
   for (int i = 0; i < 60; ++i) {

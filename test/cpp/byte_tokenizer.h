@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "llmc/base/json.h"
 #include "llmc/text/byte_alphabet.h"
@@ -16,6 +18,12 @@ inline constexpr std::int32_t kEndOfText = 0;
 inline constexpr std::int32_t kAb = 258;
 inline std::int32_t byte_id(char byte) {
   return static_cast<unsigned char>(byte) + 2;
+}
+// One for each byte.
+inline std::vector<std::int32_t> ids_of(std::string_view bytes) {
+  std::vector<std::int32_t> ids;
+  for (const char byte : bytes) ids.push_back(byte_id(byte));
+  return ids;
 }
 
 // The post-processor of a tokenizer.json that puts a special token in front of every text.

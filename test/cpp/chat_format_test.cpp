@@ -14,6 +14,7 @@
 #include "llmc/base/json.h"
 #include "llmc/infer/chat.h"
 #include "test/cpp/processor_time.h"
+#include "test/cpp/test_files.h"
 
 namespace weft {
 namespace {
@@ -22,18 +23,6 @@ const std::string kVectors = "test/fixtures/chat/vectors.json";
 
 Json vectors() {
   return parse_json(MappedFile(kVectors).text(), kVectors);
-}
-
-// The error of `run`; fails unless there is one with this code.
-std::string error_of(Exit code, const std::function<void()>& run) {
-  try {
-    run();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code) << error.what();
-    return error.what();
-  }
-  ADD_FAILURE() << "no error";
-  return {};
 }
 
 std::string text_of(const std::vector<TextSegment>& segments) {

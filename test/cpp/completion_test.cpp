@@ -69,12 +69,6 @@ std::shared_ptr<Pieces> feed(const CompletionOptions& options, const Ids& ids, R
   return pieces;
 }
 
-Ids ids_of(const std::string& text) {
-  Ids ids;
-  for (const char byte : text) ids.push_back(byte_id(byte));
-  return ids;
-}
-
 TEST(Completion, OptionsAreRead) {
   CompletionOptions o;
   const Json object = {{"max_tokens", 7}, {"temperature", 0.5}, {"top_k", 3},         {"top_p", 1},    {"min_p", 0.25},

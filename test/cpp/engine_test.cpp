@@ -7,6 +7,7 @@
 #include <fstream>
 #include <functional>
 #include <map>
+#include <numeric>
 #include <random>
 #include <thread>
 
@@ -111,26 +112,92 @@ Ids random_ids(std::int64_t count, std::uint64_t seed, std::int32_t vocab_size =
   return ids;
 }
 
+struct Asked {
+  EngineRequest request;
+  std::shared_ptr<Recorder> recorder = std::make_shared<Recorder>();
+  RequestId id = 0;
+};
+
+void expect_as_alone(const Asked& asked, const InferenceModel& model) {
+  const EngineRequest& request = asked.request;
+  const Recorder& got = *asked.recorder;
+  ASSERT_TRUE(got.end.has_value());
+  const bool poisoned = std::ranges::find(request.prompt, PagedFake::kPoison) != request.prompt.end();
+  const Alone expected = alone(request, model);
+  const bool early = *got.end == RequestEnd::cancelled || *got.end == RequestEnd::deadline;
+  if (poisoned && !early) {
+    // Scores without an id need not reach the damaged id: it may be the last one.
+    if (request.max_ids > 0) {
+      EXPECT_EQ(*got.end, RequestEnd::not_finite);
+    }
+    EXPECT_TRUE(got.ids.empty());
+    return;
+  }
+  if (got.told && !poisoned) {
+    EXPECT_EQ(got.prompt, expected.prompt_logprobs);
+  }
+  if (early || *got.end == RequestEnd::listener) {
+    ASSERT_LE(got.ids.size(), expected.ids.size());
+    EXPECT_TRUE(std::equal(got.ids.begin(), got.ids.end(), expected.ids.begin()));
+    return;
+  }
+  EXPECT_EQ(got.ids, expected.ids);
+  EXPECT_EQ(got.logprobs, expected.logprobs);
+  EXPECT_EQ(*got.end, expected.end);
+  EXPECT_EQ(got.told, request.score_prompt);
+}
+
 std::shared_ptr<Recorder> submit(Engine& engine, EngineRequest request) {
   auto recorder = std::make_shared<Recorder>();
   engine.submit(std::move(request), recorder);
   return recorder;
 }
 
-// Steps until nothing is left; more than `limit` steps are a failure.
+Asked ask(Engine& engine, EngineRequest request) {
+  Asked asked{std::move(request)};
+  asked.id = engine.submit(asked.request, asked.recorder);
+  return asked;
+}
+
+// Steps until nothing is left and all is free; more than `limit` steps are a failure.
 std::int64_t finish(Engine& engine, std::int64_t limit = 100000) {
   std::int64_t steps = 0;
   while (engine.step() && steps < limit) ++steps;
   EXPECT_LT(steps, limit) << "the engine does not come to an end";
-  return steps;
-}
-
-void expect_all_free(const Engine& engine) {
   const EngineStatistics statistics = engine.statistics();
   EXPECT_EQ(statistics.running, 0);
   EXPECT_EQ(statistics.waiting, 0);
   EXPECT_EQ(statistics.pages_in_use, 0);
   EXPECT_EQ(engine.inconsistency(), "");
+  return steps;
+}
+
+void step(Engine& engine, int steps) {
+  for (int i = 0; i < steps; ++i) engine.step();
+}
+
+std::shared_ptr<Recorder> finished(Engine& engine, EngineRequest request) {
+  auto recorder = submit(engine, std::move(request));
+  finish(engine);
+  return recorder;
+}
+
+// Of each chunk of the last step.
+std::vector<std::int64_t> rows_of(const PagedFake& model) {
+  std::vector<std::int64_t> rows;
+  for (const PagedFake::ChunkRows& chunk : model.rows_of_last_step) rows.push_back(chunk.rows);
+  return rows;
+}
+
+std::int64_t sum_of(const std::vector<std::int64_t>& rows) {
+  return std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+}
+
+// Options with a draft model.
+EngineOptions drafting(InferenceModel& draft, std::int64_t max_running, double row_cost, double draft_cost) {
+  EngineOptions options{.max_running = max_running, .rows_per_step = 32};
+  options.drafts = {.model = &draft, .row_cost = row_cost, .draft_cost = draft_cost};
+  return options;
 }
 
 TEST(Engine, ARequestAloneGivesTheModelsIds) {
@@ -141,8 +208,7 @@ TEST(Engine, ARequestAloneGivesTheModelsIds) {
     request.alternatives = 2;
     request.score_prompt = true;
     const Alone expected = alone(request, model);
-    const auto got = submit(engine, request);
-    finish(engine);
+    const auto got = finished(engine, request);
     EXPECT_EQ(got->ids, expected.ids);
     EXPECT_EQ(got->logprobs, expected.logprobs);
     EXPECT_EQ(got->prompt, expected.prompt_logprobs);
@@ -152,7 +218,6 @@ TEST(Engine, ARequestAloneGivesTheModelsIds) {
     EXPECT_EQ(statistics.prompt_ids, 30);
     EXPECT_EQ(statistics.generated_ids, 20);
     EXPECT_EQ(statistics.rows, 49);  // the last id is not appended
-    expect_all_free(engine);
   }
 }
 
@@ -192,9 +257,8 @@ TEST(Engine, EndsOfEveryKind) {
     EngineRequest late = request_of(random_ids(9, 6), 50);
     late.deadline = Clock::now() - std::chrono::seconds(1);
     const auto deadline = submit(engine, late);
-    const auto cancelled = std::make_shared<Recorder>();
-    const RequestId id = engine.submit(request_of(random_ids(9, 7), 50), cancelled);
-    for (int i = 0; i < 5; ++i) engine.step();
+    const auto [_, cancelled, id] = ask(engine, request_of(random_ids(9, 7), 50));
+    step(engine, 5);
     engine.cancel(id);
     engine.cancel(id);
     engine.cancel(12345);
@@ -212,7 +276,6 @@ TEST(Engine, EndsOfEveryKind) {
     EXPECT_EQ(cancelled->end, RequestEnd::cancelled);
     EXPECT_FALSE(cancelled->ids.empty());
     EXPECT_LE(cancelled->ids.size(), 5u);
-    expect_all_free(engine);
   }
 }
 
@@ -222,13 +285,11 @@ TEST(Engine, APromptCanBeScoredWithoutGenerating) {
     Engine engine(model, {.max_running = 4, .rows_per_step = 8});
     EngineRequest request = request_of(random_ids(length, 1), 0);
     request.score_prompt = true;
-    const auto got = submit(engine, request);
-    finish(engine);
+    const auto got = finished(engine, request);
     EXPECT_TRUE(got->told);
     EXPECT_EQ(got->prompt, alone(request, model).prompt_logprobs);
     EXPECT_EQ(got->end, RequestEnd::max_ids);
     EXPECT_EQ(engine.statistics().rows, length - 1);
-    expect_all_free(engine);
   }
 }
 
@@ -250,8 +311,7 @@ TEST(Engine, RequestsThatCanNeverRunAreRefusedWithTheNumberThatCould) {
   error_of(Exit::usage, [&] { submit(engine, request_of({3, -1}, 1)); });
   error_of(Exit::usage, [&] { submit(engine, request_of({3}, 0)); });
   error_of(Exit::usage, [&] { submit(engine, request_of({3}, -1)); });
-  const auto fits = submit(engine, request_of(random_ids(10, 1), 31));
-  finish(engine);
+  const auto fits = finished(engine, request_of(random_ids(10, 1), 31));
   EXPECT_EQ(fits->ids, alone(request_of(random_ids(10, 1), 31), model).ids);
 
   // A model says that it takes no more than its pages hold: the request is refused, and not cut.
@@ -286,17 +346,14 @@ TEST(Engine, LogitsThatAreNotFiniteEndTheirRequestAlone) {
     EngineRequest bad = request_of(damaged, 10);
     bad.score_prompt = scored;
     const auto good = submit(engine, request_of(random_ids(12, 2), 30));
-    const auto first = submit(engine, bad);
-    finish(engine);
+    const auto first = finished(engine, bad);
     EXPECT_EQ(good->ids, alone(request_of(random_ids(12, 2), 30), model).ids);
     EXPECT_EQ(first->end, RequestEnd::not_finite);
     EXPECT_TRUE(first->ids.empty());
     // Its pages are not shared any more: the same request is computed again.
-    const auto second = submit(engine, bad);
-    finish(engine);
+    const auto second = finished(engine, bad);
     EXPECT_EQ(second->end, RequestEnd::not_finite);
     EXPECT_EQ(engine.statistics().prefix_ids, 0);
-    expect_all_free(engine);
   }
 }
 
@@ -307,16 +364,13 @@ TEST(Engine, APrefixThatIsThereIsNotComputedAgain) {
     const EngineRequest request = request_of(random_ids(40, 1), 1);
     EngineRequest scored = request;
     scored.score_prompt = true;
-    submit(engine, request);
-    finish(engine);
+    finished(engine, request);
     EXPECT_EQ(engine.statistics().rows, 40);
-    const auto again = submit(engine, request);
-    finish(engine);
+    const auto again = finished(engine, request);
     EXPECT_EQ(again->ids, alone(request, model).ids);
     EXPECT_EQ(engine.statistics().prefix_ids, share ? 36 : 0);  // the last id gives the logits: its page is computed
     EXPECT_EQ(engine.statistics().rows, share ? 44 : 80);
-    const auto with_scores = submit(engine, scored);
-    finish(engine);
+    const auto with_scores = finished(engine, scored);
     EXPECT_EQ(with_scores->prompt, alone(scored, model).prompt_logprobs);
     EXPECT_EQ(engine.statistics().rows, share ? 84 : 120);
     EXPECT_EQ(engine.statistics().pages_cached > 0, share);
@@ -339,9 +393,7 @@ TEST(Engine, EqualPromptsWaitForPagesThatTheyCanShare) {
     const EngineRequest request = request_of(random_ids(ids, 1), 3);
     const auto one = submit(engine, request), other = submit(engine, request);
     engine.step();
-    std::vector<std::int64_t> got;
-    for (const PagedFake::ChunkRows& chunk : model.rows_of_last_step) got.push_back(chunk.rows);
-    EXPECT_EQ(got, rows);
+    EXPECT_EQ(rows_of(model), rows);
     finish(engine);
     EXPECT_EQ(one->ids, alone(request, model).ids);
     EXPECT_EQ(other->ids, one->ids);
@@ -358,9 +410,7 @@ TEST(Engine, DraftsLeaveRowsForPrompts) {
   while (std::ssize(first->ids) < 20) engine.step();
   const auto second = submit(engine, request_of(random_ids(20, 2), 5));
   engine.step();
-  std::vector<std::int64_t> rows;
-  for (const PagedFake::ChunkRows& chunk : model.rows_of_last_step) rows.push_back(chunk.rows);
-  EXPECT_EQ(rows, (std::vector<std::int64_t>{4, 4}));
+  EXPECT_EQ(rows_of(model), (std::vector<std::int64_t>{4, 4}));
   finish(engine);
   EXPECT_EQ(second->ids, alone(request_of(random_ids(20, 2), 5), model).ids);
 }
@@ -370,12 +420,10 @@ TEST(Engine, GeneratedIdsArePartOfAPrefix) {
   PagedFake model({.depth = 2});
   Engine engine(model, {.max_running = 4, .rows_per_step = 32});
   Ids ids = random_ids(10, 1);
-  const auto answer = submit(engine, request_of(ids, 20));
-  finish(engine);
+  const auto answer = finished(engine, request_of(ids, 20));
   ids.insert(ids.end(), answer->ids.begin(), answer->ids.end());
   ids.push_back(9);
-  const auto next = submit(engine, request_of(ids, 5));
-  finish(engine);
+  const auto next = finished(engine, request_of(ids, 5));
   EXPECT_EQ(next->ids, alone(request_of(ids, 5), model).ids);
   EXPECT_EQ(engine.statistics().prefix_ids, 28);
 }
@@ -391,7 +439,6 @@ TEST(Engine, PromptsThatArriveTogetherComputeTheirPrefixOnce) {
   }
   finish(engine);
   EXPECT_LT(engine.statistics().rows, 301 + 3 * 64);
-  expect_all_free(engine);
 }
 
 TEST(Engine, AShortPromptDoesNotWaitForALongOne) {
@@ -408,9 +455,9 @@ TEST(Engine, AShortPromptDoesNotWaitForALongOne) {
     for (std::int64_t i = 0; i < long_prompts; ++i) {
       slow.push_back(submit(engine, request_of(random_ids(10000, static_cast<std::uint64_t>(i)), 2)));
     }
-    for (int i = 0; i < 3; ++i) engine.step();
+    step(engine, 3);
     const auto quick = submit(engine, request_of(random_ids(100, 77), 2));
-    for (int i = 0; i < 3; ++i) engine.step();
+    step(engine, 3);
     EXPECT_GE(quick->ids.size(), 1u);
     EXPECT_TRUE(slow[0]->ids.empty());
     // A stream of short prompts leaves the oldest long one half of the rows: 10,000 rows in 80 steps of 128.
@@ -422,7 +469,6 @@ TEST(Engine, AShortPromptDoesNotWaitForALongOne) {
     }
     EXPECT_LE(steps, 10000 / 120 + 5);
     finish(engine);
-    expect_all_free(engine);
   }
 }
 
@@ -437,7 +483,7 @@ TEST(Engine, EachStepDecodesEveryRunningSequenceWhilePromptsArrive) {
   Engine engine(model, {.max_running = 32, .rows_per_step = 64});
   std::vector<std::shared_ptr<Recorder>> running;
   for (std::uint64_t i = 0; i < 8; ++i) running.push_back(submit(engine, request_of(random_ids(6, i), 300)));
-  for (int i = 0; i < 4; ++i) engine.step();
+  step(engine, 4);
   for (std::uint64_t i = 0; i < 3; ++i) submit(engine, request_of(random_ids(3000, 100 + i), 1));
   for (int step = 0; step < 100; ++step) {
     const std::size_t before = running[0]->ids.size();
@@ -489,13 +535,8 @@ TEST(Engine, TheModelAlwaysHasAStepQueued) {
 TEST(Engine, BehindTheDraftModelsContextStepsAreQueuedAgain) {
   Pipeline model({.max_positions = 200, .depth = 4});
   PagedFake draft({.max_positions = 20, .depth = 4});
-  EngineOptions options{.max_running = 4, .rows_per_step = 32};
-  options.drafts.model = &draft;
-  options.drafts.draft_cost = 0.05;
-  options.drafts.row_cost = 0.01;
-  Engine engine(model, options);
-  submit(engine, request_of(random_ids(10, 1), 150));
-  finish(engine);
+  Engine engine(model, drafting(draft, 4, 0.01, 0.05));
+  finished(engine, request_of(random_ids(10, 1), 150));
   EXPECT_GT(engine.statistics().drafts.drafted, 0);
   EXPECT_LT(model.idle, 30);  // of some 142 steps
 }
@@ -507,19 +548,17 @@ TEST(Engine, PromptRowsBesideDecodingAreLimited) {
   submit(engine, request_of(random_ids(14, 2), 30));
   engine.step();
   ASSERT_EQ(model.rows_of_last_step.size(), 2u);  // nothing decodes yet: both prompts in one step
-  EXPECT_EQ(model.rows_of_last_step[0].rows + model.rows_of_last_step[1].rows, 64);
+  EXPECT_EQ(sum_of(rows_of(model)), 64);
   const auto late = submit(engine, request_of(random_ids(40, 3), 2));
   std::int64_t prompt_rows = 0;
   while (!late->end.has_value()) {
     engine.step();
-    std::int64_t rows = 0;
-    for (const PagedFake::ChunkRows& chunk : model.rows_of_last_step) rows += chunk.rows;
+    const std::int64_t rows = sum_of(rows_of(model));
     ASSERT_LE(rows, 2 + 6);
     prompt_rows += std::max<std::int64_t>(rows - 2, 0);
   }
   EXPECT_GE(prompt_rows, 40);
-  while (engine.step()) {
-  }
+  finish(engine);
   // Without others a prompt has the whole step.
   submit(engine, request_of(random_ids(60, 4), 1));
   engine.step();
@@ -551,18 +590,13 @@ TEST(Engine, APromptGoesOnInTheMiddleOfAPage) {
   for (const std::int64_t rows : {4, 5, 6, 7}) {
     PagedFake model({.slots = 8, .max_rows = 8});
     Engine engine(model, {.max_running = 8, .rows_per_step = rows});
-    std::vector<std::shared_ptr<Recorder>> recorders;
-    std::vector<EngineRequest> requests;
+    std::vector<Asked> all;
     for (std::uint64_t i = 0; i < 5; ++i) {
-      requests.push_back(request_of(i < 3 ? random_ids(2, i) : random_ids(27, 9), 40, i));
-      recorders.push_back(submit(engine, requests.back()));
-      for (int step = 0; step < 5; ++step) engine.step();
+      all.push_back(ask(engine, request_of(i < 3 ? random_ids(2, i) : random_ids(27, 9), 40, i)));
+      step(engine, 5);
     }
     finish(engine);
-    for (std::size_t i = 0; i < requests.size(); ++i) {
-      EXPECT_EQ(recorders[i]->ids, alone(requests[i], model).ids) << rows << " " << i;
-    }
-    expect_all_free(engine);
+    for (const Asked& asked : all) expect_as_alone(asked, model);
   }
 }
 
@@ -571,25 +605,11 @@ TEST(Engine, RequestsThatDisplaceEachOtherAllFinish) {
   for (const std::int64_t depth : {1, 2}) {
     PagedFake model({.num_pages = 16, .slots = 8, .depth = depth});  // 64 positions
     Engine engine(model, {.max_running = 8, .rows_per_step = 16});
-    std::vector<std::shared_ptr<Recorder>> recorders;
-    std::vector<EngineRequest> requests;
-    for (std::uint64_t i = 0; i < 8; ++i) {
-      requests.push_back(request_of(random_ids(4, i), 60, i));
-      recorders.push_back(submit(engine, requests.back()));
-    }
-    std::int64_t last_end = 0;
-    for (std::int64_t step = 1; engine.step() && step < 2000; ++step) {
-      for (const auto& one : recorders) {
-        if (one->end.has_value()) last_end = step;
-      }
-    }
-    EXPECT_LT(last_end, 8 * 70);
-    for (std::size_t i = 0; i < requests.size(); ++i) {
-      EXPECT_EQ(recorders[i]->end, RequestEnd::max_ids);
-      EXPECT_EQ(recorders[i]->ids, alone(requests[i], model).ids);
-    }
+    std::vector<Asked> all;
+    for (std::uint64_t i = 0; i < 8; ++i) all.push_back(ask(engine, request_of(random_ids(4, i), 60, i)));
+    EXPECT_LT(finish(engine), 8 * 70);
+    for (const Asked& asked : all) expect_as_alone(asked, model);
     EXPECT_GT(engine.statistics().preemptions, 0);
-    expect_all_free(engine);
   }
 }
 
@@ -622,7 +642,6 @@ TEST(Engine, RequestsThatWaitEndInTheNextStep) {
     EXPECT_EQ(engine.statistics().waiting, 0);
     finish(engine);
     EXPECT_EQ(older->ids, alone(all_pages, model).ids);
-    expect_all_free(engine);
   }
 }
 
@@ -634,7 +653,7 @@ TEST(Engine, ARequestEndsAtItsDeadlineWhileItGenerates) {
   const auto in_time = submit(engine, request);
   request.deadline = Clock::now() + std::chrono::milliseconds(20);
   const auto late = submit(engine, request);
-  for (int i = 0; i < 5; ++i) engine.step();
+  step(engine, 5);
   std::this_thread::sleep_for(std::chrono::milliseconds(21));
   engine.step();
   EXPECT_EQ(late->end, RequestEnd::deadline);
@@ -643,7 +662,6 @@ TEST(Engine, ARequestEndsAtItsDeadlineWhileItGenerates) {
   EXPECT_EQ(in_time->end, RequestEnd::max_ids);
   EXPECT_EQ(in_time->ids, alone(request, model).ids);
   EXPECT_TRUE(std::equal(late->ids.begin(), late->ids.end(), in_time->ids.begin()));
-  expect_all_free(engine);
 }
 
 // In every step short prompts arrive that would fill it.
@@ -683,7 +701,6 @@ TEST(Engine, ALargeRequestIsNotOvertakenForEver) {
   EXPECT_LT(steps, 100);
   EXPECT_EQ(got->ids, alone(large, model).ids);
   finish(engine);
-  expect_all_free(engine);
 }
 
 // Who asks for many sequences at once does not hold up who asks for few: their groups take turns.
@@ -719,7 +736,6 @@ TEST(Engine, GroupsTakeTurns) {
   for (const std::size_t i : {0u, 2u, 4u, 5u}) engine.cancel(ids[i]);
   finish(engine);
   EXPECT_EQ(order, "bxdyz");
-  expect_all_free(engine);
 }
 
 TEST(Engine, AListenerMaySubmitAndCancel) {
@@ -741,8 +757,7 @@ TEST(Engine, AListenerMaySubmitAndCancel) {
   auto last = std::make_shared<Recorder>(), after = std::make_shared<Recorder>();
   last->during = [&] { engine.submit(request_of({2, 3}, 4), after); };
   engine.submit(request_of({7}, 1), last);
-  while (engine.step()) {
-  }
+  finish(engine);
   EXPECT_EQ(last->ids.size(), 1u);
   EXPECT_EQ(after->ids, next->ids);
 }
@@ -757,8 +772,7 @@ TEST(Engine, APrefixThatIsOnlyCachedTakesItsPagesFromWhatIsFree) {
     return ids;
   };
   const Ids prefix = random_ids(16, 1);
-  submit(engine, request_of(longer(prefix, 1, 2), 1));
-  finish(engine);
+  finished(engine, request_of(longer(prefix, 1, 2), 1));
   ASSERT_EQ(engine.statistics().pages_cached, 4);
   submit(engine, request_of(random_ids(13, 3), 8));  // has 4 pages, and will have 6
   engine.step();
@@ -772,7 +786,6 @@ TEST(Engine, APrefixThatIsOnlyCachedTakesItsPagesFromWhatIsFree) {
   EXPECT_EQ(engine.statistics().preemptions, 0);  // nobody was admitted too early
   EXPECT_EQ(engine.statistics().prefix_ids, 16);
   EXPECT_EQ(after->ids, alone(request, model).ids);
-  expect_all_free(engine);
 
   // Pages of a prefix that another sequence uses cost nothing.
   submit(engine, request_of(longer(prefix, 1, 5), 3));  // 5 pages of 10
@@ -803,11 +816,8 @@ TEST(Engine, PagesFoundAgainAfterAPreemptionAreNotCountedAsShared) {
 TEST(Engine, NoMoreSequencesRunThanAStepHasRows) {
   PagedFake model({.slots = 8});
   Engine engine(model, {.max_running = 8, .rows_per_step = 2});
-  std::vector<std::pair<EngineRequest, std::shared_ptr<Recorder>>> all;
-  for (std::uint64_t i = 0; i < 6; ++i) {
-    EngineRequest request = request_of(random_ids(5, i), 7, i);
-    all.emplace_back(request, submit(engine, request));
-  }
+  std::vector<Asked> all;
+  for (std::uint64_t i = 0; i < 6; ++i) all.push_back(ask(engine, request_of(random_ids(5, i), 7, i)));
   engine.cancel(12345);                       // of a request that has ended long ago
   EXPECT_EQ(engine.statistics().waiting, 6);  // none was taken up yet
   EXPECT_EQ(engine.statistics().running, 0);
@@ -815,13 +825,10 @@ TEST(Engine, NoMoreSequencesRunThanAStepHasRows) {
   for (int i = 0; more && i < 1000; ++i) {
     more = engine.step();
     EXPECT_LE(engine.statistics().running, 2);
-    std::int64_t rows = 0;
-    for (const PagedFake::ChunkRows& chunk : model.rows_of_last_step) rows += chunk.rows;
-    EXPECT_LE(rows, 2);
+    EXPECT_LE(sum_of(rows_of(model)), 2);
   }
   EXPECT_FALSE(more);
-  for (const auto& [request, recorder] : all) EXPECT_EQ(recorder->ids, alone(request, model).ids);
-  expect_all_free(engine);
+  for (const Asked& asked : all) expect_as_alone(asked, model);
 }
 
 // A sequence that runs will need another page: who takes the last one would be preempted for it.
@@ -889,19 +896,12 @@ TEST(Engine, RequestsComeFromOtherThreads) {
   }
   for (std::thread& thread : threads) thread.join();
   finish(engine);
-  expect_all_free(engine);
   const Clock::time_point before = Clock::now();
   engine.wait(before + std::chrono::milliseconds(20));  // nothing to do: until the time is up
   EXPECT_GE(Clock::now() - before, std::chrono::milliseconds(20));
 }
 
 // ---- randomised schedules --------------------------------------------------------------------------------------------
-
-struct Asked {
-  EngineRequest request;
-  std::shared_ptr<Recorder> recorder;
-  RequestId id = 0;
-};
 
 // A request like others before it: its prompt begins with some of the ids of one of four texts.
 EngineRequest random_request(std::mt19937_64& random, std::int64_t max_prompt, std::int64_t max_ids,
@@ -926,35 +926,6 @@ EngineRequest random_request(std::mt19937_64& random, std::int64_t max_prompt, s
   return request;
 }
 
-void expect_as_alone(const Asked& asked, const InferenceModel& model) {
-  const EngineRequest& request = asked.request;
-  const Recorder& got = *asked.recorder;
-  ASSERT_TRUE(got.end.has_value());
-  const bool poisoned = std::ranges::find(request.prompt, PagedFake::kPoison) != request.prompt.end();
-  const Alone expected = alone(request, model);
-  const bool early = *got.end == RequestEnd::cancelled || *got.end == RequestEnd::deadline;
-  if (poisoned && !early) {
-    // Scores without an id need not reach the damaged id: it may be the last one.
-    if (request.max_ids > 0) {
-      EXPECT_EQ(*got.end, RequestEnd::not_finite);
-    }
-    EXPECT_TRUE(got.ids.empty());
-    return;
-  }
-  if (got.told && !poisoned) {
-    EXPECT_EQ(got.prompt, expected.prompt_logprobs);
-  }
-  if (early || *got.end == RequestEnd::listener) {
-    ASSERT_LE(got.ids.size(), expected.ids.size());
-    EXPECT_TRUE(std::equal(got.ids.begin(), got.ids.end(), expected.ids.begin()));
-    return;
-  }
-  EXPECT_EQ(got.ids, expected.ids);
-  EXPECT_EQ(got.logprobs, expected.logprobs);
-  EXPECT_EQ(*got.end, expected.end);
-  EXPECT_EQ(got.told, request.score_prompt);
-}
-
 // One schedule: requests arrive at random, some are cancelled, late, or ended by their listener.
 EngineStatistics run_schedule(const PagedFakeSizes& sizes, const EngineOptions& options, std::uint64_t seed,
                               std::int64_t steps) {
@@ -966,8 +937,7 @@ EngineStatistics run_schedule(const PagedFakeSizes& sizes, const EngineOptions& 
   for (std::int64_t step = 0; step < steps; ++step) {
     const EngineStatistics now = engine.statistics();
     if (now.waiting < 6 && random() % 3 == 0) {
-      Asked asked{random_request(random, longest / 2, longest / 2, static_cast<std::int32_t>(sizes.vocab_size)),
-                  std::make_shared<Recorder>()};
+      Asked asked{random_request(random, longest / 2, longest / 2, static_cast<std::int32_t>(sizes.vocab_size))};
       asked.request.group = random() % 4;
       if (random() % 16 == 0) asked.request.deadline = Clock::now() + std::chrono::microseconds(random() % 500);
       if (random() % 16 == 0) asked.recorder->stop_after = 3;
@@ -983,7 +953,6 @@ EngineStatistics run_schedule(const PagedFakeSizes& sizes, const EngineOptions& 
   }
   finish(engine);
   for (const Asked& asked : all) expect_as_alone(asked, model);
-  expect_all_free(engine);
   EXPECT_GT(all.size(), static_cast<std::size_t>(steps / 20));
   return engine.statistics();
 }
@@ -1070,7 +1039,6 @@ TEST(Engine, ALongSequenceHoldsThePagesOfItsWindow) {
       EXPECT_EQ(recorder->ids, PagedFake::ids_after(random_ids(30, 1), 150, 0, 64));
       EXPECT_LE(most, window == 0 ? 45 : (window + depth + 2) / 4 + 1) << "window " << window;
       EXPECT_GE(most, window == 0 ? 45 : (window + 3) / 4) << "window " << window;
-      expect_all_free(engine);
     }
   }
 }
@@ -1094,7 +1062,6 @@ TEST(Engine, LongPromptsBesideEachOtherNeedThePagesOfTheirWindows) {
       EXPECT_EQ(run(1), 3) << "depth " << depth << " share " << share;
       EXPECT_EQ(engine.statistics().preemptions, 0);
       run(1);
-      expect_all_free(engine);
     }
   }
 }
@@ -1108,7 +1075,7 @@ std::vector<Asked> ask(Engine& engine, std::uint64_t group, std::int64_t count, 
   std::vector<Asked> all;
   for (std::int64_t i = 0; i < count; ++i) {
     ++seed;
-    Asked asked{request_of(random_ids(prompt_ids, seed), max_ids, seed % 5), std::make_shared<Recorder>()};
+    Asked asked{request_of(random_ids(prompt_ids, seed), max_ids, seed % 5)};
     asked.request.group = group;
     asked.id = engine.submit(asked.request, asked.recorder);
     all.push_back(std::move(asked));
@@ -1139,7 +1106,7 @@ TEST(Engine, ASmallRequestDoesNotWaitForTheEndOfALargeOne) {
     PagedFake model({.num_pages = 1000, .depth = depth});
     Engine engine(model, {.max_running = 8, .rows_per_step = 32});
     const std::vector<Asked> large = ask(engine, 7, 30, 150);
-    for (int i = 0; i < 10; ++i) engine.step();
+    step(engine, 10);
     ASSERT_EQ(engine.statistics().running, 8);
     for (int i = 0; i < 20; ++i) {
       const std::vector<Asked> small = ask(engine, 0, 1, 2);
@@ -1147,7 +1114,7 @@ TEST(Engine, ASmallRequestDoesNotWaitForTheEndOfALargeOne) {
       expect_as_alone(small[0], model);
     }
     // What it displaced runs again, and nothing else was.
-    for (int i = 0; i < 5; ++i) engine.step();
+    step(engine, 5);
     EXPECT_EQ(engine.statistics().running, 8);
     EXPECT_LE(engine.statistics().preemptions, 20);
     finish(engine);
@@ -1172,20 +1139,20 @@ TEST(Engine, RequestsShareThePlaces) {
     return gained;
   };
   const std::vector<Asked> first = ask(engine, 7, 60, 160);
-  for (int i = 0; i < 10; ++i) engine.step();
+  step(engine, 10);
   EXPECT_GE(ids_in_100_steps({&first})[0], 790);  // it has all of them while nobody else asks
   const std::vector<Asked> second = ask(engine, 8, 60, 160);
-  for (int i = 0; i < 30; ++i) engine.step();
+  step(engine, 30);
   for (const std::int64_t gained : ids_in_100_steps({&first, &second})) EXPECT_NEAR(gained, 400, 20);
   const std::vector<Asked> third = ask(engine, 9, 1, 180), fourth = ask(engine, 0, 1, 180);
-  for (int i = 0; i < 10; ++i) engine.step();
+  step(engine, 10);
   const std::vector<std::int64_t> gained = ids_in_100_steps({&first, &second, &third, &fourth});
   EXPECT_NEAR(gained[0], 300, 20);
   EXPECT_NEAR(gained[1], 300, 20);
   EXPECT_GE(gained[2], 98);  // one place is all that it can use
   EXPECT_GE(gained[3], 98);
   for (const Asked& asked : second) engine.cancel(asked.id);
-  for (int i = 0; i < 90; ++i) engine.step();
+  step(engine, 90);
   EXPECT_GE(ids_in_100_steps({&first})[0], 760);
   finish(engine);
   for (const auto* all : {&first, &third, &fourth}) {
@@ -1200,7 +1167,7 @@ TEST(Engine, ASmallRequestGetsAndKeepsItsPages) {
     PagedFake model({.num_pages = 40, .slots = 16, .max_positions = 150, .depth = depth});  // 160 positions
     Engine engine(model, {.max_running = 16, .rows_per_step = 32});
     const std::vector<Asked> large = ask(engine, 7, 30, 80);
-    for (int i = 0; i < 25; ++i) engine.step();
+    step(engine, 25);
     ASSERT_GT(engine.statistics().waiting, 0);
     for (int i = 0; i < 10; ++i) {
       const std::vector<Asked> small = ask(engine, 0, 1, 12, 9);
@@ -1218,9 +1185,9 @@ TEST(Engine, RequestsOfOneSequenceWaitForTheirTurn) {
   PagedFake model({.num_pages = 1000, .depth = 2});
   Engine engine(model, {.max_running = 8, .rows_per_step = 32});
   std::vector<Asked> all = ask(engine, 0, 8, 40);
-  for (int i = 0; i < 10; ++i) engine.step();
+  step(engine, 10);
   const std::vector<Asked> late = ask(engine, 0, 1, 2), pair = ask(engine, 7, 2, 2);
-  for (int i = 0; i < 20; ++i) engine.step();
+  step(engine, 20);
   EXPECT_EQ(engine.statistics().waiting, 3);
   finish(engine);
   EXPECT_EQ(engine.statistics().preemptions, 0);
@@ -1233,10 +1200,10 @@ TEST(Engine, NobodyIsDisplacedInVain) {
   Engine engine(model, {.max_running = 8, .rows_per_step = 64});
   ask(engine, 0, 1, 8, 40);  // 12 pages
   const std::vector<Asked> two = ask(engine, 7, 2, 12, 3);
-  for (int i = 0; i < 3; ++i) engine.step();
+  step(engine, 3);
   ASSERT_EQ(engine.statistics().running, 3);
   const std::vector<Asked> big = ask(engine, 0, 1, 2, 70);  // 18 pages
-  for (int i = 0; i < 4; ++i) engine.step();
+  step(engine, 4);
   EXPECT_EQ(engine.statistics().running, 3);
   EXPECT_EQ(engine.statistics().preemptions, 0);
   finish(engine);
@@ -1272,9 +1239,7 @@ TEST(Engine, ALargeRequestIsNotStarvedBySmallOnes) {
 TEST(Engine, DraftsOfASequenceThatIsDisplacedAreGivenBack) {
   for (const std::int64_t depth : {1, 2}) {
     PagedFake model({.num_pages = 40, .depth = depth}), draft({.num_pages = 40, .depth = depth});
-    EngineOptions options{.max_running = 6, .rows_per_step = 32};
-    options.drafts = {.model = &draft, .row_cost = 1e-3, .draft_cost = 0.05};
-    Engine engine(model, options);
+    Engine engine(model, drafting(draft, 6, 1e-3, 0.05));
     const std::vector<Asked> large = ask(engine, 7, 12, 60);
     for (int i = 0; i < 12; ++i) {
       engine.step();
@@ -1342,9 +1307,7 @@ TEST(Engine, DraftsChangeNoIdOfAnySchedule) {
 TEST(Engine, RightDraftsTakeFewSteps) {
   for (const std::int64_t depth : {1, 2}) {
     PagedFake model({.depth = depth}), draft({.depth = depth});
-    EngineOptions options{.max_running = 8, .rows_per_step = 32};
-    options.drafts = {.model = &draft, .row_cost = 1e-3, .draft_cost = 1e-3};
-    Engine engine(model, options);
+    Engine engine(model, drafting(draft, 8, 1e-3, 1e-3));
     const Ids prompt = random_ids(11, 1);
     const auto recorder = submit(engine, request_of(prompt, 41, 3));
     const std::int64_t steps = finish(engine);
@@ -1356,7 +1319,6 @@ TEST(Engine, RightDraftsTakeFewSteps) {
     // The first id is the prompt's; the next 40 are five times 7 draft tokens and one more.
     EXPECT_EQ(drafts.verifications, 5);
     EXPECT_LE(steps, 8);
-    expect_all_free(engine);
   }
 }
 
@@ -1364,9 +1326,7 @@ TEST(Engine, RightDraftsTakeFewSteps) {
 TEST(Engine, AVerificationThatIsNotFiniteEndsItsRequestAlone) {
   for (const std::int64_t finite : {14, 15, 16, 20, 21, 22}) {
     PagedFake model({.finite_positions = finite}), draft({});
-    EngineOptions options{.max_running = 4, .rows_per_step = 32};
-    options.drafts = {.model = &draft, .row_cost = 1e-3, .draft_cost = 1e-3};
-    Engine engine(model, options);
+    Engine engine(model, drafting(draft, 4, 1e-3, 1e-3));
     const Ids prompt = random_ids(11, 1), other = random_ids(3, 2);
     const auto bad = submit(engine, request_of(prompt, 30, 3)), good = submit(engine, request_of(other, 10, 4));
     finish(engine);
@@ -1375,19 +1335,15 @@ TEST(Engine, AVerificationThatIsNotFiniteEndsItsRequestAlone) {
     EXPECT_EQ(good->end, RequestEnd::max_ids) << finite;
     EXPECT_EQ(good->ids, PagedFake::ids_after(other, 10, 4, 64)) << finite;
     EXPECT_GT(engine.statistics().drafts.verifications, 1);
-    expect_all_free(engine);
   }
 }
 
 // One that is always wrong is soon not asked any more, and then steps are queued as without drafts.
 TEST(Engine, WrongDraftsAreGivenUp) {
   PagedFake model({.depth = 2}), draft({.depth = 2, .wrong_of = 1});
-  EngineOptions options{.max_running = 8, .rows_per_step = 32};
-  options.drafts = {.model = &draft, .row_cost = 0.01, .draft_cost = 0.1};
-  Engine engine(model, options);
+  Engine engine(model, drafting(draft, 8, 0.01, 0.1));
   const Ids prompt = random_ids(5, 1);
-  const auto recorder = submit(engine, request_of(prompt, 150, 3));
-  finish(engine);
+  const auto recorder = finished(engine, request_of(prompt, 150, 3));
   EXPECT_EQ(recorder->ids, PagedFake::ids_after(prompt, 150, 3, 64));
   const DraftCounts drafts = engine.statistics().drafts;
   EXPECT_EQ(drafts.accepted, 0);
@@ -1398,12 +1354,10 @@ TEST(Engine, WrongDraftsAreGivenUp) {
 // Prompts that nobody may draft for: an id that the draft model does not know. Others are not concerned.
 TEST(Engine, ASmallerVocabularyOfTheDraftModel) {
   PagedFake model({}), draft({.vocab_size = 60});
-  EngineOptions options{.max_running = 8, .rows_per_step = 32};
-  options.drafts = {.model = &draft, .row_cost = 1e-3, .draft_cost = 1e-3};
+  const EngineOptions options = drafting(draft, 8, 1e-3, 1e-3);
   for (const std::int32_t id : {59, 60}) {
     Engine engine(model, options);
-    const auto recorder = submit(engine, request_of({3, id, 4}, 12, 3));
-    finish(engine);
+    const auto recorder = finished(engine, request_of({3, id, 4}, 12, 3));
     EXPECT_EQ(recorder->ids, PagedFake::ids_after({3, id, 4}, 12, 3, 64));
     EXPECT_EQ(engine.statistics().drafts.drafted > 0, id < 60) << id;
   }
@@ -1412,8 +1366,7 @@ TEST(Engine, ASmallerVocabularyOfTheDraftModel) {
 // The listener, a stop id and the last id that was asked for end a sequence among ids that are right.
 TEST(Engine, ASequenceEndsInTheMiddleOfAVerification) {
   PagedFake model({}), draft({});
-  EngineOptions options{.max_running = 8, .rows_per_step = 32};
-  options.drafts = {.model = &draft, .row_cost = 1e-3, .draft_cost = 1e-3};
+  const EngineOptions options = drafting(draft, 8, 1e-3, 1e-3);
   const Ids prompt = random_ids(6, 1), all = PagedFake::ids_after(prompt, 20, 3, 64);
   for (std::int64_t count = 1; count <= 20; ++count) {
     const auto last = all[static_cast<std::size_t>(count - 1)];
@@ -1433,13 +1386,11 @@ TEST(Engine, ASequenceEndsInTheMiddleOfAVerification) {
     EXPECT_EQ(*few->end, RequestEnd::max_ids);
     EXPECT_EQ(*stop->end, RequestEnd::stop_id);
     EXPECT_EQ(*told->end, count < 30 ? RequestEnd::listener : RequestEnd::max_ids);
-    expect_all_free(engine);
     // What it leaves behind for others is what was generated: the rows of draft tokens that nobody took have no name.
     const auto again = submit(engine, request_of(prompt, 30, 4));
     Ids longer = prompt;
     longer.insert(longer.end(), all.begin(), all.end());
-    const auto after = submit(engine, request_of(longer, 5, 3));
-    finish(engine);
+    const auto after = finished(engine, request_of(longer, 5, 3));
     EXPECT_EQ(again->ids, PagedFake::ids_after(prompt, 30, 4, 64));
     EXPECT_EQ(after->ids, PagedFake::ids_after(longer, 5, 3, 64));
   }
@@ -1463,8 +1414,7 @@ TEST(Engine, AnAcceptanceOnDemand) {
   EngineOptions options{.max_running = 1, .rows_per_step = 32};
   options.drafts = {.model = &draft, .row_cost = 0.01, .draft_cost = 0.05, .acceptance = 0.7};
   Engine engine(model, options);
-  const auto recorder = submit(engine, request_of(random_ids(6, 1), 1500, 3));
-  finish(engine);
+  const auto recorder = finished(engine, request_of(random_ids(6, 1), 1500, 3));
   EXPECT_EQ(recorder->ids.size(), 1500u);
   const DraftCounts drafts = engine.statistics().drafts;
   EXPECT_GT(drafts.ids_per_chunk(), 2.4);  // 1 / (1 - 0.7) at most
@@ -1492,9 +1442,7 @@ TEST(Engine, ASoakOf20000RequestsLeavesNothingBehind) {
   std::deque<Asked> recent;
   for (int i = 0; i < 20000; ++i) {
     if (i == 4000) before = resident_pages();
-    Asked asked{random_request(random, 100, 40), std::make_shared<Recorder>()};
-    asked.id = engine.submit(asked.request, asked.recorder);
-    recent.push_back(std::move(asked));
+    recent.push_back(ask(engine, random_request(random, 100, 40)));
     if (random() % 10 == 0) engine.cancel(recent[random() % recent.size()].id);
     while (engine.statistics().waiting > 40) engine.step();
     for (; recent.size() > 100 && recent.front().recorder->end.has_value(); recent.pop_front()) {
@@ -1510,7 +1458,6 @@ TEST(Engine, ASoakOf20000RequestsLeavesNothingBehind) {
   for (const Asked& asked : recent) expect_as_alone(asked, model);
   EXPECT_EQ(ended + std::ssize(recent), 20000);
   EXPECT_GT(engine.statistics().preemptions, 100);
-  expect_all_free(engine);
 }
 
 }  // namespace

@@ -105,12 +105,6 @@ class ScriptedModel : public DecodeModel {
   std::vector<std::vector<std::int32_t>> scored_;
 };
 
-std::vector<std::int32_t> ids_of(std::string_view bytes) {
-  std::vector<std::int32_t> ids;
-  for (const char byte : bytes) ids.push_back(byte_id(byte));
-  return ids;
-}
-
 struct Generated {
   GenerateResult result;
   std::vector<std::string> pieces;  // as they were streamed
@@ -138,15 +132,6 @@ Generated run(const std::vector<std::int32_t>& script, GenerateOptions options =
   EXPECT_EQ(run.result.context, model.length());
   EXPECT_EQ(run.result.times.inter_token_ms.size() + 1, run.result.ids.size());
   return run;
-}
-
-Exit code_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.code();
-  }
-  return Exit::ok;
 }
 
 TEST(Generate, StopsAtAStopId) {
@@ -230,14 +215,9 @@ TEST(Generate, APromptThatFillsTheContextIsRefused) {
   for (const std::int64_t capacity : {1, 2}) {
     ScriptedModel model({}, capacity);
     const std::vector<std::int32_t> prompt = ids_of("Hi");
-    try {
-      generate(model, nullptr, prompt, {});
-      ADD_FAILURE();
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), Exit::usage);
-      EXPECT_NE(std::string(error.what()).find("2 tokens"), std::string::npos) << error.what();
-      EXPECT_NE(std::string(error.what()).find(format("context of %d", static_cast<int>(capacity))), std::string::npos);
-    }
+    const std::string error = error_of(Exit::usage, [&] { generate(model, nullptr, prompt, {}); });
+    expect_contains(error, "2 tokens");
+    expect_contains(error, format("context of %d", static_cast<int>(capacity)));
     EXPECT_EQ(model.length(), 0) << "nothing was computed";
   }
 }
@@ -272,7 +252,6 @@ TEST(Generate, NoPieceEverHoldsABeginningOfTheStopText) {
   for (const std::string& piece : r.pieces) EXPECT_EQ(piece.find("aaa"), std::string::npos);
 }
 
-// Special tokens are left out of the text, wherever they come; stop texts see them, and ids have them.
 // A model whose logits come to the host, and what the rules make of them: the script's ids are the likeliest, by much.
 TEST(Generate, RulesAreObeyedOnTheHost) {
   const std::vector<std::int32_t> script = ids_of("abcabc");
@@ -297,9 +276,10 @@ TEST(Generate, RulesAreObeyedOnTheHost) {
   options.earlier = ids_of("a");
   EXPECT_EQ(run(ids_of("a"), options).result.text, "z");
   options.rules.logit_bias = {{300, 1.0f}};
-  EXPECT_EQ(code_of([&] { run(script, options); }), Exit::usage);
+  error_of(Exit::usage, [&] { run(script, options); });
 }
 
+// Special tokens are left out of the text, wherever they come; stop texts see them, and ids have them.
 TEST(Generate, SpecialTokensAreHiddenButStop) {
   constexpr std::int32_t kPadding = 1;
   const std::vector<std::int32_t> script = {kPadding, byte_id('a'), kPadding,        kPadding,       byte_id('\xc3'),
@@ -390,8 +370,8 @@ TEST(Generate, WithoutATokenizerThereIsNoTextAndNoStopText) {
   const std::vector<std::int32_t> prompt = {5};
   EXPECT_EQ(generate(model, nullptr, prompt, {.max_tokens = 3}).text, "");
   ScriptedModel other({}, 100);
-  EXPECT_EQ(code_of([&] { generate(other, nullptr, prompt, {.stop_texts = {"x"}}); }), Exit::usage);
-  EXPECT_EQ(code_of([&] { generate(other, &byte_tokenizer(), prompt, {.stop_texts = {""}}); }), Exit::usage);
+  error_of(Exit::usage, [&] { generate(other, nullptr, prompt, {.stop_texts = {"x"}}); });
+  error_of(Exit::usage, [&] { generate(other, &byte_tokenizer(), prompt, {.stop_texts = {""}}); });
 }
 
 TEST(GenerateTimes, LeaveOutTheFirstToken) {
@@ -499,7 +479,7 @@ TEST(Prompt, AnEmptyOneStartsADocument) {
   EXPECT_EQ(start_ids({}, config), (std::vector<std::int32_t>{42}));
   config.bos_id.reset();
   config.eos_ids.clear();
-  EXPECT_EQ(code_of([&] { start_ids({}, config); }), Exit::usage);
+  error_of(Exit::usage, [&] { start_ids({}, config); });
 }
 
 TEST(Prompt, IdsAreStrict) {
@@ -507,7 +487,7 @@ TEST(Prompt, IdsAreStrict) {
   EXPECT_EQ(ids_text(parse_ids("0,7,299", 300)), "0,7,299");
   for (const char* bad :
        {"", ",", "1,", ",1", "1,,2", "1 2", "1, 2", "-1", "300", "1x", "0x1", "1.0", "99999999999999999999"}) {
-    EXPECT_EQ(code_of([&] { parse_ids(bad, 300); }), Exit::usage) << bad;
+    EXPECT_NE(error_of(Exit::usage, [&] { parse_ids(bad, 300); }), "") << bad;
   }
 }
 
@@ -621,9 +601,9 @@ TEST(Perplexity, WindowsScoreEveryTokenOnceWithEnoughContext) {
       }
     }
   }
-  EXPECT_EQ(code_of([] { perplexity_windows(10, 8, 8); }), Exit::usage);
-  EXPECT_EQ(code_of([] { perplexity_windows(10, 8, 0); }), Exit::usage);
-  EXPECT_EQ(code_of([] { perplexity_windows(10, 1, 1); }), Exit::usage);
+  error_of(Exit::usage, [] { perplexity_windows(10, 8, 8); });
+  error_of(Exit::usage, [] { perplexity_windows(10, 8, 0); });
+  error_of(Exit::usage, [] { perplexity_windows(10, 1, 1); });
 }
 
 TEST(Perplexity, AgreesWithTheClosedForm) {
@@ -650,7 +630,6 @@ TEST(Perplexity, AgreesWithTheClosedForm) {
   }
 }
 
-// Each time is from one token to the next: together they are no more than the whole took.
 // Its logits depend on the id alone, and the rows of padding, of which it has `padding`, are far ahead of the others.
 class RowsModel : public ScriptedModel {
  public:
@@ -770,6 +749,7 @@ TEST(Divergence, EveryFigureByItsDefinition) {
   }
 }
 
+// Each time is from one token to the next: together they are no more than the whole took.
 TEST(Generate, TimesDoNotOverlap) {
   GenerateOptions options;
   options.max_tokens = 800;
@@ -787,7 +767,7 @@ TEST(Perplexity, ATextMayHaveATenthOfOtherBytes) {
   }
   for (const std::string& text : {std::string(), std::string("a\0b", 3), std::string("\xff"),
                                   "\xff" + std::string(8, 'a'), "\xff\xff" + std::string(17, 'a')}) {
-    EXPECT_EQ(code_of([&] { check_text(text, "file"); }), Exit::bad_file) << escaped(text);
+    EXPECT_NE(error_of(Exit::bad_file, [&] { check_text(text, "file"); }), "") << escaped(text);
   }
 }
 
@@ -797,7 +777,7 @@ TEST(Perplexity, EdgesAndFailures) {
   EXPECT_EQ(perplexity(model, two, 1, 4).tokens, 1);
   EXPECT_TRUE(std::isnan(perplexity(model, two, 1, 4).standard_error));
   const std::vector<std::int32_t> one = {0};
-  EXPECT_EQ(code_of([&] { perplexity(model, one, 0, 4); }), Exit::bad_file);
+  error_of(Exit::bad_file, [&] { perplexity(model, one, 0, 4); });
 
   const std::vector<std::int32_t> many(30, 3);
   PerplexityHooks hooks;
@@ -815,7 +795,7 @@ TEST(Perplexity, EdgesAndFailures) {
       return std::vector<double>(ids.size() - 1, std::nan(""));
     }
   } broken;
-  EXPECT_EQ(code_of([&] { perplexity(broken, many, 30, 4); }), Exit::numeric);
+  error_of(Exit::numeric, [&] { perplexity(broken, many, 30, 4); });
 }
 
 TEST(Perplexity, AnInterruptedWindowCountsAsFarAsItWent) {
@@ -851,14 +831,8 @@ TEST(Faults, OfScoredTokensAreOfThoseThatCount) {
     hooks.on_loss = loss_faults(faults);
     const std::unique_ptr<DecodeModel> model =
         with_faults(std::make_unique<ScriptedModel>(std::vector<std::int32_t>{}, 8), faults);
-    EXPECT_EQ(code_of([&] { perplexity(*model, many, 30, 4, hooks); }), Exit::numeric);
-    const std::string expected = format("the loss of token %lld is not finite", static_cast<long long>(token));
-    hooks.on_loss = loss_faults(faults);
-    try {
-      perplexity(*model, many, 30, 4, hooks);
-    } catch (const Error& error) {
-      EXPECT_NE(std::string(error.what()).find(expected), std::string::npos) << error.what();
-    }
+    expect_contains(error_of(Exit::numeric, [&] { perplexity(*model, many, 30, 4, hooks); }),
+                    format("the loss of token %lld is not finite", static_cast<long long>(token)));
   }
   PerplexityHooks hooks;
   hooks.on_loss = loss_faults(parse_decode_faults({"nan@token=30"}));
@@ -993,10 +967,10 @@ TEST(Faults, OfOneSequenceTheLogitsOfTheTokenAreDamaged) {
 TEST(Bench, FitsTheContextOrSaysSo) {
   ScriptedModel model({}, 64);
   EXPECT_EQ(run_bench(model, {32}).main.decode.inter_token_ms.size(), 32u);
-  EXPECT_EQ(code_of([&] { run_bench(model, {33}); }), Exit::usage);
-  EXPECT_EQ(code_of([&] { run_bench(model, {std::numeric_limits<std::int64_t>::max()}); }), Exit::usage);
+  error_of(Exit::usage, [&] { run_bench(model, {33}); });
+  error_of(Exit::usage, [&] { run_bench(model, {std::numeric_limits<std::int64_t>::max()}); });
   ScriptedModel tiny({}, 20);
-  EXPECT_EQ(code_of([&] { run_bench(tiny, {1}); }), Exit::usage);
+  error_of(Exit::usage, [&] { run_bench(tiny, {1}); });
   EXPECT_EQ(run_bench(model, {10}).main.tokens, 10);
   BenchOptions options{10};
   options.read_ceiling = 7;

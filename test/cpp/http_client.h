@@ -27,6 +27,10 @@ class Client {
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     EXPECT_EQ(::connect(fd_, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
   }
+  // One that sends `first` at once.
+  Client(std::uint16_t port, const std::string& first, int receive_buffer = 0) : Client(port, receive_buffer) {
+    send(first);
+  }
   ~Client() { ::close(fd_); }
   Client(const Client&) = delete;
   Client& operator=(const Client&) = delete;

@@ -204,13 +204,7 @@ std::vector<Sequence> sequences(const ModelConfig& config) {
 }
 
 InferenceOptions pool(std::int64_t pages, std::int64_t page_size = kPage) {
-  InferenceOptions options;
-  options.page_size = page_size;
-  options.num_pages = pages;
-  options.slots = kSlots;
-  options.max_rows = 64;
-  options.max_positions = 48;
-  return options;
+  return {.num_pages = pages, .page_size = page_size, .slots = kSlots, .max_rows = 64, .max_positions = 48};
 }
 
 TEST(CpuInference, BitsOfASequenceDoNotDependOnWhatElseRuns) {

@@ -263,14 +263,7 @@ TEST(KvFp8, AttentionIsThatOverTheStoredNumbers) {
 // ---- models ---------------------------------------------------------------------------------------------------------
 
 InferenceOptions pool(std::int64_t pages, bool fp8 = true) {
-  InferenceOptions options;
-  options.page_size = 4;
-  options.num_pages = pages;
-  options.slots = kSlots;
-  options.max_rows = 64;
-  options.max_positions = 48;
-  options.kv_fp8 = fp8;
-  return options;
+  return {.num_pages = pages, .page_size = 4, .slots = kSlots, .max_rows = 64, .max_positions = 48, .kv_fp8 = fp8};
 }
 
 // A row of each head [rows, NKV, HS] as pages store it.

@@ -41,39 +41,26 @@ TEST(Launcher, NoneIsNone) {
   EXPECT_FALSE(launched({{"MASTER_ADDR", "somewhere"}, {"MASTER_PORT", "x"}, {"WORLD_SIZE", "2"}}).has_value());
 }
 
-TEST(Launcher, Torchrun) {
-  const LaunchedRank rank = *launched(kTorchrun);
-  EXPECT_STREQ(rank.launcher, "torchrun");
-  EXPECT_EQ(rank.rank, 5);
-  EXPECT_EQ(rank.size, 16);
-  EXPECT_EQ(rank.local_rank, 1);
-  EXPECT_EQ(rank.address, "10.0.0.1");
-  EXPECT_EQ(rank.port, 29500);
-}
-
-TEST(Launcher, OpenMpi) {
-  const LaunchedRank rank = *launched(kOpenMpi);
-  EXPECT_STREQ(rank.launcher, "Open MPI");
-  EXPECT_EQ(rank.rank, 3);
-  EXPECT_EQ(rank.size, 4);
-  EXPECT_EQ(rank.local_rank, 1);
-  EXPECT_EQ(rank.address, "");
-  EXPECT_EQ(rank.port, 0);
-}
-
-TEST(Launcher, Slurm) {
-  Variables variables = kSlurm;
+void expect_rank(const Variables& variables, const LaunchedRank& expected) {
   const LaunchedRank rank = *launched(variables);
-  EXPECT_STREQ(rank.launcher, "Slurm");
-  EXPECT_EQ(rank.rank, 9);
-  EXPECT_EQ(rank.size, 16) << "of the step, not of the job";
-  EXPECT_EQ(rank.local_rank, 1);
-  EXPECT_EQ(rank.address, "gpu03");
-  EXPECT_EQ(rank.port, 0);
+  EXPECT_STREQ(rank.launcher, expected.launcher);
+  EXPECT_EQ(rank.rank, expected.rank);
+  EXPECT_EQ(rank.size, expected.size);
+  EXPECT_EQ(rank.local_rank, expected.local_rank);
+  EXPECT_EQ(rank.local_size, expected.local_size);
+  EXPECT_EQ(rank.address, expected.address);
+  EXPECT_EQ(rank.port, expected.port);
+}
+
+TEST(Launcher, WhatEachLauncherSays) {
+  expect_rank(kTorchrun, {"torchrun", 5, 16, 1, 4, "10.0.0.1", 29500, "", false});
+  expect_rank(kOpenMpi, {"Open MPI", 3, 4, 1, 2, "", 0, "", false});
+  // The size is that of the step, not of the job. Nobody tells how many share a machine: rank 1 of it has one before it.
+  expect_rank(kSlurm, {"Slurm", 9, 16, 1, 2, "gpu03", 0, "", false});
+  Variables variables = kSlurm;
   variables["MASTER_ADDR"] = "fe80::1%eth0";
   variables["MASTER_PORT"] = "1";
-  EXPECT_EQ(launched(variables)->address, "fe80::1%eth0") << "what the user says goes before";
-  EXPECT_EQ(launched(variables)->port, 1);
+  expect_rank(variables, {"Slurm", 9, 16, 1, 2, "fe80::1%eth0", 1, "", false});  // what the user says goes before
 }
 
 // There SLURM_PROCID is 0, and the other tasks of the job are not this program.
@@ -94,10 +81,7 @@ TEST(Launcher, TheInnermostLauncherCounts) {
 }
 
 TEST(Launcher, RanksOfOneMachine) {
-  EXPECT_EQ(launched(kTorchrun)->local_size, 4);
-  EXPECT_EQ(launched(kOpenMpi)->local_size, 2);
   Variables slurm = kSlurm;
-  EXPECT_EQ(launched(slurm)->local_size, 2) << "not told: rank 1 of a machine has one before it";
   for (const auto& [text, size] : {std::pair("8(x2)", 8), {"3,1", 3}, {"99", 16}, {"x", 2}, {"-4", 2}, {"", 2}}) {
     slurm["SLURM_STEP_TASKS_PER_NODE"] = text;
     EXPECT_EQ(launched(slurm)->local_size, size) << text;
@@ -195,22 +179,12 @@ TEST(Launcher, TheLimitsThemselvesAreGood) {
   variables["RANK"] = variables["LOCAL_RANK"] = variables["MASTER_PORT"] = "65535";
   variables["LOCAL_WORLD_SIZE"] = "65536";
   variables["MASTER_ADDR"] = std::string(253, 'a');
-  const LaunchedRank last = *launched(variables);
-  EXPECT_EQ(last.size, 65536);
-  EXPECT_EQ(last.rank, 65535);
-  EXPECT_EQ(last.local_rank, 65535);
-  EXPECT_EQ(last.local_size, 65536);
-  EXPECT_EQ(last.port, 65535);
-  EXPECT_EQ(last.address.size(), 253u);
+  expect_rank(variables, {"torchrun", 65535, 65536, 65535, 65536, std::string(253, 'a'), 65535, "", false});
   variables = kTorchrun;
   variables["RANK"] = variables["LOCAL_RANK"] = "0";
   variables["WORLD_SIZE"] = variables["LOCAL_WORLD_SIZE"] = variables["MASTER_PORT"] = "1";
   variables["MASTER_ADDR"] = "a";
-  const LaunchedRank alone = *launched(variables);
-  EXPECT_EQ(alone.size, 1);
-  EXPECT_EQ(alone.local_size, 1);
-  EXPECT_EQ(alone.port, 1);
-  EXPECT_EQ(alone.address, "a");
+  expect_rank(variables, {"torchrun", 0, 1, 0, 1, "a", 1, "", false});
 }
 
 TEST(Launcher, WhatCannotBeIsRefused) {

@@ -318,20 +318,24 @@ Tensors merged(const ModelConfig& config, const LoraConfig& lora, Tensors base, 
   return base;
 }
 
-std::vector<std::int32_t> some_tokens(std::uint16_t begin) {
-  const std::vector<std::uint16_t> tokens = patterned_tokens(17, begin);
-  return {tokens.begin(), tokens.end()};
-}
+// Two sequences of 8.
+struct SomeTokens {
+  explicit SomeTokens(std::size_t begin) {
+    const std::vector<std::uint16_t> tokens = patterned_tokens(17, begin);
+    ids.assign(tokens.begin(), tokens.end());
+  }
+  operator Batch() const { return {{ids.data(), 16}, {ids.data() + 1, 16}}; }
+  std::vector<std::int32_t> ids;
+};
 
 struct Pass {
   double loss = 0;
   Tensors gradients;
 };
 
-Pass pass_of(TrainModel& model, std::uint16_t begin = 0) {
-  const std::vector<std::int32_t> tokens = some_tokens(begin);
+Pass pass_of(TrainModel& model) {
   model.zero_gradients();
-  model.forward({{tokens.data(), 16}, {tokens.data() + 1, 16}}, 3, 1.0f / 16);
+  model.forward(SomeTokens(0), 3, 1.0f / 16);
   model.backward();
   Pass pass{model.statistics().loss_sum, {}};
   for (const TensorSpec& spec : model.table().specs()) {
@@ -340,6 +344,27 @@ Pass pass_of(TrainModel& model, std::uint16_t begin = 0) {
     model.read_tensor(TensorRole::gradient, spec, values.data());
   }
   return pass;
+}
+
+void train(TrainModel& model, std::int64_t steps, float learning_rate) {
+  AdamWStep step;
+  step.learning_rate = learning_rate;
+  for (step.step = 1; step.step <= steps; ++step.step) {
+    pass_of(model);
+    model.update(step);
+  }
+}
+
+double loss_of(TrainModel& model) {
+  std::int64_t labels = 0;
+  return model.evaluate(SomeTokens(7), &labels);
+}
+
+Floats logits_of(DecodeModel& decoder) {
+  const std::vector<std::int32_t> prompt = {1, 2, 3, 4, 5, 6, 7};
+  decoder.reset();
+  const std::span<const float> logits = decoder.prefill(prompt);
+  return {logits.begin(), logits.end()};
 }
 
 // With W' = W + s B A: dA = s B^T dW' and dB = s dW' A^T.
@@ -383,30 +408,28 @@ TEST(LoraModel, IsTheModelWithTheProductInItsWeights) {
   }
 }
 
-void expect_no_bit_changes(const ModelConfig& config) {
-  SCOPED_TRACE(named(config));
-  const LoraConfig lora = lora_of(config, 3, "all");
-  const Tensors base = random_base(config), adapter = random_adapter(config, lora);
-  TrainOptions options = options_of(lora);
-  options.adapter_dropout = 0.25;
-  options.dropout = 0.1f;
-  const Pass expected = pass_of(*model_with(config, options, base, adapter));
-  for (const Recompute recompute : {Recompute::norm, Recompute::block}) {
-    options.recompute = recompute;
-    const Pass again = pass_of(*model_with(config, options, base, adapter));
-    EXPECT_EQ(again.loss, expected.loss);
-    EXPECT_EQ(again.gradients, expected.gradients);
-  }
-  const int threads = omp_get_max_threads();
-  omp_set_num_threads(3);
-  EXPECT_EQ(pass_of(*model_with(config, options, base, adapter)).gradients, expected.gradients);
-  omp_set_num_threads(threads);
-  options.adapter_dropout = 0;
-  EXPECT_NE(pass_of(*model_with(config, options, base, adapter)).loss, expected.loss);
-}
-
 TEST(LoraModel, RecomputationAndThreadsChangeNoBit) {
-  for (const ModelConfig& config : all_layers()) expect_no_bit_changes(config);
+  for (const ModelConfig& config : all_layers()) {
+    SCOPED_TRACE(named(config));
+    const LoraConfig lora = lora_of(config, 3, "all");
+    const Tensors base = random_base(config), adapter = random_adapter(config, lora);
+    TrainOptions options = options_of(lora);
+    options.adapter_dropout = 0.25;
+    options.dropout = 0.1f;
+    const Pass expected = pass_of(*model_with(config, options, base, adapter));
+    for (const Recompute recompute : {Recompute::norm, Recompute::block}) {
+      options.recompute = recompute;
+      const Pass again = pass_of(*model_with(config, options, base, adapter));
+      EXPECT_EQ(again.loss, expected.loss);
+      EXPECT_EQ(again.gradients, expected.gradients);
+    }
+    const int threads = omp_get_max_threads();
+    omp_set_num_threads(3);
+    EXPECT_EQ(pass_of(*model_with(config, options, base, adapter)).gradients, expected.gradients);
+    omp_set_num_threads(threads);
+    options.adapter_dropout = 0;
+    EXPECT_NE(pass_of(*model_with(config, options, base, adapter)).loss, expected.loss);
+  }
 }
 
 // Of one token: a column of A whose input was dropped has no gradient.
@@ -441,67 +464,50 @@ TEST(LoraModel, EachLayerAndMicroBatchHasMasksOfItsOwn) {
   }
 }
 
-void expect_frozen_model_stays(const ModelConfig& config) {
-  SCOPED_TRACE(named(config));
-  const LoraConfig lora = lora_of(config, 3, "all");
-  const Tensors base = random_base(config);
-  TrainOptions options = options_of(lora);
-  options.adapter_dropout = 0.5;
-  const std::unique_ptr<TrainModel> model = model_with(config, options, base, random_adapter(config, lora));
-  const std::unique_ptr<TrainModel> whole = cpu::make_training_model(config, options_of(std::nullopt));
-  set(*whole, base);
-  const std::vector<std::int32_t> tokens = some_tokens(7);
-  const Batch batch{{tokens.data(), 16}, {tokens.data() + 1, 16}};
-  std::int64_t labels = 0;
-  const double before = model->evaluate(batch, &labels);
-  const std::unique_ptr<TrainModel> without_dropout =
-      model_with(config, options_of(lora), base, random_adapter(config, lora));
-  EXPECT_EQ(before, without_dropout->evaluate(batch, &labels));
-  AdamWStep step;
-  step.learning_rate = 0.01f;
-  for (step.step = 1; step.step <= 3; ++step.step) {
-    pass_of(*model);
-    model->update(step);
-  }
-  EXPECT_LT(std::abs(model->evaluate(batch, &labels) - before), before);
-  EXPECT_NE(model->evaluate(batch, &labels), before);
-  for (const TensorSpec& spec : model->table().specs()) {
-    const Floats zeros(static_cast<std::size_t>(spec.elements));
-    model->write_tensor(TensorRole::parameter, spec, zeros.data());
-  }
-  EXPECT_EQ(model->evaluate(batch, &labels), whole->evaluate(batch, &labels));
-}
-
 TEST(LoraModel, TheFrozenModelStaysAsItWas) {
-  for (const ModelConfig& config : all_layers()) expect_frozen_model_stays(config);
-}
-
-void expect_falling_loss(const ModelConfig& config) {
-  SCOPED_TRACE(named(config));
-  for (const char* optimizer : {"adamw", "muon"}) {
-    TrainOptions options = options_of(lora_of(config, 4, "all"));
-    options.optimizer = find_optimizer(optimizer);
-    Tensors adapter;
-    const TensorTable table(config, *options.lora);
-    for (std::size_t s = 0; s < table.specs().size(); ++s) {
-      Floats& values = adapter[table.specs()[s].name];
-      values.resize(static_cast<std::size_t>(table.specs()[s].elements));
-      initial_values(table.specs()[s], s, 2, 1, values);
+  for (const ModelConfig& config : all_layers()) {
+    SCOPED_TRACE(named(config));
+    const LoraConfig lora = lora_of(config, 3, "all");
+    const Tensors base = random_base(config);
+    TrainOptions options = options_of(lora);
+    options.adapter_dropout = 0.5;
+    const std::unique_ptr<TrainModel> model = model_with(config, options, base, random_adapter(config, lora));
+    const std::unique_ptr<TrainModel> whole = cpu::make_training_model(config, options_of(std::nullopt));
+    set(*whole, base);
+    const double before = loss_of(*model);
+    const std::unique_ptr<TrainModel> without_dropout =
+        model_with(config, options_of(lora), base, random_adapter(config, lora));
+    EXPECT_EQ(before, loss_of(*without_dropout));
+    train(*model, 3, 0.01f);
+    EXPECT_LT(std::abs(loss_of(*model) - before), before);
+    EXPECT_NE(loss_of(*model), before);
+    for (const TensorSpec& spec : model->table().specs()) {
+      const Floats zeros(static_cast<std::size_t>(spec.elements));
+      model->write_tensor(TensorRole::parameter, spec, zeros.data());
     }
-    const std::unique_ptr<TrainModel> model = model_with(config, options, random_base(config), adapter);
-    const double first = pass_of(*model).loss;
-    AdamWStep step;
-    step.learning_rate = 0.02f;
-    for (step.step = 1; step.step <= 30; ++step.step) {
-      pass_of(*model);
-      model->update(step);
-    }
-    EXPECT_LT(pass_of(*model).loss, (config.gated() ? 0.5 : 0.75) * first) << optimizer;
+    EXPECT_EQ(loss_of(*model), loss_of(*whole));
   }
 }
 
 TEST(LoraModel, TheLossFalls) {
-  for (const ModelConfig& config : all_layers()) expect_falling_loss(config);
+  for (const ModelConfig& config : all_layers()) {
+    SCOPED_TRACE(named(config));
+    for (const char* optimizer : {"adamw", "muon"}) {
+      TrainOptions options = options_of(lora_of(config, 4, "all"));
+      options.optimizer = find_optimizer(optimizer);
+      Tensors adapter;
+      const TensorTable table(config, *options.lora);
+      for (std::size_t s = 0; s < table.specs().size(); ++s) {
+        Floats& values = adapter[table.specs()[s].name];
+        values.resize(static_cast<std::size_t>(table.specs()[s].elements));
+        initial_values(table.specs()[s], s, 2, 1, values);
+      }
+      const std::unique_ptr<TrainModel> model = model_with(config, options, random_base(config), adapter);
+      const double first = pass_of(*model).loss;
+      train(*model, 30, 0.02f);
+      EXPECT_LT(pass_of(*model).loss, (config.gated() ? 0.5 : 0.75) * first) << optimizer;
+    }
+  }
 }
 
 // ---- a frozen model in fp8 ----
@@ -577,12 +583,7 @@ std::vector<float> trained_in_fp8(const TrainOptions& options) {
   const ModelConfig config = fp8_config();
   const std::unique_ptr<TrainModel> model =
       model_with(config, options, random_base(config), random_adapter(config, *options.lora));
-  AdamWStep step;
-  step.learning_rate = 0.01f;
-  for (step.step = 1; step.step <= 3; ++step.step) {
-    pass_of(*model);
-    model->update(step);
-  }
+  train(*model, 3, 0.01f);
   std::vector<float> all = whole_state(*model), history = model->fp8_state();
   all.insert(all.end(), history.begin(), history.end());
   return all;
@@ -625,16 +626,8 @@ TEST(LoraModel, InFp8TheFrozenModelStaysAsItWas) {
   Tensors base = random_base(config);
   const Tensors adapter = random_adapter(config, lora_of(3, "all"));
   const std::unique_ptr<TrainModel> model = model_with(config, fp8_options(), base, adapter);
-  const std::vector<std::int32_t> tokens = some_tokens(7);
-  const Batch batch{{tokens.data(), 16}, {tokens.data() + 1, 16}};
-  std::int64_t labels = 0;
-  const double before = model->evaluate(batch, &labels);
-  AdamWStep step;
-  step.learning_rate = 0.01f;
-  for (step.step = 1; step.step <= 3; ++step.step) {
-    pass_of(*model);
-    model->update(step);
-  }
+  const double before = loss_of(*model);
+  train(*model, 3, 0.01f);
   const Fp8Slots slots{config.num_layers};
   const std::vector<float> history = model->fp8_state();
   for (std::int64_t i = 0; i < slots.of_a_kind(); ++i) {
@@ -643,13 +636,12 @@ TEST(LoraModel, InFp8TheFrozenModelStaysAsItWas) {
     EXPECT_EQ(history[slot], history[slot + static_cast<std::size_t>(slots.count())]);
   }
   set(*model, adapter);
-  EXPECT_EQ(model->evaluate(batch, &labels), before);
+  EXPECT_EQ(loss_of(*model), before);
   const std::string up = "model.layers.0.mlp.up_proj.weight";
   for (float& value : base.at(up)) value *= 3;
   const TensorTable table(config);
   model->write_frozen(table.at(up), base.at(up).data());
-  EXPECT_EQ(model->evaluate(batch, &labels),
-            model_with(config, fp8_options(), base, adapter)->evaluate(batch, &labels));
+  EXPECT_EQ(loss_of(*model), loss_of(*model_with(config, fp8_options(), base, adapter)));
 }
 
 // What a decoder generates from is the adapter as it is, not as it was when the decoder was made.
@@ -660,7 +652,6 @@ void expect_newest_adapter(const ModelConfig& config, const char* targets) {
   Tensors adapter = random_adapter(config, lora);
   const std::unique_ptr<TrainModel> model = model_with(config, options_of(lora), base, adapter);
   const std::unique_ptr<DecodeModel> decoder = model->decoder(16);
-  const std::vector<std::int32_t> prompt = {3, 1, 4, 1, 5};
   const auto expected = [&] {
     const Tensors all = merged(config, lora, base, adapter);
     const TensorTable table(config);
@@ -670,20 +661,14 @@ void expect_newest_adapter(const ModelConfig& config, const char* targets) {
                                                                          reinterpret_cast<float*>(out));
                                                            }),
                                        16);
-    const std::span<const float> logits = whole->prefill(prompt);
-    return Doubles(logits.begin(), logits.end());
+    return widen(logits_of(*whole));
   };
-  const auto got = [&] {
-    decoder->reset();
-    const std::span<const float> logits = decoder->prefill(prompt);
-    return Floats(logits.begin(), logits.end());
-  };
-  expect_close(got(), expected(), "first");
+  expect_close(logits_of(*decoder), expected(), "first");
   for (auto& [name, values] : adapter) {
     for (float& value : values) value = 0.5f - value;
   }
   set(*model, adapter);
-  expect_close(got(), expected(), "after new parameters");
+  expect_close(logits_of(*decoder), expected(), "after new parameters");
 }
 
 TEST(LoraModel, ADecoderHasTheNewestAdapter) {
@@ -692,45 +677,42 @@ TEST(LoraModel, ADecoderHasTheNewestAdapter) {
 }
 
 // Ranks add their gradients in the order of the ranks: the bits of one process with --virtual-ranks.
-void expect_bits_of_one_process(const ModelConfig& config) {
-  SCOPED_TRACE(named(config));
-  const LoraConfig lora = lora_of(config, 3, "all");
-  const Tensors base = random_base(config), adapter = random_adapter(config, lora);
-  TrainOptions options = options_of(lora);
-  options.virtual_ranks = 4;
-  options.adapter_dropout = 0.25;
-  const int threads = omp_get_max_threads();
-  omp_set_num_threads(1);
-  AdamWStep step;
-  step.step = 1;
-  step.learning_rate = 0.01f;
-  const auto micro_batch = [&](TrainModel& model, std::uint64_t rank) {
-    const std::vector<std::int32_t> tokens = some_tokens(static_cast<std::uint16_t>(40 * rank));
-    model.forward({{tokens.data(), 16}, {tokens.data() + 1, 16}}, rank, 1.0f / 64);
-    model.backward();
-  };
-  const std::unique_ptr<TrainModel> alone = model_with(config, options, base, adapter);
-  alone->zero_gradients();
-  for (std::uint64_t rank = 0; rank < 4; ++rank) micro_batch(*alone, rank);
-  alone->statistics();
-  alone->update(step);
-  const std::vector<float> expected = tensors(*alone, TensorRole::parameter);
-  for (const Shard shard : {Shard::none, Shard::optimizer}) {
-    run_thread_ranks(2, 20, [&](Communicator& ranks) {
-      const std::unique_ptr<TrainModel> model = cpu::make_training_model(config, options, ranks, shard);
-      set(*model, base, adapter);
-      model->zero_gradients();
-      for (const int round : {0, 1}) micro_batch(*model, static_cast<std::uint64_t>(2 * round + ranks.rank()));
-      model->statistics();
-      model->update(step);
-      EXPECT_EQ(tensors(*model, TensorRole::parameter), expected);
-    });
-  }
-  omp_set_num_threads(threads);
-}
-
 TEST(LoraModel, RanksHaveTheBitsOfOneProcess) {
-  for (const ModelConfig& config : all_layers()) expect_bits_of_one_process(config);
+  for (const ModelConfig& config : all_layers()) {
+    SCOPED_TRACE(named(config));
+    const LoraConfig lora = lora_of(config, 3, "all");
+    const Tensors base = random_base(config), adapter = random_adapter(config, lora);
+    TrainOptions options = options_of(lora);
+    options.virtual_ranks = 4;
+    options.adapter_dropout = 0.25;
+    const int threads = omp_get_max_threads();
+    omp_set_num_threads(1);
+    AdamWStep step;
+    step.step = 1;
+    step.learning_rate = 0.01f;
+    const auto micro_batch = [&](TrainModel& model, std::uint64_t rank) {
+      model.forward(SomeTokens(40 * rank), rank, 1.0f / 64);
+      model.backward();
+    };
+    const std::unique_ptr<TrainModel> alone = model_with(config, options, base, adapter);
+    alone->zero_gradients();
+    for (std::uint64_t rank = 0; rank < 4; ++rank) micro_batch(*alone, rank);
+    alone->statistics();
+    alone->update(step);
+    const std::vector<float> expected = tensors(*alone, TensorRole::parameter);
+    for (const Shard shard : {Shard::none, Shard::optimizer}) {
+      run_thread_ranks(2, 20, [&](Communicator& ranks) {
+        const std::unique_ptr<TrainModel> model = cpu::make_training_model(config, options, ranks, shard);
+        set(*model, base, adapter);
+        model->zero_gradients();
+        for (const int round : {0, 1}) micro_batch(*model, static_cast<std::uint64_t>(2 * round + ranks.rank()));
+        model->statistics();
+        model->update(step);
+        EXPECT_EQ(tensors(*model, TensorRole::parameter), expected);
+      });
+    }
+    omp_set_num_threads(threads);
+  }
 }
 
 TEST(LoraModel, WhatItRefuses) {
@@ -799,19 +781,7 @@ class LoraFiles : public testing::Test {
     return model;
   }
 
-  static InferenceOptions pool() {
-    InferenceOptions options;
-    options.num_pages = 16;
-    options.slots = kSlots;
-    options.max_rows = 48;
-    return options;
-  }
-  static Floats logits_of(const ModelFile& file) {
-    const std::vector<std::int32_t> prompt = {1, 2, 3, 4, 5, 6, 7};
-    const std::unique_ptr<DecodeModel> decoder = cpu::load_decoder(file, 16);
-    const std::span<const float> logits = decoder->prefill(prompt);
-    return {logits.begin(), logits.end()};
-  }
+  static InferenceOptions pool() { return {.num_pages = 16, .slots = kSlots, .max_rows = 48}; }
   static std::uint64_t parameter_bytes(const InferenceModel& model) { return model.memory().front().bytes; }
 
   TemporaryDirectory temporary_;
@@ -844,11 +814,6 @@ void LoraFiles::expect_in_the_weights() const {
 
   // In inference: the logits of the training model beside which the adapter stands.
   const std::unique_ptr<TrainModel> training = model_with(config_, options_of(lora_), base_, adapter_);
-  const std::vector<std::int32_t> prompt = {1, 2, 3, 4, 5, 6, 7};
-  const auto logits_of = [&](DecodeModel& decoder) {
-    const std::span<const float> logits = decoder.prefill(prompt);
-    return Floats(logits.begin(), logits.end());
-  };
   EXPECT_EQ(logits_of(*cpu::load_decoder(model, 16)), logits_of(*training->decoder(16)));
 }
 
@@ -916,9 +881,7 @@ TEST_F(LoraFiles, WhatAnAdapterLacks) {
 // The frozen model of an adapter may be quantised: it is what its values are.
 TEST_F(LoraFiles, AQuantisedModelIsReadAsItsValues) {
   for (const WeightFormat* weights : weight_formats()) {
-    Quantization quantization;
-    quantization.weights = weights;
-    write_quantized_pair(ModelFile::open(path("model.bin")), quantization, path("quantised.bin"), path("floats.bin"));
+    write_quantized_pair(ModelFile::open(path("model.bin")), {weights}, path("quantised.bin"), path("floats.bin"));
     ModelFile quantised = ModelFile::open(path("quantised.bin"));
     const ModelFile floats = ModelFile::open(path("floats.bin"));
     for (const TensorSpec& spec : floats.table().specs()) {
@@ -934,20 +897,18 @@ TEST_F(LoraFiles, AQuantisedModelIsReadAsItsValues) {
 void LoraFiles::expect_beside_quantised_weights() const {
   const std::vector<Sequence> sequences = random_sequences(config_, 5, 20);
   for (const WeightFormat* weights : weight_formats()) {
-    Quantization quantization;
-    quantization.weights = weights;
-    write_quantized_pair(ModelFile::open(path("model.bin")), quantization, path("quantised.bin"), path("floats.bin"));
+    write_quantized_pair(ModelFile::open(path("model.bin")), {weights}, path("quantised.bin"), path("floats.bin"));
     ModelFile beside = ModelFile::open(path("quantised.bin")), within = ModelFile::open(path("floats.bin"));
     const std::uint64_t alone = parameter_bytes(*cpu::load_inference(beside, pool()));
-    const Floats without = logits_of(beside);
+    const Floats without = logits_of(*cpu::load_decoder(beside, 16));
     for (ModelFile* file : {&beside, &within}) {
       file->add_adapter("--adapter", ModelFile::open_adapter(path("adapter.bin")));
     }
     ASSERT_NE(beside.adapter_beside(), nullptr);
     EXPECT_EQ(within.adapter_beside(), nullptr);
     for (const TensorSpec& spec : beside.table().specs()) EXPECT_TRUE(beside.as_stored(spec)) << spec.name;
-    const Floats expected = logits_of(within);
-    expect_close(logits_of(beside), widen(expected), weights->name, 1e-5);
+    const Floats expected = logits_of(*cpu::load_decoder(within, 16));
+    expect_close(logits_of(*cpu::load_decoder(beside, 16)), widen(expected), weights->name, 1e-5);
     EXPECT_GT(relative_error(without, widen(expected)), 1e-2) << weights->name;
 
     const std::unique_ptr<InferenceModel> model = cpu::load_inference(beside, pool());
@@ -1099,9 +1060,7 @@ TEST_F(LoraRun, IsContinuedByTheSameRunAlone) {
 TEST_F(LoraRun, BesideAQuantisedModel) {
   std::set<std::vector<float>> states;
   for (const WeightFormat* weights : weight_formats()) {
-    Quantization quantization;
-    quantization.weights = weights;
-    write_quantized_pair(ModelFile::open(path("model.bin")), quantization, path("quantised.bin"), path("floats.bin"));
+    write_quantized_pair(ModelFile::open(path("model.bin")), {weights}, path("quantised.bin"), path("floats.bin"));
     settings_.model = path("quantised.bin");
     const std::vector<float> state = run(std::string(weights->name), 4);
     settings_.model = path("floats.bin");
@@ -1128,14 +1087,12 @@ TEST_F(LoraRun, WhatOpeningRefuses) {
 TEST_F(LoraRun, AnAdapterIsMeasuredInTheWeights) {
   run("run", 4);
   settings_.adapter = path("run/step_00000004/adapter.bin");
-  const std::vector<std::int32_t> tokens = some_tokens(3);
   const auto loss = [&](const TrainSettings& settings) {
     const TrainInputs inputs = open_inputs(settings);
     const std::unique_ptr<TrainModel> model = cpu::make_training_model(inputs.config, settings.model_options());
     load_frozen(inputs, *model);
     load_parameters(inputs, 1, *model);
-    std::int64_t labels = 0;
-    return model->evaluate({{tokens.data(), 16}, {tokens.data() + 1, 16}}, &labels);
+    return loss_of(*model);
   };
   TrainSettings whole = settings_;
   whole.lora_r = 0;

@@ -161,13 +161,7 @@ TEST(QuantizedTable, APackedMatrixHasItsScalesAndZerosSideBySide) {
 // ---- models -----------------------------------------------------------------------------------------------------------
 
 InferenceOptions pool(std::int64_t sequences) {
-  InferenceOptions options;
-  options.page_size = 4;
-  options.num_pages = 12 * sequences;
-  options.slots = sequences;
-  options.max_rows = 64;
-  options.max_positions = 48;
-  return options;
+  return {.num_pages = 12 * sequences, .page_size = 4, .slots = sequences, .max_rows = 64, .max_positions = 48};
 }
 
 // Every golden model with random matrices of each scheme: int4 has the bits of its weights as floats, the others come close; and

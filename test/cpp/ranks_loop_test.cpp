@@ -57,6 +57,10 @@ class RanksLoop : public testing::Test {
     omp_set_num_threads(threads_);
     arm_save_fault({});
   }
+  void replace_shard() const {
+    fs::remove(temporary_.file("train_0.bin"));
+    write_shard(temporary_.file("train_0.bin"), patterned_tokens(303, 7));
+  }
   // In packed rows.
   void train_on_conversations() {
     settings_.packed = settings_.masks_documents = true;
@@ -198,15 +202,35 @@ class RanksLoop : public testing::Test {
     }
   }
 
-  // Runs the ranks: each has what the run `alone` has, and together they leave its log and its files.
-  void expect_ranks_give(const Outcome& alone, const std::string& alone_name, const std::string& name, Shard shard) {
-    for (const Outcome& rank : run_ranks(name, shard)) {
+  static void expect_all_have(const Outcome& whole, const std::vector<Outcome>& ranks, const std::string& name) {
+    for (const Outcome& rank : ranks) {
       EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
-      EXPECT_TRUE(rank.state == alone.state) << name;
-      EXPECT_EQ(rank.tensors, alone.tensors) << name;
+      EXPECT_TRUE(rank.state == whole.state) << name << " " << rank.state.to_json();
+      EXPECT_EQ(rank.tensors, whole.tensors) << name;
     }
-    EXPECT_EQ(records(name), records(alone_name)) << name;
-    expect_same_files(name, alone_name, 4);
+  }
+  static std::string name_of(const std::string& run, Shard shard) {
+    return format("%s_%d", run.c_str(), static_cast<int>(shard));
+  }
+  // Runs the ranks: each has what the run "alone_<run>" has, and together they leave its log and its files.
+  void expect_ranks_give(const Outcome& alone, const std::string& run, Shard shard) {
+    ASSERT_EQ(alone.exit, Exit::ok) << alone.error;
+    const std::string name = name_of("ranks_" + run, shard);
+    expect_all_have(alone, run_ranks(name, shard), name);
+    EXPECT_EQ(records(name), records("alone_" + run)) << name;
+    expect_same_files(name, "alone_" + run, 4);
+  }
+  // Two steps on `saved` processes and two more on `resumed` are the run "whole".
+  void expect_resumed(const Outcome& whole, const std::string& name, Shard shard, std::int64_t saved,
+                      std::int64_t resumed) {
+    const auto run = [&](std::int64_t processes, std::int64_t steps) {
+      settings_.steps = steps;
+      processes_ = processes;
+      return processes == 1 ? std::vector<Outcome>{run_alone(name)} : run_ranks(name, shard);
+    };
+    run(saved, 2);
+    expect_all_have(whole, run(resumed, 4), name);
+    EXPECT_EQ(read_bytes(checkpoint(name, 4) + "/model.bin"), read_bytes(checkpoint("whole", 4) + "/model.bin"));
   }
 
   const int threads_ = omp_get_max_threads();
@@ -226,10 +250,8 @@ TEST_F(RanksLoop, NRanksAreOneProcessBitForBit) {
       step_of(ranks, accumulation);
       const std::string run = format("%lld_%lld", static_cast<long long>(ranks), static_cast<long long>(accumulation));
       const Outcome alone = run_alone("alone_" + run);
-      ASSERT_EQ(alone.exit, Exit::ok) << alone.error;
       for (const Shard shard : kShards) {
-        const std::string name = format("ranks_%s_%d", run.c_str(), static_cast<int>(shard));
-        expect_ranks_give(alone, "alone_" + run, name, shard);
+        expect_ranks_give(alone, run, shard);
         EXPECT_EQ(std::count(result_lines_.begin(), result_lines_.end(), '\n'), 1) << "the first rank's alone";
       }
     }
@@ -243,15 +265,12 @@ TEST_F(RanksLoop, ConversationsOnRanksAreOneProcessBitForBit) {
     step_of(ranks, accumulation);
     const std::string run = format("%d_%d", ranks, accumulation);
     const Outcome alone = run_alone("alone_" + run);
-    ASSERT_EQ(alone.exit, Exit::ok) << alone.error;
     std::set<std::int64_t> learned;
     for (const Json& record : records("alone_" + run)) {
       if (record["type"] == "step") learned.insert(record["learned_tokens"].get<std::int64_t>());
     }
     EXPECT_GT(learned.size(), 1u);
-    for (const Shard shard : kShards) {
-      expect_ranks_give(alone, "alone_" + run, format("ranks_%s_%d", run.c_str(), static_cast<int>(shard)), shard);
-    }
+    for (const Shard shard : kShards) expect_ranks_give(alone, run, shard);
   }
   // Two steps, and two more in another start, by one process and by ranks.
   settings_.steps = 2;
@@ -268,14 +287,9 @@ TEST_F(RanksLoop, MuonOnRanksIsMuonInOneProcessBitForBit) {
     step_of(ranks, accumulation);
     const std::string run = format("%d_%d", ranks, accumulation);
     const Outcome alone = run_alone("alone_" + run);
-    ASSERT_EQ(alone.exit, Exit::ok) << alone.error;
-    for (const Shard shard : kShards) {
-      expect_ranks_give(alone, "alone_" + run, format("ranks_%s_%d", run.c_str(), static_cast<int>(shard)), shard);
-    }
+    for (const Shard shard : kShards) expect_ranks_give(alone, run, shard);
   }
-  for (all_save_ = false; const Shard shard : kShards) {
-    expect_ranks_give(run_alone("alone_first"), "alone_first", format("first_%d", static_cast<int>(shard)), shard);
-  }
+  for (all_save_ = false; const Shard shard : kShards) expect_ranks_give(run_alone("alone_first"), "first", shard);
 }
 
 TEST_F(RanksLoop, AnyNumberOfProcessesResumesAnyOtherWithMuon) {
@@ -286,20 +300,9 @@ TEST_F(RanksLoop, AnyNumberOfProcessesResumesAnyOtherWithMuon) {
   const Outcome whole = run_alone("whole");
   for (const auto& [saved, resumed] : {std::pair{1, 1}, {1, 3}, {3, 1}, {2, 3}, {6, 2}}) {
     const std::string name = format("run%d_%d", saved, resumed);
-    const auto run = [&](std::int64_t processes, std::int64_t steps) {
-      settings_.steps = steps;
-      processes_ = processes;
-      return processes == 1 ? std::vector<Outcome>{run_alone(name)} : run_ranks(name, Shard::optimizer);
-    };
-    run(saved, 2);
-    for (const Outcome& rank : run(resumed, 4)) {
-      EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
-      EXPECT_TRUE(rank.state == whole.state) << name;
-      EXPECT_EQ(rank.tensors, whole.tensors) << name;
-    }
+    expect_resumed(whole, name, Shard::optimizer, saved, resumed);
     EXPECT_EQ(read_bytes(checkpoint(name, 4) + "/state.bin").size(),
               read_bytes(checkpoint("whole", 4) + "/state.bin").size());
-    EXPECT_EQ(read_bytes(checkpoint(name, 4) + "/model.bin"), read_bytes(checkpoint("whole", 4) + "/model.bin"));
   }
 }
 
@@ -328,9 +331,7 @@ TEST_F(RanksLoop, LayersTakeTurnsInThePlacesOfDividedParameters) {
     step_of(ranks, 1);
     settings_.recompute = ranks == 3 ? "none" : "block";
     const std::string run = format("%lld", static_cast<long long>(ranks));
-    const Outcome alone = run_alone("alone" + run);
-    ASSERT_EQ(alone.exit, Exit::ok) << alone.error;
-    expect_ranks_give(alone, "alone" + run, "ranks" + run, Shard::parameters);
+    expect_ranks_give(run_alone("alone_" + run), run, Shard::parameters);
   }
 }
 
@@ -343,16 +344,13 @@ TEST_F(RanksLoop, RanksInFp8AreOneProcessBitForBit) {
     settings_.recompute = recompute;
     const std::string run = format("%d_%d_%s", ranks, accumulation, recompute);
     const Outcome alone = run_alone("alone_" + run);
-    ASSERT_EQ(alone.exit, Exit::ok) << alone.error;
     const std::vector<Json> log = records("alone_" + run);
     const auto step = std::find_if(log.rbegin(), log.rend(), [](const Json& r) { return r.contains("fp8"); });
     ASSERT_NE(step, log.rend());
     const Json& counts = step->at("fp8").at("input");
     EXPECT_EQ(counts["values"], ranks * accumulation * 16 * 5 * (32 + 16 + 32 + 48));
     EXPECT_GT(counts["flushed"], 0);
-    for (const Shard shard : kShards) {
-      expect_ranks_give(alone, "alone_" + run, format("ranks_%s_%d", run.c_str(), static_cast<int>(shard)), shard);
-    }
+    for (const Shard shard : kShards) expect_ranks_give(alone, run, shard);
   }
 }
 
@@ -368,20 +366,7 @@ TEST_F(RanksLoop, AnyNumberOfProcessesResumesAnyOtherInFp8) {
                                                         {4, 2, Shard::optimizer, false},
                                                         {2, 1, Shard::none, true}}) {
     all_save_ = all_save;
-    const std::string name = format("run%d_%d_%d", saved, resumed, static_cast<int>(shard));
-    const auto run = [&](std::int64_t processes, std::int64_t steps) {
-      settings_.steps = steps;
-      processes_ = processes;
-      return processes == 1 ? std::vector<Outcome>{run_alone(name)} : run_ranks(name, shard);
-    };
-    run(saved, 2);
-    for (const Outcome& rank : run(resumed, 4)) {
-      EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
-      EXPECT_TRUE(rank.state == whole.state) << name;
-      EXPECT_EQ(rank.tensors, whole.tensors) << name;
-    }
-    EXPECT_EQ(read_bytes(checkpoint(name, 4) + "/model.bin"), read_bytes(checkpoint("whole", 4) + "/model.bin"));
-    settings_.steps = 4;
+    expect_resumed(whole, name_of(format("run%d_%d", saved, resumed), shard), shard, saved, resumed);
   }
 }
 
@@ -408,7 +393,7 @@ TEST_F(RanksLoop, TheFirstRankMaySaveForAll) {
   settings_.save_every = 3;
   const Outcome alone = run_alone("alone");
   for (all_save_ = false; const Shard shard : kShards) {
-    const std::string name = format("ranks_%d", static_cast<int>(shard));
+    const std::string name = name_of("ranks", shard);
     for (const Outcome& rank : run_ranks(name, shard)) EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
     for (const std::int64_t step : {3, 4}) expect_same_files(name, "alone", step);
   }
@@ -503,14 +488,10 @@ TEST_F(RanksLoop, EachStepInAStartOfItsOwnIsTheSameRun) {
   EXPECT_EQ(whole.state.skipped, 1);
   for (const Shard shard : kShards) {
     for (const int most_steps : {1, 2}) {
-      const std::string name = format("run_%d_%d", static_cast<int>(shard), most_steps);
+      const std::string name = name_of(format("run_%d", most_steps), shard);
       std::vector<Outcome> ranks;
       for (int starts = 0; starts < 6 / most_steps; ++starts) ranks = run_ranks(name, shard, hook_of(most_steps));
-      for (const Outcome& rank : ranks) {
-        EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
-        EXPECT_TRUE(rank.state == whole.state) << name << " " << rank.state.to_json();
-        EXPECT_EQ(rank.tensors, whole.tensors) << name;
-      }
+      expect_all_have(whole, ranks, name);
       EXPECT_EQ(without_saves(name), without_saves("whole")) << name;
       expect_same_files(name, "whole", 6);
     }
@@ -522,22 +503,12 @@ TEST_F(RanksLoop, ProcessesShareTheRanksOfAStep) {
   settings_.micro_batch = 1;
   for (const std::int64_t accumulation : {1, 2}) {
     step_of(12, accumulation);
-    const std::string run = format("%lld", static_cast<long long>(accumulation));
-    const Outcome alone = run_alone("alone" + run);
-    ASSERT_EQ(alone.exit, Exit::ok) << alone.error;
-    for (processes_ = 2; processes_ <= 12; ++processes_) {
-      if (12 % processes_ != 0) continue;
-      for (const Shard shard : kShards) {
-        const std::string name =
-            format("run%s_%lld_%d", run.c_str(), static_cast<long long>(processes_), static_cast<int>(shard));
-        for (const Outcome& rank : run_ranks(name, shard)) {
-          EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
-          EXPECT_TRUE(rank.state == alone.state) << name;
-          EXPECT_EQ(rank.tensors, alone.tensors) << name;
-        }
-        EXPECT_EQ(records(name), records("alone" + run)) << name;
-        expect_same_files(name, "alone" + run, 4);
-      }
+    for (const std::int64_t processes : {2, 3, 4, 6, 12}) {
+      processes_ = processes;
+      const std::string run =
+          format("%lld_%lld", static_cast<long long>(accumulation), static_cast<long long>(processes));
+      const Outcome alone = run_alone("alone_" + run);
+      for (const Shard shard : kShards) expect_ranks_give(alone, run, shard);
     }
   }
 }
@@ -576,21 +547,10 @@ TEST_F(RanksLoop, AnyNumberOfProcessesResumesAnyOther) {
   settings_.schedule = "constant";
   settings_.steps = 4;
   const Outcome whole = run_alone("whole");
-  const auto run = [&](const std::string& name, std::int64_t processes, std::int64_t steps) {
-    settings_.steps = steps;
-    processes_ = processes;
-    return processes == 1 ? std::vector<Outcome>{run_alone(name)} : run_ranks(name, Shard::optimizer);
-  };
   for (std::int64_t saved = 1; saved <= 4; ++saved) {
     for (std::int64_t resumed = 1; resumed <= 4; ++resumed) {
       const std::string name = format("run%lld_%lld", static_cast<long long>(saved), static_cast<long long>(resumed));
-      run(name, saved, 2);
-      for (const Outcome& rank : run(name, resumed, 4)) {
-        EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
-        EXPECT_TRUE(rank.state == whole.state) << name;
-        EXPECT_EQ(rank.tensors, whole.tensors) << name;
-      }
-      EXPECT_EQ(read_bytes(checkpoint(name, 4) + "/model.bin"), read_bytes(checkpoint("whole", 4) + "/model.bin"));
+      expect_resumed(whole, name, Shard::optimizer, saved, resumed);
     }
   }
 }
@@ -631,7 +591,7 @@ TEST_F(RanksLoop, TheGuardDecidesForAll) {
     const Outcome alone = run_alone(alone_name);
     EXPECT_EQ(alone.error_code, policy == std::string("abort") ? Exit::numeric : Exit::ok) << alone.error;
     for (const Shard shard : kShards) {
-      const std::string name = format("%s_%d", policy, static_cast<int>(shard));
+      const std::string name = name_of(policy, shard);
       for (const Outcome& rank : run_ranks(name, shard)) {
         EXPECT_EQ(rank.error, alone.error);
         EXPECT_EQ(rank.error_code, alone.error_code);
@@ -647,7 +607,7 @@ TEST_F(RanksLoop, TheGuardDecidesForAll) {
 TEST_F(RanksLoop, AnInfiniteMomentEndsAllRanksWithoutACheckpoint) {
   settings_.debug_inject = {"inf@moment=4"};
   for (const Shard shard : kShards) {
-    const std::string name = format("run%d", static_cast<int>(shard));
+    const std::string name = name_of("run", shard);
     const std::vector<Outcome> outcomes = run_ranks(name, shard);
     for (const Outcome& rank : outcomes) EXPECT_EQ(rank.error_code, Exit::numeric) << rank.error;
     expect_contains(outcomes[0].error, "moment2.");
@@ -663,7 +623,7 @@ TEST_F(RanksLoop, ASaveThatFailsInTheBackgroundEndsAllRanks) {
   settings_.save_every = 2;
   for (const Shard shard : kShards) {
     const std::vector<Outcome> outcomes =
-        run_ranks(format("run%d", static_cast<int>(shard)), shard, [](int, HookedModel& model, TrainSettings&) {
+        run_ranks(name_of("run", shard), shard, [](int, HookedModel& model, TrainSettings&) {
           model.before_forward = [](std::uint64_t) { std::this_thread::sleep_for(std::chrono::milliseconds(20)); };
         });
     for (const Outcome& rank : outcomes) EXPECT_EQ(rank.error_code, Exit::numeric) << rank.error;
@@ -678,7 +638,7 @@ TEST_F(RanksLoop, ASaveThatFailsInTheBackgroundEndsAllRanks) {
 TEST_F(RanksLoop, AnErrorOfOneRanksDataEndsAllAfterASave) {
   step_of(3, 1);
   for (const Shard shard : {Shard::none, Shard::optimizer}) {  // with divided parameters the others are in the call too
-    const std::string name = format("run%d", static_cast<int>(shard));
+    const std::string name = name_of("run", shard);
     const std::vector<Outcome> outcomes = run_ranks(name, shard, [](int rank, HookedModel& model, TrainSettings&) {
       if (rank != 1) return;
       model.before_evaluate = [](const Batch&) { fail(Exit::bad_file, "val_0.bin: replaced"); };
@@ -698,14 +658,10 @@ TEST_F(RanksLoop, AShardReplacedDuringValidationEndsAllAfterASave) {
   step_of(3, 1);
   settings_.steps = 3;
   for (const Shard shard : kShards) {
-    const std::string name = format("run%d", static_cast<int>(shard));
+    const std::string name = name_of("run", shard);
     const std::vector<Outcome> outcomes = run_ranks(name, shard, [&](int rank, HookedModel& model, TrainSettings&) {
       if (rank != 1) return;
-      model.before_evaluate = [&](const Batch&) {
-        const std::string replaced = temporary_.file("train_0.bin");
-        fs::remove(replaced);
-        write_shard(replaced, patterned_tokens(303, 7));
-      };
+      model.before_evaluate = [&](const Batch&) { replace_shard(); };
     });
     for (const Outcome& rank : outcomes) {
       EXPECT_EQ(rank.error_code, Exit::bad_file) << name << ": " << rank.error;
@@ -756,9 +712,7 @@ TEST_F(RanksLoop, AReplacedShardEndsAllAfterASave) {
         if (rank != 2) return;
         model.before_forward = [&](std::uint64_t micro_step) {
           if (micro_step != 16) return;  // the third step
-          const std::string shard = temporary_.file("train_0.bin");
-          fs::remove(shard);
-          write_shard(shard, patterned_tokens(303, 7));
+          replace_shard();
         };
       });
   for (const Outcome& rank : outcomes) {
@@ -865,7 +819,7 @@ TEST_F(RanksLoop, ABestCheckpointThatCannotBeSavedIsNoneOnAnyRank) {
   settings_.keep_best = true;
   settings_.save_every = 2;  // the save of step 6 waits for that of step 4
   for (const Shard shard : {Shard::none, Shard::optimizer}) {
-    const std::string name = format("run%d", static_cast<int>(shard));
+    const std::string name = name_of("run", shard);
     const std::vector<Outcome> outcomes = run_ranks(name, shard, [&](int rank, HookedModel& model, TrainSettings&) {
       const auto step = std::make_shared<std::int64_t>(0);
       model.before_update = [rank, step](const AdamWStep& update) {

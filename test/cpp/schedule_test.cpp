@@ -15,13 +15,7 @@ namespace weft {
 namespace {
 
 Schedule make(ScheduleShape shape) {
-  Schedule schedule;
-  schedule.shape = shape;
-  schedule.peak = 3e-4;
-  schedule.min_ratio = 0.1;
-  schedule.warmup_steps = 10;
-  schedule.steps = 110;
-  return schedule;
+  return {.shape = shape, .peak = 3e-4, .min_ratio = 0.1, .warmup_steps = 10, .steps = 110};
 }
 
 TEST(Schedule, Cosine) {

@@ -17,22 +17,12 @@
 #include "llmc/text/normalizer.h"
 #include "llmc/text/tokenizer.h"
 #include "processor_time.h"
+#include "test/cpp/tokenizer_files.h"
 
 namespace weft {
 namespace {
 
 using Ids = std::vector<std::int32_t>;
-
-const std::string kFixtures = "test/fixtures/tokenizer/";
-
-Json document(const std::string& name) {
-  const MappedFile file(kFixtures + name + ".tokenizer.json");
-  return Json::parse(file.text());
-}
-
-Tokenizer parse(const Json& json) {
-  return Tokenizer::from_json(json.dump(), "t.json");
-}
 
 // A tokenizer of few tokens: those of the bytes of é, but not of ж; without normalizer, pre-tokenizer and merges.
 Json small() {
@@ -348,54 +338,38 @@ TEST(SentencePieceEncoder, MetaspaceInAllItsForms) {
 
 // ---- files -----------------------------------------------------------------------------------------------------------
 
-std::string reason(const std::function<void(Json&)>& change, const std::string& name = "llama2_style") {
-  Json json = document(name);
-  change(json);
-  try {
-    parse(json);
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), Exit::bad_file);
-    return error.what();
-  }
-  return "accepted";
+std::string reason(const Change& change, const std::string& name = "llama2_style") {
+  return reason_of_change(name, change);
 }
 
-void expect_unsupported_reason(const std::function<void(Json&)>& change, std::vector<std::string> words) {
-  const std::string message = reason(change);
-  words.push_back("t.json: ");
-  for (const std::string& word : words)
-    EXPECT_NE(message.find(word), std::string::npos) << message << "\nlacks " << word;
-  EXPECT_EQ(message.find('\n'), std::string::npos) << message;
+void expect_refused(const Change& change, const std::vector<std::string>& words) {
+  expect_reason(reason(change), words);
 }
 
 TEST(SentencePieceFile, RefusesModelsThatItDoesNotKnow) {
-  expect_unsupported_reason([](Json& j) { j["model"]["type"] = "Unigram"; }, {"model.type", "Unigram"});
-  expect_unsupported_reason([](Json& j) { j["model"]["unk_token"] = "<nope>"; },
-                            {"model.unk_token", "<nope>", "model.vocab"});
-  expect_unsupported_reason([](Json& j) { j["model"]["unk_token"] = 0; }, {"model.unk_token", "a string"});
-  expect_unsupported_reason([](Json& j) { j["model"]["byte_fallback"] = 1; }, {"model.byte_fallback", "true or false"});
-  expect_unsupported_reason([](Json& j) { j["model"]["fuse_unk"] = "yes"; }, {"model.fuse_unk", "true or false"});
-  expect_unsupported_reason([](Json& j) { j["model"]["dropout"] = 0.5; }, {"model.dropout"});
-  expect_unsupported_reason([](Json& j) { j["model"]["continuing_subword_prefix"] = "##"; },
-                            {"continuing_subword_prefix"});
-  expect_unsupported_reason([](Json& j) { j["model"]["end_of_word_suffix"] = "</w>"; }, {"end_of_word_suffix"});
-  expect_unsupported_reason([](Json& j) { j["model"]["vocab"]["zzz"] = 9'999; }, {"holes"});
-  expect_unsupported_reason([](Json& j) { j["model"]["merges"].push_back({"q", "zzz"}); }, {"model.merges[", "zzz"});
+  expect_refused(set("/model/type", "Unigram"), {"model.type", "Unigram"});
+  expect_refused(set("/model/unk_token", "<nope>"), {"model.unk_token", "<nope>", "model.vocab"});
+  expect_refused(set("/model/unk_token", 0), {"model.unk_token", "a string"});
+  expect_refused(set("/model/byte_fallback", 1), {"model.byte_fallback", "true or false"});
+  expect_refused(set("/model/fuse_unk", "yes"), {"model.fuse_unk", "true or false"});
+  expect_refused(set("/model/dropout", 0.5), {"model.dropout"});
+  expect_refused(set("/model/continuing_subword_prefix", "##"), {"continuing_subword_prefix"});
+  expect_refused(set("/model/end_of_word_suffix", "</w>"), {"end_of_word_suffix"});
+  expect_refused(set("/model/vocab/zzz", 9'999), {"holes"});
+  expect_refused(set("/model/merges/-", {"q", "zzz"}), {"model.merges[", "zzz"});
 }
 
 TEST(SentencePieceFile, RefusesNormalizersAndPreTokenizersThatItDoesNotKnow) {
   const auto normalizer = [](const Json& value) { return [=](Json& j) { j["normalizer"] = value; }; };
-  expect_unsupported_reason(normalizer(step("Lowercase")), {"normalizer.type", "Lowercase", "Prepend"});
-  expect_unsupported_reason(normalizer(step("Precompiled")), {"normalizer.type", "Precompiled"});
-  expect_unsupported_reason(normalizer(replace("  ", "\u2581")), {"normalizer.pattern.String", "one character"});
-  expect_unsupported_reason(normalizer(replace(" ", "")), {"normalizer.content", "one character"});
-  expect_unsupported_reason(normalizer(step("Replace", {{"pattern", {{"Regex", " "}}}, {"content", "x"}})),
-                            {"pattern.String"});
-  expect_unsupported_reason(normalizer(step("Prepend")), {"normalizer.prepend", "a string"});
-  expect_unsupported_reason(normalizer(step("Prepend", {{"prepend", ""}})), {"normalizer.prepend", "got 0 bytes"});
-  expect_unsupported_reason(normalizer(step("Prepend", {{"prepend", std::string(65, 'x')}})), {"got 65 bytes", "64"});
-  expect_unsupported_reason(normalizer(step("Sequence", {{"normalizers", Json::array_t(9, step("NFC"))}})),
-                            {"more than 8"});
+  expect_refused(normalizer(step("Lowercase")), {"normalizer.type", "Lowercase", "Prepend"});
+  expect_refused(normalizer(step("Precompiled")), {"normalizer.type", "Precompiled"});
+  expect_refused(normalizer(replace("  ", "\u2581")), {"normalizer.pattern.String", "one character"});
+  expect_refused(normalizer(replace(" ", "")), {"normalizer.content", "one character"});
+  expect_refused(normalizer(step("Replace", {{"pattern", {{"Regex", " "}}}, {"content", "x"}})), {"pattern.String"});
+  expect_refused(normalizer(step("Prepend")), {"normalizer.prepend", "a string"});
+  expect_refused(normalizer(step("Prepend", {{"prepend", ""}})), {"normalizer.prepend", "got 0 bytes"});
+  expect_refused(normalizer(step("Prepend", {{"prepend", std::string(65, 'x')}})), {"got 65 bytes", "64"});
+  expect_refused(normalizer(step("Sequence", {{"normalizers", Json::array_t(9, step("NFC"))}})), {"more than 8"});
   EXPECT_EQ(reason(normalizer(step("Sequence", {{"normalizers", Json::array_t(8, step("NFC"))}}))), "accepted");
   EXPECT_EQ(reason(normalizer(step("Prepend", {{"prepend", std::string(64, 'x')}}))), "accepted");
 
@@ -409,13 +383,13 @@ TEST(SentencePieceFile, RefusesNormalizersAndPreTokenizersThatItDoesNotKnow) {
   EXPECT_EQ(reason(pre(metaspace)), "accepted");
   EXPECT_EQ(reason(with({{"add_prefix_space", true}, {"str_rep", "\u2581"}})), "accepted");
   EXPECT_EQ(reason(with({{"add_prefix_space", false}, {"prepend_scheme", "never"}})), "accepted");
-  expect_unsupported_reason(with({{"add_prefix_space", false}}), {"pre_tokenizer.add_prefix_space", "prepend_scheme"});
-  expect_unsupported_reason(with({{"replacement", ""}}), {"pre_tokenizer.replacement", "one character"});
-  expect_unsupported_reason(with({{"replacement", "__"}}), {"pre_tokenizer.replacement", "one character"});
-  expect_unsupported_reason(with({{"replacement", nullptr}}), {"pre_tokenizer.replacement", "a string"});
-  expect_unsupported_reason(with({{"prepend_scheme", "sometimes"}}), {"pre_tokenizer.prepend_scheme", "sometimes"});
-  expect_unsupported_reason(with({{"split", 1}}), {"pre_tokenizer.split", "true or false"});
-  expect_unsupported_reason(with({{"prepend_scheme", "first"}}), {"prepend_scheme", "normalized"});
+  expect_refused(with({{"add_prefix_space", false}}), {"pre_tokenizer.add_prefix_space", "prepend_scheme"});
+  expect_refused(with({{"replacement", ""}}), {"pre_tokenizer.replacement", "one character"});
+  expect_refused(with({{"replacement", "__"}}), {"pre_tokenizer.replacement", "one character"});
+  expect_refused(with({{"replacement", nullptr}}), {"pre_tokenizer.replacement", "a string"});
+  expect_refused(with({{"prepend_scheme", "sometimes"}}), {"pre_tokenizer.prepend_scheme", "sometimes"});
+  expect_refused(with({{"split", 1}}), {"pre_tokenizer.split", "true or false"});
+  expect_refused(with({{"prepend_scheme", "first"}}), {"prepend_scheme", "normalized"});
   for (const bool normalized : {false, true}) {
     const std::string got = reason([&](Json& j) {
       with({{"prepend_scheme", "first"}})(j);
@@ -423,15 +397,14 @@ TEST(SentencePieceFile, RefusesNormalizersAndPreTokenizersThatItDoesNotKnow) {
     });
     EXPECT_EQ(got == "accepted", !normalized) << got;
   }
-  expect_unsupported_reason(pre(step("Sequence", {{"pretokenizers", {metaspace, metaspace}}})), {"second Metaspace"});
-  expect_unsupported_reason(
+  expect_refused(pre(step("Sequence", {{"pretokenizers", {metaspace, metaspace}}})), {"second Metaspace"});
+  expect_refused(
       pre(step("Sequence",
                {{"pretokenizers",
                  {step("Digits"), step("Metaspace", {{"replacement", "\u2581"}, {"prepend_scheme", "first"}})}}})),
       {"the first pre-tokenizer alone"});
-  expect_unsupported_reason(pre(step("BertPreTokenizer")), {"pre_tokenizer.type", "BertPreTokenizer", "Metaspace"});
-  expect_unsupported_reason(pre(step("ByteLevel")),
-                            {"no token for the byte"});  // byte-level tokens know no unknown characters
+  expect_refused(pre(step("BertPreTokenizer")), {"pre_tokenizer.type", "BertPreTokenizer", "Metaspace"});
+  expect_refused(pre(step("ByteLevel")), {"no token for the byte"});  // byte-level tokens know no unknown characters
 }
 
 TEST(SentencePieceFile, RefusesDecodersThatItDoesNotKnow) {
@@ -444,30 +417,30 @@ TEST(SentencePieceFile, RefusesDecodersThatItDoesNotKnow) {
                            Json::array({spaces, bytes, fuse}), Json::array({bytes, fuse, spaces, strip})}) {
     EXPECT_EQ(reason(sequence(list)), "accepted") << list;
   }
-  expect_unsupported_reason(decoder(nullptr), {"decoder", "null", "a decoder"});
-  expect_unsupported_reason(decoder(step("WordPiece")), {"decoder.type", "WordPiece"});
-  expect_unsupported_reason(sequence({step("CTC")}), {"decoder.decoders[0].type", "CTC"});
-  expect_unsupported_reason(sequence({bytes, strip}), {"decoder.decoders[1].type", "Fuse before Strip"});
-  expect_unsupported_reason(sequence({fuse, strip, spaces}), {"Strip as the last"});
-  expect_unsupported_reason(sequence({fuse, bytes}), {"ByteFallback, before Fuse"});
-  expect_unsupported_reason(sequence({metaspace, bytes}), {"before Fuse and Metaspace"});
-  expect_unsupported_reason(sequence({bytes, bytes}), {"one ByteFallback"});
+  expect_refused(decoder(nullptr), {"decoder", "null", "a decoder"});
+  expect_refused(decoder(step("WordPiece")), {"decoder.type", "WordPiece"});
+  expect_refused(sequence({step("CTC")}), {"decoder.decoders[0].type", "CTC"});
+  expect_refused(sequence({bytes, strip}), {"decoder.decoders[1].type", "Fuse before Strip"});
+  expect_refused(sequence({fuse, strip, spaces}), {"Strip as the last"});
+  expect_refused(sequence({fuse, bytes}), {"ByteFallback, before Fuse"});
+  expect_refused(sequence({metaspace, bytes}), {"before Fuse and Metaspace"});
+  expect_refused(sequence({bytes, bytes}), {"one ByteFallback"});
   for (const Json& before : {fuse, metaspace}) {
-    expect_unsupported_reason(sequence({before, metaspace}), {"one Metaspace, before Fuse"});
+    expect_refused(sequence({before, metaspace}), {"one Metaspace, before Fuse"});
   }
-  expect_unsupported_reason(sequence({replace("\u2581\u2581", " ")}), {"decoders[0].pattern.String", "one character"});
+  expect_refused(sequence({replace("\u2581\u2581", " ")}), {"decoders[0].pattern.String", "one character"});
   const auto stripping = [&](const Json& more) {
     Json made = strip;
     made.update(more);
     return sequence({fuse, made});
   };
-  expect_unsupported_reason(stripping({{"stop", 1}}), {"decoders[1].stop", "got '1', expected 0"});
-  expect_unsupported_reason(stripping({{"content", "  "}}), {"decoders[1].content", "one character"});
-  expect_unsupported_reason(stripping({{"start", -1}}), {"decoders[1].start", "from 0 to 1048576"});
-  expect_unsupported_reason(stripping({{"start", 1'048'577}}), {"decoders[1].start", "from 0 to 1048576"});
-  expect_unsupported_reason(stripping({{"stop", nullptr}}), {"decoders[1].stop", "expected 0"});
+  expect_refused(stripping({{"stop", 1}}), {"decoders[1].stop", "got '1', expected 0"});
+  expect_refused(stripping({{"content", "  "}}), {"decoders[1].content", "one character"});
+  expect_refused(stripping({{"start", -1}}), {"decoders[1].start", "from 0 to 1048576"});
+  expect_refused(stripping({{"start", 1'048'577}}), {"decoders[1].start", "from 0 to 1048576"});
+  expect_refused(stripping({{"stop", nullptr}}), {"decoders[1].stop", "expected 0"});
   for (const int start : {0, 1'048'576}) EXPECT_EQ(reason(stripping({{"start", start}})), "accepted") << start;
-  expect_unsupported_reason(sequence(Json::array_t(9, fuse)), {"more than 8"});
+  expect_refused(sequence(Json::array_t(9, fuse)), {"more than 8"});
   EXPECT_EQ(reason(sequence(Json::array_t(8, fuse))), "accepted");
 }
 

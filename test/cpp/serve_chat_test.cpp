@@ -84,7 +84,7 @@ TEST(ChatRequest, ThePromptAndWhatEndsAnAnswer) {
   const TextRequest request = parse("");
   std::vector<std::int32_t> ids = tokenizer().encode("u:Hi\n", false);
   ids.push_back(1);
-  for (const char byte : std::string("<t>")) ids.push_back(byte_id(byte));
+  for (const std::int32_t id : ids_of("<t>")) ids.push_back(id);
   ASSERT_EQ(request.prompts.size(), 1u);
   EXPECT_EQ(request.prompts[0].ids, ids);
   EXPECT_EQ(request.options.stop_ids, std::vector<std::int32_t>{kAb});

@@ -45,20 +45,37 @@ HttpLimits quick_limits() {
   return limits;
 }
 
+// So that what waits for a client who takes nothing is seen soon.
+HttpLimits small_buffers() {
+  HttpLimits limits = quick_limits();
+  limits.socket_buffer_bytes = 10'000;
+  return limits;
+}
+
 std::string error_text(const HttpRequest&, int status, const std::string& message) {
   return std::to_string(status) + ": " + message;
+}
+
+void answer(const std::shared_ptr<HttpExchange>& exchange, const std::string& text) {
+  exchange->respond({200, "text/plain", text, {}});
 }
 
 // Answers with the method, the path and the body.
 void echo(const std::shared_ptr<HttpExchange>& exchange) {
   const HttpRequest& request = exchange->request();
-  exchange->respond({200, "text/plain", request.method + " " + request.path + " [" + request.body + "]", {}});
+  answer(exchange, request.method + " " + request.path + " [" + request.body + "]");
 }
 
 // A server with a handler, started.
 struct Running {
   explicit Running(HttpHandler handler, const HttpLimits& limits = quick_limits())
-      : server({"127.0.0.1", 0}, limits, std::move(handler), error_text) {
+      : server(
+            {"127.0.0.1", 0}, limits,
+            [this, handler = std::move(handler)](const std::shared_ptr<HttpExchange>& exchange) {
+              handler(exchange);
+              ++asked;
+            },
+            error_text) {
     server.start();
   }
   // At the end of every test: its clients have gone, and nothing is held for them.
@@ -73,34 +90,56 @@ struct Running {
     EXPECT_TRUE(eventually([&] { return held() == nothing; })) << held();
   }
   std::string ask(const std::string& data) {
-    const Client client(server.port());
-    client.send(data);
+    const Client client(server.port(), data);
     return client.receive();
   }
+  std::atomic<int> asked{0};  // how often its handler has returned
   HttpServer server;
 };
 
-// A server that keeps the stream of one client, which has been begun and is not ended. Others get an echo of /last.
-struct KeptStream {
-  explicit KeptStream(const HttpLimits& limits)
+// A server that keeps what the first client asks. Others get an echo.
+struct Kept {
+  explicit Kept(const HttpLimits& limits = quick_limits(), bool stream = false)
       : running(
-            [this](const std::shared_ptr<HttpExchange>& exchange) {
-              if (exchange->request().path == "/last") return echo(exchange);
-              kept = exchange;
-              exchange->on_gone([this] { gone = true; });
-              exchange->begin_stream("text/event-stream");
+            [this, stream](const std::shared_ptr<HttpExchange>& one) {
+              if (one->request().path != "/hello") return echo(one);
+              exchange = one;
+              one->on_gone([this] { gone = true; });
+              if (stream) one->begin_stream("text/event-stream");
               ready = true;
             },
             limits) {}
-  // Whether the stream has begun, after `client` has asked for it.
-  bool begin(const Client& client, const std::string& request = kGet) {
-    client.send(request);
+  bool begun() const {
     return eventually([this] { return ready.load(); });
   }
 
-  std::shared_ptr<HttpExchange> kept;
+  std::shared_ptr<HttpExchange> exchange;
   std::atomic<bool> gone{false}, ready{false};
   Running running;
+};
+
+// The same with a stream, which has been begun and is not ended.
+struct KeptStream : Kept {
+  explicit KeptStream(const HttpLimits& limits = quick_limits()) : Kept(limits, true) {}
+};
+
+// Holds threads up until it is opened.
+class Gate {
+ public:
+  void pass() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return open_; });
+  }
+  void open() {
+    const std::lock_guard lock(mutex_);
+    open_ = true;
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool open_ = false;
 };
 
 // Bytes of which no two pieces of eight are equal, so that one that is lost, repeated or exchanged shows.
@@ -126,6 +165,14 @@ std::vector<std::string> ids_of(const std::string& answers) {
 std::string without_id(std::string answer) {
   for (const std::string& id : ids_of(answer)) answer.replace(answer.find(id), id.size(), "");
   return answer;
+}
+
+void expect_in_order(const std::string& text, const std::vector<std::string>& parts) {
+  std::size_t at = 0;
+  for (const std::string& part : parts) {
+    at = text.find(part, at);
+    ASSERT_NE(at, std::string::npos) << part << "\n" << text;
+  }
 }
 
 TEST(Http, AddressesAreHostAndPort) {
@@ -162,11 +209,7 @@ TEST(Http, AConnectionServesManyRequests) {
 TEST(Http, RequestsThatComeTogetherAreAnsweredInOrder) {
   Running running(echo);
   const std::string text = running.ask(std::string(kGet) + post("one") + post("two") + kGet + kLastGet);
-  std::size_t at = 0;
-  for (const char* part : {"GET /hello []", "[one]", "[two]", "GET /hello []", "GET /last []"}) {
-    at = text.find(part, at);
-    ASSERT_NE(at, std::string::npos) << part << "\n" << text;
-  }
+  expect_in_order(text, {"GET /hello []", "[one]", "[two]", "GET /hello []", "GET /last []"});
   EXPECT_TRUE(text.ends_with("GET /last []"));
 }
 
@@ -181,8 +224,8 @@ TEST(Http, TheClientSaysWhetherAConnectionStays) {
                         Case{"1.1", "Connection: keep-alive\r\n", true}, Case{"1.0", "", false},
                         Case{"1.0", "Connection: close\r\n", false}, Case{"1.0", "Connection: keep-alive\r\n", true}}) {
     const std::string what = std::string(c.version) + " " + c.field;
-    const Client client(running.server.port());
-    client.send(std::string("GET /a HTTP/") + c.version + "\r\nHost: a\r\n" + c.field + "\r\n");
+    const Client client(running.server.port(),
+                        std::string("GET /a HTTP/") + c.version + "\r\nHost: a\r\n" + c.field + "\r\n");
     const std::string first = client.receive("[]");
     EXPECT_NE(first.find("GET /a"), std::string::npos) << what;
     EXPECT_EQ(first.find("Connection: close") == std::string::npos, c.stays) << what;
@@ -225,7 +268,7 @@ TEST(Http, ThePathEndsWhereTheQueryBegins) {
 TEST(Http, TargetsHaveFourForms) {
   Running running([](const std::shared_ptr<HttpExchange>& exchange) {
     const HttpRequest& request = exchange->request();
-    exchange->respond({200, "text/plain", request.method + " " + request.path + " at " + request.host, {}});
+    answer(exchange, request.method + " " + request.path + " at " + request.host);
   });
   struct Case {
     const char *line, *answer;  // "": 400
@@ -321,8 +364,7 @@ TEST(Http, NothingIsLeftOfTheRequestBefore) {
     const std::string fresh = running.ask(request);
     ASSERT_TRUE(fresh.starts_with("HTTP/1.1 ")) << request;
     for (const auto& [before, end] : first) {
-      const Client client(running.server.port());
-      client.send(before);
+      const Client client(running.server.port(), before);
       ASSERT_TRUE(client.receive(end).ends_with(end)) << before;
       client.send(request);
       EXPECT_EQ(without_id(client.receive()), without_id(fresh)) << before << request;
@@ -344,8 +386,8 @@ TEST(Http, ChunkedBodiesAreRead) {
 
 TEST(Http, TheInterimAnswerComesBeforeTheBody) {
   Running running(echo);
-  const Client client(running.server.port());
-  client.send("POST /x HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n");
+  const Client client(running.server.port(),
+                      "POST /x HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n");
   EXPECT_EQ(client.receive("\r\n\r\n"), "HTTP/1.1 100 Continue\r\n\r\n");
   client.send("abc");
   EXPECT_NE(client.receive("[abc]").find("200 OK"), std::string::npos);
@@ -446,30 +488,18 @@ TEST(Http, EveryAnswerHasTheIdOfItsRequest) {
 
 // Further requests that the server reads while it answers one.
 TEST(Http, RequestsThatComeDuringAnAnswerAreAnsweredAfterIt) {
-  std::shared_ptr<HttpExchange> kept;
-  std::atomic<bool> ready{false};
-  Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
-    if (exchange->request().path != "/hello") return echo(exchange);
-    kept = exchange;
-    ready = true;
-  });
-  const Client client(running.server.port());
-  client.send(kGet);
-  ASSERT_TRUE(eventually([&] { return ready.load(); }));
+  Kept kept;
+  const Client client(kept.running.server.port(), kGet);
+  ASSERT_TRUE(kept.begun());
   client.send(post("one") + post("two") + kLastGet);
   for (int i = 0; i < 3; ++i) {  // until the thread of the connections has read them
     std::atomic<bool> ran{false};
-    running.server.post([&] { ran = true; });
+    kept.running.server.post([&] { ran = true; });
     ASSERT_TRUE(eventually([&] { return ran.load(); }));
   }
-  EXPECT_FALSE(kept->gone());
-  echo(kept);
-  const std::string text = client.receive();
-  std::size_t at = 0;
-  for (const char* part : {"GET /hello []", "[one]", "[two]", "GET /last []"}) {
-    at = text.find(part, at);
-    ASSERT_NE(at, std::string::npos) << part << "\n" << text;
-  }
+  EXPECT_FALSE(kept.exchange->gone());
+  echo(kept.exchange);
+  expect_in_order(client.receive(), {"GET /hello []", "[one]", "[two]", "GET /last []"});
 }
 
 TEST(Http, WhatIsNoRequestIsRefusedAndTheConnectionClosed) {
@@ -528,8 +558,7 @@ TEST(Http, WhatIsNoRequestIsRefusedAndTheConnectionClosed) {
 TEST(Http, AChunkedBodyTakesItsShareOfTheLimit) {
   Running running(echo);
   const std::string other = post(std::string(700, 'y'), "Connection: close\r\n");
-  const Client chunked(running.server.port());
-  chunked.send("POST /x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n");
+  const Client chunked(running.server.port(), "POST /x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n");
   for (int i = 0; i < 9; ++i) chunked.send("64\r\n" + std::string(100, 'x') + "\r\n");  // whole chunks
   ASSERT_TRUE(eventually([&] { return running.ask(other).starts_with("HTTP/1.1 503"); }));
   EXPECT_TRUE(running.ask(kLastGet).ends_with("GET /last []"));  // without a body: takes nothing
@@ -571,16 +600,14 @@ TEST(Http, HeadersAreCheckedBeforeTheBody) {
   server.start();
   const std::string post_head = "POST /x?y HTTP/1.1\r\nHost: a\r\nContent-Length: 900\r\n";
   {
-    const Client client(server.port());
-    client.send(post_head + "\r\n");
+    const Client client(server.port(), post_head + "\r\n");
     const std::string text = client.receive();
     EXPECT_TRUE(text.starts_with("HTTP/1.1 401 Unauthorized\r\n") && text.ends_with("\r\n\r\nPOST /x needs a key"))
         << text;
     EXPECT_NE(text.find("\r\nA: b\r\n"), std::string::npos);
     EXPECT_NE(text.find("\r\nConnection: close\r\n"), std::string::npos);
   }
-  const Client client(server.port());
-  client.send(kGet);
+  const Client client(server.port(), kGet);
   EXPECT_NE(client.receive("key").find("401"), std::string::npos);
   client.send("HEAD / HTTP/1.1\r\nHost: a\r\n\r\n");
   EXPECT_TRUE(client.receive("\r\n\r\n").ends_with("Content-Length: 17\r\n\r\n"));
@@ -597,8 +624,7 @@ TEST(Http, AnExceptionEndsNobodyElse) {
     echo(exchange);
   });
   for (int i = 0; i < 3; ++i) {
-    const Client client(running.server.port());
-    client.send(kGet);
+    const Client client(running.server.port(), kGet);
     EXPECT_EQ(client.receive(), "") << "closed";
     running.server.post([] { throw std::runtime_error("no more of it"); });
     EXPECT_TRUE(eventually([&] { return running.ask(kLastGet).ends_with("GET /last []"); }));
@@ -626,8 +652,8 @@ TEST(Http, ClientsDoNotFillTheLog) {
 
 TEST(Http, BodiesOfAllConnectionsTogetherAreLimited) {
   Running running(echo);
-  const Client first(running.server.port());
-  first.send("POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 900\r\n\r\n" + std::string(899, 'x'));
+  const Client first(running.server.port(),
+                     "POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 900\r\n\r\n" + std::string(899, 'x'));
   const std::string second = post(std::string(700, 'y'), "Connection: close\r\n");
   ASSERT_TRUE(eventually([&] { return running.ask(second).starts_with("HTTP/1.1 503"); }));
   EXPECT_NE(running.ask(second).find("Retry-After: 1"), std::string::npos);
@@ -635,8 +661,8 @@ TEST(Http, BodiesOfAllConnectionsTogetherAreLimited) {
   EXPECT_NE(first.receive("]").find("200 OK"), std::string::npos);
   EXPECT_TRUE(eventually([&] { return running.ask(second).starts_with("HTTP/1.1 200"); }));
   {
-    const Client leaves(running.server.port());
-    leaves.send("POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n" + std::string(999, 'x'));
+    const Client leaves(running.server.port(),
+                        "POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n" + std::string(999, 'x'));
   }
   EXPECT_TRUE(eventually([&] { return running.ask(second).starts_with("HTTP/1.1 200"); }));
 }
@@ -644,33 +670,24 @@ TEST(Http, BodiesOfAllConnectionsTogetherAreLimited) {
 // A handler that has answered and has not yet returned counts no more: its client may send the next body at once. One
 // whose client has gone counts until it returns, for it still has the body.
 TEST(Http, ABodyCountsUntilItsAnswer) {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool release = false;
+  Gate gate;
   std::atomic<int> answered{0}, unanswered{0};
   Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
     const bool answers = exchange->request().body.front() != 'n';
     if (answers) echo(exchange);
-    const bool waits = exchange->request().body.front() != 'x';
-    std::unique_lock lock(mutex);
     ++(answers ? answered : unanswered);
-    if (waits) changed.wait(lock, [&] { return release; });
+    if (exchange->request().body.front() != 'x') gate.pass();
   });
   const auto body = [](char c) { return post(std::string(900, c), "Connection: close\r\n"); };
   EXPECT_TRUE(running.ask(body('a')).starts_with("HTTP/1.1 200"));
   {
-    const Client leaves(running.server.port());
-    leaves.send(body('n'));
+    const Client leaves(running.server.port(), body('n'));
     EXPECT_TRUE(eventually([&] { return unanswered == 1; }));
   }
   EXPECT_EQ(answered, 1);
   EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 0; }));
   EXPECT_TRUE(running.ask(body('x')).starts_with("HTTP/1.1 503"));
-  {
-    const std::lock_guard lock(mutex);
-    release = true;
-  }
-  changed.notify_all();
+  gate.open();
   EXPECT_TRUE(eventually([&] { return running.ask(body('x')).starts_with("HTTP/1.1 200"); }));
 }
 
@@ -734,9 +751,9 @@ TEST(Http, ConnectionsAreLimited) {
     EXPECT_EQ(Client(running.server.port()).receive(), "");
     EXPECT_EQ(running.server.counters().refused, 2);
     // Both have their answers, the second one first: it is idle for longer.
-    kept[1]->respond({200, "text/plain", "[second]", {}});
+    answer(kept[1], "[second]");
     EXPECT_TRUE(second.receive("]").ends_with("[second]"));
-    kept[0]->respond({200, "text/plain", "[first]", {}});
+    answer(kept[0], "[first]");
     EXPECT_TRUE(first.receive("]").ends_with("[first]"));
     EXPECT_EQ(running.server.counters().displaced, 0);
     EXPECT_TRUE(running.ask(kLastGet).ends_with("GET /last []"));
@@ -764,8 +781,7 @@ TEST(Http, ARequestThatHasComeIsNotDisplaced) {
     while (!go) std::this_thread::sleep_for(milliseconds(1));
   });
   ASSERT_TRUE(eventually([&] { return busy.load(); }));
-  const Client third(running.server.port());
-  third.send(kLastGet);
+  const Client third(running.server.port(), kLastGet);
   first.send(kGet);
   go = true;
   EXPECT_TRUE(third.receive().ends_with("GET /last []"));
@@ -777,8 +793,7 @@ TEST(Http, ARequestThatHasComeIsNotDisplaced) {
 // Where no descriptor is free a connection waits, and is served when there is one.
 TEST(Http, ConnectionsWaitForAFreeDescriptor) {
   Running running(echo);
-  const Client first(running.server.port());
-  first.send(kGet);
+  const Client first(running.server.port(), kGet);
   EXPECT_NE(first.receive("[]").find("GET /hello"), std::string::npos);
   EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 1; }));
   rlimit before{};
@@ -802,8 +817,7 @@ TEST(Http, SlowRequestsAndIdleConnectionsAreClosed) {
   const auto seconds_to_close = [&](const std::string& data) {
     Running running(echo, limits);
     const Clock::time_point start = Clock::now();
-    const Client client(running.server.port());
-    client.send(data);
+    const Client client(running.server.port(), data);
     EXPECT_EQ(client.receive().find("TIME"), std::string::npos);
     return std::chrono::duration<double>(Clock::now() - start).count();
   };
@@ -827,8 +841,7 @@ TEST(Http, ALimitThatIsReplacedAsItRunsOutClosesNothing) {
         std::this_thread::sleep_for(milliseconds(80));
       },
       limits);
-  const Client client(running.server.port());
-  client.send(kGet);
+  const Client client(running.server.port(), kGet);
   EXPECT_NE(client.receive("[]").find("GET /hello []"), std::string::npos);
   client.send(kLastGet);
   sent = true;
@@ -908,14 +921,13 @@ TEST(Http, AClientThatLeavesIsNoticed) {
   for (const std::string& request : {std::string(kGet), post("body"), std::string(kGet) + kGet}) {
     gone = asked = 0;
     {
-      const Client client(running.server.port());
-      client.send(request);
+      const Client client(running.server.port(), request);
       ASSERT_TRUE(eventually([&] { return asked == 1; }));
       EXPECT_EQ(gone, 0);
     }
     EXPECT_TRUE(eventually([&] { return gone == 1; }));
     EXPECT_TRUE(kept->gone());
-    kept->respond({200, "text/plain", "too late", {}});  // does nothing
+    answer(kept, "too late");  // does nothing
     std::atomic<bool> at_once{false};
     running.server.post([&] { kept->on_gone([&] { at_once = true; }); });
     EXPECT_TRUE(eventually([&] { return at_once.load(); }));
@@ -927,7 +939,7 @@ TEST(Http, AfterTheAnswerTheExchangeIsOver) {
   std::atomic<int> gone{0};
   Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
     echo(exchange);
-    exchange->respond({200, "text/plain", "twice", {}});
+    answer(exchange, "twice");
     exchange->begin_stream("text/plain");
     exchange->send("thrice");
     exchange->end_stream();
@@ -936,8 +948,7 @@ TEST(Http, AfterTheAnswerTheExchangeIsOver) {
   const std::string alone = running.ask(kLastGet);
   EXPECT_TRUE(alone.ends_with("GET /last []")) << alone;
   {
-    const Client client(running.server.port());
-    client.send(kGet);
+    const Client client(running.server.port(), kGet);
     EXPECT_TRUE(client.receive("[]").ends_with("GET /hello []"));
     client.send(kLastGet);
     EXPECT_EQ(client.receive(), alone);
@@ -948,33 +959,23 @@ TEST(Http, AfterTheAnswerTheExchangeIsOver) {
 
 // A client that pipelines is noticed when it leaves, though nothing more of it is read.
 TEST(Http, AClientThatSendsFarAheadIsNoticedWhenItLeaves) {
-  std::atomic<int> asked{0}, gone{0};
-  Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
-    exchange->on_gone([&] { ++gone; });
-    ++asked;
-  });
+  std::atomic<int> gone{0};
+  Running running([&](const std::shared_ptr<HttpExchange>& exchange) { exchange->on_gone([&] { ++gone; }); });
   {
-    const Client client(running.server.port());
-    client.send(kGet + std::string(100 << 10, 'x'));
-    ASSERT_TRUE(eventually([&] { return asked == 1; }));
+    const Client client(running.server.port(), kGet + std::string(100 << 10, 'x'));
+    ASSERT_TRUE(eventually([&] { return running.asked == 1; }));
     std::this_thread::sleep_for(milliseconds(100));
     EXPECT_EQ(gone, 0);
   }
   EXPECT_TRUE(eventually([&] { return gone == 1; }));
-  EXPECT_EQ(asked, 1);
+  EXPECT_EQ(running.asked, 1);
 }
 
 // One that sends without end is held back: what it sends stays in the sockets.
 TEST(Http, AClientThatSendsWithoutEndIsHeldBack) {
-  std::shared_ptr<HttpExchange> kept;
-  std::atomic<bool> asked{false};
-  Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
-    kept = exchange;
-    asked = true;
-  });
-  const Client client(running.server.port());
-  client.send(kGet);
-  ASSERT_TRUE(eventually([&] { return asked.load(); }));
+  Kept kept;
+  const Client client(kept.running.server.port(), kGet);
+  ASSERT_TRUE(kept.begun());
   const std::string more(1 << 20, 'x');
   std::size_t taken = 0;
   EXPECT_TRUE(eventually([&] {
@@ -983,8 +984,8 @@ TEST(Http, AClientThatSendsWithoutEndIsHeldBack) {
     return bytes == 0;
   })) << taken;
   EXPECT_LT(taken, 64u << 20) << "what the buffers of two sockets hold";
-  EXPECT_FALSE(kept->gone());
-  kept->respond({200, "text/plain", "[the answer]", {}});
+  EXPECT_FALSE(kept.gone);
+  answer(kept.exchange, "[the answer]");
   EXPECT_NE(client.receive("[the answer]").find("200 OK"), std::string::npos);
 }
 
@@ -1009,25 +1010,18 @@ TEST(Http, AllRequestsThatComeTogetherAreAnswered) {
 }
 
 TEST(Http, AStreamIsReadAsItIsWritten) {
-  std::shared_ptr<HttpExchange> kept;
-  std::atomic<bool> ready{false};
-  Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
-    if (exchange->request().path == "/last") return echo(exchange);
-    kept = exchange;
-    ready = true;
-  });
-  const Client client(running.server.port());
-  client.send(kGet);
-  ASSERT_TRUE(eventually([&] { return ready.load(); }));
-  kept->begin_stream("text/event-stream");
-  kept->send("data: 1\n\n");
+  Kept stream;
+  const Client client(stream.running.server.port(), kGet);
+  ASSERT_TRUE(stream.begun());
+  stream.exchange->begin_stream("text/event-stream");
+  stream.exchange->send("data: 1\n\n");
   const std::string head = client.receive("9\r\ndata: 1\n\n\r\n");
   EXPECT_NE(head.find("Transfer-Encoding: chunked"), std::string::npos);
   EXPECT_NE(head.find("Content-Type: text/event-stream"), std::string::npos);
-  kept->send("");  // no end of the stream
-  kept->send("data: 2\n\n");
+  stream.exchange->send("");  // no end of the stream
+  stream.exchange->send("data: 2\n\n");
   EXPECT_EQ(client.receive("data: 2\n\n\r\n"), "9\r\ndata: 2\n\n\r\n");
-  kept->end_stream();
+  stream.exchange->end_stream();
   EXPECT_EQ(client.receive("0\r\n\r\n"), "0\r\n\r\n");
   client.send(kLastGet);  // the connection goes on
   EXPECT_NE(client.receive().find("GET /last"), std::string::npos);
@@ -1047,8 +1041,7 @@ TEST(Http, AnOldClientGetsAStreamWithoutChunks) {
     EXPECT_TRUE(text.ends_with("\r\n\r\ndata: 1\n\n")) << field << text;
   }
   for (const char* field : {"", "Connection: close\r\n", "Connection: keep-alive\r\n"}) {
-    const Client client(running.server.port());
-    client.send(std::string("GET / HTTP/1.1\r\nHost: a\r\n") + field + "\r\n");
+    const Client client(running.server.port(), std::string("GET / HTTP/1.1\r\nHost: a\r\n") + field + "\r\n");
     const std::string text = client.receive("0\r\n\r\n");
     EXPECT_EQ(text.find("Connection: close") != std::string::npos,
               std::string(field).find("close") != std::string::npos);
@@ -1058,16 +1051,15 @@ TEST(Http, AnOldClientGetsAStreamWithoutChunks) {
 
 // The handler writes without end; the client does not read. Nobody waits for it, and it is cut off.
 TEST(Http, ASlowReaderIsCutOffAndHoldsNobodyUp) {
-  HttpLimits limits = quick_limits();
+  HttpLimits limits = small_buffers();
   limits.backlog_bytes = 100'000;
   limits.stall_seconds = 0.2;
-  limits.socket_buffer_bytes = 10'000;
   KeptStream stream(limits);
-  const Client slow(stream.running.server.port(), 5000);
-  ASSERT_TRUE(stream.begin(slow));
+  const Client slow(stream.running.server.port(), kGet, 5000);
+  ASSERT_TRUE(stream.begun());
   std::size_t sent = 0;
   for (; !stream.gone && sent < 100'000'000; sent += 1000) {
-    stream.kept->send(std::string(1000, 'x'));
+    stream.exchange->send(std::string(1000, 'x'));
     if (sent % 100'000 != 0) continue;
     std::this_thread::sleep_for(milliseconds(1));
     EXPECT_NE(stream.running.ask(kLastGet).find("GET /last"), std::string::npos);
@@ -1079,15 +1071,14 @@ TEST(Http, ASlowReaderIsCutOffAndHoldsNobodyUp) {
 
 // Reading is not enough: what is taken while more than the backlog waits has to be worth it.
 TEST(Http, AReaderWhoTakesTooLittleOfAStreamIsCutOff) {
-  HttpLimits limits = quick_limits();
+  HttpLimits limits = small_buffers();
   limits.backlog_bytes = 1'000'000;
   limits.stall_seconds = 0.2;
-  limits.socket_buffer_bytes = 10'000;
   KeptStream stream(limits);
-  const Client slow(stream.running.server.port(), 5000);
-  ASSERT_TRUE(stream.begin(slow));
+  const Client slow(stream.running.server.port(), kGet, 5000);
+  ASSERT_TRUE(stream.begun());
   for (int i = 0; !stream.gone && i < 500; ++i) {
-    stream.kept->send(std::string(200'000, 'x'));
+    stream.exchange->send(std::string(200'000, 'x'));
     slow.receive("x");  // some KB
     std::this_thread::sleep_for(milliseconds(10));
   }
@@ -1100,63 +1091,57 @@ TEST(Http, AStreamMayBeLongerThanItsBacklog) {
   HttpLimits limits = quick_limits();
   limits.backlog_bytes = 20'000;
   KeptStream stream(limits);
-  const Client client(stream.running.server.port());
-  ASSERT_TRUE(stream.begin(client));
+  const Client client(stream.running.server.port(), kGet);
+  ASSERT_TRUE(stream.begun());
   for (int i = 0; i < 30; ++i) {
     const std::string end = format("<%d>", i);
-    stream.kept->send(std::string(5000, 'x') + end);
+    stream.exchange->send(std::string(5000, 'x') + end);
     ASSERT_NE(client.receive(end).find(end), std::string::npos) << i;
   }
-  stream.kept->end_stream();
+  stream.exchange->end_stream();
   EXPECT_EQ(stream.running.server.counters().cut_off, 0);
 }
 
 // One event may be many times the backlog, and the next ones come at once: a client that reads all the time has kept up.
 TEST(Http, ALargeEventCutsOffNobodyWhoReads) {
-  HttpLimits limits = quick_limits();
+  HttpLimits limits = small_buffers();
   limits.backlog_bytes = 20'000;
   limits.stall_seconds = 1;
-  limits.socket_buffer_bytes = 10'000;
   KeptStream stream(limits);
-  const Client client(stream.running.server.port());
-  ASSERT_TRUE(stream.begin(client, "GET /hello HTTP/1.0\r\n\r\n"));  // 1.0: no chunks between the bytes
+  const Client client(stream.running.server.port(), "GET /hello HTTP/1.0\r\n\r\n");  // 1.0: no chunks between the bytes
+  ASSERT_TRUE(stream.begun());
   const std::string event = numbered(3'000'000);
   std::string all = event;
-  stream.kept->send(event);
+  stream.exchange->send(event);
   for (int i = 0; i < 50; ++i) {
     const std::string more = format("<%d>", i);
-    stream.kept->send(more);
+    stream.exchange->send(more);
     all += more;
   }
-  stream.kept->end_stream();
+  stream.exchange->end_stream();
   EXPECT_TRUE(client.receive().ends_with(all));
   EXPECT_EQ(stream.running.server.counters().cut_off, 0);
 }
 
 // All that waits for clients is limited: a further answer is refused, and who has not read its stream is cut off.
 TEST(Http, UnsentBytesOfAllConnectionsAreLimited) {
-  HttpLimits limits = quick_limits();
+  HttpLimits limits = small_buffers();
   limits.all_unsent_bytes = 8'000'000;
-  limits.socket_buffer_bytes = 10'000;
   std::shared_ptr<HttpExchange> kept;
-  std::atomic<int> asked{0};
+  std::atomic<bool> streaming{false};
   Running running(
       [&](const std::shared_ptr<HttpExchange>& exchange) {
         if (exchange->request().path == "/last") return echo(exchange);
-        if (exchange->request().path == "/stream") {
-          kept = exchange;
-          exchange->begin_stream("text/plain");
-          exchange->send(std::string(1'900'000, 'x'));
-        } else {
-          exchange->respond({200, "text/plain", std::string(5'000'000, 'x'), {}});
-        }
-        ++asked;
+        if (exchange->request().path == "/hello") return answer(exchange, std::string(5'000'000, 'x'));
+        kept = exchange;
+        exchange->begin_stream("text/plain");
+        exchange->send(std::string(1'900'000, 'x'));
+        streaming = true;
       },
       limits);
   {
-    const Client whole(running.server.port(), 5000);
-    whole.send(kGet);
-    ASSERT_TRUE(eventually([&] { return asked == 1; }));
+    const Client whole(running.server.port(), kGet, 5000);
+    ASSERT_TRUE(eventually([&] { return running.asked == 1; }));
     const std::string refused = running.ask("GET /hello HTTP/1.0\r\n\r\n");
     EXPECT_TRUE(refused.starts_with("HTTP/1.1 503") &&
                 refused.ends_with("503: too many answers wait for their clients: try again later"))
@@ -1166,10 +1151,8 @@ TEST(Http, UnsentBytesOfAllConnectionsAreLimited) {
   }
   // What a client did not take counts no more when it has gone.
   EXPECT_TRUE(eventually([&] { return running.ask("GET /hello HTTP/1.0\r\n\r\n").size() > 5'000'000; }));
-  asked = 0;
-  const Client stream(running.server.port(), 5000);
-  stream.send("GET /stream HTTP/1.1\r\nHost: a\r\n\r\n");
-  ASSERT_TRUE(eventually([&] { return asked == 1; }));
+  const Client stream(running.server.port(), "GET /stream HTTP/1.1\r\nHost: a\r\n\r\n", 5000);
+  ASSERT_TRUE(eventually([&] { return streaming.load(); }));
   EXPECT_FALSE(kept->gone());
   kept->send(std::string(600'000, 'x'));  // more than a quarter, of one stream
   EXPECT_TRUE(eventually([&] { return kept->gone(); }));
@@ -1178,22 +1161,17 @@ TEST(Http, UnsentBytesOfAllConnectionsAreLimited) {
 
 // Some byte now and then is not enough.
 TEST(Http, AClientThatTakesTooLittleIsClosedInTime) {
-  HttpLimits limits = quick_limits();
+  HttpLimits limits = small_buffers();
   limits.write_seconds = 2;
   limits.write_bytes = 1'000'000;
-  limits.socket_buffer_bytes = 10'000;
-  std::atomic<int> asked{0};
   Running running(
-      [&](const std::shared_ptr<HttpExchange>& exchange) {
-        ++asked;
-        exchange->respond({200, "text/plain", std::string(3'000'000, 'x') + "end", {}});
-      },
+      [&](const std::shared_ptr<HttpExchange>& exchange) { answer(exchange, std::string(3'000'000, 'x') + "end"); },
       limits);
   const Client quick(running.server.port()), slow(running.server.port(), 5000);
   quick.send("GET /hello HTTP/1.0\r\n\r\n");
   EXPECT_TRUE(quick.receive().ends_with("end"));
   slow.send(kGet);
-  ASSERT_TRUE(eventually([&] { return asked == 2; }));
+  ASSERT_TRUE(eventually([&] { return running.asked == 2; }));
   EXPECT_TRUE(eventually([&] {
     slow.receive("x");  // some KB
     return running.server.counters().connections == 0;
@@ -1202,18 +1180,12 @@ TEST(Http, AClientThatTakesTooLittleIsClosedInTime) {
 
 // A steady client may take many times as long as the limit says: each time it has taken write_bytes, it begins anew.
 TEST(Http, ASteadySlowClientOutlivesTheLimitOfAWrite) {
-  HttpLimits limits = quick_limits();
+  HttpLimits limits = small_buffers();
   limits.write_seconds = 1;
   limits.write_bytes = 100'000;
-  limits.socket_buffer_bytes = 10'000;
   const std::string all = numbered(4'000'000);
-  Running running(
-      [&](const std::shared_ptr<HttpExchange>& exchange) {
-        exchange->respond({200, "text/plain", all, {}});
-      },
-      limits);
-  const Client client(running.server.port(), 5000);
-  client.send("GET /hello HTTP/1.0\r\n\r\n");
+  Running running([&](const std::shared_ptr<HttpExchange>& exchange) { answer(exchange, all); }, limits);
+  const Client client(running.server.port(), "GET /hello HTTP/1.0\r\n\r\n", 5000);
   std::string text;
   const Clock::time_point start = Clock::now();
   for (std::size_t before = 1; text.size() != before;) {
@@ -1232,12 +1204,8 @@ TEST(Http, AClientThatTakesEnoughOnceAndThenTricklesIsClosed) {
   limits.write_bytes = 1'000'000;
   limits.socket_buffer_bytes = 100'000;
   Running running(
-      [&](const std::shared_ptr<HttpExchange>& exchange) {
-        exchange->respond({200, "text/plain", std::string(20'000'000, 'x'), {}});
-      },
-      limits);
-  const Client client(running.server.port(), 100'000);
-  client.send(kGet);
+      [&](const std::shared_ptr<HttpExchange>& exchange) { answer(exchange, std::string(20'000'000, 'x')); }, limits);
+  const Client client(running.server.port(), kGet, 100'000);
   EXPECT_EQ(client.receive_bytes(6'000'000).size(), 6'000'000u);
   EXPECT_EQ(running.server.counters().connections, 1);
   EXPECT_TRUE(eventually([&] {
@@ -1253,17 +1221,17 @@ TEST(Http, AReaderOfAStreamWhoTakesEnoughOnceAndThenTricklesIsCutOff) {
   limits.stall_seconds = 0.3;
   limits.socket_buffer_bytes = 100'000;
   KeptStream stream(limits);
-  const Client client(stream.running.server.port(), 100'000);
-  ASSERT_TRUE(stream.begin(client));
-  stream.kept->send(std::string(9'000'000, 'x'));
+  const Client client(stream.running.server.port(), kGet, 100'000);
+  ASSERT_TRUE(stream.begun());
+  stream.exchange->send(std::string(9'000'000, 'x'));
   for (int i = 0; i < 8; ++i) {
-    stream.kept->send("x");
+    stream.exchange->send("x");
     EXPECT_EQ(client.receive_bytes(1'000'000).size(), 1'000'000u);
     std::this_thread::sleep_for(milliseconds(60));
   }
   EXPECT_FALSE(stream.gone);
   for (int i = 0; !stream.gone && i < 500; ++i) {
-    stream.kept->send("x");
+    stream.exchange->send("x");
     client.receive_bytes(100);
     std::this_thread::sleep_for(milliseconds(10));
   }
@@ -1289,8 +1257,7 @@ TEST(Http, WhatComesAfterTheLastAnswerDoesNoHarm) {
   HttpLimits limits = quick_limits();
   limits.linger_seconds = 60;
   Running running(echo, limits);
-  const Client client(running.server.port());
-  client.send(kLastGet);
+  const Client client(running.server.port(), kLastGet);
   for (int i = 0; i < 20; ++i) {
     client.send(std::string(10'000, 'x'));
     std::this_thread::sleep_for(milliseconds(5));
@@ -1313,8 +1280,8 @@ TEST(Http, SizesAreLimitedToTheByte) {
   EXPECT_TRUE(of_body(1000).starts_with("HTTP/1.1 200 "));
   EXPECT_TRUE(of_body(1001).starts_with("HTTP/1.1 413 "));
   // With 501 bytes of another client 999 are free of the 1500.
-  const Client other(running.server.port());
-  other.send("POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 502\r\n\r\n" + std::string(501, 'x'));
+  const Client other(running.server.port(),
+                     "POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 502\r\n\r\n" + std::string(501, 'x'));
   ASSERT_TRUE(eventually([&] { return running.server.counters().body_bytes == 501; }));
   EXPECT_TRUE(of_body(999).starts_with("HTTP/1.1 200 "));
   EXPECT_TRUE(of_body(1000).starts_with("HTTP/1.1 503 "));
@@ -1323,13 +1290,12 @@ TEST(Http, SizesAreLimitedToTheByte) {
 // More than the buffers of both sockets hold, in pieces of every size and more of them than one write takes: the writes end
 // within pieces, and each byte comes once.
 TEST(Http, AnswersThatAreWrittenInPartsComeWhole) {
-  HttpLimits limits = quick_limits();
-  limits.socket_buffer_bytes = 10'000;
+  HttpLimits limits = small_buffers();
   limits.backlog_bytes = 10'000'000;
   const std::string all = numbered(3'000'000);
   Running running(
       [&](const std::shared_ptr<HttpExchange>& exchange) {
-        if (exchange->request().path == "/whole") return exchange->respond({200, "text/plain", all, {}});
+        if (exchange->request().path == "/whole") return answer(exchange, all);
         exchange->begin_stream("text/plain");
         for (std::size_t begin = 0, piece = 1; begin < all.size(); begin += piece, piece = piece * 3 % 20'011) {
           exchange->send(all.substr(begin, piece));
@@ -1338,8 +1304,8 @@ TEST(Http, AnswersThatAreWrittenInPartsComeWhole) {
       },
       limits);
   for (const char* path : {"/whole", "/stream"}) {
-    const Client client(running.server.port(), 5000);
-    client.send(std::string("GET ") + path + " HTTP/1.0\r\n\r\n");  // 1.0: no chunks between the bytes
+    const Client client(running.server.port(), std::string("GET ") + path + " HTTP/1.0\r\n\r\n",
+                        5000);  // 1.0: no chunks between the bytes
     const std::string text = client.receive();
     const std::size_t body = text.find("\r\n\r\n") + 4;
     EXPECT_EQ(text.size() - body, all.size()) << path;
@@ -1348,15 +1314,13 @@ TEST(Http, AnswersThatAreWrittenInPartsComeWhole) {
 }
 
 TEST(Http, AClientThatTakesNothingIsClosedInTime) {
-  HttpLimits limits = quick_limits();
+  HttpLimits limits = small_buffers();
   limits.write_seconds = 0.2;
-  limits.socket_buffer_bytes = 10'000;
-  std::atomic<int> asked{0}, gone{0};
+  std::atomic<int> gone{0};
   Running running(
       [&](const std::shared_ptr<HttpExchange>& exchange) {
-        ++asked;
         const std::string text(50'000'000, 'x');
-        if (exchange->request().path != "/stream") return exchange->respond({200, "text/plain", text, {}});
+        if (exchange->request().path != "/stream") return answer(exchange, text);
         exchange->on_gone([&] { ++gone; });
         exchange->begin_stream("text/plain");
         exchange->send(text);  // and no end
@@ -1365,7 +1329,7 @@ TEST(Http, AClientThatTakesNothingIsClosedInTime) {
   const Client whole(running.server.port(), 5000), stream(running.server.port(), 5000);
   whole.send(kGet);
   stream.send("GET /stream HTTP/1.1\r\nHost: a\r\n\r\n");
-  ASSERT_TRUE(eventually([&] { return asked == 2; }));
+  ASSERT_TRUE(eventually([&] { return running.asked == 2; }));
   EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 0; }));
   EXPECT_EQ(gone, 1);
 }
@@ -1385,18 +1349,16 @@ TEST(Http, AClientThatDoesNotCloseIsClosedInTime) {
 
 // The limit is that of a write. A client that has taken its answer may think about the next request for longer.
 TEST(Http, TheLimitOfAWriteEndsWithTheWrite) {
-  HttpLimits limits = quick_limits();
+  HttpLimits limits = small_buffers();
   limits.write_seconds = 0.3;
   limits.write_bytes = 1;
-  limits.socket_buffer_bytes = 10'000;
   Running running(
       [](const std::shared_ptr<HttpExchange>& exchange) {
         if (exchange->request().path == "/last") return echo(exchange);
-        exchange->respond({200, "text/plain", std::string(300'000, 'x') + "end", {}});
+        answer(exchange, std::string(300'000, 'x') + "end");
       },
       limits);
-  const Client client(running.server.port(), 5000);
-  client.send(kGet);
+  const Client client(running.server.port(), kGet, 5000);
   EXPECT_TRUE(client.receive("end").ends_with("end"));
   std::this_thread::sleep_for(std::chrono::milliseconds(400));
   client.send(kLastGet);
@@ -1405,59 +1367,40 @@ TEST(Http, TheLimitOfAWriteEndsWithTheWrite) {
 
 // Answers of a client that sends requests and reads none are not collected without end.
 TEST(Http, RequestsBehindAnAnswerThatIsNotReadAreNotAnswered) {
-  HttpLimits limits = quick_limits();
-  limits.socket_buffer_bytes = 10'000;
-  std::atomic<int> asked{0};
-  Running running(
-      [&](const std::shared_ptr<HttpExchange>& exchange) {
-        ++asked;
-        exchange->respond({200, "text/plain", std::string(5'000'000, 'x'), {}});
-      },
-      limits);
+  HttpLimits limits = small_buffers();
+  Running running([&](const std::shared_ptr<HttpExchange>& exchange) { answer(exchange, std::string(5'000'000, 'x')); },
+                  limits);
   const Client slow(running.server.port(), 5000);
   for (int i = 0; i < 100; ++i) slow.send(kGet);
-  ASSERT_TRUE(eventually([&] { return asked >= 1; }));
+  ASSERT_TRUE(eventually([&] { return running.asked >= 1; }));
   std::this_thread::sleep_for(milliseconds(200));
-  EXPECT_LE(asked, 3);
+  EXPECT_LE(running.asked, 3);
 }
 
 TEST(Http, HandlersOfLongRequestsKeepNobodyWaiting) {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool release = false;
+  Gate gate;
   std::atomic<int> waiting{0};
   Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
     if (!exchange->request().body.empty()) {
-      std::unique_lock lock(mutex);
       ++waiting;
-      changed.wait(lock, [&] { return release; });
+      gate.pass();
     }
     echo(exchange);
   });
-  const Client first(running.server.port()), second(running.server.port());
-  first.send(post("a"));
-  second.send(post("b"));
+  const Client first(running.server.port(), post("a")), second(running.server.port(), post("b"));
   ASSERT_TRUE(eventually([&] { return waiting == 2; }));
   EXPECT_NE(running.ask(kLastGet).find("GET /last"), std::string::npos);
-  {
-    const std::lock_guard lock(mutex);
-    release = true;
-  }
-  changed.notify_all();
+  gate.open();
   EXPECT_NE(first.receive("]").find("[a]"), std::string::npos);
   EXPECT_NE(second.receive("]").find("[b]"), std::string::npos);
 }
 
 // An answer that does not come in the time for the end is not waited for.
 TEST(Http, StoppingEndsThoughAnAnswerDoesNotCome) {
-  std::atomic<int> asked{0}, gone{0};
-  Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
-    exchange->on_gone([&] { ++gone; });
-    ++asked;
-  });
-  const Client client(running.server.port());
-  client.send(kGet);
-  ASSERT_TRUE(eventually([&] { return asked == 1; }));
+  std::atomic<int> gone{0};
+  Running running([&](const std::shared_ptr<HttpExchange>& exchange) { exchange->on_gone([&] { ++gone; }); });
+  const Client client(running.server.port(), kGet);
+  ASSERT_TRUE(eventually([&] { return running.asked == 1; }));
   const Clock::time_point start = Clock::now();
   running.server.stop(0.2);
   EXPECT_GE(Clock::now() - start, milliseconds(200));
@@ -1484,21 +1427,15 @@ TEST(Http, StoppingIsNotHeldUpByRequestsThatCome) {
 }
 
 TEST(Http, StoppingLetsAnswersThroughAndEnds) {
-  std::shared_ptr<HttpExchange> kept;
-  std::atomic<bool> ready{false};
-  Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
-    kept = exchange;
-    ready = true;
-  });
-  const Client idle(running.server.port()), busy(running.server.port());
-  busy.send(kGet);
-  ASSERT_TRUE(eventually([&] { return ready.load(); }));
-  std::thread stopper([&] { running.server.stop(5); });
+  Kept kept;
+  HttpServer& server = kept.running.server;
+  const Client idle(server.port()), busy(server.port(), kGet);
+  ASSERT_TRUE(kept.begun());
+  std::thread stopper([&] { server.stop(5); });
   EXPECT_EQ(idle.receive(), "");
-  kept->respond({200, "text/plain", "the answer", {}});
+  answer(kept.exchange, "the answer");
   EXPECT_NE(busy.receive().find("the answer"), std::string::npos);
   stopper.join();
-  kept.reset();
 }
 
 }  // namespace

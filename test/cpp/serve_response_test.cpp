@@ -9,6 +9,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "llmc/base/json.h"
@@ -22,13 +23,13 @@
 #include "llmc/serve/request_id.h"
 #include "llmc/serve/request_log.h"
 #include "test/cpp/test_files.h"
+#include "test/cpp/tokenizer_files.h"
 
 namespace weft {
 namespace {
 
 const Tokenizer& tokenizer() {
-  static const Tokenizer one = Tokenizer::from_json(read_bytes("test/fixtures/tokenizer/neox_style.tokenizer.json"),
-                                                    "neox_style.tokenizer.json");
+  static const Tokenizer one = parse(document("neox_style"));
   return one;
 }
 
@@ -46,6 +47,16 @@ CompletionPiece piece(const std::string& text, std::int32_t id, float logprob = 
   one.text = text;
   one.id = ScoredId{id, logprob, {{id, logprob}, {byte_id('z'), -3}}};
   return one;
+}
+
+// The piece that echoes a prompt.
+CompletionPiece echo_of(const std::string& text, std::vector<ScoredId> scored = {}) {
+  return {text, {}, std::move(scored), true};
+}
+
+std::shared_ptr<CompletionPrompt> prompt_of(std::vector<std::int32_t> ids, const std::string& text,
+                                            std::size_t in_front = 0) {
+  return std::make_shared<CompletionPrompt>(CompletionPrompt{std::move(ids), text, in_front});
 }
 
 Json written(CompletionsChoice& choice) {
@@ -107,18 +118,12 @@ TEST(CompletionsChoice, TokensOfAStopTextComeWithTheEnd) {
 TEST(CompletionsChoice, EveryGeneratedTokenHasItsEntry) {
   const std::int32_t end = tokenizer().id_of("<|endoftext|>").value();
   const auto padding = static_cast<std::int32_t>(tokenizer().vocab_size());  // a row of the embedding without a token
-  const auto prompt = std::make_shared<CompletionPrompt>();
-  prompt->text = "ab";
-  prompt->ids = {byte_id('a'), byte_id('b')};
+  const auto prompt = prompt_of({byte_id('a'), byte_id('b')}, "ab");
   for (const std::int32_t last : {end, padding, byte_id('x'), byte_id(0xE2)}) {
     for (const FinishedBy reason : {FinishedBy::stop, FinishedBy::length, FinishedBy::cancelled}) {
       for (const bool echo : {true, false}) {
         CompletionsChoice choice(0, &tokenizer(), 1, prompt);
-        CompletionPiece before;
-        before.is_prompt = true;
-        before.text = "ab";
-        before.prompt = {{byte_id('b'), -0.5, {}}};
-        if (echo) choice.add(before);
+        if (echo) choice.add(echo_of("ab", {{byte_id('b'), -0.5, {}}}));
         choice.add(piece("c", byte_id('c'), -2));
         choice.add(piece("", last, -0.25));  // its text does not show
         choice.finish(reason);
@@ -183,8 +188,7 @@ TEST(CompletionsChoice, ATokenBehindABrokenCharacterBeginsAfterIt) {
 
 // Tokens of a row of bytes wait for its end, and ids without text between them do not exchange places with them.
 TEST(CompletionsChoice, BytesInARowHaveThePlacesOfTheirCharacters) {
-  const Tokenizer llama = Tokenizer::from_json(read_bytes("test/fixtures/tokenizer/llama2_style.tokenizer.json"),
-                                               "llama2_style.tokenizer.json");
+  const Tokenizer llama = parse(document("llama2_style"));
   const auto byte = [&](const char* name) { return ScoredId{llama.id_of(name).value(), -1, {}}; };
   const ScoredId word{llama.encode("the", false).front(), -1, {}};
   const auto padding = static_cast<std::int32_t>(llama.vocab_size());  // a row of the embedding without a token
@@ -203,17 +207,9 @@ TEST(CompletionsChoice, BytesInARowHaveThePlacesOfTheirCharacters) {
 }
 
 TEST(CompletionsChoice, EchoScoresThePrompt) {
-  const auto prompt = std::make_shared<CompletionPrompt>();
-  prompt->text = "ab";
   const std::int32_t start = tokenizer().id_of("<|endoftext|>").value();  // none of the text
-  prompt->ids = {start, byte_id('a'), byte_id('b')};
-  prompt->in_front = 1;
-  CompletionsChoice choice(0, &tokenizer(), 0, prompt);
-  CompletionPiece echo;
-  echo.is_prompt = true;
-  echo.text = "ab";
-  echo.prompt = {{byte_id('a'), -0.5, {}}, {byte_id('b'), -0.25, {}}};
-  choice.add(echo);
+  CompletionsChoice choice(0, &tokenizer(), 0, prompt_of({start, byte_id('a'), byte_id('b')}, "ab", 1));
+  choice.add(echo_of("ab", {{byte_id('a'), -0.5, {}}, {byte_id('b'), -0.25, {}}}));
   choice.add(piece("c", byte_id('c')));
   choice.finish(FinishedBy::length);
   const Json one = written(choice);
@@ -237,10 +233,7 @@ TEST(CompletionsChoice, TheTokenIsAmongItsAlternatives) {
 
 Json echoed(const Tokenizer& tokenizer, const CompletionPrompt& prompt) {
   CompletionsChoice choice(0, &tokenizer, 0, std::make_shared<const CompletionPrompt>(prompt));
-  CompletionPiece echo;
-  echo.is_prompt = true;
-  echo.text = prompt.text;
-  choice.add(echo);
+  choice.add(echo_of(prompt.text));
   choice.finish(FinishedBy::length);
   return written(choice)["logprobs"];
 }
@@ -250,8 +243,7 @@ Json echoed(const Tokenizer& tokenizer, const CompletionPrompt& prompt) {
 TEST(CompletionsChoice, EveryTokenOfAPromptIsTheTextAtItsOffset) {
   ModelConfig config;
   for (const char* file : {"llama2_style", "llama3_style", "neox_style"}) {
-    const Tokenizer one =
-        Tokenizer::from_json(read_bytes(std::string("test/fixtures/tokenizer/") + file + ".tokenizer.json"), file);
+    const Tokenizer one = parse(document(file));
     config.vocab_size = config.tokenizer_vocab = one.vocab_size();
     const bool has_bos = one.bos_id().has_value();
     EXPECT_EQ(has_bos, file != std::string("neox_style"));
@@ -320,31 +312,21 @@ TEST(CompletionsChoice, OffsetsSurviveNormalization) {
 
 // Normalization may have made more characters of a prompt than it was given.
 TEST(CompletionsChoice, OffsetsStayWithinThePromptAsItWasGiven) {
-  const auto prompt = std::make_shared<CompletionPrompt>();
-  prompt->text = "a";
-  prompt->ids = {byte_id('a'), byte_id('b'), byte_id('c')};
-  CompletionsChoice choice(0, &tokenizer(), 0, prompt);
-  CompletionPiece echo;
-  echo.is_prompt = true;
-  echo.text = prompt->text;
-  choice.add(echo);
+  CompletionsChoice choice(0, &tokenizer(), 0, prompt_of({byte_id('a'), byte_id('b'), byte_id('c')}, "a"));
+  choice.add(echo_of("a"));
   choice.add(piece("d", byte_id('d')));
   EXPECT_EQ(written(choice)["logprobs"]["text_offset"], Json({0, 1, 1, 1}));
 }
 
 // A special token that the prompt names is part of its text wherever it stands; one that was put in front is not.
 TEST(CompletionsChoice, SpecialTokensOfAPromptHaveTheirText) {
-  const auto prompt = std::make_shared<CompletionPrompt>();
-  prompt->text = "a<|padding|>b";
-  prompt->ids = {byte_id('a'), tokenizer().id_of("<|padding|>").value(), byte_id('b')};
+  const auto prompt =
+      prompt_of({byte_id('a'), tokenizer().id_of("<|padding|>").value(), byte_id('b')}, "a<|padding|>b");
   for (const bool in_front : {false, true}) {
     if (in_front) prompt->ids.insert(prompt->ids.begin(), tokenizer().id_of("<|endoftext|>").value());
     prompt->in_front = in_front;
     CompletionsChoice choice(0, &tokenizer(), 0, prompt);
-    CompletionPiece echo;
-    echo.is_prompt = true;
-    echo.text = prompt->text;
-    choice.add(echo);
+    choice.add(echo_of(prompt->text));
     Json offsets = {0, 1, 12};
     if (in_front) offsets.insert(offsets.begin(), 0);
     EXPECT_EQ(written(choice)["logprobs"]["text_offset"], offsets);
@@ -352,12 +334,8 @@ TEST(CompletionsChoice, SpecialTokensOfAPromptHaveTheirText) {
 }
 
 TEST(CompletionsChoice, AnEmptyPromptKeepsItsToken) {
-  const auto prompt = std::make_shared<CompletionPrompt>();
-  prompt->ids = {0};
-  CompletionsChoice choice(0, &tokenizer(), 0, prompt);
-  CompletionPiece echo;
-  echo.is_prompt = true;
-  choice.add(echo);
+  CompletionsChoice choice(0, &tokenizer(), 0, prompt_of({0}, ""));
+  choice.add(echo_of(""));
   EXPECT_TRUE(choice.pending());
   EXPECT_EQ(written(choice)["logprobs"]["tokens"].size(), 1u);
 }
@@ -365,23 +343,17 @@ TEST(CompletionsChoice, AnEmptyPromptKeepsItsToken) {
 // A SentencePiece-style token begins with its space, which the first token of a text loses. Text and offsets of what is
 // generated continue the prompt; a token for one byte is written as that byte.
 TEST(CompletionsChoice, OffsetsContinueThePromptOfASentencePieceTokenizer) {
-  const Tokenizer llama = Tokenizer::from_json(read_bytes("test/fixtures/tokenizer/llama2_style.tokenizer.json"),
-                                               "llama2_style.tokenizer.json");
-  const auto prompt = std::make_shared<CompletionPrompt>();
-  prompt->text = "the";
-  prompt->ids = llama.encode("the", true);
-  prompt->in_front = 1;
+  const Tokenizer llama = parse(document("llama2_style"));
+  const auto prompt = prompt_of(llama.encode("the", true), "the", 1);
   ASSERT_EQ(prompt->ids.front(), llama.bos_id().value());
   const std::vector<std::int32_t> word = llama.encode("a", false);
   ASSERT_TRUE(llama.token_bytes(word[0]).starts_with(" "));
   const std::int32_t byte = llama.id_of("<0xE2>").value();
   for (const bool echo : {false, true}) {
     CompletionsChoice choice(0, &llama, 0, prompt);
-    CompletionPiece before;
-    before.is_prompt = true;
-    before.text = "the";
-    for (std::size_t i = 1; i < prompt->ids.size(); ++i) before.prompt.push_back({prompt->ids[i], -1, {}});
-    if (echo) choice.add(before);
+    std::vector<ScoredId> scored;
+    for (std::size_t i = 1; i < prompt->ids.size(); ++i) scored.push_back({prompt->ids[i], -1, {}});
+    if (echo) choice.add(echo_of("the", scored));
     choice.add({" ", ScoredId{word[0], -1, {}}, {}, false});
     choice.add({"", ScoredId{byte, -1, {}}, {}, false});
     choice.add({"\uFFFDb", {}, {}, false});

@@ -39,11 +39,7 @@ class Nobody : public RequestListener {
 };
 
 PagedFakeSizes sizes() {
-  PagedFakeSizes made;
-  made.num_pages = 4096;
-  made.max_positions = 8000;
-  made.read_everything = false;
-  return made;
+  return {.num_pages = 4096, .max_positions = 8000, .read_everything = false};
 }
 
 // A server whose model has no tokenizer: prompts are ids.

@@ -51,11 +51,9 @@ TEST_F(TrainLoopTest, AnInfiniteMomentInTheLastSaveIsNotALackOfSpace) {
 // The first error is the one that is told; what the save before the end finds is a warning.
 TEST_F(TrainLoopTest, TheGuardsErrorIsNotHiddenByThatOfTheSaveAfterIt) {
   settings_.debug_inject = {"inf@moment=5", "nan@step=6"};
-  testing::internal::CaptureStderr();
   const Result result = run("run");
-  const std::string log = testing::internal::GetCapturedStderr();
-  expect_contains(log, "warning: no checkpoint of step 5: step 5: moment2.");
-  EXPECT_EQ(log.find("Training goes on"), std::string::npos) << log;
+  expect_contains(log_, "warning: no checkpoint of step 5: step 5: moment2.");
+  EXPECT_EQ(log_.find("Training goes on"), std::string::npos) << log_;
   EXPECT_EQ(result.error_code, Exit::numeric);
   expect_contains(result.error, "step 6: loss");
 }
@@ -341,10 +339,8 @@ TEST_F(TrainLoopTest, ASpikeIsSaidInOneLineAndLogged) {
     };
   };
   const auto warnings_of = [&](const std::string& name, int step) {
-    testing::internal::CaptureStderr();
-    const Result result = run(name, spike_at(step, 1000));
-    std::istringstream text(testing::internal::GetCapturedStderr());
-    EXPECT_EQ(result.exit, Exit::ok);
+    EXPECT_EQ(run(name, spike_at(step, 1000)).exit, Exit::ok);
+    std::istringstream text(log_);
     std::vector<std::string> lines;
     for (std::string line; std::getline(text, line);) {
       if (line.starts_with("warning:")) lines.push_back(line);

@@ -76,17 +76,15 @@ TEST_F(TrainLoopTest, SaturationIsLoggedAndWarnedOf) {
     };
   };
   settings_.steps = 104;
-  testing::internal::CaptureStderr();
   run("much", saturating(0.02));
-  const std::string much = testing::internal::GetCapturedStderr();
+  const std::string much = log_;
   expect_contains(much, "step 1: fp8 saturates: 2 % of the values of layers.0 qkv gradient were beyond its range");
   expect_contains(much, "step 101: fp8 saturates");
   EXPECT_EQ(much.find("fp8 saturates", much.find("fp8 saturates") + 1), much.rfind("fp8 saturates")) << "twice";
   EXPECT_EQ(steps("much").at(7)["fp8"]["gradient"], (Json{{"values", 1000}, {"saturated", 20}, {"flushed", 5}}));
   settings_.steps = 2;
-  testing::internal::CaptureStderr();
   run("little", saturating(kFp8SaturationWarning));
-  EXPECT_EQ(testing::internal::GetCapturedStderr().find("fp8 saturates"), std::string::npos);
+  EXPECT_EQ(log_.find("fp8 saturates"), std::string::npos);
   EXPECT_EQ(steps("little").at(2)["fp8"]["gradient"]["saturated"], 20);
 }
 
@@ -118,9 +116,8 @@ TEST_F(TrainLoopTest, ALongRunPrintsItsValidationsAndTheStepsThatItSkips) {
   settings_.debug_inject = {"nan@step=7"};
   with_validation_ = true;
   settings_.val_every = 9;
-  testing::internal::CaptureStderr();
   run("run", at_forward(40, [] { throw Crash{}; }));
-  std::istringstream text(testing::internal::GetCapturedStderr());
+  std::istringstream text(log_);
   std::vector<std::int64_t> printed;
   const auto records = steps("run");
   for (std::string line; std::getline(text, line);) {
@@ -234,12 +231,10 @@ TEST_F(TrainLoopTest, ASampleIsShownAsTextAndLoggedAsItIs) {
     if (step == 2) fail(Exit::numeric, "an unlucky sample");
     return step == 1 ? letters : "<" + controls + ">";
   };
-  testing::internal::CaptureStderr();
   run("run");
-  const std::string messages = testing::internal::GetCapturedStderr();
-  expect_contains(messages, "sample: " + letters + "\n");
-  expect_contains(messages, "warning: no sample: an unlucky sample\n");
-  expect_contains(messages, "sample: <\\x1b[2J\\x7f\\xc2\\x9b1m\\x00\\xff>\n");
+  expect_contains(log_, "sample: " + letters + "\n");
+  expect_contains(log_, "warning: no sample: an unlucky sample\n");
+  expect_contains(log_, "sample: <\\x1b[2J\\x7f\\xc2\\x9b1m\\x00\\xff>\n");
   std::map<std::int64_t, std::string> logged;
   for (const Json& record : json_lines(temporary_.file("run") + "/log.jsonl")) {
     if (record["type"] == "sample") logged[record["step"]] = record["text"];
@@ -304,7 +299,6 @@ TEST_F(TrainLoopTest, RowsOfAMeasurementAreSpreadOverWindowsOfAnyNumber) {
   EXPECT_EQ(TokenDataset::spread_window(5, 6, 25), 20u);
 }
 
-// With --keep-best each new lowest loss is saved, and the newest of these stays beside the newest checkpoints.
 // The tokens that --eval claims are those that it has measured, however many it was asked for and however many ranks measure.
 TEST_F(TrainLoopTest, EvalCountsTheTokensThatItMeasures) {
   TrainInputs inputs;
@@ -443,73 +437,56 @@ TEST_F(TrainLoopTest, EvalOfALossThatIsNoNumberIsAnError) {
   }
 }
 
+// With --keep-best each new lowest loss is saved, and the newest of these stays beside the newest checkpoints.
 TEST_F(TrainLoopTest, TheCheckpointWithTheLowestValidationLossIsKept) {
   const std::map<std::int64_t, double> losses = {{2, 5.0}, {4, 3.0}, {6, 4.0}, {8, 4.5}, {10, 3.5}};
   with_validation_ = true;
   settings_.val_every = 2;
   settings_.val_batches = 1;
-  const auto script = [&](std::int64_t first) {
-    return [&losses, first](HookedModel& model) {
-      auto step = std::make_shared<std::int64_t>(first);
-      model.after_evaluate = [&losses, step](double& loss_sum, std::int64_t labels) {
-        loss_sum = losses.at(*step) * static_cast<double>(labels);
-        *step += 2;
-      };
-    };
-  };
+  const auto script = validation_losses([&](std::int64_t step) { return losses.at(step); });
   using Steps = std::set<std::int64_t>;
   settings_.save_every = 2;
-  const Result plain = run("plain", script(2));
+  const Result plain = run("plain", script);
   EXPECT_EQ(checkpoints("plain"), (Steps{8, 10}));
   EXPECT_FALSE(plain.state.best.has_value());
   settings_.keep_best = true;
-  const Result best = run("best", script(2));
+  const Result best = run("best", script);
   EXPECT_EQ(checkpoints("best"), (Steps{4, 8, 10}));
   EXPECT_EQ(best.state.best, (TrainState::Best{4, 3.0}));
   EXPECT_EQ(best.tensors, plain.tensors);
   settings_.save_every = 0;  // no save is due but those
-  run("rare", script(2));
+  run("rare", script);
   EXPECT_EQ(checkpoints("rare"), (Steps{4, 10}));
   // The best one is remembered when the run goes on.
   settings_.steps = 6;
   settings_.save_every = 2;
-  run("resumed", script(2));
+  run("resumed", script);
   settings_.steps = 10;
-  const Result resumed = run("resumed", script(8));
+  const Result resumed = run("resumed", script);
   EXPECT_EQ(checkpoints("resumed"), (Steps{4, 8, 10}));
   EXPECT_EQ(resumed.state.best, best.state.best);
 }
 
 // A lowest loss on other data, or on more batches, is not compared with, and without --keep-best it is not gone on with.
 TEST_F(TrainLoopTest, ALowestLossOfOtherDataIsForgotten) {
-  const auto losses_from = [](double first) {
-    return [first](HookedModel& model) {
-      const auto loss = std::make_shared<double>(first);
-      model.after_evaluate = [loss](double& loss_sum, std::int64_t labels) {
-        loss_sum = *loss * static_cast<double>(labels);
-        *loss += 1;
-      };
-    };
-  };
+  const std::map<std::int64_t, double> losses = {{2, 3}, {4, 4}, {6, 5}, {8, 9}};
+  const auto script = validation_losses([&](std::int64_t step) { return losses.at(step); });
   with_validation_ = true;
   settings_.val_every = settings_.save_every = 2;
   settings_.val_batches = 1;
   settings_.keep_best = true;
   settings_.steps = 4;
-  const std::string on = run("run", losses_from(3)).state.best_on;
+  const std::string on = run("run", script).state.best_on;
   settings_.steps = 6;
   settings_.val_batches = 2;
-  testing::internal::CaptureStderr();
-  const Result more = run("run", losses_from(5));
-  expect_contains(testing::internal::GetCapturedStderr(),
-                  "3.0000 after step 2, is of other data or another --val-batches");
+  const Result more = run("run", script);
+  expect_contains(log_, "3.0000 after step 2, is of other data or another --val-batches");
   EXPECT_EQ(more.state.best->step, 6);
   EXPECT_NE(more.state.best_on, on);
   settings_.keep_best = false;
   settings_.steps = 8;
-  testing::internal::CaptureStderr();
-  EXPECT_FALSE(run("run", losses_from(9)).state.best.has_value());
-  EXPECT_EQ(testing::internal::GetCapturedStderr().find("lowest loss"), std::string::npos);
+  EXPECT_FALSE(run("run", script).state.best.has_value());
+  EXPECT_EQ(log_.find("lowest loss"), std::string::npos);
 }
 
 // While the new best one is not on the disk the one before stays, also when the run goes on, and what comes is compared with it.
@@ -520,26 +497,21 @@ TEST_F(TrainLoopTest, ABestCheckpointThatCannotBeSavedDoesNotPushTheOneBeforeOut
   settings_.save_every = 2;
   std::map<std::int64_t, double> losses = {{2, 5.0}, {4, 4.0}};  // of other steps 10
   const auto script = [&](HookedModel& model) {
-    const auto step = std::make_shared<std::int64_t>(0);
-    model.after_evaluate = [&, step](double& loss_sum, std::int64_t labels) {
-      loss_sum = (losses.contains(*step) ? losses.at(*step) : 10.0) * static_cast<double>(labels);
-    };
-    model.before_update = [step](const AdamWStep& update) {
-      *step = update.step;
-      if (*step < 4) return;
+    validation_losses([&](std::int64_t step) { return losses.contains(step) ? losses.at(step) : 10.0; })(model);
+    model.before_update = [note_step = model.before_update](const AdamWStep& update) {
+      note_step(update);
+      if (update.step < 4) return;
       set_call_fault(
           [](const char*, const std::string& path) { return path.find("step_00000004") == std::string::npos; });
     };
   };
-  testing::internal::CaptureStderr();
   settings_.steps = 10;
   const Result result = run("run", script);
-  const std::string said = testing::internal::GetCapturedStderr();
   EXPECT_EQ(result.exit, Exit::ok) << result.error;
   EXPECT_TRUE(has_checkpoint("run", 2));
   EXPECT_FALSE(has_checkpoint("run", 4));
-  expect_contains(said, "lowest loss on --val: 5.0000 after step 2, kept in ");
-  expect_contains(said, "step_00000002'\n");
+  expect_contains(log_, "lowest loss on --val: 5.0000 after step 2, kept in ");
+  expect_contains(log_, "step_00000002'\n");
   EXPECT_EQ(result.state.best, (TrainState::Best{2, 5.0}));
   settings_.steps = 14;
   EXPECT_EQ(run("run", script).state.best, (TrainState::Best{2, 5.0}));
@@ -562,13 +534,7 @@ TEST_F(TrainLoopTest, ALossThatComesAgainIsNoNewBest) {
   settings_.val_batches = 1;
   settings_.keep_best = true;
   settings_.keep = 10;
-  const auto script = [&](HookedModel& model) {
-    const auto step = std::make_shared<std::int64_t>(0);
-    model.before_update = [step](const AdamWStep& update) { *step = update.step; };
-    model.after_evaluate = [&losses, step](double& loss_sum, std::int64_t labels) {
-      loss_sum = losses.at(*step) * static_cast<double>(labels);
-    };
-  };
+  const auto script = validation_losses([&](std::int64_t step) { return losses.at(step); });
   for (const std::vector<std::int64_t>& ends : {std::vector<std::int64_t>{10}, {5, 10}}) {
     const std::string name = format("run_%zu", ends.size());
     Result result;
@@ -591,13 +557,8 @@ TEST_F(TrainLoopTest, ALossThatIsNoNumberIsNotTheLowest) {
     for (const bool for_good : {false, true}) {
       settings_.val_every = for_good ? 0 : 2;
       const std::string name = format("run_%g_%d", bad, for_good);
-      const Result result = run(name, [&](HookedModel& model) {
-        const auto step = std::make_shared<std::int64_t>(0);
-        model.before_update = [step](const AdamWStep& update) { *step = update.step; };
-        model.after_evaluate = [=](double& loss_sum, std::int64_t labels) {
-          loss_sum = (for_good || *step <= 4 ? bad : 3.0) * static_cast<double>(labels);
-        };
-      });
+      const Result result =
+          run(name, validation_losses([=](std::int64_t step) { return for_good || step <= 4 ? bad : 3.0; }));
       EXPECT_EQ(result.exit, Exit::ok) << result.error;
       EXPECT_EQ(result.state.best, for_good ? std::nullopt : std::optional(TrainState::Best{6, 3.0}));
       EXPECT_TRUE(has_checkpoint(name, 10));
@@ -613,13 +574,7 @@ TEST_F(TrainLoopTest, ABestCheckpointThatCannotBeSavedGivesWayToThatOfAnEarlierS
   settings_.val_every = 2;
   settings_.keep_best = true;
   in_background_ = false;  // so that the failure is known before the next validation
-  const auto script = [&](HookedModel& model) {
-    const auto step = std::make_shared<std::int64_t>(0);
-    model.before_update = [step](const AdamWStep& update) { *step = update.step; };
-    model.after_evaluate = [&losses, step](double& loss_sum, std::int64_t labels) {
-      loss_sum = losses.at(*step) * static_cast<double>(labels);
-    };
-  };
+  const auto script = validation_losses([&](std::int64_t step) { return losses.at(step); });
   for (const double eighth : {9.0, 4.5}) {
     const std::string name = eighth == 9 ? "worse" : "better";
     losses[8] = eighth;
@@ -801,13 +756,10 @@ TEST_F(TrainLoopTest, AStepThatWaitsForTheSaveBeforeSaysSo) {
         });
       };
     };
-    testing::internal::CaptureStderr();
-    const Result result = run(slow ? "slow" : "quick", slow_disk);
-    const std::string log = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(run(slow ? "slow" : "quick", slow_disk).exit, Exit::ok);
     set_call_fault(nullptr);
-    EXPECT_EQ(result.exit, Exit::ok);
-    EXPECT_EQ(log.find("waited") != std::string::npos, slow) << log;
-    if (slow) expect_contains(log, "step 2 waited ");
+    EXPECT_EQ(log_.find("waited") != std::string::npos, slow) << log_;
+    if (slow) expect_contains(log_, "step 2 waited ");
   }
 }
 
@@ -827,9 +779,8 @@ TEST_F(TrainLoopTest, SavesThatHoldTrainingUpGiveTheSameBits) {
 // A save that was begun before an error ends the run is finished, and said to be.
 TEST_F(TrainLoopTest, AnErrorOfTheDeviceDoesNotLoseTheSaveInProgress) {
   settings_.save_every = 4;
-  testing::internal::CaptureStderr();
   const Result result = run("run", at_forward(5, [] { fail(Exit::environment, "the GPU has fallen off the bus"); }));
-  expect_contains(testing::internal::GetCapturedStderr(), "step_00000004' (");
+  expect_contains(log_, "step_00000004' (");
   EXPECT_EQ(result.error_code, Exit::environment);
   EXPECT_TRUE(has_checkpoint("run", 4));
   EXPECT_FALSE(fs::exists(temporary_.file("run") + "/step_00000004.tmp"));
@@ -854,18 +805,16 @@ TEST_F(TrainLoopTest, TheTimeLeftIsThatOfTheStepsOfThisStart) {
   settings_.val_every = 1;  // each step has its line
   settings_.val_batches = 1;
   with_validation_ = true;
-  testing::internal::CaptureStderr();
   EXPECT_TRUE(run("run", at_forward(4, [] { throw Crash(); })).crashed);
-  const std::string output = testing::internal::GetCapturedStderr();
   double mean = 0;
   for (const auto& [step, record] : steps("run")) {
     if (step <= 3) continue;
     const double seconds = record["dt_ms"].get<double>() / 1000;
     mean = step == 4 ? seconds : mean + 0.1 * (seconds - mean);
     const std::string left = human_seconds(static_cast<double>(settings_.steps - step) * mean);
-    const std::size_t line = output.find(format("step %lld/1000000  ", static_cast<long long>(step)));
-    ASSERT_NE(line, std::string::npos) << output;
-    expect_contains(output.substr(line, output.find('\n', line) - line), "  " + left + " left");
+    const std::size_t line = log_.find(format("step %lld/1000000  ", static_cast<long long>(step)));
+    ASSERT_NE(line, std::string::npos) << log_;
+    expect_contains(log_.substr(line, log_.find('\n', line) - line), "  " + left + " left");
   }
   EXPECT_GT(mean, 0);
 }
@@ -873,17 +822,14 @@ TEST_F(TrainLoopTest, TheTimeLeftIsThatOfTheStepsOfThisStart) {
 TEST_F(TrainLoopTest, TheTimeLimitStopsSavesAndResumes) {
   const Result whole = run("whole");
   settings_.max_minutes = 1e-9;
-  testing::internal::CaptureStderr();
   const Result none = run("run");
-  expect_contains(testing::internal::GetCapturedStderr(),
-                  "stopped by --max-minutes after step 0: the same command goes on from there\n");
+  expect_contains(log_, "stopped by --max-minutes after step 0: the same command goes on from there\n");
   EXPECT_EQ(none.exit, Exit::ok);
   EXPECT_EQ(none.state.step, 0);
   EXPECT_TRUE(has_checkpoint("run", 0));
   settings_.max_minutes = 0;
-  testing::internal::CaptureStderr();
   EXPECT_EQ(run("run").tensors, whole.tensors);
-  EXPECT_EQ(testing::internal::GetCapturedStderr().find("stopped by"), std::string::npos) << "it has come to its end";
+  EXPECT_EQ(log_.find("stopped by"), std::string::npos) << "it has come to its end";
 }
 
 }  // namespace

@@ -24,6 +24,22 @@ namespace fs = std::filesystem;
 
 struct Crash {};  // thrown in the place of a kill: nothing above the loop sees the step end
 
+// Takes what is written to stderr while it exists to `log`, if there is one.
+class CapturedLog {
+ public:
+  explicit CapturedLog(std::string* log) : log_(log) {
+    if (log_ != nullptr) testing::internal::CaptureStderr();
+  }
+  ~CapturedLog() {
+    if (log_ != nullptr) *log_ = testing::internal::GetCapturedStderr();
+  }
+  CapturedLog(const CapturedLog&) = delete;
+  CapturedLog& operator=(const CapturedLog&) = delete;
+
+ private:
+  std::string* const log_;
+};
+
 class TrainLoopTest : public testing::Test {
  protected:
   void SetUp() override {
@@ -48,6 +64,7 @@ class TrainLoopTest : public testing::Test {
 
   // One start of the program on run directory `name`: resume or initialise, then the loop.
   Result run(const std::string& name, const std::function<void(HookedModel&)>& interfere = {}) {
+    const CapturedLog captured(captures_log_ ? &log_ : nullptr);
     const TokenDataset data(temporary_.file("train_*.bin"), settings_.seq_len);
     const TokenDataset validation(temporary_.file(val_pattern_), settings_.seq_len);
     const std::unique_ptr<TrainModel> inner = micro_model(settings_);
@@ -108,7 +125,8 @@ class TrainLoopTest : public testing::Test {
   bool with_validation_ = false, in_background_ = true;
   std::string val_pattern_ = "train_*.bin";
   std::function<std::string(std::int64_t)> sample_;
-  std::string result_line_;
+  bool captures_log_ = true;
+  std::string result_line_, log_;  // what the last run() has written to stdout and stderr
 };
 
 // Interferes at the n-th forward pass of a start.
@@ -129,6 +147,17 @@ inline std::function<void(HookedModel&)> bad_statistics(int n, int times, bool l
       ++*count;
       if (*count < n || *count >= n + times) return;
       (loss ? statistics.loss_sum : statistics.gradient_norm) = std::numeric_limits<double>::infinity();
+    };
+  };
+}
+
+// The loss of the validation behind each step is that of `losses`.
+inline std::function<void(HookedModel&)> validation_losses(std::function<double(std::int64_t step)> losses) {
+  return [=](HookedModel& model) {
+    const auto step = std::make_shared<std::int64_t>(0);
+    model.before_update = [step](const AdamWStep& update) { *step = update.step; };
+    model.after_evaluate = [losses, step](double& loss_sum, std::int64_t labels) {
+      loss_sum = losses(*step) * static_cast<double>(labels);
     };
   };
 }

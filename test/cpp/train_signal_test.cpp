@@ -22,7 +22,10 @@ namespace {
 class TrainSignalTest : public TrainLoopTest {
  protected:
   // "threadsafe" starts the test's program again instead of forking it: OpenMP does not survive a fork.
-  TrainSignalTest() { GTEST_FLAG_SET(death_test_style, "threadsafe"); }
+  TrainSignalTest() {
+    GTEST_FLAG_SET(death_test_style, "threadsafe");
+    captures_log_ = false;  // EXPECT_EXIT reads it
+  }
 
   // Runs with `raise_signals` in the middle of step 4, then leaves with the run's exit code, or with 1 unless
   // exactly the steps of `saved` among 4 and 10 have a checkpoint.

@@ -67,11 +67,8 @@ void check_thoughts(const ChatFormat::Thoughts& marks, std::string_view text, bo
 }
 
 }  // namespace
-}  // namespace weft::fuzz
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  using namespace weft;
-  using namespace weft::fuzz;
   Input input(data, size);
   const auto flags = input.take<std::uint8_t>();
   const std::string_view rest = input.take_rest();
@@ -88,3 +85,5 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   });
   return 0;
 }
+
+}  // namespace weft::fuzz

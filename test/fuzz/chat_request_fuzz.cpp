@@ -34,11 +34,8 @@ void use_tokenized(std::string_view body, const RequestContext& context) {
 }
 
 }  // namespace
-}  // namespace weft::fuzz
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  using namespace weft;
-  using namespace weft::fuzz;
   Input input(data, size);
   const auto flags = input.take<std::uint8_t>();
   RequestContext context{"tiny", nullptr, Tokenizer::Special::text, &neox_config(), 64};
@@ -54,3 +51,5 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   });
   return 0;
 }
+
+}  // namespace weft::fuzz

@@ -87,11 +87,8 @@ void use(const Checkpoint& checkpoint) {
 }
 
 }  // namespace
-}  // namespace weft::fuzz
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  using namespace weft;
-  using namespace weft::fuzz;
   Input input(data, size);
   const auto flags = input.take<std::uint8_t>();
   const std::string_view manifest = input.take_text(input.take<std::uint16_t>());
@@ -101,3 +98,5 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   accepts([&] { use(Checkpoint::open(kDirectory, kStep)); });
   return 0;
 }
+
+}  // namespace weft::fuzz

@@ -27,11 +27,8 @@ void use(const TextRequest& request) {
 }
 
 }  // namespace
-}  // namespace weft::fuzz
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  using namespace weft;
-  using namespace weft::fuzz;
   Input input(data, size);
   const auto flags = input.take<std::uint8_t>();
   const RequestContext context{"tiny", (flags & 1) != 0 ? nullptr : &neox_tokenizer(),
@@ -41,3 +38,5 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   answers([&] { use(parse_completions(body, context)); });
   return 0;
 }
+
+}  // namespace weft::fuzz

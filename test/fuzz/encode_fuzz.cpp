@@ -45,11 +45,8 @@ const std::vector<Subject>& subjects() {
 }
 
 }  // namespace
-}  // namespace weft::fuzz
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  using namespace weft;
-  using namespace weft::fuzz;
   Input input(data, size);
   const auto flags = input.take<std::uint8_t>();
   const Subject& subject = subjects()[(flags >> 2) % subjects().size()];
@@ -87,3 +84,5 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   FUZZ_CHECK(text_of_any + other.finish() == utf8_replace_invalid(tokenizer.decode(any)));
   return 0;
 }
+
+}  // namespace weft::fuzz

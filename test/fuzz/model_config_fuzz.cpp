@@ -24,11 +24,8 @@ void use(const ModelConfig& config) {
 }
 
 }  // namespace
-}  // namespace weft::fuzz
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  using namespace weft;
-  using namespace weft::fuzz;
   const std::string_view text = Input(data, size).take_rest();
   accepts([&] {
     const Json object = parse_json(text, "fuzz: model");
@@ -36,3 +33,5 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   });
   return 0;
 }
+
+}  // namespace weft::fuzz

@@ -63,11 +63,8 @@ void parse_small(std::string_view text) {
 }
 
 }  // namespace
-}  // namespace weft::fuzz
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  using namespace weft;
-  using namespace weft::fuzz;
   Input input(data, size);
   const bool table = input.take<std::uint8_t>() % 2 == 0;
   const std::string_view rest = input.take_rest();
@@ -81,3 +78,5 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   }
   return 0;
 }
+
+}  // namespace weft::fuzz

@@ -50,11 +50,8 @@ void use(const ModelFile& model) {
 }
 
 }  // namespace
-}  // namespace weft::fuzz
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  using namespace weft;
-  using namespace weft::fuzz;
   Input input(data, size);
   const auto kind = input.take<std::uint8_t>();
   put_file(kPath, tensor_file_bytes(input));
@@ -64,3 +61,5 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   }
   return 0;
 }
+
+}  // namespace weft::fuzz

@@ -37,11 +37,8 @@ void use(const TokenShard& shard) {
 }
 
 }  // namespace
-}  // namespace weft::fuzz
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  using namespace weft;
-  using namespace weft::fuzz;
   Input input(data, size);
   const auto flags = input.take<std::uint8_t>();
   const std::string_view rest = input.take_rest();
@@ -51,3 +48,5 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   accepts([&] { use(TokenShard::open(kPath)); });
   return 0;
 }
+
+}  // namespace weft::fuzz

@@ -53,11 +53,8 @@ void use(const TokenizerSpec& spec) {
 }
 
 }  // namespace
-}  // namespace weft::fuzz
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  using namespace weft;
-  using namespace weft::fuzz;
   Input input(data, size);
   const bool as_it_is = (input.take<std::uint8_t>() & 1) != 0;
   const std::string_view rest = input.take_rest();
@@ -65,3 +62,5 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   accepts([&] { use(parse_tokenizer_json(text, "fuzz: tokenizer.json")); });
   return 0;
 }
+
+}  // namespace weft::fuzz

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ pytest.importorskip("numpy")
 pytest.importorskip("xxhash")
 pytest.importorskip("safetensors")
 
+import checkpoints as ck  # noqa: E402
 from test_infer_cli import tokenizer_json, write_model  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,8 +30,7 @@ OK, USAGE, BAD_FILE, ENVIRONMENT, RESOURCES, FAILED_LINES, INTERRUPTED = 0, 2, 3
 def model(request, tmp_path_factory) -> Path:
     """A small model of each family, with its tokenizer."""
     path = tmp_path_factory.mktemp("model") / f"{request.param}.bin"
-    subprocess.run([sys.executable, ROOT / "scripts/convert_hf.py", ROOT / "models" / request.param, "-o", path],
-                   check=True, capture_output=True, timeout=120)
+    ck.convert(ROOT / "models" / request.param, path)
     return path
 
 

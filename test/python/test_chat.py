@@ -19,7 +19,7 @@ import checkpoints  # noqa: E402, F401 (scripts/ becomes importable)
 import chat_format as cf  # noqa: E402
 from test_infer_cli import (PROGRAM, Terminal, constant_head, run, run_ok, start, tokenizer_json, wait_for_message,  # noqa: E402
                             write_model)
-from test_serve import Browser, Server, browser, fill, until  # noqa: E402, F401
+from test_serve import Browser, Server, browser, fill, shared_server_holds_nothing, until  # noqa: E402, F401
 
 pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="infer_pythia is not built")
 
@@ -69,13 +69,6 @@ def model(tmp_path_factory):
 def server(model):
     with Server(model) as one:
         yield one
-
-
-@pytest.fixture(autouse=True)
-def shared_server_holds_nothing(request):
-    yield
-    if "server" in request.fixturenames:
-        request.getfixturevalue("server").nothing_is_held()
 
 
 def post(server: Server, path: str, body: object, status: int = 200) -> dict:

@@ -14,7 +14,6 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ pytest.importorskip("numpy")
 pytest.importorskip("xxhash")
 pytest.importorskip("safetensors")
 
+import checkpoints as ck  # noqa: E402
 from test_infer_cli import END_OF_TEXT, constant_head, tokenizer_json, write_model  # noqa: E402
 from test_serve import PROGRAM, ROOT, Server  # noqa: E402
 
@@ -38,8 +38,7 @@ def serve(tmp_path_factory):
     with contextlib.ExitStack() as servers:
         @functools.cache
         def one(name: str, *options: str) -> Server:
-            subprocess.run([sys.executable, ROOT / "scripts/convert_hf.py", ROOT / "models" / name, "-o", folder / f"{name}.bin"], check=True,
-                           capture_output=True, timeout=120)
+            ck.convert(ROOT / "models" / name, folder / f"{name}.bin")
             return servers.enter_context(Server(folder / f"{name}.bin", *options))
         yield one
 

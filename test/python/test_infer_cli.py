@@ -1136,17 +1136,3 @@ def test_the_environment_does_not_decide_how_threads_wait(model):
     finally:
         process.kill()
         process.communicate()
-
-
-# ---- the model in the repository -------------------------------------------------------------------------------------
-
-def test_a_converted_model_runs(tmp_path):
-    source = ROOT / "models" / "tiny-pythia"
-    if not (source / "model.safetensors").exists() or not (ROOT / "scripts" / "convert_hf.py").exists():
-        pytest.skip("models/tiny-pythia is not there")
-    target = tmp_path / "tiny.bin"
-    subprocess.run([sys.executable, ROOT / "scripts" / "convert_hf.py", source, "-o", target], check=True,
-                   capture_output=True)
-    result = object_of("--model", target, "--prompt", "Once upon a time", "--max-tokens", 20)
-    assert set(result) == FIELDS and len(result["ids"]) == 20
-    assert result["ids"] == object_of("--model", target, "--prompt", "Once upon a time", "--max-tokens", 20)["ids"]

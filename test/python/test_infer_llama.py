@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("numpy")
 pytest.importorskip("xxhash")
 pytest.importorskip("safetensors")
+import checkpoints as ck  # noqa: E402
 from goldens import GOLDENS, inference_goldens  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,7 @@ def run(program, *arguments, code=OK, **options) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def tiny_llama(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("llama") / "tiny-llama.bin"
-    run(sys.executable, ROOT / "scripts/convert_hf.py", ROOT / "models/tiny-llama", "-o", path)
+    ck.convert(ROOT / "models/tiny-llama", path)
     return path
 
 

@@ -372,14 +372,20 @@ def test_scales_and_zeros_of_another_kind_are_refused(tmp_path, scheme, part, dt
 # ---- refused ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options, config, words", [
-    (["--head", "int8"], LLAMA, "--head: only with --quantize"),
-    (["--head", "16"], LLAMA, "--head: only with --quantize"),
-    (["--gptq", "text.txt"], LLAMA, "--gptq: only with --quantize int4"),
-    (["--quantize", "int2"], LLAMA, "invalid choice: 'int2'"),
+@pytest.mark.parametrize("options, words", [
+    (["--head", "int8"], "--head: only with --quantize"),
+    (["--head", "16"], "--head: only with --quantize"),
+    (["--gptq", "text.txt"], "--gptq: only with --quantize int4"),
+    (["--quantize", "int2"], "invalid choice: 'int2'"),
+    (["--only", "qkv"], "--only: only with --quantize"),
+    (["--quantize", "int8", "--only", ""], "got '', expected names of"),
+    (["--quantize", "int8", "--only", "qkv,"], "got '', expected names of"),
+    (["--quantize", "int8", "--only", "qkv,neck"], "got 'neck', expected names of qkv, output, up, down, head"),
+    (["--quantize", "int8", "--only", "head"], "--only: its head goes with --head int8"),
+    (["--quantize", "int8", "--only", "up", "--head", "int8"], "--only: its head goes with --head int8"),
 ])
-def test_usage_errors(tmp_path, options, config, words):
-    source = ck.write_checkpoint(tmp_path / "hf", config)
+def test_usage_errors(tmp_path, options, words):
+    source = ck.write_checkpoint(tmp_path / "hf", LLAMA)
     done = ck.run_script("convert_hf.py", source, "-o", tmp_path / "a.bin", *options)
     assert done.returncode == 2 and words in done.stderr and not (tmp_path / "a.bin").exists()
 
@@ -439,20 +445,6 @@ def test_linear_layers_are_known_by_the_description_of_the_family(tmp_path):
     schemes = {name: target.scheme_of(name, shape, other) for name, shape in other.tensors.items()}
     assert schemes == {renamed(name): target.scheme_of(name, shape, model) for name, shape in model.tensors.items()}
     assert list(schemes.values()).count("int8") == 2 * 7 + 1
-
-
-@pytest.mark.parametrize("options, words", [
-    (["--only", "qkv"], "--only: only with --quantize"),
-    (["--quantize", "int8", "--only", ""], "got '', expected names of"),
-    (["--quantize", "int8", "--only", "qkv,"], "got '', expected names of"),
-    (["--quantize", "int8", "--only", "qkv,neck"], "got 'neck', expected names of qkv, output, up, down, head"),
-    (["--quantize", "int8", "--only", "head"], "--only: its head goes with --head int8"),
-    (["--quantize", "int8", "--only", "up", "--head", "int8"], "--only: its head goes with --head int8"),
-])
-def test_parts_that_are_refused(tmp_path, options, words):
-    source = ck.write_checkpoint(tmp_path / "hf", LLAMA)
-    done = ck.run_script("convert_hf.py", source, "-o", tmp_path / "a.bin", *options)
-    assert done.returncode == 2 and words in done.stderr and not (tmp_path / "a.bin").exists()
 
 
 @pytest.mark.parametrize("model, options", [

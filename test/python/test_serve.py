@@ -16,7 +16,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ import pytest
 pytest.importorskip("numpy")
 pytest.importorskip("xxhash")
 
+import checkpoints as ck  # noqa: E402
 from test_infer_cli import LAYERS, C, tokenizer_json, write_model  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -297,8 +297,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(server, body):
 def test_a_converted_model_of_each_family(name, tmp_path):
     pytest.importorskip("safetensors")
     path = tmp_path / f"{name}.bin"
-    subprocess.run([sys.executable, ROOT / "scripts/convert_hf.py", ROOT / "models" / name, "-o", path],
-                   check=True, capture_output=True, timeout=120)
+    ck.convert(ROOT / "models" / name, path)
     command = [PROGRAM, "--model", path, "--device", "cpu", "--prompt", "The hen", "--max-tokens", "24", "--temperature", "0.9",
                "--seed", "3", "--json"]
     alone = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)

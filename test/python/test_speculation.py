@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,8 @@ import pytest
 pytest.importorskip("numpy")
 pytest.importorskip("xxhash")
 pytest.importorskip("safetensors")
+
+import checkpoints as ck  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "infer_pythia"
@@ -26,8 +27,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     paths = {name: folder / f"{name}.bin" for name in ("tiny-llama", "tiny-pythia")}
     for name, path in paths.items():
-        subprocess.run([sys.executable, ROOT / "scripts/convert_hf.py", ROOT / "models" / name, "-o", path], check=True,
-                       capture_output=True, timeout=120)
+        ck.convert(ROOT / "models" / name, path)
     return paths
 
 
@@ -88,8 +88,7 @@ def test_the_statistics_say_what_drafts_brought(models):
 
 def test_a_quantised_draft_is_said_to_be_one(models, tmp_path):
     target = tmp_path / "draft.bin"
-    subprocess.run([sys.executable, ROOT / "scripts/convert_hf.py", ROOT / "models/tiny-pythia", "-o", target, "--quantize",
-                    "int8"], check=True, capture_output=True, timeout=120)
+    ck.convert(ROOT / "models/tiny-pythia", target, "--quantize", "int8")
     requests = tmp_path / "in"
     requests.write_text('{"id": 1, "prompt": "The hen", "max_tokens": 2}\n')
     for words in (["--prompt", "The hen", "--max-tokens", 4], ["--batch", requests, "--output", tmp_path / "out"]):

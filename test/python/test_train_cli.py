@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from train_runs import (GOLDEN, MODEL, ROOT, SECONDS, SEED, VOCABULARY, arguments, assert_refused, assert_same_run, checkpoints, environment,
-                        has_checkpoint, losses, np, preload, records, run_program, start, state_bytes, token_shard, train, wait_for,
+from train_runs import (GOLDEN, MODEL, SECONDS, SEED, VOCABULARY, arguments, assert_refused, assert_same_run, checkpoints, environment,
+                        has_checkpoint, losses, make_texts, np, preload, records, run_program, start, state_bytes, token_shard, train, wait_for,
                         write_shard, xxhash)
 from train_runs import data_fixture, end_started, whole_fixture  # noqa: F401, pytest finds them here
 
@@ -301,12 +301,8 @@ def test_names_that_are_no_text(data, tmp_path):
 
 def test_from_scratch_with_a_sample(tmp_path):
     """--config, initial parameters, the tokenizer beside the shards, and a sample; the model file carries the tokenizer."""
-    tokenizer = ROOT / "models" / "tiny-llama" / "tokenizer.json"
     data = tmp_path / "data"
-    data.mkdir()
-    shutil.copy(tokenizer, data)
-    write_shard(data / "train_0.bin", 500, vocabulary=2048,
-                tokenizer_hash=xxhash.xxh3_64_intdigest(tokenizer.read_bytes()))
+    tokenizer = make_texts(data)
     done = train(data, tmp_path / "run", "--config", "tiny", "--model=", "--val=", "--sample-every", 3,
                  "--sample-tokens", 5, "--sample-prompt", "Once", steps=3)
     assert done.returncode == 0, done.stderr
@@ -767,12 +763,8 @@ def test_another_model_is_refused_on_resume(data, tmp_path):
 
 
 def test_a_tokenizer_that_was_removed_is_what_a_resume_asks_for(tmp_path):
-    tokenizer = ROOT / "models" / "tiny-llama" / "tokenizer.json"
     data = tmp_path / "data"
-    data.mkdir()
-    shutil.copy(tokenizer, data)
-    write_shard(data / "train_0.bin", 500, vocabulary=2048,
-                tokenizer_hash=xxhash.xxh3_64_intdigest(tokenizer.read_bytes()))
+    tokenizer = make_texts(data)
     options = ["--config", "tiny", "--model=", "--val=", "--sample-every", 0, "--schedule", "constant"]
     assert train(data, tmp_path / "run", *options, steps=2).returncode == 0
     (data / "tokenizer.json").unlink()

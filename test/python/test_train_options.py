@@ -6,14 +6,13 @@ import os
 import pty
 import re
 import select
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from train_runs import (MODEL, PROGRAM, ROOT, SECONDS, assert_refused, checkpoints, environment, fp8_shape, losses, np, records,
-                        run_program, start, state_bytes, train, wait_for, write_shard, xxhash)
+from train_runs import (MODEL, PROGRAM, SECONDS, assert_refused, checkpoints, environment, fp8_shape, losses, make_texts, np, records,
+                        run_program, start, state_bytes, train, wait_for)
 from train_runs import data_fixture, end_started  # noqa: F401, pytest finds them here
 
 import tensor_file
@@ -271,13 +270,8 @@ def test_checkpoints_come_when_asked_for(data, tmp_path):
 @pytest.fixture
 def texts(tmp_path):
     """Shards with a tokenizer beside them."""
-    tokenizer = ROOT / "models" / "tiny-llama" / "tokenizer.json"
-    directory = tmp_path / "texts"
-    directory.mkdir()
-    shutil.copy(tokenizer, directory)
-    write_shard(directory / "train_0.bin", 500, vocabulary=2048,
-                tokenizer_hash=xxhash.xxh3_64_intdigest(tokenizer.read_bytes()))
-    return directory
+    make_texts(tmp_path / "texts")
+    return tmp_path / "texts"
 
 
 def samples(texts, out, *options):

@@ -44,6 +44,16 @@ def make_data(directory):
     return directory
 
 
+def make_texts(directory):
+    """A shard with a tokenizer beside it; that tokenizer."""
+    tokenizer = ROOT / "models" / "tiny-llama" / "tokenizer.json"
+    directory.mkdir()
+    shutil.copy(tokenizer, directory)
+    write_shard(directory / "train_0.bin", 500, vocabulary=2048,
+                tokenizer_hash=xxhash.xxh3_64_intdigest(tokenizer.read_bytes()))
+    return tokenizer
+
+
 # The fixtures have names of their own in Python: a test that imports them has parameters with the names that pytest knows.
 @pytest.fixture(name="data")
 def data_fixture(tmp_path):
