@@ -258,9 +258,14 @@ Exit run_batch_bench(const InferSettings& settings, const DecodeDevice& device, 
 }
 
 Exit run_random_bench(const InferSettings& settings) {
-  const ModelConfig config = random_model_config(settings.random_model);
+  ModelConfig config = random_model_config(settings.random_model);
   DecodeDevice device(settings);
-  if (!settings.draft.empty()) device.expect_draft(random_model_config(settings.draft, "--draft"));
+  if (!settings.draft.empty()) {
+    const ModelConfig draft = random_model_config(settings.draft, "--draft");
+    device.expect_draft(draft);
+    // As if they had one tokenizer: nothing can be drafted behind an id that the draft model does not have.
+    config.tokenizer_vocab = std::min(config.tokenizer_vocab, draft.tokenizer_vocab);
+  }
   device.choose(config, published_dtype(config));
   if (settings.task == InferTask::bench_batch) {
     return run_batch_bench(settings, device, [&](std::int64_t sequences) {

@@ -38,7 +38,7 @@ Run run_once(DecodeModel& model, std::span<const std::int32_t> prompt, std::span
   };
   if (model.samples()) {
     GenerationRequest request;
-    request.sampling = sampling_plan({});
+    request.sampling = sampling_plan({.vocab_limit = model.config().tokenizer_vocab});
     request.max_ids = static_cast<std::int64_t>(decode_ids.size()) + 1;
     std::optional<double> last;
     model.generate_ids(prompt, request, [&](std::int32_t) {
@@ -64,7 +64,7 @@ Run run_once(DecodeModel& model, std::span<const std::int32_t> prompt, std::span
 
 BenchPoint measure(DecodeModel& model, std::int64_t prompt_tokens, std::int64_t tokens, std::uint64_t seed) {
   const std::vector<std::int32_t> ids =
-      random_ids(prompt_tokens + std::max(tokens, kWarmUpSteps), model.config().vocab_size, seed);
+      random_ids(prompt_tokens + std::max(tokens, kWarmUpSteps), model.config().tokenizer_vocab, seed);
   const std::span<const std::int32_t> prompt = std::span(ids).first(static_cast<std::size_t>(prompt_tokens));
   const std::span<const std::int32_t> decode_ids = std::span(ids).subspan(prompt.size());
 

@@ -527,6 +527,17 @@ def test_a_random_model_takes_a_random_draft():
     assert "--draft: got 'pythia-13m'" in refused(USAGE, *words, "--draft", "pythia-13m")
 
 
+def test_random_models_of_different_vocabularies_draft(tmp_path):
+    config = json.loads((ROOT / "models/tiny-llama/config.json").read_text())
+    small, large = tmp_path / "small.json", tmp_path / "large.json"
+    for file, vocab_size in ((small, 70), (large, 4 * config["vocab_size"])):
+        file.write_text(json.dumps({**config, "vocab_size": vocab_size}))
+    for model, draft in ((large, small), (small, large)):
+        words = ["--random-model", model, "--draft", draft, "--debug-inject", "accept=1", "--max-tokens", 24, "--device", "cpu"]
+        drafts = object_of("--bench", *words)["drafts"]
+        assert drafts["accepted"] == drafts["drafted"] > 0, drafts
+
+
 def test_random_models_run_on_the_cpu():
     words = ["--random-model", "pythia-14m", "--max-tokens", 4, "--device", "cpu"]
     assert object_of("--bench", *words)["bytes_per_token"] == 4 * (14_067_712 - 50304 * 128 + 128) + 8 * 6 * 128 * 34
