@@ -225,10 +225,12 @@ TYPED_TEST(Fp8RowsMatmulTest, ARowsBitsAreItsOwn) {
   }
 }
 
-// Rows of zeros, of subnormal numbers, of the largest, with an outlier, with a NaN, and of every length that has a kernel.
+// Rows of zeros, of subnormal numbers, of the largest, with an outlier, with a NaN, with -0 and quotients between two codes
+// (10.9375 / 0.875 = 12.5, where the product with the reciprocal is 12.500001), with a tiny scale, and of every length that
+// has a kernel.
 TYPED_TEST(Fp8RowsMatmulTest, CodesAreThoseOfTheCpu) {
   using T = TypeParam;
-  constexpr std::int64_t kRows = 8;
+  constexpr std::int64_t kRows = 9;
   const float largest = std::is_same_v<T, bf16> ? 3.3e38f : 65504.0f, least = std::is_same_v<T, bf16> ? 1e-40f : 6e-8f;
   for (const std::int64_t K : {16, 48, 528, 4096, 4112, 8192, 14336, 16400, 28672, 32768}) {
     Floats x = random_stored<T>(kRows * K, static_cast<unsigned>(K));
@@ -242,6 +244,8 @@ TYPED_TEST(Fp8RowsMatmulTest, CodesAreThoseOfTheCpu) {
     for (float& value : row(4)) value = -value * largest / 8;
     for (float& value : row(5)) value *= 0x1p-12f;
     row(6)[3] = std::numeric_limits<float>::quiet_NaN();
+    std::ranges::copy(std::array{392.0f, 10.9375f, -12.6875f, -0.0f}, row(7).begin());
+    for (float& value : row(8)) value *= 1e-33f;
     x = widened(stored<T>(x));
     const DeviceBuffer<T> there = on_device<T>(x);
     const DeviceBuffer<std::uint8_t> codes(static_cast<std::size_t>(kRows * K) + 64);

@@ -239,6 +239,8 @@ ROWS = [
            "&p.x[source.input]", "&p.x[0]", gpu("RowsMatmulTest/*.TwoInputsAreTheCpus")),
     Mutant("GPU: rows_matmul reads x before the kernel that writes it is done", "produce",
            "if (!p.x_is_older) wait_for_predecessors();", "", gpu("ChainedRows/*.MatmulWith*")),
+    Mutant("GPU: a quotient that makes a code is not corrected", "RowCodes",
+           "__fmaf_rn(__fmaf_rn(-product, scale_, value), reciprocal_, product)", "product", gpu("Fp8RowsMatmulTest*CodesAreThoseOfTheCpu")),
     Mutant("GPU: a row of codes has the scale of its neighbour", "ScaledColumns", "output_.x_scales[row];",
            "output_.x_scales[row ^ 1];", gpu("Fp8RowsMatmulTest*EveryEpilogue")),
     Mutant("GPU: all of K is summed in the tensor core", "sum_stages_of_codes",
