@@ -197,6 +197,10 @@ TYPED_TEST(Fp8RowsMatmulTest, LargeAndOddSizes) {
   }
   this->compare(65, 4096, 8200, RowsEpilogue::store_fp32, true);
   this->compare(2000, 272, 136, RowsEpilogue::store, true);
+  for (const std::int64_t rows : {413, 869, 1077, 1111})  // tiles of 128, 160, 184 and 192 rows of x
+    this->compare(rows, 144, 8200, RowsEpilogue::store, false);
+  this->compare(805, 2128, 5025, RowsEpilogue::add, false);  // tiles of 64 with 3 splits,
+  this->compare(605, 2128, 5025, RowsEpilogue::add, false);  // of 128
 }
 
 // The rows of a step one by one, in pieces, and all at once, at every place in a tile.

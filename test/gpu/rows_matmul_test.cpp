@@ -322,21 +322,32 @@ TYPED_TEST(RowsMatmulTest, EveryPieceMoreThanTwice) {
   this->check_values(700, 264, 3208, RowsEpilogue::geglu_tanh, false);
 }
 
-// Large tiles of every width leave by tensor copies, but for those of 176: of 128, 160 and 192 rows of x with two splits; of 96,
-// 128, 160 and 192 with one, where the consumers take turns. On 132 multiprocessors all but those of 96 have more tiles than two a consumer.
+// Rows of x for which large tiles on 132 multiprocessors have 64 and 96 of them, with 5 splits,
+constexpr std::int64_t kRowsOfNarrowTiles[] = {313, 549};
+// 128, 160, 176, 184 and 192 with two splits, in two rounds and three,
+constexpr std::int64_t kRowsOfSplitTiles[] = {510, 1155, 1042, 1063, 1111};
+// and 96, 128, 160, 176, 184 and 192 with one, where the consumers take turns: those of 96 in one round, the others in up to
+// four.
+constexpr std::int64_t kRowsOfTilesInTurns[] = {90, 250, 388, 1155, 1042, 1064, 739};
+
+// Large tiles leave by tensor copies.
 TYPED_TEST(RowsMatmulTest, TilesOfEveryWidthAreCopiedOut) {
-  for (const std::int64_t rows : {512, 1155, 973, 1064})
-    this->check_values(rows, 520, 7656, rows % 2 == 0 ? RowsEpilogue::gelu : RowsEpilogue::store, true);
-  for (const std::int64_t rows : {90, 388, 1155, 1285})
-    this->check_values(rows, 72, 8200, rows % 2 == 0 ? RowsEpilogue::gelu : RowsEpilogue::store, true);
+  const auto epilogue = [](std::int64_t rows) { return rows % 2 == 0 ? RowsEpilogue::gelu : RowsEpilogue::store; };
+  for (const std::int64_t rows : kRowsOfNarrowTiles) this->check_values(rows, 1288, 2504, epilogue(rows), true);
+  for (const std::int64_t rows : kRowsOfSplitTiles) this->check_values(rows, 520, 7656, epilogue(rows), true);
+  for (const std::int64_t rows : kRowsOfTilesInTurns) this->check_values(rows, 712, 8200, epilogue(rows), true);
+  for (const std::int64_t rows : {90, 1155})
+    this->check_values(rows, 72, 8200, epilogue(rows), true);  // fewer stages than the ring
 }
 
 // The same in the other epilogues, of which gated ones are copied out with one split, twice around the ring and more.
 TYPED_TEST(RowsMatmulTest, TilesOfEveryWidthInEveryEpilogue) {
   for (const RowsEpilogue epilogue : {RowsEpilogue::swiglu, RowsEpilogue::add, RowsEpilogue::store_fp32}) {
-    for (const std::int64_t rows : {512, 1155, 973, 1064})
+    for (const std::int64_t rows : kRowsOfNarrowTiles)
+      this->check_values(rows, 1288, gated(epilogue) ? 1248 : 2500, epilogue, true);
+    for (const std::int64_t rows : kRowsOfSplitTiles)
       this->check_values(rows, 520, gated(epilogue) ? 3824 : 7650, epilogue, true);
-    for (const std::int64_t rows : {90, 250, 388, 1155, 1285}) this->check_values(rows, 712, 8200, epilogue, true);
+    for (const std::int64_t rows : kRowsOfTilesInTurns) this->check_values(rows, 712, 8200, epilogue, true);
   }
 }
 

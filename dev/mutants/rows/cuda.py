@@ -225,6 +225,8 @@ ROWS = [
            "first_row_of(p, tile + 1,", gpu("RowsMatmulTest/*.TilesOfEveryWidth*")),
     Mutant("GPU: the last split's sums are taken for the total", "consume_splits", "row_tile_of(p, tile), total);",
            "row_tile_of(p, tile), d);", gpu("RowsMatmulTest/*.TilesOfEveryWidth*")),
+    Mutant("GPU: a tile's last rows leave behind those that its second part writes again", "copy_out", "row + first, 0",
+           "row + part * OutTile::kRows, 0", gpu("RowsMatmulTest/*.TilesOfEveryWidth*")),
     Mutant("GPU: units of a tile's lower half are copied out to the upper one's place", "copy_out", "4 * half + warp", "warp",
            gpu("RowsMatmulTest/*.TilesOfEveryWidth*")),
     Mutant("GPU: splits of tiles of 96 and 112 rows are added in reverse", "column_kernel", "static_cast<int>(blockIdx.x) % splits;",

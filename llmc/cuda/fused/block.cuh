@@ -56,7 +56,7 @@ static __device__ __noinline__ void time_out(Control* control, HostWords* host, 
 template <typename K>
 struct Block {
   using Parameters = ParametersOf<K>;
-  using Layer = std::conditional_t<K::kQuantized, QuantizedLayer<typename K::S>, fused::Layer<typename K::S>>;
+  using Layer = fused::Layer<typename K::S, K::kQuantized>;
 
   const Parameters& p;
   Flags& flags;

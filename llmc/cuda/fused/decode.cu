@@ -254,8 +254,8 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const DeviceWeights<S>& w
 
 template <typename S>
 void FusedDecode<S>::State::upload_layers(const DeviceWeights<S>& weights) {
-  const std::vector<Layer<S>> layers = layer_table<S>(weights);
-  upload(parameters.layers, layers.data(), layers.size() * sizeof(Layer<S>));
+  const auto layers = layer_table(weights);
+  upload(parameters.layers, layers.data(), layers.size() * sizeof(layers[0]));
   check(cudaStreamSynchronize(stream), "fused decoding");
 }
 
@@ -263,34 +263,24 @@ template <typename S>
 void FusedDecode<S>::State::upload_quantized_layers(const DeviceWeights<S>& weights) {
   const Sizes& sizes = plan.sizes;
   const SequentialSizes* const sequential = plan.sequential ? &plan.sequential_sizes : nullptr;
+  const int row_loads = plan.shape.row_loads;
   streams = std::make_unique<DeviceArena>(plan_streams(config, plan));
   std::byte* const begin = streams->at<std::byte>(0);
-  const std::int64_t layer_bytes = blocks * sizes.stream_bytes;
-  std::vector<QuantizedLayer<S>> layers;
-  for (std::size_t l = 0; l < weights.blocks.size(); ++l) {
+  const auto layers = layer_table<true>(weights, [&](std::size_t l) -> LayerMatrices<S, true> {
+    std::byte* const to = begin + static_cast<std::int64_t>(l) * blocks * sizes.stream_bytes;
+    if (l == weights.blocks.size()) {
+      const PackedMatrix& head = weights.head.packed;
+      if (!head) return {nullptr, weights.head.plain};
+      pack_head(to, head, sizes, row_loads, parameters.rows, blocks, stream);
+      return {to, nullptr, head.row_scales};
+    }
     const DeviceBlock<S>& w = weights.blocks[l];
     const PackedMatrix &qkv = w.qkv.weight.packed, &up = w.up.weight.packed, &down = w.down.weight.packed,
                        &output = w.output.weight.packed;
-    std::byte* const to = begin + static_cast<std::int64_t>(l) * layer_bytes;
-    pack_layer(to, {qkv, up, down, output}, sizes, sequential, plan.shape.row_loads, parameters.rows, blocks, stream);
-    layers.push_back({to, nullptr, qkv.row_scales, up.row_scales, down.row_scales, output.row_scales, w.qkv.bias,
-                      w.up.bias, w.down.bias, w.output.bias, w.input_norm.weight, w.input_norm.bias, w.post_norm.weight,
-                      w.post_norm.bias});
-  }
-  QuantizedLayer<S> last{};
-  if (weights.head.packed) {
-    std::byte* const to = begin + config.num_layers * layer_bytes;
-    pack_head(to, weights.head.packed, sizes, plan.shape.row_loads, parameters.rows, blocks, stream);
-    last.stream = to;
-    last.qkv_scales = weights.head.packed.row_scales;
-  } else {
-    last.qkv = weights.head.plain;
-  }
-  last.norm1_weight = weights.final_norm.weight;
-  last.norm1_bias = weights.final_norm.bias;
-  layers.push_back(last);
-  static_assert(sizeof(QuantizedLayer<S>) == kQuantizedLayerBytes);
-  upload(parameters.layers, layers.data(), layers.size() * sizeof(QuantizedLayer<S>));
+    pack_layer(to, {qkv, up, down, output}, sizes, sequential, row_loads, parameters.rows, blocks, stream);
+    return {to, nullptr, qkv.row_scales, up.row_scales, down.row_scales, output.row_scales};
+  });
+  upload(parameters.layers, layers.data(), layers.size() * sizeof(layers[0]));
   check(cudaStreamSynchronize(stream), "fused decoding");
 }
 

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
                        base + at.barriers + 16 * p.stages + 8,
                        p.blocks,
                        static_cast<int>(blockIdx.x)};
-  static_assert(sizeof(Layer) == (K::kQuantized ? kQuantizedLayerBytes : kLayerBytes));
+  static_assert(sizeof(Layer) == kLayerBytes<K::kQuantized>);
   const int words = (p.L + 1) * static_cast<int>(sizeof(Layer)) / 8;
   auto* table = reinterpret_cast<std::uint64_t*>(shared + at.layers);
   for (int i = static_cast<int>(threadIdx.x); i < words; i += static_cast<int>(blockDim.x)) {

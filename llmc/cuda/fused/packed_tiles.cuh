@@ -138,7 +138,7 @@ __host__ __device__ inline LayerParts layer_parts(const Sizes& p, const Sequenti
   return parts;
 }
 
-// Of a row of QuantizedLayer::up_scales: gate and up lie by turns, 8 rows each (packed_row()).
+// Of a row of LayerMatrices::up_scales: gate and up lie by turns, 8 rows each (packed_row()).
 __device__ inline int gate_scale(int unit) {
   return unit / 8 * 16 + unit % 8;
 }

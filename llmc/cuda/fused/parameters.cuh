@@ -37,28 +37,29 @@ static_assert(kSequentialThreads <= (kMaxWarps + 2) * kWarpSize && kSequentialWa
 constexpr int kMinSplitPositions = 64;  // positions of a split, at least; the last split may have fewer
 constexpr int kMaxLayers = 256;
 
-template <typename S>
-struct Layer {
-  const S *qkv, *up, *down, *dense;                                // weights, [out, in]
-  const S *qkv_bias, *up_bias, *down_bias, *dense_bias;            // or null
-  const S *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias;  // [C]
+// Where the matrices of a layer lie: rows in 16 bits, by LayerParts::Matrix,
+template <typename S, bool kPacked>
+struct LayerMatrices {
+  const S *qkv = nullptr, *up = nullptr, *down = nullptr, *dense = nullptr;  // [out, in]; last entry: the head in qkv
   static constexpr const float *qkv_scales = nullptr, *up_scales = nullptr, *down_scales = nullptr,
                                *dense_scales = nullptr;
 };
-// sizeof(Layer<S>) for all types: the host lays out shared memory without knowing them.
-constexpr int kLayerBytes = 12 * static_cast<int>(sizeof(void*));
-
-// A layer with quantised matrices, in the order of packed_tiles.cuh.
+// or quantised, in the order of packed_tiles.cuh.
 template <typename S>
-struct QuantizedLayer {
-  const std::byte* stream;  // one stream a block, Sizes::stream_bytes apart; last entry: the quantised head, or null
-  const S* qkv;             // last entry: the head in 16 bits, or null
-  const float *qkv_scales, *up_scales, *down_scales,
-      *dense_scales;  // one scale a row, as in PackedMatrix; null where grouped
-  const S *qkv_bias, *up_bias, *down_bias, *dense_bias;
-  const S *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias;
+struct LayerMatrices<S, true> {
+  const std::byte* stream = nullptr;  // one a block, Sizes::stream_bytes apart; last entry: the quantised head, or null
+  const S* qkv = nullptr;             // last entry: the head in 16 bits, or null
+  // One scale a row, as in PackedMatrix; null where grouped.
+  const float *qkv_scales = nullptr, *up_scales = nullptr, *down_scales = nullptr, *dense_scales = nullptr;
 };
-constexpr int kQuantizedLayerBytes = 14 * static_cast<int>(sizeof(void*));
+template <typename S, bool kPacked>
+struct Layer : LayerMatrices<S, kPacked> {
+  const S *qkv_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr, *dense_bias = nullptr;
+  const S *norm1_weight = nullptr, *norm1_bias = nullptr, *norm2_weight = nullptr, *norm2_bias = nullptr;  // [C]
+};
+// sizeof(Layer<S, kPacked>) for all S: the host lays out shared memory without knowing them.
+template <bool kPacked>
+constexpr int kLayerBytes = (kPacked ? 14 : 12) * static_cast<int>(sizeof(void*));
 
 // The rows of each matrix that a block owns; out: of MLP-down and of the output projection. And what it copies in the kernel of
 // many tokens.
@@ -191,7 +192,7 @@ struct Instruments {
 template <typename S>
 struct Parameters : Sizes {
   SharedLayout at;  // here, in constant memory, it takes no registers
-  // [L + 1] of Layer<S>, or of QuantizedLayer<S>: the last one holds the head in `qkv` and the final norm in norm1.
+  // [L + 1] of Layer<S, kPacked>: the last one holds the head and, in norm1, the final norm.
   std::byte* layers;
   BlockRows* rows;  // [blocks]
   CopyRun* copies;  // of all blocks

@@ -166,7 +166,7 @@ void set_quantized(Plan& plan, const ModelConfig& config, int most_rows) {
   p.stage_bytes = std::max(stream_stage_bytes<Format>(plan.shape), stream_stage_bytes<HeadFormat>(plan.shape));
   p.stage_bytes = std::max(p.stage_bytes, static_cast<int>(2 * config.hidden_size) * kRows * plan.shape.warps_r);
   p.stage_bytes = static_cast<int>(ceil_div(p.stage_bytes, 128) * 128);
-  p.layer_bytes = kQuantizedLayerBytes;
+  p.layer_bytes = kLayerBytes<true>;
   p.digit_bytes = kDigitBytes;
   const int unit = most_set_rows(WeightFormats{}) * plan.shape.warps_r;
   p.partial_rows = static_cast<int>(ceil_div(most_rows, unit) * unit);
@@ -218,7 +218,7 @@ void set_sizes(Plan& plan, const ModelConfig& config) {
   p.threads = p.warps_k * p.warps_r * kWarpSize;
   p.blocks = plan.blocks;
   p.stage_bytes = plan.shape.stage_bytes;
-  p.layer_bytes = kLayerBytes;
+  p.layer_bytes = kLayerBytes<false>;
   p.max_splits = max_splits_of(config, plan.blocks);
   p.cautious = config.hidden_size <= 2048;  // wider models wait for memory rather than for one another
 }

@@ -18,7 +18,7 @@ struct Producer {
   using Layer = typename Block<K>::Layer;
 
   // The pointers at the beginning of a layer in 16 bits, by LayerParts::Matrix.
-  using Plain = fused::Layer<typename K::S>;
+  using Plain = LayerMatrices<typename K::S, false>;
   static_assert(offsetof(Plain, qkv) == LayerParts::qkv * sizeof(void*) &&
                 offsetof(Plain, up) == LayerParts::up * sizeof(void*));
   static_assert(offsetof(Plain, down) == LayerParts::down * sizeof(void*) &&

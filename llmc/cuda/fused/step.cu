@@ -121,7 +121,7 @@ ArenaLayout plan_workspace(const ModelConfig& config, int blocks, StepParameters
   layout.reserve(&p.hidden, kStepRows * config.ffn_size);
   layout.reserve(&p.attended, kStepRows * config.q_size());
   layout.reserve(&p.rows, blocks);
-  layout.reserve_bytes(&p.layers, static_cast<std::uint64_t>(config.num_layers + 1) * sizeof(Layer<S>));
+  layout.reserve_bytes(&p.layers, static_cast<std::uint64_t>(config.num_layers + 1) * kLayerBytes<false>);
   return layout;
 }
 
@@ -217,8 +217,8 @@ FusedStep<S>::FusedStep(const ModelConfig& config, const DeviceWeights<S>& weigh
                 "fused steps");
   }
 
-  const std::vector<Layer<S>> layers = layer_table<S>(weights);
-  state_->upload(p.layers, layers.data(), layers.size() * sizeof(Layer<S>));
+  const auto layers = layer_table(weights);
+  state_->upload(p.layers, layers.data(), layers.size() * sizeof(layers[0]));
   state_->upload(p.rows, step.plan.rows.data(), step.plan.rows.size() * sizeof(BlockRows));
   cuda::check(cudaStreamSynchronize(stream), "fused steps");
 }

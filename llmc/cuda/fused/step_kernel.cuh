@@ -29,8 +29,8 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
                                     base + at.barriers + 16 * p.stages + 8 * kItemSlots,
                                     static_cast<int>(gridDim.x),
                                     static_cast<int>(blockIdx.x)};
-  static_assert(sizeof(Layer) == kLayerBytes);
-  const int words = (p.L + 1) * kLayerBytes / 8;
+  static_assert(sizeof(Layer) == kLayerBytes<false>);
+  const int words = (p.L + 1) * kLayerBytes<false> / 8;
   auto* table = reinterpret_cast<std::uint64_t*>(shared + at.layers);
   for (int i = static_cast<int>(threadIdx.x); i < words; i += static_cast<int>(blockDim.x)) {
     table[i] = reinterpret_cast<const std::uint64_t*>(p.layers)[i];

@@ -105,7 +105,7 @@ __host__ __device__ inline StepLayout step_layout(const Sizes& p, int rows) {
     end += (bytes + 15) / 16 * 16;
     return start;
   };
-  at.layers = take((p.L + 1) * kLayerBytes);
+  at.layers = take((p.L + 1) * kLayerBytes<false>);
   // two alternating buffers: [warps_k][tiles of a batch][sums of a tile]
   at.partials = take(2 * p.warps_k * warps * kStepTileRows * rows * 4);
   at.normalized = take(rows == 1 ? warps * 2 * kNormalizedRow : 0);  // of each warp and norm, step_norm.cuh

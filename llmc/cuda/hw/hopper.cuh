@@ -313,6 +313,7 @@ struct Wgmma;
 #define WEFT_D72 WEFT_D64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define WEFT_D80 WEFT_D72 ", %72, %73, %74, %75, %76, %77, %78, %79"
 #define WEFT_D88 WEFT_D80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define WEFT_D92 WEFT_D88 ", %88, %89, %90, %91"
 #define WEFT_D96 WEFT_D88 ", %88, %89, %90, %91, %92, %93, %94, %95"
 #define WEFT_D104 WEFT_D96 ", %96, %97, %98, %99, %100, %101, %102, %103"
 #define WEFT_D112 WEFT_D104 ", %104, %105, %106, %107, %108, %109, %110, %111"
@@ -331,6 +332,7 @@ struct Wgmma;
 #define WEFT_O72 WEFT_O64, WEFT_8(64)
 #define WEFT_O80 WEFT_O72, WEFT_8(72)
 #define WEFT_O88 WEFT_O80, WEFT_8(80)
+#define WEFT_O92 WEFT_O88, "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91])
 #define WEFT_O96 WEFT_O88, WEFT_8(88)
 #define WEFT_O104 WEFT_O96, WEFT_8(96)
 #define WEFT_O112 WEFT_O104, WEFT_8(104)
@@ -392,6 +394,7 @@ WEFT_WGMMA_OF(128, 64, 64, 65, 66, 67, 68, 69, 70)
 WEFT_WGMMA_OF(144, 72, 72, 73, 74, 75, 76, 77, 78)
 WEFT_WGMMA_OF(160, 80, 80, 81, 82, 83, 84, 85, 86)
 WEFT_WGMMA_OF(176, 88, 88, 89, 90, 91, 92, 93, 94)
+WEFT_WGMMA_OF(184, 92, 92, 93, 94, 95, 96, 97, 98)
 WEFT_WGMMA_OF(192, 96, 96, 97, 98, 99, 100, 101, 102)
 WEFT_WGMMA_OF(208, 104, 104, 105, 106, 107, 108, 109, 110)
 WEFT_WGMMA_OF(224, 112, 112, 113, 114, 115, 116, 117, 118)

@@ -22,9 +22,14 @@ struct TileShape {
   using T = typename P::Element;
   using XTile = SwizzledTile<T, N, kDepth>;
   static constexpr int kStageBytes = kTileConsumers * WeightTile<T>::kBytes + XTile::kBytes;
-  // Shared memory in which a consumer stages results that leave by tensor copies.
-  using OutTile = SwizzledTile<T, N / 2, kWeightRows>;
-  static constexpr bool kCopiesOut = !P::kCodes && N / 2 % 16 == 0;  // stmatrix writes 16 rows
+  // Rows of x that each block of the cluster fetches for both, in whole patterns of the swizzle: the first ones and the last.
+  // In the middle they may overlap, and are then written twice.
+  static constexpr int kFetchedRows = (N / kCluster + 7) / 8 * 8;
+  static constexpr int kFetchedBytes =
+      kTileConsumers * WeightTile<T>::kBytes + kCluster * kFetchedRows * XTile::kRowBytes;
+  // Shared memory in which a consumer stages results that leave by tensor copies: two, likewise. stmatrix writes 16 rows.
+  using OutTile = SwizzledTile<T, (N / 2 + 15) / 16 * 16, kWeightRows>;
+  static constexpr bool kCopiesOut = !P::kCodes;
   static constexpr int kOutBytes = kCopiesOut ? (OutTile::kBytes + kAlignment - 1) / kAlignment * kAlignment : 0;
   static constexpr int kRest = kAlignment + kTileConsumers * kOutBytes;
   static constexpr int kBarrierBytes = 2 * static_cast<int>(sizeof(BarrierStorage));
@@ -77,14 +82,14 @@ struct TileMemory {
 template <typename P, int N>
 __device__ void produce_tiles(const P& p, const TileMemory<P, N>& shared) {
   using Shape = TileShape<P, N>;
-  constexpr int kHalf = N / kCluster;
   constexpr std::uint16_t kAll = (1u << kCluster) - 1;
   const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
   const int count = p.tile_pairs * p.row_tiles;
   const RingBarriers ring = shared.ring();
+  const int first_row = rank == 0 ? 0 : N - Shape::kFetchedRows;
   const auto weight_tile = [&](int tile) { return (pair_of(p, tile) * kCluster + rank) * kTileConsumers; };
   const auto load_weights = [&](int stage, int step, int first_tile) {
-    mbarrier_arrive_expect(ring.full(stage), Shape::kStageBytes);
+    mbarrier_arrive_expect(ring.full(stage), Shape::kFetchedBytes);
 #pragma unroll
     for (int i = 0; i < kTileConsumers; ++i)
       load_weight(p, shared.weight(stage, i).address, ring.full(stage), step, first_tile + i, L2::normal);
@@ -95,7 +100,7 @@ __device__ void produce_tiles(const P& p, const TileMemory<P, N>& shared) {
   if (!p.x_is_older) wait_for_predecessors();
   RingPosition at;
   for (; tile < count; tile += clusters) {
-    const int first_tile = weight_tile(tile), row = row_tile_of(p, tile) * N + rank * kHalf;
+    const int first_tile = weight_tile(tile), row = row_tile_of(p, tile) * N + first_row;
     for (int step = 0; step < p.steps; ++step) {
       if (ahead > 0) {
         --ahead;
@@ -104,8 +109,8 @@ __device__ void produce_tiles(const P& p, const TileMemory<P, N>& shared) {
         load_weights(at.stage, step, first_tile);
       }
       const Source source = source_of(p, step);
-      tensor_load_to_cluster(shared.x(at.stage).template rows<kHalf>(rank * kHalf).address, &p.x[source.input],
-                             ring.full(at.stage), source.k, row, kAll);
+      tensor_load_to_cluster(shared.x(at.stage).template rows<Shape::kFetchedRows>(first_row).address,
+                             &p.x[source.input], ring.full(at.stage), source.k, row, kAll);
       at.advance(Shape::kStages);
     }
   }
@@ -114,15 +119,16 @@ __device__ void produce_tiles(const P& p, const TileMemory<P, N>& shared) {
 // Writes 64 columns of the result, from `column` on, of N rows of x, from `row` on: a warpgroup's values are transposed on their
 // way to shared memory and leave by tensor copies, which clip at the bounds. values(block, half, k) returns the thread's two
 // for rows 8 block + 2 (lane % 4) + {0, 1} of x, which are of column 16 warp + 8 half + lane / 4, or with `Halves` of column
-// 32 half + 8 warp + lane / 4.
+// 32 half + 8 warp + lane / 4. The first rows leave, then the last ones; those that are both are written twice.
 template <bool Halves, int N, typename OutTile, typename T, typename Values>
 __device__ void copy_out(const Arguments<T>& p, const OutTile& staging, int barrier, int column, int row,
                          const Values& values) {
-  static_assert(OutTile::kRows % 16 == 0 && N == 2 * OutTile::kRows);
+  static_assert(OutTile::kRows % 16 == 0 && 2 * OutTile::kRows >= N && OutTile::kRows <= N);
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize,
             warp = thread / kWarpSize;
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
+    const int first = part * (N - OutTile::kRows);
     if (thread == 0) bulk_wait_read();
     named_barrier_wait(barrier, kWarpgroupSize);  // the previous copy has read the buffer
 #pragma unroll
@@ -130,7 +136,7 @@ __device__ void copy_out(const Arguments<T>& p, const OutTile& staging, int barr
       unsigned words[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m) {  // 8x8 matrices: rows of x by m / 2, columns by m % 2
-        const int block = part * (OutTile::kRows / 8) + 2 * i + m / 2;
+        const int block = first / 8 + 2 * i + m / 2;
         words[m] = pack<T>(values(block, m % 2, 0), values(block, m % 2, 1));
       }
       const int r = 16 * i + lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
@@ -140,7 +146,7 @@ __device__ void copy_out(const Arguments<T>& p, const OutTile& staging, int barr
     fence_async_proxy_shared();
     named_barrier_wait(barrier, kWarpgroupSize);
     if (thread == 0) {
-      tensor_store(&p.out, staging.address, column, row + part * OutTile::kRows, 0);
+      tensor_store(&p.out, staging.address, column, row + first, 0);
       bulk_commit();
     }
   }
@@ -368,14 +374,14 @@ void launch_tiles(const Io& io, const LaunchDevice& device, cudaStream_t stream)
   using T = typename P::Element;
   const auto kernel = tile_kernel<P, N, kConsumers>;
   constexpr int kBytes = TileShape<P, N>::kBytes;
-  P arguments = arguments_of(io, N / kCluster);
+  P arguments = arguments_of(io, TileShape<P, N>::kFetchedRows);
   arguments.tile_pairs = static_cast<int>(ceil_div(weight_rows(io), kPairRows));
   arguments.row_tiles = static_cast<int>(ceil_div(io.rows, N));
   arguments.copies_out = TileShape<P, N>::kCopiesOut && copies_out(io, kConsumers);
   if (arguments.copies_out)
-    arguments.out = encode_tensor_map(io.out, kMapType<T>,
-                                      {static_cast<std::uint64_t>(io.OC), static_cast<std::uint64_t>(io.rows), 1},
-                                      {io.OC * static_cast<std::int64_t>(sizeof(T)), 0}, {kWeightRows, N / 2, 1});
+    arguments.out = encode_tensor_map(
+        io.out, kMapType<T>, {static_cast<std::uint64_t>(io.OC), static_cast<std::uint64_t>(io.rows), 1},
+        {io.OC * static_cast<std::int64_t>(sizeof(T)), 0}, {kWeightRows, TileShape<P, N>::OutTile::kRows, 1});
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
         "rows_matmul: shared memory");
   const int clusters = std::min(device.multiprocessors / kCluster, arguments.tile_pairs * arguments.row_tiles);
@@ -383,25 +389,27 @@ void launch_tiles(const Io& io, const LaunchDevice& device, cudaStream_t stream)
                           device.overlapping, kCluster, "rows_matmul", arguments);
 }
 
-// The width of tiles with the least estimated time; if equal, the later one. A stage takes as long as shared memory needs for
-// it, at 128 bytes a cycle: the copies write 16 KB of the weight and `width` rows of x, and each of its eight instructions
-// reads 2 KB of the weight and a quarter of these rows again. Up to a width of 256 that is more than the tensor cores need, 4
-// `width` cycles. Consumers that work together on a tile of codes multiply nothing while they finish it; so do those of splits,
-// but without shared memory it takes them too little to count.
+// Launches tiles of the width with the least estimated time; if equal, the later one. A stage takes as long as shared memory
+// needs for it, at 128 bytes a cycle: the copies write 16 KB of the weight and `width` rows of x, and each of its eight
+// instructions reads 2 KB of the weight and a quarter of these rows again. Up to a width of 256 that is more than the tensor
+// cores need, 4 `width` cycles. Consumers that work together on a tile of codes multiply nothing while they finish it; so do
+// those of splits, but without shared memory it takes them too little to count. Of those in turns only the last tile's end
+// is not hidden.
 template <Consumers kConsumers, int... kWidths, typename Io>
-int best_width(const Io& io, const LaunchDevice& device) {
+void launch_best_width(const Io& io, const LaunchDevice& device, cudaStream_t stream) {
   const std::int64_t pairs = ceil_div(weight_rows(io), kPairRows), clusters = device.multiprocessors / kCluster;
-  const std::int64_t finish = kConsumers != Consumers::together ? 0
-                              : gated(io.epilogue)              ? 80
-                                                                : 40;  // cycles a row of x
+  const std::int64_t finish = gated(io.epilogue)                  ? 80
+                              : io.epilogue == RowsEpilogue::gelu ? 60
+                                                                  : 40;  // cycles a row of x
   int best = 0;
   std::int64_t least = INT64_MAX;
   for (const std::int64_t width : {kWidths...}) {
     const std::int64_t rounds = ceil_div(pairs * ceil_div(io.rows, width), clusters);
-    const std::int64_t time = rounds * (steps_of(io) * (256 + 3 * width) + finish * width);
+    const std::int64_t ends = kConsumers == Consumers::together ? rounds : kConsumers == Consumers::in_turns ? 1 : 0;
+    const std::int64_t time = rounds * steps_of(io) * (256 + 3 * width) + ends * finish * width;
     if (time <= least) best = static_cast<int>(width), least = time;
   }
-  return best;
+  ((best == kWidths ? launch_tiles<kWidths, kConsumers>(io, device, stream) : void()), ...);
 }
 
 }  // namespace
@@ -409,33 +417,13 @@ int best_width(const Io& io, const LaunchDevice& device) {
 template <typename Io>
 void launch_tile_kernel(const Io& io, const LaunchDevice& device, cudaStream_t stream) {
   using enum Consumers;
-  if constexpr (ArgumentsOf<Io>::kCodes) {  // a stage, a split and the total have registers of their own
-    if (splits_of(io) > 1) return launch_tiles<128, splits>(io, device, stream);
-    if (best_width<together, 128, 192>(io, device) == 128) return launch_tiles<128, together>(io, device, stream);
-    return launch_tiles<192, together>(io, device, stream);
+  // With several splits a thread has registers for a sum and the total, of codes for a stage, a sum and the total.
+  if constexpr (ArgumentsOf<Io>::kCodes) {
+    if (splits_of(io) > 1) return launch_best_width<splits, 64, 128>(io, device, stream);
+    launch_best_width<together, 128, 160, 184, 192>(io, device, stream);
   } else {
-    if (splits_of(io) > 1) {  // sums and totals need twice the registers, so tiles are narrower
-      switch (best_width<splits, 128, 160, 176, 192>(io, device)) {
-        case 128:
-          return launch_tiles<128, splits>(io, device, stream);
-        case 160:
-          return launch_tiles<160, splits>(io, device, stream);
-        case 176:
-          return launch_tiles<176, splits>(io, device, stream);
-        default:
-          return launch_tiles<192, splits>(io, device, stream);
-      }
-    }
-    switch (best_width<in_turns, 96, 128, 160, 192>(io, device)) {
-      case 96:
-        return launch_tiles<96, in_turns>(io, device, stream);
-      case 128:
-        return launch_tiles<128, in_turns>(io, device, stream);
-      case 160:
-        return launch_tiles<160, in_turns>(io, device, stream);
-      default:
-        return launch_tiles<192, in_turns>(io, device, stream);
-    }
+    if (splits_of(io) > 1) return launch_best_width<splits, 64, 96, 128, 160, 176, 184, 192>(io, device, stream);
+    launch_best_width<in_turns, 96, 128, 160, 176, 184, 192>(io, device, stream);
   }
 }
 
